@@ -1,0 +1,95 @@
+"""The frozen configuration, built once from the command line and sent to every process."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from sglang_kvq.errors import KVQuantError
+
+#: Tokens per page. Fixed: page formats, kernels and both pools are laid out for it.
+PAGE_SIZE = 64
+
+#: head_dim values the page formats and kernels support.
+HEAD_DIMS = (64, 96, 128, 256)
+
+
+@dataclass(frozen=True)
+class KVQuantConfig:
+    """What the ``--kv-quant*`` flags say, validated.
+
+    Attributes:
+        method: name in the registry of ``sglang_kvq.methods``.
+        rotations: folder, ``.safetensors``/``.pt`` location or hub repo of the rotations;
+            None lets the method choose (learned rotations come from the RotationZoo).
+        sink_tokens: first tokens of a request kept in BF16; a multiple of ``PAGE_SIZE``.
+        recent_tokens: last tokens of a request kept in BF16; a multiple of ``PAGE_SIZE``.
+        group_size: elements along head_dim that share one scale and zero; None means
+            ``min(head_dim, 128)``.
+        clip_k, clip_v: quantile of ``|x|`` over a head's row beyond which keys/values are
+            clipped, in (0, 1]; 1 clips nothing; None means the rotation file's or the
+            method's own.
+        bf16_budget: share of the KV memory that BF16 overlays may take, in (0, 1).
+
+    Raises:
+        KVQuantError: a value out of range; the message names it and the fix.
+    """
+
+    method: str
+    rotations: str | None = None
+    sink_tokens: int = 64
+    recent_tokens: int = 256
+    group_size: int | None = None
+    clip_k: float | None = None
+    clip_v: float | None = None
+    bf16_budget: float = 0.10
+
+    def __post_init__(self) -> None:
+        from sglang_kvq.methods import get_method  # the registry needs this module's constants
+
+        get_method(self.method)
+        for flag, value, least in (
+            ("--kv-quant-sink", self.sink_tokens, 0),
+            ("--kv-quant-recent", self.recent_tokens, PAGE_SIZE),
+        ):
+            if value < least or value % PAGE_SIZE:
+                raise KVQuantError(
+                    f"{flag} {value}: must be a multiple of the page size {PAGE_SIZE}, at least "
+                    f"{least}; the nearest valid value is {max(least, round(value / PAGE_SIZE) * PAGE_SIZE)}."
+                )
+        if self.group_size is not None and self.group_size not in (32, 64, 96, 128):
+            raise KVQuantError(
+                f"--kv-quant-group-size {self.group_size}: must be 32, 64, 96 or 128 and divide the "
+                "model's head_dim; leave it out for min(head_dim, 128)."
+            )
+        for flag, value in (("--kv-quant-clip-k", self.clip_k), ("--kv-quant-clip-v", self.clip_v)):
+            if value is not None and not 0.5 <= value <= 1.0:
+                raise KVQuantError(
+                    f"{flag} {value}: must be between 0.5 and 1 (1 clips nothing); typical values are 0.88 to 0.98."
+                )
+        if not 0.0 < self.bf16_budget < 0.9:
+            raise KVQuantError(
+                f"--kv-quant-bf16-budget {self.bf16_budget}: must be above 0 and below 0.9; "
+                "it is the share of the KV memory kept for BF16 pages (default 0.1)."
+            )
+
+    @property
+    def sink_pages(self) -> int:
+        return self.sink_tokens // PAGE_SIZE
+
+    @property
+    def recent_pages(self) -> int:
+        return self.recent_tokens // PAGE_SIZE
+
+    @property
+    def slots_per_request(self) -> int:
+        """Overlay slots a running request can hold at once: sinks, window, and the page being filled."""
+        return self.sink_pages + self.recent_pages + 1
+
+    def describe(self) -> str:
+        """One line for logs: every field that is not at its default."""
+        parts = [
+            f"{f.name}={getattr(self, f.name)}"
+            for f in fields(self)
+            if f.name == "method" or getattr(self, f.name) != f.default
+        ]
+        return ", ".join(parts)

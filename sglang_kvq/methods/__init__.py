@@ -1,0 +1,24 @@
+"""The registry behind ``--kv-quant``: one short file per method."""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+from sglang_kvq.errors import KVQuantError
+from sglang_kvq.methods.base import Method, RotationKind
+
+__all__ = ["METHOD_NAMES", "Method", "RotationKind", "get_method"]
+
+#: Every value of ``--kv-quant`` except ``none``; each is a module of this package holding ``METHOD``.
+METHOD_NAMES = ("oscar", "hadamard", "int2")
+
+
+def get_method(name: str) -> Method:
+    """The method of that name.
+
+    Raises:
+        KVQuantError: no such method.
+    """
+    if name not in METHOD_NAMES:
+        raise KVQuantError(f"--kv-quant {name}: unknown method; choose one of none, {', '.join(METHOD_NAMES)}.")
+    return import_module(f"sglang_kvq.methods.{name}").METHOD

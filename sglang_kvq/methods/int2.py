@@ -1,0 +1,10 @@
+from sglang_kvq.methods.base import Method, RotationKind
+
+METHOD = Method(
+    name="int2",
+    summary="plain asymmetric INT2, no rotation, no clipping: the baseline",
+    paper="round-to-nearest min-max quantisation",
+    rotation=RotationKind.NONE,
+    clip_k=1.0,
+    clip_v=1.0,
+)

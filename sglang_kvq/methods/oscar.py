@@ -1,0 +1,10 @@
+from sglang_kvq.methods.base import Method, RotationKind
+
+METHOD = Method(
+    name="oscar",
+    summary="attention-aware rotations, clipped uniform INT2",
+    paper="OSCAR, arXiv 2605.17757",
+    rotation=RotationKind.LEARNED,
+    clip_k=0.96,
+    clip_v=0.92,
+)
