@@ -1,0 +1,118 @@
+"""What a backend must do: store, quantise, and attend over segments. Data only crosses as tensors.
+
+All keys, values and queries here are in the rotated basis (K' = K R_k, Q' = Q R_k, V' = V R_v), so
+one query serves every segment; ``rotate`` and ``rotate_output`` go in and out of it.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+
+from sglang_kvq.cache.pool import PagePool
+
+
+@dataclass(frozen=True)
+class LayerRotations:
+    """Rotations of every local layer and KV head, ready to use.
+
+    Attributes:
+        k: float32 ``[layers, kv_heads, head_dim, head_dim]`` or None for the identity; rows times
+            ``k`` go into the rotated basis.
+        v: likewise; None also when it is folded into the weights.
+    """
+
+    k: torch.Tensor | None = None
+    v: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class ExtendBatch:
+    """New tokens of several requests, concatenated; each continues its row's stored prefix.
+
+    Attributes:
+        rows: int64 ``[batch]`` on the device, rows of ``req_to_token``.
+        prefix_lens, new_lens: per request, on the host: tokens stored before this batch, and
+            tokens in it.
+        loc: int64 ``[tokens]``, SGLang's location of each new token.
+        overlay_tokens: int64 ``[n]`` indices into the new tokens that go to BF16 overlays.
+        direct_tokens: int64 ``[m]`` indices of the first token of each page that is quantised
+            straight from the activations (whole pages, consecutive tokens).
+    """
+
+    rows: torch.Tensor
+    prefix_lens: list[int]
+    new_lens: list[int]
+    loc: torch.Tensor
+    overlay_tokens: torch.Tensor
+    direct_tokens: torch.Tensor
+
+
+class AttentionOps(ABC):
+    """Operations on one worker's ``PagePool``. Layer arguments are local indices from 0."""
+
+    def __init__(self, pool: PagePool, rotations: LayerRotations) -> None:
+        self.pool = pool
+        self.rotations = rotations
+
+    @abstractmethod
+    def rotate(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Into the rotated basis. q ``[T, q_heads, D]``, k and v ``[T, kv_heads, D]``, BF16 in and out.
+
+        Rows are rotated in float32 (TF32 on a GPU) and rounded to BF16 once.
+        """
+
+    @abstractmethod
+    def rotate_output(self, layer: int, o: torch.Tensor) -> torch.Tensor:
+        """Out of the rotated basis: ``o R_v^T`` for o BF16 ``[T, q_heads, D]``; the identity if V is not rotated."""
+
+    @abstractmethod
+    def store_tokens(self, layer: int, loc: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Write rows k, v ``[T, kv_heads, D]`` to the overlays of the pages that ``loc`` int64 ``[T]`` names.
+
+        A page without an overlay (only page 0's padding should reach here) writes to slot 0.
+        Safe inside a CUDA graph.
+        """
+
+    @abstractmethod
+    def quantise_tokens(
+        self, layer: int, first: torch.Tensor, pages: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> None:
+        """Quantise whole pages from activations, one layer.
+
+        Rows ``first[i] .. first[i] + PAGE_SIZE`` of k, v ``[T, kv_heads, D]`` become page ``pages[i]``'s
+        record; both index tensors are int64 ``[n]``, ``n`` may be 0.
+        """
+
+    @abstractmethod
+    def quantise_slots(self, slots: torch.Tensor, pages: torch.Tensor, count: torch.Tensor) -> None:
+        """Quantise overlays into records, all layers.
+
+        For ``i < count``, overlay ``slots[i]`` becomes page ``pages[i]``'s record. ``slots`` and ``pages``
+        are int64 ``[n]``; ``count`` is int64 ``[1]`` on the device and is not read on the host of a GPU.
+        """
+
+    @abstractmethod
+    def decode(
+        self, layer: int, q: torch.Tensor, rows: torch.Tensor, seq_lens: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        """One query token per request over everything stored, its own token included.
+
+        q BF16 ``[B, q_heads, D]``, rows and seq_lens int ``[B]``; returns BF16 ``[B, q_heads, D]``,
+        softmax(scale q k) v. Segments come from ``pool.row_sink_end`` and ``row_history_end``. Safe
+        inside a CUDA graph: every length is read on the device, rows of padding read page 0.
+        """
+
+    @abstractmethod
+    def extend(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: ExtendBatch, scale: float
+    ) -> torch.Tensor:
+        """Causal attention of new tokens over the stored prefix and themselves.
+
+        q BF16 ``[T, q_heads, D]``, k and v BF16 ``[T, kv_heads, D]``: the batch's activations, which
+        need not be stored yet. Returns BF16 ``[T, q_heads, D]``.
+        """

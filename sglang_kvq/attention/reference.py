@@ -1,0 +1,98 @@
+"""The plain PyTorch backend: what a CPU runs, and the oracle of every kernel test."""
+
+from __future__ import annotations
+
+import torch
+
+from sglang_kvq.attention.base import AttentionOps, ExtendBatch
+from sglang_kvq.config import PAGE_SIZE
+
+
+class ReferenceOps(AttentionOps):
+    """``AttentionOps`` in a few readable lines each; loops over requests, any device."""
+
+    def rotate(self, layer, q, k, v):
+        if self.rotations.k is not None:
+            r = self.rotations.k[layer]
+            q, k = _rotate_rows(q, r), _rotate_rows(k, r)
+        if self.rotations.v is not None:
+            v = _rotate_rows(v, self.rotations.v[layer])
+        return q, k, v
+
+    def rotate_output(self, layer, o):
+        return o if self.rotations.v is None else _rotate_rows(o, self.rotations.v[layer].transpose(-1, -2))
+
+    def store_tokens(self, layer, loc, k, v):
+        slot = self.pool.page_slot[loc // PAGE_SIZE].clamp(min=0).long()
+        self.pool.overlays[layer, slot, 0, :, loc % PAGE_SIZE] = k
+        self.pool.overlays[layer, slot, 1, :, loc % PAGE_SIZE] = v
+
+    def quantise_tokens(self, layer, first, pages, k, v):
+        if first.numel() == 0:
+            return
+        tokens = first[:, None] + torch.arange(PAGE_SIZE, device=first.device)
+        self.pool.records[layer, pages] = self.pool.format.quantise_pages(
+            k[tokens].transpose(1, 2), v[tokens].transpose(1, 2)
+        )
+
+    def quantise_slots(self, slots, pages, count):
+        n = int(count)  # a device-to-host copy: fine here, the GPU backend reads it in the kernel
+        for layer in range(self.pool.layers if n else 0):
+            overlays = self.pool.overlays[layer, slots[:n]]
+            self.pool.records[layer, pages[:n]] = self.pool.format.quantise_pages(overlays[:, 0], overlays[:, 1])
+
+    def decode(self, layer, q, rows, seq_lens, scale):
+        out = torch.empty_like(q)
+        for i, (row, length) in enumerate(zip(rows.tolist(), seq_lens.tolist())):
+            k, v = self._stored(layer, row, length)
+            out[i : i + 1] = _attend(q[i : i + 1], k, v, scale)
+        return out
+
+    def extend(self, layer, q, k, v, batch: ExtendBatch, scale):
+        out, start = torch.empty_like(q), 0
+        for row, prefix, new in zip(batch.rows.tolist(), batch.prefix_lens, batch.new_lens):
+            span = slice(start, start + new)
+            k_old, v_old = self._stored(layer, row, prefix)
+            keys = torch.cat([k_old, k[span].transpose(0, 1)], dim=1)
+            values = torch.cat([v_old, v[span].transpose(0, 1)], dim=1)
+            out[span] = _attend(q[span], keys, values, scale)
+            start += new
+        return out
+
+    def _stored(self, layer: int, row: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The row's first ``length`` keys and values as BF16 ``[kv_heads, length, D]`` each."""
+        pool = self.pool
+        sink_end, history_end = int(pool.row_sink_end[row]), int(pool.row_history_end[row])
+        pages = pool.req_to_token[row, :length:PAGE_SIZE].long() // PAGE_SIZE
+        start = torch.arange(len(pages), device=pages.device) * PAGE_SIZE
+        quantised = (start >= sink_end) & (start < history_end)
+        both = torch.empty(
+            2, len(pages), pool.kv_heads, PAGE_SIZE, pool.format.head_dim, dtype=torch.bfloat16, device=pool.device
+        )
+        both[0, quantised], both[1, quantised] = (
+            x.bfloat16() for x in pool.format.dequantise_pages(pool.records[layer, pages[quantised]])
+        )
+        slots = pool.page_slot[pages[~quantised]].long()
+        if (slots < 0).any():
+            raise RuntimeError(f"row {row}: a page outside the history [{sink_end}, {history_end}) has no overlay")
+        both[:, ~quantised] = pool.overlays[layer, slots].transpose(0, 1)
+        k, v = both.transpose(1, 2).flatten(2, 3)[:, :, :length]
+        return k, v
+
+
+def _rotate_rows(x: torch.Tensor, r: torch.Tensor) -> torch.Tensor:
+    """x BF16 ``[T, heads, D]`` times r float32 ``[kv_heads, D, D]``; query heads share their KV head's rotation."""
+    r = r.repeat_interleave(x.shape[1] // r.shape[0], dim=0)
+    return torch.einsum("thd,hde->the", x.float(), r).to(x.dtype)
+
+
+def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
+    """The last ``len(q)`` positions attend causally. q ``[n, q_heads, D]``, k, v ``[kv_heads, length, D]``."""
+    n, length = q.shape[0], k.shape[1]
+    mask = None
+    if n > 1:
+        mask = torch.ones(n, length, dtype=torch.bool, device=q.device).tril(length - n)
+    out = torch.nn.functional.scaled_dot_product_attention(
+        q.transpose(0, 1)[None], k[None], v[None], attn_mask=mask, scale=scale, enable_gqa=True
+    )
+    return out[0].transpose(0, 1)
