@@ -1,0 +1,95 @@
+"""How one memory budget is divided between INT2 pages and BF16 overlays."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sglang_kvq.config import PAGE_SIZE, KVQuantConfig
+from sglang_kvq.errors import KVQuantError
+from sglang_kvq.formats.page import PageFormat
+
+
+@dataclass(frozen=True)
+class KVGeometry:
+    """What a worker stores per token: local layers and KV heads, and the format of a page."""
+
+    layers: int
+    kv_heads: int
+    format: PageFormat
+
+    @property
+    def page_bytes(self) -> int:
+        """INT2 bytes of one page, all layers."""
+        return self.layers * self.kv_heads * self.format.record_bytes
+
+    @property
+    def slot_bytes(self) -> int:
+        """BF16 bytes of one overlay, all layers: also what plain BF16 takes for a page."""
+        return self.layers * self.kv_heads * 2 * PAGE_SIZE * self.format.head_dim * 2
+
+
+@dataclass(frozen=True)
+class MemoryLayout:
+    """The two pools' sizes.
+
+    Attributes:
+        pages: INT2 pages, the reserved one not counted.
+        slots: BF16 overlays, the reserved one not counted.
+        max_requests: rows whose windows always fit: the bound on running requests.
+    """
+
+    geometry: KVGeometry
+    pages: int
+    slots: int
+    max_requests: int
+
+    @property
+    def tokens(self) -> int:
+        return self.pages * PAGE_SIZE
+
+    @property
+    def total_bytes(self) -> int:
+        return self.pages * self.geometry.page_bytes + self.slots * self.geometry.slot_bytes
+
+    @property
+    def bf16_tokens(self) -> int:
+        """Tokens plain BF16 would hold in the same bytes."""
+        return self.total_bytes * PAGE_SIZE // self.geometry.slot_bytes
+
+    @property
+    def bits_per_element(self) -> float:
+        """Allocated bits per element of capacity, overlays included."""
+        return 16 * self.total_bytes / (self.pages * self.geometry.slot_bytes)
+
+
+def overlay_slots(config: KVQuantConfig, geometry: KVGeometry, budget_bytes: int) -> int:
+    """Overlays that ``--kv-quant-bf16-budget``'s share of the budget holds."""
+    return int(budget_bytes * config.bf16_budget) // geometry.slot_bytes
+
+
+def divide(
+    config: KVQuantConfig, geometry: KVGeometry, *, pages: int, slots: int, resumes: int = 1
+) -> MemoryLayout:
+    """Fix the layout for ``pages`` pages once SGLang has applied its own limits.
+
+    Args:
+        resumes: requests of one prefill batch that may continue in the middle of a page; each may
+            hold one overlay beyond its window while that batch runs.
+
+    Raises:
+        KVQuantError: the overlays cannot hold one request's window.
+    """
+    slots = min(slots, pages)  # a page never needs two
+    need = config.slots_per_request
+    if resumes > 1:  # streaming sessions: every row may resume at once
+        requests = slots // (need + 1)
+    else:
+        requests = (slots - resumes) // need
+    if requests < 1:
+        least = (need + 1) * geometry.slot_bytes
+        raise KVQuantError(
+            f"The KV cache has room for {slots} BF16 pages, but one request needs {need + 1} ({least / 2**20:.0f} MiB: "
+            f"{config.sink_tokens} sink and {config.recent_tokens} recent tokens). Raise --kv-quant-bf16-budget "
+            f"(now {config.bf16_budget}), --mem-fraction-static or --max-total-tokens, or lower --kv-quant-recent."
+        )
+    return MemoryLayout(geometry, pages, slots, requests)

@@ -1,0 +1,257 @@
+"""Which pages have BF16 overlays, and which ranges of a request are read from which pool.
+
+All state lives on the device and every decision is a tensor operation, so a step never waits for
+the host. The scheduler only *records* what happened to pages (``PendingOps``); the next forward
+pass applies it, in order, on the stream that runs the model. That makes demotion safe under
+overlap scheduling: a page's overlay cannot be taken while an earlier batch still reads it.
+
+Rules (docs/design.md has the reasons):
+
+* A request's *window* is its sink pages, its last ``recent_tokens`` (rounded up to whole pages) and
+  the page being filled. Window pages of rows in use are pinned; every other overlay is a cache
+  that a new window page may take, least recently used first, sinks last.
+* Taking an overlay quantises its page first if the page has no valid record yet. So pressure
+  never loses a token.
+* A request reads records in one range ``[sink_end, history_end)``. Whatever lies there without a
+  valid record is quantised before the batch runs. A window page whose overlay was taken (a prefix
+  hit long after) simply moves the range's end past it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from sglang_kvq.cache.pending import PendingOps
+from sglang_kvq.cache.pool import PagePool
+from sglang_kvq.config import PAGE_SIZE as P
+
+#: Added to the stamp of a sink's overlay: it goes after every window page.
+SINK_BONUS = 1 << 40
+PINNED = 1 << 62
+
+QuantiseSlots = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
+
+
+@dataclass
+class TierCounts:
+    """A snapshot for metrics and tests, read on the host."""
+
+    slots_total: int
+    slots_used: int
+    pages_quantised: int
+    errors: int
+
+
+class TierManager:
+    """Overlay assignment for one ``PagePool``.
+
+    Args:
+        pool: its ``page_slot``, ``row_sink_end`` and ``row_history_end`` are kept up to date here.
+        sink_pages, recent_pages: the window, in pages.
+        quantise_slots: ``AttentionOps.quantise_slots`` of the backend in use.
+    """
+
+    def __init__(self, pool: PagePool, sink_pages: int, recent_pages: int, quantise_slots: QuantiseSlots) -> None:
+        self.pool = pool
+        self.sink_pages, self.recent_pages = sink_pages, recent_pages
+        self.quantise_slots = quantise_slots
+        self.pending = PendingOps()
+        device, rows = pool.device, pool.req_to_token.shape[0]
+        self.slot_page = torch.zeros(pool.slots + 1, dtype=torch.int64, device=device)  # 0: free
+        self.slot_stamp = torch.zeros(pool.slots + 1, dtype=torch.int64, device=device)
+        self.page_valid = torch.zeros(pool.pages + 1, dtype=torch.bool, device=device)
+        self.row_len = torch.zeros(rows, dtype=torch.int64, device=device)
+        self.errors = torch.zeros((), dtype=torch.int64, device=device)
+        self._step = 0
+        self._dirty = True
+
+    # -- the scheduler's side ------------------------------------------------------------------
+
+    def reset(self) -> None:
+        """Forget everything: the caller has dropped every page (``flush_cache``)."""
+        self.pending.clear()
+        for tensor in (self.slot_page, self.slot_stamp, self.row_len):
+            tensor.zero_()
+        for tensor in (self.pool.row_sink_end, self.pool.row_history_end):
+            tensor.zero_()
+        self.page_valid.fill_(False)
+        self.pool.page_slot.fill_(-1)
+        self.pool.page_slot[0] = 0
+        self._dirty = True
+
+    # -- the forward pass's side ---------------------------------------------------------------
+
+    def decode_needs_plan(self, seq_lens: torch.Tensor) -> bool:
+        """Whether a decode batch must be planned; ``seq_lens`` int ``[batch]`` is on the host.
+
+        Ranges and window change only when a page fills or the next one begins, after a prefill,
+        or when the scheduler moved or freed pages. Lengths below 2 are padding.
+        """
+        if self._dirty or self.pending:
+            return True
+        offset = seq_lens % P
+        return bool(((offset <= 1) & (seq_lens > 1)).any())
+
+    def plan_decode(self, rows: torch.Tensor, seq_lens: torch.Tensor, max_len: int) -> None:
+        """Before a decode step. rows, seq_lens int64 ``[batch]`` (the new token counted); row 0 is padding."""
+        self._plan(rows, seq_lens - 1, seq_lens, seq_lens, max_len, None)
+        self._dirty = False
+
+    def plan_extend(
+        self,
+        rows: torch.Tensor,
+        prefix_lens: torch.Tensor,
+        seq_lens: torch.Tensor,
+        max_len: int,
+        direct_pages: torch.Tensor,
+    ) -> None:
+        """Before a prefill. Tensors int64 ``[batch]``; ``direct_pages`` int64 ``[n]`` will be quantised from activations."""
+        self._plan(rows, prefix_lens, seq_lens, prefix_lens, max_len, direct_pages)
+        self._dirty = True
+
+    def _plan(self, rows, prefix_lens, seq_lens, read_lens, max_len, direct_pages) -> None:
+        self.apply_pending()
+        self._step += 1
+        live = rows > 0
+        self.row_len[rows] = torch.where(live, seq_lens, 0)
+        # Touch what this batch reads first: if its old window must give way, it does so last.
+        self._touch(self._window(rows, read_lens))
+        window = self._window(rows, seq_lens)
+        self._give_overlays(rows, prefix_lens, seq_lens, window)
+        self._touch(window)
+        if direct_pages is not None:
+            self.page_valid[direct_pages] = True
+        self._set_ranges(rows, live, read_lens, max_len)
+
+    def apply_pending(self) -> None:
+        """Apply what the scheduler recorded since the last plan, in its order."""
+        for op, *tensors in self.pending.drain(self.pool.device):
+            getattr(self, f"_apply_{op}")(*tensors)
+
+    def _apply_free(self, pages: torch.Tensor) -> None:
+        slots = self.pool.page_slot[pages].clamp(min=0).long()
+        self.slot_page[slots] = 0
+        self.pool.page_slot[pages] = -1
+        self.pool.page_slot[0] = 0
+        self.page_valid[pages] = False
+
+    def _apply_move(self, own: torch.Tensor, kept: torch.Tensor) -> None:
+        slots = self.pool.page_slot[own].long()
+        ok = (own != kept) & (kept > 0) & (slots > 0) & (self.pool.page_slot[kept] < 0)
+        own, kept, slots = (torch.where(ok, x, 0) for x in (own, kept, slots))
+        self.slot_page[slots] = kept
+        self.pool.page_slot[own] = -1
+        self.pool.page_slot[kept] = slots.int()
+        self.pool.page_slot[0] = 0
+
+    def _apply_rows(self, rows: torch.Tensor) -> None:
+        self.row_len[rows] = 0
+
+    # -- windows ---------------------------------------------------------------------------------
+
+    def _history_pages(self, lens: torch.Tensor) -> torch.Tensor:
+        """End of the history in pages for requests of ``lens`` tokens, were every overlay there."""
+        return torch.clamp((lens // P) - self.recent_pages, min=self.sink_pages)
+
+    def _pages_at(self, rows: torch.Tensor, index: torch.Tensor, exists: torch.Tensor) -> torch.Tensor:
+        """Page ids of the rows' page indices ``[n, m]``, 0 where they do not exist."""
+        token = torch.where(exists, index * P, 0)
+        return torch.where(exists, self.pool.req_to_token[rows[:, None], token].long() // P, 0)
+
+    def _window(self, rows: torch.Tensor, lens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The window of rows ``[n]`` at ``lens`` tokens: page index, exists, page id, each ``[n, window]``."""
+        device = rows.device
+        sinks = torch.arange(self.sink_pages, device=device).expand(len(rows), -1)
+        recent = self._history_pages(lens)[:, None] + torch.arange(self.recent_pages + 1, device=device)
+        index = torch.cat([sinks, recent], dim=1)
+        exists = (index * P < lens[:, None]) & (rows > 0)[:, None]
+        return index, exists, self._pages_at(rows, index, exists)
+
+    def _touch(self, window) -> None:
+        index, _, pages = window
+        slots = self.pool.page_slot[pages].clamp(min=0).long()
+        self.slot_stamp[slots] = torch.where(index < self.sink_pages, self._step + SINK_BONUS, self._step)
+
+    # -- giving overlays to pages about to be written ---------------------------------------------
+
+    def _give_overlays(self, rows, prefix_lens, seq_lens, window) -> None:
+        index, exists, pages = window
+        need = exists & (index >= (prefix_lens // P)[:, None]) & (self.pool.page_slot[pages] < 0)
+        need, pages = need.flatten(), pages.flatten()
+
+        # A page resumed in its middle that this batch also pushes out of the window is written in
+        # BF16 once more, so it keeps its overlay until the next plan quantises it.
+        resumed = (prefix_lens // P)[:, None]
+        is_resumed = (prefix_lens[:, None] % P > 0) & (rows > 0)[:, None]
+        resumed_pages = self._pages_at(rows, resumed, is_resumed).flatten()
+        resumed_slots = self.pool.page_slot[resumed_pages]
+        self.errors += (resumed_slots < 0).sum()
+
+        priority = torch.where(self.slot_page > 0, self.slot_stamp, -1)
+        all_rows = torch.arange(len(self.row_len), device=rows.device)
+        pinned_pages = self._window(all_rows, self.row_len)[2]
+        priority[self.pool.page_slot[pinned_pages].clamp(min=0).long()] = PINNED
+        priority[resumed_slots.clamp(min=0).long()] = PINNED
+        priority[0] = PINNED
+        order = torch.sort(priority, stable=True).indices
+        rank = torch.cumsum(need, 0) - 1
+        chosen = order[rank.clamp(0, self.pool.slots)]
+        self.errors += (need & (priority[chosen] == PINNED)).sum()
+
+        slots = torch.where(need, chosen, 0)
+        old = torch.where(need, self.slot_page[slots], 0)
+        self._quantise((old > 0) & ~self.page_valid[old], slots, old)
+        self.page_valid[old] = True
+        self.pool.page_slot[old] = -1
+        self.pool.page_slot[torch.where(need, pages, 0)] = slots.int()
+        self.pool.page_slot[0] = 0
+        self.slot_page[slots] = torch.where(need, pages, 0)
+
+    # -- what the batch reads ------------------------------------------------------------------------
+
+    def _set_ranges(self, rows, live, lens, max_len) -> None:
+        index, exists, pages = self._window(rows, lens)
+        lost = exists & (self.pool.page_slot[pages] < 0)
+        first_lost = torch.where(lost, index, 1 << 30).amin(1)
+        after_lost = torch.where(lost, index + 1, 0).amax(1)
+        sink_end = first_lost.clamp(max=self.sink_pages)
+        history = self._history_pages(lens)
+        # No history proper while everything fits into sinks and window.
+        history_end = torch.maximum(torch.where(history > self.sink_pages, history, sink_end), after_lost)
+
+        index = torch.arange(-(-max_len // P), device=rows.device).expand(len(rows), -1)
+        in_history = (index >= sink_end[:, None]) & (index < history_end[:, None]) & live[:, None]
+        pages = self._pages_at(rows, index, in_history).flatten()
+        slots = self.pool.page_slot[pages].long()
+        missing = in_history.flatten() & ~self.page_valid[pages]
+        self.errors += (missing & (slots < 0)).sum()
+        # Several requests may share a page: marking slots makes each appear once.
+        marked = torch.zeros_like(self.slot_page, dtype=torch.bool)
+        marked[torch.where(missing, slots, 0).clamp(min=0)] = True
+        marked[0] = False
+        self._quantise(marked, torch.arange(len(marked), device=rows.device), self.slot_page)
+        self.page_valid[torch.where(marked, self.slot_page, 0)] = True
+        # Row 0 is padding and stays at zero.
+        self.pool.row_sink_end[rows] = torch.where(live, sink_end * P, 0).int()
+        self.pool.row_history_end[rows] = torch.where(live, history_end * P, 0).int()
+
+    def _quantise(self, mask: torch.Tensor, slots: torch.Tensor, pages: torch.Tensor) -> None:
+        """Quantise the masked (slot, page) pairs, compacted without asking the host how many there are."""
+        at = torch.where(mask, torch.cumsum(mask, 0) - 1, len(mask))
+        compact = slots.new_zeros(2, len(mask) + 1)
+        compact[0, at], compact[1, at] = slots, pages
+        self.quantise_slots(compact[0, :-1], compact[1, :-1], mask.sum().view(1))
+
+    # -- looking inside ---------------------------------------------------------------------------------
+
+    def counts(self) -> TierCounts:
+        """Synchronises with the device."""
+        return TierCounts(
+            slots_total=self.pool.slots,
+            slots_used=int((self.slot_page > 0).sum()),
+            pages_quantised=int(self.page_valid[1:].sum()),
+            errors=int(self.errors),
+        )

@@ -1,0 +1,137 @@
+"""Rotations of a whole model, checked, and the slice of them that one worker needs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from sglang_kvq.attention.base import LayerRotations
+from sglang_kvq.errors import KVQuantError
+
+#: Largest |R^T R - I| accepted: float32 files of orthonormal matrices measure below 1e-6.
+ORTHOGONALITY_TOLERANCE = 1e-3
+
+
+@dataclass(frozen=True)
+class RotationMeta:
+    """Where rotations come from; what their ``config.json`` says besides the geometry.
+
+    Attributes:
+        objective: how R was chosen, see ``rotations.calibrate``.
+        base_model, revision: the model they were calibrated on.
+        model: the identity fields of its config, see ``rotations.zoo.identity``.
+        clip_k, clip_v: clip quantiles measured best with these rotations; None if not measured.
+        corpus: what text was used, and which part of it.
+        tokens: how many tokens of it.
+        source: the folder or hub repo they were loaded from.
+    """
+
+    objective: str = "unknown"
+    base_model: str | None = None
+    revision: str | None = None
+    model: dict = field(default_factory=dict)
+    clip_k: float | None = None
+    clip_v: float | None = None
+    corpus: str | None = None
+    tokens: int | None = None
+    source: str | None = None
+
+
+@dataclass(frozen=True)
+class Rotations:
+    """Rotations of every layer of a model: rows of keys times ``k[layer, head]``, likewise values.
+
+    Attributes:
+        k, v: float32 ``[layers, heads, D, D]``; heads is 1 (shared by a layer's heads) or the
+            model's KV heads. k and v may differ in heads.
+        meta: where they come from.
+        k_eigenvalues, v_eigenvalues: float32 ``[layers, heads, D]`` or None: the spectrum of the
+            calibration covariances, ascending; for inspection only.
+    """
+
+    k: torch.Tensor
+    v: torch.Tensor
+    meta: RotationMeta = RotationMeta()
+    k_eigenvalues: torch.Tensor | None = None
+    v_eigenvalues: torch.Tensor | None = None
+
+    @property
+    def granularity(self) -> str:
+        return "per-head" if max(self.k.shape[1], self.v.shape[1]) > 1 else "per-layer"
+
+    def for_worker(self, layers: range, kv_heads_total: int, head_start: int, head_count: int) -> LayerRotations:
+        """The rotations of one tensor- and pipeline-parallel rank.
+
+        Args:
+            layers: the rank's global layer ids.
+            kv_heads_total: KV heads of the model.
+            head_start, head_count: the rank's KV heads; ranks that replicate a head pass the same ones.
+
+        Returns:
+            ``LayerRotations`` with k, v contiguous float32 ``[len(layers), head_count, D, D]``.
+
+        Raises:
+            KVQuantError: layers or heads that these rotations do not have.
+        """
+        if len(layers) and not (0 <= min(layers) and max(layers) < self.k.shape[0]):
+            raise KVQuantError(
+                f"rotations {self.meta.source}: they have {self.k.shape[0]} layers, this worker serves "
+                f"layers {layers.start} to {layers.stop - 1}; pass rotations of this model to --kv-quant-rotations."
+            )
+        if not 0 <= head_start < head_start + head_count <= kv_heads_total:
+            raise KVQuantError(
+                f"KV heads {head_start} to {head_start + head_count - 1} do not exist in a model of {kv_heads_total}; "
+                "choose a tensor-parallel size that divides the KV heads, or a multiple of them."
+            )
+        parts = []
+        for name, r in (("k", self.k), ("v", self.v)):
+            if r.shape[1] not in (1, kv_heads_total):
+                raise KVQuantError(
+                    f"rotations {self.meta.source}: {name} has {r.shape[1]} heads, the model has {kv_heads_total}; "
+                    "pass rotations of this model to --kv-quant-rotations."
+                )
+            r = r[list(layers)]
+            r = r.expand(-1, head_count, -1, -1) if r.shape[1] == 1 else r[:, head_start : head_start + head_count]
+            parts.append(r.contiguous())
+        return LayerRotations(*parts)
+
+
+def check_rotations(rotations: Rotations, *, layers: int, kv_heads: int, head_dim: int) -> None:
+    """Refuse rotations that do not fit the model or are not orthonormal.
+
+    Raises:
+        KVQuantError: other layers, heads or head_dim; NaN or infinity; |R^T R - I| above
+            ``ORTHOGONALITY_TOLERANCE``, with the layer and head.
+    """
+    where = rotations.meta.source or "rotations"
+    for name, r in (("k", rotations.k), ("v", rotations.v)):
+        if r.dim() != 4 or r.shape[2] != r.shape[3]:
+            raise KVQuantError(
+                f"{where}: tensor {name} has shape {list(r.shape)}, expected [layers, heads, head_dim, head_dim]; "
+                "recreate it with `kvq calibrate`."
+            )
+        fits = r.shape[0] == layers and r.shape[1] in (1, kv_heads) and r.shape[2] == head_dim
+        if not fits:
+            raise KVQuantError(
+                f"{where}: {name} is for {r.shape[0]} layers, {r.shape[1]} KV heads (1 means shared), head_dim "
+                f"{r.shape[2]}; the model has {layers} layers, {kv_heads} KV heads, head_dim {head_dim}. They belong to "
+                "another model: pass this one's with --kv-quant-rotations, make them with `kvq calibrate`, or use "
+                "--kv-quant hadamard, which needs none."
+            )
+        bad = ~torch.isfinite(r).flatten(2).all(-1)
+        if bad.any():
+            layer, head = bad.nonzero()[0].tolist()
+            raise KVQuantError(
+                f"{where}: {name} of layer {layer}, head {head} holds NaN or infinity; the file is damaged: fetch it "
+                "again or recreate it with `kvq calibrate`."
+            )
+        r = r.double()
+        error = (r.transpose(-1, -2) @ r - torch.eye(head_dim, dtype=torch.float64)).abs().amax((-1, -2))
+        if error.max() > ORTHOGONALITY_TOLERANCE:
+            layer, head = divmod(int(error.argmax()), error.shape[1])
+            raise KVQuantError(
+                f"{where}: {name} of layer {layer}, head {head} is not orthogonal (max |R^T R - I| = "
+                f"{error[layer, head]:.2g}, allowed {ORTHOGONALITY_TOLERANCE:g}); attention scores would change. The file "
+                "is damaged or not a rotation: recreate it with `kvq calibrate`."
+            )

@@ -1,0 +1,205 @@
+"""Rotation folders: ``rotations.safetensors`` beside ``config.json``, or the published ``.pt`` pair.
+
+``rotations.safetensors`` holds float32 ``k`` and ``v`` ``[layers, heads, D, D]`` (heads is 1 for a rotation shared
+by a layer, else the KV heads) and, if known, ``k_eigenvalues`` and ``v_eigenvalues`` ``[layers, heads, D]``.
+``config.json`` holds ``format_version``, ``geometry`` (layers, kv_heads, head_dim), ``granularity``, the
+fields of ``RotationMeta``, and ``sha256`` of the tensor file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import shutil
+import tempfile
+from contextlib import contextmanager
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+from typing import Iterator
+
+from safetensors import SafetensorError
+from safetensors.torch import load, save_file
+
+from sglang_kvq.errors import KVQuantError
+from sglang_kvq.rotations import published
+from sglang_kvq.rotations.base import RotationMeta, Rotations, check_rotations
+
+FORMAT_VERSION = 1
+TENSOR_FILE = "rotations.safetensors"
+CONFIG_FILE = "config.json"
+
+_HUB_ID = re.compile(r"^[\w][\w.-]*/[\w][\w.-]*(/[\w.-]+)*$")
+_NO_ROTATIONS = "Make them with `kvq calibrate MODEL`, or use --kv-quant hadamard, which needs none."
+
+
+def load_rotations(location: str | Path, *, layers: int, kv_heads: int, head_dim: int) -> Rotations:
+    """Load and check rotations for a model of this geometry.
+
+    Args:
+        location: a folder in either layout, a file of one, or a hub id ``org/name[/sub/folder]``, which is
+            downloaded (or taken from the local hub cache) when no such folder exists.
+
+    Raises:
+        KVQuantError: nothing there; hub unreachable; file missing, truncated, altered or refused; other
+            geometry; a layer missing; not finite; not orthogonal. The message has the fix.
+    """
+    rotations, config = _load(_resolve(str(location)), layers)
+    _check_heads(rotations, config, kv_heads)
+    check_rotations(rotations, layers=layers, kv_heads=kv_heads, head_dim=head_dim)
+    return rotations
+
+
+def read_rotations(location: str | Path) -> tuple[Rotations, int]:
+    """Load rotations of whatever geometry they have, checked for orthogonality. For ``kvq convert``.
+
+    Returns:
+        the rotations and the KV heads of their model (1 if the file does not say).
+    """
+    rotations, config = _load(_resolve(str(location)), None)
+    kv_heads = config.get("geometry", {}).get("kv_heads") or max(rotations.k.shape[1], rotations.v.shape[1])
+    check_rotations(rotations, layers=rotations.k.shape[0], kv_heads=kv_heads, head_dim=rotations.k.shape[-1])
+    return rotations, kv_heads
+
+
+def save_rotations(rotations: Rotations, folder: str | Path, *, kv_heads: int, overwrite: bool = False) -> None:
+    """Write ``folder`` in our layout, whole or not at all.
+
+    Raises:
+        KVQuantError: the rotations are not valid, or the folder exists and ``overwrite`` is False.
+    """
+    layers, _, head_dim, _ = rotations.k.shape
+    check_rotations(rotations, layers=layers, kv_heads=kv_heads, head_dim=head_dim)
+    tensors = {
+        name: tensor.float().contiguous()
+        for name in ("k", "v", "k_eigenvalues", "v_eigenvalues")
+        if (tensor := getattr(rotations, name)) is not None
+    }
+    if tensors["k"].data_ptr() == tensors["v"].data_ptr():
+        tensors["v"] = tensors["v"].clone()  # safetensors refuses shared memory
+    meta = asdict(rotations.meta)
+    meta.pop("source")  # where they were found is not a property of the file
+    with new_folder(folder, overwrite=overwrite) as temporary:
+        save_file(tensors, temporary / TENSOR_FILE)
+        config = {
+            "format_version": FORMAT_VERSION,
+            "geometry": {"layers": layers, "kv_heads": kv_heads, "head_dim": head_dim},
+            "granularity": rotations.granularity,
+            **meta,
+            "sha256": _sha256((temporary / TENSOR_FILE).read_bytes()),
+        }
+        (temporary / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n")
+
+
+@contextmanager
+def new_folder(folder: str | Path, *, overwrite: bool) -> Iterator[Path]:
+    """A temporary folder beside ``folder`` that takes its name when the block succeeds, and vanishes otherwise."""
+    folder = Path(folder)
+    if folder.exists() and not overwrite:
+        raise KVQuantError(f"{folder} exists; choose another --output, or pass --overwrite to replace it.")
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+    except OSError as error:
+        raise KVQuantError(f"cannot write {folder}: {error.strerror}; choose another --output.") from error
+    try:
+        yield temporary
+        temporary.chmod(0o755)  # mkdtemp makes it private
+        if folder.is_dir():
+            shutil.rmtree(folder)
+        temporary.rename(folder)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _load(folder: Path, layers: int | None) -> tuple[Rotations, dict]:
+    """Rotations of a local folder in either layout, and its ``config.json`` (empty for the published one)."""
+    if (folder / TENSOR_FILE).is_file() or (folder / CONFIG_FILE).is_file():
+        return _load_native(folder)
+    if (folder / published.K_FILE).is_file() or (folder / published.V_FILE).is_file():
+        return published.load_published(folder, layers=layers), {}
+    raise KVQuantError(
+        f"{folder}: no rotations in this folder (neither {TENSOR_FILE} nor {published.K_FILE}). {_NO_ROTATIONS}"
+    )
+
+
+def _load_native(folder: Path) -> tuple[Rotations, dict]:
+    for name in (TENSOR_FILE, CONFIG_FILE):
+        if not (folder / name).is_file():
+            raise KVQuantError(f"{folder}: {name} is missing beside its partner; fetch the folder again. {_NO_ROTATIONS}")
+    try:
+        config = json.loads((folder / CONFIG_FILE).read_text())
+        version, digest = config["format_version"], config["sha256"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise KVQuantError(
+            f"{folder / CONFIG_FILE}: not the config.json of rotations ({error}); recreate it with `kvq calibrate`."
+        ) from error
+    if version != FORMAT_VERSION:
+        raise KVQuantError(
+            f"{folder / CONFIG_FILE}: format_version {version}, this sglang-kvq reads {FORMAT_VERSION}; update sglang-kvq."
+        )
+    data = (folder / TENSOR_FILE).read_bytes()
+    try:
+        tensors = load(data)
+        k, v = tensors["k"], tensors["v"]
+    except (SafetensorError, KeyError) as error:
+        raise KVQuantError(
+            f"{folder / TENSOR_FILE}: truncated or damaged ({error}); fetch it again or recreate it with `kvq calibrate`."
+        ) from error
+    if _sha256(data) != digest:
+        raise KVQuantError(
+            f"{folder / TENSOR_FILE}: sha256 {_sha256(data)} differs from {digest} in {CONFIG_FILE}; the two files do not "
+            "belong together or one was altered: fetch both again."
+        )
+    known = {f.name for f in fields(RotationMeta)}
+    meta = RotationMeta(**{name: value for name, value in config.items() if name in known})
+    eigen = (tensors.get("k_eigenvalues"), tensors.get("v_eigenvalues"))
+    return Rotations(k, v, replace(meta, source=str(folder)), *eigen), config
+
+
+def _check_heads(rotations: Rotations, config: dict, kv_heads: int) -> None:
+    """Shared rotations fit any number of heads in shape; the recorded geometry still tells another model."""
+    recorded = config.get("geometry", {}).get("kv_heads")
+    if recorded is not None and recorded != kv_heads:
+        raise KVQuantError(
+            f"{rotations.meta.source}: calibrated on a model with {recorded} KV heads ({rotations.meta.base_model}); this "
+            f"model has {kv_heads}. {_NO_ROTATIONS}"
+        )
+
+
+def _resolve(location: str) -> Path:
+    """A local folder: ``location`` itself, its folder if it is a file, or a download."""
+    path = Path(location).expanduser()
+    if path.is_dir():
+        return path
+    if path.is_file():
+        return path.parent
+    if not _HUB_ID.match(location):
+        raise KVQuantError(f"{location}: no such folder. {_NO_ROTATIONS}")
+    return _download(location)
+
+
+def _download(location: str) -> Path:
+    """Fetch ``org/name[/sub/folder]`` from the Hugging Face hub, or find it in the hub cache when offline."""
+    from huggingface_hub import snapshot_download
+
+    org, name, *sub = location.split("/")
+    names = (TENSOR_FILE, CONFIG_FILE, published.K_FILE, published.V_FILE)
+    try:
+        root = snapshot_download(f"{org}/{name}", allow_patterns=["/".join((*sub, n)) for n in names])
+    except Exception as error:  # network, missing repo, no permission, bad id: all end here with the same fix
+        raise KVQuantError(
+            f"{location}: no such folder here, and the Hugging Face hub did not give it ({type(error).__name__}: "
+            f"{published.first_line(error)}). Offline: copy the rotations to a folder and pass it. {_NO_ROTATIONS}"
+        ) from error
+    folder = Path(root).joinpath(*sub)
+    if not folder.is_dir():
+        raise KVQuantError(
+            f"{location}: repo {org}/{name} has no rotations in {'/'.join(sub) or 'its root'}; look up the folder's name "
+            f"on the hub and pass {org}/{name}/FOLDER."
+        )
+    return folder
+
+
+def _sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()

@@ -1,0 +1,56 @@
+"""Orthonormal Hadamard matrices: Sylvester's doubling of a Sylvester or Paley core."""
+
+from __future__ import annotations
+
+import torch
+
+from sglang_kvq.errors import KVQuantError
+from sglang_kvq.rotations.base import RotationMeta, Rotations
+
+#: Orders that are not powers of two come from Paley's first construction, order = prime + 1, prime = 3 mod 4.
+_PALEY_PRIMES = {12: 11, 20: 19}
+
+
+def hadamard_matrix(n: int) -> torch.Tensor:
+    """A Hadamard matrix of order n divided by sqrt(n), float64 ``[n, n]``.
+
+    Row 0 is constant: a row vector's component along axis 0 becomes, after ``x @ H``, a constant over
+    the row, which asymmetric quantisation stores in the zero point at no cost.
+
+    For n a power of two it is Sylvester's, symmetric. For 96 it is Paley's 12 doubled three times.
+
+    Raises:
+        KVQuantError: n is not 1, 12 or 20 times a power of two.
+    """
+    core, doublings = n, 0
+    while core not in (1, *_PALEY_PRIMES) and core > 1 and core % 2 == 0:
+        core, doublings = core // 2, doublings + 1
+    if core not in (1, *_PALEY_PRIMES):
+        raise KVQuantError(
+            f"head_dim {n} has no Hadamard matrix here (it must be 1, 12 or 20 times a power of two); "
+            "use --kv-quant int2."
+        )
+    matrix = torch.ones(1, 1, dtype=torch.float64) if core == 1 else _paley(_PALEY_PRIMES[core])
+    for _ in range(doublings):
+        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
+    return matrix / n**0.5
+
+
+def hadamard_rotations(layers: int, head_dim: int) -> Rotations:
+    """The fixed rotation of ``--kv-quant hadamard``: one matrix for keys and values of every layer.
+
+    Raises:
+        KVQuantError: as ``hadamard_matrix``.
+    """
+    shared = hadamard_matrix(head_dim).float().expand(layers, 1, head_dim, head_dim)
+    return Rotations(k=shared, v=shared, meta=RotationMeta(objective="hadamard", source="fixed"))
+
+
+def _paley(prime: int) -> torch.Tensor:
+    """Paley I, order prime + 1, with row 0 and column 0 made positive. https://en.wikipedia.org/wiki/Paley_construction"""
+    squares = {i * i % prime for i in range(1, prime)}
+    h = torch.ones(prime + 1, prime + 1, dtype=torch.float64)
+    for i in range(prime):
+        for j in range(prime):
+            h[i + 1, j + 1] = 1.0 if (j - i) % prime in squares else -1.0
+    return h

@@ -1,0 +1,96 @@
+"""SGLang's paged allocator, telling the tier manager which pages came back."""
+
+from __future__ import annotations
+
+import torch
+from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator, alloc_extend_naive
+from sglang.srt.utils import get_num_new_pages
+
+from sglang_kvq.cache.integrity import check_integrity
+from sglang_kvq.cache.pool import PagePool
+from sglang_kvq.sglang import runtime
+from sglang_kvq.sglang.pool import KVQuantPool
+
+#: From 0.5.18 on every release of pages goes through this method; before, through ``free``.
+HAS_RELEASE_POINT = hasattr(PagedTokenToKVPoolAllocator, "_release_page_ids")
+
+
+class KVQuantAllocator(PagedTokenToKVPoolAllocator):
+    """Page ids exactly as SGLang hands them out; overlays follow in the next forward pass."""
+
+    def clear(self):
+        super().clear()
+        if runtime.tiers() is not None:
+            runtime.tiers().reset()
+
+    def check_integrity(self) -> None:
+        """Raise RuntimeError if pool and allocator disagree. Waits for the device."""
+        if HAS_RELEASE_POINT:
+            free = self.get_all_free_pages()
+        else:
+            free = torch.cat((self.free_pages, self.release_pages))
+        check_integrity(runtime.tiers(), free)
+
+    if HAS_RELEASE_POINT:
+
+        def _release_page_ids(self, *page_ids):
+            for pages in page_ids:
+                runtime.tiers().pending.free_pages(pages)
+            super()._release_page_ids(*page_ids)
+
+    else:
+
+        def free(self, free_index):
+            if self.is_not_in_free_group and free_index.numel():
+                runtime.tiers().pending.free_pages(free_index.long() // self.page_size)
+            super().free(free_index)
+
+
+class KVQuantCpuAllocator(KVQuantAllocator):
+    """For SGLang releases whose paged allocator knows only Triton kernels: the same in torch."""
+
+    def alloc_extend(
+        self, prefix_lens, prefix_lens_cpu, seq_lens, seq_lens_cpu, last_loc, extend_num_tokens, num_new_pages=None
+    ):
+        if num_new_pages is None:
+            num_new_pages = get_num_new_pages(
+                seq_lens=seq_lens_cpu, page_size=self.page_size, prefix_lens=prefix_lens_cpu
+            )
+        if num_new_pages > len(self.free_pages):
+            return None
+        out = torch.empty(extend_num_tokens, dtype=torch.int64)
+        alloc_extend_naive(
+            prefix_lens, seq_lens, last_loc.long(), self.free_pages, out, self.page_size, self.device
+        )
+        self.free_pages = self.free_pages[num_new_pages:]
+        return out
+
+    def alloc_decode(self, seq_lens, seq_lens_cpu, last_loc):
+        begins_page = (seq_lens - 1) % self.page_size == 0
+        needed = int(begins_page.sum())
+        if needed > len(self.free_pages):
+            return None
+        out = last_loc.long() + 1
+        out[begins_page] = self.free_pages[:needed] * self.page_size
+        self.free_pages = self.free_pages[needed:]
+        return out
+
+
+def build_allocator(original, self, *, sizes, token_to_kv_pool, req_to_token_pool, token_to_kv_pool_allocator, **rest):
+    """AROUND ``KVCacheConfigurator._build_token_to_kv_pool_allocator``: both pools are allocated here."""
+    if not isinstance(token_to_kv_pool, KVQuantPool):
+        return original(
+            self, sizes=sizes, token_to_kv_pool=token_to_kv_pool, req_to_token_pool=req_to_token_pool,
+            token_to_kv_pool_allocator=token_to_kv_pool_allocator, **rest,
+        )
+    state, layout = runtime.current(), token_to_kv_pool.layout
+    state.pages = PagePool.allocate(
+        layout.geometry.format, layers=layout.geometry.layers, kv_heads=layout.geometry.kv_heads,
+        pages=layout.pages, slots=layout.slots, req_to_token=req_to_token_pool.req_to_token,
+    )
+    on_cpu = torch.device(self.device).type == "cpu"
+    allocator = KVQuantCpuAllocator if on_cpu and not HAS_RELEASE_POINT else KVQuantAllocator
+    return allocator(
+        sizes.max_total_num_tokens, page_size=token_to_kv_pool.page_size, dtype=self.kv_cache_dtype,
+        device=self.device, kvcache=token_to_kv_pool, need_sort=False,
+    )

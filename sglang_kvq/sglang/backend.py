@@ -1,0 +1,165 @@
+"""SGLang's attention backend: plans tiers before a batch, then rotates, stores and attends per layer."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
+
+from sglang_kvq.attention.base import AttentionOps, ExtendBatch, LayerRotations
+from sglang_kvq.attention.reference import ReferenceOps
+from sglang_kvq.cache.tiers import TierManager
+from sglang_kvq.config import PAGE_SIZE
+from sglang_kvq.sglang import runtime, weights
+from sglang_kvq.sglang.runtime import config_of, logger
+
+
+class KVQuantBackend(AttentionBackend):
+    """One worker's attention over the two-tier cache."""
+
+    def __init__(self, ops: AttentionOps, tiers: TierManager, first_layer: int) -> None:
+        super().__init__()
+        self.ops, self.tiers, self.first_layer = ops, tiers, first_layer
+        self.batch: ExtendBatch | None = None
+        self.direct_pages: torch.Tensor | None = None
+
+    # -- once per batch -------------------------------------------------------------------------
+
+    def init_forward_metadata_out_graph(self, forward_batch, in_capture=False):
+        if in_capture or forward_batch.forward_mode.is_idle():
+            return
+        if forward_batch.forward_mode.is_decode():
+            lens = forward_batch.seq_lens_cpu
+            if self.tiers.decode_needs_plan(lens):
+                self.tiers.plan_decode(
+                    forward_batch.req_pool_indices.long(), forward_batch.seq_lens.long(), int(lens.max())
+                )
+        else:
+            self._plan_extend(forward_batch)
+
+    def _plan_extend(self, fb) -> None:
+        prefix, new = list(map(int, fb.extend_prefix_lens_cpu)), list(map(int, fb.extend_seq_lens_cpu))
+        overlay, direct = split_new_tokens(prefix, new, self.tiers.sink_pages, self.tiers.recent_pages)
+        device = fb.out_cache_loc.device
+        overlay, direct = (torch.from_numpy(x).to(device, non_blocking=True) for x in (overlay, direct))
+        loc = fb.out_cache_loc.long()
+        self.batch = ExtendBatch(fb.req_pool_indices.long(), prefix, new, loc, overlay, direct)
+        self.overlay_loc = loc[overlay]
+        self.direct_pages = loc[direct] // PAGE_SIZE
+        lens = torch.tensor([prefix, [p + n for p, n in zip(prefix, new)]], dtype=torch.int64).to(
+            device, non_blocking=True
+        )
+        self.tiers.plan_extend(self.batch.rows, lens[0], lens[1], max(prefix, default=0), self.direct_pages)
+
+    def init_cuda_graph_state(self, max_bs, max_num_tokens):
+        pass  # every buffer the graph reads is allocated with the pool
+
+    def get_cuda_graph_seq_len_fill_value(self):
+        return 1
+
+    # -- once per layer ---------------------------------------------------------------------------
+
+    def forward_decode(self, q, k, v, layer: RadixAttention, forward_batch, save_kv_cache=True, **kwargs):
+        q, k, v, index = self._enter(q, k, v, layer)
+        self.ops.store_tokens(index, forward_batch.out_cache_loc, k, v)
+        o = self.ops.decode(index, q, forward_batch.req_pool_indices, forward_batch.seq_lens, layer.scaling)
+        return self.ops.rotate_output(index, o).flatten(1)
+
+    def forward_extend(self, q, k, v, layer: RadixAttention, forward_batch, save_kv_cache=True, **kwargs):
+        q, k, v, index = self._enter(q, k, v, layer)
+        batch = self.batch
+        tokens = len(batch.loc)  # SGLang may pad the activations
+        o = torch.zeros_like(q)
+        o[:tokens] = self.ops.extend(index, q[:tokens], k[:tokens], v[:tokens], batch, layer.scaling)
+        self.ops.store_tokens(index, self.overlay_loc, k[batch.overlay_tokens], v[batch.overlay_tokens])
+        self.ops.quantise_tokens(index, batch.direct_tokens, self.direct_pages, k, v)
+        return self.ops.rotate_output(index, o).flatten(1)
+
+    def _enter(self, q, k, v, layer):
+        d, index = layer.head_dim, layer.layer_id - self.first_layer
+        q, k, v = (x.reshape(x.shape[0], -1, d) for x in (q, k, v))
+        return *self.ops.rotate(index, q, k, v), index
+
+
+def split_new_tokens(
+    prefix_lens: list[int], new_lens: list[int], sink_pages: int, recent_pages: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Which new tokens go to overlays, and where pages quantised straight from activations begin.
+
+    A page is quantised directly if this batch writes all of it and ends with it outside the
+    request's sinks and window. Returns int64 indices into the concatenated new tokens.
+    """
+    overlay, direct, start = [], [], 0
+    for prefix, new in zip(prefix_lens, new_lens):
+        first = max(-(-prefix // PAGE_SIZE), sink_pages)
+        last = max((prefix + new) // PAGE_SIZE - recent_pages, first)
+        begin, end = first * PAGE_SIZE - prefix, last * PAGE_SIZE - prefix
+        if last > first:
+            direct.append(start + np.arange(begin, end, PAGE_SIZE))
+            overlay += [start + np.arange(0, begin), start + np.arange(end, new)]
+        else:
+            overlay.append(start + np.arange(new))
+        start += new
+    join = lambda parts: np.concatenate([np.empty(0, np.int64), *parts])  # noqa: E731
+    return join(overlay), join(direct)
+
+
+def check_layers(model: torch.nn.Module, head_dim: int) -> None:
+    """Refuse attention that the cache does not serve, layer by layer.
+
+    Raises:
+        SystemExit: names the layer and the reason.
+    """
+    for name, layer in model.named_modules():
+        if not isinstance(layer, RadixAttention):
+            continue
+        window = layer.sliding_window_size
+        for unsupported, why in (
+            (window is not None and window > -1, f"a sliding window of {window} tokens"),
+            (layer.logit_cap > 0, f"logit soft-capping ({layer.logit_cap})"),
+            (layer.is_cross_attention, "cross attention"),
+            (layer.attn_type != AttentionType.DECODER, f"attention of type {layer.attn_type}"),
+            (layer.head_dim != head_dim or layer.v_head_dim != head_dim, "key and value heads of different sizes"),
+        ):
+            if unsupported:
+                raise SystemExit(f"--kv-quant does not support this model: {name} has {why}.")
+
+
+def create_backend(model_runner) -> KVQuantBackend:
+    """The backend of one worker: rotations resolved, V folded where possible, tiers connected."""
+    from sglang_kvq.sglang.rotations import worker_rotations
+
+    config, state = config_of(model_runner.server_args), runtime.current()
+    pool = state.pages
+    check_layers(model_runner.model, pool.format.head_dim)
+    first = model_runner.token_to_kv_pool.start_layer
+    rotations, pool.format, source = worker_rotations(model_runner, config, state.geometry, first)
+    folded = rotations.v is not None and weights.can_fold(model_runner.model, range(first, first + pool.layers))
+    if folded:
+        weights.fold(model_runner.model, first, rotations.v)
+        rotations = LayerRotations(rotations.k, None)
+    ops = create_ops(model_runner, pool, rotations)
+    state.tiers = TierManager(pool, config.sink_pages, config.recent_pages, ops.quantise_slots)
+    state.status = {
+        "method": config.method,
+        "rotations": source,
+        "v_rotation_folded": folded,
+        "clip_k": pool.format.clip_k,
+        "clip_v": pool.format.clip_v,
+        "kernels": type(ops).__name__,
+    }
+    logger.info("kv-quant ready: %s", ", ".join(f"{k}={v}" for k, v in state.status.items()))
+    return KVQuantBackend(ops, state.tiers, first)
+
+
+def create_ops(model_runner, pool, rotations: LayerRotations) -> AttentionOps:
+    """Triton on a GPU, plain torch on a CPU."""
+    if pool.device.type == "cpu":
+        return ReferenceOps(pool, rotations)
+    from sglang_kvq.attention.triton_ops import TritonOps
+
+    heads = {layer.tp_q_head_num for layer in model_runner.model.modules() if isinstance(layer, RadixAttention)}
+    return TritonOps(
+        pool, rotations, q_heads=heads.pop(), max_batch=model_runner.req_to_token_pool.req_to_token.shape[0]
+    )

@@ -1,0 +1,67 @@
+"""Hooks that size the cache: tokens and running requests from the bytes of both pools."""
+
+from __future__ import annotations
+
+import torch
+
+from sglang_kvq.cache.layout import KVGeometry, divide, overlay_slots
+from sglang_kvq.config import KVQuantConfig
+from sglang_kvq.formats.page import PageFormat
+from sglang_kvq.sglang import runtime
+from sglang_kvq.sglang.runtime import config_of, logger
+
+
+def page_format(config: KVQuantConfig, head_dim: int, clip_k: float = 1.0, clip_v: float = 1.0) -> PageFormat:
+    """The page format of these flags for a model's head_dim."""
+    return PageFormat(head_dim, config.group_size or min(head_dim, 128), clip_k, clip_v)
+
+
+def compute_cell_size(original, self, kvc, num_layers):
+    """AROUND ``DefaultPoolConfigurator._compute_cell_size``: bytes of one token, all layers."""
+    plain = original(self, kvc, num_layers)
+    config = config_of(kvc.server_args)
+    if config is None or kvc.is_draft_worker:
+        return plain
+    head_dim = kvc.model_config.head_dim
+    # SGLang's own figure already knows tensor parallelism: heads per worker follow from it.
+    kv_heads = plain // (2 * head_dim * num_layers * torch._utils._element_size(kvc.kv_cache_dtype))
+    geometry = KVGeometry(num_layers, kv_heads, page_format(config, head_dim))
+    runtime.start(config, geometry)
+    return geometry.page_bytes // 64
+
+
+def calculate_pool_sizes(original, self, available_bytes, page_size):
+    """AROUND ``DefaultPoolConfigurator.calculate_pool_sizes``: the overlays' share comes off first."""
+    state = runtime.current()
+    if state is None:
+        return original(self, available_bytes, page_size)
+    geometry = state.geometry
+    state.budget_slots = overlay_slots(state.config, geometry, available_bytes)
+    # Slot 0 and page 0 are reserved and take memory too.
+    overlays = (state.budget_slots + 1) * geometry.slot_bytes + geometry.page_bytes
+    return original(self, max(available_bytes - overlays, 0), page_size)
+
+
+def resolve_max_num_reqs(original, self, token_capacity):
+    """AROUND ``KVCacheConfigurator.resolve_max_num_reqs``: as many requests as have windows."""
+    requests = original(self, token_capacity)
+    state = runtime.current()
+    if state is None or config_of(self.server_args) is None:
+        return requests
+    streaming = getattr(self.server_args, "enable_streaming_session", False)
+    layout = divide(
+        state.config,
+        state.geometry,
+        pages=token_capacity // 64,
+        slots=state.budget_slots,
+        resumes=requests if streaming else 1,
+    )
+    state.layout = layout
+    asked = self.server_args.max_running_requests
+    if asked is not None and layout.max_requests < requests:
+        logger.warning(
+            "--max-running-requests %d is lowered to %d: each running request keeps %d BF16 pages and "
+            "--kv-quant-bf16-budget %s holds %d. Raise the budget to run more at once.",
+            asked, layout.max_requests, state.config.slots_per_request, state.config.bf16_budget, layout.slots,
+        )
+    return min(requests, layout.max_requests)

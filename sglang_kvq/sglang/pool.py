@@ -1,0 +1,64 @@
+"""SGLang's view of the cache: a KVCache whose buffers only our attention backend understands."""
+
+from __future__ import annotations
+
+import torch
+from sglang.srt.mem_cache.memory_pool import KVCache
+
+from sglang_kvq.cache.layout import MemoryLayout
+from sglang_kvq.sglang import runtime
+from sglang_kvq.sglang.runtime import config_of, logger
+
+
+class KVQuantPool(KVCache):
+    """Two-tier pool. SGLang sees its size and bytes; tokens are written by the attention backend."""
+
+    def __init__(self, size, page_size, dtype, layout: MemoryLayout, device, start_layer, end_layer):
+        super().__init__(size, page_size, dtype, layout.geometry.layers, device, False, start_layer, end_layer)
+        self.layout = layout
+        self.head_num, self.head_dim = layout.geometry.kv_heads, layout.geometry.format.head_dim
+        self._finalize_allocation_log(size)
+        logger.info(
+            "kv-quant %s: %d tokens (BF16 would hold %d in the same %.2f GiB: %.2fx), %.2f allocated bits per element, "
+            "%d BF16 pages (%d tokens), at most %d running requests",
+            runtime.current().config.describe(), layout.tokens, layout.bf16_tokens, layout.total_bytes / 2**30,
+            layout.tokens / layout.bf16_tokens, layout.bits_per_element, layout.slots, layout.slots * page_size,
+            layout.max_requests,
+        )
+
+    def get_kv_size_bytes(self):
+        return self.layout.total_bytes
+
+    def _no_buffer(self):
+        raise NotImplementedError(
+            "--kv-quant keeps no plain K and V buffers; a feature that reads them cannot be used with it"
+        )
+
+    def get_key_buffer(self, layer_id):
+        self._no_buffer()
+
+    def get_value_buffer(self, layer_id):
+        self._no_buffer()
+
+    def get_kv_buffer(self, layer_id):
+        self._no_buffer()
+
+    def set_kv_buffer(self, *args, **kwargs):
+        self._no_buffer()
+
+
+def build_mha_kv_pool(original, self, *, max_total_num_tokens, mha_pool_class, quant_method=None):
+    """AROUND ``KVCacheConfigurator._build_mha_kv_pool``."""
+    if config_of(self.server_args) is None or self.is_draft_worker:
+        return original(
+            self, max_total_num_tokens=max_total_num_tokens, mha_pool_class=mha_pool_class, quant_method=quant_method
+        )
+    if self.kv_cache_dtype != torch.bfloat16:
+        raise SystemExit(
+            f"--kv-quant keeps windows in bfloat16, but the model runs in {self.kv_cache_dtype}: add --dtype bfloat16."
+        )
+    state = runtime.current()
+    return KVQuantPool(
+        max_total_num_tokens, 64, self.kv_cache_dtype, state.layout, self.device,
+        self.layer_info.start_layer, self.layer_info.end_layer,
+    )

@@ -1,0 +1,72 @@
+"""Hooks on insertion into the radix tree: overlays move along when a request is repointed.
+
+When the tree already holds a request's tokens, SGLang frees the request's own pages and uses the
+tree's. The own pages' overlays then belong on the tree's pages, or the window would be lost.
+"""
+
+from __future__ import annotations
+
+from sglang_kvq.config import PAGE_SIZE
+from sglang_kvq.sglang import runtime
+
+
+class _WindowMove:
+    """The window pages of a row before and after an insertion, recorded as one move in order."""
+
+    def __init__(self, req_to_token, row: int, length: int) -> None:
+        tiers = runtime.tiers()
+        full = length // PAGE_SIZE  # only whole pages enter the tree
+        sinks = range(min(tiers.sink_pages, full))
+        recent = range(max(full - tiers.recent_pages - 1, len(sinks)), full)
+        self.tokens = [page * PAGE_SIZE for page in (*sinks, *recent)]
+        self.req_to_token, self.row, self.pending = req_to_token, row, tiers.pending
+        if self.tokens:
+            self.own = self._pages(req_to_token[row])
+            self.place = self.pending.reserve_move()
+
+    def _pages(self, locations):
+        return locations[self.tokens].long() // PAGE_SIZE
+
+    def finish(self, locations=None) -> None:
+        """``locations`` holds the tree's token locations; None reads the rewritten row."""
+        if self.tokens:
+            kept = self._pages(self.req_to_token[self.row] if locations is None else locations)
+            self.pending.fill_move(self.place, self.own, kept)
+
+
+def around_unfinished(original, self, req, *args, **kwargs):
+    """AROUND ``RadixCache.cache_unfinished_req`` (up to 0.5.19): rewrites the row itself."""
+    if runtime.tiers() is None or self.disable:
+        return original(self, req, *args, **kwargs)
+    move = _WindowMove(self.req_to_token_pool.req_to_token, req.req_pool_idx, len(req.get_fill_ids()))
+    result = original(self, req, *args, **kwargs)
+    move.finish()
+    return result
+
+
+def around_finished(original, self, req, *args, **kwargs):
+    """AROUND ``RadixCache.cache_finished_req`` (up to 0.5.19): frees duplicates, leaves the row as it is."""
+    is_insert = kwargs.get("is_insert", args[0] if args else True)
+    if runtime.tiers() is None or self.disable or not is_insert or self.disable_finished_insert:
+        return original(self, req, *args, **kwargs)
+    from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
+    from sglang.srt.mem_cache.radix_cache import RadixKey
+
+    length = kwargs["kv_len_to_handle"]
+    move = _WindowMove(self.req_to_token_pool.req_to_token, req.req_pool_idx, length)
+    key = RadixKey((req.origin_input_ids + req.output_ids)[:length], req.extra_key)
+    result = original(self, req, *args, **kwargs)
+    kept = self.match_prefix(MatchPrefixParams(key=key)).device_indices
+    if len(kept) >= length // PAGE_SIZE * PAGE_SIZE:
+        move.finish(kept)
+    return result
+
+
+def around_checkpoint(original, self, req, *, up_to, **kwargs):
+    """AROUND ``UnifiedRadixCache.checkpoint_into_tree`` (from 0.5.22): rewrites the row in both cases."""
+    if runtime.tiers() is None or self.disable:
+        return original(self, req, up_to=up_to, **kwargs)
+    move = _WindowMove(self.req_to_token_pool.req_to_token, req.kv.req_pool_idx, up_to)
+    result = original(self, req, up_to=up_to, **kwargs)
+    move.finish()
+    return result
