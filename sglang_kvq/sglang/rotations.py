@@ -1,0 +1,46 @@
+"""The rotations of one tensor-parallel worker, on its device."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from sglang_kvq.attention.base import LayerRotations
+from sglang_kvq.cache.layout import KVGeometry
+from sglang_kvq.config import KVQuantConfig
+from sglang_kvq.formats.page import PageFormat
+from sglang_kvq.rotations.resolve import resolve_clips, resolve_rotations
+from sglang_kvq.rotations.zoo import identity
+
+
+def worker_rotations(
+    model_runner, config: KVQuantConfig, geometry: KVGeometry, first_layer: int
+) -> tuple[LayerRotations, PageFormat, str]:
+    """Rotations of this worker's layers and KV heads, the page format with its clips, and where both come from."""
+    hf_config = model_runner.model_config.hf_config
+    rotations = resolve_rotations(config, model_runner.model_config.model_path, hf_config)
+    clip_k, clip_v = resolve_clips(config, rotations)
+    page_format = replace(geometry.format, clip_k=clip_k, clip_v=clip_v)
+    if rotations is None:
+        return LayerRotations(), page_format, "none"
+    total = identity(hf_config)["num_key_value_heads"]
+    rank, size = tensor_parallel(model_runner)
+    if total >= size:
+        start = rank * geometry.kv_heads
+    else:  # heads are replicated over consecutive ranks
+        start = rank * total // size
+    layers = range(first_layer, first_layer + geometry.layers)
+    worker = rotations.for_worker(layers, total, start, geometry.kv_heads)
+    device = model_runner.device
+    return (
+        LayerRotations(worker.k.to(device), worker.v.to(device)),
+        page_format,
+        rotations.meta.source or rotations.meta.objective,
+    )
+
+
+def tensor_parallel(model_runner) -> tuple[int, int]:
+    """Rank and size of the group that shards attention heads (smaller than TP under DP attention)."""
+    from sglang.srt.runtime_context import get_parallel
+
+    parallel = get_parallel()
+    return parallel.attn_tp_rank, parallel.attn_tp_size
