@@ -1,0 +1,24 @@
+"""Options every test shares."""
+
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--model",
+        default=str(ROOT / ".models" / "SmolLM2-135M-Instruct"),
+        help="folder of the small model that servers in tests load (default: where ./demo and ./test keep it)",
+    )
+
+
+@pytest.fixture(scope="session")
+def model(request: pytest.FixtureRequest) -> Path:
+    """The model's folder. Its absence is an error: a skipped end-to-end test would look like a pass."""
+    path = Path(request.config.getoption("--model")).expanduser()
+    if not (path / "config.json").exists():
+        pytest.fail(f"no model in {path}: run `python launch/model.py`, or give --model FOLDER", pytrace=False)
+    return path

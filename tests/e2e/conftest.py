@@ -1,0 +1,69 @@
+"""Servers for end-to-end tests. One takes half a minute to start, so tests with the same flags share it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from launch.server import Server
+
+#: Idle servers are kept this many at a time: each holds about 2.5 GB.
+KEPT = 2
+
+
+class Servers:
+    """Running servers by their flags and environment; the one used longest ago stops when there are too many."""
+
+    def __init__(self, model: Path, logs: Path) -> None:
+        self.model, self.logs = model, logs
+        self._running: dict[tuple, Server] = {}
+
+    def __call__(self, *flags: str, env: dict[str, str] | None = None, fresh: bool = False) -> Server:
+        """A server with these flags, ready. ``fresh`` gives one that served nobody before.
+
+        It may be stopped by the second call after this one that asks for other flags.
+        """
+        key = (flags, tuple(sorted((env or {}).items())))
+        server = self._running.pop(key, None)
+        if server and (fresh or not server.running):
+            server.stop()
+            server = None
+        if server is None:
+            while len(self._running) >= KEPT:
+                self._running.pop(next(iter(self._running))).stop()
+            log = self.logs / f"server-{len(list(self.logs.iterdir()))}" / "server.log"
+            server = Server(self.model, *flags, env=env, log_path=log).start()
+        self._running[key] = server
+        return server
+
+    def stop(self) -> None:
+        for server in self._running.values():
+            server.stop()
+        self._running.clear()
+
+
+@pytest.fixture(scope="session")
+def servers(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
+    """``servers("--kv-quant", "oscar")`` is a running server with those flags."""
+    running = Servers(model, tmp_path_factory.mktemp("servers"))
+    yield running
+    running.stop()
+
+
+@pytest.fixture
+def refused(model: Path, tmp_path: Path) -> Callable[..., str]:
+    """``refused(*flags)``: starts a server that must refuse to, and gives its log."""
+
+    def start(*flags: str, env: dict[str, str] | None = None) -> str:
+        server = Server(model, *flags, env=env, log_path=tmp_path / "server.log")
+        try:
+            server.start()
+        except Exception:
+            assert server.process is not None and server.process.returncode not in (None, 0), server.log_tail()
+            return server.log()
+        server.stop()
+        pytest.fail(f"the server started with {' '.join(flags)}, but must refuse\n{server.log_tail()}", pytrace=False)
+
+    return start
