@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 
 from sglang_kvq.attention.base import AttentionOps, ExtendBatch, LayerRotations
 from sglang_kvq.attention.reference import ReferenceOps
+from sglang_kvq.cache.split import split_new_tokens
 from sglang_kvq.cache.tiers import TierManager
 from sglang_kvq.config import PAGE_SIZE
 from sglang_kvq.sglang import runtime, weights
@@ -80,29 +80,6 @@ class KVQuantBackend(AttentionBackend):
         d, index = layer.head_dim, layer.layer_id - self.first_layer
         q, k, v = (x.reshape(x.shape[0], -1, d) for x in (q, k, v))
         return *self.ops.rotate(index, q, k, v), index
-
-
-def split_new_tokens(
-    prefix_lens: list[int], new_lens: list[int], sink_pages: int, recent_pages: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """Which new tokens go to overlays, and where pages quantised straight from activations begin.
-
-    A page is quantised directly if this batch writes all of it and ends with it outside the
-    request's sinks and window. Returns int64 indices into the concatenated new tokens.
-    """
-    overlay, direct, start = [], [], 0
-    for prefix, new in zip(prefix_lens, new_lens):
-        first = max(-(-prefix // PAGE_SIZE), sink_pages)
-        last = max((prefix + new) // PAGE_SIZE - recent_pages, first)
-        begin, end = first * PAGE_SIZE - prefix, last * PAGE_SIZE - prefix
-        if last > first:
-            direct.append(start + np.arange(begin, end, PAGE_SIZE))
-            overlay += [start + np.arange(0, begin), start + np.arange(end, new)]
-        else:
-            overlay.append(start + np.arange(new))
-        start += new
-    join = lambda parts: np.concatenate([np.empty(0, np.int64), *parts])  # noqa: E731
-    return join(overlay), join(direct)
 
 
 def check_layers(model: torch.nn.Module, head_dim: int) -> None:

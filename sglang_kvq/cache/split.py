@@ -1,0 +1,30 @@
+"""Where the new tokens of a prefill batch go."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from sglang_kvq.config import PAGE_SIZE
+
+
+def split_new_tokens(
+    prefix_lens: list[int], new_lens: list[int], sink_pages: int, recent_pages: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Which new tokens go to overlays, and where pages quantised straight from activations begin.
+
+    A page is quantised directly if this batch writes all of it and ends with it outside the
+    request's sinks and window. Returns int64 indices into the concatenated new tokens.
+    """
+    overlay, direct, start = [], [], 0
+    for prefix, new in zip(prefix_lens, new_lens):
+        first = max(-(-prefix // PAGE_SIZE), sink_pages)
+        last = max((prefix + new) // PAGE_SIZE - recent_pages, first)
+        begin, end = first * PAGE_SIZE - prefix, last * PAGE_SIZE - prefix
+        if last > first:
+            direct.append(start + np.arange(begin, end, PAGE_SIZE))
+            overlay += [start + np.arange(0, begin), start + np.arange(end, new)]
+        else:
+            overlay.append(start + np.arange(new))
+        start += new
+    join = lambda parts: np.concatenate([np.empty(0, np.int64), *parts])  # noqa: E731
+    return join(overlay), join(direct)
