@@ -1,0 +1,160 @@
+"""Makes an environment in which a published SGLang release serves on a CPU, with this plugin installed.
+
+    python3 launch/cpu_env.py .venvs/sglang-0.5.23 0.5.23
+
+A second run does nothing and takes a fraction of a second. A second SGLang version beside a finished environment
+shares its files by hard links and only installs its own SGLang.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+if __package__ in (None, ""):
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from launch.progress import StepFailed, call, step
+
+ROOT = Path(__file__).resolve().parent.parent
+CPU = ROOT / "launch" / "cpu"
+#: Works with every SGLang release we support; the suffix is what keeps pip from taking the CUDA build.
+TORCH = "torch==2.13.0+cpu"
+TORCHVISION = "torchvision==0.28.0"
+TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
+MARK = "Appended by sglang-kvq's launch/cpu_env.py"
+
+
+def digest(*paths: Path, extra: str = "") -> str:
+    """One hash of files and a word: what an environment was made from."""
+    state = hashlib.sha256(extra.encode())
+    for path in paths:
+        for file in sorted(path.rglob("*.*")) if path.is_dir() else [path]:
+            if file.is_file() and file.suffix != ".pyc":
+                state.update(file.name.encode() + file.read_bytes())
+    return state.hexdigest()
+
+
+def recipe() -> str:
+    """Of everything in an environment but SGLang's version and the plugin."""
+    return digest(Path(__file__), CPU, extra=f"{sys.version_info[:3]}")
+
+
+class Environment:
+    """A virtual environment and the stamps that say what is in it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder.absolute()
+        self.python = self.folder / "bin" / "python"
+        self.log = self.folder.parent / f"{folder.name}.log"
+        self.site = self.folder / "lib" / f"python{sys.version_info[0]}.{sys.version_info[1]}" / "site-packages"
+
+    def stamp(self, name: str) -> str:
+        path = self.folder / f".{name}"
+        return path.read_text() if path.exists() else ""
+
+    def set_stamp(self, name: str, value: str) -> None:
+        (self.folder / f".{name}").write_text(value)
+
+    def pip(self, *words: str | Path) -> None:
+        call([self.python, "-m", "pip", "install", "--disable-pip-version-check", *words], self.log)
+
+
+def install_torch(env: Environment, index: str | None) -> None:
+    """The CPU build, from where pip looks anyway (a mirror, a local folder) or else from PyTorch's index."""
+    try:
+        env.pip(TORCH, *(["--index-url", index] if index else []))
+    except StepFailed:
+        if index:
+            raise
+        env.pip(TORCH, "--index-url", TORCH_INDEX)
+
+
+def add_standins(env: Environment) -> None:
+    """What the CUDA-built wheels lack on a CPU: SGLang's kernels and two of torchvision's schemas."""
+    shutil.copytree(CPU / "sgl_kernel", env.site / "sgl_kernel", dirs_exist_ok=True)
+    extension = env.site / "torchvision" / "extension.py"
+    if MARK not in extension.read_text():
+        with extension.open("a") as file:
+            file.write((CPU / "torchvision_schemas.py").read_text())
+
+
+def finished_sibling(env: Environment) -> Environment | None:
+    """An environment beside this one, made by the same recipe, whose files this one can share."""
+    for folder in sorted(env.folder.parent.glob("*")):
+        sibling = Environment(folder)
+        if folder != env.folder and sibling.stamp("recipe") == recipe() and sibling.site.is_dir():
+            return sibling
+    return None
+
+
+def make(env: Environment, version: str, index: str | None) -> None:
+    """From nothing to a Python that can run ``python -m sglang.launch_server`` on a CPU."""
+    shutil.rmtree(env.folder, ignore_errors=True)
+    env.log.unlink(missing_ok=True)
+    sibling = finished_sibling(env)
+    with step("virtual environment"):
+        call([sys.executable, "-m", "venv", *(["--without-pip"] if sibling else []), env.folder], env.log)
+    if sibling:
+        with step(f"sharing the files of {sibling.folder.name}"):
+            # pip replaces files by new ones and never writes into them, so the other environment stays as it is.
+            shutil.copytree(sibling.site, env.site, symlinks=True, copy_function=os.link, dirs_exist_ok=True)
+    else:
+        with step(f"{TORCH}"):
+            install_torch(env, index)
+        with step("packages that SGLang imports"):
+            env.pip("--no-deps", TORCHVISION)
+            env.pip(TORCH, "-r", CPU / "requirements.txt")  # naming torch keeps it in place
+        add_standins(env)
+    with step(f"SGLang {version}"):
+        env.pip("--no-deps", f"sglang=={version}")
+    env.set_stamp("recipe", recipe())
+    env.set_stamp("sglang", version)
+
+
+def install_plugin(env: Environment) -> None:
+    """This repository, editable, with what its tests need."""
+    state = digest(ROOT / "pyproject.toml", ROOT / "setup.py", extra=str(ROOT))
+    if env.stamp("plugin") == state:
+        return
+    with step("sglang-kvq (editable)"):
+        env.pip("--no-build-isolation", TORCH, "-e", f"{ROOT}[test]")
+    env.set_stamp("plugin", state)
+
+
+def ensure(folder: Path, version: str, index: str | None = None) -> Path:
+    """The environment's Python; makes what is missing.
+
+    Raises:
+        StepFailed: a command failed; the message has the end of its output.
+    """
+    env = Environment(folder)
+    if env.stamp("recipe") != recipe() or env.stamp("sglang") != version:
+        make(env, version, index)
+    install_plugin(env)
+    return env.python
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("version", help="SGLang release, 0.5.16 to 0.5.23")
+    parser.add_argument("--torch-index-url", help=f"where to get {TORCH}; default: pip's own sources, then PyTorch's")
+    options = parser.parse_args()
+    if sys.version_info < (3, 10):
+        sys.exit(f"Python {sys.version.split()[0]}: 3.10 or newer is needed.")
+    try:
+        ensure(options.folder, options.version, options.torch_index_url)
+    except StepFailed as error:
+        sys.exit(f"{error}\n(the whole output: {Environment(options.folder).log})")
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()
