@@ -1,0 +1,285 @@
+"""What ``--kv-quant`` cannot be combined with: refused at start-up, with the fix, before any process is spawned.
+
+Three moments, each as early as its facts are known: ``check_flags`` on what the user typed, ``check_resolved`` on
+what SGLang made of it and on the model's config, ``after_configure`` in each scheduler on the pool in use.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from sglang_kvq.config import HEAD_DIMS, PAGE_SIZE, KVQuantConfig
+from sglang_kvq.errors import KVQuantError
+from sglang_kvq.sglang import compat
+from sglang_kvq.sglang.runtime import config_of
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A setting that must keep one of its harmless values.
+
+    Attributes:
+        field: of ServerArgs; one that a release does not have is skipped.
+        why: completes "--flag: ...".
+        allowed: harmless values.
+    """
+
+    field: str
+    why: str
+    allowed: tuple = (None, False, "")
+
+    @property
+    def flag(self) -> str:
+        return "--" + self.field.replace("_", "-")
+
+
+_SPEC = "speculative decoding writes draft tokens that the 2-bit cache cannot take back yet"
+_HOST = "pages are moved by SGLang as plain BF16 rows, which the 2-bit cache does not have"
+_SPLIT = "this way of splitting the cache over workers is not supported yet"
+_SHARED = "the value rotation is folded into this server's weights, so they cannot be shared or arrive later"
+_ONE = (None, 1)
+
+#: By subject. LoRA is allowed: where weights cannot absorb the value rotation it is applied at run time.
+REFUSED: tuple[Refused, ...] = (
+    Refused("speculative_algorithm", _SPEC),
+    Refused("enable_multi_layer_eagle", _SPEC),
+    Refused("decoupled_spec_role", _SPEC, (None, "null")),
+    Refused("enable_hierarchical_cache", _HOST),
+    Refused("enable_lmcache", _HOST),
+    Refused("enable_flexkv", _HOST),
+    Refused("enable_unified_cache_external_linker", _HOST),
+    Refused("hicache_storage_backend", _HOST),
+    Refused("enable_hisparse", _HOST),
+    Refused("radix_cache_backend", "another prefix cache is not supported"),
+    Refused("disaggregation_mode", "prefill/decode disaggregation sends plain BF16 pages", (None, "null")),
+    Refused("disaggregation_decode_enable_offload_kvcache", _HOST),
+    Refused("disaggregation_decode_retraction_backup", _HOST, (None, "off", "recompute", "none", "auto")),
+    Refused("enable_pd_role_switch", "prefill/decode disaggregation sends plain BF16 pages"),
+    Refused("encoder_only", "an encoder has no KV cache"),
+    Refused("pp_size", _SPLIT, _ONE),
+    Refused("dcp_size", _SPLIT, _ONE),
+    Refused("attn_cp_size", _SPLIT, _ONE),
+    Refused("enable_prefill_cp", _SPLIT),
+    Refused("enable_prefill_context_parallel", _SPLIT),
+    Refused("enable_dsa_prefill_context_parallel", _SPLIT),
+    Refused("enable_kv_cache_sharding", _SPLIT),
+    Refused("enable_two_batch_overlap", "two half batches at once would share one plan of pages"),
+    Refused("enable_pdmux", "prefill and decode at once would share one plan of pages"),
+    Refused("enable_mixed_chunk", "a batch is either prefill or decode"),
+    Refused("dllm_algorithm", "diffusion models rewrite tokens that are already quantized"),
+    Refused("enable_memory_saver", "the memory saver would release pages that it does not know"),
+    Refused("enable_page_major_kv_layout", "the cache has its own layout"),
+    Refused("enable_unified_memory", "the cache has its own layout"),
+    Refused("prefill_only_disable_kv_cache", "there would be no KV cache to quantize"),
+    Refused("enable_mis", "multi-item scoring needs the flashinfer attention backend"),
+    Refused("enable_deterministic_inference", "results are not yet guaranteed to be independent of the batch"),
+    Refused("rl_on_policy_target", "results are not yet guaranteed to be independent of the batch"),
+    Refused("enable_torch_compile", "the attention kernels are not traced by torch.compile"),
+    Refused("kv_canary", "the canary reads plain BF16 rows", (None, "none")),
+    Refused("kv_cache_dtype", "the cache is kept in 2 bits and BF16 windows; leave it at auto",
+            (None, "auto", "bf16", "bfloat16")),
+    Refused("weight_cache_mode", _SHARED, (None, "off")),
+    Refused("remote_instance_weight_loader_start_seed_via_transfer_engine", _SHARED),
+    Refused("checkpoint_engine_wait_weights_before_ready", _SHARED),
+    Refused("startup_weight_load_mode", _SHARED, (None, "serial")),
+    Refused("use_ray", "schedulers that Ray starts are not checked"),
+    Refused("smg_grpc_mode", "schedulers that this server starts are not checked"),
+    Refused("grpc_mode", "schedulers that this server starts are not checked"),
+)
+
+#: Environment switches of SGLang that change the same things.
+REFUSED_ENVIRONMENT = {
+    "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING": "the cache cannot be resized after graph capture",
+    "SGLANG_EXPERIMENTAL_CPP_RADIX_TREE": "another prefix cache is not supported",
+    "SGLANG_ENABLE_UNIFIED_RADIX_TREE": "before 0.5.22 only the default prefix cache is supported",
+}
+
+
+def device_of(values: Mapping[str, Any]) -> str:
+    """``cpu`` or ``cuda``, as SGLang will choose.
+
+    Raises:
+        KVQuantError: another device.
+    """
+    from sglang.srt.utils.common import get_device
+
+    device = (values.get("device") or get_device()).split(":")[0]
+    if device not in ("cpu", "cuda"):
+        raise KVQuantError(f"--device {device}: --kv-quant runs on cuda, and on cpu for tests; leave out --kv-quant.")
+    return device
+
+
+def check_flags(values: Mapping[str, Any], device: str) -> None:
+    """Refuse settings by what the user typed.
+
+    Raises:
+        KVQuantError: lists every one, with the fix.
+    """
+    from sglang_kvq.sglang.flags import attention_backend
+
+    found = [
+        f"{_typed(r.flag, values[r.field])}: {r.why}."
+        for r in REFUSED
+        if r.field in values and values[r.field] not in r.allowed
+    ]
+    if values.get("page_size") not in (None, PAGE_SIZE):
+        found.append(f"--page-size {values['page_size']}: pages hold {PAGE_SIZE} tokens; use {PAGE_SIZE}.")
+    ours = attention_backend(device)
+    for field in ("attention_backend", "prefill_attention_backend", "decode_attention_backend"):
+        if values.get(field) not in (None, ours):
+            flag = "--" + field.replace("_", "-")
+            found.append(f"{flag} {values[field]}: --kv-quant brings its own; leave the flag out.")
+    if str(values.get("cuda_graph_backend_prefill") or "disabled").rpartition(".")[2].lower() != "disabled":
+        found.append(
+            f"--cuda-graph-backend-prefill {values['cuda_graph_backend_prefill']}: prefill runs without CUDA graphs; "
+            "leave the flag out."
+        )
+    if not values.get("disable_radix_cache") and values.get("chunked_prefill_size") not in (None, -1):
+        if values["chunked_prefill_size"] % PAGE_SIZE:
+            found.append(
+                f"--chunked-prefill-size {values['chunked_prefill_size']}: must be a multiple of {PAGE_SIZE}."
+            )
+    for name, why in REFUSED_ENVIRONMENT.items():
+        if os.environ.get(name, "").lower() in ("1", "true", "yes", "on"):
+            found.append(f"{name}={os.environ[name]}: {why}; unset it.")
+    _raise(found)
+
+
+def _typed(flag: str, value: Any) -> str:
+    return flag if value is True else f"{flag} {value}"
+
+
+def _raise(found: list[str]) -> None:
+    if found:
+        raise KVQuantError(
+            "--kv-quant cannot be combined with:\n" + "\n".join(f"  {text}" for text in found)
+            + "\nRemove these settings, or --kv-quant."
+        )
+
+
+def after_check_server_args(result: None, server_args: Any) -> None:
+    """AFTER ``ServerArgs.check_server_args``: the last moment before SGLang spawns processes.
+
+    Raises:
+        KVQuantError: from ``Engine``; as SystemExit, without a traceback, from the command line.
+        SystemExit: this SGLang is not as the hook table says.
+    """
+    from sglang_kvq.sglang import plugin
+    from sglang_kvq.sglang.flags import CLI_ATTRIBUTE
+
+    config = config_of(server_args)
+    if config is None:
+        return
+    plugin.prepare_to_spawn(config)
+    try:
+        check_resolved(server_args, config)
+    except KVQuantError as error:
+        if getattr(server_args, CLI_ATTRIBUTE, False):
+            raise SystemExit(f"sglang-kvq: {error}") from None
+        raise
+
+
+def check_resolved(server_args: Any, config: KVQuantConfig) -> None:
+    """Refuse what SGLang derived from the flags and the model, and load the rotations once to see that they fit.
+
+    Raises:
+        KVQuantError: names the setting, the model's property or the rotation file.
+    """
+    from sglang_kvq.sglang.flags import attention_backend
+
+    device = compat.resolved(server_args, "device").split(":")[0]
+    backend, graphs = attention_backend(device), compat.resolved(server_args, "cuda_graph_config")
+    found = [
+        f"{_typed(r.flag, value)} (set by SGLang for this model): {r.why}."
+        for r in REFUSED
+        if (value := compat.resolved(server_args, r.field, r.allowed[0])) not in r.allowed
+    ]
+    for field, wanted in (
+        ("page_size", (PAGE_SIZE,)),
+        ("attention_backend", (backend,)),
+        ("prefill_attention_backend", (None, backend)),
+        ("decode_attention_backend", (None, backend)),
+    ):
+        value = compat.resolved(server_args, field)
+        if value not in wanted:
+            found.append(f"{field}={value} (set by SGLang for this model): --kv-quant needs {wanted[-1]}.")
+    if graphs is not None:
+        for phase, allowed in ((graphs.prefill, ("disabled",)), (graphs.decode, ("disabled", "full"))):
+            name = getattr(phase.backend, "value", phase.backend)
+            if name not in allowed:
+                found.append(f"a CUDA graph backend {name} (cuda_graph_config): use {' or '.join(allowed)}.")
+    _raise(found)
+    model = compat.model_config(server_args)
+    check_model(model, config)
+    from sglang_kvq.rotations.resolve import resolve_rotations
+
+    resolve_rotations(config, model.model_path, model.hf_config)
+
+
+def check_model(model: Any, config: KVQuantConfig) -> None:
+    """Refuse attention that the cache does not hold, by SGLang's ModelConfig; layers are checked again once loaded.
+
+    Raises:
+        KVQuantError: the model's first unsupported property.
+    """
+    from sglang.srt.configs.hybrid_arch import mambaish_config
+    from sglang.srt.configs.model_config import AttentionArch
+
+    text, names = model.hf_text_config, model.hf_config.architectures
+    layer_types = set(getattr(text, "layer_types", None) or ())
+    chunk = getattr(model, "attention_chunk_size", None)
+    cap = getattr(text, "attn_logit_softcapping", None)
+    tests: tuple[tuple[Callable[[], Any], str], ...] = (
+        (lambda: mambaish_config(model) is not None, "recurrent state (Mamba or linear attention)"),
+        (lambda: layer_types & {"linear_attention", "mamba"}, "recurrent state (Mamba or linear attention)"),
+        (lambda: model.attention_arch != AttentionArch.MHA, f"{model.attention_arch.name} attention"),
+        (lambda: model.is_encoder_decoder, "an encoder with cross attention"),
+        (lambda: not model.is_generation, "no text generation (embedding, reward or encoder model)"),
+        (lambda: model.has_attention_sinks, "learned attention sinks"),
+        (lambda: model.is_hybrid_swa or "sliding_attention" in layer_types, "sliding-window attention"),
+        (lambda: chunk or "chunked_attention" in layer_types, f"attention in chunks of {chunk} tokens"),
+        (lambda: cap, f"logit soft-capping ({cap})"),
+        (lambda: getattr(model.hf_config, "dual_chunk_attention_config", None), "dual chunk attention"),
+        (lambda: model.head_dim != model.v_head_dim, f"key heads of {model.head_dim} and value heads of "
+                                                     f"{model.v_head_dim} elements"),
+        (lambda: model.head_dim not in HEAD_DIMS, f"heads of {model.head_dim} elements (supported: "
+                                                  f"{', '.join(map(str, HEAD_DIMS))})"),
+    )
+    for holds, what in tests:
+        if holds():
+            raise KVQuantError(
+                f"{model.model_path} ({', '.join(names)}) has {what}, which --kv-quant does not support; "
+                "serve it without --kv-quant."
+            )
+    if config.group_size is not None and model.head_dim % config.group_size:
+        raise KVQuantError(
+            f"--kv-quant-group-size {config.group_size}: must divide the model's head_dim {model.head_dim}; "
+            "leave the flag out."
+        )
+
+
+def after_configure(result: Any, configurator: Any, *args: Any, **kwargs: Any) -> None:
+    """AFTER ``KVCacheConfigurator.configure``: the pool and the allocator that will serve are this plugin's.
+
+    Raises:
+        SystemExit: SGLang built others: it must not serve BF16 under the name of ``--kv-quant``.
+    """
+    config = config_of(configurator.server_args)
+    if config is None:
+        return
+    for use, built in (("pool", result.token_to_kv_pool), ("allocator", result.token_to_kv_pool_allocator)):
+        if not type(built).__module__.startswith("sglang_kvq."):
+            raise SystemExit(
+                f"--kv-quant {config.method}: SGLang built a {type(built).__name__} as KV cache {use} for this model, "
+                "so its cache would not be quantized; serve it without --kv-quant."
+            )
+
+
+def after_init_info(result: dict, scheduler: Any) -> dict:
+    """AFTER ``Scheduler.get_init_info``: what is served, for ``/server_info``."""
+    from sglang_kvq.sglang import runtime
+
+    return {**result, "kv_quant": runtime.current().status}

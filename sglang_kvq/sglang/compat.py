@@ -1,0 +1,49 @@
+"""What differs between the SGLang releases served here, asked in one place."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from importlib.metadata import version as distribution_version
+from typing import Any
+
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
+
+#: Releases whose cache internals the hooks were written for. 0.5.19 to 0.5.21 keep prefixes in a tree that neither
+#: set of tree hooks knows. A newer release is accepted when every symbol of ``hooks.TABLE`` is as expected.
+SUPPORTED = (">=0.5.16,<0.5.19", ">=0.5.22")
+
+
+def sglang_version() -> Version:
+    """The installed SGLang's version."""
+    return Version(distribution_version("sglang"))
+
+
+def applies(specifier: str, version: Version) -> bool:
+    """Whether a release is in ``specifier`` (``""`` is all); a pre-release counts as its release."""
+    return SpecifierSet(specifier).contains(version.base_version, prereleases=True)
+
+
+def is_supported(version: Version) -> bool:
+    return any(applies(specifier, version) for specifier in SUPPORTED)
+
+
+def resolved(server_args: Any, field: str, default: Any = None) -> Any:
+    """A setting as SGLang decided it. From 0.5.19 on the fields of ServerArgs keep what the user typed."""
+    result = getattr(import_module("sglang.srt.arg_groups.overrides"), "resolution_result", None)
+    if result is None:
+        return getattr(server_args, field, default)
+    return result(server_args, field, default)
+
+
+def model_config(server_args: Any) -> Any:
+    """SGLang's ModelConfig of a resolved ServerArgs; cached by SGLang, no weights are read."""
+    overrides = import_module("sglang.srt.arg_groups.overrides")
+    if hasattr(overrides, "model_config_of"):
+        return overrides.model_config_of(server_args)
+    return server_args.get_model_config()
+
+
+def request_row(req: Any) -> int:
+    """The request's row in ``req_to_token``; it moved from ``Req`` to ``Req.kv`` in 0.5.19."""
+    return req.req_pool_idx if hasattr(req, "req_pool_idx") else req.kv.req_pool_idx

@@ -1,0 +1,30 @@
+"""``sglang.Engine(kv_quant="oscar", ...)``: the keywords of the flags, with underscores.
+
+``Engine.__init__`` loads plugins and then builds ``self.server_args_class(**kwargs)``; that class attribute is
+the seam, so nothing of sglang_kvq needs importing in the user's program.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sglang_kvq.sglang import flags, plugin
+from sglang_kvq.sglang.runtime import CONFIG_ATTRIBUTE
+
+
+def server_args_from_kwargs(original: type, **kwargs: Any) -> Any:
+    """FACTORY ``Engine.server_args_class``.
+
+    Raises:
+        KVQuantError: a keyword that cannot be combined with ``kv_quant``.
+        SystemExit: this SGLang is not as expected.
+    """
+    if not any(flag in kwargs for flag in flags.FIELDS):
+        return original(**kwargs)
+    config = flags.prepare(kwargs)
+    if config is None:
+        return original(**kwargs)
+    plugin.stop_unless_in_place(config)
+    server_args = original(**kwargs)
+    setattr(server_args, CONFIG_ATTRIBUTE, config)
+    return server_args

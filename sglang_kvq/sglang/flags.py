@@ -1,0 +1,136 @@
+"""The ``--kv-quant`` flags: adding them, reading them, and the SGLang settings that they imply."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, MutableMapping
+from typing import Any
+
+from sglang_kvq.config import PAGE_SIZE, KVQuantConfig
+from sglang_kvq.errors import KVQuantError
+from sglang_kvq.methods import METHOD_NAMES, get_method
+from sglang_kvq.sglang.runtime import CONFIG_ATTRIBUTE
+
+#: Set beside the config when it came from a command line: errors then end the process without a traceback.
+CLI_ATTRIBUTE = "_kvq_from_cli"
+
+#: Flag (as an attribute name) and the ``KVQuantConfig`` field that it sets.
+FIELDS = {
+    "kv_quant": "method",
+    "kv_quant_rotations": "rotations",
+    "kv_quant_sink": "sink_tokens",
+    "kv_quant_recent": "recent_tokens",
+    "kv_quant_group_size": "group_size",
+    "kv_quant_clip_k": "clip_k",
+    "kv_quant_clip_v": "clip_v",
+    "kv_quant_bf16_budget": "bf16_budget",
+}
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags to a parser; nothing if it has them already."""
+    if any(action.dest == "kv_quant" for action in parser._actions):
+        return
+    methods = "; ".join(f"{name}: {get_method(name).summary} ({get_method(name).paper})" for name in METHOD_NAMES)
+    group = parser.add_argument_group("KV cache quantization (sglang-kvq)")
+
+    def add(flag: str, **options: Any) -> None:
+        dest = flag[2:].replace("-", "_")
+        default = getattr(KVQuantConfig, FIELDS[dest], None)
+        group.add_argument(flag, **{"default": default, **options})
+
+    add("--kv-quant", choices=("none", *METHOD_NAMES), default="none",
+        help=f"Keep most of the KV cache in 2 bits. {methods}. Default: none.")
+    add("--kv-quant-rotations", metavar="PATH|HF_REPO",
+        help="Rotations of this model: a folder, or org/name[/folder] on the hub. Default: those that the method "
+        "knows for the model. Make your own with `kvq calibrate`.")
+    add("--kv-quant-sink", type=int, metavar="TOKENS",
+        help=f"First tokens of a request kept in BF16; a multiple of {PAGE_SIZE}. Default: %(default)s.")
+    add("--kv-quant-recent", type=int, metavar="TOKENS",
+        help=f"Last tokens of a request kept in BF16; a multiple of {PAGE_SIZE}. Default: %(default)s.")
+    add("--kv-quant-group-size", type=int, metavar="ELEMENTS",
+        help="Elements of a head that share a scale and zero. Default: head_dim, at most 128.")
+    add("--kv-quant-clip-k", type=float, metavar="RATIO",
+        help="Clip keys at this quantile of their magnitude; 1 clips nothing. Default: the calibration's.")
+    add("--kv-quant-clip-v", type=float, metavar="RATIO",
+        help="Clip values at this quantile of their magnitude; 1 clips nothing. Default: the calibration's.")
+    add("--kv-quant-bf16-budget", type=float, metavar="SHARE",
+        help="Share of the KV memory for BF16 pages; it bounds the running requests. Default: %(default)s.")
+
+
+def add_cli_args(result: None, parser: argparse.ArgumentParser) -> None:
+    """AFTER ``ServerArgs.add_cli_args``."""
+    add_flags(parser)
+
+
+def parse_config(values: Mapping[str, Any]) -> KVQuantConfig | None:
+    """The configuration that the flags say; None without ``--kv-quant``.
+
+    Raises:
+        KVQuantError: a value is out of range, or a flag is given without ``--kv-quant``.
+    """
+    method = values.get("kv_quant") or "none"
+    given = {field: values[flag] for flag, field in FIELDS.items() if values.get(flag) is not None}
+    if method == "none":
+        for flag, field in FIELDS.items():
+            if flag != "kv_quant" and field in given and given[field] != getattr(KVQuantConfig, field, None):
+                raise KVQuantError(
+                    f"--{flag.replace('_', '-')} has no effect without --kv-quant; add --kv-quant "
+                    f"{{{','.join(METHOD_NAMES)}}} or leave it out."
+                )
+        return None
+    return KVQuantConfig(**given)
+
+
+def complete(values: MutableMapping[str, Any], device: str) -> None:
+    """Set the SGLang settings that ``--kv-quant`` implies. ``checks.check_flags`` has refused other choices."""
+    values["page_size"] = PAGE_SIZE
+    values["attention_backend"] = attention_backend(device)
+    # A prefill graph would freeze a batch's layout; decode graphs stay.
+    values["disable_prefill_cuda_graph"] = True
+    values["cuda_graph_backend_prefill"] = None
+
+
+def attention_backend(device: str) -> str:
+    """The SGLang backend name that ours is registered under."""
+    return "torch_native" if device == "cpu" else "triton"
+
+
+def prepare(values: MutableMapping[str, Any]) -> KVQuantConfig | None:
+    """Take the flags out of ``values`` (a Namespace's dict or Engine's keywords), check and complete the rest.
+
+    Raises:
+        KVQuantError: something in ``values`` that ``--kv-quant`` cannot be combined with.
+    """
+    from sglang_kvq.sglang import checks
+
+    config = parse_config(values)
+    for flag in FIELDS:
+        values.pop(flag, None)
+    if config is not None:
+        device = checks.device_of(values)
+        checks.check_flags(values, device)
+        complete(values, device)
+    return config
+
+
+def from_cli_args(original: Any, cls: type, args: argparse.Namespace) -> Any:
+    """AROUND ``ServerArgs.from_cli_args``.
+
+    Raises:
+        SystemExit: the flags cannot be served; the message names the one and the fix.
+    """
+    from sglang_kvq.sglang import plugin
+
+    values = dict(vars(args))
+    try:
+        config = prepare(values)
+    except KVQuantError as error:
+        raise SystemExit(f"sglang-kvq: {error}") from None
+    if config is None:
+        return original(cls, args)
+    plugin.stop_unless_in_place(config)
+    server_args = original(cls, argparse.Namespace(**values))
+    setattr(server_args, CONFIG_ATTRIBUTE, config)
+    setattr(server_args, CLI_ATTRIBUTE, True)
+    return server_args

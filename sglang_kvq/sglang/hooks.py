@@ -1,0 +1,232 @@
+"""Every SGLang symbol the plugin touches: what, why, with which parameters, in which releases.
+
+The table is data; importing it imports neither SGLang nor a handler. ``plugin`` verifies each entry before
+anything is patched, so a release that moved or changed one is reported by name.
+"""
+
+from __future__ import annotations
+
+import inspect
+import pkgutil
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import Enum
+
+from packaging.version import Version
+
+from sglang_kvq.sglang import compat
+
+
+class Kind(Enum):
+    """How a symbol is used. The first five are patched, the rest only used."""
+
+    AROUND = "around"  #: handler(original, *args, **kwargs) replaces the call
+    BEFORE = "before"  #: handler(*args, **kwargs) runs first
+    AFTER = "after"  #: handler(result, *args, **kwargs) may return another result
+    BACKEND = "backend"  #: an entry of SGLang's dict of attention backends: handler(model_runner)
+    FACTORY = "factory"  #: a class attribute that builds an object: handler(original, **kwargs)
+    CALL = "call"
+    SUBCLASS = "subclass"
+    READ = "read"
+
+
+#: Kinds that SGLang's own HookRegistry applies.
+REGISTRY_KINDS = (Kind.AROUND, Kind.BEFORE, Kind.AFTER)
+PATCHED_KINDS = (*REGISTRY_KINDS, Kind.BACKEND, Kind.FACTORY)
+
+
+class Process(Enum):
+    MAIN = "main"  #: the process that parses flags and serves HTTP
+    SCHEDULER = "scheduler"  #: each process that holds a part of the model and of the cache
+
+
+@dataclass(frozen=True)
+class Hook:
+    """One symbol.
+
+    Attributes:
+        target: dotted path below ``sglang.srt``; for ``Kind.BACKEND`` the last part is the dict's key.
+        why: what it is needed for.
+        params: parameter names in order, without self or cls. The symbol must begin with these and may go on with
+            optional ones. None: only its existence is checked.
+        handler: ``module:function`` below ``sglang_kvq.sglang``, imported at the first call.
+        versions: releases that the entry is for, as a version specifier; "" is all.
+        always: the handler also runs when ``--kv-quant`` is off (it then decides itself).
+    """
+
+    kind: Kind
+    process: Process
+    target: str
+    why: str
+    params: tuple[str, ...] | None = None
+    handler: str | None = None
+    versions: str = ""
+    always: bool = False
+
+    @property
+    def path(self) -> str:
+        return f"sglang.srt.{self.target}"
+
+
+def _hooks(process: Process, *rows: tuple) -> tuple[Hook, ...]:
+    return tuple(Hook(kind, process, target, why, **more) for kind, target, why, more in rows)
+
+
+OLD_TREE, NEW_TREE = "<0.5.19", ">=0.5.22"
+
+_POOL = "mem_cache.kv_cache_configurator.KVCacheConfigurator"
+_SIZES = "model_executor.pool_configurator.DefaultPoolConfigurator"
+_WEIGHTS = "model_executor.model_runner_components.weight_updater.WeightUpdater"
+_PAGED = "mem_cache.allocator.paged"
+_BACKEND = "layers.attention.base_attn_backend.AttentionBackend"
+
+TABLE: tuple[Hook, ...] = (
+    *_hooks(
+        Process.MAIN,
+        (Kind.AFTER, "server_args.ServerArgs.add_cli_args", "adds the --kv-quant flags",
+         dict(params=("parser",), handler="flags:add_cli_args", always=True)),
+        (Kind.AROUND, "server_args.ServerArgs.from_cli_args", "checks and completes the flags, attaches the config",
+         dict(params=("args",), handler="flags:from_cli_args", always=True)),
+        (Kind.AFTER, "server_args.ServerArgs.check_server_args", "last check before processes are spawned",
+         dict(params=(), handler="checks:after_check_server_args", always=True)),
+        (Kind.FACTORY, "entrypoints.engine.Engine.server_args_class", "Engine(kv_quant=...)",
+         dict(handler="engine:server_args_from_kwargs", always=True)),
+        (Kind.AROUND, "entrypoints.engine.Engine._launch_scheduler_processes", "schedulers start only with the plugin",
+         dict(params=("server_args", "port_args", "run_scheduler_process_func"), handler="plugin:launch_schedulers",
+              always=True)),
+        (Kind.CALL, "utils.common.get_device", "which device SGLang will choose", dict(params=("device_id",))),
+        (Kind.CALL, "configs.hybrid_arch.mambaish_config", "recognises models with recurrent state",
+         dict(params=("model_config",))),
+        (Kind.READ, "configs.model_config.AttentionArch.MHA", "recognises MLA", {}),
+        (Kind.CALL, "server_args.ServerArgs.get_model_config", "the model's shapes",
+         dict(params=(), versions=OLD_TREE)),
+        (Kind.CALL, "arg_groups.overrides.model_config_of", "the model's shapes",
+         dict(params=("server_args",), versions=NEW_TREE)),
+        (Kind.CALL, "arg_groups.overrides.resolution_result", "settings as SGLang decided them",
+         dict(params=("server_args", "field", "default"), versions=NEW_TREE)),
+    ),
+    *_hooks(
+        Process.SCHEDULER,
+        (Kind.BEFORE, "managers.scheduler.Scheduler.__init__", "all hooks are in place, or the server stops",
+         dict(params=("server_args", "port_args"), handler="plugin:before_scheduler_init", always=True)),
+        (Kind.AFTER, "managers.scheduler.Scheduler.get_init_info", "method and rotations in /server_info",
+         dict(params=(), handler="checks:after_init_info")),
+        # Capacity
+        (Kind.AROUND, f"{_SIZES}._compute_cell_size", "bytes per token",
+         dict(params=("kvc", "num_layers"), handler="capacity:compute_cell_size")),
+        (Kind.AROUND, f"{_SIZES}.calculate_pool_sizes", "takes the BF16 pages off the budget",
+         dict(params=("available_bytes", "page_size"), handler="capacity:calculate_pool_sizes")),
+        (Kind.AROUND, f"{_POOL}.resolve_max_num_reqs", "running requests follow from the BF16 pages",
+         dict(params=("token_capacity",), handler="capacity:resolve_max_num_reqs")),
+        # Pool and allocator
+        (Kind.AROUND, f"{_POOL}._build_mha_kv_pool", "builds the two-tier pool",
+         dict(params=("max_total_num_tokens", "mha_pool_class", "quant_method"), handler="pool:build_mha_kv_pool")),
+        (Kind.AROUND, f"{_POOL}._build_token_to_kv_pool_allocator", "builds the allocator",
+         dict(params=("sizes", "token_to_kv_pool", "is_dsv4_model", "req_to_token_pool",
+                      "token_to_kv_pool_allocator"), handler="allocator:build_allocator")),
+        (Kind.AFTER, f"{_POOL}.configure", "no other pool may serve instead",
+         dict(params=("pre_model_load_memory",), handler="checks:after_configure", always=True)),
+        *((Kind.READ, f"{_POOL}.{field}", "the worker being configured", {})
+          for field in ("server_args", "model_config", "layer_info", "kv_cache_dtype", "device", "is_draft_worker")),
+        (Kind.SUBCLASS, "mem_cache.memory_pool.KVCache.__init__", "the pool",
+         dict(params=("size", "page_size", "dtype", "layer_num", "device", "enable_memory_saver", "start_layer",
+                      "end_layer"))),
+        (Kind.SUBCLASS, f"{_PAGED}.PagedTokenToKVPoolAllocator.__init__", "the allocator",
+         dict(params=("size", "page_size", "dtype", "device", "kvcache", "need_sort"))),
+        (Kind.SUBCLASS, f"{_PAGED}.PagedTokenToKVPoolAllocator.clear", "forgets every page", dict(params=())),
+        (Kind.SUBCLASS, f"{_PAGED}.PagedTokenToKVPoolAllocator.free", "pages coming back",
+         dict(params=("free_index",), versions="<0.5.17")),
+        (Kind.SUBCLASS, f"{_PAGED}.PagedTokenToKVPoolAllocator._release_page_ids", "pages coming back",
+         dict(versions=">=0.5.17")),
+        (Kind.CALL, f"{_PAGED}.alloc_extend_naive", "page allocation on a CPU",
+         dict(params=("prefix_lens", "seq_lens", "last_loc", "free_pages", "out_indices", "page_size", "device"),
+              versions="<0.5.17")),
+        (Kind.CALL, "utils.get_num_new_pages", "page allocation on a CPU",
+         dict(params=("seq_lens", "page_size", "prefix_lens", "decode"), versions="<0.5.17")),
+        # Rows and tree
+        (Kind.AROUND, "mem_cache.memory_pool.ReqToTokenPool.free", "a row given back frees its window",
+         dict(params=("req",), handler="rows:on_free", versions="<0.5.19")),
+        (Kind.AROUND, "mem_cache.memory_pool.ReqToTokenPool.free_rows", "rows given back free their windows",
+         dict(params=("indices",), handler="rows:on_free_rows", versions=">=0.5.19")),
+        (Kind.AROUND, "mem_cache.radix_cache.RadixCache.cache_finished_req", "overlays follow the tree's pages",
+         dict(params=("req", "is_insert", "kv_len_to_handle"), handler="tree:around_finished", versions=OLD_TREE)),
+        (Kind.AROUND, "mem_cache.radix_cache.RadixCache.cache_unfinished_req", "overlays follow the tree's pages",
+         dict(params=("req", "chunked"), handler="tree:around_unfinished", versions=OLD_TREE)),
+        (Kind.READ, "mem_cache.base_prefix_cache.MatchPrefixParams", "looks up what was cached",
+         dict(versions=OLD_TREE)),
+        (Kind.READ, "mem_cache.radix_cache.RadixKey", "looks up what was cached", dict(versions=OLD_TREE)),
+        (Kind.AROUND, "mem_cache.unified_radix_cache.UnifiedRadixCache.checkpoint_into_tree",
+         "overlays follow the tree's pages",
+         dict(params=("req", "up_to"), handler="tree:around_checkpoint", versions=NEW_TREE)),
+        # Attention
+        (Kind.BACKEND, "layers.attention.attention_registry.ATTENTION_BACKENDS.triton", "attention on a GPU",
+         dict(handler="backend:create_backend")),
+        (Kind.BACKEND, "layers.attention.attention_registry.ATTENTION_BACKENDS.torch_native", "attention on a CPU",
+         dict(handler="backend:create_backend")),
+        (Kind.SUBCLASS, f"{_BACKEND}.init_forward_metadata_out_graph", "plans a batch",
+         dict(params=("forward_batch", "in_capture"))),
+        (Kind.SUBCLASS, f"{_BACKEND}.init_cuda_graph_state", "CUDA graphs", dict(params=("max_bs", "max_num_tokens"))),
+        (Kind.SUBCLASS, f"{_BACKEND}.get_cuda_graph_seq_len_fill_value", "CUDA graphs", dict(params=())),
+        *((Kind.SUBCLASS, f"{_BACKEND}.forward_{mode}", "attention of one layer",
+           dict(params=("q", "k", "v", "layer", "forward_batch", "save_kv_cache"))) for mode in ("decode", "extend")),
+        (Kind.READ, "layers.radix_attention.RadixAttention", "what a layer asks of attention", {}),
+        (Kind.READ, "layers.radix_attention.AttentionType.DECODER", "what a layer asks of attention", {}),
+        (Kind.CALL, "runtime_context.get_parallel", "this worker's rank and heads", dict(params=())),
+        # Weights: new ones would lack the value rotation folded into those loaded
+        *((Kind.AROUND, f"{_WEIGHTS}.update_weights_from_{source}", "refuses while V is folded into the weights",
+           dict(params=params, handler="weights:refuse_update", versions=versions))
+          for source, params, versions in (
+              ("disk", ("model_path", "load_format"), ""),
+              ("tensor", ("named_tensors", "load_format"), ""),
+              ("ipc", ("recv_req",), ""),
+              ("distributed", ("names", "dtypes", "shapes", "group_name", "load_format"), OLD_TREE),
+          )),
+        (Kind.AROUND, f"{_WEIGHTS}.load_weights_from_distributed", "refuses while V is folded into the weights",
+         dict(params=("named_tensors",), handler="weights:refuse_update", versions=NEW_TREE)),
+    ),
+)
+
+
+def for_release(version: Version, process: Process | None = None, table: Iterable[Hook] = TABLE) -> list[Hook]:
+    """The entries that apply to a release, of one process or of all."""
+    return [h for h in table if compat.applies(h.versions, version) and process in (None, h.process)]
+
+
+def find(hook: Hook) -> object:
+    """The symbol itself.
+
+    Raises:
+        ImportError, AttributeError, KeyError: it is not there.
+    """
+    parent, _, name = hook.path.rpartition(".")
+    owner = pkgutil.resolve_name(parent)
+    return owner[name] if hook.kind is Kind.BACKEND else getattr(owner, name)
+
+
+def problem(hook: Hook) -> str | None:
+    """Why the installed SGLang's symbol cannot be used as the table says; None if it can. Imports its module."""
+    use = f"{hook.path} ({hook.kind.value}: {hook.why})"
+    try:
+        symbol = find(hook)
+    except Exception as error:  # an import may fail in any way; each is reported
+        return f"{use}: not found: {type(error).__name__}: {error}"
+    if hook.params is None:
+        return None
+    try:
+        found = list(inspect.signature(symbol).parameters.values())
+    except (TypeError, ValueError) as error:
+        return f"{use}: no signature: {error}"
+    if found and found[0].name in ("self", "cls"):
+        found = found[1:]
+    named = [p for p in found if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    count = len(hook.params)
+    further = [p for p in named[count:] if p.default is p.empty]
+    # Release 0.5.16 passes the ranks to Scheduler.__init__ after the two parameters used.
+    if tuple(p.name for p in named[:count]) != hook.params or (further and hook.kind is not Kind.BEFORE):
+        return f"{use}: parameters are ({', '.join(p.name for p in named)}), expected ({', '.join(hook.params)})"
+    return None
+
+
+def problems(hooks: Iterable[Hook]) -> list[str]:
+    """``problem`` of each entry that has one."""
+    return [text for hook in hooks if (text := problem(hook)) is not None]
