@@ -68,28 +68,40 @@ def overlay_slots(config: KVQuantConfig, geometry: KVGeometry, budget_bytes: int
 
 
 def divide(
-    config: KVQuantConfig, geometry: KVGeometry, *, pages: int, slots: int, resumes: int = 1
+    config: KVQuantConfig,
+    geometry: KVGeometry,
+    *,
+    pages: int,
+    slots: int,
+    wanted: int | None = None,
+    resumes: int = 1,
 ) -> MemoryLayout:
     """Fix the layout for ``pages`` pages once SGLang has applied its own limits.
 
     Args:
+        slots: overlays that the budget affords (``overlay_slots``). When ``--max-total-tokens`` leaves
+            fewer pages than the budget does, overlays shrink with them, but not below what ``wanted``
+            requests need.
+        wanted: ``--max-running-requests``; None counts as 8.
         resumes: requests of one prefill batch that may continue in the middle of a page; each may
             hold one overlay beyond its window while that batch runs.
 
     Raises:
         KVQuantError: the overlays cannot hold one request's window.
     """
-    slots = min(slots, pages)  # a page never needs two
     need = config.slots_per_request
     if resumes > 1:  # streaming sessions: every row may resume at once
-        requests = slots // (need + 1)
-    else:
-        requests = (slots - resumes) // need
+        need, resumes = need + 1, 0
+    share = int(pages * geometry.page_bytes * config.bf16_budget / (1 - config.bf16_budget)) // geometry.slot_bytes
+    # A page never needs two overlays.
+    slots = min(slots, pages, max(share, (8 if wanted is None else wanted) * need + resumes))
+    requests = (slots - resumes) // need
     if requests < 1:
-        least = (need + 1) * geometry.slot_bytes
+        least = (need + resumes) * geometry.slot_bytes
         raise KVQuantError(
-            f"The KV cache has room for {slots} BF16 pages, but one request needs {need + 1} ({least / 2**20:.0f} MiB: "
-            f"{config.sink_tokens} sink and {config.recent_tokens} recent tokens). Raise --kv-quant-bf16-budget "
-            f"(now {config.bf16_budget}), --mem-fraction-static or --max-total-tokens, or lower --kv-quant-recent."
+            f"The KV cache has room for {slots} BF16 pages, but one request needs {need + resumes} "
+            f"({least / 2**20:.0f} MiB: {config.sink_tokens} sink and {config.recent_tokens} recent tokens). Raise "
+            f"--kv-quant-bf16-budget (now {config.bf16_budget}), --mem-fraction-static or --max-total-tokens, or lower "
+            "--kv-quant-recent."
         )
     return MemoryLayout(geometry, pages, slots, requests)

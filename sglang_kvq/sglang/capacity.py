@@ -54,14 +54,14 @@ def resolve_max_num_reqs(original, self, token_capacity):
         state.geometry,
         pages=token_capacity // 64,
         slots=state.budget_slots,
+        wanted=self.server_args.max_running_requests,
         resumes=requests if streaming else 1,
     )
     state.layout = layout
-    asked = self.server_args.max_running_requests
-    if asked is not None and layout.max_requests < requests:
+    if self.server_args.max_running_requests is not None and layout.max_requests < requests:
         logger.warning(
             "--max-running-requests %d is lowered to %d: each running request keeps %d BF16 pages and "
             "--kv-quant-bf16-budget %s holds %d. Raise the budget to run more at once.",
-            asked, layout.max_requests, state.config.slots_per_request, state.config.bf16_budget, layout.slots,
+            requests, layout.max_requests, state.config.slots_per_request, state.config.bf16_budget, layout.slots,
         )
     return min(requests, layout.max_requests)

@@ -22,13 +22,13 @@ from sglang_kvq.cache.split import split_new_tokens
 TABLE = torch.randn(4096, 2, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
 
 
-def expected_rows(tokens: list[int]) -> torch.Tensor:
-    """BF16 ``[len(tokens), 2, 64]``: K and V of each token given all before it."""
-    state, index = 17, []
-    for token in tokens:
-        state = (state * 31 + token + 7) % 2147483647
-        index.append(state % len(TABLE))
-    return TABLE[index]
+def row_indices(tokens: list[int], known: list[int]) -> list[int]:
+    """Index into ``TABLE`` of each token given all before it; ``known`` holds those of a prefix."""
+    state = known[-1] if known else 17
+    for token in tokens[len(known) :]:
+        state = (state * 31 + token + 7) % len(TABLE)
+        known.append(state)
+    return known
 
 
 @dataclass
@@ -38,6 +38,11 @@ class Request:
     stored: int = 0  # tokens in the cache
     protected: int = 0  # tokens of it that belong to the tree
     fresh: bool = True  # never hit the tree: its window must be complete
+    indices: list[int] = field(default_factory=list)
+
+    def expected(self, start: int, end: int) -> torch.Tensor:
+        """BF16 ``[end - start, 2, 64]``: K and V that these tokens must have."""
+        return TABLE[row_indices(self.tokens, self.indices)[start:end]]
 
 
 @dataclass
@@ -137,8 +142,8 @@ class Model:
         seq = torch.tensor([p + n for p, n in zip(prefix, new)])
         self.tiers.plan_extend(rows, torch.tensor(prefix), seq, max(prefix), loc[direct] // P)
         for (request, _), p in zip(requests, prefix):
-            self.check_reads(request, p)
-        kv = torch.cat([expected_rows(r.tokens)[p : p + n] for (r, n), p in zip(requests, prefix)])
+            self.check_reads(request, p, request.stored)
+        kv = torch.cat([r.expected(p, p + n) for (r, n), p in zip(requests, prefix)])
         k, v = kv[:, :1], kv[:, 1:]
         self.ops.store_tokens(0, loc[overlay], k[overlay], v[overlay])
         self.ops.quantise_tokens(0, direct, loc[direct] // P, k, v)
@@ -161,11 +166,11 @@ class Model:
             [self.pool.req_to_token[r.row, r.stored - 1 : r.stored] for r in requests]
             + [torch.zeros(padding, dtype=torch.int32)]
         ).long()
-        kv = torch.stack([expected_rows(r.tokens[: r.stored])[-1] for r in requests])
+        kv = torch.stack([r.expected(r.stored - 1, r.stored)[0] for r in requests])
         kv = torch.cat([kv, torch.full((padding, 2, 64), 99.0).bfloat16()])
         self.ops.store_tokens(0, loc, kv[:, :1], kv[:, 1:])
         for request in requests:
-            self.check_reads(request, request.stored)
+            self.check_reads(request, request.stored, request.stored)
         return True
 
     def publish(self, request: Request, finished: bool) -> None:
@@ -206,11 +211,14 @@ class Model:
 
     # -- the oracle -----------------------------------------------------------------------------------
 
-    def check_reads(self, request: Request, length: int) -> None:
-        """What the request would read now is exactly what its tokens say."""
+    def check_reads(self, request: Request, length: int, after: int) -> None:
+        """What the request would read of its first ``length`` tokens is exactly what they say.
+
+        ``after`` counts the tokens stored once the batch has run.
+        """
         sink_end = int(self.pool.row_sink_end[request.row])
         history_end = int(self.pool.row_history_end[request.row])
-        rows = expected_rows(request.tokens)
+        rows = request.expected(0, length)
         for i, page in enumerate(self.row_pages(request, length)):
             n = min(P, length - i * P)
             want = rows[i * P : i * P + n].transpose(0, 1)  # [2, n, 64]
@@ -222,9 +230,10 @@ class Model:
                 assert slot > 0, f"page {page} at {i * P} has no overlay, history ends at {history_end}"
                 got = self.pool.overlays[0, slot, :, 0, :n]
                 assert torch.equal(got, want), f"overlay of page {page}"
-        target = max(length // P - self.recent_pages, self.sink_pages) * P
+        target = max(after // P - self.recent_pages, self.sink_pages) * P
         if request.fresh:
-            # A request that computed everything itself never loses a window page.
+            # A request that computed everything itself never loses a window page; while a prefill
+            # batch runs, the window it leaves behind may already have given way to the next.
             assert sink_end >= min(self.sink_pages * P, length)
             assert history_end <= max(target, sink_end), (history_end, target)
 

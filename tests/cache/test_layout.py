@@ -1,0 +1,63 @@
+"""The one memory budget, divided in bytes."""
+
+from __future__ import annotations
+
+import pytest
+
+from sglang_kvq import KVQuantConfig, KVQuantError
+from sglang_kvq.cache.layout import KVGeometry, divide, overlay_slots
+from sglang_kvq.formats.page import PageFormat
+
+QWEN3_8B = KVGeometry(36, 8, PageFormat(128, 128))
+GIB = 2**30
+
+
+def layout_of(config: KVQuantConfig, budget: int, geometry: KVGeometry = QWEN3_8B):
+    slots = overlay_slots(config, geometry, budget)
+    pages = (budget - (slots + 1) * geometry.slot_bytes - geometry.page_bytes) // geometry.page_bytes
+    return divide(config, geometry, pages=pages, slots=slots)
+
+
+def test_both_pools_fit_into_the_budget_and_hold_over_six_times_the_tokens():
+    budget = 100 * GIB
+    layout = layout_of(KVQuantConfig("oscar"), budget)
+    assert budget - 2 * QWEN3_8B.slot_bytes < layout.total_bytes + QWEN3_8B.slot_bytes <= budget
+    assert layout.tokens / layout.bf16_tokens >= 6.3
+    assert layout.bits_per_element == pytest.approx(16 * layout.bf16_tokens / layout.tokens, rel=1e-4)
+
+
+def test_every_running_request_has_its_whole_window():
+    for budget in (0.05, 0.1, 0.3):
+        config = KVQuantConfig("oscar", bf16_budget=budget)
+        layout = layout_of(config, 100 * GIB)
+        assert layout.max_requests * config.slots_per_request < layout.slots
+        assert (layout.max_requests + 1) * config.slots_per_request >= layout.slots
+
+
+def test_streaming_sessions_reserve_a_page_more_for_each_request():
+    config = KVQuantConfig("oscar")
+    assert divide(config, QWEN3_8B, pages=700, slots=70, wanted=99, resumes=1).max_requests == 11
+    assert divide(config, QWEN3_8B, pages=700, slots=70, wanted=99, resumes=8).max_requests == 10
+
+
+def test_overlays_never_exceed_pages():
+    assert divide(KVQuantConfig("oscar"), QWEN3_8B, pages=64, slots=5000, wanted=100).slots == 64
+
+
+def test_overlays_shrink_with_a_capped_pool_but_serve_the_requests_asked_for():
+    config = KVQuantConfig("oscar")
+    assert divide(config, QWEN3_8B, pages=1000, slots=5000, wanted=2).slots == 15  # a tenth of the bytes
+    assert divide(config, QWEN3_8B, pages=1000, slots=5000, wanted=10).slots == 61
+    assert divide(config, QWEN3_8B, pages=1000, slots=5000).max_requests == 8
+
+
+def test_overlays_are_not_counted_as_token_room():
+    """Predecessors admitted requests into BF16 slots: capacity is INT2 pages only."""
+    few = divide(KVQuantConfig("oscar"), QWEN3_8B, pages=100, slots=20)
+    many = divide(KVQuantConfig("oscar"), QWEN3_8B, pages=100, slots=90)
+    assert few.tokens == many.tokens == 6400
+
+
+def test_a_budget_too_small_for_one_request_names_the_flags():
+    with pytest.raises(KVQuantError, match=r"room for 5 BF16 pages, but one request needs 7.*--kv-quant-bf16-budget"):
+        divide(KVQuantConfig("oscar"), QWEN3_8B, pages=100, slots=5)

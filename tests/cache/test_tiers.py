@@ -1,0 +1,249 @@
+"""The tiers' invariants, one by one, and the failures of earlier systems."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from sglang_kvq.cache.integrity import check_integrity
+from sglang_kvq.config import PAGE_SIZE as P
+from tests.cache.scheduler_model import Model
+
+
+def model(pages=60, slots=24, rows=3, sinks=1, recent=2) -> Model:
+    return Model(pages, slots, rows, sinks, recent)
+
+
+def prefill(m: Model, tokens: list[int], chunks: list[int] | None = None, publish: bool = True):
+    request = m.start(tokens)
+    assert request is not None
+    for n in chunks or [len(tokens) - request.stored]:
+        assert m.extend([(request, n)])
+        if publish:
+            m.publish(request, finished=False)
+        m.check()
+    assert request.stored == len(tokens)
+    return request
+
+
+def generate(m: Model, request, count: int, padding: int = 0) -> None:
+    for _ in range(count):
+        request.tokens.append(3)
+        assert m.decode([request], padding)
+
+
+def ranges(m: Model, request) -> tuple[int, int]:
+    return int(m.pool.row_sink_end[request.row]), int(m.pool.row_history_end[request.row])
+
+
+@pytest.mark.parametrize("length", [1, 63, 64, 65, 192, 193, 255, 256, 257, 700])
+def test_window_after_prefill_and_through_two_pages_of_decoding(length):
+    m = model()
+    request = prefill(m, list(range(length)))
+    generate(m, request, 2 * P)
+    total = length + 2 * P
+    sink_end, history_end = ranges(m, request)
+    assert sink_end == P
+    assert history_end == max((total // P - 2) * P, P)
+    m.leave(request, publish=True)
+    m.check_empty()
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 63, 64, 65, 100, 129, 300])
+def test_chunked_prefill_may_wrap_the_window_any_number_of_times(chunk):
+    m = model()
+    tokens = [i % 97 for i in range(500)]
+    chunks = [min(chunk, 500 - at) for at in range(0, 500, chunk)]
+    request = prefill(m, tokens, chunks)
+    generate(m, request, 70)
+    m.leave(request, publish=True)
+    m.check_empty()
+
+
+def test_codes_are_the_same_whichever_path_wrote_them():
+    """One prefill, odd chunks, decoding, and re-prefill after retraction leave identical records."""
+    tokens = [i % 89 for i in range(8 * P)]
+    records = []
+    for way in ("whole", "chunks", "decode", "retracted"):
+        m = model()
+        if way == "whole":
+            request = prefill(m, tokens)
+        elif way == "chunks":
+            request = prefill(m, tokens, [100, 33, 64, 200, 115])
+        elif way == "decode":
+            request = prefill(m, tokens[:10])
+            for token in tokens[10:]:
+                request.tokens.append(token)
+                m.decode([request])
+        else:
+            request = prefill(m, tokens[: 5 * P + 9])
+            generate(m, request, 5)
+            m.leave(request, publish=False)
+            request = prefill(m, tokens)
+        request.tokens.append(1)
+        m.decode([request])
+        sink_end, history_end = ranges(m, request)
+        assert (sink_end, history_end) == (P, 6 * P)
+        pages = m.row_pages(request, history_end)[1:]
+        records.append(m.pool.records[0, pages, 0])
+    for other in records[1:]:
+        assert torch.equal(records[0], other)
+
+
+def test_next_turn_finds_the_window_still_in_bf16():
+    m = model()
+    first = prefill(m, [i % 50 for i in range(500)])
+    generate(m, first, 12)
+    m.leave(first, publish=True)
+    second = m.start(first.tokens[:512] + [7] * 100)
+    assert second.stored == 512  # the answer too
+    assert m.extend([(second, 100)])
+    assert ranges(m, second) == (P, (512 // P - 2) * P)
+
+
+def test_a_window_taken_by_others_is_read_as_history_and_loses_nothing():
+    m = model(slots=8, rows=2)
+    first = prefill(m, [i % 50 for i in range(500)])
+    m.leave(first, publish=True)
+    for kind in range(2):  # two running requests pin every overlay there is room for
+        prefill(m, [(i * 3 + kind + 100) % 250 for i in range(400)])
+    m.leave(m.running[0], publish=False)
+    again = m.start(first.tokens + [1] * 10)
+    assert m.extend([(again, len(again.tokens) - again.stored)])
+    sink_end, history_end = ranges(m, again)
+    assert history_end == again.protected and sink_end in (0, P)
+
+
+def test_two_requests_computing_the_same_prompt_keep_one_copy_and_their_windows():
+    """A request repointed to the tree's pages takes its overlays along."""
+    m = model(slots=24)
+    tokens = [i % 70 for i in range(450)]
+    one, two = m.start(tokens), m.start(tokens)
+    for request in (one, two):
+        assert m.extend([(request, 450)])
+    m.publish(one, finished=False)
+    m.publish(two, finished=False)
+    m.check()
+    for request in (one, two):
+        request.tokens.append(1)
+    assert m.decode([one, two])  # checks that both windows are complete
+    m.check()
+
+
+def test_overlays_move_when_the_tree_kept_pages_without_them():
+    m = model(slots=8, rows=2)
+    tokens = [i % 70 for i in range(450)]
+    one = prefill(m, tokens)
+    m.leave(one, publish=True)
+    for kind in range(2):
+        prefill(m, [(i * 3 + kind + 100) % 250 for i in range(400)])
+        if kind == 0:
+            m.leave(m.running[0], publish=False)
+    m.tiers.apply_pending()
+    kept = [m.tree[tuple(tokens[: (i + 1) * P])] for i in range(7)]
+    assert (m.pool.page_slot[kept[5:]] < 0).all(), "the setting: the tree's pages lost their overlays"
+    # Computes the same tokens again without having hit the tree (as when both were admitted at once).
+    twin = m.start([0])
+    m.running.remove(twin)
+    twin.tokens, twin.indices = list(tokens), []
+    m.running.append(twin)
+    assert m.extend([(twin, 450)])
+    m.publish(twin, finished=False)
+    twin.tokens.append(1)
+    assert m.decode([twin])
+    assert ranges(m, twin)[1] == (451 // P - 2) * P
+
+
+def test_many_distinct_prompts_cannot_exhaust_the_sinks():
+    m = model(pages=60, slots=10, rows=1)
+    for kind in range(40):
+        request = prefill(m, [(i + kind * 7) % 251 for i in range(70)])
+        m.leave(request, publish=True)
+    assert m.tiers.counts().slots_used <= 10
+    assert not m.tiers.counts().errors
+
+
+def test_windows_are_taken_before_sinks():
+    m = model(slots=7, rows=1)
+    first = prefill(m, [i % 50 for i in range(400)])
+    m.leave(first, publish=True)  # sink and window stay as a cache
+    m.tiers.apply_pending()
+    sink = m.tree[tuple(first.tokens[:P])]
+    prefill(m, [(i * 3 + 100) % 250 for i in range(400)])  # needs overlays: 4 of 7
+    assert m.pool.page_slot[sink] > 0
+
+
+def test_padding_writes_only_to_the_reserved_page():
+    m = model()
+    request = prefill(m, list(range(100)))
+    m.pool.overlays[:, 0] = 0
+    generate(m, request, 80, padding=3)  # padding rows write 99.0
+    live = m.pool.overlays[0, 1:]
+    assert not (live == 99.0).any()
+    assert (m.pool.overlays[0, 0] == 99.0).any()
+    assert int(m.pool.page_slot[0]) == 0 and int(m.tiers.row_len[0]) == 0
+
+
+def test_a_freed_page_gives_its_slot_back_before_its_next_owner_asks():
+    m = model(pages=12, slots=8, rows=2)
+    for kind in range(12):
+        request = prefill(m, [(i * 5 + kind) % 251 for i in range(300)])
+        generate(m, request, 30)
+        m.leave(request, publish=kind % 2 == 0)
+        m.check()
+    m.check_empty()
+
+
+def test_freed_twice_in_one_group_or_across_a_tier_boundary_is_one_slot():
+    """Predecessors freed a page twice when a flush straddled INT2 and BF16."""
+    m = model()
+    request = prefill(m, list(range(300)))
+    pages = m.row_pages(request, 300)
+    m.leave(request, publish=False)
+    m.tiers.pending.free_pages(torch.tensor(pages))  # again
+    m.check()
+    assert m.tiers.counts().slots_used == 0
+
+
+def test_a_decode_step_between_page_boundaries_needs_no_plan():
+    m = model()
+    request = prefill(m, list(range(300)))
+    generate(m, request, 1)
+    lens = torch.tensor([302, 1])
+    assert not m.tiers.decode_needs_plan(lens)
+    assert m.tiers.decode_needs_plan(torch.tensor([320])) and m.tiers.decode_needs_plan(torch.tensor([321]))
+    m.tiers.pending.free_rows([2])
+    assert m.tiers.decode_needs_plan(lens)
+
+
+def test_flush_empties_both_pools():
+    m = model()
+    m.leave(prefill(m, list(range(300))), publish=True)
+    m.flush()
+    m.check_empty()
+
+
+def corrupt_shared_slot(m):
+    m.pool.page_slot[m.free[0]] = m.pool.page_slot[m.row_pages(m.running[0], 1)[0]]
+
+
+def corrupt_leaked_slot(m):
+    m.tiers.slot_page[int((m.tiers.slot_page == 0).nonzero()[1])] = m.free[0]
+
+
+def corrupt_freed_page(m):
+    m.tiers.page_valid[m.free[0]] = True
+
+
+def corrupt_free_list(m):
+    m.free.append(m.free[0])
+
+
+@pytest.mark.parametrize("damage", [corrupt_shared_slot, corrupt_leaked_slot, corrupt_freed_page, corrupt_free_list])
+def test_the_integrity_check_sees(damage):
+    m = model()
+    prefill(m, list(range(300)))
+    m.check()
+    damage(m)
+    with pytest.raises(RuntimeError, match="KV cache integrity"):
+        check_integrity(m.tiers, torch.tensor(m.free))
