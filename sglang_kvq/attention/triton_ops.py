@@ -1,0 +1,109 @@
+"""The Triton backend: ``AttentionOps`` on a GPU, or in Triton's interpreter for tests."""
+
+from __future__ import annotations
+
+import torch
+
+from sglang_kvq import kernels  # noqa: F401  (the package must exist: a clear error if an install left it out)
+from sglang_kvq.attention.base import AttentionOps, ExtendBatch, LayerRotations
+from sglang_kvq.cache.pool import PagePool
+from sglang_kvq.errors import KVQuantError
+from sglang_kvq.kernels.common import INTERPRETED
+from sglang_kvq.kernels.decode import decode
+from sglang_kvq.kernels.merge import merge_splits
+from sglang_kvq.kernels.quantise import quantise_slots, quantise_tokens
+from sglang_kvq.kernels.rotate import rotate, split_rotation
+from sglang_kvq.kernels.store import store_tokens
+
+#: Programs of the decode kernel that an SM holds at once: 168 registers in each of 32 threads.
+DECODE_PROGRAMS_PER_SM = 12
+
+
+class TritonOps(AttentionOps):
+    """Kernels of ``sglang_kvq.kernels`` over one ``PagePool``.
+
+    Every buffer a decode step touches is allocated here, so CUDA graphs keep their addresses.
+
+    Args:
+        q_heads: query heads of this worker, a multiple of the pool's KV heads, at most 16 to each.
+        max_batch: the most requests in one decode batch.
+    """
+
+    def __init__(self, pool: PagePool, rotations: LayerRotations, q_heads: int, max_batch: int) -> None:
+        super().__init__(pool, rotations)
+        if pool.device.type != "cuda" and not INTERPRETED:
+            raise KVQuantError(f"The Triton kernels need a GPU, not {pool.device}; on a CPU use ReferenceOps.")
+        if q_heads % pool.kv_heads or not 1 <= q_heads // pool.kv_heads <= 16:
+            raise KVQuantError(
+                f"{q_heads} query heads over {pool.kv_heads} KV heads: the kernels need 1 to 16 whole query heads per KV head."
+            )
+        self.q_heads, self.max_batch = q_heads, max_batch
+        self._sms = 2 if INTERPRETED else torch.cuda.get_device_properties(pool.device).multi_processor_count
+        self._r_k = None if rotations.k is None else split_rotation(rotations.k)
+        self._r_v = None if rotations.v is None else split_rotation(rotations.v)
+        self._r_v_back = None if rotations.v is None else split_rotation(rotations.v.transpose(-1, -2))
+        rows = max(batch * self.splits(batch) for batch in range(1, max_batch + 1)) * q_heads
+        self._partial = torch.empty(rows * pool.format.head_dim, dtype=torch.float32, device=pool.device)
+        self._lse = torch.empty(rows, dtype=torch.float32, device=pool.device)
+
+    def splits(self, batch: int) -> int:
+        """Splits of each request in a decode batch of that size: one wave of history splits, and one for overlays."""
+        programs = batch * self.pool.kv_heads * self.pool.format.groups
+        return max(1, self._sms * DECODE_PROGRAMS_PER_SM // programs) + 1
+
+    def rotate(self, layer, q, k, v):
+        return rotate((q, k, v), self._rotations_of(layer))
+
+    def rotate_output(self, layer, o):
+        if self._r_v_back is None:
+            return o
+        kv = o[:, : self.pool.kv_heads]
+        return rotate((o, kv, kv), (self._r_v_back[layer], None, None))[0]
+
+    def store_tokens(self, layer, loc, k, v):
+        store_tokens(self.pool.overlays[layer], self.pool.page_slot, loc, k, v)
+
+    def rotate_and_store(
+        self, layer: int, loc: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> torch.Tensor:
+        """``rotate`` and ``store_tokens`` in one launch, for decode steps; returns the rotated q."""
+        store = (self.pool.overlays[layer], self.pool.page_slot, loc)
+        return rotate((q, k, v), self._rotations_of(layer), store)[0]
+
+    def quantise_tokens(self, layer, first, pages, k, v):
+        quantise_tokens(self.pool.records[layer], self.pool.format, first, pages, k, v)
+
+    def quantise_slots(self, slots, pages, count):
+        quantise_slots(self.pool.records, self.pool.overlays, self.pool.format, slots, pages, count, self._sms * 8)
+
+    def decode(self, layer, q, rows, seq_lens, scale):
+        batch, heads, d = q.shape
+        splits = self.splits(batch)
+        lse = self._lse[: splits * batch * heads].view(splits, batch, heads)
+        partial = self._partial[: lse.numel() * d].view(splits, batch, heads, d)
+        pool = self.pool
+        decode(
+            partial,
+            lse,
+            q,
+            rows,
+            seq_lens,
+            scale,
+            format=pool.format,
+            records=pool.records[layer],
+            overlays=pool.overlays[layer],
+            page_slot=pool.page_slot,
+            req_to_token=pool.req_to_token,
+            row_sink_end=pool.row_sink_end,
+            row_history_end=pool.row_history_end,
+        )
+        out = torch.empty(batch, heads, d, dtype=q.dtype, device=q.device)
+        merge_splits(out, partial, lse)
+        return out
+
+    def extend(self, layer, q, k, v, batch: ExtendBatch, scale):
+        raise NotImplementedError
+
+    def _rotations_of(self, layer: int) -> tuple[torch.Tensor | None, ...]:
+        r_k = None if self._r_k is None else self._r_k[layer]
+        return r_k, r_k, None if self._r_v is None else self._r_v[layer]

@@ -1,0 +1,37 @@
+"""Kernels run natively on a GPU and in Triton's interpreter on a CPU, by the same tests.
+
+Triton reads its switch while kernels are defined and again while they run. It is set just then: tests of
+other folders, and the servers they start, must not inherit it.
+"""
+
+import importlib.util
+
+import pytest
+import torch
+
+ON_GPU = torch.cuda.is_available()
+
+if not ON_GPU:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_INTERPRET", "1")
+        import sglang_kvq.attention.triton_ops  # noqa: F401
+
+        if importlib.util.find_spec("triton.experimental.gluon"):
+            import triton.experimental.gluon  # noqa: F401  (imported by the first launch otherwise)
+
+
+@pytest.fixture(autouse=True)
+def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+    if not ON_GPU:
+        monkeypatch.setenv("TRITON_INTERPRET", "1")
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    torch.manual_seed(0)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if not ON_GPU and "kernels" in item.path.parts and item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))

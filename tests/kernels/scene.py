@@ -1,0 +1,143 @@
+"""A pool in the state a running batch would leave it in, and the two backends over it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from sglang_kvq.attention.base import LayerRotations
+from sglang_kvq.attention.reference import ReferenceOps
+from sglang_kvq.attention.triton_ops import TritonOps
+from sglang_kvq.cache.pool import PagePool
+from sglang_kvq.config import PAGE_SIZE
+from sglang_kvq.formats.page import PageFormat
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+ON_GPU = DEVICE == "cuda"
+LAYERS = 2
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Geometry of one attention layer; prints as a test id."""
+
+    head_dim: int
+    group: int
+    kv: int
+    shared: int  # query heads per KV head
+    clip_k: float = 0.96
+    clip_v: float = 0.92
+
+    def __str__(self) -> str:
+        return f"d{self.head_dim}g{self.group}-{self.q}q{self.kv}kv"
+
+    @property
+    def q(self) -> int:
+        return self.kv * self.shared
+
+    @property
+    def format(self) -> PageFormat:
+        return PageFormat(self.head_dim, self.group, self.clip_k, self.clip_v)
+
+
+HEADS = [
+    Heads(64, 64, 3, 3),  # SmolLM2-135M
+    Heads(128, 128, 2, 4),  # Qwen3-8B's group
+    Heads(96, 96, 2, 1),
+    Heads(96, 32, 1, 6),
+    Heads(64, 32, 1, 2),
+    Heads(128, 64, 1, 8),
+    Heads(128, 32, 1, 16),
+    Heads(256, 128, 1, 5),
+    Heads(256, 64, 1, 2),
+]
+
+
+@dataclass
+class Scene:
+    """One batch: request i sits on row ``rows[i]``; row 0 is padding."""
+
+    heads: Heads
+    pool: PagePool
+    rows: torch.Tensor
+    seq_lens: torch.Tensor
+
+    def ops(self, rotations: LayerRotations | None = None, max_batch: int = 8) -> tuple[TritonOps, ReferenceOps]:
+        rotations = rotations or LayerRotations()
+        return TritonOps(self.pool, rotations, self.heads.q, max_batch), ReferenceOps(self.pool, rotations)
+
+    def queries(self, tokens: int) -> torch.Tensor:
+        return randn(tokens, self.heads.q, self.heads.head_dim) * 2
+
+    @property
+    def scale(self) -> float:
+        return self.heads.head_dim**-0.5
+
+
+def randn(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, device=DEVICE).bfloat16()
+
+
+def int64(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int64, device=DEVICE)
+
+
+def make_scene(heads: Heads, lengths: list[int], sink: int = 64, recent: int = 128, margin: int = 2) -> Scene:
+    """Requests of the given lengths (0: a padding row) on shuffled pages; ``margin`` pages to spare.
+
+    Every request's pages but its sinks and its window (last ``recent`` tokens, whole pages, and the page
+    being filled) are records. Whatever no request owns is poisoned with NaN.
+    """
+    counts = [-(-length // PAGE_SIZE) for length in lengths]
+    pages, slots = sum(counts) + margin, sum(counts) + margin
+    table = torch.zeros(len(lengths) + 1, (max(counts) + margin) * PAGE_SIZE, dtype=torch.int32, device=DEVICE)
+    pool = PagePool.allocate(
+        heads.format, layers=LAYERS, kv_heads=heads.kv, pages=pages, slots=slots, req_to_token=table
+    )
+    pool.overlays.fill_(float("nan"))
+    pool.overlays[:, 0] = 0  # padding reads it
+    pool.records.fill_(0xFF)
+    free_pages = (torch.randperm(pages) + 1).tolist()
+    free_slots = (torch.randperm(slots) + 1).tolist()
+    offsets = torch.arange(PAGE_SIZE, device=DEVICE)
+    rows = []
+    for row, (length, count) in enumerate(zip(lengths, counts), start=1):
+        rows.append(row if length else 0)
+        sink_end = min(sink, length)
+        history_end = max(sink_end, (length - recent) // PAGE_SIZE * PAGE_SIZE)
+        pool.row_sink_end[row], pool.row_history_end[row] = sink_end, history_end
+        for index in range(count):
+            page, start = free_pages.pop(), index * PAGE_SIZE
+            table[row, start : start + PAGE_SIZE] = page * PAGE_SIZE + offsets
+            content = randn(LAYERS, 2, heads.kv, PAGE_SIZE, heads.head_dim)
+            content[:, 1] += 0.5  # values with a mean, so that outputs are not all near zero
+            if sink_end <= start < history_end:
+                pool.records[:, page] = heads.format.quantise_pages(content[:, 0], content[:, 1])
+            else:
+                pool.page_slot[page] = slot = free_slots.pop()
+                live = min(length - start, PAGE_SIZE)
+                pool.overlays[:, slot, :, :, :live] = content[:, :, :, :live]
+    return Scene(heads, pool, int64(*rows), int64(*(max(n, 1) for n in lengths)))
+
+
+def rotations(kind: str, heads: Heads) -> LayerRotations:
+    """``shared``, ``per-head``, ``keys-only`` or ``identity``: random orthogonal matrices."""
+    if kind == "identity":
+        return LayerRotations()
+    count = heads.kv if kind == "per-head" else 1
+
+    def draw() -> torch.Tensor:
+        return torch.linalg.qr(torch.randn(LAYERS, count, heads.head_dim, heads.head_dim, device=DEVICE))[0].contiguous()
+
+    return LayerRotations(draw(), None if kind == "keys-only" else draw())
+
+
+def assert_close(label: str, got: torch.Tensor, want: torch.Tensor, bound: float) -> None:
+    """Relative error in the 2-norm, of the whole and of the worst row ``[..., D]`` (four times the bound)."""
+    assert got.shape == want.shape and got.dtype == want.dtype, f"{label}: {got.shape} {got.dtype}"
+    got, want = got.double(), want.double()
+    assert not got.isnan().any(), f"{label}: NaN in {got.isnan().any(-1).nonzero().tolist()[:8]}"
+    error = ((got - want).norm() / want.norm().clamp(min=1e-30)).item()
+    worst = ((got - want).norm(dim=-1) / want.norm(dim=-1).clamp(min=1e-3)).max().item()
+    assert error <= bound and worst <= 4 * bound, f"{label}: relative error {error:.2e}, worst row {worst:.2e} (bound {bound})"

@@ -1,0 +1,75 @@
+"""Decode attention over sinks, history and window against float64 on the same codes."""
+
+import pytest
+import torch
+from tests.kernels.scene import HEADS, ON_GPU, Scene, assert_close, make_scene
+
+BOUND = 5e-3
+
+LENGTHS = {
+    "one-token": [1],
+    "ragged": [1, 63, 64, 65, 330, 0, 1100],
+    "no-history": [128, 190],
+    "odd-pages": [64 * 8 + 1, 64 * 9 + 1],
+}
+if ON_GPU:
+    LENGTHS |= {"long": [20_000, 5, 7777], "very-long": [300_001], "many": [100 + 37 * i for i in range(100)]}
+
+
+def exact(scene: Scene, layer: int, q: torch.Tensor) -> torch.Tensor:
+    """float64 attention over what the reference reads, before it rounds to BF16."""
+    pool, out = scene.pool, torch.empty(q.shape, dtype=torch.float64, device=q.device)
+    for i, (row, length) in enumerate(zip(scene.rows.tolist(), scene.seq_lens.tolist())):
+        pages = pool.req_to_token[row, :length:64].long() // 64
+        start = torch.arange(len(pages), device=q.device) * 64
+        codes = (start >= pool.row_sink_end[row]) & (start < pool.row_history_end[row])
+        both = pool.overlays[layer, pool.page_slot[pages].clamp(min=0).long()].double()  # [n, 2, H, 64, D]
+        values = pool.format.dequantise_pages(pool.records[layer, pages])
+        both = torch.where(codes[:, None, None, None, None], torch.stack(values, 1).double(), both)
+        k, v = both.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :length].repeat_interleave(scene.heads.shared, dim=1)
+        weights = (torch.einsum("hd,hnd->hn", q[i].double(), k) * scene.scale).softmax(-1)
+        out[i] = torch.einsum("hn,hnd->hd", weights, v)
+    return out
+
+
+@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+def test_decode_agrees_with_float64(heads, lengths):
+    scene = make_scene(heads, lengths)
+    ops, _ = scene.ops(max_batch=len(lengths))
+    ops._partial.fill_(float("nan"))
+    ops._lse.fill_(float("nan"))
+    q = scene.queries(len(lengths))
+    got = ops.decode(1, q, scene.rows, scene.seq_lens, scene.scale)
+    assert got.dtype == torch.bfloat16
+    assert_close("decode", got.double(), exact(scene, 1, q), BOUND)
+
+
+@pytest.mark.parametrize(
+    ("sink", "recent"), [(0, 64), (128, 64), (64, 256), (4096, 64)], ids=lambda tokens: f"{tokens}tokens"
+)
+def test_windows_of_all_sizes(sink, recent):
+    heads = HEADS[1]
+    scene = make_scene(heads, [64 * 7 + 3, 64 * 6, 40], sink, recent)
+    ops, reference = scene.ops()
+    q = scene.queries(3)
+    got = ops.decode(0, q, scene.rows, scene.seq_lens, scene.scale)
+    assert_close("decode", got.double(), exact(scene, 0, q), BOUND)
+    assert_close("reference", reference.decode(0, q, scene.rows, scene.seq_lens, scene.scale), got, 2 * BOUND)
+
+
+def test_strided_queries_and_int32_indices():
+    scene = make_scene(HEADS[1], [700, 90])
+    ops, _ = scene.ops()
+    q = scene.queries(4)[::2]
+    got = ops.decode(0, q, scene.rows.int(), scene.seq_lens.int(), scene.scale)
+    assert_close("decode", got.double(), exact(scene, 0, q), BOUND)
+
+
+def test_one_dominant_token():
+    """A score far above the others, late in the history: the running maximum must rescale everything."""
+    heads = HEADS[1]
+    scene = make_scene(heads, [64 * 14 + 5])
+    ops, _ = scene.ops(max_batch=1)
+    q = scene.queries(1) * 20
+    assert_close("decode", ops.decode(0, q, scene.rows, scene.seq_lens, scene.scale).double(), exact(scene, 0, q), BOUND)

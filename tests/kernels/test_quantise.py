@@ -1,0 +1,99 @@
+"""Records, bit for bit what formats/page.py gives."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from tests.kernels.scene import DEVICE, HEADS, LAYERS, ON_GPU, int64, make_scene, randn
+
+from sglang_kvq.config import PAGE_SIZE
+
+PAGES = 40 if ON_GPU else 3
+
+
+def heavy(*shape: int) -> torch.Tensor:
+    """Rows with outliers, ties, constants, zeros, tiny and huge values."""
+    x = randn(*shape).float()
+    x *= torch.exp(torch.randn(*shape[:-1], 1, device=DEVICE))
+    x[..., 3] *= 40
+    flat = x.view(-1, shape[-1])
+    flat[1::13] = flat[1::13].round()  # ties
+    flat[2::13] = 1.5
+    flat[3::13] *= 1e-7  # scales below FP16's normal numbers
+    flat[4::13] *= 1e7  # clamped to FP16's largest
+    flat[5::13] = flat[5::13].abs()
+    flat[6::13, ::2] = 0.0
+    flat[7::13] = 0.0
+    return x.bfloat16()
+
+
+def assert_same_records(heads, got: torch.Tensor, want: torch.Tensor) -> None:
+    bounds = (*heads.format.offsets, heads.format.record_bytes)
+    parts = ["K codes", "V codes", "K scale", "K zero", "V scale", "V zero"]
+    for part, a, b in zip(parts, bounds, bounds[1:]):
+        x, y = got[..., a:b], want[..., a:b]
+        if part.endswith("zero"):  # 0 and -0 mean the same
+            x, y = (z.contiguous().view(torch.float16) + 0.0 for z in (x, y))
+            x, y = x.view(torch.int16), y.view(torch.int16)
+        assert torch.equal(x, y), f"{part}: {(x != y).sum().item()} of {x.numel()} differ"
+
+
+@pytest.mark.parametrize("clip", [True, False], ids=["clip", "noclip"])
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+def test_pages_of_activations(heads, clip):
+    if not clip:
+        heads = replace(heads, clip_k=1.0, clip_v=1.0)
+    scene = make_scene(heads, [64], margin=PAGES + 2)
+    ops, reference = scene.ops()
+    tokens = PAGES * PAGE_SIZE + 70
+    qkv = heavy(tokens, heads.q + 2 * heads.kv, heads.head_dim)
+    _, k, v = qkv.split([heads.q, heads.kv, heads.kv], dim=1)
+    first = int64(*(5 + PAGE_SIZE * i + (i > 1) * 9 for i in range(PAGES)))
+    pages = (torch.randperm(scene.pool.pages)[:PAGES] + 1).to(DEVICE)
+    before = scene.pool.records.clone()
+    reference.quantise_tokens(1, first, pages, k, v)
+    want = scene.pool.records.clone()
+    scene.pool.records.copy_(before)
+    ops.quantise_tokens(1, first, pages, k, v)
+    assert_same_records(heads, scene.pool.records[1, pages], want[1, pages])
+    scene.pool.records[1, pages] = before[1, pages]
+    assert torch.equal(scene.pool.records, before), "wrote outside its pages"
+
+
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+@pytest.mark.parametrize("count", [0, PAGES - 1])
+def test_pages_of_overlays(heads, count):
+    scene = make_scene(heads, [64], margin=PAGES + 2)
+    ops, reference = scene.ops()
+    pool = scene.pool
+    pool.overlays.copy_(heavy(LAYERS, pool.slots + 1, 2, heads.kv, PAGE_SIZE, heads.head_dim))
+    slots = (torch.randperm(pool.slots)[:PAGES] + 1).to(DEVICE)
+    pages = (torch.randperm(pool.pages)[:PAGES] + 1).to(DEVICE)
+    before = pool.records.clone()
+    reference.quantise_slots(slots, pages, int64(count))
+    want = pool.records.clone()
+    pool.records.copy_(before)
+    ops.quantise_slots(slots, pages, int64(count))
+    assert_same_records(heads, pool.records[:, pages[:count]], want[:, pages[:count]])
+    pool.records[:, pages[:count]] = before[:, pages[:count]]
+    assert torch.equal(pool.records, before), "wrote outside its pages"
+
+
+def test_activations_and_overlays_give_the_same_record():
+    heads = HEADS[1]
+    scene = make_scene(heads, [64], margin=4)
+    ops, _ = scene.ops()
+    k, v = (heavy(PAGE_SIZE, heads.kv, heads.head_dim) for _ in range(2))
+    ops.quantise_tokens(0, int64(0), int64(2), k, v)
+    scene.pool.overlays[:, 3, 0], scene.pool.overlays[:, 3, 1] = k.transpose(0, 1), v.transpose(0, 1)
+    ops.quantise_slots(int64(3), int64(1), int64(1))
+    assert torch.equal(scene.pool.records[0, 1], scene.pool.records[0, 2])
+
+
+def test_no_pages():
+    scene = make_scene(HEADS[1], [64])
+    ops, _ = scene.ops()
+    empty = int64()
+    k = randn(8, HEADS[1].kv, HEADS[1].head_dim)
+    ops.quantise_tokens(0, empty, empty, k, k)
+    ops.quantise_slots(empty, empty, int64(0))

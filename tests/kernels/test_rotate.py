@@ -1,0 +1,80 @@
+"""Rotation, and rotation fused with the store."""
+
+import pytest
+import torch
+from tests.kernels.scene import HEADS, ON_GPU, Heads, assert_close, int64, make_scene, randn, rotations
+
+from sglang_kvq.config import PAGE_SIZE
+
+KINDS = ["shared", "per-head", "keys-only", "identity"]
+ROTATE_HEADS = [HEADS[0], HEADS[1], HEADS[2], HEADS[7]]
+# Every kind with one geometry, and every geometry with the most general kind.
+CASES = [(HEADS[0], kind) for kind in KINDS] + [(heads, "per-head") for heads in ROTATE_HEADS[1:]]
+each_case = pytest.mark.parametrize(("heads", "kind"), CASES, ids=str)
+
+
+def activations(heads: Heads, tokens: int) -> list[torch.Tensor]:
+    """q, k, v as views of one projection's output, the way a model passes them."""
+    sizes = [heads.q, heads.kv, heads.kv]
+    qkv = randn(tokens, sum(sizes), heads.head_dim)
+    return list(qkv.split(sizes, dim=1))
+
+
+@pytest.mark.parametrize("tokens", [1, 67, 3000] if ON_GPU else [67])
+@each_case
+def test_rotate_agrees_with_float32(heads, kind, tokens):
+    ops, reference = make_scene(heads, [64]).ops(rotations(kind, heads))
+    q, k, v = activations(heads, tokens)
+    for name, got, want in zip("qkv", ops.rotate(1, q, k, v), reference.rotate(1, q, k, v)):
+        assert_close(f"{name} rotated", got, want, 1e-3)
+    o = randn(tokens, heads.q, heads.head_dim)
+    assert_close("output", ops.rotate_output(1, o), reference.rotate_output(1, o), 1e-3)
+
+
+@pytest.mark.parametrize("heads", ROTATE_HEADS[:2], ids=str)
+def test_a_tokens_rotation_does_not_depend_on_its_batch(heads):
+    ops, _ = make_scene(heads, [64]).ops(rotations("shared", heads))
+    q, k, v = activations(heads, 130)
+    for whole, part in zip(ops.rotate(0, q, k, v), ops.rotate(0, q[77:78], k[77:78], v[77:78])):
+        assert torch.equal(whole[77:78], part)
+
+
+@each_case
+def test_rotate_and_store_is_rotate_then_store(heads, kind):
+    scene = make_scene(heads, [130, 70, 64])
+    ops, _ = scene.ops(rotations(kind, heads))
+    pool = scene.pool
+    loc = torch.stack([pool.req_to_token[1, 129], pool.req_to_token[2, 3], pool.req_to_token[3, 63]]).long()
+    loc = torch.cat([loc, int64(0, 5)])  # padding
+    q, k, v = activations(heads, len(loc))
+    before = pool.overlays.clone()
+    rotated = ops.rotate(1, q, k, v)
+    ops.store_tokens(1, loc, *rotated[1:])
+    want = pool.overlays.clone()
+    pool.overlays.copy_(before)
+    assert torch.equal(ops.rotate_and_store(1, loc, q, k, v), rotated[0])
+    assert torch.equal(pool.overlays.view(torch.int16), want.view(torch.int16))
+
+
+@pytest.mark.parametrize("heads", HEADS[:3], ids=str)
+def test_store_tokens_is_the_references(heads):
+    scene = make_scene(heads, [130, 200])
+    ops, reference = scene.ops()
+    pool = scene.pool
+    pool.page_slot[pool.req_to_token[2, 0] // PAGE_SIZE] = -1  # must land in slot 0
+    loc = torch.cat([pool.req_to_token[1, 60:130].long(), pool.req_to_token[2, :1].long(), int64(7)])
+    _, k, v = activations(heads, len(loc))
+    before = pool.overlays.clone()
+    reference.store_tokens(1, loc, k, v)
+    want = pool.overlays.clone()
+    pool.overlays.copy_(before)
+    ops.store_tokens(1, loc, k, v)
+    assert torch.equal(pool.overlays.view(torch.int16), want.view(torch.int16))
+
+
+def test_store_of_no_tokens():
+    scene = make_scene(HEADS[1], [64])
+    ops, _ = scene.ops(rotations("shared", HEADS[1]))
+    q, k, v = activations(HEADS[1], 0)
+    ops.store_tokens(0, int64(), k, v)
+    assert ops.rotate(0, q, k, v)[0].shape == q.shape

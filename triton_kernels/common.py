@@ -1,0 +1,42 @@
+"""Constants and device functions that several kernels share.
+
+Triton's interpreter (``TRITON_INTERPRET=1``, kernels on a CPU) holds bfloat16 as raw integers, rounds
+towards zero and has no inline assembly; ``dot``, ``to_bf16`` and ``unpack4`` hide that.
+"""
+
+import triton
+import triton.language as tl
+
+from sglang_kvq.config import PAGE_SIZE
+
+#: Whether kernels run in Triton's interpreter: decided when this module is imported.
+INTERPRETED = bool(triton.knobs.runtime.interpret)
+
+PAGE = tl.constexpr(PAGE_SIZE)
+_PLAIN = tl.constexpr(INTERPRETED)
+
+
+@triton.jit
+def to_bf16(x):
+    """float32 to BF16, to nearest even."""
+    if _PLAIN:
+        bits = x.to(tl.uint32, bitcast=True)
+        bits += 0x7FFF + ((bits >> 16) & 1)
+        return (bits >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    else:
+        return x.to(tl.bfloat16)
+
+
+@triton.jit
+def dot(a, b, acc):
+    """acc + a b on tensor cores, BF16 operands and float32 sums."""
+    if _PLAIN:
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), acc)
+    else:
+        return tl.dot(a, b, acc)
+
+
+@triton.jit
+def page_of(table, index):
+    """Page id of a request's ``index``-th page; ``table`` points at its row of ``req_to_token``."""
+    return (tl.load(table + index * PAGE) // PAGE).to(tl.int64)

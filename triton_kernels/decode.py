@@ -1,0 +1,385 @@
+"""Decode attention: split-KV partial results over INT2 records and BF16 overlays, in one launch.
+
+A program takes one request, one KV head and one split. The splits of a request divide its pages: most
+take records (the history), the last ones overlays (sinks, window, the page being filled). With codes
+c in 0..3, scale s and zero z per token, and queries q:
+
+    q k     = s_k (q c_k) + z_k sum(q)            the affine terms stay outside the product
+    sum p v = sum (p s_v) c_v + sum p z_v         s_v is folded into p, z_v is one number per query head
+
+Both products run on INT8 tensor cores with tokens (then dims of V) on the 16-row side, where codes lie
+packed in memory the way the operand wants them in registers, and query heads on the 8-column side. Each
+head has two columns, the high and low part of its INT8 split: x = unit (high + low / 254), 15 bits.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from sglang_kvq.formats.page import PageFormat
+from sglang_kvq.kernels.common import INTERPRETED, PAGE, dot, page_of, to_bf16
+
+#: How much longer an overlay page takes than a record, for dividing a request's pages among splits.
+OVERLAY_COST = tl.constexpr(3)
+#: Splits shorter than this many pages cost more than they save.
+LEAST_PAGES = tl.constexpr(4)
+#: 1.5 * 2^23: added to a small integer held in float32, its low bits are that integer in two's complement.
+MAGIC = tl.constexpr(12582912.0)
+MAGIC_BITS = tl.constexpr(0x4B400000)
+LOG2E = 1.4426950408889634
+LOW = tl.constexpr(1 / 254)
+NEVER = tl.constexpr(-1e30)
+
+
+def decode(
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    q: torch.Tensor,
+    rows: torch.Tensor,
+    seq_lens: torch.Tensor,
+    scale: float,
+    *,
+    format: PageFormat,
+    records: torch.Tensor,
+    overlays: torch.Tensor,
+    page_slot: torch.Tensor,
+    req_to_token: torch.Tensor,
+    row_sink_end: torch.Tensor,
+    row_history_end: torch.Tensor,
+    plain: bool = INTERPRETED,
+) -> None:
+    """Partial results of every split.
+
+    Args:
+        out: float32 ``[splits, B, q_heads, D]``; splits without pages leave theirs untouched.
+        lse: float32 ``[splits, B, q_heads]``, log2 of the softmax's denominator; -inf where a split has no pages.
+        q: BF16 ``[B, q_heads, D]``, rotated; last axis contiguous.
+        rows, seq_lens: int ``[B]``; the tables are ``PagePool``'s.
+        records, overlays: one layer's.
+        plain: unpack codes without inline assembly, as the interpreter must.
+    """
+    splits, batch, q_heads, d = out.shape
+    kv_heads, group = records.shape[1], format.group_size
+    heads = max(4, triton.next_power_of_2(q_heads // kv_heads))
+    _decode[(kv_heads * format.groups, batch, splits)](
+        out, lse, q, rows, seq_lens, scale * LOG2E,
+        records, overlays, page_slot, req_to_token, row_sink_end, row_history_end,
+        q.stride(0), q.stride(1), req_to_token.stride(0),
+        Q_HEADS=q_heads,
+        KV_HEADS=kv_heads,
+        HEADS=heads,
+        D=d,
+        DP=triton.next_power_of_2(d),
+        JP=max(32, triton.next_power_of_2(d // 4)),
+        GROUP=group,
+        VP=triton.next_power_of_2(group),
+        PLAIN=plain,
+        num_warps=1,
+        num_stages=3,
+        **({} if INTERPRETED else {"maxnreg": 168 if d <= 128 and heads == 4 else 255}),
+    )  # fmt: skip
+
+
+@triton.jit
+def _decode(
+    out, lse, q, rows, seq_lens, scale_log2,
+    records, overlays, page_slot, req_to_token, row_sink_end, row_history_end,
+    q_token, q_head, table_row,
+    Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    JP: tl.constexpr, GROUP: tl.constexpr, VP: tl.constexpr, PLAIN: tl.constexpr,
+):  # fmt: skip
+    """Program (kv_head * groups + value group, request, split)."""
+    head = tl.program_id(0) // (D // GROUP)
+    v_first = tl.program_id(0) % (D // GROUP) * GROUP  # this program's dims of V
+    request, split, splits = tl.program_id(1), tl.program_id(2), tl.num_programs(2)
+    SHARED: tl.constexpr = Q_HEADS // KV_HEADS
+
+    row = tl.load(rows + request).to(tl.int64)
+    length = tl.load(seq_lens + request).to(tl.int32)
+    pages = tl.cdiv(length, PAGE)
+    begin = tl.minimum(tl.cdiv(tl.load(row_sink_end + row), PAGE), pages)  # history pages: begin .. end
+    end = tl.minimum(tl.maximum(tl.cdiv(tl.load(row_history_end + row), PAGE), begin), pages)
+    first, last, is_history = _plan(split, splits, pages, begin, end)
+
+    h = tl.arange(0, HEADS)
+    result = ((split * tl.num_programs(1) + request) * Q_HEADS + head * SHARED + h).to(tl.int64)  # [HEADS]
+    if first >= last:
+        tl.store(lse + result, float("-inf"), mask=h < SHARED)
+    else:
+        table = req_to_token + row * table_row
+        q += request.to(tl.int64) * q_token + head * SHARED * q_head
+        if is_history:
+            acc, total, top = _history(
+                q, q_head, table, first, last, length, records, head, v_first, scale_log2,
+                KV_HEADS, SHARED, HEADS, D, DP, JP, GROUP, VP, PLAIN,
+            )  # fmt: skip
+        else:
+            acc, total, top = _overlay(
+                q, q_head, table, first, last, begin, end, length, overlays, page_slot, head, v_first, scale_log2,
+                KV_HEADS, SHARED, HEADS, D, DP, GROUP, VP,
+            )  # fmt: skip
+        tl.store(lse + result, top + tl.log2(total), mask=h < SHARED)
+        dim = tl.arange(0, VP)
+        place = out + result[None, :] * D + v_first + dim[:, None]
+        tl.store(place, acc / total[None, :], mask=(dim < GROUP)[:, None] & (h < SHARED)[None, :])
+
+
+@triton.jit
+def _plan(split, splits, pages, begin, end):
+    """Which pages a split takes: (first, last, whether of the history).
+
+    History splits come first and count pages of the request; overlay splits count the other pages,
+    numbered through as if the history were not there.
+    """
+    history = end - begin
+    overlay = pages - history
+    weight = overlay * OVERLAY_COST
+    overlay_splits = (splits * weight + (history + weight) // 2) // tl.maximum(history + weight, 1)
+    overlay_splits = tl.minimum(tl.maximum(overlay_splits, (overlay > 0).to(tl.int32)), splits)
+    overlay_splits = tl.minimum(overlay_splits, splits - (history > 0).to(tl.int32))
+    history_splits = splits - overlay_splits
+    is_history = split < history_splits
+    index = tl.where(is_history, split, split - history_splits)
+    total = tl.where(is_history, history, overlay)
+    each = tl.cdiv(total, tl.maximum(tl.where(is_history, history_splits, overlay_splits), 1))
+    each = tl.where(is_history, tl.maximum(tl.cdiv(each, 2) * 2, LEAST_PAGES), each)  # whole tiles of two pages
+    shift = tl.where(is_history, begin, 0)
+    first = tl.minimum(index * each, total) + shift
+    last = tl.minimum(index * each + each, total) + shift
+    return first, last, is_history
+
+
+@triton.jit
+def _history(
+    q, q_head, table, first, last, length, records, head, v_first, scale_log2,
+    KV_HEADS: tl.constexpr, SHARED: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    JP: tl.constexpr, GROUP: tl.constexpr, VP: tl.constexpr, PLAIN: tl.constexpr,
+):  # fmt: skip
+    """Records of pages first .. last: (acc [VP, HEADS], denominator [HEADS], maximum [HEADS]), base 2.
+
+    A tile is two pages, 128 tokens. Its row n = (plane, page, i) is token plane * 16 + i of that page, so
+    that the tokens whose codes share a byte plane of V are 32 consecutive rows.
+    """
+    TILE: tl.constexpr = 2 * PAGE
+    COLUMNS: tl.constexpr = 2 * HEADS
+    QUARTER: tl.constexpr = PAGE // 4
+    D4: tl.constexpr = D // 4
+    CODES: tl.constexpr = PAGE * D4
+    SCALES: tl.constexpr = PAGE * (D // GROUP)
+    RECORD: tl.constexpr = 2 * CODES + 8 * SCALES
+
+    # Queries as INT8 columns, one tile per plane of K's bytes. Planes 1 and 3 carry four times their code.
+    h, n = tl.arange(0, HEADS), tl.arange(0, COLUMNS)
+    dim = tl.arange(0, DP)
+    inside = (dim < D)[:, None] & (n // 2 < SHARED)[None, :]
+    unit = tl.max(tl.abs(tl.load(q + n[None, :] // 2 * q_head + dim[:, None], mask=inside, other=0.0).to(tl.float32)), 0)
+    unit = unit * (1 / 127) + 1e-30  # [COLUMNS]
+    q0 = _query_plane(q, q_head, unit, 0, 1.0, SHARED, COLUMNS, D4, JP)
+    q1 = _query_plane(q, q_head, unit, 1, 0.25, SHARED, COLUMNS, D4, JP)
+    q2 = _query_plane(q, q_head, unit, 2, 1.0, SHARED, COLUMNS, D4, JP)
+    q3 = _query_plane(q, q_head, unit, 3, 0.25, SHARED, COLUMNS, D4, JP)
+    inside = (dim < D)[:, None] & (h < SHARED)[None, :]
+    q_all = tl.load(q + h[None, :] * q_head + dim[:, None], mask=inside, other=0.0).to(tl.float32)  # [DP, HEADS]
+    unit = (tl.max(tl.abs(q_all), 0) * (1 / 127) + 1e-30) * scale_log2  # [HEADS]
+
+    row = tl.arange(0, TILE)
+    second = row // QUARTER % 2 == 1
+    token = row // (2 * QUARTER) * QUARTER + row % QUARTER  # within its page
+    fraction = tl.where(row // (2 * QUARTER) % 2 == 1, 0.25, 1.0)  # planes 1 and 3 of V
+    j = tl.arange(0, JP)
+    k_place = token[:, None] * D4 + j[None, :]
+    column = tl.arange(0, 2 * QUARTER)  # (page, i)
+    dim_v = tl.arange(0, VP)
+    v_place = CODES + (v_first + dim_v)[:, None] * QUARTER + column[None, :] % QUARTER
+    records += head * RECORD
+    v_scales = (v_first // GROUP) * PAGE + 2 * SCALES
+
+    acc = tl.zeros([VP, HEADS], tl.float32)
+    top = tl.full([HEADS], NEVER, tl.float32)
+    # Sums stay spread over eight rows, which eight lanes hold, until the end.
+    total = tl.zeros([8, HEADS], tl.float32)
+    zeros = tl.zeros([8, HEADS], tl.float32)
+    page_a = page_of(table, first)
+    page_b = page_of(table, tl.minimum(first + 1, last - 1))
+    for index in tl.range(first, last, 2):
+        base_a, base_b = page_a * (KV_HEADS * RECORD), page_b * (KV_HEADS * RECORD)
+        page_a = page_of(table, tl.minimum(index + 2, last - 1))
+        page_b = page_of(table, tl.minimum(index + 3, last - 1))
+        base = records + tl.where(second, base_b, base_a)  # [TILE]
+        if D4 == JP:
+            k = tl.load(base[:, None] + k_place)  # [TILE, JP]
+        else:
+            k = tl.load(base[:, None] + k_place, mask=(j < D4)[None, :], other=0)
+        base_v = records + tl.where(column >= QUARTER, base_b, base_a)
+        if GROUP == VP:
+            v = tl.load(base_v[None, :] + v_place)  # [VP, 2 * QUARTER]
+        else:
+            v = tl.load(base_v[None, :] + v_place, mask=(dim_v < GROUP)[:, None], other=0)
+        scales = (base + 2 * CODES).to(tl.pointer_type(tl.float16)) + token  # [TILE]
+        s_v = tl.load(scales + v_scales).to(tl.float32)
+        z_v = tl.load(scales + v_scales + SCALES).to(tl.float32)
+
+        k0, k1, k2, k3 = _unpack4(k, PLAIN)
+        x = tl.zeros([TILE, HEADS], tl.float32)
+        for g in tl.static_range(D // GROUP):
+            s_k = tl.load(scales + g * PAGE).to(tl.float32)
+            z_k = tl.load(scales + g * PAGE + SCALES).to(tl.float32)
+            products = tl.full([TILE, COLUMNS], MAGIC_BITS, tl.int32)
+            products = _group_product(k0, q0, products, 0, g, D4, JP, GROUP)
+            products = _group_product(k1, q1, products, 1, g, D4, JP, GROUP)
+            products = _group_product(k2, q2, products, 2, g, D4, JP, GROUP)
+            products = _group_product(k3, q3, products, 3, g, D4, JP, GROUP)
+            q_sum = tl.sum(tl.where((dim // GROUP == g)[:, None], q_all, 0.0), 0) * scale_log2
+            x += _join_parts(products, TILE, HEADS) * s_k[:, None] * unit[None, :] + z_k[:, None] * q_sum[None, :]
+        position = (index + second.to(tl.int32)) * PAGE + token
+        x = tl.where((position < tl.minimum(last * PAGE, length))[:, None], x, NEVER)
+
+        new_top = tl.maximum(top, tl.max(x, 0))
+        decay = tl.exp2(top - new_top)
+        top = new_top
+        p = tl.exp2(x - top[None, :])
+        total = total * decay[None, :] + tl.sum(tl.reshape(p, [TILE // 8, 8, HEADS]), 0)
+        zeros = zeros * decay[None, :] + tl.sum(tl.reshape(p * z_v[:, None], [TILE // 8, 8, HEADS]), 0)
+        p = p * s_v[:, None]
+        p_unit = tl.max(p, 0) * (1 / 127) + 1e-30  # [HEADS]
+        p = p * (fraction[:, None] * (1.0 / p_unit)[None, :])
+        high, low = _split(p)
+        p0, p1, p2, p3 = _planes(tl.reshape(tl.join(high, low), [TILE, COLUMNS]), COLUMNS)
+        v0, v1, v2, v3 = _unpack4(v, PLAIN)
+        products = tl.full([VP, COLUMNS], MAGIC_BITS, tl.int32)
+        products = tl.dot(v0, p0, products, out_dtype=tl.int32)
+        products = tl.dot(v1, p1, products, out_dtype=tl.int32)
+        products = tl.dot(v2, p2, products, out_dtype=tl.int32)
+        products = tl.dot(v3, p3, products, out_dtype=tl.int32)
+        acc = acc * decay[None, :] + _join_parts(products, VP, HEADS) * p_unit[None, :]
+    return acc + tl.sum(zeros, 0)[None, :], tl.sum(total, 0), top
+
+
+@triton.jit
+def _query_plane(
+    q, q_head, unit, plane: tl.constexpr, factor: tl.constexpr,
+    SHARED: tl.constexpr, COLUMNS: tl.constexpr, D4: tl.constexpr, JP: tl.constexpr,
+):  # fmt: skip
+    """INT8 [JP, COLUMNS] of dims plane * D4 + j: column 2h is the high part of head h, column 2h + 1 the low one."""
+    n, j = tl.arange(0, COLUMNS), tl.arange(0, JP)
+    inside = (j < D4)[:, None] & (n // 2 < SHARED)[None, :]
+    x = tl.load(q + n[None, :] // 2 * q_head + plane * D4 + j[:, None], mask=inside, other=0.0).to(tl.float32)
+    high, low = _split(x * (factor / unit)[None, :])
+    return tl.where((n % 2 == 0)[None, :], high, low)
+
+
+@triton.jit
+def _split(x):
+    """|x| <= 127 into INT8 (high, low) with x = high + low / 254."""
+    rounded = x + MAGIC
+    low = (x - (rounded - MAGIC)) * 254.0 + MAGIC
+    return rounded.to(tl.int32, bitcast=True).to(tl.int8), low.to(tl.int32, bitcast=True).to(tl.int8)
+
+
+@triton.jit
+def _join_parts(products, ROWS: tl.constexpr, HEADS: tl.constexpr):
+    """Products of INT8 columns (high, low), accumulated on MAGIC_BITS, to float32 [ROWS, HEADS]."""
+    x = products.to(tl.float32, bitcast=True) - MAGIC  # an exact conversion for half the price
+    high, low = tl.split(tl.reshape(x, [ROWS, HEADS, 2]))
+    return high + low * LOW
+
+
+@triton.jit
+def _planes(x, COLUMNS: tl.constexpr):
+    """[4 * 32, COLUMNS] to its four row blocks."""
+    ROWS: tl.constexpr = x.shape[0] // 4
+    x = tl.permute(tl.reshape(x, [2, 2, ROWS, COLUMNS]), (2, 3, 0, 1))
+    even, odd = tl.split(x)
+    x0, x2 = tl.split(even)
+    x1, x3 = tl.split(odd)
+    return x0, x1, x2, x3
+
+
+@triton.jit
+def _group_product(
+    k, q, products, plane: tl.constexpr, g: tl.constexpr, D4: tl.constexpr, JP: tl.constexpr, GROUP: tl.constexpr
+):
+    """Add k q over the plane's dims that belong to group g."""
+    if plane * D4 >= (g + 1) * GROUP or (plane + 1) * D4 <= g * GROUP:
+        return products
+    elif plane * D4 >= g * GROUP and (plane + 1) * D4 <= (g + 1) * GROUP:
+        return tl.dot(k, q, products, out_dtype=tl.int32)
+    else:
+        dim = plane * D4 + tl.arange(0, JP)
+        return tl.dot(k, tl.where((dim // GROUP == g)[:, None], q, 0).to(tl.int8), products, out_dtype=tl.int32)
+
+
+@triton.jit
+def _unpack4(packed, PLAIN: tl.constexpr):
+    """uint8 tile of four codes each to four INT8 tiles: c0, 4 c1, c2, 4 c3. The factors save half the shifts."""
+    if PLAIN:
+        c0 = (packed & 3).to(tl.int8)
+        c1 = (packed & 12).to(tl.int8)
+        c2 = ((packed >> 4) & 3).to(tl.int8)
+        c3 = ((packed >> 4) & 12).to(tl.int8)
+    else:
+        c0, c1, c2, c3 = tl.inline_asm_elementwise(
+            asm="""{
+            .reg .b32 upper;
+            and.b32 $0, $4, 0x03030303;
+            and.b32 $1, $4, 0x0c0c0c0c;
+            shr.u32 upper, $4, 4;
+            and.b32 $2, upper, 0x03030303;
+            and.b32 $3, upper, 0x0c0c0c0c;
+            }""",
+            constraints="=r,=r,=r,=r,r",
+            args=[packed],
+            dtype=(tl.int8, tl.int8, tl.int8, tl.int8),
+            is_pure=True,
+            pack=4,
+        )
+    return c0, c1, c2, c3
+
+
+@triton.jit
+def _overlay(
+    q, q_head, table, first, last, begin, end, length, overlays, page_slot, head, v_first, scale_log2,
+    KV_HEADS: tl.constexpr, SHARED: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    GROUP: tl.constexpr, VP: tl.constexpr,
+):  # fmt: skip
+    """Overlays of the request's pages outside the history, numbered first .. last; results as ``_history``.
+
+    A tile is 16 tokens, so that its shared memory stays below what the records' tiles take.
+    """
+    TILE: tl.constexpr = 16
+    COLUMNS: tl.constexpr = 8 if HEADS < 8 else HEADS  # the smallest product has eight
+    h = tl.arange(0, COLUMNS)
+    dim, dim_v = tl.arange(0, DP), tl.arange(0, VP)
+    inside = (dim < D)[:, None] & (h < SHARED)[None, :]
+    q_all = tl.load(q + h[None, :] * q_head + dim[:, None], mask=inside, other=0.0)  # [DP, COLUMNS]
+    acc = tl.zeros([VP, COLUMNS], tl.float32)
+    top = tl.full([COLUMNS], NEVER, tl.float32)
+    total = tl.zeros([COLUMNS], tl.float32)
+    TILES: tl.constexpr = PAGE // TILE
+    for step in tl.range(first * TILES, last * TILES):
+        index = step // TILES
+        token = (step - index * TILES) * TILE + tl.arange(0, TILE)
+        index = tl.where(index < begin, index, index + end - begin)
+        page = page_of(table, index)
+        slot = tl.maximum(tl.load(page_slot + page), 0).to(tl.int64)
+        live = index * PAGE + token < length
+        base = overlays + (slot * (2 * KV_HEADS) + head) * (PAGE * D) + token[:, None] * D  # [TILE, 1]
+        k = tl.load(base + dim[None, :], mask=live[:, None] & (dim < D)[None, :], other=0.0)
+        v = tl.load(
+            base + KV_HEADS * PAGE * D + v_first + dim_v[None, :],
+            mask=live[:, None] & (dim_v < GROUP)[None, :],
+            other=0.0,
+        )
+        x = dot(k, q_all, tl.zeros([TILE, COLUMNS], tl.float32)) * scale_log2
+        x = tl.where(live[:, None], x, NEVER)
+        new_top = tl.maximum(top, tl.max(x, 0))
+        decay = tl.exp2(top - new_top)
+        top = new_top
+        p = tl.exp2(x - top[None, :])
+        total = total * decay + tl.sum(p, 0)
+        acc = dot(tl.trans(v), to_bf16(p), acc * decay[None, :])
+    if COLUMNS > HEADS:  # keep the first half
+        acc = tl.sum(tl.where((h < HEADS)[None, :], acc, 0.0).reshape(VP, 2, HEADS), 1)
+        total = tl.sum(tl.where(h < HEADS, total, 0.0).reshape(2, HEADS), 0)
+        top = tl.max(tl.where(h < HEADS, top, NEVER).reshape(2, HEADS), 0)
+    return acc, total, top
