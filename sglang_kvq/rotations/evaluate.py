@@ -1,0 +1,106 @@
+"""What a method costs in quality: per-token KL divergence of a model with a fake-quantised history.
+
+    python -m sglang_kvq.rotations.evaluate MODEL TEXT [--rotations FOLDER] [--skip-bytes N]
+
+The model runs whole contexts through transformers. For every query, keys and values past the sink and
+older than the recent window go through the real ``PageFormat`` in the rotated basis; the rest are BF16.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from sglang_kvq.attention.base import LayerRotations
+from sglang_kvq.config import PAGE_SIZE
+from sglang_kvq.formats.page import PageFormat
+from sglang_kvq.rotations.capture import attention_hook, causal_attention
+from sglang_kvq.rotations.segments import segmented_attention
+
+
+@dataclass(frozen=True)
+class FakeQuantAttention:
+    """An ``AttentionHook``: causal attention over a quantised history and a BF16 sink and window.
+
+    Attributes:
+        format: record layout and clipping; None rounds to BF16 only (the baseline).
+        rotations: per layer and KV head, on the model's device.
+        sink, recent: BF16 tokens at both ends, multiples of ``PAGE_SIZE``.
+    """
+
+    format: PageFormat | None
+    rotations: LayerRotations = LayerRotations()
+    sink: int = 64
+    recent: int = 256
+
+    def __call__(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        group = q.shape[0] // k.shape[0]
+        q, k, v = q.float(), k.float(), v.float()
+        if self.rotations.k is not None:
+            r = self.rotations.k[layer]
+            q, k = q @ r.repeat_interleave(group, 0), k @ r
+        if self.rotations.v is not None:
+            v = v @ self.rotations.v[layer]
+        q, k, v = (x.bfloat16().float() for x in (q, k, v))
+        if self.format is None:
+            out = causal_attention(q, k, v, scale)
+        else:
+            old_k, old_v = self._quantised(k, v)
+            blocks = (
+                segmented_attention(
+                    q[:, i : i + PAGE_SIZE], i, k, v, old_k, old_v, scale, sink=self.sink, recent=self.recent
+                )
+                for i in range(0, q.shape[1], PAGE_SIZE)
+            )
+            out = torch.cat(list(blocks), dim=1)
+        if self.rotations.v is not None:
+            out = out @ self.rotations.v[layer].transpose(-1, -2).repeat_interleave(group, 0)
+        return out
+
+    def _quantised(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Whole pages through records and back, float32 ``[kv_heads, T, D]``; a last partial page stays as it is."""
+        whole = k.shape[1] // PAGE_SIZE * PAGE_SIZE
+        pages = (x[:, :whole].unflatten(1, (-1, PAGE_SIZE)) for x in (k, v))
+        back = self.format.dequantise_pages(self.format.quantise_pages(*pages))
+        # Rounded to BF16, as the reference backend reads them.
+        return tuple(
+            torch.cat([b.flatten(1, 2).bfloat16().float(), x[:, whole:]], 1) for b, x in zip(back, (k, v))
+        )
+
+
+@torch.inference_mode()
+def mean_kl(
+    model: torch.nn.Module,
+    contexts: list[torch.Tensor],
+    candidates: dict[str, FakeQuantAttention],
+    *,
+    first: int = 500,
+) -> dict[str, float]:
+    """Mean over tokens of KL(BF16 || candidate), in nats.
+
+    Args:
+        model: a transformers causal language model, best in float32 (only the cache is rounded to BF16).
+        contexts: token ids int64 ``[T]`` each, T > first.
+        first: positions below it are left out: their history is hardly quantised.
+
+    Returns:
+        per candidate name, the mean; "top1" disagreement is not measured.
+    """
+    sums, count = dict.fromkeys(candidates, 0.0), 0
+    for ids in contexts:
+        reference = _log_probs(model, ids, FakeQuantAttention(None), first)
+        count += reference.shape[0]
+        for name, attention in candidates.items():
+            logp = _log_probs(model, ids, attention, first)
+            sums[name] += float(torch.nn.functional.kl_div(logp, reference, reduction="sum", log_target=True))
+    return {name: total / count for name, total in sums.items()}
+
+
+def _log_probs(model: torch.nn.Module, ids: torch.Tensor, attention: FakeQuantAttention, first: int) -> torch.Tensor:
+    """Float32 ``[T - first, vocab]``."""
+    with attention_hook(model, attention):
+        logits = model(ids[None].to(model.device), use_cache=False).logits
+    return logits[0, first:].float().log_softmax(-1)
