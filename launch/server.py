@@ -18,13 +18,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-#: What SGLang needs on a machine with no accelerator. A few thousand tokens keep the pools small.
+#: What SGLang needs on a machine with no accelerator.
 CPU_FLAGS = (
     *("--device", "cpu", "--dtype", "bfloat16"),
     *("--sampling-backend", "pytorch", "--grammar-backend", "none"),
     *("--disable-cuda-graph", "--disable-overlap-schedule", "--sleep-on-idle"),
-    *("--max-total-tokens", "4096", "--max-running-requests", "8", "--context-length", "2048"),
+    *("--max-running-requests", "8", "--context-length", "2048"),
 )
+#: Keeps the pools small, unless the caller sizes them by a share of the memory.
+CPU_CAPACITY = ("--max-total-tokens", "4096")
 
 # Names given here never go through a proxy: the server is on this machine.
 _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -46,7 +48,8 @@ def cpu_flags(flags: Sequence[str]) -> list[str]:
     chosen = flags[flags.index("--kv-quant") + 1] if "--kv-quant" in flags else "none"
     # With a method the plugin brings its own attention backend.
     backend = ["--attention-backend", "torch_native"] if chosen == "none" else []
-    return [*CPU_FLAGS, *backend, *flags]
+    capacity = () if "--mem-fraction-static" in flags else CPU_CAPACITY
+    return [*CPU_FLAGS, *capacity, *backend, *flags]
 
 
 def _die_with_parent() -> None:

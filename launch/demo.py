@@ -1,0 +1,166 @@
+"""Serves a model twice, with a 2-bit KV cache and with a BF16 one in the same memory, and shows both side by side.
+
+./demo prepares an environment without a GPU and a small model first. On a GPU node that has SGLang and this
+plugin, run it directly:  python -m launch.demo --model Qwen/Qwen3-8B
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+from rich.console import Console
+from rich.panel import Panel
+from rich.table import Table
+
+from launch import model as small_model
+from launch.progress import StepFailed, step
+from launch.server import Server, ServerError
+
+SHORT = "What is the capital of France?"
+#: Longer than the BF16 windows (64 + 256 tokens by default), so most of it is read back from 2 bits.
+PASSAGE = (
+    "The lighthouse on Gull Rock was built in 1874 by Anna Berg, who paid for it with the profits of her sawmill. "
+    "It stands on a reef two miles from the harbour, and for sixty years its lamp was lit by hand every evening. "
+    "The first keeper, a quiet man called Olaf Lind, kept a diary of the weather and of the ships that went by. "
+    "He wrote of storms that shook the tower, of whales in the spring, and of a white cat that came ashore on a plank. "
+    "In winter the keeper lived on salted fish and bread, and in summer his sister rowed out with fresh milk and news. "
+    "When electricity reached the reef in 1934 the lamp was changed, and the keeper moved back to the town. "
+)
+LONG = PASSAGE * 4 + "\n\nQuestion: who built the lighthouse on Gull Rock, and in which year?"
+
+
+@dataclass
+class Result:
+    """What one server said of itself and answered. Fields of ``kv_quant`` are those of its ``/server_info``."""
+
+    memory_gb: float | None
+    tokens: int
+    kv_quant: dict[str, Any] = field(default_factory=dict)
+    answers: dict[str, str] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
+
+
+def describe(server: Server) -> Result:
+    info = server.info()
+    state = (info.get("internal_states") or [{}])[0]
+    memory = state.get("memory_usage") or {}
+    return Result(memory.get("kvcache"), info.get("max_total_num_tokens") or memory.get("token_capacity") or 0)
+
+
+def ask(server: Server, result: Result) -> None:
+    for name, question in (("short", SHORT), ("long", LONG)):
+        begin = time.monotonic()
+        result.answers[name] = server.chat(question, max_tokens=40)
+        result.seconds[name] = time.monotonic() - begin
+
+
+def start(server: Server, title: str) -> Server:
+    with step(f"starting a server: {title}"):
+        return server.start(timeout=900)
+
+
+def table(method: str, plain: Result, kvq: Result) -> Table:
+    """The comparison. A figure that the server does not report shows as a dash, never as a guess."""
+
+    def number(value: Any, form: str = ",") -> str:
+        return "–" if value is None else format(value, form)
+
+    status = kvq.kv_quant
+    out = Table(title="The same memory, two KV caches", show_lines=True)
+    for heading in ("", "BF16", f"--kv-quant {method}"):
+        out.add_column(heading, overflow="fold")
+    out.add_row("KV cache memory, GB", number(plain.memory_gb), number(kvq.memory_gb))
+    out.add_row("tokens that fit", number(plain.tokens), number(status.get("tokens", kvq.tokens)))
+    out.add_row("allocated bits per element", "16", number(status.get("bits_per_element"), ".2f"))
+    for tier, tokens in (status.get("tiers") or {}).items():
+        out.add_row(f"tokens held: {tier}", "", number(tokens))
+    questions = {"short": SHORT, "long": "four times a passage, then: who built the lighthouse, and in which year?"}
+    for name, question in questions.items():
+        out.add_row(
+            f"{name} question\n{question}",
+            *(f"{r.answers[name].strip()}\n[dim]{r.seconds[name]:.1f} s[/dim]" for r in (plain, kvq)),
+        )
+    return out
+
+
+def run(options: argparse.Namespace, console: Console) -> None:
+    cpu = not gpu_present()
+    model = options.model or str(small_model.ensure())
+    # On a CPU the share is of the machine's free memory: a tenth is enough to show the difference.
+    memory = ["--mem-fraction-static", "0.1"] if cpu else []
+    with ExitStack() as servers:
+        kvq_server = Server(model, "--kv-quant", options.method, *memory, *options.flags, cpu=cpu)
+        servers.callback(kvq_server.stop)
+        start(kvq_server, f"--kv-quant {options.method}")
+        with step("asking it two questions"):
+            kvq = describe(kvq_server)
+            ask(kvq_server, kvq)
+            kvq.kv_quant = kvq_server.kv_quant()
+        if not options.serve:
+            kvq_server.stop()
+
+        # As many tokens as BF16 fits into the bytes the first server used.
+        same = kvq.kv_quant.get("bf16_tokens_same_memory")
+        memory = ["--mem-fraction-static", "0.3"] if cpu else []
+        limit = ["--max-total-tokens", str(same)] if same else []
+        plain_server = Server(model, "--kv-quant", "none", *memory, *limit, *options.flags, cpu=cpu)
+        servers.callback(plain_server.stop)
+        start(plain_server, "BF16, as many tokens as fit in the same memory")
+        with step("asking it the same"):
+            plain = describe(plain_server)
+            ask(plain_server, plain)
+        plain_server.stop()
+
+        console.print(table(options.method, plain, kvq))
+        if options.serve:
+            wait(kvq_server, console)
+
+
+def wait(server: Server, console: Console) -> None:
+    """Leaves the server up until Ctrl-C."""
+    curl = (
+        f"curl {server.url}/v1/chat/completions -H 'Content-Type: application/json' \\\n"
+        f"""  -d '{{"model": "default", "messages": [{{"role": "user", "content": "{SHORT}"}}]}}'"""
+    )
+    console.print(Panel.fit(f"{server.url} is up, log in {server.log_path}\nCtrl-C stops it."))
+    print(curl, flush=True)  # outside the panel, so that it can be copied
+    while server.running:
+        time.sleep(0.5)
+    raise ServerError(f"the server ended by itself\n{server.log_tail()}")
+
+
+def gpu_present() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--serve", action="store_true", help="leave the 2-bit server up and print a curl line")
+    parser.add_argument("--method", default="oscar", help="value of --kv-quant (default: %(default)s)")
+    parser.add_argument("--model", help="folder or hub name (default: SmolLM2-135M-Instruct, fetched once)")
+    parser.add_argument("flags", nargs="*", help="after --: more SGLang flags, for both servers")
+    options = parser.parse_args()
+    console = Console()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as Ctrl-C: unwind, so that servers stop
+    begin = time.monotonic()
+    try:
+        run(options, console)
+    except (ServerError, StepFailed) as error:
+        console.print(f"[red]{'The demo failed'}[/red]")
+        sys.exit(str(error))
+    except KeyboardInterrupt:
+        console.print("stopped")
+        sys.exit(130)
+    console.print(f"done in {time.monotonic() - begin:.0f} s; ./demo --serve keeps the server up")
+
+
+if __name__ == "__main__":
+    main()
