@@ -13,6 +13,14 @@ from launch.server import Server
 KEPT = 2
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """A test's limit includes the servers it starts, and two of them on a busy CPU take minutes."""
+    here = Path(__file__).parent
+    for item in items:
+        if here in item.path.parents and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(900))
+
+
 class Servers:
     """Running servers by their flags and environment; the one used longest ago stops when there are too many."""
 

@@ -1,0 +1,137 @@
+"""Runs the whole suite: unit tests once, and what touches SGLang against the oldest and the newest release.
+
+    ./test                    everything
+    ./test --quick            unit tests only
+    ./test -k allocator -x    any pytest arguments, for each of the runs
+    ./test tests/e2e          only these paths, each in the environments it belongs to
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import xml.etree.ElementTree as ElementTree
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+if __package__ in (None, ""):
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from launch import cpu_env
+from launch.progress import StepFailed, call
+
+ROOT = Path(__file__).resolve().parent.parent
+NEWEST, OLDEST = "0.5.23", "0.5.16"
+#: Tests that run in both environments; all others are unit tests and run once.
+BOTH = (Path("tests/sglang"), Path("tests/e2e"))
+#: pytest's exit code for "no tests collected", which -k may well cause in one of the runs.
+NOTHING_COLLECTED = 5
+
+
+@dataclass(frozen=True)
+class Run:
+    """One pytest process."""
+
+    title: str
+    version: str
+    arguments: tuple[str, ...]
+
+
+def is_sglang(path: str) -> bool:
+    """Whether a path given on the command line lies in the folders that run in both environments."""
+    relative = Path(os.path.relpath(path.split("::")[0], ROOT))
+    return any(folder == relative or folder in relative.parents for folder in BOTH)
+
+
+def plan(quick: bool, words: list[str]) -> list[Run]:
+    """The runs for a command line. Words that name existing files or folders are paths, the rest goes to pytest."""
+    paths = [word for word in words if not word.startswith("-") and Path(word.split("::")[0]).exists()]
+    options = tuple(word for word in words if word not in paths)
+    wide = [path for path in paths if path.rstrip("/") == "tests"]
+    unit = [path for path in paths if not is_sglang(path)] if paths else ["tests"]
+    both = [path for path in paths if is_sglang(path)]
+    if wide or not paths:
+        both = [str(folder) for folder in BOTH if (ROOT / folder).is_dir()]
+    ignored = tuple(f"--ignore={folder}" for folder in BOTH)
+    runs = [Run("unit tests", NEWEST, (*unit, *ignored, *options))] if unit else []
+    if not quick and both:
+        runs += [Run(f"SGLang {version}", version, (*both, *options)) for version in (NEWEST, OLDEST)]
+    return runs
+
+
+def counts(report: Path) -> Counter[str]:
+    """Tests by outcome, from a JUnit file."""
+    found: Counter[str] = Counter()
+    if report.exists():
+        for suite in ElementTree.parse(report).iter("testsuite"):
+            bad = int(suite.get("failures", 0)) + int(suite.get("errors", 0))
+            skipped = int(suite.get("skipped", 0))
+            found.update(failed=bad, skipped=skipped, passed=int(suite.get("tests", 0)) - bad - skipped)
+    return found
+
+
+def execute(run: Run, model: Path | None) -> tuple[int, Counter[str]]:
+    """pytest's exit code and what it counted."""
+    python = ROOT / ".venvs" / f"sglang-{run.version}" / "bin" / "python"
+    print(f"\n=== {run.title} ===", flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.xml"
+        command = [str(python), "-m", "pytest", *run.arguments, f"--junitxml={report}", "-p", "no:cacheprovider"]
+        if model:
+            command += ["--model", str(model)]
+        code = subprocess.run(command, cwd=ROOT).returncode
+        return code, counts(report)
+
+
+def prepare(runs: list[Run]) -> Path | None:
+    """Environments for these runs, and the model where a server will start."""
+    for version in dict.fromkeys(run.version for run in runs):
+        print(f"environment with SGLang {version}", flush=True)
+        cpu_env.ensure(ROOT / ".venvs" / f"sglang-{version}", version)
+    if all(run.title == "unit tests" for run in runs):
+        return None
+    # Converting the model needs packages that only the environment has.
+    target = ROOT / ".models" / "SmolLM2-135M-Instruct"
+    if not (target / "config.json").exists():
+        print("the model that end-to-end tests serve", flush=True)
+        call([ROOT / ".venvs" / f"sglang-{NEWEST}" / "bin" / "python", ROOT / "launch" / "model.py"], ROOT / ".models" / "fetch.log")
+    return target
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="unit tests only, in the newest release's environment")
+    options, words = parser.parse_known_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    begin = time.monotonic()
+    runs = plan(options.quick, words)
+    try:
+        model = prepare(runs)
+    except StepFailed as error:
+        print(f"could not prepare the tests: {error}", flush=True)
+        return 1
+    total: Counter[str] = Counter()
+    broken = []
+    for run in runs:
+        code, found = execute(run, model)
+        total.update(found)
+        if code not in (0, NOTHING_COLLECTED):
+            broken.append(f"{run.title} (pytest exited with {code})")
+    if not total["passed"] + total["failed"]:
+        broken.append("no test ran")
+    print(f"\n{time.monotonic() - begin:.0f} s; " + (f"FAILED: {', '.join(broken)}" if broken else "all good"))
+    print(f"{total['passed']} passed, {total['failed']} failed, {total['skipped']} skipped", flush=True)
+    return 1 if broken else 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -1,0 +1,109 @@
+"""What is in the wheel: a serving node's torch and SGLang must survive ``pip install sglang-kvq``."""
+
+from __future__ import annotations
+
+import email
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections.abc import Iterator
+from email.message import Message
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT
+
+#: Distributions that a GPU node has builds of, matched to its driver.
+NEVER_REQUIRED = ("torch", "triton", "sglang", "sgl-kernel", "sglang-kernel", "flashinfer", "nvidia", "cuda", "vllm")
+SOURCES = ("pyproject.toml", "setup.py", "README.md", "LICENSE")
+FOLDERS = ("sglang_kvq", "triton_kernels", "rotation_zoo")
+
+
+def pip(*words: str | Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "pip", "--disable-pip-version-check", *map(str, words)], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of what is packaged, so that builds leave nothing behind; with a rotation and a nested package added."""
+    copy = tmp_path_factory.mktemp("source")
+    for name in SOURCES:
+        if (ROOT / name).exists():
+            shutil.copy(ROOT / name, copy)
+    for name in FOLDERS:
+        shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
+    entry = copy / "rotation_zoo" / "probe-model"
+    entry.mkdir()
+    (entry / "config.json").write_text("{}")
+    (entry / "rotations.safetensors").write_bytes(b"x")
+    (entry / "notes.tmp").write_text("not data")
+    nested = copy / "triton_kernels" / "probe"
+    nested.mkdir()
+    (nested / "__init__.py").write_text("HERE = True\n")
+    return copy
+
+
+@pytest.fixture(scope="module")
+def wheel(tree: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[zipfile.ZipFile]:
+    out = tmp_path_factory.mktemp("wheel")
+    pip("wheel", "--quiet", "--no-deps", "--no-build-isolation", "-w", out, tree)
+    (built,) = out.glob("sglang_kvq-*.whl")
+    with zipfile.ZipFile(built) as archive:
+        yield archive
+
+
+@pytest.fixture(scope="module")
+def metadata(wheel: zipfile.ZipFile) -> Message:
+    (name,) = (name for name in wheel.namelist() if name.endswith(".dist-info/METADATA"))
+    return email.message_from_bytes(wheel.read(name))
+
+
+def normal(requirement: str) -> str:
+    return re.sub(r"[-_.]+", "-", re.match(r"[\w.-]+", requirement).group()).lower()
+
+
+def test_requirements_leave_torch_and_sglang_alone(metadata: Message) -> None:
+    always = [r for r in metadata.get_all("Requires-Dist") if "extra ==" not in r]
+    assert always, "no requirement at all: the metadata was not read"
+    for requirement in always:
+        assert not normal(requirement).startswith(NEVER_REQUIRED), requirement
+
+
+def test_only_the_sglang_extra_names_sglang(metadata: Message) -> None:
+    naming = [r for r in metadata.get_all("Requires-Dist") if normal(r) == "sglang"]
+    assert naming and all("extra ==" in r and "sglang" in r.split("extra ==")[1] for r in naming), naming
+
+
+def test_top_level_is_ours_alone(wheel: zipfile.ZipFile) -> None:
+    tops = {name.split("/")[0] for name in wheel.namelist()}
+    assert {top for top in tops if not top.endswith(".dist-info")} == {"sglang_kvq"}
+
+
+@pytest.mark.parametrize("package, folder", [("kernels", "triton_kernels"), ("rotation_zoo", "rotation_zoo")])
+def test_folders_are_packages_under_another_name(wheel: zipfile.ZipFile, package: str, folder: str) -> None:
+    wanted = {f"sglang_kvq/{package}/{path.name}" for path in (ROOT / folder).glob("*.py")}
+    assert wanted and wanted <= set(wheel.namelist())
+
+
+def test_every_module_is_in_the_wheel(wheel: zipfile.ZipFile) -> None:
+    modules = {str(path.relative_to(ROOT)) for path in (ROOT / "sglang_kvq").rglob("*.py")}
+    assert modules <= set(wheel.namelist())
+    assert "sglang_kvq/kernels/probe/__init__.py" in wheel.namelist()
+
+
+def test_rotations_are_shipped_and_nothing_else_is(wheel: zipfile.ZipFile) -> None:
+    held = {Path(name).name for name in wheel.namelist() if "/rotation_zoo/probe-model/" in name}
+    assert held == {"config.json", "rotations.safetensors"}
+
+
+def test_entry_points(wheel: zipfile.ZipFile) -> None:
+    (name,) = (name for name in wheel.namelist() if name.endswith("entry_points.txt"))
+    lines = wheel.read(name).decode().splitlines()
+    assert "kvq = sglang_kvq.sglang.plugin:register" in lines[lines.index("[sglang.srt.plugins]") :]
+    assert "kvq = sglang_kvq.cli:main" in lines[lines.index("[console_scripts]") :]
