@@ -11,9 +11,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from sglang_kvq.config import HEAD_DIMS, PAGE_SIZE, KVQuantConfig
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.sglang import compat
+from sglang_kvq.sglang.hooks import OLD_TREE
 from sglang_kvq.sglang.runtime import config_of
 
 
@@ -56,7 +59,7 @@ REFUSED: tuple[Refused, ...] = (
     Refused("radix_cache_backend", "another prefix cache is not supported"),
     Refused("disaggregation_mode", "prefill/decode disaggregation sends plain BF16 pages", (None, "null")),
     Refused("disaggregation_decode_enable_offload_kvcache", _HOST),
-    Refused("disaggregation_decode_retraction_backup", _HOST, (None, "off", "recompute", "none", "auto")),
+    Refused("disaggregation_decode_retraction_backup", _HOST, (None, "none", "cpu_tensor")),
     Refused("enable_pd_role_switch", "prefill/decode disaggregation sends plain BF16 pages"),
     Refused("encoder_only", "an encoder has no KV cache"),
     Refused("pp_size", _SPLIT, _ONE),
@@ -90,12 +93,12 @@ REFUSED: tuple[Refused, ...] = (
     Refused("grpc_mode", "schedulers that this server starts are not checked"),
 )
 
-#: Environment switches of SGLang that change the same things.
-REFUSED_ENVIRONMENT = {
-    "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING": "the cache cannot be resized after graph capture",
-    "SGLANG_EXPERIMENTAL_CPP_RADIX_TREE": "another prefix cache is not supported",
-    "SGLANG_ENABLE_UNIFIED_RADIX_TREE": "before 0.5.22 only the default prefix cache is supported",
-}
+#: Switches of SGLang that are environment variables, why they are refused, and in which releases.
+REFUSED_ENVIRONMENT = (
+    ("SGLANG_ENABLE_POST_CAPTURE_KV_SIZING", "the cache cannot be resized after graph capture", ""),
+    ("SGLANG_EXPERIMENTAL_CPP_RADIX_TREE", "another prefix cache is not supported", ""),
+    ("SGLANG_ENABLE_UNIFIED_RADIX_TREE", "another prefix cache is not supported", OLD_TREE),
+)
 
 
 def device_of(values: Mapping[str, Any]) -> str:
@@ -137,13 +140,12 @@ def check_flags(values: Mapping[str, Any], device: str) -> None:
             f"--cuda-graph-backend-prefill {values['cuda_graph_backend_prefill']}: prefill runs without CUDA graphs; "
             "leave the flag out."
         )
-    if not values.get("disable_radix_cache") and values.get("chunked_prefill_size") not in (None, -1):
-        if values["chunked_prefill_size"] % PAGE_SIZE:
-            found.append(
-                f"--chunked-prefill-size {values['chunked_prefill_size']}: must be a multiple of {PAGE_SIZE}."
-            )
-    for name, why in REFUSED_ENVIRONMENT.items():
-        if os.environ.get(name, "").lower() in ("1", "true", "yes", "on"):
+    chunk = values.get("chunked_prefill_size") or -1
+    if chunk > 0 and chunk % PAGE_SIZE:
+        found.append(f"--chunked-prefill-size {chunk}: must be a multiple of {PAGE_SIZE}.")
+    for name, why, versions in REFUSED_ENVIRONMENT:
+        on = os.environ.get(name, "").lower() not in ("", "0", "false", "no", "off")
+        if on and compat.applies(versions, compat.sglang_version()):
             found.append(f"{name}={os.environ[name]}: {why}; unset it.")
     _raise(found)
 
@@ -239,8 +241,8 @@ def check_model(model: Any, config: KVQuantConfig) -> None:
         (lambda: model.is_encoder_decoder, "an encoder with cross attention"),
         (lambda: not model.is_generation, "no text generation (embedding, reward or encoder model)"),
         (lambda: model.has_attention_sinks, "learned attention sinks"),
-        (lambda: model.is_hybrid_swa or "sliding_attention" in layer_types, "sliding-window attention"),
         (lambda: chunk or "chunked_attention" in layer_types, f"attention in chunks of {chunk} tokens"),
+        (lambda: model.is_hybrid_swa or "sliding_attention" in layer_types, "sliding-window attention"),
         (lambda: cap, f"logit soft-capping ({cap})"),
         (lambda: getattr(model.hf_config, "dual_chunk_attention_config", None), "dual chunk attention"),
         (lambda: model.head_dim != model.v_head_dim, f"key heads of {model.head_dim} and value heads of "
@@ -254,6 +256,10 @@ def check_model(model: Any, config: KVQuantConfig) -> None:
                 f"{model.model_path} ({', '.join(names)}) has {what}, which --kv-quant does not support; "
                 "serve it without --kv-quant."
             )
+    if model.dtype != torch.bfloat16:
+        raise KVQuantError(
+            f"{model.model_path} runs in {model.dtype}, but windows are kept in bfloat16: add --dtype bfloat16."
+        )
     if config.group_size is not None and model.head_dim % config.group_size:
         raise KVQuantError(
             f"--kv-quant-group-size {config.group_size}: must divide the model's head_dim {model.head_dim}; "
@@ -282,4 +288,12 @@ def after_init_info(result: dict, scheduler: Any) -> dict:
     """AFTER ``Scheduler.get_init_info``: what is served, for ``/server_info``."""
     from sglang_kvq.sglang import runtime
 
-    return {**result, "kv_quant": runtime.current().status}
+    state = runtime.current()
+    served = {
+        **state.status,
+        "sink_tokens": state.config.sink_tokens,
+        "recent_tokens": state.config.recent_tokens,
+        "allocated_bits_per_element": round(state.layout.bits_per_element, 3),
+        "bf16_pages": state.layout.slots,
+    }
+    return {**result, "kv_quant": served}

@@ -1,0 +1,57 @@
+"""A process in which SGLang is imported and the plugin is applied, as after ``load_plugins()``."""
+
+import json
+import os
+
+import pytest
+
+os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+pytest.importorskip("sglang")
+
+LLAMA = dict(
+    architectures=["LlamaForCausalLM"], model_type="llama", hidden_size=256, intermediate_size=512, num_hidden_layers=2,
+    num_attention_heads=4, num_key_value_heads=2, head_dim=64, vocab_size=512, max_position_embeddings=2048,
+    rms_norm_eps=1e-5, torch_dtype="bfloat16", bos_token_id=1, eos_token_id=2,
+)
+
+
+@pytest.fixture(scope="session")
+def applied():
+    """The plugin's module, registered and its hooks applied in this process, once."""
+    import sglang.srt.entrypoints.engine  # noqa: F401  (so that Engine and the scheduler are patched too)
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    from sglang_kvq.sglang import plugin
+
+    if not plugin._installed:  # SGLang may have loaded the installed plugin already
+        plugin.register()
+        HookRegistry.apply_hooks()
+    assert plugin._problems == []
+    return plugin
+
+
+@pytest.fixture
+def model_folder(tmp_path):
+    """Writes a folder with a config.json (no weights): ``model_folder(**changes_to_a_tiny_llama)``."""
+
+    def write(**changes) -> str:
+        folder = tmp_path / "model"
+        folder.mkdir(exist_ok=True)
+        (folder / "config.json").write_text(json.dumps({**LLAMA, **changes}))
+        return str(folder)
+
+    return write
+
+
+@pytest.fixture
+def command_line(applied, model_folder):
+    """ServerArgs of a command line: ``command_line("--kv-quant", "int2")``; the model is a tiny Llama on the CPU."""
+
+    def parse(*argv: str, model: str | None = None):
+        from sglang.srt.server_args import prepare_server_args
+
+        model = model or model_folder()
+        return prepare_server_args(["--model-path", model, "--device", "cpu", *argv])
+
+    return parse

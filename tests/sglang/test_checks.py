@@ -1,0 +1,233 @@
+"""Each setting and each kind of model that ``--kv-quant`` refuses, and that the usual ones pass."""
+
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from sglang_kvq.cache.pool import PagePool
+from sglang_kvq.config import KVQuantConfig
+from sglang_kvq.errors import KVQuantError
+from sglang_kvq.sglang import checks, compat
+from sglang_kvq.sglang.runtime import CONFIG_ATTRIBUTE
+from tests.sglang.conftest import LLAMA
+
+CONFIG = KVQuantConfig("hadamard")
+
+
+def _fields() -> dict:
+    from sglang.srt.server_args import ServerArgs
+
+    if hasattr(ServerArgs, "__struct_fields__"):
+        return dict(zip(reversed(ServerArgs.__struct_fields__), reversed(ServerArgs.__struct_defaults__)))
+    return {f.name: f.default for f in ServerArgs.__dataclass_fields__.values()}
+
+
+def _bad(refused: checks.Refused):
+    """A value that a user might give."""
+    known = {"kv_cache_dtype": "fp8_e4m3", "pp_size": 2, "dcp_size": 2, "attn_cp_size": 2}
+    return known.get(refused.field, True if refused.allowed == (None, False, "") else "something")
+
+
+@pytest.mark.parametrize("refused", checks.REFUSED, ids=lambda r: r.field)
+def test_setting_is_refused_by_name(refused):
+    with pytest.raises(KVQuantError, match=f"{refused.flag}.*{refused.why[:20]}"):
+        checks.check_flags({refused.field: _bad(refused)}, "cpu")
+
+
+@pytest.mark.parametrize("refused", checks.REFUSED, ids=lambda r: r.field)
+def test_default_is_not_refused(refused):
+    assert _fields().get(refused.field, refused.allowed[0]) in refused.allowed
+
+
+#: Fields that only one of the two generations of SGLang has.
+SOME_RELEASES = {
+    "enable_unified_cache_external_linker", "disaggregation_decode_retraction_backup", "enable_pd_role_switch",
+    "enable_prefill_context_parallel", "enable_dsa_prefill_context_parallel", "enable_kv_cache_sharding",
+    "weight_cache_mode", "startup_weight_load_mode",
+}
+
+
+def test_fields_exist():
+    assert {r.field for r in checks.REFUSED} - SOME_RELEASES <= set(_fields())
+
+
+def test_all_refused_settings_are_listed_at_once():
+    with pytest.raises(KVQuantError) as error:
+        checks.check_flags({"enable_lmcache": True, "pp_size": 2, "page_size": 1}, "cpu")
+    assert all(flag in str(error.value) for flag in ("--enable-lmcache", "--pp-size 2", "--page-size 1"))
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"page_size": 16},
+        {"attention_backend": "flashinfer"},
+        {"prefill_attention_backend": "fa3"},
+        {"decode_attention_backend": "fa3"},
+        {"attention_backend": "triton"},
+        {"cuda_graph_backend_prefill": "breakable"},
+        {"chunked_prefill_size": 100},
+    ],
+    ids=lambda v: next(iter(v)),
+)
+def test_other_choice_is_refused(values):
+    field, value = next(iter(values.items()))
+    with pytest.raises(KVQuantError, match=f"--{field.replace('_', '-')} {value}"):
+        checks.check_flags(values, "cpu")
+
+
+@pytest.mark.parametrize(
+    "values",
+    [{}, {"page_size": 64, "attention_backend": "triton"}, {"kv_cache_dtype": "bfloat16", "chunked_prefill_size": 4096},
+     {"enable_lora": True, "tp_size": 2, "dp_size": 2, "disable_radix_cache": True, "chunked_prefill_size": -1}],
+    ids=["nothing", "what is implied", "same dtype", "LoRA, TP, DP"],
+)
+def test_harmless_settings_pass(values):
+    checks.check_flags(values, "cuda")
+
+
+@pytest.mark.parametrize("entry", checks.REFUSED_ENVIRONMENT, ids=lambda e: e[0])
+def test_environment_switch_is_refused(entry, monkeypatch):
+    name, _, versions = entry
+    monkeypatch.setenv(name, "0")
+    checks.check_flags({}, "cpu")
+    monkeypatch.setenv(name, "1")
+    if compat.applies(versions, compat.sglang_version()):
+        with pytest.raises(KVQuantError, match=f"{name}=1"):
+            checks.check_flags({}, "cpu")
+
+
+def test_other_device_is_refused():
+    with pytest.raises(KVQuantError, match="--device xpu"):
+        checks.device_of({"device": "xpu"})
+    assert checks.device_of({"device": "cuda:1"}) == "cuda"
+    assert checks.device_of({}) == "cpu"
+
+
+MODELS = {
+    "MLA": (dict(architectures=["DeepseekV2ForCausalLM"], model_type="deepseek_v2", kv_lora_rank=64, v_head_dim=64,
+                 qk_nope_head_dim=64, qk_rope_head_dim=32), "MLA attention"),
+    "linear attention": (dict(architectures=["Qwen3NextForCausalLM"], model_type="qwen3_next"), "recurrent state"),
+    "mamba": (dict(architectures=["FalconH1ForCausalLM"], model_type="falcon_h1"), "recurrent state"),
+    "sinks": (dict(architectures=["GptOssForCausalLM"], model_type="gpt_oss", sliding_window=128), "attention sinks"),
+    "sliding": (dict(architectures=["Gemma3ForCausalLM"], model_type="gemma3_text", sliding_window=512),
+                "sliding-window attention"),
+    "soft-capping": (dict(architectures=["Gemma2ForCausalLM"], model_type="gemma2", attn_logit_softcapping=50.0,
+                          layer_types=["full_attention"] * 2), r"logit soft-capping \(50.0\)"),
+    "chunks": (dict(architectures=["Llama4ForConditionalGeneration"], model_type="llama4",
+                    text_config={**LLAMA, "model_type": "llama4_text", "attention_chunk_size": 8192},
+                    vision_config={"model_type": "llama4_vision_model"}), "chunks of 8192 tokens"),
+    "encoder-decoder": (dict(architectures=["WhisperForConditionalGeneration"], model_type="whisper", d_model=256,
+                             encoder_attention_heads=4, decoder_attention_heads=4), "encoder with cross attention"),
+    "cross attention": (dict(architectures=["MllamaForConditionalGeneration"], model_type="mllama",
+                             text_config={**LLAMA, "model_type": "mllama_text_model"},
+                             vision_config={"model_type": "mllama_vision_model"}), "encoder with cross attention"),
+    "embedding": (dict(architectures=["BertModel"], model_type="bert"), "no text generation"),
+    "head_dim": (dict(head_dim=80), r"heads of 80 elements \(supported: 64"),
+    "k and v differ": (dict(v_head_dim=32), "key heads of 64 and value heads of 32"),
+    "float16": (dict(torch_dtype="float16"), "add --dtype bfloat16"),
+}
+
+
+@pytest.mark.parametrize(("changes", "what"), MODELS.values(), ids=MODELS.keys())
+def test_model_is_refused(model_folder, changes, what):
+    from sglang.srt.configs.model_config import ModelConfig
+
+    with pytest.raises(KVQuantError, match=what):
+        checks.check_model(ModelConfig(model_path=model_folder(**changes)), CONFIG)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, dict(architectures=["Qwen2ForCausalLM"], model_type="qwen2", use_sliding_window=False, sliding_window=4096),
+     dict(architectures=["Qwen3ForCausalLM"], model_type="qwen3", head_dim=128)],
+    ids=["llama", "qwen2", "qwen3"],
+)
+def test_model_is_accepted(model_folder, changes):
+    from sglang.srt.configs.model_config import ModelConfig
+
+    checks.check_model(ModelConfig(model_path=model_folder(**changes)), CONFIG)
+
+
+def test_group_size_must_divide_head_dim(model_folder):
+    from sglang.srt.configs.model_config import ModelConfig
+
+    with pytest.raises(KVQuantError, match="--kv-quant-group-size 96.*head_dim 64"):
+        checks.check_model(ModelConfig(model_path=model_folder()), KVQuantConfig("hadamard", group_size=96))
+
+
+def _resolved(server_args):
+    if hasattr(server_args, "resolve_once"):
+        server_args.resolve_once()
+    return server_args
+
+
+def test_last_check_passes_a_plain_model(applied, command_line):
+    checks.after_check_server_args(None, _resolved(command_line("--kv-quant", "hadamard")))
+
+
+def test_last_check_refuses_the_model_without_traceback(applied, command_line, model_folder):
+    server_args = _resolved(command_line("--kv-quant", "hadamard", model=model_folder(head_dim=80)))
+    with pytest.raises(SystemExit, match="heads of 80"):
+        checks.after_check_server_args(None, server_args)
+
+
+@pytest.mark.parametrize(
+    "more", [(), ("--kv-quant-rotations", "/nowhere/rotations")], ids=["none known", "missing folder"]
+)
+def test_last_check_loads_the_rotations(applied, command_line, more):
+    with pytest.raises(SystemExit, match="rotations"):
+        checks.after_check_server_args(None, _resolved(command_line("--kv-quant", "oscar", *more)))
+
+
+def test_last_check_ignores_servers_without_kv_quant(applied, command_line, model_folder):
+    checks.after_check_server_args(None, _resolved(command_line(model=model_folder(head_dim=80))))
+
+
+def test_resolved_setting_that_sglang_changed_is_refused(applied, command_line, monkeypatch):
+    server_args = _resolved(command_line("--kv-quant", "hadamard"))
+    resolved = compat.resolved
+    changed = {"page_size": 1, "attention_backend": "fa3", "speculative_algorithm": "EAGLE"}
+    monkeypatch.setattr(compat, "resolved", lambda sa, field, d=None: changed.get(field) or resolved(sa, field, d))
+    with pytest.raises(KVQuantError) as error:
+        checks.check_resolved(server_args, CONFIG)
+    assert all(text in str(error.value) for text in ("page_size=1", "attention_backend=fa3", "--speculative-algorithm"))
+
+
+def test_pool_of_sglang_stops_the_scheduler():
+    class SomePool:
+        pass
+
+    result = SimpleNamespace(token_to_kv_pool=SomePool(), token_to_kv_pool_allocator=None)
+    args = SimpleNamespace(**{CONFIG_ATTRIBUTE: CONFIG})
+    with pytest.raises(SystemExit, match="SGLang built a SomePool as KV cache pool"):
+        checks.after_configure(result, SimpleNamespace(server_args=args))
+    checks.after_configure(result, SimpleNamespace(server_args=SimpleNamespace()))
+
+
+def test_allocator_of_sglang_stops_the_scheduler():
+    ours = object.__new__(PagePool)
+    result = SimpleNamespace(token_to_kv_pool=ours, token_to_kv_pool_allocator=torch.empty(0))
+    with pytest.raises(SystemExit, match="KV cache allocator"):
+        checks.after_configure(result, SimpleNamespace(server_args=SimpleNamespace(**{CONFIG_ATTRIBUTE: CONFIG})))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("more", "text"),
+    [(("--page-size", "16", "--enable-lmcache"), "--page-size 16"), ((), "heads of 80 elements")],
+    ids=["flag", "model"],
+)
+def test_command_ends_before_any_process_starts(model_folder, more, text):
+    """The installed plugin in a real ``python -m sglang.launch_server``."""
+    argv = ["--model-path", model_folder(head_dim=80), "--device", "cpu", "--sampling-backend", "pytorch"]
+    argv += ["--grammar-backend", "none", "--skip-tokenizer-init", "--kv-quant", "hadamard", *more]
+    run = subprocess.run(
+        [sys.executable, "-m", "sglang.launch_server", *argv], capture_output=True, text=True, timeout=200
+    )
+    assert run.returncode == 1
+    assert text in run.stderr
+    assert "Traceback" not in run.stderr and "Load weight" not in run.stderr

@@ -1,0 +1,111 @@
+"""From the command line or a YAML file to a KVQuantConfig on ServerArgs, and what it implies for SGLang."""
+
+import argparse
+import pickle
+
+import pytest
+
+from sglang_kvq.config import KVQuantConfig
+from sglang_kvq.errors import KVQuantError
+from sglang_kvq.methods import METHOD_NAMES
+from sglang_kvq.sglang import compat, flags
+from sglang_kvq.sglang.runtime import config_of
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser()
+    flags.add_flags(parser)
+    return parser
+
+
+def test_flags_are_listed_with_their_defaults():
+    text = _parser().format_help()
+    for flag in flags.FIELDS:
+        assert "--" + flag.replace("_", "-") in text
+    for method in METHOD_NAMES:
+        assert method in text
+
+
+def test_flags_are_added_once():
+    parser = _parser()
+    flags.add_flags(parser)
+    assert parser.parse_args([]).kv_quant == "none"
+
+
+def test_defaults_are_those_of_the_config():
+    for method in METHOD_NAMES:
+        assert flags.parse_config(vars(_parser().parse_args(["--kv-quant", method]))) == KVQuantConfig(method)
+
+
+def test_every_flag_reaches_the_config():
+    argv = "--kv-quant oscar --kv-quant-rotations r --kv-quant-sink 128 --kv-quant-recent 512 --kv-quant-group-size 64"
+    argv += " --kv-quant-clip-k 0.9 --kv-quant-clip-v 0.8 --kv-quant-bf16-budget 0.2"
+    config = flags.parse_config(vars(_parser().parse_args(argv.split())))
+    assert config == KVQuantConfig("oscar", "r", 128, 512, 64, 0.9, 0.8, 0.2)
+
+
+def test_no_kv_quant_is_no_config():
+    assert flags.parse_config(vars(_parser().parse_args([]))) is None
+
+
+def test_flag_without_kv_quant_is_refused():
+    with pytest.raises(KVQuantError, match="--kv-quant-sink has no effect without --kv-quant"):
+        flags.parse_config(vars(_parser().parse_args(["--kv-quant-sink", "128"])))
+
+
+@pytest.mark.parametrize("flag", ["--kv-quant-sink", "--kv-quant-recent"])
+def test_window_that_is_no_multiple_of_the_page_ends_the_command(command_line, flag):
+    with pytest.raises(SystemExit, match=f"{flag} 100: must be a multiple of the page size 64"):
+        command_line("--kv-quant", "int2", flag, "100")
+
+
+def test_unknown_method_ends_the_command(command_line, capsys):
+    with pytest.raises(SystemExit):
+        command_line("--kv-quant", "int1")
+    assert "int1" in capsys.readouterr().err
+
+
+def test_server_args_without_kv_quant_are_untouched(command_line):
+    server_args = command_line()
+    assert config_of(server_args) is None
+    assert compat.resolved(server_args, "page_size") != 64
+
+
+def _resolve(server_args):
+    if hasattr(server_args, "resolve_once"):  # 0.5.16 has resolved already
+        server_args.resolve_once()
+    return server_args
+
+
+def test_implied_settings_survive_sglangs_own_resolution(command_line):
+    server_args = _resolve(command_line("--kv-quant", "hadamard"))
+    assert config_of(server_args) == KVQuantConfig("hadamard")
+    assert compat.resolved(server_args, "page_size") == 64
+    assert compat.resolved(server_args, "attention_backend") == "torch_native"
+    assert compat.resolved(server_args, "kv_cache_dtype") == "auto"
+    prefill = compat.resolved(server_args, "cuda_graph_config").prefill.backend
+    assert getattr(prefill, "value", prefill) == "disabled"
+
+
+def test_attention_backend_follows_the_device():
+    assert flags.attention_backend("cpu") == "torch_native"
+    assert flags.attention_backend("cuda") == "triton"
+
+
+def test_config_reaches_other_processes(command_line):
+    server_args = command_line("--kv-quant", "hadamard", "--kv-quant-recent", "128")
+    for sent in (server_args, _resolve(server_args)):
+        assert config_of(pickle.loads(pickle.dumps(sent))) == KVQuantConfig("hadamard", recent_tokens=128)
+
+
+def test_yaml_file_is_merged_and_the_command_line_wins(command_line, tmp_path):
+    path = tmp_path / "server.yaml"
+    path.write_text("kv-quant: hadamard\nkv-quant-sink: 128\nkv-quant-recent: 512\nkv-quant-clip-k: 0.9\n")
+    config = config_of(command_line("--config", str(path), "--kv-quant-recent", "128"))
+    assert config == KVQuantConfig("hadamard", sink_tokens=128, recent_tokens=128, clip_k=0.9)
+
+
+def test_yaml_file_can_say_none(command_line, tmp_path):
+    path = tmp_path / "server.yaml"
+    path.write_text("kv-quant: none\n")
+    assert config_of(command_line("--config", str(path))) is None

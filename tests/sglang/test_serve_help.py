@@ -1,0 +1,30 @@
+"""The flags in ``sglang serve --help``."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+ENTRY_POINT = "[sglang.srt.platforms]\nkvq = sglang_kvq.sglang.serve_help:activate\n"
+
+
+@pytest.mark.slow
+def test_flags_are_in_the_help_of_sglang_serve(tmp_path):
+    installed = tmp_path / "kvq_help-0.dist-info"  # declares the entry point, whether or not this checkout is installed
+    installed.mkdir()
+    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: kvq-help\nVersion: 0\n")
+    (installed / "entry_points.txt").write_text(ENTRY_POINT)
+    program = "import sys; sys.argv = ['sglang', 'serve', '--help']; from sglang.cli.main import main; main()"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment, timeout=200)
+    assert run.returncode == 0, run.stderr
+    assert "--kv-quant {none,oscar,hadamard,int2}" in run.stdout
+
+
+def test_nothing_happens_unless_help_is_asked_for(monkeypatch):
+    from sglang_kvq.sglang import serve_help
+
+    monkeypatch.setattr(sys, "argv", ["sglang", "serve", "--model-path", "m"])
+    monkeypatch.setitem(sys.modules, "wrapt", None)  # an import of it would fail
+    assert serve_help.activate() is None
