@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import torch
 
-from sglang_kvq import kernels  # noqa: F401  (the package must exist: a clear error if an install left it out)
 from sglang_kvq.attention.base import AttentionOps, ExtendBatch, LayerRotations
+from sglang_kvq.attention.extend_plan import Slab, plan_slabs
 from sglang_kvq.cache.pool import PagePool
+from sglang_kvq.config import PAGE_SIZE
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.kernels.common import INTERPRETED
 from sglang_kvq.kernels.decode import decode
+from sglang_kvq.kernels.flash import flash_attention, plan_tiles, tile_rows
+from sglang_kvq.kernels.gather import gather_pages
 from sglang_kvq.kernels.merge import merge_splits
 from sglang_kvq.kernels.quantise import quantise_slots, quantise_tokens
 from sglang_kvq.kernels.rotate import rotate, split_rotation
@@ -27,9 +30,17 @@ class TritonOps(AttentionOps):
     Args:
         q_heads: query heads of this worker, a multiple of the pool's KV heads, at most 16 to each.
         max_batch: the most requests in one decode batch.
+        slab_tokens: stored tokens that prefill dequantises at a time; 32,768 take 128 MiB at 8 heads of 128.
     """
 
-    def __init__(self, pool: PagePool, rotations: LayerRotations, q_heads: int, max_batch: int) -> None:
+    def __init__(
+        self,
+        pool: PagePool,
+        rotations: LayerRotations,
+        q_heads: int,
+        max_batch: int,
+        slab_tokens: int = 32768,
+    ) -> None:
         super().__init__(pool, rotations)
         if pool.device.type != "cuda" and not INTERPRETED:
             raise KVQuantError(f"The Triton kernels need a GPU, not {pool.device}; on a CPU use ReferenceOps.")
@@ -37,7 +48,7 @@ class TritonOps(AttentionOps):
             raise KVQuantError(
                 f"{q_heads} query heads over {pool.kv_heads} KV heads: the kernels need 1 to 16 whole query heads per KV head."
             )
-        self.q_heads, self.max_batch = q_heads, max_batch
+        self.q_heads, self.max_batch, self.slab_pages = q_heads, max_batch, slab_tokens // PAGE_SIZE
         self._sms = 2 if INTERPRETED else torch.cuda.get_device_properties(pool.device).multi_processor_count
         self._r_k = None if rotations.k is None else split_rotation(rotations.k)
         self._r_v = None if rotations.v is None else split_rotation(rotations.v)
@@ -45,6 +56,7 @@ class TritonOps(AttentionOps):
         rows = max(batch * self.splits(batch) for batch in range(1, max_batch + 1)) * q_heads
         self._partial = torch.empty(rows * pool.format.head_dim, dtype=torch.float32, device=pool.device)
         self._lse = torch.empty(rows, dtype=torch.float32, device=pool.device)
+        self._planned: tuple[ExtendBatch, int, list[Slab]] | None = None
 
     def splits(self, batch: int) -> int:
         """Splits of each request in a decode batch of that size: one wave of history splits, and one for overlays."""
@@ -81,28 +93,52 @@ class TritonOps(AttentionOps):
         splits = self.splits(batch)
         lse = self._lse[: splits * batch * heads].view(splits, batch, heads)
         partial = self._partial[: lse.numel() * d].view(splits, batch, heads, d)
-        pool = self.pool
-        decode(
-            partial,
-            lse,
-            q,
-            rows,
-            seq_lens,
-            scale,
-            format=pool.format,
-            records=pool.records[layer],
-            overlays=pool.overlays[layer],
-            page_slot=pool.page_slot,
-            req_to_token=pool.req_to_token,
-            row_sink_end=pool.row_sink_end,
-            row_history_end=pool.row_history_end,
-        )
+        decode(partial, lse, q, rows, seq_lens, scale, **self._stored(layer))
         out = torch.empty(batch, heads, d, dtype=q.dtype, device=q.device)
         merge_splits(out, partial, lse)
         return out
 
     def extend(self, layer, q, k, v, batch: ExtendBatch, scale):
-        raise NotImplementedError
+        rows, slabs = self._plan_of(batch)
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        state = None
+        if len(slabs) > 1:
+            state = tuple(torch.empty(*q.shape[:2], n, dtype=torch.float32, device=q.device) for n in (q.shape[2], 2))
+        space = torch.empty(2, len(slabs[0].pages) * PAGE_SIZE, *k.shape[1:], dtype=k.dtype, device=k.device)
+        for i, slab in enumerate(slabs):
+            stored = tuple(space[:, : len(slab.pages) * PAGE_SIZE])
+            if len(slab.pages):
+                gather_pages(*stored, batch.rows, slab.pages, **self._stored(layer))
+            ends = {"first": i == 0, "last": slab is slabs[-1]}
+            flash_attention(out, state, q, (k, v), stored, slab.tiles, scale, rows=rows, **ends)
+        return out
+
+    def _plan_of(self, batch: ExtendBatch) -> tuple[int, list[Slab]]:
+        """The batch's tile height and slabs; planned at its first layer, kept for the others."""
+        if self._planned is None or self._planned[0] is not batch:
+            rows = tile_rows(self.pool.format.head_dim, max(batch.new_lens))
+            slabs = plan_slabs(
+                batch.prefix_lens,
+                batch.new_lens,
+                self.slab_pages,
+                lambda new, stored: plan_tiles(new, stored, rows),
+                self.pool.device,
+            )
+            self._planned = (batch, rows, slabs)
+        return self._planned[1:]
+
+    def _stored(self, layer: int) -> dict:
+        """What kernels that read stored pages take."""
+        pool = self.pool
+        return {
+            "format": pool.format,
+            "records": pool.records[layer],
+            "overlays": pool.overlays[layer],
+            "page_slot": pool.page_slot,
+            "req_to_token": pool.req_to_token,
+            "row_sink_end": pool.row_sink_end,
+            "row_history_end": pool.row_history_end,
+        }
 
     def _rotations_of(self, layer: int) -> tuple[torch.Tensor | None, ...]:
         r_k = None if self._r_k is None else self._r_k[layer]

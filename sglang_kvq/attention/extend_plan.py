@@ -1,0 +1,51 @@
+"""How a prefill batch is divided: slabs of stored pages that fit the workspace, and tiles of queries."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from sglang_kvq.config import PAGE_SIZE
+
+PlanTiles = Callable[[list[int], list[tuple[int, int]]], list[list[int]]]
+
+
+@dataclass(frozen=True)
+class Slab:
+    """One launch of gather and attention.
+
+    Attributes:
+        pages: int32 ``[n, 2]`` on the device: request of the batch, index of the page in that request.
+        tiles: int32 ``[tiles, fields]`` on the device, from the kernel's tile planner.
+    """
+
+    pages: torch.Tensor
+    tiles: torch.Tensor
+
+
+def plan_slabs(
+    prefix_lens: list[int], new_lens: list[int], slab_pages: int, plan_tiles: PlanTiles, device: torch.device
+) -> list[Slab]:
+    """At least one slab; the stored prefixes' pages in order, ``slab_pages`` at a time. One copy to the device."""
+    counts = np.array([-(-prefix // PAGE_SIZE) for prefix in prefix_lens])
+    bounds = np.concatenate([[0], np.cumsum(counts)])  # of each request among all pages
+    request = np.repeat(np.arange(len(counts)), counts)
+    pages = np.stack([request, np.arange(len(request)) - bounds[request]], axis=1)
+    parts = []
+    for begin in range(0, max(len(pages), 1), slab_pages):
+        end = min(begin + slab_pages, len(pages))
+        stored = []
+        for i, prefix in enumerate(prefix_lens):
+            a, b = np.clip([begin, end], bounds[i], bounds[i + 1])
+            last = min((b - bounds[i]) * PAGE_SIZE, prefix)
+            stored.append((int(a - begin) * PAGE_SIZE, max(int(last - (a - bounds[i]) * PAGE_SIZE), 0)))
+        parts += [pages[begin:end], np.array(plan_tiles(new_lens, stored))]
+    host = torch.from_numpy(np.concatenate([part.ravel() for part in parts]).astype(np.int32))
+    if device.type == "cuda":
+        host = host.pin_memory()
+    flat = host.to(device, non_blocking=True).split([part.size for part in parts])
+    tensors = [x.view(part.shape) for x, part in zip(flat, parts)]
+    return [Slab(*pair) for pair in zip(tensors[::2], tensors[1::2])]
