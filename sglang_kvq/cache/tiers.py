@@ -65,7 +65,7 @@ class TierManager:
         self.page_valid = torch.zeros(pool.pages + 1, dtype=torch.bool, device=device)
         self.row_len = torch.zeros(rows, dtype=torch.int64, device=device)
         self.errors = torch.zeros((), dtype=torch.int64, device=device)
-        self._step = 0
+        self.steps = 0
         self._dirty = True
 
     # -- the scheduler's side ------------------------------------------------------------------
@@ -114,7 +114,7 @@ class TierManager:
 
     def _plan(self, rows, prefix_lens, seq_lens, read_lens, max_len, direct_pages) -> None:
         self.apply_pending()
-        self._step += 1
+        self.steps += 1
         live = rows > 0
         self.row_len[rows] = torch.where(live, seq_lens, 0)
         # Touch what this batch reads first: if its old window must give way, it does so last.
@@ -173,7 +173,7 @@ class TierManager:
     def _touch(self, window) -> None:
         index, _, pages = window
         slots = self.pool.page_slot[pages].clamp(min=0).long()
-        self.slot_stamp[slots] = torch.where(index < self.sink_pages, self._step + SINK_BONUS, self._step)
+        self.slot_stamp[slots] = torch.where(index < self.sink_pages, self.steps + SINK_BONUS, self.steps)
 
     # -- giving overlays to pages about to be written ---------------------------------------------
 

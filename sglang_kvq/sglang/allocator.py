@@ -89,8 +89,9 @@ def build_allocator(original, self, *, sizes, token_to_kv_pool, req_to_token_poo
         pages=layout.pages, slots=layout.slots, req_to_token=req_to_token_pool.req_to_token,
     )
     on_cpu = torch.device(self.device).type == "cpu"
-    allocator = KVQuantCpuAllocator if on_cpu and not HAS_RELEASE_POINT else KVQuantAllocator
-    return allocator(
+    kind = KVQuantCpuAllocator if on_cpu and not HAS_RELEASE_POINT else KVQuantAllocator
+    state.allocator = kind(
         sizes.max_total_num_tokens, page_size=token_to_kv_pool.page_size, dtype=self.kv_cache_dtype,
         device=self.device, kvcache=token_to_kv_pool, need_sort=False,
     )
+    return state.allocator

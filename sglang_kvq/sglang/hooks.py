@@ -158,6 +158,13 @@ TABLE: tuple[Hook, ...] = (
         (Kind.AROUND, "mem_cache.unified_radix_cache.UnifiedRadixCache.checkpoint_into_tree",
          "overlays follow the tree's pages",
          dict(params=("req", "up_to"), handler="tree:around_checkpoint", versions=NEW_TREE)),
+        # Looking inside
+        (Kind.AROUND, "managers.scheduler_components.invariant_checker.SchedulerInvariantChecker._check_tree_cache",
+         "checks the tiers when idle", dict(params=(), handler="observe:check_when_idle")),
+        (Kind.CALL, "managers.scheduler_components.invariant_checker.SchedulerInvariantChecker._report_leak",
+         "reports a failed check", dict(params=("pool_name", "token_msg"))),
+        (Kind.AROUND, "managers.scheduler.Scheduler.get_internal_state", "tiers in /server_info",
+         dict(params=("recv_req",), handler="observe:add_internal_state")),
         # Attention
         (Kind.BACKEND, "layers.attention.attention_registry.ATTENTION_BACKENDS.triton", "attention on a GPU",
          dict(handler="backend:create_backend")),

@@ -31,6 +31,7 @@ class Runtime:
     layout: MemoryLayout | None = None
     pages: PagePool | None = None
     tiers: TierManager | None = None
+    allocator: object | None = None
     status: dict = field(default_factory=dict)
 
 

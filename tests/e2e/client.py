@@ -1,0 +1,64 @@
+"""Small things the end-to-end tests ask of a server, over HTTP."""
+
+from __future__ import annotations
+
+import math
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import requests
+
+#: Held-out text: the last fifth of WikiText-2's validation file is used neither for calibration nor tuning.
+TEXT = Path(__file__).parents[2].parent / "shared" / "data" / "wikitext2" / "valid.txt"
+
+
+def held_out_text() -> str:
+    text = TEXT.read_text()
+    return text[int(len(text) * 0.8) :]
+
+
+class Client:
+    def __init__(self, server) -> None:
+        self.url = server.url
+
+    def post(self, path: str, **body) -> requests.Response:
+        return requests.post(f"{self.url}{path}", json=body, timeout=600)
+
+    def generate(self, ids: list[int], tokens: int = 1, **options) -> dict:
+        body = {"input_ids": ids, "sampling_params": {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}}
+        response = self.post("/generate", **body, **options)
+        assert response.status_code == 200, response.text
+        return response.json()
+
+    def token_logprobs(self, ids: list[int], tokens: int = 1) -> list[float]:
+        """Log-probability of each prompt token after the first, then of each generated one."""
+        meta = self.generate(ids, tokens, return_logprob=True, logprob_start_len=0)["meta_info"]
+        pairs = meta["input_token_logprobs"][1:] + meta["output_token_logprobs"]
+        return [p[0] for p in pairs]
+
+    def distributions(self, ids: list[int], top: int) -> list[dict[int, float]]:
+        """The ``top`` most likely tokens and their log-probabilities after each prompt token but the last."""
+        options = {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": top}
+        meta = self.generate(ids, 1, **options)["meta_info"]
+        return [{token: lp for lp, token, _ in place} for place in meta["input_top_logprobs"][1:]]
+
+    def state(self) -> dict:
+        response = requests.get(f"{self.url}/server_info", timeout=60)
+        return response.json()["internal_states"][0]["kv_quant"]
+
+    def flush(self) -> None:
+        assert self.post("/flush_cache").status_code == 200
+
+
+def coarse_kl(p: dict[int, float], q: dict[int, float]) -> float:
+    """KL divergence of the tokens that both list, and one bucket for all others: a lower bound of the full one."""
+    shared = [t for t in p if t in q]
+    terms = [(math.exp(p[t]), math.exp(q[t])) for t in shared]
+    terms.append((max(1 - sum(a for a, _ in terms), 1e-9), max(1 - sum(b for _, b in terms), 1e-9)))
+    return sum(a * math.log(a / b) for a, b in terms if a > 0)
+
+
+def together(jobs: list) -> list:
+    """Run zero-argument callables at once and return their results."""
+    with ThreadPoolExecutor(len(jobs)) as pool:
+        return [f.result() for f in [pool.submit(job) for job in jobs]]

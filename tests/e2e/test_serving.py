@@ -1,0 +1,160 @@
+"""How the server behaves: turns, sessions, pressure, aborts, limits."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+
+import pytest
+import requests
+
+from tests.e2e.client import Client, together
+
+#: A pool of 40 pages with windows for two requests at a time, checked by SGLang and by us whenever idle.
+TINY = (
+    *("--kv-quant", "hadamard", "--kv-quant-recent", "64", "--max-total-tokens", "2560", "--max-running-requests", "6"),
+    *("--chunked-prefill-size", "192", "--schedule-conservativeness", "0.1"),
+)
+STRICT = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1"}
+
+
+@pytest.fixture(scope="module")
+def chat(servers) -> Client:
+    return Client(servers("--kv-quant", "hadamard", "--kv-quant-recent", "64", "--enable-cache-report", env=STRICT))
+
+
+@pytest.fixture
+def tiny(servers) -> Client:
+    return Client(servers(*TINY, env=STRICT))
+
+
+def assert_empties(client: Client) -> None:
+    """Idle, flushed and checked: both pools are empty and the server still answers."""
+    deadline = time.time() + 60
+    while client.post("/flush_cache").status_code != 200:
+        assert time.time() < deadline, "requests are still running"
+        time.sleep(0.5)
+    client.generate([1, 2, 3], 2)  # the next plan applies what was recorded
+    client.flush()
+    time.sleep(1)  # SGLang's idle check runs, and ours; a leak ends the server
+    assert client.state()["tiers"] == {"bf16_tokens": 0, "int2_tokens": 0}
+    assert requests.get(f"{client.url}/health", timeout=30).status_code == 200
+
+
+def test_later_turns_find_earlier_ones_cached_with_the_answers(chat):
+    messages, turns = [], []
+    filler = "Here is a longer remark so that a turn spans more than a page of the cache. " * 4
+    for turn in range(6):
+        messages.append({"role": "user", "content": f"Turn {turn}. {filler}"})
+        body = {"model": "m", "messages": messages, "temperature": 0, "max_tokens": 24}
+        reply = chat.post("/v1/chat/completions", **body).json()
+        messages.append({"role": "assistant", "content": reply["choices"][0]["message"]["content"]})
+        turns.append(reply["usage"])
+    for before, now in zip(turns, turns[1:]):
+        cached = now["prompt_tokens_details"]["cached_tokens"]
+        # The whole previous exchange, answer included, down to the page (and a re-tokenised word or two).
+        assert cached >= (before["total_tokens"] - 4) // 64 * 64 - 64
+    cached = [t["prompt_tokens_details"]["cached_tokens"] for t in turns[1:]]
+    print("cached tokens by turn:", cached)
+    assert cached[-1] > turns[-2]["prompt_tokens"] - 64, "the assistant's own tokens are not reused"
+    assert_empties(chat)
+
+
+def test_generated_tokens_are_reused_without_retokenising(chat):
+    prompt = list(range(100, 250))
+    first = chat.generate(prompt, 80)
+    again = chat.generate(prompt + first["output_ids"] + [5, 6, 7], 1)
+    assert again["meta_info"]["cached_tokens"] >= (150 + 79) // 64 * 64
+    assert_empties(chat)
+
+
+def test_many_streams_with_shared_prefixes_aborts_and_no_room(tiny, servers):
+    """Eviction and retraction must happen, nothing may be lost, both pools end empty."""
+    rng = random.Random(3)
+    shared = [list(range(50, 50 + n)) for n in (130, 400)]
+
+    def stream(index: int) -> str:
+        prompt = shared[index % 2] + [rng.randrange(1000, 9000) for _ in range(20 + 37 * (index % 5))]
+        body = {
+            "input_ids": prompt,
+            "stream": True,
+            "sampling_params": {"temperature": 0, "max_new_tokens": 120 + 30 * (index % 4), "ignore_eos": True},
+        }
+        chunks = 0
+        with requests.post(f"{tiny.url}/generate", json=body, stream=True, timeout=600) as response:
+            assert response.status_code == 200, response.text
+            for line in response.iter_lines():
+                assert b'"error"' not in line, line
+                chunks += bool(line)
+                if index % 3 == 2 and chunks > 10:
+                    return "aborted"  # closing the connection aborts the request
+        return "finished" if chunks >= 100 else f"only {chunks} chunks"
+
+    results = together([lambda i=i: stream(i) for i in range(8)])
+    assert sorted(set(results)) == ["aborted", "finished"], results
+    assert_empties(tiny)
+    log = servers(*TINY, env=STRICT).log()
+    assert "retracted" in log.lower(), "the pool was never so full that requests were retracted"
+
+
+def test_the_same_answer_under_pressure(tiny):
+    """Retraction, eviction and sharing change no token of a greedy answer beyond rounding."""
+    prompt = list(range(300, 600))
+    alone = tiny.generate(prompt, 40)["output_ids"]
+    tiny.flush()
+    noise = [lambda i=i: tiny.generate(list(range(i, i + 350)), 60) for i in range(700, 705)]
+    crowd = together([lambda: tiny.generate(prompt, 40), *noise])[0]["output_ids"]
+    same = next((i for i, (a, b) in enumerate(zip(alone, crowd)) if a != b), 40)
+    assert same >= 8, f"only {same} tokens agree"
+    assert_empties(tiny)
+
+
+def test_aborting_everything_at_once(tiny):
+    threads = [
+        threading.Thread(target=lambda: tiny.post("/generate", text="Tell me a story. " * 20, sampling_params={"max_new_tokens": 400}))
+        for _ in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    time.sleep(3)
+    assert tiny.post("/abort_request", rid="", abort_all=True).status_code == 200
+    for thread in threads:
+        thread.join(timeout=120)
+        assert not thread.is_alive()
+    assert_empties(tiny)
+
+
+def test_a_prompt_that_cannot_fit_gets_a_400(tiny):
+    response = tiny.post("/generate", input_ids=list(range(1, 2000)) * 3, sampling_params={"max_new_tokens": 4})
+    assert response.status_code == 400, response.text
+    tiny.generate([1, 2, 3], 1)
+
+
+def test_streaming_sessions_resume_in_the_middle_of_a_page(servers):
+    client = Client(
+        servers("--kv-quant", "hadamard", "--kv-quant-recent", "64", "--enable-streaming-session", env=STRICT)
+    )
+    plain = Client(servers("--page-size", "64", "--enable-streaming-session", env=STRICT))
+    histories = {}
+    for name, each in (("ours", client), ("plain", plain)):
+        session = each.post("/open_session", capacity_of_str_len=100000, streaming=True).json()
+        cached, length = [], 0
+        for turn in range(4):
+            ids = list(range(1000 + 90 * turn, 1000 + 90 * turn + 75))
+            reply = each.generate(ids, 10, session_params={"id": session})
+            cached.append(reply["meta_info"]["cached_tokens"])
+            each.generate([1] * 130, 3)  # others run while the session holds its row
+        histories[name] = cached
+        each.post("/close_session", session_id=session)
+    print("cached tokens by turn:", histories)
+    assert histories["ours"] == histories["plain"]
+    assert histories["ours"][-1] % 64, "resumed in the middle of a page"
+    assert_empties(client)
+
+
+def test_server_info_tells_what_is_allocated(chat):
+    state = chat.state()
+    assert state["method"] == "hadamard" and state["record_bits_per_element"] == 2.5
+    assert state["tokens"] == 4096 and state["bf16_pages"] >= 8 * 3
+    assert state["bits_per_element"] == pytest.approx(16 * state["bf16_tokens_same_memory"] / state["tokens"], rel=1e-2)
