@@ -59,32 +59,44 @@ def _gather(
     v += (n * PAGE * kv_heads + head) * D
     token_stride = kv_heads * D
     if (start >= tl.load(row_sink_end + row)) & (start < tl.load(row_history_end + row)):
-        D4: tl.constexpr = D // 4
-        SCALES: tl.constexpr = PAGE * (D // GROUP)
-        record = records + (page * kv_heads + head) * (2 * PAGE * D4 + 8 * SCALES)
-        scales = (record + 2 * PAGE * D4).to(tl.pointer_type(tl.float16))
-
-        token, j = tl.arange(0, PAGE)[:, None], tl.arange(0, JP)[None, :]
-        packed = tl.load(record + token * D4 + j, mask=j < D4, other=0).to(tl.int32)  # [PAGE, JP]
-        for plane in tl.static_range(4):
-            dim = plane * D4 + j
-            x = _dequantise(packed, plane, scales, (dim // GROUP) * PAGE + token, j < D4, SCALES)
-            tl.store(k + token * token_stride + dim, x, mask=j < D4)
-
-        dim, i = tl.arange(0, DP)[:, None], tl.arange(0, PAGE // 4)[None, :]
-        packed = tl.load(record + PAGE * D4 + dim * (PAGE // 4) + i, mask=dim < D, other=0).to(tl.int32)
-        for plane in tl.static_range(4):
-            token = plane * (PAGE // 4) + i
-            x = _dequantise(packed, plane, scales + 2 * SCALES, (dim // GROUP) * PAGE + token, dim < D, SCALES)
-            tl.store(v + token * token_stride + dim, x, mask=dim < D)
+        RECORD: tl.constexpr = 2 * (PAGE * D // 4) + 8 * PAGE * (D // GROUP)
+        _from_record(k, v, token_stride, records + (page * kv_heads + head) * RECORD, D, DP, JP, GROUP)
     else:
         slot = tl.maximum(tl.load(page_slot + page), 0).to(tl.int64)
-        source = overlays + (slot * 2 * kv_heads + head) * (PAGE * D)
-        token, dim = tl.arange(0, PAGE)[:, None], tl.arange(0, DP)[None, :]
-        place = token * token_stride + dim
-        tl.store(k + place, tl.load(source + token * D + dim, mask=dim < D), mask=dim < D)
-        source += kv_heads * (PAGE * D)
-        tl.store(v + place, tl.load(source + token * D + dim, mask=dim < D), mask=dim < D)
+        overlay = overlays + (slot * 2 * kv_heads + head) * (PAGE * D)
+        _copy(k, token_stride, overlay, D, DP)
+        _copy(v, token_stride, overlay + kv_heads * (PAGE * D), D, DP)
+
+
+@triton.jit
+def _from_record(
+    k, v, token_stride, record, D: tl.constexpr, DP: tl.constexpr, JP: tl.constexpr, GROUP: tl.constexpr
+):
+    """Dequantise one record to PAGE rows of k and v."""
+    D4: tl.constexpr = D // 4
+    SCALES: tl.constexpr = PAGE * (D // GROUP)
+    scales = (record + 2 * PAGE * D4).to(tl.pointer_type(tl.float16))
+
+    token, j = tl.arange(0, PAGE)[:, None], tl.arange(0, JP)[None, :]
+    packed = tl.load(record + token * D4 + j, mask=j < D4, other=0).to(tl.int32)  # [PAGE, JP]
+    for plane in tl.static_range(4):
+        dim_k = plane * D4 + j
+        x = _dequantise(packed, plane, scales, (dim_k // GROUP) * PAGE + token, j < D4, SCALES)
+        tl.store(k + token * token_stride + dim_k, x, mask=j < D4)
+
+    dim, i = tl.arange(0, DP)[:, None], tl.arange(0, PAGE // 4)[None, :]
+    packed_v = tl.load(record + PAGE * D4 + dim * (PAGE // 4) + i, mask=dim < D, other=0).to(tl.int32)
+    for plane in tl.static_range(4):
+        token_v = plane * (PAGE // 4) + i
+        y = _dequantise(packed_v, plane, scales + 2 * SCALES, (dim // GROUP) * PAGE + token_v, dim < D, SCALES)
+        tl.store(v + token_v * token_stride + dim, y, mask=dim < D)
+
+
+@triton.jit
+def _copy(out, token_stride, rows, D: tl.constexpr, DP: tl.constexpr):
+    """PAGE contiguous rows to rows ``token_stride`` apart."""
+    token, dim = tl.arange(0, PAGE)[:, None], tl.arange(0, DP)[None, :]
+    tl.store(out + token * token_stride + dim, tl.load(rows + token * D + dim, mask=dim < D), mask=dim < D)
 
 
 @triton.jit
