@@ -1,6 +1,6 @@
 """What a method costs in quality: per-token KL divergence of a model with a fake-quantised history.
 
-    python -m sglang_kvq.rotations.evaluate MODEL TEXT [--rotations FOLDER] [--skip-bytes N]
+    python -m sglang_kvq.rotations.evaluate MODEL TEXT [--rotations FOLDER ...] [--skip 0.8] [--contexts 4]
 
 The model runs whole contexts through transformers. For every query, keys and values past the sink and
 older than the recent window go through the real ``PageFormat`` in the rotated basis; the rest are BF16.
@@ -87,7 +87,7 @@ def mean_kl(
         first: positions below it are left out: their history is hardly quantised.
 
     Returns:
-        per candidate name, the mean; "top1" disagreement is not measured.
+        the mean of each candidate, by name.
     """
     sums, count = dict.fromkeys(candidates, 0.0), 0
     for ids in contexts:
@@ -104,3 +104,54 @@ def _log_probs(model: torch.nn.Module, ids: torch.Tensor, attention: FakeQuantAt
     with attention_hook(model, attention):
         logits = model(ids[None].to(model.device), use_cache=False).logits
     return logits[0, first:].float().log_softmax(-1)
+
+
+def main() -> None:
+    """Print mean KL for int2, hadamard and every ``--rotations`` folder."""
+    import argparse
+    from pathlib import Path
+
+    from sglang_kvq.methods import get_method
+    from sglang_kvq.rotations.files import load_rotations
+    from sglang_kvq.rotations.hadamard import hadamard_rotations
+    from sglang_kvq.rotations.models import load_model, read_text, tokenize
+    from sglang_kvq.rotations.zoo import identity
+
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("model")
+    parser.add_argument("text", type=Path)
+    parser.add_argument("--rotations", nargs="*", default=[], help="rotation folders to compare")
+    parser.add_argument("--skip", type=float, default=0.0, help="share of the text to leave out: what calibration used")
+    parser.add_argument("--contexts", type=int, default=4)
+    parser.add_argument("--length", type=int, default=1536, help="tokens per context")
+    args = parser.parse_args()
+
+    model, tokenizer = load_model(args.model)
+    shape = identity(model.config)
+    layers, heads, dim = (shape[name] for name in ("num_hidden_layers", "num_key_value_heads", "head_dim"))
+    text = read_text(args.text)
+    ids = tokenize(tokenizer, text[int(len(text) * args.skip) :])
+    count = min(args.contexts, len(ids) // args.length)
+    if count == 0:
+        parser.error(f"{args.text}: {len(ids)} tokens, one context needs {args.length}")
+    starts = torch.linspace(0, len(ids) - args.length, count).long().tolist()
+
+    def attention(method: str, rotations=None) -> FakeQuantAttention:
+        clips = [getattr(get_method(method), name) for name in ("clip_k", "clip_v")]
+        if rotations is None:
+            return FakeQuantAttention(PageFormat(dim, min(dim, 128), *clips))
+        clips = [c or default for c, default in zip((rotations.meta.clip_k, rotations.meta.clip_v), clips)]
+        moved = (r.to(model.device) for r in vars(rotations.for_worker(range(layers), heads, 0, heads)).values())
+        return FakeQuantAttention(PageFormat(dim, min(dim, 128), *clips), LayerRotations(*moved))
+
+    candidates = {"int2": attention("int2"), "hadamard": attention("hadamard", hadamard_rotations(layers, dim))}
+    for folder in args.rotations:
+        rotations = load_rotations(folder, layers=layers, kv_heads=heads, head_dim=dim)
+        candidates[folder] = attention("oscar", rotations)
+    contexts = [ids[start : start + args.length] for start in starts]
+    for name, value in mean_kl(model, contexts, candidates).items():
+        print(f"{value:.4f} nats per token  {name}")
+
+
+if __name__ == "__main__":
+    main()

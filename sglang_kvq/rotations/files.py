@@ -50,16 +50,19 @@ def load_rotations(location: str | Path, *, layers: int, kv_heads: int, head_dim
     return rotations
 
 
-def read_rotations(location: str | Path) -> tuple[Rotations, int]:
-    """Load rotations of whatever geometry they have, checked for orthogonality. For ``kvq convert``.
+def read_rotations(location: str | Path) -> tuple[Rotations, int | None]:
+    """Load rotations of whatever geometry they have, checked for orthogonality.
 
     Returns:
-        the rotations and the KV heads of their model (1 if the file does not say).
+        the rotations, and the KV heads of their model if the files tell.
     """
     rotations, config = _load(_resolve(str(location)), None)
-    kv_heads = config.get("geometry", {}).get("kv_heads") or max(rotations.k.shape[1], rotations.v.shape[1])
-    check_rotations(rotations, layers=rotations.k.shape[0], kv_heads=kv_heads, head_dim=rotations.k.shape[-1])
-    return rotations, kv_heads
+    heads = max(rotations.k.shape[1], rotations.v.shape[1])
+    known_heads = config.get("geometry", {}).get("kv_heads") or (heads if heads > 1 else None)
+    check_rotations(
+        rotations, layers=rotations.k.shape[0], kv_heads=known_heads or heads, head_dim=rotations.k.shape[-1]
+    )
+    return rotations, known_heads
 
 
 def save_rotations(rotations: Rotations, folder: str | Path, *, kv_heads: int, overwrite: bool = False) -> None:
@@ -89,6 +92,25 @@ def save_rotations(rotations: Rotations, folder: str | Path, *, kv_heads: int, o
             "sha256": _sha256((temporary / TENSOR_FILE).read_bytes()),
         }
         (temporary / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n")
+
+
+def convert_rotations(
+    source: str | Path, output: str | Path, *, to: str, kv_heads: int | None = None, overwrite: bool = False
+) -> None:
+    """Rewrite rotations in the layout ``to``: "safetensors" or "pt". Arguments as ``kvq convert``.
+
+    Raises:
+        KVQuantError: as ``load_rotations`` and ``save_rotations``; or KV heads needed and not known.
+    """
+    rotations, known_heads = read_rotations(source)
+    if to == "pt":
+        with new_folder(output, overwrite=overwrite) as temporary:
+            published.save_published(rotations, temporary)
+        return
+    heads = kv_heads or known_heads
+    if heads is None:
+        raise KVQuantError(f"{source}: it does not say how many KV heads the model has; pass --kv-heads.")
+    save_rotations(rotations, output, kv_heads=heads, overwrite=overwrite)
 
 
 @contextmanager
