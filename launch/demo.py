@@ -22,7 +22,7 @@ from launch import model as small_model
 from launch.progress import StepFailed, step
 from launch.server import Server, ServerError
 
-SHORT = "What is the capital of France?"
+SHORT = "How many days are in a week?"
 #: Longer than the BF16 windows (64 + 256 tokens by default), so most of it is read back from 2 bits.
 PASSAGE = (
     "The lighthouse on Gull Rock was built in 1874 by Anna Berg, who paid for it with the profits of her sawmill. "
@@ -79,7 +79,7 @@ def table(method: str, plain: Result, kvq: Result) -> Table:
     out.add_row("tokens that fit", number(plain.tokens), number(status.get("tokens", kvq.tokens)))
     out.add_row("allocated bits per element", "16", number(status.get("bits_per_element"), ".2f"))
     for tier, tokens in (status.get("tiers") or {}).items():
-        out.add_row(f"tokens held: {tier}", "", number(tokens))
+        out.add_row(f"held after the questions: {tier.replace('_', ' ')}", "", number(tokens))
     questions = {"short": SHORT, "long": "four times a passage, then: who built the lighthouse, and in which year?"}
     for name, question in questions.items():
         out.add_row(

@@ -209,15 +209,16 @@ class Server:
         return self.json("/server_info")
 
     def kv_quant(self) -> dict[str, Any]:
-        """The plugin's part of ``/server_info``.
+        """The plugin's part of ``/server_info``: what is served, and how much of it is in use now.
 
         Raises:
             ServerError: the server reports none, so the plugin is not in use.
         """
-        for found in _find(self.info(), "kv_quant"):
-            if isinstance(found, dict):
-                return found
-        raise ServerError(f"/server_info has no kv_quant: the plugin is not in use\n{self.log_tail()}")
+        # A part that is fixed at start and one of the scheduler's state; later ones are the more recent.
+        found = [part for part in _find(self.info(), "kv_quant") if isinstance(part, dict)]
+        if not found:
+            raise ServerError(f"/server_info has no kv_quant: the plugin is not in use\n{self.log_tail()}")
+        return {key: value for part in found for key, value in part.items()}
 
     def flush(self) -> None:
         """Empties the prefix cache (the server must be idle)."""

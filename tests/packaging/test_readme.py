@@ -1,0 +1,49 @@
+"""The README says what the code does: flags and methods are all there, and nothing else is."""
+
+from __future__ import annotations
+
+import argparse
+import re
+
+import pytest
+
+from sglang_kvq.config import KVQuantConfig
+from sglang_kvq.methods import METHOD_NAMES, get_method
+from tests.conftest import ROOT
+
+README = (ROOT / "README.md").read_text()
+
+
+def rows(heading: str) -> dict[str, list[str]]:
+    """The cells of a heading's first table, by the name in the first one."""
+    section = README.split(f"### {heading}\n")[1].split("\n#")[0]
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines() if line[:1] == "|"]
+    return {row[0].strip("`"): row[1:] for row in cells[2:]}
+
+
+def test_flags() -> None:
+    flags = pytest.importorskip("sglang_kvq.sglang.flags")
+    parser = argparse.ArgumentParser(add_help=False)
+    flags.add_flags(parser)
+    known = {action.option_strings[0]: action.default for action in parser._actions}
+    written = rows("Flags")
+    assert set(written) == set(known)
+    for flag, default in known.items():
+        if default is not None:
+            assert written[flag][0].strip("`") == str(default)
+
+
+def test_methods() -> None:
+    written = rows("Methods")
+    assert set(written) == {*METHOD_NAMES, "none"}
+    for name in METHOD_NAMES:
+        for paper in re.findall(r"arXiv (\d+\.\d+)", get_method(name).paper):
+            assert paper in written[name][-1]
+    assert KVQuantConfig("int2").method in written
+
+
+@pytest.mark.parametrize("page", ["README.md", *(f"docs/{p.name}" for p in sorted((ROOT / "docs").glob("*.md")))])
+def test_links_lead_somewhere(page: str) -> None:
+    path = ROOT / page
+    for target in re.findall(r"\]\((?!https?:|#)([^)#]+)", path.read_text()):
+        assert (path.parent / target).exists(), f"{page} links to {target}"
