@@ -22,7 +22,8 @@ def rows(heading: str) -> dict[str, list[str]]:
 
 
 def test_flags() -> None:
-    flags = pytest.importorskip("sglang_kvq.sglang.flags")
+    from sglang_kvq.sglang import flags
+
     parser = argparse.ArgumentParser(add_help=False)
     flags.add_flags(parser)
     known = {action.option_strings[0]: action.default for action in parser._actions}
