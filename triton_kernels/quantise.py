@@ -72,6 +72,9 @@ def _constants(format: PageFormat, kv_heads: int) -> dict:
         "GROUP": format.group_size,
         "RANK_K": format.rank_k,
         "RANK_V": format.rank_v,
+        # Not computed in the kernel: SGLang replaces triton.next_power_of_2 by a function Triton cannot call there.
+        "JP": triton.next_power_of_2(format.head_dim // 4),
+        "DP": triton.next_power_of_2(format.head_dim),
         "num_warps": 4 if format.head_dim <= 128 else 8,
     }
 
@@ -80,6 +83,7 @@ def _constants(format: PageFormat, kv_heads: int) -> dict:
 def _quantise_tokens(
     records, first, pages, k, v, k_token, k_head, v_token, v_head,
     KV_HEADS: tl.constexpr, D: tl.constexpr, GROUP: tl.constexpr, RANK_K: tl.constexpr, RANK_V: tl.constexpr,
+    JP: tl.constexpr, DP: tl.constexpr,
 ):  # fmt: skip
     """Program (i, h): page pages[i] of KV head h."""
     head = tl.program_id(1)
@@ -88,7 +92,7 @@ def _quantise_tokens(
     RECORD: tl.constexpr = 2 * (PAGE * D // 4) + 8 * PAGE * (D // GROUP)
     _quantise_page(
         k + token * k_token + head * k_head, k_token, v + token * v_token + head * v_head, v_token,
-        records + (page * KV_HEADS + head) * RECORD, D, GROUP, RANK_K, RANK_V,
+        records + (page * KV_HEADS + head) * RECORD, D, GROUP, RANK_K, RANK_V, JP, DP,
     )  # fmt: skip
 
 
@@ -96,6 +100,7 @@ def _quantise_tokens(
 def _quantise_slots(
     records, overlays, slots, pages, count, record_layer, overlay_layer, layers,
     KV_HEADS: tl.constexpr, D: tl.constexpr, GROUP: tl.constexpr, RANK_K: tl.constexpr, RANK_V: tl.constexpr,
+    JP: tl.constexpr, DP: tl.constexpr,
 ):  # fmt: skip
     """Programs share the count * layers * KV_HEADS items, heads fastest."""
     RECORD: tl.constexpr = 2 * (PAGE * D // 4) + 8 * PAGE * (D // GROUP)
@@ -107,13 +112,14 @@ def _quantise_slots(
         page = tl.load(pages + index).to(tl.int64)
         k = overlays + layer.to(tl.int64) * overlay_layer + (slot * 2 * KV_HEADS + head) * (PAGE * D)
         record = records + layer.to(tl.int64) * record_layer + (page * KV_HEADS + head) * RECORD
-        _quantise_page(k, D, k + KV_HEADS * PAGE * D, D, record, D, GROUP, RANK_K, RANK_V)
+        _quantise_page(k, D, k + KV_HEADS * PAGE * D, D, record, D, GROUP, RANK_K, RANK_V, JP, DP)
 
 
 @triton.jit
 def _quantise_page(
     k, k_token, v, v_token, record,
     D: tl.constexpr, GROUP: tl.constexpr, RANK_K: tl.constexpr, RANK_V: tl.constexpr,
+    JP: tl.constexpr, DP: tl.constexpr,
 ):  # fmt: skip
     """One page of one head into its record: K codes, V codes transposed, then scales and zeros."""
     CODES: tl.constexpr = PAGE * D // 4
@@ -121,7 +127,6 @@ def _quantise_page(
     scales = (record + 2 * CODES).to(tl.pointer_type(tl.float16))
 
     # Keys: column c * JP + j is dim c * D/4 + j, so that a byte's four codes lie JP columns apart.
-    JP: tl.constexpr = triton.next_power_of_2(D // 4)
     column = tl.arange(0, 4 * JP)
     dim = column // JP * (D // 4) + column % JP
     codes = _quantise_rows(k, k_token, dim, column % JP < D // 4, scales, scales + SCALES, D, GROUP, RANK_K)
@@ -130,7 +135,6 @@ def _quantise_page(
     token, j = tl.arange(0, PAGE)[:, None], tl.arange(0, JP)[None, :]
     tl.store(record + token * (D // 4) + j, packed, mask=j < D // 4)
 
-    DP: tl.constexpr = triton.next_power_of_2(D)
     dim = tl.arange(0, DP)
     codes = _quantise_rows(v, v_token, dim, dim < D, scales + 2 * SCALES, scales + 3 * SCALES, D, GROUP, RANK_V)
     codes = codes << (tl.arange(0, PAGE) // (PAGE // 4) * 2)[:, None]

@@ -134,10 +134,10 @@ def rotations(kind: str, heads: Heads) -> LayerRotations:
 
 
 def assert_close(label: str, got: torch.Tensor, want: torch.Tensor, bound: float) -> None:
-    """Relative error in the 2-norm, of the whole and of the worst row ``[..., D]`` (four times the bound)."""
+    """Relative error in the 2-norm, of the whole and of the worst row ``[..., D]`` (eight times the bound)."""
     assert got.shape == want.shape and got.dtype == want.dtype, f"{label}: {got.shape} {got.dtype}"
     got, want = got.double(), want.double()
     assert not got.isnan().any(), f"{label}: NaN in {got.isnan().any(-1).nonzero().tolist()[:8]}"
     error = ((got - want).norm() / want.norm().clamp(min=1e-30)).item()
     worst = ((got - want).norm(dim=-1) / want.norm(dim=-1).clamp(min=1e-3)).max().item()
-    assert error <= bound and worst <= 4 * bound, f"{label}: relative error {error:.2e}, worst row {worst:.2e} (bound {bound})"
+    assert error <= bound and worst <= 8 * bound, f"{label}: relative error {error:.2e}, worst row {worst:.2e} (bound {bound})"

@@ -1,0 +1,64 @@
+"""How many tokens a GPU holds with ``--kv-quant oscar`` and without, and that both servers answer in CUDA graphs.
+
+    python benchmarks/capacity.py --out benchmarks/results/serving_h200.json
+
+Qwen3-8B's geometry with dummy weights and random rotations: nothing is downloaded. About 6 minutes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+
+from benchmarks import record
+from launch.server import Server
+from sglang_kvq.rotations import Rotations, save_rotations
+
+MODEL = Path(__file__).parent / "models" / "qwen3-8b"
+FLAGS = ("--load-format", "dummy", "--skip-tokenizer-init")
+
+
+def random_rotations(folder: Path, layers: int, kv_heads: int, head_dim: int) -> Path:
+    """A file of random orthogonal matrices: what a calibration would give costs the same to serve."""
+    generator = torch.Generator().manual_seed(0)
+    k, v = (torch.linalg.qr(torch.randn(layers, kv_heads, head_dim, head_dim, generator=generator))[0] for _ in "kv")
+    save_rotations(Rotations(k.contiguous(), v.contiguous()), folder, kv_heads=kv_heads, overwrite=True)
+    return folder
+
+
+def capacity(*flags: str) -> tuple[int, dict]:
+    """Tokens of a server's KV cache, and its kv_quant state; fails unless it decodes inside CUDA graphs."""
+    with Server(MODEL, *FLAGS, *flags, cpu=False) as server:
+        info = server.info()
+        for length in (5, 700, 3000):
+            ids = server.generate(list(range(10, 10 + length)), 40, sampling_params={"ignore_eos": True})["output_ids"]
+            assert len(ids) == 40
+        assert "cuda graph: True" in server.log(), server.log_tail()
+        state = server.kv_quant() if "--kv-quant" in flags else {}
+        return info["max_total_num_tokens"], state
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", required=True)
+    parser.add_argument("--mem-fraction-static", default="0.85")
+    parser.add_argument("--plain-backend", default="flashinfer", help="--attention-backend of the BF16 server")
+    args = parser.parse_args()
+    memory = ("--mem-fraction-static", args.mem_fraction_static)
+    with tempfile.TemporaryDirectory() as folder:
+        rotations = random_rotations(Path(folder) / "rotations", 36, 8, 128)
+        ours, state = capacity(*memory, "--kv-quant", "oscar", "--kv-quant-rotations", str(rotations))
+    plain, _ = capacity(*memory, "--attention-backend", args.plain_backend)
+    row = {"scenario": "capacity", "unit": "tokens", "none": plain, "oscar": ours, "ratio": round(ours / plain, 3)}
+    print(row, state, sep="\n")
+    record.write(args.out, "serving", [{**row, **{k: v for k, v in state.items() if k != "tiers"}}])
+
+
+if __name__ == "__main__":
+    main()
