@@ -1,0 +1,34 @@
+"""Rotations and tiny models for these tests."""
+
+import torch
+
+from sglang_kvq.rotations import RotationMeta, Rotations
+
+
+def random_rotations(layers=2, heads=2, dim=64, seed=0) -> Rotations:
+    generator = torch.Generator().manual_seed(seed)
+    k, v = (torch.linalg.qr(torch.randn(layers, heads, dim, dim, generator=generator)).Q for _ in range(2))
+    eigen = torch.rand(layers, heads, dim, generator=generator)
+    return Rotations(k, v, RotationMeta(objective="test", base_model="org/tiny", clip_k=0.9, clip_v=0.92), eigen, eigen + 1)
+
+
+def tiny_llama(layers=2, heads=4, kv_heads=2, dim=64):
+    """A random Llama with a strong constant part in its keys, as trained models have."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=97,
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=dim,
+        attention_bias=True,
+        max_position_embeddings=1024,
+    )
+    model = LlamaForCausalLM(config).eval()
+    for layer in model.model.layers:
+        torch.nn.init.normal_(layer.self_attn.k_proj.bias, std=1.0)
+    return model

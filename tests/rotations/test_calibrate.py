@@ -1,0 +1,156 @@
+"""Calibration on a random model: the statistics against their definitions, and what it buys."""
+
+import pytest
+import torch
+from tests.rotations.helpers import tiny_llama
+
+from sglang_kvq.attention.base import LayerRotations
+from sglang_kvq.errors import KVQuantError
+from sglang_kvq.formats.page import PageFormat
+from sglang_kvq.formats.quantise import clip_rank, dequantise_rows, quantise_rows
+from sglang_kvq.rotations.base import check_rotations
+from sglang_kvq.rotations.calibrate import CalibrationSettings, calibrate
+from sglang_kvq.rotations.capture import attention_hook
+from sglang_kvq.rotations.compose import compose, oscar_permutation
+from sglang_kvq.rotations.evaluate import FakeQuantAttention, mean_kl
+from sglang_kvq.rotations.hadamard import hadamard_matrix
+
+SETTINGS = dict(tokens=1024, context=512, clip_grid=(0.86, 1.0), clip_contexts=1)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_llama()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    """These tensors are too small for more; on a busy machine more threads only wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def ids():
+    return torch.randint(97, (1100,), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("granularity", ["per-head", "per-layer"])
+@pytest.mark.parametrize("composition", ["offset", "oscar"])
+def test_calibration_gives_rotations_of_the_model(model, ids, granularity, composition):
+    seen = []
+    settings = CalibrationSettings(**SETTINGS, granularity=granularity, composition=composition)
+    rotations = calibrate(model, ids, settings, progress=lambda name, done: seen.append(name))
+    check_rotations(rotations, layers=2, kv_heads=2, head_dim=64)
+    assert rotations.granularity == granularity
+    assert rotations.meta.clip_k in settings.clip_grid and rotations.meta.clip_v in settings.clip_grid
+    assert rotations.meta.tokens == 1024 and rotations.meta.model["num_key_value_heads"] == 2
+    assert list(dict.fromkeys(seen)) == ["queries and keys", "values", "clip ratios"]
+    assert model.config._attn_implementation != "kvq_capture"
+
+
+def test_importance_follows_its_definition(model, ids):
+    """Eigenvalues of mean QᵀQ and of Vᵀ diag(w) V, computed from one context's activations at once."""
+    held = {}
+    with torch.inference_mode(), attention_hook(model, lambda layer, *x: held.__setitem__(layer, x)):
+        model.base_model(ids[None, :512])
+    settings = CalibrationSettings(**{**SETTINGS, "tokens": 512})
+    rotations = calibrate(model, ids[:512], settings)
+    for layer, (q, k, v, _) in held.items():
+        q, k, v = (x[:, settings.sink :].double() for x in (q, k, v))
+        for head in range(2):
+            group = torch.cat([q[2 * head], q[2 * head + 1]])
+            importance = group.T @ group / len(group)
+            w = torch.stack([row @ importance @ row for row in k[head]])
+            sst = v[head].T @ torch.diag(w / w.mean()) @ v[head] / len(w)
+            for eigen, matrix in ((rotations.k_eigenvalues, importance), (rotations.v_eigenvalues, sst)):
+                torch.testing.assert_close(
+                    eigen[layer, head].double(), torch.linalg.eigvalsh(matrix), rtol=1e-4, atol=1e-4
+                )
+
+
+def test_oscar_composition_is_u_h_p():
+    x = torch.randn(200, 64, dtype=torch.float64)
+    moment = x.T @ x
+    values, u = torch.linalg.eigh(moment)
+    order = values.argsort(descending=True)
+    perm = torch.empty(64, dtype=torch.int64)
+    for i in range(64):
+        perm[int(f"{i:06b}"[::-1], 2)] = order[i]
+    rotation, eigenvalues = compose("oscar", moment, moment)
+    torch.testing.assert_close(rotation, (u @ hadamard_matrix(64) @ torch.eye(64).double()[:, perm]).float())
+    torch.testing.assert_close(eigenvalues, values.float())
+
+
+@pytest.mark.parametrize("n", [64, 96, 128])
+def test_oscar_permutation_is_one(n):
+    assert sorted(oscar_permutation(n).tolist()) == list(range(n))
+
+
+def test_offset_composition_stores_a_common_part_for_free():
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(512, 64, generator=generator) + 4 * torch.randn(64, generator=generator)
+    moment = (x.T @ x).double()
+    errors = {}
+    for name in ("offset", "oscar"):
+        rotated = x @ compose(name, torch.eye(64, dtype=torch.float64), moment)[0]
+        back = dequantise_rows(*quantise_rows(rotated.bfloat16(), 64, clip_rank(64, 0.9)))
+        errors[name] = (back - rotated).square().mean()
+    assert errors["offset"] < 0.2  # unit noise at 2 bits; the mean, of size 4, costs nothing
+    assert errors["oscar"] > 3 * errors["offset"]
+
+
+def test_kl_counts_the_quantised_history_only(model, ids):
+    h = hadamard_matrix(64).float().expand(2, 2, 64, 64)
+    format = PageFormat(64, 64, 0.9, 0.92)
+    kl = mean_kl(
+        model,
+        [ids[:600]],
+        {
+            "exact": FakeQuantAttention(None),
+            "window only": FakeQuantAttention(format, LayerRotations(h, h), recent=640),
+            "rotated": FakeQuantAttention(format, LayerRotations(h, h)),
+        },
+    )
+    assert abs(kl["exact"]) < 1e-7 and abs(kl["window only"]) < 1e-6 < kl["rotated"]
+
+
+def test_short_corpus(model, ids):
+    with pytest.raises(KVQuantError, match="1100 tokens, calibration needs 2048"):
+        calibrate(model, ids, CalibrationSettings(**{**SETTINGS, "tokens": 2048}))
+
+
+def test_nan_activations(ids):
+    broken = tiny_llama()
+    broken.model.layers[1].self_attn.v_proj.weight.data[3, 3] = float("nan")
+    with pytest.raises(KVQuantError, match="layer 1: .* NaN or infinity"):
+        calibrate(broken, ids, CalibrationSettings(**SETTINGS))
+
+
+def test_unsupported_head_dim(ids):
+    with pytest.raises(KVQuantError, match="head_dim 32"):
+        calibrate(tiny_llama(dim=32), ids, CalibrationSettings(**SETTINGS))
+
+
+def test_sliding_window_is_refused_and_the_model_restored(ids):
+    from transformers import MistralConfig, MistralForCausalLM
+
+    config = MistralConfig(
+        vocab_size=97, hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=1,
+        num_key_value_heads=1, head_dim=64, sliding_window=128,
+    )  # fmt: skip
+    model = MistralForCausalLM(config).eval()
+    before = model.config._attn_implementation
+    with pytest.raises(KVQuantError, match="sliding_window=128"):
+        calibrate(model, ids, CalibrationSettings(**SETTINGS))
+    assert model.config._attn_implementation == before
+
+
+@pytest.mark.parametrize(
+    "wrong", [dict(granularity="per-token"), dict(composition="x"), dict(context=256), dict(tokens=100)], ids=str
+)
+def test_settings_are_checked(wrong):
+    with pytest.raises(KVQuantError, match=f"--{next(iter(wrong))}"):
+        CalibrationSettings(**wrong)

@@ -1,0 +1,238 @@
+"""Round trips, and an error that names the value and the fix for every way a rotation folder can be wrong."""
+
+import json
+import pickle
+from dataclasses import replace
+
+import pytest
+import torch
+from tests.rotations.helpers import random_rotations
+
+from sglang_kvq.errors import KVQuantError
+from sglang_kvq.rotations import Rotations, load_rotations, save_rotations
+from sglang_kvq.rotations.files import CONFIG_FILE, TENSOR_FILE, convert_rotations
+from sglang_kvq.rotations.published import K_FILE, V_FILE, save_published
+
+GEOMETRY = dict(layers=2, kv_heads=2, head_dim=64)
+
+
+@pytest.fixture
+def native(tmp_path):
+    save_rotations(random_rotations(), tmp_path / "native", kv_heads=2)
+    return tmp_path / "native"
+
+
+@pytest.fixture
+def published(tmp_path):
+    folder = tmp_path / "published"
+    folder.mkdir()
+    save_published(random_rotations(heads=1), folder)
+    return folder
+
+
+def assert_same(a: Rotations, b: Rotations):
+    for name in ("k", "v", "k_eigenvalues", "v_eigenvalues"):
+        assert torch.equal(getattr(a, name), getattr(b, name)), name
+
+
+@pytest.mark.parametrize("heads", [1, 2], ids=["per-layer", "per-head"])
+def test_native_round_trip(tmp_path, heads):
+    rotations = random_rotations(heads=heads)
+    save_rotations(rotations, tmp_path / "r", kv_heads=2)
+    loaded = load_rotations(tmp_path / "r", **GEOMETRY)
+    assert_same(loaded, rotations)
+    assert loaded.meta == replace(rotations.meta, source=str(tmp_path / "r"))
+    assert loaded.granularity == ("per-head" if heads > 1 else "per-layer")
+    assert sorted(p.name for p in (tmp_path / "r").iterdir()) == [CONFIG_FILE, TENSOR_FILE]
+
+
+@pytest.mark.parametrize("heads", [1, 2], ids=["per-layer", "per-head"])
+def test_published_round_trip_and_conversion(tmp_path, heads):
+    rotations = random_rotations(heads=heads)
+    save_rotations(rotations, tmp_path / "a", kv_heads=2)
+    convert_rotations(tmp_path / "a", tmp_path / "b", to="pt")
+    assert_same(load_rotations(tmp_path / "b", **GEOMETRY), rotations)
+    convert_rotations(tmp_path / "b", tmp_path / "c", to="safetensors", kv_heads=2)
+    assert_same(load_rotations(tmp_path / "c", **GEOMETRY), rotations)
+
+
+def test_published_layout_is_the_documented_one(published):
+    document = torch.load(published / K_FILE, weights_only=True)
+    assert set(document) == {"format_version", "objective", "source_grouping", "layers"}
+    assert document["source_grouping"] == "layer" and list(document["layers"]) == [0, 1]
+    assert document["layers"][1]["rotation"].shape == (64, 64)
+    assert document["layers"][1]["eigenvalues"].shape == (64,)
+
+
+def test_a_file_of_the_folder_is_a_location(native, published):
+    load_rotations(native / TENSOR_FILE, **GEOMETRY)
+    load_rotations(published / V_FILE, **GEOMETRY)
+
+
+def test_conversion_of_shared_rotations_needs_the_heads(published, tmp_path):
+    with pytest.raises(KVQuantError, match="--kv-heads"):
+        convert_rotations(published, tmp_path / "out", to="safetensors")
+
+
+def test_existing_output_is_kept(native):
+    before = (native / TENSOR_FILE).read_bytes()
+    with pytest.raises(KVQuantError, match="--overwrite"):
+        save_rotations(random_rotations(seed=1), native, kv_heads=2)
+    assert (native / TENSOR_FILE).read_bytes() == before
+    save_rotations(random_rotations(seed=1), native, kv_heads=2, overwrite=True)
+    assert_same(load_rotations(native, **GEOMETRY), random_rotations(seed=1))
+
+
+def test_failed_save_leaves_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr("sglang_kvq.rotations.files.json.dumps", lambda *a, **k: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        save_rotations(random_rotations(), tmp_path / "r", kv_heads=2)
+    assert list(tmp_path.iterdir()) == []
+
+
+def refuse(location, *words, **geometry):
+    with pytest.raises(KVQuantError) as caught:
+        load_rotations(location, **{**GEOMETRY, **geometry})
+    for word in (str(location).split("/")[-1], *words):
+        assert word in str(caught.value), str(caught.value)
+
+
+def test_missing_folder(tmp_path):
+    refuse(tmp_path / "nothing", "no such folder", "kvq calibrate", "--kv-quant hadamard")
+
+
+def test_empty_folder(tmp_path):
+    refuse(tmp_path, "no rotations in this folder", "kvq calibrate")
+
+
+@pytest.mark.parametrize("name", [TENSOR_FILE, CONFIG_FILE])
+def test_half_a_native_folder(native, name):
+    (native / name).unlink()
+    refuse(native, f"{name} is missing")
+
+
+@pytest.mark.parametrize("name", [K_FILE, V_FILE])
+def test_half_a_published_folder(published, name):
+    (published / name).unlink()
+    refuse(published, f"{name} is missing")
+
+
+@pytest.mark.parametrize("other", [dict(layers=3), dict(kv_heads=4), dict(head_dim=128)], ids=str)
+def test_other_geometry(native, published, other):
+    refuse(native, str(*other.values()), "kvq calibrate", **other)
+    if "kv_heads" not in other:  # the published layout shares a layer's rotation and does not record heads
+        refuse(published, "kvq calibrate", **other)
+
+
+def test_shared_rotations_remember_their_heads(tmp_path):
+    save_rotations(random_rotations(heads=1), tmp_path / "r", kv_heads=2)
+    refuse(tmp_path / "r", "2 KV heads", "org/tiny", "has 4", kv_heads=4)
+
+
+def test_missing_layer(published):
+    document = torch.load(published / V_FILE, weights_only=True)
+    del document["layers"][0]
+    torch.save(document, published / V_FILE)
+    refuse(published, "layer 0 is missing", V_FILE)
+
+
+@pytest.mark.parametrize("tensor", ["k", "v"])
+@pytest.mark.parametrize("value, word", [(float("nan"), "NaN or infinity"), (0.5, "not orthogonal")])
+def test_bad_values_name_layer_and_head(published, tensor, value, word):
+    rotations = random_rotations(heads=2)
+    getattr(rotations, tensor)[1, 0, 3, 5] += value
+    save_published(rotations, published)
+    refuse(published, word, f"{tensor} of layer 1, head 0")
+    with pytest.raises(KVQuantError, match=word):
+        save_rotations(rotations, published.parent / "never", kv_heads=2)
+
+
+def test_float32_rounding_is_orthogonal_enough(published):
+    rotations = random_rotations(heads=1)
+    save_published(replace(rotations, k=rotations.k + 1e-6), published)
+    load_rotations(published, **GEOMETRY)
+
+
+def test_truncated_tensors(native):
+    data = (native / TENSOR_FILE).read_bytes()
+    (native / TENSOR_FILE).write_bytes(data[: len(data) // 2])
+    refuse(native, "truncated or damaged")
+
+
+def test_altered_tensors(native):
+    data = bytearray((native / TENSOR_FILE).read_bytes())
+    data[-1] ^= 1
+    (native / TENSOR_FILE).write_bytes(data)
+    refuse(native, "sha256", "fetch both again")
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "{}"])
+def test_config_of_something_else(native, text):
+    (native / CONFIG_FILE).write_text(text)
+    refuse(native, "not the config.json of rotations")
+
+
+def test_newer_format(native, published):
+    config = json.loads((native / CONFIG_FILE).read_text())
+    (native / CONFIG_FILE).write_text(json.dumps({**config, "format_version": 2}))
+    refuse(native, "format_version 2", "update sglang-kvq")
+    torch.save({**torch.load(published / K_FILE, weights_only=True), "format_version": 2}, published / K_FILE)
+    refuse(published, "format_version 2", "update sglang-kvq")
+
+
+class Payload:
+    def __reduce__(self):
+        return print, ("this must never run",)
+
+
+@pytest.mark.parametrize("content", ["pickle with code", "truncated"])
+def test_pickle_is_refused(published, content, capsys):
+    if content == "truncated":
+        data = (published / K_FILE).read_bytes()
+        (published / K_FILE).write_bytes(data[: len(data) // 2])
+    else:
+        (published / K_FILE).write_bytes(pickle.dumps(Payload()))
+    refuse(published, "not loadable as plain tensors", K_FILE)
+    assert "must never run" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("document", [{}, {"layers": {}}, {"layers": {0: {}, 1: {}}}, [1]], ids=str)
+def test_published_file_of_something_else(published, document):
+    torch.save(document, published / K_FILE)
+    refuse(published, K_FILE)
+
+
+def test_hub_unreachable(monkeypatch):
+    def offline(*args, **kwargs):
+        raise ConnectionError("no route")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", offline)
+    refuse("org/name/model", "no route", "copy the rotations to a folder", "--kv-quant hadamard")
+
+
+def test_hub_download_asks_for_one_folder(monkeypatch, native):
+    asked = {}
+
+    def snapshot(repo, allow_patterns):
+        asked.update(repo=repo, patterns=allow_patterns)
+        return str(native.parent)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot)
+    load_rotations("org/name/native", **GEOMETRY)
+    assert asked["repo"] == "org/name" and f"native/{TENSOR_FILE}" in asked["patterns"]
+    refuse("org/name/absent", "no rotations in absent", "org/name/FOLDER")
+
+
+@pytest.mark.parametrize("heads", [1, 4])
+def test_for_worker_slices_layers_and_heads(heads):
+    rotations = random_rotations(layers=3, heads=heads)
+    worker = rotations.for_worker(range(1, 3), kv_heads_total=4, head_start=2, head_count=2)
+    expected = rotations.k[1:, 2:4] if heads == 4 else rotations.k[1:].expand(2, 2, 64, 64)
+    assert torch.equal(worker.k, expected) and worker.k.is_contiguous() and worker.v.is_contiguous()
+
+
+def test_for_worker_refuses_what_is_not_there():
+    rotations = random_rotations(layers=2, heads=2)
+    for layers, total, start, count in [(range(1, 3), 2, 0, 2), (range(2), 2, 1, 2), (range(2), 4, 0, 2)]:
+        with pytest.raises(KVQuantError):
+            rotations.for_worker(layers, total, start, count)
