@@ -285,15 +285,8 @@ def after_configure(result: Any, configurator: Any, *args: Any, **kwargs: Any) -
 
 
 def after_init_info(result: dict, scheduler: Any) -> dict:
-    """AFTER ``Scheduler.get_init_info``: what is served, for ``/server_info``."""
-    from sglang_kvq.sglang import runtime
+    """AFTER ``Scheduler.get_init_info``: what is served, at the top of ``/server_info``; counts change, so not those."""
+    from sglang_kvq.sglang import observe, runtime
 
-    state = runtime.current()
-    served = {
-        **state.status,
-        "sink_tokens": state.config.sink_tokens,
-        "recent_tokens": state.config.recent_tokens,
-        "allocated_bits_per_element": round(state.layout.bits_per_element, 3),
-        "bf16_pages": state.layout.slots,
-    }
-    return {**result, "kv_quant": served}
+    fixed = {name: value for name, value in observe.snapshot(runtime.current()).items() if name != "tiers"}
+    return {**result, "kv_quant": fixed}

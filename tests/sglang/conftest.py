@@ -2,12 +2,14 @@
 
 import json
 import os
+from importlib.util import find_spec
 
 import pytest
 
 os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-pytest.importorskip("sglang")
+if find_spec("sglang") is None:  # the rest of the package is tested without it
+    collect_ignore_glob = ["test_*.py"]
 
 LLAMA = dict(
     architectures=["LlamaForCausalLM"], model_type="llama", hidden_size=256, intermediate_size=512, num_hidden_layers=2,

@@ -9,10 +9,11 @@ from sglang_kvq.sglang.runtime import config_of
 
 
 @pytest.fixture
-def engine_class(applied):
-    from sglang.srt.entrypoints.engine import Engine
+def engine_class(applied, monkeypatch):
+    from sglang.srt.entrypoints import engine
 
-    return Engine
+    monkeypatch.setattr(engine.atexit, "register", lambda shutdown: None)  # an Engine that fails stays registered
+    return engine.Engine
 
 
 @pytest.fixture
