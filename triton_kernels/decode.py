@@ -9,8 +9,10 @@ c in 0..3, scale s and zero z per token, and queries q:
 
 Both products run on INT8 tensor cores with tokens (then dims of V) on the 16-row side, where codes lie
 packed in memory the way the operand wants them in registers, and query heads on the 8-column side. Each
-head has two columns, the high and low part of its INT8 split: x = unit (high + low / 254), 15 bits.
+head has two columns, the high and low part of its INT8 split: x = unit (high + low / 256), 15 bits.
 """
+
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -27,8 +29,27 @@ LEAST_PAGES = tl.constexpr(4)
 MAGIC = tl.constexpr(12582912.0)
 MAGIC_BITS = tl.constexpr(0x4B400000)
 LOG2E = 1.4426950408889634
-LOW = tl.constexpr(1 / 254)
 NEVER = tl.constexpr(-1e30)
+
+
+@dataclass(frozen=True)
+class DecodeLaunch:
+    """How the kernel is compiled, and how many of its one-warp programs an SM then holds."""
+
+    stages: int
+    registers: int
+    programs_per_sm: int
+
+
+def decode_launch(head_dim: int, shared: int) -> DecodeLaunch:
+    """The launch for that geometry; ``shared`` query heads share a KV head.
+
+    With up to four, the loop fits 128 registers without spilling in it, and 16 programs hide each other's
+    waits; more heads hold more accumulators.
+    """
+    if head_dim <= 128 and shared <= 4:
+        return DecodeLaunch(stages=2, registers=128, programs_per_sm=16)
+    return DecodeLaunch(stages=3, registers=255, programs_per_sm=8)
 
 
 def decode(
@@ -46,6 +67,7 @@ def decode(
     req_to_token: torch.Tensor,
     row_sink_end: torch.Tensor,
     row_history_end: torch.Tensor,
+    launch: DecodeLaunch,
     plain: bool = INTERPRETED,
 ) -> None:
     """Partial results of every split.
@@ -56,6 +78,7 @@ def decode(
         q: BF16 ``[B, q_heads, D]``, rotated; last axis contiguous.
         rows, seq_lens: int ``[B]``; the tables are ``PagePool``'s.
         records, overlays: one layer's.
+        launch: from ``decode_launch``.
         plain: unpack codes without inline assembly, as the interpreter must.
     """
     splits, batch, q_heads, d = out.shape
@@ -75,8 +98,8 @@ def decode(
         VP=triton.next_power_of_2(group),
         PLAIN=plain,
         num_warps=1,
-        num_stages=3,
-        **({} if INTERPRETED else {"maxnreg": 168 if d <= 128 and heads == 4 else 255}),
+        num_stages=launch.stages,
+        **({} if INTERPRETED else {"maxnreg": launch.registers}),
     )  # fmt: skip
 
 
@@ -157,8 +180,9 @@ def _history(
 ):  # fmt: skip
     """Records of pages first .. last: (acc [VP, HEADS], denominator [HEADS], maximum [HEADS]), base 2.
 
-    A tile is two pages, 128 tokens. Its row n = (plane, page, i) is token plane * 16 + i of that page, so
-    that the tokens whose codes share a byte plane of V are 32 consecutive rows.
+    A tile is two pages, 128 tokens. Its row n = (plane, page, half, i) is token plane * 16 + 2 i + half of that
+    page: the tokens whose codes share a byte plane of V are 32 consecutive rows, and rows n and n + 8, which
+    one thread holds, are neighbours whose scales it reads at once.
     """
     TILE: tl.constexpr = 2 * PAGE
     COLUMNS: tl.constexpr = 2 * HEADS
@@ -184,7 +208,7 @@ def _history(
 
     row = tl.arange(0, TILE)
     second = row // QUARTER % 2 == 1
-    token = row // (2 * QUARTER) * QUARTER + row % QUARTER  # within its page
+    token = row // (2 * QUARTER) * QUARTER + row % 8 * 2 + row // 8 % 2  # within its page
     fraction = tl.where(row // (2 * QUARTER) % 2 == 1, 0.25, 1.0)  # planes 1 and 3 of V
     j = tl.arange(0, JP)
     k_place = token[:, None] * D4 + j[None, :]
@@ -192,7 +216,10 @@ def _history(
     dim_v = tl.arange(0, VP)
     v_place = CODES + (v_first + dim_v)[:, None] * QUARTER + column[None, :] % QUARTER
     records += head * RECORD
-    v_scales = (v_first // GROUP) * PAGE + 2 * SCALES
+    # Scales and zeros, of K's first group and of this program's group of V, in one load: [page, kind, which, token].
+    which = tl.arange(0, 4)[None, :, None]
+    scale_place = which * SCALES + which // 2 * (v_first // GROUP * PAGE) + tl.arange(0, PAGE)[None, None, :]
+    second_page = (tl.arange(0, 2) == 1)[:, None, None]
 
     acc = tl.zeros([VP, HEADS], tl.float32)
     top = tl.full([HEADS], NEVER, tl.float32)
@@ -215,15 +242,16 @@ def _history(
             v = tl.load(base_v[None, :] + v_place)  # [VP, 2 * QUARTER]
         else:
             v = tl.load(base_v[None, :] + v_place, mask=(dim_v < GROUP)[:, None], other=0)
-        scales = (base + 2 * CODES).to(tl.pointer_type(tl.float16)) + token  # [TILE]
-        s_v = tl.load(scales + v_scales).to(tl.float32)
-        z_v = tl.load(scales + v_scales + SCALES).to(tl.float32)
+        scales = (records + tl.where(second_page, base_b, base_a) + 2 * CODES).to(tl.pointer_type(tl.float16))
+        s_k, z_k, s_v, z_v = _scales(tl.load(scales + scale_place))  # [TILE] each
 
         k0, k1, k2, k3 = _unpack4(k, PLAIN)
         x = tl.zeros([TILE, HEADS], tl.float32)
         for g in tl.static_range(D // GROUP):
-            s_k = tl.load(scales + g * PAGE).to(tl.float32)
-            z_k = tl.load(scales + g * PAGE + SCALES).to(tl.float32)
+            if g > 0:
+                more = (base + 2 * CODES).to(tl.pointer_type(tl.float16)) + g * PAGE + token
+                s_k = tl.load(more).to(tl.float32)
+                z_k = tl.load(more + SCALES).to(tl.float32)
             products = tl.full([TILE, COLUMNS], MAGIC_BITS, tl.int32)
             products = _group_product(k0, q0, products, 0, g, D4, JP, GROUP)
             products = _group_product(k1, q1, products, 1, g, D4, JP, GROUP)
@@ -270,25 +298,42 @@ def _query_plane(
 
 @triton.jit
 def _split(x):
-    """|x| <= 127 into INT8 (high, low) with x = high + low / 254."""
+    """|x| <= 127 into INT8 (high, low) with x = high + low / 256; 254.9 keeps low <= 127."""
     rounded = x + MAGIC
-    low = (x - (rounded - MAGIC)) * 254.0 + MAGIC
+    low = (x - (rounded - MAGIC)) * 254.9 + MAGIC
     return rounded.to(tl.int32, bitcast=True).to(tl.int8), low.to(tl.int32, bitcast=True).to(tl.int8)
 
 
 @triton.jit
 def _join_parts(products, ROWS: tl.constexpr, HEADS: tl.constexpr):
     """Products of INT8 columns (high, low), accumulated on MAGIC_BITS, to float32 [ROWS, HEADS]."""
-    x = products.to(tl.float32, bitcast=True) - MAGIC  # an exact conversion for half the price
-    high, low = tl.split(tl.reshape(x, [ROWS, HEADS, 2]))
-    return high + low * LOW
+    parts = tl.reshape(products.to(tl.float32, bitcast=True), [ROWS, HEADS, 2])
+    high, low = tl.split(parts)  # MAGIC + integer, each: exact, and no conversion instruction
+    return (high - (MAGIC + MAGIC / 256)) + low * (1 / 256)
+
+
+@triton.jit
+def _scales(x):
+    """FP16 [2 pages, 4, PAGE] to four float32 [128], rows in the tile's order."""
+    x = tl.reshape(x, [2, 2, 2, 4, 8, 2])  # page, kind, which, plane, i, half
+    x = tl.reshape(tl.permute(x, (3, 0, 5, 4, 1, 2)), [2 * PAGE, 2, 2])
+    scale, zero = tl.split(x)
+    s_k, s_v = tl.split(scale)
+    z_k, z_v = tl.split(zero)
+    return s_k.to(tl.float32), z_k.to(tl.float32), s_v.to(tl.float32), z_v.to(tl.float32)
 
 
 @triton.jit
 def _planes(x, COLUMNS: tl.constexpr):
-    """[4 * 32, COLUMNS] to its four row blocks."""
-    ROWS: tl.constexpr = x.shape[0] // 4
-    x = tl.permute(tl.reshape(x, [2, 2, ROWS, COLUMNS]), (2, 3, 0, 1))
+    """Rows [128 = (plane, page, half, i), COLUMNS] to the four planes' [32 = (page, 2 i + half), COLUMNS].
+
+    Splitting off the halves and joining them again makes them neighbours in a thread's registers, hence
+    bytes of one word in the shared memory through which the operand goes.
+    """
+    x = tl.permute(tl.reshape(x, [2, 2, 2, 2, 8, COLUMNS]), (2, 4, 5, 0, 1, 3))
+    even, odd = tl.split(x)
+    x = tl.join(even, odd)  # [page, i, COLUMNS, plane, plane, half]
+    x = tl.reshape(tl.permute(x, (0, 1, 5, 2, 3, 4)), [32, COLUMNS, 2, 2])
     even, odd = tl.split(x)
     x0, x2 = tl.split(even)
     x1, x3 = tl.split(odd)

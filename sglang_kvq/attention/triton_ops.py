@@ -10,7 +10,7 @@ from sglang_kvq.cache.pool import PagePool
 from sglang_kvq.config import PAGE_SIZE
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.kernels.common import INTERPRETED
-from sglang_kvq.kernels.decode import decode
+from sglang_kvq.kernels.decode import DecodeLaunch, decode, decode_launch
 from sglang_kvq.kernels.flash import flash_attention, plan_tiles, tile_rows
 from sglang_kvq.kernels.gather import gather_pages
 from sglang_kvq.kernels.merge import merge_splits
@@ -18,8 +18,8 @@ from sglang_kvq.kernels.quantise import quantise_slots, quantise_tokens
 from sglang_kvq.kernels.rotate import rotate, split_rotation
 from sglang_kvq.kernels.store import store_tokens
 
-#: Programs of the decode kernel that an SM holds at once: 168 registers in each of 32 threads.
-DECODE_PROGRAMS_PER_SM = 12
+#: More splits of one request than this cost more in merging than they gain.
+MAX_SPLITS = 256
 
 
 class TritonOps(AttentionOps):
@@ -31,6 +31,7 @@ class TritonOps(AttentionOps):
         q_heads: query heads of this worker, a multiple of the pool's KV heads, at most 16 to each.
         max_batch: the most requests in one decode batch.
         slab_tokens: stored tokens that prefill dequantises at a time; 32,768 take 128 MiB at 8 heads of 128.
+        launch: of the decode kernel; None chooses by geometry.
     """
 
     def __init__(
@@ -40,6 +41,7 @@ class TritonOps(AttentionOps):
         q_heads: int,
         max_batch: int,
         slab_tokens: int = 32768,
+        launch: DecodeLaunch | None = None,
     ) -> None:
         super().__init__(pool, rotations)
         if pool.device.type != "cuda" and not INTERPRETED:
@@ -49,6 +51,7 @@ class TritonOps(AttentionOps):
                 f"{q_heads} query heads over {pool.kv_heads} KV heads: the kernels need 1 to 16 whole query heads per KV head."
             )
         self.q_heads, self.max_batch, self.slab_pages = q_heads, max_batch, slab_tokens // PAGE_SIZE
+        self.launch = launch or decode_launch(pool.format.head_dim, q_heads // pool.kv_heads)
         self._sms = 2 if INTERPRETED else torch.cuda.get_device_properties(pool.device).multi_processor_count
         self._r_k = None if rotations.k is None else split_rotation(rotations.k)
         self._r_v = None if rotations.v is None else split_rotation(rotations.v)
@@ -61,7 +64,7 @@ class TritonOps(AttentionOps):
     def splits(self, batch: int) -> int:
         """Splits of each request in a decode batch of that size: one wave of history splits, and one for overlays."""
         programs = batch * self.pool.kv_heads * self.pool.format.groups
-        return max(1, self._sms * DECODE_PROGRAMS_PER_SM // programs) + 1
+        return min(max(1, self._sms * self.launch.programs_per_sm // programs), MAX_SPLITS) + 1
 
     def rotate(self, layer, q, k, v):
         return rotate((q, k, v), self._rotations_of(layer))
@@ -93,7 +96,7 @@ class TritonOps(AttentionOps):
         splits = self.splits(batch)
         lse = self._lse[: splits * batch * heads].view(splits, batch, heads)
         partial = self._partial[: lse.numel() * d].view(splits, batch, heads, d)
-        decode(partial, lse, q, rows, seq_lens, scale, **self._stored(layer))
+        decode(partial, lse, q, rows, seq_lens, scale, launch=self.launch, **self._stored(layer))
         out = torch.empty(batch, heads, d, dtype=q.dtype, device=q.device)
         merge_splits(out, partial, lse)
         return out

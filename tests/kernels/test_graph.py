@@ -1,0 +1,98 @@
+"""What a decode step promises a CUDA graph: fixed addresses, lengths read on the device, no waiting."""
+
+import pytest
+import torch
+from tests.kernels.scene import HEADS, Scene, assert_close, int64, make_scene, randn, rotations
+from tests.kernels.test_decode import BOUND, exact
+
+from sglang_kvq.attention.base import ExtendBatch
+from sglang_kvq.config import PAGE_SIZE
+
+pytestmark = pytest.mark.gpu
+LENGTHS = [1500, 64, 900, 0, 3000, 1, 130, 0]
+
+
+class Step:
+    """rotate_and_store, then decode, over static inputs."""
+
+    def __init__(self, scene: Scene) -> None:
+        heads, batch = scene.heads, len(scene.rows)
+        self.scene, (self.ops, self.reference) = scene, scene.ops(rotations("per-head", scene.heads), batch)
+        self.rows, self.lens = scene.rows.clone(), scene.seq_lens.clone()
+        self.loc = torch.zeros(batch, dtype=torch.int64, device="cuda")
+        self.q, self.k, self.v = (randn(batch, n, heads.head_dim) for n in (heads.q, heads.kv, heads.kv))
+
+    def locate(self) -> None:
+        """``loc`` of each request's last token."""
+        self.loc.copy_(self.scene.pool.req_to_token[self.rows, self.lens - 1])
+
+    def run(self) -> torch.Tensor:
+        q = self.ops.rotate_and_store(1, self.loc, self.q, self.k, self.v)
+        return self.ops.rotate_output(1, self.ops.decode(1, q, self.rows, self.lens, self.scene.scale))
+
+
+def warmed(step: Step) -> Step:
+    step.locate()
+    step.run()
+    torch.cuda.synchronize()
+    return step
+
+
+@pytest.mark.parametrize("heads", [HEADS[0], HEADS[1], HEADS[7]], ids=str)
+def test_replay_follows_changed_lengths_and_rows(heads):
+    step = warmed(Step(make_scene(heads, LENGTHS)))
+    scene = step.scene
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = step.run()
+    order = torch.randperm(len(LENGTHS), device="cuda")
+    for shorter, chosen in [(0, slice(None)), (13, order), (0, order)]:
+        step.rows.copy_(scene.rows[chosen])
+        step.lens.copy_((scene.seq_lens[chosen] - shorter).clamp(min=1))
+        step.q.normal_()
+        step.k.normal_()
+        step.locate()
+        out.fill_(float("nan"))
+        graph.replay()
+        torch.cuda.synchronize()
+        live = step.rows > 0
+        now = Scene(heads, scene.pool, step.rows[live], step.lens[live])
+        q, _, _ = step.reference.rotate(1, step.q, step.k, step.v)
+        want = step.reference.rotate_output(1, exact(now, 1, q[live]).bfloat16())
+        assert_close("replayed", out[live], want, 2 * BOUND)
+        assert not out.isnan().any()
+
+
+def test_padding_rows_write_only_to_page_zero():
+    step = warmed(Step(make_scene(HEADS[1], [700, 0, 0])))
+    before = step.scene.pool.overlays.clone()
+    step.k.normal_()
+    step.run()
+    changed = (step.scene.pool.overlays != before) & ~before.isnan()
+    layer, slot = changed.flatten(2).any(-1).nonzero().unbind(1)
+    page = step.loc[0] // PAGE_SIZE
+    assert set(layer.tolist()) == {1} and set(slot.tolist()) <= {0, int(step.scene.pool.page_slot[page])}
+
+
+def test_nothing_waits_for_the_device():
+    scene = make_scene(HEADS[1], [1500, 900])
+    step = warmed(Step(scene))
+    heads, ops = scene.heads, step.ops
+    new = [70, 200]
+    q, k, v = (randn(sum(new), n, heads.head_dim) for n in (heads.q, heads.kv, heads.kv))
+    rows, loc, empty = int64(1, 2), int64(*range(sum(new))), int64()
+    slots, pages, count, first = int64(1), int64(scene.pool.pages), int64(1), int64(3)
+
+    def everything() -> None:
+        step.run()
+        ops.quantise_slots(slots, pages, count)
+        ops.quantise_tokens(0, first, pages, k, v)
+        ops.extend(0, q, k, v, ExtendBatch(rows, [1500, 900], new, loc, empty, first), scene.scale)
+
+    everything()  # compiles
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        everything()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
