@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.panel import Panel
 from rich.table import Table
 
@@ -43,7 +44,6 @@ class Result:
     tokens: int
     kv_quant: dict[str, Any] = field(default_factory=dict)
     answers: dict[str, str] = field(default_factory=dict)
-    seconds: dict[str, float] = field(default_factory=dict)
 
 
 def describe(server: Server) -> Result:
@@ -55,9 +55,7 @@ def describe(server: Server) -> Result:
 
 def ask(server: Server, result: Result) -> None:
     for name, question in (("short", SHORT), ("long", LONG)):
-        begin = time.monotonic()
         result.answers[name] = server.chat(question, max_tokens=40)
-        result.seconds[name] = time.monotonic() - begin
 
 
 def start(server: Server, title: str) -> Server:
@@ -76,7 +74,8 @@ def table(method: str, plain: Result, kvq: Result) -> Table:
     for heading in ("", "BF16", f"--kv-quant {method}"):
         out.add_column(heading, overflow="fold")
     out.add_row("KV cache memory, GB", number(plain.memory_gb), number(kvq.memory_gb))
-    out.add_row("tokens that fit", number(plain.tokens), number(status.get("tokens", kvq.tokens)))
+    fit = status.get("tokens", kvq.tokens)
+    out.add_row("tokens that fit", number(plain.tokens), f"{number(fit)} ({fit / max(plain.tokens, 1):.1f} times)")
     out.add_row("allocated bits per element", "16", number(status.get("bits_per_element"), ".2f"))
     for tier, tokens in (status.get("tiers") or {}).items():
         out.add_row(f"held after the questions: {tier.replace('_', ' ')}", "", number(tokens))
@@ -84,7 +83,7 @@ def table(method: str, plain: Result, kvq: Result) -> Table:
     for name, question in questions.items():
         out.add_row(
             f"{name} question\n{question}",
-            *(f"{r.answers[name].strip()}\n[dim]{r.seconds[name]:.1f} s[/dim]" for r in (plain, kvq)),
+            *(escape(result.answers[name].strip()) for result in (plain, kvq)),
         )
     return out
 
@@ -154,7 +153,7 @@ def main() -> None:
     try:
         run(options, console)
     except (ServerError, StepFailed) as error:
-        console.print(f"[red]{'The demo failed'}[/red]")
+        console.print("[red]The demo failed[/red]")
         sys.exit(str(error))
     except KeyboardInterrupt:
         console.print("stopped")
