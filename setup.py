@@ -6,14 +6,14 @@ becomes ``sglang_kvq.kernels``; ``rotation_zoo`` becomes ``sglang_kvq.rotation_z
 
 from pathlib import Path
 
-from setuptools import find_namespace_packages, find_packages, setup
+from setuptools import find_packages, setup
 
 FOLDERS = {"sglang_kvq.kernels": "triton_kernels", "sglang_kvq.rotation_zoo": "rotation_zoo"}
 
 
 def packages_in(name: str, folder: str) -> list[str]:
-    """The package in that folder and all below it, by import name. Folders with no code count: they hold data."""
-    return [name, *(f"{name}.{inner}" for inner in find_namespace_packages(folder, exclude=["*__pycache__*"]))]
+    """The package in that folder and all below it, by import name."""
+    return [name, *(f"{name}.{inner}" for inner in find_packages(folder))]
 
 
 present = {name: folder for name, folder in FOLDERS.items() if Path(folder).is_dir()}

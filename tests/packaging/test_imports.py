@@ -18,7 +18,7 @@ import importlib.util, json
 from importlib.resources import files
 import sglang_kvq, sglang_kvq.kernels.probe, sglang_kvq.rotation_zoo
 spec = importlib.util.find_spec("triton_kernels")
-zoo = files("sglang_kvq.rotation_zoo") / "probe-model"
+zoo = files("sglang_kvq.rotation_zoo") / "probe-1.5b"
 print(json.dumps({
     "package": sglang_kvq.__file__,
     "kernels": sglang_kvq.kernels.probe.HERE,

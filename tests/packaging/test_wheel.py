@@ -38,7 +38,7 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
             shutil.copy(ROOT / name, copy)
     for name in FOLDERS:
         shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
-    entry = copy / "rotation_zoo" / "probe-model"
+    entry = copy / "rotation_zoo" / "probe-1.5b"
     entry.mkdir()
     (entry / "config.json").write_text("{}")
     (entry / "rotations.safetensors").write_bytes(b"x")
@@ -98,7 +98,7 @@ def test_every_module_is_in_the_wheel(wheel: zipfile.ZipFile) -> None:
 
 
 def test_rotations_are_shipped_and_nothing_else_is(wheel: zipfile.ZipFile) -> None:
-    held = {Path(name).name for name in wheel.namelist() if "/rotation_zoo/probe-model/" in name}
+    held = {Path(name).name for name in wheel.namelist() if "/rotation_zoo/probe-1.5b/" in name}
     assert held == {"config.json", "rotations.safetensors"}
 
 
