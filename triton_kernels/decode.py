@@ -99,7 +99,8 @@ def decode(
         PLAIN=plain,
         num_warps=1,
         num_stages=launch.stages,
-        **({} if INTERPRETED else {"maxnreg": launch.registers}),
+        maxnreg=launch.registers,
+        enable_fp_fusion=True,
     )  # fmt: skip
 
 

@@ -75,6 +75,7 @@ def _constants(format: PageFormat, kv_heads: int) -> dict:
         # Not computed in the kernel: SGLang replaces triton.next_power_of_2 by a function Triton cannot call there.
         "JP": triton.next_power_of_2(format.head_dim // 4),
         "DP": triton.next_power_of_2(format.head_dim),
+        "enable_fp_fusion": False,  # torch rounds each operation
         "num_warps": 4 if format.head_dim <= 128 else 8,
     }
 

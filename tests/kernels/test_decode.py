@@ -8,8 +8,7 @@ BOUND = 5e-3
 
 LENGTHS = {
     "one-token": [1],
-    "ragged": [1, 63, 64, 65, 330, 0, 1100],
-    "no-history": [128, 190],
+    "ragged": [1, 63, 64, 65, 190, 330, 0, 800],
     "odd-pages": [64 * 8 + 1, 64 * 9 + 1],
 }
 if ON_GPU:

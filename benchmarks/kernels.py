@@ -1,0 +1,248 @@
+"""Microseconds of the kernels beside FlashInfer's BF16 ones, at Qwen3-8B's geometry.
+
+    python benchmarks/kernels.py --out benchmarks/results/kernels_h200.json
+
+Every figure is the median of CUDA-graph replays with the L2 cache flushed before each. A kernel whose result
+is wrong has no speed: each is checked first (attention against float64 on the same codes, records bit for
+bit), and an error beyond the bound ends the run. About 2 minutes on one GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+
+from benchmarks import baseline, record
+from sglang_kvq.attention.base import ExtendBatch, LayerRotations
+from sglang_kvq.attention.reference import ReferenceOps
+from sglang_kvq.attention.triton_ops import TritonOps
+from sglang_kvq.cache.pool import PagePool
+from sglang_kvq.config import PAGE_SIZE
+from sglang_kvq.formats.page import PageFormat
+from sglang_kvq.kernels.decode import DecodeLaunch
+
+Q_HEADS, KV_HEADS, D = 32, 8, 128
+SINK, RECENT = 64, 256
+DECODE = [(64, 16384), (16, 98304), (8, 32768), (32, 8192), (1, 131072)]
+FORMAT = PageFormat(D, D, 0.96, 0.92)
+BOUND = 5e-3
+SWEEP = [DecodeLaunch(*x) for x in ((2, 128, 16), (2, 144, 14), (2, 160, 12), (3, 128, 11), (3, 168, 11), (3, 168, 22))]
+
+
+class Timer:
+    """Median time of CUDA-graph replays, L2 flushed before each."""
+
+    def __init__(self, repeats: int) -> None:
+        self.repeats = repeats
+        self.flush = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
+
+    def __call__(self, run: Callable[[], object]) -> float:
+        """Microseconds of ``run``."""
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            run()
+            run()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            run()
+        spans = []
+        for _ in range(self.repeats):
+            self.flush.zero_()
+            span = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+            span[0].record()
+            graph.replay()
+            span[1].record()
+            spans.append(span)
+        torch.cuda.synchronize()
+        return 1e3 * sorted(a.elapsed_time(b) for a, b in spans)[self.repeats // 2]
+
+
+def copy_bandwidth(timer: Timer) -> float:
+    """Bytes per microsecond of a large device copy, reads and writes counted."""
+    a = torch.empty(2 << 30, dtype=torch.uint8, device="cuda")
+    b = torch.empty_like(a)
+    return 2 * a.numel() / timer(lambda: b.copy_(a))
+
+
+def make_pool(batch: int, context: int) -> PagePool:
+    """Requests of ``context`` tokens on shuffled pages, with random codes, plausible scales, sinks and windows."""
+    count = -(-context // PAGE_SIZE)
+    history_end = max(SINK, (context - RECENT) // PAGE_SIZE * PAGE_SIZE)
+    windows = [*range(SINK // PAGE_SIZE), *range(history_end // PAGE_SIZE, count)]
+    table = torch.empty(batch + 1, count * PAGE_SIZE, dtype=torch.int32, device="cuda")
+    pages = torch.randperm(batch * count, device="cuda").view(batch, count) + 1
+    table[0] = 0
+    table[1:] = (pages[:, :, None] * PAGE_SIZE + torch.arange(PAGE_SIZE, device="cuda")).flatten(1)
+    pool = PagePool.allocate(
+        FORMAT, layers=1, kv_heads=KV_HEADS, pages=batch * count, slots=batch * len(windows), req_to_token=table
+    )
+    pool.records.random_(0, 256)
+    scales = pool.records[..., FORMAT.offsets[2] :].view(torch.float16).unflatten(-1, (2, 2, -1))  # K V, scale zero, P
+    scales[..., 0, :] = torch.rand_like(scales[..., 0, :]) * 0.5 + 0.2
+    scales[..., 1, :] = -1.5 * scales[..., 0, :] + 0.1 * torch.randn_like(scales[..., 0, :])
+    pool.overlays.normal_()
+    slots = torch.randperm(pool.slots, device="cuda", dtype=torch.int32) + 1
+    pool.page_slot[pages[:, windows].flatten()] = slots
+    pool.row_sink_end[1:], pool.row_history_end[1:] = SINK, history_end
+    return pool
+
+
+def exact(pool: PagePool, row: int, q: torch.Tensor, context: int, scale: float) -> torch.Tensor:
+    """float64 attention of q ``[q_heads, D]`` over everything a row stores."""
+    pages = pool.req_to_token[row, :context:PAGE_SIZE].long() // PAGE_SIZE
+    start = torch.arange(len(pages), device=q.device) * PAGE_SIZE
+    coded = ((start >= pool.row_sink_end[row]) & (start < pool.row_history_end[row]))[:, None, None, None]
+    overlays = pool.overlays[0, pool.page_slot[pages].clamp(min=0).long()]
+    out = torch.empty(q.shape, dtype=torch.float64, device=q.device)
+    for head in range(KV_HEADS):
+        values = pool.format.dequantise_pages(pool.records[0, pages, head : head + 1])
+        k, v = (
+            torch.where(coded, x, overlays[:, i, head : head + 1].float()).double().flatten(0, 2)[:context]
+            for i, x in enumerate(values)
+        )
+        group = slice(head * Q_HEADS // KV_HEADS, (head + 1) * Q_HEADS // KV_HEADS)
+        out[group] = (q[group].double() @ k.T * scale).softmax(-1) @ v
+    return out
+
+
+def checked(name: str, got: torch.Tensor, want: torch.Tensor) -> float:
+    """Relative error; ends the run beyond the bound."""
+    error = ((got.double() - want.double()).norm() / want.double().norm()).item()
+    if not error <= BOUND:
+        raise SystemExit(f"{name}: relative error {error:.1e} is beyond {BOUND}; no speed is reported for a wrong result.")
+    return error
+
+
+def row_of(kernel: str, batch: int, context: int, ours: float, theirs: float | None, error: float, fraction, **more):
+    return {
+        "kernel": kernel,
+        "batch": batch,
+        "context": context,
+        "q_heads": Q_HEADS,
+        "kv_heads": KV_HEADS,
+        "head_dim": D,
+        "ours_us": round(ours, 2),
+        "flashinfer_bf16_us": theirs and round(theirs, 2),
+        "ratio": theirs and round(theirs / ours, 3),
+        "bandwidth_fraction": fraction and round(fraction, 3),
+        "rel_error": error,
+        **more,
+    }
+
+
+def decode_rows(timer: Timer, bandwidth: float, launch: DecodeLaunch | None = None, beside: bool = True):
+    """One row per shape of ``DECODE``."""
+    for batch, context in DECODE:
+        pool = make_pool(batch, context)
+        ops = TritonOps(pool, LayerRotations(), Q_HEADS, batch, launch=launch)
+        rows = torch.arange(1, batch + 1, device="cuda")
+        lens = torch.full_like(rows, context)
+        q = torch.randn(batch, Q_HEADS, D, device="cuda").bfloat16()
+        run = lambda: ops.decode(0, q, rows, lens, D**-0.5)  # noqa: B023, E731
+        got = run()
+        name = f"decode {batch} x {context}"
+        error = max(checked(name, got[i], exact(pool, i + 1, q[i], context, D**-0.5)) for i in {0, batch - 1})
+        ours = timer(run)
+        coded = int(pool.row_history_end[1] - pool.row_sink_end[1])
+        size = batch * KV_HEADS * (coded * FORMAT.record_bytes // PAGE_SIZE + (context - coded) * 4 * D)
+        del pool, ops
+        theirs = baseline.decode_us(timer, q, batch, context, KV_HEADS) if beside else None
+        yield row_of("decode", batch, context, ours, theirs, error, size / ours / bandwidth, gb_per_s=round(size / ours / 1e3))
+
+
+def quantise_rows(timer: Timer, bandwidth: float, tokens: int = 8192):
+    """Pages of ``tokens`` tokens, from activations (one layer) and from overlays."""
+    pages = tokens // PAGE_SIZE
+    table = torch.zeros(1, PAGE_SIZE, dtype=torch.int32, device="cuda")
+    pool = PagePool.allocate(FORMAT, layers=1, kv_heads=KV_HEADS, pages=pages, slots=pages, req_to_token=table)
+    pool.overlays.normal_()
+    ops, reference = TritonOps(pool, LayerRotations(), Q_HEADS, 1), ReferenceOps(pool, LayerRotations())
+    k, v = (pool.overlays[0, 1:, i].transpose(1, 2).flatten(0, 1).contiguous() for i in range(2))
+    ids = torch.arange(1, pages + 1, device="cuda")
+    first, count = (ids - 1) * PAGE_SIZE, torch.tensor([pages], device="cuda")
+    reference.quantise_slots(ids, ids, count)
+    want = pool.records.clone()
+    for name, run in (
+        ("quantise_tokens", lambda: ops.quantise_tokens(0, first, ids, k, v)),
+        ("quantise_slots", lambda: ops.quantise_slots(ids, ids, count)),
+    ):
+        pool.records.zero_()
+        run()
+        if not torch.equal(pool.records[:, 1:], want[:, 1:]):
+            raise SystemExit(f"{name}: records differ from the reference; no speed is reported for a wrong result.")
+        us = timer(run)
+        size = tokens * KV_HEADS * (4 * D + FORMAT.record_bytes / PAGE_SIZE)
+        yield row_of(name, 1, tokens, us, None, 0.0, size / us / bandwidth, gb_per_s=round(size / us / 1e3))
+
+
+def step_rows(timer: Timer, batch: int = 64):
+    """Rotation of a decode batch, stored in the same launch."""
+    pool = make_pool(batch, 1024)
+    r = torch.linalg.qr(torch.randn(1, KV_HEADS, D, D, device="cuda"))[0].contiguous()
+    rotations = LayerRotations(r, r)
+    ops, reference = TritonOps(pool, rotations, Q_HEADS, batch), ReferenceOps(pool, rotations)
+    q, k, v = torch.randn(batch, Q_HEADS + 2 * KV_HEADS, D, device="cuda").bfloat16().split([Q_HEADS, KV_HEADS, KV_HEADS], 1)
+    loc = pool.req_to_token[1:, -1].long()
+    run = lambda: ops.rotate_and_store(0, loc, q, k, v)  # noqa: E731
+    error = checked("rotate_and_store", run(), reference.rotate(0, q, k, v)[0])
+    yield row_of("rotate_and_store", batch, 1, timer(run), None, error, None)
+
+
+def extend_rows(timer: Timer, prefix: int = 8192, new: int = 8192):
+    """A prefill chunk over a quantised prefix; context counts both."""
+    pool = make_pool(1, prefix)
+    ops, reference = TritonOps(pool, LayerRotations(), Q_HEADS, 1), ReferenceOps(pool, LayerRotations())
+    q, k, v = (torch.randn(new, n, D, device="cuda").bfloat16() for n in (Q_HEADS, KV_HEADS, KV_HEADS))
+    empty = torch.empty(0, dtype=torch.int64, device="cuda")
+    batch = ExtendBatch(torch.tensor([1], device="cuda"), [prefix], [new], torch.arange(new, device="cuda"), empty, empty)
+    run = lambda: ops.extend(0, q, k, v, batch, D**-0.5)  # noqa: E731
+    error = checked("extend", run(), reference.extend(0, q, k, v, batch, D**-0.5))
+    us = timer(run)
+    flops = 4 * Q_HEADS * D * (new * prefix + new * (new + 1) / 2)
+    theirs = baseline.prefill_us(timer, q, prefix + new, KV_HEADS)
+    yield row_of("extend", 1, prefix + new, us, theirs, error, None, new_tokens=new, tflop_per_s=round(flops / us / 1e6))
+
+
+def show(row: dict) -> None:
+    beside = f"{row['flashinfer_bf16_us']:9.1f} {row['ratio']:6.2f}x" if row["ratio"] else f"{'-':>9} {'-':>7}"
+    fraction = f"{row['bandwidth_fraction']:6.1%}" if row["bandwidth_fraction"] else f"{'-':>6}"
+    shape = f"{row['batch']} x {row['context']}"
+    print(f"{row['kernel']:18} {shape:>12} {row['ours_us']:9.1f} {beside} {fraction}   {row['rel_error']:.1e}", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", help="JSON file to write")
+    parser.add_argument("--repeats", type=int, default=21)
+    parser.add_argument("--sweep", action="store_true", help="only compare ways to launch the decode kernel")
+    args = parser.parse_args()
+    torch.manual_seed(0)
+    timer = Timer(args.repeats)
+    bandwidth = copy_bandwidth(timer)
+    print(f"{record.device_name()}, copy bandwidth {bandwidth / 1e3:,.0f} GB/s, FlashInfer {baseline.version() or 'not installed'}")
+    print(f"{'kernel':18} {'shape':>12} {'ours us':>9} {'BF16 us':>9} {'ratio':>7} {'bandw.':>6}   error")
+    if args.sweep:
+        for launch in SWEEP:
+            print(launch)
+            for row in decode_rows(timer, bandwidth, launch, beside=False):
+                show(row)
+        return
+    rows = []
+    for part in (decode_rows(timer, bandwidth), quantise_rows(timer, bandwidth), step_rows(timer), extend_rows(timer)):
+        for row in part:
+            rows.append(row)
+            show(row)
+    if args.out:
+        record.write(args.out, "kernels", rows, copy_gb_per_s=round(bandwidth / 1e3))
+
+
+if __name__ == "__main__":
+    main()

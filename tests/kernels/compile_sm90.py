@@ -1,0 +1,100 @@
+"""Compile what the operations launch for an H100 or H200 (sm_90), on any machine; no GPU is touched.
+
+    python tests/kernels/compile_sm90.py [--all]
+
+The interpreter accepts programs that the compiler refuses, so tests run this too. Prints registers, bytes
+of stack (spills) and shared memory of every kernel, for three geometries or all that tests use.
+"""
+
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from sglang_kvq.attention import triton_ops
+from tests.kernels import scene as scenes
+from tests.kernels.test_extend import make_batch
+
+TARGET = GPUTarget("cuda", 90, 32)
+TYPES = {
+    torch.bfloat16: "*bf16",
+    torch.float32: "*fp32",
+    torch.uint8: "*u8",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+}
+
+
+def type_of(value: object) -> str:
+    """The signature entry of a launch argument, as Triton specialises it."""
+    if isinstance(value, torch.Tensor):
+        return TYPES[value.dtype]
+    if isinstance(value, float):
+        return "fp32"
+    return "constexpr" if value == 1 else "i32" if abs(value) < 2**31 else "i64"
+
+
+def compile_launch(self, *args, grid, warmup=False, **kwargs) -> None:
+    """In place of ``JITFunction.run``: compile for ``TARGET`` and print a line."""
+    given = dict(zip(self.arg_names, args)) | {k: v for k, v in kwargs.items() if k in self.arg_names}
+    constants = {p.name for p in self.params if p.is_constexpr}
+    options = {k: v for k, v in kwargs.items() if k not in self.arg_names}
+    signature = {n: "constexpr" if n in constants else type_of(given[n]) for n in self.arg_names}
+    aligned = [
+        i
+        for i, n in enumerate(self.arg_names)
+        if signature[n][0] == "*" or (signature[n][0] == "i" and given[n] % 16 == 0)
+    ]
+    source = ASTSource(
+        fn=self,
+        signature=signature,
+        constexprs={(i,): given[n] for i, n in enumerate(self.arg_names) if signature[n] == "constexpr"},
+        attrs={(i,): [["tt.divisibility", 16]] for i in aligned},
+    )
+    kernel = triton.compile(source, target=TARGET, options=options)
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        Path(file.name).write_bytes(kernel.asm["cubin"])
+        tool = triton.knobs.nvidia.cuobjdump.path
+        usage = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    registers, stack = re.findall(r"REG:(\d+) STACK:(\d+)", usage)[-1]
+    launch = " ".join(f"{k}={v}" for k, v in options.items())
+    print(
+        f"  {self.__name__:18} registers {registers:>3}  stack {stack:>4}  shared {kernel.metadata.shared:>6}  {launch}",
+        flush=True,
+    )
+
+
+def compile_all(heads: scenes.Heads) -> None:
+    """Every operation once."""
+    print(heads, flush=True)
+    scene = scenes.make_scene(heads, [200, 90])
+    ops, _ = scene.ops(scenes.rotations("per-head", heads))
+    q, k, v = (scenes.randn(130, n, heads.head_dim) for n in (heads.q, heads.kv, heads.kv))
+    loc, pages = torch.arange(130), scenes.int64(1)
+    ops.rotate(0, q, k, v)
+    ops.rotate_and_store(0, loc, q, k, v)
+    ops.store_tokens(0, loc, k, v)
+    ops.quantise_tokens(0, scenes.int64(2), pages, k, v)
+    ops.quantise_slots(pages, pages, pages)
+    ops.decode(0, q[:2], scene.rows, scene.seq_lens, scene.scale)
+    ops.extend(0, q, k, v, make_batch(scene.rows, [(128, 100), (64, 30)]), scene.scale)
+
+
+def main() -> None:
+    triton.runtime.jit.JITFunction.run = compile_launch
+    triton_ops.INTERPRETED = True  # lets the backend stand on CPU tensors; the kernels are not interpreted
+    print(f"triton {triton.__version__}")
+    for heads in scenes.HEADS if "--all" in sys.argv else [scenes.HEADS[i] for i in (1, 3, 7)]:
+        compile_all(heads)
+
+
+if __name__ == "__main__":
+    main()
