@@ -123,7 +123,7 @@ class TierManager:
         self._give_overlays(rows, prefix_lens, seq_lens, window)
         self._touch(window)
         if direct_pages is not None:
-            self.page_valid[direct_pages] = True
+            self.page_valid.index_fill_(0, direct_pages, True)
         self._set_ranges(rows, live, read_lens, max_len)
 
     def apply_pending(self) -> None:
@@ -133,22 +133,23 @@ class TierManager:
 
     def _apply_free(self, pages: torch.Tensor) -> None:
         slots = self.pool.page_slot[pages].clamp(min=0).long()
-        self.slot_page[slots] = 0
-        self.pool.page_slot[pages] = -1
+        # index_fill_ everywhere: assigning a Python number through an index tensor waits for the device.
+        self.slot_page.index_fill_(0, slots, 0)
+        self.pool.page_slot.index_fill_(0, pages, -1)
         self.pool.page_slot[0] = 0
-        self.page_valid[pages] = False
+        self.page_valid.index_fill_(0, pages, False)
 
     def _apply_move(self, own: torch.Tensor, kept: torch.Tensor) -> None:
         slots = self.pool.page_slot[own].long()
         ok = (own != kept) & (kept > 0) & (slots > 0) & (self.pool.page_slot[kept] < 0)
         own, kept, slots = (torch.where(ok, x, 0) for x in (own, kept, slots))
         self.slot_page[slots] = kept
-        self.pool.page_slot[own] = -1
+        self.pool.page_slot.index_fill_(0, own, -1)
         self.pool.page_slot[kept] = slots.int()
         self.pool.page_slot[0] = 0
 
     def _apply_rows(self, rows: torch.Tensor) -> None:
-        self.row_len[rows] = 0
+        self.row_len.index_fill_(0, rows, 0)
 
     # -- windows ---------------------------------------------------------------------------------
 
@@ -193,8 +194,8 @@ class TierManager:
         priority = torch.where(self.slot_page > 0, self.slot_stamp, -1)
         all_rows = torch.arange(len(self.row_len), device=rows.device)
         pinned_pages = self._window(all_rows, self.row_len)[2]
-        priority[self.pool.page_slot[pinned_pages].clamp(min=0).long()] = PINNED
-        priority[resumed_slots.clamp(min=0).long()] = PINNED
+        for slots in (self.pool.page_slot[pinned_pages].flatten(), resumed_slots):
+            priority.index_fill_(0, slots.clamp(min=0).long(), PINNED)
         priority[0] = PINNED
         order = torch.sort(priority, stable=True).indices
         rank = torch.cumsum(need, 0) - 1
@@ -204,8 +205,8 @@ class TierManager:
         slots = torch.where(need, chosen, 0)
         old = torch.where(need, self.slot_page[slots], 0)
         self._quantise((old > 0) & ~self.page_valid[old], slots, old)
-        self.page_valid[old] = True
-        self.pool.page_slot[old] = -1
+        self.page_valid.index_fill_(0, old, True)
+        self.pool.page_slot.index_fill_(0, old, -1)
         self.pool.page_slot[torch.where(need, pages, 0)] = slots.int()
         self.pool.page_slot[0] = 0
         self.slot_page[slots] = torch.where(need, pages, 0)
@@ -230,10 +231,10 @@ class TierManager:
         self.errors += (missing & (slots < 0)).sum()
         # Several requests may share a page: marking slots makes each appear once.
         marked = torch.zeros_like(self.slot_page, dtype=torch.bool)
-        marked[torch.where(missing, slots, 0).clamp(min=0)] = True
+        marked.index_fill_(0, torch.where(missing, slots, 0).clamp(min=0), True)
         marked[0] = False
         self._quantise(marked, torch.arange(len(marked), device=rows.device), self.slot_page)
-        self.page_valid[torch.where(marked, self.slot_page, 0)] = True
+        self.page_valid.index_fill_(0, torch.where(marked, self.slot_page, 0), True)
         # Row 0 is padding and stays at zero.
         self.pool.row_sink_end[rows] = torch.where(live, sink_end * P, 0).int()
         self.pool.row_history_end[rows] = torch.where(live, history_end * P, 0).int()

@@ -112,7 +112,10 @@ def create_backend(model_runner) -> KVQuantBackend:
     check_layers(model_runner.model, pool.format.head_dim)
     first = model_runner.token_to_kv_pool.start_layer
     rotations, pool.format, source = worker_rotations(model_runner, config, state.geometry, first)
-    folded = rotations.v is not None and weights.can_fold(model_runner.model, range(first, first + pool.layers))
+    foldable = weights.can_fold(model_runner.model, range(first, first + pool.layers))
+    # An adapter's own V and output matrices would miss a rotation folded into the base model's.
+    lora = model_runner.server_args.enable_lora or model_runner.server_args.lora_paths
+    folded = rotations.v is not None and foldable and not lora
     if folded:
         weights.fold(model_runner.model, first, rotations.v)
         rotations = LayerRotations(rotations.k, None)

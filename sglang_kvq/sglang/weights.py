@@ -69,7 +69,7 @@ def fold(model: torch.nn.Module, first_layer: int, rotations: torch.Tensor) -> N
 
 
 def refuse_update(original, self, *args, **kwargs):
-    """AROUND ``ModelRunner.update_weights_*``: new weights would lack the folded rotation."""
+    """AROUND ``WeightUpdater.update_weights_*``: new weights would lack the folded rotation."""
     state = runtime.current()
     if state is None or not state.status.get("v_rotation_folded"):
         return original(self, *args, **kwargs)

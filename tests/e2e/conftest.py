@@ -6,9 +6,17 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from launch.server import Server
 
+#: On a GPU machine the same tests run there, decoding inside CUDA graphs.
+ON_GPU = torch.cuda.is_available()
+GPU_FLAGS = (
+    *("--dtype", "bfloat16", "--sampling-backend", "pytorch", "--grammar-backend", "none"),
+    *("--mem-fraction-static", "0.2", "--max-total-tokens", "4096", "--max-running-requests", "8"),
+    *("--context-length", "2048"),
+)
 #: Idle servers are kept this many at a time: each holds about 2.5 GB.
 KEPT = 2
 
@@ -42,7 +50,11 @@ class Servers:
             while len(self._running) >= KEPT:
                 self._running.pop(next(iter(self._running))).stop()
             log = self.logs / f"server-{len(list(self.logs.iterdir()))}" / "server.log"
-            server = Server(self.model, *flags, env=env, log_path=log).start()
+            if ON_GPU:
+                # Plain BF16 attends with Triton kernels too, so that differences are the cache's.
+                backend = () if "--kv-quant" in flags else ("--attention-backend", "triton")
+                flags = (*GPU_FLAGS, *backend, *flags)
+            server = Server(self.model, *flags, cpu=not ON_GPU, env=env, log_path=log).start()
         self._running[key] = server
         return server
 

@@ -11,15 +11,15 @@ import requests
 
 from tests.e2e.client import Client, together
 
-#: A pool of 40 pages with windows for two requests at a time, checked by SGLang and by us whenever idle.
+#: A pool of 24 pages for six requests at a time, checked by SGLang and by us whenever idle.
 TINY = (
-    *("--kv-quant", "hadamard", "--kv-quant-recent", "64", "--max-total-tokens", "2560", "--max-running-requests", "6"),
+    *("--kv-quant", "hadamard", "--kv-quant-recent", "64", "--max-total-tokens", "1536", "--max-running-requests", "6"),
     *("--chunked-prefill-size", "192", "--schedule-conservativeness", "0.1"),
 )
 STRICT = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1"}
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def chat(servers) -> Client:
     return Client(servers("--kv-quant", "hadamard", "--kv-quant-recent", "64", "--enable-cache-report", env=STRICT))
 
@@ -79,7 +79,7 @@ def test_many_streams_with_shared_prefixes_aborts_and_no_room(tiny, servers):
         body = {
             "input_ids": prompt,
             "stream": True,
-            "sampling_params": {"temperature": 0, "max_new_tokens": 120 + 30 * (index % 4), "ignore_eos": True},
+            "sampling_params": {"temperature": 0, "max_new_tokens": 180 + 30 * (index % 4), "ignore_eos": True},
         }
         chunks = 0
         with requests.post(f"{tiny.url}/generate", json=body, stream=True, timeout=600) as response:
