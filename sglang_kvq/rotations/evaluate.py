@@ -102,8 +102,8 @@ def mean_kl(
 def _log_probs(model: torch.nn.Module, ids: torch.Tensor, attention: FakeQuantAttention, first: int) -> torch.Tensor:
     """Float32 ``[T - first, vocab]``."""
     with attention_hook(model, attention):
-        logits = model(ids[None].to(model.device), use_cache=False).logits
-    return logits[0, first:].float().log_softmax(-1)
+        logits = model(ids[None].to(model.device), use_cache=False, logits_to_keep=len(ids) - first).logits
+    return logits[0].float().log_softmax(-1)
 
 
 def main() -> None:

@@ -84,6 +84,7 @@ def save_rotations(rotations: Rotations, folder: str | Path, *, kv_heads: int, o
     meta.pop("source")  # where they were found is not a property of the file
     with new_folder(folder, overwrite=overwrite) as temporary:
         save_file(tensors, temporary / TENSOR_FILE)
+        (temporary / TENSOR_FILE).chmod(0o644)  # safetensors makes it private
         config = {
             "format_version": FORMAT_VERSION,
             "geometry": {"layers": layers, "kv_heads": kv_heads, "head_dim": head_dim},
