@@ -21,9 +21,9 @@ class PendingOps:
         self._ops.clear()
 
     def free_pages(self, pages: torch.Tensor) -> None:
-        """Pages int64 ``[n]`` went back to the allocator; repeats are harmless."""
+        """Pages ``[n]`` of any integer type went back to the allocator; repeats are harmless."""
         if pages.numel():
-            self._ops.append(("free", pages))
+            self._ops.append(("free", pages.long()))
 
     def free_rows(self, rows: list[int]) -> None:
         """Rows of ``req_to_token`` were given back: their windows are no longer pinned."""

@@ -79,7 +79,7 @@ class TierManager:
             tensor.zero_()
         self.page_valid.fill_(False)
         self.pool.page_slot.fill_(-1)
-        self.pool.page_slot[0] = 0
+        self.pool.page_slot[0].fill_(0)
         self._dirty = True
 
     # -- the forward pass's side ---------------------------------------------------------------
@@ -133,10 +133,10 @@ class TierManager:
 
     def _apply_free(self, pages: torch.Tensor) -> None:
         slots = self.pool.page_slot[pages].clamp(min=0).long()
-        # index_fill_ everywhere: assigning a Python number through an index tensor waits for the device.
+        # fill_ and index_fill_ everywhere: assigning a Python number by index waits for the device.
         self.slot_page.index_fill_(0, slots, 0)
         self.pool.page_slot.index_fill_(0, pages, -1)
-        self.pool.page_slot[0] = 0
+        self.pool.page_slot[0].fill_(0)
         self.page_valid.index_fill_(0, pages, False)
 
     def _apply_move(self, own: torch.Tensor, kept: torch.Tensor) -> None:
@@ -146,7 +146,7 @@ class TierManager:
         self.slot_page[slots] = kept
         self.pool.page_slot.index_fill_(0, own, -1)
         self.pool.page_slot[kept] = slots.int()
-        self.pool.page_slot[0] = 0
+        self.pool.page_slot[0].fill_(0)
 
     def _apply_rows(self, rows: torch.Tensor) -> None:
         self.row_len.index_fill_(0, rows, 0)
@@ -196,7 +196,7 @@ class TierManager:
         pinned_pages = self._window(all_rows, self.row_len)[2]
         for slots in (self.pool.page_slot[pinned_pages].flatten(), resumed_slots):
             priority.index_fill_(0, slots.clamp(min=0).long(), PINNED)
-        priority[0] = PINNED
+        priority[0].fill_(PINNED)
         order = torch.sort(priority, stable=True).indices
         rank = torch.cumsum(need, 0) - 1
         chosen = order[rank.clamp(0, self.pool.slots)]
@@ -208,7 +208,7 @@ class TierManager:
         self.page_valid.index_fill_(0, old, True)
         self.pool.page_slot.index_fill_(0, old, -1)
         self.pool.page_slot[torch.where(need, pages, 0)] = slots.int()
-        self.pool.page_slot[0] = 0
+        self.pool.page_slot[0].fill_(0)
         self.slot_page[slots] = torch.where(need, pages, 0)
 
     # -- what the batch reads ------------------------------------------------------------------------
@@ -232,7 +232,7 @@ class TierManager:
         # Several requests may share a page: marking slots makes each appear once.
         marked = torch.zeros_like(self.slot_page, dtype=torch.bool)
         marked.index_fill_(0, torch.where(missing, slots, 0).clamp(min=0), True)
-        marked[0] = False
+        marked[0].fill_(False)
         self._quantise(marked, torch.arange(len(marked), device=rows.device), self.slot_page)
         self.page_valid.index_fill_(0, torch.where(marked, self.slot_page, 0), True)
         # Row 0 is padding and stays at zero.

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from transformers import AutoTokenizer
 
 from tests.e2e.client import Client, coarse_kl, held_out_text
 
 #: Chunks this short make most of a prompt attend to a stored, quantised prefix.
 CHUNKED = ("--chunked-prefill-size", "128")
-#: BF16 must read its prefix from the cache in the same chunks.
-PLAIN = ("--page-size", "64", *CHUNKED)
 
 
 @pytest.fixture(scope="module")
@@ -20,18 +19,27 @@ def prompts(model) -> list[list[int]]:
 
 
 def test_without_rotation_and_with_every_page_in_bf16_nothing_changes(servers, prompts):
+    """Log-probabilities are plain BF16's; on a GPU, as near as those of two of SGLang's own backends are."""
     ids = prompts[0][:600]
-    plain = Client(servers("--page-size", "64")).token_logprobs(ids, 20)
-    ours = Client(servers("--kv-quant", "int2", "--kv-quant-recent", "1024")).token_logprobs(ids, 20)
-    assert len(plain) == len(ours) >= 600
-    worst = max(abs(a - b) for a, b in zip(plain, ours))
-    print(f"largest difference of {len(plain)} log-probabilities: {worst:.2e}")
-    assert worst < 2e-2
+
+    def logprobs(*flags: str) -> torch.Tensor:
+        return torch.tensor(Client(servers(*flags)).token_logprobs(ids, 20))[: len(ids) - 1]
+
+    plain = logprobs()
+    ours = (logprobs("--kv-quant", "int2", "--kv-quant-recent", "1024") - plain).abs()
+    print(f"{len(plain)} log-probabilities differ by {ours.mean():.2e} on average, {ours.max():.2e} at most")
+    assert len(plain) >= 500
+    if torch.cuda.is_available():
+        other = (logprobs("--attention-backend", "flashinfer") - plain).abs()
+        print(f"those of FlashInfer and Triton by {other.mean():.2e} and {other.max():.2e}")
+        assert ours.mean() < 1.5 * other.mean() and ours.max() < 2 * other.max()
+    else:
+        assert ours.max() < 2e-2
 
 
 def test_divergence_from_bf16_falls_with_better_methods(servers, prompts):
     """Per-token KL on held-out text through the real cache: oscar < hadamard < int2."""
-    reference = [Client(servers(*PLAIN)).distributions(ids, 32) for ids in prompts]
+    reference = [Client(servers(*CHUNKED)).distributions(ids, 32) for ids in prompts]
     kl = {}
     for method in ("oscar", "hadamard", "int2"):
         client = Client(servers("--kv-quant", method, *CHUNKED))

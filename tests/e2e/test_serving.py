@@ -135,7 +135,7 @@ def test_streaming_sessions_resume_in_the_middle_of_a_page(servers):
     client = Client(
         servers("--kv-quant", "hadamard", "--kv-quant-recent", "64", "--enable-streaming-session", env=STRICT)
     )
-    plain = Client(servers("--page-size", "64", "--enable-streaming-session", env=STRICT))
+    plain = Client(servers("--enable-streaming-session", env=STRICT))
     histories = {}
     for name, each in (("ours", client), ("plain", plain)):
         session = each.post("/open_session", capacity_of_str_len=100000, streaming=True).json()
