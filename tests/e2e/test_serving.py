@@ -158,3 +158,27 @@ def test_server_info_tells_what_is_allocated(chat):
     assert state["method"] == "hadamard" and state["record_bits_per_element"] == 2.5
     assert state["tokens"] == 4096 and state["bf16_pages"] >= 8 * 3
     assert state["bits_per_element"] == pytest.approx(16 * state["bf16_tokens_same_memory"] / state["tokens"], rel=1e-2)
+
+
+def test_sessions_that_are_not_streaming_reuse_whole_pages(chat):
+    session = chat.post("/open_session", capacity_of_str_len=100000).json()
+    cached, rid = [], None
+    for turn in range(3):
+        ids = list(range(2000 + 90 * turn, 2000 + 90 * turn + 80))
+        reply = chat.generate(ids, 10, session_params={"id": session, "rid": rid})
+        rid = reply["meta_info"]["id"]
+        cached.append(reply["meta_info"]["cached_tokens"])
+    chat.post("/close_session", session_id=session)
+    assert cached[0] == 0 and cached[1] == 64 and cached[2] >= 128, cached
+    assert_empties(chat)
+
+
+def test_tensor_parallel_workers_agree_with_one(servers):
+    """Three workers with a KV head each: their rotations, pools and tiers are the one worker's, split by head."""
+    flags = ("--kv-quant", "oscar", "--kv-quant-recent", "64", "--chunked-prefill-size", "128")
+    ids = list(range(400, 800))
+    one = Client(servers(*flags)).token_logprobs(ids, 1)
+    three = Client(servers(*flags, "--tp-size", "3", env=STRICT)).token_logprobs(ids, 1)
+    differ = [abs(a - b) for a, b in zip(one, three)]
+    print(f"log-probabilities of 3 workers and 1 differ by {sum(differ) / len(differ):.1e} on average")
+    assert sum(differ) / len(differ) < 0.05
