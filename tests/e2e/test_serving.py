@@ -11,10 +11,10 @@ import requests
 
 from tests.e2e.client import Client, together
 
-#: A pool of 24 pages for six requests at a time, checked by SGLang and by us whenever idle.
+#: A pool of 24 pages for eight requests at a time, checked by SGLang and by us whenever idle.
 TINY = (
-    *("--kv-quant", "hadamard", "--kv-quant-recent", "64", "--max-total-tokens", "1536", "--max-running-requests", "6"),
-    *("--chunked-prefill-size", "192", "--schedule-conservativeness", "0.1"),
+    *("--kv-quant", "hadamard", "--kv-quant-recent", "64", "--max-total-tokens", "1536", "--max-running-requests", "8"),
+    *("--chunked-prefill-size", "192", "--schedule-conservativeness", "0.01"),
 )
 STRICT = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1"}
 
@@ -79,7 +79,7 @@ def test_many_streams_with_shared_prefixes_aborts_and_no_room(tiny, servers):
         body = {
             "input_ids": prompt,
             "stream": True,
-            "sampling_params": {"temperature": 0, "max_new_tokens": 180 + 30 * (index % 4), "ignore_eos": True},
+            "sampling_params": {"temperature": 0, "max_new_tokens": 300 + 20 * (index % 4), "ignore_eos": True},
         }
         chunks = 0
         with requests.post(f"{tiny.url}/generate", json=body, stream=True, timeout=600) as response:
