@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import requests
@@ -44,7 +45,11 @@ class Client:
         return response.json()["internal_states"][0]["kv_quant"]
 
     def flush(self) -> None:
-        assert self.post("/flush_cache").status_code == 200
+        """Empty the prefix cache, as soon as the server is idle."""
+        deadline = time.time() + 120
+        while self.post("/flush_cache").status_code != 200:
+            assert time.time() < deadline, "requests are still running"
+            time.sleep(0.5)
 
 
 def coarse_kl(p: dict[int, float], q: dict[int, float]) -> float:
