@@ -57,7 +57,8 @@ def main() -> None:
     plain, _ = capacity(*memory, "--attention-backend", args.plain_backend)
     row = {"scenario": "capacity", "unit": "tokens", "none": plain, "oscar": ours, "ratio": round(ours / plain, 3)}
     print(row, state, sep="\n")
-    record.write(args.out, "serving", [{**row, **{k: v for k, v in state.items() if k != "tiers"}}])
+    row |= {k: v for k, v in state.items() if k != "tiers"}
+    record.merge(args.out, "serving", [row], key="scenario")
 
 
 if __name__ == "__main__":

@@ -57,3 +57,22 @@ def write(path: str | Path, name: str, rows: list[dict], **more) -> None:
     }
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     Path(path).write_text(json.dumps(result, indent=1) + "\n")
+
+
+def read_rows(path: str | Path) -> list[dict]:
+    """Rows of a result file; none if it does not exist."""
+    return json.loads(Path(path).read_text())["rows"] if Path(path).exists() else []
+
+
+def merge(path: str | Path, name: str, rows: list[dict], *, key: str, **more) -> None:
+    """``write``, keeping the file's rows whose ``key`` is not among the new ones.
+
+    A row kept from a run at another commit or by another command says so itself.
+    """
+    kept = []
+    if Path(path).exists():
+        old = json.loads(Path(path).read_text())
+        source = {field: old[field] for field in ("command", "commit", "dirty", "date")}
+        new = {row[key] for row in rows}
+        kept = [{**source, **row} for row in old["rows"] if row[key] not in new]
+    write(path, name, [*kept, *rows], **more)

@@ -78,6 +78,14 @@ class AttentionOps(ABC):
         Safe inside a CUDA graph.
         """
 
+    def rotate_and_store(
+        self, layer: int, loc: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> torch.Tensor:
+        """``rotate``, then ``store_tokens`` of the rotated k and v; returns the rotated q."""
+        q, k, v = self.rotate(layer, q, k, v)
+        self.store_tokens(layer, loc, k, v)
+        return q
+
     @abstractmethod
     def quantise_tokens(
         self, layer: int, first: torch.Tensor, pages: torch.Tensor, k: torch.Tensor, v: torch.Tensor

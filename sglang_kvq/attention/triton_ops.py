@@ -78,10 +78,8 @@ class TritonOps(AttentionOps):
     def store_tokens(self, layer, loc, k, v):
         store_tokens(self.pool.overlays[layer], self.pool.page_slot, loc, k, v)
 
-    def rotate_and_store(
-        self, layer: int, loc: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-    ) -> torch.Tensor:
-        """``rotate`` and ``store_tokens`` in one launch, for decode steps; returns the rotated q."""
+    def rotate_and_store(self, layer, loc, q, k, v):
+        """One launch for both, whether K and V are rotated or not."""
         store = (self.pool.overlays[layer], self.pool.page_slot, loc)
         return rotate((q, k, v), self._rotations_of(layer), store)[0]
 

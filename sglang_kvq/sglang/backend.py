@@ -61,13 +61,21 @@ class KVQuantBackend(AttentionBackend):
     # -- once per layer ---------------------------------------------------------------------------
 
     def forward_decode(self, q, k, v, layer: RadixAttention, forward_batch, save_kv_cache=True, **kwargs):
-        q, k, v, index = self._enter(q, k, v, layer)
-        self.ops.store_tokens(index, forward_batch.out_cache_loc, k, v)
+        """On a GPU 3 launches per layer, 4 if V's rotation is not folded into the weights:
+
+        1. ``rotate_and_store``: q into the rotated basis, k and v too and into their overlays.
+        2. ``decode``: partial results over splits of every request.
+        3. ``decode``: the merge of the splits.
+        4. ``rotate_output``: out of V's rotated basis, where the weights do not do it.
+        """
+        q, k, v, index = self._heads(q, k, v, layer)
+        q = self.ops.rotate_and_store(index, forward_batch.out_cache_loc, q, k, v)
         o = self.ops.decode(index, q, forward_batch.req_pool_indices, forward_batch.seq_lens, layer.scaling)
         return self.ops.rotate_output(index, o).flatten(1)
 
     def forward_extend(self, q, k, v, layer: RadixAttention, forward_batch, save_kv_cache=True, **kwargs):
-        q, k, v, index = self._enter(q, k, v, layer)
+        q, k, v, index = self._heads(q, k, v, layer)
+        q, k, v = self.ops.rotate(index, q, k, v)
         batch = self.batch
         tokens = len(batch.loc)  # SGLang may pad the activations
         o = torch.zeros_like(q)
@@ -76,10 +84,10 @@ class KVQuantBackend(AttentionBackend):
         self.ops.quantise_tokens(index, batch.direct_tokens, self.direct_pages, k, v)
         return self.ops.rotate_output(index, o).flatten(1)
 
-    def _enter(self, q, k, v, layer):
+    def _heads(self, q, k, v, layer):
+        """The three as ``[T, heads, D]``, views where possible, and the layer's local index."""
         d, index = layer.head_dim, layer.layer_id - self.first_layer
-        q, k, v = (x.reshape(x.shape[0], -1, d) for x in (q, k, v))
-        return *self.ops.rotate(index, q, k, v), index
+        return *(x.reshape(x.shape[0], -1, d) for x in (q, k, v)), index
 
 
 def check_layers(model: torch.nn.Module, head_dim: int) -> None:

@@ -1,0 +1,335 @@
+"""What a server gains from ``--kv-quant oscar``: step times, prefill speed, output of long contexts, latencies.
+
+    python benchmarks/serving.py --out benchmarks/results/serving_h200.json
+
+Qwen3-8B's geometry with dummy weights and random rotations: nothing is downloaded. Two servers, one after the
+other, differ in ``--kv-quant`` and in nothing else but the attention backend (the plugin brings its own). About
+9 minutes. All prompts are random token ids, the same for both servers, and no two share a prefix.
+
+A *cached context* of L tokens is one whose KV is in the server's prefix tree when its request arrives: a first
+request with the same L tokens has ended, and the measured one repeats them with one token more. Its prefill is
+therefore one token; a run in which a server reports fewer cached tokens than L - 64 stops with an error.
+
+decode_SxL    ms per decode step of S concurrent streams with cached contexts of L tokens: the median time
+              between events of a stream, divided by the tokens that an event brings, while all S run.
+prefill_L     tokens/s of new L-token prompts, one at a time, in chunks of 8K: L over the median time to the
+              first token.
+output_NxL    output tokens/s while as many of N contexts of L tokens are decoded at once as the server holds
+              (``none_resident``, ``oscar_resident``), all distinct and all cached. This is the rate within a
+              wave: a server that holds fewer needs more waves for the N, each after a prefill that is counted
+              for neither server. When time runs out before a server's cache is full (``--minutes``), its rate
+              is that of the contexts it has, fewer than it could hold (``none_fits``, ``oscar_fits``).
+ttft_, tpot_  ms to the first token and per later token, means over requests with new prompts at the same
+              concurrency on both servers (closed loop).
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import statistics
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import numpy as np
+
+from benchmarks import record
+from benchmarks.capacity import FLAGS, MODEL, random_rotations
+from launch.server import Server
+
+GROUPS = ("decode", "prefill", "latency", "output")
+SERVERS = ("none", "oscar")
+EVENT = 8  # tokens of a stream's event: the server's Python must not be what is measured
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Sizes, in tokens."""
+
+    chunk: int
+    streams: int
+    contexts: tuple[int, ...]
+    measured: int  # output tokens of a stream
+    prefill: int
+    prompts: int
+    latency: tuple[int, int, int, int]  # requests, of which at once, prompt, output
+    output: tuple[int, int, int]  # requests, context, output
+
+    @property
+    def longest(self) -> int:
+        return max(*self.contexts, self.prefill, self.output[1]) + 1024
+
+
+SCALES = {
+    "full": Scale(8192, 4, (1024, 4096, 8192, 16384, 32768), 256, 32768, 3, (16, 8, 8192, 128), (96, 65536, 256)),
+    "tiny": Scale(128, 2, (64, 256), 17, 256, 2, (3, 2, 100, 9), (6, 512, 17)),
+}
+
+
+def size(tokens: int) -> str:
+    return f"{tokens // 1024}k" if tokens >= 1024 else str(tokens)
+
+
+@dataclass
+class Stream:
+    """What came back for one request: ``events`` are (seconds, output tokens so far)."""
+
+    begin: float
+    cached: int = 0
+    events: list[tuple[float, int]] = field(default_factory=list)
+
+    @property
+    def ttft(self) -> float:
+        return self.events[0][0] - self.begin
+
+    @property
+    def tpot(self) -> float:
+        (t0, n0), (t1, n1) = self.events[0], self.events[-1]
+        return (t1 - t0) / (n1 - n0)
+
+
+class Client:
+    """Requests to one server, by an asyncio loop of its own."""
+
+    def __init__(self, server: Server, vocabulary: int) -> None:
+        self.server, self.vocabulary = server, vocabulary
+
+    def prompt(self, kind: str, index: int, tokens: int) -> list[int]:
+        generator = np.random.default_rng([*kind.encode(), index])
+        return generator.integers(10, self.vocabulary - 10, tokens).tolist()
+
+    def run(self, prompts: list[list[int]], tokens: int, at_once: int | None = None) -> list[Stream]:
+        """Greedy answers of exactly ``tokens`` tokens."""
+        bodies = [json.dumps(self._body(prompt, tokens)).encode() for prompt in prompts]
+        return asyncio.run(self._run(bodies, tokens, at_once or len(bodies)))
+
+    def cache(self, prompts: list[list[int]], deadline: float = float("inf")) -> int:
+        """Put contexts into the prefix tree, two at a time, until the deadline; how many are in it."""
+        done = 0
+        while done < len(prompts) and time.monotonic() < deadline:
+            done += len(self.run(prompts[done : done + 2], 1))
+        return done
+
+    def decode(self, prompts: list[list[int]], tokens: int) -> list[Stream]:
+        """Streams over contexts that are in the tree.
+
+        Raises:
+            SystemExit: one was not.
+        """
+        streams = self.run([[*prompt, 5] for prompt in prompts], tokens)
+        for prompt, stream in zip(prompts, streams):
+            if stream.cached < len(prompt) - 64:
+                raise SystemExit(f"only {stream.cached} of a context's {len(prompt)} tokens were cached")
+        return streams
+
+    @staticmethod
+    def _body(prompt: list[int], tokens: int) -> dict:
+        sampling = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
+        return {"input_ids": prompt, "sampling_params": sampling, "stream": True}
+
+    async def _run(self, bodies: list[bytes], tokens: int, at_once: int) -> list[Stream]:
+        import aiohttp
+
+        places = asyncio.Semaphore(at_once)
+        options = {
+            "connector": aiohttp.TCPConnector(limit=0),
+            "timeout": aiohttp.ClientTimeout(total=600),
+            "headers": {"Content-Type": "application/json"},
+            "read_bufsize": 1 << 20,
+        }
+
+        async def one(session, body: bytes) -> Stream:
+            async with places:
+                stream = Stream(time.perf_counter())
+                async with session.post(f"{self.server.url}/generate", data=body) as response:
+                    response.raise_for_status()
+                    async for line in response.content:
+                        if not line.startswith(b"data: {"):
+                            continue
+                        now, event = time.perf_counter(), json.loads(line[6:])
+                        if "error" in event:
+                            raise SystemExit(f"the server refused a request: {event['error']}")
+                        meta = event["meta_info"]
+                        stream.cached = meta.get("cached_tokens", stream.cached)
+                        if not stream.events or meta["completion_tokens"] > stream.events[-1][1]:
+                            stream.events.append((now, meta["completion_tokens"]))
+                if not stream.events or stream.events[-1][1] != tokens:
+                    raise SystemExit(f"a request ended early: {stream.events[-1:]}\n{self.server.log_tail()}")
+                return stream
+
+        async with aiohttp.ClientSession(**options) as session:
+            return await asyncio.gather(*(one(session, body) for body in bodies))
+
+
+def together(streams: list[Stream]) -> list[list[tuple[float, int]]]:
+    """Each stream's events while all of them run.
+
+    Raises:
+        SystemExit: they never ran at once.
+    """
+    begin, end = max(s.events[0][0] for s in streams), min(s.events[-1][0] for s in streams)
+    inside = [[event for event in s.events if begin <= event[0] <= end] for s in streams]
+    if min(map(len, inside)) < 2:
+        raise SystemExit("the streams did not run at the same time: too few output tokens, or too many for the pool")
+    return inside
+
+
+def step_ms(streams: list[Stream]) -> float:
+    steps = [
+        (t1 - t0) / (n1 - n0) for events in together(streams) for (t0, n0), (t1, n1) in zip(events, events[1:])
+    ]
+    return 1e3 * statistics.median(steps)
+
+
+def tokens_per_second(streams: list[Stream]) -> float:
+    return sum((e[-1][1] - e[0][1]) / (e[-1][0] - e[0][0]) for e in together(streams))
+
+
+def decode(client: Client, scale: Scale, deadline: float):
+    for context in scale.contexts:
+        prompts = [client.prompt(f"decode{context}", i, context) for i in range(scale.streams)]
+        client.cache(prompts)
+        ms = min(step_ms(client.decode(prompts, scale.measured)) for _ in range(2))
+        name = f"decode_{scale.streams}x{size(context)}"
+        yield name, "ms per step", ms, {}, {"streams": scale.streams, "context": context}
+
+
+def prefill(client: Client, scale: Scale, deadline: float):
+    prompts = [client.prompt("prefill", i, scale.prefill) for i in range(scale.prompts)]
+    seconds = statistics.median(client.run([prompt], 1)[0].ttft for prompt in prompts)
+    yield f"prefill_{size(scale.prefill)}", "tokens/s", scale.prefill / seconds, {}, {"chunk": scale.chunk}
+
+
+def latency(client: Client, scale: Scale, deadline: float):
+    requests, at_once, context, tokens = scale.latency
+    prompts = [client.prompt("latency", i, context) for i in range(requests)]
+    streams = client.run(prompts, tokens, at_once)
+    shape = f"{at_once}x{size(context)}"
+    yield f"ttft_{shape}", "ms", 1e3 * statistics.mean(s.ttft for s in streams), {}, {"requests": requests}
+    yield f"tpot_{shape}", "ms", 1e3 * statistics.mean(s.tpot for s in streams), {}, {"requests": requests}
+
+
+def output(client: Client, scale: Scale, deadline: float):
+    requests, context, tokens = scale.output
+    room = client.server.info()["max_total_num_tokens"]
+    # Of each: the context, the answer, and two pages partly filled. Two pages of a hundred stay free.
+    fits = min(requests, int(room * 0.98) // (context + tokens + 128))
+    client.server.flush()
+    prompts = [client.prompt("output", i, context) for i in range(fits)]
+    prompts = prompts[: client.cache(prompts, deadline)]
+    rate = tokens_per_second(client.decode(prompts, tokens))
+    own = {"fits": fits, "resident": len(prompts)}
+    yield f"output_{requests}x{size(context)}", "tokens/s", rate, own, {"requests": requests, "context": context}
+
+
+def measure(server: Server, scale: Scale, groups: list[str], vocabulary: int, deadline: float):
+    """(scenario, unit, value, fields of this server, fields of the scenario), as they are measured."""
+    client = Client(server, vocabulary)
+    # Kernels that compile at their first use: a chunk after a chunk, short prompts, a few streams.
+    client.run([client.prompt("warm", 0, 2 * scale.chunk + 70)], 2)
+    client.run([client.prompt("warm", 1 + i, 70 + 30 * i) for i in range(scale.streams)], 70)
+    for group in groups:
+        yield from globals()[group](client, scale, deadline)
+
+
+def better(unit: str, none: float | None, oscar: float | None) -> float | None:
+    if none is None or oscar is None:
+        return None
+    return round(oscar / none if unit.endswith("/s") else none / oscar, 3)
+
+
+def show(row: dict) -> None:
+    values = (f"{row.get(name):12.2f}" if row.get(name) is not None else f"{'-':>12}" for name in SERVERS)
+    ratio = f"{row['ratio']:8.2f}x" if row.get("ratio") else f"{'-':>9}"
+    more = ", ".join(f"{k} {v}" for k, v in row.items() if k.endswith(("_fits", "_resident")))
+    print(f"{row['scenario']:16} {row['unit']:12} {' '.join(values)} {ratio}  {more}", flush=True)
+
+
+def plot(out: Path) -> None:
+    """Step time against context length, from the result file; nothing where matplotlib is not installed."""
+    try:
+        import matplotlib
+    except ImportError:
+        print(f"no plot: matplotlib is not installed. Elsewhere: python benchmarks/serving.py --plot --out {out}")
+        return
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    result = json.loads(out.read_text())
+    rows = sorted((r for r in result["rows"] if r["scenario"].startswith("decode_")), key=lambda r: r["context"])
+    figure, axes = pyplot.subplots(figsize=(6, 4))
+    for name, label in zip(SERVERS, ("BF16", "--kv-quant oscar")):
+        points = [(r["context"], r[name]) for r in rows if r.get(name)]
+        if points:
+            axes.plot(*zip(*points), marker="o", label=label)
+    axes.set(xlabel="context, tokens", ylabel="ms per decode step", ylim=(0, None), title=f"{rows[0]['streams']} streams, {result['device']}")
+    axes.legend()
+    target = out.with_name(f"{out.stem}_steps.png")
+    figure.savefig(target, dpi=150, bbox_inches="tight")
+    print(f"plot: {target}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", required=True, type=Path, help="JSON file; its rows of other scenarios stay")
+    parser.add_argument("--scenarios", default=",".join(GROUPS), help="some of %(default)s")
+    parser.add_argument("--servers", default=",".join(SERVERS), help="one of %(default)s: the other's figures are read from --out")
+    parser.add_argument("--minutes", type=float, default=9.0, help="when to stop filling caches for output_NxL; default %(default)s")
+    parser.add_argument("--mem-fraction-static", default="0.85")
+    parser.add_argument("--plain-backend", default="flashinfer", help="--attention-backend of the BF16 server")
+    parser.add_argument("--model", type=Path, default=MODEL)
+    parser.add_argument("--scale", choices=SCALES, default="full")
+    parser.add_argument("--cpu", action="store_true", help="servers on the CPU engine: only shows that this script works")
+    parser.add_argument("--plot", action="store_true", help="only draw the plot of --out")
+    args = parser.parse_args()
+    if args.plot:
+        plot(args.out)
+        return
+    scale, groups, servers = SCALES[args.scale], args.scenarios.split(","), args.servers.split(",")
+    for given, known in ((groups, GROUPS), (servers, SERVERS)):
+        if unknown := set(given) - set(known):
+            parser.error(f"{', '.join(unknown)}: not one of {', '.join(known)}")
+    deadline = time.monotonic() + 60 * args.minutes - 45  # the last wave and the exit
+    config = json.loads((args.model / "config.json").read_text())
+    flags = [*FLAGS, "--chunked-prefill-size", str(scale.chunk), "--context-length", str(scale.longest)]
+    flags += ["--stream-interval", str(EVENT)]
+    flags += [] if args.cpu else ["--mem-fraction-static", args.mem_fraction_static]
+    rows: dict[str, dict] = {r["scenario"]: r for r in record.read_rows(args.out)} if len(servers) == 1 else {}
+    measured = []
+    with tempfile.TemporaryDirectory() as folder:
+        geometry = (config["num_hidden_layers"], config["num_key_value_heads"], config["head_dim"])
+        rotations = random_rotations(Path(folder) / "rotations", *geometry)
+        own = {
+            "none": [] if args.cpu else ["--attention-backend", args.plain_backend],
+            "oscar": ["--kv-quant", "oscar", "--kv-quant-rotations", str(rotations)],
+        }
+        for name in servers:
+            begin = time.monotonic()
+            log = Path(folder) / f"{name}.log"
+            env = {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
+            with Server(args.model, *flags, *own[name], cpu=args.cpu, env=env, log_path=log) as server:
+                print(f"{name}: started in {time.monotonic() - begin:.0f} s", flush=True)
+                for scenario, unit, value, mine, common in measure(server, scale, groups, config["vocab_size"], deadline):
+                    row = rows.setdefault(scenario, {"scenario": scenario, "unit": unit, "none": None, "oscar": None})
+                    row |= {name: round(value, 3), **common, **{f"{name}_{k}": v for k, v in mine.items()}}
+                    row["ratio"] = better(unit, row["none"], row["oscar"])
+                    measured += [scenario] if scenario not in measured else []
+                    show(row)
+                    # After every figure, so that a run cut short keeps what it has.
+                    record.merge(args.out, "serving", [rows[s] for s in measured], key="scenario")
+            print(f"{name}: {time.monotonic() - begin:.0f} s in all", flush=True)
+    print(f"\n{'scenario':16} {'unit':12} {'none':>12} {'oscar':>12} {'ratio':>9}")
+    for scenario in measured:
+        show(rows[scenario])
+    if any(scenario.startswith("decode_") for scenario in measured):
+        plot(args.out)
+
+
+if __name__ == "__main__":
+    main()
