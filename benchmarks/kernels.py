@@ -234,7 +234,8 @@ def main() -> None:
     torch.manual_seed(0)
     timer = Timer(args.repeats)
     bandwidth = copy_bandwidth(timer)
-    print(f"{record.device_name()}, copy bandwidth {bandwidth / 1e3:,.0f} GB/s, FlashInfer {baseline.version() or 'not installed'}")
+    beside = baseline.version() or "not installed"
+    print(f"{record.device_name()}, copy bandwidth {bandwidth / 1e3:,.0f} GB/s, FlashInfer {beside}")
     print(f"{'kernel':19} {'shape':>12} {'ours us':>9} {'BF16 us':>9} {'ratio':>7} {'bandw.':>6}   error")
     if args.sweep:
         for launch in SWEEP:

@@ -3,16 +3,20 @@
     python benchmarks/serving.py --out benchmarks/results/serving_h200.json
 
 Qwen3-8B's geometry with dummy weights and random rotations: nothing is downloaded. Two servers, one after the
-other, differ in ``--kv-quant`` and in nothing else but the attention backend (the plugin brings its own). About
-9 minutes. All prompts are random token ids, the same for both servers, and no two share a prefix.
+other, differ in ``--kv-quant`` and in nothing else but the attention backend (the plugin brings its own). All
+prompts are random token ids, the same for both servers, and no two share a prefix.
+
+At most 9 minutes. Filling the larger cache for ``output`` takes longer than that leaves: for its full figure run
+``--scenarios output --servers none``, then ``--scenarios output --servers oscar``, each with its own 9 minutes,
+at the same commit.
 
 A *cached context* of L tokens is one whose KV is in the server's prefix tree when its request arrives: a first
 request with the same L tokens has ended, and the measured one repeats them with one token more. Its prefill is
 therefore one token; a run in which a server reports fewer cached tokens than L - 64 stops with an error.
 
 decode_SxL    ms per decode step of S concurrent streams with cached contexts of L tokens: the median time
-              between events of a stream, divided by the tokens that an event brings, while all S run; the better of two
-              such runs.
+              between events of a stream, divided by the tokens that an event brings, while all S run; the
+              better of two such runs.
 prefill_L     tokens/s of new L-token prompts, one at a time, in chunks of 8K: L over the median time to the
               first token.
 output_NxL    output tokens/s while as many of N contexts of L tokens are decoded at once as the server holds
@@ -38,11 +42,12 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+import aiohttp
 import numpy as np
 
 from benchmarks import record
 from benchmarks.capacity import FLAGS, MODEL, random_rotations
-from launch.server import Server
+from launch.server import Server, ServerError
 
 GROUPS = ("decode", "prefill", "latency", "output")
 SERVERS = ("none", "oscar")
@@ -140,8 +145,6 @@ class Client:
         return {"input_ids": prompt, "sampling_params": sampling, "stream": True}
 
     async def _run(self, bodies: list[bytes], tokens: int, at_once: int) -> list[Stream]:
-        import aiohttp
-
         places = asyncio.Semaphore(at_once)
         options = {
             "connector": aiohttp.TCPConnector(limit=0),
@@ -226,6 +229,7 @@ def output(client: Client, scale: Scale, deadline: float):
     room = client.server.info()["max_total_num_tokens"]
     # Of each: the context, the answer, and two pages partly filled. Two pages of a hundred stay free.
     fits = min(requests, int(room * 0.98) // (context + tokens + 128))
+    time.sleep(1)  # only an idle server flushes
     client.server.flush()
     prompts = [client.prompt("output", i, context) for i in range(fits)]
     prompts = prompts[: client.cache(prompts, deadline)]
@@ -243,7 +247,7 @@ def measure(server: Server, scale: Scale, groups: list[str], vocabulary: int, de
     for group in groups:
         try:
             yield from globals()[group](client, scale, deadline)
-        except (Failed, OSError) as error:  # of aiohttp's own, those of a lost connection are OSErrors
+        except (Failed, ServerError, OSError, aiohttp.ClientError) as error:
             FAILED.append(group)
             print(f"{group}: FAILED: {error}", flush=True)
 
@@ -278,7 +282,8 @@ def plot(out: Path) -> None:
         points = [(r["context"], r[name]) for r in rows if r.get(name)]
         if points:
             axes.plot(*zip(*points), marker="o", label=label)
-    axes.set(xlabel="context, tokens", ylabel="ms per decode step", ylim=(0, None), title=f"{rows[0]['streams']} streams, {result['device']}")
+    title = f"{rows[0]['streams']} streams, {result['device']}"
+    axes.set(xlabel="context, tokens", ylabel="ms per decode step", ylim=(0, None), title=title)
     axes.legend()
     target = out.with_name(f"{out.stem}_steps.png")
     figure.savefig(target, dpi=150, bbox_inches="tight")
@@ -289,7 +294,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", required=True, type=Path, help="JSON file; its rows of other scenarios stay")
     parser.add_argument("--scenarios", default=",".join(GROUPS), help="some of %(default)s")
-    parser.add_argument("--servers", default=",".join(SERVERS), help="one of %(default)s: the other's figures are read from --out")
+    parser.add_argument("--servers", default=",".join(SERVERS), help="with one of %(default)s the other's figures are read from --out")
     parser.add_argument("--minutes", type=float, default=9.0, help="when to stop filling caches for output_NxL; default %(default)s")
     parser.add_argument("--mem-fraction-static", default="0.85")
     parser.add_argument("--plain-backend", default="flashinfer", help="--attention-backend of the BF16 server")
@@ -305,7 +310,7 @@ def main() -> None:
     for given, known in ((groups, GROUPS), (servers, SERVERS)):
         if unknown := set(given) - set(known):
             parser.error(f"{', '.join(unknown)}: not one of {', '.join(known)}")
-    deadline = time.monotonic() + 60 * args.minutes - 45  # the last wave and the exit
+    deadline = time.monotonic() + 60 * args.minutes - 60  # the last contexts, the wave, the exit
     config = json.loads((args.model / "config.json").read_text())
     flags = [*FLAGS, "--chunked-prefill-size", str(scale.chunk), "--context-length", str(scale.longest)]
     flags += ["--stream-interval", str(EVENT)]
