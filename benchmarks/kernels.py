@@ -19,7 +19,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 
 from benchmarks import baseline, record
+from sglang_kvq.attention import ragged
 from sglang_kvq.attention.base import ExtendBatch, LayerRotations
+from sglang_kvq.attention.ragged import RaggedPrefill
 from sglang_kvq.attention.reference import ReferenceOps
 from sglang_kvq.attention.triton_ops import TritonOps
 from sglang_kvq.cache.pool import PagePool
@@ -32,6 +34,8 @@ SINK, RECENT = 64, 256
 DECODE = [(64, 16384), (16, 98304), (8, 32768), (32, 8192), (1, 131072)]
 FORMAT = PageFormat(D, D, 0.96, 0.92)
 BOUND = 5e-3
+#: Stored prefix and new tokens.
+EXTEND = [(0, 8192), (8192, 8192), (32768, 2048), (65536, 1024), (8192, 256)]
 SWEEP = [DecodeLaunch(*x) for x in ((2, 128, 16), (2, 144, 14), (2, 160, 12), (3, 128, 11), (3, 168, 11), (3, 168, 22))]
 
 
@@ -196,26 +200,28 @@ def step_rows(timer: Timer, batch: int = 64):
     yield row_of("rotate_and_store", batch, 1, timer(run), None, error, None)
 
 
-def extend_rows(timer: Timer, prefix: int = 8192, new: int = 8192):
-    """A prefill chunk over a quantised prefix; context counts both."""
-    pool = make_pool(1, prefix)
-    ops, reference = TritonOps(pool, LayerRotations(), Q_HEADS, 1), ReferenceOps(pool, LayerRotations())
-    q, k, v = (torch.randn(new, n, D, device="cuda").bfloat16() for n in (Q_HEADS, KV_HEADS, KV_HEADS))
-    empty = torch.empty(0, dtype=torch.int64, device="cuda")
-    batch = ExtendBatch(torch.tensor([1], device="cuda"), [prefix], [new], torch.arange(new, device="cuda"), empty, empty)
-    run = lambda: ops.extend(0, q, k, v, batch, D**-0.5)  # noqa: E731
-    error = checked("extend", run(), reference.extend(0, q, k, v, batch, D**-0.5))
-    us = timer(run)
-    flops = 4 * Q_HEADS * D * (new * prefix + new * (new + 1) / 2)
-    theirs = baseline.prefill_us(timer, q, prefix + new, KV_HEADS)
-    yield row_of("extend", 1, prefix + new, us, theirs, error, None, new_tokens=new, tflop_per_s=round(flops / us / 1e6))
+def extend_rows(timer: Timer, prefill: RaggedPrefill | None):
+    """Prefill chunks over quantised prefixes, with FlashInfer if it is given; context counts both."""
+    for prefix, new in EXTEND:
+        pool = make_pool(1, max(prefix, PAGE_SIZE))
+        ops, reference = TritonOps(pool, LayerRotations(), Q_HEADS, 1, prefill=prefill), ReferenceOps(pool, LayerRotations())
+        q, k, v = (torch.randn(new, n, D, device="cuda").bfloat16() for n in (Q_HEADS, KV_HEADS, KV_HEADS))
+        none = torch.empty(0, dtype=torch.int64, device="cuda")
+        batch = ExtendBatch(torch.tensor([1], device="cuda"), [prefix], [new], torch.arange(new, device="cuda"), none, none)
+        run = lambda: ops.extend(0, q, k, v, batch, D**-0.5)  # noqa: B023, E731
+        error = checked(f"extend {prefix} + {new}", run(), reference.extend(0, q, k, v, batch, D**-0.5))
+        us = timer(run)
+        flops = 4 * Q_HEADS * D * (new * prefix + new * (new + 1) / 2)
+        theirs = baseline.prefill_us(timer, q, prefix + new, KV_HEADS)
+        name = "extend (flashinfer)" if ops._planned is None else "extend (triton)"
+        yield row_of(name, 1, prefix + new, us, theirs, error, None, new_tokens=new, tflop_per_s=round(flops / us / 1e6))
 
 
 def show(row: dict) -> None:
     beside = f"{row['flashinfer_bf16_us']:9.1f} {row['ratio']:6.2f}x" if row["ratio"] else f"{'-':>9} {'-':>7}"
     fraction = f"{row['bandwidth_fraction']:6.1%}" if row["bandwidth_fraction"] else f"{'-':>6}"
     shape = f"{row['batch']} x {row['context']}"
-    print(f"{row['kernel']:18} {shape:>12} {row['ours_us']:9.1f} {beside} {fraction}   {row['rel_error']:.1e}", flush=True)
+    print(f"{row['kernel']:19} {shape:>12} {row['ours_us']:9.1f} {beside} {fraction}   {row['rel_error']:.1e}", flush=True)
 
 
 def main() -> None:
@@ -223,20 +229,26 @@ def main() -> None:
     parser.add_argument("--out", help="JSON file to write")
     parser.add_argument("--repeats", type=int, default=21)
     parser.add_argument("--sweep", action="store_true", help="only compare ways to launch the decode kernel")
+    parser.add_argument("--extend", action="store_true", help="only prefill chunks")
     args = parser.parse_args()
     torch.manual_seed(0)
     timer = Timer(args.repeats)
     bandwidth = copy_bandwidth(timer)
-    print(f"{record.device_name()}, copy bandwidth {bandwidth / 1e3:,.0f} GB/s, FlashInfer {baseline.version() or 'not installed'}")
-    print(f"{'kernel':18} {'shape':>12} {'ours us':>9} {'BF16 us':>9} {'ratio':>7} {'bandw.':>6}   error")
+    beside = baseline.version() or "not installed"
+    print(f"{record.device_name()}, copy bandwidth {bandwidth / 1e3:,.0f} GB/s, FlashInfer {beside}")
+    print(f"{'kernel':19} {'shape':>12} {'ours us':>9} {'BF16 us':>9} {'ratio':>7} {'bandw.':>6}   error")
     if args.sweep:
         for launch in SWEEP:
             print(launch)
             for row in decode_rows(timer, bandwidth, launch, beside=False):
                 show(row)
         return
+    prefill, used = ragged.load(Q_HEADS, KV_HEADS, D, torch.device("cuda"), 32768)
+    print(f"long prefill chunks: {used}", flush=True)
+    extends = [extend_rows(timer, None)] + ([extend_rows(timer, prefill)] if prefill else [])
+    parts = [decode_rows(timer, bandwidth), quantise_rows(timer, bandwidth), step_rows(timer)]
     rows = []
-    for part in (decode_rows(timer, bandwidth), quantise_rows(timer, bandwidth), step_rows(timer), extend_rows(timer)):
+    for part in extends if args.extend else [*parts, *extends]:
         for row in part:
             rows.append(row)
             show(row)

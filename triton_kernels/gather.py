@@ -1,6 +1,6 @@
 """Stored pages back to contiguous BF16 keys and values, for prefill over a stored prefix.
 
-    k[n * 64 + t, h] = code * scale + zero   (a page of the history)   or its overlay's row t
+    k[place + t, h] = code * scale + zero   (a page of the history)   or its overlay's row t
 """
 
 import torch
@@ -25,11 +25,12 @@ def gather_pages(
     row_sink_end: torch.Tensor,
     row_history_end: torch.Tensor,
 ) -> None:
-    """Fill k, v BF16 ``[n * PAGE_SIZE, kv_heads, D]`` (contiguous) with n pages of a batch.
+    """Fill k, v BF16 ``[tokens, kv_heads, D]`` (contiguous) with pages of a batch.
 
-    plan: int32 ``[n, 2]``, for each page the index into ``rows`` int64 ``[batch]`` and the page's index
-    in that request; records and overlays are one layer's, the tables ``PagePool``'s. A page without an
-    overlay outside the history reads slot 0.
+    plan: int32 ``[n, 4]``, for each page the index into ``rows`` int64 ``[batch]``, the page's index in that
+    request, the row of k and v that its first token goes to, and how many of its tokens are wanted; records
+    and overlays are one layer's, the tables ``PagePool``'s. A page without an overlay outside the history
+    reads slot 0.
     """
     pages, kv_heads, d = plan.shape[0], k.shape[1], k.shape[2]
     _gather[(kv_heads, pages)](
@@ -51,28 +52,29 @@ def _gather(
     """Program (h, n): page n of the plan, KV head h."""
     head, kv_heads = tl.program_id(0), tl.num_programs(0)
     n = tl.program_id(1).to(tl.int64)
-    row = tl.load(rows + tl.load(plan + 2 * n)).to(tl.int64)
-    index = tl.load(plan + 2 * n + 1)
+    row = tl.load(rows + tl.load(plan + 4 * n)).to(tl.int64)
+    index = tl.load(plan + 4 * n + 1)
+    place, count = tl.load(plan + 4 * n + 2).to(tl.int64), tl.load(plan + 4 * n + 3)
     page = page_of(req_to_token + row * table_row, index)
     start = index * PAGE
-    k += (n * PAGE * kv_heads + head) * D
-    v += (n * PAGE * kv_heads + head) * D
+    k += (place * kv_heads + head) * D
+    v += (place * kv_heads + head) * D
     token_stride = kv_heads * D
     if (start >= tl.load(row_sink_end + row)) & (start < tl.load(row_history_end + row)):
         RECORD: tl.constexpr = 2 * (PAGE * D // 4) + 8 * PAGE * (D // GROUP)
-        _from_record(k, v, token_stride, records + (page * kv_heads + head) * RECORD, D, DP, JP, GROUP)
+        _from_record(k, v, token_stride, count, records + (page * kv_heads + head) * RECORD, D, DP, JP, GROUP)
     else:
         slot = tl.maximum(tl.load(page_slot + page), 0).to(tl.int64)
         overlay = overlays + (slot * 2 * kv_heads + head) * (PAGE * D)
-        _copy(k, token_stride, overlay, D, DP)
-        _copy(v, token_stride, overlay + kv_heads * (PAGE * D), D, DP)
+        _copy(k, token_stride, count, overlay, D, DP)
+        _copy(v, token_stride, count, overlay + kv_heads * (PAGE * D), D, DP)
 
 
 @triton.jit
 def _from_record(
-    k, v, token_stride, record, D: tl.constexpr, DP: tl.constexpr, JP: tl.constexpr, GROUP: tl.constexpr
+    k, v, token_stride, count, record, D: tl.constexpr, DP: tl.constexpr, JP: tl.constexpr, GROUP: tl.constexpr
 ):
-    """Dequantise one record to PAGE rows of k and v."""
+    """Dequantise one record to the first ``count`` of PAGE rows of k and v."""
     D4: tl.constexpr = D // 4
     SCALES: tl.constexpr = PAGE * (D // GROUP)
     scales = (record + 2 * PAGE * D4).to(tl.pointer_type(tl.float16))
@@ -82,21 +84,22 @@ def _from_record(
     for plane in tl.static_range(4):
         dim_k = plane * D4 + j
         x = _dequantise(packed, plane, scales, (dim_k // GROUP) * PAGE + token, j < D4, SCALES)
-        tl.store(k + token * token_stride + dim_k, x, mask=j < D4)
+        tl.store(k + token * token_stride + dim_k, x, mask=(j < D4) & (token < count))
 
     dim, i = tl.arange(0, DP)[:, None], tl.arange(0, PAGE // 4)[None, :]
     packed_v = tl.load(record + PAGE * D4 + dim * (PAGE // 4) + i, mask=dim < D, other=0).to(tl.int32)
     for plane in tl.static_range(4):
         token_v = plane * (PAGE // 4) + i
         y = _dequantise(packed_v, plane, scales + 2 * SCALES, (dim // GROUP) * PAGE + token_v, dim < D, SCALES)
-        tl.store(v + token_v * token_stride + dim, y, mask=dim < D)
+        tl.store(v + token_v * token_stride + dim, y, mask=(dim < D) & (token_v < count))
 
 
 @triton.jit
-def _copy(out, token_stride, rows, D: tl.constexpr, DP: tl.constexpr):
-    """PAGE contiguous rows to rows ``token_stride`` apart."""
+def _copy(out, token_stride, count, rows, D: tl.constexpr, DP: tl.constexpr):
+    """The first ``count`` of PAGE contiguous rows to rows ``token_stride`` apart."""
     token, dim = tl.arange(0, PAGE)[:, None], tl.arange(0, DP)[None, :]
-    tl.store(out + token * token_stride + dim, tl.load(rows + token * D + dim, mask=dim < D), mask=dim < D)
+    inside = (dim < D) & (token < count)
+    tl.store(out + token * token_stride + dim, tl.load(rows + token * D + dim, mask=inside), mask=inside)
 
 
 @triton.jit

@@ -18,7 +18,8 @@ class Slab:
     """One launch of gather and attention.
 
     Attributes:
-        pages: int32 ``[n, 2]`` on the device: request of the batch, index of the page in that request.
+        pages: int32 ``[n, 4]`` on the device, for ``gather_pages``: request of the batch, index of the page in
+            that request, its place in the slab, PAGE_SIZE.
         tiles: int32 ``[tiles, fields]`` on the device, from the kernel's tile planner.
     """
 
@@ -33,7 +34,9 @@ def plan_slabs(
     counts = np.array([-(-prefix // PAGE_SIZE) for prefix in prefix_lens])
     bounds = np.concatenate([[0], np.cumsum(counts)])  # of each request among all pages
     request = np.repeat(np.arange(len(counts)), counts)
-    pages = np.stack([request, np.arange(len(request)) - bounds[request]], axis=1)
+    number = np.arange(len(request))
+    place = number % slab_pages * PAGE_SIZE
+    pages = np.stack([request, number - bounds[request], place, np.full_like(number, PAGE_SIZE)], axis=1)
     parts = []
     for begin in range(0, max(len(pages), 1), slab_pages):
         end = min(begin + slab_pages, len(pages))

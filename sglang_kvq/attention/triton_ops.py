@@ -6,6 +6,7 @@ import torch
 
 from sglang_kvq.attention.base import AttentionOps, ExtendBatch, LayerRotations
 from sglang_kvq.attention.extend_plan import Slab, plan_slabs
+from sglang_kvq.attention.ragged import PlannedCall, RaggedPrefill
 from sglang_kvq.cache.pool import PagePool
 from sglang_kvq.config import PAGE_SIZE
 from sglang_kvq.errors import KVQuantError
@@ -32,6 +33,7 @@ class TritonOps(AttentionOps):
         max_batch: the most requests in one decode batch.
         slab_tokens: stored tokens that prefill dequantises at a time; 32,768 take 128 MiB at 8 heads of 128.
         launch: of the decode kernel; None chooses by geometry.
+        prefill: FlashInfer's attention for long chunks (``ragged.load``); None uses our own for all.
     """
 
     def __init__(
@@ -42,6 +44,7 @@ class TritonOps(AttentionOps):
         max_batch: int,
         slab_tokens: int = 32768,
         launch: DecodeLaunch | None = None,
+        prefill: RaggedPrefill | None = None,
     ) -> None:
         super().__init__(pool, rotations)
         if pool.device.type != "cuda" and not INTERPRETED:
@@ -59,7 +62,9 @@ class TritonOps(AttentionOps):
         rows = max(batch * self.splits(batch) for batch in range(1, max_batch + 1)) * q_heads
         self._partial = torch.empty(rows * pool.format.head_dim, dtype=torch.float32, device=pool.device)
         self._lse = torch.empty(rows, dtype=torch.float32, device=pool.device)
+        self.prefill = prefill
         self._planned: tuple[ExtendBatch, int, list[Slab]] | None = None
+        self._planned_calls: tuple[ExtendBatch, list[PlannedCall] | None] | None = None
 
     def splits(self, batch: int) -> int:
         """Splits of each request in a decode batch of that size: one wave of history splits, and one for overlays."""
@@ -100,6 +105,9 @@ class TritonOps(AttentionOps):
         return out
 
     def extend(self, layer, q, k, v, batch: ExtendBatch, scale):
+        if calls := self._calls_of(batch, scale):
+            gather = lambda keys, values, pages: gather_pages(keys, values, batch.rows, pages, **self._stored(layer))  # noqa: E731
+            return self.prefill.run(calls, q, k, v, gather)
         rows, slabs = self._plan_of(batch)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         state = None
@@ -113,6 +121,14 @@ class TritonOps(AttentionOps):
             ends = {"first": i == 0, "last": slab is slabs[-1]}
             flash_attention(out, state, q, (k, v), stored, slab.tiles, scale, rows=rows, **ends)
         return out
+
+    def _calls_of(self, batch: ExtendBatch, scale: float) -> list[PlannedCall] | None:
+        """The batch's FlashInfer calls, planned at its first layer; None if our own kernel does it."""
+        if self.prefill is None or not self.prefill.suits(batch.new_lens):
+            return None
+        if self._planned_calls is None or self._planned_calls[0] is not batch:
+            self._planned_calls = (batch, self.prefill.plan(batch, scale))
+        return self._planned_calls[1]
 
     def _plan_of(self, batch: ExtendBatch) -> tuple[int, list[Slab]]:
         """The batch's tile height and slabs; planned at its first layer, kept for the others."""

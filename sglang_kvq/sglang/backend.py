@@ -145,9 +145,18 @@ def create_ops(model_runner, pool, rotations: LayerRotations) -> AttentionOps:
     """Triton on a GPU, plain torch on a CPU."""
     if pool.device.type == "cpu":
         return ReferenceOps(pool, rotations)
+    from sglang_kvq.attention import ragged
     from sglang_kvq.attention.triton_ops import TritonOps
 
     heads = {layer.tp_q_head_num for layer in model_runner.model.modules() if isinstance(layer, RadixAttention)}
+    q_heads, slab_tokens = heads.pop(), 32768
+    prefill, used = ragged.load(q_heads, pool.kv_heads, pool.format.head_dim, pool.device, slab_tokens)
+    logger.info("kv-quant prefill attention: %s", used)
     return TritonOps(
-        pool, rotations, q_heads=heads.pop(), max_batch=model_runner.req_to_token_pool.req_to_token.shape[0]
+        pool,
+        rotations,
+        q_heads=q_heads,
+        max_batch=model_runner.req_to_token_pool.req_to_token.shape[0],
+        slab_tokens=slab_tokens,
+        prefill=prefill,
     )

@@ -1,0 +1,163 @@
+"""Prefill through FlashInfer: its plan, the whole path over a stand-in, and FlashInfer itself on a GPU."""
+
+from __future__ import annotations
+
+import random
+from types import SimpleNamespace
+
+import pytest
+import torch
+from tests.kernels.scene import HEADS, LAYERS, ON_GPU, assert_close, make_scene, randn
+from tests.kernels.test_extend import BATCHES, BOUND, make_batch
+
+from sglang_kvq.attention import ragged
+from sglang_kvq.attention.ragged import RaggedPrefill, plan_calls
+from sglang_kvq.attention.triton_ops import TritonOps
+from sglang_kvq.config import PAGE_SIZE
+
+
+class Wrapper:
+    """FlashInfer's ragged prefill in plain torch, with what is used of its interface."""
+
+    def __init__(self, floats: torch.Tensor, layout: str) -> None:
+        assert layout == "NHD"
+
+    def plan(self, qo, kv, q_heads, kv_heads, head_dim, *, causal, sm_scale, q_data_type, kv_data_type):
+        assert qo.device.type == kv.device.type == "cpu" and qo.dtype == kv.dtype == torch.int32
+        self.qo, self.kv, self.causal, self.scale, self.shared = qo.tolist(), kv.tolist(), causal, sm_scale, q_heads // kv_heads
+
+    def run(self, q, k, v, out=None, return_lse=False):
+        assert len(q) == self.qo[-1] and len(k) == len(v) == self.kv[-1]
+        out = torch.empty_like(q) if out is None else out
+        lse = torch.empty(q.shape[:2])
+        for a, b, c, d in zip(self.qo, self.qo[1:], self.kv, self.kv[1:]):
+            keys, values = (x[c:d].float().repeat_interleave(self.shared, 1) for x in (k, v))
+            x = torch.einsum("qhd,khd->hqk", q[a:b].float(), keys) * self.scale
+            if self.causal:
+                x = x.masked_fill(~torch.ones(b - a, d - c, dtype=torch.bool).tril(d - c - (b - a)), float("-inf"))
+            out[a:b] = torch.einsum("hqk,khd->qhd", x.softmax(-1), values).to(out.dtype)
+            lse[a:b] = (x.logsumexp(-1) / torch.log(torch.tensor(2.0))).T
+        return (out, lse) if return_lse else out
+
+
+def merge_state_in_place(v, s, v_other, s_other):
+    top = torch.maximum(s, s_other)
+    a, b = torch.exp2(s - top), torch.exp2(s_other - top)
+    v.copy_((v * a[..., None] + v_other * b[..., None]) / (a + b)[..., None])
+    s.copy_(top + torch.log2(a + b))
+
+
+STANDIN = SimpleNamespace(BatchPrefillWithRaggedKVCacheWrapper=Wrapper, merge_state_in_place=merge_state_in_place)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_every_query_meets_every_key_once(seed):
+    """Calls in order, within the workspace: rows of it are written once, and hold what the call's bounds say."""
+    draw = random.Random(seed)
+    capacity = PAGE_SIZE * draw.choice([1, 2, 3, 16])
+    lens = [(draw.choice([0, 1, 64, 127, draw.randrange(900)]), draw.randint(1, 300)) for _ in range(draw.randint(1, 6))]
+    prefix, new = zip(*lens)
+    seen: list[list] = [[] for _ in range(sum(new))]
+    starts = [sum(new[:i]) for i in range(len(new))]
+    for call in plan_calls(list(prefix), list(new), capacity):
+        begin, end = call.q
+        size = sum(call.kv_lens)
+        assert sum(call.q_lens) == end - begin
+        assert not call.gathers or size <= capacity
+        assert call.first == (not seen[begin]) and (not call.alone or call.first)
+        rows: list = [None] * size
+        if call.gathers:
+            for request, index, at, count in call.pages.tolist():
+                for t in range(count):
+                    assert rows[at + t] is None
+                    rows[at + t] = (request, index * PAGE_SIZE + t)
+        owners = [i for i, s in enumerate(starts) if begin <= s < end]
+        queries = [(i, prefix[i] + t) for i in owners for t in range(new[i])]
+        if call.causal:
+            places = range(size) if call.places is None else call.places.tolist()
+            for place, query in zip(places, queries, strict=True):
+                assert rows[place] is None
+                rows[place] = query
+        assert None not in rows
+        at = 0
+        for i, q_len, kv_len in zip(owners, call.q_lens, call.kv_lens, strict=True):
+            keys = rows[at : at + kv_len]
+            at += kv_len
+            for t in range(q_len):
+                visible = keys[: kv_len - q_len + t + 1] if call.causal else keys
+                seen[starts[i] + t] += visible
+    for i, s in enumerate(starts):
+        for t in range(new[i]):
+            assert seen[s + t] == [(i, position) for position in range(prefix[i] + t + 1)]
+
+
+def compare(heads, lens, capacity, library, device):
+    scene = make_scene(heads, [prefix for prefix, _ in lens])
+    scene.rows = torch.arange(1, len(lens) + 1, device=scene.rows.device)
+    prefill = RaggedPrefill(library, heads.q, heads.kv, heads.head_dim, torch.device(device), capacity)
+    ops = TritonOps(scene.pool, scene.ops()[0].rotations, heads.q, 1, prefill=prefill)
+    _, reference = scene.ops()
+    batch = make_batch(scene.rows, lens)
+    sizes = [heads.q, heads.kv, heads.kv]
+    q, k, v = randn(sum(batch.new_lens), sum(sizes), heads.head_dim).split(sizes, dim=1)
+    for layer in range(LAYERS):
+        got = ops.extend(layer, q, k, v, batch, scene.scale)
+        assert_close(f"extend, layer {layer}", got, reference.extend(layer, q, k, v, batch, scene.scale), BOUND)
+    assert ops._planned is None and ops._planned_calls[1], "our own kernel was used"
+
+
+@pytest.fixture
+def any_length(monkeypatch):
+    monkeypatch.setattr(ragged, "LEAST_TOKENS", 0)
+    monkeypatch.setattr(ragged, "LEAST_PER_REQUEST", 0)
+
+
+@pytest.mark.skipif(ON_GPU, reason="the stand-in computes on a CPU; FlashInfer itself is tested instead")
+@pytest.mark.parametrize("capacity", [64, 192, 32768])
+@pytest.mark.parametrize("lens", [BATCHES["fresh"], BATCHES["whole-pages"], BATCHES["mid-page"]], ids=str)
+def test_extend_over_a_standin_agrees_with_the_reference(any_length, lens, capacity):
+    compare(HEADS[1], lens, capacity, STANDIN, "cpu")
+
+
+def test_short_chunks_and_too_many_calls_go_to_our_own_kernel(monkeypatch):
+    prefill = RaggedPrefill(STANDIN, 8, 2, 64, torch.device("cpu"), 64)
+    assert prefill.suits([8192]) and prefill.suits([600, 500])
+    assert not prefill.suits([1000]) and not prefill.suits([1200] + [1] * 20) and not prefill.suits([5000, 0])
+    batch = make_batch(torch.arange(1), [(64 * 40, 2000)])
+    assert prefill.plan(batch, 1.0) is None and len(prefill.wrappers) == ragged.MAX_CALLS
+
+
+def test_what_is_used_is_said():
+    prefill, used = ragged.load(8, 2, 96, torch.device("cuda"), 32768)
+    assert prefill is None and used.startswith("triton (") and "96" in used
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("capacity", [192, 32768])
+@pytest.mark.parametrize("lens", BATCHES.values(), ids=BATCHES)
+@pytest.mark.parametrize("heads", [HEADS[0], HEADS[1], HEADS[7]], ids=str)
+def test_flashinfer_agrees_with_the_reference(any_length, heads, lens, capacity):
+    library = pytest.importorskip("flashinfer")
+    if len(plan_calls(*map(list, zip(*lens)), capacity)) > ragged.MAX_CALLS:
+        pytest.skip("goes to our own kernel")
+    compare(heads, lens, capacity, library, "cuda")
+
+
+@pytest.mark.gpu
+def test_planning_and_running_never_wait_for_the_device(any_length):
+    library = pytest.importorskip("flashinfer")
+    heads = HEADS[1]
+    scene = make_scene(heads, [500, 64, 0])
+    rows = torch.arange(1, 4, device="cuda")
+    prefill = RaggedPrefill(library, heads.q, heads.kv, heads.head_dim, torch.device("cuda"), 256)
+    ops = TritonOps(scene.pool, scene.ops()[0].rotations, heads.q, 1, prefill=prefill)
+    q, k, v = (randn(300, n, heads.head_dim) for n in (heads.q, heads.kv, heads.kv))
+    lens = [(500, 100), (64, 100), (0, 100)]
+    ops.extend(0, q, k, v, make_batch(rows, lens), scene.scale)
+    batch = make_batch(rows, lens)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        ops.extend(0, q, k, v, batch, scene.scale)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
