@@ -36,7 +36,7 @@ def calibrate(
     text: Annotated[Path, typer.Option(help="Text file to calibrate on; not the one you evaluate on.")],
     output: Annotated[Path, typer.Option(help="Folder to write; pass it to --kv-quant-rotations.")],
     tokens: Annotated[int, typer.Option(help="Tokens of the text to use.")] = 32768,
-    context: Annotated[int, typer.Option(help="Tokens per context.")] = 2048,
+    context: Annotated[int, typer.Option(help="Tokens per context; best as long as what you serve.")] = 4096,
     granularity: Annotated[str, typer.Option(help="per-head or per-layer.")] = "per-head",
     composition: Annotated[str, typer.Option(help="offset, or oscar for the paper's order.")] = "offset",
     text_share: Annotated[float, typer.Option(help="Use only the first part of the text, 1 for all.")] = 1.0,
