@@ -66,7 +66,9 @@ def calibrate(
             progress=lambda name, done: status.update(f"{name} {done:.0%}"),
         )
     meta = rotations.meta
-    console.print(f"{output}: {rotations.granularity} rotations, clip K {meta.clip_k} V {meta.clip_v}, {meta.tokens} tokens")
+    console.print(
+        f"{output}: {rotations.granularity} rotations, clip K {meta.clip_k} V {meta.clip_v}, {meta.tokens} tokens"
+    )
     console.print(f"serve with: --kv-quant oscar --kv-quant-rotations {output}")
 
 

@@ -174,9 +174,7 @@ class _Run:
                 block = q[:, start : start + PAGE_SIZE]
 
                 def attend(old_k, old_v):
-                    return segmented_attention(
-                        block, start, k, v, old_k, old_v, scale, sink=s.sink, recent=s.recent
-                    )
+                    return segmented_attention(block, start, k, v, old_k, old_v, scale, sink=s.sink, recent=s.recent)
 
                 exact = attend(k, v)
                 size = exact.square().sum()
@@ -211,7 +209,9 @@ class _Run:
                     f"layer {layer}: {what} hold NaN or infinity; the model overflows in {self.model.dtype}: "
                     "pass --dtype float32, and check the model's weights."
                 )
-        return tuple(torch.stack(moments) / len(self.contexts) for moments in zip(*(sums[i] for i in range(self.layers))))
+        return tuple(
+            torch.stack(moments) / len(self.contexts) for moments in zip(*(sums[i] for i in range(self.layers)))
+        )
 
 
 def _round_trip(x: torch.Tensor, rank: int) -> torch.Tensor:

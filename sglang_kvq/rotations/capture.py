@@ -36,7 +36,9 @@ def attention_hook(model: torch.nn.Module, hook: AttentionHook) -> Iterator[None
                 )
         q, k, v = query[0], key[0], value[0]
         if k.shape[-1] != v.shape[-1]:
-            raise KVQuantError(f"keys have head_dim {k.shape[-1]}, values {v.shape[-1]}: such models are not supported.")
+            raise KVQuantError(
+                f"keys have head_dim {k.shape[-1]}, values {v.shape[-1]}: such models are not supported."
+            )
         scale = scaling if scaling is not None else q.shape[-1] ** -0.5
         out = hook(module.layer_idx, q, k, v, scale)
         if out is None:

@@ -22,9 +22,7 @@ COMPOSITIONS = ("offset", "oscar")
 OBJECTIVES = {"offset": "offset_h", "oscar": "qqt_r_h_pbr"}
 
 
-def compose(
-    composition: str, importance: torch.Tensor, energy: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def compose(composition: str, importance: torch.Tensor, energy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Rotations from second moments.
 
     Args:

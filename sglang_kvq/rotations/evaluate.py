@@ -34,9 +34,7 @@ class FakeQuantAttention:
     sink: int = 64
     recent: int = 256
 
-    def __call__(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
-    ) -> torch.Tensor:
+    def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
         group = q.shape[0] // k.shape[0]
         q, k, v = q.float(), k.float(), v.float()
         if self.rotations.k is not None:
@@ -66,9 +64,7 @@ class FakeQuantAttention:
         pages = (x[:, :whole].unflatten(1, (-1, PAGE_SIZE)) for x in (k, v))
         back = self.format.dequantise_pages(self.format.quantise_pages(*pages))
         # Rounded to BF16, as the reference backend reads them.
-        return tuple(
-            torch.cat([b.flatten(1, 2).bfloat16().float(), x[:, whole:]], 1) for b, x in zip(back, (k, v))
-        )
+        return tuple(torch.cat([b.flatten(1, 2).bfloat16().float(), x[:, whole:]], 1) for b, x in zip(back, (k, v)))
 
 
 @torch.inference_mode()

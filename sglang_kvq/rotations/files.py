@@ -149,7 +149,9 @@ def _load(folder: Path, layers: int | None) -> tuple[Rotations, dict]:
 def _load_native(folder: Path) -> tuple[Rotations, dict]:
     for name in (TENSOR_FILE, CONFIG_FILE):
         if not (folder / name).is_file():
-            raise KVQuantError(f"{folder}: {name} is missing beside its partner; fetch the folder again. {_NO_ROTATIONS}")
+            raise KVQuantError(
+                f"{folder}: {name} is missing beside its partner; fetch the folder again. {_NO_ROTATIONS}"
+            )
     try:
         config = json.loads((folder / CONFIG_FILE).read_text())
         version, digest = config["format_version"], config["sha256"]

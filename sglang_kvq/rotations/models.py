@@ -58,9 +58,7 @@ def calibrate_to_folder(
         corpus=name if text_share == 1 else f"{name}, first {text_share:.0%} of its characters",
     )
     rotations = replace(rotations, meta=meta)
-    save_rotations(
-        rotations, output, kv_heads=meta.model["num_key_value_heads"], overwrite=overwrite
-    )
+    save_rotations(rotations, output, kv_heads=meta.model["num_key_value_heads"], overwrite=overwrite)
     return rotations
 
 

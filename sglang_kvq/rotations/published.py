@@ -42,11 +42,20 @@ def save_published(rotations: Rotations, folder: Path) -> None:
             eigen = torch.zeros(r.shape[:3])
         shared = r.shape[1] == 1
         entries = {
-            i: {"layer_id": i, "rotation": (r[i, 0] if shared else r[i]).clone(), "eigenvalues": (eigen[i, 0] if shared else eigen[i]).clone()}
+            i: {
+                "layer_id": i,
+                "rotation": (r[i, 0] if shared else r[i]).clone(),
+                "eigenvalues": (eigen[i, 0] if shared else eigen[i]).clone(),
+            }
             for i in range(r.shape[0])
         }
         grouping = "layer" if shared else "head"
-        document = {"format_version": 1, "objective": rotations.meta.objective, "source_grouping": grouping, "layers": entries}
+        document = {
+            "format_version": 1,
+            "objective": rotations.meta.objective,
+            "source_grouping": grouping,
+            "layers": entries,
+        }
         torch.save(document, folder / name)
 
 

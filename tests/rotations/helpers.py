@@ -9,7 +9,9 @@ def random_rotations(layers=2, heads=2, dim=64, seed=0) -> Rotations:
     generator = torch.Generator().manual_seed(seed)
     k, v = (torch.linalg.qr(torch.randn(layers, heads, dim, dim, generator=generator)).Q for _ in range(2))
     eigen = torch.rand(layers, heads, dim, generator=generator)
-    return Rotations(k, v, RotationMeta(objective="test", base_model="org/tiny", clip_k=0.9, clip_v=0.92), eigen, eigen + 1)
+    return Rotations(
+        k, v, RotationMeta(objective="test", base_model="org/tiny", clip_k=0.9, clip_v=0.92), eigen, eigen + 1
+    )
 
 
 def tiny_llama(layers=2, heads=4, kv_heads=2, dim=64):

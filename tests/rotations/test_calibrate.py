@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from tests.rotations.helpers import tiny_llama
 
 from sglang_kvq.attention.base import LayerRotations
 from sglang_kvq.errors import KVQuantError
@@ -14,6 +13,7 @@ from sglang_kvq.rotations.capture import attention_hook
 from sglang_kvq.rotations.compose import compose, oscar_permutation
 from sglang_kvq.rotations.evaluate import FakeQuantAttention, mean_kl
 from sglang_kvq.rotations.hadamard import hadamard_matrix
+from tests.rotations.helpers import tiny_llama
 
 SETTINGS = dict(tokens=1024, context=512, clip_grid=(0.86, 1.0), clip_contexts=1)
 

@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tests.rotations.helpers import random_rotations
 
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.rotations import Rotations, load_rotations, save_rotations
 from sglang_kvq.rotations.files import CONFIG_FILE, TENSOR_FILE, convert_rotations
 from sglang_kvq.rotations.published import K_FILE, V_FILE, save_published
+from tests.rotations.helpers import random_rotations
 
 GEOMETRY = dict(layers=2, kv_heads=2, head_dim=64)
 

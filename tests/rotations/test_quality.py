@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from sglang_kvq.formats.page import PageFormat
 from sglang_kvq.rotations import find_rotations, hadamard_rotations, load_rotations
 from sglang_kvq.rotations.evaluate import FakeQuantAttention, mean_kl
-from sglang_kvq.formats.page import PageFormat
 from sglang_kvq.rotations.models import load_model, tokenize
 
 
@@ -23,7 +23,9 @@ def test_kl_of_oscar_hadamard_and_int2(model):
         [ids],
         {
             "int2": FakeQuantAttention(PageFormat(64, 64)),
-            "hadamard": FakeQuantAttention(PageFormat(64, 64, 0.96, 0.92), hadamard_rotations(30, 64).for_worker(*worker)),
+            "hadamard": FakeQuantAttention(
+                PageFormat(64, 64, 0.96, 0.92), hadamard_rotations(30, 64).for_worker(*worker)
+            ),
             "oscar": FakeQuantAttention(
                 PageFormat(64, 64, oscar.meta.clip_k, oscar.meta.clip_v), oscar.for_worker(*worker)
             ),

@@ -3,11 +3,11 @@ import shutil
 
 import pytest
 import torch
-from tests.rotations.helpers import tiny_llama
 
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.rotations import find_rotations, load_rotations, zoo
 from sglang_kvq.rotations.zoo import identity, zoo_folder
+from tests.rotations.helpers import tiny_llama
 
 SMOLLM2 = dict(
     architectures=["LlamaForCausalLM"], hidden_size=576, num_hidden_layers=30, num_attention_heads=9,
