@@ -35,6 +35,11 @@ def versions() -> dict[str, str]:
     return found
 
 
+def _shown(argument: str) -> str:
+    """An argument as others can use it: absolute paths are those of one machine, so only their name stays."""
+    return Path(argument).name if os.path.isabs(argument) else argument
+
+
 def device_name() -> str:
     import torch
 
@@ -46,7 +51,7 @@ def write(path: str | Path, name: str, rows: list[dict], **more) -> None:
     sha, dirty = commit()
     result = {
         "name": name,
-        "command": " ".join(["python", os.path.relpath(sys.argv[0], ROOT), *sys.argv[1:]]),
+        "command": " ".join(["python", os.path.relpath(sys.argv[0], ROOT), *map(_shown, sys.argv[1:])]),
         "commit": sha,
         "dirty": dirty,
         "device": device_name(),
