@@ -7,8 +7,7 @@ One work item is ``TOKENS`` tokens of a page, one KV head, keys or values. Per t
     scale     = fp16((high - low) / 3), zero = fp16(low)
     code      = #{n in .5, 1.5, 2.5 : clamp(x, +-threshold) - zero > n scale}
 
-The threshold is found by bisecting BF16 magnitudes as integers, two to a word, between bounds that already
-exist: the largest magnitude above, and the least of D/4 columns' largest below (at least D/4 magnitudes reach
+The threshold is found by bisecting BF16 magnitudes, ordered like the integers of their bits, between the largest magnitude above, and the least of D/4 columns' largest below (at least D/4 magnitudes reach
 it). Rows of a transformer leave 8 or 9 of the 15 bits open.
 """
 
@@ -157,9 +156,10 @@ def _quantise_keys(
     D: tl.constexpr, GROUP: tl.constexpr, RANK: tl.constexpr, JP: tl.constexpr,
 ):  # fmt: skip
     """Tokens part * TOKENS ..: a byte holds the four planes of one column."""
-    token, j = part * TOKENS + tl.arange(0, TOKENS), tl.arange(0, JP)
+    token, plane, j = part * TOKENS + tl.arange(0, TOKENS), tl.arange(0, 4)[None, :, None], tl.arange(0, JP)
     codes = _quantise_rows(k, k_token, token, scale_out, zero_out, D, GROUP, RANK, JP)
-    packed = tl.sum(codes << (2 * tl.arange(0, 4))[None, :, None], 1).to(tl.uint8)  # [TOKENS, JP]
+    packed = tl.sum(codes * _power_of_4(plane), 1)  # [TOKENS, JP]
+    packed = _integers(packed).to(tl.uint8)
     tl.store(out + token[:, None] * (D // 4) + j[None, :], packed, mask=(j < D // 4)[None, :])
 
 
@@ -174,9 +174,11 @@ def _quantise_values(
     n = row % 4
     token = n * (PAGE // 4) + part * (4 * WORDS) + row // 4
     codes = _quantise_rows(v, v_token, token, scale_out, zero_out, D, GROUP, RANK, JP)
-    # Four neighbouring dims to a word, then the four n of each: bytes [WORDS * 4, 4, JP], one token in each plane.
-    codes = codes << (2 * n[:, None, None] + j % 4 * 8)
-    packed = tl.sum(tl.reshape(codes, [TOKENS, 4, JP // 4, 4]), 3)
+    # Four neighbouring dims to a word, then the four n of each: one token i in each byte of [4 WORDS, 4, JP/4].
+    codes *= _power_of_4(n)[:, None, None] * tl.where(j % 2 == 0, 1.0, 256.0)
+    packed = _integers(tl.sum(tl.reshape(codes, [TOKENS, 4, JP // 2, 2]), 3)) & 0xFFFF
+    packed = packed << (tl.arange(0, JP // 2) % 2 * 16)[None, None, :]
+    packed = tl.sum(tl.reshape(packed, [TOKENS, 4, JP // 4, 2]), 3)
     packed = tl.sum(tl.reshape(packed, [TOKENS // 4, 4, 4, JP // 4]), 1)
     packed = packed[:, :, :, None] >> (tl.arange(0, 4) * 8)[None, None, None, :]
     packed = tl.reshape(packed, [TOKENS // 4, 4, JP]).to(tl.uint8)
@@ -186,27 +188,36 @@ def _quantise_values(
 
 
 @triton.jit
+def _power_of_4(n):
+    """4^n, float32, for n in 0..3."""
+    return ((n * 2 + 127) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _integers(x):
+    """Small whole numbers held in float32 as integers, in the low 16 bits."""
+    return (x + 8388608.0).to(tl.int32, bitcast=True)
+
+
+@triton.jit
 def _quantise_rows(
     x, x_token, token, scale_out, zero_out,
     D: tl.constexpr, GROUP: tl.constexpr, RANK: tl.constexpr, JP: tl.constexpr,
 ):  # fmt: skip
-    """Codes int32 [TOKENS, 4, JP] of those tokens: (row, plane, j) is dim plane * D/4 + j.
+    """Codes [TOKENS, 4, JP] of those tokens, as float32: (row, plane, j) is dim plane * D/4 + j.
 
     The compiler then spreads a warp over rows and keeps planes in registers: reductions cross few lanes.
     Scales and zeros, [D/GROUP, PAGE], are stored here.
     """
     D4: tl.constexpr = D // 4
-    row = token[:, None, None]
     plane, j = tl.arange(0, 4)[None, :, None], tl.arange(0, JP)[None, None, :]
-    pair = tl.arange(0, JP // 2)[None, None, :]
-    place = row * (x_token // 2) + plane * (D4 // 2) + pair
-    words = tl.load(x.to(tl.pointer_type(tl.int32)) + place, mask=pair < D4 // 2, other=0)  # [TOKENS, 4, JP/2]
-    both = tl.join(words << 16, words & -65536)  # a BF16 is the upper half of its float32
-    x = tl.reshape(both, [TOKENS, 4, JP]).to(tl.float32, bitcast=True)
+    place = token[:, None, None] * x_token + plane * D4 + j
+    x = tl.load(x + place, mask=j < D4, other=0.0).to(tl.float32)
     if RANK > 0:
-        threshold = _threshold(words, tl.max(tl.abs(x), 1), RANK, D4, JP)[:, None, None]
-        x = tl.minimum(tl.maximum(x, -threshold), threshold)
-    codes = tl.zeros([TOKENS, 4, JP], tl.int32)
+        limit = _threshold(x, RANK, D4, JP)  # [TOKENS]
+    else:
+        limit = tl.full([TOKENS], float("inf"), tl.float32)
+    codes = tl.zeros([TOKENS, 4, JP], tl.float32)
     for g in tl.static_range(D // GROUP):
         if GROUP == D and JP == D4:
             low, high = tl.min(tl.min(x, 1), 1), tl.max(tl.max(x, 1), 1)  # [TOKENS]
@@ -214,40 +225,47 @@ def _quantise_rows(
             inside = (j < D4) & ((plane * D4 + j) // GROUP == g)
             low = tl.min(tl.min(tl.where(inside, x, float("inf")), 1), 1)
             high = tl.max(tl.max(tl.where(inside, x, float("-inf")), 1), 1)
+        low = tl.minimum(tl.maximum(low, -limit), limit)
+        high = tl.minimum(tl.maximum(high, -limit), limit)
         scale = tl.minimum((high - low) * THIRD, FP16_MAX).to(tl.float16)
         zero = tl.minimum(tl.maximum(low, -FP16_MAX), FP16_MAX).to(tl.float16)
         tl.store(scale_out + g * PAGE + token, scale)
         tl.store(zero_out + g * PAGE + token, zero)
-        offset, step = x - zero.to(tl.float32)[:, None, None], scale.to(tl.float32)[:, None, None]
-        upper = offset > 1.5 * step
-        code = tl.where(upper, 2, 0) + (offset > tl.where(upper, 2.5 * step, 0.5 * step)).to(tl.int32)
+        zero, step = zero.to(tl.float32), scale.to(tl.float32)
+        offset = x - zero[:, None, None]
+        above = (offset > _bound(0.5 * step, zero, limit)[:, None, None]).to(tl.float32)
+        above += (offset > _bound(1.5 * step, zero, limit)[:, None, None]).to(tl.float32)
+        above += (offset > _bound(2.5 * step, zero, limit)[:, None, None]).to(tl.float32)
         if GROUP == D:
-            codes = code
+            codes = above
         else:
-            codes = tl.where(inside, code, codes)
+            codes = tl.where(inside, above, codes)
     return codes
 
 
 @triton.jit
-def _threshold(words, columns, RANK: tl.constexpr, D4: tl.constexpr, JP: tl.constexpr):
-    """Each row's RANK-th largest magnitude, float32 [TOKENS].
+def _bound(bound, zero, limit):
+    """What x - zero > it says of x without clamping x to +-limit first."""
+    bound = tl.where(limit - zero > bound, bound, float("inf"))
+    return tl.where(-limit - zero > bound, float("-inf"), bound)
 
-    words: [TOKENS, 4, JP/2], a row's BF16 values in pairs, padding 0; columns [TOKENS, JP]: largest |x| of each column.
-    """
-    hi = tl.max(columns, 1).to(tl.int32, bitcast=True) >> 16
-    lo = tl.zeros_like(hi)
+
+@triton.jit
+def _threshold(x, RANK: tl.constexpr, D4: tl.constexpr, JP: tl.constexpr):
+    """Each row's RANK-th largest magnitude, float32 [TOKENS]; x float32 [TOKENS, 4, JP], BF16 values, padding 0."""
+    columns = tl.maximum(tl.abs(tl.max(x, 1)), tl.abs(tl.min(x, 1)))  # [TOKENS, JP]
+    most = tl.max(columns, 1).to(tl.int32, bitcast=True) >> 16
     if RANK <= D4:
-        real = (tl.arange(0, JP) < D4)[None, :]
-        lo = tl.min(tl.where(real, columns, float("inf")), 1).to(tl.int32, bitcast=True) >> 16
-    # With the top bit set, subtracting a magnitude leaves it set where the value is at least as large.
-    guarded = (words & 0x7FFF7FFF) | -2147450880  # 0x80008000
-    open = tl.max(hi - lo, 0)
+        columns = tl.where((tl.arange(0, JP) < D4)[None, :], columns, float("inf"))
+        least = tl.min(columns, 1).to(tl.int32, bitcast=True) >> 16
+    else:
+        least = tl.zeros_like(most)
+    open = tl.max(most - least, 0)
     while open > 0:
-        middle = (lo + hi + 1) >> 1
-        reached = ((guarded - (middle * 65537)[:, None, None]) >> 15) & 65537
-        count = tl.sum(tl.sum(reached, 1), 1)
-        enough = (count & 65535) + (count >> 16) >= RANK
-        lo = tl.where(enough, middle, lo)
-        hi = tl.where(enough, hi, tl.maximum(middle - 1, lo))
+        middle = (least + most + 1) >> 1
+        bound = (middle << 16).to(tl.float32, bitcast=True)[:, None, None]
+        count = tl.sum(tl.sum((tl.abs(x) >= bound).to(tl.float32), 1), 1)
+        least = tl.where(count >= RANK, middle, least)
+        most = tl.where(count >= RANK, most, tl.maximum(middle - 1, least))
         open = open >> 1
-    return (lo << 16).to(tl.float32, bitcast=True)
+    return (least << 16).to(tl.float32, bitcast=True)

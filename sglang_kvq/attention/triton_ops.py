@@ -89,7 +89,7 @@ class TritonOps(AttentionOps):
         quantise_tokens(self.pool.records[layer], self.pool.format, first, pages, k, v)
 
     def quantise_slots(self, slots, pages, count):
-        quantise_slots(self.pool.records, self.pool.overlays, self.pool.format, slots, pages, count, self._sms * 8)
+        quantise_slots(self.pool.records, self.pool.overlays, self.pool.format, slots, pages, count, self._sms * 10)
 
     def decode(self, layer, q, rows, seq_lens, scale):
         batch, heads, d = q.shape
