@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from sglang_kvq.formats.page import PageFormat
 from sglang_kvq.kernels.common import INTERPRETED, PAGE, dot, page_of, to_bf16
@@ -25,6 +26,8 @@ from sglang_kvq.kernels.common import INTERPRETED, PAGE, dot, page_of, to_bf16
 OVERLAY_COST = tl.constexpr(3)
 #: Splits shorter than this many pages cost more than they save.
 LEAST_PAGES = tl.constexpr(4)
+#: More splits of one request than this cost more in merging than they gain.
+MAX_SPLITS = 512
 #: 1.5 * 2^23: added to a small integer held in float32, its low bits are that integer in two's complement.
 MAGIC = tl.constexpr(12582912.0)
 MAGIC_BITS = tl.constexpr(0x4B400000)
@@ -34,11 +37,23 @@ NEVER = tl.constexpr(-1e30)
 
 @dataclass(frozen=True)
 class DecodeLaunch:
-    """How the kernel is compiled, and how many of its one-warp programs an SM then holds."""
+    """How the kernel is compiled, and how it divides the work.
+
+    Attributes:
+        stages, registers: the compiler's.
+        programs_per_sm: one-warp programs per SM that splits are chosen for: at most what an SM then holds.
+        early_merge: launch the merge's programs while the last of the kernel's still run (needs sm_90).
+    """
 
     stages: int
     registers: int
     programs_per_sm: int
+    early_merge: bool = False
+
+    def splits(self, programs: int, sms: int) -> int:
+        """Splits of each request, ``programs`` programs each: one wave of them all, but one for the history and one
+        for overlays at least."""
+        return min(max(2, sms * self.programs_per_sm // programs), MAX_SPLITS)
 
 
 def decode_launch(head_dim: int, shared: int) -> DecodeLaunch:
@@ -97,6 +112,7 @@ def decode(
         GROUP=group,
         VP=triton.next_power_of_2(group),
         PLAIN=plain,
+        EARLY=launch.early_merge,
         num_warps=1,
         num_stages=launch.stages,
         maxnreg=launch.registers,
@@ -110,9 +126,11 @@ def _decode(
     records, overlays, page_slot, req_to_token, row_sink_end, row_history_end,
     q_token, q_head, table_row,
     Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-    JP: tl.constexpr, GROUP: tl.constexpr, VP: tl.constexpr, PLAIN: tl.constexpr,
+    JP: tl.constexpr, GROUP: tl.constexpr, VP: tl.constexpr, PLAIN: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Program (kv_head * groups + value group, request, split)."""
+    if EARLY:
+        gdc_launch_dependents()  # once every program has started; the merge then waits for the results
     head = tl.program_id(0) // (D // GROUP)
     v_first = tl.program_id(0) % (D // GROUP) * GROUP  # this program's dims of V
     request, split, splits = tl.program_id(1), tl.program_id(2), tl.num_programs(2)

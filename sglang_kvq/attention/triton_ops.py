@@ -19,9 +19,6 @@ from sglang_kvq.kernels.quantise import quantise_slots, quantise_tokens
 from sglang_kvq.kernels.rotate import rotate, split_rotation
 from sglang_kvq.kernels.store import store_tokens
 
-#: More splits of one request than this cost more in merging than they gain.
-MAX_SPLITS = 256
-
 
 class TritonOps(AttentionOps):
     """Kernels of ``sglang_kvq.kernels`` over one ``PagePool``.
@@ -67,9 +64,8 @@ class TritonOps(AttentionOps):
         self._planned_calls: tuple[ExtendBatch, list[PlannedCall] | None] | None = None
 
     def splits(self, batch: int) -> int:
-        """Splits of each request in a decode batch of that size: one wave of history splits, and one for overlays."""
-        programs = batch * self.pool.kv_heads * self.pool.format.groups
-        return min(max(1, self._sms * self.launch.programs_per_sm // programs), MAX_SPLITS) + 1
+        """Splits of each request in a decode batch of that size."""
+        return self.launch.splits(batch * self.pool.kv_heads * self.pool.format.groups, self._sms)
 
     def rotate(self, layer, q, k, v):
         return rotate((q, k, v), self._rotations_of(layer))
@@ -92,7 +88,7 @@ class TritonOps(AttentionOps):
         quantise_tokens(self.pool.records[layer], self.pool.format, first, pages, k, v)
 
     def quantise_slots(self, slots, pages, count):
-        quantise_slots(self.pool.records, self.pool.overlays, self.pool.format, slots, pages, count, self._sms * 8)
+        quantise_slots(self.pool.records, self.pool.overlays, self.pool.format, slots, pages, count, self._sms * 10)
 
     def decode(self, layer, q, rows, seq_lens, scale):
         batch, heads, d = q.shape
@@ -101,7 +97,7 @@ class TritonOps(AttentionOps):
         partial = self._partial[: lse.numel() * d].view(splits, batch, heads, d)
         decode(partial, lse, q, rows, seq_lens, scale, launch=self.launch, **self._stored(layer))
         out = torch.empty(batch, heads, d, dtype=q.dtype, device=q.device)
-        merge_splits(out, partial, lse)
+        merge_splits(out, partial, lse, self.launch.early_merge)
         return out
 
     def extend(self, layer, q, k, v, batch: ExtendBatch, scale):
