@@ -76,31 +76,28 @@ def counts(report: Path) -> Counter[str]:
     return found
 
 
-def execute(run: Run, model: Path | None) -> tuple[int, Counter[str]]:
+def execute(run: Run, model: Path) -> tuple[int, Counter[str]]:
     """pytest's exit code and what it counted."""
     python = ROOT / ".venvs" / f"sglang-{run.version}" / "bin" / "python"
     print(f"\n=== {run.title} ===", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         command = [str(python), "-m", "pytest", *run.arguments, f"--junitxml={report}", "-p", "no:cacheprovider"]
-        if model:
-            command += ["--model", str(model)]
+        command += ["--model", str(model)]
         code = subprocess.run(command, cwd=ROOT).returncode
         return code, counts(report)
 
 
-def prepare(runs: list[Run]) -> Path | None:
-    """Environments for these runs, and the model where a server will start."""
+def prepare(runs: list[Run]) -> Path:
+    """Environments for these runs, and the model that servers and the test of rotations load."""
     for version in dict.fromkeys(run.version for run in runs):
         print(f"environment with SGLang {version}", flush=True)
         cpu_env.ensure(ROOT / ".venvs" / f"sglang-{version}", version)
-    if all(run.title == "unit tests" for run in runs):
-        return None
     # Converting the model needs packages that only the environment has.
     target = ROOT / ".models" / "SmolLM2-135M-Instruct"
     if not (target / "config.json").exists():
-        print("the model that end-to-end tests serve", flush=True)
-        call([ROOT / ".venvs" / f"sglang-{NEWEST}" / "bin" / "python", ROOT / "launch" / "model.py"], ROOT / ".models" / "fetch.log")
+        print("the small model that tests load", flush=True)
+        call([ROOT / ".venvs" / f"sglang-{runs[0].version}" / "bin" / "python", ROOT / "launch" / "model.py"], ROOT / ".models" / "fetch.log")
     return target
 
 

@@ -17,6 +17,8 @@ TINY = (
     *("--chunked-prefill-size", "192", "--schedule-conservativeness", "0.01"),
 )
 STRICT = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1"}
+#: SGLang's own knob retracts as if memory had run out: its releases differ in how close they let it come.
+PRESSED = {**STRICT, "SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "40"}
 
 
 @pytest.fixture
@@ -26,7 +28,7 @@ def chat(servers) -> Client:
 
 @pytest.fixture
 def tiny(servers) -> Client:
-    return Client(servers(*TINY, env=STRICT))
+    return Client(servers(*TINY, env=PRESSED))
 
 
 def assert_empties(client: Client) -> None:
@@ -76,7 +78,7 @@ def test_many_streams_with_shared_prefixes_aborts_and_no_room(tiny, servers):
         body = {
             "input_ids": prompt,
             "stream": True,
-            "sampling_params": {"temperature": 0, "max_new_tokens": 300 + 20 * (index % 4), "ignore_eos": True},
+            "sampling_params": {"temperature": 0, "max_new_tokens": 150 + 20 * (index % 4), "ignore_eos": True},
         }
         chunks = 0
         with requests.post(f"{tiny.url}/generate", json=body, stream=True, timeout=600) as response:
@@ -91,8 +93,8 @@ def test_many_streams_with_shared_prefixes_aborts_and_no_room(tiny, servers):
     results = together([lambda i=i: stream(i) for i in range(8)])
     assert sorted(set(results)) == ["aborted", "finished"], results
     assert_empties(tiny)
-    log = servers(*TINY, env=STRICT).log()
-    assert "retracted" in log.lower(), "the pool was never so full that requests were retracted"
+    log = servers(*TINY, env=PRESSED).log()
+    assert "#retracted_reqs" in log, "no request was retracted"
 
 
 def test_the_same_answer_under_pressure(tiny):
