@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -36,7 +37,9 @@ FORMAT = PageFormat(D, D, 0.96, 0.92)
 BOUND = 5e-3
 #: Stored prefix and new tokens.
 EXTEND = [(0, 8192), (8192, 8192), (32768, 2048), (65536, 1024), (8192, 256)]
-SWEEP = [DecodeLaunch(*x) for x in ((2, 128, 16), (2, 144, 14), (2, 160, 12), (3, 128, 11), (3, 168, 11), (3, 168, 22))]
+#: Compile choices, each with every number of programs per SM, that --sweep compares.
+COMPILED = [(2, 128), (2, 144), (2, 160), (3, 128), (3, 144), (3, 168)]
+PROGRAMS_PER_SM = [8, 10, 11, 12, 14, 16, 20, 24, 32]
 
 
 class Timer:
@@ -145,24 +148,55 @@ def row_of(kernel: str, batch: int, context: int, ours: float, theirs: float | N
     }
 
 
-def decode_rows(timer: Timer, bandwidth: float, launch: DecodeLaunch | None = None, beside: bool = True):
+class DecodeShape:
+    """Inputs of one shape, and what is right for its first and last request."""
+
+    def __init__(self, batch: int, context: int) -> None:
+        self.batch, self.context = batch, context
+        self.pool = make_pool(batch, context)
+        self.rows = torch.arange(1, batch + 1, device="cuda")
+        self.lens = torch.full_like(self.rows, context)
+        self.q = torch.randn(batch, Q_HEADS, D, device="cuda").bfloat16()
+        self.want = {i: exact(self.pool, i + 1, self.q[i], context, D**-0.5) for i in {0, batch - 1}}
+        coded = int(self.pool.row_history_end[1] - self.pool.row_sink_end[1])
+        self.size = batch * KV_HEADS * (coded * FORMAT.record_bytes // PAGE_SIZE + (context - coded) * 4 * D)
+
+    def measure(self, timer: Timer, launch: DecodeLaunch | None = None) -> tuple[float, float]:
+        """Microseconds and relative error."""
+        ops = TritonOps(self.pool, LayerRotations(), Q_HEADS, self.batch, launch=launch)
+        run = lambda: ops.decode(0, self.q, self.rows, self.lens, D**-0.5)  # noqa: E731
+        got = run()
+        error = max(checked(f"decode {self.batch} x {self.context}", got[i], want) for i, want in self.want.items())
+        return timer(run), error
+
+
+def decode_rows(timer: Timer, bandwidth: float):
     """One row per shape of ``DECODE``."""
     for batch, context in DECODE:
-        pool = make_pool(batch, context)
-        ops = TritonOps(pool, LayerRotations(), Q_HEADS, batch, launch=launch)
-        rows = torch.arange(1, batch + 1, device="cuda")
-        lens = torch.full_like(rows, context)
-        q = torch.randn(batch, Q_HEADS, D, device="cuda").bfloat16()
-        run = lambda: ops.decode(0, q, rows, lens, D**-0.5)  # noqa: B023, E731
-        got = run()
-        name = f"decode {batch} x {context}"
-        error = max(checked(name, got[i], exact(pool, i + 1, q[i], context, D**-0.5)) for i in {0, batch - 1})
-        ours = timer(run)
-        coded = int(pool.row_history_end[1] - pool.row_sink_end[1])
-        size = batch * KV_HEADS * (coded * FORMAT.record_bytes // PAGE_SIZE + (context - coded) * 4 * D)
-        del pool, ops
-        theirs = baseline.decode_us(timer, q, batch, context, KV_HEADS) if beside else None
+        shape = DecodeShape(batch, context)
+        ours, error = shape.measure(timer)
+        q, size = shape.q, shape.size
+        del shape
+        theirs = baseline.decode_us(timer, q, batch, context, KV_HEADS)
         yield row_of("decode", batch, context, ours, theirs, error, size / ours / bandwidth, gb_per_s=round(size / ours / 1e3))
+
+
+def sweep(timer: Timer) -> None:
+    """Print microseconds by compile choice and programs per SM, then the three best with the merge launched early."""
+    sms = torch.cuda.get_device_properties("cuda").multi_processor_count
+    for batch, context in DECODE:
+        shape = DecodeShape(batch, context)
+        by_splits = {DecodeLaunch(0, 0, n).splits(batch * KV_HEADS, sms): n for n in reversed(PROGRAMS_PER_SM)}
+        print(f"{f'{batch} x {context}, us by splits':30}" + "".join(f"{splits:8}" for splits in by_splits))
+        found = []
+        for stages, registers in COMPILED:
+            launches = [DecodeLaunch(stages, registers, n) for n in by_splits.values()]
+            times = [shape.measure(timer, launch)[0] for launch in launches]
+            found += zip(times, launches)
+            print(f"{f'{stages} stages, {registers} registers':30}" + "".join(f"{us:8.1f}" for us in times), flush=True)
+        for us, launch in sorted(found, key=lambda x: x[0])[:3]:
+            early = replace(launch, early_merge=True)
+            print(f"  {us:.1f} {launch}; early merge {shape.measure(timer, early)[0]:.1f}", flush=True)
 
 
 def quantise_rows(timer: Timer, bandwidth: float, tokens: int = 8192):
@@ -239,17 +273,14 @@ def main() -> None:
     bandwidth = copy_bandwidth(timer)
     beside = baseline.version() or "not installed"
     print(f"{record.device_name()}, copy bandwidth {bandwidth / 1e3:,.0f} GB/s, FlashInfer {beside}")
-    print(f"{'kernel':19} {'shape':>12} {'ours us':>9} {'BF16 us':>9} {'ratio':>7} {'bandw.':>6}   error")
     if args.sweep:
-        for launch in SWEEP:
-            print(launch)
-            for row in decode_rows(timer, bandwidth, launch, beside=False):
-                show(row)
+        sweep(timer)
         return
     prefill, used = ragged.load(Q_HEADS, KV_HEADS, D, torch.device("cuda"), 32768)
     print(f"long prefill chunks: {used}", flush=True)
     extends = [extend_rows(timer, None)] + ([extend_rows(timer, prefill)] if prefill else [])
     parts = [decode_rows(timer, bandwidth), quantise_rows(timer, bandwidth), step_rows(timer)]
+    print(f"{'kernel':19} {'shape':>12} {'ours us':>9} {'BF16 us':>9} {'ratio':>7} {'bandw.':>6}   error")
     rows = []
     for part in extends if args.extend else [*parts, *extends]:
         for row in part:

@@ -7,8 +7,9 @@ One work item is ``TOKENS`` tokens of a page, one KV head, keys or values. Per t
     scale     = fp16((high - low) / 3), zero = fp16(low)
     code      = #{n in .5, 1.5, 2.5 : clamp(x, +-threshold) - zero > n scale}
 
-The threshold is found by bisecting BF16 magnitudes, ordered like the integers of their bits, between the largest magnitude above, and the least of D/4 columns' largest below (at least D/4 magnitudes reach
-it). Rows of a transformer leave 8 or 9 of the 15 bits open.
+The threshold is found by bisecting BF16 magnitudes, ordered like the integers of their bits, between the row's
+largest and the least of its D/4 column maxima, which at least D/4 magnitudes reach: 8 or 9 steps on Gaussian
+rows instead of 15. Values are not clamped: ``_bound`` moves what they are compared with instead.
 """
 
 import torch
@@ -23,7 +24,7 @@ from sglang_kvq.kernels.common import PAGE
 
 FP16_MAX = tl.constexpr(_FP16_MAX)
 THIRD = tl.constexpr(_THIRD)
-#: Tokens of a work item: a multiple of 16, the tokens whose codes make a 32-bit word of V.
+#: Tokens of a work item: a multiple of 16, of which V's bytes take four from each quarter of the page.
 TOKENS = tl.constexpr(16)
 #: Work items of a page: its keys, then its values.
 PARTS = tl.constexpr(2 * PAGE_SIZE // TOKENS.value)

@@ -4,6 +4,8 @@ import pytest
 import torch
 from tests.kernels.scene import HEADS, ON_GPU, Scene, assert_close, make_scene
 
+from sglang_kvq.kernels.decode import MAX_SPLITS, DecodeLaunch
+
 BOUND = 5e-3
 
 LENGTHS = {
@@ -55,6 +57,15 @@ def test_windows_of_all_sizes(sink, recent):
     got = ops.decode(0, q, scene.rows, scene.seq_lens, scene.scale)
     assert_close("decode", got.double(), exact(scene, 0, q), BOUND)
     assert_close("reference", reference.decode(0, q, scene.rows, scene.seq_lens, scene.scale), got, 2 * BOUND)
+
+
+def test_splits_fill_one_wave_and_keep_one_for_overlays():
+    launch = DecodeLaunch(stages=2, registers=128, programs_per_sm=16)
+    for programs in (8, 16, 64, 256, 512, 1056):
+        splits = launch.splits(programs, sms=132)
+        assert splits * programs <= 16 * 132 < (splits + 1) * programs
+    assert launch.splits(5000, sms=132) == 2
+    assert launch.splits(1, sms=132) == MAX_SPLITS
 
 
 def test_strided_queries_and_int32_indices():
