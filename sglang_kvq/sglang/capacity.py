@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from sglang_kvq.cache.layout import KVGeometry, divide, overlay_slots
-from sglang_kvq.config import KVQuantConfig
+from sglang_kvq.config import PAGE_SIZE, KVQuantConfig
 from sglang_kvq.formats.page import PageFormat
 from sglang_kvq.sglang import runtime
 from sglang_kvq.sglang.runtime import config_of, logger
@@ -27,7 +27,7 @@ def compute_cell_size(original, self, kvc, num_layers):
     kv_heads = plain // (2 * head_dim * num_layers * torch._utils._element_size(kvc.kv_cache_dtype))
     geometry = KVGeometry(num_layers, kv_heads, page_format(config, head_dim))
     runtime.start(config, geometry)
-    return geometry.page_bytes // 64
+    return geometry.page_bytes // PAGE_SIZE
 
 
 def calculate_pool_sizes(original, self, available_bytes, page_size):
@@ -52,7 +52,7 @@ def resolve_max_num_reqs(original, self, token_capacity):
     layout = divide(
         state.config,
         state.geometry,
-        pages=token_capacity // 64,
+        pages=token_capacity // PAGE_SIZE,
         slots=state.budget_slots,
         wanted=self.server_args.max_running_requests,
         resumes=requests if streaming else 1,

@@ -6,6 +6,7 @@ import torch
 from sglang.srt.mem_cache.memory_pool import KVCache
 
 from sglang_kvq.cache.layout import MemoryLayout
+from sglang_kvq.config import PAGE_SIZE
 from sglang_kvq.sglang import runtime
 from sglang_kvq.sglang.runtime import config_of, logger
 
@@ -59,6 +60,6 @@ def build_mha_kv_pool(original, self, *, max_total_num_tokens, mha_pool_class, q
         )
     state = runtime.current()
     return KVQuantPool(
-        max_total_num_tokens, 64, self.kv_cache_dtype, state.layout, self.device,
+        max_total_num_tokens, PAGE_SIZE, self.kv_cache_dtype, state.layout, self.device,
         self.layer_info.start_layer, self.layer_info.end_layer,
     )
