@@ -231,9 +231,8 @@ def _history(
     fraction = tl.where(row // (2 * QUARTER) % 2 == 1, 0.25, 1.0)  # planes 1 and 3 of V
     j = tl.arange(0, JP)
     k_place = token[:, None] * D4 + j[None, :]
-    column = tl.arange(0, 2 * QUARTER)  # (page, i)
     dim_v = tl.arange(0, VP)
-    v_place = CODES + (v_first + dim_v)[:, None] * QUARTER + column[None, :] % QUARTER
+    v_place = CODES + (v_first + dim_v)[None, :, None] * QUARTER + tl.arange(0, QUARTER)[None, None, :]
     records += head * RECORD
     # Scales and zeros, of K's first group and of this program's group of V, in one load: [page, kind, which, token].
     which = tl.arange(0, 4)[None, :, None]
@@ -256,12 +255,14 @@ def _history(
             k = tl.load(base[:, None] + k_place)  # [TILE, JP]
         else:
             k = tl.load(base[:, None] + k_place, mask=(j < D4)[None, :], other=0)
-        base_v = records + tl.where(column >= QUARTER, base_b, base_a)
+        both = records + tl.where(second_page, base_b, base_a)  # [2, 1, 1]
+        # Page by page, so that neighbouring lanes read neighbouring bytes.
         if GROUP == VP:
-            v = tl.load(base_v[None, :] + v_place)  # [VP, 2 * QUARTER]
+            v = tl.load(both + v_place)  # [2, VP, QUARTER]
         else:
-            v = tl.load(base_v[None, :] + v_place, mask=(dim_v < GROUP)[:, None], other=0)
-        scales = (records + tl.where(second_page, base_b, base_a) + 2 * CODES).to(tl.pointer_type(tl.float16))
+            v = tl.load(both + v_place, mask=(dim_v < GROUP)[None, :, None], other=0)
+        v = tl.reshape(tl.permute(v, (1, 0, 2)), [VP, 2 * QUARTER])
+        scales = (both + 2 * CODES).to(tl.pointer_type(tl.float16))
         s_k, z_k, s_v, z_v = _scales(tl.load(scales + scale_place))  # [TILE] each
 
         k0, k1, k2, k3 = _unpack4(k, PLAIN)
