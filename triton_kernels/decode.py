@@ -200,8 +200,8 @@ def _history(
     """Records of pages first .. last: (acc [VP, HEADS], denominator [HEADS], maximum [HEADS]), base 2.
 
     A tile is two pages, 128 tokens. Its row n = (plane, page, half, i) is token plane * 16 + 2 i + half of that
-    page: the tokens whose codes share a byte plane of V are 32 consecutive rows, and rows n and n + 8, which
-    one thread holds, are neighbours whose scales it reads at once.
+    page, as K's codes are stored: the tokens whose codes share a byte plane of V are 32 consecutive rows, and
+    rows n and n + 8, which one thread holds, are neighbours whose scales it reads at once.
     """
     TILE: tl.constexpr = 2 * PAGE
     COLUMNS: tl.constexpr = 2 * HEADS
@@ -230,7 +230,8 @@ def _history(
     token = row // (2 * QUARTER) * QUARTER + row % 8 * 2 + row // 8 % 2  # within its page
     fraction = tl.where(row // (2 * QUARTER) % 2 == 1, 0.25, 1.0)  # planes 1 and 3 of V
     j = tl.arange(0, JP)
-    k_place = token[:, None] * D4 + j[None, :]
+    k_row = row // (2 * QUARTER) * QUARTER + row % QUARTER  # which holds that token: ``common.key_row``
+    k_place = k_row[:, None] * D4 + j[None, :]
     dim_v = tl.arange(0, VP)
     v_place = CODES + (v_first + dim_v)[None, :, None] * QUARTER + tl.arange(0, QUARTER)[None, None, :]
     records += head * RECORD

@@ -2,12 +2,14 @@
 
 For head_dim D, P tokens per page and G = D / group_size groups, a record is
 
-    K codes   [P, D/4]   byte (t, j) holds dims j, j + D/4, j + D/2, j + 3D/4 in bits 0-1, 2-3, 4-5, 6-7
+    K codes   [P, D/4]   byte (r, j) holds dims j, j + D/4, j + D/2, j + 3D/4 in bits 0-1, 2-3, 4-5, 6-7 of
+                         token KEY_TOKENS[r]: of each 16 tokens first the even ones, then the odd ones
     V codes   [D, P/4]   byte (d, i) holds tokens i, i + P/4, i + P/2, i + 3P/4, likewise
     K scale   [G, P]     FP16, then K zero, V scale, V zero
 
 V is stored transposed so that both matrix products of a decode step read their codes along the
-reduced dimension. A record is 2.25 bits per element at D = 128, group 128.
+reduced dimension. Rows r and r + 8 of K, which one thread of a matrix product holds, are neighbouring tokens, whose
+scales it reads at once and whose probabilities it packs into one word. A record is 2.25 bits per element at D = 128, group 128.
 """
 
 from __future__ import annotations
@@ -20,6 +22,9 @@ import torch
 from sglang_kvq.config import HEAD_DIMS, PAGE_SIZE
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.formats.quantise import clip_rank, dequantise_rows, quantise_rows
+
+#: Token in each row of a record's K codes.
+KEY_TOKENS = torch.arange(PAGE_SIZE).view(-1, 8, 2).transpose(1, 2).flatten()
 
 
 def _pack4(codes: torch.Tensor) -> torch.Tensor:
@@ -98,7 +103,7 @@ class PageFormat:
         parts = []
         k_codes, k_scale, k_zero = quantise_rows(k, self.group_size, self.rank_k)
         v_codes, v_scale, v_zero = quantise_rows(v, self.group_size, self.rank_v)
-        parts.append(_pack4(k_codes).flatten(-2))
+        parts.append(_pack4(k_codes[..., KEY_TOKENS, :]).flatten(-2))
         parts.append(_pack4(v_codes.transpose(-1, -2)).flatten(-2))
         for half in (k_scale, k_zero, v_scale, v_zero):  # [..., P, G] -> [..., G, P]
             parts.append(half.transpose(-1, -2).contiguous().view(torch.uint8).flatten(-2))
@@ -108,7 +113,7 @@ class PageFormat:
         """Records ``[..., record_bytes]`` to keys and values, float32 ``[..., PAGE_SIZE, head_dim]`` each."""
         bounds = (*self.offsets, self.record_bytes)
         k_codes, v_codes, *halves = (records[..., a:b] for a, b in zip(bounds, bounds[1:]))
-        k_codes = _unpack4(k_codes.unflatten(-1, (PAGE_SIZE, -1)))
+        k_codes = _unpack4(k_codes.unflatten(-1, (PAGE_SIZE, -1)))[..., KEY_TOKENS.argsort(), :]
         v_codes = _unpack4(v_codes.unflatten(-1, (self.head_dim, -1))).transpose(-1, -2)
         k_scale, k_zero, v_scale, v_zero = (
             half.contiguous().view(torch.float16).unflatten(-1, (self.groups, PAGE_SIZE)).transpose(-1, -2)
