@@ -105,7 +105,7 @@ def _segments(request, rows, seq_lens, row_sink_end, row_history_end, batch):
     end = tl.minimum(tl.maximum(end, begin), pages)
     tiles = (pages - (end - begin)) * (PAGE // OVERLAY_TILE)
     empty = pages * (PAGE // OVERLAY_TILE) - tl.cdiv(length, OVERLAY_TILE)  # of the page being filled
-    return begin, end, tiles - tl.where(end < pages, empty, 0)
+    return begin, end, tiles - tl.where((end < pages) | (begin == end), empty, 0)
 
 
 @triton.jit
