@@ -165,6 +165,8 @@ TABLE: tuple[Hook, ...] = (
          "reports a failed check", dict(params=("pool_name", "token_msg"))),
         (Kind.AROUND, "managers.scheduler.Scheduler.get_internal_state", "tiers in /server_info",
          dict(params=("recv_req",), handler="observe:add_internal_state")),
+        (Kind.AFTER, "observability.metrics_collector.SchedulerMetricsCollector.log_stats", "tiers in /metrics",
+         dict(params=("stats",), handler="metrics:after_log_stats")),
         # Attention
         (Kind.BACKEND, "layers.attention.attention_registry.ATTENTION_BACKENDS.triton", "attention on a GPU",
          dict(handler="backend:create_backend")),

@@ -55,7 +55,5 @@ def test_divergence_from_bf16_falls_with_better_methods(servers, prompts):
 
 def test_oscar_answers_sensibly(servers):
     client = Client(servers("--kv-quant", "oscar", *CHUNKED))
-    body = {"model": "m", "temperature": 0, "max_tokens": 30}
-    ask = [{"role": "user", "content": "Complete with one word. The opposite of hot is"}]
-    answer = client.post("/v1/chat/completions", messages=ask, **body).json()["choices"][0]["message"]["content"]
+    answer = client.ask("Complete with one word. The opposite of hot is")
     assert "cold" in answer.lower(), answer
