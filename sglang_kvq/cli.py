@@ -1,4 +1,4 @@
-"""The ``kvq`` command: rotations of a model, made and converted."""
+"""The ``kvq`` command: rotations of a model, made and converted, and a check of the environment."""
 
 from __future__ import annotations
 
@@ -85,6 +85,14 @@ def convert(
 
     convert_rotations(source, output, to=to.value, kv_heads=kv_heads, overwrite=overwrite)
     console.print(f"{output}: written")
+
+
+@app.command()
+def doctor() -> None:
+    """Check that --kv-quant can work in this environment; exit status 1 if not."""
+    from sglang_kvq.sglang.doctor import report
+
+    raise typer.Exit(report())
 
 
 def main() -> None:

@@ -25,6 +25,8 @@ class RotationMeta:
         corpus: what text was used, and which part of it.
         tokens: how many tokens of it.
         source: the folder or hub repo they were loaded from.
+        sha256: of the file they were loaded from, in hexadecimal; of the published pair, of K's and V's behind each
+            other. None if they come from no file.
     """
 
     objective: str = "unknown"
@@ -36,6 +38,7 @@ class RotationMeta:
     corpus: str | None = None
     tokens: int | None = None
     source: str | None = None
+    sha256: str | None = None
 
 
 @dataclass(frozen=True)

@@ -123,7 +123,7 @@ def create_backend(model_runner) -> KVQuantBackend:
     pool = state.pages
     check_layers(model_runner.model, pool.format.head_dim)
     first = model_runner.token_to_kv_pool.start_layer
-    rotations, pool.format, source = worker_rotations(model_runner, config, state.geometry, first)
+    rotations, pool.format, origin = worker_rotations(model_runner, config, state.geometry, first)
     foldable = weights.can_fold(model_runner.model, range(first, first + pool.layers))
     # An adapter's own V and output matrices would miss a rotation folded into the base model's.
     lora = model_runner.server_args.enable_lora or model_runner.server_args.lora_paths
@@ -135,7 +135,8 @@ def create_backend(model_runner) -> KVQuantBackend:
     state.tiers = TierManager(pool, config.sink_pages, config.recent_pages, ops.quantise_slots)
     state.status = {
         "method": config.method,
-        "rotations": source,
+        "rotations": origin.source or origin.objective,
+        "rotations_sha256": origin.sha256,
         "v_rotation_folded": folded,
         "clip_k": pool.format.clip_k,
         "clip_v": pool.format.clip_v,
