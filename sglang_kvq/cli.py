@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 
 from sglang_kvq.errors import KVQuantError
+from sglang_kvq.evaluation.typer_command import register as register_eval
 
 app = typer.Typer(
     help="Tools around --kv-quant, SGLang's 2-bit KV cache.", no_args_is_help=True, pretty_exceptions_enable=False
@@ -85,6 +86,9 @@ def convert(
 
     convert_rotations(source, output, to=to.value, kv_heads=kv_heads, overwrite=overwrite)
     console.print(f"{output}: written")
+
+
+register_eval(app)
 
 
 def main() -> None:
