@@ -109,8 +109,9 @@ class Material:
                 if self.tokeniser:
                     reason = (str(error).splitlines() or ["?"])[0]
                     raise KVQuantError(f"--tokenizer {name}: transformers cannot load it ({reason}).") from error
-                self._loaded = _ServerTokeniser(client)
-        return self._loaded
+                self._loaded = _ServerTokeniser
+        # Of the server that is running now: the one asked first may be gone.
+        return self._loaded(client) if self._loaded is _ServerTokeniser else self._loaded
 
     # -- the reference ------------------------------------------------------------------------------------
 
