@@ -1,4 +1,4 @@
-"""The command line of ``kvq eval``. Plain argparse, so that hosts without typer can run ``python -m sglang_kvq.evaluation``."""
+"""The command line of ``kvq eval``. Plain argparse: hosts without typer run ``python -m sglang_kvq.evaluation``."""
 
 from __future__ import annotations
 
@@ -42,13 +42,26 @@ def parser() -> argparse.ArgumentParser:
     what.add_argument("--reference-server", metavar="URL", help="with --server: the same model in BF16, for kl")
     what.add_argument("--name", help="with --server: the row's name (default: the server's own method)")
     what.add_argument("--model", help="folder or hub name: start a server for each of --methods")
-    what.add_argument("--methods", default="none,oscar,hadamard", metavar="SPEC,...",
-                      help="NAME[:BITS][@ROTATIONS][ --flag value], fp8[:e5m2], none; default %(default)s")
-    what.add_argument("--report", nargs="+", type=Path, metavar="FILE",
-                      help="write the page --out out of accuracy_*.json files, and their plots beside them")
-    what.add_argument("--tasks", default="kl", metavar="TASK,...", help=f"some of {','.join(TASK_NAMES)}; default %(default)s")
+    what.add_argument(
+        "--methods",
+        default="none,oscar,hadamard",
+        metavar="SPEC,...",
+        help="NAME[:BITS][@ROTATIONS][ --flag value], fp8[:e5m2], none; default %(default)s",
+    )
+    what.add_argument(
+        "--report",
+        nargs="+",
+        type=Path,
+        metavar="FILE",
+        help="write the page --out out of accuracy_*.json files, and their plots beside them",
+    )
+    what.add_argument(
+        "--tasks", default="kl", metavar="TASK,...", help=f"some of {','.join(TASK_NAMES)}; default %(default)s"
+    )
     what.add_argument("--out", type=Path, required=True, help="folder of results; of --report: the page to write")
-    what.add_argument("--label", help="the model's name in file names (default: the last part of its path, in lower case)")
+    what.add_argument(
+        "--label", help="the model's name in file names (default: the last part of its path, in lower case)"
+    )
 
     run = root.add_argument_group("how to run")
     run.add_argument("--parallel", type=int, default=1, help="servers at once; give each a --max-total-tokens after --")
@@ -61,29 +74,45 @@ def parser() -> argparse.ArgumentParser:
     run.add_argument("--overwrite", action="store_true", help="measure again what was measured with other settings")
 
     kl = root.add_argument_group("kl")
-    kl.add_argument("--text", nargs="+", type=Path, default=[], metavar="FILE", help="held-out text: not what calibration used")
+    kl.add_argument(
+        "--text", nargs="+", type=Path, default=[], metavar="FILE", help="held-out text: not what calibration used"
+    )
     kl.add_argument("--text-skip", type=float, default=0.0, metavar="SHARE", help="of each text, at its beginning")
-    kl.add_argument("--kl-lengths", default="2048", metavar="N[xCOUNT],...", help="tokens per context; default %(default)s")
-    kl.add_argument("--kl-contexts", type=int, default=8, help="contexts per length without its own count; default %(default)s")
+    kl.add_argument(
+        "--kl-lengths", default="2048", metavar="N[xCOUNT],...", help="tokens per context; default %(default)s"
+    )
+    kl.add_argument(
+        "--kl-contexts", type=int, default=8, help="contexts per length without its own count; default %(default)s"
+    )
     kl.add_argument("--kl-first", type=int, default=640, help="first position measured; default %(default)s")
     kl.add_argument("--kl-top", type=int, default=64, help="tokens compared one by one; default %(default)s")
 
     needle = root.add_argument_group("needle")
     needle.add_argument("--needle-text", type=Path, metavar="FILE", help="filler; default: the first --text")
-    needle.add_argument("--needle-lengths", default="2048,4096,8192,16384,32768", metavar="N,...", help="default %(default)s")
+    needle.add_argument(
+        "--needle-lengths", default="2048,4096,8192,16384,32768", metavar="N,...", help="default %(default)s"
+    )
     needle.add_argument("--needle-depths", default="0,25,50,75,100", metavar="PERCENT,...", help="default %(default)s")
     needle.add_argument("--needle-trials", type=int, default=1, help="per cell; default %(default)s")
 
     tests = root.add_argument_group("humaneval and gsm8k")
-    tests.add_argument("--style", choices=("auto", "chat", "completion"), default="auto", help="default: chat if there is a template")
+    tests.add_argument(
+        "--style", choices=("auto", "chat", "completion"), default="auto", help="default: chat if there is a template"
+    )
     tests.add_argument("--humaneval", type=Path, metavar="FILE", help="HumanEval.jsonl or .jsonl.gz")
-    tests.add_argument("--humaneval-problems", type=int, default=0, help="only the first so many; 0, the default, is all")
+    tests.add_argument(
+        "--humaneval-problems", type=int, default=0, help="only the first so many; 0, the default, is all"
+    )
     tests.add_argument("--humaneval-max-tokens", type=int, default=768, help="default %(default)s")
-    tests.add_argument("--allow-unsandboxed", action="store_true", help="run generated programs even where they cannot be cut off")
+    tests.add_argument(
+        "--allow-unsandboxed", action="store_true", help="run generated programs even where they cannot be cut off"
+    )
     tests.add_argument("--gsm8k", type=Path, metavar="FILE", help="test.jsonl")
     tests.add_argument("--gsm8k-train", type=Path, metavar="FILE", help="for the worked examples")
     tests.add_argument("--gsm8k-shots", type=int, default=8, help="worked examples; 0 for none; default %(default)s")
-    tests.add_argument("--gsm8k-problems", type=int, default=200, help="only the first so many; 0 is all; default %(default)s")
+    tests.add_argument(
+        "--gsm8k-problems", type=int, default=200, help="only the first so many; 0 is all; default %(default)s"
+    )
     tests.add_argument("--gsm8k-max-tokens", type=int, default=400, help="default %(default)s")
     return root
 
@@ -107,7 +136,9 @@ def _kl(options: argparse.Namespace) -> Task:
     contexts = []
     for word in options.kl_lengths.split(","):
         length, _, count = word.partition("x")
-        contexts.append((_whole("--kl-lengths", length), _whole("--kl-lengths", count) if count else options.kl_contexts))
+        contexts.append(
+            (_whole("--kl-lengths", length), _whole("--kl-lengths", count) if count else options.kl_contexts)
+        )
     return KLTask(tuple(options.text), options.text_skip, tuple(contexts), options.kl_first, options.kl_top)
 
 
@@ -202,7 +233,9 @@ def evaluate_server(options: argparse.Namespace, tasks: list[Task]) -> tuple[str
     material = Material(options.out / "material", model, options.tokenizer)
     slug = parse(label).slug if not options.name else _slug(options.name)
     with Display() as display:
-        runner = Runner(tasks, store, material, display, concurrency=options.concurrency, timeout=options.request_timeout)
+        runner = Runner(
+            tasks, store, material, display, concurrency=options.concurrency, timeout=options.request_timeout
+        )
         wanted = [task for task in tasks if not store.finished(slug, task.name, {**identity, "task": task.identity()})]
         for task in wanted:
             if options.reference_server and hasattr(task, "record_reference"):
@@ -241,9 +274,11 @@ def compare_methods(options: argparse.Namespace, tasks: list[Task], flags: list[
         options.start_timeout,
     )
     store = Store(options.out, options.overwrite)
-    material = Material(options.out / "material", model, options.tokenizer or where)
+    material = Material(options.out / "material", model, options.tokenizer)
     with Display() as display:
-        runner = Runner(tasks, store, material, display, concurrency=options.concurrency, timeout=options.request_timeout)
+        runner = Runner(
+            tasks, store, material, display, concurrency=options.concurrency, timeout=options.request_timeout
+        )
         runner.compare(specs, launch)
     return model, runner.failures
 

@@ -53,7 +53,9 @@ def _array(places: list[list[Any]]) -> np.ndarray:
     """Lists of (log-probability, token, text) as float64 ``[P, N, 2]``; three times as fast as ``np.array``."""
     lengths = {len(place) for place in places}
     if len(lengths) != 1:
-        raise KVQuantError(f"the server listed {sorted(lengths)} tokens at positions of one request, not as many at each.")
+        raise KVQuantError(
+            f"the server listed {sorted(lengths)} tokens at positions of one request, not as many at each."
+        )
     flat = chain.from_iterable(chain.from_iterable(places))
     shape = (len(places), lengths.pop(), 3)
     return np.fromiter(flat, dtype=object, count=math.prod(shape)).reshape(shape)[..., :2].astype(np.float64)

@@ -37,7 +37,11 @@ def _divergence(report: dict[str, Any], target: Path) -> Path | None:
     if noise and noise > 0:
         axes.axhline(noise, color="grey", linestyle=":", label=f"none, run twice: {noise:.4f}")
     axes.set_yscale("log")
-    axes.set(xlabel="allocated bits per element", ylabel="KL from BF16, nats per token", title=f"{report['model']}, {report['device']}")
+    axes.set(
+        xlabel="allocated bits per element",
+        ylabel="KL from BF16, nats per token",
+        title=f"{report['model']}, {report['device']}",
+    )
     axes.grid(alpha=0.3)
     axes.legend(fontsize="small", loc="upper left", bbox_to_anchor=(1, 1))
     figure.savefig(target, dpi=120, bbox_inches="tight")
@@ -54,7 +58,9 @@ def _needles(report: dict[str, Any], target: Path) -> Path | None:
         return None
     across = min(4, len(rows))
     down = -(-len(rows) // across)
-    figure, panels = pyplot.subplots(down, across, figsize=(3.2 * across, 2.6 * down), squeeze=False, layout="constrained")
+    figure, panels = pyplot.subplots(
+        down, across, figsize=(3.2 * across, 2.6 * down), squeeze=False, layout="constrained"
+    )
     image = None
     for axes, row in zip(panels.flat, rows):
         grid = row["needle_grid"]

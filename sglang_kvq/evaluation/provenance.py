@@ -6,6 +6,7 @@ import datetime
 import importlib.metadata
 import os
 import re
+import shlex
 import shutil
 import subprocess
 from collections.abc import Sequence
@@ -62,7 +63,7 @@ def header(name: str, words: Sequence[str], device: str) -> dict[str, Any]:
     sha, dirty = commit()
     return {
         "name": name,
-        "command": " ".join(without_paths(word) for word in words),
+        "command": shlex.join(without_paths(word) for word in words),
         "commit": sha,
         "dirty": dirty,
         "device": device,

@@ -34,14 +34,19 @@ def collect(store: Store, model: str, command: Sequence[str]) -> dict[str, Any]:
     reference = next((files for files in methods.values() if _label(files) == REFERENCE), {})
     rows = [_row(slug, files, reference) for slug, files in methods.items()]
     # The unquantised one first, then by size: what failed to start has no bits and comes last.
-    rows.sort(key=lambda row: (-(row["allocated_bits"] or 0), row["method"]))
-    devices = sorted({files["server"]["device_name"] for files in methods.values() if "device_name" in files.get("server", {})})
+    worst = float("inf")
+    rows.sort(key=lambda row: (-(row["allocated_bits"] or 0), worst if row["kl"] is None else row["kl"], row["method"]))
+    devices = sorted(
+        {files["server"]["device_name"] for files in methods.values() if "device_name" in files.get("server", {})}
+    )
     content = provenance.header(f"accuracy_{model}", command, ", ".join(devices) or "unknown")
     shas = {(f["commit"], f["dirty"]) for files in methods.values() for name, f in files.items() if name in TASK_NAMES}
     if shas:  # of the measurements, not of whoever wrote the report
         content["commit"] = ", ".join(sorted({sha for sha, _ in shas}))
         content["dirty"] = any(dirty for _, dirty in shas)
-    versions = sorted({files["server"]["version"] for files in methods.values() if "version" in files.get("server", {})})
+    versions = sorted(
+        {files["server"]["version"] for files in methods.values() if "version" in files.get("server", {})}
+    )
     content["versions"]["sglang"] = ", ".join(versions) or content["versions"].get("sglang", "unknown")
     return {**content, "model": model, "settings": settings, "rows": rows}
 
@@ -55,8 +60,8 @@ def _common_settings(methods: dict[str, dict[str, Any]]) -> dict[str, Any]:
                 found = files[task]["identity"]["task"]
                 if settings.setdefault(task, found) != found:
                     raise KVQuantError(
-                        f"runs/{slug}/{task}.json was measured with other settings than the same task of other methods; "
-                        "measure it again with --overwrite, or delete it."
+                        f"runs/{slug}/{task}.json was measured with other settings than the same task of other "
+                        "methods; measure it again with --overwrite, or delete it."
                     )
     return settings
 
@@ -117,7 +122,11 @@ def section(content: dict[str, Any], plots: Sequence[tuple[str, str]] = ()) -> s
     lines = ["| " + " | ".join(names) + " |", "|---" * len(names) + "|"]
     for row in rows:
         cells = [f"`{row['method']}`", _number(row["allocated_bits"], ".2f")]
-        cells += [_with_error(row, "kl", ".4f"), _number(row["top1_agreement"], ".1%"), _with_error(row, "perplexity", ".2f")]
+        cells += [
+            _with_error(row, "kl", ".4f"),
+            _number(row["top1_agreement"], ".1%"),
+            _with_error(row, "perplexity", ".2f"),
+        ]
         cells += [_percent(row, key) for key in scores] + [_number(row.get(key), ".0%", "–") for key in needles]
         lines.append("| " + " | ".join(cells) + " |")
     text = "\n".join(lines) + "\n\n" + _how(content)
@@ -173,7 +182,10 @@ def _how(content: dict[str, Any]) -> str:
         share = f" after its first {kl['skip']:.0%}" if kl["skip"] else ""
         counts = " and ".join(f"{count} contexts of {length} tokens" for length, count in kl["contexts"])
         words.append(f"KL, top-1 agreement and perplexity: {counts} from {texts}{share}, from token {kl['first']} on.")
-    sizes = {key: next((row[f"{key}_n"] for row in content["rows"] if row.get(f"{key}_n")), None) for key in ("humaneval", "gsm8k")}
+    sizes = {
+        key: next((row[f"{key}_n"] for row in content["rows"] if row.get(f"{key}_n")), None)
+        for key in ("humaneval", "gsm8k")
+    }
     if "humaneval" in settings:
         words.append(f"HumanEval: pass@1 of {sizes['humaneval']} problems, greedy.")
     if "gsm8k" in settings:
@@ -182,7 +194,8 @@ def _how(content: dict[str, Any]) -> str:
         words.append(f"Needle: {len(needle['depths'])} depths, {needle['trials']} per cell.")
     dirty = " with uncommitted changes" if content["dirty"] else ""
     words.append(
-        f"{content['device']}, SGLang {content['versions']['sglang']}, {content['date']}, commit {content['commit'][:10]}"
+        f"{content['device']}, SGLang {content['versions']['sglang']}, {content['date']}, commit "
+        f"{content['commit'][:10]}"
         f"{dirty}: `{content['command']}`."
     )
     return " ".join(words) + "\n"
@@ -191,10 +204,10 @@ def _how(content: dict[str, Any]) -> str:
 INTRODUCTION = """# Accuracy
 
 Written by `kvq eval --report`, from the files in benchmarks/results; [evaluation.md](evaluation.md) says how each value
-is measured and what it does not say. *bits* are those that a stored element takes, scales and zeros included; the first 64
-and the last 256 tokens of a request are BF16. ± is one standard error: between contexts for KL and perplexity, between
-problems for scores. In brackets: the difference from `none` (BF16), paired by problem. The KL of `none` is a second run
-of the same server: the noise of the measurement.
+is measured and what it does not say. *bits* are those that a stored element takes, scales and zeros included; a
+request's first and most recent tokens are BF16. ± is one standard error: between contexts for KL and perplexity,
+between problems for scores. In brackets: the difference from `none` (BF16), paired by problem. The KL of `none` is a
+second run of the same server: the noise of the measurement.
 """
 
 

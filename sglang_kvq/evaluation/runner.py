@@ -15,7 +15,7 @@ from sglang_kvq.evaluation.base import Bench, Task
 from sglang_kvq.evaluation.client import Client, ServerFacts
 from sglang_kvq.evaluation.material import Material, digest
 from sglang_kvq.evaluation.progress import Display
-from sglang_kvq.evaluation.servers import ServerFailed, ServerProcess
+from sglang_kvq.evaluation.servers import ServerProcess
 from sglang_kvq.evaluation.specs import MethodSpec
 from sglang_kvq.evaluation.store import Store
 
@@ -88,7 +88,9 @@ class Runner:
                 self.display.say(f"{spec.label}: already measured")
             else:
                 jobs.append((spec, identity, open_tasks))
-        if not any(spec.is_reference and hasattr(task, "record_reference") for spec, _, tasks in jobs for task in tasks):
+        if not any(
+            spec.is_reference and hasattr(task, "record_reference") for spec, _, tasks in jobs for task in tasks
+        ):
             self.material.settle_reference()  # stored by an earlier run, or not needed
 
         def work(job: tuple[MethodSpec, dict[str, Any], list[Task]]) -> None:
@@ -122,16 +124,20 @@ class Runner:
         log = self.store.runs(spec.slug) / "server.log"
         try:
             command = ServerProcess(
-                launch.command, launch.model, launch.of(spec), log, timeout=launch.start_timeout, stopped=self._stop.is_set
+                launch.command,
+                launch.model,
+                launch.of(spec),
+                log,
+                timeout=launch.start_timeout,
+                stopped=self._stop.is_set,
             )
             with command as server:
                 self._running.add(server)
                 self.measure(server.url, spec.slug, spec.label, identity, tasks, spec.calibration(), spec.is_reference)
-        except ServerFailed as error:
-            message = provenance.without_paths(str(error))
-            self.store.save_server(spec.slug, {"label": spec.label, **spec.calibration()})
-            self.store.save_error(spec.slug, "server", message, error.log)
-            self._failed(spec.label, message)
+                server.check_alive()
+        except KVQuantError as error:
+            if not self._stop.is_set():
+                self._server_failed(spec, str(error), getattr(error, "log", ""))
 
     # -- any server ---------------------------------------------------------------------------------------
 
@@ -160,8 +166,10 @@ class Runner:
                 retries = client.retries
                 outcome = task.run(client, bench)
                 retries = client.retries - retries
-            except (KVQuantError, ValueError, KeyError) as error:
-                message = provenance.without_paths(f"{error}" if isinstance(error, KVQuantError) else repr(error))
+            except Exception as error:  # whatever it is, it is recorded, and the other tasks and methods go on
+                if self._stop.is_set():
+                    return
+                message = provenance.without_paths(str(error) if isinstance(error, KVQuantError) else repr(error))
                 self.store.save_error(slug, task.name, message)
                 self._failed(f"{label}, {task.name}", message)
                 continue
@@ -189,6 +197,13 @@ class Runner:
     def _finished(self, slug: str, identity: dict[str, Any], task: Task) -> bool:
         return self.store.finished(slug, task.name, {**identity, "task": task.identity()})
 
+    def _server_failed(self, spec: MethodSpec, reason: str, log: str) -> None:
+        message = provenance.without_paths(reason)
+        if not (self.store.runs(spec.slug) / "server.json").exists():
+            self.store.save_server(spec.slug, {"label": spec.label, **spec.calibration()})
+        self.store.save_error(spec.slug, "server", message, log)
+        self._failed(spec.label, message)
+
     def _failed(self, what: str, message: str) -> None:
         self.failures.append(f"{what}: {message}")
         self.display.say(f"{what}: FAILED: {message}")
@@ -215,7 +230,9 @@ def server_identity(url: str, label: str) -> tuple[dict[str, Any], ServerFacts]:
     facts = Client(url).facts
     record = server_record(facts)
     # Sizes follow from the memory that happened to be free; they decide no value.
-    fixed = {name: record[name] for name in ("version", "model_path", "kv_cache_dtype", "chunk", "method", "allocated_bits")}
+    fixed = {
+        name: record[name] for name in ("version", "model_path", "kv_cache_dtype", "chunk", "method", "allocated_bits")
+    }
     kept = ("rotations", "clip_k", "clip_v", "sink_tokens", "recent_tokens", "seed", "sha256")
     fixed["kv_quant"] = {name: (record["kv_quant"] or {}).get(name) for name in kept}
     return {"label": label, "server": digest(fixed), "method": record["method"]}, facts

@@ -121,6 +121,13 @@ class ServerProcess:
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
 
+    def check_alive(self) -> None:
+        """Raises:
+        ServerFailed: it stopped by itself since it was ready.
+        """
+        if self.process is not None and self.process.poll() is not None:
+            raise ServerFailed(self._reason(), self.log_tail())
+
     def log_tail(self, lines: int = 25) -> str:
         return "\n".join(self._log().splitlines()[-lines:])
 

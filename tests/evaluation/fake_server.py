@@ -7,9 +7,11 @@ less by method, so that divergences have a known order.
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 import threading
+import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import numpy as np
@@ -88,13 +90,21 @@ class FakeServer:
             return {}
         if path == "/server_info":
             kv_quant = {
-                "method": self.method, "rotations": "/somewhere/on/this/machine/wiki", "record_bits_per_element": 2.5,
-                "bits_per_element": 2.9, "tiers": {"bf16_tokens": 0},
+                "method": self.method,
+                "rotations": "/somewhere/on/this/machine/wiki",
+                "record_bits_per_element": 2.5,
+                "bits_per_element": 2.9,
+                "tiers": {"bf16_tokens": 0},
             }
             state = {"kv_quant": kv_quant} if self.method != "none" else {}
             return {
-                "version": "0.5.23", "model_path": "/models/fake", "device": "cpu", "kv_cache_dtype": "auto",
-                "chunked_prefill_size": self.chunk, "max_total_num_tokens": 100_000, "internal_states": [state],
+                "version": "0.5.23",
+                "model_path": "/models/fake",
+                "device": "cpu",
+                "kv_cache_dtype": "auto",
+                "chunked_prefill_size": self.chunk,
+                "max_total_num_tokens": 100_000,
+                "internal_states": [state],
             }
         if path == "/v1/models":
             return {"data": [{"id": "fake", "max_model_len": self.context}]}
@@ -112,6 +122,11 @@ class FakeServer:
             prompt = body["messages"][-1]["content"]
             return self.text("message", {"content": answer_to(prompt)}, len(prompt))
         raise ValueError(f"no {path}")
+
+    def die(self, body):
+        """What a crash looks like: no answer, and soon no server."""
+        print("RuntimeError: out of memory", flush=True)
+        os._exit(3)
 
     @staticmethod
     def text(field, value, prompt_tokens):
@@ -136,7 +151,11 @@ def answer_to(prompt: str) -> str:
         found = re.search(rf"magic number of {city.group(1)} is ([\d]+)", prompt)
         return f"It is {found.group(1)}." if found else "I do not know."
     if "def add" in prompt:
-        return "Here it is:\n```python\ndef add(a, b):\n    return a + b\n```\n" if "```" in prompt else "    return a + b\n"
+        return (
+            "Here it is:\n```python\ndef add(a, b):\n    return a + b\n```\n"
+            if "```" in prompt
+            else "    return a + b\n"
+        )
     if "def broken" in prompt:
         return "```python\ndef broken(a):\n    while True: pass\n```"
     return "Let me see. 40 + 2 = 42.\n#### 42"
@@ -148,6 +167,10 @@ def main(words: list[str]) -> None:
     if flags.get("--fail") == method:
         print("loading\nsglang-kvq: no rotations for this model: use --kv-quant hadamard.")
         sys.exit(1)
+    if flags.get("--hang") == method:
+        FakeServer.generate = lambda self, body: time.sleep(600)
+    if flags.get("--crash") == method:
+        FakeServer.generate = FakeServer.die
     server = FakeServer(method, port=int(flags["--port"]), chunk=int(flags["--chunked-prefill-size"]))
     server.http.serve_forever()
 

@@ -16,7 +16,9 @@ def distributions(logits: np.ndarray, own: np.ndarray, top: int) -> tuple[np.nda
     logp = logits - np.log(np.exp(logits).sum(1, keepdims=True))
     order = np.argsort(-logp, axis=1)[:, :top]
     rows = np.arange(len(logp))[:, None]
-    return logp, Distributions(order.astype(np.int32), logp[rows, order].astype(np.float32), own, logp[rows[:, 0], own].astype(np.float32))
+    return logp, Distributions(
+        order.astype(np.int32), logp[rows, order].astype(np.float32), own, logp[rows[:, 0], own].astype(np.float32)
+    )
 
 
 @pytest.fixture

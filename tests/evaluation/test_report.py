@@ -12,7 +12,13 @@ from sglang_kvq.evaluation.base import Outcome
 from sglang_kvq.evaluation.command import main
 from sglang_kvq.evaluation.store import Store, differences
 
-KL = {"texts": [{"file": "held.txt", "sha256": "0" * 64}], "skip": 0.8, "contexts": [[2048, 8]], "first": 640, "top": 64}
+KL = {
+    "texts": [{"file": "held.txt", "sha256": "0" * 64}],
+    "skip": 0.8,
+    "contexts": [[2048, 8]],
+    "first": 640,
+    "top": 64,
+}
 GSM8K = {"shots": 5}
 
 
@@ -22,7 +28,13 @@ def store(tmp_path):
     source = {"commit": "c" * 40, "dirty": False}
     for label, bits, kl, items in (("none", 16.0, 0.0001, [1, 1, 0, 1]), ("oscar@wiki", 2.5, 0.05, [1, 0, 0, 1])):
         origin = {"calibration": "wikitext2", "seed": 1} if "oscar" in label else {"calibration": None, "seed": None}
-        server = {"label": label, "allocated_bits": bits, "pool_bits": bits, "device_name": "NVIDIA H200", "version": "0.5.16"}
+        server = {
+            "label": label,
+            "allocated_bits": bits,
+            "pool_bits": bits,
+            "device_name": "NVIDIA H200",
+            "version": "0.5.16",
+        }
         store.save_server(label, {**server, **origin})
         row = {"kl": kl, "kl_se": kl / 10, "top1_agreement": 0.9, "perplexity": 20.0, "perplexity_se": 1.0}
         store.save(label, "kl", {"task": KL}, Outcome(kl, kl / 10, 8, row), source)
@@ -125,9 +137,13 @@ def test_differences_are_named():
 @pytest.mark.parametrize(
     "text, shown",
     [
-        ("/data/models/m", "m"), ("--x=/data/m", "--x=m"), ("http://127.0.0.1:30000/v1", "http://127.0.0.1:30000/v1"),
-        ("benchmarks/results/a.json", "benchmarks/results/a.json"), ("failed: /root/x/y.py, line 3", "failed: y.py, line 3"),
-        ("org/name", "org/name"), ("~/models/m", "m"),
+        ("/data/models/m", "m"),
+        ("--x=/data/m", "--x=m"),
+        ("http://127.0.0.1:30000/v1", "http://127.0.0.1:30000/v1"),
+        ("benchmarks/results/a.json", "benchmarks/results/a.json"),
+        ("failed: /root/x/y.py, line 3", "failed: y.py, line 3"),
+        ("org/name", "org/name"),
+        ("~/models/m", "m"),
     ],
 )
 def test_paths_are_cut_to_their_names(text, shown):

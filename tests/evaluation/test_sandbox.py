@@ -21,7 +21,9 @@ def test_namespaces_can_be_made_here():
     assert sandbox.namespace_command() is not None
 
 
-@pytest.mark.parametrize("program", ["assert 1 + 1 == 2", "print('out')", "open('mine', 'w').write('x'); assert open('mine').read()"])
+@pytest.mark.parametrize(
+    "program", ["assert 1 + 1 == 2", "print('out')", "open('mine', 'w').write('x'); assert open('mine').read()"]
+)
 def test_passes(program):
     assert sandbox.run(program, LIMITS) == sandbox.Verdict(True)
 

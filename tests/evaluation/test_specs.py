@@ -40,7 +40,10 @@ def test_rotation_folders(tmp_path):
 
 
 def test_labels_have_different_folder_names():
-    slugs = {parse(text).slug for text in ("oscar:2", "oscar@a/2", "oscar", "oscar --kv-quant-sink 2", "oscar --kv-quant-sink=2")}
+    slugs = {
+        parse(text).slug
+        for text in ("oscar:2", "oscar@a/2", "oscar", "oscar --kv-quant-sink 2", "oscar --kv-quant-sink=2")
+    }
     assert len(slugs) == 5 and all("/" not in slug and " " not in slug for slug in slugs)
 
 

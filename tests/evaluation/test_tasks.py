@@ -58,10 +58,10 @@ def test_kl_contexts_are_full_length_held_out_and_do_not_overlap(text, bench):
     words = ["".join(map(chr, body["input_ids"])) for body in server.asked("/generate")]
     assert sorted(map(len, words)) == [199] * 3 + [299] * 2
     whole = text.read_text()
-    for words_of_a_length in (words[:3], words[3:]):
-        places = sorted(whole.index(part) for part in words_of_a_length)
+    for length in (199, 299):
+        places = sorted(whole.index(part) for part in words if len(part) == length)
         assert places[0] >= len(whole) // 2
-        assert all(b - a >= 199 for a, b in zip(places, places[1:]))
+        assert all(b - a >= length for a, b in zip(places, places[1:]))
 
 
 def test_kl_reference_is_stored_once(text, bench):
@@ -147,7 +147,9 @@ def test_needle_that_is_not_found(text, bench, monkeypatch):
     assert outcome.value == 0
 
 
-@pytest.mark.parametrize("answer, found", [("7654321", 1), ("It is 7,654,321.", 1), ("76543210", 0), ("1 or 7654321", 0), ("", 0)])
+@pytest.mark.parametrize(
+    "answer, found", [("7654321", 1), ("It is 7,654,321.", 1), ("76543210", 0), ("1 or 7654321", 0), ("", 0)]
+)
 def test_needle_wants_exactly_the_number(answer, found):
     assert Needle("Oslo", 7654321, None).found_in(answer) == bool(found)
 
@@ -175,7 +177,10 @@ def test_humaneval_runs_the_programs(humaneval, bench, style):
     "answer, code",
     [
         ("```python\ndef add(a, b):\n    return 1\n```", "import math\n\n\n\ndef add(a, b):\n    return 1"),
-        ("Use\n```sh\nls\n```\nthen\n```python\ndef add(a, b): return 1\n```", "import math\n\n\n\ndef add(a, b): return 1"),
+        (
+            "Use\n```sh\nls\n```\nthen\n```python\ndef add(a, b): return 1\n```",
+            "import math\n\n\n\ndef add(a, b): return 1",
+        ),
         ("```python\ndef add(a, b):\n    return 1", "import math\n\n\n\ndef add(a, b):\n    return 1"),
         ("def add(a, b):\n    return 1", "import math\n\n\n\ndef add(a, b):\n    return 1"),
         ("    return a + b", PROBLEMS[0]["prompt"] + "    return a + b"),
@@ -209,8 +214,14 @@ def test_gsm8k(gsm8k, bench, style):
 @pytest.mark.parametrize(
     "text, number",
     [
-        ("... #### 1,042", 1042), ("#### $18.", 18), ("#### 5\n\nQuestion: x\n#### 7", 5), ("It is 3, then 4.50 dollars.", 4.5),
-        ("#### -3", -3), ("#### 42.00", 42), ("nothing", None), ("so 3.\n####", 3),
+        ("... #### 1,042", 1042),
+        ("#### $18.", 18),
+        ("#### 5\n\nQuestion: x\n#### 7", 5),
+        ("It is 3, then 4.50 dollars.", 4.5),
+        ("#### -3", -3),
+        ("#### 42.00", 42),
+        ("nothing", None),
+        ("so 3.\n####", 3),
     ],
 )
 def test_final_number(text, number):

@@ -96,7 +96,10 @@ def conversation(examples: list[dict[str, Any]], question: str) -> list[dict[str
     ask = "Solve the problem step by step. End with the answer alone on a line, as in: #### 42\n\n"
     turns = []
     for one in examples:
-        turns += [{"role": "user", "content": ask + one["question"]}, {"role": "assistant", "content": worked(one["answer"])}]
+        turns += [
+            {"role": "user", "content": ask + one["question"]},
+            {"role": "assistant", "content": worked(one["answer"])},
+        ]
     return [*turns, {"role": "user", "content": ask + question}]
 
 

@@ -1,4 +1,4 @@
-"""HumanEval pass@1, greedy (Chen et al., arXiv 2107.03374): the model completes a function, its tests run in a sandbox."""
+"""HumanEval pass@1, greedy (Chen et al., arXiv 2107.03374): the model completes functions, tests run in a sandbox."""
 
 from __future__ import annotations
 

@@ -75,7 +75,9 @@ class KLTask:
             KVQuantError: the texts are too short for that many.
         """
         whole = [
-            bench.material.tokens({**file_identity(path), "skip": self.skip}, lambda p=path: read_text(p, self.skip), client)
+            bench.material.tokens(
+                {**file_identity(path), "skip": self.skip}, lambda p=path: read_text(p, self.skip), client
+            )
             for path in self.texts
         ]
         begin = bench.material.begin_token(client)
@@ -87,8 +89,9 @@ class KLTask:
                 share = count // len(whole) + (text < count % len(whole))
                 if share * need > len(of):
                     raise KVQuantError(
-                        f"{self.texts[text].name}: {len(of)} tokens after --text-skip {self.skip}, but {share} contexts "
-                        f"of {length} need {share * need}; give more text, fewer or shorter contexts (--kl-lengths)."
+                        f"{self.texts[text].name}: {len(of)} tokens after --text-skip {self.skip}, but {share} "
+                        f"contexts of {length} need {share * need}; give more text, fewer or shorter contexts "
+                        "(--kl-lengths)."
                     )
                 starts = np.linspace(0, len(of) - need, share).astype(int)
                 for number, start in enumerate(starts):
@@ -120,7 +123,8 @@ class KLTask:
         left_out = [length for length, _ in self.contexts if length > room(client)]
         if not contexts:
             raise KVQuantError(
-                f"no context fits: --kl-lengths {','.join(map(str, left_out))}, but the server takes {room(client)} tokens."
+                f"no context fits: --kl-lengths {','.join(map(str, left_out))}, but the server takes {room(client)} "
+                "tokens."
             )
 
         def measure(context: tuple[int, int, list[int]]) -> dict[str, Any]:
@@ -128,8 +132,8 @@ class KLTask:
             stored = bench.material.load("reference", self._key(length, ids))
             if stored is None:
                 raise KVQuantError(
-                    f"no BF16 distributions of context {number} of {length} tokens in {bench.material.folder.name}: run "
-                    "the method none with these settings first, or give --reference-server URL."
+                    f"no BF16 distributions of context {number} of {length} tokens in {bench.material.folder.name}: "
+                    "run the method none with these settings first, or give --reference-server URL."
                 )
             # Twice as many as are compared, since another server ranks them differently.
             found = Distributions.from_meta(client.prompt_logprobs(ids, self.first, 2 * self.top))
@@ -171,8 +175,8 @@ class KLTask:
         facts = client.facts
         if facts.kv_quant and (facts.chunk is None or facts.chunk > 256):
             raise KVQuantError(
-                f"the server computes prompts in chunks of {facts.chunk or 'any size'}, whose own tokens attend to each "
-                "other unquantised: start it with --chunked-prefill-size 128 (at most 256) to measure its cache."
+                f"the server computes prompts in chunks of {facts.chunk or 'any size'}, whose own tokens attend to "
+                "each other unquantised: start it with --chunked-prefill-size 128 (at most 256) to measure its cache."
             )
 
 

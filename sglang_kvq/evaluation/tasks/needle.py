@@ -68,7 +68,9 @@ class NeedleTask:
         fitting = [length for length in self.lengths if length <= room(client)]
         left_out = [length for length in self.lengths if length not in fitting]
         if not fitting:
-            raise KVQuantError(f"no length fits: --needle-lengths {self.lengths}, but the server takes {room(client)} tokens.")
+            raise KVQuantError(
+                f"no length fits: --needle-lengths {self.lengths}, but the server takes {room(client)} tokens."
+            )
         key = {**file_identity(self.text), "skip": self.skip}
         ids = bench.material.tokens(key, lambda: read_text(self.text, self.skip), client)
         if len(ids) < max(fitting):
