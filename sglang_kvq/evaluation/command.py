@@ -231,7 +231,7 @@ def evaluate_server(options: argparse.Namespace, tasks: list[Task]) -> tuple[str
     model = model_label(options, facts.model_path)
     store = Store(options.out, options.overwrite)
     material = Material(options.out / "material", model, options.tokenizer)
-    slug = parse(label).slug if not options.name else _slug(options.name)
+    slug = _slug(label)
     with Display() as display:
         runner = Runner(
             tasks, store, material, display, concurrency=options.concurrency, timeout=options.request_timeout

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 
 import pytest
 
@@ -103,6 +105,24 @@ def test_plots(store, tmp_path):
     else:
         assert [plot.name for plot in drawn] == ["accuracy_fake.png", "accuracy_fake_needle.png"]
         assert all(plot.read_bytes()[:4] == b"\x89PNG" for plot in drawn)
+
+
+def test_on_a_host_without_the_optional_packages(store, tmp_path):
+    path = report.write(tmp_path, report.collect(store, "fake", ["kvq"]))
+    absent = "import sys; sys.modules |= dict.fromkeys(('typer', 'rich', 'matplotlib', 'orjson', 'click'))"
+    code = f"{absent}\nfrom sglang_kvq.evaluation.command import main\nsys.exit(main(sys.argv[1:]))"
+    command = [sys.executable, "-c", code, "--report", str(path), "--out", str(tmp_path / "page.md")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0 and plots.MISSING in done.stderr
+    assert "`oscar@wiki`" in (tmp_path / "page.md").read_text()
+    assert (
+        "torch"
+        not in subprocess.run(
+            [sys.executable, "-c", "import sys, sglang_kvq.evaluation.command; print(*sys.modules)"],
+            capture_output=True,
+            text=True,
+        ).stdout.split()
+    )
 
 
 def _matplotlib() -> bool:
