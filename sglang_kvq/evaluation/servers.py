@@ -45,6 +45,10 @@ def free_port() -> int:
             return port
 
 
+def _whole(word: str) -> str:
+    return str(Path(word).absolute()) if "/" in word and Path(word).exists() else word
+
+
 class ServerProcess:
     """A server on a loopback port, for as long as the ``with`` block lasts.
 
@@ -75,7 +79,8 @@ class ServerProcess:
             words[0] = sys.executable
         where = ("--host", "127.0.0.1", "--port", str(self.port))
         chunk = () if any(flag.startswith(CHUNK[0]) for flag in flags) else CHUNK
-        self.command = [*words, "--model-path", model, *where, *chunk, *flags]
+        # The server runs in another folder, so what is a path from here must be a whole one.
+        self.command = [*map(_whole, words), "--model-path", model, *where, *chunk, *map(_whole, flags)]
         self.process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> ServerProcess:
