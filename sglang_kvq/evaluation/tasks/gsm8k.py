@@ -67,7 +67,12 @@ class GSM8KTask:
             found, wanted = final_number(answer.text), final_number(problem["answer"])
             if wanted is None:
                 raise KVQuantError(f"{self.path.name}: an answer without a number: {problem['answer'][-60:]!r}")
-            return {"passed": found == wanted, "found": str(found), "wanted": str(wanted), "complete": answer.complete}
+            return {
+                "passed": found == wanted,
+                "found": None if found is None else f"{found:f}",
+                "wanted": f"{wanted:f}",
+                "complete": answer.complete,
+            }
 
         solved = bench.map(solve, problems)
         items = [int(one["passed"]) for one in solved]
