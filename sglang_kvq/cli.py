@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 
 from sglang_kvq.errors import KVQuantError
+from sglang_kvq.evaluation.typer_command import register as register_eval
 
 app = typer.Typer(
     help="Tools around --kv-quant, SGLang's 2-bit KV cache.", no_args_is_help=True, pretty_exceptions_enable=False
@@ -93,6 +94,9 @@ def doctor() -> None:
     from sglang_kvq.sglang.doctor import report
 
     raise typer.Exit(report())
+
+
+register_eval(app)
 
 
 def main() -> None:
