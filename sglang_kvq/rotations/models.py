@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,7 +13,9 @@ import torch
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.rotations.base import Rotations
 from sglang_kvq.rotations.calibrate import CalibrationSettings, Progress, calibrate
+from sglang_kvq.rotations.checkpoint import Checkpoint, fingerprint
 from sglang_kvq.rotations.files import save_rotations
+from sglang_kvq.rotations.text import read_corpus
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -19,7 +23,7 @@ if TYPE_CHECKING:
 
 def calibrate_to_folder(
     model_path: str,
-    text: Path,
+    texts: Sequence[Path],
     output: Path,
     settings: CalibrationSettings,
     *,
@@ -29,37 +33,52 @@ def calibrate_to_folder(
     device: str = "",
     dtype: str = "",
     overwrite: bool = False,
+    restart: bool = False,
     progress: Progress | None = None,
 ) -> Rotations:
     """What ``kvq calibrate`` does; returns what it wrote.
 
+    Interrupted, it leaves its sums in ``partial_folder(output)`` and continues from them the next time.
+
     Args:
+        texts: files, or folders of text files, see ``text.read_corpus``.
         text_share: how much of the text, from its beginning, may be used; recorded with the corpus.
         base_model: name to record; None records ``model_path``, or a local folder's own name.
         device: "cuda", "cpu", "auto" (spread over all GPUs) or "" for a GPU if there is one.
         dtype: "auto", "bfloat16", "float32", or "" for the model's own on a GPU and float32 on a CPU.
+        restart: discard what an interrupted run left.
 
     Raises:
         KVQuantError: model or text not loadable, output exists, or as ``calibrate``.
     """
     if output.exists() and not overwrite:  # before the hour of work, not after
         raise KVQuantError(f"{output} exists; choose another --output, or pass --overwrite to replace it.")
-    if not 0 < text_share <= 1:
-        raise KVQuantError(f"--text-share {text_share}: must be above 0 and at most 1.")
-    corpus = read_text(text)
+    corpus, name = read_corpus(texts, text_share)
     model, tokenizer = load_model(model_path, revision=revision, device=device, dtype=dtype)
-    ids = tokenize(tokenizer, corpus[: int(len(corpus) * text_share)])
-    rotations = calibrate(model, ids, settings, progress)
-    name = f"{text.parent.name}/{text.name}" if text.parent.name else text.name
+    ids = tokenize(tokenizer, corpus)
+    kept = partial_folder(output)
+    if restart:
+        shutil.rmtree(kept, ignore_errors=True)
+
+    def checkpoint(*run) -> Checkpoint:
+        return Checkpoint(kept, fingerprint(*run))
+
+    rotations = calibrate(model, ids, settings, progress, checkpoint=checkpoint)
     meta = replace(
         rotations.meta,
         base_model=base_model or (Path(model_path).name if Path(model_path).exists() else model_path),
         revision=revision or getattr(model.config, "_commit_hash", None),
-        corpus=name if text_share == 1 else f"{name}, first {text_share:.0%} of its characters",
+        corpus=name,
     )
     rotations = replace(rotations, meta=meta)
     save_rotations(rotations, output, kv_heads=meta.model["num_key_value_heads"], overwrite=overwrite)
+    shutil.rmtree(kept, ignore_errors=True)
     return rotations
+
+
+def partial_folder(output: Path) -> Path:
+    """Where an interrupted run for ``output`` keeps its sums."""
+    return output.with_name(f"{output.name}.partial")
 
 
 def load_model(
@@ -81,10 +100,11 @@ def load_model(
         model = AutoModelForCausalLM.from_pretrained(
             path, revision=revision, dtype=dtype, device_map="auto" if device == "auto" else None
         )
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, ImportError) as error:
         raise KVQuantError(
             f"{path}: transformers cannot load this model ({(str(error).splitlines() or ['?'])[0]}); give a hub id or a "
-            "folder with config.json, weights and tokeniser."
+            "folder with config.json, weights and tokeniser. Without a network: download the model where there is one "
+            "and give its folder."
         ) from error
     return (model if device == "auto" else model.to(device)).eval(), tokenizer
 
@@ -92,15 +112,3 @@ def load_model(
 def tokenize(tokenizer: PreTrainedTokenizerBase, text: str) -> torch.Tensor:
     """Token ids int64 ``[n]``, without the warning about the model's length: contexts are cut later."""
     return torch.tensor(tokenizer(text, verbose=False)["input_ids"], dtype=torch.int64)
-
-
-def read_text(path: Path) -> str:
-    """The file as UTF-8.
-
-    Raises:
-        KVQuantError: it does not exist or is not text.
-    """
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise KVQuantError(f"--text {path}: not readable as UTF-8 text ({error}); give a plain text file.") from error
