@@ -95,7 +95,7 @@ def make_pool(batch: int, context: int) -> PagePool:
         FORMAT, layers=1, kv_heads=KV_HEADS, pages=batch * count, slots=batch * len(windows), req_to_token=table
     )
     pool.records.random_(0, 256)
-    scales = pool.records[..., FORMAT.offsets[2] :].view(torch.float16).unflatten(-1, (2, 2, -1))  # K V, scale zero, P
+    scales = pool.records[..., FORMAT.offsets.k_scale :].view(torch.float16).unflatten(-1, (2, 2, -1))  # K V, scale zero, P
     scales[..., 0, :] = torch.rand_like(scales[..., 0, :]) * 0.5 + 0.2
     scales[..., 1, :] = -1.5 * scales[..., 0, :] + 0.1 * torch.randn_like(scales[..., 0, :])
     pool.overlays.normal_()

@@ -1,0 +1,63 @@
+"""How keys or values become codes: width, levels, where scale and zero come from, and along which axis."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sglang_kvq.errors import KVQuantError
+from sglang_kvq.formats.levels import LEVELS, LevelTable, level_table
+
+BITS = (2, 3, 4)
+STATISTICS = ("minmax", "moments", "norm")
+AXES = ("token", "channel")
+
+
+@dataclass(frozen=True)
+class CodeFormat:
+    """The code of keys or of values; the arithmetic is in ``formats.quantise``.
+
+    Attributes:
+        bits: 2, 3 or 4.
+        levels: a name of ``formats.levels.LEVELS``.
+        statistic: of the elements that share a scale: ``minmax`` puts the outer levels on their extremes; ``moments`` centres
+            the levels on their mean and scales by their standard deviation; ``norm`` centres on 0 and scales by their
+            Euclidean norm: no zero is stored.
+        axis: ``token``: a scale per token and group along head_dim (``norm``: per token). ``channel``: a scale per element of
+            head_dim and run of tokens in the page.
+
+    Raises:
+        KVQuantError: a value that does not exist.
+    """
+
+    bits: int = 2
+    levels: str = "uniform"
+    statistic: str = "minmax"
+    axis: str = "token"
+
+    def __post_init__(self) -> None:
+        for name, value, known in (
+            ("bits", self.bits, BITS),
+            ("levels", self.levels, LEVELS),
+            ("statistic", self.statistic, STATISTICS),
+            ("axis", self.axis, AXES),
+        ):
+            if value not in known:
+                raise KVQuantError(f"code format: {name}={value!r} does not exist; choose one of {', '.join(map(str, known))}.")
+        if self.axis == "channel" and self.statistic == "norm":
+            raise KVQuantError("code format: statistic 'norm' is of a token's whole row; use axis='token'.")
+
+    @property
+    def has_zero(self) -> bool:
+        """Whether a zero is stored beside each scale; else it is -middle * scale."""
+        return self.statistic != "norm"
+
+    def table(self, head_dim: int) -> LevelTable:
+        return level_table(self.levels, self.bits, head_dim)
+
+    def describe(self) -> str:
+        """Such as ``2 bits uniform minmax per token``, for logs."""
+        return f"{self.bits} bits {self.levels} {self.statistic} per {self.axis}"
+
+
+#: Asymmetric min-max INT2 per token: what the fast kernels were made for.
+INT2 = CodeFormat()
