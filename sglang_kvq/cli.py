@@ -49,6 +49,11 @@ def calibrate(
     dtype: Annotated[str, typer.Option(help="auto, bfloat16 or float32; on a CPU float32 unless given.")] = "",
     overwrite: Annotated[bool, typer.Option(help="Replace an existing output folder.")] = False,
     restart: Annotated[bool, typer.Option(help="Discard what an interrupted run left, do not continue it.")] = False,
+    engine: Annotated[str, typer.Option(help="transformers, or sglang for models that need several GPUs.")] = "transformers",
+    tp: Annotated[int, typer.Option(help="Tensor parallelism of --engine sglang.")] = 1,
+    engine_arg: Annotated[
+        Optional[list[str]], typer.Option(help="KEY=VALUE for sglang.Engine; VALUE may be JSON. Repeatable.")
+    ] = None,
     push: Annotated[Optional[str], typer.Option(help="Then upload to the hub: ORG/REPO or ORG/REPO/FOLDER.")] = None,
 ) -> None:
     """Calibrate rotations and clip ratios on a model and a text. Interrupted, the same command continues."""
@@ -78,6 +83,7 @@ def calibrate(
                 dtype=dtype,
                 overwrite=overwrite,
                 restart=restart,
+                engine=_engine(engine, tp, engine_arg or []),
                 progress=bars,
             )
     except KeyboardInterrupt:
@@ -169,6 +175,28 @@ def convert(
 
     convert_rotations(source, output, to=to.value, kv_heads=kv_heads, overwrite=overwrite)
     console.print(f"{output}: written")
+
+
+def _engine(name: str, tp: int, arguments: list[str]) -> dict | None:
+    """Keywords of ``sglang.Engine``, or None for transformers."""
+    import json
+
+    if name not in ("transformers", "sglang"):
+        raise KVQuantError(f"--engine {name}: unknown; choose transformers or sglang.")
+    if name == "transformers":
+        if tp != 1 or arguments:
+            raise KVQuantError("--tp and --engine-arg belong to --engine sglang; add it, or use --device auto.")
+        return None
+    keywords: dict = {"tp_size": tp}
+    for argument in arguments:
+        key, equals, value = argument.partition("=")
+        if not equals or not key.isidentifier():
+            raise KVQuantError(f"--engine-arg {argument}: must be KEY=VALUE with a keyword of sglang.Engine.")
+        try:
+            keywords[key] = json.loads(value)
+        except ValueError:  # a plain word
+            keywords[key] = value
+    return keywords
 
 
 class _Bars:

@@ -29,6 +29,7 @@ class KVQuantConfig:
             clipped, in (0, 1]; 1 clips nothing; None means the rotation file's or the
             method's own.
         bf16_budget: share of the KV memory that BF16 overlays may take, in (0, 1).
+        capture: ``FOLDER:CONTEXT:SKIP`` of ``sglang.capture``, for ``kvq calibrate --engine sglang`` only.
 
     Raises:
         KVQuantError: a value out of range; the message names it and the fix.
@@ -42,6 +43,7 @@ class KVQuantConfig:
     clip_k: float | None = None
     clip_v: float | None = None
     bf16_budget: float = 0.10
+    capture: str | None = None
 
     def __post_init__(self) -> None:
         from sglang_kvq.methods import get_method  # the registry needs this module's constants

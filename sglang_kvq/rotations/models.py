@@ -18,7 +18,7 @@ from sglang_kvq.rotations.files import save_rotations
 from sglang_kvq.rotations.text import read_corpus
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 
 def calibrate_to_folder(
@@ -34,6 +34,7 @@ def calibrate_to_folder(
     dtype: str = "",
     overwrite: bool = False,
     restart: bool = False,
+    engine: dict | None = None,
     progress: Progress | None = None,
 ) -> Rotations:
     """What ``kvq calibrate`` does; returns what it wrote.
@@ -47,6 +48,8 @@ def calibrate_to_folder(
         device: "cuda", "cpu", "auto" (spread over all GPUs) or "" for a GPU if there is one.
         dtype: "auto", "bfloat16", "float32", or "" for the model's own on a GPU and float32 on a CPU.
         restart: discard what an interrupted run left.
+        engine: keywords of ``sglang.Engine``, to run the model there (no sensitivities, no checkpoint); None runs it with
+            transformers.
 
     Raises:
         KVQuantError: model or text not loadable, output exists, or as ``calibrate``.
@@ -54,20 +57,31 @@ def calibrate_to_folder(
     if output.exists() and not overwrite:  # before the hour of work, not after
         raise KVQuantError(f"{output} exists; choose another --output, or pass --overwrite to replace it.")
     corpus, name = read_corpus(texts, text_share)
-    model, tokenizer = load_model(model_path, revision=revision, device=device, dtype=dtype)
-    ids = tokenize(tokenizer, corpus)
     kept = partial_folder(output)
     if restart:
         shutil.rmtree(kept, ignore_errors=True)
+    if engine is None:
+        model, tokenizer = load_model(model_path, revision=revision, device=device, dtype=dtype)
+        config = model.config
+        rotations = calibrate(
+            model,
+            tokenize(tokenizer, corpus),
+            settings,
+            progress,
+            checkpoint=lambda *run: Checkpoint(kept, fingerprint(*run)),
+        )
+    else:
+        from sglang_kvq.sglang.calibrate import calibrate_on_engine
 
-    def checkpoint(*run) -> Checkpoint:
-        return Checkpoint(kept, fingerprint(*run))
-
-    rotations = calibrate(model, ids, settings, progress, checkpoint=checkpoint)
+        config, tokenizer = load_config(model_path, revision=revision)
+        given = {**engine, **({"revision": revision} if revision else {})}
+        rotations = calibrate_on_engine(
+            model_path, config, tokenize(tokenizer, corpus), settings, progress or (lambda *done: None), **given
+        )
     meta = replace(
         rotations.meta,
         base_model=base_model or (Path(model_path).name if Path(model_path).exists() else model_path),
-        revision=revision or getattr(model.config, "_commit_hash", None),
+        revision=revision or getattr(config, "_commit_hash", None),
         corpus=name,
     )
     rotations = replace(rotations, meta=meta)
@@ -107,6 +121,23 @@ def load_model(
             "and give its folder."
         ) from error
     return (model if device == "auto" else model.to(device)).eval(), tokenizer
+
+
+def load_config(path: str, *, revision: str | None = None) -> tuple[PretrainedConfig, PreTrainedTokenizerBase]:
+    """A model's config and tokeniser, without its weights.
+
+    Raises:
+        KVQuantError: as ``load_model``.
+    """
+    try:
+        from transformers import AutoConfig, AutoTokenizer
+
+        return AutoConfig.from_pretrained(path, revision=revision), AutoTokenizer.from_pretrained(path, revision=revision)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise KVQuantError(
+            f"{path}: transformers cannot read this model's config and tokeniser ({(str(error).splitlines() or ['?'])[0]}); "
+            "give a hub id or a folder with both."
+        ) from error
 
 
 def tokenize(tokenizer: PreTrainedTokenizerBase, text: str) -> torch.Tensor:
