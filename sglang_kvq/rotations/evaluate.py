@@ -8,6 +8,7 @@ older than the recent window go through the real ``PageFormat`` in the rotated b
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,12 +25,12 @@ class FakeQuantAttention:
     """An ``AttentionHook``: causal attention over a quantised history and a BF16 sink and window.
 
     Attributes:
-        format: record layout and clipping; None rounds to BF16 only (the baseline).
+        format: record layout and clipping, one for all layers or one each; None rounds to BF16 only (the baseline).
         rotations: per layer and KV head, on the model's device.
         sink, recent: BF16 tokens at both ends, multiples of ``PAGE_SIZE``.
     """
 
-    format: PageFormat | None
+    format: PageFormat | Sequence[PageFormat] | None
     rotations: LayerRotations = LayerRotations()
     sink: int = 64
     recent: int = 256
@@ -46,7 +47,7 @@ class FakeQuantAttention:
         if self.format is None:
             out = causal_attention(q, k, v, scale)
         else:
-            old_k, old_v = self._quantised(k, v)
+            old_k, old_v = self._quantised(layer, k, v)
             blocks = (
                 segmented_attention(
                     q[:, i : i + PAGE_SIZE], i, k, v, old_k, old_v, scale, sink=self.sink, recent=self.recent
@@ -58,11 +59,12 @@ class FakeQuantAttention:
             out = out @ self.rotations.v[layer].transpose(-1, -2).repeat_interleave(group, 0)
         return out
 
-    def _quantised(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _quantised(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Whole pages through records and back, float32 ``[kv_heads, T, D]``; a last partial page stays as it is."""
         whole = k.shape[1] // PAGE_SIZE * PAGE_SIZE
         pages = (x[:, :whole].unflatten(1, (-1, PAGE_SIZE)) for x in (k, v))
-        back = self.format.dequantise_pages(self.format.quantise_pages(*pages))
+        format = self.format[layer] if isinstance(self.format, Sequence) else self.format
+        back = format.dequantise_pages(format.quantise_pages(*pages))
         # Rounded to BF16, as the reference backend reads them.
         return tuple(torch.cat([b.flatten(1, 2).bfloat16().float(), x[:, whole:]], 1) for b, x in zip(back, (k, v)))
 
@@ -110,7 +112,8 @@ def main() -> None:
     from sglang_kvq.methods import get_method
     from sglang_kvq.rotations.files import load_rotations
     from sglang_kvq.rotations.hadamard import hadamard_rotations
-    from sglang_kvq.rotations.models import load_model, read_text, tokenize
+    from sglang_kvq.rotations.models import load_model, tokenize
+    from sglang_kvq.rotations.text import read_text
     from sglang_kvq.rotations.zoo import identity
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -136,9 +139,9 @@ def main() -> None:
         clips = [getattr(get_method(method), name) for name in ("clip_k", "clip_v")]
         if rotations is None:
             return FakeQuantAttention(PageFormat(dim, min(dim, 128), *clips))
-        clips = [c or default for c, default in zip((rotations.meta.clip_k, rotations.meta.clip_v), clips)]
+        pairs = zip(*([c or d for c in measured] for measured, d in zip(rotations.meta.clips(layers), clips)))
         moved = (r.to(model.device) for r in vars(rotations.for_worker(range(layers), heads, 0, heads)).values())
-        return FakeQuantAttention(PageFormat(dim, min(dim, 128), *clips), LayerRotations(*moved))
+        return FakeQuantAttention([PageFormat(dim, min(dim, 128), k, v) for k, v in pairs], LayerRotations(*moved))
 
     candidates = {"int2": attention("int2"), "hadamard": attention("hadamard", hadamard_rotations(layers, dim))}
     for folder in args.rotations:

@@ -140,6 +140,10 @@ def create_backend(model_runner) -> KVQuantBackend:
         "kernels": type(ops).__name__,
     }
     logger.info("kv-quant ready: %s", ", ".join(f"{k}={v}" for k, v in state.status.items()))
+    if config.capture:
+        from sglang_kvq.sglang.capture import capture_backend
+
+        return capture_backend(model_runner, config.capture, ops, state.tiers, first)
     return KVQuantBackend(ops, state.tiers, first)
 
 

@@ -26,6 +26,7 @@ FIELDS = {
     "kv_quant_bf16_budget": "bf16_budget",
     "kv_quant_bits": "bits",
     "kv_quant_seed": "seed",
+    "kv_quant_capture": "capture",  # of Engine only: ``sglang.calibrate``
 }
 
 
