@@ -1,8 +1,14 @@
+"""OSCAR's rotations with Lloyd and Max's levels instead of uniform ones, scaled by each row's mean and deviation.
+
+Nothing is clipped first: on Gaussian rows of 128 that raises the squared error, from 0.1153 to 0.1155 / 0.1161 / 0.1178 for
+clips 0.98 / 0.96 / 0.92. The scale is 10% above the one of least squared error, which shrinks keys and so flattens attention:
+KL of SmolLM2-135M falls by a fifth (0.0346 to 0.0267 and 0.0210 to 0.0160 on two texts), more than the error's rise costs.
+"""
+
 from sglang_kvq.formats.code import CodeFormat
 from sglang_kvq.methods.base import Method, RotationKind
 
-#: Nothing is clipped: on Gaussian rows clipping first at 0.98 / 0.96 / 0.92 raises the error by 0.2 / 0.7 / 2.2% at D = 128.
-LLOYD_MAX = CodeFormat(levels="lloyd-max", statistic="moments")
+LLOYD_MAX = CodeFormat(levels="lloyd-max", statistic="moments", gain=1.1)
 
 METHOD = Method(
     name="oscar-lloyd-max",
