@@ -24,7 +24,6 @@ FIELDS = {
     "kv_quant_clip_k": "clip_k",
     "kv_quant_clip_v": "clip_v",
     "kv_quant_bf16_budget": "bf16_budget",
-    "kv_quant_capture": "capture",  # of Engine only: ``sglang.calibrate``
 }
 
 
