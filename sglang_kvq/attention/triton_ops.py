@@ -10,6 +10,7 @@ from sglang_kvq.attention.ragged import PlannedCall, RaggedPrefill
 from sglang_kvq.cache.pool import PagePool
 from sglang_kvq.config import PAGE_SIZE
 from sglang_kvq.errors import KVQuantError
+from sglang_kvq.formats.code import INT2
 from sglang_kvq.kernels.common import INTERPRETED
 from sglang_kvq.kernels.decode import DecodeLaunch, decode, decode_launch
 from sglang_kvq.kernels.flash import flash_attention, plan_tiles, tile_rows
@@ -50,14 +51,15 @@ class TritonOps(AttentionOps):
             raise KVQuantError(
                 f"{q_heads} query heads over {pool.kv_heads} KV heads: the kernels need 1 to 16 whole query heads per KV head."
             )
+        _check_formats(pool)
         self.q_heads, self.max_batch, self.slab_pages = q_heads, max_batch, slab_tokens // PAGE_SIZE
-        self.launch = launch or decode_launch(pool.format.head_dim, q_heads // pool.kv_heads)
+        self.launch = launch or decode_launch(pool.head_dim, q_heads // pool.kv_heads)
         self._sms = 2 if INTERPRETED else torch.cuda.get_device_properties(pool.device).multi_processor_count
         self._r_k = None if rotations.k is None else split_rotation(rotations.k)
         self._r_v = None if rotations.v is None else split_rotation(rotations.v)
         self._r_v_back = None if rotations.v is None else split_rotation(rotations.v.transpose(-1, -2))
         rows = max(batch * self.splits(batch) for batch in range(1, max_batch + 1)) * q_heads
-        self._partial = torch.empty(rows * pool.format.head_dim, dtype=torch.float32, device=pool.device)
+        self._partial = torch.empty(rows * pool.head_dim, dtype=torch.float32, device=pool.device)
         self._lse = torch.empty(rows, dtype=torch.float32, device=pool.device)
         self.prefill = prefill
         self._planned: tuple[ExtendBatch, int, list[Slab]] | None = None
@@ -65,7 +67,7 @@ class TritonOps(AttentionOps):
 
     def splits(self, batch: int) -> int:
         """Splits of each request in a decode batch of that size."""
-        return self.launch.splits(batch * self.pool.kv_heads * self.pool.format.groups, self._sms)
+        return self.launch.splits(batch * self.pool.kv_heads * self.pool.formats[0].groups, self._sms)
 
     def rotate(self, layer, q, k, v):
         return rotate((q, k, v), self._rotations_of(layer))
@@ -85,10 +87,11 @@ class TritonOps(AttentionOps):
         return rotate((q, k, v), self._rotations_of(layer), store)[0]
 
     def quantise_tokens(self, layer, first, pages, k, v):
-        quantise_tokens(self.pool.records[layer], self.pool.format, first, pages, k, v)
+        quantise_tokens(self.pool.records[layer], self.pool.formats[layer], first, pages, k, v)
 
     def quantise_slots(self, slots, pages, count):
-        quantise_slots(self.pool.records, self.pool.overlays, self.pool.format, slots, pages, count, self._sms * 10)
+        records, format = self.pool.stores[0].records, self.pool.formats[0]  # one of each: ``_check_formats``
+        quantise_slots(records, self.pool.overlays, format, slots, pages, count, self._sms * 10)
 
     def decode(self, layer, q, rows, seq_lens, scale):
         batch, heads, d = q.shape
@@ -129,7 +132,7 @@ class TritonOps(AttentionOps):
     def _plan_of(self, batch: ExtendBatch) -> tuple[int, list[Slab]]:
         """The batch's tile height and slabs; planned at its first layer, kept for the others."""
         if self._planned is None or self._planned[0] is not batch:
-            rows = tile_rows(self.pool.format.head_dim, max(batch.new_lens))
+            rows = tile_rows(self.pool.head_dim, max(batch.new_lens))
             slabs = plan_slabs(
                 batch.prefix_lens,
                 batch.new_lens,
@@ -144,7 +147,7 @@ class TritonOps(AttentionOps):
         """What kernels that read stored pages take."""
         pool = self.pool
         return {
-            "format": pool.format,
+            "format": pool.formats[layer],
             "records": pool.records[layer],
             "overlays": pool.overlays[layer],
             "page_slot": pool.page_slot,
@@ -156,3 +159,18 @@ class TritonOps(AttentionOps):
     def _rotations_of(self, layer: int) -> tuple[torch.Tensor | None, ...]:
         r_k = None if self._r_k is None else self._r_k[layer]
         return r_k, r_k, None if self._r_v is None else self._r_v[layer]
+
+
+def _check_formats(pool: PagePool) -> None:
+    """Refuse what the kernels do not do yet: other codes than INT2 per token, or layers that differ.
+
+    Raises:
+        KVQuantError: names the first such layer and its codes.
+    """
+    for layer, format in enumerate(pool.formats):
+        if (format.k, format.v) != (INT2, INT2) or format != pool.formats[0]:
+            raise KVQuantError(
+                f"layer {layer}: keys in {format.k.describe()}, values in {format.v.describe()}, clipped at {format.clip_k:g} "
+                f"and {format.clip_v:g}: the GPU kernels so far know one INT2 format for all layers; use --kv-quant oscar, "
+                "hadamard or int2 with one clip ratio, or a CPU."
+            )

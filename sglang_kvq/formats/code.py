@@ -51,6 +51,11 @@ class CodeFormat:
         """Whether a zero is stored beside each scale; else it is -middle * scale."""
         return self.statistic != "norm"
 
+    @property
+    def clips(self) -> bool:
+        """Whether a row may be clipped before it is quantised."""
+        return self.axis == "token" and self.statistic != "norm"
+
     def table(self, head_dim: int) -> LevelTable:
         return level_table(self.levels, self.bits, head_dim)
 

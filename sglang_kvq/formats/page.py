@@ -80,7 +80,7 @@ class PageFormat:
                 f"{PAGE_SIZE // 2} or {PAGE_SIZE}."
             )
         for flag, clip, code in (("k", self.clip_k, self.k), ("v", self.clip_v, self.v)):
-            if clip != 1.0 and (code.axis == "channel" or code.statistic == "norm"):
+            if clip != 1.0 and not code.clips:
                 raise KVQuantError(
                     f"--kv-quant-clip-{flag} {clip}: codes per channel or scaled by a norm are not clipped; leave it out."
                 )
@@ -120,9 +120,14 @@ class PageFormat:
         return self.offsets.end
 
     @property
+    def elements(self) -> int:
+        """Keys' and values' elements in a record."""
+        return 2 * PAGE_SIZE * self.head_dim
+
+    @property
     def bits_per_element(self) -> float:
         """Allocated bits per stored element, scales and zeros included."""
-        return self.record_bytes * 8 / (2 * PAGE_SIZE * self.head_dim)
+        return self.record_bytes * 8 / self.elements
 
     @property
     def rank_k(self) -> int:

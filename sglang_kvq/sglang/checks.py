@@ -216,9 +216,10 @@ def check_resolved(server_args: Any, config: KVQuantConfig) -> None:
     _raise(found)
     model = compat.model_config(server_args)
     check_model(model, config)
-    from sglang_kvq.rotations.resolve import resolve_rotations
+    from sglang_kvq.rotations.resolve import resolve_formats, resolve_rotations
 
-    resolve_rotations(config, model.model_path, model.hf_config)
+    rotations = resolve_rotations(config, model.model_path, model.hf_config)
+    resolve_formats(config, rotations, model.hf_config)
 
 
 def check_model(model: Any, config: KVQuantConfig) -> None:

@@ -92,12 +92,11 @@ def make_scene(heads: Heads, lengths: list[int], sink: int = 64, recent: int = 1
     counts = [-(-length // PAGE_SIZE) for length in lengths]
     pages, slots = sum(counts) + margin, sum(counts) + margin
     table = torch.zeros(len(lengths) + 1, (max(counts) + margin) * PAGE_SIZE, dtype=torch.int32, device=DEVICE)
-    pool = PagePool.allocate(
-        heads.format, layers=LAYERS, kv_heads=heads.kv, pages=pages, slots=slots, req_to_token=table
-    )
+    pool = PagePool.allocate([heads.format] * LAYERS, kv_heads=heads.kv, pages=pages, slots=slots, req_to_token=table)
     pool.overlays.fill_(float("nan"))
     pool.overlays[:, 0] = 0  # padding reads it
-    pool.records.fill_(0xFF)
+    for records in pool.records:
+        records.fill_(0xFF)
     free_pages = (torch.randperm(pages) + 1).tolist()
     free_slots = (torch.randperm(slots) + 1).tolist()
     offsets = torch.arange(PAGE_SIZE, device=DEVICE)
@@ -113,7 +112,8 @@ def make_scene(heads: Heads, lengths: list[int], sink: int = 64, recent: int = 1
             content = randn(LAYERS, 2, heads.kv, PAGE_SIZE, heads.head_dim)
             content[:, 1] += 0.5  # values with a mean, so that outputs are not all near zero
             if sink_end <= start < history_end:
-                pool.records[:, page] = heads.format.quantise_pages(content[:, 0], content[:, 1])
+                for layer, (k, v) in enumerate(content):
+                    pool.records[layer][page] = pool.formats[layer].quantise_pages(k, v)
             else:
                 pool.page_slot[page] = slot = free_slots.pop()
                 live = min(length - start, PAGE_SIZE)
