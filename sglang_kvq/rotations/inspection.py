@@ -72,7 +72,7 @@ def measure(
     ids = tokenize(tokenizer, corpus)
     if len(ids) < contexts * length:
         raise KVQuantError(f"the text has {len(ids)} tokens, {contexts} contexts of {length} need {contexts * length}.")
-    candidates = candidates_of(methods, rotations, layers, kv_heads, dim)
+    candidates = candidates_of(methods, rotations, model.config)
     errors = {c.name: torch.zeros(2, layers, kv_heads, dtype=torch.float64) for c in candidates}
     sizes = torch.zeros(layers, kv_heads, dtype=torch.float64)
     blocks = query_blocks(length, SINK, RECENT, 2)

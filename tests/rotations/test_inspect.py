@@ -10,9 +10,9 @@ from typer.testing import CliRunner
 from sglang_kvq.cli import app
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.rotations import save_rotations
-from sglang_kvq.rotations.candidates import candidates_of
+from sglang_kvq.rotations.candidates import candidate_of
 from sglang_kvq.rotations.inspection import layer_errors, top_share
-from tests.rotations.helpers import random_rotations, tiny_model_folder
+from tests.rotations.helpers import random_rotations, tiny_llama, tiny_model_folder
 
 
 @pytest.fixture
@@ -41,7 +41,7 @@ def test_with_a_model_it_measures_methods_by_layer_and_draws(folder, tmp_path):
     model, text = tiny_model_folder(tmp_path, tokens=1200)
     picture = tmp_path / "plot.png"
     output = inspect(
-        folder, "--model", model, "--text", text, "--methods", "oscar,int2", "--length", 512, "--device", "cpu", "--plot",
+        folder, "--model", model, "--text", text, "--methods", "oscar,int2,kivi,turboquant:2.5,oscar:4", "--length", 512, "--device", "cpu", "--plot",
         picture,
     )  # fmt: skip
     assert output.count("mean") == 2 and "quantised keys" in output and "quantised values" in output
@@ -52,7 +52,7 @@ def test_errors_follow_their_definition():
     torch.manual_seed(0)
     q, k, v = torch.randn(4, 512, 64), torch.randn(2, 512, 64), torch.randn(2, 512, 64)
     k[1] *= 2  # a head with sharper attention errs more
-    candidate = candidates_of(["int2"], random_rotations(), 2, 2, 64)[0]
+    candidate = candidate_of("int2", None, tiny_llama().config)
     error, size = layer_errors(candidate, 0, q, k, v, 0.125, [448])
     k, v = k.bfloat16().float(), v.bfloat16().float()
     old_k, old_v = candidate.formats[0].dequantise_pages(
