@@ -8,11 +8,12 @@ from dataclasses import dataclass
 import torch
 
 from sglang_kvq.attention.base import LayerRotations
-from sglang_kvq.errors import KVQuantError
+from sglang_kvq.config import KVQuantConfig
 from sglang_kvq.formats.page import PageFormat
 from sglang_kvq.methods import METHOD_NAMES, RotationKind, get_method
 from sglang_kvq.rotations.base import Rotations
-from sglang_kvq.rotations.hadamard import hadamard_rotations
+from sglang_kvq.rotations.resolve import resolve_formats, resolve_rotations
+from sglang_kvq.rotations.zoo import identity
 
 
 @dataclass(frozen=True)
@@ -39,30 +40,28 @@ class Candidate:
         return q, k, v
 
 
-def candidates_of(
-    methods: Sequence[str], rotations: Rotations, layers: int, kv_heads: int, head_dim: int
-) -> list[Candidate]:
-    """Candidates by name; the learned rotations are ``rotations``. Those that use them come last.
+def candidates_of(methods: Sequence[str], learned: Rotations, hf_config: object) -> list[Candidate]:
+    """Candidates by name; those with learned rotations, which are ``learned``, come last.
+
+    Args:
+        methods: each ``NAME`` or ``NAME:BITS``, BITS as for ``--kv-quant-bits``; none means all at their default width.
+        hf_config: the model's transformers config.
 
     Raises:
-        KVQuantError: unknown method.
+        KVQuantError: unknown method or width; rotations of another model.
     """
-    names = list(methods or METHOD_NAMES)
-    names.sort(key=lambda name: get_method(name).rotation is RotationKind.LEARNED)
-    return [_candidate(name, rotations, layers, kv_heads, head_dim) for name in names]
+    candidates = [candidate_of(name, learned, hf_config) for name in methods or METHOD_NAMES]
+    return sorted(candidates, key=lambda c: get_method(c.name.partition(":")[0]).rotation is RotationKind.LEARNED)
 
 
-def _candidate(name: str, learned: Rotations, layers: int, kv_heads: int, head_dim: int) -> Candidate:
-    method = get_method(name)
-    clips = [(method.clip_k,) * layers, (method.clip_v,) * layers]
-    rotations = None
-    if method.rotation is RotationKind.LEARNED:
+def candidate_of(spec: str, learned: Rotations | None, hf_config: object) -> Candidate:
+    """One method on one model; ``learned`` are the rotations if it takes such. Arguments as ``candidates_of``."""
+    name, _, bits = spec.partition(":")
+    config, shape = KVQuantConfig(name, bits=bits or None), identity(hf_config)
+    if get_method(name).rotation is RotationKind.LEARNED:
         rotations = learned
-        clips = [[c if c is not None else d for c, d in zip(*pair)] for pair in zip(learned.meta.clips(layers), clips)]
-    elif method.rotation is RotationKind.HADAMARD:
-        rotations = hadamard_rotations(layers, head_dim)
-    elif method.rotation is not RotationKind.NONE:
-        raise KVQuantError(f"--methods {name}: its rotations ({method.rotation.value}) cannot be measured here.")
-    worker = rotations.for_worker(range(layers), kv_heads, 0, kv_heads) if rotations else LayerRotations()
-    formats = [PageFormat(head_dim, min(head_dim, 128), k, v) for k, v in zip(*clips)]
-    return Candidate(name, worker, formats)
+    else:
+        rotations = resolve_rotations(config, "", hf_config)
+    layers, heads = shape["num_hidden_layers"], shape["num_key_value_heads"]
+    worker = rotations.for_worker(range(layers), heads, 0, heads) if rotations else LayerRotations()
+    return Candidate(spec, worker, resolve_formats(config, rotations, hf_config))

@@ -72,7 +72,7 @@ def measure(
     ids = tokenize(tokenizer, corpus)
     if len(ids) < contexts * length:
         raise KVQuantError(f"the text has {len(ids)} tokens, {contexts} contexts of {length} need {contexts * length}.")
-    candidates = candidates_of(methods, rotations, layers, kv_heads, dim)
+    candidates = candidates_of(methods, rotations, model.config)
     errors = {c.name: torch.zeros(2, layers, kv_heads, dtype=torch.float64) for c in candidates}
     sizes = torch.zeros(layers, kv_heads, dtype=torch.float64)
     blocks = query_blocks(length, SINK, RECENT, 2)
@@ -186,8 +186,7 @@ def top_share(eigenvalues: torch.Tensor, count: int = 8) -> torch.Tensor:
 def _errors(measured: Measured, part: int, name: str) -> Table:
     """Per layer the error of each method over all heads, and the worst head of the last one."""
     methods = list(measured.errors)
-    title = f"Error of the attention output, quantised {name} ({measured.contexts} contexts of {measured.length} tokens)"
-    table = Table("layer", *methods, "worst head", title=title, title_justify="left")
+    table = Table("layer", *methods, "worst head", title=f"Error, quantised {name}", title_justify="left")
     for column in table.columns:
         column.justify = "right"
     last = measured.errors[methods[-1]][part]
@@ -196,5 +195,7 @@ def _errors(measured: Measured, part: int, name: str) -> Table:
         head = int(last[layer].argmax())
         table.add_row(str(layer), *(f"{v:.4f}" for v in values), f"{head}: {last[layer, head]:.4f}")
     table.add_row("mean", *(f"{measured.errors[m][part].mean():.4f}" for m in methods), "", style="bold")
-    table.caption = f"worst head: of {methods[-1]}"
+    table.caption = (
+        f"of the attention output, {measured.contexts} contexts of {measured.length} tokens; worst head of {methods[-1]}"
+    )
     return table

@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
-
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.rotations.base import Rotations
 
@@ -61,14 +59,14 @@ def draw(rotations: Rotations, measured: Measured | None, path: Path) -> None:
 
 def _by_method(figure, axis, part: int, rotations: Rotations, measured: Measured) -> None:
     for name, errors in measured.errors.items():
-        axis.semilogy(errors[part].mean(-1), marker=".", label=name)
+        axis.semilogy(errors[part].mean(-1).tolist(), marker=".", label=name)
     axis.set(xlabel="layer", ylabel="relative error of the output", title="error of each method")
     axis.legend()
 
 
 def _by_head(figure, axis, part: int, rotations: Rotations, measured: Measured) -> None:
     name, errors = list(measured.errors.items())[-1]
-    image = axis.imshow(errors[part].T.clamp(min=1e-12).log10(), aspect="auto", cmap="viridis")
+    image = axis.imshow(errors[part].T.clamp(min=1e-12).log10().tolist(), aspect="auto", cmap="viridis")
     axis.set(xlabel="layer", ylabel="KV head", title=f"log10 error of {name} by head")
     figure.colorbar(image, ax=axis)
 
@@ -87,5 +85,6 @@ def _spectra(figure, axis, part: int, rotations: Rotations, measured: Measured |
     spectra = eigenvalues.sort(-1, descending=True).values.mean(1)
     spectra = spectra / spectra.sum(-1, keepdim=True).clamp(min=1e-30)
     for layer, spectrum in enumerate(spectra):
-        axis.semilogy(torch.clamp(spectrum, min=1e-12), color=colormaps["viridis"](layer / max(len(spectra) - 1, 1)), lw=0.8)
+        colour = colormaps["viridis"](layer / max(len(spectra) - 1, 1))
+        axis.semilogy(spectrum.clamp(min=1e-12).tolist(), color=colour, lw=0.8)
     axis.set(xlabel="direction", ylabel="share", title="eigenvalues of the importance (dark: first layers)")

@@ -26,7 +26,6 @@ FIELDS = {
     "kv_quant_bf16_budget": "bf16_budget",
     "kv_quant_bits": "bits",
     "kv_quant_seed": "seed",
-    "kv_quant_capture": "capture",  # of Engine only: ``sglang.calibrate``
 }
 
 

@@ -6,7 +6,7 @@ import pytest
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.rotations import find_rotations, load_rotations, zoo
 from sglang_kvq.rotations.zoo import identity, zoo_folder
-from tests.rotations.helpers import tiny_llama, tiny_model_folder
+from tests.rotations.helpers import tiny_model_folder
 
 SMOLLM2 = dict(
     architectures=["LlamaForCausalLM"], hidden_size=576, num_hidden_layers=30, num_attention_heads=9,
@@ -68,7 +68,7 @@ def test_calibrate_command_then_lookup(tmp_path, monkeypatch):
     from sglang_kvq.cli import app
 
     folder, text = tiny_model_folder(tmp_path, tokens=2000)
-    model = tiny_llama()
+    model_config = json.loads((folder / "config.json").read_text())
     arguments = [
         "calibrate", str(folder), "--text", str(text), "--output", str(tmp_path / "zoo" / "tiny"),
         "--tokens", "1024", "--context", "512", "--text-share", "0.8", "--device", "cpu",
@@ -78,7 +78,7 @@ def test_calibrate_command_then_lookup(tmp_path, monkeypatch):
     config = json.loads((tmp_path / "zoo" / "tiny" / "config.json").read_text())
     assert config["corpus"].endswith("corpus.txt, first 80% of its characters") and config["base_model"] == "model"
     monkeypatch.setattr(zoo, "zoo_folder", lambda: tmp_path / "zoo")
-    assert find_rotations(str(folder), model.config) == str(tmp_path / "zoo" / "tiny")
+    assert find_rotations(str(folder), model_config) == str(tmp_path / "zoo" / "tiny")
 
     result = CliRunner().invoke(app, arguments)
     assert isinstance(result.exception, KVQuantError) and "--overwrite" in str(result.exception)
