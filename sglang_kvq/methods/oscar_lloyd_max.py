@@ -17,6 +17,6 @@ METHOD = Method(
     rotation=RotationKind.LEARNED,
     k=LLOYD_MAX,
     v=LLOYD_MAX,
-    widths=(2, 3, 4),
+    widths=(2, 2.5, 3, 3.5, 4),
     mixed=True,
 )

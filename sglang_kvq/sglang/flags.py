@@ -89,6 +89,9 @@ def parse_config(values: Mapping[str, Any]) -> KVQuantConfig | None:
                     f"{{{','.join(METHOD_NAMES)}}} or leave it out."
                 )
         return None
+    if "bits" in given:  # Engine(kv_quant_bits=3) and YAML give numbers
+        bits = given["bits"]
+        given["bits"] = bits if isinstance(bits, str) else f"{bits:g}" if isinstance(bits, (int, float)) else str(bits)
     return KVQuantConfig(**given)
 
 

@@ -38,7 +38,7 @@ def bits(method: str, width: str | None, head_dim: int) -> float:
 @pytest.mark.parametrize(
     "method,width,at_64,at_128",
     [
-        ("oscar", None, 2.5, 2.25), ("oscar", "3", 3.5, 3.25), ("oscar", "4", 4.5, 4.25), ("oscar-lloyd-max", None, 2.5, 2.25),
+        ("oscar", None, 2.5, 2.25), ("oscar", "2.5", 3.0, 2.75), ("oscar", "3", 3.5, 3.25), ("oscar", "4", 4.5, 4.25), ("oscar-lloyd-max", None, 2.5, 2.25),
         ("oscar-lloyd-max", "4", 4.5, 4.25), ("turboquant", None, 3.25, 3.125), ("turboquant", "2", 2.25, 2.125),
         ("turboquant", "2.5", 2.75, 2.625), ("turboquant", "3.5", 3.75, 3.625), ("turboquant", "4", 4.25, 4.125),
         ("kivi", None, 2.5, 2.375), ("kivi", "4", 4.5, 4.375), ("hadamard", None, 2.5, 2.25), ("hadamard", "3", 3.5, 3.25),
@@ -61,8 +61,8 @@ def test_every_width_that_a_method_lists_makes_a_format(name):
 @pytest.mark.parametrize(
     "method,width,message",
     [
-        ("oscar", "5", "--kv-quant-bits 5: not a width of --kv-quant oscar; choose 2, 3, 4 or auto:TARGET"),
-        ("oscar", "2.5", "not a width of --kv-quant oscar"),
+        ("oscar", "5", "--kv-quant-bits 5: not a width of --kv-quant oscar; choose 2, 2.5, 3, 3.5, 4 or auto:TARGET"),
+        ("oscar", "2.25", "--kv-quant-bits 2.25: not a width of --kv-quant oscar"),
         ("turboquant", "auto:3", "auto:3: not a width of --kv-quant turboquant; choose 2, 2.5, 3, 3.5, 4"),
         ("turboquant", "three", "--kv-quant-bits three: not a width"),
         ("oscar", "auto:", "--kv-quant-bits auto:: not a width"),
