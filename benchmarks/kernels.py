@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -37,9 +36,8 @@ FORMAT = PageFormat(D, D, 0.96, 0.92)
 BOUND = 5e-3
 #: Stored prefix and new tokens.
 EXTEND = [(0, 8192), (8192, 8192), (32768, 2048), (65536, 1024), (8192, 256)]
-#: Compile choices, each with every number of programs per SM, that --sweep compares.
-COMPILED = [(2, 128), (2, 144), (2, 160), (3, 128), (3, 144), (3, 168)]
-PROGRAMS_PER_SM = [8, 10, 11, 12, 14, 16, 20, 24, 32]
+#: Ways to launch that --sweep compares: stages, registers, programs per SM.
+LAUNCHES = [(2, 128, 16), (2, 144, 13), (2, 160, 8), (2, 160, 12), (2, 168, 12), (3, 160, 12), (3, 168, 12), (3, 168, 24)]
 
 
 class Timer:
@@ -164,6 +162,7 @@ class DecodeShape:
     def measure(self, timer: Timer, launch: DecodeLaunch | None = None) -> tuple[float, float]:
         """Microseconds and relative error."""
         ops = TritonOps(self.pool, LayerRotations(), Q_HEADS, self.batch, launch=launch)
+        ops.plan_decode(self.rows, self.lens)
         run = lambda: ops.decode(0, self.q, self.rows, self.lens, D**-0.5)  # noqa: E731
         got = run()
         error = max(checked(f"decode {self.batch} x {self.context}", got[i], want) for i, want in self.want.items())
@@ -182,21 +181,13 @@ def decode_rows(timer: Timer, bandwidth: float):
 
 
 def sweep(timer: Timer) -> None:
-    """Print microseconds by compile choice and programs per SM, then the three best with the merge launched early."""
-    sms = torch.cuda.get_device_properties("cuda").multi_processor_count
+    """Print microseconds by launch."""
+    launches = [DecodeLaunch(*x) for x in LAUNCHES]
+    print(f"{'stages, registers, per SM':>16}" + "".join(f"{f'{x.stages}, {x.registers}, {x.programs_per_sm}':>13}" for x in launches))
     for batch, context in DECODE:
         shape = DecodeShape(batch, context)
-        by_splits = {DecodeLaunch(0, 0, n).splits(batch * KV_HEADS, sms): n for n in reversed(PROGRAMS_PER_SM)}
-        print(f"{f'{batch} x {context}, us by splits':30}" + "".join(f"{splits:8}" for splits in by_splits))
-        found = []
-        for stages, registers in COMPILED:
-            launches = [DecodeLaunch(stages, registers, n) for n in by_splits.values()]
-            times = [shape.measure(timer, launch)[0] for launch in launches]
-            found += zip(times, launches)
-            print(f"{f'{stages} stages, {registers} registers':30}" + "".join(f"{us:8.1f}" for us in times), flush=True)
-        for us, launch in sorted(found, key=lambda x: x[0])[:3]:
-            early = replace(launch, early_merge=True)
-            print(f"  {us:.1f} {launch}; early merge {shape.measure(timer, early)[0]:.1f}", flush=True)
+        times = [shape.measure(timer, launch)[0] for launch in launches]
+        print(f"{f'{batch} x {context}':>25}" + "".join(f"{us:13.1f}" for us in times), flush=True)
 
 
 def quantise_rows(timer: Timer, bandwidth: float, tokens: int = 8192):
@@ -225,7 +216,7 @@ def quantise_rows(timer: Timer, bandwidth: float, tokens: int = 8192):
 
 
 def step_rows(timer: Timer, batch: int = 64):
-    """Rotation of a decode batch, stored in the same launch."""
+    """What a decode step does besides: its plan, once; rotation and storing, in each layer."""
     pool = make_pool(batch, 1024)
     r = torch.linalg.qr(torch.randn(1, KV_HEADS, D, D, device="cuda"))[0].contiguous()
     rotations = LayerRotations(r, r)
@@ -234,6 +225,9 @@ def step_rows(timer: Timer, batch: int = 64):
     loc = pool.req_to_token[1:, -1].long()
     run = lambda: ops.rotate_and_store(0, loc, q, k, v)  # noqa: E731
     error = checked("rotate_and_store", run(), reference.rotate(0, q, k, v)[0])
+    rows = torch.arange(1, batch + 1, device="cuda")
+    lens = torch.full_like(rows, 1024)
+    yield row_of("plan_decode", batch, 1024, timer(lambda: ops.plan_decode(rows, lens)), None, 0.0, None)
     yield row_of("rotate_and_store", batch, 1, timer(run), None, error, None)
 
 

@@ -1,4 +1,4 @@
-"""The ``kvq`` command: rotations of a model, made, converted, shown and shared."""
+"""The ``kvq`` command: rotations of a model, made, converted, shown and shared; evaluation; a check of the environment."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 
 from sglang_kvq.errors import KVQuantError
+from sglang_kvq.evaluation.typer_command import register as register_eval
 
 app = typer.Typer(
     help="Tools around --kv-quant, SGLang's 2-bit KV cache.", no_args_is_help=True, pretty_exceptions_enable=False
@@ -175,6 +176,17 @@ def convert(
 
     convert_rotations(source, output, to=to.value, kv_heads=kv_heads, overwrite=overwrite)
     console.print(f"{output}: written")
+
+
+@app.command()
+def doctor() -> None:
+    """Check that --kv-quant can work in this environment; exit status 1 if not."""
+    from sglang_kvq.sglang.doctor import report
+
+    raise typer.Exit(report())
+
+
+register_eval(app)
 
 
 def _engine(name: str, tp: int, arguments: list[str]) -> dict | None:

@@ -40,3 +40,9 @@ def dot(a, b, acc):
 def page_of(table, index):
     """Page id of a request's ``index``-th page; ``table`` points at its row of ``req_to_token``."""
     return (tl.load(table + index * PAGE) // PAGE).to(tl.int64)
+
+
+@triton.jit
+def key_row(token):
+    """Row of a record's K codes that holds a token of its page: the inverse of ``formats.page.KEY_TOKENS``."""
+    return token // 16 * 16 + token % 2 * 8 + token % 16 // 2

@@ -1,8 +1,8 @@
 """Decode attention: split-KV partial results over INT2 records and BF16 overlays, in one launch.
 
-A program takes one request, one KV head and one split. The splits of a request divide its pages: most
-take records (the history), the last ones overlays (sinks, window, the page being filled). With codes
-c in 0..3, scale s and zero z per token, and queries q:
+A program takes one KV head of one item of the plan (``plan.plan_decode``): some pages of one request's history,
+some of its overlays (sinks, window, the page being filled), seldom both. With codes c in 0..3, scale s and zero z
+per token, and queries q:
 
     q k     = s_k (q c_k) + z_k sum(q)            the affine terms stay outside the product
     sum p v = sum (p s_v) c_v + sum p z_v         s_v is folded into p, z_v is one number per query head
@@ -17,53 +17,53 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents
 
 from sglang_kvq.formats.page import PageFormat
 from sglang_kvq.kernels.common import INTERPRETED, PAGE, dot, page_of, to_bf16
+from sglang_kvq.kernels.plan import FIELDS, OVERLAY_TILE
 
-#: How much longer an overlay page takes than a record, for dividing a request's pages among splits.
-OVERLAY_COST = tl.constexpr(3)
-#: Splits shorter than this many pages cost more than they save.
-LEAST_PAGES = tl.constexpr(4)
-#: More splits of one request than this cost more in merging than they gain.
-MAX_SPLITS = 512
 #: 1.5 * 2^23: added to a small integer held in float32, its low bits are that integer in two's complement.
 MAGIC = tl.constexpr(12582912.0)
 MAGIC_BITS = tl.constexpr(0x4B400000)
 LOG2E = 1.4426950408889634
 NEVER = tl.constexpr(-1e30)
+#: How much of the last wave of programs must be busy before another wave is tried.
+BUSY = 0.9
 
 
 @dataclass(frozen=True)
 class DecodeLaunch:
-    """How the kernel is compiled, and how it divides the work.
+    """How the kernel is compiled, and how many items the plan makes.
 
     Attributes:
         stages, registers: the compiler's.
-        programs_per_sm: one-warp programs per SM that splits are chosen for: at most what an SM then holds.
-        early_merge: launch the merge's programs while the last of the kernel's still run (needs sm_90).
+        programs_per_sm: one-warp programs that an SM holds at once.
     """
 
     stages: int
     registers: int
     programs_per_sm: int
-    early_merge: bool = False
 
-    def splits(self, programs: int, sms: int) -> int:
-        """Splits of each request, ``programs`` programs each: one wave of them all, but one for the history and one
-        for overlays at least."""
-        return min(max(2, sms * self.programs_per_sm // programs), MAX_SPLITS)
+    def items(self, batch: int, programs: int, sms: int) -> int:
+        """Items of a plan for ``batch`` requests, ``programs`` programs each.
+
+        As many as fill whole waves: the fewest waves of which a batch of equal requests keeps ``BUSY`` busy, or the
+        best of eight.
+        """
+        wave = max(sms * self.programs_per_sm // programs, 1)
+        least = -(-batch // wave)
+        busy = {waves: wave * waves // batch * batch / (wave * waves) for waves in range(least, least + 8)}
+        good = [waves for waves, share in busy.items() if share >= BUSY]
+        return wave * (good[0] if good else max(busy, key=busy.get))
 
 
 def decode_launch(head_dim: int, shared: int) -> DecodeLaunch:
     """The launch for that geometry; ``shared`` query heads share a KV head.
 
-    With up to four, the loop fits 128 registers without spilling in it, and 16 programs hide each other's
-    waits; more heads hold more accumulators.
+    With up to four, the loop fits 160 registers without spilling; more heads hold more accumulators.
     """
     if head_dim <= 128 and shared <= 4:
-        return DecodeLaunch(stages=2, registers=128, programs_per_sm=16)
+        return DecodeLaunch(stages=2, registers=160, programs_per_sm=12)
     return DecodeLaunch(stages=3, registers=255, programs_per_sm=8)
 
 
@@ -71,6 +71,7 @@ def decode(
     out: torch.Tensor,
     lse: torch.Tensor,
     q: torch.Tensor,
+    items: torch.Tensor,
     rows: torch.Tensor,
     seq_lens: torch.Tensor,
     scale: float,
@@ -80,28 +81,28 @@ def decode(
     overlays: torch.Tensor,
     page_slot: torch.Tensor,
     req_to_token: torch.Tensor,
-    row_sink_end: torch.Tensor,
-    row_history_end: torch.Tensor,
     launch: DecodeLaunch,
     plain: bool = INTERPRETED,
+    **_: torch.Tensor,
 ) -> None:
-    """Partial results of every split.
+    """Partial results of every item.
 
     Args:
-        out: float32 ``[splits, B, q_heads, D]``; splits without pages leave theirs untouched.
-        lse: float32 ``[splits, B, q_heads]``, log2 of the softmax's denominator; -inf where a split has no pages.
+        out: float32 ``[items, q_heads, D]``; unused items leave theirs untouched.
+        lse: float32 ``[items, q_heads]``, log2 of the softmax's denominator, likewise.
         q: BF16 ``[B, q_heads, D]``, rotated; last axis contiguous.
+        items: from ``plan.plan_decode`` for the same rows and lengths.
         rows, seq_lens: int ``[B]``; the tables are ``PagePool``'s.
         records, overlays: one layer's.
         launch: from ``decode_launch``.
         plain: unpack codes without inline assembly, as the interpreter must.
     """
-    splits, batch, q_heads, d = out.shape
+    count, q_heads, d = out.shape
     kv_heads, group = records.shape[1], format.group_size
     heads = max(4, triton.next_power_of_2(q_heads // kv_heads))
-    _decode[(kv_heads * format.groups, batch, splits)](
-        out, lse, q, rows, seq_lens, scale * LOG2E,
-        records, overlays, page_slot, req_to_token, row_sink_end, row_history_end,
+    _decode[(kv_heads * format.groups, count)](
+        out, lse, q, items, rows, seq_lens, scale * LOG2E,
+        records, overlays, page_slot, req_to_token,
         q.stride(0), q.stride(1), req_to_token.stride(0),
         Q_HEADS=q_heads,
         KV_HEADS=kv_heads,
@@ -112,7 +113,6 @@ def decode(
         GROUP=group,
         VP=triton.next_power_of_2(group),
         PLAIN=plain,
-        EARLY=launch.early_merge,
         num_warps=1,
         num_stages=launch.stages,
         maxnreg=launch.registers,
@@ -122,73 +122,49 @@ def decode(
 
 @triton.jit
 def _decode(
-    out, lse, q, rows, seq_lens, scale_log2,
-    records, overlays, page_slot, req_to_token, row_sink_end, row_history_end,
+    out, lse, q, items, rows, seq_lens, scale_log2,
+    records, overlays, page_slot, req_to_token,
     q_token, q_head, table_row,
     Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-    JP: tl.constexpr, GROUP: tl.constexpr, VP: tl.constexpr, PLAIN: tl.constexpr, EARLY: tl.constexpr,
+    JP: tl.constexpr, GROUP: tl.constexpr, VP: tl.constexpr, PLAIN: tl.constexpr,
 ):  # fmt: skip
-    """Program (kv_head * groups + value group, request, split)."""
-    if EARLY:
-        gdc_launch_dependents()  # once every program has started; the merge then waits for the results
+    """Program (kv_head * groups + value group, item)."""
     head = tl.program_id(0) // (D // GROUP)
     v_first = tl.program_id(0) % (D // GROUP) * GROUP  # this program's dims of V
-    request, split, splits = tl.program_id(1), tl.program_id(2), tl.num_programs(2)
     SHARED: tl.constexpr = Q_HEADS // KV_HEADS
-
-    row = tl.load(rows + request).to(tl.int64)
-    length = tl.load(seq_lens + request).to(tl.int32)
-    pages = tl.cdiv(length, PAGE)
-    begin = tl.minimum(tl.cdiv(tl.load(row_sink_end + row), PAGE), pages)  # history pages: begin .. end
-    end = tl.minimum(tl.maximum(tl.cdiv(tl.load(row_history_end + row), PAGE), begin), pages)
-    first, last, is_history = _plan(split, splits, pages, begin, end)
-
-    h = tl.arange(0, HEADS)
-    result = ((split * tl.num_programs(1) + request) * Q_HEADS + head * SHARED + h).to(tl.int64)  # [HEADS]
-    if first >= last:
-        tl.store(lse + result, float("-inf"), mask=h < SHARED)
-    else:
+    item = items + tl.program_id(1) * FIELDS
+    request = tl.load(item)
+    first, last = tl.load(item + 1), tl.load(item + 2)
+    first_tile, last_tile = tl.load(item + 3), tl.load(item + 4)
+    begin, end = tl.load(item + 5), tl.load(item + 6)
+    if request >= 0:
+        row = tl.load(rows + request).to(tl.int64)
+        length = tl.load(seq_lens + request).to(tl.int32)
         table = req_to_token + row * table_row
         q += request.to(tl.int64) * q_token + head * SHARED * q_head
-        if is_history:
+        acc = tl.zeros([VP, HEADS], tl.float32)
+        total = tl.zeros([HEADS], tl.float32)
+        top = tl.full([HEADS], NEVER, tl.float32)
+        if first < last:
             acc, total, top = _history(
                 q, q_head, table, first, last, length, records, head, v_first, scale_log2,
                 KV_HEADS, SHARED, HEADS, D, DP, JP, GROUP, VP, PLAIN,
             )  # fmt: skip
-        else:
-            acc, total, top = _overlay(
-                q, q_head, table, first, last, begin, end, length, overlays, page_slot, head, v_first, scale_log2,
-                KV_HEADS, SHARED, HEADS, D, DP, GROUP, VP,
+        if first_tile < last_tile:
+            acc_o, total_o, top_o = _overlay(
+                q, q_head, table, first_tile, last_tile, begin, end, length, overlays, page_slot, head, v_first,
+                scale_log2, KV_HEADS, SHARED, HEADS, D, DP, GROUP, VP,
             )  # fmt: skip
+            new_top = tl.maximum(top, top_o)
+            decay, decay_o = tl.exp2(top - new_top), tl.exp2(top_o - new_top)
+            acc = acc * decay[None, :] + acc_o * decay_o[None, :]
+            total = total * decay + total_o * decay_o
+            top = new_top
+        h, dim = tl.arange(0, HEADS), tl.arange(0, VP)
+        result = (tl.program_id(1) * Q_HEADS + head * SHARED + h).to(tl.int64)  # [HEADS]
         tl.store(lse + result, top + tl.log2(total), mask=h < SHARED)
-        dim = tl.arange(0, VP)
         place = out + result[None, :] * D + v_first + dim[:, None]
         tl.store(place, acc / total[None, :], mask=(dim < GROUP)[:, None] & (h < SHARED)[None, :])
-
-
-@triton.jit
-def _plan(split, splits, pages, begin, end):
-    """Which pages a split takes: (first, last, whether of the history).
-
-    History splits come first and count pages of the request; overlay splits count the other pages,
-    numbered through as if the history were not there.
-    """
-    history = end - begin
-    overlay = pages - history
-    weight = overlay * OVERLAY_COST
-    overlay_splits = (splits * weight + (history + weight) // 2) // tl.maximum(history + weight, 1)
-    overlay_splits = tl.minimum(tl.maximum(overlay_splits, (overlay > 0).to(tl.int32)), splits)
-    overlay_splits = tl.minimum(overlay_splits, splits - (history > 0).to(tl.int32))
-    history_splits = splits - overlay_splits
-    is_history = split < history_splits
-    index = tl.where(is_history, split, split - history_splits)
-    total = tl.where(is_history, history, overlay)
-    each = tl.cdiv(total, tl.maximum(tl.where(is_history, history_splits, overlay_splits), 1))
-    each = tl.where(is_history, tl.maximum(tl.cdiv(each, 2) * 2, LEAST_PAGES), each)  # whole tiles of two pages
-    shift = tl.where(is_history, begin, 0)
-    first = tl.minimum(index * each, total) + shift
-    last = tl.minimum(index * each + each, total) + shift
-    return first, last, is_history
 
 
 @triton.jit
@@ -200,8 +176,8 @@ def _history(
     """Records of pages first .. last: (acc [VP, HEADS], denominator [HEADS], maximum [HEADS]), base 2.
 
     A tile is two pages, 128 tokens. Its row n = (plane, page, half, i) is token plane * 16 + 2 i + half of that
-    page: the tokens whose codes share a byte plane of V are 32 consecutive rows, and rows n and n + 8, which
-    one thread holds, are neighbours whose scales it reads at once.
+    page, as K's codes are stored: the tokens whose codes share a byte plane of V are 32 consecutive rows, and
+    rows n and n + 8, which one thread holds, are neighbours whose scales it reads at once.
     """
     TILE: tl.constexpr = 2 * PAGE
     COLUMNS: tl.constexpr = 2 * HEADS
@@ -230,10 +206,10 @@ def _history(
     token = row // (2 * QUARTER) * QUARTER + row % 8 * 2 + row // 8 % 2  # within its page
     fraction = tl.where(row // (2 * QUARTER) % 2 == 1, 0.25, 1.0)  # planes 1 and 3 of V
     j = tl.arange(0, JP)
-    k_place = token[:, None] * D4 + j[None, :]
-    column = tl.arange(0, 2 * QUARTER)  # (page, i)
+    k_row = row // (2 * QUARTER) * QUARTER + row % QUARTER  # which holds that token: ``common.key_row``
+    k_place = k_row[:, None] * D4 + j[None, :]
     dim_v = tl.arange(0, VP)
-    v_place = CODES + (v_first + dim_v)[:, None] * QUARTER + column[None, :] % QUARTER
+    v_place = CODES + (v_first + dim_v)[None, :, None] * QUARTER + tl.arange(0, QUARTER)[None, None, :]
     records += head * RECORD
     # Scales and zeros, of K's first group and of this program's group of V, in one load: [page, kind, which, token].
     which = tl.arange(0, 4)[None, :, None]
@@ -256,12 +232,14 @@ def _history(
             k = tl.load(base[:, None] + k_place)  # [TILE, JP]
         else:
             k = tl.load(base[:, None] + k_place, mask=(j < D4)[None, :], other=0)
-        base_v = records + tl.where(column >= QUARTER, base_b, base_a)
+        both = records + tl.where(second_page, base_b, base_a)  # [2, 1, 1]
+        # Page by page, so that neighbouring lanes read neighbouring bytes.
         if GROUP == VP:
-            v = tl.load(base_v[None, :] + v_place)  # [VP, 2 * QUARTER]
+            v = tl.load(both + v_place)  # [2, VP, QUARTER]
         else:
-            v = tl.load(base_v[None, :] + v_place, mask=(dim_v < GROUP)[:, None], other=0)
-        scales = (records + tl.where(second_page, base_b, base_a) + 2 * CODES).to(tl.pointer_type(tl.float16))
+            v = tl.load(both + v_place, mask=(dim_v < GROUP)[None, :, None], other=0)
+        v = tl.reshape(tl.permute(v, (1, 0, 2)), [VP, 2 * QUARTER])
+        scales = (both + 2 * CODES).to(tl.pointer_type(tl.float16))
         s_k, z_k, s_v, z_v = _scales(tl.load(scales + scale_place))  # [TILE] each
 
         k0, k1, k2, k3 = _unpack4(k, PLAIN)
@@ -406,11 +384,8 @@ def _overlay(
     KV_HEADS: tl.constexpr, SHARED: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     GROUP: tl.constexpr, VP: tl.constexpr,
 ):  # fmt: skip
-    """Overlays of the request's pages outside the history, numbered first .. last; results as ``_history``.
-
-    A tile is 16 tokens, so that its shared memory stays below what the records' tiles take.
-    """
-    TILE: tl.constexpr = 16
+    """Overlay tiles first .. last of the request's pages outside the history; results as ``_history``."""
+    TILE: tl.constexpr = OVERLAY_TILE
     COLUMNS: tl.constexpr = 8 if HEADS < 8 else HEADS  # the smallest product has eight
     h = tl.arange(0, COLUMNS)
     dim, dim_v = tl.arange(0, DP), tl.arange(0, VP)
@@ -420,7 +395,7 @@ def _overlay(
     top = tl.full([COLUMNS], NEVER, tl.float32)
     total = tl.zeros([COLUMNS], tl.float32)
     TILES: tl.constexpr = PAGE // TILE
-    for step in tl.range(first * TILES, last * TILES):
+    for step in tl.range(first, last):
         index = step // TILES
         token = (step - index * TILES) * TILE + tl.arange(0, TILE)
         index = tl.where(index < begin, index, index + end - begin)

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from sglang_kvq.formats.page import PageFormat
-from sglang_kvq.kernels.common import PAGE, page_of, to_bf16
+from sglang_kvq.kernels.common import PAGE, key_row, page_of, to_bf16
 
 
 def gather_pages(
@@ -80,7 +80,7 @@ def _from_record(
     scales = (record + 2 * PAGE * D4).to(tl.pointer_type(tl.float16))
 
     token, j = tl.arange(0, PAGE)[:, None], tl.arange(0, JP)[None, :]
-    packed = tl.load(record + token * D4 + j, mask=j < D4, other=0).to(tl.int32)  # [PAGE, JP]
+    packed = tl.load(record + key_row(token) * D4 + j, mask=j < D4, other=0).to(tl.int32)  # [PAGE, JP]
     for plane in tl.static_range(4):
         dim_k = plane * D4 + j
         x = _dequantise(packed, plane, scales, (dim_k // GROUP) * PAGE + token, j < D4, SCALES)

@@ -1,53 +1,63 @@
-"""Merge the splits of a decode step by their log-sum-exp.
+"""Merge the partial results of a decode step by their log-sum-exp.
 
-    out = sum_s 2^(lse_s - max lse) o_s / sum_s 2^(lse_s - max lse)
+    out = sum_i 2^(lse_i - max lse) o_i / sum_i 2^(lse_i - max lse)
 """
 
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_wait
 
 from sglang_kvq.kernels.common import to_bf16
 
 #: Elements of the partial results that a warp holds.
 _PER_WARP = 2048
+#: Partial results that a program reads at a time, at most.
+_MOST = 256
 
 
-def merge_splits(out: torch.Tensor, partial: torch.Tensor, lse: torch.Tensor, early: bool = False) -> None:
-    """partial float32 ``[splits, B, q_heads, D]`` and lse float32 ``[splits, B, q_heads]`` (base 2) to out BF16 ``[B, q_heads, D]``.
+def merge_splits(out: torch.Tensor, partial: torch.Tensor, lse: torch.Tensor, spans: torch.Tensor) -> None:
+    """Each request's items to one row.
 
-    What splits whose lse is -inf hold does not matter; a row with no other kind becomes 0. With ``early``, the
-    kernel launched just before may still be running, and is waited for here (``DecodeLaunch.early_merge``).
+    out: BF16 ``[B, q_heads, D]``; partial float32 ``[items, q_heads, D]``, lse float32 ``[items, q_heads]`` (base
+    2); spans int32 ``[B, 2]`` (``plan.plan_decode``): a request's first item and how many it has, at least one.
     """
-    splits, batch, heads, d = partial.shape
-    padded, columns = triton.next_power_of_2(splits), triton.next_power_of_2(d)
-    if splits > 16:  # few rows, then: spread each over several programs
+    batch, heads, d = out.shape
+    # What requests of equal length have; one that has more takes several turns.
+    chunk = min(_MOST, triton.next_power_of_2(-(-len(partial) // batch)))
+    columns = triton.next_power_of_2(d)
+    if chunk > 16:  # few rows, then: spread each over several programs
         columns = min(columns, 32)
     _merge[(batch * heads, triton.cdiv(d, columns))](
-        out, partial, lse, splits,
-        SPLITS=padded,
+        out, partial, lse, spans,
+        HEADS=heads,
+        CHUNK=chunk,
         D=d,
         COLUMNS=columns,
-        EARLY=early,
-        num_warps=min(8, max(1, padded * columns // _PER_WARP)),
-        **({"launch_pdl": True} if early else {}),
+        num_warps=min(8, max(1, chunk * columns // _PER_WARP)),
     )  # fmt: skip
 
 
 @triton.jit
 def _merge(
-    out, partial, lse, splits,
-    SPLITS: tl.constexpr, D: tl.constexpr, COLUMNS: tl.constexpr, EARLY: tl.constexpr,
+    out, partial, lse, spans,
+    HEADS: tl.constexpr, CHUNK: tl.constexpr, D: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Program (r, c): dims c * COLUMNS .. of row r of B * q_heads."""
-    if EARLY:
-        gdc_wait()
-    row, rows = tl.program_id(0).to(tl.int64), tl.num_programs(0)
-    s, dim = tl.arange(0, SPLITS), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    x = tl.load(lse + s * rows + row, mask=s < splits, other=float("-inf"))
-    inside = (s < splits)[:, None] & (dim < D)[None, :]
-    o = tl.load(partial + (s[:, None] * rows + row) * D + dim[None, :], mask=inside, other=0.0)  # [SPLITS, COLUMNS]
-    weight = tl.exp2(x - tl.maximum(tl.max(x, 0), -1e30))
-    o = tl.sum(tl.where((weight > 0)[:, None], o * weight[:, None], 0.0), 0)
-    tl.store(out + row * D + dim, to_bf16(o / tl.maximum(tl.sum(weight, 0), 1e-30)), mask=dim < D)
+    """Program (request * HEADS + head, c): dims c * COLUMNS .. of that row."""
+    request, head = tl.program_id(0) // HEADS, tl.program_id(0) % HEADS
+    first, count = tl.load(spans + 2 * request), tl.load(spans + 2 * request + 1)
+    i, dim = tl.arange(0, CHUNK), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    acc = tl.zeros([COLUMNS], tl.float32)
+    total, top = 0.0, -1e30
+    for start in range(0, count, CHUNK):
+        row = ((first + start + i) * HEADS + head).to(tl.int64)
+        inside = start + i < count
+        x = tl.load(lse + row, mask=inside, other=float("-inf"))
+        o = tl.load(
+            partial + row[:, None] * D + dim[None, :], mask=inside[:, None] & (dim < D)[None, :], other=0.0
+        )  # [CHUNK, COLUMNS]
+        new_top = tl.maximum(top, tl.max(x, 0))
+        decay, weight = tl.exp2(top - new_top), tl.exp2(x - new_top)
+        acc = acc * decay + tl.sum(o * weight[:, None], 0)
+        total = total * decay + tl.sum(weight, 0)
+        top = new_top
+    tl.store(out + tl.program_id(0).to(tl.int64) * D + dim, to_bf16(acc / total), mask=dim < D)

@@ -20,7 +20,7 @@ from sglang_kvq.config import PAGE_SIZE
 from sglang_kvq.formats.page import PageFormat
 from sglang_kvq.formats.quantise import FP16_MAX as _FP16_MAX
 from sglang_kvq.formats.quantise import THIRD as _THIRD
-from sglang_kvq.kernels.common import PAGE
+from sglang_kvq.kernels.common import PAGE, key_row
 
 FP16_MAX = tl.constexpr(_FP16_MAX)
 THIRD = tl.constexpr(_THIRD)
@@ -161,7 +161,7 @@ def _quantise_keys(
     codes = _quantise_rows(k, k_token, token, scale_out, zero_out, D, GROUP, RANK, JP)
     packed = tl.sum(codes * _power_of_4(plane), 1)  # [TOKENS, JP]
     packed = _integers(packed).to(tl.uint8)
-    tl.store(out + token[:, None] * (D // 4) + j[None, :], packed, mask=(j < D // 4)[None, :])
+    tl.store(out + key_row(token)[:, None] * (D // 4) + j[None, :], packed, mask=(j < D // 4)[None, :])
 
 
 @triton.jit

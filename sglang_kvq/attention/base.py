@@ -111,6 +111,12 @@ class AttentionOps(ABC):
         are int64 ``[n]``; ``count`` is int64 ``[1]`` on the device and is not read on the host of a GPU.
         """
 
+    def plan_decode(self, rows: torch.Tensor, seq_lens: torch.Tensor) -> None:  # noqa: B027
+        """Once per decode step, before its first layer: divide the batch. Safe inside a CUDA graph.
+
+        rows, seq_lens: int ``[B]``, as ``decode`` gets them for every layer of this step.
+        """
+
     @abstractmethod
     def decode(
         self, layer: int, q: torch.Tensor, rows: torch.Tensor, seq_lens: torch.Tensor, scale: float

@@ -16,6 +16,7 @@ from sglang_kvq.kernels.decode import DecodeLaunch, decode, decode_launch
 from sglang_kvq.kernels.flash import flash_attention, plan_tiles, tile_rows
 from sglang_kvq.kernels.gather import gather_pages
 from sglang_kvq.kernels.merge import merge_splits
+from sglang_kvq.kernels.plan import FIELDS, plan_decode
 from sglang_kvq.kernels.quantise import quantise_slots, quantise_tokens
 from sglang_kvq.kernels.rotate import rotate, split_rotation
 from sglang_kvq.kernels.store import store_tokens
@@ -58,16 +59,19 @@ class TritonOps(AttentionOps):
         self._r_k = None if rotations.k is None else split_rotation(rotations.k)
         self._r_v = None if rotations.v is None else split_rotation(rotations.v)
         self._r_v_back = None if rotations.v is None else split_rotation(rotations.v.transpose(-1, -2))
-        rows = max(batch * self.splits(batch) for batch in range(1, max_batch + 1)) * q_heads
-        self._partial = torch.empty(rows * pool.head_dim, dtype=torch.float32, device=pool.device)
-        self._lse = torch.empty(rows, dtype=torch.float32, device=pool.device)
+        most = max(self.items(batch) for batch in range(1, max_batch + 1))
+        shape = (most, q_heads, pool.head_dim)
+        self._partial = torch.empty(shape, dtype=torch.float32, device=pool.device)
+        self._lse = torch.empty(shape[:2], dtype=torch.float32, device=pool.device)
+        self._items = torch.empty(most, FIELDS.value, dtype=torch.int32, device=pool.device)
+        self._spans = torch.empty(max_batch, 2, dtype=torch.int32, device=pool.device)
         self.prefill = prefill
         self._planned: tuple[ExtendBatch, int, list[Slab]] | None = None
         self._planned_calls: tuple[ExtendBatch, list[PlannedCall] | None] | None = None
 
-    def splits(self, batch: int) -> int:
-        """Splits of each request in a decode batch of that size."""
-        return self.launch.splits(batch * self.pool.kv_heads * self.pool.formats[0].groups, self._sms)
+    def items(self, batch: int) -> int:
+        """Items that a decode batch of that size is divided into."""
+        return self.launch.items(batch, self.pool.kv_heads * self.pool.formats[0].groups, self._sms)
 
     def rotate(self, layer, q, k, v):
         return rotate((q, k, v), self._rotations_of(layer))
@@ -93,14 +97,18 @@ class TritonOps(AttentionOps):
         records, format = self.pool.stores[0].records, self.pool.formats[0]  # one of each: ``_check_formats``
         quantise_slots(records, self.pool.overlays, format, slots, pages, count, self._sms * 10)
 
+    def plan_decode(self, rows, seq_lens):
+        items, pool = self._items[: self.items(len(rows))], self.pool
+        plan_decode(items, self._spans[: len(rows)], rows, seq_lens, pool.row_sink_end, pool.row_history_end)
+
     def decode(self, layer, q, rows, seq_lens, scale):
-        batch, heads, d = q.shape
-        splits = self.splits(batch)
-        lse = self._lse[: splits * batch * heads].view(splits, batch, heads)
-        partial = self._partial[: lse.numel() * d].view(splits, batch, heads, d)
-        decode(partial, lse, q, rows, seq_lens, scale, launch=self.launch, **self._stored(layer))
-        out = torch.empty(batch, heads, d, dtype=q.dtype, device=q.device)
-        merge_splits(out, partial, lse, self.launch.early_merge)
+        count = self.items(len(q))
+        partial, lse = self._partial[:count], self._lse[:count]
+        decode(
+            partial, lse, q, self._items[:count], rows, seq_lens, scale, launch=self.launch, **self._stored(layer)
+        )
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        merge_splits(out, partial, lse, self._spans[: len(q)])
         return out
 
     def extend(self, layer, q, k, v, batch: ExtendBatch, scale):

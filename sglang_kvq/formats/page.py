@@ -2,12 +2,13 @@
 
 For head_dim D and P tokens per page, a record is, without gaps,
 
-    K codes   low, then high part of the matrix [P, D], see ``formats.pack``
+    K codes   low, then high part of the matrix [P, D], see ``formats.pack``; its rows are tokens in the order ``KEY_TOKENS``
     V codes   low, then high part of the matrix [D, P]
     K scale, K zero, V scale, V zero   FP16: [D / group, P] along a token's row, [P / run, D] along channels;
               ``norm`` has scales [1, P] and no zeros
 
-V is stored transposed so that both matrix products of a decode step read their codes along the reduced dimension. Every
+V is stored transposed so that both matrix products of a decode step read their codes along the reduced dimension. K's
+rows r and r + 8, which one thread of a matrix product holds, are neighbouring tokens, whose scales it reads at once. Every
 part starts on a multiple of 64 bytes and so does every record. INT2 per token with group 128 is 2.25 bits per element
 at D = 128.
 """
@@ -25,6 +26,9 @@ from sglang_kvq.errors import KVQuantError
 from sglang_kvq.formats.code import INT2, CodeFormat
 from sglang_kvq.formats.pack import pack_codes, packed_bytes, unpack_codes
 from sglang_kvq.formats.quantise import clip_rank, dequantise_rows, quantise_rows
+
+#: Token in each row of a record's K codes: of each 16 tokens first the even ones, then the odd ones.
+KEY_TOKENS = torch.arange(PAGE_SIZE).view(-1, 8, 2).transpose(1, 2).flatten()
 
 
 class Offsets(NamedTuple):
@@ -148,7 +152,7 @@ class PageFormat:
         """
         k_codes, *k_halves = self._quantise(k, self.k, self.rank_k)
         v_codes, *v_halves = self._quantise(v, self.v, self.rank_v)
-        parts = [pack_codes(k_codes, self.k.bits), pack_codes(v_codes.transpose(-1, -2).contiguous(), self.v.bits)]
+        parts = [pack_codes(k_codes[..., KEY_TOKENS, :], self.k.bits), pack_codes(v_codes.transpose(-1, -2).contiguous(), self.v.bits)]
         parts += [half.contiguous().view(torch.uint8).flatten(-2) for half in (*k_halves, *v_halves) if half is not None]
         return torch.cat(parts, dim=-1)
 
@@ -157,6 +161,7 @@ class PageFormat:
         at = self.offsets
         k_codes = unpack_codes(records[..., at.k_low : at.v_low], PAGE_SIZE, self.head_dim, self.k.bits)
         v_codes = unpack_codes(records[..., at.v_low : at.k_scale], self.head_dim, PAGE_SIZE, self.v.bits)
+        k_codes = k_codes[..., KEY_TOKENS.argsort(), :]
         k = self._dequantise(k_codes, records[..., at.k_scale : at.k_zero], records[..., at.k_zero : at.v_scale], self.k)
         v_codes = v_codes.transpose(-1, -2)
         return k, self._dequantise(v_codes, records[..., at.v_scale : at.v_zero], records[..., at.v_zero :], self.v)

@@ -36,6 +36,8 @@ class RotationMeta:
         errors: ``{"k": [...], "v": [...]}``: per layer, the relative error of the attention output at the clip ratios
             chosen, by calibration's own measure; None if not measured.
         source: the folder or hub repo they were loaded from.
+        sha256: of the file they were loaded from, in hexadecimal; of the published pair, of K's and V's behind each
+            other. None if they come from no file.
     """
 
     objective: str = "unknown"
@@ -51,6 +53,7 @@ class RotationMeta:
     sensitivity_unit: str | None = None
     errors: dict | None = None
     source: str | None = None
+    sha256: str | None = None
 
 
     def clips(self, layers: int) -> tuple[tuple[float | None, ...], tuple[float | None, ...]]:

@@ -94,7 +94,7 @@ def save_rotations(rotations: Rotations, folder: str | Path, *, kv_heads: int, o
     if tensors["k"].data_ptr() == tensors["v"].data_ptr():
         tensors["v"] = tensors["v"].clone()  # safetensors refuses shared memory
     meta = asdict(rotations.meta)
-    meta.pop("source")  # where they were found is not a property of the file
+    del meta["source"], meta["sha256"]  # where they were found is not a property of the file; its hash is a new one
     with new_folder(folder, overwrite=overwrite) as temporary:
         save_file(tensors, temporary / TENSOR_FILE)
         (temporary / TENSOR_FILE).chmod(0o644)  # safetensors makes it private
@@ -153,7 +153,9 @@ def _load(folder: Path, layers: int | None) -> tuple[Rotations, dict]:
     if (folder / TENSOR_FILE).is_file() or (folder / CONFIG_FILE).is_file():
         return _load_native(folder)
     if (folder / published.K_FILE).is_file() or (folder / published.V_FILE).is_file():
-        return published.load_published(folder, layers=layers), {}
+        rotations = published.load_published(folder, layers=layers)
+        digest = _sha256((folder / published.K_FILE).read_bytes() + (folder / published.V_FILE).read_bytes())
+        return replace(rotations, meta=replace(rotations.meta, sha256=digest)), {}
     raise KVQuantError(
         f"{folder}: no rotations in this folder (neither {TENSOR_FILE} nor {published.K_FILE}). {_NO_ROTATIONS}"
     )

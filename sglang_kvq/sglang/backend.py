@@ -61,14 +61,18 @@ class KVQuantBackend(AttentionBackend):
     # -- once per layer ---------------------------------------------------------------------------
 
     def forward_decode(self, q, k, v, layer: RadixAttention, forward_batch, save_kv_cache=True, **kwargs):
-        """On a GPU 3 launches per layer, 4 if V's rotation is not folded into the weights:
+        """On a GPU 3 launches per layer, 4 if V's rotation is not folded into the weights, and one per step:
+
+        0. ``plan_decode``: lengths to items of work, in the first layer.
 
         1. ``rotate_and_store``: q into the rotated basis, k and v too and into their overlays.
-        2. ``decode``: partial results over splits of every request.
-        3. ``decode``: the merge of the splits.
+        2. ``decode``: partial results of every item.
+        3. ``decode``: the merge of each request's items.
         4. ``rotate_output``: out of V's rotated basis, where the weights do not do it.
         """
         q, k, v, index = self._heads(q, k, v, layer)
+        if index == 0:
+            self.ops.plan_decode(forward_batch.req_pool_indices, forward_batch.seq_lens)
         q = self.ops.rotate_and_store(index, forward_batch.out_cache_loc, q, k, v)
         o = self.ops.decode(index, q, forward_batch.req_pool_indices, forward_batch.seq_lens, layer.scaling)
         return self.ops.rotate_output(index, o).flatten(1)
@@ -119,7 +123,7 @@ def create_backend(model_runner) -> KVQuantBackend:
     pool = state.pages
     check_layers(model_runner.model, pool.head_dim)
     first = model_runner.token_to_kv_pool.start_layer
-    rotations, source = worker_rotations(model_runner, config, state.geometry, first)
+    rotations, origin = worker_rotations(model_runner, config, state.geometry, first)
     foldable = weights.can_fold(model_runner.model, range(first, first + pool.layers))
     # An adapter's own V and output matrices would miss a rotation folded into the base model's.
     lora = model_runner.server_args.enable_lora or model_runner.server_args.lora_paths
@@ -131,7 +135,8 @@ def create_backend(model_runner) -> KVQuantBackend:
     state.tiers = TierManager(pool, config.sink_pages, config.recent_pages, ops.quantise_slots)
     state.status = {
         "method": config.method,
-        "rotations": source,
+        "rotations": origin.source or origin.objective,
+        "rotations_sha256": origin.sha256,
         "v_rotation_folded": folded,
         "keys": _per_layer([f.k.describe() for f in pool.formats]),
         "values": _per_layer([f.v.describe() for f in pool.formats]),

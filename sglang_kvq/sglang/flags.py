@@ -123,6 +123,7 @@ def prepare(values: MutableMapping[str, Any]) -> KVQuantConfig | None:
     if config is not None:
         device = checks.device_of(values)
         checks.check_flags(values, device)
+        checks.check_named_model(values, config)
         complete(values, device)
     return config
 

@@ -155,6 +155,7 @@ def test_streaming_sessions_resume_in_the_middle_of_a_page(servers):
 def test_server_info_tells_what_is_allocated(chat):
     state = chat.state()
     assert state["method"] == "hadamard" and state["record_bits_per_element"] == 2.5
+    assert state["rotations"] == "fixed" and state["rotations_sha256"] is None
     assert state["tokens"] == 4096 and state["bf16_pages"] >= 8 * 3
     assert state["bits_per_element"] == pytest.approx(16 * state["bf16_tokens_same_memory"] / state["tokens"], rel=1e-2)
 

@@ -10,7 +10,6 @@ import re
 import subprocess
 import sys
 import tempfile
-from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -85,8 +84,7 @@ def compile_all(heads: scenes.Heads) -> None:
     ops.store_tokens(0, loc, k, v)
     ops.quantise_tokens(0, scenes.int64(2), pages, k, v)
     ops.quantise_slots(pages, pages, pages)
-    ops.decode(0, q[:2], scene.rows, scene.seq_lens, scene.scale)
-    ops.launch = replace(ops.launch, early_merge=True)
+    ops.plan_decode(scene.rows, scene.seq_lens)
     ops.decode(0, q[:2], scene.rows, scene.seq_lens, scene.scale)
     ops.extend(0, q, k, v, make_batch(scene.rows, [(128, 100), (64, 30)]), scene.scale)
 

@@ -2,9 +2,12 @@
 
 import pytest
 import torch
+import triton
 from tests.kernels.scene import HEADS, ON_GPU, Scene, assert_close, make_scene
 
-from sglang_kvq.kernels.decode import MAX_SPLITS, DecodeLaunch
+from sglang_kvq.attention.base import LayerRotations
+from sglang_kvq.attention.triton_ops import TritonOps
+from sglang_kvq.kernels.decode import DecodeLaunch
 
 BOUND = 5e-3
 
@@ -33,6 +36,12 @@ def exact(scene: Scene, layer: int, q: torch.Tensor) -> torch.Tensor:
     return out
 
 
+def decode(ops: TritonOps, layer: int, q: torch.Tensor, scene: Scene) -> torch.Tensor:
+    """One step of one layer."""
+    ops.plan_decode(scene.rows, scene.seq_lens)
+    return ops.decode(layer, q, scene.rows, scene.seq_lens, scene.scale)
+
+
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
 @pytest.mark.parametrize("heads", HEADS, ids=str)
 def test_decode_agrees_with_float64(heads, lengths):
@@ -40,8 +49,10 @@ def test_decode_agrees_with_float64(heads, lengths):
     ops, _ = scene.ops(max_batch=len(lengths))
     ops._partial.fill_(float("nan"))
     ops._lse.fill_(float("nan"))
+    ops._items.fill_(1 << 20)
+    ops._spans.fill_(1 << 20)
     q = scene.queries(len(lengths))
-    got = ops.decode(1, q, scene.rows, scene.seq_lens, scene.scale)
+    got = decode(ops, 1, q, scene)
     assert got.dtype == torch.bfloat16
     assert_close("decode", got.double(), exact(scene, 1, q), BOUND)
 
@@ -54,25 +65,44 @@ def test_windows_of_all_sizes(sink, recent):
     scene = make_scene(heads, [64 * 7 + 3, 64 * 6, 40], sink, recent)
     ops, reference = scene.ops()
     q = scene.queries(3)
-    got = ops.decode(0, q, scene.rows, scene.seq_lens, scene.scale)
+    got = decode(ops, 0, q, scene)
     assert_close("decode", got.double(), exact(scene, 0, q), BOUND)
     assert_close("reference", reference.decode(0, q, scene.rows, scene.seq_lens, scene.scale), got, 2 * BOUND)
 
 
-def test_splits_fill_one_wave_and_keep_one_for_overlays():
-    launch = DecodeLaunch(stages=2, registers=128, programs_per_sm=16)
-    for programs in (8, 16, 64, 256, 512, 1056):
-        splits = launch.splits(programs, sms=132)
-        assert splits * programs <= 16 * 132 < (splits + 1) * programs
-    assert launch.splits(5000, sms=132) == 2
-    assert launch.splits(1, sms=132) == MAX_SPLITS
+def test_items_fill_whole_waves():
+    launch = DecodeLaunch(stages=2, registers=160, programs_per_sm=12)
+    wave = 132 * 12 // 8
+    for batch in range(1, 600):
+        items = launch.items(batch, 8, sms=132)
+        assert items >= batch and items % wave == 0
+    for batch in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512):
+        items = launch.items(batch, 8, sms=132)
+        assert items // batch * batch >= 0.9 * items
+    assert launch.items(64, 8, sms=132) == wave
+    assert launch.items(3, 10_000, sms=132) == 3
+
+
+def test_a_request_of_many_items_is_merged_in_turns():
+    """One long request among short ones has more items than the merge reads at a time."""
+    lengths = [64 * 60, *[5] * 7]
+    scene = make_scene(HEADS[1], lengths)
+    launch = DecodeLaunch(stages=2, registers=160, programs_per_sm=16)
+    ops = TritonOps(scene.pool, LayerRotations(), scene.heads.q, len(lengths), launch=launch)
+    q = scene.queries(len(lengths))
+    got = decode(ops, 0, q, scene)
+    items = ops.items(len(lengths))
+    assert int(ops._spans[0, 1]) > 2 * triton.next_power_of_2(-(-items // len(lengths)))
+    assert_close("decode", got.double(), exact(scene, 0, q), BOUND)
 
 
 def test_strided_queries_and_int32_indices():
     scene = make_scene(HEADS[1], [700, 90])
     ops, _ = scene.ops()
     q = scene.queries(4)[::2]
-    got = ops.decode(0, q, scene.rows.int(), scene.seq_lens.int(), scene.scale)
+    rows, lens = scene.rows.int(), scene.seq_lens.int()
+    ops.plan_decode(rows, lens)
+    got = ops.decode(0, q, rows, lens, scene.scale)
     assert_close("decode", got.double(), exact(scene, 0, q), BOUND)
 
 
@@ -82,4 +112,4 @@ def test_one_dominant_token():
     scene = make_scene(heads, [64 * 14 + 5])
     ops, _ = scene.ops(max_batch=1)
     q = scene.queries(1) * 20
-    assert_close("decode", ops.decode(0, q, scene.rows, scene.seq_lens, scene.scale).double(), exact(scene, 0, q), BOUND)
+    assert_close("decode", decode(ops, 0, q, scene).double(), exact(scene, 0, q), BOUND)

@@ -13,7 +13,7 @@ LENGTHS = [1500, 64, 900, 0, 3000, 1, 130, 0]
 
 
 class Step:
-    """rotate_and_store, then decode, over static inputs."""
+    """plan_decode, rotate_and_store, then decode, over static inputs."""
 
     def __init__(self, scene: Scene) -> None:
         heads, batch = scene.heads, len(scene.rows)
@@ -27,6 +27,7 @@ class Step:
         self.loc.copy_(self.scene.pool.req_to_token[self.rows, self.lens - 1])
 
     def run(self) -> torch.Tensor:
+        self.ops.plan_decode(self.rows, self.lens)
         q = self.ops.rotate_and_store(1, self.loc, self.q, self.k, self.v)
         return self.ops.rotate_output(1, self.ops.decode(1, q, self.rows, self.lens, self.scene.scale))
 

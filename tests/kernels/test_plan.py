@@ -1,68 +1,83 @@
-"""Planning with the Triton backend: the same decisions as on a CPU, without waiting for the device."""
-
-from __future__ import annotations
+"""Dividing a decode batch: every page exactly once, and no item much longer than the others."""
 
 import pytest
 import torch
+from tests.kernels.scene import DEVICE
 
-from sglang_kvq.attention.base import LayerRotations
-from sglang_kvq.attention.triton_ops import TritonOps
-from sglang_kvq.cache.pool import PagePool
-from sglang_kvq.cache.tiers import TierManager
-from sglang_kvq.config import PAGE_SIZE as P
-from sglang_kvq.formats.page import PageFormat
+from sglang_kvq.config import PAGE_SIZE
+from sglang_kvq.kernels.plan import FIELDS, HISTORY_COST, LEAST_WORK, OVERLAY_COST, OVERLAY_TILE, plan_decode
 
-
-def manager(device: str, quantise=None) -> TierManager:
-    pool = PagePool.allocate(
-        [PageFormat(64, 64, 0.96, 0.92)] * 2, kv_heads=2, pages=200, slots=30,
-        req_to_token=torch.zeros(5, 64 * P, dtype=torch.int32, device=device),
-    )
-    order = torch.randperm(200, generator=torch.Generator().manual_seed(1))[:160].view(4, 40) + 1
-    table = (order[:, :, None] * P + torch.arange(P)).flatten(1).int()
-    pool.req_to_token[1:, : 40 * P] = table.to(device)
-    torch.manual_seed(2)
-    pool.overlays.copy_(torch.randn(pool.overlays.shape).bfloat16())
-    if quantise is None:
-        quantise = TritonOps(pool, LayerRotations(), q_heads=4, max_batch=5).quantise_slots
-    return TierManager(pool, 1, 4, quantise)
+TILE = OVERLAY_TILE.value
 
 
-def drive(tiers: TierManager) -> list[torch.Tensor]:
-    device = tiers.pool.device
-    ids = lambda *x: torch.tensor(x, device=device)  # noqa: E731
-    inputs = [
-        (ids(1, 2), ids(0, 0), ids(700, 130), 0),
-        (ids(3), ids(0), ids(1500), 0),
-        (ids(1, 2), ids(700, 130), ids(900, 190), 700),
-    ]
-    decodes = [(ids(1, 2, 3, 0), ids(900 + i, 190 + i, 1500 + i, 1), 1500 + i) for i in range(1, 70)]
-    freed = (tiers.pool.req_to_token[3, : 1500 : P] // P).long()
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-        torch.cuda.set_sync_debug_mode("error")
-    try:
-        for rows, prefix, seq, longest in inputs:
-            tiers.plan_extend(rows, prefix, seq, longest, rows.new_empty(0))
-        for rows, seq, longest in decodes:
-            tiers.plan_decode(rows, seq, longest)
-        tiers.pending.free_pages(freed)
-        tiers.pending.free_rows([3])
-        tiers.plan_decode(ids(1, 2) if device.type == "cpu" else decodes[0][0][:2], decodes[-1][1][:2], 1600)
-    finally:
-        if device.type == "cuda":
-            torch.cuda.set_sync_debug_mode("default")
-    pool = tiers.pool
-    state = (pool.page_slot, tiers.slot_page, tiers.page_valid, pool.row_sink_end, pool.row_history_end, pool.stores[0].records)
-    return [x.cpu() for x in (*state, tiers.errors)]
+def plan(lengths, sinks, ends, count):
+    """The plan as Python lists: items and spans."""
+    batch = len(lengths)
+    order = torch.randperm(batch) + 1  # request i sits on row order[i]
+    tables = [torch.zeros(batch + 1, dtype=torch.int32) for _ in range(2)]
+    for table, values in zip(tables, (sinks, ends)):
+        table[order] = torch.tensor(values, dtype=torch.int32)
+    items = torch.full((count, FIELDS.value), 1 << 20, dtype=torch.int32, device=DEVICE)
+    spans = torch.full((batch, 2), 1 << 20, dtype=torch.int32, device=DEVICE)
+    plan_decode(items, spans, order.to(DEVICE), torch.tensor(lengths, device=DEVICE), *(x.to(DEVICE) for x in tables))
+    return items.tolist(), spans.tolist()
 
 
-@pytest.mark.gpu
-def test_plans_do_not_wait_for_the_device_and_agree_with_the_cpu():
-    from sglang_kvq.attention.reference import ReferenceOps
+def work(length: int, sink: int, end: int) -> tuple[range, int]:
+    """A request's history pages and how many overlay tiles it has."""
+    pages = -(-length // PAGE_SIZE)
+    begin = min(-(-sink // PAGE_SIZE), pages)
+    history = range(begin, min(max(-(-end // PAGE_SIZE), begin), pages))
+    outside = [t for t in range(-(-length // TILE)) if t * TILE // PAGE_SIZE not in history]
+    return history, len(outside)
 
-    ours = drive(manager("cuda"))
-    expected = manager("cpu", quantise=lambda *a: None)
-    expected.quantise_slots = ReferenceOps(expected.pool, LayerRotations()).quantise_slots
-    for got, want in zip(ours, drive(expected)):
-        assert torch.equal(got, want)
+
+CASES = {
+    "one": ([1], [0], [0], 8),
+    "one-long": ([64 * 999 + 5], [64], [64 * 995], 100),
+    "equal": ([64 * 40] * 5, [64] * 5, [64 * 36] * 5, 33),
+    "as-many-items-as-requests": ([700, 5, 3000], [64, 5, 64], [448, 5, 2688], 3),
+    "no-overlays": ([64 * 50, 64 * 3], [0, 0], [64 * 50, 64 * 3], 20),
+    "no-history": ([300, 10, 64], [64, 10, 64], [64, 10, 64], 16),
+}
+
+
+def random_case(seed: int):
+    generator = torch.Generator().manual_seed(seed)
+    draw = lambda low, high: int(torch.randint(low, high + 1, (1,), generator=generator))  # noqa: E731
+    batch = draw(1, 40)
+    lengths = [draw(1, 64 * 4 ** draw(0, 5)) for _ in range(batch)]
+    sinks = [min(64 * draw(0, 2), length) for length in lengths]
+    ends = [max(sink, (length - 64 * draw(0, 5)) // 64 * 64) for sink, length in zip(sinks, lengths)]
+    return lengths, sinks, ends, batch + draw(0, 200)
+
+
+CASES |= {f"random{seed}": random_case(seed) for seed in range(12)}
+
+
+@pytest.mark.parametrize(("lengths", "sinks", "ends", "count"), CASES.values(), ids=CASES)
+def test_every_page_is_in_one_item(lengths, sinks, ends, count):
+    items, spans = plan(lengths, sinks, ends, count)
+    shapes = [work(*request) for request in zip(lengths, sinks, ends)]
+    costs = []
+    place = 0
+    for request, ((first, parts), (history, tiles)) in enumerate(zip(spans, shapes)):
+        assert first == place and parts >= 1
+        pages, overlays = [], []
+        for item in items[first : first + parts]:
+            owner, first_page, last_page, first_tile, last_tile, begin, end, _ = item
+            assert owner == request and (begin, end) == (history.start, history.stop)
+            assert first_page < last_page or first_tile < last_tile, "an item without work"
+            pages += range(first_page, last_page)
+            overlays += range(first_tile, last_tile)
+            costs.append(HISTORY_COST.value * (last_page - first_page) + OVERLAY_COST.value * (last_tile - first_tile))
+        assert pages == list(history) and overlays == list(range(tiles))
+        place += parts
+    assert place <= count and all(item[0] == -1 for item in items[place:])
+
+    # The least unit of work that fits: one less would take more items than there are.
+    total = [HISTORY_COST.value * len(history) + OVERLAY_COST.value * tiles for history, tiles in shapes]
+    fits = lambda unit: sum(-(-x // unit) for x in total) <= count  # noqa: E731
+    unit = next(unit for unit in range(LEAST_WORK.value, max(*total, LEAST_WORK.value, 0) + 1) if fits(unit))
+    assert place == sum(-(-x // unit) for x in total)
+    assert max(costs) <= unit + 2 * HISTORY_COST.value + OVERLAY_COST.value

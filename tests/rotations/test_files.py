@@ -1,5 +1,6 @@
 """Round trips, and an error that names the value and the fix for every way a rotation folder can be wrong."""
 
+import hashlib
 import json
 import pickle
 from dataclasses import replace
@@ -41,7 +42,8 @@ def test_native_round_trip(tmp_path, heads):
     save_rotations(rotations, tmp_path / "r", kv_heads=2)
     loaded = load_rotations(tmp_path / "r", **GEOMETRY)
     assert_same(loaded, rotations)
-    assert loaded.meta == replace(rotations.meta, source=str(tmp_path / "r"))
+    digest = hashlib.sha256((tmp_path / "r" / TENSOR_FILE).read_bytes()).hexdigest()
+    assert loaded.meta == replace(rotations.meta, source=str(tmp_path / "r"), sha256=digest)
     assert loaded.granularity == ("per-head" if heads > 1 else "per-layer")
     assert sorted(p.name for p in (tmp_path / "r").iterdir()) == [CONFIG_FILE, TENSOR_FILE]
 
@@ -62,6 +64,17 @@ def test_published_layout_is_the_documented_one(published):
     assert document["source_grouping"] == "layer" and list(document["layers"]) == [0, 1]
     assert document["layers"][1]["rotation"].shape == (64, 64)
     assert document["layers"][1]["eigenvalues"].shape == (64,)
+
+
+def test_hash_of_published_files_is_that_of_both(published):
+    data = (published / K_FILE).read_bytes() + (published / V_FILE).read_bytes()
+    assert load_rotations(published, **GEOMETRY).meta.sha256 == hashlib.sha256(data).hexdigest()
+
+
+def test_hash_is_not_copied_into_another_file(native, tmp_path):
+    loaded = load_rotations(native, **GEOMETRY)
+    save_rotations(replace(loaded, k=loaded.v, v=loaded.k), tmp_path / "other", kv_heads=2)
+    assert load_rotations(tmp_path / "other", **GEOMETRY).meta.sha256 != loaded.meta.sha256
 
 
 def test_a_file_of_the_folder_is_a_location(native, published):

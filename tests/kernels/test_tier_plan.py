@@ -1,0 +1,68 @@
+"""Planning with the Triton backend: the same decisions as on a CPU, without waiting for the device."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from sglang_kvq.attention.base import LayerRotations
+from sglang_kvq.attention.triton_ops import TritonOps
+from sglang_kvq.cache.pool import PagePool
+from sglang_kvq.cache.tiers import TierManager
+from sglang_kvq.config import PAGE_SIZE as P
+from sglang_kvq.formats.page import PageFormat
+
+
+def manager(device: str, quantise=None) -> TierManager:
+    pool = PagePool.allocate(
+        PageFormat(64, 64, 0.96, 0.92), layers=2, kv_heads=2, pages=200, slots=30,
+        req_to_token=torch.zeros(5, 64 * P, dtype=torch.int32, device=device),
+    )
+    order = torch.randperm(200, generator=torch.Generator().manual_seed(1))[:160].view(4, 40) + 1
+    table = (order[:, :, None] * P + torch.arange(P)).flatten(1).int()
+    pool.req_to_token[1:, : 40 * P] = table.to(device)
+    torch.manual_seed(2)
+    pool.overlays.copy_(torch.randn(pool.overlays.shape).bfloat16())
+    if quantise is None:
+        quantise = TritonOps(pool, LayerRotations(), q_heads=4, max_batch=5).quantise_slots
+    return TierManager(pool, 1, 4, quantise)
+
+
+def drive(tiers: TierManager) -> list[torch.Tensor]:
+    device = tiers.pool.device
+    ids = lambda *x: torch.tensor(x, device=device)  # noqa: E731
+    inputs = [
+        (ids(1, 2), ids(0, 0), ids(700, 130), 0),
+        (ids(3), ids(0), ids(1500), 0),
+        (ids(1, 2), ids(700, 130), ids(900, 190), 700),
+    ]
+    decodes = [(ids(1, 2, 3, 0), ids(900 + i, 190 + i, 1500 + i, 1), 1500 + i) for i in range(1, 70)]
+    freed = (tiers.pool.req_to_token[3, : 1500 : P] // P).long()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        for rows, prefix, seq, longest in inputs:
+            tiers.plan_extend(rows, prefix, seq, longest, rows.new_empty(0))
+        for rows, seq, longest in decodes:
+            tiers.plan_decode(rows, seq, longest)
+        tiers.pending.free_pages(freed)
+        tiers.pending.free_rows([3])
+        tiers.plan_decode(ids(1, 2) if device.type == "cpu" else decodes[0][0][:2], decodes[-1][1][:2], 1600)
+    finally:
+        if device.type == "cuda":
+            torch.cuda.set_sync_debug_mode("default")
+    pool = tiers.pool
+    state = (pool.page_slot, tiers.slot_page, tiers.page_valid, pool.row_sink_end, pool.row_history_end, pool.records)
+    return [x.cpu() for x in (*state, tiers.errors)]
+
+
+@pytest.mark.gpu
+def test_plans_do_not_wait_for_the_device_and_agree_with_the_cpu():
+    from sglang_kvq.attention.reference import ReferenceOps
+
+    ours = drive(manager("cuda"))
+    expected = manager("cpu", quantise=lambda *a: None)
+    expected.quantise_slots = ReferenceOps(expected.pool, LayerRotations()).quantise_slots
+    for got, want in zip(ours, drive(expected)):
+        assert torch.equal(got, want)

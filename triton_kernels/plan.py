@@ -1,0 +1,120 @@
+"""Divide a decode batch among programs, once per step, from the lengths on the device.
+
+A request of H history pages and O overlay tiles costs
+
+    work = HISTORY_COST H + OVERLAY_COST O
+
+and is cut into ceil(work / u) items, with the least u for which all requests together have at most as many items
+as were asked for. Items of a request follow each other; at most one covers the end of its history and its
+first overlays. So however lengths differ, programs end at about the same time.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from sglang_kvq.kernels.common import PAGE
+
+#: Tokens of an overlay tile: its shared memory stays below what a tile of records takes.
+OVERLAY_TILE = tl.constexpr(16)
+#: What a page of records and a tile of overlays take, relative to each other: their bytes, roughly.
+HISTORY_COST = tl.constexpr(2)
+OVERLAY_COST = tl.constexpr(3)
+#: Less work than this, four pages, is not worth an item.
+LEAST_WORK = tl.constexpr(8)
+#: int32 fields of an item, see ``plan_decode``.
+FIELDS = tl.constexpr(8)
+_ITEMS = 32  # items that a program writes
+
+
+def plan_decode(
+    items: torch.Tensor,
+    spans: torch.Tensor,
+    rows: torch.Tensor,
+    seq_lens: torch.Tensor,
+    row_sink_end: torch.Tensor,
+    row_history_end: torch.Tensor,
+) -> None:
+    """Fill ``items`` and ``spans``.
+
+    Args:
+        items: int32 ``[n, FIELDS]``, n at least the batch: request (-1 for an unused item); history pages first ..
+            last of that request; overlay tiles first .. last, counted as if its history were not there; the
+            history's begin and end, in pages; 0.
+        spans: int32 ``[batch, 2]``: each request's first item and how many it has.
+        rows, seq_lens: int ``[batch]``; row_sink_end and row_history_end are ``PagePool``'s.
+    """
+    count, batch = len(items), len(rows)
+    _plan[(triton.cdiv(count, _ITEMS),)](
+        items, spans, rows, seq_lens, row_sink_end, row_history_end, count, batch,
+        BATCH=triton.next_power_of_2(batch),
+        ITEMS=_ITEMS,
+        num_warps=4,
+    )  # fmt: skip
+
+
+@triton.jit
+def _plan(
+    items, spans, rows, seq_lens, row_sink_end, row_history_end, count, batch, BATCH: tl.constexpr, ITEMS: tl.constexpr
+):
+    """Every program divides the whole batch, which takes less time than a launch, and writes its items."""
+    r = tl.arange(0, BATCH)
+    begin, end, tiles = _segments(r, rows, seq_lens, row_sink_end, row_history_end, batch)
+    work = (end - begin) * HISTORY_COST + tiles * OVERLAY_COST
+
+    low, high = LEAST_WORK + 0, tl.maximum(tl.max(work), LEAST_WORK)
+    while low < high:
+        middle = (low + high) // 2
+        fits = tl.sum(tl.cdiv(work, middle)) <= count
+        high = tl.where(fits, middle, high)
+        low = tl.where(fits, low, middle + 1)
+    parts = tl.cdiv(work, low)
+    ends = tl.cumsum(parts)
+    if tl.program_id(0) == 0:
+        tl.store(spans + 2 * r, ends - parts, mask=r < batch)
+        tl.store(spans + 2 * r + 1, parts, mask=r < batch)
+
+    i = tl.program_id(0) * ITEMS + tl.arange(0, ITEMS)
+    before = ends[None, :] <= i[:, None]  # [ITEMS, BATCH]: requests whose items all come before
+    request = tl.sum(before.to(tl.int32), 1)
+    used = (request < batch) & (i < tl.sum(parts))
+    part = i - tl.sum(tl.where(before, parts[None, :], 0), 1)
+    begin, end, tiles = _segments(request, rows, seq_lens, row_sink_end, row_history_end, batch)
+    first, last = part * low, part * low + low
+    item = items + i * FIELDS
+    inside = i < count
+    tl.store(item, tl.where(used, request, -1), mask=inside)
+    tl.store(item + 1, begin + _pages(first, end - begin), mask=inside)
+    tl.store(item + 2, begin + _pages(last, end - begin), mask=inside)
+    tl.store(item + 3, _tiles(first, end - begin, tiles), mask=inside)
+    tl.store(item + 4, _tiles(last, end - begin, tiles), mask=inside)
+    tl.store(item + 5, begin, mask=inside)
+    tl.store(item + 6, end, mask=inside)
+    tl.store(item + 7, tl.zeros_like(i), mask=inside)
+
+
+@triton.jit
+def _segments(request, rows, seq_lens, row_sink_end, row_history_end, batch):
+    """History pages begin .. end of each request, and how many overlay tiles it has besides; 0 beyond the batch."""
+    live = request < batch
+    row = tl.load(rows + request, mask=live, other=0).to(tl.int64)
+    length = tl.load(seq_lens + request, mask=live, other=0).to(tl.int32)
+    pages = tl.cdiv(length, PAGE)
+    begin = tl.minimum(tl.cdiv(tl.load(row_sink_end + row, mask=live, other=0), PAGE), pages)
+    end = tl.cdiv(tl.load(row_history_end + row, mask=live, other=0), PAGE)
+    end = tl.minimum(tl.maximum(end, begin), pages)
+    tiles = (pages - (end - begin)) * (PAGE // OVERLAY_TILE)
+    empty = pages * (PAGE // OVERLAY_TILE) - tl.cdiv(length, OVERLAY_TILE)  # of the page being filled
+    return begin, end, tiles - tl.where((end < pages) | (begin == end), empty, 0)
+
+
+@triton.jit
+def _pages(work, history):
+    """How many history pages come before that much work: whole tiles of two, or all."""
+    return tl.where(work >= history * HISTORY_COST, history, work // (2 * HISTORY_COST) * 2)
+
+
+@triton.jit
+def _tiles(work, history, tiles):
+    """How many overlay tiles come before that much work."""
+    return tl.minimum(tl.maximum(work - history * HISTORY_COST, 0) // OVERLAY_COST, tiles)
