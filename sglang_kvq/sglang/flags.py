@@ -47,7 +47,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="Width of a code. " + "; ".join(
             f"{name}: " + ", ".join(f"{w:g}" for w in get_method(name).widths) + ", auto" * get_method(name).mixed
             for name in METHOD_NAMES
-        ) + ". The first is the default. At a half, keys have the wider codes. auto:2.75 mixes 2 and 4 bits over layers by "
+        ) + ". The first is the default. At a half, keys have the wider codes. auto:2.75 mixes 2 to 4 bits over layers by "
         "their calibrated sensitivity so that at most 2.75 bits per element are allocated, scales included.")
     add("--kv-quant-seed", type=int, metavar="N",
         help="Seed of random rotations (turboquant). Default: 0.")

@@ -38,8 +38,8 @@ def bits(method: str, width: str | None, head_dim: int) -> float:
 @pytest.mark.parametrize(
     "method,width,at_64,at_128",
     [
-        ("oscar", None, 2.5, 2.25), ("oscar", "2.5", 3.0, 2.75), ("oscar", "3", 3.5, 3.25), ("oscar", "4", 4.5, 4.25), ("oscar-lloyd-max", None, 2.5, 2.25),
-        ("oscar-lloyd-max", "4", 4.5, 4.25), ("turboquant", None, 3.25, 3.125), ("turboquant", "2", 2.25, 2.125),
+        ("oscar", None, 2.5, 2.25), ("oscar", "2.5", 3.0, 2.75), ("oscar", "3", 3.5, 3.25), ("oscar", "4", 4.5, 4.25), ("oscar-lloyd-max", None, 2.375, 2.1875),
+        ("oscar-lloyd-max", "4", 4.375, 4.1875), ("turboquant", None, 3.25, 3.125), ("turboquant", "2", 2.25, 2.125),
         ("turboquant", "2.5", 2.75, 2.625), ("turboquant", "3.5", 3.75, 3.625), ("turboquant", "4", 4.25, 4.125),
         ("kivi", None, 2.5, 2.375), ("kivi", "4", 4.5, 4.375), ("hadamard", None, 2.5, 2.25), ("hadamard", "3", 3.5, 3.25),
         ("int2", None, 2.5, 2.25), ("int4", None, 4.5, 4.25),
@@ -82,6 +82,7 @@ def test_width_that_a_method_does_not_have_is_refused(method, width, message):
         ({"method": "kivi", "group_size": 128}, "--kv-quant-group-size 128: --kv-quant kivi has 32 or 64"),
         ({"method": "turboquant", "group_size": 64}, "--kv-quant-group-size 64: --kv-quant turboquant has no such groups"),
         ({"method": "turboquant", "clip_v": 0.9}, "--kv-quant-clip-v 0.9: --kv-quant turboquant does not clip"),
+        ({"method": "oscar-lloyd-max", "clip_v": 0.9}, "--kv-quant-clip-v 0.9: --kv-quant oscar-lloyd-max does not clip"),
         ({"method": "kivi", "clip_k": 0.9}, "--kv-quant-clip-k 0.9: --kv-quant kivi does not clip these codes"),
         ({"method": "oscar", "seed": 3}, "--kv-quant-seed 3: --kv-quant oscar draws no random rotations"),
         ({"method": "turboquant", "seed": -1}, "--kv-quant-seed -1: must be at least 0"),
@@ -115,7 +116,7 @@ def test_clips_are_the_flags_then_the_calibrations_then_the_methods():
 @pytest.mark.parametrize("config", [KVQuantConfig("oscar", bits="4"), KVQuantConfig("oscar-lloyd-max")], ids=KVQuantConfig.describe)
 def test_calibrated_clips_are_for_int2_only(config):
     assert resolve_clips(config, learned(clip_k=0.9, clip_v=0.8), 4) == [(1.0, 1.0)] * 4
-    assert resolve_clips(replace(config, clip_v=0.97), learned(clip_k=0.9), 4) == [(1.0, 0.97)] * 4
+    assert resolve_clips(replace(config, clip_k=0.97), learned(clip_k=0.9), 4) == [(0.97, 1.0)] * 4
 
 
 @pytest.mark.parametrize("clip", [(0.9, 0.9), 1.2, (0.9, 0.9, 0.9, "x")], ids=str)
@@ -125,11 +126,13 @@ def test_clips_that_do_not_fit_are_refused(clip):
 
 
 def test_auto_widens_by_sensitivity():
-    rises = {part: {"2": [4.0, 1.0, 3.0, 2.0], "4": [0.1] * 4} for part in "kv"}
-    rises["k"]["2"][3] = 9.0
+    rises = {
+        "k": {"2": [8.0, 1.0, 4.0, 64.0], "4": [0.5, 0.01, 1.0, 4.0]},
+        "v": {"2": [2.0, 1.0, 3.0, 2.0], "4": [0.1] * 4},
+    }
     formats = resolve_formats(KVQuantConfig("oscar", bits="auto:2.75"), learned(sensitivity=rises, clip_k=0.9), model())
-    assert [(f.k.bits, f.v.bits) for f in formats] == [(4, 2), (2, 2), (2, 2), (4, 2)]
-    assert [f.clip_k for f in formats] == [1.0, 0.9, 0.9, 1.0]
+    assert [(f.k.bits, f.v.bits) for f in formats] == [(3, 2), (2, 2), (2, 3), (4, 2)]
+    assert [f.clip_k for f in formats] == [1.0, 0.9, 0.9, 1.0] and [f.clip_v for f in formats] == [0.92, 0.92, 1.0, 0.92]
     lloyd = resolve_formats(KVQuantConfig("oscar-lloyd-max", bits="auto:2.5"), learned(sensitivity=rises), model())
     assert [f.k.bits for f in lloyd] == [2, 2, 2, 4] and lloyd[3].k.levels == "lloyd-max"
 
