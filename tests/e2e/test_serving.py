@@ -78,7 +78,7 @@ def test_many_streams_with_shared_prefixes_aborts_and_no_room(tiny, servers):
         body = {
             "input_ids": prompt,
             "stream": True,
-            "sampling_params": {"temperature": 0, "max_new_tokens": 150 + 20 * (index % 4), "ignore_eos": True},
+            "sampling_params": {"temperature": 0, "max_new_tokens": 80 + 10 * (index % 4), "ignore_eos": True},
         }
         chunks = 0
         with requests.post(f"{tiny.url}/generate", json=body, stream=True, timeout=600) as response:
@@ -88,7 +88,7 @@ def test_many_streams_with_shared_prefixes_aborts_and_no_room(tiny, servers):
                 chunks += bool(line)
                 if index % 3 == 2 and chunks > 10:
                     return "aborted"  # closing the connection aborts the request
-        return "finished" if chunks >= 100 else f"only {chunks} chunks"
+        return "finished" if chunks >= 60 else f"only {chunks} chunks"
 
     results = together([lambda i=i: stream(i) for i in range(8)])
     assert sorted(set(results)) == ["aborted", "finished"], results
