@@ -1,4 +1,4 @@
-"""FlashInfer's BF16 attention at the same shapes, timed in the same run; None where it is not installed."""
+"""FlashInfer's attention at the same shapes, timed in the same run; None where it is not installed."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 
 PAGE = 64  # shuffled pages of the size ours have
+DTYPES = (torch.bfloat16, torch.float8_e4m3fn)  # of its cache
 
 
 def version() -> str | None:
@@ -22,18 +23,18 @@ def _workspace() -> torch.Tensor:
 
 
 def decode_us(
-    timer: Callable[[Callable], float], q: torch.Tensor, batch: int, context: int, kv_heads: int
+    timer: Callable[[Callable], float], q: torch.Tensor, lengths: list[int], kv_heads: int, dtype: torch.dtype
 ) -> float | None:
-    """A decode step of q BF16 ``[batch, q_heads, D]`` over ``context`` tokens each."""
+    """A decode step of q BF16 ``[batch, q_heads, D]`` over that many tokens each, stored in one of ``DTYPES``."""
     if version() is None:
         return None
     import flashinfer
 
-    d, count = q.shape[-1], -(-context // PAGE)
-    cache = torch.empty(batch * count, 2, PAGE, kv_heads, d, dtype=torch.bfloat16, device="cuda").normal_()
-    indices = torch.randperm(batch * count, dtype=torch.int32, device="cuda")
-    indptr = torch.arange(batch + 1, dtype=torch.int32, device="cuda") * count
-    last = torch.full((batch,), context - (count - 1) * PAGE, dtype=torch.int32, device="cuda")
+    d, counts = q.shape[-1], [-(-length // PAGE) for length in lengths]
+    cache = torch.empty(sum(counts), 2, PAGE, kv_heads, d, dtype=torch.bfloat16, device="cuda").normal_().to(dtype)
+    indices = torch.randperm(sum(counts), dtype=torch.int32, device="cuda")
+    indptr = torch.tensor([0, *counts], device="cuda").cumsum(0).int()
+    last = torch.tensor([length - (n - 1) * PAGE for length, n in zip(lengths, counts)], dtype=torch.int32, device="cuda")
     wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
         _workspace(),
         "NHD",
@@ -43,9 +44,7 @@ def decode_us(
         paged_kv_indices_buffer=indices.clone(),
         paged_kv_last_page_len_buffer=last.clone(),
     )
-    wrapper.plan(
-        indptr, indices, last, q.shape[1], kv_heads, d, PAGE, q_data_type=torch.bfloat16, kv_data_type=torch.bfloat16
-    )
+    wrapper.plan(indptr, indices, last, q.shape[1], kv_heads, d, PAGE, q_data_type=torch.bfloat16, kv_data_type=dtype)
     return timer(lambda: wrapper.run(q, cache))
 
 

@@ -1,4 +1,4 @@
-"""Microseconds of the kernels beside FlashInfer's BF16 ones, at Qwen3-8B's geometry.
+"""Microseconds of the kernels beside FlashInfer's BF16 and FP8 ones, at Qwen3-8B's geometry.
 
     python benchmarks/kernels.py --out benchmarks/results/kernels_h200.json
 
@@ -35,7 +35,7 @@ DECODE = [(64, 16384), (16, 98304), (8, 32768), (32, 8192), (1, 131072)]
 FORMAT = PageFormat(D, D, 0.96, 0.92)
 BOUND = 5e-3
 #: Stored prefix and new tokens.
-EXTEND = [(0, 8192), (8192, 8192), (32768, 2048), (65536, 1024), (8192, 256)]
+EXTEND = [(0, 8192), (8192, 8192), (32768, 2048), (65536, 1024), (8192, 512), (8192, 128), (32768, 64)]
 #: Ways to launch that --sweep compares: stages, registers, programs per SM.
 LAUNCHES = [(2, 128, 16), (2, 144, 13), (2, 160, 8), (2, 160, 12), (2, 168, 12), (3, 160, 12), (3, 168, 12), (3, 168, 24)]
 
@@ -80,26 +80,28 @@ def copy_bandwidth(timer: Timer) -> float:
     return 8 * a.numel() / timer(lambda: torch.add(a, 1.0, out=b))
 
 
-def make_pool(batch: int, context: int) -> PagePool:
-    """Requests of ``context`` tokens on shuffled pages, with random codes, plausible scales, sinks and windows."""
-    count = -(-context // PAGE_SIZE)
-    history_end = max(SINK, (context - RECENT) // PAGE_SIZE * PAGE_SIZE)
-    windows = [*range(SINK // PAGE_SIZE), *range(history_end // PAGE_SIZE, count)]
-    table = torch.empty(batch + 1, count * PAGE_SIZE, dtype=torch.int32, device="cuda")
-    pages = torch.randperm(batch * count, device="cuda").view(batch, count) + 1
-    table[0] = 0
-    table[1:] = (pages[:, :, None] * PAGE_SIZE + torch.arange(PAGE_SIZE, device="cuda")).flatten(1)
+def make_pool(lengths: list[int]) -> PagePool:
+    """A request per length on shuffled pages, with random codes, plausible scales, sinks and windows; rows from 1."""
+    counts = [-(-length // PAGE_SIZE) for length in lengths]
+    ends = [max(SINK, (length - RECENT) // PAGE_SIZE * PAGE_SIZE) for length in lengths]
+    table = torch.zeros(len(lengths) + 1, max(counts) * PAGE_SIZE, dtype=torch.int32, device="cuda")
+    pages = (torch.randperm(sum(counts), device="cuda", dtype=torch.int32) + 1).split(counts)
+    windows = []
+    for row, (mine, end) in enumerate(zip(pages, ends), start=1):
+        tokens = (mine[:, None] * PAGE_SIZE + torch.arange(PAGE_SIZE, device="cuda")).flatten()
+        table[row, : len(tokens)] = tokens
+        windows += [mine[: SINK // PAGE_SIZE], mine[end // PAGE_SIZE :]]
+    windows = torch.cat(windows).long()
     pool = PagePool.allocate(
-        [FORMAT], kv_heads=KV_HEADS, pages=batch * count, slots=batch * len(windows), req_to_token=table
+        [FORMAT], kv_heads=KV_HEADS, pages=sum(counts), slots=len(windows), req_to_token=table
     )
     pool.records[0].random_(0, 256)
     scales = pool.records[0][..., FORMAT.offsets.k_scale :].view(torch.float16).unflatten(-1, (2, 2, -1))  # K V, scale zero, P
     scales[..., 0, :] = torch.rand_like(scales[..., 0, :]) * 0.5 + 0.2
     scales[..., 1, :] = -1.5 * scales[..., 0, :] + 0.1 * torch.randn_like(scales[..., 0, :])
     pool.overlays.normal_()
-    slots = torch.randperm(pool.slots, device="cuda", dtype=torch.int32) + 1
-    pool.page_slot[pages[:, windows].flatten()] = slots
-    pool.row_sink_end[1:], pool.row_history_end[1:] = SINK, history_end
+    pool.page_slot[windows] = torch.randperm(pool.slots, device="cuda", dtype=torch.int32) + 1
+    pool.row_sink_end[1:], pool.row_history_end[1:] = SINK, torch.tensor(ends, device="cuda")
     return pool
 
 
@@ -147,37 +149,41 @@ def row_of(kernel: str, batch: int, context: int, ours: float, theirs: float | N
 
 
 class DecodeShape:
-    """Inputs of one shape, and what is right for its first and last request."""
+    """Inputs of one batch, and what is right for its first and last request."""
 
-    def __init__(self, batch: int, context: int) -> None:
-        self.batch, self.context = batch, context
-        self.pool = make_pool(batch, context)
+    def __init__(self, lengths: list[int]) -> None:
+        self.lengths, batch = lengths, len(lengths)
+        self.pool = make_pool(lengths)
         self.rows = torch.arange(1, batch + 1, device="cuda")
-        self.lens = torch.full_like(self.rows, context)
+        self.lens = torch.tensor(lengths, device="cuda")
         self.q = torch.randn(batch, Q_HEADS, D, device="cuda").bfloat16()
-        self.want = {i: exact(self.pool, i + 1, self.q[i], context, D**-0.5) for i in {0, batch - 1}}
-        coded = int(self.pool.row_history_end[1] - self.pool.row_sink_end[1])
-        self.size = batch * KV_HEADS * (coded * FORMAT.record_bytes // PAGE_SIZE + (context - coded) * 4 * D)
+        self.want = {i: exact(self.pool, i + 1, self.q[i], lengths[i], D**-0.5) for i in {0, batch - 1}}
+        coded = int((self.pool.row_history_end[1:] - self.pool.row_sink_end[1:]).sum())
+        self.size = KV_HEADS * (coded * FORMAT.record_bytes // PAGE_SIZE + (sum(lengths) - coded) * 4 * D)
 
     def measure(self, timer: Timer, launch: DecodeLaunch | None = None) -> tuple[float, float]:
         """Microseconds and relative error."""
-        ops = TritonOps(self.pool, LayerRotations(), Q_HEADS, self.batch, launch=launch)
+        ops = TritonOps(self.pool, LayerRotations(), Q_HEADS, len(self.lengths), launch=launch)
         ops.plan_decode(self.rows, self.lens)
         run = lambda: ops.decode(0, self.q, self.rows, self.lens, D**-0.5)  # noqa: E731
         got = run()
-        error = max(checked(f"decode {self.batch} x {self.context}", got[i], want) for i, want in self.want.items())
+        error = max(checked(f"decode {len(self.lengths)} x {max(self.lengths)}", got[i], x) for i, x in self.want.items())
         return timer(run), error
 
 
 def decode_rows(timer: Timer, bandwidth: float):
-    """One row per shape of ``DECODE``."""
-    for batch, context in DECODE:
-        shape = DecodeShape(batch, context)
+    """A row per shape of ``DECODE``, and one of a batch whose lengths differ by two orders of magnitude."""
+    ragged = [int(1024 * 128 ** (i / 63)) for i in range(64)]
+    for name, lengths in [*(("decode", [context] * batch) for batch, context in DECODE), ("decode (ragged)", ragged)]:
+        shape = DecodeShape(lengths)
         ours, error = shape.measure(timer)
         q, size = shape.q, shape.size
         del shape
-        theirs = baseline.decode_us(timer, q, batch, context, KV_HEADS)
-        yield row_of("decode", batch, context, ours, theirs, error, size / ours / bandwidth, gb_per_s=round(size / ours / 1e3))
+        theirs, fp8 = (baseline.decode_us(timer, q, lengths, KV_HEADS, dtype) for dtype in baseline.DTYPES)
+        more = {"flashinfer_fp8_us": fp8 and round(fp8, 2), "ratio_fp8": fp8 and round(fp8 / ours, 3)}
+        fraction = size / ours / bandwidth
+        mean = sum(lengths) // len(lengths)
+        yield row_of(name, len(lengths), mean, ours, theirs, error, fraction, gb_per_s=round(size / ours / 1e3), **more)
 
 
 def sweep(timer: Timer) -> None:
@@ -185,7 +191,7 @@ def sweep(timer: Timer) -> None:
     launches = [DecodeLaunch(*x) for x in LAUNCHES]
     print(f"{'stages, registers, per SM':>16}" + "".join(f"{f'{x.stages}, {x.registers}, {x.programs_per_sm}':>13}" for x in launches))
     for batch, context in DECODE:
-        shape = DecodeShape(batch, context)
+        shape = DecodeShape([context] * batch)
         times = [shape.measure(timer, launch)[0] for launch in launches]
         print(f"{f'{batch} x {context}':>25}" + "".join(f"{us:13.1f}" for us in times), flush=True)
 
@@ -217,7 +223,7 @@ def quantise_rows(timer: Timer, bandwidth: float, tokens: int = 8192):
 
 def step_rows(timer: Timer, batch: int = 64):
     """What a decode step does besides: its plan, once; rotation and storing, in each layer."""
-    pool = make_pool(batch, 1024)
+    pool = make_pool([1024] * batch)
     r = torch.linalg.qr(torch.randn(1, KV_HEADS, D, D, device="cuda"))[0].contiguous()
     rotations = LayerRotations(r, r)
     ops, reference = TritonOps(pool, rotations, Q_HEADS, batch), ReferenceOps(pool, rotations)
@@ -232,9 +238,11 @@ def step_rows(timer: Timer, batch: int = 64):
 
 
 def extend_rows(timer: Timer, prefill: RaggedPrefill | None):
-    """Prefill chunks over quantised prefixes, with FlashInfer if it is given; context counts both."""
+    """Prefill chunks over quantised prefixes, all with FlashInfer if it is given; context counts both."""
+    if prefill:
+        prefill.suits = lambda new_lens: True
     for prefix, new in EXTEND:
-        pool = make_pool(1, max(prefix, PAGE_SIZE))
+        pool = make_pool([max(prefix, PAGE_SIZE)])
         ops, reference = TritonOps(pool, LayerRotations(), Q_HEADS, 1, prefill=prefill), ReferenceOps(pool, LayerRotations())
         q, k, v = (torch.randn(new, n, D, device="cuda").bfloat16() for n in (Q_HEADS, KV_HEADS, KV_HEADS))
         none = torch.empty(0, dtype=torch.int64, device="cuda")
@@ -250,6 +258,7 @@ def extend_rows(timer: Timer, prefill: RaggedPrefill | None):
 
 def show(row: dict) -> None:
     beside = f"{row['flashinfer_bf16_us']:9.1f} {row['ratio']:6.2f}x" if row["ratio"] else f"{'-':>9} {'-':>7}"
+    beside += f" {row['ratio_fp8']:6.2f}x" if row.get("ratio_fp8") else f" {'-':>7}"
     fraction = f"{row['bandwidth_fraction']:6.1%}" if row["bandwidth_fraction"] else f"{'-':>6}"
     shape = f"{row['batch']} x {row['context']}"
     print(f"{row['kernel']:19} {shape:>12} {row['ours_us']:9.1f} {beside} {fraction}   {row['rel_error']:.1e}", flush=True)
@@ -274,7 +283,7 @@ def main() -> None:
     print(f"long prefill chunks: {used}", flush=True)
     extends = [extend_rows(timer, None)] + ([extend_rows(timer, prefill)] if prefill else [])
     parts = [decode_rows(timer, bandwidth), quantise_rows(timer, bandwidth), step_rows(timer)]
-    print(f"{'kernel':19} {'shape':>12} {'ours us':>9} {'BF16 us':>9} {'ratio':>7} {'bandw.':>6}   error")
+    print(f"{'kernel':19} {'shape':>12} {'ours us':>9} {'BF16 us':>9} {'ratio':>7} {'to FP8':>7} {'bandw.':>6}   error")
     rows = []
     for part in extends if args.extend else [*parts, *extends]:
         for row in part:

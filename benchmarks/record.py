@@ -2,42 +2,16 @@
 
 from __future__ import annotations
 
-import datetime
-import importlib.metadata
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
+from sglang_kvq.evaluation import provenance
+
 ROOT = Path(__file__).resolve().parent.parent
-
-
-def _git(*args: str) -> str:
-    done = subprocess.run(["git", *args], cwd=ROOT, capture_output=True, text=True)
-    return done.stdout.strip() if done.returncode == 0 else ""
-
-
-def commit() -> tuple[str, bool]:
-    """Commit and whether the tree differs from it. A host without git gets both from KVQ_COMMIT."""
-    if "KVQ_COMMIT" in os.environ:
-        return os.environ["KVQ_COMMIT"], False
-    return _git("rev-parse", "HEAD") or "unknown", bool(_git("status", "--porcelain", "--untracked-files=no"))
-
-
-def versions() -> dict[str, str]:
-    found = {}
-    for name in ("torch", "triton", "sglang", "flashinfer-python", "sglang-kvq"):
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
-
-
-def _shown(argument: str) -> str:
-    """An argument as others can use it: absolute paths are those of one machine, so only their name stays."""
-    return Path(argument).name if os.path.isabs(argument) else argument
+#: Where a result comes from: fields of a file, or of a row that an earlier run left in it.
+SOURCE = ("command", "commit", "dirty", "date")
 
 
 def device_name() -> str:
@@ -48,18 +22,8 @@ def device_name() -> str:
 
 def write(path: str | Path, name: str, rows: list[dict], **more) -> None:
     """Write one result file; a row is a flat dict of plain values."""
-    sha, dirty = commit()
-    result = {
-        "name": name,
-        "command": " ".join(["python", os.path.relpath(sys.argv[0], ROOT), *map(_shown, sys.argv[1:])]),
-        "commit": sha,
-        "dirty": dirty,
-        "device": device_name(),
-        "date": datetime.date.today().isoformat(),
-        "versions": versions(),
-        **more,
-        "rows": rows,
-    }
+    command = ["python", os.path.relpath(sys.argv[0], ROOT), *sys.argv[1:]]
+    result = {**provenance.header(name, command, device_name()), **more, "rows": rows}
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     Path(path).write_text(json.dumps(result, indent=1) + "\n")
 
@@ -77,7 +41,7 @@ def merge(path: str | Path, name: str, rows: list[dict], *, key: str, **more) ->
     kept = []
     if Path(path).exists():
         old = json.loads(Path(path).read_text())
-        source = {field: old[field] for field in ("command", "commit", "dirty", "date")}
+        source = {field: old[field] for field in SOURCE}
         new = {row[key] for row in rows}
         kept = [{**source, **row} for row in old["rows"] if row[key] not in new]
     write(path, name, [*kept, *rows], **more)

@@ -48,6 +48,7 @@ import numpy as np
 from benchmarks import record
 from benchmarks.capacity import FLAGS, MODEL, random_rotations
 from launch.server import Server, ServerError
+from sglang_kvq.evaluation import provenance
 
 GROUPS = ("decode", "prefill", "latency", "output")
 SERVERS = ("none", "oscar")
@@ -316,6 +317,9 @@ def main() -> None:
     flags += ["--stream-interval", str(EVENT)]
     flags += [] if args.cpu else ["--mem-fraction-static", args.mem_fraction_static]
     rows: dict[str, dict] = {r["scenario"]: r for r in record.read_rows(args.out)} if len(servers) == 1 else {}
+    for row in rows.values():  # a row measured again has a new source
+        for field in record.SOURCE:
+            row.pop(field, None)
     measured = []
     with tempfile.TemporaryDirectory() as folder:
         geometry = (config["num_hidden_layers"], config["num_key_value_heads"], config["head_dim"])
@@ -332,6 +336,7 @@ def main() -> None:
                 print(f"{name}: started in {time.monotonic() - begin:.0f} s", flush=True)
                 for scenario, unit, value, mine, common in measure(server, scale, groups, config["vocab_size"], deadline):
                     row = rows.setdefault(scenario, {"scenario": scenario, "unit": unit, "none": None, "oscar": None})
+                    mine["commit"], _ = provenance.commit()
                     row |= {name: round(value, 3), **common, **{f"{name}_{k}": v for k, v in mine.items()}}
                     row["ratio"] = better(unit, row["none"], row["oscar"])
                     measured += [scenario] if scenario not in measured else []

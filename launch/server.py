@@ -52,6 +52,18 @@ def cpu_flags(flags: Sequence[str]) -> list[str]:
     return [*CPU_FLAGS, *capacity, *backend, *flags]
 
 
+def cpu_environment(flags: Sequence[str]) -> dict[str, str]:
+    """Variables of SGLang's CPU engine for these flags.
+
+    It binds each tensor-parallel rank to one NUMA node unless told to which cores; ranks beyond the nodes would stop it.
+    """
+    chosen = {"SGLANG_USE_CPU_ENGINE": "1"}
+    if "--tp-size" in flags:
+        ranks, cores = int(flags[flags.index("--tp-size") + 1]), sorted(os.sched_getaffinity(0))
+        chosen["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(str(cores[rank % len(cores)]) for rank in range(ranks))
+    return chosen
+
+
 def _die_with_parent() -> None:
     """In the child: if this process is killed outright, the kernel ends the server too (PR_SET_PDEATHSIG)."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)
@@ -92,7 +104,7 @@ class Server:
         self.env = {**os.environ, "TOKENIZERS_PARALLELISM": "false", "NO_PROXY": "127.0.0.1,localhost"}
         self.env["no_proxy"] = self.env["NO_PROXY"]
         if cpu:
-            self.env["SGLANG_USE_CPU_ENGINE"] = "1"
+            self.env.update(cpu_environment(flags))
         if Path(model).is_dir():
             self.env["HF_HUB_OFFLINE"] = "1"
         self.env.update(env or {})

@@ -35,6 +35,7 @@ class KVQuantConfig:
         bf16_budget: share of the KV memory that BF16 overlays may take, in (0, 1).
         bits: ``--kv-quant-bits`` as given: a number, or ``auto:TARGET``; None is the method's default.
         seed: of random rotations; None is 0.
+        capture: ``FOLDER:CONTEXT:SKIP`` of ``sglang.capture``, for ``kvq calibrate --engine sglang`` only.
 
     Raises:
         KVQuantError: a value out of range; the message names it and the fix.
@@ -50,6 +51,7 @@ class KVQuantConfig:
     bf16_budget: float = 0.10
     bits: str | None = None
     seed: int | None = None
+    capture: str | None = None
 
     def __post_init__(self) -> None:
         from sglang_kvq.methods import RotationKind, get_method  # the registry needs this module's constants

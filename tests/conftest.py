@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -13,6 +14,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default=str(ROOT / ".models" / "SmolLM2-135M-Instruct"),
         help="folder of the small model that servers in tests load (default: where ./demo and ./test keep it)",
     )
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
 @pytest.fixture(scope="session")

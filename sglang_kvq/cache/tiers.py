@@ -41,7 +41,8 @@ class TierCounts:
 
     slots_total: int
     slots_used: int
-    pages_quantised: int
+    pages_quantised: int  #: pages that have a valid record now
+    records_written: int  #: since the start: each is one page quantised
     errors: int
 
 
@@ -65,6 +66,7 @@ class TierManager:
         self.page_valid = torch.zeros(pool.pages + 1, dtype=torch.bool, device=device)
         self.row_len = torch.zeros(rows, dtype=torch.int64, device=device)
         self.errors = torch.zeros((), dtype=torch.int64, device=device)
+        self.records_written = torch.zeros((), dtype=torch.int64, device=device)
         self.steps = 0
         self._dirty = True
 
@@ -124,6 +126,7 @@ class TierManager:
         self._touch(window)
         if direct_pages is not None:
             self.page_valid.index_fill_(0, direct_pages, True)
+            self.records_written += len(direct_pages)
         self._set_ranges(rows, live, read_lens, max_len)
 
     def apply_pending(self) -> None:
@@ -244,15 +247,17 @@ class TierManager:
         at = torch.where(mask, torch.cumsum(mask, 0) - 1, len(mask))
         compact = slots.new_zeros(2, len(mask) + 1)
         compact[0, at], compact[1, at] = slots, pages
-        self.quantise_slots(compact[0, :-1], compact[1, :-1], mask.sum().view(1))
+        count = mask.sum()
+        self.records_written += count
+        self.quantise_slots(compact[0, :-1], compact[1, :-1], count.view(1))
 
     # -- looking inside ---------------------------------------------------------------------------------
 
+    def count(self) -> torch.Tensor:
+        """The fields of ``TierCounts`` but the first, int64 ``[4]`` on the device; does not wait for it."""
+        used, valid = (self.slot_page > 0).sum(), self.page_valid[1:].sum()
+        return torch.stack([used, valid, self.records_written, self.errors])
+
     def counts(self) -> TierCounts:
         """Synchronises with the device."""
-        return TierCounts(
-            slots_total=self.pool.slots,
-            slots_used=int((self.slot_page > 0).sum()),
-            pages_quantised=int(self.page_valid[1:].sum()),
-            errors=int(self.errors),
-        )
+        return TierCounts(self.pool.slots, *self.count().tolist())

@@ -24,6 +24,8 @@ class CodeFormat:
             Euclidean norm: no zero is stored.
         axis: ``token``: a scale per token and group along head_dim (``norm``: per token). ``channel``: a scale per element of
             head_dim and run of tokens in the page.
+        gain: scale of ``moments`` and ``norm`` over the one of least mean squared error. That one shrinks rows (by 12% of
+            their energy at 2 bits), and scores with them.
 
     Raises:
         KVQuantError: a value that does not exist.
@@ -33,6 +35,7 @@ class CodeFormat:
     levels: str = "uniform"
     statistic: str = "minmax"
     axis: str = "token"
+    gain: float = 1.0
 
     def __post_init__(self) -> None:
         for name, value, known in (
@@ -43,6 +46,8 @@ class CodeFormat:
         ):
             if value not in known:
                 raise KVQuantError(f"code format: {name}={value!r} does not exist; choose one of {', '.join(map(str, known))}.")
+        if not 0.5 <= self.gain <= 2 or (self.gain != 1 and self.statistic == "minmax"):
+            raise KVQuantError(f"code format: gain={self.gain!r}: 0.5 to 2, and 1 for statistic 'minmax'.")
         if self.axis == "channel" and self.statistic == "norm":
             raise KVQuantError("code format: statistic 'norm' is of a token's whole row; use axis='token'.")
 
@@ -57,7 +62,8 @@ class CodeFormat:
         return self.axis == "token" and self.statistic != "norm"
 
     def table(self, head_dim: int) -> LevelTable:
-        return level_table(self.levels, self.bits, head_dim)
+        """Levels and unit, gain included."""
+        return level_table(self.levels, self.bits, head_dim, self.gain)
 
     def describe(self) -> str:
         """Such as ``2 bits uniform minmax per token``, for logs."""

@@ -30,9 +30,9 @@ class LevelTable:
 
     Attributes:
         levels: ascending integers from 0, ``levels[i] + levels[-1 - i] == levels[-1]``.
-        unit: the scale of least mean squared error for the table's density at variance 1 (a Gaussian for uniform levels); of
-            12 significant bits, so that no libm's last bit shows.
-        distortion: that error.
+        unit: the scale for the table's density at variance 1 (a Gaussian for uniform levels), of least mean squared error
+            at gain 1; of 12 significant bits, so that no libm's last bit shows.
+        distortion: its mean squared error.
     """
 
     levels: tuple[int, ...]
@@ -55,14 +55,18 @@ class LevelTable:
 
 
 @cache
-def level_table(levels: str, bits: int, head_dim: int) -> LevelTable:
-    """The table of 2^bits levels.
+def level_table(levels: str, bits: int, head_dim: int, gain: float = 1.0) -> LevelTable:
+    """The table of 2^bits levels; ``gain`` multiplies its unit.
 
     ``uniform``: 0, 1, 2, ... ``lloyd-max``: best for a Gaussian. ``sphere``: best for sqrt(D) times one coordinate of a point
     uniform on the unit sphere of R^D, D = head_dim, density (1 - x^2 / D)^((D - 3) / 2): what every coordinate of a randomly
     rotated vector follows (TurboQuant, arXiv 2504.19874, lemma 1).
     """
     density = _sphere(head_dim) if levels == "sphere" else _gaussian()
+    if gain != 1.0:
+        table = level_table(levels, bits, head_dim)
+        unit = _short(table.unit * gain)
+        return LevelTable(table.levels, unit, _distortion(unit * (np.array(table.levels) - table.middle), density))
     if levels == "uniform":
         return _table(np.arange(2**bits), density)
     exact = _lloyd(2**bits, density)
@@ -131,6 +135,11 @@ def _table(levels: np.ndarray, density: _Density) -> LevelTable:
         unit, previous = float((centred * moment).sum() / (centred**2 * mass).sum()), unit
         if abs(unit - previous) < 1e-12:
             break
-    mantissa, exponent = math.frexp(unit)
-    unit = math.ldexp(round(mantissa * 4096), exponent - 12)
+    unit = _short(unit)
     return LevelTable(tuple(int(x) for x in levels), unit, _distortion(unit * centred, density))
+
+
+def _short(x: float) -> float:
+    """x to 12 significant bits."""
+    mantissa, exponent = math.frexp(x)
+    return math.ldexp(round(mantissa * 4096), exponent - 12)

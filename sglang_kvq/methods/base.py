@@ -27,7 +27,7 @@ class Width:
 
     Attributes:
         bits: of a code, keys and values averaged; a half goes to the keys.
-        target: for ``auto:TARGET``, the allocated record bits per element that layers of 2 and of 4 bits may average.
+        target: for ``auto:TARGET``, the allocated record bits per element that layers of 2 to 4 bits may average.
     """
 
     bits: float

@@ -123,7 +123,7 @@ def create_backend(model_runner) -> KVQuantBackend:
     pool = state.pages
     check_layers(model_runner.model, pool.head_dim)
     first = model_runner.token_to_kv_pool.start_layer
-    rotations, source = worker_rotations(model_runner, config, state.geometry, first)
+    rotations, origin = worker_rotations(model_runner, config, state.geometry, first)
     foldable = weights.can_fold(model_runner.model, range(first, first + pool.layers))
     # An adapter's own V and output matrices would miss a rotation folded into the base model's.
     lora = model_runner.server_args.enable_lora or model_runner.server_args.lora_paths
@@ -135,7 +135,8 @@ def create_backend(model_runner) -> KVQuantBackend:
     state.tiers = TierManager(pool, config.sink_pages, config.recent_pages, ops.quantise_slots)
     state.status = {
         "method": config.method,
-        "rotations": source,
+        "rotations": origin.source or origin.objective,
+        "rotations_sha256": origin.sha256,
         "v_rotation_folded": folded,
         "keys": _per_layer([f.k.describe() for f in pool.formats]),
         "values": _per_layer([f.v.describe() for f in pool.formats]),
@@ -144,6 +145,10 @@ def create_backend(model_runner) -> KVQuantBackend:
         "kernels": type(ops).__name__,
     }
     logger.info("kv-quant ready: %s", ", ".join(f"{k}={v}" for k, v in state.status.items()))
+    if config.capture:
+        from sglang_kvq.sglang.capture import capture_backend
+
+        return capture_backend(model_runner, config.capture, ops, state.tiers, first)
     return KVQuantBackend(ops, state.tiers, first)
 
 

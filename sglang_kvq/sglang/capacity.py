@@ -6,6 +6,7 @@ import torch
 
 from sglang_kvq.cache.layout import KVGeometry, divide, overlay_slots
 from sglang_kvq.config import PAGE_SIZE
+from sglang_kvq.errors import KVQuantError
 from sglang_kvq.methods import RotationKind, get_method
 from sglang_kvq.rotations.resolve import resolve_formats, resolve_rotations
 from sglang_kvq.sglang import runtime
@@ -50,14 +51,17 @@ def resolve_max_num_reqs(original, self, token_capacity):
     if state is None or config_of(self.server_args) is None:
         return requests
     streaming = getattr(self.server_args, "enable_streaming_session", False)
-    layout = divide(
-        state.config,
-        state.geometry,
-        pages=token_capacity // PAGE_SIZE,
-        slots=state.budget_slots,
-        wanted=self.server_args.max_running_requests,
-        resumes=requests if streaming else 1,
-    )
+    try:
+        layout = divide(
+            state.config,
+            state.geometry,
+            pages=token_capacity // PAGE_SIZE,
+            slots=state.budget_slots,
+            wanted=self.server_args.max_running_requests,
+            resumes=requests if streaming else 1,
+        )
+    except KVQuantError as error:  # here nothing but SystemExit ends the process without SGLang's traceback
+        raise SystemExit(f"sglang-kvq: {error}") from None
     state.layout = layout
     if self.server_args.max_running_requests is not None and layout.max_requests < requests:
         logger.warning(

@@ -1,7 +1,7 @@
 """What ``--kv-quant`` cannot be combined with: refused at start-up, with the fix, before any process is spawned.
 
-Three moments, each as early as its facts are known: ``check_flags`` on what the user typed, ``check_resolved`` on
-what SGLang made of it and on the model's config, ``after_configure`` in each scheduler on the pool in use.
+Three moments, each as early as its facts are known: ``check_flags`` and ``check_named_model`` on what the user typed,
+``check_resolved`` on what SGLang made of it, ``after_configure`` in each scheduler on the pool in use.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ REFUSED: tuple[Refused, ...] = (
     Refused("rl_on_policy_target", "results are not yet guaranteed to be independent of the batch"),
     Refused("enable_torch_compile", "the attention kernels are not traced by torch.compile"),
     Refused("kv_canary", "the canary reads plain BF16 rows", (None, "none")),
-    Refused("kv_cache_dtype", "the cache is kept in 2 bits and BF16 windows; leave it at auto",
+    Refused("kv_cache_dtype", "--kv-quant decides how the cache is kept; leave it at auto",
             (None, "auto", "bf16", "bfloat16")),
     Refused("weight_cache_mode", _SHARED, (None, "off")),
     Refused("remote_instance_weight_loader_start_seed_via_transfer_engine", _SHARED),
@@ -220,6 +220,29 @@ def check_resolved(server_args: Any, config: KVQuantConfig) -> None:
 
     rotations = resolve_rotations(config, model.model_path, model.hf_config)
     resolve_formats(config, rotations, model.hf_config)
+
+
+def check_named_model(values: Mapping[str, Any], config: KVQuantConfig) -> None:
+    """``check_model`` before SGLang settles the other flags: for some models it would stop at one that we set.
+
+    A model that cannot be looked at yet is left to SGLang, which reports why, and to ``check_resolved``.
+
+    Raises:
+        KVQuantError: as ``check_model``.
+    """
+    from sglang.srt.configs.model_config import ModelConfig
+
+    given = {name: values[name] for name in ("revision", "dtype", "is_embedding") if values.get(name) is not None}
+    try:
+        model = ModelConfig(
+            values["model_path"],
+            trust_remote_code=bool(values.get("trust_remote_code")),
+            model_override_args=values.get("json_model_override_args") or "{}",
+            **given,
+        )
+    except Exception:  # SGLang itself reads the same config a moment later, with every setting
+        return
+    check_model(model, config)
 
 
 def check_model(model: Any, config: KVQuantConfig) -> None:

@@ -42,8 +42,3 @@ def model_config(server_args: Any) -> Any:
     if hasattr(overrides, "model_config_of"):
         return overrides.model_config_of(server_args)
     return server_args.get_model_config()
-
-
-def request_row(req: Any) -> int:
-    """The request's row in ``req_to_token``; it moved from ``Req`` to ``Req.kv`` in 0.5.19."""
-    return req.req_pool_idx if hasattr(req, "req_pool_idx") else req.kv.req_pool_idx

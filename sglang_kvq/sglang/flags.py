@@ -47,7 +47,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="Width of a code. " + "; ".join(
             f"{name}: " + ", ".join(f"{w:g}" for w in get_method(name).widths) + ", auto" * get_method(name).mixed
             for name in METHOD_NAMES
-        ) + ". The first is the default. At a half, keys have the wider codes. auto:2.75 mixes 2 and 4 bits over layers by "
+        ) + ". The first is the default. At a half, keys have the wider codes. auto:2.75 mixes 2 to 4 bits over layers by "
         "their calibrated sensitivity so that at most 2.75 bits per element are allocated, scales included.")
     add("--kv-quant-seed", type=int, metavar="N",
         help="Seed of random rotations (turboquant). Default: 0.")
@@ -89,6 +89,9 @@ def parse_config(values: Mapping[str, Any]) -> KVQuantConfig | None:
                     f"{{{','.join(METHOD_NAMES)}}} or leave it out."
                 )
         return None
+    if "bits" in given:  # Engine(kv_quant_bits=3) and YAML give numbers
+        bits = given["bits"]
+        given["bits"] = bits if isinstance(bits, str) else f"{bits:g}" if isinstance(bits, (int, float)) else str(bits)
     return KVQuantConfig(**given)
 
 
@@ -120,6 +123,7 @@ def prepare(values: MutableMapping[str, Any]) -> KVQuantConfig | None:
     if config is not None:
         device = checks.device_of(values)
         checks.check_flags(values, device)
+        checks.check_named_model(values, config)
         complete(values, device)
     return config
 

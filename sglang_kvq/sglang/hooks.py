@@ -98,6 +98,9 @@ TABLE: tuple[Hook, ...] = (
         (Kind.CALL, "configs.hybrid_arch.mambaish_config", "recognises models with recurrent state",
          dict(params=("model_config",))),
         (Kind.READ, "configs.model_config.AttentionArch.MHA", "recognises MLA", {}),
+        (Kind.CALL, "configs.model_config.ModelConfig.__init__", "the model's shapes, before SGLang settles its flags",
+         dict(params=("model_path", "trust_remote_code", "revision", "context_length", "model_override_args",
+                      "is_embedding", "enable_multimodal", "dtype"))),
         (Kind.CALL, "server_args.ServerArgs.get_model_config", "the model's shapes",
          dict(params=(), versions=OLD_TREE)),
         (Kind.CALL, "arg_groups.overrides.model_config_of", "the model's shapes",
@@ -165,6 +168,8 @@ TABLE: tuple[Hook, ...] = (
          "reports a failed check", dict(params=("pool_name", "token_msg"))),
         (Kind.AROUND, "managers.scheduler.Scheduler.get_internal_state", "tiers in /server_info",
          dict(params=("recv_req",), handler="observe:add_internal_state")),
+        (Kind.AFTER, "observability.metrics_collector.SchedulerMetricsCollector.log_stats", "tiers in /metrics",
+         dict(params=("stats",), handler="metrics:after_log_stats")),
         # Attention
         (Kind.BACKEND, "layers.attention.attention_registry.ATTENTION_BACKENDS.triton", "attention on a GPU",
          dict(handler="backend:create_backend")),

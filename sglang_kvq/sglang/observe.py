@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from sglang_kvq.config import PAGE_SIZE
-from sglang_kvq.sglang import runtime
+from sglang_kvq.sglang import plugin, runtime
 
 _checked = -1
 
@@ -35,7 +35,7 @@ def add_internal_state(original, self, recv_req):
 
 
 def snapshot(state: runtime.Runtime) -> dict:
-    """Sizes, bits and tokens per tier of this worker, as plain numbers."""
+    """What is served, sizes, bits and tokens per tier of this worker, in plain types."""
     layout, config, counts = state.layout, state.config, state.tiers.counts()
     return {
         **state.status,
@@ -49,6 +49,7 @@ def snapshot(state: runtime.Runtime) -> dict:
         "memory_bytes": layout.total_bytes,
         "bf16_pages": layout.slots,
         "max_running_requests": layout.max_requests,
+        "hooks": plugin.hook_counts(),
         "tiers": {
             "bf16_tokens": counts.slots_used * PAGE_SIZE,
             "int2_tokens": counts.pages_quantised * PAGE_SIZE,

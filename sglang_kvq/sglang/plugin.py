@@ -114,6 +114,13 @@ def not_applied() -> list[str]:
     return [f"{h.path} ({h.why}): the hook is not in place" for h in _installed if not _is_applied(h)]
 
 
+def hook_counts() -> dict[str, int]:
+    """How many of the scheduler's hooks are in place in this process, and how many the table asks for."""
+    table = hooks.for_release(compat.sglang_version(), Process.SCHEDULER)
+    wanted = [h for h in table if h.kind in PATCHED_KINDS]
+    return {"applied": sum(h in _installed and _is_applied(h) for h in wanted), "expected": len(wanted)}
+
+
 def _is_applied(hook: Hook) -> bool:
     """Whether a call of the symbol reaches our handler, through whatever other plugins wrapped around it."""
     symbol = inspect.unwrap(hooks.find(hook), stop=lambda f: _holds(f, _installed[hook]))

@@ -5,18 +5,19 @@ from __future__ import annotations
 from sglang_kvq.attention.base import LayerRotations
 from sglang_kvq.cache.layout import KVGeometry
 from sglang_kvq.config import KVQuantConfig
+from sglang_kvq.rotations.base import RotationMeta
 from sglang_kvq.rotations.resolve import resolve_rotations
 from sglang_kvq.rotations.zoo import identity
 
 
 def worker_rotations(
     model_runner, config: KVQuantConfig, geometry: KVGeometry, first_layer: int
-) -> tuple[LayerRotations, str]:
+) -> tuple[LayerRotations, RotationMeta]:
     """Rotations of this worker's layers and KV heads, and where they come from."""
     hf_config = model_runner.model_config.hf_config
     rotations = resolve_rotations(config, model_runner.model_config.model_path, hf_config)
     if rotations is None:
-        return LayerRotations(), "none"
+        return LayerRotations(), RotationMeta(objective="none")
     total = identity(hf_config)["num_key_value_heads"]
     rank, size = tensor_parallel(model_runner)
     if total >= size:
@@ -28,7 +29,7 @@ def worker_rotations(
     device = model_runner.device
     return (
         LayerRotations(worker.k.to(device), worker.v.to(device)),
-        rotations.meta.source or rotations.meta.objective,
+        rotations.meta,
     )
 
 

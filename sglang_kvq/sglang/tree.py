@@ -6,6 +6,8 @@ tree's. The own pages' overlays then belong on the tree's pages, or the window w
 
 from __future__ import annotations
 
+import torch
+
 from sglang_kvq.config import PAGE_SIZE
 from sglang_kvq.sglang import runtime
 
@@ -16,20 +18,21 @@ class _WindowMove:
     def __init__(self, req_to_token, row: int, length: int) -> None:
         tiers = runtime.tiers()
         full = length // PAGE_SIZE  # only whole pages enter the tree
-        sinks = range(min(tiers.sink_pages, full))
-        recent = range(max(full - tiers.recent_pages - 1, len(sinks)), full)
-        self.tokens = [page * PAGE_SIZE for page in (*sinks, *recent)]
+        sinks = min(tiers.sink_pages, full)
+        recent = max(full - tiers.recent_pages - 1, sinks)
+        # Slices: an index by a list would be copied to the device, which waits for the batch that runs there.
+        self.spans = [slice(a * PAGE_SIZE, b * PAGE_SIZE, PAGE_SIZE) for a, b in ((0, sinks), (recent, full)) if a < b]
         self.req_to_token, self.row, self.pending = req_to_token, row, tiers.pending
-        if self.tokens:
+        if self.spans:
             self.own = self._pages(req_to_token[row])
             self.place = self.pending.reserve_move()
 
     def _pages(self, locations):
-        return locations[self.tokens].long() // PAGE_SIZE
+        return torch.cat([locations[span] for span in self.spans]).long() // PAGE_SIZE
 
     def finish(self, locations=None) -> None:
         """``locations`` holds the tree's token locations; None reads the rewritten row."""
-        if self.tokens:
+        if self.spans:
             kept = self._pages(self.req_to_token[self.row] if locations is None else locations)
             self.pending.fill_move(self.place, self.own, kept)
 

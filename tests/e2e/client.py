@@ -40,9 +40,20 @@ class Client:
         meta = self.generate(ids, 1, **options)["meta_info"]
         return [{token: lp for lp, token, _ in place} for place in meta["input_top_logprobs"][1:]]
 
-    def state(self) -> dict:
+    def ask(self, question: str, tokens: int = 30) -> str:
+        """The greedy answer to one user message."""
+        messages = [{"role": "user", "content": question}]
+        response = self.post("/v1/chat/completions", model="m", messages=messages, temperature=0, max_tokens=tokens)
+        assert response.status_code == 200, response.text
+        return response.json()["choices"][0]["message"]["content"]
+
+    def states(self) -> list[dict]:
+        """``kv_quant`` of each data-parallel worker."""
         response = requests.get(f"{self.url}/server_info", timeout=60)
-        return response.json()["internal_states"][0]["kv_quant"]
+        return [state["kv_quant"] for state in response.json()["internal_states"]]
+
+    def state(self) -> dict:
+        return self.states()[0]
 
     def flush(self) -> None:
         """Empty the prefix cache, as soon as the server is idle."""

@@ -36,12 +36,20 @@ class Servers:
         self.model, self.logs = model, logs
         self._running: dict[tuple, Server] = {}
 
-    def __call__(self, *flags: str, env: dict[str, str] | None = None, fresh: bool = False) -> Server:
-        """A server with these flags, ready. ``fresh`` gives one that served nobody before.
+    def __call__(
+        self, *flags: str, env: dict[str, str] | None = None, fresh: bool = False, alone: bool = False
+    ) -> Server:
+        """A server with these flags, ready.
 
         It may be stopped by the second call after this one that asks for other flags.
+
+        Args:
+            fresh: one that served nobody before.
+            alone: stop all others first, for a server of several workers.
         """
         key = (flags, tuple(sorted((env or {}).items())))
+        for other in [k for k in self._running if alone and k != key]:
+            self._running.pop(other).stop()
         server = self._running.pop(key, None)
         if server and (fresh or not server.running):
             server.stop()

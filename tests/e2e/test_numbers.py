@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
+from pathlib import Path
+
 import pytest
 import torch
 from transformers import AutoTokenizer
@@ -55,7 +58,13 @@ def test_divergence_from_bf16_falls_with_better_methods(servers, prompts):
 
 def test_oscar_answers_sensibly(servers):
     client = Client(servers("--kv-quant", "oscar", *CHUNKED))
-    body = {"model": "m", "temperature": 0, "max_tokens": 30}
-    ask = [{"role": "user", "content": "Complete with one word. The opposite of hot is"}]
-    answer = client.post("/v1/chat/completions", messages=ask, **body).json()["choices"][0]["message"]["content"]
+    answer = client.ask("Complete with one word. The opposite of hot is")
     assert "cold" in answer.lower(), answer
+
+
+def test_server_info_tells_the_rotations_and_the_hooks(servers):
+    state = Client(servers("--kv-quant", "oscar", *CHUNKED)).state()
+    folder = Path(state["rotations"])
+    assert folder.name == "smollm2-135m-instruct"
+    assert state["rotations_sha256"] == hashlib.sha256((folder / "rotations.safetensors").read_bytes()).hexdigest()
+    assert state["hooks"]["applied"] == state["hooks"]["expected"] > 15

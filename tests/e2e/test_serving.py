@@ -78,7 +78,7 @@ def test_many_streams_with_shared_prefixes_aborts_and_no_room(tiny, servers):
         body = {
             "input_ids": prompt,
             "stream": True,
-            "sampling_params": {"temperature": 0, "max_new_tokens": 150 + 20 * (index % 4), "ignore_eos": True},
+            "sampling_params": {"temperature": 0, "max_new_tokens": 80 + 10 * (index % 4), "ignore_eos": True},
         }
         chunks = 0
         with requests.post(f"{tiny.url}/generate", json=body, stream=True, timeout=600) as response:
@@ -88,7 +88,7 @@ def test_many_streams_with_shared_prefixes_aborts_and_no_room(tiny, servers):
                 chunks += bool(line)
                 if index % 3 == 2 and chunks > 10:
                     return "aborted"  # closing the connection aborts the request
-        return "finished" if chunks >= 100 else f"only {chunks} chunks"
+        return "finished" if chunks >= 60 else f"only {chunks} chunks"
 
     results = together([lambda i=i: stream(i) for i in range(8)])
     assert sorted(set(results)) == ["aborted", "finished"], results
@@ -155,6 +155,7 @@ def test_streaming_sessions_resume_in_the_middle_of_a_page(servers):
 def test_server_info_tells_what_is_allocated(chat):
     state = chat.state()
     assert state["method"] == "hadamard" and state["record_bits_per_element"] == 2.5
+    assert state["rotations"] == "fixed" and state["rotations_sha256"] is None
     assert state["tokens"] == 4096 and state["bf16_pages"] >= 8 * 3
     assert state["bits_per_element"] == pytest.approx(16 * state["bf16_tokens_same_memory"] / state["tokens"], rel=1e-2)
 

@@ -62,6 +62,13 @@ def test_tables_do_not_depend_on_the_process():
         assert mantissa * 4096 == int(mantissa * 4096)
 
 
+@pytest.mark.parametrize("bits", BITS)
+def test_gain_scales_the_unit_and_costs_little(bits):
+    plain, more = (CodeFormat(bits, "lloyd-max", "moments", gain=gain).table(128) for gain in (1.0, 1.1))
+    assert more.levels == plain.levels and more.unit == pytest.approx(1.1 * plain.unit, rel=2**-11)
+    assert plain.distortion < more.distortion < 1.05 * plain.distortion
+
+
 @pytest.mark.parametrize(
     "fields,message",
     [
@@ -69,6 +76,8 @@ def test_tables_do_not_depend_on_the_process():
         ({"levels": "nf4"}, "levels='nf4' does not exist"),
         ({"statistic": "mean"}, "statistic='mean' does not exist"),
         ({"axis": "head"}, "axis='head' does not exist"),
+        ({"gain": 1.1}, "gain=1.1: .*1 for statistic 'minmax'"),
+        ({"gain": 3.0, "statistic": "moments"}, "gain=3.0: 0.5 to 2"),
         ({"axis": "channel", "statistic": "norm"}, "norm.*use axis='token'"),
     ],
     ids=lambda x: "-".join(x) if isinstance(x, dict) else "",

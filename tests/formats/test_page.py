@@ -54,11 +54,11 @@ def counted(*shape: int, seed: int) -> torch.Tensor:
 @pytest.mark.parametrize(
     "head_dim,group,clip_k,clip_v,digest",
     [
-        (64, 64, 1.0, 1.0, "bcbe40a7abf58c90"),
-        (64, 64, 0.96, 0.92, "9da8ca9bdcac4d3d"),
-        (96, 32, 0.96, 0.92, "bec6ecf86d90d7d8"),
-        (128, 128, 0.96, 0.92, "70a7f06f42869945"),
-        (256, 128, 0.96, 0.92, "ad97a9459b0539f5"),
+        (64, 64, 1.0, 1.0, "93f1285643a78a9b"),
+        (64, 64, 0.96, 0.92, "6199e54d7e7bb9aa"),
+        (96, 32, 0.96, 0.92, "40a557e39bac8c4c"),
+        (128, 128, 0.96, 0.92, "be86e59e665d857e"),
+        (256, 128, 0.96, 0.92, "70590e7f0145c7a4"),
     ],
 )
 def test_int2_records_keep_their_bytes(head_dim, group, clip_k, clip_v, digest):

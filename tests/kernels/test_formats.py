@@ -27,6 +27,7 @@ def bits(code: CodeFormat, n: int) -> CodeFormat:
 
 #: Keys, values and what else a format takes; group None is min(head_dim, 128).
 KINDS = {
+    "oscar-lloyd-max": (replace(LLOYD, gain=1.1), CodeFormat(2, "sphere", "norm", gain=1.1), {}),
     "lloyd-max": (LLOYD, LLOYD, {"clip_v": 0.92}),
     "lloyd-max-3-4": (bits(LLOYD, 3), bits(LLOYD, 4), {"clip_k": 0.96}),
     "lloyd-max-4-3-g32": (bits(LLOYD, 4), bits(LLOYD, 3), {"group": 32}),
@@ -113,8 +114,9 @@ def test_overlays_of_mixed_layers():
 @pytest.mark.parametrize(
     "kind,heads",
     [
-        ("lloyd-max", Heads(128, 128, 2, 4)),
-        ("lloyd-max", Heads(64, 64, 1, 3)),
+        ("oscar-lloyd-max", Heads(128, 128, 2, 4)),
+        ("oscar-lloyd-max", Heads(64, 64, 1, 3)),
+        ("lloyd-max", Heads(128, 128, 1, 2)),
         ("lloyd-max-3-4", Heads(128, 128, 1, 2)),
         ("lloyd-max-4-3-g32", Heads(64, 32, 1, 5)),
         ("lloyd-max-4-3-g32", Heads(96, 32, 1, 1)),

@@ -1,5 +1,6 @@
 """Round trips, and an error that names the value and the fix for every way a rotation folder can be wrong."""
 
+import hashlib
 import json
 import pickle
 from dataclasses import replace
@@ -41,7 +42,8 @@ def test_native_round_trip(tmp_path, heads):
     save_rotations(rotations, tmp_path / "r", kv_heads=2)
     loaded = load_rotations(tmp_path / "r", **GEOMETRY)
     assert_same(loaded, rotations)
-    assert loaded.meta == replace(rotations.meta, source=str(tmp_path / "r"))
+    digest = hashlib.sha256((tmp_path / "r" / TENSOR_FILE).read_bytes()).hexdigest()
+    assert loaded.meta == replace(rotations.meta, source=str(tmp_path / "r"), sha256=digest)
     assert loaded.granularity == ("per-head" if heads > 1 else "per-layer")
     assert sorted(p.name for p in (tmp_path / "r").iterdir()) == [CONFIG_FILE, TENSOR_FILE]
 
@@ -62,6 +64,17 @@ def test_published_layout_is_the_documented_one(published):
     assert document["source_grouping"] == "layer" and list(document["layers"]) == [0, 1]
     assert document["layers"][1]["rotation"].shape == (64, 64)
     assert document["layers"][1]["eigenvalues"].shape == (64,)
+
+
+def test_hash_of_published_files_is_that_of_both(published):
+    data = (published / K_FILE).read_bytes() + (published / V_FILE).read_bytes()
+    assert load_rotations(published, **GEOMETRY).meta.sha256 == hashlib.sha256(data).hexdigest()
+
+
+def test_hash_is_not_copied_into_another_file(native, tmp_path):
+    loaded = load_rotations(native, **GEOMETRY)
+    save_rotations(replace(loaded, k=loaded.v, v=loaded.k), tmp_path / "other", kv_heads=2)
+    assert load_rotations(tmp_path / "other", **GEOMETRY).meta.sha256 != loaded.meta.sha256
 
 
 def test_a_file_of_the_folder_is_a_location(native, published):
@@ -202,25 +215,45 @@ def test_published_file_of_something_else(published, document):
     refuse(published, K_FILE)
 
 
-def test_hub_unreachable(monkeypatch):
-    def offline(*args, **kwargs):
-        raise ConnectionError("no route")
+CLIPS = [
+    ((0.9,) * 3, "clip_k has 3 values, the rotations have 2 layers"),
+    ((0.9, 1.2), r"clip_k of layer 1 is 1\.2; .*from 0\.5 to 1"),
+    (0.2, r"clip_k is 0\.2"),
+    ((0.9, "high"), "clip_k of layer 1 is 'high'"),
+]
 
-    monkeypatch.setattr("huggingface_hub.snapshot_download", offline)
-    refuse("org/name/model", "no route", "copy the rotations to a folder", "--kv-quant hadamard")
+
+@pytest.mark.parametrize("clip, message", CLIPS, ids=str)
+def test_clips_are_checked(native, clip, message):
+    rotations = random_rotations()
+    with pytest.raises(KVQuantError, match=message):
+        save_rotations(replace(rotations, meta=replace(rotations.meta, clip_k=clip)), native.parent / "x", kv_heads=2)
+    config = json.loads((native / CONFIG_FILE).read_text())
+    (native / CONFIG_FILE).write_text(json.dumps({**config, "clip_k": clip}))
+    with pytest.raises(KVQuantError, match=message):
+        load_rotations(native, **GEOMETRY)
 
 
-def test_hub_download_asks_for_one_folder(monkeypatch, native):
-    asked = {}
+@pytest.mark.parametrize("table", [[1], {"k": {"2": [1.0]}}, {"q": {"2": [1.0, 2.0]}}, {"k": {"2": [1.0, None]}}], ids=str)
+def test_sensitivities_are_checked(native, table):
+    config = json.loads((native / CONFIG_FILE).read_text())
+    (native / CONFIG_FILE).write_text(json.dumps({**config, "sensitivity": table}))
+    with pytest.raises(KVQuantError, match="sensitivity.*recreate"):
+        load_rotations(native, **GEOMETRY)
 
-    def snapshot(repo, allow_patterns):
-        asked.update(repo=repo, patterns=allow_patterns)
-        return str(native.parent)
 
-    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot)
-    load_rotations("org/name/native", **GEOMETRY)
-    assert asked["repo"] == "org/name" and f"native/{TENSOR_FILE}" in asked["patterns"]
-    refuse("org/name/absent", "no rotations in absent", "org/name/FOLDER")
+def test_what_was_measured_per_layer_round_trips(tmp_path):
+    rotations = random_rotations()
+    measured = dict(
+        clip_k=(0.86, 0.9), clip_v=0.92, seed=3, errors={"k": [0.25, 0.5], "v": [0.1, 0.2]},
+        sensitivity={part: {"2": [0.5, 1e-05], "4": [0.01, 0.0]} for part in "kv"}, sensitivity_unit="nats",
+    )  # fmt: skip
+    rotations = replace(rotations, meta=replace(rotations.meta, **measured))
+    save_rotations(rotations, tmp_path / "r", kv_heads=2)
+    loaded = load_rotations(tmp_path / "r", **GEOMETRY)
+    assert loaded.meta == replace(rotations.meta, source=str(tmp_path / "r"), sha256=loaded.meta.sha256)
+    assert loaded.meta.clips(2) == ((0.86, 0.9), (0.92, 0.92))
+    assert '"clip_k": [0.86, 0.9]' in (tmp_path / "r" / CONFIG_FILE).read_text()
 
 
 @pytest.mark.parametrize("heads", [1, 4])

@@ -114,8 +114,10 @@ def test_scheduler_side_hooks_call_the_original_without_kv_quant(applied):
 @pytest.fixture
 def fresh(applied, monkeypatch):
     """The plugin as in a process where nothing is registered yet; what it registers is recorded, not applied."""
+    from sglang.srt import plugins
     from sglang.srt.plugins.hook_registry import HookRegistry
 
+    monkeypatch.setattr(plugins, "load_plugins", lambda: None)  # it would install everything a second time
     registered = []
     monkeypatch.setattr(applied, "_installed", {})
     monkeypatch.setattr(applied, "_problems", [])

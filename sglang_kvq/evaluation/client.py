@@ -1,0 +1,205 @@
+"""What the tasks ask of a running server: SGLang's ``/generate`` for log-probabilities, the OpenAI API for text."""
+
+from __future__ import annotations
+
+import functools
+import http.client
+import json
+import os
+import socket
+import threading
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sglang_kvq.errors import KVQuantError
+
+try:  # SGLang needs it, so it is there; log-probabilities of long contexts are tens of megabytes of JSON
+    from orjson import loads
+except ImportError:
+    from json import loads
+
+#: The connection failed or a gateway said so: the request may be sent again, since none changes anything.
+_AGAIN = (502, 503, 504)
+
+
+class RequestRefused(KVQuantError):
+    """The server answered with an error, or not at all."""
+
+    def __init__(self, message: str, status: int | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Generated text; ``complete`` is False if the token limit cut it off."""
+
+    text: str
+    complete: bool
+    prompt_tokens: int
+
+
+@dataclass(frozen=True)
+class ServerFacts:
+    """Of ``/server_info`` and ``/v1/models``, what results depend on.
+
+    Attributes:
+        context_length: most tokens of prompt and answer together.
+        capacity: tokens that the KV cache holds.
+        chunk: ``--chunked-prefill-size``; None if prompts are not chunked.
+        kv_quant: the plugin's part, None for a server without ``--kv-quant``.
+    """
+
+    version: str
+    model_path: str
+    device: str
+    context_length: int
+    capacity: int
+    chunk: int | None
+    kv_cache_dtype: str
+    kv_quant: dict[str, Any] | None
+
+    @property
+    def method(self) -> str:
+        if self.kv_quant:
+            return self.kv_quant["method"]
+        return "fp8" if "fp8" in self.kv_cache_dtype else "none"
+
+    @property
+    def allocated_bits(self) -> float:
+        """Bits that a stored element takes, scales and zeros included; BF16 windows are in ``pool_bits``."""
+        if self.kv_quant:
+            return self.kv_quant["record_bits_per_element"]
+        return 8.0 if "fp8" in self.kv_cache_dtype else 16.0
+
+    @property
+    def pool_bits(self) -> float:
+        """Bits per element of this server's whole cache, BF16 overlays included: depends on its size."""
+        return self.kv_quant["bits_per_element"] if self.kv_quant else self.allocated_bits
+
+
+class Client:
+    """Safe to use from many threads. ``retries`` counts requests sent again after a connection failed.
+
+    Args:
+        url: of the server, with or without a final slash. The environment's OPENAI_API_KEY is sent if set.
+        timeout: seconds for one request.
+        attempts: how often to send a request whose connection fails.
+    """
+
+    def __init__(self, url: str, *, timeout: float = 900.0, attempts: int = 3, pause: float = 2.0) -> None:
+        self.url = url.rstrip("/")
+        if urllib.parse.urlsplit(self.url).scheme not in ("http", "https"):
+            raise KVQuantError(f"--server {url}: give a URL such as http://127.0.0.1:30000.")
+        self.timeout, self.attempts, self.pause = timeout, attempts, pause
+        self.retries = 0
+        self._lock = threading.Lock()
+        local = urllib.parse.urlsplit(self.url).hostname in ("127.0.0.1", "localhost", "::1")
+        self._opener = urllib.request.build_opener(*([urllib.request.ProxyHandler({})] if local else []))
+
+    # -- HTTP ---------------------------------------------------------------------------------------------
+
+    def request(self, path: str, body: Any = None, timeout: float | None = None) -> Any:
+        """GET, or POST of ``body``; the JSON answer.
+
+        Raises:
+            RequestRefused: an error status, or no connection after all attempts.
+        """
+        headers = {"Content-Type": "application/json"}
+        if key := os.environ.get("OPENAI_API_KEY"):
+            headers["Authorization"] = f"Bearer {key}"
+        data = None if body is None else json.dumps(body).encode()
+        for attempt in range(1, self.attempts + 1):
+            try:
+                request = urllib.request.Request(self.url + path, data, headers)
+                with self._opener.open(request, timeout=timeout or self.timeout) as response:
+                    return loads(response.read())
+            except urllib.error.HTTPError as error:
+                problem = f"{path}: {error.code} {error.read().decode(errors='replace')[:500]}"
+                status: int | None = error.code
+            except socket.timeout:  # it may still be working on it: not again
+                raise RequestRefused(f"{path}: no answer within {timeout or self.timeout:.0f} s") from None
+            except (OSError, http.client.HTTPException) as error:
+                problem, status = f"{path}: {getattr(error, 'reason', None) or error!r}", None
+            except ValueError as error:
+                raise RequestRefused(f"{path}: the answer is not JSON ({error})") from error
+            if attempt == self.attempts or (status is not None and status not in _AGAIN):
+                raise RequestRefused(f"{self.url}{problem}", status)
+            with self._lock:
+                self.retries += 1
+            time.sleep(self.pause * attempt)
+        raise AssertionError("unreachable")
+
+    # -- the server ---------------------------------------------------------------------------------------
+
+    @functools.cached_property
+    def facts(self) -> ServerFacts:
+        info = self.request("/server_info")
+        model = self.request("/v1/models")["data"][0]
+        states = info.get("internal_states") or [{}]
+        chunk = info.get("chunked_prefill_size")
+        return ServerFacts(
+            version=str(info.get("version", "unknown")),
+            model_path=str(info.get("model_path") or model["id"]),
+            device=str(info.get("device", "unknown")),
+            context_length=int(model.get("max_model_len") or info.get("context_length") or 0),
+            capacity=int(info.get("max_total_num_tokens") or states[0].get("max_total_num_tokens") or 0),
+            chunk=int(chunk) if chunk and int(chunk) > 0 else None,
+            kv_cache_dtype=str(info.get("kv_cache_dtype", "auto")),
+            kv_quant=states[0].get("kv_quant"),
+        )
+
+    @functools.cached_property
+    def has_chat_template(self) -> bool:
+        """Whether the server can turn messages into a prompt, found by asking once."""
+        try:
+            self.chat([{"role": "user", "content": "Hello"}], max_tokens=1)
+        except RequestRefused as error:
+            if error.status and "template" in str(error):
+                return False
+            raise
+        return True
+
+    # -- generation, greedy -------------------------------------------------------------------------------
+
+    def chat(self, messages: list[dict[str, str]], max_tokens: int) -> Answer:
+        body = {"model": "default", "messages": messages, "temperature": 0, "max_tokens": max_tokens}
+        answer = self.request("/v1/chat/completions", body)
+        return _answer(answer, answer["choices"][0]["message"]["content"])
+
+    def complete(self, prompt: str, max_tokens: int, stop: Sequence[str] = ()) -> Answer:
+        body = {"model": "default", "prompt": prompt, "temperature": 0, "max_tokens": max_tokens}
+        answer = self.request("/v1/completions", {**body, **({"stop": list(stop)} if stop else {})})
+        return _answer(answer, answer["choices"][0]["text"])
+
+    # -- tokens and log-probabilities ---------------------------------------------------------------------
+
+    def prompt_logprobs(self, ids: list[int], first: int, top: int) -> dict[str, Any]:
+        """``meta_info`` of a prompt's log-probabilities from position ``first`` on.
+
+        ``input_token_logprobs`` is a list of (log-probability, token, text) and ``input_top_logprobs`` one of such
+        lists; SGLang's first entry belongs to the token at ``logprob_start_len`` and is empty, so it starts one
+        earlier and is dropped here.
+        """
+        body = {
+            "input_ids": ids,
+            "sampling_params": {"temperature": 0, "max_new_tokens": 1, "ignore_eos": True},
+            "return_logprob": True,
+            "logprob_start_len": first - 1,
+            "top_logprobs_num": top,
+        }
+        meta = self.request("/generate", body)["meta_info"]
+        found = {name: meta[name][1:] for name in ("input_token_logprobs", "input_top_logprobs")}
+        for name, values in found.items():
+            if len(values) != len(ids) - first:
+                raise RequestRefused(f"/generate: {len(values)} {name} for {len(ids) - first} positions")
+        return found
+
+
+def _answer(body: dict[str, Any], text: str | None) -> Answer:
+    return Answer(text or "", body["choices"][0]["finish_reason"] != "length", body["usage"]["prompt_tokens"])

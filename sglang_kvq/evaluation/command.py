@@ -1,0 +1,312 @@
+"""The command line of ``kvq eval``. Plain argparse: hosts without typer run ``python -m sglang_kvq.evaluation``."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from sglang_kvq.errors import KVQuantError
+from sglang_kvq.evaluation import plots, report
+from sglang_kvq.evaluation.base import Bench, Task
+from sglang_kvq.evaluation.client import Client
+from sglang_kvq.evaluation.material import Material, write_whole
+from sglang_kvq.evaluation.progress import Display
+from sglang_kvq.evaluation.runner import Launch, Runner, server_identity
+from sglang_kvq.evaluation.specs import REFERENCE, parse, parse_list
+from sglang_kvq.evaluation.store import Store
+from sglang_kvq.evaluation.tasks import TASK_NAMES
+
+EPILOG = """
+examples:
+  kvq eval --server http://127.0.0.1:30000 --reference-server http://127.0.0.1:30001 --out results --text held_out.txt
+  kvq eval --model M --methods none,hadamard,oscar@my-rotations --tasks kl,needle --text held_out.txt --out results \\
+      -- --mem-fraction-static 0.8
+  kvq eval --report benchmarks/results/accuracy_*.json --out docs/accuracy.md
+What follows -- goes to every server that is started. `kvq eval` runs again where it stopped.
+"""
+
+
+def parser() -> argparse.ArgumentParser:
+    root = argparse.ArgumentParser(
+        prog="kvq eval",
+        description="Compare methods on one model: divergence from BF16, needle in a haystack, HumanEval, GSM8K.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    what = root.add_argument_group("what to evaluate: one of --server, --model, --report")
+    what.add_argument("--server", metavar="URL", help="a running server")
+    what.add_argument("--reference-server", metavar="URL", help="with --server: the same model in BF16, for kl")
+    what.add_argument("--name", help="with --server: the row's name (default: the server's own method)")
+    what.add_argument("--model", help="folder or hub name: start a server for each of --methods")
+    what.add_argument(
+        "--methods",
+        default="none,oscar,hadamard",
+        metavar="SPEC,...",
+        help="NAME[:BITS][@ROTATIONS][ --flag value], fp8[:e5m2], none; default %(default)s",
+    )
+    what.add_argument(
+        "--report",
+        nargs="+",
+        type=Path,
+        metavar="FILE",
+        help="write the page --out out of accuracy_*.json files, and their plots beside them",
+    )
+    what.add_argument(
+        "--tasks", default="kl", metavar="TASK,...", help=f"some of {','.join(TASK_NAMES)}; default %(default)s"
+    )
+    what.add_argument("--out", type=Path, required=True, help="folder of results; of --report: the page to write")
+    what.add_argument(
+        "--label", help="the model's name in file names (default: the last part of its path, in lower case)"
+    )
+
+    run = root.add_argument_group("how to run")
+    run.add_argument("--parallel", type=int, default=1, help="servers at once; give each a --max-total-tokens after --")
+    run.add_argument("--concurrency", type=int, default=32, help="requests at once per server; default %(default)s")
+    run.add_argument("--server-command", default="python -m sglang.launch_server", help="default: %(default)s")
+    run.add_argument("--plain-flags", default="", metavar="FLAGS", help="further flags of none and fp8 only")
+    run.add_argument("--start-timeout", type=float, default=600.0, metavar="SECONDS")
+    run.add_argument("--request-timeout", type=float, default=900.0, metavar="SECONDS")
+    run.add_argument("--tokenizer", metavar="PATH", help="default: the model's, or else the server's own")
+    run.add_argument("--overwrite", action="store_true", help="measure again what was measured with other settings")
+
+    kl = root.add_argument_group("kl")
+    kl.add_argument(
+        "--text", nargs="+", type=Path, default=[], metavar="FILE", help="held-out text: not what calibration used"
+    )
+    kl.add_argument("--text-skip", type=float, default=0.0, metavar="SHARE", help="of each text, at its beginning")
+    kl.add_argument(
+        "--kl-lengths", default="2048", metavar="N[xCOUNT],...", help="tokens per context; default %(default)s"
+    )
+    kl.add_argument(
+        "--kl-contexts", type=int, default=8, help="contexts per length without its own count; default %(default)s"
+    )
+    kl.add_argument("--kl-first", type=int, default=640, help="first position measured; default %(default)s")
+    kl.add_argument("--kl-top", type=int, default=64, help="tokens compared one by one; default %(default)s")
+
+    needle = root.add_argument_group("needle")
+    needle.add_argument("--needle-text", type=Path, metavar="FILE", help="filler; default: the first --text")
+    needle.add_argument(
+        "--needle-lengths", default="2048,4096,8192,16384,32768", metavar="N,...", help="default %(default)s"
+    )
+    needle.add_argument("--needle-depths", default="0,25,50,75,100", metavar="PERCENT,...", help="default %(default)s")
+    needle.add_argument("--needle-trials", type=int, default=1, help="per cell; default %(default)s")
+
+    tests = root.add_argument_group("humaneval and gsm8k")
+    tests.add_argument(
+        "--style", choices=("auto", "chat", "completion"), default="auto", help="default: chat if there is a template"
+    )
+    tests.add_argument("--humaneval", type=Path, metavar="FILE", help="HumanEval.jsonl or .jsonl.gz")
+    tests.add_argument(
+        "--humaneval-problems", type=int, default=0, help="only the first so many; 0, the default, is all"
+    )
+    tests.add_argument("--humaneval-max-tokens", type=int, default=768, help="default %(default)s")
+    tests.add_argument(
+        "--allow-unsandboxed", action="store_true", help="run generated programs even where they cannot be cut off"
+    )
+    tests.add_argument("--gsm8k", type=Path, metavar="FILE", help="test.jsonl")
+    tests.add_argument("--gsm8k-train", type=Path, metavar="FILE", help="for the worked examples")
+    tests.add_argument("--gsm8k-shots", type=int, default=8, help="worked examples; 0 for none; default %(default)s")
+    tests.add_argument(
+        "--gsm8k-problems", type=int, default=200, help="only the first so many; 0 is all; default %(default)s"
+    )
+    tests.add_argument("--gsm8k-max-tokens", type=int, default=400, help="default %(default)s")
+    return root
+
+
+def tasks_of(options: argparse.Namespace) -> list[Task]:
+    """The tasks asked for, in their order.
+
+    Raises:
+        KVQuantError: an unknown task, or a setting that is wrong or missing.
+    """
+    names = options.tasks.split(",")
+    if unknown := set(names) - set(TASK_NAMES):
+        raise KVQuantError(f"--tasks {','.join(sorted(unknown))}: not a task; there are {', '.join(TASK_NAMES)}.")
+    makers = {"kl": _kl, "needle": _needle, "humaneval": _humaneval, "gsm8k": _gsm8k}
+    return [makers[name](options) for name in TASK_NAMES if name in names]
+
+
+def _kl(options: argparse.Namespace) -> Task:
+    from sglang_kvq.evaluation.tasks.kl import KLTask
+
+    contexts = []
+    for word in options.kl_lengths.split(","):
+        length, _, count = word.partition("x")
+        contexts.append(
+            (_whole("--kl-lengths", length), _whole("--kl-lengths", count) if count else options.kl_contexts)
+        )
+    return KLTask(tuple(options.text), options.text_skip, tuple(contexts), options.kl_first, options.kl_top)
+
+
+def _needle(options: argparse.Namespace) -> Task:
+    from sglang_kvq.evaluation.tasks.needle import NeedleTask
+
+    text = options.needle_text or (options.text[0] if options.text else None)
+    return NeedleTask(
+        text,
+        0.0 if options.needle_text else options.text_skip,
+        tuple(_whole("--needle-lengths", word) for word in options.needle_lengths.split(",")),
+        tuple(_whole("--needle-depths", word) for word in options.needle_depths.split(",")),
+        options.needle_trials,
+        options.style,
+    )
+
+
+def _humaneval(options: argparse.Namespace) -> Task:
+    from sglang_kvq.evaluation.tasks.humaneval import HumanEvalTask
+
+    return HumanEvalTask(
+        options.humaneval,
+        options.humaneval_problems,
+        options.style,
+        options.humaneval_max_tokens,
+        allow_unsandboxed=options.allow_unsandboxed,
+    )
+
+
+def _gsm8k(options: argparse.Namespace) -> Task:
+    from sglang_kvq.evaluation.tasks.gsm8k import GSM8KTask
+
+    return GSM8KTask(
+        options.gsm8k,
+        options.gsm8k_train,
+        options.gsm8k_shots,
+        options.gsm8k_problems,
+        options.style,
+        options.gsm8k_max_tokens,
+    )
+
+
+def _whole(flag: str, word: str) -> int:
+    try:
+        return int(word)
+    except ValueError:
+        raise KVQuantError(f"{flag} {word!r}: give whole numbers separated by commas.") from None
+
+
+def main(words: Sequence[str]) -> int:
+    """Run the command; the exit status: 1 if a method or task gave no value.
+
+    Raises:
+        KVQuantError: settings, files or servers that cannot be used.
+    """
+    words = list(words)
+    cut = words.index("--") if "--" in words else len(words)
+    options, flags = parser().parse_args(words[:cut]), words[cut + 1 :]
+    chosen = [name for name in ("server", "model", "report") if getattr(options, name)]
+    if len(chosen) != 1:
+        raise KVQuantError("give one of --server URL, --model PATH and --report FILE ....")
+    if options.report:
+        return write_page(options)
+    if flags and not options.model:
+        raise KVQuantError(f"{' '.join(flags)}: flags after -- are for servers that --model starts.")
+    for name in ("parallel", "concurrency"):
+        if getattr(options, name) < 1:
+            raise KVQuantError(f"--{name} {getattr(options, name)}: at least 1.")
+    tasks = tasks_of(options)
+    signal.signal(signal.SIGTERM, _interrupt)
+    if options.server:
+        model, failures = evaluate_server(options, tasks)
+    else:
+        model, failures = compare_methods(options, tasks, flags)
+    return finish(options, model, ["kvq", "eval", *words], failures)
+
+
+def _interrupt(*_: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def model_label(options: argparse.Namespace, path: str) -> str:
+    return options.label or Path(path).name.lower() or "model"
+
+
+def evaluate_server(options: argparse.Namespace, tasks: list[Task]) -> tuple[str, list[str]]:
+    """Mode (a): whatever runs there."""
+    identity, facts = server_identity(options.server, options.name or "")
+    label = options.name or facts.method
+    model = model_label(options, facts.model_path)
+    store = Store(options.out, options.overwrite)
+    material = Material(options.out / "material", model, options.tokenizer)
+    slug = _slug(label)
+    with Display() as display:
+        runner = Runner(
+            tasks, store, material, display, concurrency=options.concurrency, timeout=options.request_timeout
+        )
+        wanted = [task for task in tasks if not store.finished(slug, task.name, {**identity, "task": task.identity()})]
+        for task in wanted:
+            if options.reference_server and hasattr(task, "record_reference"):
+                reference = Client(options.reference_server, timeout=options.request_timeout)
+                if reference.facts.method != REFERENCE:
+                    raise KVQuantError(
+                        f"--reference-server {options.reference_server} serves {reference.facts.method}, not BF16."
+                    )
+                runner.record_reference(task, reference, Bench(material, options.concurrency))
+        material.settle_reference()
+        runner.measure(options.server, slug, label, identity, wanted, is_reference=label == REFERENCE)
+    return model, runner.failures
+
+
+def _slug(name: str) -> str:
+    from sglang_kvq.evaluation.specs import MethodSpec
+
+    return MethodSpec(name, "none").slug
+
+
+def compare_methods(options: argparse.Namespace, tasks: list[Task], flags: list[str]) -> tuple[str, list[str]]:
+    """Mode (b): a server for each method."""
+    import shlex
+
+    specs = parse_list(options.methods)
+    if any(task.name == "kl" for task in tasks) and not any(spec.is_reference for spec in specs):
+        specs.insert(0, parse(REFERENCE))
+    model = model_label(options, options.model)
+    where = str(Path(options.model).resolve()) if Path(options.model).is_dir() else options.model
+    launch = Launch(
+        where,
+        options.server_command,
+        tuple(flags),
+        tuple(shlex.split(options.plain_flags)),
+        options.parallel,
+        options.start_timeout,
+    )
+    store = Store(options.out, options.overwrite)
+    material = Material(options.out / "material", model, options.tokenizer)
+    with Display() as display:
+        runner = Runner(
+            tasks, store, material, display, concurrency=options.concurrency, timeout=options.request_timeout
+        )
+        runner.compare(specs, launch)
+    return model, runner.failures
+
+
+def finish(options: argparse.Namespace, model: str, command: list[str], failures: list[str]) -> int:
+    """The report of everything in the output folder."""
+    content = report.collect(Store(options.out), model, command)
+    path = report.write(options.out, content)
+    drawn = plots.draw(content, path)
+    print(path.with_suffix(".md").read_text())
+    for written in (path, path.with_suffix(".md"), *(drawn or [])):
+        print(f"written: {written}", file=sys.stderr)
+    if drawn is None:
+        print(plots.MISSING, file=sys.stderr)
+    for failure in failures:
+        print(f"FAILED: {failure}", file=sys.stderr)
+    return 1 if failures else 0
+
+
+def write_page(options: argparse.Namespace) -> int:
+    """``--report``: plots beside the files where matplotlib is there, then the page."""
+    for path in options.report:
+        if plots.draw(report.read(path), path) is None:
+            print(plots.MISSING, file=sys.stderr)
+            break
+    if options.out.is_dir() or options.out.suffix != ".md":
+        raise KVQuantError(f"--out {options.out}: with --report, the page to write, such as docs/accuracy.md.")
+    text = report.page(options.report, options.out)
+    write_whole(options.out, lambda file: file.write(text))
+    print(f"written: {options.out}", file=sys.stderr)
+    return 0

@@ -1,0 +1,112 @@
+"""KL divergence of two next-token distributions of which only the likeliest tokens are known."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import numpy as np
+
+from sglang_kvq.errors import KVQuantError
+
+#: A rest bucket below this is rounding of float32 log-probabilities that sum to one.
+SMALLEST_REST = 1e-7
+
+
+@dataclass(frozen=True)
+class Distributions:
+    """Next-token distributions at P positions of a text.
+
+    Attributes:
+        tokens: int32 ``[P, K]``, the likeliest first.
+        logprobs: float32 ``[P, K]``, natural logarithm.
+        own_token: int32 ``[P]``, the text's own next token.
+        own_logprob: float32 ``[P]``, known even where it is not among the K.
+    """
+
+    tokens: np.ndarray
+    logprobs: np.ndarray
+    own_token: np.ndarray
+    own_logprob: np.ndarray
+
+    @classmethod
+    def from_meta(cls, meta: dict[str, Any]) -> Distributions:
+        """Of ``Client.prompt_logprobs``.
+
+        Raises:
+            KVQuantError: a log-probability that is NaN or infinite.
+        """
+        top, own = _array(meta["input_top_logprobs"]), _array([meta["input_token_logprobs"]])[0]
+        if np.isnan(top).any() or np.isnan(own).any():
+            raise KVQuantError("the server returned log-probabilities that are not numbers (NaN).")
+        return cls(
+            top[..., 1].astype(np.int32),
+            top[..., 0].astype(np.float32),
+            own[:, 1].astype(np.int32),
+            own[:, 0].astype(np.float32),
+        )
+
+
+def _array(places: list[list[Any]]) -> np.ndarray:
+    """Lists of (log-probability, token, text) as float64 ``[P, N, 2]``; three times as fast as ``np.array``."""
+    lengths = {len(place) for place in places}
+    if len(lengths) != 1:
+        raise KVQuantError(
+            f"the server listed {sorted(lengths)} tokens at positions of one request, not as many at each."
+        )
+    flat = chain.from_iterable(chain.from_iterable(places))
+    shape = (len(places), lengths.pop(), 3)
+    return np.fromiter(flat, dtype=object, count=math.prod(shape)).reshape(shape)[..., :2].astype(np.float64)
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """Per position: ``kl`` in nats, ``agree`` if the likeliest token is the same, ``rest`` of the reference's mass."""
+
+    kl: np.ndarray
+    agree: np.ndarray
+    rest: np.ndarray
+
+
+def compare(reference: Distributions, other: Distributions, top: int) -> Divergence:
+    """KL(reference || other) over a partition of the vocabulary into single tokens and one bucket for all others.
+
+    Single tokens are the reference's ``top`` likeliest that ``other`` lists too, and the text's own token. Merging
+    outcomes can only lower a KL divergence (the log-sum inequality), so this is a lower bound of the true one. It
+    is the looser, the more of the reference's tokens ``other`` does not list: it favours the worse method.
+
+    Raises:
+        KVQuantError: not the same positions of the same text.
+    """
+    if not np.array_equal(reference.own_token, other.own_token):
+        raise KVQuantError("distributions of two different texts: the stored reference does not belong to this one.")
+    tokens, p_log = reference.tokens[:, :top], reference.logprobs[:, :top].astype(np.float64)
+    q_log, known = _look_up(other, tokens)
+    is_own = tokens == reference.own_token[:, None]
+    q_log = np.where(is_own, other.own_logprob[:, None], q_log)
+    known |= is_own
+    # The text's own token is one more column where the reference's top does not have it.
+    extra = ~is_own.any(1)
+    p_log = np.concatenate([p_log, reference.own_logprob[:, None]], 1)
+    q_log = np.concatenate([q_log, other.own_logprob[:, None]], 1)
+    known = np.concatenate([known, extra[:, None]], 1)
+    p, q = (np.where(known, np.exp(x), 0.0) for x in (p_log, q_log))
+    with np.errstate(invalid="ignore"):
+        kl = np.where(known & (p > 0), p * (p_log - q_log), 0.0).sum(1)
+    p_rest, q_rest = (np.maximum(1.0 - x.sum(1), SMALLEST_REST) for x in (p, q))
+    kl += p_rest * np.log(p_rest / q_rest)
+    return Divergence(kl, reference.tokens[:, 0] == other.tokens[:, 0], p_rest)
+
+
+def _look_up(other: Distributions, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """``other``'s log-probability of ``tokens`` ``[P, K]``, and where it lists them."""
+    # One sorted list for all positions: a token's key is its position and itself.
+    base = np.arange(len(tokens), dtype=np.int64)[:, None] << 32
+    keys = (base + other.tokens).ravel()
+    order = np.argsort(keys)
+    keys, values = keys[order], other.logprobs.ravel()[order]
+    wanted = base + tokens
+    at = np.minimum(np.searchsorted(keys, wanted), len(keys) - 1)
+    return values[at].astype(np.float64), keys[at] == wanted

@@ -1,0 +1,145 @@
+"""What all methods of an output folder share: the tokenised text, and the reference's distributions."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from sglang_kvq.errors import KVQuantError
+from sglang_kvq.evaluation.client import Client, RequestRefused
+
+
+def digest(value: Any) -> str:
+    """A short name for plain JSON values."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def write_whole(path: Path, write: Callable[[Any], None], mode: str = "w") -> None:
+    """Create or replace a file whole or not at all, however the process ends."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, mode) as file:
+            write(file)
+        os.chmod(name, 0o644)
+        os.replace(name, path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+
+
+class Material:
+    """A folder of arrays by the hash of what they were made from; safe to use from many threads.
+
+    Args:
+        folder: created when something is stored.
+        tokeniser: folder or hub name of the model's tokeniser; None asks the server.
+        model: the model's name: another model's arrays are never taken for its own.
+    """
+
+    def __init__(self, folder: Path, model: str, tokeniser: str | None = None) -> None:
+        self.folder, self.model, self.tokeniser = folder, model, tokeniser
+        self._lock = threading.Lock()
+        self._loaded: Any = None
+        #: Set once the reference's distributions are stored, or cannot be.
+        self.reference_settled = threading.Event()
+        self.reference_problem = ""
+
+    # -- arrays -------------------------------------------------------------------------------------------
+
+    def path(self, kind: str, key: Any) -> Path:
+        return self.folder / f"{kind}-{digest([self.model, key])}.npz"
+
+    def load(self, kind: str, key: Any) -> dict[str, np.ndarray] | None:
+        path = self.path(kind, key)
+        if not path.exists():
+            return None
+        with np.load(path) as arrays:
+            return dict(arrays)
+
+    def store(self, kind: str, key: Any, arrays: dict[str, np.ndarray]) -> None:
+        write_whole(self.path(kind, key), lambda file: np.savez_compressed(file, **arrays), "wb")
+
+    # -- tokens -------------------------------------------------------------------------------------------
+
+    def tokens(self, key: Any, text: Callable[[], str], client: Client) -> np.ndarray:
+        """The ids of a text, int32 ``[n]``, without special tokens. ``key`` identifies the text."""
+        with self._lock:
+            arrays = self.load("tokens", key)
+            if arrays is None:
+                arrays = {"ids": np.asarray(self._tokenise(text(), client), np.int32)}
+                self.store("tokens", key, arrays)
+            return arrays["ids"]
+
+    def begin_token(self, client: Client) -> list[int]:
+        """What the tokeniser puts before a text: Llama's BOS, or nothing."""
+        with self._lock:
+            arrays = self.load("begin", None)
+            if arrays is None:
+                bare = self._load_tokeniser(client)("", add_special_tokens=True)["input_ids"]
+                # Some tokenisers add an end token as well, which must not stand before a text.
+                arrays = {"ids": np.asarray(bare[:1], np.int32)}
+                self.store("begin", None, arrays)
+            return arrays["ids"].tolist()
+
+    def text(self, ids: np.ndarray, client: Client) -> str:
+        with self._lock:
+            return self._load_tokeniser(client).decode(ids.tolist())
+
+    def _tokenise(self, text: str, client: Client) -> list[int]:
+        return self._load_tokeniser(client)(text, add_special_tokens=False, verbose=False)["input_ids"]
+
+    def _load_tokeniser(self, client: Client) -> Any:
+        """The model's, loaded once; over HTTP where it is not to be had here."""
+        if self._loaded is None:
+            name = self.tokeniser or client.facts.model_path
+            try:
+                from transformers import AutoTokenizer
+
+                self._loaded = AutoTokenizer.from_pretrained(name)
+            except (ImportError, OSError, ValueError) as error:
+                if self.tokeniser:
+                    reason = (str(error).splitlines() or ["?"])[0]
+                    raise KVQuantError(f"--tokenizer {name}: transformers cannot load it ({reason}).") from error
+                self._loaded = _ServerTokeniser
+        # Of the server that is running now: the one asked first may be gone.
+        return self._loaded(client) if self._loaded is _ServerTokeniser else self._loaded
+
+    # -- the reference ------------------------------------------------------------------------------------
+
+    def settle_reference(self, problem: str = "") -> None:
+        """The reference's distributions are stored, or ``problem`` says why they will not be."""
+        if not self.reference_settled.is_set():
+            self.reference_problem = problem
+            self.reference_settled.set()
+
+
+class _ServerTokeniser:
+    """A tokeniser's two calls, answered by a server."""
+
+    def __init__(self, client: Client) -> None:
+        self.client = client
+
+    def __call__(self, text: str, add_special_tokens: bool, verbose: bool = False) -> dict[str, list[int]]:
+        body = {"model": "default", "prompt": text, "add_special_tokens": add_special_tokens}
+        return {"input_ids": self._ask("/tokenize", body)["tokens"]}
+
+    def decode(self, ids: list[int]) -> str:
+        return self._ask("/detokenize", {"model": "default", "tokens": ids})["text"]
+
+    def _ask(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        try:
+            return self.client.request(path, body)
+        except RequestRefused as error:
+            raise KVQuantError(
+                f"the model's tokeniser is not on this machine, and the server's own does not answer ({error}): give "
+                "--tokenizer FOLDER."
+            ) from error

@@ -1,0 +1,72 @@
+"""Where a result comes from: commit, device, versions and command, the same for every recorded figure."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import os
+import re
+import shlex
+import shutil
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+#: Of the repository, when the package runs from one.
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+
+def _git(*args: str) -> str:
+    try:
+        done = subprocess.run(["git", *args], cwd=ROOT, capture_output=True, text=True)
+    except OSError:
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
+
+
+def commit() -> tuple[str, bool]:
+    """Commit and whether the tree differs from it. A host without git gets both from KVQ_COMMIT."""
+    if "KVQ_COMMIT" in os.environ:
+        return os.environ["KVQ_COMMIT"], False
+    if not (ROOT / ".git").exists():
+        return "unknown", False
+    return _git("rev-parse", "HEAD") or "unknown", bool(_git("status", "--porcelain", "--untracked-files=no"))
+
+
+def versions() -> dict[str, str]:
+    found = {}
+    for name in ("torch", "triton", "sglang", "flashinfer-python", "transformers", "sglang-kvq"):
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def device_name(device: str) -> str:
+    """The GPU's name for ``cuda``, CPU for ``cpu``, else as it is. Asks the driver, so that torch need not load."""
+    if device == "cuda" and shutil.which("nvidia-smi"):
+        query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+        names = subprocess.run(query, capture_output=True, text=True).stdout.splitlines()
+        return names[0].strip() if names else device
+    return "CPU" if device == "cpu" else device
+
+
+def without_paths(text: str) -> str:
+    """Absolute paths are those of one machine: only their last part stays. URLs stay as they are."""
+    return re.sub(r"(?<![\w.:/~-])~?/(?:[^\s/'\",:;()\[\]]+/)*([^\s/'\",:;()\[\]]+)/?", r"\1", text)
+
+
+def header(name: str, words: Sequence[str], device: str) -> dict[str, Any]:
+    """The fields that every result file begins with; ``words`` is the command."""
+    sha, dirty = commit()
+    return {
+        "name": name,
+        "command": shlex.join(without_paths(word) for word in words),
+        "commit": sha,
+        "dirty": dirty,
+        "device": device,
+        "date": datetime.date.today().isoformat(),
+        "versions": versions(),
+    }

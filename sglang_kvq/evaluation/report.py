@@ -1,0 +1,242 @@
+"""The accuracy report: rows out of a store, as JSON (the form of benchmarks/results) and as a Markdown table."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from sglang_kvq.errors import KVQuantError
+from sglang_kvq.evaluation import provenance
+from sglang_kvq.evaluation.specs import REFERENCE
+from sglang_kvq.evaluation.stats import paired_difference
+from sglang_kvq.evaluation.store import Store, read, write_json
+from sglang_kvq.evaluation.tasks import TASK_NAMES
+
+#: Every row has these, null where not run.
+COLUMNS = (
+    *("method", "allocated_bits", "pool_bits", "kl", "kl_se", "top1_agreement", "perplexity"),
+    *("humaneval", "humaneval_se", "gsm8k", "gsm8k_se", "needle_16k", "needle_32k", "calibration", "seed"),
+)
+
+
+def collect(store: Store, model: str, command: Sequence[str]) -> dict[str, Any]:
+    """The report of everything in an output folder: ``accuracy_<model>.json``'s content.
+
+    Raises:
+        KVQuantError: nothing in it, or tasks of different settings in one column.
+    """
+    methods = store.methods()
+    if not methods:
+        raise KVQuantError(f"{store.folder}: no results in it.")
+    settings = _common_settings(methods)
+    reference = next((files for files in methods.values() if _label(files) == REFERENCE), {})
+    rows = [_row(slug, files, reference) for slug, files in methods.items()]
+    # The unquantised one first, then by size: what failed to start has no bits and comes last.
+    worst = float("inf")
+    rows.sort(key=lambda row: (-(row["allocated_bits"] or 0), worst if row["kl"] is None else row["kl"], row["method"]))
+    devices = sorted(
+        {files["server"]["device_name"] for files in methods.values() if "device_name" in files.get("server", {})}
+    )
+    content = provenance.header(f"accuracy_{model}", command, ", ".join(devices) or "unknown")
+    shas = {(f["commit"], f["dirty"]) for files in methods.values() for name, f in files.items() if name in TASK_NAMES}
+    if shas:  # of the measurements, not of whoever wrote the report
+        content["commit"] = ", ".join(sorted({sha for sha, _ in shas}))
+        content["dirty"] = any(dirty for _, dirty in shas)
+    versions = sorted(
+        {files["server"]["version"] for files in methods.values() if "version" in files.get("server", {})}
+    )
+    content["versions"]["sglang"] = ", ".join(versions) or content["versions"].get("sglang", "unknown")
+    return {**content, "model": model, "settings": settings, "rows": rows}
+
+
+def _common_settings(methods: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Per task, the settings of all methods, which must be the same for a column to mean anything."""
+    settings: dict[str, Any] = {}
+    for slug, files in methods.items():
+        for task in TASK_NAMES:
+            if task in files:
+                found = files[task]["identity"]["task"]
+                if settings.setdefault(task, found) != found:
+                    raise KVQuantError(
+                        f"runs/{slug}/{task}.json was measured with other settings than the same task of other "
+                        "methods; measure it again with --overwrite, or delete it."
+                    )
+    return settings
+
+
+def _label(files: dict[str, Any]) -> str:
+    return files.get("server", {}).get("label", "")
+
+
+def _row(slug: str, files: dict[str, Any], reference: dict[str, Any]) -> dict[str, Any]:
+    server = files.get("server", {})
+    row: dict[str, Any] = dict.fromkeys(COLUMNS)
+    row["method"] = server.get("label", slug)
+    row |= {name: server.get(name) for name in ("allocated_bits", "pool_bits", "calibration", "seed")}
+    warnings, errors = [], []
+    for task in ("server", *TASK_NAMES):
+        if task != "server" and task in files:
+            row |= files[task]["row"]
+            warnings += [f"{task}: {warning}" for warning in files[task]["warnings"]]
+            row |= _against(task, files[task], reference.get(task))
+        if f"{task}.error" in files:
+            errors.append(f"{task}: {files[f'{task}.error']['error']}")
+    row["warnings"], row["error"] = warnings, "; ".join(errors) or None
+    row["kl_per_context"] = files.get("kl", {}).get("details", {}).get("per_context")
+    row["server"] = {name: server[name] for name in ("version", "chunk", "capacity", "kv_quant") if name in server}
+    return row
+
+
+def _against(task: str, ours: dict[str, Any], reference: dict[str, Any] | None) -> dict[str, Any]:
+    """Difference from the reference, item by item, where both answered the same items."""
+    items = ours["details"].get("items")
+    theirs = (reference or {}).get("details", {}).get("items")
+    if not items or not theirs or ours is reference or len(items) != len(theirs):
+        return {}
+    difference, error = paired_difference(items, theirs)
+    return {f"{task}_vs_none": difference, f"{task}_vs_none_se": error}
+
+
+def write(folder: Path, content: dict[str, Any]) -> Path:
+    """``accuracy_<model>.json`` and ``.md`` in a folder; the JSON's path."""
+    path = folder / f"{content['name']}.json"
+    write_json(path, content)
+    path.with_suffix(".md").write_text(f"# Accuracy of {content['model']}\n\n{section(content)}")
+    return path
+
+
+# -- Markdown ---------------------------------------------------------------------------------------------
+
+
+def section(content: dict[str, Any], plots: Sequence[tuple[str, str]] = ()) -> str:
+    """One model's table with how it was measured. ``plots`` are (caption, link)."""
+    rows = content["rows"]
+    needles = sorted({key for row in rows for key in row if key.startswith("needle_") and _is_length(key)}, key=_length)
+    needles = [key for key in needles if any(row.get(key) is not None for row in rows)]
+    scores = [key for key in ("humaneval", "gsm8k") if any(row.get(key) is not None for row in rows)]
+    names = ["method", "bits", "KL, nats per token", "top-1", "perplexity"]
+    names += [{"humaneval": "HumanEval, %", "gsm8k": "GSM8K, %"}[key] for key in scores]
+    names += [f"needle {key.removeprefix('needle_')}, %" for key in needles]
+    lines = ["| " + " | ".join(names) + " |", "|---" * len(names) + "|"]
+    for row in rows:
+        cells = [f"`{row['method']}`", _number(row["allocated_bits"], ".2f")]
+        cells += [
+            _with_error(row, "kl", ".4f"),
+            _number(row["top1_agreement"], ".1%"),
+            _with_error(row, "perplexity", ".2f"),
+        ]
+        cells += [_percent(row, key) for key in scores] + [_number(row.get(key), ".0%", "–") for key in needles]
+        lines.append("| " + " | ".join(cells) + " |")
+    text = "\n".join(lines) + "\n\n" + _how(content)
+    notes = [f"- `{row['method']}`: {note}" for row in rows for note in (*_origin(row), *_notes(row))]
+    text += ("\n" + "\n".join(notes) + "\n") if notes else ""
+    return text + "".join(f"\n![{caption}]({link})\n" for caption, link in plots)
+
+
+def _is_length(key: str) -> bool:
+    return key.removeprefix("needle_").removesuffix("k").isdigit()
+
+
+def _length(key: str) -> int:
+    word = key.removeprefix("needle_")
+    return int(word[:-1]) * 1024 if word.endswith("k") else int(word)
+
+
+def _number(value: float | None, form: str, missing: str = "") -> str:
+    return missing if value is None else format(value, form)
+
+
+def _with_error(row: dict[str, Any], key: str, form: str) -> str:
+    if row.get(key) is None:
+        return ""
+    error = row.get(f"{key}_se")
+    return format(row[key], form) + ("" if error is None else f" ± {format(error, form)}")
+
+
+def _percent(row: dict[str, Any], key: str) -> str:
+    """Score ± error, and the paired difference from BF16 in points."""
+    if row.get(key) is None:
+        return ""
+    text = f"{100 * row[key]:.1f}"
+    text += "" if row.get(f"{key}_se") is None else f" ± {100 * row[f'{key}_se']:.1f}"
+    difference, error = row.get(f"{key}_vs_none"), row.get(f"{key}_vs_none_se")
+    return text if difference is None else f"{text} ({100 * difference:+.1f} ± {100 * (error or 0):.1f})"
+
+
+def _origin(row: dict[str, Any]) -> list[str]:
+    seed = "" if row.get("seed") is None else f", seed {row['seed']}"
+    return [f"rotations: {row['calibration']}{seed}"] if row.get("calibration") not in (None, "fixed", "none") else []
+
+
+def _notes(row: dict[str, Any]) -> list[str]:
+    return [*row.get("warnings", []), *([f"**not measured**: {row['error']}"] if row.get("error") else [])]
+
+
+def _how(content: dict[str, Any]) -> str:
+    """What was measured, in words, from the settings and the header."""
+    settings, words = content["settings"], []
+    if kl := settings.get("kl"):
+        texts = ", ".join(text["file"] for text in kl["texts"])
+        share = f" after its first {kl['skip']:.0%}" if kl["skip"] else ""
+        counts = " and ".join(f"{count} contexts of {length} tokens" for length, count in kl["contexts"])
+        words.append(f"KL, top-1 agreement and perplexity: {counts} from {texts}{share}, from token {kl['first']} on.")
+    sizes = {
+        key: next((row[f"{key}_n"] for row in content["rows"] if row.get(f"{key}_n")), None)
+        for key in ("humaneval", "gsm8k")
+    }
+    if "humaneval" in settings:
+        words.append(f"HumanEval: pass@1 of {sizes['humaneval']} problems, greedy.")
+    if "gsm8k" in settings:
+        words.append(f"GSM8K: {sizes['gsm8k']} problems, {settings['gsm8k']['shots']} worked examples, greedy.")
+    if needle := settings.get("needle"):
+        words.append(f"Needle: {len(needle['depths'])} depths, {needle['trials']} per cell.")
+    dirty = " with uncommitted changes" if content["dirty"] else ""
+    words.append(
+        f"{content['device']}, SGLang {content['versions']['sglang']}, {content['date']}, commit "
+        f"{content['commit'][:10]}"
+        f"{dirty}: `{content['command']}`."
+    )
+    return " ".join(words) + "\n"
+
+
+INTRODUCTION = """# Accuracy
+
+Written by `kvq eval --report`, from the files in benchmarks/results; [evaluation.md](evaluation.md) says how each value
+is measured and what it does not say. *bits* are those that a stored element takes, scales and zeros included; a
+request's first and most recent tokens are BF16. ± is one standard error: between contexts for KL and perplexity,
+between problems for scores. In brackets: the difference from `none` (BF16), paired by problem. The KL of `none` is a
+second run of the same server: the noise of the measurement.
+"""
+
+
+def page(files: Sequence[Path], target: Path) -> str:
+    """``docs/accuracy.md`` out of report files, with links to the plots beside them.
+
+    Raises:
+        KVQuantError: a file is no report.
+    """
+    parts = [INTRODUCTION]
+    for path in files:
+        content = read(path)
+        if not {"model", "rows", "settings", "device", "commit"} <= content.keys():
+            raise KVQuantError(f"{path}: not a report of kvq eval (accuracy_<model>.json).")
+        plots = []
+        for name, caption in (("", "KL divergence by bits"), ("_needle", "Needle in a haystack")):
+            plot = path.with_name(f"{path.stem}{name}.png")
+            if plot.exists():
+                link = Path(_relative(plot, target.parent)).as_posix()
+                plots.append((f"{caption}, {content['model']}", link))
+        parts.append(f"## {content['model']}\n\n{section(content, plots)}")
+    return "\n".join(parts)
+
+
+def _relative(path: Path, start: Path) -> str:
+    import os
+
+    return os.path.relpath(path.resolve(), start.resolve())
+
+
+def load(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text())

@@ -1,0 +1,242 @@
+"""Runs tasks on servers, its own or given ones, and keeps every result as it comes."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from sglang_kvq.errors import KVQuantError
+from sglang_kvq.evaluation import provenance
+from sglang_kvq.evaluation.base import Bench, Task
+from sglang_kvq.evaluation.client import Client, ServerFacts
+from sglang_kvq.evaluation.material import Material, digest
+from sglang_kvq.evaluation.progress import Display
+from sglang_kvq.evaluation.servers import ServerProcess
+from sglang_kvq.evaluation.specs import MethodSpec
+from sglang_kvq.evaluation.store import Store
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How servers are started.
+
+    Attributes:
+        flags: of all servers.
+        plain_flags: of those without ``--kv-quant`` only, for instance an attention backend.
+        parallel: servers at once, on the same devices.
+    """
+
+    model: str
+    command: str
+    flags: tuple[str, ...] = ()
+    plain_flags: tuple[str, ...] = ()
+    parallel: int = 1
+    start_timeout: float = 600.0
+
+    def of(self, spec: MethodSpec) -> list[str]:
+        plain = spec.method in ("none", "fp8")
+        return [*self.flags, *(self.plain_flags if plain else ()), *spec.flags]
+
+    def identity(self, spec: MethodSpec) -> dict[str, Any]:
+        """Without paths and without what does not change values."""
+        plain = self.plain_flags if spec.method in ("none", "fp8") else ()
+        return {**spec.identity(), "flags": [provenance.without_paths(word) for word in (*self.flags, *plain)]}
+
+
+class Runner:
+    """One comparison.
+
+    Args:
+        tasks: in the order to run them.
+        material: shared by all methods.
+        failures: filled by the run: one line per method or task that gave no value.
+    """
+
+    def __init__(
+        self,
+        tasks: Sequence[Task],
+        store: Store,
+        material: Material,
+        display: Display,
+        *,
+        concurrency: int = 32,
+        timeout: float = 900.0,
+    ) -> None:
+        self.tasks, self.store, self.material, self.display = tasks, store, material, display
+        self.concurrency, self.timeout = concurrency, timeout
+        self.failures: list[str] = []
+        self._stop = threading.Event()
+        self._running: set[ServerProcess] = set()
+
+    # -- servers of our own -------------------------------------------------------------------------------
+
+    def compare(self, specs: Sequence[MethodSpec], launch: Launch) -> None:
+        """Start each method's server, run what is not finished yet, stop it. A failure leaves the others alone.
+
+        Raises:
+            KVQuantError: before anything starts: results of other settings are in the way.
+        """
+        jobs = []
+        for spec in specs:
+            identity = launch.identity(spec)
+            open_tasks = [task for task in self.tasks if not self._finished(spec.slug, identity, task)]
+            if not open_tasks:
+                self.display.say(f"{spec.label}: already measured")
+            else:
+                jobs.append((spec, identity, open_tasks))
+        if not any(
+            spec.is_reference and hasattr(task, "record_reference") for spec, _, tasks in jobs for task in tasks
+        ):
+            self.material.settle_reference()  # stored by an earlier run, or not needed
+
+        def work(job: tuple[MethodSpec, dict[str, Any], list[Task]]) -> None:
+            spec, identity, tasks = job
+            try:
+                self._measure_own(spec, identity, tasks, launch)
+            finally:
+                if spec.is_reference:
+                    self.material.settle_reference("the server of none did not get that far")
+                self.display.finish(spec.label)
+
+        with ThreadPoolExecutor(max(1, launch.parallel)) as pool:
+            # The reference is first in the list, so it is never waited for by all threads at once.
+            futures = [pool.submit(work, job) for job in sorted(jobs, key=lambda job: not job[0].is_reference)]
+            try:
+                for future in futures:
+                    future.result()
+            except BaseException:
+                self._stop.set()
+                self.material.settle_reference("interrupted")
+                for waiting in futures:
+                    waiting.cancel()
+                for server in list(self._running):  # whoever waits for an answer then gets an error
+                    server.stop()
+                raise
+
+    def _measure_own(self, spec: MethodSpec, identity: dict[str, Any], tasks: list[Task], launch: Launch) -> None:
+        if self._stop.is_set():
+            return
+        self.display.status(spec.label, "starting its server")
+        log = self.store.runs(spec.slug) / "server.log"
+        try:
+            command = ServerProcess(
+                launch.command,
+                launch.model,
+                launch.of(spec),
+                log,
+                timeout=launch.start_timeout,
+                stopped=self._stop.is_set,
+            )
+            with command as server:
+                self._running.add(server)
+                self.measure(server.url, spec.slug, spec.label, identity, tasks, spec.calibration(), spec.is_reference)
+                server.check_alive()
+        except KVQuantError as error:
+            if not self._stop.is_set():
+                self._server_failed(spec, str(error), getattr(error, "log", ""))
+
+    # -- any server ---------------------------------------------------------------------------------------
+
+    def measure(
+        self,
+        url: str,
+        slug: str,
+        label: str,
+        identity: dict[str, Any],
+        tasks: Sequence[Task],
+        more: dict[str, Any] | None = None,
+        is_reference: bool = False,
+    ) -> None:
+        """Run tasks on a running server. A task that fails is recorded and leaves the others alone."""
+        client = Client(url, timeout=self.timeout)
+        facts = client.facts
+        self.store.save_server(slug, {"label": label, **server_record(facts), **_known(more or {})})
+        for task in tasks:
+            if self._stop.is_set():
+                return
+            self.display.status(label, task.name)
+            bench = Bench(self.material, self.concurrency, self.display.counter(label, task.name))
+            try:
+                if is_reference and hasattr(task, "record_reference"):
+                    self.record_reference(task, client, bench)
+                retries = client.retries
+                outcome = task.run(client, bench)
+                retries = client.retries - retries
+            except Exception as error:  # whatever it is, it is recorded, and the other tasks and methods go on
+                if self._stop.is_set():
+                    return
+                message = provenance.without_paths(str(error) if isinstance(error, KVQuantError) else repr(error))
+                self.store.save_error(slug, task.name, message)
+                self._failed(f"{label}, {task.name}", message)
+                continue
+            if retries:
+                outcome.warnings.append(f"{retries} requests sent again after their connection failed")
+            whole = {**identity, "task": task.identity()}
+            source = dict(zip(("commit", "dirty"), provenance.commit()))
+            self.store.save(slug, task.name, whole, outcome, source)
+            error = "" if outcome.se is None else f" ± {outcome.se:.4f}"
+            self.display.say(f"{label}: {task.name} = {outcome.value:.4f}{error} (n = {outcome.n})")
+            for warning in outcome.warnings:
+                self.display.say(f"{label}: {task.name}: {warning}")
+
+    def record_reference(self, task: Any, client: Client, bench: Bench) -> None:
+        """Store what other methods are compared with; lets those that wait for it go on, whatever happens."""
+        try:
+            task.record_reference(client, bench)
+        except BaseException as error:
+            self.material.settle_reference(provenance.without_paths(f"the reference failed: {error}"))
+            raise
+        self.material.settle_reference()
+
+    # -- small things -------------------------------------------------------------------------------------
+
+    def _finished(self, slug: str, identity: dict[str, Any], task: Task) -> bool:
+        return self.store.finished(slug, task.name, {**identity, "task": task.identity()})
+
+    def _server_failed(self, spec: MethodSpec, reason: str, log: str) -> None:
+        message = provenance.without_paths(reason)
+        if not (self.store.runs(spec.slug) / "server.json").exists():
+            self.store.save_server(spec.slug, {"label": spec.label, **spec.calibration()})
+        self.store.save_error(spec.slug, "server", message, log)
+        self._failed(spec.label, message)
+
+    def _failed(self, what: str, message: str) -> None:
+        self.failures.append(f"{what}: {message}")
+        self.display.say(f"{what}: FAILED: {message}")
+
+
+def server_record(facts: ServerFacts) -> dict[str, Any]:
+    """Of a server, what a reader of the results needs: no paths, no moving counters."""
+    plain = asdict(facts)
+    plain["model_path"] = Path(facts.model_path).name
+    if facts.kv_quant:
+        kv = {name: value for name, value in facts.kv_quant.items() if name != "tiers"}
+        plain["kv_quant"] = {
+            name: provenance.without_paths(value) if isinstance(value, str) else value for name, value in kv.items()
+        }
+    plain |= {"method": facts.method, "allocated_bits": facts.allocated_bits, "pool_bits": round(facts.pool_bits, 3)}
+    kv_quant = plain["kv_quant"] or {}
+    plain |= {"calibration": kv_quant.get("rotations"), "seed": kv_quant.get("seed")}
+    plain["device_name"] = provenance.device_name(facts.device)
+    return plain
+
+
+def server_identity(url: str, label: str) -> tuple[dict[str, Any], ServerFacts]:
+    """Of a server that somebody else started: what decides the values, from what it tells."""
+    facts = Client(url).facts
+    record = server_record(facts)
+    # Sizes follow from the memory that happened to be free; they decide no value.
+    fixed = {
+        name: record[name] for name in ("version", "model_path", "kv_cache_dtype", "chunk", "method", "allocated_bits")
+    }
+    kept = ("rotations", "clip_k", "clip_v", "sink_tokens", "recent_tokens", "seed", "sha256")
+    fixed["kv_quant"] = {name: (record["kv_quant"] or {}).get(name) for name in kept}
+    return {"label": label, "server": digest(fixed), "method": record["method"]}, facts
+
+
+def _known(values: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if value is not None}

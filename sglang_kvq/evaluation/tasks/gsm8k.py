@@ -1,0 +1,123 @@
+"""GSM8K: grade-school mathematics, graded by the final number (Cobbe et al., arXiv 2110.14168)."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from decimal import Decimal, InvalidOperation
+from pathlib import Path
+from typing import Any
+
+from sglang_kvq.errors import KVQuantError
+from sglang_kvq.evaluation.base import Bench, Outcome, file_identity
+from sglang_kvq.evaluation.client import Client
+from sglang_kvq.evaluation.stats import mean_and_error
+from sglang_kvq.evaluation.tasks.humaneval import read_json_lines
+
+_NUMBER = r"-?\$?\d[\d,]*(?:\.\d+)?"
+
+
+@dataclass(frozen=True)
+class GSM8KTask:
+    """Settings.
+
+    Attributes:
+        path: test.jsonl.
+        train: the file whose first ``shots`` problems are the worked examples; not needed for none.
+        problems: only the first so many; 0 for all.
+        style: ``chat`` (examples as turns), ``completion`` (as text), or ``auto``: chat if there is a template.
+    """
+
+    path: Path | None
+    train: Path | None = None
+    shots: int = 8
+    problems: int = 200
+    style: str = "auto"
+    max_tokens: int = 400
+    name: str = "gsm8k"
+
+    def __post_init__(self) -> None:
+        if self.path is None:
+            raise KVQuantError("the gsm8k task needs its problems: --gsm8k test.jsonl.")
+        if self.shots and self.train is None:
+            raise KVQuantError(f"--gsm8k-shots {self.shots} needs --gsm8k-train FILE; or give --gsm8k-shots 0.")
+
+    def identity(self) -> dict[str, Any]:
+        return {
+            **file_identity(self.path),
+            "train": file_identity(self.train) if self.shots else None,
+            "shots": self.shots,
+            "problems": self.problems,
+            "style": self.style,
+            "max_tokens": self.max_tokens,
+        }
+
+    def run(self, client: Client, bench: Bench) -> Outcome:
+        problems = read_json_lines(self.path, ("question", "answer"))[: self.problems or None]
+        examples = read_json_lines(self.train, ("question", "answer"))[: self.shots] if self.shots else []
+        if len(examples) < self.shots:
+            raise KVQuantError(f"{self.train}: {len(examples)} problems, but --gsm8k-shots is {self.shots}.")
+        style = self.style if self.style != "auto" else ("chat" if client.has_chat_template else "completion")
+
+        def solve(problem: dict[str, Any]) -> dict[str, Any]:
+            if style == "chat":
+                answer = client.chat(conversation(examples, problem["question"]), self.max_tokens)
+            else:
+                answer = client.complete(document(examples, problem["question"]), self.max_tokens, ["\nQuestion:"])
+            found, wanted = final_number(answer.text), final_number(problem["answer"])
+            if wanted is None:
+                raise KVQuantError(f"{self.path.name}: an answer without a number: {problem['answer'][-60:]!r}")
+            return {
+                "passed": found == wanted,
+                "found": None if found is None else f"{found:f}",
+                "wanted": f"{wanted:f}",
+                "complete": answer.complete,
+            }
+
+        solved = bench.map(solve, problems)
+        items = [int(one["passed"]) for one in solved]
+        value, se = mean_and_error(items)
+        cut = sum(not one["complete"] for one in solved)
+        return Outcome(
+            value,
+            se,
+            len(items),
+            {"gsm8k": value, "gsm8k_se": se, "gsm8k_n": len(items)},
+            {"style": style, "items": items, "cut_off_answers": cut, "problems": solved},
+        )
+
+
+def worked(answer: str) -> str:
+    """A worked answer without the calculator's annotations, ``<<16-3=13>>``."""
+    return re.sub(r"<<.*?>>", "", answer)
+
+
+def document(examples: list[dict[str, Any]], question: str) -> str:
+    shown = "".join(f"Question: {one['question']}\nAnswer: {worked(one['answer'])}\n\n" for one in examples)
+    return f"{shown}Question: {question}\nAnswer:"
+
+
+def conversation(examples: list[dict[str, Any]], question: str) -> list[dict[str, str]]:
+    ask = "Solve the problem step by step. End with the answer alone on a line, as in: #### 42\n\n"
+    turns = []
+    for one in examples:
+        turns += [
+            {"role": "user", "content": ask + one["question"]},
+            {"role": "assistant", "content": worked(one["answer"])},
+        ]
+    return [*turns, {"role": "user", "content": ask + question}]
+
+
+def final_number(text: str) -> Decimal | None:
+    """The number after the first ``####``, else the last one: the data set's convention and the usual fallback.
+
+    A few-shot model may go on to further problems after its answer, hence the first.
+    """
+    marked = re.search(rf"####\s*({_NUMBER})", text)
+    found = [marked.group(1)] if marked else re.findall(_NUMBER, text)
+    if not found:
+        return None
+    try:
+        return Decimal(re.sub(r"[$,]", "", found[-1])).normalize()
+    except InvalidOperation:
+        return None

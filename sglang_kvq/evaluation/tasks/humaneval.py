@@ -1,0 +1,133 @@
+"""HumanEval pass@1, greedy (Chen et al., arXiv 2107.03374): the model completes functions, tests run in a sandbox."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import re
+import threading
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from sglang_kvq.errors import KVQuantError
+from sglang_kvq.evaluation import sandbox
+from sglang_kvq.evaluation.base import Bench, Outcome, file_identity
+from sglang_kvq.evaluation.client import Client
+from sglang_kvq.evaluation.stats import mean_and_error
+
+#: Where a completed function ends (the same paper, section 2.1, and a new fence).
+STOP = ("\nclass ", "\ndef ", "\n#", "\nif ", "\nprint", "\n```", "\nassert ")
+#: One for all servers: programs are measured in CPU seconds.
+_CORES = threading.Semaphore(max(1, os.cpu_count() or 1))
+
+
+@dataclass(frozen=True)
+class HumanEvalTask:
+    """Settings.
+
+    Attributes:
+        path: HumanEval.jsonl or .jsonl.gz.
+        problems: only the first so many; 0 for all.
+        style: ``chat`` asks an instruct model for the whole function; ``completion`` lets a base or coder model go on;
+            ``auto`` is chat if the model has a template.
+    """
+
+    path: Path | None
+    problems: int = 0
+    style: str = "auto"
+    max_tokens: int = 768
+    limits: sandbox.Limits = sandbox.Limits()
+    allow_unsandboxed: bool = False
+    name: str = "humaneval"
+
+    def __post_init__(self) -> None:
+        if self.path is None:
+            raise KVQuantError("the humaneval task needs its problems: --humaneval HumanEval.jsonl.gz.")
+
+    def identity(self) -> dict[str, Any]:
+        return {
+            **file_identity(self.path),
+            "problems": self.problems,
+            "style": self.style,
+            "max_tokens": self.max_tokens,
+            "limits": asdict(self.limits),
+        }
+
+    def run(self, client: Client, bench: Bench) -> Outcome:
+        warning = sandbox.require(self.allow_unsandboxed)
+        problems = read_json_lines(self.path, ("task_id", "prompt", "entry_point", "test"))
+        problems = problems[: self.problems or None]
+        style = self.style if self.style != "auto" else ("chat" if client.has_chat_template else "completion")
+
+        def solve(problem: dict[str, Any]) -> dict[str, Any]:
+            if style == "chat":
+                answer = client.chat([{"role": "user", "content": question(problem)}], self.max_tokens)
+                code = extract(answer.text, problem)
+            else:
+                answer = client.complete(problem["prompt"], self.max_tokens, STOP)
+                code = problem["prompt"] + answer.text
+            with _CORES:
+                verdict = sandbox.run(f"{code}\n\n{problem['test']}\n\ncheck({problem['entry_point']})", self.limits)
+            return {
+                "task_id": problem["task_id"],
+                "passed": verdict.passed,
+                "reason": verdict.reason,
+                "complete": answer.complete,
+            }
+
+        solved = bench.map(solve, problems)
+        items = [int(one["passed"]) for one in solved]
+        value, se = mean_and_error(items)
+        cut = sum(not one["complete"] for one in solved)
+        return Outcome(
+            value,
+            se,
+            len(items),
+            {"humaneval": value, "humaneval_se": se, "humaneval_n": len(items)},
+            {"style": style, "items": items, "cut_off_answers": cut, "problems": solved},
+            [warning] if warning else [],
+        )
+
+
+def question(problem: dict[str, Any]) -> str:
+    return (
+        "Complete the following Python function. Answer with the whole function, its imports included, in one "
+        f"```python block.\n\n```python\n{problem['prompt'].rstrip()}\n```"
+    )
+
+
+def extract(answer: str, problem: dict[str, Any]) -> str:
+    """The program in a chat model's answer.
+
+    The first fenced block that defines the function, else the first block, else the whole answer as it is. What
+    stands before the function in the problem (imports, helpers) is put before it; a block without the function is
+    taken for its body.
+    """
+    # A block that the token limit cut off has no closing fence.
+    blocks = re.findall(r"```[^\n`]*\n(.*?)(?:\n[ \t]*```|$)", answer, re.DOTALL)
+    heading = re.compile(rf"^[ \t]*(async )?def {re.escape(problem['entry_point'])}\b", re.MULTILINE)
+    code = next((block for block in blocks if heading.search(block)), blocks[0] if blocks else answer)
+    if heading.search(code):
+        return f"{heading.split(problem['prompt'])[0]}\n{code}"
+    return problem["prompt"] + code
+
+
+def read_json_lines(path: Path, fields: tuple[str, ...]) -> list[dict[str, Any]]:
+    """The objects of a .jsonl file, which may be gzipped.
+
+    Raises:
+        KVQuantError: not readable, empty, or a line without one of ``fields``.
+    """
+    try:
+        data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+        objects = [json.loads(line) for line in data.decode().splitlines() if line.strip()]
+    except (OSError, EOFError, ValueError) as error:
+        raise KVQuantError(f"{path}: not readable as JSON lines ({error}).") from error
+    for number, one in enumerate(objects, 1):
+        if not isinstance(one, dict) or any(name not in one for name in fields):
+            raise KVQuantError(f"{path}: object {number} lacks one of the fields {', '.join(fields)}.")
+    if not objects:
+        raise KVQuantError(f"{path}: no objects in it.")
+    return objects

@@ -1,0 +1,162 @@
+"""Needle in a haystack: a random number hidden in filler text, asked for at its end, by length and depth."""
+
+from __future__ import annotations
+
+import random
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from sglang_kvq.errors import KVQuantError
+from sglang_kvq.evaluation.base import Bench, Outcome, file_identity, read_text
+from sglang_kvq.evaluation.client import Client
+from sglang_kvq.evaluation.stats import mean_and_error
+from sglang_kvq.evaluation.tasks.kl import room
+
+CITIES = ("Lisbon", "Nairobi", "Oslo", "Lima", "Kyoto", "Dublin", "Havana", "Riga", "Hanoi", "Quito")
+#: Tokens of answer, question, needle and chat template, left free beside the filler.
+RESERVED = 160
+ANSWER_TOKENS = 32
+
+
+@dataclass(frozen=True)
+class NeedleTask:
+    """Settings.
+
+    Attributes:
+        text: file with the filler; it may be any text without numbers of seven digits.
+        skip: share of it to leave out at its beginning.
+        lengths: tokens of a whole request; those longer than the server takes are left out.
+        depths: percent of the filler before the needle.
+        trials: needles per cell, each with its own number and filler.
+        style: ``chat``, ``completion``, or ``auto``: chat if the model has a template.
+    """
+
+    text: Path | None
+    skip: float = 0.0
+    lengths: tuple[int, ...] = (2048, 4096, 8192, 16384, 32768)
+    depths: tuple[float, ...] = (0, 25, 50, 75, 100)
+    trials: int = 1
+    style: str = "auto"
+    seed: int = 0
+    name: str = "needle"
+
+    def __post_init__(self) -> None:
+        if self.text is None:
+            raise KVQuantError("the needle task needs filler text: --text FILE or --needle-text FILE.")
+        if not self.lengths or min(self.lengths) < 2 * RESERVED:
+            raise KVQuantError(f"--needle-lengths {self.lengths}: each at least {2 * RESERVED} tokens.")
+        if not self.depths or not all(0 <= depth <= 100 for depth in self.depths) or self.trials < 1:
+            raise KVQuantError(f"--needle-depths {self.depths}: percentages from 0 to 100; --needle-trials at least 1.")
+
+    def identity(self) -> dict[str, Any]:
+        return {
+            "text": file_identity(self.text),
+            "skip": self.skip,
+            "lengths": list(self.lengths),
+            "depths": list(self.depths),
+            "trials": self.trials,
+            "style": self.style,
+            "seed": self.seed,
+        }
+
+    def run(self, client: Client, bench: Bench) -> Outcome:
+        style = self.style if self.style != "auto" else ("chat" if client.has_chat_template else "completion")
+        fitting = [length for length in self.lengths if length <= room(client)]
+        left_out = [length for length in self.lengths if length not in fitting]
+        if not fitting:
+            raise KVQuantError(
+                f"no length fits: --needle-lengths {self.lengths}, but the server takes {room(client)} tokens."
+            )
+        key = {**file_identity(self.text), "skip": self.skip}
+        ids = bench.material.tokens(key, lambda: read_text(self.text, self.skip), client)
+        if len(ids) < max(fitting):
+            raise KVQuantError(
+                f"{self.text.name}: {len(ids)} tokens after --text-skip {self.skip}, but a haystack of {max(fitting)} "
+                "needs as many; give a longer text or shorter --needle-lengths."
+            )
+        cells = [(n, depth, trial) for n in fitting for depth in self.depths for trial in range(self.trials)]
+
+        def ask(cell: tuple[int, float, int]) -> dict[str, Any]:
+            length, depth, trial = cell
+            needle = Needle.draw(f"{self.seed}/{length}/{depth}/{trial}")
+            start = needle.random.randrange(len(ids) - length + 1)
+            haystack = self._haystack(bench, client, ids[start : start + length - RESERVED], depth, needle)
+            if style == "chat":
+                answer = client.chat([{"role": "user", "content": f"{haystack}\n\n{needle.question}"}], ANSWER_TOKENS)
+            else:
+                answer = client.complete(f"{haystack}\n\n{needle.unfinished}", ANSWER_TOKENS, stop=["\n"])
+            return {
+                "length": length,
+                "depth": depth,
+                "passed": needle.found_in(answer.text),
+                "prompt_tokens": answer.prompt_tokens,
+                "answer": answer.text[:80],
+            }
+
+        asked = bench.map(ask, cells)
+        return self._outcome(asked, style, fitting, left_out)
+
+    def _haystack(self, bench: Bench, client: Client, ids: np.ndarray, depth: float, needle: Needle) -> str:
+        text = bench.material.text(ids, client)
+        at = int(len(text) * depth / 100)
+        # Between words: at the next space, unless there is none.
+        at = text.find(" ", at) if " " in text[at:] else len(text)
+        return f"{text[:at]} {needle.sentence}{text[at:]}"
+
+    def _outcome(self, asked: list[dict[str, Any]], style: str, fitting: list[int], left_out: list[int]) -> Outcome:
+        row: dict[str, Any] = {}
+        for length in self.lengths:
+            passed = [float(one["passed"]) for one in asked if one["length"] == length]
+            column = f"needle_{short(length)}"
+            row[column], row[f"{column}_se"] = mean_and_error(passed) if passed else (None, None)
+        grid = [
+            [
+                mean_and_error([float(c["passed"]) for c in asked if (c["length"], c["depth"]) == (length, depth)])[0]
+                for length in fitting
+            ]
+            for depth in self.depths
+        ]
+        value, se = mean_and_error([float(one["passed"]) for one in asked])
+        row |= {"needle": value, "needle_se": se, "needle_n": len(asked)}
+        row["needle_grid"] = {"lengths": fitting, "depths": list(self.depths), "passed": grid}
+        details = {"style": style, "asked": asked, "items": [int(one["passed"]) for one in asked]}
+        warnings = [f"no haystack of {length} tokens: longer than the server takes" for length in left_out]
+        return Outcome(value, se, len(asked), row, details, warnings)
+
+
+class Needle:
+    """A number of seven digits that belongs to a city."""
+
+    def __init__(self, city: str, number: int, source: random.Random) -> None:
+        self.city, self.number, self.random = city, number, source
+
+    @classmethod
+    def draw(cls, seed: str) -> Needle:
+        source = random.Random(seed)
+        return cls(source.choice(CITIES), source.randrange(1_000_000, 10_000_000), source)
+
+    @property
+    def sentence(self) -> str:
+        return f"The magic number of {self.city} is {self.number}."
+
+    @property
+    def question(self) -> str:
+        return f"What is the magic number of {self.city} that the text above mentions? Answer with the number only."
+
+    @property
+    def unfinished(self) -> str:
+        return f"As the text above says, the magic number of {self.city} is"
+
+    def found_in(self, answer: str) -> bool:
+        """Whether the first number of the answer is exactly this one; thousands separators do not matter."""
+        found = re.search(r"\d[\d,]*", answer)
+        return bool(found) and found.group().replace(",", "") == str(self.number)
+
+
+def short(length: int) -> str:
+    """16384 as 16k, 1500 as it is."""
+    return f"{length // 1024}k" if length % 1024 == 0 else str(length)

@@ -1,0 +1,30 @@
+"""``kvq eval`` as a subcommand of the typer app: all words go to the command's own parser."""
+
+from __future__ import annotations
+
+import click
+import typer
+from typer.core import TyperCommand
+
+
+class _Words(TyperCommand):
+    """Takes every word as it is, ``--`` and ``--help`` too."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        ctx.args = list(args)
+        return ctx.args
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+
+    @app.command("eval", cls=_Words, add_help_option=False)
+    def evaluate(ctx: typer.Context) -> None:
+        """Compare methods on one model through running servers (kvq eval --help)."""
+        from sglang_kvq.evaluation.command import main
+
+        try:
+            status = main(ctx.args)
+        except KeyboardInterrupt:
+            status = 130
+        raise typer.Exit(status)

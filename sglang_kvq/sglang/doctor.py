@@ -1,0 +1,134 @@
+"""``kvq doctor``: whether ``--kv-quant`` can work in this environment, one line per check."""
+
+from __future__ import annotations
+
+import os
+import platform
+import warnings
+from collections.abc import Callable, Iterator
+from importlib import import_module, metadata
+from importlib.util import find_spec
+from pathlib import Path
+
+from sglang_kvq.errors import KVQuantError
+from sglang_kvq.sglang import compat, hooks
+
+PLUGIN_GROUP, PLATFORM_GROUP = "sglang.srt.plugins", "sglang.srt.platforms"
+ENTRY_POINT = "kvq"
+
+
+class Failed(Exception):
+    """A check that failed; the message says what is wrong and the fix."""
+
+
+def diagnose() -> Iterator[tuple[str, bool, str]]:
+    """Run every check: its name, whether it passed, and what was found. Later ones run whatever earlier ones found."""
+    for name, check in CHECKS.items():
+        try:
+            yield name, True, check()
+        except Exception as error:  # whatever breaks in a broken environment is what this command reports
+            known = isinstance(error, (Failed, KVQuantError))
+            yield name, False, str(error) if known else f"{type(error).__name__}: {error}"
+
+
+def report(show: Callable[[str], None] = print) -> int:
+    """Show one line per check and return the exit status: 1 if any failed."""
+    failed = 0
+    for name, passed, text in diagnose():
+        failed += not passed
+        show(f"{'ok  ' if passed else 'FAIL'} {name}: {text}")
+    show(f"{failed} of {len(CHECKS)} checks failed" if failed else f"all {len(CHECKS)} checks passed")
+    return int(failed > 0)
+
+
+def versions() -> str:
+    import sglang_kvq
+
+    return f"{sglang_kvq.__version__} in {Path(sglang_kvq.__file__).parent}, Python {platform.python_version()}"
+
+
+def torch_and_gpus() -> str:
+    import torch
+
+    if not torch.cuda.is_available():
+        # As the server's own tests do: on a machine without a GPU SGLang can only be imported for its CPU engine.
+        os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
+        return f"{torch.__version__}, no CUDA GPU: only tests and the demo run here"
+    found = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+    names = ", ".join(f"{gpu.name} (sm_{gpu.major}{gpu.minor}, {gpu.total_memory / 2**30:.0f} GiB)" for gpu in found)
+    return f"{torch.__version__}, {names}"
+
+
+def triton() -> str:
+    version = import_module("triton").__version__
+    for name in ("decode", "quantise", "gather", "rotate", "store", "merge"):
+        import_module(f"sglang_kvq.kernels.{name}")
+    return f"{version}, the kernels can be imported"
+
+
+def other_kernels() -> str:
+    """SGLang's kernels wheel has a module ``triton_kernels``; our folder of that name must not take its place."""
+    if find_spec("triton_kernels") is None:
+        return "no top-level module of that name, so none is hidden"
+    ours = Path(import_module("sglang_kvq.kernels").__file__).parent
+    found = [Path(path) for path in import_module("triton_kernels").__path__]
+    if any(path.resolve() == ours.resolve() for path in found):
+        raise Failed(f"{ours} is installed under that name and hides the one of SGLang's kernels; reinstall sglang-kvq.")
+    return f"{', '.join(map(str, found)) or 'none but this folder, which stands aside'}"
+
+
+def plugin_is_visible() -> str:
+    for group in (PLUGIN_GROUP, PLATFORM_GROUP):
+        found = [e for e in metadata.entry_points(group=group) if e.name == ENTRY_POINT]
+        if not found:
+            raise Failed(f"no entry point {ENTRY_POINT} in group {group}; pip install sglang-kvq in this environment.")
+        found[0].load()
+    allowed = {name.strip() for name in os.environ.get("SGLANG_PLUGINS", "").split(",") if name.strip()}
+    if allowed and ENTRY_POINT not in allowed:
+        raise Failed(f"SGLANG_PLUGINS={os.environ['SGLANG_PLUGINS']} leaves it out; add {ENTRY_POINT}, or unset it.")
+    if os.environ.get("SGLANG_PLATFORM", ENTRY_POINT) not in ("", ENTRY_POINT):
+        raise Failed(f"SGLANG_PLATFORM={os.environ['SGLANG_PLATFORM']} makes SGLang skip this plugin; unset it.")
+    return f"entry point {ENTRY_POINT} in {PLUGIN_GROUP} and {PLATFORM_GROUP}"
+
+
+def sglang_release() -> str:
+    try:
+        version = compat.sglang_version()
+    except metadata.PackageNotFoundError:
+        raise Failed("not installed in this environment; pip install 'sglang-kvq[sglang]', or use SGLang's image.") from None
+    if not compat.is_supported(version):
+        raise Failed(f"{version} is not supported; install one of {' and '.join(compat.SUPPORTED)}.")
+    return str(version)
+
+
+def sglang_symbols() -> str:
+    table = hooks.for_release(compat.sglang_version())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # SGLang's modules tell what this machine lacks, needed or not
+        wrong = hooks.problems(table)
+    if wrong:
+        raise Failed("\n  ".join([f"{len(wrong)} of {len(table)} are not as expected:", *wrong]))
+    return f"all {len(table)} are as expected"
+
+
+def shipped_rotations() -> str:
+    from sglang_kvq.rotations.files import CONFIG_FILE, read_rotations
+    from sglang_kvq.rotations.zoo import zoo_folder
+
+    folders = sorted(path.parent for path in zoo_folder().glob(f"*/{CONFIG_FILE}"))
+    for folder in folders:
+        read_rotations(folder)  # hash and orthogonality
+    return f"{', '.join(folder.name for folder in folders)}: undamaged"
+
+
+#: In the order shown. ``torch_and_gpus`` comes before SGLang is imported: it chooses the engine.
+CHECKS: dict[str, Callable[[], str]] = {
+    "sglang-kvq": versions,
+    "torch": torch_and_gpus,
+    "triton": triton,
+    "triton_kernels": other_kernels,
+    "plugin": plugin_is_visible,
+    "SGLang": sglang_release,
+    "SGLang's symbols": sglang_symbols,
+    "rotations": shipped_rotations,
+}

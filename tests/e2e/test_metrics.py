@@ -1,0 +1,73 @@
+"""``GET /metrics``: SGLang's own figures stay true with ``--kv-quant``, and the tiers have theirs beside them."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import requests
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.e2e.client import Client
+from tests.e2e.test_serving import STRICT
+
+FLAGS = ("--kv-quant", "hadamard", "--kv-quant-recent", "64", "--enable-metrics", "--decode-log-interval", "4")
+TOKENS = 4096
+
+
+@pytest.fixture
+def client(servers) -> Client:
+    client = Client(servers(*FLAGS, env=STRICT))
+    client.flush()
+    return client
+
+
+def scrape(client: Client) -> dict[str, float]:
+    """Values by name, with the tier in brackets where there is one; there is one worker."""
+    response = requests.get(f"{client.url}/metrics", timeout=60)
+    assert response.status_code == 200
+    found = {}
+    for family in text_string_to_metric_families(response.text):
+        for sample in family.samples:
+            tier = sample.labels.get("tier")
+            found[f"{sample.name}[{tier}]" if tier else sample.name] = sample.value
+    return found
+
+
+def eventually(client: Client, holds, timeout: float = 60) -> dict[str, float]:
+    """The first scrape for which ``holds(values)``; SGLang writes its figures every few steps and when it turns idle."""
+    deadline = time.time() + timeout
+    while not holds(values := scrape(client)):
+        assert time.time() < deadline, {k: v for k, v in values.items() if "token" in k or "kvq" in k}
+        time.sleep(0.2)
+    return values
+
+
+def test_figures_of_a_running_request_and_of_an_idle_server(client):
+    written = scrape(client).get("sglang_kvq:quantized_pages_total", 0)
+    prompt = list(range(200, 900))
+    job = threading.Thread(target=client.generate, args=(prompt, 60))
+    job.start()
+    busy = eventually(client, lambda v: v.get("sglang:num_running_reqs") == 1 and v["sglang:decode_sum_seq_lens"] > 716)
+    # 700 tokens and those decoded so far lie in 12 pages; SGLang counts whole pages.
+    assert busy["sglang:num_used_tokens"] == busy["sglang:kv_used_tokens"] == 768
+    assert busy["sglang:token_usage"] == pytest.approx(768 / TOKENS, abs=0.006)  # rounded by some releases
+    assert busy["sglang:kv_available_tokens"] + busy["sglang:kv_used_tokens"] + busy["sglang:kv_evictable_tokens"] == TOKENS
+    job.join()
+
+    # Pages 1 to 9 of 12 left the window: the prefill quantised most, the decode steps the others. On a GPU our figures
+    # are one report late, and an idle server reports every 30 seconds.
+    name = "sglang_kvq:quantized_pages_total"
+    idle = eventually(client, lambda v: v["sglang:num_running_reqs"] == 0 and v[name] - written == 9, timeout=100)
+    assert idle["sglang:kv_used_tokens"] == 0 and idle["sglang:token_usage"] == 0
+    assert idle["sglang:kv_evictable_tokens"] == 704  # the whole pages of 759 stored tokens
+    assert idle["sglang:kv_available_tokens"] == TOKENS - 704
+
+    state = client.state()
+    assert idle["sglang_kvq:bits_per_element"] == pytest.approx(state["bits_per_element"], abs=1e-3)
+    assert idle["sglang_kvq:pool_tokens[int2]"] == state["tokens"] == TOKENS
+    assert idle["sglang_kvq:pool_tokens[bf16]"] == state["bf16_pages"] * 64
+    assert idle["sglang_kvq:held_tokens[int2]"] == state["tiers"]["int2_tokens"]
+    assert idle["sglang_kvq:held_tokens[bf16]"] == state["tiers"]["bf16_tokens"]
+    assert idle["sglang_kvq:held_tokens[int2]"] == 9 * 64

@@ -1,0 +1,179 @@
+"""A stand-in for SGLang's HTTP server with a "model" of formulas: in this process, or started as a script.
+
+It takes the flags of the real one that matter here. Tokens are characters. ``--kv-quant`` disturbs the logits, more or
+less by method, so that divergences have a known order.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import numpy as np
+
+VOCAB = 256
+NOISE = {"none": 0.0, "oscar": 0.2, "hadamard": 0.5, "int2": 1.5}
+
+
+def log_probs(ids: list[int], method: str) -> np.ndarray:
+    """float64 ``[len(ids), VOCAB]``: row i is the distribution after token i."""
+    tokens = np.array(ids)[:, None] + np.arange(len(ids))[:, None] % 7
+    vocab = np.arange(VOCAB)[None]
+    logits = 4 * np.sin(tokens * 12.9898 + vocab * 78.233) + NOISE[method] * np.cos(tokens * 3.7 + vocab * 5.1)
+    return logits - np.log(np.exp(logits).sum(1, keepdims=True))
+
+
+class FakeServer:
+    """Listens while the ``with`` block lasts.
+
+    Args:
+        method: ``none`` or a method of ``NOISE``.
+        fail: how many of the next requests to drop without an answer.
+        nan: log-probabilities that are not numbers, which JSON has as null.
+        template: whether chat works.
+    """
+
+    def __init__(self, method="none", *, port=0, context=4096, chunk=128, fail=0, nan=False, template=True):
+        self.method, self.context, self.chunk = method, context, chunk
+        self.fail, self.nan, self.template = fail, nan, template
+        self.requests: list[tuple[str, dict | None]] = []
+        fake = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def answer(self, body):
+                fake.requests.append((self.path, body))
+                if fake.fail and self.path not in ("/health", "/server_info", "/v1/models"):
+                    fake.fail -= 1
+                    return self.connection.close()
+                try:
+                    status, content = 200, fake.respond(self.path, body)
+                except ValueError as error:
+                    status, content = 400, {"error": {"message": str(error)}}
+                data = json.dumps(content).encode()
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(data)))
+                self.end_headers()
+                self.wfile.write(data)
+
+            def do_GET(self):
+                self.answer(None)
+
+            def do_POST(self):
+                self.answer(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+
+            def log_message(self, *words):
+                pass
+
+        self.http = ThreadingHTTPServer(("127.0.0.1", port), Handler)
+        self.url = f"http://127.0.0.1:{self.http.server_port}"
+
+    def __enter__(self):
+        threading.Thread(target=self.http.serve_forever, daemon=True).start()
+        return self
+
+    def __exit__(self, *exc):
+        self.http.shutdown()
+        self.http.server_close()
+
+    def asked(self, path):
+        return [body for where, body in self.requests if where == path]
+
+    # -- the API ------------------------------------------------------------------------------------------
+
+    def respond(self, path, body):
+        if path == "/health":
+            return {}
+        if path == "/server_info":
+            kv_quant = {
+                "method": self.method,
+                "rotations": "/somewhere/on/this/machine/wiki",
+                "record_bits_per_element": 2.5,
+                "bits_per_element": 2.9,
+                "tiers": {"bf16_tokens": 0},
+            }
+            state = {"kv_quant": kv_quant} if self.method != "none" else {}
+            return {
+                "version": "0.5.23",
+                "model_path": "/models/fake",
+                "device": "cpu",
+                "kv_cache_dtype": "auto",
+                "chunked_prefill_size": self.chunk,
+                "max_total_num_tokens": 100_000,
+                "internal_states": [state],
+            }
+        if path == "/v1/models":
+            return {"data": [{"id": "fake", "max_model_len": self.context}]}
+        if path == "/tokenize":
+            return {"tokens": [ord(c) % VOCAB for c in body["prompt"]]}
+        if path == "/detokenize":
+            return {"text": "".join(map(chr, body["tokens"]))}
+        if path == "/generate":
+            return self.generate(body)
+        if path == "/v1/completions":
+            return self.text("text", answer_to(body["prompt"]), len(body["prompt"]))
+        if path == "/v1/chat/completions":
+            if not self.template:
+                raise ValueError("tokenizer.chat_template is not set")
+            prompt = body["messages"][-1]["content"]
+            return self.text("message", {"content": answer_to(prompt)}, len(prompt))
+        raise ValueError(f"no {path}")
+
+    def die(self, body):
+        """What a crash looks like: no answer, and soon no server."""
+        print("RuntimeError: out of memory", flush=True)
+        os._exit(3)
+
+    @staticmethod
+    def text(field, value, prompt_tokens):
+        return {"choices": [{field: value, "finish_reason": "stop"}], "usage": {"prompt_tokens": prompt_tokens}}
+
+    def generate(self, body):
+        ids, start, top = body["input_ids"], body["logprob_start_len"], body["top_logprobs_num"]
+        if len(ids) >= self.context:
+            raise ValueError(f"The input ({len(ids)} tokens) is longer than the model's context length")
+        after = log_probs(ids, self.method)
+        own, tops = [[None, ids[start], None]], [None]
+        for place in range(start + 1, len(ids)):
+            row = after[place - 1]
+            own.append([None if self.nan else float(row[ids[place]]), ids[place], None])
+            tops.append([[float(row[t]), int(t), None] for t in np.argsort(-row)[:top]])
+        return {"meta_info": {"input_token_logprobs": own, "input_top_logprobs": tops}}
+
+
+def answer_to(prompt: str) -> str:
+    """A model that finds needles, adds numbers in Python, and answers 42 to all of mathematics."""
+    if city := re.search(r"magic number of (\w+) (?:that|is$)", prompt):
+        found = re.search(rf"magic number of {city.group(1)} is ([\d]+)", prompt)
+        return f"It is {found.group(1)}." if found else "I do not know."
+    if "def add" in prompt:
+        return (
+            "Here it is:\n```python\ndef add(a, b):\n    return a + b\n```\n"
+            if "```" in prompt
+            else "    return a + b\n"
+        )
+    if "def broken" in prompt:
+        return "```python\ndef broken(a):\n    while True: pass\n```"
+    return "Let me see. 40 + 2 = 42.\n#### 42"
+
+
+def main(words: list[str]) -> None:
+    flags = dict(zip(words[::2], words[1::2]))
+    method = flags.get("--kv-quant", "none")
+    if flags.get("--fail") == method:
+        print("loading\nsglang-kvq: no rotations for this model: use --kv-quant hadamard.")
+        sys.exit(1)
+    if flags.get("--hang") == method:
+        FakeServer.generate = lambda self, body: time.sleep(600)
+    if flags.get("--crash") == method:
+        FakeServer.generate = FakeServer.die
+    server = FakeServer(method, port=int(flags["--port"]), chunk=int(flags["--chunked-prefill-size"]))
+    server.http.serve_forever()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,46 @@
+"""Requests that fail: which are sent again, and what the user is told."""
+
+from __future__ import annotations
+
+import pytest
+
+from sglang_kvq.errors import KVQuantError
+from sglang_kvq.evaluation.client import Client, RequestRefused
+from tests.evaluation.fake_server import FakeServer
+
+
+def test_dropped_connections_are_tried_again_and_counted():
+    with FakeServer(fail=2) as server:
+        client = Client(server.url, pause=0.01)
+        assert client.complete("2 + 2?", 8).text.endswith("42")
+        assert client.retries == 2
+
+
+def test_three_times_is_enough():
+    with FakeServer(fail=3) as server, pytest.raises(RequestRefused, match="/v1/completions"):
+        Client(server.url, pause=0.01).complete("x", 8)
+
+
+def test_an_error_status_is_not_tried_again():
+    with FakeServer(template=False) as server:
+        client = Client(server.url, pause=0.01)
+        with pytest.raises(RequestRefused, match="400.*chat_template"):
+            client.chat([{"role": "user", "content": "x"}], 8)
+        assert len(server.requests) == 1 and client.retries == 0
+        assert client.has_chat_template is False
+
+
+def test_nobody_there():
+    with pytest.raises(KVQuantError, match="refused"):
+        Client("http://127.0.0.1:9", attempts=1).facts
+    with pytest.raises(KVQuantError, match="give a URL"):
+        Client("localhost:30000")
+
+
+def test_facts():
+    with FakeServer("oscar", chunk=-1) as server:
+        facts = Client(server.url).facts
+    assert (facts.method, facts.allocated_bits, facts.pool_bits, facts.chunk) == ("oscar", 2.5, 2.9, None)
+    with FakeServer() as server:
+        facts = Client(server.url).facts
+    assert (facts.method, facts.allocated_bits, facts.context_length) == ("none", 16.0, 4096)

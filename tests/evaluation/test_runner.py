@@ -1,0 +1,241 @@
+"""Whole runs of the command, with fake servers that it starts itself."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from sglang_kvq.errors import KVQuantError
+from sglang_kvq.evaluation.command import main
+from tests.evaluation.fake_server import FakeServer
+
+FAKE = f"{sys.executable} {Path(__file__).with_name('fake_server.py')}"
+
+
+def words(text: Path, out: Path, *more: str, command: str = FAKE) -> list[str]:
+    settings = [
+        "--text",
+        str(text),
+        "--kl-lengths",
+        "200x3",
+        "--kl-first",
+        "50",
+        "--kl-top",
+        "16",
+        "--start-timeout",
+        "60",
+    ]
+    return ["--model", "models/Fake-1B", "--out", str(out), "--server-command", command, *settings, *more]
+
+
+@pytest.fixture(autouse=True)
+def no_hub(monkeypatch):
+    """The model's name leads nowhere, so its tokeniser is the server's."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+
+
+def rows(out: Path) -> dict[str, dict]:
+    content = json.loads((out / "accuracy_fake-1b.json").read_text())
+    return {row["method"]: row for row in content["rows"]}
+
+
+def test_methods_are_compared_and_a_second_run_does_nothing(text, tmp_path, capsys):
+    out = tmp_path / "out"
+    assert main(words(text, out, "--methods", "hadamard,oscar,int2")) == 0
+    found = rows(out)
+    assert list(found)[0] == "none" and set(found) == {"none", "oscar", "hadamard", "int2"}
+    assert found["none"]["kl"] < found["oscar"]["kl"] < found["hadamard"]["kl"] < found["int2"]["kl"]
+    assert (found["none"]["allocated_bits"], found["oscar"]["allocated_bits"], found["oscar"]["pool_bits"]) == (
+        16,
+        2.5,
+        2.9,
+    )
+    assert found["oscar"]["needle_16k"] is None and found["oscar"]["calibration"] == "wiki"
+    before = {path: path.stat().st_mtime_ns for path in out.glob("runs/*/kl.json")}
+    begin = time.monotonic()
+    assert main(words(text, out, "--methods", "hadamard,oscar,int2", command="false")) == 0
+    assert time.monotonic() - begin < 5
+    assert before == {path: path.stat().st_mtime_ns for path in out.glob("runs/*/kl.json")}
+    assert "already measured" in capsys.readouterr().err
+
+
+def test_a_method_that_does_not_start_costs_only_itself(text, tmp_path, capsys):
+    out = tmp_path / "out"
+    assert main(words(text, out, "--methods", "oscar,hadamard", "--", "--fail", "oscar")) == 1
+    found = rows(out)
+    assert found["hadamard"]["kl"] > 0 and found["oscar"]["kl"] is None
+    assert "no rotations for this model: use --kv-quant hadamard" in found["oscar"]["error"]
+    assert "not measured" in capsys.readouterr().out
+    # With the cause gone, the next run makes good what is missing.
+    (out / "runs" / "none" / "kl.json").unlink()
+    assert main(words(text, out, "--methods", "oscar,hadamard", "--overwrite")) == 0
+    assert rows(out)["oscar"]["error"] is None and rows(out)["oscar"]["kl"] > 0
+
+
+def test_a_server_that_crashes_costs_only_its_method(text, tmp_path, monkeypatch):
+    monkeypatch.setattr("time.sleep", lambda seconds, sleep=time.sleep: sleep(min(seconds, 0.1)))
+    out = tmp_path / "out"
+    assert main(words(text, out, "--methods", "oscar,hadamard", "--", "--crash", "oscar")) == 1
+    found = rows(out)
+    assert found["hadamard"]["kl"] > 0 and found["oscar"]["kl"] is None
+    assert "code 3: RuntimeError: out of memory" in found["oscar"]["error"]
+    assert found["oscar"]["allocated_bits"] == 2.5
+
+
+def test_an_interrupted_run_stops_its_servers_and_goes_on_later(text, tmp_path):
+    out = tmp_path / "out"
+    command = [sys.executable, "-m", "sglang_kvq.evaluation", *words(text, out, "--methods", "oscar,hadamard")]
+    run = subprocess.Popen([*command, "--", "--hang", "hadamard"], stderr=subprocess.PIPE, text=True)
+    for line in run.stderr:
+        if "hadamard: kl" in line:
+            break
+    run.send_signal(signal.SIGINT)
+    assert run.wait(timeout=30) == 130
+    shown = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
+    assert not [line for line in shown.splitlines() if "fake_server.py" in line and "--hang" in line]
+    assert (out / "runs/oscar/kl.json").exists() and not list(out.glob("runs/hadamard/kl*.json"))
+
+
+def test_without_its_reference_kl_is_not_measured(text, tmp_path):
+    out = tmp_path / "out"
+    assert main(words(text, out, "--methods", "none,oscar", "--", "--fail", "none")) == 1
+    found = rows(out)
+    assert "nothing to compare with" in found["oscar"]["error"] and "code 1" in found["none"]["error"]
+
+
+def test_other_settings_are_refused_or_measured_again(text, tmp_path):
+    out = tmp_path / "out"
+    main(words(text, out, "--methods", "none"))
+    with pytest.raises(KVQuantError, match=r"task\.first: 50, now 60.*--overwrite"):
+        main([*words(text, out, "--methods", "none"), "--kl-first", "60"])
+    with pytest.raises(KVQuantError, match=r"flags: .*--some"):
+        main(words(text, out, "--methods", "none", "--", "--some", "flag"))
+    assert main([*words(text, out, "--methods", "none"), "--kl-first", "60", "--overwrite"]) == 0
+    assert json.loads((out / "runs/none/kl.json").read_text())["identity"]["task"]["first"] == 60
+
+
+def test_many_servers_at_once(text, tmp_path, humaneval, gsm8k):
+    out = tmp_path / "out"
+    tasks = [
+        "--tasks",
+        "kl,humaneval,gsm8k,needle",
+        "--humaneval",
+        str(humaneval),
+        "--gsm8k",
+        str(gsm8k),
+        "--gsm8k-shots",
+        "0",
+    ]
+    methods = [
+        "--methods",
+        "none,oscar,hadamard",
+        "--parallel",
+        "3",
+        "--needle-lengths",
+        "400,1024",
+        "--humaneval-problems",
+        "1",
+    ]
+    assert main(words(text, out, *tasks, *methods)) == 0
+    for row in rows(out).values():
+        assert row["humaneval"] == 1 and row["gsm8k"] == pytest.approx(2 / 3) and row["needle_1k"] == 1
+    assert rows(out)["oscar"]["gsm8k_vs_none"] == 0
+    assert "vs_none" not in json.dumps(rows(out)["none"])
+
+
+def test_no_path_of_this_machine_in_the_report(text, tmp_path):
+    out = tmp_path / "out"
+    main(words(text, out, "--methods", "oscar", "--", "--fail", "oscar"))
+    for path in out.glob("accuracy_*"):
+        content = path.read_text() if path.suffix != ".png" else ""
+        for place in (str(tmp_path), str(Path.home()), str(Path(sys.executable).parent), "/somewhere", "/models"):
+            assert place not in content, (path.name, place)
+
+
+# -- running servers --------------------------------------------------------------------------------------
+
+
+def test_running_servers(text, tmp_path):
+    out = tmp_path / "out"
+    settings = [
+        "--text",
+        str(text),
+        "--kl-lengths",
+        "200x3",
+        "--kl-first",
+        "50",
+        "--out",
+        str(out),
+        "--label",
+        "fake-1b",
+    ]
+    with FakeServer() as reference, FakeServer("oscar") as server:
+        assert main(["--server", server.url, "--reference-server", reference.url, *settings]) == 0
+        asked = len(server.requests)
+        assert main(["--server", server.url, *settings]) == 0
+        assert not [path for path, _ in server.requests[asked:] if path == "/generate"]
+    with FakeServer("hadamard") as server:
+        assert main(["--server", server.url, "--name", "mine", *settings]) == 0
+    with FakeServer("int2") as server, pytest.raises(KVQuantError, match="--overwrite"):
+        main(["--server", server.url, "--name", "mine", *settings])
+    assert 0 < rows(out)["oscar"]["kl"] < rows(out)["mine"]["kl"]
+
+
+def test_a_reference_must_be_bf16(text, tmp_path):
+    with FakeServer("int2") as reference, FakeServer("oscar") as server, pytest.raises(KVQuantError, match="not BF16"):
+        main(["--server", server.url, "--reference-server", reference.url, "--text", str(text), "--out", str(tmp_path)])
+
+
+@pytest.mark.parametrize(
+    "given, message",
+    [
+        (["--out", "x"], "give one of --server"),
+        (["--server", "http://x", "--model", "m", "--out", "x"], "give one of --server"),
+        (["--model", "m", "--out", "x", "--tasks", "kl,sing"], "sing: not a task"),
+        (
+            [
+                "--server",
+                "http://x",
+                "--out",
+                "x",
+                "--tasks",
+                "gsm8k",
+                "--gsm8k",
+                "f",
+                "--gsm8k-shots",
+                "0",
+                "--",
+                "--tp",
+                "2",
+            ],
+            "after --",
+        ),
+        (["--model", "m", "--out", "x", "--text", "nowhere.txt", "--kl-lengths", "1k"], "whole numbers"),
+        (["--model", "m", "--out", "x", "--text", "nowhere.txt", "--kl-lengths", "600"], "longer than the first"),
+        (["--model", "m", "--out", "x", "--text", "nowhere.txt"], "nowhere.txt: cannot be read"),
+        (["--report", "nowhere.json", "--out", "x.md"], "nowhere.json"),
+    ],
+)
+def test_wrong_command_lines(given, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(KVQuantError, match=message):
+        main(given)
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_kvq_command_passes_every_word_on(tmp_path):
+    from typer.testing import CliRunner
+
+    from sglang_kvq.cli import app
+
+    result = CliRunner().invoke(
+        app, ["eval", "--server", "http://x", "--out", "x", "--tasks", "humaneval", "--humaneval", "f", "--", "--tp"]
+    )
+    assert isinstance(result.exception, KVQuantError) and "--tp: flags after --" in str(result.exception)
+    assert "--kl-lengths" in CliRunner().invoke(app, ["eval", "--help"]).output

@@ -1,0 +1,246 @@
+"""Each task on a fake server whose true values are known."""
+
+from __future__ import annotations
+
+import dataclasses
+from decimal import Decimal
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from sglang_kvq.errors import KVQuantError
+from sglang_kvq.evaluation import sandbox
+from sglang_kvq.evaluation.client import Client
+from sglang_kvq.evaluation.tasks.gsm8k import GSM8KTask, conversation, document, final_number
+from sglang_kvq.evaluation.tasks.humaneval import HumanEvalTask, extract
+from sglang_kvq.evaluation.tasks.kl import KLTask
+from sglang_kvq.evaluation.tasks.needle import Needle, NeedleTask, short
+from tests.evaluation.conftest import PROBLEMS
+from tests.evaluation.fake_server import FakeServer, log_probs
+
+
+def kl_task(text: Path, **settings) -> KLTask:
+    return KLTask((text,), **{"contexts": ((200, 3), (300, 2)), "first": 50, "top": 16, **settings})
+
+
+def measure_kl(task, bench, method):
+    with FakeServer() as reference, FakeServer(method) as server:
+        task.record_reference(Client(reference.url), bench)
+        bench.material.settle_reference()
+        return task.run(Client(server.url), bench), server
+
+
+def test_kl_is_a_close_lower_bound_of_the_exact_one(text, bench):
+    outcome, server = measure_kl(kl_task(text, top=96), bench, "hadamard")
+    exact, nll = [], []
+    for body in server.asked("/generate"):
+        ids = body["input_ids"]
+        p, q = (log_probs(ids, method)[49:-1] for method in ("none", "hadamard"))
+        exact.append((np.exp(p) * (p - q)).sum(1))
+        nll.append(-q[np.arange(len(q)), ids[50:]])
+    exact = np.concatenate(exact).mean()
+    assert 0.9 * exact < outcome.value <= exact + 1e-6
+    assert outcome.row["perplexity"] == pytest.approx(np.exp(np.concatenate(nll).mean()), rel=1e-4)
+    assert outcome.n == 5 and outcome.se > 0
+    assert outcome.row["kl_by_length"][200]["kl"] != outcome.row["kl_by_length"][300]["kl"]
+
+
+def test_kl_orders_methods_and_of_the_same_model_is_zero(text, bench):
+    found = {method: measure_kl(kl_task(text), bench, method)[0] for method in ("none", "oscar", "hadamard", "int2")}
+    assert abs(found["none"].value) < 1e-5 and found["none"].row["top1_agreement"] == 1
+    assert found["none"].value < found["oscar"].value < found["hadamard"].value < found["int2"].value
+    assert found["int2"].row["top1_agreement"] < 1
+
+
+def test_kl_contexts_are_full_length_held_out_and_do_not_overlap(text, bench):
+    _, server = measure_kl(kl_task(text, skip=0.5), bench, "oscar")
+    words = ["".join(map(chr, body["input_ids"])) for body in server.asked("/generate")]
+    assert sorted(map(len, words)) == [199] * 3 + [299] * 2
+    whole = text.read_text()
+    for length in (199, 299):
+        places = sorted(whole.index(part) for part in words if len(part) == length)
+        assert places[0] >= len(whole) // 2
+        assert all(b - a >= length for a, b in zip(places, places[1:]))
+
+
+def test_kl_reference_is_stored_once(text, bench):
+    task = kl_task(text)
+    with FakeServer() as server:
+        for _ in range(2):
+            task.record_reference(Client(server.url), bench)
+        assert len(server.asked("/generate")) == 5
+
+
+@pytest.mark.parametrize(
+    "settings, server, message",
+    [
+        ({}, {"chunk": 8192}, "--chunked-prefill-size"),
+        ({}, {"chunk": -1}, "--chunked-prefill-size"),
+        ({}, {"nan": True}, "NaN"),
+        ({}, {"context": 150}, "no context fits"),
+        ({"contexts": ((4000, 9),)}, {"context": 5000}, "fewer or shorter contexts"),
+    ],
+)
+def test_kl_refuses(text, bench, settings, server, message):
+    bench.material.settle_reference()
+    task = kl_task(text, **settings)
+    with FakeServer() as reference:
+        if "contexts" not in settings:
+            task.record_reference(Client(reference.url), bench)
+    with FakeServer("oscar", **server) as running, pytest.raises(KVQuantError, match=message):
+        task.run(Client(running.url), bench)
+
+
+def test_kl_without_reference(text, bench):
+    bench.material.settle_reference("the server of none ran out of memory")
+    with FakeServer("oscar") as server, pytest.raises(KVQuantError, match="out of memory"):
+        kl_task(text).run(Client(server.url), bench)
+
+
+def test_kl_leaves_out_what_does_not_fit_and_says_so(text, bench):
+    task = kl_task(text)
+    bench.material.settle_reference()
+    with FakeServer(context=250) as server:
+        task.record_reference(Client(server.url), bench)
+        outcome = task.run(Client(server.url), bench)
+    assert outcome.n == 3 and "300 tokens" in outcome.warnings[0]
+
+
+def test_changed_settings_are_another_identity(text):
+    base = kl_task(text)
+    for change in ({"skip": 0.1}, {"first": 60}, {"top": 8}, {"contexts": ((200, 4),)}):
+        assert dataclasses.replace(base, **change).identity() != base.identity()
+    before = base.identity()
+    text.write_text(text.read_text() + "more")
+    assert base.identity() != before
+    assert str(text.parent) not in str(before)
+
+
+# -- needle -----------------------------------------------------------------------------------------------
+
+
+def needle_task(text, **settings):
+    return NeedleTask(text, **{"lengths": (400, 1024, 9000), "depths": (0, 50, 100), **settings})
+
+
+@pytest.mark.parametrize("template", [True, False])
+def test_needle_is_found_at_every_depth(text, bench, template):
+    with FakeServer("oscar", template=template, context=4096) as server:
+        outcome = needle_task(text, trials=2).run(Client(server.url), bench)
+        path = "/v1/chat/completions" if template else "/v1/completions"
+        prompts = [str(body) for body in server.asked(path) if "magic number" in str(body)]
+    assert outcome.value == 1 and outcome.n == 12 and outcome.details["style"] == ("chat" if template else "completion")
+    assert outcome.row["needle_1k"] == 1 and outcome.row["needle_9000"] is None
+    assert outcome.row["needle_grid"] == {"lengths": [400, 1024], "depths": [0, 50, 100], "passed": [[1, 1]] * 3}
+    assert "9000" in outcome.warnings[0]
+    numbers = [one["answer"] for one in outcome.details["asked"]]
+    assert len(set(numbers)) == 12
+    where = sorted(prompt.index("The magic number") / len(prompt) for prompt in prompts)
+    assert where[0] < 0.1 and where[-1] > 0.6
+
+
+def test_needle_that_is_not_found(text, bench, monkeypatch):
+    monkeypatch.setattr("tests.evaluation.fake_server.answer_to", lambda prompt: "It is 1234567.")
+    with FakeServer() as server:
+        outcome = needle_task(text).run(Client(server.url), bench)
+    assert outcome.value == 0
+
+
+@pytest.mark.parametrize(
+    "answer, found", [("7654321", 1), ("It is 7,654,321.", 1), ("76543210", 0), ("1 or 7654321", 0), ("", 0)]
+)
+def test_needle_wants_exactly_the_number(answer, found):
+    assert Needle("Oslo", 7654321, None).found_in(answer) == bool(found)
+
+
+def test_short_names():
+    assert [short(n) for n in (1500, 2048, 32768)] == ["1500", "2k", "32k"]
+
+
+# -- humaneval --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("style", ["chat", "completion"])
+def test_humaneval_runs_the_programs(humaneval, bench, style):
+    task = HumanEvalTask(humaneval, style=style, limits=sandbox.Limits(cpu_seconds=1))
+    with FakeServer() as server:
+        outcome = task.run(Client(server.url), bench)
+    solved = {one["task_id"]: one for one in outcome.details["problems"]}
+    assert solved["T/0"]["passed"] and not solved["T/1"]["passed"]
+    assert outcome.value == 0.5 and outcome.n == 2 and outcome.details["items"] == [1, 0]
+    if style == "chat":
+        assert "timeout" in solved["T/1"]["reason"]
+
+
+@pytest.mark.parametrize(
+    "answer, code",
+    [
+        ("```python\ndef add(a, b):\n    return 1\n```", "import math\n\n\n\ndef add(a, b):\n    return 1"),
+        (
+            "Use\n```sh\nls\n```\nthen\n```python\ndef add(a, b): return 1\n```",
+            "import math\n\n\n\ndef add(a, b): return 1",
+        ),
+        ("```python\ndef add(a, b):\n    return 1", "import math\n\n\n\ndef add(a, b):\n    return 1"),
+        ("def add(a, b):\n    return 1", "import math\n\n\n\ndef add(a, b):\n    return 1"),
+        ("    return a + b", PROBLEMS[0]["prompt"] + "    return a + b"),
+        ("```\n    return a + b\n```", PROBLEMS[0]["prompt"] + "    return a + b"),
+    ],
+)
+def test_extraction(answer, code):
+    assert extract(answer, PROBLEMS[0]) == code
+
+
+@pytest.mark.parametrize("content", [b"", b"{}\n", b"not json\n"])
+def test_unusable_problem_files(tmp_path, bench, content):
+    path = tmp_path / "problems.jsonl"
+    path.write_bytes(content)
+    with FakeServer() as server, pytest.raises(KVQuantError, match="problems.jsonl"):
+        HumanEvalTask(path).run(Client(server.url), bench)
+
+
+# -- gsm8k ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("style", ["chat", "completion"])
+def test_gsm8k(gsm8k, bench, style):
+    with FakeServer() as server:
+        outcome = GSM8KTask(gsm8k, gsm8k, shots=2, style=style).run(Client(server.url), bench)
+        asked = str(server.requests[-1][1])
+    assert outcome.details["items"] == [1, 0, 1] and outcome.value == pytest.approx(2 / 3)
+    assert "Q0?" in asked and "Q1?" in asked and "<<" not in asked
+
+
+@pytest.mark.parametrize(
+    "text, number",
+    [
+        ("... #### 1,042", 1042),
+        ("#### $18.", 18),
+        ("#### 5\n\nQuestion: x\n#### 7", 5),
+        ("It is 3, then 4.50 dollars.", 4.5),
+        ("#### -3", -3),
+        ("#### 42.00", 42),
+        ("nothing", None),
+        ("so 3.\n####", 3),
+    ],
+)
+def test_final_number(text, number):
+    assert final_number(text) == (None if number is None else Decimal(str(number)).normalize())
+
+
+def test_prompts():
+    examples = [{"question": "A?", "answer": "1 + 1 = <<1+1=2>>2\n#### 2"}]
+    assert document(examples, "B?") == "Question: A?\nAnswer: 1 + 1 = 2\n#### 2\n\nQuestion: B?\nAnswer:"
+    assert [turn["role"] for turn in conversation(examples, "B?")] == ["user", "assistant", "user"]
+
+
+def test_missing_files_name_the_flag(tmp_path):
+    for make, flag in (
+        (lambda: KLTask(()), "--text"),
+        (lambda: NeedleTask(None), "--needle-text"),
+        (lambda: HumanEvalTask(None), "--humaneval"),
+        (lambda: GSM8KTask(None), "--gsm8k"),
+        (lambda: GSM8KTask(tmp_path / "x"), "--gsm8k-train"),
+    ):
+        with pytest.raises(KVQuantError, match=flag):
+            make()

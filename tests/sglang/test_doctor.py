@@ -1,0 +1,106 @@
+"""``kvq doctor`` passes where the tests run, and names whatever is broken on purpose."""
+
+import shutil
+import sys
+from dataclasses import replace
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+from packaging.version import Version
+from typer.testing import CliRunner
+
+import sglang_kvq.kernels
+from sglang_kvq.cli import app
+from sglang_kvq.rotations import zoo
+from sglang_kvq.sglang import compat, doctor, hooks
+
+
+@pytest.fixture(autouse=True)
+def usual_environment(monkeypatch):
+    for name in ("SGLANG_PLUGINS", "SGLANG_PLATFORM"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def lines(only: str | None = None, monkeypatch=None) -> tuple[int, list[str]]:
+    """The exit status and the output of the command, of one check if given."""
+    if only:
+        monkeypatch.setattr(doctor, "CHECKS", {only: doctor.CHECKS[only]})
+    result = CliRunner().invoke(app, ["doctor"])
+    return result.exit_code, result.stdout.splitlines()
+
+
+def test_everything_is_in_order_here():
+    status, shown = lines()
+    assert status == 0, shown
+    assert len(shown) == len(doctor.CHECKS) + 1
+    assert all(line.startswith("ok ") for line in shown[:-1]) and "all 8 checks passed" in shown[-1]
+
+
+def test_one_failure_does_not_hide_the_others(monkeypatch):
+    monkeypatch.setenv("SGLANG_PLUGINS", "other")
+    monkeypatch.setattr(compat, "sglang_version", lambda: Version("0.5.20"))
+    status, shown = lines()
+    assert status == 1 and "checks failed" in shown[-1]
+    assert any(line.startswith("FAIL plugin: SGLANG_PLUGINS=other leaves it out; add kvq") for line in shown)
+    assert any(line.startswith("FAIL SGLang: 0.5.20 is not supported; install one of >=0.5.16") for line in shown)
+    assert any(line.startswith("ok   rotations") for line in shown)
+
+
+def test_platform_that_skips_the_plugin(monkeypatch):
+    monkeypatch.setenv("SGLANG_PLATFORM", "other")
+    assert "SGLANG_PLATFORM=other" in lines("plugin", monkeypatch)[1][0]
+
+
+def test_missing_entry_point(monkeypatch):
+    monkeypatch.setattr(metadata, "entry_points", lambda group: [])
+    status, shown = lines("plugin", monkeypatch)
+    assert status == 1 and "no entry point kvq in group sglang.srt.plugins; pip install" in shown[0]
+
+
+def test_sglang_is_not_installed(monkeypatch):
+    def absent():
+        raise metadata.PackageNotFoundError("sglang")
+
+    monkeypatch.setattr(compat, "sglang_version", absent)
+    status, shown = lines("SGLang", monkeypatch)
+    assert status == 1 and "not installed" in shown[0]
+
+
+def test_changed_symbol_is_named(monkeypatch):
+    table = [replace(h, params=("other",)) if h.target.endswith("._build_mha_kv_pool") else h for h in hooks.TABLE]
+    select = hooks.for_release
+    monkeypatch.setattr(hooks, "for_release", lambda version: select(version, table=table))
+    status, shown = lines("SGLang's symbols", monkeypatch)
+    assert status == 1 and "1 of" in shown[0]
+    assert "KVCacheConfigurator._build_mha_kv_pool" in shown[1] and "expected (other)" in shown[1]
+
+
+def test_damaged_rotations(monkeypatch, tmp_path):
+    shutil.copytree(zoo.zoo_folder() / "smollm2-135m-instruct", tmp_path / "smollm2")
+    with (tmp_path / "smollm2" / "rotations.safetensors").open("r+b") as file:
+        file.seek(-1, 2)
+        file.write(b"\x55")
+    monkeypatch.setattr(zoo, "zoo_folder", lambda: tmp_path)
+    status, shown = lines("rotations", monkeypatch)
+    assert status == 1 and "sha256" in shown[0]
+
+
+def test_folder_that_hides_sglangs_kernels(monkeypatch, tmp_path):
+    (tmp_path / "triton_kernels").mkdir()
+    (tmp_path / "triton_kernels" / "__init__.py").touch()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "triton_kernels", raising=False)
+    monkeypatch.setattr(sglang_kvq.kernels, "__file__", str(tmp_path / "triton_kernels" / "__init__.py"))
+    status, shown = lines("triton_kernels", monkeypatch)
+    assert status == 1 and "hides the one of SGLang's kernels" in shown[0]
+    monkeypatch.delitem(sys.modules, "triton_kernels")
+
+
+def test_clone_as_current_folder_hides_nothing(monkeypatch):
+    folder = Path(sglang_kvq.kernels.__file__).parent
+    monkeypatch.syspath_prepend(str(folder.parent))
+    monkeypatch.delitem(sys.modules, "triton_kernels", raising=False)
+    status, shown = lines("triton_kernels", monkeypatch)
+    assert status == 0, shown
+    sys.modules.pop("triton_kernels", None)

@@ -1,0 +1,62 @@
+"""The move recorded when a request's pages are replaced by the tree's: the right pages, without waiting."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from sglang_kvq.cache.pending import PendingOps
+from sglang_kvq.config import PAGE_SIZE
+from sglang_kvq.sglang import runtime
+from sglang_kvq.sglang.tree import _WindowMove
+
+
+@pytest.fixture
+def pending(monkeypatch):
+    tiers = SimpleNamespace(sink_pages=1, recent_pages=4, pending=PendingOps())
+    monkeypatch.setattr(runtime, "tiers", lambda: tiers)
+    return tiers.pending
+
+
+def table(first: int, device: str) -> torch.Tensor:
+    """One row whose pages are first, first + 1, ..."""
+    pages = torch.arange(first, first + 20, device=device)
+    return (pages[:, None] * PAGE_SIZE + torch.arange(PAGE_SIZE, device=device)).flatten()[None].int()
+
+
+@pytest.mark.parametrize(
+    ("length", "expected"),
+    [
+        (63, []),
+        (64, [0]),
+        (200, [0, 1, 2]),
+        (64 * 6 + 5, [0, 1, 2, 3, 4, 5]),
+        (64 * 12, [0, 7, 8, 9, 10, 11]),
+    ],
+)
+def test_sinks_and_window_are_moved(pending, length, expected):
+    row = table(100, "cpu")
+    move = _WindowMove(row, 0, length)
+    row[:] = table(500, "cpu")
+    move.finish()
+    moves = list(pending.drain(torch.device("cpu")))
+    if not expected:
+        assert not moves
+        return
+    ((op, own, kept),) = moves
+    assert op == "move" and own.tolist() == [100 + i for i in expected] and kept.tolist() == [500 + i for i in expected]
+
+
+@pytest.mark.gpu
+def test_recording_does_not_wait_for_the_device(pending):
+    """A wait here delays the result of the batch before by a whole prefill."""
+    row, kept = table(100, "cuda"), table(500, "cuda")[0]
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        _WindowMove(row, 0, 64 * 12).finish(kept)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert pending

@@ -1,0 +1,66 @@
+"""Which rotations each tensor-parallel worker applies: those of its own layers and KV heads."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from sglang_kvq.cache.layout import KVGeometry
+from sglang_kvq.config import KVQuantConfig
+from sglang_kvq.formats.page import PageFormat
+from sglang_kvq.rotations import load_rotations, save_rotations
+from sglang_kvq.sglang import rotations as worker
+from tests.rotations.helpers import random_rotations
+
+HEADS, LAYERS, D = 6, 4, 64
+
+
+@pytest.fixture
+def runner(tmp_path):
+    """A model of 6 KV heads, and the flags with which it is served."""
+    save_rotations(random_rotations(layers=LAYERS, heads=HEADS), tmp_path / "r", kv_heads=HEADS)
+    config = dict(
+        architectures=["LlamaForCausalLM"], hidden_size=768, num_hidden_layers=LAYERS, num_attention_heads=12,
+        num_key_value_heads=HEADS, head_dim=D, vocab_size=512, rope_theta=1e4,
+    )
+    model = SimpleNamespace(hf_config=config, model_path=str(tmp_path))
+    return SimpleNamespace(model_config=model, device="cpu"), KVQuantConfig("oscar", rotations=str(tmp_path / "r"))
+
+
+def rank_rotations(runner, monkeypatch, rank: int, size: int, heads: int, first: int = 0, layers: int = LAYERS):
+    monkeypatch.setattr(worker, "tensor_parallel", lambda model_runner: (rank, size))
+    geometry = KVGeometry(heads, (PageFormat(D, D),) * layers)
+    return worker.worker_rotations(*runner, geometry, first)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 6])
+def test_random_rotations_are_those_of_the_global_heads(runner, monkeypatch, size):
+    """Every rank draws the whole model's and keeps its own: the cache does not depend on the tensor-parallel size."""
+    runner = runner[0], KVQuantConfig("turboquant", seed=5)
+    whole = rank_rotations(runner, monkeypatch, 0, 1, HEADS)[0]
+    parts = [rank_rotations(runner, monkeypatch, rank, size, HEADS // size)[0] for rank in range(size)]
+    assert torch.equal(torch.cat([part.k for part in parts], dim=1), whole.k)
+    assert torch.equal(torch.cat([part.v for part in parts], dim=1), whole.v)
+    assert not torch.equal(whole.k[:, 0], whole.k[:, 1])
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 6])
+def test_heads_are_dealt_out_in_order(runner, monkeypatch, size):
+    whole = load_rotations(runner[1].rotations, layers=LAYERS, kv_heads=HEADS, head_dim=D)
+    parts = [rank_rotations(runner, monkeypatch, rank, size, HEADS // size)[0] for rank in range(size)]
+    assert torch.equal(torch.cat([part.k for part in parts], dim=1), whole.k)
+    assert torch.equal(torch.cat([part.v for part in parts], dim=1), whole.v)
+
+
+def test_more_workers_than_heads_share_them(runner, monkeypatch):
+    whole = load_rotations(runner[1].rotations, layers=LAYERS, kv_heads=HEADS, head_dim=D)
+    for rank in range(12):
+        part, _ = rank_rotations(runner, monkeypatch, rank, 12, 1)
+        assert torch.equal(part.k, whole.k[:, rank // 2, None]), rank
+
+
+def test_layers_of_a_later_stage(runner, monkeypatch):
+    whole = load_rotations(runner[1].rotations, layers=LAYERS, kv_heads=HEADS, head_dim=D)
+    part, meta = rank_rotations(runner, monkeypatch, 1, 2, 3, first=2, layers=2)
+    assert torch.equal(part.v, whole.v[2:, 3:])
+    assert meta.sha256 == whole.meta.sha256 and len(meta.sha256) == 64
