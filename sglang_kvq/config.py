@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING
 
 from sglang_kvq.errors import KVQuantError
+
+if TYPE_CHECKING:
+    from sglang_kvq.methods import Width
 
 #: Tokens per page. Fixed: page formats, kernels and both pools are laid out for it.
 PAGE_SIZE = 64
@@ -23,12 +27,15 @@ class KVQuantConfig:
             None lets the method choose (learned rotations come from the RotationZoo).
         sink_tokens: first tokens of a request kept in BF16; a multiple of ``PAGE_SIZE``.
         recent_tokens: last tokens of a request kept in BF16; a multiple of ``PAGE_SIZE``.
-        group_size: elements along head_dim that share one scale and zero; None means
-            ``min(head_dim, 128)``.
+        group_size: elements along head_dim (KIVI's keys: tokens) that share one scale and zero; None means
+            ``min(head_dim, 128)`` (the page).
         clip_k, clip_v: quantile of ``|x|`` over a head's row beyond which keys/values are
             clipped, in (0, 1]; 1 clips nothing; None means the rotation file's or the
-            method's own.
+            method's own. Given, they hold for codes of every width; else for INT2 codes only.
         bf16_budget: share of the KV memory that BF16 overlays may take, in (0, 1).
+        bits: ``--kv-quant-bits`` as given: a number, or ``auto:TARGET``; None is the method's default.
+        seed: of random rotations; None is 0.
+        capture: ``FOLDER:CONTEXT:SKIP`` of ``sglang.capture``, for ``kvq calibrate --engine sglang`` only.
 
     Raises:
         KVQuantError: a value out of range; the message names it and the fix.
@@ -42,11 +49,15 @@ class KVQuantConfig:
     clip_k: float | None = None
     clip_v: float | None = None
     bf16_budget: float = 0.10
+    bits: str | None = None
+    seed: int | None = None
+    capture: str | None = None
 
     def __post_init__(self) -> None:
-        from sglang_kvq.methods import get_method  # the registry needs this module's constants
+        from sglang_kvq.methods import RotationKind, get_method  # the registry needs this module's constants
 
-        get_method(self.method)
+        method = get_method(self.method)
+        method.width(self.bits)
         for flag, value, least in (
             ("--kv-quant-sink", self.sink_tokens, 0),
             ("--kv-quant-recent", self.recent_tokens, PAGE_SIZE),
@@ -61,6 +72,23 @@ class KVQuantConfig:
                 f"--kv-quant-group-size {self.group_size}: must be 32, 64, 96 or 128 and divide the "
                 "model's head_dim; leave it out for min(head_dim, 128)."
             )
+        if self.group_size is not None and self.group_size not in method.group_sizes:
+            sizes = " or ".join(map(str, method.group_sizes)) or "no such groups: its scale is of a token's whole row"
+            raise KVQuantError(
+                f"--kv-quant-group-size {self.group_size}: --kv-quant {self.method} has {sizes}; change it or leave it out."
+            )
+        for axis, value, code in (("k", self.clip_k, method.k), ("v", self.clip_v, method.v)):
+            if value is not None and not code.clips:
+                raise KVQuantError(
+                    f"--kv-quant-clip-{axis} {value}: --kv-quant {self.method} does not clip these codes; leave it out."
+                )
+        if self.seed is not None:
+            if method.rotation is not RotationKind.RANDOM:
+                raise KVQuantError(
+                    f"--kv-quant-seed {self.seed}: --kv-quant {self.method} draws no random rotations; leave it out."
+                )
+            if not 0 <= self.seed < 2**63:
+                raise KVQuantError(f"--kv-quant-seed {self.seed}: must be at least 0 and below 2^63.")
         for flag, value in (("--kv-quant-clip-k", self.clip_k), ("--kv-quant-clip-v", self.clip_v)):
             if value is not None and not 0.5 <= value <= 1.0:
                 raise KVQuantError(
@@ -71,6 +99,13 @@ class KVQuantConfig:
                 f"--kv-quant-bf16-budget {self.bf16_budget}: must be above 0 and below 0.9; "
                 "it is the share of the KV memory kept for BF16 pages (default 0.1)."
             )
+
+    @property
+    def width(self) -> Width:
+        """``--kv-quant-bits`` as the method reads it."""
+        from sglang_kvq.methods import get_method
+
+        return get_method(self.method).width(self.bits)
 
     @property
     def sink_pages(self) -> int:

@@ -51,7 +51,14 @@ class ExtendBatch:
 
 
 class AttentionOps(ABC):
-    """Operations on one worker's ``PagePool``. Layer arguments are local indices from 0."""
+    """Operations on one worker's ``PagePool``. Layer arguments are local indices from 0.
+
+    Layers may differ in how their records lie and are clipped. What reads or writes one layer takes
+    ``pool.formats[layer]`` and ``pool.records[layer]``. What covers all layers goes store by store
+    (``pool.stores``): the layers of a store share a layout, which may be compiled in, while their clip ranks are
+    data (``pool.ranks[layer]``), since a calibration may clip every layer differently. Codes must equal those of
+    ``PageFormat.quantise_pages`` bit for bit, whichever operation wrote them.
+    """
 
     def __init__(self, pool: PagePool, rotations: LayerRotations) -> None:
         self.pool = pool
@@ -98,7 +105,7 @@ class AttentionOps(ABC):
 
     @abstractmethod
     def quantise_slots(self, slots: torch.Tensor, pages: torch.Tensor, count: torch.Tensor) -> None:
-        """Quantise overlays into records, all layers.
+        """Quantise overlays into records, all layers of all stores.
 
         For ``i < count``, overlay ``slots[i]`` becomes page ``pages[i]``'s record. ``slots`` and ``pages``
         are int64 ``[n]``; ``count`` is int64 ``[1]`` on the device and is not read on the host of a GPU.

@@ -31,7 +31,7 @@ class ReferenceOps(AttentionOps):
         if first.numel() == 0:
             return
         tokens = first[:, None] + torch.arange(PAGE_SIZE, device=first.device)
-        self.pool.records[layer, pages] = self.pool.format.quantise_pages(
+        self.pool.records[layer][pages] = self.pool.formats[layer].quantise_pages(
             k[tokens].transpose(1, 2), v[tokens].transpose(1, 2)
         )
 
@@ -39,7 +39,8 @@ class ReferenceOps(AttentionOps):
         n = int(count)  # a device-to-host copy: fine here, the GPU backend reads it in the kernel
         for layer in range(self.pool.layers if n else 0):
             overlays = self.pool.overlays[layer, slots[:n]]
-            self.pool.records[layer, pages[:n]] = self.pool.format.quantise_pages(overlays[:, 0], overlays[:, 1])
+            records = self.pool.formats[layer].quantise_pages(overlays[:, 0], overlays[:, 1])
+            self.pool.records[layer][pages[:n]] = records
 
     def decode(self, layer, q, rows, seq_lens, scale):
         out = torch.empty_like(q)
@@ -67,10 +68,10 @@ class ReferenceOps(AttentionOps):
         start = torch.arange(len(pages), device=pages.device) * PAGE_SIZE
         quantised = (start >= sink_end) & (start < history_end)
         both = torch.empty(
-            2, len(pages), pool.kv_heads, PAGE_SIZE, pool.format.head_dim, dtype=torch.bfloat16, device=pool.device
+            2, len(pages), pool.kv_heads, PAGE_SIZE, pool.head_dim, dtype=torch.bfloat16, device=pool.device
         )
         both[0, quantised], both[1, quantised] = (
-            x.bfloat16() for x in pool.format.dequantise_pages(pool.records[layer, pages[quantised]])
+            x.bfloat16() for x in pool.formats[layer].dequantise_pages(pool.records[layer][pages[quantised]])
         )
         slots = pool.page_slot[pages[~quantised]].long()
         if (slots < 0).any():

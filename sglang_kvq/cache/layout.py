@@ -1,4 +1,4 @@
-"""How one memory budget is divided between INT2 pages and BF16 overlays."""
+"""How one memory budget is divided between quantised pages and BF16 overlays."""
 
 from __future__ import annotations
 
@@ -11,21 +11,33 @@ from sglang_kvq.formats.page import PageFormat
 
 @dataclass(frozen=True)
 class KVGeometry:
-    """What a worker stores per token: local layers and KV heads, and the format of a page."""
+    """What a worker stores per token: its KV heads, and the format of a page in each of its layers."""
 
-    layers: int
     kv_heads: int
-    format: PageFormat
+    formats: tuple[PageFormat, ...]
+
+    @property
+    def layers(self) -> int:
+        return len(self.formats)
+
+    @property
+    def head_dim(self) -> int:
+        return self.formats[0].head_dim
 
     @property
     def page_bytes(self) -> int:
-        """INT2 bytes of one page, all layers."""
-        return self.layers * self.kv_heads * self.format.record_bytes
+        """Bytes of one page's records, all layers."""
+        return self.kv_heads * sum(f.record_bytes for f in self.formats)
 
     @property
     def slot_bytes(self) -> int:
         """BF16 bytes of one overlay, all layers: also what plain BF16 takes for a page."""
-        return self.layers * self.kv_heads * 2 * PAGE_SIZE * self.format.head_dim * 2
+        return self.layers * self.kv_heads * 2 * PAGE_SIZE * self.head_dim * 2
+
+    @property
+    def record_bits_per_element(self) -> float:
+        """Allocated bits per element of a page that has no overlay, all layers together."""
+        return 16 * self.page_bytes / self.slot_bytes
 
 
 @dataclass(frozen=True)
@@ -33,7 +45,7 @@ class MemoryLayout:
     """The two pools' sizes.
 
     Attributes:
-        pages: INT2 pages, the reserved one not counted.
+        pages: quantised pages, the reserved one not counted.
         slots: BF16 overlays, the reserved one not counted.
         max_requests: rows whose windows always fit: the bound on running requests.
     """

@@ -1,4 +1,4 @@
-"""The memory of the cache: INT2 records for every page, BF16 overlays for a few, and the tables between.
+"""The memory of the cache: quantised records for every page, BF16 overlays for a few, and the tables between.
 
 Pages and overlay slots number from 1; page 0 and slot 0 are reserved: padded rows of a CUDA-graph
 batch write there and nobody reads it.
@@ -6,7 +6,9 @@ batch write there and nobody reads it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -14,13 +16,31 @@ from sglang_kvq.config import PAGE_SIZE
 from sglang_kvq.formats.page import PageFormat
 
 
+@dataclass(frozen=True)
+class RecordStore:
+    """Records of all layers whose records lie alike, in one tensor: what one kernel launch over layers can cover.
+
+    Attributes:
+        format: their layout; clipping, which may differ between them, is left out (``PagePool.ranks`` has it).
+        layers: their indices in the pool, ascending; on the device as int64 ``[n]`` in ``layer_ids``.
+        records: uint8 ``[n, pages + 1, kv_heads, record_bytes]``; ``records[i]`` is of layer ``layers[i]``.
+    """
+
+    format: PageFormat
+    layers: tuple[int, ...]
+    layer_ids: torch.Tensor
+    records: torch.Tensor
+
+
 @dataclass
 class PagePool:
     """Both pools of one attention worker.
 
     Attributes:
-        format: layout of a record.
-        records: uint8 ``[layers, pages + 1, kv_heads, record_bytes]``, the INT2 storage of every page.
+        formats: layout and clipping of each layer's records.
+        stores: the records, by layout; every layer is in one.
+        ranks: int32 ``[layers, 2]``, each layer's clip ranks of keys and of values (``formats.quantise.clip_rank``, 0 clips
+            nothing): data, so that one compiled kernel serves layers with different calibrated clips.
         overlays: BF16 ``[layers, slots + 1, 2, kv_heads, PAGE_SIZE, head_dim]``; axis 2 is K, V.
         page_slot: int32 ``[pages + 1]``, the overlay slot of a page, -1 for none; ``page_slot[0] == 0``.
         req_to_token: int32 ``[rows, context]``, SGLang's token locations (page * PAGE_SIZE + offset).
@@ -30,8 +50,9 @@ class PagePool:
             ``PAGE_SIZE`` unless they equal the request's length.
     """
 
-    format: PageFormat
-    records: torch.Tensor
+    formats: tuple[PageFormat, ...]
+    stores: tuple[RecordStore, ...]
+    ranks: torch.Tensor
     overlays: torch.Tensor
     page_slot: torch.Tensor
     req_to_token: torch.Tensor
@@ -40,42 +61,51 @@ class PagePool:
 
     @classmethod
     def allocate(
-        cls,
-        format: PageFormat,
-        *,
-        layers: int,
-        kv_heads: int,
-        pages: int,
-        slots: int,
-        req_to_token: torch.Tensor,
+        cls, formats: Sequence[PageFormat], *, kv_heads: int, pages: int, slots: int, req_to_token: torch.Tensor
     ) -> PagePool:
-        """Zeroed pools on ``req_to_token``'s device for ``pages`` pages and ``slots`` overlays."""
+        """Zeroed pools on ``req_to_token``'s device for ``pages`` pages and ``slots`` overlays; a format per layer."""
         device, rows = req_to_token.device, req_to_token.shape[0]
         page_slot = torch.full((pages + 1,), -1, dtype=torch.int32, device=device)
         page_slot[0] = 0
+        stores = []
+        for layout in dict.fromkeys(f.layout for f in formats):
+            layers = tuple(i for i, f in enumerate(formats) if f.layout == layout)
+            shape = (len(layers), pages + 1, kv_heads, layout.record_bytes)
+            ids = torch.tensor(layers, dtype=torch.int64, device=device)
+            stores.append(RecordStore(layout, layers, ids, torch.zeros(shape, dtype=torch.uint8, device=device)))
+        shape = (len(formats), slots + 1, 2, kv_heads, PAGE_SIZE, formats[0].head_dim)
         return cls(
-            format=format,
-            records=torch.zeros(layers, pages + 1, kv_heads, format.record_bytes, dtype=torch.uint8, device=device),
-            overlays=torch.zeros(
-                layers, slots + 1, 2, kv_heads, PAGE_SIZE, format.head_dim, dtype=torch.bfloat16, device=device
-            ),
+            formats=tuple(formats),
+            stores=tuple(stores),
+            ranks=torch.tensor([(f.rank_k, f.rank_v) for f in formats], dtype=torch.int32, device=device),
+            overlays=torch.zeros(shape, dtype=torch.bfloat16, device=device),
             page_slot=page_slot,
             req_to_token=req_to_token,
             row_sink_end=torch.zeros(rows, dtype=torch.int32, device=device),
             row_history_end=torch.zeros(rows, dtype=torch.int32, device=device),
         )
 
+    @cached_property
+    def records(self) -> tuple[torch.Tensor, ...]:
+        """Each layer's records, uint8 ``[pages + 1, kv_heads, record_bytes]``: views of the stores."""
+        views = {layer: view for store in self.stores for layer, view in zip(store.layers, store.records)}
+        return tuple(views[layer] for layer in range(self.layers))
+
     @property
     def device(self) -> torch.device:
-        return self.records.device
+        return self.overlays.device
 
     @property
     def layers(self) -> int:
-        return self.records.shape[0]
+        return len(self.formats)
+
+    @property
+    def head_dim(self) -> int:
+        return self.overlays.shape[-1]
 
     @property
     def pages(self) -> int:
-        return self.records.shape[1] - 1
+        return len(self.page_slot) - 1
 
     @property
     def slots(self) -> int:
@@ -83,4 +113,4 @@ class PagePool:
 
     @property
     def kv_heads(self) -> int:
-        return self.records.shape[2]
+        return self.overlays.shape[3]

@@ -1,41 +1,48 @@
 """How one quantised page of one KV head lies in memory: a record of bytes.
 
-For head_dim D, P tokens per page and G = D / group_size groups, a record is
+For head_dim D and P tokens per page, a record is, without gaps,
 
-    K codes   [P, D/4]   byte (r, j) holds dims j, j + D/4, j + D/2, j + 3D/4 in bits 0-1, 2-3, 4-5, 6-7 of
-                         token KEY_TOKENS[r]: of each 16 tokens first the even ones, then the odd ones
-    V codes   [D, P/4]   byte (d, i) holds tokens i, i + P/4, i + P/2, i + 3P/4, likewise
-    K scale   [G, P]     FP16, then K zero, V scale, V zero
+    K codes   low, then high part of the matrix [P, D], see ``formats.pack``; its rows are tokens in the order ``KEY_TOKENS``
+    V codes   low, then high part of the matrix [D, P]
+    K scale, K zero, V scale, V zero   FP16: [D / group, P] along a token's row, [P / run, D] along channels;
+              ``norm`` has scales [1, P] and no zeros
 
-V is stored transposed so that both matrix products of a decode step read their codes along the
-reduced dimension. Rows r and r + 8 of K, which one thread of a matrix product holds, are neighbouring tokens, whose
-scales it reads at once and whose probabilities it packs into one word. A record is 2.25 bits per element at D = 128, group 128.
+V is stored transposed so that both matrix products of a decode step read their codes along the reduced dimension. K's
+rows r and r + 8, which one thread of a matrix product holds, are neighbouring tokens, whose scales it reads at once. Every
+part starts on a multiple of 64 bytes and so does every record. INT2 per token with group 128 is 2.25 bits per element
+at D = 128.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 
 from sglang_kvq.config import HEAD_DIMS, PAGE_SIZE
 from sglang_kvq.errors import KVQuantError
+from sglang_kvq.formats.code import INT2, CodeFormat
+from sglang_kvq.formats.pack import pack_codes, packed_bytes, unpack_codes
 from sglang_kvq.formats.quantise import clip_rank, dequantise_rows, quantise_rows
 
-#: Token in each row of a record's K codes.
+#: Token in each row of a record's K codes: of each 16 tokens first the even ones, then the odd ones.
 KEY_TOKENS = torch.arange(PAGE_SIZE).view(-1, 8, 2).transpose(1, 2).flatten()
 
 
-def _pack4(codes: torch.Tensor) -> torch.Tensor:
-    """Pack codes uint8 ``[..., N]`` into ``[..., N/4]``: byte i holds elements i, i+N/4, i+N/2, i+3N/4."""
-    a, b, c, d = codes.chunk(4, dim=-1)
-    return a | b << 2 | c << 4 | d << 6
+class Offsets(NamedTuple):
+    """Byte offsets of a record's parts; an absent part takes no bytes. ``end`` is the record's size."""
 
-
-def _unpack4(packed: torch.Tensor) -> torch.Tensor:
-    """Inverse of ``_pack4``."""
-    return torch.cat([packed >> shift & 3 for shift in (0, 2, 4, 6)], dim=-1)
+    k_low: int
+    k_high: int
+    v_low: int
+    v_high: int
+    k_scale: int
+    k_zero: int
+    v_scale: int
+    v_zero: int
+    end: int
 
 
 @dataclass(frozen=True)
@@ -44,14 +51,22 @@ class PageFormat:
 
     Attributes:
         head_dim: D, one of ``HEAD_DIMS``, the same for keys and values.
-        group_size: elements along head_dim per scale and zero.
-        clip_k, clip_v: clip quantiles in (0, 1]; 1 clips nothing.
+        group_size: elements along head_dim per scale and zero, where the axis is a token's row (``norm``: head_dim).
+        clip_k, clip_v: clip quantiles in (0, 1]; 1 clips nothing. Not part of the layout.
+        k, v: codes of keys and of values.
+        run: tokens per scale and zero, where the axis is a channel; divides ``PAGE_SIZE``.
+
+    Raises:
+        KVQuantError: sizes that do not divide, or clipping where there is none.
     """
 
     head_dim: int
     group_size: int
     clip_k: float = 1.0
     clip_v: float = 1.0
+    k: CodeFormat = field(default=INT2)
+    v: CodeFormat = field(default=INT2)
+    run: int = PAGE_SIZE
 
     def __post_init__(self) -> None:
         if self.head_dim not in HEAD_DIMS:
@@ -63,25 +78,60 @@ class PageFormat:
                 f"--kv-quant-group-size {self.group_size} does not divide this model's head_dim {self.head_dim}; "
                 "leave it out for min(head_dim, 128)."
             )
+        if PAGE_SIZE % self.run:
+            raise KVQuantError(
+                f"a scale per channel for runs of {self.run} tokens: they must divide the page of {PAGE_SIZE}; use "
+                f"{PAGE_SIZE // 2} or {PAGE_SIZE}."
+            )
+        for flag, clip, code in (("k", self.clip_k, self.k), ("v", self.clip_v, self.v)):
+            if clip != 1.0 and not code.clips:
+                raise KVQuantError(
+                    f"--kv-quant-clip-{flag} {clip}: codes per channel or scaled by a norm are not clipped; leave it out."
+                )
+
+    @property
+    def layout(self) -> PageFormat:
+        """This format without clipping: equal for all formats whose records lie alike."""
+        return replace(self, clip_k=1.0, clip_v=1.0)
 
     @property
     def groups(self) -> int:
+        """Scales of a token's row of INT2 keys or values; ``group_of`` knows other codes."""
         return self.head_dim // self.group_size
 
+    def group_of(self, code: CodeFormat) -> int:
+        """Elements of one scale: along head_dim, or along tokens for a channel."""
+        if code.axis == "channel":
+            return self.run
+        return self.head_dim if code.statistic == "norm" else self.group_size
+
+    def scale_shape(self, code: CodeFormat) -> tuple[int, int]:
+        """Rows and columns of K's or V's scales as stored."""
+        if code.axis == "channel":
+            return PAGE_SIZE // self.run, self.head_dim
+        return self.head_dim // self.group_of(code), PAGE_SIZE
+
     @cached_property
-    def offsets(self) -> tuple[int, int, int, int, int, int]:
-        """Byte offsets of K codes, V codes, K scale, K zero, V scale, V zero."""
-        codes, scales = PAGE_SIZE * self.head_dim // 4, 2 * self.groups * PAGE_SIZE
-        return 0, codes, 2 * codes, 2 * codes + scales, 2 * codes + 2 * scales, 2 * codes + 3 * scales
+    def offsets(self) -> Offsets:
+        sizes = [*packed_bytes(PAGE_SIZE, self.head_dim, self.k.bits), *packed_bytes(self.head_dim, PAGE_SIZE, self.v.bits)]
+        for code in (self.k, self.v):
+            rows, columns = self.scale_shape(code)
+            sizes += [2 * rows * columns, 2 * rows * columns * code.has_zero]
+        return Offsets(*(sum(sizes[:i]) for i in range(len(sizes) + 1)))
 
     @property
     def record_bytes(self) -> int:
-        return self.offsets[5] + 2 * self.groups * PAGE_SIZE
+        return self.offsets.end
+
+    @property
+    def elements(self) -> int:
+        """Keys' and values' elements in a record."""
+        return 2 * PAGE_SIZE * self.head_dim
 
     @property
     def bits_per_element(self) -> float:
         """Allocated bits per stored element, scales and zeros included."""
-        return self.record_bytes * 8 / (2 * PAGE_SIZE * self.head_dim)
+        return self.record_bytes * 8 / self.elements
 
     @property
     def rank_k(self) -> int:
@@ -100,23 +150,39 @@ class PageFormat:
         Returns:
             uint8 ``[..., record_bytes]``.
         """
-        parts = []
-        k_codes, k_scale, k_zero = quantise_rows(k, self.group_size, self.rank_k)
-        v_codes, v_scale, v_zero = quantise_rows(v, self.group_size, self.rank_v)
-        parts.append(_pack4(k_codes[..., KEY_TOKENS, :]).flatten(-2))
-        parts.append(_pack4(v_codes.transpose(-1, -2)).flatten(-2))
-        for half in (k_scale, k_zero, v_scale, v_zero):  # [..., P, G] -> [..., G, P]
-            parts.append(half.transpose(-1, -2).contiguous().view(torch.uint8).flatten(-2))
+        k_codes, *k_halves = self._quantise(k, self.k, self.rank_k)
+        v_codes, *v_halves = self._quantise(v, self.v, self.rank_v)
+        parts = [pack_codes(k_codes[..., KEY_TOKENS, :], self.k.bits), pack_codes(v_codes.transpose(-1, -2).contiguous(), self.v.bits)]
+        parts += [half.contiguous().view(torch.uint8).flatten(-2) for half in (*k_halves, *v_halves) if half is not None]
         return torch.cat(parts, dim=-1)
 
     def dequantise_pages(self, records: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Records ``[..., record_bytes]`` to keys and values, float32 ``[..., PAGE_SIZE, head_dim]`` each."""
-        bounds = (*self.offsets, self.record_bytes)
-        k_codes, v_codes, *halves = (records[..., a:b] for a, b in zip(bounds, bounds[1:]))
-        k_codes = _unpack4(k_codes.unflatten(-1, (PAGE_SIZE, -1)))[..., KEY_TOKENS.argsort(), :]
-        v_codes = _unpack4(v_codes.unflatten(-1, (self.head_dim, -1))).transpose(-1, -2)
-        k_scale, k_zero, v_scale, v_zero = (
-            half.contiguous().view(torch.float16).unflatten(-1, (self.groups, PAGE_SIZE)).transpose(-1, -2)
-            for half in halves
-        )
-        return dequantise_rows(k_codes, k_scale, k_zero), dequantise_rows(v_codes, v_scale, v_zero)
+        at = self.offsets
+        k_codes = unpack_codes(records[..., at.k_low : at.v_low], PAGE_SIZE, self.head_dim, self.k.bits)
+        v_codes = unpack_codes(records[..., at.v_low : at.k_scale], self.head_dim, PAGE_SIZE, self.v.bits)
+        k_codes = k_codes[..., KEY_TOKENS.argsort(), :]
+        k = self._dequantise(k_codes, records[..., at.k_scale : at.k_zero], records[..., at.k_zero : at.v_scale], self.k)
+        v_codes = v_codes.transpose(-1, -2)
+        return k, self._dequantise(v_codes, records[..., at.v_scale : at.v_zero], records[..., at.v_zero :], self.v)
+
+    def _quantise(self, x: torch.Tensor, code: CodeFormat, rank: int) -> tuple[torch.Tensor, ...]:
+        """Codes ``[..., P, D]``, scale and zero as stored."""
+        rows = x.transpose(-1, -2) if code.axis == "channel" else x
+        codes, *halves = quantise_rows(rows, self.group_of(code), rank, code, self.head_dim)
+        if code.axis == "channel":
+            codes = codes.transpose(-1, -2).contiguous()
+        return codes, *(half if half is None else half.transpose(-1, -2) for half in halves)
+
+    def _dequantise(
+        self, codes: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, code: CodeFormat
+    ) -> torch.Tensor:
+        """Values ``[..., P, D]`` of codes ``[..., P, D]`` and of scales and zeros as bytes."""
+        shape = self.scale_shape(code)
+        halves = [
+            half.contiguous().view(torch.float16).unflatten(-1, shape).transpose(-1, -2) if half.shape[-1] else None
+            for half in (scale, zero)
+        ]
+        if code.axis == "channel":
+            return dequantise_rows(codes.transpose(-1, -2), *halves, code, self.head_dim).transpose(-1, -2)
+        return dequantise_rows(codes, *halves, code, self.head_dim)

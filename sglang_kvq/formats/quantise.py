@@ -1,17 +1,34 @@
-"""Clipping and asymmetric min-max quantisation of head rows: the arithmetic every path shares.
+"""Clipping and quantisation of head rows: the arithmetic every path shares.
 
-Only additions, comparisons, multiplications by constants and roundings to FP16 are used, and none
-in an order that a fused multiply-add could change, so that torch on any device and the Triton
-kernels give the same codes bit for bit.
+Only additions, comparisons, multiplications, one correctly rounded square root, sums of integers, and roundings to FP16
+are used, each rounded by itself and none in an order that matters, so that torch on any device and the Triton kernels
+(``enable_fp_fusion=False``, ``tl.sqrt_rn``) give the same codes bit for bit. Per group of n elements x (after clipping):
+
+    minmax   scale = fp16((max x - min x) * f32(1 / top)),              zero = fp16(min x)
+    moments  scale = fp16(2^-s * (sqrt(n S2 - S1^2) * f32(unit / n))),  zero = fp16(2^-s * (S1 * f32(1 / n)) - middle * scale)
+    norm     scale = fp16(2^-s * (sqrt(S2) * f32(unit / sqrt(n)))),     no zero: the levels are centred on 0
+    code     = #{t in thresholds : x - zero > t * scale},               norm: #{t : x > (t - middle) * scale}
+
+S1 and S2 are the exact sums of q and q^2, q = round(2^s x) to nearest even, with the power of two that brings the
+largest |q| into [2^10, 2^11): q and both sums fit int32 for n <= 256, n S2 - S1^2 int64. ``level_table`` gives levels,
+thresholds, top, middle and unit. FP16 results are clamped to +-65504.
 """
 
 from __future__ import annotations
 
+import math
+
 import torch
+
+from sglang_kvq.formats.code import INT2, CodeFormat
 
 #: float32 nearest to 1/3: a multiplication, because GPU division is not always correctly rounded.
 THIRD = 0.3333333432674408
 FP16_MAX = 65504.0
+#: Adding and subtracting it rounds a float32 below 2^22 to an integer, to nearest even.
+ROUND = 12582912.0
+#: Rows whose largest magnitude is below 2^-40 are scaled as if it were that; in FP16 their scale is 0 anyway.
+LEAST_EXPONENT = 127 - 40
 
 
 def clip_rank(head_dim: int, ratio: float) -> int:
@@ -31,32 +48,98 @@ def clip_rows(x: torch.Tensor, rank: int) -> torch.Tensor:
     return torch.minimum(torch.maximum(x, -threshold), threshold)
 
 
-def quantise_rows(x: torch.Tensor, group: int, rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Quantise head rows to codes 0..3.
+def quantise_rows(
+    x: torch.Tensor, group: int, rank: int, code: CodeFormat = INT2, head_dim: int | None = None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Quantise rows to codes 0 .. 2^bits - 1.
 
     Args:
-        x: ``[..., head_dim]``, BF16 values (any float dtype holding them exactly).
-        group: elements along head_dim per scale and zero; divides head_dim.
-        rank: from ``clip_rank``.
+        x: ``[..., n]``, BF16 values (any float dtype holding them exactly): heads' rows, or for ``axis="channel"``
+            one channel's tokens.
+        group: elements along the row per scale and zero; divides n. ``norm`` takes n.
+        rank: from ``clip_rank``; whole rows are clipped.
+        code: levels and statistic; its axis is the caller's business.
+        head_dim: D of a ``sphere`` table; None means n.
 
     Returns:
-        codes uint8 ``[..., head_dim]``, scale FP16 and zero FP16 ``[..., head_dim // group]``;
-        the value of a code is ``code * scale + zero``.
+        codes uint8 ``[..., n]``, scale FP16 and zero FP16 ``[..., n // group]`` (zero is None for ``norm``);
+        ``dequantise_rows`` gives the values.
     """
+    table = code.table(head_dim or x.shape[-1])
     x = clip_rows(x.float(), rank).unflatten(-1, (-1, group))
-    low, high = x.amin(-1, keepdim=True), x.amax(-1, keepdim=True)
-    scale = ((high - low) * THIRD).clamp(max=FP16_MAX).half()
-    zero = low.clamp(-FP16_MAX, FP16_MAX).half()
-    offset, step = x - zero.float(), scale.float()
-    # Products of a half with 0.5, 1.5 and 2.5 are exact in float32: comparisons cannot differ.
-    codes = (offset > 0.5 * step).to(torch.uint8)
-    codes += (offset > 1.5 * step).to(torch.uint8)
-    codes += (offset > 2.5 * step).to(torch.uint8)
-    return codes.flatten(-2), scale.squeeze(-1), zero.squeeze(-1)
+    scale, zero = _STATISTICS[code.statistic](x, table)
+    offset = x - zero.float() if code.has_zero else x
+    shift = 0.0 if code.has_zero else table.middle
+    step = scale.float()
+    codes = torch.zeros(x.shape, dtype=torch.uint8, device=x.device)
+    for threshold in table.thresholds:
+        # The product of a half and a small multiple of 0.5 is exact in float32: comparisons cannot differ.
+        codes += offset > (threshold - shift) * step
+    return codes.flatten(-2), scale.squeeze(-1), zero.squeeze(-1) if code.has_zero else None
 
 
-def dequantise_rows(codes: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor) -> torch.Tensor:
-    """Values of ``quantise_rows``'s codes, float32 ``[..., head_dim]``."""
+def dequantise_rows(
+    codes: torch.Tensor,
+    scale: torch.Tensor,
+    zero: torch.Tensor | None,
+    code: CodeFormat = INT2,
+    head_dim: int | None = None,
+) -> torch.Tensor:
+    """Values of ``quantise_rows``'s codes, float32 ``[..., n]``: one rounding each, of ``level * scale + zero``."""
+    table = code.table(head_dim or codes.shape[-1])
     group = codes.shape[-1] // scale.shape[-1]
-    values = codes.float().unflatten(-1, (-1, group)) * scale.float().unsqueeze(-1) + zero.float().unsqueeze(-1)
+    shift = 0.0 if code.has_zero else table.middle
+    levels = torch.tensor(table.levels, dtype=torch.float32, device=codes.device) - shift
+    values = levels[codes.int()].unflatten(-1, (-1, group)) * scale.float().unsqueeze(-1)
+    if code.has_zero:
+        values += zero.float().unsqueeze(-1)
     return values.flatten(-2)
+
+
+def _minmax(x, table):
+    low, high = x.amin(-1, keepdim=True), x.amax(-1, keepdim=True)
+    return _half((high - low) * _f32(1 / table.top)), _half(low)
+
+
+def _moments(x, table):
+    n = x.shape[-1]
+    q, down = _integers(x)
+    first, second = q.sum(-1, keepdim=True), (q * q).sum(-1, keepdim=True)  # int64
+    deviation = _sqrt(n * second - first * first) * _f32(table.unit / n)
+    scale = _half(deviation * down)
+    mean = first.float() * _f32(1 / n) * down
+    return scale, _half(mean - table.middle * scale.float())
+
+
+def _norm(x, table):
+    q, down = _integers(x)
+    norm = _sqrt((q * q).sum(-1, keepdim=True)) * _f32(table.unit / math.sqrt(x.shape[-1]))
+    return _half(norm * down), None
+
+
+_STATISTICS = {"minmax": _minmax, "moments": _moments, "norm": _norm}
+
+
+def _integers(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """q = round(2^s x) as int32 and 2^-s, float32 ``[..., 1]``, with max |q| in [2^10, 2^11)."""
+    exponent = (x.abs().amax(-1, keepdim=True).view(torch.int32) >> 23).clamp(min=LEAST_EXPONENT)
+    up = (264 - exponent << 23).view(torch.float32)  # 2^(10 - e), e = exponent - 127
+    down = (exponent - 10 << 23).view(torch.float32)
+    return (x * up + ROUND - ROUND).int(), down
+
+
+def _sqrt(x: torch.Tensor) -> torch.Tensor:
+    """Square root of float32(x), correctly rounded: MKL's float32 root, which torch takes on a CPU, is not.
+
+    A float64 root within an ulp cannot round to the wrong float32: none of a float32 is that near the middle of two.
+    """
+    return x.float().double().sqrt().float()
+
+
+def _half(x: torch.Tensor) -> torch.Tensor:
+    return x.clamp(-FP16_MAX, FP16_MAX).half()
+
+
+def _f32(x: float) -> float:
+    """The float32 nearest to a constant, as torch and Triton will both take it."""
+    return torch.tensor(x, dtype=torch.float32).item()

@@ -5,12 +5,12 @@ from __future__ import annotations
 from importlib import import_module
 
 from sglang_kvq.errors import KVQuantError
-from sglang_kvq.methods.base import Method, RotationKind
+from sglang_kvq.methods.base import Method, RotationKind, Width
 
-__all__ = ["METHOD_NAMES", "Method", "RotationKind", "get_method"]
+__all__ = ["METHOD_NAMES", "Method", "RotationKind", "Width", "get_method"]
 
-#: Every value of ``--kv-quant`` except ``none``; each is a module of this package holding ``METHOD``.
-METHOD_NAMES = ("oscar", "hadamard", "int2")
+#: Every value of ``--kv-quant`` except ``none``; each is a module of this package (dashes become underscores) holding ``METHOD``.
+METHOD_NAMES = ("oscar", "oscar-lloyd-max", "turboquant", "kivi", "hadamard", "int2", "int4")
 
 
 def get_method(name: str) -> Method:
@@ -21,4 +21,4 @@ def get_method(name: str) -> Method:
     """
     if name not in METHOD_NAMES:
         raise KVQuantError(f"--kv-quant {name}: unknown method; choose one of none, {', '.join(METHOD_NAMES)}.")
-    return import_module(f"sglang_kvq.methods.{name}").METHOD
+    return import_module(f"sglang_kvq.methods.{name.replace('-', '_')}").METHOD

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, field, replace
 from enum import Enum
+
+from sglang_kvq.errors import KVQuantError
+from sglang_kvq.formats.code import INT2, CodeFormat
+
+_AUTO = "auto:"
 
 
 class RotationKind(Enum):
@@ -11,7 +17,21 @@ class RotationKind(Enum):
 
     NONE = "none"  #: the identity
     HADAMARD = "hadamard"  #: a fixed orthonormal transform, needs no data
+    RANDOM = "random"  #: drawn per layer and KV head from ``--kv-quant-seed``, needs no data
     LEARNED = "learned"  #: a calibrated file per model (rotation_zoo, ``--kv-quant-rotations``)
+
+
+@dataclass(frozen=True)
+class Width:
+    """What ``--kv-quant-bits`` says.
+
+    Attributes:
+        bits: of a code, keys and values averaged; a half goes to the keys.
+        target: for ``auto:TARGET``, the allocated record bits per element that layers of 2 to 4 bits may average.
+    """
+
+    bits: float
+    target: float | None = None
 
 
 @dataclass(frozen=True)
@@ -19,18 +39,57 @@ class Method:
     """A way to store the history of the KV cache.
 
     Attributes:
-        name: the value of ``--kv-quant``.
+        name: the value of ``--kv-quant``; its module's name with dashes for underscores.
         summary: one line for ``--help`` and the docs.
         paper: where it comes from.
         rotation: which rotations it needs.
-        clip_k, clip_v: default clip quantiles (see ``KVQuantConfig``); 1 clips nothing.
-        bits: bits per code.
+        clip_k, clip_v: default clip quantiles of INT2 codes (see ``KVQuantConfig``); 1 clips nothing.
+        k, v: how keys and values are coded, at the default width.
+        widths: what ``--kv-quant-bits`` may say, the default first.
+        mixed: whether it may also say ``auto:TARGET`` (needs rotations with layer sensitivities).
+        group_sizes: what ``--kv-quant-group-size`` may say; empty: the method shares no scale within a row.
     """
 
     name: str
     summary: str
     paper: str
     rotation: RotationKind
-    clip_k: float
-    clip_v: float
-    bits: int = 2
+    clip_k: float = 1.0
+    clip_v: float = 1.0
+    k: CodeFormat = field(default=INT2)
+    v: CodeFormat = field(default=INT2)
+    widths: tuple[float, ...] = (2,)
+    mixed: bool = False
+    group_sizes: tuple[int, ...] = (32, 64, 96, 128)
+
+    def width(self, text: str | None) -> Width:
+        """What ``--kv-quant-bits`` means for this method; None is the default.
+
+        Raises:
+            KVQuantError: not a width of this method; names those it has.
+        """
+        if text is None:
+            return Width(self.widths[0])
+        number = _number(text.removeprefix(_AUTO))
+        if self.mixed and text.startswith(_AUTO) and number is not None:
+            return Width(self.widths[0], number)
+        if number not in self.widths or text.startswith(_AUTO):
+            known = [f"{w:g}" for w in sorted(self.widths)]
+            if len(known) > 1 or self.mixed:
+                fix = f"choose {', '.join(known)}" + (" or auto:TARGET, such as auto:2.75" if self.mixed else "")
+            else:
+                fix = f"it has {known[0]} bits only; leave the flag out"
+            raise KVQuantError(f"--kv-quant-bits {text}: not a width of --kv-quant {self.name}; {fix}.")
+        return Width(number)
+
+    def codes(self, bits: float) -> tuple[CodeFormat, CodeFormat]:
+        """Codes of keys and of values at a width: keys take what is left of a half."""
+        return replace(self.k, bits=math.ceil(bits)), replace(self.v, bits=math.floor(bits))
+
+
+def _number(text: str) -> float | None:
+    try:
+        value = float(text)
+    except ValueError:
+        return None
+    return value if math.isfinite(value) else None

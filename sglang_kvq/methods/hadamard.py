@@ -7,4 +7,5 @@ METHOD = Method(
     rotation=RotationKind.HADAMARD,
     clip_k=0.96,
     clip_v=0.92,
+    widths=(2, 2.5, 3, 3.5, 4),
 )

@@ -5,6 +5,4 @@ METHOD = Method(
     summary="plain asymmetric INT2, no rotation, no clipping: the baseline",
     paper="round-to-nearest min-max quantisation",
     rotation=RotationKind.NONE,
-    clip_k=1.0,
-    clip_v=1.0,
 )

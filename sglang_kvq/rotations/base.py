@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import isfinite
 
 import torch
 
@@ -11,6 +12,9 @@ from sglang_kvq.errors import KVQuantError
 
 #: Largest |R^T R - I| accepted: float32 files of orthonormal matrices measure below 1e-6.
 ORTHOGONALITY_TOLERANCE = 1e-3
+
+#: Clip quantiles accepted, as for ``--kv-quant-clip-k``.
+CLIP_RANGE = (0.5, 1.0)
 
 
 @dataclass(frozen=True)
@@ -21,9 +25,16 @@ class RotationMeta:
         objective: how R was chosen, see ``rotations.calibrate``.
         base_model, revision: the model they were calibrated on.
         model: the identity fields of its config, see ``rotations.zoo.identity``.
-        clip_k, clip_v: clip quantiles measured best with these rotations; None if not measured.
+        clip_k, clip_v: clip quantiles measured best with these rotations: one for all layers, or a tuple of one per
+            layer; None if not measured.
         corpus: what text was used, and which part of it.
         tokens: how many tokens of it.
+        seed: which contexts of it were drawn, see ``rotations.calibrate``.
+        sensitivity: ``{"k": {"2": [...], "4": [...]}, "v": {...}}``: per layer, the model's loss when only this layer's
+            keys (values) are quantised at that many bits; None if not measured.
+        sensitivity_unit: what these numbers are.
+        errors: ``{"k": [...], "v": [...]}``: per layer, the relative error of the attention output at the clip ratios
+            chosen, by calibration's own measure; None if not measured.
         source: the folder or hub repo they were loaded from.
         sha256: of the file they were loaded from, in hexadecimal; of the published pair, of K's and V's behind each
             other. None if they come from no file.
@@ -33,12 +44,21 @@ class RotationMeta:
     base_model: str | None = None
     revision: str | None = None
     model: dict = field(default_factory=dict)
-    clip_k: float | None = None
-    clip_v: float | None = None
+    clip_k: float | tuple[float, ...] | None = None
+    clip_v: float | tuple[float, ...] | None = None
     corpus: str | None = None
     tokens: int | None = None
+    seed: int | None = None
+    sensitivity: dict | None = None
+    sensitivity_unit: str | None = None
+    errors: dict | None = None
     source: str | None = None
     sha256: str | None = None
+
+
+    def clips(self, layers: int) -> tuple[tuple[float | None, ...], tuple[float | None, ...]]:
+        """``clip_k`` and ``clip_v`` of each of ``layers`` layers."""
+        return tuple(c if isinstance(c, tuple) else (c,) * layers for c in (self.clip_k, self.clip_v))
 
 
 @dataclass(frozen=True)
@@ -138,3 +158,39 @@ def check_rotations(rotations: Rotations, *, layers: int, kv_heads: int, head_di
                 f"{error[layer, head]:.2g}, allowed {ORTHOGONALITY_TOLERANCE:g}); attention scores would change. The file "
                 "is damaged or not a rotation: recreate it with `kvq calibrate`."
             )
+
+
+def check_meta(meta: RotationMeta, *, layers: int) -> None:
+    """Refuse clip ratios and sensitivities that do not fit the layers.
+
+    Raises:
+        KVQuantError: a clip ratio outside ``CLIP_RANGE``; a list of another length than ``layers``; a sensitivity
+            that is not a table of finite numbers.
+    """
+    where = meta.source or "rotations"
+    low, high = CLIP_RANGE
+    for name in ("clip_k", "clip_v"):
+        clip = getattr(meta, name)
+        if clip is None:
+            continue
+        if isinstance(clip, tuple) and len(clip) != layers:
+            raise KVQuantError(
+                f"{where}: {name} has {len(clip)} values, the rotations have {layers} layers; give one number, or one per "
+                "layer, or recreate the folder with `kvq calibrate`."
+            )
+        for layer, value in enumerate(clip if isinstance(clip, tuple) else (clip,)):
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
+                place = f" of layer {layer}" if isinstance(clip, tuple) else ""
+                raise KVQuantError(
+                    f"{where}: {name}{place} is {value!r}; it must be a number from {low:g} to {high:g} (1 clips nothing). "
+                    "Correct config.json, or recreate the folder with `kvq calibrate`."
+                )
+    tables = {} if meta.sensitivity is None else meta.sensitivity
+    for part, table in tables.items() if isinstance(tables, dict) else [("?", tables)]:
+        for bits, values in table.items() if isinstance(table, dict) else [("?", table)]:
+            numbers = isinstance(values, list) and all(isinstance(v, (int, float)) and isfinite(v) for v in values)
+            if part not in ("k", "v") or not numbers or len(values) != layers:
+                raise KVQuantError(
+                    f"{where}: sensitivity[{part!r}][{bits!r}] must be a list of one finite number for each of the {layers} "
+                    'layers, under "k" or "v"; recreate the folder with `kvq calibrate`.'
+                )

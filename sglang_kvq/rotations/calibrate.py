@@ -1,34 +1,35 @@
-"""OSCAR's calibration (arXiv 2605.17757): rotations and clip ratios from a model's own activations.
+"""OSCAR's calibration (arXiv 2605.17757): rotations, clip ratios and sensitivities from a model's own activations.
 
-Three passes over the text, each layer keeping only a few ``[kv_heads, D, D]`` sums:
+Passes over the text, each layer keeping only a few ``[kv_heads, D, D]`` sums or a row of errors:
 
-1. QᵀQ of the queries that read each KV head, and KᵀK;
-2. Vᵀ diag(w) V with w_t = k_tᵀ (QᵀQ/n) k_t, normalised to mean 1: how much attention scores vary with a token;
-   and VᵀV. It is a pass of its own because w needs the whole of pass 1;
-3. over a few contexts, the attention-output error of every clip ratio on a grid, with the real quantiser.
-
-The first ``sink`` tokens of a context are left out of the sums: they are never quantised, and their keys are unlike
-all others.
+1. "moments": QᵀQ of the queries that read each KV head, KᵀK, Vᵀ diag(w) V and VᵀV (``rotations.moments``); the rotations
+   follow from these (``rotations.compose``);
+2. "clips": over a few contexts, each layer's attention-output error for every clip ratio on a grid, with the real
+   quantiser (``rotations.clips``);
+3. "sensitivity": over a few short contexts, what quantising one layer's keys or values costs the model
+   (``rotations.sensitivity``).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Callable
 
 import torch
 
 from sglang_kvq.config import HEAD_DIMS, PAGE_SIZE
 from sglang_kvq.errors import KVQuantError
-from sglang_kvq.formats.quantise import clip_rank, dequantise_rows, quantise_rows
 from sglang_kvq.rotations.base import RotationMeta, Rotations
-from sglang_kvq.rotations.capture import attention_hook, group_queries
+from sglang_kvq.rotations.capture import attention_hook
+from sglang_kvq.rotations.checkpoint import Checkpoint
+from sglang_kvq.rotations.clips import choose_clips, clip_errors, query_blocks
 from sglang_kvq.rotations.compose import OBJECTIVES, compose
-from sglang_kvq.rotations.segments import segmented_attention
+from sglang_kvq.rotations.moments import MomentSums
+from sglang_kvq.rotations.sensitivity import UNIT, VARIANTS, LayerQuantiser, fisher_sums, sensitivity_table
 from sglang_kvq.rotations.zoo import identity
 
-#: Called with a pass's name and the share of it that is done, in [0, 1].
-Progress = Callable[[str, float], None]
+#: Called with a pass's name, the contexts of it that are done, and how many there are.
+Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)
@@ -36,23 +37,34 @@ class CalibrationSettings:
     """How to calibrate.
 
     Attributes:
-        tokens: tokens of text to use, in contexts of ``context`` tokens spread over the whole corpus.
+        tokens: tokens of text to use, in contexts of ``context`` tokens that do not overlap.
         context: tokens per context; more than sink + recent, so that some history is quantised. RoPE turns the
             keys: calibrate at lengths like those that will be served (SmolLM2, KL at 6K tokens: 0.110 calibrated
             at 2K, 0.092 at 6K).
+        seed: 0 spreads the contexts evenly over the corpus; any other number draws them at random places.
         granularity: "per-head" (one rotation per layer and KV head) or "per-layer" (shared by a layer's heads).
         composition: one of ``compose.COMPOSITIONS``.
-        clip_grid: clip quantiles to try; the best for keys and for values are stored.
-        clip_contexts: contexts that the grid is measured on, two pages of queries in each.
+        clips: "per-layer", or "global" for one ratio for the keys of all layers and one for the values.
+        clip_grid: clip quantiles to try.
+        clip_contexts: contexts that the grid is measured on, ``clip_blocks`` pages of queries in each.
+        sensitivity_contexts: contexts of at most ``sensitivity_context`` tokens that sensitivities are measured on;
+            0 leaves them out.
+        sensitivity_draws: backward passes over each of these.
         sink, recent: BF16 tokens at both ends, as the server will have.
     """
 
     tokens: int = 32768
     context: int = 4096
+    seed: int = 0
     granularity: str = "per-head"
     composition: str = "offset"
+    clips: str = "per-layer"
     clip_grid: tuple[float, ...] = (0.80, 0.84, 0.86, 0.88, 0.90, 0.92, 0.94, 0.96, 1.0)
     clip_contexts: int = 4
+    clip_blocks: int = 2
+    sensitivity_contexts: int = 3
+    sensitivity_context: int = 768
+    sensitivity_draws: int = 2
     sink: int = 64
     recent: int = 256
 
@@ -61,6 +73,10 @@ class CalibrationSettings:
             raise KVQuantError(f"--granularity {self.granularity}: unknown; choose per-head or per-layer.")
         if self.composition not in OBJECTIVES:
             raise KVQuantError(f"--composition {self.composition}: unknown; choose one of {', '.join(OBJECTIVES)}.")
+        if self.clips not in ("per-layer", "global"):
+            raise KVQuantError(f"--clips {self.clips}: unknown; choose per-layer or global.")
+        if self.seed < 0:
+            raise KVQuantError(f"--seed {self.seed}: must be 0 (evenly spaced contexts) or more.")
         least = self.sink + self.recent + 2 * PAGE_SIZE
         if self.context < least:
             raise KVQuantError(f"--context {self.context}: must be at least {least}, or no history is quantised in it.")
@@ -68,152 +84,204 @@ class CalibrationSettings:
             raise KVQuantError(f"--tokens {self.tokens}: must be at least one context of {self.context} tokens.")
 
 
-@torch.inference_mode()
 def calibrate(
-    model: torch.nn.Module, ids: torch.Tensor, settings: CalibrationSettings, progress: Progress | None = None
+    model: torch.nn.Module,
+    ids: torch.Tensor,
+    settings: CalibrationSettings,
+    progress: Progress | None = None,
+    *,
+    checkpoint: Callable[[torch.nn.Module, torch.Tensor, object], Checkpoint] | None = None,
 ) -> Rotations:
-    """Rotations and clip ratios for ``model``.
+    """Rotations, clip ratios and sensitivities for ``model``.
 
     Args:
         model: a transformers causal language model; it runs where it lies and in its own dtype.
         ids: int64 ``[tokens]``, the tokenised corpus.
+        checkpoint: makes the place where finished contexts are kept, from model, contexts and settings; None keeps
+            nothing.
 
     Returns:
-        k, v float32 ``[layers, heads, D, D]`` on the CPU; ``meta`` has the objective, clips, tokens and the model's
-        identity; corpus and model name are the caller's to add.
+        k, v float32 ``[layers, heads, D, D]`` on the CPU; ``meta`` has all that was measured and the model's identity;
+        corpus and model name are the caller's to add.
 
     Raises:
         KVQuantError: corpus too short; activations not finite; layers without plain attention; head_dim not
-            supported.
+            supported; a checkpoint of another run.
     """
-    model_identity = identity(model.config)
-    if model_identity["head_dim"] not in HEAD_DIMS:
+    shape = identity(model.config)
+    check_shape(shape)
+    contexts = draw_contexts(ids, settings)
+    run = _Run(model, contexts, settings, progress, checkpoint(model, contexts, settings) if checkpoint else None)
+    sums = MomentSums(settings.sink)
+    run.through("moments", contexts, sums.add, sums)
+    rotations = rotations_from(sums, shape, settings, len(contexts))
+    rotations = run.with_clips(rotations)
+    return run.with_sensitivity(rotations) if settings.sensitivity_contexts else rotations
+
+
+def check_shape(shape: dict) -> None:
+    """Refuse a head_dim that ``--kv-quant`` cannot serve.
+
+    Raises:
+        KVQuantError: it names the supported ones.
+    """
+    if shape["head_dim"] not in HEAD_DIMS:
         raise KVQuantError(
-            f"head_dim {model_identity['head_dim']} is not supported by --kv-quant; supported: {', '.join(map(str, HEAD_DIMS))}."
+            f"head_dim {shape['head_dim']} is not supported by --kv-quant; supported: {', '.join(map(str, HEAD_DIMS))}."
         )
-    run = _Run(model, _contexts(ids, settings), settings, progress or (lambda name, done: None))
-    importance_k, energy_k, importance_v, energy_v = run.moments()
-    k, k_eigenvalues = compose(settings.composition, importance_k, energy_k)
-    v, v_eigenvalues = compose(settings.composition, importance_v, importance_v)
-    clip_k, clip_v = run.best_clips(k, v)
-    meta = RotationMeta(
-        objective=OBJECTIVES[settings.composition],
-        model=model_identity,
-        clip_k=clip_k,
-        clip_v=clip_v,
-        tokens=run.contexts.numel(),
-    )
-    return Rotations(k.cpu(), v.cpu(), meta, k_eigenvalues.cpu(), v_eigenvalues.cpu())
 
 
-def _contexts(ids: torch.Tensor, settings: CalibrationSettings) -> torch.Tensor:
-    """Contexts spread evenly over the corpus without overlap, int64 ``[n, context]``."""
-    count = settings.tokens // settings.context
-    if ids.numel() < count * settings.context:
+def draw_contexts(ids: torch.Tensor, settings: CalibrationSettings) -> torch.Tensor:
+    """Contexts of the corpus without overlap, int64 ``[n, context]``: evenly spread (seed 0) or at random places."""
+    count, slack = settings.tokens // settings.context, ids.numel() - settings.tokens // settings.context * settings.context
+    if slack < 0:
         raise KVQuantError(
             f"the corpus has {ids.numel()} tokens, calibration needs {count * settings.context}; give more text, or lower "
             f"--tokens (to at least {settings.context}, one --context)."
         )
-    starts = torch.linspace(0, ids.numel() - settings.context, count).long().tolist()
-    return torch.stack([ids[start : start + settings.context] for start in starts])
+    if settings.seed == 0:
+        starts = torch.linspace(0, ids.numel() - settings.context, count).long()
+    else:  # sorted gaps that share the slack: every placement without overlap is as likely
+        generator = torch.Generator().manual_seed(settings.seed)
+        gaps = torch.randint(slack + 1, (count,), generator=generator).sort().values
+        starts = gaps + torch.arange(count) * settings.context
+    return torch.stack([ids[start : start + settings.context] for start in starts.tolist()])
+
+
+def rotations_from(sums: MomentSums, shape: dict, settings: CalibrationSettings, contexts: int) -> Rotations:
+    """Rotations from finished sums over ``contexts`` contexts; no clip ratios yet."""
+    qq, kk, vwv, _ = sums.mean(shape["num_hidden_layers"], contexts, shared=settings.granularity == "per-layer")
+    k, k_eigenvalues = compose(settings.composition, qq, kk)
+    v, v_eigenvalues = compose(settings.composition, vwv, vwv)
+    meta = RotationMeta(
+        objective=OBJECTIVES[settings.composition],
+        model=shape,
+        tokens=contexts * settings.context,
+        seed=settings.seed,
+    )
+    return Rotations(k, v, meta, k_eigenvalues, v_eigenvalues)
+
+
+class ClipErrors:
+    """Attention-output errors of every clip ratio, summed over contexts; each relative to its layer's output.
+
+    ``add`` takes activations in the model's own basis.
+    """
+
+    def __init__(self, rotations: Rotations, settings: CalibrationSettings) -> None:
+        s = settings
+        self.rotations, self.settings = rotations, s
+        self.errors = torch.zeros(rotations.k.shape[0], 2, len(s.clip_grid), dtype=torch.float64)
+        self.starts = query_blocks(s.context, s.sink, s.recent, s.clip_blocks)
+
+    @torch.no_grad()
+    def add(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> None:
+        s = self.settings
+        rk, rv = (r[layer].to(k.device) for r in (self.rotations.k, self.rotations.v))
+        rq = rk if rk.shape[0] == 1 else rk.repeat_interleave(q.shape[0] // k.shape[0], 0)
+        errors, size = clip_errors(
+            q.float() @ rq, k.float() @ rk, v.float() @ rv, scale,
+            grid=s.clip_grid, starts=self.starts, sink=s.sink, recent=s.recent,
+        )  # fmt: skip
+        self.errors[layer] += errors / size
+
+    def state(self) -> dict[str, torch.Tensor]:
+        return {"errors": self.errors}
+
+    def restore(self, state: dict[str, torch.Tensor]) -> None:
+        self.errors = state["errors"]
+
+    def chosen(self, contexts: int) -> Rotations:
+        """The rotations with the best clip ratios in their meta."""
+        grid = self.settings.clip_grid
+        best = choose_clips(self.errors, grid, per_layer=self.settings.clips == "per-layer")
+        at_best = (self.errors / contexts).gather(-1, best[..., None])[..., 0]
+        clips = [tuple(grid[i] for i in best[:, part].tolist()) for part in (0, 1)]
+        if self.settings.clips == "global":
+            clips = [c[0] for c in clips]
+        errors = {name: [round(e, 6) for e in at_best[:, part].tolist()] for part, name in enumerate("kv")}
+        meta = replace(self.rotations.meta, clip_k=clips[0], clip_v=clips[1], errors=errors)
+        return replace(self.rotations, meta=meta)
 
 
 class _Run:
     """The passes of one calibration over one model."""
 
-    def __init__(
-        self, model: torch.nn.Module, contexts: torch.Tensor, settings: CalibrationSettings, progress: Progress
-    ) -> None:
-        self.model, self.contexts, self.settings, self.progress = model, contexts, settings, progress
-        self.layers = identity(model.config)["num_hidden_layers"]
+    def __init__(self, model, contexts, settings: CalibrationSettings, progress, checkpoint: Checkpoint | None) -> None:
+        self.model, self.contexts, self.settings, self.checkpoint = model, contexts, settings, checkpoint
+        self.progress = progress or (lambda name, done, total: None)
 
-    def moments(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Mean QᵀQ, KᵀK, Vᵀ diag(w) V and VᵀV: float64 ``[layers, kv_heads or 1, D, D]`` each."""
-        sums: dict[int, list[torch.Tensor]] = {}
-        skip, shared = self.settings.sink, self.settings.granularity == "per-layer"
-
-        def add(layer: int, *moments: torch.Tensor) -> None:
-            held = sums.setdefault(layer, [])
-            for i, moment in enumerate(moments):
-                moment = moment.mean(0, keepdim=True) if shared else moment
-                held[i : i + 1] = [held[i] + moment if i < len(held) else moment]
-
-        def first(layer, q, k, v, scale):
-            q = group_queries(q[:, skip:], k.shape[0]).double()
-            k = k[:, skip:].double()
-            add(layer, q.mT @ q / q.shape[1], k.mT @ k / k.shape[1])
-
-        self._pass("queries and keys", self.contexts, first)
-        importance_k, energy_k = self._collect(sums, "queries or keys")
-
-        def second(layer, q, k, v, scale):
-            k, v = k[:, skip:].double(), v[:, skip:].double()
-            w = ((k @ importance_k[layer]) * k).sum(-1, keepdim=True)
-            w = w / w.mean(1, keepdim=True)
-            add(layer, v.mT @ (w * v) / v.shape[1], v.mT @ v / v.shape[1])
-
-        sums.clear()
-        self._pass("values", self.contexts, second)
-        return importance_k, energy_k, *self._collect(sums, "keys or values")
-
-    def best_clips(self, k_rotations: torch.Tensor, v_rotations: torch.Tensor) -> tuple[float, float]:
-        """The grid's ratios with the least attention-output error, summed over layers relative to each one's output."""
-        grid, s = self.settings.clip_grid, self.settings
-        errors = torch.zeros(2, len(grid), dtype=torch.float64)
+    def with_clips(self, rotations: Rotations) -> Rotations:
+        s = self.settings
         step = max(len(self.contexts) // s.clip_contexts, 1)
         contexts = self.contexts[::step][: s.clip_contexts]
-        last = (s.context - PAGE_SIZE) // PAGE_SIZE * PAGE_SIZE
-        starts = {last, (s.sink + s.recent + PAGE_SIZE + last) // 2 // PAGE_SIZE * PAGE_SIZE}
+        errors = ClipErrors(rotations, s)
+        self.through("clips", contexts, lambda layer, q, k, v, scale: errors.add(layer, q, k, v, scale), errors)
+        return errors.chosen(len(contexts))
 
-        def measure(layer, q, k, v, scale):
-            rk, rv = k_rotations[layer], v_rotations[layer]
-            rq = rk if rk.shape[0] == 1 else rk.repeat_interleave(q.shape[0] // k.shape[0], 0)
-            q = q.float() @ rq
-            k, v = (k.float() @ rk).bfloat16().float(), (v.float() @ rv).bfloat16().float()
-            for start in starts:
-                block = q[:, start : start + PAGE_SIZE]
-
-                def attend(old_k, old_v):
-                    return segmented_attention(block, start, k, v, old_k, old_v, scale, sink=s.sink, recent=s.recent)
-
-                exact = attend(k, v)
-                size = exact.square().sum()
-                for i, ratio in enumerate(grid):
-                    rank = clip_rank(k.shape[-1], ratio)
-                    errors[0, i] += float((attend(_round_trip(k, rank), v) - exact).square().sum() / size)
-                    errors[1, i] += float((attend(k, _round_trip(v, rank)) - exact).square().sum() / size)
-
-        self._pass("clip ratios", contexts, measure)
-        return tuple(grid[i] for i in errors.argmin(1).tolist())
-
-    def _pass(self, name: str, contexts: torch.Tensor, hook: Callable) -> None:
-        """Run every context through the decoder layers; the vocabulary projection is not needed."""
-        body = self.model.base_model
-        with attention_hook(self.model, hook):
+    def with_sensitivity(self, rotations: Rotations) -> Rotations:
+        s, layers = self.settings, rotations.k.shape[0]
+        length = min(s.sensitivity_context, s.context)
+        step = max(len(self.contexts) // s.sensitivity_contexts, 1)
+        contexts = self.contexts[::step][: s.sensitivity_contexts, :length]
+        quantiser = LayerQuantiser(rotations.k, rotations.v, *rotations.meta.clips(layers), s.sink, s.recent)
+        first = s.sink + s.recent
+        sums = _Sums(torch.zeros(layers, len(VARIANTS), dtype=torch.float64))
+        done = self._restore("sensitivity", sums)
+        gradients = [p for p in self.model.parameters() if p.requires_grad]
+        self.model.requires_grad_(False)  # only the activations' gradients are wanted
+        try:
             for i, ids in enumerate(contexts):
-                self.progress(name, i / len(contexts))
-                body(ids[None].to(self.model.device), use_cache=False)
-        self.progress(name, 1.0)
-
-    def _collect(self, sums: dict[int, list[torch.Tensor]], what: str) -> tuple[torch.Tensor, ...]:
-        """Means over contexts, stacked by layer; refuses gaps and non-finite numbers."""
-        missing = [layer for layer in range(self.layers) if layer not in sums]
-        if missing:
-            raise KVQuantError(
-                f"layers {missing} of the model have no standard attention; --kv-quant needs it in every layer "
-                "(hybrid models are not supported)."
-            )
-        for layer in range(self.layers):
-            if not all(torch.isfinite(moment).all() for moment in sums[layer]):
-                raise KVQuantError(
-                    f"layer {layer}: {what} hold NaN or infinity; the model overflows in {self.model.dtype}: "
-                    "pass --dtype float32, and check the model's weights."
+                self.progress("sensitivity", i, len(contexts))
+                if i < done:
+                    continue
+                generator = torch.Generator().manual_seed(i)
+                sums.total += fisher_sums(
+                    self.model, ids, layers, quantiser, first=first, draws=s.sensitivity_draws, generator=generator
                 )
-        return tuple(
-            torch.stack(moments) / len(self.contexts) for moments in zip(*(sums[i] for i in range(self.layers)))
-        )
+                self._keep("sensitivity", i + 1, len(contexts), sums)
+        finally:
+            for p in gradients:
+                p.requires_grad_(True)
+        self.progress("sensitivity", len(contexts), len(contexts))
+        table = sensitivity_table(sums.total / (len(contexts) * (length - first)))
+        return replace(rotations, meta=replace(rotations.meta, sensitivity=table, sensitivity_unit=UNIT))
+
+    @torch.inference_mode()
+    def through(self, name: str, contexts: torch.Tensor, hook: Callable, sums) -> None:
+        """Run the contexts through the decoder layers; the vocabulary projection is not needed."""
+        body, done = self.model.base_model, self._restore(name, sums)
+
+        def called(layer, q, k, v, scale):
+            hook(layer, q, k, v, *([scale] if name == "clips" else []))
+
+        with attention_hook(self.model, called):
+            for i, ids in enumerate(contexts):
+                self.progress(name, i, len(contexts))
+                if i >= done:
+                    body(ids[None].to(self.model.device), use_cache=False)
+                    self._keep(name, i + 1, len(contexts), sums)
+        self.progress(name, len(contexts), len(contexts))
+
+    def _restore(self, name: str, sums) -> int:
+        done, state = self.checkpoint.load(name) if self.checkpoint else (0, {})
+        if done:
+            sums.restore(state)
+        return done
+
+    def _keep(self, name: str, done: int, total: int, sums) -> None:
+        if self.checkpoint:
+            self.checkpoint.save(name, done, sums.state(), last=done == total)
 
 
-def _round_trip(x: torch.Tensor, rank: int) -> torch.Tensor:
-    """Quantise and dequantise rows with the server's arithmetic, one group of min(head_dim, 128)."""
-    return dequantise_rows(*quantise_rows(x, min(x.shape[-1], 128), rank)).bfloat16().float()
+@dataclass
+class _Sums:
+    """A tensor of sums, as ``MomentSums`` is for a checkpoint."""
+
+    total: torch.Tensor
+
+    def state(self) -> dict[str, torch.Tensor]:
+        return {"total": self.total}
+
+    def restore(self, state: dict[str, torch.Tensor]) -> None:
+        self.total = state["total"]

@@ -8,6 +8,7 @@ older than the recent window go through the real ``PageFormat`` in the rotated b
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,18 +19,20 @@ from sglang_kvq.formats.page import PageFormat
 from sglang_kvq.rotations.capture import attention_hook, causal_attention
 from sglang_kvq.rotations.segments import segmented_attention
 
+GEOMETRY = ("num_hidden_layers", "num_key_value_heads", "head_dim")
+
 
 @dataclass(frozen=True)
 class FakeQuantAttention:
     """An ``AttentionHook``: causal attention over a quantised history and a BF16 sink and window.
 
     Attributes:
-        format: record layout and clipping; None rounds to BF16 only (the baseline).
+        format: record layout and clipping, one for all layers or one each; None rounds to BF16 only (the baseline).
         rotations: per layer and KV head, on the model's device.
         sink, recent: BF16 tokens at both ends, multiples of ``PAGE_SIZE``.
     """
 
-    format: PageFormat | None
+    format: PageFormat | Sequence[PageFormat] | None
     rotations: LayerRotations = LayerRotations()
     sink: int = 64
     recent: int = 256
@@ -46,7 +49,7 @@ class FakeQuantAttention:
         if self.format is None:
             out = causal_attention(q, k, v, scale)
         else:
-            old_k, old_v = self._quantised(k, v)
+            old_k, old_v = self._quantised(layer, k, v)
             blocks = (
                 segmented_attention(
                     q[:, i : i + PAGE_SIZE], i, k, v, old_k, old_v, scale, sink=self.sink, recent=self.recent
@@ -58,11 +61,12 @@ class FakeQuantAttention:
             out = out @ self.rotations.v[layer].transpose(-1, -2).repeat_interleave(group, 0)
         return out
 
-    def _quantised(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _quantised(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Whole pages through records and back, float32 ``[kv_heads, T, D]``; a last partial page stays as it is."""
         whole = k.shape[1] // PAGE_SIZE * PAGE_SIZE
         pages = (x[:, :whole].unflatten(1, (-1, PAGE_SIZE)) for x in (k, v))
-        back = self.format.dequantise_pages(self.format.quantise_pages(*pages))
+        format = self.format[layer] if isinstance(self.format, Sequence) else self.format
+        back = format.dequantise_pages(format.quantise_pages(*pages))
         # Rounded to BF16, as the reference backend reads them.
         return tuple(torch.cat([b.flatten(1, 2).bfloat16().float(), x[:, whole:]], 1) for b, x in zip(back, (k, v)))
 
@@ -103,20 +107,22 @@ def _log_probs(model: torch.nn.Module, ids: torch.Tensor, attention: FakeQuantAt
 
 
 def main() -> None:
-    """Print mean KL for int2, hadamard and every ``--rotations`` folder."""
+    """Print the mean KL of every method, and of every ``--rotations`` folder with the methods that take rotations."""
     import argparse
     from pathlib import Path
 
-    from sglang_kvq.methods import get_method
+    from sglang_kvq.methods import RotationKind, get_method
+    from sglang_kvq.rotations.candidates import candidate_of
     from sglang_kvq.rotations.files import load_rotations
-    from sglang_kvq.rotations.hadamard import hadamard_rotations
-    from sglang_kvq.rotations.models import load_model, read_text, tokenize
+    from sglang_kvq.rotations.models import load_model, tokenize
+    from sglang_kvq.rotations.text import read_text
     from sglang_kvq.rotations.zoo import identity
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model")
     parser.add_argument("text", type=Path)
     parser.add_argument("--rotations", nargs="*", default=[], help="rotation folders to compare")
+    parser.add_argument("--methods", nargs="*", default=["int2", "hadamard", "oscar"], help="NAME or NAME:BITS")
     parser.add_argument("--skip", type=float, default=0.0, help="share of the text to leave out: what calibration used")
     parser.add_argument("--contexts", type=int, default=4)
     parser.add_argument("--length", type=int, default=1536, help="tokens per context")
@@ -124,7 +130,7 @@ def main() -> None:
 
     model, tokenizer = load_model(args.model)
     shape = identity(model.config)
-    layers, heads, dim = (shape[name] for name in ("num_hidden_layers", "num_key_value_heads", "head_dim"))
+    geometry = dict(zip(("layers", "kv_heads", "head_dim"), (shape[n] for n in GEOMETRY)))
     text = read_text(args.text)
     ids = tokenize(tokenizer, text[int(len(text) * args.skip) :])
     count = min(args.contexts, len(ids) // args.length)
@@ -132,18 +138,15 @@ def main() -> None:
         parser.error(f"{args.text}: {len(ids)} tokens, one context needs {args.length}")
     starts = torch.linspace(0, len(ids) - args.length, count).long().tolist()
 
-    def attention(method: str, rotations=None) -> FakeQuantAttention:
-        clips = [getattr(get_method(method), name) for name in ("clip_k", "clip_v")]
-        if rotations is None:
-            return FakeQuantAttention(PageFormat(dim, min(dim, 128), *clips))
-        clips = [c or default for c, default in zip((rotations.meta.clip_k, rotations.meta.clip_v), clips)]
-        moved = (r.to(model.device) for r in vars(rotations.for_worker(range(layers), heads, 0, heads)).values())
-        return FakeQuantAttention(PageFormat(dim, min(dim, 128), *clips), LayerRotations(*moved))
-
-    candidates = {"int2": attention("int2"), "hadamard": attention("hadamard", hadamard_rotations(layers, dim))}
-    for folder in args.rotations:
-        rotations = load_rotations(folder, layers=layers, kv_heads=heads, head_dim=dim)
-        candidates[folder] = attention("oscar", rotations)
+    candidates = {}
+    for spec in args.methods:
+        learned = get_method(spec.partition(":")[0]).rotation is RotationKind.LEARNED
+        for folder in args.rotations if learned else [None]:
+            rotations = load_rotations(folder, **geometry) if folder else None
+            candidate = candidate_of(spec, rotations, model.config)
+            moved = (r if r is None else r.to(model.device) for r in vars(candidate.rotations).values())
+            name = f"{spec} {folder}" if folder else spec
+            candidates[name] = FakeQuantAttention(candidate.formats, LayerRotations(*moved))
     contexts = [ids[start : start + args.length] for start in starts]
     for name, value in mean_kl(model, contexts, candidates).items():
         print(f"{value:.4f} nats per token  {name}")

@@ -22,14 +22,13 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save_file
 
 from sglang_kvq.errors import KVQuantError
-from sglang_kvq.rotations import published
-from sglang_kvq.rotations.base import RotationMeta, Rotations, check_rotations
+from sglang_kvq.rotations import hub, published
+from sglang_kvq.rotations.base import RotationMeta, Rotations, check_meta, check_rotations
+from sglang_kvq.rotations.hub import CONFIG_FILE, TENSOR_FILE
+from sglang_kvq.rotations.registry import known_digests
 
 FORMAT_VERSION = 1
-TENSOR_FILE = "rotations.safetensors"
-CONFIG_FILE = "config.json"
 
-_HUB_ID = re.compile(r"^[\w][\w.-]*/[\w][\w.-]*(/[\w.-]+)*$")
 _NO_ROTATIONS = "Make them with `kvq calibrate MODEL`, or use --kv-quant hadamard, which needs none."
 
 
@@ -47,7 +46,19 @@ def load_rotations(location: str | Path, *, layers: int, kv_heads: int, head_dim
     rotations, config = _load(_resolve(str(location)), layers)
     _check_heads(rotations, config, kv_heads)
     check_rotations(rotations, layers=layers, kv_heads=kv_heads, head_dim=head_dim)
+    check_meta(rotations.meta, layers=layers)
     return rotations
+
+
+def read_local(folder: Path) -> tuple[Rotations, int | None]:
+    """``read_rotations`` of a folder on this machine.
+
+    Raises:
+        KVQuantError: also if it is none.
+    """
+    if not folder.is_dir():
+        raise KVQuantError(f"{folder}: no such folder. {_NO_ROTATIONS}")
+    return read_rotations(folder)
 
 
 def read_rotations(location: str | Path) -> tuple[Rotations, int | None]:
@@ -62,6 +73,7 @@ def read_rotations(location: str | Path) -> tuple[Rotations, int | None]:
     check_rotations(
         rotations, layers=rotations.k.shape[0], kv_heads=known_heads or heads, head_dim=rotations.k.shape[-1]
     )
+    check_meta(rotations.meta, layers=rotations.k.shape[0])
     return rotations, known_heads
 
 
@@ -73,6 +85,7 @@ def save_rotations(rotations: Rotations, folder: str | Path, *, kv_heads: int, o
     """
     layers, _, head_dim, _ = rotations.k.shape
     check_rotations(rotations, layers=layers, kv_heads=kv_heads, head_dim=head_dim)
+    check_meta(rotations.meta, layers=layers)
     tensors = {
         name: tensor.float().contiguous()
         for name in ("k", "v", "k_eigenvalues", "v_eigenvalues")
@@ -92,7 +105,7 @@ def save_rotations(rotations: Rotations, folder: str | Path, *, kv_heads: int, o
             **meta,
             "sha256": _sha256((temporary / TENSOR_FILE).read_bytes()),
         }
-        (temporary / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n")
+        (temporary / CONFIG_FILE).write_text(_dumps(config) + "\n")
 
 
 def convert_rotations(
@@ -179,7 +192,11 @@ def _load_native(folder: Path) -> tuple[Rotations, dict]:
             "belong together or one was altered: fetch both again."
         )
     known = {f.name for f in fields(RotationMeta)}
-    meta = RotationMeta(**{name: value for name, value in config.items() if name in known})
+    stored = {name: value for name, value in config.items() if name in known}
+    for name in ("clip_k", "clip_v"):
+        if isinstance(stored.get(name), list):
+            stored[name] = tuple(stored[name])
+    meta = RotationMeta(**stored)
     eigen = (tensors.get("k_eigenvalues"), tensors.get("v_eigenvalues"))
     return Rotations(k, v, replace(meta, source=str(folder)), *eigen), config
 
@@ -201,31 +218,15 @@ def _resolve(location: str) -> Path:
         return path
     if path.is_file():
         return path.parent
-    if not _HUB_ID.match(location):
+    if not hub.HUB_ID.match(location):
         raise KVQuantError(f"{location}: no such folder. {_NO_ROTATIONS}")
-    return _download(location)
+    return hub.download(location, sha256=known_digests(location))
 
 
-def _download(location: str) -> Path:
-    """Fetch ``org/name[/sub/folder]`` from the Hugging Face hub, or find it in the hub cache when offline."""
-    from huggingface_hub import snapshot_download
-
-    org, name, *sub = location.split("/")
-    names = (TENSOR_FILE, CONFIG_FILE, published.K_FILE, published.V_FILE)
-    try:
-        root = snapshot_download(f"{org}/{name}", allow_patterns=["/".join((*sub, n)) for n in names])
-    except Exception as error:  # network, missing repo, no permission, bad id: all end here with the same fix
-        raise KVQuantError(
-            f"{location}: no such folder here, and the Hugging Face hub did not give it ({type(error).__name__}: "
-            f"{published.first_line(error)}). Offline: copy the rotations to a folder and pass it. {_NO_ROTATIONS}"
-        ) from error
-    folder = Path(root).joinpath(*sub)
-    if not folder.is_dir():
-        raise KVQuantError(
-            f"{location}: repo {org}/{name} has no rotations in {'/'.join(sub) or 'its root'}; look up the folder's name "
-            f"on the hub and pass {org}/{name}/FOLDER."
-        )
-    return folder
+def _dumps(config: dict) -> str:
+    """JSON with one line per field; lists of numbers are not spread over a line each."""
+    text = json.dumps(config, indent=2)
+    return re.sub(r"\[\s+([-\d.e,\s]+?)\s+\]", lambda m: "[" + re.sub(r"\s+", " ", m[1]) + "]", text)
 
 
 def _sha256(data: bytes) -> str:

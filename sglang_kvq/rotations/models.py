@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,15 +13,17 @@ import torch
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.rotations.base import Rotations
 from sglang_kvq.rotations.calibrate import CalibrationSettings, Progress, calibrate
+from sglang_kvq.rotations.checkpoint import Checkpoint, fingerprint
 from sglang_kvq.rotations.files import save_rotations
+from sglang_kvq.rotations.text import read_corpus
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 
 def calibrate_to_folder(
     model_path: str,
-    text: Path,
+    texts: Sequence[Path],
     output: Path,
     settings: CalibrationSettings,
     *,
@@ -29,37 +33,66 @@ def calibrate_to_folder(
     device: str = "",
     dtype: str = "",
     overwrite: bool = False,
+    restart: bool = False,
+    engine: dict | None = None,
     progress: Progress | None = None,
 ) -> Rotations:
     """What ``kvq calibrate`` does; returns what it wrote.
 
+    Interrupted, it leaves its sums in ``partial_folder(output)`` and continues from them the next time.
+
     Args:
+        texts: files, or folders of text files, see ``text.read_corpus``.
         text_share: how much of the text, from its beginning, may be used; recorded with the corpus.
         base_model: name to record; None records ``model_path``, or a local folder's own name.
         device: "cuda", "cpu", "auto" (spread over all GPUs) or "" for a GPU if there is one.
         dtype: "auto", "bfloat16", "float32", or "" for the model's own on a GPU and float32 on a CPU.
+        restart: discard what an interrupted run left.
+        engine: keywords of ``sglang.Engine``, to run the model there (no sensitivities, no checkpoint); None runs it with
+            transformers.
 
     Raises:
         KVQuantError: model or text not loadable, output exists, or as ``calibrate``.
     """
     if output.exists() and not overwrite:  # before the hour of work, not after
         raise KVQuantError(f"{output} exists; choose another --output, or pass --overwrite to replace it.")
-    if not 0 < text_share <= 1:
-        raise KVQuantError(f"--text-share {text_share}: must be above 0 and at most 1.")
-    corpus = read_text(text)
-    model, tokenizer = load_model(model_path, revision=revision, device=device, dtype=dtype)
-    ids = tokenize(tokenizer, corpus[: int(len(corpus) * text_share)])
-    rotations = calibrate(model, ids, settings, progress)
-    name = f"{text.parent.name}/{text.name}" if text.parent.name else text.name
+    corpus, name = read_corpus(texts, text_share)
+    kept = partial_folder(output)
+    if restart:
+        shutil.rmtree(kept, ignore_errors=True)
+    if engine is None:
+        model, tokenizer = load_model(model_path, revision=revision, device=device, dtype=dtype)
+        config = model.config
+        rotations = calibrate(
+            model,
+            tokenize(tokenizer, corpus),
+            settings,
+            progress,
+            checkpoint=lambda *run: Checkpoint(kept, fingerprint(*run)),
+        )
+    else:
+        from sglang_kvq.sglang.calibrate import calibrate_on_engine
+
+        config, tokenizer = load_config(model_path, revision=revision)
+        given = {**engine, **({"revision": revision} if revision else {})}
+        rotations = calibrate_on_engine(
+            model_path, config, tokenize(tokenizer, corpus), settings, progress or (lambda *done: None), **given
+        )
     meta = replace(
         rotations.meta,
         base_model=base_model or (Path(model_path).name if Path(model_path).exists() else model_path),
-        revision=revision or getattr(model.config, "_commit_hash", None),
-        corpus=name if text_share == 1 else f"{name}, first {text_share:.0%} of its characters",
+        revision=revision or getattr(config, "_commit_hash", None),
+        corpus=name,
     )
     rotations = replace(rotations, meta=meta)
     save_rotations(rotations, output, kv_heads=meta.model["num_key_value_heads"], overwrite=overwrite)
+    shutil.rmtree(kept, ignore_errors=True)
     return rotations
+
+
+def partial_folder(output: Path) -> Path:
+    """Where an interrupted run for ``output`` keeps its sums."""
+    return output.with_name(f"{output.name}.partial")
 
 
 def load_model(
@@ -81,26 +114,32 @@ def load_model(
         model = AutoModelForCausalLM.from_pretrained(
             path, revision=revision, dtype=dtype, device_map="auto" if device == "auto" else None
         )
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, ImportError) as error:
         raise KVQuantError(
             f"{path}: transformers cannot load this model ({(str(error).splitlines() or ['?'])[0]}); give a hub id or a "
-            "folder with config.json, weights and tokeniser."
+            "folder with config.json, weights and tokeniser. Without a network: download the model where there is one "
+            "and give its folder."
         ) from error
     return (model if device == "auto" else model.to(device)).eval(), tokenizer
+
+
+def load_config(path: str, *, revision: str | None = None) -> tuple[PretrainedConfig, PreTrainedTokenizerBase]:
+    """A model's config and tokeniser, without its weights.
+
+    Raises:
+        KVQuantError: as ``load_model``.
+    """
+    try:
+        from transformers import AutoConfig, AutoTokenizer
+
+        return AutoConfig.from_pretrained(path, revision=revision), AutoTokenizer.from_pretrained(path, revision=revision)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise KVQuantError(
+            f"{path}: transformers cannot read this model's config and tokeniser ({(str(error).splitlines() or ['?'])[0]}); "
+            "give a hub id or a folder with both."
+        ) from error
 
 
 def tokenize(tokenizer: PreTrainedTokenizerBase, text: str) -> torch.Tensor:
     """Token ids int64 ``[n]``, without the warning about the model's length: contexts are cut later."""
     return torch.tensor(tokenizer(text, verbose=False)["input_ids"], dtype=torch.int64)
-
-
-def read_text(path: Path) -> str:
-    """The file as UTF-8.
-
-    Raises:
-        KVQuantError: it does not exist or is not text.
-    """
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise KVQuantError(f"--text {path}: not readable as UTF-8 text ({error}); give a plain text file.") from error

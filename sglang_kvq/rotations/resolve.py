@@ -1,13 +1,17 @@
-"""From the flags and a model's config to the rotations and clip quantiles that will serve it."""
+"""From the flags and a model's config to the rotations, clip quantiles and page formats that will serve it."""
 
 from __future__ import annotations
 
 from sglang_kvq.config import KVQuantConfig
 from sglang_kvq.errors import KVQuantError
+from sglang_kvq.formats.code import INT2, CodeFormat
+from sglang_kvq.formats.mixed import mixed_formats
+from sglang_kvq.formats.page import PageFormat
 from sglang_kvq.methods import RotationKind, get_method
 from sglang_kvq.rotations.base import Rotations
 from sglang_kvq.rotations.files import load_rotations
 from sglang_kvq.rotations.hadamard import hadamard_rotations
+from sglang_kvq.rotations.random import random_rotations
 from sglang_kvq.rotations.zoo import find_rotations, identity
 
 
@@ -23,7 +27,7 @@ def resolve_rotations(config: KVQuantConfig, model_path: str, hf_config: object)
     """
     method = get_method(config.method)
     model = identity(hf_config)
-    layers, head_dim = model["num_hidden_layers"], model["head_dim"]
+    layers, kv_heads, head_dim = (model[key] for key in ("num_hidden_layers", "num_key_value_heads", "head_dim"))
     if method.rotation is not RotationKind.LEARNED and config.rotations is not None:
         raise KVQuantError(
             f"--kv-quant-rotations {config.rotations}: --kv-quant {method.name} uses no rotation files; "
@@ -33,15 +37,73 @@ def resolve_rotations(config: KVQuantConfig, model_path: str, hf_config: object)
         return None
     if method.rotation is RotationKind.HADAMARD:
         return hadamard_rotations(layers, head_dim)
+    if method.rotation is RotationKind.RANDOM:
+        return random_rotations(layers, kv_heads, head_dim, config.seed or 0)
     location = config.rotations or find_rotations(model_path, hf_config)
-    return load_rotations(location, layers=layers, kv_heads=model["num_key_value_heads"], head_dim=head_dim)
+    return load_rotations(location, layers=layers, kv_heads=kv_heads, head_dim=head_dim)
 
 
-def resolve_clips(config: KVQuantConfig, rotations: Rotations | None) -> tuple[float, float]:
-    """Clip quantiles for keys and values: the flags', else the calibration's, else the method's."""
+def resolve_formats(config: KVQuantConfig, rotations: Rotations | None, hf_config: object) -> tuple[PageFormat, ...]:
+    """The page format of every layer of a model: codes by method and ``--kv-quant-bits``, clips by ``resolve_clips``.
+
+    Args:
+        rotations: of ``resolve_rotations``; only their meta is read, so methods without files may pass None.
+
+    Raises:
+        KVQuantError: a group that does not divide head_dim, clips that do not fit, or an ``auto`` target that the
+            rotations' sensitivities cannot serve.
+    """
+    method, width, model = get_method(config.method), config.width, identity(hf_config)
+    layers, head_dim = model["num_hidden_layers"], model["head_dim"]
+    k, v = method.codes(width.bits)
+    group = config.group_size or min(head_dim, 128)
+    run = {"run": config.group_size} if k.axis == "channel" and config.group_size else {}
+    clips = resolve_clips(config, rotations, layers)
+    formats = tuple(PageFormat(head_dim, group, *clip, k, v, **run) for clip in clips)
+    if width.target is None:
+        return formats
+    source = rotations.meta.source or "these rotations"
+    if not rotations.meta.sensitivity:
+        raise KVQuantError(
+            f"--kv-quant-bits {config.bits}: {source} hold no layer sensitivities to choose widths by; calibrate them with "
+            "`kvq calibrate`, or give a number of bits."
+        )
+    return mixed_formats(formats, rotations.meta.sensitivity, width.target, source)
+
+
+def resolve_clips(config: KVQuantConfig, rotations: Rotations | None, layers: int) -> list[tuple[float, float]]:
+    """Clip quantiles for keys and values of each layer: the flags', else the calibration's, else the method's.
+
+    The latter two are for INT2 codes; where codes are wider or levels not uniform nothing is clipped unless a flag says so.
+
+    Raises:
+        KVQuantError: the calibration's list is not one number between 0.5 and 1 per layer.
+    """
     method = get_method(config.method)
+    k, v = method.codes(config.width.bits)
     measured = (rotations.meta.clip_k, rotations.meta.clip_v) if rotations else (None, None)
-    clips = []
-    for flag, calibrated, default in zip((config.clip_k, config.clip_v), measured, (method.clip_k, method.clip_v)):
-        clips.append(next(c for c in (flag, calibrated, default) if c is not None))
-    return clips[0], clips[1]
+    columns = []
+    for name, flag, calibrated, default, code in (
+        ("clip_k", config.clip_k, measured[0], method.clip_k, k),
+        ("clip_v", config.clip_v, measured[1], method.clip_v, v),
+    ):
+        columns.append(_per_layer(name, _choose(flag, calibrated, default, code), layers, rotations))
+    return list(zip(*columns))
+
+
+def _choose(flag: float | None, calibrated: float | list | None, default: float, code: CodeFormat) -> float | list:
+    if flag is not None:
+        return flag
+    if code != INT2:
+        return 1.0
+    return default if calibrated is None else calibrated
+
+
+def _per_layer(name: str, value: float | list, layers: int, rotations: Rotations | None) -> list[float]:
+    values = list(value) if isinstance(value, (list, tuple)) else [value] * layers
+    if len(values) != layers or not all(isinstance(x, (int, float)) and 0.5 <= x <= 1 for x in values):
+        raise KVQuantError(
+            f"{rotations.meta.source if rotations else 'rotations'}: {name} is {value}, expected a number between 0.5 and 1 "
+            f"or a list of {layers}, one per layer; recreate the rotations with `kvq calibrate`."
+        )
+    return values

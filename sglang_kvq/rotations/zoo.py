@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
 from sglang_kvq.errors import KVQuantError
-from sglang_kvq.rotations.files import CONFIG_FILE, TENSOR_FILE
+from sglang_kvq.rotations.hub import CONFIG_FILE, TENSOR_FILE
+from sglang_kvq.rotations.registry import PUBLISHED
 
 #: Config fields that tell one architecture and training run's shape from another; ``identity`` reads them.
 IDENTITY_FIELDS = (
@@ -27,40 +27,21 @@ IDENTITY_FIELDS = (
 )
 
 
-@dataclass(frozen=True)
-class Published:
-    """Rotations that others publish on the hub, matched by model id.
-
-    ``pattern`` is searched in the last path component of the model id, case-insensitively. ``location`` is
-    ``org/name/folder``; the repo's folder names could not be verified when this was written: a wrong one
-    fails with a message that says so, and ``--kv-quant-rotations org/name/FOLDER`` overrides it.
-    """
-
-    pattern: str
-    location: str
-
-
-PUBLISHED = tuple(
-    Published(rf"^{re.escape(model)}(?=$|-fp8)", f"Zhongzhu/OSCAR-RotationZoo/{model}")
-    for model in ("Qwen3-4B-Thinking-2507", "Qwen3-8B", "Qwen3-32B", "GLM-4.7-FP8", "MiniMax-M2.7")
-)
-
-
-def find_rotations(model_path: str, hf_config: object) -> str:
+def find_rotations(model_path: str, hf_config: object, revision: str | None = None) -> str:
     """The location, for ``load_rotations``, of the rotations calibrated on this model.
 
     Args:
         model_path: hub id or local folder, as the user gave it.
         hf_config: the model's transformers config (or its dict).
+        revision: the model's revision on the hub, if one was asked for.
 
     Raises:
         KVQuantError: none known; the message says how to make or choose some.
     """
     wanted = identity(hf_config)
     name = Path(model_path).name
-    for folder in sorted(path.parent for path in zoo_folder().glob(f"*/{CONFIG_FILE}")):
-        entry = json.loads((folder / CONFIG_FILE).read_text())
-        if not (folder / TENSOR_FILE).is_file() or entry.get("model") != wanted:
+    for folder, entry in shipped():
+        if entry.get("model") != wanted:
             continue
         base = entry.get("base_model") or ""
         # A fine-tune has the config of its base: believe a hub id, which a local folder's name is not.
@@ -71,12 +52,18 @@ def find_rotations(model_path: str, hf_config: object) -> str:
             )
         return str(folder)
     for entry in PUBLISHED:
-        if re.search(entry.pattern, name, re.IGNORECASE):
+        if entry.fits(name, revision):
             return entry.location
     raise KVQuantError(
         f"{model_path}: no rotations known for this model. Make them with `kvq calibrate {model_path} --text FILE "
         "--output DIR` and pass --kv-quant-rotations DIR, or use --kv-quant hadamard, which needs none."
     )
+
+
+def shipped() -> list[tuple[Path, dict]]:
+    """The folders of ``rotation_zoo/`` and their ``config.json``."""
+    folders = sorted(path.parent for path in zoo_folder().glob(f"*/{CONFIG_FILE}") if (path.parent / TENSOR_FILE).is_file())
+    return [(folder, json.loads((folder / CONFIG_FILE).read_text())) for folder in folders]
 
 
 def identity(hf_config: object) -> dict:

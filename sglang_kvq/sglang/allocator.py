@@ -85,8 +85,8 @@ def build_allocator(original, self, *, sizes, token_to_kv_pool, req_to_token_poo
         )
     state, layout = runtime.current(), token_to_kv_pool.layout
     state.pages = PagePool.allocate(
-        layout.geometry.format, layers=layout.geometry.layers, kv_heads=layout.geometry.kv_heads,
-        pages=layout.pages, slots=layout.slots, req_to_token=req_to_token_pool.req_to_token,
+        layout.geometry.formats, kv_heads=layout.geometry.kv_heads, pages=layout.pages, slots=layout.slots,
+        req_to_token=req_to_token_pool.req_to_token,
     )
     on_cpu = torch.device(self.device).type == "cpu"
     kind = KVQuantCpuAllocator if on_cpu and not HAS_RELEASE_POINT else KVQuantAllocator

@@ -121,9 +121,9 @@ def create_backend(model_runner) -> KVQuantBackend:
 
     config, state = config_of(model_runner.server_args), runtime.current()
     pool = state.pages
-    check_layers(model_runner.model, pool.format.head_dim)
+    check_layers(model_runner.model, pool.head_dim)
     first = model_runner.token_to_kv_pool.start_layer
-    rotations, pool.format, origin = worker_rotations(model_runner, config, state.geometry, first)
+    rotations, origin = worker_rotations(model_runner, config, state.geometry, first)
     foldable = weights.can_fold(model_runner.model, range(first, first + pool.layers))
     # An adapter's own V and output matrices would miss a rotation folded into the base model's.
     lora = model_runner.server_args.enable_lora or model_runner.server_args.lora_paths
@@ -138,12 +138,23 @@ def create_backend(model_runner) -> KVQuantBackend:
         "rotations": origin.source or origin.objective,
         "rotations_sha256": origin.sha256,
         "v_rotation_folded": folded,
-        "clip_k": pool.format.clip_k,
-        "clip_v": pool.format.clip_v,
+        "keys": _per_layer([f.k.describe() for f in pool.formats]),
+        "values": _per_layer([f.v.describe() for f in pool.formats]),
+        "clip_k": _per_layer([f.clip_k for f in pool.formats]),
+        "clip_v": _per_layer([f.clip_v for f in pool.formats]),
         "kernels": type(ops).__name__,
     }
     logger.info("kv-quant ready: %s", ", ".join(f"{k}={v}" for k, v in state.status.items()))
+    if config.capture:
+        from sglang_kvq.sglang.capture import capture_backend
+
+        return capture_backend(model_runner, config.capture, ops, state.tiers, first)
     return KVQuantBackend(ops, state.tiers, first)
+
+
+def _per_layer(values: list) -> object:
+    """One value where all layers agree, else the list."""
+    return values[0] if len(set(values)) == 1 else values
 
 
 def create_ops(model_runner, pool, rotations: LayerRotations) -> AttentionOps:
@@ -155,7 +166,7 @@ def create_ops(model_runner, pool, rotations: LayerRotations) -> AttentionOps:
 
     heads = {layer.tp_q_head_num for layer in model_runner.model.modules() if isinstance(layer, RadixAttention)}
     q_heads, slab_tokens = heads.pop(), 32768
-    prefill, used = ragged.load(q_heads, pool.kv_heads, pool.format.head_dim, pool.device, slab_tokens)
+    prefill, used = ragged.load(q_heads, pool.kv_heads, pool.head_dim, pool.device, slab_tokens)
     logger.info("kv-quant prefill attention: %s", used)
     return TritonOps(
         pool,

@@ -5,16 +5,12 @@ from __future__ import annotations
 import torch
 
 from sglang_kvq.cache.layout import KVGeometry, divide, overlay_slots
-from sglang_kvq.config import PAGE_SIZE, KVQuantConfig
+from sglang_kvq.config import PAGE_SIZE
 from sglang_kvq.errors import KVQuantError
-from sglang_kvq.formats.page import PageFormat
+from sglang_kvq.methods import RotationKind, get_method
+from sglang_kvq.rotations.resolve import resolve_formats, resolve_rotations
 from sglang_kvq.sglang import runtime
 from sglang_kvq.sglang.runtime import config_of, logger
-
-
-def page_format(config: KVQuantConfig, head_dim: int, clip_k: float = 1.0, clip_v: float = 1.0) -> PageFormat:
-    """The page format of these flags for a model's head_dim."""
-    return PageFormat(head_dim, config.group_size or min(head_dim, 128), clip_k, clip_v)
 
 
 def compute_cell_size(original, self, kvc, num_layers):
@@ -26,7 +22,12 @@ def compute_cell_size(original, self, kvc, num_layers):
     head_dim = kvc.model_config.head_dim
     # SGLang's own figure already knows tensor parallelism: heads per worker follow from it.
     kv_heads = plain // (2 * head_dim * num_layers * torch._utils._element_size(kvc.kv_cache_dtype))
-    geometry = KVGeometry(num_layers, kv_heads, page_format(config, head_dim))
+    model, rotations = kvc.model_config, None
+    if get_method(config.method).rotation is RotationKind.LEARNED:  # clips and sensitivities come with the rotations
+        rotations = resolve_rotations(config, model.model_path, model.hf_config)
+    first = kvc.layer_info.start_layer
+    formats = resolve_formats(config, rotations, model.hf_config)[first : first + num_layers]
+    geometry = KVGeometry(kv_heads, formats)
     runtime.start(config, geometry)
     return geometry.page_bytes // PAGE_SIZE
 

@@ -82,7 +82,7 @@ REFUSED: tuple[Refused, ...] = (
     Refused("rl_on_policy_target", "results are not yet guaranteed to be independent of the batch"),
     Refused("enable_torch_compile", "the attention kernels are not traced by torch.compile"),
     Refused("kv_canary", "the canary reads plain BF16 rows", (None, "none")),
-    Refused("kv_cache_dtype", "the cache is kept in 2 bits and BF16 windows; leave it at auto",
+    Refused("kv_cache_dtype", "--kv-quant decides how the cache is kept; leave it at auto",
             (None, "auto", "bf16", "bfloat16")),
     Refused("weight_cache_mode", _SHARED, (None, "off")),
     Refused("remote_instance_weight_loader_start_seed_via_transfer_engine", _SHARED),
@@ -216,9 +216,10 @@ def check_resolved(server_args: Any, config: KVQuantConfig) -> None:
     _raise(found)
     model = compat.model_config(server_args)
     check_model(model, config)
-    from sglang_kvq.rotations.resolve import resolve_rotations
+    from sglang_kvq.rotations.resolve import resolve_formats, resolve_rotations
 
-    resolve_rotations(config, model.model_path, model.hf_config)
+    rotations = resolve_rotations(config, model.model_path, model.hf_config)
+    resolve_formats(config, rotations, model.hf_config)
 
 
 def check_named_model(values: Mapping[str, Any], config: KVQuantConfig) -> None:

@@ -6,6 +6,7 @@ the seam, so nothing of sglang_kvq needs importing in the user's program.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from sglang_kvq.sglang import flags, plugin
@@ -21,9 +22,11 @@ def server_args_from_kwargs(original: type, **kwargs: Any) -> Any:
     """
     if not any(flag in kwargs for flag in flags.FIELDS):
         return original(**kwargs)
+    capture = kwargs.pop("kv_quant_capture", None)  # of ``sglang.calibrate``, not a flag
     config = flags.prepare(kwargs)
     if config is None:
         return original(**kwargs)
+    config = replace(config, capture=capture)
     plugin.stop_unless_in_place(config)
     server_args = original(**kwargs)
     setattr(server_args, CONFIG_ATTRIBUTE, config)

@@ -24,6 +24,8 @@ FIELDS = {
     "kv_quant_clip_k": "clip_k",
     "kv_quant_clip_v": "clip_v",
     "kv_quant_bf16_budget": "bf16_budget",
+    "kv_quant_bits": "bits",
+    "kv_quant_seed": "seed",
 }
 
 
@@ -40,7 +42,15 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         group.add_argument(flag, **{"default": default, **options})
 
     add("--kv-quant", choices=("none", *METHOD_NAMES), default="none",
-        help=f"Keep most of the KV cache in 2 bits. {methods}. Default: none.")
+        help=f"Keep most of the KV cache in 2 to 4 bits. {methods}. Default: none.")
+    add("--kv-quant-bits", metavar="BITS|auto:TARGET",
+        help="Width of a code. " + "; ".join(
+            f"{name}: " + ", ".join(f"{w:g}" for w in get_method(name).widths) + ", auto" * get_method(name).mixed
+            for name in METHOD_NAMES
+        ) + ". The first is the default. At a half, keys have the wider codes. auto:2.75 mixes 2 to 4 bits over layers by "
+        "their calibrated sensitivity so that at most 2.75 bits per element are allocated, scales included.")
+    add("--kv-quant-seed", type=int, metavar="N",
+        help="Seed of random rotations (turboquant). Default: 0.")
     add("--kv-quant-rotations", metavar="PATH|HF_REPO",
         help="Rotations of this model: a folder, or org/name[/folder] on the hub. Default: those that the method "
         "knows for the model. Make your own with `kvq calibrate`.")
@@ -79,6 +89,9 @@ def parse_config(values: Mapping[str, Any]) -> KVQuantConfig | None:
                     f"{{{','.join(METHOD_NAMES)}}} or leave it out."
                 )
         return None
+    if "bits" in given:  # Engine(kv_quant_bits=3) and YAML give numbers
+        bits = given["bits"]
+        given["bits"] = bits if isinstance(bits, str) else f"{bits:g}" if isinstance(bits, (int, float)) else str(bits)
     return KVQuantConfig(**given)
 
 

@@ -17,7 +17,7 @@ class KVQuantPool(KVCache):
     def __init__(self, size, page_size, dtype, layout: MemoryLayout, device, start_layer, end_layer):
         super().__init__(size, page_size, dtype, layout.geometry.layers, device, False, start_layer, end_layer)
         self.layout = layout
-        self.head_num, self.head_dim = layout.geometry.kv_heads, layout.geometry.format.head_dim
+        self.head_num, self.head_dim = layout.geometry.kv_heads, layout.geometry.head_dim
         self._finalize_allocation_log(size)
         logger.info(
             "kv-quant %s: %d tokens (BF16 would hold %d in the same %.2f GiB: %.2fx), %.2f allocated bits per element, "

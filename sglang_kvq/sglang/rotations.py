@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from sglang_kvq.attention.base import LayerRotations
 from sglang_kvq.cache.layout import KVGeometry
 from sglang_kvq.config import KVQuantConfig
-from sglang_kvq.formats.page import PageFormat
 from sglang_kvq.rotations.base import RotationMeta
-from sglang_kvq.rotations.resolve import resolve_clips, resolve_rotations
+from sglang_kvq.rotations.resolve import resolve_rotations
 from sglang_kvq.rotations.zoo import identity
 
 
 def worker_rotations(
     model_runner, config: KVQuantConfig, geometry: KVGeometry, first_layer: int
-) -> tuple[LayerRotations, PageFormat, RotationMeta]:
-    """Rotations of this worker's layers and KV heads, the page format with its clips, and where both come from."""
+) -> tuple[LayerRotations, RotationMeta]:
+    """Rotations of this worker's layers and KV heads, and where they come from."""
     hf_config = model_runner.model_config.hf_config
     rotations = resolve_rotations(config, model_runner.model_config.model_path, hf_config)
-    clip_k, clip_v = resolve_clips(config, rotations)
-    page_format = replace(geometry.format, clip_k=clip_k, clip_v=clip_v)
     if rotations is None:
-        return LayerRotations(), page_format, RotationMeta(objective="none")
+        return LayerRotations(), RotationMeta(objective="none")
     total = identity(hf_config)["num_key_value_heads"]
     rank, size = tensor_parallel(model_runner)
     if total >= size:
@@ -34,7 +29,6 @@ def worker_rotations(
     device = model_runner.device
     return (
         LayerRotations(worker.k.to(device), worker.v.to(device)),
-        page_format,
         rotations.meta,
     )
 

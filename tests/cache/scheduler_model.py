@@ -62,7 +62,7 @@ class Model:
     def __post_init__(self) -> None:
         r2t = torch.zeros(self.rows + 1, (self.pages + 2) * P, dtype=torch.int32)
         self.pool = PagePool.allocate(
-            PageFormat(64, 64, 0.96, 0.92), layers=1, kv_heads=1, pages=self.pages, slots=self.slots, req_to_token=r2t
+            [PageFormat(64, 64, 0.96, 0.92)], kv_heads=1, pages=self.pages, slots=self.slots, req_to_token=r2t
         )
         self.pool.overlays.fill_(float("nan"))
         self.ops = ReferenceOps(self.pool, LayerRotations())
@@ -223,8 +223,8 @@ class Model:
             n = min(P, length - i * P)
             want = rows[i * P : i * P + n].transpose(0, 1)  # [2, n, 64]
             if sink_end <= i * P < history_end:
-                record = self.pool.format.quantise_pages(want[0], want[1])
-                assert torch.equal(self.pool.records[0, page, 0], record), f"record of page {page}"
+                record = self.pool.formats[0].quantise_pages(want[0], want[1])
+                assert torch.equal(self.pool.records[0][page, 0], record), f"record of page {page}"
             else:
                 slot = int(self.pool.page_slot[page])
                 assert slot > 0, f"page {page} at {i * P} has no overlay, history ends at {history_end}"

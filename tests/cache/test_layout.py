@@ -8,7 +8,7 @@ from sglang_kvq import KVQuantConfig, KVQuantError
 from sglang_kvq.cache.layout import KVGeometry, divide, overlay_slots
 from sglang_kvq.formats.page import PageFormat
 
-QWEN3_8B = KVGeometry(36, 8, PageFormat(128, 128))
+QWEN3_8B = KVGeometry(8, (PageFormat(128, 128),) * 36)
 GIB = 2**30
 
 

@@ -85,7 +85,7 @@ def test_codes_are_the_same_whichever_path_wrote_them():
         sink_end, history_end = ranges(m, request)
         assert (sink_end, history_end) == (P, 6 * P)
         pages = m.row_pages(request, history_end)[1:]
-        records.append(m.pool.records[0, pages, 0])
+        records.append(m.pool.records[0][pages, 0])
     for other in records[1:]:
         assert torch.equal(records[0], other)
 

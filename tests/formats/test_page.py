@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+
 import hypothesis.strategies as st
 import pytest
 import torch
@@ -9,10 +11,23 @@ from hypothesis import given, settings
 
 from sglang_kvq.config import PAGE_SIZE
 from sglang_kvq.errors import KVQuantError
+from sglang_kvq.formats.code import BITS, CodeFormat
+from sglang_kvq.formats.pack import pack_codes, packed_bytes, unpack_codes
 from sglang_kvq.formats.page import PageFormat
 from sglang_kvq.formats.quantise import clip_rank, clip_rows, dequantise_rows, quantise_rows
 
 FORMATS = [(64, 64), (96, 96), (96, 32), (128, 128), (128, 32), (256, 128), (256, 64)]
+LLOYD, SPHERE = CodeFormat(2, "lloyd-max", "moments"), CodeFormat(3, "sphere", "norm")
+#: Pairs of key and value codes, one of each kind and mixed.
+PAIRS = {
+    "lloyd-max": (LLOYD, LLOYD),
+    "sphere-3-2": (SPHERE, CodeFormat(2, "sphere", "norm")),
+    "sphere-4-3": (CodeFormat(4, "sphere", "norm"), SPHERE),
+    "channel": (CodeFormat(axis="channel"), CodeFormat()),
+    "channel-4": (CodeFormat(4, axis="channel"), CodeFormat(3)),
+    "mixed-4-2": (CodeFormat(4, "lloyd-max", "moments"), LLOYD),
+    "int4": (CodeFormat(4), CodeFormat(4)),
+}
 
 
 def rows(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -30,6 +45,84 @@ def test_records_hold_exactly_the_codes_scales_and_zeros(head_dim, group):
     assert torch.equal(v_back, dequantise_rows(*quantise_rows(v, group, fmt.rank_v)))
 
 
+def counted(*shape: int, seed: int) -> torch.Tensor:
+    """Values that no random generator's version can change."""
+    i = torch.arange(torch.Size(shape).numel())
+    return (((i * 2654435761 + seed * 40503) % 65521 - 32760).float() / 8192).reshape(shape).bfloat16()
+
+
+@pytest.mark.parametrize(
+    "head_dim,group,clip_k,clip_v,digest",
+    [
+        (64, 64, 1.0, 1.0, "93f1285643a78a9b"),
+        (64, 64, 0.96, 0.92, "6199e54d7e7bb9aa"),
+        (96, 32, 0.96, 0.92, "40a557e39bac8c4c"),
+        (128, 128, 0.96, 0.92, "be86e59e665d857e"),
+        (256, 128, 0.96, 0.92, "70590e7f0145c7a4"),
+    ],
+)
+def test_int2_records_keep_their_bytes(head_dim, group, clip_k, clip_v, digest):
+    """The fast kernels read this record, and caches on disk may hold it: digests of the first release's records."""
+    fmt = PageFormat(head_dim, group, clip_k, clip_v)
+    records = fmt.quantise_pages(counted(2, PAGE_SIZE, head_dim, seed=1), counted(2, PAGE_SIZE, head_dim, seed=2))
+    assert hashlib.sha256(records.numpy().tobytes()).hexdigest()[:16] == digest
+
+
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("shape", [(64, 128), (96, 64), (256, 64)], ids=str)
+def test_packing_is_exact_and_lies_as_documented(bits, shape):
+    r, n = shape
+    codes = torch.randint(0, 2**bits, (3, r, n), generator=torch.Generator().manual_seed(bits), dtype=torch.uint8)
+    packed = pack_codes(codes, bits)
+    assert packed.shape == (3, sum(packed_bytes(r, n, bits))) and packed.shape[-1] * 8 == r * n * bits
+    assert torch.equal(unpack_codes(packed, r, n, bits), codes)
+    low = packed[0, : r * n // 4].view(r, n // 4)
+    high = packed[0, r * n // 4 :].view(-1, n // 4)
+    for row, column in ((0, 0), (1, n - 1), (r // 2, n // 4), (r - 1, n // 2 + 3)):
+        plane, i = divmod(column, n // 4)
+        value = low[row, i] >> 2 * plane & 3
+        if bits == 4:
+            value = value | (high[row, i] >> 2 * plane & 3) << 2
+        if bits == 3:
+            value = value | (high[row % (r // 2), i] >> 4 * (row // (r // 2)) + plane & 1) << 2
+        assert value == codes[0, row, column]
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+@pytest.mark.parametrize("head_dim,group,run", [(64, 64, 64), (96, 32, 32), (128, 128, 64), (256, 128, 32)], ids=str)
+def test_records_of_every_code_hold_exactly_its_codes_scales_and_zeros(pair, head_dim, group, run):
+    fmt = PageFormat(head_dim, group, k=PAIRS[pair][0], v=PAIRS[pair][1], run=run)
+    x = [rows(3, 2, PAGE_SIZE, head_dim, seed=seed) for seed in (0, 1)]
+    records = fmt.quantise_pages(*x)
+    assert records.shape == (3, 2, fmt.record_bytes) and records.dtype == torch.uint8
+    for code, values, back in zip((fmt.k, fmt.v), x, fmt.dequantise_pages(records)):
+        if code.axis == "channel":
+            codes, scale, zero = quantise_rows(values.transpose(-1, -2), run, 0, code, head_dim)
+            want = dequantise_rows(codes, scale, zero, code, head_dim).transpose(-1, -2)
+        else:
+            per = head_dim if code.statistic == "norm" else group
+            want = dequantise_rows(*quantise_rows(values, per, 0, code), code)
+        assert torch.equal(back, want)
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+@pytest.mark.parametrize("head_dim,group", FORMATS, ids=str)
+def test_parts_lie_without_gaps_and_aligned(pair, head_dim, group):
+    fmt = PageFormat(head_dim, group, k=PAIRS[pair][0], v=PAIRS[pair][1])
+    assert list(fmt.offsets) == sorted(fmt.offsets) and fmt.offsets[0] == 0
+    assert all(offset % 64 == 0 for offset in fmt.offsets), "16-byte loads, and as many records one behind the other"
+
+
+def test_a_channels_scale_is_of_its_run_of_tokens():
+    """Tokens of one run do not touch the other's records: keys of the first half change only its scales and codes."""
+    fmt = PageFormat(128, 32, k=CodeFormat(axis="channel"), v=CodeFormat(), run=32)
+    k, v = rows(PAGE_SIZE, 128), rows(PAGE_SIZE, 128, seed=1)
+    before = fmt.dequantise_pages(fmt.quantise_pages(k, v))[0]
+    k[:32] *= 3
+    after = fmt.dequantise_pages(fmt.quantise_pages(k, v))[0]
+    assert torch.equal(before[32:], after[32:]) and not torch.equal(before[:32], after[:32])
+
+
 def test_tokens_of_a_page_are_independent():
     """Quantising a page whole or token by token gives the same codes: chunking cannot change them."""
     x = rows(PAGE_SIZE, 128)
@@ -41,6 +134,22 @@ def test_tokens_of_a_page_are_independent():
 @pytest.mark.parametrize("head_dim,group,bits", [(128, 128, 2.25), (64, 64, 2.5), (256, 128, 2.25), (128, 32, 3.0)])
 def test_allocated_bits_count_scales_and_zeros(head_dim, group, bits):
     assert PageFormat(head_dim, group).bits_per_element == bits
+
+
+@pytest.mark.parametrize(
+    "head_dim,group,run,pair,bits",
+    [
+        (128, 128, 64, "lloyd-max", 2.25),
+        (128, 128, 64, "sphere-3-2", 2.625),  # 2.5 and one FP16 norm per vector
+        (64, 64, 64, "sphere-4-3", 3.75),
+        (128, 128, 64, "channel", (2.5 + 2.25) / 2),
+        (128, 32, 32, "channel", 3.0),  # KIVI's group of 32
+        (128, 128, 64, "mixed-4-2", 3.25),
+        (64, 64, 64, "int4", 4.5),
+    ],
+)
+def test_allocated_bits_of_other_codes(head_dim, group, run, pair, bits):
+    assert PageFormat(head_dim, group, k=PAIRS[pair][0], v=PAIRS[pair][1], run=run).bits_per_element == bits
 
 
 def test_gaussian_error_is_the_published_one():
@@ -84,6 +193,22 @@ def test_any_finite_row_gives_finite_values_within_half_a_step(seed, size, const
 def test_group_must_divide_head_dim():
     with pytest.raises(KVQuantError, match="group-size 96 does not divide this model's head_dim 128"):
         PageFormat(128, 96)
+
+
+def test_runs_must_divide_the_page():
+    with pytest.raises(KVQuantError, match="runs of 96 tokens.*use 32 or 64"):
+        PageFormat(128, 128, k=CodeFormat(axis="channel"), run=96)
+
+
+@pytest.mark.parametrize("code", [CodeFormat(axis="channel"), SPHERE], ids=CodeFormat.describe)
+def test_clipping_where_there_is_none_is_refused(code):
+    with pytest.raises(KVQuantError, match="--kv-quant-clip-k 0.9: codes per channel or scaled by a norm are not clipped"):
+        PageFormat(128, 128, 0.9, k=code)
+
+
+def test_layout_is_blind_to_clipping_only():
+    assert PageFormat(64, 64, 0.9, 0.8).layout == PageFormat(64, 64, 0.96).layout
+    assert PageFormat(64, 64, k=LLOYD).layout != PageFormat(64, 64).layout
 
 
 def test_head_dim_must_be_supported():

@@ -28,7 +28,7 @@ def exact(scene: Scene, layer: int, q: torch.Tensor) -> torch.Tensor:
         start = torch.arange(len(pages), device=q.device) * 64
         codes = (start >= pool.row_sink_end[row]) & (start < pool.row_history_end[row])
         both = pool.overlays[layer, pool.page_slot[pages].clamp(min=0).long()].double()  # [n, 2, H, 64, D]
-        values = pool.format.dequantise_pages(pool.records[layer, pages])
+        values = pool.formats[layer].dequantise_pages(pool.records[layer][pages])
         both = torch.where(codes[:, None, None, None, None], torch.stack(values, 1).double(), both)
         k, v = both.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :length].repeat_interleave(scene.heads.shared, dim=1)
         weights = (torch.einsum("hd,hnd->hn", q[i].double(), k) * scene.scale).softmax(-1)

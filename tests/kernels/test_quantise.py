@@ -50,14 +50,15 @@ def test_pages_of_activations(heads, clip):
     _, k, v = qkv.split([heads.q, heads.kv, heads.kv], dim=1)
     first = int64(*(5 + PAGE_SIZE * i + (i > 1) * 9 for i in range(PAGES)))
     pages = (torch.randperm(scene.pool.pages)[:PAGES] + 1).to(DEVICE)
-    before = scene.pool.records.clone()
+    records = scene.pool.stores[0].records
+    before = records.clone()
     reference.quantise_tokens(1, first, pages, k, v)
-    want = scene.pool.records.clone()
-    scene.pool.records.copy_(before)
+    want = records.clone()
+    records.copy_(before)
     ops.quantise_tokens(1, first, pages, k, v)
-    assert_same_records(heads, scene.pool.records[1, pages], want[1, pages])
-    scene.pool.records[1, pages] = before[1, pages]
-    assert torch.equal(scene.pool.records, before), "wrote outside its pages"
+    assert_same_records(heads, records[1, pages], want[1, pages])
+    records[1, pages] = before[1, pages]
+    assert torch.equal(records, before), "wrote outside its pages"
 
 
 @pytest.mark.parametrize("heads", HEADS, ids=str)
@@ -69,14 +70,15 @@ def test_pages_of_overlays(heads, count):
     pool.overlays.copy_(heavy(LAYERS, pool.slots + 1, 2, heads.kv, PAGE_SIZE, heads.head_dim))
     slots = (torch.randperm(pool.slots)[:PAGES] + 1).to(DEVICE)
     pages = (torch.randperm(pool.pages)[:PAGES] + 1).to(DEVICE)
-    before = pool.records.clone()
+    records = pool.stores[0].records
+    before = records.clone()
     reference.quantise_slots(slots, pages, int64(count))
-    want = pool.records.clone()
-    pool.records.copy_(before)
+    want = records.clone()
+    records.copy_(before)
     ops.quantise_slots(slots, pages, int64(count))
-    assert_same_records(heads, pool.records[:, pages[:count]], want[:, pages[:count]])
-    pool.records[:, pages[:count]] = before[:, pages[:count]]
-    assert torch.equal(pool.records, before), "wrote outside its pages"
+    assert_same_records(heads, records[:, pages[:count]], want[:, pages[:count]])
+    records[:, pages[:count]] = before[:, pages[:count]]
+    assert torch.equal(records, before), "wrote outside its pages"
 
 
 def test_activations_and_overlays_give_the_same_record():
@@ -87,7 +89,7 @@ def test_activations_and_overlays_give_the_same_record():
     ops.quantise_tokens(0, int64(0), int64(2), k, v)
     scene.pool.overlays[:, 3, 0], scene.pool.overlays[:, 3, 1] = k.transpose(0, 1), v.transpose(0, 1)
     ops.quantise_slots(int64(3), int64(1), int64(1))
-    assert torch.equal(scene.pool.records[0, 1], scene.pool.records[0, 2])
+    assert torch.equal(scene.pool.records[0][1], scene.pool.records[0][2])
 
 
 def test_no_pages():

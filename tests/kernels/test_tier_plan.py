@@ -15,7 +15,7 @@ from sglang_kvq.formats.page import PageFormat
 
 def manager(device: str, quantise=None) -> TierManager:
     pool = PagePool.allocate(
-        PageFormat(64, 64, 0.96, 0.92), layers=2, kv_heads=2, pages=200, slots=30,
+        [PageFormat(64, 64, 0.96, 0.92)] * 2, kv_heads=2, pages=200, slots=30,
         req_to_token=torch.zeros(5, 64 * P, dtype=torch.int32, device=device),
     )
     order = torch.randperm(200, generator=torch.Generator().manual_seed(1))[:160].view(4, 40) + 1
@@ -53,7 +53,7 @@ def drive(tiers: TierManager) -> list[torch.Tensor]:
         if device.type == "cuda":
             torch.cuda.set_sync_debug_mode("default")
     pool = tiers.pool
-    state = (pool.page_slot, tiers.slot_page, tiers.page_valid, pool.row_sink_end, pool.row_history_end, pool.records)
+    state = (pool.page_slot, tiers.slot_page, tiers.page_valid, pool.row_sink_end, pool.row_history_end, pool.stores[0].records)
     return [x.cpu() for x in (*state, tiers.errors)]
 
 

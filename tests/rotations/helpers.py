@@ -34,3 +34,18 @@ def tiny_llama(layers=2, heads=4, kv_heads=2, dim=64):
     for layer in model.model.layers:
         torch.nn.init.normal_(layer.self_attn.k_proj.bias, std=1.0)
     return model
+
+
+def tiny_model_folder(folder, tokens):
+    """A saved ``tiny_llama`` with a tokeniser of 97 words, and a text of that many random ones: both paths."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = [f"w{i}" for i in range(97)]
+    tokenizer = Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tiny_llama().save_pretrained(folder / "model")
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="w0").save_pretrained(folder / "model")
+    text, generator = folder / "corpus.txt", torch.Generator().manual_seed(0)
+    text.write_text(" ".join(words[i] for i in torch.randint(97, (tokens,), generator=generator).tolist()))
+    return folder / "model", text

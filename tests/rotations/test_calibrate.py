@@ -15,7 +15,7 @@ from sglang_kvq.rotations.evaluate import FakeQuantAttention, mean_kl
 from sglang_kvq.rotations.hadamard import hadamard_matrix
 from tests.rotations.helpers import tiny_llama
 
-SETTINGS = dict(tokens=1024, context=512, clip_grid=(0.86, 1.0), clip_contexts=1)
+SETTINGS = dict(tokens=1024, context=512, clip_grid=(0.86, 1.0), clip_contexts=1, sensitivity_contexts=0)
 
 
 @pytest.fixture(scope="module")
@@ -42,12 +42,13 @@ def ids():
 def test_calibration_gives_rotations_of_the_model(model, ids, granularity, composition):
     seen = []
     settings = CalibrationSettings(**SETTINGS, granularity=granularity, composition=composition)
-    rotations = calibrate(model, ids, settings, progress=lambda name, done: seen.append(name))
+    rotations = calibrate(model, ids, settings, progress=lambda name, done, total: seen.append(name))
     check_rotations(rotations, layers=2, kv_heads=2, head_dim=64)
     assert rotations.granularity == granularity
-    assert rotations.meta.clip_k in settings.clip_grid and rotations.meta.clip_v in settings.clip_grid
+    for clips in (rotations.meta.clip_k, rotations.meta.clip_v):
+        assert len(clips) == 2 and set(clips) <= set(settings.clip_grid)
     assert rotations.meta.tokens == 1024 and rotations.meta.model["num_key_value_heads"] == 2
-    assert list(dict.fromkeys(seen)) == ["queries and keys", "values", "clip ratios"]
+    assert list(dict.fromkeys(seen)) == ["moments", "clips"]
     assert model.config._attn_implementation != "kvq_capture"
 
 

@@ -215,25 +215,45 @@ def test_published_file_of_something_else(published, document):
     refuse(published, K_FILE)
 
 
-def test_hub_unreachable(monkeypatch):
-    def offline(*args, **kwargs):
-        raise ConnectionError("no route")
+CLIPS = [
+    ((0.9,) * 3, "clip_k has 3 values, the rotations have 2 layers"),
+    ((0.9, 1.2), r"clip_k of layer 1 is 1\.2; .*from 0\.5 to 1"),
+    (0.2, r"clip_k is 0\.2"),
+    ((0.9, "high"), "clip_k of layer 1 is 'high'"),
+]
 
-    monkeypatch.setattr("huggingface_hub.snapshot_download", offline)
-    refuse("org/name/model", "no route", "copy the rotations to a folder", "--kv-quant hadamard")
+
+@pytest.mark.parametrize("clip, message", CLIPS, ids=str)
+def test_clips_are_checked(native, clip, message):
+    rotations = random_rotations()
+    with pytest.raises(KVQuantError, match=message):
+        save_rotations(replace(rotations, meta=replace(rotations.meta, clip_k=clip)), native.parent / "x", kv_heads=2)
+    config = json.loads((native / CONFIG_FILE).read_text())
+    (native / CONFIG_FILE).write_text(json.dumps({**config, "clip_k": clip}))
+    with pytest.raises(KVQuantError, match=message):
+        load_rotations(native, **GEOMETRY)
 
 
-def test_hub_download_asks_for_one_folder(monkeypatch, native):
-    asked = {}
+@pytest.mark.parametrize("table", [[1], {"k": {"2": [1.0]}}, {"q": {"2": [1.0, 2.0]}}, {"k": {"2": [1.0, None]}}], ids=str)
+def test_sensitivities_are_checked(native, table):
+    config = json.loads((native / CONFIG_FILE).read_text())
+    (native / CONFIG_FILE).write_text(json.dumps({**config, "sensitivity": table}))
+    with pytest.raises(KVQuantError, match="sensitivity.*recreate"):
+        load_rotations(native, **GEOMETRY)
 
-    def snapshot(repo, allow_patterns):
-        asked.update(repo=repo, patterns=allow_patterns)
-        return str(native.parent)
 
-    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot)
-    load_rotations("org/name/native", **GEOMETRY)
-    assert asked["repo"] == "org/name" and f"native/{TENSOR_FILE}" in asked["patterns"]
-    refuse("org/name/absent", "no rotations in absent", "org/name/FOLDER")
+def test_what_was_measured_per_layer_round_trips(tmp_path):
+    rotations = random_rotations()
+    measured = dict(
+        clip_k=(0.86, 0.9), clip_v=0.92, seed=3, errors={"k": [0.25, 0.5], "v": [0.1, 0.2]},
+        sensitivity={part: {"2": [0.5, 1e-05], "4": [0.01, 0.0]} for part in "kv"}, sensitivity_unit="nats",
+    )  # fmt: skip
+    rotations = replace(rotations, meta=replace(rotations.meta, **measured))
+    save_rotations(rotations, tmp_path / "r", kv_heads=2)
+    loaded = load_rotations(tmp_path / "r", **GEOMETRY)
+    assert loaded.meta == replace(rotations.meta, source=str(tmp_path / "r"), sha256=loaded.meta.sha256)
+    assert loaded.meta.clips(2) == ((0.86, 0.9), (0.92, 0.92))
+    assert '"clip_k": [0.86, 0.9]' in (tmp_path / "r" / CONFIG_FILE).read_text()
 
 
 @pytest.mark.parametrize("heads", [1, 4])

@@ -2,12 +2,11 @@ import json
 import shutil
 
 import pytest
-import torch
 
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.rotations import find_rotations, load_rotations, zoo
 from sglang_kvq.rotations.zoo import identity, zoo_folder
-from tests.rotations.helpers import tiny_llama
+from tests.rotations.helpers import tiny_model_folder
 
 SMOLLM2 = dict(
     architectures=["LlamaForCausalLM"], hidden_size=576, num_hidden_layers=30, num_attention_heads=9,
@@ -64,24 +63,14 @@ def test_every_shipped_folder_loads():
 
 def test_calibrate_command_then_lookup(tmp_path, monkeypatch):
     """`kvq calibrate` on a tiny model writes a folder that the zoo recognises."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
     from typer.testing import CliRunner
 
     from sglang_kvq.cli import app
 
-    torch.manual_seed(0)
-    words = [f"w{i}" for i in range(97)]
-    tokenizer = Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="w0"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    model = tiny_llama()
-    model.save_pretrained(tmp_path / "model")
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="w0").save_pretrained(tmp_path / "model")
-    text = tmp_path / "corpus.txt"
-    text.write_text(" ".join(words[i] for i in torch.randint(97, (2000,)).tolist()))
-
+    folder, text = tiny_model_folder(tmp_path, tokens=2000)
+    model_config = json.loads((folder / "config.json").read_text())
     arguments = [
-        "calibrate", str(tmp_path / "model"), "--text", str(text), "--output", str(tmp_path / "zoo" / "tiny"),
+        "calibrate", str(folder), "--text", str(text), "--output", str(tmp_path / "zoo" / "tiny"),
         "--tokens", "1024", "--context", "512", "--text-share", "0.8", "--device", "cpu",
     ]  # fmt: skip
     result = CliRunner().invoke(app, arguments, catch_exceptions=False)
@@ -89,10 +78,10 @@ def test_calibrate_command_then_lookup(tmp_path, monkeypatch):
     config = json.loads((tmp_path / "zoo" / "tiny" / "config.json").read_text())
     assert config["corpus"].endswith("corpus.txt, first 80% of its characters") and config["base_model"] == "model"
     monkeypatch.setattr(zoo, "zoo_folder", lambda: tmp_path / "zoo")
-    assert find_rotations(str(tmp_path / "model"), model.config) == str(tmp_path / "zoo" / "tiny")
+    assert find_rotations(str(folder), model_config) == str(tmp_path / "zoo" / "tiny")
 
     result = CliRunner().invoke(app, arguments)
     assert isinstance(result.exception, KVQuantError) and "--overwrite" in str(result.exception)
-    shutil.rmtree(tmp_path / "model")
+    shutil.rmtree(folder)
     result = CliRunner().invoke(app, [*arguments, "--overwrite"])
     assert isinstance(result.exception, KVQuantError) and "cannot load this model" in str(result.exception)

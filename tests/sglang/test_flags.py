@@ -44,6 +44,24 @@ def test_every_flag_reaches_the_config():
     assert config == KVQuantConfig("oscar", "r", 128, 512, 64, 0.9, 0.8, 0.2)
 
 
+def test_bits_and_seed_reach_the_config():
+    argv = ["--kv-quant", "turboquant", "--kv-quant-bits", "2.5", "--kv-quant-seed", "7"]
+    assert flags.parse_config(vars(_parser().parse_args(argv))) == KVQuantConfig("turboquant", bits="2.5", seed=7)
+    argv = ["--kv-quant", "oscar-lloyd-max", "--kv-quant-bits", "auto:2.75"]
+    assert flags.parse_config(vars(_parser().parse_args(argv))).width.target == 2.75
+
+
+@pytest.mark.parametrize("bits", [4, 4.0, "4"], ids=repr)
+def test_bits_from_a_yaml_file_or_engine_may_be_numbers(bits):
+    config = flags.parse_config({"kv_quant": "turboquant", "kv_quant_bits": bits})
+    assert config.width.bits == 4 and isinstance(config.bits, str)
+
+
+def test_width_of_another_method_ends_the_command(command_line):
+    with pytest.raises(SystemExit, match="--kv-quant-bits 5: not a width of --kv-quant oscar; choose 2, 2.5, 3"):
+        command_line("--kv-quant", "oscar", "--kv-quant-bits", "5")
+
+
 def test_no_kv_quant_is_no_config():
     assert flags.parse_config(vars(_parser().parse_args([]))) is None
 

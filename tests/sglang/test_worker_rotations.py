@@ -29,8 +29,19 @@ def runner(tmp_path):
 
 def rank_rotations(runner, monkeypatch, rank: int, size: int, heads: int, first: int = 0, layers: int = LAYERS):
     monkeypatch.setattr(worker, "tensor_parallel", lambda model_runner: (rank, size))
-    geometry = KVGeometry(layers, heads, PageFormat(D, D, 1.0, 1.0))
+    geometry = KVGeometry(heads, (PageFormat(D, D),) * layers)
     return worker.worker_rotations(*runner, geometry, first)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 6])
+def test_random_rotations_are_those_of_the_global_heads(runner, monkeypatch, size):
+    """Every rank draws the whole model's and keeps its own: the cache does not depend on the tensor-parallel size."""
+    runner = runner[0], KVQuantConfig("turboquant", seed=5)
+    whole = rank_rotations(runner, monkeypatch, 0, 1, HEADS)[0]
+    parts = [rank_rotations(runner, monkeypatch, rank, size, HEADS // size)[0] for rank in range(size)]
+    assert torch.equal(torch.cat([part.k for part in parts], dim=1), whole.k)
+    assert torch.equal(torch.cat([part.v for part in parts], dim=1), whole.v)
+    assert not torch.equal(whole.k[:, 0], whole.k[:, 1])
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 6])
@@ -44,12 +55,12 @@ def test_heads_are_dealt_out_in_order(runner, monkeypatch, size):
 def test_more_workers_than_heads_share_them(runner, monkeypatch):
     whole = load_rotations(runner[1].rotations, layers=LAYERS, kv_heads=HEADS, head_dim=D)
     for rank in range(12):
-        part, _, _ = rank_rotations(runner, monkeypatch, rank, 12, 1)
+        part, _ = rank_rotations(runner, monkeypatch, rank, 12, 1)
         assert torch.equal(part.k, whole.k[:, rank // 2, None]), rank
 
 
 def test_layers_of_a_later_stage(runner, monkeypatch):
     whole = load_rotations(runner[1].rotations, layers=LAYERS, kv_heads=HEADS, head_dim=D)
-    part, _, meta = rank_rotations(runner, monkeypatch, 1, 2, 3, first=2, layers=2)
+    part, meta = rank_rotations(runner, monkeypatch, 1, 2, 3, first=2, layers=2)
     assert torch.equal(part.v, whole.v[2:, 3:])
     assert meta.sha256 == whole.meta.sha256 and len(meta.sha256) == 64

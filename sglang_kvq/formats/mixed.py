@@ -1,0 +1,86 @@
+"""Mixed precision: which layers' keys and values get 3 or 4 bits instead of 2, within a budget of allocated bits."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from sglang_kvq.errors import KVQuantError
+from sglang_kvq.formats.code import BITS
+from sglang_kvq.formats.page import PageFormat
+
+#: The widths that are mixed: a bit more each.
+NARROW, *_, WIDE = BITS
+
+
+def mixed_formats(
+    formats: Sequence[PageFormat], sensitivity: Mapping[str, Mapping[str, Sequence[float]]], target: float, source: str
+) -> tuple[PageFormat, ...]:
+    """Add a bit where the error falls most, until the next would exceed the target.
+
+    A bit costs the same bytes everywhere, and each bit more gains less than the one before: so this is the best choice if
+    the errors of layers add up.
+
+    Args:
+        formats: one per layer, all of ``NARROW`` bits. A widened code is not clipped.
+        sensitivity: {"k": {"2": [..], "4": [..]}, "v": ...}: per layer, the rise of the model's error when only that layer's
+            keys (values) are coded at that width. Without a "3" it is taken as their geometric mean: a bit more divides
+            the error of a code by about the same factor each time.
+        target: allocated record bits per element, scales and zeros included, averaged over layers, keys and values.
+        source: where the sensitivities come from, for messages.
+
+    Returns:
+        the formats; their mean ``bits_per_element`` is at most ``target``.
+
+    Raises:
+        KVQuantError: the target is out of reach, or the sensitivities do not fit the layers.
+    """
+    layers, elements = len(formats), len(formats) * formats[0].elements
+    least, most = (sum(f.record_bytes for f in each) for each in (formats, [_widest(f) for f in formats]))
+    if not least * 8 / elements <= target <= most * 8 / elements:
+        raise KVQuantError(
+            f"--kv-quant-bits auto:{target:g}: these layers allocate {least * 8 / elements:g} bits per element with all codes "
+            f"at {NARROW} bits and {most * 8 / elements:g} with all at {WIDE} (scales included, head_dim "
+            f"{formats[0].head_dim}); choose a target between them."
+        )
+    rises = {part: _rises(sensitivity, part, layers, source) for part in ("k", "v")}
+    gain = lambda part, layer, bits: rises[part][bits][layer] - rises[part][bits + 1][layer]  # noqa: E731
+    steps = [(-gain(part, layer, NARROW), layer, part, NARROW) for layer in range(layers) for part in ("k", "v")]
+    heapq.heapify(steps)
+    result, left = list(formats), math.floor(target * elements / 8 + 1e-6) - least
+    while steps:
+        fall, layer, part, bits = heapq.heappop(steps)
+        wider = widened(result[layer], part, bits + 1)
+        extra = wider.record_bytes - result[layer].record_bytes
+        if fall >= 0 or extra > left:
+            break
+        result[layer], left = wider, left - extra
+        if bits + 1 < WIDE:
+            heapq.heappush(steps, (-gain(part, layer, bits + 1), layer, part, bits + 1))
+    return tuple(result)
+
+
+def widened(format: PageFormat, part: str, bits: int) -> PageFormat:
+    """The format with ``part``, "k" or "v", at that many bits and unclipped: clips are chosen for ``NARROW`` codes."""
+    return replace(format, **{part: replace(getattr(format, part), bits=bits), f"clip_{part}": 1.0})
+
+
+def _widest(format: PageFormat) -> PageFormat:
+    return widened(widened(format, "k", WIDE), "v", WIDE)
+
+
+def _rises(sensitivity: Mapping, part: str, layers: int, source: str) -> dict[int, list[float]]:
+    """By width, the rise of each layer."""
+    known = {bits: sensitivity.get(part, {}).get(str(bits)) for bits in BITS}
+    if known[3] is None and known[2] is not None and known[4] is not None:
+        # Where a measured rise is not positive it is noise about 0.
+        known[3] = [math.sqrt(max(a, 0.0) * max(b, 0.0)) for a, b in zip(known[2], known[4])]
+    for bits, values in known.items():
+        if values is None or len(values) != layers or not all(map(math.isfinite, values)):
+            raise KVQuantError(
+                f"{source}: its sensitivities of {part} at {bits} bits are not one finite number for each of {layers} layers; "
+                "recreate the rotations with `kvq calibrate`."
+            )
+    return known

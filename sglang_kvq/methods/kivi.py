@@ -1,0 +1,18 @@
+"""KIVI: keys have outlier channels, so their scale is per channel; values are quantised per token.
+
+The paper's groups are 32 tokens and 32 channels (``--kv-quant-group-size 32``); the default is the page's 64 tokens and
+the whole row, as allocated bits count. Its residual of recent tokens in 16 bits is ``--kv-quant-recent``.
+"""
+
+from sglang_kvq.formats.code import CodeFormat
+from sglang_kvq.methods.base import Method, RotationKind
+
+METHOD = Method(
+    name="kivi",
+    summary="uniform INT2, keys per channel within a page, values per token; needs no calibration",
+    paper="KIVI, arXiv 2402.02750",
+    rotation=RotationKind.NONE,
+    k=CodeFormat(axis="channel"),
+    widths=(2, 4),
+    group_sizes=(32, 64),
+)

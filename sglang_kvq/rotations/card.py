@@ -1,0 +1,74 @@
+"""The model card of a rotation folder, for the hub."""
+
+from __future__ import annotations
+
+from sglang_kvq.rotations.base import Rotations
+
+
+def model_card(rotations: Rotations, kv_heads: int | None, target: str | None = None) -> str:
+    """Markdown with the hub's metadata block: where the rotations come from, and their measured errors.
+
+    Args:
+        target: hub location they will be served from; None leaves the command's argument open.
+    """
+    meta = rotations.meta
+    layers, _, dim, _ = rotations.k.shape
+    hub_id = meta.base_model if meta.base_model and meta.base_model.count("/") == 1 else None
+    front = ["---", "library_name: sglang-kvq", "tags: [kv-cache, quantization, rotation, sglang]"]
+    front += [f"base_model: {hub_id}"] if hub_id else []
+    rows = [
+        ("model", meta.base_model),
+        ("revision", meta.revision),
+        ("geometry", f"{layers} layers, {kv_heads or '?'} KV heads, head_dim {dim}"),
+        ("rotations", f"{rotations.granularity}, objective `{meta.objective}`"),
+        ("corpus", f"{meta.corpus}, {meta.tokens} tokens, seed {meta.seed}"),
+        ("clip ratios", f"K {describe_clips(meta.clip_k)}, V {describe_clips(meta.clip_v)}"),
+    ]
+    body = [
+        "",
+        f"# KV-cache rotations for {meta.base_model or 'a model'}",
+        "",
+        "Rotations and clip ratios for a 2-bit KV cache, made with `kvq calibrate` after OSCAR (arXiv 2605.17757).",
+        "",
+        "```",
+        f"python -m sglang.launch_server --model-path {meta.base_model or 'MODEL'} --kv-quant oscar "
+        f"--kv-quant-rotations {target or 'FOLDER'}",
+        "```",
+        "",
+        "| | |",
+        "|---|---|",
+        *(f"| {name} | {value} |" for name, value in rows if value),
+        "",
+    ]
+    return "\n".join([*front, "---", *body, *layer_table(rotations)]) + "\n"
+
+
+def layer_table(rotations: Rotations) -> list[str]:
+    """Markdown rows: per layer, clip ratios, relative errors of the attention output and sensitivities."""
+    meta, layers = rotations.meta, rotations.k.shape[0]
+    columns: list[tuple[str, list]] = []
+    for name, clips in zip("KV", meta.clips(layers)):
+        if clips[0] is not None:
+            columns.append((f"clip {name}", [f"{c:g}" for c in clips]))
+    for part, errors in (meta.errors or {}).items():
+        columns.append((f"output error, 2-bit {part.upper()}", [f"{e:.4f}" for e in errors]))
+    for part, table in (meta.sensitivity or {}).items():
+        columns += [(f"sensitivity, {bits}-bit {part.upper()}", [f"{x:.2g}" for x in xs]) for bits, xs in table.items()]
+    if not columns:
+        return []
+    head = ["| layer | " + " | ".join(name for name, _ in columns) + " |", "|" + "---:|" * (len(columns) + 1)]
+    rows = [f"| {i} | " + " | ".join(values[i] for _, values in columns) + " |" for i in range(layers)]
+    notes = ["Output error: squared error of a layer's attention output when its history keys (values) are quantised."]
+    if meta.sensitivity_unit:
+        notes.append(f"Sensitivity: {meta.sensitivity_unit}.")
+    return [*head, *rows, "", *notes]
+
+
+def describe_clips(clip: float | tuple[float, ...] | None) -> str:
+    """One ratio, or the range of the layers' ratios."""
+    if clip is None:
+        return "not measured"
+    if isinstance(clip, tuple):
+        low, high = min(clip), max(clip)
+        return f"{low:g} to {high:g} by layer" if low != high else f"{low:g}"
+    return f"{clip:g}"

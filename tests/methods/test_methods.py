@@ -1,0 +1,192 @@
+"""Methods as declared and as resolved for a model: codes, clips, groups, allocated bits, rotations."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from sglang_kvq.config import KVQuantConfig
+from sglang_kvq.errors import KVQuantError
+from sglang_kvq.formats.code import INT2, CodeFormat
+from sglang_kvq.methods import METHOD_NAMES, RotationKind, get_method
+from sglang_kvq.rotations.base import RotationMeta, Rotations
+from sglang_kvq.rotations.hadamard import hadamard_rotations
+from sglang_kvq.rotations.random import random_rotations
+from sglang_kvq.rotations.resolve import resolve_clips, resolve_formats, resolve_rotations
+
+LAYERS, KV_HEADS = 4, 2
+
+
+def model(head_dim: int = 128) -> dict:
+    return {
+        "architectures": ["Qwen3ForCausalLM"], "hidden_size": 512, "num_hidden_layers": LAYERS, "num_attention_heads": 8,
+        "num_key_value_heads": KV_HEADS, "head_dim": head_dim, "vocab_size": 1000, "rope_theta": 10000.0,
+    }  # fmt: skip
+
+
+def learned(**meta) -> Rotations:
+    return replace(hadamard_rotations(LAYERS, 128), meta=RotationMeta(source="folder", **meta))
+
+
+def bits(method: str, width: str | None, head_dim: int) -> float:
+    formats = resolve_formats(KVQuantConfig(method, bits=width), None, model(head_dim))
+    return sum(f.bits_per_element for f in formats) / len(formats)
+
+
+@pytest.mark.parametrize(
+    "method,width,at_64,at_128",
+    [
+        ("oscar", None, 2.5, 2.25), ("oscar", "2.5", 3.0, 2.75), ("oscar", "3", 3.5, 3.25), ("oscar", "4", 4.5, 4.25), ("oscar-lloyd-max", None, 2.375, 2.1875),
+        ("oscar-lloyd-max", "4", 4.375, 4.1875), ("turboquant", None, 3.25, 3.125), ("turboquant", "2", 2.25, 2.125),
+        ("turboquant", "2.5", 2.75, 2.625), ("turboquant", "3.5", 3.75, 3.625), ("turboquant", "4", 4.25, 4.125),
+        ("kivi", None, 2.5, 2.375), ("kivi", "4", 4.5, 4.375), ("hadamard", None, 2.5, 2.25), ("hadamard", "3", 3.5, 3.25),
+        ("int2", None, 2.5, 2.25), ("int4", None, 4.5, 4.25),
+    ],
+)  # fmt: skip
+def test_allocated_bits_are_those_of_docs_methods(method, width, at_64, at_128):
+    assert (bits(method, width, 64), bits(method, width, 128)) == (at_64, at_128)
+
+
+@pytest.mark.parametrize("name", METHOD_NAMES)
+def test_every_width_that_a_method_lists_makes_a_format(name):
+    for width in get_method(name).widths:
+        k, v = get_method(name).codes(width)
+        assert (k.bits + v.bits) / 2 == width and k.bits - v.bits in (0, 1)
+        for head_dim in (64, 96, 128, 256):
+            assert resolve_formats(KVQuantConfig(name, bits=f"{width:g}"), None, model(head_dim))[0].head_dim == head_dim
+
+
+@pytest.mark.parametrize(
+    "method,width,message",
+    [
+        ("oscar", "5", "--kv-quant-bits 5: not a width of --kv-quant oscar; choose 2, 2.5, 3, 3.5, 4 or auto:TARGET"),
+        ("oscar", "2.25", "--kv-quant-bits 2.25: not a width of --kv-quant oscar"),
+        ("turboquant", "auto:3", "auto:3: not a width of --kv-quant turboquant; choose 2, 2.5, 3, 3.5, 4"),
+        ("turboquant", "three", "--kv-quant-bits three: not a width"),
+        ("oscar", "auto:", "--kv-quant-bits auto:: not a width"),
+        ("oscar", "auto:inf", "--kv-quant-bits auto:inf: not a width"),
+        ("int4", "3", "--kv-quant-bits 3: not a width of --kv-quant int4; it has 4 bits only; leave the flag out"),
+        ("kivi", "3", "--kv-quant-bits 3: not a width of --kv-quant kivi; choose 2, 4"),
+    ],
+)
+def test_width_that_a_method_does_not_have_is_refused(method, width, message):
+    with pytest.raises(KVQuantError, match=message):
+        KVQuantConfig(method, bits=width)
+
+
+@pytest.mark.parametrize(
+    "fields,message",
+    [
+        ({"method": "kivi", "group_size": 128}, "--kv-quant-group-size 128: --kv-quant kivi has 32 or 64"),
+        ({"method": "turboquant", "group_size": 64}, "--kv-quant-group-size 64: --kv-quant turboquant has no such groups"),
+        ({"method": "turboquant", "clip_v": 0.9}, "--kv-quant-clip-v 0.9: --kv-quant turboquant does not clip"),
+        ({"method": "oscar-lloyd-max", "clip_v": 0.9}, "--kv-quant-clip-v 0.9: --kv-quant oscar-lloyd-max does not clip"),
+        ({"method": "kivi", "clip_k": 0.9}, "--kv-quant-clip-k 0.9: --kv-quant kivi does not clip these codes"),
+        ({"method": "oscar", "seed": 3}, "--kv-quant-seed 3: --kv-quant oscar draws no random rotations"),
+        ({"method": "turboquant", "seed": -1}, "--kv-quant-seed -1: must be at least 0"),
+    ],
+    ids=lambda x: "-".join(map(str, x.values())) if isinstance(x, dict) else "",
+)
+def test_flag_that_means_nothing_to_a_method_is_refused(fields, message):
+    with pytest.raises(KVQuantError, match=message):
+        KVQuantConfig(**fields)
+
+
+def test_kivi_groups_of_the_paper():
+    """arXiv 2402.02750: groups of 32 tokens for keys and 32 channels for values."""
+    format = resolve_formats(KVQuantConfig("kivi", group_size=32), None, model())[0]
+    assert (format.run, format.group_size, format.bits_per_element) == (32, 32, 3.0)
+    assert (format.k.axis, format.v.axis) == ("channel", "token")
+
+
+def test_group_that_does_not_divide_the_head_is_refused():
+    with pytest.raises(KVQuantError, match="--kv-quant-group-size 96 does not divide this model's head_dim 128"):
+        resolve_formats(KVQuantConfig("int2", group_size=96), None, model())
+
+
+def test_clips_are_the_flags_then_the_calibrations_then_the_methods():
+    per_layer = learned(clip_k=(0.9, 0.91, 0.92, 0.93), clip_v=0.8)
+    assert resolve_clips(KVQuantConfig("oscar"), None, 4) == [(0.96, 0.92)] * 4
+    assert resolve_clips(KVQuantConfig("oscar"), per_layer, 4) == [(0.9, 0.8), (0.91, 0.8), (0.92, 0.8), (0.93, 0.8)]
+    assert resolve_clips(KVQuantConfig("oscar", clip_k=0.7), per_layer, 4) == [(0.7, 0.8)] * 4
+
+
+@pytest.mark.parametrize("config", [KVQuantConfig("oscar", bits="4"), KVQuantConfig("oscar-lloyd-max")], ids=KVQuantConfig.describe)
+def test_calibrated_clips_are_for_int2_only(config):
+    assert resolve_clips(config, learned(clip_k=0.9, clip_v=0.8), 4) == [(1.0, 1.0)] * 4
+    assert resolve_clips(replace(config, clip_k=0.97), learned(clip_k=0.9), 4) == [(0.97, 1.0)] * 4
+
+
+@pytest.mark.parametrize("clip", [(0.9, 0.9), 1.2, (0.9, 0.9, 0.9, "x")], ids=str)
+def test_clips_that_do_not_fit_are_refused(clip):
+    with pytest.raises(KVQuantError, match="folder: clip_k is .*a list of 4, one per layer"):
+        resolve_clips(KVQuantConfig("oscar"), learned(clip_k=clip), 4)
+
+
+def test_auto_widens_by_sensitivity():
+    rises = {
+        "k": {"2": [8.0, 1.0, 4.0, 64.0], "4": [0.5, 0.01, 1.0, 4.0]},
+        "v": {"2": [2.0, 1.0, 3.0, 2.0], "4": [0.1] * 4},
+    }
+    formats = resolve_formats(KVQuantConfig("oscar", bits="auto:2.75"), learned(sensitivity=rises, clip_k=0.9), model())
+    assert [(f.k.bits, f.v.bits) for f in formats] == [(3, 2), (2, 2), (2, 3), (4, 2)]
+    assert [f.clip_k for f in formats] == [1.0, 0.9, 0.9, 1.0] and [f.clip_v for f in formats] == [0.92, 0.92, 1.0, 0.92]
+    lloyd = resolve_formats(KVQuantConfig("oscar-lloyd-max", bits="auto:2.5"), learned(sensitivity=rises), model())
+    assert [f.k.bits for f in lloyd] == [2, 2, 2, 4] and lloyd[3].k.levels == "lloyd-max"
+
+
+def test_auto_without_sensitivities_says_how_to_get_them():
+    with pytest.raises(KVQuantError, match="--kv-quant-bits auto:2.75: folder hold no layer sensitivities.*kvq calibrate"):
+        resolve_formats(KVQuantConfig("oscar", bits="auto:2.75"), learned(), model())
+
+
+def test_oscar_is_the_int2_of_the_fast_kernels():
+    for name in ("oscar", "hadamard", "int2"):
+        assert (get_method(name).k, get_method(name).v) == (INT2, INT2) == (CodeFormat(), CodeFormat())
+
+
+# -- random rotations -------------------------------------------------------------------------------------------------------
+
+
+def test_random_rotations_are_orthogonal_and_of_each_head():
+    r = random_rotations(3, 2, 64, seed=5)
+    for x in (r.k, r.v):
+        assert x.shape == (3, 2, 64, 64) and x.dtype == torch.float32
+        assert ((x.mT @ x) - torch.eye(64)).abs().max() < 1e-5
+    flat = torch.cat([r.k, r.v]).flatten(0, 1)
+    assert (torch.cdist(flat.flatten(1), flat.flatten(1)) > 1).sum() == 12 * 11, "two heads share a rotation"
+
+
+def test_random_rotations_are_haar():
+    """Entries of a Haar matrix: mean 0, variance 1/D, fourth moment 3 / (D (D + 2)); its trace has mean 0, variance 1."""
+    x = random_rotations(40, 25, 16, seed=1).k.double().flatten(0, 1)
+    d, n = 16, x.numel()
+    assert abs(x.mean().item()) < 4 * (1 / d / n) ** 0.5
+    assert x.pow(4).mean().item() == pytest.approx(3 / (d * (d + 2)), rel=0.05)
+    trace = x.diagonal(dim1=1, dim2=2).sum(-1)
+    assert abs(trace.mean().item()) < 4 * len(x) ** -0.5 and trace.var().item() == pytest.approx(1, rel=0.2)
+
+
+def test_seed_decides_and_processes_agree():
+    config = KVQuantConfig("turboquant")
+    first, again = (resolve_rotations(config, "m", model()) for _ in range(2))
+    other = resolve_rotations(replace(config, seed=1), "m", model())
+    assert torch.equal(first.k, again.k) and not torch.equal(first.k, other.k)
+    assert torch.equal(first.k, resolve_rotations(replace(config, seed=0), "m", model()).k)
+    assert first.meta.source == "random, seed 0" and other.meta.source == "random, seed 1"
+
+
+def test_tensor_parallel_workers_take_the_rotations_of_their_global_heads():
+    whole = random_rotations(LAYERS, 8, 64)
+    for rank in range(4):
+        worker = whole.for_worker(range(LAYERS), 8, 2 * rank, 2)
+        assert torch.equal(worker.k, whole.k[:, 2 * rank : 2 * rank + 2]) and torch.equal(worker.v, whole.v[:, 2 * rank : 2 * rank + 2])
+
+
+def test_only_learned_methods_take_rotation_files():
+    for name in METHOD_NAMES:
+        if get_method(name).rotation is not RotationKind.LEARNED:
+            with pytest.raises(KVQuantError, match=f"--kv-quant-rotations r: --kv-quant {name} uses no rotation files"):
+                resolve_rotations(KVQuantConfig(name, rotations="r"), "m", model())
