@@ -20,11 +20,11 @@ class KVQuantPool(KVCache):
         self.head_num, self.head_dim = layout.geometry.kv_heads, layout.geometry.head_dim
         self._finalize_allocation_log(size)
         logger.info(
-            "kv-quant %s: %d tokens (BF16 would hold %d in the same %.2f GiB: %.2fx), %.2f allocated bits per element, "
-            "%d BF16 pages (%d tokens), at most %d running requests",
+            "kv-quant %s: %d tokens (BF16 would hold %d in the same %.2f GiB: %.2fx), %.2f allocated bits per element "
+            "(%.3f in records), %d BF16 pages (%d tokens), at most %d running requests",
             runtime.current().config.describe(), layout.tokens, layout.bf16_tokens, layout.total_bytes / 2**30,
-            layout.tokens / layout.bf16_tokens, layout.bits_per_element, layout.slots, layout.slots * page_size,
-            layout.max_requests,
+            layout.tokens / layout.bf16_tokens, layout.bits_per_element,
+            layout.geometry.record_bits_per_element, layout.slots, layout.slots * page_size, layout.max_requests,
         )
 
     def get_kv_size_bytes(self):

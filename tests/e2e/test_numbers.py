@@ -41,10 +41,10 @@ def test_without_rotation_and_with_every_page_in_bf16_nothing_changes(servers, p
 
 
 def test_divergence_from_bf16_falls_with_better_methods(servers, prompts):
-    """Per-token KL on held-out text through the real cache: oscar < hadamard < int2."""
+    """Per-token KL on held-out text through the real cache."""
     reference = [Client(servers(*CHUNKED)).distributions(ids, 32) for ids in prompts]
     kl = {}
-    for method in ("oscar", "hadamard", "int2"):
+    for method in ("int4", "turboquant", "oscar-lloyd-max", "oscar", "kivi", "hadamard", "int2"):
         client = Client(servers("--kv-quant", method, *CHUNKED))
         places = []
         for ids, want in zip(prompts, reference):
@@ -52,8 +52,10 @@ def test_divergence_from_bf16_falls_with_better_methods(servers, prompts):
             places += [coarse_kl(p, q) for p, q in list(zip(want, got))[512:]]
         kl[method] = sum(places) / len(places)
         print(f"KL({method}) = {kl[method]:.4f} nats per token over {len(places)} tokens")
-    assert kl["oscar"] < kl["hadamard"] < kl["int2"]
+    assert kl["oscar"] < min(kl["hadamard"], kl["kivi"]) and max(kl["hadamard"], kl["kivi"]) < kl["int2"]
     assert kl["oscar"] < 0.5 * kl["int2"]
+    assert kl["oscar-lloyd-max"] < 1.1 * kl["oscar"]  # of an eighth of a bit less
+    assert kl["int4"] < kl["turboquant"] < kl["oscar"] and kl["int4"] < 0.01  # 4 and 3 bits
 
 
 def test_oscar_answers_sensibly(servers):
