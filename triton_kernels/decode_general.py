@@ -22,7 +22,7 @@ from sglang_kvq.kernels.int8 import (
     tile_scales,
     token_planes,
 )
-from sglang_kvq.kernels.unpack import centre, multiple, unpack
+from sglang_kvq.kernels.unpack import centre, in_steps, multiple, step, unpack, unpack_odd
 
 NEVER = tl.constexpr(-1e30)
 
@@ -55,19 +55,13 @@ def history_general(
         q3 = query_plane(q, q_head, unit, 3, 1 / multiple(KEYS, 3), SHARED, COLUMNS, D4, JP)
         inside = (dim < D)[:, None] & (h < SHARED)[None, :]
         q_all = tl.load(q + h[None, :] * q_head + dim[:, None], mask=inside, other=0.0).to(tl.float32)  # [DP, HEADS]
-        unit = (tl.max(tl.abs(q_all), 0) * (1 / 127) + 1e-30) * scale_log2  # [HEADS]
+        unit = (tl.max(tl.abs(q_all), 0) * (1 / 127) + 1e-30) * (scale_log2 * _share(KEYS))  # [HEADS]
 
     row = tl.arange(0, TILE)
     second = row // QUARTER % 2 == 1
     plane = row // (2 * QUARTER)
     token = plane * QUARTER + row % 8 * 2 + row // 8 % 2  # within its page
     fraction = tl.where(plane % 2 == 1, 1 / multiple(VALUES, 1), 1 / multiple(VALUES, 0))
-    j, i = tl.arange(0, JP)[None, :], tl.arange(0, QUARTER)[None, None, :]
-    k_row = (plane * QUARTER + row % QUARTER)[:, None]  # which holds that token: ``common.key_row``
-    dim_v = tl.arange(0, VP)
-    v_row = (v_first + dim_v)[None, :, None]
-    k_shift = tl.broadcast_to(k_row // (PAGE // 2) * 4, [TILE, JP])
-    v_shift = tl.broadcast_to((v_first + dim_v)[:, None] // (D // 2) * 4, [VP, 2 * QUARTER])
     records += head * RECORD.bytes
     scale_place = _scale_places(v_first, RECORD, PAGE)  # [1, 4, PAGE]
     second_page = (tl.arange(0, 2) == 1)[:, None, None]
@@ -85,13 +79,8 @@ def history_general(
         page_b = page_of(table, tl.minimum(index + 3, last - 1))
         base = records + tl.where(second, base_b, base_a)  # [TILE]
         both = records + tl.where(second_page, base_b, base_a)  # [2, 1, 1]
-        k, k_high = _load_parts(base[:, None], k_row, j, PAGE, D4, (j < D4) & (k_row >= 0), D4 == JP, KEYS)
-        v, v_high = _load_parts(both, v_row, i, D, QUARTER, (dim_v < DIMS)[None, :, None], DIMS == VP, VALUES)
-        v = tl.reshape(tl.permute(v, (1, 0, 2)), [VP, 2 * QUARTER])
-        v_high = tl.reshape(tl.permute(v_high, (1, 0, 2)), [VP, 2 * QUARTER])
+        k0, k1, k2, k3, odd0, odd1, odd2, odd3 = _keys(records, base_a, base_b, KEYS, D4, JP, PLAIN)
         s_k, z_k, s_v, z_v = tile_scales(tl.load(both.to(tl.pointer_type(tl.float16)) + scale_place))  # [TILE] each
-
-        k0, k1, k2, k3 = unpack(k, k_high, k_shift, KEYS, PLAIN)
         x = tl.zeros([TILE, HEADS], tl.float32)
         if KEYS.channel:
             RUN: tl.constexpr = KEYS.group
@@ -99,7 +88,9 @@ def history_general(
             for r in tl.static_range(2 * RUNS):
                 page = records + (base_b if r >= RUNS else base_a)
                 halves = page.to(tl.pointer_type(tl.float16)) + r % RUNS * D
-                part = _channel_product(k0, k1, k2, k3, q, q_head, halves, KEYS, TILE, SHARED, HEADS, D4, JP)
+                part = _channel_product(
+                    k0, k1, k2, k3, odd0, odd1, odd2, odd3, q, q_head, halves, KEYS, TILE, SHARED, HEADS, D4, JP
+                )
                 mine = (second == (r >= RUNS)) & (token // RUN == r % RUNS)
                 x = tl.where(mine[:, None], part * scale_log2, x)
         else:
@@ -110,11 +101,11 @@ def history_general(
                     s_k = tl.load(more + KEYS.scale // 2).to(tl.float32)
                     if KEYS.has_zero:
                         z_k = tl.load(more + KEYS.zero // 2).to(tl.float32)
-                products = tl.full([TILE, COLUMNS], MAGIC_BITS, tl.int32)
-                products = group_product(k0, q0, products, 0, g, D4, JP, GROUP)
-                products = group_product(k1, q1, products, 1, g, D4, JP, GROUP)
-                products = group_product(k2, q2, products, 2, g, D4, JP, GROUP)
-                products = group_product(k3, q3, products, 3, g, D4, JP, GROUP)
+                products = tl.zeros([TILE, COLUMNS], tl.int32)
+                if in_steps(KEYS):
+                    products = _sum_planes(k0, k1, k2, k3, q0, q1, q2, q3, products, g, GROUP, D4, JP) * step(KEYS)
+                    k0, k1, k2, k3 = odd0, odd1, odd2, odd3
+                products = _sum_planes(k0, k1, k2, k3, q0, q1, q2, q3, products + MAGIC_BITS, g, GROUP, D4, JP)
                 x += join_parts(products, TILE, HEADS) * s_k[:, None] * unit[None, :]
                 if _needs_zero(KEYS):
                     q_sum = tl.sum(tl.where((dim // GROUP == g)[:, None], q_all, 0.0), 0) * scale_log2
@@ -134,29 +125,88 @@ def history_general(
         p_unit = tl.max(p, 0) * (1 / 127) + 1e-30  # [HEADS]
         p = p * (fraction[:, None] * (1.0 / p_unit)[None, :])
         high, low = split_int8(p)
+        v0, v1, v2, v3, odd0, odd1, odd2, odd3 = _values(both, v_first, VALUES, D, DIMS, VP, PLAIN)
         p0, p1, p2, p3 = token_planes(tl.reshape(tl.join(high, low), [TILE, COLUMNS]), COLUMNS)
-        v0, v1, v2, v3 = unpack(v, v_high, v_shift, VALUES, PLAIN)
-        products = tl.full([VP, COLUMNS], MAGIC_BITS, tl.int32)
-        products = tl.dot(v0, p0, products, out_dtype=tl.int32)
-        products = tl.dot(v1, p1, products, out_dtype=tl.int32)
-        products = tl.dot(v2, p2, products, out_dtype=tl.int32)
-        products = tl.dot(v3, p3, products, out_dtype=tl.int32)
-        acc = acc * decay[None, :] + join_parts(products, VP, HEADS) * p_unit[None, :]
+        products = tl.zeros([VP, COLUMNS], tl.int32)
+        if in_steps(VALUES):
+            products = _sum_planes(v0, v1, v2, v3, p0, p1, p2, p3, products, 0, TILE, TILE // 4, TILE // 4) * step(VALUES)
+            v0, v1, v2, v3 = odd0, odd1, odd2, odd3
+        products = _sum_planes(v0, v1, v2, v3, p0, p1, p2, p3, products + MAGIC_BITS, 0, TILE, TILE // 4, TILE // 4)
+        acc = acc * decay[None, :] + join_parts(products, VP, HEADS) * (p_unit * _share(VALUES))[None, :]
     return acc + tl.sum(zeros, 0)[None, :], tl.sum(total, 0), top
 
 
+@triton.constexpr_function
+def _share(codes):
+    """What products are multiplied by to be those of levels."""
+    return 0.5 if in_steps(codes) else 1.0
+
+
 @triton.jit
-def _load_parts(
-    base, row, column, ROWS: tl.constexpr, COLUMNS: tl.constexpr, inside, ALL: tl.constexpr, CODES: tl.constexpr
+def _keys(records, base_a, base_b, CODES: tl.constexpr, D4: tl.constexpr, JP: tl.constexpr, PLAIN: tl.constexpr):
+    """Two pages' K codes as eight INT8 tiles [2 PAGE, JP]: ``unpack``'s, then ``unpack_odd``'s or any."""
+    ROWS: tl.constexpr = PAGE if CODES.bits == 3 else 2 * PAGE
+    QUARTER: tl.constexpr = PAGE // 4
+    row, j = tl.arange(0, ROWS), tl.arange(0, JP)[None, :]
+    base = records + tl.where(row // QUARTER % 2 == 1, base_b, base_a)[:, None]
+    # ``common.key_row`` of the row's token, times the row's bytes.
+    place = base + (row // (2 * QUARTER) * QUARTER + row % QUARTER)[:, None] * D4 + j  # [ROWS, JP]
+    inside = (j < D4) & (row >= 0)[:, None]
+    low = _load(place + CODES.low, inside, D4 == JP)
+    high = low
+    if CODES.bits > 2:
+        high = _load(place + CODES.high, inside, D4 == JP)
+    if CODES.bits == 3:  # tokens of planes 2 and 3 have their third bit beside those of planes 0 and 1
+        low_b = _load(place + CODES.low + (PAGE // 2 * D4), inside, D4 == JP)
+        k0, k1, k2, k3 = _both_halves(low, low_b, high, CODES, PLAIN)
+    else:
+        k0, k1, k2, k3 = unpack(low, high, 0, CODES, 0, PLAIN)
+    if in_steps(CODES):
+        odd0, odd1, odd2, odd3 = unpack_odd(low, CODES, PLAIN)
+    else:
+        odd0, odd1, odd2, odd3 = k0, k1, k2, k3
+    return k0, k1, k2, k3, odd0, odd1, odd2, odd3
+
+
+@triton.jit
+def _values(
+    both, v_first, CODES: tl.constexpr, D: tl.constexpr, DIMS: tl.constexpr, VP: tl.constexpr, PLAIN: tl.constexpr
 ):
-    """Bytes (row, column) of both parts of a matrix of codes; the low one twice if there is no other."""
-    low = _load(base + CODES.low + row * COLUMNS + column, inside, ALL)
+    """Two pages' V codes of dims v_first .. v_first + DIMS as eight INT8 tiles [VP, PAGE / 2], as ``_keys``.
+
+    Pages are loaded one by one, so that neighbouring lanes read neighbouring bytes.
+    """
+    HALVES: tl.constexpr = CODES.bits == 3 and DIMS == D and VP == D
+    ROWS: tl.constexpr = VP // 2 if HALVES else VP
+    QUARTER: tl.constexpr = PAGE // 4
+    row = tl.arange(0, ROWS)
+    place = both + tl.arange(0, QUARTER)[None, None, :]  # [2, 1, QUARTER]
+    inside = (row < DIMS)[None, :, None]
+    low = _load(place + CODES.low + ((v_first + row) * QUARTER)[None, :, None], inside, DIMS == VP)
+    low = _side_by_side(low, ROWS)
     high = low
     if CODES.bits == 4:
-        high = _load(base + CODES.high + row * COLUMNS + column, inside, ALL)
+        high = _load(place + CODES.high + ((v_first + row) * QUARTER)[None, :, None], inside, DIMS == VP)
+        high = _side_by_side(high, ROWS)
+    elif CODES.bits == 3:  # dims of the second half have their third bit beside those of the first
+        high_row = (v_first + row) % (D // 2)
+        high = _load(place + CODES.high + (high_row * QUARTER)[None, :, None], inside, DIMS == VP)
+        high = _side_by_side(high, ROWS)
+    if HALVES:
+        low_b = _load(place + CODES.low + ((ROWS + row) * QUARTER)[None, :, None], inside, True)
+        v0, v1, v2, v3 = _both_halves(low, _side_by_side(low_b, ROWS), high, CODES, PLAIN)
     elif CODES.bits == 3:
-        high = _load(base + CODES.high + row % (ROWS // 2) * COLUMNS + column, inside, ALL)
-    return low, high
+        shift = tl.zeros([VP, 2 * QUARTER], tl.int32) + v_first // (D // 2) * 4
+        if D // 2 % DIMS != 0:
+            shift = tl.broadcast_to((v_first + row)[:, None] // (D // 2) * 4, [VP, 2 * QUARTER])
+        v0, v1, v2, v3 = unpack(low, high, shift, CODES, None, PLAIN)
+    else:
+        v0, v1, v2, v3 = unpack(low, high, 0, CODES, 0, PLAIN)
+    if in_steps(CODES):
+        odd0, odd1, odd2, odd3 = unpack_odd(low, CODES, PLAIN)
+    else:
+        odd0, odd1, odd2, odd3 = v0, v1, v2, v3
+    return v0, v1, v2, v3, odd0, odd1, odd2, odd3
 
 
 @triton.jit
@@ -165,6 +215,38 @@ def _load(place, inside, ALL: tl.constexpr):
         return tl.load(place)
     else:
         return tl.load(place, mask=inside, other=0)
+
+
+@triton.jit
+def _side_by_side(x, ROWS: tl.constexpr):
+    """[2, ROWS, PAGE/4] to [ROWS, PAGE/2]."""
+    return tl.reshape(tl.permute(x, (1, 0, 2)), [ROWS, PAGE // 2])
+
+
+@triton.jit
+def _both_halves(low_a, low_b, high, CODES: tl.constexpr, PLAIN: tl.constexpr):
+    """3-bit codes of rows whose third bits lie in the same bytes, one above the other."""
+    a0, a1, a2, a3 = unpack(low_a, high, 0, CODES, 0, PLAIN)
+    b0, b1, b2, b3 = unpack(low_b, high, 4, CODES, 4, PLAIN)
+    return _stack(a0, b0), _stack(a1, b1), _stack(a2, b2), _stack(a3, b3)
+
+
+@triton.jit
+def _stack(a, b):
+    """[R, N] and [R, N] to [2 R, N]."""
+    ROWS: tl.constexpr = 2 * a.shape[0]
+    return tl.reshape(tl.permute(tl.join(a, b), (2, 0, 1)), [ROWS, a.shape[1]])
+
+
+@triton.jit
+def _sum_planes(
+    x0, x1, x2, x3, y0, y1, y2, y3, products, g: tl.constexpr, GROUP: tl.constexpr, D4: tl.constexpr, JP: tl.constexpr
+):
+    """Add the four planes' products over the dims of group g."""
+    products = group_product(x0, y0, products, 0, g, D4, JP, GROUP)
+    products = group_product(x1, y1, products, 1, g, D4, JP, GROUP)
+    products = group_product(x2, y2, products, 2, g, D4, JP, GROUP)
+    return group_product(x3, y3, products, 3, g, D4, JP, GROUP)
 
 
 @triton.jit
@@ -207,8 +289,8 @@ def _zero(scale, zero, CODES: tl.constexpr):
 
 @triton.jit
 def _channel_product(
-    k0, k1, k2, k3, q, q_head, halves, CODES: tl.constexpr, TILE: tl.constexpr, SHARED: tl.constexpr,
-    HEADS: tl.constexpr, D4: tl.constexpr, JP: tl.constexpr,
+    k0, k1, k2, k3, odd0, odd1, odd2, odd3, q, q_head, halves, CODES: tl.constexpr, TILE: tl.constexpr,
+    SHARED: tl.constexpr, HEADS: tl.constexpr, D4: tl.constexpr, JP: tl.constexpr,
 ):  # fmt: skip
     """q k of the tile's rows, float32 [TILE, HEADS], as if all had this run's scales; halves is one run's start."""
     COLUMNS: tl.constexpr = 2 * HEADS
@@ -218,12 +300,14 @@ def _channel_product(
     q3, z3 = _channel_plane(q, q_head, halves, 3, CODES, SHARED, COLUMNS, D4, JP)
     most = tl.maximum(tl.maximum(tl.abs(q0), tl.abs(q1)), tl.maximum(tl.abs(q2), tl.abs(q3)))
     unit = tl.max(most, 0) * (1 / 127) + 1e-30  # [COLUMNS]
-    products = tl.full([TILE, COLUMNS], MAGIC_BITS, tl.int32)
-    products = tl.dot(k0, _columns(q0, unit, COLUMNS), products, out_dtype=tl.int32)
-    products = tl.dot(k1, _columns(q1, unit, COLUMNS), products, out_dtype=tl.int32)
-    products = tl.dot(k2, _columns(q2, unit, COLUMNS), products, out_dtype=tl.int32)
-    products = tl.dot(k3, _columns(q3, unit, COLUMNS), products, out_dtype=tl.int32)
-    unit = tl.max(tl.reshape(unit, [HEADS, 2]), 1)
+    q0, q1 = _columns(q0, unit, COLUMNS), _columns(q1, unit, COLUMNS)
+    q2, q3 = _columns(q2, unit, COLUMNS), _columns(q3, unit, COLUMNS)
+    products = tl.zeros([TILE, COLUMNS], tl.int32)
+    if in_steps(CODES):
+        products = _sum_planes(k0, k1, k2, k3, q0, q1, q2, q3, products, 0, 4 * D4, D4, JP) * step(CODES)
+        k0, k1, k2, k3 = odd0, odd1, odd2, odd3
+    products = _sum_planes(k0, k1, k2, k3, q0, q1, q2, q3, products + MAGIC_BITS, 0, 4 * D4, D4, JP)
+    unit = tl.max(tl.reshape(unit, [HEADS, 2]), 1) * _share(CODES)
     from_zeros = tl.max(tl.reshape(z0 + z1 + z2 + z3, [HEADS, 2]), 1)
     return join_parts(products, TILE, HEADS) * unit[None, :] + from_zeros[None, :]
 
