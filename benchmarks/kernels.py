@@ -31,7 +31,7 @@ from sglang_kvq.kernels.decode import DecodeLaunch
 
 Q_HEADS, KV_HEADS, D = 32, 8, 128
 SINK, RECENT = 64, 256
-DECODE = [(64, 16384), (16, 98304), (8, 32768), (32, 8192), (1, 131072)]
+DECODE = [(64, 16384), (16, 98304), (8, 32768), (32, 8192), (1, 131072), (256, 4096), (1, 1 << 20)]
 FORMAT = PageFormat(D, D, 0.96, 0.92)
 BOUND = 5e-3
 #: Stored prefix and new tokens.

@@ -61,8 +61,7 @@ class Scale:
     """Sizes, in tokens."""
 
     chunk: int
-    streams: int
-    contexts: tuple[int, ...]
+    decode: tuple[tuple[int, int], ...]  # streams, context
     measured: int  # output tokens of a stream
     prefill: int
     prompts: int
@@ -71,12 +70,16 @@ class Scale:
 
     @property
     def longest(self) -> int:
-        return max(*self.contexts, self.prefill, self.output[1]) + 1024
+        return max(*(context for _, context in self.decode), self.prefill, self.output[1]) + 1024
 
 
 SCALES = {
-    "full": Scale(8192, 4, (1024, 4096, 8192, 16384, 32768), 256, 32768, 3, (16, 8, 8192, 128), (96, 65536, 256)),
-    "tiny": Scale(128, 2, (64, 256), 17, 256, 2, (3, 2, 100, 9), (3, 256, 65)),
+    "full": Scale(
+        8192,
+        ((4, 1024), (4, 4096), (4, 8192), (4, 16384), (4, 32768), (64, 1024)),
+        256, 32768, 3, (16, 8, 8192, 128), (96, 65536, 256),
+    ),
+    "tiny": Scale(128, ((2, 64), (2, 256)), 17, 256, 2, (3, 2, 100, 9), (3, 256, 65)),
 }
 
 
@@ -202,12 +205,12 @@ def tokens_per_second(streams: list[Stream]) -> float:
 
 
 def decode(client: Client, scale: Scale, deadline: float):
-    for context in scale.contexts:
-        prompts = [client.prompt(f"decode{context}", i, context) for i in range(scale.streams)]
+    for streams, context in scale.decode:
+        prompts = [client.prompt(f"decode{context}", i, context) for i in range(streams)]
         client.cache(prompts)
         ms = min(step_ms(client.decode(prompts, scale.measured)) for _ in range(2))
-        name = f"decode_{scale.streams}x{size(context)}"
-        yield name, "ms per step", ms, {}, {"streams": scale.streams, "context": context}
+        name = f"decode_{streams}x{size(context)}"
+        yield name, "ms per step", ms, {}, {"streams": streams, "context": context}
 
 
 def prefill(client: Client, scale: Scale, deadline: float):
@@ -244,7 +247,7 @@ def measure(server: Server, scale: Scale, groups: list[str], vocabulary: int, de
     client = Client(server, vocabulary)
     # Kernels that compile at their first use: a chunk after a chunk, short prompts, a few streams.
     client.run([client.prompt("warm", 0, 2 * scale.chunk + 70)], 2)
-    client.run([client.prompt("warm", 1 + i, 70 + 30 * i) for i in range(scale.streams)], 70)
+    client.run([client.prompt("warm", 1 + i, 70 + 30 * i) for i in range(scale.decode[0][0])], 70)
     for group in groups:
         try:
             yield from globals()[group](client, scale, deadline)
@@ -277,13 +280,15 @@ def plot(out: Path) -> None:
     from matplotlib import pyplot
 
     result = json.loads(out.read_text())
-    rows = sorted((r for r in result["rows"] if r["scenario"].startswith("decode_")), key=lambda r: r["context"])
+    streams = min(r["streams"] for r in result["rows"] if r["scenario"].startswith("decode_"))
+    rows = [r for r in result["rows"] if r["scenario"].startswith("decode_") and r["streams"] == streams]
+    rows.sort(key=lambda r: r["context"])
     figure, axes = pyplot.subplots(figsize=(6, 4))
     for name, label in zip(SERVERS, ("BF16", "--kv-quant oscar")):
         points = [(r["context"], r[name]) for r in rows if r.get(name)]
         if points:
             axes.plot(*zip(*points), marker="o", label=label)
-    title = f"{rows[0]['streams']} streams, {result['device']}"
+    title = f"{streams} streams, {result['device']}"
     axes.set(xlabel="context, tokens", ylabel="ms per decode step", ylim=(0, None), title=title)
     axes.legend()
     target = out.with_name(f"{out.stem}_steps.png")

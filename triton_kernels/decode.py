@@ -18,13 +18,12 @@ import torch
 import triton
 import triton.language as tl
 
-from sglang_kvq.formats.page import PageFormat
+from sglang_kvq.kernels.codes import Record
 from sglang_kvq.kernels.common import INTERPRETED, PAGE, dot, page_of, to_bf16
+from sglang_kvq.kernels.decode_general import history_general
+from sglang_kvq.kernels.int8 import MAGIC_BITS, group_product, join_parts, query_plane, split_int8, tile_scales, token_planes
 from sglang_kvq.kernels.plan import FIELDS, OVERLAY_TILE
 
-#: 1.5 * 2^23: added to a small integer held in float32, its low bits are that integer in two's complement.
-MAGIC = tl.constexpr(12582912.0)
-MAGIC_BITS = tl.constexpr(0x4B400000)
 LOG2E = 1.4426950408889634
 NEVER = tl.constexpr(-1e30)
 #: How much of the last wave of programs must be busy before another wave is tried.
@@ -67,6 +66,17 @@ def decode_launch(head_dim: int, shared: int) -> DecodeLaunch:
     return DecodeLaunch(stages=3, registers=255, programs_per_sm=8)
 
 
+def is_fast(record: Record) -> bool:
+    """Whether ``_history`` reads these records: uniform 2-bit codes, a scale and a zero per token and group."""
+    k, v = record.k, record.v
+    return k.group == v.group and all(c.bits == 2 and c.uniform and c.has_zero and not c.channel for c in (k, v))
+
+
+def value_dims(record: Record) -> int:
+    """Dims of V that a program reads: of one group, and no more than its registers hold."""
+    return record.v.group if is_fast(record) else min(record.v.group, 128)
+
+
 def decode(
     out: torch.Tensor,
     lse: torch.Tensor,
@@ -76,7 +86,7 @@ def decode(
     seq_lens: torch.Tensor,
     scale: float,
     *,
-    format: PageFormat,
+    record: Record,
     records: torch.Tensor,
     overlays: torch.Tensor,
     page_slot: torch.Tensor,
@@ -93,17 +103,19 @@ def decode(
         q: BF16 ``[B, q_heads, D]``, rotated; last axis contiguous.
         items: from ``plan.plan_decode`` for the same rows and lengths.
         rows, seq_lens: int ``[B]``; the tables are ``PagePool``'s.
-        records, overlays: one layer's.
+        record, records, overlays: one layer's.
         launch: from ``decode_launch``.
         plain: unpack codes without inline assembly, as the interpreter must.
     """
     count, q_heads, d = out.shape
-    kv_heads, group = records.shape[1], format.group_size
+    kv_heads, group = records.shape[1], value_dims(record)
     heads = max(4, triton.next_power_of_2(q_heads // kv_heads))
-    _decode[(kv_heads * format.groups, count)](
+    _decode[(kv_heads * (d // group), count)](
         out, lse, q, items, rows, seq_lens, scale * LOG2E,
         records, overlays, page_slot, req_to_token,
         q.stride(0), q.stride(1), req_to_token.stride(0),
+        RECORD=record,
+        FAST=is_fast(record),
         Q_HEADS=q_heads,
         KV_HEADS=kv_heads,
         HEADS=heads,
@@ -125,8 +137,8 @@ def _decode(
     out, lse, q, items, rows, seq_lens, scale_log2,
     records, overlays, page_slot, req_to_token,
     q_token, q_head, table_row,
-    Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-    JP: tl.constexpr, GROUP: tl.constexpr, VP: tl.constexpr, PLAIN: tl.constexpr,
+    RECORD: tl.constexpr, FAST: tl.constexpr, Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEADS: tl.constexpr,
+    D: tl.constexpr, DP: tl.constexpr, JP: tl.constexpr, GROUP: tl.constexpr, VP: tl.constexpr, PLAIN: tl.constexpr,
 ):  # fmt: skip
     """Program (kv_head * groups + value group, item)."""
     head = tl.program_id(0) // (D // GROUP)
@@ -146,10 +158,16 @@ def _decode(
         total = tl.zeros([HEADS], tl.float32)
         top = tl.full([HEADS], NEVER, tl.float32)
         if first < last:
-            acc, total, top = _history(
-                q, q_head, table, first, last, length, records, head, v_first, scale_log2,
-                KV_HEADS, SHARED, HEADS, D, DP, JP, GROUP, VP, PLAIN,
-            )  # fmt: skip
+            if FAST:
+                acc, total, top = _history(
+                    q, q_head, table, first, last, length, records, head, v_first, scale_log2,
+                    KV_HEADS, SHARED, HEADS, D, DP, JP, GROUP, VP, PLAIN,
+                )  # fmt: skip
+            else:
+                acc, total, top = history_general(
+                    q, q_head, table, first, last, length, records, head, v_first, scale_log2,
+                    RECORD, KV_HEADS, SHARED, HEADS, D, DP, JP, GROUP, VP, PLAIN,
+                )  # fmt: skip
         if first_tile < last_tile:
             acc_o, total_o, top_o = _overlay(
                 q, q_head, table, first_tile, last_tile, begin, end, length, overlays, page_slot, head, v_first,
@@ -193,10 +211,10 @@ def _history(
     inside = (dim < D)[:, None] & (n // 2 < SHARED)[None, :]
     unit = tl.max(tl.abs(tl.load(q + n[None, :] // 2 * q_head + dim[:, None], mask=inside, other=0.0).to(tl.float32)), 0)
     unit = unit * (1 / 127) + 1e-30  # [COLUMNS]
-    q0 = _query_plane(q, q_head, unit, 0, 1.0, SHARED, COLUMNS, D4, JP)
-    q1 = _query_plane(q, q_head, unit, 1, 0.25, SHARED, COLUMNS, D4, JP)
-    q2 = _query_plane(q, q_head, unit, 2, 1.0, SHARED, COLUMNS, D4, JP)
-    q3 = _query_plane(q, q_head, unit, 3, 0.25, SHARED, COLUMNS, D4, JP)
+    q0 = query_plane(q, q_head, unit, 0, 1.0, SHARED, COLUMNS, D4, JP)
+    q1 = query_plane(q, q_head, unit, 1, 0.25, SHARED, COLUMNS, D4, JP)
+    q2 = query_plane(q, q_head, unit, 2, 1.0, SHARED, COLUMNS, D4, JP)
+    q3 = query_plane(q, q_head, unit, 3, 0.25, SHARED, COLUMNS, D4, JP)
     inside = (dim < D)[:, None] & (h < SHARED)[None, :]
     q_all = tl.load(q + h[None, :] * q_head + dim[:, None], mask=inside, other=0.0).to(tl.float32)  # [DP, HEADS]
     unit = (tl.max(tl.abs(q_all), 0) * (1 / 127) + 1e-30) * scale_log2  # [HEADS]
@@ -240,7 +258,7 @@ def _history(
             v = tl.load(both + v_place, mask=(dim_v < GROUP)[None, :, None], other=0)
         v = tl.reshape(tl.permute(v, (1, 0, 2)), [VP, 2 * QUARTER])
         scales = (both + 2 * CODES).to(tl.pointer_type(tl.float16))
-        s_k, z_k, s_v, z_v = _scales(tl.load(scales + scale_place))  # [TILE] each
+        s_k, z_k, s_v, z_v = tile_scales(tl.load(scales + scale_place))  # [TILE] each
 
         k0, k1, k2, k3 = _unpack4(k, PLAIN)
         x = tl.zeros([TILE, HEADS], tl.float32)
@@ -250,12 +268,12 @@ def _history(
                 s_k = tl.load(more).to(tl.float32)
                 z_k = tl.load(more + SCALES).to(tl.float32)
             products = tl.full([TILE, COLUMNS], MAGIC_BITS, tl.int32)
-            products = _group_product(k0, q0, products, 0, g, D4, JP, GROUP)
-            products = _group_product(k1, q1, products, 1, g, D4, JP, GROUP)
-            products = _group_product(k2, q2, products, 2, g, D4, JP, GROUP)
-            products = _group_product(k3, q3, products, 3, g, D4, JP, GROUP)
+            products = group_product(k0, q0, products, 0, g, D4, JP, GROUP)
+            products = group_product(k1, q1, products, 1, g, D4, JP, GROUP)
+            products = group_product(k2, q2, products, 2, g, D4, JP, GROUP)
+            products = group_product(k3, q3, products, 3, g, D4, JP, GROUP)
             q_sum = tl.sum(tl.where((dim // GROUP == g)[:, None], q_all, 0.0), 0) * scale_log2
-            x += _join_parts(products, TILE, HEADS) * s_k[:, None] * unit[None, :] + z_k[:, None] * q_sum[None, :]
+            x += join_parts(products, TILE, HEADS) * s_k[:, None] * unit[None, :] + z_k[:, None] * q_sum[None, :]
         position = (index + second.to(tl.int32)) * PAGE + token
         x = tl.where((position < tl.minimum(last * PAGE, length))[:, None], x, NEVER)
 
@@ -268,87 +286,16 @@ def _history(
         p = p * s_v[:, None]
         p_unit = tl.max(p, 0) * (1 / 127) + 1e-30  # [HEADS]
         p = p * (fraction[:, None] * (1.0 / p_unit)[None, :])
-        high, low = _split(p)
-        p0, p1, p2, p3 = _planes(tl.reshape(tl.join(high, low), [TILE, COLUMNS]), COLUMNS)
+        high, low = split_int8(p)
+        p0, p1, p2, p3 = token_planes(tl.reshape(tl.join(high, low), [TILE, COLUMNS]), COLUMNS)
         v0, v1, v2, v3 = _unpack4(v, PLAIN)
         products = tl.full([VP, COLUMNS], MAGIC_BITS, tl.int32)
         products = tl.dot(v0, p0, products, out_dtype=tl.int32)
         products = tl.dot(v1, p1, products, out_dtype=tl.int32)
         products = tl.dot(v2, p2, products, out_dtype=tl.int32)
         products = tl.dot(v3, p3, products, out_dtype=tl.int32)
-        acc = acc * decay[None, :] + _join_parts(products, VP, HEADS) * p_unit[None, :]
+        acc = acc * decay[None, :] + join_parts(products, VP, HEADS) * p_unit[None, :]
     return acc + tl.sum(zeros, 0)[None, :], tl.sum(total, 0), top
-
-
-@triton.jit
-def _query_plane(
-    q, q_head, unit, plane: tl.constexpr, factor: tl.constexpr,
-    SHARED: tl.constexpr, COLUMNS: tl.constexpr, D4: tl.constexpr, JP: tl.constexpr,
-):  # fmt: skip
-    """INT8 [JP, COLUMNS] of dims plane * D4 + j: column 2h is the high part of head h, column 2h + 1 the low one."""
-    n, j = tl.arange(0, COLUMNS), tl.arange(0, JP)
-    inside = (j < D4)[:, None] & (n // 2 < SHARED)[None, :]
-    x = tl.load(q + n[None, :] // 2 * q_head + plane * D4 + j[:, None], mask=inside, other=0.0).to(tl.float32)
-    high, low = _split(x * (factor / unit)[None, :])
-    return tl.where((n % 2 == 0)[None, :], high, low)
-
-
-@triton.jit
-def _split(x):
-    """|x| <= 127 into INT8 (high, low) with x = high + low / 256; 254.9 keeps low <= 127."""
-    rounded = x + MAGIC
-    low = (x - (rounded - MAGIC)) * 254.9 + MAGIC
-    return rounded.to(tl.int32, bitcast=True).to(tl.int8), low.to(tl.int32, bitcast=True).to(tl.int8)
-
-
-@triton.jit
-def _join_parts(products, ROWS: tl.constexpr, HEADS: tl.constexpr):
-    """Products of INT8 columns (high, low), accumulated on MAGIC_BITS, to float32 [ROWS, HEADS]."""
-    parts = tl.reshape(products.to(tl.float32, bitcast=True), [ROWS, HEADS, 2])
-    high, low = tl.split(parts)  # MAGIC + integer, each: exact, and no conversion instruction
-    return (high - (MAGIC + MAGIC / 256)) + low * (1 / 256)
-
-
-@triton.jit
-def _scales(x):
-    """FP16 [2 pages, 4, PAGE] to four float32 [128], rows in the tile's order."""
-    x = tl.reshape(x, [2, 2, 2, 4, 8, 2])  # page, kind, which, plane, i, half
-    x = tl.reshape(tl.permute(x, (3, 0, 5, 4, 1, 2)), [2 * PAGE, 2, 2])
-    scale, zero = tl.split(x)
-    s_k, s_v = tl.split(scale)
-    z_k, z_v = tl.split(zero)
-    return s_k.to(tl.float32), z_k.to(tl.float32), s_v.to(tl.float32), z_v.to(tl.float32)
-
-
-@triton.jit
-def _planes(x, COLUMNS: tl.constexpr):
-    """Rows [128 = (plane, page, half, i), COLUMNS] to the four planes' [32 = (page, 2 i + half), COLUMNS].
-
-    Splitting off the halves and joining them again makes them neighbours in a thread's registers, hence
-    bytes of one word in the shared memory through which the operand goes.
-    """
-    x = tl.permute(tl.reshape(x, [2, 2, 2, 2, 8, COLUMNS]), (2, 4, 5, 0, 1, 3))
-    even, odd = tl.split(x)
-    x = tl.join(even, odd)  # [page, i, COLUMNS, plane, plane, half]
-    x = tl.reshape(tl.permute(x, (0, 1, 5, 2, 3, 4)), [32, COLUMNS, 2, 2])
-    even, odd = tl.split(x)
-    x0, x2 = tl.split(even)
-    x1, x3 = tl.split(odd)
-    return x0, x1, x2, x3
-
-
-@triton.jit
-def _group_product(
-    k, q, products, plane: tl.constexpr, g: tl.constexpr, D4: tl.constexpr, JP: tl.constexpr, GROUP: tl.constexpr
-):
-    """Add k q over the plane's dims that belong to group g."""
-    if plane * D4 >= (g + 1) * GROUP or (plane + 1) * D4 <= g * GROUP:
-        return products
-    elif plane * D4 >= g * GROUP and (plane + 1) * D4 <= (g + 1) * GROUP:
-        return tl.dot(k, q, products, out_dtype=tl.int32)
-    else:
-        dim = plane * D4 + tl.arange(0, JP)
-        return tl.dot(k, tl.where((dim // GROUP == g)[:, None], q, 0).to(tl.int8), products, out_dtype=tl.int32)
 
 
 @triton.jit

@@ -1,13 +1,13 @@
 """Stored pages back to contiguous BF16 keys and values, for prefill over a stored prefix.
 
-    k[place + t, h] = code * scale + zero   (a page of the history)   or its overlay's row t
+    k[place + t, h] = level * scale + zero   (a page of the history)   or its overlay's row t
 """
 
 import torch
 import triton
 import triton.language as tl
 
-from sglang_kvq.formats.page import PageFormat
+from sglang_kvq.kernels.codes import Record, level_of
 from sglang_kvq.kernels.common import PAGE, key_row, page_of, to_bf16
 
 
@@ -17,7 +17,7 @@ def gather_pages(
     rows: torch.Tensor,
     plan: torch.Tensor,
     *,
-    format: PageFormat,
+    record: Record,
     records: torch.Tensor,
     overlays: torch.Tensor,
     page_slot: torch.Tensor,
@@ -29,17 +29,17 @@ def gather_pages(
 
     plan: int32 ``[n, 4]``, for each page the index into ``rows`` int64 ``[batch]``, the page's index in that
     request, the row of k and v that its first token goes to, and how many of its tokens are wanted; records
-    and overlays are one layer's, the tables ``PagePool``'s. A page without an overlay outside the history
+    and overlays are one layer's, of format ``record``, the tables ``PagePool``'s. A page without an overlay outside the history
     reads slot 0.
     """
     pages, kv_heads, d = plan.shape[0], k.shape[1], k.shape[2]
     _gather[(kv_heads, pages)](
         k, v, rows, plan,
         records, overlays, page_slot, req_to_token, row_sink_end, row_history_end, req_to_token.stride(0),
+        RECORD=record,
         D=d,
         DP=triton.next_power_of_2(d),
         JP=triton.next_power_of_2(d // 4),
-        GROUP=format.group_size,
         num_warps=4,
     )  # fmt: skip
 
@@ -47,7 +47,7 @@ def gather_pages(
 @triton.jit
 def _gather(
     k, v, rows, plan, records, overlays, page_slot, req_to_token, row_sink_end, row_history_end, table_row,
-    D: tl.constexpr, DP: tl.constexpr, JP: tl.constexpr, GROUP: tl.constexpr,
+    RECORD: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, JP: tl.constexpr,
 ):  # fmt: skip
     """Program (h, n): page n of the plan, KV head h."""
     head, kv_heads = tl.program_id(0), tl.num_programs(0)
@@ -61,8 +61,8 @@ def _gather(
     v += (place * kv_heads + head) * D
     token_stride = kv_heads * D
     if (start >= tl.load(row_sink_end + row)) & (start < tl.load(row_history_end + row)):
-        RECORD: tl.constexpr = 2 * (PAGE * D // 4) + 8 * PAGE * (D // GROUP)
-        _from_record(k, v, token_stride, count, records + (page * kv_heads + head) * RECORD, D, DP, JP, GROUP)
+        mine = records + (page * kv_heads + head) * RECORD.bytes
+        _from_record(k, v, token_stride, count, mine, RECORD, D, DP, JP)
     else:
         slot = tl.maximum(tl.load(page_slot + page), 0).to(tl.int64)
         overlay = overlays + (slot * 2 * kv_heads + head) * (PAGE * D)
@@ -72,26 +72,45 @@ def _gather(
 
 @triton.jit
 def _from_record(
-    k, v, token_stride, count, record, D: tl.constexpr, DP: tl.constexpr, JP: tl.constexpr, GROUP: tl.constexpr
+    k, v, token_stride, count, record, RECORD: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, JP: tl.constexpr
 ):
     """Dequantise one record to the first ``count`` of PAGE rows of k and v."""
+    KEYS: tl.constexpr = RECORD.k
+    VALUES: tl.constexpr = RECORD.v
     D4: tl.constexpr = D // 4
-    SCALES: tl.constexpr = PAGE * (D // GROUP)
-    scales = (record + 2 * PAGE * D4).to(tl.pointer_type(tl.float16))
+    QUARTER: tl.constexpr = PAGE // 4
 
     token, j = tl.arange(0, PAGE)[:, None], tl.arange(0, JP)[None, :]
-    packed = tl.load(record + key_row(token) * D4 + j, mask=j < D4, other=0).to(tl.int32)  # [PAGE, JP]
+    low, high = _packed(record, key_row(token), j, PAGE, D4, j < D4, KEYS)  # [PAGE, JP]
     for plane in tl.static_range(4):
         dim_k = plane * D4 + j
-        x = _dequantise(packed, plane, scales, (dim_k // GROUP) * PAGE + token, j < D4, SCALES)
+        if KEYS.channel:
+            place = token // KEYS.group * D + dim_k
+        else:
+            place = dim_k // KEYS.group * PAGE + token
+        x = _dequantise(low, high, plane, record, place, j < D4, KEYS)
         tl.store(k + token * token_stride + dim_k, x, mask=(j < D4) & (token < count))
 
-    dim, i = tl.arange(0, DP)[:, None], tl.arange(0, PAGE // 4)[None, :]
-    packed_v = tl.load(record + PAGE * D4 + dim * (PAGE // 4) + i, mask=dim < D, other=0).to(tl.int32)
+    dim, i = tl.arange(0, DP)[:, None], tl.arange(0, QUARTER)[None, :]
+    low, high = _packed(record, dim, i, D, QUARTER, dim < D, VALUES)  # [DP, QUARTER]
     for plane in tl.static_range(4):
-        token_v = plane * (PAGE // 4) + i
-        y = _dequantise(packed_v, plane, scales + 2 * SCALES, (dim // GROUP) * PAGE + token_v, dim < D, SCALES)
+        token_v = plane * QUARTER + i
+        y = _dequantise(low, high, plane, record, dim // VALUES.group * PAGE + token_v, dim < D, VALUES)
         tl.store(v + token_v * token_stride + dim, y, mask=(dim < D) & (token_v < count))
+
+
+@triton.jit
+def _packed(record, row, column, ROWS: tl.constexpr, COLUMNS: tl.constexpr, mask, CODES: tl.constexpr):
+    """Bytes (row, column) of both parts as int32; planes of the high one, if there is one, in its low bits."""
+    low = tl.load(record + CODES.low + row * COLUMNS + column, mask=mask, other=0).to(tl.int32)
+    high = low
+    if CODES.bits == 4:
+        high = tl.load(record + CODES.high + row * COLUMNS + column, mask=mask, other=0).to(tl.int32)
+    elif CODES.bits == 3:
+        HALF: tl.constexpr = ROWS // 2
+        high = tl.load(record + CODES.high + row % HALF * COLUMNS + column, mask=mask, other=0).to(tl.int32)
+        high = high >> (row // HALF * 4)
+    return low, high
 
 
 @triton.jit
@@ -103,8 +122,18 @@ def _copy(out, token_stride, count, rows, D: tl.constexpr, DP: tl.constexpr):
 
 
 @triton.jit
-def _dequantise(packed, plane: tl.constexpr, scales, place, mask, SCALES: tl.constexpr):
-    """BF16 values of one plane of packed codes; ``place`` is each element's scale, its zero SCALES further."""
-    scale = tl.load(scales + place, mask=mask, other=0.0).to(tl.float32)
-    zero = tl.load(scales + SCALES + place, mask=mask, other=0.0).to(tl.float32)
-    return to_bf16(((packed >> (2 * plane)) & 3).to(tl.float32) * scale + zero)
+def _dequantise(low, high, plane: tl.constexpr, record, place, mask, CODES: tl.constexpr):
+    """BF16 values of one plane of packed codes; ``place`` is where each element's scale is among the scales."""
+    code = (low >> (2 * plane)) & 3
+    if CODES.bits == 4:
+        code |= ((high >> (2 * plane)) & 3) << 2
+    elif CODES.bits == 3:
+        code |= ((high >> plane) & 1) << 2
+    halves = record.to(tl.pointer_type(tl.float16)) + place
+    scale = tl.load(halves + CODES.scale // 2, mask=mask, other=0.0).to(tl.float32)
+    x = level_of(code, CODES).to(tl.float32)
+    if CODES.has_zero:
+        x = x * scale + tl.load(halves + CODES.zero // 2, mask=mask, other=0.0).to(tl.float32)
+    else:
+        x = (x - CODES.middle) * scale
+    return to_bf16(x)

@@ -10,9 +10,9 @@ from sglang_kvq.attention.ragged import PlannedCall, RaggedPrefill
 from sglang_kvq.cache.pool import PagePool
 from sglang_kvq.config import PAGE_SIZE
 from sglang_kvq.errors import KVQuantError
-from sglang_kvq.formats.code import INT2
+from sglang_kvq.kernels.codes import record_of
 from sglang_kvq.kernels.common import INTERPRETED
-from sglang_kvq.kernels.decode import DecodeLaunch, decode, decode_launch
+from sglang_kvq.kernels.decode import DecodeLaunch, decode, decode_launch, value_dims
 from sglang_kvq.kernels.flash import flash_attention, plan_tiles, tile_rows
 from sglang_kvq.kernels.gather import gather_pages
 from sglang_kvq.kernels.merge import merge_splits
@@ -55,6 +55,8 @@ class TritonOps(AttentionOps):
         _check_formats(pool)
         self.q_heads, self.max_batch, self.slab_pages = q_heads, max_batch, slab_tokens // PAGE_SIZE
         self.launch = launch or decode_launch(pool.head_dim, q_heads // pool.kv_heads)
+        # Layers share a plan, so it is made for the one whose items take the most programs.
+        self._value_parts = max(pool.head_dim // value_dims(record_of(store.format)) for store in pool.stores)
         self._sms = 2 if INTERPRETED else torch.cuda.get_device_properties(pool.device).multi_processor_count
         self._r_k = None if rotations.k is None else split_rotation(rotations.k)
         self._r_v = None if rotations.v is None else split_rotation(rotations.v)
@@ -71,7 +73,7 @@ class TritonOps(AttentionOps):
 
     def items(self, batch: int) -> int:
         """Items that a decode batch of that size is divided into."""
-        return self.launch.items(batch, self.pool.kv_heads * self.pool.formats[0].groups, self._sms)
+        return self.launch.items(batch, self.pool.kv_heads * self._value_parts, self._sms)
 
     def rotate(self, layer, q, k, v):
         return rotate((q, k, v), self._rotations_of(layer))
@@ -91,11 +93,15 @@ class TritonOps(AttentionOps):
         return rotate((q, k, v), self._rotations_of(layer), store)[0]
 
     def quantise_tokens(self, layer, first, pages, k, v):
-        quantise_tokens(self.pool.records[layer], self.pool.formats[layer], first, pages, k, v)
+        pool = self.pool
+        quantise_tokens(pool.records[layer], record_of(pool.formats[layer]), pool.ranks[layer], first, pages, k, v)
 
     def quantise_slots(self, slots, pages, count):
-        records, format = self.pool.stores[0].records, self.pool.formats[0]  # one of each: ``_check_formats``
-        quantise_slots(records, self.pool.overlays, format, slots, pages, count, self._sms * 10)
+        pool = self.pool
+        for store in pool.stores:
+            record = record_of(store.format)
+            rest = (pool.ranks, pool.overlays, slots, pages, count, self._sms * 10)
+            quantise_slots(store.records, record, store.layer_ids, *rest)
 
     def plan_decode(self, rows, seq_lens):
         items, pool = self._items[: self.items(len(rows))], self.pool
@@ -155,7 +161,7 @@ class TritonOps(AttentionOps):
         """What kernels that read stored pages take."""
         pool = self.pool
         return {
-            "format": pool.formats[layer],
+            "record": record_of(pool.formats[layer]),
             "records": pool.records[layer],
             "overlays": pool.overlays[layer],
             "page_slot": pool.page_slot,
@@ -170,15 +176,15 @@ class TritonOps(AttentionOps):
 
 
 def _check_formats(pool: PagePool) -> None:
-    """Refuse what the kernels do not do yet: other codes than INT2 per token, or layers that differ.
+    """Refuse what no method asks for and the kernels do not do.
 
     Raises:
         KVQuantError: names the first such layer and its codes.
     """
     for layer, format in enumerate(pool.formats):
-        if (format.k, format.v) != (INT2, INT2) or format != pool.formats[0]:
+        if format.v.axis == "channel" or (format.k.axis == "channel" and format.run < 16):
             raise KVQuantError(
-                f"layer {layer}: keys in {format.k.describe()}, values in {format.v.describe()}, clipped at {format.clip_k:g} "
-                f"and {format.clip_v:g}: the GPU kernels so far know one INT2 format for all layers; use --kv-quant oscar, "
-                "hadamard or int2 with one clip ratio, or a CPU."
+                f"layer {layer}: keys in {format.k.describe()} with runs of {format.run} tokens, values in "
+                f"{format.v.describe()}: the GPU kernels scale only keys per channel, over 16 tokens or more; use 16, 32 "
+                "or 64, or a CPU."
             )

@@ -105,7 +105,7 @@ def _moments(x, table):
     n = x.shape[-1]
     q, down = _integers(x)
     first, second = q.sum(-1, keepdim=True), (q * q).sum(-1, keepdim=True)  # int64
-    deviation = (n * second - first * first).float().sqrt() * _f32(table.unit / n)
+    deviation = _sqrt(n * second - first * first) * _f32(table.unit / n)
     scale = _half(deviation * down)
     mean = first.float() * _f32(1 / n) * down
     return scale, _half(mean - table.middle * scale.float())
@@ -113,7 +113,7 @@ def _moments(x, table):
 
 def _norm(x, table):
     q, down = _integers(x)
-    norm = (q * q).sum(-1, keepdim=True).float().sqrt() * _f32(table.unit / math.sqrt(x.shape[-1]))
+    norm = _sqrt((q * q).sum(-1, keepdim=True)) * _f32(table.unit / math.sqrt(x.shape[-1]))
     return _half(norm * down), None
 
 
@@ -126,6 +126,14 @@ def _integers(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     up = (264 - exponent << 23).view(torch.float32)  # 2^(10 - e), e = exponent - 127
     down = (exponent - 10 << 23).view(torch.float32)
     return (x * up + ROUND - ROUND).int(), down
+
+
+def _sqrt(x: torch.Tensor) -> torch.Tensor:
+    """Square root of float32(x), correctly rounded: MKL's float32 root, which torch takes on a CPU, is not.
+
+    A float64 root within an ulp cannot round to the wrong float32: none of a float32 is that near the middle of two.
+    """
+    return x.float().double().sqrt().float()
 
 
 def _half(x: torch.Tensor) -> torch.Tensor:

@@ -57,6 +57,11 @@ def clip_errors(
 def choose_clips(errors: torch.Tensor, grid: tuple[float, ...], *, per_layer: bool) -> torch.Tensor:
     """The best ratio of each layer, for keys and values.
 
+    A layer's own error is measured in the norm of its output, which is not quite what the model feels, and on few queries:
+    where it is alone in wanting a ratio, following it costs more than it gains. So each layer minimises the mean of its
+    own relative error and that of all layers. SmolLM2-135M, KL on held-out text: each layer for itself 0.0149, one ratio
+    for all 0.0130, this 0.0131.
+
     Args:
         errors: float64 ``[layers, 2, len(grid)]``, relative to each layer's output.
         per_layer: False gives all layers the ratio with the least sum.
@@ -65,5 +70,6 @@ def choose_clips(errors: torch.Tensor, grid: tuple[float, ...], *, per_layer: bo
         int64 ``[layers, 2]``, indices into the grid.
     """
     if not per_layer:
-        errors = errors.sum(0, keepdim=True).expand_as(errors)
-    return errors.argmin(-1)
+        return errors.sum(0, keepdim=True).expand_as(errors).argmin(-1)
+    relative = errors / errors.mean(-1, keepdim=True).clamp(min=1e-30)
+    return (relative + relative.mean(0)).argmin(-1)

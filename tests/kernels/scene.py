@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -83,8 +84,17 @@ def int64(*values: int) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int64, device=DEVICE)
 
 
-def make_scene(heads: Heads, lengths: list[int], sink: int = 64, recent: int = 128, margin: int = 2) -> Scene:
+def make_scene(
+    heads: Heads,
+    lengths: list[int],
+    sink: int = 64,
+    recent: int = 128,
+    margin: int = 2,
+    formats: Sequence[PageFormat] | None = None,
+) -> Scene:
     """Requests of the given lengths (0: a padding row) on shuffled pages; ``margin`` pages to spare.
+
+    ``formats`` has one per layer; by default ``LAYERS`` layers have that of ``heads``.
 
     Every request's pages but its sinks and its window (last ``recent`` tokens, whole pages, and the page
     being filled) are records. Whatever no request owns is poisoned with NaN.
@@ -92,7 +102,8 @@ def make_scene(heads: Heads, lengths: list[int], sink: int = 64, recent: int = 1
     counts = [-(-length // PAGE_SIZE) for length in lengths]
     pages, slots = sum(counts) + margin, sum(counts) + margin
     table = torch.zeros(len(lengths) + 1, (max(counts) + margin) * PAGE_SIZE, dtype=torch.int32, device=DEVICE)
-    pool = PagePool.allocate([heads.format] * LAYERS, kv_heads=heads.kv, pages=pages, slots=slots, req_to_token=table)
+    formats = formats or [heads.format] * LAYERS
+    pool = PagePool.allocate(formats, kv_heads=heads.kv, pages=pages, slots=slots, req_to_token=table)
     pool.overlays.fill_(float("nan"))
     pool.overlays[:, 0] = 0  # padding reads it
     for records in pool.records:
@@ -109,7 +120,7 @@ def make_scene(heads: Heads, lengths: list[int], sink: int = 64, recent: int = 1
         for index in range(count):
             page, start = free_pages.pop(), index * PAGE_SIZE
             table[row, start : start + PAGE_SIZE] = page * PAGE_SIZE + offsets
-            content = randn(LAYERS, 2, heads.kv, PAGE_SIZE, heads.head_dim)
+            content = randn(len(formats), 2, heads.kv, PAGE_SIZE, heads.head_dim)
             content[:, 1] += 0.5  # values with a mean, so that outputs are not all near zero
             if sink_end <= start < history_end:
                 for layer, (k, v) in enumerate(content):

@@ -1,0 +1,162 @@
+"""Every kind of code through every kernel that reads or writes records."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from tests.kernels.scene import DEVICE, Heads, assert_close, int64, make_scene
+from tests.kernels.test_decode import BOUND, decode, exact
+from tests.kernels.test_quantise import heavy
+
+from sglang_kvq.attention.triton_ops import TritonOps
+from sglang_kvq.cache.pool import PagePool
+from sglang_kvq.config import PAGE_SIZE
+from sglang_kvq.errors import KVQuantError
+from sglang_kvq.formats.code import INT2, CodeFormat
+from sglang_kvq.formats.page import PageFormat
+from sglang_kvq.kernels.gather import gather_pages
+
+LLOYD = CodeFormat(2, "lloyd-max", "moments")
+SPHERE = CodeFormat(3, "sphere", "norm")
+CHANNEL = CodeFormat(axis="channel")
+
+
+def bits(code: CodeFormat, n: int) -> CodeFormat:
+    return replace(code, bits=n)
+
+
+#: Keys, values and what else a format takes; group None is min(head_dim, 128).
+KINDS = {
+    "oscar-lloyd-max": (replace(LLOYD, gain=1.1), CodeFormat(2, "sphere", "norm", gain=1.1), {}),
+    "lloyd-max": (LLOYD, LLOYD, {"clip_v": 0.92}),
+    "lloyd-max-3-4": (bits(LLOYD, 3), bits(LLOYD, 4), {"clip_k": 0.96}),
+    "lloyd-max-4-3-g32": (bits(LLOYD, 4), bits(LLOYD, 3), {"group": 32}),
+    "uniform-4-2": (bits(INT2, 4), INT2, {"clip_k": 0.98, "clip_v": 0.92}),
+    "uniform-2-4": (INT2, bits(INT2, 4), {"group": 32}),
+    "uniform-3-3": (bits(INT2, 3), bits(INT2, 3), {"clip_v": 0.96}),
+    "sphere-3-2": (SPHERE, bits(SPHERE, 2), {}),
+    "sphere-4-3": (bits(SPHERE, 4), SPHERE, {}),
+    "sphere-2-4": (bits(SPHERE, 2), bits(SPHERE, 4), {}),
+    "channel-2": (CHANNEL, INT2, {"group": 32, "run": 32}),
+    "channel-4": (bits(CHANNEL, 4), bits(INT2, 4), {}),
+    "channel-3-moments": (CodeFormat(3, "lloyd-max", "moments", "channel"), SPHERE, {"run": 16}),
+    "odd-statistics": (CodeFormat(2, "uniform", "norm"), CodeFormat(4, "sphere", "minmax"), {"clip_v": 0.9}),
+}
+
+
+def make_format(kind: str, head_dim: int) -> PageFormat:
+    k, v, more = KINDS[kind]
+    more = dict(more)
+    return PageFormat(head_dim, more.pop("group", min(head_dim, 128)), k=k, v=v, **more)
+
+
+def same_records(format: PageFormat, got: torch.Tensor, want: torch.Tensor) -> None:
+    """Bit for bit, part by part; 0 and -0 mean the same."""
+    for name, a, b in zip(format.offsets._fields, format.offsets, format.offsets[1:]):
+        x, y = got[..., a:b], want[..., a:b]
+        if name.endswith("zero"):
+            x, y = ((z.contiguous().view(torch.float16) + 0.0).view(torch.int16) for z in (x, y))
+        assert torch.equal(x, y), f"{name}: {(x != y).sum().item()} of {x.numel()} differ"
+
+
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
+@pytest.mark.parametrize("kind", KINDS)
+def test_activations_and_back(kind, head_dim):
+    """quantise_tokens against the reference, then gather_pages of what it wrote, both bit for bit."""
+    format, heads = make_format(kind, head_dim), Heads(head_dim, head_dim, 1, 1)
+    pages = 2
+    table = torch.arange(4 * PAGE_SIZE, dtype=torch.int32, device=DEVICE)[None] % (3 * PAGE_SIZE)
+    pool = PagePool.allocate([format], kv_heads=1, pages=3, slots=1, req_to_token=table)
+    pool.records[0].fill_(0xAA)
+    ops = TritonOps(pool, make_scene(heads, [1]).ops()[0].rotations, 1, 1)
+    kv = heavy(PAGE_SIZE * pages + 5, 2, head_dim)
+    k, v = kv[:, :1], kv[:, 1:]
+    ids, first = int64(2, 1), int64(3, 5 + PAGE_SIZE)
+    ops.quantise_tokens(0, first, ids, k, v)
+    tokens = first[:, None] + torch.arange(PAGE_SIZE, device=DEVICE)
+    want = format.quantise_pages(k[tokens].transpose(1, 2), v[tokens].transpose(1, 2))
+    same_records(format, pool.records[0][ids], want)
+    assert (pool.records[0][[0, 3]] == 0xAA).all(), "wrote outside its pages"
+
+    pool.row_history_end[0] = 3 * PAGE_SIZE
+    plan = torch.tensor([[0, 2, 0, 64], [0, 1, 64, 17]], dtype=torch.int32, device=DEVICE)
+    out = torch.zeros(2, 2 * PAGE_SIZE, 1, head_dim, dtype=torch.bfloat16, device=DEVICE)
+    gather_pages(*out, int64(0), plan, **ops._stored(0))
+    for got, back in zip(out, format.dequantise_pages(want)):
+        back = back.bfloat16().squeeze(1)
+        assert torch.equal(got[:64, 0], back[0]) and torch.equal(got[64:81, 0], back[1][:17])
+        assert not got[81:].any()
+
+
+def test_overlays_of_mixed_layers():
+    """Layers of three layouts in one pool, each with clips of its own, some without."""
+    a, b, c = make_format("lloyd-max", 64), PageFormat(64, 64, 0.96, 0.92), make_format("channel-2", 64)
+    formats = [a, b, replace(a, clip_k=0.9, clip_v=1.0), c, replace(b, clip_k=0.9), replace(b, clip_k=1.0, clip_v=1.0)]
+    heads = Heads(64, 64, 2, 1)
+    scene = make_scene(heads, [64], margin=4, formats=formats)
+    ops, reference = scene.ops()
+    pool = scene.pool
+    assert len(pool.stores) == 3
+    pool.overlays.copy_(heavy(*pool.overlays.shape))
+    slots, pages = int64(3, 1, 4), int64(2, 5, 1)
+    before = [records.clone() for records in pool.records]
+    reference.quantise_slots(slots, pages, int64(2))
+    want = [records.clone() for records in pool.records]
+    for records, old in zip(pool.records, before):
+        records.copy_(old)
+    ops.quantise_slots(slots, pages, int64(2))
+    for format, got, right, old in zip(formats, pool.records, want, before):
+        same_records(format, got[pages[:2]], right[pages[:2]])
+        got[pages[:2]] = old[pages[:2]]
+        assert torch.equal(got, old), "wrote outside its pages"
+
+
+@pytest.mark.parametrize(
+    "kind,heads",
+    [
+        ("oscar-lloyd-max", Heads(128, 128, 2, 4)),
+        ("oscar-lloyd-max", Heads(64, 64, 1, 3)),
+        ("lloyd-max", Heads(128, 128, 1, 2)),
+        ("lloyd-max-3-4", Heads(128, 128, 1, 2)),
+        ("lloyd-max-4-3-g32", Heads(64, 32, 1, 5)),
+        ("lloyd-max-4-3-g32", Heads(96, 32, 1, 1)),
+        ("uniform-4-2", Heads(256, 128, 1, 2)),
+        ("uniform-2-4", Heads(96, 32, 1, 4)),
+        ("uniform-3-3", Heads(256, 128, 1, 1)),
+        ("uniform-3-3", Heads(96, 96, 1, 2)),
+        ("sphere-3-2", Heads(128, 128, 1, 4)),
+        ("sphere-4-3", Heads(256, 128, 1, 8)),
+        ("sphere-2-4", Heads(96, 96, 2, 1)),
+        ("channel-2", Heads(128, 32, 1, 4)),
+        ("channel-2", Heads(64, 32, 2, 1)),
+        ("channel-4", Heads(256, 128, 1, 2)),
+        ("channel-3-moments", Heads(96, 96, 1, 9)),
+        ("odd-statistics", Heads(128, 128, 1, 3)),
+    ],
+    ids=str,
+)
+def test_decode_agrees_with_float64(kind, heads):
+    scene = make_scene(heads, [64 * 5 + 40, 64 * 8], formats=[make_format(kind, heads.head_dim)])
+    ops, _ = scene.ops()
+    q = scene.queries(2)
+    got = decode(ops, 0, q, scene)
+    assert_close(kind, got.double(), exact(scene, 0, q), BOUND)
+
+
+def test_layers_of_all_formats_share_one_plan():
+    """Their records differ in size and in how many programs read them."""
+    formats = [PageFormat(128, 32, 0.96, 0.92), make_format("sphere-4-3", 128), make_format("channel-2", 128)]
+    scene = make_scene(Heads(128, 32, 1, 4), [700, 64, 90], formats=formats)
+    ops, _ = scene.ops()
+    q = scene.queries(3)
+    ops.plan_decode(scene.rows, scene.seq_lens)
+    for layer in range(3):
+        got = ops.decode(layer, q, scene.rows, scene.seq_lens, scene.scale)
+        assert_close(f"layer {layer}", got.double(), exact(scene, layer, q), BOUND)
+
+
+@pytest.mark.parametrize("format", [PageFormat(64, 64, v=CHANNEL), PageFormat(64, 64, k=CHANNEL, run=8)], ids=["values", "run"])
+def test_what_no_method_asks_for_is_refused(format):
+    with pytest.raises(KVQuantError, match="layer 0: keys in 2 bits uniform minmax per .*use 16, 32 or 64, or a CPU"):
+        make_scene(Heads(64, 64, 1, 1), [64], formats=[format]).ops()
+

@@ -1,0 +1,96 @@
+"""The inline assembly that unpacks codes, which Triton's interpreter cannot run: executed here, instruction by instruction."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pytest
+from tests.kernels.test_formats import KINDS, make_format
+
+from sglang_kvq.kernels import unpack
+from sglang_kvq.kernels.codes import Codes, record_of
+
+ALL = {(c.bits, c.levels): c for kind in KINDS for r in [record_of(make_format(kind, 128))] for c in (r.k, r.v)}
+CODES = pytest.mark.parametrize("codes", ALL.values(), ids=lambda c: f"{c.bits}-{'uniform' if c.uniform else 'levels'}-{c.levels[-1]}")
+
+
+def permute(a: np.ndarray, b: np.ndarray, selector: np.ndarray) -> np.ndarray:
+    """PTX's prmt.b32, its default mode."""
+    both, result = a | b << 32, np.zeros_like(a)
+    for i in range(4):
+        nibble = selector >> 4 * i & 15
+        byte = both >> 8 * (nibble & 7) & 255
+        result |= np.where(nibble & 8, np.where(byte & 128, 255, 0), byte).astype(np.uint64) << 8 * i
+    return result
+
+
+OPERATIONS = {
+    "mov.b32": lambda a: a,
+    "and.b32": np.bitwise_and,
+    "or.b32": np.bitwise_or,
+    "xor.b32": np.bitwise_xor,
+    "shl.b32": lambda a, n: a << n,
+    "shr.u32": lambda a, n: a >> n,
+    "mul.lo.u32": lambda a, b: a * b,
+    "prmt.b32": permute,
+}
+
+
+def execute(assembly: str, outputs: int, inputs: list[np.ndarray]) -> list[np.ndarray]:
+    """Run lines of PTX over arrays of 32-bit words."""
+    values = {f"${outputs + i}": x.astype(np.uint64) for i, x in enumerate(inputs)}
+    for line in assembly.replace("{", "").replace("}", "").split(";"):
+        if not line.strip() or ".reg" in line:
+            continue
+        name, target, *operands = re.split(r"[\s,]+", line.strip())
+        operands = [values[x] if x in values else np.full(len(inputs[0]), int(x, 0), np.uint64) for x in operands]
+        values[target] = OPERATIONS[name](*operands) & np.uint64(0xFFFFFFFF)
+    return [values[f"${i}"].astype(np.uint32).view(np.int8).reshape(-1, 4) for i in range(outputs)]
+
+
+def words(count: int, seed: int) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 2**32, count, dtype=np.uint64)
+
+
+def right(codes: Codes, low: np.ndarray, high: np.ndarray, shift: np.ndarray, plane: int) -> np.ndarray:
+    """What ``unpack`` documents, int ``[words, 4]``."""
+    low, high = (x.astype(np.uint32).view(np.uint8).reshape(-1, 4).astype(int) for x in (low, high))
+    code = low >> 2 * plane & 3
+    if codes.bits == 2:
+        return code * unpack.multiple(codes, plane)
+    if codes.bits == 4:
+        code |= (high >> 2 * plane & 3) << 2
+    else:
+        code |= (high >> shift[:, None].astype(int) + plane & 1) << 2
+    return (np.array(codes.levels) - unpack.centre(codes))[code]
+
+
+@pytest.mark.parametrize("fixed", [None, 0, 4])
+@CODES
+def test_planes(codes, fixed):
+    low, high = words(5000, 1), words(5000, 2)
+    shift = words(5000, 3) % 2 * 4 if fixed is None else np.full(5000, fixed, np.uint64)
+    if codes.bits == 2:
+        tiles = execute(unpack._masks(3), 4, [low])
+    else:
+        tiles = execute(unpack._assembly(codes, fixed), 4, [low, high, shift])
+    for plane, tile in enumerate(tiles):
+        assert np.array_equal(tile, right(codes, low, high, shift, plane)), f"plane {plane}"
+
+
+@CODES
+def test_products_of_levels_fit_their_accumulators(codes):
+    """|operand| <= 127 times levels over 256 dims stay within the 2^22 that ``int8.MAGIC`` allows."""
+    most = max(abs(level - unpack.centre(codes)) for level in codes.levels) * (2 if unpack.in_steps(codes) else 1)
+    assert most < 128 and 127 * most * 256 < 2**22
+
+
+def test_odd_codes_make_up_for_uneven_levels():
+    codes = next(c for c in ALL.values() if unpack.in_steps(c))
+    low = words(5000, 1)
+    code, odd = (execute(unpack._masks(mask), 4, [low]) for mask in (3, 1))
+    for plane in range(4):
+        doubled = code[plane].astype(int) * unpack.step(codes) + odd[plane]
+        expected = np.array(codes.levels)[right(codes, low, low, low, plane) // unpack.multiple(codes, plane)]
+        assert np.array_equal(doubled, 2 * expected * unpack.multiple(codes, plane))

@@ -1,0 +1,139 @@
+"""What kernels know of a record when they are compiled: one constant argument instead of twenty.
+
+A ``Record`` is hashable and prints all it holds, so Triton's caches tell formats apart; formats that differ only in
+clipping share one, hence one compiled kernel.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+
+from sglang_kvq.config import PAGE_SIZE
+from sglang_kvq.formats.code import CodeFormat
+from sglang_kvq.formats.page import PageFormat
+
+
+@dataclass(frozen=True)
+class Codes:
+    """Keys or values of a record.
+
+    Attributes:
+        bits, statistic: ``CodeFormat``'s; channel: whether its axis is a channel.
+        levels: ``LevelTable.levels``; uniform: whether they are 0, 1, 2, ...
+        group: elements that share a scale, along head_dim, or along tokens for a channel.
+        has_zero, clips: ``CodeFormat``'s.
+        factor: float32 that turns the statistic into the scale (``formats.quantise``); inverse: float32 1 / group.
+        low, high, scale, zero: byte offsets in the record.
+    """
+
+    bits: int
+    statistic: str
+    channel: bool
+    levels: tuple[int, ...]
+    uniform: bool
+    group: int
+    has_zero: bool
+    clips: bool
+    factor: float
+    inverse: float
+    low: int
+    high: int
+    scale: int
+    zero: int
+
+    @property
+    def middle(self) -> float:
+        return self.levels[-1] / 2
+
+    @property
+    def shift(self) -> float:
+        """What is taken off every level: without a zero, levels are centred."""
+        return 0.0 if self.has_zero else self.middle
+
+    @property
+    def runs(self) -> int:
+        """Scales of a channel in a page."""
+        return PAGE_SIZE // self.group
+
+    @property
+    def thresholds(self) -> int:
+        return len(self.levels) - 1
+
+
+@dataclass(frozen=True)
+class Record:
+    """A record of ``bytes`` bytes."""
+
+    k: Codes
+    v: Codes
+    bytes: int
+
+
+@cache
+def record_of(format: PageFormat) -> Record:
+    """The constants of a format; the same object for formats that only clip differently."""
+    if format.layout != format:
+        return record_of(format.layout)
+    at = format.offsets
+    return Record(
+        _codes(format, format.k, at.k_low, at.k_high, at.k_scale, at.k_zero),
+        _codes(format, format.v, at.v_low, at.v_high, at.v_scale, at.v_zero),
+        at.end,
+    )
+
+
+def _codes(format: PageFormat, code: CodeFormat, low: int, high: int, scale: int, zero: int) -> Codes:
+    table, n = code.table(format.head_dim), format.group_of(code)
+    factor = {"minmax": 1 / table.top, "moments": table.unit / n, "norm": table.unit / math.sqrt(n)}[code.statistic]
+    return Codes(
+        bits=code.bits,
+        statistic=code.statistic,
+        channel=code.axis == "channel",
+        levels=table.levels,
+        uniform=table.levels == tuple(range(2**code.bits)),
+        group=n,
+        has_zero=code.has_zero,
+        clips=code.clips,
+        factor=_f32(factor),
+        inverse=_f32(1 / n),
+        low=low,
+        high=high,
+        scale=scale,
+        zero=zero,
+    )
+
+
+def _f32(x: float) -> float:
+    return torch.tensor(x, dtype=torch.float32).item()
+
+
+@triton.constexpr_function
+def bound(codes, i):
+    """Threshold between levels i and i + 1, in scales from the zero."""
+    return (codes.levels[i] + codes.levels[i + 1]) / 2 - codes.shift
+
+
+@triton.constexpr_function
+def table_of(codes):
+    """Levels as bytes of a word: all of them, or the lower eight of sixteen, which are symmetric."""
+    return sum(level << 8 * i for i, level in enumerate(codes.levels[:8]))
+
+
+@triton.jit
+def level_of(code, CODES: tl.constexpr):
+    """Levels, int32, of codes int32."""
+    if CODES.uniform:
+        return code
+    elif CODES.bits == 2:
+        return (table_of(CODES) >> (8 * code)) & 0xFF
+    else:
+        upper = code > 7
+        table = tl.full(code.shape, table_of(CODES), tl.int64)
+        level = (table >> (8 * tl.where(upper, 15 - code, code)).to(tl.int64)).to(tl.int32) & 0xFF
+        return tl.where(upper, CODES.levels[-1] - level, level)

@@ -1,0 +1,84 @@
+"""Products on INT8 tensor cores at 15 bits: what both routines for a history share.
+
+An operand that is not codes is split, x = unit (high + low / 256), into two INT8 columns.
+"""
+
+import triton
+import triton.language as tl
+
+from sglang_kvq.kernels.common import PAGE
+
+#: 1.5 * 2^23: added to a small integer held in float32, its low bits are that integer in two's complement.
+MAGIC = tl.constexpr(12582912.0)
+MAGIC_BITS = tl.constexpr(0x4B400000)
+
+
+@triton.jit
+def query_plane(
+    q, q_head, unit, plane: tl.constexpr, factor: tl.constexpr,
+    SHARED: tl.constexpr, COLUMNS: tl.constexpr, D4: tl.constexpr, JP: tl.constexpr,
+):  # fmt: skip
+    """INT8 [JP, COLUMNS] of dims plane * D4 + j: column 2h is the high part of head h, column 2h + 1 the low one."""
+    n, j = tl.arange(0, COLUMNS), tl.arange(0, JP)
+    inside = (j < D4)[:, None] & (n // 2 < SHARED)[None, :]
+    x = tl.load(q + n[None, :] // 2 * q_head + plane * D4 + j[:, None], mask=inside, other=0.0).to(tl.float32)
+    high, low = split_int8(x * (factor / unit)[None, :])
+    return tl.where((n % 2 == 0)[None, :], high, low)
+
+
+@triton.jit
+def split_int8(x):
+    """|x| <= 127 into INT8 (high, low) with x = high + low / 256; 254.9 keeps low <= 127."""
+    rounded = x + MAGIC
+    low = (x - (rounded - MAGIC)) * 254.9 + MAGIC
+    return rounded.to(tl.int32, bitcast=True).to(tl.int8), low.to(tl.int32, bitcast=True).to(tl.int8)
+
+
+@triton.jit
+def join_parts(products, ROWS: tl.constexpr, HEADS: tl.constexpr):
+    """Products of INT8 columns (high, low), accumulated on MAGIC_BITS, to float32 [ROWS, HEADS]."""
+    parts = tl.reshape(products.to(tl.float32, bitcast=True), [ROWS, HEADS, 2])
+    high, low = tl.split(parts)  # MAGIC + integer, each: exact, and no conversion instruction
+    return (high - (MAGIC + MAGIC / 256)) + low * (1 / 256)
+
+
+@triton.jit
+def tile_scales(x):
+    """FP16 [2 pages, 4, PAGE] to four float32 [128], rows in the tile's order."""
+    x = tl.reshape(x, [2, 2, 2, 4, 8, 2])  # page, kind, which, plane, i, half
+    x = tl.reshape(tl.permute(x, (3, 0, 5, 4, 1, 2)), [2 * PAGE, 2, 2])
+    scale, zero = tl.split(x)
+    s_k, s_v = tl.split(scale)
+    z_k, z_v = tl.split(zero)
+    return s_k.to(tl.float32), z_k.to(tl.float32), s_v.to(tl.float32), z_v.to(tl.float32)
+
+
+@triton.jit
+def token_planes(x, COLUMNS: tl.constexpr):
+    """Rows [128 = (plane, page, half, i), COLUMNS] to the four planes' [32 = (page, 2 i + half), COLUMNS].
+
+    Splitting off the halves and joining them again makes them neighbours in a thread's registers, hence
+    bytes of one word in the shared memory through which the operand goes.
+    """
+    x = tl.permute(tl.reshape(x, [2, 2, 2, 2, 8, COLUMNS]), (2, 4, 5, 0, 1, 3))
+    even, odd = tl.split(x)
+    x = tl.join(even, odd)  # [page, i, COLUMNS, plane, plane, half]
+    x = tl.reshape(tl.permute(x, (0, 1, 5, 2, 3, 4)), [32, COLUMNS, 2, 2])
+    even, odd = tl.split(x)
+    x0, x2 = tl.split(even)
+    x1, x3 = tl.split(odd)
+    return x0, x1, x2, x3
+
+
+@triton.jit
+def group_product(
+    k, q, products, plane: tl.constexpr, g: tl.constexpr, D4: tl.constexpr, JP: tl.constexpr, GROUP: tl.constexpr
+):
+    """Add k q over the plane's dims that belong to group g."""
+    if plane * D4 >= (g + 1) * GROUP or (plane + 1) * D4 <= g * GROUP:
+        return products
+    elif plane * D4 >= g * GROUP and (plane + 1) * D4 <= (g + 1) * GROUP:
+        return tl.dot(k, q, products, out_dtype=tl.int32)
+    else:
+        dim = plane * D4 + tl.arange(0, JP)
+        return tl.dot(k, tl.where((dim // GROUP == g)[:, None], q, 0).to(tl.int8), products, out_dtype=tl.int32)
