@@ -45,7 +45,8 @@ class CodeFormat:
             ("axis", self.axis, AXES),
         ):
             if value not in known:
-                raise KVQuantError(f"code format: {name}={value!r} does not exist; choose one of {', '.join(map(str, known))}.")
+                choices = ", ".join(map(str, known))
+                raise KVQuantError(f"code format: {name}={value!r} does not exist; choose one of {choices}.")
         if not 0.5 <= self.gain <= 2 or (self.gain != 1 and self.statistic == "minmax"):
             raise KVQuantError(f"code format: gain={self.gain!r}: 0.5 to 2, and 1 for statistic 'minmax'.")
         if self.axis == "channel" and self.statistic == "norm":

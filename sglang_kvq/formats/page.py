@@ -152,7 +152,8 @@ class PageFormat:
         """
         k_codes, *k_halves = self._quantise(k, self.k, self.rank_k)
         v_codes, *v_halves = self._quantise(v, self.v, self.rank_v)
-        parts = [pack_codes(k_codes[..., KEY_TOKENS, :], self.k.bits), pack_codes(v_codes.transpose(-1, -2).contiguous(), self.v.bits)]
+        parts = [pack_codes(k_codes[..., KEY_TOKENS, :], self.k.bits)]
+        parts.append(pack_codes(v_codes.transpose(-1, -2).contiguous(), self.v.bits))
         parts += [half.contiguous().view(torch.uint8).flatten(-2) for half in (*k_halves, *v_halves) if half is not None]
         return torch.cat(parts, dim=-1)
 

@@ -9,7 +9,8 @@ from sglang_kvq.methods.base import Method, RotationKind, Width
 
 __all__ = ["METHOD_NAMES", "Method", "RotationKind", "Width", "get_method"]
 
-#: Every value of ``--kv-quant`` except ``none``; each is a module of this package (dashes become underscores) holding ``METHOD``.
+#: Every value of ``--kv-quant`` except ``none``; each is a module of this package holding ``METHOD``, dashes in its name
+#: written as underscores.
 METHOD_NAMES = ("oscar", "oscar-lloyd-max", "turboquant", "kivi", "hadamard", "int2", "int4")
 
 
