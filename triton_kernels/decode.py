@@ -56,14 +56,18 @@ class DecodeLaunch:
         return wave * (good[0] if good else max(busy, key=busy.get))
 
 
-def decode_launch(head_dim: int, shared: int) -> DecodeLaunch:
-    """The launch for that geometry; ``shared`` query heads share a KV head.
+def decode_launch(head_dim: int, shared: int, record: Record) -> DecodeLaunch:
+    """The launch for that geometry and those codes; ``shared`` query heads share a KV head.
 
-    With up to four, the loop fits 160 registers without spilling; more heads hold more accumulators.
+    With up to four, the loop fits these registers without spilling; more heads hold more accumulators.
     """
-    if head_dim <= 128 and shared <= 4:
+    if head_dim > 128 or shared > 4:
+        return DecodeLaunch(stages=3, registers=255, programs_per_sm=8)
+    if is_fast(record):
         return DecodeLaunch(stages=2, registers=160, programs_per_sm=12)
-    return DecodeLaunch(stages=3, registers=255, programs_per_sm=8)
+    if any(codes.bits > 2 and (not codes.uniform or record.k.channel) for codes in (record.k, record.v)):
+        return DecodeLaunch(stages=2, registers=200, programs_per_sm=10)
+    return DecodeLaunch(stages=2, registers=168, programs_per_sm=12)
 
 
 def is_fast(record: Record) -> bool:
