@@ -21,7 +21,15 @@ import triton.language as tl
 from sglang_kvq.kernels.codes import Record
 from sglang_kvq.kernels.common import INTERPRETED, PAGE, dot, page_of, to_bf16
 from sglang_kvq.kernels.decode_general import history_general
-from sglang_kvq.kernels.int8 import MAGIC_BITS, group_product, join_parts, query_plane, split_int8, tile_scales, token_planes
+from sglang_kvq.kernels.int8 import (
+    MAGIC_BITS,
+    group_product,
+    join_parts,
+    query_plane,
+    split_int8,
+    tile_scales,
+    token_planes,
+)
 from sglang_kvq.kernels.plan import FIELDS, OVERLAY_TILE
 
 LOG2E = 1.4426950408889634

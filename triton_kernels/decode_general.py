@@ -35,7 +35,7 @@ def history_general(
 ):  # fmt: skip
     """Records of pages first .. last: (acc [VP, HEADS], denominator [HEADS], maximum [HEADS]), base 2.
 
-    acc are dims v_first .. v_first + DIMS, within one group of V. Tiles and their rows are those of ``decode._history``.
+    acc are dims v_first .. v_first + DIMS, within one group of V. Tiles and rows are those of ``decode._history``.
     """
     KEYS: tl.constexpr = RECORD.k
     VALUES: tl.constexpr = RECORD.v
@@ -47,8 +47,8 @@ def history_general(
     h, n, dim = tl.arange(0, HEADS), tl.arange(0, COLUMNS), tl.arange(0, DP)
     if not KEYS.channel:
         inside = (dim < D)[:, None] & (n // 2 < SHARED)[None, :]
-        unit = tl.max(tl.abs(tl.load(q + n[None, :] // 2 * q_head + dim[:, None], mask=inside, other=0.0).to(tl.float32)), 0)
-        unit = unit * (1 / 127) + 1e-30  # [COLUMNS]
+        twice = tl.load(q + n[None, :] // 2 * q_head + dim[:, None], mask=inside, other=0.0).to(tl.float32)
+        unit = tl.max(tl.abs(twice), 0) * (1 / 127) + 1e-30  # [COLUMNS]
         q0 = query_plane(q, q_head, unit, 0, 1 / multiple(KEYS, 0), SHARED, COLUMNS, D4, JP)
         q1 = query_plane(q, q_head, unit, 1, 1 / multiple(KEYS, 1), SHARED, COLUMNS, D4, JP)
         q2 = query_plane(q, q_head, unit, 2, 1 / multiple(KEYS, 2), SHARED, COLUMNS, D4, JP)
@@ -261,7 +261,7 @@ def _sum_planes(
 
 @triton.jit
 def _scale_places(v_first, RECORD: tl.constexpr, TOKENS: tl.constexpr):
-    """Where, in halves, a record has K's scales and zeros (of the first group) and V's (of dim v_first): [1, 4, TOKENS].
+    """Where, in halves, a record has K's scales and zeros (first group) and V's (of dim v_first): [1, 4, TOKENS].
 
     For what it has not per token, V's scales stand in.
     """

@@ -56,7 +56,7 @@ class TritonOps(AttentionOps):
         self.q_heads, self.max_batch, self.slab_pages = q_heads, max_batch, slab_tokens // PAGE_SIZE
         self._records = [record_of(format) for format in pool.formats]
         self._launches = [launch or decode_launch(pool.head_dim, q_heads // pool.kv_heads, r) for r in self._records]
-        # Layers share a plan: it is made for those that take the most programs to an item, or hold the fewest at once.
+        # Layers share a plan: made for those that take the most programs to an item, or hold the fewest at once.
         self._value_parts = max(pool.head_dim // value_dims(record) for record in self._records)
         self.launch = min(self._launches, key=lambda x: x.programs_per_sm)
         self._sms = 2 if INTERPRETED else torch.cuda.get_device_properties(pool.device).multi_processor_count
@@ -187,6 +187,6 @@ def _check_formats(pool: PagePool) -> None:
         if format.v.axis == "channel" or (format.k.axis == "channel" and format.run < 16):
             raise KVQuantError(
                 f"layer {layer}: keys in {format.k.describe()} with runs of {format.run} tokens, values in "
-                f"{format.v.describe()}: the GPU kernels scale only keys per channel, over 16 tokens or more; use 16, 32 "
-                "or 64, or a CPU."
+                f"{format.v.describe()}: the GPU kernels scale only keys per channel, over 16 tokens or more; use 16, "
+                "32 or 64, or a CPU."
             )

@@ -3,8 +3,8 @@
     python tests/kernels/compile_sm90.py [--all]
 
 The interpreter accepts programs that the compiler refuses, so tests run this too. Prints registers, bytes
-of stack (spills) and shared memory of every kernel, for three geometries, and of those that touch records for some kinds
-of codes; or for all that tests use.
+of stack (spills) and shared memory of every kernel for three geometries, and of those that touch records for
+some kinds of codes; or for all that tests use.
 """
 
 import re

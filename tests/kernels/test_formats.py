@@ -161,7 +161,9 @@ def test_layers_of_all_formats_share_one_plan():
         assert_close(f"extend, layer {layer}", got, reference.extend(layer, q, k, v, batch, scene.scale), 2 * BOUND)
 
 
-@pytest.mark.parametrize("format", [PageFormat(64, 64, v=CHANNEL), PageFormat(64, 64, k=CHANNEL, run=8)], ids=["values", "run"])
+@pytest.mark.parametrize(
+    "format", [PageFormat(64, 64, v=CHANNEL), PageFormat(64, 64, k=CHANNEL, run=8)], ids=["values", "run"]
+)
 def test_what_no_method_asks_for_is_refused(format):
     with pytest.raises(KVQuantError, match="layer 0: keys in 2 bits uniform minmax per .*use 16, 32 or 64, or a CPU"):
         make_scene(Heads(64, 64, 1, 1), [64], formats=[format]).ops()
