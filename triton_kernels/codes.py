@@ -1,7 +1,7 @@
 """What kernels know of a record when they are compiled: one constant argument instead of twenty.
 
-A ``Record`` is hashable and prints all it holds, so Triton's caches tell formats apart; formats that differ only in
-clipping share one, hence one compiled kernel.
+A ``Record`` prints all it holds, which is what Triton's caches of compiled kernels go by. Formats that differ only in
+clipping share one, hence one kernel.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Codes:
         return len(self.levels) - 1
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # there is one of each, see record_of: found by identity in every launch
 class Record:
     """A record of ``bytes`` bytes."""
 

@@ -21,7 +21,15 @@ import triton.language as tl
 from sglang_kvq.kernels.codes import Record
 from sglang_kvq.kernels.common import INTERPRETED, PAGE, dot, page_of, to_bf16
 from sglang_kvq.kernels.decode_general import history_general
-from sglang_kvq.kernels.int8 import MAGIC_BITS, group_product, join_parts, query_plane, split_int8, tile_scales, token_planes
+from sglang_kvq.kernels.int8 import (
+    MAGIC_BITS,
+    group_product,
+    join_parts,
+    query_plane,
+    split_int8,
+    tile_scales,
+    token_planes,
+)
 from sglang_kvq.kernels.plan import FIELDS, OVERLAY_TILE
 
 LOG2E = 1.4426950408889634
@@ -56,14 +64,18 @@ class DecodeLaunch:
         return wave * (good[0] if good else max(busy, key=busy.get))
 
 
-def decode_launch(head_dim: int, shared: int) -> DecodeLaunch:
-    """The launch for that geometry; ``shared`` query heads share a KV head.
+def decode_launch(head_dim: int, shared: int, record: Record) -> DecodeLaunch:
+    """The launch for that geometry and those codes; ``shared`` query heads share a KV head.
 
-    With up to four, the loop fits 160 registers without spilling; more heads hold more accumulators.
+    With up to four, the loop fits these registers without spilling; more heads hold more accumulators.
     """
-    if head_dim <= 128 and shared <= 4:
+    if head_dim > 128 or shared > 4:
+        return DecodeLaunch(stages=3, registers=255, programs_per_sm=8)
+    if is_fast(record):
         return DecodeLaunch(stages=2, registers=160, programs_per_sm=12)
-    return DecodeLaunch(stages=3, registers=255, programs_per_sm=8)
+    if any(codes.bits > 2 and (not codes.uniform or record.k.channel) for codes in (record.k, record.v)):
+        return DecodeLaunch(stages=2, registers=200, programs_per_sm=10)
+    return DecodeLaunch(stages=2, registers=168, programs_per_sm=12)
 
 
 def is_fast(record: Record) -> bool:

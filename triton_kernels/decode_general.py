@@ -35,7 +35,7 @@ def history_general(
 ):  # fmt: skip
     """Records of pages first .. last: (acc [VP, HEADS], denominator [HEADS], maximum [HEADS]), base 2.
 
-    acc are dims v_first .. v_first + DIMS, within one group of V. Tiles and their rows are those of ``decode._history``.
+    acc are dims v_first .. v_first + DIMS, within one group of V. Tiles and rows are those of ``decode._history``.
     """
     KEYS: tl.constexpr = RECORD.k
     VALUES: tl.constexpr = RECORD.v
@@ -47,8 +47,8 @@ def history_general(
     h, n, dim = tl.arange(0, HEADS), tl.arange(0, COLUMNS), tl.arange(0, DP)
     if not KEYS.channel:
         inside = (dim < D)[:, None] & (n // 2 < SHARED)[None, :]
-        unit = tl.max(tl.abs(tl.load(q + n[None, :] // 2 * q_head + dim[:, None], mask=inside, other=0.0).to(tl.float32)), 0)
-        unit = unit * (1 / 127) + 1e-30  # [COLUMNS]
+        twice = tl.load(q + n[None, :] // 2 * q_head + dim[:, None], mask=inside, other=0.0).to(tl.float32)
+        unit = tl.max(tl.abs(twice), 0) * (1 / 127) + 1e-30  # [COLUMNS]
         q0 = query_plane(q, q_head, unit, 0, 1 / multiple(KEYS, 0), SHARED, COLUMNS, D4, JP)
         q1 = query_plane(q, q_head, unit, 1, 1 / multiple(KEYS, 1), SHARED, COLUMNS, D4, JP)
         q2 = query_plane(q, q_head, unit, 2, 1 / multiple(KEYS, 2), SHARED, COLUMNS, D4, JP)
@@ -101,11 +101,9 @@ def history_general(
                     s_k = tl.load(more + KEYS.scale // 2).to(tl.float32)
                     if KEYS.has_zero:
                         z_k = tl.load(more + KEYS.zero // 2).to(tl.float32)
-                products = tl.zeros([TILE, COLUMNS], tl.int32)
-                if in_steps(KEYS):
-                    products = _sum_planes(k0, k1, k2, k3, q0, q1, q2, q3, products, g, GROUP, D4, JP) * step(KEYS)
-                    k0, k1, k2, k3 = odd0, odd1, odd2, odd3
-                products = _sum_planes(k0, k1, k2, k3, q0, q1, q2, q3, products + MAGIC_BITS, g, GROUP, D4, JP)
+                products = _products(
+                    k0, k1, k2, k3, odd0, odd1, odd2, odd3, q0, q1, q2, q3, KEYS, TILE, COLUMNS, g, GROUP, D4, JP
+                )
                 x += join_parts(products, TILE, HEADS) * s_k[:, None] * unit[None, :]
                 if _needs_zero(KEYS):
                     q_sum = tl.sum(tl.where((dim // GROUP == g)[:, None], q_all, 0.0), 0) * scale_log2
@@ -127,11 +125,9 @@ def history_general(
         high, low = split_int8(p)
         v0, v1, v2, v3, odd0, odd1, odd2, odd3 = _values(both, v_first, VALUES, D, DIMS, VP, PLAIN)
         p0, p1, p2, p3 = token_planes(tl.reshape(tl.join(high, low), [TILE, COLUMNS]), COLUMNS)
-        products = tl.zeros([VP, COLUMNS], tl.int32)
-        if in_steps(VALUES):
-            products = _sum_planes(v0, v1, v2, v3, p0, p1, p2, p3, products, 0, TILE, TILE // 4, TILE // 4) * step(VALUES)
-            v0, v1, v2, v3 = odd0, odd1, odd2, odd3
-        products = _sum_planes(v0, v1, v2, v3, p0, p1, p2, p3, products + MAGIC_BITS, 0, TILE, TILE // 4, TILE // 4)
+        products = _products(
+            v0, v1, v2, v3, odd0, odd1, odd2, odd3, p0, p1, p2, p3, VALUES, VP, COLUMNS, 0, TILE, TILE // 4, TILE // 4
+        )
         acc = acc * decay[None, :] + join_parts(products, VP, HEADS) * (p_unit * _share(VALUES))[None, :]
     return acc + tl.sum(zeros, 0)[None, :], tl.sum(total, 0), top
 
@@ -239,6 +235,20 @@ def _stack(a, b):
 
 
 @triton.jit
+def _products(
+    x0, x1, x2, x3, odd0, odd1, odd2, odd3, y0, y1, y2, y3, CODES: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, g: tl.constexpr, GROUP: tl.constexpr, D4: tl.constexpr, JP: tl.constexpr,
+):  # fmt: skip
+    """Products of levels (``_share`` of them) on MAGIC_BITS, int32 [ROWS, COLUMNS], over the dims of group g."""
+    products = tl.zeros([ROWS, COLUMNS], tl.int32)
+    if in_steps(CODES):
+        products = _sum_planes(x0, x1, x2, x3, y0, y1, y2, y3, products, g, GROUP, D4, JP) * step(CODES) + MAGIC_BITS
+        return _sum_planes(odd0, odd1, odd2, odd3, y0, y1, y2, y3, products, g, GROUP, D4, JP)
+    else:
+        return _sum_planes(x0, x1, x2, x3, y0, y1, y2, y3, products + MAGIC_BITS, g, GROUP, D4, JP)
+
+
+@triton.jit
 def _sum_planes(
     x0, x1, x2, x3, y0, y1, y2, y3, products, g: tl.constexpr, GROUP: tl.constexpr, D4: tl.constexpr, JP: tl.constexpr
 ):
@@ -251,7 +261,7 @@ def _sum_planes(
 
 @triton.jit
 def _scale_places(v_first, RECORD: tl.constexpr, TOKENS: tl.constexpr):
-    """Where, in halves, a record has K's scales and zeros (of the first group) and V's (of dim v_first): [1, 4, TOKENS].
+    """Where, in halves, a record has K's scales and zeros (first group) and V's (of dim v_first): [1, 4, TOKENS].
 
     For what it has not per token, V's scales stand in.
     """
@@ -302,11 +312,9 @@ def _channel_product(
     unit = tl.max(most, 0) * (1 / 127) + 1e-30  # [COLUMNS]
     q0, q1 = _columns(q0, unit, COLUMNS), _columns(q1, unit, COLUMNS)
     q2, q3 = _columns(q2, unit, COLUMNS), _columns(q3, unit, COLUMNS)
-    products = tl.zeros([TILE, COLUMNS], tl.int32)
-    if in_steps(CODES):
-        products = _sum_planes(k0, k1, k2, k3, q0, q1, q2, q3, products, 0, 4 * D4, D4, JP) * step(CODES)
-        k0, k1, k2, k3 = odd0, odd1, odd2, odd3
-    products = _sum_planes(k0, k1, k2, k3, q0, q1, q2, q3, products + MAGIC_BITS, 0, 4 * D4, D4, JP)
+    products = _products(
+        k0, k1, k2, k3, odd0, odd1, odd2, odd3, q0, q1, q2, q3, CODES, TILE, COLUMNS, 0, 4 * D4, D4, JP
+    )
     unit = tl.max(tl.reshape(unit, [HEADS, 2]), 1) * _share(CODES)
     from_zeros = tl.max(tl.reshape(z0 + z1 + z2 + z3, [HEADS, 2]), 1)
     return join_parts(products, TILE, HEADS) * unit[None, :] + from_zeros[None, :]

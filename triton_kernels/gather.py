@@ -29,8 +29,8 @@ def gather_pages(
 
     plan: int32 ``[n, 4]``, for each page the index into ``rows`` int64 ``[batch]``, the page's index in that
     request, the row of k and v that its first token goes to, and how many of its tokens are wanted; records
-    and overlays are one layer's, of format ``record``, the tables ``PagePool``'s. A page without an overlay outside the history
-    reads slot 0.
+    (as ``record`` says) and overlays are one layer's, the tables ``PagePool``'s. A page without an overlay outside the
+    history reads slot 0.
     """
     pages, kv_heads, d = plan.shape[0], k.shape[1], k.shape[2]
     _gather[(kv_heads, pages)](

@@ -1,7 +1,7 @@
 """Whole BF16 pages to records: clip, scale, round, pack. Bit for bit what formats/page.py gives.
 
-One work item is ``TOKENS`` tokens of a page, one KV head, keys or values; of keys with a scale per channel, all tokens and
-a quarter of the channels. The arithmetic is in ``rows``.
+One work item is ``TOKENS`` tokens of a page, one KV head, keys or values; of keys with a scale per channel, all tokens
+and a quarter of the channels. The arithmetic is in ``rows``.
 """
 
 import torch
@@ -30,9 +30,9 @@ def quantise_tokens(
 ) -> None:
     """Pages of activations, one layer.
 
-    records: uint8 ``[pages + 1, kv_heads, record.bytes]``; ranks: int32 ``[2]``, the layer's clip ranks of K and V; rows
-    ``first[i] .. first[i] + PAGE_SIZE`` of k, v BF16 ``[T, kv_heads, D]`` (last axis contiguous) become page ``pages[i]``'s
-    record.
+    records: uint8 ``[pages + 1, kv_heads, record.bytes]``; ranks: int32 ``[2]``, the layer's clip ranks of K and V;
+    rows ``first[i] .. first[i] + PAGE_SIZE`` of k, v BF16 ``[T, kv_heads, D]`` (last axis contiguous) become page
+    ``pages[i]``'s record.
     """
     if first.numel() == 0:
         return
@@ -56,8 +56,8 @@ def quantise_slots(
     """Overlays of the layers of one store; ``count`` int64 ``[1]`` is only read on the device.
 
     records: uint8 ``[n, pages + 1, kv_heads, record.bytes]`` of layers ``layers`` int64 ``[n]``; ranks: int32 ``[all
-    layers, 2]``; overlays: BF16 ``[all layers, slots + 1, 2, kv_heads, PAGE_SIZE, D]``. For i < count, overlay ``slots[i]``
-    becomes page ``pages[i]``'s record.
+    layers, 2]``; overlays: BF16 ``[all layers, slots + 1, 2, kv_heads, PAGE_SIZE, D]``. For i < count, overlay
+    ``slots[i]`` becomes page ``pages[i]``'s record.
     """
     if slots.numel() == 0:
         return
@@ -142,7 +142,10 @@ def _quantise_part(
 
 @triton.jit
 def _quantise_keys(k, k_token, record, rank, part, CODES: tl.constexpr, D: tl.constexpr, JP: tl.constexpr):
-    """TOKENS tokens, consecutive ones or, with 3 bits, of both halves of the page: a byte holds the four planes of one column."""
+    """TOKENS tokens: a byte holds the four planes of one column.
+
+    They are consecutive, but with 3 bits half of them are the others' counterparts in the second half of the page.
+    """
     HALF: tl.constexpr = TOKENS // 2
     i, plane, j = tl.arange(0, TOKENS), tl.arange(0, 4)[None, :, None], tl.arange(0, JP)
     if CODES.bits == 3:
@@ -177,7 +180,8 @@ def _quantise_channels(k, k_token, record, part, CODES: tl.constexpr, D: tl.cons
     live = column < COLUMNS
     dim = row // CP % 4 * (D // 4) + part * COLUMNS + column
     token = run[:, None, None] * RUN + i[None, None, :]
-    x = tl.load(k + token * k_token + dim[:, None, None], mask=live[:, None, None], other=0.0).to(tl.float32)  # [rows, 1, RUN]
+    x = tl.load(k + token * k_token + dim[:, None, None], mask=live[:, None, None], other=0.0)  # [rows, 1, RUN]
+    x = x.to(tl.float32)
     scale, zero = scale_zero(x, True, 0.0, CODES, True)
     place = record.to(tl.pointer_type(tl.float16)) + run * D + dim
     tl.store(place + CODES.scale // 2, scale, mask=live)
@@ -223,9 +227,7 @@ def _quantise_values(v, v_token, record, rank, part, CODES: tl.constexpr, D: tl.
 
 
 @triton.jit
-def _pack_values(
-    codes, weight, out, part, PLANES: tl.constexpr, D: tl.constexpr, JP: tl.constexpr
-):
+def _pack_values(codes, weight, out, part, PLANES: tl.constexpr, D: tl.constexpr, JP: tl.constexpr):
     """Store [TOKENS, PLANES, JP]: byte i of dim (plane, j) is the sum over n of codes times weight [TOKENS]."""
     j = tl.arange(0, JP)[None, None, :]
     # Four neighbouring dims to a word, then the four n of each: one token i in each byte of [4 WORDS, PLANES, JP/4].

@@ -109,7 +109,7 @@ def _unclamped(least, zero, limit):
 
 @triton.jit
 def clip_threshold(x, rank, LIVE: tl.constexpr, N: tl.constexpr):
-    """Each row's rank-th largest magnitude, float32 [ROWS]; x float32 [ROWS, 4, N], BF16 values, 0 from LIVE of N on."""
+    """Each row's rank-th largest magnitude, float32 [ROWS]; x float32 [ROWS, 4, N] of BF16 values, 0 from LIVE on."""
     columns = tl.maximum(tl.abs(tl.max(x, 1)), tl.abs(tl.min(x, 1)))  # [ROWS, N]
     most = tl.max(columns, 1).to(tl.int32, bitcast=True) >> 16
     columns = tl.where((tl.arange(0, N) < LIVE)[None, :], columns, float("inf"))

@@ -3,7 +3,7 @@
 A level is recovered in three ways, whichever takes the fewest instructions:
 
     uniform levels       the code
-    2 bits, not uniform  levels 0, a, b, a + b:  2 level = b code + (2 a - b) (code & 1), put together after the products
+    2 bits, not uniform  levels 0, a, b, a + b:  2 level = b code + (2 a - b) (code & 1), put together as products
     3 and 4 bits, not    a table in registers, of levels shifted by ``centre`` to fit INT8
 
 A plane may carry a multiple of that, where it saves a shift.
@@ -174,8 +174,8 @@ def _look_up(codes, nibbles, plane):
     """Levels of a plane and the one after next from their codes in nibbles.
 
     A byte permutation is a table of eight bytes, asked by four nibbles. With bit 3 set, a nibble asks for the sign of
-    an entry, eight times. Of 16 levels the lower half are negative; the upper half are stored with their sign bit set too,
-    so either half gives 0xFF for codes of the other, and the sign bit is taken off again.
+    an entry, eight times. Of 16 levels the lower half are negative; the upper half are stored with their sign bit set
+    too, so either half gives 0xFF for codes of the other, and the sign bit is taken off again.
     """
     middle = codes.levels[-1] // 2
     table = [(level - middle) & 0xFF for level in codes.levels]

@@ -54,9 +54,11 @@ class TritonOps(AttentionOps):
             )
         _check_formats(pool)
         self.q_heads, self.max_batch, self.slab_pages = q_heads, max_batch, slab_tokens // PAGE_SIZE
-        self.launch = launch or decode_launch(pool.head_dim, q_heads // pool.kv_heads)
-        # Layers share a plan, so it is made for the one whose items take the most programs.
-        self._value_parts = max(pool.head_dim // value_dims(record_of(store.format)) for store in pool.stores)
+        self._records = [record_of(format) for format in pool.formats]
+        self._launches = [launch or decode_launch(pool.head_dim, q_heads // pool.kv_heads, r) for r in self._records]
+        # Layers share a plan: made for those that take the most programs to an item, or hold the fewest at once.
+        self._value_parts = max(pool.head_dim // value_dims(record) for record in self._records)
+        self.launch = min(self._launches, key=lambda x: x.programs_per_sm)
         self._sms = 2 if INTERPRETED else torch.cuda.get_device_properties(pool.device).multi_processor_count
         self._r_k = None if rotations.k is None else split_rotation(rotations.k)
         self._r_v = None if rotations.v is None else split_rotation(rotations.v)
@@ -94,7 +96,7 @@ class TritonOps(AttentionOps):
 
     def quantise_tokens(self, layer, first, pages, k, v):
         pool = self.pool
-        quantise_tokens(pool.records[layer], record_of(pool.formats[layer]), pool.ranks[layer], first, pages, k, v)
+        quantise_tokens(pool.records[layer], self._records[layer], pool.ranks[layer], first, pages, k, v)
 
     def quantise_slots(self, slots, pages, count):
         pool = self.pool
@@ -111,7 +113,7 @@ class TritonOps(AttentionOps):
         count = self.items(len(q))
         partial, lse = self._partial[:count], self._lse[:count]
         decode(
-            partial, lse, q, self._items[:count], rows, seq_lens, scale, launch=self.launch, **self._stored(layer)
+            partial, lse, q, self._items[:count], rows, seq_lens, scale, launch=self._launches[layer], **self._stored(layer)
         )
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         merge_splits(out, partial, lse, self._spans[: len(q)])
@@ -161,7 +163,7 @@ class TritonOps(AttentionOps):
         """What kernels that read stored pages take."""
         pool = self.pool
         return {
-            "record": record_of(pool.formats[layer]),
+            "record": self._records[layer],
             "records": pool.records[layer],
             "overlays": pool.overlays[layer],
             "page_slot": pool.page_slot,
@@ -185,6 +187,6 @@ def _check_formats(pool: PagePool) -> None:
         if format.v.axis == "channel" or (format.k.axis == "channel" and format.run < 16):
             raise KVQuantError(
                 f"layer {layer}: keys in {format.k.describe()} with runs of {format.run} tokens, values in "
-                f"{format.v.describe()}: the GPU kernels scale only keys per channel, over 16 tokens or more; use 16, 32 "
-                "or 64, or a CPU."
+                f"{format.v.describe()}: the GPU kernels scale only keys per channel, over 16 tokens or more; use 16, "
+                "32 or 64, or a CPU."
             )

@@ -3,7 +3,8 @@
     python tests/kernels/compile_sm90.py [--all]
 
 The interpreter accepts programs that the compiler refuses, so tests run this too. Prints registers, bytes
-of stack (spills) and shared memory of every kernel, for three geometries or all that tests use.
+of stack (spills) and shared memory of every kernel for three geometries, and of those that touch records for
+some kinds of codes; or for all that tests use.
 """
 
 import re
@@ -20,10 +21,14 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from sglang_kvq.attention import triton_ops
+from sglang_kvq.kernels.gather import gather_pages
 from tests.kernels import scene as scenes
 from tests.kernels.test_extend import make_batch
+from tests.kernels.test_formats import KINDS, make_format
 
 TARGET = GPUTarget("cuda", 90, 32)
+#: Kinds of codes that between them take every branch.
+SOME = ("oscar-lloyd-max", "lloyd-max-4-3-g32", "uniform-3-3", "sphere-4-3", "channel-2")
 TYPES = {
     torch.bfloat16: "*bf16",
     torch.float32: "*fp32",
@@ -89,12 +94,29 @@ def compile_all(heads: scenes.Heads) -> None:
     ops.extend(0, q, k, v, make_batch(scene.rows, [(128, 100), (64, 30)]), scene.scale)
 
 
+def compile_records(kind: str, head_dim: int = 128) -> None:
+    """What writes and reads records of one kind of codes."""
+    heads = scenes.Heads(head_dim, head_dim, 2, 4)
+    print(f"{kind}, {heads}", flush=True)
+    scene = scenes.make_scene(heads, [200, 90], formats=[make_format(kind, head_dim)])
+    ops, _ = scene.ops()
+    q, k, v = (scenes.randn(130, n, heads.head_dim) for n in (heads.q, heads.kv, heads.kv))
+    pages = scenes.int64(1)
+    ops.quantise_tokens(0, scenes.int64(2), pages, k, v)
+    ops.quantise_slots(pages, pages, pages)
+    ops.decode(0, q[:2], scene.rows, scene.seq_lens, scene.scale)
+    plan = torch.tensor([[0, 1, 0, 64]], dtype=torch.int32)
+    gather_pages(k[:64], v[:64], scene.rows, plan, **ops._stored(0))
+
+
 def main() -> None:
     triton.runtime.jit.JITFunction.run = compile_launch
     triton_ops.INTERPRETED = True  # lets the backend stand on CPU tensors; the kernels are not interpreted
     print(f"triton {triton.__version__}")
     for heads in scenes.HEADS if "--all" in sys.argv else [scenes.HEADS[i] for i in (1, 3, 7)]:
         compile_all(heads)
+    for kind in KINDS if "--all" in sys.argv else SOME:
+        compile_records(kind)
 
 
 if __name__ == "__main__":

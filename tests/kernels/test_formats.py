@@ -4,10 +4,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tests.kernels.scene import DEVICE, Heads, assert_close, int64, make_scene
+from tests.kernels.scene import DEVICE, Heads, assert_close, int64, make_scene, randn
 from tests.kernels.test_decode import BOUND, decode, exact
+from tests.kernels.test_extend import make_batch
 from tests.kernels.test_quantise import heavy
 
+from sglang_kvq.attention.base import LayerRotations
 from sglang_kvq.attention.triton_ops import TritonOps
 from sglang_kvq.cache.pool import PagePool
 from sglang_kvq.config import PAGE_SIZE
@@ -28,8 +30,8 @@ def bits(code: CodeFormat, n: int) -> CodeFormat:
 #: Keys, values and what else a format takes; group None is min(head_dim, 128).
 KINDS = {
     "oscar-lloyd-max": (replace(LLOYD, gain=1.1), CodeFormat(2, "sphere", "norm", gain=1.1), {}),
-    "lloyd-max": (LLOYD, LLOYD, {"clip_v": 0.92}),
-    "lloyd-max-3-4": (bits(LLOYD, 3), bits(LLOYD, 4), {"clip_k": 0.96}),
+    "lloyd-max": (LLOYD, LLOYD, {"clip_v": 0.92, "group": 32}),
+    "lloyd-max-3-4": (bits(LLOYD, 3), bits(LLOYD, 4), {"clip_k": 0.96, "clip_v": 0.92}),
     "lloyd-max-4-3-g32": (bits(LLOYD, 4), bits(LLOYD, 3), {"group": 32}),
     "uniform-4-2": (bits(INT2, 4), INT2, {"clip_k": 0.98, "clip_v": 0.92}),
     "uniform-2-4": (INT2, bits(INT2, 4), {"group": 32}),
@@ -63,12 +65,11 @@ def same_records(format: PageFormat, got: torch.Tensor, want: torch.Tensor) -> N
 @pytest.mark.parametrize("kind", KINDS)
 def test_activations_and_back(kind, head_dim):
     """quantise_tokens against the reference, then gather_pages of what it wrote, both bit for bit."""
-    format, heads = make_format(kind, head_dim), Heads(head_dim, head_dim, 1, 1)
-    pages = 2
+    format, pages = make_format(kind, head_dim), 2
     table = torch.arange(4 * PAGE_SIZE, dtype=torch.int32, device=DEVICE)[None] % (3 * PAGE_SIZE)
     pool = PagePool.allocate([format], kv_heads=1, pages=3, slots=1, req_to_token=table)
     pool.records[0].fill_(0xAA)
-    ops = TritonOps(pool, make_scene(heads, [1]).ops()[0].rotations, 1, 1)
+    ops = TritonOps(pool, LayerRotations(), 1, 1)
     kv = heavy(PAGE_SIZE * pages + 5, 2, head_dim)
     k, v = kv[:, :1], kv[:, 1:]
     ids, first = int64(2, 1), int64(3, 5 + PAGE_SIZE)
@@ -116,7 +117,8 @@ def test_overlays_of_mixed_layers():
     [
         ("oscar-lloyd-max", Heads(128, 128, 2, 4)),
         ("oscar-lloyd-max", Heads(64, 64, 1, 3)),
-        ("lloyd-max", Heads(128, 128, 1, 2)),
+        ("lloyd-max", Heads(128, 32, 1, 2)),
+        ("lloyd-max", Heads(96, 32, 1, 4)),
         ("lloyd-max-3-4", Heads(128, 128, 1, 2)),
         ("lloyd-max-4-3-g32", Heads(64, 32, 1, 5)),
         ("lloyd-max-4-3-g32", Heads(96, 32, 1, 1)),
@@ -147,15 +149,21 @@ def test_layers_of_all_formats_share_one_plan():
     """Their records differ in size and in how many programs read them."""
     formats = [PageFormat(128, 32, 0.96, 0.92), make_format("sphere-4-3", 128), make_format("channel-2", 128)]
     scene = make_scene(Heads(128, 32, 1, 4), [700, 64, 90], formats=formats)
-    ops, _ = scene.ops()
+    ops, reference = scene.ops()
     q = scene.queries(3)
     ops.plan_decode(scene.rows, scene.seq_lens)
     for layer in range(3):
         got = ops.decode(layer, q, scene.rows, scene.seq_lens, scene.scale)
         assert_close(f"layer {layer}", got.double(), exact(scene, layer, q), BOUND)
+        batch = make_batch(scene.rows, [(384, 1), (64, 1), (64, 1)])
+        k, v = randn(3, 1, 128), randn(3, 1, 128)
+        got = ops.extend(layer, q, k, v, batch, scene.scale)
+        assert_close(f"extend, layer {layer}", got, reference.extend(layer, q, k, v, batch, scene.scale), 2 * BOUND)
 
 
-@pytest.mark.parametrize("format", [PageFormat(64, 64, v=CHANNEL), PageFormat(64, 64, k=CHANNEL, run=8)], ids=["values", "run"])
+@pytest.mark.parametrize(
+    "format", [PageFormat(64, 64, v=CHANNEL), PageFormat(64, 64, k=CHANNEL, run=8)], ids=["values", "run"]
+)
 def test_what_no_method_asks_for_is_refused(format):
     with pytest.raises(KVQuantError, match="layer 0: keys in 2 bits uniform minmax per .*use 16, 32 or 64, or a CPU"):
         make_scene(Heads(64, 64, 1, 1), [64], formats=[format]).ops()

@@ -1,4 +1,4 @@
-"""The inline assembly that unpacks codes, which Triton's interpreter cannot run: executed here, instruction by instruction."""
+"""The inline assembly that unpacks codes, which Triton's interpreter cannot run: executed here line by line."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sglang_kvq.kernels import unpack
 from sglang_kvq.kernels.codes import Codes, record_of
 
 ALL = {(c.bits, c.levels): c for kind in KINDS for r in [record_of(make_format(kind, 128))] for c in (r.k, r.v)}
-CODES = pytest.mark.parametrize("codes", ALL.values(), ids=lambda c: f"{c.bits}-{'uniform' if c.uniform else 'levels'}-{c.levels[-1]}")
+CODES = pytest.mark.parametrize("codes", ALL.values(), ids=lambda c: f"{c.bits}-bits-to-{c.levels[-1]}")
 
 
 def permute(a: np.ndarray, b: np.ndarray, selector: np.ndarray) -> np.ndarray:
