@@ -20,8 +20,9 @@ from sglang_kvq.config import PAGE_SIZE
 
 #: What FlashInfer's prefill kernels are built for, of the sizes the cache serves.
 HEAD_DIMS = (64, 128, 256)
-#: Below this many new tokens per request (mean) or in all, our own kernel is as fast and needs no plan.
-LEAST_PER_REQUEST, LEAST_TOKENS = 256, 1024
+#: Below this many new tokens per request (mean) or in all, our own kernel serves, which needs no plan. From here on
+#: FlashInfer is faster: 136 against 175 us for 128 tokens after 8,192 (benchmarks/results/kernels_h200.json).
+LEAST_PER_REQUEST, LEAST_TOKENS = 64, 64
 #: Calls that are planned at once, each with 8 MiB of FlashInfer's tables.
 MAX_CALLS = 16
 FLOAT_WORKSPACE = 256 << 20

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import hashlib
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoTokenizer
 
+from launch.run_tests import NEWEST
 from tests.e2e.client import Client, coarse_kl, held_out_text
 
 #: Chunks this short make most of a prompt attend to a stored, quantised prefix.
 CHUNKED = ("--chunked-prefill-size", "128")
+
+
+BASIC = ("oscar", "hadamard", "int2")
+#: Each takes a server. Older releases differ in what calls the cache, not in what it computes: a few must do there.
+METHODS = BASIC if version("sglang") != NEWEST else (*BASIC, "int4", "turboquant", "oscar-lloyd-max", "kivi")
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +51,7 @@ def test_divergence_from_bf16_falls_with_better_methods(servers, prompts):
     """Per-token KL on held-out text through the real cache."""
     reference = [Client(servers(*CHUNKED)).distributions(ids, 32) for ids in prompts]
     kl = {}
-    for method in ("int4", "turboquant", "oscar-lloyd-max", "oscar", "kivi", "hadamard", "int2"):
+    for method in METHODS:
         client = Client(servers("--kv-quant", method, *CHUNKED))
         places = []
         for ids, want in zip(prompts, reference):
@@ -52,8 +59,10 @@ def test_divergence_from_bf16_falls_with_better_methods(servers, prompts):
             places += [coarse_kl(p, q) for p, q in list(zip(want, got))[512:]]
         kl[method] = sum(places) / len(places)
         print(f"KL({method}) = {kl[method]:.4f} nats per token over {len(places)} tokens")
-    assert kl["oscar"] < min(kl["hadamard"], kl["kivi"]) and max(kl["hadamard"], kl["kivi"]) < kl["int2"]
-    assert kl["oscar"] < 0.5 * kl["int2"]
+    assert kl["oscar"] < kl["hadamard"] < kl["int2"] and kl["oscar"] < 0.5 * kl["int2"]
+    if METHODS == BASIC:
+        return
+    assert kl["oscar"] < kl["kivi"] < kl["int2"]
     assert kl["oscar-lloyd-max"] < 1.1 * kl["oscar"]  # of an eighth of a bit less
     assert kl["int4"] < kl["turboquant"] < kl["oscar"] and kl["int4"] < 0.01  # 4 and 3 bits
 
