@@ -121,8 +121,8 @@ def test_extend_over_a_standin_agrees_with_the_reference(any_length, lens, capac
 
 def test_short_chunks_and_too_many_calls_go_to_our_own_kernel(monkeypatch):
     prefill = RaggedPrefill(STANDIN, 8, 2, 64, torch.device("cpu"), 64)
-    assert prefill.suits([8192]) and prefill.suits([600, 500])
-    assert not prefill.suits([1000]) and not prefill.suits([1200] + [1] * 20) and not prefill.suits([5000, 0])
+    assert prefill.suits([8192]) and prefill.suits([100, 40]) and prefill.suits([64])
+    assert not prefill.suits([63]) and not prefill.suits([1200] + [1] * 20) and not prefill.suits([5000, 0])
     batch = make_batch(torch.arange(1), [(64 * 40, 2000)])
     assert prefill.plan(batch, 1.0) is None and len(prefill.wrappers) == ragged.MAX_CALLS
 
