@@ -25,7 +25,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def model(request: pytest.FixtureRequest) -> Path:
     """The model's folder. Its absence is an error: a skipped end-to-end test would look like a pass."""
-    path = Path(request.config.getoption("--model")).expanduser()
+    path = Path(request.config.getoption("--model")).expanduser().resolve()
     if not (path / "config.json").exists():
         pytest.fail(f"no model in {path}: run `python launch/model.py`, or give --model FOLDER", pytrace=False)
     return path
