@@ -83,7 +83,7 @@ def test_powers_of_two_change_no_code(code):
 @given(st.integers(0, 999), st.sampled_from([0.0, 1e-38, 1e-30, 1e-6, 1.0, 1e4, 1e38]), st.booleans(), st.sampled_from(CODES))
 @settings(max_examples=80, deadline=None)
 def test_any_finite_row_gives_finite_values(seed, size, constant, code):
-    x = (rows(4, 64, seed=seed).float() * size).bfloat16()
+    x = (rows(4, 64, seed=seed).float() * size).clamp(-3.3e38, 3.3e38).bfloat16()
     if constant:
         x = x[:, :1].expand(-1, 64).contiguous()
     codes, scale, zero = quantise_rows(x, 64, 0, code)
