@@ -69,8 +69,8 @@ def test_divergence_from_bf16_falls_with_better_methods(servers, prompts):
 
 def test_oscar_answers_sensibly(servers):
     client = Client(servers("--kv-quant", "oscar", *CHUNKED))
-    answer = client.ask("Complete with one word. The opposite of hot is")
-    assert "cold" in answer.lower(), answer
+    answer = client.ask("What is the capital of France?")
+    assert "paris" in answer.lower(), answer
 
 
 def test_server_info_tells_the_rotations_and_the_hooks(servers):
