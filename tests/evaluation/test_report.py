@@ -161,7 +161,7 @@ def test_differences_are_named():
         ("--x=/data/m", "--x=m"),
         ("http://127.0.0.1:30000/v1", "http://127.0.0.1:30000/v1"),
         ("benchmarks/results/a.json", "benchmarks/results/a.json"),
-        ("failed: /root/x/y.py, line 3", "failed: y.py, line 3"),
+        ("failed: /srv/x/y.py, line 3", "failed: y.py, line 3"),
         ("org/name", "org/name"),
         ("~/models/m", "m"),
     ],

@@ -11,8 +11,7 @@ from typing import Any
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.evaluation.base import Bench, Outcome, file_identity
 from sglang_kvq.evaluation.client import Client
-from sglang_kvq.evaluation.stats import mean_and_error
-from sglang_kvq.evaluation.tasks.humaneval import read_json_lines
+from sglang_kvq.evaluation.tasks.problems import read_json_lines, score, style_for
 
 _NUMBER = r"-?\$?\d[\d,]*(?:\.\d+)?"
 
@@ -57,7 +56,7 @@ class GSM8KTask:
         examples = read_json_lines(self.train, ("question", "answer"))[: self.shots] if self.shots else []
         if len(examples) < self.shots:
             raise KVQuantError(f"{self.train}: {len(examples)} problems, but --gsm8k-shots is {self.shots}.")
-        style = self.style if self.style != "auto" else ("chat" if client.has_chat_template else "completion")
+        style = style_for(self.style, client)
 
         def solve(problem: dict[str, Any]) -> dict[str, Any]:
             if style == "chat":
@@ -74,17 +73,7 @@ class GSM8KTask:
                 "complete": answer.complete,
             }
 
-        solved = bench.map(solve, problems)
-        items = [int(one["passed"]) for one in solved]
-        value, se = mean_and_error(items)
-        cut = sum(not one["complete"] for one in solved)
-        return Outcome(
-            value,
-            se,
-            len(items),
-            {"gsm8k": value, "gsm8k_se": se, "gsm8k_n": len(items)},
-            {"style": style, "items": items, "cut_off_answers": cut, "problems": solved},
-        )
+        return score("gsm8k", style, bench.map(solve, problems))
 
 
 def worked(answer: str) -> str:

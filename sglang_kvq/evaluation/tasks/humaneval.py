@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
-import json
 import os
 import re
 import threading
@@ -15,7 +13,7 @@ from sglang_kvq.errors import KVQuantError
 from sglang_kvq.evaluation import sandbox
 from sglang_kvq.evaluation.base import Bench, Outcome, file_identity
 from sglang_kvq.evaluation.client import Client
-from sglang_kvq.evaluation.stats import mean_and_error
+from sglang_kvq.evaluation.tasks.problems import read_json_lines, score, style_for
 
 #: Where a completed function ends (the same paper, section 2.1, and a new fence).
 STOP = ("\nclass ", "\ndef ", "\n#", "\nif ", "\nprint", "\n```", "\nassert ")
@@ -59,7 +57,7 @@ class HumanEvalTask:
         warning = sandbox.require(self.allow_unsandboxed)
         problems = read_json_lines(self.path, ("task_id", "prompt", "entry_point", "test"))
         problems = problems[: self.problems or None]
-        style = self.style if self.style != "auto" else ("chat" if client.has_chat_template else "completion")
+        style = style_for(self.style, client)
 
         def solve(problem: dict[str, Any]) -> dict[str, Any]:
             if style == "chat":
@@ -77,18 +75,7 @@ class HumanEvalTask:
                 "complete": answer.complete,
             }
 
-        solved = bench.map(solve, problems)
-        items = [int(one["passed"]) for one in solved]
-        value, se = mean_and_error(items)
-        cut = sum(not one["complete"] for one in solved)
-        return Outcome(
-            value,
-            se,
-            len(items),
-            {"humaneval": value, "humaneval_se": se, "humaneval_n": len(items)},
-            {"style": style, "items": items, "cut_off_answers": cut, "problems": solved},
-            [warning] if warning else [],
-        )
+        return score("humaneval", style, bench.map(solve, problems), [warning] if warning else [])
 
 
 def question(problem: dict[str, Any]) -> str:
@@ -112,22 +99,3 @@ def extract(answer: str, problem: dict[str, Any]) -> str:
     if heading.search(code):
         return f"{heading.split(problem['prompt'])[0]}\n{code}"
     return problem["prompt"] + code
-
-
-def read_json_lines(path: Path, fields: tuple[str, ...]) -> list[dict[str, Any]]:
-    """The objects of a .jsonl file, which may be gzipped.
-
-    Raises:
-        KVQuantError: not readable, empty, or a line without one of ``fields``.
-    """
-    try:
-        data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-        objects = [json.loads(line) for line in data.decode().splitlines() if line.strip()]
-    except (OSError, EOFError, ValueError) as error:
-        raise KVQuantError(f"{path}: not readable as JSON lines ({error}).") from error
-    for number, one in enumerate(objects, 1):
-        if not isinstance(one, dict) or any(name not in one for name in fields):
-            raise KVQuantError(f"{path}: object {number} lacks one of the fields {', '.join(fields)}.")
-    if not objects:
-        raise KVQuantError(f"{path}: no objects in it.")
-    return objects

@@ -1,0 +1,53 @@
+"""What tasks of separate problems share: how a model is asked, and how solved problems become a score."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from sglang_kvq.errors import KVQuantError
+from sglang_kvq.evaluation.base import Outcome
+from sglang_kvq.evaluation.client import Client
+from sglang_kvq.evaluation.stats import mean_and_error
+
+
+def style_for(style: str, client: Client) -> str:
+    """``chat`` or ``completion``: the one asked for, or for ``auto`` chat if the model has a template."""
+    return style if style != "auto" else ("chat" if client.has_chat_template else "completion")
+
+
+def score(name: str, style: str, solved: Sequence[dict[str, Any]], warnings: Sequence[str] = ()) -> Outcome:
+    """The share of problems with ``passed``; answers without ``complete`` were cut off."""
+    items = [int(one["passed"]) for one in solved]
+    value, se = mean_and_error(items)
+    cut = sum(not one["complete"] for one in solved)
+    return Outcome(
+        value,
+        se,
+        len(items),
+        {name: value, f"{name}_se": se, f"{name}_n": len(items)},
+        {"style": style, "items": items, "cut_off_answers": cut, "problems": solved},
+        list(warnings),
+    )
+
+
+def read_json_lines(path: Path, fields: tuple[str, ...]) -> list[dict[str, Any]]:
+    """The objects of a .jsonl file, which may be gzipped.
+
+    Raises:
+        KVQuantError: not readable, empty, or a line without one of ``fields``.
+    """
+    try:
+        data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+        objects = [json.loads(line) for line in data.decode().splitlines() if line.strip()]
+    except (OSError, EOFError, ValueError) as error:
+        raise KVQuantError(f"{path}: not readable as JSON lines ({error}).") from error
+    for number, one in enumerate(objects, 1):
+        if not isinstance(one, dict) or any(name not in one for name in fields):
+            raise KVQuantError(f"{path}: object {number} lacks one of the fields {', '.join(fields)}.")
+    if not objects:
+        raise KVQuantError(f"{path}: no objects in it.")
+    return objects
