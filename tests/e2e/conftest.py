@@ -14,7 +14,7 @@ from launch.server import Server
 ON_GPU = torch.cuda.is_available()
 GPU_FLAGS = (
     *("--dtype", "bfloat16", "--sampling-backend", "pytorch", "--grammar-backend", "none"),
-    *("--mem-fraction-static", "0.2", "--max-total-tokens", "4096", "--max-running-requests", "8"),
+    *("--mem-fraction-static", "0.6", "--max-total-tokens", "4096", "--max-running-requests", "8"),
     *("--context-length", "2048"),
 )
 #: Idle servers are kept this many at a time: each holds about 2.5 GB.

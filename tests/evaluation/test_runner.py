@@ -91,7 +91,12 @@ def test_a_server_that_crashes_costs_only_its_method(text, tmp_path, monkeypatch
 def test_an_interrupted_run_stops_its_servers_and_goes_on_later(text, tmp_path):
     out = tmp_path / "out"
     command = [sys.executable, "-m", "sglang_kvq.evaluation", *words(text, out, "--methods", "oscar,hadamard")]
-    run = subprocess.Popen([*command, "--", "--hang", "hadamard"], stderr=subprocess.PIPE, text=True)
+    run = subprocess.Popen(
+        [*command, "--", "--hang", "hadamard"],
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # shells' background jobs ignore it
+    )
     for line in run.stderr:
         if "hadamard: kl" in line:
             break
