@@ -103,6 +103,7 @@ class Server:
         ]
         self.env = {**os.environ, "TOKENIZERS_PARALLELISM": "false", "NO_PROXY": "127.0.0.1,localhost"}
         self.env["no_proxy"] = self.env["NO_PROXY"]
+        self.env.pop("SGLANG_USE_CPU_ENGINE", None)  # a test process may have set it for itself
         if cpu:
             self.env.update(cpu_environment(flags))
         if Path(model).is_dir():

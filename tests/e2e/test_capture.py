@@ -26,8 +26,12 @@ def test_engine_and_transformers_see_the_same_moments(model, tmp_path):
     ]  # fmt: skip
     run = subprocess.run(
         [sys.executable, "-m", "sglang_kvq.cli", *command],
-        env={**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-        | ({} if torch.cuda.is_available() else {"SGLANG_USE_CPU_ENGINE": "1"}),
+        env={
+            **os.environ,
+            "HF_HUB_OFFLINE": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+            "SGLANG_USE_CPU_ENGINE": str(int(not torch.cuda.is_available())),
+        },
         capture_output=True,
         text=True,
     )
