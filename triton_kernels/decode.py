@@ -67,10 +67,13 @@ class DecodeLaunch:
 def decode_launch(head_dim: int, shared: int, record: Record) -> DecodeLaunch:
     """The launch for that geometry and those codes; ``shared`` query heads share a KV head.
 
-    With up to four, the loop fits these registers without spilling; more heads hold more accumulators.
+    The loop fits these registers without spilling, except for 16 heads: more heads hold more accumulators.
     """
-    if head_dim > 128 or shared > 4:
+    if head_dim > 128 or shared > 8 or (shared > 4 and not is_fast(record)):
         return DecodeLaunch(stages=3, registers=255, programs_per_sm=8)
+    if shared > 4:
+        registers, programs = (168, 12) if head_dim <= 64 else (200, 10)
+        return DecodeLaunch(stages=2, registers=registers, programs_per_sm=programs)
     if is_fast(record):
         return DecodeLaunch(stages=2, registers=160, programs_per_sm=12)
     if any(codes.bits > 2 and (not codes.uniform or record.k.channel) for codes in (record.k, record.v)):
