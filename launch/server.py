@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import json
 import os
-import signal
-import socket
-import subprocess
 import sys
 import tempfile
-import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from sglang_kvq.server_process import OPENER, ServerFailed, ServerProcess, free_port
 
 #: What SGLang needs on a machine with no accelerator.
 CPU_FLAGS = (
@@ -28,19 +24,9 @@ CPU_FLAGS = (
 #: Keeps the pools small, unless the caller sizes them by a share of the memory.
 CPU_CAPACITY = ("--max-total-tokens", "4096")
 
-# Names given here never go through a proxy: the server is on this machine.
-_OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-
 
 class ServerError(RuntimeError):
     """The server did not start, stopped by itself, or answered with an error; the message ends with its log."""
-
-
-def free_port() -> int:
-    """A loopback TCP port that nobody listens on now."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return sock.getsockname()[1]
 
 
 def cpu_flags(flags: Sequence[str]) -> list[str]:
@@ -64,12 +50,7 @@ def cpu_environment(flags: Sequence[str]) -> dict[str, str]:
     return chosen
 
 
-def _die_with_parent() -> None:
-    """In the child: if this process is killed outright, the kernel ends the server too (PR_SET_PDEATHSIG)."""
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-
-
-class Server:
+class Server(ServerProcess):
     """``python -m sglang.launch_server`` on a free loopback port, for as long as the ``with`` block lasts.
 
     Args:
@@ -93,86 +74,28 @@ class Server:
         env: Mapping[str, str] | None = None,
         log_path: str | Path | None = None,
     ) -> None:
-        self.port = free_port()
-        self.url = f"http://127.0.0.1:{self.port}"
-        self.log_path = Path(log_path) if log_path else Path(tempfile.mkdtemp(prefix="kvq-server-")) / "server.log"
-        self.command = [
+        port = free_port()
+        command = [
             *(str(python), "-m", "sglang.launch_server", "--model-path", str(model)),
-            *("--host", "127.0.0.1", "--port", str(self.port)),
+            *("--host", "127.0.0.1", "--port", str(port)),
             *(cpu_flags(flags) if cpu else flags),
         ]
-        self.env = {**os.environ, "TOKENIZERS_PARALLELISM": "false", "NO_PROXY": "127.0.0.1,localhost"}
-        self.env["no_proxy"] = self.env["NO_PROXY"]
-        self.env.pop("SGLANG_USE_CPU_ENGINE", None)  # a test process may have set it for itself
-        if cpu:
-            self.env.update(cpu_environment(flags))
+        # A test process may have asked for the CPU engine, for itself.
+        own = cpu_environment(flags) if cpu else {"SGLANG_USE_CPU_ENGINE": "0"}
         if Path(model).is_dir():
-            self.env["HF_HUB_OFFLINE"] = "1"
-        self.env.update(env or {})
-        self.process: subprocess.Popen[bytes] | None = None
+            own["HF_HUB_OFFLINE"] = "1"
+        log = Path(log_path) if log_path else Path(tempfile.mkdtemp(prefix="kvq-server-")) / "server.log"
+        super().__init__(command, log, port, {**own, **(env or {})})
 
-    # -- life ---------------------------------------------------------------------------------------------
-
-    def __enter__(self) -> Server:
-        return self.start()
-
-    def __exit__(self, *exc: object) -> None:
-        self.stop()
-
-    @property
-    def running(self) -> bool:
-        return self.process is not None and self.process.poll() is None
-
-    def start(self, timeout: float = 300.0, waiting: Callable[[float], None] | None = None) -> Server:
-        """Starts and waits until it serves; ``waiting`` is told the seconds passed, about twice a second."""
-        self.log_path.parent.mkdir(parents=True, exist_ok=True)
-        with self.log_path.open("wb") as log:
-            self.process = subprocess.Popen(
-                self.command,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env=self.env,
-                cwd=self.log_path.parent,  # not the repository: the current folder is on the server's sys.path
-                start_new_session=True,  # one group with its children; Ctrl-C reaches us, and we stop them
-                preexec_fn=_die_with_parent,
-            )
-        begin = time.monotonic()
+    def start(self, timeout: float = 300.0) -> Server:
         try:
-            while not self._healthy():
-                passed = time.monotonic() - begin
-                if not self.running:
-                    raise ServerError(f"the server ended with code {self.process.returncode}\n{self.log_tail()}")
-                if passed > timeout:
-                    raise ServerError(f"the server was not ready after {timeout:.0f} s\n{self.log_tail()}")
-                if waiting:
-                    waiting(passed)
-                time.sleep(0.5)
-        except BaseException:
-            self.stop()
-            raise
+            super().start(timeout)
+        except ServerFailed as error:
+            raise ServerError(f"{error}\n{self.log_tail()}") from None
         return self
 
-    def stop(self) -> None:
-        """Ends the server and everything it started. Safe to call twice."""
-        if self.process is None:
-            return
-        if self.running:
-            self.process.terminate()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self.process.wait(timeout=10)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
-
-    # -- log ----------------------------------------------------------------------------------------------
-
-    def log(self) -> str:
-        return self.log_path.read_text(errors="replace") if self.log_path.exists() else ""
-
     def log_tail(self, lines: int = 40) -> str:
-        tail = "\n".join(self.log().splitlines()[-lines:])
-        return f"--- last {lines} lines of {self.log_path} ---\n{tail}"
+        return f"--- last {lines} lines of {self.log_path} ---\n{super().log_tail(lines)}"
 
     # -- requests -----------------------------------------------------------------------------------------
 
@@ -185,7 +108,7 @@ class Server:
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json"})
         try:
-            with _OPENER.open(request, timeout=timeout) as response:
+            with OPENER.open(request, timeout=timeout) as response:
                 return response.read()
         except urllib.error.HTTPError as error:
             raise ServerError(f"{path}: {error.code} {error.read().decode(errors='replace')}") from error
@@ -236,13 +159,6 @@ class Server:
     def flush(self) -> None:
         """Empties the prefix cache (the server must be idle)."""
         self.request("/flush_cache", {})
-
-    def _healthy(self) -> bool:
-        try:
-            with _OPENER.open(self.url + "/health", timeout=30) as response:
-                return response.status == 200
-        except OSError:  # refused, 503 while it loads, or slow
-            return False
 
 
 def _find(tree: Any, key: str) -> Iterator[Any]:

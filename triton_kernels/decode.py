@@ -25,8 +25,9 @@ from sglang_kvq.kernels.int8 import (
     MAGIC_BITS,
     group_product,
     join_parts,
-    query_plane,
+    query_operands,
     split_int8,
+    tile_rows,
     tile_scales,
     token_planes,
 )
@@ -220,26 +221,15 @@ def _history(
     SCALES: tl.constexpr = PAGE * (D // GROUP)
     RECORD: tl.constexpr = 2 * CODES + 8 * SCALES
 
-    # Queries as INT8 columns, one tile per plane of K's bytes. Planes 1 and 3 carry four times their code.
-    h, n = tl.arange(0, HEADS), tl.arange(0, COLUMNS)
     dim = tl.arange(0, DP)
-    inside = (dim < D)[:, None] & (n // 2 < SHARED)[None, :]
-    unit = tl.max(tl.abs(tl.load(q + n[None, :] // 2 * q_head + dim[:, None], mask=inside, other=0.0).to(tl.float32)), 0)
-    unit = unit * (1 / 127) + 1e-30  # [COLUMNS]
-    q0 = query_plane(q, q_head, unit, 0, 1.0, SHARED, COLUMNS, D4, JP)
-    q1 = query_plane(q, q_head, unit, 1, 0.25, SHARED, COLUMNS, D4, JP)
-    q2 = query_plane(q, q_head, unit, 2, 1.0, SHARED, COLUMNS, D4, JP)
-    q3 = query_plane(q, q_head, unit, 3, 0.25, SHARED, COLUMNS, D4, JP)
-    inside = (dim < D)[:, None] & (h < SHARED)[None, :]
-    q_all = tl.load(q + h[None, :] * q_head + dim[:, None], mask=inside, other=0.0).to(tl.float32)  # [DP, HEADS]
-    unit = (tl.max(tl.abs(q_all), 0) * (1 / 127) + 1e-30) * scale_log2  # [HEADS]
-
+    # Planes 1 and 3 carry four times their code.
+    q0, q1, q2, q3, q_all, unit = query_operands(q, q_head, 0.25, SHARED, HEADS, D, DP, JP)
+    unit = unit * scale_log2
     row = tl.arange(0, TILE)
-    second = row // QUARTER % 2 == 1
-    token = row // (2 * QUARTER) * QUARTER + row % 8 * 2 + row // 8 % 2  # within its page
-    fraction = tl.where(row // (2 * QUARTER) % 2 == 1, 0.25, 1.0)  # planes 1 and 3 of V
+    second, plane, token = tile_rows()
+    fraction = tl.where(plane % 2 == 1, 0.25, 1.0)
     j = tl.arange(0, JP)
-    k_row = row // (2 * QUARTER) * QUARTER + row % QUARTER  # which holds that token: ``common.key_row``
+    k_row = plane * QUARTER + row % QUARTER  # which holds that token: ``common.key_row``
     k_place = k_row[:, None] * D4 + j[None, :]
     dim_v = tl.arange(0, VP)
     v_place = CODES + (v_first + dim_v)[None, :, None] * QUARTER + tl.arange(0, QUARTER)[None, None, :]

@@ -16,9 +16,12 @@ from sglang_kvq.kernels.common import PAGE, page_of
 from sglang_kvq.kernels.int8 import (
     MAGIC_BITS,
     group_product,
+    int8_columns,
     join_parts,
-    query_plane,
+    load_plane,
+    query_operands,
     split_int8,
+    tile_rows,
     tile_scales,
     token_planes,
 )
@@ -44,24 +47,12 @@ def history_general(
     QUARTER: tl.constexpr = PAGE // 4
     D4: tl.constexpr = D // 4
 
-    h, n, dim = tl.arange(0, HEADS), tl.arange(0, COLUMNS), tl.arange(0, DP)
+    dim = tl.arange(0, DP)
     if not KEYS.channel:
-        inside = (dim < D)[:, None] & (n // 2 < SHARED)[None, :]
-        twice = tl.load(q + n[None, :] // 2 * q_head + dim[:, None], mask=inside, other=0.0).to(tl.float32)
-        unit = tl.max(tl.abs(twice), 0) * (1 / 127) + 1e-30  # [COLUMNS]
-        q0 = query_plane(q, q_head, unit, 0, 1 / multiple(KEYS, 0), SHARED, COLUMNS, D4, JP)
-        q1 = query_plane(q, q_head, unit, 1, 1 / multiple(KEYS, 1), SHARED, COLUMNS, D4, JP)
-        q2 = query_plane(q, q_head, unit, 2, 1 / multiple(KEYS, 2), SHARED, COLUMNS, D4, JP)
-        q3 = query_plane(q, q_head, unit, 3, 1 / multiple(KEYS, 3), SHARED, COLUMNS, D4, JP)
-        inside = (dim < D)[:, None] & (h < SHARED)[None, :]
-        q_all = tl.load(q + h[None, :] * q_head + dim[:, None], mask=inside, other=0.0).to(tl.float32)  # [DP, HEADS]
-        unit = (tl.max(tl.abs(q_all), 0) * (1 / 127) + 1e-30) * (scale_log2 * _share(KEYS))  # [HEADS]
-
-    row = tl.arange(0, TILE)
-    second = row // QUARTER % 2 == 1
-    plane = row // (2 * QUARTER)
-    token = plane * QUARTER + row % 8 * 2 + row // 8 % 2  # within its page
-    fraction = tl.where(plane % 2 == 1, 1 / multiple(VALUES, 1), 1 / multiple(VALUES, 0))
+        q0, q1, q2, q3, q_all, unit = query_operands(q, q_head, 1 / multiple(KEYS, 1), SHARED, HEADS, D, DP, JP)
+        unit = unit * (scale_log2 * _share(KEYS))
+    second, plane, token = tile_rows()
+    fraction = tl.where(plane % 2 == 1, 1 / multiple(VALUES, 1), 1.0)
     records += head * RECORD.bytes
     scale_place = _scale_places(v_first, RECORD, PAGE)  # [1, 4, PAGE]
     second_page = (tl.arange(0, 2) == 1)[:, None, None]
@@ -310,8 +301,8 @@ def _channel_product(
     q3, z3 = _channel_plane(q, q_head, halves, 3, CODES, SHARED, COLUMNS, D4, JP)
     most = tl.maximum(tl.maximum(tl.abs(q0), tl.abs(q1)), tl.maximum(tl.abs(q2), tl.abs(q3)))
     unit = tl.max(most, 0) * (1 / 127) + 1e-30  # [COLUMNS]
-    q0, q1 = _columns(q0, unit, COLUMNS), _columns(q1, unit, COLUMNS)
-    q2, q3 = _columns(q2, unit, COLUMNS), _columns(q3, unit, COLUMNS)
+    q0, q1 = int8_columns(q0, 1.0 / unit, COLUMNS), int8_columns(q1, 1.0 / unit, COLUMNS)
+    q2, q3 = int8_columns(q2, 1.0 / unit, COLUMNS), int8_columns(q3, 1.0 / unit, COLUMNS)
     products = _products(
         k0, k1, k2, k3, odd0, odd1, odd2, odd3, q0, q1, q2, q3, CODES, TILE, COLUMNS, 0, 4 * D4, D4, JP
     )
@@ -326,17 +317,9 @@ def _channel_plane(
     SHARED: tl.constexpr, COLUMNS: tl.constexpr, D4: tl.constexpr, JP: tl.constexpr,
 ):  # fmt: skip
     """Queries of one plane's dims times their scales [JP, COLUMNS], and the sum of queries times zeros [COLUMNS]."""
-    n, j = tl.arange(0, COLUMNS), tl.arange(0, JP)
-    inside = (j < D4)[:, None] & (n // 2 < SHARED)[None, :]
-    x = tl.load(q + n[None, :] // 2 * q_head + plane * D4 + j[:, None], mask=inside, other=0.0).to(tl.float32)
+    x = load_plane(q, q_head, plane, SHARED, COLUMNS, D4, JP)
+    j = tl.arange(0, JP)
     scale = tl.load(halves + CODES.scale // 2 + plane * D4 + j, mask=j < D4, other=0.0).to(tl.float32)
     zero = tl.load(halves + CODES.zero // 2 + plane * D4 + j, mask=j < D4, other=0.0).to(tl.float32)
     from_zeros = tl.sum(x * _zero(scale, zero, CODES)[:, None], 0)
     return x * (scale * (1 / multiple(CODES, plane)))[:, None], from_zeros
-
-
-@triton.jit
-def _columns(x, unit, COLUMNS: tl.constexpr):
-    """INT8 [JP, COLUMNS]: columns of a head are its high and its low part."""
-    high, low = split_int8(x * (1.0 / unit)[None, :])
-    return tl.where((tl.arange(0, COLUMNS) % 2 == 0)[None, :], high, low)

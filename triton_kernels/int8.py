@@ -14,16 +14,61 @@ MAGIC_BITS = tl.constexpr(0x4B400000)
 
 
 @triton.jit
+def query_operands(
+    q, q_head, ODD: tl.constexpr,
+    SHARED: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, JP: tl.constexpr,
+):  # fmt: skip
+    """Queries of one KV head for products with codes whose planes 1 and 3 come multiplied by 1 / ODD.
+
+    Four ``query_plane``, the queries in float32 [DP, HEADS], and what a product counts, [HEADS].
+    """
+    COLUMNS: tl.constexpr = 2 * HEADS
+    D4: tl.constexpr = D // 4
+    h, n, dim = tl.arange(0, HEADS), tl.arange(0, COLUMNS), tl.arange(0, DP)
+    inside = (dim < D)[:, None] & (n // 2 < SHARED)[None, :]
+    twice = tl.load(q + n[None, :] // 2 * q_head + dim[:, None], mask=inside, other=0.0).to(tl.float32)
+    unit = tl.max(tl.abs(twice), 0) * (1 / 127) + 1e-30  # [COLUMNS]
+    q0 = query_plane(q, q_head, unit, 0, 1.0, SHARED, COLUMNS, D4, JP)
+    q1 = query_plane(q, q_head, unit, 1, ODD, SHARED, COLUMNS, D4, JP)
+    q2 = query_plane(q, q_head, unit, 2, 1.0, SHARED, COLUMNS, D4, JP)
+    q3 = query_plane(q, q_head, unit, 3, ODD, SHARED, COLUMNS, D4, JP)
+    inside = (dim < D)[:, None] & (h < SHARED)[None, :]
+    q_all = tl.load(q + h[None, :] * q_head + dim[:, None], mask=inside, other=0.0).to(tl.float32)
+    return q0, q1, q2, q3, q_all, tl.max(tl.abs(q_all), 0) * (1 / 127) + 1e-30
+
+
+@triton.jit
 def query_plane(
     q, q_head, unit, plane: tl.constexpr, factor: tl.constexpr,
     SHARED: tl.constexpr, COLUMNS: tl.constexpr, D4: tl.constexpr, JP: tl.constexpr,
 ):  # fmt: skip
     """INT8 [JP, COLUMNS] of dims plane * D4 + j: column 2h is the high part of head h, column 2h + 1 the low one."""
+    return int8_columns(load_plane(q, q_head, plane, SHARED, COLUMNS, D4, JP), factor / unit, COLUMNS)
+
+
+@triton.jit
+def load_plane(
+    q, q_head, plane: tl.constexpr, SHARED: tl.constexpr, COLUMNS: tl.constexpr, D4: tl.constexpr, JP: tl.constexpr
+):
+    """Queries' dims plane * D4 + j, float32 [JP, COLUMNS], each head in two columns."""
     n, j = tl.arange(0, COLUMNS), tl.arange(0, JP)
     inside = (j < D4)[:, None] & (n // 2 < SHARED)[None, :]
-    x = tl.load(q + n[None, :] // 2 * q_head + plane * D4 + j[:, None], mask=inside, other=0.0).to(tl.float32)
-    high, low = split_int8(x * (factor / unit)[None, :])
-    return tl.where((n % 2 == 0)[None, :], high, low)
+    return tl.load(q + n[None, :] // 2 * q_head + plane * D4 + j[:, None], mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def int8_columns(x, factor, COLUMNS: tl.constexpr):
+    """x times factor [COLUMNS] as INT8: the high part in even columns, the low one in odd ones."""
+    high, low = split_int8(x * factor[None, :])
+    return tl.where((tl.arange(0, COLUMNS) % 2 == 0)[None, :], high, low)
+
+
+@triton.jit
+def tile_rows():
+    """Rows of a tile of two pages (``decode``): (whether its page is the second, plane, token in its page)."""
+    row = tl.arange(0, 2 * PAGE)
+    plane = row // (PAGE // 2)
+    return row // (PAGE // 4) % 2 == 1, plane, plane * (PAGE // 4) + row % 8 * 2 + row // 8 % 2
 
 
 @triton.jit

@@ -15,7 +15,7 @@ from sglang_kvq.evaluation.base import Bench, Task
 from sglang_kvq.evaluation.client import Client, ServerFacts
 from sglang_kvq.evaluation.material import Material, digest
 from sglang_kvq.evaluation.progress import Display
-from sglang_kvq.evaluation.servers import ServerProcess
+from sglang_kvq.evaluation.servers import EvaluatedServer
 from sglang_kvq.evaluation.specs import MethodSpec
 from sglang_kvq.evaluation.store import Store
 
@@ -70,7 +70,7 @@ class Runner:
         self.concurrency, self.timeout = concurrency, timeout
         self.failures: list[str] = []
         self._stop = threading.Event()
-        self._running: set[ServerProcess] = set()
+        self._running: set[EvaluatedServer] = set()
 
     # -- servers of our own -------------------------------------------------------------------------------
 
@@ -123,7 +123,7 @@ class Runner:
         self.display.status(spec.label, "starting its server")
         log = self.store.runs(spec.slug) / "server.log"
         try:
-            command = ServerProcess(
+            command = EvaluatedServer(
                 launch.command,
                 launch.model,
                 launch.of(spec),

@@ -24,8 +24,8 @@ class CodeFormat:
             Euclidean norm: no zero is stored.
         axis: ``token``: a scale per token and group along head_dim (``norm``: per token). ``channel``: a scale per element of
             head_dim and run of tokens in the page.
-        gain: scale of ``moments`` and ``norm`` over the one of least mean squared error. That one shrinks rows (by 12% of
-            their energy at 2 bits), and scores with them.
+        gain: scale of ``moments`` and ``norm`` over the one of least mean squared error. That one shrinks rows, and
+            scores with them: by its own relative squared error, 12% at 2 bits on Gaussian rows (Max 1960).
 
     Raises:
         KVQuantError: a value that does not exist.

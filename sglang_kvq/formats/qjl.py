@@ -6,7 +6,7 @@ QJL (arXiv 2406.03482) keeps only the signs of a Gaussian projection of a key's 
 
 is unbiased over S, with variance at most pi / (2 D) |q|^2 |r|^2 (QJL, lemma 3.5; TurboQuant, arXiv 2504.19874, algorithm 2).
 A softmax exponentiates scores, so what unbiasedness removes matters less to it than what the sketch adds in variance:
-docs/methods.md has measurements. Serving it would take a second query S q and a second set of planes in every kernel.
+docs/methods.md has both. Serving it would take a second query S q and a second set of planes in every kernel.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """OSCAR's rotations with Lloyd and Max's levels instead of uniform ones: keys about each row's mean, values about 0.
 
-Rotated keys have an offset common to the row, which the stored zero takes; rotated values hardly have one, so they are scaled
-by their norm and store none (KL 0.0165 instead of 0.0160 for an eighth of a bit less per element at head_dim 64).
+Rotated keys have an offset common to the row, which the stored zero takes; rotated values hardly have one, so they are
+scaled by their norm and store none: 16 bits less per vector.
 
-Nothing is clipped first: on Gaussian rows of 128 that raises the squared error, from 0.1153 to 0.1155 / 0.1161 / 0.1178 for
-clips 0.98 / 0.96 / 0.92. The scale is 10% above the one of least squared error, which shrinks keys and so flattens attention:
-KL of SmolLM2-135M falls by a fifth (0.0346 to 0.0267 and 0.0210 to 0.0160 on two texts), more than the error's rise costs.
+Nothing is clipped first: on Gaussian rows that raises the squared error of these levels. The scale is 10% above the one of
+least squared error. That one shrinks keys, by 11% in the mean, and so flattens attention; 10% more leave 8%, for 3% more
+squared error (``benchmarks/results/quantisers.json``: clip, gain, score_slope).
 """
 
 from sglang_kvq.formats.code import CodeFormat

@@ -15,6 +15,7 @@ import shutil
 import tempfile
 from contextlib import contextmanager
 from dataclasses import asdict, fields, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Iterator
 
@@ -43,11 +44,16 @@ def load_rotations(location: str | Path, *, layers: int, kv_heads: int, head_dim
         KVQuantError: nothing there; hub unreachable; file missing, truncated, altered or refused; other
             geometry; a layer missing; not finite; not orthogonal. The message has the fix.
     """
-    rotations, config = _load(_resolve(str(location)), layers)
-    _check_heads(rotations, config, kv_heads)
-    check_rotations(rotations, layers=layers, kv_heads=kv_heads, head_dim=head_dim)
-    check_meta(rotations.meta, layers=layers)
-    return rotations
+    return _load_checked(_resolve(str(location)), layers, kv_heads, head_dim)
+
+
+def load_once(location: str | Path, *, layers: int, kv_heads: int, head_dim: int) -> Rotations:
+    """``load_rotations``, but the last ones are kept until their files change: a server's start asks several times.
+
+    The tensors are shared by all callers; do not write to them.
+    """
+    folder = _resolve(str(location))
+    return _load_kept(folder, _stamp(folder), layers, kv_heads, head_dim)
 
 
 def read_local(folder: Path) -> tuple[Rotations, int | None]:
@@ -146,6 +152,25 @@ def new_folder(folder: str | Path, *, overwrite: bool) -> Iterator[Path]:
         temporary.rename(folder)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _load_checked(folder: Path, layers: int, kv_heads: int, head_dim: int) -> Rotations:
+    rotations, config = _load(folder, layers)
+    _check_heads(rotations, config, kv_heads)
+    check_rotations(rotations, layers=layers, kv_heads=kv_heads, head_dim=head_dim)
+    check_meta(rotations.meta, layers=layers)
+    return rotations
+
+
+@lru_cache(maxsize=1)  # a large model's take some hundred megabytes
+def _load_kept(folder: Path, stamp: tuple, layers: int, kv_heads: int, head_dim: int) -> Rotations:
+    return _load_checked(folder, layers, kv_heads, head_dim)
+
+
+def _stamp(folder: Path) -> tuple[tuple[Path, int, int], ...]:
+    """What tells whether a folder's files are still the same: where they really are, when written, how large."""
+    files = [folder / name for layout in hub.LAYOUTS for name in layout if (folder / name).is_file()]
+    return tuple((file.resolve(), (stat := file.stat()).st_mtime_ns, stat.st_size) for file in files)
 
 
 def _load(folder: Path, layers: int | None) -> tuple[Rotations, dict]:

@@ -9,7 +9,7 @@ from sglang_kvq.formats.mixed import mixed_formats
 from sglang_kvq.formats.page import PageFormat
 from sglang_kvq.methods import RotationKind, get_method
 from sglang_kvq.rotations.base import Rotations
-from sglang_kvq.rotations.files import load_rotations
+from sglang_kvq.rotations.files import load_once
 from sglang_kvq.rotations.hadamard import hadamard_rotations
 from sglang_kvq.rotations.random import random_rotations
 from sglang_kvq.rotations.zoo import find_rotations, identity
@@ -24,6 +24,8 @@ def resolve_rotations(config: KVQuantConfig, model_path: str, hf_config: object)
 
     Raises:
         KVQuantError: none known, or the ones given do not fit; names the fix.
+
+    Rotations of files are read once in a process and shared: do not write to them.
     """
     method = get_method(config.method)
     model = identity(hf_config)
@@ -40,7 +42,7 @@ def resolve_rotations(config: KVQuantConfig, model_path: str, hf_config: object)
     if method.rotation is RotationKind.RANDOM:
         return random_rotations(layers, kv_heads, head_dim, config.seed or 0)
     location = config.rotations or find_rotations(model_path, hf_config)
-    return load_rotations(location, layers=layers, kv_heads=kv_heads, head_dim=head_dim)
+    return load_once(location, layers=layers, kv_heads=kv_heads, head_dim=head_dim)
 
 
 def resolve_formats(config: KVQuantConfig, rotations: Rotations | None, hf_config: object) -> tuple[PageFormat, ...]:

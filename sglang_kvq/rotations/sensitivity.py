@@ -4,8 +4,8 @@ The loss is the KL divergence of the next-token distributions from the unquantis
 forward pass for every (layer, keys or values, width). To second order it is ½ E[(gᵀδ)²] instead (the Fisher
 information): δ is the change of a layer's attention output, and g the gradient there of the log-probability of tokens
 drawn from the model's own distributions. One forward pass gives every δ, one backward pass every g. The products of
-different tokens are taken as independent, which costs a little bias and saves most of the noise. SmolLM2-135M, 120 values
-on one context: rank correlation with the divergence 0.99, sums 0.78 to 0.95 of it, a thirtieth of the time.
+different tokens are taken as independent, which costs a little bias and saves most of the noise;
+``tests/rotations/test_sensitivity.py`` compares with the divergence itself.
 """
 
 from __future__ import annotations

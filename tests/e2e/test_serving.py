@@ -16,6 +16,11 @@ TINY = (
     *("--kv-quant", "hadamard", "--kv-quant-recent", "64", "--max-total-tokens", "1536", "--max-running-requests", "8"),
     *("--chunked-prefill-size", "192", "--schedule-conservativeness", "0.01"),
 )
+#: Of ``test_server_metrics`` too, which comes first: its counts are those of a server that did nothing before.
+CHAT = (
+    *("--kv-quant", "hadamard", "--kv-quant-recent", "64", "--enable-cache-report"),
+    *("--enable-metrics", "--decode-log-interval", "4"),
+)
 STRICT = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1"}
 #: SGLang's own knob retracts as if memory had run out: its releases differ in how close they let it come.
 PRESSED = {**STRICT, "SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "40"}
@@ -23,7 +28,7 @@ PRESSED = {**STRICT, "SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL":
 
 @pytest.fixture
 def chat(servers) -> Client:
-    return Client(servers("--kv-quant", "hadamard", "--kv-quant-recent", "64", "--enable-cache-report", env=STRICT))
+    return Client(servers(*CHAT, env=STRICT))
 
 
 @pytest.fixture
@@ -65,6 +70,27 @@ def test_generated_tokens_are_reused_without_retokenising(chat):
     first = chat.generate(prompt, 80)
     again = chat.generate(prompt + first["output_ids"] + [5, 6, 7], 1)
     assert again["meta_info"]["cached_tokens"] >= (150 + 79) // 64 * 64
+    assert_empties(chat)
+
+
+def test_server_info_tells_what_is_allocated(chat):
+    state = chat.state()
+    assert state["method"] == "hadamard" and state["record_bits_per_element"] == 2.5
+    assert state["rotations"] == "fixed" and state["rotations_sha256"] is None
+    assert state["tokens"] == 4096 and state["bf16_pages"] >= 8 * 3
+    assert state["bits_per_element"] == pytest.approx(16 * state["bf16_tokens_same_memory"] / state["tokens"], rel=1e-2)
+
+
+def test_sessions_that_are_not_streaming_reuse_whole_pages(chat):
+    session = chat.post("/open_session", capacity_of_str_len=100000).json()
+    cached, rid = [], None
+    for turn in range(3):
+        ids = list(range(2000 + 90 * turn, 2000 + 90 * turn + 80))
+        reply = chat.generate(ids, 10, session_params={"id": session, "rid": rid})
+        rid = reply["meta_info"]["id"]
+        cached.append(reply["meta_info"]["cached_tokens"])
+    chat.post("/close_session", session_id=session)
+    assert cached[0] == 0 and cached[1] == 64 and cached[2] >= 128, cached
     assert_empties(chat)
 
 
@@ -150,24 +176,3 @@ def test_streaming_sessions_resume_in_the_middle_of_a_page(servers):
     assert histories["ours"] == histories["plain"]
     assert histories["ours"][-1] % 64, "resumed in the middle of a page"
     assert_empties(client)
-
-
-def test_server_info_tells_what_is_allocated(chat):
-    state = chat.state()
-    assert state["method"] == "hadamard" and state["record_bits_per_element"] == 2.5
-    assert state["rotations"] == "fixed" and state["rotations_sha256"] is None
-    assert state["tokens"] == 4096 and state["bf16_pages"] >= 8 * 3
-    assert state["bits_per_element"] == pytest.approx(16 * state["bf16_tokens_same_memory"] / state["tokens"], rel=1e-2)
-
-
-def test_sessions_that_are_not_streaming_reuse_whole_pages(chat):
-    session = chat.post("/open_session", capacity_of_str_len=100000).json()
-    cached, rid = [], None
-    for turn in range(3):
-        ids = list(range(2000 + 90 * turn, 2000 + 90 * turn + 80))
-        reply = chat.generate(ids, 10, session_params={"id": session, "rid": rid})
-        rid = reply["meta_info"]["id"]
-        cached.append(reply["meta_info"]["cached_tokens"])
-    chat.post("/close_session", session_id=session)
-    assert cached[0] == 0 and cached[1] == 64 and cached[2] >= 128, cached
-    assert_empties(chat)

@@ -15,21 +15,13 @@ from sglang_kvq.rotations.evaluate import FakeQuantAttention, mean_kl
 from sglang_kvq.rotations.hadamard import hadamard_matrix
 from tests.rotations.helpers import tiny_llama
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 SETTINGS = dict(tokens=1024, context=512, clip_grid=(0.86, 1.0), clip_contexts=1, sensitivity_contexts=0)
 
 
 @pytest.fixture(scope="module")
 def model():
     return tiny_llama()
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """These tensors are too small for more; on a busy machine more threads only wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")

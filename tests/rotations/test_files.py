@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from sglang_kvq.errors import KVQuantError
-from sglang_kvq.rotations import Rotations, load_rotations, save_rotations
-from sglang_kvq.rotations.files import CONFIG_FILE, TENSOR_FILE, convert_rotations
+from sglang_kvq.rotations import Rotations, files, load_rotations, save_rotations
+from sglang_kvq.rotations.files import CONFIG_FILE, TENSOR_FILE, convert_rotations, load_once
 from sglang_kvq.rotations.published import K_FILE, V_FILE, save_published
 from tests.rotations.helpers import random_rotations
 
@@ -75,6 +75,41 @@ def test_hash_is_not_copied_into_another_file(native, tmp_path):
     loaded = load_rotations(native, **GEOMETRY)
     save_rotations(replace(loaded, k=loaded.v, v=loaded.k), tmp_path / "other", kv_heads=2)
     assert load_rotations(tmp_path / "other", **GEOMETRY).meta.sha256 != loaded.meta.sha256
+
+
+@pytest.fixture
+def reads(monkeypatch):
+    """Folders whose tensors were read and checked, one entry each time."""
+    found, original = [], files._load
+    monkeypatch.setattr(files, "_load", lambda folder, layers: found.append(folder) or original(folder, layers))
+    return found
+
+
+def test_kept_rotations_are_read_again_only_when_they_change(native, published, reads):
+    first = load_once(native, **GEOMETRY)
+    assert load_once(native / TENSOR_FILE, **GEOMETRY) is first and reads == [native]
+    for folder in (published, native):
+        load_once(folder, **GEOMETRY)
+    assert reads == [native, published, native]
+    with pytest.raises(KVQuantError, match="head_dim"):
+        load_once(native, **{**GEOMETRY, "head_dim": 128})
+
+    save_rotations(random_rotations(seed=1), native, kv_heads=2, overwrite=True)
+    assert_same(load_once(native, **GEOMETRY), random_rotations(seed=1))
+    (native / TENSOR_FILE).write_bytes(b"damaged")
+    for _ in range(2):
+        with pytest.raises(KVQuantError, match="truncated or damaged"):
+            load_once(native, **GEOMETRY)
+
+
+def test_a_link_that_points_elsewhere_is_another_folder(native, published, tmp_path, reads):
+    link = tmp_path / "current"
+    link.symlink_to(native)
+    before = load_once(link, **GEOMETRY)
+    link.unlink()
+    link.symlink_to(published)
+    after = load_once(link, **GEOMETRY)
+    assert before.k.shape[1] == 2 and after.k.shape[1] == 1 and after.meta.source == str(link)
 
 
 def test_a_file_of_the_folder_is_a_location(native, published):

@@ -12,6 +12,7 @@ from sglang_kvq.rotations.calibrate import CalibrationSettings, calibrate
 from sglang_kvq.rotations.checkpoint import Checkpoint, fingerprint
 from tests.rotations.helpers import tiny_llama, tiny_model_folder
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 SETTINGS = CalibrationSettings(
     tokens=1536, context=512, clip_grid=(0.86, 1.0), clip_contexts=2, sensitivity_contexts=2, sensitivity_draws=1
 )
@@ -20,10 +21,6 @@ SETTINGS = CalibrationSettings(
 @pytest.fixture(autouse=True)
 def every_context_is_kept(monkeypatch):
     monkeypatch.setattr(checkpoint_module, "INTERVAL", 0.0)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")

@@ -9,6 +9,8 @@ from sglang_kvq.rotations.models import load_model, tokenize
 from sglang_kvq.rotations.sensitivity import VARIANTS, LayerQuantiser, exact_sums, fisher_sums
 from tests.rotations.helpers import tiny_llama
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 
 def sharper_llama(layers=3):
     """A random model whose attention matters for its logits."""
@@ -22,7 +24,6 @@ def sharper_llama(layers=3):
 
 
 def test_second_order_is_close_to_the_divergence():
-    torch.set_num_threads(1)
     model, ids = sharper_llama(), torch.randint(97, (1024,), generator=torch.Generator().manual_seed(0))
     settings = CalibrationSettings(
         tokens=512, context=512, clip_grid=(0.86, 1.0), clip_contexts=1, sensitivity_contexts=0
@@ -39,7 +40,6 @@ def test_second_order_is_close_to_the_divergence():
 
 
 def test_calibration_stores_a_table_and_leaves_gradients_as_they_were():
-    torch.set_num_threads(1)
     model, ids = tiny_llama(), torch.randint(97, (600,), generator=torch.Generator().manual_seed(0))
     model.model.embed_tokens.weight.requires_grad_(False)
     settings = CalibrationSettings(

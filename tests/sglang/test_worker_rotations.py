@@ -64,3 +64,29 @@ def test_layers_of_a_later_stage(runner, monkeypatch):
     part, meta = rank_rotations(runner, monkeypatch, 1, 2, 3, first=2, layers=2)
     assert torch.equal(part.v, whole.v[2:, 3:])
     assert meta.sha256 == whole.meta.sha256 and len(meta.sha256) == 64
+
+
+def test_a_start_reads_the_file_once(applied, command_line, tmp_path, monkeypatch):
+    """Checked in whole, asked for its clips when the cache is sized, given to the worker: one process, one read."""
+    from sglang_kvq.rotations import files
+    from sglang_kvq.sglang import capacity, checks, compat, runtime
+
+    save_rotations(random_rotations(), tmp_path / "r", kv_heads=2)
+    reads, original = [], files._load
+    monkeypatch.setattr(files, "_load", lambda *words: reads.append(words) or original(*words))
+    monkeypatch.setattr(runtime, "_current", None)
+
+    server_args = command_line("--kv-quant", "oscar", "--kv-quant-rotations", str(tmp_path / "r"))
+    if hasattr(server_args, "resolve_once"):
+        server_args.resolve_once()
+    config, model = runtime.config_of(server_args), compat.model_config(server_args)
+    checks.check_resolved(server_args, config)
+    configurator = SimpleNamespace(
+        server_args=server_args, is_draft_worker=False, model_config=model, kv_cache_dtype=torch.bfloat16,
+        layer_info=SimpleNamespace(start_layer=0),
+    )
+    capacity.compute_cell_size(lambda *_: 2 * 2 * 64 * 2 * 2, None, configurator, 2)
+    monkeypatch.setattr(worker, "tensor_parallel", lambda model_runner: (0, 1))
+    runner = SimpleNamespace(model_config=model, device="cpu")
+    rotations, _ = worker.worker_rotations(runner, config, runtime.current().geometry, 0)
+    assert torch.equal(rotations.k, random_rotations().k) and len(reads) == 1

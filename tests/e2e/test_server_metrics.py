@@ -10,15 +10,14 @@ import requests
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.e2e.client import Client
-from tests.e2e.test_serving import STRICT
+from tests.e2e.test_serving import CHAT, STRICT
 
-FLAGS = ("--kv-quant", "hadamard", "--kv-quant-recent", "64", "--enable-metrics", "--decode-log-interval", "4")
 TOKENS = 4096
 
 
 @pytest.fixture
 def client(servers) -> Client:
-    client = Client(servers(*FLAGS, env=STRICT))
+    client = Client(servers(*CHAT, env=STRICT))
     client.flush()
     return client
 

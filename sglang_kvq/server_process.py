@@ -1,0 +1,149 @@
+"""A server as a child process: started in a group of its own, waited for, and ended with all that it started."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from sglang_kvq.errors import KVQuantError
+
+#: Names given here never go through a proxy: the server is on this machine.
+LOCAL = "127.0.0.1,localhost"
+OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+#: Ends the server when this process is killed outright (PR_SET_PDEATHSIG), then becomes it. Not by ``preexec_fn``,
+#: which is unsafe in a process of several threads.
+_TIED = "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9); os.execvp(sys.argv[1], sys.argv[1:])"
+_ports: set[int] = set()
+_Self = TypeVar("_Self", bound="ServerProcess")
+
+
+class ServerFailed(KVQuantError):
+    """The server did not start, or stopped by itself; ``log`` has its last lines."""
+
+    def __init__(self, message: str, log: str) -> None:
+        super().__init__(message)
+        self.log = log
+
+
+def free_port() -> int:
+    """A loopback TCP port that nobody listens on and that this process has not given out before."""
+    while True:
+        with socket.socket() as sock:
+            sock.bind(("127.0.0.1", 0))
+            port = sock.getsockname()[1]
+        if port not in _ports:
+            _ports.add(port)
+            return port
+
+
+class ServerProcess:
+    """An HTTP server on a loopback port that answers ``/health`` when it is ready; it lasts as long as the ``with`` block.
+
+    Args:
+        command: its words; the first is looked up on the path. It must listen on ``port``.
+        log_path: file for what it prints; its folder is the server's working folder.
+        port: from ``free_port``.
+        env: variables added to this process's own.
+    """
+
+    #: Said of a server that was not ready in time: how to give it more.
+    more_time = ""
+
+    def __init__(self, command: Sequence[str], log_path: Path, port: int, env: Mapping[str, str] | None = None) -> None:
+        self.command, self.log_path, self.port = list(command), log_path.resolve(), port
+        self.url = f"http://127.0.0.1:{port}"
+        direct = ",".join(filter(None, (os.environ.get("no_proxy") or os.environ.get("NO_PROXY"), LOCAL)))
+        self.env = {**os.environ, "TOKENIZERS_PARALLELISM": "false", "no_proxy": direct, "NO_PROXY": direct}
+        self.env.update(env or {})
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self: _Self) -> _Self:
+        return self.start()
+
+    def __exit__(self, *exc: object) -> None:
+        self.stop()
+
+    @property
+    def running(self) -> bool:
+        return self.process is not None and self.process.poll() is None
+
+    def start(self: _Self, timeout: float = 300.0, waiting: Callable[[float], None] | None = None) -> _Self:
+        """Starts and waits until it serves.
+
+        Args:
+            timeout: seconds until it must be ready.
+            waiting: told the seconds passed, about twice a second; what it raises ends the server.
+
+        Raises:
+            ServerFailed: it ended, or was not ready in time.
+        """
+        self.log_path.parent.mkdir(parents=True, exist_ok=True)
+        begin = time.monotonic()
+        try:
+            with self.log_path.open("wb") as log:
+                self.process = subprocess.Popen(
+                    [sys.executable, "-I", "-c", _TIED, *self.command],
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    env=self.env,
+                    cwd=self.log_path.parent,  # not the repository: the current folder is on the server's sys.path
+                    start_new_session=True,  # one group with its children; Ctrl-C reaches us, and we stop them
+                )
+            while not self._healthy():
+                self.check_alive()
+                passed = time.monotonic() - begin
+                if passed > timeout:
+                    raise ServerFailed(f"not ready after {timeout:.0f} s{self.more_time}", self.log_tail())
+                if waiting:
+                    waiting(passed)
+                time.sleep(0.5)
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def stop(self) -> None:
+        """Ends the server and everything it started. Safe to call twice."""
+        if self.process is None:
+            return
+        if self.running:
+            self.process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(timeout=10)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+    def check_alive(self) -> None:
+        """Raises:
+        ServerFailed: it stopped by itself.
+        """
+        if self.process is not None and self.process.poll() is not None:
+            raise ServerFailed(self._reason(), self.log_tail())
+
+    def log(self) -> str:
+        return self.log_path.read_text(errors="replace") if self.log_path.exists() else ""
+
+    def log_tail(self, lines: int = 40) -> str:
+        return "\n".join(self.log().splitlines()[-lines:])
+
+    def _reason(self) -> str:
+        """Why it ended, in one line."""
+        return f"the server ended with code {self.process.returncode if self.process else None}"
+
+    def _healthy(self) -> bool:
+        try:
+            with OPENER.open(self.url + "/health", timeout=30) as response:
+                return response.status == 200
+        except OSError:  # refused, 503 while it loads, or slow
+            return False

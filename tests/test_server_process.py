@@ -1,0 +1,111 @@
+"""Servers as child processes: what they started ends with them, and they end with us."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from sglang_kvq.server_process import ServerFailed, ServerProcess, free_port
+from tests.conftest import ROOT
+
+#: Answers ``/health``; before that it starts a child of its own and prints both process ids.
+SERVER = """
+import http.server, os, subprocess, sys
+child = subprocess.Popen(["sleep", "600"])
+print(os.getpid(), child.pid, flush=True)
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
+HANGING = "import time; print('loading', flush=True); time.sleep(600)"
+
+
+def server(folder: Path, code: str = SERVER, **options) -> ServerProcess:
+    port = free_port()
+    return ServerProcess([sys.executable, "-c", code, str(port)], folder / "server.log", port, **options)
+
+
+def started(folder: Path) -> list[int]:
+    """Process ids of the server and of its child."""
+    return [int(word) for word in (folder / "server.log").read_text().splitlines()[0].split()]
+
+
+def running(pid: int) -> bool:
+    """Whether the process exists and is more than an entry that nobody has waited for."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def ends(pid: int) -> bool:
+    deadline = time.monotonic() + 10
+    while running(pid) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return not running(pid)
+
+
+def test_stopping_ends_what_the_server_started(tmp_path):
+    with server(tmp_path) as process:
+        own, child = started(tmp_path)
+        assert own == process.process.pid and running(own) and running(child)
+        process.check_alive()
+    assert not process.running and ends(own) and ends(child)
+    process.stop()
+
+
+def test_a_server_ends_when_its_parent_is_killed(tmp_path):
+    code = (
+        "import pathlib, sys, time\n"
+        "from tests.test_server_process import server\n"
+        "server(pathlib.Path(sys.argv[1])).start()\n"
+        "print('ready', flush=True)\n"
+        "time.sleep(600)\n"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", code, tmp_path], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    assert parent.stdout.readline() == "ready\n"
+    own, child = started(tmp_path)
+    assert running(own)
+    parent.kill()
+    parent.communicate()
+    assert ends(own)
+    os.kill(child, signal.SIGKILL)  # only the server itself is tied to its parent
+
+
+def test_a_server_that_ends_or_hangs_is_told_with_its_log(tmp_path):
+    with pytest.raises(ServerFailed, match="code 3") as raised:
+        server(tmp_path, "print('no such model'); raise SystemExit(3)").start()
+    assert raised.value.log == "no such model"
+    process = server(tmp_path, HANGING)
+    with pytest.raises(ServerFailed, match="not ready after 1 s"):
+        process.start(1)
+    assert not process.running and process.log() == "loading\n"
+
+
+def test_starting_can_be_given_up(tmp_path):
+    def give_up(passed: float) -> None:
+        raise KeyboardInterrupt
+
+    process = server(tmp_path, HANGING)
+    with pytest.raises(KeyboardInterrupt):
+        process.start(30, give_up)
+    assert not process.running
+
+
+def test_no_proxy_for_this_machine_beside_the_users_own_hosts(tmp_path, monkeypatch):
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    monkeypatch.setenv("no_proxy", "mirror.example")
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    process = server(tmp_path, env={"MINE": "1"})
+    assert process.env["no_proxy"] == process.env["NO_PROXY"] == "mirror.example,127.0.0.1,localhost"
+    assert process.env["MINE"] == "1"
+    with process:
+        pass
