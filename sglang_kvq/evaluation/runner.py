@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -107,6 +107,8 @@ class Runner:
             futures = [pool.submit(work, job) for job in sorted(jobs, key=lambda job: not job[0].is_reference)]
             try:
                 for future in futures:
+                    while not wait([future], timeout=0.5).done:
+                        pass  # Ctrl-C that the kernel hands to another thread is seen only when this one wakes
                     future.result()
             except BaseException:
                 self._stop.set()
