@@ -1,29 +1,29 @@
 """A tile of query rows over the records of one request: the loops of ``extend``.
 
-With codes c in 0..3, scale s and zero z per token,
+With tens of rows per program, dequantising a key or a value once costs less than correcting every score for scale and
+zero as ``decode`` does. FP16 holds c s + z with three bits more than BF16, and in the range that the stored scales,
+which are FP16 themselves, have. A code is AND-ed out of its byte into the mantissa of 1024, and made a number, then a
+key or value, by one FP16 instruction each for two of them:
 
-    q k     = s_k (q c_k) + z_k sum(q)            the affine terms stay outside the product
-    sum p v = sum (p s_v) c_v + sum p z_v         s_v is folded into p, z_v is one number per row
+    c = (1024 + 4^plane c) 4^-plane - 1024 4^-plane          exact
+    k = c s + z                                              rounded once
 
-as in ``decode``, but on FP16 tensor cores: a code AND-ed out of its byte is the low bits of a subnormal FP16 number,
-code 4^plane 2^-24, exactly, with neither a shift nor an addition. Q and P carry the powers of four, and are brought
-to where FP16 has 11 bits: Q by a power of two, which loses nothing, P by the largest scale of V so far.
-
-Records of any other format are dequantised to BF16 in registers.
+Q is brought into FP16's range by a power of two, which loses nothing, P by 2^15. Records of any other format are
+dequantised to BF16, as ``gather`` does.
 """
 
 import triton
 import triton.language as tl
 
+from sglang_kvq.config import PAGE_SIZE
 from sglang_kvq.kernels.common import PAGE, dot, key_row, page_of, to_bf16
 from sglang_kvq.kernels.gather import dequantise, packed
 
 NEVER = tl.constexpr(-1e30)
-#: q is scaled to at most 2^14, p s_v to at most 2^15; a code counts 2^-24.
-_Q_SCALE = tl.constexpr(2.0**13)
-_Q_UNSCALE = tl.constexpr(2.0**11)
-_P_SCALE = tl.constexpr(2.0**15)
-_P_UNSCALE = tl.constexpr(2.0**9)
+#: q is scaled to at most 2^12, of which 256 products with the largest FP16 number are far from float32's largest.
+_Q_SCALE = tl.constexpr(2.0**11)
+#: log2 of what p is multiplied by: the smallest p with all bits is 2^-29 of the largest.
+_P_SHIFT = tl.constexpr(15.0)
 
 
 @triton.jit
@@ -37,91 +37,100 @@ def history_two_bits(
     place: int64 [ROWS], each row's query in q; live: which rows are queries. PAGES pages a turn, 1 or 2, tokens in
     their order. One or two groups along D, whole planes of K's bytes each; acc are dims v_first .. v_first + GROUP.
     """
+    D4: tl.constexpr = D // 4
+    c = tl.arange(0, 4 * JP)
+    inside = live[:, None] & (c % JP < D4)[None, :]
+    x = tl.load(q + place[:, None] + (c // JP * D4 + c % JP)[None, :], mask=inside, other=0.0).to(tl.float32)
+    peak = tl.maximum(tl.max(tl.max(tl.abs(x), 1), 0), 1e-30)
+    unit = (peak.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)  # a power of two
+    queries = (x * (_Q_SCALE / unit)).to(tl.float16)  # [ROWS, 4 JP]
+    factor = unit * (scale_log2 / _Q_SCALE)
+
+    acc = tl.zeros([ROWS, VP], tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    top = tl.full([ROWS], NEVER, tl.float32)
+    records += head * _record_bytes(D, GROUP)
+    whole = first + tl.maximum(tl.minimum(last, prefix // PAGE) - first, 0) // PAGES * PAGES
+    page_a = page_of(table, first)
+    page_b = page_of(table, tl.minimum(first + 1, last - 1))
+    for index in tl.range(first, whole, PAGES):
+        base_a, base_b = page_a, page_b
+        page_a = page_of(table, tl.minimum(index + PAGES, last - 1))
+        if PAGES == 2:
+            page_b = page_of(table, tl.minimum(index + PAGES + 1, last - 1))
+        acc, total, top = _turn(
+            acc, total, top, queries, factor, records, base_a, base_b, PAGES * PAGE, v_first,
+            KV_HEADS, D, JP, GROUP, VP, ROWS, PAGES, False, PLAIN,
+        )  # fmt: skip
+    for index in tl.range(whole, last, PAGES):  # a page that is half stored, one page where two are a turn
+        base_a, base_b = page_of(table, index), page_of(table, tl.minimum(index + PAGES - 1, last - 1))
+        count = tl.minimum(last * PAGE, prefix) - PAGE * index
+        acc, total, top = _turn(
+            acc, total, top, queries, factor, records, base_a, base_b, count, v_first,
+            KV_HEADS, D, JP, GROUP, VP, ROWS, PAGES, True, PLAIN,
+        )  # fmt: skip
+    return acc, total, top - _P_SHIFT
+
+
+@triton.jit
+def _turn(
+    acc, total, top, queries, factor, records, page_a, page_b, count, v_first,
+    KV_HEADS: tl.constexpr, D: tl.constexpr, JP: tl.constexpr, GROUP: tl.constexpr, VP: tl.constexpr,
+    ROWS: tl.constexpr, PAGES: tl.constexpr, MASKED: tl.constexpr, PLAIN: tl.constexpr,
+):  # fmt: skip
+    """Online softmax over the first ``count`` tokens of one or two pages. All of them, unless MASKED."""
     TILE: tl.constexpr = PAGES * PAGE
     QUARTER: tl.constexpr = PAGE // 4
     D4: tl.constexpr = D // 4
     GROUPS: tl.constexpr = D // GROUP
-    COLUMNS: tl.constexpr = 4 * JP // GROUPS
     CODES: tl.constexpr = PAGE * D4
-    SCALES: tl.constexpr = PAGE * GROUPS
-    RECORD: tl.constexpr = 2 * CODES + 8 * SCALES
-
-    peak = _peak(q, place, live, D4, JP, ROWS)
-    q0, sum0 = _queries(q, place, live, peak, 0, D4, JP, COLUMNS)
-    sum0 *= scale_log2
-    if GROUPS == 2:
-        q1, sum1 = _queries(q, place, live, peak, COLUMNS, D4, JP, COLUMNS)
-        sum1 *= scale_log2
-    unscale = peak * (_Q_UNSCALE * scale_log2)
+    RECORD: tl.constexpr = _record_bytes(D, GROUP)
+    WORDS: tl.constexpr = PAGE // 2  # of a page's scales, or zeros, of one group: two tokens each
 
     n, j, dim, i = tl.arange(0, TILE), tl.arange(0, JP), tl.arange(0, VP), tl.arange(0, QUARTER)
-    token = n % PAGE
-    second = n >= PAGE
-    pair = tl.arange(0, TILE // 2)  # of neighbouring tokens, whose scales are one word
-    second_pair = pair >= PAGE // 2
-    fraction = _quarter_power(token // QUARTER) * _P_SCALE
-    k_place = key_row(token)[:, None] * D4 + j[None, :]
-    v_page = tl.arange(0, PAGES)[None, :, None]
-    v_place = CODES + (v_first + dim)[:, None, None] * QUARTER + i[None, None, :]
-    records += head * RECORD
+    base_a, base_b = records + page_a * (KV_HEADS * RECORD), records + page_b * (KV_HEADS * RECORD)
+    if PAGES == 2:
+        base_k = tl.where(n >= PAGE, base_b, base_a)[:, None]
+        second = tl.arange(0, PAGES) == 1
+        base_v = tl.where(second, base_b, base_a)[None, :, None]
+        words = tl.where(second, base_b, base_a)[:, None]
+    else:
+        base_k, base_v, words = base_a, base_a, base_a
+    base_k += key_row(n % PAGE)[:, None] * D4 + j[None, :]
+    rows_v = CODES + (v_first + dim)[:, None] * QUARTER
+    if PAGES == 2:
+        base_v += rows_v[:, :, None] + i[None, None, :]
+        in_v = (dim < GROUP)[:, None, None]
+    else:
+        # Eight bytes a thread: where neighbouring lanes hold different dims only, the compiler stores the dequantised
+        # tile dim by dim, two bytes at a time.
+        base_v = tl.max_contiguous(base_v + rows_v + i[None, :], [1, 8])
+        in_v = (dim < GROUP)[:, None]
+    k = tl.load(base_k) if D4 == JP else tl.load(base_k, mask=(j < D4)[None, :], other=0)  # [TILE, JP]
+    v = tl.load(base_v) if GROUP == VP else tl.load(base_v, mask=in_v, other=0)  # [VP, (PAGES,) QUARTER]
+    words = (words + 2 * CODES).to(tl.pointer_type(tl.int32)) + tl.arange(0, 4 * WORDS)[None, :]
+    if GROUPS == 2:
+        s_k, s_k2, z_k, z_k2 = _scales(words, PAGES, WORDS)
+        s_v, s_v2, z_v, z_v2 = _scales(words + 4 * WORDS, PAGES, WORDS)
+        s_v, z_v = tl.where(v_first == 0, s_v, s_v2), tl.where(v_first == 0, z_v, z_v2)
+    else:
+        s_k, z_k, s_v, z_v = _scales(words, PAGES, WORDS)
+        s_k2, z_k2 = s_k, z_k
 
-    acc = tl.zeros([ROWS, VP], tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    zeros = tl.zeros([ROWS], tl.float32)
-    top = tl.full([ROWS], NEVER, tl.float32)
-    largest = tl.min(total, 0) + 1e-30  # scale of V so far
-    page_a = page_of(table, first)
-    page_b = page_of(table, tl.minimum(first + 1, last - 1))
-    for index in tl.range(first, last, PAGES):
-        base_a = records + page_a * (KV_HEADS * RECORD)
-        base_b = records + page_b * (KV_HEADS * RECORD)
-        page_a = page_of(table, tl.minimum(index + PAGES, last - 1))
-        if PAGES == 2:
-            page_b = page_of(table, tl.minimum(index + PAGES + 1, last - 1))
-            base_k = tl.where(second, base_b, base_a)[:, None]
-            base_v = tl.where(v_page == 1, base_b, base_a)
-            words = tl.where(second_pair, base_b, base_a)
-        else:
-            base_k, base_v, words = base_a, base_a, base_a
-        words = (words + 2 * CODES).to(tl.pointer_type(tl.int32)) + pair % (PAGE // 2)
-        if D4 == JP:
-            k = tl.load(base_k + k_place)  # [TILE, JP]
-        else:
-            k = tl.load(base_k + k_place, mask=(j < D4)[None, :], other=0)
-        if GROUP == VP:
-            v = tl.load(base_v + v_place)  # [VP, PAGES, QUARTER]
-        else:
-            v = tl.load(base_v + v_place, mask=(dim < GROUP)[:, None, None], other=0)
-        which = v_first // GROUP * (PAGE // 2)
-        s_k, z_k = _halves(words, 0, TILE), _halves(words, SCALES // 2, TILE)
-        s_v, z_v = _halves(words, SCALES + which, TILE), _halves(words, SCALES * 3 // 2 + which, TILE)
-
-        # A page that is half stored, and the turn's second page if there is none.
-        stored = (n + index * PAGE < tl.minimum(last * PAGE, prefix))[None, :]
-        k0, k1, k2, k3 = _unpack(k, PLAIN)
-        if GROUPS == 2:
-            x = _product(q0, _join2(k0, k1, TILE, JP), ROWS, TILE) * (s_k * unscale)[None, :]
-            x += sum0[:, None] * z_k[None, :]
-            s_k, z_k = _halves(words, PAGE // 2, TILE), _halves(words, SCALES // 2 + PAGE // 2, TILE)
-            x += _product(q1, _join2(k2, k3, TILE, JP), ROWS, TILE) * (s_k * unscale)[None, :]
-            x += sum1[:, None] * z_k[None, :]
-        else:
-            x = _product(q0, join_planes(k0, k1, k2, k3, TILE, JP), ROWS, TILE) * (s_k * unscale)[None, :]
-            x += sum0[:, None] * z_k[None, :]
-        x = tl.where(stored, x, NEVER)
-
-        new_top = tl.maximum(top, tl.max(x, 1))
-        new_largest = tl.maximum(largest, tl.max(s_v, 0))
-        decay = tl.exp2(top - new_top)
-        p = tl.exp2(x - new_top[:, None])
-        total = total * decay + tl.sum(p, 1)
-        zeros = zeros * decay + tl.sum(p * z_v[None, :], 1)
-        p = (p * (s_v * (fraction / new_largest))[None, :]).to(tl.float16)
-        v0, v1, v2, v3 = _unpack(v, PLAIN)
-        v = tl.reshape(join_planes(v0, v1, v2, v3, VP * PAGES, QUARTER), [VP, TILE])
-        acc = dot(p, tl.trans(v), acc * (decay * (largest / new_largest))[:, None])
-        top, largest = new_top, new_largest
-    return acc * (largest * _P_UNSCALE) + zeros[:, None], total, top
+    k0, k1, k2, k3 = _keys_of(k, s_k, z_k, s_k2, z_k2, TILE, PLAIN)
+    x = _product(queries, join_planes(k0, k1, k2, k3, TILE, JP), ROWS, TILE)
+    if MASKED:
+        x = tl.where((n < count)[None, :], x, NEVER)
+    new_top = tl.maximum(top, tl.max(x, 1) * factor)
+    decay = tl.exp2(top - new_top)
+    p = tl.exp2(x * factor + (-new_top + _P_SHIFT)[:, None])
+    total = total * decay + tl.sum(p, 1)
+    v0, v1, v2, v3 = _values_of(v, s_v, z_v, PAGES, WORDS, PLAIN)
+    v = join_planes(v0, v1, v2, v3, VP * PAGES, QUARTER)
+    if PAGES == 2:
+        v = tl.reshape(v, [VP, TILE])
+    acc = dot(p.to(tl.float16), tl.trans(v), acc * decay[:, None])
+    return acc, total, new_top
 
 
 @triton.jit
@@ -184,39 +193,138 @@ def _product(q, k, ROWS: tl.constexpr, KEYS: tl.constexpr):
     return dot(q, tl.trans(k), tl.zeros([ROWS, KEYS], tl.float32))
 
 
-@triton.jit
-def _peak(q, place, live, D4: tl.constexpr, JP: tl.constexpr, ROWS: tl.constexpr):
-    """The largest power of two that is no more than any |q| of the tile's largest."""
-    c = tl.arange(0, 4 * JP)
-    inside = live[:, None] & (c % JP < D4)[None, :]
-    x = tl.load(q + place[:, None] + (c // JP * D4 + c % JP)[None, :], mask=inside, other=0.0).to(tl.float32)
-    peak = tl.maximum(tl.max(tl.max(tl.abs(x), 1), 0), 1e-30)
-    return (peak.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+def _affine_ptx(scales: list[list[str]], zeros: list[list[str]]) -> tl.constexpr:
+    """PTX of four bytes, $8, to $0 to $7, two words of each plane of two FP16 values each.
+
+    scales, zeros: of each plane, what its two words are multiplied by and what is added, as operands.
+    """
+    lines = ["{", ".reg .b32 even, odd, base, factor, less;", "mov.b32 base, 0x64006400;"]  # 1024
+    lines += ["prmt.b32 even, $8, 0, 0x4140;", "prmt.b32 odd, $8, 0, 0x4342;"]  # two bytes, a zero above each
+    for plane in range(4):
+        mask, factor, less = 3 << 2 * plane, (15 - 2 * plane) << 10, 0x8000 | (25 - 2 * plane) << 10
+        lines += [f"mov.b32 factor, {factor * 0x10001:#x};", f"mov.b32 less, {less * 0x10001:#x};"]  # 4^-plane, -1024 of it
+        for n, word in enumerate(("even", "odd")):
+            out = f"${2 * plane + n}"
+            lines.append(f"lop3.b32 {out}, {word}, {mask * 0x10001:#x}, base, 0xea;")  # (a & b) | c
+            lines.append(f"fma.rn.f16x2 {out}, {out}, factor, less;")
+            lines.append(f"fma.rn.f16x2 {out}, {out}, {scales[plane][n]}, {zeros[plane][n]};")
+    return tl.constexpr("\n".join([*lines, "}"]))
+
+
+# Every argument has an operand for each of four bytes: of a token's scale all are alike, of a pair's the first two.
+_KEYS_PTX = _affine_ptx([["$9"] * 2] * 2 + [["$17"] * 2] * 2, [["$13"] * 2] * 2 + [["$21"] * 2] * 2)
+_KEYS_OPERANDS = tl.constexpr(",".join(["=r"] * 8 + ["r"] * 17))
+_VALUES_PTX = _affine_ptx(*([[f"${n + 4 * p}", f"${n + 4 * p + 2}"] for p in range(4)] for n in (9, 25)))
+_VALUES_OPERANDS = tl.constexpr(",".join(["=r"] * 8 + ["r"] * 33))
+
+
+@triton.constexpr_function
+def _record_bytes(d, group):
+    """Of two bits, a scale and a zero per token and group."""
+    return 2 * (PAGE_SIZE * d // 4) + 8 * PAGE_SIZE * (d // group)
 
 
 @triton.jit
-def _queries(q, place, live, peak, first, D4: tl.constexpr, JP: tl.constexpr, COLUMNS: tl.constexpr):
-    """FP16 [ROWS, COLUMNS] of columns first .. (plane, j), divided by 4^plane, and the sum of q over them."""
-    c = first + tl.arange(0, COLUMNS)
-    plane = c // JP
-    inside = live[:, None] & (c % JP < D4)[None, :]
-    x = tl.load(q + place[:, None] + (plane * D4 + c % JP)[None, :], mask=inside, other=0.0).to(tl.float32)
-    return (x * (_quarter_power(plane) * (_Q_SCALE / peak))[None, :]).to(tl.float16), tl.sum(x, 1)
+def _scales(words, PAGES: tl.constexpr, WORDS: tl.constexpr):
+    """Four vectors that lie one behind the other in each page, as words [PAGES, WORDS] of two tokens' FP16 each.
+
+    One load, of as many words as a program of four warps has threads: the compiler copies it ahead, and does not
+    spread it over threads once more.
+    """
+    x = tl.load(words)  # [PAGES, 4 * WORDS]
+    return _split4(x, PAGES, WORDS)
 
 
 @triton.jit
-def _quarter_power(plane):
-    """4^-plane."""
-    return tl.where(plane == 0, 1.0, tl.where(plane == 1, 0.25, tl.where(plane == 2, 0.0625, 0.015625)))
+def _split4(x, PAGES: tl.constexpr, COLUMNS: tl.constexpr):
+    """[PAGES, 4 * COLUMNS] to its four quarters."""
+    x = tl.permute(tl.reshape(x, [PAGES, 2, 2, COLUMNS]), (0, 3, 1, 2))
+    even, odd = tl.split(x)
+    x0, x2 = tl.split(even)
+    x1, x3 = tl.split(odd)
+    return x0, x1, x2, x3
 
 
 @triton.jit
-def _halves(words, offset, TILE: tl.constexpr):
-    """float32 [TILE] of TILE / 2 words, two FP16 each: loads of four bytes, which the compiler copies ahead."""
-    x = tl.load(words + offset)
-    low = (x & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True)
-    high = ((x >> 16) & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True)
-    return tl.reshape(tl.join(low, high), [TILE]).to(tl.float32)
+def _low(x):
+    return (x & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True)
+
+
+@triton.jit
+def _high(x):
+    return ((x >> 16) & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True)
+
+
+@triton.jit
+def _per_token(x, TILE: tl.constexpr):
+    """Words [PAGES, WORDS] of two tokens each to one [TILE, 1] a token, its FP16 in both halves."""
+    low, high = x & 0xFFFF, (x >> 16) & 0xFFFF
+    return tl.reshape(tl.join(low | (low << 16), high | (high << 16)), [TILE])[:, None]
+
+
+@triton.jit
+def _keys_of(bytes, scale, zero, scale2, zero2, TILE: tl.constexpr, PLAIN: tl.constexpr):
+    """Packed K [TILE, JP] to FP16 tiles of the four planes, the last two with their own scales and zeros."""
+    s, z, s2, z2 = _per_token(scale, TILE), _per_token(zero, TILE), _per_token(scale2, TILE), _per_token(zero2, TILE)
+    if PLAIN:
+        k0 = _affine(bytes & 3, s, z)
+        k1 = _affine((bytes >> 2) & 3, s, z)
+        k2 = _affine((bytes >> 4) & 3, s2, z2)
+        k3 = _affine(bytes >> 6, s2, z2)
+    else:
+        k0, k1, k2, k3 = tl.inline_asm_elementwise(
+            asm=_KEYS_PTX,
+            constraints=_KEYS_OPERANDS,
+            args=[bytes, s, z, s2, z2],
+            dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
+            is_pure=True,
+            pack=4,
+        )
+    return k0, k1, k2, k3
+
+
+@triton.jit
+def _affine(code, scale, zero):
+    """code scale + zero, rounded once; scale and zero are words' lower halves."""
+    return (code.to(tl.float32) * _low(scale).to(tl.float32) + _low(zero).to(tl.float32)).to(tl.float16)
+
+
+@triton.jit
+def _values_of(bytes, scale, zero, PAGES: tl.constexpr, WORDS: tl.constexpr, PLAIN: tl.constexpr):
+    """Packed V [VP, (PAGES,) QUARTER] to FP16 tiles of the four planes."""
+    s0, s1, s2, s3 = _split4(scale, PAGES, WORDS // 4)
+    z0, z1, z2, z3 = _split4(zero, PAGES, WORDS // 4)
+    s0, s1, s2, s3 = _twice(s0, PLAIN), _twice(s1, PLAIN), _twice(s2, PLAIN), _twice(s3, PLAIN)
+    z0, z1, z2, z3 = _twice(z0, PLAIN), _twice(z1, PLAIN), _twice(z2, PLAIN), _twice(z3, PLAIN)
+    if PLAIN:
+        v0 = _affine(bytes & 3, s0, z0)
+        v1 = _affine((bytes >> 2) & 3, s1, z1)
+        v2 = _affine((bytes >> 4) & 3, s2, z2)
+        v3 = _affine(bytes >> 6, s3, z3)
+    else:
+        v0, v1, v2, v3 = tl.inline_asm_elementwise(
+            asm=_VALUES_PTX,
+            constraints=_VALUES_OPERANDS,
+            args=[bytes, s0, s1, s2, s3, z0, z1, z2, z3],
+            dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
+            is_pure=True,
+            pack=4,
+        )
+    return v0, v1, v2, v3
+
+
+@triton.jit
+def _twice(x, PLAIN: tl.constexpr):
+    """Words [PAGES, n] of two tokens each to [1, (PAGES,) 2 n]: each token's word; if PLAIN, its FP16 below."""
+    PAGES: tl.constexpr = x.shape[0]
+    if PLAIN:
+        x = tl.join(x, x >> 16)
+    else:
+        x = tl.join(x, x)
+    if PAGES == 1:
+        return tl.reshape(x, [1, 2 * x.shape[1]])
+    else:
+        return tl.reshape(x, [1, PAGES, 2 * x.shape[1]])
 
 
 @triton.jit
@@ -236,42 +344,6 @@ def _keys(
 def join_planes(x0, x1, x2, x3, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """Four tiles of ROWS rows of COLUMNS to one [ROWS, 4 COLUMNS], side by side."""
     x = tl.join(tl.join(x0, x2), tl.join(x1, x3))  # [.., COLUMNS, plane // 2, plane % 2]
-    x = tl.reshape(x, [ROWS, COLUMNS, 2, 2])
+    if len(x0.shape) > 2:
+        x = tl.reshape(x, [ROWS, COLUMNS, 2, 2])
     return tl.reshape(tl.permute(x, (0, 2, 3, 1)), [ROWS, 4 * COLUMNS])
-
-
-@triton.jit
-def _join2(x0, x1, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    return tl.reshape(tl.permute(tl.join(x0, x1), (0, 2, 1)), [ROWS, 2 * COLUMNS])
-
-
-@triton.jit
-def _unpack(bytes, PLAIN: tl.constexpr):
-    """uint8 tile of four codes each to FP16 tiles of code 4^plane 2^-24."""
-    if PLAIN:
-        c0 = (bytes & 3).to(tl.uint16).to(tl.float16, bitcast=True)
-        c1 = (bytes & 12).to(tl.uint16).to(tl.float16, bitcast=True)
-        c2 = (bytes & 48).to(tl.uint16).to(tl.float16, bitcast=True)
-        c3 = (bytes & 192).to(tl.uint16).to(tl.float16, bitcast=True)
-    else:
-        c0, c1, c2, c3 = tl.inline_asm_elementwise(
-            asm="""{
-            .reg .b32 even, odd;
-            prmt.b32 even, $8, 0, 0x4140;
-            prmt.b32 odd, $8, 0, 0x4342;
-            and.b32 $0, even, 0x00030003;
-            and.b32 $1, odd, 0x00030003;
-            and.b32 $2, even, 0x000c000c;
-            and.b32 $3, odd, 0x000c000c;
-            and.b32 $4, even, 0x00300030;
-            and.b32 $5, odd, 0x00300030;
-            and.b32 $6, even, 0x00c000c0;
-            and.b32 $7, odd, 0x00c000c0;
-            }""",
-            constraints="=r,=r,=r,=r,=r,=r,=r,=r,r",
-            args=[bytes],
-            dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
-            is_pure=True,
-            pack=4,
-        )
-    return c0, c1, c2, c3
