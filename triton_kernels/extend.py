@@ -34,14 +34,12 @@ class ExtendLaunch:
 
     Attributes:
         rows: of a tile: tokens times the query heads of a KV head.
-        pages: of records that the two-bit loop takes a turn, 1 or 2.
         keys: BF16 keys a turn, at most 64.
-        warps, stages: the compiler's; registers: its limit per thread, None for none.
+        warps: 4 or 8; stages: the compiler's; registers: its limit per thread, None for none.
         programs_per_sm: that an SM holds at once.
     """
 
     rows: int
-    pages: int
     keys: int
     warps: int
     stages: int
@@ -49,10 +47,11 @@ class ExtendLaunch:
     programs_per_sm: int
 
 
-#: By the most rows that a request of the batch has, ascending; the last serves all that have more.
+#: By the most rows that a request of the batch has, ascending; the last serves all that have more. ``kernels.py
+#: --sweep-extend`` compares ways.
 LAUNCHES = (
-    ExtendLaunch(rows=16, pages=1, keys=32, warps=4, stages=3, registers=None, programs_per_sm=3),
-    ExtendLaunch(rows=64, pages=1, keys=32, warps=4, stages=3, registers=168, programs_per_sm=3),
+    ExtendLaunch(rows=64, keys=32, warps=4, stages=3, registers=None, programs_per_sm=2),
+    ExtendLaunch(rows=128, keys=32, warps=8, stages=3, registers=None, programs_per_sm=1),
 )
 
 
@@ -187,7 +186,7 @@ def extend(
         DIMS=dims,
         VP=triton.next_power_of_2(dims),
         ROWS=launch.rows,
-        PAGES=launch.pages,
+        COPIES=max(launch.warps // 4, 1),
         KEYS=launch.keys,
         PLAIN=plain,
         num_warps=launch.warps,
@@ -204,7 +203,7 @@ def _extend(
     q_token, q_head, k_token, k_head, v_token, v_head, table_row,
     RECORD: tl.constexpr, FAST: tl.constexpr, SHARED: tl.constexpr, KV_HEADS: tl.constexpr,
     D: tl.constexpr, DP: tl.constexpr, JP: tl.constexpr, DIMS: tl.constexpr, VP: tl.constexpr,
-    ROWS: tl.constexpr, PAGES: tl.constexpr, KEYS: tl.constexpr, PLAIN: tl.constexpr,
+    ROWS: tl.constexpr, COPIES: tl.constexpr, KEYS: tl.constexpr, PLAIN: tl.constexpr,
 ):  # fmt: skip
     """Program (kv_head * parts of V + part, item)."""
     head = tl.program_id(0) // (D // DIMS)
@@ -236,7 +235,7 @@ def _extend(
         if FAST:
             acc, total, top = history_two_bits(
                 q, place, live, table, history, history_end, prefix, records, head, v_first, scale_log2,
-                KV_HEADS, D, JP, DIMS, VP, ROWS, PAGES, PLAIN,
+                KV_HEADS, D, JP, DIMS, VP, ROWS, COPIES, PLAIN,
             )  # fmt: skip
         else:
             acc, total, top = history_any(

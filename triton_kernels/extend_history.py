@@ -30,14 +30,15 @@ _P_SHIFT = tl.constexpr(15.0)
 def history_two_bits(
     q, place, live, table, first, last, prefix, records, head, v_first, scale_log2,
     KV_HEADS: tl.constexpr, D: tl.constexpr, JP: tl.constexpr, GROUP: tl.constexpr, VP: tl.constexpr,
-    ROWS: tl.constexpr, PAGES: tl.constexpr, PLAIN: tl.constexpr,
+    ROWS: tl.constexpr, COPIES: tl.constexpr, PLAIN: tl.constexpr,
 ):  # fmt: skip
     """Records of pages first .. last: (acc [ROWS, VP], denominator [ROWS], maximum [ROWS]), base 2.
 
-    place: int64 [ROWS], each row's query in q; live: which rows are queries. PAGES pages a turn, 1 or 2, tokens in
-    their order. One or two groups along D, whole planes of K's bytes each; acc are dims v_first .. v_first + GROUP.
+    place: int64 [ROWS], each row's query in q; live: which rows are queries. One or two groups along D, whole planes of
+    K's bytes each; acc are dims v_first .. v_first + GROUP. COPIES: see ``_scales``.
     """
     D4: tl.constexpr = D // 4
+    RECORD: tl.constexpr = _record_bytes(D, GROUP)
     c = tl.arange(0, 4 * JP)
     inside = live[:, None] & (c % JP < D4)[None, :]
     x = tl.load(q + place[:, None] + (c // JP * D4 + c % JP)[None, :], mask=inside, other=0.0).to(tl.float32)
@@ -49,86 +50,64 @@ def history_two_bits(
     acc = tl.zeros([ROWS, VP], tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     top = tl.full([ROWS], NEVER, tl.float32)
-    records += head * _record_bytes(D, GROUP)
-    whole = first + tl.maximum(tl.minimum(last, prefix // PAGE) - first, 0) // PAGES * PAGES
-    page_a = page_of(table, first)
-    page_b = page_of(table, tl.minimum(first + 1, last - 1))
-    for index in tl.range(first, whole, PAGES):
-        base_a, base_b = page_a, page_b
-        page_a = page_of(table, tl.minimum(index + PAGES, last - 1))
-        if PAGES == 2:
-            page_b = page_of(table, tl.minimum(index + PAGES + 1, last - 1))
-        acc, total, top = _turn(
-            acc, total, top, queries, factor, records, base_a, base_b, PAGES * PAGE, v_first,
-            KV_HEADS, D, JP, GROUP, VP, ROWS, PAGES, False, PLAIN,
+    records += head * RECORD
+    whole = tl.maximum(tl.minimum(last, prefix // PAGE), first)
+    next_page = page_of(table, first)
+    for index in tl.range(first, whole):
+        page = next_page
+        next_page = page_of(table, tl.minimum(index + 1, last - 1))
+        acc, total, top = _page(
+            acc, total, top, queries, factor, records + page * (KV_HEADS * RECORD), PAGE, v_first,
+            D, JP, GROUP, VP, ROWS, COPIES, False, PLAIN,
         )  # fmt: skip
-    for index in tl.range(whole, last, PAGES):  # a page that is half stored, one page where two are a turn
-        base_a, base_b = page_of(table, index), page_of(table, tl.minimum(index + PAGES - 1, last - 1))
-        count = tl.minimum(last * PAGE, prefix) - PAGE * index
-        acc, total, top = _turn(
-            acc, total, top, queries, factor, records, base_a, base_b, count, v_first,
-            KV_HEADS, D, JP, GROUP, VP, ROWS, PAGES, True, PLAIN,
+    if whole < last:  # one page, which is half stored
+        base = records + page_of(table, whole) * (KV_HEADS * RECORD)
+        acc, total, top = _page(
+            acc, total, top, queries, factor, base, prefix - whole * PAGE, v_first,
+            D, JP, GROUP, VP, ROWS, COPIES, True, PLAIN,
         )  # fmt: skip
     return acc, total, top - _P_SHIFT
 
 
 @triton.jit
-def _turn(
-    acc, total, top, queries, factor, records, page_a, page_b, count, v_first,
-    KV_HEADS: tl.constexpr, D: tl.constexpr, JP: tl.constexpr, GROUP: tl.constexpr, VP: tl.constexpr,
-    ROWS: tl.constexpr, PAGES: tl.constexpr, MASKED: tl.constexpr, PLAIN: tl.constexpr,
+def _page(
+    acc, total, top, queries, factor, record, count, v_first,
+    D: tl.constexpr, JP: tl.constexpr, GROUP: tl.constexpr, VP: tl.constexpr,
+    ROWS: tl.constexpr, COPIES: tl.constexpr, MASKED: tl.constexpr, PLAIN: tl.constexpr,
 ):  # fmt: skip
-    """Online softmax over the first ``count`` tokens of one or two pages. All of them, unless MASKED."""
-    TILE: tl.constexpr = PAGES * PAGE
+    """Online softmax over the first ``count`` tokens of a page; over all, unless MASKED."""
     QUARTER: tl.constexpr = PAGE // 4
     D4: tl.constexpr = D // 4
     GROUPS: tl.constexpr = D // GROUP
     CODES: tl.constexpr = PAGE * D4
-    RECORD: tl.constexpr = _record_bytes(D, GROUP)
-    WORDS: tl.constexpr = PAGE // 2  # of a page's scales, or zeros, of one group: two tokens each
+    VECTOR: tl.constexpr = PAGE // 2  # words of scales, or zeros, of one group: two tokens each
 
-    n, j, dim, i = tl.arange(0, TILE), tl.arange(0, JP), tl.arange(0, VP), tl.arange(0, QUARTER)
-    base_a, base_b = records + page_a * (KV_HEADS * RECORD), records + page_b * (KV_HEADS * RECORD)
-    if PAGES == 2:
-        base_k = tl.where(n >= PAGE, base_b, base_a)[:, None]
-        second = tl.arange(0, PAGES) == 1
-        base_v = tl.where(second, base_b, base_a)[None, :, None]
-        words = tl.where(second, base_b, base_a)[:, None]
-    else:
-        base_k, base_v, words = base_a, base_a, base_a
-    base_k += key_row(n % PAGE)[:, None] * D4 + j[None, :]
-    rows_v = CODES + (v_first + dim)[:, None] * QUARTER
-    if PAGES == 2:
-        base_v += rows_v[:, :, None] + i[None, None, :]
-        in_v = (dim < GROUP)[:, None, None]
-    else:
-        # Eight bytes a thread: where neighbouring lanes hold different dims only, the compiler stores the dequantised
-        # tile dim by dim, two bytes at a time.
-        base_v = tl.max_contiguous(base_v + rows_v + i[None, :], [1, 8])
-        in_v = (dim < GROUP)[:, None]
-    k = tl.load(base_k) if D4 == JP else tl.load(base_k, mask=(j < D4)[None, :], other=0)  # [TILE, JP]
-    v = tl.load(base_v) if GROUP == VP else tl.load(base_v, mask=in_v, other=0)  # [VP, (PAGES,) QUARTER]
-    words = (words + 2 * CODES).to(tl.pointer_type(tl.int32)) + tl.arange(0, 4 * WORDS)[None, :]
+    n, j, dim, i = tl.arange(0, PAGE), tl.arange(0, JP), tl.arange(0, VP), tl.arange(0, QUARTER)
+    k_place = record + key_row(n)[:, None] * D4 + j[None, :]
+    # Eight bytes a thread: where neighbouring lanes hold different dims only, the compiler stores the dequantised
+    # tile dim by dim, two bytes at a time.
+    v_place = tl.max_contiguous(record + CODES + (v_first + dim)[:, None] * QUARTER + i[None, :], [1, 8])
+    k = tl.load(k_place) if D4 == JP else tl.load(k_place, mask=(j < D4)[None, :], other=0)  # [PAGE, JP]
+    v = tl.load(v_place) if GROUP == VP else tl.load(v_place, mask=(dim < GROUP)[:, None], other=0)  # [VP, QUARTER]
+    words = (record + 2 * CODES).to(tl.pointer_type(tl.int32))
     if GROUPS == 2:
-        s_k, s_k2, z_k, z_k2 = _scales(words, PAGES, WORDS)
-        s_v, s_v2, z_v, z_v2 = _scales(words + 4 * WORDS, PAGES, WORDS)
+        s_k, s_k2, z_k, z_k2 = _scales(words, VECTOR, COPIES)
+        s_v, s_v2, z_v, z_v2 = _scales(words + 4 * VECTOR, VECTOR, COPIES)
         s_v, z_v = tl.where(v_first == 0, s_v, s_v2), tl.where(v_first == 0, z_v, z_v2)
     else:
-        s_k, z_k, s_v, z_v = _scales(words, PAGES, WORDS)
+        s_k, z_k, s_v, z_v = _scales(words, VECTOR, COPIES)
         s_k2, z_k2 = s_k, z_k
 
-    k0, k1, k2, k3 = _keys_of(k, s_k, z_k, s_k2, z_k2, TILE, PLAIN)
-    x = _product(queries, join_planes(k0, k1, k2, k3, TILE, JP), ROWS, TILE)
+    k0, k1, k2, k3 = _keys_of(k, s_k, z_k, s_k2, z_k2, PLAIN)
+    x = _product(queries, join_planes(k0, k1, k2, k3, PAGE, JP), ROWS, PAGE)
     if MASKED:
         x = tl.where((n < count)[None, :], x, NEVER)
     new_top = tl.maximum(top, tl.max(x, 1) * factor)
     decay = tl.exp2(top - new_top)
     p = tl.exp2(x * factor + (-new_top + _P_SHIFT)[:, None])
     total = total * decay + tl.sum(p, 1)
-    v0, v1, v2, v3 = _values_of(v, s_v, z_v, PAGES, WORDS, PLAIN)
-    v = join_planes(v0, v1, v2, v3, VP * PAGES, QUARTER)
-    if PAGES == 2:
-        v = tl.reshape(v, [VP, TILE])
+    v0, v1, v2, v3 = _values_of(v, s_v, z_v, VECTOR, PLAIN)
+    v = join_planes(v0, v1, v2, v3, VP, QUARTER)
     acc = dot(p.to(tl.float16), tl.trans(v), acc * decay[:, None])
     return acc, total, new_top
 
@@ -225,21 +204,22 @@ def _record_bytes(d, group):
 
 
 @triton.jit
-def _scales(words, PAGES: tl.constexpr, WORDS: tl.constexpr):
-    """Four vectors that lie one behind the other in each page, as words [PAGES, WORDS] of two tokens' FP16 each.
+def _scales(words, VECTOR: tl.constexpr, COPIES: tl.constexpr):
+    """Four vectors that lie one behind the other, as words [VECTOR] of two tokens' FP16 each.
 
-    One load, of as many words as a program of four warps has threads: the compiler copies it ahead, and does not
-    spread it over threads once more.
+    One load, of COPIES of every word so that there is one at least for each thread: the compiler copies it ahead, and
+    does not repeat it in every thread as it does with smaller ones.
     """
-    x = tl.load(words)  # [PAGES, 4 * WORDS]
-    return _split4(x, PAGES, WORDS)
+    x = tl.load(words + tl.arange(0, COPIES * 4 * VECTOR) % (4 * VECTOR))
+    if COPIES == 2:
+        x, _ = tl.split(tl.permute(tl.reshape(x, [2, 4 * VECTOR]), (1, 0)))
+    return _split4(x, VECTOR)
 
 
 @triton.jit
-def _split4(x, PAGES: tl.constexpr, COLUMNS: tl.constexpr):
-    """[PAGES, 4 * COLUMNS] to its four quarters."""
-    x = tl.permute(tl.reshape(x, [PAGES, 2, 2, COLUMNS]), (0, 3, 1, 2))
-    even, odd = tl.split(x)
+def _split4(x, SIZE: tl.constexpr):
+    """[4 * SIZE] to its four quarters."""
+    even, odd = tl.split(tl.permute(tl.reshape(x, [2, 2, SIZE]), (2, 0, 1)))
     x0, x2 = tl.split(even)
     x1, x3 = tl.split(odd)
     return x0, x1, x2, x3
@@ -256,16 +236,16 @@ def _high(x):
 
 
 @triton.jit
-def _per_token(x, TILE: tl.constexpr):
-    """Words [PAGES, WORDS] of two tokens each to one [TILE, 1] a token, its FP16 in both halves."""
+def _per_token(x):
+    """Words [VECTOR] of two tokens each to one [PAGE, 1] a token, its FP16 in both halves."""
     low, high = x & 0xFFFF, (x >> 16) & 0xFFFF
-    return tl.reshape(tl.join(low | (low << 16), high | (high << 16)), [TILE])[:, None]
+    return tl.reshape(tl.join(low | (low << 16), high | (high << 16)), [PAGE, 1])
 
 
 @triton.jit
-def _keys_of(bytes, scale, zero, scale2, zero2, TILE: tl.constexpr, PLAIN: tl.constexpr):
-    """Packed K [TILE, JP] to FP16 tiles of the four planes, the last two with their own scales and zeros."""
-    s, z, s2, z2 = _per_token(scale, TILE), _per_token(zero, TILE), _per_token(scale2, TILE), _per_token(zero2, TILE)
+def _keys_of(bytes, scale, zero, scale2, zero2, PLAIN: tl.constexpr):
+    """Packed K [PAGE, JP] to FP16 tiles of the four planes, the last two with their own scales and zeros."""
+    s, z, s2, z2 = _per_token(scale), _per_token(zero), _per_token(scale2), _per_token(zero2)
     if PLAIN:
         k0 = _affine(bytes & 3, s, z)
         k1 = _affine((bytes >> 2) & 3, s, z)
@@ -290,10 +270,10 @@ def _affine(code, scale, zero):
 
 
 @triton.jit
-def _values_of(bytes, scale, zero, PAGES: tl.constexpr, WORDS: tl.constexpr, PLAIN: tl.constexpr):
-    """Packed V [VP, (PAGES,) QUARTER] to FP16 tiles of the four planes."""
-    s0, s1, s2, s3 = _split4(scale, PAGES, WORDS // 4)
-    z0, z1, z2, z3 = _split4(zero, PAGES, WORDS // 4)
+def _values_of(bytes, scale, zero, VECTOR: tl.constexpr, PLAIN: tl.constexpr):
+    """Packed V [VP, QUARTER] to FP16 tiles of the four planes."""
+    s0, s1, s2, s3 = _split4(scale, VECTOR // 4)
+    z0, z1, z2, z3 = _split4(zero, VECTOR // 4)
     s0, s1, s2, s3 = _twice(s0, PLAIN), _twice(s1, PLAIN), _twice(s2, PLAIN), _twice(s3, PLAIN)
     z0, z1, z2, z3 = _twice(z0, PLAIN), _twice(z1, PLAIN), _twice(z2, PLAIN), _twice(z3, PLAIN)
     if PLAIN:
@@ -315,16 +295,12 @@ def _values_of(bytes, scale, zero, PAGES: tl.constexpr, WORDS: tl.constexpr, PLA
 
 @triton.jit
 def _twice(x, PLAIN: tl.constexpr):
-    """Words [PAGES, n] of two tokens each to [1, (PAGES,) 2 n]: each token's word; if PLAIN, its FP16 below."""
-    PAGES: tl.constexpr = x.shape[0]
+    """Words [n] of two tokens each to [1, 2 n]: each token's word; if PLAIN, its FP16 in the lower half."""
     if PLAIN:
         x = tl.join(x, x >> 16)
     else:
         x = tl.join(x, x)
-    if PAGES == 1:
-        return tl.reshape(x, [1, 2 * x.shape[1]])
-    else:
-        return tl.reshape(x, [1, PAGES, 2 * x.shape[1]])
+    return tl.reshape(x, [1, x.numel])
 
 
 @triton.jit
@@ -342,8 +318,6 @@ def _keys(
 
 @triton.jit
 def join_planes(x0, x1, x2, x3, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Four tiles of ROWS rows of COLUMNS to one [ROWS, 4 COLUMNS], side by side."""
-    x = tl.join(tl.join(x0, x2), tl.join(x1, x3))  # [.., COLUMNS, plane // 2, plane % 2]
-    if len(x0.shape) > 2:
-        x = tl.reshape(x, [ROWS, COLUMNS, 2, 2])
+    """Four tiles [ROWS, COLUMNS] to one [ROWS, 4 COLUMNS], side by side."""
+    x = tl.join(tl.join(x0, x2), tl.join(x1, x3))  # [ROWS, COLUMNS, plane // 2, plane % 2]
     return tl.reshape(tl.permute(x, (0, 2, 3, 1)), [ROWS, 4 * COLUMNS])
