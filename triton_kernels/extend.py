@@ -47,16 +47,20 @@ class ExtendLaunch:
     programs_per_sm: int
 
 
-#: By the most rows that a request of the batch has, ascending; the last serves all that have more. ``kernels.py
-#: --sweep-extend`` compares ways.
+#: By the most rows that a request of the batch has, ascending; the last serves all that have more. ``benchmarks/kernels.py
+#: --extend --sweep-extend`` compares ways.
 LAUNCHES = (
     ExtendLaunch(rows=64, keys=32, warps=4, stages=3, registers=None, programs_per_sm=2),
     ExtendLaunch(rows=128, keys=32, warps=8, stages=3, registers=None, programs_per_sm=1),
 )
+#: Heads of 256: a tile of keys takes twice the registers.
+WIDE = ExtendLaunch(rows=64, keys=32, warps=8, stages=2, registers=None, programs_per_sm=1)
 
 
-def extend_launch(longest_rows: int) -> ExtendLaunch:
+def extend_launch(head_dim: int, longest_rows: int) -> ExtendLaunch:
     """The launch for a batch whose longest extend has that many rows."""
+    if head_dim > 128:
+        return WIDE
     return next((launch for launch in LAUNCHES if launch.rows >= longest_rows), LAUNCHES[-1])
 
 
@@ -171,7 +175,6 @@ def extend(
     k, v = new
     q_heads, d = q.shape[1:]
     kv_heads, dims = k.shape[1], value_dims(d)
-    wide = launch.rows * d > 128 * 128
     _extend[(kv_heads * (d // dims), len(items))](
         out, lse, q, k, v, items, rows, scale * LOG2E,
         records, overlays, page_slot, req_to_token, row_sink_end, row_history_end,
@@ -190,8 +193,8 @@ def extend(
         KEYS=launch.keys,
         PLAIN=plain,
         num_warps=launch.warps,
-        num_stages=2 if wide else launch.stages,
-        maxnreg=None if d > 128 else launch.registers,
+        num_stages=launch.stages,
+        maxnreg=launch.registers,
         enable_fp_fusion=True,
     )  # fmt: skip
 

@@ -55,7 +55,7 @@ def plan_short(
 ) -> PlannedExtend:
     """Plan on the host; one copy to the device, which nothing waits for."""
     shared = q_heads // kv_heads
-    launch = short.launch or extend_launch(max(batch.new_lens) * shared)
+    launch = short.launch or extend_launch(head_dim, max(batch.new_lens) * shared)
     wave = max(sms * launch.programs_per_sm // (kv_heads * (head_dim // value_dims(head_dim))), 1)
     plan = plan_extend(batch.prefix_lens, batch.new_lens, shared, launch.rows, wave)
     host = torch.from_numpy(np.concatenate([plan.items.ravel(), plan.spans.ravel()]))
