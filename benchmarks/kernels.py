@@ -321,7 +321,7 @@ class ShortShape:
 
 
 #: The kernel for short extends, whatever the batch.
-ANY_EXTEND = ShortExtends(most_tokens=1 << 20, most_per_request=1 << 20, least_prefix=0)
+ANY_EXTEND = ShortExtends(1 << 20, 1 << 20, 1 << 20, least_prefix=0)
 
 
 def short_rows(timer: Timer, prefill: RaggedPrefill | None):

@@ -17,19 +17,25 @@ class ShortExtends:
 
     Attributes:
         most_tokens: new tokens in the batch; most_per_request: in a request, each at most.
+        most_rows_unpacked: new tokens times query heads of a KV head in a request, at most, of records that take more to
+            dequantise than uniform 2-bit ones: every tile of rows does it again.
         least_prefix: stored tokens in the batch, at least.
         launch: of the kernel; None chooses by the batch's longest request.
     """
 
     most_tokens: int = 2048
     most_per_request: int = 256
+    most_rows_unpacked: int = 128
     least_prefix: int = 512
     launch: ExtendLaunch | None = None
 
-    def suits(self, prefix_lens: list[int], new_lens: list[int]) -> bool:
+    def suits(self, prefix_lens: list[int], new_lens: list[int], shared: int, two_bit: bool) -> bool:
+        """shared: query heads of a KV head; two_bit: whether ``extend.is_two_bit`` of the layer's records."""
+        longest = max(new_lens)
         return (
             0 < sum(new_lens) <= self.most_tokens
-            and max(new_lens) <= self.most_per_request
+            and longest <= self.most_per_request
+            and (two_bit or longest * shared <= self.most_rows_unpacked)
             and sum(prefix_lens) >= self.least_prefix
         )
 

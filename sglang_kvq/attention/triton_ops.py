@@ -14,7 +14,7 @@ from sglang_kvq.errors import KVQuantError
 from sglang_kvq.kernels.codes import record_of
 from sglang_kvq.kernels.common import INTERPRETED
 from sglang_kvq.kernels.decode import DecodeLaunch, decode, decode_launch, value_dims
-from sglang_kvq.kernels.extend import extend
+from sglang_kvq.kernels.extend import extend, is_two_bit
 from sglang_kvq.kernels.flash import flash_attention, plan_tiles, tile_rows
 from sglang_kvq.kernels.gather import gather_pages
 from sglang_kvq.kernels.merge import merge_splits
@@ -125,7 +125,7 @@ class TritonOps(AttentionOps):
         return out
 
     def extend(self, layer, q, k, v, batch: ExtendBatch, scale):
-        if self.short is not None and self.short.suits(batch.prefix_lens, batch.new_lens):
+        if self._is_short(layer, batch):
             return self._extend_short(layer, q, k, v, batch, scale)
         if calls := self._calls_of(batch, scale):
             gather = lambda keys, values, pages: gather_pages(keys, values, batch.rows, pages, **self._stored(layer))  # noqa: E731
@@ -143,6 +143,11 @@ class TritonOps(AttentionOps):
             ends = {"first": i == 0, "last": slab is slabs[-1]}
             flash_attention(out, state, q, (k, v), stored, slab.tiles, scale, rows=rows, **ends)
         return out
+
+    def _is_short(self, layer: int, batch: ExtendBatch) -> bool:
+        """Whether the kernel that reads stored pages directly serves this layer."""
+        shared, two_bit = self.q_heads // self.pool.kv_heads, is_two_bit(self._records[layer], self.pool.head_dim)
+        return self.short is not None and self.short.suits(batch.prefix_lens, batch.new_lens, shared, two_bit)
 
     def _extend_short(self, layer, q, k, v, batch: ExtendBatch, scale):
         plan = self._short_plan_of(batch)

@@ -23,7 +23,7 @@ from sglang_kvq.kernels.extend import LAUNCHES, WIDE, extend_launch, plan_extend
 BOUND = 5e-3
 #: The interpreter takes its time over rows: here a tile has as few as a product takes.
 SMALL = LAUNCHES[0] if ON_GPU else replace(LAUNCHES[0], rows=16)
-ANY = ShortExtends(most_tokens=1 << 20, most_per_request=1 << 20, least_prefix=0, launch=SMALL)
+ANY = ShortExtends(1 << 20, 1 << 20, most_rows_unpacked=1 << 20, least_prefix=0, launch=SMALL)
 
 # Prefix and new tokens of each request.
 BATCHES = {
@@ -220,10 +220,11 @@ def test_a_long_prefix_fills_the_gpu_once():
 
 
 def test_which_batches_are_short():
-    short = ShortExtends(most_tokens=500, most_per_request=100, least_prefix=1000)
-    assert short.suits([900, 100], [100, 1]) and short.suits([4000] * 5, [100] * 5)
-    assert not short.suits([1000], [101]) and not short.suits([4000] * 6, [100] * 6)
-    assert not short.suits([999], [5]) and not short.suits([1000], [0])
+    short = ShortExtends(most_tokens=500, most_per_request=100, most_rows_unpacked=64, least_prefix=1000)
+    assert short.suits([900, 100], [100, 1], 4, True) and short.suits([4000] * 5, [100] * 5, 4, True)
+    assert not short.suits([1000], [101], 4, True) and not short.suits([4000] * 6, [100] * 6, 4, True)
+    assert not short.suits([999], [5], 4, True) and not short.suits([1000], [0], 4, True)
+    assert short.suits([1000], [16], 4, False) and not short.suits([1000], [17], 4, False)
     assert extend_launch(128, 64) is LAUNCHES[0] and extend_launch(128, 10_000) is LAUNCHES[-1]
     assert extend_launch(256, 8) is WIDE
 
