@@ -130,10 +130,14 @@ def plan_extend(prefix_lens: list[int], new_lens: list[int], shared: int, rows: 
 
 def _most_units(units: np.ndarray, tiles: np.ndarray, wave: int) -> int:
     """Units of an item: those of the number of waves that end first. units, tiles: of each request."""
-    least = -(-int(tiles.sum()) // wave)
+    count, total, most = int(tiles.sum()), int((tiles * units).sum()), int(units.max())
+    least = -(-count // wave)
     best = (float("inf"), 0)
     for waves in range(least, least + 4):
-        low, high = 1, int(units.max())
+        # Between as if parts had no remainders, and as if every tile had one.
+        spare = waves * wave - count
+        high = most if spare == 0 else min(-(-total // spare), most)
+        low = min(-(-total // (waves * wave)), high)
         while low < high:
             middle = (low + high) // 2
             fits = np.sum(tiles * -(-units // middle)) <= waves * wave
