@@ -48,15 +48,25 @@ def decode_us(
     return timer(lambda: wrapper.run(q, cache))
 
 
-def prefill_us(timer: Callable[[Callable], float], q: torch.Tensor, context: int, kv_heads: int) -> float | None:
-    """Causal prefill of one request: q BF16 ``[new, q_heads, D]``, the last tokens of ``context``."""
+def prefill_us(
+    timer: Callable[[Callable], float],
+    q: torch.Tensor,
+    context: int,
+    kv_heads: int,
+    batch: int = 1,
+    backends: tuple[str, ...] = ("auto",),
+) -> float | None:
+    """Causal prefill: q BF16 ``[batch * new, q_heads, D]``, the last tokens of ``context`` each; of the fastest backend."""
     if version() is None:
         return None
     import flashinfer
 
-    new, q_heads, d = q.shape
-    k, v = (torch.empty(context, kv_heads, d, dtype=torch.bfloat16, device="cuda").normal_() for _ in range(2))
-    wrapper = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(_workspace(), "NHD")
-    bounds = [torch.tensor([0, n], dtype=torch.int32, device="cuda") for n in (new, context)]
-    wrapper.plan(*bounds, q_heads, kv_heads, d, causal=True, q_data_type=torch.bfloat16)
-    return timer(lambda: wrapper.run(q, k, v))
+    tokens, q_heads, d = q.shape
+    k, v = (torch.empty(batch * context, kv_heads, d, dtype=torch.bfloat16, device="cuda").normal_() for _ in range(2))
+    bounds = [torch.arange(batch + 1, dtype=torch.int32, device="cuda") * n for n in (tokens // batch, context)]
+    times = []
+    for backend in backends:
+        wrapper = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(_workspace(), "NHD", backend=backend)
+        wrapper.plan(*bounds, q_heads, kv_heads, d, causal=True, q_data_type=torch.bfloat16)
+        times.append(timer(lambda: wrapper.run(q, k, v)))  # noqa: B023
+    return min(times)

@@ -11,23 +11,28 @@ from __future__ import annotations
 
 import argparse
 import sys
+import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
+import triton
 
 from benchmarks import baseline, record
 from sglang_kvq.attention import ragged
 from sglang_kvq.attention.base import ExtendBatch, LayerRotations
 from sglang_kvq.attention.ragged import RaggedPrefill
 from sglang_kvq.attention.reference import ReferenceOps
+from sglang_kvq.attention.short_extend import ShortExtends, plan_short
 from sglang_kvq.attention.triton_ops import TritonOps
 from sglang_kvq.cache.pool import PagePool
 from sglang_kvq.config import PAGE_SIZE
 from sglang_kvq.formats.page import PageFormat
 from sglang_kvq.kernels.decode import DecodeLaunch
+from sglang_kvq.kernels.extend import ExtendLaunch
 
 Q_HEADS, KV_HEADS, D = 32, 8, 128
 SINK, RECENT = 64, 256
@@ -36,6 +41,18 @@ FORMAT = PageFormat(D, D, 0.96, 0.92)
 BOUND = 5e-3
 #: Stored prefix and new tokens.
 EXTEND = [(0, 8192), (8192, 8192), (32768, 2048), (65536, 1024), (8192, 512), (8192, 128), (32768, 64)]
+#: Short extends: requests, new tokens of each, stored prefix.
+SHORT = [
+    (1, 16, 32768), (1, 64, 32768), (1, 128, 8192), (1, 256, 32768),
+    (8, 64, 16384), (8, 16, 4096), (32, 32, 8192), (1, 128, 131072),
+]  # fmt: skip
+#: What short extends are compared with: on a Hopper GPU FlashInfer chooses fa3, which does not split keys; fa2 does.
+BACKENDS = ("auto", "fa2")
+#: Ways to launch that --sweep-extend compares: rows, keys, warps, stages, registers, programs per SM.
+EXTEND_LAUNCHES = [
+    (64, 32, 4, 3, None, 2), (64, 32, 4, 3, None, 4), (64, 32, 4, 3, 168, 3), (64, 32, 4, 2, None, 2), (64, 32, 4, 4, None, 2),
+    (128, 32, 8, 3, None, 1), (128, 32, 8, 3, None, 2), (128, 32, 8, 2, None, 1), (64, 32, 8, 3, 128, 2), (32, 32, 4, 3, 168, 3),
+]  # fmt: skip
 #: Ways to launch that --sweep compares: stages, registers, programs per SM.
 LAUNCHES = [(2, 128, 16), (2, 144, 13), (2, 160, 8), (2, 160, 12), (2, 168, 12), (3, 160, 12), (3, 168, 12), (3, 168, 24)]
 
@@ -105,21 +122,34 @@ def make_pool(lengths: list[int]) -> PagePool:
     return pool
 
 
+def stored(pool: PagePool, row: int, head: int, context: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """float64 keys and values ``[context, D]`` of one KV head that a row stores."""
+    pages = pool.req_to_token[row, :context:PAGE_SIZE].long() // PAGE_SIZE
+    start = torch.arange(len(pages), device=pool.device) * PAGE_SIZE
+    coded = ((start >= pool.row_sink_end[row]) & (start < pool.row_history_end[row]))[:, None, None]
+    overlays = pool.overlays[0, pool.page_slot[pages].clamp(min=0).long(), :, head]
+    values = FORMAT.dequantise_pages(pool.records[0][pages, head])
+    k, v = (torch.where(coded, x, overlays[:, i].float()).double().flatten(0, 1)[:context] for i, x in enumerate(values))
+    return k, v
+
+
 def exact(pool: PagePool, row: int, q: torch.Tensor, context: int, scale: float) -> torch.Tensor:
     """float64 attention of q ``[q_heads, D]`` over everything a row stores."""
-    pages = pool.req_to_token[row, :context:PAGE_SIZE].long() // PAGE_SIZE
-    start = torch.arange(len(pages), device=q.device) * PAGE_SIZE
-    coded = ((start >= pool.row_sink_end[row]) & (start < pool.row_history_end[row]))[:, None, None, None]
-    overlays = pool.overlays[0, pool.page_slot[pages].clamp(min=0).long()]
     out = torch.empty(q.shape, dtype=torch.float64, device=q.device)
-    for head in range(KV_HEADS):
-        values = FORMAT.dequantise_pages(pool.records[0][pages, head : head + 1])
-        k, v = (
-            torch.where(coded, x, overlays[:, i, head : head + 1].float()).double().flatten(0, 2)[:context]
-            for i, x in enumerate(values)
-        )
-        group = slice(head * Q_HEADS // KV_HEADS, (head + 1) * Q_HEADS // KV_HEADS)
+    for head, group in enumerate(torch.arange(Q_HEADS).chunk(KV_HEADS)):
+        k, v = stored(pool, row, head, context)
         out[group] = (q[group].double() @ k.T * scale).softmax(-1) @ v
+    return out
+
+
+def exact_extend(pool: PagePool, row: int, q, k, v, prefix: int, scale: float) -> torch.Tensor:
+    """float64 attention of q ``[new, q_heads, D]`` over a row's prefix and the new k and v, causally."""
+    out = torch.empty(q.shape, dtype=torch.float64, device=q.device)
+    future = torch.ones(len(q), prefix + len(q), dtype=torch.bool, device=q.device).triu(prefix + 1)
+    for head, group in enumerate(torch.arange(Q_HEADS).chunk(KV_HEADS)):
+        keys, values = (torch.cat([x, y[:, head].double()]) for x, y in zip(stored(pool, row, head, prefix), (k, v)))
+        for h in group.tolist():
+            out[:, h] = (q[:, h].double() @ keys.T * scale).masked_fill(future, float("-inf")).softmax(-1) @ values
     return out
 
 
@@ -243,7 +273,7 @@ def extend_rows(timer: Timer, prefill: RaggedPrefill | None):
         prefill.suits = lambda new_lens: True
     for prefix, new in EXTEND:
         pool = make_pool([max(prefix, PAGE_SIZE)])
-        ops, reference = TritonOps(pool, LayerRotations(), Q_HEADS, 1, prefill=prefill), ReferenceOps(pool, LayerRotations())
+        ops, reference = TritonOps(pool, LayerRotations(), Q_HEADS, 1, prefill=prefill, short=None), ReferenceOps(pool, LayerRotations())
         q, k, v = (torch.randn(new, n, D, device="cuda").bfloat16() for n in (Q_HEADS, KV_HEADS, KV_HEADS))
         none = torch.empty(0, dtype=torch.int64, device="cuda")
         batch = ExtendBatch(torch.tensor([1], device="cuda"), [prefix], [new], torch.arange(new, device="cuda"), none, none)
@@ -256,9 +286,79 @@ def extend_rows(timer: Timer, prefill: RaggedPrefill | None):
         yield row_of(name, 1, prefix + new, us, theirs, error, None, new_tokens=new, tflop_per_s=round(flops / us / 1e6))
 
 
+class ShortShape:
+    """Inputs of a batch of short extends, and what is right for its first and last request."""
+
+    def __init__(self, batch: int, new: int, prefix: int) -> None:
+        self.name, self.new, self.prefix = f"{batch} x {new} after {prefix}", new, prefix
+        self.pool = make_pool([prefix] * batch)
+        self.q, self.k, self.v = (
+            torch.randn(batch * new, n, D, device="cuda").bfloat16() for n in (Q_HEADS, KV_HEADS, KV_HEADS)
+        )
+        none, rows = torch.empty(0, dtype=torch.int64, device="cuda"), torch.arange(1, batch + 1, device="cuda")
+        loc = torch.arange(batch * new, device="cuda")
+        self.batch = ExtendBatch(rows, [prefix] * batch, [new] * batch, loc, none, none)
+        self.want = {}
+        for i in {0, batch - 1}:
+            mine = slice(i * new, i * new + new)
+            q, k, v = self.q[mine], self.k[mine], self.v[mine]
+            self.want[i] = exact_extend(self.pool, i + 1, q, k, v, prefix, D**-0.5)
+
+    def measure(self, timer: Timer, short: ShortExtends | None, prefill: RaggedPrefill | None = None) -> tuple[float, float]:
+        """Microseconds and relative error."""
+        ops = TritonOps(self.pool, LayerRotations(), Q_HEADS, 1, prefill=prefill, short=short)
+        run = lambda: ops.extend(0, self.q, self.k, self.v, self.batch, D**-0.5)  # noqa: E731
+        got = run()
+        error = max(checked(f"extend {self.name}", got[i * self.new :][: self.new], x) for i, x in self.want.items())
+        return timer(run), error
+
+    def plan_us(self) -> float:
+        """Microseconds of the host, once per batch."""
+        start = time.perf_counter()
+        for _ in range(20):
+            plan_short(self.batch, ANY_EXTEND, Q_HEADS, KV_HEADS, D, 132, self.q.device)
+        return (time.perf_counter() - start) / 20 * 1e6
+
+
+#: The kernel for short extends, whatever the batch.
+ANY_EXTEND = ShortExtends(1 << 20, 1 << 20, 1 << 20, least_prefix=0)
+
+
+def short_rows(timer: Timer, prefill: RaggedPrefill | None):
+    """Short extends: pages read directly, against the prefix dequantised first, and against FlashInfer over BF16."""
+    for batch, new, prefix in SHORT:
+        shape = ShortShape(batch, new, prefix)
+        ours, error = shape.measure(timer, ANY_EXTEND)
+        before, _ = shape.measure(timer, None, prefill)
+        q, plan = shape.q, shape.plan_us()
+        del shape
+        theirs = baseline.prefill_us(timer, q, prefix + new, KV_HEADS, batch, BACKENDS)
+        flops = 4 * Q_HEADS * D * batch * (new * prefix + new * (new + 1) / 2)
+        more = {"new_tokens": new, "tflop_per_s": round(flops / ours / 1e6), "host_plan_us": round(plan)}
+        more |= {"dequantised_first_us": round(before, 2), "ratio_dequantised_first": round(before / ours, 3)}
+        yield row_of("extend (pages)", batch, prefix + new, ours, theirs, error, None, **more)
+
+
+def sweep_extend(timer: Timer) -> None:
+    """Print microseconds by launch."""
+    launches = [ExtendLaunch(*x) for x in EXTEND_LAUNCHES]
+    print(f"{'rows, keys, warps, stages, registers, per SM':>25}")
+    print(" " * 25 + "".join(f"{','.join(map(str, x)).replace('None', '-'):>18}" for x in EXTEND_LAUNCHES))
+    for batch, new, prefix in SHORT:
+        shape = ShortShape(batch, new, prefix)
+        times = []
+        for launch in launches:
+            try:
+                times.append(f"{shape.measure(timer, replace(ANY_EXTEND, launch=launch))[0]:18.1f}")
+            except triton.runtime.errors.OutOfResources:
+                times.append(f"{'does not fit':>18}")
+        print(f"{shape.name:>25}" + "".join(times), flush=True)
+
+
 def show(row: dict) -> None:
     beside = f"{row['flashinfer_bf16_us']:9.1f} {row['ratio']:6.2f}x" if row["ratio"] else f"{'-':>9} {'-':>7}"
-    beside += f" {row['ratio_fp8']:6.2f}x" if row.get("ratio_fp8") else f" {'-':>7}"
+    other = row.get("ratio_fp8") or row.get("ratio_dequantised_first")
+    beside += f" {other:6.2f}x" if other else f" {'-':>7}"
     fraction = f"{row['bandwidth_fraction']:6.1%}" if row["bandwidth_fraction"] else f"{'-':>6}"
     shape = f"{row['batch']} x {row['context']}"
     print(f"{row['kernel']:19} {shape:>12} {row['ours_us']:9.1f} {beside} {fraction}   {row['rel_error']:.1e}", flush=True)
@@ -270,6 +370,8 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=21)
     parser.add_argument("--sweep", action="store_true", help="only compare ways to launch the decode kernel")
     parser.add_argument("--extend", action="store_true", help="only prefill chunks")
+    parser.add_argument("--short", action="store_true", help="with --extend, only short ones")
+    parser.add_argument("--sweep-extend", action="store_true", help="only compare ways to launch the kernel for short extends")
     args = parser.parse_args()
     torch.manual_seed(0)
     timer = Timer(args.repeats)
@@ -279,11 +381,18 @@ def main() -> None:
     if args.sweep:
         sweep(timer)
         return
+    if args.sweep_extend:
+        sweep_extend(timer)
+        return
     prefill, used = ragged.load(Q_HEADS, KV_HEADS, D, torch.device("cuda"), 32768)
     print(f"long prefill chunks: {used}", flush=True)
-    extends = [extend_rows(timer, None)] + ([extend_rows(timer, prefill)] if prefill else [])
+    # Short ones first: the others send every chunk to FlashInfer from then on.
+    extends = [short_rows(timer, prefill), extend_rows(timer, None)] + ([extend_rows(timer, prefill)] if prefill else [])
+    if args.short:
+        extends = extends[:1]
     parts = [decode_rows(timer, bandwidth), quantise_rows(timer, bandwidth), step_rows(timer)]
-    print(f"{'kernel':19} {'shape':>12} {'ours us':>9} {'BF16 us':>9} {'ratio':>7} {'to FP8':>7} {'bandw.':>6}   error")
+    print(f"{'kernel':19} {'shape':>12} {'ours us':>9} {'BF16 us':>9} {'ratio':>7} {'to FP8*':>7} {'bandw.':>6}   error")
+    print("* of short extends: to the prefix dequantised first")
     rows = []
     for part in extends if args.extend else [*parts, *extends]:
         for row in part:

@@ -81,26 +81,26 @@ def _from_record(
     QUARTER: tl.constexpr = PAGE // 4
 
     token, j = tl.arange(0, PAGE)[:, None], tl.arange(0, JP)[None, :]
-    low, high = _packed(record, key_row(token), j, PAGE, D4, j < D4, KEYS)  # [PAGE, JP]
+    low, high = packed(record, key_row(token), j, PAGE, D4, j < D4, KEYS)  # [PAGE, JP]
     for plane in tl.static_range(4):
         dim_k = plane * D4 + j
         if KEYS.channel:
             place = token // KEYS.group * D + dim_k
         else:
             place = dim_k // KEYS.group * PAGE + token
-        x = _dequantise(low, high, plane, record, place, j < D4, KEYS)
+        x = dequantise(low, high, plane, record, place, j < D4, KEYS)
         tl.store(k + token * token_stride + dim_k, x, mask=(j < D4) & (token < count))
 
     dim, i = tl.arange(0, DP)[:, None], tl.arange(0, QUARTER)[None, :]
-    low, high = _packed(record, dim, i, D, QUARTER, dim < D, VALUES)  # [DP, QUARTER]
+    low, high = packed(record, dim, i, D, QUARTER, dim < D, VALUES)  # [DP, QUARTER]
     for plane in tl.static_range(4):
         token_v = plane * QUARTER + i
-        y = _dequantise(low, high, plane, record, dim // VALUES.group * PAGE + token_v, dim < D, VALUES)
+        y = dequantise(low, high, plane, record, dim // VALUES.group * PAGE + token_v, dim < D, VALUES)
         tl.store(v + token_v * token_stride + dim, y, mask=(dim < D) & (token_v < count))
 
 
 @triton.jit
-def _packed(record, row, column, ROWS: tl.constexpr, COLUMNS: tl.constexpr, mask, CODES: tl.constexpr):
+def packed(record, row, column, ROWS: tl.constexpr, COLUMNS: tl.constexpr, mask, CODES: tl.constexpr):
     """Bytes (row, column) of both parts as int32; planes of the high one, if there is one, in its low bits."""
     low = tl.load(record + CODES.low + row * COLUMNS + column, mask=mask, other=0).to(tl.int32)
     high = low
@@ -122,7 +122,7 @@ def _copy(out, token_stride, count, rows, D: tl.constexpr, DP: tl.constexpr):
 
 
 @triton.jit
-def _dequantise(low, high, plane: tl.constexpr, record, place, mask, CODES: tl.constexpr):
+def dequantise(low, high, plane: tl.constexpr, record, place, mask, CODES: tl.constexpr):
     """BF16 values of one plane of packed codes; ``place`` is where each element's scale is among the scales."""
     code = (low >> (2 * plane)) & 3
     if CODES.bits == 4:

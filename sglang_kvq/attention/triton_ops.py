@@ -7,12 +7,14 @@ import torch
 from sglang_kvq.attention.base import AttentionOps, ExtendBatch, LayerRotations
 from sglang_kvq.attention.extend_plan import Slab, plan_slabs
 from sglang_kvq.attention.ragged import PlannedCall, RaggedPrefill
+from sglang_kvq.attention.short_extend import PlannedExtend, ShortExtends, plan_short
 from sglang_kvq.cache.pool import PagePool
 from sglang_kvq.config import PAGE_SIZE
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.kernels.codes import record_of
 from sglang_kvq.kernels.common import INTERPRETED
 from sglang_kvq.kernels.decode import DecodeLaunch, decode, decode_launch, value_dims
+from sglang_kvq.kernels.extend import extend, is_two_bit
 from sglang_kvq.kernels.flash import flash_attention, plan_tiles, tile_rows
 from sglang_kvq.kernels.gather import gather_pages
 from sglang_kvq.kernels.merge import merge_splits
@@ -33,6 +35,7 @@ class TritonOps(AttentionOps):
         slab_tokens: stored tokens that prefill dequantises at a time; 32,768 take 128 MiB at 8 heads of 128.
         launch: of the decode kernel; None chooses by geometry.
         prefill: FlashInfer's attention for long chunks (``ragged.load``); None uses our own for all.
+        short: which batches the kernel that reads stored pages directly serves; None for none.
     """
 
     def __init__(
@@ -44,6 +47,7 @@ class TritonOps(AttentionOps):
         slab_tokens: int = 32768,
         launch: DecodeLaunch | None = None,
         prefill: RaggedPrefill | None = None,
+        short: ShortExtends | None = ShortExtends(),  # noqa: B008  (frozen)
     ) -> None:
         super().__init__(pool, rotations)
         if pool.device.type != "cuda" and not INTERPRETED:
@@ -69,7 +73,8 @@ class TritonOps(AttentionOps):
         self._lse = torch.empty(shape[:2], dtype=torch.float32, device=pool.device)
         self._items = torch.empty(most, FIELDS.value, dtype=torch.int32, device=pool.device)
         self._spans = torch.empty(max_batch, 2, dtype=torch.int32, device=pool.device)
-        self.prefill = prefill
+        self.prefill, self.short = prefill, short
+        self._planned_short: tuple[ExtendBatch, PlannedExtend] | None = None
         self._planned: tuple[ExtendBatch, int, list[Slab]] | None = None
         self._planned_calls: tuple[ExtendBatch, list[PlannedCall] | None] | None = None
 
@@ -120,6 +125,8 @@ class TritonOps(AttentionOps):
         return out
 
     def extend(self, layer, q, k, v, batch: ExtendBatch, scale):
+        if self._is_short(layer, batch):
+            return self._extend_short(layer, q, k, v, batch, scale)
         if calls := self._calls_of(batch, scale):
             gather = lambda keys, values, pages: gather_pages(keys, values, batch.rows, pages, **self._stored(layer))  # noqa: E731
             return self.prefill.run(calls, q, k, v, gather)
@@ -136,6 +143,28 @@ class TritonOps(AttentionOps):
             ends = {"first": i == 0, "last": slab is slabs[-1]}
             flash_attention(out, state, q, (k, v), stored, slab.tiles, scale, rows=rows, **ends)
         return out
+
+    def _is_short(self, layer: int, batch: ExtendBatch) -> bool:
+        """Whether the kernel that reads stored pages directly serves this layer."""
+        shared, two_bit = self.q_heads // self.pool.kv_heads, is_two_bit(self._records[layer], self.pool.head_dim)
+        return self.short is not None and self.short.suits(batch.prefix_lens, batch.new_lens, shared, two_bit)
+
+    def _extend_short(self, layer, q, k, v, batch: ExtendBatch, scale):
+        plan = self._short_plan_of(batch)
+        partial = torch.empty(plan.partials, *q.shape[1:], dtype=torch.float32, device=q.device)
+        lse = torch.empty(partial.shape[:2], dtype=torch.float32, device=q.device)
+        extend(partial, lse, q, (k, v), plan.items, batch.rows, scale, launch=plan.launch, **self._stored(layer))
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        merge_splits(out, partial, lse, plan.spans)
+        return out
+
+    def _short_plan_of(self, batch: ExtendBatch) -> PlannedExtend:
+        """The batch's items; planned at its first layer, kept for the others."""
+        if self._planned_short is None or self._planned_short[0] is not batch:
+            pool = self.pool
+            plan = plan_short(batch, self.short, self.q_heads, pool.kv_heads, pool.head_dim, self._sms, pool.device)
+            self._planned_short = (batch, plan)
+        return self._planned_short[1]
 
     def _calls_of(self, batch: ExtendBatch, scale: float) -> list[PlannedCall] | None:
         """The batch's FlashInfer calls, planned at its first layer; None if our own kernel does it."""

@@ -21,7 +21,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from sglang_kvq.attention import triton_ops
-from sglang_kvq.kernels.gather import gather_pages
+from sglang_kvq.attention.short_extend import ShortExtends
 from tests.kernels import scene as scenes
 from tests.kernels.test_extend import make_batch
 from tests.kernels.test_formats import KINDS, make_format
@@ -29,6 +29,7 @@ from tests.kernels.test_formats import KINDS, make_format
 TARGET = GPUTarget("cuda", 90, 32)
 #: Kinds of codes that between them take every branch.
 SOME = ("oscar-lloyd-max", "lloyd-max-4-3-g32", "uniform-3-3", "sphere-4-3", "channel-2")
+ANY = ShortExtends(most_rows_unpacked=1 << 20, least_prefix=0)
 TYPES = {
     torch.bfloat16: "*bf16",
     torch.float32: "*fp32",
@@ -91,7 +92,15 @@ def compile_all(heads: scenes.Heads) -> None:
     ops.quantise_slots(pages, pages, pages)
     ops.plan_decode(scene.rows, scene.seq_lens)
     ops.decode(0, q[:2], scene.rows, scene.seq_lens, scene.scale)
-    ops.extend(0, q, k, v, make_batch(scene.rows, [(128, 100), (64, 30)]), scene.scale)
+    extend_both_ways(ops, q, k, v, scene)
+
+
+def extend_both_ways(ops, q, k, v, scene) -> None:
+    """Prefix dequantised first; read by tiles of all sizes."""
+    for lens, short in (([(128, 100), (64, 30)], None), ([(128, 100), (64, 30)], ANY), ([(128, 4), (64, 3)], ANY)):
+        ops.short = short
+        tokens = sum(new for _, new in lens)
+        ops.extend(0, q[:tokens], k[:tokens], v[:tokens], make_batch(scene.rows, lens), scene.scale)
 
 
 def compile_records(kind: str, head_dim: int = 128) -> None:
@@ -105,8 +114,7 @@ def compile_records(kind: str, head_dim: int = 128) -> None:
     ops.quantise_tokens(0, scenes.int64(2), pages, k, v)
     ops.quantise_slots(pages, pages, pages)
     ops.decode(0, q[:2], scene.rows, scene.seq_lens, scene.scale)
-    plan = torch.tensor([[0, 1, 0, 64]], dtype=torch.int32)
-    gather_pages(k[:64], v[:64], scene.rows, plan, **ops._stored(0))
+    extend_both_ways(ops, q, k, v, scene)
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Prefill over a stored prefix against the reference."""
+"""Prefill over a stored prefix, dequantised first, against the reference."""
 
 import pytest
 import torch
@@ -31,7 +31,7 @@ def make_batch(rows: torch.Tensor, lens: list[tuple[int, int]]) -> ExtendBatch:
 def run(heads, lens, slab_tokens):
     scene = make_scene(heads, [prefix for prefix, _ in lens])
     scene.rows = torch.arange(1, len(lens) + 1, device=scene.rows.device)  # a prefix of 0 is no padding here
-    ops = TritonOps(scene.pool, scene.ops()[0].rotations, heads.q, 1, slab_tokens)
+    ops = TritonOps(scene.pool, scene.ops()[0].rotations, heads.q, 1, slab_tokens, short=None)
     _, reference = scene.ops()
     batch = make_batch(scene.rows, lens)
     tokens = sum(batch.new_lens)

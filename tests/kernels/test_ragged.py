@@ -95,7 +95,7 @@ def compare(heads, lens, capacity, library, device):
     scene = make_scene(heads, [prefix for prefix, _ in lens])
     scene.rows = torch.arange(1, len(lens) + 1, device=scene.rows.device)
     prefill = RaggedPrefill(library, heads.q, heads.kv, heads.head_dim, torch.device(device), capacity)
-    ops = TritonOps(scene.pool, scene.ops()[0].rotations, heads.q, 1, prefill=prefill)
+    ops = TritonOps(scene.pool, scene.ops()[0].rotations, heads.q, 1, prefill=prefill, short=None)
     _, reference = scene.ops()
     batch = make_batch(scene.rows, lens)
     sizes = [heads.q, heads.kv, heads.kv]
@@ -150,7 +150,7 @@ def test_planning_and_running_never_wait_for_the_device(any_length):
     scene = make_scene(heads, [500, 64, 0])
     rows = torch.arange(1, 4, device="cuda")
     prefill = RaggedPrefill(library, heads.q, heads.kv, heads.head_dim, torch.device("cuda"), 256)
-    ops = TritonOps(scene.pool, scene.ops()[0].rotations, heads.q, 1, prefill=prefill)
+    ops = TritonOps(scene.pool, scene.ops()[0].rotations, heads.q, 1, prefill=prefill, short=None)
     q, k, v = (randn(300, n, heads.head_dim) for n in (heads.q, heads.kv, heads.kv))
     lens = [(500, 100), (64, 100), (0, 100)]
     ops.extend(0, q, k, v, make_batch(rows, lens), scene.scale)

@@ -1,0 +1,247 @@
+"""Short extends straight from stored pages, against float64 on the same codes."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from tests.kernels.scene import HEADS, LAYERS, ON_GPU, Heads, Scene, assert_close, make_scene, randn
+from tests.kernels.test_extend import make_batch
+from tests.kernels.test_formats import make_format
+from tests.kernels.test_unpack import OPERATIONS, execute, words
+
+from sglang_kvq.attention.short_extend import ShortExtends
+from sglang_kvq.attention.triton_ops import TritonOps
+from sglang_kvq.config import PAGE_SIZE
+from sglang_kvq.formats.pack import unpack_codes
+from sglang_kvq.kernels import extend_history
+from sglang_kvq.kernels.extend import LAUNCHES, WIDE, extend_launch, plan_extend
+
+BOUND = 5e-3
+#: The interpreter takes its time over rows: here a tile has as few as a product takes.
+SMALL = LAUNCHES[0] if ON_GPU else replace(LAUNCHES[0], rows=16)
+ANY = ShortExtends(1 << 20, 1 << 20, most_rows_unpacked=1 << 20, least_prefix=0, launch=SMALL)
+
+# Prefix and new tokens of each request.
+BATCHES = {
+    "one-token": [(64 * 6 + 5, 1)],
+    "ragged": [(64 * 9, 7), (0, 3), (64 * 4 + 63, 1), (5, 9)],
+    "overlays-only": [(100, 6), (64 * 3, 5)],
+    "no-prefix": [(0, 70), (0, 1)],
+    "tail-of-one": [(64 * 7 + 1, 5), (64 * 7 - 1, 2)],
+}
+if ON_GPU:
+    BATCHES |= {
+        "chat": [(3000 * i + 17 * i, 1 + 37 * i % 250) for i in range(20)],
+        "long": [(131072, 100)],
+        "many": [(61 * i, 1 + 9 * i % 70) for i in range(120)],
+    }
+
+
+def stored(scene: Scene, layer: int, row: int, length: int) -> torch.Tensor:
+    """float64 ``[2, kv_heads, length, D]``, keys and values, records not rounded."""
+    pool = scene.pool
+    pages = pool.req_to_token[row, :length:PAGE_SIZE].long() // PAGE_SIZE
+    start = torch.arange(len(pages), device=pages.device) * PAGE_SIZE
+    coded = (start >= pool.row_sink_end[row]) & (start < pool.row_history_end[row])
+    both = pool.overlays[layer, pool.page_slot[pages].clamp(min=0).long()].double()  # [n, 2, H, PAGE, D]
+    values = pool.formats[layer].dequantise_pages(pool.records[layer][pages])
+    both = torch.where(coded[:, None, None, None, None], torch.stack(values, 1).double(), both)
+    return both.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :length]
+
+
+def exact(scene: Scene, layer: int, q, k, v, batch) -> torch.Tensor:
+    """float64 attention of all new tokens."""
+    out, start = torch.empty(q.shape, dtype=torch.float64, device=q.device), 0
+    for row, prefix, new in zip(batch.rows.tolist(), batch.prefix_lens, batch.new_lens):
+        span = slice(start, start + new)
+        k_old, v_old = stored(scene, layer, row, prefix)
+        keys = torch.cat([k_old, k[span].double().transpose(0, 1)], 1).repeat_interleave(scene.heads.shared, 0)
+        values = torch.cat([v_old, v[span].double().transpose(0, 1)], 1).repeat_interleave(scene.heads.shared, 0)
+        x = torch.einsum("thd,hnd->htn", q[span].double(), keys) * scene.scale
+        future = torch.ones(new, prefix + new, dtype=torch.bool, device=q.device).triu(prefix + 1)
+        out[span] = torch.einsum("htn,hnd->thd", x.masked_fill(future, float("-inf")).softmax(-1), values)
+        start += new
+    return out
+
+
+def check(scene: Scene, lens, short=ANY, layers=range(LAYERS), scale=1.0) -> TritonOps:
+    scene.rows = torch.arange(1, len(lens) + 1, device=scene.rows.device)  # a prefix of 0 is no padding here
+    ops = TritonOps(scene.pool, scene.ops()[0].rotations, scene.heads.q, 1, short=short)
+    batch = make_batch(scene.rows, lens)
+    sizes = [scene.heads.q, scene.heads.kv, scene.heads.kv]
+    q, k, v = randn(sum(batch.new_lens), sum(sizes), scene.heads.head_dim).split(sizes, dim=1)
+    q = q * scale
+    for layer in layers:
+        got = ops.extend(layer, q, k, v, batch, scene.scale)
+        assert got.dtype == torch.bfloat16
+        assert_close(f"layer {layer}", got.double(), exact(scene, layer, q, k, v, batch), BOUND)
+    assert ops._planned_short is not None and ops._planned is None, "another kernel was used"
+    return ops
+
+
+@pytest.mark.parametrize("lens", BATCHES.values(), ids=BATCHES)
+@pytest.mark.parametrize("heads", [HEADS[0], HEADS[1]], ids=str)
+def test_agrees_with_float64(heads, lens):
+    check(make_scene(heads, [prefix for prefix, _ in lens]), lens)
+
+
+@pytest.mark.parametrize("heads", [*HEADS[2:], Heads(64, 64, 1, 16), Heads(128, 128, 1, 1)], ids=str)
+def test_all_geometries(heads):
+    lens = [(64 * 5 + 9, 4), (64, 2)]
+    check(make_scene(heads, [prefix for prefix, _ in lens]), lens, layers=[1])
+
+
+@pytest.mark.parametrize("launch", [*LAUNCHES, WIDE], ids=lambda x: f"rows{x.rows}-warps{x.warps}")
+def test_tiles_of_all_sizes(launch):
+    heads = HEADS[7] if launch is WIDE else HEADS[1]
+    lens = [(64 * 4 + 3, 40), (64 * 6, 3)]
+    check(make_scene(heads, [prefix for prefix, _ in lens]), lens, replace(ANY, launch=launch), layers=[0])
+
+
+@pytest.mark.parametrize("sink,recent", [(0, 0), (0, 64), (64, 0), (192, 128), (64, 10_000), (320, 0)])
+def test_history_begins_and_ends_anywhere(sink, recent):
+    lens = [(64 * 5 + 17, 3), (64 * 5, 3)]
+    check(make_scene(HEADS[1], [prefix for prefix, _ in lens], sink, recent), lens, layers=[0])
+
+
+@pytest.mark.parametrize("heads", [HEADS[1], HEADS[5]], ids=str)
+def test_a_history_may_end_within_a_page(heads):
+    """The last page is a record of which the prefix counts 17 tokens; the others are never seen."""
+    prefix = 64 * 4 + 17
+    scene = make_scene(heads, [prefix], recent=0)
+    pool = scene.pool
+    page = int(pool.req_to_token[1, prefix - 1]) // PAGE_SIZE
+    content = randn(2, heads.kv, PAGE_SIZE, heads.head_dim)
+    content[:, :, 17:] *= 100
+    pool.records[0][page] = pool.formats[0].quantise_pages(*content)
+    pool.row_history_end[1] = prefix
+    check(scene, [(prefix, 5)], layers=[0])
+
+
+@pytest.mark.parametrize("scale", [1e-3, 30.0, 3e4])
+def test_queries_of_any_size(scale):
+    """FP16 holds them by a power of two; large ones make scores that differ by thousands."""
+    heads = replace(HEADS[0], kv=1)
+    check(make_scene(heads, [64 * 5]), [(64 * 5, 4)], layers=[0], scale=scale)
+
+
+@pytest.mark.parametrize(
+    "kind,heads",
+    [
+        ("oscar-lloyd-max", Heads(128, 128, 2, 4)),
+        ("lloyd-max-4-3-g32", Heads(96, 32, 1, 2)),
+        ("uniform-3-3", Heads(256, 128, 1, 1)),
+        ("sphere-4-3", Heads(64, 64, 1, 4)),
+        ("channel-2", Heads(128, 32, 1, 2)),
+        ("odd-statistics", Heads(128, 128, 1, 3)),
+    ],
+    ids=str,
+)
+def test_other_formats(kind, heads):
+    lens = [(64 * 5 + 40, 3)]
+    scene = make_scene(heads, [lens[0][0]], formats=[make_format(kind, heads.head_dim)])
+    check(scene, lens, layers=[0])
+
+
+def half(x: np.ndarray, shift: int) -> np.ndarray:
+    return (x.astype(np.uint64) >> np.uint64(shift) & np.uint64(0xFFFF)).astype(np.uint16).view(np.float16)
+
+
+def fma_f16x2(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
+    """PTX's fma.rn.f16x2: both halves in float64, which holds the product and the sum, rounded once."""
+    parts = [half(a, s).astype(np.float64) * half(b, s) + half(c, s) for s in (0, 16)]
+    low, high = (x.astype(np.float16).view(np.uint16).astype(np.uint64) for x in parts)
+    return low | high << np.uint64(16)
+
+
+def test_the_assembly_gives_codes_times_scale_plus_zero(monkeypatch):
+    monkeypatch.setitem(OPERATIONS, "fma.rn.f16x2", fma_f16x2)
+    monkeypatch.setitem(OPERATIONS, "lop3.b32", lambda a, b, c, table: (a & b | c) * (table == 0xEA))
+    count = 2000
+    packed = words(count, 1)
+    codes = unpack_codes(torch.from_numpy(packed.astype(np.uint32).view(np.uint8)), count, 16, 2).numpy()
+    codes = codes.reshape(count, 4, 4)  # [word, plane, byte]
+    draw = np.random.default_rng(2)
+    for ptx, arguments in ((extend_history._KEYS_PTX, 4), (extend_history._VALUES_PTX, 8)):
+        pairs = (draw.standard_normal((arguments, count, 4)) * 3).astype(np.float16)
+        if arguments == 4:  # s, z of planes 0 and 1, then of 2 and 3; a token's own in both halves, four times
+            pairs[...] = pairs[..., :1]
+            operands = [x[:, [0, 0]].copy().view(np.uint32)[:, 0] for x in pairs for _ in range(4)]
+            scale, zero = pairs[[0, 0, 2, 2]], pairs[[1, 1, 3, 3]]
+        else:  # s of each plane, z of each plane; each token's word holds it and its neighbour
+            operands = [x[:, 2 * (i // 2) : 2 * (i // 2) + 2].copy().view(np.uint32)[:, 0] for x in pairs for i in range(4)]
+            scale, zero = pairs[:4], pairs[4:]
+        got = [x.view(np.float16) for x in execute(ptx.value, 8, [packed, *operands])]  # [word, 2] each
+        for plane in range(4):
+            exact = codes[:, plane] * scale[plane].astype(np.float64) + zero[plane]
+            assert np.array_equal(np.concatenate(got[2 * plane : 2 * plane + 2], 1), exact.astype(np.float16))
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_every_row_meets_every_key_once(seed):
+    draw = random.Random(seed)
+    shared, rows, wave = draw.choice([1, 3, 4, 5, 16]), draw.choice([16, 64, 128]), draw.choice([1, 5, 33, 400])
+    lens = [(draw.choice([0, 1, 64, draw.randrange(9000)]), draw.choice([0, 1, 64, draw.randint(1, 300)])) for _ in range(7)]
+    lens.append((draw.randrange(3000), 1))
+    prefix, new = map(list, zip(*lens))
+    plan = plan_extend(prefix, new, shared, rows, wave)
+    starts = np.cumsum([0, *new])
+    met: dict[tuple[int, int], list] = {}
+    taken = set()
+    for request, start, count, first_row, first, last, stored_tokens, begin, parts, part in plan.items.tolist():
+        assert (start, count, stored_tokens) == (starts[request], new[request], prefix[request])
+        for row in range(first_row, min(first_row + rows, count * shared)):
+            token = row // shared
+            partial = begin + token * parts + part
+            assert (partial, row % shared) not in taken and partial < plan.partials
+            taken.add((partial, row % shared))
+            at, many = plan.spans[start + token]
+            assert at <= partial < at + many == at + parts
+            met.setdefault((request, row), []).append((first, last))
+    assert len(taken) == plan.partials * shared, "a partial result that nothing writes"
+    for request, (stored_tokens, count) in enumerate(lens):
+        for row in range(count * shared):
+            seen = [unit for first, last in sorted(met[request, row]) for unit in range(first, last)]
+            pages = -(-stored_tokens // PAGE_SIZE)
+            assert seen == list(range(len(seen))) and len(seen) * PAGE_SIZE >= (pages * PAGE_SIZE + row // shared + 1)
+
+
+def test_a_long_prefix_fills_the_gpu_once():
+    plan = plan_extend([131072], [16], 4, 64, 33)
+    assert len(plan.items) == 33
+    sizes = plan.items[:, 5] - plan.items[:, 4]
+    assert sizes.max() - sizes.min() <= 1 and sizes.sum() == 2049
+    assert len(plan_extend([16384] * 8, [64] * 8, 4, 128, 16).items) in (16, 32, 48)
+    assert plan_extend([0], [0], 4, 64, 33).partials == 0
+
+
+def test_which_batches_are_short():
+    short = ShortExtends(most_tokens=500, most_per_request=100, most_rows_unpacked=64, least_prefix=1000)
+    assert short.suits([900, 100], [100, 1], 4, True) and short.suits([4000] * 5, [100] * 5, 4, True)
+    assert not short.suits([1000], [101], 4, True) and not short.suits([4000] * 6, [100] * 6, 4, True)
+    assert not short.suits([999], [5], 4, True) and not short.suits([1000], [0], 4, True)
+    assert short.suits([1000], [16], 4, False) and not short.suits([1000], [17], 4, False)
+    assert extend_launch(128, 64) is LAUNCHES[0] and extend_launch(128, 10_000) is LAUNCHES[-1]
+    assert extend_launch(256, 8) is WIDE
+
+
+@pytest.mark.gpu
+def test_planning_and_running_never_wait_for_the_device():
+    heads = HEADS[1]
+    scene = make_scene(heads, [5000, 64, 900])
+    ops = scene.ops()[0]
+    ops.short = replace(ANY, launch=None)
+    q, k, v = (randn(60, n, heads.head_dim) for n in (heads.q, heads.kv, heads.kv))
+    lens = [(5000, 30), (64, 10), (900, 20)]
+    ops.extend(0, q, k, v, make_batch(scene.rows, lens), scene.scale)
+    batch = make_batch(scene.rows, lens)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        ops.extend(0, q, k, v, batch, scene.scale)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

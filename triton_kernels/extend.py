@@ -1,0 +1,311 @@
+"""Attention of a few new tokens over a long stored prefix and over themselves (causally), straight from the pages.
+
+A program takes one KV head of one item (``plan_extend``): a tile of query rows, tokens times the heads that share the KV
+head, and a range of its request's units, 64 keys each: first the pages of the prefix, then the new tokens. Pages in
+the history are read as records (``extend_history``), others as BF16 overlays; the partial results of a tile's items
+are merged by log-sum-exp (``merge``). So one request keeps the GPU busy however few tokens it adds, and nothing of
+the prefix is written anywhere.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+
+from sglang_kvq.config import PAGE_SIZE
+from sglang_kvq.kernels.codes import Record
+from sglang_kvq.kernels.common import INTERPRETED, PAGE, page_of
+from sglang_kvq.kernels.decode import is_fast
+from sglang_kvq.kernels.extend_history import attend, history_any, history_two_bits
+
+LOG2E = 1.4426950408889634
+NEVER = tl.constexpr(-1e30)
+#: int32 fields of an item, see ``plan_extend``.
+FIELDS = tl.constexpr(10)
+#: What an item costs besides its units, in units: its queries, its partial result, the first loads.
+ITEM_COST = 4
+
+
+@dataclass(frozen=True)
+class ExtendLaunch:
+    """How the kernel is compiled, and how the batch is divided.
+
+    Attributes:
+        rows: of a tile: tokens times the query heads of a KV head.
+        keys: BF16 keys a turn, at most 64.
+        warps: 4 or 8; stages: the compiler's; registers: its limit per thread, None for none.
+        programs_per_sm: that an SM holds at once.
+    """
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+    registers: int | None
+    programs_per_sm: int
+
+
+#: By the most rows that a request of the batch has, ascending; the last serves all that have more. ``benchmarks/kernels.py
+#: --extend --sweep-extend`` compares ways.
+LAUNCHES = (
+    ExtendLaunch(rows=64, keys=32, warps=4, stages=3, registers=None, programs_per_sm=2),
+    ExtendLaunch(rows=128, keys=32, warps=8, stages=3, registers=None, programs_per_sm=1),
+)
+#: Heads of 256: a tile of keys takes twice the registers.
+WIDE = ExtendLaunch(rows=64, keys=32, warps=8, stages=2, registers=None, programs_per_sm=1)
+
+
+def extend_launch(head_dim: int, longest_rows: int) -> ExtendLaunch:
+    """The launch for a batch whose longest extend has that many rows."""
+    if head_dim > 128:
+        return WIDE
+    return next((launch for launch in LAUNCHES if launch.rows >= longest_rows), LAUNCHES[-1])
+
+
+def is_two_bit(record: Record, head_dim: int) -> bool:
+    """Whether ``history_two_bits`` reads these records: ``decode``'s fast ones of the largest group."""
+    return is_fast(record) and record.k.group == min(head_dim, 128)
+
+
+def value_dims(head_dim: int) -> int:
+    """Dims of V that a program accumulates."""
+    return min(head_dim, 128)
+
+
+@dataclass(frozen=True)
+class ExtendPlan:
+    """Items on the host.
+
+    Attributes:
+        items: int32 ``[n, FIELDS]``: request; its first token in the batch; its new tokens; the tile's first row;
+            units first .. last; the prefix, in tokens; where the request's partial results begin, how many each of
+            the tile's tokens has, and which of them this item is.
+        spans: int32 ``[tokens, 2]``: each token's first partial result and how many it has.
+        partials: in all.
+    """
+
+    items: np.ndarray
+    spans: np.ndarray
+    partials: int
+
+
+def plan_extend(prefix_lens: list[int], new_lens: list[int], shared: int, rows: int, wave: int) -> ExtendPlan:
+    """Divide a batch so that its items end at about the same time.
+
+    Every tile's units are cut into equal parts of at most u, with the u whose whole waves take the least time.
+
+    Args:
+        prefix_lens, new_lens: tokens of each request.
+        shared: query heads of a KV head.
+        rows: of a tile.
+        wave: items that run at once.
+    """
+    new, prefix = np.array(new_lens, np.int64), np.array(prefix_lens, np.int64)
+    starts = np.cumsum(new) - new
+    tiles = -(-new * shared // rows)  # of each request
+    request = np.repeat(np.arange(len(new)), tiles)  # of each tile
+    first_row = (np.arange(len(request)) - np.repeat(np.cumsum(tiles) - tiles, tiles)) * rows
+    last_token = np.minimum(-(-(first_row + rows) // shared), new[request])
+    units = -(-prefix[request] // PAGE_SIZE) + -(-last_token // PAGE_SIZE)
+    # All tiles of a request have as many parts as its last, which sees most: a token's heads may lie in two tiles.
+    most = -(-prefix // PAGE_SIZE) + -(-new // PAGE_SIZE)
+    per_request = -(-most // _most_units(most, tiles, wave)) if len(units) else most
+    parts = per_request[request]
+    begins = np.cumsum(new * per_request) - new * per_request
+    token_request = np.repeat(np.arange(len(new)), new)
+    token = np.arange(len(token_request)) - starts[token_request]
+    spans = np.stack([begins[token_request] + token * per_request[token_request], per_request[token_request]], axis=1)
+
+    tile = np.repeat(np.arange(len(request)), parts)  # of each item
+    part = np.arange(len(tile)) - np.repeat(np.cumsum(parts) - parts, parts)
+    bounds = (units[tile] * part // parts[tile], units[tile] * (part + 1) // parts[tile])
+    owner = request[tile]
+    columns = [owner, starts[owner], new[owner], first_row[tile], *bounds, prefix[owner], begins[owner], parts[tile], part]
+    items = np.stack(columns, axis=1)
+    items = items[np.argsort(bounds[0] - bounds[1], kind="stable")]
+    return ExtendPlan(items.astype(np.int32), spans.astype(np.int32), int((new * per_request).sum()))
+
+
+def _most_units(units: np.ndarray, tiles: np.ndarray, wave: int) -> int:
+    """Units of an item: those of the number of waves that end first. units, tiles: of each request."""
+    count, total, most = int(tiles.sum()), int((tiles * units).sum()), int(units.max())
+    least = -(-count // wave)
+    best = (float("inf"), 0)
+    for waves in range(least, least + 4):
+        # Between as if parts had no remainders, and as if every tile had one.
+        spare = waves * wave - count
+        high = most if spare == 0 else min(-(-total // spare), most)
+        low = min(-(-total // (waves * wave)), high)
+        while low < high:
+            middle = (low + high) // 2
+            fits = np.sum(tiles * -(-units // middle)) <= waves * wave
+            low, high = (low, middle) if fits else (middle + 1, high)
+        best = min(best, (waves * (low + ITEM_COST), low))
+    return best[1]
+
+
+def extend(
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    q: torch.Tensor,
+    new: tuple[torch.Tensor, torch.Tensor],
+    items: torch.Tensor,
+    rows: torch.Tensor,
+    scale: float,
+    *,
+    record: Record,
+    records: torch.Tensor,
+    overlays: torch.Tensor,
+    page_slot: torch.Tensor,
+    req_to_token: torch.Tensor,
+    row_sink_end: torch.Tensor,
+    row_history_end: torch.Tensor,
+    launch: ExtendLaunch,
+    plain: bool = INTERPRETED,
+) -> None:
+    """Partial results of every item.
+
+    Args:
+        out: float32 ``[partials, q_heads, D]``; lse: float32 ``[partials, q_heads]``, log2 of the softmax's denominator.
+        q: BF16 ``[T, q_heads, D]``; new: the new tokens' k and v, BF16 ``[T, kv_heads, D]``; rotated, last axes contiguous.
+        items: of ``plan_extend`` with the launch's rows, on the device.
+        rows: int ``[batch]``; the tables are ``PagePool``'s.
+        record, records, overlays: one layer's.
+        launch: from ``extend_launch``.
+        plain: unpack codes without inline assembly, as the interpreter must.
+    """
+    k, v = new
+    q_heads, d = q.shape[1:]
+    kv_heads, dims = k.shape[1], value_dims(d)
+    _extend[(kv_heads * (d // dims), len(items))](
+        out, lse, q, k, v, items, rows, scale * LOG2E,
+        records, overlays, page_slot, req_to_token, row_sink_end, row_history_end,
+        *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], req_to_token.stride(0),
+        RECORD=record,
+        FAST=is_two_bit(record, d),
+        SHARED=q_heads // kv_heads,
+        KV_HEADS=kv_heads,
+        D=d,
+        DP=triton.next_power_of_2(d),
+        JP=max(16, triton.next_power_of_2(d // 4)),
+        DIMS=dims,
+        VP=triton.next_power_of_2(dims),
+        ROWS=launch.rows,
+        COPIES=max(launch.warps // 4, 1),
+        KEYS=launch.keys,
+        PLAIN=plain,
+        num_warps=launch.warps,
+        num_stages=launch.stages,
+        maxnreg=launch.registers,
+        enable_fp_fusion=True,
+    )  # fmt: skip
+
+
+@triton.jit
+def _extend(
+    out, lse, q, k, v, items, rows, scale_log2,
+    records, overlays, page_slot, req_to_token, row_sink_end, row_history_end,
+    q_token, q_head, k_token, k_head, v_token, v_head, table_row,
+    RECORD: tl.constexpr, FAST: tl.constexpr, SHARED: tl.constexpr, KV_HEADS: tl.constexpr,
+    D: tl.constexpr, DP: tl.constexpr, JP: tl.constexpr, DIMS: tl.constexpr, VP: tl.constexpr,
+    ROWS: tl.constexpr, COPIES: tl.constexpr, KEYS: tl.constexpr, PLAIN: tl.constexpr,
+):  # fmt: skip
+    """Program (kv_head * parts of V + part, item)."""
+    head = tl.program_id(0) // (D // DIMS)
+    v_first = tl.program_id(0) % (D // DIMS) * DIMS
+    item = items + tl.program_id(1) * FIELDS
+    request, start, new = tl.load(item), tl.load(item + 1), tl.load(item + 2)
+    first_row, first, last, prefix = tl.load(item + 3), tl.load(item + 4), tl.load(item + 5), tl.load(item + 6)
+    begin, parts, part = tl.load(item + 7), tl.load(item + 8), tl.load(item + 9)
+
+    row = tl.load(rows + request).to(tl.int64)
+    table = req_to_token + row * table_row
+    pages = tl.cdiv(prefix, PAGE)
+    history = tl.minimum(tl.cdiv(tl.load(row_sink_end + row), PAGE), pages)
+    history_end = tl.minimum(tl.cdiv(tl.load(row_history_end + row), PAGE), pages)
+    # This item's pages: overlays first .. history, records .. history_end, overlays .. pages_end.
+    pages_end = tl.minimum(last, pages)
+    history = tl.minimum(tl.maximum(history, first), pages_end)
+    history_end = tl.minimum(tl.maximum(history_end, history), pages_end)
+
+    token = (first_row + tl.arange(0, ROWS)) // SHARED  # of the request
+    shared = (first_row + tl.arange(0, ROWS)) % SHARED
+    live = token < new
+    start = start.to(tl.int64)
+    place = (start + token) * q_token + (head * SHARED + shared) * q_head
+    acc = tl.zeros([ROWS, VP], tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    top = tl.full([ROWS], NEVER, tl.float32)
+    if history < history_end:
+        if FAST:
+            acc, total, top = history_two_bits(
+                q, place, live, table, history, history_end, prefix, records, head, v_first, scale_log2,
+                KV_HEADS, D, JP, DIMS, VP, ROWS, COPIES, PLAIN,
+            )  # fmt: skip
+        else:
+            acc, total, top = history_any(
+                q, place, live, table, history, history_end, prefix, records, head, v_first, scale_log2,
+                RECORD, KV_HEADS, D, JP, DIMS, VP, ROWS,
+            )  # fmt: skip
+
+    overlays += head * (PAGE * D)
+    k += start * k_token + head * k_head
+    v += start * v_token + head * v_head
+    acc, total, top = _whole(
+        acc, total, top, q, place, live, token, table, tl.minimum(first, pages_end), history, history_end, pages_end,
+        prefix, tl.maximum(first - pages, 0), tl.maximum(last - pages, 0), new, overlays, page_slot,
+        k, k_token, v, v_token, v_first, scale_log2, KV_HEADS, D, DP, DIMS, VP, KEYS, ROWS,
+    )  # fmt: skip
+
+    # Of a row that saw nothing, the weight is 2^NEVER.
+    dim = tl.arange(0, VP)
+    result = (begin + token * parts + part).to(tl.int64) * (KV_HEADS * SHARED) + head * SHARED + shared  # [ROWS]
+    total = tl.maximum(total, 1e-30)
+    tl.store(lse + result, top + tl.log2(total), mask=live)
+    tl.store(
+        out + result[:, None] * D + v_first + dim[None, :], acc / total[:, None], mask=live[:, None] & (dim < DIMS)[None, :]
+    )
+
+
+@triton.jit
+def _whole(
+    acc, total, top, q, place, live, token, table, first, history, history_end, last, prefix,
+    first_new, last_new, new, overlays, page_slot, k, k_token, v, v_token, v_first, scale_log2,
+    KV_HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, DIMS: tl.constexpr, VP: tl.constexpr,
+    KEYS: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Add what is in BF16: overlays of pages first .. last outside the history, then units first_new .. of new tokens."""
+    TILES: tl.constexpr = PAGE // KEYS
+    dim, dim_v = tl.arange(0, DP), v_first + tl.arange(0, VP)
+    inside = live[:, None] & (dim < D)[None, :]
+    queries = tl.load(q + place[:, None] + dim[None, :], mask=inside, other=0.0)  # [ROWS, DP]
+    stored_tiles = (last - first - (history_end - history)) * TILES
+    for step in tl.range(0, stored_tiles + (last_new - first_new) * TILES):
+        is_stored = step < stored_tiles
+        index = first + step // TILES
+        index += tl.where(index < history, 0, history_end - history)
+        page = page_of(table, tl.where(is_stored, index, 0))
+        slot = tl.maximum(tl.load(page_slot + page), 0).to(tl.int64)
+        offset = (step - step // TILES * TILES) * KEYS
+        overlay = overlays + slot * (2 * KV_HEADS * PAGE * D) + offset * D
+        unit = first_new + step // TILES - stored_tiles // TILES
+        key = tl.where(is_stored, index, unit) * PAGE + offset
+        key_new = tl.where(is_stored, 0, key).to(tl.int64)
+        k_base = tl.where(is_stored, overlay, k + key_new * k_token)
+        v_base = tl.where(is_stored, overlay + KV_HEADS * PAGE * D, v + key_new * v_token)
+        k_stride, v_stride = tl.where(is_stored, D, k_token), tl.where(is_stored, D, v_token)
+        n = tl.arange(0, KEYS)
+        written = key + n < tl.where(is_stored, prefix, new)
+        keys = tl.load(
+            k_base + n[:, None] * k_stride + dim[None, :], mask=written[:, None] & (dim < D)[None, :], other=0.0
+        )
+        values = tl.load(
+            v_base + n[:, None] * v_stride + dim_v[None, :],
+            mask=written[:, None] & (dim_v < v_first + DIMS)[None, :],
+            other=0.0,
+        )
+        seen = written[None, :] & (is_stored | (key + n[None, :] <= token[:, None]))
+        acc, total, top = attend(acc, total, top, queries, keys, values, seen, scale_log2, ROWS, KEYS)
+    return acc, total, top

@@ -1,0 +1,323 @@
+"""A tile of query rows over the records of one request: the loops of ``extend``.
+
+With tens of rows per program, dequantising a key or a value once costs less than correcting every score for scale and
+zero as ``decode`` does. FP16 holds c s + z with three bits more than BF16, and in the range that the stored scales,
+which are FP16 themselves, have. A code is AND-ed out of its byte into the mantissa of 1024, and made a number, then a
+key or value, by one FP16 instruction each for two of them:
+
+    c = (1024 + 4^plane c) 4^-plane - 1024 4^-plane          exact
+    k = c s + z                                              rounded once
+
+Q is brought into FP16's range by a power of two, which loses nothing, P by 2^15. Records of any other format are
+dequantised to BF16, as ``gather`` does.
+"""
+
+import triton
+import triton.language as tl
+
+from sglang_kvq.config import PAGE_SIZE
+from sglang_kvq.kernels.common import PAGE, dot, key_row, page_of, to_bf16
+from sglang_kvq.kernels.gather import dequantise, packed
+
+NEVER = tl.constexpr(-1e30)
+#: q is scaled to at most 2^12, of which 256 products with the largest FP16 number are far from float32's largest.
+_Q_SCALE = tl.constexpr(2.0**11)
+#: log2 of what p is multiplied by: the smallest p with all bits is 2^-29 of the largest.
+_P_SHIFT = tl.constexpr(15.0)
+
+
+@triton.jit
+def history_two_bits(
+    q, place, live, table, first, last, prefix, records, head, v_first, scale_log2,
+    KV_HEADS: tl.constexpr, D: tl.constexpr, JP: tl.constexpr, GROUP: tl.constexpr, VP: tl.constexpr,
+    ROWS: tl.constexpr, COPIES: tl.constexpr, PLAIN: tl.constexpr,
+):  # fmt: skip
+    """Records of pages first .. last: (acc [ROWS, VP], denominator [ROWS], maximum [ROWS]), base 2.
+
+    place: int64 [ROWS], each row's query in q; live: which rows are queries. One or two groups along D, whole planes of
+    K's bytes each; acc are dims v_first .. v_first + GROUP. COPIES: see ``_scales``.
+    """
+    D4: tl.constexpr = D // 4
+    RECORD: tl.constexpr = _record_bytes(D, GROUP)
+    c = tl.arange(0, 4 * JP)
+    inside = live[:, None] & (c % JP < D4)[None, :]
+    x = tl.load(q + place[:, None] + (c // JP * D4 + c % JP)[None, :], mask=inside, other=0.0).to(tl.float32)
+    peak = tl.maximum(tl.max(tl.max(tl.abs(x), 1), 0), 1e-30)
+    unit = (peak.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)  # a power of two
+    queries = (x * (_Q_SCALE / unit)).to(tl.float16)  # [ROWS, 4 JP]
+    factor = unit * (scale_log2 / _Q_SCALE)
+
+    acc = tl.zeros([ROWS, VP], tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    top = tl.full([ROWS], NEVER, tl.float32)
+    records += head * RECORD
+    whole = tl.maximum(tl.minimum(last, prefix // PAGE), first)
+    next_page = page_of(table, first)
+    for index in tl.range(first, whole):
+        page = next_page
+        next_page = page_of(table, tl.minimum(index + 1, last - 1))
+        acc, total, top = _page(
+            acc, total, top, queries, factor, records + page * (KV_HEADS * RECORD), PAGE, v_first,
+            D, JP, GROUP, VP, ROWS, COPIES, False, PLAIN,
+        )  # fmt: skip
+    if whole < last:  # one page, which is half stored
+        base = records + page_of(table, whole) * (KV_HEADS * RECORD)
+        acc, total, top = _page(
+            acc, total, top, queries, factor, base, prefix - whole * PAGE, v_first,
+            D, JP, GROUP, VP, ROWS, COPIES, True, PLAIN,
+        )  # fmt: skip
+    return acc, total, top - _P_SHIFT
+
+
+@triton.jit
+def _page(
+    acc, total, top, queries, factor, record, count, v_first,
+    D: tl.constexpr, JP: tl.constexpr, GROUP: tl.constexpr, VP: tl.constexpr,
+    ROWS: tl.constexpr, COPIES: tl.constexpr, MASKED: tl.constexpr, PLAIN: tl.constexpr,
+):  # fmt: skip
+    """Online softmax over the first ``count`` tokens of a page; over all, unless MASKED."""
+    QUARTER: tl.constexpr = PAGE // 4
+    D4: tl.constexpr = D // 4
+    GROUPS: tl.constexpr = D // GROUP
+    CODES: tl.constexpr = PAGE * D4
+    VECTOR: tl.constexpr = PAGE // 2  # words of scales, or zeros, of one group: two tokens each
+
+    n, j, dim, i = tl.arange(0, PAGE), tl.arange(0, JP), tl.arange(0, VP), tl.arange(0, QUARTER)
+    k_place = record + key_row(n)[:, None] * D4 + j[None, :]
+    # Eight bytes a thread: where neighbouring lanes hold different dims only, the compiler stores the dequantised
+    # tile dim by dim, two bytes at a time.
+    v_place = tl.max_contiguous(record + CODES + (v_first + dim)[:, None] * QUARTER + i[None, :], [1, 8])
+    k = tl.load(k_place) if D4 == JP else tl.load(k_place, mask=(j < D4)[None, :], other=0)  # [PAGE, JP]
+    v = tl.load(v_place) if GROUP == VP else tl.load(v_place, mask=(dim < GROUP)[:, None], other=0)  # [VP, QUARTER]
+    words = (record + 2 * CODES).to(tl.pointer_type(tl.int32))
+    if GROUPS == 2:
+        s_k, s_k2, z_k, z_k2 = _scales(words, VECTOR, COPIES)
+        s_v, s_v2, z_v, z_v2 = _scales(words + 4 * VECTOR, VECTOR, COPIES)
+        s_v, z_v = tl.where(v_first == 0, s_v, s_v2), tl.where(v_first == 0, z_v, z_v2)
+    else:
+        s_k, z_k, s_v, z_v = _scales(words, VECTOR, COPIES)
+        s_k2, z_k2 = s_k, z_k
+
+    k0, k1, k2, k3 = _keys_of(k, s_k, z_k, s_k2, z_k2, PLAIN)
+    x = _product(queries, join_planes(k0, k1, k2, k3, PAGE, JP), ROWS, PAGE)
+    if MASKED:
+        x = tl.where((n < count)[None, :], x, NEVER)
+    new_top = tl.maximum(top, tl.max(x, 1) * factor)
+    decay = tl.exp2(top - new_top)
+    p = tl.exp2(x * factor + (-new_top + _P_SHIFT)[:, None])
+    total = total * decay + tl.sum(p, 1)
+    v0, v1, v2, v3 = _values_of(v, s_v, z_v, VECTOR, PLAIN)
+    v = join_planes(v0, v1, v2, v3, VP, QUARTER)
+    acc = dot(p.to(tl.float16), tl.trans(v), acc * decay[:, None])
+    return acc, total, new_top
+
+
+@triton.jit
+def history_any(
+    q, place, live, table, first, last, prefix, records, head, v_first, scale_log2,
+    RECORD: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, JP: tl.constexpr, DIMS: tl.constexpr,
+    VP: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """``history_two_bits`` of records of any format; acc are dims v_first .. v_first + DIMS."""
+    KEYS: tl.constexpr = RECORD.k
+    VALUES: tl.constexpr = RECORD.v
+    QUARTER: tl.constexpr = PAGE // 4
+    D4: tl.constexpr = D // 4
+    c = tl.arange(0, 4 * JP)
+    inside = live[:, None] & (c % JP < D4)[None, :]
+    queries = tl.load(q + place[:, None] + (c // JP * D4 + c % JP)[None, :], mask=inside, other=0.0)  # [ROWS, 4 JP]
+
+    token, j = tl.arange(0, PAGE)[:, None], tl.arange(0, JP)[None, :]
+    dim, i = v_first + tl.arange(0, VP)[:, None], tl.arange(0, QUARTER)[None, :]
+    in_k, in_v = j < D4, dim < v_first + DIMS
+    records += head * RECORD.bytes
+    acc = tl.zeros([ROWS, VP], tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    top = tl.full([ROWS], NEVER, tl.float32)
+    for index in tl.range(first, last):
+        record = records + page_of(table, index) * (KV_HEADS * RECORD.bytes)
+        low, high = packed(record, key_row(token), j, PAGE, D4, in_k, KEYS)  # [PAGE, JP]
+        k0 = _keys(low, high, 0, record, token, j, in_k, D4, D, KEYS)
+        k1 = _keys(low, high, 1, record, token, j, in_k, D4, D, KEYS)
+        k2 = _keys(low, high, 2, record, token, j, in_k, D4, D, KEYS)
+        k3 = _keys(low, high, 3, record, token, j, in_k, D4, D, KEYS)
+        k = join_planes(k0, k1, k2, k3, PAGE, JP)
+        low, high = packed(record, dim, i, D, QUARTER, in_v, VALUES)  # [VP, QUARTER]
+        scales = dim // VALUES.group * PAGE + i
+        v0 = dequantise(low, high, 0, record, scales, in_v, VALUES)
+        v1 = dequantise(low, high, 1, record, scales + QUARTER, in_v, VALUES)
+        v2 = dequantise(low, high, 2, record, scales + 2 * QUARTER, in_v, VALUES)
+        v3 = dequantise(low, high, 3, record, scales + 3 * QUARTER, in_v, VALUES)
+        v = join_planes(v0, v1, v2, v3, VP, QUARTER)
+        seen = (tl.arange(0, PAGE) + index * PAGE < prefix)[None, :]
+        acc, total, top = attend(acc, total, top, queries, k, tl.trans(v), seen, scale_log2, ROWS, PAGE)
+    return acc, total, top
+
+
+@triton.jit
+def attend(acc, total, top, q, k, v, seen, scale_log2, ROWS: tl.constexpr, KEYS: tl.constexpr):
+    """Online softmax over BF16 keys k [KEYS, dims] and values v [KEYS, VP], where seen [ROWS or 1, KEYS]."""
+    x = _product(q, k, ROWS, KEYS) * scale_log2
+    x = tl.where(seen, x, NEVER)
+    new_top = tl.maximum(top, tl.max(x, 1))
+    decay = tl.exp2(top - new_top)
+    p = tl.exp2(x - new_top[:, None])
+    total = total * decay + tl.sum(p, 1)
+    acc = dot(to_bf16(p), v, acc * decay[:, None])
+    return acc, total, new_top
+
+
+@triton.jit
+def _product(q, k, ROWS: tl.constexpr, KEYS: tl.constexpr):
+    return dot(q, tl.trans(k), tl.zeros([ROWS, KEYS], tl.float32))
+
+
+def _affine_ptx(scales: list[list[str]], zeros: list[list[str]]) -> tl.constexpr:
+    """PTX of four bytes, $8, to $0 to $7, two words of each plane of two FP16 values each.
+
+    scales, zeros: of each plane, what its two words are multiplied by and what is added, as operands.
+    """
+    lines = ["{", ".reg .b32 even, odd, base, factor, less;", "mov.b32 base, 0x64006400;"]  # 1024
+    lines += ["prmt.b32 even, $8, 0, 0x4140;", "prmt.b32 odd, $8, 0, 0x4342;"]  # two bytes, a zero above each
+    for plane in range(4):
+        mask, factor, less = 3 << 2 * plane, (15 - 2 * plane) << 10, 0x8000 | (25 - 2 * plane) << 10
+        lines += [f"mov.b32 factor, {factor * 0x10001:#x};", f"mov.b32 less, {less * 0x10001:#x};"]  # 4^-plane, -1024 of it
+        for n, word in enumerate(("even", "odd")):
+            out = f"${2 * plane + n}"
+            lines.append(f"lop3.b32 {out}, {word}, {mask * 0x10001:#x}, base, 0xea;")  # (a & b) | c
+            lines.append(f"fma.rn.f16x2 {out}, {out}, factor, less;")
+            lines.append(f"fma.rn.f16x2 {out}, {out}, {scales[plane][n]}, {zeros[plane][n]};")
+    return tl.constexpr("\n".join([*lines, "}"]))
+
+
+# Every argument has an operand for each of four bytes: of a token's scale all are alike, of a pair's the first two.
+_KEYS_PTX = _affine_ptx([["$9"] * 2] * 2 + [["$17"] * 2] * 2, [["$13"] * 2] * 2 + [["$21"] * 2] * 2)
+_KEYS_OPERANDS = tl.constexpr(",".join(["=r"] * 8 + ["r"] * 17))
+_VALUES_PTX = _affine_ptx(*([[f"${n + 4 * p}", f"${n + 4 * p + 2}"] for p in range(4)] for n in (9, 25)))
+_VALUES_OPERANDS = tl.constexpr(",".join(["=r"] * 8 + ["r"] * 33))
+
+
+@triton.constexpr_function
+def _record_bytes(d, group):
+    """Of two bits, a scale and a zero per token and group."""
+    return 2 * (PAGE_SIZE * d // 4) + 8 * PAGE_SIZE * (d // group)
+
+
+@triton.jit
+def _scales(words, VECTOR: tl.constexpr, COPIES: tl.constexpr):
+    """Four vectors that lie one behind the other, as words [VECTOR] of two tokens' FP16 each.
+
+    One load, of COPIES of every word so that there is one at least for each thread: the compiler copies it ahead, and
+    does not repeat it in every thread as it does with smaller ones.
+    """
+    x = tl.load(words + tl.arange(0, COPIES * 4 * VECTOR) % (4 * VECTOR))
+    if COPIES == 2:
+        x, _ = tl.split(tl.permute(tl.reshape(x, [2, 4 * VECTOR]), (1, 0)))
+    return _split4(x, VECTOR)
+
+
+@triton.jit
+def _split4(x, SIZE: tl.constexpr):
+    """[4 * SIZE] to its four quarters."""
+    even, odd = tl.split(tl.permute(tl.reshape(x, [2, 2, SIZE]), (2, 0, 1)))
+    x0, x2 = tl.split(even)
+    x1, x3 = tl.split(odd)
+    return x0, x1, x2, x3
+
+
+@triton.jit
+def _low(x):
+    return (x & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True)
+
+
+@triton.jit
+def _high(x):
+    return ((x >> 16) & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True)
+
+
+@triton.jit
+def _per_token(x):
+    """Words [VECTOR] of two tokens each to one [PAGE, 1] a token, its FP16 in both halves."""
+    low, high = x & 0xFFFF, (x >> 16) & 0xFFFF
+    return tl.reshape(tl.join(low | (low << 16), high | (high << 16)), [PAGE, 1])
+
+
+@triton.jit
+def _keys_of(bytes, scale, zero, scale2, zero2, PLAIN: tl.constexpr):
+    """Packed K [PAGE, JP] to FP16 tiles of the four planes, the last two with their own scales and zeros."""
+    s, z, s2, z2 = _per_token(scale), _per_token(zero), _per_token(scale2), _per_token(zero2)
+    if PLAIN:
+        k0 = _affine(bytes & 3, s, z)
+        k1 = _affine((bytes >> 2) & 3, s, z)
+        k2 = _affine((bytes >> 4) & 3, s2, z2)
+        k3 = _affine(bytes >> 6, s2, z2)
+    else:
+        k0, k1, k2, k3 = tl.inline_asm_elementwise(
+            asm=_KEYS_PTX,
+            constraints=_KEYS_OPERANDS,
+            args=[bytes, s, z, s2, z2],
+            dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
+            is_pure=True,
+            pack=4,
+        )
+    return k0, k1, k2, k3
+
+
+@triton.jit
+def _affine(code, scale, zero):
+    """code scale + zero, rounded once; scale and zero are words' lower halves."""
+    return (code.to(tl.float32) * _low(scale).to(tl.float32) + _low(zero).to(tl.float32)).to(tl.float16)
+
+
+@triton.jit
+def _values_of(bytes, scale, zero, VECTOR: tl.constexpr, PLAIN: tl.constexpr):
+    """Packed V [VP, QUARTER] to FP16 tiles of the four planes."""
+    s0, s1, s2, s3 = _split4(scale, VECTOR // 4)
+    z0, z1, z2, z3 = _split4(zero, VECTOR // 4)
+    s0, s1, s2, s3 = _twice(s0, PLAIN), _twice(s1, PLAIN), _twice(s2, PLAIN), _twice(s3, PLAIN)
+    z0, z1, z2, z3 = _twice(z0, PLAIN), _twice(z1, PLAIN), _twice(z2, PLAIN), _twice(z3, PLAIN)
+    if PLAIN:
+        v0 = _affine(bytes & 3, s0, z0)
+        v1 = _affine((bytes >> 2) & 3, s1, z1)
+        v2 = _affine((bytes >> 4) & 3, s2, z2)
+        v3 = _affine(bytes >> 6, s3, z3)
+    else:
+        v0, v1, v2, v3 = tl.inline_asm_elementwise(
+            asm=_VALUES_PTX,
+            constraints=_VALUES_OPERANDS,
+            args=[bytes, s0, s1, s2, s3, z0, z1, z2, z3],
+            dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
+            is_pure=True,
+            pack=4,
+        )
+    return v0, v1, v2, v3
+
+
+@triton.jit
+def _twice(x, PLAIN: tl.constexpr):
+    """Words [n] of two tokens each to [1, 2 n]: each token's word; if PLAIN, its FP16 in the lower half."""
+    if PLAIN:
+        x = tl.join(x, x >> 16)
+    else:
+        x = tl.join(x, x)
+    return tl.reshape(x, [1, x.numel])
+
+
+@triton.jit
+def _keys(
+    low, high, plane: tl.constexpr, record, token, j, mask, D4: tl.constexpr, D: tl.constexpr, CODES: tl.constexpr
+):
+    """BF16 [PAGE, JP] of one plane of packed keys."""
+    dim = plane * D4 + j
+    if CODES.channel:
+        place = token // CODES.group * D + dim
+    else:
+        place = dim // CODES.group * PAGE + token
+    return dequantise(low, high, plane, record, place, mask, CODES)
+
+
+@triton.jit
+def join_planes(x0, x1, x2, x3, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Four tiles [ROWS, COLUMNS] to one [ROWS, 4 COLUMNS], side by side."""
+    x = tl.join(tl.join(x0, x2), tl.join(x1, x3))  # [ROWS, COLUMNS, plane // 2, plane % 2]
+    return tl.reshape(tl.permute(x, (0, 2, 3, 1)), [ROWS, 4 * COLUMNS])
