@@ -40,7 +40,7 @@ def calibrate(
     context: Annotated[int, typer.Option(help="Tokens per context; best as long as what you serve.")] = 4096,
     seed: Annotated[int, typer.Option(help="Which contexts to draw; 0 spreads them evenly.")] = 0,
     granularity: Annotated[str, typer.Option(help="per-head or per-layer.")] = "per-head",
-    composition: Annotated[str, typer.Option(help="offset, or oscar for the paper's order.")] = "offset",
+    composition: Annotated[str, typer.Option(help="balanced, offset, or oscar for the paper's order.")] = "balanced",
     clips: Annotated[str, typer.Option(help="Clip ratios: per-layer, or global.")] = "per-layer",
     sensitivity: Annotated[bool, typer.Option(help="Measure each layer's sensitivity (needs gradients).")] = True,
     text_share: Annotated[float, typer.Option(help="Use only the first part of the text, 1 for all.")] = 1.0,

@@ -1,6 +1,6 @@
 """What a backend must do: store, quantise, and attend over segments. Data only crosses as tensors.
 
-All keys, values and queries here are in the rotated basis (K' = K R_k, Q' = Q R_k, V' = V R_v), so
+All keys, values and queries here are in the rotated basis (K' = K R_k, Q' = Q R_q, V' = V R_v with R_q R_k^T = I), so
 one query serves every segment; ``rotate`` and ``rotate_output`` go in and out of it.
 """
 
@@ -22,10 +22,17 @@ class LayerRotations:
         k: float32 ``[layers, kv_heads, head_dim, head_dim]`` or None for the identity; rows times
             ``k`` go into the rotated basis.
         v: likewise; None also when it is folded into the weights.
+        q: likewise for the queries that read the KV head; None where ``k`` is orthogonal and serves them too.
     """
 
     k: torch.Tensor | None = None
     v: torch.Tensor | None = None
+    q: torch.Tensor | None = None
+
+    @property
+    def queries(self) -> torch.Tensor | None:
+        """What queries are multiplied by: ``q``, or ``k``."""
+        return self.k if self.q is None else self.q
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,7 @@ class ReferenceOps(AttentionOps):
 
     def rotate(self, layer, q, k, v):
         if self.rotations.k is not None:
-            r = self.rotations.k[layer]
-            q, k = _rotate_rows(q, r), _rotate_rows(k, r)
+            q, k = _rotate_rows(q, self.rotations.queries[layer]), _rotate_rows(k, self.rotations.k[layer])
         if self.rotations.v is not None:
             v = _rotate_rows(v, self.rotations.v[layer])
         return q, k, v

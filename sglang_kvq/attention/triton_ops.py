@@ -65,6 +65,7 @@ class TritonOps(AttentionOps):
         self.launch = min(self._launches, key=lambda x: x.programs_per_sm)
         self._sms = 2 if INTERPRETED else torch.cuda.get_device_properties(pool.device).multi_processor_count
         self._r_k = None if rotations.k is None else split_rotation(rotations.k)
+        self._r_q = self._r_k if rotations.q is None else split_rotation(rotations.q)
         self._r_v = None if rotations.v is None else split_rotation(rotations.v)
         self._r_v_back = None if rotations.v is None else split_rotation(rotations.v.transpose(-1, -2))
         most = max(self.items(batch) for batch in range(1, max_batch + 1))
@@ -202,8 +203,7 @@ class TritonOps(AttentionOps):
         }
 
     def _rotations_of(self, layer: int) -> tuple[torch.Tensor | None, ...]:
-        r_k = None if self._r_k is None else self._r_k[layer]
-        return r_k, r_k, None if self._r_v is None else self._r_v[layer]
+        return tuple(None if r is None else r[layer] for r in (self._r_q, self._r_k, self._r_v))
 
 
 def _check_formats(pool: PagePool) -> None:

@@ -67,7 +67,8 @@ class Rotations:
 
     Attributes:
         k, v: float32 ``[layers, heads, D, D]``; heads is 1 (shared by a layer's heads) or the
-            model's KV heads. k and v may differ in heads.
+            model's KV heads. k and v may differ in heads. v is orthogonal, and so is k without q.
+        q: what queries are multiplied by, like k, with q kᵀ = 1 so that scores stay; None: k.
         meta: where they come from.
         k_eigenvalues, v_eigenvalues: float32 ``[layers, heads, D]`` or None: the spectrum of the
             calibration covariances, ascending; for inspection only.
@@ -78,6 +79,12 @@ class Rotations:
     meta: RotationMeta = RotationMeta()
     k_eigenvalues: torch.Tensor | None = None
     v_eigenvalues: torch.Tensor | None = None
+    q: torch.Tensor | None = None
+
+    @property
+    def queries(self) -> torch.Tensor:
+        """What queries are multiplied by: ``q``, or ``k``."""
+        return self.k if self.q is None else self.q
 
     @property
     def granularity(self) -> str:
@@ -107,8 +114,11 @@ class Rotations:
                 f"KV heads {head_start} to {head_start + head_count - 1} do not exist in a model of {kv_heads_total}; "
                 "choose a tensor-parallel size that divides the KV heads, or a multiple of them."
             )
-        parts = []
-        for name, r in (("k", self.k), ("v", self.v)):
+        parts: list[torch.Tensor | None] = []
+        for name, r in (("k", self.k), ("v", self.v), ("q", self.q)):
+            if r is None:
+                parts.append(None)
+                continue
             if r.shape[1] not in (1, kv_heads_total):
                 raise KVQuantError(
                     f"rotations {self.meta.source}: {name} has {r.shape[1]} heads, the model has {kv_heads_total}; "
@@ -121,14 +131,15 @@ class Rotations:
 
 
 def check_rotations(rotations: Rotations, *, layers: int, kv_heads: int, head_dim: int) -> None:
-    """Refuse rotations that do not fit the model or are not orthonormal.
+    """Refuse rotations that do not fit the model, are not orthonormal, or with ``q`` change scores.
 
     Raises:
-        KVQuantError: other layers, heads or head_dim; NaN or infinity; |R^T R - I| above
-            ``ORTHOGONALITY_TOLERANCE``, with the layer and head.
+        KVQuantError: other layers, heads or head_dim; NaN or infinity; |R^T R - I|, for keys with ``q`` |R_q R_k^T - I|,
+            above ``ORTHOGONALITY_TOLERANCE``, with the layer and head.
     """
     where = rotations.meta.source or "rotations"
-    for name, r in (("k", rotations.k), ("v", rotations.v)):
+    given = {name: r for name in ("q", "k", "v") if (r := getattr(rotations, name)) is not None}
+    for name, r in given.items():
         if r.dim() != 4 or r.shape[2] != r.shape[3]:
             raise KVQuantError(
                 f"{where}: tensor {name} has shape {list(r.shape)}, expected [layers, heads, head_dim, head_dim]; "
@@ -149,12 +160,20 @@ def check_rotations(rotations: Rotations, *, layers: int, kv_heads: int, head_di
                 f"{where}: {name} of layer {layer}, head {head} holds NaN or infinity; the file is damaged: fetch it "
                 "again or recreate it with `kvq calibrate`."
             )
-        r = r.double()
-        error = (r.transpose(-1, -2) @ r - torch.eye(head_dim, dtype=torch.float64)).abs().amax((-1, -2))
+    for name, r in given.items():
+        if name == "q":
+            continue
+        other = given["q"] if name == "k" and "q" in given else r
+        if other.shape != r.shape:
+            raise KVQuantError(
+                f"{where}: q has shape {list(other.shape)}, k {list(r.shape)}; recreate the folder with `kvq calibrate`."
+            )
+        error = (other.double() @ r.double().mT - torch.eye(head_dim, dtype=torch.float64)).abs().amax((-1, -2))
         if error.max() > ORTHOGONALITY_TOLERANCE:
             layer, head = divmod(int(error.argmax()), error.shape[1])
+            what = "orthogonal (max |R R^T - I|" if other is r else "the inverse of q's transpose (max |R_q R_k^T - I|"
             raise KVQuantError(
-                f"{where}: {name} of layer {layer}, head {head} is not orthogonal (max |R^T R - I| = "
+                f"{where}: {name} of layer {layer}, head {head} is not {what} = "
                 f"{error[layer, head]:.2g}, allowed {ORTHOGONALITY_TOLERANCE:g}); attention scores would change. The file "
                 "is damaged or not a rotation: recreate it with `kvq calibrate`."
             )

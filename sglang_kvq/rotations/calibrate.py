@@ -23,7 +23,7 @@ from sglang_kvq.rotations.base import RotationMeta, Rotations
 from sglang_kvq.rotations.capture import attention_hook
 from sglang_kvq.rotations.checkpoint import Checkpoint
 from sglang_kvq.rotations.clips import choose_clips, clip_errors, query_blocks
-from sglang_kvq.rotations.compose import OBJECTIVES, compose
+from sglang_kvq.rotations.compose import OBJECTIVES, compose_keys, compose_values
 from sglang_kvq.rotations.moments import MomentSums
 from sglang_kvq.rotations.sensitivity import UNIT, VARIANTS, LayerQuantiser, fisher_sums, sensitivity_table
 from sglang_kvq.rotations.zoo import identity
@@ -56,7 +56,7 @@ class CalibrationSettings:
     context: int = 4096
     seed: int = 0
     granularity: str = "per-head"
-    composition: str = "offset"
+    composition: str = "balanced"
     clips: str = "per-layer"
     clip_grid: tuple[float, ...] = (0.80, 0.84, 0.86, 0.88, 0.90, 0.92, 0.94, 0.96, 1.0)
     clip_contexts: int = 4
@@ -150,15 +150,15 @@ def draw_contexts(ids: torch.Tensor, settings: CalibrationSettings) -> torch.Ten
 def rotations_from(sums: MomentSums, shape: dict, settings: CalibrationSettings, contexts: int) -> Rotations:
     """Rotations from finished sums over ``contexts`` contexts; no clip ratios yet."""
     qq, kk, vwv, _ = sums.mean(shape["num_hidden_layers"], contexts, shared=settings.granularity == "per-layer")
-    k, k_eigenvalues = compose(settings.composition, qq, kk)
-    v, v_eigenvalues = compose(settings.composition, vwv, vwv)
+    k, q, k_eigenvalues = compose_keys(settings.composition, qq, kk)
+    v, v_eigenvalues = compose_values(settings.composition, vwv)
     meta = RotationMeta(
         objective=OBJECTIVES[settings.composition],
         model=shape,
         tokens=contexts * settings.context,
         seed=settings.seed,
     )
-    return Rotations(k, v, meta, k_eigenvalues, v_eigenvalues)
+    return Rotations(k, v, meta, k_eigenvalues, v_eigenvalues, q)
 
 
 class ClipErrors:
@@ -176,8 +176,9 @@ class ClipErrors:
     @torch.no_grad()
     def add(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> None:
         s = self.settings
-        rk, rv = (r[layer].to(k.device) for r in (self.rotations.k, self.rotations.v))
-        rq = rk if rk.shape[0] == 1 else rk.repeat_interleave(q.shape[0] // k.shape[0], 0)
+        r = self.rotations
+        rq, rk, rv = (x[layer].to(k.device) for x in (r.queries, r.k, r.v))
+        rq = rq if rq.shape[0] == 1 else rq.repeat_interleave(q.shape[0] // k.shape[0], 0)
         errors, size = clip_errors(
             q.float() @ rq, k.float() @ rk, v.float() @ rv, scale,
             grid=s.clip_grid, starts=self.starts, sink=s.sink, recent=s.recent,
@@ -223,7 +224,7 @@ class _Run:
         length = min(s.sensitivity_context, s.context)
         step = max(len(self.contexts) // s.sensitivity_contexts, 1)
         contexts = self.contexts[::step][: s.sensitivity_contexts, :length]
-        quantiser = LayerQuantiser(rotations.k, rotations.v, *rotations.meta.clips(layers), s.sink, s.recent)
+        quantiser = LayerQuantiser(rotations, *rotations.meta.clips(layers), s.sink, s.recent)
         first = s.sink + s.recent
         sums = _Sums(torch.zeros(layers, len(VARIANTS), dtype=torch.float64))
         done = self._restore("sensitivity", sums)

@@ -33,8 +33,8 @@ class Candidate:
         """q ``[q_heads, T, D]``, k and v ``[kv_heads, T, D]`` in the rotated basis, float32."""
         q, k, v = q.float(), k.float(), v.float()
         if self.rotations.k is not None:
-            r = self.rotations.k[layer].to(k.device)
-            q, k = q @ r.repeat_interleave(q.shape[0] // k.shape[0], 0), k @ r
+            r_q, r_k = (r[layer].to(k.device) for r in (self.rotations.queries, self.rotations.k))
+            q, k = q @ r_q.repeat_interleave(q.shape[0] // k.shape[0], 0), k @ r_k
         if self.rotations.v is not None:
             v = v @ self.rotations.v[layer].to(v.device)
         return q, k, v

@@ -1,4 +1,4 @@
-"""From second moments to rotations: R = U H P, and why we order U differently from OSCAR.
+"""From second moments to rotations: R = U H P, why we order U differently from OSCAR, and why keys need no rotation.
 
 With one scale per row of head_dim, an orthogonal R changes the quantisation error only through each row's range.
 Two things shrink it. H spreads every direction over all coordinates, so no coordinate dominates. And H's
@@ -6,6 +6,13 @@ row 0 is constant: whatever direction of U meets it becomes an offset common to 
 zero point of asymmetric quantisation stores exactly. OSCAR takes eigenvectors in ascending order (the least
 important direction meets row 0) and then permutes columns by P, which changes no code when one group spans
 head_dim. ``offset`` puts the direction that carries most energy there instead.
+
+``balanced`` goes further for keys. Scores need q k to stay, not the lengths of keys: with any invertible A, keys k A and
+queries q A^-T give the same. The error of codes is spread evenly over the coordinates of k A and proportional to its energy,
+so a score's is proportional to tr(A^T K A) tr(A^-1 Q A^-T), for K and Q the second moments of keys and queries. By
+Cauchy and Schwarz that is least where both have the same moment, A A^T = Q^1/2 (Q^1/2 K Q^1/2)^-1/2 Q^1/2, the geometric
+mean of Q and K^-1. What keys hold much of and queries ask little for, such as Qwen2.5's biases, then costs little. U and H
+follow as before. Values are weighted by attention, which no matrix of theirs changes: they are rotated as by ``offset``.
 """
 
 from __future__ import annotations
@@ -16,17 +23,69 @@ from sglang_kvq.errors import KVQuantError
 from sglang_kvq.rotations.hadamard import hadamard_matrix
 
 #: Compositions that ``kvq calibrate --composition`` knows, the default first.
-COMPOSITIONS = ("offset", "oscar")
+COMPOSITIONS = ("balanced", "offset", "oscar")
 
 #: The ``objective`` recorded in config.json for each; OSCAR's is the name in its published files.
-OBJECTIVES = {"offset": "offset_h", "oscar": "qqt_r_h_pbr"}
+OBJECTIVES = {"balanced": "balanced_h", "offset": "offset_h", "oscar": "qqt_r_h_pbr"}
+
+#: Added to both moments before they are balanced, relative to their mean eigenvalue: what a short text says of the
+#: directions with least energy is noise, and keys are stored in BF16 in the basis that results.
+FLOOR = 1e-4
+
+
+def compose_keys(
+    composition: str, queries: torch.Tensor, keys: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    """Matrices of keys and queries.
+
+    Args:
+        queries, keys: float64 ``[..., D, D]``, mean QᵀQ of the queries that read a KV head, and KᵀK.
+
+    Returns:
+        R_k float32 ``[..., D, D]``; R_q likewise with R_q R_kᵀ = 1, or None where R_k is orthogonal; and the eigenvalues
+        of ``queries``, float32 ``[..., D]``, ascending.
+
+    Raises:
+        KVQuantError: unknown composition.
+    """
+    if composition != "balanced":
+        rotation, values = compose(composition, queries, keys)
+        return rotation, None, values
+    a = balance(queries, keys)
+    rotation, _ = compose("offset", queries, a.mT @ keys @ a)
+    r_k = a @ rotation.double()
+    return r_k.float(), torch.linalg.inv(r_k).mT.float(), torch.linalg.eigvalsh(queries).float()
+
+
+def compose_values(composition: str, weighted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The rotation of values from mean Vᵀ diag(w) V; results as ``compose``."""
+    return compose("offset" if composition == "balanced" else composition, weighted, weighted)
+
+
+def balance(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """Symmetric A float64 ``[..., D, D]``: keys k A and queries q A^-1 have equal second moments, but for ``FLOOR``."""
+    queries, keys = _floored(queries), _floored(keys)
+    root = _power(queries, 0.5)
+    return _power(root @ _power(root @ keys @ root, -0.5) @ root, 0.5)
+
+
+def _floored(moment: torch.Tensor) -> torch.Tensor:
+    mean = moment.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None]
+    return moment + FLOOR * mean * torch.eye(moment.shape[-1], dtype=moment.dtype, device=moment.device)
+
+
+def _power(matrix: torch.Tensor, exponent: float) -> torch.Tensor:
+    """A symmetric positive definite matrix to that power."""
+    values, vectors = torch.linalg.eigh(matrix)
+    least = values.amax(-1, keepdim=True) * 1e-14  # rounding may leave the smallest below 0
+    return (vectors * values.clamp(min=least).pow(exponent)[..., None, :]) @ vectors.mT
 
 
 def compose(composition: str, importance: torch.Tensor, energy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Rotations from second moments.
 
     Args:
-        composition: one of ``COMPOSITIONS``.
+        composition: ``offset`` or ``oscar``.
         importance: float64 ``[..., D, D]``: what OSCAR diagonalises, mean QᵀQ for keys, mean Vᵀ diag(w) V for values.
         energy: float64 ``[..., D, D]``: the second moment of the rows that are quantised (KᵀK, VᵀV), weighted or not.
 

@@ -41,8 +41,7 @@ class FakeQuantAttention:
         group = q.shape[0] // k.shape[0]
         q, k, v = q.float(), k.float(), v.float()
         if self.rotations.k is not None:
-            r = self.rotations.k[layer]
-            q, k = q @ r.repeat_interleave(group, 0), k @ r
+            q, k = q @ self.rotations.queries[layer].repeat_interleave(group, 0), k @ self.rotations.k[layer]
         if self.rotations.v is not None:
             v = v @ self.rotations.v[layer]
         q, k, v = (x.bfloat16().float() for x in (q, k, v))

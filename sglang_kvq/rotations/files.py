@@ -28,7 +28,8 @@ from sglang_kvq.rotations.base import RotationMeta, Rotations, check_meta, check
 from sglang_kvq.rotations.hub import CONFIG_FILE, TENSOR_FILE
 from sglang_kvq.rotations.registry import known_digests
 
-FORMAT_VERSION = 1
+#: Of config.json: keys and queries share a rotation, or queries have their own.
+FORMAT_VERSIONS = (1, 2)
 
 _NO_ROTATIONS = "Make them with `kvq calibrate MODEL`, or use --kv-quant hadamard, which needs none."
 
@@ -94,7 +95,7 @@ def save_rotations(rotations: Rotations, folder: str | Path, *, kv_heads: int, o
     check_meta(rotations.meta, layers=layers)
     tensors = {
         name: tensor.float().contiguous()
-        for name in ("k", "v", "k_eigenvalues", "v_eigenvalues")
+        for name in ("k", "v", "q", "k_eigenvalues", "v_eigenvalues")
         if (tensor := getattr(rotations, name)) is not None
     }
     if tensors["k"].data_ptr() == tensors["v"].data_ptr():
@@ -105,7 +106,7 @@ def save_rotations(rotations: Rotations, folder: str | Path, *, kv_heads: int, o
         save_file(tensors, temporary / TENSOR_FILE)
         (temporary / TENSOR_FILE).chmod(0o644)  # safetensors makes it private
         config = {
-            "format_version": FORMAT_VERSION,
+            "format_version": FORMAT_VERSIONS[rotations.q is not None],
             "geometry": {"layers": layers, "kv_heads": kv_heads, "head_dim": head_dim},
             "granularity": rotations.granularity,
             **meta,
@@ -199,9 +200,10 @@ def _load_native(folder: Path) -> tuple[Rotations, dict]:
         raise KVQuantError(
             f"{folder / CONFIG_FILE}: not the config.json of rotations ({error}); recreate it with `kvq calibrate`."
         ) from error
-    if version != FORMAT_VERSION:
+    if version not in FORMAT_VERSIONS:
         raise KVQuantError(
-            f"{folder / CONFIG_FILE}: format_version {version}, this sglang-kvq reads {FORMAT_VERSION}; update sglang-kvq."
+            f"{folder / CONFIG_FILE}: format_version {version}, this sglang-kvq reads "
+            f"{' and '.join(map(str, FORMAT_VERSIONS))}; update sglang-kvq."
         )
     data = (folder / TENSOR_FILE).read_bytes()
     try:
@@ -223,7 +225,7 @@ def _load_native(folder: Path) -> tuple[Rotations, dict]:
             stored[name] = tuple(stored[name])
     meta = RotationMeta(**stored)
     eigen = (tensors.get("k_eigenvalues"), tensors.get("v_eigenvalues"))
-    return Rotations(k, v, replace(meta, source=str(folder)), *eigen), config
+    return Rotations(k, v, replace(meta, source=str(folder)), *eigen, tensors.get("q")), config
 
 
 def _check_heads(rotations: Rotations, config: dict, kv_heads: int) -> None:

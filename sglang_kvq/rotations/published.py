@@ -33,7 +33,16 @@ def load_published(folder: Path, *, layers: int | None = None) -> Rotations:
 
 
 def save_published(rotations: Rotations, folder: Path) -> None:
-    """Write both files into the existing ``folder``. The clip ratios and corpus are not part of this layout."""
+    """Write both files into the existing ``folder``. The clip ratios and corpus are not part of this layout.
+
+    Raises:
+        KVQuantError: queries are not rotated like keys, which this layout cannot say.
+    """
+    if rotations.q is not None:
+        raise KVQuantError(
+            f"{rotations.meta.source or 'rotations'}: queries and keys have different matrices (composition balanced), which "
+            "the published layout has no place for; calibrate with --composition oscar or offset to convert."
+        )
     for name, r, eigen in (
         (K_FILE, rotations.k, rotations.k_eigenvalues),
         (V_FILE, rotations.v, rotations.v_eigenvalues),

@@ -17,6 +17,7 @@ import torch
 from sglang_kvq.config import PAGE_SIZE
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.rotations.capture import attention_hook, causal_attention
+from sglang_kvq.rotations.base import Rotations
 from sglang_kvq.rotations.published import first_line
 from sglang_kvq.rotations.round_trip import round_trip
 from sglang_kvq.rotations.segments import segmented_attention
@@ -34,19 +35,20 @@ class LayerQuantiser:
     """Changes of a layer's attention output when its history keys or values are quantised.
 
     Attributes:
-        k, v: rotations, float32 ``[layers, heads or 1, D, D]``.
+        rotations: of all layers.
         clip_k, clip_v: clip quantile of each layer.
         sink, recent: BF16 tokens at both ends.
     """
 
-    def __init__(self, k, v, clip_k, clip_v, sink: int, recent: int) -> None:
-        self.k, self.v, self.clip_k, self.clip_v, self.sink, self.recent = k, v, clip_k, clip_v, sink, recent
+    def __init__(self, rotations: Rotations, clip_k, clip_v, sink: int, recent: int) -> None:
+        self.rotations, self.clip_k, self.clip_v, self.sink, self.recent = rotations, clip_k, clip_v, sink, recent
 
     def delta(self, layer: int, q, k, v, scale: float, variants=VARIANTS) -> list[torch.Tensor]:
         """Per variant, the change of the output in the model's own basis, float32 ``[q_heads, T, D]``."""
-        rk, rv = (r[layer].to(k.device) for r in (self.k, self.v))
+        r = self.rotations
+        rq, rk, rv = (x[layer].to(k.device) for x in (r.queries, r.k, r.v))
         group = q.shape[0] // k.shape[0]
-        q = q.float() @ (rk if rk.shape[0] == 1 else rk.repeat_interleave(group, 0))
+        q = q.float() @ (rq if rq.shape[0] == 1 else rq.repeat_interleave(group, 0))
         k, v = (k.float() @ rk).bfloat16().float(), (v.float() @ rv).bfloat16().float()
         out_v = rv if rv.shape[0] == 1 else rv.repeat_interleave(group, 0)
         starts = range(0, q.shape[1], PAGE_SIZE)

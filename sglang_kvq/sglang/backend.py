@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
@@ -130,7 +132,7 @@ def create_backend(model_runner) -> KVQuantBackend:
     folded = rotations.v is not None and foldable and not lora
     if folded:
         weights.fold(model_runner.model, first, rotations.v)
-        rotations = LayerRotations(rotations.k, None)
+        rotations = replace(rotations, v=None)
     ops = create_ops(model_runner, pool, rotations)
     state.tiers = TierManager(pool, config.sink_pages, config.recent_pages, ops.quantise_slots)
     state.status = {

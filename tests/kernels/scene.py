@@ -133,14 +133,17 @@ def make_scene(
 
 
 def rotations(kind: str, heads: Heads) -> LayerRotations:
-    """``shared``, ``per-head``, ``keys-only`` or ``identity``: random orthogonal matrices."""
+    """``shared``, ``per-head``, ``keys-only`` or ``identity``: random orthogonal matrices; ``balanced``: not, for keys."""
     if kind == "identity":
         return LayerRotations()
-    count = heads.kv if kind == "per-head" else 1
+    count = heads.kv if kind in ("per-head", "balanced") else 1
 
     def draw() -> torch.Tensor:
         return torch.linalg.qr(torch.randn(LAYERS, count, heads.head_dim, heads.head_dim, device=DEVICE))[0].contiguous()
 
+    if kind == "balanced":
+        scale = torch.logspace(-0.5, 0.5, heads.head_dim, device=DEVICE)
+        return LayerRotations((draw() * scale).contiguous(), draw(), (draw() / scale).contiguous())
     return LayerRotations(draw(), None if kind == "keys-only" else draw())
 
 

@@ -6,7 +6,7 @@ from tests.kernels.scene import HEADS, ON_GPU, Heads, assert_close, int64, make_
 
 from sglang_kvq.config import PAGE_SIZE
 
-KINDS = ["shared", "per-head", "keys-only", "identity"]
+KINDS = ["shared", "per-head", "balanced", "keys-only", "identity"]
 ROTATE_HEADS = [HEADS[0], HEADS[1], HEADS[2], HEADS[7]]
 # Every kind with one geometry, and every geometry with the most general kind.
 CASES = [(HEADS[0], kind) for kind in KINDS] + [(heads, "per-head") for heads in ROTATE_HEADS[1:]]

@@ -7,10 +7,10 @@ from sglang_kvq.attention.base import LayerRotations
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.formats.page import PageFormat
 from sglang_kvq.formats.quantise import clip_rank, dequantise_rows, quantise_rows
-from sglang_kvq.rotations.base import check_rotations
+from sglang_kvq.rotations.base import Rotations, check_rotations
 from sglang_kvq.rotations.calibrate import CalibrationSettings, calibrate
 from sglang_kvq.rotations.capture import attention_hook
-from sglang_kvq.rotations.compose import compose, oscar_permutation
+from sglang_kvq.rotations.compose import balance, compose, compose_keys, oscar_permutation
 from sglang_kvq.rotations.evaluate import FakeQuantAttention, mean_kl
 from sglang_kvq.rotations.hadamard import hadamard_matrix
 from tests.rotations.helpers import tiny_llama
@@ -30,7 +30,7 @@ def ids():
 
 
 @pytest.mark.parametrize("granularity", ["per-head", "per-layer"])
-@pytest.mark.parametrize("composition", ["offset", "oscar"])
+@pytest.mark.parametrize("composition", ["balanced", "offset", "oscar"])
 def test_calibration_gives_rotations_of_the_model(model, ids, granularity, composition):
     seen = []
     settings = CalibrationSettings(**SETTINGS, granularity=granularity, composition=composition)
@@ -93,6 +93,49 @@ def test_offset_composition_stores_a_common_part_for_free():
         errors[name] = (back - rotated).square().mean()
     assert errors["offset"] < 0.2  # unit noise at 2 bits; the mean, of size 4, costs nothing
     assert errors["oscar"] > 3 * errors["offset"]
+
+
+def outliers(generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys that hold most where queries ask least, as with Qwen2.5's biases: float64 ``[512, 64]`` each."""
+    spread = torch.logspace(-0.8, 0.8, 64, dtype=torch.float64)
+    mix = torch.linalg.qr(torch.randn(64, 64, dtype=torch.float64, generator=generator))[0]
+    q, k = (torch.randn(512, 64, dtype=torch.float64, generator=generator) for _ in "qk")
+    return q / spread @ mix, k * spread @ mix
+
+
+def moment(x: torch.Tensor) -> torch.Tensor:
+    return x.T @ x / len(x)
+
+
+def test_balanced_keys_and_queries_have_one_moment():
+    q, k = outliers(torch.Generator().manual_seed(1))
+    a = balance(moment(q), moment(k))
+    torch.testing.assert_close(a, a.T)
+    of_keys, of_queries = moment(k @ a), moment(q @ torch.linalg.inv(a))
+    assert (of_keys - of_queries).norm() < 0.02 * of_keys.norm()
+
+
+def test_balance_keeps_scores_and_makes_them_exacter():
+    q, k = outliers(torch.Generator().manual_seed(2))
+    error = {}
+    for name in ("balanced", "offset"):
+        r_k, r_q, _ = compose_keys(name, moment(q), moment(k))
+        assert (r_q is None) == (name == "offset")
+        r_q = r_k if r_q is None else r_q
+        exact, turned, queries = q @ k.T, (k @ r_k.double()).bfloat16(), q @ r_q.double()
+        torch.testing.assert_close(q @ r_q.double() @ (k @ r_k.double()).T, exact, rtol=1e-4, atol=1e-3)
+        back = dequantise_rows(*quantise_rows(turned, 64, 0)).double()
+        error[name] = ((queries @ back.T - exact).norm() / exact.norm()).item()
+    assert error["balanced"] < 0.25 * error["offset"], error
+
+
+def test_a_direction_that_keys_or_queries_lack_does_no_harm():
+    q, k = outliers(torch.Generator().manual_seed(3))
+    q[:, 0] = 0
+    k[:, 1] = 0
+    r_k, r_q, _ = compose_keys("balanced", moment(q), moment(k))
+    rotations = Rotations(r_k[None, None], torch.eye(64)[None, None], q=r_q[None, None])
+    check_rotations(rotations, layers=1, kv_heads=1, head_dim=64)
 
 
 def test_kl_counts_the_quantised_history_only(model, ids):

@@ -195,6 +195,39 @@ def test_bad_values_name_layer_and_head(published, tensor, value, word):
         save_rotations(rotations, published.parent / "never", kv_heads=2)
 
 
+def balanced_rotations() -> Rotations:
+    """Keys' matrices are not orthogonal; queries' undo them."""
+    rotations = random_rotations(heads=2)
+    scale = torch.logspace(-1, 1, rotations.k.shape[-1])
+    return replace(rotations, k=rotations.k * scale, q=rotations.k / scale)
+
+
+def test_queries_matrices_come_back(tmp_path):
+    rotations = balanced_rotations()
+    save_rotations(rotations, tmp_path / "out", kv_heads=2)
+    assert json.loads((tmp_path / "out" / CONFIG_FILE).read_text())["format_version"] == 2
+    loaded = load_rotations(tmp_path / "out", **GEOMETRY)
+    assert torch.equal(loaded.q, rotations.q) and torch.equal(loaded.k, rotations.k)
+    worker = loaded.for_worker(range(1, 2), 2, 1, 1)
+    assert torch.equal(worker.queries[0, 0], rotations.q[1, 1]) and torch.equal(worker.k[0, 0], rotations.k[1, 1])
+
+
+def test_queries_matrices_that_change_scores(tmp_path):
+    rotations = balanced_rotations()
+    rotations.q[1, 0, 3, 5] += 0.1
+    with pytest.raises(KVQuantError, match="k of layer 1, head 0 is not the inverse of q's transpose"):
+        save_rotations(rotations, tmp_path / "never", kv_heads=2)
+    with pytest.raises(KVQuantError, match="q has shape"):
+        save_rotations(replace(rotations, q=rotations.q[:, :1]), tmp_path / "never", kv_heads=2)
+    assert not (tmp_path / "never").exists()
+
+
+def test_the_published_layout_has_no_place_for_queries_matrices(tmp_path):
+    with pytest.raises(KVQuantError, match="--composition oscar or offset"):
+        save_published(balanced_rotations(), tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
 def test_float32_rounding_is_orthogonal_enough(published):
     rotations = random_rotations(heads=1)
     save_published(replace(rotations, k=rotations.k + 1e-6), published)
@@ -222,8 +255,8 @@ def test_config_of_something_else(native, text):
 
 def test_newer_format(native, published):
     config = json.loads((native / CONFIG_FILE).read_text())
-    (native / CONFIG_FILE).write_text(json.dumps({**config, "format_version": 2}))
-    refuse(native, "format_version 2", "update sglang-kvq")
+    (native / CONFIG_FILE).write_text(json.dumps({**config, "format_version": 3}))
+    refuse(native, "format_version 3", "update sglang-kvq")
     torch.save({**torch.load(published / K_FILE, weights_only=True), "format_version": 2}, published / K_FILE)
     refuse(published, "format_version 2", "update sglang-kvq")
 

@@ -29,7 +29,7 @@ def test_second_order_is_close_to_the_divergence():
         tokens=512, context=512, clip_grid=(0.86, 1.0), clip_contexts=1, sensitivity_contexts=0
     )
     rotations = calibrate(model, ids, settings)
-    quantiser = LayerQuantiser(rotations.k, rotations.v, *rotations.meta.clips(3), settings.sink, settings.recent)
+    quantiser = LayerQuantiser(rotations, *rotations.meta.clips(3), settings.sink, settings.recent)
     exact = exact_sums(model, ids[:768], range(3), quantiser, first=320)
     generator = torch.Generator().manual_seed(0)
     found = fisher_sums(model, ids[:768], 3, quantiser, first=320, draws=8, generator=generator)
@@ -61,7 +61,7 @@ def test_ranks_of_a_trained_model(model):
     network.requires_grad_(False)
     ids = tokenize(tokenizer, "\n\n".join(topics[name] for name in sorted(topics)))[:576]
     rotations = load_rotations(find_rotations(str(model), network.config), layers=30, kv_heads=3, head_dim=64)
-    quantiser = LayerQuantiser(rotations.k, rotations.v, *rotations.meta.clips(30), 64, 256)
+    quantiser = LayerQuantiser(rotations, *rotations.meta.clips(30), 64, 256)
     generator = torch.Generator().manual_seed(0)
     found = fisher_sums(network, ids, 30, quantiser, first=320, draws=2, generator=generator)
     chosen = found[:, VARIANTS.index(("k", 2))].argsort()[[0, 10, 20, 29]].tolist()
