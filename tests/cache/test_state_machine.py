@@ -7,7 +7,6 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from sglang_kvq.cache.tiers import TierManager
 from sglang_kvq.config import PAGE_SIZE as P
 from tests.cache.scheduler_model import Model
 
@@ -21,8 +20,6 @@ def prompt_tokens(kind: int, length: int) -> list[int]:
 
 
 class Scheduler(RuleBasedStateMachine):
-    manager = TierManager
-
     @initialize(
         rows=st.integers(1, 4), sinks=st.integers(0, 2), recent=st.integers(1, 2), spare=st.integers(0, 6),
         pages=st.integers(14, 40),
@@ -30,7 +27,7 @@ class Scheduler(RuleBasedStateMachine):
     def build(self, rows, sinks, recent, spare, pages):
         # One overlay per row beyond its window: every row may resume in the middle of a page.
         slots = rows * (sinks + recent + 2) + spare
-        self.model = Model(pages, slots, rows, sinks, recent, self.manager)
+        self.model = Model(pages, slots, rows, sinks, recent)
         self.prefilling, self.decoding = [], []
 
     def running(self):

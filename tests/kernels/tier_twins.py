@@ -1,13 +1,14 @@
-"""A tier manager planned by kernels, with one planned in torch beside it that must agree after every plan."""
+"""A tier manager planned in torch, with one planned by kernels beside it that must agree after every plan."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 import torch
+from tests.kernels.scene import DEVICE
 
 from sglang_kvq.cache.pool import PagePool
-from sglang_kvq.cache.tiers import TierManager
+from sglang_kvq.cache.tiers import QuantiseSlots, TierManager
 from sglang_kvq.cache.triton_tiers import TritonTierManager
 
 
@@ -34,38 +35,51 @@ def assert_same(got: TierManager, want: TierManager) -> None:
         assert torch.equal(got[name], tensor), f"{name}: {got[name].tolist()} instead of {tensor.tolist()}"
 
 
-class TwinTierManager(TritonTierManager):
-    """Drop-in for ``TierManager``; its kernels decide, the twin in torch checks."""
+class TwinTierManager(TierManager):
+    """Drop-in for ``TierManager`` on the CPU. What is quantised are the kernels' lists, at the end of a plan.
 
-    def __init__(self, pool: PagePool, sink_pages: int, recent_pages: int, quantise_slots) -> None:
-        self.listed = {"ours": [], "twin": []}  # (slot, page) that this plan quantises
+    Attributes:
+        plans, quantised: how much was compared, so that a test can tell that something was.
+    """
 
-        def listing(name: str, slots, pages, count) -> None:
-            n = int(count)
-            self.listed[name] += zip(slots[:n].tolist(), pages[:n].tolist())
+    def __init__(self, pool: PagePool, sink_pages: int, recent_pages: int, quantise_slots: QuantiseSlots) -> None:
+        wanted, got = [], []  # (slot, page) that this plan quantises
 
-        def quantise(*batch) -> None:
-            listing("ours", *batch)
-            quantise_slots(*batch)
+        def pairs(slots: torch.Tensor, pages: torch.Tensor, count: torch.Tensor) -> list[tuple[int, int]]:
+            return list(zip(slots[: int(count)].tolist(), pages[: int(count)].tolist()))
 
-        super().__init__(pool, sink_pages, recent_pages, quantise)
-        own = {name: getattr(pool, name).clone() for name in ("page_slot", "row_sink_end", "row_history_end")}
-        self.twin = TierManager(replace(pool, **own), sink_pages, recent_pages, lambda *batch: listing("twin", *batch))
+        def quantise(*batch: torch.Tensor) -> None:
+            got.extend(pairs(*batch))
+            quantise_slots(*(x.cpu() for x in batch))
+
+        super().__init__(pool, sink_pages, recent_pages, lambda *batch: wanted.extend(pairs(*batch)))
+        names = ("overlays", "req_to_token", "page_slot", "row_sink_end", "row_history_end")
+        own = {name: getattr(pool, name).to(DEVICE, copy=True) for name in names}
+        self.kernels = TritonTierManager(replace(pool, **own), sink_pages, recent_pages, quantise)
+        self.wanted, self.got = wanted, got
+        self.plans = self.quantised = 0
 
     def reset(self) -> None:
         super().reset()
-        self.twin.reset()
+        self.kernels.reset()
+        assert_same(self.kernels, self)
 
     def apply_pending(self) -> None:
-        self.twin.pending._ops = list(self.pending._ops)
-        self.twin.apply_pending()
+        self.kernels.pending._ops = list(self.pending._ops)
+        self.kernels.apply_pending()
         super().apply_pending()
-        assert_same(self, self.twin)
+        assert_same(self.kernels, self)
 
-    def _plan(self, *batch) -> None:
-        for pairs in self.listed.values():
-            pairs.clear()
-        super()._plan(*batch)
-        self.twin._plan(*batch)
-        assert_same(self, self.twin)
-        assert sorted(self.listed["ours"]) == sorted(self.listed["twin"])
+    def _plan(self, rows, prefix_lens, seq_lens, max_len, direct_pages) -> None:
+        self.wanted.clear()
+        self.got.clear()
+        super()._plan(rows, prefix_lens, seq_lens, max_len, direct_pages)
+        self.kernels.pool.req_to_token.copy_(self.pool.req_to_token)
+        rows, prefix_lens, seq_lens, direct_pages = (
+            x if x is None else x.to(DEVICE) for x in (rows, prefix_lens, seq_lens, direct_pages)
+        )
+        self.kernels._plan(rows, prefix_lens, seq_lens, max_len, direct_pages)
+        assert_same(self.kernels, self)
+        assert sorted(self.got) == sorted(self.wanted)
+        self.plans += 1
+        self.quantised += len(self.got)
