@@ -46,7 +46,7 @@ def give_overlays(
     )  # fmt: skip
 
 
-# Nothing that varies is specialised: plans run outside CUDA graphs, where a kernel compiled late is a request that waits.
+# Nothing that varies is specialised: plans run outside CUDA graphs, where a request would wait for the compiler.
 @triton.jit(
     do_not_specialize=["rows", "prefix_lens", "seq_lens", "batch", "direct", "directs", "step"],
     do_not_specialize_on_alignment=["rows", "prefix_lens", "seq_lens", "direct"],

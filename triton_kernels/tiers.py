@@ -65,7 +65,10 @@ def history_pages(length, SINK: tl.constexpr, RECENT: tl.constexpr):
 
 @triton.jit
 def window(table, table_row, row, length, SINK: tl.constexpr, RECENT: tl.constexpr, WIDTH: tl.constexpr):
-    """Page index, exists and page id of the window of rows at their lengths, [n, WIDTH] for int32 [n, 1] or scalars; row 0 has none."""
+    """Page index, exists and page id of the window of rows at their lengths, [n, WIDTH]; row 0 has none.
+
+    row, length: int32 [n, 1], or scalars for n = 1.
+    """
     i = tl.arange(0, WIDTH)[None, :]
     index = tl.where(i < SINK, i, history_pages(length, SINK, RECENT) + i - SINK)
     exists = (i <= SINK + RECENT) & (index * PAGE < tl.where(row > 0, length, 0))

@@ -1,7 +1,7 @@
 """Which pages have BF16 overlays, and which ranges of a request are read from which pool.
 
 All state lives on the device and every decision is a tensor operation, so a step never waits for
-the host. This is the CPU's path and the oracle of ``triton_tiers``, which decides the same in three launches. The scheduler only *records* what happened to pages (``PendingOps``); the next forward
+the host. The scheduler only *records* what happened to pages (``PendingOps``); the next forward
 pass applies it, in order, on the stream that runs the model. That makes demotion safe under
 overlap scheduling: a page's overlay cannot be taken while an earlier batch still reads it.
 
@@ -15,6 +15,8 @@ Rules (docs/design.md has the reasons):
 * A request reads records in one range ``[sink_end, history_end)``. Whatever lies there without a
   valid record is quantised before the batch runs. A window page whose overlay was taken (a prefix
   hit long after) simply moves the range's end past it.
+
+This is a CPU's path, and the oracle of ``triton_tiers``, which decides the same on a GPU in a few launches.
 """
 
 from __future__ import annotations

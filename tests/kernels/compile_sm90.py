@@ -39,7 +39,7 @@ TYPES = {
 }
 
 
-def type_of(value: object, general: bool) -> str:
+def type_of(value: object, general: bool = False) -> str:
     """The signature entry of a launch argument, as Triton specialises it unless it is told not to."""
     if isinstance(value, torch.Tensor):
         return TYPES[value.dtype]
