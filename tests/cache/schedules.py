@@ -24,7 +24,7 @@ def drive(model: Model, rng: random.Random, steps: int) -> None:
         running = prefilling + decoding
         kind = rng.choices(("prefill", "decode", "leave", "fork", "evict", "start"), (4, 6, 1, 1, 1, 3))[0]
         if kind == "start" or not running:
-            stride, length = rng.choice((1, 1, 5)), rng.randint(1, 7 * P)
+            stride, length = rng.choice((1, 1, 5)), rng.randint(1, 11 * P)
             start([i * stride % 241 for i in range(length)])
         elif kind == "prefill" and prefilling:
             chosen = prefilling[: rng.randint(1, 3)]

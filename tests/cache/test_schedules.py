@@ -10,11 +10,11 @@ from tests.cache.scheduler_model import Model
 from tests.cache.schedules import drive
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(4))
 def test_random_schedules(seed):
     rng = random.Random(100 + seed)
     rows, sinks, recent = rng.randint(1, 4), seed % 3, rng.randint(1, 3)
     slots = rows * (sinks + recent + 2) + rng.randint(0, 6)
-    model = Model(rng.randint(20, 60), slots, rows, sinks, recent)
-    drive(model, rng, 150)
-    assert model.tiers.steps > 40 and int(model.tiers.records_written) > 10
+    model = Model(rng.randint(30, 60), slots, rows, sinks, recent)
+    drive(model, rng, 120)
+    assert model.tiers.steps > 30 and int(model.tiers.records_written) > 5
