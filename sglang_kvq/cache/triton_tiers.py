@@ -13,7 +13,7 @@ from sglang_kvq.kernels.tiers import TierTables
 
 
 class TritonTierManager(TierManager):
-    """A plan is three launches and one per record store, wherever its requests are:
+    """A plan is two launches, and one more per record store:
 
     1. ``give_overlays``: lengths, stamps, pins; the overlays that pages about to be written take.
     2. ``set_ranges``: what the batch reads from records.
