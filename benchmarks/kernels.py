@@ -399,7 +399,7 @@ def main() -> None:
             rows.append(row)
             show(row)
     if args.out:
-        record.write(args.out, "kernels", rows, copy_gb_per_s=round(bandwidth / 1e3))
+        record.merge(args.out, "kernels", rows, key="kernel", copy_gb_per_s=round(bandwidth / 1e3))
 
 
 if __name__ == "__main__":

@@ -12,6 +12,8 @@ from sglang_kvq.evaluation import provenance
 ROOT = Path(__file__).resolve().parent.parent
 #: Where a result comes from: fields of a file, or of a row that an earlier run left in it.
 SOURCE = ("command", "commit", "dirty", "date")
+#: Fields of every file.
+HEADER = {"name", *SOURCE, "device", "versions", "rows"}
 
 
 def device_name() -> str:
@@ -34,7 +36,7 @@ def read_rows(path: str | Path) -> list[dict]:
 
 
 def merge(path: str | Path, name: str, rows: list[dict], *, key: str, **more) -> None:
-    """``write``, keeping the file's rows whose ``key`` is not among the new ones.
+    """``write``, keeping the file's rows whose ``key`` is not among the new ones, and what else it says of its run.
 
     A row kept from a run at another commit or by another command says so itself.
     """
@@ -44,4 +46,5 @@ def merge(path: str | Path, name: str, rows: list[dict], *, key: str, **more) ->
         source = {field: old[field] for field in SOURCE}
         new = {row[key] for row in rows}
         kept = [{**source, **row} for row in old["rows"] if row[key] not in new]
+        more = {field: old[field] for field in old.keys() - HEADER} | more
     write(path, name, [*kept, *rows], **more)

@@ -15,6 +15,8 @@ Rules (docs/design.md has the reasons):
 * A request reads records in one range ``[sink_end, history_end)``. Whatever lies there without a
   valid record is quantised before the batch runs. A window page whose overlay was taken (a prefix
   hit long after) simply moves the range's end past it.
+
+This is a CPU's path, and the oracle of ``triton_tiers``, which decides the same on a GPU in a few launches.
 """
 
 from __future__ import annotations
@@ -94,12 +96,12 @@ class TierManager:
         """
         if self._dirty or self.pending:
             return True
-        offset = seq_lens % P
-        return bool(((offset <= 1) & (seq_lens > 1)).any())
+        lens = seq_lens.numpy()
+        return bool(((lens % P <= 1) & (lens > 1)).any())
 
     def plan_decode(self, rows: torch.Tensor, seq_lens: torch.Tensor, max_len: int) -> None:
         """Before a decode step. rows, seq_lens int64 ``[batch]`` (the new token counted); row 0 is padding."""
-        self._plan(rows, seq_lens - 1, seq_lens, seq_lens, max_len, None)
+        self._plan(rows, None, seq_lens, max_len, None)
         self._dirty = False
 
     def plan_extend(
@@ -111,10 +113,13 @@ class TierManager:
         direct_pages: torch.Tensor,
     ) -> None:
         """Before a prefill. Tensors int64 ``[batch]``; ``direct_pages`` int64 ``[n]`` will be quantised from activations."""
-        self._plan(rows, prefix_lens, seq_lens, prefix_lens, max_len, direct_pages)
+        self._plan(rows, prefix_lens, seq_lens, max_len, direct_pages)
         self._dirty = True
 
-    def _plan(self, rows, prefix_lens, seq_lens, read_lens, max_len, direct_pages) -> None:
+    def _plan(self, rows, prefix_lens, seq_lens, max_len, direct_pages) -> None:
+        """A prefill reads what is stored before it; ``prefix_lens`` None is decoding, which reads the new token too."""
+        decoding = prefix_lens is None
+        prefix_lens, read_lens = (seq_lens - 1, seq_lens) if decoding else (prefix_lens, prefix_lens)
         self.apply_pending()
         self.steps += 1
         live = rows > 0
@@ -200,12 +205,17 @@ class TierManager:
         for slots in (self.pool.page_slot[pinned_pages].flatten(), resumed_slots):
             priority.index_fill_(0, slots.clamp(min=0).long(), PINNED)
         priority[0].fill_(PINNED)
+        # The slots of least priority, the first of equals, are handed out in their own order. Pinned ones never
+        # are: a page left without an overlay would be an error of the sizes that admitted its request.
         order = torch.sort(priority, stable=True).indices
+        taken = (torch.arange(len(order), device=rows.device) < need.sum()) & (priority[order] < PINNED)
+        chosen = torch.sort(torch.where(taken, order, len(order))).values
         rank = torch.cumsum(need, 0) - 1
-        chosen = order[rank.clamp(0, self.pool.slots)]
-        self.errors += (need & (priority[chosen] == PINNED)).sum()
+        unmet = need & (rank >= taken.sum())
+        self.errors += unmet.sum()
+        need &= ~unmet
 
-        slots = torch.where(need, chosen, 0)
+        slots = torch.where(need, chosen[rank.clamp(0, self.pool.slots)], 0)
         old = torch.where(need, self.slot_page[slots], 0)
         self._quantise((old > 0) & ~self.page_valid[old], slots, old)
         self.page_valid.index_fill_(0, old, True)

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 
 from sglang_kvq.attention.base import AttentionOps, ExtendBatch, LayerRotations
 from sglang_kvq.attention.reference import ReferenceOps
+from sglang_kvq.cache.pool import PagePool
 from sglang_kvq.cache.split import split_new_tokens
 from sglang_kvq.cache.tiers import TierManager
-from sglang_kvq.config import PAGE_SIZE
+from sglang_kvq.cache.transfer import to_device
+from sglang_kvq.config import PAGE_SIZE, KVQuantConfig
 from sglang_kvq.sglang import runtime, weights
 from sglang_kvq.sglang.runtime import config_of, logger
 
@@ -42,17 +45,15 @@ class KVQuantBackend(AttentionBackend):
 
     def _plan_extend(self, fb) -> None:
         prefix, new = list(map(int, fb.extend_prefix_lens_cpu)), list(map(int, fb.extend_seq_lens_cpu))
-        overlay, direct = split_new_tokens(prefix, new, self.tiers.sink_pages, self.tiers.recent_pages)
-        device = fb.out_cache_loc.device
-        overlay, direct = (torch.from_numpy(x).to(device, non_blocking=True) for x in (overlay, direct))
+        split = split_new_tokens(prefix, new, self.tiers.sink_pages, self.tiers.recent_pages)
+        lens = np.array([prefix, new], np.int64)
+        lens[1] += lens[0]
+        prefix_lens, seq_lens, overlay, direct = to_device([*lens, *split], fb.out_cache_loc.device)
         loc = fb.out_cache_loc.long()
         self.batch = ExtendBatch(fb.req_pool_indices.long(), prefix, new, loc, overlay, direct)
         self.overlay_loc = loc[overlay]
         self.direct_pages = loc[direct] // PAGE_SIZE
-        lens = torch.tensor([prefix, [p + n for p, n in zip(prefix, new)]], dtype=torch.int64).to(
-            device, non_blocking=True
-        )
-        self.tiers.plan_extend(self.batch.rows, lens[0], lens[1], max(prefix, default=0), self.direct_pages)
+        self.tiers.plan_extend(self.batch.rows, prefix_lens, seq_lens, max(prefix, default=0), self.direct_pages)
 
     def init_cuda_graph_state(self, max_bs, max_num_tokens):
         pass  # every buffer the graph reads is allocated with the pool
@@ -134,7 +135,7 @@ def create_backend(model_runner) -> KVQuantBackend:
         weights.fold(model_runner.model, first, rotations.v)
         rotations = replace(rotations, v=None)
     ops = create_ops(model_runner, pool, rotations)
-    state.tiers = TierManager(pool, config.sink_pages, config.recent_pages, ops.quantise_slots)
+    state.tiers = create_tiers(pool, config, ops)
     state.status = {
         "method": config.method,
         "rotations": origin.source or origin.objective,
@@ -152,6 +153,15 @@ def create_backend(model_runner) -> KVQuantBackend:
 
         return capture_backend(model_runner, config.capture, ops, state.tiers, first)
     return KVQuantBackend(ops, state.tiers, first)
+
+
+def create_tiers(pool: PagePool, config: KVQuantConfig, ops: AttentionOps) -> TierManager:
+    """Planned by kernels on a GPU, in torch on a CPU."""
+    if pool.device.type == "cpu":
+        kind = TierManager
+    else:
+        from sglang_kvq.cache.triton_tiers import TritonTierManager as kind
+    return kind(pool, config.sink_pages, config.recent_pages, ops.quantise_slots)
 
 
 def _per_layer(values: list) -> object:

@@ -54,6 +54,7 @@ class Model:
     rows: int
     sink_pages: int
     recent_pages: int
+    manager: type[TierManager] = TierManager
     tree: dict[tuple, int] = field(default_factory=dict)  # whole-page prefix -> page
     used: dict[tuple, int] = field(default_factory=dict)  # prefix -> last use
     running: list[Request] = field(default_factory=list)
@@ -66,7 +67,7 @@ class Model:
         )
         self.pool.overlays.fill_(float("nan"))
         self.ops = ReferenceOps(self.pool, LayerRotations())
-        self.tiers = TierManager(self.pool, self.sink_pages, self.recent_pages, self.ops.quantise_slots)
+        self.tiers = self.manager(self.pool, self.sink_pages, self.recent_pages, self.ops.quantise_slots)
         self.free = list(range(1, self.pages + 1))
         self.free_rows = list(range(1, self.rows + 1))
 

@@ -22,6 +22,7 @@ from triton.compiler import ASTSource
 
 from sglang_kvq.attention import triton_ops
 from sglang_kvq.attention.short_extend import ShortExtends
+from sglang_kvq.cache.triton_tiers import TritonTierManager
 from tests.kernels import scene as scenes
 from tests.kernels.test_extend import make_batch
 from tests.kernels.test_formats import KINDS, make_format
@@ -39,13 +40,13 @@ TYPES = {
 }
 
 
-def type_of(value: object) -> str:
-    """The signature entry of a launch argument, as Triton specialises it."""
+def type_of(value: object, general: bool = False) -> str:
+    """The signature entry of a launch argument, as Triton specialises it unless it is told not to."""
     if isinstance(value, torch.Tensor):
         return TYPES[value.dtype]
     if isinstance(value, float):
         return "fp32"
-    return "constexpr" if value == 1 else "i32" if abs(value) < 2**31 else "i64"
+    return "constexpr" if value == 1 and not general else "i32" if abs(value) < 2**31 else "i64"
 
 
 def compile_launch(self, *args, grid, warmup=False, **kwargs) -> None:
@@ -53,11 +54,12 @@ def compile_launch(self, *args, grid, warmup=False, **kwargs) -> None:
     given = dict(zip(self.arg_names, args)) | {k: v for k, v in kwargs.items() if k in self.arg_names}
     constants = {p.name for p in self.params if p.is_constexpr}
     options = {k: v for k, v in kwargs.items() if k not in self.arg_names}
-    signature = {n: "constexpr" if n in constants else type_of(given[n]) for n in self.arg_names}
+    general = {p.name for p in self.params if p.do_not_specialize}
+    signature = {n: "constexpr" if n in constants else type_of(given[n], n in general) for n in self.arg_names}
     aligned = [
         i
         for i, n in enumerate(self.arg_names)
-        if signature[n][0] == "*" or (signature[n][0] == "i" and given[n] % 16 == 0)
+        if n not in general and (signature[n][0] == "*" or (signature[n][0] == "i" and given[n] % 16 == 0))
     ]
     source = ASTSource(
         fn=self,
@@ -117,6 +119,16 @@ def compile_records(kind: str, head_dim: int = 128) -> None:
     extend_both_ways(ops, q, k, v, scene)
 
 
+def compile_tiers() -> None:
+    """What plans the tiers, for a prefill and a decode step."""
+    print("tiers", flush=True)
+    scene = scenes.make_scene(scenes.HEADS[1], [200, 90])
+    tiers = TritonTierManager(scene.pool, 1, 4, lambda *batch: None)
+    tiers.pending.free_rows([2])
+    tiers.plan_extend(scene.rows, scene.seq_lens - 10, scene.seq_lens, 200, scene.rows[:1])
+    tiers.plan_decode(scene.rows, scene.seq_lens, 200)
+
+
 def main() -> None:
     triton.runtime.jit.JITFunction.run = compile_launch
     triton_ops.INTERPRETED = True  # lets the backend stand on CPU tensors; the kernels are not interpreted
@@ -125,6 +137,7 @@ def main() -> None:
         compile_all(heads)
     for kind in KINDS if "--all" in sys.argv else SOME:
         compile_records(kind)
+    compile_tiers()
 
 
 if __name__ == "__main__":

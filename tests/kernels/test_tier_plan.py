@@ -9,11 +9,12 @@ from sglang_kvq.attention.base import LayerRotations
 from sglang_kvq.attention.triton_ops import TritonOps
 from sglang_kvq.cache.pool import PagePool
 from sglang_kvq.cache.tiers import TierManager
+from sglang_kvq.cache.triton_tiers import TritonTierManager
 from sglang_kvq.config import PAGE_SIZE as P
 from sglang_kvq.formats.page import PageFormat
 
 
-def manager(device: str, quantise=None) -> TierManager:
+def manager(device: str, kind: type[TierManager] = TierManager, quantise=None) -> TierManager:
     pool = PagePool.allocate(
         [PageFormat(64, 64, 0.96, 0.92)] * 2, kv_heads=2, pages=200, slots=30,
         req_to_token=torch.zeros(5, 64 * P, dtype=torch.int32, device=device),
@@ -25,7 +26,7 @@ def manager(device: str, quantise=None) -> TierManager:
     pool.overlays.copy_(torch.randn(pool.overlays.shape).bfloat16())
     if quantise is None:
         quantise = TritonOps(pool, LayerRotations(), q_heads=4, max_batch=5).quantise_slots
-    return TierManager(pool, 1, 4, quantise)
+    return kind(pool, 1, 4, quantise)
 
 
 def drive(tiers: TierManager) -> list[torch.Tensor]:
@@ -58,10 +59,11 @@ def drive(tiers: TierManager) -> list[torch.Tensor]:
 
 
 @pytest.mark.gpu
-def test_plans_do_not_wait_for_the_device_and_agree_with_the_cpu():
+@pytest.mark.parametrize("kind", [TierManager, TritonTierManager])
+def test_plans_do_not_wait_for_the_device_and_agree_with_the_cpu(kind):
     from sglang_kvq.attention.reference import ReferenceOps
 
-    ours = drive(manager("cuda"))
+    ours = drive(manager("cuda", kind))
     expected = manager("cpu", quantise=lambda *a: None)
     expected.quantise_slots = ReferenceOps(expected.pool, LayerRotations()).quantise_slots
     for got, want in zip(ours, drive(expected)):

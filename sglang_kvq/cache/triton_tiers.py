@@ -1,0 +1,73 @@
+"""``TierManager`` on a GPU, or in Triton's interpreter for tests: the same decisions, bit for bit, in a few launches."""
+
+from __future__ import annotations
+
+import torch
+
+from sglang_kvq.cache.pool import PagePool
+from sglang_kvq.cache.tiers import SINK_BONUS, QuantiseSlots, TierManager
+from sglang_kvq.kernels.events import apply_events
+from sglang_kvq.kernels.overlays import give_overlays
+from sglang_kvq.kernels.ranges import set_ranges
+from sglang_kvq.kernels.tiers import TierTables
+
+
+class TritonTierManager(TierManager):
+    """A plan is two launches, and one more per record store:
+
+    1. ``give_overlays``: lengths, stamps, pins; the overlays that pages about to be written take.
+    2. ``set_ranges``: what the batch reads from records.
+    3. ``quantise_slots``: what both found to be without a record, for all layers.
+
+    If the scheduler did something since the last plan, ``apply_events`` comes before, with its copies.
+    """
+
+    def __init__(self, pool: PagePool, sink_pages: int, recent_pages: int, quantise_slots: QuantiseSlots) -> None:
+        super().__init__(pool, sink_pages, recent_pages, quantise_slots)
+        slots, rows = len(self.slot_page), len(self.row_len)
+        zeros = lambda n: torch.zeros(n, dtype=torch.int64, device=pool.device)  # noqa: E731
+        self.tables = TierTables(
+            req_to_token=pool.req_to_token,
+            page_slot=pool.page_slot,
+            page_valid=self.page_valid.view(torch.uint8),
+            slot_page=self.slot_page,
+            slot_stamp=self.slot_stamp,
+            row_len=self.row_len,
+            row_sink_end=pool.row_sink_end,
+            row_history_end=pool.row_history_end,
+            errors=self.errors,
+            written=self.records_written,
+            pinned=zeros(slots),
+            marked=zeros(slots),
+            keys=zeros(slots),
+            wanted=zeros(rows * (sink_pages + recent_pages + 1)),
+            slots=zeros(2 * slots),
+            pages=zeros(2 * slots),
+            count=zeros(1),
+            sink_pages=sink_pages,
+            recent_pages=recent_pages,
+            sink_bonus=SINK_BONUS,
+        )
+        if pool.device.type == "cuda":
+            self._compile()
+
+    def _compile(self) -> None:
+        """Plan for padding, which changes nothing, so that the first request does not wait for the compiler."""
+        row = torch.zeros(1, dtype=torch.int64, device=self.pool.device)
+        self.pending.free_rows([0])
+        self.plan_extend(row, row, row + 1, 0, row[:0])
+        self.plan_decode(row, row + 1, 1)
+        self.steps, self._dirty = 0, True
+
+    def _plan(self, rows, prefix_lens, seq_lens, max_len, direct_pages) -> None:
+        self.apply_pending()
+        self.steps += 1
+        tables = self.tables
+        give_overlays(tables, rows, prefix_lens, seq_lens, direct_pages, self.steps)
+        set_ranges(tables, rows, seq_lens if prefix_lens is None else prefix_lens, max_len, self.steps)
+        # Pages whose overlays were just given away are still in them: the batch writes later.
+        self.quantise_slots(tables.slots, tables.pages, tables.count)
+
+    def apply_pending(self) -> None:
+        if packed := self.pending.pack(self.pool.device):
+            apply_events(self.tables, *packed)

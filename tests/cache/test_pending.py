@@ -1,0 +1,54 @@
+"""Events of the scheduler, packed for one copy and one kernel."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from sglang_kvq.cache.pending import FREE, MOVE, ROWS, PendingOps
+from sglang_kvq.cache.transfer import to_device
+
+CPU = torch.device("cpu")
+
+
+def ids(*values: int) -> torch.Tensor:
+    return torch.tensor(values)
+
+
+def test_frees_in_a_row_are_one_and_rows_come_last():
+    pending = PendingOps()
+    pending.free_pages(ids(1, 2))
+    pending.free_rows([7])
+    pending.free_pages(ids(3).int())
+    place, none = pending.reserve_move(), pending.reserve_move()
+    pending.free_pages(ids(4))
+    pending.free_rows([8, 9])
+    pending.fill_move(place, ids(5, 6), ids(15, 16))
+    spans, pages, events = pending.pack(CPU)
+    assert none and not pending and pages.dtype == torch.int64
+    assert spans[: 3 * events].view(-1, 3).tolist() == [[FREE, 0, 3], [MOVE, 3, 2], [FREE, 7, 1], [ROWS, 12, 3]]
+    assert pages.tolist() == [1, 2, 3, 5, 6, 15, 16, 4]
+    assert spans[12:].tolist() == [7, 8, 9]
+
+
+def test_nothing_and_a_move_that_was_none_pack_to_nothing():
+    pending = PendingOps()
+    assert pending.pack(CPU) is None
+    pending.reserve_move()
+    pending.free_rows([])
+    pending.free_pages(ids())
+    assert pending.pack(CPU) is None and not pending
+
+
+def test_rows_alone():
+    pending = PendingOps()
+    pending.free_rows([3, 4])
+    spans, pages, events = pending.pack(CPU)
+    assert spans.tolist() == [ROWS, 3, 2, 3, 4] and not pages.numel() and events == 1
+
+
+def test_parts_of_one_copy_start_where_kernels_expect_them():
+    parts = [np.arange(3), np.empty(0, np.int64), np.array([7]), np.arange(4)]
+    tensors = to_device(parts, CPU)
+    assert [x.tolist() for x in tensors] == [x.tolist() for x in parts]
+    assert all((x.data_ptr() - tensors[0].data_ptr()) % 16 == 0 for x in tensors)

@@ -1,0 +1,96 @@
+"""Plans by kernels are those of torch, bit for bit, through whatever a scheduler does."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from tests.cache.scheduler_model import Model
+from tests.cache.schedules import drive
+from tests.kernels.tier_twins import TwinTierManager
+
+from sglang_kvq.cache.pool import PagePool
+from sglang_kvq.config import PAGE_SIZE as P
+from sglang_kvq.formats.page import PageFormat
+from sglang_kvq.kernels import events, overlays, ranges
+
+
+def use_blocks(monkeypatch: pytest.MonkeyPatch, elements: int, pages: int) -> None:
+    """Small ones, so that every loop over blocks turns more than once."""
+    monkeypatch.setattr(overlays, "_ELEMENTS", elements)
+    monkeypatch.setattr(ranges, "_PAGES", pages)
+    monkeypatch.setattr(events, "_BLOCK", pages)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_random_schedules(seed, monkeypatch):
+    use_blocks(monkeypatch, 32, 4)
+    rng = random.Random(seed)
+    rows, sinks, recent = rng.randint(2, 4), seed % 3, rng.randint(1, 3)
+    slots = rows * (sinks + recent + 2) + rng.randint(0, 4)
+    model = Model(rng.randint(40, 60), slots, rows, sinks, recent, TwinTierManager)
+    drive(model, rng, 60)
+    assert model.tiers.plans > 20 and model.tiers.quantised > 5
+
+
+def twins(rows: int, pages_each: int, slots: int, sinks: int = 1, recent: int = 4) -> TwinTierManager:
+    """Rows of distinct, shuffled pages; nothing is quantised for real."""
+    order = torch.randperm(rows * pages_each).view(rows, pages_each) + 1
+    table = torch.zeros(rows + 1, pages_each * P, dtype=torch.int32)
+    table[1:] = (order[:, :, None] * P + torch.arange(P)).flatten(1)
+    pool = PagePool.allocate(
+        [PageFormat(64, 64, 0.96, 0.92)], kv_heads=1, pages=order.numel(), slots=slots, req_to_token=table
+    )
+    return TwinTierManager(pool, sinks, recent, lambda *batch: None)
+
+
+def test_many_rows_and_slots(monkeypatch):
+    """Overlays of earlier batches, freed and not, give way to later ones, dozens at a time."""
+    use_blocks(monkeypatch, 256, 64)
+    tiers = twins(rows=80, pages_each=9, slots=270)
+    everyone = torch.randperm(80) + 1
+    none = torch.empty(0, dtype=torch.int64)
+    for rows in (everyone[:40], everyone[40:], everyone[20:60]):
+        lens = torch.randint(2, 9 * P - 70, (40,))
+        prefix = (lens * torch.randint(0, 2, (40,)) // 2).clamp(min=1)
+        tiers.plan_extend(rows, prefix * 0, prefix, 0, none)
+        tiers.plan_extend(rows, prefix, lens, 9 * P, none)
+        for _ in range(2):
+            lens += 33
+            tiers.plan_decode(torch.cat([rows, rows[:3] * 0]), torch.cat([lens, lens[:3] * 0 + 1]), 9 * P)
+        tiers.pending.free_rows(rows.tolist())
+        tiers.pending.free_pages(tiers.pool.req_to_token[rows[:20], ::P].flatten() // P)
+        tiers.pending.free_pages(tiers.pool.req_to_token[rows[19:23], ::P].flatten() // P)
+    tiers.apply_pending()
+    assert tiers.quantised > 100 and tiers.plans == 12
+
+
+def test_overlays_that_are_too_few_are_counted_and_none_in_use_is_taken():
+    tiers = twins(rows=4, pages_each=8, slots=7)
+    ids = lambda *x: torch.tensor(x)  # noqa: E731
+    tiers.plan_extend(ids(1), ids(0), ids(200), 0, ids().long())
+    held = tiers.slot_page.clone()
+    tiers.plan_extend(ids(2, 3), ids(0, 0), ids(200, 400), 0, ids().long())  # 4 and 6 more, of which 3 are left
+    assert int(tiers.errors) == 7
+    assert torch.equal(tiers.slot_page[held > 0], held[held > 0])
+
+
+def test_events_keep_their_order():
+    tiers = twins(rows=4, pages_each=8, slots=20)
+    tiers.plan_extend(torch.tensor([1, 2]), torch.tensor([0, 0]), torch.tensor([300, 300]), 0, torch.empty(0).long())
+    pages = tiers.pool.req_to_token[:, ::P].long() // P
+    place = tiers.pending.reserve_move()
+    tiers.pending.free_pages(pages[1, :3])  # after the move they have no overlays
+    tiers.pending.free_rows([1])
+    tiers.pending.free_pages(pages[1, 2:6])  # one of them again
+    tiers.pending.reserve_move()  # that turned out to be none
+    tiers.pending.fill_move(place, pages[1, :3], pages[3, :3])
+    tiers.pending.free_pages(pages[3, 1:2])
+    own, kept = torch.cat([pages[2, :5], pages[2, :1]]), torch.cat([pages[2, :2], pages[4, 2:5], pages[4, :1]])
+    tiers.pending.fill_move(tiers.pending.reserve_move(), own, kept)  # the first two stay where they are
+    tiers.apply_pending()
+    slots = tiers.pool.page_slot
+    assert (slots[pages[1]] < 0).all() and (slots[pages[3, :3]] > 0).tolist() == [True, False, True]
+    assert (slots[pages[4, :5]] > 0).tolist() == [True, False, True, True, True]
+    assert tiers.row_len[:3].tolist() == [0, 0, 300]

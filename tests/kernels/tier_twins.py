@@ -1,0 +1,85 @@
+"""A tier manager planned in torch, with one planned by kernels beside it that must agree after every plan."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from tests.kernels.scene import DEVICE
+
+from sglang_kvq.cache.pool import PagePool
+from sglang_kvq.cache.tiers import QuantiseSlots, TierManager
+from sglang_kvq.cache.triton_tiers import TritonTierManager
+
+
+def tables(tiers: TierManager) -> dict[str, torch.Tensor]:
+    """Everything a plan changes, on the host; without slot 0 and page 0, whose stamp and record mean nothing."""
+    pool = tiers.pool
+    state = {
+        "page_slot": pool.page_slot,
+        "slot_page": tiers.slot_page,
+        "slot_stamp": tiers.slot_stamp[1:],
+        "page_valid": tiers.page_valid[1:],
+        "row_len": tiers.row_len,
+        "row_sink_end": pool.row_sink_end,
+        "row_history_end": pool.row_history_end,
+        "errors": tiers.errors,
+        "records_written": tiers.records_written,
+    }
+    return {name: tensor.cpu() for name, tensor in state.items()}
+
+
+def assert_same(got: TierManager, want: TierManager) -> None:
+    got, want = tables(got), tables(want)
+    for name, tensor in want.items():
+        assert torch.equal(got[name], tensor), f"{name}: {got[name].tolist()} instead of {tensor.tolist()}"
+
+
+class TwinTierManager(TierManager):
+    """Drop-in for ``TierManager`` on the CPU. What is quantised are the kernels' lists, at the end of a plan.
+
+    Attributes:
+        plans, quantised: how much was compared, so that a test can tell that something was.
+    """
+
+    def __init__(self, pool: PagePool, sink_pages: int, recent_pages: int, quantise_slots: QuantiseSlots) -> None:
+        wanted, got = [], []  # (slot, page) that this plan quantises
+
+        def pairs(slots: torch.Tensor, pages: torch.Tensor, count: torch.Tensor) -> list[tuple[int, int]]:
+            return list(zip(slots[: int(count)].tolist(), pages[: int(count)].tolist()))
+
+        def quantise(*batch: torch.Tensor) -> None:
+            got.extend(pairs(*batch))
+            quantise_slots(*(x.cpu() for x in batch))
+
+        super().__init__(pool, sink_pages, recent_pages, lambda *batch: wanted.extend(pairs(*batch)))
+        names = ("overlays", "req_to_token", "page_slot", "row_sink_end", "row_history_end")
+        own = {name: getattr(pool, name).to(DEVICE, copy=True) for name in names}
+        self.kernels = TritonTierManager(replace(pool, **own), sink_pages, recent_pages, quantise)
+        self.wanted, self.got = wanted, got
+        self.plans = self.quantised = 0
+
+    def reset(self) -> None:
+        super().reset()
+        self.kernels.reset()
+        assert_same(self.kernels, self)
+
+    def apply_pending(self) -> None:
+        self.kernels.pending._ops = list(self.pending._ops)
+        self.kernels.apply_pending()
+        super().apply_pending()
+        assert_same(self.kernels, self)
+
+    def _plan(self, rows, prefix_lens, seq_lens, max_len, direct_pages) -> None:
+        self.wanted.clear()
+        self.got.clear()
+        super()._plan(rows, prefix_lens, seq_lens, max_len, direct_pages)
+        self.kernels.pool.req_to_token.copy_(self.pool.req_to_token)
+        rows, prefix_lens, seq_lens, direct_pages = (
+            x if x is None else x.to(DEVICE) for x in (rows, prefix_lens, seq_lens, direct_pages)
+        )
+        self.kernels._plan(rows, prefix_lens, seq_lens, max_len, direct_pages)
+        assert_same(self.kernels, self)
+        assert sorted(self.got) == sorted(self.wanted)
+        self.plans += 1
+        self.quantised += len(self.got)

@@ -1,0 +1,81 @@
+"""What the kernels that plan tiers share: the tables they keep, and the window of a request.
+
+The rules are those of ``cache.tiers.TierManager``, which is their oracle.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from sglang_kvq.kernels.common import PAGE
+
+
+@dataclass(frozen=True)
+class TierTables:
+    """State of the tiers, and scratch memory of the plans. R rows, S overlay slots with slot 0, N pages with page 0.
+
+    Attributes:
+        req_to_token: int32 ``[R, context]``, the last axis contiguous.
+        page_slot: int32 ``[N]``; page_valid: uint8 ``[N]``.
+        slot_page, slot_stamp: int64 ``[S]``; row_len: int64 ``[R]``; as in ``TierManager``.
+        row_sink_end, row_history_end: int32 ``[R]``.
+        errors, written: int64, counters.
+        pinned, marked: int64 ``[S]``, the last step that pinned a slot, or found its page's record missing.
+        keys: int64 ``[S]``, what slots are chosen by.
+        wanted: int64 ``[R * window]``, pages that need an overlay.
+        slots, pages: int64 ``[2 S]`` with count int64 ``[1]``: what is to be quantised.
+        sink_pages, recent_pages: the window.
+        sink_bonus: added to the stamp of a sink's overlay.
+    """
+
+    req_to_token: torch.Tensor
+    page_slot: torch.Tensor
+    page_valid: torch.Tensor
+    slot_page: torch.Tensor
+    slot_stamp: torch.Tensor
+    row_len: torch.Tensor
+    row_sink_end: torch.Tensor
+    row_history_end: torch.Tensor
+    errors: torch.Tensor
+    written: torch.Tensor
+    pinned: torch.Tensor
+    marked: torch.Tensor
+    keys: torch.Tensor
+    wanted: torch.Tensor
+    slots: torch.Tensor
+    pages: torch.Tensor
+    count: torch.Tensor
+    sink_pages: int
+    recent_pages: int
+    sink_bonus: int
+
+    def window(self) -> dict[str, int]:
+        """Constants of ``window``."""
+        width = self.sink_pages + self.recent_pages + 1
+        return {"SINK": self.sink_pages, "RECENT": self.recent_pages, "WIDTH": triton.next_power_of_2(width)}
+
+
+@triton.jit
+def history_pages(length, SINK: tl.constexpr, RECENT: tl.constexpr):
+    """End of the history in pages of a request of that many tokens, were every overlay there."""
+    return tl.maximum(length // PAGE - RECENT, SINK)
+
+
+@triton.jit
+def window(table, table_row, row, length, SINK: tl.constexpr, RECENT: tl.constexpr, WIDTH: tl.constexpr):
+    """Page index, exists and page id of the window of rows at their lengths, [n, WIDTH]; row 0 has none.
+
+    row, length: int32 [n, 1], or scalars for n = 1.
+    """
+    i = tl.arange(0, WIDTH)[None, :]
+    index = tl.where(i < SINK, i, history_pages(length, SINK, RECENT) + i - SINK)
+    exists = (i <= SINK + RECENT) & (index * PAGE < tl.where(row > 0, length, 0))
+    return index, exists, page_at(table, table_row, row, index, exists)
+
+
+@triton.jit
+def page_at(table, table_row, row, index, exists):
+    """Page ids of the rows' page indices, 0 where they do not exist."""
+    return tl.load(table + row.to(tl.int64) * table_row + index * PAGE, mask=exists, other=0) // PAGE
