@@ -22,6 +22,8 @@ from sglang_kvq.rotations import Rotations, save_rotations
 
 MODEL = Path(__file__).parent / "models" / "qwen3-8b"
 FLAGS = ("--load-format", "dummy", "--skip-tokenizer-init")
+#: Few graph sizes: capturing them is most of a start, and takes no part of the memory that is divided here.
+GRAPHS = ("--cuda-graph-max-bs", "8")
 
 
 def random_rotations(folder: Path, layers: int, kv_heads: int, head_dim: int) -> Path:
@@ -34,7 +36,7 @@ def random_rotations(folder: Path, layers: int, kv_heads: int, head_dim: int) ->
 
 def capacity(*flags: str) -> tuple[int, dict]:
     """Tokens of a server's KV cache, and its kv_quant state; fails unless it decodes inside CUDA graphs."""
-    with Server(MODEL, *FLAGS, *flags, cpu=False) as server:
+    with Server(MODEL, *FLAGS, *GRAPHS, *flags, cpu=False) as server:
         info = server.info()
         for length in (5, 700, 3000):
             ids = server.generate(list(range(10, 10 + length)), 40, sampling_params={"ignore_eos": True})["output_ids"]
