@@ -20,13 +20,16 @@ import torch
 from sglang_kvq.config import HEAD_DIMS, PAGE_SIZE
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.rotations.base import RotationMeta, Rotations
-from sglang_kvq.rotations.capture import attention_hook
+from sglang_kvq.rotations.capture import attention_hook, positions
 from sglang_kvq.rotations.checkpoint import Checkpoint
 from sglang_kvq.rotations.clips import choose_clips, clip_errors, query_blocks
 from sglang_kvq.rotations.compose import OBJECTIVES, compose_keys, compose_values
 from sglang_kvq.rotations.moments import MomentSums
 from sglang_kvq.rotations.sensitivity import UNIT, VARIANTS, LayerQuantiser, fisher_sums, sensitivity_table
 from sglang_kvq.rotations.zoo import identity
+
+#: Positions that contexts are spread over at most, unless ``CalibrationSettings.positions`` says more.
+MOST_POSITIONS = 32768
 
 #: Called with a pass's name, the contexts of it that are done, and how many there are.
 Progress = Callable[[str, int, int], None]
@@ -38,8 +41,10 @@ class CalibrationSettings:
 
     Attributes:
         tokens: tokens of text to use, in contexts of ``context`` tokens that do not overlap.
-        context: tokens per context; more than sink + recent, so that some history is quantised. RoPE turns the
-            keys: calibrate at lengths like those that will be served.
+        context: tokens per context; more than sink + recent, so that some history is quantised.
+        positions: RoPE turns keys with their position, but attention sees only differences of positions: so contexts are
+            put at places spread evenly over this many positions, and the moments are those of prompts that long. 0 means
+            as many as the model was made for, up to ``MOST_POSITIONS``.
         seed: 0 spreads the contexts evenly over the corpus; any other number draws them at random places.
         granularity: "per-head" (one rotation per layer and KV head) or "per-layer" (shared by a layer's heads).
         composition: one of ``compose.COMPOSITIONS``.
@@ -54,6 +59,7 @@ class CalibrationSettings:
 
     tokens: int = 32768
     context: int = 4096
+    positions: int = 0
     seed: int = 0
     granularity: str = "per-head"
     composition: str = "balanced"
@@ -76,6 +82,8 @@ class CalibrationSettings:
             raise KVQuantError(f"--clips {self.clips}: unknown; choose per-layer or global.")
         if self.seed < 0:
             raise KVQuantError(f"--seed {self.seed}: must be 0 (evenly spaced contexts) or more.")
+        if self.positions and self.positions < self.context:
+            raise KVQuantError(f"--positions {self.positions}: must be at least one --context, {self.context}.")
         least = self.sink + self.recent + 2 * PAGE_SIZE
         if self.context < least:
             raise KVQuantError(f"--context {self.context}: must be at least {least}, or no history is quantised in it.")
@@ -112,7 +120,7 @@ def calibrate(
     contexts = draw_contexts(ids, settings)
     run = _Run(model, contexts, settings, progress, checkpoint(model, contexts, settings) if checkpoint else None)
     sums = MomentSums(settings.sink)
-    run.through("moments", contexts, sums.add, sums)
+    run.through("moments", 1, len(contexts), sums.add, sums)
     rotations = rotations_from(sums, shape, settings, len(contexts))
     rotations = run.with_clips(rotations)
     return run.with_sensitivity(rotations) if settings.sensitivity_contexts else rotations
@@ -145,6 +153,13 @@ def draw_contexts(ids: torch.Tensor, settings: CalibrationSettings) -> torch.Ten
         gaps = torch.randint(slack + 1, (count,), generator=generator).sort().values
         starts = gaps + torch.arange(count) * settings.context
     return torch.stack([ids[start : start + settings.context] for start in starts.tolist()])
+
+
+def place_contexts(settings: CalibrationSettings, count: int, hf_config: object) -> list[int]:
+    """The position of each context's first token, evenly spread from 0."""
+    known = getattr(hf_config.get_text_config(), "max_position_embeddings", None) or settings.context
+    room = max((settings.positions or min(known, MOST_POSITIONS)) - settings.context, 0)
+    return [room * i // max(count - 1, 1) for i in range(count)]
 
 
 def rotations_from(sums: MomentSums, shape: dict, settings: CalibrationSettings, contexts: int) -> Rotations:
@@ -209,15 +224,16 @@ class _Run:
 
     def __init__(self, model, contexts, settings: CalibrationSettings, progress, checkpoint: Checkpoint | None) -> None:
         self.model, self.contexts, self.settings, self.checkpoint = model, contexts, settings, checkpoint
+        self.places = place_contexts(settings, len(contexts), model.config)
         self.progress = progress or (lambda name, done, total: None)
 
     def with_clips(self, rotations: Rotations) -> Rotations:
         s = self.settings
         step = max(len(self.contexts) // s.clip_contexts, 1)
-        contexts = self.contexts[::step][: s.clip_contexts]
+        count = min(s.clip_contexts, len(self.contexts))
         errors = ClipErrors(rotations, s)
-        self.through("clips", contexts, lambda layer, q, k, v, scale: errors.add(layer, q, k, v, scale), errors)
-        return errors.chosen(len(contexts))
+        self.through("clips", step, count, lambda layer, q, k, v, scale: errors.add(layer, q, k, v, scale), errors)
+        return errors.chosen(count)
 
     def with_sensitivity(self, rotations: Rotations) -> Rotations:
         s, layers = self.settings, rotations.k.shape[0]
@@ -237,7 +253,14 @@ class _Run:
                     continue
                 generator = torch.Generator().manual_seed(i)
                 sums.total += fisher_sums(
-                    self.model, ids, layers, quantiser, first=first, draws=s.sensitivity_draws, generator=generator
+                    self.model,
+                    ids,
+                    layers,
+                    quantiser,
+                    place=self.places[i * step],
+                    first=first,
+                    draws=s.sensitivity_draws,
+                    generator=generator,
                 )
                 self._keep("sensitivity", i + 1, len(contexts), sums)
         finally:
@@ -248,20 +271,21 @@ class _Run:
         return replace(rotations, meta=replace(rotations.meta, sensitivity=table, sensitivity_unit=UNIT))
 
     @torch.inference_mode()
-    def through(self, name: str, contexts: torch.Tensor, hook: Callable, sums) -> None:
-        """Run the contexts through the decoder layers; the vocabulary projection is not needed."""
+    def through(self, name: str, step: int, count: int, hook: Callable, sums) -> None:
+        """Run ``count`` contexts, every ``step``-th, through the decoder layers; the vocabulary projection is not needed."""
         body, done = self.model.base_model, self._restore(name, sums)
 
         def called(layer, q, k, v, scale):
             hook(layer, q, k, v, *([scale] if name == "clips" else []))
 
         with attention_hook(self.model, called):
-            for i, ids in enumerate(contexts):
-                self.progress(name, i, len(contexts))
+            for i in range(count):
+                self.progress(name, i, count)
                 if i >= done:
-                    body(ids[None].to(self.model.device), use_cache=False)
-                    self._keep(name, i + 1, len(contexts), sums)
-        self.progress(name, len(contexts), len(contexts))
+                    ids, place = self.contexts[i * step].to(self.model.device), self.places[i * step]
+                    body(ids[None], position_ids=positions(ids, place), use_cache=False)
+                    self._keep(name, i + 1, count, sums)
+        self.progress(name, count, count)
 
     def _restore(self, name: str, sums) -> int:
         done, state = self.checkpoint.load(name) if self.checkpoint else (0, {})

@@ -54,6 +54,11 @@ def attention_hook(model: torch.nn.Module, hook: AttentionHook) -> Iterator[None
         model.set_attn_implementation(previous)
 
 
+def positions(ids: torch.Tensor, first: int) -> torch.Tensor:
+    """``position_ids`` of one sequence whose first token stands at ``first``: int64 ``[1, T]``."""
+    return torch.arange(first, first + len(ids), device=ids.device)[None]
+
+
 def causal_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
     """Plain causal attention; shapes of ``AttentionHook``."""
     return torch.nn.functional.scaled_dot_product_attention(

@@ -16,7 +16,7 @@ import torch
 
 from sglang_kvq.config import PAGE_SIZE
 from sglang_kvq.errors import KVQuantError
-from sglang_kvq.rotations.capture import attention_hook, causal_attention
+from sglang_kvq.rotations.capture import attention_hook, causal_attention, positions
 from sglang_kvq.rotations.base import Rotations
 from sglang_kvq.rotations.published import first_line
 from sglang_kvq.rotations.round_trip import round_trip
@@ -80,6 +80,7 @@ def fisher_sums(
     layers: int,
     quantiser: LayerQuantiser,
     *,
+    place: int = 0,
     first: int,
     draws: int,
     generator: torch.Generator,
@@ -88,6 +89,7 @@ def fisher_sums(
 
     Args:
         ids: int64 ``[T]``.
+        place: position of the first token.
         draws: backward passes, each with newly drawn tokens.
 
     Returns:
@@ -106,7 +108,9 @@ def fisher_sums(
         return out + held[layer]
 
     with torch.enable_grad(), attention_hook(model, hook):
-        logits = model(ids[None].to(model.device), use_cache=False, logits_to_keep=len(ids) - first).logits[0].float()
+        ids = ids.to(model.device)
+        out = model(ids[None], position_ids=positions(ids, place), use_cache=False, logits_to_keep=len(ids) - first)
+        logits = out.logits[0].float()
         logp = logits.log_softmax(-1)
     order = range(layers)
     sums = torch.zeros(layers, len(VARIANTS), dtype=torch.float64)

@@ -47,6 +47,11 @@ def calibrate_on_engine(
         from sglang.srt.entrypoints.engine import Engine
     except ImportError as error:
         raise KVQuantError("--engine sglang needs SGLang in this environment: pip install 'sglang-kvq[sglang]'.") from error
+    if settings.positions:
+        raise KVQuantError(
+            f"--positions {settings.positions} with --engine sglang: the engine's prompts begin at position 0; leave it out, "
+            "and take as long a --context as one prefill chunk holds."
+        )
     shape = identity(hf_config)
     check_shape(shape)
     contexts = draw_contexts(ids, settings)

@@ -1,5 +1,7 @@
 """Calibration on a random model: the statistics against their definitions, and what it buys."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -8,8 +10,8 @@ from sglang_kvq.errors import KVQuantError
 from sglang_kvq.formats.page import PageFormat
 from sglang_kvq.formats.quantise import clip_rank, dequantise_rows, quantise_rows
 from sglang_kvq.rotations.base import Rotations, check_rotations
-from sglang_kvq.rotations.calibrate import CalibrationSettings, calibrate
-from sglang_kvq.rotations.capture import attention_hook
+from sglang_kvq.rotations.calibrate import CalibrationSettings, calibrate, place_contexts
+from sglang_kvq.rotations.capture import attention_hook, positions
 from sglang_kvq.rotations.compose import balance, compose, compose_keys, oscar_permutation
 from sglang_kvq.rotations.evaluate import FakeQuantAttention, mean_kl
 from sglang_kvq.rotations.hadamard import hadamard_matrix
@@ -93,6 +95,27 @@ def test_offset_composition_stores_a_common_part_for_free():
         errors[name] = (back - rotated).square().mean()
     assert errors["offset"] < 0.2  # unit noise at 2 bits; the mean, of size 4, costs nothing
     assert errors["oscar"] > 3 * errors["offset"]
+
+
+def test_contexts_spread_over_the_positions_served(model):
+    settings = CalibrationSettings(tokens=4096, context=512)
+    assert place_contexts(settings, 8, model.config)[:2] == [0, 73]
+    assert place_contexts(settings, 8, model.config)[-1] == 1024 - 512  # the model's own
+    assert place_contexts(replace(settings, positions=8192), 8, model.config)[-1] == 8192 - 512
+    assert place_contexts(settings, 1, model.config) == [0]
+    with pytest.raises(KVQuantError, match="--positions 100: must be at least one --context, 512"):
+        replace(settings, positions=100)
+
+
+def test_a_contexts_place_turns_keys_and_leaves_scores(model, ids):
+    held = {}
+    for place in (0, 300):
+        with torch.inference_mode(), attention_hook(model, lambda layer, *x: held.__setitem__((place, layer), x)):
+            model.base_model(ids[None, :200], position_ids=positions(ids[:200], place))
+    for layer in range(2):
+        (q, k, *_), (turned_q, turned_k, *_) = (held[place, layer] for place in (0, 300))
+        assert (k - turned_k).norm() > 0.1 * k.norm()
+        torch.testing.assert_close(q[:2] @ k[:1].mT, turned_q[:2] @ turned_k[:1].mT, rtol=1e-3, atol=1e-3)
 
 
 def outliers(generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
