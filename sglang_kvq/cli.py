@@ -37,7 +37,7 @@ def calibrate(
     text: Annotated[list[Path], typer.Option(help="Text file, or folder of text files, to calibrate on; repeatable.")],
     output: Annotated[Path, typer.Option(help="Folder to write; pass it to --kv-quant-rotations.")],
     tokens: Annotated[int, typer.Option(help="Tokens of the text to use.")] = 32768,
-    context: Annotated[int, typer.Option(help="Tokens per context; the longer, the more history is measured.")] = 4096,
+    context: Annotated[int, typer.Option(help="Tokens per context; the longer, the more history is measured.")] = 2048,
     positions: Annotated[int, typer.Option(help="Spread contexts over so many positions; 0: the model's own, to 32768.")] = 0,
     seed: Annotated[int, typer.Option(help="Which contexts to draw; 0 spreads them evenly.")] = 0,
     granularity: Annotated[str, typer.Option(help="per-head or per-layer.")] = "per-head",

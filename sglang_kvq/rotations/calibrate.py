@@ -58,7 +58,7 @@ class CalibrationSettings:
     """
 
     tokens: int = 32768
-    context: int = 4096
+    context: int = 2048
     positions: int = 0
     seed: int = 0
     granularity: str = "per-head"
