@@ -21,6 +21,7 @@ from sglang_kvq.kernels.gather import gather_pages
 LLOYD = CodeFormat(2, "lloyd-max", "moments")
 SPHERE = CodeFormat(3, "sphere", "norm")
 CHANNEL = CodeFormat(axis="channel")
+CENTRED = CodeFormat(4, centred=True)
 
 
 def bits(code: CodeFormat, n: int) -> CodeFormat:
@@ -42,6 +43,11 @@ KINDS = {
     "channel-2": (CHANNEL, INT2, {"group": 32, "run": 32}),
     "channel-4": (bits(CHANNEL, 4), bits(INT2, 4), {}),
     "channel-3-moments": (CodeFormat(3, "lloyd-max", "moments", "channel"), SPHERE, {"run": 16}),
+    "centred-4": (CENTRED, bits(INT2, 4), {}),
+    "centred-4-g32": (CENTRED, INT2, {"clip_v": 0.92, "group": 32}),
+    "centred-3": (bits(CENTRED, 3), bits(INT2, 3), {}),
+    "centred-lloyd-max": (replace(LLOYD, centred=True), LLOYD, {}),
+    "centred-sphere": (replace(SPHERE, bits=2, centred=True), bits(SPHERE, 2), {}),
     "odd-statistics": (CodeFormat(2, "uniform", "norm"), CodeFormat(4, "sphere", "minmax"), {"clip_v": 0.9}),
 }
 
@@ -133,6 +139,13 @@ def test_overlays_of_mixed_layers():
         ("channel-2", Heads(64, 32, 2, 1)),
         ("channel-4", Heads(256, 128, 1, 2)),
         ("channel-3-moments", Heads(96, 96, 1, 9)),
+        ("centred-4", Heads(128, 128, 2, 4)),
+        ("centred-4", Heads(96, 96, 1, 2)),
+        ("centred-4-g32", Heads(64, 32, 1, 3)),
+        ("centred-3", Heads(256, 128, 1, 1)),
+        ("centred-lloyd-max", Heads(128, 128, 1, 8)),
+        ("centred-sphere", Heads(64, 64, 2, 7)),
+        ("centred-sphere", Heads(256, 128, 1, 2)),
         ("odd-statistics", Heads(128, 128, 1, 3)),
     ],
     ids=str,
