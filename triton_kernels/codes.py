@@ -27,9 +27,9 @@ class Codes:
         bits, statistic: ``CodeFormat``'s; channel: whether its axis is a channel.
         levels: ``LevelTable.levels``; uniform: whether they are 0, 1, 2, ...
         group: elements that share a scale, along head_dim, or along tokens for a channel.
-        has_zero, clips: ``CodeFormat``'s.
+        has_zero, clips, centred: ``CodeFormat``'s.
         factor: float32 that turns the statistic into the scale (``formats.quantise``); inverse: float32 1 / group.
-        low, high, scale, zero: byte offsets in the record.
+        low, high, scale, zero, mean: byte offsets in the record.
     """
 
     bits: int
@@ -40,12 +40,14 @@ class Codes:
     group: int
     has_zero: bool
     clips: bool
+    centred: bool
     factor: float
     inverse: float
     low: int
     high: int
     scale: int
     zero: int
+    mean: int
 
     @property
     def middle(self) -> float:
@@ -82,13 +84,13 @@ def record_of(format: PageFormat) -> Record:
         return record_of(format.layout)
     at = format.offsets
     return Record(
-        _codes(format, format.k, at.k_low, at.k_high, at.k_scale, at.k_zero),
-        _codes(format, format.v, at.v_low, at.v_high, at.v_scale, at.v_zero),
+        _codes(format, format.k, at.k_low, at.k_high, at.k_scale, at.k_zero, at.k_mean),
+        _codes(format, format.v, at.v_low, at.v_high, at.v_scale, at.v_zero, at.end),
         at.end,
     )
 
 
-def _codes(format: PageFormat, code: CodeFormat, low: int, high: int, scale: int, zero: int) -> Codes:
+def _codes(format: PageFormat, code: CodeFormat, low: int, high: int, scale: int, zero: int, mean: int) -> Codes:
     table, n = code.table(format.head_dim), format.group_of(code)
     factor = {"minmax": 1 / table.top, "moments": table.unit / n, "norm": table.unit / math.sqrt(n)}[code.statistic]
     return Codes(
@@ -100,12 +102,14 @@ def _codes(format: PageFormat, code: CodeFormat, low: int, high: int, scale: int
         group=n,
         has_zero=code.has_zero,
         clips=code.clips,
+        centred=code.centred,
         factor=_f32(factor),
         inverse=_f32(1 / n),
         low=low,
         high=high,
         scale=scale,
         zero=zero,
+        mean=mean,
     )
 
 

@@ -79,13 +79,16 @@ def decode_launch(head_dim: int, shared: int, record: Record) -> DecodeLaunch:
         return DecodeLaunch(stages=2, registers=160, programs_per_sm=12)
     if any(codes.bits > 2 and (not codes.uniform or record.k.channel) for codes in (record.k, record.v)):
         return DecodeLaunch(stages=2, registers=200, programs_per_sm=10)
+    if record.k.centred:  # means, copied ahead, take the shared memory of a twelfth program
+        return DecodeLaunch(stages=2, registers=184, programs_per_sm=11)
     return DecodeLaunch(stages=2, registers=168, programs_per_sm=12)
 
 
 def is_fast(record: Record) -> bool:
-    """Whether ``_history`` reads these records: uniform 2-bit codes, a scale and a zero per token and group."""
+    """Whether ``_history`` reads these records: uniform 2-bit codes, a scale and a zero per token and group, no more."""
     k, v = record.k, record.v
-    return k.group == v.group and all(c.bits == 2 and c.uniform and c.has_zero and not c.channel for c in (k, v))
+    plain = all(c.bits == 2 and c.uniform and c.has_zero and not c.channel for c in (k, v))
+    return plain and k.group == v.group and not k.centred
 
 
 def value_dims(record: Record) -> int:

@@ -6,7 +6,7 @@ Levels of every table are small integers, so products run on INT8 tensor cores a
             = sum((q s_k) w_k) + sum(q (z_k + c s_k))            a scale per channel: q s_k is split anew for each page
     sum p v = sum (p s_v) w_v + sum p (z_v + c s_v)
 
-where z = -middle s of codes without a zero.
+where z = -middle s of codes without a zero. Centred keys add q mean, one number per page.
 """
 
 import triton
@@ -86,6 +86,10 @@ def history_general(
                 x = tl.where(mine[:, None], part * scale_log2, x)
         else:
             GROUP: tl.constexpr = KEYS.group
+            if KEYS.centred:
+                mean_a = _mean_product(q_all, records + base_a, KEYS, D, DP)
+                mean_b = _mean_product(q_all, records + base_b, KEYS, D, DP)
+                x += tl.where(second[:, None], mean_b[None, :], mean_a[None, :]) * scale_log2
             for g in tl.static_range(D // GROUP):
                 if g > 0:
                     more = base.to(tl.pointer_type(tl.float16)) + g * PAGE + token
@@ -121,6 +125,14 @@ def history_general(
         )
         acc = acc * decay[None, :] + join_parts(products, VP, HEADS) * (p_unit * _share(VALUES))[None, :]
     return acc + tl.sum(zeros, 0)[None, :], tl.sum(total, 0), top
+
+
+@triton.jit
+def _mean_product(q_all, record, CODES: tl.constexpr, D: tl.constexpr, DP: tl.constexpr):
+    """Queries [DP, HEADS] times the page's mean key: float32 [HEADS]."""
+    dim = tl.arange(0, DP)
+    mean = _load(record.to(tl.pointer_type(tl.float16)) + CODES.mean // 2 + dim, dim < D, D == DP).to(tl.float32)
+    return tl.sum(q_all * mean[:, None], 0)
 
 
 @triton.constexpr_function

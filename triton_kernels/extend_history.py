@@ -144,10 +144,10 @@ def history_any(
         k = join_planes(k0, k1, k2, k3, PAGE, JP)
         low, high = packed(record, dim, i, D, QUARTER, in_v, VALUES)  # [VP, QUARTER]
         scales = dim // VALUES.group * PAGE + i
-        v0 = dequantise(low, high, 0, record, scales, in_v, VALUES)
-        v1 = dequantise(low, high, 1, record, scales + QUARTER, in_v, VALUES)
-        v2 = dequantise(low, high, 2, record, scales + 2 * QUARTER, in_v, VALUES)
-        v3 = dequantise(low, high, 3, record, scales + 3 * QUARTER, in_v, VALUES)
+        v0 = dequantise(low, high, 0, record, scales, dim, in_v, VALUES)
+        v1 = dequantise(low, high, 1, record, scales + QUARTER, dim, in_v, VALUES)
+        v2 = dequantise(low, high, 2, record, scales + 2 * QUARTER, dim, in_v, VALUES)
+        v3 = dequantise(low, high, 3, record, scales + 3 * QUARTER, dim, in_v, VALUES)
         v = join_planes(v0, v1, v2, v3, VP, QUARTER)
         seen = (tl.arange(0, PAGE) + index * PAGE < prefix)[None, :]
         acc, total, top = attend(acc, total, top, queries, k, tl.trans(v), seen, scale_log2, ROWS, PAGE)
@@ -313,7 +313,7 @@ def _keys(
         place = token // CODES.group * D + dim
     else:
         place = dim // CODES.group * PAGE + token
-    return dequantise(low, high, plane, record, place, mask, CODES)
+    return dequantise(low, high, plane, record, place, dim, mask, CODES)
 
 
 @triton.jit

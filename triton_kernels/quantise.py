@@ -1,7 +1,8 @@
 """Whole BF16 pages to records: clip, scale, round, pack. Bit for bit what formats/page.py gives.
 
 One work item is ``TOKENS`` tokens of a page, one KV head, keys or values; of keys with a scale per channel, all tokens
-and a quarter of the channels. The arithmetic is in ``rows``.
+and a quarter of the channels. Where keys are centred, every item finds the means of all tokens itself. The arithmetic is
+in ``rows``.
 """
 
 import torch
@@ -11,7 +12,7 @@ import triton.language as tl
 from sglang_kvq.config import PAGE_SIZE
 from sglang_kvq.kernels.codes import Record
 from sglang_kvq.kernels.common import PAGE, key_row
-from sglang_kvq.kernels.rows import clip_threshold, row_codes, scale_zero
+from sglang_kvq.kernels.rows import FP16_MAX, clip_threshold, integers, powers, row_codes, scale_zero
 
 #: Tokens of a work item: a multiple of 16, of which V's bytes take four from each quarter of the page.
 TOKENS = tl.constexpr(16)
@@ -152,7 +153,15 @@ def _quantise_keys(k, k_token, record, rank, part, CODES: tl.constexpr, D: tl.co
         token = i // HALF * (PAGE // 2) + part * HALF + i % HALF
     else:
         token = part * TOKENS + i
-    codes, high = _quantise_rows(k, k_token, token, record, rank, CODES, D, JP)
+    mean = tl.zeros([4, JP], tl.float32)
+    if CODES.centred:
+        halves = _channel_means(k, k_token, D, JP)
+        mean = halves.to(tl.float32)
+        if part == 0:
+            place = record.to(tl.pointer_type(tl.float16)) + CODES.mean // 2
+            place += tl.arange(0, 4)[:, None] * (D // 4) + j[None, :]
+            tl.store(place, halves, mask=(j < D // 4)[None, :])
+    codes, high = _quantise_rows(k, k_token, token, mean, record, rank, CODES, D, JP)
     place = key_row(token)[:, None] * (D // 4) + j[None, :]
     inside = (j < D // 4)[None, :]
     if CODES.bits > 2:
@@ -167,6 +176,27 @@ def _quantise_keys(k, k_token, record, rank, part, CODES: tl.constexpr, D: tl.co
         packed = tl.sum(tl.reshape(packed, [2, HALF, JP]), 0)
         place = key_row(part * HALF + tl.arange(0, HALF))[:, None] * (D // 4) + j[None, :]
         tl.store(record + CODES.high + place, _integers(packed).to(tl.uint8), mask=inside)
+
+
+@triton.jit
+def _channel_means(k, k_token, D: tl.constexpr, JP: tl.constexpr):
+    """The page's mean of every channel, FP16 [4, JP]: (plane, j) is dim plane * D/4 + j.
+
+    Tokens are read twice, a work item's at a time, the second time from a cache.
+    """
+    i, plane, j = tl.arange(0, TOKENS)[:, None, None], tl.arange(0, 4)[None, :, None], tl.arange(0, JP)[None, None, :]
+    place = k + i * k_token + plane * (D // 4) + j
+    inside = (j < D // 4) & (i >= 0)
+    most = tl.zeros([TOKENS, 4, JP], tl.float32)
+    for n in tl.static_range(PAGE // TOKENS):
+        most = tl.maximum(most, tl.abs(tl.load(place + n * TOKENS * k_token, mask=inside, other=0.0).to(tl.float32)))
+    up, down = powers(tl.max(most, 0))
+    first = tl.zeros([TOKENS, 4, JP], tl.int32)
+    for n in tl.static_range(PAGE // TOKENS):
+        x = tl.load(place + n * TOKENS * k_token, mask=inside, other=0.0).to(tl.float32)
+        first += integers(x, up[None, :, :])
+    mean = tl.sum(first, 0).to(tl.float32) * (1 / PAGE) * down
+    return tl.minimum(tl.maximum(mean, -FP16_MAX), FP16_MAX).to(tl.float16)
 
 
 @triton.jit
@@ -215,7 +245,7 @@ def _quantise_values(v, v_token, record, rank, part, CODES: tl.constexpr, D: tl.
     row = tl.arange(0, TOKENS)
     n = row % 4
     token = n * (PAGE // 4) + part * (TOKENS // 4) + row // 4
-    codes, high = _quantise_rows(v, v_token, token, record, rank, CODES, D, JP)
+    codes, high = _quantise_rows(v, v_token, token, tl.zeros([4, JP], tl.float32), record, rank, CODES, D, JP)
     if CODES.bits > 2:
         codes -= 4.0 * high
     _pack_values(codes, _power_of_4(n), record + CODES.low, part, 4, D, JP)
@@ -262,8 +292,10 @@ def _integers(x):
 
 
 @triton.jit
-def _quantise_rows(x, x_token, token, record, rank, CODES: tl.constexpr, D: tl.constexpr, JP: tl.constexpr):
+def _quantise_rows(x, x_token, token, mean, record, rank, CODES: tl.constexpr, D: tl.constexpr, JP: tl.constexpr):
     """Codes [TOKENS, 4, JP] of those tokens, see ``row_codes``: (row, plane, j) is dim plane * D/4 + j.
+
+    mean: float32 [4, JP], taken off first if they are centred.
 
     The compiler then spreads a warp over rows and keeps planes in registers: reductions cross few lanes.
     Scales and zeros, [D / group, PAGE], are stored here; rank points at the clip rank.
@@ -274,6 +306,8 @@ def _quantise_rows(x, x_token, token, record, rank, CODES: tl.constexpr, D: tl.c
     plane, j = tl.arange(0, 4)[None, :, None], tl.arange(0, JP)[None, None, :]
     place = token[:, None, None] * x_token + plane * D4 + j
     x = tl.load(x + place, mask=j < D4, other=0.0).to(tl.float32)
+    if CODES.centred:
+        x -= mean[None, :, :]
     limit = tl.full([TOKENS], float("inf"), tl.float32)
     if CODES.clips:
         rank = tl.load(rank)

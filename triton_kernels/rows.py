@@ -50,12 +50,9 @@ def scale_zero(x, inside, limit, CODES: tl.constexpr, ALL: tl.constexpr):
             x = tl.minimum(tl.maximum(x, -limit[:, None, None]), limit[:, None, None])
         if not ALL:
             x = tl.where(inside, x, 0.0)
-        # Integers q = round(2^s x) with the largest magnitude in [2^10, 2^11); down = 2^-s.
         most = tl.max(tl.max(tl.abs(x), 1), 1)
-        exponent = tl.maximum(most.to(tl.int32, bitcast=True) >> 23, LEAST_EXPONENT)
-        up = ((264 - exponent) << 23).to(tl.float32, bitcast=True)
-        down = ((exponent - 10) << 23).to(tl.float32, bitcast=True)
-        q = (x * up[:, None, None] + ROUND).to(tl.int32, bitcast=True) - ROUND_BITS
+        up, down = powers(most)
+        q = integers(x, up[:, None, None])
         second = tl.sum(tl.sum(q * q, 1), 1)
         if CODES.statistic == "moments":
             first = tl.sum(tl.sum(q, 1), 1)
@@ -67,6 +64,20 @@ def scale_zero(x, inside, limit, CODES: tl.constexpr, ALL: tl.constexpr):
             scale = tl.minimum(tl.sqrt_rn(second.to(tl.float32)) * CODES.factor * down, FP16_MAX).to(tl.float16)
             zero = most
     return scale, tl.minimum(tl.maximum(zero, -FP16_MAX), FP16_MAX).to(tl.float16)
+
+
+@triton.jit
+def powers(most):
+    """2^s and 2^-s, float32, that bring a largest magnitude into [2^10, 2^11)."""
+    exponent = tl.maximum(most.to(tl.int32, bitcast=True) >> 23, LEAST_EXPONENT)
+    up = ((264 - exponent) << 23).to(tl.float32, bitcast=True)
+    return up, ((exponent - 10) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def integers(x, up):
+    """round(x up), int32, to nearest even."""
+    return (x * up + ROUND).to(tl.int32, bitcast=True) - ROUND_BITS
 
 
 @triton.jit

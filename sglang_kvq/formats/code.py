@@ -26,9 +26,12 @@ class CodeFormat:
             head_dim and run of tokens in the page.
         gain: scale of ``moments`` and ``norm`` over the one of least mean squared error. That one shrinks rows, and
             scores with them: by its own relative squared error, 12% at 2 bits on Gaussian rows (Max 1960).
+        centred: whether each channel's mean over the page's tokens is stored beside the codes, which are then of what is
+            left. Only per token, and only of keys (``PageFormat``). Keys have channels that hardly change from token to
+            token (KIVI, arXiv 2402.02750, figure 2): they would take up the range of every row.
 
     Raises:
-        KVQuantError: a value that does not exist.
+        KVQuantError: a value that does not exist, or values that exclude each other.
     """
 
     bits: int = 2
@@ -36,6 +39,7 @@ class CodeFormat:
     statistic: str = "minmax"
     axis: str = "token"
     gain: float = 1.0
+    centred: bool = False
 
     def __post_init__(self) -> None:
         for name, value, known in (
@@ -51,6 +55,8 @@ class CodeFormat:
             raise KVQuantError(f"code format: gain={self.gain!r}: 0.5 to 2, and 1 for statistic 'minmax'.")
         if self.axis == "channel" and self.statistic == "norm":
             raise KVQuantError("code format: statistic 'norm' is of a token's whole row; use axis='token'.")
+        if self.axis == "channel" and self.centred:
+            raise KVQuantError("code format: centred=True: codes per channel have a zero of their own; use axis='token'.")
 
     @property
     def has_zero(self) -> bool:
@@ -59,8 +65,8 @@ class CodeFormat:
 
     @property
     def clips(self) -> bool:
-        """Whether a row may be clipped before it is quantised."""
-        return self.axis == "token" and self.statistic != "norm"
+        """Whether a row may be clipped before it is quantised: what centring leaves has hardly an outlier to clip."""
+        return self.axis == "token" and self.statistic != "norm" and not self.centred
 
     def table(self, head_dim: int) -> LevelTable:
         """Levels and unit, gain included."""
@@ -68,7 +74,7 @@ class CodeFormat:
 
     def describe(self) -> str:
         """Such as ``2 bits uniform minmax per token``, for logs."""
-        return f"{self.bits} bits {self.levels} {self.statistic} per {self.axis}"
+        return f"{self.bits} bits {self.levels} {self.statistic} per {self.axis}" + ", centred" * self.centred
 
 
 #: Asymmetric min-max INT2 per token: what the fast kernels were made for.

@@ -6,6 +6,7 @@ For head_dim D and P tokens per page, a record is, without gaps,
     V codes   low, then high part of the matrix [D, P]
     K scale, K zero, V scale, V zero   FP16: [D / group, P] along a token's row, [P / run, D] along channels;
               ``norm`` has scales [1, P] and no zeros
+    K mean    FP16 [D], of centred keys only
 
 V is stored transposed so that both matrix products of a decode step read their codes along the reduced dimension. K's
 rows r and r + 8, which one thread of a matrix product holds, are neighbouring tokens, whose scales it reads at once. Every
@@ -25,7 +26,7 @@ from sglang_kvq.config import HEAD_DIMS, PAGE_SIZE
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.formats.code import INT2, CodeFormat
 from sglang_kvq.formats.pack import pack_codes, packed_bytes, unpack_codes
-from sglang_kvq.formats.quantise import clip_rank, dequantise_rows, quantise_rows
+from sglang_kvq.formats.quantise import channel_means, clip_rank, dequantise_rows, quantise_rows
 
 #: Token in each row of a record's K codes: of each 16 tokens first the even ones, then the odd ones.
 KEY_TOKENS = torch.arange(PAGE_SIZE).view(-1, 8, 2).transpose(1, 2).flatten()
@@ -42,6 +43,7 @@ class Offsets(NamedTuple):
     k_zero: int
     v_scale: int
     v_zero: int
+    k_mean: int
     end: int
 
 
@@ -57,7 +59,7 @@ class PageFormat:
         run: tokens per scale and zero, where the axis is a channel; divides ``PAGE_SIZE``.
 
     Raises:
-        KVQuantError: sizes that do not divide, or clipping where there is none.
+        KVQuantError: sizes that do not divide, clipping where there is none, or centred values.
     """
 
     head_dim: int
@@ -86,8 +88,14 @@ class PageFormat:
         for flag, clip, code in (("k", self.clip_k, self.k), ("v", self.clip_v, self.v)):
             if clip != 1.0 and not code.clips:
                 raise KVQuantError(
-                    f"--kv-quant-clip-{flag} {clip}: codes per channel or scaled by a norm are not clipped; leave it out."
+                    f"--kv-quant-clip-{flag} {clip}: codes per channel, centred or scaled by a norm are not clipped; leave it "
+                    "out."
                 )
+        if self.v.centred:
+            raise KVQuantError(
+                f"values in {self.v.describe()}: only keys are centred, their means being one product with the query; use "
+                "centred=False."
+            )
 
     @property
     def layout(self) -> PageFormat:
@@ -117,6 +125,7 @@ class PageFormat:
         for code in (self.k, self.v):
             rows, columns = self.scale_shape(code)
             sizes += [2 * rows * columns, 2 * rows * columns * code.has_zero]
+        sizes.append(2 * self.head_dim * self.k.centred)
         return Offsets(*(sum(sizes[:i]) for i in range(len(sizes) + 1)))
 
     @property
@@ -150,11 +159,15 @@ class PageFormat:
         Returns:
             uint8 ``[..., record_bytes]``.
         """
-        k_codes, *k_halves = self._quantise(k, self.k, self.rank_k)
+        mean = channel_means(k) if self.k.centred else None
+        rest = k if mean is None else k.float() - mean.float().unsqueeze(-2)
+        k_codes, *k_halves = self._quantise(rest, self.k, self.rank_k)
         v_codes, *v_halves = self._quantise(v, self.v, self.rank_v)
         parts = [pack_codes(k_codes[..., KEY_TOKENS, :], self.k.bits)]
         parts.append(pack_codes(v_codes.transpose(-1, -2).contiguous(), self.v.bits))
         parts += [half.contiguous().view(torch.uint8).flatten(-2) for half in (*k_halves, *v_halves) if half is not None]
+        if mean is not None:
+            parts.append(mean.view(torch.uint8))
         return torch.cat(parts, dim=-1)
 
     def dequantise_pages(self, records: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -164,8 +177,10 @@ class PageFormat:
         v_codes = unpack_codes(records[..., at.v_low : at.k_scale], self.head_dim, PAGE_SIZE, self.v.bits)
         k_codes = k_codes[..., KEY_TOKENS.argsort(), :]
         k = self._dequantise(k_codes, records[..., at.k_scale : at.k_zero], records[..., at.k_zero : at.v_scale], self.k)
-        v_codes = v_codes.transpose(-1, -2)
-        return k, self._dequantise(v_codes, records[..., at.v_scale : at.v_zero], records[..., at.v_zero :], self.v)
+        if self.k.centred:
+            k = k + records[..., at.k_mean : at.end].contiguous().view(torch.float16).float().unsqueeze(-2)
+        v_codes, v_zero = v_codes.transpose(-1, -2), records[..., at.v_zero : at.k_mean]
+        return k, self._dequantise(v_codes, records[..., at.v_scale : at.v_zero], v_zero, self.v)
 
     def _quantise(self, x: torch.Tensor, code: CodeFormat, rank: int) -> tuple[torch.Tensor, ...]:
         """Codes ``[..., P, D]``, scale and zero as stored."""

@@ -8,9 +8,11 @@ are used, each rounded by itself and none in an order that matters, so that torc
     moments  scale = fp16(2^-s * (sqrt(n S2 - S1^2) * f32(unit / n))),  zero = fp16(2^-s * (S1 * f32(1 / n)) - middle * scale)
     norm     scale = fp16(2^-s * (sqrt(S2) * f32(unit / sqrt(n)))),     no zero: the levels are centred on 0
     code     = #{t in thresholds : x - zero > t * scale},               norm: #{t : x > (t - middle) * scale}
+    mean     = fp16(2^-s * (S1 * f32(1 / n)))                           of centred codes: over a channel's n tokens of a page;
+                                                                        x above is then f32(x - mean)
 
 S1 and S2 are the exact sums of q and q^2, q = round(2^s x) to nearest even, with the power of two that brings the
-largest |q| into [2^10, 2^11): q and both sums fit int32 for n <= 256, n S2 - S1^2 int64. ``level_table`` gives levels,
+largest |q| into [2^10, 2^11]: q and both sums fit int32 for n <= 256, n S2 - S1^2 int64. ``level_table`` gives levels,
 thresholds, top, middle and unit. FP16 results are clamped to +-65504.
 """
 
@@ -54,8 +56,8 @@ def quantise_rows(
     """Quantise rows to codes 0 .. 2^bits - 1.
 
     Args:
-        x: ``[..., n]``, BF16 values (any float dtype holding them exactly): heads' rows, or for ``axis="channel"``
-            one channel's tokens.
+        x: ``[..., n]``, values that float32 holds exactly: heads' rows, less their channels' means if they are centred,
+            or for ``axis="channel"`` one channel's tokens.
         group: elements along the row per scale and zero; divides n. ``norm`` takes n.
         rank: from ``clip_rank``; whole rows are clipped.
         code: levels and statistic; its axis is the caller's business.
@@ -96,6 +98,13 @@ def dequantise_rows(
     return values.flatten(-2)
 
 
+def channel_means(x: torch.Tensor) -> torch.Tensor:
+    """Each channel's mean over the tokens of a page ``[..., P, D]``: FP16 ``[..., D]``, the tokens' order making no
+    difference."""
+    q, down = _integers(x.float().transpose(-1, -2))
+    return _half(_mean(q.sum(-1, keepdim=True), x.shape[-2], down)).squeeze(-1)
+
+
 def _minmax(x, table):
     low, high = x.amin(-1, keepdim=True), x.amax(-1, keepdim=True)
     return _half((high - low) * _f32(1 / table.top)), _half(low)
@@ -107,8 +116,7 @@ def _moments(x, table):
     first, second = q.sum(-1, keepdim=True), (q * q).sum(-1, keepdim=True)  # int64
     deviation = _sqrt(n * second - first * first) * _f32(table.unit / n)
     scale = _half(deviation * down)
-    mean = first.float() * _f32(1 / n) * down
-    return scale, _half(mean - table.middle * scale.float())
+    return scale, _half(_mean(first, n, down) - table.middle * scale.float())
 
 
 def _norm(x, table):
@@ -117,11 +125,15 @@ def _norm(x, table):
     return _half(norm * down), None
 
 
+def _mean(first: torch.Tensor, n: int, down: torch.Tensor) -> torch.Tensor:
+    return first.float() * _f32(1 / n) * down
+
+
 _STATISTICS = {"minmax": _minmax, "moments": _moments, "norm": _norm}
 
 
 def _integers(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """q = round(2^s x) as int32 and 2^-s, float32 ``[..., 1]``, with max |q| in [2^10, 2^11)."""
+    """q = round(2^s x) as int32 and 2^-s, float32 ``[..., 1]``, with max |q| in [2^10, 2^11]."""
     exponent = (x.abs().amax(-1, keepdim=True).view(torch.int32) >> 23).clamp(min=LEAST_EXPONENT)
     up = (264 - exponent << 23).view(torch.float32)  # 2^(10 - e), e = exponent - 127
     down = (exponent - 10 << 23).view(torch.float32)

@@ -77,6 +77,7 @@ def test_gain_scales_the_unit_and_costs_little(bits):
         ({"statistic": "mean"}, "statistic='mean' does not exist"),
         ({"axis": "head"}, "axis='head' does not exist"),
         ({"gain": 1.1}, "gain=1.1: .*1 for statistic 'minmax'"),
+        ({"axis": "channel", "centred": True}, "centred=True: codes per channel have a zero of their own; use axis='token'"),
         ({"gain": 3.0, "statistic": "moments"}, "gain=3.0: 0.5 to 2"),
         ({"axis": "channel", "statistic": "norm"}, "norm.*use axis='token'"),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from dataclasses import replace
 
 import hypothesis.strategies as st
 import pytest
@@ -14,7 +15,7 @@ from sglang_kvq.errors import KVQuantError
 from sglang_kvq.formats.code import BITS, CodeFormat
 from sglang_kvq.formats.pack import pack_codes, packed_bytes, unpack_codes
 from sglang_kvq.formats.page import PageFormat
-from sglang_kvq.formats.quantise import clip_rank, clip_rows, dequantise_rows, quantise_rows
+from sglang_kvq.formats.quantise import channel_means, clip_rank, clip_rows, dequantise_rows, quantise_rows
 
 FORMATS = [(64, 64), (96, 96), (96, 32), (128, 128), (128, 32), (256, 128), (256, 64)]
 LLOYD, SPHERE = CodeFormat(2, "lloyd-max", "moments"), CodeFormat(3, "sphere", "norm")
@@ -26,7 +27,10 @@ PAIRS = {
     "channel": (CodeFormat(axis="channel"), CodeFormat()),
     "channel-4": (CodeFormat(4, axis="channel"), CodeFormat(3)),
     "mixed-4-2": (CodeFormat(4, "lloyd-max", "moments"), LLOYD),
-    "int4": (CodeFormat(4), CodeFormat(4)),
+    "uniform-4": (CodeFormat(4), CodeFormat(4)),
+    "int4": (CodeFormat(4, centred=True), CodeFormat(4)),
+    "centred-lloyd-max": (CodeFormat(2, "lloyd-max", "moments", centred=True), LLOYD),
+    "centred-sphere": (CodeFormat(2, "sphere", "norm", centred=True), CodeFormat(2, "sphere", "norm")),
 }
 
 
@@ -96,12 +100,14 @@ def test_records_of_every_code_hold_exactly_its_codes_scales_and_zeros(pair, hea
     records = fmt.quantise_pages(*x)
     assert records.shape == (3, 2, fmt.record_bytes) and records.dtype == torch.uint8
     for code, values, back in zip((fmt.k, fmt.v), x, fmt.dequantise_pages(records)):
+        mean = channel_means(values).float()[..., None, :] if code.centred else torch.zeros(())
+        values = values.float() - mean
         if code.axis == "channel":
             codes, scale, zero = quantise_rows(values.transpose(-1, -2), run, 0, code, head_dim)
             want = dequantise_rows(codes, scale, zero, code, head_dim).transpose(-1, -2)
         else:
             per = head_dim if code.statistic == "norm" else group
-            want = dequantise_rows(*quantise_rows(values, per, 0, code), code)
+            want = dequantise_rows(*quantise_rows(values, per, 0, code), code) + mean
         assert torch.equal(back, want)
 
 
@@ -121,6 +127,44 @@ def test_a_channels_scale_is_of_its_run_of_tokens():
     k[:32] *= 3
     after = fmt.dequantise_pages(fmt.quantise_pages(k, v))[0]
     assert torch.equal(before[32:], after[32:]) and not torch.equal(before[:32], after[:32])
+
+
+@pytest.mark.parametrize("pair", ["int4", "centred-lloyd-max", "centred-sphere"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_what_centred_keys_have_in_common_costs_no_precision(pair, head_dim):
+    """Large offsets per channel change the error by no more than the rounding of such keys to BF16 does."""
+    fmt = PageFormat(head_dim, head_dim, k=PAIRS[pair][0], v=PAIRS[pair][1])
+    plain = rows(20, PAGE_SIZE, head_dim).float()
+    offset = torch.zeros(head_dim)
+    offset[[3, 17, 40]] = torch.tensor([200.0, -90.0, 17.0])
+    errors = []
+    for k in (plain.bfloat16(), (plain + offset).bfloat16()):
+        back = fmt.dequantise_pages(fmt.quantise_pages(k, k))[0]
+        errors.append((back - k.float()).square().mean((0, 1)))
+    others = offset == 0
+    assert errors[1][others].mean() < 1.15 * errors[0][others].mean()
+    assert (errors[1] < 2 * errors[0].mean() + 2.0**-16 * offset.square()).all()
+    without = PageFormat(head_dim, head_dim, k=replace(fmt.k, centred=False), v=fmt.v)
+    back = without.dequantise_pages(without.quantise_pages(k, k))[0]
+    assert (back - k.float()).square().mean((0, 1))[others].mean() > 30 * errors[1][others].mean()
+
+
+@pytest.mark.parametrize("size", [1e-30, 1e-3, 1.0, 1e4, 1e38])
+def test_any_finite_page_is_centred(size):
+    """Tiny keys are nothing in FP16, huge means are clamped; all that is stored is finite."""
+    fmt = PageFormat(64, 64, k=CodeFormat(4, centred=True), v=CodeFormat(4))
+    k = (rows(3, PAGE_SIZE, 64).float() + 2.0) * size
+    k[1] = 0.5 * size  # a constant page: its mean holds it
+    back = fmt.dequantise_pages(fmt.quantise_pages(k.bfloat16(), k.bfloat16()))[0]
+    assert torch.isfinite(back).all()
+    if size <= 1e4:
+        assert (back - k.bfloat16().float()).abs().max() <= 0.5 * size + 1e-7  # rows span about 5, in 15 steps
+        assert (back[1] - k[1].bfloat16()).abs().max() <= 2.0**-11 * size + 1e-7
+
+
+def test_only_keys_are_centred():
+    with pytest.raises(KVQuantError, match="values in 4 bits uniform minmax per token, centred: only keys are centred"):
+        PageFormat(64, 64, v=CodeFormat(4, centred=True))
 
 
 def test_tokens_of_a_page_are_independent():
@@ -145,7 +189,11 @@ def test_allocated_bits_count_scales_and_zeros(head_dim, group, bits):
         (128, 128, 64, "channel", (2.5 + 2.25) / 2),
         (128, 32, 32, "channel", 3.0),  # KIVI's group of 32
         (128, 128, 64, "mixed-4-2", 3.25),
-        (64, 64, 64, "int4", 4.5),
+        (64, 64, 64, "uniform-4", 4.5),
+        (64, 64, 64, "int4", 4.625),  # 16 bits per channel and page: 0.25 of keys
+        (128, 128, 64, "int4", 4.375),
+        (256, 128, 64, "int4", 4.375),
+        (64, 64, 64, "centred-sphere", 2.375),
     ],
 )
 def test_allocated_bits_of_other_codes(head_dim, group, run, pair, bits):
@@ -200,9 +248,9 @@ def test_runs_must_divide_the_page():
         PageFormat(128, 128, k=CodeFormat(axis="channel"), run=96)
 
 
-@pytest.mark.parametrize("code", [CodeFormat(axis="channel"), SPHERE], ids=CodeFormat.describe)
+@pytest.mark.parametrize("code", [CodeFormat(axis="channel"), SPHERE, PAIRS["int4"][0]], ids=CodeFormat.describe)
 def test_clipping_where_there_is_none_is_refused(code):
-    with pytest.raises(KVQuantError, match="--kv-quant-clip-k 0.9: codes per channel or scaled by a norm are not clipped"):
+    with pytest.raises(KVQuantError, match="--kv-quant-clip-k 0.9: codes per channel, centred or scaled by a norm are not clipped"):
         PageFormat(128, 128, 0.9, k=code)
 
 

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 
 from sglang_kvq.formats.code import BITS, INT2, CodeFormat
 from sglang_kvq.formats.levels import level_table
-from sglang_kvq.formats.quantise import _sqrt, clip_rank, dequantise_rows, quantise_rows
+from sglang_kvq.formats.quantise import _sqrt, channel_means, clip_rank, dequantise_rows, quantise_rows
 
 CODES = [
     CodeFormat(bits, levels, statistic)
@@ -60,6 +60,20 @@ def test_moments_are_the_rows_own(d, spread, offset):
         std = math.sqrt(Fraction(sum(v * v for v in q), d) - mean * mean) * 2.0**-power
         assert s == pytest.approx(std * table.unit, rel=1e-3, abs=1e-7)
         assert z == pytest.approx(float(mean) * 2.0**-power - table.middle * s, rel=2e-3, abs=2e-3 * spread)
+
+
+@pytest.mark.parametrize("spread,offset", [(1.0, 0.0), (1.0, 200.0), (1e-3, 0.0), (1e3, -1e4)], ids=str)
+def test_means_of_channels_are_the_exact_ones_rounded_once(spread, offset):
+    """Against rational arithmetic on the same integers; the order of tokens makes no difference."""
+    x = (rows(64, 40).float() * spread + offset).bfloat16()
+    means = channel_means(x)
+    assert means.dtype == torch.float16 and means.shape == (40,)
+    for channel, got in zip(x.double().T.tolist(), means.tolist()):
+        power = 10 - math.floor(math.log2(max(map(abs, channel))))
+        mean = Fraction(sum(round(Fraction(v) * Fraction(2) ** power) for v in channel), 64) / Fraction(2) ** power
+        assert got == np.float16(float(mean))  # 17 bits at most: exact in float64
+    order = torch.randperm(64, generator=torch.Generator().manual_seed(1))
+    assert torch.equal(means, channel_means(x[order]))
 
 
 @pytest.mark.parametrize("code", CODES, ids=CodeFormat.describe)

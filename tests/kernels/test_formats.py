@@ -7,7 +7,7 @@ import torch
 from tests.kernels.scene import DEVICE, Heads, assert_close, int64, make_scene, randn
 from tests.kernels.test_decode import BOUND, decode, exact
 from tests.kernels.test_extend import make_batch
-from tests.kernels.test_quantise import heavy
+from tests.kernels.test_quantise import heavy, same_records
 
 from sglang_kvq.attention.base import LayerRotations
 from sglang_kvq.attention.triton_ops import TritonOps
@@ -21,6 +21,7 @@ from sglang_kvq.kernels.gather import gather_pages
 LLOYD = CodeFormat(2, "lloyd-max", "moments")
 SPHERE = CodeFormat(3, "sphere", "norm")
 CHANNEL = CodeFormat(axis="channel")
+CENTRED = CodeFormat(4, centred=True)
 
 
 def bits(code: CodeFormat, n: int) -> CodeFormat:
@@ -42,6 +43,11 @@ KINDS = {
     "channel-2": (CHANNEL, INT2, {"group": 32, "run": 32}),
     "channel-4": (bits(CHANNEL, 4), bits(INT2, 4), {}),
     "channel-3-moments": (CodeFormat(3, "lloyd-max", "moments", "channel"), SPHERE, {"run": 16}),
+    "centred-4": (CENTRED, bits(INT2, 4), {}),
+    "centred-4-g32": (CENTRED, INT2, {"clip_v": 0.92, "group": 32}),
+    "centred-3": (bits(CENTRED, 3), bits(INT2, 3), {}),
+    "centred-lloyd-max": (replace(LLOYD, centred=True), LLOYD, {}),
+    "centred-sphere": (replace(SPHERE, bits=2, centred=True), bits(SPHERE, 2), {}),
     "odd-statistics": (CodeFormat(2, "uniform", "norm"), CodeFormat(4, "sphere", "minmax"), {"clip_v": 0.9}),
 }
 
@@ -50,15 +56,6 @@ def make_format(kind: str, head_dim: int) -> PageFormat:
     k, v, more = KINDS[kind]
     more = dict(more)
     return PageFormat(head_dim, more.pop("group", min(head_dim, 128)), k=k, v=v, **more)
-
-
-def same_records(format: PageFormat, got: torch.Tensor, want: torch.Tensor) -> None:
-    """Bit for bit, part by part; 0 and -0 mean the same."""
-    for name, a, b in zip(format.offsets._fields, format.offsets, format.offsets[1:]):
-        x, y = got[..., a:b], want[..., a:b]
-        if name.endswith("zero"):
-            x, y = ((z.contiguous().view(torch.float16) + 0.0).view(torch.int16) for z in (x, y))
-        assert torch.equal(x, y), f"{name}: {(x != y).sum().item()} of {x.numel()} differ"
 
 
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
@@ -90,14 +87,15 @@ def test_activations_and_back(kind, head_dim):
 
 
 def test_overlays_of_mixed_layers():
-    """Layers of three layouts in one pool, each with clips of its own, some without."""
+    """Layers of five layouts in one pool, each with clips of its own, some without."""
     a, b, c = make_format("lloyd-max", 64), PageFormat(64, 64, 0.96, 0.92), make_format("channel-2", 64)
     formats = [a, b, replace(a, clip_k=0.9, clip_v=1.0), c, replace(b, clip_k=0.9), replace(b, clip_k=1.0, clip_v=1.0)]
+    formats += [make_format("centred-4", 64), make_format("centred-lloyd-max", 64)]
     heads = Heads(64, 64, 2, 1)
     scene = make_scene(heads, [64], margin=4, formats=formats)
     ops, reference = scene.ops()
     pool = scene.pool
-    assert len(pool.stores) == 3
+    assert len(pool.stores) == 5
     pool.overlays.copy_(heavy(*pool.overlays.shape))
     slots, pages = int64(3, 1, 4), int64(2, 5, 1)
     before = [records.clone() for records in pool.records]
@@ -133,6 +131,13 @@ def test_overlays_of_mixed_layers():
         ("channel-2", Heads(64, 32, 2, 1)),
         ("channel-4", Heads(256, 128, 1, 2)),
         ("channel-3-moments", Heads(96, 96, 1, 9)),
+        ("centred-4", Heads(128, 128, 2, 4)),
+        ("centred-4", Heads(96, 96, 1, 2)),
+        ("centred-4-g32", Heads(64, 32, 1, 3)),
+        ("centred-3", Heads(256, 128, 1, 1)),
+        ("centred-lloyd-max", Heads(128, 128, 1, 8)),
+        ("centred-sphere", Heads(64, 64, 2, 7)),
+        ("centred-sphere", Heads(256, 128, 1, 2)),
         ("odd-statistics", Heads(128, 128, 1, 3)),
     ],
     ids=str,
@@ -148,17 +153,53 @@ def test_decode_agrees_with_float64(kind, heads):
 def test_layers_of_all_formats_share_one_plan():
     """Their records differ in size and in how many programs read them."""
     formats = [PageFormat(128, 32, 0.96, 0.92), make_format("sphere-4-3", 128), make_format("channel-2", 128)]
+    formats.append(make_format("centred-4", 128))
     scene = make_scene(Heads(128, 32, 1, 4), [700, 64, 90], formats=formats)
     ops, reference = scene.ops()
     q = scene.queries(3)
     ops.plan_decode(scene.rows, scene.seq_lens)
-    for layer in range(3):
+    for layer in range(len(formats)):
         got = ops.decode(layer, q, scene.rows, scene.seq_lens, scene.scale)
         assert_close(f"layer {layer}", got.double(), exact(scene, layer, q), BOUND)
         batch = make_batch(scene.rows, [(384, 1), (64, 1), (64, 1)])
         k, v = randn(3, 1, 128), randn(3, 1, 128)
         got = ops.extend(layer, q, k, v, batch, scene.scale)
         assert_close(f"extend, layer {layer}", got, reference.extend(layer, q, k, v, batch, scene.scale), 2 * BOUND)
+
+
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
+@pytest.mark.parametrize("size", [200.0, 6e4, 3e38], ids="{:g}".format)
+@pytest.mark.parametrize("kind", ["centred-4", "centred-lloyd-max", "centred-sphere"])
+def test_channels_of_any_mean(kind, head_dim, size):
+    """Means far above what is left, and beyond FP16, which clamps them: what is left is no BF16 value any more."""
+    format, heads = make_format(kind, head_dim), Heads(head_dim, min(head_dim, 128), 1, 1)
+    scene = make_scene(heads, [64], formats=[format])
+    ops, reference = scene.ops()
+    k = (randn if size == 200 else heavy)(PAGE_SIZE, 1, head_dim).float()
+    k[:, :, ::3] += size
+    k[:, :, 5] -= size
+    k, v = k.bfloat16(), heavy(PAGE_SIZE, 1, head_dim)
+    ops.quantise_tokens(0, int64(0), int64(1), k, v)
+    reference.quantise_tokens(0, int64(0), int64(2), k, v)
+    same_records(format, *scene.pool.records[0][1:3])
+
+
+def test_decode_of_keys_with_constant_channels():
+    """Keys that differ by a hundredth of what they have in common."""
+    heads = Heads(128, 128, 1, 4)
+    scene = make_scene(heads, [64 * 6 + 9], recent=64, formats=[make_format("centred-4", 128)])
+    ops, _ = scene.ops()
+    pool, offset = scene.pool, torch.zeros(128, device=DEVICE)
+    offset[[3, 50, 64, 120]] = torch.tensor([200.0, -90.0, 60.0, 150.0], device=DEVICE)
+    for index in range(7):
+        page = int(pool.req_to_token[1, index * PAGE_SIZE]) // PAGE_SIZE
+        k, v = randn(2, 1, PAGE_SIZE, 128)
+        pool.records[0][page] = pool.formats[0].quantise_pages((k.float() + offset).bfloat16(), v)
+        slot = int(pool.page_slot[page])
+        if slot >= 0:
+            pool.overlays[0, slot, 0] = (pool.overlays[0, slot, 0].float() + offset).bfloat16()
+    q = scene.queries(1)
+    assert_close("decode", decode(ops, 0, q, scene).double(), exact(scene, 0, q), BOUND)
 
 
 @pytest.mark.parametrize(

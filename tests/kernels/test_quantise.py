@@ -7,6 +7,7 @@ import torch
 from tests.kernels.scene import DEVICE, HEADS, LAYERS, ON_GPU, int64, make_scene, randn
 
 from sglang_kvq.config import PAGE_SIZE
+from sglang_kvq.formats.page import PageFormat
 
 PAGES = 40 if ON_GPU else 3
 
@@ -27,15 +28,13 @@ def heavy(*shape: int) -> torch.Tensor:
     return x.bfloat16()
 
 
-def assert_same_records(heads, got: torch.Tensor, want: torch.Tensor) -> None:
-    bounds = (*heads.format.offsets, heads.format.record_bytes)
-    parts = ["K codes", "V codes", "K scale", "K zero", "V scale", "V zero"]
-    for part, a, b in zip(parts, bounds, bounds[1:]):
+def same_records(format: PageFormat, got: torch.Tensor, want: torch.Tensor) -> None:
+    """Bit for bit, part by part; 0 and -0 mean the same."""
+    for name, a, b in zip(format.offsets._fields, format.offsets, format.offsets[1:]):
         x, y = got[..., a:b], want[..., a:b]
-        if part.endswith("zero"):  # 0 and -0 mean the same
-            x, y = (z.contiguous().view(torch.float16) + 0.0 for z in (x, y))
-            x, y = x.view(torch.int16), y.view(torch.int16)
-        assert torch.equal(x, y), f"{part}: {(x != y).sum().item()} of {x.numel()} differ"
+        if name.endswith(("zero", "mean")):
+            x, y = ((z.contiguous().view(torch.float16) + 0.0).view(torch.int16) for z in (x, y))
+        assert torch.equal(x, y), f"{name}: {(x != y).sum().item()} of {x.numel()} differ"
 
 
 @pytest.mark.parametrize("clip", [True, False], ids=["clip", "noclip"])
@@ -56,7 +55,7 @@ def test_pages_of_activations(heads, clip):
     want = records.clone()
     records.copy_(before)
     ops.quantise_tokens(1, first, pages, k, v)
-    assert_same_records(heads, records[1, pages], want[1, pages])
+    same_records(heads.format, records[1, pages], want[1, pages])
     records[1, pages] = before[1, pages]
     assert torch.equal(records, before), "wrote outside its pages"
 
@@ -76,7 +75,7 @@ def test_pages_of_overlays(heads, count):
     want = records.clone()
     records.copy_(before)
     ops.quantise_slots(slots, pages, int64(count))
-    assert_same_records(heads, records[:, pages[:count]], want[:, pages[:count]])
+    same_records(heads.format, records[:, pages[:count]], want[:, pages[:count]])
     records[:, pages[:count]] = before[:, pages[:count]]
     assert torch.equal(records, before), "wrote outside its pages"
 

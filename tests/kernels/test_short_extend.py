@@ -137,6 +137,8 @@ def test_queries_of_any_size(scale):
         ("uniform-3-3", Heads(256, 128, 1, 1)),
         ("sphere-4-3", Heads(64, 64, 1, 4)),
         ("channel-2", Heads(128, 32, 1, 2)),
+        ("centred-4", Heads(64, 64, 1, 3)),
+        ("centred-lloyd-max", Heads(96, 96, 1, 2)),
         ("odd-statistics", Heads(128, 128, 1, 3)),
     ],
     ids=str,

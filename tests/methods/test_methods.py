@@ -42,7 +42,7 @@ def bits(method: str, width: str | None, head_dim: int) -> float:
         ("oscar-lloyd-max", "4", 4.375, 4.1875), ("turboquant", None, 3.25, 3.125), ("turboquant", "2", 2.25, 2.125),
         ("turboquant", "2.5", 2.75, 2.625), ("turboquant", "3.5", 3.75, 3.625), ("turboquant", "4", 4.25, 4.125),
         ("kivi", None, 2.5, 2.375), ("kivi", "4", 4.5, 4.375), ("hadamard", None, 2.5, 2.25), ("hadamard", "3", 3.5, 3.25),
-        ("int2", None, 2.5, 2.25), ("int4", None, 4.5, 4.25),
+        ("int2", None, 2.5, 2.25), ("int4", None, 4.625, 4.375),
     ],
 )  # fmt: skip
 def test_allocated_bits_are_those_of_docs_methods(method, width, at_64, at_128):
@@ -83,6 +83,7 @@ def test_width_that_a_method_does_not_have_is_refused(method, width, message):
         ({"method": "turboquant", "group_size": 64}, "--kv-quant-group-size 64: --kv-quant turboquant has no such groups"),
         ({"method": "turboquant", "clip_v": 0.9}, "--kv-quant-clip-v 0.9: --kv-quant turboquant does not clip"),
         ({"method": "oscar-lloyd-max", "clip_v": 0.9}, "--kv-quant-clip-v 0.9: --kv-quant oscar-lloyd-max does not clip"),
+        ({"method": "int4", "clip_k": 0.9}, "--kv-quant-clip-k 0.9: --kv-quant int4 does not clip these codes"),
         ({"method": "kivi", "clip_k": 0.9}, "--kv-quant-clip-k 0.9: --kv-quant kivi does not clip these codes"),
         ({"method": "oscar", "seed": 3}, "--kv-quant-seed 3: --kv-quant oscar draws no random rotations"),
         ({"method": "turboquant", "seed": -1}, "--kv-quant-seed -1: must be at least 0"),
