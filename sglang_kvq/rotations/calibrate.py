@@ -43,7 +43,7 @@ class CalibrationSettings:
         tokens: tokens of text to use, in contexts of ``context`` tokens that do not overlap.
         context: tokens per context; more than sink + recent, so that some history is quantised.
         positions: RoPE turns keys with their position, but attention sees only differences of positions: so contexts are
-            put at places spread evenly over this many positions, and the moments are those of prompts that long. 0 means
+            put at places spread over this many positions, and the moments are those of prompts that long. 0 means
             as many as the model was made for, up to ``MOST_POSITIONS``.
         seed: 0 spreads the contexts evenly over the corpus; any other number draws them at random places.
         granularity: "per-head" (one rotation per layer and KV head) or "per-layer" (shared by a layer's heads).
@@ -156,10 +156,13 @@ def draw_contexts(ids: torch.Tensor, settings: CalibrationSettings) -> torch.Ten
 
 
 def place_contexts(settings: CalibrationSettings, count: int, hf_config: object) -> list[int]:
-    """The position of each context's first token, evenly spread from 0."""
+    """The position of each context's first token, from 0; doubling a prompt's length brings as many more of them.
+
+    Short prompts have only the first positions, so evenly spread ones would be about the longest prompts alone.
+    """
     known = getattr(hf_config.get_text_config(), "max_position_embeddings", None) or settings.context
-    room = max((settings.positions or min(known, MOST_POSITIONS)) - settings.context, 0)
-    return [room * i // max(count - 1, 1) for i in range(count)]
+    most = max(settings.positions or min(known, MOST_POSITIONS), settings.context) / settings.context
+    return [round(settings.context * (most ** (i / max(count - 1, 1)) - 1)) for i in range(count)]
 
 
 def rotations_from(sums: MomentSums, shape: dict, settings: CalibrationSettings, contexts: int) -> Rotations:

@@ -54,7 +54,8 @@ def drive(tiers: TierManager) -> list[torch.Tensor]:
         if device.type == "cuda":
             torch.cuda.set_sync_debug_mode("default")
     pool = tiers.pool
-    state = (pool.page_slot, tiers.slot_page, tiers.page_valid, pool.row_sink_end, pool.row_history_end, pool.stores[0].records)
+    valid = tiers.page_valid[1:]  # page 0 is nobody's
+    state = (pool.page_slot, tiers.slot_page, valid, pool.row_sink_end, pool.row_history_end, pool.stores[0].records)
     return [x.cpu() for x in (*state, tiers.errors)]
 
 

@@ -99,7 +99,7 @@ def test_offset_composition_stores_a_common_part_for_free():
 
 def test_contexts_spread_over_the_positions_served(model):
     settings = CalibrationSettings(tokens=4096, context=512)
-    assert place_contexts(settings, 8, model.config)[:2] == [0, 73]
+    assert place_contexts(settings, 8, model.config)[:2] == [0, round(512 * (2 ** (1 / 7) - 1))]
     assert place_contexts(settings, 8, model.config)[-1] == 1024 - 512  # the model's own
     assert place_contexts(replace(settings, positions=8192), 8, model.config)[-1] == 8192 - 512
     assert place_contexts(settings, 1, model.config) == [0]
