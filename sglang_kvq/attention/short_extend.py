@@ -15,6 +15,9 @@ from sglang_kvq.kernels.extend import FIELDS, ExtendLaunch, extend_launch, plan_
 class ShortExtends:
     """What counts as one. Long chunks pay for a workspace once and attend faster; without a prefix there is none to pay.
 
+    Larger batches fill a GPU by arithmetic, where the workspace's kernels may be faster: the limits are careful until
+    ``benchmarks/kernels.py --extend --short`` has compared them.
+
     Attributes:
         most_tokens: new tokens in the batch; most_per_request: in a request, each at most.
         most_rows_unpacked: new tokens times query heads of a KV head in a request, at most, of records that take more to
@@ -23,7 +26,7 @@ class ShortExtends:
         launch: of the kernel; None chooses by the batch's longest request.
     """
 
-    most_tokens: int = 2048
+    most_tokens: int = 256
     most_per_request: int = 256
     most_rows_unpacked: int = 128
     least_prefix: int = 512
