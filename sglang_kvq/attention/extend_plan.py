@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from sglang_kvq.cache.transfer import upload
 from sglang_kvq.config import PAGE_SIZE
 
 PlanTiles = Callable[[list[int], list[tuple[int, int]]], list[list[int]]]
@@ -46,9 +47,6 @@ def plan_slabs(
             last = min((b - bounds[i]) * PAGE_SIZE, prefix)
             stored.append((int(a - begin) * PAGE_SIZE, max(int(last - (a - bounds[i]) * PAGE_SIZE), 0)))
         parts += [pages[begin:end], np.array(plan_tiles(new_lens, stored))]
-    host = torch.from_numpy(np.concatenate([part.ravel() for part in parts]).astype(np.int32))
-    if device.type == "cuda":
-        host = host.pin_memory()
-    flat = host.to(device, non_blocking=True).split([part.size for part in parts])
+    flat = upload(np.concatenate([part.ravel() for part in parts]), device).split([part.size for part in parts])
     tensors = [x.view(part.shape) for x, part in zip(flat, parts)]
     return [Slab(*pair) for pair in zip(tensors[::2], tensors[1::2])]

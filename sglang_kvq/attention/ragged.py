@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from sglang_kvq.attention.base import ExtendBatch
+from sglang_kvq.cache.transfer import upload
 from sglang_kvq.config import PAGE_SIZE
 
 #: What FlashInfer's prefill kernels are built for, of the sizes the cache serves.
@@ -171,7 +172,7 @@ class RaggedPrefill:
         if wrappers is None:
             return None
         parts = [x for call in calls for x in (call.pages, call.places if call.places is not None else call.pages[:0])]
-        flat = self._upload(np.concatenate([part.ravel() for part in parts])).split([part.size for part in parts])
+        flat = upload(np.concatenate([part.ravel() for part in parts]), self.device).split([part.size for part in parts])
         planned = []
         for call, taken, pages, places in zip(calls, wrappers, flat[::2], flat[1::2]):
             taken.wrapper.plan(
@@ -234,12 +235,6 @@ class RaggedPrefill:
         bounds = torch.zeros(len(lens) + 1, dtype=torch.int32, pin_memory=self.device.type == "cuda")
         bounds[1:] = torch.tensor(lens).cumsum(0)
         return bounds
-
-    def _upload(self, numbers: np.ndarray) -> torch.Tensor:
-        host = torch.from_numpy(numbers.astype(np.int32))
-        if self.device.type == "cuda":
-            host = host.pin_memory()
-        return host.to(self.device, non_blocking=True)
 
 
 def _place(stored: torch.Tensor, planned: PlannedCall, new: torch.Tensor) -> None:

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from sglang_kvq.attention.base import ExtendBatch
+from sglang_kvq.cache.transfer import upload
 from sglang_kvq.kernels.extend import FIELDS, ExtendLaunch, extend_launch, plan_extend, value_dims
 
 
@@ -67,8 +68,6 @@ def plan_short(
     launch = short.launch or extend_launch(head_dim, max(batch.new_lens) * shared)
     wave = max(sms * launch.programs_per_sm // (kv_heads * (head_dim // value_dims(head_dim))), 1)
     plan = plan_extend(batch.prefix_lens, batch.new_lens, shared, launch.rows, wave)
-    host = torch.from_numpy(np.concatenate([plan.items.ravel(), plan.spans.ravel()]))
-    if device.type == "cuda":
-        host = host.pin_memory()
-    items, spans = host.to(device, non_blocking=True).split([plan.items.size, plan.spans.size])
+    tables = np.concatenate([plan.items.ravel(), plan.spans.ravel()])
+    items, spans = upload(tables, device).split([plan.items.size, plan.spans.size])
     return PlannedExtend(launch, items.view(-1, FIELDS.value), spans.view(-1, 2), plan.partials)
