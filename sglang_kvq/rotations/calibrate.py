@@ -25,11 +25,18 @@ from sglang_kvq.rotations.checkpoint import Checkpoint
 from sglang_kvq.rotations.clips import choose_clips, clip_errors, query_blocks
 from sglang_kvq.rotations.compose import OBJECTIVES, compose_keys, compose_values
 from sglang_kvq.rotations.moments import MomentSums
+from sglang_kvq.rotations.rope import check_turn, over_places, roped_layers, turn_of
 from sglang_kvq.rotations.sensitivity import UNIT, VARIANTS, LayerQuantiser, fisher_sums, sensitivity_table
 from sglang_kvq.rotations.zoo import identity
 
 #: Positions that contexts are spread over at most, unless ``CalibrationSettings.positions`` says more.
 MOST_POSITIONS = 32768
+
+#: Places that moments are averaged over: among the farthest of them, less than a context apart.
+PLACES = 64
+
+#: Tokens that are run at the farthest place, to see that keys turn as foreseen.
+CHECKED = 128
 
 #: Called with a pass's name, the contexts of it that are done, and how many there are.
 Progress = Callable[[str, int, int], None]
@@ -42,8 +49,8 @@ class CalibrationSettings:
     Attributes:
         tokens: tokens of text to use, in contexts of ``context`` tokens that do not overlap.
         context: tokens per context; more than sink + recent, so that some history is quantised.
-        positions: RoPE turns keys with their position, but attention sees only differences of positions: so contexts are
-            put at places spread over this many positions, and the moments are those of prompts that long. 0 means
+        positions: RoPE turns keys with their position, but attention sees only differences of positions: so the moments are
+            averaged over contexts at places spread over this many positions, and so are clips and sensitivities. 0 means
             as many as the model was made for, up to ``MOST_POSITIONS``.
         seed: 0 spreads the contexts evenly over the corpus; any other number draws them at random places.
         granularity: "per-head" (one rotation per layer and KV head) or "per-layer" (shared by a layer's heads).
@@ -120,8 +127,11 @@ def calibrate(
     contexts = draw_contexts(ids, settings)
     run = _Run(model, contexts, settings, progress, checkpoint(model, contexts, settings) if checkpoint else None)
     sums = MomentSums(settings.sink)
+    farthest = place_contexts(settings, PLACES, model.config)[-1]
+    if farthest:
+        check_turn(model, contexts[0, :CHECKED], turn_of(model.config, shape["head_dim"]), farthest)
     run.through("moments", 1, len(contexts), sums.add, sums)
-    rotations = rotations_from(sums, shape, settings, len(contexts))
+    rotations = rotations_from(sums, model.config, settings, len(contexts))
     rotations = run.with_clips(rotations)
     return run.with_sensitivity(rotations) if settings.sensitivity_contexts else rotations
 
@@ -156,18 +166,36 @@ def draw_contexts(ids: torch.Tensor, settings: CalibrationSettings) -> torch.Ten
 
 
 def place_contexts(settings: CalibrationSettings, count: int, hf_config: object) -> list[int]:
-    """The position of each context's first token, from 0; doubling a prompt's length brings as many more of them.
+    """The positions of ``count`` contexts' first tokens, from 0; doubling a prompt's length brings as many more of them.
 
     Short prompts have only the first positions, so evenly spread ones would be about the longest prompts alone.
     """
-    known = getattr(hf_config.get_text_config(), "max_position_embeddings", None) or settings.context
-    most = max(settings.positions or min(known, MOST_POSITIONS), settings.context) / settings.context
+    most = max(settings.positions or positions_of(hf_config), settings.context) / settings.context
     return [round(settings.context * (most ** (i / max(count - 1, 1)) - 1)) for i in range(count)]
 
 
-def rotations_from(sums: MomentSums, shape: dict, settings: CalibrationSettings, contexts: int) -> Rotations:
-    """Rotations from finished sums over ``contexts`` contexts; no clip ratios yet."""
-    qq, kk, vwv, _ = sums.mean(shape["num_hidden_layers"], contexts, shared=settings.granularity == "per-layer")
+def positions_of(hf_config: object) -> int:
+    """As many as the model was made for, up to ``MOST_POSITIONS``; 0 if it does not say.
+
+    Where RoPE itself changes beyond the length that it was trained with (longrope, dynamic), no more than those.
+    """
+    text = hf_config.get_text_config()
+    rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
+    known = getattr(text, "max_position_embeddings", None) or 0
+    if rope.get("rope_type") in ("longrope", "dynamic"):
+        known = min(known, rope.get("original_max_position_embeddings") or known)
+    return min(known, MOST_POSITIONS)
+
+
+def rotations_from(sums: MomentSums, hf_config: object, settings: CalibrationSettings, contexts: int) -> Rotations:
+    """Rotations from finished sums over ``contexts`` contexts that began at position 0; no clip ratios yet."""
+    shape = identity(hf_config)
+    layers = shape["num_hidden_layers"]
+    qq, kk, vwv, _ = sums.mean(layers, contexts, shared=settings.granularity == "per-layer")
+    places = place_contexts(settings, PLACES, hf_config)
+    if places[-1]:
+        turn, roped = turn_of(hf_config, shape["head_dim"]), roped_layers(hf_config, layers)
+        qq[roped], kk[roped] = (over_places(moment[roped], turn, places) for moment in (qq, kk))
     k, q, k_eigenvalues = compose_keys(settings.composition, qq, kk)
     v, v_eigenvalues = compose_values(settings.composition, vwv)
     meta = RotationMeta(
@@ -285,7 +313,8 @@ class _Run:
             for i in range(count):
                 self.progress(name, i, count)
                 if i >= done:
-                    ids, place = self.contexts[i * step].to(self.model.device), self.places[i * step]
+                    ids = self.contexts[i * step].to(self.model.device)
+                    place = 0 if name == "moments" else self.places[i * step]
                     body(ids[None], position_ids=positions(ids, place), use_cache=False)
                     self._keep(name, i + 1, count, sums)
         self.progress(name, count, count)

@@ -12,7 +12,9 @@ queries q A^-T give the same. The error of codes is spread evenly over the coord
 so a score's is proportional to tr(A^T K A) tr(A^-1 Q A^-T), for K and Q the second moments of keys and queries. By
 Cauchy and Schwarz that is least where both have the same moment, A A^T = Q^1/2 (Q^1/2 K Q^1/2)^-1/2 Q^1/2, the geometric
 mean of Q and K^-1. What keys hold much of and queries ask little for, such as Qwen2.5's biases, then costs little. U and H
-follow as before. Values are weighted by attention, which no matrix of theirs changes: they are rotated as by ``offset``.
+follow as before, and what the zero point stores may be large at no cost: its direction is stretched (``stretch``), so that
+the codes' error there counts for less in a score. Values are weighted by attention, which no matrix of theirs changes:
+they are rotated as by ``offset``.
 """
 
 from __future__ import annotations
@@ -52,8 +54,10 @@ def compose_keys(
         rotation, values = compose(composition, queries, keys)
         return rotation, None, values
     a = balance(queries, keys)
-    rotation, _ = compose("offset", queries, a.mT @ keys @ a)
-    r_k = a @ rotation.double()
+    energy = a.mT @ keys @ a
+    a = a @ stretch(energy)
+    h = hadamard_matrix(keys.shape[-1]).to(keys.device)
+    r_k = a @ h
     return r_k.float(), torch.linalg.inv(r_k).mT.float(), torch.linalg.eigvalsh(queries).float()
 
 
@@ -67,6 +71,20 @@ def balance(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     queries, keys = _floored(queries), _floored(keys)
     root = _power(queries, 0.5)
     return _power(root @ _power(root @ keys @ root, -0.5) @ root, 0.5)
+
+
+def stretch(energy: torch.Tensor) -> torch.Tensor:
+    """Eigenvectors of the balanced keys' moment C as columns, float64 ``[..., D, D]``: most energy first, and that one stretched.
+
+    With s the first one's factor, e its energy and m the mean of the others', the error of a score is proportional to
+    (D - 1) m ((D - 1) m + e / s²): codes' steps follow from what varies, and queries meet the first direction divided by s.
+    At s² = e / m it adds no more than each of the others. Larger factors gain little and cost BF16 keys precision.
+    """
+    values, vectors = torch.linalg.eigh(energy)
+    vectors = vectors.flip(-1).clone()
+    others = values[..., :-1].mean(-1)
+    vectors[..., 0] *= (values[..., -1] / others).sqrt()[..., None]
+    return vectors
 
 
 def _floored(moment: torch.Tensor) -> torch.Tensor:

@@ -11,8 +11,17 @@ import torch
 
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.rotations.base import Rotations
-from sglang_kvq.rotations.calibrate import CalibrationSettings, ClipErrors, Progress, check_shape, draw_contexts, rotations_from
+from sglang_kvq.rotations.calibrate import (
+    CalibrationSettings,
+    ClipErrors,
+    Progress,
+    check_shape,
+    draw_contexts,
+    place_contexts,
+    rotations_from,
+)
 from sglang_kvq.rotations.captured import read_samples, read_sums
+from sglang_kvq.rotations.rope import roped_layers, turn_of
 from sglang_kvq.rotations.zoo import identity
 
 #: What SGLang needs on a machine with no accelerator.
@@ -47,11 +56,6 @@ def calibrate_on_engine(
         from sglang.srt.entrypoints.engine import Engine
     except ImportError as error:
         raise KVQuantError("--engine sglang needs SGLang in this environment: pip install 'sglang-kvq[sglang]'.") from error
-    if settings.positions:
-        raise KVQuantError(
-            f"--positions {settings.positions} with --engine sglang: the engine's prompts begin at position 0; leave it out, "
-            "and take as long a --context as one prefill chunk holds."
-        )
     shape = identity(hf_config)
     check_shape(shape)
     contexts = draw_contexts(ids, settings)
@@ -77,12 +81,18 @@ def calibrate_on_engine(
         finally:
             running.shutdown()
         progress("moments", len(contexts), len(contexts))
-        rotations = rotations_from(read_sums(folder, len(contexts), settings.sink), shape, settings, len(contexts))
+        rotations = rotations_from(read_sums(folder, len(contexts), settings.sink), hf_config, settings, len(contexts))
         errors, layers = ClipErrors(rotations, settings), shape["num_hidden_layers"]
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        for layer, *activations in read_samples(folder, layers, shape["num_key_value_heads"]):
+        place = place_contexts(settings, 3, hf_config)[1]  # where the middle one of three contexts would stand
+        turn = turn_of(hf_config, shape["head_dim"])(place) if place else torch.eye(shape["head_dim"])
+        roped = roped_layers(hf_config, layers)
+        for layer, *sample in read_samples(folder, layers, shape["num_key_value_heads"]):
             progress("clips", layer, layers)
-            errors.add(layer, *(x.to(device) for x in activations), shape["head_dim"] ** -0.5)
+            q, k, v = (x.to(device).float() for x in sample)
+            if roped[layer]:
+                q, k = (x @ turn.to(x) for x in (q, k))
+            errors.add(layer, q, k, v, shape["head_dim"] ** -0.5)
         progress("clips", layers, layers)
     chosen = errors.chosen(1)
     return replace(chosen, meta=replace(chosen.meta, sensitivity=None))

@@ -10,11 +10,13 @@ from sglang_kvq.errors import KVQuantError
 from sglang_kvq.formats.page import PageFormat
 from sglang_kvq.formats.quantise import clip_rank, dequantise_rows, quantise_rows
 from sglang_kvq.rotations.base import Rotations, check_rotations
-from sglang_kvq.rotations.calibrate import CalibrationSettings, calibrate, place_contexts
+from sglang_kvq.rotations.calibrate import CalibrationSettings, calibrate, place_contexts, positions_of
 from sglang_kvq.rotations.capture import attention_hook, positions
 from sglang_kvq.rotations.compose import balance, compose, compose_keys, oscar_permutation
 from sglang_kvq.rotations.evaluate import FakeQuantAttention, mean_kl
 from sglang_kvq.rotations.hadamard import hadamard_matrix
+from sglang_kvq.rotations.moments import MomentSums
+from sglang_kvq.rotations.rope import check_turn, over_places, roped_layers, turn_of
 from tests.rotations.helpers import tiny_llama
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -51,7 +53,7 @@ def test_importance_follows_its_definition(model, ids):
     held = {}
     with torch.inference_mode(), attention_hook(model, lambda layer, *x: held.__setitem__(layer, x)):
         model.base_model(ids[None, :512])
-    settings = CalibrationSettings(**{**SETTINGS, "tokens": 512})
+    settings = CalibrationSettings(**{**SETTINGS, "tokens": 512}, positions=512)  # no other place than the first
     rotations = calibrate(model, ids[:512], settings)
     for layer, (q, k, v, _) in held.items():
         q, k, v = (x[:, settings.sink :].double() for x in (q, k, v))
@@ -118,6 +120,75 @@ def test_a_contexts_place_turns_keys_and_leaves_scores(model, ids):
         torch.testing.assert_close(q[:2] @ k[:1].mT, turned_q[:2] @ turned_k[:1].mT, rtol=1e-3, atol=1e-3)
 
 
+def test_moments_are_those_of_contexts_at_every_place(model, ids):
+    """The model itself, run at each place, against one run at 0 and ``over_places``."""
+    places = place_contexts(CalibrationSettings(**SETTINGS), 5, model.config)
+    sums = {place: MomentSums(64) for place in places}
+    for place in places:
+        with torch.inference_mode(), attention_hook(model, lambda layer, q, k, v, s: sums[place].add(layer, q, k, v)):
+            model.base_model(ids[None, :300], position_ids=positions(ids[:300], place))
+    means = [sums[place].mean(2, 1, shared=False) for place in places]
+    turn = turn_of(model.config, 64)
+    for i in range(2):  # queries, keys
+        there = torch.stack([mean[i] for mean in means]).mean(0)
+        torch.testing.assert_close(over_places(means[0][i], turn, places), there, rtol=1e-3, atol=1e-3)
+        assert (there - means[0][i]).norm() > 0.05 * there.norm()
+
+
+def test_turns_cover_models_of_other_layouts():
+    """Interleaved pairs and a part of head_dim (GLM), scaled cosines (YaRN)."""
+    from transformers import Glm4Config, LlamaConfig
+
+    scaled = LlamaConfig(
+        rope_parameters={"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048, "rope_theta": 1e4}
+    )
+    for config, turned in ((Glm4Config(head_dim=128), 64), (scaled, 128)):
+        turn = turn_of(config, 128)
+        identity = torch.eye(128, dtype=torch.float64)
+        torch.testing.assert_close(turn(100) @ turn(57), turn(157), rtol=0, atol=1e-4)
+        torch.testing.assert_close(turn(157) @ turn(157).T, identity, rtol=0, atol=1e-5)
+        assert ((turn(1) - identity).abs().sum(0) > 1e-9).sum() == turned
+
+
+def test_layers_without_rope_are_left_alone(ids):
+    from transformers import SmolLM3Config, SmolLM3ForCausalLM
+
+    torch.manual_seed(0)
+    config = SmolLM3Config(
+        vocab_size=97, hidden_size=128, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=2, max_position_embeddings=4096, no_rope_layers=[1, 0], pad_token_id=0, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    model = SmolLM3ForCausalLM(config).eval()
+    assert roped_layers(config, 2).tolist() == [True, False]
+    calibrated = {
+        most: calibrate(model, ids, CalibrationSettings(**SETTINGS, positions=most)).k_eigenvalues for most in (512, 4096)
+    }
+    torch.testing.assert_close(calibrated[512][1], calibrated[4096][1])
+    assert not torch.allclose(calibrated[512][0], calibrated[4096][0], rtol=0.01)
+
+
+def test_a_model_that_turns_keys_otherwise_is_refused(model, ids):
+    check_turn(model, ids[:64], turn_of(model.config, 64), 512)
+    with pytest.raises(KVQuantError, match="layer 0: at position 512 .* --positions equal to --context"):
+        check_turn(model, ids[:64], lambda place: torch.eye(64, dtype=torch.float64), 512)
+
+
+def test_a_model_without_the_usual_rope_is_refused():
+    from transformers import OPTConfig
+
+    with pytest.raises(KVQuantError, match="OPTConfig: .* --positions equal to --context"):
+        turn_of(OPTConfig(), 64)
+
+
+def test_positions_end_where_rope_changes():
+    from transformers import LlamaConfig
+
+    long = {"rope_type": "dynamic", "factor": 4.0, "original_max_position_embeddings": 4096, "rope_theta": 1e4}
+    assert positions_of(LlamaConfig(max_position_embeddings=8192)) == 8192
+    assert positions_of(LlamaConfig(max_position_embeddings=100_000)) == 32768
+    assert positions_of(LlamaConfig(max_position_embeddings=16384, rope_parameters=long)) == 4096
+
+
 def outliers(generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys that hold most where queries ask least, as with Qwen2.5's biases: float64 ``[512, 64]`` each."""
     spread = torch.logspace(-0.8, 0.8, 64, dtype=torch.float64)
@@ -150,6 +221,22 @@ def test_balance_keeps_scores_and_makes_them_exacter():
         back = dequantise_rows(*quantise_rows(turned, 64, 0)).double()
         error[name] = ((queries @ back.T - exact).norm() / exact.norm()).item()
     assert error["balanced"] < 0.25 * error["offset"], error
+
+
+def test_what_the_zero_point_stores_is_stretched():
+    """A constant part of keys, as with biases: its direction's codes must not be what spoils scores."""
+    generator = torch.Generator().manual_seed(4)
+    q, k = (torch.randn(512, 64, dtype=torch.float64, generator=generator) for _ in "qk")
+    direction = torch.nn.functional.normalize(torch.randn(64, dtype=torch.float64, generator=generator), dim=0)
+    q, k = q + 6 * torch.randn(512, 1, dtype=torch.float64, generator=generator) * direction, k + 40 * direction
+    a = balance(moment(q), moment(k))
+    plain = a @ torch.linalg.eigh(a.T @ moment(k) @ a).eigenvectors.flip(-1) @ hadamard_matrix(64)
+    stretched, _, _ = compose_keys("balanced", moment(q), moment(k))
+    error = []
+    for r_k in (plain, stretched.double()):
+        back = dequantise_rows(*quantise_rows((k @ r_k).bfloat16(), 64, 0)).double()
+        error.append((q @ torch.linalg.inv(r_k).mT @ back.T - q @ k.T).norm().item())
+    assert error[1] < 0.8 * error[0], error
 
 
 def test_a_direction_that_keys_or_queries_lack_does_no_harm():
