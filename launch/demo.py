@@ -55,7 +55,9 @@ def describe(server: Server) -> Result:
 
 def ask(server: Server, result: Result) -> None:
     for name, question in (("short", SHORT), ("long", LONG)):
-        result.answers[name] = server.chat(question, max_tokens=40)
+        answer = result.answers[name] = server.chat(question, max_tokens=40)
+        if not answer.strip():
+            raise ServerError(f"the server answered nothing to the {name} question; please report this with {server.log_path}")
 
 
 def start(server: Server, title: str) -> Server:

@@ -34,6 +34,10 @@ class LayerRotations:
         """What queries are multiplied by: ``q``, or ``k``."""
         return self.k if self.q is None else self.q
 
+    def to(self, device: torch.device | str) -> LayerRotations:
+        """All of them on that device."""
+        return LayerRotations(*(None if r is None else r.to(device) for r in (self.k, self.v, self.q)))
+
 
 @dataclass(frozen=True)
 class ExtendBatch:

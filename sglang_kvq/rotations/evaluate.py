@@ -143,9 +143,8 @@ def main() -> None:
         for folder in args.rotations if learned else [None]:
             rotations = load_rotations(folder, **geometry) if folder else None
             candidate = candidate_of(spec, rotations, model.config)
-            moved = (r if r is None else r.to(model.device) for r in vars(candidate.rotations).values())
             name = f"{spec} {folder}" if folder else spec
-            candidates[name] = FakeQuantAttention(candidate.formats, LayerRotations(*moved))
+            candidates[name] = FakeQuantAttention(candidate.formats, candidate.rotations.to(model.device))
     contexts = [ids[start : start + args.length] for start in starts]
     for name, value in mean_kl(model, contexts, candidates).items():
         print(f"{value:.4f} nats per token  {name}")

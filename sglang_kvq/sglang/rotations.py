@@ -26,11 +26,7 @@ def worker_rotations(
         start = rank * total // size
     layers = range(first_layer, first_layer + geometry.layers)
     worker = rotations.for_worker(layers, total, start, geometry.kv_heads)
-    device = model_runner.device
-    return (
-        LayerRotations(worker.k.to(device), worker.v.to(device)),
-        rotations.meta,
-    )
+    return worker.to(model_runner.device), rotations.meta
 
 
 def tensor_parallel(model_runner) -> tuple[int, int]:

@@ -5,12 +5,17 @@ import torch
 from sglang_kvq.rotations import RotationMeta, Rotations
 
 
-def random_rotations(layers=2, heads=2, dim=64, seed=0) -> Rotations:
+def random_rotations(layers=2, heads=2, dim=64, seed=0, balanced=False) -> Rotations:
+    """Orthogonal ones, or with ``balanced`` keys and queries multiplied by a matrix and its inverse."""
     generator = torch.Generator().manual_seed(seed)
     k, v = (torch.linalg.qr(torch.randn(layers, heads, dim, dim, generator=generator)).Q for _ in range(2))
     eigen = torch.rand(layers, heads, dim, generator=generator)
+    q = None
+    if balanced:
+        scales = torch.rand(layers, heads, dim, 1, generator=generator) + 0.5
+        k, q = scales * k, k / scales
     return Rotations(
-        k, v, RotationMeta(objective="test", base_model="org/tiny", clip_k=0.9, clip_v=0.92), eigen, eigen + 1
+        k, v, RotationMeta(objective="test", base_model="org/tiny", clip_k=0.9, clip_v=0.92), eigen, eigen + 1, q
     )
 
 

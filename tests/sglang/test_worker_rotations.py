@@ -18,7 +18,7 @@ HEADS, LAYERS, D = 6, 4, 64
 @pytest.fixture
 def runner(tmp_path):
     """A model of 6 KV heads, and the flags with which it is served."""
-    save_rotations(random_rotations(layers=LAYERS, heads=HEADS), tmp_path / "r", kv_heads=HEADS)
+    save_rotations(random_rotations(layers=LAYERS, heads=HEADS, balanced=True), tmp_path / "r", kv_heads=HEADS)
     config = dict(
         architectures=["LlamaForCausalLM"], hidden_size=768, num_hidden_layers=LAYERS, num_attention_heads=12,
         num_key_value_heads=HEADS, head_dim=D, vocab_size=512, rope_theta=1e4,
@@ -48,21 +48,21 @@ def test_random_rotations_are_those_of_the_global_heads(runner, monkeypatch, siz
 def test_heads_are_dealt_out_in_order(runner, monkeypatch, size):
     whole = load_rotations(runner[1].rotations, layers=LAYERS, kv_heads=HEADS, head_dim=D)
     parts = [rank_rotations(runner, monkeypatch, rank, size, HEADS // size)[0] for rank in range(size)]
-    assert torch.equal(torch.cat([part.k for part in parts], dim=1), whole.k)
-    assert torch.equal(torch.cat([part.v for part in parts], dim=1), whole.v)
+    for name in "qkv":
+        assert torch.equal(torch.cat([getattr(part, name) for part in parts], dim=1), getattr(whole, name)), name
 
 
 def test_more_workers_than_heads_share_them(runner, monkeypatch):
     whole = load_rotations(runner[1].rotations, layers=LAYERS, kv_heads=HEADS, head_dim=D)
     for rank in range(12):
         part, _ = rank_rotations(runner, monkeypatch, rank, 12, 1)
-        assert torch.equal(part.k, whole.k[:, rank // 2, None]), rank
+        assert torch.equal(part.k, whole.k[:, rank // 2, None]) and torch.equal(part.q, whole.q[:, rank // 2, None]), rank
 
 
 def test_layers_of_a_later_stage(runner, monkeypatch):
     whole = load_rotations(runner[1].rotations, layers=LAYERS, kv_heads=HEADS, head_dim=D)
     part, meta = rank_rotations(runner, monkeypatch, 1, 2, 3, first=2, layers=2)
-    assert torch.equal(part.v, whole.v[2:, 3:])
+    assert torch.equal(part.v, whole.v[2:, 3:]) and torch.equal(part.q, whole.q[2:, 3:])
     assert meta.sha256 == whole.meta.sha256 and len(meta.sha256) == 64
 
 
