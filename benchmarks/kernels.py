@@ -44,14 +44,14 @@ EXTEND = [(0, 8192), (8192, 8192), (32768, 2048), (65536, 1024), (8192, 512), (8
 #: Short extends: requests, new tokens of each, stored prefix.
 SHORT = [
     (1, 16, 32768), (1, 64, 32768), (1, 128, 8192), (1, 256, 32768),
-    (8, 64, 16384), (8, 16, 4096), (32, 32, 8192), (1, 128, 131072),
+    (8, 64, 16384), (8, 16, 4096), (8, 128, 8192), (32, 32, 8192), (1, 128, 131072),
 ]  # fmt: skip
 #: What short extends are compared with: on a Hopper GPU FlashInfer chooses fa3, which does not split keys; fa2 does.
 BACKENDS = ("auto", "fa2")
 #: Ways to launch that --sweep-extend compares: rows, keys, warps, stages, registers, programs per SM.
 EXTEND_LAUNCHES = [
-    (64, 32, 4, 3, None, 2), (64, 32, 4, 3, None, 4), (64, 32, 4, 3, 168, 3), (64, 32, 4, 2, None, 2), (64, 32, 4, 4, None, 2),
-    (128, 32, 8, 3, None, 1), (128, 32, 8, 3, None, 2), (128, 32, 8, 2, None, 1), (64, 32, 8, 3, 128, 2), (32, 32, 4, 3, 168, 3),
+    (64, 32, 4, 3, None, 2), (64, 32, 4, 3, 160, 3), (64, 32, 4, 3, 168, 3), (64, 32, 4, 2, 168, 3), (64, 32, 4, 4, 168, 3),
+    (64, 32, 4, 2, 128, 4), (128, 32, 8, 3, None, 1), (64, 32, 4, 3, 168, 6), (64, 64, 4, 2, None, 2),
 ]  # fmt: skip
 #: Ways to launch that --sweep compares: stages, registers, programs per SM.
 LAUNCHES = [(2, 128, 16), (2, 144, 13), (2, 160, 8), (2, 160, 12), (2, 168, 12), (3, 160, 12), (3, 168, 12), (3, 168, 24)]

@@ -47,21 +47,14 @@ class ExtendLaunch:
     programs_per_sm: int
 
 
-#: By the most rows that a request of the batch has, ascending; the last serves all that have more. ``benchmarks/kernels.py
-#: --extend --sweep-extend`` compares ways.
-LAUNCHES = (
-    ExtendLaunch(rows=64, keys=32, warps=4, stages=3, registers=None, programs_per_sm=2),
-    ExtendLaunch(rows=128, keys=32, warps=8, stages=3, registers=None, programs_per_sm=1),
-)
+#: ``benchmarks/kernels.py --sweep-extend`` compares ways.
+NARROW = ExtendLaunch(rows=64, keys=32, warps=4, stages=3, registers=168, programs_per_sm=3)
 #: Heads of 256: a tile of keys takes twice the registers.
 WIDE = ExtendLaunch(rows=64, keys=32, warps=8, stages=2, registers=None, programs_per_sm=1)
 
 
-def extend_launch(head_dim: int, longest_rows: int) -> ExtendLaunch:
-    """The launch for a batch whose longest extend has that many rows."""
-    if head_dim > 128:
-        return WIDE
-    return next((launch for launch in LAUNCHES if launch.rows >= longest_rows), LAUNCHES[-1])
+def extend_launch(head_dim: int) -> ExtendLaunch:
+    return WIDE if head_dim > 128 else NARROW
 
 
 def is_two_bit(record: Record, head_dim: int) -> bool:

@@ -16,19 +16,19 @@ from sglang_kvq.kernels.extend import FIELDS, ExtendLaunch, extend_launch, plan_
 class ShortExtends:
     """What counts as one. Long chunks pay for a workspace once and attend faster; without a prefix there is none to pay.
 
-    Larger batches fill a GPU by arithmetic, where the workspace's kernels may be faster: the limits are careful until
-    ``benchmarks/kernels.py --extend --short`` has compared them.
+    ``benchmarks/kernels.py --extend --short`` compares both: on an H200, with 4 query heads to a KV head, 128 new tokens of a
+    request are still served faster from the pages and 256 no more. Batches larger than the ones compared go the other way.
 
     Attributes:
         most_tokens: new tokens in the batch; most_per_request: in a request, each at most.
         most_rows_unpacked: new tokens times query heads of a KV head in a request, at most, of records that take more to
             dequantise than uniform 2-bit ones: every tile of rows does it again.
         least_prefix: stored tokens in the batch, at least.
-        launch: of the kernel; None chooses by the batch's longest request.
+        launch: of the kernel; None chooses by head_dim.
     """
 
-    most_tokens: int = 256
-    most_per_request: int = 256
+    most_tokens: int = 1024
+    most_per_request: int = 128
     most_rows_unpacked: int = 128
     least_prefix: int = 512
     launch: ExtendLaunch | None = None
@@ -65,7 +65,7 @@ def plan_short(
 ) -> PlannedExtend:
     """Plan on the host; one copy to the device, which nothing waits for."""
     shared = q_heads // kv_heads
-    launch = short.launch or extend_launch(head_dim, max(batch.new_lens) * shared)
+    launch = short.launch or extend_launch(head_dim)
     wave = max(sms * launch.programs_per_sm // (kv_heads * (head_dim // value_dims(head_dim))), 1)
     plan = plan_extend(batch.prefix_lens, batch.new_lens, shared, launch.rows, wave)
     tables = np.concatenate([plan.items.ravel(), plan.spans.ravel()])

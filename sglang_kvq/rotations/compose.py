@@ -78,12 +78,13 @@ def stretch(energy: torch.Tensor) -> torch.Tensor:
 
     With s the first one's factor, e its energy and m the mean of the others', the error of a score is proportional to
     (D - 1) m ((D - 1) m + e / s²): codes' steps follow from what varies, and queries meet the first direction divided by s.
-    At s² = e / m it adds no more than each of the others. Larger factors gain little and cost BF16 keys precision.
+    At s² = e / 4m it adds no more than four of the others. Larger factors gain little, and cost keys that are still BF16
+    precision: all coordinates of k R are rounded to 8 bits of what they then hold in common.
     """
     values, vectors = torch.linalg.eigh(energy)
     vectors = vectors.flip(-1).clone()
     others = values[..., :-1].mean(-1)
-    vectors[..., 0] *= (values[..., -1] / others).sqrt()[..., None]
+    vectors[..., 0] *= (values[..., -1] / (4 * others)).clamp(min=1).sqrt()[..., None]
     return vectors
 
 

@@ -18,11 +18,11 @@ from sglang_kvq.attention.triton_ops import TritonOps
 from sglang_kvq.config import PAGE_SIZE
 from sglang_kvq.formats.pack import unpack_codes
 from sglang_kvq.kernels import extend_history
-from sglang_kvq.kernels.extend import LAUNCHES, WIDE, extend_launch, plan_extend
+from sglang_kvq.kernels.extend import NARROW, WIDE, extend_launch, plan_extend
 
 BOUND = 5e-3
 #: The interpreter takes its time over rows: here a tile has as few as a product takes.
-SMALL = LAUNCHES[0] if ON_GPU else replace(LAUNCHES[0], rows=16)
+SMALL = NARROW if ON_GPU else replace(NARROW, rows=16)
 ANY = ShortExtends(1 << 20, 1 << 20, most_rows_unpacked=1 << 20, least_prefix=0, launch=SMALL)
 
 # Prefix and new tokens of each request.
@@ -95,7 +95,7 @@ def test_all_geometries(heads):
     check(make_scene(heads, [prefix for prefix, _ in lens]), lens, layers=[1])
 
 
-@pytest.mark.parametrize("launch", [*LAUNCHES, WIDE], ids=lambda x: f"rows{x.rows}-warps{x.warps}")
+@pytest.mark.parametrize("launch", [NARROW, WIDE], ids=lambda x: f"rows{x.rows}-warps{x.warps}")
 def test_tiles_of_all_sizes(launch):
     heads = HEADS[7] if launch is WIDE else HEADS[1]
     lens = [(64 * 4 + 3, 40), (64 * 6, 3)]
@@ -227,8 +227,7 @@ def test_which_batches_are_short():
     assert not short.suits([1000], [101], 4, True) and not short.suits([4000] * 6, [100] * 6, 4, True)
     assert not short.suits([999], [5], 4, True) and not short.suits([1000], [0], 4, True)
     assert short.suits([1000], [16], 4, False) and not short.suits([1000], [17], 4, False)
-    assert extend_launch(128, 64) is LAUNCHES[0] and extend_launch(128, 10_000) is LAUNCHES[-1]
-    assert extend_launch(256, 8) is WIDE
+    assert extend_launch(128) is NARROW and extend_launch(256) is WIDE
 
 
 @pytest.mark.gpu
