@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -22,6 +23,8 @@ OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 #: Ends the server when this process is killed outright (PR_SET_PDEATHSIG), then becomes it. Not by ``preexec_fn``,
 #: which is unsafe in a process of several threads.
 _TIED = "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9); os.execvp(sys.argv[1], sys.argv[1:])"
+#: Below those that a system lends to connections: from 32768 on Linux, 49152 elsewhere.
+PORTS = range(20000, 32000)
 _ports: set[int] = set()
 _Self = TypeVar("_Self", bound="ServerProcess")
 
@@ -35,14 +38,28 @@ class ServerFailed(KVQuantError):
 
 
 def free_port() -> int:
-    """A loopback TCP port that nobody listens on and that this process has not given out before."""
-    while True:
-        with socket.socket() as sock:
-            sock.bind(("127.0.0.1", 0))
-            port = sock.getsockname()[1]
-        if port not in _ports:
+    """A loopback TCP port that nobody listens on and that this process has not given out before.
+
+    A server binds its port a minute after it was chosen. So it is one of ``PORTS``, which connections do not take
+    meanwhile, and a random one, which other processes that start servers do not choose too.
+
+    Raises:
+        ServerFailed: none is left.
+    """
+    for port in random.SystemRandom().sample(PORTS, len(PORTS)):
+        if port not in _ports and _is_free(port):
             _ports.add(port)
             return port
+    raise ServerFailed(f"no free port from {PORTS.start} to {PORTS.stop - 1}; stop what listens there.", "")
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as sock:
+        try:
+            sock.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True
 
 
 class ServerProcess:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from sglang_kvq import server_process
 from sglang_kvq.server_process import ServerFailed, ServerProcess, free_port
 from tests.conftest import ROOT
 
@@ -51,6 +53,20 @@ def ends(pid: int) -> bool:
     while running(pid) and time.monotonic() < deadline:
         time.sleep(0.05)
     return not running(pid)
+
+
+def test_ports_are_free_and_given_out_once(monkeypatch):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        first = taken.getsockname()[1]
+        monkeypatch.setattr(server_process, "PORTS", range(first, first + 2))
+        try:
+            ports = [free_port()]
+        except ServerFailed:  # somebody has the other one
+            pytest.skip(f"port {first + 1} is taken")
+        assert ports == [first + 1]
+        with pytest.raises(ServerFailed, match=f"no free port from {first} to {first + 1}"):
+            free_port()
 
 
 def test_stopping_ends_what_the_server_started(tmp_path):
