@@ -97,8 +97,8 @@ def copy_bandwidth(timer: Timer) -> float:
     return 8 * a.numel() / timer(lambda: torch.add(a, 1.0, out=b))
 
 
-def make_pool(lengths: list[int]) -> PagePool:
-    """A request per length on shuffled pages, with random codes, plausible scales, sinks and windows; rows from 1."""
+def make_pool(lengths: list[int], format: PageFormat = FORMAT, kv_heads: int = KV_HEADS) -> PagePool:
+    """A request per length on shuffled pages, with random records, sinks and windows; rows from 1."""
     counts = [-(-length // PAGE_SIZE) for length in lengths]
     ends = [max(SINK, (length - RECENT) // PAGE_SIZE * PAGE_SIZE) for length in lengths]
     table = torch.zeros(len(lengths) + 1, max(counts) * PAGE_SIZE, dtype=torch.int32, device="cuda")
@@ -110,12 +110,11 @@ def make_pool(lengths: list[int]) -> PagePool:
         windows += [mine[: SINK // PAGE_SIZE], mine[end // PAGE_SIZE :]]
     windows = torch.cat(windows).long()
     pool = PagePool.allocate(
-        [FORMAT], kv_heads=KV_HEADS, pages=sum(counts), slots=len(windows), req_to_token=table
+        [format], kv_heads=kv_heads, pages=sum(counts), slots=len(windows), req_to_token=table
     )
-    pool.records[0].random_(0, 256)
-    scales = pool.records[0][..., FORMAT.offsets.k_scale :].view(torch.float16).unflatten(-1, (2, 2, -1))  # K V, scale zero, P
-    scales[..., 0, :] = torch.rand_like(scales[..., 0, :]) * 0.5 + 0.2
-    scales[..., 1, :] = -1.5 * scales[..., 0, :] + 0.1 * torch.randn_like(scales[..., 0, :])
+    some = torch.randn(2, 64, kv_heads, PAGE_SIZE, format.head_dim, device="cuda").bfloat16()
+    records = format.quantise_pages(*some)
+    pool.records[0][1:] = records[torch.randint(len(records), (sum(counts),), device="cuda")]
     pool.overlays.normal_()
     pool.page_slot[windows] = torch.randperm(pool.slots, device="cuda", dtype=torch.int32) + 1
     pool.row_sink_end[1:], pool.row_history_end[1:] = SINK, torch.tensor(ends, device="cuda")
@@ -128,7 +127,7 @@ def stored(pool: PagePool, row: int, head: int, context: int) -> tuple[torch.Ten
     start = torch.arange(len(pages), device=pool.device) * PAGE_SIZE
     coded = ((start >= pool.row_sink_end[row]) & (start < pool.row_history_end[row]))[:, None, None]
     overlays = pool.overlays[0, pool.page_slot[pages].clamp(min=0).long(), :, head]
-    values = FORMAT.dequantise_pages(pool.records[0][pages, head])
+    values = pool.formats[0].dequantise_pages(pool.records[0][pages, head])
     k, v = (torch.where(coded, x, overlays[:, i].float()).double().flatten(0, 1)[:context] for i, x in enumerate(values))
     return k, v
 
@@ -136,7 +135,7 @@ def stored(pool: PagePool, row: int, head: int, context: int) -> tuple[torch.Ten
 def exact(pool: PagePool, row: int, q: torch.Tensor, context: int, scale: float) -> torch.Tensor:
     """float64 attention of q ``[q_heads, D]`` over everything a row stores."""
     out = torch.empty(q.shape, dtype=torch.float64, device=q.device)
-    for head, group in enumerate(torch.arange(Q_HEADS).chunk(KV_HEADS)):
+    for head, group in enumerate(torch.arange(len(q)).chunk(pool.kv_heads)):
         k, v = stored(pool, row, head, context)
         out[group] = (q[group].double() @ k.T * scale).softmax(-1) @ v
     return out
@@ -181,21 +180,24 @@ def row_of(kernel: str, batch: int, context: int, ours: float, theirs: float | N
 class DecodeShape:
     """Inputs of one batch, and what is right for its first and last request."""
 
-    def __init__(self, lengths: list[int]) -> None:
-        self.lengths, batch = lengths, len(lengths)
-        self.pool = make_pool(lengths)
+    def __init__(
+        self, lengths: list[int], format: PageFormat = FORMAT, q_heads: int = Q_HEADS, kv_heads: int = KV_HEADS
+    ) -> None:
+        self.lengths, batch, d = lengths, len(lengths), format.head_dim
+        self.pool = make_pool(lengths, format, kv_heads)
         self.rows = torch.arange(1, batch + 1, device="cuda")
         self.lens = torch.tensor(lengths, device="cuda")
-        self.q = torch.randn(batch, Q_HEADS, D, device="cuda").bfloat16()
-        self.want = {i: exact(self.pool, i + 1, self.q[i], lengths[i], D**-0.5) for i in {0, batch - 1}}
+        self.scale = d**-0.5
+        self.q = torch.randn(batch, q_heads, d, device="cuda").bfloat16()
+        self.want = {i: exact(self.pool, i + 1, self.q[i], lengths[i], self.scale) for i in {0, batch - 1}}
         coded = int((self.pool.row_history_end[1:] - self.pool.row_sink_end[1:]).sum())
-        self.size = KV_HEADS * (coded * FORMAT.record_bytes // PAGE_SIZE + (sum(lengths) - coded) * 4 * D)
+        self.size = kv_heads * (coded * format.record_bytes // PAGE_SIZE + (sum(lengths) - coded) * 4 * d)
 
     def measure(self, timer: Timer, launch: DecodeLaunch | None = None) -> tuple[float, float]:
         """Microseconds and relative error."""
-        ops = TritonOps(self.pool, LayerRotations(), Q_HEADS, len(self.lengths), launch=launch)
+        ops = TritonOps(self.pool, LayerRotations(), self.q.shape[1], len(self.lengths), launch=launch)
         ops.plan_decode(self.rows, self.lens)
-        run = lambda: ops.decode(0, self.q, self.rows, self.lens, D**-0.5)  # noqa: E731
+        run = lambda: ops.decode(0, self.q, self.rows, self.lens, self.scale)  # noqa: E731
         got = run()
         error = max(checked(f"decode {len(self.lengths)} x {max(self.lengths)}", got[i], x) for i, x in self.want.items())
         return timer(run), error
