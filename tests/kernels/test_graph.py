@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from tests import device_waits
 from tests.kernels.scene import HEADS, Scene, assert_close, int64, make_scene, randn, rotations
 from tests.kernels.test_decode import BOUND, exact
 
@@ -91,9 +92,5 @@ def test_nothing_waits_for_the_device():
         ops.extend(0, q, k, v, ExtendBatch(rows, [1500, 900], new, loc, empty, first), scene.scale)
 
     everything()  # compiles
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with device_waits.refused():
         everything()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from tests import device_waits
 from tests.kernels.scene import HEADS, LAYERS, ON_GPU, assert_close, make_scene, randn
 from tests.kernels.test_extend import BATCHES, BOUND, make_batch
 
@@ -155,9 +156,5 @@ def test_planning_and_running_never_wait_for_the_device(any_length):
     lens = [(500, 100), (64, 100), (0, 100)]
     ops.extend(0, q, k, v, make_batch(rows, lens), scene.scale)
     batch = make_batch(rows, lens)
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with device_waits.refused():
         ops.extend(0, q, k, v, batch, scene.scale)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")

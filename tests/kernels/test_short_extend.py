@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from tests import device_waits
 from tests.kernels.scene import HEADS, LAYERS, ON_GPU, Heads, Scene, assert_close, make_scene, randn
 from tests.kernels.test_extend import make_batch
 from tests.kernels.test_formats import make_format
@@ -240,9 +241,5 @@ def test_planning_and_running_never_wait_for_the_device():
     lens = [(5000, 30), (64, 10), (900, 20)]
     ops.extend(0, q, k, v, make_batch(scene.rows, lens), scene.scale)
     batch = make_batch(scene.rows, lens)
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with device_waits.refused():
         ops.extend(0, q, k, v, batch, scene.scale)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")

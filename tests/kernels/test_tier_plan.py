@@ -12,6 +12,7 @@ from sglang_kvq.cache.tiers import TierManager
 from sglang_kvq.cache.triton_tiers import TritonTierManager
 from sglang_kvq.config import PAGE_SIZE as P
 from sglang_kvq.formats.page import PageFormat
+from tests import device_waits
 
 
 def manager(device: str, kind: type[TierManager] = TierManager, quantise=None) -> TierManager:
@@ -39,10 +40,7 @@ def drive(tiers: TierManager) -> list[torch.Tensor]:
     ]
     decodes = [(ids(1, 2, 3, 0), ids(900 + i, 190 + i, 1500 + i, 1), 1500 + i) for i in range(1, 70)]
     freed = (tiers.pool.req_to_token[3, : 1500 : P] // P).long()
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-        torch.cuda.set_sync_debug_mode("error")
-    try:
+    with device_waits.refused():
         for rows, prefix, seq, longest in inputs:
             tiers.plan_extend(rows, prefix, seq, longest, rows.new_empty(0))
         for rows, seq, longest in decodes:
@@ -50,9 +48,6 @@ def drive(tiers: TierManager) -> list[torch.Tensor]:
         tiers.pending.free_pages(freed)
         tiers.pending.free_rows([3])
         tiers.plan_decode(ids(1, 2) if device.type == "cpu" else decodes[0][0][:2], decodes[-1][1][:2], 1600)
-    finally:
-        if device.type == "cuda":
-            torch.cuda.set_sync_debug_mode("default")
     pool = tiers.pool
     valid = tiers.page_valid[1:]  # page 0 is nobody's
     state = (pool.page_slot, tiers.slot_page, valid, pool.row_sink_end, pool.row_history_end, pool.stores[0].records)

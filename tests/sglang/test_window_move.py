@@ -11,6 +11,7 @@ from sglang_kvq.cache.pending import PendingOps
 from sglang_kvq.config import PAGE_SIZE
 from sglang_kvq.sglang import runtime
 from sglang_kvq.sglang.tree import _WindowMove
+from tests import device_waits
 
 
 @pytest.fixture
@@ -53,10 +54,6 @@ def test_sinks_and_window_are_moved(pending, length, expected):
 def test_recording_does_not_wait_for_the_device(pending):
     """A wait here delays the result of the batch before by a whole prefill."""
     row, kept = table(100, "cuda"), table(500, "cuda")[0]
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with device_waits.refused():
         _WindowMove(row, 0, 64 * 12).finish(kept)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert pending
