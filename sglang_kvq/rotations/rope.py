@@ -80,11 +80,11 @@ def check_turn(model: torch.nn.Module, ids: torch.Tensor, turn: Turn, place: int
     Raises:
         KVQuantError: the keys of these tokens at ``place`` are not those at 0, turned.
     """
-    keys: list[list[torch.Tensor]] = []
+    ids, keys = ids.to(model.device), []
     for first in (0, place):
         keys.append([])
         with attention_hook(model, lambda layer, q, k, v, scale: keys[-1].append(k.double().cpu())):
-            model.base_model(ids[None].to(model.device), position_ids=positions(ids, first).to(model.device), use_cache=False)
+            model.base_model(ids[None], position_ids=positions(ids, first), use_cache=False)
     t = turn(place)
     roped = roped_layers(model.config, len(keys[0]))
     for layer, (near, far) in enumerate(zip(*keys)):
