@@ -27,7 +27,7 @@ from sglang_kvq.methods import get_method
 
 SHAPES = [(64, 16384), (8, 32768)]
 #: Registers that --sweep tries, with as many programs as they leave room for.
-REGISTERS = [128, 144, 160, 168, 184, 200, 224, 255]
+REGISTERS = [160, 168, 184, 200, 255]
 
 
 @dataclass(frozen=True)

@@ -2,9 +2,11 @@
 
     python benchmarks/kernels.py --out benchmarks/results/kernels_h200.json
 
-Every figure is the median of CUDA-graph replays with the L2 cache flushed before each. A kernel whose result
-is wrong has no speed: each is checked first (attention against float64 on the same codes, records bit for
-bit), and an error beyond the bound ends the run. About 2 minutes on one GPU.
+Every figure is the median of CUDA-graph replays with the L2 cache flushed before each, by reading: a flush that
+writes leaves the cache full of lines that the kernel then has to write back (50 MB, 6 to 7 us), which nothing in a
+decode step does; decode rows say what they take after such a flush as well. A kernel whose result is wrong has no
+speed: each is checked first (attention against float64 on the same codes, records bit for bit), and an error beyond
+the bound ends the run. About 2 minutes on one GPU.
 """
 
 from __future__ import annotations
@@ -58,11 +60,14 @@ LAUNCHES = [(2, 128, 16), (2, 144, 13), (2, 160, 8), (2, 160, 12), (2, 168, 12),
 
 
 class Timer:
-    """Median time of CUDA-graph replays, L2 flushed before each."""
+    """Median time of CUDA-graph replays, L2 flushed before each, by reading a large buffer or by writing it."""
 
-    def __init__(self, repeats: int) -> None:
-        self.repeats = repeats
-        self.flush = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
+    def __init__(self, repeats: int, writes: bool = False) -> None:
+        self.repeats, self.writes = repeats, writes
+        self.buffer = torch.zeros(64 << 20, dtype=torch.float32, device="cuda")
+
+    def flush(self) -> None:
+        self.buffer.zero_() if self.writes else self.buffer.sum()
 
     def __call__(self, run: Callable[[], object]) -> float:
         """Microseconds of ``run``."""
@@ -77,7 +82,7 @@ class Timer:
             run()
         spans = []
         for _ in range(self.repeats):
-            self.flush.zero_()
+            self.flush()
             span = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
             span[0].record()
             graph.replay()
@@ -206,16 +211,22 @@ class DecodeShape:
 def decode_rows(timer: Timer, bandwidth: float):
     """A row per shape of ``DECODE``, and one of a batch whose lengths differ by two orders of magnitude."""
     ragged = [int(1024 * 128 ** (i / 63)) for i in range(64)]
+    after_writes = Timer(timer.repeats, writes=True)
     for name, lengths in [*(("decode", [context] * batch) for batch, context in DECODE), ("decode (ragged)", ragged)]:
         shape = DecodeShape(lengths)
         ours, error = shape.measure(timer)
+        dirty, _ = shape.measure(after_writes)
         q, size = shape.q, shape.size
         del shape
         theirs, fp8 = (baseline.decode_us(timer, q, lengths, KV_HEADS, dtype) for dtype in baseline.DTYPES)
+        theirs_dirty = baseline.decode_us(after_writes, q, lengths, KV_HEADS, torch.bfloat16)
         more = {"flashinfer_fp8_us": fp8 and round(fp8, 2), "ratio_fp8": fp8 and round(fp8 / ours, 3)}
+        more |= {"after_writes_us": round(dirty, 2), "flashinfer_bf16_after_writes_us": theirs_dirty and round(theirs_dirty, 2)}
+        more |= {"ratio_after_writes": theirs_dirty and round(theirs_dirty / dirty, 3)}
         fraction = size / ours / bandwidth
         mean = sum(lengths) // len(lengths)
-        yield row_of(name, len(lengths), mean, ours, theirs, error, fraction, gb_per_s=round(size / ours / 1e3), **more)
+        more["gb_per_s"] = round(size / ours / 1e3)
+        yield row_of(name, len(lengths), mean, ours, theirs, error, fraction, **more)
 
 
 def sweep(timer: Timer) -> None:

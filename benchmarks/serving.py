@@ -24,6 +24,9 @@ output_NxL    output tokens/s while as many of N contexts of L tokens are decode
               wave: a server that holds fewer needs more waves for the N, each after a prefill that is counted
               for neither server. When time runs out before a server's cache is full (``--minutes``), its rate
               is that of the contexts it has, fewer than it could hold (``none_fits``, ``oscar_fits``).
+profile_*     with --profile: us per step in which kernels run, while the streams of ``decode_*`` at its longest context
+              or of ``output_*`` are decoded once more under SGLang's profiler; the time between kernels (``idle``) and
+              the kernels' own (us, launches per step) beside it.
 ttft_, tpot_  ms to the first token and per later token, means over requests with new prompts at the same
               concurrency on both servers (closed loop).
 """
@@ -37,6 +40,7 @@ import statistics
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -45,7 +49,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import aiohttp
 import numpy as np
 
-from benchmarks import record
+from benchmarks import record, traces
 from benchmarks.capacity import FLAGS, MODEL, random_rotations
 from launch.server import Server, ServerError
 from sglang_kvq.evaluation import provenance
@@ -53,6 +57,7 @@ from sglang_kvq.evaluation import provenance
 GROUPS = ("decode", "prefill", "latency", "output")
 SERVERS = ("none", "oscar")
 FAILED: list[str] = []  # groups, as they fail
+PROFILED = 8  # steps
 EVENT = 8  # tokens of a stream's event: the server's Python must not be what is measured
 
 
@@ -112,8 +117,10 @@ class Failed(RuntimeError):
 class Client:
     """Requests to one server, by an asyncio loop of its own."""
 
-    def __init__(self, server: Server, vocabulary: int) -> None:
-        self.server, self.vocabulary = server, vocabulary
+    def __init__(self, server: Server, config: dict, profiled: bool = False) -> None:
+        self.server, self.vocabulary, self.layers = server, config["vocab_size"], config["num_hidden_layers"]
+        self.profiled = profiled
+        self.streams: list[Stream] = []  # of the last run, while they run
 
     def prompt(self, kind: str, index: int, tokens: int) -> list[int]:
         generator = np.random.default_rng([*kind.encode(), index])
@@ -121,6 +128,7 @@ class Client:
 
     def run(self, prompts: list[list[int]], tokens: int, at_once: int | None = None) -> list[Stream]:
         """Greedy answers of exactly ``tokens`` tokens."""
+        self.streams = []
         bodies = [json.dumps(self._body(prompt, tokens)).encode() for prompt in prompts]
         return asyncio.run(self._run(bodies, tokens, at_once or len(bodies)))
 
@@ -143,6 +151,23 @@ class Client:
                 raise Failed(f"only {stream.cached} of a context's {len(prompt)} tokens were cached")
         return streams
 
+    def profile(self, prompts: list[list[int]], tokens: int) -> dict:
+        """``traces.per_step`` of steps in which all the streams run.
+
+        Raises:
+            Failed: the profiler saw nothing.
+        """
+        with ThreadPoolExecutor(1) as pool, tempfile.TemporaryDirectory() as folder:
+            decoding = pool.submit(self.decode, prompts, tokens)
+            while not decoding.done() and (len(self.streams) < len(prompts) or not all(s.events for s in self.streams)):
+                time.sleep(0.02)
+            self.server.json("/start_profile", {"output_dir": folder, "num_steps": PROFILED, "activities": ["GPU"]})
+            decoding.result()
+            try:
+                return traces.per_step(traces.read_trace(Path(folder)), PROFILED, self.layers)
+            except FileNotFoundError as error:
+                raise Failed(str(error)) from None
+
     @staticmethod
     def _body(prompt: list[int], tokens: int) -> dict:
         sampling = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
@@ -160,6 +185,7 @@ class Client:
         async def one(session, body: bytes) -> Stream:
             async with places:
                 stream = Stream(time.perf_counter())
+                self.streams.append(stream)
                 async with session.post(f"{self.server.url}/generate", data=body) as response:
                     response.raise_for_status()
                     async for line in response.content:
@@ -211,6 +237,12 @@ def decode(client: Client, scale: Scale, deadline: float):
         ms = min(step_ms(client.decode(prompts, scale.measured)) for _ in range(2))
         name = f"decode_{streams}x{size(context)}"
         yield name, "ms per step", ms, {}, {"streams": streams, "context": context}
+        if client.profiled and context == max(length for _, length in scale.decode):
+            yield profile_row(name, client.profile(prompts, scale.measured))
+
+
+def profile_row(name: str, profile: dict):
+    return f"profile_{name}", "us per step", profile.pop("busy"), profile, {}
 
 
 def prefill(client: Client, scale: Scale, deadline: float):
@@ -239,12 +271,14 @@ def output(client: Client, scale: Scale, deadline: float):
     prompts = prompts[: client.cache(prompts, deadline)]
     rate = tokens_per_second(client.decode(prompts, tokens))
     own = {"fits": fits, "resident": len(prompts)}
-    yield f"output_{requests}x{size(context)}", "tokens/s", rate, own, {"requests": requests, "context": context}
+    name = f"output_{requests}x{size(context)}"
+    yield name, "tokens/s", rate, own, {"requests": requests, "context": context}
+    if client.profiled:
+        yield profile_row(name, client.profile(prompts, tokens))
 
 
-def measure(server: Server, scale: Scale, groups: list[str], vocabulary: int, deadline: float):
+def measure(client: Client, scale: Scale, groups: list[str], deadline: float):
     """(scenario, unit, value, fields of this server, fields of the scenario), as they are measured."""
-    client = Client(server, vocabulary)
     # Kernels that compile at their first use: a chunk after a chunk, short prompts, a few streams.
     client.run([client.prompt("warm", 0, 2 * scale.chunk + 70)], 2)
     client.run([client.prompt("warm", 1 + i, 70 + 30 * i) for i in range(scale.decode[0][0])], 70)
@@ -267,6 +301,10 @@ def show(row: dict) -> None:
     ratio = f"{row['ratio']:8.2f}x" if row.get("ratio") else f"{'-':>9}"
     more = ", ".join(f"{k} {v}" for k, v in row.items() if k.endswith(("_fits", "_resident")))
     print(f"{row['scenario']:16} {row['unit']:12} {' '.join(values)} {ratio}  {more}", flush=True)
+    for name in SERVERS:
+        if kernels := row.get(f"{name}_kernels"):
+            print(f"  {name}: {row[f'{name}_idle']} us without a kernel; us and launches per step of")
+            print("\n".join(f"    {us:9.1f} {launches:7.2f}  {kernel}" for kernel, (us, launches) in kernels.items()), flush=True)
 
 
 def plot(out: Path) -> None:
@@ -306,6 +344,7 @@ def main() -> None:
     parser.add_argument("--plain-backend", default="flashinfer", help="--attention-backend of the BF16 server")
     parser.add_argument("--model", type=Path, default=MODEL)
     parser.add_argument("--scale", choices=SCALES, default="full")
+    parser.add_argument("--profile", action="store_true", help="also show what decode steps are made of")
     parser.add_argument("--cpu", action="store_true", help="servers on the CPU engine: only shows that this script works")
     parser.add_argument("--plot", action="store_true", help="only draw the plot of --out")
     args = parser.parse_args()
@@ -339,7 +378,8 @@ def main() -> None:
             env = {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
             with Server(args.model, *flags, *own[name], cpu=args.cpu, env=env, log_path=log) as server:
                 print(f"{name}: started in {time.monotonic() - begin:.0f} s", flush=True)
-                for scenario, unit, value, mine, common in measure(server, scale, groups, config["vocab_size"], deadline):
+                client = Client(server, config, args.profile)
+                for scenario, unit, value, mine, common in measure(client, scale, groups, deadline):
                     row = rows.setdefault(scenario, {"scenario": scenario, "unit": unit, "none": None, "oscar": None})
                     mine["commit"], _ = provenance.commit()
                     row |= {name: round(value, 3), **common, **{f"{name}_{k}": v for k, v in mine.items()}}

@@ -4,6 +4,7 @@ Triton's interpreter (``TRITON_INTERPRET=1``, kernels on a CPU) holds bfloat16 a
 towards zero and has no inline assembly; ``dot``, ``to_bf16`` and ``unpack4`` hide that.
 """
 
+import torch
 import triton
 import triton.language as tl
 
@@ -34,6 +35,11 @@ def dot(a, b, acc):
         return tl.dot(a.to(tl.float32), b.to(tl.float32), acc)
     else:
         return tl.dot(a, b, acc)
+
+
+def can_overlap(device: torch.device) -> bool:
+    """Whether a launch there may start before the one ahead of it has ended (programmatic dependent launch, Hopper)."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 @triton.jit

@@ -101,8 +101,6 @@ def decode(
     lse: torch.Tensor,
     q: torch.Tensor,
     items: torch.Tensor,
-    rows: torch.Tensor,
-    seq_lens: torch.Tensor,
     scale: float,
     *,
     record: Record,
@@ -111,6 +109,7 @@ def decode(
     page_slot: torch.Tensor,
     req_to_token: torch.Tensor,
     launch: DecodeLaunch,
+    overlap: bool = False,
     plain: bool = INTERPRETED,
     **_: torch.Tensor,
 ) -> None:
@@ -120,17 +119,18 @@ def decode(
         out: float32 ``[items, q_heads, D]``; unused items leave theirs untouched.
         lse: float32 ``[items, q_heads]``, log2 of the softmax's denominator, likewise.
         q: BF16 ``[B, q_heads, D]``, rotated; last axis contiguous.
-        items: from ``plan.plan_decode`` for the same rows and lengths.
-        rows, seq_lens: int ``[B]``; the tables are ``PagePool``'s.
+        items: from ``plan.plan_decode``; the tables are ``PagePool``'s.
         record, records, overlays: one layer's.
         launch: from ``decode_launch``.
+        overlap: start while the launch before this one runs (``common.can_overlap``). That one may write queries and
+            overlays of new tokens; not items, tables or records, which are read before it has ended.
         plain: unpack codes without inline assembly, as the interpreter must.
     """
     count, q_heads, d = out.shape
     kv_heads, group = records.shape[1], value_dims(record)
     heads = max(4, triton.next_power_of_2(q_heads // kv_heads))
     _decode[(kv_heads * (d // group), count)](
-        out, lse, q, items, rows, seq_lens, scale * LOG2E,
+        out, lse, q, items, scale * LOG2E,
         records, overlays, page_slot, req_to_token,
         q.stride(0), q.stride(1), req_to_token.stride(0),
         RECORD=record,
@@ -144,20 +144,23 @@ def decode(
         GROUP=group,
         VP=triton.next_power_of_2(group),
         PLAIN=plain,
+        OVERLAP=overlap,
         num_warps=1,
         num_stages=launch.stages,
         maxnreg=launch.registers,
         enable_fp_fusion=True,
+        **({"launch_pdl": True} if overlap else {}),
     )  # fmt: skip
 
 
 @triton.jit
 def _decode(
-    out, lse, q, items, rows, seq_lens, scale_log2,
+    out, lse, q, items, scale_log2,
     records, overlays, page_slot, req_to_token,
     q_token, q_head, table_row,
     RECORD: tl.constexpr, FAST: tl.constexpr, Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEADS: tl.constexpr,
-    D: tl.constexpr, DP: tl.constexpr, JP: tl.constexpr, GROUP: tl.constexpr, VP: tl.constexpr, PLAIN: tl.constexpr,
+    D: tl.constexpr, DP: tl.constexpr, JP: tl.constexpr, GROUP: tl.constexpr, VP: tl.constexpr,
+    PLAIN: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Program (kv_head * groups + value group, item)."""
     head = tl.program_id(0) // (D // GROUP)
@@ -169,9 +172,11 @@ def _decode(
     first_tile, last_tile = tl.load(item + 3), tl.load(item + 4)
     begin, end = tl.load(item + 5), tl.load(item + 6)
     if request >= 0:
-        row = tl.load(rows + request).to(tl.int64)
-        length = tl.load(seq_lens + request).to(tl.int32)
+        row, length = tl.load(item + 7).to(tl.int64), tl.load(item + 8)
         table = req_to_token + row * table_row
+        page_a, page_b = tl.load(item + 9).to(tl.int64), tl.load(item + 10).to(tl.int64)
+        if OVERLAP:
+            tl.extra.cuda.gdc_wait()
         q += request.to(tl.int64) * q_token + head * SHARED * q_head
         acc = tl.zeros([VP, HEADS], tl.float32)
         total = tl.zeros([HEADS], tl.float32)
@@ -179,12 +184,12 @@ def _decode(
         if first < last:
             if FAST:
                 acc, total, top = _history(
-                    q, q_head, table, first, last, length, records, head, v_first, scale_log2,
+                    q, q_head, page_a, page_b, table, first, last, length, records, head, v_first, scale_log2,
                     KV_HEADS, SHARED, HEADS, D, DP, JP, GROUP, VP, PLAIN,
                 )  # fmt: skip
             else:
                 acc, total, top = history_general(
-                    q, q_head, table, first, last, length, records, head, v_first, scale_log2,
+                    q, q_head, page_a, page_b, table, first, last, length, records, head, v_first, scale_log2,
                     RECORD, KV_HEADS, SHARED, HEADS, D, DP, JP, GROUP, VP, PLAIN,
                 )  # fmt: skip
         if first_tile < last_tile:
@@ -197,6 +202,8 @@ def _decode(
             acc = acc * decay[None, :] + acc_o * decay_o[None, :]
             total = total * decay + total_o * decay_o
             top = new_top
+        if OVERLAP:
+            tl.extra.cuda.gdc_launch_dependents()
         h, dim = tl.arange(0, HEADS), tl.arange(0, VP)
         result = (tl.program_id(1) * Q_HEADS + head * SHARED + h).to(tl.int64)  # [HEADS]
         tl.store(lse + result, top + tl.log2(total), mask=h < SHARED)
@@ -206,11 +213,13 @@ def _decode(
 
 @triton.jit
 def _history(
-    q, q_head, table, first, last, length, records, head, v_first, scale_log2,
+    q, q_head, page_a, page_b, table, first, last, length, records, head, v_first, scale_log2,
     KV_HEADS: tl.constexpr, SHARED: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     JP: tl.constexpr, GROUP: tl.constexpr, VP: tl.constexpr, PLAIN: tl.constexpr,
 ):  # fmt: skip
     """Records of pages first .. last: (acc [VP, HEADS], denominator [HEADS], maximum [HEADS]), base 2.
+
+    page_a and page_b are the ids of the first two.
 
     A tile is two pages, 128 tokens. Its row n = (plane, page, half, i) is token plane * 16 + 2 i + half of that
     page, as K's codes are stored: the tokens whose codes share a byte plane of V are 32 consecutive rows, and
@@ -247,8 +256,6 @@ def _history(
     # Sums stay spread over eight rows, which eight lanes hold, until the end.
     total = tl.zeros([8, HEADS], tl.float32)
     zeros = tl.zeros([8, HEADS], tl.float32)
-    page_a = page_of(table, first)
-    page_b = page_of(table, tl.minimum(first + 1, last - 1))
     for index in tl.range(first, last, 2):
         base_a, base_b = page_a * (KV_HEADS * RECORD), page_b * (KV_HEADS * RECORD)
         page_a = page_of(table, tl.minimum(index + 2, last - 1))

@@ -32,13 +32,13 @@ NEVER = tl.constexpr(-1e30)
 
 @triton.jit
 def history_general(
-    q, q_head, table, first, last, length, records, head, v_first, scale_log2,
+    q, q_head, page_a, page_b, table, first, last, length, records, head, v_first, scale_log2,
     RECORD: tl.constexpr, KV_HEADS: tl.constexpr, SHARED: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr,
     DP: tl.constexpr, JP: tl.constexpr, DIMS: tl.constexpr, VP: tl.constexpr, PLAIN: tl.constexpr,
 ):  # fmt: skip
     """Records of pages first .. last: (acc [VP, HEADS], denominator [HEADS], maximum [HEADS]), base 2.
 
-    acc are dims v_first .. v_first + DIMS, within one group of V. Tiles and rows are those of ``decode._history``.
+    page_a and page_b are the ids of the first two; acc are dims v_first .. v_first + DIMS, within one group of V. Tiles and rows are those of ``decode._history``.
     """
     KEYS: tl.constexpr = RECORD.k
     VALUES: tl.constexpr = RECORD.v
@@ -62,8 +62,6 @@ def history_general(
     # Sums stay spread over eight rows, which eight lanes hold, until the end.
     total = tl.zeros([8, HEADS], tl.float32)
     zeros = tl.zeros([8, HEADS], tl.float32)
-    page_a = page_of(table, first)
-    page_b = page_of(table, tl.minimum(first + 1, last - 1))
     for index in tl.range(first, last, 2):
         base_a, base_b = page_a * (KV_HEADS * RECORD.bytes), page_b * (KV_HEADS * RECORD.bytes)
         page_a = page_of(table, tl.minimum(index + 2, last - 1))

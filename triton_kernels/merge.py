@@ -15,11 +15,14 @@ _PER_WARP = 2048
 _MOST = 256
 
 
-def merge_splits(out: torch.Tensor, partial: torch.Tensor, lse: torch.Tensor, spans: torch.Tensor) -> None:
+def merge_splits(
+    out: torch.Tensor, partial: torch.Tensor, lse: torch.Tensor, spans: torch.Tensor, early: bool = False
+) -> None:
     """Each request's items to one row.
 
     out: BF16 ``[B, q_heads, D]``; partial float32 ``[items, q_heads, D]``, lse float32 ``[items, q_heads]`` (base
-    2); spans int32 ``[B, 2]`` (``plan.plan_decode``): a request's first item and how many it has, at least one.
+    2); spans int32 ``[B, 2]`` (``plan.plan_decode``): a request's first item and how many it has, at least one. early:
+    read the spans while the launch before this one runs (``common.can_overlap``).
     """
     batch, heads, d = out.shape
     # What requests of equal length have; one that has more takes several turns.
@@ -33,18 +36,22 @@ def merge_splits(out: torch.Tensor, partial: torch.Tensor, lse: torch.Tensor, sp
         CHUNK=chunk,
         D=d,
         COLUMNS=columns,
+        EARLY=early,
         num_warps=min(8, max(1, chunk * columns // _PER_WARP)),
+        **({"launch_pdl": True} if early else {}),
     )  # fmt: skip
 
 
 @triton.jit
 def _merge(
     out, partial, lse, spans,
-    HEADS: tl.constexpr, CHUNK: tl.constexpr, D: tl.constexpr, COLUMNS: tl.constexpr,
+    HEADS: tl.constexpr, CHUNK: tl.constexpr, D: tl.constexpr, COLUMNS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Program (request * HEADS + head, c): dims c * COLUMNS .. of that row."""
     request, head = tl.program_id(0) // HEADS, tl.program_id(0) % HEADS
     first, count = tl.load(spans + 2 * request), tl.load(spans + 2 * request + 1)
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
     i, dim = tl.arange(0, CHUNK), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     acc = tl.zeros([COLUMNS], tl.float32)
     total, top = 0.0, -1e30

@@ -17,13 +17,15 @@ from sglang_kvq.kernels.common import PAGE
 
 #: Tokens of an overlay tile: its shared memory stays below what a tile of records takes.
 OVERLAY_TILE = tl.constexpr(16)
-#: What a page of records and a tile of overlays take, relative to each other: their bytes, roughly.
-HISTORY_COST = tl.constexpr(2)
-OVERLAY_COST = tl.constexpr(3)
+#: What a page of records and a tile of overlays take, relative to each other, as measured: bytes alone say 4 and 7.
+HISTORY_COST = tl.constexpr(4)
+OVERLAY_COST = tl.constexpr(5)
 #: Less work than this, four pages, is not worth an item.
-LEAST_WORK = tl.constexpr(8)
+LEAST_WORK = tl.constexpr(16)
 #: int32 fields of an item, see ``plan_decode``.
-FIELDS = tl.constexpr(8)
+FIELDS = tl.constexpr(16)
+#: Pages of an item's history that it names itself: its first tile, which needs no look into a table then.
+FIRST_PAGES = tl.constexpr(2)
 _ITEMS = 32  # items that a program writes
 
 
@@ -32,6 +34,7 @@ def plan_decode(
     spans: torch.Tensor,
     rows: torch.Tensor,
     seq_lens: torch.Tensor,
+    req_to_token: torch.Tensor,
     row_sink_end: torch.Tensor,
     row_history_end: torch.Tensor,
 ) -> None:
@@ -40,13 +43,15 @@ def plan_decode(
     Args:
         items: int32 ``[n, FIELDS]``, n at least the batch: request (-1 for an unused item); history pages first ..
             last of that request; overlay tiles first .. last, counted as if its history were not there; the
-            history's begin and end, in pages; 0.
+            history's begin and end, in pages; the request's row and length; ids of the item's first
+            ``FIRST_PAGES`` history pages, its last one instead of those it does not have. The rest is not written.
         spans: int32 ``[batch, 2]``: each request's first item and how many it has.
-        rows, seq_lens: int ``[batch]``; row_sink_end and row_history_end are ``PagePool``'s.
+        rows, seq_lens: int ``[batch]``; the tables are ``PagePool``'s.
     """
     count, batch = len(items), len(rows)
     _plan[(triton.cdiv(count, _ITEMS),)](
-        items, spans, rows, seq_lens, row_sink_end, row_history_end, count, batch,
+        items, spans, rows, seq_lens, req_to_token, row_sink_end, row_history_end,
+        req_to_token.stride(0), count, batch,
         BATCH=triton.next_power_of_2(batch),
         ITEMS=_ITEMS,
         num_warps=4,
@@ -55,11 +60,12 @@ def plan_decode(
 
 @triton.jit
 def _plan(
-    items, spans, rows, seq_lens, row_sink_end, row_history_end, count, batch, BATCH: tl.constexpr, ITEMS: tl.constexpr
-):
+    items, spans, rows, seq_lens, req_to_token, row_sink_end, row_history_end,
+    table_row, count, batch, BATCH: tl.constexpr, ITEMS: tl.constexpr,
+):  # fmt: skip
     """Every program divides the whole batch, which takes less time than a launch, and writes its items."""
     r = tl.arange(0, BATCH)
-    begin, end, tiles = _segments(r, rows, seq_lens, row_sink_end, row_history_end, batch)
+    _, _, begin, end, tiles = _segments(r, rows, seq_lens, row_sink_end, row_history_end, batch)
     work = (end - begin) * HISTORY_COST + tiles * OVERLAY_COST
 
     low, high = LEAST_WORK + 0, tl.maximum(tl.max(work), LEAST_WORK)
@@ -79,23 +85,30 @@ def _plan(
     request = tl.sum(before.to(tl.int32), 1)
     used = (request < batch) & (i < tl.sum(parts))
     part = i - tl.sum(tl.where(before, parts[None, :], 0), 1)
-    begin, end, tiles = _segments(request, rows, seq_lens, row_sink_end, row_history_end, batch)
+    row, length, begin, end, tiles = _segments(request, rows, seq_lens, row_sink_end, row_history_end, batch)
     first, last = part * low, part * low + low
+    first_page, last_page = begin + _pages(first, end - begin), begin + _pages(last, end - begin)
     item = items + i * FIELDS
     inside = i < count
     tl.store(item, tl.where(used, request, -1), mask=inside)
-    tl.store(item + 1, begin + _pages(first, end - begin), mask=inside)
-    tl.store(item + 2, begin + _pages(last, end - begin), mask=inside)
+    tl.store(item + 1, first_page, mask=inside)
+    tl.store(item + 2, last_page, mask=inside)
     tl.store(item + 3, _tiles(first, end - begin, tiles), mask=inside)
     tl.store(item + 4, _tiles(last, end - begin, tiles), mask=inside)
     tl.store(item + 5, begin, mask=inside)
     tl.store(item + 6, end, mask=inside)
-    tl.store(item + 7, tl.zeros_like(i), mask=inside)
+    tl.store(item + 7, row.to(tl.int32), mask=inside)
+    tl.store(item + 8, length, mask=inside)
+    table = req_to_token + row * table_row
+    for n in tl.static_range(FIRST_PAGES):
+        index = tl.minimum(first_page + n, last_page - 1)
+        token = tl.load(table + index * PAGE, mask=used & (first_page < last_page), other=0)
+        tl.store(item + 9 + n, (token // PAGE).to(tl.int32), mask=inside)
 
 
 @triton.jit
 def _segments(request, rows, seq_lens, row_sink_end, row_history_end, batch):
-    """History pages begin .. end of each request, and how many overlay tiles it has besides; 0 beyond the batch."""
+    """Row and length, history pages begin .. end, and how many overlay tiles there are besides; 0 beyond the batch."""
     live = request < batch
     row = tl.load(rows + request, mask=live, other=0).to(tl.int64)
     length = tl.load(seq_lens + request, mask=live, other=0).to(tl.int32)
@@ -105,7 +118,7 @@ def _segments(request, rows, seq_lens, row_sink_end, row_history_end, batch):
     end = tl.minimum(tl.maximum(end, begin), pages)
     tiles = (pages - (end - begin)) * (PAGE // OVERLAY_TILE)
     empty = pages * (PAGE // OVERLAY_TILE) - tl.cdiv(length, OVERLAY_TILE)  # of the page being filled
-    return begin, end, tiles - tl.where((end < pages) | (begin == end), empty, 0)
+    return row, length, begin, end, tiles - tl.where((end < pages) | (begin == end), empty, 0)
 
 
 @triton.jit

@@ -26,6 +26,8 @@ def rotate(
     x: tuple[torch.Tensor, ...],
     rotations: tuple[torch.Tensor | None, ...],
     store: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
+    overlap: bool = False,
+    early: bool = False,
 ) -> tuple[torch.Tensor, ...]:
     """Rotate up to three tensors in one launch.
 
@@ -35,6 +37,8 @@ def rotate(
             None for the identity.
         store: (this layer's overlays ``[slots + 1, 2, kv_heads, PAGE_SIZE, D]``, page_slot, loc ``[T]``):
             keys and values then go there and nowhere else.
+        overlap: let the next launch start with this one, if it can (``decode.decode``).
+        early: load rotations while the launch before this one runs (``common.can_overlap``).
 
     Returns:
         the rotated tensors, contiguous; an unrotated one is returned as it came.
@@ -52,7 +56,8 @@ def rotate(
         return tuple(out)
     first, last = bounds[busy.index(True)], bounds[3 - busy[::-1].index(True)]
     overlays, page_slot, loc = store or (q, q, q)
-    block = 32 if d == 96 else 64
+    # Few tokens: latency is all, and more programs load less each. A column's bits do not depend on the block.
+    block = 32 if d == 96 or tokens <= 4 * _TOKENS else 64
     grid = (min(triton.cdiv(tokens, _TOKENS), 16), (last - first) * (d // block))
     _rotate[grid](
         q, k, v, *out,
@@ -66,10 +71,13 @@ def rotate(
         DP=triton.next_power_of_2(d),
         ROTATIONS=tuple(0 if r is None else r.shape[1] for r in rotations),
         STORE=store is not None,
+        OVERLAP=overlap,
+        EARLY=early,
         TOKENS=_TOKENS,
         BLOCK=block,
         num_warps=4,
         num_stages=1,  # R's two parts and one tile of rows are 96 KiB at D = 256
+        **({"launch_pdl": True} if early else {}),
     )  # fmt: skip
     return tuple(out)
 
@@ -79,30 +87,33 @@ def _rotate(
     q, k, v, q_out, k_out, v_out, r_q, r_k, r_v, overlays, page_slot, loc,
     tokens, first_head, q_token, q_head, k_token, k_head, v_token, v_head,
     Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-    ROTATIONS: tl.constexpr, STORE: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
+    ROTATIONS: tl.constexpr, STORE: tl.constexpr, OVERLAP: tl.constexpr, EARLY: tl.constexpr,
+    TOKENS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Program (i, j): token tiles i, i + programs, ... of one head and one block of output columns."""
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
     head = first_head + tl.program_id(1) // (D // BLOCK)
     column = tl.program_id(1) % (D // BLOCK) * BLOCK
     if head < Q_HEADS:
         _rotate_head(
             q + head * q_head, q_token, q_out + head * D, Q_HEADS * D,
             r_q, head // (Q_HEADS // KV_HEADS), overlays, page_slot, loc, tokens, column,
-            D, DP, ROTATIONS[0], False, KV_HEADS, TOKENS, BLOCK,
+            D, DP, ROTATIONS[0], False, KV_HEADS, EARLY, TOKENS, BLOCK,
         )  # fmt: skip
     elif head < Q_HEADS + KV_HEADS:
         head -= Q_HEADS
         _rotate_head(
             k + head * k_head, k_token, k_out + head * D, KV_HEADS * D,
             r_k, head, overlays + head * PAGE * D, page_slot, loc, tokens, column,
-            D, DP, ROTATIONS[1], STORE, KV_HEADS, TOKENS, BLOCK,
+            D, DP, ROTATIONS[1], STORE, KV_HEADS, EARLY, TOKENS, BLOCK,
         )  # fmt: skip
     else:
         head -= Q_HEADS + KV_HEADS
         _rotate_head(
             v + head * v_head, v_token, v_out + head * D, KV_HEADS * D,
             r_v, head, overlays + (KV_HEADS + head) * PAGE * D, page_slot, loc, tokens, column,
-            D, DP, ROTATIONS[2], STORE, KV_HEADS, TOKENS, BLOCK,
+            D, DP, ROTATIONS[2], STORE, KV_HEADS, EARLY, TOKENS, BLOCK,
         )  # fmt: skip
 
 
@@ -110,7 +121,7 @@ def _rotate(
 def _rotate_head(
     x, x_token, out, out_token, rotation, kv_head, overlay, page_slot, loc, tokens, column,
     D: tl.constexpr, DP: tl.constexpr, ROTATIONS: tl.constexpr, STORE: tl.constexpr,
-    KV_HEADS: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
+    KV_HEADS: tl.constexpr, EARLY: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One head: columns ``column .. column + BLOCK`` of x R for this program's tiles."""
     if ROTATIONS > 0 or STORE:
@@ -126,12 +137,6 @@ def _rotate_head(
             token = (start + tl.arange(0, TOKENS)).to(tl.int64)
             live = token < tokens
             source = x + token[:, None] * x_token
-            if ROTATIONS > 0:
-                rows = tl.load(source + inner[None, :], mask=live[:, None] & (inner < D)[None, :], other=0.0)
-                acc = tl.zeros([TOKENS, BLOCK], tl.float32)
-                y = to_bf16(dot(rows, high, dot(rows, low, acc)))
-            else:
-                y = tl.load(source + outer[None, :], mask=live[:, None], other=0.0)
             if STORE:
                 place = tl.load(loc + token, mask=live, other=0)
                 slot = tl.load(page_slot + place // PAGE, mask=live, other=0)
@@ -139,4 +144,12 @@ def _rotate_head(
                 target = overlay + slot * (2 * KV_HEADS * PAGE * D) + place % PAGE * D
             else:
                 target = out + token * out_token
+            if EARLY:
+                tl.extra.cuda.gdc_wait()
+            if ROTATIONS > 0:
+                rows = tl.load(source + inner[None, :], mask=live[:, None] & (inner < D)[None, :], other=0.0)
+                acc = tl.zeros([TOKENS, BLOCK], tl.float32)
+                y = to_bf16(dot(rows, high, dot(rows, low, acc)))
+            else:
+                y = tl.load(source + outer[None, :], mask=live[:, None], other=0.0)
             tl.store(target[:, None] + outer[None, :], y, mask=live[:, None])

@@ -12,7 +12,7 @@ from sglang_kvq.cache.pool import PagePool
 from sglang_kvq.config import PAGE_SIZE
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.kernels.codes import record_of
-from sglang_kvq.kernels.common import INTERPRETED
+from sglang_kvq.kernels.common import INTERPRETED, can_overlap
 from sglang_kvq.kernels.decode import DecodeLaunch, decode, decode_launch, value_dims
 from sglang_kvq.kernels.extend import extend, is_two_bit
 from sglang_kvq.kernels.flash import flash_attention, plan_tiles, tile_rows
@@ -74,6 +74,9 @@ class TritonOps(AttentionOps):
         self._lse = torch.empty(shape[:2], dtype=torch.float32, device=pool.device)
         self._items = torch.empty(most, FIELDS.value, dtype=torch.int32, device=pool.device)
         self._spans = torch.empty(max_batch, 2, dtype=torch.int32, device=pool.device)
+        self._can_overlap = can_overlap(pool.device)
+        self._rotated = 0  # layers of this step
+        self._just_rotated = False
         self.prefill, self.short = prefill, short
         self._planned_short: tuple[ExtendBatch, PlannedExtend] | None = None
         self._planned: tuple[ExtendBatch, int, list[Slab]] | None = None
@@ -96,9 +99,15 @@ class TritonOps(AttentionOps):
         store_tokens(self.pool.overlays[layer], self.pool.page_slot, loc, k, v)
 
     def rotate_and_store(self, layer, loc, q, k, v):
-        """One launch for both, whether K and V are rotated or not."""
+        """One launch for both, whether K and V are rotated or not.
+
+        From a step's plan to its last layer nothing writes what was planned, tables or records. So ``decode`` may read
+        them while this runs, and this may start while the launch before it runs, unless that one is the plan.
+        """
         store = (self.pool.overlays[layer], self.pool.page_slot, loc)
-        return rotate((q, k, v), self._rotations_of(layer), store)[0]
+        early = self._can_overlap and self._rotated > 0
+        self._rotated, self._just_rotated = self._rotated + 1, True
+        return rotate((q, k, v), self._rotations_of(layer), store, overlap=self._can_overlap, early=early)[0]
 
     def quantise_tokens(self, layer, first, pages, k, v):
         pool = self.pool
@@ -113,16 +122,18 @@ class TritonOps(AttentionOps):
 
     def plan_decode(self, rows, seq_lens):
         items, pool = self._items[: self.items(len(rows))], self.pool
-        plan_decode(items, self._spans[: len(rows)], rows, seq_lens, pool.row_sink_end, pool.row_history_end)
+        tables = (pool.req_to_token, pool.row_sink_end, pool.row_history_end)
+        plan_decode(items, self._spans[: len(rows)], rows, seq_lens, *tables)
+        self._rotated, self._just_rotated = 0, False
 
     def decode(self, layer, q, rows, seq_lens, scale):
         count = self.items(len(q))
         partial, lse = self._partial[:count], self._lse[:count]
-        decode(
-            partial, lse, q, self._items[:count], rows, seq_lens, scale, launch=self._launches[layer], **self._stored(layer)
-        )
+        overlap, self._just_rotated = self._can_overlap and self._just_rotated, False
+        items, stored = self._items[:count], self._stored(layer)
+        decode(partial, lse, q, items, scale, launch=self._launches[layer], overlap=overlap, **stored)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        merge_splits(out, partial, lse, self._spans[: len(q)])
+        merge_splits(out, partial, lse, self._spans[: len(q)], early=overlap)
         return out
 
     def extend(self, layer, q, k, v, batch: ExtendBatch, scale):

@@ -5,22 +5,26 @@ import torch
 from tests.kernels.scene import DEVICE
 
 from sglang_kvq.config import PAGE_SIZE
-from sglang_kvq.kernels.plan import FIELDS, HISTORY_COST, LEAST_WORK, OVERLAY_COST, OVERLAY_TILE, plan_decode
+from sglang_kvq.kernels.plan import FIELDS, FIRST_PAGES, HISTORY_COST, LEAST_WORK, OVERLAY_COST, OVERLAY_TILE, plan_decode
 
 TILE = OVERLAY_TILE.value
 
 
 def plan(lengths, sinks, ends, count):
-    """The plan as Python lists: items and spans."""
+    """The plan as Python lists: items and spans; and, per request, its row and the ids of its pages."""
     batch = len(lengths)
     order = torch.randperm(batch) + 1  # request i sits on row order[i]
     tables = [torch.zeros(batch + 1, dtype=torch.int32) for _ in range(2)]
     for table, values in zip(tables, (sinks, ends)):
         table[order] = torch.tensor(values, dtype=torch.int32)
+    pages = -(-max(lengths) // PAGE_SIZE)
+    ids = torch.randint(1, 1 << 20, (batch + 1, pages), dtype=torch.int32)
+    req_to_token = (ids[..., None] * PAGE_SIZE + torch.arange(PAGE_SIZE)).flatten(1).int()
     items = torch.full((count, FIELDS.value), 1 << 20, dtype=torch.int32, device=DEVICE)
     spans = torch.full((batch, 2), 1 << 20, dtype=torch.int32, device=DEVICE)
-    plan_decode(items, spans, order.to(DEVICE), torch.tensor(lengths, device=DEVICE), *(x.to(DEVICE) for x in tables))
-    return items.tolist(), spans.tolist()
+    tables = [x.to(DEVICE) for x in (req_to_token, *tables)]
+    plan_decode(items, spans, order.to(DEVICE), torch.tensor(lengths, device=DEVICE), *tables)
+    return items.tolist(), spans.tolist(), order.tolist(), ids[order].tolist()
 
 
 def work(length: int, sink: int, end: int) -> tuple[range, int]:
@@ -57,7 +61,7 @@ CASES |= {f"random{seed}": random_case(seed) for seed in range(12)}
 
 @pytest.mark.parametrize(("lengths", "sinks", "ends", "count"), CASES.values(), ids=CASES)
 def test_every_page_is_in_one_item(lengths, sinks, ends, count):
-    items, spans = plan(lengths, sinks, ends, count)
+    items, spans, rows, ids = plan(lengths, sinks, ends, count)
     shapes = [work(*request) for request in zip(lengths, sinks, ends)]
     costs = []
     place = 0
@@ -65,8 +69,12 @@ def test_every_page_is_in_one_item(lengths, sinks, ends, count):
         assert first == place and parts >= 1
         pages, overlays = [], []
         for item in items[first : first + parts]:
-            owner, first_page, last_page, first_tile, last_tile, begin, end, _ = item
+            owner, first_page, last_page, first_tile, last_tile, begin, end, row, length, *first_pages = item
             assert owner == request and (begin, end) == (history.start, history.stop)
+            assert (row, length) == (rows[request], lengths[request])
+            if first_page < last_page:
+                named = [ids[request][min(first_page + n, last_page - 1)] for n in range(FIRST_PAGES.value)]
+                assert first_pages[: FIRST_PAGES.value] == named
             assert first_page < last_page or first_tile < last_tile, "an item without work"
             pages += range(first_page, last_page)
             overlays += range(first_tile, last_tile)

@@ -1,0 +1,55 @@
+"""What a server's decode step is made of: kernels of a torch profiler's trace, summed by name."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+from collections import defaultdict
+from pathlib import Path
+
+DEVICE_EVENTS = {"kernel", "gpu_memcpy", "gpu_memset"}
+MOST_NAMES = 20
+
+
+def read_trace(folder: Path) -> list[dict]:
+    """Device events of the one trace in that folder, by their begin.
+
+    Raises:
+        FileNotFoundError: there is none, or one without device events.
+    """
+    paths = sorted(folder.glob("**/*.trace.json.gz"))
+    events = json.loads(gzip.decompress(paths[0].read_bytes()))["traceEvents"] if paths else []
+    events = sorted((e for e in events if e.get("cat") in DEVICE_EVENTS), key=lambda e: e["ts"])
+    if not events:
+        raise FileNotFoundError(f"{folder}: no trace with events of a GPU")
+    return events
+
+
+def per_step(events: list[dict], steps: int, layers: int) -> dict:
+    """Microseconds per step: ``busy`` (some kernel runs), ``idle`` (none does) and, by name, ``kernels``: [us, launches].
+
+    About ``steps`` steps were asked for; the kernels that every layer launches once say how many there are.
+    """
+    launches, spent = defaultdict(int), defaultdict(float)
+    busy, covered = 0.0, events[0]["ts"]
+    for event in events:
+        name = short(event["name"])
+        launches[name] += 1
+        spent[name] += event["dur"]
+        end = event["ts"] + event["dur"]
+        busy += max(0.0, end - max(covered, event["ts"]))
+        covered = max(covered, end)
+    once = min((n for n in launches.values() if n >= 0.7 * steps * layers), default=steps * layers)
+    found = once / layers
+    names = sorted(spent, key=spent.get, reverse=True)
+    kernels = {name: [round(spent[name] / found, 1), round(launches[name] / found, 2)] for name in names[:MOST_NAMES]}
+    idle = covered - events[0]["ts"] - busy
+    return {"busy": round(busy / found, 1), "idle": round(idle / found, 1), "kernels": kernels}
+
+
+def short(name: str) -> str:
+    """A kernel's name without its arguments, templates and namespaces."""
+    while (bare := re.sub(r"<[^<>]*>|\([^()]*\)", "", name)) != name:
+        name = bare
+    return re.sub(r"[<(].*", "", name.removeprefix("void ")).split("::")[-1].strip()[:60]
