@@ -161,10 +161,10 @@ class Client:
             decoding = pool.submit(self.decode, prompts, tokens)
             while not decoding.done() and (len(self.streams) < len(prompts) or not all(s.events for s in self.streams)):
                 time.sleep(0.02)
-            self.server.json("/start_profile", {"output_dir": folder, "num_steps": PROFILED, "activities": ["GPU"]})
+            self.server.request("/start_profile", {"output_dir": folder, "num_steps": PROFILED, "activities": ["GPU"]})
             decoding.result()
             try:
-                return traces.per_step(traces.read_trace(Path(folder)), PROFILED, self.layers)
+                return traces.per_step(traces.read_trace(Path(folder), wait=60), PROFILED, self.layers)
             except FileNotFoundError as error:
                 raise Failed(str(error)) from None
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import re
+import time
 from collections import defaultdict
 from pathlib import Path
 
@@ -12,18 +13,29 @@ DEVICE_EVENTS = {"kernel", "gpu_memcpy", "gpu_memset"}
 MOST_NAMES = 20
 
 
-def read_trace(folder: Path) -> list[dict]:
-    """Device events of the one trace in that folder, by their begin.
+def read_trace(folder: Path, wait: float = 0) -> list[dict]:
+    """Device events of the one trace in that folder, by their begin; it may be written ``wait`` seconds from now.
 
     Raises:
         FileNotFoundError: there is none, or one without device events.
     """
-    paths = sorted(folder.glob("**/*.trace.json.gz"))
-    events = json.loads(gzip.decompress(paths[0].read_bytes()))["traceEvents"] if paths else []
-    events = sorted((e for e in events if e.get("cat") in DEVICE_EVENTS), key=lambda e: e["ts"])
+    deadline = time.monotonic() + wait
+    while not (events := _events(folder)) and time.monotonic() < deadline:
+        time.sleep(0.5)
     if not events:
         raise FileNotFoundError(f"{folder}: no trace with events of a GPU")
-    return events
+    return sorted(events, key=lambda e: e["ts"])
+
+
+def _events(folder: Path) -> list[dict]:
+    """Those of a complete trace; none of one that is being written."""
+    for path in folder.glob("**/*.trace.json.gz"):
+        try:
+            events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+        except (EOFError, ValueError):
+            continue
+        return [e for e in events if e.get("cat") in DEVICE_EVENTS]
+    return []
 
 
 def per_step(events: list[dict], steps: int, layers: int) -> dict:

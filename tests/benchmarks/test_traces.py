@@ -44,3 +44,7 @@ def test_a_folder_without_a_trace(tmp_path):
     write(tmp_path, [event("aten::add", 0, 1, "cpu_op")])
     with pytest.raises(FileNotFoundError, match="no trace with events of a GPU"):
         traces.read_trace(tmp_path)
+    path = tmp_path / "1-TP-0.trace.json.gz"  # half written
+    path.write_bytes(path.read_bytes()[:-9])
+    with pytest.raises(FileNotFoundError, match="no trace with events of a GPU"):
+        traces.read_trace(tmp_path)
