@@ -26,8 +26,8 @@ from sglang_kvq.kernels.decode import DecodeLaunch, decode_launch
 from sglang_kvq.methods import get_method
 
 SHAPES = [(64, 16384), (8, 32768)]
-#: Registers that --sweep tries, with as many programs as they leave room for.
-REGISTERS = [160, 168, 184, 200, 255]
+#: Registers that --sweep tries, with as many programs as they leave room for; shared memory may hold fewer.
+REGISTERS = [144, 168, 184, 200, 255]
 
 
 @dataclass(frozen=True)
@@ -78,12 +78,12 @@ def rows_of(timer: Timer, bandwidth: float, cases: list[Case], compare: bool):
 
 
 def sweep(timer: Timer, cases: list[Case]) -> None:
-    """Print microseconds by registers and programs per SM; the launch in use is marked."""
+    """Print microseconds by stages, registers and programs per SM; the launch in use is marked."""
     for case in cases:
         used = decode_launch(case.head_dim, case.q_heads // case.kv_heads, record_of(case.format))
-        launches = {DecodeLaunch(used.stages, n, min(65536 // (32 * n), 16)) for n in REGISTERS} | {used}
-        ordered = sorted(launches, key=lambda x: (x.registers, x.programs_per_sm))
-        names = [f"{x.registers}, {x.programs_per_sm}" + "*" * (x == used) for x in ordered]
+        launches = {DecodeLaunch(stages, n, 65536 // (32 * n)) for n in REGISTERS for stages in {2, used.stages}} | {used}
+        ordered = sorted(launches, key=lambda x: (x.stages, x.registers, x.programs_per_sm))
+        names = [f"{x.stages},{x.registers},{x.programs_per_sm}" + "*" * (x == used) for x in ordered]
         print(f"{case.name:>36}" + "".join(f"{name:>10}" for name in names))
         for batch, context in SHAPES:
             shape = DecodeShape([context] * batch, case.format, case.q_heads, case.kv_heads)
