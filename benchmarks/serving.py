@@ -157,6 +157,7 @@ class Client:
         Raises:
             Failed: the profiler saw nothing.
         """
+        self.streams = []
         with ThreadPoolExecutor(1) as pool, tempfile.TemporaryDirectory() as folder:
             decoding = pool.submit(self.decode, prompts, tokens)
             while not decoding.done() and (len(self.streams) < len(prompts) or not all(s.events for s in self.streams)):

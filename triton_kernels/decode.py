@@ -68,20 +68,16 @@ class DecodeLaunch:
 def decode_launch(head_dim: int, shared: int, record: Record) -> DecodeLaunch:
     """The launch for that geometry and those codes; ``shared`` query heads share a KV head.
 
-    The loop fits these registers without spilling, except for 16 heads: more heads hold more accumulators.
+    Twelve programs on an SM, or eight where the loop would spill much, as measured (``benchmarks/formats.py --sweep``).
+    Numbers between lose up to a half: an SM's four schedulers then have unequal shares.
     """
-    if head_dim > 128 or shared > 8 or (shared > 4 and not is_fast(record)):
+    if shared > 8:  # spills all the same: more heads hold more accumulators
         return DecodeLaunch(stages=3, registers=255, programs_per_sm=8)
-    if shared > 4:
-        registers, programs = (168, 12) if head_dim <= 64 else (200, 10)
-        return DecodeLaunch(stages=2, registers=registers, programs_per_sm=programs)
-    if is_fast(record):
-        return DecodeLaunch(stages=2, registers=160, programs_per_sm=12)
-    if any(codes.bits > 2 and (not codes.uniform or record.k.channel) for codes in (record.k, record.v)):
-        return DecodeLaunch(stages=2, registers=200, programs_per_sm=10)
-    if record.k.centred:  # means, copied ahead, take the shared memory of a twelfth program
-        return DecodeLaunch(stages=2, registers=184, programs_per_sm=11)
-    return DecodeLaunch(stages=2, registers=168, programs_per_sm=12)
+    wide = head_dim > 128 or (shared > 4 and (head_dim > 64 or not is_fast(record)))
+    four_bits = any(codes.bits == 4 for codes in (record.k, record.v)) and not record.k.channel
+    if wide or (head_dim > 64 and (four_bits or record.k.centred)):
+        return DecodeLaunch(stages=2, registers=255, programs_per_sm=8)
+    return DecodeLaunch(stages=2, registers=160 if is_fast(record) and shared <= 4 else 168, programs_per_sm=12)
 
 
 def is_fast(record: Record) -> bool:
@@ -97,12 +93,14 @@ def value_dims(record: Record) -> int:
 
 
 def decode(
-    out: torch.Tensor,
+    partial: torch.Tensor,
     lse: torch.Tensor,
     q: torch.Tensor,
     items: torch.Tensor,
     scale: float,
     *,
+    out: torch.Tensor | None = None,
+    arrived: torch.Tensor | None = None,
     record: Record,
     records: torch.Tensor,
     overlays: torch.Tensor,
@@ -113,24 +111,27 @@ def decode(
     plain: bool = INTERPRETED,
     **_: torch.Tensor,
 ) -> None:
-    """Partial results of every item.
+    """Partial results of every item, or with ``out`` the requests' own.
 
     Args:
-        out: float32 ``[items, q_heads, D]``; unused items leave theirs untouched.
+        partial: float32 ``[items, q_heads, D]``; unused items leave theirs untouched.
         lse: float32 ``[items, q_heads]``, log2 of the softmax's denominator, likewise.
         q: BF16 ``[B, q_heads, D]``, rotated; last axis contiguous.
         items: from ``plan.plan_decode``; the tables are ``PagePool``'s.
+        out: BF16 ``[B, q_heads, D]``. The last program of a request (and head) to end merges the others' results, a few
+            at a time: for requests of few items, which a second launch would take longer for (``merge.merge_splits``).
+        arrived: int32 ``[B * programs of an item]``, zero before and after, if ``out`` is given.
         record, records, overlays: one layer's.
         launch: from ``decode_launch``.
         overlap: start while the launch before this one runs (``common.can_overlap``). That one may write queries and
             overlays of new tokens; not items, tables or records, which are read before it has ended.
         plain: unpack codes without inline assembly, as the interpreter must.
     """
-    count, q_heads, d = out.shape
+    count, q_heads, d = partial.shape
     kv_heads, group = records.shape[1], value_dims(record)
     heads = max(4, triton.next_power_of_2(q_heads // kv_heads))
     _decode[(kv_heads * (d // group), count)](
-        out, lse, q, items, scale * LOG2E,
+        partial, lse, q if out is None else out, items if arrived is None else arrived, q, items, scale * LOG2E,
         records, overlays, page_slot, req_to_token,
         q.stride(0), q.stride(1), req_to_token.stride(0),
         RECORD=record,
@@ -145,6 +146,7 @@ def decode(
         VP=triton.next_power_of_2(group),
         PLAIN=plain,
         OVERLAP=overlap,
+        MERGE=out is not None,
         num_warps=1,
         num_stages=launch.stages,
         maxnreg=launch.registers,
@@ -155,12 +157,12 @@ def decode(
 
 @triton.jit
 def _decode(
-    out, lse, q, items, scale_log2,
+    partial, lse, out, arrived, q, items, scale_log2,
     records, overlays, page_slot, req_to_token,
     q_token, q_head, table_row,
     RECORD: tl.constexpr, FAST: tl.constexpr, Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEADS: tl.constexpr,
     D: tl.constexpr, DP: tl.constexpr, JP: tl.constexpr, GROUP: tl.constexpr, VP: tl.constexpr,
-    PLAIN: tl.constexpr, OVERLAP: tl.constexpr,
+    PLAIN: tl.constexpr, OVERLAP: tl.constexpr, MERGE: tl.constexpr,
 ):  # fmt: skip
     """Program (kv_head * groups + value group, item)."""
     head = tl.program_id(0) // (D // GROUP)
@@ -205,10 +207,53 @@ def _decode(
         if OVERLAP:
             tl.extra.cuda.gdc_launch_dependents()
         h, dim = tl.arange(0, HEADS), tl.arange(0, VP)
-        result = (tl.program_id(1) * Q_HEADS + head * SHARED + h).to(tl.int64)  # [HEADS]
-        tl.store(lse + result, top + tl.log2(total), mask=h < SHARED)
-        place = out + result[None, :] * D + v_first + dim[:, None]
-        tl.store(place, acc / total[None, :], mask=(dim < GROUP)[:, None] & (h < SHARED)[None, :])
+        inside = (dim < GROUP)[:, None] & (h < SHARED)[None, :]
+        target = out + (request.to(tl.int64) * Q_HEADS + head * SHARED + h)[None, :] * D + v_first + dim[:, None]
+        parts = tl.load(item + 12)
+        if MERGE and parts == 1:
+            tl.store(target, to_bf16(acc / total[None, :]), mask=inside)
+        else:
+            result = (tl.program_id(1) * Q_HEADS + head * SHARED + h).to(tl.int64)  # [HEADS]
+            tl.store(lse + result, top + tl.log2(total), mask=h < SHARED)
+            tl.store(partial + result[None, :] * D + v_first + dim[:, None], acc / total[None, :], mask=inside)
+            if MERGE:
+                count = arrived + request * tl.num_programs(0) + tl.program_id(0)
+                rows = tl.load(item + 11) * Q_HEADS + head * SHARED
+                _merge_last(target, inside, partial + v_first, lse, count, rows, parts, SHARED, HEADS, Q_HEADS, D, GROUP, VP)
+
+
+@triton.jit
+def _merge_last(
+    out, inside, partial, lse, arrived, rows, parts,
+    SHARED: tl.constexpr, HEADS: tl.constexpr, Q_HEADS: tl.constexpr, D: tl.constexpr,
+    GROUP: tl.constexpr, VP: tl.constexpr,
+):  # fmt: skip
+    """If all others of the request have arrived, merge its ``parts`` results, as ``merge`` does, into out [VP, HEADS].
+
+    rows: that of the first one's first head in ``partial`` and ``lse``.
+    """
+    TURN: tl.constexpr = 4
+    tl.debug_barrier()  # all of this program's results are stored before it says so
+    if tl.atomic_add(arrived, 1, sem="acq_rel", scope="gpu") == parts - 1:
+        tl.store(arrived, 0)
+        i, h, dim = tl.arange(0, TURN), tl.arange(0, HEADS), tl.arange(0, VP)
+        acc = tl.zeros([VP, HEADS], tl.float32)
+        top = tl.full([HEADS], NEVER, tl.float32)
+        total = tl.zeros([HEADS], tl.float32)
+        for start in range(0, parts, TURN):
+            row = (rows + (start + i) * Q_HEADS)[:, None].to(tl.int64) + h[None, :]  # [TURN, HEADS]
+            live = (start + i < parts)[:, None] & (h < SHARED)[None, :]
+            x = tl.load(lse + row, mask=live, other=float("-inf"), cache_modifier=".cg")
+            place = partial + row[:, None, :] * D + dim[None, :, None]
+            live = live[:, None, :] & (dim < GROUP)[None, :, None]
+            o = tl.load(place, mask=live, other=0.0, cache_modifier=".cg")  # [TURN, VP, HEADS]
+            new_top = tl.maximum(top, tl.max(x, 0))
+            decay, weight = tl.exp2(top - new_top), tl.exp2(x - new_top[None, :])
+            acc = acc * decay[None, :] + tl.sum(o * weight[:, None, :], 0)
+            total = total * decay + tl.sum(weight, 0)
+            top = new_top
+        total = tl.where(total > 0, total, 1.0)  # of heads that only pad
+        tl.store(out, to_bf16(acc / total[None, :]), mask=inside)
 
 
 @triton.jit

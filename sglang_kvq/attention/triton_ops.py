@@ -8,6 +8,7 @@ from sglang_kvq.attention.base import AttentionOps, ExtendBatch, LayerRotations
 from sglang_kvq.attention.extend_plan import Slab, plan_slabs
 from sglang_kvq.attention.ragged import PlannedCall, RaggedPrefill
 from sglang_kvq.attention.short_extend import PlannedExtend, ShortExtends, plan_short
+from sglang_kvq.attention.step_plan import StepPlan
 from sglang_kvq.cache.pool import PagePool
 from sglang_kvq.config import PAGE_SIZE
 from sglang_kvq.errors import KVQuantError
@@ -18,10 +19,12 @@ from sglang_kvq.kernels.extend import extend, is_two_bit
 from sglang_kvq.kernels.flash import flash_attention, plan_tiles, tile_rows
 from sglang_kvq.kernels.gather import gather_pages
 from sglang_kvq.kernels.merge import merge_splits
-from sglang_kvq.kernels.plan import FIELDS, plan_decode
 from sglang_kvq.kernels.quantise import quantise_slots, quantise_tokens
 from sglang_kvq.kernels.rotate import rotate, split_rotation
 from sglang_kvq.kernels.store import store_tokens
+
+#: Items per request up to which the decode kernel merges them itself: its last program reads them one after the other.
+MOST_MERGED = 8
 
 
 class TritonOps(AttentionOps):
@@ -60,20 +63,19 @@ class TritonOps(AttentionOps):
         self.q_heads, self.max_batch, self.slab_pages = q_heads, max_batch, slab_tokens // PAGE_SIZE
         self._records = [record_of(format) for format in pool.formats]
         self._launches = [launch or decode_launch(pool.head_dim, q_heads // pool.kv_heads, r) for r in self._records]
-        # Layers share a plan: made for those that take the most programs to an item, or hold the fewest at once.
-        self._value_parts = max(pool.head_dim // value_dims(record) for record in self._records)
-        self.launch = min(self._launches, key=lambda x: x.programs_per_sm)
         self._sms = 2 if INTERPRETED else torch.cuda.get_device_properties(pool.device).multi_processor_count
         self._r_k = None if rotations.k is None else split_rotation(rotations.k)
         self._r_q = self._r_k if rotations.q is None else split_rotation(rotations.q)
         self._r_v = None if rotations.v is None else split_rotation(rotations.v)
         self._r_v_back = None if rotations.v is None else split_rotation(rotations.v.transpose(-1, -2))
-        most = max(self.items(batch) for batch in range(1, max_batch + 1))
-        shape = (most, q_heads, pool.head_dim)
+        self._plans: dict[tuple[int, int], StepPlan] = {}
+        self._layer_plans = [self._plan_for(record, one) for record, one in zip(self._records, self._launches)]
+        shape = (max(plan.most for plan in self._plans.values()), q_heads, pool.head_dim)
         self._partial = torch.empty(shape, dtype=torch.float32, device=pool.device)
         self._lse = torch.empty(shape[:2], dtype=torch.float32, device=pool.device)
-        self._items = torch.empty(most, FIELDS.value, dtype=torch.int32, device=pool.device)
-        self._spans = torch.empty(max_batch, 2, dtype=torch.int32, device=pool.device)
+        programs = max(plan.programs for plan in self._plans.values())
+        self._arrived = torch.zeros(max_batch * programs, dtype=torch.int32, device=pool.device)
+        self.most_merged = MOST_MERGED
         self._can_overlap = can_overlap(pool.device)
         self._rotated = 0  # layers of this step
         self._just_rotated = False
@@ -82,9 +84,16 @@ class TritonOps(AttentionOps):
         self._planned: tuple[ExtendBatch, int, list[Slab]] | None = None
         self._planned_calls: tuple[ExtendBatch, list[PlannedCall] | None] | None = None
 
-    def items(self, batch: int) -> int:
-        """Items that a decode batch of that size is divided into."""
-        return self.launch.items(batch, self.pool.kv_heads * self._value_parts, self._sms)
+    def _plan_for(self, record, launch: DecodeLaunch) -> StepPlan:
+        """The plan of layers with those records: one for all that hold as many programs and take as many to an item."""
+        programs = self.pool.kv_heads * (self.pool.head_dim // value_dims(record))
+        key = (launch.programs_per_sm, programs)
+        if key not in self._plans:
+            self._plans[key] = StepPlan(launch, programs, self._sms, self.max_batch, self.pool.device)
+        return self._plans[key]
+
+    def plan(self, layer: int) -> StepPlan:
+        return self._layer_plans[layer]
 
     def rotate(self, layer, q, k, v):
         return rotate((q, k, v), self._rotations_of(layer))
@@ -121,19 +130,23 @@ class TritonOps(AttentionOps):
             quantise_slots(store.records, record, store.layer_ids, *rest)
 
     def plan_decode(self, rows, seq_lens):
-        items, pool = self._items[: self.items(len(rows))], self.pool
-        tables = (pool.req_to_token, pool.row_sink_end, pool.row_history_end)
-        plan_decode(items, self._spans[: len(rows)], rows, seq_lens, *tables)
+        for plan in self._plans.values():
+            plan.make(rows, seq_lens, self.pool)
         self._rotated, self._just_rotated = 0, False
 
     def decode(self, layer, q, rows, seq_lens, scale):
-        count = self.items(len(q))
-        partial, lse = self._partial[:count], self._lse[:count]
-        overlap, self._just_rotated = self._can_overlap and self._just_rotated, False
-        items, stored = self._items[:count], self._stored(layer)
-        decode(partial, lse, q, items, scale, launch=self._launches[layer], overlap=overlap, **stored)
+        """Two launches, or one where requests have few items each."""
+        plan, batch = self.plan(layer), len(q)
+        items = plan.items(batch)
+        partial, lse = self._partial[: len(items)], self._lse[: len(items)]
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        merge_splits(out, partial, lse, self._spans[: len(q)], early=overlap)
+        overlap, self._just_rotated = self._can_overlap and self._just_rotated, False
+        stored = {"launch": self._launches[layer], "overlap": overlap, **self._stored(layer)}
+        if len(items) <= self.most_merged * batch:
+            decode(partial, lse, q, items, scale, out=out, arrived=self._arrived, **stored)
+        else:
+            decode(partial, lse, q, items, scale, **stored)
+            merge_splits(out, partial, lse, plan.spans[:batch], early=overlap)
         return out
 
     def extend(self, layer, q, k, v, batch: ExtendBatch, scale):

@@ -5,7 +5,7 @@ import torch
 from tests.kernels.scene import DEVICE
 
 from sglang_kvq.config import PAGE_SIZE
-from sglang_kvq.kernels.plan import FIELDS, FIRST_PAGES, HISTORY_COST, LEAST_WORK, OVERLAY_COST, OVERLAY_TILE, plan_decode
+from sglang_kvq.kernels.plan import FIELDS, HISTORY_COST, LEAST_WORK, OVERLAY_COST, OVERLAY_TILE, plan_decode
 
 TILE = OVERLAY_TILE.value
 
@@ -69,12 +69,12 @@ def test_every_page_is_in_one_item(lengths, sinks, ends, count):
         assert first == place and parts >= 1
         pages, overlays = [], []
         for item in items[first : first + parts]:
-            owner, first_page, last_page, first_tile, last_tile, begin, end, row, length, *first_pages = item
+            owner, first_page, last_page, first_tile, last_tile, begin, end, row, length, *named, own, of = item[:13]
             assert owner == request and (begin, end) == (history.start, history.stop)
             assert (row, length) == (rows[request], lengths[request])
             if first_page < last_page:
-                named = [ids[request][min(first_page + n, last_page - 1)] for n in range(FIRST_PAGES.value)]
-                assert first_pages[: FIRST_PAGES.value] == named
+                assert named == [ids[request][min(first_page + n, last_page - 1)] for n in range(2)]
+            assert (own, of) == (first, parts)
             assert first_page < last_page or first_tile < last_tile, "an item without work"
             pages += range(first_page, last_page)
             overlays += range(first_tile, last_tile)

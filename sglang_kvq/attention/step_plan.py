@@ -1,0 +1,42 @@
+"""How a decode step's batch is divided among programs, for layers that divide it alike."""
+
+from __future__ import annotations
+
+import torch
+
+from sglang_kvq.cache.pool import PagePool
+from sglang_kvq.kernels.decode import DecodeLaunch
+from sglang_kvq.kernels.plan import FIELDS, plan_decode
+
+
+class StepPlan:
+    """Items of work, made on the device once per step; buffers keep their addresses for CUDA graphs.
+
+    Args:
+        launch: how many programs an SM holds at once.
+        programs: of an item.
+        sms: of the device.
+        max_batch: the most requests in one decode batch.
+
+    Attributes:
+        most: items, at most.
+        spans: int32 ``[max_batch, 2]``, each request's first item and how many it has.
+    """
+
+    def __init__(self, launch: DecodeLaunch, programs: int, sms: int, max_batch: int, device: torch.device) -> None:
+        self.launch, self.programs, self.sms = launch, programs, sms
+        self.most = max(self.count(batch) for batch in range(1, max_batch + 1))
+        self._items = torch.empty(self.most, FIELDS.value, dtype=torch.int32, device=device)
+        self.spans = torch.empty(max_batch, 2, dtype=torch.int32, device=device)
+
+    def count(self, batch: int) -> int:
+        """Items that a batch of that size is divided into."""
+        return self.launch.items(batch, self.programs, self.sms)
+
+    def items(self, batch: int) -> torch.Tensor:
+        """int32 ``[count(batch), FIELDS]``, see ``plan_decode``."""
+        return self._items[: self.count(batch)]
+
+    def make(self, rows: torch.Tensor, seq_lens: torch.Tensor, pool: PagePool) -> None:
+        tables = (pool.req_to_token, pool.row_sink_end, pool.row_history_end)
+        plan_decode(self.items(len(rows)), self.spans[: len(rows)], rows, seq_lens, *tables)
