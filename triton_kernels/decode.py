@@ -93,45 +93,42 @@ def value_dims(record: Record) -> int:
 
 
 def decode(
-    partial: torch.Tensor,
+    out: torch.Tensor,
     lse: torch.Tensor,
     q: torch.Tensor,
     items: torch.Tensor,
     scale: float,
     *,
-    out: torch.Tensor | None = None,
-    arrived: torch.Tensor | None = None,
     record: Record,
     records: torch.Tensor,
     overlays: torch.Tensor,
     page_slot: torch.Tensor,
     req_to_token: torch.Tensor,
     launch: DecodeLaunch,
+    early: bool = False,
     overlap: bool = False,
     plain: bool = INTERPRETED,
     **_: torch.Tensor,
 ) -> None:
-    """Partial results of every item, or with ``out`` the requests' own.
+    """Partial results of every item.
 
     Args:
-        partial: float32 ``[items, q_heads, D]``; unused items leave theirs untouched.
+        out: float32 ``[items, q_heads, D]``; unused items leave theirs untouched.
         lse: float32 ``[items, q_heads]``, log2 of the softmax's denominator, likewise.
         q: BF16 ``[B, q_heads, D]``, rotated; last axis contiguous.
         items: from ``plan.plan_decode``; the tables are ``PagePool``'s.
-        out: BF16 ``[B, q_heads, D]``. The last program of a request (and head) to end merges the others' results, a few
-            at a time: for requests of few items, which a second launch would take longer for (``merge.merge_splits``).
-        arrived: int32 ``[B * programs of an item]``, zero before and after, if ``out`` is given.
         record, records, overlays: one layer's.
         launch: from ``decode_launch``.
-        overlap: start while the launch before this one runs (``common.can_overlap``). That one may write queries and
-            overlays of new tokens; not items, tables or records, which are read before it has ended.
+        early: start while the launch before this one runs (``common.can_overlap``). That one may write queries and
+            overlays of new tokens; not items, which are read before it has ended.
+        overlap: let the next launch start when programs of this one end, if it can.
         plain: unpack codes without inline assembly, as the interpreter must.
     """
-    count, q_heads, d = partial.shape
+    count, q_heads, d = out.shape
     kv_heads, group = records.shape[1], value_dims(record)
     heads = max(4, triton.next_power_of_2(q_heads // kv_heads))
     _decode[(kv_heads * (d // group), count)](
-        partial, lse, q if out is None else out, items if arrived is None else arrived, q, items, scale * LOG2E,
+        out, lse, q, items, scale * LOG2E,
         records, overlays, page_slot, req_to_token,
         q.stride(0), q.stride(1), req_to_token.stride(0),
         RECORD=record,
@@ -145,24 +142,24 @@ def decode(
         GROUP=group,
         VP=triton.next_power_of_2(group),
         PLAIN=plain,
+        EARLY=early,
         OVERLAP=overlap,
-        MERGE=out is not None,
         num_warps=1,
         num_stages=launch.stages,
         maxnreg=launch.registers,
         enable_fp_fusion=True,
-        **({"launch_pdl": True} if overlap else {}),
+        **({"launch_pdl": True} if early else {}),
     )  # fmt: skip
 
 
 @triton.jit
 def _decode(
-    partial, lse, out, arrived, q, items, scale_log2,
+    out, lse, q, items, scale_log2,
     records, overlays, page_slot, req_to_token,
     q_token, q_head, table_row,
     RECORD: tl.constexpr, FAST: tl.constexpr, Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEADS: tl.constexpr,
     D: tl.constexpr, DP: tl.constexpr, JP: tl.constexpr, GROUP: tl.constexpr, VP: tl.constexpr,
-    PLAIN: tl.constexpr, OVERLAP: tl.constexpr, MERGE: tl.constexpr,
+    PLAIN: tl.constexpr, EARLY: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Program (kv_head * groups + value group, item)."""
     head = tl.program_id(0) // (D // GROUP)
@@ -177,7 +174,7 @@ def _decode(
         row, length = tl.load(item + 7).to(tl.int64), tl.load(item + 8)
         table = req_to_token + row * table_row
         page_a, page_b = tl.load(item + 9).to(tl.int64), tl.load(item + 10).to(tl.int64)
-        if OVERLAP:
+        if EARLY:
             tl.extra.cuda.gdc_wait()
         q += request.to(tl.int64) * q_token + head * SHARED * q_head
         acc = tl.zeros([VP, HEADS], tl.float32)
@@ -207,53 +204,10 @@ def _decode(
         if OVERLAP:
             tl.extra.cuda.gdc_launch_dependents()
         h, dim = tl.arange(0, HEADS), tl.arange(0, VP)
-        inside = (dim < GROUP)[:, None] & (h < SHARED)[None, :]
-        target = out + (request.to(tl.int64) * Q_HEADS + head * SHARED + h)[None, :] * D + v_first + dim[:, None]
-        parts = tl.load(item + 12)
-        if MERGE and parts == 1:
-            tl.store(target, to_bf16(acc / total[None, :]), mask=inside)
-        else:
-            result = (tl.program_id(1) * Q_HEADS + head * SHARED + h).to(tl.int64)  # [HEADS]
-            tl.store(lse + result, top + tl.log2(total), mask=h < SHARED)
-            tl.store(partial + result[None, :] * D + v_first + dim[:, None], acc / total[None, :], mask=inside)
-            if MERGE:
-                count = arrived + request * tl.num_programs(0) + tl.program_id(0)
-                rows = tl.load(item + 11) * Q_HEADS + head * SHARED
-                _merge_last(target, inside, partial + v_first, lse, count, rows, parts, SHARED, HEADS, Q_HEADS, D, GROUP, VP)
-
-
-@triton.jit
-def _merge_last(
-    out, inside, partial, lse, arrived, rows, parts,
-    SHARED: tl.constexpr, HEADS: tl.constexpr, Q_HEADS: tl.constexpr, D: tl.constexpr,
-    GROUP: tl.constexpr, VP: tl.constexpr,
-):  # fmt: skip
-    """If all others of the request have arrived, merge its ``parts`` results, as ``merge`` does, into out [VP, HEADS].
-
-    rows: that of the first one's first head in ``partial`` and ``lse``.
-    """
-    TURN: tl.constexpr = 4
-    tl.debug_barrier()  # all of this program's results are stored before it says so
-    if tl.atomic_add(arrived, 1, sem="acq_rel", scope="gpu") == parts - 1:
-        tl.store(arrived, 0)
-        i, h, dim = tl.arange(0, TURN), tl.arange(0, HEADS), tl.arange(0, VP)
-        acc = tl.zeros([VP, HEADS], tl.float32)
-        top = tl.full([HEADS], NEVER, tl.float32)
-        total = tl.zeros([HEADS], tl.float32)
-        for start in range(0, parts, TURN):
-            row = (rows + (start + i) * Q_HEADS)[:, None].to(tl.int64) + h[None, :]  # [TURN, HEADS]
-            live = (start + i < parts)[:, None] & (h < SHARED)[None, :]
-            x = tl.load(lse + row, mask=live, other=float("-inf"), cache_modifier=".cg")
-            place = partial + row[:, None, :] * D + dim[None, :, None]
-            live = live[:, None, :] & (dim < GROUP)[None, :, None]
-            o = tl.load(place, mask=live, other=0.0, cache_modifier=".cg")  # [TURN, VP, HEADS]
-            new_top = tl.maximum(top, tl.max(x, 0))
-            decay, weight = tl.exp2(top - new_top), tl.exp2(x - new_top[None, :])
-            acc = acc * decay[None, :] + tl.sum(o * weight[:, None, :], 0)
-            total = total * decay + tl.sum(weight, 0)
-            top = new_top
-        total = tl.where(total > 0, total, 1.0)  # of heads that only pad
-        tl.store(out, to_bf16(acc / total[None, :]), mask=inside)
+        result = (tl.program_id(1) * Q_HEADS + head * SHARED + h).to(tl.int64)  # [HEADS]
+        tl.store(lse + result, top + tl.log2(total), mask=h < SHARED)
+        place = out + result[None, :] * D + v_first + dim[:, None]
+        tl.store(place, acc / total[None, :], mask=(dim < GROUP)[:, None] & (h < SHARED)[None, :])
 
 
 @triton.jit

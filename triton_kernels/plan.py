@@ -42,8 +42,7 @@ def plan_decode(
         items: int32 ``[n, FIELDS]``, n at least the batch: request (-1 for an unused item); history pages first ..
             last of that request; overlay tiles first .. last, counted as if its history were not there; the
             history's begin and end, in pages; the request's row and length; ids of the item's first two history
-            pages, one of them twice if it has one; the request's first item and how many it has. The rest is not
-            written.
+            pages, one of them twice if it has one. The rest is not written.
         spans: int32 ``[batch, 2]``: each request's first item and how many it has.
         rows, seq_lens: int ``[batch]``; the tables are ``PagePool``'s.
     """
@@ -65,7 +64,7 @@ def _plan(
     """Every program divides the whole batch, which takes less time than a launch, and writes its items."""
     r = tl.arange(0, BATCH)
     _, _, begin, end, tiles = _segments(r, rows, seq_lens, row_sink_end, row_history_end, batch)
-    work = _work(begin, end, tiles)
+    work = (end - begin) * HISTORY_COST + tiles * OVERLAY_COST
 
     low, high = LEAST_WORK + 0, tl.maximum(tl.max(work), LEAST_WORK)
     while low < high:
@@ -83,8 +82,7 @@ def _plan(
     before = ends[None, :] <= i[:, None]  # [ITEMS, BATCH]: requests whose items all come before
     request = tl.sum(before.to(tl.int32), 1)
     used = (request < batch) & (i < tl.sum(parts))
-    first_item = tl.sum(tl.where(before, parts[None, :], 0), 1)
-    part = i - first_item
+    part = i - tl.sum(tl.where(before, parts[None, :], 0), 1)
     row, length, begin, end, tiles = _segments(request, rows, seq_lens, row_sink_end, row_history_end, batch)
     first, last = part * low, part * low + low
     first_page, last_page = begin + _pages(first, end - begin), begin + _pages(last, end - begin)
@@ -104,13 +102,6 @@ def _plan(
         index = tl.minimum(first_page + n, last_page - 1)
         token = tl.load(table + index * PAGE, mask=used & (first_page < last_page), other=0)
         tl.store(item + 9 + n, (token // PAGE).to(tl.int32), mask=inside)
-    tl.store(item + 11, first_item, mask=inside)
-    tl.store(item + 12, tl.cdiv(_work(begin, end, tiles), low), mask=inside)
-
-
-@triton.jit
-def _work(begin, end, tiles):
-    return (end - begin) * HISTORY_COST + tiles * OVERLAY_COST
 
 
 @triton.jit

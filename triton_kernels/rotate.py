@@ -38,7 +38,7 @@ def rotate(
         store: (this layer's overlays ``[slots + 1, 2, kv_heads, PAGE_SIZE, D]``, page_slot, loc ``[T]``):
             keys and values then go there and nowhere else.
         overlap: let the next launch start with this one, if it can (``decode.decode``).
-        early: load rotations while the launch before this one runs (``common.can_overlap``).
+        early: load rotations and look up places while the launch before this one runs (``common.can_overlap``).
 
     Returns:
         the rotated tensors, contiguous; an unrotated one is returned as it came.

@@ -12,7 +12,7 @@ from sglang_kvq.attention.step_plan import StepPlan
 from sglang_kvq.cache.pool import PagePool
 from sglang_kvq.config import PAGE_SIZE
 from sglang_kvq.errors import KVQuantError
-from sglang_kvq.kernels.codes import record_of
+from sglang_kvq.kernels.codes import Record, record_of
 from sglang_kvq.kernels.common import INTERPRETED, can_overlap
 from sglang_kvq.kernels.decode import DecodeLaunch, decode, decode_launch, value_dims
 from sglang_kvq.kernels.extend import extend, is_two_bit
@@ -22,9 +22,6 @@ from sglang_kvq.kernels.merge import merge_splits
 from sglang_kvq.kernels.quantise import quantise_slots, quantise_tokens
 from sglang_kvq.kernels.rotate import rotate, split_rotation
 from sglang_kvq.kernels.store import store_tokens
-
-#: Items per request up to which the decode kernel merges them itself: its last program reads them one after the other.
-MOST_MERGED = 8
 
 
 class TritonOps(AttentionOps):
@@ -68,14 +65,12 @@ class TritonOps(AttentionOps):
         self._r_q = self._r_k if rotations.q is None else split_rotation(rotations.q)
         self._r_v = None if rotations.v is None else split_rotation(rotations.v)
         self._r_v_back = None if rotations.v is None else split_rotation(rotations.v.transpose(-1, -2))
-        self._plans: dict[tuple[int, int], StepPlan] = {}
-        self._layer_plans = [self._plan_for(record, one) for record, one in zip(self._records, self._launches)]
-        shape = (max(plan.most for plan in self._plans.values()), q_heads, pool.head_dim)
+        plans: dict[tuple[int, int], StepPlan] = {}
+        self.layer_plans = [self._plan_for(plans, *layer) for layer in zip(self._records, self._launches)]
+        self.plans = list(plans.values())
+        shape = (max(plan.most for plan in self.plans), q_heads, pool.head_dim)
         self._partial = torch.empty(shape, dtype=torch.float32, device=pool.device)
         self._lse = torch.empty(shape[:2], dtype=torch.float32, device=pool.device)
-        programs = max(plan.programs for plan in self._plans.values())
-        self._arrived = torch.zeros(max_batch * programs, dtype=torch.int32, device=pool.device)
-        self.most_merged = MOST_MERGED
         self._can_overlap = can_overlap(pool.device)
         self._rotated = 0  # layers of this step
         self._just_rotated = False
@@ -84,16 +79,13 @@ class TritonOps(AttentionOps):
         self._planned: tuple[ExtendBatch, int, list[Slab]] | None = None
         self._planned_calls: tuple[ExtendBatch, list[PlannedCall] | None] | None = None
 
-    def _plan_for(self, record, launch: DecodeLaunch) -> StepPlan:
+    def _plan_for(self, plans: dict, record: Record, launch: DecodeLaunch) -> StepPlan:
         """The plan of layers with those records: one for all that hold as many programs and take as many to an item."""
         programs = self.pool.kv_heads * (self.pool.head_dim // value_dims(record))
         key = (launch.programs_per_sm, programs)
-        if key not in self._plans:
-            self._plans[key] = StepPlan(launch, programs, self._sms, self.max_batch, self.pool.device)
-        return self._plans[key]
-
-    def plan(self, layer: int) -> StepPlan:
-        return self._layer_plans[layer]
+        if key not in plans:
+            plans[key] = StepPlan(launch, programs, self._sms, self.max_batch, self.pool.device)
+        return plans[key]
 
     def rotate(self, layer, q, k, v):
         return rotate((q, k, v), self._rotations_of(layer))
@@ -110,8 +102,8 @@ class TritonOps(AttentionOps):
     def rotate_and_store(self, layer, loc, q, k, v):
         """One launch for both, whether K and V are rotated or not.
 
-        From a step's plan to its last layer nothing writes what was planned, tables or records. So ``decode`` may read
-        them while this runs, and this may start while the launch before it runs, unless that one is the plan.
+        From a step's plan to its last layer nothing writes items or tables. So ``decode`` may start while this runs, and
+        this while the launch before it runs, unless that one is the plan.
         """
         store = (self.pool.overlays[layer], self.pool.page_slot, loc)
         early = self._can_overlap and self._rotated > 0
@@ -130,23 +122,19 @@ class TritonOps(AttentionOps):
             quantise_slots(store.records, record, store.layer_ids, *rest)
 
     def plan_decode(self, rows, seq_lens):
-        for plan in self._plans.values():
+        for plan in self.plans:
             plan.make(rows, seq_lens, self.pool)
         self._rotated, self._just_rotated = 0, False
 
     def decode(self, layer, q, rows, seq_lens, scale):
-        """Two launches, or one where requests have few items each."""
-        plan, batch = self.plan(layer), len(q)
-        items = plan.items(batch)
+        plan = self.layer_plans[layer]
+        items = plan.items(len(q))
         partial, lse = self._partial[: len(items)], self._lse[: len(items)]
+        overlaps = {"early": self._can_overlap and self._just_rotated, "overlap": self._can_overlap}
+        self._just_rotated = False
+        decode(partial, lse, q, items, scale, launch=self._launches[layer], **overlaps, **self._stored(layer))
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        overlap, self._just_rotated = self._can_overlap and self._just_rotated, False
-        stored = {"launch": self._launches[layer], "overlap": overlap, **self._stored(layer)}
-        if len(items) <= self.most_merged * batch:
-            decode(partial, lse, q, items, scale, out=out, arrived=self._arrived, **stored)
-        else:
-            decode(partial, lse, q, items, scale, **stored)
-            merge_splits(out, partial, lse, plan.spans[:batch], early=overlap)
+        merge_splits(out, partial, lse, plan.spans[: len(q)], early=self._can_overlap)
         return out
 
     def extend(self, layer, q, k, v, batch: ExtendBatch, scale):

@@ -64,13 +64,13 @@ class KVQuantBackend(AttentionBackend):
     # -- once per layer ---------------------------------------------------------------------------
 
     def forward_decode(self, q, k, v, layer: RadixAttention, forward_batch, save_kv_cache=True, **kwargs):
-        """On a GPU 2 or 3 launches per layer, one more if V's rotation is not folded into the weights, and one per step:
+        """On a GPU 3 launches per layer, 4 if V's rotation is not folded into the weights, and one or two per step:
 
-        0. ``plan_decode``: lengths to items of work, in the first layer; two where layers' codes differ in bits.
+        0. ``plan_decode``: lengths to items of work, in the first layer, for each way to launch 2.
 
         1. ``rotate_and_store``: q into the rotated basis, k and v too and into their overlays.
         2. ``decode``: partial results of every item.
-        3. ``decode``: the merge of each request's items, where they are many.
+        3. ``decode``: the merge of each request's items.
         4. ``rotate_output``: out of V's rotated basis, where the weights do not do it.
         """
         q, k, v, index = self._heads(q, k, v, layer)

@@ -36,27 +36,24 @@ def exact(scene: Scene, layer: int, q: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def decode(ops: TritonOps, layer: int, q: torch.Tensor, scene: Scene, by_last: bool = False) -> torch.Tensor:
-    """One step of one layer; items are merged by the last program of a request to end, or by a launch of their own."""
-    ops.most_merged = 1 << 20 if by_last else 0
-    ops._partial.fill_(float("nan"))
-    ops._lse.fill_(float("nan"))
+def decode(ops: TritonOps, layer: int, q: torch.Tensor, scene: Scene) -> torch.Tensor:
+    """One step of one layer."""
     ops.plan_decode(scene.rows, scene.seq_lens)
-    got = ops.decode(layer, q, scene.rows, scene.seq_lens, scene.scale)
-    assert not ops._arrived.any()
-    return got
+    return ops.decode(layer, q, scene.rows, scene.seq_lens, scene.scale)
 
 
-@pytest.mark.parametrize("by_last", [False, True], ids=["two-launches", "one-launch"])
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
 @pytest.mark.parametrize("heads", HEADS, ids=str)
-def test_decode_agrees_with_float64(heads, lengths, by_last):
+def test_decode_agrees_with_float64(heads, lengths):
     scene = make_scene(heads, lengths)
     ops, _ = scene.ops(max_batch=len(lengths))
-    ops.plan(1)._items.fill_(1 << 20)
-    ops.plan(1).spans.fill_(1 << 20)
+    ops._partial.fill_(float("nan"))
+    ops._lse.fill_(float("nan"))
+    (plan,) = ops.plans
+    plan.items(len(lengths)).fill_(1 << 20)
+    plan.spans.fill_(1 << 20)
     q = scene.queries(len(lengths))
-    got = decode(ops, 1, q, scene, by_last)
+    got = decode(ops, 1, q, scene)
     assert got.dtype == torch.bfloat16
     assert_close("decode", got.double(), exact(scene, 1, q), BOUND)
 
@@ -95,9 +92,9 @@ def test_a_request_of_many_items_is_merged_in_turns():
     ops = TritonOps(scene.pool, LayerRotations(), scene.heads.q, len(lengths), launch=launch)
     q = scene.queries(len(lengths))
     got = decode(ops, 0, q, scene)
-    assert_close("merged by the last", decode(ops, 0, q, scene, by_last=True).double(), exact(scene, 0, q), BOUND)
-    items = ops.plan(0).count(len(lengths))
-    assert int(ops.plan(0).spans[0, 1]) > 2 * triton.next_power_of_2(-(-items // len(lengths)))
+    (plan,) = ops.plans
+    items = plan.count(len(lengths))
+    assert int(plan.spans[0, 1]) > 2 * triton.next_power_of_2(-(-items // len(lengths)))
     assert_close("decode", got.double(), exact(scene, 0, q), BOUND)
 
 

@@ -69,12 +69,11 @@ def test_every_page_is_in_one_item(lengths, sinks, ends, count):
         assert first == place and parts >= 1
         pages, overlays = [], []
         for item in items[first : first + parts]:
-            owner, first_page, last_page, first_tile, last_tile, begin, end, row, length, *named, own, of = item[:13]
+            owner, first_page, last_page, first_tile, last_tile, begin, end, row, length, *named = item[:11]
             assert owner == request and (begin, end) == (history.start, history.stop)
             assert (row, length) == (rows[request], lengths[request])
             if first_page < last_page:
                 assert named == [ids[request][min(first_page + n, last_page - 1)] for n in range(2)]
-            assert (own, of) == (first, parts)
             assert first_page < last_page or first_tile < last_tile, "an item without work"
             pages += range(first_page, last_page)
             overlays += range(first_tile, last_tile)
