@@ -4,7 +4,9 @@
 
 Codes other than uniform 2-bit ones take more instructions per element, and more heads to a KV head or wider heads more
 registers: this shows what each costs. Rows are added to the file as ``decode (...)``; ``bandwidth_fraction`` counts the bytes of
-that format. ``--sweep`` compares ways to launch instead.
+that format. ``--sweep`` compares ways to launch instead, for ``decode.decode_launch``:
+
+    python benchmarks/formats.py --sweep --out benchmarks/results/launches_h200.json
 """
 
 from __future__ import annotations
@@ -77,8 +79,8 @@ def rows_of(timer: Timer, bandwidth: float, cases: list[Case], compare: bool):
             yield row_of(f"decode ({case.name})", batch, context, ours, theirs, error, size / ours / bandwidth, **heads, **bits)
 
 
-def sweep(timer: Timer, cases: list[Case]) -> None:
-    """Print microseconds by stages, registers and programs per SM; the launch in use is marked."""
+def sweep(timer: Timer, cases: list[Case]):
+    """Print microseconds by stages, registers and programs per SM; the launch in use is marked. Yields a row of each."""
     for case in cases:
         used = decode_launch(case.head_dim, case.q_heads // case.kv_heads, record_of(case.format))
         launches = {DecodeLaunch(stages, n, 65536 // (32 * n)) for n in REGISTERS for stages in {2, used.stages}} | {used}
@@ -89,6 +91,9 @@ def sweep(timer: Timer, cases: list[Case]) -> None:
             shape = DecodeShape([context] * batch, case.format, case.q_heads, case.kv_heads)
             times = [shape.measure(timer, launch)[0] for launch in ordered]
             print(f"{f'{batch} x {context}':>36}" + "".join(f"{us:10.1f}" for us in times), flush=True)
+            for x, us in zip(ordered, times):
+                launch = {"stages": x.stages, "registers": x.registers, "programs_per_sm": x.programs_per_sm}
+                yield {"case": case.name, "batch": batch, "context": context, **launch, "us": round(us, 1)}
 
 
 def main() -> None:
@@ -105,7 +110,9 @@ def main() -> None:
     torch.manual_seed(0)
     timer = Timer(args.repeats)
     if args.sweep:
-        sweep(timer, cases)
+        rows = list(sweep(timer, cases))
+        if args.out:
+            record.merge(args.out, "launches", rows, key="case")
         return
     bandwidth, rows = copy_bandwidth(timer), []
     for row in rows_of(timer, bandwidth, cases, not args.alone):

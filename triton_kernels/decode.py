@@ -23,6 +23,7 @@ from sglang_kvq.kernels.common import INTERPRETED, PAGE, dot, page_of, to_bf16
 from sglang_kvq.kernels.decode_general import history_general
 from sglang_kvq.kernels.int8 import (
     MAGIC_BITS,
+    base_of,
     group_product,
     join_parts,
     query_operands,
@@ -248,7 +249,6 @@ def _history(
     # Scales and zeros, of K's first group and of this program's group of V, in one load: [page, kind, which, token].
     which = tl.arange(0, 4)[None, :, None]
     scale_place = which * SCALES + which // 2 * (v_first // GROUP * PAGE) + tl.arange(0, PAGE)[None, None, :]
-    second_page = (tl.arange(0, 2) == 1)[:, None, None]
 
     acc = tl.zeros([VP, HEADS], tl.float32)
     top = tl.full([HEADS], NEVER, tl.float32)
@@ -259,12 +259,12 @@ def _history(
         base_a, base_b = page_a * (KV_HEADS * RECORD), page_b * (KV_HEADS * RECORD)
         page_a = page_of(table, tl.minimum(index + 2, last - 1))
         page_b = page_of(table, tl.minimum(index + 3, last - 1))
-        base = records + tl.where(second, base_b, base_a)  # [TILE]
+        base = records + base_of(second, base_a, base_b)  # [TILE]
         if D4 == JP:
             k = tl.load(base[:, None] + k_place)  # [TILE, JP]
         else:
             k = tl.load(base[:, None] + k_place, mask=(j < D4)[None, :], other=0)
-        both = records + tl.where(second_page, base_b, base_a)  # [2, 1, 1]
+        both = records + base_of(tl.arange(0, 2) == 1, base_a, base_b)[:, None, None]  # [2, 1, 1]
         # Page by page, so that neighbouring lanes read neighbouring bytes.
         if GROUP == VP:
             v = tl.load(both + v_place)  # [2, VP, QUARTER]

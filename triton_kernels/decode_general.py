@@ -15,6 +15,7 @@ import triton.language as tl
 from sglang_kvq.kernels.common import PAGE, page_of
 from sglang_kvq.kernels.int8 import (
     MAGIC_BITS,
+    base_of,
     group_product,
     int8_columns,
     join_parts,
@@ -55,7 +56,6 @@ def history_general(
     fraction = tl.where(plane % 2 == 1, 1 / multiple(VALUES, 1), 1.0)
     records += head * RECORD.bytes
     scale_place = _scale_places(v_first, RECORD, PAGE)  # [1, 4, PAGE]
-    second_page = (tl.arange(0, 2) == 1)[:, None, None]
 
     acc = tl.zeros([VP, HEADS], tl.float32)
     top = tl.full([HEADS], NEVER, tl.float32)
@@ -66,8 +66,8 @@ def history_general(
         base_a, base_b = page_a * (KV_HEADS * RECORD.bytes), page_b * (KV_HEADS * RECORD.bytes)
         page_a = page_of(table, tl.minimum(index + 2, last - 1))
         page_b = page_of(table, tl.minimum(index + 3, last - 1))
-        base = records + tl.where(second, base_b, base_a)  # [TILE]
-        both = records + tl.where(second_page, base_b, base_a)  # [2, 1, 1]
+        base = records + base_of(second, base_a, base_b)  # [TILE]
+        both = records + base_of(tl.arange(0, 2) == 1, base_a, base_b)[:, None, None]  # [2, 1, 1]
         k0, k1, k2, k3, odd0, odd1, odd2, odd3 = _keys(records, base_a, base_b, KEYS, D4, JP, PLAIN)
         s_k, z_k, s_v, z_v = tile_scales(tl.load(both.to(tl.pointer_type(tl.float16)) + scale_place))  # [TILE] each
         x = tl.zeros([TILE, HEADS], tl.float32)
@@ -145,7 +145,7 @@ def _keys(records, base_a, base_b, CODES: tl.constexpr, D4: tl.constexpr, JP: tl
     ROWS: tl.constexpr = PAGE if CODES.bits == 3 else 2 * PAGE
     QUARTER: tl.constexpr = PAGE // 4
     row, j = tl.arange(0, ROWS), tl.arange(0, JP)[None, :]
-    base = records + tl.where(row // QUARTER % 2 == 1, base_b, base_a)[:, None]
+    base = records + base_of(row // QUARTER % 2 == 1, base_a, base_b)[:, None]
     # ``common.key_row`` of the row's token, times the row's bytes.
     place = base + (row // (2 * QUARTER) * QUARTER + row % QUARTER)[:, None] * D4 + j  # [ROWS, JP]
     inside = (j < D4) & (row >= 0)[:, None]
@@ -277,7 +277,7 @@ def _scale_places(v_first, RECORD: tl.constexpr, TOKENS: tl.constexpr):
         place = tl.where(which == 0, KEYS.scale // 2, place)
         if KEYS.has_zero:
             place = tl.where(which == 1, KEYS.zero // 2, place)
-    return place + tl.arange(0, TOKENS)[None, None, :]
+    return tl.multiple_of(place, [1, 1, 8]) + tl.arange(0, TOKENS)[None, None, :]  # 16 bytes, see ``int8.base_of``
 
 
 @triton.constexpr_function

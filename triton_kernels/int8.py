@@ -72,6 +72,15 @@ def tile_rows():
 
 
 @triton.jit
+def base_of(second, base_a, base_b):
+    """base_b of rows whose page is the second, base_a of the others: a tensor like ``second``, of one axis.
+
+    Both are multiples of 16. Triton 3.9 does not find that out, and would load records byte by byte, ten times as slow.
+    """
+    return tl.multiple_of(tl.where(second, base_b, base_a), 16)
+
+
+@triton.jit
 def split_int8(x):
     """|x| <= 127 into INT8 (high, low) with x = high + low / 256; 254.9 keeps low <= 127."""
     rounded = x + MAGIC

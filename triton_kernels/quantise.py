@@ -149,10 +149,7 @@ def _quantise_keys(k, k_token, record, rank, part, CODES: tl.constexpr, D: tl.co
     """
     HALF: tl.constexpr = TOKENS // 2
     i, plane, j = tl.arange(0, TOKENS), tl.arange(0, 4)[None, :, None], tl.arange(0, JP)
-    if CODES.bits == 3:
-        token = i // HALF * (PAGE // 2) + part * HALF + i % HALF
-    else:
-        token = part * TOKENS + i
+    token = _key_token(i, part, CODES)
     mean = tl.zeros([4, JP], tl.float32)
     if CODES.centred:
         halves = _channel_means(k, k_token, D, JP)
@@ -161,7 +158,8 @@ def _quantise_keys(k, k_token, record, rank, part, CODES: tl.constexpr, D: tl.co
             place = record.to(tl.pointer_type(tl.float16)) + CODES.mean // 2
             place += tl.arange(0, 4)[:, None] * (D // 4) + j[None, :]
             tl.store(place, halves, mask=(j < D // 4)[None, :])
-    codes, high = _quantise_rows(k, k_token, token, mean, record, rank, CODES, D, JP)
+    x = _load_rows(k, k_token, _key_token(tl.arange(0, 4 * TOKENS) % TOKENS, part, CODES), D, JP)
+    codes, high = _quantise_rows(x, token, mean, record, rank, CODES, D, JP)
     place = key_row(token)[:, None] * (D // 4) + j[None, :]
     inside = (j < D // 4)[None, :]
     if CODES.bits > 2:
@@ -179,22 +177,49 @@ def _quantise_keys(k, k_token, record, rank, part, CODES: tl.constexpr, D: tl.co
 
 
 @triton.jit
+def _key_token(i, part, CODES: tl.constexpr):
+    """Token of its page that is the i-th of that part."""
+    HALF: tl.constexpr = TOKENS // 2
+    if CODES.bits == 3:
+        return i // HALF * (PAGE // 2) + part * HALF + i % HALF
+    else:
+        return part * TOKENS + i
+
+
+@triton.jit
+def _value_token(i, part):
+    """Token of its page that is the i-th of that part: plane i % 4 of byte i / 4."""
+    return i % 4 * (PAGE // 4) + part * (TOKENS // 4) + i // 4
+
+
+@triton.jit
+def _load_rows(x, x_token, token, D: tl.constexpr, JP: tl.constexpr):
+    """float32 [TOKENS, 4, JP], (row, plane, j) is dim plane * D/4 + j; token [4 TOKENS]: the rows' tokens, four times.
+
+    Loaded with all planes' rows side by side, a thread gets all four planes of its rows, whatever the compiler prefers,
+    so that reductions cross few lanes.
+    """
+    D4: tl.constexpr = D // 4
+    plane, j = tl.arange(0, 4 * TOKENS) // TOKENS, tl.arange(0, JP)[None, :]
+    place = (token * x_token + plane * D4)[:, None] + j
+    x = tl.load(x + place, mask=(j < D4) & (plane >= 0)[:, None], other=0.0).to(tl.float32)
+    return tl.permute(tl.reshape(x, [4, TOKENS, JP]), (1, 0, 2))
+
+
+@triton.jit
 def _channel_means(k, k_token, D: tl.constexpr, JP: tl.constexpr):
     """The page's mean of every channel, FP16 [4, JP]: (plane, j) is dim plane * D/4 + j.
 
     Tokens are read twice, a work item's at a time, the second time from a cache.
     """
-    i, plane, j = tl.arange(0, TOKENS)[:, None, None], tl.arange(0, 4)[None, :, None], tl.arange(0, JP)[None, None, :]
-    place = k + i * k_token + plane * (D // 4) + j
-    inside = (j < D // 4) & (i >= 0)
+    i = tl.arange(0, 4 * TOKENS) % TOKENS
     most = tl.zeros([TOKENS, 4, JP], tl.float32)
     for n in tl.static_range(PAGE // TOKENS):
-        most = tl.maximum(most, tl.abs(tl.load(place + n * TOKENS * k_token, mask=inside, other=0.0).to(tl.float32)))
+        most = tl.maximum(most, tl.abs(_load_rows(k, k_token, i + n * TOKENS, D, JP)))
     up, down = powers(tl.max(most, 0))
     first = tl.zeros([TOKENS, 4, JP], tl.int32)
     for n in tl.static_range(PAGE // TOKENS):
-        x = tl.load(place + n * TOKENS * k_token, mask=inside, other=0.0).to(tl.float32)
-        first += integers(x, up[None, :, :])
+        first += integers(_load_rows(k, k_token, i + n * TOKENS, D, JP), up[None, :, :])
     mean = tl.sum(first, 0).to(tl.float32) * (1 / PAGE) * down
     return tl.minimum(tl.maximum(mean, -FP16_MAX), FP16_MAX).to(tl.float16)
 
@@ -244,8 +269,9 @@ def _quantise_values(v, v_token, record, rank, part, CODES: tl.constexpr, D: tl.
     """TOKENS / 16 words of each dim, in parts; row (word, i, n) is token n * PAGE/4 + 4 word + i: plane n of byte i."""
     row = tl.arange(0, TOKENS)
     n = row % 4
-    token = n * (PAGE // 4) + part * (TOKENS // 4) + row // 4
-    codes, high = _quantise_rows(v, v_token, token, tl.zeros([4, JP], tl.float32), record, rank, CODES, D, JP)
+    x = _load_rows(v, v_token, _value_token(tl.arange(0, 4 * TOKENS) % TOKENS, part), D, JP)
+    mean = tl.zeros([4, JP], tl.float32)
+    codes, high = _quantise_rows(x, _value_token(row, part), mean, record, rank, CODES, D, JP)
     if CODES.bits > 2:
         codes -= 4.0 * high
     _pack_values(codes, _power_of_4(n), record + CODES.low, part, 4, D, JP)
@@ -292,20 +318,16 @@ def _integers(x):
 
 
 @triton.jit
-def _quantise_rows(x, x_token, token, mean, record, rank, CODES: tl.constexpr, D: tl.constexpr, JP: tl.constexpr):
-    """Codes [TOKENS, 4, JP] of those tokens, see ``row_codes``: (row, plane, j) is dim plane * D/4 + j.
+def _quantise_rows(x, token, mean, record, rank, CODES: tl.constexpr, D: tl.constexpr, JP: tl.constexpr):
+    """Codes [TOKENS, 4, JP] of x, those tokens as ``_load_rows`` gives them, see ``row_codes``.
 
-    mean: float32 [4, JP], taken off first if they are centred.
-
-    The compiler then spreads a warp over rows and keeps planes in registers: reductions cross few lanes.
-    Scales and zeros, [D / group, PAGE], are stored here; rank points at the clip rank.
+    mean: float32 [4, JP], taken off first if they are centred. Scales and zeros, [D / group, PAGE], are stored here;
+    rank points at the clip rank.
     """
     D4: tl.constexpr = D // 4
     GROUP: tl.constexpr = CODES.group
     ALL: tl.constexpr = GROUP == D and JP == D4
     plane, j = tl.arange(0, 4)[None, :, None], tl.arange(0, JP)[None, None, :]
-    place = token[:, None, None] * x_token + plane * D4 + j
-    x = tl.load(x + place, mask=j < D4, other=0.0).to(tl.float32)
     if CODES.centred:
         x -= mean[None, :, :]
     limit = tl.full([TOKENS], float("inf"), tl.float32)

@@ -3,8 +3,8 @@
     python tests/kernels/compile_sm90.py [--all]
 
 The interpreter accepts programs that the compiler refuses, so tests run this too. Prints registers, bytes
-of stack (spills) and shared memory of every kernel for three geometries, and of those that touch records for
-some kinds of codes; or for all that tests use.
+of stack (spills), shared memory, instructions and how many of these load less than 4 bytes, of every kernel for three
+geometries, and of those that touch records for some kinds of codes; or for all that tests use.
 """
 
 import re
@@ -71,11 +71,15 @@ def compile_launch(self, *args, grid, warmup=False, **kwargs) -> None:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         Path(file.name).write_bytes(kernel.asm["cubin"])
         tool = triton.knobs.nvidia.cuobjdump.path
-        usage = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+        show = lambda what: subprocess.run([tool, what, file.name], capture_output=True, text=True, check=True).stdout  # noqa: E731
+        usage, code = show("-res-usage"), show("-sass")
     registers, stack = re.findall(r"REG:(\d+) STACK:(\d+)", usage)[-1]
+    operations = re.findall(r"/\*[0-9a-f]{4,5}\*/ +(?:@!?U?P\w+ +)?([A-Z0-9_.]+)", code)
+    narrow = sum(bool(re.match(r"LDG\.E\.[US](8|16)", x)) for x in operations)
     launch = " ".join(f"{k}={v}" for k, v in options.items())
     print(
-        f"  {self.__name__:18} registers {registers:>3}  stack {stack:>4}  shared {kernel.metadata.shared:>6}  {launch}",
+        f"  {self.__name__:18} registers {registers:>3}  stack {stack:>4}  shared {kernel.metadata.shared:>6}  "
+        f"instructions {len(operations):>5}  narrow loads {narrow:>3}  {launch}",
         flush=True,
     )
 
