@@ -3,7 +3,7 @@
     python benchmarks/kernels.py --out benchmarks/results/kernels_h200.json
 
 Every figure is the median of CUDA-graph replays with the L2 cache flushed before each, by reading: a flush that
-writes leaves the cache full of lines that the kernel then has to write back (50 MB, 6 to 7 us), which nothing in a
+writes leaves the cache full of lines that the kernel then has to write back (5 to 8 us), which nothing in a
 decode step does; decode rows say what they take after such a flush as well. A kernel whose result is wrong has no
 speed: each is checked first (attention against float64 on the same codes, records bit for bit), and an error beyond
 the bound ends the run. About 2 minutes on one GPU.

@@ -120,7 +120,7 @@ class Client:
     def __init__(self, server: Server, config: dict, profiled: bool = False) -> None:
         self.server, self.vocabulary, self.layers = server, config["vocab_size"], config["num_hidden_layers"]
         self.profiled = profiled
-        self.streams: list[Stream] = []  # of the last run, while they run
+        self.streams: list[Stream] = []  # begun since the last profile
 
     def prompt(self, kind: str, index: int, tokens: int) -> list[int]:
         generator = np.random.default_rng([*kind.encode(), index])
@@ -128,7 +128,6 @@ class Client:
 
     def run(self, prompts: list[list[int]], tokens: int, at_once: int | None = None) -> list[Stream]:
         """Greedy answers of exactly ``tokens`` tokens."""
-        self.streams = []
         bodies = [json.dumps(self._body(prompt, tokens)).encode() for prompt in prompts]
         return asyncio.run(self._run(bodies, tokens, at_once or len(bodies)))
 
@@ -302,10 +301,13 @@ def show(row: dict) -> None:
     ratio = f"{row['ratio']:8.2f}x" if row.get("ratio") else f"{'-':>9}"
     more = ", ".join(f"{k} {v}" for k, v in row.items() if k.endswith(("_fits", "_resident")))
     print(f"{row['scenario']:16} {row['unit']:12} {' '.join(values)} {ratio}  {more}", flush=True)
-    for name in SERVERS:
-        if kernels := row.get(f"{name}_kernels"):
-            print(f"  {name}: {row[f'{name}_idle']} us without a kernel; us and launches per step of")
-            print("\n".join(f"    {us:9.1f} {launches:7.2f}  {kernel}" for kernel, (us, launches) in kernels.items()), flush=True)
+
+
+def show_kernels(row: dict, name: str) -> None:
+    """What one server's profiled steps are made of; nothing of other rows."""
+    if kernels := row.get(f"{name}_kernels"):
+        print(f"  {row[f'{name}_idle']} us without a kernel; us and launches per step of")
+        print("\n".join(f"    {us:9.1f} {launches:7.2f}  {kernel}" for kernel, (us, launches) in kernels.items()), flush=True)
 
 
 def plot(out: Path) -> None:
@@ -387,6 +389,7 @@ def main() -> None:
                     row["ratio"] = better(unit, row["none"], row["oscar"])
                     measured += [scenario] if scenario not in measured else []
                     show(row)
+                    show_kernels(row, name)
                     # After every figure, so that a run cut short keeps what it has.
                     record.merge(args.out, "serving", [rows[s] for s in measured], key="scenario")
             print(f"{name}: {time.monotonic() - begin:.0f} s in all", flush=True)

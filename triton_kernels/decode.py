@@ -149,7 +149,7 @@ def decode(
         num_stages=launch.stages,
         maxnreg=launch.registers,
         enable_fp_fusion=True,
-        **({"launch_pdl": True} if early else {}),
+        launch_pdl=early,
     )  # fmt: skip
 
 

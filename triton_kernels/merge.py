@@ -38,7 +38,7 @@ def merge_splits(
         COLUMNS=columns,
         EARLY=early,
         num_warps=min(8, max(1, chunk * columns // _PER_WARP)),
-        **({"launch_pdl": True} if early else {}),
+        launch_pdl=early,
     )  # fmt: skip
 
 

@@ -77,7 +77,7 @@ def rotate(
         BLOCK=block,
         num_warps=4,
         num_stages=1,  # R's two parts and one tile of rows are 96 KiB at D = 256
-        **({"launch_pdl": True} if early else {}),
+        launch_pdl=early,
     )  # fmt: skip
     return tuple(out)
 

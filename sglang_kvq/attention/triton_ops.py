@@ -12,7 +12,7 @@ from sglang_kvq.attention.step_plan import StepPlan
 from sglang_kvq.cache.pool import PagePool
 from sglang_kvq.config import PAGE_SIZE
 from sglang_kvq.errors import KVQuantError
-from sglang_kvq.kernels.codes import Record, record_of
+from sglang_kvq.kernels.codes import record_of
 from sglang_kvq.kernels.common import INTERPRETED, can_overlap
 from sglang_kvq.kernels.decode import DecodeLaunch, decode, decode_launch, value_dims
 from sglang_kvq.kernels.extend import extend, is_two_bit
@@ -65,27 +65,24 @@ class TritonOps(AttentionOps):
         self._r_q = self._r_k if rotations.q is None else split_rotation(rotations.q)
         self._r_v = None if rotations.v is None else split_rotation(rotations.v)
         self._r_v_back = None if rotations.v is None else split_rotation(rotations.v.transpose(-1, -2))
-        plans: dict[tuple[int, int], StepPlan] = {}
-        self.layer_plans = [self._plan_for(plans, *layer) for layer in zip(self._records, self._launches)]
-        self.plans = list(plans.values())
+        # Layers that hold as many programs and take as many to an item share a plan.
+        programs = [pool.kv_heads * (pool.head_dim // value_dims(record)) for record in self._records]
+        divisions = [(launch.programs_per_sm, n) for launch, n in zip(self._launches, programs)]
+        plans = {
+            division: StepPlan(launch, division[1], self._sms, max_batch, pool.device)
+            for division, launch in dict(zip(divisions, self._launches)).items()
+        }
+        self.plans, self.layer_plans = list(plans.values()), [plans[division] for division in divisions]
         shape = (max(plan.most for plan in self.plans), q_heads, pool.head_dim)
         self._partial = torch.empty(shape, dtype=torch.float32, device=pool.device)
         self._lse = torch.empty(shape[:2], dtype=torch.float32, device=pool.device)
         self._can_overlap = can_overlap(pool.device)
-        self._rotated = 0  # layers of this step
-        self._just_rotated = False
+        self._rotated = False  # some layer, since the step's plan
+        self._just_rotated = False  # by the last launch
         self.prefill, self.short = prefill, short
         self._planned_short: tuple[ExtendBatch, PlannedExtend] | None = None
         self._planned: tuple[ExtendBatch, int, list[Slab]] | None = None
         self._planned_calls: tuple[ExtendBatch, list[PlannedCall] | None] | None = None
-
-    def _plan_for(self, plans: dict, record: Record, launch: DecodeLaunch) -> StepPlan:
-        """The plan of layers with those records: one for all that hold as many programs and take as many to an item."""
-        programs = self.pool.kv_heads * (self.pool.head_dim // value_dims(record))
-        key = (launch.programs_per_sm, programs)
-        if key not in plans:
-            plans[key] = StepPlan(launch, programs, self._sms, self.max_batch, self.pool.device)
-        return plans[key]
 
     def rotate(self, layer, q, k, v):
         return rotate((q, k, v), self._rotations_of(layer))
@@ -106,8 +103,8 @@ class TritonOps(AttentionOps):
         this while the launch before it runs, unless that one is the plan.
         """
         store = (self.pool.overlays[layer], self.pool.page_slot, loc)
-        early = self._can_overlap and self._rotated > 0
-        self._rotated, self._just_rotated = self._rotated + 1, True
+        early = self._can_overlap and self._rotated
+        self._rotated = self._just_rotated = True
         return rotate((q, k, v), self._rotations_of(layer), store, overlap=self._can_overlap, early=early)[0]
 
     def quantise_tokens(self, layer, first, pages, k, v):
@@ -124,7 +121,7 @@ class TritonOps(AttentionOps):
     def plan_decode(self, rows, seq_lens):
         for plan in self.plans:
             plan.make(rows, seq_lens, self.pool)
-        self._rotated, self._just_rotated = 0, False
+        self._rotated = self._just_rotated = False
 
     def decode(self, layer, q, rows, seq_lens, scale):
         plan = self.layer_plans[layer]
