@@ -42,6 +42,11 @@ def can_overlap(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
+def has_pairs(device: torch.device) -> bool:
+    """Whether an instruction there works on two BF16 numbers (``pairs``): Hopper; for a CPU, kernels are only compiled."""
+    return not INTERPRETED and (device.type != "cuda" or torch.cuda.get_device_capability(device) >= (9, 0))
+
+
 @triton.jit
 def page_of(table, index):
     """Page id of a request's ``index``-th page; ``table`` points at its row of ``req_to_token``."""

@@ -11,8 +11,19 @@ import triton.language as tl
 
 from sglang_kvq.config import PAGE_SIZE
 from sglang_kvq.kernels.codes import Record
-from sglang_kvq.kernels.common import PAGE, key_row
-from sglang_kvq.kernels.rows import FP16_MAX, clip_threshold, integers, powers, row_codes, scale_zero
+from sglang_kvq.kernels.common import PAGE, has_pairs, key_row
+from sglang_kvq.kernels.pairs import high_half, low_half, magnitudes, pair_max
+from sglang_kvq.kernels.rows import (
+    clip_threshold,
+    from_extremes,
+    from_sums,
+    integers,
+    plane_codes,
+    powers,
+    scale_zero,
+    threshold,
+    to_half,
+)
 
 #: Tokens of a work item: a multiple of 16, of which V's bytes take four from each quarter of the page.
 TOKENS = tl.constexpr(16)
@@ -40,7 +51,7 @@ def quantise_tokens(
     kv_heads, d = k.shape[1:]
     grid = (first.numel() * kv_heads * PARTS.value,)
     strides = (*k.stride()[:2], *v.stride()[:2])
-    _quantise_tokens[grid](records, ranks, first, pages, k, v, *strides, **_constants(record, kv_heads, d))
+    _quantise_tokens[grid](records, ranks, first, pages, k, v, *strides, **_constants(record, kv_heads, d, k.device))
 
 
 def quantise_slots(
@@ -67,27 +78,30 @@ def quantise_slots(
     _quantise_slots[grid](
         records, layers, ranks, overlays, slots, pages, count,
         records.stride(0), overlays.stride(0), n,
-        **_constants(record, kv_heads, overlays.shape[-1]),
+        **_constants(record, kv_heads, overlays.shape[-1], overlays.device),
     )  # fmt: skip
 
 
-def _constants(record: Record, kv_heads: int, d: int) -> dict:
+def _constants(record: Record, kv_heads: int, d: int, device: torch.device) -> dict:
     # Not computed in the kernel: SGLang replaces triton.next_power_of_2 by a function Triton cannot call there.
     return {
         "RECORD": record,
         "KV_HEADS": kv_heads,
         "D": d,
-        "JP": triton.next_power_of_2(d // 4),
+        "N": triton.next_power_of_2(d // 8),
         "CP": triton.next_power_of_2(d // 4 // (PARTS.value // 2)),
         "enable_fp_fusion": False,  # torch rounds each operation
-        "num_warps": max(1, triton.next_power_of_2(d // 4) // 16),
+        "PACKED": has_pairs(device),
+        # 64 elements to a lane, or 32 where all of them are float32 at once.
+        "num_warps": max(d // 128, 1 + record.k.centred),
     }
 
 
 @triton.jit
 def _quantise_tokens(
     records, ranks, first, pages, k, v, k_token, k_head, v_token, v_head,
-    RECORD: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, JP: tl.constexpr, CP: tl.constexpr,
+    RECORD: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, N: tl.constexpr, CP: tl.constexpr,
+    PACKED: tl.constexpr,
 ):  # fmt: skip
     """Program p does item p: heads fastest, then parts, then pages."""
     head, part, index = _item(tl.program_id(0), KV_HEADS)
@@ -95,14 +109,15 @@ def _quantise_tokens(
     page = tl.load(pages + index).to(tl.int64)
     _quantise_part(
         k + token * k_token + head * k_head, k_token, v + token * v_token + head * v_head, v_token,
-        records + (page * KV_HEADS + head) * RECORD.bytes, ranks, part, RECORD, D, JP, CP,
+        records + (page * KV_HEADS + head) * RECORD.bytes, ranks, part, RECORD, D, N, CP, PACKED,
     )  # fmt: skip
 
 
 @triton.jit
 def _quantise_slots(
     records, layer_ids, ranks, overlays, slots, pages, count, record_layer, overlay_layer, layers,
-    RECORD: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, JP: tl.constexpr, CP: tl.constexpr,
+    RECORD: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, N: tl.constexpr, CP: tl.constexpr,
+    PACKED: tl.constexpr,
 ):  # fmt: skip
     """Programs share the items of count * layers pages."""
     items = tl.load(count).to(tl.int32) * layers * (KV_HEADS * PARTS)
@@ -115,7 +130,7 @@ def _quantise_slots(
         page = tl.load(pages + index).to(tl.int64)
         k = overlays + layer * overlay_layer + (slot * 2 * KV_HEADS + head) * (PAGE * D)
         record = records + nth.to(tl.int64) * record_layer + (page * KV_HEADS + head) * RECORD.bytes
-        _quantise_part(k, D, k + KV_HEADS * PAGE * D, D, record, ranks + 2 * layer, part, RECORD, D, JP, CP)
+        _quantise_part(k, D, k + KV_HEADS * PAGE * D, D, record, ranks + 2 * layer, part, RECORD, D, N, CP, PACKED)
 
 
 @triton.jit
@@ -127,7 +142,8 @@ def _item(item, KV_HEADS: tl.constexpr):
 @triton.jit
 def _quantise_part(
     k, k_token, v, v_token, record, ranks, part,
-    RECORD: tl.constexpr, D: tl.constexpr, JP: tl.constexpr, CP: tl.constexpr,
+    RECORD: tl.constexpr, D: tl.constexpr, N: tl.constexpr, CP: tl.constexpr,
+    PACKED: tl.constexpr,
 ):  # fmt: skip
     """One item of a page and head into its record: the first parts are of K, the others of V."""
     KEYS: tl.constexpr = RECORD.k
@@ -136,44 +152,39 @@ def _quantise_part(
         if KEYS.channel:
             _quantise_channels(k, k_token, record, part, KEYS, D, CP)
         else:
-            _quantise_keys(k, k_token, record, ranks, part, KEYS, D, JP)
+            _quantise_keys(k, k_token, record, ranks, part, KEYS, D, N, PACKED)
     else:
-        _quantise_values(v, v_token, record, ranks + 1, part - PARTS // 2, VALUES, D, JP)
+        _quantise_values(v, v_token, record, ranks + 1, part - PARTS // 2, VALUES, D, N, PACKED)
 
 
 @triton.jit
-def _quantise_keys(k, k_token, record, rank, part, CODES: tl.constexpr, D: tl.constexpr, JP: tl.constexpr):
+def _quantise_keys(
+    k, k_token, record, rank, part, CODES: tl.constexpr, D: tl.constexpr, N: tl.constexpr, PACKED: tl.constexpr
+):
     """TOKENS tokens: a byte holds the four planes of one column.
 
     They are consecutive, but with 3 bits half of them are the others' counterparts in the second half of the page.
     """
     HALF: tl.constexpr = TOKENS // 2
-    i, plane, j = tl.arange(0, TOKENS), tl.arange(0, 4)[None, :, None], tl.arange(0, JP)
+    i, n = tl.arange(0, TOKENS), tl.arange(0, N)[None, :]
     token = _key_token(i, part, CODES)
-    mean = tl.zeros([4, JP], tl.float32)
+    means = (i, i, i, i, i, i, i, i)
     if CODES.centred:
-        halves = _channel_means(k, k_token, D, JP)
-        mean = halves.to(tl.float32)
-        if part == 0:
-            place = record.to(tl.pointer_type(tl.float16)) + CODES.mean // 2
-            place += tl.arange(0, 4)[:, None] * (D // 4) + j[None, :]
-            tl.store(place, halves, mask=(j < D // 4)[None, :])
-    x = _load_rows(k, k_token, _key_token(tl.arange(0, 4 * TOKENS) % TOKENS, part, CODES), D, JP)
-    codes, high = _quantise_rows(x, token, mean, record, rank, CODES, D, JP)
-    place = key_row(token)[:, None] * (D // 4) + j[None, :]
-    inside = (j < D // 4)[None, :]
-    if CODES.bits > 2:
-        codes -= 4.0 * high
-    packed = tl.sum(codes * _power_of_4(plane), 1)  # [TOKENS, JP]
-    tl.store(record + CODES.low + place, _integers(packed).to(tl.uint8), mask=inside)
+        means = _channel_means(k, k_token, record, part, CODES, D, N, PACKED)
+    x = _load_rows(k, k_token, token, D, N)
+    p0, p1, p2, p3 = _row_codes(x, means, token, record, rank, CODES, D, N, PACKED)
+    inside = 2 * n < D // 4
+    low = _low(p0, CODES) + (_low(p1, CODES) << 2) + (_low(p2, CODES) << 4) + (_low(p3, CODES) << 6)
+    place = record.to(tl.pointer_type(tl.uint16)) + key_row(token)[:, None] * (D // 8) + n
+    tl.store(place + CODES.low // 2, _two_bytes(low), mask=inside)
     if CODES.bits == 4:
-        packed = tl.sum(high * _power_of_4(plane), 1)
-        tl.store(record + CODES.high + place, _integers(packed).to(tl.uint8), mask=inside)
+        high = _high(p0) + (_high(p1) << 2) + (_high(p2) << 4) + (_high(p3) << 6)
+        tl.store(place + CODES.high // 2, _two_bytes(high), mask=inside)
     elif CODES.bits == 3:
-        packed = tl.sum(high * _power_of_2(plane + i[:, None, None] // HALF * 4), 1)
-        packed = tl.sum(tl.reshape(packed, [2, HALF, JP]), 0)
-        place = key_row(part * HALF + tl.arange(0, HALF))[:, None] * (D // 4) + j[None, :]
-        tl.store(record + CODES.high + place, _integers(packed).to(tl.uint8), mask=inside)
+        high = _high(p0) + (_high(p1) << 1) + (_high(p2) << 2) + (_high(p3) << 3)
+        high = tl.sum(tl.reshape(high << (i // HALF * 4)[:, None], [2, HALF, N]), 0)
+        place = record.to(tl.pointer_type(tl.uint16)) + key_row(part * HALF + tl.arange(0, HALF))[:, None] * (D // 8) + n
+        tl.store(place + CODES.high // 2, _two_bytes(high), mask=inside)
 
 
 @triton.jit
@@ -187,41 +198,148 @@ def _key_token(i, part, CODES: tl.constexpr):
 
 
 @triton.jit
-def _value_token(i, part):
-    """Token of its page that is the i-th of that part: plane i % 4 of byte i / 4."""
-    return i % 4 * (PAGE // 4) + part * (TOKENS // 4) + i // 4
+def _load_rows(x, x_token, token, D: tl.constexpr, N: tl.constexpr):
+    """Planes of those tokens' rows, see ``rows``; 0 beyond a row's end."""
+    p0 = _load_plane(x, x_token, token, 0, D, N)
+    p1 = _load_plane(x, x_token, token, 1, D, N)
+    p2 = _load_plane(x, x_token, token, 2, D, N)
+    p3 = _load_plane(x, x_token, token, 3, D, N)
+    return p0, p1, p2, p3
 
 
 @triton.jit
-def _load_rows(x, x_token, token, D: tl.constexpr, JP: tl.constexpr):
-    """float32 [TOKENS, 4, JP], (row, plane, j) is dim plane * D/4 + j; token [4 TOKENS]: the rows' tokens, four times.
-
-    Loaded with all planes' rows side by side, a thread gets all four planes of its rows, whatever the compiler prefers,
-    so that reductions cross few lanes.
-    """
-    D4: tl.constexpr = D // 4
-    plane, j = tl.arange(0, 4 * TOKENS) // TOKENS, tl.arange(0, JP)[None, :]
-    place = (token * x_token + plane * D4)[:, None] + j
-    x = tl.load(x + place, mask=(j < D4) & (plane >= 0)[:, None], other=0.0).to(tl.float32)
-    return tl.permute(tl.reshape(x, [4, TOKENS, JP]), (1, 0, 2))
+def _load_plane(x, x_token, token, plane: tl.constexpr, D: tl.constexpr, N: tl.constexpr):
+    n = tl.arange(0, N)[None, :]
+    place = (x + (token * x_token + plane * (D // 4))[:, None]).to(tl.pointer_type(tl.int32)) + n
+    if 2 * N == D // 4:
+        return tl.load(place)
+    else:
+        return tl.load(place, mask=2 * n < D // 4, other=0)
 
 
 @triton.jit
-def _channel_means(k, k_token, D: tl.constexpr, JP: tl.constexpr):
-    """The page's mean of every channel, FP16 [4, JP]: (plane, j) is dim plane * D/4 + j.
+def _channel_means(
+    k, k_token, record, part, CODES: tl.constexpr, D: tl.constexpr, N: tl.constexpr, PACKED: tl.constexpr
+):
+    """The page's mean of every channel, as ``rows.halves`` takes them; the first part stores them.
 
     Tokens are read twice, a work item's at a time, the second time from a cache.
     """
-    i = tl.arange(0, 4 * TOKENS) % TOKENS
-    most = tl.zeros([TOKENS, 4, JP], tl.float32)
-    for n in tl.static_range(PAGE // TOKENS):
-        most = tl.maximum(most, tl.abs(_load_rows(k, k_token, i + n * TOKENS, D, JP)))
-    up, down = powers(tl.max(most, 0))
-    first = tl.zeros([TOKENS, 4, JP], tl.int32)
-    for n in tl.static_range(PAGE // TOKENS):
-        first += integers(_load_rows(k, k_token, i + n * TOKENS, D, JP), up[None, :, :])
-    mean = tl.sum(first, 0).to(tl.float32) * (1 / PAGE) * down
-    return tl.minimum(tl.maximum(mean, -FP16_MAX), FP16_MAX).to(tl.float16)
+    low0, high0 = _plane_means(k, k_token, record, part, 0, CODES, D, N, PACKED)
+    low1, high1 = _plane_means(k, k_token, record, part, 1, CODES, D, N, PACKED)
+    low2, high2 = _plane_means(k, k_token, record, part, 2, CODES, D, N, PACKED)
+    low3, high3 = _plane_means(k, k_token, record, part, 3, CODES, D, N, PACKED)
+    return low0, high0, low1, high1, low2, high2, low3, high3
+
+
+@triton.jit
+def _plane_means(
+    k, k_token, record, part, plane: tl.constexpr, CODES: tl.constexpr, D: tl.constexpr, N: tl.constexpr,
+    PACKED: tl.constexpr,
+):  # fmt: skip
+    i, n = tl.arange(0, TOKENS), tl.arange(0, N)
+    most = tl.zeros([TOKENS, N], tl.int32)
+    for start in tl.static_range(0, PAGE, TOKENS):
+        most = pair_max(most, magnitudes(_load_plane(k, k_token, i + start, plane, D, N)), PACKED)
+    up_low, down_low = powers(tl.max(low_half(most), 0))
+    up_high, down_high = powers(tl.max(high_half(most), 0))
+    low, high = tl.zeros([TOKENS, N], tl.int32), tl.zeros([TOKENS, N], tl.int32)
+    for start in tl.static_range(0, PAGE, TOKENS):
+        x = _load_plane(k, k_token, i + start, plane, D, N)
+        low += integers(low_half(x), up_low[None, :])
+        high += integers(high_half(x), up_high[None, :])
+    low = to_half(tl.sum(low, 0).to(tl.float32) * (1 / PAGE) * down_low)
+    high = to_half(tl.sum(high, 0).to(tl.float32) * (1 / PAGE) * down_high)
+    if part == 0:
+        place = record.to(tl.pointer_type(tl.float16)) + (CODES.mean // 2 + plane * (D // 4)) + 2 * n
+        tl.store(place, low, mask=2 * n < D // 4)
+        tl.store(place + 1, high, mask=2 * n < D // 4)
+    return low.to(tl.float32), high.to(tl.float32)
+
+
+@triton.jit
+def _quantise_values(
+    v, v_token, record, rank, part, CODES: tl.constexpr, D: tl.constexpr, N: tl.constexpr, PACKED: tl.constexpr
+):
+    """Four bytes of every dim: byte i has tokens 16 n + 4 part + i, those of row 4 n + i, as its planes n."""
+    row = tl.arange(0, TOKENS)
+    token = row // 4 * (PAGE // 4) + part * (TOKENS // 4) + row % 4
+    x = _load_rows(v, v_token, token, D, N)
+    p0, p1, p2, p3 = _row_codes(x, x, token, record, rank, CODES, D, N, PACKED)
+    record += part * (TOKENS // 4)
+    _store_values(_low(p0, CODES) + (_low(p1, CODES) << 8), 2, record + CODES.low, 0, D, N)
+    _store_values(_low(p2, CODES) + (_low(p3, CODES) << 8), 2, record + CODES.low, 2, D, N)
+    if CODES.bits == 4:
+        _store_values(_high(p0) + (_high(p1) << 8), 2, record + CODES.high, 0, D, N)
+        _store_values(_high(p2) + (_high(p3) << 8), 2, record + CODES.high, 2, D, N)
+    elif CODES.bits == 3:  # dims of planes 2 and 3 are D/2 behind those of 0 and 1
+        high = _high(p0) + (_high(p1) << 8) + (_high(p2) << 4) + (_high(p3) << 12)
+        _store_values(high, 1, record + CODES.high, 0, D, N)
+
+
+@triton.jit
+def _store_values(codes, WIDTH: tl.constexpr, out, plane: tl.constexpr, D: tl.constexpr, N: tl.constexpr):
+    """Bytes of tokens n, WIDTH bits each, of dims of that plane and the next one.
+
+    codes: [TOKENS, N], each word with four bytes of one token: its two dims of the plane in bytes 0 and 2, of the next one in
+    1 and 3.
+    """
+    n = tl.arange(0, TOKENS) // (TOKENS // 4)
+    codes = tl.sum(tl.reshape(codes << (n * WIDTH)[:, None], [4, TOKENS // 4, N]), 0)
+    byte = tl.arange(0, 4)[None, None, :]
+    codes = (codes[:, :, None] >> (byte * 8)).to(tl.uint8)  # [TOKENS / 4, N, 4]
+    j = 2 * tl.arange(0, N)[None, :, None] + byte // 2
+    dim = (plane + byte % 2) * (D // 4) + j
+    place = out + dim * (PAGE // 4) + tl.arange(0, TOKENS // 4)[:, None, None]
+    tl.store(place, codes, mask=j < D // 4)
+
+
+@triton.jit
+def _low(codes, CODES: tl.constexpr):
+    """Two lower bits of the codes in a word's halves."""
+    return codes if CODES.bits == 2 else codes & 0x30003
+
+
+@triton.jit
+def _high(codes):
+    """What is above them."""
+    return (codes >> 2) & 0x30003
+
+
+@triton.jit
+def _two_bytes(word):
+    """The lower bytes of its halves, uint16."""
+    return (word | (word >> 8)).to(tl.uint16)
+
+
+@triton.jit
+def _row_codes(
+    x, means, token, record, rank, CODES: tl.constexpr, D: tl.constexpr, N: tl.constexpr, PACKED: tl.constexpr
+):
+    """The four planes' codes, see ``rows.plane_codes``; scales and zeros, [D / group, PAGE], are stored here.
+
+    rank points at the clip rank.
+    """
+    D4: tl.constexpr = D // 4
+    limit = tl.full([TOKENS], float("inf"), tl.float32)
+    if CODES.clips:
+        rank = tl.load(rank)
+        if rank > 0:
+            limit = clip_threshold(x, rank, D4, PACKED)
+    halves = record.to(tl.pointer_type(tl.float16)) + token
+    p0 = tl.zeros([TOKENS, N], tl.int32)
+    p1, p2, p3 = p0, p0, p0
+    GROUPS: tl.constexpr = D // CODES.group
+    for g in tl.static_range(GROUPS):
+        scale, zero = scale_zero(x, means, limit, g, CODES, D4, PACKED)
+        tl.store(halves + CODES.scale // 2 + g * PAGE, scale)
+        if CODES.has_zero:
+            tl.store(halves + CODES.zero // 2 + g * PAGE, zero)
+        p0 = plane_codes(p0, x, means, scale, zero, limit, 0, g, CODES, D4, PACKED)
+        p1 = plane_codes(p1, x, means, scale, zero, limit, 1, g, CODES, D4, PACKED)
+        p2 = plane_codes(p2, x, means, scale, zero, limit, 2, g, CODES, D4, PACKED)
+        p3 = plane_codes(p3, x, means, scale, zero, limit, 3, g, CODES, D4, PACKED)
+    return p0, p1, p2, p3
 
 
 @triton.jit
@@ -234,120 +352,37 @@ def _quantise_channels(k, k_token, record, part, CODES: tl.constexpr, D: tl.cons
     run, column = row // (4 * CP), row % CP
     live = column < COLUMNS
     dim = row // CP % 4 * (D // 4) + part * COLUMNS + column
-    token = run[:, None, None] * RUN + i[None, None, :]
-    x = tl.load(k + token * k_token + dim[:, None, None], mask=live[:, None, None], other=0.0)  # [rows, 1, RUN]
-    x = x.to(tl.float32)
-    scale, zero = scale_zero(x, True, 0.0, CODES, True)
+    token = run[:, None] * RUN + i[None, :]
+    x = tl.load(k + token * k_token + dim[:, None], mask=live[:, None], other=0.0).to(tl.float32)  # [rows, RUN]
+    if CODES.statistic == "minmax":
+        scale, zero = from_extremes(tl.min(x, 1), tl.max(x, 1), 0.0, CODES)
+    else:
+        up, down = powers(tl.max(tl.abs(x), 1))
+        q = integers(x, up[:, None])
+        scale, zero = from_sums(tl.sum(q, 1), tl.sum(q * q, 1), down, CODES)
     place = record.to(tl.pointer_type(tl.float16)) + run * D + dim
     tl.store(place + CODES.scale // 2, scale, mask=live)
     tl.store(place + CODES.zero // 2, zero, mask=live)
-    codes, high = row_codes(x, scale, zero, 0.0, CODES)
-    if CODES.bits > 2:
-        codes -= 4.0 * high
+    codes = tl.zeros(x.shape, tl.int32)
+    step, start = scale.to(tl.float32), zero.to(tl.float32)
+    THRESHOLDS: tl.constexpr = CODES.thresholds
+    for n in tl.static_range(THRESHOLDS):
+        codes += (x > threshold(step, start, 0.0, n, CODES)[:, None]).to(tl.int32)
     plane, c = tl.arange(0, 4)[None, :, None, None], tl.arange(0, CP)[:, None]
     live = c < COLUMNS
     place = record + part * COLUMNS + c + key_row(tl.arange(0, PAGE))[None, :] * (D // 4)  # [CP, PAGE]
-    tl.store(place + CODES.low, _pack_channels(codes, _power_of_4(plane), RUNS, CP, RUN), mask=live)
+    tl.store(place + CODES.low, _pack_channels(codes & 3, 2 * plane, RUNS, CP, RUN), mask=live)
     if CODES.bits == 4:
-        tl.store(place + CODES.high, _pack_channels(high, _power_of_4(plane), RUNS, CP, RUN), mask=live)
+        tl.store(place + CODES.high, _pack_channels(codes >> 2, 2 * plane, RUNS, CP, RUN), mask=live)
     elif CODES.bits == 3:
-        packed = tl.reshape(_pack_channels(high, _power_of_2(plane), RUNS, CP, RUN), [CP, 2, PAGE // 2])
+        packed = tl.reshape(_pack_channels(codes >> 2, plane, RUNS, CP, RUN), [CP, 2, PAGE // 2])
         packed = tl.sum(packed.to(tl.int32) << (tl.arange(0, 2) * 4)[None, :, None], 1)
         place = record + part * COLUMNS + c + key_row(tl.arange(0, PAGE // 2))[None, :] * (D // 4)
         tl.store(place + CODES.high, packed.to(tl.uint8), mask=live)
 
 
 @triton.jit
-def _pack_channels(codes, weight, RUNS: tl.constexpr, CP: tl.constexpr, RUN: tl.constexpr):
-    """[RUNS * 4 * CP, 1, RUN] to the four planes' bytes, uint8 [CP, PAGE]."""
-    packed = tl.sum(tl.reshape(codes, [RUNS, 4, CP, RUN]) * weight, 1)
-    return tl.reshape(tl.permute(_integers(packed).to(tl.uint8), (1, 0, 2)), [CP, RUNS * RUN])
-
-
-@triton.jit
-def _quantise_values(v, v_token, record, rank, part, CODES: tl.constexpr, D: tl.constexpr, JP: tl.constexpr):
-    """TOKENS / 16 words of each dim, in parts; row (word, i, n) is token n * PAGE/4 + 4 word + i: plane n of byte i."""
-    row = tl.arange(0, TOKENS)
-    n = row % 4
-    x = _load_rows(v, v_token, _value_token(tl.arange(0, 4 * TOKENS) % TOKENS, part), D, JP)
-    mean = tl.zeros([4, JP], tl.float32)
-    codes, high = _quantise_rows(x, _value_token(row, part), mean, record, rank, CODES, D, JP)
-    if CODES.bits > 2:
-        codes -= 4.0 * high
-    _pack_values(codes, _power_of_4(n), record + CODES.low, part, 4, D, JP)
-    if CODES.bits == 4:
-        _pack_values(high, _power_of_4(n), record + CODES.high, part, 4, D, JP)
-    elif CODES.bits == 3:  # dims of planes 2 and 3 are D/2 behind those of 0 and 1
-        high = tl.reshape(high, [TOKENS, 2, 2, JP]) * tl.where(tl.arange(0, 2) == 1, 16.0, 1.0)[None, :, None, None]
-        _pack_values(tl.sum(high, 1), _power_of_2(n), record + CODES.high, part, 2, D, JP)
-
-
-@triton.jit
-def _pack_values(codes, weight, out, part, PLANES: tl.constexpr, D: tl.constexpr, JP: tl.constexpr):
-    """Store [TOKENS, PLANES, JP]: byte i of dim (plane, j) is the sum over n of codes times weight [TOKENS]."""
-    j = tl.arange(0, JP)[None, None, :]
-    # Four neighbouring dims to a word, then the four n of each: one token i in each byte of [4 WORDS, PLANES, JP/4].
-    codes *= weight[:, None, None] * tl.where(j % 2 == 0, 1.0, 256.0)
-    packed = _integers(tl.sum(tl.reshape(codes, [TOKENS, PLANES, JP // 2, 2]), 3)) & 0xFFFF
-    packed = packed << (tl.arange(0, JP // 2) % 2 * 16)[None, None, :]
-    packed = tl.sum(tl.reshape(packed, [TOKENS, PLANES, JP // 4, 2]), 3)
-    packed = tl.sum(tl.reshape(packed, [TOKENS // 4, 4, PLANES, JP // 4]), 1)
-    packed = packed[:, :, :, None] >> (tl.arange(0, 4) * 8)[None, None, None, :]
-    packed = tl.reshape(packed, [TOKENS // 4, PLANES, JP]).to(tl.uint8)
-    dim = tl.arange(0, PLANES)[None, :, None] * (D // 4) + j
-    byte = part * (TOKENS // 4) + tl.arange(0, TOKENS // 4)[:, None, None]
-    tl.store(out + dim * (PAGE // 4) + byte, packed, mask=j < D // 4)
-
-
-@triton.jit
-def _power_of_4(n):
-    """4^n, float32, for n in 0..3."""
-    return _power_of_2(n * 2)
-
-
-@triton.jit
-def _power_of_2(n):
-    """2^n, float32."""
-    return ((n + 127) << 23).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _integers(x):
-    """Small whole numbers held in float32 as integers, in the low 16 bits."""
-    return (x + 8388608.0).to(tl.int32, bitcast=True)
-
-
-@triton.jit
-def _quantise_rows(x, token, mean, record, rank, CODES: tl.constexpr, D: tl.constexpr, JP: tl.constexpr):
-    """Codes [TOKENS, 4, JP] of x, those tokens as ``_load_rows`` gives them, see ``row_codes``.
-
-    mean: float32 [4, JP], taken off first if they are centred. Scales and zeros, [D / group, PAGE], are stored here;
-    rank points at the clip rank.
-    """
-    D4: tl.constexpr = D // 4
-    GROUP: tl.constexpr = CODES.group
-    ALL: tl.constexpr = GROUP == D and JP == D4
-    plane, j = tl.arange(0, 4)[None, :, None], tl.arange(0, JP)[None, None, :]
-    if CODES.centred:
-        x -= mean[None, :, :]
-    limit = tl.full([TOKENS], float("inf"), tl.float32)
-    if CODES.clips:
-        rank = tl.load(rank)
-        if rank > 0:
-            limit = clip_threshold(x, rank, D4, JP)
-    halves = record.to(tl.pointer_type(tl.float16)) + token
-    codes = tl.zeros([TOKENS, 4, JP], tl.float32)
-    high = codes
-    for g in tl.static_range(D // GROUP):
-        inside = (j < D4) & ((plane * D4 + j) // GROUP == g)
-        scale, zero = scale_zero(x, inside, limit, CODES, ALL)
-        tl.store(halves + CODES.scale // 2 + g * PAGE, scale)
-        if CODES.has_zero:
-            tl.store(halves + CODES.zero // 2 + g * PAGE, zero)
-        these, these_high = row_codes(x, scale, zero, limit, CODES)
-        if GROUP == D:
-            codes, high = these, these_high
-        else:
-            codes = tl.where(inside, these, codes)
-            high = tl.where(inside, these_high, high)
-    return codes, high
+def _pack_channels(codes, shift, RUNS: tl.constexpr, CP: tl.constexpr, RUN: tl.constexpr):
+    """[RUNS * 4 * CP, RUN] to the four planes' bytes, uint8 [CP, PAGE]."""
+    packed = tl.sum(tl.reshape(codes, [RUNS, 4, CP, RUN]) << shift, 1)
+    return tl.reshape(tl.permute(packed.to(tl.uint8), (1, 0, 2)), [CP, RUNS * RUN])

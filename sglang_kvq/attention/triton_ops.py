@@ -115,7 +115,7 @@ class TritonOps(AttentionOps):
         pool = self.pool
         for store in pool.stores:
             record = record_of(store.format)
-            rest = (pool.ranks, pool.overlays, slots, pages, count, self._sms * 10)
+            rest = (pool.ranks, pool.overlays, slots, pages, count, self._sms * 16)
             quantise_slots(store.records, record, store.layer_ids, *rest)
 
     def plan_decode(self, rows, seq_lens):

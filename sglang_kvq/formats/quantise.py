@@ -7,7 +7,7 @@ are used, each rounded by itself and none in an order that matters, so that torc
     minmax   scale = fp16((max x - min x) * f32(1 / top)),              zero = fp16(min x)
     moments  scale = fp16(2^-s * (sqrt(n S2 - S1^2) * f32(unit / n))),  zero = fp16(2^-s * (S1 * f32(1 / n)) - middle * scale)
     norm     scale = fp16(2^-s * (sqrt(S2) * f32(unit / sqrt(n)))),     no zero: the levels are centred on 0
-    code     = #{t in thresholds : x - zero > t * scale},               norm: #{t : x > (t - middle) * scale}
+    code     = #{t in thresholds : x > zero + t * scale},               norm: #{t : x > (t - middle) * scale}
     mean     = fp16(2^-s * (S1 * f32(1 / n)))                           of centred codes: over a channel's n tokens of a page;
                                                                         x above is then f32(x - mean)
 
@@ -70,13 +70,11 @@ def quantise_rows(
     table = code.table(head_dim or x.shape[-1])
     x = clip_rows(x.float(), rank).unflatten(-1, (-1, group))
     scale, zero = _STATISTICS[code.statistic](x, table)
-    offset = x - zero.float() if code.has_zero else x
-    shift = 0.0 if code.has_zero else table.middle
-    step = scale.float()
+    start, shift = (zero.float(), 0.0) if code.has_zero else (0.0, table.middle)
     codes = torch.zeros(x.shape, dtype=torch.uint8, device=x.device)
     for threshold in table.thresholds:
-        # The product of a half and a small multiple of 0.5 is exact in float32: comparisons cannot differ.
-        codes += offset > (threshold - shift) * step
+        # The product of a half and a small multiple of 0.5 is exact in float32: only the sum is rounded.
+        codes += x > (threshold - shift) * scale.float() + start
     return codes.flatten(-2), scale.squeeze(-1), zero.squeeze(-1) if code.has_zero else None
 
 

@@ -1,0 +1,147 @@
+"""Two BF16 numbers in a word, for two at a time: comparing one of them costs half an instruction.
+
+Whether something holds is counted in *ones*, words whose halves are 0 or 1, and their sums: BF16 numbers, added by the
+same kind of instruction, if PACKED, which says that the device has these (``common.has_pairs``); else integers. Without
+them the halves are compared one by one, as float32, which holds them exactly.
+"""
+
+import triton
+import triton.language as tl
+
+#: Pairs of infinity and of minus infinity.
+INFINITY = tl.constexpr(0x7F807F80)
+MINUS_INFINITY = tl.constexpr(0xFF80FF80 - 2**32)
+#: Pair of 128: added to it, a whole number below 128 is in the last bits.
+_WHOLE = tl.constexpr(0x43004300)
+_LOW = tl.constexpr(0xFFFF)
+_HIGH = tl.constexpr(-0x10000)
+
+
+@triton.jit
+def low_half(pair):
+    """The number in the lower half, the one that comes first in memory: float32."""
+    return (pair << 16).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def high_half(pair):
+    return (pair & _HIGH).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def magnitudes(pair):
+    return pair & 0x7FFF7FFF
+
+
+@triton.jit
+def pair_max(a, b, PACKED: tl.constexpr):
+    if PACKED:
+        return _max(a, b)
+    else:
+        return _join(tl.maximum(low_half(a), low_half(b)), tl.maximum(high_half(a), high_half(b)))
+
+
+@triton.jit
+def pair_min(a, b, PACKED: tl.constexpr):
+    if PACKED:
+        return _min(a, b)
+    else:
+        return _join(tl.minimum(low_half(a), low_half(b)), tl.minimum(high_half(a), high_half(b)))
+
+
+@triton.jit
+def row_max(pairs, PACKED: tl.constexpr):
+    """Largest number of a row: float32 [ROWS]."""
+    if PACKED:
+        both = tl.reduce(pairs, 1, _max)
+        return tl.maximum(low_half(both), high_half(both))
+    else:
+        return tl.max(tl.maximum(low_half(pairs), high_half(pairs)), 1)
+
+
+@triton.jit
+def row_min(pairs, PACKED: tl.constexpr):
+    if PACKED:
+        both = tl.reduce(pairs, 1, _min)
+        return tl.minimum(low_half(both), high_half(both))
+    else:
+        return tl.min(tl.minimum(low_half(pairs), high_half(pairs)), 1)
+
+
+@triton.jit
+def above(pair, bound, PACKED: tl.constexpr):
+    """Ones where a number is above a bound, which is any float32."""
+    if PACKED:
+        # To be above it is to be above the largest BF16 number that is not.
+        bits = bound.to(tl.int32, bitcast=True)
+        bits += (bits >> 31) & _LOW
+        return _instruction("set.gt.bf16x2.bf16x2 $0, $1, $2;", pair, (bits & _HIGH) | ((bits >> 16) & _LOW))
+    else:
+        return (low_half(pair) > bound).to(tl.int32) + ((high_half(pair) > bound).to(tl.int32) << 16)
+
+
+@triton.jit
+def at_least(size, edge, PACKED: tl.constexpr):
+    """Ones where a magnitude is at least a BF16 number, given by its bits, which are ordered as magnitudes are: int32."""
+    if PACKED:
+        return _instruction("set.ge.bf16x2.bf16x2 $0, $1, $2;", size, edge * 0x10001)
+    else:
+        return ((size & _LOW) >= edge).to(tl.int32) + (((size >> 16) >= edge).to(tl.int32) << 16)
+
+
+@triton.jit
+def plus(a, b, PACKED: tl.constexpr):
+    """Sum of ones, at most 256 in each half."""
+    if PACKED:
+        return _add(a, b)
+    else:
+        return a + b
+
+
+@triton.jit
+def count(ones, PACKED: tl.constexpr):
+    """How many there are in a row: float32 [ROWS]."""
+    if PACKED:
+        both = tl.reduce(ones, 1, _add)
+        return low_half(both) + high_half(both)
+    else:
+        both = tl.sum(ones, 1)
+        return ((both & _LOW) + (both >> 16)).to(tl.float32)
+
+
+@triton.jit
+def none(SHAPE: tl.constexpr, PACKED: tl.constexpr):
+    """What up to 15 ones may be added to for ``integers_of``."""
+    return tl.full(SHAPE, _WHOLE if PACKED else 0, tl.int32)
+
+
+@triton.jit
+def integers_of(ones):
+    """Ones added to ``none``, as integers in the halves of a word."""
+    return ones & 0xF000F
+
+
+@triton.jit
+def _join(low, high):
+    """Two float32 that are BF16 numbers, as a pair."""
+    return ((low.to(tl.int32, bitcast=True) >> 16) & _LOW) | (high.to(tl.int32, bitcast=True) & _HIGH)
+
+
+@triton.jit
+def _max(a, b):
+    return _instruction("max.bf16x2 $0, $1, $2;", a, b)
+
+
+@triton.jit
+def _min(a, b):
+    return _instruction("min.bf16x2 $0, $1, $2;", a, b)
+
+
+@triton.jit
+def _add(a, b):
+    return _instruction("add.rn.bf16x2 $0, $1, $2;", a, b)
+
+
+@triton.jit
+def _instruction(asm: tl.constexpr, a, b):
+    return tl.inline_asm_elementwise(asm, "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1)
