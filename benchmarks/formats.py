@@ -52,7 +52,9 @@ class Case:
 
 CODES = [
     *(Case(f"{method} {bits}", method, bits) for method in ("oscar", "oscar-lloyd-max", "turboquant") for bits in (2, 3, 4)),
-    *(Case("kivi 2", "kivi"), Case("kivi 4", "kivi", 4), Case("int4", "int4", 4), Case("oscar 2, groups of 32", group=32)),
+    *(Case("kivi 2", "kivi"), Case("kivi 4", "kivi", 4), Case("int4", "int4", 4)),
+    *(Case(f"oscar 2, groups of {group}", group=group) for group in (32, 64)),
+    Case("oscar-lloyd-max 2, groups of 32", "oscar-lloyd-max", group=32),
 ]
 GEOMETRIES = [
     *(Case(f"{q} over {kv} heads", q_heads=q, kv_heads=kv) for q, kv in ((32, 32), (32, 16), (40, 8), (64, 8), (128, 8))),

@@ -7,6 +7,8 @@ per token, and queries q:
     q k     = s_k (q c_k) + z_k sum(q)            the affine terms stay outside the product
     sum p v = sum (p s_v) c_v + sum p z_v         s_v is folded into p, z_v is one number per query head
 
+Where a head has several groups, q k is a sum over them, and p, computed once, is multiplied by each group's s_v in turn.
+
 Both products run on INT8 tensor cores with tokens (then dims of V) on the 16-row side, where codes lie
 packed in memory the way the operand wants them in registers, and query heads on the 8-column side. Each
 head has two columns, the high and low part of its INT8 split: x = unit (high + low / 256), 15 bits.
@@ -24,13 +26,16 @@ from sglang_kvq.kernels.decode_general import history_general
 from sglang_kvq.kernels.int8 import (
     MAGIC_BITS,
     base_of,
+    empty_groups,
     group_product,
+    group_scales,
     join_parts,
     query_operands,
-    split_int8,
+    spread_sum,
+    stack_groups,
     tile_rows,
     tile_scales,
-    token_planes,
+    weight_operands,
 )
 from sglang_kvq.kernels.plan import FIELDS, OVERLAY_TILE
 
@@ -88,9 +93,9 @@ def is_fast(record: Record) -> bool:
     return plain and k.group == v.group and not k.centred
 
 
-def value_dims(record: Record) -> int:
-    """Dims of V that a program reads: of one group, and no more than its registers hold."""
-    return record.v.group if is_fast(record) else min(record.v.group, 128)
+def value_dims(head_dim: int) -> int:
+    """Dims of V that a program accumulates: no more than its registers hold."""
+    return min(head_dim, 128)
 
 
 def decode(
@@ -126,9 +131,9 @@ def decode(
         plain: unpack codes without inline assembly, as the interpreter must.
     """
     count, q_heads, d = out.shape
-    kv_heads, group = records.shape[1], value_dims(record)
+    kv_heads, dims = records.shape[1], value_dims(d)
     heads = max(4, triton.next_power_of_2(q_heads // kv_heads))
-    _decode[(kv_heads * (d // group), count)](
+    _decode[(kv_heads * (d // dims), count)](
         out, lse, q, items, scale * LOG2E,
         records, overlays, page_slot, req_to_token,
         q.stride(0), q.stride(1), req_to_token.stride(0),
@@ -140,8 +145,8 @@ def decode(
         D=d,
         DP=triton.next_power_of_2(d),
         JP=max(32, triton.next_power_of_2(d // 4)),
-        GROUP=group,
-        VP=triton.next_power_of_2(group),
+        DIMS=dims,
+        VP=triton.next_power_of_2(dims),
         PLAIN=plain,
         EARLY=early,
         OVERLAP=overlap,
@@ -159,12 +164,12 @@ def _decode(
     records, overlays, page_slot, req_to_token,
     q_token, q_head, table_row,
     RECORD: tl.constexpr, FAST: tl.constexpr, Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEADS: tl.constexpr,
-    D: tl.constexpr, DP: tl.constexpr, JP: tl.constexpr, GROUP: tl.constexpr, VP: tl.constexpr,
+    D: tl.constexpr, DP: tl.constexpr, JP: tl.constexpr, DIMS: tl.constexpr, VP: tl.constexpr,
     PLAIN: tl.constexpr, EARLY: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Program (kv_head * groups + value group, item)."""
-    head = tl.program_id(0) // (D // GROUP)
-    v_first = tl.program_id(0) % (D // GROUP) * GROUP  # this program's dims of V
+    """Program (kv_head * parts + part of V, item)."""
+    head = tl.program_id(0) // (D // DIMS)
+    v_first = tl.program_id(0) % (D // DIMS) * DIMS  # this program's dims of V
     SHARED: tl.constexpr = Q_HEADS // KV_HEADS
     item = items + tl.program_id(1) * FIELDS
     request = tl.load(item)
@@ -185,17 +190,17 @@ def _decode(
             if FAST:
                 acc, total, top = _history(
                     q, q_head, page_a, page_b, table, first, last, length, records, head, v_first, scale_log2,
-                    KV_HEADS, SHARED, HEADS, D, DP, JP, GROUP, VP, PLAIN,
+                    RECORD.k.group, KV_HEADS, SHARED, HEADS, D, DP, JP, DIMS, VP, PLAIN,
                 )  # fmt: skip
             else:
                 acc, total, top = history_general(
                     q, q_head, page_a, page_b, table, first, last, length, records, head, v_first, scale_log2,
-                    RECORD, KV_HEADS, SHARED, HEADS, D, DP, JP, GROUP, VP, PLAIN,
+                    RECORD, KV_HEADS, SHARED, HEADS, D, DP, JP, DIMS, VP, PLAIN,
                 )  # fmt: skip
         if first_tile < last_tile:
             acc_o, total_o, top_o = _overlay(
                 q, q_head, table, first_tile, last_tile, begin, end, length, overlays, page_slot, head, v_first,
-                scale_log2, KV_HEADS, SHARED, HEADS, D, DP, GROUP, VP,
+                scale_log2, KV_HEADS, SHARED, HEADS, D, DP, DIMS, VP,
             )  # fmt: skip
             new_top = tl.maximum(top, top_o)
             decay, decay_o = tl.exp2(top - new_top), tl.exp2(top_o - new_top)
@@ -208,14 +213,14 @@ def _decode(
         result = (tl.program_id(1) * Q_HEADS + head * SHARED + h).to(tl.int64)  # [HEADS]
         tl.store(lse + result, top + tl.log2(total), mask=h < SHARED)
         place = out + result[None, :] * D + v_first + dim[:, None]
-        tl.store(place, acc / total[None, :], mask=(dim < GROUP)[:, None] & (h < SHARED)[None, :])
+        tl.store(place, acc / total[None, :], mask=(dim < DIMS)[:, None] & (h < SHARED)[None, :])
 
 
 @triton.jit
 def _history(
     q, q_head, page_a, page_b, table, first, last, length, records, head, v_first, scale_log2,
-    KV_HEADS: tl.constexpr, SHARED: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-    JP: tl.constexpr, GROUP: tl.constexpr, VP: tl.constexpr, PLAIN: tl.constexpr,
+    GROUP: tl.constexpr, KV_HEADS: tl.constexpr, SHARED: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr,
+    DP: tl.constexpr, JP: tl.constexpr, DIMS: tl.constexpr, VP: tl.constexpr, PLAIN: tl.constexpr,
 ):  # fmt: skip
     """Records of pages first .. last: (acc [VP, HEADS], denominator [HEADS], maximum [HEADS]), base 2.
 
@@ -232,6 +237,9 @@ def _history(
     CODES: tl.constexpr = PAGE * D4
     SCALES: tl.constexpr = PAGE * (D // GROUP)
     RECORD: tl.constexpr = 2 * CODES + 8 * SCALES
+    OWN: tl.constexpr = GROUP if GROUP < DIMS else DIMS  # dims of V that share a scale
+    GROUPS: tl.constexpr = DIMS // OWN
+    ROWS: tl.constexpr = VP if GROUPS == 1 else OWN
 
     dim = tl.arange(0, DP)
     # Planes 1 and 3 carry four times their code.
@@ -243,18 +251,16 @@ def _history(
     j = tl.arange(0, JP)
     k_row = plane * QUARTER + row % QUARTER  # which holds that token: ``common.key_row``
     k_place = k_row[:, None] * D4 + j[None, :]
-    dim_v = tl.arange(0, VP)
+    dim_v = tl.arange(0, ROWS)
     v_place = CODES + (v_first + dim_v)[None, :, None] * QUARTER + tl.arange(0, QUARTER)[None, None, :]
     records += head * RECORD
-    # Scales and zeros, of K's first group and of this program's group of V, in one load: [page, kind, which, token].
+    # Scales and zeros, of K's first group and of this program's first of V, in one load: [page, kind, which, token].
     which = tl.arange(0, 4)[None, :, None]
     scale_place = which * SCALES + which // 2 * (v_first // GROUP * PAGE) + tl.arange(0, PAGE)[None, None, :]
 
-    acc = tl.zeros([VP, HEADS], tl.float32)
+    accs, zeros = empty_groups(GROUPS, ROWS, HEADS)
     top = tl.full([HEADS], NEVER, tl.float32)
-    # Sums stay spread over eight rows, which eight lanes hold, until the end.
     total = tl.zeros([8, HEADS], tl.float32)
-    zeros = tl.zeros([8, HEADS], tl.float32)
     for index in tl.range(first, last, 2):
         base_a, base_b = page_a * (KV_HEADS * RECORD), page_b * (KV_HEADS * RECORD)
         page_a = page_of(table, tl.minimum(index + 2, last - 1))
@@ -266,11 +272,13 @@ def _history(
             k = tl.load(base[:, None] + k_place, mask=(j < D4)[None, :], other=0)
         both = records + base_of(tl.arange(0, 2) == 1, base_a, base_b)[:, None, None]  # [2, 1, 1]
         # Page by page, so that neighbouring lanes read neighbouring bytes.
-        if GROUP == VP:
-            v = tl.load(both + v_place)  # [2, VP, QUARTER]
-        else:
-            v = tl.load(both + v_place, mask=(dim_v < GROUP)[None, :, None], other=0)
-        v = tl.reshape(tl.permute(v, (1, 0, 2)), [VP, 2 * QUARTER])
+        values = ()
+        for g in tl.static_range(GROUPS):
+            if ROWS == OWN:
+                v = tl.load(both + v_place + g * (OWN * QUARTER))  # [2, ROWS, QUARTER]
+            else:
+                v = tl.load(both + v_place, mask=(dim_v < OWN)[None, :, None], other=0)
+            values += (tl.reshape(tl.permute(v, (1, 0, 2)), [ROWS, 2 * QUARTER]),)
         scales = (both + 2 * CODES).to(tl.pointer_type(tl.float16))
         s_k, z_k, s_v, z_v = tile_scales(tl.load(scales + scale_place))  # [TILE] each
 
@@ -278,9 +286,7 @@ def _history(
         x = tl.zeros([TILE, HEADS], tl.float32)
         for g in tl.static_range(D // GROUP):
             if g > 0:
-                more = (base + 2 * CODES).to(tl.pointer_type(tl.float16)) + g * PAGE + token
-                s_k = tl.load(more).to(tl.float32)
-                z_k = tl.load(more + SCALES).to(tl.float32)
+                s_k, z_k = group_scales(scales + g * PAGE, SCALES)
             products = tl.full([TILE, COLUMNS], MAGIC_BITS, tl.int32)
             products = group_product(k0, q0, products, 0, g, D4, JP, GROUP)
             products = group_product(k1, q1, products, 1, g, D4, JP, GROUP)
@@ -295,21 +301,22 @@ def _history(
         decay = tl.exp2(top - new_top)
         top = new_top
         p = tl.exp2(x - top[None, :])
-        total = total * decay[None, :] + tl.sum(tl.reshape(p, [TILE // 8, 8, HEADS]), 0)
-        zeros = zeros * decay[None, :] + tl.sum(tl.reshape(p * z_v[:, None], [TILE // 8, 8, HEADS]), 0)
-        p = p * s_v[:, None]
-        p_unit = tl.max(p, 0) * (1 / 127) + 1e-30  # [HEADS]
-        p = p * (fraction[:, None] * (1.0 / p_unit)[None, :])
-        high, low = split_int8(p)
-        p0, p1, p2, p3 = token_planes(tl.reshape(tl.join(high, low), [TILE, COLUMNS]), COLUMNS)
-        v0, v1, v2, v3 = _unpack4(v, PLAIN)
-        products = tl.full([VP, COLUMNS], MAGIC_BITS, tl.int32)
-        products = tl.dot(v0, p0, products, out_dtype=tl.int32)
-        products = tl.dot(v1, p1, products, out_dtype=tl.int32)
-        products = tl.dot(v2, p2, products, out_dtype=tl.int32)
-        products = tl.dot(v3, p3, products, out_dtype=tl.int32)
-        acc = acc * decay[None, :] + join_parts(products, VP, HEADS) * p_unit[None, :]
-    return acc + tl.sum(zeros, 0)[None, :], tl.sum(total, 0), top
+        total = total * decay[None, :] + spread_sum(p, HEADS)
+        old_accs, old_zeros = accs, zeros
+        accs, zeros = (), ()
+        for g in tl.static_range(GROUPS):
+            if g > 0:
+                s_v, z_v = group_scales(scales + (2 * SCALES + g * PAGE) + v_first // GROUP * PAGE, SCALES)
+            zeros += (old_zeros[g] * decay[None, :] + spread_sum(p * z_v[:, None], HEADS),)
+            p0, p1, p2, p3, p_unit = weight_operands(p, s_v, fraction, HEADS)
+            v0, v1, v2, v3 = _unpack4(values[g], PLAIN)
+            products = tl.full([ROWS, COLUMNS], MAGIC_BITS, tl.int32)
+            products = tl.dot(v0, p0, products, out_dtype=tl.int32)
+            products = tl.dot(v1, p1, products, out_dtype=tl.int32)
+            products = tl.dot(v2, p2, products, out_dtype=tl.int32)
+            products = tl.dot(v3, p3, products, out_dtype=tl.int32)
+            accs += (old_accs[g] * decay[None, :] + join_parts(products, ROWS, HEADS) * p_unit[None, :],)
+    return stack_groups(accs, zeros), tl.sum(total, 0), top
 
 
 @triton.jit
@@ -343,7 +350,7 @@ def _unpack4(packed, PLAIN: tl.constexpr):
 def _overlay(
     q, q_head, table, first, last, begin, end, length, overlays, page_slot, head, v_first, scale_log2,
     KV_HEADS: tl.constexpr, SHARED: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-    GROUP: tl.constexpr, VP: tl.constexpr,
+    DIMS: tl.constexpr, VP: tl.constexpr,
 ):  # fmt: skip
     """Overlay tiles first .. last of the request's pages outside the history; results as ``_history``."""
     TILE: tl.constexpr = OVERLAY_TILE
@@ -367,7 +374,7 @@ def _overlay(
         k = tl.load(base + dim[None, :], mask=live[:, None] & (dim < D)[None, :], other=0.0)
         v = tl.load(
             base + KV_HEADS * PAGE * D + v_first + dim_v[None, :],
-            mask=live[:, None] & (dim_v < GROUP)[None, :],
+            mask=live[:, None] & (dim_v < DIMS)[None, :],
             other=0.0,
         )
         x = dot(k, q_all, tl.zeros([TILE, COLUMNS], tl.float32)) * scale_log2

@@ -16,15 +16,19 @@ from sglang_kvq.kernels.common import PAGE, page_of
 from sglang_kvq.kernels.int8 import (
     MAGIC_BITS,
     base_of,
+    empty_groups,
     group_product,
+    group_scales,
     int8_columns,
     join_parts,
     load_plane,
     query_operands,
-    split_int8,
+    spread_sum,
+    stack,
+    stack_groups,
     tile_rows,
     tile_scales,
-    token_planes,
+    weight_operands,
 )
 from sglang_kvq.kernels.unpack import centre, in_steps, multiple, step, unpack, unpack_odd
 
@@ -39,14 +43,17 @@ def history_general(
 ):  # fmt: skip
     """Records of pages first .. last: (acc [VP, HEADS], denominator [HEADS], maximum [HEADS]), base 2.
 
-    page_a and page_b are the ids of the first two; acc are dims v_first .. v_first + DIMS, within one group of V. Tiles and rows are those of ``decode._history``.
+    page_a and page_b are the ids of the first two; acc are dims v_first .. v_first + DIMS. Tiles and rows are those of
+    ``decode._history``.
     """
     KEYS: tl.constexpr = RECORD.k
     VALUES: tl.constexpr = RECORD.v
     TILE: tl.constexpr = 2 * PAGE
     COLUMNS: tl.constexpr = 2 * HEADS
-    QUARTER: tl.constexpr = PAGE // 4
     D4: tl.constexpr = D // 4
+    OWN: tl.constexpr = VALUES.group if VALUES.group < DIMS else DIMS  # dims of V that share a scale
+    GROUPS: tl.constexpr = DIMS // OWN
+    ROWS: tl.constexpr = VP if GROUPS == 1 else OWN
 
     dim = tl.arange(0, DP)
     if not KEYS.channel:
@@ -57,19 +64,17 @@ def history_general(
     records += head * RECORD.bytes
     scale_place = _scale_places(v_first, RECORD, PAGE)  # [1, 4, PAGE]
 
-    acc = tl.zeros([VP, HEADS], tl.float32)
+    accs, zeros = empty_groups(GROUPS, ROWS, HEADS)
     top = tl.full([HEADS], NEVER, tl.float32)
-    # Sums stay spread over eight rows, which eight lanes hold, until the end.
     total = tl.zeros([8, HEADS], tl.float32)
-    zeros = tl.zeros([8, HEADS], tl.float32)
     for index in tl.range(first, last, 2):
         base_a, base_b = page_a * (KV_HEADS * RECORD.bytes), page_b * (KV_HEADS * RECORD.bytes)
         page_a = page_of(table, tl.minimum(index + 2, last - 1))
         page_b = page_of(table, tl.minimum(index + 3, last - 1))
-        base = records + base_of(second, base_a, base_b)  # [TILE]
         both = records + base_of(tl.arange(0, 2) == 1, base_a, base_b)[:, None, None]  # [2, 1, 1]
         k0, k1, k2, k3, odd0, odd1, odd2, odd3 = _keys(records, base_a, base_b, KEYS, D4, JP, PLAIN)
-        s_k, z_k, s_v, z_v = tile_scales(tl.load(both.to(tl.pointer_type(tl.float16)) + scale_place))  # [TILE] each
+        scales = both.to(tl.pointer_type(tl.float16))
+        s_k, z_k, s_v, z_v = tile_scales(tl.load(scales + scale_place))  # [TILE] each
         x = tl.zeros([TILE, HEADS], tl.float32)
         if KEYS.channel:
             RUN: tl.constexpr = KEYS.group
@@ -90,10 +95,7 @@ def history_general(
                 x += tl.where(second[:, None], mean_b[None, :], mean_a[None, :]) * scale_log2
             for g in tl.static_range(D // GROUP):
                 if g > 0:
-                    more = base.to(tl.pointer_type(tl.float16)) + g * PAGE + token
-                    s_k = tl.load(more + KEYS.scale // 2).to(tl.float32)
-                    if KEYS.has_zero:
-                        z_k = tl.load(more + KEYS.zero // 2).to(tl.float32)
+                    s_k, z_k = group_scales(scales + (KEYS.scale // 2 + g * PAGE), _zero_step(KEYS))
                 products = _products(
                     k0, k1, k2, k3, odd0, odd1, odd2, odd3, q0, q1, q2, q3, KEYS, TILE, COLUMNS, g, GROUP, D4, JP
                 )
@@ -108,21 +110,27 @@ def history_general(
         decay = tl.exp2(top - new_top)
         top = new_top
         p = tl.exp2(x - top[None, :])
-        total = total * decay[None, :] + tl.sum(tl.reshape(p, [TILE // 8, 8, HEADS]), 0)
-        if _needs_zero(VALUES):
-            from_zeros = tl.reshape(p * _zero(s_v, z_v, VALUES)[:, None], [TILE // 8, 8, HEADS])
-            zeros = zeros * decay[None, :] + tl.sum(from_zeros, 0)
-        p = p * s_v[:, None]
-        p_unit = tl.max(p, 0) * (1 / 127) + 1e-30  # [HEADS]
-        p = p * (fraction[:, None] * (1.0 / p_unit)[None, :])
-        high, low = split_int8(p)
-        v0, v1, v2, v3, odd0, odd1, odd2, odd3 = _values(both, v_first, VALUES, D, DIMS, VP, PLAIN)
-        p0, p1, p2, p3 = token_planes(tl.reshape(tl.join(high, low), [TILE, COLUMNS]), COLUMNS)
-        products = _products(
-            v0, v1, v2, v3, odd0, odd1, odd2, odd3, p0, p1, p2, p3, VALUES, VP, COLUMNS, 0, TILE, TILE // 4, TILE // 4
-        )
-        acc = acc * decay[None, :] + join_parts(products, VP, HEADS) * (p_unit * _share(VALUES))[None, :]
-    return acc + tl.sum(zeros, 0)[None, :], tl.sum(total, 0), top
+        total = total * decay[None, :] + spread_sum(p, HEADS)
+        old_accs, old_zeros = accs, zeros
+        accs, zeros = (), ()
+        for g in tl.static_range(GROUPS):
+            if g > 0:
+                first_scale = VALUES.scale // 2 + g * PAGE + v_first // VALUES.group * PAGE
+                s_v, z_v = group_scales(scales + first_scale, _zero_step(VALUES))
+            if _needs_zero(VALUES):
+                from_zeros = spread_sum(p * _zero(s_v, z_v, VALUES)[:, None], HEADS)
+                zeros += (old_zeros[g] * decay[None, :] + from_zeros,)
+            else:
+                zeros += (old_zeros[g],)
+            p0, p1, p2, p3, p_unit = weight_operands(p, s_v, fraction, HEADS)
+            v0, v1, v2, v3, odd0, odd1, odd2, odd3 = _values(both, v_first + g * OWN, VALUES, D, OWN, ROWS, PLAIN)
+            products = _products(
+                v0, v1, v2, v3, odd0, odd1, odd2, odd3, p0, p1, p2, p3, VALUES,
+                ROWS, COLUMNS, 0, TILE, TILE // 4, TILE // 4,
+            )  # fmt: skip
+            part = join_parts(products, ROWS, HEADS) * (p_unit * _share(VALUES))[None, :]
+            accs += (old_accs[g] * decay[None, :] + part,)
+    return stack_groups(accs, zeros), tl.sum(total, 0), top
 
 
 @triton.jit
@@ -225,14 +233,7 @@ def _both_halves(low_a, low_b, high, CODES: tl.constexpr, PLAIN: tl.constexpr):
     """3-bit codes of rows whose third bits lie in the same bytes, one above the other."""
     a0, a1, a2, a3 = unpack(low_a, high, 0, CODES, 0, PLAIN)
     b0, b1, b2, b3 = unpack(low_b, high, 4, CODES, 4, PLAIN)
-    return _stack(a0, b0), _stack(a1, b1), _stack(a2, b2), _stack(a3, b3)
-
-
-@triton.jit
-def _stack(a, b):
-    """[R, N] and [R, N] to [2 R, N]."""
-    ROWS: tl.constexpr = 2 * a.shape[0]
-    return tl.reshape(tl.permute(tl.join(a, b), (2, 0, 1)), [ROWS, a.shape[1]])
+    return stack(a0, b0), stack(a1, b1), stack(a2, b2), stack(a3, b3)
 
 
 @triton.jit
@@ -278,6 +279,12 @@ def _scale_places(v_first, RECORD: tl.constexpr, TOKENS: tl.constexpr):
         if KEYS.has_zero:
             place = tl.where(which == 1, KEYS.zero // 2, place)
     return tl.multiple_of(place, [1, 1, 8]) + tl.arange(0, TOKENS)[None, None, :]  # 16 bytes, see ``int8.base_of``
+
+
+@triton.constexpr_function
+def _zero_step(codes):
+    """Halves from a scale to its zero; without zeros, scales stand in."""
+    return (codes.zero - codes.scale) // 2 if codes.has_zero else 0
 
 
 @triton.constexpr_function

@@ -108,6 +108,70 @@ def tile_scales(x):
 
 
 @triton.jit
+def group_scales(pages, step: tl.constexpr):
+    """One group's scales and zeros, which lie ``step`` halves after them: float32 [128] each, rows in the tile's order.
+
+    pages: where its scales begin in both pages, FP16 pointers [2, 1, 1].
+    """
+    x = tl.load(pages + tl.arange(0, 2)[None, :, None] * step + tl.arange(0, PAGE)[None, None, :])
+    x = tl.reshape(x, [2, 2, 4, 8, 2])  # page, which, plane, i, half
+    scale, zero = tl.split(tl.reshape(tl.permute(x, (2, 0, 4, 3, 1)), [2 * PAGE, 2]))
+    return scale.to(tl.float32), zero.to(tl.float32)
+
+
+@triton.jit
+def weight_operands(p, s_v, fraction, HEADS: tl.constexpr):
+    """Weights p [128, HEADS] times V's scales as operands: their ``token_planes``, and what a product counts, [HEADS].
+
+    fraction: what rows are multiplied by because of their plane.
+    """
+    p = p * s_v[:, None]
+    unit = tl.max(p, 0) * (1 / 127) + 1e-30
+    p = p * (fraction[:, None] * (1.0 / unit)[None, :])
+    high, low = split_int8(p)
+    p0, p1, p2, p3 = token_planes(tl.reshape(tl.join(high, low), [2 * PAGE, 2 * HEADS]), 2 * HEADS)
+    return p0, p1, p2, p3, unit
+
+
+@triton.jit
+def spread_sum(x, HEADS: tl.constexpr):
+    """Sums over [128, HEADS], spread over eight rows, which eight lanes hold: [8, HEADS]."""
+    return tl.sum(tl.reshape(x, [2 * PAGE // 8, 8, HEADS]), 0)
+
+
+@triton.jit
+def empty_groups(GROUPS: tl.constexpr, ROWS: tl.constexpr, HEADS: tl.constexpr):
+    """What ``stack_groups`` takes, before the first token."""
+    accs, zeros = (), ()
+    for _ in tl.static_range(GROUPS):
+        accs += (tl.zeros([ROWS, HEADS], tl.float32),)
+        zeros += (tl.zeros([8, HEADS], tl.float32),)
+    return accs, zeros
+
+
+@triton.jit
+def stack_groups(accs, zeros):
+    """Groups' products [ROWS, HEADS] and what their zeros add, ``spread_sum``s, one group below the other; 0 below three."""
+    tiles = ()
+    for g in tl.static_range(len(accs)):
+        tiles += (accs[g] + tl.sum(zeros[g], 0)[None, :],)
+    if len(tiles) == 1:
+        return tiles[0]
+    elif len(tiles) == 2:
+        return stack(tiles[0], tiles[1])
+    else:
+        last = tiles[3] if len(tiles) == 4 else tl.zeros_like(tiles[0])
+        return stack(stack(tiles[0], tiles[1]), stack(tiles[2], last))
+
+
+@triton.jit
+def stack(a, b):
+    """[R, N] and [R, N] to [2 R, N]."""
+    ROWS: tl.constexpr = 2 * a.shape[0]
+    return tl.reshape(tl.permute(tl.join(a, b), (2, 0, 1)), [ROWS, a.shape[1]])
+
+
+@triton.jit
 def token_planes(x, COLUMNS: tl.constexpr):
     """Rows [128 = (plane, page, half, i), COLUMNS] to the four planes' [32 = (page, 2 i + half), COLUMNS].
 

@@ -9,7 +9,8 @@ import torch
 
 from sglang_kvq.attention.base import ExtendBatch
 from sglang_kvq.cache.transfer import upload
-from sglang_kvq.kernels.extend import FIELDS, ExtendLaunch, extend_launch, plan_extend, value_dims
+from sglang_kvq.kernels.decode import value_dims
+from sglang_kvq.kernels.extend import FIELDS, ExtendLaunch, extend_launch, plan_extend
 
 
 @dataclass(frozen=True)

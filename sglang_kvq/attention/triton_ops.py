@@ -65,14 +65,13 @@ class TritonOps(AttentionOps):
         self._r_q = self._r_k if rotations.q is None else split_rotation(rotations.q)
         self._r_v = None if rotations.v is None else split_rotation(rotations.v)
         self._r_v_back = None if rotations.v is None else split_rotation(rotations.v.transpose(-1, -2))
-        # Layers that hold as many programs and take as many to an item share a plan.
-        programs = [pool.kv_heads * (pool.head_dim // value_dims(record)) for record in self._records]
-        divisions = [(launch.programs_per_sm, n) for launch, n in zip(self._launches, programs)]
+        # Layers of which an SM holds as many programs share a plan.
+        programs = pool.kv_heads * (pool.head_dim // value_dims(pool.head_dim))
         plans = {
-            division: StepPlan(launch, division[1], self._sms, max_batch, pool.device)
-            for division, launch in dict(zip(divisions, self._launches)).items()
+            held: StepPlan(launch, programs, self._sms, max_batch, pool.device)
+            for held, launch in {launch.programs_per_sm: launch for launch in self._launches}.items()
         }
-        self.plans, self.layer_plans = list(plans.values()), [plans[division] for division in divisions]
+        self.plans, self.layer_plans = list(plans.values()), [plans[launch.programs_per_sm] for launch in self._launches]
         shape = (max(plan.most for plan in self.plans), q_heads, pool.head_dim)
         self._partial = torch.empty(shape, dtype=torch.float32, device=pool.device)
         self._lse = torch.empty(shape[:2], dtype=torch.float32, device=pool.device)

@@ -3,10 +3,12 @@
 import pytest
 import torch
 import triton
-from tests.kernels.scene import HEADS, ON_GPU, Scene, assert_close, make_scene
+from tests.kernels.scene import HEADS, ON_GPU, Heads, Scene, assert_close, make_scene
 
 from sglang_kvq.attention.base import LayerRotations
 from sglang_kvq.attention.triton_ops import TritonOps
+from sglang_kvq.formats.code import CodeFormat
+from sglang_kvq.formats.page import PageFormat
 from sglang_kvq.kernels.decode import DecodeLaunch
 
 BOUND = 5e-3
@@ -115,3 +117,21 @@ def test_one_dominant_token():
     ops, _ = scene.ops(max_batch=1)
     q = scene.queries(1) * 20
     assert_close("decode", decode(ops, 0, q, scene).double(), exact(scene, 0, q), BOUND)
+
+
+@pytest.mark.parametrize("kind", ["uniform", "lloyd-max"])
+def test_groups_of_different_size(kind):
+    """Each group keeps its precision beside one a thousand times larger."""
+    heads = Heads(128, 32, 1, 4)
+    code = CodeFormat() if kind == "uniform" else CodeFormat(2, "lloyd-max", "moments")
+    scene = make_scene(heads, [64 * 7 + 9], formats=[PageFormat(128, 32, k=code, v=code)])
+    ops, _ = scene.ops()
+    pool, small = scene.pool, slice(32, 64)
+    for where in (pool.formats[0].offsets.v_scale, pool.formats[0].offsets.v_zero):
+        pool.records[0][..., where + 128 : where + 256].view(torch.float16).mul_(2**-10)
+    pool.overlays[:, :, 1, :, :, small] *= 2**-10
+    q = scene.queries(1)
+    got, want = decode(ops, 0, q, scene).double(), exact(scene, 0, q)
+    assert want[..., small].norm() < 2**-8 * want.norm()
+    assert_close("small group", got[..., small], want[..., small], BOUND)
+    assert_close("decode", got, want, BOUND)

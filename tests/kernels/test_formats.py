@@ -48,7 +48,7 @@ KINDS = {
     "centred-3": (bits(CENTRED, 3), bits(INT2, 3), {}),
     "centred-lloyd-max": (replace(LLOYD, centred=True), LLOYD, {}),
     "centred-sphere": (replace(SPHERE, bits=2, centred=True), bits(SPHERE, 2), {}),
-    "odd-statistics": (CodeFormat(2, "uniform", "norm"), CodeFormat(4, "sphere", "minmax"), {"clip_v": 0.9}),
+    "odd-statistics": (CodeFormat(2, "uniform", "norm"), CodeFormat(4, "sphere", "minmax"), {"clip_v": 0.9, "group": 32}),
 }
 
 
@@ -120,6 +120,8 @@ def test_overlays_of_mixed_layers():
         ("lloyd-max-3-4", Heads(128, 128, 1, 2)),
         ("lloyd-max-4-3-g32", Heads(64, 32, 1, 5)),
         ("lloyd-max-4-3-g32", Heads(96, 32, 1, 1)),
+        ("lloyd-max-4-3-g32", Heads(128, 32, 1, 2)),
+        ("lloyd-max-4-3-g32", Heads(256, 32, 2, 1)),
         ("uniform-4-2", Heads(256, 128, 1, 2)),
         ("uniform-2-4", Heads(96, 32, 1, 4)),
         ("uniform-3-3", Heads(256, 128, 1, 1)),
@@ -138,7 +140,7 @@ def test_overlays_of_mixed_layers():
         ("centred-lloyd-max", Heads(128, 128, 1, 8)),
         ("centred-sphere", Heads(64, 64, 2, 7)),
         ("centred-sphere", Heads(256, 128, 1, 2)),
-        ("odd-statistics", Heads(128, 128, 1, 3)),
+        ("odd-statistics", Heads(128, 32, 1, 3)),
     ],
     ids=str,
 )
@@ -151,7 +153,7 @@ def test_decode_agrees_with_float64(kind, heads):
 
 
 def test_layers_share_a_plan_if_they_divide_a_batch_alike():
-    """Programs of the first and third read 32 dims of V, those of the others need more registers."""
+    """An SM holds twelve programs of the first and third; those of the others need more registers."""
     formats = [PageFormat(128, 32, 0.96, 0.92), make_format("sphere-4-3", 128), make_format("channel-2", 128)]
     formats.append(make_format("centred-4", 128))
     scene = make_scene(Heads(128, 32, 1, 4), [700, 64, 90], formats=formats)
