@@ -83,7 +83,8 @@ def decode_launch(head_dim: int, shared: int, record: Record) -> DecodeLaunch:
     four_bits = any(codes.bits == 4 for codes in (record.k, record.v)) and not record.k.channel
     if wide or (head_dim > 64 and (four_bits or record.k.centred)):
         return DecodeLaunch(stages=2, registers=255, programs_per_sm=8)
-    return DecodeLaunch(stages=2, registers=160 if is_fast(record) and shared <= 4 else 168, programs_per_sm=12)
+    least = is_fast(record) and shared <= 4 and record.v.group >= value_dims(head_dim)
+    return DecodeLaunch(stages=2, registers=160 if least else 168, programs_per_sm=12)
 
 
 def is_fast(record: Record) -> bool:
