@@ -72,12 +72,17 @@ def row_min(pairs, PACKED: tl.constexpr):
 def above(pair, bound, PACKED: tl.constexpr):
     """Ones where a number is above a bound, which is any float32."""
     if PACKED:
-        # To be above it is to be above the largest BF16 number that is not.
-        bits = bound.to(tl.int32, bitcast=True)
-        bits += (bits >> 31) & _LOW
-        return _instruction("set.gt.bf16x2.bf16x2 $0, $1, $2;", pair, (bits & _HIGH) | ((bits >> 16) & _LOW))
+        return _instruction("set.gt.bf16x2.bf16x2 $0, $1, $2;", pair, round_down(bound))
     else:
         return (low_half(pair) > bound).to(tl.int32) + ((high_half(pair) > bound).to(tl.int32) << 16)
+
+
+@triton.jit
+def round_down(bound):
+    """Twice the largest BF16 number that is not above a float32: BF16 numbers above the one are above the other."""
+    bits = bound.to(tl.int32, bitcast=True)
+    bits += (bits >> 31) & _LOW  # magnitudes of negative numbers are rounded up
+    return (bits & _HIGH) | ((bits >> 16) & _LOW)
 
 
 @triton.jit
