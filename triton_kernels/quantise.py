@@ -43,8 +43,8 @@ def quantise_tokens(
     """Pages of activations, one layer.
 
     records: uint8 ``[pages + 1, kv_heads, record.bytes]``; ranks: int32 ``[2]``, the layer's clip ranks of K and V;
-    rows ``first[i] .. first[i] + PAGE_SIZE`` of k, v BF16 ``[T, kv_heads, D]`` (last axis contiguous) become page
-    ``pages[i]``'s record.
+    rows ``first[i] .. first[i] + PAGE_SIZE`` of k, v BF16 ``[T, kv_heads, D]`` (last axis contiguous, the others' strides even)
+    become page ``pages[i]``'s record.
     """
     if first.numel() == 0:
         return
