@@ -4,6 +4,8 @@ Triton's interpreter (``TRITON_INTERPRET=1``, kernels on a CPU) holds bfloat16 a
 towards zero and has no inline assembly; ``dot``, ``to_bf16`` and ``unpack4`` hide that.
 """
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
@@ -39,12 +41,18 @@ def dot(a, b, acc):
 
 def can_overlap(device: torch.device) -> bool:
     """Whether a launch there may start before the one ahead of it has ended (programmatic dependent launch, Hopper)."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+    return device.type == "cuda" and _is_hopper(device)
 
 
 def has_pairs(device: torch.device) -> bool:
     """Whether an instruction there works on two BF16 numbers (``pairs``): Hopper; for a CPU, kernels are only compiled."""
-    return not INTERPRETED and (device.type != "cuda" or torch.cuda.get_device_capability(device) >= (9, 0))
+    return not INTERPRETED and (device.type != "cuda" or _is_hopper(device))
+
+
+@cache
+def _is_hopper(device: torch.device) -> bool:
+    """Or newer."""
+    return torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 @triton.jit

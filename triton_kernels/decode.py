@@ -83,8 +83,7 @@ def decode_launch(head_dim: int, shared: int, record: Record) -> DecodeLaunch:
     four_bits = any(codes.bits == 4 for codes in (record.k, record.v)) and not record.k.channel
     if wide or (head_dim > 64 and (four_bits or record.k.centred)):
         return DecodeLaunch(stages=2, registers=255, programs_per_sm=8)
-    least = is_fast(record) and shared <= 4 and record.v.group >= value_dims(head_dim)
-    return DecodeLaunch(stages=2, registers=160 if least else 168, programs_per_sm=12)
+    return DecodeLaunch(stages=2, registers=160 if is_two_bit(record, head_dim) and shared <= 4 else 168, programs_per_sm=12)
 
 
 def is_fast(record: Record) -> bool:
@@ -92,6 +91,11 @@ def is_fast(record: Record) -> bool:
     k, v = record.k, record.v
     plain = all(c.bits == 2 and c.uniform and c.has_zero and not c.channel for c in (k, v))
     return plain and k.group == v.group and not k.centred
+
+
+def is_two_bit(record: Record, head_dim: int) -> bool:
+    """Whether they are fast and of the largest group: what ``extend_history.history_two_bits`` reads."""
+    return is_fast(record) and record.k.group == value_dims(head_dim)
 
 
 def value_dims(head_dim: int) -> int:

@@ -17,7 +17,7 @@ import triton.language as tl
 from sglang_kvq.config import PAGE_SIZE
 from sglang_kvq.kernels.codes import Record
 from sglang_kvq.kernels.common import INTERPRETED, PAGE, page_of
-from sglang_kvq.kernels.decode import is_fast, value_dims
+from sglang_kvq.kernels.decode import is_two_bit, value_dims
 from sglang_kvq.kernels.extend_history import attend, history_any, history_two_bits
 
 LOG2E = 1.4426950408889634
@@ -55,11 +55,6 @@ WIDE = ExtendLaunch(rows=64, keys=32, warps=8, stages=2, registers=None, program
 
 def extend_launch(head_dim: int) -> ExtendLaunch:
     return WIDE if head_dim > 128 else NARROW
-
-
-def is_two_bit(record: Record, head_dim: int) -> bool:
-    """Whether ``history_two_bits`` reads these records: ``decode``'s fast ones of the largest group."""
-    return is_fast(record) and record.k.group == min(head_dim, 128)
 
 
 @dataclass(frozen=True)

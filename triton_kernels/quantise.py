@@ -25,7 +25,7 @@ from sglang_kvq.kernels.rows import (
     to_half,
 )
 
-#: Tokens of a work item: a multiple of 16, of which V's bytes take four from each quarter of the page.
+#: Tokens of a work item: a multiple of 16, of which V's bytes take as many from each quarter of the page.
 TOKENS = tl.constexpr(16)
 #: Work items of a page: its keys, then its values.
 PARTS = tl.constexpr(2 * PAGE_SIZE // TOKENS.value)
@@ -168,7 +168,7 @@ def _quantise_keys(
     HALF: tl.constexpr = TOKENS // 2
     i, n = tl.arange(0, TOKENS), tl.arange(0, N)[None, :]
     token = _key_token(i, part, CODES)
-    means = (i, i, i, i, i, i, i, i)
+    means = None
     if CODES.centred:
         means = _channel_means(k, k_token, record, part, CODES, D, N, PACKED)
     x = _load_rows(k, k_token, token, D, N)
@@ -261,12 +261,13 @@ def _plane_means(
 def _quantise_values(
     v, v_token, record, rank, part, CODES: tl.constexpr, D: tl.constexpr, N: tl.constexpr, PACKED: tl.constexpr
 ):
-    """Four bytes of every dim: byte i has tokens 16 n + 4 part + i, those of row 4 n + i, as its planes n."""
+    """As many bytes of every dim as a quarter of TOKENS: row (n, i) is the token that byte i has as its plane n."""
+    BYTES: tl.constexpr = TOKENS // 4
     row = tl.arange(0, TOKENS)
-    token = row // 4 * (PAGE // 4) + part * (TOKENS // 4) + row % 4
+    token = row // BYTES * (PAGE // 4) + part * BYTES + row % BYTES
     x = _load_rows(v, v_token, token, D, N)
-    p0, p1, p2, p3 = _row_codes(x, x, token, record, rank, CODES, D, N, PACKED)
-    record += part * (TOKENS // 4)
+    p0, p1, p2, p3 = _row_codes(x, None, token, record, rank, CODES, D, N, PACKED)
+    record += part * BYTES
     _store_values(_low(p0, CODES) + (_low(p1, CODES) << 8), 2, record + CODES.low, 0, D, N)
     _store_values(_low(p2, CODES) + (_low(p3, CODES) << 8), 2, record + CODES.low, 2, D, N)
     if CODES.bits == 4:

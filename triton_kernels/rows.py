@@ -129,7 +129,7 @@ def integers(x, up):
 def halves(x, means, p: tl.constexpr, CODES: tl.constexpr):
     """A plane's lower and upper halves, float32, less their channels' means if they are centred.
 
-    means: of every plane's lower and upper halves, eight float32 [N]; any if they are not.
+    means: of every plane's lower and upper halves, eight float32 [N]; None if they are not.
     """
     low, high = low_half(x[p]), high_half(x[p])
     if CODES.centred:

@@ -35,7 +35,7 @@ class ShortExtends:
     launch: ExtendLaunch | None = None
 
     def suits(self, prefix_lens: list[int], new_lens: list[int], shared: int, two_bit: bool) -> bool:
-        """shared: query heads of a KV head; two_bit: whether ``extend.is_two_bit`` of the layer's records."""
+        """shared: query heads of a KV head; two_bit: whether ``decode.is_two_bit`` of the layer's records."""
         longest = max(new_lens)
         return (
             0 < sum(new_lens) <= self.most_tokens

@@ -14,8 +14,8 @@ from sglang_kvq.config import PAGE_SIZE
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.kernels.codes import record_of
 from sglang_kvq.kernels.common import INTERPRETED, can_overlap
-from sglang_kvq.kernels.decode import DecodeLaunch, decode, decode_launch, value_dims
-from sglang_kvq.kernels.extend import extend, is_two_bit
+from sglang_kvq.kernels.decode import DecodeLaunch, decode, decode_launch, is_two_bit, value_dims
+from sglang_kvq.kernels.extend import extend
 from sglang_kvq.kernels.flash import flash_attention, plan_tiles, tile_rows
 from sglang_kvq.kernels.gather import gather_pages
 from sglang_kvq.kernels.merge import merge_splits

@@ -71,10 +71,11 @@ def quantise_rows(
     x = clip_rows(x.float(), rank).unflatten(-1, (-1, group))
     scale, zero = _STATISTICS[code.statistic](x, table)
     start, shift = (zero.float(), 0.0) if code.has_zero else (0.0, table.middle)
+    step = scale.float()
     codes = torch.zeros(x.shape, dtype=torch.uint8, device=x.device)
     for threshold in table.thresholds:
         # The product of a half and a small multiple of 0.5 is exact in float32: only the sum is rounded.
-        codes += x > (threshold - shift) * scale.float() + start
+        codes += x > (threshold - shift) * step + start
     return codes.flatten(-2), scale.squeeze(-1), zero.squeeze(-1) if code.has_zero else None
 
 
