@@ -128,6 +128,7 @@ def make_pool(lengths: list[int], format: PageFormat = FORMAT, kv_heads: int = K
     pool.overlays.normal_()
     pool.page_slot[windows] = torch.randperm(pool.slots, device="cuda", dtype=torch.int32) + 1
     pool.row_sink_end[1:], pool.row_history_end[1:] = SINK, torch.tensor(ends, device="cuda")
+    pool.read_rows()
     return pool
 
 

@@ -57,8 +57,8 @@ def _is_hopper(device: torch.device) -> bool:
 
 @triton.jit
 def page_of(table, index):
-    """Page id of a request's ``index``-th page; ``table`` points at its row of ``req_to_token``."""
-    return (tl.load(table + index * PAGE) // PAGE).to(tl.int64)
+    """Page id of a request's ``index``-th page; ``table`` points at its row of ``row_pages``."""
+    return tl.load(table + index).to(tl.int64)
 
 
 @triton.jit

@@ -114,7 +114,7 @@ def decode(
     records: torch.Tensor,
     overlays: torch.Tensor,
     page_slot: torch.Tensor,
-    req_to_token: torch.Tensor,
+    row_pages: torch.Tensor,
     launch: DecodeLaunch,
     early: bool = False,
     overlap: bool = False,
@@ -140,8 +140,8 @@ def decode(
     heads = max(4, triton.next_power_of_2(q_heads // kv_heads))
     _decode[(kv_heads * (d // dims), count)](
         out, lse, q, items, scale * LOG2E,
-        records, overlays, page_slot, req_to_token,
-        q.stride(0), q.stride(1), req_to_token.stride(0),
+        records, overlays, page_slot, row_pages,
+        q.stride(0), q.stride(1), row_pages.stride(0),
         RECORD=record,
         FAST=is_fast(record),
         Q_HEADS=q_heads,
@@ -166,7 +166,7 @@ def decode(
 @triton.jit
 def _decode(
     out, lse, q, items, scale_log2,
-    records, overlays, page_slot, req_to_token,
+    records, overlays, page_slot, row_pages,
     q_token, q_head, table_row,
     RECORD: tl.constexpr, FAST: tl.constexpr, Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEADS: tl.constexpr,
     D: tl.constexpr, DP: tl.constexpr, JP: tl.constexpr, DIMS: tl.constexpr, VP: tl.constexpr,
@@ -183,7 +183,7 @@ def _decode(
     begin, end = tl.load(item + 5), tl.load(item + 6)
     if request >= 0:
         row, length = tl.load(item + 7).to(tl.int64), tl.load(item + 8)
-        table = req_to_token + row * table_row
+        table = row_pages + row * table_row
         page_a, page_b = tl.load(item + 9).to(tl.int64), tl.load(item + 10).to(tl.int64)
         if EARLY:
             tl.extra.cuda.gdc_wait()

@@ -142,7 +142,7 @@ def extend(
     records: torch.Tensor,
     overlays: torch.Tensor,
     page_slot: torch.Tensor,
-    req_to_token: torch.Tensor,
+    row_pages: torch.Tensor,
     row_sink_end: torch.Tensor,
     row_history_end: torch.Tensor,
     launch: ExtendLaunch,
@@ -164,8 +164,8 @@ def extend(
     kv_heads, dims = k.shape[1], value_dims(d)
     _extend[(kv_heads * (d // dims), len(items))](
         out, lse, q, k, v, items, rows, scale * LOG2E,
-        records, overlays, page_slot, req_to_token, row_sink_end, row_history_end,
-        *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], req_to_token.stride(0),
+        records, overlays, page_slot, row_pages, row_sink_end, row_history_end,
+        *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], row_pages.stride(0),
         RECORD=record,
         FAST=is_two_bit(record, d),
         SHARED=q_heads // kv_heads,
@@ -189,7 +189,7 @@ def extend(
 @triton.jit
 def _extend(
     out, lse, q, k, v, items, rows, scale_log2,
-    records, overlays, page_slot, req_to_token, row_sink_end, row_history_end,
+    records, overlays, page_slot, row_pages, row_sink_end, row_history_end,
     q_token, q_head, k_token, k_head, v_token, v_head, table_row,
     RECORD: tl.constexpr, FAST: tl.constexpr, SHARED: tl.constexpr, KV_HEADS: tl.constexpr,
     D: tl.constexpr, DP: tl.constexpr, JP: tl.constexpr, DIMS: tl.constexpr, VP: tl.constexpr,
@@ -204,7 +204,7 @@ def _extend(
     begin, parts, part = tl.load(item + 7), tl.load(item + 8), tl.load(item + 9)
 
     row = tl.load(rows + request).to(tl.int64)
-    table = req_to_token + row * table_row
+    table = row_pages + row * table_row
     pages = tl.cdiv(prefix, PAGE)
     history = tl.minimum(tl.cdiv(tl.load(row_sink_end + row), PAGE), pages)
     history_end = tl.minimum(tl.cdiv(tl.load(row_history_end + row), PAGE), pages)

@@ -21,7 +21,7 @@ def gather_pages(
     records: torch.Tensor,
     overlays: torch.Tensor,
     page_slot: torch.Tensor,
-    req_to_token: torch.Tensor,
+    row_pages: torch.Tensor,
     row_sink_end: torch.Tensor,
     row_history_end: torch.Tensor,
 ) -> None:
@@ -35,7 +35,7 @@ def gather_pages(
     pages, kv_heads, d = plan.shape[0], k.shape[1], k.shape[2]
     _gather[(kv_heads, pages)](
         k, v, rows, plan,
-        records, overlays, page_slot, req_to_token, row_sink_end, row_history_end, req_to_token.stride(0),
+        records, overlays, page_slot, row_pages, row_sink_end, row_history_end, row_pages.stride(0),
         RECORD=record,
         D=d,
         DP=triton.next_power_of_2(d),
@@ -46,7 +46,7 @@ def gather_pages(
 
 @triton.jit
 def _gather(
-    k, v, rows, plan, records, overlays, page_slot, req_to_token, row_sink_end, row_history_end, table_row,
+    k, v, rows, plan, records, overlays, page_slot, row_pages, row_sink_end, row_history_end, table_row,
     RECORD: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, JP: tl.constexpr,
 ):  # fmt: skip
     """Program (h, n): page n of the plan, KV head h."""
@@ -55,7 +55,7 @@ def _gather(
     row = tl.load(rows + tl.load(plan + 4 * n)).to(tl.int64)
     index = tl.load(plan + 4 * n + 1)
     place, count = tl.load(plan + 4 * n + 2).to(tl.int64), tl.load(plan + 4 * n + 3)
-    page = page_of(req_to_token + row * table_row, index)
+    page = page_of(row_pages + row * table_row, index)
     start = index * PAGE
     k += (place * kv_heads + head) * D
     v += (place * kv_heads + head) * D

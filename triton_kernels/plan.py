@@ -32,7 +32,7 @@ def plan_decode(
     spans: torch.Tensor,
     rows: torch.Tensor,
     seq_lens: torch.Tensor,
-    req_to_token: torch.Tensor,
+    row_pages: torch.Tensor,
     row_sink_end: torch.Tensor,
     row_history_end: torch.Tensor,
 ) -> None:
@@ -48,8 +48,8 @@ def plan_decode(
     """
     count, batch = len(items), len(rows)
     _plan[(triton.cdiv(count, _ITEMS),)](
-        items, spans, rows, seq_lens, req_to_token, row_sink_end, row_history_end,
-        req_to_token.stride(0), count, batch,
+        items, spans, rows, seq_lens, row_pages, row_sink_end, row_history_end,
+        row_pages.stride(0), count, batch,
         BATCH=triton.next_power_of_2(batch),
         ITEMS=_ITEMS,
         num_warps=4,
@@ -58,7 +58,7 @@ def plan_decode(
 
 @triton.jit
 def _plan(
-    items, spans, rows, seq_lens, req_to_token, row_sink_end, row_history_end,
+    items, spans, rows, seq_lens, row_pages, row_sink_end, row_history_end,
     table_row, count, batch, BATCH: tl.constexpr, ITEMS: tl.constexpr,
 ):  # fmt: skip
     """Every program divides the whole batch, which takes less time than a launch, and writes its items."""
@@ -97,11 +97,11 @@ def _plan(
     tl.store(item + 6, end, mask=inside)
     tl.store(item + 7, row.to(tl.int32), mask=inside)
     tl.store(item + 8, length, mask=inside)
-    table = req_to_token + row * table_row
+    table = row_pages + row * table_row
     for n in tl.static_range(2):
         index = tl.minimum(first_page + n, last_page - 1)
-        token = tl.load(table + index * PAGE, mask=used & (first_page < last_page), other=0)
-        tl.store(item + 9 + n, (token // PAGE).to(tl.int32), mask=inside)
+        page = tl.load(table + index, mask=used & (first_page < last_page), other=0)
+        tl.store(item + 9 + n, page, mask=inside)
 
 
 @triton.jit

@@ -19,8 +19,8 @@ def set_ranges(tables: TierTables, rows: torch.Tensor, lens: torch.Tensor, max_l
     pages = triton.cdiv(max_len, PAGE.value)
     _ranges[(len(rows), max(1, triton.cdiv(pages, _PAGES)))](
         rows, lens, step,
-        tables.req_to_token, tables.req_to_token.stride(0), tables.page_slot, tables.page_valid,
-        tables.row_sink_end, tables.row_history_end,
+        tables.req_to_token, tables.req_to_token.stride(0), tables.row_pages, tables.row_pages.stride(0),
+        tables.page_slot, tables.page_valid, tables.row_sink_end, tables.row_history_end,
         tables.errors, tables.written, tables.marked, tables.slots, tables.pages, tables.count,
         **tables.window(),
         PAGES=_PAGES,
@@ -30,7 +30,7 @@ def set_ranges(tables: TierTables, rows: torch.Tensor, lens: torch.Tensor, max_l
 
 @triton.jit(do_not_specialize=["rows", "lens", "step"], do_not_specialize_on_alignment=["rows", "lens"])
 def _ranges(
-    rows, lens, step, table, table_row, page_slot, page_valid, row_sink_end, row_history_end,
+    rows, lens, step, table, table_row, row_pages, pages_row, page_slot, page_valid, row_sink_end, row_history_end,
     errors, written, marked, out_slots, out_pages, out_count,
     SINK: tl.constexpr, RECENT: tl.constexpr, WIDTH: tl.constexpr, PAGES: tl.constexpr,
 ):  # fmt: skip
@@ -50,8 +50,11 @@ def _ranges(
             tl.store(row_history_end + row, history_end * PAGE)
 
         index = tl.program_id(1) * PAGES + tl.arange(0, PAGES)
-        inside = (index >= sink_end) & (index < history_end)
-        page = page_at(table, table_row, row, index, inside)
+        exists = index * PAGE < length
+        page = page_at(table, table_row, row, index, exists)
+        # The scheduler may rewrite the rows from here on; the layers read what is there now.
+        tl.store(row_pages + row.to(tl.int64) * pages_row + index, page, mask=exists)
+        inside = exists & (index >= sink_end) & (index < history_end)
         missing = inside & (tl.load(page_valid + page, mask=inside, other=1) == 0)
         if tl.sum(missing.to(tl.int32), 0) > 0:
             slot = tl.load(page_slot + page, mask=missing, other=0)

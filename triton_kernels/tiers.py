@@ -17,7 +17,7 @@ class TierTables:
     """State of the tiers, and scratch memory of the plans. R rows, S overlay slots with slot 0, N pages with page 0.
 
     Attributes:
-        req_to_token: int32 ``[R, context]``, the last axis contiguous.
+        req_to_token: int32 ``[R, context]``; row_pages: int32 ``[R, pages]``; their last axes contiguous.
         page_slot: int32 ``[N]``; page_valid: uint8 ``[N]``.
         slot_page, slot_stamp: int64 ``[S]``; row_len: int64 ``[R]``; as in ``TierManager``.
         row_sink_end, row_history_end: int32 ``[R]``.
@@ -31,6 +31,7 @@ class TierTables:
     """
 
     req_to_token: torch.Tensor
+    row_pages: torch.Tensor
     page_slot: torch.Tensor
     page_valid: torch.Tensor
     slot_page: torch.Tensor

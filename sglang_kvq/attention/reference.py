@@ -63,7 +63,7 @@ class ReferenceOps(AttentionOps):
         """The row's first ``length`` keys and values as BF16 ``[kv_heads, length, D]`` each."""
         pool = self.pool
         sink_end, history_end = int(pool.row_sink_end[row]), int(pool.row_history_end[row])
-        pages = pool.req_to_token[row, :length:PAGE_SIZE].long() // PAGE_SIZE
+        pages = pool.row_pages[row, : -(-length // PAGE_SIZE)].long()
         start = torch.arange(len(pages), device=pages.device) * PAGE_SIZE
         quantised = (start >= sink_end) & (start < history_end)
         both = torch.empty(

@@ -38,5 +38,5 @@ class StepPlan:
         return self._items[: self.count(batch)]
 
     def make(self, rows: torch.Tensor, seq_lens: torch.Tensor, pool: PagePool) -> None:
-        tables = (pool.req_to_token, pool.row_sink_end, pool.row_history_end)
+        tables = (pool.row_pages, pool.row_sink_end, pool.row_history_end)
         plan_decode(self.items(len(rows)), self.spans[: len(rows)], rows, seq_lens, *tables)

@@ -205,7 +205,7 @@ class TritonOps(AttentionOps):
             "records": pool.records[layer],
             "overlays": pool.overlays[layer],
             "page_slot": pool.page_slot,
-            "req_to_token": pool.req_to_token,
+            "row_pages": pool.row_pages,
             "row_sink_end": pool.row_sink_end,
             "row_history_end": pool.row_history_end,
         }

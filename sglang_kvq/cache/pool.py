@@ -43,7 +43,10 @@ class PagePool:
             nothing): data, so that one compiled kernel serves layers with different calibrated clips.
         overlays: BF16 ``[layers, slots + 1, 2, kv_heads, PAGE_SIZE, head_dim]``; axis 2 is K, V.
         page_slot: int32 ``[pages + 1]``, the overlay slot of a page, -1 for none; ``page_slot[0] == 0``.
-        req_to_token: int32 ``[rows, context]``, SGLang's token locations (page * PAGE_SIZE + offset).
+        req_to_token: int32 ``[rows, context]``, SGLang's token locations (page * PAGE_SIZE + offset). The scheduler may
+            rewrite a row as soon as a batch is planned, while its layers still run: only plans read it.
+        row_pages: int32 ``[rows, context / PAGE_SIZE]``, the page ids that the last plan with a row in it found there.
+            Layers read these, and nothing but a plan writes them, on the stream that runs the layers.
         row_sink_end, row_history_end: int32 ``[rows]``, token positions. For the batch about to run, a
             request on a row reads BF16 overlays in ``[0, sink_end)``, records in ``[sink_end,
             history_end)`` and BF16 overlays from ``history_end`` on. Both are multiples of
@@ -56,6 +59,7 @@ class PagePool:
     overlays: torch.Tensor
     page_slot: torch.Tensor
     req_to_token: torch.Tensor
+    row_pages: torch.Tensor
     row_sink_end: torch.Tensor
     row_history_end: torch.Tensor
 
@@ -64,7 +68,7 @@ class PagePool:
         cls, formats: Sequence[PageFormat], *, kv_heads: int, pages: int, slots: int, req_to_token: torch.Tensor
     ) -> PagePool:
         """Zeroed pools on ``req_to_token``'s device for ``pages`` pages and ``slots`` overlays; a format per layer."""
-        device, rows = req_to_token.device, req_to_token.shape[0]
+        device, (rows, context) = req_to_token.device, req_to_token.shape
         page_slot = torch.full((pages + 1,), -1, dtype=torch.int32, device=device)
         page_slot[0] = 0
         stores = []
@@ -81,9 +85,14 @@ class PagePool:
             overlays=torch.zeros(shape, dtype=torch.bfloat16, device=device),
             page_slot=page_slot,
             req_to_token=req_to_token,
+            row_pages=torch.zeros(rows, -(-context // PAGE_SIZE), dtype=torch.int32, device=device),
             row_sink_end=torch.zeros(rows, dtype=torch.int32, device=device),
             row_history_end=torch.zeros(rows, dtype=torch.int32, device=device),
         )
+
+    def read_rows(self) -> None:
+        """What plans do row by row, for all rows: for a pool that was filled by hand."""
+        self.row_pages.copy_(self.req_to_token[:, ::PAGE_SIZE] // PAGE_SIZE)
 
     @cached_property
     def records(self) -> tuple[torch.Tensor, ...]:

@@ -24,6 +24,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from sglang_kvq.cache.pending import PendingOps
@@ -71,32 +72,33 @@ class TierManager:
         self.records_written = torch.zeros((), dtype=torch.int64, device=device)
         self.steps = 0
         self._dirty = True
+        self._forget = False  # everything, before the next plan
+        self._next_lens: np.ndarray | None = None  # of the last decode batch, if it goes on
 
     # -- the scheduler's side ------------------------------------------------------------------
 
     def reset(self) -> None:
-        """Forget everything: the caller has dropped every page (``flush_cache``)."""
+        """Forget everything before the next plan: the caller has dropped every page (``flush_cache``).
+
+        Like every other event it is only recorded here: a batch may still be running.
+        """
         self.pending.clear()
-        for tensor in (self.slot_page, self.slot_stamp, self.row_len):
-            tensor.zero_()
-        for tensor in (self.pool.row_sink_end, self.pool.row_history_end):
-            tensor.zero_()
-        self.page_valid.fill_(False)
-        self.pool.page_slot.fill_(-1)
-        self.pool.page_slot[0].fill_(0)
-        self._dirty = True
+        self._forget = self._dirty = True
 
     # -- the forward pass's side ---------------------------------------------------------------
 
     def decode_needs_plan(self, seq_lens: torch.Tensor) -> bool:
         """Whether a decode batch must be planned; ``seq_lens`` int ``[batch]`` is on the host.
 
-        Ranges and window change only when a page fills or the next one begins, after a prefill,
-        or when the scheduler moved or freed pages. Lengths below 2 are padding.
+        Ranges, windows and page ids change only when a page fills or the next one begins, after a prefill, or when
+        the scheduler moved or freed pages. Lengths below 2 are padding. A batch that does not go on where the last one
+        ended, token by token, has other requests in it.
         """
-        if self._dirty or self.pending:
-            return True
         lens = seq_lens.numpy()
+        goes_on = np.array_equal(lens, self._next_lens)
+        self._next_lens = np.where(lens > 1, lens + 1, lens)
+        if self._dirty or self.pending or not goes_on:  # ``reset`` sets the first
+            return True
         return bool(((lens % P <= 1) & (lens > 1)).any())
 
     def plan_decode(self, rows: torch.Tensor, seq_lens: torch.Tensor, max_len: int) -> None:
@@ -136,8 +138,21 @@ class TierManager:
 
     def apply_pending(self) -> None:
         """Apply what the scheduler recorded since the last plan, in its order."""
+        self._apply_reset()
         for op, *tensors in self.pending.drain(self.pool.device):
             getattr(self, f"_apply_{op}")(*tensors)
+
+    def _apply_reset(self) -> None:
+        if not self._forget:
+            return
+        self._forget = False
+        for tensor in (self.slot_page, self.slot_stamp, self.row_len):
+            tensor.zero_()
+        for tensor in (self.pool.row_sink_end, self.pool.row_history_end):
+            tensor.zero_()
+        self.page_valid.fill_(False)
+        self.pool.page_slot.fill_(-1)
+        self.pool.page_slot[0].fill_(0)
 
     def _apply_free(self, pages: torch.Tensor) -> None:
         slots = self.pool.page_slot[pages].clamp(min=0).long()
@@ -237,8 +252,13 @@ class TierManager:
         history_end = torch.maximum(torch.where(history > self.sink_pages, history, sink_end), after_lost)
 
         index = torch.arange(-(-max_len // P), device=rows.device).expand(len(rows), -1)
-        in_history = (index >= sink_end[:, None]) & (index < history_end[:, None]) & live[:, None]
-        pages = self._pages_at(rows, index, in_history).flatten()
+        exists = (index * P < lens[:, None]) & live[:, None]
+        pages = self._pages_at(rows, index, exists)
+        # The scheduler may rewrite the rows from here on; the layers read what is there now.
+        known = self.pool.row_pages[rows, : index.shape[1]]
+        self.pool.row_pages[rows, : index.shape[1]] = torch.where(exists, pages.int(), known)
+        in_history = exists & (index >= sink_end[:, None]) & (index < history_end[:, None])
+        pages = torch.where(in_history, pages, 0).flatten()
         slots = self.pool.page_slot[pages].long()
         missing = in_history.flatten() & ~self.page_valid[pages]
         self.errors += (missing & (slots < 0)).sum()

@@ -28,6 +28,7 @@ class TritonTierManager(TierManager):
         zeros = lambda n: torch.zeros(n, dtype=torch.int64, device=pool.device)  # noqa: E731
         self.tables = TierTables(
             req_to_token=pool.req_to_token,
+            row_pages=pool.row_pages,
             page_slot=pool.page_slot,
             page_valid=self.page_valid.view(torch.uint8),
             slot_page=self.slot_page,
@@ -69,5 +70,6 @@ class TritonTierManager(TierManager):
         self.quantise_slots(tables.slots, tables.pages, tables.count)
 
     def apply_pending(self) -> None:
+        self._apply_reset()
         if packed := self.pending.pack(self.pool.device):
             apply_events(self.tables, *packed)

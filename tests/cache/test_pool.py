@@ -67,6 +67,7 @@ def test_decode_and_prefill_read_what_was_written(name):
     format = PageFormat(64, 64, k=k_code, v=v_code)
     pool = pool_of([format] * 2)
     pool.req_to_token[1] = torch.arange(6 * PAGE_SIZE) + PAGE_SIZE
+    pool.read_rows()
     ops, length = ReferenceOps(pool, LayerRotations()), 4 * PAGE_SIZE
     k, v = rows(length, 2, 64), rows(length, 2, 64, seed=1)
     pool.row_history_end[1] = length

@@ -129,6 +129,7 @@ def make_scene(
                 pool.page_slot[page] = slot = free_slots.pop()
                 live = min(length - start, PAGE_SIZE)
                 pool.overlays[:, slot, :, :, :live] = content[:, :, :, :live]
+    pool.read_rows()
     return Scene(heads, pool, int64(*rows), int64(*(max(n, 1) for n in lengths)))
 
 

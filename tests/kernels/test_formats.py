@@ -65,6 +65,7 @@ def test_activations_and_back(kind, head_dim):
     format, pages = make_format(kind, head_dim), 2
     table = torch.arange(4 * PAGE_SIZE, dtype=torch.int32, device=DEVICE)[None] % (3 * PAGE_SIZE)
     pool = PagePool.allocate([format], kv_heads=1, pages=3, slots=1, req_to_token=table)
+    pool.read_rows()
     pool.records[0].fill_(0xAA)
     ops = TritonOps(pool, LayerRotations(), 1, 1)
     kv = heavy(PAGE_SIZE * pages + 5, 2, head_dim)

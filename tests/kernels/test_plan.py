@@ -19,10 +19,9 @@ def plan(lengths, sinks, ends, count):
         table[order] = torch.tensor(values, dtype=torch.int32)
     pages = -(-max(lengths) // PAGE_SIZE)
     ids = torch.randint(1, 1 << 20, (batch + 1, pages), dtype=torch.int32)
-    req_to_token = (ids[..., None] * PAGE_SIZE + torch.arange(PAGE_SIZE)).flatten(1).int()
     items = torch.full((count, FIELDS.value), 1 << 20, dtype=torch.int32, device=DEVICE)
     spans = torch.full((batch, 2), 1 << 20, dtype=torch.int32, device=DEVICE)
-    tables = [x.to(DEVICE) for x in (req_to_token, *tables)]
+    tables = [x.to(DEVICE) for x in (ids, *tables)]
     plan_decode(items, spans, order.to(DEVICE), torch.tensor(lengths, device=DEVICE), *tables)
     return items.tolist(), spans.tolist(), order.tolist(), ids[order].tolist()
 

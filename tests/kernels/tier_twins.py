@@ -23,6 +23,7 @@ def tables(tiers: TierManager) -> dict[str, torch.Tensor]:
         "row_len": tiers.row_len,
         "row_sink_end": pool.row_sink_end,
         "row_history_end": pool.row_history_end,
+        "row_pages": pool.row_pages,
         "errors": tiers.errors,
         "records_written": tiers.records_written,
     }
@@ -53,7 +54,7 @@ class TwinTierManager(TierManager):
             quantise_slots(*(x.cpu() for x in batch))
 
         super().__init__(pool, sink_pages, recent_pages, lambda *batch: wanted.extend(pairs(*batch)))
-        names = ("overlays", "req_to_token", "page_slot", "row_sink_end", "row_history_end")
+        names = ("overlays", "req_to_token", "row_pages", "page_slot", "row_sink_end", "row_history_end")
         own = {name: getattr(pool, name).to(DEVICE, copy=True) for name in names}
         self.kernels = TritonTierManager(replace(pool, **own), sink_pages, recent_pages, quantise)
         self.wanted, self.got = wanted, got
