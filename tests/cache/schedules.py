@@ -3,59 +3,137 @@
 from __future__ import annotations
 
 import random
+from dataclasses import dataclass, field
 
 from sglang_kvq.config import PAGE_SIZE as P
-from tests.cache.scheduler_model import Model
+from tests.cache.scheduler_model import Model, Request
 
 
-def drive(model: Model, rng: random.Random, steps: int) -> None:
-    """Random events of every kind, decoding most of all; prompts share prefixes, fork and are computed twice."""
-    prefilling, decoding = [], []
+def random_model(rng: random.Random, overlap: bool = True, **more) -> Model:
+    """A small pool under pressure: few overlays beyond those that rows may pin."""
+    rows, sinks, recent = rng.randint(1, 5), rng.randint(0, 2), rng.randint(1, 3)
+    # One overlay per row beyond its window: every row may resume in the middle of a page.
+    slots = rows * (sinks + recent + 2) + rng.randint(0, 6)
+    return Model(rng.randint(30, 60), slots, rows, sinks, recent, overlap=overlap, **more)
 
-    def leave(request, publish: bool) -> None:
-        (prefilling if request in prefilling else decoding).remove(request)
-        model.leave(request, publish)
 
-    def start(tokens: list[int]) -> None:
-        if len(tokens) // P + 2 < model.pages and (request := model.start(tokens)):
-            prefilling.append(request)
+@dataclass
+class Driver:
+    """Random events of every kind, decoding most of all; prompts share prefixes, fork and are computed twice.
 
-    for _ in range(steps):
-        running = prefilling + decoding
-        kind = rng.choices(("prefill", "decode", "leave", "fork", "evict", "start"), (4, 6, 1, 1, 1, 3))[0]
-        if kind == "start" or not running:
+    With batches in flight (``Model.overlap``) events come in SGLang's order: a batch is launched, then the results of
+    the one before it are processed, so that prompts are published, and requests end, while the next step runs.
+
+    Attributes:
+        operations: what a request or page went through so far: started, extended, decoded, published, left, evicted.
+        late: prompts computed by the last batch, with their lengths, not yet in the tree.
+    """
+
+    model: Model
+    rng: random.Random
+    prefilling: list[Request] = field(default_factory=list)
+    decoding: list[Request] = field(default_factory=list)
+    late: list[tuple[Request, int]] = field(default_factory=list)
+    stepping: list[Request] = field(default_factory=list)
+    operations: int = 0
+
+    def run(self, events: int) -> None:
+        for _ in range(events):
+            self.event()
+            self.model.check()
+
+    def finish(self) -> None:
+        """Everything leaves, then a flush: nothing may be held."""
+        for request in self.prefilling + self.decoding:
+            self.leave(request, publish=self.rng.random() < 0.7)
+        if self.rng.random() < 0.5:
+            self.model.flush()
+        self.model.check_empty()
+
+    def event(self) -> None:
+        rng, running = self.rng, self.prefilling + self.decoding
+        kind = rng.choices(("prefill", "decode", "leave", "fork", "evict", "start", "flush"), (4, 6, 1, 1, 1, 3, 0.2))[0]
+        if kind == "flush" and rng.random() < 0.2:
+            for request in running:
+                self.leave(request, publish=False)
+            self.model.flush()
+        elif kind == "start" or not running:
             stride, length = rng.choice((1, 1, 5)), rng.randint(1, 11 * P)
-            start([i * stride % 241 for i in range(length)])
-        elif kind == "prefill" and prefilling:
-            chosen = prefilling[: rng.randint(1, 3)]
-            batch = [(r, rng.choice((n := len(r.tokens) - r.stored, n, rng.randint(1, n)))) for r in chosen]
-            if not model.extend(batch):  # undone by retraction, as SGLang would not have admitted it
-                for request, _ in batch:
-                    leave(request, publish=False)
-                continue
-            for request in chosen:
-                model.publish(request, finished=False)
-                if request.stored == len(request.tokens):
-                    prefilling.remove(request)
-                    decoding.append(request)
+            self.start([i * stride % 241 for i in range(length)])
+        elif kind == "prefill" and self.prefilling:
+            self.prefill(self.prefilling[: rng.randint(1, 3)])
         elif kind == "decode":
             padding = rng.randint(0, 2)
             for _ in range(rng.choice((1, 3, 64))):
-                model.evict(sum(r.stored % P == 0 for r in decoding) - len(model.free))
-                while sum(r.stored % P == 0 for r in decoding) > len(model.free):
-                    leave(decoding[-1], publish=False)
-                for request in decoding:
-                    request.tokens.append(rng.randint(0, 3))
-                if decoding:
-                    assert model.decode(decoding, padding)
+                self.decode(padding)
         elif kind == "leave":
-            leave(rng.choice(running), publish=rng.random() < 0.7)
-        elif kind == "fork" and decoding:
-            source = rng.choice(decoding)
-            start(source.tokens[: source.stored] + [9] * rng.randint(1, 100))
+            self.leave(rng.choice(running), publish=rng.random() < 0.7)
+        elif kind == "fork" and self.decoding:
+            source = rng.choice(self.decoding)
+            self.start(source.tokens[: source.stored] + [9] * rng.randint(1, 100))
         elif kind == "evict":
-            model.evict(rng.randint(1, 5))
-        model.check()
-    for request in prefilling + decoding:
-        leave(request, publish=True)
-    model.flush()
+            self.evict(rng.randint(1, 5))
+
+    def start(self, tokens: list[int]) -> None:
+        if len(tokens) // P + 2 < self.model.pages and (request := self.model.start(tokens)):
+            self.prefilling.append(request)
+            self.operations += 1
+
+    def evict(self, count: int) -> None:
+        if count > 0:
+            self.model.evict(count)
+            self.operations += count
+
+    def leave(self, request: Request, publish: bool) -> None:
+        """An end is seen while the step after it runs: that step's token is not published."""
+        (self.prefilling if request in self.prefilling else self.decoding).remove(request)
+        self.model.leave(request, publish, request.stored - (request in self.stepping))
+        self.operations += 1
+
+    def prefill(self, chosen: list[Request]) -> None:
+        for request, length in self.late:  # a chunk enters the tree before the next one is launched
+            if request in chosen:
+                self.publish(request, length)
+        self.late = [(r, n) for r, n in self.late if r not in chosen]
+        rng = self.rng
+        batch = [(r, rng.choice((n := len(r.tokens) - r.stored, n, rng.randint(1, n)))) for r in chosen]
+        if not self.model.extend(batch):  # undone by retraction, as SGLang would not have admitted it
+            for request, _ in batch:
+                self.leave(request, publish=False)
+            return
+        self.operations += len(batch)
+        self.launched([])
+        for request in chosen:
+            self.late.append((request, request.stored))
+            if request.stored == len(request.tokens):
+                self.prefilling.remove(request)
+                self.decoding.append(request)
+        if not self.model.overlap:
+            self.process()
+
+    def decode(self, padding: int) -> None:
+        model = self.model
+        self.evict(sum(r.stored % P == 0 for r in self.decoding) - len(model.free))
+        while sum(r.stored % P == 0 for r in self.decoding) > len(model.free):
+            self.leave(self.decoding[-1], publish=False)
+        for request in self.decoding:
+            request.tokens.append(self.rng.randint(0, 3))
+        if self.decoding:
+            assert model.decode(self.decoding, padding)
+            self.operations += len(self.decoding)
+            self.launched(self.decoding)
+
+    def launched(self, stepping: list[Request]) -> None:
+        """A batch was: the results of the one before it are processed while it runs."""
+        self.stepping = list(stepping) if self.model.overlap else []
+        self.process()
+
+    def process(self) -> None:
+        late, self.late = self.late, []
+        for request, length in late:
+            self.publish(request, length)
+
+    def publish(self, request: Request, length: int) -> None:
+        if request in self.prefilling + self.decoding:
+            self.model.publish(request, finished=False, length=length)
+            self.operations += 1

@@ -6,15 +6,14 @@ import random
 
 import pytest
 
-from tests.cache.scheduler_model import Model
-from tests.cache.schedules import drive
+from tests.cache.schedules import Driver, random_model
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_random_schedules(seed):
+@pytest.mark.parametrize("overlap", [False, True], ids=["alone", "in-flight"])
+@pytest.mark.parametrize("seed", range(6))
+def test_random_schedules(seed, overlap):
     rng = random.Random(100 + seed)
-    rows, sinks, recent = rng.randint(1, 4), seed % 3, rng.randint(1, 3)
-    slots = rows * (sinks + recent + 2) + rng.randint(0, 6)
-    model = Model(rng.randint(30, 60), slots, rows, sinks, recent)
-    drive(model, rng, 120)
-    assert model.tiers.steps > 30 and int(model.tiers.records_written) > 5
+    driver = Driver(random_model(rng, overlap), rng)
+    driver.run(120)
+    driver.finish()
+    assert driver.model.tiers.steps > 30 and int(driver.model.tiers.records_written) > 5

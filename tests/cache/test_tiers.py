@@ -130,6 +130,49 @@ def test_two_requests_computing_the_same_prompt_keep_one_copy_and_their_windows(
     m.check()
 
 
+@pytest.mark.parametrize("what", ["decode", "prefill"])
+def test_a_row_repointed_while_a_batch_runs_changes_nothing_that_it_reads(what):
+    """Two cold prompts of one prefill batch share a prefix; their results are processed while the next batch runs."""
+    m = model(pages=100, slots=40)
+    m.overlap = True
+    shared = [i % 70 for i in range(576)]
+    one, two = m.start(shared + [1] * 24), m.start(shared + [2] * 1000)
+    assert m.extend([(one, 600), (two, 1000)])
+    if what == "decode":
+        assert m.extend([(two, 576)])
+        lengths = {one: 600, two: 1576}
+        for request in (one, two):
+            request.tokens.append(1)
+        assert m.decode([one, two])
+    else:  # the second chunk reads what the first has stored
+        lengths = {one: 600, two: 1000}
+        assert m.extend([(two, 576)])
+    for request, length in lengths.items():
+        m.publish(request, finished=False, length=length)
+    assert m.row_pages(one, 576) == m.row_pages(two, 576), "the setting: one row was repointed"
+    m.land()
+    m.check()
+
+
+def test_whatever_leaves_while_a_batch_runs_stays_readable_until_it_ends():
+    m = model(pages=40, slots=24)
+    m.overlap = True
+    requests = [m.start([i * k % 97 for i in range(500)]) for k in (1, 3)]
+    assert m.extend([(r, 500) for r in requests])
+    for request in requests:
+        request.tokens.append(1)
+    assert m.decode(requests)
+    m.leave(requests[0], publish=False)  # retracted
+    m.leave(requests[1], publish=True, length=500)  # finished
+    m.evict(40)
+    m.flush()
+    m.land()
+    again = m.start([i % 97 for i in range(500)])
+    assert again.stored == 0 and m.extend([(again, 500)])
+    m.leave(again, publish=False)
+    m.check_empty()
+
+
 def test_overlays_move_when_the_tree_kept_pages_without_them():
     m = model(slots=8, rows=2)
     tokens = [i % 70 for i in range(450)]
@@ -210,10 +253,13 @@ def test_a_decode_step_between_page_boundaries_needs_no_plan():
     request = prefill(m, list(range(300)))
     generate(m, request, 1)
     lens = torch.tensor([302, 1])
-    assert not m.tiers.decode_needs_plan(lens)
-    assert m.tiers.decode_needs_plan(torch.tensor([320])) and m.tiers.decode_needs_plan(torch.tensor([321]))
+    assert m.tiers.decode_needs_plan(lens), "another row, if only of padding"
+    for length in range(303, 400):
+        needed = m.tiers.decode_needs_plan(torch.tensor([length, 1]))
+        assert needed == (length % P in (0, 1)), length
+    assert m.tiers.decode_needs_plan(torch.tensor([401, 1])) and m.tiers.decode_needs_plan(torch.tensor([401, 1]))
     m.tiers.pending.free_rows([2])
-    assert m.tiers.decode_needs_plan(lens)
+    assert m.tiers.decode_needs_plan(torch.tensor([402, 1]))
 
 
 def test_flush_empties_both_pools():

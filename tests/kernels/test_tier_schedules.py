@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 from tests.cache.scheduler_model import Model
-from tests.cache.schedules import drive
+from tests.cache.schedules import Driver
 from tests.kernels.tier_twins import TwinTierManager
 
 from sglang_kvq.cache.pool import PagePool
@@ -29,8 +29,10 @@ def test_random_schedules(seed, monkeypatch):
     rng = random.Random(seed)
     rows, sinks, recent = rng.randint(2, 4), seed % 3, rng.randint(1, 3)
     slots = rows * (sinks + recent + 2) + rng.randint(0, 4)
-    model = Model(rng.randint(40, 60), slots, rows, sinks, recent, TwinTierManager)
-    drive(model, rng, 60)
+    model = Model(rng.randint(40, 60), slots, rows, sinks, recent, TwinTierManager, overlap=seed != 1)
+    driver = Driver(model, rng)
+    driver.run(60)
+    driver.finish()
     assert model.tiers.plans > 20 and model.tiers.quantised > 5
 
 
