@@ -79,6 +79,7 @@ _SIZES = "model_executor.pool_configurator.DefaultPoolConfigurator"
 _WEIGHTS = "model_executor.model_runner_components.weight_updater.WeightUpdater"
 _PAGED = "mem_cache.allocator.paged"
 _BACKEND = "layers.attention.base_attn_backend.AttentionBackend"
+_CANARY = "kv_canary.pool_patcher"
 
 TABLE: tuple[Hook, ...] = (
     *_hooks(
@@ -148,9 +149,11 @@ TABLE: tuple[Hook, ...] = (
          dict(params=("seq_lens", "page_size", "prefix_lens", "decode"), versions="<0.5.17")),
         # Rows and tree
         (Kind.AROUND, "mem_cache.memory_pool.ReqToTokenPool.free", "a row given back frees its window",
-         dict(params=("req",), handler="rows:on_free", versions="<0.5.19")),
+         dict(params=("req",), handler="rows:around_free", versions=OLD_TREE)),
+        (Kind.AROUND, "session.streaming_session.StreamingSession.release_session", "a session's row frees its window",
+         dict(params=("session_id",), handler="rows:around_release_session", versions=OLD_TREE)),
         (Kind.AROUND, "mem_cache.memory_pool.ReqToTokenPool.free_rows", "rows given back free their windows",
-         dict(params=("indices",), handler="rows:on_free_rows", versions=">=0.5.19")),
+         dict(params=("indices",), handler="rows:around_free_rows", versions=NEW_TREE)),
         (Kind.AROUND, "mem_cache.radix_cache.RadixCache.cache_finished_req", "overlays follow the tree's pages",
          dict(params=("req", "is_insert", "kv_len_to_handle"), handler="tree:around_finished", versions=OLD_TREE)),
         (Kind.AROUND, "mem_cache.radix_cache.RadixCache.cache_unfinished_req", "overlays follow the tree's pages",
@@ -170,6 +173,15 @@ TABLE: tuple[Hook, ...] = (
          dict(params=("recv_req",), handler="observe:add_internal_state")),
         (Kind.AFTER, "observability.metrics_collector.SchedulerMetricsCollector.log_stats", "tiers in /metrics",
          dict(params=("stats",), handler="metrics:after_log_stats")),
+        # The KV canary
+        (Kind.CALL, f"{_CANARY}.api.register_pool_attacher", "--kv-canary over the two-tier pool",
+         dict(params=("pool_class", "attacher"))),
+        (Kind.CALL, f"{_CANARY}.buffer_alloc.alloc_canary_buf", "the canary's buffers",
+         dict(params=("num_slots", "device"))),
+        (Kind.CALL, "kv_canary.buffer_group.CanaryBufferGroup", "the canary's buffers",
+         dict(params=("kind", "k_head", "k_tail", "v_head", "v_tail", "real_kv_sources_k", "real_kv_sources_v",
+                      "swa_index_lut", "kv_token_id_vs_position_offset"))),
+        (Kind.READ, "kv_canary.buffer_group.PoolKind.FULL", "the canary's buffers", {}),
         # Attention
         (Kind.BACKEND, "layers.attention.attention_registry.ATTENTION_BACKENDS.triton", "attention on a GPU",
          dict(handler="backend:create_backend")),
