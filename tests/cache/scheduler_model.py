@@ -46,7 +46,7 @@ class Request:
 
     def expected(self, start: int, end: int) -> torch.Tensor:
         """BF16 ``[end - start, 2, 64]``: K and V that these tokens must have."""
-        return TABLE[row_indices(self.tokens, self.indices)[start:end]]
+        return TABLE[torch.tensor(row_indices(self.tokens, self.indices)[start:end], dtype=torch.int64)]
 
 
 @dataclass

@@ -9,125 +9,81 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from sglang_kvq.config import PAGE_SIZE as P
 from tests.cache.scheduler_model import Model
-
-#: Few distinct prompts, so that prefixes are shared, forked and duplicated.
-prompts = st.tuples(st.integers(0, 2), st.integers(1, 9 * P))
+from tests.cache.schedules import Driver
 
 
 def prompt_tokens(kind: int, length: int) -> list[int]:
-    """Prompts of one kind are prefixes of each other; kinds 1 and 2 part at token 150."""
+    """Few distinct prompts, so that prefixes are shared, forked and duplicated.
+
+    Prompts of one kind are prefixes of each other; kinds 0 and 1 part at token 150.
+    """
     return [i % 251 if kind == 0 or (kind == 1 and i < 150) else (i * kind + 5) % 241 for i in range(length)]
 
 
 class Scheduler(RuleBasedStateMachine):
     @initialize(
         rows=st.integers(1, 4), sinks=st.integers(0, 2), recent=st.integers(1, 2), spare=st.integers(0, 6),
-        pages=st.integers(14, 40),
+        pages=st.integers(14, 40), overlap=st.booleans(), rng=st.randoms(use_true_random=False),
     )
-    def build(self, rows, sinks, recent, spare, pages):
+    def build(self, rows, sinks, recent, spare, pages, overlap, rng):
         # One overlay per row beyond its window: every row may resume in the middle of a page.
         slots = rows * (sinks + recent + 2) + spare
-        self.model = Model(pages, slots, rows, sinks, recent)
-        self.prefilling, self.decoding = [], []
+        self.driver = Driver(Model(pages, slots, rows, sinks, recent, overlap=overlap), rng)
 
     def running(self):
-        return self.prefilling + self.decoding
+        return self.driver.prefilling + self.driver.decoding
 
-    def drop(self, request, publish):
-        for group in (self.prefilling, self.decoding):
-            if request in group:
-                group.remove(request)
-        self.model.leave(request, publish)
+    @rule(kind=st.integers(0, 2), length=st.integers(1, 9 * P))
+    def start(self, kind, length):
+        self.driver.start(prompt_tokens(kind, length))
 
-    @rule(prompt=prompts)
-    def start(self, prompt):
-        tokens = prompt_tokens(*prompt)
-        if len(tokens) // P + 2 < self.model.pages:
-            request = self.model.start(tokens)
-            if request is not None:
-                self.prefilling.append(request)
+    @precondition(lambda self: self.driver.prefilling)
+    @rule(count=st.integers(1, 4))
+    def prefill(self, count):
+        self.driver.prefill(self.driver.prefilling[:count])
 
-    @precondition(lambda self: self.prefilling)
-    @rule(data=st.data(), count=st.integers(1, 4))
-    def prefill(self, data, count):
-        batch = []
-        for request in self.prefilling[:count]:
-            left = len(request.tokens) - request.stored
-            batch.append((request, data.draw(st.integers(1, left), label="chunk")))
-        before = [(r, r.stored) for r, _ in batch]
-        if not self.model.extend(batch):
-            # SGLang would not have admitted it: undo by retracting the whole batch.
-            for request, stored in before:
-                self.drop(request, publish=False)
-            return
-        for request, _ in batch:
-            self.model.publish(request, finished=False)
-            if request.stored == len(request.tokens):
-                self.prefilling.remove(request)
-                self.decoding.append(request)
-
-    @precondition(lambda self: self.decoding)
-    @rule(steps=st.integers(1, 70), token=st.integers(0, 3), padding=st.integers(0, 2))
-    def decode(self, steps, token, padding):
+    @precondition(lambda self: self.driver.decoding)
+    @rule(steps=st.integers(1, 70), padding=st.integers(0, 2))
+    def decode(self, steps, padding):
         for _ in range(steps):
-            for request in self.decoding:
-                request.tokens.append(token)
-            while self.decoding:
-                free = len(self.model.free)
-                needed = sum(r.stored % P == 0 for r in self.decoding)
-                if needed > free:
-                    self.model.evict(needed - free)
-                if needed <= len(self.model.free):
-                    break
-                self.retract()
-            if not self.decoding:
-                return
-            assert self.model.decode(self.decoding, padding)
-
-    def retract(self):
-        """As SGLang: pages and row are given back, the request starts again from its tokens later."""
-        self.drop(self.decoding[-1], publish=False)
+            self.driver.decode(padding)
 
     @precondition(lambda self: self.running())
-    @rule(data=st.data())
-    def finish(self, data):
-        self.drop(data.draw(st.sampled_from(self.running())), publish=True)
+    @rule(data=st.data(), publish=st.booleans())
+    def leave(self, data, publish):
+        self.driver.leave(data.draw(st.sampled_from(self.running())), publish)
 
-    @precondition(lambda self: self.running())
-    @rule(data=st.data())
-    def abort(self, data):
-        self.drop(data.draw(st.sampled_from(self.running())), publish=False)
-
-    @precondition(lambda self: self.decoding)
-    @rule(data=st.data())
-    def fork(self, data):
+    @precondition(lambda self: self.driver.decoding)
+    @rule(data=st.data(), extra=st.integers(1, 100))
+    def fork(self, data, extra):
         """A new request with another's whole conversation and one more turn."""
-        source = data.draw(st.sampled_from(self.decoding))
-        extra = data.draw(st.integers(1, 100))
-        if (len(source.tokens) + extra) // P + 2 < self.model.pages:
-            request = self.model.start(source.tokens[: source.stored] + [9] * extra)
-            if request is not None:
-                self.prefilling.append(request)
+        source = data.draw(st.sampled_from(self.driver.decoding))
+        self.driver.start(source.tokens[: source.stored] + [9] * extra)
 
     @rule(count=st.integers(1, 5))
     def evict(self, count):
-        self.model.evict(count)
+        self.driver.evict(count)
+
+    @rule()
+    def land(self):
+        """The device catches up with the host."""
+        self.driver.model.land()
 
     @precondition(lambda self: not self.running())
     @rule()
     def flush(self):
-        self.model.flush()
+        self.driver.model.flush()
 
     @invariant()
     def consistent(self):
-        if hasattr(self, "model"):
-            self.model.check()
+        if hasattr(self, "driver"):
+            self.driver.model.check()
 
     def teardown(self):
-        if hasattr(self, "model"):
+        if hasattr(self, "driver"):
             for request in self.running():
-                self.drop(request, publish=True)
-            self.model.check_empty()
+                self.driver.leave(request, publish=True)
+            self.driver.model.check_empty()
 
 
 Scheduler.TestCase.settings = settings(

@@ -1,0 +1,69 @@
+"""Random scheduler events on the tiers of a small cache, with batches in flight: every read checked, every page counted.
+
+    python benchmarks/soak_tiers.py --operations 1000000 --out benchmarks/results/soak_cpu.json
+
+Runs on a CPU, in torch: the statement of the rules that the GPU's kernels are compared with bit by bit
+(``tests/kernels/test_tier_schedules.py``). An operation is what one request or page goes through: started, a chunk
+prefilled, a token decoded, published in the tree, left (finished, aborted or retracted), evicted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+
+from benchmarks import record
+from tests.cache.schedules import Driver, random_model
+
+
+def soak(operations: int, seed: int, look_every: int) -> dict:
+    """A row; a wrong read, a lost page or an overlay that is held at the end raises."""
+    begin = shown = time.monotonic()
+    done = models = plans = quantised = 0
+    while done < operations:
+        rng = random.Random(f"{seed} {models}")
+        driver = Driver(random_model(rng, look_every=look_every), rng)
+        driver.run(200)
+        driver.finish()
+        tiers = driver.model.tiers
+        assert int(tiers.errors) == 0, f"model {models}: {int(tiers.errors)} impossible requests"
+        done, models, plans = done + driver.operations, models + 1, plans + tiers.steps
+        quantised += int(tiers.records_written)
+        if time.monotonic() > shown + 30:
+            shown = time.monotonic()
+            print(f"{done:,} operations, {models} models, {done / (shown - begin):,.0f} a second", flush=True)
+    return {
+        "scenario": "tier_model",
+        "operations": done,
+        "models": models,
+        "plans": plans,
+        "pages_quantised": quantised,
+        "seconds": round(time.monotonic() - begin),
+        "wrong_answers": 0,
+        "leaked_tokens": 0,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--operations", type=int, default=1_000_000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--look-every", type=int, default=16, help="steps without a plan whose reads are checked")
+    parser.add_argument("--out", help="JSON file to write")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    row = soak(args.operations, args.seed, args.look_every)
+    print(row)
+    if args.out:
+        record.merge(args.out, "soak", [row], key="scenario")
+
+
+if __name__ == "__main__":
+    main()
