@@ -1,0 +1,198 @@
+"""Tiny random models of every family, written as checkpoints, whose answers depend strongly on the KV cache.
+
+Ordinary random weights give nearly uniform logits, which a wrong cache would not change. Here logits have a standard
+deviation of ``LOGITS``, and what attention adds to the residual stream is about as large as the token itself, at a context of
+``CONTEXT`` tokens: attention scores have a standard deviation of ``SCORES``, so that about CONTEXT / exp(SCORES^2) values are
+averaged, and W_o makes up for it. The same seed gives the same files, so that two servers have the same weights.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+VOCABULARY = 512
+CONTEXT = 1500
+SCORES = 1.0
+LOGITS = 2.5
+EXPERTS, EXPERTS_PER_TOKEN = 8, 2
+
+
+@dataclass(frozen=True)
+class TinyModel:
+    """One checkpoint.
+
+    Attributes:
+        family: ``model_type`` of its config.json.
+        experts: what a mixture of experts adds to the residual stream, to the size of a token. Small: which experts a router
+            takes may turn on the last bit of BF16, and that is not what is measured.
+    """
+
+    name: str
+    family: str
+    head_dim: int = 128
+    layers: int = 3
+    hidden: int = 256
+    heads: int = 8
+    kv_heads: int = 2
+    positions: int = 32768
+    experts: float = 0.1
+    more: dict = field(default_factory=dict)
+
+    @property
+    def is_moe(self) -> bool:
+        return self.family in ("qwen3_moe", "glm4_moe", "minimax_m2")
+
+    def config(self) -> dict:
+        """What config.json holds."""
+        return {
+            "architectures": [ARCHITECTURES[self.family]],
+            "model_type": self.family,
+            "vocab_size": VOCABULARY,
+            "hidden_size": self.hidden,
+            "intermediate_size": self.hidden,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads,
+            "head_dim": self.head_dim,
+            "hidden_act": "silu",
+            "max_position_embeddings": self.positions,
+            "rms_norm_eps": 1e-6,
+            "rope_theta": 1e6,
+            "tie_word_embeddings": False,
+            "torch_dtype": "bfloat16",
+            "bos_token_id": 0,
+            "eos_token_id": 1,
+            "use_cache": True,
+            **EXTRA.get(self.family, {}),
+            **self.more,
+        }
+
+    def tensors(self, seed: int = 0) -> dict[str, torch.Tensor]:
+        """The weights by their names in a checkpoint, BF16."""
+        generator = torch.Generator().manual_seed(seed)
+
+        def normal(*shape: int, std: float) -> torch.Tensor:
+            return torch.randn(*shape, generator=generator) * std
+
+        q_rows, kv_rows, width = self.heads * self.head_dim, self.kv_heads * self.head_dim, self.hidden**-0.5
+        averaged = CONTEXT / math.exp(SCORES**2)
+        # With q and k normalised per head or over all heads, their norms' weights set the scores' size.
+        normed = self.family in ("qwen3", "qwen3_moe", "minimax_m2") or self.config().get("use_qk_norm")
+        found = {
+            "model.embed_tokens.weight": normal(VOCABULARY, self.hidden, std=1),
+            "model.norm.weight": 1 + normal(self.hidden, std=0.05),
+            "lm_head.weight": normal(VOCABULARY, self.hidden, std=LOGITS * width),
+        }
+        for layer in range(self.layers):
+            at = f"model.layers.{layer}"
+            found |= {
+                f"{at}.input_layernorm.weight": 1 + normal(self.hidden, std=0.05),
+                f"{at}.post_attention_layernorm.weight": 1 + normal(self.hidden, std=0.05),
+                f"{at}.self_attn.q_proj.weight": normal(q_rows, self.hidden, std=width * (1 if normed else SCORES)),
+                f"{at}.self_attn.k_proj.weight": normal(kv_rows, self.hidden, std=width),
+                f"{at}.self_attn.v_proj.weight": normal(kv_rows, self.hidden, std=width),
+                f"{at}.self_attn.o_proj.weight": normal(self.hidden, q_rows, std=(averaged / q_rows / self.layers) ** 0.5),
+            }
+            if normed:
+                q_size, k_size = (q_rows, kv_rows) if self.family == "minimax_m2" else (self.head_dim, self.head_dim)
+                found[f"{at}.self_attn.q_norm.weight"] = SCORES + normal(q_size, std=0.05)
+                found[f"{at}.self_attn.k_norm.weight"] = 1 + normal(k_size, std=0.05)
+            if self.config().get("attention_bias") or self.family == "qwen2":
+                # A value's bias is in every average: a large one would hide what the context says.
+                for name, rows, std in (("q", q_rows, 0.3), ("k", kv_rows, 1.0), ("v", kv_rows, 0.02)):
+                    found[f"{at}.self_attn.{name}_proj.bias"] = normal(rows, std=std)
+            found |= self._mlp(layer, at, normal)
+        return {name: tensor.to(KEPT.get(name.rpartition(".")[2], torch.bfloat16)) for name, tensor in found.items()}
+
+    def _mlp(self, layer: int, at: str, normal) -> dict[str, torch.Tensor]:
+        dense = not self.is_moe or layer < self.config().get("first_k_dense_replace", 0)
+        if dense:
+            return self._gated(f"{at}.mlp", self.hidden, 0.3, ("gate_proj", "up_proj", "down_proj"), normal)
+        minimax = self.family == "minimax_m2"
+        block = f"{at}.block_sparse_moe" if minimax else f"{at}.mlp"
+        names = ("w1", "w3", "w2") if minimax else ("gate_proj", "up_proj", "down_proj")
+        size = self.config().get("moe_intermediate_size", self.config()["intermediate_size"])
+        found = {f"{block}.gate.weight": normal(EXPERTS, self.hidden, std=self.hidden**-0.5)}
+        for expert in range(EXPERTS):
+            found |= self._gated(f"{block}.experts.{expert}", size, self.experts, names, normal)
+        if self.family == "glm4_moe":
+            found[f"{block}.gate.e_score_correction_bias"] = normal(EXPERTS, std=0.01)
+            found |= self._gated(f"{block}.shared_experts", size, 0.3, names, normal)
+        if minimax:
+            found[f"{block}.e_score_correction_bias"] = normal(EXPERTS, std=0.01)
+        return found
+
+    def _gated(self, at: str, size: int, out: float, names: tuple[str, str, str], normal) -> dict[str, torch.Tensor]:
+        gate, up, down = names
+        return {
+            f"{at}.{gate}.weight": normal(size, self.hidden, std=self.hidden**-0.5),
+            f"{at}.{up}.weight": normal(size, self.hidden, std=self.hidden**-0.5),
+            f"{at}.{down}.weight": normal(self.hidden, size, std=2 * out * size**-0.5),  # silu(x) y is about a half
+        }
+
+    def write(self, folder: Path, seed: int = 0) -> Path:
+        """The checkpoint in ``folder/name``; nothing is done if it is there."""
+        target = folder / self.name
+        if not (target / "config.json").exists():
+            target.mkdir(parents=True, exist_ok=True)
+            save_file(self.tensors(seed), target / "model.safetensors", metadata={"format": "pt"})
+            (target / "generation_config.json").write_text(json.dumps({"eos_token_id": 1}))
+            (target / "config.json").write_text(json.dumps(self.config(), indent=1))
+        return target
+
+
+ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "glm4_moe": "Glm4MoeForCausalLM",
+    "minimax_m2": "MiniMaxM2ForCausalLM",
+}
+EXTRA = {
+    "llama": {"attention_bias": False, "mlp_bias": False},
+    "mistral": {"sliding_window": None},
+    "qwen2": {"use_sliding_window": False, "sliding_window": None},
+    "qwen3": {"attention_bias": False, "use_sliding_window": False, "sliding_window": None},
+    "qwen3_moe": {
+        "attention_bias": False, "num_experts": EXPERTS, "num_experts_per_tok": EXPERTS_PER_TOKEN,
+        "moe_intermediate_size": 128, "decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": True,
+        "use_sliding_window": False, "sliding_window": None,
+    },
+    "glm4_moe": {
+        "attention_bias": True, "use_qk_norm": True, "n_routed_experts": EXPERTS, "num_experts_per_tok": EXPERTS_PER_TOKEN,
+        "moe_intermediate_size": 128, "n_shared_experts": 1, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
+        "norm_topk_prob": True, "routed_scaling_factor": 1.0, "partial_rotary_factor": 0.5, "num_nextn_predict_layers": 0,
+    },
+    "minimax_m2": {
+        "num_local_experts": EXPERTS, "num_experts_per_tok": EXPERTS_PER_TOKEN, "scoring_func": "sigmoid",
+        "use_routing_bias": True, "use_qk_norm": True, "qk_norm_type": "per_layer", "rotary_dim": 64,
+        "intermediate_size": 128, "num_mtp_modules": 0,
+    },
+}
+#: Tensors that checkpoints keep in another type.
+KEPT = {"e_score_correction_bias": torch.float32}
+
+#: Every family served; heads of 128 but where the name says otherwise.
+MODELS = {
+    model.name: model
+    for model in (
+        TinyModel("llama", "llama"),
+        TinyModel("qwen2", "qwen2"),
+        TinyModel("qwen3", "qwen3"),
+        TinyModel("qwen3_moe", "qwen3_moe"),
+        TinyModel("glm4_moe", "glm4_moe"),
+        TinyModel("minimax_m2", "minimax_m2"),
+        TinyModel("mistral", "mistral"),
+        TinyModel("llama_64", "llama", head_dim=64),
+        TinyModel("llama_96", "llama", head_dim=96),
+        TinyModel("qwen3_256", "qwen3", head_dim=256),
+    )
+}

@@ -1,0 +1,179 @@
+"""Servers of tiny models, several side by side on a GPU or one on the CPU engine, that find the plugin in a bare checkout."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from launch.server import Server, ServerError
+from sglang_kvq import __version__
+
+ROOT = Path(__file__).resolve().parent.parent
+#: Flags of every server on a GPU. Each takes a small share of the memory, so that others fit beside it.
+GPU_FLAGS = (
+    *("--dtype", "bfloat16", "--sampling-backend", "pytorch", "--grammar-backend", "none"),
+    *("--mem-fraction-static", "0.3", "--watchdog-timeout", "120"),
+)
+FLAGS = ("--skip-tokenizer-init", "--random-seed", "0", "--skip-server-warmup")
+#: Plain BF16 beside it attends with Triton kernels too, which need no compiler at start.
+PLAIN_ON_GPU = ("--attention-backend", "triton", "--cuda-graph-backend-prefill", "disabled")
+#: Any leak that SGLang or the plugin finds when idle or between steps ends the server.
+STRICT = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1", "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1"}
+#: Several servers load on one GPU at once, so its free memory differs from rank to rank.
+ENV = {
+    "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0",
+    "SGL_DISABLE_TP_MEMORY_INBALANCE_CHECK": "1",
+    "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
+    "HF_HUB_OFFLINE": "1",
+}
+
+_FIND = (
+    "import importlib.metadata as m, importlib.util as u\n"
+    "print([e.value for e in m.entry_points(group='sglang.srt.plugins') if e.name == 'kvq'])\n"
+    "print(*(u.find_spec('sglang_kvq') or type('', (), {'submodule_search_locations': []})).submodule_search_locations)"
+)
+
+
+def plugin_path(folder: Path) -> dict[str, str]:
+    """Variables with which a server finds this checkout's plugin: none where it is installed, else a PYTHONPATH.
+
+    An editable install does not need pip: the package's folders are linked under their import names in ``folder``, beside
+    what pip would write of their entry points.
+    """
+    asked = subprocess.run([sys.executable, "-c", _FIND], cwd="/", capture_output=True, text=True, timeout=120)
+    lines = [*asked.stdout.splitlines(), "", ""]
+    here = any(Path(place).resolve() == ROOT / "sglang_kvq" for place in lines[1].split())
+    if lines[0] not in ("", "[]") and here:
+        return {}
+    site = folder / "site"
+    package, info = site / "sglang_kvq", site / f"sglang_kvq-{__version__}.dist-info"
+    package.mkdir(parents=True, exist_ok=True)
+    info.mkdir(exist_ok=True)
+    links = {path.name: path for path in (ROOT / "sglang_kvq").iterdir() if path.name != "__pycache__"}
+    links |= {"kernels": ROOT / "triton_kernels", "rotation_zoo": ROOT / "rotation_zoo"}
+    for name, target in links.items():
+        if not (package / name).exists():
+            (package / name).symlink_to(target)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: sglang-kvq\nVersion: {__version__}\n")
+    (info / "entry_points.txt").write_text(_entry_points())
+    return {"PYTHONPATH": os.pathsep.join(filter(None, (str(site), os.environ.get("PYTHONPATH"))))}
+
+
+def _entry_points() -> str:
+    """The tables of pyproject.toml whose names begin with ``project.entry-points``, as pip writes them."""
+    text, found, inside = (ROOT / "pyproject.toml").read_text(), [], False
+    for line in text.splitlines():
+        if line.startswith("["):
+            inside = line.startswith("[project.entry-points.")
+            found += [f"[{line.split(chr(34))[1]}]"] if inside else []
+        elif inside and "=" in line and not line.startswith("#"):
+            found.append(line.replace('"', ""))
+    return "\n".join(found) + "\n"
+
+
+def versions() -> str:
+    """What serves, for a log's first line."""
+    found = []
+    for name in ("torch", "triton", "sglang", "flashinfer-python"):
+        try:
+            found.append(f"{name} {importlib.metadata.version(name)}")
+        except importlib.metadata.PackageNotFoundError:
+            found.append(f"no {name}")
+    return ", ".join(found)
+
+
+class TinyServer(Server):
+    """A server of a tiny model.
+
+    Args:
+        model: its folder.
+        flags: after those of this module.
+        cpu: on the CPU engine.
+        gpus: indices of the GPUs that it may use.
+        env: more variables.
+    """
+
+    def __init__(
+        self, model: Path, flags: Sequence[str], *, cpu: bool, log: Path, env: Mapping[str, str], gpus: Sequence[int] = (0,)
+    ) -> None:
+        own = [*FLAGS, *flags] if cpu else [*FLAGS, *GPU_FLAGS, *flags]
+        if "--kv-quant" not in flags and not cpu:
+            own += PLAIN_ON_GPU
+        more = {} if cpu else {"CUDA_VISIBLE_DEVICES": ",".join(map(str, _visible(gpus)))}
+        super().__init__(model, *own, cpu=cpu, env={**ENV, **more, **env}, log_path=log)
+
+    def drain(self, seconds: float = 60) -> None:
+        """Wait until nothing runs, then empty the prefix cache.
+
+        Raises:
+            ServerError: requests still run after that time.
+        """
+        deadline = time.monotonic() + seconds
+        while True:
+            try:
+                return self.flush()
+            except ServerError as error:
+                self.check_alive()
+                if time.monotonic() > deadline:
+                    raise ServerError(f"not idle after {seconds:.0f} s: {error}") from None
+                time.sleep(0.05)
+
+    def states(self) -> list[dict]:
+        """``internal_states`` of ``/server_info``: one for each data-parallel worker."""
+        return self.info().get("internal_states", [])
+
+    def held_when_empty(self) -> list[str]:
+        """What is still in use although nothing runs and the cache was flushed; [] is what should be.
+
+        Twice flushed around a tiny request, because what a request gives back is applied by the next batch.
+        """
+        self.drain()
+        ids = [[5, 6, 7 + n] for n in range(8)]  # of several, each data-parallel worker gets one
+        body = {"input_ids": ids, "sampling_params": {"temperature": 0, "max_new_tokens": 2, "ignore_eos": True}}
+        self.json("/generate", body, timeout=60)
+        self.drain()
+        time.sleep(1.0)  # the idle checks of SGLang and of the plugin; with STRICT they end the server
+        self.check_alive()
+        found = []
+        for worker, state in enumerate(self.states()):
+            held = {key: value for key, value in state.get("kv_quant", {}).get("tiers", {}).items() if value}
+            found += [f"worker {worker} holds {held}"] if held else []
+        if "--kv-quant" in self.command and not any("kv_quant" in state for state in self.states()):
+            found.append("/server_info has no kv_quant")
+        if not self.running:
+            found.append("the server ended")
+        return found + [line for line in self.log().splitlines() if "leak detected" in line.lower()][:3]
+
+
+def _visible(gpus: Sequence[int]) -> list[str]:
+    """Those indices among the GPUs that this process may use."""
+    names = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+    return [names[gpu] if names else str(gpu) for gpu in gpus]
+
+
+def gpu_names() -> list[str]:
+    """The GPUs of this host, by the driver; [] without one. Does not load torch."""
+    try:
+        query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+        done = subprocess.run(query, capture_output=True, text=True, timeout=60)
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    names = [line.strip() for line in done.stdout.splitlines() if line.strip()] if done.returncode == 0 else []
+    allowed = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return names if allowed is None else names[: len([n for n in allowed.split(",") if n])]
+
+
+def body(ids: list, tokens: int, **options) -> dict:
+    """A greedy request of exactly ``tokens`` tokens; ``ids`` may be a list of prompts."""
+    sampling = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True, **options.pop("sampling_params", {})}
+    return {"input_ids": ids, "sampling_params": sampling, **options}
+
+
+def dumps(value: object) -> bytes:
+    return json.dumps(value).encode()
