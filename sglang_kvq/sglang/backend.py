@@ -17,11 +17,15 @@ from sglang_kvq.cache.tiers import TierManager
 from sglang_kvq.cache.transfer import to_device
 from sglang_kvq.config import PAGE_SIZE, KVQuantConfig
 from sglang_kvq.sglang import runtime, weights
+from sglang_kvq.sglang.layers import check_layer_ids, require_plain_call
 from sglang_kvq.sglang.runtime import config_of, logger
 
 
 class KVQuantBackend(AttentionBackend):
     """One worker's attention over the two-tier cache."""
+
+    #: SGLang's pools of this worker: models ask the backend for them (``model_executor.forward_context``).
+    token_to_kv_pool = req_to_token_pool = None
 
     def __init__(self, ops: AttentionOps, tiers: TierManager, first_layer: int) -> None:
         super().__init__()
@@ -61,6 +65,9 @@ class KVQuantBackend(AttentionBackend):
     def get_cuda_graph_seq_len_fill_value(self):
         return 1
 
+    def get_cpu_graph_seq_len_fill_value(self):
+        return 1  # SGLang also pads a batch with it where there is no graph
+
     # -- once per layer ---------------------------------------------------------------------------
 
     def forward_decode(self, q, k, v, layer: RadixAttention, forward_batch, save_kv_cache=True, **kwargs):
@@ -73,6 +80,7 @@ class KVQuantBackend(AttentionBackend):
         3. ``decode``: the merge of each request's items.
         4. ``rotate_output``: out of V's rotated basis, where the weights do not do it.
         """
+        require_plain_call(layer, k, v, save_kv_cache, kwargs)
         q, k, v, index = self._heads(q, k, v, layer)
         if index == 0:
             self.ops.plan_decode(forward_batch.req_pool_indices, forward_batch.seq_lens)
@@ -81,6 +89,7 @@ class KVQuantBackend(AttentionBackend):
         return self.ops.rotate_output(index, o).flatten(1)
 
     def forward_extend(self, q, k, v, layer: RadixAttention, forward_batch, save_kv_cache=True, **kwargs):
+        require_plain_call(layer, k, v, save_kv_cache, kwargs)
         q, k, v, index = self._heads(q, k, v, layer)
         q, k, v = self.ops.rotate(index, q, k, v)
         batch = self.batch
@@ -126,6 +135,7 @@ def create_backend(model_runner) -> KVQuantBackend:
     pool = state.pages
     check_layers(model_runner.model, pool.head_dim)
     first = model_runner.token_to_kv_pool.start_layer
+    check_layer_ids(model_runner.model, range(first, first + pool.layers))
     rotations, origin = worker_rotations(model_runner, config, state.geometry, first)
     foldable = weights.can_fold(model_runner.model, range(first, first + pool.layers))
     # An adapter's own V and output matrices would miss a rotation folded into the base model's.
@@ -151,8 +161,11 @@ def create_backend(model_runner) -> KVQuantBackend:
     if config.capture:
         from sglang_kvq.sglang.capture import capture_backend
 
-        return capture_backend(model_runner, config.capture, ops, state.tiers, first)
-    return KVQuantBackend(ops, state.tiers, first)
+        backend = capture_backend(model_runner, config.capture, ops, state.tiers, first)
+    else:
+        backend = KVQuantBackend(ops, state.tiers, first)
+    backend.token_to_kv_pool, backend.req_to_token_pool = model_runner.token_to_kv_pool, model_runner.req_to_token_pool
+    return backend
 
 
 def create_tiers(pool: PagePool, config: KVQuantConfig, ops: AttentionOps) -> TierManager:

@@ -43,6 +43,7 @@ _SPEC = "speculative decoding writes draft tokens that the 2-bit cache cannot ta
 _HOST = "pages are moved by SGLang as plain BF16 rows, which the 2-bit cache does not have"
 _SPLIT = "this way of splitting the cache over workers is not supported yet"
 _SHARED = "the value rotation is folded into this server's weights, so they cannot be shared or arrive later"
+_WHOLE = "it replaces the model's forward pass, and with it the attention that reads and writes the 2-bit cache"
 _ONE = (None, 1)
 
 #: By subject. LoRA is allowed: where weights cannot absorb the value rotation it is applied at run time.
@@ -112,6 +113,8 @@ def device_of(values: Mapping[str, Any]) -> str:
     device = (values.get("device") or get_device()).split(":")[0]
     if device not in ("cpu", "cuda"):
         raise KVQuantError(f"--device {device}: --kv-quant runs on cuda, and on cpu for tests; leave out --kv-quant.")
+    if device == "cuda" and torch.version.hip:  # SGLang's models then write the cache themselves
+        raise KVQuantError("ROCm: --kv-quant runs on NVIDIA GPUs, and on cpu for tests; leave out --kv-quant.")
     return device
 
 

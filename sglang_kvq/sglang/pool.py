@@ -12,10 +12,15 @@ from sglang_kvq.sglang.runtime import config_of, logger
 
 
 class KVQuantPool(KVCache):
-    """Two-tier pool. SGLang sees its size and bytes; tokens are written by the attention backend."""
+    """Two-tier pool. SGLang sees its size and bytes; tokens are written by the attention backend.
 
-    def __init__(self, size, page_size, dtype, layout: MemoryLayout, device, start_layer, end_layer):
-        super().__init__(size, page_size, dtype, layout.geometry.layers, device, False, start_layer, end_layer)
+    Its dtype is what records are made of. Where a pool is of bfloat16, SGLang's models write keys and values into its
+    buffers themselves, in one kernel with RoPE (``models.utils.enable_fused_set_kv_buffer``), and attention does not
+    get to see that they are new.
+    """
+
+    def __init__(self, size, page_size, layout: MemoryLayout, device, start_layer, end_layer):
+        super().__init__(size, page_size, torch.uint8, layout.geometry.layers, device, False, start_layer, end_layer)
         self.layout = layout
         self.head_num, self.head_dim = layout.geometry.kv_heads, layout.geometry.head_dim
         self._finalize_allocation_log(size)
@@ -60,6 +65,6 @@ def build_mha_kv_pool(original, self, *, max_total_num_tokens, mha_pool_class, q
         )
     state = runtime.current()
     return KVQuantPool(
-        max_total_num_tokens, PAGE_SIZE, self.kv_cache_dtype, state.layout, self.device,
+        max_total_num_tokens, PAGE_SIZE, state.layout, self.device,
         self.layer_info.start_layer, self.layer_info.end_layer,
     )

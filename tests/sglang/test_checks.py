@@ -46,7 +46,7 @@ def test_default_is_not_refused(refused):
 SOME_RELEASES = {
     "enable_unified_cache_external_linker", "disaggregation_decode_retraction_backup", "enable_pd_role_switch",
     "enable_prefill_context_parallel", "enable_dsa_prefill_context_parallel", "enable_kv_cache_sharding",
-    "weight_cache_mode", "startup_weight_load_mode",
+    "weight_cache_mode", "startup_weight_load_mode", "enable_nvidia_megakernel", "enable_amd_monokernel",
 }
 
 
@@ -105,6 +105,14 @@ def test_other_device_is_refused():
         checks.device_of({"device": "xpu"})
     assert checks.device_of({"device": "cuda:1"}) == "cuda"
     assert checks.device_of({}) == "cpu"
+
+
+def test_rocm_is_refused(monkeypatch):
+    """SGLang calls its devices cuda, and there models write K and V into the pool whatever its dtype."""
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    with pytest.raises(KVQuantError, match="ROCm"):
+        checks.device_of({"device": "cuda"})
+    assert checks.device_of({"device": "cpu"}) == "cpu"
 
 
 MODELS = {

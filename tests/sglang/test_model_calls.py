@@ -1,0 +1,280 @@
+"""SGLang's models over our real pool and backend, on a CPU: they find the pools, store nothing themselves, ask for nothing ignored.
+
+Models that can fuse RoPE with the cache write look at the pool first, whatever the device. ``models.utils`` is told that it
+runs on CUDA, where it would fuse for a pool of bfloat16.
+"""
+
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from sglang_kvq.cache.layout import KVGeometry, MemoryLayout
+from sglang_kvq.cache.pool import PagePool
+from sglang_kvq.config import PAGE_SIZE, KVQuantConfig
+from sglang_kvq.formats.page import PageFormat
+from sglang_kvq.sglang import runtime
+from sglang_kvq.sglang.runtime import CONFIG_ATTRIBUTE
+
+LAYERS, HEADS, D, TOKENS = 2, 2, 64, 70
+CONFIG = KVQuantConfig("int2")
+
+
+class Model(torch.nn.Module):
+    """Attention layers as a model has them."""
+
+    def __init__(self, *layers):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(layers)
+
+
+def attention(layer_id: int, **more):
+    from sglang.srt.layers.radix_attention import RadixAttention
+
+    return RadixAttention(HEADS, D, D**-0.5, num_kv_heads=HEADS, layer_id=layer_id, **more)
+
+
+@pytest.fixture
+def make_runner(applied, monkeypatch):
+    """SGLang's ModelRunner as ``create_backend`` sees it: ``make_runner(model)``; its pool is made by our hook."""
+    from sglang_kvq.sglang.pool import build_mha_kv_pool
+
+    server_args = SimpleNamespace(**{CONFIG_ATTRIBUTE: CONFIG}, enable_lora=False, lora_paths=None)
+
+    def make(model):
+        geometry = KVGeometry(HEADS, (PageFormat(D, D),) * LAYERS)
+        state = runtime.Runtime(CONFIG, geometry, layout=MemoryLayout(geometry, pages=16, slots=16, max_requests=2))
+        monkeypatch.setattr(runtime, "_current", state)
+        configurator = SimpleNamespace(
+            server_args=server_args, is_draft_worker=False, kv_cache_dtype=torch.bfloat16, device="cpu",
+            layer_info=SimpleNamespace(start_layer=0, end_layer=LAYERS),
+        )
+        pool = build_mha_kv_pool(
+            pytest.fail, configurator, max_total_num_tokens=16 * PAGE_SIZE, mha_pool_class=None, quant_method=None
+        )
+        rows = torch.zeros(3, 16 * PAGE_SIZE, dtype=torch.int32)
+        state.pages = PagePool.allocate(geometry.formats, kv_heads=HEADS, pages=16, slots=16, req_to_token=rows)
+        hf = dict(architectures=["Qwen3MoeForCausalLM"], num_hidden_layers=LAYERS, num_key_value_heads=HEADS, head_dim=D)
+        return SimpleNamespace(
+            server_args=server_args, model=model, device="cpu", token_to_kv_pool=pool,
+            model_config=SimpleNamespace(hf_config=hf, model_path="tiny"),
+            req_to_token_pool=SimpleNamespace(req_to_token=rows),
+        )
+
+    return make
+
+
+@pytest.fixture
+def backend(make_runner):
+    from sglang_kvq.sglang.backend import create_backend
+
+    return create_backend(make_runner(Model(*(attention(i) for i in range(LAYERS)))))
+
+
+@pytest.fixture
+def serving(backend):
+    """The backend, while it is the one that models ask."""
+    from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
+
+    with forward_context(ForwardContext(attn_backend=backend)):
+        yield backend
+
+
+@pytest.fixture
+def on_cuda(monkeypatch):
+    from sglang.srt.models import utils
+
+    monkeypatch.setattr(utils, "_is_cuda", True)
+    for name in ("is_prefill_context_parallel_enabled", "is_cp_active"):  # 0.5.16 to 0.5.18, and later
+        monkeypatch.setattr(utils, name, lambda *args: False, raising=False)
+    return utils
+
+
+def prefill(backend):
+    """A planned batch: one new prompt of ``TOKENS`` tokens in row 1, pages 1 and 2."""
+    from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+    loc = torch.arange(PAGE_SIZE, PAGE_SIZE + TOKENS)
+    backend.tiers.pool.req_to_token[1, :TOKENS] = loc.int()
+    batch = SimpleNamespace(
+        forward_mode=ForwardMode.EXTEND, req_pool_indices=torch.tensor([1]), seq_lens=torch.tensor([TOKENS]),
+        seq_lens_cpu=torch.tensor([TOKENS]), extend_prefix_lens_cpu=[0], extend_seq_lens_cpu=[TOKENS],
+        out_cache_loc=loc, positions=torch.arange(TOKENS), global_num_token_non_padded_cpu=None, mha_return_lse=False,
+        _attn_output=None,
+    )
+    backend.init_forward_metadata(batch)
+    return batch
+
+
+def activations(tokens: int = TOKENS):
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(tokens, HEADS * D, generator=generator).bfloat16() for _ in range(3)]
+
+
+def stored(backend, layer: int) -> torch.Tensor:
+    """BF16 keys of the prompt's tokens, ``[TOKENS, HEADS, D]``: all are in the window."""
+    pages = backend.tiers.pool
+    slots = pages.page_slot[1:3].long()
+    assert (slots > 0).all()
+    return pages.overlays[layer, slots, 0].transpose(1, 2).reshape(2 * PAGE_SIZE, HEADS, D)[:TOKENS]
+
+
+# -- what models find --------------------------------------------------------------------------------------------------
+
+
+def test_models_find_the_pools(serving):
+    from sglang.srt.model_executor.forward_context import get_req_to_token_pool, get_token_to_kv_pool
+    from sglang_kvq.sglang.pool import KVQuantPool
+
+    assert isinstance(get_token_to_kv_pool(), KVQuantPool)
+    assert get_req_to_token_pool().req_to_token is serving.tiers.pool.req_to_token
+
+
+def test_plain_bfloat16_would_be_fused(applied, on_cuda):
+    """So that the next test can fail."""
+    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+    from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
+
+    pool = MHATokenToKVPool.__new__(MHATokenToKVPool)
+    pool.dtype = torch.bfloat16
+    with forward_context(ForwardContext(attn_backend=SimpleNamespace(token_to_kv_pool=pool))):
+        assert on_cuda.enable_fused_set_kv_buffer(SimpleNamespace())
+
+
+def test_models_do_not_store_themselves(serving, on_cuda):
+    assert on_cuda.enable_fused_set_kv_buffer(SimpleNamespace()) is False
+
+
+def test_a_model_that_stores_all_the_same_is_told(serving, on_cuda):
+    with pytest.raises(NotImplementedError, match="--kv-quant keeps no plain K and V buffers"):
+        on_cuda.create_fused_set_kv_buffer_arg(torch.zeros(1), attention(0), SimpleNamespace())
+
+
+def test_batches_padded_on_a_cpu(backend):
+    """From 0.5.22 on SGLang pads lengths with this value under data-parallel attention, graphs or not."""
+    assert backend.get_cpu_graph_seq_len_fill_value() == backend.get_cuda_graph_seq_len_fill_value() == 1
+
+
+# -- models' own attention modules -------------------------------------------------------------------------------------
+
+
+class Rope(torch.nn.Module):
+    """Stands for RoPE; notes whether it was asked to write the cache."""
+
+    rotary_dim, asked = D, None
+
+    def forward(self, positions, q, k, fused_set_kv_buffer_arg=None):
+        self.asked = fused_set_kv_buffer_arg
+        return q, k
+
+
+class Project(torch.nn.Module):
+    """Stands for a linear layer: gives what it was made with, or what it gets."""
+
+    def __init__(self, result=None):
+        super().__init__()
+        self.result = result
+
+    def forward(self, x):
+        return (x if self.result is None else self.result), None
+
+
+def qwen3_moe(qkv, **parts):
+    from sglang.srt.models.qwen3_moe import Qwen3MoeAttention
+
+    return bare(
+        Qwen3MoeAttention, qkv_proj=Project(qkv), o_proj=Project(), compatible_with_fused_kv_buffer=True,
+        use_fused_qk_norm_rope=False, use_fused_qk_norm_rope_cpu=False, q_norm=None, k_norm=None, **parts,
+    )
+
+
+def mellum(qkv, **parts):
+    from sglang.srt.models.mellum import MellumAttention
+
+    return bare(
+        MellumAttention, qkv_proj=Project(qkv), o_proj=Project(), compatible_with_fused_kv_buffer=True,
+        use_fused_qk_norm_rope=False, q_norm=None, k_norm=None, **parts,
+    )
+
+
+def bailing_moe(qkv, **parts):
+    from sglang.srt.models.bailing_moe import BailingMoEAttention
+
+    return bare(
+        BailingMoEAttention, query_key_value=Project(qkv), dense=Project(), use_qk_norm=False, is_mrope_enabled=False,
+        **parts,
+    )
+
+
+def bare(kind, **parts):
+    """An attention module with these parts only: its ``forward`` is SGLang's, its projections are ours."""
+    module = kind.__new__(kind)
+    torch.nn.Module.__init__(module)
+    for name, part in parts.items():
+        setattr(module, name, part)
+    return module
+
+
+@pytest.mark.parametrize("family", [qwen3_moe, mellum, bailing_moe], ids=lambda f: f.__name__)
+def test_attention_of_models_that_can_fuse(serving, on_cuda, monkeypatch, family):
+    """A layer's keys are in the cache after a prefill, and the answer is what RadixAttention gives by itself."""
+    batch, (q, k, v) = prefill(serving), activations()
+    rope, layer = Rope(), attention(1)
+    module = family(
+        torch.cat([q, k, v], dim=1), attn=layer, rotary_emb=rope, q_size=HEADS * D, kv_size=HEADS * D, head_dim=D,
+        num_heads=HEADS, num_kv_heads=HEADS, alt_stream=None,
+    )
+    monkeypatch.setattr(sys.modules[type(module).__module__], "apply_qk_norm", lambda q, k, **norms: (q, k))
+    answer = module(batch.positions, torch.zeros(TOKENS, 8), batch)
+    assert rope.asked is None
+    assert torch.equal(stored(serving, 1), k.view(TOKENS, HEADS, D))
+    assert torch.equal(answer, layer(q, k, v, batch))
+
+
+# -- what a call may ask -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["forward_extend", "forward_decode"])
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        (dict(save_kv_cache=False), r"save_kv_cache=False"),
+        (dict(k=None, v=None, save_kv_cache=False), "another layer's keys and values"),
+        (dict(k=None, v=None), "another layer's keys and values"),
+        (dict(sinks=torch.zeros(HEADS)), "sinks=..."),
+        (dict(q_rope=torch.zeros(1), k_rope=torch.zeros(1)), "q_rope=..., k_rope=..."),
+        (dict(return_lse=True), "return_lse=..."),
+        (dict(idx_q=torch.zeros(1), idx_k=torch.zeros(1), idx_v=None), "idx_q=..., idx_k=...;"),
+        (dict(score_mod=print, aux_tensors=[]), "score_mod=..., aux_tensors=..."),
+    ],
+    ids=lambda value: "+".join(value) if isinstance(value, dict) else "",
+)
+def test_a_call_that_would_be_answered_wrongly(backend, mode, changes, text):
+    batch, (q, k, v) = prefill(backend), activations()
+    before = backend.tiers.pool.overlays.clone()
+    call = {**dict(q=q, k=k, v=v, layer=attention(1), forward_batch=batch, save_kv_cache=True), **changes}
+    with pytest.raises(NotImplementedError, match="attention layer 1 asks for") as error:
+        getattr(backend, mode)(**call)
+    assert text.replace("\\", "") in str(error.value)
+    assert torch.equal(backend.tiers.pool.overlays, before)
+
+
+def test_an_argument_that_asks_for_nothing(serving):
+    batch, (q, k, v) = prefill(serving), activations()
+    assert torch.equal(attention(1)(q, k, v, batch, sinks=None), attention(1)(q, k, v, batch))
+
+
+@pytest.mark.parametrize(
+    ("layers", "text"),
+    [
+        ((0, 1, 1), "layers.1 and layers.2 share the cache of layer 1"),
+        ((0, 1, 2), "layers.2 is attention layer 2, but the cache holds layers 0 to 1"),
+    ],
+    ids=["shared", "out of range"],
+)
+def test_layers_without_a_place_of_their_own(make_runner, layers, text):
+    from sglang_kvq.sglang.backend import create_backend
+
+    with pytest.raises(SystemExit, match=text):
+        create_backend(make_runner(Model(*(attention(i) for i in layers))))
