@@ -72,7 +72,11 @@ def _hooks(process: Process, *rows: tuple) -> tuple[Hook, ...]:
     return tuple(Hook(kind, process, target, why, **more) for kind, target, why, more in rows)
 
 
+#: The two generations of SGLang's prefix cache, and of much that changed with it. Between them nothing is supported
+#: (``compat.SUPPORTED``), so these are also the only words for what changed somewhere in the gap.
 OLD_TREE, NEW_TREE = "<0.5.19", ">=0.5.22"
+#: Where SGLang's allocator has no method that all released pages go through.
+PER_TOKEN_FREES, RELEASES_PAGES = "<0.5.17", ">=0.5.17"
 
 _POOL = "mem_cache.kv_cache_configurator.KVCacheConfigurator"
 _SIZES = "model_executor.pool_configurator.DefaultPoolConfigurator"
@@ -139,14 +143,15 @@ TABLE: tuple[Hook, ...] = (
          dict(params=("size", "page_size", "dtype", "device", "kvcache", "need_sort"))),
         (Kind.SUBCLASS, f"{_PAGED}.PagedTokenToKVPoolAllocator.clear", "forgets every page", dict(params=())),
         (Kind.SUBCLASS, f"{_PAGED}.PagedTokenToKVPoolAllocator.free", "pages coming back",
-         dict(params=("free_index",), versions="<0.5.17")),
+         dict(params=("free_index",), versions=PER_TOKEN_FREES)),
         (Kind.SUBCLASS, f"{_PAGED}.PagedTokenToKVPoolAllocator._release_page_ids", "pages coming back",
-         dict(versions=">=0.5.17")),
+         dict(versions=RELEASES_PAGES)),
+        (Kind.CALL, f"{_PAGED}.PagedTokenToKVPoolAllocator.get_all_free_pages", "which pages are free",
+         dict(params=(), versions=NEW_TREE)),
         (Kind.CALL, f"{_PAGED}.alloc_extend_naive", "page allocation on a CPU",
-         dict(params=("prefix_lens", "seq_lens", "last_loc", "free_pages", "out_indices", "page_size", "device"),
-              versions="<0.5.17")),
+         dict(params=("prefix_lens", "seq_lens", "last_loc", "free_pages", "out_indices", "page_size", "device"))),
         (Kind.CALL, "utils.get_num_new_pages", "page allocation on a CPU",
-         dict(params=("seq_lens", "page_size", "prefix_lens", "decode"), versions="<0.5.17")),
+         dict(params=("seq_lens", "page_size", "prefix_lens", "decode"))),
         # Rows and tree
         (Kind.AROUND, "mem_cache.memory_pool.ReqToTokenPool.free", "a row given back frees its window",
          dict(params=("req",), handler="rows:around_free", versions=OLD_TREE)),

@@ -7,7 +7,7 @@ from sglang.srt.mem_cache.memory_pool import KVCache
 
 from sglang_kvq.cache.layout import MemoryLayout
 from sglang_kvq.config import PAGE_SIZE
-from sglang_kvq.sglang import runtime
+from sglang_kvq.sglang import canary, runtime
 from sglang_kvq.sglang.runtime import config_of, logger
 
 
@@ -63,6 +63,7 @@ def build_mha_kv_pool(original, self, *, max_total_num_tokens, mha_pool_class, q
         raise SystemExit(
             f"--kv-quant keeps windows in bfloat16, but the model runs in {self.kv_cache_dtype}: add --dtype bfloat16."
         )
+    canary.register(KVQuantPool)
     state = runtime.current()
     return KVQuantPool(
         max_total_num_tokens, PAGE_SIZE, state.layout, self.device,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -17,6 +19,12 @@ GPU_FLAGS = (
     *("--mem-fraction-static", "0.6", "--max-total-tokens", "4096", "--max-running-requests", "8"),
     *("--context-length", "2048"),
 )
+#: SGLang checks its pools whenever idle and after every step, and stops at the first page that is not accounted for.
+STRICT = {
+    "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1",
+    "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
+    "SGLANG_CHECK_KV_PAGE_INVARIANTS": "1",
+}
 #: Idle servers are kept this many at a time: each holds about 2.5 GB.
 KEPT = 2
 
@@ -39,15 +47,17 @@ class Servers:
     def __call__(
         self, *flags: str, env: dict[str, str] | None = None, fresh: bool = False, alone: bool = False
     ) -> Server:
-        """A server with these flags, ready.
+        """A server with these flags, ready; its pools are checked as ``STRICT`` says.
 
         It may be stopped by the second call after this one that asks for other flags.
 
         Args:
+            env: variables; they may undo those of ``STRICT``.
             fresh: one that served nobody before.
             alone: stop all others first, for a server of several workers.
         """
-        key = (flags, tuple(sorted((env or {}).items())))
+        env = {**STRICT, **(env or {})}
+        key = (flags, tuple(sorted(env.items())))
         for other in [k for k in self._running if alone and k != key]:
             self._running.pop(other).stop()
         server = self._running.pop(key, None)
@@ -78,6 +88,19 @@ def servers(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
     running = Servers(model, tmp_path_factory.mktemp("servers"))
     yield running
     running.stop()
+
+
+@pytest.fixture(scope="session")
+def faulty(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[str, str]]:
+    """``faulty(*names)``: variables of a server that loads ``server_faults.py`` as an SGLang plugin, with these faults."""
+    folder = tmp_path_factory.mktemp("plugin")
+    shutil.copy(Path(__file__).parent / "server_faults.py", folder)
+    info = folder / "server_faults-0.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: server-faults\nVersion: 0.0\n")
+    (info / "entry_points.txt").write_text("[sglang.srt.plugins]\nserver_faults = server_faults:install\n")
+    path = os.pathsep.join(filter(None, (str(folder), os.environ.get("PYTHONPATH"))))
+    return lambda *names: {"PYTHONPATH": path, "KVQ_TEST_FAULTS": ",".join(names)}
 
 
 @pytest.fixture

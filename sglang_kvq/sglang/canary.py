@@ -1,0 +1,45 @@
+"""SGLang's KV canary (``--kv-canary``) over our pool: which token and position each slot was last written for.
+
+The canary keeps buffers of its own beside a pool. After each batch it notes token, position and a hash of all that came
+before in the slots of ``out_cache_loc``; before and after the next it verifies what ``req_to_token`` leads to. That
+finds a page that was freed, repointed or given out while a request still reads it, and it needs nothing of the cache's
+layout but its number of slots. It can also hash the cached bytes (``--kv-canary-real-data``); ours change when a page is
+quantised, so ``checks`` refuses that.
+"""
+
+from __future__ import annotations
+
+import torch
+from sglang.srt.kv_canary.buffer_group import CanaryBufferGroup, PoolKind
+from sglang.srt.kv_canary.pool_patcher.api import register_pool_attacher
+from sglang.srt.kv_canary.pool_patcher.buffer_alloc import alloc_canary_buf
+
+from sglang_kvq.errors import KVQuantError
+
+
+def attach_kv_quant(
+    *, pool, device: torch.device, read_bytes: int, kv_token_id_vs_position_offset: int
+) -> tuple[CanaryBufferGroup, ...]:
+    """The canary's buffers for a ``KVQuantPool``: uint8 ``[pages * PAGE_SIZE, 32]``, page 0 included, before and after a batch.
+
+    One half serves keys and values: they share the page and are written together.
+
+    Raises:
+        KVQuantError: the canary was asked to hash cached bytes.
+    """
+    if read_bytes:
+        raise KVQuantError("--kv-canary-real-data: a page's bytes change when it is quantised; leave the flag out.")
+    slots = pool.size + pool.page_size
+    head, tail = (alloc_canary_buf(num_slots=slots, device=device) for _ in range(2))
+    return (
+        CanaryBufferGroup(
+            kind=PoolKind.FULL, k_head=head, k_tail=tail, v_head=None, v_tail=None,
+            real_kv_sources_k=(), real_kv_sources_v=(), swa_index_lut=None,
+            kv_token_id_vs_position_offset=kv_token_id_vs_position_offset,
+        ),
+    )
+
+
+def register(pool_class: type) -> None:
+    """Make ``attach_kv_quant`` what ``--kv-canary`` uses for this class of pools."""
+    register_pool_attacher(pool_class, attach_kv_quant)

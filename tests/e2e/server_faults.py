@@ -1,0 +1,118 @@
+"""An SGLang plugin of the tests, loaded by servers that ``faulty`` of conftest.py starts: it changes the server itself.
+
+Names in the variable ``KVQ_TEST_FAULTS``, separated by commas, say what it does in the scheduler's process:
+
+- ``canary_on_cpu``: SGLang's KV canary runs its own torch references, without streams, events and pinned memory.
+- ``lost_page``: the allocator forgets one page that comes back.
+- ``lost_overlay``: the tiers are not told of one page that comes back.
+- ``page_given_twice``: the allocator hands a page out again that a request or the tree still holds.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from types import SimpleNamespace
+
+import torch
+
+
+def install() -> None:
+    if "sglang.srt.managers.scheduler" in sys.modules:
+        for name in filter(None, os.environ.get("KVQ_TEST_FAULTS", "").split(",")):
+            globals()[name]()
+
+
+def canary_on_cpu() -> None:
+    from sglang.srt.kv_canary import req_to_expected_token_ids_manager as expected
+    from sglang.srt.kv_canary.runner import canary_manager, future_tensor
+
+    class Now:
+        """A tensor, or a dict with tensors, copied at once."""
+
+        @classmethod
+        def device_to_host(cls, values, *, d2h_stream):
+            now = cls()
+            if isinstance(values, dict):
+                now.values = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in values.items()}
+            else:
+                now.values = values.clone()
+            return now
+
+        def wait(self):
+            return self.values
+
+    future_tensor.FutureTensors = Now
+    canary_manager.create_device_stream = lambda device: None
+    unpinned = {name: _without(getattr(torch, name), "pin_memory") for name in ("tensor", "zeros")}
+    others = {name: getattr(torch, name) for name in ("device", "int64", "cumsum", "Tensor")}
+    expected.torch = SimpleNamespace(**others, **unpinned)
+    flatten = expected.flatten_arrays_to_int64_tensor
+    expected.flatten_arrays_to_int64_tensor = lambda parts, device, pin: flatten(parts, device, False)
+    _canary_of_0_5_16()
+
+
+def _without(function, keyword: str):
+    return lambda *args, **kwargs: function(*args, **{k: v for k, v in kwargs.items() if k != keyword})
+
+
+def _canary_of_0_5_16() -> None:
+    """Releases before 0.5.19 have the references, but call their CUDA kernels on every device."""
+    try:
+        from sglang.jit_kernel.kv_canary import plan_ref, verify_ref, write_ref
+    except ImportError:
+        return
+    from sglang.srt.kv_canary import endpoint
+    from sglang.srt.kv_canary.runner import canary_manager, kernel_launcher
+
+    kernel_launcher.launch_canary_plan_kernels = plan_ref.launch_canary_plan_kernels_torch_reference
+    endpoint.launch_canary_verify_kernel = verify_ref.launch_canary_verify_kernel_torch_reference
+    endpoint.launch_canary_write_kernel = write_ref.launch_canary_write_kernel_torch_reference
+    cuda = SimpleNamespace(Stream=lambda device: None)
+    names = SimpleNamespace(cuda=cuda, Tensor=torch.Tensor, device=torch.device)
+    canary_manager.torch = names
+
+
+def lost_page() -> None:
+    from sglang_kvq.sglang.allocator import KVQuantAllocator
+
+    _once(KVQuantAllocator, "free", lambda original, self, index: original(self, index[: -self.page_size]))
+
+
+def lost_overlay() -> None:
+    from sglang_kvq.cache.pending import PendingOps
+
+    _once(PendingOps, "free_pages", lambda original, self, pages: None)
+
+
+def page_given_twice() -> None:
+    """The second page of the first request is handed out again, to the second, whatever holds it meanwhile."""
+    from sglang_kvq.sglang.allocator import KVQuantAllocator
+
+    original, first = KVQuantAllocator.alloc_extend, []
+
+    def alloc_extend(self, *args, **kwargs):
+        if len(first) == 1:
+            self.free_pages = torch.cat((first[0], self.free_pages))
+            first.append(None)
+        out = original(self, *args, **kwargs)
+        if not first and len(out) > 3 * self.page_size:  # not SGLang's own request at start
+            first.append(out[self.page_size : self.page_size + 1] // self.page_size)
+        return out
+
+    KVQuantAllocator.alloc_extend = alloc_extend
+
+
+def _once(owner: type, method: str, replacement) -> None:
+    """``replacement(original, *args)`` takes the place of the first call."""
+    original, done = getattr(owner, method), []
+
+    @functools.wraps(original)
+    def call(*args, **kwargs):
+        if done:
+            return original(*args, **kwargs)
+        done.append(True)
+        return replacement(original, *args, **kwargs)
+
+    setattr(owner, method, call)
