@@ -88,10 +88,12 @@ def _give(
         failed += tl.sum(tl.sum((slot < 0).to(tl.int64), 1), 0)
         tl.store(pinned + slot, tl.full([ROWS, 1], 0, tl.int64) + step, mask=slot > 0)
 
+    given_directly = tl.zeros([], tl.int64)
     for start in range(0, directs, SLOTS):
         i = start + tl.arange(0, SLOTS)
-        page = tl.load(direct + i, mask=i < directs, other=0)
-        tl.store(page_valid + page, tl.full([SLOTS], 1, tl.uint8), mask=i < directs)
+        page = tl.load(direct + i, mask=i < directs, other=0)  # 0 is padding's
+        tl.store(page_valid + page, tl.full([SLOTS], 1, tl.uint8), mask=page > 0)
+        given_directly += tl.sum((page > 0).to(tl.int64), 0)
 
     quantised = tl.zeros([], tl.int64)
     if needs > 0:
@@ -160,7 +162,7 @@ def _give(
                 tl.store(slot_stamp + slot, step + entry % 2 * BONUS, mask=take)
 
     tl.store(out_count, quantised)
-    tl.store(written, tl.load(written) + quantised + directs)
+    tl.store(written, tl.load(written) + quantised + given_directly)
     tl.store(errors, tl.load(errors) + failed)
 
 

@@ -47,7 +47,7 @@ class ExtendBatch:
         rows: int64 ``[batch]`` on the device, rows of ``req_to_token``.
         prefix_lens, new_lens: per request, on the host: tokens stored before this batch, and
             tokens in it.
-        loc: int64 ``[tokens]``, SGLang's location of each new token.
+        loc: int64 ``[sum(new_lens)]``, SGLang's location of each new token; padding is left out.
         overlay_tokens: int64 ``[n]`` indices into the new tokens that go to BF16 overlays.
         direct_tokens: int64 ``[m]`` indices of the first token of each page that is quantised
             straight from the activations (whole pages, consecutive tokens).
@@ -121,6 +121,9 @@ class AttentionOps(ABC):
         For ``i < count``, overlay ``slots[i]`` becomes page ``pages[i]``'s record. ``slots`` and ``pages``
         are int64 ``[n]``; ``count`` is int64 ``[1]`` on the device and is not read on the host of a GPU.
         """
+
+    def reserve(self, batch: int) -> None:  # noqa: B027
+        """Make room for decode batches of that many rows, padding counted. Not inside a CUDA graph's capture."""
 
     def plan_decode(self, rows: torch.Tensor, seq_lens: torch.Tensor) -> None:  # noqa: B027
         """Once per decode step, before its first layer: divide the batch. Safe inside a CUDA graph.

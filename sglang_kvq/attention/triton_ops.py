@@ -31,7 +31,7 @@ class TritonOps(AttentionOps):
 
     Args:
         q_heads: query heads of this worker, a multiple of the pool's KV heads, at most 16 to each.
-        max_batch: the most requests in one decode batch.
+        max_batch: the most requests in one decode batch; ``reserve`` raises it.
         slab_tokens: stored tokens that prefill dequantises at a time; 32,768 take 128 MiB at 8 heads of 128.
         launch: of the decode kernel; None chooses by geometry.
         prefill: FlashInfer's attention for long chunks (``ragged.load``); None uses our own for all.
@@ -57,7 +57,7 @@ class TritonOps(AttentionOps):
                 f"{q_heads} query heads over {pool.kv_heads} KV heads: the kernels need 1 to 16 whole query heads per KV head."
             )
         _check_formats(pool)
-        self.q_heads, self.max_batch, self.slab_pages = q_heads, max_batch, slab_tokens // PAGE_SIZE
+        self.q_heads, self.slab_pages = q_heads, slab_tokens // PAGE_SIZE
         self._records = [record_of(format) for format in pool.formats]
         self._launches = [launch or decode_launch(pool.head_dim, q_heads // pool.kv_heads, r) for r in self._records]
         self._sms = 2 if INTERPRETED else torch.cuda.get_device_properties(pool.device).multi_processor_count
@@ -65,16 +65,9 @@ class TritonOps(AttentionOps):
         self._r_q = self._r_k if rotations.q is None else split_rotation(rotations.q)
         self._r_v = None if rotations.v is None else split_rotation(rotations.v)
         self._r_v_back = None if rotations.v is None else split_rotation(rotations.v.transpose(-1, -2))
-        # Layers of which an SM holds as many programs share a plan.
-        programs = pool.kv_heads * (pool.head_dim // value_dims(pool.head_dim))
-        plans = {
-            held: StepPlan(launch, programs, self._sms, max_batch, pool.device)
-            for held, launch in {launch.programs_per_sm: launch for launch in self._launches}.items()
-        }
-        self.plans, self.layer_plans = list(plans.values()), [plans[launch.programs_per_sm] for launch in self._launches]
-        shape = (max(plan.most for plan in self.plans), q_heads, pool.head_dim)
-        self._partial = torch.empty(shape, dtype=torch.float32, device=pool.device)
-        self._lse = torch.empty(shape[:2], dtype=torch.float32, device=pool.device)
+        self.max_batch = 0
+        self._outgrown: list[object] = []  # buffers whose addresses CUDA graphs may hold
+        self.reserve(max_batch)
         self._can_overlap = can_overlap(pool.device)
         self._rotated = False  # some layer, since the step's plan
         self._just_rotated = False  # by the last launch
@@ -82,6 +75,24 @@ class TritonOps(AttentionOps):
         self._planned_short: tuple[ExtendBatch, PlannedExtend] | None = None
         self._planned: tuple[ExtendBatch, int, list[Slab]] | None = None
         self._planned_calls: tuple[ExtendBatch, list[PlannedCall] | None] | None = None
+
+    def reserve(self, batch):
+        if batch <= self.max_batch:
+            return
+        pool = self.pool
+        if self.max_batch:
+            self._outgrown.append((self.plans, self._partial, self._lse))
+        self.max_batch = batch
+        # Layers of which an SM holds as many programs share a plan.
+        programs = pool.kv_heads * (pool.head_dim // value_dims(pool.head_dim))
+        plans = {
+            held: StepPlan(launch, programs, self._sms, batch, pool.device)
+            for held, launch in {launch.programs_per_sm: launch for launch in self._launches}.items()
+        }
+        self.plans, self.layer_plans = list(plans.values()), [plans[launch.programs_per_sm] for launch in self._launches]
+        shape = (max(plan.most for plan in self.plans), self.q_heads, pool.head_dim)
+        self._partial = torch.empty(shape, dtype=torch.float32, device=pool.device)
+        self._lse = torch.empty(shape[:2], dtype=torch.float32, device=pool.device)
 
     def rotate(self, layer, q, k, v):
         return rotate((q, k, v), self._rotations_of(layer))
@@ -118,6 +129,7 @@ class TritonOps(AttentionOps):
             quantise_slots(store.records, record, store.layer_ids, *rest)
 
     def plan_decode(self, rows, seq_lens):
+        self.reserve(len(rows))
         for plan in self.plans:
             plan.make(rows, seq_lens, self.pool)
         self._rotated = self._just_rotated = False

@@ -133,7 +133,7 @@ class TierManager:
         self._touch(window)
         if direct_pages is not None:
             self.page_valid.index_fill_(0, direct_pages, True)
-            self.records_written += len(direct_pages)
+            self.records_written += (direct_pages > 0).sum()  # 0 in a batch of padding alone
         self._set_ranges(rows, live, read_lens, max_len)
 
     def apply_pending(self) -> None:

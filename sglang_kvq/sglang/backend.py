@@ -53,14 +53,14 @@ class KVQuantBackend(AttentionBackend):
         lens = np.array([prefix, new], np.int64)
         lens[1] += lens[0]
         prefix_lens, seq_lens, overlay, direct = to_device([*lens, *split], fb.out_cache_loc.device)
-        loc = fb.out_cache_loc.long()
+        loc = fb.out_cache_loc[: sum(new)].long()  # data-parallel attention and all-to-all MoE pad tokens
         self.batch = ExtendBatch(fb.req_pool_indices.long(), prefix, new, loc, overlay, direct)
         self.overlay_loc = loc[overlay]
         self.direct_pages = loc[direct] // PAGE_SIZE
         self.tiers.plan_extend(self.batch.rows, prefix_lens, seq_lens, max(prefix, default=0), self.direct_pages)
 
     def init_cuda_graph_state(self, max_bs, max_num_tokens):
-        pass  # every buffer the graph reads is allocated with the pool
+        self.ops.reserve(max_bs)  # batches are padded to more rows than requests may run
 
     def get_cuda_graph_seq_len_fill_value(self):
         return 1
@@ -93,7 +93,7 @@ class KVQuantBackend(AttentionBackend):
         q, k, v, index = self._heads(q, k, v, layer)
         q, k, v = self.ops.rotate(index, q, k, v)
         batch = self.batch
-        tokens = len(batch.loc)  # SGLang may pad the activations
+        tokens = len(batch.loc)  # what SGLang padded attends to nothing
         o = torch.zeros_like(q)
         o[:tokens] = self.ops.extend(index, q[:tokens], k[:tokens], v[:tokens], batch, layer.scaling)
         self.ops.store_tokens(index, self.overlay_loc, k[batch.overlay_tokens], v[batch.overlay_tokens])

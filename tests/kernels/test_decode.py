@@ -135,3 +135,20 @@ def test_groups_of_different_size(kind):
     assert want[..., small].norm() < 2**-8 * want.norm()
     assert_close("small group", got[..., small], want[..., small], BOUND)
     assert_close("decode", got, want, BOUND)
+
+
+def test_a_batch_may_be_padded_beyond_what_was_planned_for():
+    """Data-parallel attention pads to a multiple of its TP; buffers that a CUDA graph may hold are kept."""
+    lengths = [700, 90, 300]
+    scene = make_scene(HEADS[1], lengths)
+    ops, _ = scene.ops(max_batch=2)
+    held = ops.plans, ops._partial
+    rows, lens = torch.cat([scene.rows, scene.rows[:5] * 0]), torch.cat([scene.seq_lens, scene.seq_lens[:5] * 0 + 1])
+    rows, lens = torch.cat([rows, rows[-2:]]), torch.cat([lens, lens[-2:]])
+    q = scene.queries(len(rows))
+    ops.plan_decode(rows, lens)
+    got = ops.decode(0, q, rows, lens, scene.scale)
+    assert_close("decode", got[:3].double(), exact(scene, 0, q[:3]), BOUND)
+    assert ops.max_batch == len(rows) and ops._outgrown[0][:2] == held
+    ops.reserve(1)
+    assert ops.max_batch == len(rows) and len(ops._outgrown) == 1

@@ -1,0 +1,121 @@
+"""Batches that SGLang pads (data-parallel attention, all-to-all MoE): padding reads, writes and changes nothing."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from sglang_kvq.attention.base import LayerRotations
+from sglang_kvq.attention.reference import ReferenceOps
+from sglang_kvq.cache.integrity import check_integrity
+from sglang_kvq.cache.pool import PagePool
+from sglang_kvq.cache.tiers import TierManager
+from sglang_kvq.config import PAGE_SIZE as P
+from sglang_kvq.formats.page import PageFormat
+
+Q_HEADS, KV_HEADS, D, ROWS, PAGES = 4, 2, 64, 6, 30
+LAYER = SimpleNamespace(head_dim=D, layer_id=0, scaling=D**-0.5, k_scale=None, v_scale=None)
+
+
+class StrictOps(ReferenceOps):
+    """Refuses rows that belong to no request: kernels would read their plans out of bounds."""
+
+    def extend(self, layer, q, k, v, batch, scale):
+        assert len(q) == len(k) == len(v) == len(batch.loc) == sum(batch.new_lens)
+        return super().extend(layer, q, k, v, batch, scale)
+
+
+def mode(name: str) -> SimpleNamespace:
+    return SimpleNamespace(is_idle=lambda: False, is_decode=lambda: name == "decode")
+
+
+class Worker:
+    """A backend over a small pool, whose rows hold pages 1, 2, ... in order."""
+
+    def __init__(self) -> None:
+        from sglang_kvq.sglang.backend import KVQuantBackend
+
+        table = torch.zeros(ROWS, PAGES // 2 * P, dtype=torch.int32)
+        for row in (1, 2):
+            table[row] = (row - 1) * (PAGES // 2) * P + P + torch.arange(PAGES // 2 * P)
+        self.pool = PagePool.allocate(
+            [PageFormat(D, D)], kv_heads=KV_HEADS, pages=PAGES, slots=20, req_to_token=table
+        )
+        ops = StrictOps(self.pool, LayerRotations())
+        self.tiers = TierManager(self.pool, 1, 2, ops.quantise_slots)
+        self.backend = KVQuantBackend(ops, self.tiers, 0)
+        self.stored = {1: 0, 2: 0}
+
+    def activations(self, tokens: int, seed: int) -> list[torch.Tensor]:
+        draw = torch.Generator().manual_seed(seed)
+        return [torch.randn(tokens, n * D, generator=draw).bfloat16() for n in (Q_HEADS, KV_HEADS, KV_HEADS)]
+
+    def extend(self, new: dict[int, int], pad_to: int, seed: int) -> torch.Tensor:
+        prefix = [self.stored[row] for row in new]
+        tokens = sum(new.values())
+        loc = torch.cat([self.pool.req_to_token[row, p : p + n] for (row, n), p in zip(new.items(), prefix)])
+        q, k, v = (torch.cat([x, x.new_full((pad_to - tokens, x.shape[1]), 99.0)]) for x in self.activations(tokens, seed))
+        batch = SimpleNamespace(
+            forward_mode=mode("extend"), req_pool_indices=torch.tensor(list(new)), extend_prefix_lens_cpu=prefix,
+            extend_seq_lens_cpu=list(new.values()), out_cache_loc=torch.cat([loc, loc.new_zeros(pad_to - tokens)]),
+        )
+        for row, n in new.items():
+            self.stored[row] += n
+        self.backend.init_forward_metadata_out_graph(batch)
+        return self.backend.forward_extend(q, k, v, LAYER, batch)
+
+    def decode(self, pad_to: int, seed: int) -> torch.Tensor:
+        for row in self.stored:
+            self.stored[row] += 1
+        rows, lens = list(self.stored), list(self.stored.values())
+        more = pad_to - len(rows)
+        seq = torch.tensor(lens + [1] * more)
+        batch = SimpleNamespace(
+            forward_mode=mode("decode"), req_pool_indices=torch.tensor(rows + [0] * more), seq_lens=seq, seq_lens_cpu=seq,
+            out_cache_loc=torch.tensor([int(self.pool.req_to_token[r, n - 1]) for r, n in zip(rows, lens)] + [0] * more),
+        )
+        q, k, v = (torch.cat([x, x.new_full((more, x.shape[1]), 99.0)]) for x in self.activations(len(rows), seed))
+        self.backend.init_forward_metadata_out_graph(batch)
+        return self.backend.forward_decode(q, k, v, LAYER, batch)
+
+
+@pytest.mark.parametrize("align", [4, 64])
+def test_padded_batches_answer_like_those_that_are_not(align):
+    plain, padded = Worker(), Worker()
+    up = lambda n: -(-n // align) * align  # noqa: E731
+    for seed, new in enumerate(({1: 300, 2: 201}, {1: 5}, {1: 130, 2: 1}, {2: 33})):
+        tokens = sum(new.values())
+        want, got = plain.extend(new, tokens, seed), padded.extend(new, up(tokens), seed)
+        assert len(got) == up(tokens) and torch.equal(got[:tokens], want)
+        assert not got[tokens:].any(), "padding has an answer, or none was written"
+    for seed in range(12):
+        assert torch.equal(padded.decode(up(2), seed)[:2], plain.decode(2, seed))
+    for worker in (plain, padded):
+        check_integrity(worker.tiers)
+        assert not (worker.pool.overlays[:, 1:] == 99.0).any()
+
+
+def test_a_batch_of_padding_alone_changes_nothing():
+    """An idle data-parallel rank runs one where another prefills."""
+    worker = Worker()
+    worker.extend({1: 300, 2: 201}, 501, 0)
+    before = worker.tiers.counts(), worker.pool.records[0][1:].clone()
+    batch = SimpleNamespace(
+        forward_mode=mode("extend"), req_pool_indices=torch.tensor([0]), extend_prefix_lens_cpu=[0],
+        extend_seq_lens_cpu=[512], out_cache_loc=torch.zeros(512, dtype=torch.int64),
+    )
+    worker.backend.init_forward_metadata_out_graph(batch)
+    worker.backend.forward_extend(*worker.activations(512, 1), LAYER, batch)
+    assert worker.tiers.counts() == before[0] and torch.equal(worker.pool.records[0][1:], before[1])
+    assert not worker.pool.row_pages[0].any()
+    check_integrity(worker.tiers)
+
+
+def test_graphs_reserve_the_batches_that_they_pad_to():
+    """Five running requests and an attention TP of four: graphs are captured for eight rows."""
+    worker, reserved = Worker(), []
+    worker.backend.ops.reserve = reserved.append
+    worker.backend.init_cuda_graph_state(8, 8)
+    assert reserved == [8]
