@@ -8,11 +8,11 @@ from sglang.srt.utils import get_num_new_pages
 
 from sglang_kvq.cache.integrity import check_integrity
 from sglang_kvq.cache.pool import PagePool
-from sglang_kvq.sglang import runtime
+from sglang_kvq.sglang import compat, runtime
+from sglang_kvq.sglang.hooks import OLD_TREE, PER_TOKEN_FREES
 from sglang_kvq.sglang.pool import KVQuantPool
 
-#: From 0.5.18 on every release of pages goes through this method; before, through ``free``.
-HAS_RELEASE_POINT = hasattr(PagedTokenToKVPoolAllocator, "_release_page_ids")
+_RELEASE = compat.sglang_version()
 
 
 class KVQuantAllocator(PagedTokenToKVPoolAllocator):
@@ -25,29 +25,32 @@ class KVQuantAllocator(PagedTokenToKVPoolAllocator):
 
     def check_integrity(self) -> None:
         """Raise RuntimeError if pool and allocator disagree. Waits for the device."""
-        if HAS_RELEASE_POINT:
-            free = self.get_all_free_pages()
-        else:
+        if compat.applies(OLD_TREE, _RELEASE):
             free = torch.cat((self.free_pages, self.release_pages))
+        else:
+            free = self.get_all_free_pages()
         check_integrity(runtime.tiers(), free)
 
-    if HAS_RELEASE_POINT:
+    if compat.applies(PER_TOKEN_FREES, _RELEASE):
+
+        def free(self, free_index):
+            """SGLang finds the pages of these tokens and puts each once at the head of ``free_pages``."""
+            before = len(self.free_pages)
+            super().free(free_index)
+            if freed := len(self.free_pages) - before:  # none while SGLang collects a group
+                # A copy: an event would keep the whole list until the next forward pass.
+                runtime.tiers().pending.free_pages(self.free_pages[:freed].clone())
+
+    else:
 
         def _release_page_ids(self, *page_ids):
             for pages in page_ids:
                 runtime.tiers().pending.free_pages(pages)
             super()._release_page_ids(*page_ids)
 
-    else:
-
-        def free(self, free_index):
-            if self.is_not_in_free_group and free_index.numel():
-                runtime.tiers().pending.free_pages(free_index.long() // self.page_size)
-            super().free(free_index)
-
 
 class KVQuantCpuAllocator(KVQuantAllocator):
-    """For SGLang releases whose paged allocator knows only Triton kernels: the same in torch."""
+    """For releases (``OLD_TREE``) whose paged allocator knows only Triton kernels: the same in torch."""
 
     def alloc_extend(
         self, prefix_lens, prefix_lens_cpu, seq_lens, seq_lens_cpu, last_loc, extend_num_tokens, num_new_pages=None
@@ -89,7 +92,7 @@ def build_allocator(original, self, *, sizes, token_to_kv_pool, req_to_token_poo
         req_to_token=req_to_token_pool.req_to_token,
     )
     on_cpu = torch.device(self.device).type == "cpu"
-    kind = KVQuantCpuAllocator if on_cpu and not HAS_RELEASE_POINT else KVQuantAllocator
+    kind = KVQuantCpuAllocator if on_cpu and compat.applies(OLD_TREE, _RELEASE) else KVQuantAllocator
     state.allocator = kind(
         sizes.max_total_num_tokens, page_size=token_to_kv_pool.page_size, dtype=self.kv_cache_dtype,
         device=self.device, kvcache=token_to_kv_pool, need_sort=False,

@@ -29,7 +29,7 @@ def is_supported(version: Version) -> bool:
 
 
 def resolved(server_args: Any, field: str, default: Any = None) -> Any:
-    """A setting as SGLang decided it. From 0.5.19 on the fields of ServerArgs keep what the user typed."""
+    """A setting as SGLang decided it. From ``hooks.NEW_TREE`` on the fields of ServerArgs keep what was typed."""
     result = getattr(import_module("sglang.srt.arg_groups.overrides"), "resolution_result", None)
     if result is None:
         return getattr(server_args, field, default)

@@ -250,7 +250,7 @@ def problem(hook: Hook) -> str | None:
     named = [p for p in found if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     count = len(hook.params)
     further = [p for p in named[count:] if p.default is p.empty]
-    # Release 0.5.16 passes the ranks to Scheduler.__init__ after the two parameters used.
+    # Releases of OLD_TREE pass the ranks to Scheduler.__init__ after the two parameters used.
     if tuple(p.name for p in named[:count]) != hook.params or (further and hook.kind is not Kind.BEFORE):
         return f"{use}: parameters are ({', '.join(p.name for p in named)}), expected ({', '.join(hook.params)})"
     return None

@@ -38,7 +38,7 @@ class _WindowMove:
 
 
 def around_unfinished(original, self, req, *args, **kwargs):
-    """AROUND ``RadixCache.cache_unfinished_req`` (up to 0.5.19): rewrites the row itself."""
+    """AROUND ``RadixCache.cache_unfinished_req`` (``hooks.OLD_TREE``): rewrites the row itself."""
     if runtime.tiers() is None or self.disable:
         return original(self, req, *args, **kwargs)
     move = _WindowMove(self.req_to_token_pool.req_to_token, req.req_pool_idx, len(req.get_fill_ids()))
@@ -48,7 +48,7 @@ def around_unfinished(original, self, req, *args, **kwargs):
 
 
 def around_finished(original, self, req, *args, **kwargs):
-    """AROUND ``RadixCache.cache_finished_req`` (up to 0.5.19): frees duplicates, leaves the row as it is."""
+    """AROUND ``RadixCache.cache_finished_req`` (``hooks.OLD_TREE``): frees duplicates, leaves the row."""
     is_insert = kwargs.get("is_insert", args[0] if args else True)
     if runtime.tiers() is None or self.disable or not is_insert or self.disable_finished_insert:
         return original(self, req, *args, **kwargs)
@@ -66,7 +66,7 @@ def around_finished(original, self, req, *args, **kwargs):
 
 
 def around_checkpoint(original, self, req, *, up_to, **kwargs):
-    """AROUND ``UnifiedRadixCache.checkpoint_into_tree`` (from 0.5.22): rewrites the row in both cases."""
+    """AROUND ``UnifiedRadixCache.checkpoint_into_tree`` (``hooks.NEW_TREE``): rewrites the row in both cases."""
     if runtime.tiers() is None or self.disable:
         return original(self, req, up_to=up_to, **kwargs)
     move = _WindowMove(self.req_to_token_pool.req_to_token, req.kv.req_pool_idx, up_to)

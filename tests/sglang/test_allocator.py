@@ -1,0 +1,108 @@
+"""Our allocator over SGLang's: it hands out pages on a CPU too, and records each page that comes back, once."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from sglang_kvq.cache.pending import FREE
+from sglang_kvq.cache.tiers import TierManager
+from sglang_kvq.config import PAGE_SIZE as P
+from sglang_kvq.config import KVQuantConfig
+from sglang_kvq.formats.page import PageFormat
+from sglang_kvq.sglang import runtime
+from sglang_kvq.sglang.allocator import build_allocator
+from sglang_kvq.sglang.pool import KVQuantPool
+
+PAGES = 40
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def allocator(monkeypatch):
+    """Built by the hook, as in a scheduler on a CPU, with a tier manager that quantises nothing."""
+    pool = object.__new__(KVQuantPool)
+    geometry = SimpleNamespace(formats=[PageFormat(64, 64, 0.96, 0.92)], kv_heads=1)
+    pool.layout, pool.page_size = SimpleNamespace(geometry=geometry, pages=PAGES, slots=12), P
+    state = runtime.Runtime(KVQuantConfig("int2"), geometry)
+    monkeypatch.setattr(runtime, "_current", state)
+    rows = SimpleNamespace(req_to_token=torch.zeros(3, PAGES * P, dtype=torch.int32))
+    built = build_allocator(
+        None, SimpleNamespace(device="cpu", kv_cache_dtype=torch.bfloat16),
+        sizes=SimpleNamespace(max_total_num_tokens=PAGES * P), token_to_kv_pool=pool, req_to_token_pool=rows,
+        token_to_kv_pool_allocator=None,
+    )
+    state.tiers = TierManager(state.pages, 1, 2, lambda *batch: None)
+    assert built is state.allocator
+    return built
+
+
+def extend(allocator, tokens: int) -> torch.Tensor:
+    """Locations of a new request's tokens, int64 ``[tokens]``."""
+    none, lens = torch.zeros(1, dtype=torch.int64), torch.tensor([tokens])
+    return allocator.alloc_extend(none, none, lens, lens, none - 1, tokens)
+
+
+def recorded() -> list[int]:
+    """Pages recorded as freed since the last call, repeats included."""
+    packed = runtime.tiers().pending.pack(CPU)
+    if packed is None:
+        return []
+    spans, ids, events = packed
+    assert spans[: 3 * events].view(-1, 3)[:, 0].tolist() == [FREE] * events
+    return ids.tolist()
+
+
+def test_pages_are_handed_out(allocator):
+    locations = extend(allocator, 3 * P + 10)
+    assert locations.unique().numel() == 3 * P + 10
+    last = locations[-1:]
+    for length in range(3 * P + 11, 4 * P + 2):
+        lens = torch.tensor([length])
+        last = allocator.alloc_decode(lens, lens, last)
+    assert int(last) // P not in (locations // P).tolist() and int(last) % P == 0
+    assert allocator.available_size() == (PAGES - 5) * P
+
+
+@pytest.mark.parametrize("group", [False, True], ids=["at once", "in a group"])
+def test_each_page_is_recorded_once(allocator, group):
+    """However many tokens of it are given back: a million tokens of a row are 16 thousand ids."""
+    locations = extend(allocator, 9 * P + 5)
+    pages = locations[::P] // P
+    before = allocator.available_size()
+    if group:
+        allocator.free_group_begin()
+    allocator.free(locations[: 4 * P])
+    allocator.free(locations[6 * P :])  # the last page in part
+    if group:
+        assert not runtime.tiers().pending, "SGLang has not given them back yet"
+        allocator.free_group_end()
+    freed = recorded()
+    assert sorted(freed) == sorted(pages[[0, 1, 2, 3, 6, 7, 8, 9]].tolist())
+    assert allocator.available_size() == before + 8 * P
+
+
+def test_recorded_pages_do_not_keep_the_free_list(allocator):
+    """Events of one step may be hundreds."""
+    allocator.free(extend(allocator, 2 * P))
+    ((_, pages),) = runtime.tiers().pending._ops
+    assert pages.untyped_storage().nbytes() == 2 * 8
+
+
+def test_nothing_freed_records_nothing(allocator):
+    allocator.free(torch.empty(0, dtype=torch.int64))
+    assert not runtime.tiers().pending
+
+
+def test_integrity_of_a_cache_in_use(allocator):
+    """What an idle server checks; a page that is freed behind our back is found."""
+    locations = extend(allocator, 3 * P)
+    state = runtime.current()
+    page = int(locations[0]) // P
+    state.pages.page_slot[page], state.tiers.slot_page[1] = 1, page
+    allocator.check_integrity()
+    allocator.free_pages = torch.cat([allocator.free_pages, torch.tensor([page])])
+    with pytest.raises(RuntimeError, match="a free page still has an overlay slot"):
+        allocator.check_integrity()
