@@ -17,7 +17,7 @@ import tempfile
 import time
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 if __package__ in (None, ""):
@@ -30,6 +30,11 @@ ROOT = Path(__file__).resolve().parent.parent
 NEWEST, OLDEST = "0.5.23", "0.5.16"
 #: Tests that run in both environments; all others are unit tests and run once.
 BOTH = (Path("tests/sglang"), Path("tests/e2e"))
+#: Unit tests run in as many processes as there are cores, each on one; a server of the others takes all cores itself.
+SPREAD = ("--numprocesses=auto", "--dist=worksteal")
+ONE_CORE = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+#: How many of its slowest tests each run lists.
+SLOWEST = 12
 #: pytest's exit code for "no tests collected", which -k may well cause in one of the runs.
 NOTHING_COLLECTED = 5
 
@@ -41,6 +46,7 @@ class Run:
     title: str
     version: str
     arguments: tuple[str, ...]
+    environment: dict[str, str] = field(default_factory=dict)
 
 
 def is_sglang(path: str) -> bool:
@@ -59,7 +65,7 @@ def plan(quick: bool, words: list[str]) -> list[Run]:
     if wide or not paths:
         both = [str(folder) for folder in BOTH if (ROOT / folder).is_dir()]
     ignored = tuple(f"--ignore={folder}" for folder in BOTH)
-    runs = [Run("unit tests", NEWEST, (*unit, *ignored, *options))] if unit else []
+    runs = [Run("unit tests", NEWEST, (*unit, *ignored, *SPREAD, *options), ONE_CORE)] if unit else []
     if not quick and both:
         runs += [Run(f"SGLang {version}", version, (*both, *options)) for version in (NEWEST, OLDEST)]
     return runs
@@ -83,8 +89,8 @@ def execute(run: Run, model: Path) -> tuple[int, Counter[str]]:
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         command = [str(python), "-m", "pytest", *run.arguments, f"--junitxml={report}", "-p", "no:cacheprovider"]
-        command += ["--model", str(model)]
-        code = subprocess.run(command, cwd=ROOT).returncode
+        command += ["--model", str(model), f"--durations={SLOWEST}"]
+        code = subprocess.run(command, cwd=ROOT, env={**os.environ, **run.environment}).returncode
         return code, counts(report)
 
 

@@ -1,38 +1,53 @@
-"""The invariants of docs/design.md as one check, for tests and debug mode. Synchronises with the device."""
+"""What must hold of the tiers' tables between batches, as one check: for tests, and for the server whenever it is idle.
+
+docs/design.md lists the invariants and says what checks each of them. Synchronises with the device.
+"""
 
 from __future__ import annotations
 
 import torch
 
 from sglang_kvq.cache.tiers import TierManager
+from sglang_kvq.config import PAGE_SIZE
 
 
-def check_integrity(tiers: TierManager, free_pages: torch.Tensor | None = None) -> None:
+def check_integrity(tiers: TierManager, free_pages: torch.Tensor | None = None, *, idle: bool = False) -> None:
     """Raise ``RuntimeError`` naming the first invariant that does not hold.
 
     Args:
-        tiers: the manager to look into; pending events are applied first.
+        tiers: the manager to look into; pending events are applied first, so no batch may be running on the device.
         free_pages: int64, pages the allocator considers free; None skips the checks that need it.
+        idle: no request is running: then whatever page is not free has been written.
     """
     tiers.apply_pending()
     pool = tiers.pool
     page_slot, slot_page = pool.page_slot.long().cpu(), tiers.slot_page.cpu()
     valid = tiers.page_valid.cpu()
 
-    def require(ok: bool, what: str) -> None:
+    def require(ok: bool | torch.Tensor, what: str) -> None:
         if not ok:
             raise RuntimeError(f"KV cache integrity: {what}")
 
     require(int(tiers.errors) == 0, f"{int(tiers.errors)} impossible requests were recorded on the device")
     require(page_slot[0] == 0 and slot_page[0] == 0, "page 0 or slot 0 is not reserved")
+    require(tiers.row_len[0] == 0 and not pool.row_pages[0].any(), "row 0, which is padding's, holds tokens")
     owners = (page_slot[1:] > 0).nonzero().flatten() + 1
     require(
         torch.equal(slot_page[page_slot[owners]], owners), "a page points at an overlay slot that belongs to another"
     )
     used = int((slot_page > 0).sum())
     require(used == len(owners), f"{used} overlay slots are used but {len(owners)} pages have one")
-    if free_pages is not None:
-        free = free_pages.cpu()
-        require(len(free.unique()) == len(free), "a page is in the free list twice")
-        require(not (page_slot[free] >= 0).any(), "a free page still has an overlay slot")
-        require(not valid[free].any(), "a free page still counts as quantised")
+    if free_pages is None:
+        return
+    free = free_pages.cpu()
+    require(len(free.unique()) == len(free), "a page is in the free list twice")
+    require(not (page_slot[free] >= 0).any(), "a free page still has an overlay slot")
+    require(not valid[free].any(), "a free page still counts as quantised")
+    taken = torch.ones(len(valid), dtype=torch.bool)
+    taken[0], taken[free] = False, False
+    lost = (taken & ~valid & (page_slot <= 0)).nonzero().flatten()
+    if idle:
+        require(len(lost) == 0, f"page {lost[:1].tolist()} of {len(lost)} is neither free nor in a record nor in BF16")
+    for row, length in enumerate(tiers.row_len.tolist()):
+        pages = pool.req_to_token[row, : length // PAGE_SIZE * PAGE_SIZE : PAGE_SIZE].long().cpu() // PAGE_SIZE
+        require(taken[pages].all(), f"row {row}, which is in use, has a page that is free")

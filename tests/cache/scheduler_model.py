@@ -290,7 +290,8 @@ class Model:
     def check(self) -> None:
         """Every page is in one place; with no batch in flight also that the device agrees."""
         if self.flying is None:
-            check_integrity(self.tiers, torch.tensor(self.free, dtype=torch.int64))
+            free = torch.tensor(self.free, dtype=torch.int64)
+            check_integrity(self.tiers, free, idle=not self.running)
         owned = [p for r in self.running for p in self.row_pages(r, r.stored)[r.protected // P :]]
         everything = self.free + owned + list(self.tree.values())
         assert sorted(everything) == list(range(1, self.pages + 1)), "a page is lost or owned twice"

@@ -240,7 +240,7 @@ def test_a_freed_page_gives_its_slot_back_before_its_next_owner_asks():
 def test_freed_twice_in_one_group_or_across_a_tier_boundary_is_one_slot():
     """Predecessors freed a page twice when a flush straddled INT2 and BF16."""
     m = model()
-    request = prefill(m, list(range(300)))
+    request = prefill(m, list(range(300)), publish=False)
     pages = m.row_pages(request, 300)
     m.leave(request, publish=False)
     m.tiers.pending.free_pages(torch.tensor(pages))  # again
@@ -285,11 +285,31 @@ def corrupt_free_list(m):
     m.free.append(m.free[0])
 
 
-@pytest.mark.parametrize("damage", [corrupt_shared_slot, corrupt_leaked_slot, corrupt_freed_page, corrupt_free_list])
+def corrupt_padding(m):
+    m.pool.row_pages[0, 2] = 5
+
+
+def corrupt_row(m):
+    m.pool.req_to_token[m.running[0].row, P] = m.free[3] * P
+
+
+def lose_a_page(m):
+    m.leave(m.running[0], publish=True)
+    m.tiers.apply_pending()
+    m.tiers.page_valid[m.tree[tuple(range(2 * P))]] = False
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        corrupt_shared_slot, corrupt_leaked_slot, corrupt_freed_page, corrupt_free_list, corrupt_padding, corrupt_row,
+        lose_a_page,
+    ],
+)  # fmt: skip
 def test_the_integrity_check_sees(damage):
     m = model()
     prefill(m, list(range(300)))
     m.check()
     damage(m)
     with pytest.raises(RuntimeError, match="KV cache integrity"):
-        check_integrity(m.tiers, torch.tensor(m.free))
+        check_integrity(m.tiers, torch.tensor(m.free), idle=not m.running)
