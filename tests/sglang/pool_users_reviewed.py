@@ -1,0 +1,166 @@
+"""What ``pool_users`` finds in SGLang 0.5.16 to 0.5.18, 0.5.22 and 0.5.23, reviewed: why each look is harmless.
+
+One table for all releases: what is gone from one is harmless there. A look that is in none of the tables fails
+``test_pool_users``, which says where it is. Read the code around it, then enter it here, or make it right.
+"""
+
+from tests.sglang.pool_users import BACKEND, POOL
+
+#: Beginnings of paths that are not read, because a server with --kv-quant never runs what is in them.
+NOT_SERVED = {
+    # Refused by checks.py, by the setting that turns them on
+    "speculative/": "--speculative-algorithm",
+    "disaggregation/": "--disaggregation-mode",
+    "dllm/": "--dllm-algorithm",
+    "batch_overlap/": "--enable-two-batch-overlap",
+    "kernel_plugins/": "--enable-nvidia-megakernel and --enable-amd-monokernel",
+    "layers/cp/": "--attn-cp-size and --enable-prefill-cp",
+    "layers/utils/cp_utils.py": "--attn-cp-size and --enable-prefill-cp",
+    "layers/communicator_dsa_cp.py": "--enable-dsa-prefill-context-parallel",
+    "layers/dcp/": "--dcp-size",
+    "managers/hisparse_coordinator.py": "--enable-hisparse",
+    "managers/scheduler_pp_mixin.py": "--pp-size",
+    "model_executor/cpu_graph_runner.py": "graphs on a CPU need --enable-torch-compile",
+    "model_executor/encoder_swa_replay.py": "DeepSeek-V4's --enable-encoder-swa-bounded-replay",
+    "model_executor/runner/row_bucket_graph_runner.py": "DeepSeek-V4's encoder",
+    "model_executor/runner/prefill_cuda_graph_runner.py": "--cuda-graph-backend-prefill: prefill runs without graphs",
+    "hardware_backend/": "--device: cuda without ROCm, and cpu",
+    # HiCache and other offloading
+    "managers/cache_controller.py": "--enable-hierarchical-cache",
+    "mem_cache/pool_host/": "--enable-hierarchical-cache",
+    "mem_cache/memory_pool_host.py": "--enable-hierarchical-cache",
+    "mem_cache/hybrid_cache/": "--enable-hierarchical-cache",
+    "mem_cache/hi": "--enable-hierarchical-cache",
+    "mem_cache/l2_transfer.py": "--enable-hierarchical-cache",
+    "mem_cache/mla_host_dedup.py": "--enable-hierarchical-cache",
+    "mem_cache/buffer_mode/": "--enable-hierarchical-cache",
+    "mem_cache/storage/": "--hicache-storage-backend and the connectors' flags",
+    "mem_cache/sparsity/": "--enable-hisparse",
+    # Another pool's or allocator's own code; after_configure stops a server that has one
+    "mem_cache/memory_pool.py": "SGLang's pools; what KVCache itself does is inherited",
+    "mem_cache/deepseek_v4_memory_pool.py": "another pool",
+    "mem_cache/swa_memory_pool.py": "another pool",
+    "mem_cache/unified_memory_pool.py": "another pool",
+    "mem_cache/unified_draft_pool.py": "another pool",
+    "mem_cache/minimax_m3_nvfp4_pool.py": "another pool",
+    "mem_cache/qsa_kv_pool.py": "another pool",
+    "mem_cache/index_key_cache.py": "a part of DSA's pool",
+    "mem_cache/dsa_cache_layer_split.py": "a part of DSA's pool",
+    "mem_cache/page_interleave": "--enable-kv-cache-sharding",
+    "mem_cache/allocator/hisparse.py": "another allocator",
+    "mem_cache/allocator/swa.py": "another allocator",
+    "mem_cache/allocator/token.py": "another allocator",
+    "mem_cache/allocator/unified_": "another allocator",
+    "mem_cache/allocator/page_interleave.py": "another allocator",
+    "mem_cache/multi_ended_allocator.py": "another allocator",
+    # Other attention backends: ours stands in SGLang's table in their place
+    "layers/attention/": "other backends; the base class's own code is inherited",
+    "layers/radix_linear_attention.py": "recurrent state, refused by check_model",
+    # Models whose attention check_model or check_layers refuses
+    **{f"models/{name}": "recurrent state" for name in (
+        "falcon_h1.py", "falcon_mamba.py", "granitemoehybrid.py", "jet_nemotron.py", "lfm2.py", "lfm2_moe.py", "mamba2.py",
+        "nemotron_h.py", "qwen3_5.py", "zaya.py", "inkling_common/",
+    )},
+    **{f"models/{name}": "MLA" for name in ("deepseek", "dots3_common/", "hunyuan_v4.py", "sarvam_moe.py")},
+    **{f"models/{name}": "sliding windows" for name in ("gemma3_mm.py", "gemma4_mm.py", "muse_spark.py")},
+    "models/minimax_m3.py": "sparse attention: SGLang builds another pool",
+    "models/mindspore.py": "a model implementation for NPUs",
+}
+
+#: What our classes have and mean, whoever asks.
+SERVED = {
+    POOL: {
+        "size", "page_size", "device", "mem_usage",
+        "maybe_get_custom_mem_pool", "post_capture_active", "cpu_copy_carries_mamba",
+    },
+    BACKEND: {
+        "token_to_kv_pool", "req_to_token_pool", "forward", "init_forward_metadata", "init_forward_metadata_out_graph",
+        "init_forward_metadata_in_graph", "init_cuda_graph_state", "on_after_cuda_graph_warmup", "shared_read_ends",
+        "get_cuda_graph_seq_len_fill_value", "get_cpu_graph_seq_len_fill_value",
+        # The base class's answers are ours
+        "prepare_prefill_shared_read_snapshot", "resolve_prefill_shared_read_ends", "supports_ragged_verify_graph",
+        "use_captured_forward_metadata_for_breakable_cuda_graph", "dllm_attention", "attn_backend_list",
+        "extend_dummy_seqs_capped_by_req_pool", "folds_encoder_swa_replay", "late_layer_num_tokens",
+        "validate_elastic_cuda_graph_recapture", "kv_index_translator", "get_fused_kv_write_buffers",
+    },
+}
+
+_DSV4 = "DeepSeek-V4, which is refused; behind a test of the pool's class or of the architecture"
+_OTHER_POOL = "behind a test of the pool's class"
+_HICACHE = "HiCache"
+
+#: Looks that need a reason of their own: by path, what is looked at, and why that is harmless.
+REVIEWED = {
+    POOL: {
+        "kv_canary/pool_patcher/api.py": ("type()", "attachers are found by class; canary.py registers ours"),
+        "mem_cache/allocator/paged.py": (
+            "get_cpu_copy, load_cpu_copy", "retraction to the CPU, with disaggregation only: KVCache raises"),
+        "mem_cache/common.py": ("is DeepSeekV4TokenToKVPool", _DSV4),
+        "mem_cache/kv_cache_builder.py": (
+            "is MHATokenToKVPool, is MLATokenToKVPool, is HybridLinearKVPool, is SWAKVPool, is BaseSWAKVPool, full_kv_pool, "
+            "type(), is DeepSeekV4TokenToKVPool, needs_paged_swa_allocator, _unified_kv?, request_window",
+            "host pools of HiCache; the rest is DeepSeek-V4's"),
+        "mem_cache/kv_cache_configurator.py": (
+            "is NoOpMHATokenToKVPool, type(), is PageInterleaveKVPoolMixin, is PageInterleaveDSATokenToKVPool, "
+            "is PageInterleaveMHATokenToKVPool, is PageInterleaveMLATokenToKVPool, is DeepSeekV4TokenToKVPool, "
+            "needs_paged_swa_allocator, _unified_kv, clear_c4_req_states, register_mapping, swa_uses_full_indices=",
+            "--prefill-only-disable-kv-cache, KV sharding, DeepSeek-V4 and sliding windows: all refused"),
+        "mem_cache/kv_index_translator.py": (
+            "is BaseSWAKVPool, is DeepSeekV4TokenToKVPool, request_window, translate_loc_from_full_to_swa", _OTHER_POOL),
+        "mem_cache/registry.py": ("register_layer_transfer_counter", _HICACHE),
+        "mem_cache/unified_radix_cache.py": (
+            "is MHATokenToKVPool, is SWAKVPool, full_kv_pool, swa_kv_pool, translate_loc_from_full_to_swa", _HICACHE),
+        "model_executor/forward_batch_deepseek_mha_mixin.py": ("is HybridLinearKVPool, is MLATokenToKVPool, full_kv_pool", "MLA"),
+        "model_executor/model_runner_components/kv_pool_runtime.py": (
+            "finalize_backing, post_capture_backed_bytes, dtype", "sizing after graph capture: the pool says it is not used"),
+        "model_executor/runner/base_runner.py": ("request_window", "--enable-encoder-swa-bounded-replay, for DeepSeek-V4"),
+        "model_executor/runner/eager_runner.py": ("get_kv_buffer_shape", "for decode context parallelism only"),
+        "models/qwen3.py": ("get_kv_buffer", "ROCm only, which is refused"),
+        "models/utils.py": (
+            "dtype, is SWAKVPool, get_key_buffer, get_value_buffer, full_to_swa_index_mapping",
+            "enable_fused_set_kv_buffer wants bfloat16, ours is uint8; without it nobody makes the argument"),
+    },
+    BACKEND: {
+        "managers/scheduler.py": (
+            "extend_attention_block_m?, extend_attention_block_m", "sizes chunks by a kernel's tile if the backend has one"),
+        "managers/tp_worker.py": ("tail_forward_metadata", "only if folds_encoder_swa_replay"),
+        "model_executor/model_runner_components/attention_backend_setup.py": (
+            "prefill_attention_backend_str=, decode_attention_backend_str=", "written for models to read"),
+        "model_executor/runner/decode_cuda_graph_runner.py": (
+            "is DeepseekV4AttnBackend, enable_early_verify_metadata, glue_draft_metadata, glue_target_verify_metadata",
+            "speculative decoding"),
+        "model_executor/runner/eager_runner.py": ("forward_metadata=", "cleared for a batch without attention; ours has none"),
+        "model_executor/runner_utils/shared_read_event.py": ("type()", "its name, for the log"),
+        "models/hunyuan_v3.py": (
+            "is HPCOpsAttnBackend, use_fp8, fused_qk_rope_store_kv_fp8", "only with HPCOpsAttnBackend, which ours is not"),
+    },
+}
+
+_FUSES = "False only where enable_fused_set_kv_buffer is true: never, as test_model_calls shows"
+_WINDOWS = "has sliding windows too, which check_model or check_layers refuses"
+_BOTH_WAYS = "its attention looks at later tokens, which check_layers refuses"
+
+#: Calls of attention layers with more than q, k, v and the batch: by path, what, and why no answer is wrong. Whatever the
+#: backend does not know it refuses in the call (``layers.require_plain_call``), at the latest when the server warms up.
+CALLS = {
+    "models/baichuan.py": ("**", "ALiBi slopes, on NPUs only"),
+    "models/bailing_moe.py": ("save_kv_cache", _FUSES),
+    "models/dflash.py": ("sinks", "a draft model of speculative decoding"),
+    "models/gemma3n_causal.py": ("save_kv_cache", _WINDOWS),
+    "models/gemma4_causal.py": ("save_kv_cache", _WINDOWS),
+    "models/gpt_oss.py": ("save_kv_cache, sinks", _WINDOWS),
+    "models/granite.py": ("sinks", "None, but for granite_swa, which " + _WINDOWS),
+    "models/granitemoe.py": ("sinks", "None, but for granitemoe_swa, which " + _WINDOWS),
+    "models/hunyuan_v3.py": ("None, save_kv_cache", "only with HPCOpsAttnBackend, which ours is not"),
+    "models/iquest_loopcoder.py": ("None, save_kv_cache", "its later loops read the first's cache; " + _WINDOWS),
+    "models/iquest_q1.py": ("return_lse", _WINDOWS),
+    "models/llada2.py": ("save_kv_cache", _BOTH_WAYS),
+    "models/mimo_v2.py": ("None, save_kv_cache, sinks", "heads of keys and values differ, which check_model refuses"),
+    "models/minicpmv.py": ("key_padding_mask", "not a RadixAttention: the resampler of its image encoder"),
+    "models/qwen3.py": ("save_kv_cache", "False on ROCm only, which is refused"),
+    "models/qwen3_moe.py": ("save_kv_cache", _FUSES),
+    "models/qwen4_exp.py": ("**", "recurrent state, which check_model refuses"),
+    "models/sdar.py": ("save_kv_cache", _BOTH_WAYS),
+    "models/sdar_moe.py": ("save_kv_cache", _BOTH_WAYS),
+    "models/whisper.py": ("save_kv_cache", "True; and an encoder, which check_model refuses"),
+}
