@@ -137,13 +137,15 @@ def create_backend(model_runner) -> KVQuantBackend:
     first = model_runner.token_to_kv_pool.start_layer
     check_layer_ids(model_runner.model, range(first, first + pool.layers))
     rotations, origin = worker_rotations(model_runner, config, state.geometry, first)
-    foldable = weights.can_fold(model_runner.model, range(first, first + pool.layers))
-    # An adapter's own V and output matrices would miss a rotation folded into the base model's.
-    lora = model_runner.server_args.enable_lora or model_runner.server_args.lora_paths
-    folded = rotations.v is not None and foldable and not lora
-    if folded:
-        weights.fold(model_runner.model, first, rotations.v)
-        rotations = replace(rotations, v=None)
+    folded = False
+    if rotations.v is not None:
+        layers = range(first, first + pool.layers)
+        why_not = weights.why_not_foldable(model_runner.model, layers, model_runner.server_args, pool.device)
+        if why_not is None:
+            weights.fold(model_runner.model, first, rotations.v)
+            rotations, folded = replace(rotations, v=None), True
+        else:
+            logger.info("kv-quant rotates V at run time, not in the weights: %s", why_not)
     ops = create_ops(model_runner, pool, rotations)
     state.tiers = create_tiers(pool, config, ops)
     state.status = {

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
-from sglang_kvq.sglang import runtime
+from sglang_kvq.sglang import compat, runtime
 
 #: Architectures whose attention is qkv_proj -> (norm, rope on q and k) -> attention -> o_proj, with
 #: nothing applied to V in between nor to the output before o_proj.
@@ -26,21 +28,68 @@ def attention_layers(model: torch.nn.Module) -> dict[int, torch.nn.Module]:
     }
 
 
-def can_fold(model: torch.nn.Module, layers: range) -> bool:
-    """Whether every layer's W_v and W_o are plain floating-point matrices of a known architecture."""
+def why_not_foldable(
+    model: torch.nn.Module, layers: range, server_args: Any, device: str | torch.device
+) -> str | None:
+    """Why the value rotation must be applied at run time; None if ``fold`` may change this model's weights.
+
+    Every layer's W_v and W_o must be plain dense matrices on ``device`` that SGLang multiplies with as they are, in an
+    architecture of ``FOLDABLE``.
+    """
     if type(model).__name__ not in FOLDABLE:
-        return False
+        return f"{type(model).__name__} is not known to attend to V as its projection gives it"
+    for field, harmless, why in _SETTINGS:
+        value = compat.resolved(server_args, field, harmless[0])
+        if value not in harmless:
+            return f"--{field.replace('_', '-')}: {why}"
     found = attention_layers(model)
-    weights = [
-        getattr(projection, "weight", None)
-        for layer in layers
-        if layer in found
-        for projection in (found[layer].qkv_proj, found[layer].o_proj)
-    ]
-    plain = (torch.bfloat16, torch.float16, torch.float32)
-    return len(weights) == 2 * len(layers) and all(
-        w is not None and w.dim() == 2 and w.dtype in plain for w in weights
-    )
+    for layer in layers:
+        if layer not in found:
+            return f"layer {layer} has no qkv_proj and o_proj around its attention"
+        attention = found[layer]
+        attn, d = attention.attn, attention.attn.head_dim
+        rows = (attn.tp_q_head_num + attn.tp_k_head_num + attn.tp_v_head_num) * d
+        for name, projection, axis, size in (
+            ("qkv_proj", attention.qkv_proj, 0, rows),
+            ("o_proj", attention.o_proj, 1, attn.tp_q_head_num * d),
+        ):
+            if what := _why_not_plain(projection, axis, size, torch.device(device)):
+                return f"{name} of layer {layer} {what}"
+    return None
+
+
+#: Settings under which folding would be wrong or would not last: the field, its harmless values, why.
+_SETTINGS = (
+    ("enable_lora", (None, False), "an adapter's own V and output matrices would miss it"),
+    ("lora_paths", (None, [], {}), "an adapter's own V and output matrices would miss it"),
+    ("cpu_offload_gb", (None, 0), "weights that are offloaded are not where they can be changed"),
+    ("offload_group_size", (None, -1, 0), "weights that are offloaded are not where they can be changed"),
+    ("torchao_config", (None, ""), "quantized weights cannot take it up"),
+)
+
+
+def _why_not_plain(projection: torch.nn.Module, axis: int, size: int, device: torch.device) -> str | None:
+    """Completes "qkv_proj of layer 3 ..." if its weight is not a dense matrix of ``size`` along ``axis``, as loaded."""
+    from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
+
+    method, weight = getattr(projection, "quant_method", None), getattr(projection, "weight", None)
+    if type(method) is not UnquantizedLinearMethod:
+        return f"multiplies by {type(method).__name__}"
+    if getattr(projection, "use_intel_amx_backend", False):
+        return "is packed for AMX"
+    for tensor in (weight, getattr(projection, "bias", None)):
+        if tensor is None and tensor is not weight:
+            continue  # no bias
+        # A subclass may report any dtype and shape and hold something else: torchao's say bfloat16.
+        if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or type(tensor.data) is not torch.Tensor:
+            return f"has a {type(tensor).__name__}"
+        if tensor.layout != torch.strided or tensor.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+            return f"has a tensor of {tensor.dtype}, {tensor.layout}"
+        if (tensor.device.type, tensor.device.index or 0) != (device.type, device.index or 0):
+            return f"has a tensor on {tensor.device}"
+    if weight.dim() != 2 or weight.shape[axis] != size:
+        return f"has a weight of {list(weight.shape)}, expected {size} along dimension {axis}"
+    return None
 
 
 @torch.no_grad()

@@ -6,6 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
+from sglang.srt.layers.radix_attention import RadixAttention
 
 from sglang_kvq.attention.base import LayerRotations
 from sglang_kvq.attention.reference import ReferenceOps
@@ -19,6 +21,7 @@ class Linear(torch.nn.Module):
         super().__init__()
         self.weight = torch.nn.Parameter(torch.randn(outputs, inputs) / inputs**0.5)
         self.bias = torch.nn.Parameter(torch.randn(outputs)) if bias else None
+        self.quant_method = UnquantizedLinearMethod()
 
     def forward(self, x):
         return torch.nn.functional.linear(x, self.weight, self.bias)
@@ -29,7 +32,7 @@ class Attention(torch.nn.Module):
         super().__init__()
         self.qkv_proj = Linear(HIDDEN, (Q_HEADS + 2 * KV_HEADS) * D, bias)
         self.o_proj = Linear(Q_HEADS * D, HIDDEN, False)
-        self.attn = SimpleNamespace(layer_id=layer_id, tp_k_head_num=KV_HEADS)
+        self.attn = RadixAttention(Q_HEADS, D, 1.0, num_kv_heads=KV_HEADS, layer_id=layer_id)
 
 
 class LlamaForCausalLM(torch.nn.Module):
@@ -75,13 +78,91 @@ def test_folding_equals_rotating_at_run_time(bias, heads):
     assert not torch.allclose(model.layers[0].qkv_proj.weight, LlamaForCausalLM(bias).layers[0].qkv_proj.weight)
 
 
-def test_only_known_architectures_with_plain_weights_are_folded():
+@pytest.fixture
+def why(command_line):
+    """``why(model, *flags)``: why it is not folded on a CPU, as a server with these flags would log; None if it is."""
+
+    def ask(model, *flags: str, device: str = "cpu", layers: range = range(5, 7)) -> str | None:
+        server_args = command_line("--kv-quant", "hadamard", *flags)
+        if hasattr(server_args, "resolve_once"):
+            server_args.resolve_once()
+        return weights.why_not_foldable(model, layers, server_args, device)
+
+    return ask
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
+def test_plain_weights_are_folded(why, bias):
+    model = LlamaForCausalLM(bias).bfloat16()
+    assert why(model) is None
+    assert why(model.float()) is None
+
+
+@pytest.mark.parametrize(
+    ("flags", "why_not"),
+    [
+        (["--cpu-offload-gb", "1"], "--cpu-offload-gb: weights that are offloaded"),
+        (["--offload-group-size", "2"], "--offload-group-size: weights that are offloaded"),
+        (["--enable-lora", "--max-lora-rank", "8", "--lora-target-modules", "all"], "--enable-lora: an adapter's"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_weights_that_a_setting_moves_or_adds_to_are_not_folded(why, flags, why_not):
+    assert why(LlamaForCausalLM(False), *flags).startswith(why_not)
+
+
+class Packed(torch.Tensor):
+    """Says it is a bfloat16 matrix, as torchao's quantized weights do."""
+
+
+def packed(projection):
+    projection.weight = torch.nn.Parameter(projection.weight.detach().bfloat16().as_subclass(Packed))
+
+
+def replace_weight(change):
+    def put(projection):
+        projection.weight = torch.nn.Parameter(change(projection.weight.detach()), requires_grad=False)
+
+    return put
+
+
+NOT_PLAIN = {
+    "a tensor subclass": (packed, "has a Packed"),
+    "AMX's layout": (lambda p: setattr(p, "use_intel_amx_backend", True), "is packed for AMX"),
+    "a quantized method": (lambda p: setattr(p, "quant_method", SimpleNamespace()), "multiplies by SimpleNamespace"),
+    "an adapter's wrapper": (lambda p: delattr(p, "quant_method"), "multiplies by NoneType"),
+    "float8": (replace_weight(lambda w: w.to(torch.float8_e4m3fn)), "has a tensor of torch.float8_e4m3fn"),
+    "sparse": (replace_weight(lambda w: w.to_sparse()), "torch.sparse_coo"),
+    "no data": (replace_weight(lambda w: w.to("meta")), "has a tensor on meta"),
+    "transposed": (replace_weight(lambda w: w.t().contiguous()), "expected"),
+    "padded": (replace_weight(lambda w: torch.nn.functional.pad(w, (0, 8, 0, 8))), "expected"),
+    "flat": (replace_weight(lambda w: w.flatten()), "expected"),
+}
+
+
+@pytest.mark.parametrize("name", ["qkv_proj", "o_proj"])
+@pytest.mark.parametrize(("change", "what"), NOT_PLAIN.values(), ids=NOT_PLAIN.keys())
+def test_weights_that_only_look_foldable(why, change, what, name):
     model = LlamaForCausalLM(False)
-    assert weights.can_fold(model, range(5, 7))
-    assert not weights.can_fold(model, range(5, 8)), "a layer is missing"
-    assert not weights.can_fold(SomethingElse(False), range(5, 7))
-    model.layers[1].o_proj.weight.data = model.layers[1].o_proj.weight.data.to(torch.float8_e4m3fn)
-    assert not weights.can_fold(model, range(5, 7))
+    change(getattr(model.layers[1], name))
+    found = why(model)
+    assert found is not None and found.startswith(f"{name} of layer 6 ") and what in found
+
+
+def test_biases_too_must_be_plain(why):
+    model = LlamaForCausalLM(True)
+    model.layers[0].qkv_proj.bias = torch.nn.Parameter(model.layers[0].qkv_proj.bias.detach().to("meta"))
+    assert why(model) == "qkv_proj of layer 5 has a tensor on meta"
+
+
+def test_weights_elsewhere_are_not_folded(why):
+    """What ``--cpu-offload-gb`` leaves: some parameters of a CUDA worker on the CPU."""
+    assert why(LlamaForCausalLM(False), device="cuda:0") == "qkv_proj of layer 5 has a tensor on cpu"
+
+
+def test_only_known_architectures_with_all_layers_are_folded(why):
+    assert why(SomethingElse(False)).startswith("SomethingElse is not known")
+    assert why(LlamaForCausalLM(False), layers=range(5, 8)).startswith("layer 7 has no qkv_proj")
 
 
 def test_weight_updates_are_refused_only_while_folded(monkeypatch):
