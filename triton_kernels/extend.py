@@ -176,7 +176,6 @@ def extend(
         DIMS=dims,
         VP=triton.next_power_of_2(dims),
         ROWS=launch.rows,
-        COPIES=max(launch.warps // 4, 1),
         KEYS=launch.keys,
         PLAIN=plain,
         num_warps=launch.warps,
@@ -193,7 +192,7 @@ def _extend(
     q_token, q_head, k_token, k_head, v_token, v_head, table_row,
     RECORD: tl.constexpr, FAST: tl.constexpr, SHARED: tl.constexpr, KV_HEADS: tl.constexpr,
     D: tl.constexpr, DP: tl.constexpr, JP: tl.constexpr, DIMS: tl.constexpr, VP: tl.constexpr,
-    ROWS: tl.constexpr, COPIES: tl.constexpr, KEYS: tl.constexpr, PLAIN: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, PLAIN: tl.constexpr,
 ):  # fmt: skip
     """Program (kv_head * parts of V + part, item)."""
     head = tl.program_id(0) // (D // DIMS)
@@ -225,7 +224,7 @@ def _extend(
         if FAST:
             acc, total, top = history_two_bits(
                 q, place, live, table, history, history_end, prefix, records, head, v_first, scale_log2,
-                KV_HEADS, D, JP, DIMS, VP, ROWS, COPIES, PLAIN,
+                KV_HEADS, D, JP, DIMS, VP, ROWS, PLAIN,
             )  # fmt: skip
         else:
             acc, total, top = history_any(
@@ -265,7 +264,7 @@ def _whole(
     inside = live[:, None] & (dim < D)[None, :]
     queries = tl.load(q + place[:, None] + dim[None, :], mask=inside, other=0.0)  # [ROWS, DP]
     stored_tiles = (last - first - (history_end - history)) * TILES
-    for step in tl.range(0, stored_tiles + (last_new - first_new) * TILES):
+    for step in tl.range(0, stored_tiles + (last_new - first_new) * TILES, num_stages=1):
         is_stored = step < stored_tiles
         index = first + step // TILES
         index += tl.where(index < history, 0, history_end - history)

@@ -30,12 +30,12 @@ _P_SHIFT = tl.constexpr(15.0)
 def history_two_bits(
     q, place, live, table, first, last, prefix, records, head, v_first, scale_log2,
     KV_HEADS: tl.constexpr, D: tl.constexpr, JP: tl.constexpr, GROUP: tl.constexpr, VP: tl.constexpr,
-    ROWS: tl.constexpr, COPIES: tl.constexpr, PLAIN: tl.constexpr,
+    ROWS: tl.constexpr, PLAIN: tl.constexpr,
 ):  # fmt: skip
     """Records of pages first .. last: (acc [ROWS, VP], denominator [ROWS], maximum [ROWS]), base 2.
 
     place: int64 [ROWS], each row's query in q; live: which rows are queries. One or two groups along D, whole planes of
-    K's bytes each; acc are dims v_first .. v_first + GROUP. COPIES: see ``_scales``.
+    K's bytes each; acc are dims v_first .. v_first + GROUP.
     """
     D4: tl.constexpr = D // 4
     RECORD: tl.constexpr = _record_bytes(D, GROUP)
@@ -52,20 +52,23 @@ def history_two_bits(
     top = tl.full([ROWS], NEVER, tl.float32)
     records += head * RECORD
     whole = tl.maximum(tl.minimum(last, prefix // PAGE), first)
-    next_page = page_of(table, first)
-    for index in tl.range(first, whole):
-        page = next_page
-        next_page = page_of(table, tl.minimum(index + 1, last - 1))
-        acc, total, top = _page(
-            acc, total, top, queries, factor, records + page * (KV_HEADS * RECORD), PAGE, v_first,
-            D, JP, GROUP, VP, ROWS, COPIES, False, PLAIN,
-        )  # fmt: skip
-    if whole < last:  # one page, which is half stored
-        base = records + page_of(table, whole) * (KV_HEADS * RECORD)
-        acc, total, top = _page(
-            acc, total, top, queries, factor, base, prefix - whole * PAGE, v_first,
-            D, JP, GROUP, VP, ROWS, COPIES, True, PLAIN,
-        )  # fmt: skip
+    # Once. The compiler keeps an operand that it knows to be computed in registers, an argument of a loop in shared memory.
+    for _ in tl.range(0, tl.minimum(last - first, 1)):
+        next_page = page_of(table, first)
+        for index in tl.range(first, whole):
+            page = next_page
+            next_page = page_of(table, tl.minimum(index + 1, last - 1))
+            acc, total, top = _page(
+                acc, total, top, queries, factor, records + page * (KV_HEADS * RECORD), PAGE, v_first,
+                D, JP, GROUP, VP, ROWS, False, PLAIN,
+            )  # fmt: skip
+        if whole < last:  # one page, which is half stored
+            base = records + page_of(table, whole) * (KV_HEADS * RECORD)
+            acc, total, top = _page(
+                acc, total, top, queries, factor, base, prefix - whole * PAGE, v_first,
+                D, JP, GROUP, VP, ROWS, True, PLAIN,
+            )  # fmt: skip
+        queries = tl.zeros(queries.shape, queries.dtype)
     return acc, total, top - _P_SHIFT
 
 
@@ -73,7 +76,7 @@ def history_two_bits(
 def _page(
     acc, total, top, queries, factor, record, count, v_first,
     D: tl.constexpr, JP: tl.constexpr, GROUP: tl.constexpr, VP: tl.constexpr,
-    ROWS: tl.constexpr, COPIES: tl.constexpr, MASKED: tl.constexpr, PLAIN: tl.constexpr,
+    ROWS: tl.constexpr, MASKED: tl.constexpr, PLAIN: tl.constexpr,
 ):  # fmt: skip
     """Online softmax over the first ``count`` tokens of a page; over all, unless MASKED."""
     QUARTER: tl.constexpr = PAGE // 4
@@ -82,32 +85,46 @@ def _page(
     CODES: tl.constexpr = PAGE * D4
     VECTOR: tl.constexpr = PAGE // 2  # words of scales, or zeros, of one group: two tokens each
 
-    n, j, dim, i = tl.arange(0, PAGE), tl.arange(0, JP), tl.arange(0, VP), tl.arange(0, QUARTER)
-    k_place = record + key_row(n)[:, None] * D4 + j[None, :]
+    n, j, i = tl.arange(0, PAGE), tl.arange(0, JP), tl.arange(0, QUARTER)
+    # Rows are loaded in the order in which neighbouring lanes' 16 bytes of a dequantised row, as a product wants it in
+    # shared memory, lie in different banks; ``_banks`` puts them back.
+    token = n // 8 * 8 + n % 2 * 4 + n // 2 % 4
+    dim = tl.arange(0, VP)
+    dim = dim // 8 * 8 + dim % 4 * 2 + dim // 4 % 2
+    k_place = record + key_row(token)[:, None] * D4 + j[None, :]
     # Eight bytes a thread: where neighbouring lanes hold different dims only, the compiler stores the dequantised
     # tile dim by dim, two bytes at a time.
     v_place = tl.max_contiguous(record + CODES + (v_first + dim)[:, None] * QUARTER + i[None, :], [1, 8])
     k = tl.load(k_place) if D4 == JP else tl.load(k_place, mask=(j < D4)[None, :], other=0)  # [PAGE, JP]
     v = tl.load(v_place) if GROUP == VP else tl.load(v_place, mask=(dim < GROUP)[:, None], other=0)  # [VP, QUARTER]
     words = (record + 2 * CODES).to(tl.pointer_type(tl.int32))
+    # A word has two tokens. Loads of 256 words, so that there is one at least for each thread: the compiler copies them
+    # ahead, and does not repeat them in every thread as it does with smaller ones. K's words come once for each token.
+    x = tl.arange(0, 4 * PAGE)
+    of_key = x // PAGE * VECTOR + (x % PAGE // 8 * 8 + x % 2 * 4 + x // 2 % 4) // 2
     if GROUPS == 2:
-        s_k, s_k2, z_k, z_k2 = _scales(words, VECTOR, COPIES)
-        s_v, s_v2, z_v, z_v2 = _scales(words + 4 * VECTOR, VECTOR, COPIES)
+        s_k, s_k2, z_k, z_k2 = _split4(tl.load(words + of_key), PAGE)
+        s_v, s_v2, z_v, z_v2, _, _, _, _ = _split8(tl.load(words + 4 * VECTOR + x % (4 * VECTOR)), VECTOR)
         s_v, z_v = tl.where(v_first == 0, s_v, s_v2), tl.where(v_first == 0, z_v, z_v2)
+        k0, k1, k2, k3 = _keys_of(k, _own(s_k, token), _own(z_k, token), _own(s_k2, token), _own(z_k2, token), PLAIN)
     else:
-        s_k, z_k, s_v, z_v = _scales(words, VECTOR, COPIES)
-        s_k2, z_k2 = s_k, z_k
+        s_k, z_k, values, _ = _split4(tl.load(words + tl.where(x < 2 * PAGE, of_key, 2 * VECTOR + x % (2 * VECTOR))), PAGE)
+        s_v, z_v = _split2(values, VECTOR)
+        s_k, z_k = _own(s_k, token), _own(z_k, token)
+        k0, k1, k2, k3 = _keys_of(k, s_k, z_k, s_k, z_k, PLAIN)
+    k = join_planes(k0, k1, k2, k3, PAGE, JP)
+    k = tl.reshape(tl.permute(tl.reshape(k, [PAGE // 8, 2, 2, 2, 4 * JP]), (0, 3, 1, 2, 4)), [PAGE, 4 * JP])
+    v0, v1, v2, v3 = _values_of(v, s_v, z_v, VECTOR, PLAIN)
+    v = join_planes(v0, v1, v2, v3, VP, QUARTER)
+    v = tl.reshape(tl.permute(tl.reshape(v, [VP // 8, 2, 2, 2, PAGE]), (0, 2, 3, 1, 4)), [VP, PAGE])
 
-    k0, k1, k2, k3 = _keys_of(k, s_k, z_k, s_k2, z_k2, PLAIN)
-    x = _product(queries, join_planes(k0, k1, k2, k3, PAGE, JP), ROWS, PAGE)
+    x = _product(queries, k, ROWS, PAGE)
     if MASKED:
         x = tl.where((n < count)[None, :], x, NEVER)
     new_top = tl.maximum(top, tl.max(x, 1) * factor)
     decay = tl.exp2(top - new_top)
     p = tl.exp2(x * factor + (-new_top + _P_SHIFT)[:, None])
     total = total * decay + tl.sum(p, 1)
-    v0, v1, v2, v3 = _values_of(v, s_v, z_v, VECTOR, PLAIN)
-    v = join_planes(v0, v1, v2, v3, VP, QUARTER)
     acc = dot(p.to(tl.float16), tl.trans(v), acc * decay[:, None])
     return acc, total, new_top
 
@@ -204,16 +221,18 @@ def _record_bytes(d, group):
 
 
 @triton.jit
-def _scales(words, VECTOR: tl.constexpr, COPIES: tl.constexpr):
-    """Four vectors that lie one behind the other, as words [VECTOR] of two tokens' FP16 each.
+def _split2(x, SIZE: tl.constexpr):
+    """[2 * SIZE] to its halves."""
+    return tl.split(tl.permute(tl.reshape(x, [2, SIZE]), (1, 0)))
 
-    One load, of COPIES of every word so that there is one at least for each thread: the compiler copies it ahead, and
-    does not repeat it in every thread as it does with smaller ones.
-    """
-    x = tl.load(words + tl.arange(0, COPIES * 4 * VECTOR) % (4 * VECTOR))
-    if COPIES == 2:
-        x, _ = tl.split(tl.permute(tl.reshape(x, [2, 4 * VECTOR]), (1, 0)))
-    return _split4(x, VECTOR)
+
+@triton.jit
+def _split8(x, SIZE: tl.constexpr):
+    """[8 * SIZE] to its eighths."""
+    x0, x1 = _split2(x, 4 * SIZE)
+    a0, a1, a2, a3 = _split4(x0, SIZE)
+    b0, b1, b2, b3 = _split4(x1, SIZE)
+    return a0, a1, a2, a3, b0, b1, b2, b3
 
 
 @triton.jit
@@ -236,16 +255,15 @@ def _high(x):
 
 
 @triton.jit
-def _per_token(x):
-    """Words [VECTOR] of two tokens each to one [PAGE, 1] a token, its FP16 in both halves."""
-    low, high = x & 0xFFFF, (x >> 16) & 0xFFFF
-    return tl.reshape(tl.join(low | (low << 16), high | (high << 16)), [PAGE, 1])
+def _own(words, token):
+    """Words [PAGE] to [PAGE, 1]: the FP16 of a token, the upper one if it is odd, in both halves."""
+    x = (words >> (token % 2 * 16)) & 0xFFFF
+    return (x | (x << 16))[:, None]
 
 
 @triton.jit
-def _keys_of(bytes, scale, zero, scale2, zero2, PLAIN: tl.constexpr):
+def _keys_of(bytes, s, z, s2, z2, PLAIN: tl.constexpr):
     """Packed K [PAGE, JP] to FP16 tiles of the four planes, the last two with their own scales and zeros."""
-    s, z, s2, z2 = _per_token(scale), _per_token(zero), _per_token(scale2), _per_token(zero2)
     if PLAIN:
         k0 = _affine(bytes & 3, s, z)
         k1 = _affine((bytes >> 2) & 3, s, z)
