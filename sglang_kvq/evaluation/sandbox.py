@@ -1,9 +1,13 @@
 """Runs generated programs where they can do no harm, and says whether they passed.
 
-One program is one process tree in new PID, network, mount and IPC namespaces (as root, or through a user namespace):
-no network, not even loopback; the whole file system read-only but for an empty /tmp; no other process in sight; no
-environment variables; stdin at its end; ``python -I``. CPU time, address space, file sizes, processes and open files
-are limited, and when the time is up the namespace's first process is killed and the kernel ends all others with it.
+One program is one process tree in new PID, network, mount and IPC namespaces, in a root of its own: the interpreter,
+its standard library and shared libraries, all read-only, /dev/null and /dev/urandom, and an empty /tmp of bounded size.
+No other file of the machine, no other process, no network, no sockets; no environment variables; stdin at its end;
+``python -I``; no capabilities; a seccomp filter. CPU time, address space, file sizes, processes and open files are
+limited, and when the time is up the namespace's first process is killed and the kernel ends all others with it.
+
+What does what: sandbox_layout.py lists the root's content, sandbox_filter.py the system calls that are refused,
+sandbox_child.py closes the walls. docs/evaluation.md says where which mechanism is used.
 """
 
 from __future__ import annotations
@@ -13,25 +17,24 @@ import json
 import os
 import random
 import secrets
-import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from sglang_kvq.errors import KVQuantError
+from sglang_kvq.evaluation import sandbox_filter
 
 _CHILD = Path(__file__).with_name("sandbox_child.py")
+_LAYOUT = Path(__file__).with_name("sandbox_layout.py")
 #: The child's exit code when a wall could not be closed: nothing of the program has run.
 _NOT_CLOSED = 97
-_NAMESPACES = ("--pid", "--fork", "--kill-child=KILL", "--net", "--mount", "--ipc")
 #: Users that no account has (systemd hands out the same range to services): one per program, so that limits on a
 #: user's processes count that program's alone.
 _UIDS = range(61184, 65519)
-
-
 @dataclass(frozen=True)
 class Limits:
     """Of one program.
@@ -60,17 +63,50 @@ class Verdict:
     reason: str = ""
 
 
+#: Walls count as closed if this passes in them.
+_PROBE = f"""
+import os, socket, time
+seen = sorted(os.listdir("/dev") + os.listdir("/proc") + os.listdir("/proc/self"))
+assert seen == ["exe", "null", "self", "urandom"], seen
+try:
+    socket.socket()
+    raise SystemExit("the seccomp filter does not hold: sockets can be made")
+except PermissionError:
+    pass
+try:
+    for _ in range({Limits.processes}):
+        os.fork() or time.sleep(60)
+    raise SystemExit("the limit on processes does not hold")
+except BlockingIOError:
+    pass
+"""
+
+
+@dataclass(frozen=True)
+class Walls:
+    """How programs are contained here.
+
+    Attributes:
+        kind: "root" (namespaces made with root's rights), "user" (through a user namespace), or None: neither works.
+        why_not: what was tried before, and how it failed.
+    """
+
+    kind: str | None
+    why_not: tuple[str, ...] = ()
+
+
 @functools.cache
-def namespace_command() -> tuple[str, ...] | None:
-    """The ``unshare`` command that works on this machine: root's own, or a user namespace; None if neither does."""
-    if not shutil.which("unshare"):
-        return None
-    for command in (("unshare", *_NAMESPACES), ("unshare", "--user", "--map-root-user", *_NAMESPACES)):
-        if "--user" not in command and os.geteuid() != 0:
-            continue
-        if _start("pass", Limits(), command)[0] == 0:
-            return command
-    return None
+def walls() -> Walls:
+    """The first kind that works on this machine, by trying."""
+    why_not: list[str] = []
+    for kind in ("root", "user")[os.geteuid() != 0 :]:
+        code, output = _start(_PROBE, Limits(), kind)
+        if code == 0:
+            return Walls(kind, tuple(why_not))
+        means = "as root" if kind == "root" else "in a user namespace"
+        lines = [line.strip() for line in output.splitlines() if line.strip()] or [f"exit status {code}"]
+        why_not.append(f"{means}: {' / '.join(lines[-3:]).removeprefix('sandbox: ')}")
+    return Walls(None, tuple(why_not))
 
 
 def require(allow_unsandboxed: bool) -> str | None:
@@ -82,15 +118,39 @@ def require(allow_unsandboxed: bool) -> str | None:
     Raises:
         KVQuantError: they cannot, and nobody allowed that.
     """
-    if namespace_command() is not None:
+    here = walls()
+    if here.kind is not None:
         return None
     if not allow_unsandboxed:
         raise KVQuantError(
-            "generated programs cannot be sandboxed here: unshare(1) may not make PID, network and mount namespaces "
-            "(in a container: --cap-add SYS_ADMIN, or allow user namespaces). On a machine with nothing to lose and no "
-            "network, --allow-unsandboxed runs them with limits on time, memory, files and processes only."
+            f"generated programs cannot be sandboxed here ({'; '.join(here.why_not)}). {_fix()} On a machine with "
+            "nothing to lose and no network, --allow-unsandboxed runs them with limits on time, memory and files only."
         )
     return "network and file system were not cut off (--allow-unsandboxed): limits on time and memory only"
+
+
+#: Settings that keep users from user namespaces, and the value that does.
+_SETTINGS = {
+    "user.max_user_namespaces": ("0", "15000"),
+    "kernel.unprivileged_userns_clone": ("0", "1"),
+    "kernel.apparmor_restrict_unprivileged_userns": ("1", "0"),
+}
+
+
+def _fix() -> str:
+    """What lets this machine make namespaces."""
+    for name, (closed, opened) in _SETTINGS.items():
+        path = Path("/proc/sys", *name.split("."))
+        if path.exists() and path.read_text(encoding="utf-8").strip() == closed:
+            return (
+                f"{name} is {closed} here: let users make namespaces (sysctl -w {name}={opened}), or run the "
+                "evaluation as root with CAP_SYS_ADMIN."
+            )
+    return (
+        "Namespaces as needed are in Linux 5.12 and refused by a container's default profile: start it with "
+        "--security-opt seccomp=unconfined --security-opt apparmor=unconfined, or --privileged (Kubernetes: "
+        "seccompProfile and appArmorProfile of type Unconfined), or run the evaluation outside of it."
+    )
 
 
 def run(program: str, limits: Limits = Limits()) -> Verdict:
@@ -100,7 +160,7 @@ def run(program: str, limits: Limits = Limits()) -> Verdict:
     """
     token = secrets.token_hex(16)
     program = f"{program}\n\nimport os as _os\n_os.write(1, b'\\n{token}')\n"
-    code, output = _start(program, limits, namespace_command())
+    code, output = _start(program, limits, walls().kind)
     if code == _NOT_CLOSED:
         raise KVQuantError(f"the sandbox could not be closed: {output.strip()}")
     if code == 0 and token in output:  # what Python had buffered may come after it
@@ -113,30 +173,47 @@ def run(program: str, limits: Limits = Limits()) -> Verdict:
     return Verdict(False, lines[-1][-300:] if lines else f"exit status {code}, nothing printed")
 
 
-def _start(program: str, limits: Limits, namespaces: tuple[str, ...] | None) -> tuple[int | None, str]:
+@functools.cache
+def _layout() -> dict[str, Any]:
+    """What the root of a program holds: see sandbox_layout.py. Of the interpreter behind a virtual environment."""
+    interpreter = os.path.realpath(getattr(sys, "_base_executable", None) or sys.executable)
+    command = [interpreter, "-I", "-S", str(_LAYOUT)]
+    done = subprocess.run(command, capture_output=True, text=True, env={"PATH": os.defpath}, stdin=subprocess.DEVNULL)
+    if done.returncode:
+        raise KVQuantError(
+            f"{interpreter} does not start without environment variables ({done.stderr.strip()[-300:]}): generated "
+            "programs cannot be run. Use an interpreter that needs none, LD_LIBRARY_PATH and PYTHONHOME included."
+        )
+    return json.loads(done.stdout)
+
+
+def _start(program: str, limits: Limits, kind: str | None) -> tuple[int | None, str]:
     """Exit status (None: out of time) and the end of what was printed."""
-    root = os.geteuid() == 0 and "--user" not in (namespaces or ())
-    # RLIMIT_NPROC counts all processes of a user: only where the program has its own (or its own user namespace)
-    # can a small number be meant for it.
-    own_user = root or "--user" in (namespaces or ())
+    layout = _layout()
     order = {
+        **layout,
         "program": program,
-        "isolate": namespaces is not None,
-        # Without namespaces the interpreter may lie where another user cannot read.
-        "uid": random.choice(_UIDS) if root and namespaces else None,
+        # Without walls: with what this environment has installed.
+        "interpreter": layout["interpreter"] if kind else sys.executable,
+        "walls": kind,
+        "uid": random.choice(_UIDS),
+        "filter": sandbox_filter.instructions() if kind else [],
         "disk_bytes": limits.disk_bytes,
         "limits": {
             "CPU": limits.cpu_seconds,
             "AS": limits.memory_bytes,
             "FSIZE": limits.file_bytes,
-            "NPROC": limits.processes if namespaces and own_user else None,
+            # Counts all processes of a user: only where the program has its own (or its own user namespace) can a
+            # small number be meant for it.
+            "NPROC": limits.processes if kind else None,
             "NOFILE": 64,
-            "CORE": 0,
+            # 0 would still feed the machine's core handler; 1 keeps even that from starting.
+            "CORE": 1,
         },
     }
     with tempfile.TemporaryDirectory(prefix="kvq-") as folder, tempfile.TemporaryFile() as output:
         process = subprocess.Popen(
-            [*(namespaces or ()), sys.executable, "-I", str(_CHILD)],
+            [layout["interpreter"], "-I", "-S", str(_CHILD)],
             stdin=subprocess.PIPE,
             stdout=output,
             stderr=subprocess.STDOUT,

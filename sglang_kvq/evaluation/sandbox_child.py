@@ -1,91 +1,225 @@
 """Inside the sandbox: closes the walls, then becomes the program. Run as a script; imports nothing of the package.
 
-Reads one JSON object from stdin: ``program`` (source), ``isolate`` (this process is in fresh namespaces),
-``uid`` (become this user; None keeps the present one), and the limits of ``sandbox.Limits``.
+Reads one JSON object from stdin:
+
+    program: its source
+    interpreter: runs it
+    walls: "root" (namespaces made with root's rights), "user" (through a user namespace), or null: none
+    uid: of the program, inside; no account's
+    binds, covered: see sandbox_layout.py
+    filter: see sandbox_filter.py
+    disk_bytes, limits: of ``sandbox.Limits``
+
+The working directory is an empty folder of the caller's.
 """
 
+import contextlib
 import ctypes
+import errno
 import json
 import os
 import resource
+import signal
+import stat
 import sys
 
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
 LIBC = ctypes.CDLL(None, use_errno=True)
-MS_NOSUID, MS_NODEV, MS_BIND = 2, 4, 4096
-SYS_MOUNT_SETATTR, AT_FDCWD, AT_RECURSIVE, MOUNT_ATTR_RDONLY = 442, -100, 0x8000, 1
-PR_CAPBSET_DROP, PR_SET_NO_NEW_PRIVS = 24, 38
-WORK, PYTHON = "/tmp/work", "/tmp/python"
+CLONE_NEWNS, CLONE_NEWIPC, CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 0x20000, 0x8000000, 0x10000000, 1 << 29, 1 << 30
+MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_BIND, MS_REC, MS_PRIVATE, MNT_DETACH = 2, 4, 8, 4096, 0x4000, 1 << 18, 2
+RDONLY, NOSUID, NODEV, NOEXEC = 1, 2, 4, 8  # MOUNT_ATTR_*
+SYS_MOUNT_SETATTR, AT_FDCWD, AT_RECURSIVE = 442, -100, 0x8000
+SYS_PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
+PR_SET_PDEATHSIG, PR_SET_SECCOMP, PR_CAPBSET_DROP, PR_SET_NO_NEW_PRIVS = 1, 22, 24, 38
+SECCOMP_MODE_FILTER = 2
+NOT_CLOSED = 97
+#: urandom: of some builds (for an old C library) nothing else makes the hashes' seed, and they do not start without.
+DEVICES = ("/dev/null", "/dev/urandom")
 
 
 def check(result: int, what: str) -> None:
-    if result:
+    if result == -1:
         raise OSError(ctypes.get_errno(), f"{what}: {os.strerror(ctypes.get_errno())}")
 
 
-def mount(source: str, target: str, kind: str, flags: int, options: str) -> None:
-    words = (ctypes.c_char_p(w.encode()) for w in (source, target, kind))
-    check(LIBC.mount(*words, ctypes.c_ulong(flags), ctypes.c_char_p(options.encode())), f"mount {target}")
+def mount(source: str, target: str, kind: str, flags: int, options: str = "") -> None:
+    words = (ctypes.c_char_p(os.fsencode(word)) for word in (source, target, kind))
+    result = LIBC.mount(*words, ctypes.c_ulong(flags), ctypes.c_char_p(options.encode()))
+    check(result, f"mount {source} at {target}")
 
 
-def read_only_root() -> None:
-    """Every mount read-only at once (mount_setattr(2), Linux 5.12)."""
-
-    class Attributes(ctypes.Structure):
-        _fields_ = [(name, ctypes.c_uint64) for name in ("set", "clear", "propagation", "userns")]
-
-    wanted = Attributes(MOUNT_ATTR_RDONLY, 0, 0, 0)
-    size = ctypes.c_size_t(ctypes.sizeof(wanted))
-    arguments = (AT_FDCWD, ctypes.c_char_p(b"/"), AT_RECURSIVE, ctypes.byref(wanted), size)
-    check(LIBC.syscall(ctypes.c_long(SYS_MOUNT_SETATTR), *arguments), "read-only file system")
+def set_attributes(path: str, attributes: int, recursive: int = 0) -> None:
+    """Of a mount, or of all below it too, at once (mount_setattr(2), Linux 5.12)."""
+    wanted = (ctypes.c_uint64 * 4)(attributes, 0, 0, 0)  # set, clear, propagation, userns
+    arguments = (AT_FDCWD, ctypes.c_char_p(os.fsencode(path)), recursive, wanted, ctypes.c_size_t(32))
+    check(LIBC.syscall(ctypes.c_long(SYS_MOUNT_SETATTR), *arguments), f"mount_setattr {path}")
 
 
-def close_walls(uid: "int | None", disk_bytes: int) -> str:
-    """A read-only file system but for an empty /tmp/work, an empty /proc; the interpreter to use in there."""
-    prefix, interpreter = sys.base_prefix, os.path.realpath(sys.executable)
-    # Opened now, because the new /tmp may cover it; bound below, because its path may be another user's secret.
-    held = os.open(prefix, os.O_PATH | os.O_DIRECTORY)
-    read_only_root()
-    mount("tmpfs", "/tmp", "tmpfs", MS_NOSUID | MS_NODEV, f"size={disk_bytes},mode=0755")
-    if not prefix.startswith("/usr"):
-        os.mkdir(PYTHON)
-        mount(f"/proc/self/fd/{held}", PYTHON, "none", MS_BIND, "")
-        interpreter = os.path.join(PYTHON, os.path.relpath(interpreter, os.path.realpath(prefix)))
-    os.close(held)
-    mount("tmpfs", "/proc", "tmpfs", MS_NOSUID | MS_NODEV, "size=4096,mode=0555")
-    os.mkdir(WORK, 0o700)
+def enter_namespaces(walls: str, uid: int) -> bool:
+    """New namespaces; their first process is this one's next child.
+
+    Returns:
+        Whether the program can become ``uid``; if not, it is called that and stays the caller.
+    """
+    others = CLONE_NEWNS | CLONE_NEWPID | CLONE_NEWNET | CLONE_NEWIPC
+    if walls == "root":
+        check(LIBC.unshare(others), "unshare")
+        return True
+    me, my_group = os.geteuid(), os.getegid()
+    # Root must not stay root: the kernel does not count its processes, whatever the namespace.
+    if me == 0 and is_mapped("uid", uid) and is_mapped("gid", uid):
+        users, groups = f"0 0 1\n{uid} {uid} 1", f"{my_group} {my_group} 1\n{uid} {uid} 1"
+        with by_another_process(lambda pid: write_maps(pid, users, groups)):
+            check(LIBC.unshare(CLONE_NEWUSER | others), "unshare")
+        return True
+    check(LIBC.unshare(CLONE_NEWUSER | others), "unshare")
+    write("/proc/self/setgroups", "deny")
+    write_maps("self", f"{uid} {me} 1", f"{uid} {my_group} 1")
+    return False
+
+
+def is_mapped(kind: str, number: int) -> bool:
+    """In the user namespace that this process is in."""
+    with open(f"/proc/self/{kind}_map", encoding="utf-8") as file:
+        ranges = [[int(word) for word in line.split()] for line in file]
+    return any(first <= number < first + count for first, _, count in ranges)
+
+
+def write_maps(pid: "int | str", users: str, groups: str) -> None:
+    """One write each, "inside outside count" a line."""
+    write(f"/proc/{pid}/gid_map", groups)
+    write(f"/proc/{pid}/uid_map", users)
+
+
+@contextlib.contextmanager
+def by_another_process(work: "Callable[[int], None]") -> "Iterator[None]":
+    """Have ``work(this process's id)`` done at the end by a child that stays in the present namespaces."""
+    me, (reader, writer) = os.getpid(), os.pipe()
+    helper = os.fork()
+    if helper == 0:
+        os.close(writer)
+        try:
+            if os.read(reader, 1):
+                work(me)
+        except OSError as error:
+            print(f"sandbox: {error}", flush=True)
+            os._exit(NOT_CLOSED)
+        os._exit(0)
+    try:
+        yield
+        os.write(writer, b"x")
+    finally:
+        os.close(reader)
+        os.close(writer)
+        failed = os.waitpid(helper, 0)[1]
+    if failed:
+        os._exit(NOT_CLOSED)  # the helper has said why
+
+
+def write(path: str, text: str) -> None:
+    with open(path, "w", encoding="utf-8") as file:
+        file.write(text)
+
+
+def enter_root(interpreter: str, binds: "list[list[str]]", covered: "list[str]", disk_bytes: int) -> None:
+    """A root of what is listed, read-only, with two devices and a bounded /tmp; the machine's is out of reach."""
+    root = os.getcwd()
+    temporary, empty = f"{root}/tmp", f"{root}/empty"
+    mount("none", "/", "none", MS_REC | MS_PRIVATE)
+    mount("tmpfs", root, "tmpfs", MS_NOSUID | MS_NODEV, "size=64k,nr_inodes=1k,mode=0755")
+    for folder in (temporary, empty):
+        os.mkdir(folder)
+    for source, target in [*binds, *([empty, folder] for folder in covered)]:
+        make_place(root + target, os.path.isdir(source))
+        mount(source, root + target, "none", MS_BIND)
+    os.makedirs(f"{root}/proc/self")
+    # By this name the loader finds out what $ORIGIN is in the interpreter's own library paths.
+    os.symlink(interpreter, f"{root}/proc/self/exe")
+    for device in DEVICES:
+        make_place(root + device, False)
+    set_attributes(root, RDONLY | NOSUID | NODEV, AT_RECURSIVE)
+    for device in DEVICES:
+        if not stat.S_ISCHR(os.stat(device).st_mode):
+            raise OSError(errno.ENODEV, f"{device} is no device")
+        mount(device, root + device, "none", MS_BIND)
+        set_attributes(root + device, RDONLY | NOSUID | NOEXEC)  # a device takes what is written all the same
+    flags = MS_NOSUID | MS_NODEV | MS_NOEXEC
+    mount("tmpfs", temporary, "tmpfs", flags, f"size={disk_bytes},nr_inodes=1k,mode=0700")
+    os.chdir(root)
+    # The old root comes to lie over the new one, and goes with all that is mounted in it.
+    check(LIBC.syscall(ctypes.c_long(SYS_PIVOT_ROOT[os.uname().machine]), b".", b"."), "pivot_root")
+    check(LIBC.umount2(b".", MNT_DETACH), "umount the old root")
+    os.chdir("/tmp")
+
+
+def make_place(path: str, folder: bool) -> None:
+    """For a mount."""
+    os.makedirs(path if folder else os.path.dirname(path), exist_ok=True)
+    if not folder:
+        os.close(os.open(path, os.O_CREAT | os.O_WRONLY, 0o644))
+
+
+def give_up_privileges(uid: "int | None") -> None:
+    """No capability, now or by what is executed; become ``uid``."""
+    capability = 0
+    while LIBC.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0) == 0:
+        capability += 1
+    if ctypes.get_errno() != errno.EINVAL:  # EINVAL: past the last one
+        check(-1, "drop capabilities")
     if uid is not None:
-        os.chown(WORK, uid, uid)
-    os.chdir(WORK)
-    return interpreter
+        os.setgroups([])
+        os.setgid(uid)
+        os.setuid(uid)
+    header, nothing = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()  # version 3
+    check(LIBC.capset(header, nothing), "drop capabilities")
 
 
-def wait_for(program: int) -> None:
-    """Stays the namespace's first process (which no default signal ends) and exits as a shell would."""
+def install_filter(instructions: "list[list[int]]") -> None:
+    class Instruction(ctypes.Structure):
+        _fields_ = [("code", ctypes.c_uint16), ("jt", ctypes.c_uint8), ("jf", ctypes.c_uint8), ("k", ctypes.c_uint32)]
+
+    class Program(ctypes.Structure):
+        _fields_ = [("length", ctypes.c_uint16), ("instructions", ctypes.POINTER(Instruction))]
+
+    array = (Instruction * len(instructions))(*(Instruction(*one) for one in instructions))
+    program = Program(len(instructions), array)
+    check(LIBC.prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, ctypes.byref(program), 0, 0), "seccomp filter")
+
+
+def fork_and_follow() -> None:
+    """Returns in the child. This process stays, and exits as a shell would."""
+    child = os.fork()
+    if child == 0:
+        return
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # a namespace's first process takes no signal without a handler
     while True:
         ended, status = os.wait()
-        if ended == program:
+        if ended == child:
             code = os.waitstatus_to_exitcode(status)
             os._exit(code if code >= 0 else 128 - code)
 
 
 def main() -> None:
     order = json.loads(sys.stdin.buffer.read())
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, 0)
-    interpreter, uid = sys.executable, order["uid"]
-    if order["isolate"]:
-        interpreter = close_walls(uid, order["disk_bytes"])
-    with open("program.py", "w", encoding="utf-8") as file:
-        file.write(order["program"])
-    program = os.fork()
-    if program:
-        wait_for(program)
+    walls, uid = order["walls"], None
+    os.umask(0o022)
+    if walls:
+        if enter_namespaces(walls, order["uid"]):
+            uid = order["uid"]
+        fork_and_follow()
+        check(LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0), "die with the caller")
+        enter_root(order["interpreter"], order["binds"], order["covered"], order["disk_bytes"])
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    write("program.py", order["program"])
     if uid is not None:
-        os.setgroups([])
-        os.setgid(uid)
-        os.setuid(uid)
-    for capability in range(64):  # root of a user namespace has them all; EINVAL past the last one
-        LIBC.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0)
+        for path in (".", "program.py"):
+            os.chown(path, uid, uid)
+    fork_and_follow()
+    if walls:
+        give_up_privileges(uid)
     check(LIBC.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "no new privileges")
     for name in ("CPU", "AS", "FSIZE", "NPROC", "NOFILE", "CORE"):
         value = order["limits"].get(name)
@@ -93,7 +227,9 @@ def main() -> None:
             # SIGXCPU at the soft limit tells what happened; whoever ignores it dies a second later.
             hard = value + 1 if name == "CPU" else value
             resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (value, hard))
-    os.execve(interpreter, [interpreter, "-I", "program.py"], {})
+    if walls:
+        install_filter(order["filter"])
+    os.execve(order["interpreter"], [order["interpreter"], "-I", "program.py"], {})
 
 
 if __name__ == "__main__":
@@ -101,4 +237,4 @@ if __name__ == "__main__":
         main()
     except OSError as error:
         print(f"sandbox: {error}", flush=True)
-        os._exit(97)
+        os._exit(NOT_CLOSED)

@@ -2,23 +2,62 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import socket
 import subprocess
+import sys
+import textwrap
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from sglang_kvq.errors import KVQuantError
-from sglang_kvq.evaluation import sandbox
+from sglang_kvq.evaluation import sandbox, sandbox_filter
+from tests.evaluation import hostile
 
 LIMITS = sandbox.Limits(cpu_seconds=1, wall_seconds=10, memory_bytes=256 << 20)
+REPOSITORY = Path(__file__).resolve().parents[2]
+NOBODY = 65534
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user")
 
 
-def test_namespaces_can_be_made_here():
+@pytest.fixture(autouse=True, params=["root", "user"])
+def kind(request, monkeypatch) -> str:
+    """Every test in both kinds of walls; without root only the second exists."""
+    if request.param == "root" and os.geteuid() != 0:
+        pytest.skip("namespaces are made as root")
+    monkeypatch.setattr(sandbox, "walls", lambda: sandbox.Walls(request.param))
+    return request.param
+
+
+def once():
+    """One kind is enough for what does not enter the walls."""
+    return pytest.mark.parametrize("kind", ["user"], indirect=True)
+
+
+def test_namespaces_can_be_made_here(kind):
     """Without them the tests below would show nothing."""
-    assert sandbox.namespace_command() is not None
+    assert sandbox._start(sandbox._PROBE, LIMITS, kind) == (0, "")
+
+
+@pytest.fixture(scope="module")
+def facts():
+    with hostile.targets() as found:
+        yield found
+
+
+@pytest.mark.parametrize("attempt", [*hostile.SUCCEED_OUTSIDE, *hostile.NEVER_SUCCEED])
+def test_refused(facts, attempt):
+    assert sandbox.run(hostile.program(attempt, facts)) == sandbox.Verdict(True)
+
+
+@pytest.mark.parametrize("program", hostile.ORDINARY.values(), ids=hostile.ORDINARY)
+def test_ordinary_programs_pass(program):
+    assert sandbox.run(textwrap.dedent(program)) == sandbox.Verdict(True)
 
 
 @pytest.mark.parametrize(
@@ -86,6 +125,13 @@ def test_no_network_not_even_this_machine():
             listener.accept()
 
 
+def test_processes_are_counted_for_each_program_alone():
+    """Several at once, each up to the limit and no further."""
+    forks = textwrap.dedent(hostile.ORDINARY["sixteen processes and no more"])
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(sandbox.run, [forks] * 4)) == [sandbox.Verdict(True)] * 4
+
+
 def test_fork_bomb_ends():
     """It runs out of processes, or else of time; nothing of it is left."""
     begin = time.monotonic()
@@ -112,9 +158,107 @@ def test_other_processes_are_out_of_sight():
     assert not sandbox.run(f"import os; os.kill({os.getpid()}, 0)", LIMITS).passed
 
 
+def test_nothing_else_is_there_and_nothing_but_tmp_can_be_written():
+    """Walks the program's whole root: what is not the interpreter's is not there."""
+    layout = sandbox._layout()
+    expected = [target for _, target in layout["binds"]]
+    expected += ["/dev/null", "/dev/urandom", "/tmp/program.py", "/proc/self/exe"]
+    walk = f"""
+        import os
+        expected, covered = {expected!r}, {layout["covered"]!r}
+        for folder, folders, files in os.walk("/"):
+            for path in (os.path.join(folder, name) for name in files):
+                assert any(path == one or path.startswith(one + "/") for one in expected), path
+                assert path[:5] in ("/dev/", "/tmp/") or not os.access(path, os.W_OK), path
+            assert folder == "/tmp" or not os.access(folder, os.W_OK), folder
+        for folder in covered:
+            assert os.listdir(folder) == [], folder
+    """
+    assert sandbox.run(textwrap.dedent(walk)) == sandbox.Verdict(True)
+
+
+def test_nothing_of_a_run_remains():
+    def state():
+        mounts = Path("/proc/self/mountinfo").read_text(encoding="utf-8")
+        return mounts, sorted(Path("/tmp").glob("kvq-*"))
+
+    before = state()
+    sandbox.run("import os; os.makedirs('a/b/c'); open('a/b/c/d', 'w').write('x' * 1000)", LIMITS)
+    assert state() == before and left_over() == []
+
+
+def readable_python() -> str:
+    """The interpreter here, or the system's, if another user may run it: the standard library is all it needs."""
+    candidates = filter(None, (os.path.realpath(sys.executable), shutil.which("python3", path=os.defpath)))
+    for python in candidates:
+        try:
+            command = [python, "-c", "import sys; sys.exit(sys.version_info < (3, 10))"]
+            if subprocess.run(command, user=NOBODY, group=NOBODY, extra_groups=[]).returncode == 0:
+                return python
+        except PermissionError:
+            continue
+    pytest.skip("no interpreter here that another user may run")
+
+
+@as_root
+@once()
+def test_another_user_is_contained_as_well():
+    """The same attempts by a user without rights, whose files and sockets are there to be reached."""
+    command = [readable_python(), "-m", "tests.evaluation.hostile"]
+    user = {"user": NOBODY, "group": NOBODY, "extra_groups": []}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY, **user)
+    assert done.returncode == 0, done.stderr
+    verdicts = json.loads(done.stdout)
+    assert len(verdicts) == len(hostile.SUCCEED_OUTSIDE) + len(hostile.NEVER_SUCCEED) + len(hostile.ORDINARY)
+    assert {name: reason for name, (passed, reason) in verdicts.items() if not passed} == {}
+
+
+@once()
+@pytest.mark.parametrize("attempt", hostile.SUCCEED_OUTSIDE)
+def test_the_attempts_are_real(facts, attempt, tmp_path):
+    """Without the sandbox each reaches what it is after."""
+    command = [sys.executable, "-I", "-c", hostile.outside(attempt, facts)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+KIND = "from sglang_kvq.evaluation import sandbox; sandbox.require(False); print(sandbox.walls().kind)"
+#: A user namespace where nobody may make another, entered without any capability.
+FORBIDDEN = "echo 0 > /proc/sys/user/max_user_namespaces && exec setpriv --bounding-set=-all --inh-caps=-all -- "
+
+
+@as_root
+@once()
+def test_root_without_the_capability_uses_a_user_namespace():
+    """As in a container that has no CAP_SYS_ADMIN but may make user namespaces."""
+    limited = ["setpriv", "--bounding-set=-sys_admin", "--inh-caps=-all", "--", sys.executable, "-c", KIND]
+    done = subprocess.run(limited, capture_output=True, text=True, cwd=REPOSITORY)
+    assert (done.returncode, done.stdout.strip()) == (0, "user"), done.stderr
+
+
+@once()
+def test_where_namespaces_are_forbidden_it_refuses_and_names_the_setting():
+    inner = f"{FORBIDDEN}{sys.executable} -c '{KIND}'"
+    command = ["unshare", "--user", "--map-root-user", "sh", "-c", inner]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY)
+    message = done.stderr.strip().splitlines()[-1]
+    assert done.returncode == 1 and done.stdout == ""
+    assert "KVQuantError" in message and "as root: [Errno 1] unshare: Operation not permitted" in message
+    assert "in a user namespace: [Errno 28] unshare: No space left on device" in message
+    assert "sysctl -w user.max_user_namespaces=15000" in message and "--allow-unsandboxed" in message
+
+
+@once()
+def test_the_filter_knows_its_machine():
+    assert sandbox_filter.instructions("aarch64") != sandbox_filter.instructions("x86_64")
+    with pytest.raises(KVQuantError, match="'riscv64'.*x86_64 and aarch64"):
+        sandbox_filter.instructions("riscv64")
+
+
+@once()
 def test_without_namespaces_nothing_runs_unless_allowed(monkeypatch):
-    monkeypatch.setattr(sandbox, "namespace_command", lambda: None)
-    with pytest.raises(KVQuantError, match="--allow-unsandboxed"):
+    monkeypatch.setattr(sandbox, "walls", lambda: sandbox.Walls(None, ("as root: unshare: Operation not permitted",)))
+    with pytest.raises(KVQuantError, match="unshare: Operation not permitted.*--allow-unsandboxed"):
         sandbox.require(allow_unsandboxed=False)
     assert "network" in sandbox.require(allow_unsandboxed=True)
     assert sandbox.run("assert True", LIMITS).passed

@@ -1,0 +1,64 @@
+"""What Python needs to start. Run as a script by the interpreter in question, with -I -S; imports only its library.
+
+Prints one JSON object:
+
+    interpreter: its path
+    binds: [source, target] of each file or folder that it reads: itself, its standard library, shared libraries
+    covered: folders among those (site-packages) that are not the standard library
+"""
+
+import contextlib
+import ctypes
+import glob
+import json
+import os
+import sys
+
+#: Names that the standard library opens without linking to them: threads end with the first.
+OPENED_BY_NAME = ("libgcc_s.so.1",)
+#: Extension modules that nobody needs here, and that bring a desktop's libraries.
+LEFT_OUT = ("_tkinter", "_test", "xx")
+
+
+def shared_objects() -> "list[str]":
+    """Paths of all that is loaded in this process, as the loader found them (its next search goes by these names)."""
+
+    class Info(ctypes.Structure):
+        _fields_ = [("address", ctypes.c_void_p), ("name", ctypes.c_char_p)]  # the rest is not read
+
+    found = []
+
+    @ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(Info), ctypes.c_size_t, ctypes.c_void_p)
+    def note(info, size, data):
+        found.append(os.fsdecode(info.contents.name or b""))
+        return 0
+
+    ctypes.CDLL(None).dl_iterate_phdr(note, None)
+    return [name for name in found if name.startswith("/")]  # not the program itself, nor the kernel's vDSO
+
+
+def main() -> None:
+    library = [entry for entry in sys.path if os.path.exists(entry)]
+    for folder in library:
+        for extension in glob.glob(os.path.join(glob.escape(folder), "*.so")):
+            if not os.path.basename(extension).startswith(LEFT_OUT):
+                with contextlib.suppress(OSError):  # it does not load outside the sandbox either
+                    ctypes.CDLL(extension)
+    for name in OPENED_BY_NAME:
+        with contextlib.suppress(OSError):  # musl has none
+            ctypes.CDLL(name)
+    # The cache tells the loader where libraries lie outside its standard folders.
+    single = [sys.executable, *shared_objects(), *filter(os.path.exists, ["/etc/ld.so.cache"])]
+    binds: "list[tuple[str, str]]" = []
+    # In a root without symbolic links the kernel walks a path as it is spelt. A folder comes before what lies in it.
+    for target in sorted({os.path.normpath(path): path for path in library + single}.items()):
+        if not any(target[0].startswith(other + "/") for _, other in binds):
+            binds.append((os.path.realpath(target[1]), target[0]))
+    folders = [target for source, target in binds if os.path.isdir(source)]
+    covered = [os.path.join(folder, name) for folder in folders for name in ("site-packages", "dist-packages")]
+    layout = {"interpreter": sys.executable, "binds": binds, "covered": list(filter(os.path.isdir, covered))}
+    json.dump(layout, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()
