@@ -8,11 +8,13 @@ import os
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from launch.server import Server, ServerError
 from sglang_kvq import __version__
+from sglang_kvq.server_process import OPENER
 
 ROOT = Path(__file__).resolve().parent.parent
 #: Flags of every server on a GPU. Each takes a small share of the memory, so that others fit beside it.
@@ -28,7 +30,6 @@ STRICT = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1", "SGLANG_ENABLE_STRI
 #: Several servers load on one GPU at once, so its free memory differs from rank to rank.
 ENV = {
     "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0",
-    "SGL_DISABLE_TP_MEMORY_INBALANCE_CHECK": "1",
     "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
     "HF_HUB_OFFLINE": "1",
 }
@@ -105,8 +106,18 @@ class TinyServer(Server):
         own = [*FLAGS, *flags] if cpu else [*FLAGS, *GPU_FLAGS, *flags]
         if "--kv-quant" not in flags and not cpu:
             own += PLAIN_ON_GPU
+        self.cpu = cpu
         more = {} if cpu else {"CUDA_VISIBLE_DEVICES": ",".join(map(str, _visible(gpus)))}
         super().__init__(model, *own, cpu=cpu, env={**ENV, **more, **env}, log_path=log)
+
+    def stream(self, path: str, asked: dict, timeout: float = 120):
+        """An open response of a POST; closing it before its end is a client that went away.
+
+        Raises:
+            OSError: refused, or no answer in time.
+        """
+        request = urllib.request.Request(self.url + path, dumps(asked), {"Content-Type": "application/json"})
+        return OPENER.open(request, timeout=timeout)
 
     def drain(self, seconds: float = 60) -> None:
         """Wait until nothing runs, then empty the prefix cache.

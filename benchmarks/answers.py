@@ -1,0 +1,154 @@
+"""Comparing what servers say by log-probabilities: of forced tokens, and of greedy answers up to a near tie.
+
+An answer is checked by *forcing* it. A server that does nothing else caches the answer's prompt, then is given prompt and
+answer as one prompt and tells the log-probability of each answered token. What it reads of the prompt is what decoding
+read: the quantised pages outside the window. So both differ by rounding, if nothing went wrong.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from benchmarks.tiny_server import TinyServer, body
+from sglang_kvq.config import PAGE_SIZE
+
+#: Counted for a token that a server did not list among its likely ones: beyond every bound.
+UNLISTED = 99.0
+TOP = 16
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Absolute differences of log-probabilities, in nats."""
+
+    mean: float
+    max: float
+    tokens: int
+
+    @classmethod
+    def of(cls, values: Iterable[float]) -> Difference:
+        values = list(values)
+        return cls(statistics.fmean(values), max(values), len(values)) if values else cls(0.0, 0.0, 0)
+
+    def __str__(self) -> str:
+        return f"{self.mean:.4f} mean, {self.max:.3f} max of {self.tokens}"
+
+
+@dataclass(frozen=True)
+class Bound:
+    """What a difference may be: ``mean`` and ``max``."""
+
+    mean: float
+    max: float
+
+    def holds(self, found: Difference) -> bool:
+        """False too where nothing was compared."""
+        return found.tokens > 0 and found.mean <= self.mean and found.max <= self.max
+
+    @classmethod
+    def above(cls, measured: Sequence[Difference], factor: float, least: float = 0.01) -> Bound:
+        """``factor`` times the worst of what was measured; never below ``least`` (mean) and ten times that (max)."""
+        mean = max((d.mean for d in measured), default=0.0)
+        largest = max((d.max for d in measured), default=0.0)
+        return cls(max(factor * mean, least), max(factor * largest, 10 * least))
+
+
+@dataclass(frozen=True)
+class Step:
+    """One generated token, its log-probability and those of the likeliest."""
+
+    token: int
+    logprob: float
+    top: dict[int, float]
+
+
+def input_logprobs(reply: dict) -> list[float]:
+    """Of the prompt's tokens from the second one after ``logprob_start_len`` on."""
+    return [pair[0] for pair in reply["meta_info"]["input_token_logprobs"][1:]]
+
+
+def steps(reply: dict) -> list[Step]:
+    meta = reply["meta_info"]
+    tops = meta.get("output_top_logprobs") or [[]] * len(meta["output_token_logprobs"])
+    return [
+        Step(pair[1], pair[0], {token: logprob for logprob, token, *_ in top or []})
+        for pair, top in zip(meta["output_token_logprobs"], tops)
+    ]
+
+
+def token_difference(ours: Sequence[float], theirs: Sequence[float]) -> Difference:
+    """Raises:
+    ValueError: they are not about the same tokens.
+    """
+    if len(ours) != len(theirs):
+        raise ValueError(f"{len(ours)} log-probabilities against {len(theirs)}")
+    return Difference.of(abs(a - b) for a, b in zip(ours, theirs))
+
+
+def greedy_difference(ours: Sequence[Step], theirs: Sequence[Step]) -> Difference:
+    """Of tokens likely in both, step by step, up to the first step at which they chose differently.
+
+    At that step only the two chosen tokens count. If each server finds the other's choice as likely as the other does, within
+    a bound, then the choice was a near tie within that bound.
+    """
+    values: list[float] = []
+    for a, b in zip(ours, theirs):
+        if a.token != b.token:
+            pairs = ((a.logprob, b.top.get(a.token)), (b.logprob, a.top.get(b.token)))
+            values += [UNLISTED if other is None else abs(own - other) for own, other in pairs]
+            break
+        values.append(abs(a.logprob - b.logprob))
+        likely = sorted(set(a.top) & set(b.top), key=lambda token: -a.top[token])[:4]
+        values += [abs(a.top[token] - b.top[token]) for token in likely if token != a.token]
+    return Difference.of(values)
+
+
+def greedy(server: TinyServer, prompt: list, tokens: int, **options) -> list:
+    """Replies (a list of them for a list of prompts) with what ``steps`` needs."""
+    asked = body(prompt, tokens, return_logprob=True, top_logprobs_num=TOP, **options)
+    return server.json("/generate", asked, timeout=180)
+
+
+def forced(server: TinyServer, prompt: list[int], answer: list[int], cached: int = 0, timeout: float = 120) -> list[float]:
+    """Log-probability of each answered token, by a server that serves nobody else now.
+
+    Args:
+        cached: tokens of the prompt that were found in the cache when it was answered; here they come first too.
+    """
+    server.drain()
+    prefix = cached // PAGE_SIZE * PAGE_SIZE
+    if 0 < prefix < len(prompt):
+        server.json("/generate", body(prompt[:prefix], 1), timeout=timeout)
+    server.json("/generate", body(prompt, 1), timeout=timeout)
+    # The first entry is about the prompt's last token and has no log-probability.
+    asked = body(prompt + answer, 1, return_logprob=True, logprob_start_len=len(prompt) - 1)
+    found = input_logprobs(server.json("/generate", asked, timeout=timeout))
+    if len(found) != len(answer):
+        raise ValueError(f"{len(found)} log-probabilities for {len(answer)} tokens")
+    return found
+
+
+def answered(reply: dict) -> tuple[list[int], list[float]]:
+    """The tokens of a reply and their log-probabilities."""
+    pairs = reply["meta_info"]["output_token_logprobs"]
+    return [pair[1] for pair in pairs], [pair[0] for pair in pairs]
+
+
+def check(server: TinyServer, prompt: list[int], reply: dict, cached: int | None = None) -> Difference:
+    """How far an answer's log-probabilities are from the same tokens' when forced."""
+    tokens, logprobs = answered(reply)
+    known = reply["meta_info"].get("cached_tokens", 0) if cached is None else cached
+    return token_difference(logprobs, forced(server, prompt, tokens, known))
+
+
+def another_page(prompt: list[int], page: int, seed: int, vocabulary: int) -> list[int]:
+    """The prompt as a cache would have it that confuses one page with another's: its tokens are others."""
+    import random
+
+    rng, changed = random.Random(seed), list(prompt)
+    begin = page * PAGE_SIZE
+    for at in range(begin, min(begin + PAGE_SIZE, len(prompt))):
+        changed[at] = rng.randrange(2, vocabulary)
+    return changed

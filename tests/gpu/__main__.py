@@ -1,0 +1,291 @@
+"""Does ``--kv-quant`` serve every family correctly on this host's GPUs? One command, at most 8 minutes.
+
+    python -m tests.gpu --out benchmarks/results/gpu_h200.json
+
+It needs SGLang, this checkout and a GPU: models are tiny, random and made here, nothing is downloaded or installed. CUDA
+graphs and overlap scheduling are on. With two GPUs (``--gpus 2``, or as many as there are) it also runs tensor and
+data parallelism. ``--device cpu`` runs smaller cases on SGLang's CPU engine, to see that this program works.
+
+Exit status 0 if every case passed. A case that did not run in time is one that failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from benchmarks import record
+from benchmarks.answers import Bound, Difference
+from benchmarks.tiny_models import MODELS, TinyModel
+from benchmarks.tiny_server import STRICT, TinyServer, gpu_names, plugin_path, versions
+from tests.gpu import crowd, families
+
+#: Servers that start at once: each compiles kernels and loads torch in three processes.
+STARTING = 5
+#: Kept of the time for stopping and writing.
+RESERVE = 15
+#: Most of a batch's graphs are not replayed here, and capturing them is most of a start.
+GRAPHS = ("--cuda-graph-max-bs", "16")
+CASE_MODEL = "qwen3"
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a model is spread over GPUs; ``name`` is of its rows' cases."""
+
+    name: str = ""
+    tp: int = 1
+    dp: int = 1
+    flags: tuple[str, ...] = ()
+
+    def command(self) -> list[str]:
+        if self.tp == 1:
+            return []
+        # NCCL only: multicast and peer memory are not what is tested, and not every host may use them.
+        return [
+            *("--tp-size", str(self.tp), "--dp-size", str(self.dp), "--disable-custom-all-reduce"),
+            *("--enforce-disable-flashinfer-allreduce-fusion", *self.flags),
+        ]
+
+
+ONE = Layout()
+SPREAD = (
+    ("llama", Layout("tp 2", 2)),
+    ("qwen3_moe", Layout("dp attention", 2, 2, ("--enable-dp-attention",))),
+    # Each worker has the dense layers whole, so tokens are padded to a multiple of the attention's workers.
+    ("glm4_moe", Layout("padded tokens", 2, 1, ("--moe-dense-tp-size", "1"))),
+    ("glm4_moe", Layout("dp attention, padded", 4, 2, ("--enable-dp-attention", "--moe-dense-tp-size", "1"))),
+)
+
+
+class Suite:
+    """Runs tasks in lanes until the deadline, and keeps the result file current."""
+
+    def __init__(self, args: argparse.Namespace, folder: Path, gpus: int) -> None:
+        self.args, self.folder, self.gpus, self.cpu = args, folder, gpus, args.device == "cpu"
+        self.begin = time.monotonic()
+        self.deadline = self.begin + 60 * args.minutes - RESERVE
+        self.rows: list[dict] = []
+        self.missing: dict[str, dict] = {}  # rows of what has not ended, by task
+        self.said: dict[tuple, families.Said] = {}
+        self.running: set[TinyServer] = set()
+        self.lock, self.starting = threading.Lock(), threading.Semaphore(STARTING)
+        self.env = {**STRICT, **plugin_path(folder)}
+        self.families = families.CPU if self.cpu else families.GPU
+        self.cases = crowd.CPU if self.cpu else crowd.GPU
+        self.turn = 0
+
+    def say(self, text: str) -> None:
+        print(f"[{time.monotonic() - self.begin:4.0f} s] {text}", flush=True)
+
+    def add(self, model: str, case: str, layout: Layout, passed: bool, seconds: float, found: Difference, bound: Bound, more: str) -> None:
+        row = {
+            "model": model, "case": f"{layout.name}: {case}" if layout.name else case, "tp": layout.tp, "dp": layout.dp,
+            "passed": bool(passed), "max_logprob_diff": round(found.max, 4), "mean_logprob_diff": round(found.mean, 5),
+            "noise": round(bound.mean, 4), "max_noise": round(bound.max, 4), "tokens": found.tokens,
+            "seconds": round(seconds, 1), "detail": more,
+        }
+        with self.lock:
+            self.rows.append(row)
+            self.write()
+        mark = "ok    " if passed else "FAILED"
+        self.say(f"{mark} {model:10} {row['case']:48} {found.mean:8.4f} (<= {bound.mean:.4f})  {more[:100]}")
+
+    def write(self) -> None:
+        rows = [*self.rows, *self.missing.values()]
+        record.write(self.args.out, "gpu", rows, gpus=self.gpus, all_passed=all(row["passed"] for row in rows))
+
+    def server(self, name: str, model: TinyModel, flags: Sequence[str], layout: Layout, env: dict[str, str]) -> TinyServer:
+        with self.lock:
+            # A server of one GPU takes the next one in turn; others take the first ones.
+            gpus = list(range(layout.tp)) if layout.tp > 1 else [self.turn % max(self.gpus, 1)]
+            self.turn += layout.tp == 1
+        graphs = () if self.cpu or "--cuda-graph-max-bs" in flags else GRAPHS
+        log = self.folder / "logs" / f"{name}.log"
+        return TinyServer(
+            model.write(self.folder), [*layout.command(), *graphs, *flags], cpu=self.cpu, log=log,
+            env={**self.env, **env}, gpus=gpus,
+        )
+
+    def serve(self, name: str, model: TinyModel, flags: Sequence[str], use: Callable, layout: Layout = ONE, env: dict = {}):  # noqa: B006
+        """What ``use(server)`` gives; the server's log goes with whatever it raises."""
+        server = self.server(name, model, flags, layout, env)
+        with self.starting:
+            left = self.deadline - time.monotonic()
+            if left < 10:
+                raise TimeoutError("no time left to start its server")
+            with self.lock:
+                self.running.add(server)
+            begin = time.monotonic()
+            server.start(timeout=left)
+        try:
+            self.say(f"       {name}: started in {time.monotonic() - begin:.0f} s")
+            return use(server)
+        except Exception as error:
+            tail = server.log_tail(30)
+            if str(error).find(tail[-200:]) < 0:
+                error.args = (f"{error}\n{tail}",)
+            raise
+        finally:
+            server.stop()
+            with self.lock:
+                self.running.discard(server)
+
+    # -- tasks ------------------------------------------------------------------------------------------------
+
+    def family(self, model: TinyModel, layout: Layout, method: str) -> None:
+        """One server of a model; whichever of its servers is last makes the rows."""
+        plain = method == "none"
+        flags = self.families.flags() + ([] if plain else self.families.quantised_flags(method))
+        name = "-".join(filter(None, (model.name, layout.name.replace(" ", "_").replace(",", ""), method)))
+        begin = time.monotonic()
+        said = self.serve(name, model, flags, lambda server: families.ask(server, self.families, plain), layout)
+        said.seconds = time.monotonic() - begin
+        key = (model.name, layout)
+        with self.lock:
+            self.said[(*key, method)] = said
+            methods = [m for m in ("int4", "int2") if (*key, m) in self.said] if plain else [method]
+            pair = [(m, self.said[(*key, m)], self.said[(*key, "none")]) for m in methods] if (*key, "none") in self.said else []
+        left = Difference(0.0, 0.0, 0)
+        self.add(model.name, f"{method}: nothing left when idle and flushed", layout, not said.left, said.seconds, left, Bound(0, 0), "; ".join(said.left))
+        for other, ours, theirs in pair:
+            for case, passed, found, bound, more in families.compare(ours, theirs, self.families, other):
+                self.add(model.name, case, layout, passed, ours.seconds, found, bound, more)
+
+    def case(self, name: str) -> None:
+        """The cases of one crowded server."""
+        # Deep, so that a step takes long enough for the scheduler to get ahead of it.
+        model = replace(MODELS[CASE_MODEL], name=f"{CASE_MODEL}_deep", layers=4 if self.cpu else 16)
+        flags, steps, env = {
+            "crowd": (self.cases.crowd_flags(), crowd.crowd, {}),
+            "pressed": (self.cases.pressed_flags(), crowd.pressed, crowd.PRESSED),
+        }[name]
+        last = [time.monotonic()]
+
+        def use(server: TinyServer) -> None:
+            for case, passed, found, bound, more in steps(server, self.cases, self.deadline - 30):
+                self.add(model.name, case, ONE, passed, time.monotonic() - last[0], found, bound, more)
+                last[0] = time.monotonic()
+
+        self.serve(name, model, flags, use, env=env)
+
+    def tasks(self) -> list[tuple[str, str, Callable[[], None]]]:
+        """(model, what, task), those first that compile kernels which others wait for."""
+        only = set(filter(None, self.args.only.split(",")))
+        wanted = lambda *names: not only or bool(only & set(names))  # noqa: E731
+        ours, plain, later = [], [], []
+        first = ("llama", "llama_64", "qwen3_256")
+        for model in sorted(MODELS.values(), key=lambda m: m.name not in first):
+            if wanted(model.name, "families"):
+                task = lambda method, model=model: lambda: self.family(model, ONE, method)  # noqa: E731
+                (ours if model.name in first else later).append((model.name, "int4", task("int4")))
+                plain.append((model.name, "none", task("none")))
+                if model.name == "llama":
+                    later.append((model.name, "int2", task("int2")))
+        cases = [(CASE_MODEL, name, lambda name=name: self.case(name)) for name in ("crowd", "pressed") if wanted(name, "cases")]
+        spread = []
+        for name, layout in SPREAD:
+            if layout.tp <= self.gpus and wanted("parallel", layout.name):
+                for method in ("none", "int4"):
+                    task = lambda name=name, layout=layout, method=method: self.family(MODELS[name], layout, method)  # noqa: E731
+                    spread.append((name, f"{layout.name}, {method}", task))
+        return [*ours, *plain, *cases, *spread, *later]
+
+    def run(self) -> bool:
+        tasks = self.tasks()
+        if not tasks:
+            raise SystemExit(f"--only {self.args.only}: nothing of that name; see --help")
+        for model, what, _ in tasks:
+            key = f"{model}: {what}"
+            self.missing[key] = {
+                "model": model, "case": f"{what}: did not end", "tp": 1, "dp": 1, "passed": False, "max_logprob_diff": None,
+                "noise": None, "tokens": 0, "seconds": None, "detail": "not in the time given",
+            }
+        pool = ThreadPoolExecutor(1 if self.cpu else self.args.lanes + 2 * (self.gpus > 1))
+        futures = [pool.submit(self.guarded, *task) for task in tasks]
+        try:
+            wait(futures, timeout=max(self.deadline - time.monotonic(), 1))
+        finally:
+            for future in futures:
+                future.cancel()
+            with self.lock:
+                left = list(self.running)
+            for server in left:  # their tasks' requests fail at once
+                server.stop()
+            pool.shutdown(wait=False, cancel_futures=True)
+            wait([f for f in futures if not f.cancelled()], timeout=8)
+            with self.lock:
+                self.write()
+        return self.summary()
+
+    def guarded(self, model: str, what: str, task: Callable[[], None]) -> None:
+        """A task whose failure is a row."""
+        key = f"{model}: {what}"
+        try:
+            task()
+            with self.lock:
+                del self.missing[key]
+                self.write()
+        except Exception as error:
+            late = time.monotonic() > self.deadline
+            self.say(f"FAILED {key}: {'stopped: out of time' if late else ''}\n{''.join(traceback.format_exception(error))[-4000:]}")
+            with self.lock:
+                why = "out of time; " if late else ""
+                self.missing[key]["detail"] = why + str(error).splitlines()[0][:300] if str(error) else type(error).__name__
+                self.missing[key]["case"] = f"{what}: failed"
+                self.write()
+
+    def summary(self) -> bool:
+        rows = [*self.rows, *self.missing.values()]
+        failed = [row for row in rows if not row["passed"]]
+        print(f"\n{'model':12} {'case':50} {'mean':>8} {'bound':>8} {'max':>8} {'tokens':>7}")
+        for row in sorted(rows, key=lambda row: (row["passed"], row["model"])):
+            mean, bound, most = (row.get(name) for name in ("mean_logprob_diff", "noise", "max_logprob_diff"))
+            numbers = " ".join(f"{value:8.4f}" if value is not None else f"{'-':>8}" for value in (mean, bound, most))
+            print(f"{row['model']:12} {row['case']:50} {numbers} {row['tokens']:7}" + ("" if row["passed"] else f"  FAILED {row['detail'][:160]}"))
+        print(f"{len(rows) - len(failed)} passed, {len(failed)} failed, {time.monotonic() - self.begin:.0f} s, {self.args.out}", flush=True)
+        return not failed
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", required=True, type=Path, help="JSON file of the results")
+    parser.add_argument("--only", default="", help="some of: model names, families, crowd, pressed, cases, parallel; comma-separated")
+    parser.add_argument("--gpus", type=int, help="use this many; default all")
+    parser.add_argument("--minutes", type=float, default=8.0, help="stop then, whatever is left; default %(default)s")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--lanes", type=int, default=6, help="servers at a time; default %(default)s")
+    parser.add_argument("--logs", type=Path, help="keep the servers' logs and models here")
+    args = parser.parse_args(words)
+    names = gpu_names() if args.device == "cuda" else []
+    if args.device == "cuda" and not names:
+        raise SystemExit("no GPU: nvidia-smi lists none. --device cpu tries the program on SGLang's CPU engine.")
+    gpus = min(args.gpus or len(names), len(names))
+    # A signal ends the servers too: each is in a process group of its own.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    with tempfile.TemporaryDirectory(prefix="kvq-gpu-", ignore_cleanup_errors=True) as temporary:
+        folder = args.logs or Path(temporary)
+        (folder / "logs").mkdir(parents=True, exist_ok=True)
+        suite = Suite(args, folder.resolve(), gpus)
+        suite.say(f"{gpus} x {names[0]}" if names else "CPU engine")
+        suite.say(versions())
+        return 0 if suite.run() else 1
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stdout.flush()
+    import os
+
+    os._exit(code)  # a thread may still wait for a server that is gone

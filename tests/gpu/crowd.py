@@ -1,0 +1,291 @@
+"""One server under what its schedulers do at once: every answer must be the same request's answer alone."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+
+from benchmarks.answers import (
+    Bound, Difference, another_page, check, forced, greedy, greedy_difference, steps, token_difference,
+)
+from benchmarks.tiny_models import VOCABULARY
+from benchmarks.tiny_server import TinyServer, body
+from launch.server import ServerError
+from tests.gpu.families import prompt
+
+Row = tuple[str, bool, Difference, Bound, str]
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Sizes of the cases.
+
+    Attributes:
+        shared, short, long: tokens of a shared prefix, and of the two prompts that begin with it.
+        pairs: in a batch; rounds: of batches.
+        answers, length: of the retraction case: requests and tokens to answer.
+        aborts: prompts ended in mid-prefill.
+    """
+
+    shared: int
+    short: int
+    long: int
+    pairs: int
+    rounds: int
+    answer: int
+    answers: int
+    length: int
+    aborts: int
+    huge: int
+    pool: int
+    pressed_pool: int
+    chunk: int
+
+    def crowd_flags(self) -> list[str]:
+        """Of a server that takes a whole batch of pairs in one prefill."""
+        budget = str(-(-(self.pairs * (self.short + self.long) + self.huge) // 1024) * 1024)
+        return [
+            *("--kv-quant", "int4", "--chunked-prefill-size", budget, "--max-prefill-tokens", budget),
+            *("--max-total-tokens", str(self.pool), "--context-length", str(self.huge + 2048)),
+            *("--max-running-requests", str(max(2 * self.pairs + 2, 8))),
+        ]
+
+    def pressed_flags(self) -> list[str]:
+        """Of a server with little room: small chunks, retraction, priorities, sessions."""
+        return [
+            *("--kv-quant", "int4", "--chunked-prefill-size", str(self.chunk), "--context-length", str(self.huge + 1024)),
+            *("--max-total-tokens", str(self.pressed_pool), "--max-running-requests", str(self.answers)),
+            *("--schedule-conservativeness", "0.01", "--enable-priority-scheduling", "--enable-streaming-session"),
+        ]
+
+
+GPU = Scale(576, 600, 1576, 8, 10, 8, 8, 160, 24, 6000, 65536, 8192, 256)
+CPU = Scale(128, 150, 500, 2, 2, 4, 4, 40, 3, 1200, 8192, 2048, 128)
+#: SGLang's own knob retracts as if memory had run out, every so many steps.
+PRESSED = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "40"}
+
+
+def crowd(server: TinyServer, scale: Scale, deadline: float) -> Iterator[Row]:
+    """Cases of ``crowd_flags``."""
+    for n in range(2):  # kernels that compile at their first use
+        greedy(server, [prompt(f"warm {n} {i}", scale.long + 70 * i) for i in range(2)], 3)
+    bound = yield from _noise(server, scale)
+    yield _overlapping(server, scale, bound, deadline)
+    yield _parallel(server, scale, bound)
+    yield _flushed_while_busy(server, scale, bound)
+    yield _sessions(server, scale, streaming=False)
+    yield _empty(server)
+
+
+def pressed(server: TinyServer, scale: Scale, deadline: float) -> Iterator[Row]:
+    """Cases of ``pressed_flags``."""
+    greedy(server, [prompt(f"warm {i}", 3 * scale.chunk + 70 * i) for i in range(2)], 3)
+    bound = yield from _forced_noise(server, scale)
+    yield _retracted(server, scale, bound)
+    yield _aborted(server, scale, bound)
+    yield _prioritised(server, scale, bound)
+    yield _sessions(server, scale, streaming=True)
+    yield _empty(server)
+
+
+def together(jobs: list[Callable]) -> list:
+    with ThreadPoolExecutor(len(jobs)) as pool:
+        return [job.result(timeout=240) for job in [pool.submit(job) for job in jobs]]
+
+
+def joined(found: list[Difference]) -> Difference:
+    tokens = sum(d.tokens for d in found)
+    mean = sum(d.mean * d.tokens for d in found) / tokens if tokens else 0.0
+    return Difference(mean, max((d.max for d in found), default=0.0), tokens)
+
+
+def alone(server: TinyServer, ids: list[int], tokens: int) -> list:
+    server.drain()
+    return steps(greedy(server, ids, tokens))
+
+
+def _noise(server: TinyServer, scale: Scale):
+    """Unrelated prompts in one batch against each alone: what may differ. And what a wrong page does."""
+    prompts = [prompt(f"noise {n}", (scale.short, scale.long)[n % 2]) for n in range(2 * scale.pairs)]
+    server.drain()
+    batch = [steps(reply) for reply in greedy(server, prompts, scale.answer)]
+    single = [alone(server, ids, scale.answer) for ids in prompts]
+    found = [greedy_difference(a, b) for a, b in zip(batch, single)]
+    bound = Bound.above([joined(found)], 3, 0.04)
+    yield "requests that share nothing, together", joined(found).max < 1, joined(found), bound, "sets the bound"
+    wrong = [alone(server, another_page(ids, 2, n, VOCABULARY), scale.answer) for n, ids in enumerate(prompts)]
+    seen = joined([greedy_difference(a, b) for a, b in zip(wrong, single)])
+    yield "control: a wrong page", seen.mean > 3 * bound.mean, seen, bound, "must be far outside"
+    return bound
+
+
+def _overlapping(server: TinyServer, scale: Scale, bound: Bound, deadline: float) -> Row:
+    """Cold requests of one prefill batch that share a prefix and differ in length, again and again."""
+    found, cold, rounds = [], 0, 0
+    for n in range(scale.rounds):
+        if time.monotonic() > deadline:
+            break
+        pairs = []
+        for p in range(scale.pairs):
+            prefix = prompt(f"shared {n} {p}", scale.shared)
+            lengths = (scale.short, scale.long) if (n + p) % 2 else (scale.long, scale.short)
+            pairs += [prefix + prompt(f"own {n} {p} {length}", length - scale.shared) for length in lengths]
+        server.drain()
+        # While the first is in prefill all others arrive, so that they make one batch.
+        replies = greedy(server, [prompt(f"first {n}", scale.huge), *pairs], scale.answer)[1:]
+        cold += sum(reply["meta_info"]["cached_tokens"] == 0 for reply in replies)
+        rounds += 1
+        for ids, reply in zip(pairs, replies):
+            if reply["meta_info"]["cached_tokens"] == 0:
+                found.append(greedy_difference(steps(reply), alone(server, ids, scale.answer)))
+    seen = joined(found)
+    worst = sum(not bound.holds(d) and d.max > bound.max for d in found)
+    more = f"{cold} cold of {rounds * 2 * scale.pairs} requests, {worst} wrong"
+    return "overlapping prefixes in one batch", bool(cold) and bound.holds(seen), seen, bound, more
+
+
+def _parallel(server: TinyServer, scale: Scale, bound: Bound) -> Row:
+    ids = prompt("parallel", scale.long)
+    single = alone(server, ids, scale.answer)
+    server.drain()
+    replies = greedy(server, ids, scale.answer, sampling_params={"n": 4})
+    cold = [greedy_difference(steps(reply), single) for reply in replies]
+    # All but the first may attend to its pages, quantised, instead of their own prompt: then that is compared.
+    warm = steps(greedy(server, ids, scale.answer))
+    found = joined([min(a, greedy_difference(steps(reply), warm), key=lambda d: d.max) for a, reply in zip(cold, replies)])
+    return "n = 4", len(replies) == 4 and bound.holds(found), found, bound, ""
+
+
+def _flushed_while_busy(server: TinyServer, scale: Scale, bound: Bound) -> Row:
+    ids = prompt("flushed", scale.long)
+    single = alone(server, ids, 6 * scale.answer)
+    server.drain()
+    with ThreadPoolExecutor(1) as pool:
+        job = pool.submit(greedy, server, ids, 6 * scale.answer)
+        refused = 0
+        while not job.done():
+            try:
+                server.flush()
+            except ServerError:
+                refused += 1
+            time.sleep(0.005)
+        found = greedy_difference(steps(job.result(timeout=180)), single)
+    return "flush while busy and idle", bound.holds(found), found, bound, f"refused {refused} times"
+
+
+def _sessions(server: TinyServer, scale: Scale, streaming: bool) -> Row:
+    """Turns of a session, others in between; each turn's answer is forced through the whole history afterwards."""
+    options = {"streaming": True} if streaming else {}
+    session = server.json("/open_session", {"capacity_of_str_len": 1 << 20, **options}, timeout=60)
+    history, rid, turns, cached = [], None, [], []
+    for turn in range(4):
+        ids = prompt(f"session {streaming} {turn}", scale.short + 11)
+        params = {"id": session} if streaming else {"id": session, "rid": rid}
+        reply = greedy(server, ids, scale.answer, session_params=params)
+        rid = reply["meta_info"]["id"]
+        cached.append(reply["meta_info"]["cached_tokens"])
+        answer = [step.token for step in steps(reply)]
+        turns.append((history + ids, answer, [step.logprob for step in steps(reply)]))
+        history = history + ids + answer
+        greedy(server, [prompt(f"between {turn} {n}", 130 + 64 * n) for n in range(2)], 3)
+    server.request("/close_session", {"session_id": session}, timeout=60)
+    found = [token_difference(said, forced(server, before, answer)) for before, answer, said in turns]
+    # A later turn's prefix was quantised in pieces, the forced one's at once: as far apart as 4 bits are from BF16.
+    seen, bound = joined(found), Bound(0.3, 2.0)
+    reused = all(now >= before for before, now in zip(cached, cached[1:])) and cached[-1] >= scale.short
+    name = "streaming session" if streaming else "session"
+    return name, reused and bound.holds(seen), seen, bound, f"cached tokens by turn {cached}"
+
+
+def _empty(server: TinyServer) -> Row:
+    left = server.held_when_empty()
+    return "nothing left when idle and flushed", not left, Difference(0.0, 0.0, 0), Bound(0, 0), "; ".join(left)
+
+
+def _forced_noise(server: TinyServer, scale: Scale):
+    """Answers of requests alone, each forced afterwards: what forcing may differ by."""
+    prompts = [prompt(f"alone {n}", 3 * scale.chunk + 40 * n) for n in range(3)]
+    found = []
+    for ids in prompts:
+        server.drain()
+        found.append(check(server, ids, greedy(server, ids, scale.length)))
+    bound = Bound.above(found, 3, 0.06)
+    yield "answers alone, forced", joined(found).max < 1, joined(found), bound, "sets the bound"
+    wrong = []
+    for n, ids in enumerate(prompts):
+        server.drain()
+        wrong.append(check(server, another_page(ids, 1, n, VOCABULARY), greedy(server, ids, scale.length), 0))
+    seen = joined(wrong)
+    yield "control: a wrong page, forced", seen.mean > 2 * bound.mean, seen, bound, "must be far outside"
+    return bound
+
+
+def _retracted(server: TinyServer, scale: Scale, bound: Bound) -> Row:
+    server.drain()
+    prompts = [prompt(f"retracted {n}", 2 * scale.chunk + 50 * n) for n in range(scale.answers)]
+    replies = greedy(server, prompts, scale.length)
+    count = sum(reply["meta_info"].get("num_retractions", 0) for reply in replies)
+    count = count or server.log().count("#retracted_reqs")
+    seen = joined([check(server, ids, reply) for ids, reply in zip(prompts, replies)])
+    # What a retracted request had answered becomes prompt: quantised in other company than when it was decoded.
+    wider = Bound(2 * bound.mean, 3 * bound.max)
+    return "retraction", count > 0 and wider.holds(seen), seen, wider, f"{count} retractions"
+
+
+def _aborted(server: TinyServer, scale: Scale, bound: Bound) -> Row:
+    """Prompts of many chunks that end in mid-prefill, by request and by a closed connection, beside one that goes on."""
+    rng = random.Random(5)
+    ids = prompt("witness", 2 * scale.chunk + 30)
+    server.drain()
+
+    def cancel(n: int) -> None:
+        rid = f"abort-{n}-{time.monotonic_ns()}"
+        asked = body(prompt(f"aborted {n}", scale.huge - 64 * n), 400, rid=rid, stream=True)
+        delay = rng.uniform(0.0, 2.0 if server.cpu else 0.05)
+        if n % 2:
+            threading.Timer(delay, _quietly, (server, "/abort_request", {"rid": rid})).start()
+        with suppress(OSError), server.stream("/generate", asked) as response:
+            if n % 2 == 0:
+                time.sleep(delay)  # then the connection is closed
+            else:
+                response.read()
+
+    with ThreadPoolExecutor(3) as pool:
+        witness = pool.submit(greedy, server, ids, scale.length)
+        jobs = [pool.submit(cancel, n) for n in range(scale.aborts)]
+        reply = witness.result(timeout=240)
+        for job in jobs:
+            job.result(timeout=240)
+    _quietly(server, "/abort_request", {"rid": "", "abort_all": True})
+    wider = Bound(2 * bound.mean, 3 * bound.max)  # it may have been retracted
+    seen = check(server, ids, reply)
+    left = server.held_when_empty()
+    return "abort in mid-prefill", wider.holds(seen) and not left, seen, wider, f"{scale.aborts} aborted {'; '.join(left)}"
+
+
+def _quietly(server: TinyServer, path: str, asked: dict) -> None:
+    with suppress(ServerError):
+        server.request(path, asked, timeout=60)
+
+
+def _prioritised(server: TinyServer, scale: Scale, bound: Bound) -> Row:
+    """Urgent requests push running ones out; all answers are checked."""
+    server.drain()
+    low = [prompt(f"low {n}", scale.chunk + 40 * n) for n in range(scale.answers)]
+    high = [prompt(f"high {n}", 2 * scale.chunk + 40 * n) for n in range(2)]
+    jobs = [lambda ids=ids: greedy(server, ids, scale.length, priority=0) for ids in low]
+
+    def later(ids: list[int]) -> dict:
+        time.sleep(0.15 if not server.cpu else 4.0)
+        return greedy(server, ids, scale.length // 2, priority=100)
+
+    replies = together(jobs + [lambda ids=ids: later(ids) for ids in high])
+    seen = joined([check(server, ids, reply) for ids, reply in zip(low + high, replies)])
+    wider = Bound(2 * bound.mean, 3 * bound.max)
+    moved = sum(reply["meta_info"].get("num_retractions", 0) for reply in replies)
+    return "priority preemption", wider.holds(seen), seen, wider, f"{moved} retractions and preemptions"
