@@ -1,0 +1,395 @@
+"""Hours of use in minutes: mixed traffic on one server with little room, each answer compared with the same request alone.
+
+    python benchmarks/soak.py --minutes 8 --out benchmarks/results/soak_h200.json
+
+Clients send prompts of 16 to 12,000 tokens with prefixes from a changing tree, conversations, sessions, several samples of a
+prompt, and requests that they abort or leave; the pool is small, so that eviction and retraction happen. A second server
+with the same settings serves one request at a time: it caches an answer's prompt and tells the log-probabilities of the
+answer's tokens (``benchmarks/answers.py``). What requests alone differ by is measured first, and bounds the rest: an answer
+beyond it is wrong. Every minute the traffic stops; then nothing may be held.
+
+``--minutes`` is of traffic; starting two servers and measuring take 1 to 3 more, all ends by ``--limit``. The tiny model's
+answers depend strongly on its cache (``benchmarks/tiny_models.py``): the row's ``wrong_page_seen`` is the share of answers
+with one page of their prompt exchanged that the bound finds wrong. ``--fault`` exchanges a page of every tenth prompt
+before comparing, and must fail.
+"""
+
+from __future__ import annotations
+
+import argparse
+import queue
+import random
+import re
+import signal
+import statistics
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks import record
+from benchmarks.answers import Bound, Difference, another_page, forced, token_difference
+from benchmarks.soak_traffic import Answer, Scale, Traffic, draw_tokens
+from benchmarks.tiny_models import MODELS, VOCABULARY
+from benchmarks.tiny_server import IDLE_CHECK, TinyServer, body, gpu_names, plugin_path, versions
+from launch.server import ServerError
+from sglang_kvq.config import PAGE_SIZE
+from sglang_kvq.server_process import ServerFailed
+
+GPU = Scale(16, 12000, (4, 48), (200, 400), 32768, 2048, 16, 24, 24, 0.3, 60.0, 90)
+CPU = Scale(16, 700, (4, 12), (20, 40), 2560, 256, 4, 5, 8, 3.0, 60.0, 8)
+#: SGLang's own knob retracts as if memory had run out: releases differ in how close they let it come.
+RETRACT = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "300"}
+#: A bound is this many times the worst of what was measured: thousands are compared, some dozens are measured.
+FACTOR = 3.0
+LEAST = 0.04  # nats, mean of an answer: what BF16's rounding alone does (tests/gpu)
+
+
+class Checker:
+    """Compares answers, on a server that nobody else uses."""
+
+    def __init__(self, reference: TinyServer, scale: Scale, fault: bool) -> None:
+        self.reference, self.scale, self.fault = reference, scale, fault
+        self.bound = Bound(0.0, 0.0)
+        self.calibrated: list[Difference] = []
+        self.controls: list[Difference] = []
+        self.compared, self.tokens, self.wrong, self.failed = 0, 0, 0, 0
+        self.worst = Difference(0.0, 0.0, 0)
+        self.most = 0.0
+        self.examples: list[str] = []
+        self.rng = random.Random(11)
+
+    def difference(self, answer: Answer, cached: int | None = None) -> Difference:
+        known = answer.cached if cached is None else cached
+        return token_difference(answer.logprobs, forced(self.reference, answer.prompt, answer.tokens, known))
+
+    def page_exchanged(self, answer: Answer) -> Answer | None:
+        """The answer as one to a prompt with another page; None if its prompt has no whole page."""
+        pages = len(answer.prompt) // PAGE_SIZE
+        if not pages:
+            return None
+        page = self.rng.randrange(pages)
+        return replace(answer, prompt=another_page(answer.prompt, page, self.rng.getrandbits(30), VOCABULARY))
+
+    def calibrate(self, server: TinyServer, until: float) -> None:
+        """Requests alone: cold, after a part of their prompt, and resumed after a part of their answer."""
+        rng = random.Random(7)
+        answers = []
+        for n in range(self.scale.calibration):
+            if time.monotonic() > until and n >= 3:
+                break
+            prompt = draw_tokens(rng, self.scale.shortest, self.scale.longest)
+            count = rng.randint(*(self.scale.long_answer if n % 10 == 2 else self.scale.answer))
+            server.drain()
+            if n % 3 == 1:  # what is cached was written in another piece, and quantised before the rest saw it
+                server.json("/generate", body(prompt[: rng.randint(1, len(prompt))], 1), timeout=120)
+            if n % 3 == 2:
+                first = _ask(server, prompt, max(count // 2, 1))
+                server.drain()
+                rest = _ask(server, prompt + first.tokens, max(count - count // 2, 1))
+                answer = Answer("resumed", prompt, first.tokens + rest.tokens, first.logprobs + rest.logprobs, 0)
+            else:
+                answer = _ask(server, prompt, count)
+            answers.append(answer)
+        # The reference may be the same server, so all are asked first.
+        for n, answer in enumerate(answers):
+            self.calibrated.append(self.difference(answer, cached=0 if n % 3 == 1 else None))
+            if n % 3 == 0 and (other := self.page_exchanged(answer)):
+                self.controls.append(self.difference(other, cached=0))
+        self.bound = Bound.above(self.calibrated, FACTOR, LEAST)
+
+    def check(self, answer: Answer) -> None:
+        """Counts one answer; one beyond the bound is compared once more, its prompt read in one piece."""
+        try:
+            if self.fault and self.compared % 10 == 9:
+                answer = self.page_exchanged(answer) or answer
+            found = self.difference(answer)
+            if not self.bound.holds(found):
+                found = min(found, self.difference(answer, cached=0), key=lambda d: d.mean)
+        except (ServerError, OSError, ValueError, KeyError) as error:
+            self.failed += 1
+            if self.failed <= 3:
+                self.examples.append(f"could not compare: {error}"[:600])
+            return
+        self.compared += 1
+        self.tokens += found.tokens
+        self.worst, self.most = max(self.worst, found, key=lambda d: d.mean), max(self.most, found.max)
+        if not self.bound.holds(found):
+            self.wrong += 1
+            if len(self.examples) < 8:
+                self.examples.append(
+                    f"{answer.kind}: prompt of {len(answer.prompt)} tokens, {answer.cached} cached, {len(answer.tokens)} answered: {found}"
+                )
+
+    def seen(self) -> float | None:
+        """The share of controls that the bound finds wrong."""
+        return statistics.fmean(not self.bound.holds(d) for d in self.controls) if self.controls else None
+
+
+def _ask(server: TinyServer, prompt: list[int], tokens: int) -> Answer:
+    asked = body(prompt, tokens, return_logprob=True, sampling_params={"temperature": 1.0})
+    meta = server.json("/generate", asked, timeout=120)["meta_info"]
+    pairs = meta["output_token_logprobs"]
+    return Answer("alone", prompt, [p[1] for p in pairs], [p[0] for p in pairs], meta.get("cached_tokens") or 0)
+
+
+class Soak:
+    """The run and its row, which is written whatever happens."""
+
+    def __init__(self, args: argparse.Namespace, folder: Path, gpus: int) -> None:
+        self.args, self.folder, self.gpus, self.cpu = args, folder, gpus, args.device == "cpu"
+        self.scale = CPU if self.cpu else GPU
+        self.begin = time.monotonic()
+        self.limit = self.begin + 60 * (args.limit or args.minutes + 1.5) - 20
+        self.second = args.reference == "second" or (args.reference == "auto" and not self.cpu)
+        self.traffic: Traffic | None = None
+        self.checker: Checker | None = None
+        self.server: TinyServer | None = None
+        self.seconds, self.leaked, self.pauses = 0.0, 0, 0
+        self.stopped: list[str] = []
+        self.waiting: queue.Queue[Answer] = queue.Queue(maxsize=32)
+        self.kept: list[Answer] = []
+        self.offered = 0
+        self.lock = threading.Lock()
+        self.done = threading.Event()
+
+    def say(self, text: str) -> None:
+        print(f"[{time.monotonic() - self.begin:4.0f} s] {text}", flush=True)
+
+    def flags(self) -> list[str]:
+        s = self.scale
+        graphs = [] if self.cpu else ["--cuda-graph-max-bs", str(s.requests)]
+        return [
+            *("--kv-quant", self.args.method, "--chunked-prefill-size", str(s.chunk)),
+            *("--max-total-tokens", str(s.pool), "--context-length", str(s.longest + s.long_answer[1] + 64)),
+            *("--max-running-requests", str(s.requests), "--schedule-conservativeness", "0.05"),
+            *("--enable-streaming-session", *graphs),
+        ]
+
+    def make(self, name: str, gpu: int, env: dict[str, str]) -> TinyServer:
+        model = MODELS[self.args.model].write(self.folder)
+        # Checked whenever idle; tests/gpu also checks between steps, which would slow the traffic.
+        base = {IDLE_CHECK: "1", **plugin_path(self.folder)}
+        return TinyServer(model, self.flags(), cpu=self.cpu, log=self.folder / f"{name}.log", env={**base, **env}, gpus=[gpu])
+
+    def offer(self, answer: Answer) -> None:
+        """An answer to be compared: by the second server as soon as it can, or later, a random choice of all."""
+        if self.second:
+            with suppress(queue.Full):
+                self.waiting.put_nowait(answer)
+            return
+        with self.lock:
+            self.offered += 1
+            if len(self.kept) < 400:
+                self.kept.append(answer)
+            elif (place := random.randrange(self.offered)) < 400:
+                self.kept[place] = answer
+
+    def compare(self) -> None:
+        while not self.done.is_set():
+            with suppress(queue.Empty):
+                self.checker.check(self.waiting.get(timeout=0.2))
+
+    def held(self) -> None:
+        """Nothing runs: what is held is counted, in tokens."""
+        try:
+            left = self.server.held_when_empty()
+            tiers = [state.get("kv_quant", {}).get("tiers", {}) for state in self.server.states()]
+            self.leaked += sum(sum(tier.values()) for tier in tiers) + _used(self.server)
+        except (ServerError, ServerFailed, OSError) as error:
+            left = [str(error)[:1500]]
+        if left:
+            self.stopped += left
+            self.say(f"held when drained: {left}")
+            # A leak that ended the server has no number but those in its log.
+            for line in left:
+                numbers = re.findall(r"(\d+) tokens? leaked", line)
+                self.leaked += sum(map(int, numbers)) or (1 if "leak" in line.lower() and not self.leaked else 0)
+
+    def run(self) -> bool:
+        second_gpu = 1 if self.gpus > 1 else 0
+        self.server = self.make("server", 0, RETRACT)
+        reference = self.make("reference", second_gpu, {}) if self.second else self.server
+        servers = [self.server, reference] if self.second else [self.server]
+        try:
+            with ThreadPoolExecutor(len(servers)) as pool:  # it lives as long as the servers: they end with its threads
+                for job in [pool.submit(s.start, max(self.limit - time.monotonic(), 1)) for s in servers]:
+                    job.result()
+                self.say(f"{len(servers)} servers started; requests alone are measured")
+                self.checker = Checker(reference, self.scale, self.args.fault)
+                self.checker.calibrate(self.server, time.monotonic() + (60 if self.cpu else 25))
+                found, bound = self.checker.calibrated, self.checker.bound
+                self.say(
+                    f"{len(found)} requests alone: mean up to {max(d.mean for d in found):.4f}, max up to {max(d.max for d in found):.3f}; "
+                    f"bound {bound.mean:.4f} and {bound.max:.3f}; wrong pages: median {statistics.median([d.mean for d in self.checker.controls] or [0]):.3f}, "
+                    f"{self.checker.seen()} beyond the bound"
+                )
+                self._soak()
+        finally:
+            self.done.set()
+            for server in servers:
+                server.stop()
+            row = self.write()
+        return self.show(row)
+
+    def _soak(self) -> None:
+        self.server.drain()
+        self.traffic = Traffic(self.server, self.scale, self.args.seed, self.offer)
+        comparing = threading.Thread(target=self.compare, daemon=True)
+        if self.second:
+            comparing.start()
+        begin = time.monotonic()
+        # Without a second server, comparing takes its part of the time afterwards.
+        end = min(begin + 60 * self.args.minutes * (1 if self.second else 0.5), self.limit - (15 if self.second else 60))
+        self.traffic.start()
+        pause, shown = begin + self.scale.pause, begin
+        while time.monotonic() < end:
+            time.sleep(0.5)
+            self.seconds = time.monotonic() - begin
+            if not self.server.running:
+                self.stopped.append(f"the server ended: {self.server.log_tail(25)}")
+                break
+            if time.monotonic() > pause:
+                self._pause()
+                pause = time.monotonic() + self.scale.pause
+            if time.monotonic() > shown + 10:
+                self.progress()
+                shown = time.monotonic()
+        self.seconds = time.monotonic() - begin
+        if not self.traffic.stop(120 if self.cpu else 30):
+            self.stopped.append("requests were still running after the traffic ended")
+        if self.server.running:
+            self.held()
+        if not self.second:
+            random.Random(3).shuffle(self.kept)
+            while self.kept and time.monotonic() < min(self.limit, begin + 60 * self.args.minutes + 60) and self.server.running:
+                self.checker.check(self.kept.pop())
+        else:
+            while not self.waiting.empty() and time.monotonic() < self.limit:
+                time.sleep(0.1)
+            self.done.set()
+            comparing.join(timeout=10)
+        self.progress()
+
+    def _pause(self) -> None:
+        if not self.traffic.pause(120 if self.cpu else 30):
+            self.stopped.append("a pause found requests that did not end")
+        else:
+            self.pauses += 1
+            self.held()
+        self.traffic.resume()
+
+    def progress(self) -> None:
+        c, k = self.traffic.counts, self.checker
+        self.say(
+            f"{c.requests} requests, {c.aborted} aborted, {c.errors} errors, {self.retractions()} retractions, "
+            f"{k.compared} compared, {k.wrong} wrong (worst {k.worst}), {self.leaked} leaked"
+        )
+        self.write()
+
+    def retractions(self) -> int:
+        logged = sum(map(int, re.findall(r"#retracted_reqs: (\d+)", self.server.log())))
+        return max(logged, self.traffic.counts.retractions if self.traffic else 0)
+
+    def row(self) -> dict:
+        c, k = self.traffic.counts if self.traffic else None, self.checker
+        latencies = sorted(c.latencies) if c else []
+        at = lambda share: round(1e3 * latencies[min(int(share * len(latencies)), len(latencies) - 1)], 1) if latencies else None  # noqa: E731
+        return {
+            "seconds": round(self.seconds, 1), "requests": c.requests if c else 0, "errors": c.errors if c else None,
+            "aborted": c.aborted if c else 0, "retractions": self.retractions() if self.server else 0, "leaked_tokens": self.leaked,
+            "wrong_answers": k.wrong if k else None, "p50_ms": at(0.5), "p99_ms": at(0.99),
+            "model": self.args.model, "kv_quant": self.args.method, "pool_tokens": self.scale.pool,
+            "compared": k.compared if k else 0, "compared_tokens": k.tokens if k else 0, "not_compared": k.failed if k else None,
+            "bound": round(k.bound.mean, 4) if k else None, "bound_max": round(k.bound.max, 4) if k else None,
+            "alone_mean": round(max((d.mean for d in k.calibrated), default=0), 5) if k else None,
+            "alone_max": round(max((d.max for d in k.calibrated), default=0), 4) if k else None,
+            "worst_mean": round(k.worst.mean, 5) if k else None, "max_diff": round(k.most, 4) if k else None,
+            "wrong_page_mean": round(statistics.median([d.mean for d in k.controls]), 4) if k and k.controls else None,
+            "wrong_page_seen": round(k.seen(), 3) if k and k.controls else None,
+            "drained": self.pauses, "output_tokens": c.tokens if c else 0, "kinds": dict(c.kinds) if c else {},
+            "fault": self.args.fault, "notes": [*self.stopped[:6], *(k.examples if k else []), *(c.messages[:4] if c else [])],
+        }
+
+    def write(self) -> dict:
+        row = self.row()
+        record.write(self.args.out, "soak", [row], reference="second server" if self.second else "same server, afterwards")
+        return row
+
+    def show(self, row: dict) -> bool:
+        for name, value in row.items():
+            if name != "notes":
+                print(f"{name:18} {value}")
+        for note in row["notes"]:
+            print(f"note: {note}")
+        least = 3 if self.cpu else 200
+        passed = (
+            row["errors"] == 0 and row["wrong_answers"] == 0 and row["leaked_tokens"] == 0 and not row["not_compared"]
+            and not self.stopped and row["compared"] >= least and row["aborted"] > 0 and (self.cpu or row["retractions"] > 0)
+            and (row["wrong_page_seen"] or 0) >= 0.5
+        )
+        print("passed" if passed else "FAILED", self.args.out, f"{time.monotonic() - self.begin:.0f} s", flush=True)
+        return passed
+
+
+def _used(server: TinyServer) -> int:
+    """Tokens that SGLang counts as used, once its snapshot is of the idle server; 0 where the release tells none."""
+    for _ in range(20):
+        try:
+            loads = server.json("/v1/loads", timeout=30).get("loads", [])
+        except (ServerError, AttributeError):
+            return 0
+        used = sum(load.get("num_used_tokens") or 0 for load in loads)
+        if not used:
+            return 0
+        time.sleep(0.5)
+    return used
+
+
+def guarded(run: Callable[[], bool]) -> int:
+    try:
+        return 0 if run() else 1
+    except Exception:
+        traceback.print_exc()
+        return 1
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", required=True, type=Path)
+    parser.add_argument("--minutes", type=float, default=8.0, help="of traffic; default %(default)s")
+    parser.add_argument("--limit", type=float, help="minutes after which all has ended; default --minutes and 1.5")
+    parser.add_argument("--method", default="int4", help="--kv-quant of the servers; default %(default)s")
+    parser.add_argument("--model", default="qwen3", choices=MODELS)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--reference", choices=("auto", "second", "same"), default="auto", help="which server answers alone")
+    parser.add_argument("--seed", type=int, default=0, help="of the traffic")
+    parser.add_argument("--fault", action="store_true", help="compare with wrong prompts now and then: must fail")
+    parser.add_argument("--logs", type=Path, help="keep the servers' logs and the model here")
+    args = parser.parse_args()
+    names = gpu_names() if args.device == "cuda" else []
+    if args.device == "cuda" and not names:
+        raise SystemExit("no GPU: nvidia-smi lists none. --device cpu tries the program on SGLang's CPU engine.")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    with tempfile.TemporaryDirectory(prefix="kvq-soak-", ignore_cleanup_errors=True) as temporary:
+        folder = (args.logs or Path(temporary)).resolve()
+        folder.mkdir(parents=True, exist_ok=True)
+        soak = Soak(args, folder, len(names))
+        soak.say(f"{names[0] if names else 'CPU engine'}; {versions()}")
+        return guarded(soak.run)
+
+
+if __name__ == "__main__":
+    import os
+
+    code = main()
+    sys.stdout.flush()
+    os._exit(code)  # clients' threads may still wait for a server that is gone

@@ -1,0 +1,266 @@
+"""Traffic of ``benchmarks/soak.py``: many clients with shared prefixes, conversations, sessions, parallel samples and aborts."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from benchmarks.tiny_models import VOCABULARY
+from benchmarks.tiny_server import TinyServer, body
+from launch.server import ServerError
+
+#: How often each kind of job is drawn.
+KINDS = {
+    "single": 34, "conversation": 20, "pair": 14, "parallel": 8, "disconnect": 8, "abort": 8, "session": 4, "streaming": 4,
+}
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Sizes in tokens.
+
+    Attributes:
+        longest: prompt; answer: usual answers; long_answer: one in ten, so that running requests outgrow the pool.
+        wait: seconds, at most, until an aborted request is aborted.
+    """
+
+    shortest: int
+    longest: int
+    answer: tuple[int, int]
+    long_answer: tuple[int, int]
+    pool: int
+    chunk: int
+    requests: int
+    clients: int
+    prefixes: int
+    wait: float
+    pause: float
+    calibration: int
+
+
+@dataclass
+class Answer:
+    """What one request got: to be compared with the same tokens forced."""
+
+    kind: str
+    prompt: list[int]
+    tokens: list[int]
+    logprobs: list[float]
+    cached: int
+
+
+class Prefixes:
+    """A tree of random prefixes, whose nodes are replaced while requests use them."""
+
+    def __init__(self, scale: Scale, rng: random.Random) -> None:
+        self.scale, self.rng, self.lock = scale, rng, threading.Lock()
+        self.nodes: list[list[int]] = [[]]
+
+    def draw(self, rng: random.Random) -> list[int]:
+        """One node's tokens; sometimes of a new node."""
+        with self.lock:
+            if len(self.nodes) < self.scale.prefixes or self.rng.random() < 0.1:
+                parent = self.rng.choice(self.nodes)
+                if len(parent) < self.scale.longest // 2:
+                    if len(self.nodes) >= self.scale.prefixes:
+                        self.nodes.pop(self.rng.randrange(1, len(self.nodes)))
+                    self.nodes.append(parent + draw_tokens(self.rng, self.scale.shortest, self.scale.longest // 8))
+            return list(rng.choice(self.nodes))
+
+
+def draw_tokens(rng: random.Random, least: int, most: int) -> list[int]:
+    """Random tokens; their number is uniform in its logarithm."""
+    count = int(math.exp(rng.uniform(math.log(max(least, 1)), math.log(max(most, least, 1) + 1))))
+    return [rng.randrange(2, VOCABULARY) for _ in range(max(count, 1))]
+
+
+@dataclass
+class Counts:
+    """What happened so far; ``lock`` guards all of it."""
+
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    kinds: Counter = field(default_factory=Counter)
+    requests: int = 0
+    aborted: int = 0
+    errors: int = 0
+    retractions: int = 0
+    tokens: int = 0
+    messages: list[str] = field(default_factory=list)
+    latencies: list[float] = field(default_factory=list)
+
+    def error(self, message: str) -> None:
+        with self.lock:
+            self.errors += 1
+            if len(self.messages) < 8:
+                self.messages.append(message[:2000])
+
+
+class Traffic:
+    """Clients of one server, until ``stop``.
+
+    Args:
+        checked: told each answer.
+    """
+
+    def __init__(self, server: TinyServer, scale: Scale, seed: int, checked: Callable[[Answer], None]) -> None:
+        self.server, self.scale, self.seed, self.checked = server, scale, seed, checked
+        self.counts, self.stopping, self.open = Counts(), threading.Event(), threading.Event()
+        self.prefixes = Prefixes(scale, random.Random(seed))
+        self.busy, self.idle = 0, threading.Condition()
+        self.threads = [threading.Thread(target=self._client, args=(n,), daemon=True) for n in range(scale.clients)]
+
+    def start(self) -> None:
+        self.open.set()
+        for thread in self.threads:
+            thread.start()
+
+    def pause(self, seconds: float) -> bool:
+        """Lets no job begin; True once none runs."""
+        self.open.clear()
+        with self.idle:
+            return self.idle.wait_for(lambda: self.busy == 0, seconds)
+
+    def resume(self) -> None:
+        self.open.set()
+
+    def stop(self, seconds: float) -> bool:
+        self.stopping.set()
+        return self.pause(seconds)
+
+    def _client(self, number: int) -> None:
+        rng, talk = random.Random(f"{self.seed} {number}"), []
+        names, weights = list(KINDS), list(KINDS.values())
+        while not self.stopping.is_set():
+            if not self.open.wait(0.2):
+                continue
+            with self.idle:
+                self.busy += 1
+            kind = rng.choices(names, weights)[0]
+            try:
+                # Between the wait and the count a pause may have begun.
+                if self.open.is_set():
+                    talk = getattr(self, f"_{kind}")(rng, talk) or talk
+            except (ServerError, OSError, ValueError, KeyError) as error:
+                self.counts.error(f"{kind}: {type(error).__name__}: {error}")
+                talk = []
+                time.sleep(0.2)
+            finally:
+                with self.idle:
+                    self.busy -= 1
+                    self.idle.notify_all()
+
+    # -- one request ------------------------------------------------------------------------------------------
+
+    def _length(self, rng: random.Random) -> int:
+        return rng.randint(*(self.scale.long_answer if rng.random() < 0.1 else self.scale.answer))
+
+    def _ask(self, rng: random.Random, kind: str, prompt: list, tokens: int, sampling: dict | None = None, **options) -> list[dict]:
+        """Replies. Tokens are sampled, so that answers are as varied as prompts, and every one may be checked."""
+        sampling = {"temperature": 1.0, **(sampling or {})}
+        asked = body(prompt, tokens, return_logprob=True, sampling_params=sampling, **options)
+        begin = time.monotonic()
+        replies = self.server.json("/generate", asked, timeout=180)
+        passed = time.monotonic() - begin
+        replies = replies if isinstance(replies, list) else [replies]
+        for reply in replies:
+            pairs = reply["meta_info"]["output_token_logprobs"]
+            if len(pairs) != tokens or any(pair[0] is None or not math.isfinite(pair[0]) for pair in pairs):
+                raise ValueError(f"{len(pairs)} tokens of {tokens}, or no log-probability: {reply['meta_info'].get('finish_reason')}")
+        with self.counts.lock:
+            self.counts.kinds[kind] += 1
+            self.counts.requests += len(replies)
+            self.counts.tokens += tokens * len(replies)
+            self.counts.latencies.append(passed)
+            self.counts.retractions += sum(reply["meta_info"].get("num_retractions") or 0 for reply in replies)
+        return replies
+
+    def _offer(self, kind: str, prompt: list[int], reply: dict) -> None:
+        pairs = reply["meta_info"]["output_token_logprobs"]
+        cached = reply["meta_info"].get("cached_tokens") or 0
+        self.checked(Answer(kind, prompt, [p[1] for p in pairs], [p[0] for p in pairs], cached))
+
+    def _prompt(self, rng: random.Random) -> list[int]:
+        return (self.prefixes.draw(rng) + draw_tokens(rng, self.scale.shortest, self.scale.longest // 2))[: self.scale.longest]
+
+    # -- kinds of jobs ----------------------------------------------------------------------------------------
+
+    def _single(self, rng: random.Random, talk: list[int]) -> None:
+        prompt = self._prompt(rng)
+        self._offer("single", prompt, self._ask(rng, "single", prompt, self._length(rng))[0])
+
+    def _conversation(self, rng: random.Random, talk: list[int]) -> list[int]:
+        prompt = (talk or self.prefixes.draw(rng)) + draw_tokens(rng, self.scale.shortest, self.scale.longest // 16)
+        prompt = prompt if len(prompt) < self.scale.longest else self._prompt(rng)
+        reply = self._ask(rng, "conversation", prompt, self._length(rng))[0]
+        self._offer("conversation", prompt, reply)
+        return prompt + [pair[1] for pair in reply["meta_info"]["output_token_logprobs"]]
+
+    def _pair(self, rng: random.Random, talk: list[int]) -> None:
+        """Two cold requests at once that share a new prefix and differ in length."""
+        shared = draw_tokens(rng, 64, self.scale.longest // 8)
+        prompts = [shared + draw_tokens(rng, 8, 64), shared + draw_tokens(rng, 64, self.scale.longest // 8)]
+        for prompt, reply in zip(prompts, self._ask(rng, "pair", prompts, rng.randint(*self.scale.answer))):
+            self._offer("pair", prompt, reply)
+
+    def _parallel(self, rng: random.Random, talk: list[int]) -> None:
+        prompt = self._prompt(rng)
+        replies = self._ask(rng, "parallel", prompt, self._length(rng), {"n": rng.randint(2, 4)})
+        self._offer("parallel", prompt, rng.choice(replies))
+
+    def _disconnect(self, rng: random.Random, talk: list[int]) -> None:
+        """The client goes away: in its queue, in mid-prefill or while tokens arrive."""
+        asked = body(self._prompt(rng), self._length(rng), stream=True)
+        events = rng.choice((0, 0, 1, 5))
+        with self.server.stream("/generate", asked) as response:
+            if events == 0:
+                time.sleep(rng.uniform(0, self.scale.wait))
+            for _ in range(events):
+                response.readline()
+        with self.counts.lock:
+            self.counts.kinds["disconnect"] += 1
+            self.counts.aborted += 1
+
+    def _abort(self, rng: random.Random, talk: list[int]) -> None:
+        rid = f"soak-{rng.getrandbits(64):x}"
+        asked = body(self._prompt(rng), self._length(rng), stream=True, rid=rid)
+
+        def cancel() -> None:
+            try:
+                self.server.request("/abort_request", {"rid": rid}, timeout=60)
+            except ServerError as error:
+                self.counts.error(f"abort_request: {error}")
+
+        timer = threading.Timer(rng.uniform(0, self.scale.wait), cancel)
+        timer.start()
+        with self.server.stream("/generate", asked) as response:
+            while response.readline():
+                pass
+        timer.join()
+        with self.counts.lock:
+            self.counts.kinds["abort"] += 1
+            self.counts.aborted += 1
+
+    def _session(self, rng: random.Random, talk: list[int], streaming: bool = False) -> None:
+        kind = "streaming" if streaming else "session"
+        opened = {"capacity_of_str_len": 1 << 24, **({"streaming": True} if streaming else {})}
+        session = json.loads(self.server.request("/open_session", opened, timeout=60))
+        history, rid = [], None
+        try:
+            for _ in range(rng.randint(2, 3)):
+                ids = draw_tokens(rng, self.scale.shortest, self.scale.longest // 8)
+                params = {"id": session} if streaming else {"id": session, "rid": rid}
+                reply = self._ask(rng, kind, ids, rng.randint(*self.scale.answer), session_params=params)[0]
+                self._offer(kind, history + ids, reply)
+                rid = reply["meta_info"]["id"]
+                history += ids + [pair[1] for pair in reply["meta_info"]["output_token_logprobs"]]
+        finally:
+            self.server.request("/close_session", {"session_id": session}, timeout=60)
+
+    def _streaming(self, rng: random.Random, talk: list[int]) -> None:
+        self._session(rng, talk, streaming=True)
