@@ -119,6 +119,7 @@ def check_layers(model: torch.nn.Module, head_dim: int) -> None:
         for unsupported, why in (
             (window is not None and window > -1, f"a sliding window of {window} tokens"),
             (layer.logit_cap > 0, f"logit soft-capping ({layer.logit_cap})"),
+            (layer.xai_temperature_len > 0, f"a temperature that depends on the position ({layer.xai_temperature_len})"),
             (layer.is_cross_attention, "cross attention"),
             (layer.attn_type != AttentionType.DECODER, f"attention of type {layer.attn_type}"),
             (layer.head_dim != head_dim or layer.v_head_dim != head_dim, "key and value heads of different sizes"),

@@ -278,3 +278,26 @@ def test_layers_without_a_place_of_their_own(make_runner, layers, text):
 
     with pytest.raises(SystemExit, match=text):
         create_backend(make_runner(Model(*(attention(i) for i in layers))))
+
+
+@pytest.mark.parametrize(
+    ("attribute", "value", "said"),
+    [
+        ("sliding_window_size", 128, "a sliding window of 128 tokens"),
+        ("logit_cap", 30.0, "logit soft-capping"),
+        ("xai_temperature_len", 1024, "a temperature that depends on the position"),
+        ("is_cross_attention", True, "cross attention"),
+        ("v_head_dim", 128, "different sizes"),
+    ],
+)
+def test_a_layer_that_attends_in_another_way_is_refused(attribute, value, said):
+    from sglang.srt.layers.radix_attention import RadixAttention
+
+    from sglang_kvq.sglang.backend import check_layers
+
+    model = torch.nn.Module()
+    model.attn = RadixAttention(4, 64, 0.125, num_kv_heads=2, layer_id=0)
+    check_layers(model, 64)
+    setattr(model.attn, attribute, value)
+    with pytest.raises(SystemExit, match=f"attn has .*{said}"):
+        check_layers(model, 64)
