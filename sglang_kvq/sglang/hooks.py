@@ -81,6 +81,7 @@ PER_TOKEN_FREES, RELEASES_PAGES = "<0.5.17", ">=0.5.17"
 _POOL = "mem_cache.kv_cache_configurator.KVCacheConfigurator"
 _SIZES = "model_executor.pool_configurator.DefaultPoolConfigurator"
 _WEIGHTS = "model_executor.model_runner_components.weight_updater.WeightUpdater"
+_EXPORTER = "model_executor.model_runner_components.weight_exporter.WeightExporter"
 _PAGED = "mem_cache.allocator.paged"
 _BACKEND = "layers.attention.base_attn_backend.AttentionBackend"
 _CANARY = "kv_canary.pool_patcher"
@@ -99,6 +100,9 @@ TABLE: tuple[Hook, ...] = (
         (Kind.AROUND, "entrypoints.engine.Engine._launch_scheduler_processes", "schedulers start only with the plugin",
          dict(params=("server_args", "port_args", "run_scheduler_process_func"), handler="plugin:launch_schedulers",
               always=True)),
+        (Kind.AROUND, "managers.tokenizer_control_mixin.TokenizerControlMixin.get_weights_by_name",
+         "says why a folded weight is not given", dict(params=("obj", "request"), handler="weights:explain_refusal",
+                                                       always=True)),
         (Kind.CALL, "utils.common.get_device", "which device SGLang will choose", dict(params=("device_id",))),
         (Kind.CALL, "configs.hybrid_arch.mambaish_config", "recognises models with recurrent state",
          dict(params=("model_config",))),
@@ -199,6 +203,7 @@ TABLE: tuple[Hook, ...] = (
         *((Kind.SUBCLASS, f"{_BACKEND}.forward_{mode}", "attention of one layer",
            dict(params=("q", "k", "v", "layer", "forward_batch", "save_kv_cache"))) for mode in ("decode", "extend")),
         (Kind.READ, "layers.radix_attention.RadixAttention", "what a layer asks of attention", {}),
+        (Kind.READ, "layers.quantization.unquant.UnquantizedLinearMethod", "recognises plain weights", {}),
         (Kind.READ, "layers.radix_attention.AttentionType.DECODER", "what a layer asks of attention", {}),
         (Kind.CALL, "runtime_context.get_parallel", "this worker's rank and heads", dict(params=())),
         # Weights: new ones would lack the value rotation folded into those loaded
@@ -212,6 +217,25 @@ TABLE: tuple[Hook, ...] = (
           )),
         (Kind.AROUND, f"{_WEIGHTS}.load_weights_from_distributed", "refuses while V is folded into the weights",
          dict(params=("named_tensors",), handler="weights:refuse_update", versions=NEW_TREE)),
+        (Kind.AROUND, "managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager.begin_weight_update",
+         "refuses while V is folded into the weights",
+         dict(params=("recv_req",), handler="weights:refuse_update_session", versions=NEW_TREE)),
+        (Kind.CALL, "managers.io_struct.BeginWeightUpdateReqOutput", "refuses while V is folded into the weights",
+         dict(versions=NEW_TREE)),
+        # ... and elsewhere these would lack what undoes it
+        *((Kind.AROUND, f"{_EXPORTER}.{name}", "refuses while V is folded into the weights",
+           dict(params=params, handler=f"weights:{handler}"))
+          for name, params, handler in (
+              ("init_weights_send_group_for_remote_instance", ("master_address", "ports", "group_rank", "world_size",
+                                                               "group_name", "backend"), "refuse_sending"),
+              ("send_weights_to_remote_instance", ("master_address", "ports", "group_name"), "refuse_sending"),
+              ("save_remote_model", ("url",), "refuse_saving"),
+              ("save_sharded_model", ("path", "pattern", "max_size"), "refuse_saving"),
+              ("get_weights_by_name", ("name", "truncate_size"), "refuse_reading"),
+          )),
+        *((Kind.AROUND, "utils.weight_checker.WeightChecker.handle", "refuses while V is folded into the weights",
+           dict(params=("action", "allow_quant_error", *more), handler="weights:refuse_saving", versions=versions))
+          for more, versions in (((), OLD_TREE), (("skip_tensor_list", "role"), NEW_TREE))),
     ),
 )
 

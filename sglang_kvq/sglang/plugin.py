@@ -21,6 +21,9 @@ from sglang_kvq.sglang.runtime import config_of
 
 logger = logging.getLogger("sglang_kvq")
 
+#: Modules of the main process that take seconds to import.
+_HEAVY = ("sglang.srt.entrypoints.engine", "sglang.srt.managers.tokenizer_control_mixin")
+
 #: What was put in place for each entry that this process patched.
 _installed: dict[Hook, Callable] = {}
 #: Why this process patched nothing, or less than the table says.
@@ -49,11 +52,12 @@ def register() -> None:
 
 
 def _is_loaded(hook: Hook) -> bool:
-    """False for Engine's entries in a process that has not imported it: ``prepare_to_spawn`` patches them later.
+    """False for entries of a heavy module that this process has not imported: ``prepare_to_spawn`` patches them later.
 
-    A program that calls ``Engine()`` has imported it; ``--help`` and a diffusion server do without.
+    A program that calls ``Engine()`` has imported both; ``--help`` and a diffusion server do without.
     """
-    return not hook.target.startswith("entrypoints.engine.") or "sglang.srt.entrypoints.engine" in sys.modules
+    heavy = next((name for name in _HEAVY if hook.path.startswith(f"{name}.")), None)
+    return heavy is None or heavy in sys.modules
 
 
 def _reports(hook: Hook) -> bool:

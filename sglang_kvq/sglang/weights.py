@@ -1,4 +1,4 @@
-"""Folding the value rotation into W_v and W_o, where the weights are plain matrices."""
+"""Folding the value rotation into W_v and W_o, where the weights are plain matrices; such weights neither leave nor change."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from typing import Any
 
 import torch
 
+from sglang_kvq.errors import KVQuantError
 from sglang_kvq.sglang import compat, runtime
+from sglang_kvq.sglang.runtime import config_of, logger
 
 #: Architectures whose attention is qkv_proj -> (norm, rope on q and k) -> attention -> o_proj, with
 #: nothing applied to V in between nor to the output before o_proj.
@@ -117,12 +119,68 @@ def fold(model: torch.nn.Module, first_layer: int, rotations: torch.Tensor) -> N
         out.weight.copy_(torch.einsum("ohd,hde->ohe", w, r).flatten(1))
 
 
+def folded() -> bool:
+    """Whether this worker's weights have the value rotation in them."""
+    state = runtime.current()
+    return state is not None and bool(state.status.get("v_rotation_folded"))
+
+
+_FOLDED = "--kv-quant folded the value rotation into W_v and W_o when the model was loaded, so "
+_NO_UPDATE = _FOLDED + "weights cannot be updated in place. Restart the server with the new weights."
+_NO_EXPORT = _FOLDED + "they are not the checkpoint's and are not given away. Use a server without --kv-quant."
+
+
 def refuse_update(original, self, *args, **kwargs):
     """AROUND ``WeightUpdater.update_weights_*``: new weights would lack the folded rotation."""
-    state = runtime.current()
-    if state is None or not state.status.get("v_rotation_folded"):
-        return original(self, *args, **kwargs)
-    return False, (
-        "--kv-quant folded the value rotation into W_v and W_o when the model was loaded, so weights cannot be "
-        "updated in place. Restart the server with the new weights."
-    )
+    return (False, _NO_UPDATE) if folded() else original(self, *args, **kwargs)
+
+
+def refuse_update_session(original, self, recv_req):
+    """AROUND ``SchedulerWeightUpdaterManager.begin_weight_update``: what follows may write weights past our hooks."""
+    if not folded():
+        return original(self, recv_req)
+    from sglang.srt.managers.io_struct import BeginWeightUpdateReqOutput
+
+    return BeginWeightUpdateReqOutput(success=False, message=_NO_UPDATE)
+
+
+def refuse_sending(original, self, *args, **kwargs):
+    """AROUND ``WeightExporter.*_remote_instance``: another server would load folded weights as a checkpoint's."""
+    return (False, _NO_EXPORT) if folded() else original(self, *args, **kwargs)
+
+
+def refuse_saving(original, self, *args, **kwargs):
+    """AROUND ``WeightExporter.save_*`` and ``WeightChecker.handle``; SGLang answers the caller with the message.
+
+    Raises:
+        KVQuantError: V is folded.
+    """
+    if folded():
+        raise KVQuantError(_NO_EXPORT)
+    return original(self, *args, **kwargs)
+
+
+def is_folded_weight(name: str) -> bool:
+    """Whether folding changes the parameter of this name, as checkpoints or SGLang have it."""
+    return not {"v_proj", "qkv_proj", "o_proj"}.isdisjoint(name.split("."))
+
+
+def refuse_reading(original, self, name, *args, **kwargs):
+    """AROUND ``WeightExporter.get_weights_by_name``: None and a line in the log, which is how SGLang refuses there."""
+    if folded() and is_folded_weight(name):
+        logger.error("get_weights_by_name %s: %s", name, _NO_EXPORT)
+        return None
+    return original(self, name, *args, **kwargs)
+
+
+async def explain_refusal(original, self, obj, *args, **kwargs):
+    """AROUND ``TokenizerControlMixin.get_weights_by_name``: the scheduler's None has no room for a reason.
+
+    Raises:
+        KVQuantError: a worker gave nothing for a parameter that may be folded.
+    """
+    found = await original(self, obj, *args, **kwargs)
+    missing = found is None or any(part is None for part in found)  # a list per data-parallel rank
+    if missing and is_folded_weight(obj.name) and config_of(self.server_args) is not None:
+        raise KVQuantError(f"{obj.name} is not available: {_NO_EXPORT}")
+    return found

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import pkgutil
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +13,10 @@ from sglang.srt.layers.radix_attention import RadixAttention
 
 from sglang_kvq.attention.base import LayerRotations
 from sglang_kvq.attention.reference import ReferenceOps
-from sglang_kvq.sglang import runtime, weights
+from sglang_kvq.config import KVQuantConfig
+from sglang_kvq.errors import KVQuantError
+from sglang_kvq.sglang import compat, hooks, runtime, weights
+from sglang_kvq.sglang.runtime import CONFIG_ATTRIBUTE
 
 HIDDEN, Q_HEADS, KV_HEADS, D = 96, 6, 2, 64
 
@@ -165,10 +170,80 @@ def test_only_known_architectures_with_all_layers_are_folded(why):
     assert why(LlamaForCausalLM(False), layers=range(5, 8)).startswith("layer 7 has no qkv_proj")
 
 
-def test_weight_updates_are_refused_only_while_folded(monkeypatch):
+# -- weights that are folded neither leave nor change ------------------------------------------------------------------
+
+RELEASE = compat.sglang_version()
+REFUSING = [h for h in hooks.for_release(RELEASE) if (h.handler or "").startswith("weights:refuse")]
+COMPONENTS = "model_executor.model_runner_components"
+#: Methods of these classes that neither show nor change a weight by themselves.
+HARMLESS = {
+    f"{COMPONENTS}.weight_updater.WeightUpdater": {
+        "init_weights_update_group", "destroy_weights_update_group",  # only connect
+        "receive_weights_from_distributed",  # into new tensors; ``load_weights_from_distributed`` puts them in place
+        "begin_weight_update", "end_weight_update",  # behind ``SchedulerWeightUpdaterManager.begin_weight_update``
+    },
+    f"{COMPONENTS}.weight_exporter.WeightExporter": set(),
+    "utils.weight_checker.WeightChecker": set(),
+}
+
+
+@pytest.mark.parametrize("owner", HARMLESS)
+def test_every_way_in_or_out_is_hooked(owner):
+    public = {name for name, f in vars(pkgutil.resolve_name(f"sglang.srt.{owner}")).items()
+              if callable(f) and not name.startswith("_")}
+    hooked = {h.target.rpartition(".")[2] for h in REFUSING if h.target.startswith(f"{owner}.")}
+    assert public - hooked <= HARMLESS[owner]
+
+
+@pytest.fixture
+def folded(applied, monkeypatch):
+    """The state of a worker whose V is folded, as in a server with ``--kv-quant``."""
     state = SimpleNamespace(status={"v_rotation_folded": True})
     monkeypatch.setattr(runtime, "_current", state)
-    done, message = weights.refuse_update(lambda self: (True, "updated"), None)
-    assert not done and "Restart the server" in message
-    state.status["v_rotation_folded"] = False
-    assert weights.refuse_update(lambda self: (True, "updated"), None) == (True, "updated")
+    monkeypatch.setattr(applied, "_config", KVQuantConfig("hadamard"))
+    return state
+
+
+@pytest.mark.parametrize("hook", REFUSING, ids=lambda h: h.target.rpartition("components.")[2])
+def test_refused_while_folded(applied, folded, hook):
+    """By the answer that SGLang's caller expects of a refusal, with the reason and the way out in it."""
+    handler, words = applied._installed[hook], ["model.layers.0.self_attn.v_proj.weight"] * len(hook.params)
+    if hook.handler == "weights:refuse_saving":
+        with pytest.raises(KVQuantError, match="folded.*without --kv-quant"):
+            handler(lambda *a: pytest.fail("ran"), None, *words)
+    elif hook.handler == "weights:refuse_reading":
+        assert handler(lambda *a: pytest.fail("ran"), None, *words) is None
+    else:
+        answer = handler(lambda *a: pytest.fail("ran"), None, *words)
+        done, message = answer if isinstance(answer, tuple) else (answer.success, answer.message)
+        assert not done and "folded" in message and ("Restart" in message or "without --kv-quant" in message)
+    folded.status["v_rotation_folded"] = False
+    assert handler(lambda *a: a, "self", *words) == ("self", *words)
+
+
+@pytest.mark.parametrize(
+    ("name", "is_folded"),
+    [("model.layers.3.self_attn.v_proj.weight", True), ("model.layers.3.self_attn.qkv_proj.weight", True),
+     ("model.layers.3.self_attn.o_proj.weight", True), ("model.layers.3.self_attn.q_proj.weight", False),
+     ("model.layers.3.mlp.down_proj.weight", False), ("lm_head.weight", False)],
+)
+def test_only_what_is_folded_cannot_be_read(folded, caplog, name, is_folded):
+    with caplog.at_level("ERROR", logger="sglang_kvq"):
+        found = weights.refuse_reading(lambda self, name, size: [1.0], None, name, 100)
+    assert found == (None if is_folded else [1.0])
+    assert (name in caplog.text) == is_folded
+
+
+@pytest.mark.parametrize("found", [None, [None, None], [[1.0], None]], ids=["one", "ranks", "some ranks"])
+def test_a_client_is_told_why(found):
+    """The scheduler's answer has no room for a reason; SGLang makes an error response of the exception."""
+    async def original(self, obj, request=None):
+        return found
+
+    name = "model.layers.0.self_attn.o_proj.weight"
+    manager = SimpleNamespace(server_args=SimpleNamespace(**{CONFIG_ATTRIBUTE: KVQuantConfig("hadamard")}))
+    with pytest.raises(KVQuantError, match=f"{name} is not available: --kv-quant folded"):
+        asyncio.run(weights.explain_refusal(original, manager, SimpleNamespace(name=name), None))
+    others = (manager, "lm_head.weight"), (SimpleNamespace(server_args=SimpleNamespace()), name)
+    for other, asked in others:
+        assert asyncio.run(weights.explain_refusal(original, other, SimpleNamespace(name=asked))) == found
