@@ -52,7 +52,7 @@ class Scale:
         return [
             *("--kv-quant", "int4", "--chunked-prefill-size", budget, "--max-prefill-tokens", budget),
             *("--max-total-tokens", str(self.pool), "--context-length", str(self.huge + 2048)),
-            *("--max-running-requests", str(max(2 * self.pairs + 2, 8))),
+            *("--max-running-requests", str(2 * self.pairs + 8)),
         ]
 
     def pressed_flags(self) -> list[str]:

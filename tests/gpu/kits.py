@@ -65,8 +65,8 @@ GPU = Sizes(
     pause_seconds=5,
 )
 CPU = Sizes(
-    clients=2, rounds=3, turn=100, answer=8, tree_nodes=12, tree_chunk=24, groups=2, branches=2, prefix=128,
-    jitter_prefixes=2, jitter_requests=2, jitter_prefix=(100, 200), jitter_answer=72, at_once=3, pause_answer=40,
+    clients=2, rounds=3, turn=80, answer=6, tree_nodes=12, tree_chunk=16, groups=2, branches=2, prefix=128,
+    jitter_prefixes=2, jitter_requests=1, jitter_prefix=(80, 150), jitter_answer=66, at_once=3, pause_answer=24,
     pause_seconds=2,
 )
 
@@ -182,8 +182,14 @@ def branching(target: Target) -> dict:
 def radix_tree(target: Target) -> dict:
     """A random tree of prompts, all at once, each with an answer of its own length."""
     kit, size = _kit("kits.radix_cache_server_kit"), target.sizes
-    random.seed(5)
-    with _patched(kit, "gen_radix_tree", partial(kit.gen_radix_tree, size.tree_nodes, size.tree_chunk)):
+
+    def tree() -> list[dict]:
+        random.seed(5)
+        nodes = generate(size.tree_nodes, size.tree_chunk)
+        return [{**node, "decode_len": min(node["decode_len"], size.tree_chunk)} for node in nodes]  # the root's is fixed
+
+    generate = kit.gen_radix_tree
+    with _patched(kit, "gen_radix_tree", tree):
         kit.run_radix_attention_test(target.url)
     return {"requests": size.tree_nodes + 1}
 
@@ -310,7 +316,7 @@ MORE = {kit.__name__: kit for kit in (running_timeout, waiting_timeout, streamin
 NEEDS = {
     "running_timeout": "SGLANG_REQ_RUNNING_TIMEOUT=3",
     "waiting_timeout": "SGLANG_REQ_WAITING_TIMEOUT=0.01 and --max-running-requests 1",
-    "streaming_sessions": "--enable-streaming-session",
+    "streaming_sessions": "--enable-streaming-session --allow-auto-truncate",
 }
 
 
