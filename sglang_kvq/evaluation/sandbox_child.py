@@ -65,12 +65,15 @@ def enter_namespaces(walls: str, uid: int) -> bool:
         Whether the program can become ``uid``; if not, it is called that and stays the caller.
     """
     others = CLONE_NEWNS | CLONE_NEWPID | CLONE_NEWNET | CLONE_NEWIPC
+    free = is_mapped("uid", uid) and is_mapped("gid", uid)
     if walls == "root":
+        if not free:
+            raise OSError(errno.EINVAL, f"this user namespace maps no user {uid}")
         check(LIBC.unshare(others), "unshare")
         return True
     me, my_group = os.geteuid(), os.getegid()
     # Root must not stay root: the kernel does not count its processes, whatever the namespace.
-    if me == 0 and is_mapped("uid", uid) and is_mapped("gid", uid):
+    if me == 0 and free:
         users, groups = f"0 0 1\n{uid} {uid} 1", f"{my_group} {my_group} 1\n{uid} {uid} 1"
         with by_another_process(lambda pid: write_maps(pid, users, groups)):
             check(LIBC.unshare(CLONE_NEWUSER | others), "unshare")
@@ -105,7 +108,7 @@ def by_another_process(work: "Callable[[int], None]") -> "Iterator[None]":
             if os.read(reader, 1):
                 work(me)
         except OSError as error:
-            print(f"sandbox: {error}", flush=True)
+            print(f"sandbox: map users: {error}", flush=True)
             os._exit(NOT_CLOSED)
         os._exit(0)
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -202,9 +203,11 @@ def readable_python() -> str:
 
 @as_root
 @once()
-def test_another_user_is_contained_as_well():
-    """The same attempts by a user without rights, whose files and sockets are there to be reached."""
-    command = [readable_python(), "-m", "tests.evaluation.hostile"]
+@pytest.mark.parametrize("through", [[], ["unshare", "--user", "--map-root-user"]], ids=["user", "only-user-mapped"])
+def test_another_user_is_contained_as_well(through):
+    """The same attempts by a user without rights, whose files and sockets are there to be reached; then as that user's
+    root in a container that maps nobody else."""
+    command = [*through, readable_python(), "-m", "tests.evaluation.hostile"]
     user = {"user": NOBODY, "group": NOBODY, "extra_groups": []}
     done = subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY, **user)
     assert done.returncode == 0, done.stderr
@@ -236,6 +239,23 @@ def test_root_without_the_capability_uses_a_user_namespace():
     assert (done.returncode, done.stdout.strip()) == (0, "user"), done.stderr
 
 
+@as_root
+@once()
+@pytest.mark.parametrize(
+    "through, why",
+    [
+        # The kernel does not count the processes of the machine's root.
+        (["unshare", "--user", "--map-root-user"], "maps no user.*the limit on processes does not hold"),
+        (["setpriv", "--bounding-set=-sys_admin,-setuid", "--inh-caps=-all", "--"], "unshare: .*; .*map users: "),
+    ],
+    ids=["root-that-stays-root", "no-right-to-another-user"],
+)
+def test_root_that_cannot_become_another_user_is_refused(through, why):
+    """Rather than run without the limit on processes."""
+    done = subprocess.run([*through, sys.executable, "-c", KIND], capture_output=True, text=True, cwd=REPOSITORY)
+    assert done.returncode == 1 and re.search(why, done.stderr), done.stderr
+
+
 @once()
 def test_where_namespaces_are_forbidden_it_refuses_and_names_the_setting():
     inner = f"{FORBIDDEN}{sys.executable} -c '{KIND}'"
@@ -243,7 +263,7 @@ def test_where_namespaces_are_forbidden_it_refuses_and_names_the_setting():
     done = subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY)
     message = done.stderr.strip().splitlines()[-1]
     assert done.returncode == 1 and done.stdout == ""
-    assert "KVQuantError" in message and "as root: [Errno 1] unshare: Operation not permitted" in message
+    assert "KVQuantError" in message and "as root: [Errno 22] this user namespace maps no user" in message
     assert "in a user namespace: [Errno 28] unshare: No space left on device" in message
     assert "sysctl -w user.max_user_namespaces=15000" in message and "--allow-unsandboxed" in message
 
