@@ -309,7 +309,7 @@ class ShortShape:
     """Inputs of a batch of short extends, and what is right for its first and last request."""
 
     def __init__(self, batch: int, new: int, prefix: int) -> None:
-        self.name, self.new, self.prefix = f"{batch} x {new} after {prefix}", new, prefix
+        self.name, self.requests, self.new, self.prefix = f"{batch} x {new} after {prefix}", batch, new, prefix
         self.pool = make_pool([prefix] * batch)
         self.q, self.k, self.v = (
             torch.randn(batch * new, n, D, device="cuda").bfloat16() for n in (Q_HEADS, KV_HEADS, KV_HEADS)

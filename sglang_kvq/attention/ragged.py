@@ -2,13 +2,15 @@
 
     request i:  [prefix_i; new_i]      causal attention aligns the last tokens of both sides
 
-What fits the workspace is one call. The beginning of a longer prefix takes calls of its own (all of it is
-visible, so they are not causal), and their results are merged by log-sum-exp.
+What fits the workspace is one call. What does not is read by further calls (all of it is visible, so they are not causal),
+whose results are merged by log-sum-exp. Each of them reads a part of every request's prefix, in proportion, so that
+it has work for the whole GPU, and all but the last few are equal in shape, so that they share one of FlashInfer's plans.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import ModuleType
 
@@ -24,9 +26,11 @@ HEAD_DIMS = (64, 128, 256)
 #: Below this many new tokens per request (mean) or in all, our own kernel serves, which needs no plan. From here on
 #: FlashInfer is faster: 136 against 175 us for 128 tokens after 8,192 (benchmarks/results/kernels_h200.json).
 LEAST_PER_REQUEST, LEAST_TOKENS = 64, 64
-#: Calls that are planned at once, each with 8 MiB of FlashInfer's tables.
-MAX_CALLS = 16
 FLOAT_WORKSPACE = 256 << 20
+#: New tokens of a request that one program attends for, of a head.
+TILE = 128
+#: Groups of requests in a batch, about: each takes up to three plans, of 8 MiB of tables each.
+MOST_GROUPS = 6
 
 
 @dataclass
@@ -38,7 +42,7 @@ class Call:
         q_lens, kv_lens: of each request in the call.
         causal: False for the beginning of a longer prefix.
         alone: no other call is about these queries.
-        first: the first call about them.
+        first: the first call about them; it gives every query a key.
         pages: int32 ``[n, 4]`` for ``gather_pages``; none where no prefix is read.
         places: where the new tokens go in the workspace; None if they are not in this call, or are used in place.
     """
@@ -56,55 +60,89 @@ class Call:
     def gathers(self) -> bool:
         return len(self.pages) > 0
 
+    @property
+    def shape(self) -> tuple:
+        """Calls of the same shape share a plan."""
+        return tuple(self.q_lens), tuple(self.kv_lens), self.causal
 
-def plan_calls(prefix_lens: list[int], new_lens: list[int], capacity: int) -> list[Call]:
+
+def plan_calls(prefix_lens: list[int], new_lens: list[int], capacity: int, least_tiles: int = 1) -> list[Call]:
     """Calls in order; ``capacity`` is the workspace in tokens, whole pages.
 
-    Requests that fit the workspace together share a call. A longer one gets its own: the beginning of its
-    prefix, ``capacity`` tokens at a time, then the rest with the new tokens. New tokens that fill the
-    workspace by themselves are used in place.
+    Consecutive requests are a group as long as they fit the workspace together, and beyond that until they have
+    ``least_tiles`` (``TILE`` new tokens of a request each; more if the batch has many): enough work for a call even
+    where it reads little of each prefix. A group's first call has the new tokens and what fits of the prefixes' ends.
+    New tokens that find no prefix beside them there are used in place.
     """
     calls: list[Call] = []
-    group: list[tuple[int, int, int]] = []  # request, first token of its prefix to read, first query
-
-    def close(first: bool = True) -> None:
-        if not group:
-            return
-        begin, end = group[0][2], group[-1][2] + new_lens[group[-1][0]]
-        prefixes = [prefix_lens[i] - start for i, start, _ in group]
-        q_lens = [new_lens[i] for i, _, _ in group]
-        pages, places, at = [], [], 0
-        for (i, start, _), prefix, new in zip(group, prefixes, q_lens):
-            pages.append(_pages(i, start, start + prefix, at))
-            places.append(np.arange(at + prefix, at + prefix + new))
-            at += prefix + new
-        kv_lens = [prefix + new for prefix, new in zip(prefixes, q_lens)]
-        gathers = any(prefixes)
-        target = np.concatenate(places) if gathers else None
-        calls.append(Call((begin, end), q_lens, kv_lens, True, first, first, np.concatenate(pages), target))
-        group.clear()
-
-    used = query = 0
-    for i, (prefix, new) in enumerate(zip(prefix_lens, new_lens)):
-        if used + prefix + new > capacity:
-            close()
-            used = 0
-        if prefix + new <= capacity:
-            group.append((i, 0, query))
-            used += prefix + new
-        else:
-            # The rest starts at a page; what is before it is whole pages.
-            room = max(capacity - new, 0)
-            rest = min(-(-(prefix - room) // PAGE_SIZE) * PAGE_SIZE, prefix)
-            for start in range(0, rest, capacity):
-                end = min(start + capacity, rest)
-                pages = _pages(i, start, end, 0)
-                calls.append(Call((query, query + new), [new], [end - start], False, False, start == 0, pages, None))
-            group.append((i, rest, query))
-            close(first=prefix == 0)
-        query += new
-    close()
+    tiles = [-(-new // TILE) for new in new_lens]
+    least_tiles = max(least_tiles, sum(tiles) // MOST_GROUPS)
+    begin = query = 0
+    while begin < len(new_lens):
+        end = begin + 1
+        while end < len(new_lens):
+            mine = slice(begin, end + 1)
+            fits = sum(prefix_lens[mine]) + sum(new_lens[mine]) <= capacity
+            # New tokens leave room for prefixes; a page of each request is little of a call.
+            room = sum(new_lens[mine]) <= capacity // 2 and (end - begin) * 4 * PAGE_SIZE < capacity
+            if not (fits or (room and sum(tiles[begin:end]) < least_tiles)):
+                break
+            end += 1
+        prefix, new = np.array(prefix_lens[begin:end]), np.array(new_lens[begin:end])
+        calls += _plan_group(begin, prefix, new, query, capacity)
+        begin, query = end, query + int(new.sum())
     return calls
+
+
+def _plan_group(request: int, prefix: np.ndarray, new: np.ndarray, query: int, capacity: int) -> list[Call]:
+    """Calls of requests ``request ...``, whose queries are ``query ...``."""
+    start = np.zeros_like(prefix)
+    room = max(capacity - int(new.sum()), 0)
+    parts: list[tuple[np.ndarray, np.ndarray]] = []  # bounds in each prefix
+    while (left := int((prefix - start).sum())) > room:
+        if left <= capacity:
+            parts.append((start, prefix))
+            start = prefix
+            break
+        pages = (prefix - start) // PAGE_SIZE
+        rounds = -(-(int(pages.sum()) - room // PAGE_SIZE) // (capacity // PAGE_SIZE))
+        share = _shares(pages, rounds, room // PAGE_SIZE, capacity // PAGE_SIZE)
+        for _ in range(rounds):
+            end = start + share * PAGE_SIZE
+            parts.append((start, end))
+            start = end
+    calls = [_causal(request, start, prefix, new, query)]
+    calls += [_visible(request, *part, new, query) for part in parts]
+    calls[0].alone = not parts
+    return calls
+
+
+def _shares(pages: np.ndarray, rounds: int, room: int, capacity: int) -> np.ndarray:
+    """Pages of each prefix that each of ``rounds`` calls reads, so that about ``room`` are left of all."""
+    total = int(pages.sum())
+    most = -(-(total - room) // rounds)
+    share = np.minimum(-(-pages * most // total), pages // rounds)
+    return share if share.sum() <= capacity else pages * most // total
+
+
+def _causal(request: int, start: np.ndarray, prefix: np.ndarray, new: np.ndarray, query: int) -> Call:
+    """New tokens over themselves and the ends of their prefixes."""
+    kv = prefix - start + new
+    ends = np.cumsum(kv)
+    pages = np.concatenate([_pages(request + i, *x) for i, x in enumerate(zip(start, prefix, ends - kv))])
+    places = np.concatenate([np.arange(end - n, end) for end, n in zip(ends, new)]) if len(pages) else None
+    return Call((query, query + int(new.sum())), new.tolist(), kv.tolist(), True, True, True, pages, places)
+
+
+def _visible(request: int, start: np.ndarray, end: np.ndarray, new: np.ndarray, query: int) -> Call:
+    """New tokens over parts of their prefixes; requests at either end that have no part there stay out."""
+    some = np.flatnonzero(end > start)
+    mine = slice(some[0], some[-1] + 1)
+    query += int(new[: mine.start].sum())
+    new, kv = new[mine], (end - start)[mine]
+    bounds = zip(start[mine], end[mine], np.cumsum(kv) - kv)
+    pages = np.concatenate([_pages(request + mine.start + i, *x) for i, x in enumerate(bounds)])
+    return Call((query, query + int(new.sum())), new.tolist(), kv.tolist(), False, False, False, pages, None)
 
 
 def _pages(request: int, begin: int, end: int, at: int) -> np.ndarray:
@@ -144,6 +182,7 @@ class RaggedPrefill:
     Args:
         library: the ``flashinfer`` module, or a stand-in with the three names used here.
         capacity: tokens of the BF16 workspace.
+        choose: the backend for a call, of FlashInfer's names.
     """
 
     library: ModuleType
@@ -152,46 +191,57 @@ class RaggedPrefill:
     head_dim: int
     device: torch.device
     capacity: int
-    wrappers: list[_Wrapper] = field(default_factory=list)
+    choose: Callable[[Call], str] = lambda call: "auto"
+    wrappers: dict[str, list[_Wrapper]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         size = FLOAT_WORKSPACE if self.device.type == "cuda" else 1
+        sms = torch.cuda.get_device_properties(self.device).multi_processor_count if self.device.type == "cuda" else 2
+        self._least_tiles = -(-2 * sms // self.q_heads)
         self._floats = torch.empty(size, dtype=torch.uint8, device=self.device)
         for _ in range(4):  # pinned memory is allocated now and not while requests run
-            self._add()
+            self._add("auto")
 
     def suits(self, new_lens: list[int]) -> bool:
         """Whether a batch's chunks are long enough."""
         tokens = sum(new_lens)
         return min(new_lens) > 0 and tokens >= max(LEAST_TOKENS, LEAST_PER_REQUEST * len(new_lens))
 
-    def plan(self, batch: ExtendBatch, scale: float) -> list[PlannedCall] | None:
-        """For all layers of a batch, never waiting for the device; None if the wrappers do not suffice."""
-        calls = plan_calls(batch.prefix_lens, batch.new_lens, self.capacity)
-        wrappers = self._take(len(calls))
-        if wrappers is None:
-            return None
+    def plan(self, batch: ExtendBatch, scale: float) -> list[PlannedCall]:
+        """For all layers of a batch, never waiting for the device."""
+        calls = plan_calls(batch.prefix_lens, batch.new_lens, self.capacity, self._least_tiles)
         parts = [x for call in calls for x in (call.pages, call.places if call.places is not None else call.pages[:0])]
         flat = upload(np.concatenate([part.ravel() for part in parts]), self.device).split([part.size for part in parts])
+        taken: dict[tuple, _Wrapper] = {}
         planned = []
-        for call, taken, pages, places in zip(calls, wrappers, flat[::2], flat[1::2]):
-            taken.wrapper.plan(
-                self._indptr(call.q_lens),
-                self._indptr(call.kv_lens),
-                self.q_heads,
-                self.kv_heads,
-                self.head_dim,
-                causal=call.causal,
-                sm_scale=scale,
-                q_data_type=torch.bfloat16,
-                kv_data_type=torch.bfloat16,
-            )
-            if self.device.type == "cuda":
-                taken.copied = torch.cuda.Event()
-                taken.copied.record()
+        for call, pages, places in zip(calls, flat[::2], flat[1::2]):
+            if call.shape not in taken:
+                taken[call.shape] = self._planned(call, scale, [*taken.values()])
             # index_copy_ takes int64
-            planned.append(PlannedCall(call, taken.wrapper, pages.view(-1, 4), None if call.places is None else places.long()))
+            places = None if call.places is None else places.long()
+            planned.append(PlannedCall(call, taken[call.shape].wrapper, pages.view(-1, 4), places))
         return planned
+
+    def _planned(self, call: Call, scale: float, taken: list[_Wrapper]) -> _Wrapper:
+        """A wrapper that is free and none of ``taken``, planned for calls of that shape."""
+        backend = self.choose(call)
+        free = (w for w in self.wrappers.get(backend, []) if w.free and not any(w is x for x in taken))
+        mine = next(free, None) or self._add(backend)
+        mine.wrapper.plan(
+            self._indptr(call.q_lens),
+            self._indptr(call.kv_lens),
+            self.q_heads,
+            self.kv_heads,
+            self.head_dim,
+            causal=call.causal,
+            sm_scale=scale,
+            q_data_type=torch.bfloat16,
+            kv_data_type=torch.bfloat16,
+        )
+        if self.device.type == "cuda":
+            mine.copied = torch.cuda.Event()
+            mine.copied.record()
+        return mine
 
     def run(self, calls: list[PlannedCall], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, gather) -> torch.Tensor:
         """One layer; ``gather(k, v, pages)`` fills rows of the workspace from stored pages."""
@@ -219,16 +269,10 @@ class RaggedPrefill:
                 self.library.merge_state_in_place(out[mine], lse, part, part_lse)
         return out
 
-    def _take(self, count: int) -> list[_Wrapper] | None:
-        free = [w for w in self.wrappers if w.free]
-        while len(free) < count and len(self.wrappers) < MAX_CALLS:
-            free.append(self._add())
-        return free[:count] if len(free) >= count else None
-
-    def _add(self) -> _Wrapper:
-        wrapper = self.library.BatchPrefillWithRaggedKVCacheWrapper(self._floats, "NHD")
-        self.wrappers.append(_Wrapper(wrapper))
-        return self.wrappers[-1]
+    def _add(self, backend: str) -> _Wrapper:
+        wrapper = _Wrapper(self.library.BatchPrefillWithRaggedKVCacheWrapper(self._floats, "NHD", backend=backend))
+        self.wrappers.setdefault(backend, []).append(wrapper)
+        return wrapper
 
     def _indptr(self, lens: list[int]) -> torch.Tensor:
         """Bounds on the host: FlashInfer plans there, and copies them itself."""
@@ -268,7 +312,7 @@ def load(
     except Exception as error:  # whatever building and launching foreign kernels can raise
         reason = (str(error).strip().splitlines() or [type(error).__name__])[-1]
         return None, f"triton (FlashInfer {flashinfer.__version__} does not work here: {reason})"
-    backend = getattr(prefill.wrappers[0].wrapper, "_backend", "auto")
+    backend = getattr(prefill.wrappers["auto"][0].wrapper, "_backend", "auto")
     seconds = time.monotonic() - begin
     return prefill, (
         f"flashinfer {flashinfer.__version__} {backend} for chunks of {LEAST_TOKENS} tokens and more, else triton "

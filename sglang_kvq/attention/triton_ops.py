@@ -74,7 +74,7 @@ class TritonOps(AttentionOps):
         self.prefill, self.short = prefill, short
         self._planned_short: tuple[ExtendBatch, PlannedExtend] | None = None
         self._planned: tuple[ExtendBatch, int, list[Slab]] | None = None
-        self._planned_calls: tuple[ExtendBatch, list[PlannedCall] | None] | None = None
+        self._planned_calls: tuple[ExtendBatch, list[PlannedCall]] | None = None
 
     def reserve(self, batch):
         if batch <= self.max_batch:

@@ -20,11 +20,13 @@ from sglang_kvq.config import PAGE_SIZE
 class Wrapper:
     """FlashInfer's ragged prefill in plain torch, with what is used of its interface."""
 
-    def __init__(self, floats: torch.Tensor, layout: str) -> None:
+    def __init__(self, floats: torch.Tensor, layout: str, backend: str) -> None:
         assert layout == "NHD"
+        self.backend, self.plans = backend, 0
 
     def plan(self, qo, kv, q_heads, kv_heads, head_dim, *, causal, sm_scale, q_data_type, kv_data_type):
         assert qo.device.type == kv.device.type == "cpu" and qo.dtype == kv.dtype == torch.int32
+        self.plans += 1
         self.qo, self.kv, self.causal, self.scale, self.shared = qo.tolist(), kv.tolist(), causal, sm_scale, q_heads // kv_heads
 
     def run(self, q, k, v, out=None, return_lse=False):
@@ -56,16 +58,16 @@ def test_every_query_meets_every_key_once(seed):
     """Calls in order, within the workspace: rows of it are written once, and hold what the call's bounds say."""
     draw = random.Random(seed)
     capacity = PAGE_SIZE * draw.choice([1, 2, 3, 16])
-    lens = [(draw.choice([0, 1, 64, 127, draw.randrange(900)]), draw.randint(1, 300)) for _ in range(draw.randint(1, 6))]
+    lens = [(draw.choice([0, 1, 64, 127, draw.randrange(9000)]), draw.randint(1, 300)) for _ in range(draw.randint(1, 9))]
     prefix, new = zip(*lens)
     seen: list[list] = [[] for _ in range(sum(new))]
     starts = [sum(new[:i]) for i in range(len(new))]
-    for call in plan_calls(list(prefix), list(new), capacity):
+    for call in plan_calls(list(prefix), list(new), capacity, draw.choice([1, 2, 5, 100])):
         begin, end = call.q
         size = sum(call.kv_lens)
         assert sum(call.q_lens) == end - begin
         assert not call.gathers or size <= capacity
-        assert call.first == (not seen[begin]) and (not call.alone or call.first)
+        assert call.first == call.causal == (not seen[begin]) and (not call.alone or call.first)
         rows: list = [None] * size
         if call.gathers:
             for request, index, at, count in call.pages.tolist():
@@ -89,13 +91,13 @@ def test_every_query_meets_every_key_once(seed):
                 seen[starts[i] + t] += visible
     for i, s in enumerate(starts):
         for t in range(new[i]):
-            assert seen[s + t] == [(i, position) for position in range(prefix[i] + t + 1)]
+            assert sorted(seen[s + t]) == [(i, position) for position in range(prefix[i] + t + 1)]
 
 
-def compare(heads, lens, capacity, library, device):
+def compare(heads, lens, capacity, library, device, choose=lambda call: "auto"):
     scene = make_scene(heads, [prefix for prefix, _ in lens])
     scene.rows = torch.arange(1, len(lens) + 1, device=scene.rows.device)
-    prefill = RaggedPrefill(library, heads.q, heads.kv, heads.head_dim, torch.device(device), capacity)
+    prefill = RaggedPrefill(library, heads.q, heads.kv, heads.head_dim, torch.device(device), capacity, choose)
     ops = TritonOps(scene.pool, scene.ops()[0].rotations, heads.q, 1, prefill=prefill, short=None)
     _, reference = scene.ops()
     batch = make_batch(scene.rows, lens)
@@ -120,12 +122,39 @@ def test_extend_over_a_standin_agrees_with_the_reference(any_length, lens, capac
     compare(HEADS[1], lens, capacity, STANDIN, "cpu")
 
 
-def test_short_chunks_and_too_many_calls_go_to_our_own_kernel(monkeypatch):
+@pytest.mark.skipif(ON_GPU, reason="the stand-in computes on a CPU; FlashInfer itself is tested instead")
+def test_a_prefix_of_forty_workspaces(any_length):
+    """Beside a request that takes part in few of the calls, and one that has no prefix."""
+    compare(HEADS[0], [(64 * 40, 70), (0, 3), (64 * 9 + 5, 20)], 64, STANDIN, "cpu")
+
+
+@pytest.mark.parametrize(
+    "prefix,new",
+    [([70_000] * 8, [1000] * 8), ([540_000], [2000]), ([4_000_000], [8192]), (range(0, 70_000, 500), [64] * 140)],
+    ids=lambda x: f"{len(x)}x{max(x)}",
+)
+def test_any_number_of_calls_takes_few_plans(prefix, new):
+    prefill = RaggedPrefill(STANDIN, 8, 2, 64, torch.device("cpu"), 32768)
+    batch = make_batch(torch.arange(len(new)), list(zip(prefix, new)))
+    calls = prefill.plan(batch, 1.0)
+    wrappers = {id(call.wrapper): call.wrapper for call in calls}
+    assert len(calls) > 16 and len(wrappers) <= 20 and all(wrapper.plans == 1 for wrapper in wrappers.values())
+    assert len(calls) <= 1.2 * (sum(prefix) + sum(new)) / 32768 + 3
+    count = sum(len(x) for x in prefill.wrappers.values())
+    prefill.plan(batch, 1.0)
+    assert sum(len(x) for x in prefill.wrappers.values()) == count, "wrappers that were free were not used"
+
+
+def test_calls_of_both_backends():
+    prefill = RaggedPrefill(STANDIN, 8, 2, 64, torch.device("cpu"), 4096, lambda call: "auto" if call.causal else "fa2")
+    calls = prefill.plan(make_batch(torch.arange(1), [(10_000, 100)]), 1.0)
+    assert [call.wrapper.backend for call in calls] == ["auto", "fa2", "fa2"]
+
+
+def test_short_chunks_go_to_our_own_kernel():
     prefill = RaggedPrefill(STANDIN, 8, 2, 64, torch.device("cpu"), 64)
     assert prefill.suits([8192]) and prefill.suits([100, 40]) and prefill.suits([64])
     assert not prefill.suits([63]) and not prefill.suits([1200] + [1] * 20) and not prefill.suits([5000, 0])
-    batch = make_batch(torch.arange(1), [(64 * 40, 2000)])
-    assert prefill.plan(batch, 1.0) is None and len(prefill.wrappers) == ragged.MAX_CALLS
 
 
 def test_what_is_used_is_said():
@@ -139,9 +168,16 @@ def test_what_is_used_is_said():
 @pytest.mark.parametrize("heads", [HEADS[0], HEADS[1], HEADS[7]], ids=str)
 def test_flashinfer_agrees_with_the_reference(any_length, heads, lens, capacity):
     library = pytest.importorskip("flashinfer")
-    if len(plan_calls(*map(list, zip(*lens)), capacity)) > ragged.MAX_CALLS:
-        pytest.skip("goes to our own kernel")
     compare(heads, lens, capacity, library, "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["auto", "fa2"])
+def test_flashinfer_over_many_calls(any_length, backend):
+    """One request takes part in few of them, one in none."""
+    library = pytest.importorskip("flashinfer")
+    for lens in ([(64 * 40, 70), (0, 3), (64 * 9 + 5, 20)], [(5000, 40)] * 3):
+        compare(HEADS[1], lens, 192, library, "cuda", lambda call: backend)
 
 
 @pytest.mark.gpu
