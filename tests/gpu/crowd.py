@@ -196,7 +196,7 @@ def _sessions(server: TinyServer, scale: Scale, streaming: bool) -> Row:
     server.request("/close_session", {"session_id": session}, timeout=60)
     found = [token_difference(said, forced(server, before, answer)) for before, answer, said in turns]
     # A later turn's prefix was quantised in pieces, the forced one's at once: as far apart as 4 bits are from BF16.
-    seen, bound = joined(found), Bound(0.3, 2.0)
+    seen, bound = joined(found), Bound(0.15, 2.0)
     reused = all(now >= before for before, now in zip(cached, cached[1:])) and cached[-1] >= scale.short
     name = "streaming session" if streaming else "session"
     return name, reused and bound.holds(seen), seen, bound, f"cached tokens by turn {cached}"
