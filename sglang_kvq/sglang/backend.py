@@ -16,7 +16,7 @@ from sglang_kvq.cache.split import split_new_tokens
 from sglang_kvq.cache.tiers import TierManager
 from sglang_kvq.cache.transfer import to_device
 from sglang_kvq.config import PAGE_SIZE, KVQuantConfig
-from sglang_kvq.sglang import runtime, weights
+from sglang_kvq.sglang import checks, runtime, weights
 from sglang_kvq.sglang.layers import check_layer_ids, require_plain_call
 from sglang_kvq.sglang.runtime import config_of, logger
 
@@ -137,6 +137,7 @@ def create_backend(model_runner) -> KVQuantBackend:
     check_layers(model_runner.model, pool.head_dim)
     first = model_runner.token_to_kv_pool.start_layer
     check_layer_ids(model_runner.model, range(first, first + pool.layers))
+    checks.log_checkpoint_cache(model_runner.model)
     rotations, origin = worker_rotations(model_runner, config, state.geometry, first)
     folded = False
     if rotations.v is not None:

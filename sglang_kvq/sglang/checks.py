@@ -17,7 +17,7 @@ from sglang_kvq.config import HEAD_DIMS, PAGE_SIZE, KVQuantConfig
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.sglang import compat
 from sglang_kvq.sglang.hooks import OLD_TREE
-from sglang_kvq.sglang.runtime import config_of
+from sglang_kvq.sglang.runtime import config_of, logger
 
 
 @dataclass(frozen=True)
@@ -311,6 +311,13 @@ def after_configure(result: Any, configurator: Any, *args: Any, **kwargs: Any) -
                 f"--kv-quant {config.method}: SGLang built a {type(built).__name__} as KV cache {use} for this model, "
                 "so its cache would not be quantized; serve it without --kv-quant."
             )
+
+
+def log_checkpoint_cache(model: torch.nn.Module) -> None:
+    """Say so if the checkpoint asks for a cache in another format, as ModelOpt's do; ``flags.complete`` overrides it."""
+    wanted = getattr(getattr(model, "quant_config", None), "kv_cache_quant_algo", None)
+    if wanted and str(wanted).lower() not in ("auto", "none"):
+        logger.info("kv-quant decides how the cache is kept, not this checkpoint's kv_cache_quant_algo %s", wanted)
 
 
 def after_init_info(result: dict, scheduler: Any) -> dict:

@@ -99,6 +99,8 @@ def complete(values: MutableMapping[str, Any], device: str) -> None:
     """Set the SGLang settings that ``--kv-quant`` implies. ``checks.check_flags`` has refused other choices."""
     values["page_size"] = PAGE_SIZE
     values["attention_backend"] = attention_backend(device)
+    # At "auto" SGLang takes FP8 from checkpoints that ask for it (ModelOpt's kv_cache_quant_algo), once they are loaded.
+    values["kv_cache_dtype"] = "bfloat16"
     # A prefill graph would freeze a batch's layout; decode graphs stay.
     values["disable_prefill_cuda_graph"] = True
     values["cuda_graph_backend_prefill"] = None

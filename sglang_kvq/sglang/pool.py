@@ -59,10 +59,11 @@ def build_mha_kv_pool(original, self, *, max_total_num_tokens, mha_pool_class, q
         return original(
             self, max_total_num_tokens=max_total_num_tokens, mha_pool_class=mha_pool_class, quant_method=quant_method
         )
-    if self.kv_cache_dtype != torch.bfloat16:
-        raise SystemExit(
-            f"--kv-quant keeps windows in bfloat16, but the model runs in {self.kv_cache_dtype}: add --dtype bfloat16."
-        )
+    for dtype in (self.model_config.dtype, self.kv_cache_dtype):
+        if dtype != torch.bfloat16:
+            raise SystemExit(
+                f"--kv-quant keeps windows in bfloat16, but the model runs in {dtype}: add --dtype bfloat16."
+            )
     canary.register(KVQuantPool)
     state = runtime.current()
     return KVQuantPool(

@@ -100,7 +100,7 @@ def test_implied_settings_survive_sglangs_own_resolution(command_line):
     assert config_of(server_args) == KVQuantConfig("hadamard")
     assert compat.resolved(server_args, "page_size") == 64
     assert compat.resolved(server_args, "attention_backend") == "torch_native"
-    assert compat.resolved(server_args, "kv_cache_dtype") == "auto"
+    assert compat.resolved(server_args, "kv_cache_dtype") == "bfloat16"
     prefill = compat.resolved(server_args, "cuda_graph_config").prefill.backend
     assert getattr(prefill, "value", prefill) == "disabled"
 

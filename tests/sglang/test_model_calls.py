@@ -48,7 +48,7 @@ def make_runner(applied, monkeypatch):
         monkeypatch.setattr(runtime, "_current", state)
         configurator = SimpleNamespace(
             server_args=server_args, is_draft_worker=False, kv_cache_dtype=torch.bfloat16, device="cpu",
-            layer_info=SimpleNamespace(start_layer=0, end_layer=LAYERS),
+            layer_info=SimpleNamespace(start_layer=0, end_layer=LAYERS), model_config=SimpleNamespace(dtype=torch.bfloat16),
         )
         pool = build_mha_kv_pool(
             pytest.fail, configurator, max_total_num_tokens=16 * PAGE_SIZE, mha_pool_class=None, quant_method=None
