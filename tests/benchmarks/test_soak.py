@@ -1,0 +1,141 @@
+"""The soak's own bookkeeping, with a server that is a function: what it must notice, it notices."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import math
+import random
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from benchmarks import soak
+from benchmarks.answers import Bound, Difference, Step, greedy_difference
+
+SCALE = replace(soak.CPU, pause=0.4, calibration=12, clients=4, wait=0.01, longest=300)
+
+
+class FakeServer:
+    """Log-probabilities are a function of the tokens before them: alike on two servers, unless one is made wrong."""
+
+    def __init__(self, wrong_every: int = 0, held: tuple[str, ...] = ()) -> None:
+        self.wrong_every, self.held, self.count, self.lock = wrong_every, list(held), 0, threading.Lock()
+        self.running, self.sessions = True, {}
+
+    def start(self, timeout: float) -> None: ...
+
+    def stop(self) -> None:
+        self.running = False
+
+    def drain(self) -> None: ...
+
+    def log(self) -> str:
+        return "Retract requests. #retracted_reqs: 2, new_token_ratio"
+
+    log_tail = lambda self, lines=40: self.log()  # noqa: E731
+
+    def states(self) -> list[dict]:
+        return [{"kv_quant": {"tiers": {"bf16_tokens": 64 if self.held else 0, "int2_tokens": 0}}}]
+
+    def held_when_empty(self) -> list[str]:
+        return self.held
+
+    def request(self, path: str, body: dict, timeout: float = 60) -> bytes:
+        if path != "/open_session":
+            return b""
+        with self.lock:
+            name = f"session {len(self.sessions)}"
+            self.sessions[name] = []
+        return json.dumps(name).encode()
+
+    def stream(self, path: str, asked: dict, timeout: float = 60) -> io.BytesIO:
+        return io.BytesIO(b"data: {}\n" * 6)
+
+    @staticmethod
+    def logprob(before: list[int], token: int, shift: float) -> float:
+        # Depends on every page before it, as attention does.
+        return -abs(math.sin(sum(before) * 1e-3 + token)) - shift
+
+    def json(self, path: str, asked: dict | None = None, timeout: float = 60):
+        if path == "/v1/loads":
+            return {"loads": [{"num_used_tokens": 0}]}
+        prompts = asked["input_ids"] if isinstance(asked["input_ids"][0], list) else [asked["input_ids"]]
+        time.sleep(0.001)
+        replies = [self._reply(ids, asked) for ids in prompts for _ in range(asked["sampling_params"].get("n", 1))]
+        return replies if len(replies) > 1 else replies[0]
+
+    def _reply(self, ids: list[int], asked: dict) -> dict:
+        with self.lock:
+            self.count += 1
+            shift = 2.0 if self.wrong_every and self.count > 100 and self.count % self.wrong_every == 0 else 0.0
+        session = asked.get("session_params", {}).get("id")
+        rng, pairs, context = random.Random(sum(ids)), [], self.sessions.get(session, []) + ids
+        for _ in range(asked["sampling_params"]["max_new_tokens"]):
+            token = rng.randrange(2, 512)
+            pairs.append([self.logprob(context, token, shift), token, None])
+            context.append(token)
+        if session:
+            self.sessions[session] = context
+        start = asked.get("logprob_start_len", -1)
+        inputs = [[None, 0, None]] + [[self.logprob(ids[:at], ids[at], 0.0), ids[at], None] for at in range(start + 1, len(ids))]
+        return {"meta_info": {"id": "1", "cached_tokens": 0, "output_token_logprobs": pairs, "input_token_logprobs": inputs}}
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def soaked(server: FakeServer, second: bool = True, fault: bool = False) -> tuple[bool, dict]:
+        monkeypatch.setattr(soak.sys, "argv", ["soak.py"])
+        args = argparse.Namespace(
+            out=tmp_path / "soak.json", minutes=0.03 if second else 0.05, limit=2.0, method="int4", model="qwen3", device="cpu",
+            reference="second" if second else "same", seed=1, fault=fault, logs=None,
+        )
+        run = soak.Soak(args, tmp_path, 1)
+        run.scale = SCALE
+        run.make = lambda name, gpu, env: server if name == "server" else FakeServer()
+        passed = run.run()
+        return passed, json.loads(args.out.read_text())["rows"][0]
+
+    return soaked
+
+
+@pytest.mark.parametrize("second", [True, False])
+def test_a_sound_server_passes(run, second):
+    passed, row = run(FakeServer(), second)
+    assert passed, row
+    assert row["compared"] > 20 and row["wrong_answers"] == row["errors"] == row["leaked_tokens"] == 0
+    assert row["aborted"] > 0 and row["retractions"] == 2 and row["wrong_page_seen"] > 0.5
+    assert set(row["kinds"]) >= {"single", "pair", "conversation", "session", "abort", "disconnect"}
+
+
+@pytest.mark.parametrize("second", [True, False])
+def test_wrong_answers_are_counted(run, second):
+    passed, row = run(FakeServer(wrong_every=10), second)
+    assert not passed and 0 < row["wrong_answers"] < row["compared"]
+
+
+def test_exchanged_pages_are_counted(run):
+    passed, row = run(FakeServer(), fault=True)
+    assert not passed and 0 < row["wrong_answers"] <= row["compared"] // 10 + 1
+
+
+def test_what_is_held_when_drained_is_counted(run):
+    passed, row = run(FakeServer(held=("worker 0 holds {'bf16_tokens': 64}",)))
+    assert not passed and row["leaked_tokens"] >= 64
+
+
+def test_greedy_answers_are_compared_up_to_a_near_tie():
+    bound = Bound(0.05, 0.2)
+    first = [Step(3, -1.0, {3: -1.0, 4: -1.1}), Step(5, -0.5, {5: -0.5})]
+    near = [Step(4, -1.02, {4: -1.02, 3: -1.05}), Step(9, -0.1, {9: -0.1})]
+    assert bound.holds(greedy_difference(first, first))
+    assert bound.holds(Difference.of([greedy_difference(first, near).max / 2]))
+    far = [Step(4, -0.1, {4: -0.1, 3: -4.0}), Step(9, -0.1, {9: -0.1})]
+    assert not bound.holds(greedy_difference(first, far))
+    unlisted = [Step(7, -0.1, {7: -0.1})]
+    assert greedy_difference(first, unlisted).max == 99.0
+    assert not bound.holds(greedy_difference([], []))
