@@ -266,7 +266,7 @@ class Soak:
         self.seconds = time.monotonic() - begin
         if not self.traffic.stop(120 if self.cpu else 30):
             self.stopped.append("requests were still running after the traffic ended")
-        if self.server.running:
+        elif self.server.running:
             self.held()
         if not self.second:
             random.Random(3).shuffle(self.kept)

@@ -27,7 +27,8 @@ FLAGS = ("--skip-tokenizer-init", "--random-seed", "0", "--skip-server-warmup")
 PLAIN_ON_GPU = ("--attention-backend", "triton", "--cuda-graph-backend-prefill", "disabled")
 #: Any leak that SGLang or the plugin finds when idle or between steps ends the server.
 IDLE_CHECK = "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE"
-STRICT = {IDLE_CHECK: "1", "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1"}
+BUSY_CHECK = "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY"
+STRICT = {IDLE_CHECK: "1", BUSY_CHECK: "1"}
 #: Several servers load on one GPU at once, so its free memory differs from rank to rank.
 ENV = {
     "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0",

@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks import record
 from benchmarks.answers import Bound, Difference
 from benchmarks.tiny_models import MODELS, TinyModel
-from benchmarks.tiny_server import STRICT, TinyServer, gpu_names, plugin_path, versions
+from benchmarks.tiny_server import BUSY_CHECK, STRICT, TinyServer, gpu_names, plugin_path, versions
 from tests.gpu import crowd, families
 
 #: Servers that start at once: each compiles kernels and loads torch in three processes.
@@ -111,10 +111,11 @@ class Suite:
             # A server of one GPU takes the next one in turn; others take the first ones.
             gpus = list(range(layout.tp)) if layout.tp > 1 else [self.turn % max(self.gpus, 1)]
             self.turn += layout.tp == 1
+            path = model.write(self.folder)  # two servers of a model may start at once
         graphs = () if self.cpu else (*GRAPHS, flags[flags.index("--max-running-requests") + 1])
         log = self.folder / "logs" / f"{name}.log"
         return TinyServer(
-            model.write(self.folder), [*layout.command(), *graphs, *flags], cpu=self.cpu, log=log,
+            path, [*layout.command(), *graphs, *flags], cpu=self.cpu, log=log,
             env={**self.env, **env}, gpus=gpus,
         )
 
@@ -150,7 +151,8 @@ class Suite:
         flags = self.families.flags() + ([] if plain else self.families.quantised_flags(method))
         name = "-".join(filter(None, (model.name, layout.name.replace(" ", "_").replace(",", ""), method)))
         begin = time.monotonic()
-        said = self.serve(name, model, flags, lambda server: families.ask(server, self.families, plain), layout)
+        env = {BUSY_CHECK: "0"} if layout.tp > 1 else {}  # it knows nothing of a worker's empty batches
+        said = self.serve(name, model, flags, lambda server: families.ask(server, self.families, plain), layout, env)
         said.seconds = time.monotonic() - begin
         key = (model.name, layout)
         with self.lock:

@@ -14,7 +14,7 @@ from benchmarks.answers import (
     Bound, Difference, another_page, check, forced, greedy, greedy_difference, steps, token_difference,
 )
 from benchmarks.tiny_models import VOCABULARY
-from benchmarks.tiny_server import TinyServer, body
+from benchmarks.tiny_server import BUSY_CHECK, TinyServer, body
 from launch.server import ServerError
 from tests.gpu.families import prompt
 
@@ -66,8 +66,9 @@ class Scale:
 
 GPU = Scale(576, 600, 1576, 8, 10, 8, 8, 160, 24, 6000, 65536, 8192, 256)
 CPU = Scale(128, 150, 500, 2, 2, 4, 4, 40, 3, 1200, 8192, 2048, 128)
-#: SGLang's own knob retracts as if memory had run out, every so many steps.
-PRESSED = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "40"}
+#: SGLang's own knob retracts as if memory had run out, every so many steps. Its check between steps counts the tokens of two
+#: batches; with sessions, aborts and preemption others hold some too, so here only the idle server is checked.
+PRESSED = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "40", BUSY_CHECK: "0"}
 
 
 def crowd(server: TinyServer, scale: Scale, deadline: float) -> Iterator[Row]:
