@@ -6,6 +6,8 @@ tree's. The own pages' overlays then belong on the tree's pages, or the window w
 
 from __future__ import annotations
 
+from inspect import signature
+
 import torch
 
 from sglang_kvq.config import PAGE_SIZE
@@ -57,7 +59,9 @@ def around_finished(original, self, req, *args, **kwargs):
 
     length = kwargs["kv_len_to_handle"]
     move = _WindowMove(self.req_to_token_pool.req_to_token, req.req_pool_idx, length)
-    key = RadixKey((req.origin_input_ids + req.output_ids)[:length], req.extra_key)
+    # Everything by which this release keeps requests of the same tokens apart: another's pages replace nothing.
+    names = {name: getattr(req, name) for name in ("extra_key", "cache_salt") if name in signature(RadixKey).parameters}
+    key = RadixKey((req.origin_input_ids + req.output_ids)[:length], **names)
     result = original(self, req, *args, **kwargs)
     kept = self.match_prefix(MatchPrefixParams(key=key)).device_indices
     if len(kept) >= length // PAGE_SIZE * PAGE_SIZE:
