@@ -75,9 +75,16 @@ def _canary_of_0_5_16() -> None:
 
 
 def lost_page() -> None:
-    from sglang_kvq.sglang.allocator import KVQuantAllocator
+    from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator as Allocator
 
-    _once(KVQuantAllocator, "free", lambda original, self, index: original(self, index[: -self.page_size]))
+    def free_tokens(original, self, index):
+        pages = index // self.page_size
+        return original(self, index[pages != pages[-1]])
+
+    if hasattr(Allocator, "_release_page_ids"):
+        _once(Allocator, "_release_page_ids", lambda original, self, *ids: original(self, ids[0][1:], *ids[1:]))
+    else:
+        _once(Allocator, "free", free_tokens)
 
 
 def lost_overlay() -> None:
@@ -87,32 +94,52 @@ def lost_overlay() -> None:
 
 
 def page_given_twice() -> None:
-    """The second page of the first request is handed out again, to the second, whatever holds it meanwhile."""
-    from sglang_kvq.sglang.allocator import KVQuantAllocator
+    """The second page of the first long prompt is handed out again, to the next, whatever holds it meanwhile."""
+    first = []
 
-    original, first = KVQuantAllocator.alloc_extend, []
-
-    def alloc_extend(self, *args, **kwargs):
+    def alloc_extend(original, self, *args, **kwargs):
         if len(first) == 1:
             self.free_pages = torch.cat((first[0], self.free_pages))
             first.append(None)
         out = original(self, *args, **kwargs)
-        if not first and len(out) > 3 * self.page_size:  # not SGLang's own request at start
+        if not first and _is_long(out):
             first.append(out[self.page_size : self.page_size + 1] // self.page_size)
         return out
 
-    KVQuantAllocator.alloc_extend = alloc_extend
+    _around_alloc_extend(alloc_extend)
+
+
+def _is_long(out: torch.Tensor | None) -> bool:
+    """Whether a prompt was allocated that is none of SGLang's own at start."""
+    return out is not None and len(out) > 100
+
+
+def _around_alloc_extend(handler) -> None:
+    from sglang_kvq.sglang.allocator import KVQuantAllocator, KVQuantCpuAllocator
+
+    def wrap(original):
+        return lambda self, *args, **kwargs: handler(original, self, *args, **kwargs)
+
+    for kind in (KVQuantAllocator, KVQuantCpuAllocator):
+        kind.alloc_extend = wrap(kind.alloc_extend)
 
 
 def _once(owner: type, method: str, replacement) -> None:
-    """``replacement(original, *args)`` takes the place of the first call."""
-    original, done = getattr(owner, method), []
+    """``replacement(original, *args)`` takes the place of the first call after a long prompt."""
+    armed, original = [], getattr(owner, method)
+
+    def arm(allocate, self, *args, **kwargs):
+        out = allocate(self, *args, **kwargs)
+        if _is_long(out) and not armed:
+            armed.append("now")
+        return out
 
     @functools.wraps(original)
     def call(*args, **kwargs):
-        if done:
+        if armed != ["now"]:
             return original(*args, **kwargs)
-        done.append(True)
+        armed.append("done")
         return replacement(original, *args, **kwargs)
 
+    _around_alloc_extend(arm)
     setattr(owner, method, call)

@@ -1,0 +1,93 @@
+"""SGLang's own kits (``tests/gpu/kits.py``) against our servers, in sizes for a CPU, and plain SGLang where it is cheap.
+
+All servers here are checked by SGLang after every step; the last tests show that those checks find what is lost.
+"""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import requests
+
+from tests.e2e.client import Client
+from tests.gpu import kits
+
+#: Everything but sinks and 64 recent tokens is read in 4 bits.
+OURS = ("--kv-quant", "int4", "--kv-quant-recent", "64", "--enable-streaming-session", "--allow-auto-truncate")
+#: Everything is read in BF16.
+WIDE = ("--kv-quant", "int2", "--kv-quant-recent", "1024")
+PLAIN = ("--page-size", "64")
+SERVERS = {"plain": PLAIN, "wide": WIDE, "ours": OURS}
+#: Decoding against prefilling, as the kits measure it: BF16's own noise, and with that of 4 bits.
+MOST_KL = {"plain": 0.005, "wide": 0.005, "ours": 0.01}
+
+
+@pytest.fixture
+def target(servers, request) -> kits.Target:
+    name = request.param
+    return kits.Target(servers(*SERVERS[name]).url, kits.CPU, kl=MOST_KL[name])
+
+
+def against(*names: str):
+    return pytest.mark.parametrize("target", names, indirect=True)
+
+
+@against("ours")
+@pytest.mark.parametrize("kit", ["cache_hit", "radix_tree", "abort_all", "pause", "streaming_sessions"])
+def test_kit(target, kit):
+    print({**kits.KITS, **kits.MORE}[kit](target))
+
+
+@against("ours", "plain")
+def test_branches_find_their_prefix(target):
+    assert kits.branching(target) == {"cached": [0, 256, 256]}
+
+
+@against("ours", "plain", "wide")
+def test_turns_decode_what_a_prefill_computes(target):
+    print(kits.multiturn_kl(target))
+
+
+@against("wide", "plain")
+def test_scores_do_not_depend_on_the_batch(target):
+    if not kits.available("jitter"):
+        pytest.skip("this release of SGLang has no jitter kit")
+    print(kits.jitter(target))
+
+
+def test_requests_that_run_into_their_time_limit(servers):
+    server = servers(*OURS, env={"SGLANG_REQ_RUNNING_TIMEOUT": "3"})
+    print(kits.running_timeout(kits.Target(server.url, kits.CPU)))
+    client = Client(server)
+    client.flush()  # what ran into its limit holds nothing
+    time.sleep(1)
+    assert requests.get(f"{client.url}/health", timeout=60).status_code == 200
+
+
+def _log_of_the_end(server, *work) -> str:
+    """The log of a server that must end itself; ``work`` are requests that it may or may not answer."""
+    for ids, tokens in work:
+        try:
+            Client(server).generate(ids, tokens)
+        except (requests.RequestException, AssertionError):
+            break
+    deadline = time.time() + 60
+    while server.running:
+        assert time.time() < deadline, f"the server still runs\n{server.log_tail()}"
+        time.sleep(0.2)
+    return server.log()
+
+
+def test_a_lost_page_is_found_while_requests_run(servers, faulty):
+    """With the check when idle off, so that it is the one after every step."""
+    env = {**faulty("lost_page"), "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "0"}
+    server = servers(*OURS, env=env, fresh=True)
+    log = _log_of_the_end(server, (list(range(100, 230)), 4), (list(range(300, 330)), 30))
+    assert "Full Pool Mem Leak Detected!" in log and "self_check_during_busy" in log
+
+
+def test_a_lost_overlay_is_found_when_idle(servers, faulty):
+    server = servers(*OURS, env=faulty("lost_overlay"), fresh=True)
+    log = _log_of_the_end(server, (list(range(100, 230)), 4))
+    assert "kv-quant memory leak detected! KV cache integrity: a free page still has an overlay slot" in log
