@@ -29,7 +29,10 @@ class PendingOps:
         self._ops.clear()
 
     def free_pages(self, pages: torch.Tensor) -> None:
-        """Pages ``[n]`` of any integer type went back to the allocator; repeats are harmless."""
+        """Pages ``[n]`` of any integer type went back to the allocator.
+
+        Repeats are harmless, but each is work: name a page once, not once for each of its tokens.
+        """
         if pages.numel():
             self._ops.append(("free", pages.long()))
 
