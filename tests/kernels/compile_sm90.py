@@ -3,8 +3,9 @@
     python tests/kernels/compile_sm90.py [--all]
 
 The interpreter accepts programs that the compiler refuses, so tests run this too. Prints registers, bytes
-of stack (spills), shared memory, instructions and how many of these load less than 4 bytes, of every kernel for three
-geometries, and of those that touch records for some kinds of codes; or for all that tests use.
+of stack (spills), shared memory, instructions and how many of these load less than 4 bytes, are products of warpgroups and
+wait for them: of every kernel for three geometries, and of those that touch records for some kinds of codes; or for all
+that tests use.
 """
 
 import re
@@ -76,10 +77,11 @@ def compile_launch(self, *args, grid, warmup=False, **kwargs) -> None:
     registers, stack = re.findall(r"REG:(\d+) STACK:(\d+)", usage)[-1]
     operations = re.findall(r"/\*[0-9a-f]{4,5}\*/ +(?:@!?U?P\w+ +)?([A-Z0-9_.]+)", code)
     narrow = sum(bool(re.match(r"LDG\.E\.[US](8|16)", x)) for x in operations)
+    products, waits = (sum(x.startswith(name) for x in operations) for name in ("HGMMA", "WARPGROUP.DEPBAR"))
     launch = " ".join(f"{k}={v}" for k, v in options.items())
     print(
         f"  {self.__name__:18} registers {registers:>3}  stack {stack:>4}  shared {kernel.metadata.shared:>6}  "
-        f"instructions {len(operations):>5}  narrow loads {narrow:>3}  {launch}",
+        f"instructions {len(operations):>5}  narrow loads {narrow:>3}  products {products:>3}  waits {waits:>3}  {launch}",
         flush=True,
     )
 

@@ -26,3 +26,6 @@ def test_kernels_compile_for_sm90():
         assert found, f"{kernel} was not compiled:\n{common}"
         for instructions, narrow in found:
             assert int(instructions) <= most and narrow == "0", f"{kernel}: {instructions} instructions, {narrow} narrow loads"
+    # Where ptxas finds too few registers, or a product under way whose sums are touched, it waits after each.
+    for products, waits in re.findall(r"^  _extend .*products +(\d+) +waits +(\d+)", common, re.MULTILINE):
+        assert 0 < 3 * int(waits) <= int(products), f"_extend: {waits} waits for {products} products, one after the other"
