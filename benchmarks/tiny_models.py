@@ -185,7 +185,7 @@ MODELS = {
     model.name: model
     for model in (
         TinyModel("llama", "llama"),
-        TinyModel("qwen2", "qwen2"),
+        TinyModel("qwen2", "qwen2", hidden=1024),  # its heads are hidden / heads, whatever head_dim says
         TinyModel("qwen3", "qwen3"),
         TinyModel("qwen3_moe", "qwen3_moe"),
         TinyModel("glm4_moe", "glm4_moe"),
