@@ -98,10 +98,9 @@ def test_nothing_freed_records_nothing(allocator):
 
 def test_integrity_of_a_cache_in_use(allocator):
     """What an idle server checks; a page that is freed behind our back is found."""
-    locations = extend(allocator, 3 * P)
-    state = runtime.current()
-    page = int(locations[0]) // P
+    state, (page, *records) = runtime.current(), (extend(allocator, 3 * P)[::P] // P).tolist()
     state.pages.page_slot[page], state.tiers.slot_page[1] = 1, page
+    state.tiers.page_valid[records] = True
     allocator.check_integrity()
     allocator.free_pages = torch.cat([allocator.free_pages, torch.tensor([page])])
     with pytest.raises(RuntimeError, match="a free page still has an overlay slot"):
