@@ -1,4 +1,4 @@
-"""Folding the value rotation into W_v and W_o, where the weights are plain matrices; such weights neither leave nor change."""
+"""Folding the value rotation into W_v and W_o where they are plain matrices; such weights neither leave nor change."""
 
 from __future__ import annotations
 

@@ -33,7 +33,8 @@ def finish(tree, allocator, row: int, tokens: list[int], **names) -> torch.Tenso
 
 def moves() -> list[tuple[list[int], list[int]]]:
     """Moves recorded since the last call that change something."""
-    found = [(x[0].tolist(), x[1].tolist()) for op, *x in runtime.tiers().pending.drain(torch.device("cpu")) if op == "move"]
+    events = runtime.tiers().pending.drain(torch.device("cpu"))
+    found = [(ids[0].tolist(), ids[1].tolist()) for op, *ids in events if op == "move"]
     return [(own, kept) for own, kept in found if own != kept]
 
 
