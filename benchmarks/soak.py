@@ -150,6 +150,9 @@ class Soak:
         self.begin = time.monotonic()
         self.limit = self.begin + 60 * (args.limit or args.minutes + 1.5) - 20
         self.second = args.reference == "second" or (args.reference == "auto" and not self.cpu)
+        tiny = MODELS[args.model]
+        layers = args.layers or (tiny.layers if self.cpu else 16)
+        self.model = tiny if layers == tiny.layers else replace(tiny, name=f"{tiny.name}_{layers}", layers=layers)
         self.traffic: Traffic | None = None
         self.checker: Checker | None = None
         self.server: TinyServer | None = None
@@ -175,7 +178,7 @@ class Soak:
         ]
 
     def make(self, name: str, gpu: int, env: dict[str, str]) -> TinyServer:
-        model = MODELS[self.args.model].write(self.folder)
+        model = self.model.write(self.folder)
         # Checked whenever idle; tests/gpu also checks between steps, which would slow the traffic.
         base = {IDLE_CHECK: "1", **plugin_path(self.folder)}
         return TinyServer(model, self.flags(), cpu=self.cpu, log=self.folder / f"{name}.log", env={**base, **env}, gpus=[gpu])
@@ -307,8 +310,8 @@ class Soak:
             "seconds": round(self.seconds, 1), "requests": c.requests if c else 0, "errors": c.errors if c else None,
             "aborted": c.aborted if c else 0, "retractions": self.retractions() if self.server else 0, "leaked_tokens": self.leaked,
             "wrong_answers": k.wrong if k else None, "p50_ms": at(0.5), "p99_ms": at(0.99),
-            "model": self.args.model, "kv_quant": self.args.method, "pool_tokens": self.scale.pool,
-            "compared": k.compared if k else 0, "compared_tokens": k.tokens if k else 0, "not_compared": k.failed if k else None,
+            "model": self.model.name, "kv_quant": self.args.method, "pool_tokens": self.scale.pool,
+            "compared": k.compared if k else 0, "compared_tokens": k.tokens if k else 0, "not_compared": k.failed if k else None, "without_logprob": c.incomplete if c else None,
             "bound": round(k.bound.mean, 4) if k else None, "bound_max": round(k.bound.max, 4) if k else None,
             "alone_mean": round(max((d.mean for d in k.calibrated), default=0), 5) if k else None,
             "alone_max": round(max((d.max for d in k.calibrated), default=0), 4) if k else None,
@@ -369,6 +372,7 @@ def main() -> int:
     parser.add_argument("--limit", type=float, help="minutes after which all has ended; default --minutes and 1.5")
     parser.add_argument("--method", default="int4", help="--kv-quant of the servers; default %(default)s")
     parser.add_argument("--model", default="qwen3", choices=MODELS)
+    parser.add_argument("--layers", type=int, help="of the model; default 16 on a GPU: rounding averages out, wrong pages do not")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--reference", choices=("auto", "second", "same"), default="auto", help="which server answers alone")
     parser.add_argument("--seed", type=int, default=0, help="of the traffic")

@@ -29,7 +29,7 @@ class KVQuantAllocator(PagedTokenToKVPoolAllocator):
             free = torch.cat((self.free_pages, self.release_pages))
         else:
             free = self.get_all_free_pages()
-        check_integrity(runtime.tiers(), free)
+        check_integrity(runtime.tiers(), free, idle=True)
 
     if compat.applies(PER_TOKEN_FREES, _RELEASE):
 

@@ -91,7 +91,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     def soaked(server: FakeServer, second: bool = True, fault: bool = False) -> tuple[bool, dict]:
         monkeypatch.setattr(soak.sys, "argv", ["soak.py"])
         args = argparse.Namespace(
-            out=tmp_path / "soak.json", minutes=0.03 if second else 0.05, limit=2.0, method="int4", model="qwen3", device="cpu",
+            out=tmp_path / "soak.json", minutes=0.03 if second else 0.05, limit=2.0, method="int4", layers=None, model="qwen3", device="cpu",
             reference="second" if second else "same", seed=1, fault=fault, logs=None,
         )
         run = soak.Soak(args, tmp_path, 1)
