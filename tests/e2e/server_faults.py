@@ -70,14 +70,16 @@ def _canary_of_0_5_16() -> None:
     endpoint.launch_canary_verify_kernel = verify_ref.launch_canary_verify_kernel_torch_reference
     endpoint.launch_canary_write_kernel = write_ref.launch_canary_write_kernel_torch_reference
     cuda = SimpleNamespace(Stream=lambda device: None)
-    names = SimpleNamespace(cuda=cuda, Tensor=torch.Tensor, device=torch.device)
-    canary_manager.torch = names
+    canary_manager.torch = SimpleNamespace(cuda=cuda, Tensor=torch.Tensor, device=torch.device)
+    torch.cuda.is_current_stream_capturing = lambda: False
 
 
 def lost_page() -> None:
     from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator as Allocator
 
     def free_tokens(original, self, index):
+        if not index.numel():
+            return NotImplemented
         pages = index // self.page_size
         return original(self, index[pages != pages[-1]])
 
@@ -125,7 +127,7 @@ def _around_alloc_extend(handler) -> None:
 
 
 def _once(owner: type, method: str, replacement) -> None:
-    """``replacement(original, *args)`` takes the place of the first call after a long prompt."""
+    """``replacement(original, *args)`` takes the place of the first call after a long prompt that it takes."""
     armed, original = [], getattr(owner, method)
 
     def arm(allocate, self, *args, **kwargs):
@@ -138,8 +140,11 @@ def _once(owner: type, method: str, replacement) -> None:
     def call(*args, **kwargs):
         if armed != ["now"]:
             return original(*args, **kwargs)
+        result = replacement(original, *args, **kwargs)
+        if result is NotImplemented:
+            return original(*args, **kwargs)
         armed.append("done")
-        return replacement(original, *args, **kwargs)
+        return result
 
     _around_alloc_extend(arm)
     setattr(owner, method, call)
