@@ -175,7 +175,8 @@ def branching(target: Target) -> dict:
     prefix = "hi" * 257
     replies = [Case.send_request_helper(prefix + word * 4 * PAGE) for word in ("this", "here", "that")]
     cached = [reply["meta_info"]["cached_tokens"] for reply in replies]
-    assert cached[0] == 0 and cached[1] == cached[2] and cached[1] in (256, 257), cached  # whole pages, or plain tokens
+    # Whole pages, or single tokens of plain SGLang, which may find a piece of the word that follows as well.
+    assert [n // PAGE * PAGE for n in cached] == [0, 256, 256], cached
     return {"cached": cached}
 
 
