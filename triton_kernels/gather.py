@@ -9,6 +9,8 @@ import triton.language as tl
 
 from sglang_kvq.kernels.codes import Record, level_of
 from sglang_kvq.kernels.common import PAGE, key_row, page_of, to_bf16
+from sglang_kvq.kernels.decode import is_two_bit
+from sglang_kvq.kernels.gather_two_bits import from_two_bits, warps_for
 
 
 def gather_pages(
@@ -33,21 +35,23 @@ def gather_pages(
     history reads slot 0.
     """
     pages, kv_heads, d = plan.shape[0], k.shape[1], k.shape[2]
+    fast = is_two_bit(record, d)
     _gather[(kv_heads, pages)](
         k, v, rows, plan,
         records, overlays, page_slot, row_pages, row_sink_end, row_history_end, row_pages.stride(0),
         RECORD=record,
+        FAST=fast,
         D=d,
         DP=triton.next_power_of_2(d),
         JP=triton.next_power_of_2(d // 4),
-        num_warps=4,
+        num_warps=warps_for(d) if fast else 4,
     )  # fmt: skip
 
 
 @triton.jit
 def _gather(
     k, v, rows, plan, records, overlays, page_slot, row_pages, row_sink_end, row_history_end, table_row,
-    RECORD: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, JP: tl.constexpr,
+    RECORD: tl.constexpr, FAST: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, JP: tl.constexpr,
 ):  # fmt: skip
     """Program (h, n): page n of the plan, KV head h."""
     head, kv_heads = tl.program_id(0), tl.num_programs(0)
@@ -62,7 +66,10 @@ def _gather(
     token_stride = kv_heads * D
     if (start >= tl.load(row_sink_end + row)) & (start < tl.load(row_history_end + row)):
         mine = records + (page * kv_heads + head) * RECORD.bytes
-        _from_record(k, v, token_stride, count, mine, RECORD, D, DP, JP)
+        if FAST:
+            from_two_bits(k, v, count, kv_heads, mine, D, RECORD.k.group)
+        else:
+            _from_record(k, v, token_stride, count, mine, RECORD, D, DP, JP)
     else:
         slot = tl.maximum(tl.load(page_slot + page), 0).to(tl.int64)
         overlay = overlays + (slot * 2 * kv_heads + head) * (PAGE * D)
@@ -116,9 +123,11 @@ def packed(record, row, column, ROWS: tl.constexpr, COLUMNS: tl.constexpr, mask,
 @triton.jit
 def _copy(out, token_stride, count, rows, D: tl.constexpr, DP: tl.constexpr):
     """The first ``count`` of PAGE contiguous rows to rows ``token_stride`` apart."""
-    token, dim = tl.arange(0, PAGE)[:, None], tl.arange(0, DP)[None, :]
-    inside = (dim < D) & (token < count)
-    tl.store(out + token * token_stride + dim, tl.load(rows + token * D + dim, mask=inside), mask=inside)
+    dim = tl.arange(0, DP)[None, :]
+    for first in tl.range(0, PAGE, 16):
+        token = first + tl.arange(0, 16)[:, None]
+        inside = (dim < D) & (token < count)
+        tl.store(out + token * token_stride + dim, tl.load(rows + token * D + dim, mask=inside), mask=inside)
 
 
 @triton.jit

@@ -1,0 +1,59 @@
+"""Stored pages back to BF16: uniform 2-bit records bit for bit, and the inline assembly that unpacks them.
+
+Records of other kinds: tests/kernels/test_formats.py.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from tests.kernels.scene import HEADS, Heads, int64, make_scene
+from tests.kernels.test_unpack import OPERATIONS, execute, words
+
+from sglang_kvq.config import PAGE_SIZE
+from sglang_kvq.formats.pack import unpack_codes
+from sglang_kvq.kernels import gather_two_bits
+from sglang_kvq.kernels.decode import is_two_bit
+from sglang_kvq.kernels.gather import gather_pages
+
+
+@pytest.mark.parametrize("heads", [HEADS[0], HEADS[1], HEADS[2], HEADS[7], Heads(128, 32, 2, 1)], ids=str)
+def test_pages_are_what_they_hold(heads):
+    """Records and overlays, whole and in part, in any order; rows between them are left alone."""
+    scene = make_scene(heads, [64 * 6 + 5, 64 * 5])
+    pool, ops = scene.pool, scene.ops()[0]
+    assert is_two_bit(ops._records[0], heads.head_dim) == (heads.group == min(heads.head_dim, 128))
+    plan = [(1, 2, 64, 64), (0, 3, 0, 64), (0, 0, 140, 20), (0, 2, 160, 33), (1, 1, 193, 1)]
+    out = torch.full((2, 256, heads.kv, heads.head_dim), 7.0, dtype=torch.bfloat16, device=scene.rows.device)
+    gather_pages(*out, int64(1, 2), torch.tensor(plan, dtype=torch.int32, device=out.device), **ops._stored(0))
+    want = torch.full_like(out, 7.0)
+    for request, index, at, count in plan:
+        page = int(pool.req_to_token[request + 1, index * PAGE_SIZE]) // PAGE_SIZE
+        if slot := int(pool.page_slot[page]) if index == 0 else 0:
+            kv = pool.overlays[0, slot]
+        else:
+            kv = torch.stack(pool.formats[0].dequantise_pages(pool.records[0][page])).bfloat16()
+        want[:, at : at + count] = kv.transpose(1, 2)[:, :count]
+    assert torch.equal(out.view(torch.int16), want.view(torch.int16))
+
+
+def test_the_assembly_picks_a_value_for_each_code(monkeypatch):
+    monkeypatch.setitem(OPERATIONS, "mad.lo.u32", lambda a, b, c: a * b + c)
+    count = 3000
+    packed = [words(count, seed) for seed in (1, 2)]
+    values = np.random.default_rng(3).integers(0, 2**16, (count, 4)).astype(np.uint16)
+    codes = [unpack_codes(torch.from_numpy(x.astype(np.uint32).view(np.uint8)), count, 16, 2).view(count, 4, 4) for x in packed]
+    tables = values.view(np.uint32).astype(np.uint64)
+    for plane in range(4):
+        got = execute(gather_two_bits._expand_ptx.fn(plane), 4, [*packed, tables[:, 0], tables[:, 1]])
+        got = np.concatenate([x.view(np.uint16) for x in got], 1)
+        picked = torch.cat([x[:, plane] for x in codes], 1).long().numpy()
+        assert np.array_equal(got, np.take_along_axis(values, picked, 1))
+
+
+def test_the_assembly_transposes_bytes():
+    rows = [words(1000, seed) for seed in range(4)]
+    got = execute(gather_two_bits._TRANSPOSE_PTX.value, 4, rows)
+    want = np.stack([x.astype(np.uint32).view(np.uint8).reshape(-1, 4) for x in rows], 2)  # [n, byte, word]
+    assert np.array_equal(np.stack(got, 1).view(np.uint8), want)
