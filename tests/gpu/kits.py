@@ -83,7 +83,7 @@ class Target:
     url: str
     sizes: Sizes = GPU
     kl: float = 0.02
-    tolerance: float = 0.25
+    tolerance: float = 0.4
 
     @cached_property
     def model(self) -> str:
@@ -387,7 +387,7 @@ def main() -> int:
     parser.add_argument("--kits", nargs="+", help=f"default: {' '.join(KITS)}. For servers started for them: {needs}")
     parser.add_argument("--cpu-sizes", action="store_true", help="as little as the tests on a CPU do")
     parser.add_argument("--kl", type=float, default=0.02, help="most KL of decoding to prefilling (default: %(default)s)")
-    parser.add_argument("--tolerance", type=float, default=0.25, help="most difference of log-probabilities in jitter")
+    parser.add_argument("--tolerance", type=float, default=0.4, help="most difference of log-probabilities in jitter (default: %(default)s)")
     parser.add_argument("--output", type=Path, help="JSON file for the rows")
     given = parser.parse_args()
     rows = run(given.url, given.kits, CPU if given.cpu_sizes else GPU, kl=given.kl, tolerance=given.tolerance)
