@@ -1,4 +1,4 @@
-"""Runs the whole suite: unit tests once, and what touches SGLang against the oldest and the newest release.
+"""Runs the whole suite: unit tests once, then what touches SGLang against the oldest and the newest release, at once.
 
     ./test                    everything
     ./test --quick            unit tests only
@@ -17,7 +17,7 @@ import tempfile
 import time
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 if __package__ in (None, ""):
@@ -28,9 +28,11 @@ from launch.progress import StepFailed, call
 
 ROOT = Path(__file__).resolve().parent.parent
 NEWEST, OLDEST = "0.5.23", "0.5.16"
+UNIT = "unit tests"
 #: Tests that run in both environments; all others are unit tests and run once.
 BOTH = (Path("tests/sglang"), Path("tests/e2e"))
-#: Unit tests run in as many processes as there are cores, each on one; a server of the others takes all cores itself.
+#: Unit tests run in as many processes as there are cores; the two releases run beside each other. Threads of one that
+#: wait for those of another cost far more than a second core brings, so each process has one.
 SPREAD = ("--numprocesses=auto", "--dist=worksteal")
 ONE_CORE = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 #: How many of its slowest tests each run lists.
@@ -46,7 +48,6 @@ class Run:
     title: str
     version: str
     arguments: tuple[str, ...]
-    environment: dict[str, str] = field(default_factory=dict)
 
 
 def is_sglang(path: str) -> bool:
@@ -65,7 +66,7 @@ def plan(quick: bool, words: list[str]) -> list[Run]:
     if wide or not paths:
         both = [str(folder) for folder in BOTH if (ROOT / folder).is_dir()]
     ignored = tuple(f"--ignore={folder}" for folder in BOTH)
-    runs = [Run("unit tests", NEWEST, (*unit, *ignored, *SPREAD, *options), ONE_CORE)] if unit else []
+    runs = [Run(UNIT, NEWEST, (*unit, *ignored, *SPREAD, *options))] if unit else []
     if not quick and both:
         runs += [Run(f"SGLang {version}", version, (*both, *options)) for version in (NEWEST, OLDEST)]
     return runs
@@ -82,16 +83,31 @@ def counts(report: Path) -> Counter[str]:
     return found
 
 
-def execute(run: Run, model: Path) -> tuple[int, Counter[str]]:
-    """pytest's exit code and what it counted."""
-    python = ROOT / ".venvs" / f"sglang-{run.version}" / "bin" / "python"
-    print(f"\n=== {run.title} ===", flush=True)
+def execute(runs: list[Run], model: Path) -> list[tuple[int, Counter[str]]]:
+    """pytest's exit code and what it counted, of runs beside each other; only one's output is shown as it comes."""
+    running: list[subprocess.Popen] = []
     with tempfile.TemporaryDirectory() as folder:
-        report = Path(folder) / "report.xml"
-        command = [str(python), "-m", "pytest", *run.arguments, f"--junitxml={report}", "-p", "no:cacheprovider"]
-        command += ["--model", str(model), f"--durations={SLOWEST}"]
-        code = subprocess.run(command, cwd=ROOT, env={**os.environ, **run.environment}).returncode
-        return code, counts(report)
+        logs = [Path(folder) / f"{n}.log" for n in range(len(runs))]
+        reports = [Path(folder) / f"{n}.xml" for n in range(len(runs))]
+        try:
+            for run, log, report in zip(runs, logs, reports):
+                python = ROOT / ".venvs" / f"sglang-{run.version}" / "bin" / "python"
+                command = [str(python), "-m", "pytest", *run.arguments, f"--junitxml={report}", "-p", "no:cacheprovider"]
+                command += ["--model", str(model), f"--durations={SLOWEST}"]
+                output = log.open("wb") if running else None
+                running.append(subprocess.Popen(command, cwd=ROOT, env={**os.environ, **ONE_CORE}, stdout=output, stderr=output))
+            for run, process, log in zip(runs, running, logs):
+                shown = process is running[0]
+                print(f"\n=== {run.title} ===", flush=True)
+                process.wait()
+                if not shown:
+                    print(log.read_text(errors="replace"), flush=True)
+        finally:
+            for process in running:
+                if process.poll() is None:
+                    process.terminate()
+                    process.wait()
+        return [(process.returncode, counts(report)) for process, report in zip(running, reports)]
 
 
 def prepare(runs: list[Run]) -> Path:
@@ -121,11 +137,11 @@ def main() -> int:
         return 1
     total: Counter[str] = Counter()
     broken = []
-    for run in runs:
-        code, found = execute(run, model)
-        total.update(found)
-        if code not in (0, NOTHING_COLLECTED):
-            broken.append(f"{run.title} (pytest exited with {code})")
+    for together in ([runs[0]], runs[1:]) if runs[0].title == UNIT else (runs,):
+        for run, (code, found) in zip(together, execute(together, model)):
+            total.update(found)
+            if code not in (0, NOTHING_COLLECTED):
+                broken.append(f"{run.title} (pytest exited with {code})")
     if not total["passed"] + total["failed"]:
         broken.append("no test ran")
     print(f"\n{time.monotonic() - begin:.0f} s; " + (f"FAILED: {', '.join(broken)}" if broken else "all good"))
