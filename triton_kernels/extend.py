@@ -16,9 +16,9 @@ import triton.language as tl
 
 from sglang_kvq.config import PAGE_SIZE
 from sglang_kvq.kernels.codes import Record
-from sglang_kvq.kernels.common import INTERPRETED, PAGE, page_of
+from sglang_kvq.kernels.common import INTERPRETED, PAGE, page_of, to_bf16
 from sglang_kvq.kernels.decode import is_two_bit, value_dims
-from sglang_kvq.kernels.extend_history import attend, history_any, history_two_bits
+from sglang_kvq.kernels.extend_history import attend, history_any, history_two_bits, settled
 
 LOG2E = 1.4426950408889634
 NEVER = tl.constexpr(-1e30)
@@ -63,9 +63,9 @@ class ExtendPlan:
 
     Attributes:
         items: int32 ``[n, FIELDS]``: request; its first token in the batch; its new tokens; the tile's first row;
-            units first .. last; the prefix, in tokens; where the request's partial results begin, how many each of
-            the tile's tokens has, and which of them this item is.
-        spans: int32 ``[tokens, 2]``: each token's first partial result and how many it has.
+            units first .. last; the prefix, in tokens; where the request's partial results begin, into how many items
+            its tiles are cut, and which of them this one is.
+        spans: int32 ``[tokens, 2]``: each token's first partial result and how many it has; one is none.
         partials: in all.
     """
 
@@ -96,7 +96,8 @@ def plan_extend(prefix_lens: list[int], new_lens: list[int], shared: int, rows: 
     most = -(-prefix // PAGE_SIZE) + -(-new // PAGE_SIZE)
     per_request = -(-most // _most_units(most, tiles, wave)) if len(units) else most
     parts = per_request[request]
-    begins = np.cumsum(new * per_request) - new * per_request
+    results = np.where(per_request > 1, new * per_request, 0)
+    begins = np.cumsum(results) - results
     token_request = np.repeat(np.arange(len(new)), new)
     token = np.arange(len(token_request)) - starts[token_request]
     spans = np.stack([begins[token_request] + token * per_request[token_request], per_request[token_request]], axis=1)
@@ -108,7 +109,7 @@ def plan_extend(prefix_lens: list[int], new_lens: list[int], shared: int, rows: 
     columns = [owner, starts[owner], new[owner], first_row[tile], *bounds, prefix[owner], begins[owner], parts[tile], part]
     items = np.stack(columns, axis=1)
     items = items[np.argsort(bounds[0] - bounds[1], kind="stable")]
-    return ExtendPlan(items.astype(np.int32), spans.astype(np.int32), int((new * per_request).sum()))
+    return ExtendPlan(items.astype(np.int32), spans.astype(np.int32), int(results.sum()))
 
 
 def _most_units(units: np.ndarray, tiles: np.ndarray, wave: int) -> int:
@@ -131,6 +132,7 @@ def _most_units(units: np.ndarray, tiles: np.ndarray, wave: int) -> int:
 
 def extend(
     out: torch.Tensor,
+    partial: torch.Tensor,
     lse: torch.Tensor,
     q: torch.Tensor,
     new: tuple[torch.Tensor, torch.Tensor],
@@ -148,10 +150,11 @@ def extend(
     launch: ExtendLaunch,
     plain: bool = INTERPRETED,
 ) -> None:
-    """Partial results of every item.
+    """The result of every item: of a whole tile where that is one item, else partial.
 
     Args:
-        out: float32 ``[partials, q_heads, D]``; lse: float32 ``[partials, q_heads]``, log2 of the softmax's denominator.
+        out: BF16 ``[T, q_heads, D]``, contiguous; rows of requests whose tiles have several items are left to ``merge_splits``.
+        partial: float32 ``[partials, q_heads, D]``; lse: float32 ``[partials, q_heads]``, log2 of the softmax's denominator.
         q: BF16 ``[T, q_heads, D]``; new: the new tokens' k and v, BF16 ``[T, kv_heads, D]``; rotated, last axes contiguous.
         items: of ``plan_extend`` with the launch's rows, on the device.
         rows: int ``[batch]``; the tables are ``PagePool``'s.
@@ -163,7 +166,7 @@ def extend(
     q_heads, d = q.shape[1:]
     kv_heads, dims = k.shape[1], value_dims(d)
     _extend[(kv_heads * (d // dims), len(items))](
-        out, lse, q, k, v, items, rows, scale * LOG2E,
+        out, partial, lse, q, k, v, items, rows, scale * LOG2E,
         records, overlays, page_slot, row_pages, row_sink_end, row_history_end,
         *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], row_pages.stride(0),
         RECORD=record,
@@ -187,7 +190,7 @@ def extend(
 
 @triton.jit
 def _extend(
-    out, lse, q, k, v, items, rows, scale_log2,
+    out, partial, lse, q, k, v, items, rows, scale_log2,
     records, overlays, page_slot, row_pages, row_sink_end, row_history_end,
     q_token, q_head, k_token, k_head, v_token, v_head, table_row,
     RECORD: tl.constexpr, FAST: tl.constexpr, SHARED: tl.constexpr, KV_HEADS: tl.constexpr,
@@ -241,14 +244,18 @@ def _extend(
         k, k_token, v, v_token, v_first, scale_log2, KV_HEADS, D, DP, DIMS, VP, KEYS, ROWS,
     )  # fmt: skip
 
-    # Of a row that saw nothing, the weight is 2^NEVER.
-    dim = tl.arange(0, VP)
-    result = (begin + token * parts + part).to(tl.int64) * (KV_HEADS * SHARED) + head * SHARED + shared  # [ROWS]
+    dim = v_first + tl.arange(0, VP)[None, :]
+    wanted = live[:, None] & (dim < v_first + DIMS)
+    q_head_index = head * SHARED + shared
     total = tl.maximum(total, 1e-30)
-    tl.store(lse + result, top + tl.log2(total), mask=live)
-    tl.store(
-        out + result[:, None] * D + v_first + dim[None, :], acc / total[:, None], mask=live[:, None] & (dim < DIMS)[None, :]
-    )
+    acc *= (1 / total)[:, None]
+    if parts == 1:
+        row_out = (start + token) * (KV_HEADS * SHARED) + q_head_index
+        tl.store(out + row_out[:, None] * D + dim, to_bf16(acc), mask=wanted)
+    else:  # of a row that saw nothing, the weight is 2^NEVER
+        result = (begin + token * parts + part).to(tl.int64) * (KV_HEADS * SHARED) + q_head_index  # [ROWS]
+        tl.store(lse + result, top + tl.log2(total), mask=live)
+        tl.store(partial + result[:, None] * D + dim, acc, mask=wanted)
 
 
 @triton.jit
@@ -258,36 +265,53 @@ def _whole(
     KV_HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, DIMS: tl.constexpr, VP: tl.constexpr,
     KEYS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Add what is in BF16: overlays of pages first .. last outside the history, then units first_new .. of new tokens."""
+    """Add what is in BF16: overlays of pages first .. last outside the history, then units first_new .. of new tokens.
+
+    One loop, so that the compiler's copies ahead run on from the ones to the others.
+    """
     TILES: tl.constexpr = PAGE // KEYS
-    dim, dim_v = tl.arange(0, DP), v_first + tl.arange(0, VP)
+    n, dim, dim_v = tl.arange(0, KEYS), tl.arange(0, DP), v_first + tl.arange(0, VP)
     inside = live[:, None] & (dim < D)[None, :]
     queries = tl.load(q + place[:, None] + dim[None, :], mask=inside, other=0.0)  # [ROWS, DP]
-    stored_tiles = (last - first - (history_end - history)) * TILES
-    for step in tl.range(0, stored_tiles + (last_new - first_new) * TILES, num_stages=1):
-        is_stored = step < stored_tiles
+    gap = history_end - history
+    stored_pages = last - first - gap
+    stored = stored_pages * TILES
+    # A page's slot is looked up two turns ahead, its id three: the compiler makes loads wait for what they depend on otherwise.
+    slot = tl.maximum(tl.load(page_slot + _page(table, first, 0, stored_pages, history, gap)), 0)
+    next_slot = tl.load(page_slot + _page(table, first, 1 // TILES, stored_pages, history, gap))
+    page = _page(table, first, 2 // TILES, stored_pages, history, gap)
+    for step in tl.range(0, stored + (last_new - first_new) * TILES):
+        is_stored = step < stored
         index = first + step // TILES
-        index += tl.where(index < history, 0, history_end - history)
-        page = page_of(table, tl.where(is_stored, index, 0))
-        slot = tl.maximum(tl.load(page_slot + page), 0).to(tl.int64)
+        index += tl.where(index < history, 0, gap)
         offset = (step - step // TILES * TILES) * KEYS
-        overlay = overlays + slot * (2 * KV_HEADS * PAGE * D) + offset * D
-        unit = first_new + step // TILES - stored_tiles // TILES
-        key = tl.where(is_stored, index, unit) * PAGE + offset
+        overlay = overlays + slot.to(tl.int64) * (2 * KV_HEADS * PAGE * D) + offset * D
+        key = tl.where(is_stored, index, first_new + step // TILES - stored_pages) * PAGE + offset
         key_new = tl.where(is_stored, 0, key).to(tl.int64)
         k_base = tl.where(is_stored, overlay, k + key_new * k_token)
         v_base = tl.where(is_stored, overlay + KV_HEADS * PAGE * D, v + key_new * v_token)
         k_stride, v_stride = tl.where(is_stored, D, k_token), tl.where(is_stored, D, v_token)
-        n = tl.arange(0, KEYS)
-        written = key + n < tl.where(is_stored, prefix, new)
-        keys = tl.load(
-            k_base + n[:, None] * k_stride + dim[None, :], mask=written[:, None] & (dim < D)[None, :], other=0.0
-        )
-        values = tl.load(
-            v_base + n[:, None] * v_stride + dim_v[None, :],
-            mask=written[:, None] & (dim_v < v_first + DIMS)[None, :],
-            other=0.0,
-        )
-        seen = written[None, :] & (is_stored | (key + n[None, :] <= token[:, None]))
+        # Of keys that are not there the last one is read again: nobody sees them, but they must be numbers.
+        row = tl.minimum(n, tl.where(is_stored, prefix, new) - key - 1)
+        k_place = k_base + row[:, None] * k_stride + dim[None, :]
+        v_place = v_base + row[:, None] * v_stride + dim_v[None, :]
+        keys = tl.load(k_place) if DP == D else tl.load(k_place, mask=(dim < D)[None, :], other=0.0)
+        if VP == DIMS:
+            values = tl.load(v_place)
+        else:
+            values = tl.load(v_place, mask=(dim_v < v_first + DIMS)[None, :], other=0.0)
+        seen = n[None, :] < (tl.where(is_stored, prefix, token + 1) - key)[:, None]
         acc, total, top = attend(acc, total, top, queries, keys, values, seen, scale_log2, ROWS, KEYS)
+        acc = settled(acc)
+        slot = tl.maximum(next_slot, 0)
+        next_slot = tl.load(page_slot + page)
+        page = _page(table, first, (step + 3) // TILES, stored_pages, history, gap)
     return acc, total, top
+
+
+@triton.jit
+def _page(table, first, count, stored_pages, history, gap):
+    """Id of the ``count``-th page from ``first`` on outside the history, or of the last; of any page, if there is none."""
+    index = first + tl.minimum(count, stored_pages - 1)
+    index += tl.where(index < history, 0, gap)
+    return page_of(table, tl.where(stored_pages > 0, index, 0))

@@ -16,9 +16,10 @@ import triton
 import triton.language as tl
 
 from sglang_kvq.config import PAGE_SIZE
-from sglang_kvq.kernels.common import PAGE, dot, key_row, page_of, to_bf16
+from sglang_kvq.kernels.common import INTERPRETED, PAGE, dot, key_row, page_of, to_bf16
 from sglang_kvq.kernels.gather import dequantise, packed
 
+_PLAIN = tl.constexpr(INTERPRETED)
 NEVER = tl.constexpr(-1e30)
 #: q is scaled to at most 2^12, of which 256 products with the largest FP16 number are far from float32's largest.
 _Q_SCALE = tl.constexpr(2.0**11)
@@ -174,14 +175,22 @@ def history_any(
 @triton.jit
 def attend(acc, total, top, q, k, v, seen, scale_log2, ROWS: tl.constexpr, KEYS: tl.constexpr):
     """Online softmax over BF16 keys k [KEYS, dims] and values v [KEYS, VP], where seen [ROWS or 1, KEYS]."""
-    x = _product(q, k, ROWS, KEYS) * scale_log2
-    x = tl.where(seen, x, NEVER)
-    new_top = tl.maximum(top, tl.max(x, 1))
+    x = tl.where(seen, _product(q, k, ROWS, KEYS), NEVER)
+    new_top = tl.maximum(top, tl.max(x, 1) * scale_log2)
     decay = tl.exp2(top - new_top)
-    p = tl.exp2(x - new_top[:, None])
+    p = tl.exp2(x * scale_log2 - new_top[:, None])
     total = total * decay + tl.sum(p, 1)
     acc = dot(to_bf16(p), v, acc * decay[:, None])
     return acc, total, new_top
+
+
+@triton.jit
+def settled(acc):
+    """acc, of which the compiler leaves no product under way until the loop's next turn: ptxas would wait after each then."""
+    if _PLAIN:
+        return acc
+    else:
+        return tl.inline_asm_elementwise("// $0", "=f,0", [acc], dtype=tl.float32, is_pure=True, pack=1)
 
 
 @triton.jit

@@ -16,13 +16,18 @@ _MOST = 256
 
 
 def merge_splits(
-    out: torch.Tensor, partial: torch.Tensor, lse: torch.Tensor, spans: torch.Tensor, early: bool = False
+    out: torch.Tensor,
+    partial: torch.Tensor,
+    lse: torch.Tensor,
+    spans: torch.Tensor,
+    early: bool = False,
+    least: int = 1,
 ) -> None:
     """Each request's items to one row.
 
     out: BF16 ``[B, q_heads, D]``; partial float32 ``[items, q_heads, D]``, lse float32 ``[items, q_heads]`` (base
     2); spans int32 ``[B, 2]`` (``plan.plan_decode``): a request's first item and how many it has, at least one. early:
-    read the spans while the launch before this one runs (``common.can_overlap``).
+    read the spans while the launch before this one runs (``common.can_overlap``). least: rows of fewer items are left alone.
     """
     batch, heads, d = out.shape
     # What requests of equal length have; one that has more takes several turns.
@@ -37,6 +42,7 @@ def merge_splits(
         D=d,
         COLUMNS=columns,
         EARLY=early,
+        LEAST=least,
         num_warps=min(8, max(1, chunk * columns // _PER_WARP)),
         launch_pdl=early,
     )  # fmt: skip
@@ -46,10 +52,13 @@ def merge_splits(
 def _merge(
     out, partial, lse, spans,
     HEADS: tl.constexpr, CHUNK: tl.constexpr, D: tl.constexpr, COLUMNS: tl.constexpr, EARLY: tl.constexpr,
+    LEAST: tl.constexpr,
 ):  # fmt: skip
     """Program (request * HEADS + head, c): dims c * COLUMNS .. of that row."""
     request, head = tl.program_id(0) // HEADS, tl.program_id(0) % HEADS
     first, count = tl.load(spans + 2 * request), tl.load(spans + 2 * request + 1)
+    if count < LEAST:
+        return
     if EARLY:
         tl.extra.cuda.gdc_wait()
     i, dim = tl.arange(0, CHUNK), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)

@@ -174,9 +174,10 @@ class TritonOps(AttentionOps):
         plan = self._short_plan_of(batch)
         partial = torch.empty(plan.partials, *q.shape[1:], dtype=torch.float32, device=q.device)
         lse = torch.empty(partial.shape[:2], dtype=torch.float32, device=q.device)
-        extend(partial, lse, q, (k, v), plan.items, batch.rows, scale, launch=plan.launch, **self._stored(layer))
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        merge_splits(out, partial, lse, plan.spans)
+        extend(out, partial, lse, q, (k, v), plan.items, batch.rows, scale, launch=plan.launch, **self._stored(layer))
+        if plan.partials:
+            merge_splits(out, partial, lse, plan.spans, least=2)
         return out
 
     def _short_plan_of(self, batch: ExtendBatch) -> PlannedExtend:
