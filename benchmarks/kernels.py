@@ -26,6 +26,7 @@ import triton
 from benchmarks import baseline, record
 from sglang_kvq.attention import ragged
 from sglang_kvq.attention.base import ExtendBatch, LayerRotations
+from sglang_kvq.attention.extend_costs import Geometry
 from sglang_kvq.attention.ragged import RaggedPrefill
 from sglang_kvq.attention.reference import ReferenceOps
 from sglang_kvq.attention.short_extend import ShortExtends, plan_short
@@ -335,12 +336,12 @@ class ShortShape:
         """Microseconds of the host, once per batch."""
         start = time.perf_counter()
         for _ in range(20):
-            plan_short(self.batch, ANY_EXTEND, Q_HEADS, KV_HEADS, D, 132, self.q.device)
+            plan_short(self.batch, ANY_EXTEND, Geometry(Q_HEADS, KV_HEADS, D, 132), self.q.device)
         return (time.perf_counter() - start) / 20 * 1e6
 
 
 #: The kernel for short extends, whatever the batch.
-ANY_EXTEND = ShortExtends(1 << 20, 1 << 20, 1 << 20, least_prefix=0)
+ANY_EXTEND = ShortExtends(costs=None, most_rows_unpacked=1 << 20, least_prefix=0)
 
 
 def short_rows(timer: Timer, prefill: RaggedPrefill | None):
@@ -403,7 +404,7 @@ def main() -> None:
     if args.sweep_extend:
         sweep_extend(timer)
         return
-    prefill, used = ragged.load(Q_HEADS, KV_HEADS, D, torch.device("cuda"), 32768)
+    prefill, used = ragged.load(Q_HEADS, KV_HEADS, D, torch.device("cuda"), ragged.workspace_tokens(KV_HEADS, D))
     print(f"long prefill chunks: {used}", flush=True)
     # Short ones first: the others send every chunk to FlashInfer from then on.
     extends = [short_rows(timer, prefill), extend_rows(timer, None)] + ([extend_rows(timer, prefill)] if prefill else [])

@@ -24,8 +24,9 @@ LOG2E = 1.4426950408889634
 NEVER = tl.constexpr(-1e30)
 #: int32 fields of an item, see ``plan_extend``.
 FIELDS = tl.constexpr(10)
-#: What an item costs besides its units, in units: its queries, its partial result, the first loads.
-ITEM_COST = 4
+#: What an item costs besides its units, in units: its queries, its result, the first loads (``extend_costs``: 13 at a time when
+#: overlays were read without copies ahead, as a part of it).
+ITEM_COST = 7
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,7 @@ def plan_extend(prefix_lens: list[int], new_lens: list[int], shared: int, rows: 
     units = -(-prefix[request] // PAGE_SIZE) + -(-last_token // PAGE_SIZE)
     # All tiles of a request have as many parts as its last, which sees most: a token's heads may lie in two tiles.
     most = -(-prefix // PAGE_SIZE) + -(-new // PAGE_SIZE)
-    per_request = -(-most // _most_units(most, tiles, wave)) if len(units) else most
+    per_request = -(-most // _schedule(most, tiles, wave)[1]) if len(units) else most
     parts = per_request[request]
     results = np.where(per_request > 1, new * per_request, 0)
     begins = np.cumsum(results) - results
@@ -112,11 +113,18 @@ def plan_extend(prefix_lens: list[int], new_lens: list[int], shared: int, rows: 
     return ExtendPlan(items.astype(np.int32), spans.astype(np.int32), int(results.sum()))
 
 
-def _most_units(units: np.ndarray, tiles: np.ndarray, wave: int) -> int:
-    """Units of an item: those of the number of waves that end first. units, tiles: of each request."""
+def schedule(prefix_lens: list[int], new_lens: list[int], shared: int, rows: int, wave: int) -> tuple[int, int]:
+    """(waves of items, units of an item at most) that ``plan_extend`` gives a batch; it takes the same arguments."""
+    prefix, new = np.array(prefix_lens, np.int64), np.array(new_lens, np.int64)
+    tiles = -(-new * shared // rows)
+    return _schedule(-(-prefix // PAGE_SIZE) + -(-new // PAGE_SIZE), tiles, wave) if tiles.any() else (0, 0)
+
+
+def _schedule(units: np.ndarray, tiles: np.ndarray, wave: int) -> tuple[int, int]:
+    """Waves that end first, and the units of an item in them. units, tiles: of each request."""
     count, total, most = int(tiles.sum()), int((tiles * units).sum()), int(units.max())
     least = -(-count // wave)
-    best = (float("inf"), 0)
+    best = (float("inf"), 0, 0)
     for waves in range(least, least + 4):
         # Between as if parts had no remainders, and as if every tile had one.
         spare = waves * wave - count
@@ -126,8 +134,8 @@ def _most_units(units: np.ndarray, tiles: np.ndarray, wave: int) -> int:
             middle = (low + high) // 2
             fits = np.sum(tiles * -(-units // middle)) <= waves * wave
             low, high = (low, middle) if fits else (middle + 1, high)
-        best = min(best, (waves * (low + ITEM_COST), low))
-    return best[1]
+        best = min(best, (waves * (low + ITEM_COST), waves, low))
+    return best[1:]
 
 
 def extend(

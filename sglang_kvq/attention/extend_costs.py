@@ -1,53 +1,26 @@
-"""What a prefill over stored prefixes takes, read from the pages or dequantised into a workspace first: a model of both.
+"""What a batch of new tokens over stored prefixes takes either way: pages read directly, or dequantised first.
 
-Both are products of two matrices, cut into tiles of query rows. Reading pages (``kernels.extend``) packs the query heads
-of a KV head into a tile's 64 rows and splits keys, so it is busy everywhere whatever the batch, but dequantises again for
-every tile. A workspace is dequantised once, at the speed of memory; FlashInfer then attends twice as fast, in tiles of
-128 tokens of one head that do not split keys: a few of them leave most of the GPU idle.
-
-The constants are of one H200 (``python benchmarks/extends.py --sweep``): all but the bandwidth are an SM's, so that they
-hold for any Hopper GPU. Microseconds, FLOP per microsecond, bytes per microsecond.
+Each way's microseconds are a sum of terms, numbers that follow from the batch and the geometry alone, times constants, which are
+fitted to measurements: ``python benchmarks/extends.py --fit FILE`` prints them. Terms extrapolate; the constants are of an
+H200, and what they decide is which of two times is less.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from sglang_kvq.config import PAGE_SIZE
+from sglang_kvq.kernels.decode import value_dims
+from sglang_kvq.kernels.extend import ExtendLaunch, extend_launch, schedule
+
+#: New tokens of a request that one program of FlashInfer attends for, of a head.
+TILE = 128
 
 
 @dataclass(frozen=True)
-class Costs:
-    """Constants of the model.
-
-    Attributes:
-        fixed: a way's launches and their ends.
-        pages_rate: FLOP an SM does in a microsecond over 2-bit records; pages_rows: of a tile.
-        window_keys: what a request's BF16 pages (sinks, window) cost more than as many keys of records, in keys.
-        workspace_rate: FLOP an SM does in a microsecond in FlashInfer over BF16; own_rate: in our own kernel.
-        workspace_rows: of a tile, tokens of one head.
-        alone: what of a tile's time is left where half of the SMs or more are idle: then clocks are higher.
-        gather: bytes of the workspace written in a microsecond by the whole GPU; call: of one that fills the workspace.
-    """
-
-    fixed: float = 12.0
-    pages_rate: float = 2.64e6
-    pages_rows: int = 64
-    window_keys: int = 1200
-    workspace_rate: float = 4.47e6
-    own_rate: float = 3.3e6
-    workspace_rows: int = 128
-    alone: float = 0.75
-    gather: float = 3.3e6
-    call: float = 5.0
-
-
-@dataclass(frozen=True)
-class Attention:
-    """A worker's attention: heads, and the GPU that runs it."""
+class Geometry:
+    """Heads of this worker, and streaming multiprocessors of its GPU."""
 
     q_heads: int
     kv_heads: int
@@ -59,37 +32,91 @@ class Attention:
         """Query heads of a KV head."""
         return self.q_heads // self.kv_heads
 
-
-def pages_us(prefix_lens: Sequence[int], new_lens: Sequence[int], attention: Attention, costs: Costs = Costs()) -> float:  # noqa: B008
-    """Microseconds of a layer whose prefixes are read where they lie."""
-    prefix, new = np.array(prefix_lens), np.array(new_lens)
-    rows = -(-new * attention.shared // costs.pages_rows) * costs.pages_rows
-    keys = prefix + new / 2 + costs.window_keys
-    flop = 4 * attention.head_dim * attention.kv_heads * float((rows * keys).sum())
-    return costs.fixed + flop / (costs.pages_rate * attention.sms)
+    def places(self, launch: ExtendLaunch) -> int:
+        """Items of ``plan_extend`` that run at once."""
+        programs = self.kv_heads * (self.head_dim // value_dims(self.head_dim))
+        return max(self.sms * launch.programs_per_sm // programs, 1)
 
 
-def workspace_us(
-    prefix_lens: Sequence[int],
-    new_lens: Sequence[int],
-    attention: Attention,
-    capacity: int,
-    flashinfer: bool = True,
-    costs: Costs = Costs(),  # noqa: B008
-) -> float:
-    """Microseconds of a layer whose prefixes go through a workspace of ``capacity`` tokens, with FlashInfer or our own kernel."""
-    prefix, new = np.array(prefix_lens), np.array(new_lens)
-    stored = float((-(-prefix // PAGE_SIZE) * PAGE_SIZE).sum())
-    written = 4 * attention.kv_heads * attention.head_dim * stored
-    tiles = -(-new // costs.workspace_rows) * attention.q_heads
-    keys = prefix + new / 2
-    rate = costs.workspace_rate if flashinfer else costs.own_rate
-    tile = 4 * attention.head_dim * costs.workspace_rows * keys / rate  # of each request
-    # Tiles of one call end together in whole waves; the longest of them is the least that there is.
-    waves = float((tiles * tile).sum()) / attention.sms
-    count = int(tiles.sum())
-    if count:
-        waves *= -(-count // attention.sms) * attention.sms / count
-    least = float(tile.max(initial=0.0)) * min(max(costs.alone, count / attention.sms), 1.0)
-    attended = max(waves, least) if count > attention.sms else least
-    return costs.fixed + written / costs.gather + attended + costs.call * -(-stored // capacity)
+def direct_terms(prefix_lens: list[int], new_lens: list[int], geometry: Geometry, launch: ExtendLaunch) -> np.ndarray:
+    """1; units (64 keys) one after the other, each as if 64 rows of 128 dims and three programs to an SM; waves of items."""
+    waves, units = schedule(prefix_lens, new_lens, geometry.shared, launch.rows, geometry.places(launch))
+    d = geometry.head_dim
+    size = launch.rows / 64 * (d + value_dims(d)) / 256 * launch.programs_per_sm / 3
+    return np.array([1.0, waves * units * size, waves])
+
+
+def dequantised_terms(prefix_lens: list[int], new_lens: list[int], geometry: Geometry, capacity: int) -> np.ndarray:
+    """1; MB of workspace written; keys one after the other, of 128 dims; the same where all SMs work; calls beyond the
+    first; MB of results that these leave to be merged.
+
+    capacity: tokens of the workspace.
+    """
+    prefix, new = np.array(prefix_lens, np.int64), np.array(new_lens, np.int64)
+    q_heads, d = geometry.q_heads, geometry.head_dim
+    tokens = int(prefix.sum() + new.sum())
+    more = -(-tokens // capacity) - 1
+    programs = -(-new // TILE) * q_heads
+    count = int(programs.sum())
+    # Whole rounds over the SMs, but no less than the longest request.
+    mean = float((programs * (prefix + new)).sum()) / count
+    keys = max(float((prefix + new).max()), -(-count // geometry.sms) * mean) * d / 128
+    written = tokens * geometry.kv_heads * d * 4 / 1e6
+    return np.array([1.0, written, keys, keys * min(count / geometry.sms, 1), more, more * new.sum() * q_heads * d * 2 / 1e6])
+
+
+@dataclass(frozen=True)
+class ExtendCosts:
+    """Microseconds of each term.
+
+    Attributes:
+        direct, dequantised: of ``direct_terms`` and ``dequantised_terms``, in their order.
+        unpacked: times as long does the direct kernel take for a unit of records other than uniform 2-bit ones.
+        own: times as long as FlashInfer's does our own attention over a workspace take.
+    """
+
+    direct: tuple[float, ...]
+    dequantised: tuple[float, ...]
+    unpacked: float = 2.5
+    own: float = 1.4
+
+    def direct_us(
+        self,
+        prefix_lens: list[int],
+        new_lens: list[int],
+        geometry: Geometry,
+        two_bit: bool = True,
+        launch: ExtendLaunch | None = None,
+    ) -> float:
+        """Pages read directly; two_bit: whether ``decode.is_two_bit`` of the records."""
+        terms = direct_terms(prefix_lens, new_lens, geometry, launch or extend_launch(geometry.head_dim))
+        terms[1] *= 1 if two_bit else self.unpacked
+        return float(terms @ self.direct)
+
+    def dequantised_us(
+        self, prefix_lens: list[int], new_lens: list[int], geometry: Geometry, capacity: int, flashinfer: bool = True
+    ) -> float:
+        """Dequantised into a workspace of ``capacity`` tokens; flashinfer: who attends to it."""
+        terms = dequantised_terms(prefix_lens, new_lens, geometry, capacity)
+        terms[2:4] *= 1 if flashinfer else self.own
+        return float(terms @ self.dequantised)
+
+
+#: Of an H200: benchmarks/extends.py --fit.
+H200 = ExtendCosts(
+    direct=(1.69, 2.129, 27.19),
+    dequantised=(11.88, 0.4152, 0.009385, 0.002936, 6.895, 0.5571),
+)
+
+
+def fit(terms: np.ndarray, microseconds: np.ndarray) -> tuple[float, ...]:
+    """Constants, none negative, with the least squares of relative errors. terms: ``[measurements, terms]``."""
+    terms, used = np.asarray(terms) / np.asarray(microseconds)[:, None], np.arange(np.shape(terms)[1])
+    while True:
+        found = np.linalg.lstsq(terms[:, used], np.ones(len(terms)), rcond=None)[0]
+        if (found >= 0).all():
+            break
+        used = np.delete(used, found.argmin())
+    constants = np.zeros(terms.shape[1])
+    constants[used] = found
+    return tuple(float(f"{x:.4g}") for x in constants)

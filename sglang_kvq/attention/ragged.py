@@ -27,10 +27,18 @@ HEAD_DIMS = (64, 128, 256)
 #: FlashInfer is faster: 136 against 175 us for 128 tokens after 8,192 (benchmarks/results/kernels_h200.json).
 LEAST_PER_REQUEST, LEAST_TOKENS = 64, 64
 FLOAT_WORKSPACE = 256 << 20
+#: Bytes, and tokens, of stored prefixes in BF16 that are a call, at most: the more, the fuller it is and the fewer results are
+#: merged. A prefill allocates what it needs of that.
+WORKSPACE_BYTES, WORKSPACE_TOKENS = 256 << 20, 1 << 17
 #: New tokens of a request that one program attends for, of a head.
 TILE = 128
 #: Groups of requests in a batch, about: each takes up to three plans, of 8 MiB of tables each.
 MOST_GROUPS = 6
+
+
+def workspace_tokens(kv_heads: int, head_dim: int) -> int:
+    """Stored tokens that prefill dequantises at a time, whole pages; heads of this worker."""
+    return min(WORKSPACE_BYTES // (4 * kv_heads * head_dim), WORKSPACE_TOKENS) // PAGE_SIZE * PAGE_SIZE
 
 
 @dataclass
@@ -315,8 +323,8 @@ def load(
     backend = getattr(prefill.wrappers["auto"][0].wrapper, "_backend", "auto")
     seconds = time.monotonic() - begin
     return prefill, (
-        f"flashinfer {flashinfer.__version__} {backend} for chunks of {LEAST_TOKENS} tokens and more, else triton "
-        f"(ready in {seconds:.0f} s)"
+        f"flashinfer {flashinfer.__version__} {backend} for chunks of {LEAST_TOKENS} tokens and more, else triton; "
+        f"{capacity:,} tokens of workspace, {capacity * kv_heads * head_dim * 4 >> 20} MiB (ready in {seconds:.0f} s)"
     )
 
 

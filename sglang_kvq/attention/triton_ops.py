@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 
 from sglang_kvq.attention.base import AttentionOps, ExtendBatch, LayerRotations
+from sglang_kvq.attention.extend_costs import Geometry
 from sglang_kvq.attention.extend_plan import Slab, plan_slabs
-from sglang_kvq.attention.ragged import PlannedCall, RaggedPrefill
+from sglang_kvq.attention.ragged import PlannedCall, RaggedPrefill, workspace_tokens
 from sglang_kvq.attention.short_extend import PlannedExtend, ShortExtends, plan_short
 from sglang_kvq.attention.step_plan import StepPlan
 from sglang_kvq.cache.pool import PagePool
@@ -32,7 +33,7 @@ class TritonOps(AttentionOps):
     Args:
         q_heads: query heads of this worker, a multiple of the pool's KV heads, at most 16 to each.
         max_batch: the most requests in one decode batch; ``reserve`` raises it.
-        slab_tokens: stored tokens that prefill dequantises at a time; 32,768 take 128 MiB at 8 heads of 128.
+        slab_tokens: stored tokens that prefill dequantises at a time; None for ``ragged.workspace_tokens``.
         launch: of the decode kernel; None chooses by geometry.
         prefill: FlashInfer's attention for long chunks (``ragged.load``); None uses our own for all.
         short: which batches the kernel that reads stored pages directly serves; None for none.
@@ -44,7 +45,7 @@ class TritonOps(AttentionOps):
         rotations: LayerRotations,
         q_heads: int,
         max_batch: int,
-        slab_tokens: int = 32768,
+        slab_tokens: int | None = None,
         launch: DecodeLaunch | None = None,
         prefill: RaggedPrefill | None = None,
         short: ShortExtends | None = ShortExtends(),  # noqa: B008  (frozen)
@@ -57,7 +58,8 @@ class TritonOps(AttentionOps):
                 f"{q_heads} query heads over {pool.kv_heads} KV heads: the kernels need 1 to 16 whole query heads per KV head."
             )
         _check_formats(pool)
-        self.q_heads, self.slab_pages = q_heads, slab_tokens // PAGE_SIZE
+        self.q_heads = q_heads
+        self.slab_pages = (slab_tokens or workspace_tokens(pool.kv_heads, pool.head_dim)) // PAGE_SIZE
         self._records = [record_of(format) for format in pool.formats]
         self._launches = [launch or decode_launch(pool.head_dim, q_heads // pool.kv_heads, r) for r in self._records]
         self._sms = 2 if INTERPRETED else torch.cuda.get_device_properties(pool.device).multi_processor_count
@@ -72,6 +74,8 @@ class TritonOps(AttentionOps):
         self._rotated = False  # some layer, since the step's plan
         self._just_rotated = False  # by the last launch
         self.prefill, self.short = prefill, short
+        self.geometry = Geometry(q_heads, pool.kv_heads, pool.head_dim, self._sms)
+        self._routes: tuple[ExtendBatch, dict[bool, bool]] | None = None  # is a batch short, for 2-bit layers and others
         self._planned_short: tuple[ExtendBatch, PlannedExtend] | None = None
         self._planned: tuple[ExtendBatch, int, list[Slab]] | None = None
         self._planned_calls: tuple[ExtendBatch, list[PlannedCall]] | None = None
@@ -166,9 +170,18 @@ class TritonOps(AttentionOps):
         return out
 
     def _is_short(self, layer: int, batch: ExtendBatch) -> bool:
-        """Whether the kernel that reads stored pages directly serves this layer."""
-        shared, two_bit = self.q_heads // self.pool.kv_heads, is_two_bit(self._records[layer], self.pool.head_dim)
-        return self.short is not None and self.short.suits(batch.prefix_lens, batch.new_lens, shared, two_bit)
+        """Whether the kernel that reads stored pages directly serves this layer; decided once for all layers of a kind."""
+        if self.short is None:
+            return False
+        if self._routes is None or self._routes[0] is not batch:
+            self._routes = (batch, {})
+        routes, two_bit = self._routes[1], is_two_bit(self._records[layer], self.pool.head_dim)
+        if two_bit not in routes:
+            flashinfer = self.prefill is not None and self.prefill.suits(batch.new_lens)
+            capacity = self.prefill.capacity if flashinfer else self.slab_pages * PAGE_SIZE
+            lens = (batch.prefix_lens, batch.new_lens)
+            routes[two_bit] = self.short.suits(*lens, self.geometry, two_bit, capacity, flashinfer)
+        return routes[two_bit]
 
     def _extend_short(self, layer, q, k, v, batch: ExtendBatch, scale):
         plan = self._short_plan_of(batch)
@@ -183,8 +196,7 @@ class TritonOps(AttentionOps):
     def _short_plan_of(self, batch: ExtendBatch) -> PlannedExtend:
         """The batch's items; planned at its first layer, kept for the others."""
         if self._planned_short is None or self._planned_short[0] is not batch:
-            pool = self.pool
-            plan = plan_short(batch, self.short, self.q_heads, pool.kv_heads, pool.head_dim, self._sms, pool.device)
+            plan = plan_short(batch, self.short, self.geometry, self.pool.device)
             self._planned_short = (batch, plan)
         return self._planned_short[1]
 

@@ -194,7 +194,8 @@ def create_ops(model_runner, pool, rotations: LayerRotations) -> AttentionOps:
     from sglang_kvq.attention.triton_ops import TritonOps
 
     heads = {layer.tp_q_head_num for layer in model_runner.model.modules() if isinstance(layer, RadixAttention)}
-    q_heads, slab_tokens = heads.pop(), 32768
+    q_heads = heads.pop()
+    slab_tokens = ragged.workspace_tokens(pool.kv_heads, pool.head_dim)
     prefill, used = ragged.load(q_heads, pool.kv_heads, pool.head_dim, pool.device, slab_tokens)
     logger.info("kv-quant prefill attention: %s", used)
     return TritonOps(

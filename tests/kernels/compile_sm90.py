@@ -31,7 +31,7 @@ from tests.kernels.test_formats import KINDS, make_format
 TARGET = GPUTarget("cuda", 90, 32)
 #: Kinds of codes that between them take every branch.
 SOME = ("oscar-lloyd-max", "lloyd-max-4-3-g32", "uniform-3-3", "sphere-4-3", "channel-2", "centred-4")
-ANY = ShortExtends(most_rows_unpacked=1 << 20, least_prefix=0)
+ANY = ShortExtends(costs=None, most_rows_unpacked=1 << 20, least_prefix=0)
 TYPES = {
     torch.bfloat16: "*bf16",
     torch.float32: "*fp32",

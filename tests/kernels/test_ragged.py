@@ -194,3 +194,9 @@ def test_planning_and_running_never_wait_for_the_device(any_length):
     batch = make_batch(rows, lens)
     with device_waits.refused():
         ops.extend(0, q, k, v, batch, scene.scale)
+
+
+def test_a_workspace_is_of_a_size_whatever_the_heads():
+    for kv_heads, head_dim, tokens in ((8, 128, 65536), (4, 128, 1 << 17), (1, 64, 1 << 17), (32, 96, 21824), (32, 256, 8192)):
+        assert ragged.workspace_tokens(kv_heads, head_dim) == tokens
+        assert tokens % PAGE_SIZE == 0 and tokens * kv_heads * head_dim * 4 <= ragged.WORKSPACE_BYTES

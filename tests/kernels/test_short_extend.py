@@ -14,6 +14,7 @@ from tests.kernels.test_extend import make_batch
 from tests.kernels.test_formats import make_format
 from tests.kernels.test_unpack import OPERATIONS, execute, words
 
+from sglang_kvq.attention.extend_costs import Geometry
 from sglang_kvq.attention.short_extend import ShortExtends
 from sglang_kvq.attention.triton_ops import TritonOps
 from sglang_kvq.config import PAGE_SIZE
@@ -24,7 +25,7 @@ from sglang_kvq.kernels.extend import NARROW, WIDE, extend_launch, plan_extend
 BOUND = 5e-3
 #: The interpreter takes its time over rows: here a tile has as few as a product takes.
 SMALL = NARROW if ON_GPU else replace(NARROW, rows=16)
-ANY = ShortExtends(1 << 20, 1 << 20, most_rows_unpacked=1 << 20, least_prefix=0, launch=SMALL)
+ANY = ShortExtends(costs=None, most_rows_unpacked=1 << 20, least_prefix=0, launch=SMALL)
 
 # Prefix and new tokens of each request.
 BATCHES = {
@@ -225,11 +226,16 @@ def test_a_long_prefix_fills_the_gpu_once():
 
 
 def test_which_batches_are_short():
-    short = ShortExtends(most_tokens=500, most_per_request=100, most_rows_unpacked=64, least_prefix=1000)
-    assert short.suits([900, 100], [100, 1], 4, True) and short.suits([4000] * 5, [100] * 5, 4, True)
-    assert not short.suits([1000], [101], 4, True) and not short.suits([4000] * 6, [100] * 6, 4, True)
-    assert not short.suits([999], [5], 4, True) and not short.suits([1000], [0], 4, True)
-    assert short.suits([1000], [16], 4, False) and not short.suits([1000], [17], 4, False)
+    """``test_extend_costs.py`` has the measured points; here is what does not depend on them."""
+    geometry = Geometry(32, 8, 128, 132)
+    suits = lambda prefix, new, short=ShortExtends(), two_bit=True: short.suits(  # noqa: E731
+        prefix, new, geometry, two_bit=two_bit, capacity=65536, flashinfer=True
+    )
+    assert suits([32768], [16]) and suits([32768, 500], [16, 1]) and not suits([8192], [512])
+    assert not suits([511], [5]) and suits([2048], [5]), "no prefix to speak of"
+    assert not suits([32768], [0]) and not suits([32768], [0], ANY)
+    assert suits([32768], [32], two_bit=False) and not suits([32768], [33], two_bit=False)
+    assert suits([0], [512], ANY, two_bit=False)
     assert extend_launch(128) is NARROW and extend_launch(256) is WIDE
 
 
