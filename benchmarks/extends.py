@@ -1,9 +1,11 @@
 """Short extends over a grid: each way to serve them, beside FlashInfer over BF16, at Qwen3-8B's geometry.
 
+    python benchmarks/extends.py --out benchmarks/results/kernels_h200.json  # the whole grid, as routed (4 minutes)
+    python benchmarks/extends.py --quick --out quick.json                    # some points (1 minute)
     python benchmarks/extends.py --sweep --out sweep.json                    # some points, every way (4 minutes)
-    python benchmarks/extends.py --out benchmarks/results/kernels_h200.json  # the whole grid, as routed
+    python benchmarks/extends.py --fit quick.json                            # constants of attention/extend_costs.py
 
-A way whose result differs from float64 on the same codes has no time: the sweep says so and goes on, the grid ends.
+Where FlashInfer is not installed, --quick does without it. A way whose result differs from float64 on the same codes has no time: the sweep says so and goes on, the grid ends.
 """
 
 from __future__ import annotations
@@ -19,16 +21,18 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+import numpy as np
 import torch
 
 from benchmarks import baseline, record
 from benchmarks.kernels import ANY_EXTEND, BACKENDS, D, KV_HEADS, Q_HEADS, ShortShape, Timer, make_pool, row_of
 from sglang_kvq.attention.base import LayerRotations
-from sglang_kvq.attention.ragged import RaggedPrefill
+from sglang_kvq.attention.extend_costs import Geometry, dequantised_terms, direct_terms, fit
+from sglang_kvq.attention.ragged import RaggedPrefill, workspace_tokens
 from sglang_kvq.attention.short_extend import ShortExtends
 from sglang_kvq.attention.triton_ops import TritonOps
 from sglang_kvq.config import PAGE_SIZE
-from sglang_kvq.kernels.extend import ExtendLaunch
+from sglang_kvq.kernels.extend import NARROW, ExtendLaunch
 from sglang_kvq.kernels.gather import gather_pages
 
 REQUESTS = (1, 4, 8, 16, 32, 64)
@@ -47,8 +51,11 @@ LAUNCHES = [
     (64, 32, 4, 3, 168, 3), (64, 32, 4, 3, None, 2), (128, 32, 8, 2, 128, 2), (128, 32, 8, 3, None, 1),
     (256, 32, 8, 2, None, 1), (256, 32, 16, 2, 128, 1),
 ]  # fmt: skip
-#: Ways to attend to a workspace: FlashInfer's backend, tokens of the workspace.
-WORKSPACES = [("auto", 32768), ("fa2", 32768), ("auto", 67584), ("fa2", 67584)]
+#: What --quick compares with the first.
+QUICK_LAUNCHES = [(128, 32, 8, 2, 128, 2), (256, 32, 8, 2, None, 1)]
+#: Of FlashInfer's backends, the one that attends to a workspace, and tokens of that; the last is the one used.
+CAPACITY = workspace_tokens(KV_HEADS, D)
+WORKSPACES = [("auto", 32768), ("auto", CAPACITY)]
 
 
 def grid() -> Iterator[tuple[int, int, int]]:
@@ -82,6 +89,18 @@ def name_of(way: tuple) -> str:
     return ",".join("-" if x is None else str(x) for x in way)
 
 
+def compiled(shorts: dict[str, ShortExtends], timer: Timer, backends: tuple[str, ...]) -> None:
+    """Compile before anything is measured: FlashInfer's kernels while ours are."""
+    begin = time.monotonic()
+    builds = [subprocess.Popen([sys.executable, __file__, "--build", backend]) for backend in backends]
+    tiny = ShortShape(1, 16, 2048)
+    for name, short in shorts.items():
+        print(f"{name}: {measured(tiny, timer, short, None)} us for {tiny.name}", flush=True)
+    if any([x.wait() for x in builds]):
+        raise SystemExit("FlashInfer does not build here; see above.")
+    print(f"compiled after {time.monotonic() - begin:.0f} s", flush=True)
+
+
 def measured(shape: ShortShape, timer: Timer, short: ShortExtends | None, prefill: RaggedPrefill | None) -> float | str:
     """Microseconds, or why there are none."""
     try:
@@ -98,31 +117,69 @@ def theirs(timer: Timer, shape: ShortShape, backends: tuple[str, ...] = BACKENDS
     return {b: round(baseline.prefill_us(timer, shape.q, total, KV_HEADS, shape.requests, (b,)), 1) for b in backends}
 
 
-def sweep(timer: Timer) -> list[dict]:
-    begin = time.monotonic()
-    # FlashInfer compiles while our kernel does.
-    builds = [subprocess.Popen([sys.executable, __file__, "--build", backend]) for backend in BACKENDS]
-    shorts = {name_of(x): replace(ANY_EXTEND, launch=ExtendLaunch(*x)) for x in LAUNCHES}
-    tiny = ShortShape(1, 16, 2048)
-    for name, short in shorts.items():
-        print(f"{name}: {measured(tiny, timer, short, None)} us for {tiny.name}", flush=True)
-    if any(x.wait() for x in builds):
-        raise SystemExit("FlashInfer does not build here; see above.")
-    print(f"compiled after {time.monotonic() - begin:.0f} s", flush=True)
-    prefills = {name_of(x): flashinfer(*x) for x in WORKSPACES}
-    print(f"{'':22}" + "".join(f"{x:>17}" for x in [*(f"theirs {b}" for b in BACKENDS), *shorts, *prefills]))
+def points(timer: Timer, columns: dict[str, tuple[ShortExtends | None, RaggedPrefill | None]], backends: tuple[str, ...]) -> list[dict]:
+    """A row per point of ``SWEEP``: microseconds of FlashInfer's backends and of each way."""
+    print(f"{'':22}" + "".join(f"{x:>17}" for x in [*(f"theirs {b}" for b in backends), *columns]))
     rows = []
     for point in SWEEP:
         shape = ShortShape(*point)
         row = {"batch": point[0], "new_tokens": point[1], "prefix": point[2]}
-        row |= {f"theirs {b}": us for b, us in theirs(timer, shape).items()}
-        row |= {name: measured(shape, timer, short, None) for name, short in shorts.items()}
-        row |= {name: measured(shape, timer, None, prefill) for name, prefill in prefills.items()}
+        row |= {f"theirs {b}": us for b, us in theirs(timer, shape, backends).items()}
+        row |= {name: measured(shape, timer, *way) for name, way in columns.items()}
         print(f"{shape.name:22}" + "".join(f"{x if isinstance(x, float) else x[-16:]:>17}" for x in list(row.values())[3:]), flush=True)
         rows.append(row)
-    rows += gathers(timer)
-    print(f"{time.monotonic() - begin:.0f} s")
     return rows
+
+
+def direct_ways(launches: list[tuple]) -> dict[str, ShortExtends]:
+    return {name_of(x): replace(ANY_EXTEND, launch=ExtendLaunch(*x)) for x in launches}
+
+
+def sweep(timer: Timer) -> list[dict]:
+    shorts = direct_ways(LAUNCHES)
+    compiled(shorts, timer, BACKENDS)
+    columns = {name: (short, None) for name, short in shorts.items()}
+    columns |= {name_of(x): (None, flashinfer(*x)) for x in WORKSPACES}
+    return points(timer, columns, BACKENDS) + gathers(timer)
+
+
+def quick(timer: Timer) -> list[dict]:
+    """As routed, and what either way takes; without FlashInfer, with our own attention to the workspace."""
+    backends = BACKENDS if baseline.version() else ()
+    shorts = direct_ways(QUICK_LAUNCHES)
+    compiled({"direct": ANY_EXTEND, **shorts}, timer, backends)
+    prefill = flashinfer(*WORKSPACES[-1]) if backends else None
+    columns = {"as routed": (ShortExtends(), prefill), "direct": (ANY_EXTEND, None), "dequantised": (None, prefill)}
+    columns |= {name: (short, None) for name, short in shorts.items()}
+    rows = points(timer, columns, backends)
+    for row in rows:
+        ours, us = row["as routed"], [row[f"theirs {b}"] for b in backends]
+        ways = [row[x] for x in ("direct", "dequantised") if isinstance(row[x], float)]
+        if isinstance(ours, float):
+            ratio = f"{ours / min(us):5.2f} of FlashInfer over BF16, " if us else ""
+            name = f"{row['batch']} x {row['new_tokens']} after {row['prefix']}"
+            print(f"{name:22} {ratio}{ours / min(ways):5.2f} of the better way")
+    return rows + gathers(timer)
+
+
+def fitted(rows: list[dict]) -> str:
+    """The constants of ``extend_costs.H200`` that rows of --quick or --sweep give."""
+    names = {"direct": (direct_terms, NARROW), name_of(LAUNCHES[0]): (direct_terms, NARROW)}
+    names |= {"dequantised": (dequantised_terms, CAPACITY)}
+    names |= {name_of(x): (dequantised_terms, x[1]) for x in (*WORKSPACES, ("auto", 67584))}
+    lines, geometry = [], Geometry(Q_HEADS, KV_HEADS, D, 132)
+    for way in (direct_terms, dequantised_terms):
+        some = [
+            (way([r["prefix"]] * r["batch"], [r["new_tokens"]] * r["batch"], geometry, names[name][1]), r[name])
+            for r in rows
+            for name in r
+            if name in names and names[name][0] is way and isinstance(r[name], float)
+        ]
+        terms, us = (np.array(x) for x in zip(*some))
+        found = fit(terms, us)
+        worst = max(abs(terms @ found / us - 1))
+        lines.append(f"{way.__name__.removesuffix('_terms')}={found},  # {len(us)} measurements, each within {worst:.0%}")
+    return "\n".join(lines)
 
 
 def gathers(timer: Timer) -> list[dict]:
@@ -142,25 +199,27 @@ def gathers(timer: Timer) -> list[dict]:
 
 
 def record_grid(timer: Timer) -> Iterator[dict]:
-    """The grid as routed, with what each route takes."""
-    prefill = flashinfer("auto", 32768)
+    """The grid as routed."""
+    compiled({"direct": ANY_EXTEND}, timer, BACKENDS)
+    prefill = flashinfer(*WORKSPACES[-1])
+    geometry = Geometry(Q_HEADS, KV_HEADS, D, torch.cuda.get_device_properties(0).multi_processor_count)
     for requests, new, prefix in grid():
         shape = ShortShape(requests, new, prefix)
         ours, error = shape.measure(timer, ShortExtends(), prefill)
-        direct = shape.measure(timer, ANY_EXTEND)[0]
-        first = shape.measure(timer, None, prefill)[0]
         beside = min(theirs(timer, shape).values())
         flops = 4 * Q_HEADS * D * requests * (new * prefix + new * (new + 1) / 2)
-        more = {"new_tokens": new, "tflop_per_s": round(flops / ours / 1e6)}
-        more |= {"direct_us": round(direct, 2), "dequantised_first_us": round(first, 2)}
+        way = "pages" if ShortExtends().suits([prefix] * requests, [new] * requests, geometry, True, CAPACITY) else "workspace"
+        more = {"new_tokens": new, "tflop_per_s": round(flops / ours / 1e6), "way": way}
         row = row_of("extend (grid)", requests, prefix + new, ours, beside, error, None, **more)
-        print(f"{shape.name:22} {ours:9.1f} {direct:9.1f} {first:9.1f} {beside:9.1f} {row['ratio']:6.2f}  {error:.1e}", flush=True)
+        print(f"{shape.name:22} {way:>9} {ours:9.1f} {beside:9.1f} {ours / beside:6.2f}  {error:.1e}", flush=True)
         yield row
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--sweep", action="store_true", help="compare every way at some points")
+    parser.add_argument("--quick", action="store_true", help="some points: as routed, and either way")
+    parser.add_argument("--sweep", action="store_true", help="some points: every way")
+    parser.add_argument("--fit", metavar="FILE", help="print the constants that a file of --quick or --sweep gives")
     parser.add_argument("--build", metavar="BACKEND", help="only compile FlashInfer's kernels")
     parser.add_argument("--out", help="JSON file to write")
     parser.add_argument("--repeats", type=int, default=11)
@@ -168,18 +227,22 @@ def main() -> None:
     if args.build:
         build(args.build)
         return
+    if args.fit:
+        print(fitted([row for row in json.loads(Path(args.fit).read_text()) if "kernel" not in row]))
+        return
+    begin = time.monotonic()
     torch.manual_seed(0)
     timer = Timer(args.repeats)
     print(f"{record.device_name()}, FlashInfer {baseline.version() or 'not installed'}", flush=True)
-    if args.sweep:
-        rows = sweep(timer)
+    if args.sweep or args.quick:
+        rows = sweep(timer) if args.sweep else quick(timer)
         if args.out:
             Path(args.out).write_text(json.dumps(rows, indent=1) + "\n")
-        return
-    print(f"{'us':22} {'as routed':>9} {'direct':>9} {'dequant.':>9} {'BF16':>9} {'ratio':>6}  error")
-    rows = list(record_grid(timer))
-    if args.out:
-        record.merge(args.out, "kernels", rows, key="kernel")
+    else:
+        rows = list(record_grid(timer))
+        if args.out:
+            record.merge(args.out, "kernels", rows, key="kernel")
+    print(f"{time.monotonic() - begin:.0f} s")
 
 
 if __name__ == "__main__":
