@@ -5,7 +5,8 @@
     python benchmarks/extends.py --sweep --out sweep.json                    # some points, every way (4 minutes)
     python benchmarks/extends.py --fit quick.json                            # constants of attention/extend_costs.py
 
-Where FlashInfer is not installed, --quick does without it. A way whose result differs from float64 on the same codes has no time: the sweep says so and goes on, the grid ends.
+Where FlashInfer is not installed, --quick does without it. A way whose result differs from float64 on the same codes has no
+time: --quick and --sweep say so and go on, the grid ends.
 """
 
 from __future__ import annotations
