@@ -389,6 +389,7 @@ def main() -> None:
     parser.add_argument("--out", help="JSON file to write")
     parser.add_argument("--repeats", type=int, default=21)
     parser.add_argument("--sweep", action="store_true", help="only compare ways to launch the decode kernel")
+    parser.add_argument("--decode", action="store_true", help="no prefill chunks")
     parser.add_argument("--extend", action="store_true", help="only prefill chunks")
     parser.add_argument("--short", action="store_true", help="with --extend, only short ones")
     parser.add_argument("--sweep-extend", action="store_true", help="only compare ways to launch the kernel for short extends")
@@ -404,10 +405,12 @@ def main() -> None:
     if args.sweep_extend:
         sweep_extend(timer)
         return
-    prefill, used = ragged.load(Q_HEADS, KV_HEADS, D, torch.device("cuda"), ragged.workspace_tokens(KV_HEADS, D))
-    print(f"long prefill chunks: {used}", flush=True)
-    # Short ones first: the others send every chunk to FlashInfer from then on.
-    extends = [short_rows(timer, prefill), extend_rows(timer, None)] + ([extend_rows(timer, prefill)] if prefill else [])
+    extends = []
+    if not args.decode:
+        prefill, used = ragged.load(Q_HEADS, KV_HEADS, D, torch.device("cuda"), ragged.workspace_tokens(KV_HEADS, D))
+        print(f"long prefill chunks: {used}", flush=True)
+        # Short ones first: the others send every chunk to FlashInfer from then on.
+        extends = [short_rows(timer, prefill), extend_rows(timer, None)] + ([extend_rows(timer, prefill)] if prefill else [])
     if args.short:
         extends = extends[:1]
     parts = [decode_rows(timer, bandwidth), quantise_rows(timer, bandwidth), step_rows(timer)]

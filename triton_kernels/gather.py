@@ -67,7 +67,7 @@ def _gather(
     if (start >= tl.load(row_sink_end + row)) & (start < tl.load(row_history_end + row)):
         mine = records + (page * kv_heads + head) * RECORD.bytes
         if FAST:
-            from_two_bits(k, v, count, kv_heads, mine, D, RECORD.k.group)
+            from_two_bits(k, v, count, kv_heads, mine, D, DP, RECORD.k.group)
         else:
             _from_record(k, v, token_stride, count, mine, RECORD, D, DP, JP)
     else:

@@ -23,8 +23,11 @@ def warps_for(head_dim: int) -> int:
 
 
 @triton.jit
-def from_two_bits(k, v, count, kv_heads, record, D: tl.constexpr, GROUP: tl.constexpr):
-    """Dequantise one record (``decode.is_two_bit``) to the first ``count`` of PAGE rows of k and v, BF16 ``[PAGE, kv_heads, D]``."""
+def from_two_bits(k, v, count, kv_heads, record, D: tl.constexpr, DP: tl.constexpr, GROUP: tl.constexpr):
+    """Dequantise one record (``decode.is_two_bit``) to the first ``count`` of PAGE rows of k and v, BF16 ``[PAGE, kv_heads, D]``.
+
+    DP: D's next power of two.
+    """
     D4: tl.constexpr = D // 4
     EIGHTS: tl.constexpr = D4 // 8
     VECTOR: tl.constexpr = PAGE // 2  # words of a group's scales, or zeros: two tokens each
@@ -35,7 +38,7 @@ def from_two_bits(k, v, count, kv_heads, record, D: tl.constexpr, GROUP: tl.cons
 
     # Of one axis, so that the compiler has no choice which neighbouring lanes hold: four of them make 64 bytes of a row of
     # k, or a word of each of four rows of v; and no tile is laid out anew.
-    M: tl.constexpr = triton.next_power_of_2(EIGHTS)
+    M: tl.constexpr = DP // 32
     x = tl.arange(0, M * PAGE)
     token, m = x // M, x % M
     inside = m < EIGHTS
@@ -55,7 +58,7 @@ def from_two_bits(k, v, count, kv_heads, record, D: tl.constexpr, GROUP: tl.cons
             x = _expand(a, b, lo2, hi2, plane)
         tl.store(out + plane * (D4 // 2), x, mask=wanted)
 
-    x = tl.arange(0, 4 * triton.next_power_of_2(D // 8))
+    x = tl.arange(0, DP // 2)
     g, c = x // 4, x % 4  # eight dims; four tokens of each plane
     inside = g < D // 8
     codes = words + PAGE * D // 16 + g * 32 + c  # a dim has four words

@@ -104,8 +104,8 @@ class ExtendCosts:
 
 #: Of an H200: benchmarks/extends.py --fit.
 H200 = ExtendCosts(
-    direct=(1.69, 2.129, 27.19),
-    dequantised=(11.88, 0.4152, 0.009385, 0.002936, 6.895, 0.5571),
+    direct=(8.664, 2.187, 10.34),
+    dequantised=(17.27, 0.4571, 0.009209, 0.002958, 4.782, 0.5114),
 )
 
 

@@ -37,7 +37,10 @@ def test_a_tokens_rotation_does_not_depend_on_its_batch(heads):
     q, k, v = activations(heads, 260)  # many are rotated in blocks of another width
     whole, part = ops.rotate(0, q, k, v), ops.rotate(0, q[77:208], k[77:208], v[77:208])
     for x, y in zip(whole, part):
-        assert torch.equal(x[77:208], y)
+        if ON_GPU:
+            assert torch.equal(x[77:208], y)
+        else:  # the interpreter's products are a BLAS library's, whose last bits may depend on a block's width
+            assert_close("rotated", x[77:208], y, 1e-4)
 
 
 @each_case
