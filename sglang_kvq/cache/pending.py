@@ -98,7 +98,9 @@ class PendingOps:
 
 
 def _keep_alive(tensors: list[torch.Tensor]) -> None:
-    """Tensors allocated on the scheduler's stream are used on the current one."""
+    """Tensors allocated on the scheduler's stream are used on the current one. An eviction brings hundreds: ask once."""
+    stream = None
     for t in tensors:
         if t.is_cuda:
-            t.record_stream(torch.cuda.current_stream(t.device))
+            stream = stream or torch.cuda.current_stream(t.device)
+            t.record_stream(stream)
