@@ -4,6 +4,7 @@
     python benchmarks/extends.py --quick --out quick.json                    # some points (1 minute)
     python benchmarks/extends.py --sweep --out sweep.json                    # some points, every way (4 minutes)
     python benchmarks/extends.py --fit quick.json                            # constants of attention/extend_costs.py
+    python benchmarks/extends.py --fit benchmarks/results/kernels_h200.json  # those in use
 
 Where FlashInfer is not installed, --quick does without it. A way whose result differs from float64 on the same codes has no
 time: --quick and --sweep say so and go on, the grid ends.
@@ -163,6 +164,19 @@ def quick(timer: Timer) -> list[dict]:
     return rows + gathers(timer)
 
 
+def fit_rows(path: str) -> list[dict]:
+    """Rows of --quick or --sweep, or of a recorded grid, which has the way that was taken."""
+    found = json.loads(Path(path).read_text())
+    if isinstance(found, list):
+        return [row for row in found if "kernel" not in row]
+    ways = {"pages": "direct", "workspace": "dequantised"}
+    grid_rows = [row for row in found["rows"] if row["kernel"] == "extend (grid)"]
+    return [
+        {"batch": r["batch"], "new_tokens": r["new_tokens"], "prefix": r["context"] - r["new_tokens"], ways[r["way"]]: r["ours_us"]}
+        for r in grid_rows
+    ]
+
+
 def fitted(rows: list[dict]) -> str:
     """The constants of ``extend_costs.H200`` that rows of --quick or --sweep give."""
     names = {"direct": (direct_terms, NARROW), name_of(LAUNCHES[0]): (direct_terms, NARROW)}
@@ -229,7 +243,7 @@ def main() -> None:
         build(args.build)
         return
     if args.fit:
-        print(fitted([row for row in json.loads(Path(args.fit).read_text()) if "kernel" not in row]))
+        print(fitted(fit_rows(args.fit)))
         return
     begin = time.monotonic()
     torch.manual_seed(0)

@@ -11,11 +11,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from sglang_kvq.attention.ragged import TILE
 from sglang_kvq.kernels.decode import value_dims
 from sglang_kvq.kernels.extend import ExtendLaunch, extend_launch, schedule
-
-#: New tokens of a request that one program of FlashInfer attends for, of a head.
-TILE = 128
 
 
 @dataclass(frozen=True)
@@ -102,7 +100,7 @@ class ExtendCosts:
         return float(terms @ self.dequantised)
 
 
-#: Of an H200: benchmarks/extends.py --fit.
+#: Of an H200: benchmarks/extends.py --fit benchmarks/results/kernels_h200.json.
 H200 = ExtendCosts(
     direct=(8.664, 2.187, 10.34),
     dequantised=(17.27, 0.4571, 0.009209, 0.002958, 4.782, 0.5114),
