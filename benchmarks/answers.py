@@ -2,7 +2,7 @@
 
 An answer is checked by *forcing* it. A server that does nothing else caches the answer's prompt, then is given prompt and
 answer as one prompt and tells the log-probability of each answered token. What it reads of the prompt is what decoding
-read: the quantised pages outside the window. So both differ by rounding, if nothing went wrong.
+read: the quantized pages outside the window. So both differ by rounding, if nothing went wrong.
 """
 
 from __future__ import annotations
@@ -111,7 +111,9 @@ def greedy(server: TinyServer, prompt: list, tokens: int, **options) -> list:
     return server.json("/generate", asked, timeout=180)
 
 
-def forced(server: TinyServer, prompt: list[int], answer: list[int], cached: int = 0, timeout: float = 120) -> list[float]:
+def forced(
+    server: TinyServer, prompt: list[int], answer: list[int], cached: int = 0, timeout: float = 120
+) -> list[float]:
     """Log-probability of each answered token, by a server that serves nobody else now.
 
     Args:

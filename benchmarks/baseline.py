@@ -34,7 +34,9 @@ def decode_us(
     cache = torch.empty(sum(counts), 2, PAGE, kv_heads, d, dtype=torch.bfloat16, device="cuda").normal_().to(dtype)
     indices = torch.randperm(sum(counts), dtype=torch.int32, device="cuda")
     indptr = torch.tensor([0, *counts], device="cuda").cumsum(0).int()
-    last = torch.tensor([length - (n - 1) * PAGE for length, n in zip(lengths, counts)], dtype=torch.int32, device="cuda")
+    last = torch.tensor(
+        [length - (n - 1) * PAGE for length, n in zip(lengths, counts)], dtype=torch.int32, device="cuda"
+    )
     wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
         _workspace(),
         "NHD",

@@ -27,9 +27,9 @@ import numpy as np
 import torch
 
 from benchmarks import baseline, record
-from benchmarks.kernels import ANY_EXTEND, BACKENDS, D, KV_HEADS, Q_HEADS, ShortShape, Timer, make_pool, row_of
+from benchmarks.kernels import ANY_EXTEND, BACKENDS, KV_HEADS, Q_HEADS, D, ShortShape, Timer, make_pool, row_of
 from sglang_kvq.attention.base import LayerRotations
-from sglang_kvq.attention.extend_costs import Geometry, dequantised_terms, direct_terms, fit
+from sglang_kvq.attention.extend_costs import Geometry, dequantized_terms, direct_terms, fit
 from sglang_kvq.attention.ragged import RaggedPrefill, workspace_tokens
 from sglang_kvq.attention.short_extend import ShortExtends
 from sglang_kvq.attention.triton_ops import TritonOps
@@ -81,7 +81,9 @@ def build(backend: str) -> None:
 
     q, k = (torch.zeros(256, n, D, dtype=torch.bfloat16, device="cuda") for n in (Q_HEADS, KV_HEADS))
     bounds = torch.tensor([0, 256], dtype=torch.int32)
-    wrapper = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(torch.empty(256 << 20, dtype=torch.uint8, device="cuda"), "NHD", backend=backend)
+    wrapper = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(
+        torch.empty(256 << 20, dtype=torch.uint8, device="cuda"), "NHD", backend=backend
+    )
     wrapper.plan(bounds, bounds, Q_HEADS, KV_HEADS, D, causal=True, q_data_type=torch.bfloat16)
     wrapper.run(q, k, k)
     torch.cuda.synchronize()
@@ -109,7 +111,7 @@ def measured(shape: ShortShape, timer: Timer, short: ShortExtends | None, prefil
         return round(shape.measure(timer, short, prefill)[0], 1)
     except SystemExit as wrong:
         return str(wrong).split(": ")[-1]
-    except Exception as error:  # noqa: BLE001  (a launch that does not fit must not end the sweep)
+    except Exception as error:
         return f"{type(error).__name__}: {error}".splitlines()[0][:80]
 
 
@@ -119,7 +121,9 @@ def theirs(timer: Timer, shape: ShortShape, backends: tuple[str, ...] = BACKENDS
     return {b: round(baseline.prefill_us(timer, shape.q, total, KV_HEADS, shape.requests, (b,)), 1) for b in backends}
 
 
-def points(timer: Timer, columns: dict[str, tuple[ShortExtends | None, RaggedPrefill | None]], backends: tuple[str, ...]) -> list[dict]:
+def points(
+    timer: Timer, columns: dict[str, tuple[ShortExtends | None, RaggedPrefill | None]], backends: tuple[str, ...]
+) -> list[dict]:
     """A row per point of ``SWEEP``: microseconds of FlashInfer's backends and of each way."""
     print(f"{'':22}" + "".join(f"{x:>17}" for x in [*(f"theirs {b}" for b in backends), *columns]))
     rows = []
@@ -128,7 +132,11 @@ def points(timer: Timer, columns: dict[str, tuple[ShortExtends | None, RaggedPre
         row = {"batch": point[0], "new_tokens": point[1], "prefix": point[2]}
         row |= {f"theirs {b}": us for b, us in theirs(timer, shape, backends).items()}
         row |= {name: measured(shape, timer, *way) for name, way in columns.items()}
-        print(f"{shape.name:22}" + "".join(f"{x if isinstance(x, float) else x[-16:]:>17}" for x in list(row.values())[3:]), flush=True)
+        print(
+            f"{shape.name:22}"
+            + "".join(f"{x if isinstance(x, float) else x[-16:]:>17}" for x in list(row.values())[3:]),
+            flush=True,
+        )
         rows.append(row)
     return rows
 
@@ -151,12 +159,12 @@ def quick(timer: Timer) -> list[dict]:
     shorts = direct_ways(QUICK_LAUNCHES)
     compiled({"direct": ANY_EXTEND, **shorts}, timer, backends)
     prefill = flashinfer(*WORKSPACES[-1]) if backends else None
-    columns = {"as routed": (ShortExtends(), prefill), "direct": (ANY_EXTEND, None), "dequantised": (None, prefill)}
+    columns = {"as routed": (ShortExtends(), prefill), "direct": (ANY_EXTEND, None), "dequantized": (None, prefill)}
     columns |= {name: (short, None) for name, short in shorts.items()}
     rows = points(timer, columns, backends)
     for row in rows:
         ours, us = row["as routed"], [row[f"theirs {b}"] for b in backends]
-        ways = [row[x] for x in ("direct", "dequantised") if isinstance(row[x], float)]
+        ways = [row[x] for x in ("direct", "dequantized") if isinstance(row[x], float)]
         if isinstance(ours, float):
             ratio = f"{ours / min(us):5.2f} of FlashInfer over BF16, " if us else ""
             name = f"{row['batch']} x {row['new_tokens']} after {row['prefix']}"
@@ -169,10 +177,15 @@ def fit_rows(path: str) -> list[dict]:
     found = json.loads(Path(path).read_text())
     if isinstance(found, list):
         return [row for row in found if "kernel" not in row]
-    ways = {"pages": "direct", "workspace": "dequantised"}
+    ways = {"pages": "direct", "workspace": "dequantized"}
     grid_rows = [row for row in found["rows"] if row["kernel"] == "extend (grid)"]
     return [
-        {"batch": r["batch"], "new_tokens": r["new_tokens"], "prefix": r["context"] - r["new_tokens"], ways[r["way"]]: r["ours_us"]}
+        {
+            "batch": r["batch"],
+            "new_tokens": r["new_tokens"],
+            "prefix": r["context"] - r["new_tokens"],
+            ways[r["way"]]: r["ours_us"],
+        }
         for r in grid_rows
     ]
 
@@ -180,10 +193,10 @@ def fit_rows(path: str) -> list[dict]:
 def fitted(rows: list[dict]) -> str:
     """The constants of ``extend_costs.H200`` that rows of --quick or --sweep give."""
     names = {"direct": (direct_terms, NARROW), name_of(LAUNCHES[0]): (direct_terms, NARROW)}
-    names |= {"dequantised": (dequantised_terms, CAPACITY)}
-    names |= {name_of(x): (dequantised_terms, x[1]) for x in (*WORKSPACES, ("auto", 67584))}
+    names |= {"dequantized": (dequantized_terms, CAPACITY)}
+    names |= {name_of(x): (dequantized_terms, x[1]) for x in (*WORKSPACES, ("auto", 67584))}
     lines, geometry = [], Geometry(Q_HEADS, KV_HEADS, D, 132)
-    for way in (direct_terms, dequantised_terms):
+    for way in (direct_terms, dequantized_terms):
         some = [
             (way([r["prefix"]] * r["batch"], [r["new_tokens"]] * r["batch"], geometry, names[name][1]), r[name])
             for r in rows
@@ -193,12 +206,14 @@ def fitted(rows: list[dict]) -> str:
         terms, us = (np.array(x) for x in zip(*some))
         found = fit(terms, us)
         worst = max(abs(terms @ found / us - 1))
-        lines.append(f"{way.__name__.removesuffix('_terms')}={found},  # {len(us)} measurements, each within {worst:.0%}")
+        lines.append(
+            f"{way.__name__.removesuffix('_terms')}={found},  # {len(us)} measurements, each within {worst:.0%}"
+        )
     return "\n".join(lines)
 
 
 def gathers(timer: Timer) -> list[dict]:
-    """Dequantising alone."""
+    """Dequantizing alone."""
     rows = []
     for tokens in (8192, 32768, 65536):
         pool = make_pool([tokens])
@@ -223,7 +238,11 @@ def record_grid(timer: Timer) -> Iterator[dict]:
         ours, error = shape.measure(timer, ShortExtends(), prefill)
         beside = min(theirs(timer, shape).values())
         flops = 4 * Q_HEADS * D * requests * (new * prefix + new * (new + 1) / 2)
-        way = "pages" if ShortExtends().suits([prefix] * requests, [new] * requests, geometry, True, CAPACITY) else "workspace"
+        way = (
+            "pages"
+            if ShortExtends().suits([prefix] * requests, [new] * requests, geometry, True, CAPACITY)
+            else "workspace"
+        )
         more = {"new_tokens": new, "tflop_per_s": round(flops / ours / 1e6), "way": way}
         row = row_of("extend (grid)", requests, prefix + new, ours, beside, error, None, **more)
         print(f"{shape.name:22} {way:>9} {ours:9.1f} {beside:9.1f} {ours / beside:6.2f}  {error:.1e}", flush=True)

@@ -51,13 +51,20 @@ class Case:
 
 
 CODES = [
-    *(Case(f"{method} {bits}", method, bits) for method in ("oscar", "oscar-lloyd-max", "turboquant") for bits in (2, 3, 4)),
+    *(
+        Case(f"{method} {bits}", method, bits)
+        for method in ("oscar", "oscar-lloyd-max", "turboquant")
+        for bits in (2, 3, 4)
+    ),
     *(Case("kivi 2", "kivi"), Case("kivi 4", "kivi", 4), Case("int4", "int4", 4)),
     *(Case(f"oscar 2, groups of {group}", group=group) for group in (32, 64)),
     Case("oscar-lloyd-max 2, groups of 32", "oscar-lloyd-max", group=32),
 ]
 GEOMETRIES = [
-    *(Case(f"{q} over {kv} heads", q_heads=q, kv_heads=kv) for q, kv in ((32, 32), (32, 16), (40, 8), (64, 8), (128, 8))),
+    *(
+        Case(f"{q} over {kv} heads", q_heads=q, kv_heads=kv)
+        for q, kv in ((32, 32), (32, 16), (40, 8), (64, 8), (128, 8))
+    ),
     *(Case(f"head_dim {d}", head_dim=d) for d in (64, 96)),
     Case("head_dim 256", q_heads=16, kv_heads=4, head_dim=256),
     Case("oscar-lloyd-max 3, 64 over 8 heads", "oscar-lloyd-max", 3, q_heads=64),
@@ -78,14 +85,18 @@ def rows_of(timer: Timer, bandwidth: float, cases: list[Case], compare: bool):
                 theirs = baseline.decode_us(timer, q, [context] * batch, case.kv_heads, torch.bfloat16)
             heads = {"q_heads": case.q_heads, "kv_heads": case.kv_heads, "head_dim": case.head_dim}
             bits = {"record_bits_per_element": case.format.bits_per_element}
-            yield row_of(f"decode ({case.name})", batch, context, ours, theirs, error, size / ours / bandwidth, **heads, **bits)
+            yield row_of(
+                f"decode ({case.name})", batch, context, ours, theirs, error, size / ours / bandwidth, **heads, **bits
+            )
 
 
 def sweep(timer: Timer, cases: list[Case]):
     """Print microseconds by stages, registers and programs per SM; the launch in use is marked. Yields a row of each."""
     for case in cases:
         used = decode_launch(case.head_dim, case.q_heads // case.kv_heads, record_of(case.format))
-        launches = {DecodeLaunch(stages, n, 65536 // (32 * n)) for n in REGISTERS for stages in {2, used.stages}} | {used}
+        launches = {DecodeLaunch(stages, n, 65536 // (32 * n)) for n in REGISTERS for stages in {2, used.stages}} | {
+            used
+        }
         ordered = sorted(launches, key=lambda x: (x.stages, x.registers, x.programs_per_sm))
         names = [f"{x.stages},{x.registers},{x.programs_per_sm}" + "*" * (x == used) for x in ordered]
         print(f"{case.name:>36}" + "".join(f"{name:>10}" for name in names))
@@ -103,12 +114,16 @@ def main() -> None:
     parser.add_argument("--out", help="JSON file to add rows to")
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--only", default="", help="cases whose name contains this")
-    parser.add_argument("--alone", action="store_true", help="without FlashInfer, whose kernels take minutes to compile")
+    parser.add_argument(
+        "--alone", action="store_true", help="without FlashInfer, whose kernels take minutes to compile"
+    )
     parser.add_argument("--sweep", action="store_true", help="only compare ways to launch")
     args = parser.parse_args()
     cases = [case for case in CODES + GEOMETRIES if args.only in case.name]
     if not cases:
-        parser.error(f"--only {args.only}: no case has that in its name; there are {', '.join(c.name for c in CODES + GEOMETRIES)}")
+        parser.error(
+            f"--only {args.only}: no case has that in its name; there are {', '.join(c.name for c in CODES + GEOMETRIES)}"
+        )
     torch.manual_seed(0)
     timer = Timer(args.repeats)
     if args.sweep:

@@ -58,7 +58,16 @@ EXTEND_LAUNCHES = [
     (64, 32, 4, 2, 128, 4), (128, 32, 8, 3, None, 1), (64, 32, 4, 3, 168, 6), (64, 64, 4, 2, None, 2),
 ]  # fmt: skip
 #: Ways to launch that --sweep compares: stages, registers, programs per SM.
-LAUNCHES = [(2, 128, 16), (2, 144, 13), (2, 160, 8), (2, 160, 12), (2, 168, 12), (3, 160, 12), (3, 168, 12), (3, 168, 24)]
+LAUNCHES = [
+    (2, 128, 16),
+    (2, 144, 13),
+    (2, 160, 8),
+    (2, 160, 12),
+    (2, 168, 12),
+    (3, 160, 12),
+    (3, 168, 12),
+    (3, 168, 24),
+]
 
 
 class Timer:
@@ -120,11 +129,9 @@ def make_pool(lengths: list[int], format: PageFormat = FORMAT, kv_heads: int = K
         table[row, : len(tokens)] = tokens
         windows += [mine[: SINK // PAGE_SIZE], mine[end // PAGE_SIZE :]]
     windows = torch.cat(windows).long()
-    pool = PagePool.allocate(
-        [format], kv_heads=kv_heads, pages=sum(counts), slots=len(windows), req_to_token=table
-    )
+    pool = PagePool.allocate([format], kv_heads=kv_heads, pages=sum(counts), slots=len(windows), req_to_token=table)
     some = torch.randn(2, 64, kv_heads, PAGE_SIZE, format.head_dim, device="cuda").bfloat16()
-    records = format.quantise_pages(*some)
+    records = format.quantize_pages(*some)
     pool.records[0][1:] = records[torch.randint(len(records), (sum(counts),), device="cuda")]
     pool.overlays.normal_()
     pool.page_slot[windows] = torch.randperm(pool.slots, device="cuda", dtype=torch.int32) + 1
@@ -139,8 +146,10 @@ def stored(pool: PagePool, row: int, head: int, context: int) -> tuple[torch.Ten
     start = torch.arange(len(pages), device=pool.device) * PAGE_SIZE
     coded = ((start >= pool.row_sink_end[row]) & (start < pool.row_history_end[row]))[:, None, None]
     overlays = pool.overlays[0, pool.page_slot[pages].clamp(min=0).long(), :, head]
-    values = pool.formats[0].dequantise_pages(pool.records[0][pages, head])
-    k, v = (torch.where(coded, x, overlays[:, i].float()).double().flatten(0, 1)[:context] for i, x in enumerate(values))
+    values = pool.formats[0].dequantize_pages(pool.records[0][pages, head])
+    k, v = (
+        torch.where(coded, x, overlays[:, i].float()).double().flatten(0, 1)[:context] for i, x in enumerate(values)
+    )
     return k, v
 
 
@@ -168,7 +177,9 @@ def checked(name: str, got: torch.Tensor, want: torch.Tensor) -> float:
     """Relative error; ends the run beyond the bound."""
     error = ((got.double() - want.double()).norm() / want.double().norm()).item()
     if not error <= BOUND:
-        raise SystemExit(f"{name}: relative error {error:.1e} is beyond {BOUND}; no speed is reported for a wrong result.")
+        raise SystemExit(
+            f"{name}: relative error {error:.1e} is beyond {BOUND}; no speed is reported for a wrong result."
+        )
     return error
 
 
@@ -208,10 +219,12 @@ class DecodeShape:
     def measure(self, timer: Timer, launch: DecodeLaunch | None = None) -> tuple[float, float]:
         """Microseconds and relative error."""
         ops = TritonOps(self.pool, LayerRotations(), self.q.shape[1], len(self.lengths), launch=launch)
-        ops.plan_decode(self.rows, self.lens)
+        ops.plan_attention(self.rows, self.lens)
         run = lambda: ops.decode(0, self.q, self.rows, self.lens, self.scale)  # noqa: E731
         got = run()
-        error = max(checked(f"decode {len(self.lengths)} x {max(self.lengths)}", got[i], x) for i, x in self.want.items())
+        error = max(
+            checked(f"decode {len(self.lengths)} x {max(self.lengths)}", got[i], x) for i, x in self.want.items()
+        )
         return timer(run), error
 
 
@@ -228,7 +241,10 @@ def decode_rows(timer: Timer, bandwidth: float):
         theirs, fp8 = (baseline.decode_us(timer, q, lengths, KV_HEADS, dtype) for dtype in baseline.DTYPES)
         theirs_dirty = baseline.decode_us(after_writes, q, lengths, KV_HEADS, torch.bfloat16)
         more = {"flashinfer_fp8_us": fp8 and round(fp8, 2), "ratio_fp8": fp8 and round(fp8 / ours, 3)}
-        more |= {"after_writes_us": round(dirty, 2), "flashinfer_bf16_after_writes_us": theirs_dirty and round(theirs_dirty, 2)}
+        more |= {
+            "after_writes_us": round(dirty, 2),
+            "flashinfer_bf16_after_writes_us": theirs_dirty and round(theirs_dirty, 2),
+        }
         more |= {"ratio_after_writes": theirs_dirty and round(theirs_dirty / dirty, 3)}
         fraction = size / ours / bandwidth
         mean = sum(lengths) // len(lengths)
@@ -239,14 +255,17 @@ def decode_rows(timer: Timer, bandwidth: float):
 def sweep(timer: Timer) -> None:
     """Print microseconds by launch."""
     launches = [DecodeLaunch(*x) for x in LAUNCHES]
-    print(f"{'stages, registers, per SM':>16}" + "".join(f"{f'{x.stages}, {x.registers}, {x.programs_per_sm}':>13}" for x in launches))
+    print(
+        f"{'stages, registers, per SM':>16}"
+        + "".join(f"{f'{x.stages}, {x.registers}, {x.programs_per_sm}':>13}" for x in launches)
+    )
     for batch, context in DECODE:
         shape = DecodeShape([context] * batch)
         times = [shape.measure(timer, launch)[0] for launch in launches]
         print(f"{f'{batch} x {context}':>25}" + "".join(f"{us:13.1f}" for us in times), flush=True)
 
 
-def quantise_rows(timer: Timer, bandwidth: float, tokens: int = 8192):
+def quantize_rows(timer: Timer, bandwidth: float, tokens: int = 8192):
     """Pages of ``tokens`` tokens, from activations (one layer) and from overlays."""
     pages = tokens // PAGE_SIZE
     table = torch.zeros(1, PAGE_SIZE, dtype=torch.int32, device="cuda")
@@ -256,11 +275,11 @@ def quantise_rows(timer: Timer, bandwidth: float, tokens: int = 8192):
     k, v = (pool.overlays[0, 1:, i].transpose(1, 2).flatten(0, 1).contiguous() for i in range(2))
     ids = torch.arange(1, pages + 1, device="cuda")
     first, count = (ids - 1) * PAGE_SIZE, torch.tensor([pages], device="cuda")
-    reference.quantise_slots(ids, ids, count)
+    reference.quantize_slots(ids, ids, count)
     want = pool.records[0].clone()
     for name, run in (
-        ("quantise_tokens", lambda: ops.quantise_tokens(0, first, ids, k, v)),
-        ("quantise_slots", lambda: ops.quantise_slots(ids, ids, count)),
+        ("quantize_tokens", lambda: ops.quantize_tokens(0, first, ids, k, v)),
+        ("quantize_slots", lambda: ops.quantize_slots(ids, ids, count)),
     ):
         pool.records[0].zero_()
         run()
@@ -277,33 +296,42 @@ def step_rows(timer: Timer, batch: int = 64):
     r = torch.linalg.qr(torch.randn(1, KV_HEADS, D, D, device="cuda"))[0].contiguous()
     rotations = LayerRotations(r, r)
     ops, reference = TritonOps(pool, rotations, Q_HEADS, batch), ReferenceOps(pool, rotations)
-    q, k, v = torch.randn(batch, Q_HEADS + 2 * KV_HEADS, D, device="cuda").bfloat16().split([Q_HEADS, KV_HEADS, KV_HEADS], 1)
+    q, k, v = (
+        torch.randn(batch, Q_HEADS + 2 * KV_HEADS, D, device="cuda").bfloat16().split([Q_HEADS, KV_HEADS, KV_HEADS], 1)
+    )
     loc = pool.req_to_token[1:, -1].long()
     run = lambda: ops.rotate_and_store(0, loc, q, k, v)  # noqa: E731
     error = checked("rotate_and_store", run(), reference.rotate(0, q, k, v)[0])
     rows = torch.arange(1, batch + 1, device="cuda")
     lens = torch.full_like(rows, 1024)
-    yield row_of("plan_decode", batch, 1024, timer(lambda: ops.plan_decode(rows, lens)), None, 0.0, None)
+    yield row_of("split_work", batch, 1024, timer(lambda: ops.plan_attention(rows, lens)), None, 0.0, None)
     yield row_of("rotate_and_store", batch, 1, timer(run), None, error, None)
 
 
 def extend_rows(timer: Timer, prefill: RaggedPrefill | None):
-    """Prefill chunks over quantised prefixes, all with FlashInfer if it is given; context counts both."""
+    """Prefill chunks over quantized prefixes, all with FlashInfer if it is given; context counts both."""
     if prefill:
         prefill.suits = lambda new_lens: True
     for prefix, new in EXTEND:
         pool = make_pool([max(prefix, PAGE_SIZE)])
-        ops, reference = TritonOps(pool, LayerRotations(), Q_HEADS, 1, prefill=prefill, short=None), ReferenceOps(pool, LayerRotations())
+        ops, reference = (
+            TritonOps(pool, LayerRotations(), Q_HEADS, 1, prefill=prefill, short=None),
+            ReferenceOps(pool, LayerRotations()),
+        )
         q, k, v = (torch.randn(new, n, D, device="cuda").bfloat16() for n in (Q_HEADS, KV_HEADS, KV_HEADS))
         none = torch.empty(0, dtype=torch.int64, device="cuda")
-        batch = ExtendBatch(torch.tensor([1], device="cuda"), [prefix], [new], torch.arange(new, device="cuda"), none, none)
+        batch = ExtendBatch(
+            torch.tensor([1], device="cuda"), [prefix], [new], torch.arange(new, device="cuda"), none, none
+        )
         run = lambda: ops.extend(0, q, k, v, batch, D**-0.5)  # noqa: B023, E731
         error = checked(f"extend {prefix} + {new}", run(), reference.extend(0, q, k, v, batch, D**-0.5))
         us = timer(run)
         flops = 4 * Q_HEADS * D * (new * prefix + new * (new + 1) / 2)
         theirs = baseline.prefill_us(timer, q, prefix + new, KV_HEADS)
         name = "extend (flashinfer)" if ops._planned is None else "extend (triton)"
-        yield row_of(name, 1, prefix + new, us, theirs, error, None, new_tokens=new, tflop_per_s=round(flops / us / 1e6))
+        yield row_of(
+            name, 1, prefix + new, us, theirs, error, None, new_tokens=new, tflop_per_s=round(flops / us / 1e6)
+        )
 
 
 class ShortShape:
@@ -324,7 +352,9 @@ class ShortShape:
             q, k, v = self.q[mine], self.k[mine], self.v[mine]
             self.want[i] = exact_extend(self.pool, i + 1, q, k, v, prefix, D**-0.5)
 
-    def measure(self, timer: Timer, short: ShortExtends | None, prefill: RaggedPrefill | None = None) -> tuple[float, float]:
+    def measure(
+        self, timer: Timer, short: ShortExtends | None, prefill: RaggedPrefill | None = None
+    ) -> tuple[float, float]:
         """Microseconds and relative error."""
         ops = TritonOps(self.pool, LayerRotations(), Q_HEADS, 1, prefill=prefill, short=short)
         run = lambda: ops.extend(0, self.q, self.k, self.v, self.batch, D**-0.5)  # noqa: E731
@@ -345,7 +375,7 @@ ANY_EXTEND = ShortExtends(costs=None, most_rows_unpacked=1 << 20, least_prefix=0
 
 
 def short_rows(timer: Timer, prefill: RaggedPrefill | None):
-    """Short extends: pages read directly, against the prefix dequantised first, and against FlashInfer over BF16."""
+    """Short extends: pages read directly, against the prefix dequantized first, and against FlashInfer over BF16."""
     for batch, new, prefix in SHORT:
         shape = ShortShape(batch, new, prefix)
         ours, error = shape.measure(timer, ANY_EXTEND)
@@ -355,7 +385,7 @@ def short_rows(timer: Timer, prefill: RaggedPrefill | None):
         theirs = baseline.prefill_us(timer, q, prefix + new, KV_HEADS, batch, BACKENDS)
         flops = 4 * Q_HEADS * D * batch * (new * prefix + new * (new + 1) / 2)
         more = {"new_tokens": new, "tflop_per_s": round(flops / ours / 1e6), "host_plan_us": round(plan)}
-        more |= {"dequantised_first_us": round(before, 2), "ratio_dequantised_first": round(before / ours, 3)}
+        more |= {"dequantized_first_us": round(before, 2), "ratio_dequantized_first": round(before / ours, 3)}
         yield row_of("extend (pages)", batch, prefix + new, ours, theirs, error, None, **more)
 
 
@@ -377,11 +407,13 @@ def sweep_extend(timer: Timer) -> None:
 
 def show(row: dict) -> None:
     beside = f"{row['flashinfer_bf16_us']:9.1f} {row['ratio']:6.2f}x" if row["ratio"] else f"{'-':>9} {'-':>7}"
-    other = row.get("ratio_fp8") or row.get("ratio_dequantised_first")
+    other = row.get("ratio_fp8") or row.get("ratio_dequantized_first")
     beside += f" {other:6.2f}x" if other else f" {'-':>7}"
     fraction = f"{row['bandwidth_fraction']:6.1%}" if row["bandwidth_fraction"] else f"{'-':>6}"
     shape = f"{row['batch']} x {row['context']}"
-    print(f"{row['kernel']:19} {shape:>12} {row['ours_us']:9.1f} {beside} {fraction}   {row['rel_error']:.1e}", flush=True)
+    print(
+        f"{row['kernel']:19} {shape:>12} {row['ours_us']:9.1f} {beside} {fraction}   {row['rel_error']:.1e}", flush=True
+    )
 
 
 def main() -> None:
@@ -392,7 +424,9 @@ def main() -> None:
     parser.add_argument("--decode", action="store_true", help="no prefill chunks")
     parser.add_argument("--extend", action="store_true", help="only prefill chunks")
     parser.add_argument("--short", action="store_true", help="with --extend, only short ones")
-    parser.add_argument("--sweep-extend", action="store_true", help="only compare ways to launch the kernel for short extends")
+    parser.add_argument(
+        "--sweep-extend", action="store_true", help="only compare ways to launch the kernel for short extends"
+    )
     args = parser.parse_args()
     torch.manual_seed(0)
     timer = Timer(args.repeats)
@@ -410,12 +444,16 @@ def main() -> None:
         prefill, used = ragged.load(Q_HEADS, KV_HEADS, D, torch.device("cuda"), ragged.workspace_tokens(KV_HEADS, D))
         print(f"long prefill chunks: {used}", flush=True)
         # Short ones first: the others send every chunk to FlashInfer from then on.
-        extends = [short_rows(timer, prefill), extend_rows(timer, None)] + ([extend_rows(timer, prefill)] if prefill else [])
+        extends = [short_rows(timer, prefill), extend_rows(timer, None)] + (
+            [extend_rows(timer, prefill)] if prefill else []
+        )
     if args.short:
         extends = extends[:1]
-    parts = [decode_rows(timer, bandwidth), quantise_rows(timer, bandwidth), step_rows(timer)]
-    print(f"{'kernel':19} {'shape':>12} {'ours us':>9} {'BF16 us':>9} {'ratio':>7} {'to FP8*':>7} {'bandw.':>6}   error")
-    print("* of short extends: to the prefix dequantised first")
+    parts = [decode_rows(timer, bandwidth), quantize_rows(timer, bandwidth), step_rows(timer)]
+    print(
+        f"{'kernel':19} {'shape':>12} {'ours us':>9} {'BF16 us':>9} {'ratio':>7} {'to FP8*':>7} {'bandw.':>6}   error"
+    )
+    print("* of short extends: to the prefix dequantized first")
     rows = []
     for part in extends if args.extend else [*parts, *extends]:
         for row in part:

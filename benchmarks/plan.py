@@ -3,7 +3,7 @@
     python benchmarks/plan.py --out benchmarks/results/kernels_h200.json
 
 A step is planned if some request fills a page or begins one. Here one of the batch does, in each step: it takes the
-overlay that was used least recently, and the page that leaves its window is quantised for all layers. All overlays
+overlay that was used least recently, and the page that leaves its window is quantized for all layers. All overlays
 are in use. Both planners must agree first, in every table and every record. Host time is what the call takes while
 the device is idle; device time is that of all kernels and copies, from torch's profiler. Under a minute on one GPU;
 rows replace those of the same name in the file.
@@ -61,13 +61,17 @@ class Batch:
         """All requests prefilled; ``FILL`` overlays are still free."""
         windows = SINK // PAGE_SIZE + RECENT // PAGE_SIZE + 1
         pages, slots = self.batch * self.pages_each, self.batch * windows + FILL
-        pool = PagePool.allocate([FORMAT] * LAYERS, kv_heads=KV_HEADS, pages=pages, slots=slots, req_to_token=self.table)
+        pool = PagePool.allocate(
+            [FORMAT] * LAYERS, kv_heads=KV_HEADS, pages=pages, slots=slots, req_to_token=self.table
+        )
         for layer in pool.overlays:
             layer.normal_(generator=torch.Generator("cuda").manual_seed(1))
         ops = TritonOps(pool, LayerRotations(), Q_HEADS, self.batch)
-        tiers = kind(pool, SINK // PAGE_SIZE, RECENT // PAGE_SIZE, ops.quantise_slots)
+        tiers = kind(pool, SINK // PAGE_SIZE, RECENT // PAGE_SIZE, ops.quantize_slots)
         history = (self.start // PAGE_SIZE - RECENT // PAGE_SIZE).tolist()
-        direct = [self.table[row, SINK : end * PAGE_SIZE : PAGE_SIZE] // PAGE_SIZE for row, end in enumerate(history, 1)]
+        direct = [
+            self.table[row, SINK : end * PAGE_SIZE : PAGE_SIZE] // PAGE_SIZE for row, end in enumerate(history, 1)
+        ]
         tiers.plan_extend(self.rows, torch.zeros_like(self.start), self.start, 0, torch.cat(direct).long())
         return tiers
 
@@ -78,14 +82,20 @@ class Batch:
 def check(ours: TierManager, theirs: TierManager, shape: str) -> None:
     """End the run unless both are in the same state."""
     pairs = {name: (getattr(ours, name), getattr(theirs, name)) for name in ("slot_page", "row_len", "records_written")}
-    pairs |= {name: (getattr(ours.pool, name), getattr(theirs.pool, name)) for name in ("row_sink_end", "row_history_end")}
+    pairs |= {
+        name: (getattr(ours.pool, name), getattr(theirs.pool, name)) for name in ("row_sink_end", "row_history_end")
+    }
     pairs["page_slot"] = (ours.pool.page_slot, theirs.pool.page_slot)
     pairs["page_valid"] = (ours.page_valid[1:], theirs.page_valid[1:])  # of page 0 it means nothing
     pairs["slot_stamp"] = (ours.slot_stamp[1:], theirs.slot_stamp[1:])
-    pairs |= {f"records of layer {i}": (x[1:], y[1:]) for i, (x, y) in enumerate(zip(ours.pool.records, theirs.pool.records))}
+    pairs |= {
+        f"records of layer {i}": (x[1:], y[1:]) for i, (x, y) in enumerate(zip(ours.pool.records, theirs.pool.records))
+    }
     for name, (a, b) in pairs.items():
         if not torch.equal(a, b):
-            raise SystemExit(f"plan_step {shape}: {name} differs from the reference; no speed is reported for a wrong result.")
+            raise SystemExit(
+                f"plan_step {shape}: {name} differs from the reference; no speed is reported for a wrong result."
+            )
     if int(ours.errors) or int(theirs.errors) or (ours.slot_page[1:] == 0).any():
         raise SystemExit(f"plan_step {shape}: {int(ours.errors)} errors, or overlays that should be in use are not.")
 
@@ -137,7 +147,10 @@ def main() -> None:
     for row in rows():
         found.append(row)
         shape = f"{row['batch']} x {row['context']}"
-        print(f"{row['kernel']:20} {shape:>12} {row['ours_us']:10.1f} {row['host_us']:8.1f} {row['launches']:9.1f}", flush=True)
+        print(
+            f"{row['kernel']:20} {shape:>12} {row['ours_us']:10.1f} {row['host_us']:8.1f} {row['launches']:9.1f}",
+            flush=True,
+        )
     if args.out:
         record.merge(args.out, "kernels", found, key="kernel")
 

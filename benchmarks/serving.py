@@ -82,7 +82,11 @@ SCALES = {
     "full": Scale(
         8192,
         ((4, 1024), (4, 4096), (4, 8192), (4, 16384), (4, 32768), (64, 1024)),
-        256, 32768, 3, (16, 8, 8192, 128), (96, 65536, 256),
+        256,
+        32768,
+        3,
+        (16, 8, 8192, 128),
+        (96, 65536, 256),
     ),
     "tiny": Scale(128, ((2, 64), (2, 256)), 17, 256, 2, (3, 2, 100, 9), (3, 256, 65)),
 }
@@ -220,9 +224,7 @@ def together(streams: list[Stream]) -> list[list[tuple[float, int]]]:
 
 
 def step_ms(streams: list[Stream]) -> float:
-    steps = [
-        (t1 - t0) / (n1 - n0) for events in together(streams) for (t0, n0), (t1, n1) in zip(events, events[1:])
-    ]
+    steps = [(t1 - t0) / (n1 - n0) for events in together(streams) for (t0, n0), (t1, n1) in zip(events, events[1:])]
     return 1e3 * statistics.median(steps)
 
 
@@ -307,7 +309,10 @@ def show_kernels(row: dict, name: str) -> None:
     """What one server's profiled steps are made of; nothing of other rows."""
     if kernels := row.get(f"{name}_kernels"):
         print(f"  {row[f'{name}_idle']} us without a kernel; us and launches per step of")
-        print("\n".join(f"    {us:9.1f} {launches:7.2f}  {kernel}" for kernel, (us, launches) in kernels.items()), flush=True)
+        print(
+            "\n".join(f"    {us:9.1f} {launches:7.2f}  {kernel}" for kernel, (us, launches) in kernels.items()),
+            flush=True,
+        )
 
 
 def plot(out: Path) -> None:
@@ -341,14 +346,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", required=True, type=Path, help="JSON file; its rows of other scenarios stay")
     parser.add_argument("--scenarios", default=",".join(GROUPS), help="some of %(default)s")
-    parser.add_argument("--servers", default=",".join(SERVERS), help="with one of %(default)s the other's figures are read from --out")
-    parser.add_argument("--minutes", type=float, default=9.0, help="when to stop filling caches for output_NxL; default %(default)s")
+    parser.add_argument(
+        "--servers", default=",".join(SERVERS), help="with one of %(default)s the other's figures are read from --out"
+    )
+    parser.add_argument(
+        "--minutes", type=float, default=9.0, help="when to stop filling caches for output_NxL; default %(default)s"
+    )
     parser.add_argument("--mem-fraction-static", default="0.85")
     parser.add_argument("--plain-backend", default="flashinfer", help="--attention-backend of the BF16 server")
     parser.add_argument("--model", type=Path, default=MODEL)
     parser.add_argument("--scale", choices=SCALES, default="full")
     parser.add_argument("--profile", action="store_true", help="also show what decode steps are made of")
-    parser.add_argument("--cpu", action="store_true", help="servers on the CPU engine: only shows that this script works")
+    parser.add_argument(
+        "--cpu", action="store_true", help="servers on the CPU engine: only shows that this script works"
+    )
     parser.add_argument("--plot", action="store_true", help="only draw the plot of --out")
     args = parser.parse_args()
     if args.plot:

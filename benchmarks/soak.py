@@ -89,7 +89,7 @@ class Checker:
             prompt = draw_tokens(rng, self.scale.shortest, self.scale.longest)
             count = rng.randint(*(self.scale.long_answer if n % 10 == 2 else self.scale.answer))
             server.drain()
-            if n % 3 == 1:  # what is cached was written in another piece, and quantised before the rest saw it
+            if n % 3 == 1:  # what is cached was written in another piece, and quantized before the rest saw it
                 server.json("/generate", body(prompt[: rng.randint(1, len(prompt))], 1), timeout=120)
             if n % 3 == 2:
                 first = _ask(server, prompt, max(count // 2, 1))
@@ -181,7 +181,9 @@ class Soak:
         model = self.model.write(self.folder)
         # Checked whenever idle; tests/gpu also checks between steps, which would slow the traffic.
         base = {IDLE_CHECK: "1", **plugin_path(self.folder)}
-        return TinyServer(model, self.flags(), cpu=self.cpu, log=self.folder / f"{name}.log", env={**base, **env}, gpus=[gpu])
+        return TinyServer(
+            model, self.flags(), cpu=self.cpu, log=self.folder / f"{name}.log", env={**base, **env}, gpus=[gpu]
+        )
 
     def offer(self, answer: Answer) -> None:
         """An answer to be compared: by the second server as soon as it can, or later, a random choice of all."""
@@ -251,7 +253,9 @@ class Soak:
             comparing.start()
         begin = time.monotonic()
         # Without a second server, comparing takes its part of the time afterwards.
-        end = min(begin + 60 * self.args.minutes * (1 if self.second else 0.5), self.limit - (15 if self.second else 60))
+        end = min(
+            begin + 60 * self.args.minutes * (1 if self.second else 0.5), self.limit - (15 if self.second else 60)
+        )
         self.traffic.start()
         pause, shown = begin + self.scale.pause, begin
         while time.monotonic() < end:
@@ -273,7 +277,11 @@ class Soak:
             self.held()
         if not self.second:
             random.Random(3).shuffle(self.kept)
-            while self.kept and time.monotonic() < min(self.limit, begin + 60 * self.args.minutes + 60) and self.server.running:
+            while (
+                self.kept
+                and time.monotonic() < min(self.limit, begin + 60 * self.args.minutes + 60)
+                and self.server.running
+            ):
                 self.checker.check(self.kept.pop())
         else:
             while not self.waiting.empty() and time.monotonic() < self.limit:
@@ -305,26 +313,46 @@ class Soak:
     def row(self) -> dict:
         c, k = self.traffic.counts if self.traffic else None, self.checker
         latencies = sorted(c.latencies) if c else []
-        at = lambda share: round(1e3 * latencies[min(int(share * len(latencies)), len(latencies) - 1)], 1) if latencies else None  # noqa: E731
+        at = lambda share: (
+            round(1e3 * latencies[min(int(share * len(latencies)), len(latencies) - 1)], 1) if latencies else None
+        )
         return {
-            "seconds": round(self.seconds, 1), "requests": c.requests if c else 0, "errors": c.errors if c else None,
-            "aborted": c.aborted if c else 0, "retractions": self.retractions() if self.server else 0, "leaked_tokens": self.leaked,
-            "wrong_answers": k.wrong if k else None, "p50_ms": at(0.5), "p99_ms": at(0.99),
-            "model": self.model.name, "kv_quant": self.args.method, "pool_tokens": self.scale.pool,
-            "compared": k.compared if k else 0, "compared_tokens": k.tokens if k else 0, "not_compared": k.failed if k else None, "without_logprob": c.incomplete if c else None,
-            "bound": round(k.bound.mean, 4) if k else None, "bound_max": round(k.bound.max, 4) if k else None,
+            "seconds": round(self.seconds, 1),
+            "requests": c.requests if c else 0,
+            "errors": c.errors if c else None,
+            "aborted": c.aborted if c else 0,
+            "retractions": self.retractions() if self.server else 0,
+            "leaked_tokens": self.leaked,
+            "wrong_answers": k.wrong if k else None,
+            "p50_ms": at(0.5),
+            "p99_ms": at(0.99),
+            "model": self.model.name,
+            "kv_quant": self.args.method,
+            "pool_tokens": self.scale.pool,
+            "compared": k.compared if k else 0,
+            "compared_tokens": k.tokens if k else 0,
+            "not_compared": k.failed if k else None,
+            "without_logprob": c.incomplete if c else None,
+            "bound": round(k.bound.mean, 4) if k else None,
+            "bound_max": round(k.bound.max, 4) if k else None,
             "alone_mean": round(max((d.mean for d in k.calibrated), default=0), 5) if k else None,
             "alone_max": round(max((d.max for d in k.calibrated), default=0), 4) if k else None,
-            "worst_mean": round(k.worst.mean, 5) if k else None, "max_diff": round(k.most, 4) if k else None,
+            "worst_mean": round(k.worst.mean, 5) if k else None,
+            "max_diff": round(k.most, 4) if k else None,
             "wrong_page_mean": round(statistics.median([d.mean for d in k.controls]), 4) if k and k.controls else None,
             "wrong_page_seen": round(k.seen(), 3) if k and k.controls else None,
-            "drained": self.pauses, "output_tokens": c.tokens if c else 0, "kinds": dict(c.kinds) if c else {},
-            "fault": self.args.fault, "notes": [*self.stopped[:6], *(k.examples if k else []), *(c.messages[:4] if c else [])],
+            "drained": self.pauses,
+            "output_tokens": c.tokens if c else 0,
+            "kinds": dict(c.kinds) if c else {},
+            "fault": self.args.fault,
+            "notes": [*self.stopped[:6], *(k.examples if k else []), *(c.messages[:4] if c else [])],
         }
 
     def write(self) -> dict:
         row = self.row()
-        record.write(self.args.out, "soak", [row], reference="second server" if self.second else "same server, afterwards")
+        record.write(
+            self.args.out, "soak", [row], reference="second server" if self.second else "same server, afterwards"
+        )
         return row
 
     def show(self, row: dict) -> bool:
@@ -335,8 +363,14 @@ class Soak:
             print(f"note: {note}")
         least = 3 if self.cpu else 200
         passed = (
-            row["errors"] == 0 and row["wrong_answers"] == 0 and row["leaked_tokens"] == 0 and not row["not_compared"]
-            and not self.stopped and row["compared"] >= least and row["aborted"] > 0 and (self.cpu or row["retractions"] > 0)
+            row["errors"] == 0
+            and row["wrong_answers"] == 0
+            and row["leaked_tokens"] == 0
+            and not row["not_compared"]
+            and not self.stopped
+            and row["compared"] >= least
+            and row["aborted"] > 0
+            and (self.cpu or row["retractions"] > 0)
             and (row["wrong_page_seen"] or 0) >= 0.5
         )
         print("passed" if passed else "FAILED", self.args.out, f"{time.monotonic() - self.begin:.0f} s", flush=True)
@@ -372,9 +406,13 @@ def main() -> int:
     parser.add_argument("--limit", type=float, help="minutes after which all has ended; default --minutes and 1.5")
     parser.add_argument("--method", default="int4", help="--kv-quant of the servers; default %(default)s")
     parser.add_argument("--model", default="qwen3", choices=MODELS)
-    parser.add_argument("--layers", type=int, help="of the model; default 16 on a GPU: rounding averages out, wrong pages do not")
+    parser.add_argument(
+        "--layers", type=int, help="of the model; default 16 on a GPU: rounding averages out, wrong pages do not"
+    )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--reference", choices=("auto", "second", "same"), default="auto", help="which server answers alone")
+    parser.add_argument(
+        "--reference", choices=("auto", "second", "same"), default="auto", help="which server answers alone"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the traffic")
     parser.add_argument("--fault", action="store_true", help="compare with wrong prompts now and then: must fail")
     parser.add_argument("--logs", type=Path, help="keep the servers' logs and the model here")

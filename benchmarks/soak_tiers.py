@@ -26,7 +26,7 @@ from tests.cache.schedules import Driver, random_model
 def soak(operations: int, seed: int, look_every: int) -> dict:
     """A row; a wrong read, a lost page or an overlay that is held at the end raises."""
     begin = shown = time.monotonic()
-    done = models = plans = quantised = 0
+    done = models = plans = quantized = 0
     while done < operations:
         rng = random.Random(f"{seed} {models}")
         driver = Driver(random_model(rng, look_every=look_every), rng)
@@ -35,7 +35,7 @@ def soak(operations: int, seed: int, look_every: int) -> dict:
         tiers = driver.model.tiers
         assert int(tiers.errors) == 0, f"model {models}: {int(tiers.errors)} impossible requests"
         done, models, plans = done + driver.operations, models + 1, plans + tiers.steps
-        quantised += int(tiers.records_written)
+        quantized += int(tiers.records_written)
         if time.monotonic() > shown + 30:
             shown = time.monotonic()
             print(f"{done:,} operations, {models} models, {done / (shown - begin):,.0f} a second", flush=True)
@@ -44,7 +44,7 @@ def soak(operations: int, seed: int, look_every: int) -> dict:
         "operations": done,
         "models": models,
         "plans": plans,
-        "pages_quantised": quantised,
+        "pages_quantized": quantized,
         "seconds": round(time.monotonic() - begin),
         "wrong_answers": 0,
         "leaked_tokens": 0,

@@ -17,7 +17,14 @@ from launch.server import ServerError
 
 #: How often each kind of job is drawn.
 KINDS = {
-    "single": 34, "conversation": 20, "pair": 14, "parallel": 8, "disconnect": 8, "abort": 8, "session": 4, "streaming": 4,
+    "single": 34,
+    "conversation": 20,
+    "pair": 14,
+    "parallel": 8,
+    "disconnect": 8,
+    "abort": 8,
+    "session": 4,
+    "streaming": 4,
 }
 
 
@@ -161,7 +168,9 @@ class Traffic:
     def _length(self, rng: random.Random) -> int:
         return rng.randint(*(self.scale.long_answer if rng.random() < 0.1 else self.scale.answer))
 
-    def _ask(self, rng: random.Random, kind: str, prompt: list, tokens: int, sampling: dict | None = None, **options) -> list[dict]:
+    def _ask(
+        self, rng: random.Random, kind: str, prompt: list, tokens: int, sampling: dict | None = None, **options
+    ) -> list[dict]:
         """Replies. Tokens are sampled, so that answers are as varied as prompts, and every one may be checked."""
         sampling = {"temperature": 1.0, **(sampling or {})}
         asked = body(prompt, tokens, return_logprob=True, sampling_params=sampling, **options)
@@ -198,7 +207,9 @@ class Traffic:
         self.checked(Answer(kind, prompt, [p[1] for p in pairs], [p[0] for p in pairs], cached))
 
     def _prompt(self, rng: random.Random) -> list[int]:
-        return (self.prefixes.draw(rng) + draw_tokens(rng, self.scale.shortest, self.scale.longest // 2))[: self.scale.longest]
+        return (self.prefixes.draw(rng) + draw_tokens(rng, self.scale.shortest, self.scale.longest // 2))[
+            : self.scale.longest
+        ]
 
     # -- kinds of jobs ----------------------------------------------------------------------------------------
 

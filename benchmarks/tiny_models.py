@@ -97,7 +97,9 @@ class TinyModel:
                 f"{at}.self_attn.q_proj.weight": normal(q_rows, self.hidden, std=width * (1 if normed else SCORES)),
                 f"{at}.self_attn.k_proj.weight": normal(kv_rows, self.hidden, std=width),
                 f"{at}.self_attn.v_proj.weight": normal(kv_rows, self.hidden, std=width),
-                f"{at}.self_attn.o_proj.weight": normal(self.hidden, q_rows, std=(averaged / q_rows / self.layers) ** 0.5),
+                f"{at}.self_attn.o_proj.weight": normal(
+                    self.hidden, q_rows, std=(averaged / q_rows / self.layers) ** 0.5
+                ),
             }
             if normed:
                 q_size, k_size = (q_rows, kv_rows) if self.family == "minimax_m2" else (self.head_dim, self.head_dim)
@@ -162,19 +164,41 @@ EXTRA = {
     "qwen2": {"use_sliding_window": False, "sliding_window": None},
     "qwen3": {"attention_bias": False, "use_sliding_window": False, "sliding_window": None},
     "qwen3_moe": {
-        "attention_bias": False, "num_experts": EXPERTS, "num_experts_per_tok": EXPERTS_PER_TOKEN,
-        "moe_intermediate_size": 128, "decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": True,
-        "use_sliding_window": False, "sliding_window": None,
+        "attention_bias": False,
+        "num_experts": EXPERTS,
+        "num_experts_per_tok": EXPERTS_PER_TOKEN,
+        "moe_intermediate_size": 128,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "norm_topk_prob": True,
+        "use_sliding_window": False,
+        "sliding_window": None,
     },
     "glm4_moe": {
-        "attention_bias": True, "use_qk_norm": True, "n_routed_experts": EXPERTS, "num_experts_per_tok": EXPERTS_PER_TOKEN,
-        "moe_intermediate_size": 128, "n_shared_experts": 1, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
-        "norm_topk_prob": True, "routed_scaling_factor": 1.0, "partial_rotary_factor": 0.5, "num_nextn_predict_layers": 0,
+        "attention_bias": True,
+        "use_qk_norm": True,
+        "n_routed_experts": EXPERTS,
+        "num_experts_per_tok": EXPERTS_PER_TOKEN,
+        "moe_intermediate_size": 128,
+        "n_shared_experts": 1,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 1.0,
+        "partial_rotary_factor": 0.5,
+        "num_nextn_predict_layers": 0,
     },
     "minimax_m2": {
-        "num_local_experts": EXPERTS, "num_experts_per_tok": EXPERTS_PER_TOKEN, "scoring_func": "sigmoid",
-        "use_routing_bias": True, "use_qk_norm": True, "qk_norm_type": "per_layer", "rotary_dim": 64,
-        "intermediate_size": 128, "num_mtp_modules": 0,
+        "num_local_experts": EXPERTS,
+        "num_experts_per_tok": EXPERTS_PER_TOKEN,
+        "scoring_func": "sigmoid",
+        "use_routing_bias": True,
+        "use_qk_norm": True,
+        "qk_norm_type": "per_layer",
+        "rotary_dim": 64,
+        "intermediate_size": 128,
+        "num_mtp_modules": 0,
     },
 }
 #: Tensors that checkpoints keep in another type.

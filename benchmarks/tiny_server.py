@@ -103,7 +103,14 @@ class TinyServer(Server):
     """
 
     def __init__(
-        self, model: Path, flags: Sequence[str], *, cpu: bool, log: Path, env: Mapping[str, str], gpus: Sequence[int] = (0,)
+        self,
+        model: Path,
+        flags: Sequence[str],
+        *,
+        cpu: bool,
+        log: Path,
+        env: Mapping[str, str],
+        gpus: Sequence[int] = (0,),
     ) -> None:
         own = [*FLAGS, *flags] if cpu else [*FLAGS, *GPU_FLAGS, *flags]
         if "--kv-quant" not in flags and not cpu:

@@ -57,7 +57,9 @@ def ask(server: Server, result: Result) -> None:
     for name, question in (("short", SHORT), ("long", LONG)):
         answer = result.answers[name] = server.chat(question, max_tokens=40)
         if not answer.strip():
-            raise ServerError(f"the server answered nothing to the {name} question; please report this with {server.log_path}")
+            raise ServerError(
+                f"the server answered nothing to the {name} question; please report this with {server.log_path}"
+            )
 
 
 def start(server: Server, title: str) -> Server:

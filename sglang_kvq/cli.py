@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from enum import Enum
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -38,25 +38,29 @@ def calibrate(
     output: Annotated[Path, typer.Option(help="Folder to write; pass it to --kv-quant-rotations.")],
     tokens: Annotated[int, typer.Option(help="Tokens of the text to use.")] = 32768,
     context: Annotated[int, typer.Option(help="Tokens per context; the longer, the more history is measured.")] = 2048,
-    positions: Annotated[int, typer.Option(help="Spread contexts over so many positions; 0: the model's own, to 32768.")] = 0,
+    positions: Annotated[
+        int, typer.Option(help="Spread contexts over so many positions; 0: the model's own, to 32768.")
+    ] = 0,
     seed: Annotated[int, typer.Option(help="Which contexts to draw; 0 spreads them evenly.")] = 0,
     granularity: Annotated[str, typer.Option(help="per-head or per-layer.")] = "per-head",
     composition: Annotated[str, typer.Option(help="balanced, offset, or oscar for the paper's order.")] = "balanced",
     clips: Annotated[str, typer.Option(help="Clip ratios: per-layer, or global.")] = "per-layer",
     sensitivity: Annotated[bool, typer.Option(help="Measure each layer's sensitivity (needs gradients).")] = True,
     text_share: Annotated[float, typer.Option(help="Use only the first part of the text, 1 for all.")] = 1.0,
-    base_model: Annotated[Optional[str], typer.Option(help="Name to record, if MODEL is a local folder.")] = None,
-    revision: Annotated[Optional[str], typer.Option(help="Revision of the model on the hub.")] = None,
+    base_model: Annotated[str | None, typer.Option(help="Name to record, if MODEL is a local folder.")] = None,
+    revision: Annotated[str | None, typer.Option(help="Revision of the model on the hub.")] = None,
     device: Annotated[str, typer.Option(help="cuda, cpu or auto (all GPUs, needs accelerate).")] = "",
     dtype: Annotated[str, typer.Option(help="auto, bfloat16 or float32; on a CPU float32 unless given.")] = "",
     overwrite: Annotated[bool, typer.Option(help="Replace an existing output folder.")] = False,
     restart: Annotated[bool, typer.Option(help="Discard what an interrupted run left, do not continue it.")] = False,
-    engine: Annotated[str, typer.Option(help="transformers, or sglang for models that need several GPUs.")] = "transformers",
+    engine: Annotated[
+        str, typer.Option(help="transformers, or sglang for models that need several GPUs.")
+    ] = "transformers",
     tp: Annotated[int, typer.Option(help="Tensor parallelism of --engine sglang.")] = 1,
     engine_arg: Annotated[
-        Optional[list[str]], typer.Option(help="KEY=VALUE for sglang.Engine; VALUE may be JSON. Repeatable.")
+        list[str] | None, typer.Option(help="KEY=VALUE for sglang.Engine; VALUE may be JSON. Repeatable.")
     ] = None,
-    push: Annotated[Optional[str], typer.Option(help="Then upload to the hub: ORG/REPO or ORG/REPO/FOLDER.")] = None,
+    push: Annotated[str | None, typer.Option(help="Then upload to the hub: ORG/REPO or ORG/REPO/FOLDER.")] = None,
 ) -> None:
     """Calibrate rotations and clip ratios on a model and a text. Interrupted, the same command continues."""
     from sglang_kvq.rotations.calibrate import CalibrationSettings
@@ -132,9 +136,9 @@ def zoo() -> None:
 @app.command()
 def inspect(
     folder: Annotated[str, typer.Argument(help="Rotation folder in either layout, or hub id org/name/folder.")],
-    model: Annotated[Optional[str], typer.Option(help="Measure errors on this model: hub id or folder.")] = None,
-    text: Annotated[Optional[list[Path]], typer.Option(help="Text to measure on; not the one calibrated on.")] = None,
-    plot: Annotated[Optional[Path], typer.Option(help="PNG to write; needs matplotlib.")] = None,
+    model: Annotated[str | None, typer.Option(help="Measure errors on this model: hub id or folder.")] = None,
+    text: Annotated[list[Path] | None, typer.Option(help="Text to measure on; not the one calibrated on.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="PNG to write; needs matplotlib.")] = None,
     methods: Annotated[str, typer.Option(help="Methods to compare, with commas; empty for all.")] = "",
     contexts: Annotated[int, typer.Option(help="Contexts of the text to measure on.")] = 2,
     length: Annotated[int, typer.Option(help="Tokens per context.")] = 2048,
@@ -142,7 +146,8 @@ def inspect(
     dtype: Annotated[str, typer.Option(help="auto, bfloat16 or float32.")] = "",
 ) -> None:
     """Show rotations: where they come from, per layer clips and sensitivities; with --model the error of each method."""
-    from sglang_kvq.rotations import inspection, plot as drawing
+    from sglang_kvq.rotations import inspection
+    from sglang_kvq.rotations import plot as drawing
     from sglang_kvq.rotations.files import read_rotations
 
     if plot:
@@ -169,7 +174,7 @@ def convert(
     source: Annotated[str, typer.Argument(help="Folder in either layout, or hub id org/name/folder.")],
     output: Annotated[Path, typer.Argument(help="Folder to write.")],
     to: Annotated[Layout, typer.Option(help="Layout to write.")] = Layout.safetensors,
-    kv_heads: Annotated[Optional[int], typer.Option(help="KV heads of the model, if the source does not say.")] = None,
+    kv_heads: Annotated[int | None, typer.Option(help="KV heads of the model, if the source does not say.")] = None,
     overwrite: Annotated[bool, typer.Option(help="Replace an existing output folder.")] = False,
 ) -> None:
     """Convert rotations between our layout and the published .pt one."""
@@ -216,7 +221,14 @@ class _Bars:
     """A bar per pass, with contexts done and the time left; a ``Progress`` callback of ``rotations.calibrate``."""
 
     def __init__(self) -> None:
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+        from rich.progress import (
+            BarColumn,
+            MofNCompleteColumn,
+            Progress,
+            TextColumn,
+            TimeElapsedColumn,
+            TimeRemainingColumn,
+        )
 
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         # A context may take minutes: estimate over a whole pass.

@@ -28,7 +28,7 @@ class Codes:
         levels: ``LevelTable.levels``; uniform: whether they are 0, 1, 2, ...
         group: elements that share a scale, along head_dim, or along tokens for a channel.
         has_zero, clips, centred: ``CodeFormat``'s.
-        factor: float32 that turns the statistic into the scale (``formats.quantise``); inverse: float32 1 / group.
+        factor: float32 that turns the statistic into the scale (``formats.quantize``); inverse: float32 1 / group.
         low, high, scale, zero, mean: byte offsets in the record.
     """
 
@@ -134,10 +134,9 @@ def level_of(code, CODES: tl.constexpr):
     """Levels, int32, of codes int32."""
     if CODES.uniform:
         return code
-    elif CODES.bits == 2:
+    if CODES.bits == 2:
         return (table_of(CODES) >> (8 * code)) & 0xFF
-    else:
-        upper = code > 7
-        table = tl.full(code.shape, table_of(CODES), tl.int64)
-        level = (table >> (8 * tl.where(upper, 15 - code, code)).to(tl.int64)).to(tl.int32) & 0xFF
-        return tl.where(upper, CODES.levels[-1] - level, level)
+    upper = code > 7
+    table = tl.full(code.shape, table_of(CODES), tl.int64)
+    level = (table >> (8 * tl.where(upper, 15 - code, code)).to(tl.int64)).to(tl.int32) & 0xFF
+    return tl.where(upper, CODES.levels[-1] - level, level)

@@ -26,8 +26,7 @@ def to_bf16(x):
         bits = x.to(tl.uint32, bitcast=True)
         bits += 0x7FFF + ((bits >> 16) & 1)
         return (bits >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
-    else:
-        return x.to(tl.bfloat16)
+    return x.to(tl.bfloat16)
 
 
 @triton.jit
@@ -35,8 +34,7 @@ def dot(a, b, acc):
     """acc + a b on tensor cores, BF16 operands and float32 sums."""
     if _PLAIN:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), acc)
-    else:
-        return tl.dot(a, b, acc)
+    return tl.dot(a, b, acc)
 
 
 def can_overlap(device: torch.device) -> bool:

@@ -1,6 +1,6 @@
 """Decode attention: split-KV partial results over INT2 records and BF16 overlays, in one launch.
 
-A program takes one KV head of one item of the plan (``plan.plan_decode``): some pages of one request's history,
+A program takes one KV head of one item of the plan (``plan.split_work``): some pages of one request's history,
 some of its overlays (sinks, window, the page being filled), seldom both. With codes c in 0..3, scale s and zero z
 per token, and queries q:
 
@@ -33,8 +33,8 @@ from sglang_kvq.kernels.int8 import (
     query_operands,
     spread_sum,
     stack_groups,
-    tile_rows,
     tile_scales,
+    tokens_of_tile,
     weight_operands,
 )
 from sglang_kvq.kernels.plan import FIELDS, OVERLAY_TILE
@@ -71,19 +71,21 @@ class DecodeLaunch:
         return wave * (good[0] if good else max(busy, key=busy.get))
 
 
-def decode_launch(head_dim: int, shared: int, record: Record) -> DecodeLaunch:
-    """The launch for that geometry and those codes; ``shared`` query heads share a KV head.
+def decode_launch(head_dim: int, gqa_group: int, record: Record) -> DecodeLaunch:
+    """The launch for that geometry and those codes; ``gqa_group`` query heads share a KV head.
 
     Twelve programs on an SM, or eight where the loop would spill much, as measured (``benchmarks/formats.py --sweep``).
     Numbers between lose up to a half: an SM's four schedulers then have unequal shares.
     """
-    if shared > 8:  # spills all the same: more heads hold more accumulators
+    if gqa_group > 8:  # spills all the same: more heads hold more accumulators
         return DecodeLaunch(stages=3, registers=255, programs_per_sm=8)
-    wide = head_dim > 128 or (shared > 4 and (head_dim > 64 or not is_fast(record)))
+    wide = head_dim > 128 or (gqa_group > 4 and (head_dim > 64 or not is_fast(record)))
     four_bits = any(codes.bits == 4 for codes in (record.k, record.v)) and not record.k.channel
     if wide or (head_dim > 64 and (four_bits or record.k.centred)):
         return DecodeLaunch(stages=2, registers=255, programs_per_sm=8)
-    return DecodeLaunch(stages=2, registers=160 if is_two_bit(record, head_dim) and shared <= 4 else 168, programs_per_sm=12)
+    return DecodeLaunch(
+        stages=2, registers=160 if is_two_bit(record, head_dim) and gqa_group <= 4 else 168, programs_per_sm=12
+    )
 
 
 def is_fast(record: Record) -> bool:
@@ -127,7 +129,7 @@ def decode(
         out: float32 ``[items, q_heads, D]``; unused items leave theirs untouched.
         lse: float32 ``[items, q_heads]``, log2 of the softmax's denominator, likewise.
         q: BF16 ``[B, q_heads, D]``, rotated; last axis contiguous.
-        items: from ``plan.plan_decode``; the tables are ``PagePool``'s.
+        items: from ``plan.split_work``; the tables are ``PagePool``'s.
         record, records, overlays: one layer's.
         launch: from ``decode_launch``.
         early: start while the launch before this one runs (``common.can_overlap``). That one may write queries and
@@ -175,7 +177,7 @@ def _decode(
     """Program (kv_head * parts + part of V, item)."""
     head = tl.program_id(0) // (D // DIMS)
     v_first = tl.program_id(0) % (D // DIMS) * DIMS  # this program's dims of V
-    SHARED: tl.constexpr = Q_HEADS // KV_HEADS
+    GQA_GROUP: tl.constexpr = Q_HEADS // KV_HEADS
     item = items + tl.program_id(1) * FIELDS
     request = tl.load(item)
     first, last = tl.load(item + 1), tl.load(item + 2)
@@ -187,7 +189,7 @@ def _decode(
         page_a, page_b = tl.load(item + 9).to(tl.int64), tl.load(item + 10).to(tl.int64)
         if EARLY:
             tl.extra.cuda.gdc_wait()
-        q += request.to(tl.int64) * q_token + head * SHARED * q_head
+        q += request.to(tl.int64) * q_token + head * GQA_GROUP * q_head
         acc = tl.zeros([VP, HEADS], tl.float32)
         total = tl.zeros([HEADS], tl.float32)
         top = tl.full([HEADS], NEVER, tl.float32)
@@ -195,17 +197,17 @@ def _decode(
             if FAST:
                 acc, total, top = _history(
                     q, q_head, page_a, page_b, table, first, last, length, records, head, v_first, scale_log2,
-                    RECORD.k.group, KV_HEADS, SHARED, HEADS, D, DP, JP, DIMS, VP, PLAIN,
+                    RECORD.k.group, KV_HEADS, GQA_GROUP, HEADS, D, DP, JP, DIMS, VP, PLAIN,
                 )  # fmt: skip
             else:
                 acc, total, top = history_general(
                     q, q_head, page_a, page_b, table, first, last, length, records, head, v_first, scale_log2,
-                    RECORD, KV_HEADS, SHARED, HEADS, D, DP, JP, DIMS, VP, PLAIN,
+                    RECORD, KV_HEADS, GQA_GROUP, HEADS, D, DP, JP, DIMS, VP, PLAIN,
                 )  # fmt: skip
         if first_tile < last_tile:
             acc_o, total_o, top_o = _overlay(
                 q, q_head, table, first_tile, last_tile, begin, end, length, overlays, page_slot, head, v_first,
-                scale_log2, KV_HEADS, SHARED, HEADS, D, DP, DIMS, VP,
+                scale_log2, KV_HEADS, GQA_GROUP, HEADS, D, DP, DIMS, VP,
             )  # fmt: skip
             new_top = tl.maximum(top, top_o)
             decay, decay_o = tl.exp2(top - new_top), tl.exp2(top_o - new_top)
@@ -215,16 +217,16 @@ def _decode(
         if OVERLAP:
             tl.extra.cuda.gdc_launch_dependents()
         h, dim = tl.arange(0, HEADS), tl.arange(0, VP)
-        result = (tl.program_id(1) * Q_HEADS + head * SHARED + h).to(tl.int64)  # [HEADS]
-        tl.store(lse + result, top + tl.log2(total), mask=h < SHARED)
+        result = (tl.program_id(1) * Q_HEADS + head * GQA_GROUP + h).to(tl.int64)  # [HEADS]
+        tl.store(lse + result, top + tl.log2(total), mask=h < GQA_GROUP)
         place = out + result[None, :] * D + v_first + dim[:, None]
-        tl.store(place, acc / total[None, :], mask=(dim < DIMS)[:, None] & (h < SHARED)[None, :])
+        tl.store(place, acc / total[None, :], mask=(dim < DIMS)[:, None] & (h < GQA_GROUP)[None, :])
 
 
 @triton.jit
 def _history(
     q, q_head, page_a, page_b, table, first, last, length, records, head, v_first, scale_log2,
-    GROUP: tl.constexpr, KV_HEADS: tl.constexpr, SHARED: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr,
+    GROUP: tl.constexpr, KV_HEADS: tl.constexpr, GQA_GROUP: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr,
     DP: tl.constexpr, JP: tl.constexpr, DIMS: tl.constexpr, VP: tl.constexpr, PLAIN: tl.constexpr,
 ):  # fmt: skip
     """Records of pages first .. last: (acc [VP, HEADS], denominator [HEADS], maximum [HEADS]), base 2.
@@ -248,10 +250,10 @@ def _history(
 
     dim = tl.arange(0, DP)
     # Planes 1 and 3 carry four times their code.
-    q0, q1, q2, q3, q_all, unit = query_operands(q, q_head, 0.25, SHARED, HEADS, D, DP, JP)
+    q0, q1, q2, q3, q_all, unit = query_operands(q, q_head, 0.25, GQA_GROUP, HEADS, D, DP, JP)
     unit = unit * scale_log2
     row = tl.arange(0, TILE)
-    second, plane, token = tile_rows()
+    second, plane, token = tokens_of_tile()
     fraction = tl.where(plane % 2 == 1, 0.25, 1.0)
     j = tl.arange(0, JP)
     k_row = plane * QUARTER + row % QUARTER  # which holds that token: ``common.key_row``
@@ -354,7 +356,7 @@ def _unpack4(packed, PLAIN: tl.constexpr):
 @triton.jit
 def _overlay(
     q, q_head, table, first, last, begin, end, length, overlays, page_slot, head, v_first, scale_log2,
-    KV_HEADS: tl.constexpr, SHARED: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    KV_HEADS: tl.constexpr, GQA_GROUP: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     DIMS: tl.constexpr, VP: tl.constexpr,
 ):  # fmt: skip
     """Overlay tiles first .. last of the request's pages outside the history; results as ``_history``."""
@@ -362,7 +364,7 @@ def _overlay(
     COLUMNS: tl.constexpr = 8 if HEADS < 8 else HEADS  # the smallest product has eight
     h = tl.arange(0, COLUMNS)
     dim, dim_v = tl.arange(0, DP), tl.arange(0, VP)
-    inside = (dim < D)[:, None] & (h < SHARED)[None, :]
+    inside = (dim < D)[:, None] & (h < GQA_GROUP)[None, :]
     q_all = tl.load(q + h[None, :] * q_head + dim[:, None], mask=inside, other=0.0)  # [DP, COLUMNS]
     acc = tl.zeros([VP, COLUMNS], tl.float32)
     top = tl.full([COLUMNS], NEVER, tl.float32)

@@ -26,8 +26,8 @@ from sglang_kvq.kernels.int8 import (
     spread_sum,
     stack,
     stack_groups,
-    tile_rows,
     tile_scales,
+    tokens_of_tile,
     weight_operands,
 )
 from sglang_kvq.kernels.unpack import centre, in_steps, multiple, step, unpack, unpack_odd
@@ -38,7 +38,7 @@ NEVER = tl.constexpr(-1e30)
 @triton.jit
 def history_general(
     q, q_head, page_a, page_b, table, first, last, length, records, head, v_first, scale_log2,
-    RECORD: tl.constexpr, KV_HEADS: tl.constexpr, SHARED: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr,
+    RECORD: tl.constexpr, KV_HEADS: tl.constexpr, GQA_GROUP: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr,
     DP: tl.constexpr, JP: tl.constexpr, DIMS: tl.constexpr, VP: tl.constexpr, PLAIN: tl.constexpr,
 ):  # fmt: skip
     """Records of pages first .. last: (acc [VP, HEADS], denominator [HEADS], maximum [HEADS]), base 2.
@@ -57,9 +57,9 @@ def history_general(
 
     dim = tl.arange(0, DP)
     if not KEYS.channel:
-        q0, q1, q2, q3, q_all, unit = query_operands(q, q_head, 1 / multiple(KEYS, 1), SHARED, HEADS, D, DP, JP)
+        q0, q1, q2, q3, q_all, unit = query_operands(q, q_head, 1 / multiple(KEYS, 1), GQA_GROUP, HEADS, D, DP, JP)
         unit = unit * (scale_log2 * _share(KEYS))
-    second, plane, token = tile_rows()
+    second, plane, token = tokens_of_tile()
     fraction = tl.where(plane % 2 == 1, 1 / multiple(VALUES, 1), 1.0)
     records += head * RECORD.bytes
     scale_place = _scale_places(v_first, RECORD, PAGE)  # [1, 4, PAGE]
@@ -83,7 +83,7 @@ def history_general(
                 page = records + (base_b if r >= RUNS else base_a)
                 halves = page.to(tl.pointer_type(tl.float16)) + r % RUNS * D
                 part = _channel_product(
-                    k0, k1, k2, k3, odd0, odd1, odd2, odd3, q, q_head, halves, KEYS, TILE, SHARED, HEADS, D4, JP
+                    k0, k1, k2, k3, odd0, odd1, odd2, odd3, q, q_head, halves, KEYS, TILE, GQA_GROUP, HEADS, D4, JP
                 )
                 mine = (second == (r >= RUNS)) & (token // RUN == r % RUNS)
                 x = tl.where(mine[:, None], part * scale_log2, x)
@@ -218,8 +218,7 @@ def _values(
 def _load(place, inside, ALL: tl.constexpr):
     if ALL:
         return tl.load(place)
-    else:
-        return tl.load(place, mask=inside, other=0)
+    return tl.load(place, mask=inside, other=0)
 
 
 @triton.jit
@@ -246,8 +245,7 @@ def _products(
     if in_steps(CODES):
         products = _sum_planes(x0, x1, x2, x3, y0, y1, y2, y3, products, g, GROUP, D4, JP) * step(CODES) + MAGIC_BITS
         return _sum_planes(odd0, odd1, odd2, odd3, y0, y1, y2, y3, products, g, GROUP, D4, JP)
-    else:
-        return _sum_planes(x0, x1, x2, x3, y0, y1, y2, y3, products + MAGIC_BITS, g, GROUP, D4, JP)
+    return _sum_planes(x0, x1, x2, x3, y0, y1, y2, y3, products + MAGIC_BITS, g, GROUP, D4, JP)
 
 
 @triton.jit
@@ -299,23 +297,22 @@ def _zero(scale, zero, CODES: tl.constexpr):
     SHIFT: tl.constexpr = centre(CODES) - CODES.shift
     if CODES.has_zero and SHIFT == 0:
         return zero
-    elif CODES.has_zero:
+    if CODES.has_zero:
         return zero + SHIFT * scale
-    else:
-        return SHIFT * scale
+    return SHIFT * scale
 
 
 @triton.jit
 def _channel_product(
     k0, k1, k2, k3, odd0, odd1, odd2, odd3, q, q_head, halves, CODES: tl.constexpr, TILE: tl.constexpr,
-    SHARED: tl.constexpr, HEADS: tl.constexpr, D4: tl.constexpr, JP: tl.constexpr,
+    GQA_GROUP: tl.constexpr, HEADS: tl.constexpr, D4: tl.constexpr, JP: tl.constexpr,
 ):  # fmt: skip
     """q k of the tile's rows, float32 [TILE, HEADS], as if all had this run's scales; halves is one run's start."""
     COLUMNS: tl.constexpr = 2 * HEADS
-    q0, z0 = _channel_plane(q, q_head, halves, 0, CODES, SHARED, COLUMNS, D4, JP)
-    q1, z1 = _channel_plane(q, q_head, halves, 1, CODES, SHARED, COLUMNS, D4, JP)
-    q2, z2 = _channel_plane(q, q_head, halves, 2, CODES, SHARED, COLUMNS, D4, JP)
-    q3, z3 = _channel_plane(q, q_head, halves, 3, CODES, SHARED, COLUMNS, D4, JP)
+    q0, z0 = _channel_plane(q, q_head, halves, 0, CODES, GQA_GROUP, COLUMNS, D4, JP)
+    q1, z1 = _channel_plane(q, q_head, halves, 1, CODES, GQA_GROUP, COLUMNS, D4, JP)
+    q2, z2 = _channel_plane(q, q_head, halves, 2, CODES, GQA_GROUP, COLUMNS, D4, JP)
+    q3, z3 = _channel_plane(q, q_head, halves, 3, CODES, GQA_GROUP, COLUMNS, D4, JP)
     most = tl.maximum(tl.maximum(tl.abs(q0), tl.abs(q1)), tl.maximum(tl.abs(q2), tl.abs(q3)))
     unit = tl.max(most, 0) * (1 / 127) + 1e-30  # [COLUMNS]
     q0, q1 = int8_columns(q0, 1.0 / unit, COLUMNS), int8_columns(q1, 1.0 / unit, COLUMNS)
@@ -331,10 +328,10 @@ def _channel_product(
 @triton.jit
 def _channel_plane(
     q, q_head, halves, plane: tl.constexpr, CODES: tl.constexpr,
-    SHARED: tl.constexpr, COLUMNS: tl.constexpr, D4: tl.constexpr, JP: tl.constexpr,
+    GQA_GROUP: tl.constexpr, COLUMNS: tl.constexpr, D4: tl.constexpr, JP: tl.constexpr,
 ):  # fmt: skip
     """Queries of one plane's dims times their scales [JP, COLUMNS], and the sum of queries times zeros [COLUMNS]."""
-    x = load_plane(q, q_head, plane, SHARED, COLUMNS, D4, JP)
+    x = load_plane(q, q_head, plane, GQA_GROUP, COLUMNS, D4, JP)
     j = tl.arange(0, JP)
     scale = tl.load(halves + CODES.scale // 2 + plane * D4 + j, mask=j < D4, other=0.0).to(tl.float32)
     zero = tl.load(halves + CODES.zero // 2 + plane * D4 + j, mask=j < D4, other=0.0).to(tl.float32)

@@ -75,23 +75,23 @@ class ExtendPlan:
     partials: int
 
 
-def plan_extend(prefix_lens: list[int], new_lens: list[int], shared: int, rows: int, wave: int) -> ExtendPlan:
+def plan_extend(prefix_lens: list[int], new_lens: list[int], gqa_group: int, rows: int, wave: int) -> ExtendPlan:
     """Divide a batch so that its items end at about the same time.
 
     Every tile's units are cut into equal parts of at most u, with the u whose whole waves take the least time.
 
     Args:
         prefix_lens, new_lens: tokens of each request.
-        shared: query heads of a KV head.
+        gqa_group: query heads of a KV head.
         rows: of a tile.
         wave: items that run at once.
     """
     new, prefix = np.array(new_lens, np.int64), np.array(prefix_lens, np.int64)
     starts = np.cumsum(new) - new
-    tiles = -(-new * shared // rows)  # of each request
+    tiles = -(-new * gqa_group // rows)  # of each request
     request = np.repeat(np.arange(len(new)), tiles)  # of each tile
     first_row = (np.arange(len(request)) - np.repeat(np.cumsum(tiles) - tiles, tiles)) * rows
-    last_token = np.minimum(-(-(first_row + rows) // shared), new[request])
+    last_token = np.minimum(-(-(first_row + rows) // gqa_group), new[request])
     units = -(-prefix[request] // PAGE_SIZE) + -(-last_token // PAGE_SIZE)
     # All tiles of a request have as many parts as its last, which sees most: a token's heads may lie in two tiles.
     most = -(-prefix // PAGE_SIZE) + -(-new // PAGE_SIZE)
@@ -107,16 +107,26 @@ def plan_extend(prefix_lens: list[int], new_lens: list[int], shared: int, rows: 
     part = np.arange(len(tile)) - np.repeat(np.cumsum(parts) - parts, parts)
     bounds = (units[tile] * part // parts[tile], units[tile] * (part + 1) // parts[tile])
     owner = request[tile]
-    columns = [owner, starts[owner], new[owner], first_row[tile], *bounds, prefix[owner], begins[owner], parts[tile], part]
+    columns = [
+        owner,
+        starts[owner],
+        new[owner],
+        first_row[tile],
+        *bounds,
+        prefix[owner],
+        begins[owner],
+        parts[tile],
+        part,
+    ]
     items = np.stack(columns, axis=1)
     items = items[np.argsort(bounds[0] - bounds[1], kind="stable")]
     return ExtendPlan(items.astype(np.int32), spans.astype(np.int32), int(results.sum()))
 
 
-def schedule(prefix_lens: list[int], new_lens: list[int], shared: int, rows: int, wave: int) -> tuple[int, int]:
+def schedule(prefix_lens: list[int], new_lens: list[int], gqa_group: int, rows: int, wave: int) -> tuple[int, int]:
     """(waves of items, units of an item at most) that ``plan_extend`` gives a batch; it takes the same arguments."""
     prefix, new = np.array(prefix_lens, np.int64), np.array(new_lens, np.int64)
-    tiles = -(-new * shared // rows)
+    tiles = -(-new * gqa_group // rows)
     return _schedule(-(-prefix // PAGE_SIZE) + -(-new // PAGE_SIZE), tiles, wave) if tiles.any() else (0, 0)
 
 
@@ -179,7 +189,7 @@ def extend(
         *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], row_pages.stride(0),
         RECORD=record,
         FAST=is_two_bit(record, d),
-        SHARED=q_heads // kv_heads,
+        GQA_GROUP=q_heads // kv_heads,
         KV_HEADS=kv_heads,
         D=d,
         DP=triton.next_power_of_2(d),
@@ -201,7 +211,7 @@ def _extend(
     out, partial, lse, q, k, v, items, rows, scale_log2,
     records, overlays, page_slot, row_pages, row_sink_end, row_history_end,
     q_token, q_head, k_token, k_head, v_token, v_head, table_row,
-    RECORD: tl.constexpr, FAST: tl.constexpr, SHARED: tl.constexpr, KV_HEADS: tl.constexpr,
+    RECORD: tl.constexpr, FAST: tl.constexpr, GQA_GROUP: tl.constexpr, KV_HEADS: tl.constexpr,
     D: tl.constexpr, DP: tl.constexpr, JP: tl.constexpr, DIMS: tl.constexpr, VP: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, PLAIN: tl.constexpr,
 ):  # fmt: skip
@@ -223,11 +233,11 @@ def _extend(
     history = tl.minimum(tl.maximum(history, first), pages_end)
     history_end = tl.minimum(tl.maximum(history_end, history), pages_end)
 
-    token = (first_row + tl.arange(0, ROWS)) // SHARED  # of the request
-    shared = (first_row + tl.arange(0, ROWS)) % SHARED
+    token = (first_row + tl.arange(0, ROWS)) // GQA_GROUP  # of the request
+    member = (first_row + tl.arange(0, ROWS)) % GQA_GROUP
     live = token < new
     start = start.to(tl.int64)
-    place = (start + token) * q_token + (head * SHARED + shared) * q_head
+    place = (start + token) * q_token + (head * GQA_GROUP + member) * q_head
     acc = tl.zeros([ROWS, VP], tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     top = tl.full([ROWS], NEVER, tl.float32)
@@ -254,14 +264,14 @@ def _extend(
 
     dim = v_first + tl.arange(0, VP)[None, :]
     wanted = live[:, None] & (dim < v_first + DIMS)
-    q_head_index = head * SHARED + shared
+    q_head_index = head * GQA_GROUP + member
     total = tl.maximum(total, 1e-30)
     acc *= (1 / total)[:, None]
     if parts == 1:
-        row_out = (start + token) * (KV_HEADS * SHARED) + q_head_index
+        row_out = (start + token) * (KV_HEADS * GQA_GROUP) + q_head_index
         tl.store(out + row_out[:, None] * D + dim, to_bf16(acc), mask=wanted)
     else:  # of a row that saw nothing, the weight is 2^NEVER
-        result = (begin + token * parts + part).to(tl.int64) * (KV_HEADS * SHARED) + q_head_index  # [ROWS]
+        result = (begin + token * parts + part).to(tl.int64) * (KV_HEADS * GQA_GROUP) + q_head_index  # [ROWS]
         tl.store(lse + result, top + tl.log2(total), mask=live)
         tl.store(partial + result[:, None] * D + dim, acc, mask=wanted)
 

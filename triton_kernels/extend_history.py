@@ -1,6 +1,6 @@
 """A tile of query rows over the records of one request: the loops of ``extend``.
 
-With tens of rows per program, dequantising a key or a value once costs less than correcting every score for scale and
+With tens of rows per program, dequantizing a key or a value once costs less than correcting every score for scale and
 zero as ``decode`` does. FP16 holds c s + z with three bits more than BF16, and in the range that the stored scales,
 which are FP16 themselves, have. A code is AND-ed out of its byte into the mantissa of 1024, and made a number, then a
 key or value, by one FP16 instruction each for two of them:
@@ -9,7 +9,7 @@ key or value, by one FP16 instruction each for two of them:
     k = c s + z                                              rounded once
 
 Q is brought into FP16's range by a power of two, which loses nothing, P by 2^15. Records of any other format are
-dequantised to BF16, as ``gather`` does.
+dequantized to BF16, as ``gather`` does.
 """
 
 import triton
@@ -17,7 +17,7 @@ import triton.language as tl
 
 from sglang_kvq.config import PAGE_SIZE
 from sglang_kvq.kernels.common import INTERPRETED, PAGE, dot, key_row, page_of, to_bf16
-from sglang_kvq.kernels.gather import dequantise, packed
+from sglang_kvq.kernels.gather import dequantize, packed
 
 _PLAIN = tl.constexpr(INTERPRETED)
 NEVER = tl.constexpr(-1e30)
@@ -87,13 +87,13 @@ def _page(
     VECTOR: tl.constexpr = PAGE // 2  # words of scales, or zeros, of one group: two tokens each
 
     n, j, i = tl.arange(0, PAGE), tl.arange(0, JP), tl.arange(0, QUARTER)
-    # Rows are loaded in the order in which neighbouring lanes' 16 bytes of a dequantised row, as a product wants it in
+    # Rows are loaded in the order in which neighbouring lanes' 16 bytes of a dequantized row, as a product wants it in
     # shared memory, lie in different banks; ``_banks`` puts them back.
     token = n // 8 * 8 + n % 2 * 4 + n // 2 % 4
     dim = tl.arange(0, VP)
     dim = dim // 8 * 8 + dim % 4 * 2 + dim // 4 % 2
     k_place = record + key_row(token)[:, None] * D4 + j[None, :]
-    # Eight bytes a thread: where neighbouring lanes hold different dims only, the compiler stores the dequantised
+    # Eight bytes a thread: where neighbouring lanes hold different dims only, the compiler stores the dequantized
     # tile dim by dim, two bytes at a time.
     v_place = tl.max_contiguous(record + CODES + (v_first + dim)[:, None] * QUARTER + i[None, :], [1, 8])
     k = tl.load(k_place) if D4 == JP else tl.load(k_place, mask=(j < D4)[None, :], other=0)  # [PAGE, JP]
@@ -109,7 +109,9 @@ def _page(
         s_v, z_v = tl.where(v_first == 0, s_v, s_v2), tl.where(v_first == 0, z_v, z_v2)
         k0, k1, k2, k3 = _keys_of(k, _own(s_k, token), _own(z_k, token), _own(s_k2, token), _own(z_k2, token), PLAIN)
     else:
-        s_k, z_k, values, _ = _split4(tl.load(words + tl.where(x < 2 * PAGE, of_key, 2 * VECTOR + x % (2 * VECTOR))), PAGE)
+        s_k, z_k, values, _ = _split4(
+            tl.load(words + tl.where(x < 2 * PAGE, of_key, 2 * VECTOR + x % (2 * VECTOR))), PAGE
+        )
         s_v, z_v = _split2(values, VECTOR)
         s_k, z_k = _own(s_k, token), _own(z_k, token)
         k0, k1, k2, k3 = _keys_of(k, s_k, z_k, s_k, z_k, PLAIN)
@@ -162,10 +164,10 @@ def history_any(
         k = join_planes(k0, k1, k2, k3, PAGE, JP)
         low, high = packed(record, dim, i, D, QUARTER, in_v, VALUES)  # [VP, QUARTER]
         scales = dim // VALUES.group * PAGE + i
-        v0 = dequantise(low, high, 0, record, scales, dim, in_v, VALUES)
-        v1 = dequantise(low, high, 1, record, scales + QUARTER, dim, in_v, VALUES)
-        v2 = dequantise(low, high, 2, record, scales + 2 * QUARTER, dim, in_v, VALUES)
-        v3 = dequantise(low, high, 3, record, scales + 3 * QUARTER, dim, in_v, VALUES)
+        v0 = dequantize(low, high, 0, record, scales, dim, in_v, VALUES)
+        v1 = dequantize(low, high, 1, record, scales + QUARTER, dim, in_v, VALUES)
+        v2 = dequantize(low, high, 2, record, scales + 2 * QUARTER, dim, in_v, VALUES)
+        v3 = dequantize(low, high, 3, record, scales + 3 * QUARTER, dim, in_v, VALUES)
         v = join_planes(v0, v1, v2, v3, VP, QUARTER)
         seen = (tl.arange(0, PAGE) + index * PAGE < prefix)[None, :]
         acc, total, top = attend(acc, total, top, queries, k, tl.trans(v), seen, scale_log2, ROWS, PAGE)
@@ -189,8 +191,7 @@ def settled(acc):
     """acc, of which the compiler leaves no product under way until the loop's next turn: ptxas would wait after each then."""
     if _PLAIN:
         return acc
-    else:
-        return tl.inline_asm_elementwise("// $0", "=f,0", [acc], dtype=tl.float32, is_pure=True, pack=1)
+    return tl.inline_asm_elementwise("// $0", "=f,0", [acc], dtype=tl.float32, is_pure=True, pack=1)
 
 
 @triton.jit
@@ -207,7 +208,10 @@ def _affine_ptx(scales: list[list[str]], zeros: list[list[str]]) -> tl.constexpr
     lines += ["prmt.b32 even, $8, 0, 0x4140;", "prmt.b32 odd, $8, 0, 0x4342;"]  # two bytes, a zero above each
     for plane in range(4):
         mask, factor, less = 3 << 2 * plane, (15 - 2 * plane) << 10, 0x8000 | (25 - 2 * plane) << 10
-        lines += [f"mov.b32 factor, {factor * 0x10001:#x};", f"mov.b32 less, {less * 0x10001:#x};"]  # 4^-plane, -1024 of it
+        lines += [
+            f"mov.b32 factor, {factor * 0x10001:#x};",
+            f"mov.b32 less, {less * 0x10001:#x};",
+        ]  # 4^-plane, -1024 of it
         for n, word in enumerate(("even", "odd")):
             out = f"${2 * plane + n}"
             lines.append(f"lop3.b32 {out}, {word}, {mask * 0x10001:#x}, base, 0xea;")  # (a & b) | c
@@ -340,7 +344,7 @@ def _keys(
         place = token // CODES.group * D + dim
     else:
         place = dim // CODES.group * PAGE + token
-    return dequantise(low, high, plane, record, place, dim, mask, CODES)
+    return dequantize(low, high, plane, record, place, dim, mask, CODES)
 
 
 @triton.jit

@@ -18,7 +18,7 @@ NEVER = tl.constexpr(-1e30)
 FIELDS = tl.constexpr(6)
 
 
-def tile_rows(head_dim: int, longest: int) -> int:
+def rows_per_tile(head_dim: int, longest: int) -> int:
     """Query rows of a tile, given the longest request's new tokens."""
     if INTERPRETED:
         return 32
@@ -31,7 +31,7 @@ def plan_tiles(new_lens: list[int], stored: list[tuple[int, int]], rows: int) ->
     Args:
         new_lens: new tokens of each request.
         stored: for each request, where its keys lie in the slab: (first token, tokens).
-        rows: from ``tile_rows``.
+        rows: from ``rows_per_tile``.
 
     Returns:
         per tile: first query row, query rows, first stored key, stored keys, first new key, and the
@@ -74,7 +74,7 @@ def flash_attention(
     _flash[(q_heads, plan.shape[0])](
         out, acc, sums, q, k, v, k_old, v_old, plan, scale * LOG2E,
         *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *k_old.stride()[:2], *v_old.stride()[:2],
-        SHARED=q_heads // k.shape[1],
+        GQA_GROUP=q_heads // k.shape[1],
         D=d,
         DP=triton.next_power_of_2(d),
         ROWS=rows,
@@ -90,7 +90,7 @@ def flash_attention(
 def _flash(
     out, acc_state, sums_state, q, k, v, k_old, v_old, plan, scale_log2,
     q_token, q_head, k_token, k_head, v_token, v_head, ko_token, ko_head, vo_token, vo_head,
-    SHARED: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+    GQA_GROUP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
     FIRST: tl.constexpr, LAST: tl.constexpr,
 ):  # fmt: skip
     """Program (query head, tile)."""
@@ -114,7 +114,7 @@ def _flash(
         total = tl.load(sums_state + 2 * place, mask=row < q_count, other=0.0)
         top = tl.load(sums_state + 2 * place + 1, mask=row < q_count, other=NEVER)
 
-    kv_head = head // SHARED
+    kv_head = head // GQA_GROUP
     k_old += old_start * ko_token + kv_head * ko_head
     v_old += old_start * vo_token + kv_head * vo_head
     acc, total, top = _attend(
@@ -124,7 +124,21 @@ def _flash(
         k += new_start * k_token + kv_head * k_head
         v += new_start * v_token + kv_head * v_head
         acc, total, top = _attend(
-            acc, total, top, queries, k, k_token, v, v_token, position + q_count, position, scale_log2, D, DP, ROWS, KEYS
+            acc,
+            total,
+            top,
+            queries,
+            k,
+            k_token,
+            v,
+            v_token,
+            position + q_count,
+            position,
+            scale_log2,
+            D,
+            DP,
+            ROWS,
+            KEYS,
         )
         result = to_bf16(acc / tl.maximum(total, 1e-30)[:, None])
         tl.store(out + place[:, None] * D + dim[None, :], result, mask=live)

@@ -1,6 +1,6 @@
 """Stored pages back to contiguous BF16 keys and values, for prefill over a stored prefix.
 
-    k[place + t, h] = level * scale + zero (+ mean)   (a page of the history)   or its overlay's row t
+k[place + t, h] = level * scale + zero (+ mean)   (a page of the history)   or its overlay's row t
 """
 
 import torch
@@ -81,7 +81,7 @@ def _gather(
 def _from_record(
     k, v, token_stride, count, record, RECORD: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, JP: tl.constexpr
 ):
-    """Dequantise one record to the first ``count`` of PAGE rows of k and v."""
+    """Dequantize one record to the first ``count`` of PAGE rows of k and v."""
     KEYS: tl.constexpr = RECORD.k
     VALUES: tl.constexpr = RECORD.v
     D4: tl.constexpr = D // 4
@@ -95,14 +95,14 @@ def _from_record(
             place = token // KEYS.group * D + dim_k
         else:
             place = dim_k // KEYS.group * PAGE + token
-        x = dequantise(low, high, plane, record, place, dim_k, j < D4, KEYS)
+        x = dequantize(low, high, plane, record, place, dim_k, j < D4, KEYS)
         tl.store(k + token * token_stride + dim_k, x, mask=(j < D4) & (token < count))
 
     dim, i = tl.arange(0, DP)[:, None], tl.arange(0, QUARTER)[None, :]
     low, high = packed(record, dim, i, D, QUARTER, dim < D, VALUES)  # [DP, QUARTER]
     for plane in tl.static_range(4):
         token_v = plane * QUARTER + i
-        y = dequantise(low, high, plane, record, dim // VALUES.group * PAGE + token_v, dim, dim < D, VALUES)
+        y = dequantize(low, high, plane, record, dim // VALUES.group * PAGE + token_v, dim, dim < D, VALUES)
         tl.store(v + token_v * token_stride + dim, y, mask=(dim < D) & (token_v < count))
 
 
@@ -131,7 +131,7 @@ def _copy(out, token_stride, count, rows, D: tl.constexpr, DP: tl.constexpr):
 
 
 @triton.jit
-def dequantise(low, high, plane: tl.constexpr, record, place, dim, mask, CODES: tl.constexpr):
+def dequantize(low, high, plane: tl.constexpr, record, place, dim, mask, CODES: tl.constexpr):
     """BF16 values of one plane of packed codes; ``place`` is where each element's scale is among the scales."""
     code = (low >> (2 * plane)) & 3
     if CODES.bits == 4:

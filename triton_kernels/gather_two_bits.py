@@ -24,7 +24,7 @@ def warps_for(head_dim: int) -> int:
 
 @triton.jit
 def from_two_bits(k, v, count, kv_heads, record, D: tl.constexpr, DP: tl.constexpr, GROUP: tl.constexpr):
-    """Dequantise one record (``decode.is_two_bit``) to the first ``count`` of PAGE rows of k and v, BF16 ``[PAGE, kv_heads, D]``.
+    """Dequantize one record (``decode.is_two_bit``) to the first ``count`` of PAGE rows of k and v, BF16 ``[PAGE, kv_heads, D]``.
 
     DP: D's next power of two.
     """
@@ -87,7 +87,9 @@ def from_two_bits(k, v, count, kv_heads, record, D: tl.constexpr, DP: tl.constex
 def _store(out, a, b, s, z, row, count, c, row_words, inside, plane: tl.constexpr, n: tl.constexpr):
     """Eight dims of tokens row + 4 c + n of V."""
     lo, hi = _values(s, z, n % 2)
-    tl.store(out + (row + n) * row_words, _expand(a, b, lo, hi, plane), mask=(inside & (row + 4 * c + n < count))[:, None])
+    tl.store(
+        out + (row + n) * row_words, _expand(a, b, lo, hi, plane), mask=(inside & (row + 4 * c + n < count))[:, None]
+    )
 
 
 @triton.jit
@@ -108,10 +110,9 @@ def _pair(low, high):
     if _PLAIN:
         low, high = to_bf16(low).to(tl.uint16, bitcast=True), to_bf16(high).to(tl.uint16, bitcast=True)
         return low.to(tl.int32) | (high.to(tl.int32) << 16)
-    else:
-        return tl.inline_asm_elementwise(
-            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [low, high], dtype=tl.int32, is_pure=True, pack=1
-        )
+    return tl.inline_asm_elementwise(
+        "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [low, high], dtype=tl.int32, is_pure=True, pack=1
+    )
 
 
 @triton.jit

@@ -16,7 +16,7 @@ MAGIC_BITS = tl.constexpr(0x4B400000)
 @triton.jit
 def query_operands(
     q, q_head, ODD: tl.constexpr,
-    SHARED: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, JP: tl.constexpr,
+    GQA_GROUP: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, JP: tl.constexpr,
 ):  # fmt: skip
     """Queries of one KV head for products with codes whose planes 1 and 3 come multiplied by 1 / ODD.
 
@@ -25,14 +25,14 @@ def query_operands(
     COLUMNS: tl.constexpr = 2 * HEADS
     D4: tl.constexpr = D // 4
     h, n, dim = tl.arange(0, HEADS), tl.arange(0, COLUMNS), tl.arange(0, DP)
-    inside = (dim < D)[:, None] & (n // 2 < SHARED)[None, :]
+    inside = (dim < D)[:, None] & (n // 2 < GQA_GROUP)[None, :]
     twice = tl.load(q + n[None, :] // 2 * q_head + dim[:, None], mask=inside, other=0.0).to(tl.float32)
     unit = tl.max(tl.abs(twice), 0) * (1 / 127) + 1e-30  # [COLUMNS]
-    q0 = query_plane(q, q_head, unit, 0, 1.0, SHARED, COLUMNS, D4, JP)
-    q1 = query_plane(q, q_head, unit, 1, ODD, SHARED, COLUMNS, D4, JP)
-    q2 = query_plane(q, q_head, unit, 2, 1.0, SHARED, COLUMNS, D4, JP)
-    q3 = query_plane(q, q_head, unit, 3, ODD, SHARED, COLUMNS, D4, JP)
-    inside = (dim < D)[:, None] & (h < SHARED)[None, :]
+    q0 = query_plane(q, q_head, unit, 0, 1.0, GQA_GROUP, COLUMNS, D4, JP)
+    q1 = query_plane(q, q_head, unit, 1, ODD, GQA_GROUP, COLUMNS, D4, JP)
+    q2 = query_plane(q, q_head, unit, 2, 1.0, GQA_GROUP, COLUMNS, D4, JP)
+    q3 = query_plane(q, q_head, unit, 3, ODD, GQA_GROUP, COLUMNS, D4, JP)
+    inside = (dim < D)[:, None] & (h < GQA_GROUP)[None, :]
     q_all = tl.load(q + h[None, :] * q_head + dim[:, None], mask=inside, other=0.0).to(tl.float32)
     return q0, q1, q2, q3, q_all, tl.max(tl.abs(q_all), 0) * (1 / 127) + 1e-30
 
@@ -40,19 +40,19 @@ def query_operands(
 @triton.jit
 def query_plane(
     q, q_head, unit, plane: tl.constexpr, factor: tl.constexpr,
-    SHARED: tl.constexpr, COLUMNS: tl.constexpr, D4: tl.constexpr, JP: tl.constexpr,
+    GQA_GROUP: tl.constexpr, COLUMNS: tl.constexpr, D4: tl.constexpr, JP: tl.constexpr,
 ):  # fmt: skip
     """INT8 [JP, COLUMNS] of dims plane * D4 + j: column 2h is the high part of head h, column 2h + 1 the low one."""
-    return int8_columns(load_plane(q, q_head, plane, SHARED, COLUMNS, D4, JP), factor / unit, COLUMNS)
+    return int8_columns(load_plane(q, q_head, plane, GQA_GROUP, COLUMNS, D4, JP), factor / unit, COLUMNS)
 
 
 @triton.jit
 def load_plane(
-    q, q_head, plane: tl.constexpr, SHARED: tl.constexpr, COLUMNS: tl.constexpr, D4: tl.constexpr, JP: tl.constexpr
+    q, q_head, plane: tl.constexpr, GQA_GROUP: tl.constexpr, COLUMNS: tl.constexpr, D4: tl.constexpr, JP: tl.constexpr
 ):
     """Queries' dims plane * D4 + j, float32 [JP, COLUMNS], each head in two columns."""
     n, j = tl.arange(0, COLUMNS), tl.arange(0, JP)
-    inside = (j < D4)[:, None] & (n // 2 < SHARED)[None, :]
+    inside = (j < D4)[:, None] & (n // 2 < GQA_GROUP)[None, :]
     return tl.load(q + n[None, :] // 2 * q_head + plane * D4 + j[:, None], mask=inside, other=0.0).to(tl.float32)
 
 
@@ -64,7 +64,7 @@ def int8_columns(x, factor, COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def tile_rows():
+def tokens_of_tile():
     """Rows of a tile of two pages (``decode``): (whether its page is the second, plane, token in its page)."""
     row = tl.arange(0, 2 * PAGE)
     plane = row // (PAGE // 2)
@@ -157,11 +157,10 @@ def stack_groups(accs, zeros):
         tiles += (accs[g] + tl.sum(zeros[g], 0)[None, :],)
     if len(tiles) == 1:
         return tiles[0]
-    elif len(tiles) == 2:
+    if len(tiles) == 2:
         return stack(tiles[0], tiles[1])
-    else:
-        last = tiles[3] if len(tiles) == 4 else tl.zeros_like(tiles[0])
-        return stack(stack(tiles[0], tiles[1]), stack(tiles[2], last))
+    last = tiles[3] if len(tiles) == 4 else tl.zeros_like(tiles[0])
+    return stack(stack(tiles[0], tiles[1]), stack(tiles[2], last))
 
 
 @triton.jit
@@ -195,8 +194,7 @@ def group_product(
     """Add k q over the plane's dims that belong to group g."""
     if plane * D4 >= (g + 1) * GROUP or (plane + 1) * D4 <= g * GROUP:
         return products
-    elif plane * D4 >= g * GROUP and (plane + 1) * D4 <= (g + 1) * GROUP:
+    if plane * D4 >= g * GROUP and (plane + 1) * D4 <= (g + 1) * GROUP:
         return tl.dot(k, q, products, out_dtype=tl.int32)
-    else:
-        dim = plane * D4 + tl.arange(0, JP)
-        return tl.dot(k, tl.where((dim // GROUP == g)[:, None], q, 0).to(tl.int8), products, out_dtype=tl.int32)
+    dim = plane * D4 + tl.arange(0, JP)
+    return tl.dot(k, tl.where((dim // GROUP == g)[:, None], q, 0).to(tl.int8), products, out_dtype=tl.int32)

@@ -1,6 +1,6 @@
 """Merge the partial results of a decode step by their log-sum-exp.
 
-    out = sum_i 2^(lse_i - max lse) o_i / sum_i 2^(lse_i - max lse)
+out = sum_i 2^(lse_i - max lse) o_i / sum_i 2^(lse_i - max lse)
 """
 
 import torch
@@ -26,7 +26,7 @@ def merge_splits(
     """Each request's items to one row.
 
     out: BF16 ``[B, q_heads, D]``; partial float32 ``[items, q_heads, D]``, lse float32 ``[items, q_heads]`` (base
-    2); spans int32 ``[B, 2]`` (``plan.plan_decode``): a request's first item and how many it has, at least one. early:
+    2); spans int32 ``[B, 2]`` (``plan.split_work``): a request's first item and how many it has, at least one. early:
     read the spans while the launch before this one runs (``common.can_overlap``). least: rows of fewer items are left alone.
     """
     batch, heads, d = out.shape

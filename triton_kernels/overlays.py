@@ -25,7 +25,7 @@ def give_overlays(
     direct_pages: torch.Tensor | None,
     step: int,
 ) -> None:
-    """What ``TierManager._plan`` does before it sets ranges; starts the list of what is to be quantised.
+    """What ``TierManager._plan`` does before it sets ranges; starts the list of what is to be quantized.
 
     rows, prefix_lens, seq_lens: int ``[batch]``; prefix_lens None for decoding: all but the new token. direct_pages:
     int64 ``[n]`` or None. step: of the plan, from 1.
@@ -82,7 +82,7 @@ def _give(
         needs += tl.sum(need, 0)
 
         # A page resumed in its middle that this batch also pushes out of the window is written in BF16 once more,
-        # so it keeps its overlay until the next plan quantises it.
+        # so it keeps its overlay until the next plan quantizes it.
         resumed = (row > 0) & (prefix % PAGE > 0)
         slot = _slot_of(page_slot, page_at(table, table_row, row, prefix // PAGE, resumed), resumed)
         failed += tl.sum(tl.sum((slot < 0).to(tl.int64), 1), 0)
@@ -95,7 +95,7 @@ def _give(
         tl.store(page_valid + page, tl.full([SLOTS], 1, tl.uint8), mask=page > 0)
         given_directly += tl.sum((page > 0).to(tl.int64), 0)
 
-    quantised = tl.zeros([], tl.int64)
+    quantized = tl.zeros([], tl.int64)
     if needs > 0:
         tl.debug_barrier()
         for start in range(0, all_rows, ROWS):
@@ -149,10 +149,10 @@ def _give(
                 old = tl.load(slot_page + slot, mask=take, other=0)
                 valid = tl.load(page_valid + old, mask=old > 0, other=1)
                 lost = (valid == 0).to(tl.int32)
-                place = quantised + tl.cumsum(lost, 0) - 1
+                place = quantized + tl.cumsum(lost, 0) - 1
                 tl.store(out_slots + place, slot.to(tl.int64), mask=lost > 0)
                 tl.store(out_pages + place, old, mask=lost > 0)
-                quantised += tl.sum(lost, 0)
+                quantized += tl.sum(lost, 0)
                 tl.store(page_valid + old, tl.full([SLOTS], 1, tl.uint8), mask=old > 0)
                 tl.store(page_slot + old, tl.full([SLOTS], -1, tl.int32), mask=old > 0)
 
@@ -161,8 +161,8 @@ def _give(
                 tl.store(slot_page + slot, page, mask=take)
                 tl.store(slot_stamp + slot, step + entry % 2 * BONUS, mask=take)
 
-    tl.store(out_count, quantised)
-    tl.store(written, tl.load(written) + quantised + given_directly)
+    tl.store(out_count, quantized)
+    tl.store(written, tl.load(written) + quantized + given_directly)
     tl.store(errors, tl.load(errors) + failed)
 
 

@@ -37,16 +37,14 @@ def magnitudes(pair):
 def pair_max(a, b, PACKED: tl.constexpr):
     if PACKED:
         return _max(a, b)
-    else:
-        return _join(tl.maximum(low_half(a), low_half(b)), tl.maximum(high_half(a), high_half(b)))
+    return _join(tl.maximum(low_half(a), low_half(b)), tl.maximum(high_half(a), high_half(b)))
 
 
 @triton.jit
 def pair_min(a, b, PACKED: tl.constexpr):
     if PACKED:
         return _min(a, b)
-    else:
-        return _join(tl.minimum(low_half(a), low_half(b)), tl.minimum(high_half(a), high_half(b)))
+    return _join(tl.minimum(low_half(a), low_half(b)), tl.minimum(high_half(a), high_half(b)))
 
 
 @triton.jit
@@ -55,8 +53,7 @@ def row_max(pairs, PACKED: tl.constexpr):
     if PACKED:
         both = tl.reduce(pairs, 1, _max)
         return tl.maximum(low_half(both), high_half(both))
-    else:
-        return tl.max(tl.maximum(low_half(pairs), high_half(pairs)), 1)
+    return tl.max(tl.maximum(low_half(pairs), high_half(pairs)), 1)
 
 
 @triton.jit
@@ -64,8 +61,7 @@ def row_min(pairs, PACKED: tl.constexpr):
     if PACKED:
         both = tl.reduce(pairs, 1, _min)
         return tl.minimum(low_half(both), high_half(both))
-    else:
-        return tl.min(tl.minimum(low_half(pairs), high_half(pairs)), 1)
+    return tl.min(tl.minimum(low_half(pairs), high_half(pairs)), 1)
 
 
 @triton.jit
@@ -73,8 +69,7 @@ def above(pair, bound, PACKED: tl.constexpr):
     """Ones where a number is above a bound, which is any float32."""
     if PACKED:
         return _instruction("set.gt.bf16x2.bf16x2 $0, $1, $2;", pair, round_down(bound))
-    else:
-        return (low_half(pair) > bound).to(tl.int32) + ((high_half(pair) > bound).to(tl.int32) << 16)
+    return (low_half(pair) > bound).to(tl.int32) + ((high_half(pair) > bound).to(tl.int32) << 16)
 
 
 @triton.jit
@@ -90,8 +85,7 @@ def at_least(size, edge, PACKED: tl.constexpr):
     """Ones where a magnitude is at least a BF16 number, given by its bits, which are ordered as magnitudes are: int32."""
     if PACKED:
         return _instruction("set.ge.bf16x2.bf16x2 $0, $1, $2;", size, edge * 0x10001)
-    else:
-        return ((size & _LOW) >= edge).to(tl.int32) + (((size >> 16) >= edge).to(tl.int32) << 16)
+    return ((size & _LOW) >= edge).to(tl.int32) + (((size >> 16) >= edge).to(tl.int32) << 16)
 
 
 @triton.jit
@@ -99,8 +93,7 @@ def plus(a, b, PACKED: tl.constexpr):
     """Sum of ones, at most 256 in each half."""
     if PACKED:
         return _add(a, b)
-    else:
-        return a + b
+    return a + b
 
 
 @triton.jit
@@ -109,9 +102,8 @@ def count(ones, PACKED: tl.constexpr):
     if PACKED:
         both = tl.reduce(ones, 1, _add)
         return low_half(both) + high_half(both)
-    else:
-        both = tl.sum(ones, 1)
-        return ((both & _LOW) + (both >> 16)).to(tl.float32)
+    both = tl.sum(ones, 1)
+    return ((both & _LOW) + (both >> 16)).to(tl.float32)
 
 
 @triton.jit

@@ -22,12 +22,12 @@ HISTORY_COST = tl.constexpr(4)
 OVERLAY_COST = tl.constexpr(5)
 #: Less work than this, four pages, is not worth an item.
 LEAST_WORK = tl.constexpr(16)
-#: int32 fields of an item, see ``plan_decode``.
+#: int32 fields of an item, see ``split_work``.
 FIELDS = tl.constexpr(16)
 _ITEMS = 32  # items that a program writes
 
 
-def plan_decode(
+def split_work(
     items: torch.Tensor,
     spans: torch.Tensor,
     rows: torch.Tensor,

@@ -12,7 +12,7 @@ _PAGES = 1024
 
 
 def set_ranges(tables: TierTables, rows: torch.Tensor, lens: torch.Tensor, max_len: int, step: int) -> None:
-    """What ``TierManager._set_ranges`` does; what is to be quantised is appended to the list.
+    """What ``TierManager._set_ranges`` does; what is to be quantized is appended to the list.
 
     rows, lens: int ``[batch]``, tokens that each request reads; max_len: none has more. step: of the plan.
     """

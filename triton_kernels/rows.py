@@ -1,4 +1,4 @@
-"""Codes of rows on the device: the arithmetic of ``formats.quantise``, bit for bit.
+"""Codes of rows on the device: the arithmetic of ``formats.quantize``, bit for bit.
 
 Rows of BF16 numbers come as four *planes*, words [ROWS, N] with dims ``plane * D/4 + 2 n`` and the one after it in their
 halves (``pairs``). Where statistics take float32, and of centred rows, a plane's halves are float32 tensors of their own.
@@ -19,9 +19,9 @@ instead of 15. Values are not clamped for their codes: ``threshold`` moves what 
 import triton
 import triton.language as tl
 
-from sglang_kvq.formats.quantise import FP16_MAX as _FP16_MAX
-from sglang_kvq.formats.quantise import LEAST_EXPONENT as _LEAST_EXPONENT
-from sglang_kvq.formats.quantise import ROUND as _ROUND
+from sglang_kvq.formats.quantize import FP16_MAX as _FP16_MAX
+from sglang_kvq.formats.quantize import LEAST_EXPONENT as _LEAST_EXPONENT
+from sglang_kvq.formats.quantize import ROUND as _ROUND
 from sglang_kvq.kernels.codes import bound
 from sglang_kvq.kernels.pairs import (
     INFINITY,
@@ -62,26 +62,25 @@ def scale_zero(x, means, limit, g: tl.constexpr, CODES: tl.constexpr, D4: tl.con
             least = pair_min(least, _in_group(x[p], p, g, INFINITY, CODES.group, D4), PACKED)
             most = pair_max(most, _in_group(x[p], p, g, MINUS_INFINITY, CODES.group, D4), PACKED)
         return from_extremes(row_min(least, PACKED), row_max(most, PACKED), limit, CODES)
-    elif CODES.statistic == "minmax":
+    if CODES.statistic == "minmax":
         low, high = tl.full(x[0].shape, float("inf"), tl.float32), tl.full(x[0].shape, float("-inf"), tl.float32)
         for p in tl.static_range(FIRST, END):
             a, b = halves(x, means, p, CODES)
             low = tl.minimum(low, _in_group(tl.minimum(a, b), p, g, float("inf"), CODES.group, D4))
             high = tl.maximum(high, _in_group(tl.maximum(a, b), p, g, float("-inf"), CODES.group, D4))
         return from_extremes(tl.min(low, 1), tl.max(high, 1), limit, CODES)
-    else:
-        most = tl.zeros(x[0].shape, tl.float32)
-        for p in tl.static_range(FIRST, END):
-            a, b = _clamped(x, means, limit, p, g, CODES, D4)
-            most = tl.maximum(most, tl.maximum(tl.abs(a), tl.abs(b)))
-        up, down = powers(tl.max(most, 1))
-        first, second = tl.zeros(x[0].shape, tl.int32), tl.zeros(x[0].shape, tl.int32)
-        for p in tl.static_range(FIRST, END):
-            a, b = _clamped(x, means, limit, p, g, CODES, D4)
-            a, b = integers(a, up[:, None]), integers(b, up[:, None])
-            first += a + b
-            second += a * a + b * b
-        return from_sums(tl.sum(first, 1), tl.sum(second, 1), down, CODES)
+    most = tl.zeros(x[0].shape, tl.float32)
+    for p in tl.static_range(FIRST, END):
+        a, b = _clamped(x, means, limit, p, g, CODES, D4)
+        most = tl.maximum(most, tl.maximum(tl.abs(a), tl.abs(b)))
+    up, down = powers(tl.max(most, 1))
+    first, second = tl.zeros(x[0].shape, tl.int32), tl.zeros(x[0].shape, tl.int32)
+    for p in tl.static_range(FIRST, END):
+        a, b = _clamped(x, means, limit, p, g, CODES, D4)
+        a, b = integers(a, up[:, None]), integers(b, up[:, None])
+        first += a + b
+        second += a * a + b * b
+    return from_sums(tl.sum(first, 1), tl.sum(second, 1), down, CODES)
 
 
 @triton.jit
@@ -101,9 +100,8 @@ def from_sums(first, second, down, CODES: tl.constexpr):
         spread = (second.to(tl.int64) * CODES.group - wide * wide).to(tl.float32)
         scale = to_half(tl.sqrt_rn(spread) * CODES.factor * down)
         return scale, to_half(first.to(tl.float32) * CODES.inverse * down - CODES.middle * scale.to(tl.float32))
-    else:
-        scale = to_half(tl.sqrt_rn(second.to(tl.float32)) * CODES.factor * down)
-        return scale, scale
+    scale = to_half(tl.sqrt_rn(second.to(tl.float32)) * CODES.factor * down)
+    return scale, scale
 
 
 @triton.jit
@@ -134,8 +132,7 @@ def halves(x, means, p: tl.constexpr, CODES: tl.constexpr):
     low, high = low_half(x[p]), high_half(x[p])
     if CODES.centred:
         return low - means[2 * p][None, :], high - means[2 * p + 1][None, :]
-    else:
-        return low, high
+    return low, high
 
 
 @triton.jit
@@ -153,9 +150,8 @@ def _in_group(x, p: tl.constexpr, g: tl.constexpr, other, GROUP: tl.constexpr, D
     """A plane, with ``other`` where dims do not belong to group g, of which it has some."""
     if 2 * x.shape[1] == D4 and p * D4 >= g * GROUP and (p + 1) * D4 <= (g + 1) * GROUP:
         return x
-    else:
-        j = 2 * tl.arange(0, x.shape[1])
-        return tl.where(((j < D4) & ((p * D4 + j) // GROUP == g))[None, :], x, other)
+    j = 2 * tl.arange(0, x.shape[1])
+    return tl.where(((j < D4) & ((p * D4 + j) // GROUP == g))[None, :], x, other)
 
 
 @triton.jit

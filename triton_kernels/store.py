@@ -42,6 +42,4 @@ def _store(
     live = (head < KV_HEADS) & (dim < D)  # [HP, DP]
     target = overlays + slot * (2 * KV_HEADS * PAGE * D) + place % PAGE * D + head * (PAGE * D) + dim
     tl.store(target, tl.load(k + token * k_token + head * k_head + dim, mask=live), mask=live)
-    tl.store(
-        target + KV_HEADS * PAGE * D, tl.load(v + token * v_token + head * v_head + dim, mask=live), mask=live
-    )
+    tl.store(target + KV_HEADS * PAGE * D, tl.load(v + token * v_token + head * v_head + dim, mask=live), mask=live)

@@ -25,7 +25,7 @@ class TierTables:
         pinned, marked: int64 ``[S]``, the last step that pinned a slot, or found its page's record missing.
         keys: int64 ``[S]``, what slots are chosen by.
         wanted: int64 ``[R * window]``, pages that need an overlay.
-        slots, pages: int64 ``[2 S]`` with count int64 ``[1]``: what is to be quantised.
+        slots, pages: int64 ``[2 S]`` with count int64 ``[1]``: what is to be quantized.
         sink_pages, recent_pages: the window.
         sink_bonus: added to the stamp of a sink's overlay.
     """

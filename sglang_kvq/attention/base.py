@@ -1,4 +1,4 @@
-"""What a backend must do: store, quantise, and attend over segments. Data only crosses as tensors.
+"""What a backend must do: store, quantize, and attend over segments. Data only crosses as tensors.
 
 All keys, values and queries here are in the rotated basis (K' = K R_k, Q' = Q R_q, V' = V R_v with R_q R_k^T = I), so
 one query serves every segment; ``rotate`` and ``rotate_output`` go in and out of it.
@@ -49,7 +49,7 @@ class ExtendBatch:
             tokens in it.
         loc: int64 ``[sum(new_lens)]``, SGLang's location of each new token; padding is left out.
         overlay_tokens: int64 ``[n]`` indices into the new tokens that go to BF16 overlays.
-        direct_tokens: int64 ``[m]`` indices of the first token of each page that is quantised
+        direct_tokens: int64 ``[m]`` indices of the first token of each page that is quantized
             straight from the activations (whole pages, consecutive tokens).
     """
 
@@ -68,7 +68,7 @@ class AttentionOps(ABC):
     ``pool.formats[layer]`` and ``pool.records[layer]``. What covers all layers goes store by store
     (``pool.stores``): the layers of a store share a layout, which may be compiled in, while their clip ranks are
     data (``pool.ranks[layer]``), since a calibration may clip every layer differently. Codes must equal those of
-    ``PageFormat.quantise_pages`` bit for bit, whichever operation wrote them.
+    ``PageFormat.quantize_pages`` bit for bit, whichever operation wrote them.
     """
 
     def __init__(self, pool: PagePool, rotations: LayerRotations) -> None:
@@ -105,18 +105,18 @@ class AttentionOps(ABC):
         return q
 
     @abstractmethod
-    def quantise_tokens(
+    def quantize_tokens(
         self, layer: int, first: torch.Tensor, pages: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> None:
-        """Quantise whole pages from activations, one layer.
+        """Quantize whole pages from activations, one layer.
 
         Rows ``first[i] .. first[i] + PAGE_SIZE`` of k, v ``[T, kv_heads, D]`` become page ``pages[i]``'s
         record; both index tensors are int64 ``[n]``, ``n`` may be 0.
         """
 
     @abstractmethod
-    def quantise_slots(self, slots: torch.Tensor, pages: torch.Tensor, count: torch.Tensor) -> None:
-        """Quantise overlays into records, all layers of all stores.
+    def quantize_slots(self, slots: torch.Tensor, pages: torch.Tensor, count: torch.Tensor) -> None:
+        """Quantize overlays into records, all layers of all stores.
 
         For ``i < count``, overlay ``slots[i]`` becomes page ``pages[i]``'s record. ``slots`` and ``pages``
         are int64 ``[n]``; ``count`` is int64 ``[1]`` on the device and is not read on the host of a GPU.
@@ -125,7 +125,7 @@ class AttentionOps(ABC):
     def reserve(self, batch: int) -> None:  # noqa: B027
         """Make room for decode batches of that many rows, padding counted. Not inside a CUDA graph's capture."""
 
-    def plan_decode(self, rows: torch.Tensor, seq_lens: torch.Tensor) -> None:  # noqa: B027
+    def plan_attention(self, rows: torch.Tensor, seq_lens: torch.Tensor) -> None:  # noqa: B027
         """Once per decode step, before its first layer: divide the batch. Safe inside a CUDA graph.
 
         rows, seq_lens: int ``[B]``, as ``decode`` gets them for every layer of this step.

@@ -1,4 +1,4 @@
-"""What a batch of new tokens over stored prefixes takes either way: pages read directly, or dequantised first.
+"""What a batch of new tokens over stored prefixes takes either way: pages read directly, or dequantized first.
 
 Each way's microseconds are a sum of terms, numbers that follow from the batch and the geometry alone, times constants, which are
 fitted to measurements: ``python benchmarks/extends.py --fit FILE`` prints them. Terms extrapolate; the constants are of an
@@ -26,7 +26,7 @@ class Geometry:
     sms: int
 
     @property
-    def shared(self) -> int:
+    def gqa_group(self) -> int:
         """Query heads of a KV head."""
         return self.q_heads // self.kv_heads
 
@@ -38,13 +38,13 @@ class Geometry:
 
 def direct_terms(prefix_lens: list[int], new_lens: list[int], geometry: Geometry, launch: ExtendLaunch) -> np.ndarray:
     """1; units (64 keys) one after the other, each as if 64 rows of 128 dims and three programs to an SM; waves of items."""
-    waves, units = schedule(prefix_lens, new_lens, geometry.shared, launch.rows, geometry.places(launch))
+    waves, units = schedule(prefix_lens, new_lens, geometry.gqa_group, launch.rows, geometry.places(launch))
     d = geometry.head_dim
     size = launch.rows / 64 * (d + value_dims(d)) / 256 * launch.programs_per_sm / 3
     return np.array([1.0, waves * units * size, waves])
 
 
-def dequantised_terms(prefix_lens: list[int], new_lens: list[int], geometry: Geometry, capacity: int) -> np.ndarray:
+def dequantized_terms(prefix_lens: list[int], new_lens: list[int], geometry: Geometry, capacity: int) -> np.ndarray:
     """1; MB of workspace written; keys one after the other, of 128 dims; the same where all SMs work; calls beyond the
     first; MB of results that these leave to be merged.
 
@@ -60,7 +60,9 @@ def dequantised_terms(prefix_lens: list[int], new_lens: list[int], geometry: Geo
     mean = float((programs * (prefix + new)).sum()) / count
     keys = max(float((prefix + new).max()), -(-count // geometry.sms) * mean) * d / 128
     written = tokens * geometry.kv_heads * d * 4 / 1e6
-    return np.array([1.0, written, keys, keys * min(count / geometry.sms, 1), more, more * new.sum() * q_heads * d * 2 / 1e6])
+    return np.array(
+        [1.0, written, keys, keys * min(count / geometry.sms, 1), more, more * new.sum() * q_heads * d * 2 / 1e6]
+    )
 
 
 @dataclass(frozen=True)
@@ -68,13 +70,13 @@ class ExtendCosts:
     """Microseconds of each term.
 
     Attributes:
-        direct, dequantised: of ``direct_terms`` and ``dequantised_terms``, in their order.
+        direct, dequantized: of ``direct_terms`` and ``dequantized_terms``, in their order.
         unpacked: times as long does the direct kernel take for a unit of records other than uniform 2-bit ones.
         own: times as long as FlashInfer's does our own attention over a workspace take.
     """
 
     direct: tuple[float, ...]
-    dequantised: tuple[float, ...]
+    dequantized: tuple[float, ...]
     unpacked: float = 2.5
     own: float = 1.4
 
@@ -91,19 +93,19 @@ class ExtendCosts:
         terms[1] *= 1 if two_bit else self.unpacked
         return float(terms @ self.direct)
 
-    def dequantised_us(
+    def dequantized_us(
         self, prefix_lens: list[int], new_lens: list[int], geometry: Geometry, capacity: int, flashinfer: bool = True
     ) -> float:
-        """Dequantised into a workspace of ``capacity`` tokens; flashinfer: who attends to it."""
-        terms = dequantised_terms(prefix_lens, new_lens, geometry, capacity)
+        """Dequantized into a workspace of ``capacity`` tokens; flashinfer: who attends to it."""
+        terms = dequantized_terms(prefix_lens, new_lens, geometry, capacity)
         terms[2:4] *= 1 if flashinfer else self.own
-        return float(terms @ self.dequantised)
+        return float(terms @ self.dequantized)
 
 
 #: Of an H200: benchmarks/extends.py --fit benchmarks/results/kernels_h200.json.
 H200 = ExtendCosts(
     direct=(8.664, 2.187, 10.34),
-    dequantised=(17.27, 0.4571, 0.009209, 0.002958, 4.782, 0.5114),
+    dequantized=(17.27, 0.4571, 0.009209, 0.002958, 4.782, 0.5114),
 )
 
 

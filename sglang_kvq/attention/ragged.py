@@ -37,7 +37,7 @@ MOST_GROUPS = 6
 
 
 def workspace_tokens(kv_heads: int, head_dim: int) -> int:
-    """Stored tokens that prefill dequantises at a time, whole pages; heads of this worker."""
+    """Stored tokens that prefill dequantizes at a time, whole pages; heads of this worker."""
     return min(WORKSPACE_BYTES // (4 * kv_heads * head_dim), WORKSPACE_TOKENS) // PAGE_SIZE * PAGE_SIZE
 
 
@@ -219,7 +219,9 @@ class RaggedPrefill:
         """For all layers of a batch, never waiting for the device."""
         calls = plan_calls(batch.prefix_lens, batch.new_lens, self.capacity, self._least_tiles)
         parts = [x for call in calls for x in (call.pages, call.places if call.places is not None else call.pages[:0])]
-        flat = upload(np.concatenate([part.ravel() for part in parts]), self.device).split([part.size for part in parts])
+        flat = upload(np.concatenate([part.ravel() for part in parts]), self.device).split(
+            [part.size for part in parts]
+        )
         taken: dict[tuple, _Wrapper] = {}
         planned = []
         for call, pages, places in zip(calls, flat[::2], flat[1::2]):

@@ -26,19 +26,19 @@ class ReferenceOps(AttentionOps):
         self.pool.overlays[layer, slot, 0, :, loc % PAGE_SIZE] = k
         self.pool.overlays[layer, slot, 1, :, loc % PAGE_SIZE] = v
 
-    def quantise_tokens(self, layer, first, pages, k, v):
+    def quantize_tokens(self, layer, first, pages, k, v):
         if first.numel() == 0:
             return
         tokens = first[:, None] + torch.arange(PAGE_SIZE, device=first.device)
-        self.pool.records[layer][pages] = self.pool.formats[layer].quantise_pages(
+        self.pool.records[layer][pages] = self.pool.formats[layer].quantize_pages(
             k[tokens].transpose(1, 2), v[tokens].transpose(1, 2)
         )
 
-    def quantise_slots(self, slots, pages, count):
+    def quantize_slots(self, slots, pages, count):
         n = int(count)  # a device-to-host copy: fine here, the GPU backend reads it in the kernel
         for layer in range(self.pool.layers if n else 0):
             overlays = self.pool.overlays[layer, slots[:n]]
-            records = self.pool.formats[layer].quantise_pages(overlays[:, 0], overlays[:, 1])
+            records = self.pool.formats[layer].quantize_pages(overlays[:, 0], overlays[:, 1])
             self.pool.records[layer][pages[:n]] = records
 
     def decode(self, layer, q, rows, seq_lens, scale):
@@ -65,17 +65,17 @@ class ReferenceOps(AttentionOps):
         sink_end, history_end = int(pool.row_sink_end[row]), int(pool.row_history_end[row])
         pages = pool.row_pages[row, : -(-length // PAGE_SIZE)].long()
         start = torch.arange(len(pages), device=pages.device) * PAGE_SIZE
-        quantised = (start >= sink_end) & (start < history_end)
+        quantized = (start >= sink_end) & (start < history_end)
         both = torch.empty(
             2, len(pages), pool.kv_heads, PAGE_SIZE, pool.head_dim, dtype=torch.bfloat16, device=pool.device
         )
-        both[0, quantised], both[1, quantised] = (
-            x.bfloat16() for x in pool.formats[layer].dequantise_pages(pool.records[layer][pages[quantised]])
+        both[0, quantized], both[1, quantized] = (
+            x.bfloat16() for x in pool.formats[layer].dequantize_pages(pool.records[layer][pages[quantized]])
         )
-        slots = pool.page_slot[pages[~quantised]].long()
+        slots = pool.page_slot[pages[~quantized]].long()
         if (slots < 0).any():
             raise RuntimeError(f"row {row}: a page outside the history [{sink_end}, {history_end}) has no overlay")
-        both[:, ~quantised] = pool.overlays[layer, slots].transpose(0, 1)
+        both[:, ~quantized] = pool.overlays[layer, slots].transpose(0, 1)
         k, v = both.transpose(1, 2).flatten(2, 3)[:, :, :length]
         return k, v
 

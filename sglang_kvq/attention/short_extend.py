@@ -20,7 +20,7 @@ class ShortExtends:
     Attributes:
         costs: what both ways take; None: whatever they take.
         most_rows_unpacked: new tokens times query heads of a KV head in a request, at most, of records that take more to
-            dequantise than uniform 2-bit ones: every tile of rows does it again.
+            dequantize than uniform 2-bit ones: every tile of rows does it again.
         least_prefix: stored tokens in the batch, at least.
         launch: of the kernel; None chooses by head_dim.
     """
@@ -46,12 +46,12 @@ class ShortExtends:
         """
         if sum(new_lens) == 0 or sum(prefix_lens) < self.least_prefix:
             return False
-        if not two_bit and max(new_lens) * geometry.shared > self.most_rows_unpacked:
+        if not two_bit and max(new_lens) * geometry.gqa_group > self.most_rows_unpacked:
             return False
         if self.costs is None:
             return True
         direct = self.costs.direct_us(prefix_lens, new_lens, geometry, two_bit, self.launch)
-        return direct <= self.costs.dequantised_us(prefix_lens, new_lens, geometry, capacity, flashinfer)
+        return direct <= self.costs.dequantized_us(prefix_lens, new_lens, geometry, capacity, flashinfer)
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class PlannedExtend:
 def plan_short(batch: ExtendBatch, short: ShortExtends, geometry: Geometry, device: torch.device) -> PlannedExtend:
     """Plan on the host; one copy to the device, which nothing waits for."""
     launch = short.launch or extend_launch(geometry.head_dim)
-    plan = plan_extend(batch.prefix_lens, batch.new_lens, geometry.shared, launch.rows, geometry.places(launch))
+    plan = plan_extend(batch.prefix_lens, batch.new_lens, geometry.gqa_group, launch.rows, geometry.places(launch))
     tables = np.concatenate([plan.items.ravel(), plan.spans.ravel()])
     items, spans = upload(tables, device).split([plan.items.size, plan.spans.size])
     return PlannedExtend(launch, items.view(-1, FIELDS.value), spans.view(-1, 2), plan.partials)

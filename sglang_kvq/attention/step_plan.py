@@ -6,7 +6,7 @@ import torch
 
 from sglang_kvq.cache.pool import PagePool
 from sglang_kvq.kernels.decode import DecodeLaunch
-from sglang_kvq.kernels.plan import FIELDS, plan_decode
+from sglang_kvq.kernels.plan import FIELDS, split_work
 
 
 class StepPlan:
@@ -34,9 +34,9 @@ class StepPlan:
         return self.launch.items(batch, self.programs, self.sms)
 
     def items(self, batch: int) -> torch.Tensor:
-        """int32 ``[count(batch), FIELDS]``, see ``plan_decode``."""
+        """int32 ``[count(batch), FIELDS]``, see ``split_work``."""
         return self._items[: self.count(batch)]
 
     def make(self, rows: torch.Tensor, seq_lens: torch.Tensor, pool: PagePool) -> None:
         tables = (pool.row_pages, pool.row_sink_end, pool.row_history_end)
-        plan_decode(self.items(len(rows)), self.spans[: len(rows)], rows, seq_lens, *tables)
+        split_work(self.items(len(rows)), self.spans[: len(rows)], rows, seq_lens, *tables)

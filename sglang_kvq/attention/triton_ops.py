@@ -17,10 +17,10 @@ from sglang_kvq.kernels.codes import record_of
 from sglang_kvq.kernels.common import INTERPRETED, can_overlap
 from sglang_kvq.kernels.decode import DecodeLaunch, decode, decode_launch, is_two_bit, value_dims
 from sglang_kvq.kernels.extend import extend
-from sglang_kvq.kernels.flash import flash_attention, plan_tiles, tile_rows
+from sglang_kvq.kernels.flash import flash_attention, plan_tiles, rows_per_tile
 from sglang_kvq.kernels.gather import gather_pages
 from sglang_kvq.kernels.merge import merge_splits
-from sglang_kvq.kernels.quantise import quantise_slots, quantise_tokens
+from sglang_kvq.kernels.quantize import quantize_slots, quantize_tokens
 from sglang_kvq.kernels.rotate import rotate, split_rotation
 from sglang_kvq.kernels.store import store_tokens
 
@@ -33,7 +33,7 @@ class TritonOps(AttentionOps):
     Args:
         q_heads: query heads of this worker, a multiple of the pool's KV heads, at most 16 to each.
         max_batch: the most requests in one decode batch; ``reserve`` raises it.
-        slab_tokens: stored tokens that prefill dequantises at a time; None for ``ragged.workspace_tokens``.
+        slab_tokens: stored tokens that prefill dequantizes at a time; None for ``ragged.workspace_tokens``.
         launch: of the decode kernel; None chooses by geometry.
         prefill: FlashInfer's attention for long chunks (``ragged.load``); None uses our own for all.
         short: which batches the kernel that reads stored pages directly serves; None for none.
@@ -75,7 +75,9 @@ class TritonOps(AttentionOps):
         self._just_rotated = False  # by the last launch
         self.prefill, self.short = prefill, short
         self.geometry = Geometry(q_heads, pool.kv_heads, pool.head_dim, self._sms)
-        self._routes: tuple[ExtendBatch, dict[bool, bool]] | None = None  # is a batch short, for 2-bit layers and others
+        self._routes: tuple[ExtendBatch, dict[bool, bool]] | None = (
+            None  # is a batch short, for 2-bit layers and others
+        )
         self._planned_short: tuple[ExtendBatch, PlannedExtend] | None = None
         self._planned: tuple[ExtendBatch, int, list[Slab]] | None = None
         self._planned_calls: tuple[ExtendBatch, list[PlannedCall]] | None = None
@@ -93,7 +95,10 @@ class TritonOps(AttentionOps):
             held: StepPlan(launch, programs, self._sms, batch, pool.device)
             for held, launch in {launch.programs_per_sm: launch for launch in self._launches}.items()
         }
-        self.plans, self.layer_plans = list(plans.values()), [plans[launch.programs_per_sm] for launch in self._launches]
+        self.plans, self.layer_plans = (
+            list(plans.values()),
+            [plans[launch.programs_per_sm] for launch in self._launches],
+        )
         shape = (max(plan.most for plan in self.plans), self.q_heads, pool.head_dim)
         self._partial = torch.empty(shape, dtype=torch.float32, device=pool.device)
         self._lse = torch.empty(shape[:2], dtype=torch.float32, device=pool.device)
@@ -121,18 +126,18 @@ class TritonOps(AttentionOps):
         self._rotated = self._just_rotated = True
         return rotate((q, k, v), self._rotations_of(layer), store, overlap=self._can_overlap, early=early)[0]
 
-    def quantise_tokens(self, layer, first, pages, k, v):
+    def quantize_tokens(self, layer, first, pages, k, v):
         pool = self.pool
-        quantise_tokens(pool.records[layer], self._records[layer], pool.ranks[layer], first, pages, k, v)
+        quantize_tokens(pool.records[layer], self._records[layer], pool.ranks[layer], first, pages, k, v)
 
-    def quantise_slots(self, slots, pages, count):
+    def quantize_slots(self, slots, pages, count):
         pool = self.pool
         for store in pool.stores:
             record = record_of(store.format)
             rest = (pool.ranks, pool.overlays, slots, pages, count, self._sms * 16)
-            quantise_slots(store.records, record, store.layer_ids, *rest)
+            quantize_slots(store.records, record, store.layer_ids, *rest)
 
-    def plan_decode(self, rows, seq_lens):
+    def plan_attention(self, rows, seq_lens):
         self.reserve(len(rows))
         for plan in self.plans:
             plan.make(rows, seq_lens, self.pool)
@@ -211,7 +216,7 @@ class TritonOps(AttentionOps):
     def _plan_of(self, batch: ExtendBatch) -> tuple[int, list[Slab]]:
         """The batch's tile height and slabs; planned at its first layer, kept for the others."""
         if self._planned is None or self._planned[0] is not batch:
-            rows = tile_rows(self.pool.head_dim, max(batch.new_lens))
+            rows = rows_per_tile(self.pool.head_dim, max(batch.new_lens))
             slabs = plan_slabs(
                 batch.prefix_lens,
                 batch.new_lens,

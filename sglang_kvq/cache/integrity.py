@@ -42,7 +42,7 @@ def check_integrity(tiers: TierManager, free_pages: torch.Tensor | None = None, 
     free = free_pages.cpu()
     require(len(free.unique()) == len(free), "a page is in the free list twice")
     require(not (page_slot[free] >= 0).any(), "a free page still has an overlay slot")
-    require(not valid[free].any(), "a free page still counts as quantised")
+    require(not valid[free].any(), "a free page still counts as quantized")
     taken = torch.ones(len(valid), dtype=torch.bool)
     taken[0], taken[free] = False, False
     lost = (taken & ~valid & (page_slot <= 0)).nonzero().flatten()

@@ -1,4 +1,4 @@
-"""How one memory budget is divided between quantised pages and BF16 overlays."""
+"""How one memory budget is divided between quantized pages and BF16 overlays."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class MemoryLayout:
     """The two pools' sizes.
 
     Attributes:
-        pages: quantised pages, the reserved one not counted.
+        pages: quantized pages, the reserved one not counted.
         slots: BF16 overlays, the reserved one not counted.
         max_requests: rows whose windows always fit: the bound on running requests.
     """

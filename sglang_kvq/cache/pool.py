@@ -1,4 +1,4 @@
-"""The memory of the cache: quantised records for every page, BF16 overlays for a few, and the tables between.
+"""The memory of the cache: quantized records for every page, BF16 overlays for a few, and the tables between.
 
 Pages and overlay slots number from 1; page 0 and slot 0 are reserved: padded rows of a CUDA-graph
 batch write there and nobody reads it.
@@ -39,7 +39,7 @@ class PagePool:
     Attributes:
         formats: layout and clipping of each layer's records.
         stores: the records, by layout; every layer is in one.
-        ranks: int32 ``[layers, 2]``, each layer's clip ranks of keys and of values (``formats.quantise.clip_rank``, 0 clips
+        ranks: int32 ``[layers, 2]``, each layer's clip ranks of keys and of values (``formats.quantize.clip_rank``, 0 clips
             nothing): data, so that one compiled kernel serves layers with different calibrated clips.
         overlays: BF16 ``[layers, slots + 1, 2, kv_heads, PAGE_SIZE, head_dim]``; axis 2 is K, V.
         page_slot: int32 ``[pages + 1]``, the overlay slot of a page, -1 for none; ``page_slot[0] == 0``.

@@ -10,9 +10,9 @@ from sglang_kvq.config import PAGE_SIZE
 def split_new_tokens(
     prefix_lens: list[int], new_lens: list[int], sink_pages: int, recent_pages: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Which new tokens go to overlays, and where pages quantised straight from activations begin.
+    """Which new tokens go to overlays, and where pages quantized straight from activations begin.
 
-    A page is quantised directly if this batch writes all of it and ends with it outside the
+    A page is quantized directly if this batch writes all of it and ends with it outside the
     request's sinks and window. Returns int64 indices into the concatenated new tokens.
     """
     overlay, direct, start = [], [], 0

@@ -10,10 +10,10 @@ Rules (docs/design.md has the reasons):
 * A request's *window* is its sink pages, its last ``recent_tokens`` (rounded up to whole pages) and
   the page being filled. Window pages of rows in use are pinned; every other overlay is a cache
   that a new window page may take, least recently used first, sinks last.
-* Taking an overlay quantises its page first if the page has no valid record yet. So pressure
+* Taking an overlay quantizes its page first if the page has no valid record yet. So pressure
   never loses a token.
 * A request reads records in one range ``[sink_end, history_end)``. Whatever lies there without a
-  valid record is quantised before the batch runs. A window page whose overlay was taken (a prefix
+  valid record is quantized before the batch runs. A window page whose overlay was taken (a prefix
   hit long after) simply moves the range's end past it.
 
 This is a CPU's path, and the oracle of ``triton_tiers``, which decides the same on a GPU in a few launches.
@@ -35,7 +35,7 @@ from sglang_kvq.config import PAGE_SIZE as P
 SINK_BONUS = 1 << 40
 PINNED = 1 << 62
 
-QuantiseSlots = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
+QuantizeSlots = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
 
 
 @dataclass
@@ -44,8 +44,8 @@ class TierCounts:
 
     slots_total: int
     slots_used: int
-    pages_quantised: int  #: pages that have a valid record now
-    records_written: int  #: since the start: each is one page quantised
+    pages_quantized: int  #: pages that have a valid record now
+    records_written: int  #: since the start: each is one page quantized
     errors: int
 
 
@@ -55,13 +55,13 @@ class TierManager:
     Args:
         pool: its ``page_slot``, ``row_sink_end`` and ``row_history_end`` are kept up to date here.
         sink_pages, recent_pages: the window, in pages.
-        quantise_slots: ``AttentionOps.quantise_slots`` of the backend in use.
+        quantize_slots: ``AttentionOps.quantize_slots`` of the backend in use.
     """
 
-    def __init__(self, pool: PagePool, sink_pages: int, recent_pages: int, quantise_slots: QuantiseSlots) -> None:
+    def __init__(self, pool: PagePool, sink_pages: int, recent_pages: int, quantize_slots: QuantizeSlots) -> None:
         self.pool = pool
         self.sink_pages, self.recent_pages = sink_pages, recent_pages
-        self.quantise_slots = quantise_slots
+        self.quantize_slots = quantize_slots
         self.pending = PendingOps()
         device, rows = pool.device, pool.req_to_token.shape[0]
         self.slot_page = torch.zeros(pool.slots + 1, dtype=torch.int64, device=device)  # 0: free
@@ -114,7 +114,7 @@ class TierManager:
         max_len: int,
         direct_pages: torch.Tensor,
     ) -> None:
-        """Before a prefill. Tensors int64 ``[batch]``; ``direct_pages`` int64 ``[n]`` will be quantised from activations."""
+        """Before a prefill. Tensors int64 ``[batch]``; ``direct_pages`` int64 ``[n]`` will be quantized from activations."""
         self._plan(rows, prefix_lens, seq_lens, max_len, direct_pages)
         self._dirty = True
 
@@ -207,7 +207,7 @@ class TierManager:
         need, pages = need.flatten(), pages.flatten()
 
         # A page resumed in its middle that this batch also pushes out of the window is written in
-        # BF16 once more, so it keeps its overlay until the next plan quantises it.
+        # BF16 once more, so it keeps its overlay until the next plan quantizes it.
         resumed = (prefix_lens // P)[:, None]
         is_resumed = (prefix_lens[:, None] % P > 0) & (rows > 0)[:, None]
         resumed_pages = self._pages_at(rows, resumed, is_resumed).flatten()
@@ -232,7 +232,7 @@ class TierManager:
 
         slots = torch.where(need, chosen[rank.clamp(0, self.pool.slots)], 0)
         old = torch.where(need, self.slot_page[slots], 0)
-        self._quantise((old > 0) & ~self.page_valid[old], slots, old)
+        self._quantize((old > 0) & ~self.page_valid[old], slots, old)
         self.page_valid.index_fill_(0, old, True)
         self.pool.page_slot.index_fill_(0, old, -1)
         self.pool.page_slot[torch.where(need, pages, 0)] = slots.int()
@@ -266,20 +266,20 @@ class TierManager:
         marked = torch.zeros_like(self.slot_page, dtype=torch.bool)
         marked.index_fill_(0, torch.where(missing, slots, 0).clamp(min=0), True)
         marked[0].fill_(False)
-        self._quantise(marked, torch.arange(len(marked), device=rows.device), self.slot_page)
+        self._quantize(marked, torch.arange(len(marked), device=rows.device), self.slot_page)
         self.page_valid.index_fill_(0, torch.where(marked, self.slot_page, 0), True)
         # Row 0 is padding and stays at zero.
         self.pool.row_sink_end[rows] = torch.where(live, sink_end * P, 0).int()
         self.pool.row_history_end[rows] = torch.where(live, history_end * P, 0).int()
 
-    def _quantise(self, mask: torch.Tensor, slots: torch.Tensor, pages: torch.Tensor) -> None:
-        """Quantise the masked (slot, page) pairs, compacted without asking the host how many there are."""
+    def _quantize(self, mask: torch.Tensor, slots: torch.Tensor, pages: torch.Tensor) -> None:
+        """Quantize the masked (slot, page) pairs, compacted without asking the host how many there are."""
         at = torch.where(mask, torch.cumsum(mask, 0) - 1, len(mask))
         compact = slots.new_zeros(2, len(mask) + 1)
         compact[0, at], compact[1, at] = slots, pages
         count = mask.sum()
         self.records_written += count
-        self.quantise_slots(compact[0, :-1], compact[1, :-1], count.view(1))
+        self.quantize_slots(compact[0, :-1], compact[1, :-1], count.view(1))
 
     # -- looking inside ---------------------------------------------------------------------------------
 

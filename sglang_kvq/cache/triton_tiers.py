@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from sglang_kvq.cache.pool import PagePool
-from sglang_kvq.cache.tiers import SINK_BONUS, QuantiseSlots, TierManager
+from sglang_kvq.cache.tiers import SINK_BONUS, QuantizeSlots, TierManager
 from sglang_kvq.kernels.events import apply_events
 from sglang_kvq.kernels.overlays import give_overlays
 from sglang_kvq.kernels.ranges import set_ranges
@@ -17,13 +17,13 @@ class TritonTierManager(TierManager):
 
     1. ``give_overlays``: lengths, stamps, pins; the overlays that pages about to be written take.
     2. ``set_ranges``: what the batch reads from records.
-    3. ``quantise_slots``: what both found to be without a record, for all layers.
+    3. ``quantize_slots``: what both found to be without a record, for all layers.
 
     If the scheduler did something since the last plan, ``apply_events`` comes before, with its copies.
     """
 
-    def __init__(self, pool: PagePool, sink_pages: int, recent_pages: int, quantise_slots: QuantiseSlots) -> None:
-        super().__init__(pool, sink_pages, recent_pages, quantise_slots)
+    def __init__(self, pool: PagePool, sink_pages: int, recent_pages: int, quantize_slots: QuantizeSlots) -> None:
+        super().__init__(pool, sink_pages, recent_pages, quantize_slots)
         slots, rows = len(self.slot_page), len(self.row_len)
         zeros = lambda n: torch.zeros(n, dtype=torch.int64, device=pool.device)  # noqa: E731
         self.tables = TierTables(
@@ -67,7 +67,7 @@ class TritonTierManager(TierManager):
         give_overlays(tables, rows, prefix_lens, seq_lens, direct_pages, self.steps)
         set_ranges(tables, rows, seq_lens if prefix_lens is None else prefix_lens, max_len, self.steps)
         # Pages whose overlays were just given away are still in them: the batch writes later.
-        self.quantise_slots(tables.slots, tables.pages, tables.count)
+        self.quantize_slots(tables.slots, tables.pages, tables.count)
 
     def apply_pending(self) -> None:
         self._apply_reset()

@@ -6,7 +6,6 @@ import functools
 import http.client
 import json
 import os
-import socket
 import threading
 import time
 import urllib.error
@@ -122,7 +121,7 @@ class Client:
             except urllib.error.HTTPError as error:
                 problem = f"{path}: {error.code} {error.read().decode(errors='replace')[:500]}"
                 status: int | None = error.code
-            except socket.timeout:  # it may still be working on it: not again
+            except TimeoutError:  # it may still be working on it: not again
                 raise RequestRefused(f"{path}: no answer within {timeout or self.timeout:.0f} s") from None
             except (OSError, http.client.HTTPException) as error:
                 problem, status = f"{path}: {getattr(error, 'reason', None) or error!r}", None

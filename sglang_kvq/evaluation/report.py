@@ -33,7 +33,7 @@ def collect(store: Store, model: str, command: Sequence[str]) -> dict[str, Any]:
     settings = _common_settings(methods)
     reference = next((files for files in methods.values() if _label(files) == REFERENCE), {})
     rows = [_row(slug, files, reference) for slug, files in methods.items()]
-    # The unquantised one first, then by size: what failed to start has no bits and comes last.
+    # The unquantized one first, then by size: what failed to start has no bits and comes last.
     worst = float("inf")
     rows.sort(key=lambda row: (-(row["allocated_bits"] or 0), worst if row["kl"] is None else row["kl"], row["method"]))
     devices = sorted(

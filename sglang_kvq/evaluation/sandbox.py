@@ -35,6 +35,8 @@ _NOT_CLOSED = 97
 #: Users that no account has (systemd hands out the same range to services): one per program, so that limits on a
 #: user's processes count that program's alone.
 _UIDS = range(61184, 65519)
+
+
 @dataclass(frozen=True)
 class Limits:
     """Of one program.

@@ -49,7 +49,7 @@ def main() -> None:
             ctypes.CDLL(name)
     # The cache tells the loader where libraries lie outside its standard folders.
     single = [sys.executable, *shared_objects(), *filter(os.path.exists, ["/etc/ld.so.cache"])]
-    binds: "list[tuple[str, str]]" = []
+    binds: list[tuple[str, str]] = []
     # In a root without symbolic links the kernel walks a path as it is spelt. A folder comes before what lies in it.
     for target in sorted({os.path.normpath(path): path for path in library + single}.items()):
         if not any(target[0].startswith(other + "/") for _, other in binds):

@@ -14,7 +14,7 @@ AXES = ("token", "channel")
 
 @dataclass(frozen=True)
 class CodeFormat:
-    """The code of keys or of values; the arithmetic is in ``formats.quantise``.
+    """The code of keys or of values; the arithmetic is in ``formats.quantize``.
 
     Attributes:
         bits: 2, 3 or 4.
@@ -56,7 +56,9 @@ class CodeFormat:
         if self.axis == "channel" and self.statistic == "norm":
             raise KVQuantError("code format: statistic 'norm' is of a token's whole row; use axis='token'.")
         if self.axis == "channel" and self.centred:
-            raise KVQuantError("code format: centred=True: codes per channel have a zero of their own; use axis='token'.")
+            raise KVQuantError(
+                "code format: centred=True: codes per channel have a zero of their own; use axis='token'."
+            )
 
     @property
     def has_zero(self) -> bool:
@@ -65,7 +67,7 @@ class CodeFormat:
 
     @property
     def clips(self) -> bool:
-        """Whether a row may be clipped before it is quantised: what centring leaves has hardly an outlier to clip."""
+        """Whether a row may be clipped before it is quantized: what centring leaves has hardly an outlier to clip."""
         return self.axis == "token" and self.statistic != "norm" and not self.centred
 
     def table(self, head_dim: int) -> LevelTable:

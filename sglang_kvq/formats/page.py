@@ -1,4 +1,4 @@
-"""How one quantised page of one KV head lies in memory: a record of bytes.
+"""How one quantized page of one KV head lies in memory: a record of bytes.
 
 For head_dim D and P tokens per page, a record is, without gaps,
 
@@ -26,7 +26,7 @@ from sglang_kvq.config import HEAD_DIMS, PAGE_SIZE
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.formats.code import INT2, CodeFormat
 from sglang_kvq.formats.pack import pack_codes, packed_bytes, unpack_codes
-from sglang_kvq.formats.quantise import channel_means, clip_rank, dequantise_rows, quantise_rows
+from sglang_kvq.formats.quantize import channel_means, clip_rank, dequantize_rows, quantize_rows
 
 #: Token in each row of a record's K codes: of each 16 tokens first the even ones, then the odd ones.
 KEY_TOKENS = torch.arange(PAGE_SIZE).view(-1, 8, 2).transpose(1, 2).flatten()
@@ -121,7 +121,10 @@ class PageFormat:
 
     @cached_property
     def offsets(self) -> Offsets:
-        sizes = [*packed_bytes(PAGE_SIZE, self.head_dim, self.k.bits), *packed_bytes(self.head_dim, PAGE_SIZE, self.v.bits)]
+        sizes = [
+            *packed_bytes(PAGE_SIZE, self.head_dim, self.k.bits),
+            *packed_bytes(self.head_dim, PAGE_SIZE, self.v.bits),
+        ]
         for code in (self.k, self.v):
             rows, columns = self.scale_shape(code)
             sizes += [2 * rows * columns, 2 * rows * columns * code.has_zero]
@@ -150,7 +153,7 @@ class PageFormat:
     def rank_v(self) -> int:
         return clip_rank(self.head_dim, self.clip_v)
 
-    def quantise_pages(self, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    def quantize_pages(self, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """Whole pages to records.
 
         Args:
@@ -161,36 +164,40 @@ class PageFormat:
         """
         mean = channel_means(k) if self.k.centred else None
         rest = k if mean is None else k.float() - mean.float().unsqueeze(-2)
-        k_codes, *k_halves = self._quantise(rest, self.k, self.rank_k)
-        v_codes, *v_halves = self._quantise(v, self.v, self.rank_v)
+        k_codes, *k_halves = self._quantize(rest, self.k, self.rank_k)
+        v_codes, *v_halves = self._quantize(v, self.v, self.rank_v)
         parts = [pack_codes(k_codes[..., KEY_TOKENS, :], self.k.bits)]
         parts.append(pack_codes(v_codes.transpose(-1, -2).contiguous(), self.v.bits))
-        parts += [half.contiguous().view(torch.uint8).flatten(-2) for half in (*k_halves, *v_halves) if half is not None]
+        parts += [
+            half.contiguous().view(torch.uint8).flatten(-2) for half in (*k_halves, *v_halves) if half is not None
+        ]
         if mean is not None:
             parts.append(mean.view(torch.uint8))
         return torch.cat(parts, dim=-1)
 
-    def dequantise_pages(self, records: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def dequantize_pages(self, records: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Records ``[..., record_bytes]`` to keys and values, float32 ``[..., PAGE_SIZE, head_dim]`` each."""
         at = self.offsets
         k_codes = unpack_codes(records[..., at.k_low : at.v_low], PAGE_SIZE, self.head_dim, self.k.bits)
         v_codes = unpack_codes(records[..., at.v_low : at.k_scale], self.head_dim, PAGE_SIZE, self.v.bits)
         k_codes = k_codes[..., KEY_TOKENS.argsort(), :]
-        k = self._dequantise(k_codes, records[..., at.k_scale : at.k_zero], records[..., at.k_zero : at.v_scale], self.k)
+        k = self._dequantize(
+            k_codes, records[..., at.k_scale : at.k_zero], records[..., at.k_zero : at.v_scale], self.k
+        )
         if self.k.centred:
             k = k + records[..., at.k_mean : at.end].contiguous().view(torch.float16).float().unsqueeze(-2)
         v_codes, v_zero = v_codes.transpose(-1, -2), records[..., at.v_zero : at.k_mean]
-        return k, self._dequantise(v_codes, records[..., at.v_scale : at.v_zero], v_zero, self.v)
+        return k, self._dequantize(v_codes, records[..., at.v_scale : at.v_zero], v_zero, self.v)
 
-    def _quantise(self, x: torch.Tensor, code: CodeFormat, rank: int) -> tuple[torch.Tensor, ...]:
+    def _quantize(self, x: torch.Tensor, code: CodeFormat, rank: int) -> tuple[torch.Tensor, ...]:
         """Codes ``[..., P, D]``, scale and zero as stored."""
         rows = x.transpose(-1, -2) if code.axis == "channel" else x
-        codes, *halves = quantise_rows(rows, self.group_of(code), rank, code, self.head_dim)
+        codes, *halves = quantize_rows(rows, self.group_of(code), rank, code, self.head_dim)
         if code.axis == "channel":
             codes = codes.transpose(-1, -2).contiguous()
         return codes, *(half if half is None else half.transpose(-1, -2) for half in halves)
 
-    def _dequantise(
+    def _dequantize(
         self, codes: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, code: CodeFormat
     ) -> torch.Tensor:
         """Values ``[..., P, D]`` of codes ``[..., P, D]`` and of scales and zeros as bytes."""
@@ -200,5 +207,5 @@ class PageFormat:
             for half in (scale, zero)
         ]
         if code.axis == "channel":
-            return dequantise_rows(codes.transpose(-1, -2), *halves, code, self.head_dim).transpose(-1, -2)
-        return dequantise_rows(codes, *halves, code, self.head_dim)
+            return dequantize_rows(codes.transpose(-1, -2), *halves, code, self.head_dim).transpose(-1, -2)
+        return dequantize_rows(codes, *halves, code, self.head_dim)

@@ -1,4 +1,4 @@
-"""TurboQuant's inner-product quantiser: a code of b - 1 bits and a 1-bit sketch of its residual. Not served.
+"""TurboQuant's inner-product quantizer: a code of b - 1 bits and a 1-bit sketch of its residual. Not served.
 
 QJL (arXiv 2406.03482) keeps only the signs of a Gaussian projection of a key's residual r and its norm. For a query q,
 
@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from sglang_kvq.formats.code import CodeFormat
-from sglang_kvq.formats.quantise import dequantise_rows, quantise_rows
+from sglang_kvq.formats.quantize import dequantize_rows, quantize_rows
 
 
 def projection(head_dim: int, seed: int = 0) -> torch.Tensor:
@@ -27,7 +27,7 @@ def projection(head_dim: int, seed: int = 0) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class SketchedKeys:
-    """Keys as TurboQuant's inner-product quantiser stores them.
+    """Keys as TurboQuant's inner-product quantizer stores them.
 
     Attributes:
         values: float32 ``[..., D]``, what the codes of b - 1 bits decode to.
@@ -41,7 +41,7 @@ class SketchedKeys:
 
 
 def sketch_keys(k: torch.Tensor, code: CodeFormat, s: torch.Tensor) -> SketchedKeys:
-    """Quantise randomly rotated keys to ``code.bits`` bits in all, one of them the sketch's.
+    """Quantize randomly rotated keys to ``code.bits`` bits in all, one of them the sketch's.
 
     Args:
         k: ``[..., D]``, BF16 values.
@@ -49,7 +49,7 @@ def sketch_keys(k: torch.Tensor, code: CodeFormat, s: torch.Tensor) -> SketchedK
         s: from ``projection``.
     """
     coarse = replace(code, bits=code.bits - 1)
-    values = dequantise_rows(*quantise_rows(k, k.shape[-1], 0, coarse), coarse)
+    values = dequantize_rows(*quantize_rows(k, k.shape[-1], 0, coarse), coarse)
     residual = k.float() - values
     return SketchedKeys(values, residual @ s.T > 0, residual.norm(dim=-1, keepdim=True).half())
 

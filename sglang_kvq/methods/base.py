@@ -1,4 +1,4 @@
-"""What a quantisation method declares. Data only: pools, pages and kernels are shared."""
+"""What a quantization method declares. Data only: pools, pages and kernels are shared."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""KIVI: keys have outlier channels, so their scale is per channel; values are quantised per token.
+"""KIVI: keys have outlier channels, so their scale is per channel; values are quantized per token.
 
 The paper's groups are 32 tokens and 32 channels (``--kv-quant-group-size 32``); the default is the page's 64 tokens and
 the whole row, as allocated bits count. Its residual of recent tokens in 16 bits is ``--kv-quant-recent``.

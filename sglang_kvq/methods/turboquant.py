@@ -1,10 +1,10 @@
-"""TurboQuant's MSE quantiser: a random rotation makes every vector uniform on its sphere, whatever the model.
+"""TurboQuant's MSE quantizer: a random rotation makes every vector uniform on its sphere, whatever the model.
 
 The paper reaches 2.5 and 3.5 bits by giving outlier channels one bit more than the others. After a rotation per head no
 channel is an outlier, and rows of mixed widths would need another record; so a half bit goes to the keys: 2.5 is keys
 at 3 bits and values at 2. Attention is the more sensitive to keys: their errors pass through the exponential.
 
-The paper's second quantiser, with a 1-bit QJL sketch of the residual on keys, is in ``formats/qjl.py``; docs/methods.md
+The paper's second quantizer, with a 1-bit QJL sketch of the residual on keys, is in ``formats/qjl.py``; docs/methods.md
 has why it is not served.
 """
 

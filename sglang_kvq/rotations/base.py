@@ -31,7 +31,7 @@ class RotationMeta:
         tokens: how many tokens of it.
         seed: which contexts of it were drawn, see ``rotations.calibrate``.
         sensitivity: ``{"k": {"2": [...], "4": [...]}, "v": {...}}``: per layer, the model's loss when only this layer's
-            keys (values) are quantised at that many bits; None if not measured.
+            keys (values) are quantized at that many bits; None if not measured.
         sensitivity_unit: what these numbers are.
         errors: ``{"k": [...], "v": [...]}``: per layer, the relative error of the attention output at the clip ratios
             chosen, by calibration's own measure; None if not measured.
@@ -54,7 +54,6 @@ class RotationMeta:
     errors: dict | None = None
     source: str | None = None
     sha256: str | None = None
-
 
     def clips(self, layers: int) -> tuple[tuple[float | None, ...], tuple[float | None, ...]]:
         """``clip_k`` and ``clip_v`` of each of ``layers`` layers."""
@@ -104,7 +103,7 @@ class Rotations:
         Raises:
             KVQuantError: layers or heads that these rotations do not have.
         """
-        if len(layers) and not (0 <= min(layers) and max(layers) < self.k.shape[0]):
+        if len(layers) and not (min(layers) >= 0 and max(layers) < self.k.shape[0]):
             raise KVQuantError(
                 f"rotations {self.meta.source}: they have {self.k.shape[0]} layers, this worker serves "
                 f"layers {layers.start} to {layers.stop - 1}; pass rotations of this model to --kv-quant-rotations."

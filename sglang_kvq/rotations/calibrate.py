@@ -5,15 +5,15 @@ Passes over the text, each layer keeping only a few ``[kv_heads, D, D]`` sums or
 1. "moments": QᵀQ of the queries that read each KV head, KᵀK, Vᵀ diag(w) V and VᵀV (``rotations.moments``); the rotations
    follow from these (``rotations.compose``);
 2. "clips": over a few contexts, each layer's attention-output error for every clip ratio on a grid, with the real
-   quantiser (``rotations.clips``);
-3. "sensitivity": over a few short contexts, what quantising one layer's keys or values costs the model
+   quantizer (``rotations.clips``);
+3. "sensitivity": over a few short contexts, what quantizing one layer's keys or values costs the model
    (``rotations.sensitivity``).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Callable
 
 import torch
 
@@ -26,7 +26,7 @@ from sglang_kvq.rotations.clips import choose_clips, clip_errors, query_blocks
 from sglang_kvq.rotations.compose import OBJECTIVES, compose_keys, compose_values
 from sglang_kvq.rotations.moments import MomentSums
 from sglang_kvq.rotations.rope import check_turn, over_places, roped_layers, turn_of
-from sglang_kvq.rotations.sensitivity import UNIT, VARIANTS, LayerQuantiser, fisher_sums, sensitivity_table
+from sglang_kvq.rotations.sensitivity import UNIT, VARIANTS, LayerQuantizer, fisher_sums, sensitivity_table
 from sglang_kvq.rotations.zoo import identity
 
 #: Positions that contexts are spread over at most, unless ``CalibrationSettings.positions`` says more.
@@ -48,7 +48,7 @@ class CalibrationSettings:
 
     Attributes:
         tokens: tokens of text to use, in contexts of ``context`` tokens that do not overlap.
-        context: tokens per context; more than sink + recent, so that some history is quantised.
+        context: tokens per context; more than sink + recent, so that some history is quantized.
         positions: RoPE turns keys with their position, but attention sees only differences of positions: so the moments are
             averaged over contexts at places spread over this many positions, and so are clips and sensitivities. 0 means
             as many as the model was made for, up to ``MOST_POSITIONS``.
@@ -93,7 +93,7 @@ class CalibrationSettings:
             raise KVQuantError(f"--positions {self.positions}: must be at least one --context, {self.context}.")
         least = self.sink + self.recent + 2 * PAGE_SIZE
         if self.context < least:
-            raise KVQuantError(f"--context {self.context}: must be at least {least}, or no history is quantised in it.")
+            raise KVQuantError(f"--context {self.context}: must be at least {least}, or no history is quantized in it.")
         if self.tokens < self.context:
             raise KVQuantError(f"--tokens {self.tokens}: must be at least one context of {self.context} tokens.")
 
@@ -150,7 +150,10 @@ def check_shape(shape: dict) -> None:
 
 def draw_contexts(ids: torch.Tensor, settings: CalibrationSettings) -> torch.Tensor:
     """Contexts of the corpus without overlap, int64 ``[n, context]``: evenly spread (seed 0) or at random places."""
-    count, slack = settings.tokens // settings.context, ids.numel() - settings.tokens // settings.context * settings.context
+    count, slack = (
+        settings.tokens // settings.context,
+        ids.numel() - settings.tokens // settings.context * settings.context,
+    )
     if slack < 0:
         raise KVQuantError(
             f"the corpus has {ids.numel()} tokens, calibration needs {count * settings.context}; give more text, or lower "
@@ -271,7 +274,7 @@ class _Run:
         length = min(s.sensitivity_context, s.context)
         step = max(len(self.contexts) // s.sensitivity_contexts, 1)
         contexts = self.contexts[::step][: s.sensitivity_contexts, :length]
-        quantiser = LayerQuantiser(rotations, *rotations.meta.clips(layers), s.sink, s.recent)
+        quantizer = LayerQuantizer(rotations, *rotations.meta.clips(layers), s.sink, s.recent)
         first = s.sink + s.recent
         sums = _Sums(torch.zeros(layers, len(VARIANTS), dtype=torch.float64))
         done = self._restore("sensitivity", sums)
@@ -287,7 +290,7 @@ class _Run:
                     self.model,
                     ids,
                     layers,
-                    quantiser,
+                    quantizer,
                     place=self.places[i * step],
                     first=first,
                     draws=s.sensitivity_draws,

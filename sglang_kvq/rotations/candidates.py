@@ -1,4 +1,4 @@
-"""Methods as a fake-quantised model sees them: rotations and page formats of every layer."""
+"""Methods as a fake-quantized model sees them: rotations and page formats of every layer."""
 
 from __future__ import annotations
 

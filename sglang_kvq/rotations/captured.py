@@ -66,7 +66,9 @@ def read_sums(folder: Path, contexts: int, skip: int) -> MomentSums:
     return sums
 
 
-def read_samples(folder: Path, layers: int, kv_heads: int) -> Iterator[tuple[int, torch.Tensor, torch.Tensor, torch.Tensor]]:
+def read_samples(
+    folder: Path, layers: int, kv_heads: int
+) -> Iterator[tuple[int, torch.Tensor, torch.Tensor, torch.Tensor]]:
     """Layer by layer: its number, q ``[q_heads, T, D]``, k, v ``[kv_heads, T, D]`` of the last context."""
     for layer in range(layers):
         paths = list(folder.glob(f"rank*.layer{layer}.sample.safetensors"))

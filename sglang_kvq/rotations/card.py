@@ -58,7 +58,7 @@ def layer_table(rotations: Rotations) -> list[str]:
         return []
     head = ["| layer | " + " | ".join(name for name, _ in columns) + " |", "|" + "---:|" * (len(columns) + 1)]
     rows = [f"| {i} | " + " | ".join(values[i] for _, values in columns) + " |" for i in range(layers)]
-    notes = ["Output error: squared error of a layer's attention output when its history keys (values) are quantised."]
+    notes = ["Output error: squared error of a layer's attention output when its history keys (values) are quantized."]
     if meta.sensitivity_unit:
         notes.append(f"Sensitivity: {meta.sensitivity_unit}.")
     return [*head, *rows, "", *notes]

@@ -10,7 +10,7 @@ from sglang_kvq.rotations.segments import segmented_attention
 
 
 def query_blocks(context: int, sink: int, recent: int, count: int) -> list[int]:
-    """Starts of ``count`` pages of queries that read quantised history, from the middle of a context to its end."""
+    """Starts of ``count`` pages of queries that read quantized history, from the middle of a context to its end."""
     last = (context - PAGE_SIZE) // PAGE_SIZE
     first = (sink + recent) // PAGE_SIZE + 1
     middle = (first + last) // 2

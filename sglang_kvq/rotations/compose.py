@@ -1,9 +1,9 @@
 """From second moments to rotations: R = U H P, why we order U differently from OSCAR, and why keys need no rotation.
 
-With one scale per row of head_dim, an orthogonal R changes the quantisation error only through each row's range.
+With one scale per row of head_dim, an orthogonal R changes the quantization error only through each row's range.
 Two things shrink it. H spreads every direction over all coordinates, so no coordinate dominates. And H's
 row 0 is constant: whatever direction of U meets it becomes an offset common to the row, which the
-zero point of asymmetric quantisation stores exactly. OSCAR takes eigenvectors in ascending order (the least
+zero point of asymmetric quantization stores exactly. OSCAR takes eigenvectors in ascending order (the least
 important direction meets row 0) and then permutes columns by P, which changes no code when one group spans
 head_dim. ``offset`` puts the direction that carries most energy there instead.
 
@@ -106,7 +106,7 @@ def compose(composition: str, importance: torch.Tensor, energy: torch.Tensor) ->
     Args:
         composition: ``offset`` or ``oscar``.
         importance: float64 ``[..., D, D]``: what OSCAR diagonalises, mean QᵀQ for keys, mean Vᵀ diag(w) V for values.
-        energy: float64 ``[..., D, D]``: the second moment of the rows that are quantised (KᵀK, VᵀV), weighted or not.
+        energy: float64 ``[..., D, D]``: the second moment of the rows that are quantized (KᵀK, VᵀV), weighted or not.
 
     Returns:
         R float32 ``[..., D, D]`` and the eigenvalues of ``importance``, float32 ``[..., D]``, ascending.

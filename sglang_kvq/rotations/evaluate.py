@@ -1,4 +1,4 @@
-"""What a method costs in quality: per-token KL divergence of a model with a fake-quantised history.
+"""What a method costs in quality: per-token KL divergence of a model with a fake-quantized history.
 
     python -m sglang_kvq.rotations.evaluate MODEL TEXT [--rotations FOLDER ...] [--skip 0.8] [--contexts 4]
 
@@ -24,7 +24,7 @@ GEOMETRY = ("num_hidden_layers", "num_key_value_heads", "head_dim")
 
 @dataclass(frozen=True)
 class FakeQuantAttention:
-    """An ``AttentionHook``: causal attention over a quantised history and a BF16 sink and window.
+    """An ``AttentionHook``: causal attention over a quantized history and a BF16 sink and window.
 
     Attributes:
         format: record layout and clipping, one for all layers or one each; None rounds to BF16 only (the baseline).
@@ -48,7 +48,7 @@ class FakeQuantAttention:
         if self.format is None:
             out = causal_attention(q, k, v, scale)
         else:
-            old_k, old_v = self._quantised(layer, k, v)
+            old_k, old_v = self._quantized(layer, k, v)
             blocks = (
                 segmented_attention(
                     q[:, i : i + PAGE_SIZE], i, k, v, old_k, old_v, scale, sink=self.sink, recent=self.recent
@@ -60,12 +60,12 @@ class FakeQuantAttention:
             out = out @ self.rotations.v[layer].transpose(-1, -2).repeat_interleave(group, 0)
         return out
 
-    def _quantised(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _quantized(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Whole pages through records and back, float32 ``[kv_heads, T, D]``; a last partial page stays as it is."""
         whole = k.shape[1] // PAGE_SIZE * PAGE_SIZE
         pages = (x[:, :whole].unflatten(1, (-1, PAGE_SIZE)) for x in (k, v))
         format = self.format[layer] if isinstance(self.format, Sequence) else self.format
-        back = format.dequantise_pages(format.quantise_pages(*pages))
+        back = format.dequantize_pages(format.quantize_pages(*pages))
         # Rounded to BF16, as the reference backend reads them.
         return tuple(torch.cat([b.flatten(1, 2).bfloat16().float(), x[:, whole:]], 1) for b, x in zip(back, (k, v)))
 
@@ -83,7 +83,7 @@ def mean_kl(
     Args:
         model: a transformers causal language model, best in float32 (only the cache is rounded to BF16).
         contexts: token ids int64 ``[T]`` each, T > first.
-        first: positions below it are left out: their history is hardly quantised.
+        first: positions below it are left out: their history is hardly quantized.
 
     Returns:
         the mean of each candidate, by name.

@@ -13,11 +13,11 @@ import json
 import re
 import shutil
 import tempfile
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, fields, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Iterator
 
 from safetensors import SafetensorError
 from safetensors.torch import load, save_file

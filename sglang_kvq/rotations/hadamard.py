@@ -15,7 +15,7 @@ def hadamard_matrix(n: int) -> torch.Tensor:
     """A Hadamard matrix of order n divided by sqrt(n), float64 ``[n, n]``.
 
     Row 0 is constant: a row vector's component along axis 0 becomes, after ``x @ H``, a constant over
-    the row, which asymmetric quantisation stores in the zero point at no cost.
+    the row, which asymmetric quantization stores in the zero point at no cost.
 
     For n a power of two it is Sylvester's, symmetric. For 96 it is Paley's 12 doubled three times.
 

@@ -28,7 +28,7 @@ SINK, RECENT = 64, 256
 
 @dataclass(frozen=True)
 class Measured:
-    """Errors of the attention output, relative to its size, when a layer's history keys or values are quantised.
+    """Errors of the attention output, relative to its size, when a layer's history keys or values are quantized.
 
     Attributes:
         errors: by method, float64 ``[2, layers, kv_heads]``: keys, values.
@@ -52,7 +52,7 @@ def measure(
     dtype: str = "",
     progress: Progress | None = None,
 ) -> Measured:
-    """Run the model over contexts of the text and quantise each layer's history with every method.
+    """Run the model over contexts of the text and quantize each layer's history with every method.
 
     Args:
         methods: names of the methods registry; none means all that can be measured.
@@ -96,7 +96,7 @@ def measure(
 def layer_errors(
     candidate: Candidate, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, starts: list[int]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Squared error of the attention output per KV head with quantised keys, then values: float64 ``[2, kv_heads]``;
+    """Squared error of the attention output per KV head with quantized keys, then values: float64 ``[2, kv_heads]``;
     and the output's squared size, float64 ``[kv_heads]``."""
     heads, group = k.shape[0], q.shape[0] // k.shape[0]
     q, k, v = candidate.rotate(layer, q, k, v)
@@ -104,7 +104,7 @@ def layer_errors(
     whole = k.shape[1] // PAGE_SIZE * PAGE_SIZE
     pages = (x[:, :whole].unflatten(1, (-1, PAGE_SIZE)) for x in (k, v))
     format = candidate.formats[layer]
-    back = format.dequantise_pages(format.quantise_pages(*pages))
+    back = format.dequantize_pages(format.quantize_pages(*pages))
     old_k, old_v = (torch.cat([b.flatten(1, 2).bfloat16().float(), x[:, whole:]], 1) for b, x in zip(back, (k, v)))
 
     error, size = torch.zeros(2, heads, dtype=torch.float64), torch.zeros(heads, dtype=torch.float64)
@@ -173,7 +173,9 @@ def _layers(rotations: Rotations) -> Table:
             add(f"top 8 {name}", [f"{x:.0%}" for x in top_share(eigenvalues).tolist()])
     for layer in range(layers):
         table.add_row(str(layer), *(column[layer] for column in columns))
-    table.caption = "error: of the attention output. nats: sensitivity at 2 and 4 bits. top 8: their share of the spectrum."
+    table.caption = (
+        "error: of the attention output. nats: sensitivity at 2 and 4 bits. top 8: their share of the spectrum."
+    )
     return table
 
 
@@ -186,7 +188,7 @@ def top_share(eigenvalues: torch.Tensor, count: int = 8) -> torch.Tensor:
 def _errors(measured: Measured, part: int, name: str) -> Table:
     """Per layer the error of each method over all heads, and the worst head of the last one."""
     methods = list(measured.errors)
-    table = Table("layer", *methods, "worst head", title=f"Error, quantised {name}", title_justify="left")
+    table = Table("layer", *methods, "worst head", title=f"Error, quantized {name}", title_justify="left")
     for column in table.columns:
         column.justify = "right"
     last = measured.errors[methods[-1]][part]
@@ -195,7 +197,5 @@ def _errors(measured: Measured, part: int, name: str) -> Table:
         head = int(last[layer].argmax())
         table.add_row(str(layer), *(f"{v:.4f}" for v in values), f"{head}: {last[layer, head]:.4f}")
     table.add_row("mean", *(f"{measured.errors[m][part].mean():.4f}" for m in methods), "", style="bold")
-    table.caption = (
-        f"of the attention output, {measured.contexts} contexts of {measured.length} tokens; worst head of {methods[-1]}"
-    )
+    table.caption = f"of the attention output, {measured.contexts} contexts of {measured.length} tokens; worst head of {methods[-1]}"
     return table

@@ -132,7 +132,9 @@ def load_config(path: str, *, revision: str | None = None) -> tuple[PretrainedCo
     try:
         from transformers import AutoConfig, AutoTokenizer
 
-        return AutoConfig.from_pretrained(path, revision=revision), AutoTokenizer.from_pretrained(path, revision=revision)
+        return AutoConfig.from_pretrained(path, revision=revision), AutoTokenizer.from_pretrained(
+            path, revision=revision
+        )
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise KVQuantError(
             f"{path}: transformers cannot read this model's config and tokeniser ({(str(error).splitlines() or ['?'])[0]}); "

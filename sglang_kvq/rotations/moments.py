@@ -22,7 +22,7 @@ def context_moments(
 
     Args:
         q: ``[q_heads, T, D]`` after RoPE; k, v: ``[kv_heads, T, D]``. Any float dtype.
-        skip: first tokens left out: they are never quantised, and their keys are unlike all others.
+        skip: first tokens left out: they are never quantized, and their keys are unlike all others.
 
     Returns:
         mean QᵀQ (over the queries that read a KV head), KᵀK, Vᵀ diag(w) V, VᵀV: float64 ``[kv_heads, D, D]`` each.

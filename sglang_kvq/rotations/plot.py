@@ -54,7 +54,9 @@ def draw(rotations: Rotations, measured: Measured | None, path: Path) -> None:
     try:
         figure.savefig(path, dpi=120)
     except (OSError, ValueError) as error:
-        raise KVQuantError(f"--plot {path}: cannot write this picture ({error}); give a .png in a folder that exists.") from error
+        raise KVQuantError(
+            f"--plot {path}: cannot write this picture ({error}); give a .png in a folder that exists."
+        ) from error
 
 
 def _by_method(figure, axis, part: int, rotations: Rotations, measured: Measured) -> None:

@@ -24,4 +24,6 @@ def random_rotations(layers: int, kv_heads: int, head_dim: int, seed: int = 0) -
     gauss = torch.randn(2, layers, kv_heads, head_dim, head_dim, generator=generator, dtype=torch.float64)
     q, r = torch.linalg.qr(gauss)
     q = (q * r.diagonal(dim1=-2, dim2=-1).sign().unsqueeze(-2)).float()
-    return Rotations(q[0].contiguous(), q[1].contiguous(), RotationMeta(objective="random", source=f"random, seed {seed}"))
+    return Rotations(
+        q[0].contiguous(), q[1].contiguous(), RotationMeta(objective="random", source=f"random, seed {seed}")
+    )

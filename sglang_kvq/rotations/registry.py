@@ -11,7 +11,7 @@ class Published:
     """One model's published rotations.
 
     Attributes:
-        model: the model's name, the last part of its hub id; a quantised copy NAME-FP8 has the same keys and values.
+        model: the model's name, the last part of its hub id; a quantized copy NAME-FP8 has the same keys and values.
         repo: hub repo that holds the rotations.
         path: folder in the repo, or the model's name as ``hub.find_folder`` looks it up: the published layout tags
             folders with sequence length, prompts and group, and could not be listed when this was written.

@@ -8,8 +8,7 @@ the same for all layers. One pass over the text gives the moments of prompts of 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
-from typing import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 

@@ -1,11 +1,11 @@
-"""Quantise and dequantise rows with the server's arithmetic, for measurements that need no page."""
+"""Quantize and dequantize rows with the server's arithmetic, for measurements that need no page."""
 
 from __future__ import annotations
 
 import torch
 
 from sglang_kvq.formats.code import CodeFormat
-from sglang_kvq.formats.quantise import clip_rank, dequantise_rows, quantise_rows
+from sglang_kvq.formats.quantize import clip_rank, dequantize_rows, quantize_rows
 
 
 def round_trip(x: torch.Tensor, bits: int, clip: float) -> torch.Tensor:
@@ -20,5 +20,5 @@ def round_trip(x: torch.Tensor, bits: int, clip: float) -> torch.Tensor:
         float32 ``[..., D]``, rounded to BF16.
     """
     code, dim = CodeFormat(bits=bits), x.shape[-1]
-    codes, scale, zero = quantise_rows(x, min(dim, 128), clip_rank(dim, clip), code)
-    return dequantise_rows(codes, scale, zero, code).bfloat16().float()
+    codes, scale, zero = quantize_rows(x, min(dim, 128), clip_rank(dim, clip), code)
+    return dequantize_rows(codes, scale, zero, code).bfloat16().float()

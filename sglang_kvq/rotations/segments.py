@@ -1,4 +1,4 @@
-"""Attention of a block of queries over a quantised history between a BF16 sink and a BF16 window."""
+"""Attention of a block of queries over a quantized history between a BF16 sink and a BF16 window."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""How much each layer's keys and values matter: the model's loss when only they are quantised.
+"""How much each layer's keys and values matter: the model's loss when only they are quantized.
 
-The loss is the KL divergence of the next-token distributions from the unquantised model's. Measured directly it takes a
+The loss is the KL divergence of the next-token distributions from the unquantized model's. Measured directly it takes a
 forward pass for every (layer, keys or values, width). To second order it is ½ E[(gᵀδ)²] instead (the Fisher
 information): δ is the change of a layer's attention output, and g the gradient there of the log-probability of tokens
 drawn from the model's own distributions. One forward pass gives every δ, one backward pass every g. The products of
@@ -16,8 +16,8 @@ import torch
 
 from sglang_kvq.config import PAGE_SIZE
 from sglang_kvq.errors import KVQuantError
-from sglang_kvq.rotations.capture import attention_hook, causal_attention, positions
 from sglang_kvq.rotations.base import Rotations
+from sglang_kvq.rotations.capture import attention_hook, causal_attention, positions
 from sglang_kvq.rotations.published import first_line
 from sglang_kvq.rotations.round_trip import round_trip
 from sglang_kvq.rotations.segments import segmented_attention
@@ -31,8 +31,8 @@ VARIANTS = tuple((part, bits) for part in ("k", "v") for bits in WIDTHS)
 UNIT = "nats per token: KL divergence to second order (Fisher information); 2-bit codes clipped, 4-bit codes not"
 
 
-class LayerQuantiser:
-    """Changes of a layer's attention output when its history keys or values are quantised.
+class LayerQuantizer:
+    """Changes of a layer's attention output when its history keys or values are quantized.
 
     Attributes:
         rotations: of all layers.
@@ -78,7 +78,7 @@ def fisher_sums(
     model: torch.nn.Module,
     ids: torch.Tensor,
     layers: int,
-    quantiser: LayerQuantiser,
+    quantizer: LayerQuantizer,
     *,
     place: int = 0,
     first: int,
@@ -102,7 +102,7 @@ def fisher_sums(
 
     def hook(layer, q, k, v, scale):
         with torch.no_grad():
-            deltas[layer] = quantiser.delta(layer, q, k, v, scale)
+            deltas[layer] = quantizer.delta(layer, q, k, v, scale)
         out = causal_attention(q, k, v, scale)
         held[layer] = torch.zeros_like(out, requires_grad=True)
         return out + held[layer]
@@ -120,10 +120,10 @@ def fisher_sums(
         score = logp.gather(-1, drawn).sum()
         try:
             grads = torch.autograd.grad(score, [held[i] for i in order], retain_graph=draw + 1 < draws)
-        except RuntimeError as error:  # also out of memory; quantised weights may have no backward pass
+        except RuntimeError as error:  # also out of memory; quantized weights may have no backward pass
             raise KVQuantError(
                 f"sensitivities need gradients of the activations, and the model gives none here ({first_line(error)}); pass "
-                "--no-sensitivity to do without, or calibrate the unquantised model."
+                "--no-sensitivity to do without, or calibrate the unquantized model."
             ) from error
         for layer, g in zip(order, grads):
             for j, delta in enumerate(deltas[layer]):
@@ -133,7 +133,7 @@ def fisher_sums(
 
 @torch.no_grad()
 def exact_sums(
-    model: torch.nn.Module, ids: torch.Tensor, chosen: Sequence[int], quantiser: LayerQuantiser, *, first: int
+    model: torch.nn.Module, ids: torch.Tensor, chosen: Sequence[int], quantizer: LayerQuantizer, *, first: int
 ) -> torch.Tensor:
     """What ``fisher_sums`` approximates, the slow way: the KL divergence summed over the tokens from ``first`` on.
 
@@ -148,7 +148,7 @@ def exact_sums(
         def hook(layer, q, k, v, scale):
             if layer != only:
                 return None
-            return causal_attention(q, k, v, scale) + quantiser.delta(layer, q, k, v, scale, [variant])[0].to(q.dtype)
+            return causal_attention(q, k, v, scale) + quantizer.delta(layer, q, k, v, scale, [variant])[0].to(q.dtype)
 
         with attention_hook(model, hook):
             out = model(ids[None].to(model.device), use_cache=False, logits_to_keep=len(ids) - first).logits

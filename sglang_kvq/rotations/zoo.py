@@ -62,7 +62,9 @@ def find_rotations(model_path: str, hf_config: object, revision: str | None = No
 
 def shipped() -> list[tuple[Path, dict]]:
     """The folders of ``rotation_zoo/`` and their ``config.json``."""
-    folders = sorted(path.parent for path in zoo_folder().glob(f"*/{CONFIG_FILE}") if (path.parent / TENSOR_FILE).is_file())
+    folders = sorted(
+        path.parent for path in zoo_folder().glob(f"*/{CONFIG_FILE}") if (path.parent / TENSOR_FILE).is_file()
+    )
     return [(folder, json.loads((folder / CONFIG_FILE).read_text())) for folder in folders]
 
 

@@ -62,9 +62,7 @@ class KVQuantCpuAllocator(KVQuantAllocator):
         if num_new_pages > len(self.free_pages):
             return None
         out = torch.empty(extend_num_tokens, dtype=torch.int64)
-        alloc_extend_naive(
-            prefix_lens, seq_lens, last_loc.long(), self.free_pages, out, self.page_size, self.device
-        )
+        alloc_extend_naive(prefix_lens, seq_lens, last_loc.long(), self.free_pages, out, self.page_size, self.device)
         self.free_pages = self.free_pages[num_new_pages:]
         return out
 
@@ -83,18 +81,29 @@ def build_allocator(original, self, *, sizes, token_to_kv_pool, req_to_token_poo
     """AROUND ``KVCacheConfigurator._build_token_to_kv_pool_allocator``: both pools are allocated here."""
     if not isinstance(token_to_kv_pool, KVQuantPool):
         return original(
-            self, sizes=sizes, token_to_kv_pool=token_to_kv_pool, req_to_token_pool=req_to_token_pool,
-            token_to_kv_pool_allocator=token_to_kv_pool_allocator, **rest,
+            self,
+            sizes=sizes,
+            token_to_kv_pool=token_to_kv_pool,
+            req_to_token_pool=req_to_token_pool,
+            token_to_kv_pool_allocator=token_to_kv_pool_allocator,
+            **rest,
         )
     state, layout = runtime.current(), token_to_kv_pool.layout
     state.pages = PagePool.allocate(
-        layout.geometry.formats, kv_heads=layout.geometry.kv_heads, pages=layout.pages, slots=layout.slots,
+        layout.geometry.formats,
+        kv_heads=layout.geometry.kv_heads,
+        pages=layout.pages,
+        slots=layout.slots,
         req_to_token=req_to_token_pool.req_to_token,
     )
     on_cpu = torch.device(self.device).type == "cpu"
     kind = KVQuantCpuAllocator if on_cpu and compat.applies(OLD_TREE, _RELEASE) else KVQuantAllocator
     state.allocator = kind(
-        sizes.max_total_num_tokens, page_size=token_to_kv_pool.page_size, dtype=self.kv_cache_dtype,
-        device=self.device, kvcache=token_to_kv_pool, need_sort=False,
+        sizes.max_total_num_tokens,
+        page_size=token_to_kv_pool.page_size,
+        dtype=self.kv_cache_dtype,
+        device=self.device,
+        kvcache=token_to_kv_pool,
+        need_sort=False,
     )
     return state.allocator

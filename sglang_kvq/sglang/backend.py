@@ -73,7 +73,7 @@ class KVQuantBackend(AttentionBackend):
     def forward_decode(self, q, k, v, layer: RadixAttention, forward_batch, save_kv_cache=True, **kwargs):
         """On a GPU 3 launches per layer, 4 if V's rotation is not folded into the weights, and one or two per step:
 
-        0. ``plan_decode``: lengths to items of work, in the first layer, for each way to launch 2.
+        0. ``plan_attention``: lengths to items of work, in the first layer, for each way to launch 2.
 
         1. ``rotate_and_store``: q into the rotated basis, k and v too and into their overlays.
         2. ``decode``: partial results of every item.
@@ -83,7 +83,7 @@ class KVQuantBackend(AttentionBackend):
         require_plain_call(layer, k, v, save_kv_cache, kwargs)
         q, k, v, index = self._heads(q, k, v, layer)
         if index == 0:
-            self.ops.plan_decode(forward_batch.req_pool_indices, forward_batch.seq_lens)
+            self.ops.plan_attention(forward_batch.req_pool_indices, forward_batch.seq_lens)
         q = self.ops.rotate_and_store(index, forward_batch.out_cache_loc, q, k, v)
         o = self.ops.decode(index, q, forward_batch.req_pool_indices, forward_batch.seq_lens, layer.scaling)
         return self.ops.rotate_output(index, o).flatten(1)
@@ -97,7 +97,7 @@ class KVQuantBackend(AttentionBackend):
         o = torch.zeros_like(q)
         o[:tokens] = self.ops.extend(index, q[:tokens], k[:tokens], v[:tokens], batch, layer.scaling)
         self.ops.store_tokens(index, self.overlay_loc, k[batch.overlay_tokens], v[batch.overlay_tokens])
-        self.ops.quantise_tokens(index, batch.direct_tokens, self.direct_pages, k, v)
+        self.ops.quantize_tokens(index, batch.direct_tokens, self.direct_pages, k, v)
         return self.ops.rotate_output(index, o).flatten(1)
 
     def _heads(self, q, k, v, layer):
@@ -119,7 +119,10 @@ def check_layers(model: torch.nn.Module, head_dim: int) -> None:
         for unsupported, why in (
             (window is not None and window > -1, f"a sliding window of {window} tokens"),
             (layer.logit_cap > 0, f"logit soft-capping ({layer.logit_cap})"),
-            (layer.xai_temperature_len > 0, f"a temperature that depends on the position ({layer.xai_temperature_len})"),
+            (
+                layer.xai_temperature_len > 0,
+                f"a temperature that depends on the position ({layer.xai_temperature_len})",
+            ),
             (layer.is_cross_attention, "cross attention"),
             (layer.attn_type != AttentionType.DECODER, f"attention of type {layer.attn_type}"),
             (layer.head_dim != head_dim or layer.v_head_dim != head_dim, "key and value heads of different sizes"),
@@ -178,7 +181,7 @@ def create_tiers(pool: PagePool, config: KVQuantConfig, ops: AttentionOps) -> Ti
         kind = TierManager
     else:
         from sglang_kvq.cache.triton_tiers import TritonTierManager as kind
-    return kind(pool, config.sink_pages, config.recent_pages, ops.quantise_slots)
+    return kind(pool, config.sink_pages, config.recent_pages, ops.quantize_slots)
 
 
 def _per_layer(values: list) -> object:

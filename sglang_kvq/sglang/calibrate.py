@@ -55,7 +55,9 @@ def calibrate_on_engine(
     try:
         from sglang.srt.entrypoints.engine import Engine
     except ImportError as error:
-        raise KVQuantError("--engine sglang needs SGLang in this environment: pip install 'sglang-kvq[sglang]'.") from error
+        raise KVQuantError(
+            "--engine sglang needs SGLang in this environment: pip install 'sglang-kvq[sglang]'."
+        ) from error
     shape = identity(hf_config)
     check_shape(shape)
     contexts = draw_contexts(ids, settings)

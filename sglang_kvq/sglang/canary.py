@@ -4,7 +4,7 @@ The canary keeps buffers of its own beside a pool. After each batch it notes tok
 before in the slots of ``out_cache_loc``; before and after the next it verifies what ``req_to_token`` leads to. That
 finds a page that was freed, repointed or given out while a request still reads it, and it needs nothing of the cache's
 layout but its number of slots. It can also hash the cached bytes (``--kv-canary-real-data``); ours change when a page is
-quantised, so ``checks`` refuses that.
+quantized, so ``checks`` refuses that.
 """
 
 from __future__ import annotations
@@ -28,13 +28,19 @@ def attach_kv_quant(
         KVQuantError: the canary was asked to hash cached bytes.
     """
     if read_bytes:
-        raise KVQuantError("--kv-canary-real-data: a page's bytes change when it is quantised; leave the flag out.")
+        raise KVQuantError("--kv-canary-real-data: a page's bytes change when it is quantized; leave the flag out.")
     slots = pool.size + pool.page_size
     head, tail = (alloc_canary_buf(num_slots=slots, device=device) for _ in range(2))
     return (
         CanaryBufferGroup(
-            kind=PoolKind.FULL, k_head=head, k_tail=tail, v_head=None, v_tail=None,
-            real_kv_sources_k=(), real_kv_sources_v=(), swa_index_lut=None,
+            kind=PoolKind.FULL,
+            k_head=head,
+            k_tail=tail,
+            v_head=None,
+            v_tail=None,
+            real_kv_sources_k=(),
+            real_kv_sources_v=(),
+            swa_index_lut=None,
             kv_token_id_vs_position_offset=kv_token_id_vs_position_offset,
         ),
     )

@@ -67,6 +67,10 @@ def resolve_max_num_reqs(original, self, token_capacity):
         logger.warning(
             "--max-running-requests %d is lowered to %d: each running request keeps %d BF16 pages and "
             "--kv-quant-bf16-budget %s holds %d. Raise the budget to run more at once.",
-            requests, layout.max_requests, state.config.slots_per_request, state.config.bf16_budget, layout.slots,
+            requests,
+            layout.max_requests,
+            state.config.slots_per_request,
+            state.config.bf16_budget,
+            layout.slots,
         )
     return min(requests, layout.max_requests)

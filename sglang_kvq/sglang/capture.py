@@ -2,7 +2,7 @@
 
 ``Engine(kv_quant="int2", kv_quant_capture="FOLDER:CONTEXT:SKIP")`` runs with ``CaptureBackend``. Every prompt of exactly
 CONTEXT tokens that arrives whole (one prefill chunk, nothing cached) is counted, without its first SKIP tokens; all
-others, such as warm-ups, are served only. The model computes in BF16: what such a prompt attends to is not quantised.
+others, such as warm-ups, are served only. The model computes in BF16: what such a prompt attends to is not quantized.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ class CaptureBackend(KVQuantBackend):
     Written to the folder after each context: ``rotations.captured`` describes the files.
     """
 
-    def __init__(self, ops, tiers, first_layer: int, folder: Path, context: int, skip: int, place: dict[str, int]) -> None:
+    def __init__(
+        self, ops, tiers, first_layer: int, folder: Path, context: int, skip: int, place: dict[str, int]
+    ) -> None:
         """
         Args:
             context: tokens of a prompt that counts.

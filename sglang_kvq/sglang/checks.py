@@ -84,9 +84,12 @@ REFUSED: tuple[Refused, ...] = (
     Refused("enable_nvidia_megakernel", _WHOLE),
     Refused("enable_amd_monokernel", _WHOLE),
     Refused("enable_torch_compile", "the attention kernels are not traced by torch.compile"),
-    Refused("kv_canary_real_data", "a page's bytes change when it is quantised", (None, "none")),
-    Refused("kv_cache_dtype", "--kv-quant decides how the cache is kept; leave it at auto",
-            (None, "auto", "bf16", "bfloat16")),
+    Refused("kv_canary_real_data", "a page's bytes change when it is quantized", (None, "none")),
+    Refused(
+        "kv_cache_dtype",
+        "--kv-quant decides how the cache is kept; leave it at auto",
+        (None, "auto", "bf16", "bfloat16"),
+    ),
     Refused("weight_cache_mode", _SHARED, (None, "off")),
     Refused("remote_instance_weight_loader_start_seed_via_transfer_engine", _SHARED),
     Refused("checkpoint_engine_wait_weights_before_ready", _SHARED),
@@ -162,7 +165,8 @@ def _typed(flag: str, value: Any) -> str:
 def _raise(found: list[str]) -> None:
     if found:
         raise KVQuantError(
-            "--kv-quant cannot be combined with:\n" + "\n".join(f"  {text}" for text in found)
+            "--kv-quant cannot be combined with:\n"
+            + "\n".join(f"  {text}" for text in found)
             + "\nRemove these settings, or --kv-quant."
         )
 
@@ -274,10 +278,14 @@ def check_model(model: Any, config: KVQuantConfig) -> None:
         (lambda: model.is_hybrid_swa or "sliding_attention" in layer_types, "sliding-window attention"),
         (lambda: cap, f"logit soft-capping ({cap})"),
         (lambda: getattr(model.hf_config, "dual_chunk_attention_config", None), "dual chunk attention"),
-        (lambda: model.head_dim != model.v_head_dim, f"key heads of {model.head_dim} and value heads of "
-                                                     f"{model.v_head_dim} elements"),
-        (lambda: model.head_dim not in HEAD_DIMS, f"heads of {model.head_dim} elements (supported: "
-                                                  f"{', '.join(map(str, HEAD_DIMS))})"),
+        (
+            lambda: model.head_dim != model.v_head_dim,
+            f"key heads of {model.head_dim} and value heads of {model.v_head_dim} elements",
+        ),
+        (
+            lambda: model.head_dim not in HEAD_DIMS,
+            f"heads of {model.head_dim} elements (supported: {', '.join(map(str, HEAD_DIMS))})",
+        ),
     )
     for holds, what in tests:
         if holds():

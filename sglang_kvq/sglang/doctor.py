@@ -61,7 +61,7 @@ def torch_and_gpus() -> str:
 
 def triton() -> str:
     version = import_module("triton").__version__
-    for name in ("decode", "quantise", "gather", "rotate", "store", "merge"):
+    for name in ("decode", "quantize", "gather", "rotate", "store", "merge"):
         import_module(f"sglang_kvq.kernels.{name}")
     return f"{version}, the kernels can be imported"
 
@@ -73,7 +73,9 @@ def other_kernels() -> str:
     ours = Path(import_module("sglang_kvq.kernels").__file__).parent
     found = [Path(path) for path in import_module("triton_kernels").__path__]
     if any(path.resolve() == ours.resolve() for path in found):
-        raise Failed(f"{ours} is installed under that name and hides the one of SGLang's kernels; reinstall sglang-kvq.")
+        raise Failed(
+            f"{ours} is installed under that name and hides the one of SGLang's kernels; reinstall sglang-kvq."
+        )
     return f"{', '.join(map(str, found)) or 'none but this folder, which stands aside'}"
 
 
@@ -95,7 +97,9 @@ def sglang_release() -> str:
     try:
         version = compat.sglang_version()
     except metadata.PackageNotFoundError:
-        raise Failed("not installed in this environment; pip install 'sglang-kvq[sglang]', or use SGLang's image.") from None
+        raise Failed(
+            "not installed in this environment; pip install 'sglang-kvq[sglang]', or use SGLang's image."
+        ) from None
     if not compat.is_supported(version):
         raise Failed(f"{version} is not supported; install one of {' and '.join(compat.SUPPORTED)}.")
     return str(version)

@@ -41,31 +41,66 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         default = getattr(KVQuantConfig, FIELDS[dest], None)
         group.add_argument(flag, **{"default": default, **options})
 
-    add("--kv-quant", choices=("none", *METHOD_NAMES), default="none",
-        help=f"Keep most of the KV cache in 2 to 4 bits. {methods}. Default: none.")
-    add("--kv-quant-bits", metavar="BITS|auto:TARGET",
-        help="Width of a code. " + "; ".join(
+    add(
+        "--kv-quant",
+        choices=("none", *METHOD_NAMES),
+        default="none",
+        help=f"Keep most of the KV cache in 2 to 4 bits. {methods}. Default: none.",
+    )
+    add(
+        "--kv-quant-bits",
+        metavar="BITS|auto:TARGET",
+        help="Width of a code. "
+        + "; ".join(
             f"{name}: " + ", ".join(f"{w:g}" for w in get_method(name).widths) + ", auto" * get_method(name).mixed
             for name in METHOD_NAMES
-        ) + ". The first is the default. At a half, keys have the wider codes. auto:2.75 mixes 2 to 4 bits over layers by "
-        "their calibrated sensitivity so that at most 2.75 bits per element are allocated, scales included.")
-    add("--kv-quant-seed", type=int, metavar="N",
-        help="Seed of random rotations (turboquant). Default: 0.")
-    add("--kv-quant-rotations", metavar="PATH|HF_REPO",
+        )
+        + ". The first is the default. At a half, keys have the wider codes. auto:2.75 mixes 2 to 4 bits over layers by "
+        "their calibrated sensitivity so that at most 2.75 bits per element are allocated, scales included.",
+    )
+    add("--kv-quant-seed", type=int, metavar="N", help="Seed of random rotations (turboquant). Default: 0.")
+    add(
+        "--kv-quant-rotations",
+        metavar="PATH|HF_REPO",
         help="Rotations of this model: a folder, or org/name[/folder] on the hub. Default: those that the method "
-        "knows for the model. Make your own with `kvq calibrate`.")
-    add("--kv-quant-sink", type=int, metavar="TOKENS",
-        help=f"First tokens of a request kept in BF16; a multiple of {PAGE_SIZE}. Default: %(default)s.")
-    add("--kv-quant-recent", type=int, metavar="TOKENS",
-        help=f"Last tokens of a request kept in BF16; a multiple of {PAGE_SIZE}. Default: %(default)s.")
-    add("--kv-quant-group-size", type=int, metavar="ELEMENTS",
-        help="Elements of a head that share a scale and zero. Default: head_dim, at most 128.")
-    add("--kv-quant-clip-k", type=float, metavar="RATIO",
-        help="Clip keys at this quantile of their magnitude; 1 clips nothing. Default: the calibration's.")
-    add("--kv-quant-clip-v", type=float, metavar="RATIO",
-        help="Clip values at this quantile of their magnitude; 1 clips nothing. Default: the calibration's.")
-    add("--kv-quant-bf16-budget", type=float, metavar="SHARE",
-        help="Share of the KV memory for BF16 pages; it bounds the running requests. Default: %(default)s.")
+        "knows for the model. Make your own with `kvq calibrate`.",
+    )
+    add(
+        "--kv-quant-sink",
+        type=int,
+        metavar="TOKENS",
+        help=f"First tokens of a request kept in BF16; a multiple of {PAGE_SIZE}. Default: %(default)s.",
+    )
+    add(
+        "--kv-quant-recent",
+        type=int,
+        metavar="TOKENS",
+        help=f"Last tokens of a request kept in BF16; a multiple of {PAGE_SIZE}. Default: %(default)s.",
+    )
+    add(
+        "--kv-quant-group-size",
+        type=int,
+        metavar="ELEMENTS",
+        help="Elements of a head that share a scale and zero. Default: head_dim, at most 128.",
+    )
+    add(
+        "--kv-quant-clip-k",
+        type=float,
+        metavar="RATIO",
+        help="Clip keys at this quantile of their magnitude; 1 clips nothing. Default: the calibration's.",
+    )
+    add(
+        "--kv-quant-clip-v",
+        type=float,
+        metavar="RATIO",
+        help="Clip values at this quantile of their magnitude; 1 clips nothing. Default: the calibration's.",
+    )
+    add(
+        "--kv-quant-bf16-budget",
+        type=float,
+        metavar="SHARE",
+        help="Share of the KV memory for BF16 pages; it bounds the running requests. Default: %(default)s.",
+    )
 
 
 def add_cli_args(result: None, parser: argparse.ArgumentParser) -> None:

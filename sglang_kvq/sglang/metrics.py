@@ -43,11 +43,11 @@ class TierMetrics:
             **labels
         ).set(layout.bits_per_element)
         pool = gauge("pool_tokens", "Tokens that a tier of the KV cache can hold.", "tier")
-        pool.labels(**labels, tier="int2").set(layout.tokens)
+        pool.labels(**labels, tier="quantized").set(layout.tokens)
         pool.labels(**labels, tier="bf16").set(layout.slots * PAGE_SIZE)
         held = gauge("held_tokens", "Tokens of the pages that a tier holds; a page may be in both.", "tier")
-        self.int2, self.bf16 = held.labels(**labels, tier="int2"), held.labels(**labels, tier="bf16")
-        self.quantised = Counter(
+        self.quantized, self.bf16 = held.labels(**labels, tier="quantized"), held.labels(**labels, tier="bf16")
+        self.quantized = Counter(
             "sglang_kvq:quantized_pages", "Pages quantized since the server started.", list(labels)
         ).labels(**labels)
         self.on_gpu = self.tiers.pool.device.type == "cuda"
@@ -68,8 +68,8 @@ class TierMetrics:
             self.host.copy_(self.tiers.count(), non_blocking=True)
             self.copied.record()
 
-    def _publish(self, slots_used: int, pages_quantised: int, records_written: int, errors: int) -> None:
+    def _publish(self, slots_used: int, pages_quantized: int, records_written: int, errors: int) -> None:
         self.bf16.set(slots_used * PAGE_SIZE)
-        self.int2.set(pages_quantised * PAGE_SIZE)
-        self.quantised.inc(records_written - self.published)
+        self.quantized.set(pages_quantized * PAGE_SIZE)
+        self.quantized.inc(records_written - self.published)
         self.published = records_written

@@ -52,6 +52,6 @@ def snapshot(state: runtime.Runtime) -> dict:
         "hooks": plugin.hook_counts(),
         "tiers": {
             "bf16_tokens": counts.slots_used * PAGE_SIZE,
-            "int2_tokens": counts.pages_quantised * PAGE_SIZE,
+            "quantized_tokens": counts.pages_quantized * PAGE_SIZE,
         },
     }

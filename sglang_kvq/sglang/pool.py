@@ -27,9 +27,16 @@ class KVQuantPool(KVCache):
         logger.info(
             "kv-quant %s: %d tokens (BF16 would hold %d in the same %.2f GiB: %.2fx), %.2f allocated bits per element "
             "(%.3f in records), %d BF16 pages (%d tokens), at most %d running requests",
-            runtime.current().config.describe(), layout.tokens, layout.bf16_tokens, layout.total_bytes / 2**30,
-            layout.tokens / layout.bf16_tokens, layout.bits_per_element,
-            layout.geometry.record_bits_per_element, layout.slots, layout.slots * page_size, layout.max_requests,
+            runtime.current().config.describe(),
+            layout.tokens,
+            layout.bf16_tokens,
+            layout.total_bytes / 2**30,
+            layout.tokens / layout.bf16_tokens,
+            layout.bits_per_element,
+            layout.geometry.record_bits_per_element,
+            layout.slots,
+            layout.slots * page_size,
+            layout.max_requests,
         )
 
     def get_kv_size_bytes(self):
@@ -67,6 +74,10 @@ def build_mha_kv_pool(original, self, *, max_total_num_tokens, mha_pool_class, q
     canary.register(KVQuantPool)
     state = runtime.current()
     return KVQuantPool(
-        max_total_num_tokens, PAGE_SIZE, state.layout, self.device,
-        self.layer_info.start_layer, self.layer_info.end_layer,
+        max_total_num_tokens,
+        PAGE_SIZE,
+        state.layout,
+        self.device,
+        self.layer_info.start_layer,
+        self.layer_info.end_layer,
     )

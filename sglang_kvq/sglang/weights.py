@@ -14,8 +14,14 @@ from sglang_kvq.sglang.runtime import config_of, logger
 #: nothing applied to V in between nor to the output before o_proj.
 FOLDABLE = frozenset(
     {
-        "LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen2MoeForCausalLM", "Qwen3ForCausalLM",
-        "Qwen3MoeForCausalLM", "Glm4MoeForCausalLM", "MixtralForCausalLM",
+        "LlamaForCausalLM",
+        "MistralForCausalLM",
+        "Qwen2ForCausalLM",
+        "Qwen2MoeForCausalLM",
+        "Qwen3ForCausalLM",
+        "Qwen3MoeForCausalLM",
+        "Glm4MoeForCausalLM",
+        "MixtralForCausalLM",
     }
 )
 
@@ -25,14 +31,14 @@ def attention_layers(model: torch.nn.Module) -> dict[int, torch.nn.Module]:
     return {
         module.attn.layer_id: module
         for module in model.modules()
-        if hasattr(module, "attn") and hasattr(module, "qkv_proj") and hasattr(module, "o_proj")
+        if hasattr(module, "attn")
+        and hasattr(module, "qkv_proj")
+        and hasattr(module, "o_proj")
         and hasattr(module.attn, "layer_id")
     }
 
 
-def why_not_foldable(
-    model: torch.nn.Module, layers: range, server_args: Any, device: str | torch.device
-) -> str | None:
+def why_not_foldable(model: torch.nn.Module, layers: range, server_args: Any, device: str | torch.device) -> str | None:
     """Why the value rotation must be applied at run time; None if ``fold`` may change this model's weights.
 
     Every layer's W_v and W_o must be plain dense matrices on ``device`` that SGLang multiplies with as they are, in an

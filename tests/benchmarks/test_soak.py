@@ -40,7 +40,7 @@ class FakeServer:
     log_tail = lambda self, lines=40: self.log()  # noqa: E731
 
     def states(self) -> list[dict]:
-        return [{"kv_quant": {"tiers": {"bf16_tokens": 64 if self.held else 0, "int2_tokens": 0}}}]
+        return [{"kv_quant": {"tiers": {"bf16_tokens": 64 if self.held else 0, "quantized_tokens": 0}}}]
 
     def held_when_empty(self) -> list[str]:
         return self.held
@@ -82,8 +82,12 @@ class FakeServer:
         if session:
             self.sessions[session] = context
         start = asked.get("logprob_start_len", -1)
-        inputs = [[None, 0, None]] + [[self.logprob(ids[:at], ids[at], 0.0), ids[at], None] for at in range(start + 1, len(ids))]
-        return {"meta_info": {"id": "1", "cached_tokens": 0, "output_token_logprobs": pairs, "input_token_logprobs": inputs}}
+        inputs = [[None, 0, None]] + [
+            [self.logprob(ids[:at], ids[at], 0.0), ids[at], None] for at in range(start + 1, len(ids))
+        ]
+        return {
+            "meta_info": {"id": "1", "cached_tokens": 0, "output_token_logprobs": pairs, "input_token_logprobs": inputs}
+        }
 
 
 @pytest.fixture
@@ -91,8 +95,17 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     def soaked(server: FakeServer, second: bool = True, fault: bool = False) -> tuple[bool, dict]:
         monkeypatch.setattr(soak.sys, "argv", ["soak.py"])
         args = argparse.Namespace(
-            out=tmp_path / "soak.json", minutes=0.03 if second else 0.05, limit=2.0, method="int4", layers=None, model="qwen3", device="cpu",
-            reference="second" if second else "same", seed=1, fault=fault, logs=None,
+            out=tmp_path / "soak.json",
+            minutes=0.03 if second else 0.05,
+            limit=2.0,
+            method="int4",
+            layers=None,
+            model="qwen3",
+            device="cpu",
+            reference="second" if second else "same",
+            seed=1,
+            fault=fault,
+            logs=None,
         )
         run = soak.Soak(args, tmp_path, 1)
         run.scale = SCALE

@@ -21,7 +21,10 @@ def test_time_by_kernel_and_between_kernels(tmp_path):
     for step in range(steps):
         for layer in range(layers):
             at = 1000.0 * step + 100.0 * layer
-            events += [event("void ns::gemm<float, int>(a, b)", at, 10), event("void ns::gemm<half, int>(a)", at + 10, 20)]
+            events += [
+                event("void ns::gemm<float, int>(a, b)", at, 10),
+                event("void ns::gemm<half, int>(a)", at + 10, 20),
+            ]
             events += [event("_decode", at + 30, 40), event("_merge", at + 60, 20)]  # overlaps the one before
         events += [event("sample(int)", 1000.0 * step + 300, 5), event("cpu_op", 1000.0 * step, 900, "cpu_op")]
     write(tmp_path, events[::-1])
@@ -35,7 +38,10 @@ def test_time_by_kernel_and_between_kernels(tmp_path):
 def test_short_names():
     assert traces.short("void flashinfer::BatchDecode<a<b>, (c::D)1>(flashinfer::P<int>)") == "BatchDecode"
     assert traces.short("nvjet_tst_64x8_v_bz") == "nvjet_tst_64x8_v_bz"
-    assert traces.short("void at::native::elementwise_kernel<128, at::native::f()::{lambda(int)#1}>(int)") == "elementwise_kernel"
+    assert (
+        traces.short("void at::native::elementwise_kernel<128, at::native::f()::{lambda(int)#1}>(int)")
+        == "elementwise_kernel"
+    )
 
 
 def test_a_folder_without_a_trace(tmp_path):

@@ -18,10 +18,10 @@ from sglang_kvq.attention.base import LayerRotations
 from sglang_kvq.attention.reference import ReferenceOps
 from sglang_kvq.cache.integrity import check_integrity
 from sglang_kvq.cache.pool import PagePool
+from sglang_kvq.cache.split import split_new_tokens
 from sglang_kvq.cache.tiers import TierManager
 from sglang_kvq.config import PAGE_SIZE as P
 from sglang_kvq.formats.page import PageFormat
-from sglang_kvq.cache.split import split_new_tokens
 
 TABLE = torch.randn(4096, 2, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
 
@@ -76,7 +76,7 @@ class Model:
         )
         self.pool.overlays.fill_(float("nan"))
         self.ops = ReferenceOps(self.pool, LayerRotations())
-        self.tiers = self.manager(self.pool, self.sink_pages, self.recent_pages, self.ops.quantise_slots)
+        self.tiers = self.manager(self.pool, self.sink_pages, self.recent_pages, self.ops.quantize_slots)
         self.free = list(range(1, self.pages + 1))
         self.free_rows = list(range(1, self.rows + 1))
 
@@ -161,7 +161,7 @@ class Model:
             for check in reads:
                 check()
             self.ops.store_tokens(0, loc[overlay], k[overlay], v[overlay])
-            self.ops.quantise_tokens(0, direct, loc[direct] // P, k, v)
+            self.ops.quantize_tokens(0, direct, loc[direct] // P, k, v)
 
         return self.fly(layers)
 
@@ -283,8 +283,8 @@ class Model:
         key = page.view(torch.int16).numpy().tobytes()
         if key not in self.known:
             format = self.pool.formats[0]
-            record = format.quantise_pages(page[0][None, None], page[1][None, None])
-            self.known[key] = torch.stack(format.dequantise_pages(record))[:, 0, 0].bfloat16()
+            record = format.quantize_pages(page[0][None, None], page[1][None, None])
+            self.known[key] = torch.stack(format.dequantize_pages(record))[:, 0, 0].bfloat16()
         return self.known[key]
 
     def check(self) -> None:
@@ -303,4 +303,3 @@ class Model:
         self.check()
         assert len(self.free) == self.pages and not self.tree
         assert self.tiers.counts().slots_used == 0
-

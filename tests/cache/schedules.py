@@ -52,7 +52,9 @@ class Driver:
 
     def event(self) -> None:
         rng, running = self.rng, self.prefilling + self.decoding
-        kind = rng.choices(("prefill", "decode", "leave", "fork", "evict", "start", "flush"), (4, 6, 1, 1, 1, 3, 0.2))[0]
+        kind = rng.choices(("prefill", "decode", "leave", "fork", "evict", "start", "flush"), (4, 6, 1, 1, 1, 3, 0.2))[
+            0
+        ]
         if kind == "flush" and rng.random() < 0.2:
             for request in running:
                 self.leave(request, publish=False)

@@ -36,7 +36,12 @@ def test_layers_share_a_store_by_layout_not_by_clip():
     assert [store.layer_ids.tolist() for store in pool.stores] == [[0, 2, 4], [1, 3]]
     assert pool.ranks.tolist() == [[f.rank_k, f.rank_v] for f in FORMATS]
     for store in pool.stores:
-        assert store.format == store.format.layout and store.records.shape == (len(store.layers), 7, 2, store.format.record_bytes)
+        assert store.format == store.format.layout and store.records.shape == (
+            len(store.layers),
+            7,
+            2,
+            store.format.record_bytes,
+        )
         for view, layer in zip(store.records, store.layers):
             assert pool.records[layer].data_ptr() == view.data_ptr() and pool.formats[layer].layout == store.format
 
@@ -53,10 +58,10 @@ def test_overlays_become_records_of_each_layers_own_format():
     pool = pool_of(FORMATS)
     pool.overlays.copy_(rows(*pool.overlays.shape))
     slots, pages = torch.tensor([3, 1, 2]), torch.tensor([2, 5, 4])
-    ReferenceOps(pool, LayerRotations()).quantise_slots(slots, pages, torch.tensor([2]))
+    ReferenceOps(pool, LayerRotations()).quantize_slots(slots, pages, torch.tensor([2]))
     for layer, format in enumerate(FORMATS):
         want = torch.zeros_like(pool.records[layer])
-        want[[2, 5]] = format.quantise_pages(*pool.overlays[layer, [3, 1]].unbind(1))
+        want[[2, 5]] = format.quantize_pages(*pool.overlays[layer, [3, 1]].unbind(1))
         assert torch.equal(pool.records[layer], want)
 
 
@@ -71,9 +76,9 @@ def test_decode_and_prefill_read_what_was_written(name):
     ops, length = ReferenceOps(pool, LayerRotations()), 4 * PAGE_SIZE
     k, v = rows(length, 2, 64), rows(length, 2, 64, seed=1)
     pool.row_history_end[1] = length
-    ops.quantise_tokens(1, torch.arange(4) * PAGE_SIZE, torch.arange(1, 5), k, v)
+    ops.quantize_tokens(1, torch.arange(4) * PAGE_SIZE, torch.arange(1, 5), k, v)
     pages = (x.unflatten(0, (4, PAGE_SIZE)).transpose(1, 2) for x in (k, v))  # [page, head, token, D]
-    k_back, v_back = (x.transpose(1, 2).flatten(0, 1) for x in format.dequantise_pages(format.quantise_pages(*pages)))
+    k_back, v_back = (x.transpose(1, 2).flatten(0, 1) for x in format.dequantize_pages(format.quantize_pages(*pages)))
     q = rows(1, 4, 64, seed=2)
     got = ops.decode(1, q, torch.tensor([1]), torch.tensor([length]), 0.125)
     scores = torch.einsum("hd,nhd->hn", q[0].float(), k_back.bfloat16().float().repeat_interleave(2, 1)) * 0.125

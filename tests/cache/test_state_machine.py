@@ -22,8 +22,13 @@ def prompt_tokens(kind: int, length: int) -> list[int]:
 
 class Scheduler(RuleBasedStateMachine):
     @initialize(
-        rows=st.integers(1, 4), sinks=st.integers(0, 2), recent=st.integers(1, 2), spare=st.integers(0, 6),
-        pages=st.integers(14, 40), overlap=st.booleans(), rng=st.randoms(use_true_random=False),
+        rows=st.integers(1, 4),
+        sinks=st.integers(0, 2),
+        recent=st.integers(1, 2),
+        spare=st.integers(0, 6),
+        pages=st.integers(14, 40),
+        overlap=st.booleans(),
+        rng=st.randoms(use_true_random=False),
     )
     def build(self, rows, sinks, recent, spare, pages, overlap, rng):
         # One overlay per row beyond its window: every row may resume in the middle of a page.
@@ -87,7 +92,9 @@ class Scheduler(RuleBasedStateMachine):
 
 
 Scheduler.TestCase.settings = settings(
-    max_examples=60, stateful_step_count=40, deadline=None,
+    max_examples=60,
+    stateful_step_count=40,
+    deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
 )
 TestScheduler = pytest.mark.timeout(600)(Scheduler.TestCase)

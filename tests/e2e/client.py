@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import requests
 
+
 def held_out_text() -> str:
     """English prose that no calibration has seen and every machine has: the language reference in Python itself."""
     from pydoc_data.topics import topics

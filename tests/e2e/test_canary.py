@@ -62,7 +62,9 @@ def test_turns_prefixes_and_aborts_raise_nothing(canary):
     # Two cold requests of one batch with a prefix in common: one row is repointed to the other's pages.
     together([lambda n=n: client.generate(list(range(1000, 1000 + n)), 6) for n in (150, 300)])
     with requests.post(
-        f"{client.url}/generate", stream=True, timeout=60,
+        f"{client.url}/generate",
+        stream=True,
+        timeout=60,
         json={"input_ids": base, "stream": True, "sampling_params": {"max_new_tokens": 400, "ignore_eos": True}},
     ) as response:
         next(response.iter_lines())
@@ -79,14 +81,14 @@ def test_turns_prefixes_and_aborts_raise_nothing(canary):
 
 def test_a_row_that_points_elsewhere_is_found(canary):
     """SGLang's own perturbation: one entry of ``req_to_token`` is overwritten with another."""
-    server = canary(
-        SGLANG_KV_CANARY_PERTURB_REQ_TO_TOKEN_PROB="1.0", SGLANG_KV_CANARY_PERTURB_WARMUP_STEPS="12"
-    )
+    server = canary(SGLANG_KV_CANARY_PERTURB_REQ_TO_TOKEN_PROB="1.0", SGLANG_KV_CANARY_PERTURB_WARMUP_STEPS="12")
     client = Client(server)
     log = _stops(server, lambda: client.generate(list(range(200, 400)), 40))
     assert "kv_canary perturb req_to_token: req_pool_idx=" in log
     for reason in ("verify_chain_hash", "verify_position", "verify_token"):
-        assert find_violation_in_log(log, launch_tag_patterns=("HEAD_K_FULL", "TAIL_K_FULL"), fail_reason=reason), reason
+        assert find_violation_in_log(log, launch_tag_patterns=("HEAD_K_FULL", "TAIL_K_FULL"), fail_reason=reason), (
+            reason
+        )
 
 
 def test_a_page_handed_out_twice_is_found(canary):

@@ -10,14 +10,14 @@ from tests.e2e.client import held_out_text
 CHUNKED = ("--chunked-prefill-size", "128")
 
 
-def test_divergence_of_a_quantised_server_from_a_plain_one(servers, tmp_path):
+def test_divergence_of_a_quantized_server_from_a_plain_one(servers, tmp_path):
     text, out = tmp_path / "held_out.txt", tmp_path / "out"
     text.write_text(held_out_text())
     settings = ["--text", str(text), "--kl-lengths", "960x1", "--out", str(out), "--label", "small"]
     plain = servers(*CHUNKED)
     assert main(["--server", plain.url, "--reference-server", plain.url, *settings]) == 0
-    quantised = servers("--kv-quant", "hadamard", *CHUNKED)
-    assert main(["--server", quantised.url, *settings]) == 0
+    quantized = servers("--kv-quant", "hadamard", *CHUNKED)
+    assert main(["--server", quantized.url, *settings]) == 0
     none, hadamard = json.loads((out / "accuracy_small.json").read_text())["rows"]
     print({row["method"]: row["kl"] for row in (none, hadamard)})
     assert (none["method"], none["allocated_bits"]) == ("none", 16)

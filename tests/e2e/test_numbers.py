@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 from launch.run_tests import NEWEST
 from tests.e2e.client import Client, coarse_kl, held_out_text
 
-#: Chunks this short make most of a prompt attend to a stored, quantised prefix.
+#: Chunks this short make most of a prompt attend to a stored, quantized prefix.
 CHUNKED = ("--chunked-prefill-size", "128")
 #: Older releases differ in what calls the cache, not in what it computes: a few methods must do there.
 MORE = ("int4", "turboquant", "oscar-lloyd-max", "kivi") if version("sglang") == NEWEST else ()

@@ -48,10 +48,10 @@ def three(servers, one_worker) -> Client:
 
 
 def test_tensor_parallel_workers_compute_what_one_does(three, one_worker, ids):
-    """One KV head and its rotations on each worker; half of the prompt attends to quantised pages."""
+    """One KV head and its rotations on each worker; half of the prompt attends to quantized pages."""
     noise = (torch.tensor(three.token_logprobs(ids)) - one_worker).abs()
     print(f"TP {TP} differs from TP 1 by {noise.mean():.4f} on average, {noise.max():.4f} at most")
-    # Sums in another order round BF16 logits differently: 0.05 on average, also without quantisation.
+    # Sums in another order round BF16 logits differently: 0.05 on average, also without quantization.
     assert noise.mean() < 0.1 and noise.max() < 1.5
 
 
@@ -71,7 +71,9 @@ def test_flags_reach_every_data_parallel_worker(servers, ids):
     # SGLang binds workers to NUMA nodes unless told otherwise; before 0.5.22 it counts tensor-parallel ranks only.
     bound = not torch.cuda.is_available() and compat.sglang_version() >= Version("0.5.22")
     env = {**STRICT, "SGLANG_CPU_OMP_THREADS_BIND": "0|0"} if bound else STRICT
-    client = Client(servers("--kv-quant", "hadamard", "--kv-quant-recent", "128", "--dp-size", str(DP), env=env, alone=True))
+    client = Client(
+        servers("--kv-quant", "hadamard", "--kv-quant-recent", "128", "--dp-size", str(DP), env=env, alone=True)
+    )
     together([lambda n=n: client.generate(ids[n : n + 300], 4) for n in range(4)])
     states = client.states()
     assert len(states) == DP

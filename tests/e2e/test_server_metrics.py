@@ -59,10 +59,13 @@ def test_figures_of_a_running_request_and_of_an_idle_server(client):
     used, stored = busy["sglang:kv_used_tokens"], busy["sglang:decode_sum_seq_lens"]
     assert busy["sglang:num_used_tokens"] == used and used % PAGE_SIZE == 0 and 0 <= used - stored < 2 * PAGE_SIZE
     assert busy["sglang:token_usage"] == pytest.approx(used / TOKENS, abs=0.006)  # rounded by some releases
-    assert busy["sglang:kv_available_tokens"] + busy["sglang:kv_used_tokens"] + busy["sglang:kv_evictable_tokens"] == TOKENS
+    assert (
+        busy["sglang:kv_available_tokens"] + busy["sglang:kv_used_tokens"] + busy["sglang:kv_evictable_tokens"]
+        == TOKENS
+    )
     job.join()
 
-    # All pages but the sink and what the window still holds: the prefill quantised most, the decode steps the others. On a
+    # All pages but the sink and what the window still holds: the prefill quantized most, the decode steps the others. On a
     # GPU our figures are one report late, and an idle server reports every 30 seconds.
     stored = len(prompt) + ANSWER - 1
     old = (stored - RECENT) // PAGE_SIZE - 1
@@ -74,9 +77,9 @@ def test_figures_of_a_running_request_and_of_an_idle_server(client):
 
     state = client.state()
     assert idle["sglang_kvq:bits_per_element"] == pytest.approx(state["bits_per_element"], abs=1e-3)
-    assert idle["sglang_kvq:pool_tokens[int2]"] == state["tokens"] == TOKENS
+    assert idle["sglang_kvq:pool_tokens[quantized]"] == state["tokens"] == TOKENS
     assert idle["sglang_kvq:pool_tokens[bf16]"] == state["bf16_pages"] * 64
-    assert idle["sglang_kvq:held_tokens[int2]"] == state["tiers"]["int2_tokens"]
+    assert idle["sglang_kvq:held_tokens[quantized]"] == state["tiers"]["quantized_tokens"]
     held = lambda v: v["sglang_kvq:held_tokens[bf16]"] == state["tiers"]["bf16_tokens"]  # noqa: E731
     eventually(client, held, timeout=100)  # what the request gave back is in the next report
-    assert idle["sglang_kvq:held_tokens[int2]"] == old * PAGE_SIZE
+    assert idle["sglang_kvq:held_tokens[quantized]"] == old * PAGE_SIZE

@@ -42,7 +42,7 @@ def assert_empties(client: Client) -> None:
     client.generate([1, 2, 3], 2)  # the next plan applies what was recorded
     client.flush()
     time.sleep(1)  # SGLang's idle check runs, and ours; a leak ends the server
-    assert client.state()["tiers"] == {"bf16_tokens": 0, "int2_tokens": 0}
+    assert client.state()["tiers"] == {"bf16_tokens": 0, "quantized_tokens": 0}
     assert requests.get(f"{client.url}/health", timeout=30).status_code == 200
 
 
@@ -137,7 +137,11 @@ def test_the_same_answer_under_pressure(tiny):
 
 def test_aborting_everything_at_once(tiny):
     threads = [
-        threading.Thread(target=lambda: tiny.post("/generate", text="Tell me a story. " * 20, sampling_params={"max_new_tokens": 400}))
+        threading.Thread(
+            target=lambda: tiny.post(
+                "/generate", text="Tell me a story. " * 20, sampling_params={"max_new_tokens": 400}
+            )
+        )
         for _ in range(4)
     ]
     for thread in threads:

@@ -160,7 +160,10 @@ ORDINARY = {
     """,
 }
 
-_NUMBERS = {"x86_64": {"keyctl": 250, "clone": 56, "memfd": 319}, "aarch64": {"keyctl": 219, "clone": 220, "memfd": 279}}
+_NUMBERS = {
+    "x86_64": {"keyctl": 250, "clone": 56, "memfd": 319},
+    "aarch64": {"keyctl": 219, "clone": 220, "memfd": 279},
+}
 
 
 def program(attempt: str, facts: dict) -> str:

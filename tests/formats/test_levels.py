@@ -10,7 +10,7 @@ from sglang_kvq.errors import KVQuantError
 from sglang_kvq.formats.code import BITS, CodeFormat
 from sglang_kvq.formats.levels import LEVELS, TOLERANCE, level_table
 
-#: Max (1960), table I: mean squared error of the best quantiser of a unit Gaussian, and its positive levels.
+#: Max (1960), table I: mean squared error of the best quantizer of a unit Gaussian, and its positive levels.
 MAX_1960 = {
     2: (0.1175, [0.4528, 1.510]),
     3: (0.03454, [0.2451, 0.7560, 1.344, 2.152]),
@@ -77,7 +77,10 @@ def test_gain_scales_the_unit_and_costs_little(bits):
         ({"statistic": "mean"}, "statistic='mean' does not exist"),
         ({"axis": "head"}, "axis='head' does not exist"),
         ({"gain": 1.1}, "gain=1.1: .*1 for statistic 'minmax'"),
-        ({"axis": "channel", "centred": True}, "centred=True: codes per channel have a zero of their own; use axis='token'"),
+        (
+            {"axis": "channel", "centred": True},
+            "centred=True: codes per channel have a zero of their own; use axis='token'",
+        ),
         ({"gain": 3.0, "statistic": "moments"}, "gain=3.0: 0.5 to 2"),
         ({"axis": "channel", "statistic": "norm"}, "norm.*use axis='token'"),
     ],

@@ -24,7 +24,9 @@ def bits(formats) -> float:
     return sum(f.bits_per_element for f in formats) / len(formats)
 
 
-@pytest.mark.parametrize("head_dim,target", [(128, 2.25), (128, 2.5), (128, 2.6), (128, 3.17), (128, 4.25), (64, 2.6), (96, 3)])
+@pytest.mark.parametrize(
+    "head_dim,target", [(128, 2.25), (128, 2.5), (128, 2.6), (128, 3.17), (128, 4.25), (64, 2.6), (96, 3)]
+)
 def test_budget_is_used_and_never_exceeded(head_dim, target):
     base = [PageFormat(head_dim, head_dim, 0.9, 0.95)] * LAYERS
     formats = mixed_formats(base, sensitivity(), target, "x")

@@ -15,7 +15,7 @@ from sglang_kvq.errors import KVQuantError
 from sglang_kvq.formats.code import BITS, CodeFormat
 from sglang_kvq.formats.pack import pack_codes, packed_bytes, unpack_codes
 from sglang_kvq.formats.page import PageFormat
-from sglang_kvq.formats.quantise import channel_means, clip_rank, clip_rows, dequantise_rows, quantise_rows
+from sglang_kvq.formats.quantize import channel_means, clip_rank, clip_rows, dequantize_rows, quantize_rows
 
 FORMATS = [(64, 64), (96, 96), (96, 32), (128, 128), (128, 32), (256, 128), (256, 64)]
 LLOYD, SPHERE = CodeFormat(2, "lloyd-max", "moments"), CodeFormat(3, "sphere", "norm")
@@ -42,11 +42,11 @@ def rows(*shape: int, seed: int = 0) -> torch.Tensor:
 def test_records_hold_exactly_the_codes_scales_and_zeros(head_dim, group):
     fmt = PageFormat(head_dim, group, 0.96, 0.92)
     k, v = rows(3, 2, PAGE_SIZE, head_dim), rows(3, 2, PAGE_SIZE, head_dim, seed=1)
-    records = fmt.quantise_pages(k, v)
+    records = fmt.quantize_pages(k, v)
     assert records.shape == (3, 2, fmt.record_bytes) and records.dtype == torch.uint8
-    k_back, v_back = fmt.dequantise_pages(records)
-    assert torch.equal(k_back, dequantise_rows(*quantise_rows(k, group, fmt.rank_k)))
-    assert torch.equal(v_back, dequantise_rows(*quantise_rows(v, group, fmt.rank_v)))
+    k_back, v_back = fmt.dequantize_pages(records)
+    assert torch.equal(k_back, dequantize_rows(*quantize_rows(k, group, fmt.rank_k)))
+    assert torch.equal(v_back, dequantize_rows(*quantize_rows(v, group, fmt.rank_v)))
 
 
 def counted(*shape: int, seed: int) -> torch.Tensor:
@@ -68,7 +68,7 @@ def counted(*shape: int, seed: int) -> torch.Tensor:
 def test_int2_records_keep_their_bytes(head_dim, group, clip_k, clip_v, digest):
     """The fast kernels read this record, and caches on disk may hold it: digests of the first release's records."""
     fmt = PageFormat(head_dim, group, clip_k, clip_v)
-    records = fmt.quantise_pages(counted(2, PAGE_SIZE, head_dim, seed=1), counted(2, PAGE_SIZE, head_dim, seed=2))
+    records = fmt.quantize_pages(counted(2, PAGE_SIZE, head_dim, seed=1), counted(2, PAGE_SIZE, head_dim, seed=2))
     assert hashlib.sha256(records.numpy().tobytes()).hexdigest()[:16] == digest
 
 
@@ -97,17 +97,17 @@ def test_packing_is_exact_and_lies_as_documented(bits, shape):
 def test_records_of_every_code_hold_exactly_its_codes_scales_and_zeros(pair, head_dim, group, run):
     fmt = PageFormat(head_dim, group, k=PAIRS[pair][0], v=PAIRS[pair][1], run=run)
     x = [rows(3, 2, PAGE_SIZE, head_dim, seed=seed) for seed in (0, 1)]
-    records = fmt.quantise_pages(*x)
+    records = fmt.quantize_pages(*x)
     assert records.shape == (3, 2, fmt.record_bytes) and records.dtype == torch.uint8
-    for code, values, back in zip((fmt.k, fmt.v), x, fmt.dequantise_pages(records)):
+    for code, values, back in zip((fmt.k, fmt.v), x, fmt.dequantize_pages(records)):
         mean = channel_means(values).float()[..., None, :] if code.centred else torch.zeros(())
         values = values.float() - mean
         if code.axis == "channel":
-            codes, scale, zero = quantise_rows(values.transpose(-1, -2), run, 0, code, head_dim)
-            want = dequantise_rows(codes, scale, zero, code, head_dim).transpose(-1, -2)
+            codes, scale, zero = quantize_rows(values.transpose(-1, -2), run, 0, code, head_dim)
+            want = dequantize_rows(codes, scale, zero, code, head_dim).transpose(-1, -2)
         else:
             per = head_dim if code.statistic == "norm" else group
-            want = dequantise_rows(*quantise_rows(values, per, 0, code), code) + mean
+            want = dequantize_rows(*quantize_rows(values, per, 0, code), code) + mean
         assert torch.equal(back, want)
 
 
@@ -123,9 +123,9 @@ def test_a_channels_scale_is_of_its_run_of_tokens():
     """Tokens of one run do not touch the other's records: keys of the first half change only its scales and codes."""
     fmt = PageFormat(128, 32, k=CodeFormat(axis="channel"), v=CodeFormat(), run=32)
     k, v = rows(PAGE_SIZE, 128), rows(PAGE_SIZE, 128, seed=1)
-    before = fmt.dequantise_pages(fmt.quantise_pages(k, v))[0]
+    before = fmt.dequantize_pages(fmt.quantize_pages(k, v))[0]
     k[:32] *= 3
-    after = fmt.dequantise_pages(fmt.quantise_pages(k, v))[0]
+    after = fmt.dequantize_pages(fmt.quantize_pages(k, v))[0]
     assert torch.equal(before[32:], after[32:]) and not torch.equal(before[:32], after[:32])
 
 
@@ -139,13 +139,13 @@ def test_what_centred_keys_have_in_common_costs_no_precision(pair, head_dim):
     offset[[3, 17, 40]] = torch.tensor([200.0, -90.0, 17.0])
     errors = []
     for k in (plain.bfloat16(), (plain + offset).bfloat16()):
-        back = fmt.dequantise_pages(fmt.quantise_pages(k, k))[0]
+        back = fmt.dequantize_pages(fmt.quantize_pages(k, k))[0]
         errors.append((back - k.float()).square().mean((0, 1)))
     others = offset == 0
     assert errors[1][others].mean() < 1.15 * errors[0][others].mean()
     assert (errors[1] < 2 * errors[0].mean() + 2.0**-16 * offset.square()).all()
     without = PageFormat(head_dim, head_dim, k=replace(fmt.k, centred=False), v=fmt.v)
-    back = without.dequantise_pages(without.quantise_pages(k, k))[0]
+    back = without.dequantize_pages(without.quantize_pages(k, k))[0]
     assert (back - k.float()).square().mean((0, 1))[others].mean() > 30 * errors[1][others].mean()
 
 
@@ -155,7 +155,7 @@ def test_any_finite_page_is_centred(size):
     fmt = PageFormat(64, 64, k=CodeFormat(4, centred=True), v=CodeFormat(4))
     k = (rows(3, PAGE_SIZE, 64).float() + 2.0) * size
     k[1] = 0.5 * size  # a constant page: its mean holds it
-    back = fmt.dequantise_pages(fmt.quantise_pages(k.bfloat16(), k.bfloat16()))[0]
+    back = fmt.dequantize_pages(fmt.quantize_pages(k.bfloat16(), k.bfloat16()))[0]
     assert torch.isfinite(back).all()
     if size <= 1e4:
         assert (back - k.bfloat16().float()).abs().max() <= 0.5 * size + 1e-7  # rows span about 5, in 15 steps
@@ -168,10 +168,10 @@ def test_only_keys_are_centred():
 
 
 def test_tokens_of_a_page_are_independent():
-    """Quantising a page whole or token by token gives the same codes: chunking cannot change them."""
+    """Quantizing a page whole or token by token gives the same codes: chunking cannot change them."""
     x = rows(PAGE_SIZE, 128)
-    whole = quantise_rows(x, 128, 6)
-    for i, parts in enumerate(zip(*(quantise_rows(x[t : t + 1], 128, 6) for t in range(PAGE_SIZE)))):
+    whole = quantize_rows(x, 128, 6)
+    for i, parts in enumerate(zip(*(quantize_rows(x[t : t + 1], 128, 6) for t in range(PAGE_SIZE)))):
         assert torch.equal(whole[i], torch.cat(parts))
 
 
@@ -204,7 +204,7 @@ def test_gaussian_error_is_the_published_one():
     """OSCAR: uniform levels clipped at 0.96 / 0.92 / 0.88 leave 0.156 / 0.127 / 0.118 of a Gaussian's power."""
     x = rows(20000, 128)
     for ratio, expected in ((0.96, 0.156), (0.92, 0.127), (0.88, 0.118)):
-        back = dequantise_rows(*quantise_rows(x, 128, clip_rank(128, ratio)))
+        back = dequantize_rows(*quantize_rows(x, 128, clip_rank(128, ratio)))
         assert (back - x.float()).square().mean().item() == pytest.approx(expected, rel=0.03)
 
 
@@ -229,9 +229,9 @@ def test_any_finite_row_gives_finite_values_within_half_a_step(seed, size, const
     if constant:
         x = x[:, :1].expand(-1, 64)
     x = x.bfloat16()
-    codes, scale, zero = quantise_rows(x, 64, 0)
+    codes, scale, zero = quantize_rows(x, 64, 0)
     assert codes.max() <= 3 and torch.isfinite(scale).all() and torch.isfinite(zero).all()
-    back = dequantise_rows(codes, scale, zero)
+    back = dequantize_rows(codes, scale, zero)
     if size <= 1e4:  # beyond, FP16 scales saturate
         # Half a step, plus what rounding scale and zero to FP16 moves the levels.
         slack = 2.0**-10 * (x.float().abs().amax(-1, keepdim=True)) * 4 + 1e-7
@@ -250,7 +250,9 @@ def test_runs_must_divide_the_page():
 
 @pytest.mark.parametrize("code", [CodeFormat(axis="channel"), SPHERE, PAIRS["int4"][0]], ids=CodeFormat.describe)
 def test_clipping_where_there_is_none_is_refused(code):
-    with pytest.raises(KVQuantError, match="--kv-quant-clip-k 0.9: codes per channel, centred or scaled by a norm are not clipped"):
+    with pytest.raises(
+        KVQuantError, match="--kv-quant-clip-k 0.9: codes per channel, centred or scaled by a norm are not clipped"
+    ):
         PageFormat(128, 128, 0.9, k=code)
 
 

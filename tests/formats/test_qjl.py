@@ -9,13 +9,13 @@ import torch
 
 from sglang_kvq.formats.code import CodeFormat
 from sglang_kvq.formats.qjl import inner_products, projection, sketch_keys
-from sglang_kvq.formats.quantise import dequantise_rows, quantise_rows
+from sglang_kvq.formats.quantize import dequantize_rows, quantize_rows
 
 DRAWS = 400
 
 
 def scene(d: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys, and queries that lean towards them, so that what a quantiser shrinks is seen in the mean."""
+    """Keys, and queries that lean towards them, so that what a quantizer shrinks is seen in the mean."""
     g = torch.Generator().manual_seed(seed)
     k = torch.randn(24, d, generator=g).bfloat16()
     return (0.5 * k[:8].float() + torch.randn(8, d, generator=g)), k
@@ -49,7 +49,7 @@ def test_the_plain_code_is_biased_where_the_sketch_is_not():
     """The code of least squared error shrinks keys, and with them the products of queries that look for them."""
     q, k = scene(128)
     code = CodeFormat(2, "sphere", "norm")
-    values = dequantise_rows(*quantise_rows(k, 128, 0, code), code)
+    values = dequantize_rows(*quantize_rows(k, 128, 0, code), code)
     own = torch.arange(8)
     exact = (q @ k.float().T)[own, own]
     plain = (q @ values.T)[own, own]

@@ -89,12 +89,30 @@ class Suite:
     def say(self, text: str) -> None:
         print(f"[{time.monotonic() - self.begin:4.0f} s] {text}", flush=True)
 
-    def add(self, model: str, case: str, layout: Layout, passed: bool, seconds: float, found: Difference, bound: Bound, more: str) -> None:
+    def add(
+        self,
+        model: str,
+        case: str,
+        layout: Layout,
+        passed: bool,
+        seconds: float,
+        found: Difference,
+        bound: Bound,
+        more: str,
+    ) -> None:
         row = {
-            "model": model, "case": f"{layout.name}: {case}" if layout.name else case, "tp": layout.tp, "dp": layout.dp,
-            "passed": bool(passed), "max_logprob_diff": round(found.max, 4), "mean_logprob_diff": round(found.mean, 5),
-            "noise": round(bound.mean, 4), "max_noise": round(bound.max, 4), "tokens": found.tokens,
-            "seconds": round(seconds, 1), "detail": more,
+            "model": model,
+            "case": f"{layout.name}: {case}" if layout.name else case,
+            "tp": layout.tp,
+            "dp": layout.dp,
+            "passed": bool(passed),
+            "max_logprob_diff": round(found.max, 4),
+            "mean_logprob_diff": round(found.mean, 5),
+            "noise": round(bound.mean, 4),
+            "max_noise": round(bound.max, 4),
+            "tokens": found.tokens,
+            "seconds": round(seconds, 1),
+            "detail": more,
         }
         with self.lock:
             self.rows.append(row)
@@ -106,7 +124,9 @@ class Suite:
         rows = [*self.rows, *self.missing.values()]
         record.write(self.args.out, "gpu", rows, gpus=self.gpus, all_passed=all(row["passed"] for row in rows))
 
-    def server(self, name: str, model: TinyModel, flags: Sequence[str], layout: Layout, env: dict[str, str]) -> TinyServer:
+    def server(
+        self, name: str, model: TinyModel, flags: Sequence[str], layout: Layout, env: dict[str, str]
+    ) -> TinyServer:
         with self.lock:
             # A server of one GPU takes the next one in turn; others take the first ones.
             gpus = list(range(layout.tp)) if layout.tp > 1 else [self.turn % max(self.gpus, 1)]
@@ -115,11 +135,17 @@ class Suite:
         graphs = () if self.cpu else (*GRAPHS, flags[flags.index("--max-running-requests") + 1])
         log = self.folder / "logs" / f"{name}.log"
         return TinyServer(
-            path, [*layout.command(), *graphs, *flags], cpu=self.cpu, log=log,
-            env={**self.env, **env}, gpus=gpus,
+            path,
+            [*layout.command(), *graphs, *flags],
+            cpu=self.cpu,
+            log=log,
+            env={**self.env, **env},
+            gpus=gpus,
         )
 
-    def serve(self, name: str, model: TinyModel, flags: Sequence[str], use: Callable, layout: Layout = ONE, env: dict = {}):  # noqa: B006
+    def serve(
+        self, name: str, model: TinyModel, flags: Sequence[str], use: Callable, layout: Layout = ONE, env: dict = {}
+    ):
         """What ``use(server)`` gives; the server's log goes with whatever it raises."""
         server = self.server(name, model, flags, layout, env)
         with self.starting:
@@ -148,7 +174,7 @@ class Suite:
     def family(self, model: TinyModel, layout: Layout, method: str) -> None:
         """One server of a model; whichever of its servers is last makes the rows."""
         plain = method == "none"
-        flags = self.families.flags() + ([] if plain else self.families.quantised_flags(method))
+        flags = self.families.flags() + ([] if plain else self.families.quantized_flags(method))
         name = "-".join(filter(None, (model.name, layout.name.replace(" ", "_").replace(",", ""), method)))
         begin = time.monotonic()
         env = {BUSY_CHECK: "0"} if layout.tp > 1 else {}  # it knows nothing of a worker's empty batches
@@ -158,9 +184,22 @@ class Suite:
         with self.lock:
             self.said[(*key, method)] = said
             methods = [m for m in ("int4", "int2") if (*key, m) in self.said] if plain else [method]
-            pair = [(m, self.said[(*key, m)], self.said[(*key, "none")]) for m in methods] if (*key, "none") in self.said else []
+            pair = (
+                [(m, self.said[(*key, m)], self.said[(*key, "none")]) for m in methods]
+                if (*key, "none") in self.said
+                else []
+            )
         left = Difference(0.0, 0.0, 0)
-        self.add(model.name, f"{method}: nothing left when idle and flushed", layout, not said.left, said.seconds, left, Bound(0, 0), "; ".join(said.left))
+        self.add(
+            model.name,
+            f"{method}: nothing left when idle and flushed",
+            layout,
+            not said.left,
+            said.seconds,
+            left,
+            Bound(0, 0),
+            "; ".join(said.left),
+        )
         for other, ours, theirs in pair:
             for case, passed, found, bound, more in families.compare(ours, theirs, self.families, other):
                 self.add(model.name, case, layout, passed, ours.seconds, found, bound, more)
@@ -195,7 +234,11 @@ class Suite:
                 plain.append((model.name, "none", task("none")))
                 if model.name == "llama":
                     later.append((model.name, "int2", task("int2")))
-        cases = [(CASE_MODEL, name, lambda name=name: self.case(name)) for name in ("crowd", "pressed") if wanted(name, "cases")]
+        cases = [
+            (CASE_MODEL, name, lambda name=name: self.case(name))
+            for name in ("crowd", "pressed")
+            if wanted(name, "cases")
+        ]
         spread = []
         for name, layout in SPREAD:
             if layout.tp <= self.gpus and wanted("parallel", layout.name):
@@ -211,8 +254,16 @@ class Suite:
         for model, what, _ in tasks:
             key = f"{model}: {what}"
             self.missing[key] = {
-                "model": model, "case": f"{what}: did not end", "tp": 1, "dp": 1, "passed": False, "max_logprob_diff": None,
-                "noise": None, "tokens": 0, "seconds": None, "detail": "not in the time given",
+                "model": model,
+                "case": f"{what}: did not end",
+                "tp": 1,
+                "dp": 1,
+                "passed": False,
+                "max_logprob_diff": None,
+                "noise": None,
+                "tokens": 0,
+                "seconds": None,
+                "detail": "not in the time given",
             }
         pool = ThreadPoolExecutor(1 if self.cpu else self.args.lanes + 2 * (self.gpus > 1))
         futures = [pool.submit(self.guarded, *task) for task in tasks]
@@ -241,10 +292,14 @@ class Suite:
                 self.write()
         except Exception as error:
             late = time.monotonic() > self.deadline
-            self.say(f"FAILED {key}: {'stopped: out of time' if late else ''}\n{''.join(traceback.format_exception(error))[-4000:]}")
+            self.say(
+                f"FAILED {key}: {'stopped: out of time' if late else ''}\n{''.join(traceback.format_exception(error))[-4000:]}"
+            )
             with self.lock:
                 why = "out of time; " if late else ""
-                self.missing[key]["detail"] = why + str(error).splitlines()[0][:300] if str(error) else type(error).__name__
+                self.missing[key]["detail"] = (
+                    why + str(error).splitlines()[0][:300] if str(error) else type(error).__name__
+                )
                 self.missing[key]["case"] = f"{what}: failed"
                 self.write()
 
@@ -255,15 +310,23 @@ class Suite:
         for row in sorted(rows, key=lambda row: (row["passed"], row["model"])):
             mean, bound, most = (row.get(name) for name in ("mean_logprob_diff", "noise", "max_logprob_diff"))
             numbers = " ".join(f"{value:8.4f}" if value is not None else f"{'-':>8}" for value in (mean, bound, most))
-            print(f"{row['model']:12} {row['case']:50} {numbers} {row['tokens']:7}" + ("" if row["passed"] else f"  FAILED {row['detail'][:160]}"))
-        print(f"{len(rows) - len(failed)} passed, {len(failed)} failed, {time.monotonic() - self.begin:.0f} s, {self.args.out}", flush=True)
+            print(
+                f"{row['model']:12} {row['case']:50} {numbers} {row['tokens']:7}"
+                + ("" if row["passed"] else f"  FAILED {row['detail'][:160]}")
+            )
+        print(
+            f"{len(rows) - len(failed)} passed, {len(failed)} failed, {time.monotonic() - self.begin:.0f} s, {self.args.out}",
+            flush=True,
+        )
         return not failed
 
 
 def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", required=True, type=Path, help="JSON file of the results")
-    parser.add_argument("--only", default="", help="some of: model names, families, crowd, pressed, cases, parallel; comma-separated")
+    parser.add_argument(
+        "--only", default="", help="some of: model names, families, crowd, pressed, cases, parallel; comma-separated"
+    )
     parser.add_argument("--gpus", type=int, help="use this many; default all")
     parser.add_argument("--minutes", type=float, default=8.0, help="stop then, whatever is left; default %(default)s")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")

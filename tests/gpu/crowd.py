@@ -11,7 +11,15 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from benchmarks.answers import (
-    Bound, Difference, another_page, check, forced, greedy, greedy_difference, steps, token_difference,
+    Bound,
+    Difference,
+    another_page,
+    check,
+    forced,
+    greedy,
+    greedy_difference,
+    steps,
+    token_difference,
 )
 from benchmarks.tiny_models import VOCABULARY
 from benchmarks.tiny_server import BUSY_CHECK, TinyServer, body
@@ -58,7 +66,14 @@ class Scale:
     def pressed_flags(self) -> list[str]:
         """Of a server with little room: small chunks, retraction, priorities, sessions."""
         return [
-            *("--kv-quant", "int4", "--chunked-prefill-size", str(self.chunk), "--context-length", str(self.huge + 1024)),
+            *(
+                "--kv-quant",
+                "int4",
+                "--chunked-prefill-size",
+                str(self.chunk),
+                "--context-length",
+                str(self.huge + 1024),
+            ),
             *("--max-total-tokens", str(self.pressed_pool), "--max-running-requests", str(self.answers)),
             *("--schedule-conservativeness", "0.01", "--enable-priority-scheduling", "--enable-streaming-session"),
         ]
@@ -156,9 +171,11 @@ def _parallel(server: TinyServer, scale: Scale, bound: Bound) -> Row:
     server.drain()
     replies = greedy(server, ids, scale.answer, sampling_params={"n": 4})
     cold = [greedy_difference(steps(reply), single) for reply in replies]
-    # All but the first may attend to its pages, quantised, instead of their own prompt: then that is compared.
+    # All but the first may attend to its pages, quantized, instead of their own prompt: then that is compared.
     warm = steps(greedy(server, ids, scale.answer))
-    found = joined([min(a, greedy_difference(steps(reply), warm), key=lambda d: d.max) for a, reply in zip(cold, replies)])
+    found = joined(
+        [min(a, greedy_difference(steps(reply), warm), key=lambda d: d.max) for a, reply in zip(cold, replies)]
+    )
     return "n = 4", len(replies) == 4 and bound.holds(found), found, bound, ""
 
 
@@ -196,7 +213,7 @@ def _sessions(server: TinyServer, scale: Scale, streaming: bool) -> Row:
         greedy(server, [prompt(f"between {turn} {n}", 130 + 64 * n) for n in range(2)], 3)
     server.request("/close_session", {"session_id": session}, timeout=60)
     found = [token_difference(said, forced(server, before, answer)) for before, answer, said in turns]
-    # A later turn's prefix was quantised in pieces, the forced one's at once: as far apart as 4 bits are from BF16.
+    # A later turn's prefix was quantized in pieces, the forced one's at once: as far apart as 4 bits are from BF16.
     seen, bound = joined(found), Bound(0.15, 2.0)
     reused = all(now >= before for before, now in zip(cached, cached[1:])) and cached[-1] >= scale.short
     name = "streaming session" if streaming else "session"
@@ -233,7 +250,7 @@ def _retracted(server: TinyServer, scale: Scale, bound: Bound) -> Row:
     count = sum(reply["meta_info"].get("num_retractions", 0) for reply in replies)
     count = count or server.log().count("#retracted_reqs")
     seen = joined([check(server, ids, reply) for ids, reply in zip(prompts, replies)])
-    # What a retracted request had answered becomes prompt: quantised in other company than when it was decoded.
+    # What a retracted request had answered becomes prompt: quantized in other company than when it was decoded.
     wider = Bound(2 * bound.mean, 3 * bound.max)
     return "retraction", count > 0 and wider.holds(seen), seen, wider, f"{count} retractions"
 
@@ -266,7 +283,13 @@ def _aborted(server: TinyServer, scale: Scale, bound: Bound) -> Row:
     wider = Bound(2 * bound.mean, 3 * bound.max)  # it may have been retracted
     seen = check(server, ids, reply)
     left = server.held_when_empty()
-    return "abort in mid-prefill", wider.holds(seen) and not left, seen, wider, f"{scale.aborts} aborted {'; '.join(left)}"
+    return (
+        "abort in mid-prefill",
+        wider.holds(seen) and not left,
+        seen,
+        wider,
+        f"{scale.aborts} aborted {'; '.join(left)}",
+    )
 
 
 def _quietly(server: TinyServer, path: str, asked: dict) -> None:

@@ -1,7 +1,7 @@
 """Every family served: what a server with ``--kv-quant`` says against plain BF16, by log-probabilities.
 
 Short prompts lie within sinks and window, so that everything they read is BF16: both servers must agree to BF16's own noise,
-which two servings of the same prompts by the plain server show. Long prompts read quantised history: there they must be
+which two servings of the same prompts by the plain server show. Long prompts read quantized history: there they must be
 nearer to each other than a single wrong page would put them.
 """
 
@@ -13,11 +13,17 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from benchmarks.answers import (
-    Bound, Difference, another_page, greedy, greedy_difference, input_logprobs, steps, token_difference,
+    Bound,
+    Difference,
+    another_page,
+    greedy,
+    greedy_difference,
+    input_logprobs,
+    steps,
+    token_difference,
 )
 from benchmarks.tiny_models import VOCABULARY
 from benchmarks.tiny_server import TinyServer, body
-
 
 #: What BF16's rounding alone may differ by, mean, in nats: these models' log-probabilities in BF16 are 0.015 to 0.042 from those
 #: in FP32, while a token exchanged for another moves them by 0.1 and a page by 0.8.
@@ -44,8 +50,8 @@ class Scale:
             *("--max-total-tokens", str(self.pool), "--max-running-requests", str(self.requests)),
         ]
 
-    def quantised_flags(self, method: str = "int4") -> list[str]:
-        """Of the quantising one: 4 bits are nearly lossless, so that a wrong page stands out."""
+    def quantized_flags(self, method: str = "int4") -> list[str]:
+        """Of the quantizing one: 4 bits are nearly lossless, so that a wrong page stands out."""
         return ["--kv-quant", method, "--kv-quant-recent", str(self.recent)]
 
 
@@ -66,7 +72,7 @@ class Said:
     inputs: dict[str, list[list[float]]] = field(default_factory=dict)
     answers: dict[str, list[list]] = field(default_factory=dict)
     left: list[str] = field(default_factory=list)
-    quantised: int = 0
+    quantized: int = 0
     seconds: float = 0.0
 
 
@@ -108,7 +114,7 @@ def ask(server: TinyServer, scale: Scale, plain: bool) -> Said:
         read("short, a page exchanged", [another_page(ids, 0, n, VOCABULARY) for n, ids in enumerate(short)])
         read("long, a page exchanged", [another_page(ids, 2, n, VOCABULARY) for n, ids in enumerate(long)])
     if not plain:
-        said.quantised = sum(state["kv_quant"]["tiers"]["int2_tokens"] for state in server.states())
+        said.quantized = sum(state["kv_quant"]["tiers"]["quantized_tokens"] for state in server.states())
     said.left = server.held_when_empty()
     said.seconds = time.monotonic() - begin
     return said
@@ -163,7 +169,7 @@ def compare(
     ):
         yield case, near.holds(found), found, near, f"a wrong page: {wrong}"
     few = sum(max(length - scale.recent - 128, 0) for length in scale.long) // 2
-    yield "int4: history is quantised", ours.quantised >= few, read, near, f"{ours.quantised} tokens, at least {few}"
+    yield "int4: history is quantized", ours.quantized >= few, read, near, f"{ours.quantized} tokens, at least {few}"
 
 
 def _answers(a: Said, b: Said, first: str, second: str | None = None) -> Difference:

@@ -60,13 +60,39 @@ class Sizes:
 
 
 GPU = Sizes(
-    clients=16, rounds=6, turn=700, answer=64, tree_nodes=400, tree_chunk=256, groups=3, branches=3, prefix=512,
-    jitter_prefixes=8, jitter_requests=8, jitter_prefix=(500, 1500), jitter_answer=256, at_once=32, pause_answer=1024,
+    clients=16,
+    rounds=6,
+    turn=700,
+    answer=64,
+    tree_nodes=400,
+    tree_chunk=256,
+    groups=3,
+    branches=3,
+    prefix=512,
+    jitter_prefixes=8,
+    jitter_requests=8,
+    jitter_prefix=(500, 1500),
+    jitter_answer=256,
+    at_once=32,
+    pause_answer=1024,
     pause_seconds=5,
 )
 CPU = Sizes(
-    clients=2, rounds=3, turn=80, answer=6, tree_nodes=12, tree_chunk=16, groups=2, branches=2, prefix=128,
-    jitter_prefixes=2, jitter_requests=1, jitter_prefix=(80, 150), jitter_answer=80, at_once=3, pause_answer=100,
+    clients=2,
+    rounds=3,
+    turn=80,
+    answer=6,
+    tree_nodes=12,
+    tree_chunk=16,
+    groups=2,
+    branches=2,
+    prefix=128,
+    jitter_prefixes=2,
+    jitter_requests=1,
+    jitter_prefix=(80, 150),
+    jitter_answer=80,
+    at_once=3,
+    pause_answer=100,
     pause_seconds=2,
 )
 
@@ -153,8 +179,13 @@ def cache_hit(target: Target) -> dict:
         json.dump(conversations, samples)
         samples.flush()
         result = _kit("kits.cache_hit_kit").run_multiturn_cache_hit_test(
-            target.url, target.model, num_clients=size.clients, num_rounds=size.rounds, request_length=size.turn,
-            output_length=size.answer, dataset_path=samples.name,
+            target.url,
+            target.model,
+            num_clients=size.clients,
+            num_rounds=size.rounds,
+            request_length=size.turn,
+            output_length=size.answer,
+            dataset_path=samples.name,
         )
     overall = result["overall"]
     assert overall["total_cached_tokens"] > 0
@@ -187,7 +218,9 @@ def radix_tree(target: Target) -> dict:
     def tree() -> list[dict]:
         random.seed(5)
         nodes = generate(size.tree_nodes, size.tree_chunk)
-        return [{**node, "decode_len": min(node["decode_len"], size.tree_chunk)} for node in nodes]  # the root's is fixed
+        return [
+            {**node, "decode_len": min(node["decode_len"], size.tree_chunk)} for node in nodes
+        ]  # the root's is fixed
 
     generate = kit.gen_radix_tree
     with _patched(kit, "gen_radix_tree", tree):
@@ -213,11 +246,15 @@ def multiturn_kl(target: Target) -> dict:
     runs = {
         "multiturn": partial(kit.test_input_output_logprobs_match_helper, input_ids=texts),
         "prefill_hit": partial(
-            kit.test_input_output_logprobs_match_prefill_cache_hit_helper, prefix_input_ids=shared, full_input_ids=whole,
-            branches_per_group=size.branches, assert_prefill_cached_tokens=kit.make_mamba_prefill_assert(PAGE),
+            kit.test_input_output_logprobs_match_prefill_cache_hit_helper,
+            prefix_input_ids=shared,
+            full_input_ids=whole,
+            branches_per_group=size.branches,
+            assert_prefill_cached_tokens=kit.make_mamba_prefill_assert(PAGE),
         ),
         "decode_hit": partial(
-            kit.test_input_output_logprobs_match_decode_cache_hit_helper, first_turn_input_ids=shared,
+            kit.test_input_output_logprobs_match_decode_cache_hit_helper,
+            first_turn_input_ids=shared,
             branches_per_group=size.branches,
         ),
     }
@@ -263,9 +300,14 @@ def jitter(target: Target) -> dict:
 
     with _patched(kit, "_topk_equal", near), _patched(kit, "_record_response", record_scores):
         kit.run_jitter_test(
-            Engine(), num_unique_prefixes=size.jitter_prefixes, requests_per_prefix=size.jitter_requests,
-            prefix_len_min=size.jitter_prefix[0], prefix_len_max=size.jitter_prefix[1], new_tokens=size.jitter_answer,
-            min_retracted_requests=0, vocab_size=30000,
+            Engine(),
+            num_unique_prefixes=size.jitter_prefixes,
+            requests_per_prefix=size.jitter_requests,
+            prefix_len_min=size.jitter_prefix[0],
+            prefix_len_max=size.jitter_prefix[1],
+            new_tokens=size.jitter_answer,
+            min_retracted_requests=0,
+            vocab_size=30000,
         )
     return {"compared": len(differences), "largest_difference": round(max(differences), 4)}
 
@@ -275,16 +317,23 @@ def jitter(target: Target) -> dict:
 
 def abort_all(target: Target) -> dict:
     return _run_case(
-        target, _kit("kits.abort_timeout_kit").AbortAllMixin, ("test_abort_all",),
-        abort_all_num_requests=target.sizes.at_once, abort_all_max_new_tokens=1500,
+        target,
+        _kit("kits.abort_timeout_kit").AbortAllMixin,
+        ("test_abort_all",),
+        abort_all_num_requests=target.sizes.at_once,
+        abort_all_max_new_tokens=1500,
     )
 
 
 def running_timeout(target: Target) -> dict:
     return _run_case(
-        target, _kit("kits.abort_timeout_kit").RunningTimeoutTwoWaveMixin, ("test_running_timeout_no_crash",),
-        running_timeout_num_wave1=target.sizes.at_once, running_timeout_num_wave2=target.sizes.at_once,
-        running_timeout_sleep=1.5, running_timeout_max_new_tokens=1500,
+        target,
+        _kit("kits.abort_timeout_kit").RunningTimeoutTwoWaveMixin,
+        ("test_running_timeout_no_crash",),
+        running_timeout_num_wave1=target.sizes.at_once,
+        running_timeout_num_wave2=target.sizes.at_once,
+        running_timeout_sleep=1.5,
+        running_timeout_max_new_tokens=1500,
     )
 
 
@@ -296,8 +345,11 @@ def pause(target: Target) -> dict:
     kit = _kit("kits.pause_generation_kit")
     with _to_the_end(kit, 1):
         return _run_case(
-            target, kit.PauseResumeInPlaceMixin, ("test_pause_resume_in_place",),
-            pause_num_requests=target.sizes.at_once, pause_max_new_tokens=target.sizes.pause_answer,
+            target,
+            kit.PauseResumeInPlaceMixin,
+            ("test_pause_resume_in_place",),
+            pause_num_requests=target.sizes.at_once,
+            pause_max_new_tokens=target.sizes.pause_answer,
             pause_duration=target.sizes.pause_seconds,
         )
 
@@ -309,7 +361,10 @@ def streaming_sessions(target: Target) -> dict:
 
     with _to_the_end(kit, 1000):
         return _run_case(
-            target, kit.StreamingSessionKitMixin, tuple(f"test_{name}" for name in tests), tokenizer=target.tokenizer,
+            target,
+            kit.StreamingSessionKitMixin,
+            tuple(f"test_{name}" for name in tests),
+            tokenizer=target.tokenizer,
             kv_inherit_offsets=(0, -1),  # without overlap scheduling the last token is computed by the next turn
         )
 
@@ -386,8 +441,15 @@ def main() -> int:
     parser.add_argument("--url", required=True, help="of the running server")
     parser.add_argument("--kits", nargs="+", help=f"default: {' '.join(KITS)}. For servers started for them: {needs}")
     parser.add_argument("--cpu-sizes", action="store_true", help="as little as the tests on a CPU do")
-    parser.add_argument("--kl", type=float, default=0.02, help="most KL of decoding to prefilling (default: %(default)s)")
-    parser.add_argument("--tolerance", type=float, default=0.4, help="most difference of log-probabilities in jitter (default: %(default)s)")
+    parser.add_argument(
+        "--kl", type=float, default=0.02, help="most KL of decoding to prefilling (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--tolerance",
+        type=float,
+        default=0.4,
+        help="most difference of log-probabilities in jitter (default: %(default)s)",
+    )
     parser.add_argument("--output", type=Path, help="JSON file for the rows")
     given = parser.parse_args()
     rows = run(given.url, given.kits, CPU if given.cpu_sizes else GPU, kl=given.kl, tolerance=given.tolerance)

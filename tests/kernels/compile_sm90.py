@@ -95,16 +95,16 @@ def compile_all(heads: scenes.Heads) -> None:
     loc, pages = torch.arange(130), scenes.int64(1)
     ops.rotate(0, q, k, v)
     ops.store_tokens(0, loc, k, v)
-    ops.quantise_tokens(0, scenes.int64(2), pages, k, v)
-    ops.quantise_slots(pages, pages, pages)
-    ops.plan_decode(scene.rows, scene.seq_lens)
+    ops.quantize_tokens(0, scenes.int64(2), pages, k, v)
+    ops.quantize_slots(pages, pages, pages)
+    ops.plan_attention(scene.rows, scene.seq_lens)
     ops.rotate_and_store(0, loc, q, k, v)
     ops.decode(0, q[:2], scene.rows, scene.seq_lens, scene.scale)
     extend_both_ways(ops, q, k, v, scene)
 
 
 def extend_both_ways(ops, q, k, v, scene) -> None:
-    """Prefix dequantised first; pages read as they are."""
+    """Prefix dequantized first; pages read as they are."""
     lens = [(128, 100), (64, 30)]
     for short in (None, ANY):
         ops.short = short
@@ -119,8 +119,8 @@ def compile_records(kind: str, head_dim: int = 128) -> None:
     ops, _ = scene.ops()
     q, k, v = (scenes.randn(130, n, heads.head_dim) for n in (heads.q, heads.kv, heads.kv))
     pages = scenes.int64(1)
-    ops.quantise_tokens(0, scenes.int64(2), pages, k, v)
-    ops.quantise_slots(pages, pages, pages)
+    ops.quantize_tokens(0, scenes.int64(2), pages, k, v)
+    ops.quantize_slots(pages, pages, pages)
     ops.decode(0, q[:2], scene.rows, scene.seq_lens, scene.scale)
     extend_both_ways(ops, q, k, v, scene)
 

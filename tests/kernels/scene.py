@@ -26,7 +26,7 @@ class Heads:
     head_dim: int
     group: int
     kv: int
-    shared: int  # query heads per KV head
+    gqa_group: int  # query heads per KV head
     clip_k: float = 0.96
     clip_v: float = 0.92
 
@@ -35,7 +35,7 @@ class Heads:
 
     @property
     def q(self) -> int:
-        return self.kv * self.shared
+        return self.kv * self.gqa_group
 
     @property
     def format(self) -> PageFormat:
@@ -124,7 +124,7 @@ def make_scene(
             content[:, 1] += 0.5  # values with a mean, so that outputs are not all near zero
             if sink_end <= start < history_end:
                 for layer, (k, v) in enumerate(content):
-                    pool.records[layer][page] = pool.formats[layer].quantise_pages(k, v)
+                    pool.records[layer][page] = pool.formats[layer].quantize_pages(k, v)
             else:
                 pool.page_slot[page] = slot = free_slots.pop()
                 live = min(length - start, PAGE_SIZE)
@@ -140,7 +140,9 @@ def rotations(kind: str, heads: Heads) -> LayerRotations:
     count = heads.kv if kind in ("per-head", "balanced") else 1
 
     def draw() -> torch.Tensor:
-        return torch.linalg.qr(torch.randn(LAYERS, count, heads.head_dim, heads.head_dim, device=DEVICE))[0].contiguous()
+        return torch.linalg.qr(torch.randn(LAYERS, count, heads.head_dim, heads.head_dim, device=DEVICE))[
+            0
+        ].contiguous()
 
     if kind == "balanced":
         scale = torch.logspace(-0.5, 0.5, heads.head_dim, device=DEVICE)
@@ -155,4 +157,6 @@ def assert_close(label: str, got: torch.Tensor, want: torch.Tensor, bound: float
     assert not got.isnan().any(), f"{label}: NaN in {got.isnan().any(-1).nonzero().tolist()[:8]}"
     error = ((got - want).norm() / want.norm().clamp(min=1e-30)).item()
     worst = ((got - want).norm(dim=-1) / want.norm(dim=-1).clamp(min=1e-3)).max().item()
-    assert error <= bound and worst <= 8 * bound, f"{label}: relative error {error:.2e}, worst row {worst:.2e} (bound {bound})"
+    assert error <= bound and worst <= 8 * bound, (
+        f"{label}: relative error {error:.2e}, worst row {worst:.2e} (bound {bound})"
+    )

@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 
-
 #: Instructions at head_dim 128, at least a tenth more than Triton 3.6 and 3.9 make of them. A compiler that loses track of what
 #: is contiguous, or spreads a row's planes over lanes, takes two to five times as many.
-MOST = {"_decode": 3200, "_quantise_tokens": 2300, "_quantise_slots": 2300, "_rotate": 1300, "_gather": 1450}
+MOST = {"_decode": 3200, "_quantize_tokens": 2300, "_quantize_slots": 2300, "_rotate": 1300, "_gather": 1450}
 
 
 @pytest.mark.slow
@@ -26,7 +25,11 @@ def test_kernels_compile_for_sm90():
         found = re.findall(rf"^  {kernel} .*instructions +(\d+) +narrow loads +(\d+)", common, re.MULTILINE)
         assert found, f"{kernel} was not compiled:\n{common}"
         for instructions, narrow in found:
-            assert int(instructions) <= most and narrow == "0", f"{kernel}: {instructions} instructions, {narrow} narrow loads"
+            assert int(instructions) <= most and narrow == "0", (
+                f"{kernel}: {instructions} instructions, {narrow} narrow loads"
+            )
     # Where ptxas finds too few registers, or a product under way whose sums are touched, it waits after each.
     for products, waits in re.findall(r"^  _extend .*products +(\d+) +waits +(\d+)", common, re.MULTILINE):
-        assert 0 < 3 * int(waits) <= int(products), f"_extend: {waits} waits for {products} products, one after the other"
+        assert 0 < 3 * int(waits) <= int(products), (
+            f"_extend: {waits} waits for {products} products, one after the other"
+        )

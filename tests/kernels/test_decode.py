@@ -3,13 +3,13 @@
 import pytest
 import torch
 import triton
-from tests.kernels.scene import HEADS, ON_GPU, Heads, Scene, assert_close, make_scene
 
 from sglang_kvq.attention.base import LayerRotations
 from sglang_kvq.attention.triton_ops import TritonOps
 from sglang_kvq.formats.code import CodeFormat
 from sglang_kvq.formats.page import PageFormat
 from sglang_kvq.kernels.decode import DecodeLaunch
+from tests.kernels.scene import HEADS, ON_GPU, Heads, Scene, assert_close, make_scene
 
 BOUND = 5e-3
 
@@ -30,9 +30,9 @@ def exact(scene: Scene, layer: int, q: torch.Tensor) -> torch.Tensor:
         start = torch.arange(len(pages), device=q.device) * 64
         codes = (start >= pool.row_sink_end[row]) & (start < pool.row_history_end[row])
         both = pool.overlays[layer, pool.page_slot[pages].clamp(min=0).long()].double()  # [n, 2, H, 64, D]
-        values = pool.formats[layer].dequantise_pages(pool.records[layer][pages])
+        values = pool.formats[layer].dequantize_pages(pool.records[layer][pages])
         both = torch.where(codes[:, None, None, None, None], torch.stack(values, 1).double(), both)
-        k, v = both.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :length].repeat_interleave(scene.heads.shared, dim=1)
+        k, v = both.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :length].repeat_interleave(scene.heads.gqa_group, dim=1)
         weights = (torch.einsum("hd,hnd->hn", q[i].double(), k) * scene.scale).softmax(-1)
         out[i] = torch.einsum("hn,hnd->hd", weights, v)
     return out
@@ -40,7 +40,7 @@ def exact(scene: Scene, layer: int, q: torch.Tensor) -> torch.Tensor:
 
 def decode(ops: TritonOps, layer: int, q: torch.Tensor, scene: Scene) -> torch.Tensor:
     """One step of one layer."""
-    ops.plan_decode(scene.rows, scene.seq_lens)
+    ops.plan_attention(scene.rows, scene.seq_lens)
     return ops.decode(layer, q, scene.rows, scene.seq_lens, scene.scale)
 
 
@@ -105,7 +105,7 @@ def test_strided_queries_and_int32_indices():
     ops, _ = scene.ops()
     q = scene.queries(4)[::2]
     rows, lens = scene.rows.int(), scene.seq_lens.int()
-    ops.plan_decode(rows, lens)
+    ops.plan_attention(rows, lens)
     got = ops.decode(0, q, rows, lens, scene.scale)
     assert_close("decode", got.double(), exact(scene, 0, q), BOUND)
 
@@ -146,7 +146,7 @@ def test_a_batch_may_be_padded_beyond_what_was_planned_for():
     rows, lens = torch.cat([scene.rows, scene.rows[:5] * 0]), torch.cat([scene.seq_lens, scene.seq_lens[:5] * 0 + 1])
     rows, lens = torch.cat([rows, rows[-2:]]), torch.cat([lens, lens[-2:]])
     q = scene.queries(len(rows))
-    ops.plan_decode(rows, lens)
+    ops.plan_attention(rows, lens)
     got = ops.decode(0, q, rows, lens, scene.scale)
     assert_close("decode", got[:3].double(), exact(scene, 0, q[:3]), BOUND)
     assert ops.max_batch == len(rows) and ops._outgrown[0][:2] == held

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.kernels.test_tier_schedules import twins
 
 from sglang_kvq.cache.pool import PagePool
 from sglang_kvq.cache.triton_tiers import TritonTierManager
 from sglang_kvq.config import PAGE_SIZE as P
 from sglang_kvq.formats.page import PageFormat
+from tests.kernels.test_tier_schedules import twins
 
 
 @pytest.mark.parametrize("repeats", [1, 3])

@@ -1,11 +1,11 @@
-"""Prefill over a stored prefix, dequantised first, against the reference."""
+"""Prefill over a stored prefix, dequantized first, against the reference."""
 
 import pytest
 import torch
-from tests.kernels.scene import HEADS, LAYERS, ON_GPU, assert_close, int64, make_scene, randn
 
 from sglang_kvq.attention.base import ExtendBatch
 from sglang_kvq.attention.triton_ops import TritonOps
+from tests.kernels.scene import HEADS, LAYERS, ON_GPU, assert_close, int64, make_scene, randn
 
 BOUND = 1e-2  # two BF16 softmaxes
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from sglang_kvq.attention.extend_costs import H200, Geometry, dequantised_terms, direct_terms, fit
+from sglang_kvq.attention.extend_costs import H200, Geometry, dequantized_terms, direct_terms, fit
 from sglang_kvq.attention.short_extend import ShortExtends
 from sglang_kvq.kernels.extend import NARROW
 
@@ -21,12 +21,19 @@ MEASURED = [
     (16, 128, 32768, 3188.4, 2802.1), (32, 32, 8192, 440.1, 1502.5), (32, 64, 2048, 228.7, 355.1),
     (64, 16, 8192, 440.5, 2719.7), (64, 128, 2048, 1153.6, 774.9),
 ]  # fmt: skip
-GEOMETRIES = [QWEN, Geometry(8, 8, 64, 132), Geometry(16, 1, 128, 132), Geometry(12, 1, 96, 132), Geometry(64, 8, 64, 114), Geometry(16, 4, 256, 132)]
+GEOMETRIES = [
+    QWEN,
+    Geometry(8, 8, 64, 132),
+    Geometry(16, 1, 128, 132),
+    Geometry(12, 1, 96, 132),
+    Geometry(64, 8, 64, 114),
+    Geometry(16, 4, 256, 132),
+]
 
 
 def modelled(requests: int, new: int, prefix: int, geometry: Geometry = QWEN) -> tuple[float, float]:
     lens = [prefix] * requests, [new] * requests
-    return H200.direct_us(*lens, geometry), H200.dequantised_us(*lens, geometry, CAPACITY)
+    return H200.direct_us(*lens, geometry), H200.dequantized_us(*lens, geometry, CAPACITY)
 
 
 #: Of the grid in kernels_h200.json: the way that was taken, and its microseconds.
@@ -46,10 +53,12 @@ GRID = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("requests,new,prefix,direct,dequantised", MEASURED)
-def test_the_way_it_chooses_is_within_three_percent_of_the_better(requests, new, prefix, direct, dequantised):
-    chosen = direct if ShortExtends().suits([prefix] * requests, [new] * requests, QWEN, True, CAPACITY) else dequantised
-    assert chosen <= 1.03 * min(direct, dequantised), modelled(requests, new, prefix)
+@pytest.mark.parametrize("requests,new,prefix,direct,dequantized", MEASURED)
+def test_the_way_it_chooses_is_within_three_percent_of_the_better(requests, new, prefix, direct, dequantized):
+    chosen = (
+        direct if ShortExtends().suits([prefix] * requests, [new] * requests, QWEN, True, CAPACITY) else dequantized
+    )
+    assert chosen <= 1.03 * min(direct, dequantized), modelled(requests, new, prefix)
 
 
 @pytest.mark.parametrize("requests,new,prefix,way,measured", GRID)
@@ -61,8 +70,8 @@ def test_it_predicts_what_was_measured(requests, new, prefix, way, measured):
 def test_constants_are_found_again():
     lens = [([prefix] * requests, [new] * requests) for requests, new, prefix, *_ in MEASURED]
     direct = np.array([direct_terms(*x, QWEN, NARROW) for x in lens])
-    dequantised = np.array([dequantised_terms(*x, QWEN, CAPACITY) for x in lens])
-    for terms, constants in ((direct, (3.0, 2.0, 20.0)), (dequantised, (10.0, 0.4, 0.01, 0.0, 5.0, 0.5))):
+    dequantized = np.array([dequantized_terms(*x, QWEN, CAPACITY) for x in lens])
+    for terms, constants in ((direct, (3.0, 2.0, 20.0)), (dequantized, (10.0, 0.4, 0.01, 0.0, 5.0, 0.5))):
         assert np.allclose(fit(terms, terms @ constants), constants, rtol=1e-3, atol=1e-6)
     assert min(fit(direct, direct @ (3.0, 2.0, -1.0))) == 0.0
 
@@ -86,7 +95,7 @@ def test_what_is_plain_at_any_geometry(geometry):
 def test_requests_of_unequal_length():
     """One long conversation beside many short ones costs at least what it costs alone, and hardly as much as sixteen of them."""
     prefix, new = [131072, *[2048] * 15], [128, *[16] * 15]
-    for us in (H200.direct_us, lambda *x: H200.dequantised_us(*x, CAPACITY)):
+    for us in (H200.direct_us, lambda *x: H200.dequantized_us(*x, CAPACITY)):
         both, alone = us(prefix, new, QWEN), us(prefix[:1], new[:1], QWEN)
         assert alone < both < 0.3 * us(prefix[:1] * 16, new[:1] * 16, QWEN)
     assert H200.direct_us([0], [0], QWEN) < 20
@@ -95,4 +104,4 @@ def test_requests_of_unequal_length():
 def test_other_records_and_our_own_kernel_take_longer():
     lens = [8192] * 4, [16] * 4
     assert H200.direct_us(*lens, QWEN, False) > 1.5 * H200.direct_us(*lens, QWEN)
-    assert H200.dequantised_us(*lens, QWEN, CAPACITY, False) > 1.2 * H200.dequantised_us(*lens, QWEN, CAPACITY)
+    assert H200.dequantized_us(*lens, QWEN, CAPACITY, False) > 1.2 * H200.dequantized_us(*lens, QWEN, CAPACITY)

@@ -4,10 +4,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tests.kernels.scene import DEVICE, Heads, assert_close, int64, make_scene, randn
-from tests.kernels.test_decode import BOUND, decode, exact
-from tests.kernels.test_extend import make_batch
-from tests.kernels.test_quantise import heavy, same_records
 
 from sglang_kvq.attention.base import LayerRotations
 from sglang_kvq.attention.triton_ops import TritonOps
@@ -17,6 +13,10 @@ from sglang_kvq.errors import KVQuantError
 from sglang_kvq.formats.code import INT2, CodeFormat
 from sglang_kvq.formats.page import PageFormat
 from sglang_kvq.kernels.gather import gather_pages
+from tests.kernels.scene import DEVICE, Heads, assert_close, int64, make_scene, randn
+from tests.kernels.test_decode import BOUND, decode, exact
+from tests.kernels.test_extend import make_batch
+from tests.kernels.test_quantize import heavy, same_records
 
 LLOYD = CodeFormat(2, "lloyd-max", "moments")
 SPHERE = CodeFormat(3, "sphere", "norm")
@@ -48,7 +48,11 @@ KINDS = {
     "centred-3": (bits(CENTRED, 3), bits(INT2, 3), {}),
     "centred-lloyd-max": (replace(LLOYD, centred=True), LLOYD, {}),
     "centred-sphere": (replace(SPHERE, bits=2, centred=True), bits(SPHERE, 2), {}),
-    "odd-statistics": (CodeFormat(2, "uniform", "norm"), CodeFormat(4, "sphere", "minmax"), {"clip_v": 0.9, "group": 32}),
+    "odd-statistics": (
+        CodeFormat(2, "uniform", "norm"),
+        CodeFormat(4, "sphere", "minmax"),
+        {"clip_v": 0.9, "group": 32},
+    ),
 }
 
 
@@ -61,7 +65,7 @@ def make_format(kind: str, head_dim: int) -> PageFormat:
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
 @pytest.mark.parametrize("kind", KINDS)
 def test_activations_and_back(kind, head_dim):
-    """quantise_tokens against the reference, then gather_pages of what it wrote, both bit for bit."""
+    """quantize_tokens against the reference, then gather_pages of what it wrote, both bit for bit."""
     format, pages = make_format(kind, head_dim), 2
     table = torch.arange(4 * PAGE_SIZE, dtype=torch.int32, device=DEVICE)[None] % (3 * PAGE_SIZE)
     pool = PagePool.allocate([format], kv_heads=1, pages=3, slots=1, req_to_token=table)
@@ -71,9 +75,9 @@ def test_activations_and_back(kind, head_dim):
     kv = heavy(PAGE_SIZE * pages + 5, 2, head_dim)
     k, v = kv[:, :1], kv[:, 1:]
     ids, first = int64(2, 1), int64(3, 5 + PAGE_SIZE)
-    ops.quantise_tokens(0, first, ids, k, v)
+    ops.quantize_tokens(0, first, ids, k, v)
     tokens = first[:, None] + torch.arange(PAGE_SIZE, device=DEVICE)
-    want = format.quantise_pages(k[tokens].transpose(1, 2), v[tokens].transpose(1, 2))
+    want = format.quantize_pages(k[tokens].transpose(1, 2), v[tokens].transpose(1, 2))
     same_records(format, pool.records[0][ids], want)
     assert (pool.records[0][[0, 3]] == 0xAA).all(), "wrote outside its pages"
 
@@ -81,7 +85,7 @@ def test_activations_and_back(kind, head_dim):
     plan = torch.tensor([[0, 2, 0, 64], [0, 1, 64, 17]], dtype=torch.int32, device=DEVICE)
     out = torch.zeros(2, 2 * PAGE_SIZE, 1, head_dim, dtype=torch.bfloat16, device=DEVICE)
     gather_pages(*out, int64(0), plan, **ops._stored(0))
-    for got, back in zip(out, format.dequantise_pages(want)):
+    for got, back in zip(out, format.dequantize_pages(want)):
         back = back.bfloat16().squeeze(1)
         assert torch.equal(got[:64, 0], back[0]) and torch.equal(got[64:81, 0], back[1][:17])
         assert not got[81:].any()
@@ -100,11 +104,11 @@ def test_overlays_of_mixed_layers():
     pool.overlays.copy_(heavy(*pool.overlays.shape))
     slots, pages = int64(3, 1, 4), int64(2, 5, 1)
     before = [records.clone() for records in pool.records]
-    reference.quantise_slots(slots, pages, int64(2))
+    reference.quantize_slots(slots, pages, int64(2))
     want = [records.clone() for records in pool.records]
     for records, old in zip(pool.records, before):
         records.copy_(old)
-    ops.quantise_slots(slots, pages, int64(2))
+    ops.quantize_slots(slots, pages, int64(2))
     for format, got, right, old in zip(formats, pool.records, want, before):
         same_records(format, got[pages[:2]], right[pages[:2]])
         got[pages[:2]] = old[pages[:2]]
@@ -161,7 +165,7 @@ def test_layers_share_a_plan_if_they_divide_a_batch_alike():
     ops, reference = scene.ops()
     assert [ops.plans.index(plan) for plan in ops.layer_plans] == [0, 1, 0, 1]
     q = scene.queries(3)
-    ops.plan_decode(scene.rows, scene.seq_lens)
+    ops.plan_attention(scene.rows, scene.seq_lens)
     for layer in range(len(formats)):
         got = ops.decode(layer, q, scene.rows, scene.seq_lens, scene.scale)
         assert_close(f"layer {layer}", got.double(), exact(scene, layer, q), BOUND)
@@ -183,8 +187,8 @@ def test_channels_of_any_mean(kind, head_dim, size):
     k[:, :, ::3] += size
     k[:, :, 5] -= size
     k, v = k.bfloat16(), heavy(PAGE_SIZE, 1, head_dim)
-    ops.quantise_tokens(0, int64(0), int64(1), k, v)
-    reference.quantise_tokens(0, int64(0), int64(2), k, v)
+    ops.quantize_tokens(0, int64(0), int64(1), k, v)
+    reference.quantize_tokens(0, int64(0), int64(2), k, v)
     same_records(format, *scene.pool.records[0][1:3])
 
 
@@ -198,7 +202,7 @@ def test_decode_of_keys_with_constant_channels():
     for index in range(7):
         page = int(pool.req_to_token[1, index * PAGE_SIZE]) // PAGE_SIZE
         k, v = randn(2, 1, PAGE_SIZE, 128)
-        pool.records[0][page] = pool.formats[0].quantise_pages((k.float() + offset).bfloat16(), v)
+        pool.records[0][page] = pool.formats[0].quantize_pages((k.float() + offset).bfloat16(), v)
         slot = int(pool.page_slot[page])
         if slot >= 0:
             pool.overlays[0, slot, 0] = (pool.overlays[0, slot, 0].float() + offset).bfloat16()
@@ -212,4 +216,3 @@ def test_decode_of_keys_with_constant_channels():
 def test_what_no_method_asks_for_is_refused(format):
     with pytest.raises(KVQuantError, match="layer 0: keys in 2 bits uniform minmax per .*use 16, 32 or 64, or a CPU"):
         make_scene(Heads(64, 64, 1, 1), [64], formats=[format]).ops()
-

@@ -8,14 +8,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from tests.kernels.scene import HEADS, Heads, int64, make_scene
-from tests.kernels.test_unpack import OPERATIONS, execute, words
 
 from sglang_kvq.config import PAGE_SIZE
 from sglang_kvq.formats.pack import unpack_codes
 from sglang_kvq.kernels import gather_two_bits
 from sglang_kvq.kernels.decode import is_two_bit
 from sglang_kvq.kernels.gather import gather_pages
+from tests.kernels.scene import HEADS, Heads, int64, make_scene
+from tests.kernels.test_unpack import OPERATIONS, execute, words
 
 
 @pytest.mark.parametrize("heads", [HEADS[0], HEADS[1], HEADS[2], HEADS[7], Heads(128, 32, 2, 1)], ids=str)
@@ -33,7 +33,7 @@ def test_pages_are_what_they_hold(heads):
         if slot := int(pool.page_slot[page]) if index == 0 else 0:
             kv = pool.overlays[0, slot]
         else:
-            kv = torch.stack(pool.formats[0].dequantise_pages(pool.records[0][page])).bfloat16()
+            kv = torch.stack(pool.formats[0].dequantize_pages(pool.records[0][page])).bfloat16()
         want[:, at : at + count] = kv.transpose(1, 2)[:, :count]
     assert torch.equal(out.view(torch.int16), want.view(torch.int16))
 
@@ -43,7 +43,10 @@ def test_the_assembly_picks_a_value_for_each_code(monkeypatch):
     count = 3000
     packed = [words(count, seed) for seed in (1, 2)]
     values = np.random.default_rng(3).integers(0, 2**16, (count, 4)).astype(np.uint16)
-    codes = [unpack_codes(torch.from_numpy(x.astype(np.uint32).view(np.uint8)), count, 16, 2).view(count, 4, 4) for x in packed]
+    codes = [
+        unpack_codes(torch.from_numpy(x.astype(np.uint32).view(np.uint8)), count, 16, 2).view(count, 4, 4)
+        for x in packed
+    ]
     tables = values.view(np.uint32).astype(np.uint64)
     for plane in range(4):
         got = execute(gather_two_bits._expand_ptx.fn(plane), 4, [*packed, tables[:, 0], tables[:, 1]])

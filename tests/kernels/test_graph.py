@@ -2,19 +2,19 @@
 
 import pytest
 import torch
-from tests import device_waits
-from tests.kernels.scene import HEADS, Scene, assert_close, int64, make_scene, randn, rotations
-from tests.kernels.test_decode import BOUND, exact
 
 from sglang_kvq.attention.base import ExtendBatch
 from sglang_kvq.config import PAGE_SIZE
+from tests import device_waits
+from tests.kernels.scene import HEADS, Scene, assert_close, int64, make_scene, randn, rotations
+from tests.kernels.test_decode import BOUND, exact
 
 pytestmark = pytest.mark.gpu
 LENGTHS = [1500, 64, 900, 0, 3000, 1, 130, 0]
 
 
 class Step:
-    """plan_decode, rotate_and_store, then decode, over static inputs."""
+    """plan_attention, rotate_and_store, then decode, over static inputs."""
 
     def __init__(self, scene: Scene) -> None:
         heads, batch = scene.heads, len(scene.rows)
@@ -28,7 +28,7 @@ class Step:
         self.loc.copy_(self.scene.pool.req_to_token[self.rows, self.lens - 1])
 
     def run(self) -> torch.Tensor:
-        self.ops.plan_decode(self.rows, self.lens)
+        self.ops.plan_attention(self.rows, self.lens)
         q = self.ops.rotate_and_store(1, self.loc, self.q, self.k, self.v)
         return self.ops.rotate_output(1, self.ops.decode(1, q, self.rows, self.lens, self.scene.scale))
 
@@ -87,8 +87,8 @@ def test_nothing_waits_for_the_device():
 
     def everything() -> None:
         step.run()
-        ops.quantise_slots(slots, pages, count)
-        ops.quantise_tokens(0, first, pages, k, v)
+        ops.quantize_slots(slots, pages, count)
+        ops.quantize_tokens(0, first, pages, k, v)
         ops.extend(0, q, k, v, ExtendBatch(rows, [1500, 900], new, loc, empty, first), scene.scale)
 
     everything()  # compiles

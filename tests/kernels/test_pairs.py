@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from tests.kernels.scene import DEVICE
 
 from sglang_kvq.kernels.common import has_pairs
+from tests.kernels.scene import DEVICE
 
 N = 4096
 PACKED = has_pairs(torch.device(DEVICE))

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from tests.kernels.scene import DEVICE
 
 from sglang_kvq.config import PAGE_SIZE
-from sglang_kvq.kernels.plan import FIELDS, HISTORY_COST, LEAST_WORK, OVERLAY_COST, OVERLAY_TILE, plan_decode
+from sglang_kvq.kernels.plan import FIELDS, HISTORY_COST, LEAST_WORK, OVERLAY_COST, OVERLAY_TILE, split_work
+from tests.kernels.scene import DEVICE
 
 TILE = OVERLAY_TILE.value
 
@@ -22,7 +22,7 @@ def plan(lengths, sinks, ends, count):
     items = torch.full((count, FIELDS.value), 1 << 20, dtype=torch.int32, device=DEVICE)
     spans = torch.full((batch, 2), 1 << 20, dtype=torch.int32, device=DEVICE)
     tables = [x.to(DEVICE) for x in (ids, *tables)]
-    plan_decode(items, spans, order.to(DEVICE), torch.tensor(lengths, device=DEVICE), *tables)
+    split_work(items, spans, order.to(DEVICE), torch.tensor(lengths, device=DEVICE), *tables)
     return items.tolist(), spans.tolist(), order.tolist(), ids[order].tolist()
 
 

@@ -7,14 +7,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from tests import device_waits
-from tests.kernels.scene import HEADS, LAYERS, ON_GPU, assert_close, make_scene, randn
-from tests.kernels.test_extend import BATCHES, BOUND, make_batch
 
 from sglang_kvq.attention import ragged
 from sglang_kvq.attention.ragged import RaggedPrefill, plan_calls
 from sglang_kvq.attention.triton_ops import TritonOps
 from sglang_kvq.config import PAGE_SIZE
+from tests import device_waits
+from tests.kernels.scene import HEADS, LAYERS, ON_GPU, assert_close, make_scene, randn
+from tests.kernels.test_extend import BATCHES, BOUND, make_batch
 
 
 class Wrapper:
@@ -27,14 +27,20 @@ class Wrapper:
     def plan(self, qo, kv, q_heads, kv_heads, head_dim, *, causal, sm_scale, q_data_type, kv_data_type):
         assert qo.device.type == kv.device.type == "cpu" and qo.dtype == kv.dtype == torch.int32
         self.plans += 1
-        self.qo, self.kv, self.causal, self.scale, self.shared = qo.tolist(), kv.tolist(), causal, sm_scale, q_heads // kv_heads
+        self.qo, self.kv, self.causal, self.scale, self.gqa_group = (
+            qo.tolist(),
+            kv.tolist(),
+            causal,
+            sm_scale,
+            q_heads // kv_heads,
+        )
 
     def run(self, q, k, v, out=None, return_lse=False):
         assert len(q) == self.qo[-1] and len(k) == len(v) == self.kv[-1]
         out = torch.empty_like(q) if out is None else out
         lse = torch.empty(q.shape[:2])
         for a, b, c, d in zip(self.qo, self.qo[1:], self.kv, self.kv[1:]):
-            keys, values = (x[c:d].float().repeat_interleave(self.shared, 1) for x in (k, v))
+            keys, values = (x[c:d].float().repeat_interleave(self.gqa_group, 1) for x in (k, v))
             x = torch.einsum("qhd,khd->hqk", q[a:b].float(), keys) * self.scale
             if self.causal:
                 x = x.masked_fill(~torch.ones(b - a, d - c, dtype=torch.bool).tril(d - c - (b - a)), float("-inf"))
@@ -58,7 +64,9 @@ def test_every_query_meets_every_key_once(seed):
     """Calls in order, within the workspace: rows of it are written once, and hold what the call's bounds say."""
     draw = random.Random(seed)
     capacity = PAGE_SIZE * draw.choice([1, 2, 3, 16])
-    lens = [(draw.choice([0, 1, 64, 127, draw.randrange(9000)]), draw.randint(1, 300)) for _ in range(draw.randint(1, 9))]
+    lens = [
+        (draw.choice([0, 1, 64, 127, draw.randrange(9000)]), draw.randint(1, 300)) for _ in range(draw.randint(1, 9))
+    ]
     prefix, new = zip(*lens)
     seen: list[list] = [[] for _ in range(sum(new))]
     starts = [sum(new[:i]) for i in range(len(new))]
@@ -197,6 +205,12 @@ def test_planning_and_running_never_wait_for_the_device(any_length):
 
 
 def test_a_workspace_is_of_a_size_whatever_the_heads():
-    for kv_heads, head_dim, tokens in ((8, 128, 65536), (4, 128, 1 << 17), (1, 64, 1 << 17), (32, 96, 21824), (32, 256, 8192)):
+    for kv_heads, head_dim, tokens in (
+        (8, 128, 65536),
+        (4, 128, 1 << 17),
+        (1, 64, 1 << 17),
+        (32, 96, 21824),
+        (32, 256, 8192),
+    ):
         assert ragged.workspace_tokens(kv_heads, head_dim) == tokens
         assert tokens % PAGE_SIZE == 0 and tokens * kv_heads * head_dim * 4 <= ragged.WORKSPACE_BYTES

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from tests.kernels.scene import HEADS, ON_GPU, Heads, assert_close, int64, make_scene, randn, rotations
 
 from sglang_kvq.config import PAGE_SIZE
+from tests.kernels.scene import HEADS, ON_GPU, Heads, assert_close, int64, make_scene, randn, rotations
 
 KINDS = ["shared", "per-head", "balanced", "keys-only", "identity"]
 ROTATE_HEADS = [HEADS[0], HEADS[1], HEADS[2], HEADS[7]]

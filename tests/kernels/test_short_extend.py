@@ -8,11 +8,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from tests import device_waits
-from tests.kernels.scene import HEADS, LAYERS, ON_GPU, Heads, Scene, assert_close, make_scene, randn
-from tests.kernels.test_extend import make_batch
-from tests.kernels.test_formats import make_format
-from tests.kernels.test_unpack import OPERATIONS, execute, words
 
 from sglang_kvq.attention.extend_costs import Geometry
 from sglang_kvq.attention.short_extend import ShortExtends
@@ -21,6 +16,11 @@ from sglang_kvq.config import PAGE_SIZE
 from sglang_kvq.formats.pack import unpack_codes
 from sglang_kvq.kernels import extend_history
 from sglang_kvq.kernels.extend import NARROW, WIDE, extend_launch, plan_extend
+from tests import device_waits
+from tests.kernels.scene import HEADS, LAYERS, ON_GPU, Heads, Scene, assert_close, make_scene, randn
+from tests.kernels.test_extend import make_batch
+from tests.kernels.test_formats import make_format
+from tests.kernels.test_unpack import OPERATIONS, execute, words
 
 BOUND = 5e-3
 #: The interpreter takes its time over rows: here a tile has as few as a product takes.
@@ -50,7 +50,7 @@ def stored(scene: Scene, layer: int, row: int, length: int) -> torch.Tensor:
     start = torch.arange(len(pages), device=pages.device) * PAGE_SIZE
     coded = (start >= pool.row_sink_end[row]) & (start < pool.row_history_end[row])
     both = pool.overlays[layer, pool.page_slot[pages].clamp(min=0).long()].double()  # [n, 2, H, PAGE, D]
-    values = pool.formats[layer].dequantise_pages(pool.records[layer][pages])
+    values = pool.formats[layer].dequantize_pages(pool.records[layer][pages])
     both = torch.where(coded[:, None, None, None, None], torch.stack(values, 1).double(), both)
     return both.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :length]
 
@@ -61,8 +61,8 @@ def exact(scene: Scene, layer: int, q, k, v, batch) -> torch.Tensor:
     for row, prefix, new in zip(batch.rows.tolist(), batch.prefix_lens, batch.new_lens):
         span = slice(start, start + new)
         k_old, v_old = stored(scene, layer, row, prefix)
-        keys = torch.cat([k_old, k[span].double().transpose(0, 1)], 1).repeat_interleave(scene.heads.shared, 0)
-        values = torch.cat([v_old, v[span].double().transpose(0, 1)], 1).repeat_interleave(scene.heads.shared, 0)
+        keys = torch.cat([k_old, k[span].double().transpose(0, 1)], 1).repeat_interleave(scene.heads.gqa_group, 0)
+        values = torch.cat([v_old, v[span].double().transpose(0, 1)], 1).repeat_interleave(scene.heads.gqa_group, 0)
         x = torch.einsum("thd,hnd->htn", q[span].double(), keys) * scene.scale
         future = torch.ones(new, prefix + new, dtype=torch.bool, device=q.device).triu(prefix + 1)
         out[span] = torch.einsum("htn,hnd->thd", x.masked_fill(future, float("-inf")).softmax(-1), values)
@@ -119,7 +119,7 @@ def test_a_history_may_end_within_a_page(heads):
     page = int(pool.req_to_token[1, prefix - 1]) // PAGE_SIZE
     content = randn(2, heads.kv, PAGE_SIZE, heads.head_dim)
     content[:, :, 17:] *= 100
-    pool.records[0][page] = pool.formats[0].quantise_pages(*content)
+    pool.records[0][page] = pool.formats[0].quantize_pages(*content)
     pool.row_history_end[1] = prefix
     check(scene, [(prefix, 5)], layers=[0])
 
@@ -177,7 +177,9 @@ def test_the_assembly_gives_codes_times_scale_plus_zero(monkeypatch):
             operands = [x[:, [0, 0]].copy().view(np.uint32)[:, 0] for x in pairs for _ in range(4)]
             scale, zero = pairs[[0, 0, 2, 2]], pairs[[1, 1, 3, 3]]
         else:  # s of each plane, z of each plane; each token's word holds it and its neighbour
-            operands = [x[:, 2 * (i // 2) : 2 * (i // 2) + 2].copy().view(np.uint32)[:, 0] for x in pairs for i in range(4)]
+            operands = [
+                x[:, 2 * (i // 2) : 2 * (i // 2) + 2].copy().view(np.uint32)[:, 0] for x in pairs for i in range(4)
+            ]
             scale, zero = pairs[:4], pairs[4:]
         got = [x.view(np.float16) for x in execute(ptx.value, 8, [packed, *operands])]  # [word, 2] each
         for plane in range(4):
@@ -189,7 +191,9 @@ def test_the_assembly_gives_codes_times_scale_plus_zero(monkeypatch):
 def test_every_row_meets_every_key_once(seed):
     draw = random.Random(seed)
     shared, rows, wave = draw.choice([1, 3, 4, 5, 16]), draw.choice([16, 64, 128]), draw.choice([1, 5, 33, 400])
-    lens = [(draw.choice([0, 1, 64, draw.randrange(9000)]), draw.choice([0, 1, 64, draw.randint(1, 300)])) for _ in range(7)]
+    lens = [
+        (draw.choice([0, 1, 64, draw.randrange(9000)]), draw.choice([0, 1, 64, draw.randint(1, 300)])) for _ in range(7)
+    ]
     lens.append((draw.randrange(3000), 1))
     prefix, new = map(list, zip(*lens))
     plan = plan_extend(prefix, new, shared, rows, wave)

@@ -31,4 +31,6 @@ def test_kernels_compute_no_power_of_two_themselves(path):
 
 
 def test_some_files_were_read():
-    assert len(FILES) > 15 and any(is_jitted(f) for f in ast.walk(ast.parse(FILES[5].read_text())) if isinstance(f, ast.FunctionDef))
+    assert len(FILES) > 15 and any(
+        is_jitted(f) for f in ast.walk(ast.parse(FILES[5].read_text())) if isinstance(f, ast.FunctionDef)
+    )

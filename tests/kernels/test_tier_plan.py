@@ -15,9 +15,12 @@ from sglang_kvq.formats.page import PageFormat
 from tests import device_waits
 
 
-def manager(device: str, kind: type[TierManager] = TierManager, quantise=None) -> TierManager:
+def manager(device: str, kind: type[TierManager] = TierManager, quantize=None) -> TierManager:
     pool = PagePool.allocate(
-        [PageFormat(64, 64, 0.96, 0.92)] * 2, kv_heads=2, pages=200, slots=30,
+        [PageFormat(64, 64, 0.96, 0.92)] * 2,
+        kv_heads=2,
+        pages=200,
+        slots=30,
         req_to_token=torch.zeros(5, 64 * P, dtype=torch.int32, device=device),
     )
     order = torch.randperm(200, generator=torch.Generator().manual_seed(1))[:160].view(4, 40) + 1
@@ -25,9 +28,9 @@ def manager(device: str, kind: type[TierManager] = TierManager, quantise=None) -
     pool.req_to_token[1:, : 40 * P] = table.to(device)
     torch.manual_seed(2)
     pool.overlays.copy_(torch.randn(pool.overlays.shape).bfloat16())
-    if quantise is None:
-        quantise = TritonOps(pool, LayerRotations(), q_heads=4, max_batch=5).quantise_slots
-    return kind(pool, 1, 4, quantise)
+    if quantize is None:
+        quantize = TritonOps(pool, LayerRotations(), q_heads=4, max_batch=5).quantize_slots
+    return kind(pool, 1, 4, quantize)
 
 
 def drive(tiers: TierManager) -> list[torch.Tensor]:
@@ -39,7 +42,7 @@ def drive(tiers: TierManager) -> list[torch.Tensor]:
         (ids(1, 2), ids(700, 130), ids(900, 190), 700),
     ]
     decodes = [(ids(1, 2, 3, 0), ids(900 + i, 190 + i, 1500 + i, 1), 1500 + i) for i in range(1, 70)]
-    freed = (tiers.pool.req_to_token[3, : 1500 : P] // P).long()
+    freed = (tiers.pool.req_to_token[3, :1500:P] // P).long()
     with device_waits.refused():
         for rows, prefix, seq, longest in inputs:
             tiers.plan_extend(rows, prefix, seq, longest, rows.new_empty(0))
@@ -60,7 +63,7 @@ def test_plans_do_not_wait_for_the_device_and_agree_with_the_cpu(kind):
     from sglang_kvq.attention.reference import ReferenceOps
 
     ours = drive(manager("cuda", kind))
-    expected = manager("cpu", quantise=lambda *a: None)
-    expected.quantise_slots = ReferenceOps(expected.pool, LayerRotations()).quantise_slots
+    expected = manager("cpu", quantize=lambda *a: None)
+    expected.quantize_slots = ReferenceOps(expected.pool, LayerRotations()).quantize_slots
     for got, want in zip(ours, drive(expected)):
         assert torch.equal(got, want)

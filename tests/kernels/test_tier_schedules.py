@@ -6,14 +6,14 @@ import random
 
 import pytest
 import torch
-from tests.cache.scheduler_model import Model
-from tests.cache.schedules import Driver
-from tests.kernels.tier_twins import TwinTierManager
 
 from sglang_kvq.cache.pool import PagePool
 from sglang_kvq.config import PAGE_SIZE as P
 from sglang_kvq.formats.page import PageFormat
 from sglang_kvq.kernels import events, overlays, ranges
+from tests.cache.scheduler_model import Model
+from tests.cache.schedules import Driver
+from tests.kernels.tier_twins import TwinTierManager
 
 
 def use_blocks(monkeypatch: pytest.MonkeyPatch, elements: int, pages: int) -> None:
@@ -33,11 +33,11 @@ def test_random_schedules(seed, monkeypatch):
     driver = Driver(model, rng)
     driver.run(60)
     driver.finish()
-    assert model.tiers.plans > 20 and model.tiers.quantised > 5
+    assert model.tiers.plans > 20 and model.tiers.quantized > 5
 
 
 def twins(rows: int, pages_each: int, slots: int, sinks: int = 1, recent: int = 4) -> TwinTierManager:
-    """Rows of distinct, shuffled pages; nothing is quantised for real."""
+    """Rows of distinct, shuffled pages; nothing is quantized for real."""
     order = torch.randperm(rows * pages_each).view(rows, pages_each) + 1
     table = torch.zeros(rows + 1, pages_each * P, dtype=torch.int32)
     table[1:] = (order[:, :, None] * P + torch.arange(P)).flatten(1)
@@ -65,7 +65,7 @@ def test_many_rows_and_slots(monkeypatch):
         tiers.pending.free_pages(tiers.pool.req_to_token[rows[:20], ::P].flatten() // P)
         tiers.pending.free_pages(tiers.pool.req_to_token[rows[19:23], ::P].flatten() // P)
     tiers.apply_pending()
-    assert tiers.quantised > 100 and tiers.plans == 12
+    assert tiers.quantized > 100 and tiers.plans == 12
 
 
 def test_overlays_that_are_too_few_are_counted_and_none_in_use_is_taken():

@@ -6,10 +6,10 @@ import re
 
 import numpy as np
 import pytest
-from tests.kernels.test_formats import KINDS, make_format
 
 from sglang_kvq.kernels import unpack
 from sglang_kvq.kernels.codes import Codes, record_of
+from tests.kernels.test_formats import KINDS, make_format
 
 ALL = {(c.bits, c.levels): c for kind in KINDS for r in [record_of(make_format(kind, 128))] for c in (r.k, r.v)}
 CODES = pytest.mark.parametrize("codes", ALL.values(), ids=lambda c: f"{c.bits}-bits-to-{c.levels[-1]}")

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-from tests.kernels.scene import DEVICE
 
 from sglang_kvq.cache.pool import PagePool
-from sglang_kvq.cache.tiers import QuantiseSlots, TierManager
+from sglang_kvq.cache.tiers import QuantizeSlots, TierManager
 from sglang_kvq.cache.triton_tiers import TritonTierManager
+from tests.kernels.scene import DEVICE
 
 
 def tables(tiers: TierManager) -> dict[str, torch.Tensor]:
@@ -37,28 +37,28 @@ def assert_same(got: TierManager, want: TierManager) -> None:
 
 
 class TwinTierManager(TierManager):
-    """Drop-in for ``TierManager`` on the CPU. What is quantised are the kernels' lists, at the end of a plan.
+    """Drop-in for ``TierManager`` on the CPU. What is quantized are the kernels' lists, at the end of a plan.
 
     Attributes:
-        plans, quantised: how much was compared, so that a test can tell that something was.
+        plans, quantized: how much was compared, so that a test can tell that something was.
     """
 
-    def __init__(self, pool: PagePool, sink_pages: int, recent_pages: int, quantise_slots: QuantiseSlots) -> None:
-        wanted, got = [], []  # (slot, page) that this plan quantises
+    def __init__(self, pool: PagePool, sink_pages: int, recent_pages: int, quantize_slots: QuantizeSlots) -> None:
+        wanted, got = [], []  # (slot, page) that this plan quantizes
 
         def pairs(slots: torch.Tensor, pages: torch.Tensor, count: torch.Tensor) -> list[tuple[int, int]]:
             return list(zip(slots[: int(count)].tolist(), pages[: int(count)].tolist()))
 
-        def quantise(*batch: torch.Tensor) -> None:
+        def quantize(*batch: torch.Tensor) -> None:
             got.extend(pairs(*batch))
-            quantise_slots(*(x.cpu() for x in batch))
+            quantize_slots(*(x.cpu() for x in batch))
 
         super().__init__(pool, sink_pages, recent_pages, lambda *batch: wanted.extend(pairs(*batch)))
         names = ("overlays", "req_to_token", "row_pages", "page_slot", "row_sink_end", "row_history_end")
         own = {name: getattr(pool, name).to(DEVICE, copy=True) for name in names}
-        self.kernels = TritonTierManager(replace(pool, **own), sink_pages, recent_pages, quantise)
+        self.kernels = TritonTierManager(replace(pool, **own), sink_pages, recent_pages, quantize)
         self.wanted, self.got = wanted, got
-        self.plans = self.quantised = 0
+        self.plans = self.quantized = 0
 
     def reset(self) -> None:
         super().reset()
@@ -83,4 +83,4 @@ class TwinTierManager(TierManager):
         assert_same(self.kernels, self)
         assert sorted(self.got) == sorted(self.wanted)
         self.plans += 1
-        self.quantised += len(self.got)
+        self.quantized += len(self.got)

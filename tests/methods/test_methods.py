@@ -55,7 +55,9 @@ def test_every_width_that_a_method_lists_makes_a_format(name):
         k, v = get_method(name).codes(width)
         assert (k.bits + v.bits) / 2 == width and k.bits - v.bits in (0, 1)
         for head_dim in (64, 96, 128, 256):
-            assert resolve_formats(KVQuantConfig(name, bits=f"{width:g}"), None, model(head_dim))[0].head_dim == head_dim
+            assert (
+                resolve_formats(KVQuantConfig(name, bits=f"{width:g}"), None, model(head_dim))[0].head_dim == head_dim
+            )
 
 
 @pytest.mark.parametrize(
@@ -80,9 +82,15 @@ def test_width_that_a_method_does_not_have_is_refused(method, width, message):
     "fields,message",
     [
         ({"method": "kivi", "group_size": 128}, "--kv-quant-group-size 128: --kv-quant kivi has 32 or 64"),
-        ({"method": "turboquant", "group_size": 64}, "--kv-quant-group-size 64: --kv-quant turboquant has no such groups"),
+        (
+            {"method": "turboquant", "group_size": 64},
+            "--kv-quant-group-size 64: --kv-quant turboquant has no such groups",
+        ),
         ({"method": "turboquant", "clip_v": 0.9}, "--kv-quant-clip-v 0.9: --kv-quant turboquant does not clip"),
-        ({"method": "oscar-lloyd-max", "clip_v": 0.9}, "--kv-quant-clip-v 0.9: --kv-quant oscar-lloyd-max does not clip"),
+        (
+            {"method": "oscar-lloyd-max", "clip_v": 0.9},
+            "--kv-quant-clip-v 0.9: --kv-quant oscar-lloyd-max does not clip",
+        ),
         ({"method": "int4", "clip_k": 0.9}, "--kv-quant-clip-k 0.9: --kv-quant int4 does not clip these codes"),
         ({"method": "kivi", "clip_k": 0.9}, "--kv-quant-clip-k 0.9: --kv-quant kivi does not clip these codes"),
         ({"method": "oscar", "seed": 3}, "--kv-quant-seed 3: --kv-quant oscar draws no random rotations"),
@@ -114,7 +122,9 @@ def test_clips_are_the_flags_then_the_calibrations_then_the_methods():
     assert resolve_clips(KVQuantConfig("oscar", clip_k=0.7), per_layer, 4) == [(0.7, 0.8)] * 4
 
 
-@pytest.mark.parametrize("config", [KVQuantConfig("oscar", bits="4"), KVQuantConfig("oscar-lloyd-max")], ids=KVQuantConfig.describe)
+@pytest.mark.parametrize(
+    "config", [KVQuantConfig("oscar", bits="4"), KVQuantConfig("oscar-lloyd-max")], ids=KVQuantConfig.describe
+)
 def test_calibrated_clips_are_for_int2_only(config):
     assert resolve_clips(config, learned(clip_k=0.9, clip_v=0.8), 4) == [(1.0, 1.0)] * 4
     assert resolve_clips(replace(config, clip_k=0.97), learned(clip_k=0.9), 4) == [(0.97, 1.0)] * 4
@@ -133,13 +143,20 @@ def test_auto_widens_by_sensitivity():
     }
     formats = resolve_formats(KVQuantConfig("oscar", bits="auto:2.75"), learned(sensitivity=rises, clip_k=0.9), model())
     assert [(f.k.bits, f.v.bits) for f in formats] == [(3, 2), (2, 2), (2, 3), (4, 2)]
-    assert [f.clip_k for f in formats] == [1.0, 0.9, 0.9, 1.0] and [f.clip_v for f in formats] == [0.92, 0.92, 1.0, 0.92]
+    assert [f.clip_k for f in formats] == [1.0, 0.9, 0.9, 1.0] and [f.clip_v for f in formats] == [
+        0.92,
+        0.92,
+        1.0,
+        0.92,
+    ]
     lloyd = resolve_formats(KVQuantConfig("oscar-lloyd-max", bits="auto:2.5"), learned(sensitivity=rises), model())
     assert [f.k.bits for f in lloyd] == [2, 2, 2, 4] and lloyd[3].k.levels == "lloyd-max"
 
 
 def test_auto_without_sensitivities_says_how_to_get_them():
-    with pytest.raises(KVQuantError, match="--kv-quant-bits auto:2.75: folder hold no layer sensitivities.*kvq calibrate"):
+    with pytest.raises(
+        KVQuantError, match="--kv-quant-bits auto:2.75: folder hold no layer sensitivities.*kvq calibrate"
+    ):
         resolve_formats(KVQuantConfig("oscar", bits="auto:2.75"), learned(), model())
 
 
@@ -183,7 +200,9 @@ def test_tensor_parallel_workers_take_the_rotations_of_their_global_heads():
     whole = random_rotations(LAYERS, 8, 64)
     for rank in range(4):
         worker = whole.for_worker(range(LAYERS), 8, 2 * rank, 2)
-        assert torch.equal(worker.k, whole.k[:, 2 * rank : 2 * rank + 2]) and torch.equal(worker.v, whole.v[:, 2 * rank : 2 * rank + 2])
+        assert torch.equal(worker.k, whole.k[:, 2 * rank : 2 * rank + 2]) and torch.equal(
+            worker.v, whole.v[:, 2 * rank : 2 * rank + 2]
+        )
 
 
 def test_only_learned_methods_take_rotation_files():

@@ -29,7 +29,9 @@ print(json.dumps({
 
 
 @pytest.fixture(scope="module", params=[(), ("-e",)], ids=["installed", "editable"])
-def installed(request: pytest.FixtureRequest, tree: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, bool]:  # noqa: F811
+def installed(
+    request: pytest.FixtureRequest, tree: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, bool]:
     """A fresh environment that has the package and sees the other packages of this one."""
     folder = tmp_path_factory.mktemp("environment")
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)

@@ -8,7 +8,7 @@ import torch
 from sglang_kvq.attention.base import LayerRotations
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.formats.page import PageFormat
-from sglang_kvq.formats.quantise import clip_rank, dequantise_rows, quantise_rows
+from sglang_kvq.formats.quantize import clip_rank, dequantize_rows, quantize_rows
 from sglang_kvq.rotations.base import Rotations, check_rotations
 from sglang_kvq.rotations.calibrate import CalibrationSettings, calibrate, place_contexts, positions_of
 from sglang_kvq.rotations.capture import attention_hook, positions
@@ -93,7 +93,7 @@ def test_offset_composition_stores_a_common_part_for_free():
     errors = {}
     for name in ("offset", "oscar"):
         rotated = x @ compose(name, torch.eye(64, dtype=torch.float64), moment)[0]
-        back = dequantise_rows(*quantise_rows(rotated.bfloat16(), 64, clip_rank(64, 0.9)))
+        back = dequantize_rows(*quantize_rows(rotated.bfloat16(), 64, clip_rank(64, 0.9)))
         errors[name] = (back - rotated).square().mean()
     assert errors["offset"] < 0.2  # unit noise at 2 bits; the mean, of size 4, costs nothing
     assert errors["oscar"] > 3 * errors["offset"]
@@ -140,7 +140,12 @@ def test_turns_cover_models_of_other_layouts():
     from transformers import Glm4Config, LlamaConfig
 
     scaled = LlamaConfig(
-        rope_parameters={"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048, "rope_theta": 1e4}
+        rope_parameters={
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 2048,
+            "rope_theta": 1e4,
+        }
     )
     for config, turned in ((Glm4Config(head_dim=128), 64), (scaled, 128)):
         turn = turn_of(config, 128)
@@ -161,7 +166,8 @@ def test_layers_without_rope_are_left_alone(ids):
     model = SmolLM3ForCausalLM(config).eval()
     assert roped_layers(config, 2).tolist() == [True, False]
     calibrated = {
-        most: calibrate(model, ids, CalibrationSettings(**SETTINGS, positions=most)).k_eigenvalues for most in (512, 4096)
+        most: calibrate(model, ids, CalibrationSettings(**SETTINGS, positions=most)).k_eigenvalues
+        for most in (512, 4096)
     }
     torch.testing.assert_close(calibrated[512][1], calibrated[4096][1])
     assert not torch.allclose(calibrated[512][0], calibrated[4096][0], rtol=0.01)
@@ -218,7 +224,7 @@ def test_balance_keeps_scores_and_makes_them_exacter():
         r_q = r_k if r_q is None else r_q
         exact, turned, queries = q @ k.T, (k @ r_k.double()).bfloat16(), q @ r_q.double()
         torch.testing.assert_close(q @ r_q.double() @ (k @ r_k.double()).T, exact, rtol=1e-4, atol=1e-3)
-        back = dequantise_rows(*quantise_rows(turned, 64, 0)).double()
+        back = dequantize_rows(*quantize_rows(turned, 64, 0)).double()
         error[name] = ((queries @ back.T - exact).norm() / exact.norm()).item()
     assert error["balanced"] < 0.25 * error["offset"], error
 
@@ -234,7 +240,7 @@ def test_what_the_zero_point_stores_is_stretched():
     stretched, _, _ = compose_keys("balanced", moment(q), moment(k))
     error = []
     for r_k in (plain, stretched.double()):
-        back = dequantise_rows(*quantise_rows((k @ r_k).bfloat16(), 64, 0)).double()
+        back = dequantize_rows(*quantize_rows((k @ r_k).bfloat16(), 64, 0)).double()
         error.append((q @ torch.linalg.inv(r_k).mT @ back.T - q @ k.T).norm().item())
     assert error[1] < 0.8 * error[0], error
 
@@ -248,7 +254,7 @@ def test_a_direction_that_keys_or_queries_lack_does_no_harm():
     check_rotations(rotations, layers=1, kv_heads=1, head_dim=64)
 
 
-def test_kl_counts_the_quantised_history_only(model, ids):
+def test_kl_counts_the_quantized_history_only(model, ids):
     h = hadamard_matrix(64).float().expand(2, 2, 64, 64)
     format = PageFormat(64, 64, 0.9, 0.92)
     kl = mean_kl(

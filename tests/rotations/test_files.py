@@ -302,7 +302,9 @@ def test_clips_are_checked(native, clip, message):
         load_rotations(native, **GEOMETRY)
 
 
-@pytest.mark.parametrize("table", [[1], {"k": {"2": [1.0]}}, {"q": {"2": [1.0, 2.0]}}, {"k": {"2": [1.0, None]}}], ids=str)
+@pytest.mark.parametrize(
+    "table", [[1], {"k": {"2": [1.0]}}, {"q": {"2": [1.0, 2.0]}}, {"k": {"2": [1.0, None]}}], ids=str
+)
 def test_sensitivities_are_checked(native, table):
     config = json.loads((native / CONFIG_FILE).read_text())
     (native / CONFIG_FILE).write_text(json.dumps({**config, "sensitivity": table}))

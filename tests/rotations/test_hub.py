@@ -10,8 +10,8 @@ from typer.testing import CliRunner
 
 from sglang_kvq.cli import app
 from sglang_kvq.errors import KVQuantError
-from sglang_kvq.rotations import load_rotations, save_rotations
 from sglang_kvq.rotations import hub as hub_module
+from sglang_kvq.rotations import load_rotations, save_rotations
 from sglang_kvq.rotations.hub import CONFIG_FILE, TENSOR_FILE, download, find_folder
 from sglang_kvq.rotations.published import K_FILE, V_FILE, save_published
 from sglang_kvq.rotations.registry import PUBLISHED, Published
@@ -74,7 +74,12 @@ def hub(tmp_path, monkeypatch):
     return fake
 
 
-TAGGED = ["README.md", *pair("Qwen3-8B_seq32768_prompt64_group128"), *pair("Qwen3-8B-Base_seq1"), *pair("glm/GLM-4.7-FP8")]
+TAGGED = [
+    "README.md",
+    *pair("Qwen3-8B_seq32768_prompt64_group128"),
+    *pair("Qwen3-8B-Base_seq1"),
+    *pair("glm/GLM-4.7-FP8"),
+]
 
 
 @pytest.mark.parametrize(
@@ -131,7 +136,13 @@ def test_unreachable_hub_names_the_cache_and_the_fix(hub, monkeypatch):
     with pytest.raises(KVQuantError) as caught:
         load_rotations("org/zoo/Qwen3-8B", **GEOMETRY)
     message = str(caught.value)
-    for words in ("no route", constants.HF_HUB_CACHE, "HF_HUB_OFFLINE is set", "copy the rotations", "--kv-quant hadamard"):
+    for words in (
+        "no route",
+        constants.HF_HUB_CACHE,
+        "HF_HUB_OFFLINE is set",
+        "copy the rotations",
+        "--kv-quant hadamard",
+    ):
         assert words in message
 
 
@@ -161,12 +172,20 @@ def test_push_uploads_folder_and_card(hub, tmp_path):
     assert result.exit_code == 0 and hub.uploads == [("org/zoo", "tiny/README.md")]
     assert (hub.root / "tiny" / TENSOR_FILE).read_bytes() == (tmp_path / "mine" / TENSOR_FILE).read_bytes()
     card = (hub.root / "tiny" / "README.md").read_text()
-    for words in ("base_model: org/tiny", "a.txt, 9 tokens, seed 2", "0.86 to 0.9 by layer", "| 1 | 0.9 |", "org/zoo/tiny"):
+    for words in (
+        "base_model: org/tiny",
+        "a.txt, 9 tokens, seed 2",
+        "0.86 to 0.9 by layer",
+        "| 1 | 0.9 |",
+        "org/zoo/tiny",
+    ):
         assert words in card, card
     load_rotations("org/zoo/tiny", **GEOMETRY)
 
 
-@pytest.mark.parametrize("trouble, words", [("token", "no Hugging Face token.*hf auth login"), ("online", "does not accept")])
+@pytest.mark.parametrize(
+    "trouble, words", [("token", "no Hugging Face token.*hf auth login"), ("online", "does not accept")]
+)
 def test_push_that_cannot_work_is_refused_before_calibration(hub, tmp_path, trouble, words):
     setattr(hub, trouble, None)
     arguments = ["calibrate", "no/model", "--text", "no.txt", "--output", str(tmp_path / "out"), "--push", "org/zoo"]

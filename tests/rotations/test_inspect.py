@@ -33,7 +33,14 @@ def inspect(*arguments):
 
 def test_without_a_model_it_shows_what_the_folder_says(folder):
     output = inspect(folder)
-    for words in ("org/tiny", "2 layers, 2 KV heads, head_dim 64", "0.86 to 0.9 by layer", "nats K2", "0.25", "top 8 V"):
+    for words in (
+        "org/tiny",
+        "2 layers, 2 KV heads, head_dim 64",
+        "0.86 to 0.9 by layer",
+        "nats K2",
+        "0.25",
+        "top 8 V",
+    ):
         assert words in output, output
 
 
@@ -44,7 +51,7 @@ def test_with_a_model_it_measures_methods_by_layer_and_draws(folder, tmp_path):
         folder, "--model", model, "--text", text, "--methods", "oscar,int2,kivi,turboquant:2.5,oscar:4", "--length", 512, "--device", "cpu", "--plot",
         picture,
     )  # fmt: skip
-    assert output.count("mean") == 2 and "quantised keys" in output and "quantised values" in output
+    assert output.count("mean") == 2 and "quantized keys" in output and "quantized values" in output
     assert picture.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
 
@@ -55,8 +62,8 @@ def test_errors_follow_their_definition():
     candidate = candidate_of("int2", None, tiny_llama().config)
     error, size = layer_errors(candidate, 0, q, k, v, 0.125, [448])
     k, v = k.bfloat16().float(), v.bfloat16().float()
-    old_k, old_v = candidate.formats[0].dequantise_pages(
-        candidate.formats[0].quantise_pages(k.view(2, 8, 64, 64), v.view(2, 8, 64, 64))
+    old_k, old_v = candidate.formats[0].dequantize_pages(
+        candidate.formats[0].quantize_pages(k.view(2, 8, 64, 64), v.view(2, 8, 64, 64))
     )
     mask = torch.ones(64, 512, dtype=torch.bool).tril(448)
     for head in range(2):

@@ -54,7 +54,11 @@ def test_files_and_folders(tmp_path):
 
 def test_bad_texts(tmp_path):
     (tmp_path / "x.txt").write_bytes(b"\xff\xfe\x00")
-    for path, message in ((tmp_path / "x.txt", "UTF-8"), (tmp_path / "no", "not readable"), (tmp_path / "e", "no .txt")):
+    for path, message in (
+        (tmp_path / "x.txt", "UTF-8"),
+        (tmp_path / "no", "not readable"),
+        (tmp_path / "e", "no .txt"),
+    ):
         if path.name == "e":
             path.mkdir()
         with pytest.raises(KVQuantError, match=message):

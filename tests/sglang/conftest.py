@@ -12,9 +12,20 @@ if find_spec("sglang") is None:  # the rest of the package is tested without it
     collect_ignore_glob = ["test_*.py"]
 
 LLAMA = dict(
-    architectures=["LlamaForCausalLM"], model_type="llama", hidden_size=256, intermediate_size=512, num_hidden_layers=2,
-    num_attention_heads=4, num_key_value_heads=2, head_dim=64, vocab_size=512, max_position_embeddings=2048,
-    rms_norm_eps=1e-5, torch_dtype="bfloat16", bos_token_id=1, eos_token_id=2,
+    architectures=["LlamaForCausalLM"],
+    model_type="llama",
+    hidden_size=256,
+    intermediate_size=512,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=64,
+    vocab_size=512,
+    max_position_embeddings=2048,
+    rms_norm_eps=1e-5,
+    torch_dtype="bfloat16",
+    bos_token_id=1,
+    eos_token_id=2,
 )
 
 

@@ -24,7 +24,9 @@ _CLASSES = {
 }
 _GETTERS = {"get_token_to_kv_pool": POOL, "get_kvcache": POOL, "get_attn_backend": BACKEND}
 #: A file without any of these words has nothing to find.
-_WORTH_PARSING = re.compile(r"kv_?pool|kvcache|attn_backend|attention_backend|KVCache|KVPool|AttnBackend|AttentionBackend")
+_WORTH_PARSING = re.compile(
+    r"kv_?pool|kvcache|attn_backend|attention_backend|KVCache|KVPool|AttnBackend|AttentionBackend"
+)
 
 
 @dataclass(frozen=True, order=True)
@@ -123,10 +125,15 @@ class _Reader(ast.NodeVisitor):
 
     def _function(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
         arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
-        self._scopes.append({
-            a.arg: kind for a in arguments if a.annotation is not None
-            for name in _classes(a.annotation) if (kind := _match(_CLASSES, name))
-        })
+        self._scopes.append(
+            {
+                a.arg: kind
+                for a in arguments
+                if a.annotation is not None
+                for name in _classes(a.annotation)
+                if (kind := _match(_CLASSES, name))
+            }
+        )
         self.generic_visit(node)
         self._scopes.pop()
 

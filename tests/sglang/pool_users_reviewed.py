@@ -57,10 +57,22 @@ NOT_SERVED = {
     "layers/attention/": "other backends; the base class's own code is inherited",
     "layers/radix_linear_attention.py": "recurrent state, refused by check_model",
     # Models whose attention check_model or check_layers refuses
-    **{f"models/{name}": "recurrent state" for name in (
-        "falcon_h1.py", "falcon_mamba.py", "granitemoehybrid.py", "jet_nemotron.py", "lfm2.py", "lfm2_moe.py", "mamba2.py",
-        "nemotron_h.py", "qwen3_5.py", "zaya.py", "inkling_common/",
-    )},
+    **{
+        f"models/{name}": "recurrent state"
+        for name in (
+            "falcon_h1.py",
+            "falcon_mamba.py",
+            "granitemoehybrid.py",
+            "jet_nemotron.py",
+            "lfm2.py",
+            "lfm2_moe.py",
+            "mamba2.py",
+            "nemotron_h.py",
+            "qwen3_5.py",
+            "zaya.py",
+            "inkling_common/",
+        )
+    },
     **{f"models/{name}": "MLA" for name in ("deepseek", "dots3_common/", "hunyuan_v4.py", "sarvam_moe.py")},
     **{f"models/{name}": "sliding windows" for name in ("gemma3_mm.py", "gemma4_mm.py", "muse_spark.py")},
     "models/minimax_m3.py": "sparse attention: SGLang builds another pool",
@@ -70,18 +82,39 @@ NOT_SERVED = {
 #: What our classes have and mean, whoever asks.
 SERVED = {
     POOL: {
-        "size", "page_size", "device", "mem_usage",
-        "maybe_get_custom_mem_pool", "post_capture_active", "cpu_copy_carries_mamba",
+        "size",
+        "page_size",
+        "device",
+        "mem_usage",
+        "maybe_get_custom_mem_pool",
+        "post_capture_active",
+        "cpu_copy_carries_mamba",
     },
     BACKEND: {
-        "token_to_kv_pool", "req_to_token_pool", "forward", "init_forward_metadata", "init_forward_metadata_out_graph",
-        "init_forward_metadata_in_graph", "init_cuda_graph_state", "on_after_cuda_graph_warmup", "shared_read_ends",
-        "get_cuda_graph_seq_len_fill_value", "get_cpu_graph_seq_len_fill_value",
+        "token_to_kv_pool",
+        "req_to_token_pool",
+        "forward",
+        "init_forward_metadata",
+        "init_forward_metadata_out_graph",
+        "init_forward_metadata_in_graph",
+        "init_cuda_graph_state",
+        "on_after_cuda_graph_warmup",
+        "shared_read_ends",
+        "get_cuda_graph_seq_len_fill_value",
+        "get_cpu_graph_seq_len_fill_value",
         # The base class's answers are ours
-        "prepare_prefill_shared_read_snapshot", "resolve_prefill_shared_read_ends", "supports_ragged_verify_graph",
-        "use_captured_forward_metadata_for_breakable_cuda_graph", "dllm_attention", "attn_backend_list",
-        "extend_dummy_seqs_capped_by_req_pool", "folds_encoder_swa_replay", "late_layer_num_tokens",
-        "validate_elastic_cuda_graph_recapture", "kv_index_translator", "get_fused_kv_write_buffers",
+        "prepare_prefill_shared_read_snapshot",
+        "resolve_prefill_shared_read_ends",
+        "supports_ragged_verify_graph",
+        "use_captured_forward_metadata_for_breakable_cuda_graph",
+        "dllm_attention",
+        "attn_backend_list",
+        "extend_dummy_seqs_capped_by_req_pool",
+        "folds_encoder_swa_replay",
+        "late_layer_num_tokens",
+        "validate_elastic_cuda_graph_recapture",
+        "kv_index_translator",
+        "get_fused_kv_write_buffers",
     },
 }
 
@@ -94,45 +127,72 @@ REVIEWED = {
     POOL: {
         "kv_canary/pool_patcher/api.py": ("type()", "attachers are found by class; canary.py registers ours"),
         "mem_cache/allocator/paged.py": (
-            "get_cpu_copy, load_cpu_copy", "retraction to the CPU, with disaggregation only: KVCache raises"),
+            "get_cpu_copy, load_cpu_copy",
+            "retraction to the CPU, with disaggregation only: KVCache raises",
+        ),
         "mem_cache/common.py": ("is DeepSeekV4TokenToKVPool", _DSV4),
         "mem_cache/kv_cache_builder.py": (
             "is MHATokenToKVPool, is MLATokenToKVPool, is HybridLinearKVPool, is SWAKVPool, is BaseSWAKVPool, full_kv_pool, "
             "type(), is DeepSeekV4TokenToKVPool, needs_paged_swa_allocator, _unified_kv?, request_window",
-            "host pools of HiCache; the rest is DeepSeek-V4's"),
+            "host pools of HiCache; the rest is DeepSeek-V4's",
+        ),
         "mem_cache/kv_cache_configurator.py": (
             "is NoOpMHATokenToKVPool, type(), is PageInterleaveKVPoolMixin, is PageInterleaveDSATokenToKVPool, "
             "is PageInterleaveMHATokenToKVPool, is PageInterleaveMLATokenToKVPool, is DeepSeekV4TokenToKVPool, "
             "needs_paged_swa_allocator, _unified_kv, clear_c4_req_states, register_mapping, swa_uses_full_indices=",
-            "--prefill-only-disable-kv-cache, KV sharding, DeepSeek-V4 and sliding windows: all refused"),
+            "--prefill-only-disable-kv-cache, KV sharding, DeepSeek-V4 and sliding windows: all refused",
+        ),
         "mem_cache/kv_index_translator.py": (
-            "is BaseSWAKVPool, is DeepSeekV4TokenToKVPool, request_window, translate_loc_from_full_to_swa", _OTHER_POOL),
+            "is BaseSWAKVPool, is DeepSeekV4TokenToKVPool, request_window, translate_loc_from_full_to_swa",
+            _OTHER_POOL,
+        ),
         "mem_cache/registry.py": ("register_layer_transfer_counter", _HICACHE),
         "mem_cache/unified_radix_cache.py": (
-            "is MHATokenToKVPool, is SWAKVPool, full_kv_pool, swa_kv_pool, translate_loc_from_full_to_swa", _HICACHE),
-        "model_executor/forward_batch_deepseek_mha_mixin.py": ("is HybridLinearKVPool, is MLATokenToKVPool, full_kv_pool", "MLA"),
+            "is MHATokenToKVPool, is SWAKVPool, full_kv_pool, swa_kv_pool, translate_loc_from_full_to_swa",
+            _HICACHE,
+        ),
+        "model_executor/forward_batch_deepseek_mha_mixin.py": (
+            "is HybridLinearKVPool, is MLATokenToKVPool, full_kv_pool",
+            "MLA",
+        ),
         "model_executor/model_runner_components/kv_pool_runtime.py": (
-            "finalize_backing, post_capture_backed_bytes, dtype", "sizing after graph capture: the pool says it is not used"),
-        "model_executor/runner/base_runner.py": ("request_window", "--enable-encoder-swa-bounded-replay, for DeepSeek-V4"),
+            "finalize_backing, post_capture_backed_bytes, dtype",
+            "sizing after graph capture: the pool says it is not used",
+        ),
+        "model_executor/runner/base_runner.py": (
+            "request_window",
+            "--enable-encoder-swa-bounded-replay, for DeepSeek-V4",
+        ),
         "model_executor/runner/eager_runner.py": ("get_kv_buffer_shape", "for decode context parallelism only"),
         "models/qwen3.py": ("get_kv_buffer", "ROCm only, which is refused"),
         "models/utils.py": (
             "dtype, is SWAKVPool, get_key_buffer, get_value_buffer, full_to_swa_index_mapping",
-            "enable_fused_set_kv_buffer wants bfloat16, ours is uint8; without it nobody makes the argument"),
+            "enable_fused_set_kv_buffer wants bfloat16, ours is uint8; without it nobody makes the argument",
+        ),
     },
     BACKEND: {
         "managers/scheduler.py": (
-            "extend_attention_block_m?, extend_attention_block_m", "sizes chunks by a kernel's tile if the backend has one"),
+            "extend_attention_block_m?, extend_attention_block_m",
+            "sizes chunks by a kernel's tile if the backend has one",
+        ),
         "managers/tp_worker.py": ("tail_forward_metadata", "only if folds_encoder_swa_replay"),
         "model_executor/model_runner_components/attention_backend_setup.py": (
-            "prefill_attention_backend_str=, decode_attention_backend_str=", "written for models to read"),
+            "prefill_attention_backend_str=, decode_attention_backend_str=",
+            "written for models to read",
+        ),
         "model_executor/runner/decode_cuda_graph_runner.py": (
             "is DeepseekV4AttnBackend, enable_early_verify_metadata, glue_draft_metadata, glue_target_verify_metadata",
-            "speculative decoding"),
-        "model_executor/runner/eager_runner.py": ("forward_metadata=", "cleared for a batch without attention; ours has none"),
+            "speculative decoding",
+        ),
+        "model_executor/runner/eager_runner.py": (
+            "forward_metadata=",
+            "cleared for a batch without attention; ours has none",
+        ),
         "model_executor/runner_utils/shared_read_event.py": ("type()", "its name, for the log"),
         "models/hunyuan_v3.py": (
-            "is HPCOpsAttnBackend, use_fp8, fused_qk_rope_store_kv_fp8", "only with HPCOpsAttnBackend, which ours is not"),
+            "is HPCOpsAttnBackend, use_fp8, fused_qk_rope_store_kv_fp8",
+            "only with HPCOpsAttnBackend, which ours is not",
+        ),
     },
 }
 

@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def allocator(monkeypatch):
-    """Built by the hook, as in a scheduler on a CPU, with a tier manager that quantises nothing."""
+    """Built by the hook, as in a scheduler on a CPU, with a tier manager that quantizes nothing."""
     pool = object.__new__(KVQuantPool)
     geometry = SimpleNamespace(formats=[PageFormat(64, 64, 0.96, 0.92)], kv_heads=1)
     pool.layout, pool.page_size = SimpleNamespace(geometry=geometry, pages=PAGES, slots=12), P
@@ -30,8 +30,11 @@ def allocator(monkeypatch):
     monkeypatch.setattr(runtime, "_current", state)
     rows = SimpleNamespace(req_to_token=torch.zeros(3, PAGES * P, dtype=torch.int32))
     built = build_allocator(
-        None, SimpleNamespace(device="cpu", kv_cache_dtype=torch.bfloat16),
-        sizes=SimpleNamespace(max_total_num_tokens=PAGES * P), token_to_kv_pool=pool, req_to_token_pool=rows,
+        None,
+        SimpleNamespace(device="cpu", kv_cache_dtype=torch.bfloat16),
+        sizes=SimpleNamespace(max_total_num_tokens=PAGES * P),
+        token_to_kv_pool=pool,
+        req_to_token_pool=rows,
         token_to_kv_pool_allocator=None,
     )
     state.tiers = TierManager(state.pages, 1, 2, lambda *batch: None)

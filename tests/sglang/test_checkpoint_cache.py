@@ -1,4 +1,4 @@
-"""Checkpoints that ask for an FP8 cache are served: SGLang leaves the cache in bfloat16, which is what we quantise."""
+"""Checkpoints that ask for an FP8 cache are served: SGLang leaves the cache in bfloat16, which is what we quantize."""
 
 from __future__ import annotations
 
@@ -42,8 +42,13 @@ def test_the_cache_stays_in_bfloat16(applied, command_line, model_folder, place)
     quant_config = ModelOptFp8Config.from_config({"quantization": SECTION})
     assert quant_config.kv_cache_quant_algo == "FP8"
     model = SimpleNamespace(quant_config=quant_config)
-    given = dict(model=model, model_dtype=torch.bfloat16, is_draft_worker=False, is_dflash=False,
-                 speculative_draft_attention_backend=None)
+    given = dict(
+        model=model,
+        model_dtype=torch.bfloat16,
+        is_draft_worker=False,
+        is_dflash=False,
+        speculative_draft_attention_backend=None,
+    )
     asked = compat.resolved(server_args, "kv_cache_dtype")
     assert configure_kv_cache_dtype(server_args_kv_cache_dtype=asked, **given)[1] == torch.bfloat16
     assert configure_kv_cache_dtype(server_args_kv_cache_dtype="auto", **given)[1] == torch.float8_e4m3fn
@@ -61,7 +66,9 @@ def test_the_log_says_that_the_checkpoint_asked_for_another(caplog):
         checks.log_checkpoint_cache(SimpleNamespace(quant_config=None))
         checks.log_checkpoint_cache(SimpleNamespace(quant_config=ModelOptFp8Config()))
         assert not caplog.records
-        checks.log_checkpoint_cache(SimpleNamespace(quant_config=ModelOptFp8Config.from_config({"quantization": SECTION})))
+        checks.log_checkpoint_cache(
+            SimpleNamespace(quant_config=ModelOptFp8Config.from_config({"quantization": SECTION}))
+        )
     assert "kv_cache_quant_algo" in caplog.text and "FP8" in caplog.text
 
 
@@ -69,8 +76,10 @@ def test_the_log_says_that_the_checkpoint_asked_for_another(caplog):
 def test_other_dtypes_stop_the_scheduler(model, cache):
     """SGLang may choose float16 when it loads; asking for a bfloat16 cache must not hide that."""
     configurator = SimpleNamespace(
-        server_args=SimpleNamespace(**{CONFIG_ATTRIBUTE: KVQuantConfig("int2")}), is_draft_worker=False,
-        model_config=SimpleNamespace(dtype=getattr(torch, model)), kv_cache_dtype=getattr(torch, cache),
+        server_args=SimpleNamespace(**{CONFIG_ATTRIBUTE: KVQuantConfig("int2")}),
+        is_draft_worker=False,
+        model_config=SimpleNamespace(dtype=getattr(torch, model)),
+        kv_cache_dtype=getattr(torch, cache),
     )
     with pytest.raises(SystemExit, match="torch.float16.*--dtype bfloat16"):
         build_mha_kv_pool(None, configurator, max_total_num_tokens=64, mha_pool_class=None)

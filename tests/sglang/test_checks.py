@@ -44,9 +44,16 @@ def test_default_is_not_refused(refused):
 
 #: Fields that only one of the two generations of SGLang has.
 SOME_RELEASES = {
-    "enable_unified_cache_external_linker", "disaggregation_decode_retraction_backup", "enable_pd_role_switch",
-    "enable_prefill_context_parallel", "enable_dsa_prefill_context_parallel", "enable_kv_cache_sharding",
-    "weight_cache_mode", "startup_weight_load_mode", "enable_nvidia_megakernel", "enable_amd_monokernel",
+    "enable_unified_cache_external_linker",
+    "disaggregation_decode_retraction_backup",
+    "enable_pd_role_switch",
+    "enable_prefill_context_parallel",
+    "enable_dsa_prefill_context_parallel",
+    "enable_kv_cache_sharding",
+    "weight_cache_mode",
+    "startup_weight_load_mode",
+    "enable_nvidia_megakernel",
+    "enable_amd_monokernel",
 }
 
 
@@ -81,8 +88,12 @@ def test_other_choice_is_refused(values):
 
 @pytest.mark.parametrize(
     "values",
-    [{}, {"page_size": 64, "attention_backend": "triton"}, {"kv_cache_dtype": "bfloat16", "chunked_prefill_size": 4096},
-     {"enable_lora": True, "tp_size": 2, "dp_size": 2, "disable_radix_cache": True, "chunked_prefill_size": -1}],
+    [
+        {},
+        {"page_size": 64, "attention_backend": "triton"},
+        {"kv_cache_dtype": "bfloat16", "chunked_prefill_size": 4096},
+        {"enable_lora": True, "tp_size": 2, "dp_size": 2, "disable_radix_cache": True, "chunked_prefill_size": -1},
+    ],
     ids=["nothing", "what is implied", "same dtype", "LoRA, TP, DP"],
 )
 def test_harmless_settings_pass(values):
@@ -116,23 +127,61 @@ def test_rocm_is_refused(monkeypatch):
 
 
 MODELS = {
-    "MLA": (dict(architectures=["DeepseekV2ForCausalLM"], model_type="deepseek_v2", kv_lora_rank=64, v_head_dim=64,
-                 qk_nope_head_dim=64, qk_rope_head_dim=32), "MLA attention"),
+    "MLA": (
+        dict(
+            architectures=["DeepseekV2ForCausalLM"],
+            model_type="deepseek_v2",
+            kv_lora_rank=64,
+            v_head_dim=64,
+            qk_nope_head_dim=64,
+            qk_rope_head_dim=32,
+        ),
+        "MLA attention",
+    ),
     "linear attention": (dict(architectures=["Qwen3NextForCausalLM"], model_type="qwen3_next"), "recurrent state"),
     "mamba": (dict(architectures=["FalconH1ForCausalLM"], model_type="falcon_h1"), "recurrent state"),
     "sinks": (dict(architectures=["GptOssForCausalLM"], model_type="gpt_oss", sliding_window=128), "attention sinks"),
-    "sliding": (dict(architectures=["Gemma3ForCausalLM"], model_type="gemma3_text", sliding_window=512),
-                "sliding-window attention"),
-    "soft-capping": (dict(architectures=["Gemma2ForCausalLM"], model_type="gemma2", attn_logit_softcapping=50.0,
-                          layer_types=["full_attention"] * 2), r"logit soft-capping \(50.0\)"),
-    "chunks": (dict(architectures=["Llama4ForConditionalGeneration"], model_type="llama4",
-                    text_config={**LLAMA, "model_type": "llama4_text", "attention_chunk_size": 8192},
-                    vision_config={"model_type": "llama4_vision_model"}), "chunks of 8192 tokens"),
-    "encoder-decoder": (dict(architectures=["WhisperForConditionalGeneration"], model_type="whisper", d_model=256,
-                             encoder_attention_heads=4, decoder_attention_heads=4), "encoder with cross attention"),
-    "cross attention": (dict(architectures=["MllamaForConditionalGeneration"], model_type="mllama",
-                             text_config={**LLAMA, "model_type": "mllama_text_model"},
-                             vision_config={"model_type": "mllama_vision_model"}), "encoder with cross attention"),
+    "sliding": (
+        dict(architectures=["Gemma3ForCausalLM"], model_type="gemma3_text", sliding_window=512),
+        "sliding-window attention",
+    ),
+    "soft-capping": (
+        dict(
+            architectures=["Gemma2ForCausalLM"],
+            model_type="gemma2",
+            attn_logit_softcapping=50.0,
+            layer_types=["full_attention"] * 2,
+        ),
+        r"logit soft-capping \(50.0\)",
+    ),
+    "chunks": (
+        dict(
+            architectures=["Llama4ForConditionalGeneration"],
+            model_type="llama4",
+            text_config={**LLAMA, "model_type": "llama4_text", "attention_chunk_size": 8192},
+            vision_config={"model_type": "llama4_vision_model"},
+        ),
+        "chunks of 8192 tokens",
+    ),
+    "encoder-decoder": (
+        dict(
+            architectures=["WhisperForConditionalGeneration"],
+            model_type="whisper",
+            d_model=256,
+            encoder_attention_heads=4,
+            decoder_attention_heads=4,
+        ),
+        "encoder with cross attention",
+    ),
+    "cross attention": (
+        dict(
+            architectures=["MllamaForConditionalGeneration"],
+            model_type="mllama",
+            text_config={**LLAMA, "model_type": "mllama_text_model"},
+            vision_config={"model_type": "mllama_vision_model"},
+        ),
+        "encoder with cross attention",
+    ),
     "embedding": (dict(architectures=["BertModel"], model_type="bert"), "no text generation"),
     "head_dim": (dict(head_dim=80), r"heads of 80 elements \(supported: 64"),
     "k and v differ": (dict(v_head_dim=32), "key heads of 64 and value heads of 32"),
@@ -150,8 +199,11 @@ def test_model_is_refused(model_folder, changes, what):
 
 @pytest.mark.parametrize(
     "changes",
-    [{}, dict(architectures=["Qwen2ForCausalLM"], model_type="qwen2", use_sliding_window=False, sliding_window=4096),
-     dict(architectures=["Qwen3ForCausalLM"], model_type="qwen3", head_dim=128)],
+    [
+        {},
+        dict(architectures=["Qwen2ForCausalLM"], model_type="qwen2", use_sliding_window=False, sliding_window=4096),
+        dict(architectures=["Qwen3ForCausalLM"], model_type="qwen3", head_dim=128),
+    ],
     ids=["llama", "qwen2", "qwen3"],
 )
 def test_model_is_accepted(model_folder, changes):

@@ -62,6 +62,10 @@ def test_engine_raises_what_the_command_line_prints(engine_class, model_folder, 
 def test_unsupported_model_is_raised_before_processes_start(engine_class, model_folder):
     with pytest.raises(KVQuantError, match="heads of 80"):
         engine_class(
-            model_path=model_folder(head_dim=80), device="cpu", kv_quant="hadamard", sampling_backend="pytorch",
-            grammar_backend="none", skip_tokenizer_init=True,
+            model_path=model_folder(head_dim=80),
+            device="cpu",
+            kv_quant="hadamard",
+            sampling_backend="pytorch",
+            grammar_backend="none",
+            skip_tokenizer_init=True,
         )

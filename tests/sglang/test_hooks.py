@@ -52,7 +52,9 @@ def test_missing_symbol_is_named():
 
 
 def test_missing_module_is_named():
-    assert "mem_cache.nowhere.Thing" in hooks.problem(Hook(Kind.READ, Process.SCHEDULER, "mem_cache.nowhere.Thing", "x"))
+    assert "mem_cache.nowhere.Thing" in hooks.problem(
+        Hook(Kind.READ, Process.SCHEDULER, "mem_cache.nowhere.Thing", "x")
+    )
 
 
 def test_missing_backend_is_named():
@@ -78,8 +80,17 @@ def test_new_optional_parameter_is_accepted(monkeypatch):
 
 @pytest.mark.parametrize(
     ("release", "supported"),
-    [("0.5.15", False), ("0.5.16", True), ("0.5.18.post1", True), ("0.5.19", False), ("0.5.21", False),
-     ("0.5.22", True), ("0.5.23", True), ("0.6.0", True), ("0.5.24.dev3+gabc", True)],
+    [
+        ("0.5.15", False),
+        ("0.5.16", True),
+        ("0.5.18.post1", True),
+        ("0.5.19", False),
+        ("0.5.21", False),
+        ("0.5.22", True),
+        ("0.5.23", True),
+        ("0.6.0", True),
+        ("0.5.24.dev3+gabc", True),
+    ],
 )
 def test_supported_releases(release, supported):
     assert compat.is_supported(Version(release)) is supported
@@ -95,7 +106,8 @@ def test_releases_of_entries_are_named_once():
     source = Path(hooks.__file__).parent
     written = {
         f"{path.name}: {number}"
-        for path in source.glob("*.py") if path.name not in ("hooks.py", "compat.py")
+        for path in source.glob("*.py")
+        if path.name not in ("hooks.py", "compat.py")
         for number in re.findall(r"\b0\.5\.\d+", path.read_text())
     }
     assert not written, "say hooks.OLD_TREE or another of its words instead"
@@ -187,7 +199,8 @@ def test_scheduler_does_not_start_unless_the_plugin_was_loaded(fresh):
 
 def test_scheduler_starts_when_the_plugin_was_loaded(applied):
     assert applied.run_scheduler(lambda *a, **k: (a, k), "server_args", 1, dp_rank=0) == (
-        ("server_args", 1), {"dp_rank": 0},
+        ("server_args", 1),
+        {"dp_rank": 0},
     )
 
 

@@ -47,17 +47,26 @@ def make_runner(applied, monkeypatch):
         state = runtime.Runtime(CONFIG, geometry, layout=MemoryLayout(geometry, pages=16, slots=16, max_requests=2))
         monkeypatch.setattr(runtime, "_current", state)
         configurator = SimpleNamespace(
-            server_args=server_args, is_draft_worker=False, kv_cache_dtype=torch.bfloat16, device="cpu",
-            layer_info=SimpleNamespace(start_layer=0, end_layer=LAYERS), model_config=SimpleNamespace(dtype=torch.bfloat16),
+            server_args=server_args,
+            is_draft_worker=False,
+            kv_cache_dtype=torch.bfloat16,
+            device="cpu",
+            layer_info=SimpleNamespace(start_layer=0, end_layer=LAYERS),
+            model_config=SimpleNamespace(dtype=torch.bfloat16),
         )
         pool = build_mha_kv_pool(
             pytest.fail, configurator, max_total_num_tokens=16 * PAGE_SIZE, mha_pool_class=None, quant_method=None
         )
         rows = torch.zeros(3, 16 * PAGE_SIZE, dtype=torch.int32)
         state.pages = PagePool.allocate(geometry.formats, kv_heads=HEADS, pages=16, slots=16, req_to_token=rows)
-        hf = dict(architectures=["Qwen3MoeForCausalLM"], num_hidden_layers=LAYERS, num_key_value_heads=HEADS, head_dim=D)
+        hf = dict(
+            architectures=["Qwen3MoeForCausalLM"], num_hidden_layers=LAYERS, num_key_value_heads=HEADS, head_dim=D
+        )
         return SimpleNamespace(
-            server_args=server_args, model=model, device="cpu", token_to_kv_pool=pool,
+            server_args=server_args,
+            model=model,
+            device="cpu",
+            token_to_kv_pool=pool,
             model_config=SimpleNamespace(hf_config=hf, model_path="tiny"),
             req_to_token_pool=SimpleNamespace(req_to_token=rows),
         )
@@ -98,9 +107,16 @@ def prefill(backend):
     loc = torch.arange(PAGE_SIZE, PAGE_SIZE + TOKENS)
     backend.tiers.pool.req_to_token[1, :TOKENS] = loc.int()
     batch = SimpleNamespace(
-        forward_mode=ForwardMode.EXTEND, req_pool_indices=torch.tensor([1]), seq_lens=torch.tensor([TOKENS]),
-        seq_lens_cpu=torch.tensor([TOKENS]), extend_prefix_lens_cpu=[0], extend_seq_lens_cpu=[TOKENS],
-        out_cache_loc=loc, positions=torch.arange(TOKENS), global_num_token_non_padded_cpu=None, mha_return_lse=False,
+        forward_mode=ForwardMode.EXTEND,
+        req_pool_indices=torch.tensor([1]),
+        seq_lens=torch.tensor([TOKENS]),
+        seq_lens_cpu=torch.tensor([TOKENS]),
+        extend_prefix_lens_cpu=[0],
+        extend_seq_lens_cpu=[TOKENS],
+        out_cache_loc=loc,
+        positions=torch.arange(TOKENS),
+        global_num_token_non_padded_cpu=None,
+        mha_return_lse=False,
         _attn_output=None,
     )
     backend.init_forward_metadata(batch)
@@ -125,6 +141,7 @@ def stored(backend, layer: int) -> torch.Tensor:
 
 def test_models_find_the_pools(serving):
     from sglang.srt.model_executor.forward_context import get_req_to_token_pool, get_token_to_kv_pool
+
     from sglang_kvq.sglang.pool import KVQuantPool
 
     assert isinstance(get_token_to_kv_pool(), KVQuantPool)
@@ -184,8 +201,15 @@ def qwen3_moe(qkv, **parts):
     from sglang.srt.models.qwen3_moe import Qwen3MoeAttention
 
     return bare(
-        Qwen3MoeAttention, qkv_proj=Project(qkv), o_proj=Project(), compatible_with_fused_kv_buffer=True,
-        use_fused_qk_norm_rope=False, use_fused_qk_norm_rope_cpu=False, q_norm=None, k_norm=None, **parts,
+        Qwen3MoeAttention,
+        qkv_proj=Project(qkv),
+        o_proj=Project(),
+        compatible_with_fused_kv_buffer=True,
+        use_fused_qk_norm_rope=False,
+        use_fused_qk_norm_rope_cpu=False,
+        q_norm=None,
+        k_norm=None,
+        **parts,
     )
 
 
@@ -193,8 +217,14 @@ def mellum(qkv, **parts):
     from sglang.srt.models.mellum import MellumAttention
 
     return bare(
-        MellumAttention, qkv_proj=Project(qkv), o_proj=Project(), compatible_with_fused_kv_buffer=True,
-        use_fused_qk_norm_rope=False, q_norm=None, k_norm=None, **parts,
+        MellumAttention,
+        qkv_proj=Project(qkv),
+        o_proj=Project(),
+        compatible_with_fused_kv_buffer=True,
+        use_fused_qk_norm_rope=False,
+        q_norm=None,
+        k_norm=None,
+        **parts,
     )
 
 
@@ -202,7 +232,11 @@ def bailing_moe(qkv, **parts):
     from sglang.srt.models.bailing_moe import BailingMoEAttention
 
     return bare(
-        BailingMoEAttention, query_key_value=Project(qkv), dense=Project(), use_qk_norm=False, is_mrope_enabled=False,
+        BailingMoEAttention,
+        query_key_value=Project(qkv),
+        dense=Project(),
+        use_qk_norm=False,
+        is_mrope_enabled=False,
         **parts,
     )
 
@@ -222,8 +256,15 @@ def test_attention_of_models_that_can_fuse(serving, on_cuda, monkeypatch, family
     batch, (q, k, v) = prefill(serving), activations()
     rope, layer = Rope(), attention(1)
     module = family(
-        torch.cat([q, k, v], dim=1), attn=layer, rotary_emb=rope, q_size=HEADS * D, kv_size=HEADS * D, head_dim=D,
-        num_heads=HEADS, num_kv_heads=HEADS, alt_stream=None,
+        torch.cat([q, k, v], dim=1),
+        attn=layer,
+        rotary_emb=rope,
+        q_size=HEADS * D,
+        kv_size=HEADS * D,
+        head_dim=D,
+        num_heads=HEADS,
+        num_kv_heads=HEADS,
+        alt_stream=None,
     )
     monkeypatch.setattr(sys.modules[type(module).__module__], "apply_qk_norm", lambda q, k, **norms: (q, k))
     answer = module(batch.positions, torch.zeros(TOKENS, 8), batch)

@@ -40,11 +40,9 @@ class Worker:
         table = torch.zeros(ROWS, PAGES // 2 * P, dtype=torch.int32)
         for row in (1, 2):
             table[row] = (row - 1) * (PAGES // 2) * P + P + torch.arange(PAGES // 2 * P)
-        self.pool = PagePool.allocate(
-            [PageFormat(D, D)], kv_heads=KV_HEADS, pages=PAGES, slots=20, req_to_token=table
-        )
+        self.pool = PagePool.allocate([PageFormat(D, D)], kv_heads=KV_HEADS, pages=PAGES, slots=20, req_to_token=table)
         ops = StrictOps(self.pool, LayerRotations())
-        self.tiers = TierManager(self.pool, 1, 2, ops.quantise_slots)
+        self.tiers = TierManager(self.pool, 1, 2, ops.quantize_slots)
         self.backend = KVQuantBackend(ops, self.tiers, 0)
         self.stored = {1: 0, 2: 0}
 
@@ -56,10 +54,15 @@ class Worker:
         prefix = [self.stored[row] for row in new]
         tokens = sum(new.values())
         loc = torch.cat([self.pool.req_to_token[row, p : p + n] for (row, n), p in zip(new.items(), prefix)])
-        q, k, v = (torch.cat([x, x.new_full((pad_to - tokens, x.shape[1]), 99.0)]) for x in self.activations(tokens, seed))
+        q, k, v = (
+            torch.cat([x, x.new_full((pad_to - tokens, x.shape[1]), 99.0)]) for x in self.activations(tokens, seed)
+        )
         batch = SimpleNamespace(
-            forward_mode=mode("extend"), req_pool_indices=torch.tensor(list(new)), extend_prefix_lens_cpu=prefix,
-            extend_seq_lens_cpu=list(new.values()), out_cache_loc=torch.cat([loc, loc.new_zeros(pad_to - tokens)]),
+            forward_mode=mode("extend"),
+            req_pool_indices=torch.tensor(list(new)),
+            extend_prefix_lens_cpu=prefix,
+            extend_seq_lens_cpu=list(new.values()),
+            out_cache_loc=torch.cat([loc, loc.new_zeros(pad_to - tokens)]),
         )
         for row, n in new.items():
             self.stored[row] += n
@@ -73,8 +76,13 @@ class Worker:
         more = pad_to - len(rows)
         seq = torch.tensor(lens + [1] * more)
         batch = SimpleNamespace(
-            forward_mode=mode("decode"), req_pool_indices=torch.tensor(rows + [0] * more), seq_lens=seq, seq_lens_cpu=seq,
-            out_cache_loc=torch.tensor([int(self.pool.req_to_token[r, n - 1]) for r, n in zip(rows, lens)] + [0] * more),
+            forward_mode=mode("decode"),
+            req_pool_indices=torch.tensor(rows + [0] * more),
+            seq_lens=seq,
+            seq_lens_cpu=seq,
+            out_cache_loc=torch.tensor(
+                [int(self.pool.req_to_token[r, n - 1]) for r, n in zip(rows, lens)] + [0] * more
+            ),
         )
         q, k, v = (torch.cat([x, x.new_full((more, x.shape[1]), 99.0)]) for x in self.activations(len(rows), seed))
         self.backend.init_forward_metadata_out_graph(batch)
@@ -103,8 +111,11 @@ def test_a_batch_of_padding_alone_changes_nothing():
     worker.extend({1: 300, 2: 201}, 501, 0)
     before = worker.tiers.counts(), worker.pool.records[0][1:].clone()
     batch = SimpleNamespace(
-        forward_mode=mode("extend"), req_pool_indices=torch.tensor([0]), extend_prefix_lens_cpu=[0],
-        extend_seq_lens_cpu=[512], out_cache_loc=torch.zeros(512, dtype=torch.int64),
+        forward_mode=mode("extend"),
+        req_pool_indices=torch.tensor([0]),
+        extend_prefix_lens_cpu=[0],
+        extend_seq_lens_cpu=[512],
+        out_cache_loc=torch.zeros(512, dtype=torch.int64),
     )
     worker.backend.init_forward_metadata_out_graph(batch)
     worker.backend.forward_extend(*worker.activations(512, 1), LAYER, batch)

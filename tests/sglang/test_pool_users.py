@@ -26,7 +26,8 @@ def found(source) -> list[Look]:
 
 def unreviewed(found: list[Look]) -> list[Look]:
     return [
-        look for look in found
+        look
+        for look in found
         if look.what.rstrip("?=") not in reviewed.SERVED[look.kind]
         and look.what not in reviewed.REVIEWED[look.kind].get(look.path, ("", ""))[0].split(", ")
     ]
@@ -72,7 +73,7 @@ def test_every_entry_says_why():
 
 # -- the reader itself -------------------------------------------------------------------------------------------------
 
-LOOKS = '''
+LOOKS = """
 from sglang.srt.model_executor.forward_context import get_attn_backend, get_token_to_kv_pool
 
 def sniff(forward_batch, kv: "KVCache"):
@@ -91,15 +92,22 @@ class Runner:
 
     def use(self):
         return self.cache.head_num, self.token_to_kv_pool_allocator.free
-'''
+"""
 
 
 def test_the_reader_sees_every_way_to_look(tmp_path):
     (tmp_path / "models").mkdir()
     (tmp_path / "models" / "one.py").write_text(LOOKS)
     assert [(x.kind, x.what) for x in looks(tmp_path)] == [
-        (BACKEND, "split?"), (BACKEND, "workspace?"), (POOL, "counter="), (POOL, "dtype"), (POOL, "get_kv_buffer"),
-        (POOL, "head_num"), (POOL, "is SWAKVPool"), (POOL, "k_buffer"), (POOL, "type()"),
+        (BACKEND, "split?"),
+        (BACKEND, "workspace?"),
+        (POOL, "counter="),
+        (POOL, "dtype"),
+        (POOL, "get_kv_buffer"),
+        (POOL, "head_num"),
+        (POOL, "is SWAKVPool"),
+        (POOL, "k_buffer"),
+        (POOL, "type()"),
     ]
     assert looks(tmp_path, skip=("models/",)) == []
 
@@ -110,7 +118,7 @@ def test_a_new_look_fails(found):
     assert unreviewed([*found, *new]) == new
 
 
-CALLS = '''
+CALLS = """
 class Attention:
     def __init__(self):
         self.attn = RadixAttention(1)
@@ -135,7 +143,7 @@ class Other:
 
     def forward(self, q, forward_batch):
         return self.attn(q, mask=1)
-'''
+"""
 
 
 def test_the_reader_sees_every_call(tmp_path):

@@ -19,7 +19,6 @@ from tests.rotations.helpers import random_rotations
 from tests.sglang.test_checks import MODELS
 
 
-
 @pytest.fixture
 def start(command_line):
     """Goes as far as the command does before it spawns processes."""
@@ -157,7 +156,10 @@ def test_model_without_rotations_is_told_both_ways_out(start):
 
 @pytest.mark.parametrize(
     ("changes", "text"),
-    [(dict(target="managers.scheduler.Scheduler.gone"), "not found"), (dict(params=("other",)), "expected \\(other\\)")],
+    [
+        (dict(target="managers.scheduler.Scheduler.gone"), "not found"),
+        (dict(params=("other",)), "expected \\(other\\)"),
+    ],
     ids=["missing", "other parameters"],
 )
 def test_symbol_that_differs(start, monkeypatch, changes, text):

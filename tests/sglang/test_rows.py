@@ -54,7 +54,9 @@ def pools(modules: dict[str, ast.Module]) -> set[str]:
     """The pool of request rows and the classes derived from it."""
     bases = {
         node.name: {b.id for b in node.bases if isinstance(b, ast.Name)}
-        for tree in modules.values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)
+        for tree in modules.values()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef)
     }
     known = {ROWS}
     while more := {name for name, of in bases.items() if of & known} - known:
@@ -124,8 +126,11 @@ def test_session(pending, pool):
     from sglang.srt.session.streaming_session import SessionSlot, StreamingSession
 
     cache = SimpleNamespace(
-        req_to_token_pool=pool, token_to_kv_pool_allocator=SimpleNamespace(free=lambda pages: None), page_size=64,
-        unlock=lambda lock: None, free_kv_row=lambda kv, spans: None,
+        req_to_token_pool=pool,
+        token_to_kv_pool_allocator=SimpleNamespace(free=lambda pages: None),
+        page_size=64,
+        unlock=lambda lock: None,
+        free_kv_row=lambda kv, spans: None,
     )
     sessions = StreamingSession(cache)
     on_request = SimpleNamespace(req_pool_idx=2, holds_kv=True, kv_allocated_len=100, cache_protected_len=0)

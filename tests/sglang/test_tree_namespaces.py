@@ -24,8 +24,14 @@ def finish(tree, allocator, row: int, tokens: list[int], **names) -> torch.Tenso
     locations = extend(allocator, len(tokens))
     tree.req_to_token_pool.req_to_token[row, : len(tokens)] = locations.int()
     req = SimpleNamespace(
-        req_pool_idx=row, origin_input_ids=array("q", tokens), output_ids=array("q"), cache_protected_len=0,
-        last_node=tree.root_node, priority=0, swa_uuid_for_lock=None, **{"extra_key": None, "cache_salt": None, **names},
+        req_pool_idx=row,
+        origin_input_ids=array("q", tokens),
+        output_ids=array("q"),
+        cache_protected_len=0,
+        last_node=tree.root_node,
+        priority=0,
+        swa_uuid_for_lock=None,
+        **{"extra_key": None, "cache_salt": None, **names},
     )
     tree.cache_finished_req(req, kv_len_to_handle=len(tokens))
     return locations[::P] // P
@@ -47,9 +53,14 @@ if compat.applies(OLD_TREE, compat.sglang_version()):
 
         monkeypatch.setattr(applied, "_config", KVQuantConfig("int2"))
         rows = ReqToTokenPool(size=4, max_context_len=8 * P, device="cpu", enable_memory_saver=False)
-        tree = RadixCache(CacheInitParams(
-            disable=False, req_to_token_pool=rows, token_to_kv_pool_allocator=allocator, page_size=P,
-        ))
+        tree = RadixCache(
+            CacheInitParams(
+                disable=False,
+                req_to_token_pool=rows,
+                token_to_kv_pool_allocator=allocator,
+                page_size=P,
+            )
+        )
         tokens = list(range(2 * P))
         first = finish(tree, allocator, 1, tokens)
         assert not moves()

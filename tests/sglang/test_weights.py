@@ -178,9 +178,11 @@ COMPONENTS = "model_executor.model_runner_components"
 #: Methods of these classes that neither show nor change a weight by themselves.
 HARMLESS = {
     f"{COMPONENTS}.weight_updater.WeightUpdater": {
-        "init_weights_update_group", "destroy_weights_update_group",  # only connect
+        "init_weights_update_group",
+        "destroy_weights_update_group",  # only connect
         "receive_weights_from_distributed",  # into new tensors; ``load_weights_from_distributed`` puts them in place
-        "begin_weight_update", "end_weight_update",  # behind ``SchedulerWeightUpdaterManager.begin_weight_update``
+        "begin_weight_update",
+        "end_weight_update",  # behind ``SchedulerWeightUpdaterManager.begin_weight_update``
     },
     f"{COMPONENTS}.weight_exporter.WeightExporter": set(),
     "utils.weight_checker.WeightChecker": set(),
@@ -189,8 +191,11 @@ HARMLESS = {
 
 @pytest.mark.parametrize("owner", HARMLESS)
 def test_every_way_in_or_out_is_hooked(owner):
-    public = {name for name, f in vars(pkgutil.resolve_name(f"sglang.srt.{owner}")).items()
-              if callable(f) and not name.startswith("_")}
+    public = {
+        name
+        for name, f in vars(pkgutil.resolve_name(f"sglang.srt.{owner}")).items()
+        if callable(f) and not name.startswith("_")
+    }
     hooked = {h.target.rpartition(".")[2] for h in REFUSING if h.target.startswith(f"{owner}.")}
     assert public - hooked <= HARMLESS[owner]
 
@@ -223,9 +228,14 @@ def test_refused_while_folded(applied, folded, hook):
 
 @pytest.mark.parametrize(
     ("name", "is_folded"),
-    [("model.layers.3.self_attn.v_proj.weight", True), ("model.layers.3.self_attn.qkv_proj.weight", True),
-     ("model.layers.3.self_attn.o_proj.weight", True), ("model.layers.3.self_attn.q_proj.weight", False),
-     ("model.layers.3.mlp.down_proj.weight", False), ("lm_head.weight", False)],
+    [
+        ("model.layers.3.self_attn.v_proj.weight", True),
+        ("model.layers.3.self_attn.qkv_proj.weight", True),
+        ("model.layers.3.self_attn.o_proj.weight", True),
+        ("model.layers.3.self_attn.q_proj.weight", False),
+        ("model.layers.3.mlp.down_proj.weight", False),
+        ("lm_head.weight", False),
+    ],
 )
 def test_only_what_is_folded_cannot_be_read(folded, caplog, name, is_folded):
     with caplog.at_level("ERROR", logger="sglang_kvq"):
@@ -237,6 +247,7 @@ def test_only_what_is_folded_cannot_be_read(folded, caplog, name, is_folded):
 @pytest.mark.parametrize("found", [None, [None, None], [[1.0], None]], ids=["one", "ranks", "some ranks"])
 def test_a_client_is_told_why(found):
     """The scheduler's answer has no room for a reason; SGLang makes an error response of the exception."""
+
     async def original(self, obj, request=None):
         return found
 

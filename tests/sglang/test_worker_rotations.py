@@ -20,8 +20,14 @@ def runner(tmp_path):
     """A model of 6 KV heads, and the flags with which it is served."""
     save_rotations(random_rotations(layers=LAYERS, heads=HEADS, balanced=True), tmp_path / "r", kv_heads=HEADS)
     config = dict(
-        architectures=["LlamaForCausalLM"], hidden_size=768, num_hidden_layers=LAYERS, num_attention_heads=12,
-        num_key_value_heads=HEADS, head_dim=D, vocab_size=512, rope_theta=1e4,
+        architectures=["LlamaForCausalLM"],
+        hidden_size=768,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=12,
+        num_key_value_heads=HEADS,
+        head_dim=D,
+        vocab_size=512,
+        rope_theta=1e4,
     )
     model = SimpleNamespace(hf_config=config, model_path=str(tmp_path))
     return SimpleNamespace(model_config=model, device="cpu"), KVQuantConfig("oscar", rotations=str(tmp_path / "r"))
@@ -56,7 +62,9 @@ def test_more_workers_than_heads_share_them(runner, monkeypatch):
     whole = load_rotations(runner[1].rotations, layers=LAYERS, kv_heads=HEADS, head_dim=D)
     for rank in range(12):
         part, _ = rank_rotations(runner, monkeypatch, rank, 12, 1)
-        assert torch.equal(part.k, whole.k[:, rank // 2, None]) and torch.equal(part.q, whole.q[:, rank // 2, None]), rank
+        assert torch.equal(part.k, whole.k[:, rank // 2, None]) and torch.equal(part.q, whole.q[:, rank // 2, None]), (
+            rank
+        )
 
 
 def test_layers_of_a_later_stage(runner, monkeypatch):
@@ -82,7 +90,10 @@ def test_a_start_reads_the_file_once(applied, command_line, tmp_path, monkeypatc
     config, model = runtime.config_of(server_args), compat.model_config(server_args)
     checks.check_resolved(server_args, config)
     configurator = SimpleNamespace(
-        server_args=server_args, is_draft_worker=False, model_config=model, kv_cache_dtype=torch.bfloat16,
+        server_args=server_args,
+        is_draft_worker=False,
+        model_config=model,
+        kv_cache_dtype=torch.bfloat16,
         layer_info=SimpleNamespace(start_layer=0),
     )
     capacity.compute_cell_size(lambda *_: 2 * 2 * 64 * 2 * 2, None, configurator, 2)

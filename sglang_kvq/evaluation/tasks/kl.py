@@ -1,7 +1,7 @@
 """Paired KL divergence, top-1 agreement and perplexity on held-out text, through the server's real cache.
 
 The server computes a prompt in chunks (``--chunked-prefill-size``), and a chunk attends to the stored keys and values
-of those before it: so a prompt's log-probabilities show what the quantised history does to the model.
+of those before it: so a prompt's log-probabilities show what the quantized history does to the model.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class KLTask:
         skip: share of each text to leave out at its beginning: what calibration used.
         contexts: (tokens, how many) per length, evenly spaced over the texts.
         first: first position measured. With 64 sink and 256 recent tokens in BF16, at 640 half of what a token
-            attends to is quantised, and more after it.
+            attends to is quantized, and more after it.
         top: K, the reference's likeliest tokens that have a bucket of their own.
     """
 
@@ -176,7 +176,7 @@ class KLTask:
         if facts.kv_quant and (facts.chunk is None or facts.chunk > 256):
             raise KVQuantError(
                 f"the server computes prompts in chunks of {facts.chunk or 'any size'}, whose own tokens attend to "
-                "each other unquantised: start it with --chunked-prefill-size 128 (at most 256) to measure its cache."
+                "each other unquantized: start it with --chunked-prefill-size 128 (at most 256) to measure its cache."
             )
 
 

@@ -13,12 +13,17 @@ from hypothesis import given, settings
 
 from sglang_kvq.formats.code import BITS, INT2, CodeFormat
 from sglang_kvq.formats.levels import level_table
-from sglang_kvq.formats.quantise import _sqrt, channel_means, clip_rank, dequantise_rows, quantise_rows
+from sglang_kvq.formats.quantize import _sqrt, channel_means, clip_rank, dequantize_rows, quantize_rows
 
 CODES = [
     CodeFormat(bits, levels, statistic)
     for bits in BITS
-    for levels, statistic in (("uniform", "minmax"), ("lloyd-max", "moments"), ("sphere", "norm"), ("lloyd-max", "minmax"))
+    for levels, statistic in (
+        ("uniform", "minmax"),
+        ("lloyd-max", "moments"),
+        ("sphere", "norm"),
+        ("lloyd-max", "minmax"),
+    )
 ]
 
 
@@ -27,7 +32,7 @@ def rows(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def there_and_back(x: torch.Tensor, code: CodeFormat, rank: int = 0, group: int | None = None) -> torch.Tensor:
-    return dequantise_rows(*quantise_rows(x, group or x.shape[-1], rank, code), code)
+    return dequantize_rows(*quantize_rows(x, group or x.shape[-1], rank, code), code)
 
 
 def relative_error(x: torch.Tensor, code: CodeFormat, rank: int = 0) -> float:
@@ -37,7 +42,7 @@ def relative_error(x: torch.Tensor, code: CodeFormat, rank: int = 0) -> float:
 @pytest.mark.parametrize("code", CODES, ids=CodeFormat.describe)
 def test_every_value_takes_its_nearest_level(code):
     x = rows(50, 128)
-    codes, scale, zero = quantise_rows(x, 128, 0, code)
+    codes, scale, zero = quantize_rows(x, 128, 0, code)
     levels = torch.tensor(code.table(128).levels) - (0 if code.has_zero else code.table(128).middle)
     places = levels.double() * scale.double() + (zero.double() if code.has_zero else 0)  # [50, levels]
     distance = (places[:, None, :] - x.double()[:, :, None]).abs()
@@ -52,7 +57,7 @@ def test_moments_are_the_rows_own(d, spread, offset):
     """Mean and standard deviation against exact rational arithmetic on the same integers, to the last FP16 bit or two."""
     code, x = CodeFormat(2, "lloyd-max", "moments"), (rows(20, d).float() * spread + offset).bfloat16()
     table = code.table(d)
-    _, scale, zero = quantise_rows(x, d, 0, code)
+    _, scale, zero = quantize_rows(x, d, 0, code)
     for row, s, z in zip(x.double().tolist(), scale[:, 0].tolist(), zero[:, 0].tolist()):
         power = 10 - math.floor(math.log2(max(map(abs, row))))
         q = [round(Fraction(v) * Fraction(2) ** power) for v in row]  # Python rounds to even too
@@ -80,8 +85,8 @@ def test_means_of_channels_are_the_exact_ones_rounded_once(spread, offset):
 def test_order_of_elements_does_not_matter(code):
     x = (rows(40, 96).float() * torch.logspace(-3, 3, 96)).bfloat16()
     order = torch.randperm(96, generator=torch.Generator().manual_seed(5))
-    codes, scale, zero = quantise_rows(x, 96, 5, code)
-    codes2, scale2, zero2 = quantise_rows(x[:, order], 96, 5, code)
+    codes, scale, zero = quantize_rows(x, 96, 5, code)
+    codes2, scale2, zero2 = quantize_rows(x[:, order], 96, 5, code)
     assert torch.equal(codes[:, order], codes2) and torch.equal(scale, scale2)
     assert zero is None or torch.equal(zero, zero2)
 
@@ -89,19 +94,24 @@ def test_order_of_elements_does_not_matter(code):
 @pytest.mark.parametrize("code", [c for c in CODES if c.statistic != "minmax"], ids=CodeFormat.describe)
 def test_powers_of_two_change_no_code(code):
     x = rows(40, 64)
-    codes, scale, _ = quantise_rows(x, 64, 0, code)
-    codes2, scale2, _ = quantise_rows((x.float() * 16).bfloat16(), 64, 0, code)
+    codes, scale, _ = quantize_rows(x, 64, 0, code)
+    codes2, scale2, _ = quantize_rows((x.float() * 16).bfloat16(), 64, 0, code)
     assert torch.equal(codes, codes2) and torch.equal(scale.float() * 16, scale2.float())
 
 
-@given(st.integers(0, 999), st.sampled_from([0.0, 1e-38, 1e-30, 1e-6, 1.0, 1e4, 1e38]), st.booleans(), st.sampled_from(CODES))
+@given(
+    st.integers(0, 999),
+    st.sampled_from([0.0, 1e-38, 1e-30, 1e-6, 1.0, 1e4, 1e38]),
+    st.booleans(),
+    st.sampled_from(CODES),
+)
 @settings(max_examples=80, deadline=None)
 def test_any_finite_row_gives_finite_values(seed, size, constant, code):
     x = (rows(4, 64, seed=seed).float() * size).clamp(-3.3e38, 3.3e38).bfloat16()
     if constant:
         x = x[:, :1].expand(-1, 64).contiguous()
-    codes, scale, zero = quantise_rows(x, 64, 0, code)
-    back = dequantise_rows(codes, scale, zero, code)
+    codes, scale, zero = quantize_rows(x, 64, 0, code)
+    back = dequantize_rows(codes, scale, zero, code)
     assert codes.max() < 2**code.bits and torch.isfinite(back).all()
     if constant and code.has_zero and size <= 1e4:  # one level holds it, up to FP16
         assert torch.allclose(back, x.float(), rtol=1e-3, atol=1e-6 + 1e-3 * size)
@@ -112,8 +122,8 @@ def test_moments_of_groups_are_their_own():
     x = rows(10, 128).float()
     x[:, :32] *= 1e4
     code = CodeFormat(2, "lloyd-max", "moments")
-    whole = quantise_rows(x.bfloat16(), 32, 0, code)
-    part = quantise_rows(x[:, 32:64].bfloat16(), 32, 0, code)
+    whole = quantize_rows(x.bfloat16(), 32, 0, code)
+    part = quantize_rows(x[:, 32:64].bfloat16(), 32, 0, code)
     assert torch.equal(whole[0][:, 32:64], part[0]) and torch.equal(whole[1][:, 1:2], part[1])
 
 
@@ -136,7 +146,7 @@ def test_clipping_before_the_moments_gains_nothing(ratio):
 def test_turboquant_distortion_is_within_its_bound(bits, d):
     """arXiv 2504.19874, theorem 1: MSE <= sqrt(3) pi / 2 4^-b = 2.72 4^-b of any unit vector, randomly rotated.
 
-    The lower bound of any quantiser is 4^-b (theorem 3). Sources: the sphere, a Gaussian, and vectors along an axis.
+    The lower bound of any quantizer is 4^-b (theorem 3). Sources: the sphere, a Gaussian, and vectors along an axis.
     """
     code = CodeFormat(bits, "sphere", "norm")
     gauss = rows(4000, d).float()
@@ -157,11 +167,11 @@ def test_kivi_error_per_channel_is_within_its_bound(bits):
     x[:, 7] = x[:, 7] * 0.5 + 40  # an outlier channel, as keys have
     x = x.bfloat16()
     code = CodeFormat(bits, axis="channel")
-    codes, scale, zero = quantise_rows(x.T, 64, 0, code, 128)
-    back = dequantise_rows(codes, scale, zero, code, 128).T
+    codes, scale, zero = quantize_rows(x.T, 64, 0, code, 128)
+    back = dequantize_rows(codes, scale, zero, code, 128).T
     half_step = (x.float().amax(0) - x.float().amin(0)) / (2**bits - 1) / 2
     assert ((back - x.float()).abs() <= half_step * 1.002 + 0.02 * (x.float().abs().amax(0) > 10)).all()
-    per_token = dequantise_rows(*quantise_rows(x, 128, 0, CodeFormat(bits)), CodeFormat(bits))
+    per_token = dequantize_rows(*quantize_rows(x, 128, 0, CodeFormat(bits)), CodeFormat(bits))
     others = torch.arange(128) != 7
     ratio = (back - x.float())[:, others].square().mean() / (per_token - x.float())[:, others].square().mean()
     assert ratio < 0.05, "an outlier channel must not cost the others"
@@ -175,8 +185,8 @@ def test_the_square_root_is_correctly_rounded():
 
 def test_default_code_is_todays_int2():
     x = rows(100, 128)
-    codes, scale, zero = quantise_rows(x, 128, 6)
-    again = quantise_rows(x, 128, 6, INT2)
+    codes, scale, zero = quantize_rows(x, 128, 6)
+    again = quantize_rows(x, 128, 6, INT2)
     assert all(torch.equal(a, b) for a, b in zip((codes, scale, zero), again))
     f = x.float()
     limit = f.abs().sort(-1).values[:, -6:-5]

@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tests.kernels.scene import DEVICE, HEADS, LAYERS, ON_GPU, int64, make_scene, randn
 
 from sglang_kvq.config import PAGE_SIZE
 from sglang_kvq.formats.page import PageFormat
+from tests.kernels.scene import DEVICE, HEADS, LAYERS, ON_GPU, int64, make_scene, randn
 
 PAGES = 40 if ON_GPU else 3
 
@@ -51,10 +51,10 @@ def test_pages_of_activations(heads, clip):
     pages = (torch.randperm(scene.pool.pages)[:PAGES] + 1).to(DEVICE)
     records = scene.pool.stores[0].records
     before = records.clone()
-    reference.quantise_tokens(1, first, pages, k, v)
+    reference.quantize_tokens(1, first, pages, k, v)
     want = records.clone()
     records.copy_(before)
-    ops.quantise_tokens(1, first, pages, k, v)
+    ops.quantize_tokens(1, first, pages, k, v)
     same_records(heads.format, records[1, pages], want[1, pages])
     records[1, pages] = before[1, pages]
     assert torch.equal(records, before), "wrote outside its pages"
@@ -71,10 +71,10 @@ def test_pages_of_overlays(heads, count):
     pages = (torch.randperm(pool.pages)[:PAGES] + 1).to(DEVICE)
     records = pool.stores[0].records
     before = records.clone()
-    reference.quantise_slots(slots, pages, int64(count))
+    reference.quantize_slots(slots, pages, int64(count))
     want = records.clone()
     records.copy_(before)
-    ops.quantise_slots(slots, pages, int64(count))
+    ops.quantize_slots(slots, pages, int64(count))
     same_records(heads.format, records[:, pages[:count]], want[:, pages[:count]])
     records[:, pages[:count]] = before[:, pages[:count]]
     assert torch.equal(records, before), "wrote outside its pages"
@@ -85,9 +85,9 @@ def test_activations_and_overlays_give_the_same_record():
     scene = make_scene(heads, [64], margin=4)
     ops, _ = scene.ops()
     k, v = (heavy(PAGE_SIZE, heads.kv, heads.head_dim) for _ in range(2))
-    ops.quantise_tokens(0, int64(0), int64(2), k, v)
+    ops.quantize_tokens(0, int64(0), int64(2), k, v)
     scene.pool.overlays[:, 3, 0], scene.pool.overlays[:, 3, 1] = k.transpose(0, 1), v.transpose(0, 1)
-    ops.quantise_slots(int64(3), int64(1), int64(1))
+    ops.quantize_slots(int64(3), int64(1), int64(1))
     assert torch.equal(scene.pool.records[0][1], scene.pool.records[0][2])
 
 
@@ -96,5 +96,5 @@ def test_no_pages():
     ops, _ = scene.ops()
     empty = int64()
     k = randn(8, HEADS[1].kv, HEADS[1].head_dim)
-    ops.quantise_tokens(0, empty, empty, k, k)
-    ops.quantise_slots(empty, empty, int64(0))
+    ops.quantize_tokens(0, empty, empty, k, k)
+    ops.quantize_slots(empty, empty, int64(0))

@@ -1,4 +1,4 @@
-"""Clipping and quantisation of head rows: the arithmetic every path shares.
+"""Clipping and quantization of head rows: the arithmetic every path shares.
 
 Only additions, comparisons, multiplications, one correctly rounded square root, sums of integers, and roundings to FP16
 are used, each rounded by itself and none in an order that matters, so that torch on any device and the Triton kernels
@@ -50,10 +50,10 @@ def clip_rows(x: torch.Tensor, rank: int) -> torch.Tensor:
     return torch.minimum(torch.maximum(x, -threshold), threshold)
 
 
-def quantise_rows(
+def quantize_rows(
     x: torch.Tensor, group: int, rank: int, code: CodeFormat = INT2, head_dim: int | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Quantise rows to codes 0 .. 2^bits - 1.
+    """Quantize rows to codes 0 .. 2^bits - 1.
 
     Args:
         x: ``[..., n]``, values that float32 holds exactly: heads' rows, less their channels' means if they are centred,
@@ -65,7 +65,7 @@ def quantise_rows(
 
     Returns:
         codes uint8 ``[..., n]``, scale FP16 and zero FP16 ``[..., n // group]`` (zero is None for ``norm``);
-        ``dequantise_rows`` gives the values.
+        ``dequantize_rows`` gives the values.
     """
     table = code.table(head_dim or x.shape[-1])
     x = clip_rows(x.float(), rank).unflatten(-1, (-1, group))
@@ -79,14 +79,14 @@ def quantise_rows(
     return codes.flatten(-2), scale.squeeze(-1), zero.squeeze(-1) if code.has_zero else None
 
 
-def dequantise_rows(
+def dequantize_rows(
     codes: torch.Tensor,
     scale: torch.Tensor,
     zero: torch.Tensor | None,
     code: CodeFormat = INT2,
     head_dim: int | None = None,
 ) -> torch.Tensor:
-    """Values of ``quantise_rows``'s codes, float32 ``[..., n]``: one rounding each, of ``level * scale + zero``."""
+    """Values of ``quantize_rows``'s codes, float32 ``[..., n]``: one rounding each, of ``level * scale + zero``."""
     table = code.table(head_dim or codes.shape[-1])
     group = codes.shape[-1] // scale.shape[-1]
     shift = 0.0 if code.has_zero else table.middle

@@ -31,7 +31,7 @@ TOKENS = tl.constexpr(16)
 PARTS = tl.constexpr(2 * PAGE_SIZE // TOKENS.value)
 
 
-def quantise_tokens(
+def quantize_tokens(
     records: torch.Tensor,
     record: Record,
     ranks: torch.Tensor,
@@ -51,10 +51,10 @@ def quantise_tokens(
     kv_heads, d = k.shape[1:]
     grid = (first.numel() * kv_heads * PARTS.value,)
     strides = (*k.stride()[:2], *v.stride()[:2])
-    _quantise_tokens[grid](records, ranks, first, pages, k, v, *strides, **_constants(record, kv_heads, d, k.device))
+    _quantize_tokens[grid](records, ranks, first, pages, k, v, *strides, **_constants(record, kv_heads, d, k.device))
 
 
-def quantise_slots(
+def quantize_slots(
     records: torch.Tensor,
     record: Record,
     layers: torch.Tensor,
@@ -75,7 +75,7 @@ def quantise_slots(
         return
     n, kv_heads = records.shape[0], records.shape[2]
     grid = (min(programs, slots.numel() * n * kv_heads * PARTS.value),)
-    _quantise_slots[grid](
+    _quantize_slots[grid](
         records, layers, ranks, overlays, slots, pages, count,
         records.stride(0), overlays.stride(0), n,
         **_constants(record, kv_heads, overlays.shape[-1], overlays.device),
@@ -98,7 +98,7 @@ def _constants(record: Record, kv_heads: int, d: int, device: torch.device) -> d
 
 
 @triton.jit
-def _quantise_tokens(
+def _quantize_tokens(
     records, ranks, first, pages, k, v, k_token, k_head, v_token, v_head,
     RECORD: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, N: tl.constexpr, CP: tl.constexpr,
     PACKED: tl.constexpr,
@@ -107,14 +107,14 @@ def _quantise_tokens(
     head, part, index = _item(tl.program_id(0), KV_HEADS)
     token = tl.load(first + index).to(tl.int64)
     page = tl.load(pages + index).to(tl.int64)
-    _quantise_part(
+    _quantize_part(
         k + token * k_token + head * k_head, k_token, v + token * v_token + head * v_head, v_token,
         records + (page * KV_HEADS + head) * RECORD.bytes, ranks, part, RECORD, D, N, CP, PACKED,
     )  # fmt: skip
 
 
 @triton.jit
-def _quantise_slots(
+def _quantize_slots(
     records, layer_ids, ranks, overlays, slots, pages, count, record_layer, overlay_layer, layers,
     RECORD: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, N: tl.constexpr, CP: tl.constexpr,
     PACKED: tl.constexpr,
@@ -130,7 +130,7 @@ def _quantise_slots(
         page = tl.load(pages + index).to(tl.int64)
         k = overlays + layer * overlay_layer + (slot * 2 * KV_HEADS + head) * (PAGE * D)
         record = records + nth.to(tl.int64) * record_layer + (page * KV_HEADS + head) * RECORD.bytes
-        _quantise_part(k, D, k + KV_HEADS * PAGE * D, D, record, ranks + 2 * layer, part, RECORD, D, N, CP, PACKED)
+        _quantize_part(k, D, k + KV_HEADS * PAGE * D, D, record, ranks + 2 * layer, part, RECORD, D, N, CP, PACKED)
 
 
 @triton.jit
@@ -140,7 +140,7 @@ def _item(item, KV_HEADS: tl.constexpr):
 
 
 @triton.jit
-def _quantise_part(
+def _quantize_part(
     k, k_token, v, v_token, record, ranks, part,
     RECORD: tl.constexpr, D: tl.constexpr, N: tl.constexpr, CP: tl.constexpr,
     PACKED: tl.constexpr,
@@ -150,15 +150,15 @@ def _quantise_part(
     VALUES: tl.constexpr = RECORD.v
     if part < PARTS // 2:
         if KEYS.channel:
-            _quantise_channels(k, k_token, record, part, KEYS, D, CP)
+            _quantize_channels(k, k_token, record, part, KEYS, D, CP)
         else:
-            _quantise_keys(k, k_token, record, ranks, part, KEYS, D, N, PACKED)
+            _quantize_keys(k, k_token, record, ranks, part, KEYS, D, N, PACKED)
     else:
-        _quantise_values(v, v_token, record, ranks + 1, part - PARTS // 2, VALUES, D, N, PACKED)
+        _quantize_values(v, v_token, record, ranks + 1, part - PARTS // 2, VALUES, D, N, PACKED)
 
 
 @triton.jit
-def _quantise_keys(
+def _quantize_keys(
     k, k_token, record, rank, part, CODES: tl.constexpr, D: tl.constexpr, N: tl.constexpr, PACKED: tl.constexpr
 ):
     """TOKENS tokens: a byte holds the four planes of one column.
@@ -183,7 +183,9 @@ def _quantise_keys(
     elif CODES.bits == 3:
         high = _high(p0) + (_high(p1) << 1) + (_high(p2) << 2) + (_high(p3) << 3)
         high = tl.sum(tl.reshape(high << (i // HALF * 4)[:, None], [2, HALF, N]), 0)
-        place = record.to(tl.pointer_type(tl.uint16)) + key_row(part * HALF + tl.arange(0, HALF))[:, None] * (D // 8) + n
+        place = (
+            record.to(tl.pointer_type(tl.uint16)) + key_row(part * HALF + tl.arange(0, HALF))[:, None] * (D // 8) + n
+        )
         tl.store(place + CODES.high // 2, _two_bytes(high), mask=inside)
 
 
@@ -193,8 +195,7 @@ def _key_token(i, part, CODES: tl.constexpr):
     HALF: tl.constexpr = TOKENS // 2
     if CODES.bits == 3:
         return i // HALF * (PAGE // 2) + part * HALF + i % HALF
-    else:
-        return part * TOKENS + i
+    return part * TOKENS + i
 
 
 @triton.jit
@@ -213,8 +214,7 @@ def _load_plane(x, x_token, token, plane: tl.constexpr, D: tl.constexpr, N: tl.c
     place = (x + (token * x_token + plane * (D // 4))[:, None]).to(tl.pointer_type(tl.int32)) + n
     if 2 * N == D // 4:
         return tl.load(place)
-    else:
-        return tl.load(place, mask=2 * n < D // 4, other=0)
+    return tl.load(place, mask=2 * n < D // 4, other=0)
 
 
 @triton.jit
@@ -258,7 +258,7 @@ def _plane_means(
 
 
 @triton.jit
-def _quantise_values(
+def _quantize_values(
     v, v_token, record, rank, part, CODES: tl.constexpr, D: tl.constexpr, N: tl.constexpr, PACKED: tl.constexpr
 ):
     """As many bytes of every dim as a quarter of TOKENS: row (n, i) is the token that byte i has as its plane n."""
@@ -344,7 +344,7 @@ def _row_codes(
 
 
 @triton.jit
-def _quantise_channels(k, k_token, record, part, CODES: tl.constexpr, D: tl.constexpr, CP: tl.constexpr):
+def _quantize_channels(k, k_token, record, part, CODES: tl.constexpr, D: tl.constexpr, CP: tl.constexpr):
     """All tokens of columns part * D/16 .. of each plane; row (run, plane, column) is a channel's tokens of one run."""
     RUN: tl.constexpr = CODES.group
     RUNS: tl.constexpr = CODES.runs

@@ -1,6 +1,6 @@
-"""Error of every kind of code on Gaussian rows, with clips and gains, and of TurboQuant's second quantiser (QJL).
+"""Error of every kind of code on Gaussian rows, with clips and gains, and of TurboQuant's second quantizer (QJL).
 
-    python benchmarks/quantisers.py --out benchmarks/results/quantisers.json
+    python benchmarks/quantizers.py --out benchmarks/results/quantizers.json
 
 A random rotation, or a Hadamard matrix on enough unequal coordinates, makes rows like these. About a minute on a CPU.
 """
@@ -18,9 +18,13 @@ import torch
 from benchmarks import record
 from sglang_kvq.formats.code import CodeFormat
 from sglang_kvq.formats.qjl import inner_products, projection, sketch_keys
-from sglang_kvq.formats.quantise import clip_rank, dequantise_rows, quantise_rows
+from sglang_kvq.formats.quantize import clip_rank, dequantize_rows, quantize_rows
 
-UNIFORM, LLOYD, SPHERE = ({}, {"levels": "lloyd-max", "statistic": "moments"}, {"levels": "sphere", "statistic": "norm"})
+UNIFORM, LLOYD, SPHERE = (
+    {},
+    {"levels": "lloyd-max", "statistic": "moments"},
+    {"levels": "sphere", "statistic": "norm"},
+)
 CLIPS = (1.0, 0.98, 0.96, 0.92, 0.88, 0.86)
 #: Each row against as many queries.
 QUERIES = 64
@@ -38,7 +42,7 @@ def compare(exact: torch.Tensor, found: torch.Tensor) -> dict[str, float]:
 def measure(rows: torch.Tensor, q: torch.Tensor, code: CodeFormat, clip: float) -> dict:
     """One code: squared error over the rows' own, beside the least possible for a Gaussian source, 2^(-2 bits)."""
     d = rows.shape[-1]
-    values = dequantise_rows(*quantise_rows(rows, d, clip_rank(d, clip), code), code)
+    values = dequantize_rows(*quantize_rows(rows, d, clip_rank(d, clip), code), code)
     exact = rows.float()
     error = float((values - exact).square().sum(dtype=torch.float64) / exact.square().sum(dtype=torch.float64))
     kind = {"levels": code.levels, "statistic": code.statistic, "bits": code.bits, "clip": clip, "gain": code.gain}
@@ -77,7 +81,7 @@ def main() -> None:
     for row in rounded:
         print("  ".join(f"{name} {value}" for name, value in row.items()))
     more = {"source": "Gaussian", "rows_measured": args.rows, "head_dim": args.head_dim, "seed": args.seed}
-    record.write(args.out, "quantisers", rounded, **more)
+    record.write(args.out, "quantizers", rounded, **more)
 
 
 if __name__ == "__main__":
