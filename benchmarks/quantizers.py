@@ -17,7 +17,7 @@ import torch
 
 from benchmarks import record
 from sglang_kvq.formats.code import CodeFormat
-from sglang_kvq.formats.qjl import inner_products, projection, sketch_keys
+from benchmarks.qjl import inner_products, projection, sketch_keys
 from sglang_kvq.formats.quantize import clip_rank, dequantize_rows, quantize_rows
 
 UNIFORM, LLOYD, SPHERE = (

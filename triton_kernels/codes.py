@@ -27,9 +27,9 @@ class Codes:
         bits, statistic: ``CodeFormat``'s; channel: whether its axis is a channel.
         levels: ``LevelTable.levels``; uniform: whether they are 0, 1, 2, ...
         group: elements that share a scale, along head_dim, or along tokens for a channel.
-        has_zero, clips, centred: ``CodeFormat``'s.
+        has_offset, clips, centred: ``CodeFormat``'s.
         factor: float32 that turns the statistic into the scale (``formats.quantize``); inverse: float32 1 / group.
-        low, high, scale, zero, mean: byte offsets in the record.
+        low, high, scale, offset, mean: where each begins in the record, in bytes.
     """
 
     bits: int
@@ -38,7 +38,7 @@ class Codes:
     levels: tuple[int, ...]
     uniform: bool
     group: int
-    has_zero: bool
+    has_offset: bool
     clips: bool
     centred: bool
     factor: float
@@ -46,7 +46,7 @@ class Codes:
     low: int
     high: int
     scale: int
-    zero: int
+    offset: int
     mean: int
 
     @property
@@ -55,8 +55,8 @@ class Codes:
 
     @property
     def shift(self) -> float:
-        """What is taken off every level: without a zero, levels are centred."""
-        return 0.0 if self.has_zero else self.middle
+        """What is taken off every level: without an offset, levels are centred."""
+        return 0.0 if self.has_offset else self.middle
 
     @property
     def runs(self) -> int:
@@ -82,15 +82,15 @@ def record_of(format: PageFormat) -> Record:
     """The constants of a format; the same object for formats that only clip differently."""
     if format.layout != format:
         return record_of(format.layout)
-    at = format.offsets
+    at = format.parts
     return Record(
-        _codes(format, format.k, at.k_low, at.k_high, at.k_scale, at.k_zero, at.k_mean),
-        _codes(format, format.v, at.v_low, at.v_high, at.v_scale, at.v_zero, at.end),
+        _codes(format, format.k, at.k_low, at.k_high, at.k_scale, at.k_offset, at.k_mean),
+        _codes(format, format.v, at.v_low, at.v_high, at.v_scale, at.v_offset, at.end),
         at.end,
     )
 
 
-def _codes(format: PageFormat, code: CodeFormat, low: int, high: int, scale: int, zero: int, mean: int) -> Codes:
+def _codes(format: PageFormat, code: CodeFormat, low: int, high: int, scale: int, offset: int, mean: int) -> Codes:
     table, n = code.table(format.head_dim), format.group_of(code)
     factor = {"minmax": 1 / table.top, "moments": table.unit / n, "norm": table.unit / math.sqrt(n)}[code.statistic]
     return Codes(
@@ -100,7 +100,7 @@ def _codes(format: PageFormat, code: CodeFormat, low: int, high: int, scale: int
         levels=table.levels,
         uniform=table.levels == tuple(range(2**code.bits)),
         group=n,
-        has_zero=code.has_zero,
+        has_offset=code.has_offset,
         clips=code.clips,
         centred=code.centred,
         factor=_f32(factor),
@@ -108,7 +108,7 @@ def _codes(format: PageFormat, code: CodeFormat, low: int, high: int, scale: int
         low=low,
         high=high,
         scale=scale,
-        zero=zero,
+        offset=offset,
         mean=mean,
     )
 
@@ -119,7 +119,7 @@ def _f32(x: float) -> float:
 
 @triton.constexpr_function
 def bound(codes, i):
-    """Threshold between levels i and i + 1, in scales from the zero."""
+    """Threshold between levels i and i + 1, in scales from the offset."""
     return (codes.levels[i] + codes.levels[i + 1]) / 2 - codes.shift
 
 

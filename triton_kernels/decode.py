@@ -1,7 +1,7 @@
 """Decode attention: split-KV partial results over INT2 records and BF16 overlays, in one launch.
 
 A program takes one KV head of one item of the plan (``plan.split_work``): some pages of one request's history,
-some of its overlays (sinks, window, the page being filled), seldom both. With codes c in 0..3, scale s and zero z
+some of its overlays (sinks, window, the page being filled), seldom both. With codes c in 0..3, scale s and offset z
 per token, and queries q:
 
     q k     = s_k (q c_k) + z_k sum(q)            the affine terms stay outside the product
@@ -89,9 +89,9 @@ def decode_launch(head_dim: int, gqa_group: int, record: Record) -> DecodeLaunch
 
 
 def is_fast(record: Record) -> bool:
-    """Whether ``_history`` reads these records: uniform 2-bit codes, a scale and a zero per token and group, no more."""
+    """Whether ``_history`` reads these records: uniform 2-bit codes, a scale and an offset per token and group, no more."""
     k, v = record.k, record.v
-    plain = all(c.bits == 2 and c.uniform and c.has_zero and not c.channel for c in (k, v))
+    plain = all(c.bits == 2 and c.uniform and c.has_offset and not c.channel for c in (k, v))
     return plain and k.group == v.group and not k.centred
 
 
@@ -261,11 +261,11 @@ def _history(
     dim_v = tl.arange(0, ROWS)
     v_place = CODES + (v_first + dim_v)[None, :, None] * QUARTER + tl.arange(0, QUARTER)[None, None, :]
     records += head * RECORD
-    # Scales and zeros, of K's first group and of this program's first of V, in one load: [page, kind, which, token].
+    # Scales and offsets, of K's first group and of this program's first of V, in one load: [page, kind, which, token].
     which = tl.arange(0, 4)[None, :, None]
     scale_place = which * SCALES + which // 2 * (v_first // GROUP * PAGE) + tl.arange(0, PAGE)[None, None, :]
 
-    accs, zeros = empty_groups(GROUPS, ROWS, HEADS)
+    accs, offsets = empty_groups(GROUPS, ROWS, HEADS)
     top = tl.full([HEADS], NEVER, tl.float32)
     total = tl.zeros([8, HEADS], tl.float32)
     for index in tl.range(first, last, 2):
@@ -309,12 +309,12 @@ def _history(
         top = new_top
         p = tl.exp2(x - top[None, :])
         total = total * decay[None, :] + spread_sum(p, HEADS)
-        old_accs, old_zeros = accs, zeros
-        accs, zeros = (), ()
+        old_accs, old_offsets = accs, offsets
+        accs, offsets = (), ()
         for g in tl.static_range(GROUPS):
             if g > 0:
                 s_v, z_v = group_scales(scales + (2 * SCALES + g * PAGE) + v_first // GROUP * PAGE, SCALES)
-            zeros += (old_zeros[g] * decay[None, :] + spread_sum(p * z_v[:, None], HEADS),)
+            offsets += (old_offsets[g] * decay[None, :] + spread_sum(p * z_v[:, None], HEADS),)
             p0, p1, p2, p3, p_unit = weight_operands(p, s_v, fraction, HEADS)
             v0, v1, v2, v3 = _unpack4(values[g], PLAIN)
             products = tl.full([ROWS, COLUMNS], MAGIC_BITS, tl.int32)
@@ -323,7 +323,7 @@ def _history(
             products = tl.dot(v2, p2, products, out_dtype=tl.int32)
             products = tl.dot(v3, p3, products, out_dtype=tl.int32)
             accs += (old_accs[g] * decay[None, :] + join_parts(products, ROWS, HEADS) * p_unit[None, :],)
-    return stack_groups(accs, zeros), tl.sum(total, 0), top
+    return stack_groups(accs, offsets), tl.sum(total, 0), top
 
 
 @triton.jit

@@ -6,7 +6,7 @@ Levels of every table are small integers, so products run on INT8 tensor cores a
             = sum((q s_k) w_k) + sum(q (z_k + c s_k))            a scale per channel: q s_k is split anew for each page
     sum p v = sum (p s_v) w_v + sum p (z_v + c s_v)
 
-where z = -middle s of codes without a zero. Centred keys add q mean, one number per page.
+where z = -middle s of codes without an offset. Centred keys add q mean, one number per page.
 """
 
 import triton
@@ -64,7 +64,7 @@ def history_general(
     records += head * RECORD.bytes
     scale_place = _scale_places(v_first, RECORD, PAGE)  # [1, 4, PAGE]
 
-    accs, zeros = empty_groups(GROUPS, ROWS, HEADS)
+    accs, offsets = empty_groups(GROUPS, ROWS, HEADS)
     top = tl.full([HEADS], NEVER, tl.float32)
     total = tl.zeros([8, HEADS], tl.float32)
     for index in tl.range(first, last, 2):
@@ -95,14 +95,14 @@ def history_general(
                 x += tl.where(second[:, None], mean_b[None, :], mean_a[None, :]) * scale_log2
             for g in tl.static_range(D // GROUP):
                 if g > 0:
-                    s_k, z_k = group_scales(scales + (KEYS.scale // 2 + g * PAGE), _zero_step(KEYS))
+                    s_k, z_k = group_scales(scales + (KEYS.scale // 2 + g * PAGE), _offset_step(KEYS))
                 products = _products(
                     k0, k1, k2, k3, odd0, odd1, odd2, odd3, q0, q1, q2, q3, KEYS, TILE, COLUMNS, g, GROUP, D4, JP
                 )
                 x += join_parts(products, TILE, HEADS) * s_k[:, None] * unit[None, :]
-                if _needs_zero(KEYS):
+                if _needs_offset(KEYS):
                     q_sum = tl.sum(tl.where((dim // GROUP == g)[:, None], q_all, 0.0), 0) * scale_log2
-                    x += _zero(s_k, z_k, KEYS)[:, None] * q_sum[None, :]
+                    x += _offset(s_k, z_k, KEYS)[:, None] * q_sum[None, :]
         position = (index + second.to(tl.int32)) * PAGE + token
         x = tl.where((position < tl.minimum(last * PAGE, length))[:, None], x, NEVER)
 
@@ -111,17 +111,17 @@ def history_general(
         top = new_top
         p = tl.exp2(x - top[None, :])
         total = total * decay[None, :] + spread_sum(p, HEADS)
-        old_accs, old_zeros = accs, zeros
-        accs, zeros = (), ()
+        old_accs, old_offsets = accs, offsets
+        accs, offsets = (), ()
         for g in tl.static_range(GROUPS):
             if g > 0:
                 first_scale = VALUES.scale // 2 + g * PAGE + v_first // VALUES.group * PAGE
-                s_v, z_v = group_scales(scales + first_scale, _zero_step(VALUES))
-            if _needs_zero(VALUES):
-                from_zeros = spread_sum(p * _zero(s_v, z_v, VALUES)[:, None], HEADS)
-                zeros += (old_zeros[g] * decay[None, :] + from_zeros,)
+                s_v, z_v = group_scales(scales + first_scale, _offset_step(VALUES))
+            if _needs_offset(VALUES):
+                from_offsets = spread_sum(p * _offset(s_v, z_v, VALUES)[:, None], HEADS)
+                offsets += (old_offsets[g] * decay[None, :] + from_offsets,)
             else:
-                zeros += (old_zeros[g],)
+                offsets += (old_offsets[g],)
             p0, p1, p2, p3, p_unit = weight_operands(p, s_v, fraction, HEADS)
             v0, v1, v2, v3, odd0, odd1, odd2, odd3 = _values(both, v_first + g * OWN, VALUES, D, OWN, ROWS, PLAIN)
             products = _products(
@@ -130,7 +130,7 @@ def history_general(
             )  # fmt: skip
             part = join_parts(products, ROWS, HEADS) * (p_unit * _share(VALUES))[None, :]
             accs += (old_accs[g] * decay[None, :] + part,)
-    return stack_groups(accs, zeros), tl.sum(total, 0), top
+    return stack_groups(accs, offsets), tl.sum(total, 0), top
 
 
 @triton.jit
@@ -261,7 +261,7 @@ def _sum_planes(
 
 @triton.jit
 def _scale_places(v_first, RECORD: tl.constexpr, TOKENS: tl.constexpr):
-    """Where, in halves, a record has K's scales and zeros (first group) and V's (of dim v_first): [1, 4, TOKENS].
+    """Where, in halves, a record has K's scales and offsets (first group) and V's (of dim v_first): [1, 4, TOKENS].
 
     For what it has not per token, V's scales stand in.
     """
@@ -270,35 +270,35 @@ def _scale_places(v_first, RECORD: tl.constexpr, TOKENS: tl.constexpr):
     which = tl.arange(0, 4)[None, :, None]
     v_group = v_first // VALUES.group * TOKENS
     place = tl.zeros([1, 4, 1], tl.int32) + (VALUES.scale // 2 + v_group)
-    if VALUES.has_zero:
-        place = tl.where(which == 3, VALUES.zero // 2 + v_group, place)
+    if VALUES.has_offset:
+        place = tl.where(which == 3, VALUES.offset // 2 + v_group, place)
     if not KEYS.channel:
         place = tl.where(which == 0, KEYS.scale // 2, place)
-        if KEYS.has_zero:
-            place = tl.where(which == 1, KEYS.zero // 2, place)
+        if KEYS.has_offset:
+            place = tl.where(which == 1, KEYS.offset // 2, place)
     return tl.multiple_of(place, [1, 1, 8]) + tl.arange(0, TOKENS)[None, None, :]  # 16 bytes, see ``int8.base_of``
 
 
 @triton.constexpr_function
-def _zero_step(codes):
-    """Halves from a scale to its zero; without zeros, scales stand in."""
-    return (codes.zero - codes.scale) // 2 if codes.has_zero else 0
+def _offset_step(codes):
+    """Halves from a scale to its offset; without offsets, scales stand in."""
+    return (codes.offset - codes.scale) // 2 if codes.has_offset else 0
 
 
 @triton.constexpr_function
-def _needs_zero(codes):
+def _needs_offset(codes):
     """Whether a row has a term besides scale times product."""
-    return codes.has_zero or centre(codes) != codes.middle
+    return codes.has_offset or centre(codes) != codes.middle
 
 
 @triton.jit
-def _zero(scale, zero, CODES: tl.constexpr):
+def _offset(scale, offset, CODES: tl.constexpr):
     """What a level of ``centre`` stands for."""
     SHIFT: tl.constexpr = centre(CODES) - CODES.shift
-    if CODES.has_zero and SHIFT == 0:
-        return zero
-    if CODES.has_zero:
-        return zero + SHIFT * scale
+    if CODES.has_offset and SHIFT == 0:
+        return offset
+    if CODES.has_offset:
+        return offset + SHIFT * scale
     return SHIFT * scale
 
 
@@ -321,8 +321,8 @@ def _channel_product(
         k0, k1, k2, k3, odd0, odd1, odd2, odd3, q0, q1, q2, q3, CODES, TILE, COLUMNS, 0, 4 * D4, D4, JP
     )
     unit = tl.max(tl.reshape(unit, [HEADS, 2]), 1) * _share(CODES)
-    from_zeros = tl.max(tl.reshape(z0 + z1 + z2 + z3, [HEADS, 2]), 1)
-    return join_parts(products, TILE, HEADS) * unit[None, :] + from_zeros[None, :]
+    from_offsets = tl.max(tl.reshape(z0 + z1 + z2 + z3, [HEADS, 2]), 1)
+    return join_parts(products, TILE, HEADS) * unit[None, :] + from_offsets[None, :]
 
 
 @triton.jit
@@ -330,10 +330,10 @@ def _channel_plane(
     q, q_head, halves, plane: tl.constexpr, CODES: tl.constexpr,
     GQA_GROUP: tl.constexpr, COLUMNS: tl.constexpr, D4: tl.constexpr, JP: tl.constexpr,
 ):  # fmt: skip
-    """Queries of one plane's dims times their scales [JP, COLUMNS], and the sum of queries times zeros [COLUMNS]."""
+    """Queries of one plane's dims times their scales [JP, COLUMNS], and the sum of queries times offsets [COLUMNS]."""
     x = load_plane(q, q_head, plane, GQA_GROUP, COLUMNS, D4, JP)
     j = tl.arange(0, JP)
     scale = tl.load(halves + CODES.scale // 2 + plane * D4 + j, mask=j < D4, other=0.0).to(tl.float32)
-    zero = tl.load(halves + CODES.zero // 2 + plane * D4 + j, mask=j < D4, other=0.0).to(tl.float32)
-    from_zeros = tl.sum(x * _zero(scale, zero, CODES)[:, None], 0)
-    return x * (scale * (1 / multiple(CODES, plane)))[:, None], from_zeros
+    offset = tl.load(halves + CODES.offset // 2 + plane * D4 + j, mask=j < D4, other=0.0).to(tl.float32)
+    from_offsets = tl.sum(x * _offset(scale, offset, CODES)[:, None], 0)
+    return x * (scale * (1 / multiple(CODES, plane)))[:, None], from_offsets

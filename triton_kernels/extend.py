@@ -302,9 +302,9 @@ def _whole(
         is_stored = step < stored
         index = first + step // TILES
         index += tl.where(index < history, 0, gap)
-        offset = (step - step // TILES * TILES) * KEYS
-        overlay = overlays + slot.to(tl.int64) * (2 * KV_HEADS * PAGE * D) + offset * D
-        key = tl.where(is_stored, index, first_new + step // TILES - stored_pages) * PAGE + offset
+        in_page = (step - step // TILES * TILES) * KEYS
+        overlay = overlays + slot.to(tl.int64) * (2 * KV_HEADS * PAGE * D) + in_page * D
+        key = tl.where(is_stored, index, first_new + step // TILES - stored_pages) * PAGE + in_page
         key_new = tl.where(is_stored, 0, key).to(tl.int64)
         k_base = tl.where(is_stored, overlay, k + key_new * k_token)
         v_base = tl.where(is_stored, overlay + KV_HEADS * PAGE * D, v + key_new * v_token)

@@ -1,7 +1,7 @@
 """A tile of query rows over the records of one request: the loops of ``extend``.
 
 With tens of rows per program, dequantizing a key or a value once costs less than correcting every score for scale and
-zero as ``decode`` does. FP16 holds c s + z with three bits more than BF16, and in the range that the stored scales,
+offset as ``decode`` does. FP16 holds c s + z with three bits more than BF16, and in the range that the stored scales,
 which are FP16 themselves, have. A code is AND-ed out of its byte into the mantissa of 1024, and made a number, then a
 key or value, by one FP16 instruction each for two of them:
 
@@ -84,7 +84,7 @@ def _page(
     D4: tl.constexpr = D // 4
     GROUPS: tl.constexpr = D // GROUP
     CODES: tl.constexpr = PAGE * D4
-    VECTOR: tl.constexpr = PAGE // 2  # words of scales, or zeros, of one group: two tokens each
+    VECTOR: tl.constexpr = PAGE // 2  # words of scales, or offsets, of one group: two tokens each
 
     n, j, i = tl.arange(0, PAGE), tl.arange(0, JP), tl.arange(0, QUARTER)
     # Rows are loaded in the order in which neighbouring lanes' 16 bytes of a dequantized row, as a product wants it in
@@ -199,10 +199,10 @@ def _product(q, k, ROWS: tl.constexpr, KEYS: tl.constexpr):
     return dot(q, tl.trans(k), tl.zeros([ROWS, KEYS], tl.float32))
 
 
-def _affine_ptx(scales: list[list[str]], zeros: list[list[str]]) -> tl.constexpr:
+def _affine_ptx(scales: list[list[str]], offsets: list[list[str]]) -> tl.constexpr:
     """PTX of four bytes, $8, to $0 to $7, two words of each plane of two FP16 values each.
 
-    scales, zeros: of each plane, what its two words are multiplied by and what is added, as operands.
+    scales, offsets: of each plane, what its two words are multiplied by and what is added, as operands.
     """
     lines = ["{", ".reg .b32 even, odd, base, factor, less;", "mov.b32 base, 0x64006400;"]  # 1024
     lines += ["prmt.b32 even, $8, 0, 0x4140;", "prmt.b32 odd, $8, 0, 0x4342;"]  # two bytes, a zero above each
@@ -216,7 +216,7 @@ def _affine_ptx(scales: list[list[str]], zeros: list[list[str]]) -> tl.constexpr
             out = f"${2 * plane + n}"
             lines.append(f"lop3.b32 {out}, {word}, {mask * 0x10001:#x}, base, 0xea;")  # (a & b) | c
             lines.append(f"fma.rn.f16x2 {out}, {out}, factor, less;")
-            lines.append(f"fma.rn.f16x2 {out}, {out}, {scales[plane][n]}, {zeros[plane][n]};")
+            lines.append(f"fma.rn.f16x2 {out}, {out}, {scales[plane][n]}, {offsets[plane][n]};")
     return tl.constexpr("\n".join([*lines, "}"]))
 
 
@@ -229,7 +229,7 @@ _VALUES_OPERANDS = tl.constexpr(",".join(["=r"] * 8 + ["r"] * 33))
 
 @triton.constexpr_function
 def _record_bytes(d, group):
-    """Of two bits, a scale and a zero per token and group."""
+    """Of two bits, a scale and an offset per token and group."""
     return 2 * (PAGE_SIZE * d // 4) + 8 * PAGE_SIZE * (d // group)
 
 
@@ -276,7 +276,7 @@ def _own(words, token):
 
 @triton.jit
 def _keys_of(bytes, s, z, s2, z2, PLAIN: tl.constexpr):
-    """Packed K [PAGE, JP] to FP16 tiles of the four planes, the last two with their own scales and zeros."""
+    """Packed K [PAGE, JP] to FP16 tiles of the four planes, the last two with their own scales and offsets."""
     if PLAIN:
         k0 = _affine(bytes & 3, s, z)
         k1 = _affine((bytes >> 2) & 3, s, z)
@@ -295,16 +295,16 @@ def _keys_of(bytes, s, z, s2, z2, PLAIN: tl.constexpr):
 
 
 @triton.jit
-def _affine(code, scale, zero):
-    """code scale + zero, rounded once; scale and zero are words' lower halves."""
-    return (code.to(tl.float32) * _low(scale).to(tl.float32) + _low(zero).to(tl.float32)).to(tl.float16)
+def _affine(code, scale, offset):
+    """code scale + offset, rounded once; scale and offset are words' lower halves."""
+    return (code.to(tl.float32) * _low(scale).to(tl.float32) + _low(offset).to(tl.float32)).to(tl.float16)
 
 
 @triton.jit
-def _values_of(bytes, scale, zero, VECTOR: tl.constexpr, PLAIN: tl.constexpr):
+def _values_of(bytes, scale, offset, VECTOR: tl.constexpr, PLAIN: tl.constexpr):
     """Packed V [VP, QUARTER] to FP16 tiles of the four planes."""
     s0, s1, s2, s3 = _split4(scale, VECTOR // 4)
-    z0, z1, z2, z3 = _split4(zero, VECTOR // 4)
+    z0, z1, z2, z3 = _split4(offset, VECTOR // 4)
     s0, s1, s2, s3 = _twice(s0, PLAIN), _twice(s1, PLAIN), _twice(s2, PLAIN), _twice(s3, PLAIN)
     z0, z1, z2, z3 = _twice(z0, PLAIN), _twice(z1, PLAIN), _twice(z2, PLAIN), _twice(z3, PLAIN)
     if PLAIN:

@@ -1,6 +1,6 @@
 """Stored pages back to contiguous BF16 keys and values, for prefill over a stored prefix.
 
-k[place + t, h] = level * scale + zero (+ mean)   (a page of the history)   or its overlay's row t
+k[place + t, h] = level * scale + offset (+ mean)   (a page of the history)   or its overlay's row t
 """
 
 import torch
@@ -141,8 +141,8 @@ def dequantize(low, high, plane: tl.constexpr, record, place, dim, mask, CODES: 
     halves = record.to(tl.pointer_type(tl.float16)) + place
     scale = tl.load(halves + CODES.scale // 2, mask=mask, other=0.0).to(tl.float32)
     x = level_of(code, CODES).to(tl.float32)
-    if CODES.has_zero:
-        x = x * scale + tl.load(halves + CODES.zero // 2, mask=mask, other=0.0).to(tl.float32)
+    if CODES.has_offset:
+        x = x * scale + tl.load(halves + CODES.offset // 2, mask=mask, other=0.0).to(tl.float32)
     else:
         x = (x - CODES.middle) * scale
     if CODES.centred:

@@ -1,6 +1,6 @@
 """A uniform 2-bit record to BF16: the part of ``gather`` that has to keep up with the memory.
 
-A token has four values only (per group of dims): code c is c scale + zero. They lie in two words, two to a word, and a
+A token has four values only (per group of dims): code c is c scale + offset. They lie in two words, two to a word, and a
 permutation of these words' bytes picks two values by two codes:
 
     selector = 0x22 c + 0x10      the bytes 2c and 2c + 1, for each byte of a word of codes
@@ -30,7 +30,7 @@ def from_two_bits(k, v, count, kv_heads, record, D: tl.constexpr, DP: tl.constex
     """
     D4: tl.constexpr = D // 4
     EIGHTS: tl.constexpr = D4 // 8
-    VECTOR: tl.constexpr = PAGE // 2  # words of a group's scales, or zeros: two tokens each
+    VECTOR: tl.constexpr = PAGE // 2  # words of a group's scales, or offsets: two tokens each
     GROUPS: tl.constexpr = D // GROUP
     row_words = kv_heads * (D // 2)
     words = record.to(tl.pointer_type(tl.int32))

@@ -101,22 +101,22 @@ def tile_scales(x):
     """FP16 [2 pages, 4, PAGE] to four float32 [128], rows in the tile's order."""
     x = tl.reshape(x, [2, 2, 2, 4, 8, 2])  # page, kind, which, plane, i, half
     x = tl.reshape(tl.permute(x, (3, 0, 5, 4, 1, 2)), [2 * PAGE, 2, 2])
-    scale, zero = tl.split(x)
+    scale, offset = tl.split(x)
     s_k, s_v = tl.split(scale)
-    z_k, z_v = tl.split(zero)
+    z_k, z_v = tl.split(offset)
     return s_k.to(tl.float32), z_k.to(tl.float32), s_v.to(tl.float32), z_v.to(tl.float32)
 
 
 @triton.jit
 def group_scales(pages, step: tl.constexpr):
-    """One group's scales and zeros, which lie ``step`` halves after them: float32 [128] each, rows in the tile's order.
+    """One group's scales and offsets, which lie ``step`` halves after them: float32 [128] each, rows in the tile's order.
 
     pages: where its scales begin in both pages, FP16 pointers [2, 1, 1].
     """
     x = tl.load(pages + tl.arange(0, 2)[None, :, None] * step + tl.arange(0, PAGE)[None, None, :])
     x = tl.reshape(x, [2, 2, 4, 8, 2])  # page, which, plane, i, half
-    scale, zero = tl.split(tl.reshape(tl.permute(x, (2, 0, 4, 3, 1)), [2 * PAGE, 2]))
-    return scale.to(tl.float32), zero.to(tl.float32)
+    scale, offset = tl.split(tl.reshape(tl.permute(x, (2, 0, 4, 3, 1)), [2 * PAGE, 2]))
+    return scale.to(tl.float32), offset.to(tl.float32)
 
 
 @triton.jit
@@ -142,19 +142,19 @@ def spread_sum(x, HEADS: tl.constexpr):
 @triton.jit
 def empty_groups(GROUPS: tl.constexpr, ROWS: tl.constexpr, HEADS: tl.constexpr):
     """What ``stack_groups`` takes, before the first token."""
-    accs, zeros = (), ()
+    accs, offsets = (), ()
     for _ in tl.static_range(GROUPS):
         accs += (tl.zeros([ROWS, HEADS], tl.float32),)
-        zeros += (tl.zeros([8, HEADS], tl.float32),)
-    return accs, zeros
+        offsets += (tl.zeros([8, HEADS], tl.float32),)
+    return accs, offsets
 
 
 @triton.jit
-def stack_groups(accs, zeros):
-    """Groups' products [ROWS, HEADS] and what their zeros add, ``spread_sum``s, one group below the other; 0 below three."""
+def stack_groups(accs, offsets):
+    """Groups' products [ROWS, HEADS] and what their offsets add, ``spread_sum``s, one group below the other; 0 below three."""
     tiles = ()
     for g in tl.static_range(len(accs)):
-        tiles += (accs[g] + tl.sum(zeros[g], 0)[None, :],)
+        tiles += (accs[g] + tl.sum(offsets[g], 0)[None, :],)
     if len(tiles) == 1:
         return tiles[0]
     if len(tiles) == 2:

@@ -20,7 +20,7 @@ from sglang_kvq.kernels.rows import (
     integers,
     plane_codes,
     powers,
-    scale_zero,
+    scale_offset,
     threshold,
     to_half,
 )
@@ -317,7 +317,7 @@ def _two_bytes(word):
 def _row_codes(
     x, means, token, record, rank, CODES: tl.constexpr, D: tl.constexpr, N: tl.constexpr, PACKED: tl.constexpr
 ):
-    """The four planes' codes, see ``rows.plane_codes``; scales and zeros, [D / group, PAGE], are stored here.
+    """The four planes' codes, see ``rows.plane_codes``; scales and offsets, [D / group, PAGE], are stored here.
 
     rank points at the clip rank.
     """
@@ -332,14 +332,14 @@ def _row_codes(
     p1, p2, p3 = p0, p0, p0
     GROUPS: tl.constexpr = D // CODES.group
     for g in tl.static_range(GROUPS):
-        scale, zero = scale_zero(x, means, limit, g, CODES, D4, PACKED)
+        scale, offset = scale_offset(x, means, limit, g, CODES, D4, PACKED)
         tl.store(halves + CODES.scale // 2 + g * PAGE, scale)
-        if CODES.has_zero:
-            tl.store(halves + CODES.zero // 2 + g * PAGE, zero)
-        p0 = plane_codes(p0, x, means, scale, zero, limit, 0, g, CODES, D4, PACKED)
-        p1 = plane_codes(p1, x, means, scale, zero, limit, 1, g, CODES, D4, PACKED)
-        p2 = plane_codes(p2, x, means, scale, zero, limit, 2, g, CODES, D4, PACKED)
-        p3 = plane_codes(p3, x, means, scale, zero, limit, 3, g, CODES, D4, PACKED)
+        if CODES.has_offset:
+            tl.store(halves + CODES.offset // 2 + g * PAGE, offset)
+        p0 = plane_codes(p0, x, means, scale, offset, limit, 0, g, CODES, D4, PACKED)
+        p1 = plane_codes(p1, x, means, scale, offset, limit, 1, g, CODES, D4, PACKED)
+        p2 = plane_codes(p2, x, means, scale, offset, limit, 2, g, CODES, D4, PACKED)
+        p3 = plane_codes(p3, x, means, scale, offset, limit, 3, g, CODES, D4, PACKED)
     return p0, p1, p2, p3
 
 
@@ -356,16 +356,16 @@ def _quantize_channels(k, k_token, record, part, CODES: tl.constexpr, D: tl.cons
     token = run[:, None] * RUN + i[None, :]
     x = tl.load(k + token * k_token + dim[:, None], mask=live[:, None], other=0.0).to(tl.float32)  # [rows, RUN]
     if CODES.statistic == "minmax":
-        scale, zero = from_extremes(tl.min(x, 1), tl.max(x, 1), 0.0, CODES)
+        scale, offset = from_extremes(tl.min(x, 1), tl.max(x, 1), 0.0, CODES)
     else:
         up, down = powers(tl.max(tl.abs(x), 1))
         q = integers(x, up[:, None])
-        scale, zero = from_sums(tl.sum(q, 1), tl.sum(q * q, 1), down, CODES)
+        scale, offset = from_sums(tl.sum(q, 1), tl.sum(q * q, 1), down, CODES)
     place = record.to(tl.pointer_type(tl.float16)) + run * D + dim
     tl.store(place + CODES.scale // 2, scale, mask=live)
-    tl.store(place + CODES.zero // 2, zero, mask=live)
+    tl.store(place + CODES.offset // 2, offset, mask=live)
     codes = tl.zeros(x.shape, tl.int32)
-    step, start = scale.to(tl.float32), zero.to(tl.float32)
+    step, start = scale.to(tl.float32), offset.to(tl.float32)
     THRESHOLDS: tl.constexpr = CODES.thresholds
     for n in tl.static_range(THRESHOLDS):
         codes += (x > threshold(step, start, 0.0, n, CODES)[:, None]).to(tl.int32)

@@ -7,9 +7,9 @@ Codes are integers in the halves of words, too.
 Per row and group, with the clip threshold (the rank-th largest magnitude, infinite without clipping):
 
     minmax   low, high = clamp(min x, +-threshold), clamp(max x, +-threshold)
-             scale = fp16((high - low) * factor), zero = fp16(low)
+             scale = fp16((high - low) * factor), offset = fp16(low)
     others   from the exact sums of clamped elements as integers
-    code     = #{bounds n : clamp(x, +-threshold) > zero + n scale}
+    code     = #{bounds n : clamp(x, +-threshold) > offset + n scale}
 
 The threshold is found by bisecting BF16 magnitudes, ordered like the integers of their bits, between the row's
 largest and the least of its 2 N column maxima, which at least that many magnitudes reach: 8 or 9 steps on Gaussian rows
@@ -48,8 +48,8 @@ ROUND_BITS = tl.constexpr(0x4B400000)
 
 
 @triton.jit
-def scale_zero(x, means, limit, g: tl.constexpr, CODES: tl.constexpr, D4: tl.constexpr, PACKED: tl.constexpr):
-    """Scale and zero, FP16 [ROWS], of the rows' group g. Without a zero the second result is meaningless.
+def scale_offset(x, means, limit, g: tl.constexpr, CODES: tl.constexpr, D4: tl.constexpr, PACKED: tl.constexpr):
+    """Scale and offset, FP16 [ROWS], of the rows' group g. Without an offset the second result is meaningless.
 
     x: four planes; means: see ``halves``; limit: float32 [ROWS].
     """
@@ -85,7 +85,7 @@ def scale_zero(x, means, limit, g: tl.constexpr, CODES: tl.constexpr, D4: tl.con
 
 @triton.jit
 def from_extremes(low, high, limit, CODES: tl.constexpr):
-    """Scale and zero of ``minmax``, FP16, from the least and the largest element, float32."""
+    """Scale and offset of ``minmax``, FP16, from the least and the largest element, float32."""
     if CODES.clips:
         low = tl.minimum(tl.maximum(low, -limit), limit)
         high = tl.minimum(tl.maximum(high, -limit), limit)
@@ -94,7 +94,7 @@ def from_extremes(low, high, limit, CODES: tl.constexpr):
 
 @triton.jit
 def from_sums(first, second, down, CODES: tl.constexpr):
-    """Scale and zero of ``moments`` and ``norm``, FP16, from the sums of ``integers`` and of their squares, int32."""
+    """Scale and offset of ``moments`` and ``norm``, FP16, from the sums of ``integers`` and of their squares, int32."""
     if CODES.statistic == "moments":
         wide = first.to(tl.int64)
         spread = (second.to(tl.int64) * CODES.group - wide * wide).to(tl.float32)
@@ -156,14 +156,14 @@ def _in_group(x, p: tl.constexpr, g: tl.constexpr, other, GROUP: tl.constexpr, D
 
 @triton.jit
 def plane_codes(
-    codes, x, means, scale, zero, limit, p: tl.constexpr, g: tl.constexpr,
+    codes, x, means, scale, offset, limit, p: tl.constexpr, g: tl.constexpr,
     CODES: tl.constexpr, D4: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """Codes of a plane, integers in the halves of its words: those of group g, and others' from ``codes``."""
     GROUP: tl.constexpr = CODES.group
     if p * D4 >= (g + 1) * GROUP or (p + 1) * D4 <= g * GROUP:
         return codes
-    step, start = scale.to(tl.float32), zero.to(tl.float32)
+    step, start = scale.to(tl.float32), offset.to(tl.float32)
     THRESHOLDS: tl.constexpr = CODES.thresholds
     if CODES.centred:
         a, b = halves(x, means, p, CODES)
@@ -182,11 +182,11 @@ def plane_codes(
 
 
 @triton.jit
-def threshold(step, zero, limit, i: tl.constexpr, CODES: tl.constexpr):
+def threshold(step, offset, limit, i: tl.constexpr, CODES: tl.constexpr):
     """What an unclamped element is compared with, to find out whether the clamped one lies above the i-th threshold."""
     least = bound(CODES, i) * step
-    if CODES.has_zero:
-        least += zero
+    if CODES.has_offset:
+        least += offset
     if CODES.clips:
         least = tl.where(limit > least, least, float("inf"))
         least = tl.where(-limit > least, float("-inf"), least)

@@ -1,4 +1,4 @@
-"""How keys or values become codes: width, levels, where scale and zero come from, and along which axis."""
+"""How keys or values become codes: width, levels, where scale and offset come from, and along which axis."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class CodeFormat:
         levels: a name of ``formats.levels.LEVELS``.
         statistic: of the elements that share a scale: ``minmax`` puts the outer levels on their extremes; ``moments`` centres
             the levels on their mean and scales by their standard deviation; ``norm`` centres on 0 and scales by their
-            Euclidean norm: no zero is stored.
+            Euclidean norm: no offset is stored.
         axis: ``token``: a scale per token and group along head_dim (``norm``: per token). ``channel``: a scale per element of
             head_dim and run of tokens in the page.
         gain: scale of ``moments`` and ``norm`` over the one of least mean squared error. That one shrinks rows, and
@@ -57,12 +57,12 @@ class CodeFormat:
             raise KVQuantError("code format: statistic 'norm' is of a token's whole row; use axis='token'.")
         if self.axis == "channel" and self.centred:
             raise KVQuantError(
-                "code format: centred=True: codes per channel have a zero of their own; use axis='token'."
+                "code format: centred=True: codes per channel have an offset of their own; use axis='token'."
             )
 
     @property
-    def has_zero(self) -> bool:
-        """Whether a zero is stored beside each scale; else it is -middle * scale."""
+    def has_offset(self) -> bool:
+        """Whether an offset is stored beside each scale; else it is -middle * scale."""
         return self.statistic != "norm"
 
     @property

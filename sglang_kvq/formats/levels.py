@@ -1,6 +1,6 @@
 """Tables of reconstruction levels: small integers, so that every path compares and multiplies exactly.
 
-    value = level[code] * scale + zero,    code = #{t : x > zero + t * scale},    t = midpoints of levels
+    value = level[code] * scale + offset,    code = #{t : x > offset + t * scale},    t = midpoints of levels
 
 Levels are integers below 256 and thresholds multiples of 0.5, so their products with an FP16 scale are exact in float32.
 Non-uniform levels are those of Lloyd and Max (Max, "Quantizing for minimum distortion", 1960) for a density, rounded to the

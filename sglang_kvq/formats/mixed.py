@@ -28,7 +28,7 @@ def mixed_formats(
         sensitivity: {"k": {"2": [..], "4": [..]}, "v": ...}: per layer, the rise of the model's error when only that layer's
             keys (values) are coded at that width. Without a "3" it is taken as their geometric mean: a bit more divides
             the error of a code by about the same factor each time.
-        target: allocated record bits per element, scales and zeros included, averaged over layers, keys and values.
+        target: allocated record bits per element, scales and offsets included, averaged over layers, keys and values.
         source: where the sensitivities come from, for messages.
 
     Returns:

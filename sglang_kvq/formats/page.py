@@ -4,8 +4,8 @@ For head_dim D and P tokens per page, a record is, without gaps,
 
     K codes   low, then high part of the matrix [P, D], see ``formats.pack``; its rows are tokens in the order ``KEY_TOKENS``
     V codes   low, then high part of the matrix [D, P]
-    K scale, K zero, V scale, V zero   FP16: [D / group, P] along a token's row, [P / run, D] along channels;
-              ``norm`` has scales [1, P] and no zeros
+    K scale, K offset, V scale, V offset   FP16: [D / group, P] along a token's row, [P / run, D] along channels;
+              ``norm`` has scales [1, P] and no offsets
     K mean    FP16 [D], of centred keys only
 
 V is stored transposed so that both matrix products of a decode step read their codes along the reduced dimension. K's
@@ -32,17 +32,17 @@ from sglang_kvq.formats.quantize import channel_means, clip_rank, dequantize_row
 KEY_TOKENS = torch.arange(PAGE_SIZE).view(-1, 8, 2).transpose(1, 2).flatten()
 
 
-class Offsets(NamedTuple):
-    """Byte offsets of a record's parts; an absent part takes no bytes. ``end`` is the record's size."""
+class RecordParts(NamedTuple):
+    """Where the parts of a record begin, in bytes; an absent part takes no bytes. ``end`` is the record's size."""
 
     k_low: int
     k_high: int
     v_low: int
     v_high: int
     k_scale: int
-    k_zero: int
+    k_offset: int
     v_scale: int
-    v_zero: int
+    v_offset: int
     k_mean: int
     end: int
 
@@ -53,10 +53,10 @@ class PageFormat:
 
     Attributes:
         head_dim: D, one of ``HEAD_DIMS``, the same for keys and values.
-        group_size: elements along head_dim per scale and zero, where the axis is a token's row (``norm``: head_dim).
+        group_size: elements along head_dim per scale and offset, where the axis is a token's row (``norm``: head_dim).
         clip_k, clip_v: clip quantiles in (0, 1]; 1 clips nothing. Not part of the layout.
         k, v: codes of keys and of values.
-        run: tokens per scale and zero, where the axis is a channel; divides ``PAGE_SIZE``.
+        run: tokens per scale and offset, where the axis is a channel; divides ``PAGE_SIZE``.
 
     Raises:
         KVQuantError: sizes that do not divide, clipping where there is none, or centred values.
@@ -102,11 +102,6 @@ class PageFormat:
         """This format without clipping: equal for all formats whose records lie alike."""
         return replace(self, clip_k=1.0, clip_v=1.0)
 
-    @property
-    def groups(self) -> int:
-        """Scales of a token's row of INT2 keys or values; ``group_of`` knows other codes."""
-        return self.head_dim // self.group_size
-
     def group_of(self, code: CodeFormat) -> int:
         """Elements of one scale: along head_dim, or along tokens for a channel."""
         if code.axis == "channel":
@@ -120,20 +115,20 @@ class PageFormat:
         return self.head_dim // self.group_of(code), PAGE_SIZE
 
     @cached_property
-    def offsets(self) -> Offsets:
+    def parts(self) -> RecordParts:
         sizes = [
             *packed_bytes(PAGE_SIZE, self.head_dim, self.k.bits),
             *packed_bytes(self.head_dim, PAGE_SIZE, self.v.bits),
         ]
         for code in (self.k, self.v):
             rows, columns = self.scale_shape(code)
-            sizes += [2 * rows * columns, 2 * rows * columns * code.has_zero]
+            sizes += [2 * rows * columns, 2 * rows * columns * code.has_offset]
         sizes.append(2 * self.head_dim * self.k.centred)
-        return Offsets(*(sum(sizes[:i]) for i in range(len(sizes) + 1)))
+        return RecordParts(*(sum(sizes[:i]) for i in range(len(sizes) + 1)))
 
     @property
     def record_bytes(self) -> int:
-        return self.offsets.end
+        return self.parts.end
 
     @property
     def elements(self) -> int:
@@ -142,7 +137,7 @@ class PageFormat:
 
     @property
     def bits_per_element(self) -> float:
-        """Allocated bits per stored element, scales and zeros included."""
+        """Allocated bits per stored element, scales and offsets included."""
         return self.record_bytes * 8 / self.elements
 
     @property
@@ -177,20 +172,20 @@ class PageFormat:
 
     def dequantize_pages(self, records: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Records ``[..., record_bytes]`` to keys and values, float32 ``[..., PAGE_SIZE, head_dim]`` each."""
-        at = self.offsets
+        at = self.parts
         k_codes = unpack_codes(records[..., at.k_low : at.v_low], PAGE_SIZE, self.head_dim, self.k.bits)
         v_codes = unpack_codes(records[..., at.v_low : at.k_scale], self.head_dim, PAGE_SIZE, self.v.bits)
         k_codes = k_codes[..., KEY_TOKENS.argsort(), :]
         k = self._dequantize(
-            k_codes, records[..., at.k_scale : at.k_zero], records[..., at.k_zero : at.v_scale], self.k
+            k_codes, records[..., at.k_scale : at.k_offset], records[..., at.k_offset : at.v_scale], self.k
         )
         if self.k.centred:
             k = k + records[..., at.k_mean : at.end].contiguous().view(torch.float16).float().unsqueeze(-2)
-        v_codes, v_zero = v_codes.transpose(-1, -2), records[..., at.v_zero : at.k_mean]
-        return k, self._dequantize(v_codes, records[..., at.v_scale : at.v_zero], v_zero, self.v)
+        v_codes, v_offset = v_codes.transpose(-1, -2), records[..., at.v_offset : at.k_mean]
+        return k, self._dequantize(v_codes, records[..., at.v_scale : at.v_offset], v_offset, self.v)
 
     def _quantize(self, x: torch.Tensor, code: CodeFormat, rank: int) -> tuple[torch.Tensor, ...]:
-        """Codes ``[..., P, D]``, scale and zero as stored."""
+        """Codes ``[..., P, D]``, scale and offset as stored."""
         rows = x.transpose(-1, -2) if code.axis == "channel" else x
         codes, *halves = quantize_rows(rows, self.group_of(code), rank, code, self.head_dim)
         if code.axis == "channel":
@@ -198,13 +193,13 @@ class PageFormat:
         return codes, *(half if half is None else half.transpose(-1, -2) for half in halves)
 
     def _dequantize(
-        self, codes: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, code: CodeFormat
+        self, codes: torch.Tensor, scale: torch.Tensor, offset: torch.Tensor, code: CodeFormat
     ) -> torch.Tensor:
-        """Values ``[..., P, D]`` of codes ``[..., P, D]`` and of scales and zeros as bytes."""
+        """Values ``[..., P, D]`` of codes ``[..., P, D]`` and of scales and offsets as bytes."""
         shape = self.scale_shape(code)
         halves = [
             half.contiguous().view(torch.float16).unflatten(-1, shape).transpose(-1, -2) if half.shape[-1] else None
-            for half in (scale, zero)
+            for half in (scale, offset)
         ]
         if code.axis == "channel":
             return dequantize_rows(codes.transpose(-1, -2), *halves, code, self.head_dim).transpose(-1, -2)

@@ -4,10 +4,10 @@ Only additions, comparisons, multiplications, one correctly rounded square root,
 are used, each rounded by itself and none in an order that matters, so that torch on any device and the Triton kernels
 (``enable_fp_fusion=False``, ``tl.sqrt_rn``) give the same codes bit for bit. Per group of n elements x (after clipping):
 
-    minmax   scale = fp16((max x - min x) * f32(1 / top)),              zero = fp16(min x)
-    moments  scale = fp16(2^-s * (sqrt(n S2 - S1^2) * f32(unit / n))),  zero = fp16(2^-s * (S1 * f32(1 / n)) - middle * scale)
-    norm     scale = fp16(2^-s * (sqrt(S2) * f32(unit / sqrt(n)))),     no zero: the levels are centred on 0
-    code     = #{t in thresholds : x > zero + t * scale},               norm: #{t : x > (t - middle) * scale}
+    minmax   scale = fp16((max x - min x) * f32(1 / top)),              offset = fp16(min x)
+    moments  scale = fp16(2^-s * (sqrt(n S2 - S1^2) * f32(unit / n))),  offset = fp16(2^-s * (S1 * f32(1 / n)) - middle * scale)
+    norm     scale = fp16(2^-s * (sqrt(S2) * f32(unit / sqrt(n)))),     no offset: the levels are centred on 0
+    code     = #{t in thresholds : x > offset + t * scale},               norm: #{t : x > (t - middle) * scale}
     mean     = fp16(2^-s * (S1 * f32(1 / n)))                           of centred codes: over a channel's n tokens of a page;
                                                                         x above is then f32(x - mean)
 
@@ -58,42 +58,42 @@ def quantize_rows(
     Args:
         x: ``[..., n]``, values that float32 holds exactly: heads' rows, less their channels' means if they are centred,
             or for ``axis="channel"`` one channel's tokens.
-        group: elements along the row per scale and zero; divides n. ``norm`` takes n.
+        group: elements along the row per scale and offset; divides n. ``norm`` takes n.
         rank: from ``clip_rank``; whole rows are clipped.
         code: levels and statistic; its axis is the caller's business.
         head_dim: D of a ``sphere`` table; None means n.
 
     Returns:
-        codes uint8 ``[..., n]``, scale FP16 and zero FP16 ``[..., n // group]`` (zero is None for ``norm``);
+        codes uint8 ``[..., n]``, scale FP16 and offset FP16 ``[..., n // group]`` (offset is None for ``norm``);
         ``dequantize_rows`` gives the values.
     """
     table = code.table(head_dim or x.shape[-1])
     x = clip_rows(x.float(), rank).unflatten(-1, (-1, group))
-    scale, zero = _STATISTICS[code.statistic](x, table)
-    start, shift = (zero.float(), 0.0) if code.has_zero else (0.0, table.middle)
+    scale, offset = _STATISTICS[code.statistic](x, table)
+    start, shift = (offset.float(), 0.0) if code.has_offset else (0.0, table.middle)
     step = scale.float()
     codes = torch.zeros(x.shape, dtype=torch.uint8, device=x.device)
     for threshold in table.thresholds:
         # The product of a half and a small multiple of 0.5 is exact in float32: only the sum is rounded.
         codes += x > (threshold - shift) * step + start
-    return codes.flatten(-2), scale.squeeze(-1), zero.squeeze(-1) if code.has_zero else None
+    return codes.flatten(-2), scale.squeeze(-1), offset.squeeze(-1) if code.has_offset else None
 
 
 def dequantize_rows(
     codes: torch.Tensor,
     scale: torch.Tensor,
-    zero: torch.Tensor | None,
+    offset: torch.Tensor | None,
     code: CodeFormat = INT2,
     head_dim: int | None = None,
 ) -> torch.Tensor:
-    """Values of ``quantize_rows``'s codes, float32 ``[..., n]``: one rounding each, of ``level * scale + zero``."""
+    """Values of ``quantize_rows``'s codes, float32 ``[..., n]``: one rounding each, of ``level * scale + offset``."""
     table = code.table(head_dim or codes.shape[-1])
     group = codes.shape[-1] // scale.shape[-1]
-    shift = 0.0 if code.has_zero else table.middle
+    shift = 0.0 if code.has_offset else table.middle
     levels = torch.tensor(table.levels, dtype=torch.float32, device=codes.device) - shift
     values = levels[codes.int()].unflatten(-1, (-1, group)) * scale.float().unsqueeze(-1)
-    if code.has_zero:
-        values += zero.float().unsqueeze(-1)
+    if code.has_offset:
+        values += offset.float().unsqueeze(-1)
     return values.flatten(-2)
 
 

@@ -1,6 +1,6 @@
 """OSCAR's rotations with Lloyd and Max's levels instead of uniform ones: keys about each row's mean, values about 0.
 
-Rotated keys have an offset common to the row, which the stored zero takes; rotated values hardly have one, so they are
+Rotated keys have a mean of the row, which the stored offset takes; rotated values hardly have one, so they are
 scaled by their norm and store none: 16 bits less per vector.
 
 Nothing is clipped first: on Gaussian rows that raises the squared error of these levels. The scale is 10% above the one of

@@ -103,8 +103,8 @@ def test_records_of_every_code_hold_exactly_its_codes_scales_and_zeros(pair, hea
         mean = channel_means(values).float()[..., None, :] if code.centred else torch.zeros(())
         values = values.float() - mean
         if code.axis == "channel":
-            codes, scale, zero = quantize_rows(values.transpose(-1, -2), run, 0, code, head_dim)
-            want = dequantize_rows(codes, scale, zero, code, head_dim).transpose(-1, -2)
+            codes, scale, offset = quantize_rows(values.transpose(-1, -2), run, 0, code, head_dim)
+            want = dequantize_rows(codes, scale, offset, code, head_dim).transpose(-1, -2)
         else:
             per = head_dim if code.statistic == "norm" else group
             want = dequantize_rows(*quantize_rows(values, per, 0, code), code) + mean
@@ -115,8 +115,8 @@ def test_records_of_every_code_hold_exactly_its_codes_scales_and_zeros(pair, hea
 @pytest.mark.parametrize("head_dim,group", FORMATS, ids=str)
 def test_parts_lie_without_gaps_and_aligned(pair, head_dim, group):
     fmt = PageFormat(head_dim, group, k=PAIRS[pair][0], v=PAIRS[pair][1])
-    assert list(fmt.offsets) == sorted(fmt.offsets) and fmt.offsets[0] == 0
-    assert all(offset % 64 == 0 for offset in fmt.offsets), "16-byte loads, and as many records one behind the other"
+    assert list(fmt.parts) == sorted(fmt.parts) and fmt.parts[0] == 0
+    assert all(start % 64 == 0 for start in fmt.parts), "16-byte loads, and as many records one behind the other"
 
 
 def test_a_channels_scale_is_of_its_run_of_tokens():
@@ -229,11 +229,11 @@ def test_any_finite_row_gives_finite_values_within_half_a_step(seed, size, const
     if constant:
         x = x[:, :1].expand(-1, 64)
     x = x.bfloat16()
-    codes, scale, zero = quantize_rows(x, 64, 0)
-    assert codes.max() <= 3 and torch.isfinite(scale).all() and torch.isfinite(zero).all()
-    back = dequantize_rows(codes, scale, zero)
+    codes, scale, offset = quantize_rows(x, 64, 0)
+    assert codes.max() <= 3 and torch.isfinite(scale).all() and torch.isfinite(offset).all()
+    back = dequantize_rows(codes, scale, offset)
     if size <= 1e4:  # beyond, FP16 scales saturate
-        # Half a step, plus what rounding scale and zero to FP16 moves the levels.
+        # Half a step, plus what rounding scale and offset to FP16 moves the levels.
         slack = 2.0**-10 * (x.float().abs().amax(-1, keepdim=True)) * 4 + 1e-7
         assert ((back - x.float()).abs() <= 0.5 * scale.float() + slack).all()
 

@@ -42,9 +42,9 @@ def relative_error(x: torch.Tensor, code: CodeFormat, rank: int = 0) -> float:
 @pytest.mark.parametrize("code", CODES, ids=CodeFormat.describe)
 def test_every_value_takes_its_nearest_level(code):
     x = rows(50, 128)
-    codes, scale, zero = quantize_rows(x, 128, 0, code)
-    levels = torch.tensor(code.table(128).levels) - (0 if code.has_zero else code.table(128).middle)
-    places = levels.double() * scale.double() + (zero.double() if code.has_zero else 0)  # [50, levels]
+    codes, scale, offset = quantize_rows(x, 128, 0, code)
+    levels = torch.tensor(code.table(128).levels) - (0 if code.has_offset else code.table(128).middle)
+    places = levels.double() * scale.double() + (offset.double() if code.has_offset else 0)  # [50, levels]
     distance = (places[:, None, :] - x.double()[:, :, None]).abs()
     chosen = distance.gather(-1, codes[..., None].long())[..., 0]
     assert (chosen - distance.amin(-1) <= 1e-6).all()
@@ -57,8 +57,8 @@ def test_moments_are_the_rows_own(d, spread, offset):
     """Mean and standard deviation against exact rational arithmetic on the same integers, to the last FP16 bit or two."""
     code, x = CodeFormat(2, "lloyd-max", "moments"), (rows(20, d).float() * spread + offset).bfloat16()
     table = code.table(d)
-    _, scale, zero = quantize_rows(x, d, 0, code)
-    for row, s, z in zip(x.double().tolist(), scale[:, 0].tolist(), zero[:, 0].tolist()):
+    _, scale, offset = quantize_rows(x, d, 0, code)
+    for row, s, z in zip(x.double().tolist(), scale[:, 0].tolist(), offset[:, 0].tolist()):
         power = 10 - math.floor(math.log2(max(map(abs, row))))
         q = [round(Fraction(v) * Fraction(2) ** power) for v in row]  # Python rounds to even too
         mean = Fraction(sum(q), d)
@@ -85,10 +85,10 @@ def test_means_of_channels_are_the_exact_ones_rounded_once(spread, offset):
 def test_order_of_elements_does_not_matter(code):
     x = (rows(40, 96).float() * torch.logspace(-3, 3, 96)).bfloat16()
     order = torch.randperm(96, generator=torch.Generator().manual_seed(5))
-    codes, scale, zero = quantize_rows(x, 96, 5, code)
+    codes, scale, offset = quantize_rows(x, 96, 5, code)
     codes2, scale2, zero2 = quantize_rows(x[:, order], 96, 5, code)
     assert torch.equal(codes[:, order], codes2) and torch.equal(scale, scale2)
-    assert zero is None or torch.equal(zero, zero2)
+    assert offset is None or torch.equal(offset, zero2)
 
 
 @pytest.mark.parametrize("code", [c for c in CODES if c.statistic != "minmax"], ids=CodeFormat.describe)
@@ -110,10 +110,10 @@ def test_any_finite_row_gives_finite_values(seed, size, constant, code):
     x = (rows(4, 64, seed=seed).float() * size).clamp(-3.3e38, 3.3e38).bfloat16()
     if constant:
         x = x[:, :1].expand(-1, 64).contiguous()
-    codes, scale, zero = quantize_rows(x, 64, 0, code)
-    back = dequantize_rows(codes, scale, zero, code)
+    codes, scale, offset = quantize_rows(x, 64, 0, code)
+    back = dequantize_rows(codes, scale, offset, code)
     assert codes.max() < 2**code.bits and torch.isfinite(back).all()
-    if constant and code.has_zero and size <= 1e4:  # one level holds it, up to FP16
+    if constant and code.has_offset and size <= 1e4:  # one level holds it, up to FP16
         assert torch.allclose(back, x.float(), rtol=1e-3, atol=1e-6 + 1e-3 * size)
 
 
@@ -167,8 +167,8 @@ def test_kivi_error_per_channel_is_within_its_bound(bits):
     x[:, 7] = x[:, 7] * 0.5 + 40  # an outlier channel, as keys have
     x = x.bfloat16()
     code = CodeFormat(bits, axis="channel")
-    codes, scale, zero = quantize_rows(x.T, 64, 0, code, 128)
-    back = dequantize_rows(codes, scale, zero, code, 128).T
+    codes, scale, offset = quantize_rows(x.T, 64, 0, code, 128)
+    back = dequantize_rows(codes, scale, offset, code, 128).T
     half_step = (x.float().amax(0) - x.float().amin(0)) / (2**bits - 1) / 2
     assert ((back - x.float()).abs() <= half_step * 1.002 + 0.02 * (x.float().abs().amax(0) > 10)).all()
     per_token = dequantize_rows(*quantize_rows(x, 128, 0, CodeFormat(bits)), CodeFormat(bits))
@@ -185,9 +185,9 @@ def test_the_square_root_is_correctly_rounded():
 
 def test_default_code_is_todays_int2():
     x = rows(100, 128)
-    codes, scale, zero = quantize_rows(x, 128, 6)
+    codes, scale, offset = quantize_rows(x, 128, 6)
     again = quantize_rows(x, 128, 6, INT2)
-    assert all(torch.equal(a, b) for a, b in zip((codes, scale, zero), again))
+    assert all(torch.equal(a, b) for a, b in zip((codes, scale, offset), again))
     f = x.float()
     limit = f.abs().sort(-1).values[:, -6:-5]
     f = f.clamp(-limit, limit).numpy()

@@ -127,7 +127,7 @@ def test_groups_of_different_size(kind):
     scene = make_scene(heads, [64 * 7 + 9], formats=[PageFormat(128, 32, k=code, v=code)])
     ops, _ = scene.ops()
     pool, small = scene.pool, slice(32, 64)
-    for where in (pool.formats[0].offsets.v_scale, pool.formats[0].offsets.v_zero):
+    for where in (pool.formats[0].parts.v_scale, pool.formats[0].parts.v_offset):
         pool.records[0][..., where + 128 : where + 256].view(torch.float16).mul_(2**-10)
     pool.overlays[:, :, 1, :, :, small] *= 2**-10
     q = scene.queries(1)

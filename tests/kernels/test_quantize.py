@@ -30,9 +30,9 @@ def heavy(*shape: int) -> torch.Tensor:
 
 def same_records(format: PageFormat, got: torch.Tensor, want: torch.Tensor) -> None:
     """Bit for bit, part by part; 0 and -0 mean the same."""
-    for name, a, b in zip(format.offsets._fields, format.offsets, format.offsets[1:]):
+    for name, a, b in zip(format.parts._fields, format.parts, format.parts[1:]):
         x, y = got[..., a:b], want[..., a:b]
-        if name.endswith(("zero", "mean")):
+        if name.endswith(("offset", "mean")):
             x, y = ((z.contiguous().view(torch.float16) + 0.0).view(torch.int16) for z in (x, y))
         assert torch.equal(x, y), f"{name}: {(x != y).sum().item()} of {x.numel()} differ"
 
