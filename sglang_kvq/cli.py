@@ -63,11 +63,11 @@ def calibrate(
     push: Annotated[str | None, typer.Option(help="Then upload to the hub: ORG/REPO or ORG/REPO/FOLDER.")] = None,
 ) -> None:
     """Calibrate rotations and clip ratios on a model and a text. Interrupted, the same command continues."""
-    from sglang_kvq.rotations.calibrate import CalibrationSettings
-    from sglang_kvq.rotations.card import describe_clips, model_card
-    from sglang_kvq.rotations.hub import check_push
-    from sglang_kvq.rotations.hub import push as upload
-    from sglang_kvq.rotations.models import calibrate_to_folder, partial_folder
+    from sglang_kvq.rotations.calibration.hf_model import calibrate_to_folder, partial_folder
+    from sglang_kvq.rotations.calibration.run import CalibrationSettings
+    from sglang_kvq.rotations.storage.card import describe_clips, model_card
+    from sglang_kvq.rotations.storage.hub import check_push
+    from sglang_kvq.rotations.storage.hub import push as upload
 
     settings = CalibrationSettings(
         tokens=tokens, context=context, positions=positions, seed=seed, granularity=granularity, composition=composition, clips=clips,
@@ -115,10 +115,10 @@ def push(
     target: Annotated[str, typer.Argument(help="ORG/REPO or ORG/REPO/FOLDER on the hub.")],
 ) -> None:
     """Upload a rotation folder with a model card to the Hugging Face hub."""
-    from sglang_kvq.rotations.card import model_card
-    from sglang_kvq.rotations.files import read_local
-    from sglang_kvq.rotations.hub import check_push
-    from sglang_kvq.rotations.hub import push as upload
+    from sglang_kvq.rotations.storage.card import model_card
+    from sglang_kvq.rotations.storage.files import read_local
+    from sglang_kvq.rotations.storage.hub import check_push
+    from sglang_kvq.rotations.storage.hub import push as upload
 
     rotations, kv_heads = read_local(folder)
     check_push(target)
@@ -128,7 +128,7 @@ def push(
 @app.command()
 def zoo() -> None:
     """List the models whose rotations are known, and where these would come from."""
-    from sglang_kvq.rotations.listing import zoo_table
+    from sglang_kvq.rotations.inspection.zoo_table import zoo_table
 
     Console().print(zoo_table())
 
@@ -146,9 +146,9 @@ def inspect(
     dtype: Annotated[str, typer.Option(help="auto, bfloat16 or float32.")] = "",
 ) -> None:
     """Show rotations: where they come from, per layer clips and sensitivities; with --model the error of each method."""
-    from sglang_kvq.rotations import inspection
-    from sglang_kvq.rotations import plot as drawing
-    from sglang_kvq.rotations.files import read_rotations
+    from sglang_kvq.rotations.inspection import layer_errors as inspection
+    from sglang_kvq.rotations.inspection import plot as drawing
+    from sglang_kvq.rotations.storage.files import read_rotations
 
     if plot:
         drawing.need_matplotlib()
@@ -178,7 +178,7 @@ def convert(
     overwrite: Annotated[bool, typer.Option(help="Replace an existing output folder.")] = False,
 ) -> None:
     """Convert rotations between our layout and the published .pt one."""
-    from sglang_kvq.rotations.files import convert_rotations
+    from sglang_kvq.rotations.storage.files import convert_rotations
 
     convert_rotations(source, output, to=to.value, kv_heads=kv_heads, overwrite=overwrite)
     console.print(f"{output}: written")
@@ -218,7 +218,7 @@ def _engine(name: str, tp: int, arguments: list[str]) -> dict | None:
 
 
 class _Bars:
-    """A bar per pass, with contexts done and the time left; a ``Progress`` callback of ``rotations.calibrate``."""
+    """A bar per pass, with contexts done and the time left; a ``Progress`` callback of ``rotations.calibration.run``."""
 
     def __init__(self) -> None:
         from rich.progress import (

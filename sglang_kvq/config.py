@@ -35,7 +35,7 @@ class KVQuantConfig:
         bf16_budget: share of the KV memory that BF16 overlays may take, in (0, 1).
         bits: ``--kv-quant-bits`` as given: a number, or ``auto:TARGET``; None is the method's default.
         seed: of random rotations; None is 0.
-        capture: ``FOLDER:CONTEXT:SKIP`` of ``sglang.capture``, for ``kvq calibrate --engine sglang`` only.
+        capture: ``FOLDER:CONTEXT:SKIP`` of ``sglang.capture_backend``, for ``kvq calibrate --engine sglang`` only.
 
     Raises:
         KVQuantError: a value out of range; the message names it and the fix.

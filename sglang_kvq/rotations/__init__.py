@@ -4,9 +4,9 @@ Nothing here imports sglang or transformers at import time; calibration and eval
 """
 
 from sglang_kvq.rotations.base import RotationMeta, Rotations
-from sglang_kvq.rotations.files import load_rotations, save_rotations
-from sglang_kvq.rotations.hadamard import hadamard_matrix, hadamard_rotations
-from sglang_kvq.rotations.zoo import find_rotations
+from sglang_kvq.rotations.maths.hadamard import hadamard_matrix, hadamard_rotations
+from sglang_kvq.rotations.storage.files import load_rotations, save_rotations
+from sglang_kvq.rotations.storage.zoo import find_rotations
 
 __all__ = [
     "RotationMeta",

@@ -22,14 +22,14 @@ class RotationMeta:
     """Where rotations come from; what their ``config.json`` says besides the geometry.
 
     Attributes:
-        objective: how R was chosen, see ``rotations.calibrate``.
+        objective: how R was chosen, see ``rotations.calibration.run``.
         base_model, revision: the model they were calibrated on.
-        model: the identity fields of its config, see ``rotations.zoo.identity``.
+        model: the identity fields of its config, see ``rotations.storage.zoo.identity``.
         clip_k, clip_v: clip quantiles measured best with these rotations: one for all layers, or a tuple of one per
             layer; None if not measured.
         corpus: what text was used, and which part of it.
         tokens: how many tokens of it.
-        seed: which contexts of it were drawn, see ``rotations.calibrate``.
+        seed: which contexts of it were drawn, see ``rotations.calibration.run``.
         sensitivity: ``{"k": {"2": [...], "4": [...]}, "v": {...}}``: per layer, the model's loss when only this layer's
             keys (values) are quantized at that many bits; None if not measured.
         sensitivity_unit: what these numbers are.

@@ -9,10 +9,10 @@ from sglang_kvq.formats.mixed import mixed_formats
 from sglang_kvq.formats.page import PageFormat
 from sglang_kvq.methods import RotationKind, get_method
 from sglang_kvq.rotations.base import Rotations
-from sglang_kvq.rotations.files import load_once
-from sglang_kvq.rotations.hadamard import hadamard_rotations
-from sglang_kvq.rotations.random import random_rotations
-from sglang_kvq.rotations.zoo import find_rotations, identity
+from sglang_kvq.rotations.maths.hadamard import hadamard_rotations
+from sglang_kvq.rotations.maths.random import random_rotations
+from sglang_kvq.rotations.storage.files import load_once
+from sglang_kvq.rotations.storage.zoo import find_rotations, identity
 
 
 def resolve_rotations(config: KVQuantConfig, model_path: str, hf_config: object) -> Rotations | None:

@@ -133,7 +133,7 @@ def check_layers(model: torch.nn.Module, head_dim: int) -> None:
 
 def create_backend(model_runner) -> KVQuantBackend:
     """The backend of one worker: rotations resolved, V folded where possible, tiers connected."""
-    from sglang_kvq.sglang.rotations import worker_rotations
+    from sglang_kvq.sglang.worker_rotations import worker_rotations
 
     config, state = config_of(model_runner.server_args), runtime.current()
     pool = state.pages
@@ -166,7 +166,7 @@ def create_backend(model_runner) -> KVQuantBackend:
     }
     logger.info("kv-quant ready: %s", ", ".join(f"{k}={v}" for k, v in state.status.items()))
     if config.capture:
-        from sglang_kvq.sglang.capture import capture_backend
+        from sglang_kvq.sglang.capture_backend import capture_backend
 
         backend = capture_backend(model_runner, config.capture, ops, state.tiers, first)
     else:

@@ -116,8 +116,8 @@ def sglang_symbols() -> str:
 
 
 def shipped_rotations() -> str:
-    from sglang_kvq.rotations.files import CONFIG_FILE, read_rotations
-    from sglang_kvq.rotations.zoo import zoo_folder
+    from sglang_kvq.rotations.storage.files import CONFIG_FILE, read_rotations
+    from sglang_kvq.rotations.storage.zoo import zoo_folder
 
     folders = sorted(path.parent for path in zoo_folder().glob(f"*/{CONFIG_FILE}"))
     for folder in folders:

@@ -22,7 +22,7 @@ def server_args_from_kwargs(original: type, **kwargs: Any) -> Any:
     """
     if not any(flag in kwargs for flag in flags.FIELDS):
         return original(**kwargs)
-    capture = kwargs.pop("kv_quant_capture", None)  # of ``sglang.calibrate``, not a flag
+    capture = kwargs.pop("kv_quant_capture", None)  # of ``sglang.calibrate_engine``, not a flag
     config = flags.prepare(kwargs)
     if config is None:
         return original(**kwargs)

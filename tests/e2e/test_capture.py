@@ -8,10 +8,10 @@ import sys
 import torch
 
 from sglang_kvq.rotations import load_rotations
-from sglang_kvq.rotations.calibrate import CalibrationSettings, draw_contexts
-from sglang_kvq.rotations.capture import attention_hook
-from sglang_kvq.rotations.models import load_model, tokenize
-from sglang_kvq.rotations.moments import MomentSums
+from sglang_kvq.rotations.calibration.hf_attention import attention_hook
+from sglang_kvq.rotations.calibration.hf_model import load_model, tokenize
+from sglang_kvq.rotations.calibration.run import CalibrationSettings, draw_contexts
+from sglang_kvq.rotations.maths.moments import MomentSums
 from tests.e2e.client import held_out_text
 
 LAYERS, KV_HEADS, DIM = 30, 3, 64

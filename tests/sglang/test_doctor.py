@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 import sglang_kvq.kernels
 from sglang_kvq.cli import app
-from sglang_kvq.rotations import zoo
+from sglang_kvq.rotations.storage import zoo
 from sglang_kvq.sglang import compat, doctor, hooks
 
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from sglang_kvq.rotations import save_rotations
-from sglang_kvq.rotations.files import CONFIG_FILE, TENSOR_FILE
-from sglang_kvq.rotations.published import K_FILE, V_FILE, save_published
+from sglang_kvq.rotations.storage.files import CONFIG_FILE, TENSOR_FILE
+from sglang_kvq.rotations.storage.published import K_FILE, V_FILE, save_published
 from sglang_kvq.sglang import checks, hooks
 from tests.rotations.helpers import random_rotations
 from tests.sglang.test_checks import MODELS

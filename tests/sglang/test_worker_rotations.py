@@ -9,7 +9,7 @@ from sglang_kvq.cache.layout import KVGeometry
 from sglang_kvq.config import KVQuantConfig
 from sglang_kvq.formats.page import PageFormat
 from sglang_kvq.rotations import load_rotations, save_rotations
-from sglang_kvq.sglang import rotations as worker
+from sglang_kvq.sglang import worker_rotations as worker
 from tests.rotations.helpers import random_rotations
 
 HEADS, LAYERS, D = 6, 4, 64
@@ -76,7 +76,7 @@ def test_layers_of_a_later_stage(runner, monkeypatch):
 
 def test_a_start_reads_the_file_once(applied, command_line, tmp_path, monkeypatch):
     """Checked in whole, asked for its clips when the cache is sized, given to the worker: one process, one read."""
-    from sglang_kvq.rotations import files
+    from sglang_kvq.rotations.storage import files
     from sglang_kvq.sglang import capacity, checks, compat, runtime
 
     save_rotations(random_rotations(), tmp_path / "r", kv_heads=2)

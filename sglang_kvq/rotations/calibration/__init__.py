@@ -1,0 +1,1 @@
+"""Rotations, clip ratios and sensitivities measured on a model and a text. Needs transformers."""

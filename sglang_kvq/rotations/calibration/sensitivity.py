@@ -1,0 +1,171 @@
+"""How much each layer's keys and values matter: the model's loss when only they are quantized.
+
+The loss is the KL divergence of the next-token distributions from the unquantized model's. Measured directly it takes a
+forward pass for every (layer, keys or values, width). To second order it is ½ E[(gᵀδ)²] instead (the Fisher
+information): δ is the change of a layer's attention output, and g the gradient there of the log-probability of tokens
+drawn from the model's own distributions. One forward pass gives every δ, one backward pass every g. The products of
+different tokens are taken as independent, which costs a little bias and saves most of the noise;
+``tests/rotations/calibration/test_sensitivity.py`` compares with the divergence itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from sglang_kvq.config import PAGE_SIZE
+from sglang_kvq.errors import KVQuantError
+from sglang_kvq.rotations.base import Rotations
+from sglang_kvq.rotations.calibration.hf_attention import attention_hook, causal_attention, positions
+from sglang_kvq.rotations.maths.fake_quant import segmented_attention
+from sglang_kvq.rotations.maths.round_trip import round_trip
+from sglang_kvq.rotations.storage.published import first_line
+
+#: Widths measured, in bits.
+WIDTHS = (2, 4)
+#: The order of the second dimension of every result: (keys or values, width).
+VARIANTS = tuple((part, bits) for part in ("k", "v") for bits in WIDTHS)
+
+#: What the numbers of ``sensitivity_table`` are.
+UNIT = "nats per token: KL divergence to second order (Fisher information); 2-bit codes clipped, 4-bit codes not"
+
+
+class LayerQuantizer:
+    """Changes of a layer's attention output when its history keys or values are quantized.
+
+    Attributes:
+        rotations: of all layers.
+        clip_k, clip_v: clip quantile of each layer.
+        sink, recent: BF16 tokens at both ends.
+    """
+
+    def __init__(self, rotations: Rotations, clip_k, clip_v, sink: int, recent: int) -> None:
+        self.rotations, self.clip_k, self.clip_v, self.sink, self.recent = rotations, clip_k, clip_v, sink, recent
+
+    def delta(self, layer: int, q, k, v, scale: float, variants=VARIANTS) -> list[torch.Tensor]:
+        """Per variant, the change of the output in the model's own basis, float32 ``[q_heads, T, D]``."""
+        r = self.rotations
+        rq, rk, rv = (x[layer].to(k.device) for x in (r.queries, r.k, r.v))
+        group = q.shape[0] // k.shape[0]
+        q = q.float() @ (rq if rq.shape[0] == 1 else rq.repeat_interleave(group, 0))
+        k, v = (k.float() @ rk).bfloat16().float(), (v.float() @ rv).bfloat16().float()
+        out_v = rv if rv.shape[0] == 1 else rv.repeat_interleave(group, 0)
+        starts = range(0, q.shape[1], PAGE_SIZE)
+
+        def attend(old_k, old_v):
+            blocks = (
+                segmented_attention(
+                    q[:, i : i + PAGE_SIZE], i, k, v, old_k, old_v, scale, sink=self.sink, recent=self.recent
+                )
+                for i in starts
+            )
+            return torch.cat(list(blocks), 1)
+
+        exact = causal_attention(q, k, v, scale)
+        result = []
+        for part, bits in variants:
+            # Clip ratios are measured for 2 bits; wider codes lose more by clipping than they gain.
+            if part == "k":
+                out = attend(round_trip(k, bits, self.clip_k[layer] if bits == 2 else 1.0), v)
+            else:
+                out = attend(k, round_trip(v, bits, self.clip_v[layer] if bits == 2 else 1.0))
+            result.append((out - exact) @ out_v.mT)
+        return result
+
+
+def fisher_sums(
+    model: torch.nn.Module,
+    ids: torch.Tensor,
+    layers: int,
+    quantizer: LayerQuantizer,
+    *,
+    place: int = 0,
+    first: int,
+    draws: int,
+    generator: torch.Generator,
+) -> torch.Tensor:
+    """½ Σ (g_tᵀδ_t)² over the tokens t of one context; only losses of the tokens from ``first`` on count.
+
+    Args:
+        ids: int64 ``[T]``.
+        place: position of the first token.
+        draws: backward passes, each with newly drawn tokens.
+
+    Returns:
+        float64 ``[layers, len(VARIANTS)]`` on the CPU.
+
+    Raises:
+        KVQuantError: no gradients here, or not the memory for them.
+    """
+    held, deltas = {}, {}
+
+    def hook(layer, q, k, v, scale):
+        with torch.no_grad():
+            deltas[layer] = quantizer.delta(layer, q, k, v, scale)
+        out = causal_attention(q, k, v, scale)
+        held[layer] = torch.zeros_like(out, requires_grad=True)
+        return out + held[layer]
+
+    with torch.enable_grad(), attention_hook(model, hook):
+        ids = ids.to(model.device)
+        out = model(ids[None], position_ids=positions(ids, place), use_cache=False, logits_to_keep=len(ids) - first)
+        logits = out.logits[0].float()
+        logp = logits.log_softmax(-1)
+    order = range(layers)
+    sums = torch.zeros(layers, len(VARIANTS), dtype=torch.float64)
+    for draw in range(draws):
+        with torch.no_grad():
+            drawn = torch.multinomial(logp.exp().cpu(), 1, generator=generator).to(logp.device)
+        score = logp.gather(-1, drawn).sum()
+        try:
+            grads = torch.autograd.grad(score, [held[i] for i in order], retain_graph=draw + 1 < draws)
+        except RuntimeError as error:  # also out of memory; quantized weights may have no backward pass
+            raise KVQuantError(
+                f"sensitivities need gradients of the activations, and the model gives none here ({first_line(error)}); pass "
+                "--no-sensitivity to do without, or calibrate the unquantized model."
+            ) from error
+        for layer, g in zip(order, grads):
+            for j, delta in enumerate(deltas[layer]):
+                sums[layer, j] += float((g.float() * delta).sum((0, 2)).double().square().sum()) / (2 * draws)
+    return sums
+
+
+@torch.no_grad()
+def exact_sums(
+    model: torch.nn.Module, ids: torch.Tensor, chosen: Sequence[int], quantizer: LayerQuantizer, *, first: int
+) -> torch.Tensor:
+    """What ``fisher_sums`` approximates, the slow way: the KL divergence summed over the tokens from ``first`` on.
+
+    Args:
+        chosen: layers to measure.
+
+    Returns:
+        float64 ``[len(chosen), len(VARIANTS)]``.
+    """
+
+    def log_probs(only: int | None, variant: tuple[str, int]) -> torch.Tensor:
+        def hook(layer, q, k, v, scale):
+            if layer != only:
+                return None
+            return causal_attention(q, k, v, scale) + quantizer.delta(layer, q, k, v, scale, [variant])[0].to(q.dtype)
+
+        with attention_hook(model, hook):
+            out = model(ids[None].to(model.device), use_cache=False, logits_to_keep=len(ids) - first).logits
+        return out[0].float().log_softmax(-1)
+
+    reference = log_probs(None, VARIANTS[0])
+    sums = torch.zeros(len(chosen), len(VARIANTS), dtype=torch.float64)
+    for i, layer in enumerate(chosen):
+        for j, variant in enumerate(VARIANTS):
+            logp = log_probs(layer, variant)
+            sums[i, j] = float(torch.nn.functional.kl_div(logp, reference, reduction="sum", log_target=True))
+    return sums
+
+
+def sensitivity_table(values: torch.Tensor) -> dict[str, dict[str, list[float]]]:
+    """``RotationMeta.sensitivity`` from ``[layers, len(VARIANTS)]``."""
+    table: dict[str, dict[str, list[float]]] = {"k": {}, "v": {}}
+    for j, (part, bits) in enumerate(VARIANTS):
+        table[part][str(bits)] = [float(f"{x:.4g}") for x in values[:, j].tolist()]
+    return table

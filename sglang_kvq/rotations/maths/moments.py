@@ -1,0 +1,83 @@
+"""The second moments that rotations come from, summed over contexts: a few ``[kv_heads, D, D]`` matrices per layer."""
+
+from __future__ import annotations
+
+import torch
+
+from sglang_kvq.errors import KVQuantError
+from sglang_kvq.rotations.calibration.hf_attention import group_queries
+
+#: What ``context_moments`` returns, in order.
+MOMENTS = ("qq", "kk", "vwv", "vv")
+
+
+def context_moments(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, skip: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Moments of one context in one layer (OSCAR, arXiv 2605.17757).
+
+    The weight of a token's value, w_t = k_tᵀ (QᵀQ/n) k_t normalised to mean 1, says how much attention scores vary
+    with the token. It takes QᵀQ of the same context, so that one pass over the text is enough: thousands of queries
+    per KV head determine a D x D matrix well.
+
+    Args:
+        q: ``[q_heads, T, D]`` after RoPE; k, v: ``[kv_heads, T, D]``. Any float dtype.
+        skip: first tokens left out: they are never quantized, and their keys are unlike all others.
+
+    Returns:
+        mean QᵀQ (over the queries that read a KV head), KᵀK, Vᵀ diag(w) V, VᵀV: float64 ``[kv_heads, D, D]`` each.
+    """
+    q = group_queries(q[:, skip:], k.shape[0]).double()
+    k, v = k[:, skip:].double(), v[:, skip:].double()
+    qq = q.mT @ q / q.shape[1]
+    w = ((k @ qq) * k).sum(-1, keepdim=True)
+    w = w / w.mean(1, keepdim=True)
+    return qq, k.mT @ k / k.shape[1], v.mT @ (w * v) / v.shape[1], v.mT @ v / v.shape[1]
+
+
+class MomentSums:
+    """Sums of ``context_moments`` over contexts. Memory does not grow with the text.
+
+    ``state`` and ``restore`` carry them through a checkpoint; ``contexts`` counts each layer's.
+    """
+
+    def __init__(self, skip: int) -> None:
+        self.skip = skip
+        self._sums: dict[int, list[torch.Tensor]] = {}
+
+    @torch.no_grad()
+    def add(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Add one context's layer; arguments as ``context_moments``."""
+        moments = context_moments(q, k, v, self.skip)
+        held = self._sums.get(layer)
+        self._sums[layer] = list(moments) if held is None else [a.to(b.device) + b for a, b in zip(held, moments)]
+
+    def state(self) -> dict[str, torch.Tensor]:
+        return {f"{name}.{layer}": m for layer, held in self._sums.items() for name, m in zip(MOMENTS, held)}
+
+    def restore(self, state: dict[str, torch.Tensor]) -> None:
+        layers = sorted({int(name.split(".")[1]) for name in state})
+        self._sums = {layer: [state[f"{name}.{layer}"] for name in MOMENTS] for layer in layers}
+
+    def mean(self, layers: int, contexts: int, *, shared: bool) -> tuple[torch.Tensor, ...]:
+        """``MOMENTS`` averaged over contexts: float64 ``[layers, kv_heads, D, D]`` each on the CPU, or 1 for kv_heads
+        if ``shared``.
+
+        Raises:
+            KVQuantError: a layer was never seen, or its sums are not finite.
+        """
+        missing = [layer for layer in range(layers) if layer not in self._sums]
+        if missing:
+            raise KVQuantError(
+                f"layers {missing} of the model have no standard attention; --kv-quant needs it in every layer "
+                "(hybrid models are not supported)."
+            )
+        for layer in range(layers):
+            for name, what in zip(MOMENTS, ("queries", "keys", "keys or values", "values")):
+                if not torch.isfinite(self._sums[layer][MOMENTS.index(name)]).all():
+                    raise KVQuantError(
+                        f"layer {layer}: {what} hold NaN or infinity; the model overflows in its dtype: pass --dtype "
+                        "float32 (or bfloat16 instead of float16), and check the model's weights."
+                    )
+        means = (torch.stack([self._sums[i][j].cpu() for i in range(layers)]) / contexts for j in range(len(MOMENTS)))
+        return tuple(m.mean(1, keepdim=True) if shared else m for m in means)

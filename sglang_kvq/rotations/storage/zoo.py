@@ -1,0 +1,104 @@
+"""Which rotations belong to a model: those shipped in ``rotation_zoo/``, then the published ones.
+
+A model is recognised by its config, not by its path: users serve local folders and conversions without a name.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from importlib.util import find_spec
+from pathlib import Path
+
+from sglang_kvq.errors import KVQuantError
+from sglang_kvq.rotations.storage.hub import CONFIG_FILE, TENSOR_FILE
+from sglang_kvq.rotations.storage.registry import PUBLISHED
+
+#: Config fields that tell one architecture and training run's shape from another; ``identity`` reads them.
+IDENTITY_FIELDS = (
+    "architectures",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "vocab_size",
+    "rope_theta",
+)
+
+
+def find_rotations(model_path: str, hf_config: object, revision: str | None = None) -> str:
+    """The location, for ``load_rotations``, of the rotations calibrated on this model.
+
+    Args:
+        model_path: hub id or local folder, as the user gave it.
+        hf_config: the model's transformers config (or its dict).
+        revision: the model's revision on the hub, if one was asked for.
+
+    Raises:
+        KVQuantError: none known; the message says how to make or choose some.
+    """
+    wanted = identity(hf_config)
+    name = Path(model_path).name
+    for folder, entry in shipped():
+        if entry.get("model") != wanted:
+            continue
+        base = entry.get("base_model") or ""
+        # A fine-tune has the config of its base: believe a hub id, which a local folder's name is not.
+        if _is_hub_id(model_path) and name.lower() != base.rsplit("/", 1)[-1].lower():
+            raise KVQuantError(
+                f"{model_path}: no rotations for this model, but it has the shape of {base}; to use that one's, pass "
+                f"--kv-quant-rotations {folder}; better: `kvq calibrate {model_path}`."
+            )
+        return str(folder)
+    for entry in PUBLISHED:
+        if entry.fits(name, revision):
+            return entry.location
+    raise KVQuantError(
+        f"{model_path}: no rotations known for this model. Make them with `kvq calibrate {model_path} --text FILE "
+        "--output DIR` and pass --kv-quant-rotations DIR, or use --kv-quant hadamard, which needs none."
+    )
+
+
+def shipped() -> list[tuple[Path, dict]]:
+    """The folders of ``rotation_zoo/`` and their ``config.json``."""
+    folders = sorted(
+        path.parent for path in zoo_folder().glob(f"*/{CONFIG_FILE}") if (path.parent / TENSOR_FILE).is_file()
+    )
+    return [(folder, json.loads((folder / CONFIG_FILE).read_text())) for folder in folders]
+
+
+def identity(hf_config: object) -> dict:
+    """The ``IDENTITY_FIELDS`` of a transformers config or its dict; defaults are filled in as transformers does."""
+    if not isinstance(hf_config, dict) and hasattr(hf_config, "get_text_config"):
+        hf_config = hf_config.get_text_config()
+
+    def get(name: str) -> object:
+        return hf_config.get(name) if isinstance(hf_config, dict) else getattr(hf_config, name, None)
+
+    found = {name: get(name) for name in IDENTITY_FIELDS}
+    found["num_key_value_heads"] = found["num_key_value_heads"] or found["num_attention_heads"]
+    found["head_dim"] = found["head_dim"] or (found["hidden_size"] or 0) // (found["num_attention_heads"] or 1)
+    rope = get("rope_parameters") or get("rope_scaling") or {}
+    theta = found["rope_theta"] or rope.get("rope_theta")
+    found["rope_theta"] = float(theta) if theta is not None else None
+    found["architectures"] = list(found["architectures"] or [])
+    return found
+
+
+def zoo_folder() -> Path:
+    """The shipped rotations: the installed package's data, or ``rotation_zoo/`` of a checkout.
+
+    Raises:
+        KVQuantError: neither exists: a broken installation.
+    """
+    spec = find_spec("sglang_kvq.rotation_zoo")
+    installed = [Path(p) for p in (spec.submodule_search_locations or ())] if spec else []
+    for folder in (*installed, Path(__file__).resolve().parents[3] / "rotation_zoo"):
+        if folder.is_dir():
+            return folder
+    raise KVQuantError("sglang_kvq.rotation_zoo is not installed; reinstall sglang-kvq.")
+
+
+def _is_hub_id(model_path: str) -> bool:
+    return not Path(model_path).exists() and re.fullmatch(r"[\w.-]+/[\w.-]+", model_path) is not None

@@ -1,0 +1,100 @@
+"""``kvq calibrate --engine sglang``: the same calibration for models that only fit an engine with tensor parallelism."""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sglang_kvq.errors import KVQuantError
+from sglang_kvq.rotations.base import Rotations
+from sglang_kvq.rotations.calibration.run import (
+    CalibrationSettings,
+    ClipErrors,
+    Progress,
+    check_shape,
+    draw_contexts,
+    place_contexts,
+    rotations_from,
+)
+from sglang_kvq.rotations.calibration.worker_files import read_samples, read_sums
+from sglang_kvq.rotations.maths.rope import roped_layers, turn_of
+from sglang_kvq.rotations.storage.zoo import identity
+
+#: What SGLang needs on a machine with no accelerator.
+CPU = {"device": "cpu", "dtype": "bfloat16", "sampling_backend": "pytorch", "grammar_backend": "none"}
+
+
+def calibrate_on_engine(
+    model_path: str,
+    hf_config: object,
+    ids: torch.Tensor,
+    settings: CalibrationSettings,
+    progress: Progress,
+    *,
+    folder: Path | None = None,
+    **engine: Any,
+) -> Rotations:
+    """Rotations and clip ratios from a model that SGLang runs; sensitivities need gradients, which it has not.
+
+    Every context runs as one prompt, so the engine must hold one in a single prefill chunk. Clip ratios are measured on
+    the last context. On disk: one context's BF16 activations of all layers, and the sums.
+
+    Args:
+        hf_config: the model's transformers config.
+        ids: int64 ``[tokens]``.
+        folder: for what workers write; None takes a temporary one.
+        engine: keywords of ``sglang.Engine``, such as tp_size.
+
+    Raises:
+        KVQuantError: as ``rotations.calibration.run.calibrate``; or sglang is missing; or the engine failed.
+    """
+    try:
+        from sglang.srt.entrypoints.engine import Engine
+    except ImportError as error:
+        raise KVQuantError(
+            "--engine sglang needs SGLang in this environment: pip install 'sglang-kvq[sglang]'."
+        ) from error
+    shape = identity(hf_config)
+    check_shape(shape)
+    contexts = draw_contexts(ids, settings)
+    with tempfile.TemporaryDirectory(prefix="kvq-capture-") as temporary:
+        folder = folder or Path(temporary)
+        keywords = {
+            "kv_quant": "int2",
+            "kv_quant_capture": f"{folder}:{settings.context}:{settings.sink}",
+            "kv_quant_recent": settings.recent,
+            "chunked_prefill_size": settings.context,
+            "max_prefill_tokens": settings.context,
+            "disable_radix_cache": True,
+            "disable_cuda_graph": True,
+            "skip_tokenizer_init": True,
+            "log_level": "warning",
+            **({} if torch.cuda.is_available() else CPU),
+        }
+        running = Engine(model_path=model_path, **{**keywords, **engine})
+        try:
+            for i, context in enumerate(contexts):
+                progress("moments", i, len(contexts))
+                running.generate(input_ids=context.tolist(), sampling_params={"max_new_tokens": 1, "temperature": 0})
+        finally:
+            running.shutdown()
+        progress("moments", len(contexts), len(contexts))
+        rotations = rotations_from(read_sums(folder, len(contexts), settings.sink), hf_config, settings, len(contexts))
+        errors, layers = ClipErrors(rotations, settings), shape["num_hidden_layers"]
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        place = place_contexts(settings, 3, hf_config)[1]  # where the middle one of three contexts would stand
+        turn = turn_of(hf_config, shape["head_dim"])(place) if place else torch.eye(shape["head_dim"])
+        roped = roped_layers(hf_config, layers)
+        for layer, *sample in read_samples(folder, layers, shape["num_key_value_heads"]):
+            progress("clips", layer, layers)
+            q, k, v = (x.to(device).float() for x in sample)
+            if roped[layer]:
+                q, k = (x @ turn.to(x) for x in (q, k))
+            errors.add(layer, q, k, v, shape["head_dim"] ** -0.5)
+        progress("clips", layers, layers)
+    chosen = errors.chosen(1)
+    return replace(chosen, meta=replace(chosen.meta, sensitivity=None))

@@ -1,0 +1,71 @@
+"""Calibration inside a running engine: each worker sums the moments of the heads that it holds.
+
+``Engine(kv_quant="int2", kv_quant_capture="FOLDER:CONTEXT:SKIP")`` runs with ``CaptureBackend``. Every prompt of exactly
+CONTEXT tokens that arrives whole (one prefill chunk, nothing cached) is counted, without its first SKIP tokens; all
+others, such as warm-ups, are served only. The model computes in BF16: what such a prompt attends to is not quantized.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from sglang_kvq.rotations.calibration.worker_files import write_sample, write_sums
+from sglang_kvq.rotations.maths.moments import MomentSums
+from sglang_kvq.rotations.storage.zoo import identity
+from sglang_kvq.sglang.backend import KVQuantBackend
+from sglang_kvq.sglang.worker_rotations import tensor_parallel
+from sglang_kvq.sglang.runtime import logger
+
+
+class CaptureBackend(KVQuantBackend):
+    """``KVQuantBackend`` that sums what it sees, and keeps the last context's activations.
+
+    Written to the folder after each context: ``rotations.calibration.worker_files`` describes the files.
+    """
+
+    def __init__(
+        self, ops, tiers, first_layer: int, folder: Path, context: int, skip: int, place: dict[str, int]
+    ) -> None:
+        """
+        Args:
+            context: tokens of a prompt that counts.
+            skip: first tokens left out of the sums.
+            place: this worker's: rank and size (of the group that shards heads), kv_heads_total, layers, first_layer.
+        """
+        super().__init__(ops, tiers, first_layer)
+        self.folder, self.context, self.place = folder, context, place
+        self.sums, self.contexts = MomentSums(skip), 0
+        logger.info("kv-quant capture: prompts of %d tokens are summed into %s", context, folder)
+
+    def forward_extend(self, q, k, v, layer, forward_batch, save_kv_cache=True, **kwargs):
+        *activations, index = self._heads(q, k, v, layer)
+        at = 0
+        for prefix, new in zip(self.batch.prefix_lens, self.batch.new_lens):
+            if prefix == 0 and new == self.context:
+                self._capture(index, *(x[at : at + new].transpose(0, 1) for x in activations))
+            at += new
+        return super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
+
+    def _capture(self, index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        layer = self.first_layer + index
+        self.sums.add(layer, q, k, v)
+        write_sample(self.folder, self.place["rank"], layer, q, k, v)
+        if index == self.place["layers"] - 1:
+            self.contexts += 1
+            write_sums(self.folder, self.sums, self.contexts, self.place)
+
+
+def capture_backend(model_runner, spec: str, ops, tiers, first_layer: int) -> CaptureBackend:
+    """The backend of one worker; ``spec`` is ``KVQuantConfig.capture``."""
+    folder, context, skip = spec.rsplit(":", 2)
+    rank, size = tensor_parallel(model_runner)
+    place = {
+        "rank": rank,
+        "size": size,
+        "kv_heads_total": identity(model_runner.model_config.hf_config)["num_key_value_heads"],
+        "layers": ops.pool.layers,
+        "first_layer": first_layer,
+    }
+    return CaptureBackend(ops, tiers, first_layer, Path(folder), int(context), int(skip), place)

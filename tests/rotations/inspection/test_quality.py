@@ -1,0 +1,24 @@
+"""What the rotations are for, on a trained model: a learned rotation beats a fixed one beats none."""
+
+import pytest
+import torch
+
+from sglang_kvq.rotations import find_rotations, load_rotations
+from sglang_kvq.rotations.calibration.hf_model import load_model, tokenize
+from sglang_kvq.rotations.inspection.candidates import candidate_of
+from sglang_kvq.rotations.inspection.divergence import FakeQuantAttention, mean_kl
+
+
+@pytest.mark.slow
+def test_kl_of_oscar_hadamard_and_int2(model):
+    from pydoc_data.topics import topics  # English text that every Python has and no calibration here has seen
+
+    network, tokenizer = load_model(str(model), device="cpu")
+    ids = tokenize(tokenizer, "\n\n".join(topics[name] for name in sorted(topics)))[:1024]
+    geometry = dict(layers=30, kv_heads=3, head_dim=64)
+    oscar = load_rotations(find_rotations(str(model), network.config), **geometry)
+    candidates = [candidate_of(name, oscar, network.config) for name in ("int2", "hadamard", "oscar")]
+    kl = mean_kl(network, [ids], {c.name: FakeQuantAttention(c.formats, c.rotations) for c in candidates})
+    print({name: round(value, 4) for name, value in kl.items()})
+    assert 0 < 2 * kl["oscar"] < kl["hadamard"] < kl["int2"] / 2
+    assert torch.tensor(list(kl.values())).isfinite().all()
