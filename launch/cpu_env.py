@@ -1,6 +1,6 @@
 """Makes an environment in which a published SGLang release serves on a CPU, with this plugin installed.
 
-    python3 launch/cpu_env.py .venvs/sglang-0.5.23 0.5.23
+    python3 launch/cpu_env.py .venvs/sglang-VERSION VERSION
 
 A second run does nothing and takes a fraction of a second. A second SGLang version beside a finished environment
 shares its files by hard links and only installs its own SGLang.
@@ -19,6 +19,7 @@ if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from launch.progress import StepFailed, call, step
+from sglang_kvq.releases import described
 
 ROOT = Path(__file__).resolve().parent.parent
 CPU = ROOT / "launch" / "cpu"
@@ -142,10 +143,10 @@ def ensure(folder: Path, version: str, index: str | None = None) -> Path:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("version", help="SGLang release, 0.5.16 to 0.5.23")
+    parser.add_argument("version", help=f"SGLang release: {described()}")
     parser.add_argument("--torch-index-url", help=f"where to get {TORCH}; default: pip's own sources, then PyTorch's")
     options = parser.parse_args()
-    if sys.version_info < (3, 10):
+    if sys.version_info < (3, 10):  # noqa: UP036  (the system's, before any requirement is checked)
         sys.exit(f"Python {sys.version.split()[0]}: 3.10 or newer is needed.")
     try:
         ensure(options.folder, options.version, options.torch_index_url)

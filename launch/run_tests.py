@@ -25,9 +25,9 @@ if __package__ in (None, ""):
 
 from launch import cpu_env
 from launch.progress import StepFailed, call
+from sglang_kvq.releases import NEWEST, OLDEST
 
 ROOT = Path(__file__).resolve().parent.parent
-NEWEST, OLDEST = "0.5.23", "0.5.16"
 UNIT = "unit tests"
 #: Tests that run in both environments; all others are unit tests and run once.
 BOTH = (Path("tests/sglang"), Path("tests/e2e"))

@@ -8,8 +8,9 @@ from sglang.srt.utils import get_num_new_pages
 
 from sglang_kvq.cache.integrity import check_integrity
 from sglang_kvq.cache.pool import PagePool
+from sglang_kvq.releases import OLD_TREE
 from sglang_kvq.sglang import compat, runtime
-from sglang_kvq.sglang.hooks import OLD_TREE, PER_TOKEN_FREES
+from sglang_kvq.sglang.hooks import PER_TOKEN_FREES
 from sglang_kvq.sglang.pool import KVQuantPool
 
 _RELEASE = compat.sglang_version()

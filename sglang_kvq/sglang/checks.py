@@ -15,8 +15,8 @@ import torch
 
 from sglang_kvq.config import HEAD_DIMS, PAGE_SIZE, KVQuantConfig
 from sglang_kvq.errors import KVQuantError
+from sglang_kvq.releases import OLD_TREE
 from sglang_kvq.sglang import compat
-from sglang_kvq.sglang.hooks import OLD_TREE
 from sglang_kvq.sglang.runtime import config_of, logger
 
 

@@ -9,9 +9,7 @@ from typing import Any
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-#: Releases whose cache internals the hooks were written for. 0.5.19 to 0.5.21 keep prefixes in a tree that neither
-#: set of tree hooks knows. A newer release is accepted when every symbol of ``hooks.TABLE`` is as expected.
-SUPPORTED = (">=0.5.16,<0.5.19", ">=0.5.22")
+from sglang_kvq.releases import SUPPORTED
 
 
 def sglang_version() -> Version:

@@ -11,6 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from sglang_kvq.errors import KVQuantError
+from sglang_kvq.releases import SUPPORTED
 from sglang_kvq.sglang import compat, hooks
 
 PLUGIN_GROUP, PLATFORM_GROUP = "sglang.srt.plugins", "sglang.srt.platforms"
@@ -101,7 +102,7 @@ def sglang_release() -> str:
             "not installed in this environment; pip install 'sglang-kvq[sglang]', or use SGLang's image."
         ) from None
     if not compat.is_supported(version):
-        raise Failed(f"{version} is not supported; install one of {' and '.join(compat.SUPPORTED)}.")
+        raise Failed(f"{version} is not supported; install one of {' and '.join(SUPPORTED)}.")
     return str(version)
 
 

@@ -14,6 +14,7 @@ from enum import Enum
 
 from packaging.version import Version
 
+from sglang_kvq.releases import NEW_TREE, OLD_TREE
 from sglang_kvq.sglang import compat
 
 
@@ -72,9 +73,9 @@ def _hooks(process: Process, *rows: tuple) -> tuple[Hook, ...]:
     return tuple(Hook(kind, process, target, why, **more) for kind, target, why, more in rows)
 
 
-#: The two generations of SGLang's prefix cache, and of much that changed with it. Between them nothing is supported
-#: (``compat.SUPPORTED``), so these are also the only words for what changed somewhere in the gap.
-OLD_TREE, NEW_TREE = "<0.5.19", ">=0.5.22"
+# ``OLD_TREE`` and ``NEW_TREE`` are the two generations of SGLang's prefix cache, and of much that changed with it.
+# Between them nothing is supported, so these are also the only words for what changed somewhere in the gap.
+
 #: Where SGLang's allocator has no method that all released pages go through.
 PER_TOKEN_FREES, RELEASES_PAGES = "<0.5.17", ">=0.5.17"
 

@@ -15,6 +15,7 @@ from importlib import import_module
 from typing import Any
 
 from sglang_kvq.config import KVQuantConfig
+from sglang_kvq.releases import SUPPORTED
 from sglang_kvq.sglang import compat, hooks
 from sglang_kvq.sglang.hooks import PATCHED_KINDS, REGISTRY_KINDS, Hook, Kind, Process
 from sglang_kvq.sglang.runtime import config_of
@@ -39,7 +40,7 @@ def register() -> None:
     """
     version = compat.sglang_version()
     if not compat.is_supported(version):
-        _problems.append(f"SGLang {version} is not supported; supported are {' and '.join(compat.SUPPORTED)}")
+        _problems.append(f"SGLang {version} is not supported; supported are {' and '.join(SUPPORTED)}")
     for process in Process:
         if process is Process.SCHEDULER and "sglang.srt.managers.scheduler" not in sys.modules:
             continue  # importing the scheduler's modules here would cost the other processes seconds and memory

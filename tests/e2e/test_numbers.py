@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from launch.run_tests import NEWEST
+from sglang_kvq.releases import NEWEST
 from tests.e2e.client import Client, coarse_kl, held_out_text
 
 #: Chunks this short make most of a prompt attend to a stored, quantized prefix.
