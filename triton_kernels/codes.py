@@ -4,6 +4,8 @@ A ``Record`` prints all it holds, which is what Triton's caches of compiled kern
 clipping share one, hence one kernel.
 """
 
+# ruff: noqa: RET505  (Triton compiles what follows a branch that returns; in an else it does not)
+
 from __future__ import annotations
 
 import math
@@ -134,9 +136,10 @@ def level_of(code, CODES: tl.constexpr):
     """Levels, int32, of codes int32."""
     if CODES.uniform:
         return code
-    if CODES.bits == 2:
+    elif CODES.bits == 2:
         return (table_of(CODES) >> (8 * code)) & 0xFF
-    upper = code > 7
-    table = tl.full(code.shape, table_of(CODES), tl.int64)
-    level = (table >> (8 * tl.where(upper, 15 - code, code)).to(tl.int64)).to(tl.int32) & 0xFF
-    return tl.where(upper, CODES.levels[-1] - level, level)
+    else:
+        upper = code > 7
+        table = tl.full(code.shape, table_of(CODES), tl.int64)
+        level = (table >> (8 * tl.where(upper, 15 - code, code)).to(tl.int64)).to(tl.int32) & 0xFF
+        return tl.where(upper, CODES.levels[-1] - level, level)

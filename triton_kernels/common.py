@@ -4,6 +4,8 @@ Triton's interpreter (``TRITON_INTERPRET=1``, kernels on a CPU) holds bfloat16 a
 towards zero and has no inline assembly; ``dot``, ``to_bf16`` and ``unpack4`` hide that.
 """
 
+# ruff: noqa: RET505  (Triton compiles what follows a branch that returns; in an else it does not)
+
 from functools import cache
 
 import torch
@@ -26,7 +28,8 @@ def to_bf16(x):
         bits = x.to(tl.uint32, bitcast=True)
         bits += 0x7FFF + ((bits >> 16) & 1)
         return (bits >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
-    return x.to(tl.bfloat16)
+    else:
+        return x.to(tl.bfloat16)
 
 
 @triton.jit
@@ -34,7 +37,8 @@ def dot(a, b, acc):
     """acc + a b on tensor cores, BF16 operands and float32 sums."""
     if _PLAIN:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), acc)
-    return tl.dot(a, b, acc)
+    else:
+        return tl.dot(a, b, acc)
 
 
 def can_overlap(device: torch.device) -> bool:

@@ -9,6 +9,8 @@ Levels of every table are small integers, so products run on INT8 tensor cores a
 where z = -middle s of codes without an offset. Centred keys add q mean, one number per page.
 """
 
+# ruff: noqa: RET505  (Triton compiles what follows a branch that returns; in an else it does not)
+
 import triton
 import triton.language as tl
 
@@ -218,7 +220,8 @@ def _values(
 def _load(place, inside, ALL: tl.constexpr):
     if ALL:
         return tl.load(place)
-    return tl.load(place, mask=inside, other=0)
+    else:
+        return tl.load(place, mask=inside, other=0)
 
 
 @triton.jit
@@ -245,7 +248,8 @@ def _products(
     if in_steps(CODES):
         products = _sum_planes(x0, x1, x2, x3, y0, y1, y2, y3, products, g, GROUP, D4, JP) * step(CODES) + MAGIC_BITS
         return _sum_planes(odd0, odd1, odd2, odd3, y0, y1, y2, y3, products, g, GROUP, D4, JP)
-    return _sum_planes(x0, x1, x2, x3, y0, y1, y2, y3, products + MAGIC_BITS, g, GROUP, D4, JP)
+    else:
+        return _sum_planes(x0, x1, x2, x3, y0, y1, y2, y3, products + MAGIC_BITS, g, GROUP, D4, JP)
 
 
 @triton.jit
@@ -297,9 +301,10 @@ def _offset(scale, offset, CODES: tl.constexpr):
     SHIFT: tl.constexpr = centre(CODES) - CODES.shift
     if CODES.has_offset and SHIFT == 0:
         return offset
-    if CODES.has_offset:
+    elif CODES.has_offset:
         return offset + SHIFT * scale
-    return SHIFT * scale
+    else:
+        return SHIFT * scale
 
 
 @triton.jit

@@ -3,6 +3,8 @@
 An operand that is not codes is split, x = unit (high + low / 256), into two INT8 columns.
 """
 
+# ruff: noqa: RET505  (Triton compiles what follows a branch that returns; in an else it does not)
+
 import triton
 import triton.language as tl
 
@@ -157,10 +159,11 @@ def stack_groups(accs, offsets):
         tiles += (accs[g] + tl.sum(offsets[g], 0)[None, :],)
     if len(tiles) == 1:
         return tiles[0]
-    if len(tiles) == 2:
+    elif len(tiles) == 2:
         return stack(tiles[0], tiles[1])
-    last = tiles[3] if len(tiles) == 4 else tl.zeros_like(tiles[0])
-    return stack(stack(tiles[0], tiles[1]), stack(tiles[2], last))
+    else:
+        last = tiles[3] if len(tiles) == 4 else tl.zeros_like(tiles[0])
+        return stack(stack(tiles[0], tiles[1]), stack(tiles[2], last))
 
 
 @triton.jit
@@ -194,7 +197,8 @@ def group_product(
     """Add k q over the plane's dims that belong to group g."""
     if plane * D4 >= (g + 1) * GROUP or (plane + 1) * D4 <= g * GROUP:
         return products
-    if plane * D4 >= g * GROUP and (plane + 1) * D4 <= (g + 1) * GROUP:
+    elif plane * D4 >= g * GROUP and (plane + 1) * D4 <= (g + 1) * GROUP:
         return tl.dot(k, q, products, out_dtype=tl.int32)
-    dim = plane * D4 + tl.arange(0, JP)
-    return tl.dot(k, tl.where((dim // GROUP == g)[:, None], q, 0).to(tl.int8), products, out_dtype=tl.int32)
+    else:
+        dim = plane * D4 + tl.arange(0, JP)
+        return tl.dot(k, tl.where((dim // GROUP == g)[:, None], q, 0).to(tl.int8), products, out_dtype=tl.int32)

@@ -5,6 +5,8 @@ same kind of instruction, if PACKED, which says that the device has these (``com
 them the halves are compared one by one, as float32, which holds them exactly.
 """
 
+# ruff: noqa: RET505  (Triton compiles what follows a branch that returns; in an else it does not)
+
 import triton
 import triton.language as tl
 
@@ -37,14 +39,16 @@ def magnitudes(pair):
 def pair_max(a, b, PACKED: tl.constexpr):
     if PACKED:
         return _max(a, b)
-    return _join(tl.maximum(low_half(a), low_half(b)), tl.maximum(high_half(a), high_half(b)))
+    else:
+        return _join(tl.maximum(low_half(a), low_half(b)), tl.maximum(high_half(a), high_half(b)))
 
 
 @triton.jit
 def pair_min(a, b, PACKED: tl.constexpr):
     if PACKED:
         return _min(a, b)
-    return _join(tl.minimum(low_half(a), low_half(b)), tl.minimum(high_half(a), high_half(b)))
+    else:
+        return _join(tl.minimum(low_half(a), low_half(b)), tl.minimum(high_half(a), high_half(b)))
 
 
 @triton.jit
@@ -53,7 +57,8 @@ def row_max(pairs, PACKED: tl.constexpr):
     if PACKED:
         both = tl.reduce(pairs, 1, _max)
         return tl.maximum(low_half(both), high_half(both))
-    return tl.max(tl.maximum(low_half(pairs), high_half(pairs)), 1)
+    else:
+        return tl.max(tl.maximum(low_half(pairs), high_half(pairs)), 1)
 
 
 @triton.jit
@@ -61,7 +66,8 @@ def row_min(pairs, PACKED: tl.constexpr):
     if PACKED:
         both = tl.reduce(pairs, 1, _min)
         return tl.minimum(low_half(both), high_half(both))
-    return tl.min(tl.minimum(low_half(pairs), high_half(pairs)), 1)
+    else:
+        return tl.min(tl.minimum(low_half(pairs), high_half(pairs)), 1)
 
 
 @triton.jit
@@ -69,7 +75,8 @@ def above(pair, bound, PACKED: tl.constexpr):
     """Ones where a number is above a bound, which is any float32."""
     if PACKED:
         return _instruction("set.gt.bf16x2.bf16x2 $0, $1, $2;", pair, round_down(bound))
-    return (low_half(pair) > bound).to(tl.int32) + ((high_half(pair) > bound).to(tl.int32) << 16)
+    else:
+        return (low_half(pair) > bound).to(tl.int32) + ((high_half(pair) > bound).to(tl.int32) << 16)
 
 
 @triton.jit
@@ -85,7 +92,8 @@ def at_least(size, edge, PACKED: tl.constexpr):
     """Ones where a magnitude is at least a BF16 number, given by its bits, which are ordered as magnitudes are: int32."""
     if PACKED:
         return _instruction("set.ge.bf16x2.bf16x2 $0, $1, $2;", size, edge * 0x10001)
-    return ((size & _LOW) >= edge).to(tl.int32) + (((size >> 16) >= edge).to(tl.int32) << 16)
+    else:
+        return ((size & _LOW) >= edge).to(tl.int32) + (((size >> 16) >= edge).to(tl.int32) << 16)
 
 
 @triton.jit
@@ -93,7 +101,8 @@ def plus(a, b, PACKED: tl.constexpr):
     """Sum of ones, at most 256 in each half."""
     if PACKED:
         return _add(a, b)
-    return a + b
+    else:
+        return a + b
 
 
 @triton.jit
@@ -102,8 +111,9 @@ def count(ones, PACKED: tl.constexpr):
     if PACKED:
         both = tl.reduce(ones, 1, _add)
         return low_half(both) + high_half(both)
-    both = tl.sum(ones, 1)
-    return ((both & _LOW) + (both >> 16)).to(tl.float32)
+    else:
+        both = tl.sum(ones, 1)
+        return ((both & _LOW) + (both >> 16)).to(tl.float32)
 
 
 @triton.jit

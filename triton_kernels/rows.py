@@ -16,6 +16,8 @@ largest and the least of its 2 N column maxima, which at least that many magnitu
 instead of 15. Values are not clamped for their codes: ``threshold`` moves what they are compared with instead.
 """
 
+# ruff: noqa: RET505  (Triton compiles what follows a branch that returns; in an else it does not)
+
 import triton
 import triton.language as tl
 
@@ -62,25 +64,26 @@ def scale_offset(x, means, limit, g: tl.constexpr, CODES: tl.constexpr, D4: tl.c
             least = pair_min(least, _in_group(x[p], p, g, INFINITY, CODES.group, D4), PACKED)
             most = pair_max(most, _in_group(x[p], p, g, MINUS_INFINITY, CODES.group, D4), PACKED)
         return from_extremes(row_min(least, PACKED), row_max(most, PACKED), limit, CODES)
-    if CODES.statistic == "minmax":
+    elif CODES.statistic == "minmax":
         low, high = tl.full(x[0].shape, float("inf"), tl.float32), tl.full(x[0].shape, float("-inf"), tl.float32)
         for p in tl.static_range(FIRST, END):
             a, b = halves(x, means, p, CODES)
             low = tl.minimum(low, _in_group(tl.minimum(a, b), p, g, float("inf"), CODES.group, D4))
             high = tl.maximum(high, _in_group(tl.maximum(a, b), p, g, float("-inf"), CODES.group, D4))
         return from_extremes(tl.min(low, 1), tl.max(high, 1), limit, CODES)
-    most = tl.zeros(x[0].shape, tl.float32)
-    for p in tl.static_range(FIRST, END):
-        a, b = _clamped(x, means, limit, p, g, CODES, D4)
-        most = tl.maximum(most, tl.maximum(tl.abs(a), tl.abs(b)))
-    up, down = powers(tl.max(most, 1))
-    first, second = tl.zeros(x[0].shape, tl.int32), tl.zeros(x[0].shape, tl.int32)
-    for p in tl.static_range(FIRST, END):
-        a, b = _clamped(x, means, limit, p, g, CODES, D4)
-        a, b = integers(a, up[:, None]), integers(b, up[:, None])
-        first += a + b
-        second += a * a + b * b
-    return from_sums(tl.sum(first, 1), tl.sum(second, 1), down, CODES)
+    else:
+        most = tl.zeros(x[0].shape, tl.float32)
+        for p in tl.static_range(FIRST, END):
+            a, b = _clamped(x, means, limit, p, g, CODES, D4)
+            most = tl.maximum(most, tl.maximum(tl.abs(a), tl.abs(b)))
+        up, down = powers(tl.max(most, 1))
+        first, second = tl.zeros(x[0].shape, tl.int32), tl.zeros(x[0].shape, tl.int32)
+        for p in tl.static_range(FIRST, END):
+            a, b = _clamped(x, means, limit, p, g, CODES, D4)
+            a, b = integers(a, up[:, None]), integers(b, up[:, None])
+            first += a + b
+            second += a * a + b * b
+        return from_sums(tl.sum(first, 1), tl.sum(second, 1), down, CODES)
 
 
 @triton.jit
@@ -100,8 +103,9 @@ def from_sums(first, second, down, CODES: tl.constexpr):
         spread = (second.to(tl.int64) * CODES.group - wide * wide).to(tl.float32)
         scale = to_half(tl.sqrt_rn(spread) * CODES.factor * down)
         return scale, to_half(first.to(tl.float32) * CODES.inverse * down - CODES.middle * scale.to(tl.float32))
-    scale = to_half(tl.sqrt_rn(second.to(tl.float32)) * CODES.factor * down)
-    return scale, scale
+    else:
+        scale = to_half(tl.sqrt_rn(second.to(tl.float32)) * CODES.factor * down)
+        return scale, scale
 
 
 @triton.jit
@@ -132,7 +136,8 @@ def halves(x, means, p: tl.constexpr, CODES: tl.constexpr):
     low, high = low_half(x[p]), high_half(x[p])
     if CODES.centred:
         return low - means[2 * p][None, :], high - means[2 * p + 1][None, :]
-    return low, high
+    else:
+        return low, high
 
 
 @triton.jit
@@ -150,8 +155,9 @@ def _in_group(x, p: tl.constexpr, g: tl.constexpr, other, GROUP: tl.constexpr, D
     """A plane, with ``other`` where dims do not belong to group g, of which it has some."""
     if 2 * x.shape[1] == D4 and p * D4 >= g * GROUP and (p + 1) * D4 <= (g + 1) * GROUP:
         return x
-    j = 2 * tl.arange(0, x.shape[1])
-    return tl.where(((j < D4) & ((p * D4 + j) // GROUP == g))[None, :], x, other)
+    else:
+        j = 2 * tl.arange(0, x.shape[1])
+        return tl.where(((j < D4) & ((p * D4 + j) // GROUP == g))[None, :], x, other)
 
 
 @triton.jit
