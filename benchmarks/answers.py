@@ -1,7 +1,8 @@
 """Comparing what servers say by log-probabilities: of forced tokens, and of greedy answers up to a near tie.
 
-An answer is checked by *forcing* it. A server that does nothing else caches the answer's prompt, then is given prompt and
-answer as one prompt and tells the log-probability of each answered token. What it reads of the prompt is what decoding
+An answer is checked by *forcing* it. A server that does nothing else caches the answer's prompt, then is given prompt
+and answer as one prompt and tells the log-probability of each answered token. What it reads of the prompt is what
+decoding
 read: the quantized pages outside the window. So both differ by rounding, if nothing went wrong.
 """
 
@@ -90,8 +91,8 @@ def token_difference(ours: Sequence[float], theirs: Sequence[float]) -> Differen
 def greedy_difference(ours: Sequence[Step], theirs: Sequence[Step]) -> Difference:
     """Of tokens likely in both, step by step, up to the first step at which they chose differently.
 
-    At that step only the two chosen tokens count. If each server finds the other's choice as likely as the other does, within
-    a bound, then the choice was a near tie within that bound.
+    At that step only the two chosen tokens count. If each server finds the other's choice as likely as the other does,
+    within a bound, then the choice was a near tie within that bound.
     """
     values: list[float] = []
     for a, b in zip(ours, theirs):
@@ -112,17 +113,23 @@ def greedy(server: TinyServer, prompt: list, tokens: int, **options) -> list:
 
 
 def forced(
-    server: TinyServer, prompt: list[int], answer: list[int], cached: int = 0, timeout: float = 120
+    server: TinyServer,
+    prompt: list[int],
+    answer: list[int],
+    cached: int = 0,
+    timeout: float = 120,
+    tail: Sequence[int] = (),
 ) -> list[float]:
     """Log-probability of each answered token, by a server that serves nobody else now.
 
     Args:
         cached: tokens of the prompt that were found in the cache when it was answered; here they come first too.
+        tail: what follows them there. Without one they end a prompt, and its window over them stays in BF16.
     """
     server.drain()
     prefix = cached // PAGE_SIZE * PAGE_SIZE
     if 0 < prefix < len(prompt):
-        server.json("/generate", body(prompt[:prefix], 1), timeout=timeout)
+        server.json("/generate", body([*prompt[:prefix], *tail], 1), timeout=timeout)
     server.json("/generate", body(prompt, 1), timeout=timeout)
     # The first entry is about the prompt's last token and has no log-probability.
     asked = body(prompt + answer, 1, return_logprob=True, logprob_start_len=len(prompt) - 1)

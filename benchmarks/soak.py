@@ -1,17 +1,18 @@
-"""Hours of use in minutes: mixed traffic on one server with little room, each answer compared with the same request alone.
+"""Hours of use in minutes: mixed traffic on a server with little room, answers compared with the same requests alone.
 
     python benchmarks/soak.py --minutes 8 --out benchmarks/results/soak_h200.json
 
-Clients send prompts of 16 to 12,000 tokens with prefixes from a changing tree, conversations, sessions, several samples of a
-prompt, and requests that they abort or leave; the pool is small, so that eviction and retraction happen. A second server
+Clients send prompts of 16 to 12,000 tokens with prefixes from a changing tree, conversations, sessions, several samples
+of a prompt, and requests that they abort or leave; the pool is small, so that eviction and retraction happen. A second
+server
 with the same settings serves one request at a time: it caches an answer's prompt and tells the log-probabilities of the
-answer's tokens (``benchmarks/answers.py``). What requests alone differ by is measured first, and bounds the rest: an answer
-beyond it is wrong. Every minute the traffic stops; then nothing may be held.
+answer's tokens (``benchmarks/answers.py``). What requests alone differ by is measured first, and bounds the rest: an
+answer beyond it is wrong. Every minute the traffic stops; then nothing may be held.
 
-``--minutes`` is of traffic; starting two servers and measuring take 1 to 3 more, all ends by ``--limit``. The tiny model's
-answers depend strongly on its cache (``benchmarks/tiny_models.py``): the row's ``wrong_page_seen`` is the share of answers
-with one page of their prompt exchanged that the bound finds wrong. ``--fault`` exchanges a page of every tenth prompt
-before comparing, and must fail.
+``--minutes`` is of traffic; starting two servers and measuring take 1 to 3 more, all ends by ``--limit``. The tiny
+model's answers depend strongly on its cache (``benchmarks/tiny_models.py``): the row's ``wrong_page_seen`` is the share
+of answers with one page of their prompt exchanged that the bound finds wrong. ``--fault`` exchanges a page of every
+tenth prompt before comparing, and must fail.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
@@ -41,7 +42,7 @@ from benchmarks.soak_traffic import Answer, Scale, Traffic, draw_tokens
 from benchmarks.tiny_models import MODELS, VOCABULARY
 from benchmarks.tiny_server import IDLE_CHECK, TinyServer, body, gpu_names, plugin_path, versions
 from launch.server import ServerError
-from sglang_kvq.config import PAGE_SIZE
+from sglang_kvq.config import PAGE_SIZE, KVQuantConfig
 from sglang_kvq.server_process import ServerFailed
 
 GPU = Scale(16, 12000, (4, 48), (200, 400), 32768, 2048, 16, 24, 24, 0.3, 60.0, 90)
@@ -50,6 +51,8 @@ CPU = Scale(16, 700, (4, 12), (20, 40), 2560, 256, 4, 5, 8, 3.0, 60.0, 8)
 RETRACT = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "300"}
 #: A bound is this many times the worst of what was measured: thousands are compared, some dozens are measured.
 FACTOR = 3.0
+#: Kinds of requests that are asked alone, in turn; see ``Checker.calibrate``.
+CALIBRATED = ("cold", "after a part", "resumed", "beside another")
 LEAST = 0.04  # nats, mean of an answer: what BF16's rounding alone does (tests/gpu)
 
 
@@ -61,15 +64,20 @@ class Checker:
         self.bound = Bound(0.0, 0.0)
         self.calibrated: list[Difference] = []
         self.controls: list[Difference] = []
-        self.compared, self.tokens, self.wrong, self.failed = 0, 0, 0, 0
+        self.compared, self.tokens, self.wrong, self.failed, self.again = 0, 0, 0, 0, 0
         self.worst = Difference(0.0, 0.0, 0)
         self.most = 0.0
         self.examples: list[str] = []
         self.rng = random.Random(11)
 
-    def difference(self, answer: Answer, cached: int | None = None) -> Difference:
+    def difference(self, answer: Answer, cached: int | None = None, tail: Sequence[int] = ()) -> Difference:
         known = answer.cached if cached is None else cached
-        return token_difference(answer.logprobs, forced(self.reference, answer.prompt, answer.tokens, known))
+        there = forced(self.reference, answer.prompt, answer.tokens, known, tail=tail)
+        return token_difference(answer.logprobs, there)
+
+    def tail(self, rng: random.Random) -> list[int]:
+        """Tokens that push all before them out of a request's window."""
+        return [rng.randrange(2, VOCABULARY) for _ in range(KVQuantConfig.recent_tokens + PAGE_SIZE)]
 
     def page_exchanged(self, answer: Answer) -> Answer | None:
         """The answer as one to a prompt with another page; None if its prompt has no whole page."""
@@ -80,7 +88,12 @@ class Checker:
         return replace(answer, prompt=another_page(answer.prompt, page, self.rng.getrandbits(30), VOCABULARY))
 
     def calibrate(self, server: TinyServer, until: float) -> None:
-        """Requests alone: cold, after a part of their prompt, and resumed after a part of their answer."""
+        """Requests alone: cold; after a part of their prompt; resumed after a part of their answer; and beside another.
+
+        The last kind begins as a longer prompt does that was there before. What it finds cached of that one lies
+        outside the longer one's window, so it reads quantized what a request with a prompt of its own would read in
+        BF16.
+        """
         rng = random.Random(7)
         answers = []
         for n in range(self.scale.calibration):
@@ -89,31 +102,44 @@ class Checker:
             prompt = draw_tokens(rng, self.scale.shortest, self.scale.longest)
             count = rng.randint(*(self.scale.long_answer if n % 10 == 2 else self.scale.answer))
             server.drain()
-            if n % 3 == 1:  # what is cached was written in another piece, and quantized before the rest saw it
+            kind = CALIBRATED[n % len(CALIBRATED)]
+            if kind == "after a part":  # written in another piece, and quantized before the rest saw it
                 server.json("/generate", body(prompt[: rng.randint(1, len(prompt))], 1), timeout=120)
-            if n % 3 == 2:
+            if kind == "beside another":
+                tail = self.tail(rng)
+                part = rng.randint(1, max(min(len(prompt), self.scale.longest - len(tail)), 1))
+                server.json("/generate", body(prompt[:part] + tail, 1), timeout=120)
+            if kind == "resumed":
                 first = _ask(server, prompt, max(count // 2, 1))
                 server.drain()
                 rest = _ask(server, prompt + first.tokens, max(count - count // 2, 1))
                 answer = Answer("resumed", prompt, first.tokens + rest.tokens, first.logprobs + rest.logprobs, 0)
             else:
                 answer = _ask(server, prompt, count)
-            answers.append(answer)
+            answers.append((kind, answer))
         # The reference may be the same server, so all are asked first.
-        for n, answer in enumerate(answers):
-            self.calibrated.append(self.difference(answer, cached=0 if n % 3 == 1 else None))
-            if n % 3 == 0 and (other := self.page_exchanged(answer)):
+        for kind, answer in answers:
+            whole = kind in ("after a part", "beside another")
+            self.calibrated.append(self.difference(answer, cached=0 if whole else None))
+            if kind == "cold" and (other := self.page_exchanged(answer)):
                 self.controls.append(self.difference(other, cached=0))
         self.bound = Bound.above(self.calibrated, FACTOR, LEAST)
 
     def check(self, answer: Answer) -> None:
-        """Counts one answer; one beyond the bound is compared once more, its prompt read in one piece."""
+        """Counts one answer.
+
+        One beyond the bound is compared twice more: its prompt read in one piece; and what was cached of it read as a
+        part of a longer prompt, whose window was elsewhere. A client cannot know which of these its request met.
+        """
         try:
             if self.fault and self.compared % 10 == 9:
                 answer = self.page_exchanged(answer) or answer
             found = self.difference(answer)
             if not self.bound.holds(found):
-                found = min(found, self.difference(answer, cached=0), key=lambda d: d.mean)
+                self.again += 1
+                tail = self.tail(self.rng)[: max(self.scale.longest - answer.cached, 0)]
+                others = (self.difference(answer, cached=0), self.difference(answer, tail=tail))
+                found = min((found, *others), key=lambda d: (not self.bound.holds(d), d.mean))
         except (ServerError, OSError, ValueError, KeyError) as error:
             self.failed += 1
             if self.failed <= 3:
@@ -126,7 +152,8 @@ class Checker:
             self.wrong += 1
             if len(self.examples) < 8:
                 self.examples.append(
-                    f"{answer.kind}: prompt of {len(answer.prompt)} tokens, {answer.cached} cached, {len(answer.tokens)} answered: {found}"
+                    f"{answer.kind}: prompt of {len(answer.prompt)} tokens, {answer.cached} cached, "
+                    f"{len(answer.tokens)} answered: {found}"
                 )
 
     def seen(self) -> float | None:
@@ -232,10 +259,12 @@ class Soak:
                 self.checker = Checker(reference, self.scale, self.args.fault)
                 self.checker.calibrate(self.server, time.monotonic() + (60 if self.cpu else 25))
                 found, bound = self.checker.calibrated, self.checker.bound
+                mean, largest = max(d.mean for d in found), max(d.max for d in found)
+                wrong = statistics.median([d.mean for d in self.checker.controls] or [0])
                 self.say(
-                    f"{len(found)} requests alone: mean up to {max(d.mean for d in found):.4f}, max up to {max(d.max for d in found):.3f}; "
-                    f"bound {bound.mean:.4f} and {bound.max:.3f}; wrong pages: median {statistics.median([d.mean for d in self.checker.controls] or [0]):.3f}, "
-                    f"{self.checker.seen()} beyond the bound"
+                    f"{len(found)} requests alone: mean up to {mean:.4f}, max up to {largest:.3f}; "
+                    f"bound {bound.mean:.4f} and {bound.max:.3f}; "
+                    f"wrong pages: median {wrong:.3f}, {self.checker.seen()} beyond the bound"
                 )
                 self._soak()
         finally:
@@ -313,9 +342,11 @@ class Soak:
     def row(self) -> dict:
         c, k = self.traffic.counts if self.traffic else None, self.checker
         latencies = sorted(c.latencies) if c else []
-        at = lambda share: (
-            round(1e3 * latencies[min(int(share * len(latencies)), len(latencies) - 1)], 1) if latencies else None
-        )
+
+        def at(share: float) -> float | None:
+            place = min(int(share * len(latencies)), len(latencies) - 1)
+            return round(1e3 * latencies[place], 1) if latencies else None
+
         return {
             "seconds": round(self.seconds, 1),
             "requests": c.requests if c else 0,
@@ -332,6 +363,7 @@ class Soak:
             "compared": k.compared if k else 0,
             "compared_tokens": k.tokens if k else 0,
             "not_compared": k.failed if k else None,
+            "compared_again": k.again if k else None,
             "without_logprob": c.incomplete if c else None,
             "bound": round(k.bound.mean, 4) if k else None,
             "bound_max": round(k.bound.max, 4) if k else None,

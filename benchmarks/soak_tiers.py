@@ -1,4 +1,4 @@
-"""Random scheduler events on the tiers of a small cache, with batches in flight: every read checked, every page counted.
+"""Random scheduler events on the tiers of a small cache, with batches in flight: reads checked, pages counted.
 
     python benchmarks/soak_tiers.py --operations 1000000 --out benchmarks/results/soak_cpu.json
 

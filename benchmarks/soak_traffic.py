@@ -1,4 +1,4 @@
-"""Traffic of ``benchmarks/soak.py``: many clients with shared prefixes, conversations, sessions, parallel samples and aborts."""
+"""Traffic of ``benchmarks/soak.py``: shared prefixes, conversations, sessions, parallel samples, aborts."""
 
 from __future__ import annotations
 
@@ -185,8 +185,9 @@ class Traffic:
             # SGLang 0.5.16 sometimes leaves out one log-probability of a retracted request, with all of its tokens.
             reply["comparable"] = whole
             if not whole and not (meta.get("num_retractions") and len(reply.get("output_ids") or ()) == tokens):
+                given = len(reply.get("output_ids") or ())
                 raise ValueError(
-                    f"{len(pairs)} log-probabilities of {tokens} tokens, {len(reply.get('output_ids') or ())} tokens given, "
+                    f"{len(pairs)} log-probabilities of {tokens} tokens, {given} tokens given, "
                     f"retracted {meta.get('num_retractions')} times: {meta.get('finish_reason')}"
                 )
             retracted += not whole

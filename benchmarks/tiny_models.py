@@ -1,8 +1,10 @@
 """Tiny random models of every family, written as checkpoints, whose answers depend strongly on the KV cache.
 
 Ordinary random weights give nearly uniform logits, which a wrong cache would not change. Here logits have a standard
-deviation of ``LOGITS``, and what attention adds to the residual stream is about as large as the token itself, at a context of
-``CONTEXT`` tokens: attention scores have a standard deviation of ``SCORES``, so that about CONTEXT / exp(SCORES^2) values are
+deviation of ``LOGITS``, and what attention adds to the residual stream is about as large as the token itself, at a
+context of
+``CONTEXT`` tokens: attention scores have a standard deviation of ``SCORES``, so that about CONTEXT / exp(SCORES^2)
+    values are
 averaged, and W_o makes up for it. The same seed gives the same files, so that two servers have the same weights.
 """
 
@@ -29,8 +31,8 @@ class TinyModel:
 
     Attributes:
         family: ``model_type`` of its config.json.
-        experts: what a mixture of experts adds to the residual stream, to the size of a token. Small: which experts a router
-            takes may turn on the last bit of BF16, and that is not what is measured.
+        experts: what a mixture of experts adds to the residual stream, to the size of a token. Small: which experts a
+            router takes may turn on the last bit of BF16, and that is not what is measured.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Servers of tiny models, several side by side on a GPU or one on the CPU engine, that find the plugin in a bare checkout."""
+"""Servers of tiny models, several on a GPU or one on the CPU engine; they find the plugin in a bare checkout."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ _FIND = (
 def plugin_path(folder: Path) -> dict[str, str]:
     """Variables with which a server finds this checkout's plugin: none where it is installed, else a PYTHONPATH.
 
-    An editable install does not need pip: the package's folders are linked under their import names in ``folder``, beside
-    what pip would write of their entry points.
+    An editable install does not need pip: the package's folders are linked under their import names in ``folder``,
+    beside what pip would write of their entry points.
     """
     asked = subprocess.run([sys.executable, "-c", _FIND], cwd="/", capture_output=True, text=True, timeout=120)
     lines = [*asked.stdout.splitlines(), "", ""]

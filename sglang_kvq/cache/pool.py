@@ -39,8 +39,8 @@ class PagePool:
     Attributes:
         formats: layout and clipping of each layer's records.
         stores: the records, by layout; every layer is in one.
-        ranks: int32 ``[layers, 2]``, each layer's clip ranks of keys and of values (``formats.quantize.clip_rank``, 0 clips
-            nothing): data, so that one compiled kernel serves layers with different calibrated clips.
+        ranks: int32 ``[layers, 2]``, each layer's clip ranks of keys and of values (``formats.quantize.clip_rank``, 0
+            clips nothing): data, so that one compiled kernel serves layers with different calibrated clips.
         overlays: BF16 ``[layers, slots + 1, 2, kv_heads, PAGE_SIZE, head_dim]``; axis 2 is K, V.
         page_slot: int32 ``[pages + 1]``, the overlay slot of a page, -1 for none; ``page_slot[0] == 0``.
         req_to_token: int32 ``[rows, context]``, SGLang's token locations (page * PAGE_SIZE + offset). The scheduler may
@@ -77,12 +77,12 @@ class PagePool:
             shape = (len(layers), pages + 1, kv_heads, layout.record_bytes)
             ids = torch.tensor(layers, dtype=torch.int64, device=device)
             stores.append(RecordStore(layout, layers, ids, torch.zeros(shape, dtype=torch.uint8, device=device)))
-        shape = (len(formats), slots + 1, 2, kv_heads, PAGE_SIZE, formats[0].head_dim)
+        overlays = (len(formats), slots + 1, 2, kv_heads, PAGE_SIZE, formats[0].head_dim)
         return cls(
             formats=tuple(formats),
             stores=tuple(stores),
             ranks=torch.tensor([(f.rank_k, f.rank_v) for f in formats], dtype=torch.int32, device=device),
-            overlays=torch.zeros(shape, dtype=torch.bfloat16, device=device),
+            overlays=torch.zeros(overlays, dtype=torch.bfloat16, device=device),
             page_slot=page_slot,
             req_to_token=req_to_token,
             row_pages=torch.zeros(rows, -(-context // PAGE_SIZE), dtype=torch.int32, device=device),

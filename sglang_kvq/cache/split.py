@@ -15,7 +15,9 @@ def split_new_tokens(
     A page is quantized directly if this batch writes all of it and ends with it outside the
     request's sinks and window. Returns int64 indices into the concatenated new tokens.
     """
-    overlay, direct, start = [], [], 0
+    overlay: list[np.ndarray] = []
+    direct: list[np.ndarray] = []
+    start = 0
     for prefix, new in zip(prefix_lens, new_lens):
         first = max(-(-prefix // PAGE_SIZE), sink_pages)
         last = max((prefix + new) // PAGE_SIZE - recent_pages, first)
@@ -26,5 +28,8 @@ def split_new_tokens(
         else:
             overlay.append(start + np.arange(new))
         start += new
-    join = lambda parts: np.concatenate([np.empty(0, np.int64), *parts])  # noqa: E731
-    return join(overlay), join(direct)
+    return _join(overlay), _join(direct)
+
+
+def _join(parts: list[np.ndarray]) -> np.ndarray:
+    return np.concatenate([np.empty(0, np.int64), *parts])

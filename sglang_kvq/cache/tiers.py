@@ -23,11 +23,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 import torch
 
-from sglang_kvq.cache.pending import PendingOps
+from sglang_kvq.cache.pending import FreedPages, MovedOverlays, PendingOps
 from sglang_kvq.cache.pool import PagePool
 from sglang_kvq.config import PAGE_SIZE as P
 
@@ -35,7 +36,9 @@ from sglang_kvq.config import PAGE_SIZE as P
 SINK_BONUS = 1 << 40
 PINNED = 1 << 62
 
-QuantizeSlots = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
+QuantizeSlots: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
+#: Page index, whether it exists, page id, each ``[rows, window]``.
+Window: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 @dataclass
@@ -95,7 +98,7 @@ class TierManager:
         ended, token by token, has other requests in it.
         """
         lens = seq_lens.numpy()
-        goes_on = np.array_equal(lens, self._next_lens)
+        goes_on = self._next_lens is not None and np.array_equal(lens, self._next_lens)
         self._next_lens = np.where(lens > 1, lens + 1, lens)
         if self._dirty or self.pending or not goes_on:  # ``reset`` sets the first
             return True
@@ -114,14 +117,20 @@ class TierManager:
         max_len: int,
         direct_pages: torch.Tensor,
     ) -> None:
-        """Before a prefill. Tensors int64 ``[batch]``; ``direct_pages`` int64 ``[n]`` will be quantized from activations."""
+        """Before a prefill. Tensors int64 ``[batch]``; ``direct_pages`` int64 ``[n]``: quantized from activations."""
         self._plan(rows, prefix_lens, seq_lens, max_len, direct_pages)
         self._dirty = True
 
-    def _plan(self, rows, prefix_lens, seq_lens, max_len, direct_pages) -> None:
+    def _plan(
+        self,
+        rows: torch.Tensor,
+        prefix_lens: torch.Tensor | None,
+        seq_lens: torch.Tensor,
+        max_len: int,
+        direct_pages: torch.Tensor | None,
+    ) -> None:
         """A prefill reads what is stored before it; ``prefix_lens`` None is decoding, which reads the new token too."""
-        decoding = prefix_lens is None
-        prefix_lens, read_lens = (seq_lens - 1, seq_lens) if decoding else (prefix_lens, prefix_lens)
+        stored, read_lens = (seq_lens - 1, seq_lens) if prefix_lens is None else (prefix_lens, prefix_lens)
         self.apply_pending()
         self.steps += 1
         live = rows > 0
@@ -129,7 +138,7 @@ class TierManager:
         # Touch what this batch reads first: if its old window must give way, it does so last.
         self._touch(self._window(rows, read_lens))
         window = self._window(rows, seq_lens)
-        self._give_overlays(rows, prefix_lens, seq_lens, window)
+        self._give_overlays(rows, stored, window)
         self._touch(window)
         if direct_pages is not None:
             self.page_valid.index_fill_(0, direct_pages, True)
@@ -139,8 +148,13 @@ class TierManager:
     def apply_pending(self) -> None:
         """Apply what the scheduler recorded since the last plan, in its order."""
         self._apply_reset()
-        for op, *tensors in self.pending.drain(self.pool.device):
-            getattr(self, f"_apply_{op}")(*tensors)
+        for event in self.pending.drain(self.pool.device):
+            if isinstance(event, FreedPages):
+                self._apply_free(event.pages)
+            elif isinstance(event, MovedOverlays):
+                self._apply_move(event.own, event.kept)
+            else:
+                self.row_len.index_fill_(0, event.rows, 0)
 
     def _apply_reset(self) -> None:
         if not self._forget:
@@ -171,9 +185,6 @@ class TierManager:
         self.pool.page_slot[kept] = slots.int()
         self.pool.page_slot[0].fill_(0)
 
-    def _apply_rows(self, rows: torch.Tensor) -> None:
-        self.row_len.index_fill_(0, rows, 0)
-
     # -- windows ---------------------------------------------------------------------------------
 
     def _history_pages(self, lens: torch.Tensor) -> torch.Tensor:
@@ -185,7 +196,7 @@ class TierManager:
         token = torch.where(exists, index * P, 0)
         return torch.where(exists, self.pool.req_to_token[rows[:, None], token].long() // P, 0)
 
-    def _window(self, rows: torch.Tensor, lens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _window(self, rows: torch.Tensor, lens: torch.Tensor) -> Window:
         """The window of rows ``[n]`` at ``lens`` tokens: page index, exists, page id, each ``[n, window]``."""
         device = rows.device
         sinks = torch.arange(self.sink_pages, device=device).expand(len(rows), -1)
@@ -194,14 +205,14 @@ class TierManager:
         exists = (index * P < lens[:, None]) & (rows > 0)[:, None]
         return index, exists, self._pages_at(rows, index, exists)
 
-    def _touch(self, window) -> None:
+    def _touch(self, window: Window) -> None:
         index, _, pages = window
         slots = self.pool.page_slot[pages].clamp(min=0).long()
         self.slot_stamp[slots] = torch.where(index < self.sink_pages, self.steps + SINK_BONUS, self.steps)
 
     # -- giving overlays to pages about to be written ---------------------------------------------
 
-    def _give_overlays(self, rows, prefix_lens, seq_lens, window) -> None:
+    def _give_overlays(self, rows: torch.Tensor, prefix_lens: torch.Tensor, window: Window) -> None:
         index, exists, pages = window
         need = exists & (index >= (prefix_lens // P)[:, None]) & (self.pool.page_slot[pages] < 0)
         need, pages = need.flatten(), pages.flatten()
@@ -241,7 +252,7 @@ class TierManager:
 
     # -- what the batch reads ------------------------------------------------------------------------
 
-    def _set_ranges(self, rows, live, lens, max_len) -> None:
+    def _set_ranges(self, rows: torch.Tensor, live: torch.Tensor, lens: torch.Tensor, max_len: int) -> None:
         index, exists, pages = self._window(rows, lens)
         lost = exists & (self.pool.page_slot[pages] < 0)
         first_lost = torch.where(lost, index, 1 << 30).amin(1)

@@ -17,7 +17,7 @@ def upload(numbers: np.ndarray, device: torch.device) -> torch.Tensor:
 
 
 def to_device(parts: list[np.ndarray], device: torch.device) -> list[torch.Tensor]:
-    """int64 vectors on the device, by one copy that the host does not wait for; each starts at a multiple of 16 bytes."""
+    """int64 vectors on the device, by one copy that the host does not wait for; each is aligned to 16 bytes."""
     sizes = [len(part) for part in parts]
     room = [-(-size // _ALIGNED) * _ALIGNED for size in sizes]
     host = torch.zeros(sum(room), dtype=torch.int64, pin_memory=device.type == "cuda")

@@ -1,4 +1,4 @@
-"""``TierManager`` on a GPU, or in Triton's interpreter for tests: the same decisions, bit for bit, in a few launches."""
+"""``TierManager`` on a GPU, or in Triton's interpreter for tests: the same decisions, bit for bit, in few launches."""
 
 from __future__ import annotations
 
@@ -25,7 +25,10 @@ class TritonTierManager(TierManager):
     def __init__(self, pool: PagePool, sink_pages: int, recent_pages: int, quantize_slots: QuantizeSlots) -> None:
         super().__init__(pool, sink_pages, recent_pages, quantize_slots)
         slots, rows = len(self.slot_page), len(self.row_len)
-        zeros = lambda n: torch.zeros(n, dtype=torch.int64, device=pool.device)  # noqa: E731
+
+        def zeros(n: int) -> torch.Tensor:
+            return torch.zeros(n, dtype=torch.int64, device=pool.device)
+
         self.tables = TierTables(
             req_to_token=pool.req_to_token,
             row_pages=pool.row_pages,
@@ -60,7 +63,14 @@ class TritonTierManager(TierManager):
         self.plan_decode(row, row + 1, 1)
         self.steps, self._dirty = 0, True
 
-    def _plan(self, rows, prefix_lens, seq_lens, max_len, direct_pages) -> None:
+    def _plan(
+        self,
+        rows: torch.Tensor,
+        prefix_lens: torch.Tensor | None,
+        seq_lens: torch.Tensor,
+        max_len: int,
+        direct_pages: torch.Tensor | None,
+    ) -> None:
         self.apply_pending()
         self.steps += 1
         tables = self.tables

@@ -19,16 +19,16 @@ class CodeFormat:
     Attributes:
         bits: 2, 3 or 4.
         levels: a name of ``formats.levels.LEVELS``.
-        statistic: of the elements that share a scale: ``minmax`` puts the outer levels on their extremes; ``moments`` centres
-            the levels on their mean and scales by their standard deviation; ``norm`` centres on 0 and scales by their
-            Euclidean norm: no offset is stored.
-        axis: ``token``: a scale per token and group along head_dim (``norm``: per token). ``channel``: a scale per element of
-            head_dim and run of tokens in the page.
+        statistic: of the elements that share a scale: ``minmax`` puts the outer levels on their extremes; ``moments``
+            centres the levels on their mean and scales by their standard deviation; ``norm`` centres on 0 and scales by
+            their Euclidean norm: no offset is stored.
+        axis: ``token``: a scale per token and group along head_dim (``norm``: per token). ``channel``: a scale per
+            element of head_dim and run of tokens in the page.
         gain: scale of ``moments`` and ``norm`` over the one of least mean squared error. That one shrinks rows, and
             scores with them: by its own relative squared error, 12% at 2 bits on Gaussian rows (Max 1960).
-        centred: whether each channel's mean over the page's tokens is stored beside the codes, which are then of what is
-            left. Only per token, and only of keys (``PageFormat``). Keys have channels that hardly change from token to
-            token (KIVI, arXiv 2402.02750, figure 2): they would take up the range of every row.
+        centred: whether each channel's mean over the page's tokens is stored beside the codes, which are then of what
+            is left. Only per token, and only of keys (``PageFormat``). Keys have channels that hardly change from token
+            to token (KIVI, arXiv 2402.02750, figure 2): they would take up the range of every row.
 
     Raises:
         KVQuantError: a value that does not exist, or values that exclude each other.

@@ -2,14 +2,16 @@
 
     value = level[code] * scale + offset,    code = #{t : x > offset + t * scale},    t = midpoints of levels
 
-Levels are integers below 256 and thresholds multiples of 0.5, so their products with an FP16 scale are exact in float32.
-Non-uniform levels are those of Lloyd and Max (Max, "Quantizing for minimum distortion", 1960) for a density, rounded to the
-coarsest integers that cost less than ``TOLERANCE`` of the distortion; symmetric about an integer, and at most 127 from it.
+Levels are integers below 256 and thresholds multiples of 0.5, so their products with an FP16 scale are exact in
+float32. Non-uniform levels are those of Lloyd and Max (Max, "Quantizing for minimum distortion", 1960) for a density,
+rounded to the coarsest integers that cost less than ``TOLERANCE`` of the distortion; symmetric about an integer, and at
+most 127 from it.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 
@@ -30,8 +32,8 @@ class LevelTable:
 
     Attributes:
         levels: ascending integers from 0, ``levels[i] + levels[-1 - i] == levels[-1]``.
-        unit: the scale for the table's density at variance 1 (a Gaussian for uniform levels), of least mean squared error
-            at gain 1; of 12 significant bits, so that no libm's last bit shows.
+        unit: the scale for the table's density at variance 1 (a Gaussian for uniform levels), of least mean squared
+            error at gain 1; of 12 significant bits, so that no libm's last bit shows.
         distortion: its mean squared error.
     """
 
@@ -58,9 +60,9 @@ class LevelTable:
 def level_table(levels: str, bits: int, head_dim: int, gain: float = 1.0) -> LevelTable:
     """The table of 2^bits levels; ``gain`` multiplies its unit.
 
-    ``uniform``: 0, 1, 2, ... ``lloyd-max``: best for a Gaussian. ``sphere``: best for sqrt(D) times one coordinate of a point
-    uniform on the unit sphere of R^D, D = head_dim, density (1 - x^2 / D)^((D - 3) / 2): what every coordinate of a randomly
-    rotated vector follows (TurboQuant, arXiv 2504.19874, lemma 1).
+    ``uniform``: 0, 1, 2, ... ``lloyd-max``: best for a Gaussian. ``sphere``: best for sqrt(D) times one coordinate of
+    a point uniform on the unit sphere of R^D, D = head_dim, density (1 - x^2 / D)^((D - 3) / 2): what every coordinate
+    of a randomly rotated vector follows (TurboQuant, arXiv 2504.19874, lemma 1).
     """
     density = _sphere(head_dim) if levels == "sphere" else _gaussian()
     if gain != 1.0:
@@ -85,7 +87,7 @@ def level_table(levels: str, bits: int, head_dim: int, gain: float = 1.0) -> Lev
 class _Density:
     """A symmetric density of variance 1 on a grid: its mass and first moment below any point, by interpolation."""
 
-    def __init__(self, reach: float, log_density) -> None:
+    def __init__(self, reach: float, log_density: Callable[[np.ndarray], np.ndarray]) -> None:
         edges = np.linspace(-reach, reach, _POINTS + 1)
         x = (edges[1:] + edges[:-1]) / 2
         mass = np.exp(log_density(x))

@@ -6,10 +6,14 @@ import heapq
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import TypeAlias
 
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.formats.code import BITS
 from sglang_kvq.formats.page import PageFormat
+
+#: By part ("k", "v") and width: the rise of each layer.
+Sensitivity: TypeAlias = Mapping[str, Mapping[str, Sequence[float]]]
 
 #: The widths that are mixed: a bit more each.
 NARROW, *_, WIDE = BITS
@@ -20,14 +24,14 @@ def mixed_formats(
 ) -> tuple[PageFormat, ...]:
     """Add a bit where the error falls most, until the next would exceed the target.
 
-    A bit costs the same bytes everywhere, and each bit more gains less than the one before: so this is the best choice if
-    the errors of layers add up.
+    A bit costs the same bytes everywhere, and each bit more gains less than the one before: so this is the best choice
+    if the errors of layers add up.
 
     Args:
         formats: one per layer, all of ``NARROW`` bits. A widened code is not clipped.
-        sensitivity: {"k": {"2": [..], "4": [..]}, "v": ...}: per layer, the rise of the model's error when only that layer's
-            keys (values) are coded at that width. Without a "3" it is taken as their geometric mean: a bit more divides
-            the error of a code by about the same factor each time.
+        sensitivity: {"k": {"2": [..], "4": [..]}, "v": ...}: per layer, the rise of the model's error when only that
+            layer's keys (values) are coded at that width. Without a "3" it is taken as their geometric mean: a bit more
+            divides the error of a code by about the same factor each time.
         target: allocated record bits per element, scales and offsets included, averaged over layers, keys and values.
         source: where the sensitivities come from, for messages.
 
@@ -41,12 +45,15 @@ def mixed_formats(
     least, most = (sum(f.record_bytes for f in each) for each in (formats, [_widest(f) for f in formats]))
     if not least * 8 / elements <= target <= most * 8 / elements:
         raise KVQuantError(
-            f"--kv-quant-bits auto:{target:g}: these layers allocate {least * 8 / elements:g} bits per element with all codes "
-            f"at {NARROW} bits and {most * 8 / elements:g} with all at {WIDE} (scales included, head_dim "
-            f"{formats[0].head_dim}); choose a target between them."
+            f"--kv-quant-bits auto:{target:g}: these layers allocate {least * 8 / elements:g} bits per element with "
+            f"all codes at {NARROW} bits and {most * 8 / elements:g} with all at {WIDE} (scales included, "
+            f"head_dim {formats[0].head_dim}); choose a target between them."
         )
     rises = {part: _rises(sensitivity, part, layers, source) for part in ("k", "v")}
-    gain = lambda part, layer, bits: rises[part][bits][layer] - rises[part][bits + 1][layer]  # noqa: E731
+
+    def gain(part: str, layer: int, bits: int) -> float:
+        return rises[part][bits][layer] - rises[part][bits + 1][layer]
+
     steps = [(-gain(part, layer, NARROW), layer, part, NARROW) for layer in range(layers) for part in ("k", "v")]
     heapq.heapify(steps)
     result, left = list(formats), math.floor(target * elements / 8 + 1e-6) - least
@@ -71,16 +78,18 @@ def _widest(format: PageFormat) -> PageFormat:
     return widened(widened(format, "k", WIDE), "v", WIDE)
 
 
-def _rises(sensitivity: Mapping, part: str, layers: int, source: str) -> dict[int, list[float]]:
+def _rises(sensitivity: Sensitivity, part: str, layers: int, source: str) -> dict[int, Sequence[float]]:
     """By width, the rise of each layer."""
     known = {bits: sensitivity.get(part, {}).get(str(bits)) for bits in BITS}
     if known[3] is None and known[2] is not None and known[4] is not None:
         # Where a measured rise is not positive it is noise about 0.
         known[3] = [math.sqrt(max(a, 0.0) * max(b, 0.0)) for a, b in zip(known[2], known[4])]
+    rises: dict[int, Sequence[float]] = {}
     for bits, values in known.items():
         if values is None or len(values) != layers or not all(map(math.isfinite, values)):
             raise KVQuantError(
-                f"{source}: its sensitivities of {part} at {bits} bits are not one finite number for each of {layers} layers; "
-                "recreate the rotations with `kvq calibrate`."
+                f"{source}: its sensitivities of {part} at {bits} bits are not one finite number for each of {layers} "
+                "layers; recreate the rotations with `kvq calibrate`."
             )
-    return known
+        rises[bits] = values
+    return rises

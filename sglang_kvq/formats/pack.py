@@ -2,7 +2,8 @@
 
 A matrix of codes ``[R, N]`` is stored as
 
-    low    [R, N/4]     byte (r, i) holds bits 0-1 of columns i, i + N/4, i + N/2, i + 3N/4, in its bits 0-1, 2-3, 4-5, 6-7
+    low    [R, N/4]     byte (r, i) holds bits 0-1 of columns i, i + N/4, i + N/2, i + 3N/4,
+                        in its bits 0-1, 2-3, 4-5, 6-7
     high   4 bits: [R, N/4], bits 2-3 likewise
            3 bits: [R/2, N/4], byte (r, i) holds bit 2 of row r's four columns in its bits 0-3, of row r + R/2's in 4-7
 

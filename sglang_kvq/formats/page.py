@@ -2,16 +2,17 @@
 
 For head_dim D and P tokens per page, a record is, without gaps,
 
-    K codes   low, then high part of the matrix [P, D], see ``formats.pack``; its rows are tokens in the order ``KEY_TOKENS``
+    K codes   low, then high part of the matrix [P, D], see ``formats.pack``; its rows are tokens in the
+              order ``KEY_TOKENS``
     V codes   low, then high part of the matrix [D, P]
     K scale, K offset, V scale, V offset   FP16: [D / group, P] along a token's row, [P / run, D] along channels;
               ``norm`` has scales [1, P] and no offsets
     K mean    FP16 [D], of centred keys only
 
 V is stored transposed so that both matrix products of a decode step read their codes along the reduced dimension. K's
-rows r and r + 8, which one thread of a matrix product holds, are neighbouring tokens, whose scales it reads at once. Every
-part starts on a multiple of 64 bytes and so does every record. INT2 per token with group 128 is 2.25 bits per element
-at D = 128.
+rows r and r + 8, which one thread of a matrix product holds, are neighbouring tokens, whose scales it reads at once.
+Every part starts on a multiple of 64 bytes and so does every record. INT2 per token with group 128 is 2.25 bits per
+element at D = 128.
 """
 
 from __future__ import annotations
@@ -88,13 +89,13 @@ class PageFormat:
         for flag, clip, code in (("k", self.clip_k, self.k), ("v", self.clip_v, self.v)):
             if clip != 1.0 and not code.clips:
                 raise KVQuantError(
-                    f"--kv-quant-clip-{flag} {clip}: codes per channel, centred or scaled by a norm are not clipped; leave it "
-                    "out."
+                    f"--kv-quant-clip-{flag} {clip}: codes per channel, centred or scaled by a norm are not clipped; "
+                    "leave it out."
                 )
         if self.v.centred:
             raise KVQuantError(
-                f"values in {self.v.describe()}: only keys are centred, their means being one product with the query; use "
-                "centred=False."
+                f"values in {self.v.describe()}: only keys are centred, their means being one product with the query; "
+                "use centred=False."
             )
 
     @property
@@ -184,23 +185,26 @@ class PageFormat:
         v_codes, v_offset = v_codes.transpose(-1, -2), records[..., at.v_offset : at.k_mean]
         return k, self._dequantize(v_codes, records[..., at.v_scale : at.v_offset], v_offset, self.v)
 
-    def _quantize(self, x: torch.Tensor, code: CodeFormat, rank: int) -> tuple[torch.Tensor, ...]:
+    def _quantize(
+        self, x: torch.Tensor, code: CodeFormat, rank: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Codes ``[..., P, D]``, scale and offset as stored."""
         rows = x.transpose(-1, -2) if code.axis == "channel" else x
-        codes, *halves = quantize_rows(rows, self.group_of(code), rank, code, self.head_dim)
+        codes, scale, offset = quantize_rows(rows, self.group_of(code), rank, code, self.head_dim)
         if code.axis == "channel":
             codes = codes.transpose(-1, -2).contiguous()
-        return codes, *(half if half is None else half.transpose(-1, -2) for half in halves)
+        return codes, scale.transpose(-1, -2), None if offset is None else offset.transpose(-1, -2)
 
     def _dequantize(
         self, codes: torch.Tensor, scale: torch.Tensor, offset: torch.Tensor, code: CodeFormat
     ) -> torch.Tensor:
         """Values ``[..., P, D]`` of codes ``[..., P, D]`` and of scales and offsets as bytes."""
-        shape = self.scale_shape(code)
-        halves = [
-            half.contiguous().view(torch.float16).unflatten(-1, shape).transpose(-1, -2) if half.shape[-1] else None
-            for half in (scale, offset)
-        ]
+        scales, offsets = self._halves(scale, code), self._halves(offset, code) if offset.shape[-1] else None
         if code.axis == "channel":
-            return dequantize_rows(codes.transpose(-1, -2), *halves, code, self.head_dim).transpose(-1, -2)
-        return dequantize_rows(codes, *halves, code, self.head_dim)
+            return dequantize_rows(codes.transpose(-1, -2), scales, offsets, code, self.head_dim).transpose(-1, -2)
+        return dequantize_rows(codes, scales, offsets, code, self.head_dim)
+
+    def _halves(self, stored: torch.Tensor, code: CodeFormat) -> torch.Tensor:
+        """FP16 numbers of a row's scales or offsets from their bytes."""
+        halves: torch.Tensor = stored.contiguous().view(torch.float16).unflatten(-1, self.scale_shape(code))
+        return halves.transpose(-1, -2)

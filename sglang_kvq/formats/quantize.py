@@ -2,13 +2,16 @@
 
 Only additions, comparisons, multiplications, one correctly rounded square root, sums of integers, and roundings to FP16
 are used, each rounded by itself and none in an order that matters, so that torch on any device and the Triton kernels
-(``enable_fp_fusion=False``, ``tl.sqrt_rn``) give the same codes bit for bit. Per group of n elements x (after clipping):
+(``enable_fp_fusion=False``, ``tl.sqrt_rn``) give the same codes bit for bit. Per group of n elements x (after
+clipping):
 
     minmax   scale = fp16((max x - min x) * f32(1 / top)),              offset = fp16(min x)
-    moments  scale = fp16(2^-s * (sqrt(n S2 - S1^2) * f32(unit / n))),  offset = fp16(2^-s * (S1 * f32(1 / n)) - middle * scale)
+    moments  scale = fp16(2^-s * (sqrt(n S2 - S1^2) * f32(unit / n))),  offset = fp16(2^-s * (S1 * f32(1 / n))
+                                                                          - middle * scale)
     norm     scale = fp16(2^-s * (sqrt(S2) * f32(unit / sqrt(n)))),     no offset: the levels are centred on 0
     code     = #{t in thresholds : x > offset + t * scale},               norm: #{t : x > (t - middle) * scale}
-    mean     = fp16(2^-s * (S1 * f32(1 / n)))                           of centred codes: over a channel's n tokens of a page;
+    mean     = fp16(2^-s * (S1 * f32(1 / n)))                           of centred codes: over a channel's
+                                                                        n tokens of a page;
                                                                         x above is then f32(x - mean)
 
 S1 and S2 are the exact sums of q and q^2, q = round(2^s x) to nearest even, with the power of two that brings the
@@ -19,10 +22,12 @@ thresholds, top, middle and unit. FP16 results are clamped to +-65504.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 
 from sglang_kvq.formats.code import INT2, CodeFormat
+from sglang_kvq.formats.levels import LevelTable
 
 #: float32 nearest to 1/3: a multiplication, because GPU division is not always correctly rounded.
 THIRD = 0.3333333432674408
@@ -70,13 +75,13 @@ def quantize_rows(
     table = code.table(head_dim or x.shape[-1])
     x = clip_rows(x.float(), rank).unflatten(-1, (-1, group))
     scale, offset = _STATISTICS[code.statistic](x, table)
-    start, shift = (offset.float(), 0.0) if code.has_offset else (0.0, table.middle)
+    start, shift = (0.0, table.middle) if offset is None else (offset.float(), 0.0)
     step = scale.float()
     codes = torch.zeros(x.shape, dtype=torch.uint8, device=x.device)
     for threshold in table.thresholds:
         # The product of a half and a small multiple of 0.5 is exact in float32: only the sum is rounded.
         codes += x > (threshold - shift) * step + start
-    return codes.flatten(-2), scale.squeeze(-1), offset.squeeze(-1) if code.has_offset else None
+    return codes.flatten(-2), scale.squeeze(-1), None if offset is None else offset.squeeze(-1)
 
 
 def dequantize_rows(
@@ -91,8 +96,8 @@ def dequantize_rows(
     group = codes.shape[-1] // scale.shape[-1]
     shift = 0.0 if code.has_offset else table.middle
     levels = torch.tensor(table.levels, dtype=torch.float32, device=codes.device) - shift
-    values = levels[codes.int()].unflatten(-1, (-1, group)) * scale.float().unsqueeze(-1)
-    if code.has_offset:
+    values: torch.Tensor = levels[codes.int()].unflatten(-1, (-1, group)) * scale.float().unsqueeze(-1)
+    if offset is not None:
         values += offset.float().unsqueeze(-1)
     return values.flatten(-2)
 
@@ -104,12 +109,12 @@ def channel_means(x: torch.Tensor) -> torch.Tensor:
     return _half(_mean(q.sum(-1, keepdim=True), x.shape[-2], down)).squeeze(-1)
 
 
-def _minmax(x, table):
+def _minmax(x: torch.Tensor, table: LevelTable) -> tuple[torch.Tensor, torch.Tensor]:
     low, high = x.amin(-1, keepdim=True), x.amax(-1, keepdim=True)
     return _half((high - low) * _f32(1 / table.top)), _half(low)
 
 
-def _moments(x, table):
+def _moments(x: torch.Tensor, table: LevelTable) -> tuple[torch.Tensor, torch.Tensor]:
     n = x.shape[-1]
     q, down = _integers(x)
     first, second = q.sum(-1, keepdim=True), (q * q).sum(-1, keepdim=True)  # int64
@@ -118,7 +123,7 @@ def _moments(x, table):
     return scale, _half(_mean(first, n, down) - table.middle * scale.float())
 
 
-def _norm(x, table):
+def _norm(x: torch.Tensor, table: LevelTable) -> tuple[torch.Tensor, None]:
     q, down = _integers(x)
     norm = _sqrt((q * q).sum(-1, keepdim=True)) * _f32(table.unit / math.sqrt(x.shape[-1]))
     return _half(norm * down), None
@@ -128,7 +133,11 @@ def _mean(first: torch.Tensor, n: int, down: torch.Tensor) -> torch.Tensor:
     return first.float() * _f32(1 / n) * down
 
 
-_STATISTICS = {"minmax": _minmax, "moments": _moments, "norm": _norm}
+_STATISTICS: dict[str, Callable[[torch.Tensor, LevelTable], tuple[torch.Tensor, torch.Tensor | None]]] = {
+    "minmax": _minmax,
+    "moments": _moments,
+    "norm": _norm,
+}
 
 
 def _integers(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

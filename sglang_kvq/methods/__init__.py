@@ -9,8 +9,8 @@ from sglang_kvq.methods.base import Method, RotationKind, Width
 
 __all__ = ["METHOD_NAMES", "Method", "RotationKind", "Width", "get_method"]
 
-#: Every value of ``--kv-quant`` except ``none``; each is a module of this package holding ``METHOD``, dashes in its name
-#: written as underscores.
+#: Every value of ``--kv-quant`` except ``none``; each is a module of this package holding ``METHOD``, dashes in its
+#: name written as underscores.
 METHOD_NAMES = ("oscar", "oscar-lloyd-max", "turboquant", "kivi", "hadamard", "int2", "int4")
 
 
@@ -22,4 +22,5 @@ def get_method(name: str) -> Method:
     """
     if name not in METHOD_NAMES:
         raise KVQuantError(f"--kv-quant {name}: unknown method; choose one of none, {', '.join(METHOD_NAMES)}.")
-    return import_module(f"sglang_kvq.methods.{name.replace('-', '_')}").METHOD
+    method: Method = import_module(f"sglang_kvq.methods.{name.replace('-', '_')}").METHOD
+    return method

@@ -3,9 +3,9 @@
 Rotated keys have a mean of the row, which the stored offset takes; rotated values hardly have one, so they are
 scaled by their norm and store none: 16 bits less per vector.
 
-Nothing is clipped first: on Gaussian rows that raises the squared error of these levels. The scale is 10% above the one of
-least squared error. That one shrinks keys, by 11% in the mean, and so flattens attention; 10% more leave 8%, for 3% more
-squared error (``benchmarks/results/quantizers.json``: clip, gain, score_slope).
+Nothing is clipped first: on Gaussian rows that raises the squared error of these levels. The scale is 10% above the one
+of least squared error. That one shrinks keys, by 11% in the mean, and so flattens attention; 10% more leave 8%, for 3%
+more squared error (``benchmarks/results/quantizers.json``: clip, gain, score_slope).
 """
 
 from sglang_kvq.formats.code import CodeFormat

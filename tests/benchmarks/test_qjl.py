@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from sglang_kvq.formats.code import CodeFormat
 from benchmarks.qjl import inner_products, projection, sketch_keys
+from sglang_kvq.formats.code import CodeFormat
 from sglang_kvq.formats.quantize import dequantize_rows, quantize_rows
 
 DRAWS = 400

@@ -267,7 +267,7 @@ class Model:
                 if sink_end <= i * P < history_end:
                     page = self.rounded(page)
                 assert torch.equal(got[:, span], page), (
-                    f"row {row} reads other keys and values in page {i} than it has; history {sink_end} to {history_end}"
+                    f"row {row} reads other keys and values in page {i}; history {sink_end} to {history_end}"
                 )
             if fresh:
                 # A request that computed everything itself never loses a window page; while a prefill

@@ -85,7 +85,8 @@ def test_a_row_that_points_elsewhere_is_found(canary):
     client = Client(server)
     log = _stops(server, lambda: client.generate(list(range(200, 400)), 40))
     assert "kv_canary perturb req_to_token: req_pool_idx=" in log
-    for reason in ("verify_chain_hash", "verify_position", "verify_token"):
+    # In a decode graph SGLang gives its kernel no expected tokens: there history and position tell.
+    for reason in ("verify_chain_hash", "verify_position", *(() if ON_GPU else ("verify_token",))):
         assert find_violation_in_log(log, launch_tag_patterns=("HEAD_K_FULL", "TAIL_K_FULL"), fail_reason=reason), (
             reason
         )

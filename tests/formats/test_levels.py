@@ -19,7 +19,7 @@ MAX_1960 = {
 ALL = [(name, bits, d) for name in LEVELS for bits in BITS for d in (HEAD_DIMS if name == "sphere" else (128,))]
 
 
-@pytest.mark.parametrize("name,bits,d", ALL, ids=lambda x: str(x))
+@pytest.mark.parametrize("name,bits,d", ALL, ids=str)
 def test_levels_are_symmetric_integers_within_int8_of_their_middle(name, bits, d):
     table = level_table(name, bits, d)
     levels = np.array(table.levels)

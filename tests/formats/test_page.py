@@ -38,8 +38,8 @@ def rows(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
 
 
-@pytest.mark.parametrize("head_dim,group", FORMATS, ids=lambda x: str(x))
-def test_records_hold_exactly_the_codes_scales_and_zeros(head_dim, group):
+@pytest.mark.parametrize("head_dim,group", FORMATS, ids=str)
+def test_records_hold_exactly_the_codes_scales_and_offsets(head_dim, group):
     fmt = PageFormat(head_dim, group, 0.96, 0.92)
     k, v = rows(3, 2, PAGE_SIZE, head_dim), rows(3, 2, PAGE_SIZE, head_dim, seed=1)
     records = fmt.quantize_pages(k, v)
@@ -94,7 +94,7 @@ def test_packing_is_exact_and_lies_as_documented(bits, shape):
 
 @pytest.mark.parametrize("pair", PAIRS)
 @pytest.mark.parametrize("head_dim,group,run", [(64, 64, 64), (96, 32, 32), (128, 128, 64), (256, 128, 32)], ids=str)
-def test_records_of_every_code_hold_exactly_its_codes_scales_and_zeros(pair, head_dim, group, run):
+def test_records_of_every_code_hold_exactly_its_codes_scales_and_offsets(pair, head_dim, group, run):
     fmt = PageFormat(head_dim, group, k=PAIRS[pair][0], v=PAIRS[pair][1], run=run)
     x = [rows(3, 2, PAGE_SIZE, head_dim, seed=seed) for seed in (0, 1)]
     records = fmt.quantize_pages(*x)

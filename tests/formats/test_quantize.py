@@ -54,7 +54,7 @@ def test_every_value_takes_its_nearest_level(code):
 @pytest.mark.parametrize("d", [64, 96, 128, 256])
 @pytest.mark.parametrize("spread,offset", [(1.0, 0.0), (1.0, 30.0), (1e-3, 0.0), (1e3, -1e4)], ids=str)
 def test_moments_are_the_rows_own(d, spread, offset):
-    """Mean and standard deviation against exact rational arithmetic on the same integers, to the last FP16 bit or two."""
+    """Mean and standard deviation against exact rational arithmetic on the same integers, to an FP16 bit or two."""
     code, x = CodeFormat(2, "lloyd-max", "moments"), (rows(20, d).float() * spread + offset).bfloat16()
     table = code.table(d)
     _, scale, offset = quantize_rows(x, d, 0, code)
@@ -162,7 +162,7 @@ def test_turboquant_distortion_is_within_its_bound(bits, d):
 
 @pytest.mark.parametrize("bits", [2, 4])
 def test_kivi_error_per_channel_is_within_its_bound(bits):
-    """arXiv 2402.02750: round to nearest over a channel's range errs by half a step at most, whatever other channels hold."""
+    """arXiv 2402.02750: round to nearest over a channel's range errs by half a step, whatever others hold."""
     x = rows(64, 128).float()
     x[:, 7] = x[:, 7] * 0.5 + 40  # an outlier channel, as keys have
     x = x.bfloat16()

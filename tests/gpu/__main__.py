@@ -2,8 +2,8 @@
 
     python -m tests.gpu --out benchmarks/results/gpu_h200.json
 
-It needs SGLang, this checkout and a GPU: models are tiny, random and made here, nothing is downloaded or installed. CUDA
-graphs and overlap scheduling are on. With two GPUs (``--gpus 2``, or as many as there are) it also runs tensor and
+It needs SGLang, this checkout and a GPU: models are tiny, random and made here, nothing is downloaded or installed.
+CUDA graphs and overlap scheduling are on. With two GPUs (``--gpus 2``, or as many as there are) it also runs tensor and
 data parallelism. ``--device cpu`` runs smaller cases on SGLang's CPU engine, to see that this program works.
 
 Exit status 0 if every case passed. A case that did not run in time is one that failed.
@@ -12,16 +12,18 @@ Exit status 0 if every case passed. A case that did not run in time is one that 
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import sys
 import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -31,8 +33,9 @@ from benchmarks.tiny_models import MODELS, TinyModel
 from benchmarks.tiny_server import BUSY_CHECK, STRICT, TinyServer, gpu_names, plugin_path, versions
 from tests.gpu import crowd, families
 
-#: Servers that start at once: each compiles kernels and loads torch in three processes.
-STARTING = 5
+#: Servers that start at once: each compiles kernels and loads torch in three processes. Cores that one keeps busy
+#: meanwhile, and how many start whatever the host.
+CORES_TO_START, LEAST_STARTING = 4, 5
 #: Kept of the time for stopping and writing.
 RESERVE = 15
 #: Every batch is decoded in a graph. More would only make the start longer.
@@ -60,6 +63,7 @@ class Layout:
 
 
 ONE = Layout()
+NO_VARIABLES: Mapping[str, str] = MappingProxyType({})
 SPREAD = (
     ("llama", Layout("tp 2", 2)),
     ("qwen3_moe", Layout("dp attention", 2, 2, ("--enable-dp-attention",))),
@@ -80,7 +84,9 @@ class Suite:
         self.missing: dict[str, dict] = {}  # rows of what has not ended, by task
         self.said: dict[tuple, families.Said] = {}
         self.running: set[TinyServer] = set()
-        self.lock, self.starting = threading.Lock(), threading.Semaphore(STARTING)
+        starting = max(LEAST_STARTING, (os.cpu_count() or 1) // CORES_TO_START)
+        self.lanes = args.lanes or starting + 1
+        self.lock, self.starting = threading.Lock(), threading.Semaphore(starting)
         self.env = {**STRICT, **plugin_path(folder)}
         self.families = families.CPU if self.cpu else families.GPU
         self.cases = crowd.CPU if self.cpu else crowd.GPU
@@ -144,7 +150,13 @@ class Suite:
         )
 
     def serve(
-        self, name: str, model: TinyModel, flags: Sequence[str], use: Callable, layout: Layout = ONE, env: dict = {}
+        self,
+        name: str,
+        model: TinyModel,
+        flags: Sequence[str],
+        use: Callable,
+        layout: Layout = ONE,
+        env: Mapping[str, str] = NO_VARIABLES,
     ):
         """What ``use(server)`` gives; the server's log goes with whatever it raises."""
         server = self.server(name, model, flags, layout, env)
@@ -240,7 +252,7 @@ class Suite:
             if wanted(name, "cases")
         ]
         spread = []
-        for name, layout in SPREAD:
+        for name, layout in sorted(SPREAD, key=lambda entry: -entry[1].tp):  # the slowest to start come first
             if layout.tp <= self.gpus and wanted("parallel", layout.name):
                 for method in ("none", "int4"):
                     task = lambda name=name, layout=layout, method=method: self.family(MODELS[name], layout, method)  # noqa: E731
@@ -265,7 +277,7 @@ class Suite:
                 "seconds": None,
                 "detail": "not in the time given",
             }
-        pool = ThreadPoolExecutor(1 if self.cpu else self.args.lanes + 2 * (self.gpus > 1))
+        pool = ThreadPoolExecutor(1 if self.cpu else self.lanes + 2 * (self.gpus > 1))
         futures = [pool.submit(self.guarded, *task) for task in tasks]
         try:
             wait(futures, timeout=max(self.deadline - time.monotonic(), 1))
@@ -293,7 +305,8 @@ class Suite:
         except Exception as error:
             late = time.monotonic() > self.deadline
             self.say(
-                f"FAILED {key}: {'stopped: out of time' if late else ''}\n{''.join(traceback.format_exception(error))[-4000:]}"
+                f"FAILED {key}: {'stopped: out of time' if late else ''}\n"
+                + "".join(traceback.format_exception(error))[-4000:]
             )
             with self.lock:
                 why = "out of time; " if late else ""
@@ -315,7 +328,8 @@ class Suite:
                 + ("" if row["passed"] else f"  FAILED {row['detail'][:160]}")
             )
         print(
-            f"{len(rows) - len(failed)} passed, {len(failed)} failed, {time.monotonic() - self.begin:.0f} s, {self.args.out}",
+            f"{len(rows) - len(failed)} passed, {len(failed)} failed, "
+            f"{time.monotonic() - self.begin:.0f} s, {self.args.out}",
             flush=True,
         )
         return not failed
@@ -330,7 +344,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--gpus", type=int, help="use this many; default all")
     parser.add_argument("--minutes", type=float, default=8.0, help="stop then, whatever is left; default %(default)s")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--lanes", type=int, default=6, help="servers at a time; default %(default)s")
+    parser.add_argument("--lanes", type=int, help="servers at a time; default by the host's cores")
     parser.add_argument("--logs", type=Path, help="keep the servers' logs and models here")
     args = parser.parse_args(words)
     names = gpu_names() if args.device == "cuda" else []
@@ -351,6 +365,4 @@ def main(words: Sequence[str] | None = None) -> int:
 if __name__ == "__main__":
     code = main()
     sys.stdout.flush()
-    import os
-
     os._exit(code)  # a thread may still wait for a server that is gone

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import pairwise
 
 from benchmarks.answers import (
     Bound,
@@ -81,8 +82,8 @@ class Scale:
 
 GPU = Scale(576, 600, 1576, 8, 10, 8, 8, 160, 24, 6000, 65536, 8192, 256)
 CPU = Scale(128, 150, 500, 2, 2, 4, 4, 40, 3, 1200, 8192, 2048, 128)
-#: SGLang's own knob retracts as if memory had run out, every so many steps. Its check between steps counts the tokens of two
-#: batches; with sessions, aborts and preemption others hold some too, so here only the idle server is checked.
+#: SGLang's own knob retracts as if memory had run out, every so many steps. Its check between steps counts the tokens
+#: of two batches; with sessions, aborts and preemption others hold some too, so here only the idle server is checked.
 PRESSED = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "40", BUSY_CHECK: "0"}
 
 
@@ -215,7 +216,7 @@ def _sessions(server: TinyServer, scale: Scale, streaming: bool) -> Row:
     found = [token_difference(said, forced(server, before, answer)) for before, answer, said in turns]
     # A later turn's prefix was quantized in pieces, the forced one's at once: as far apart as 4 bits are from BF16.
     seen, bound = joined(found), Bound(0.15, 2.0)
-    reused = all(now >= before for before, now in zip(cached, cached[1:])) and cached[-1] >= scale.short
+    reused = all(now >= before for before, now in pairwise(cached)) and cached[-1] >= scale.short
     name = "streaming session" if streaming else "session"
     return name, reused and bound.holds(seen), seen, bound, f"cached tokens by turn {cached}"
 
@@ -256,7 +257,7 @@ def _retracted(server: TinyServer, scale: Scale, bound: Bound) -> Row:
 
 
 def _aborted(server: TinyServer, scale: Scale, bound: Bound) -> Row:
-    """Prompts of many chunks that end in mid-prefill, by request and by a closed connection, beside one that goes on."""
+    """Prompts of many chunks that end in mid-prefill, by request and by a closed connection, beside one that ends."""
     rng = random.Random(5)
     ids = prompt("witness", 2 * scale.chunk + 30)
     server.drain()

@@ -1,8 +1,8 @@
 """Every family served: what a server with ``--kv-quant`` says against plain BF16, by log-probabilities.
 
-Short prompts lie within sinks and window, so that everything they read is BF16: both servers must agree to BF16's own noise,
-which two servings of the same prompts by the plain server show. Long prompts read quantized history: there they must be
-nearer to each other than a single wrong page would put them.
+Short prompts lie within sinks and window, so that everything they read is BF16: both servers must agree to BF16's own
+noise, which two servings of the same prompts by the plain server show. Long prompts read quantized history: there they
+must be nearer to each other than a single wrong page would put them.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from benchmarks.answers import (
 from benchmarks.tiny_models import VOCABULARY
 from benchmarks.tiny_server import TinyServer, body
 
-#: What BF16's rounding alone may differ by, mean, in nats: these models' log-probabilities in BF16 are 0.015 to 0.042 from those
-#: in FP32, while a token exchanged for another moves them by 0.1 and a page by 0.8.
+#: What BF16's rounding alone may differ by, mean, in nats: these models' log-probabilities in BF16 are 0.015 to 0.042
+#: from those in FP32, while a token exchanged for another moves them by 0.1 and a page by 0.8.
 ROUNDING = 0.04
 
 
@@ -103,7 +103,7 @@ def ask(server: TinyServer, scale: Scale, plain: bool) -> Said:
     for ids, more in zip(long, longer):
         asked = body(more, 1, return_logprob=True, logprob_start_len=len(ids))
         said.inputs["long turn"].append(input_logprobs(server.json("/generate", asked, timeout=180)))
-    said.answers["long"] = [steps(reply) for reply in greedy(server, [ids + [7] for ids in longer], scale.answer)]
+    said.answers["long"] = [steps(reply) for reply in greedy(server, [[*ids, 7] for ids in longer], scale.answer)]
     if plain:
         server.drain()
         said.inputs["forced"] = []

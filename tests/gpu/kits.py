@@ -232,7 +232,7 @@ def radix_tree(target: Target) -> dict:
 
 
 def multiturn_kl(target: Target) -> dict:
-    """Three turns without, with prefix and with decode cache hits in interleaved branches, each replayed as a prefill."""
+    """Three turns without, with prefix and with decode cache hits in interleaved branches, replayed as prefills."""
     kit, size = _kit("kl_multiturn_utils"), target.sizes
     count = size.groups * size.branches
     texts = target.texts(count, size.prefix)
@@ -424,7 +424,7 @@ def _patched(owner: ModuleType, name: str, value) -> Iterator[None]:
 
 
 def _to_the_end(kit: ModuleType, tokens: int):
-    """A small model may end its answer before a kit interrupts it: those of at least ``tokens`` go on to the last one."""
+    """A small model may end its answer before a kit interrupts it: those of ``tokens`` and more go on to the last."""
 
     def post(url: str, json: dict | None = None, **options) -> requests.Response:
         sampling = (json or {}).get("sampling_params", {})

@@ -66,7 +66,7 @@ class TwinTierManager(TierManager):
         assert_same(self.kernels, self)
 
     def apply_pending(self) -> None:
-        self.kernels.pending._ops = list(self.pending._ops)
+        self.kernels.pending._events = list(self.pending._events)
         self.kernels.apply_pending()
         super().apply_pending()
         assert_same(self.kernels, self)

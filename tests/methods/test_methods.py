@@ -12,8 +12,8 @@ from sglang_kvq.errors import KVQuantError
 from sglang_kvq.formats.code import INT2, CodeFormat
 from sglang_kvq.methods import METHOD_NAMES, RotationKind, get_method
 from sglang_kvq.rotations.base import RotationMeta, Rotations
-from sglang_kvq.rotations.hadamard import hadamard_rotations
-from sglang_kvq.rotations.random import random_rotations
+from sglang_kvq.rotations.maths.hadamard import hadamard_rotations
+from sglang_kvq.rotations.maths.random import random_rotations
 from sglang_kvq.rotations.resolve import resolve_clips, resolve_formats, resolve_rotations
 
 LAYERS, KV_HEADS = 4, 2
@@ -21,8 +21,8 @@ LAYERS, KV_HEADS = 4, 2
 
 def model(head_dim: int = 128) -> dict:
     return {
-        "architectures": ["Qwen3ForCausalLM"], "hidden_size": 512, "num_hidden_layers": LAYERS, "num_attention_heads": 8,
-        "num_key_value_heads": KV_HEADS, "head_dim": head_dim, "vocab_size": 1000, "rope_theta": 10000.0,
+        "architectures": ["Qwen3ForCausalLM"], "hidden_size": 512, "vocab_size": 1000, "rope_theta": 10000.0,
+        "num_hidden_layers": LAYERS, "num_attention_heads": 8, "num_key_value_heads": KV_HEADS, "head_dim": head_dim,
     }  # fmt: skip
 
 
@@ -38,10 +38,12 @@ def bits(method: str, width: str | None, head_dim: int) -> float:
 @pytest.mark.parametrize(
     "method,width,at_64,at_128",
     [
-        ("oscar", None, 2.5, 2.25), ("oscar", "2.5", 3.0, 2.75), ("oscar", "3", 3.5, 3.25), ("oscar", "4", 4.5, 4.25), ("oscar-lloyd-max", None, 2.375, 2.1875),
+        ("oscar", None, 2.5, 2.25), ("oscar", "2.5", 3.0, 2.75), ("oscar", "3", 3.5, 3.25),
+        ("oscar", "4", 4.5, 4.25), ("oscar-lloyd-max", None, 2.375, 2.1875),
         ("oscar-lloyd-max", "4", 4.375, 4.1875), ("turboquant", None, 3.25, 3.125), ("turboquant", "2", 2.25, 2.125),
         ("turboquant", "2.5", 2.75, 2.625), ("turboquant", "3.5", 3.75, 3.625), ("turboquant", "4", 4.25, 4.125),
-        ("kivi", None, 2.5, 2.375), ("kivi", "4", 4.5, 4.375), ("hadamard", None, 2.5, 2.25), ("hadamard", "3", 3.5, 3.25),
+        ("kivi", None, 2.5, 2.375), ("kivi", "4", 4.5, 4.375),
+        ("hadamard", None, 2.5, 2.25), ("hadamard", "3", 3.5, 3.25),
         ("int2", None, 2.5, 2.25), ("int4", None, 4.625, 4.375),
     ],
 )  # fmt: skip
@@ -165,7 +167,8 @@ def test_oscar_is_the_int2_of_the_fast_kernels():
         assert (get_method(name).k, get_method(name).v) == (INT2, INT2) == (CodeFormat(), CodeFormat())
 
 
-# -- random rotations -------------------------------------------------------------------------------------------------------
+# -- random rotations
+# -------------------------------------------------------------------------------------------------------
 
 
 def test_random_rotations_are_orthogonal_and_of_each_head():
@@ -178,7 +181,7 @@ def test_random_rotations_are_orthogonal_and_of_each_head():
 
 
 def test_random_rotations_are_haar():
-    """Entries of a Haar matrix: mean 0, variance 1/D, fourth moment 3 / (D (D + 2)); its trace has mean 0, variance 1."""
+    """Of a Haar matrix: entries' mean 0, variance 1/D, fourth moment 3 / (D (D + 2)); trace's mean 0, variance 1."""
     x = random_rotations(40, 25, 16, seed=1).k.double().flatten(0, 1)
     d, n = 16, x.numel()
     assert abs(x.mean().item()) < 4 * (1 / d / n) ** 0.5

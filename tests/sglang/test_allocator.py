@@ -90,7 +90,7 @@ def test_each_page_is_recorded_once(allocator, group):
 def test_recorded_pages_do_not_keep_the_free_list(allocator):
     """Events of one step may be hundreds."""
     allocator.free(extend(allocator, 2 * P))
-    ((_, pages),) = runtime.tiers().pending._ops
+    ((pages,),) = runtime.tiers().pending._events
     assert pages.untyped_storage().nbytes() == 2 * 8
 
 

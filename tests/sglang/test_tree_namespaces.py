@@ -10,10 +10,11 @@ from types import SimpleNamespace
 
 import torch
 
+from sglang_kvq.cache.pending import MovedOverlays
 from sglang_kvq.config import PAGE_SIZE as P
 from sglang_kvq.config import KVQuantConfig
+from sglang_kvq.releases import OLD_TREE
 from sglang_kvq.sglang import compat, runtime
-from sglang_kvq.sglang.hooks import OLD_TREE
 from tests.sglang.test_allocator import allocator, extend
 
 __all__ = ["allocator"]
@@ -40,7 +41,7 @@ def finish(tree, allocator, row: int, tokens: list[int], **names) -> torch.Tenso
 def moves() -> list[tuple[list[int], list[int]]]:
     """Moves recorded since the last call that change something."""
     events = runtime.tiers().pending.drain(torch.device("cpu"))
-    found = [(ids[0].tolist(), ids[1].tolist()) for op, *ids in events if op == "move"]
+    found = [(ids[0].tolist(), ids[1].tolist()) for ids in events if isinstance(ids, MovedOverlays)]
     return [(own, kept) for own, kept in found if own != kept]
 
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from sglang_kvq.cache.pending import PendingOps
+from sglang_kvq.cache.pending import MovedOverlays, PendingOps
 from sglang_kvq.config import PAGE_SIZE
 from sglang_kvq.sglang import runtime
 from sglang_kvq.sglang.tree import _WindowMove
@@ -46,8 +46,12 @@ def test_sinks_and_window_are_moved(pending, length, expected):
     if not expected:
         assert not moves
         return
-    ((op, own, kept),) = moves
-    assert op == "move" and own.tolist() == [100 + i for i in expected] and kept.tolist() == [500 + i for i in expected]
+    ((own, kept),) = moves
+    assert (
+        isinstance(moves[0], MovedOverlays)
+        and own.tolist() == [100 + i for i in expected]
+        and kept.tolist() == [500 + i for i in expected]
+    )
 
 
 @pytest.mark.gpu
