@@ -29,6 +29,8 @@ from sglang_kvq.releases import NEWEST, OLDEST
 
 ROOT = Path(__file__).resolve().parent.parent
 UNIT = "unit tests"
+#: What must be clean before any test runs: each a command of the newest release's environment.
+LINTERS = (("ruff", "format", "--check", "--quiet"), ("ruff", "check", "--quiet"), ("mypy",))
 #: Tests that run in both environments; all others are unit tests and run once.
 BOTH = (Path("tests/sglang"), Path("tests/e2e"))
 #: Unit tests run in as many processes as there are cores; the two releases run beside each other. Threads of one that
@@ -81,6 +83,13 @@ def counts(report: Path) -> Counter[str]:
             skipped = int(suite.get("skipped", 0))
             found.update(failed=bad, skipped=skipped, passed=int(suite.get("tests", 0)) - bad - skipped)
     return found
+
+
+def lint() -> list[str]:
+    """The linters' commands that found something; what they say is shown."""
+    bin = ROOT / ".venvs" / f"sglang-{NEWEST}" / "bin"
+    print("\n=== ruff and mypy ===", flush=True)
+    return [" ".join(words) for words in LINTERS if subprocess.run([bin / words[0], *words[1:]], cwd=ROOT).returncode]
 
 
 def execute(runs: list[Run], model: Path) -> list[tuple[int, Counter[str]]]:
@@ -149,7 +158,7 @@ def main() -> int:
         print(f"could not prepare the tests: {error}", flush=True)
         return 1
     total: Counter[str] = Counter()
-    broken = []
+    broken = [] if words else lint()
     for together in ([runs[0]], runs[1:]) if runs[0].title == UNIT else (runs,):
         for run, (code, found) in zip(together, execute(together, model)):
             total.update(found)
