@@ -185,11 +185,13 @@ def convert(
 
 
 @app.command()
-def doctor() -> None:
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of lines.")] = False,
+) -> None:
     """Check that --kv-quant can work in this environment; exit status 1 if not."""
     from sglang_kvq.sglang.doctor import report
 
-    raise typer.Exit(report())
+    raise typer.Exit(report(as_json=as_json))
 
 
 register_eval(app)
