@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import warnings
@@ -32,13 +33,18 @@ def diagnose() -> Iterator[tuple[str, bool, str]]:
             yield name, False, str(error) if known else f"{type(error).__name__}: {error}"
 
 
-def report(show: Callable[[str], None] = print) -> int:
-    """Show one line per check and return the exit status: 1 if any failed."""
-    failed = 0
+def report(show: Callable[[str], None] = print, *, as_json: bool = False) -> int:
+    """Show one line per check, or one JSON object of all, and return the exit status: 1 if any failed."""
+    found = []
     for name, passed, text in diagnose():
-        failed += not passed
-        show(f"{'ok  ' if passed else 'FAIL'} {name}: {text}")
-    show(f"{failed} of {len(CHECKS)} checks failed" if failed else f"all {len(CHECKS)} checks passed")
+        found.append({"check": name, "passed": passed, "found": text})
+        if not as_json:
+            show(f"{'ok  ' if passed else 'FAIL'} {name}: {text}")
+    failed = sum(not check["passed"] for check in found)
+    if as_json:
+        show(json.dumps({"passed": not failed, "checks": found}, indent=1))
+    else:
+        show(f"{failed} of {len(CHECKS)} checks failed" if failed else f"all {len(CHECKS)} checks passed")
     return int(failed > 0)
 
 
@@ -61,17 +67,29 @@ def torch_and_gpus() -> str:
 
 
 def triton() -> str:
-    version = import_module("triton").__version__
-    for name in ("decode", "quantize", "gather", "rotate", "store", "merge"):
-        import_module(f"sglang_kvq.kernels.{name}")
-    return f"{version}, the kernels can be imported"
+    return str(import_module("triton").__version__)
+
+
+def our_kernels() -> str:
+    """Every module of ``sglang_kvq.kernels`` is imported; on a GPU every kernel in them is compiled and run."""
+    import torch
+
+    from sglang_kvq.sglang import kernel_check
+
+    modules, kernels = kernel_check.modules(), kernel_check.kernels()
+    imported = f"all {len(modules)} modules can be imported"
+    if not torch.cuda.is_available():
+        return f"{imported}; without a GPU none of the {len(kernels)} kernels was compiled or run"
+    ran, left_out = kernel_check.run_all(torch.device("cuda", torch.cuda.current_device()))
+    rest = f"; not run: {', '.join(left_out)}" if left_out else ""
+    return f"{imported}; {len(ran)} of {len(kernels)} kernels were compiled, run and compared with torch{rest}"
 
 
 def other_kernels() -> str:
     """SGLang's kernels wheel has a module ``triton_kernels``; our folder of that name must not take its place."""
     if find_spec("triton_kernels") is None:
         return "no top-level module of that name, so none is hidden"
-    ours = Path(import_module("sglang_kvq.kernels").__file__).parent
+    ours = Path(str(import_module("sglang_kvq.kernels").__file__)).parent
     found = [Path(path) for path in import_module("triton_kernels").__path__]
     if any(path.resolve() == ours.resolve() for path in found):
         raise Failed(
@@ -117,7 +135,8 @@ def sglang_symbols() -> str:
 
 
 def shipped_rotations() -> str:
-    from sglang_kvq.rotations.storage.files import CONFIG_FILE, read_rotations
+    from sglang_kvq.rotations.storage.files import read_rotations
+    from sglang_kvq.rotations.storage.hub import CONFIG_FILE
     from sglang_kvq.rotations.storage.zoo import zoo_folder
 
     folders = sorted(path.parent for path in zoo_folder().glob(f"*/{CONFIG_FILE}"))
@@ -131,6 +150,7 @@ CHECKS: dict[str, Callable[[], str]] = {
     "sglang-kvq": versions,
     "torch": torch_and_gpus,
     "triton": triton,
+    "kernels": our_kernels,
     "triton_kernels": other_kernels,
     "plugin": plugin_is_visible,
     "SGLang": sglang_release,

@@ -1,19 +1,24 @@
 """``kvq doctor`` passes where the tests run, and names whatever is broken on purpose."""
 
+import json
+import os
 import shutil
+import subprocess
 import sys
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 
 import pytest
+import torch
 from packaging.version import Version
 from typer.testing import CliRunner
 
 import sglang_kvq.kernels
 from sglang_kvq.cli import app
+from sglang_kvq.errors import KVQuantError
 from sglang_kvq.rotations.storage import zoo
-from sglang_kvq.sglang import compat, doctor, hooks
+from sglang_kvq.sglang import compat, doctor, hooks, kernel_check
 
 
 @pytest.fixture(autouse=True)
@@ -34,7 +39,49 @@ def test_everything_is_in_order_here():
     status, shown = lines()
     assert status == 0, shown
     assert len(shown) == len(doctor.CHECKS) + 1
-    assert all(line.startswith("ok ") for line in shown[:-1]) and "all 8 checks passed" in shown[-1]
+    assert all(line.startswith("ok ") for line in shown[:-1]) and "all 9 checks passed" in shown[-1]
+
+
+def test_json_says_the_same(monkeypatch):
+    monkeypatch.setenv("SGLANG_PLUGINS", "other")
+    result = CliRunner().invoke(app, ["doctor", "--json"])
+    found = json.loads(result.stdout)
+    assert result.exit_code == 1 and found["passed"] is False
+    assert [check["check"] for check in found["checks"]] == list(doctor.CHECKS)
+    assert [check["check"] for check in found["checks"] if not check["passed"]] == ["plugin"]
+    assert all(check["found"] for check in found["checks"])
+
+
+def test_every_module_of_the_kernels_is_looked_at(monkeypatch):
+    files = {path.stem for path in Path(sglang_kvq.kernels.__file__).parent.glob("*.py")} - {"__init__"}
+    assert {module.__name__.rpartition(".")[2] for module in kernel_check.modules()} == files
+    (line, _) = lines("kernels", monkeypatch)[1]
+    launched = len(kernel_check.kernels())
+    assert f"all {len(files)} modules can be imported" in line and f"none of the {launched} kernels" in line
+
+
+@pytest.mark.slow
+def test_every_kernel_is_launched_and_right():
+    """What a GPU runs, in the interpreter; of one method's records, which take every kernel."""
+    code = (
+        "import torch\n"
+        "from sglang_kvq.sglang import kernel_check\n"
+        "first = kernel_check.formats()[:1]\n"
+        "kernel_check.formats = lambda: first\n"
+        "print(*kernel_check.run_all(torch.device('cpu')))"
+    )
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == f"{list(kernel_check.kernels())} []"
+
+
+def test_kernel_that_is_wrong_is_named():
+    format, want = kernel_check.formats()[0], torch.ones(4, 2, 8)
+    kernel_check._compare("decode", format, want * 1.01, want)
+    for wrong in (want * 1.2, want * float("nan")):
+        with pytest.raises(KVQuantError, match="decode over keys in 2 bits uniform"):
+            kernel_check._compare("decode", format, wrong, want)
 
 
 def test_one_failure_does_not_hide_the_others(monkeypatch):

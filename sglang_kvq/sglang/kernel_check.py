@@ -1,0 +1,186 @@
+"""Every kernel of the package, found and run: what ``kvq doctor`` says of them.
+
+No list is kept here. A kernel is a jitted function that a module of ``sglang_kvq.kernels`` launches, and a check runs a
+prefill, its continuation and a decode step on a small cache with one layer per kind of records that a method asks for.
+Whatever that leaves out is reported by name.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import pkgutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from sglang_kvq.attention.base import ExtendBatch, LayerRotations
+from sglang_kvq.attention.reference import ReferenceOps
+from sglang_kvq.cache.pool import PagePool
+from sglang_kvq.cache.split import split_new_tokens
+from sglang_kvq.cache.tiers import TierManager
+from sglang_kvq.config import PAGE_SIZE, KVQuantConfig
+from sglang_kvq.errors import KVQuantError
+from sglang_kvq.formats.page import PageFormat
+from sglang_kvq.methods import METHOD_NAMES
+from sglang_kvq.rotations.resolve import resolve_formats
+
+HEAD_DIM, KV_HEADS, Q_HEADS, SCALE = 128, 1, 4, 128**-0.5
+#: One request: tokens prefilled, then tokens that continue them; a decode step follows. One page of sinks and one of
+#: window leave history to both.
+FIRST, MORE = 4 * PAGE_SIZE, PAGE_SIZE + 6
+SINK_PAGES = RECENT_PAGES = 1
+#: Largest relative error, in the 2-norm. Rounding makes less than a tenth of it, wrong bytes make it about 1.
+BOUND = 0.05
+
+
+def modules() -> list[ModuleType]:
+    """Every module of ``sglang_kvq.kernels``, imported."""
+    package = import_module("sglang_kvq.kernels")
+    names = [found.name for found in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")]
+    return [import_module(name) for name in names]
+
+
+def kernels() -> dict[str, Any]:
+    """Jitted functions that are launched somewhere in these modules (``kernel[grid](...)``), by ``module.name``."""
+    found: dict[str, Any] = {}
+    for module in modules():
+        for node in ast.walk(ast.parse(inspect.getsource(module))):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript):
+                kernel = getattr(module, ast.unparse(node.func.value), None)
+                if hasattr(kernel, "add_pre_run_hook"):
+                    found[f"{kernel.fn.__module__.rpartition('.')[2]}.{kernel.__name__}"] = kernel
+    return found
+
+
+def formats() -> tuple[PageFormat, ...]:
+    """Every layout of records that some method has at its default width."""
+    model = {
+        "architectures": ["Qwen3ForCausalLM"], "num_hidden_layers": 1, "hidden_size": Q_HEADS * HEAD_DIM,
+        "vocab_size": 1, "num_attention_heads": Q_HEADS, "num_key_value_heads": KV_HEADS, "head_dim": HEAD_DIM,
+    }  # fmt: skip
+    chosen = [resolve_formats(KVQuantConfig(name), None, model)[0] for name in METHOD_NAMES]
+    return tuple({format.layout: format for format in chosen}.values())
+
+
+def run_all(device: torch.device) -> tuple[list[str], list[str]]:
+    """Compile and run the kernels on a GPU (or interpret them), beside the same arithmetic in torch.
+
+    Returns:
+        Names of the kernels that ran, and of those that nothing here launched.
+
+    Raises:
+        KVQuantError: a result is not the reference's; names the operation and the layer's codes.
+    """
+    with _recorded() as ran, torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(0)
+        request = _Request(device)
+        request.prefill(0, FIRST)
+        request.prefill(FIRST, MORE)
+        request.decode(FIRST + MORE + 1)
+    known = kernels()
+    return [name for name in known if name in ran], [name for name in known if name not in ran]
+
+
+@contextmanager
+def _recorded() -> Iterator[set[str]]:
+    """The names of the kernels launched meanwhile."""
+    ran: set[str] = set()
+
+    def recorder(name: str) -> Callable[..., None]:
+        return lambda *args, **kwargs: ran.add(name)
+
+    hooks = [(kernel, recorder(name)) for name, kernel in kernels().items()]
+    for kernel, hook in hooks:
+        kernel.add_pre_run_hook(hook)
+    try:
+        yield ran
+    finally:
+        for kernel, hook in hooks:
+            kernel.pre_run_hooks.remove(hook)
+
+
+class _Request:
+    """One request on row 1 of two caches: one that kernels write and read, and one that torch does."""
+
+    def __init__(self, device: torch.device) -> None:
+        from sglang_kvq.attention.short_extend import ShortExtends
+        from sglang_kvq.attention.triton_ops import TritonOps
+        from sglang_kvq.cache.triton_tiers import TritonTierManager
+
+        self.device, self.formats = device, formats()
+        rotation = torch.linalg.qr(torch.randn(HEAD_DIM, HEAD_DIM))[0].to(device)
+        rotation = rotation.expand(len(self.formats), 1, HEAD_DIM, HEAD_DIM).contiguous()
+        rotations = LayerRotations(rotation, rotation)
+        pool, plain = self._pool(), self._pool()
+        #: Prefixes are dequantized first; or always read where they lie.
+        self.ops, self.direct = (
+            TritonOps(pool, rotations, Q_HEADS, max_batch=1, slab_tokens=FIRST, short=short)
+            for short in (None, ShortExtends(costs=None, most_rows_unpacked=MORE * Q_HEADS, least_prefix=0))
+        )
+        self.reference = ReferenceOps(plain, rotations)
+        self.tiers = TritonTierManager(pool, SINK_PAGES, RECENT_PAGES, self.ops.quantize_slots)
+        self.plain_tiers = TierManager(plain, SINK_PAGES, RECENT_PAGES, self.reference.quantize_slots)
+
+    def _pool(self) -> PagePool:
+        pages = -(-(FIRST + MORE + 1) // PAGE_SIZE)
+        table = torch.zeros(3, pages * PAGE_SIZE, dtype=torch.int32)
+        shuffled = torch.arange(pages, 0, -1)
+        table[1] = (shuffled[:, None] * PAGE_SIZE + torch.arange(PAGE_SIZE)).flatten()
+        sizes = {"kv_heads": KV_HEADS, "pages": pages, "slots": pages}
+        return PagePool.allocate(self.formats, **sizes, req_to_token=table.to(self.device))
+
+    def _int64(self, *values: int) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=self.device)
+
+    def _activations(self, tokens: int) -> tuple[torch.Tensor, ...]:
+        heads = (Q_HEADS, KV_HEADS, KV_HEADS)
+        return tuple(torch.randn(tokens, n, HEAD_DIM, device=self.device).bfloat16() for n in heads)
+
+    def prefill(self, prefix: int, new: int) -> None:
+        """A chunk of ``new`` tokens through every layer."""
+        split = split_new_tokens([prefix], [new], SINK_PAGES, RECENT_PAGES)
+        overlay, direct = (torch.from_numpy(indices).to(self.device) for indices in split)
+        loc = self.tiers.pool.req_to_token[1, prefix : prefix + new].long()
+        direct_pages = loc[direct] // PAGE_SIZE
+        batch = ExtendBatch(self._int64(1), [prefix], [new], loc, overlay, direct)
+        for tiers in (self.tiers, self.plain_tiers):
+            tiers.pending.free_rows([2])
+            tiers.plan_extend(batch.rows, self._int64(prefix), self._int64(prefix + new), prefix, direct_pages)
+        for layer, format in enumerate(self.formats):
+            given, outputs = self._activations(new), []
+            for ops in (self.reference, self.ops, self.direct):
+                q, k, v = ops.rotate(layer, *given)
+                outputs.append(ops.rotate_output(layer, ops.extend(layer, q, k, v, batch, SCALE)))
+                if ops is not self.direct:  # which shares its cache with ``ops``
+                    ops.store_tokens(layer, loc[overlay], k[overlay], v[overlay])
+                    ops.quantize_tokens(layer, direct, direct_pages, k, v)
+            for name, output in zip(("prefill", "prefill without a workspace"), outputs[1:]):
+                _compare(name, format, output, outputs[0])
+
+    def decode(self, length: int) -> None:
+        """One token through every layer; it makes the request that long."""
+        rows, lens = self._int64(1), self._int64(length)
+        loc = self.tiers.pool.req_to_token[1, length - 1 : length].long()
+        for ops, tiers in ((self.ops, self.tiers), (self.reference, self.plain_tiers)):
+            tiers.plan_decode(rows, lens, length)
+            ops.plan_attention(rows, lens)
+        for layer, format in enumerate(self.formats):
+            given, outputs = self._activations(1), []
+            for ops in (self.ops, self.reference):
+                q = ops.rotate_and_store(layer, loc, *given)
+                outputs.append(ops.rotate_output(layer, ops.decode(layer, q, rows, lens, SCALE)))
+            _compare("decode", format, *outputs)
+
+
+def _compare(operation: str, format: PageFormat, got: torch.Tensor, want: torch.Tensor) -> None:
+    error = ((got.double() - want.double()).norm() / want.double().norm()).item()
+    if not error <= BOUND:  # NaN too
+        raise KVQuantError(
+            f"{operation} over keys in {format.k.describe()} and values in {format.v.describe()} is wrong: relative "
+            f"error {error:.2g} to the same in torch; try another Triton release, and report this."
+        )
