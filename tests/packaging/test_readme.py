@@ -1,9 +1,10 @@
-"""The README says what the code does: flags and methods are all there, and nothing else is."""
+"""The README says what the code does: flags, methods and packages are all there, and no other flags and methods are."""
 
 from __future__ import annotations
 
 import argparse
 import re
+from pathlib import Path
 
 import pytest
 
@@ -19,6 +20,12 @@ def rows(heading: str) -> dict[str, list[str]]:
     section = README.split(f"### {heading}\n")[1].split("\n#")[0]
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines() if line[:1] == "|"]
     return {row[0].strip("`"): row[1:] for row in cells[2:]}
+
+
+def headings(page: Path) -> set[str]:
+    """The names under which a page's headings can be linked to, as GitHub makes them."""
+    found = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in found}
 
 
 def test_flags() -> None:
@@ -43,8 +50,30 @@ def test_methods() -> None:
     assert KVQuantConfig("int2").method in written
 
 
-@pytest.mark.parametrize("page", ["README.md", *(f"docs/{p.name}" for p in sorted((ROOT / "docs").glob("*.md")))])
+def test_packages() -> None:
+    """The chain of data flow and the table below it."""
+    section = README.split("\n## How it works\n")[1].split("\n## ")[0]
+    chain = re.search(r"^    (config → .*)$", section, re.MULTILINE)
+    assert chain
+    packages = {path.parent.name for path in (ROOT / "sglang_kvq").glob("*/__init__.py")} | {"kernels", "cli", "config"}
+    packages -= {"rotation_zoo"}  # data, which the table names beside its reader
+    assert set(re.findall(r"\w+", chain[1])) == packages
+    assert set(re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE)) == packages
+
+
+PAGES = [
+    "README.md",
+    "CONTRIBUTING.md",
+    "CHANGELOG.md",
+    *(f"docs/{p.name}" for p in sorted((ROOT / "docs").glob("*.md"))),
+]
+
+
+@pytest.mark.parametrize("page", PAGES)
 def test_links_lead_somewhere(page: str) -> None:
     path = ROOT / page
-    for target in re.findall(r"\]\((?!https?:|#)([^)#]+)", path.read_text()):
-        assert (path.parent / target).exists(), f"{page} links to {target}"
+    for target, heading in re.findall(r"\]\((?!https?:)([^)#]*)#?([^)]*)\)", path.read_text()):
+        found = path.parent / target if target else path
+        assert found.exists(), f"{page} links to {target}"
+        if heading:
+            assert heading in headings(found), f"{page} links to {target}#{heading}"

@@ -1,0 +1,170 @@
+"""Every figure in README and docs/performance.md is one of benchmarks/results, rounded as it is written."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import pytest
+
+from tests.conftest import ROOT
+
+RESULTS = ROOT / "benchmarks" / "results"
+README, PERFORMANCE = ((ROOT / name).read_text() for name in ("README.md", "docs/performance.md"))
+SMOLLM2, QWEN = "accuracy_smollm2-135m-instruct", "accuracy_qwen2.5-coder-0.5b-instruct"
+
+#: Labels of the serving table, and the rows of the file.
+SCENARIOS = {
+    "tokens that fit": "capacity",
+    "output": "output_96x64k (62 contexts)",
+    "decode step, 4 streams of 1K": "decode_4x1k",
+    "decode step, 4 streams of 8K": "decode_4x8k",
+    "decode step, 4 streams of 32K": "decode_4x32k",
+    "decode step, 64 streams of 1K": "decode_64x1k",
+    "prefill, 32K prompts": "prefill_32k",
+    "time to first token": "ttft_8x8k",
+    "time per output token": "tpot_8x8k",
+}
+#: Names in the table of qualities, and those of ``kvq eval``.
+METHODS = {"BF16, a second run of it": "none", "SGLang's own FP8": "fp8"}
+
+
+def results(name: str) -> list[dict[str, Any]]:
+    return json.loads((RESULTS / f"{name}.json").read_text())["rows"]
+
+
+def by(name: str, field: str) -> dict[str, dict[str, Any]]:
+    return {row[field]: row for row in results(name)}
+
+
+def tables(text: str, heading: str = "") -> list[list[str]]:
+    """The cells of all tables below a heading, without the tables' heads."""
+    part = text[text.index(heading) :]
+    part = part[: part.find("\n## ", 1)] if "\n## " in part[1:] else part
+    found = re.findall(r"^\|.*\n\|[-| ]+\n((?:\|.*\n)+)", part, re.MULTILINE)
+    return [
+        [cell.strip() for cell in line.strip().strip("|").split("|")] for table in found for line in table.splitlines()
+    ]
+
+
+def number(text: str) -> tuple[float, int]:
+    """The first number and how many digits it has after the point."""
+    digits = re.search(r"[-+]?[\d,]*\.?\d+", text)
+    assert digits, text
+    plain = digits[0].replace(",", "")
+    return float(plain), len(plain.partition(".")[2])
+
+
+def agrees(written: str, measured: float) -> bool:
+    """Whether a number is the measured one, rounded to as many places (either way where that is a tie)."""
+    value, places = number(written)
+    return abs(value - measured) <= 0.5000001 * 10**-places
+
+
+def check_serving(cells: list[str]) -> None:
+    label, none, ours, ratio = cells
+    (scenario,) = (name for start, name in SCENARIOS.items() if label.startswith(start))
+    row = by("serving_h200", "scenario")[scenario]
+    assert agrees(none, row["none"]) and agrees(ours, row["oscar"]) and agrees(ratio, row["ratio"]), cells
+
+
+@pytest.mark.parametrize("cells", tables(PERFORMANCE, "## Serving\n"), ids=lambda cells: cells[0])
+def test_serving(cells: list[str]) -> None:
+    check_serving(cells)
+
+
+def test_contexts_at_once() -> None:
+    row = by("serving_h200", "scenario")["output_96x64k (62 contexts)"]
+    fits = (row["none_fits"], row["oscar_fits"], row["oscar_resident"])
+    assert (
+        "BF16 holds {} contexts of 64K and `oscar` holds {}. The run had time to cache {}".format(*fits) in PERFORMANCE
+    )
+
+
+@pytest.mark.parametrize("cells", tables(PERFORMANCE, "## Decode attention\n"), ids=lambda cells: cells[0])
+def test_decode(cells: list[str]) -> None:
+    if cells[0] == "64 from 1,024 to 131,072":
+        (row,) = (row for row in results("kernels_h200") if row["kernel"] == "decode (ragged)")
+    else:
+        batch, context = (int(word.replace(",", "")) for word in re.findall(r"[\d,]+", cells[0]))
+        rows = (row for row in results("kernels_h200") if row["kernel"] == "decode")
+        (row,) = (row for row in rows if (row["batch"], row["context"]) == (batch, context))
+    fields = ("flashinfer_bf16_us", "flashinfer_fp8_us", "ours_us", "ratio", "ratio_fp8")
+    assert all(agrees(cell, row[field]) for cell, field in zip(cells[1:6], fields)), (cells, row)
+    assert agrees(cells[6], 100 * row["bandwidth_fraction"])
+
+
+def test_quantizing() -> None:
+    (row,) = (row for row in results("kernels_h200") if row["kernel"] == "quantize_tokens")
+    tokens, time = re.search(r"Quantizing ([\d,]+) new tokens of one layer takes (\d+) µs", PERFORMANCE).groups()
+    assert number(tokens)[0] == row["context"] and agrees(time, row["ours_us"])
+
+
+def extends(new: int | None, prefix: int) -> list[float]:
+    """Our time over FlashInfer's, of all numbers of requests."""
+    rows = [row for row in results("kernels_h200") if row["kernel"] == "extend (grid)"]
+    rows = [row for row in rows if new in (None, row["new_tokens"]) and row["context"] - row["new_tokens"] == prefix]
+    found = [row["ours_us"] / row["flashinfer_bf16_us"] for row in rows]
+    assert found
+    return found
+
+
+@pytest.mark.parametrize("cells", tables(PERFORMANCE, "## Prefill\n"), ids=lambda cells: cells[0])
+def test_prefill(cells: list[str]) -> None:
+    for cell, prefix in zip(cells[1:], (8192, 32768, 131072)):
+        least, most = re.findall(r"[\d.]+", cell)
+        found = extends(int(cells[0]), prefix)
+        assert agrees(least, min(found)) and agrees(most, max(found)), (cells, prefix)
+
+
+def test_prefill_after_short_prefixes() -> None:
+    least, most = re.search(r"After only 2K, the same ratios lie between (\S+) and (\d\.\d+)", PERFORMANCE).groups()
+    assert agrees(least, min(extends(None, 2048))) and agrees(most, max(extends(None, 2048)))
+
+
+@pytest.mark.parametrize("cells", tables(PERFORMANCE, "## Quality beside size\n"), ids=lambda cells: cells[0])
+def test_quality(cells: list[str]) -> None:
+    name = METHODS.get(cells[0]) or ":".join(word.strip(" `") for word in cells[0].split(","))
+    small, qwen = by(SMOLLM2, "method")[name], by(QWEN, "method")[name]
+    bits = cells[1].split(", ")
+    assert agrees(bits[0], small["allocated_bits"]) and agrees(bits[-1], qwen["allocated_bits"])
+    assert agrees(cells[2], small["kl"]) and agrees(cells[3], qwen["kl"])
+    score = qwen["humaneval"] if name == "none" else qwen["humaneval_vs_none"]
+    assert agrees(cells[4], 100 * score), cells
+    assert [number(cell)[0] for cell in cells[5].split(", ")] == [
+        100 * qwen["needle_16k"],
+        100 * (qwen["needle_32k"] if qwen["needle_32k"] is not None else qwen["needle_32000"]),
+    ]
+
+
+def test_figures_of_the_readme() -> None:
+    rows = tables(README)[:3]
+    for cells in rows[:2]:
+        check_serving(cells)
+    label, none, ours, difference = rows[2]
+    assert label.startswith("HumanEval") and "Qwen2.5-Coder" in label
+    measured = by(QWEN, "method")
+    points, error = difference.removesuffix(" points").split(" ± ")
+    assert agrees(none, 100 * measured["none"]["humaneval"]) and agrees(ours, 100 * measured["oscar"]["humaneval"])
+    assert agrees(points, 100 * measured["oscar"]["humaneval_vs_none"])
+    assert agrees(error, 100 * measured["oscar"]["humaneval_vs_none_se"])
+
+
+@pytest.mark.parametrize(("name", "text"), [("README.md", README), ("docs/performance.md", PERFORMANCE)])
+def test_no_figure_stands_outside_what_is_checked(name: str, text: str) -> None:
+    """Prose has no time, throughput, ratio or percentage of its own: those are in the tables and sentences above."""
+    prose = "\n".join(line for line in text.splitlines() if not line.startswith("|"))
+    for known in (r"Quantizing [\d,]+ new tokens of one layer takes \d+ µs", r"lie between \S+ and \d\.\d+"):
+        prose = re.sub(known, "", prose)
+    assert re.findall(r"\d[\d.,]*(?:x\b| ?%| (?:µs|ms|tokens/s|points|TFLOP/s|GB/s)\b)", prose) == []
+
+
+@pytest.mark.parametrize("text", [README, PERFORMANCE], ids=["README.md", "docs/performance.md"])
+def test_sources_are_named(text: str) -> None:
+    """Each file of results has its command, and the pages link to files that exist."""
+    linked = re.findall(r"\(((?:\.\./)?benchmarks/results/[\w.-]+\.json)\)", text)
+    assert linked
+    for link in linked:
+        content = json.loads((ROOT / link.removeprefix("../")).read_text())
+        assert content["command"] and content["commit"] and content["dirty"] is False
