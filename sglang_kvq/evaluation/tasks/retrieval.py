@@ -1,0 +1,142 @@
+"""Finding and copying exactly, by length: keys, numbers, chains of variables, the arguments of a tool's call.
+
+Prose hides what coarse keys cost: a needle in filler is unlike anything around it. Here the haystack is made of needles
+(``haystacks``), and an answer counts only if it is copied to the last character. What a model generates it reads from the
+cache, whatever the server's chunks; how it reads its prompt depends on ``--chunked-prefill-size``.
+
+``exact_keys`` also gives the log-likelihood of the right value, which tells methods apart where a small model's copies
+are all wrong: the prompt is cached first, then value tokens are scored behind it, so they read what decoding would read.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from sglang_kvq.errors import KVQuantError
+from sglang_kvq.evaluation.base import Bench, Outcome
+from sglang_kvq.evaluation.client import Client
+from sglang_kvq.evaluation.stats import clustered, mean_and_error
+from sglang_kvq.evaluation.tasks.haystacks import KINDS, Haystack
+from sglang_kvq.evaluation.tasks.kl import room
+from sglang_kvq.evaluation.tasks.needle import short
+
+#: Tokens of answer, question and chat template, left free beside the haystack.
+RESERVED = 384
+ANSWER_TOKENS = 256
+#: Lines of the haystack that a line's length is measured on.
+SAMPLE = 40
+
+
+@dataclass(frozen=True)
+class RetrievalTask:
+    """Settings.
+
+    Attributes:
+        name: a kind of ``haystacks.KINDS``.
+        lengths: tokens of a whole request; those longer than the server takes are left out.
+        cases: haystacks per length.
+        style: ``chat``, ``completion``, or ``auto``: chat if the model has a template.
+    """
+
+    name: str
+    lengths: tuple[int, ...] = (2048, 4096, 8192, 16384)
+    cases: int = 40
+    style: str = "auto"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.name not in KINDS:
+            raise KVQuantError(f"retrieval task {self.name!r}: choose one of {', '.join(KINDS)}.")
+        if not self.lengths or min(self.lengths) < 2 * RESERVED:
+            raise KVQuantError(f"--retrieval-lengths {self.lengths}: each at least {2 * RESERVED} tokens.")
+        if self.cases < 1:
+            raise KVQuantError(f"--retrieval-cases {self.cases}: at least 1.")
+
+    def identity(self) -> dict[str, Any]:
+        return {"lengths": list(self.lengths), "cases": self.cases, "style": self.style, "seed": self.seed}
+
+    def run(self, client: Client, bench: Bench) -> Outcome:
+        style = self.style if self.style != "auto" else ("chat" if client.has_chat_template else "completion")
+        fitting = [length for length in self.lengths if length <= room(client)]
+        if not fitting:
+            raise KVQuantError(
+                f"no length fits: --retrieval-lengths {self.lengths}, but the server takes {room(client)} tokens."
+            )
+        sizes = {length: self.lines(length, client, bench) for length in fitting}
+
+        def ask(cell: tuple[int, int]) -> dict[str, Any]:
+            length, number = cell
+            case = KINDS[self.name](f"{self.seed}/{length}/{number}", sizes[length])
+            if style == "chat":
+                answer = client.chat([{"role": "user", "content": f"{case.text}\n\n{case.question}"}], ANSWER_TOKENS)
+            else:
+                answer = client.complete(f"{case.text}\n\n{case.unfinished}", ANSWER_TOKENS, stop=["\n\n"])
+            asked = {
+                "length": length,
+                "score": case.score(_quoted(case, answer.text, style)),
+                "prompt_tokens": answer.prompt_tokens,
+                "answer": answer.text[:200],
+            }
+            return asked | (self.likelihood(case, client, bench) if self.name == "exact_keys" else {})
+
+        asked = bench.map(ask, [(length, number) for length in fitting for number in range(self.cases)])
+        return self._outcome(asked, style, fitting)
+
+    def lines(self, length: int, client: Client, bench: Bench) -> int:
+        """The size of a haystack of that many tokens, the reserved ones left free.
+
+        Raises:
+            KVQuantError: not even one line fits.
+        """
+        sample = KINDS[self.name](f"{self.seed}/sample", SAMPLE)
+        per_line = len(bench.material.encode(sample.text, client)) / SAMPLE
+        size = int((length - RESERVED) / per_line)
+        if size < 1:
+            raise KVQuantError(
+                f"--retrieval-lengths {length}: a line of {self.name} takes {per_line:.0f} tokens of this model; "
+                f"give at least {math.ceil(per_line) + RESERVED}."
+            )
+        return size
+
+    def likelihood(self, case: Haystack, client: Client, bench: Bench) -> dict[str, Any]:
+        """``nats``: of the value's tokens, summed, given the prompt and those before; ``likeliest``: how many are."""
+        prompt = [
+            *bench.material.begin_token(client),
+            *bench.material.encode(f"{case.text}\n\n{case.unfinished}", client),
+        ]
+        value = bench.material.encode(case.expected[0], client)
+        client.cache(prompt)
+        found = client.prompt_logprobs([*prompt, *value], len(prompt), 1)
+        own = [pair[0] for pair in found["input_token_logprobs"]]
+        top = [pairs[0][1] for pairs in found["input_top_logprobs"]]
+        return {
+            "nats": -sum(own),
+            "likeliest": sum(a == b for a, b in zip(top, value, strict=True)),
+            "value_tokens": len(value),
+        }
+
+    def _outcome(self, asked: list[dict[str, Any]], style: str, fitting: list[int]) -> Outcome:
+        row: dict[str, Any] = {}
+        for length in self.lengths:
+            scores = [one["score"] for one in asked if one["length"] == length]
+            column = f"{self.name}_{short(length)}"
+            row[column], row[f"{column}_se"] = mean_and_error(scores) if scores else (None, None)
+        value, se = mean_and_error([one["score"] for one in asked])
+        row |= {self.name: value, f"{self.name}_se": se, f"{self.name}_n": len(asked)}
+        if self.name == "exact_keys":
+            counts = [one["value_tokens"] for one in asked]
+            for name in ("nats", "likeliest"):
+                row[f"{self.name}_{name}"], row[f"{self.name}_{name}_se"] = clustered(
+                    [one[name] for one in asked], counts
+                )
+        details = {"style": style, "asked": asked, "items": [one["score"] for one in asked]}
+        left_out = [length for length in self.lengths if length not in fitting]
+        warnings = [f"{self.name}: nothing of {length} tokens: longer than the server takes" for length in left_out]
+        return Outcome(value, se, len(asked), row, details, warnings)
+
+
+def _quoted(case: Haystack, answer: str, style: str) -> str:
+    """A completion begins within what ``unfinished`` begun."""
+    return answer if style == "chat" else case.unfinished[-1] + answer if case.unfinished.endswith('"') else answer
