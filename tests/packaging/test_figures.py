@@ -12,6 +12,8 @@ from tests.conftest import ROOT
 
 RESULTS = ROOT / "benchmarks" / "results"
 README, PERFORMANCE = ((ROOT / name).read_text() for name in ("README.md", "docs/performance.md"))
+#: Without line breaks, for sentences.
+PROSE = " ".join(PERFORMANCE.split())
 SMOLLM2, QWEN = "accuracy_smollm2-135m-instruct", "accuracy_qwen2.5-coder-0.5b-instruct"
 
 #: Labels of the serving table, and the rows of the file.
@@ -77,9 +79,7 @@ def test_serving(cells: list[str]) -> None:
 def test_contexts_at_once() -> None:
     row = by("serving_h200", "scenario")["output_96x64k (62 contexts)"]
     fits = (row["none_fits"], row["oscar_fits"], row["oscar_resident"])
-    assert (
-        "BF16 holds {} contexts of 64K and `oscar` holds {}. The run had time to cache {}".format(*fits) in PERFORMANCE
-    )
+    assert "BF16 holds {} contexts of 64K and `oscar` holds {}. The run had time to cache {}".format(*fits) in PROSE
 
 
 @pytest.mark.parametrize("cells", tables(PERFORMANCE, "## Decode attention\n"), ids=lambda cells: cells[0])
@@ -97,7 +97,7 @@ def test_decode(cells: list[str]) -> None:
 
 def test_quantizing() -> None:
     (row,) = (row for row in results("kernels_h200") if row["kernel"] == "quantize_tokens")
-    tokens, time = re.search(r"Quantizing ([\d,]+) new tokens of one layer takes (\d+) µs", PERFORMANCE).groups()
+    tokens, time = re.search(r"Quantizing ([\d,]+) new tokens of one layer takes (\d+) µs", PROSE).groups()
     assert number(tokens)[0] == row["context"] and agrees(time, row["ours_us"])
 
 
@@ -119,7 +119,7 @@ def test_prefill(cells: list[str]) -> None:
 
 
 def test_prefill_after_short_prefixes() -> None:
-    least, most = re.search(r"After only 2K, the same ratios lie between (\S+) and (\d\.\d+)", PERFORMANCE).groups()
+    least, most = re.search(r"After only 2K, the same ratios lie between (\S+) and (\d\.\d+)", PROSE).groups()
     assert agrees(least, min(extends(None, 2048))) and agrees(most, max(extends(None, 2048)))
 
 
@@ -154,7 +154,7 @@ def test_figures_of_the_readme() -> None:
 @pytest.mark.parametrize(("name", "text"), [("README.md", README), ("docs/performance.md", PERFORMANCE)])
 def test_no_figure_stands_outside_what_is_checked(name: str, text: str) -> None:
     """Prose has no time, throughput, ratio or percentage of its own: those are in the tables and sentences above."""
-    prose = "\n".join(line for line in text.splitlines() if not line.startswith("|"))
+    prose = " ".join(line.strip() for line in text.splitlines() if not line.startswith("|"))
     for known in (r"Quantizing [\d,]+ new tokens of one layer takes \d+ µs", r"lie between \S+ and \d\.\d+"):
         prose = re.sub(known, "", prose)
     assert re.findall(r"\d[\d.,]*(?:x\b| ?%| (?:µs|ms|tokens/s|points|TFLOP/s|GB/s)\b)", prose) == []
