@@ -1,11 +1,15 @@
-"""The ``kvq`` command: rotations of a model, made, converted, shown and shared; evaluation; a check of the environment."""
+"""The ``kvq`` command: a model's rotations made, converted, shown and shared; evaluation; a check of the environment.
+
+Results go to stdout: a text or table, or with ``--json`` one JSON value. Everything else goes to stderr.
+"""
 
 from __future__ import annotations
 
+import json
 import sys
 from enum import Enum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -13,10 +17,17 @@ from rich.console import Console
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.evaluation.typer_command import register as register_eval
 
+if TYPE_CHECKING:
+    from rich.progress import TaskID
+
 app = typer.Typer(
     help="Tools around --kv-quant, SGLang's 2-bit KV cache.", no_args_is_help=True, pretty_exceptions_enable=False
 )
 console = Console(stderr=True, highlight=False)
+
+
+AsJson = Annotated[bool, typer.Option("--json", help="One JSON value on stdout instead of text.")]
+Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Long texts whole, and what columns mean.")]
 
 
 class Layout(str, Enum):
@@ -61,18 +72,25 @@ def calibrate(
         list[str] | None, typer.Option(help="KEY=VALUE for sglang.Engine; VALUE may be JSON. Repeatable.")
     ] = None,
     push: Annotated[str | None, typer.Option(help="Then upload to the hub: ORG/REPO or ORG/REPO/FOLDER.")] = None,
+    as_json: AsJson = False,
 ) -> None:
     """Calibrate rotations and clip ratios on a model and a text. Interrupted, the same command continues."""
-    from sglang_kvq.rotations.calibration.hf_model import calibrate_to_folder, partial_folder
-    from sglang_kvq.rotations.calibration.run import CalibrationSettings
+    from sglang_kvq.rotations.calibration.settings import CalibrationSettings
+    from sglang_kvq.rotations.calibration.to_folder import calibrate_to_folder, partial_folder
     from sglang_kvq.rotations.storage.card import describe_clips, model_card
     from sglang_kvq.rotations.storage.hub import check_push
     from sglang_kvq.rotations.storage.hub import push as upload
 
     settings = CalibrationSettings(
-        tokens=tokens, context=context, positions=positions, seed=seed, granularity=granularity, composition=composition, clips=clips,
-        **({} if sensitivity else {"sensitivity_contexts": 0}),
-    )  # fmt: skip
+        tokens=tokens,
+        context=context,
+        positions=positions,
+        seed=seed,
+        granularity=granularity,
+        composition=composition,
+        clips=clips,
+        sensitivity_contexts=CalibrationSettings.sensitivity_contexts if sensitivity else 0,
+    )
     if push:
         check_push(push)
     try:
@@ -95,24 +113,38 @@ def calibrate(
     except KeyboardInterrupt:
         kept = partial_folder(output)
         went = f"what was done is in {kept}: the same command continues from there" if kept.exists() else "nothing kept"
-        console.print(f"interrupted; {output} was not written; {went}.", style="yellow", soft_wrap=True)
+        _say(f"interrupted; {output} was not written; {went}.", style="yellow")
         raise typer.Exit(130) from None
     meta = rotations.meta
-    console.print(
-        f"{output}: {rotations.granularity} rotations, clip K {describe_clips(meta.clip_k)}, V "
-        f"{describe_clips(meta.clip_v)}, {meta.tokens} tokens",
-        soft_wrap=True,
-    )
-    console.print(f"serve with: --kv-quant oscar --kv-quant-rotations {output}", soft_wrap=True)
+    address = None
     if push:
         address = upload(output, push, model_card(rotations, meta.model["num_key_value_heads"], push))
-        console.print(f"uploaded to {address}", soft_wrap=True)
+    if as_json:
+        _show_json(
+            {
+                "output": str(output),
+                "granularity": rotations.granularity,
+                "clip_k": meta.clip_k,
+                "clip_v": meta.clip_v,
+                "tokens": meta.tokens,
+                "uploaded": address,
+            }
+        )
+        return
+    _say(
+        f"{output}: {rotations.granularity} rotations, clip K {describe_clips(meta.clip_k)}, V "
+        f"{describe_clips(meta.clip_v)}, {meta.tokens} tokens"
+    )
+    _say(f"serve with: --kv-quant oscar --kv-quant-rotations {output}")
+    if address:
+        _say(f"uploaded to {address}")
 
 
 @app.command()
 def push(
     folder: Annotated[Path, typer.Argument(help="Rotation folder, as `kvq calibrate` writes it.")],
     target: Annotated[str, typer.Argument(help="ORG/REPO or ORG/REPO/FOLDER on the hub.")],
+    as_json: AsJson = False,
 ) -> None:
     """Upload a rotation folder with a model card to the Hugging Face hub."""
     from sglang_kvq.rotations.storage.card import model_card
@@ -122,15 +154,26 @@ def push(
 
     rotations, kv_heads = read_local(folder)
     check_push(target)
-    console.print(f"uploaded to {upload(folder, target, model_card(rotations, kv_heads, target))}", soft_wrap=True)
+    address = upload(folder, target, model_card(rotations, kv_heads, target))
+    if as_json:
+        _show_json({"uploaded": address})
+    else:
+        _say(f"uploaded to {address}")
 
 
 @app.command()
-def zoo() -> None:
+def zoo(verbose: Verbose = False, as_json: AsJson = False) -> None:
     """List the models whose rotations are known, and where these would come from."""
-    from sglang_kvq.rotations.inspection.zoo_table import zoo_table
+    from sglang_kvq.rotations.inspection.zoo_table import known_rotations, zoo_details, zoo_table
 
-    Console().print(zoo_table())
+    entries = known_rotations()
+    if as_json:
+        _show_json([entry.to_json() for entry in entries])
+    elif verbose:
+        for line in zoo_details(entries):
+            typer.echo(line)
+    else:
+        Console().print(zoo_table(entries))
 
 
 @app.command()
@@ -144,10 +187,13 @@ def inspect(
     length: Annotated[int, typer.Option(help="Tokens per context.")] = 2048,
     device: Annotated[str, typer.Option(help="cuda, cpu or auto.")] = "",
     dtype: Annotated[str, typer.Option(help="auto, bfloat16 or float32.")] = "",
+    verbose: Verbose = False,
+    as_json: AsJson = False,
 ) -> None:
-    """Show rotations: where they come from, per layer clips and sensitivities; with --model the error of each method."""
-    from sglang_kvq.rotations.inspection import layer_errors as inspection
+    """Show rotations: their origin, clips and sensitivities per layer; with --model the error of each method."""
     from sglang_kvq.rotations.inspection import plot as drawing
+    from sglang_kvq.rotations.inspection import tables
+    from sglang_kvq.rotations.inspection.layer_errors import measure
     from sglang_kvq.rotations.storage.files import read_rotations
 
     if plot:
@@ -158,15 +204,26 @@ def inspect(
         if not text:
             raise KVQuantError(f"--model {model}: errors are measured on a text: pass --text FILE.")
         with _Bars() as bars:
-            measured = inspection.measure(
-                model, text, rotations, [m for m in methods.split(",") if m],
-                contexts=contexts, length=length, device=device, dtype=dtype, progress=bars,
-            )  # fmt: skip
-    for part in inspection.report(rotations, kv_heads, measured):
-        Console().print(part)
+            measured = measure(
+                model,
+                text,
+                rotations,
+                [m for m in methods.split(",") if m],
+                contexts=contexts,
+                length=length,
+                device=device,
+                dtype=dtype,
+                progress=bars,
+            )
+    if as_json:
+        _show_json(tables.to_json(rotations, kv_heads, measured))
+    else:
+        terminal = Console()
+        for part in tables.report(rotations, kv_heads, measured, width=terminal.width, verbose=verbose):
+            terminal.print(part)
     if plot:
         drawing.draw(rotations, measured, plot)
-        console.print(f"{plot}: written", soft_wrap=True)
+        _say(f"{plot}: written")
 
 
 @app.command()
@@ -176,18 +233,20 @@ def convert(
     to: Annotated[Layout, typer.Option(help="Layout to write.")] = Layout.safetensors,
     kv_heads: Annotated[int | None, typer.Option(help="KV heads of the model, if the source does not say.")] = None,
     overwrite: Annotated[bool, typer.Option(help="Replace an existing output folder.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Convert rotations between our layout and the published .pt one."""
     from sglang_kvq.rotations.storage.files import convert_rotations
 
     convert_rotations(source, output, to=to.value, kv_heads=kv_heads, overwrite=overwrite)
-    console.print(f"{output}: written")
+    if as_json:
+        _show_json({"output": str(output), "layout": to.value})
+    else:
+        _say(f"{output}: written")
 
 
 @app.command()
-def doctor(
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of lines.")] = False,
-) -> None:
+def doctor(as_json: AsJson = False) -> None:
     """Check that --kv-quant can work in this environment; exit status 1 if not."""
     from sglang_kvq.sglang.doctor import report
 
@@ -197,17 +256,24 @@ def doctor(
 register_eval(app)
 
 
-def _engine(name: str, tp: int, arguments: list[str]) -> dict | None:
-    """Keywords of ``sglang.Engine``, or None for transformers."""
-    import json
+def _say(text: str, style: str = "") -> None:
+    """A line on stderr, as it is: no markup in paths, no wrapping."""
+    console.print(text, style=style, markup=False, soft_wrap=True)
 
+
+def _show_json(value: Any) -> None:
+    typer.echo(json.dumps(value, indent=2))
+
+
+def _engine(name: str, tp: int, arguments: list[str]) -> dict[str, Any] | None:
+    """Keywords of ``sglang.Engine``, or None for transformers."""
     if name not in ("transformers", "sglang"):
         raise KVQuantError(f"--engine {name}: unknown; choose transformers or sglang.")
     if name == "transformers":
         if tp != 1 or arguments:
             raise KVQuantError("--tp and --engine-arg belong to --engine sglang; add it, or use --device auto.")
         return None
-    keywords: dict = {"tp_size": tp}
+    keywords: dict[str, Any] = {"tp_size": tp}
     for argument in arguments:
         key, equals, value = argument.partition("=")
         if not equals or not key.isidentifier():
@@ -220,7 +286,7 @@ def _engine(name: str, tp: int, arguments: list[str]) -> dict | None:
 
 
 class _Bars:
-    """A bar per pass, with contexts done and the time left; a ``Progress`` callback of ``rotations.calibration.run``."""
+    """A bar per pass, with contexts done and the time left; a ``Progress`` of ``rotations.calibration.run``."""
 
     def __init__(self) -> None:
         from rich.progress import (
@@ -235,7 +301,7 @@ class _Bars:
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         # A context may take minutes: estimate over a whole pass.
         self._bars = Progress(*columns, TimeRemainingColumn(), console=console, speed_estimate_period=36000)
-        self._tasks: dict = {}
+        self._tasks: dict[str, TaskID] = {}
 
     def __enter__(self) -> _Bars:
         self._tasks["loading"] = self._bars.add_task("loading", total=None)
@@ -258,7 +324,7 @@ def main() -> None:
     try:
         app()
     except KVQuantError as error:
-        console.print(f"error: {error}", style="red", markup=False, soft_wrap=True)
+        _say(f"error: {error}", style="red")
         sys.exit(1)
 
 

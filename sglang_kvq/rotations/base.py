@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from math import isfinite
+from typing import Any
 
 import torch
 
@@ -24,7 +25,7 @@ class RotationMeta:
     Attributes:
         objective: how R was chosen, see ``rotations.calibration.run``.
         base_model, revision: the model they were calibrated on.
-        model: the identity fields of its config, see ``rotations.storage.zoo.identity``.
+        model: the identity fields of its config, see ``rotations.identity``.
         clip_k, clip_v: clip quantiles measured best with these rotations: one for all layers, or a tuple of one per
             layer; None if not measured.
         corpus: what text was used, and which part of it.
@@ -43,21 +44,22 @@ class RotationMeta:
     objective: str = "unknown"
     base_model: str | None = None
     revision: str | None = None
-    model: dict = field(default_factory=dict)
+    model: dict[str, Any] = field(default_factory=dict)
     clip_k: float | tuple[float, ...] | None = None
     clip_v: float | tuple[float, ...] | None = None
     corpus: str | None = None
     tokens: int | None = None
     seed: int | None = None
-    sensitivity: dict | None = None
+    sensitivity: dict[str, dict[str, list[float]]] | None = None
     sensitivity_unit: str | None = None
-    errors: dict | None = None
+    errors: dict[str, list[float]] | None = None
     source: str | None = None
     sha256: str | None = None
 
     def clips(self, layers: int) -> tuple[tuple[float | None, ...], tuple[float | None, ...]]:
         """``clip_k`` and ``clip_v`` of each of ``layers`` layers."""
-        return tuple(c if isinstance(c, tuple) else (c,) * layers for c in (self.clip_k, self.clip_v))
+        clip_k, clip_v = (c if isinstance(c, tuple) else (c,) * layers for c in (self.clip_k, self.clip_v))
+        return clip_k, clip_v
 
 
 @dataclass(frozen=True)
@@ -133,8 +135,8 @@ def check_rotations(rotations: Rotations, *, layers: int, kv_heads: int, head_di
     """Refuse rotations that do not fit the model, are not orthonormal, or with ``q`` change scores.
 
     Raises:
-        KVQuantError: other layers, heads or head_dim; NaN or infinity; |R^T R - I|, for keys with ``q`` |R_q R_k^T - I|,
-            above ``ORTHOGONALITY_TOLERANCE``, with the layer and head.
+        KVQuantError: other layers, heads or head_dim; NaN or infinity; |R^T R - I|, for keys with ``q`` |R_q R_k^T -
+            I|, above ``ORTHOGONALITY_TOLERANCE``, with the layer and head.
     """
     where = rotations.meta.source or "rotations"
     given = {name: r for name in ("q", "k", "v") if (r := getattr(rotations, name)) is not None}
@@ -148,8 +150,8 @@ def check_rotations(rotations: Rotations, *, layers: int, kv_heads: int, head_di
         if not fits:
             raise KVQuantError(
                 f"{where}: {name} is for {r.shape[0]} layers, {r.shape[1]} KV heads (1 means shared), head_dim "
-                f"{r.shape[2]}; the model has {layers} layers, {kv_heads} KV heads, head_dim {head_dim}. They belong to "
-                "another model: pass this one's with --kv-quant-rotations, make them with `kvq calibrate`, or use "
+                f"{r.shape[2]}; the model has {layers} layers, {kv_heads} KV heads, head_dim {head_dim}. They belong "
+                "to another model: pass this one's with --kv-quant-rotations, make them with `kvq calibrate`, or use "
                 "--kv-quant hadamard, which needs none."
             )
         bad = ~torch.isfinite(r).flatten(2).all(-1)
@@ -165,7 +167,8 @@ def check_rotations(rotations: Rotations, *, layers: int, kv_heads: int, head_di
         other = given["q"] if name == "k" and "q" in given else r
         if other.shape != r.shape:
             raise KVQuantError(
-                f"{where}: q has shape {list(other.shape)}, k {list(r.shape)}; recreate the folder with `kvq calibrate`."
+                f"{where}: q has shape {list(other.shape)}, k {list(r.shape)}; recreate the folder with `kvq "
+                "calibrate`."
             )
         error = (other.double() @ r.double().mT - torch.eye(head_dim, dtype=torch.float64)).abs().amax((-1, -2))
         if error.max() > ORTHOGONALITY_TOLERANCE:
@@ -173,8 +176,8 @@ def check_rotations(rotations: Rotations, *, layers: int, kv_heads: int, head_di
             what = "orthogonal (max |R R^T - I|" if other is r else "the inverse of q's transpose (max |R_q R_k^T - I|"
             raise KVQuantError(
                 f"{where}: {name} of layer {layer}, head {head} is not {what} = "
-                f"{error[layer, head]:.2g}, allowed {ORTHOGONALITY_TOLERANCE:g}); attention scores would change. The file "
-                "is damaged or not a rotation: recreate it with `kvq calibrate`."
+                f"{error[layer, head]:.2g}, allowed {ORTHOGONALITY_TOLERANCE:g}); attention scores would change. The "
+                "file is damaged or not a rotation: recreate it with `kvq calibrate`."
             )
 
 
@@ -193,15 +196,15 @@ def check_meta(meta: RotationMeta, *, layers: int) -> None:
             continue
         if isinstance(clip, tuple) and len(clip) != layers:
             raise KVQuantError(
-                f"{where}: {name} has {len(clip)} values, the rotations have {layers} layers; give one number, or one per "
-                "layer, or recreate the folder with `kvq calibrate`."
+                f"{where}: {name} has {len(clip)} values, the rotations have {layers} layers; give one number, or one "
+                "per layer, or recreate the folder with `kvq calibrate`."
             )
         for layer, value in enumerate(clip if isinstance(clip, tuple) else (clip,)):
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
                 place = f" of layer {layer}" if isinstance(clip, tuple) else ""
                 raise KVQuantError(
-                    f"{where}: {name}{place} is {value!r}; it must be a number from {low:g} to {high:g} (1 clips nothing). "
-                    "Correct config.json, or recreate the folder with `kvq calibrate`."
+                    f"{where}: {name}{place} is {value!r}; it must be a number from {low:g} to {high:g} (1 clips "
+                    "nothing). Correct config.json, or recreate the folder with `kvq calibrate`."
                 )
     tables = {} if meta.sensitivity is None else meta.sensitivity
     for part, table in tables.items() if isinstance(tables, dict) else [("?", tables)]:
@@ -209,6 +212,7 @@ def check_meta(meta: RotationMeta, *, layers: int) -> None:
             numbers = isinstance(values, list) and all(isinstance(v, (int, float)) and isfinite(v) for v in values)
             if part not in ("k", "v") or not numbers or len(values) != layers:
                 raise KVQuantError(
-                    f"{where}: sensitivity[{part!r}][{bits!r}] must be a list of one finite number for each of the {layers} "
+                    f"{where}: sensitivity[{part!r}][{bits!r}] must be a list of one finite number for each of the "
+                    f"{layers} "
                     'layers, under "k" or "v"; recreate the folder with `kvq calibrate`.'
                 )

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from sglang_kvq.config import KVQuantConfig
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.formats.code import INT2, CodeFormat
 from sglang_kvq.formats.mixed import mixed_formats
 from sglang_kvq.formats.page import PageFormat
 from sglang_kvq.methods import RotationKind, get_method
-from sglang_kvq.rotations.base import Rotations
+from sglang_kvq.rotations.base import RotationMeta, Rotations
+from sglang_kvq.rotations.identity import geometry_of
 from sglang_kvq.rotations.maths.hadamard import hadamard_rotations
 from sglang_kvq.rotations.maths.random import random_rotations
 from sglang_kvq.rotations.storage.files import load_once
-from sglang_kvq.rotations.storage.zoo import find_rotations, identity
+from sglang_kvq.rotations.storage.zoo import find_rotations
 
 
-def resolve_rotations(config: KVQuantConfig, model_path: str, hf_config: object) -> Rotations | None:
+def resolve_rotations(config: KVQuantConfig, model_path: str, hf_config: Any) -> Rotations | None:
     """The rotations of ``--kv-quant`` for a model; None when the method rotates nothing.
 
     Args:
@@ -28,8 +31,7 @@ def resolve_rotations(config: KVQuantConfig, model_path: str, hf_config: object)
     Rotations of files are read once in a process and shared: do not write to them.
     """
     method = get_method(config.method)
-    model = identity(hf_config)
-    layers, kv_heads, head_dim = (model[key] for key in ("num_hidden_layers", "num_key_value_heads", "head_dim"))
+    layers, kv_heads, head_dim = geometry_of(hf_config)
     if method.rotation is not RotationKind.LEARNED and config.rotations is not None:
         raise KVQuantError(
             f"--kv-quant-rotations {config.rotations}: --kv-quant {method.name} uses no rotation files; "
@@ -45,7 +47,7 @@ def resolve_rotations(config: KVQuantConfig, model_path: str, hf_config: object)
     return load_once(location, layers=layers, kv_heads=kv_heads, head_dim=head_dim)
 
 
-def resolve_formats(config: KVQuantConfig, rotations: Rotations | None, hf_config: object) -> tuple[PageFormat, ...]:
+def resolve_formats(config: KVQuantConfig, rotations: Rotations | None, hf_config: Any) -> tuple[PageFormat, ...]:
     """The page format of every layer of a model: codes by method and ``--kv-quant-bits``, clips by ``resolve_clips``.
 
     Args:
@@ -55,8 +57,8 @@ def resolve_formats(config: KVQuantConfig, rotations: Rotations | None, hf_confi
         KVQuantError: a group that does not divide head_dim, clips that do not fit, or an ``auto`` target that the
             rotations' sensitivities cannot serve.
     """
-    method, width, model = get_method(config.method), config.width, identity(hf_config)
-    layers, head_dim = model["num_hidden_layers"], model["head_dim"]
+    method, width = get_method(config.method), config.width
+    layers, _, head_dim = geometry_of(hf_config)
     k, v = method.codes(width.bits)
     group = config.group_size or min(head_dim, 128)
     run = {"run": config.group_size} if k.axis == "channel" and config.group_size else {}
@@ -64,19 +66,21 @@ def resolve_formats(config: KVQuantConfig, rotations: Rotations | None, hf_confi
     formats = tuple(PageFormat(head_dim, group, *clip, k, v, **run) for clip in clips)
     if width.target is None:
         return formats
-    source = rotations.meta.source or "these rotations"
-    if not rotations.meta.sensitivity:
+    meta = rotations.meta if rotations else RotationMeta()
+    source = meta.source or "these rotations"
+    if not meta.sensitivity:
         raise KVQuantError(
-            f"--kv-quant-bits {config.bits}: {source} hold no layer sensitivities to choose widths by; calibrate them with "
-            "`kvq calibrate`, or give a number of bits."
+            f"--kv-quant-bits {config.bits}: {source} hold no layer sensitivities to choose widths by; calibrate them "
+            "with `kvq calibrate`, or give a number of bits."
         )
-    return mixed_formats(formats, rotations.meta.sensitivity, width.target, source)
+    return mixed_formats(formats, meta.sensitivity, width.target, source)
 
 
 def resolve_clips(config: KVQuantConfig, rotations: Rotations | None, layers: int) -> list[tuple[float, float]]:
     """Clip quantiles for keys and values of each layer: the flags', else the calibration's, else the method's.
 
-    The latter two are for INT2 codes; where codes are wider or levels not uniform nothing is clipped unless a flag says so.
+    The latter two are for INT2 codes; where codes are wider or levels not uniform nothing is clipped unless a flag says
+    so.
 
     Raises:
         KVQuantError: the calibration's list is not one number between 0.5 and 1 per layer.
@@ -93,7 +97,9 @@ def resolve_clips(config: KVQuantConfig, rotations: Rotations | None, layers: in
     return list(zip(*columns))
 
 
-def _choose(flag: float | None, calibrated: float | list | None, default: float, code: CodeFormat) -> float | list:
+def _choose(
+    flag: float | None, calibrated: float | tuple[float, ...] | None, default: float, code: CodeFormat
+) -> float | tuple[float, ...]:
     if flag is not None:
         return flag
     if code != INT2:
@@ -101,11 +107,11 @@ def _choose(flag: float | None, calibrated: float | list | None, default: float,
     return default if calibrated is None else calibrated
 
 
-def _per_layer(name: str, value: float | list, layers: int, rotations: Rotations | None) -> list[float]:
+def _per_layer(name: str, value: float | tuple[float, ...], layers: int, rotations: Rotations | None) -> list[float]:
     values = list(value) if isinstance(value, (list, tuple)) else [value] * layers
     if len(values) != layers or not all(isinstance(x, (int, float)) and 0.5 <= x <= 1 for x in values):
         raise KVQuantError(
-            f"{rotations.meta.source if rotations else 'rotations'}: {name} is {value}, expected a number between 0.5 and 1 "
-            f"or a list of {layers}, one per layer; recreate the rotations with `kvq calibrate`."
+            f"{rotations.meta.source if rotations else 'rotations'}: {name} is {value}, expected a number between 0.5 "
+            f"and 1 or a list of {layers}, one per layer; recreate the rotations with `kvq calibrate`."
         )
     return values

@@ -10,7 +10,7 @@ import torch
 from sglang_kvq.rotations import load_rotations
 from sglang_kvq.rotations.calibration.hf_attention import attention_hook
 from sglang_kvq.rotations.calibration.hf_model import load_model, tokenize
-from sglang_kvq.rotations.calibration.run import CalibrationSettings, draw_contexts
+from sglang_kvq.rotations.calibration.settings import CalibrationSettings, draw_contexts
 from sglang_kvq.rotations.maths.moments import MomentSums
 from tests.e2e.client import held_out_text
 
@@ -21,8 +21,8 @@ def test_engine_and_transformers_see_the_same_moments(model, tmp_path):
     (tmp_path / "corpus.txt").write_text(held_out_text())
     command = [
         "calibrate", str(model), "--text", str(tmp_path / "corpus.txt"), "--output", str(tmp_path / "out"),
-        "--tokens", "1024", "--context", "512", "--positions", "512", "--engine", "sglang", "--engine-arg", "max_total_tokens=2048",
-        "--engine-arg", "max_running_requests=2", "--engine-arg", "random_seed=0",
+        "--tokens", "1024", "--context", "512", "--positions", "512", "--engine", "sglang",
+        "--engine-arg", "max_total_tokens=2048", "--engine-arg", "max_running_requests=2", "--engine-arg", "random_seed=0",
     ]  # fmt: skip
     run = subprocess.run(
         [sys.executable, "-m", "sglang_kvq.cli", *command],

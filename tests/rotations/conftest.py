@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+from tests.rotations.helpers import tiny_llama
+
 
 @pytest.fixture(scope="module")
 def one_thread():
@@ -11,3 +13,15 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def llama():
+    """A random model; tests leave it as it is."""
+    return tiny_llama()
+
+
+@pytest.fixture(scope="module")
+def ids():
+    """Tokens for it."""
+    return torch.randint(97, (1100,), generator=torch.Generator().manual_seed(0))

@@ -15,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from sglang_kvq.errors import KVQuantError
+from sglang_kvq.rotations.calibration.settings import CalibrationSettings
 
 #: Seconds between checkpoints inside a pass; a finished pass is always kept.
 INTERVAL = 20.0
@@ -47,7 +48,7 @@ class Checkpoint:
         return done, tensors
 
     def save(self, name: str, done: int, state: dict[str, torch.Tensor], *, last: bool) -> None:
-        """Keep a pass's sums after ``done`` contexts; between checkpoints less than ``INTERVAL`` apart only the last."""
+        """Keep a pass's sums after ``done`` contexts: the last ones always, others ``INTERVAL`` apart."""
         if not last and time.monotonic() - self._saved < INTERVAL:
             return
         try:
@@ -74,10 +75,11 @@ class Checkpoint:
             with safe_open(path, "pt") as file:
                 metadata = file.metadata() or {}
                 found, done = json.loads(metadata["fingerprint"]), int(metadata["done"])
-                tensors = {name: file.get_tensor(name) for name in file.keys()}
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
         except (SafetensorError, OSError, KeyError, ValueError) as error:
             raise KVQuantError(
-                f"{path}: not the state of an interrupted calibration ({error}); delete {self.folder}, or pass --restart."
+                f"{path}: not the state of an interrupted calibration ({error}); delete {self.folder}, or pass "
+                "--restart."
             ) from error
         differing = [name for name, value in self._fingerprint.items() if found.get(name) != value]
         if differing:
@@ -88,7 +90,7 @@ class Checkpoint:
         return done, tensors
 
 
-def fingerprint(model: torch.nn.Module, contexts: torch.Tensor, settings: object) -> dict[str, str]:
+def fingerprint(model: torch.nn.Module, contexts: torch.Tensor, settings: CalibrationSettings) -> dict[str, str]:
     """What decides a calibration's numbers: digests of model, text (the tokens drawn from it) and settings.
 
     Of every parameter the first 64 elements are read: enough to tell two checkpoints apart, at no cost.

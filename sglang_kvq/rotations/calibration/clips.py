@@ -2,11 +2,54 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from sglang_kvq.config import PAGE_SIZE
-from sglang_kvq.rotations.maths.fake_quant import segmented_attention
-from sglang_kvq.rotations.maths.round_trip import round_trip
+from sglang_kvq.rotations.base import Rotations
+from sglang_kvq.rotations.calibration.settings import CalibrationSettings
+from sglang_kvq.rotations.maths.fake_quant import RotatedContext, round_trip
+
+
+class ClipErrors:
+    """Attention-output errors of every clip ratio, summed over contexts; each relative to its layer's output.
+
+    ``state`` and ``restore`` carry them through a checkpoint.
+    """
+
+    def __init__(self, rotations: Rotations, settings: CalibrationSettings) -> None:
+        s = settings
+        self.rotations, self.settings = rotations, s
+        self.errors = torch.zeros(rotations.k.shape[0], 2, len(s.clip_grid), dtype=torch.float64)
+        self.starts = query_blocks(s.context, s.sink, s.recent, s.clip_blocks)
+
+    @torch.no_grad()
+    def add(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> None:
+        """Add one context's layer; arguments as an ``AttentionHook``'s, in the model's own basis."""
+        s = self.settings
+        context = RotatedContext.of(self.rotations, layer, q, k, v, scale, sink=s.sink, recent=s.recent)
+        errors, size = clip_errors(context, grid=s.clip_grid, starts=self.starts)
+        self.errors[layer] += errors / size
+
+    def state(self) -> dict[str, torch.Tensor]:
+        return {"errors": self.errors}
+
+    def restore(self, state: dict[str, torch.Tensor]) -> None:
+        self.errors = state["errors"]
+
+    def chosen(self, contexts: int) -> Rotations:
+        """The rotations with the best clip ratios in their meta."""
+        grid = self.settings.clip_grid
+        best = choose_clips(self.errors, grid, per_layer=self.settings.clips == "per-layer")
+        at_best = (self.errors / contexts).gather(-1, best[..., None])[..., 0]
+        clip_k, clip_v = (tuple(grid[i] for i in best[:, part].tolist()) for part in (0, 1))
+        errors = {name: [round(e, 6) for e in at_best[:, part].tolist()] for part, name in enumerate("kv")}
+        if self.settings.clips == "global":
+            meta = replace(self.rotations.meta, clip_k=clip_k[0], clip_v=clip_v[0], errors=errors)
+        else:
+            meta = replace(self.rotations.meta, clip_k=clip_k, clip_v=clip_v, errors=errors)
+        return replace(self.rotations, meta=meta)
 
 
 def query_blocks(context: int, sink: int, recent: int, count: int) -> list[int]:
@@ -18,48 +61,39 @@ def query_blocks(context: int, sink: int, recent: int, count: int) -> list[int]:
 
 
 def clip_errors(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    scale: float,
-    *,
-    grid: tuple[float, ...],
-    starts: list[int],
-    sink: int,
-    recent: int,
+    context: RotatedContext, *, grid: tuple[float, ...], starts: list[int]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Squared error of one layer's attention output for every clip ratio, with 2-bit history keys, then values.
 
     Args:
-        q: ``[q_heads, T, D]``; k, v: ``[kv_heads, T, D]``: one context, in the rotated basis.
         starts: first positions of the pages of queries to measure.
 
     Returns:
         errors float64 ``[2, len(grid)]`` (keys, values) and the output's own squared size, float64 scalar. CPU.
     """
-    k, v = k.bfloat16().float(), v.bfloat16().float()
-    blocks = [(start, q[:, start : start + PAGE_SIZE].float()) for start in starts]
+    exact = [context.block(start) for start in starts]
+    end = max(starts[-1] - context.recent, context.sink)  # what lies beyond is nobody's history
 
-    def attend(old_k: torch.Tensor, old_v: torch.Tensor) -> list[torch.Tensor]:
-        return [segmented_attention(b, s, k, v, old_k, old_v, scale, sink=sink, recent=recent) for s, b in blocks]
+    def squared_error(k: torch.Tensor | None, v: torch.Tensor | None) -> float:
+        outputs = [context.block(start, k, v) for start in starts]
+        return sum(float((a - b).square().sum()) for a, b in zip(outputs, exact))
 
-    exact = attend(k, v)
-    end = max(starts[-1] - recent, sink)  # what lies beyond is nobody's history
+    def quantized(x: torch.Tensor, ratio: float) -> torch.Tensor:
+        return torch.cat([round_trip(x[:, :end], 2, ratio), x[:, end:]], 1)
+
     errors = torch.zeros(2, len(grid), dtype=torch.float64)
     for i, ratio in enumerate(grid):
-        for part, x in enumerate((k, v)):
-            old = torch.cat([round_trip(x[:, :end], 2, ratio), x[:, end:]], 1)
-            outputs = attend(old, v) if part == 0 else attend(k, old)
-            errors[part, i] = sum(float((a - b).square().sum()) for a, b in zip(outputs, exact))
+        errors[0, i] = squared_error(quantized(context.k, ratio), None)
+        errors[1, i] = squared_error(None, quantized(context.v, ratio))
     return errors, torch.tensor(sum(float(b.square().sum()) for b in exact), dtype=torch.float64)
 
 
 def choose_clips(errors: torch.Tensor, grid: tuple[float, ...], *, per_layer: bool) -> torch.Tensor:
     """The best ratio of each layer, for keys and values.
 
-    A layer's own error is measured in the norm of its output, which is not quite what the model feels, and on few queries:
-    where it is alone in wanting a ratio, following it may cost more than it gains. So each layer minimises the mean of its
-    own relative error and that of all layers.
+    A layer's own error is measured in the norm of its output, which is not quite what the model feels, and on few
+    queries: where it is alone in wanting a ratio, following it may cost more than it gains. So each layer minimises the
+    mean of its own relative error and that of all layers.
 
     Args:
         errors: float64 ``[layers, 2, len(grid)]``, relative to each layer's output.

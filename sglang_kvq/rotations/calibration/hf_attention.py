@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
 from sglang_kvq.errors import KVQuantError
+from sglang_kvq.rotations.maths.fake_quant import causal_attention
 
 #: ``hook(layer, q, k, v, scale)`` with q ``[q_heads, T, D]``, k and v ``[kv_heads, T, D]`` of one sequence; returns the
 #: attention output ``[q_heads, T, D]`` to use, or None for plain causal attention.
@@ -17,7 +19,7 @@ _NAME = "kvq_capture"
 
 
 @contextmanager
-def attention_hook(model: torch.nn.Module, hook: AttentionHook) -> Iterator[None]:
+def attention_hook(model: Any, hook: AttentionHook) -> Iterator[None]:
     """Run ``hook`` in place of every attention of ``model`` (a transformers model) inside the block.
 
     It goes through transformers' attention registry, so any architecture that uses the registry works. Sequences
@@ -28,11 +30,20 @@ def attention_hook(model: torch.nn.Module, hook: AttentionHook) -> Iterator[None
     """
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    def attention(module, query, key, value, attention_mask, scaling=None, **kwargs):
+    def attention(
+        module: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        scaling: float | None = None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, None]:
+        layer = module.layer_idx
         for option in ("sliding_window", "softcap", "s_aux"):
             if kwargs.get(option) is not None:
                 raise KVQuantError(
-                    f"layer {module.layer_idx} uses {option}={kwargs[option]}: --kv-quant serves plain causal attention only."
+                    f"layer {layer} uses {option}={kwargs[option]}: --kv-quant serves plain causal attention only."
                 )
         q, k, v = query[0], key[0], value[0]
         if k.shape[-1] != v.shape[-1]:
@@ -40,7 +51,7 @@ def attention_hook(model: torch.nn.Module, hook: AttentionHook) -> Iterator[None
                 f"keys have head_dim {k.shape[-1]}, values {v.shape[-1]}: such models are not supported."
             )
         scale = scaling if scaling is not None else q.shape[-1] ** -0.5
-        out = hook(module.layer_idx, q, k, v, scale)
+        out = hook(layer, q, k, v, scale)
         if out is None:
             out = causal_attention(q, k, v, scale)
         return out.to(query.dtype).transpose(0, 1)[None].contiguous(), None
@@ -57,15 +68,3 @@ def attention_hook(model: torch.nn.Module, hook: AttentionHook) -> Iterator[None
 def positions(ids: torch.Tensor, first: int) -> torch.Tensor:
     """``position_ids`` of one sequence whose first token stands at ``first``: int64 ``[1, T]``."""
     return torch.arange(first, first + len(ids), device=ids.device)[None]
-
-
-def causal_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
-    """Plain causal attention; shapes of ``AttentionHook``."""
-    return torch.nn.functional.scaled_dot_product_attention(
-        q[None], k[None], v[None], is_causal=True, scale=scale, enable_gqa=True
-    )[0]
-
-
-def group_queries(q: torch.Tensor, kv_heads: int) -> torch.Tensor:
-    """Queries ``[q_heads, T, D]`` by the KV head they read: ``[kv_heads, group * T, D]``."""
-    return q.reshape(kv_heads, -1, q.shape[-1])

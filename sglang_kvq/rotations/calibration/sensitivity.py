@@ -11,16 +11,15 @@ different tokens are taken as independent, which costs a little bias and saves m
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
-from sglang_kvq.config import PAGE_SIZE
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.rotations.base import Rotations
-from sglang_kvq.rotations.calibration.hf_attention import attention_hook, causal_attention, positions
-from sglang_kvq.rotations.maths.fake_quant import segmented_attention
-from sglang_kvq.rotations.maths.round_trip import round_trip
-from sglang_kvq.rotations.storage.published import first_line
+from sglang_kvq.rotations.calibration.hf_attention import attention_hook, positions
+from sglang_kvq.rotations.maths.fake_quant import RotatedContext, causal_attention, round_trip
+from sglang_kvq.rotations.messages import first_line
 
 #: Widths measured, in bits.
 WIDTHS = (2, 4)
@@ -35,52 +34,44 @@ class LayerQuantizer:
     """Changes of a layer's attention output when its history keys or values are quantized.
 
     Attributes:
-        rotations: of all layers.
-        clip_k, clip_v: clip quantile of each layer.
+        rotations: of all layers; 2-bit codes are clipped at their meta's clip quantiles.
         sink, recent: BF16 tokens at both ends.
     """
 
-    def __init__(self, rotations: Rotations, clip_k, clip_v, sink: int, recent: int) -> None:
-        self.rotations, self.clip_k, self.clip_v, self.sink, self.recent = rotations, clip_k, clip_v, sink, recent
+    def __init__(self, rotations: Rotations, sink: int, recent: int) -> None:
+        self.rotations, self.sink, self.recent = rotations, sink, recent
+        clip_k, clip_v = rotations.meta.clips(rotations.k.shape[0])
+        self._clips = {"k": clip_k, "v": clip_v}
 
-    def delta(self, layer: int, q, k, v, scale: float, variants=VARIANTS) -> list[torch.Tensor]:
+    def delta(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scale: float,
+        variants: Sequence[tuple[str, int]] = VARIANTS,
+    ) -> list[torch.Tensor]:
         """Per variant, the change of the output in the model's own basis, float32 ``[q_heads, T, D]``."""
-        r = self.rotations
-        rq, rk, rv = (x[layer].to(k.device) for x in (r.queries, r.k, r.v))
-        group = q.shape[0] // k.shape[0]
-        q = q.float() @ (rq if rq.shape[0] == 1 else rq.repeat_interleave(group, 0))
-        k, v = (k.float() @ rk).bfloat16().float(), (v.float() @ rv).bfloat16().float()
-        out_v = rv if rv.shape[0] == 1 else rv.repeat_interleave(group, 0)
-        starts = range(0, q.shape[1], PAGE_SIZE)
-
-        def attend(old_k, old_v):
-            blocks = (
-                segmented_attention(
-                    q[:, i : i + PAGE_SIZE], i, k, v, old_k, old_v, scale, sink=self.sink, recent=self.recent
-                )
-                for i in starts
-            )
-            return torch.cat(list(blocks), 1)
-
-        exact = causal_attention(q, k, v, scale)
+        context = RotatedContext.of(self.rotations, layer, q, k, v, scale, sink=self.sink, recent=self.recent)
+        exact = context.exact()
         result = []
         for part, bits in variants:
             # Clip ratios are measured for 2 bits; wider codes lose more by clipping than they gain.
-            if part == "k":
-                out = attend(round_trip(k, bits, self.clip_k[layer] if bits == 2 else 1.0), v)
-            else:
-                out = attend(k, round_trip(v, bits, self.clip_v[layer] if bits == 2 else 1.0))
-            result.append((out - exact) @ out_v.mT)
+            clip = self._clips[part][layer] if bits == 2 else None
+            old = round_trip(context.k if part == "k" else context.v, bits, 1.0 if clip is None else clip)
+            out = context.output(k=old) if part == "k" else context.output(v=old)
+            result.append(context.to_model_basis(out - exact))
         return result
 
 
 def fisher_sums(
-    model: torch.nn.Module,
+    model: Any,
     ids: torch.Tensor,
     layers: int,
     quantizer: LayerQuantizer,
     *,
-    place: int = 0,
+    position: int = 0,
     first: int,
     draws: int,
     generator: torch.Generator,
@@ -88,8 +79,9 @@ def fisher_sums(
     """½ Σ (g_tᵀδ_t)² over the tokens t of one context; only losses of the tokens from ``first`` on count.
 
     Args:
+        model: a transformers causal language model.
         ids: int64 ``[T]``.
-        place: position of the first token.
+        position: of the first token.
         draws: backward passes, each with newly drawn tokens.
 
     Returns:
@@ -98,9 +90,10 @@ def fisher_sums(
     Raises:
         KVQuantError: no gradients here, or not the memory for them.
     """
-    held, deltas = {}, {}
+    held: dict[int, torch.Tensor] = {}
+    deltas: dict[int, list[torch.Tensor]] = {}
 
-    def hook(layer, q, k, v, scale):
+    def hook(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
         with torch.no_grad():
             deltas[layer] = quantizer.delta(layer, q, k, v, scale)
         out = causal_attention(q, k, v, scale)
@@ -109,7 +102,7 @@ def fisher_sums(
 
     with torch.enable_grad(), attention_hook(model, hook):
         ids = ids.to(model.device)
-        out = model(ids[None], position_ids=positions(ids, place), use_cache=False, logits_to_keep=len(ids) - first)
+        out = model(ids[None], position_ids=positions(ids, position), use_cache=False, logits_to_keep=len(ids) - first)
         logits = out.logits[0].float()
         logp = logits.log_softmax(-1)
     order = range(layers)
@@ -122,8 +115,8 @@ def fisher_sums(
             grads = torch.autograd.grad(score, [held[i] for i in order], retain_graph=draw + 1 < draws)
         except RuntimeError as error:  # also out of memory; quantized weights may have no backward pass
             raise KVQuantError(
-                f"sensitivities need gradients of the activations, and the model gives none here ({first_line(error)}); pass "
-                "--no-sensitivity to do without, or calibrate the unquantized model."
+                "sensitivities need gradients of the activations, and the model gives none here "
+                f"({first_line(error)}); pass --no-sensitivity to do without, or calibrate the unquantized model."
             ) from error
         for layer, g in zip(order, grads):
             for j, delta in enumerate(deltas[layer]):
@@ -133,7 +126,7 @@ def fisher_sums(
 
 @torch.no_grad()
 def exact_sums(
-    model: torch.nn.Module, ids: torch.Tensor, chosen: Sequence[int], quantizer: LayerQuantizer, *, first: int
+    model: Any, ids: torch.Tensor, chosen: Sequence[int], quantizer: LayerQuantizer, *, first: int
 ) -> torch.Tensor:
     """What ``fisher_sums`` approximates, the slow way: the KL divergence summed over the tokens from ``first`` on.
 
@@ -145,14 +138,16 @@ def exact_sums(
     """
 
     def log_probs(only: int | None, variant: tuple[str, int]) -> torch.Tensor:
-        def hook(layer, q, k, v, scale):
+        def hook(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor | None:
             if layer != only:
                 return None
-            return causal_attention(q, k, v, scale) + quantizer.delta(layer, q, k, v, scale, [variant])[0].to(q.dtype)
+            (change,) = quantizer.delta(layer, q, k, v, scale, [variant])
+            return causal_attention(q, k, v, scale) + change.to(q.dtype)
 
         with attention_hook(model, hook):
-            out = model(ids[None].to(model.device), use_cache=False, logits_to_keep=len(ids) - first).logits
-        return out[0].float().log_softmax(-1)
+            out = model(ids[None].to(model.device), use_cache=False, logits_to_keep=len(ids) - first)
+        logits: torch.Tensor = out.logits[0]
+        return logits.float().log_softmax(-1)
 
     reference = log_probs(None, VARIANTS[0])
     sums = torch.zeros(len(chosen), len(VARIANTS), dtype=torch.float64)

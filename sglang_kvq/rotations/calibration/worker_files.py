@@ -1,14 +1,15 @@
 """What workers of a captured engine leave in a folder, and how it becomes one model's moments again.
 
-``rank{r}.stage{first layer}.safetensors``: the sums of ``MomentSums`` over the worker's KV heads; metadata: contexts and the
-worker's place. ``rank{r}.layer{l}.sample.safetensors``: BF16 q, k, v ``[heads, T, D]`` of the last context. Every file
-appears whole or not at all. Nothing here imports sglang.
+``rank{r}.stage{first layer}.safetensors``: the sums of ``MomentSums`` over the worker's KV heads; metadata: contexts,
+and as ``place`` the ``Worker``. ``rank{r}.layer{l}.sample.safetensors``: BF16 q, k, v ``[heads, T, D]`` of the last
+context. Every file appears whole or not at all. Nothing here imports sglang.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -19,10 +20,27 @@ from sglang_kvq.errors import KVQuantError
 from sglang_kvq.rotations.maths.moments import MomentSums
 
 
-def write_sums(folder: Path, sums: MomentSums, contexts: int, place: dict[str, int]) -> None:
-    """One worker's sums. ``place``: rank, size, kv_heads_total, layers, first_layer."""
-    metadata = {"contexts": str(contexts), "place": json.dumps(place)}
-    _write(folder / f"rank{place['rank']}.stage{place['first_layer']}.safetensors", sums.state(), metadata)
+@dataclass(frozen=True)
+class Worker:
+    """Which heads and layers of the model a worker holds.
+
+    Attributes:
+        rank, size: of the group that shards heads.
+        kv_heads_total: KV heads of the model.
+        layers, first_layer: how many layers from which one on.
+    """
+
+    rank: int
+    size: int
+    kv_heads_total: int
+    layers: int
+    first_layer: int
+
+
+def write_sums(folder: Path, sums: MomentSums, contexts: int, worker: Worker) -> None:
+    """One worker's sums over so many contexts."""
+    metadata = {"contexts": str(contexts), "place": json.dumps(asdict(worker))}
+    _write(folder / f"rank{worker.rank}.stage{worker.first_layer}.safetensors", sums.state(), metadata)
 
 
 def write_sample(folder: Path, rank: int, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
@@ -39,28 +57,30 @@ def read_sums(folder: Path, contexts: int, skip: int) -> MomentSums:
         KVQuantError: a worker wrote nothing, or counted another number of contexts than ``contexts``.
     """
     state: dict[str, torch.Tensor] = {}
-    stages: dict[int, dict[int, tuple[dict, dict]]] = {}
+    stages: dict[int, dict[int, dict[str, torch.Tensor]]] = {}
+    workers: dict[int, Worker] = {}
     for path in folder.glob("rank*.stage*.safetensors"):
         with safe_open(path, "pt") as file:
-            place, done = json.loads(file.metadata()["place"]), int(file.metadata()["contexts"])
-            tensors = {name: file.get_tensor(name) for name in file.keys()}
+            worker, done = Worker(**json.loads(file.metadata()["place"])), int(file.metadata()["contexts"])
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
         if done != contexts:
             raise KVQuantError(
-                f"{path.name}: this worker has seen {done} of {contexts} contexts whole; a context must fit one prefill chunk: "
-                "lower --context, or give the engine a larger chunked_prefill_size and memory."
+                f"{path.name}: this worker has seen {done} of {contexts} contexts whole; a context must fit one "
+                "prefill chunk: lower --context, or give the engine a larger chunked_prefill_size and memory."
             )
-        stages.setdefault(place["first_layer"], {})[place["rank"]] = (place, tensors)
+        stages.setdefault(worker.first_layer, {})[worker.rank] = tensors
+        workers[worker.first_layer] = worker
     if not stages:
         raise KVQuantError(f"{folder}: the engine's workers captured nothing; the plugin did not see its prompts.")
-    for ranks in stages.values():
-        place = next(iter(ranks.values()))[0]
-        missing = [r for r in range(place["size"]) if r not in ranks]
+    for first_layer, ranks in stages.items():
+        size, kv_heads = workers[first_layer].size, workers[first_layer].kv_heads_total
+        missing = [r for r in range(size) if r not in ranks]
         if missing:
-            raise KVQuantError(f"{folder}: ranks {missing} of {place['size']} wrote nothing; see the engine's log.")
-        for name in ranks[0][1]:
-            parts = torch.cat([ranks[r][1][name] for r in range(place["size"])])
+            raise KVQuantError(f"{folder}: ranks {missing} of {size} wrote nothing; see the engine's log.")
+        for name in ranks[0]:
+            parts = torch.cat([ranks[r][name] for r in range(size)])
             # More ranks than heads: consecutive ranks hold the same one.
-            state[name] = parts.unflatten(0, (place["kv_heads_total"], -1)).mean(1)
+            state[name] = parts.unflatten(0, (kv_heads, -1)).mean(1)
     sums = MomentSums(skip)
     sums.restore(state)
     return sums

@@ -9,17 +9,15 @@ older than the recent window go through the real ``PageFormat`` in the rotated b
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
 from sglang_kvq.attention.base import LayerRotations
-from sglang_kvq.config import PAGE_SIZE
 from sglang_kvq.formats.page import PageFormat
-from sglang_kvq.rotations.calibration.hf_attention import attention_hook, causal_attention
-from sglang_kvq.rotations.maths.fake_quant import segmented_attention
-
-GEOMETRY = ("num_hidden_layers", "num_key_value_heads", "head_dim")
+from sglang_kvq.rotations.calibration.hf_attention import attention_hook
+from sglang_kvq.rotations.maths.fake_quant import RotatedContext, page_round_trip
 
 
 @dataclass(frozen=True)
@@ -28,51 +26,28 @@ class FakeQuantAttention:
 
     Attributes:
         format: record layout and clipping, one for all layers or one each; None rounds to BF16 only (the baseline).
-        rotations: per layer and KV head, on the model's device.
+        rotations: per layer and KV head.
         sink, recent: BF16 tokens at both ends, multiples of ``PAGE_SIZE``.
     """
 
     format: PageFormat | Sequence[PageFormat] | None
-    rotations: LayerRotations = LayerRotations()
+    rotations: LayerRotations = field(default_factory=LayerRotations)
     sink: int = 64
     recent: int = 256
 
     def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
-        group = q.shape[0] // k.shape[0]
-        q, k, v = q.float(), k.float(), v.float()
-        if self.rotations.k is not None:
-            q, k = q @ self.rotations.queries[layer].repeat_interleave(group, 0), k @ self.rotations.k[layer]
-        if self.rotations.v is not None:
-            v = v @ self.rotations.v[layer]
-        q, k, v = (x.bfloat16().float() for x in (q, k, v))
+        context = RotatedContext.of(
+            self.rotations, layer, q, k, v, scale, sink=self.sink, recent=self.recent, round_queries=True
+        )
         if self.format is None:
-            out = causal_attention(q, k, v, scale)
-        else:
-            old_k, old_v = self._quantized(layer, k, v)
-            blocks = (
-                segmented_attention(
-                    q[:, i : i + PAGE_SIZE], i, k, v, old_k, old_v, scale, sink=self.sink, recent=self.recent
-                )
-                for i in range(0, q.shape[1], PAGE_SIZE)
-            )
-            out = torch.cat(list(blocks), dim=1)
-        if self.rotations.v is not None:
-            out = out @ self.rotations.v[layer].transpose(-1, -2).repeat_interleave(group, 0)
-        return out
-
-    def _quantized(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Whole pages through records and back, float32 ``[kv_heads, T, D]``; a last partial page stays as it is."""
-        whole = k.shape[1] // PAGE_SIZE * PAGE_SIZE
-        pages = (x[:, :whole].unflatten(1, (-1, PAGE_SIZE)) for x in (k, v))
+            return context.to_model_basis(context.exact())
         format = self.format[layer] if isinstance(self.format, Sequence) else self.format
-        back = format.dequantize_pages(format.quantize_pages(*pages))
-        # Rounded to BF16, as the reference backend reads them.
-        return tuple(torch.cat([b.flatten(1, 2).bfloat16().float(), x[:, whole:]], 1) for b, x in zip(back, (k, v)))
+        return context.to_model_basis(context.output(*page_round_trip(format, context.k, context.v)))
 
 
 @torch.inference_mode()
 def mean_kl(
-    model: torch.nn.Module,
+    model: Any,
     contexts: list[torch.Tensor],
     candidates: dict[str, FakeQuantAttention],
     *,
@@ -98,11 +73,12 @@ def mean_kl(
     return {name: total / count for name, total in sums.items()}
 
 
-def _log_probs(model: torch.nn.Module, ids: torch.Tensor, attention: FakeQuantAttention, first: int) -> torch.Tensor:
+def _log_probs(model: Any, ids: torch.Tensor, attention: FakeQuantAttention, first: int) -> torch.Tensor:
     """Float32 ``[T - first, vocab]``."""
     with attention_hook(model, attention):
-        logits = model(ids[None].to(model.device), use_cache=False, logits_to_keep=len(ids) - first).logits
-    return logits[0].float().log_softmax(-1)
+        out = model(ids[None].to(model.device), use_cache=False, logits_to_keep=len(ids) - first)
+    logits: torch.Tensor = out.logits[0]
+    return logits.float().log_softmax(-1)
 
 
 def main() -> None:
@@ -113,11 +89,11 @@ def main() -> None:
     from sglang_kvq.methods import RotationKind, get_method
     from sglang_kvq.rotations.calibration.hf_model import load_model, tokenize
     from sglang_kvq.rotations.calibration.text import read_text
+    from sglang_kvq.rotations.identity import geometry_of
     from sglang_kvq.rotations.inspection.candidates import candidate_of
     from sglang_kvq.rotations.storage.files import load_rotations
-    from sglang_kvq.rotations.storage.zoo import identity
 
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("model")
     parser.add_argument("text", type=Path)
     parser.add_argument("--rotations", nargs="*", default=[], help="rotation folders to compare")
@@ -128,8 +104,7 @@ def main() -> None:
     args = parser.parse_args()
 
     model, tokenizer = load_model(args.model)
-    shape = identity(model.config)
-    geometry = dict(zip(("layers", "kv_heads", "head_dim"), (shape[n] for n in GEOMETRY)))
+    geometry = geometry_of(model.config)
     text = read_text(args.text)
     ids = tokenize(tokenizer, text[int(len(text) * args.skip) :])
     count = min(args.contexts, len(ids) // args.length)
@@ -141,7 +116,7 @@ def main() -> None:
     for spec in args.methods:
         learned = get_method(spec.partition(":")[0]).rotation is RotationKind.LEARNED
         for folder in args.rotations if learned else [None]:
-            rotations = load_rotations(folder, **geometry) if folder else None
+            rotations = load_rotations(folder, **geometry._asdict()) if folder else None
             candidate = candidate_of(spec, rotations, model.config)
             name = f"{spec} {folder}" if folder else spec
             candidates[name] = FakeQuantAttention(candidate.formats, candidate.rotations.to(model.device))

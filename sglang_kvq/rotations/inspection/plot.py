@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
+
+import torch
 
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.rotations.base import Rotations
+from sglang_kvq.rotations.inspection.layer_errors import Measured
 
-if TYPE_CHECKING:
-    from sglang_kvq.rotations.inspection.layer_errors import Measured
+#: Fills matplotlib's axes in its figure with what there is of keys (part 0) or values (1).
+_Panel = Callable[[Any, Any, int], None]
 
 
 def need_matplotlib() -> None:
@@ -18,7 +23,7 @@ def need_matplotlib() -> None:
         KVQuantError: matplotlib is not installed.
     """
     try:
-        import matplotlib  # noqa: F401
+        import matplotlib  # noqa: F401 (only whether it is there)
     except ImportError as error:
         raise KVQuantError(
             "--plot needs matplotlib: pip install 'sglang-kvq[plot]', or leave --plot out for tables only."
@@ -36,20 +41,20 @@ def draw(rotations: Rotations, measured: Measured | None, path: Path) -> None:
     need_matplotlib()
     from matplotlib.figure import Figure  # without pyplot: no display, no global state
 
-    rows = []
+    rows: list[_Panel] = []
     if measured:
-        rows += [_by_method, _by_head]
+        rows += [partial(_by_method, measured.errors), partial(_by_head, measured.errors)]
     if rotations.meta.sensitivity:
-        rows.append(_sensitivities)
+        rows.append(partial(_sensitivities, rotations.meta.sensitivity))
     if rotations.k_eigenvalues is not None and rotations.v_eigenvalues is not None:
-        rows.append(_spectra)
+        rows.append(partial(_spectra, (rotations.k_eigenvalues, rotations.v_eigenvalues)))
     if not rows:
         raise KVQuantError(f"{rotations.meta.source}: no eigenvalues or sensitivities to draw; add --model and --text.")
     figure = Figure(figsize=(12, 3.6 * len(rows)), layout="constrained")
     axes = figure.subplots(len(rows), 2, squeeze=False)
     for row, panel in zip(axes, rows):
         for part, axis in enumerate(row):
-            panel(figure, axis, part, rotations, measured)
+            panel(figure, axis, part)
     figure.suptitle(f"{rotations.meta.base_model or rotations.meta.source}: keys left, values right")
     try:
         figure.savefig(path, dpi=120)
@@ -59,34 +64,33 @@ def draw(rotations: Rotations, measured: Measured | None, path: Path) -> None:
         ) from error
 
 
-def _by_method(figure, axis, part: int, rotations: Rotations, measured: Measured) -> None:
-    for name, errors in measured.errors.items():
-        axis.semilogy(errors[part].mean(-1).tolist(), marker=".", label=name)
+def _by_method(errors: Mapping[str, torch.Tensor], figure: Any, axis: Any, part: int) -> None:
+    for name, of_method in errors.items():
+        axis.semilogy(of_method[part].mean(-1).tolist(), marker=".", label=name)
     axis.set(xlabel="layer", ylabel="relative error of the output", title="error of each method")
     axis.legend()
 
 
-def _by_head(figure, axis, part: int, rotations: Rotations, measured: Measured) -> None:
-    name, errors = list(measured.errors.items())[-1]
-    image = axis.imshow(errors[part].T.clamp(min=1e-12).log10().tolist(), aspect="auto", cmap="viridis")
+def _by_head(errors: Mapping[str, torch.Tensor], figure: Any, axis: Any, part: int) -> None:
+    name, last = list(errors.items())[-1]
+    image = axis.imshow(last[part].T.clamp(min=1e-12).log10().tolist(), aspect="auto", cmap="viridis")
     axis.set(xlabel="layer", ylabel="KV head", title=f"log10 error of {name} by head")
     figure.colorbar(image, ax=axis)
 
 
-def _sensitivities(figure, axis, part: int, rotations: Rotations, measured: Measured | None) -> None:
-    for bits, values in rotations.meta.sensitivity["kv"[part]].items():
+def _sensitivities(table: Mapping[str, Mapping[str, Sequence[float]]], figure: Any, axis: Any, part: int) -> None:
+    for bits, values in table["kv"[part]].items():
         axis.semilogy(values, marker=".", label=f"{bits} bits")
     axis.set(xlabel="layer", ylabel="nats per token", title="sensitivity: the model's loss by this layer alone")
     axis.legend()
 
 
-def _spectra(figure, axis, part: int, rotations: Rotations, measured: Measured | None) -> None:
+def _spectra(eigenvalues: tuple[torch.Tensor, torch.Tensor], figure: Any, axis: Any, part: int) -> None:
     from matplotlib import colormaps
 
-    eigenvalues = (rotations.k_eigenvalues, rotations.v_eigenvalues)[part].double().clamp(min=0)
-    spectra = eigenvalues.sort(-1, descending=True).values.mean(1)
+    spectra = eigenvalues[part].double().clamp(min=0).sort(-1, descending=True).values.mean(1)
     spectra = spectra / spectra.sum(-1, keepdim=True).clamp(min=1e-30)
     for layer, spectrum in enumerate(spectra):
-        colour = colormaps["viridis"](layer / max(len(spectra) - 1, 1))
-        axis.semilogy(spectrum.clamp(min=1e-12).tolist(), color=colour, lw=0.8)
+        color = colormaps["viridis"](layer / max(len(spectra) - 1, 1))
+        axis.semilogy(spectrum.clamp(min=1e-12).tolist(), color=color, lw=0.8)
     axis.set(xlabel="direction", ylabel="share", title="eigenvalues of the importance (dark: first layers)")

@@ -1,36 +1,99 @@
-"""A table of the known rotations, for ``kvq zoo``."""
+"""The known rotations, for ``kvq zoo``: those shipped, and those that others publish. Looks at this machine only."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich import box
 from rich.table import Table
 
 from sglang_kvq.errors import KVQuantError
-from sglang_kvq.rotations.storage.card import describe_clips
+from sglang_kvq.rotations.storage.card import clip_range, describe_clips
 from sglang_kvq.rotations.storage.hub import cached, find_folder
-from sglang_kvq.rotations.storage.registry import PUBLISHED
+from sglang_kvq.rotations.storage.registry import PUBLISHED, Published
 from sglang_kvq.rotations.storage.zoo import shipped
 
 
-def zoo_table() -> Table:
-    """Model, where its rotations come from, and what is known of them. Looks at this machine only, not at the hub."""
-    table = Table("model", "rotations", "known")
-    for folder, config in shipped():
-        clips = [tuple(c) if isinstance(c := config.get(name), list) else c for name in ("clip_k", "clip_v")]
-        known = f"{config.get('granularity')}, clip K {describe_clips(clips[0])}, V {describe_clips(clips[1])}; "
-        known += f"{config.get('corpus')}, {config.get('tokens')} tokens"
-        table.add_row(str(config.get("base_model")), f"shipped: {folder}", known)
-    for entry in PUBLISHED:
-        table.add_row(entry.model, f"hub: {entry.repo}, folder of {entry.path}", _state(entry))
+@dataclass(frozen=True)
+class Known:
+    """Rotations of one model.
+
+    Attributes:
+        model: hub id of the model they were calibrated on; of published ones its last part.
+        origin: "shipped" or "hub".
+        location: what to pass to --kv-quant-rotations.
+        folder: where they lie on this machine; None if they are to be fetched.
+        config: their ``config.json``; empty for the published layout, which has none.
+    """
+
+    model: str
+    origin: str
+    location: str
+    folder: Path | None
+    config: dict[str, Any]
+
+    def clips(self) -> tuple[Any, Any]:
+        """``clip_k`` and ``clip_v``, as in ``RotationMeta``."""
+        clip_k, clip_v = (
+            tuple(c) if isinstance(c := self.config.get(name), list) else c for name in ("clip_k", "clip_v")
+        )
+        return clip_k, clip_v
+
+    def to_json(self) -> dict[str, Any]:
+        """For ``kvq zoo --json``; what is not known is null."""
+        known = ("granularity", "objective", "clip_k", "clip_v", "corpus", "tokens")
+        return {
+            "model": self.model,
+            "origin": self.origin,
+            "location": self.location,
+            "folder": self.folder and str(self.folder),
+            **{name: self.config.get(name) for name in known},
+        }
+
+
+def known_rotations() -> list[Known]:
+    """Every model whose rotations are known, the shipped ones first."""
+    ours = [Known(str(c.get("base_model")), "shipped", str(folder), folder, c) for folder, c in shipped()]
+    return ours + [Known(entry.model, "hub", entry.location, _cached_folder(entry), {}) for entry in PUBLISHED]
+
+
+def zoo_table(entries: Sequence[Known]) -> Table:
+    """One row a model, at most 80 columns wide."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, caption_justify="left")
+    table.add_column("model", overflow="fold")
+    for name in ("from", "here", "clip K", "clip V"):
+        table.add_column(name, no_wrap=True)
+    for entry in entries:
+        clips = (clip_range(clip) for clip in entry.clips())
+        table.add_row(entry.model, entry.origin, "no" if entry.folder is None else "yes", *clips)
+    table.caption = "here: on this machine; others are fetched from the hub when first served. More with --verbose."
     return table
 
 
-def _state(entry) -> str:
+def zoo_details(entries: Sequence[Known]) -> Iterator[str]:
+    """Lines with all that is known, for ``kvq zoo --verbose``."""
+    for entry in entries:
+        config, (clip_k, clip_v) = entry.config, entry.clips()
+        here = "not in the cache: fetched from the hub when first served"
+        yield entry.model
+        yield f"  {entry.origin}: {entry.location}"
+        if entry.origin == "hub":
+            yield f"  {here if entry.folder is None else f'cached: {entry.folder}'}"
+        else:
+            yield f"  {config.get('granularity')}, clip K {describe_clips(clip_k)}, V {describe_clips(clip_v)}"
+            yield f"  {config.get('corpus')}, {config.get('tokens')} tokens"
+
+
+def _cached_folder(entry: Published) -> Path | None:
     snapshot = cached(entry.repo)
     if snapshot is None:
-        return "not in the cache: fetched from the hub when first served"
+        return None
     files = [path.relative_to(snapshot).as_posix() for path in snapshot.rglob("*") if path.is_file()]
     try:
         folder, _ = find_folder(files, entry.path, entry.repo)
     except KVQuantError:
-        return "not in the cache: fetched from the hub when first served"
-    return f"cached: {snapshot / folder}"
+        return None
+    return snapshot / folder

@@ -7,14 +7,14 @@ zero point of asymmetric quantization stores exactly. OSCAR takes eigenvectors i
 important direction meets row 0) and then permutes columns by P, which changes no code when one group spans
 head_dim. ``offset`` puts the direction that carries most energy there instead.
 
-``balanced`` goes further for keys. Scores need q k to stay, not the lengths of keys: with any invertible A, keys k A and
-queries q A^-T give the same. The error of codes is spread evenly over the coordinates of k A and proportional to its energy,
-so a score's is proportional to tr(A^T K A) tr(A^-1 Q A^-T), for K and Q the second moments of keys and queries. By
-Cauchy and Schwarz that is least where both have the same moment, A A^T = Q^1/2 (Q^1/2 K Q^1/2)^-1/2 Q^1/2, the geometric
-mean of Q and K^-1. What keys hold much of and queries ask little for, such as Qwen2.5's biases, then costs little. U and H
-follow as before, and what the zero point stores may be large at no cost: its direction is stretched (``stretch``), so that
-the codes' error there counts for less in a score. Values are weighted by attention, which no matrix of theirs changes:
-they are rotated as by ``offset``.
+``balanced`` goes further for keys. Scores need q k to stay, not the lengths of keys: with any invertible A, keys k A
+and queries q A^-T give the same. The error of codes is spread evenly over the coordinates of k A and proportional to
+its energy, so a score's is proportional to tr(A^T K A) tr(A^-1 Q A^-T), for K and Q the second moments of keys and
+queries. By Cauchy and Schwarz that is least where both have the same moment, A A^T = Q^1/2 (Q^1/2 K Q^1/2)^-1/2 Q^1/2,
+the geometric mean of Q and K^-1. What keys hold much of and queries ask little for, such as Qwen2.5's biases, then
+costs little. U and H follow as before, and what the zero point stores may be large at no cost: its direction is
+stretched (``stretch``), so that the codes' error there counts for less in a score. Values are weighted by attention,
+which no matrix of theirs changes: they are rotated as by ``offset``.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ def compose_keys(
         queries, keys: float64 ``[..., D, D]``, mean QᵀQ of the queries that read a KV head, and KᵀK.
 
     Returns:
-        R_k float32 ``[..., D, D]``; R_q likewise with R_q R_kᵀ = 1, or None where R_k is orthogonal; and the eigenvalues
-        of ``queries``, float32 ``[..., D]``, ascending.
+        R_k float32 ``[..., D, D]``; R_q likewise with R_q R_kᵀ = 1, or None where R_k is orthogonal; and the
+        eigenvalues of ``queries``, float32 ``[..., D]``, ascending.
 
     Raises:
         KVQuantError: unknown composition.
@@ -74,30 +74,33 @@ def balance(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
 
 
 def stretch(energy: torch.Tensor) -> torch.Tensor:
-    """Eigenvectors of the balanced keys' moment C as columns, float64 ``[..., D, D]``: most energy first, and that one stretched.
+    """Eigenvectors of the balanced keys' moment C as columns, float64 ``[..., D, D]``, most energy first and stretched.
 
     With s the first one's factor, e its energy and m the mean of the others', the error of a score is proportional to
-    (D - 1) m ((D - 1) m + e / s²): codes' steps follow from what varies, and queries meet the first direction divided by s.
-    At s² = e / 4m it adds no more than four of the others. Larger factors gain little, and cost keys that are still BF16
+    (D - 1) m ((D - 1) m + e / s²): codes' steps follow from what varies, and queries meet the first direction divided
+    by s. At s² = e / 4m it adds no more than four of the others. Larger factors gain little, and cost keys that are
+    still BF16
     precision: all coordinates of k R are rounded to 8 bits of what they then hold in common.
     """
     values, vectors = torch.linalg.eigh(energy)
-    vectors = vectors.flip(-1).clone()
+    stretched: torch.Tensor = vectors.flip(-1).clone()
     others = values[..., :-1].mean(-1)
-    vectors[..., 0] *= (values[..., -1] / (4 * others)).clamp(min=1).sqrt()[..., None]
-    return vectors
+    stretched[..., 0] *= (values[..., -1] / (4 * others)).clamp(min=1).sqrt()[..., None]
+    return stretched
 
 
 def _floored(moment: torch.Tensor) -> torch.Tensor:
-    mean = moment.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None]
-    return moment + FLOOR * mean * torch.eye(moment.shape[-1], dtype=moment.dtype, device=moment.device)
+    mean: torch.Tensor = moment.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None]
+    floor: torch.Tensor = FLOOR * mean * torch.eye(moment.shape[-1], dtype=moment.dtype, device=moment.device)
+    return moment + floor
 
 
 def _power(matrix: torch.Tensor, exponent: float) -> torch.Tensor:
     """A symmetric positive definite matrix to that power."""
     values, vectors = torch.linalg.eigh(matrix)
     least = values.amax(-1, keepdim=True) * 1e-14  # rounding may leave the smallest below 0
-    return (vectors * values.clamp(min=least).pow(exponent)[..., None, :]) @ vectors.mT
+    power: torch.Tensor = (vectors * values.clamp(min=least).pow(exponent)[..., None, :]) @ vectors.mT
+    return power
 
 
 def compose(composition: str, importance: torch.Tensor, energy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

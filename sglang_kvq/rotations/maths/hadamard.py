@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import sqrt
+
 import torch
 
 from sglang_kvq.errors import KVQuantError
@@ -33,7 +35,7 @@ def hadamard_matrix(n: int) -> torch.Tensor:
     matrix = torch.ones(1, 1, dtype=torch.float64) if core == 1 else _paley(_PALEY_PRIMES[core])
     for _ in range(doublings):
         matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
-    return matrix / n**0.5
+    return matrix / sqrt(n)
 
 
 def hadamard_rotations(layers: int, head_dim: int) -> Rotations:

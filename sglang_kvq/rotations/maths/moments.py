@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 
 from sglang_kvq.errors import KVQuantError
-from sglang_kvq.rotations.calibration.hf_attention import group_queries
 
 #: What ``context_moments`` returns, in order.
 MOMENTS = ("qq", "kk", "vwv", "vv")
@@ -33,6 +32,11 @@ def context_moments(
     w = ((k @ qq) * k).sum(-1, keepdim=True)
     w = w / w.mean(1, keepdim=True)
     return qq, k.mT @ k / k.shape[1], v.mT @ (w * v) / v.shape[1], v.mT @ v / v.shape[1]
+
+
+def group_queries(q: torch.Tensor, kv_heads: int) -> torch.Tensor:
+    """Queries ``[q_heads, T, D]`` by the KV head they read: ``[kv_heads, group * T, D]``."""
+    return q.reshape(kv_heads, -1, q.shape[-1])
 
 
 class MomentSums:

@@ -11,8 +11,8 @@ def random_rotations(layers: int, kv_heads: int, head_dim: int, seed: int = 0) -
     """Orthogonal matrices uniform over the orthogonal group (Haar), keys' and values' independent.
 
     Q of the QR decomposition of a Gaussian matrix, its columns' signs those of R's diagonal (Mezzadri, arXiv
-    math-ph/0609050). The same in every process: each head's matrix depends on the seed, its layer and its index in the whole
-    model, so tensor-parallel ranks draw all and keep theirs.
+    math-ph/0609050). The same in every process: each head's matrix depends on the seed, its layer and its index in the
+    whole model, so tensor-parallel ranks draw all and keep theirs.
 
     Args:
         seed: at least 0.

@@ -46,7 +46,7 @@ def model_card(rotations: Rotations, kv_heads: int | None, target: str | None = 
 def layer_table(rotations: Rotations) -> list[str]:
     """Markdown rows: per layer, clip ratios, relative errors of the attention output and sensitivities."""
     meta, layers = rotations.meta, rotations.k.shape[0]
-    columns: list[tuple[str, list]] = []
+    columns: list[tuple[str, list[str]]] = []
     for name, clips in zip("KV", meta.clips(layers)):
         if clips[0] is not None:
             columns.append((f"clip {name}", [f"{c:g}" for c in clips]))
@@ -72,3 +72,11 @@ def describe_clips(clip: float | tuple[float, ...] | None) -> str:
         low, high = min(clip), max(clip)
         return f"{low:g} to {high:g} by layer" if low != high else f"{low:g}"
     return f"{clip:g}"
+
+
+def clip_range(clip: float | tuple[float, ...] | None) -> str:
+    """One ratio, or the least and greatest of the layers'; empty if not measured."""
+    if clip is None:
+        return ""
+    low, high = (min(clip), max(clip)) if isinstance(clip, tuple) else (clip, clip)
+    return f"{low:g}" if low == high else f"{low:g}-{high:g}"

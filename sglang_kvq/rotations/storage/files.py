@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, fields, replace
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError
 from safetensors.torch import load, save_file
@@ -30,6 +31,9 @@ from sglang_kvq.rotations.storage.registry import known_digests
 
 #: Of config.json: keys and queries share a rotation, or queries have their own.
 FORMAT_VERSIONS = (1, 2)
+
+#: Of each file of a folder: where it really is, when it was written, and its size.
+_Stamp = tuple[tuple[Path, int, int], ...]
 
 _NO_ROTATIONS = "Make them with `kvq calibrate MODEL`, or use --kv-quant hadamard, which needs none."
 
@@ -164,17 +168,17 @@ def _load_checked(folder: Path, layers: int, kv_heads: int, head_dim: int) -> Ro
 
 
 @lru_cache(maxsize=1)  # a large model's take some hundred megabytes
-def _load_kept(folder: Path, stamp: tuple, layers: int, kv_heads: int, head_dim: int) -> Rotations:
+def _load_kept(folder: Path, stamp: _Stamp, layers: int, kv_heads: int, head_dim: int) -> Rotations:
     return _load_checked(folder, layers, kv_heads, head_dim)
 
 
-def _stamp(folder: Path) -> tuple[tuple[Path, int, int], ...]:
-    """What tells whether a folder's files are still the same: where they really are, when written, how large."""
+def _stamp(folder: Path) -> _Stamp:
+    """What tells whether a folder's files are still the same."""
     files = [folder / name for layout in hub.LAYOUTS for name in layout if (folder / name).is_file()]
     return tuple((file.resolve(), (stat := file.stat()).st_mtime_ns, stat.st_size) for file in files)
 
 
-def _load(folder: Path, layers: int | None) -> tuple[Rotations, dict]:
+def _load(folder: Path, layers: int | None) -> tuple[Rotations, dict[str, Any]]:
     """Rotations of a local folder in either layout, and its ``config.json`` (empty for the published one)."""
     if (folder / TENSOR_FILE).is_file() or (folder / CONFIG_FILE).is_file():
         return _load_native(folder)
@@ -187,7 +191,7 @@ def _load(folder: Path, layers: int | None) -> tuple[Rotations, dict]:
     )
 
 
-def _load_native(folder: Path) -> tuple[Rotations, dict]:
+def _load_native(folder: Path) -> tuple[Rotations, dict[str, Any]]:
     for name in (TENSOR_FILE, CONFIG_FILE):
         if not (folder / name).is_file():
             raise KVQuantError(
@@ -211,12 +215,13 @@ def _load_native(folder: Path) -> tuple[Rotations, dict]:
         k, v = tensors["k"], tensors["v"]
     except (SafetensorError, KeyError) as error:
         raise KVQuantError(
-            f"{folder / TENSOR_FILE}: truncated or damaged ({error}); fetch it again or recreate it with `kvq calibrate`."
+            f"{folder / TENSOR_FILE}: truncated or damaged ({error}); fetch it again or recreate it with `kvq "
+            "calibrate`."
         ) from error
     if _sha256(data) != digest:
         raise KVQuantError(
-            f"{folder / TENSOR_FILE}: sha256 {_sha256(data)} differs from {digest} in {CONFIG_FILE}; the two files do not "
-            "belong together or one was altered: fetch both again."
+            f"{folder / TENSOR_FILE}: sha256 {_sha256(data)} differs from {digest} in {CONFIG_FILE}; the two files do "
+            "not belong together or one was altered: fetch both again."
         )
     known = {f.name for f in fields(RotationMeta)}
     stored = {name: value for name, value in config.items() if name in known}
@@ -228,13 +233,13 @@ def _load_native(folder: Path) -> tuple[Rotations, dict]:
     return Rotations(k, v, replace(meta, source=str(folder)), *eigen, tensors.get("q")), config
 
 
-def _check_heads(rotations: Rotations, config: dict, kv_heads: int) -> None:
+def _check_heads(rotations: Rotations, config: dict[str, Any], kv_heads: int) -> None:
     """Shared rotations fit any number of heads in shape; the recorded geometry still tells another model."""
     recorded = config.get("geometry", {}).get("kv_heads")
     if recorded is not None and recorded != kv_heads:
         raise KVQuantError(
-            f"{rotations.meta.source}: calibrated on a model with {recorded} KV heads ({rotations.meta.base_model}); this "
-            f"model has {kv_heads}. {_NO_ROTATIONS}"
+            f"{rotations.meta.source}: calibrated on a model with {recorded} KV heads ({rotations.meta.base_model}); "
+            f"this model has {kv_heads}. {_NO_ROTATIONS}"
         )
 
 
@@ -250,7 +255,7 @@ def _resolve(location: str) -> Path:
     return hub.download(location, sha256=known_digests(location))
 
 
-def _dumps(config: dict) -> str:
+def _dumps(config: dict[str, Any]) -> str:
     """JSON with one line per field; lists of numbers are not spread over a line each."""
     text = json.dumps(config, indent=2)
     return re.sub(r"\[\s+([-\d.e,\s]+?)\s+\]", lambda m: "[" + re.sub(r"\s+", " ", m[1]) + "]", text)

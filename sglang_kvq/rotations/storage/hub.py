@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 from sglang_kvq.errors import KVQuantError
+from sglang_kvq.rotations.messages import first_line
 from sglang_kvq.rotations.storage import published
 
 TENSOR_FILE = "rotations.safetensors"
@@ -46,7 +47,8 @@ def download(location: str, *, sha256: dict[str, str] | None = None) -> Path:
         digest = hashlib.sha256((found / file).read_bytes()).hexdigest() if (found / file).is_file() else "missing"
         if digest != wanted:
             raise KVQuantError(
-                f"{location}: sha256 of {file} is {digest}, the registry expects {wanted}; the repo changed or the download "
+                f"{location}: sha256 of {file} is {digest}, the registry expects {wanted}; the repo changed or the "
+                "download "
                 f"is damaged: delete {found} to fetch it again, or pass rotations you trust to --kv-quant-rotations."
             )
     return found
@@ -85,7 +87,8 @@ def find_folder(files: list[str], wanted: str, repo: str) -> tuple[str, tuple[st
     near = sorted(f for f in folders if wanted.lower()[:6] in f.lower()) or sorted(folders)
     listed = ", ".join(f"{repo}/{f}" for f in near[:8]) or "none at all"
     raise KVQuantError(
-        f"{repo}/{wanted}: this repo has no rotations in {wanted or 'its root'}; folders with rotations: {listed}. Pass one "
+        f"{repo}/{wanted}: this repo has no rotations in {wanted or 'its root'}; folders with rotations: {listed}. "
+        "Pass one "
         f"as --kv-quant-rotations {repo}/FOLDER, make your own with `kvq calibrate MODEL`, or use --kv-quant hadamard."
     )
 
@@ -118,7 +121,7 @@ def push(folder: Path, target: str, card: str) -> str:
         )
     except Exception as error:
         raise KVQuantError(
-            f"{target}: the hub did not take {folder} ({type(error).__name__}: {published.first_line(error)}). The folder is "
+            f"{target}: the hub did not take {folder} ({type(error).__name__}: {first_line(error)}). The folder is "
             f"complete; check the network and your rights to {repo}, then `kvq push {folder} {target}`."
         ) from error
     return f"https://huggingface.co/{repo}" + (f"/tree/main/{where}" if where else "")
@@ -136,13 +139,14 @@ def check_push(target: str) -> tuple[str, list[str]]:
         raise KVQuantError(f"--push {target}: must be ORG/REPO or ORG/REPO/FOLDER on the Hugging Face hub.")
     if not get_token():
         raise KVQuantError(
-            f"--push {target}: no Hugging Face token here; run `hf auth login` with a token that may write, or set HF_TOKEN."
+            f"--push {target}: no Hugging Face token here; run `hf auth login` with a token that may write, or set "
+            "HF_TOKEN."
         )
     try:
         HfApi().whoami()
     except Exception as error:
         raise KVQuantError(
-            f"--push {target}: the hub does not accept the token ({type(error).__name__}: {published.first_line(error)}); "
+            f"--push {target}: the hub does not accept the token ({type(error).__name__}: {first_line(error)}); "
             "check the network, and make a token that may write at https://huggingface.co/settings/tokens."
         ) from error
     org, name, *sub = target.split("/")
@@ -178,7 +182,7 @@ def _unreachable(location: str, error: Exception) -> KVQuantError:
     offline = " HF_HUB_OFFLINE is set: unset it to download." if constants.HF_HUB_OFFLINE else ""
     return KVQuantError(
         f"{location}: no such folder here, the Hugging Face hub did not give it ({type(error).__name__}: "
-        f"{published.first_line(error)}), and it is not in the cache {constants.HF_HUB_CACHE}.{offline} Without a network: "
-        "copy the rotations to a folder and pass it to --kv-quant-rotations, make them with `kvq calibrate MODEL`, or use "
-        "--kv-quant hadamard, which needs none."
+        f"{first_line(error)}), and it is not in the cache {constants.HF_HUB_CACHE}.{offline} Without a network: "
+        "copy the rotations to a folder and pass it to --kv-quant-rotations, make them with `kvq calibrate MODEL`, or "
+        "use --kv-quant hadamard, which needs none."
     )

@@ -13,6 +13,7 @@ import torch
 
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.rotations.base import RotationMeta, Rotations
+from sglang_kvq.rotations.messages import first_line
 
 K_FILE = "k_rotation_qqt_r_h_pbr.pt"
 V_FILE = "v_rotation_sst_r_h_pbr.pt"
@@ -40,8 +41,8 @@ def save_published(rotations: Rotations, folder: Path) -> None:
     """
     if rotations.q is not None:
         raise KVQuantError(
-            f"{rotations.meta.source or 'rotations'}: queries and keys have different matrices (composition balanced), which "
-            "the published layout has no place for; calibrate with --composition oscar or offset to convert."
+            f"{rotations.meta.source or 'rotations'}: queries and keys have different matrices (composition balanced), "
+            "which the published layout has no place for; calibrate with --composition oscar or offset to convert."
         )
     for name, r, eigen in (
         (K_FILE, rotations.k, rotations.k_eigenvalues),
@@ -95,20 +96,16 @@ def _read(path: Path, layers: int | None) -> tuple[torch.Tensor, torch.Tensor | 
         )
     if len(entries) > len(wanted):
         raise KVQuantError(
-            f"{path}: it has {len(entries)} layers, the model has {len(wanted)}; it belongs to another model. Pass this "
-            "one's with --kv-quant-rotations, or make them with `kvq calibrate`."
+            f"{path}: it has {len(entries)} layers, the model has {len(wanted)}; it belongs to another model. Pass "
+            "this one's with --kv-quant-rotations, or make them with `kvq calibrate`."
         )
     try:
         rotation = torch.stack([entries[i]["rotation"].float() for i in wanted])
-        eigen = [entries[i].get("eigenvalues") for i in wanted]
-        eigen = None if any(e is None for e in eigen) else torch.stack([e.float() for e in eigen])
+        given = [entries[i].get("eigenvalues") for i in wanted]
+        eigen = None if any(e is None for e in given) else torch.stack([e.float() for e in given])
     except (KeyError, AttributeError, TypeError, RuntimeError) as error:
         raise KVQuantError(f"{path}: malformed layer table ({first_line(error)}); fetch the file again.") from error
     if rotation.dim() == 3:  # one matrix per layer
         rotation = rotation.unsqueeze(1)
         eigen = eigen.unsqueeze(1) if eigen is not None else None
     return rotation, eigen, str(document.get("objective", "unknown"))
-
-
-def first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -9,25 +9,15 @@ import json
 import re
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from sglang_kvq.errors import KVQuantError
+from sglang_kvq.rotations.identity import identity
 from sglang_kvq.rotations.storage.hub import CONFIG_FILE, TENSOR_FILE
 from sglang_kvq.rotations.storage.registry import PUBLISHED
 
-#: Config fields that tell one architecture and training run's shape from another; ``identity`` reads them.
-IDENTITY_FIELDS = (
-    "architectures",
-    "hidden_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "vocab_size",
-    "rope_theta",
-)
 
-
-def find_rotations(model_path: str, hf_config: object, revision: str | None = None) -> str:
+def find_rotations(model_path: str, hf_config: Any, revision: str | None = None) -> str:
     """The location, for ``load_rotations``, of the rotations calibrated on this model.
 
     Args:
@@ -40,10 +30,10 @@ def find_rotations(model_path: str, hf_config: object, revision: str | None = No
     """
     wanted = identity(hf_config)
     name = Path(model_path).name
-    for folder, entry in shipped():
-        if entry.get("model") != wanted:
+    for folder, config in shipped():
+        if config.get("model") != wanted:
             continue
-        base = entry.get("base_model") or ""
+        base = config.get("base_model") or ""
         # A fine-tune has the config of its base: believe a hub id, which a local folder's name is not.
         if _is_hub_id(model_path) and name.lower() != base.rsplit("/", 1)[-1].lower():
             raise KVQuantError(
@@ -60,30 +50,12 @@ def find_rotations(model_path: str, hf_config: object, revision: str | None = No
     )
 
 
-def shipped() -> list[tuple[Path, dict]]:
+def shipped() -> list[tuple[Path, dict[str, Any]]]:
     """The folders of ``rotation_zoo/`` and their ``config.json``."""
     folders = sorted(
         path.parent for path in zoo_folder().glob(f"*/{CONFIG_FILE}") if (path.parent / TENSOR_FILE).is_file()
     )
     return [(folder, json.loads((folder / CONFIG_FILE).read_text())) for folder in folders]
-
-
-def identity(hf_config: object) -> dict:
-    """The ``IDENTITY_FIELDS`` of a transformers config or its dict; defaults are filled in as transformers does."""
-    if not isinstance(hf_config, dict) and hasattr(hf_config, "get_text_config"):
-        hf_config = hf_config.get_text_config()
-
-    def get(name: str) -> object:
-        return hf_config.get(name) if isinstance(hf_config, dict) else getattr(hf_config, name, None)
-
-    found = {name: get(name) for name in IDENTITY_FIELDS}
-    found["num_key_value_heads"] = found["num_key_value_heads"] or found["num_attention_heads"]
-    found["head_dim"] = found["head_dim"] or (found["hidden_size"] or 0) // (found["num_attention_heads"] or 1)
-    rope = get("rope_parameters") or get("rope_scaling") or {}
-    theta = found["rope_theta"] or rope.get("rope_theta")
-    found["rope_theta"] = float(theta) if theta is not None else None
-    found["architectures"] = list(found["architectures"] or [])
-    return found
 
 
 def zoo_folder() -> Path:

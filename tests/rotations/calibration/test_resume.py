@@ -9,7 +9,8 @@ from sglang_kvq.cli import app
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.rotations.calibration import checkpoint as checkpoint_module
 from sglang_kvq.rotations.calibration.checkpoint import Checkpoint, fingerprint
-from sglang_kvq.rotations.calibration.run import CalibrationSettings, calibrate
+from sglang_kvq.rotations.calibration.run import calibrate
+from sglang_kvq.rotations.calibration.settings import CalibrationSettings
 from tests.rotations.helpers import tiny_llama, tiny_model_folder
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -99,8 +100,8 @@ def test_a_failed_write_keeps_the_one_before(ids, tmp_path, monkeypatch):
 def test_the_command_says_how_to_go_on(tmp_path, monkeypatch):
     model, text = tiny_model_folder(tmp_path, tokens=2000)
     arguments = [
-        "calibrate", str(model), "--text", str(text), "--output", str(tmp_path / "out"), "--tokens", "1024", "--context",
-        "512", "--device", "cpu", "--no-sensitivity",
+        "calibrate", str(model), "--text", str(text), "--output", str(tmp_path / "out"), "--tokens", "1024",
+        "--context", "512", "--device", "cpu", "--no-sensitivity",
     ]  # fmt: skip
     original = checkpoint_module.Checkpoint.save
 

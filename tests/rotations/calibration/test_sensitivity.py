@@ -5,8 +5,9 @@ import torch
 
 from sglang_kvq.rotations import find_rotations, load_rotations
 from sglang_kvq.rotations.calibration.hf_model import load_model, tokenize
-from sglang_kvq.rotations.calibration.run import CalibrationSettings, calibrate
+from sglang_kvq.rotations.calibration.run import calibrate
 from sglang_kvq.rotations.calibration.sensitivity import VARIANTS, LayerQuantizer, exact_sums, fisher_sums
+from sglang_kvq.rotations.calibration.settings import CalibrationSettings
 from tests.rotations.helpers import tiny_llama
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -29,7 +30,7 @@ def test_second_order_is_close_to_the_divergence():
         tokens=512, context=512, clip_grid=(0.86, 1.0), clip_contexts=1, sensitivity_contexts=0
     )
     rotations = calibrate(model, ids, settings)
-    quantizer = LayerQuantizer(rotations, *rotations.meta.clips(3), settings.sink, settings.recent)
+    quantizer = LayerQuantizer(rotations, settings.sink, settings.recent)
     exact = exact_sums(model, ids[:768], range(3), quantizer, first=320)
     generator = torch.Generator().manual_seed(0)
     found = fisher_sums(model, ids[:768], 3, quantizer, first=320, draws=8, generator=generator)
@@ -61,7 +62,7 @@ def test_ranks_of_a_trained_model(model):
     network.requires_grad_(False)
     ids = tokenize(tokenizer, "\n\n".join(topics[name] for name in sorted(topics)))[:576]
     rotations = load_rotations(find_rotations(str(model), network.config), layers=30, kv_heads=3, head_dim=64)
-    quantizer = LayerQuantizer(rotations, *rotations.meta.clips(30), 64, 256)
+    quantizer = LayerQuantizer(rotations, 64, 256)
     generator = torch.Generator().manual_seed(0)
     found = fisher_sums(network, ids, 30, quantizer, first=320, draws=2, generator=generator)
     chosen = found[:, VARIANTS.index(("k", 2))].argsort()[[0, 10, 20, 29]].tolist()

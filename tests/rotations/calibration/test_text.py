@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from sglang_kvq.errors import KVQuantError
-from sglang_kvq.rotations.calibration.run import CalibrationSettings, draw_contexts
+from sglang_kvq.rotations.calibration.settings import CalibrationSettings, draw_contexts
 from sglang_kvq.rotations.calibration.text import read_corpus
 
 IDS = torch.arange(10_000)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from sglang_kvq.errors import KVQuantError
-from sglang_kvq.rotations.calibration.worker_files import read_samples, read_sums, write_sample, write_sums
+from sglang_kvq.rotations.calibration.worker_files import Worker, read_samples, read_sums, write_sample, write_sums
 from sglang_kvq.rotations.maths.moments import MOMENTS, MomentSums
 
 KV_HEADS, GROUP, DIM, SKIP = 2, 4, 64, 16
@@ -29,8 +29,7 @@ def workers(folder, activations, size, stages=((0, 1),), contexts=1):
                 part = q.chunk(size)[rank], k[head], v[head]
                 sums.add(layer, *part)
                 write_sample(folder, rank, layer, *part)
-            place = dict(rank=rank, size=size, kv_heads_total=KV_HEADS, layers=len(stage), first_layer=stage[0])
-            write_sums(folder, sums, contexts, place)
+            write_sums(folder, sums, contexts, Worker(rank, size, KV_HEADS, len(stage), stage[0]))
 
 
 @pytest.mark.parametrize("size", [1, 2, 4, 8])

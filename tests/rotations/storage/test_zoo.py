@@ -5,8 +5,9 @@ import pytest
 
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.rotations import find_rotations, load_rotations
+from sglang_kvq.rotations.identity import identity
 from sglang_kvq.rotations.storage import zoo
-from sglang_kvq.rotations.storage.zoo import identity, zoo_folder
+from sglang_kvq.rotations.storage.zoo import zoo_folder
 from tests.rotations.helpers import tiny_model_folder
 
 SMOLLM2 = dict(

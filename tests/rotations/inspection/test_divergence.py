@@ -1,16 +1,36 @@
-"""What the rotations are for, on a trained model: a learned rotation beats a fixed one beats none."""
+"""KL divergence of a fake-quantized model: what counts, and what rotations are for."""
 
 import pytest
 import torch
 
+from sglang_kvq.attention.base import LayerRotations
+from sglang_kvq.formats.page import PageFormat
 from sglang_kvq.rotations import find_rotations, load_rotations
 from sglang_kvq.rotations.calibration.hf_model import load_model, tokenize
 from sglang_kvq.rotations.inspection.candidates import candidate_of
 from sglang_kvq.rotations.inspection.divergence import FakeQuantAttention, mean_kl
+from sglang_kvq.rotations.maths.hadamard import hadamard_matrix
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_kl_counts_the_quantized_history_only(llama, ids):
+    h = hadamard_matrix(64).float().expand(2, 2, 64, 64)
+    format = PageFormat(64, 64, 0.9, 0.92)
+    kl = mean_kl(
+        llama,
+        [ids[:600]],
+        {
+            "exact": FakeQuantAttention(None),
+            "window only": FakeQuantAttention(format, LayerRotations(h, h), recent=640),
+            "rotated": FakeQuantAttention(format, LayerRotations(h, h)),
+        },
+    )
+    assert abs(kl["exact"]) < 1e-7 and abs(kl["window only"]) < 1e-6 < kl["rotated"]
 
 
 @pytest.mark.slow
 def test_kl_of_oscar_hadamard_and_int2(model):
+    """On a trained model a learned rotation beats a fixed one beats none."""
     from pydoc_data.topics import topics  # English text that every Python has and no calibration here has seen
 
     network, tokenizer = load_model(str(model), device="cpu")

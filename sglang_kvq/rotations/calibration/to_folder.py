@@ -1,0 +1,91 @@
+"""What ``kvq calibrate`` does: read model and text, calibrate, and write the folder."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from sglang_kvq.errors import KVQuantError
+from sglang_kvq.rotations.base import Rotations
+from sglang_kvq.rotations.calibration.checkpoint import Checkpoint, fingerprint
+from sglang_kvq.rotations.calibration.hf_model import load_config, load_model, tokenize
+from sglang_kvq.rotations.calibration.run import Progress, calibrate
+from sglang_kvq.rotations.calibration.settings import CalibrationSettings
+from sglang_kvq.rotations.calibration.text import read_corpus
+from sglang_kvq.rotations.storage.files import save_rotations
+
+
+def calibrate_to_folder(
+    model_path: str,
+    texts: Sequence[Path],
+    output: Path,
+    settings: CalibrationSettings,
+    *,
+    text_share: float = 1.0,
+    base_model: str | None = None,
+    revision: str | None = None,
+    device: str = "",
+    dtype: str = "",
+    overwrite: bool = False,
+    restart: bool = False,
+    engine: dict[str, Any] | None = None,
+    progress: Progress | None = None,
+) -> Rotations:
+    """Calibrate and write ``output``; returns what it wrote.
+
+    Interrupted, it leaves its sums in ``partial_folder(output)`` and continues from them the next time.
+
+    Args:
+        texts: files, or folders of text files, see ``text.read_corpus``.
+        text_share: how much of the text, from its beginning, may be used; recorded with the corpus.
+        base_model: name to record; None records ``model_path``, or a local folder's own name.
+        device, dtype: as for ``load_model``.
+        restart: discard what an interrupted run left.
+        engine: keywords of ``sglang.Engine``, to run the model there (no sensitivities, no checkpoint); None runs it
+            with transformers.
+
+    Raises:
+        KVQuantError: model or text not loadable, output exists, or as ``calibrate``.
+    """
+    if output.exists() and not overwrite:  # before the hour of work, not after
+        raise KVQuantError(f"{output} exists; choose another --output, or pass --overwrite to replace it.")
+    corpus, name = read_corpus(texts, text_share)
+    kept = partial_folder(output)
+    if restart:
+        shutil.rmtree(kept, ignore_errors=True)
+    if engine is None:
+        model, tokenizer = load_model(model_path, revision=revision, device=device, dtype=dtype)
+        config = model.config
+        rotations = calibrate(
+            model,
+            tokenize(tokenizer, corpus),
+            settings,
+            progress,
+            checkpoint=lambda *run: Checkpoint(kept, fingerprint(*run)),
+        )
+    else:
+        from sglang_kvq.sglang.calibrate_engine import calibrate_on_engine
+
+        config, tokenizer = load_config(model_path, revision=revision)
+        given = {**engine, **({"revision": revision} if revision else {})}
+        rotations = calibrate_on_engine(
+            model_path, config, tokenize(tokenizer, corpus), settings, progress or (lambda *done: None), **given
+        )
+    meta = replace(
+        rotations.meta,
+        base_model=base_model or (Path(model_path).name if Path(model_path).exists() else model_path),
+        revision=revision or getattr(config, "_commit_hash", None),
+        corpus=name,
+    )
+    rotations = replace(rotations, meta=meta)
+    save_rotations(rotations, output, kv_heads=meta.model["num_key_value_heads"], overwrite=overwrite)
+    shutil.rmtree(kept, ignore_errors=True)
+    return rotations
+
+
+def partial_folder(output: Path) -> Path:
+    """Where an interrupted run for ``output`` keeps its sums."""
+    return output.with_name(f"{output.name}.partial")

@@ -1,0 +1,177 @@
+"""What ``kvq inspect`` shows: tables of at most the terminal's width, or the same as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from math import isfinite
+from typing import Any
+
+import torch
+from rich import box
+from rich.console import RenderableType
+from rich.table import Table
+
+from sglang_kvq.rotations.base import Rotations
+from sglang_kvq.rotations.inspection.layer_errors import Measured
+from sglang_kvq.rotations.storage.card import describe_clips
+
+
+def report(
+    rotations: Rotations, kv_heads: int | None, measured: Measured | None, *, width: int = 80, verbose: bool = False
+) -> Iterator[RenderableType]:
+    """Tables for a terminal of that many columns; with ``verbose`` long texts are whole and columns explained."""
+    yield _facts(rotations, kv_heads, verbose)
+    yield _layers(rotations, verbose)
+    if measured:
+        for part, name in enumerate(("keys", "values")):
+            yield from _errors(measured, part, name, width, verbose)
+
+
+def to_json(rotations: Rotations, kv_heads: int | None, measured: Measured | None) -> dict[str, Any]:
+    """All that ``report`` shows, unrounded: lists are by layer; measured errors by method, layer and KV head."""
+    meta, (layers, _, head_dim, _) = rotations.meta, rotations.k.shape
+    spectra = {"k": rotations.k_eigenvalues, "v": rotations.v_eigenvalues}
+    return {
+        "source": meta.source,
+        "sha256": meta.sha256,
+        "base_model": meta.base_model,
+        "revision": meta.revision,
+        "geometry": {"layers": layers, "kv_heads": kv_heads, "head_dim": head_dim},
+        "granularity": rotations.granularity,
+        "objective": meta.objective,
+        "clip_k": meta.clip_k,
+        "clip_v": meta.clip_v,
+        "corpus": meta.corpus,
+        "tokens": meta.tokens,
+        "seed": meta.seed,
+        "errors": meta.errors,
+        "sensitivity": meta.sensitivity,
+        "sensitivity_unit": meta.sensitivity_unit,
+        "top_8_share": {part: None if x is None else top_share(x).tolist() for part, x in spectra.items()},
+        "measured": measured
+        and {
+            "contexts": measured.contexts,
+            "length": measured.length,
+            "errors": {
+                name: {part: _finite(errors[i].tolist()) for i, part in enumerate("kv")}
+                for name, errors in measured.errors.items()
+            },
+        },
+    }
+
+
+def top_share(eigenvalues: torch.Tensor, count: int = 8) -> torch.Tensor:
+    """Share of the largest ``count`` of eigenvalues ``[layers, heads, D]`` in their sum, mean over heads: "
+    "``[layers]``."""
+    sizes = eigenvalues.double().clamp(min=0).sort(-1, descending=True).values
+    return (sizes[..., :count].sum(-1) / sizes.sum(-1).clamp(min=1e-30)).mean(-1)
+
+
+def _table(**options: Any) -> Table:
+    """Narrow columns: a header of two words takes two lines."""
+    return Table(box=box.SIMPLE_HEAD, pad_edge=False, title_justify="left", caption_justify="left", **options)
+
+
+def _facts(rotations: Rotations, kv_heads: int | None, verbose: bool) -> Table:
+    meta = rotations.meta
+    layers, _, dim, _ = rotations.k.shape
+    table = _table(title=str(meta.source), show_header=False)
+    table.add_column()
+    table.add_column(no_wrap=not verbose, overflow="fold" if verbose else "ellipsis")
+    rows = (
+        ("model", meta.base_model),
+        ("revision", meta.revision),
+        ("geometry", f"{layers} layers, {kv_heads or 'unknown'} KV heads, head_dim {dim}"),
+        ("rotations", f"{rotations.granularity}, objective {meta.objective}"),
+        ("clip ratios", f"K {describe_clips(meta.clip_k)}, V {describe_clips(meta.clip_v)}"),
+        ("calibrated", meta.corpus and f"{meta.tokens} tokens, seed {meta.seed}"),
+        ("corpus", verbose and meta.corpus),
+        ("sensitivity", verbose and meta.sensitivity_unit),
+    )
+    for name, value in rows:
+        if value:
+            table.add_row(name, str(value))
+    return table
+
+
+def _layers(rotations: Rotations, verbose: bool) -> Table:
+    """Per layer: clips, calibration's errors, sensitivities, and how unequal the directions are."""
+    meta, layers = rotations.meta, rotations.k.shape[0]
+    table = _table(title="Per layer")
+    columns: list[Sequence[str]] = []
+
+    def add(name: str, values: Sequence[str]) -> None:
+        table.add_column(name, justify="right", no_wrap=True)
+        columns.append(values)
+
+    add("layer", [str(layer) for layer in range(layers)])
+    for name, clips in zip("KV", meta.clips(layers)):
+        if clips[0] is not None:
+            add(f"clip\n{name}", [f"{c:g}" for c in clips])
+    for part, errors in (meta.errors or {}).items():
+        add(f"error\n{part.upper()}", [f"{e:.4f}" for e in errors])
+    for part, widths in (meta.sensitivity or {}).items():
+        for bits, values in widths.items():
+            add(f"nats\n{part.upper()}{bits}", [f"{x:.2g}" for x in values])
+    for name, eigenvalues in (("K", rotations.k_eigenvalues), ("V", rotations.v_eigenvalues)):
+        if eigenvalues is not None:
+            add(f"top 8\n{name}", [f"{x:.0%}" for x in top_share(eigenvalues).tolist()])
+    for row in zip(*columns):
+        table.add_row(*row)
+    if verbose:
+        table.caption = (
+            "error: of the attention output. nats: sensitivity at 2 and 4 bits. top 8: their share of the spectrum."
+        )
+    return table
+
+
+def _errors(measured: Measured, part: int, name: str, width: int, verbose: bool) -> list[Table]:
+    """Per layer the error of each method over all heads, and the worst head of the last one.
+
+    Methods that do not fit the width go to further tables.
+    """
+    methods = list(measured.errors)
+    last = measured.errors[methods[-1]][part]
+    worst = [f"{(head := int(row.argmax()))}: {row[head]:.4f}" for row in last]
+    columns = []
+    for method, errors in measured.errors.items():
+        by_layer = errors[part].mean(-1)
+        columns.append((method, [f"{x:.4f}" for x in (*by_layer.tolist(), float(by_layer.mean()))]))
+    columns.append(("worst head", [*worst, ""]))
+    labels = [*map(str, range(len(worst))), "mean"]
+    groups = _groups([max(map(len, (header, *cells))) for header, cells in columns], width - max(map(len, labels)))
+    tables = []
+    for i, group in enumerate(groups):
+        table = _table(title=f"Error, quantized {name}" + (f" ({i + 1} of {len(groups)})" if len(groups) > 1 else ""))
+        shown = [columns[j] for j in group]
+        for header in ("layer", *(header for header, _ in shown)):
+            table.add_column(header, justify="right", no_wrap=True)
+        for row, label in enumerate(labels):
+            table.add_row(label, *(cells[row] for _, cells in shown), style="bold" if label == "mean" else None)
+        tables.append(table)
+    if verbose:
+        tables[-1].caption = (
+            f"of the attention output, {measured.contexts} contexts of {measured.length} tokens; "
+            f"worst head of {methods[-1]}"
+        )
+    return tables
+
+
+def _groups(widths: Sequence[int], most: int) -> list[list[int]]:
+    """Indices of columns in order, in groups that with a space on either side fit ``most``; at least one each."""
+    groups: list[list[int]] = [[]]
+    left = most
+    for i, width in enumerate(widths):
+        if groups[-1] and width + 2 > left:
+            groups.append([])
+            left = most
+        groups[-1].append(i)
+        left -= width + 2
+    return groups
+
+
+def _finite(values: Any) -> Any:
+    """Nested lists of numbers with None for NaN and infinity, which JSON does not have."""
+    if isinstance(values, list):
+        return [_finite(value) for value in values]
+    return values if isfinite(values) else None

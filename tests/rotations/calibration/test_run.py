@@ -1,0 +1,100 @@
+"""Calibration on a random model: rotations, clips and statistics against their definitions."""
+
+import pytest
+import torch
+
+from sglang_kvq.errors import KVQuantError
+from sglang_kvq.rotations.base import check_rotations
+from sglang_kvq.rotations.calibration.hf_attention import attention_hook
+from sglang_kvq.rotations.calibration.run import calibrate
+from sglang_kvq.rotations.calibration.settings import CalibrationSettings
+from sglang_kvq.rotations.maths.rope import roped_layers
+from tests.rotations.helpers import tiny_llama
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+SETTINGS = dict(tokens=1024, context=512, clip_grid=(0.86, 1.0), clip_contexts=1, sensitivity_contexts=0)
+
+
+@pytest.mark.parametrize("granularity", ["per-head", "per-layer"])
+@pytest.mark.parametrize("composition", ["balanced", "offset", "oscar"])
+def test_calibration_gives_rotations_of_the_model(llama, ids, granularity, composition):
+    seen = []
+    settings = CalibrationSettings(**SETTINGS, granularity=granularity, composition=composition)
+    rotations = calibrate(llama, ids, settings, progress=lambda name, done, total: seen.append(name))
+    check_rotations(rotations, layers=2, kv_heads=2, head_dim=64)
+    assert rotations.granularity == granularity
+    for clips in (rotations.meta.clip_k, rotations.meta.clip_v):
+        assert len(clips) == 2 and set(clips) <= set(settings.clip_grid)
+    assert rotations.meta.tokens == 1024 and rotations.meta.model["num_key_value_heads"] == 2
+    assert list(dict.fromkeys(seen)) == ["moments", "clips"]
+    assert llama.config._attn_implementation != "kvq_capture"
+
+
+def test_importance_follows_its_definition(llama, ids):
+    """Eigenvalues of mean QᵀQ and of Vᵀ diag(w) V, computed from one context's activations at once."""
+    held = {}
+    with torch.inference_mode(), attention_hook(llama, lambda layer, *x: held.__setitem__(layer, x)):
+        llama.base_model(ids[None, :512])
+    settings = CalibrationSettings(**{**SETTINGS, "tokens": 512}, positions=512)  # at the first positions only
+    rotations = calibrate(llama, ids[:512], settings)
+    for layer, (q, k, v, _) in held.items():
+        q, k, v = (x[:, settings.sink :].double() for x in (q, k, v))
+        for head in range(2):
+            group = torch.cat([q[2 * head], q[2 * head + 1]])
+            importance = group.T @ group / len(group)
+            w = torch.stack([row @ importance @ row for row in k[head]])
+            sst = v[head].T @ torch.diag(w / w.mean()) @ v[head] / len(w)
+            for eigen, matrix in ((rotations.k_eigenvalues, importance), (rotations.v_eigenvalues, sst)):
+                torch.testing.assert_close(
+                    eigen[layer, head].double(), torch.linalg.eigvalsh(matrix), rtol=1e-4, atol=1e-4
+                )
+
+
+def test_layers_without_rope_are_left_alone(ids):
+    from transformers import SmolLM3Config, SmolLM3ForCausalLM
+
+    torch.manual_seed(0)
+    config = SmolLM3Config(
+        vocab_size=97, hidden_size=128, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=2, max_position_embeddings=4096, no_rope_layers=[1, 0],
+        pad_token_id=0, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    model = SmolLM3ForCausalLM(config).eval()
+    assert roped_layers(config, 2).tolist() == [True, False]
+    calibrated = {
+        most: calibrate(model, ids, CalibrationSettings(**SETTINGS, positions=most)).k_eigenvalues
+        for most in (512, 4096)
+    }
+    torch.testing.assert_close(calibrated[512][1], calibrated[4096][1])
+    assert not torch.allclose(calibrated[512][0], calibrated[4096][0], rtol=0.01)
+
+
+def test_short_corpus(llama, ids):
+    with pytest.raises(KVQuantError, match="1100 tokens, calibration needs 2048"):
+        calibrate(llama, ids, CalibrationSettings(**{**SETTINGS, "tokens": 2048}))
+
+
+def test_nan_activations(ids):
+    broken = tiny_llama()
+    broken.model.layers[1].self_attn.v_proj.weight.data[3, 3] = float("nan")
+    with pytest.raises(KVQuantError, match="layer 1: .* NaN or infinity"):
+        calibrate(broken, ids, CalibrationSettings(**SETTINGS))
+
+
+def test_unsupported_head_dim(ids):
+    with pytest.raises(KVQuantError, match="head_dim 32"):
+        calibrate(tiny_llama(dim=32), ids, CalibrationSettings(**SETTINGS))
+
+
+def test_sliding_window_is_refused_and_the_model_restored(ids):
+    from transformers import MistralConfig, MistralForCausalLM
+
+    config = MistralConfig(
+        vocab_size=97, hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=1,
+        num_key_value_heads=1, head_dim=64, sliding_window=128,
+    )  # fmt: skip
+    model = MistralForCausalLM(config).eval()
+    before = model.config._attn_implementation
+    with pytest.raises(KVQuantError, match="sliding_window=128"):
+        calibrate(model, ids, CalibrationSettings(**SETTINGS))
+    assert model.config._attn_implementation == before

@@ -1,0 +1,44 @@
+"""``kvq zoo``: a table that fits a terminal, details, and JSON."""
+
+import json
+
+from typer.testing import CliRunner
+
+from sglang_kvq.cli import app
+from sglang_kvq.rotations.storage.registry import PUBLISHED
+from sglang_kvq.rotations.storage.zoo import shipped, zoo_folder
+
+
+def zoo(monkeypatch, *arguments, in_cache=None):
+    monkeypatch.setattr("sglang_kvq.rotations.inspection.zoo_table.cached", lambda repo: in_cache)
+    result = CliRunner().invoke(app, ["zoo", *arguments], catch_exceptions=False, env={"COLUMNS": "80"})
+    assert result.exit_code == 0
+    return result.stdout
+
+
+def test_the_table_names_every_model_whole_in_80_columns(monkeypatch):
+    output = zoo(monkeypatch)
+    models = [config["base_model"] for _, config in shipped()] + [entry.model for entry in PUBLISHED]
+    rows = [line.split() for line in output.splitlines()]
+    assert all(any(row[:1] == [model] for row in rows) for model in models), output
+    assert max(map(len, output.splitlines())) <= 80 and "…" not in output
+    assert any(row == ["model", "from", "here", "clip", "K", "clip", "V"] for row in rows)
+    assert ["Qwen3-8B", "hub", "no"] in rows
+
+
+def test_details_have_locations_and_texts(monkeypatch):
+    output = zoo(monkeypatch, "--verbose")
+    for folder, config in shipped():
+        assert f"shipped: {folder}" in output and config["corpus"] in output
+    assert "hub: Zhongzhu/OSCAR-RotationZoo/Qwen3-8B\n  not in the cache" in output
+
+
+def test_json(monkeypatch, tmp_path):
+    (tmp_path / "Qwen3-8B_seq32768").mkdir()
+    for name in ("k_rotation_qqt_r_h_pbr.pt", "v_rotation_sst_r_h_pbr.pt"):
+        (tmp_path / "Qwen3-8B_seq32768" / name).touch()
+    found = {entry["model"]: entry for entry in json.loads(zoo(monkeypatch, "--json", in_cache=tmp_path))}
+    ours = found["HuggingFaceTB/SmolLM2-135M-Instruct"]
+    assert ours["origin"] == "shipped" and ours["folder"].startswith(str(zoo_folder())) and len(ours["clip_k"]) == 30
+    assert found["Qwen3-8B"]["folder"] == str(tmp_path / "Qwen3-8B_seq32768") and found["Qwen3-32B"]["folder"] is None
+    assert found["Qwen3-8B"]["origin"] == "hub" and found["Qwen3-8B"]["clip_k"] is None
