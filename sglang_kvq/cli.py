@@ -221,6 +221,7 @@ def inspect(
         terminal = Console()
         for part in tables.report(rotations, kv_heads, measured, width=terminal.width, verbose=verbose):
             terminal.print(part)
+            terminal.print()
     if plot:
         drawing.draw(rotations, measured, plot)
         _say(f"{plot}: written")

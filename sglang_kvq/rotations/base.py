@@ -201,9 +201,9 @@ def check_meta(meta: RotationMeta, *, layers: int) -> None:
             )
         for layer, value in enumerate(clip if isinstance(clip, tuple) else (clip,)):
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
-                place = f" of layer {layer}" if isinstance(clip, tuple) else ""
+                of_layer = f" of layer {layer}" if isinstance(clip, tuple) else ""
                 raise KVQuantError(
-                    f"{where}: {name}{place} is {value!r}; it must be a number from {low:g} to {high:g} (1 clips "
+                    f"{where}: {name}{of_layer} is {value!r}; it must be a number from {low:g} to {high:g} (1 clips "
                     "nothing). Correct config.json, or recreate the folder with `kvq calibrate`."
                 )
     tables = {} if meta.sensitivity is None else meta.sensitivity

@@ -1,10 +1,16 @@
-"""Arguments of ``kvq calibrate`` that are refused before anything is loaded."""
+"""``kvq``: arguments that are refused before anything is loaded, and what goes to stdout with ``--json``."""
+
+import json
+import sys
 
 import pytest
 from typer.testing import CliRunner
 
+from sglang_kvq import cli
 from sglang_kvq.cli import _engine, app
 from sglang_kvq.errors import KVQuantError
+from sglang_kvq.rotations import load_rotations, save_rotations
+from tests.rotations.helpers import random_rotations, tiny_model_folder
 
 
 @pytest.mark.parametrize(
@@ -43,3 +49,46 @@ def test_engine_keywords():
     assert _engine("sglang", 4, ["mem_fraction_static=0.8", "dtype=bfloat16", "trust_remote_code=true"]) == {
         "tp_size": 4, "mem_fraction_static": 0.8, "dtype": "bfloat16", "trust_remote_code": True,
     }  # fmt: skip
+
+
+def stdout_json(*arguments):
+    """What a command that succeeds writes to stdout, which must be one JSON value."""
+    result = CliRunner().invoke(app, [*map(str, arguments), "--json"], catch_exceptions=False)
+    assert result.exit_code == 0
+    return json.loads(result.stdout)
+
+
+def test_every_command_has_json():
+    own_parser = {"eval"}
+    for command in app.registered_commands:
+        name = command.name or command.callback.__name__
+        if name not in own_parser:
+            assert "as_json" in command.callback.__annotations__, name
+
+
+def test_calibrate_and_convert_as_json(tmp_path):
+    model, text = tiny_model_folder(tmp_path, tokens=1200)
+    output = tmp_path / "out"
+    found = stdout_json(
+        "calibrate", model, "--text", text, "--output", output, "--tokens", 512, "--context", 512, "--composition",
+        "oscar", "--no-sensitivity", "--device", "cpu",
+    )  # fmt: skip
+    assert found["output"] == str(output) and found["tokens"] == 512 and found["uploaded"] is None
+    assert tuple(found["clip_k"]) == load_rotations(output, layers=2, kv_heads=2, head_dim=64).meta.clip_k
+    converted = stdout_json("convert", output, tmp_path / "pair", "--to", "pt")
+    assert converted == {"output": str(tmp_path / "pair"), "layout": "pt"} and (tmp_path / "pair").is_dir()
+
+
+def test_an_error_leaves_stdout_empty(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["kvq", "inspect", str(tmp_path / "[bold]none"), "--json"])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    out, err = capsys.readouterr()
+    assert ended.value.code == 1 and out == "" and f"error: {tmp_path}/[bold]none: no such folder" in err
+
+
+def test_a_line_about_a_path_is_neither_wrapped_nor_taken_for_markup(tmp_path):
+    save_rotations(random_rotations(), tmp_path / "mine", kv_heads=2)
+    output = tmp_path / ("[red]" + "long-" * 30)
+    result = CliRunner().invoke(app, ["convert", str(tmp_path / "mine"), str(output)], catch_exceptions=False)
+    assert f"{output}: written" in result.stderr and result.stdout == ""

@@ -19,12 +19,17 @@ from sglang_kvq.rotations.storage.card import describe_clips
 def report(
     rotations: Rotations, kv_heads: int | None, measured: Measured | None, *, width: int = 80, verbose: bool = False
 ) -> Iterator[RenderableType]:
-    """Tables for a terminal of that many columns; with ``verbose`` long texts are whole and columns explained."""
+    """Tables for a terminal of that many columns; with ``verbose`` long texts too, and what columns mean."""
     yield _facts(rotations, kv_heads, verbose)
-    yield _layers(rotations, verbose)
+    yield _layers(rotations)
+    if verbose:
+        yield "error: of the attention output. nats: sensitivity at 2 and 4 bits. top 8: their share of the spectrum."
     if measured:
         for part, name in enumerate(("keys", "values")):
-            yield from _errors(measured, part, name, width, verbose)
+            yield from _errors(measured, part, name, width)
+        if verbose:
+            text = f"{measured.contexts} contexts of {measured.length} tokens"
+            yield f"Errors are of the attention output, {text}; worst head of {list(measured.errors)[-1]}."
 
 
 def to_json(rotations: Rotations, kv_heads: int | None, measured: Measured | None) -> dict[str, Any]:
@@ -67,15 +72,22 @@ def top_share(eigenvalues: torch.Tensor, count: int = 8) -> torch.Tensor:
     return (sizes[..., :count].sum(-1) / sizes.sum(-1).clamp(min=1e-30)).mean(-1)
 
 
-def _table(**options: Any) -> Table:
-    """Narrow columns: a header of two words takes two lines."""
-    return Table(box=box.SIMPLE_HEAD, pad_edge=False, title_justify="left", caption_justify="left", **options)
+def _table(gap: int, **options: Any) -> Table:
+    """Columns with ``gap`` spaces between them, no frame."""
+    return Table(
+        box=box.SIMPLE_HEAD,
+        show_edge=False,
+        pad_edge=False,
+        padding=(0, gap - 1, 0, 0),  # the box has one
+        title_justify="left",
+        **options,
+    )
 
 
 def _facts(rotations: Rotations, kv_heads: int | None, verbose: bool) -> Table:
     meta = rotations.meta
     layers, _, dim, _ = rotations.k.shape
-    table = _table(title=str(meta.source), show_header=False)
+    table = _table(3, title=str(meta.source), show_header=False)
     table.add_column()
     table.add_column(no_wrap=not verbose, overflow="fold" if verbose else "ellipsis")
     rows = (
@@ -94,10 +106,10 @@ def _facts(rotations: Rotations, kv_heads: int | None, verbose: bool) -> Table:
     return table
 
 
-def _layers(rotations: Rotations, verbose: bool) -> Table:
+def _layers(rotations: Rotations) -> Table:
     """Per layer: clips, calibration's errors, sensitivities, and how unequal the directions are."""
     meta, layers = rotations.meta, rotations.k.shape[0]
-    table = _table(title="Per layer")
+    table = _table(1, title="Per layer")
     columns: list[Sequence[str]] = []
 
     def add(name: str, values: Sequence[str]) -> None:
@@ -118,14 +130,10 @@ def _layers(rotations: Rotations, verbose: bool) -> Table:
             add(f"top 8\n{name}", [f"{x:.0%}" for x in top_share(eigenvalues).tolist()])
     for row in zip(*columns):
         table.add_row(*row)
-    if verbose:
-        table.caption = (
-            "error: of the attention output. nats: sensitivity at 2 and 4 bits. top 8: their share of the spectrum."
-        )
     return table
 
 
-def _errors(measured: Measured, part: int, name: str, width: int, verbose: bool) -> list[Table]:
+def _errors(measured: Measured, part: int, name: str, width: int) -> list[Table]:
     """Per layer the error of each method over all heads, and the worst head of the last one.
 
     Methods that do not fit the width go to further tables.
@@ -139,26 +147,22 @@ def _errors(measured: Measured, part: int, name: str, width: int, verbose: bool)
         columns.append((method, [f"{x:.4f}" for x in (*by_layer.tolist(), float(by_layer.mean()))]))
     columns.append(("worst head", [*worst, ""]))
     labels = [*map(str, range(len(worst))), "mean"]
-    groups = _groups([max(map(len, (header, *cells))) for header, cells in columns], width - max(map(len, labels)))
+    groups = _groups([max(map(len, (header, *cells))) for header, cells in columns], width - len("layer"))
     tables = []
     for i, group in enumerate(groups):
-        table = _table(title=f"Error, quantized {name}" + (f" ({i + 1} of {len(groups)})" if len(groups) > 1 else ""))
+        number = f" ({i + 1} of {len(groups)})" if len(groups) > 1 else ""
+        table = _table(2, title=f"Error, quantized {name}{number}")
         shown = [columns[j] for j in group]
         for header in ("layer", *(header for header, _ in shown)):
             table.add_column(header, justify="right", no_wrap=True)
         for row, label in enumerate(labels):
             table.add_row(label, *(cells[row] for _, cells in shown), style="bold" if label == "mean" else None)
         tables.append(table)
-    if verbose:
-        tables[-1].caption = (
-            f"of the attention output, {measured.contexts} contexts of {measured.length} tokens; "
-            f"worst head of {methods[-1]}"
-        )
     return tables
 
 
 def _groups(widths: Sequence[int], most: int) -> list[list[int]]:
-    """Indices of columns in order, in groups that with a space on either side fit ``most``; at least one each."""
+    """Indices of columns in order, in groups that with two spaces before each fit ``most``; at least one each."""
     groups: list[list[int]] = [[]]
     left = most
     for i, width in enumerate(widths):

@@ -55,7 +55,7 @@ def test_it_goes_on_where_it_stopped(ids, tmp_path, stop):
     same(calibrate(model, ids, SETTINGS, checkpoint=keep(tmp_path / "p")), whole)
     left = {("moments", 2): 1 + 2, ("clips", 0): 2, ("clips", 1): 1}.get(stop, 0)
     with_gradients = 1 if stop[0] == "sensitivity" else 2
-    turned = 2  # a few tokens at the first and at the farthest place
+    turned = 2  # a few tokens at the first and at the farthest position
     assert seen.count("body") == turned + left + with_gradients  # what was done before is not done again
 
 

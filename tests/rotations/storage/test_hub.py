@@ -168,7 +168,9 @@ def test_push_uploads_folder_and_card(hub, tmp_path):
     table = {part: {"2": [0.5, 0.25], "4": [0.01, 0.02]} for part in "kv"}
     meta = replace(rotations.meta, clip_k=(0.86, 0.9), sensitivity=table, corpus="a.txt", tokens=9, seed=2)
     save_rotations(replace(rotations, meta=meta), tmp_path / "mine", kv_heads=2)
-    result = CliRunner().invoke(app, ["push", str(tmp_path / "mine"), "org/zoo/tiny"], catch_exceptions=False)
+    command = ["push", str(tmp_path / "mine"), "org/zoo/tiny", "--json"]
+    result = CliRunner().invoke(app, command, catch_exceptions=False)
+    assert json.loads(result.stdout) == {"uploaded": "https://huggingface.co/org/zoo/tree/main/tiny"}
     assert result.exit_code == 0 and hub.uploads == [("org/zoo", "tiny/README.md")]
     assert (hub.root / "tiny" / TENSOR_FILE).read_bytes() == (tmp_path / "mine" / TENSOR_FILE).read_bytes()
     card = (hub.root / "tiny" / "README.md").read_text()
