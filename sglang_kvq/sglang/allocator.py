@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator, alloc_extend_naive
 from sglang.srt.utils import get_num_new_pages
@@ -12,6 +14,7 @@ from sglang_kvq.releases import OLD_TREE
 from sglang_kvq.sglang import compat, runtime
 from sglang_kvq.sglang.hooks import PER_TOKEN_FREES
 from sglang_kvq.sglang.pool import KVQuantPool
+from sglang_kvq.sglang.types import Configurator, Original, ReqToTokenPool
 
 _RELEASE = compat.sglang_version()
 
@@ -19,10 +22,13 @@ _RELEASE = compat.sglang_version()
 class KVQuantAllocator(PagedTokenToKVPoolAllocator):
     """Page ids exactly as SGLang hands them out; overlays follow in the next forward pass."""
 
-    def clear(self):
+    free_pages: torch.Tensor
+
+    def clear(self) -> None:
         super().clear()
-        if runtime.tiers() is not None:
-            runtime.tiers().reset()
+        tiers = runtime.tiers()
+        if tiers is not None:
+            tiers.reset()
 
     def check_integrity(self) -> None:
         """Raise RuntimeError if pool and allocator disagree. Waits for the device."""
@@ -30,23 +36,23 @@ class KVQuantAllocator(PagedTokenToKVPoolAllocator):
             free = torch.cat((self.free_pages, self.release_pages))
         else:
             free = self.get_all_free_pages()
-        check_integrity(runtime.tiers(), free, idle=True)
+        check_integrity(runtime.live_tiers(), free, idle=True)
 
     if compat.applies(PER_TOKEN_FREES, _RELEASE):
 
-        def free(self, free_index):
+        def free(self, free_index: torch.Tensor) -> None:
             """SGLang finds the pages of these tokens and puts each once at the head of ``free_pages``."""
             before = len(self.free_pages)
             super().free(free_index)
             if freed := len(self.free_pages) - before:  # none while SGLang collects a group
                 # A copy: an event would keep the whole list until the next forward pass.
-                runtime.tiers().pending.free_pages(self.free_pages[:freed].clone())
+                runtime.live_tiers().pending.free_pages(self.free_pages[:freed].clone())
 
     else:
 
-        def _release_page_ids(self, *page_ids):
+        def _release_page_ids(self, *page_ids: torch.Tensor) -> None:
             for pages in page_ids:
-                runtime.tiers().pending.free_pages(pages)
+                runtime.live_tiers().pending.free_pages(pages)
             super()._release_page_ids(*page_ids)
 
 
@@ -54,8 +60,15 @@ class KVQuantCpuAllocator(KVQuantAllocator):
     """For releases (``OLD_TREE``) whose paged allocator knows only Triton kernels: the same in torch."""
 
     def alloc_extend(
-        self, prefix_lens, prefix_lens_cpu, seq_lens, seq_lens_cpu, last_loc, extend_num_tokens, num_new_pages=None
-    ):
+        self,
+        prefix_lens: torch.Tensor,
+        prefix_lens_cpu: torch.Tensor,
+        seq_lens: torch.Tensor,
+        seq_lens_cpu: torch.Tensor,
+        last_loc: torch.Tensor,
+        extend_num_tokens: int,
+        num_new_pages: int | None = None,
+    ) -> torch.Tensor | None:
         if num_new_pages is None:
             num_new_pages = get_num_new_pages(
                 seq_lens=seq_lens_cpu, page_size=self.page_size, prefix_lens=prefix_lens_cpu
@@ -67,7 +80,9 @@ class KVQuantCpuAllocator(KVQuantAllocator):
         self.free_pages = self.free_pages[num_new_pages:]
         return out
 
-    def alloc_decode(self, seq_lens, seq_lens_cpu, last_loc):
+    def alloc_decode(
+        self, seq_lens: torch.Tensor, seq_lens_cpu: torch.Tensor, last_loc: torch.Tensor
+    ) -> torch.Tensor | None:
         begins_page = (seq_lens - 1) % self.page_size == 0
         needed = int(begins_page.sum())
         if needed > len(self.free_pages):
@@ -78,7 +93,16 @@ class KVQuantCpuAllocator(KVQuantAllocator):
         return out
 
 
-def build_allocator(original, self, *, sizes, token_to_kv_pool, req_to_token_pool, token_to_kv_pool_allocator, **rest):
+def build_allocator(
+    original: Original,
+    self: Configurator,
+    *,
+    sizes: Any,
+    token_to_kv_pool: Any,
+    req_to_token_pool: ReqToTokenPool,
+    token_to_kv_pool_allocator: Any,
+    **rest: Any,
+) -> Any:
     """AROUND ``KVCacheConfigurator._build_token_to_kv_pool_allocator``: both pools are allocated here."""
     if not isinstance(token_to_kv_pool, KVQuantPool):
         return original(
@@ -89,7 +113,7 @@ def build_allocator(original, self, *, sizes, token_to_kv_pool, req_to_token_poo
             token_to_kv_pool_allocator=token_to_kv_pool_allocator,
             **rest,
         )
-    state, layout = runtime.current(), token_to_kv_pool.layout
+    state, layout = runtime.started(), token_to_kv_pool.layout
     state.pages = PagePool.allocate(
         layout.geometry.formats,
         kv_heads=layout.geometry.kv_heads,

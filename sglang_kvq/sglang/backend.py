@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,25 +18,30 @@ from sglang_kvq.cache.tiers import TierManager
 from sglang_kvq.cache.transfer import to_device
 from sglang_kvq.config import PAGE_SIZE, KVQuantConfig
 from sglang_kvq.sglang import checks, runtime, weights
-from sglang_kvq.sglang.layers import check_layer_ids, require_plain_call
-from sglang_kvq.sglang.runtime import config_of, logger
+from sglang_kvq.sglang.layers import check_layer_ids, own_keys_and_values
+from sglang_kvq.sglang.runtime import logger
+from sglang_kvq.sglang.types import AttentionLayer, ForwardBatch, ModelRunner, ReqToTokenPool
 
 
 class KVQuantBackend(AttentionBackend):
     """One worker's attention over the two-tier cache."""
 
     #: SGLang's pools of this worker: models ask the backend for them (``model_executor.forward_context``).
-    token_to_kv_pool = req_to_token_pool = None
+    token_to_kv_pool: Any = None
+    req_to_token_pool: ReqToTokenPool = None
+
+    #: Of the prefill under way; set before its first layer, by ``init_forward_metadata_out_graph``.
+    batch: ExtendBatch
+    overlay_loc: torch.Tensor
+    direct_pages: torch.Tensor
 
     def __init__(self, ops: AttentionOps, tiers: TierManager, first_layer: int) -> None:
         super().__init__()
         self.ops, self.tiers, self.first_layer = ops, tiers, first_layer
-        self.batch: ExtendBatch | None = None
-        self.direct_pages: torch.Tensor | None = None
 
     # -- once per batch -------------------------------------------------------------------------
 
-    def init_forward_metadata_out_graph(self, forward_batch, in_capture=False):
+    def init_forward_metadata_out_graph(self, forward_batch: ForwardBatch, in_capture: bool = False) -> None:
         if in_capture or forward_batch.forward_mode.is_idle():
             return
         if forward_batch.forward_mode.is_decode():
@@ -47,7 +53,7 @@ class KVQuantBackend(AttentionBackend):
         else:
             self._plan_extend(forward_batch)
 
-    def _plan_extend(self, fb) -> None:
+    def _plan_extend(self, fb: ForwardBatch) -> None:
         prefix, new = list(map(int, fb.extend_prefix_lens_cpu)), list(map(int, fb.extend_seq_lens_cpu))
         split = split_new_tokens(prefix, new, self.tiers.sink_pages, self.tiers.recent_pages)
         lens = np.array([prefix, new], np.int64)
@@ -59,18 +65,27 @@ class KVQuantBackend(AttentionBackend):
         self.direct_pages = loc[direct] // PAGE_SIZE
         self.tiers.plan_extend(self.batch.rows, prefix_lens, seq_lens, max(prefix, default=0), self.direct_pages)
 
-    def init_cuda_graph_state(self, max_bs, max_num_tokens):
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         self.ops.reserve(max_bs)  # batches are padded to more rows than requests may run
 
-    def get_cuda_graph_seq_len_fill_value(self):
+    def get_cuda_graph_seq_len_fill_value(self) -> int:
         return 1
 
-    def get_cpu_graph_seq_len_fill_value(self):
+    def get_cpu_graph_seq_len_fill_value(self) -> int:
         return 1  # SGLang also pads a batch with it where there is no graph
 
     # -- once per layer ---------------------------------------------------------------------------
 
-    def forward_decode(self, q, k, v, layer: RadixAttention, forward_batch, save_kv_cache=True, **kwargs):
+    def forward_decode(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        layer: AttentionLayer,
+        forward_batch: ForwardBatch,
+        save_kv_cache: bool = True,
+        **kwargs: Any,
+    ) -> torch.Tensor:
         """On a GPU 3 launches per layer, 4 if V's rotation is not folded into the weights, and one or two per step:
 
         0. ``plan_attention``: lengths to items of work, in the first layer, for each way to launch 2.
@@ -80,7 +95,7 @@ class KVQuantBackend(AttentionBackend):
         3. ``decode``: the merge of each request's items.
         4. ``rotate_output``: out of V's rotated basis, where the weights do not do it.
         """
-        require_plain_call(layer, k, v, save_kv_cache, kwargs)
+        k, v = own_keys_and_values(layer, k, v, save_kv_cache, kwargs)
         q, k, v, index = self._heads(q, k, v, layer)
         if index == 0:
             self.ops.plan_attention(forward_batch.req_pool_indices, forward_batch.seq_lens)
@@ -88,8 +103,17 @@ class KVQuantBackend(AttentionBackend):
         o = self.ops.decode(index, q, forward_batch.req_pool_indices, forward_batch.seq_lens, layer.scaling)
         return self.ops.rotate_output(index, o).flatten(1)
 
-    def forward_extend(self, q, k, v, layer: RadixAttention, forward_batch, save_kv_cache=True, **kwargs):
-        require_plain_call(layer, k, v, save_kv_cache, kwargs)
+    def forward_extend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        layer: AttentionLayer,
+        forward_batch: ForwardBatch,
+        save_kv_cache: bool = True,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        k, v = own_keys_and_values(layer, k, v, save_kv_cache, kwargs)
         q, k, v, index = self._heads(q, k, v, layer)
         q, k, v = self.ops.rotate(index, q, k, v)
         batch = self.batch
@@ -100,10 +124,12 @@ class KVQuantBackend(AttentionBackend):
         self.ops.quantize_tokens(index, batch.direct_tokens, self.direct_pages, k, v)
         return self.ops.rotate_output(index, o).flatten(1)
 
-    def _heads(self, q, k, v, layer):
+    def _heads(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayer
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
         """The three as ``[T, heads, D]``, views where possible, and the layer's local index."""
-        d, index = layer.head_dim, layer.layer_id - self.first_layer
-        return *(x.reshape(x.shape[0], -1, d) for x in (q, k, v)), index
+        q, k, v = (x.reshape(x.shape[0], -1, layer.head_dim) for x in (q, k, v))
+        return q, k, v, layer.layer_id - self.first_layer
 
 
 def check_layers(model: torch.nn.Module, head_dim: int) -> None:
@@ -131,20 +157,20 @@ def check_layers(model: torch.nn.Module, head_dim: int) -> None:
                 raise SystemExit(f"--kv-quant does not support this model: {name} has {why}.")
 
 
-def create_backend(model_runner) -> KVQuantBackend:
+def create_backend(model_runner: ModelRunner) -> KVQuantBackend:
     """The backend of one worker: rotations resolved, V folded where possible, tiers connected."""
     from sglang_kvq.sglang.worker_rotations import worker_rotations
 
-    config, state = config_of(model_runner.server_args), runtime.current()
-    pool = state.pages
+    state = runtime.started()
+    config, pool = state.config, state.pages
     check_layers(model_runner.model, pool.head_dim)
     first = model_runner.token_to_kv_pool.start_layer
-    check_layer_ids(model_runner.model, range(first, first + pool.layers))
+    layers = range(first, first + pool.layers)
+    check_layer_ids(model_runner.model, layers)
     checks.log_checkpoint_cache(model_runner.model)
     rotations, origin = worker_rotations(model_runner, config, state.geometry, first)
     folded = False
     if rotations.v is not None:
-        layers = range(first, first + pool.layers)
         why_not = weights.why_not_foldable(model_runner.model, layers, model_runner.server_args, pool.device)
         if why_not is None:
             weights.fold(model_runner.model, first, rotations.v)
@@ -152,7 +178,7 @@ def create_backend(model_runner) -> KVQuantBackend:
         else:
             logger.info("kv-quant rotates V at run time, not in the weights: %s", why_not)
     ops = create_ops(model_runner, pool, rotations)
-    state.tiers = create_tiers(pool, config, ops)
+    state.tiers = tiers = create_tiers(pool, config, ops)
     state.status = {
         "method": config.method,
         "rotations": origin.source or origin.objective,
@@ -168,28 +194,29 @@ def create_backend(model_runner) -> KVQuantBackend:
     if config.capture:
         from sglang_kvq.sglang.capture_backend import capture_backend
 
-        backend = capture_backend(model_runner, config.capture, ops, state.tiers, first)
+        backend = capture_backend(model_runner, config.capture, ops, tiers, first)
     else:
-        backend = KVQuantBackend(ops, state.tiers, first)
+        backend = KVQuantBackend(ops, tiers, first)
     backend.token_to_kv_pool, backend.req_to_token_pool = model_runner.token_to_kv_pool, model_runner.req_to_token_pool
     return backend
 
 
 def create_tiers(pool: PagePool, config: KVQuantConfig, ops: AttentionOps) -> TierManager:
     """Planned by kernels on a GPU, in torch on a CPU."""
-    if pool.device.type == "cpu":
-        kind = TierManager
-    else:
-        from sglang_kvq.cache.triton_tiers import TritonTierManager as kind
+    kind = TierManager
+    if pool.device.type != "cpu":
+        from sglang_kvq.cache.triton_tiers import TritonTierManager
+
+        kind = TritonTierManager
     return kind(pool, config.sink_pages, config.recent_pages, ops.quantize_slots)
 
 
-def _per_layer(values: list) -> object:
+def _per_layer(values: list[Any]) -> object:
     """One value where all layers agree, else the list."""
     return values[0] if len(set(values)) == 1 else values
 
 
-def create_ops(model_runner, pool, rotations: LayerRotations) -> AttentionOps:
+def create_ops(model_runner: ModelRunner, pool: PagePool, rotations: LayerRotations) -> AttentionOps:
     """Triton on a GPU, plain torch on a CPU."""
     if pool.device.type == "cpu":
         return ReferenceOps(pool, rotations)

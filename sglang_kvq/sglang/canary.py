@@ -3,11 +3,13 @@
 The canary keeps buffers of its own beside a pool. After each batch it notes token, position and a hash of all that came
 before in the slots of ``out_cache_loc``; before and after the next it verifies what ``req_to_token`` leads to. That
 finds a page that was freed, repointed or given out while a request still reads it, and it needs nothing of the cache's
-layout but its number of slots. It can also hash the cached bytes (``--kv-canary-real-data``); ours change when a page is
-quantized, so ``checks`` refuses that.
+layout but its number of slots. It can also hash the cached bytes (``--kv-canary-real-data``); ours change when a page
+is quantized, so ``checks`` refuses that.
 """
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 import torch
 from sglang.srt.kv_canary.buffer_group import CanaryBufferGroup, PoolKind
@@ -16,13 +18,17 @@ from sglang.srt.kv_canary.pool_patcher.buffer_alloc import alloc_canary_buf
 
 from sglang_kvq.errors import KVQuantError
 
+if TYPE_CHECKING:
+    from sglang_kvq.sglang.pool import KVQuantPool
+
 
 def attach_kv_quant(
-    *, pool, device: torch.device, read_bytes: int, kv_token_id_vs_position_offset: int
+    *, pool: KVQuantPool, device: torch.device, read_bytes: int, kv_token_id_vs_position_offset: int
 ) -> tuple[CanaryBufferGroup, ...]:
-    """The canary's buffers for a ``KVQuantPool``: uint8 ``[pages * PAGE_SIZE, 32]``, page 0 included, before and after a batch.
+    """The canary's buffers for a ``KVQuantPool``, before and after a batch.
 
-    One half serves keys and values: they share the page and are written together.
+    Each is uint8 ``[pages * PAGE_SIZE, 32]``, page 0 included. One half serves keys and values: they share the page and
+    are written together.
 
     Raises:
         KVQuantError: the canary was asked to hash cached bytes.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import torch
+from typing import Any
 
 from sglang_kvq.cache.layout import KVGeometry, divide, overlay_slots
 from sglang_kvq.config import PAGE_SIZE
@@ -11,17 +11,18 @@ from sglang_kvq.methods import RotationKind, get_method
 from sglang_kvq.rotations.resolve import resolve_formats, resolve_rotations
 from sglang_kvq.sglang import runtime
 from sglang_kvq.sglang.runtime import config_of, logger
+from sglang_kvq.sglang.types import Configurator, Original
 
 
-def compute_cell_size(original, self, kvc, num_layers):
+def compute_cell_size(original: Original, self: Configurator, kvc: Configurator, num_layers: int) -> int:
     """AROUND ``DefaultPoolConfigurator._compute_cell_size``: bytes of one token, all layers."""
-    plain = original(self, kvc, num_layers)
+    plain: int = original(self, kvc, num_layers)
     config = config_of(kvc.server_args)
     if config is None or kvc.is_draft_worker:
         return plain
     head_dim = kvc.model_config.head_dim
     # SGLang's own figure already knows tensor parallelism: heads per worker follow from it.
-    kv_heads = plain // (2 * head_dim * num_layers * torch._utils._element_size(kvc.kv_cache_dtype))
+    kv_heads = plain // (2 * head_dim * num_layers * kvc.kv_cache_dtype.itemsize)
     model, rotations = kvc.model_config, None
     if get_method(config.method).rotation is RotationKind.LEARNED:  # clips and sensitivities come with the rotations
         rotations = resolve_rotations(config, model.model_path, model.hf_config)
@@ -32,7 +33,7 @@ def compute_cell_size(original, self, kvc, num_layers):
     return geometry.page_bytes // PAGE_SIZE
 
 
-def calculate_pool_sizes(original, self, available_bytes, page_size):
+def calculate_pool_sizes(original: Original, self: Configurator, available_bytes: int, page_size: int) -> Any:
     """AROUND ``DefaultPoolConfigurator.calculate_pool_sizes``: the overlays' share comes off first."""
     state = runtime.current()
     if state is None:
@@ -44,9 +45,9 @@ def calculate_pool_sizes(original, self, available_bytes, page_size):
     return original(self, max(available_bytes - overlays, 0), page_size)
 
 
-def resolve_max_num_reqs(original, self, token_capacity):
+def resolve_max_num_reqs(original: Original, self: Configurator, token_capacity: int) -> int:
     """AROUND ``KVCacheConfigurator.resolve_max_num_reqs``: as many requests as have windows."""
-    requests = original(self, token_capacity)
+    requests: int = original(self, token_capacity)
     state = runtime.current()
     if state is None or config_of(self.server_args) is None:
         return requests

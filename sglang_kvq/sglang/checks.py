@@ -32,7 +32,7 @@ class Refused:
 
     field: str
     why: str
-    allowed: tuple = (None, False, "")
+    allowed: tuple[object, ...] = (None, False, "")
 
     @property
     def flag(self) -> str:
@@ -115,7 +115,7 @@ def device_of(values: Mapping[str, Any]) -> str:
     """
     from sglang.srt.utils.common import get_device
 
-    device = (values.get("device") or get_device()).split(":")[0]
+    device = str(values.get("device") or get_device()).split(":")[0]
     if device not in ("cpu", "cuda"):
         raise KVQuantError(f"--device {device}: --kv-quant runs on cuda, and on cpu for tests; leave out --kv-quant.")
     if device == "cuda" and torch.version.hip:  # SGLang's models then write the cache themselves
@@ -322,15 +322,7 @@ def after_configure(result: Any, configurator: Any, *args: Any, **kwargs: Any) -
 
 
 def log_checkpoint_cache(model: torch.nn.Module) -> None:
-    """Say so if the checkpoint asks for a cache in another format, as ModelOpt's do; ``flags.complete`` overrides it."""
+    """Say so if the checkpoint asks for a cache in another format, as ModelOpt's do: ``flags.complete`` decides."""
     wanted = getattr(getattr(model, "quant_config", None), "kv_cache_quant_algo", None)
     if wanted and str(wanted).lower() not in ("auto", "none"):
         logger.info("kv-quant decides how the cache is kept, not this checkpoint's kv_cache_quant_algo %s", wanted)
-
-
-def after_init_info(result: dict, scheduler: Any) -> dict:
-    """AFTER ``Scheduler.get_init_info``: what is served, at the top of ``/server_info``; counts change, so not those."""
-    from sglang_kvq.sglang import observe, runtime
-
-    fixed = {name: value for name, value in observe.snapshot(runtime.current()).items() if name != "tiers"}
-    return {**result, "kv_quant": fixed}

@@ -55,8 +55,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
             f"{name}: " + ", ".join(f"{w:g}" for w in get_method(name).widths) + ", auto" * get_method(name).mixed
             for name in METHOD_NAMES
         )
-        + ". The first is the default. At a half, keys have the wider codes. auto:2.75 mixes 2 to 4 bits over layers by "
-        "their calibrated sensitivity so that at most 2.75 bits per element are allocated, scales included.",
+        + ". The first is the default. At a half, keys have the wider codes. auto:2.75 mixes 2 to 4 bits over layers "
+        "by their calibrated sensitivity so that at most 2.75 bits per element are allocated, scales included.",
     )
     add("--kv-quant-seed", type=int, metavar="N", help="Seed of random rotations (turboquant). Default: 0.")
     add(
@@ -134,7 +134,7 @@ def complete(values: MutableMapping[str, Any], device: str) -> None:
     """Set the SGLang settings that ``--kv-quant`` implies. ``checks.check_flags`` has refused other choices."""
     values["page_size"] = PAGE_SIZE
     values["attention_backend"] = attention_backend(device)
-    # At "auto" SGLang takes FP8 from checkpoints that ask for it (ModelOpt's kv_cache_quant_algo), once they are loaded.
+    # At "auto" SGLang takes FP8 from checkpoints that ask for it (ModelOpt's kv_cache_quant_algo), once loaded.
     values["kv_cache_dtype"] = "bfloat16"
     # A prefill graph would freeze a batch's layout; decode graphs stay.
     values["disable_prefill_cuda_graph"] = True

@@ -11,6 +11,7 @@ import pkgutil
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
 from packaging.version import Version
 
@@ -69,7 +70,7 @@ class Hook:
         return f"sglang.srt.{self.target}"
 
 
-def _hooks(process: Process, *rows: tuple) -> tuple[Hook, ...]:
+def _hooks(process: Process, *rows: tuple[Kind, str, str, dict[str, Any]]) -> tuple[Hook, ...]:
     return tuple(Hook(kind, process, target, why, **more) for kind, target, why, more in rows)
 
 
@@ -186,7 +187,7 @@ TABLE: tuple[Hook, ...] = (
             Kind.AFTER,
             "managers.scheduler.Scheduler.get_init_info",
             "method and rotations in /server_info",
-            dict(params=(), handler="checks:after_init_info"),
+            dict(params=(), handler="observe:add_init_info"),
         ),
         # Capacity
         (
@@ -499,7 +500,7 @@ def for_release(version: Version, process: Process | None = None, table: Iterabl
     return [h for h in table if compat.applies(h.versions, version) and process in (None, h.process)]
 
 
-def find(hook: Hook) -> object:
+def find(hook: Hook) -> Any:
     """The symbol itself.
 
     Raises:

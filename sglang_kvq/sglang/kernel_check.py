@@ -51,7 +51,7 @@ def kernels() -> dict[str, Any]:
     for module in modules():
         for node in ast.walk(ast.parse(inspect.getsource(module))):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript):
-                kernel = getattr(module, ast.unparse(node.func.value), None)
+                kernel: Any = getattr(module, ast.unparse(node.func.value), None)
                 if hasattr(kernel, "add_pre_run_hook"):
                     found[f"{kernel.fn.__module__.rpartition('.')[2]}.{kernel.__name__}"] = kernel
     return found

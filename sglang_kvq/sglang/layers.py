@@ -1,4 +1,4 @@
-"""What the cache asks of a model's attention layers: that each has a place of its own, and calls attention plainly.
+"""What the cache asks of a model's attention layers: a layer id of its own for each, and plain calls.
 
 ``backend.check_layers`` looks at a layer's own settings; here is what only shows between layers, or in a call.
 """
@@ -10,9 +10,11 @@ from collections.abc import Mapping
 import torch
 from sglang.srt.layers.radix_attention import RadixAttention
 
+from sglang_kvq.sglang.types import AttentionLayer
+
 
 def check_layer_ids(model: torch.nn.Module, ids: range) -> None:
-    """Refuse layers that share a place in the cache, or have none.
+    """Refuse layers that share a layer of the cache, or have none.
 
     Args:
         ids: layer ids that this worker's pool holds.
@@ -36,14 +38,14 @@ def check_layer_ids(model: torch.nn.Module, ids: range) -> None:
             )
 
 
-def require_plain_call(
-    layer: RadixAttention,
+def own_keys_and_values(
+    layer: AttentionLayer,
     k: torch.Tensor | None,
     v: torch.Tensor | None,
     save_kv_cache: bool,
     extra: Mapping[str, object],
-) -> None:
-    """Attention of a layer's own new keys and values, all to be stored here, with nothing else that changes the result.
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``k`` and ``v`` of a plain call: the layer's own, all to be stored, with nothing else that changes the result.
 
     Args:
         extra: further keyword arguments of the call; those that are None ask for nothing.
@@ -57,8 +59,9 @@ def require_plain_call(
         asked.insert(0, "another layer's keys and values (k or v is None)")
     elif not save_kv_cache:
         asked.insert(0, "keys and values that attention does not store (save_kv_cache=False)")
-    if asked:
+    if asked or k is None or v is None:
         raise NotImplementedError(
             f"--kv-quant does not support this model: attention layer {layer.layer_id} asks for {', '.join(asked)}; "
             "serve it without --kv-quant."
         )
+    return k, v

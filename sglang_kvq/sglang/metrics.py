@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
+from sglang_kvq.cache.layout import MemoryLayout
+from sglang_kvq.cache.tiers import TierManager
 from sglang_kvq.config import PAGE_SIZE
 from sglang_kvq.sglang import runtime
 
-_metrics: TierMetrics | None = None
 
-
-def after_log_stats(result: None, collector, *args, **kwargs) -> None:
+def after_log_stats(result: None, collector: Any, *args: Any, **kwargs: Any) -> None:
     """AFTER ``SchedulerMetricsCollector.log_stats``, which only the ranks that report call."""
-    global _metrics
     state = runtime.current()
     if state is None or state.tiers is None:
         return
-    if _metrics is None:
-        _metrics = TierMetrics(state, collector.labels)
-    _metrics.report()
+    if state.metrics is None:
+        state.metrics = TierMetrics(state.tiers, state.layout, collector.labels)
+    state.metrics.report()
 
 
 class TierMetrics:
@@ -31,14 +32,14 @@ class TierMetrics:
         labels: SGLang's, of this worker.
     """
 
-    def __init__(self, state: runtime.Runtime, labels: dict[str, str]) -> None:
+    def __init__(self, tiers: TierManager, layout: MemoryLayout, labels: dict[str, str]) -> None:
         # Not before SGLang has set PROMETHEUS_MULTIPROC_DIR.
         from prometheus_client import Counter, Gauge
 
         def gauge(name: str, what: str, *more: str) -> Gauge:
             return Gauge(f"sglang_kvq:{name}", what, [*labels, *more], multiprocess_mode="mostrecent")
 
-        self.tiers, layout = state.tiers, state.layout
+        self.tiers = tiers
         gauge("bits_per_element", "Allocated bits per element of the KV cache, BF16 pages included.").labels(
             **labels
         ).set(layout.bits_per_element)
@@ -46,30 +47,31 @@ class TierMetrics:
         pool.labels(**labels, tier="quantized").set(layout.tokens)
         pool.labels(**labels, tier="bf16").set(layout.slots * PAGE_SIZE)
         held = gauge("held_tokens", "Tokens of the pages that a tier holds; a page may be in both.", "tier")
-        self.quantized, self.bf16 = held.labels(**labels, tier="quantized"), held.labels(**labels, tier="bf16")
-        self.quantized = Counter(
+        self.held_quantized, self.held_bf16 = (held.labels(**labels, tier=tier) for tier in ("quantized", "bf16"))
+        self.quantized_pages = Counter(
             "sglang_kvq:quantized_pages", "Pages quantized since the server started.", list(labels)
         ).labels(**labels)
-        self.on_gpu = self.tiers.pool.device.type == "cuda"
-        self.host = self.tiers.count().to("cpu", copy=True)
-        if self.on_gpu:
+        self.host = tiers.count().to("cpu", copy=True)
+        #: Recorded behind the copy under way; None where a copy is done at once.
+        self.copied: torch.cuda.Event | None = None
+        if tiers.pool.device.type == "cuda":
             self.host, self.copied = self.host.pin_memory(), torch.cuda.Event()
             self.copied.record()
         self.published = 0
 
     def report(self) -> None:
         """Publish the latest counts that have arrived, and ask for the next."""
-        if not self.on_gpu:
+        if self.copied is None:
             self.host.copy_(self.tiers.count())
         elif not self.copied.query():
             return
         self._publish(*self.host.tolist())
-        if self.on_gpu:
+        if self.copied is not None:
             self.host.copy_(self.tiers.count(), non_blocking=True)
             self.copied.record()
 
     def _publish(self, slots_used: int, pages_quantized: int, records_written: int, errors: int) -> None:
-        self.bf16.set(slots_used * PAGE_SIZE)
-        self.quantized.set(pages_quantized * PAGE_SIZE)
-        self.quantized.inc(records_written - self.published)
+        self.held_bf16.set(slots_used * PAGE_SIZE)
+        self.held_quantized.set(pages_quantized * PAGE_SIZE)
+        self.quantized_pages.inc(records_written - self.published)
         self.published = records_written

@@ -2,41 +2,50 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from sglang_kvq.config import PAGE_SIZE
 from sglang_kvq.sglang import plugin, runtime
+from sglang_kvq.sglang.types import Original, Scheduler
 
-_checked = -1
 
-
-def check_when_idle(original, self):
+def check_when_idle(original: Original, self: Any) -> None:
     """AROUND ``SchedulerInvariantChecker._check_tree_cache``: SGLang calls it when nothing runs.
 
     A failure is reported as SGLang's own leak checks are: fatal under
     ``SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE``, a warning otherwise.
     """
-    global _checked
     original(self)
     state = runtime.current()
-    if state is None or state.tiers is None or (state.tiers.steps == _checked and not state.tiers.pending):
+    if state is None or state.tiers is None or (state.tiers.steps == state.checked and not state.tiers.pending):
         return
-    _checked = state.tiers.steps
+    state.checked = state.tiers.steps
     try:
         state.allocator.check_integrity()
     except RuntimeError as error:
         self._report_leak("kv-quant", str(error))
 
 
-def add_internal_state(original, self, recv_req):
+def add_internal_state(original: Original, self: Scheduler, recv_req: Any) -> Any:
     """AROUND ``Scheduler.get_internal_state``: what ``GET /server_info`` lists under ``internal_states``."""
     output = original(self, recv_req)
-    if runtime.current() is not None:
-        output.internal_state["kv_quant"] = snapshot(runtime.current())
+    state = runtime.current()
+    if state is not None:
+        output.internal_state["kv_quant"] = {**fixed_state(state), "tiers": held_tokens()}
     return output
 
 
-def snapshot(state: runtime.Runtime) -> dict:
-    """What is served, sizes, bits and tokens per tier of this worker, in plain types."""
-    layout, config, counts = state.layout, state.config, state.tiers.counts()
+def add_init_info(result: dict[str, Any], scheduler: Scheduler) -> dict[str, Any]:
+    """AFTER ``Scheduler.get_init_info``: what is served, at the top of ``/server_info``.
+
+    Only what is fixed: SGLang asks once, at start.
+    """
+    return {**result, "kv_quant": fixed_state(runtime.started())}
+
+
+def fixed_state(state: runtime.Runtime) -> dict[str, Any]:
+    """What is served, sizes and bits of this worker, in plain types."""
+    layout, config = state.layout, state.config
     return {
         **state.status,
         "sink_tokens": config.sink_tokens,
@@ -50,8 +59,13 @@ def snapshot(state: runtime.Runtime) -> dict:
         "bf16_pages": layout.slots,
         "max_running_requests": layout.max_requests,
         "hooks": plugin.hook_counts(),
-        "tiers": {
-            "bf16_tokens": counts.slots_used * PAGE_SIZE,
-            "quantized_tokens": counts.pages_quantized * PAGE_SIZE,
-        },
+    }
+
+
+def held_tokens() -> dict[str, int]:
+    """Tokens of the pages that each tier holds now. Waits for the device."""
+    counts = runtime.live_tiers().counts()
+    return {
+        "bf16_tokens": counts.slots_used * PAGE_SIZE,
+        "quantized_tokens": counts.pages_quantized * PAGE_SIZE,
     }

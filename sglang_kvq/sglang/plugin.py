@@ -9,10 +9,10 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
+import pkgutil
 import sys
 from collections.abc import Callable, Iterable
-from importlib import import_module
-from typing import Any
+from typing import Any, TypeAlias
 
 from sglang_kvq.config import KVQuantConfig
 from sglang_kvq.releases import SUPPORTED
@@ -22,11 +22,14 @@ from sglang_kvq.sglang.runtime import config_of
 
 logger = logging.getLogger("sglang_kvq")
 
+#: What takes a hooked call; its arguments are the symbol's, and those that ``Kind`` puts before them.
+Handler: TypeAlias = Callable[..., Any]
+
 #: Modules of the main process that take seconds to import.
 _HEAVY = ("sglang.srt.entrypoints.engine", "sglang.srt.managers.tokenizer_control_mixin")
 
 #: What was put in place for each entry that this process patched.
-_installed: dict[Hook, Callable] = {}
+_installed: dict[Hook, Handler] = {}
 #: Why this process patched nothing, or less than the table says.
 _problems: list[str] = []
 #: Set once this process is known to serve with ``--kv-quant``; scheduler-side handlers run only then.
@@ -81,17 +84,17 @@ def install(table: Iterable[Hook]) -> None:
         elif hook.kind is Kind.FACTORY:
             owner, _, name = hook.path.rpartition(".")
             handler = functools.partial(handler, hooks.find(hook))
-            setattr(hooks.pkgutil.resolve_name(owner), name, staticmethod(handler))
+            setattr(pkgutil.resolve_name(owner), name, staticmethod(handler))
         _installed[hook] = handler
 
 
-def _call(hook: Hook) -> Callable:
+def _call(hook: Hook) -> Handler:
     """The hook's handler, imported at its first call; inert in a process that does not serve with ``--kv-quant``."""
 
     @functools.cache
-    def load() -> Callable:
-        module, _, name = hook.handler.partition(":")
-        return getattr(import_module(f"sglang_kvq.sglang.{module}"), name)
+    def load() -> Handler:
+        found: Handler = pkgutil.resolve_name(f"sglang_kvq.sglang.{hook.handler}")
+        return found
 
     def handler(first: Any, *args: Any, **kwargs: Any) -> Any:
         if hook.always or _config is not None:
@@ -102,7 +105,7 @@ def _call(hook: Hook) -> Callable:
     return handler
 
 
-def _install_backend(hook: Hook) -> Callable:
+def _install_backend(hook: Hook) -> Handler:
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
 
     original, ours = hooks.find(hook), _call(hook)
@@ -132,7 +135,7 @@ def _is_applied(hook: Hook) -> bool:
     return symbol is _installed[hook] or _holds(symbol, _installed[hook])
 
 
-def _holds(function: Any, handler: Callable) -> bool:
+def _holds(function: Any, handler: Handler) -> bool:
     """Whether a wrapper made by HookRegistry calls this handler: it keeps it in its closure."""
     function = getattr(function, "__func__", function)
     return any(cell.cell_contents is handler for cell in getattr(function, "__closure__", None) or ())
@@ -191,7 +194,7 @@ def run_scheduler(run: Any, server_args: Any, *args: Any, **kwargs: Any) -> Any:
 
 def before_scheduler_init(scheduler: Any, server_args: Any, *args: Any, **kwargs: Any) -> None:
     """BEFORE ``Scheduler.__init__``: from here on this process serves with ``--kv-quant``, or it ends."""
-    global _config
+    global _config  # noqa: PLW0603  (SGLang's hooks share nothing but the process)
     _config = config_of(server_args)
     if _config is None:
         return

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any, NoReturn
+
 import torch
 from sglang.srt.mem_cache.memory_pool import KVCache
 
-from sglang_kvq.cache.layout import MemoryLayout
 from sglang_kvq.config import PAGE_SIZE
 from sglang_kvq.sglang import canary, runtime
 from sglang_kvq.sglang.runtime import config_of, logger
+from sglang_kvq.sglang.types import Configurator, Original
 
 
 class KVQuantPool(KVCache):
@@ -19,7 +21,10 @@ class KVQuantPool(KVCache):
     get to see that they are new.
     """
 
-    def __init__(self, size, page_size, layout: MemoryLayout, device, start_layer, end_layer):
+    def __init__(
+        self, size: int, page_size: int, state: runtime.Runtime, device: str, start_layer: int, end_layer: int
+    ) -> None:
+        layout = state.layout
         super().__init__(size, page_size, torch.uint8, layout.geometry.layers, device, False, start_layer, end_layer)
         self.layout = layout
         self.head_num, self.head_dim = layout.geometry.kv_heads, layout.geometry.head_dim
@@ -27,7 +32,7 @@ class KVQuantPool(KVCache):
         logger.info(
             "kv-quant %s: %d tokens (BF16 would hold %d in the same %.2f GiB: %.2fx), %.2f allocated bits per element "
             "(%.3f in records), %d BF16 pages (%d tokens), at most %d running requests",
-            runtime.current().config.describe(),
+            state.config.describe(),
             layout.tokens,
             layout.bf16_tokens,
             layout.total_bytes / 2**30,
@@ -39,28 +44,25 @@ class KVQuantPool(KVCache):
             layout.max_requests,
         )
 
-    def get_kv_size_bytes(self):
+    def get_kv_size_bytes(self) -> int:
         return self.layout.total_bytes
 
-    def _no_buffer(self):
+    def _no_buffer(self, *args: object, **kwargs: object) -> NoReturn:
         raise NotImplementedError(
             "--kv-quant keeps no plain K and V buffers; a feature that reads them cannot be used with it"
         )
 
-    def get_key_buffer(self, layer_id):
-        self._no_buffer()
-
-    def get_value_buffer(self, layer_id):
-        self._no_buffer()
-
-    def get_kv_buffer(self, layer_id):
-        self._no_buffer()
-
-    def set_kv_buffer(self, *args, **kwargs):
-        self._no_buffer()
+    get_key_buffer = get_value_buffer = get_kv_buffer = set_kv_buffer = _no_buffer
 
 
-def build_mha_kv_pool(original, self, *, max_total_num_tokens, mha_pool_class, quant_method=None):
+def build_mha_kv_pool(
+    original: Original,
+    self: Configurator,
+    *,
+    max_total_num_tokens: int,
+    mha_pool_class: type,
+    quant_method: object = None,
+) -> Any:
     """AROUND ``KVCacheConfigurator._build_mha_kv_pool``."""
     if config_of(self.server_args) is None or self.is_draft_worker:
         return original(
@@ -72,11 +74,10 @@ def build_mha_kv_pool(original, self, *, max_total_num_tokens, mha_pool_class, q
                 f"--kv-quant keeps windows in bfloat16, but the model runs in {dtype}: add --dtype bfloat16."
             )
     canary.register(KVQuantPool)
-    state = runtime.current()
     return KVQuantPool(
         max_total_num_tokens,
         PAGE_SIZE,
-        state.layout,
+        runtime.started(),
         self.device,
         self.layer_info.start_layer,
         self.layer_info.end_layer,

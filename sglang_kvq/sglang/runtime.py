@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from sglang_kvq.cache.layout import KVGeometry, MemoryLayout
 from sglang_kvq.cache.pool import PagePool
 from sglang_kvq.cache.tiers import TierManager
 from sglang_kvq.config import KVQuantConfig
+from sglang_kvq.sglang.types import ServerArgs
+
+if TYPE_CHECKING:
+    from sglang_kvq.sglang.allocator import KVQuantAllocator
+    from sglang_kvq.sglang.metrics import TierMetrics
 
 logger = logging.getLogger("sglang_kvq")
 
@@ -16,23 +22,36 @@ logger = logging.getLogger("sglang_kvq")
 CONFIG_ATTRIBUTE = "_kvq_config"
 
 
-def config_of(server_args) -> KVQuantConfig | None:
+def config_of(server_args: ServerArgs) -> KVQuantConfig | None:
     """The configuration of this server, None when ``--kv-quant`` is off."""
-    return getattr(server_args, CONFIG_ATTRIBUTE, None)
+    config: KVQuantConfig | None = getattr(server_args, CONFIG_ATTRIBUTE, None)
+    return config
 
 
-@dataclass
+@dataclass(eq=False, repr=False)
 class Runtime:
-    """Filled in the order SGLang builds things: sizes, pool, allocator, attention backend."""
+    """Filled in the order SGLang builds things: sizes, pool, allocator, attention backend.
+
+    An attribute without a default does not exist before its step; reading it then is an AttributeError.
+
+    Attributes:
+        budget_slots: overlays that ``--kv-quant-bf16-budget`` pays for.
+        tiers: None until the attention backend exists.
+        status: what is served, in plain values, for the log and ``/server_info``.
+        metrics: None until SGLang reports its own for the first time.
+        checked: the step of ``tiers`` at which the cache was last looked at while idle.
+    """
 
     config: KVQuantConfig
     geometry: KVGeometry
     budget_slots: int = 0
-    layout: MemoryLayout | None = None
-    pages: PagePool | None = None
+    layout: MemoryLayout = field(init=False)
+    pages: PagePool = field(init=False)
+    allocator: KVQuantAllocator = field(init=False)
     tiers: TierManager | None = None
-    allocator: object | None = None
-    status: dict = field(default_factory=dict)
+    status: dict[str, Any] = field(default_factory=dict)
+    metrics: TierMetrics | None = None
+    checked: int = -1
 
 
 _current: Runtime | None = None
@@ -40,7 +59,7 @@ _current: Runtime | None = None
 
 def start(config: KVQuantConfig, geometry: KVGeometry) -> Runtime:
     """Begin (or, when SGLang sizes twice, begin again) this process's cache."""
-    global _current
+    global _current  # noqa: PLW0603  (SGLang's hooks share nothing but the process)
     if _current is None or _current.geometry != geometry or _current.config != config:
         _current = Runtime(config, geometry)
     return _current
@@ -51,6 +70,29 @@ def current() -> Runtime | None:
     return _current
 
 
+def started() -> Runtime:
+    """This process's cache, for what SGLang builds after it was sized.
+
+    Raises:
+        RuntimeError: it was not.
+    """
+    if _current is None:
+        raise RuntimeError("kv-quant: SGLang builds a part of the cache that was never sized; please report this.")
+    return _current
+
+
 def tiers() -> TierManager | None:
     """The live tier manager, None until the attention backend exists."""
     return _current.tiers if _current else None
+
+
+def live_tiers() -> TierManager:
+    """The live tier manager, for what happens only once requests run.
+
+    Raises:
+        RuntimeError: there is none.
+    """
+    found = tiers()
+    if found is None:
+        raise RuntimeError("kv-quant: the cache is used before the attention backend exists; please report this.")
+    return found

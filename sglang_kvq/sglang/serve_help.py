@@ -6,6 +6,7 @@ it is imported. This one answers "not me", and if help was asked for arranges th
 
 from __future__ import annotations
 
+import argparse
 import sys
 from types import ModuleType
 
@@ -24,7 +25,7 @@ def _list_flags(server_args: ModuleType) -> None:
 
     add_upstream = server_args.ServerArgs.add_cli_args
 
-    def add_cli_args(parser) -> None:
+    def add_cli_args(parser: argparse.ArgumentParser) -> None:
         add_upstream(parser)
         add_flags(parser)
 

@@ -7,18 +7,20 @@ tree's. The own pages' overlays then belong on the tree's pages, or the window w
 from __future__ import annotations
 
 from inspect import signature
+from typing import Any
 
 import torch
 
+from sglang_kvq.cache.tiers import TierManager
 from sglang_kvq.config import PAGE_SIZE
 from sglang_kvq.sglang import runtime
+from sglang_kvq.sglang.types import Original, PrefixCache, Req
 
 
 class _WindowMove:
     """The window pages of a row before and after an insertion, recorded as one move in order."""
 
-    def __init__(self, req_to_token, row: int, length: int) -> None:
-        tiers = runtime.tiers()
+    def __init__(self, tiers: TierManager, req_to_token: torch.Tensor, row: int, length: int) -> None:
         full = length // PAGE_SIZE  # only whole pages enter the tree
         sinks = min(tiers.sink_pages, full)
         recent = max(full - tiers.recent_pages - 1, sinks)
@@ -27,38 +29,40 @@ class _WindowMove:
         self.req_to_token, self.row, self.pending = req_to_token, row, tiers.pending
         if self.spans:
             self.own = self._pages(req_to_token[row])
-            self.place = self.pending.reserve_move()
+            self.event = self.pending.reserve_move()
 
-    def _pages(self, locations):
+    def _pages(self, locations: torch.Tensor) -> torch.Tensor:
         return torch.cat([locations[span] for span in self.spans]).long() // PAGE_SIZE
 
-    def finish(self, locations=None) -> None:
+    def finish(self, locations: torch.Tensor | None = None) -> None:
         """``locations`` holds the tree's token locations; None reads the rewritten row."""
         if self.spans:
             kept = self._pages(self.req_to_token[self.row] if locations is None else locations)
-            self.pending.fill_move(self.place, self.own, kept)
+            self.pending.fill_move(self.event, self.own, kept)
 
 
-def around_unfinished(original, self, req, *args, **kwargs):
+def around_unfinished(original: Original, self: PrefixCache, req: Req, *args: Any, **kwargs: Any) -> Any:
     """AROUND ``RadixCache.cache_unfinished_req`` (``hooks.OLD_TREE``): rewrites the row itself."""
-    if runtime.tiers() is None or self.disable:
+    tiers = runtime.tiers()
+    if tiers is None or self.disable:
         return original(self, req, *args, **kwargs)
-    move = _WindowMove(self.req_to_token_pool.req_to_token, req.req_pool_idx, len(req.get_fill_ids()))
+    move = _WindowMove(tiers, self.req_to_token_pool.req_to_token, req.req_pool_idx, len(req.get_fill_ids()))
     result = original(self, req, *args, **kwargs)
     move.finish()
     return result
 
 
-def around_finished(original, self, req, *args, **kwargs):
+def around_finished(original: Original, self: PrefixCache, req: Req, *args: Any, **kwargs: Any) -> Any:
     """AROUND ``RadixCache.cache_finished_req`` (``hooks.OLD_TREE``): frees duplicates, leaves the row."""
     is_insert = kwargs.get("is_insert", args[0] if args else True)
-    if runtime.tiers() is None or self.disable or not is_insert or self.disable_finished_insert:
+    tiers = runtime.tiers()
+    if tiers is None or self.disable or not is_insert or self.disable_finished_insert:
         return original(self, req, *args, **kwargs)
     from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
     from sglang.srt.mem_cache.radix_cache import RadixKey
 
     length = kwargs["kv_len_to_handle"]
-    move = _WindowMove(self.req_to_token_pool.req_to_token, req.req_pool_idx, length)
+    move = _WindowMove(tiers, self.req_to_token_pool.req_to_token, req.req_pool_idx, length)
     # Everything by which this release keeps requests of the same tokens apart: another's pages replace nothing.
     names = {name: getattr(req, name) for name in ("extra_key", "cache_salt") if name in signature(RadixKey).parameters}
     key = RadixKey((req.origin_input_ids + req.output_ids)[:length], **names)
@@ -69,11 +73,12 @@ def around_finished(original, self, req, *args, **kwargs):
     return result
 
 
-def around_checkpoint(original, self, req, *, up_to, **kwargs):
+def around_checkpoint(original: Original, self: PrefixCache, req: Req, *, up_to: int, **kwargs: Any) -> Any:
     """AROUND ``UnifiedRadixCache.checkpoint_into_tree`` (``hooks.NEW_TREE``): rewrites the row in both cases."""
-    if runtime.tiers() is None or self.disable:
+    tiers = runtime.tiers()
+    if tiers is None or self.disable:
         return original(self, req, up_to=up_to, **kwargs)
-    move = _WindowMove(self.req_to_token_pool.req_to_token, req.kv.req_pool_idx, up_to)
+    move = _WindowMove(tiers, self.req_to_token_pool.req_to_token, req.kv.req_pool_idx, up_to)
     result = original(self, req, up_to=up_to, **kwargs)
     move.finish()
     return result

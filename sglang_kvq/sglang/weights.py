@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ import torch
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.sglang import compat, runtime
 from sglang_kvq.sglang.runtime import config_of, logger
+from sglang_kvq.sglang.types import Original, ServerArgs
 
 #: Architectures whose attention is qkv_proj -> (norm, rope on q and k) -> attention -> o_proj, with
 #: nothing applied to V in between nor to the output before o_proj.
@@ -26,11 +28,12 @@ FOLDABLE = frozenset(
 )
 
 
-def attention_layers(model: torch.nn.Module) -> dict[int, torch.nn.Module]:
+def attention_layers(model: torch.nn.Module) -> dict[int, Any]:
     """Each module that owns a RadixAttention named ``attn`` with qkv_proj and o_proj, by layer id."""
+    modules: Iterable[Any] = model.modules()
     return {
         module.attn.layer_id: module
-        for module in model.modules()
+        for module in modules
         if hasattr(module, "attn")
         and hasattr(module, "qkv_proj")
         and hasattr(module, "o_proj")
@@ -38,7 +41,9 @@ def attention_layers(model: torch.nn.Module) -> dict[int, torch.nn.Module]:
     }
 
 
-def why_not_foldable(model: torch.nn.Module, layers: range, server_args: Any, device: str | torch.device) -> str | None:
+def why_not_foldable(
+    model: torch.nn.Module, layers: range, server_args: ServerArgs, device: str | torch.device
+) -> str | None:
     """Why the value rotation must be applied at run time; None if ``fold`` may change this model's weights.
 
     Every layer's W_v and W_o must be plain dense matrices on ``device`` that SGLang multiplies with as they are, in an
@@ -67,7 +72,7 @@ def why_not_foldable(model: torch.nn.Module, layers: range, server_args: Any, de
 
 
 #: Settings under which folding would be wrong or would not last: the field, its harmless values, why.
-_SETTINGS = (
+_SETTINGS: tuple[tuple[str, tuple[object, ...], str], ...] = (
     ("enable_lora", (None, False), "an adapter's own V and output matrices would miss it"),
     ("lora_paths", (None, [], {}), "an adapter's own V and output matrices would miss it"),
     ("cpu_offload_gb", (None, 0), "weights that are offloaded are not where they can be changed"),
@@ -76,18 +81,18 @@ _SETTINGS = (
 )
 
 
-def _why_not_plain(projection: torch.nn.Module, axis: int, size: int, device: torch.device) -> str | None:
+def _why_not_plain(projection: Any, axis: int, size: int, device: torch.device) -> str | None:
     """Completes "qkv_proj of layer 3 ..." if its weight is not a dense matrix of ``size`` along ``axis``, as loaded."""
     from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 
-    method, weight = getattr(projection, "quant_method", None), getattr(projection, "weight", None)
+    method: object = getattr(projection, "quant_method", None)
+    weight: Any = getattr(projection, "weight", None)
     if type(method) is not UnquantizedLinearMethod:
         return f"multiplies by {type(method).__name__}"
     if getattr(projection, "use_intel_amx_backend", False):
         return "is packed for AMX"
-    for tensor in (weight, getattr(projection, "bias", None)):
-        if tensor is None and tensor is not weight:
-            continue  # no bias
+    bias = getattr(projection, "bias", None)
+    for tensor in (weight,) if bias is None else (weight, bias):
         # A subclass may report any dtype and shape and hold something else: torchao's say bfloat16.
         if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or type(tensor.data) is not torch.Tensor:
             return f"has a {type(tensor).__name__}"
@@ -136,12 +141,12 @@ _NO_UPDATE = _FOLDED + "weights cannot be updated in place. Restart the server w
 _NO_EXPORT = _FOLDED + "they are not the checkpoint's and are not given away. Use a server without --kv-quant."
 
 
-def refuse_update(original, self, *args, **kwargs):
+def refuse_update(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
     """AROUND ``WeightUpdater.update_weights_*``: new weights would lack the folded rotation."""
     return (False, _NO_UPDATE) if folded() else original(self, *args, **kwargs)
 
 
-def refuse_update_session(original, self, recv_req):
+def refuse_update_session(original: Original, self: Any, recv_req: Any) -> Any:
     """AROUND ``SchedulerWeightUpdaterManager.begin_weight_update``: what follows may write weights past our hooks."""
     if not folded():
         return original(self, recv_req)
@@ -150,12 +155,12 @@ def refuse_update_session(original, self, recv_req):
     return BeginWeightUpdateReqOutput(success=False, message=_NO_UPDATE)
 
 
-def refuse_sending(original, self, *args, **kwargs):
+def refuse_sending(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
     """AROUND ``WeightExporter.*_remote_instance``: another server would load folded weights as a checkpoint's."""
     return (False, _NO_EXPORT) if folded() else original(self, *args, **kwargs)
 
 
-def refuse_saving(original, self, *args, **kwargs):
+def refuse_saving(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
     """AROUND ``WeightExporter.save_*`` and ``WeightChecker.handle``; SGLang answers the caller with the message.
 
     Raises:
@@ -171,7 +176,7 @@ def is_folded_weight(name: str) -> bool:
     return not {"v_proj", "qkv_proj", "o_proj"}.isdisjoint(name.split("."))
 
 
-def refuse_reading(original, self, name, *args, **kwargs):
+def refuse_reading(original: Original, self: Any, name: str, *args: Any, **kwargs: Any) -> Any:
     """AROUND ``WeightExporter.get_weights_by_name``: None and a line in the log, which is how SGLang refuses there."""
     if folded() and is_folded_weight(name):
         logger.error("get_weights_by_name %s: %s", name, _NO_EXPORT)
@@ -179,7 +184,7 @@ def refuse_reading(original, self, name, *args, **kwargs):
     return original(self, name, *args, **kwargs)
 
 
-async def explain_refusal(original, self, obj, *args, **kwargs):
+async def explain_refusal(original: Original, self: Any, obj: Any, *args: Any, **kwargs: Any) -> Any:
     """AROUND ``TokenizerControlMixin.get_weights_by_name``: the scheduler's None has no room for a reason.
 
     Raises:

@@ -1,8 +1,8 @@
 """Where SGLang's source looks at a KV pool or an attention backend, found by reading it.
 
-A *look* is an attribute that is read, written, asked for with getattr or hasattr, or a test of the object's class. Which
-object is meant follows from names: ``token_to_kv_pool``, ``get_attn_backend()``, an annotation with such a class, and any
-name or ``self`` attribute that was assigned from one of these.
+A *look* is an attribute that is read, written, asked for with getattr or hasattr, or a test of the object's class.
+Which object is meant follows from names: ``token_to_kv_pool``, ``get_attn_backend()``, an annotation with such a class,
+and any name or ``self`` attribute that was assigned from one of these.
 """
 
 from __future__ import annotations
@@ -191,8 +191,8 @@ class Call:
 def calls(root: Path, skip: tuple[str, ...] = ()) -> list[Call]:
     """Every different one in the models below ``root``.
 
-    A layer is what a class assigns from RadixAttention; in a class that does not assign it, ``self.attn`` and what others in
-    the file call their layers.
+    A layer is what a class assigns from RadixAttention; in a class that does not assign it, ``self.attn`` and what
+    others in the file call their layers.
     """
     found: dict[tuple[str, str], int] = {}
     for path in sorted((root / "models").rglob("*.py")):

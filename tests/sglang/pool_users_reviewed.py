@@ -132,8 +132,8 @@ REVIEWED = {
         ),
         "mem_cache/common.py": ("is DeepSeekV4TokenToKVPool", _DSV4),
         "mem_cache/kv_cache_builder.py": (
-            "is MHATokenToKVPool, is MLATokenToKVPool, is HybridLinearKVPool, is SWAKVPool, is BaseSWAKVPool, full_kv_pool, "
-            "type(), is DeepSeekV4TokenToKVPool, needs_paged_swa_allocator, _unified_kv?, request_window",
+            "is MHATokenToKVPool, is MLATokenToKVPool, is HybridLinearKVPool, is SWAKVPool, is BaseSWAKVPool, "
+            "full_kv_pool, type(), is DeepSeekV4TokenToKVPool, needs_paged_swa_allocator, _unified_kv?, request_window",
             "host pools of HiCache; the rest is DeepSeek-V4's",
         ),
         "mem_cache/kv_cache_configurator.py": (
@@ -200,8 +200,8 @@ _FUSES = "False only where enable_fused_set_kv_buffer is true: never, as test_mo
 _WINDOWS = "has sliding windows too, which check_model or check_layers refuses"
 _BOTH_WAYS = "its attention looks at later tokens, which check_layers refuses"
 
-#: Calls of attention layers with more than q, k, v and the batch: by path, what, and why no answer is wrong. Whatever the
-#: backend does not know it refuses in the call (``layers.require_plain_call``), at the latest when the server warms up.
+#: Calls of attention layers with more than q, k, v and the batch: by path, what, and why no answer is wrong. Whatever
+#: the backend does not know it refuses in the call (``layers.own_keys_and_values``), at the latest in warm-up.
 CALLS = {
     "models/baichuan.py": ("**", "ALiBi slopes, on NPUs only"),
     "models/bailing_moe.py": ("save_kv_cache", _FUSES),

@@ -30,11 +30,11 @@ def in_config(folder: Path) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": section}))
 
 
-@pytest.mark.parametrize("place", [in_own_file, in_config])
-def test_the_cache_stays_in_bfloat16(applied, command_line, model_folder, place):
+@pytest.mark.parametrize("ask", [in_own_file, in_config])
+def test_the_cache_stays_in_bfloat16(applied, command_line, model_folder, ask):
     """From the command line to SGLang's own decision, which it makes once the weights are loaded."""
     folder = Path(model_folder())
-    place(folder)
+    ask(folder)
     server_args = command_line("--kv-quant", "hadamard", model=str(folder))
     if hasattr(server_args, "resolve_once"):
         server_args.resolve_once()

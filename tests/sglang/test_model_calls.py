@@ -1,7 +1,9 @@
-"""SGLang's models over our real pool and backend, on a CPU: they find the pools, store nothing themselves, ask for nothing ignored.
+"""SGLang's models over our real pool and backend, on a CPU.
 
-Models that can fuse RoPE with the cache write look at the pool first, whatever the device. ``models.utils`` is told that it
-runs on CUDA, where it would fuse for a pool of bfloat16.
+They find the pools, store nothing themselves, and ask for nothing that is ignored.
+
+Models that can fuse RoPE with the cache write look at the pool first, whatever the device. ``models.utils`` is told
+that it runs on CUDA, where it would fuse for a pool of bfloat16.
 """
 
 import sys
@@ -44,7 +46,8 @@ def make_runner(applied, monkeypatch):
 
     def make(model):
         geometry = KVGeometry(HEADS, (PageFormat(D, D),) * LAYERS)
-        state = runtime.Runtime(CONFIG, geometry, layout=MemoryLayout(geometry, pages=16, slots=16, max_requests=2))
+        state = runtime.Runtime(CONFIG, geometry)
+        state.layout = MemoryLayout(geometry, pages=16, slots=16, max_requests=2)
         monkeypatch.setattr(runtime, "_current", state)
         configurator = SimpleNamespace(
             server_args=server_args,

@@ -64,7 +64,7 @@ def pools(modules: dict[str, ast.Module]) -> set[str]:
     return known
 
 
-def places() -> set[str]:
+def givers() -> set[str]:
     """Each method, dotted below ``sglang.srt``, that puts rows on the pool's list of free ones."""
     modules = trees()
     known, found = pools(modules), set()
@@ -86,7 +86,7 @@ def places() -> set[str]:
 
 def test_every_place_that_gives_rows_back_is_hooked():
     hooked = {h.target for h in hooks.for_release(RELEASE) if (h.handler or "").startswith("rows:")}
-    assert places() == hooked
+    assert givers() == hooked
 
 
 @pytest.fixture

@@ -9,16 +9,13 @@ import torch
 
 from sglang_kvq.cache.pending import MovedOverlays, PendingOps
 from sglang_kvq.config import PAGE_SIZE
-from sglang_kvq.sglang import runtime
 from sglang_kvq.sglang.tree import _WindowMove
 from tests import device_waits
 
 
 @pytest.fixture
-def pending(monkeypatch):
-    tiers = SimpleNamespace(sink_pages=1, recent_pages=4, pending=PendingOps())
-    monkeypatch.setattr(runtime, "tiers", lambda: tiers)
-    return tiers.pending
+def tiers():
+    return SimpleNamespace(sink_pages=1, recent_pages=4, pending=PendingOps())
 
 
 def table(first: int, device: str) -> torch.Tensor:
@@ -37,12 +34,12 @@ def table(first: int, device: str) -> torch.Tensor:
         (64 * 12, [0, 7, 8, 9, 10, 11]),
     ],
 )
-def test_sinks_and_window_are_moved(pending, length, expected):
+def test_sinks_and_window_are_moved(tiers, length, expected):
     row = table(100, "cpu")
-    move = _WindowMove(row, 0, length)
+    move = _WindowMove(tiers, row, 0, length)
     row[:] = table(500, "cpu")
     move.finish()
-    moves = list(pending.drain(torch.device("cpu")))
+    moves = list(tiers.pending.drain(torch.device("cpu")))
     if not expected:
         assert not moves
         return
@@ -55,9 +52,9 @@ def test_sinks_and_window_are_moved(pending, length, expected):
 
 
 @pytest.mark.gpu
-def test_recording_does_not_wait_for_the_device(pending):
+def test_recording_does_not_wait_for_the_device(tiers):
     """A wait here delays the result of the batch before by a whole prefill."""
     row, kept = table(100, "cuda"), table(500, "cuda")[0]
     with device_waits.refused():
-        _WindowMove(row, 0, 64 * 12).finish(kept)
-    assert pending
+        _WindowMove(tiers, row, 0, 64 * 12).finish(kept)
+    assert tiers.pending
