@@ -78,10 +78,9 @@ def convert(gguf: Path, target: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    source = {"pretrained_model_name_or_path": gguf.parent, "gguf_file": gguf.name}
-    tokenizer = AutoTokenizer.from_pretrained(**source)
-    model = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.bfloat16)
-    # The file says which token ends an answer; transformers' tokeniser keeps the architecture's default instead.
+    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.bfloat16)
+    # The file says which token ends an answer; transformers' tokenizer keeps the architecture's default instead.
     tokenizer.eos_token = tokenizer.convert_ids_to_tokens(model.config.eos_token_id)
     tokenizer.save_pretrained(target)
     model.save_pretrained(target)
@@ -121,7 +120,8 @@ def ensure(folder: Path = FOLDER, name: str = DEFAULT) -> Path:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--convert"]:
-        sys.exit(convert(Path(sys.argv[2]), Path(sys.argv[3])))
+        convert(Path(sys.argv[2]), Path(sys.argv[3]))
+        sys.exit()
     try:
         print(ensure(name=sys.argv[1] if sys.argv[1:] else DEFAULT))
     except StepFailed as error:

@@ -1,4 +1,7 @@
-"""Steps with their elapsed time, on a terminal or in a log. Standard library only: it runs before anything is installed."""
+"""Steps with their elapsed time, on a terminal or in a log.
+
+Standard library only: it runs before anything is installed.
+"""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def cpu_flags(flags: Sequence[str]) -> list[str]:
 def cpu_environment(flags: Sequence[str]) -> dict[str, str]:
     """Variables of SGLang's CPU engine for these flags.
 
-    It binds each tensor-parallel rank to one NUMA node unless told to which cores; ranks beyond the nodes would stop it.
+    It binds each tensor-parallel rank to one NUMA node unless told to which cores; more ranks than nodes would stop it.
     """
     chosen = {"SGLANG_USE_CPU_ENGINE": "1"}
     if "--tp-size" in flags:
@@ -87,7 +87,7 @@ class Server(ServerProcess):
         log = Path(log_path) if log_path else Path(tempfile.mkdtemp(prefix="kvq-server-")) / "server.log"
         super().__init__(command, log, port, {**own, **(env or {})})
 
-    def start(self, timeout: float = 300.0) -> Server:
+    def start(self, timeout: float | None = None) -> Server:
         try:
             super().start(timeout)
         except ServerFailed as error:
@@ -109,7 +109,8 @@ class Server(ServerProcess):
         request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json"})
         try:
             with OPENER.open(request, timeout=timeout) as response:
-                return response.read()
+                content: bytes = response.read()
+                return content
         except urllib.error.HTTPError as error:
             raise ServerError(f"{path}: {error.code} {error.read().decode(errors='replace')}") from error
         except OSError as error:
@@ -125,7 +126,8 @@ class Server(ServerProcess):
         """
         sampling = {"temperature": 0, "max_new_tokens": max_new_tokens, **options.pop("sampling_params", {})}
         source = {"text": prompt} if isinstance(prompt, str) else {"input_ids": prompt}
-        return self.json("/generate", {**source, "sampling_params": sampling, **options})
+        answer: dict[str, Any] = self.json("/generate", {**source, "sampling_params": sampling, **options})
+        return answer
 
     def openai(self) -> Any:
         """A client of the ``openai`` package for this server."""
@@ -142,7 +144,8 @@ class Server(ServerProcess):
         return answer.choices[0].message.content or ""
 
     def info(self) -> dict[str, Any]:
-        return self.json("/server_info")
+        info: dict[str, Any] = self.json("/server_info")
+        return info
 
     def kv_quant(self) -> dict[str, Any]:
         """The plugin's part of ``/server_info``: what is served, and how much of it is in use now.

@@ -58,14 +58,14 @@ class KVQuantConfig:
 
         method = get_method(self.method)
         method.width(self.bits)
-        for flag, value, least in (
+        for flag, tokens, least in (
             ("--kv-quant-sink", self.sink_tokens, 0),
             ("--kv-quant-recent", self.recent_tokens, PAGE_SIZE),
         ):
-            if value < least or value % PAGE_SIZE:
+            if tokens < least or tokens % PAGE_SIZE:
                 raise KVQuantError(
-                    f"{flag} {value}: must be a multiple of the page size {PAGE_SIZE}, at least "
-                    f"{least}; the nearest valid value is {max(least, round(value / PAGE_SIZE) * PAGE_SIZE)}."
+                    f"{flag} {tokens}: must be a multiple of the page size {PAGE_SIZE}, at least "
+                    f"{least}; the nearest valid value is {max(least, round(tokens / PAGE_SIZE) * PAGE_SIZE)}."
                 )
         if self.group_size is not None and self.group_size not in (32, 64, 96, 128):
             raise KVQuantError(
@@ -75,12 +75,13 @@ class KVQuantConfig:
         if self.group_size is not None and self.group_size not in method.group_sizes:
             sizes = " or ".join(map(str, method.group_sizes)) or "no such groups: its scale is of a token's whole row"
             raise KVQuantError(
-                f"--kv-quant-group-size {self.group_size}: --kv-quant {self.method} has {sizes}; change it or leave it out."
+                f"--kv-quant-group-size {self.group_size}: --kv-quant {self.method} has {sizes}; change it or leave it "
+                "out."
             )
-        for axis, value, code in (("k", self.clip_k, method.k), ("v", self.clip_v, method.v)):
-            if value is not None and not code.clips:
+        for axis, clip, code in (("k", self.clip_k, method.k), ("v", self.clip_v, method.v)):
+            if clip is not None and not code.clips:
                 raise KVQuantError(
-                    f"--kv-quant-clip-{axis} {value}: --kv-quant {self.method} does not clip these codes; leave it out."
+                    f"--kv-quant-clip-{axis} {clip}: --kv-quant {self.method} does not clip these codes; leave it out."
                 )
         if self.seed is not None:
             if method.rotation is not RotationKind.RANDOM:
@@ -89,10 +90,10 @@ class KVQuantConfig:
                 )
             if not 0 <= self.seed < 2**63:
                 raise KVQuantError(f"--kv-quant-seed {self.seed}: must be at least 0 and below 2^63.")
-        for flag, value in (("--kv-quant-clip-k", self.clip_k), ("--kv-quant-clip-v", self.clip_v)):
-            if value is not None and not 0.5 <= value <= 1.0:
+        for flag, clip in (("--kv-quant-clip-k", self.clip_k), ("--kv-quant-clip-v", self.clip_v)):
+            if clip is not None and not 0.5 <= clip <= 1.0:
                 raise KVQuantError(
-                    f"{flag} {value}: must be between 0.5 and 1 (1 clips nothing); typical values are 0.88 to 0.98."
+                    f"{flag} {clip}: must be between 0.5 and 1 (1 clips nothing); typical values are 0.88 to 0.98."
                 )
         if not 0.0 < self.bf16_budget < 0.9:
             raise KVQuantError(

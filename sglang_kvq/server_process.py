@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -63,7 +63,7 @@ def _is_free(port: int) -> bool:
 
 
 class ServerProcess:
-    """An HTTP server on a loopback port that answers ``/health`` when it is ready; it lasts as long as the ``with`` block.
+    """An HTTP server on a loopback port that answers ``/health`` when it is ready; it ends with the ``with`` block.
 
     Args:
         command: its words; the first is looked up on the path. It must listen on ``port``.
@@ -72,7 +72,8 @@ class ServerProcess:
         env: variables added to this process's own.
     """
 
-    #: Said of a server that was not ready in time: how to give it more.
+    #: Seconds until a server must be ready; how to give one that was not more of them.
+    start_timeout = 300.0
     more_time = ""
 
     def __init__(self, command: Sequence[str], log_path: Path, port: int, env: Mapping[str, str] | None = None) -> None:
@@ -93,18 +94,20 @@ class ServerProcess:
     def running(self) -> bool:
         return self.process is not None and self.process.poll() is None
 
-    def start(self: _Self, timeout: float = 300.0, waiting: Callable[[float], None] | None = None) -> _Self:
+    def while_starting(self, passed: float) -> None:
+        """Called about twice a second while it starts, with the seconds passed; what it raises ends the server."""
+
+    def start(self: _Self, timeout: float | None = None) -> _Self:
         """Starts and waits until it serves.
 
         Args:
-            timeout: seconds until it must be ready.
-            waiting: told the seconds passed, about twice a second; what it raises ends the server.
+            timeout: seconds until it must be ready; None for ``start_timeout``.
 
         Raises:
             ServerFailed: it ended, or was not ready in time.
         """
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
-        begin = time.monotonic()
+        begin, timeout = time.monotonic(), self.start_timeout if timeout is None else timeout
         try:
             with self.log_path.open("wb") as log:
                 self.process = subprocess.Popen(
@@ -121,8 +124,7 @@ class ServerProcess:
                 passed = time.monotonic() - begin
                 if passed > timeout:
                     raise ServerFailed(f"not ready after {timeout:.0f} s{self.more_time}", self.log_tail())
-                if waiting:
-                    waiting(passed)
+                self.while_starting(passed)
                 time.sleep(0.5)
         except BaseException:
             self.stop()
@@ -161,6 +163,6 @@ class ServerProcess:
     def _healthy(self) -> bool:
         try:
             with OPENER.open(self.url + "/health", timeout=30) as response:
-                return response.status == 200
+                return bool(response.status == 200)
         except OSError:  # refused, 503 while it loads, or slow
             return False

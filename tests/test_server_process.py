@@ -106,13 +106,14 @@ def test_a_server_that_ends_or_hangs_is_told_with_its_log(tmp_path):
     assert not process.running and process.log() == "loading\n"
 
 
-def test_starting_can_be_given_up(tmp_path):
+def test_starting_can_be_given_up(tmp_path, monkeypatch):
     def give_up(passed: float) -> None:
         raise KeyboardInterrupt
 
     process = server(tmp_path, HANGING)
+    monkeypatch.setattr(process, "while_starting", give_up)
     with pytest.raises(KeyboardInterrupt):
-        process.start(30, give_up)
+        process.start(30)
     assert not process.running
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -13,7 +13,8 @@ from sglang_kvq.errors import KVQuantError
 from sglang_kvq.evaluation.client import Client
 from sglang_kvq.evaluation.material import Material
 
-Item, Result = TypeVar("Item"), TypeVar("Result")
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -55,23 +56,24 @@ class Bench:
         items = list(items)
         with ThreadPoolExecutor(max(1, min(self.concurrency, len(items)))) as pool:
             futures = [pool.submit(function, item) for item in items]
-            done = set()
+            done: set[Future[Result]] = set()
             self.progress(0, len(items))
             while len(done) < len(items):
-                newly, _ = wait(set(futures) - done, timeout=1.0, return_when=FIRST_EXCEPTION)
+                wait(set(futures) - done, timeout=1.0, return_when=FIRST_EXCEPTION)
                 done = {future for future in futures if future.done()}
                 self.progress(len(done), len(items))
-                if failed := [future for future in done if future.exception()]:
+                if errors := [error for future in done if (error := future.exception())]:
                     for future in futures:
                         future.cancel()
-                    raise failed[0].exception()  # type: ignore[misc]
+                    raise errors[0]
         return [future.result() for future in futures]
 
 
 class Task(Protocol):
     """One measurement. A frozen dataclass of its settings, in a file of its own."""
 
-    name: str
+    @property
+    def name(self) -> str: ...
 
     def identity(self) -> dict[str, Any]:
         """The settings that decide the value, as plain JSON values: files by name and hash, no paths."""

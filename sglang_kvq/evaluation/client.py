@@ -11,16 +11,18 @@ import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from sglang_kvq.errors import KVQuantError
 
 try:  # SGLang needs it, so it is there; log-probabilities of long contexts are tens of megabytes of JSON
-    from orjson import loads
+    import orjson
 except ImportError:
-    from json import loads
+    loads: Callable[[bytes], Any] = json.loads
+else:
+    loads = orjson.loads
 
 #: The connection failed or a gateway said so: the request may be sent again, since none changes anything.
 _AGAIN = (502, 503, 504)
@@ -66,20 +68,20 @@ class ServerFacts:
     @property
     def method(self) -> str:
         if self.kv_quant:
-            return self.kv_quant["method"]
+            return str(self.kv_quant["method"])
         return "fp8" if "fp8" in self.kv_cache_dtype else "none"
 
     @property
     def allocated_bits(self) -> float:
         """Bits that a stored element takes, scales and zeros included; BF16 windows are in ``pool_bits``."""
         if self.kv_quant:
-            return self.kv_quant["record_bits_per_element"]
+            return float(self.kv_quant["record_bits_per_element"])
         return 8.0 if "fp8" in self.kv_cache_dtype else 16.0
 
     @property
     def pool_bits(self) -> float:
         """Bits per element of this server's whole cache, BF16 overlays included: depends on its size."""
-        return self.kv_quant["bits_per_element"] if self.kv_quant else self.allocated_bits
+        return float(self.kv_quant["bits_per_element"]) if self.kv_quant else self.allocated_bits
 
 
 class Client:

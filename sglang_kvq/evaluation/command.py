@@ -17,7 +17,7 @@ from sglang_kvq.evaluation.material import Material, write_whole
 from sglang_kvq.evaluation.progress import Display
 from sglang_kvq.evaluation.runner import Launch, Runner, server_identity
 from sglang_kvq.evaluation.specs import REFERENCE, parse, parse_list
-from sglang_kvq.evaluation.store import Store
+from sglang_kvq.evaluation.store import Store, read
 from sglang_kvq.evaluation.tasks import TASK_NAMES
 
 EPILOG = """
@@ -145,9 +145,11 @@ def _kl(options: argparse.Namespace) -> Task:
 def _needle(options: argparse.Namespace) -> Task:
     from sglang_kvq.evaluation.tasks.needle import NeedleTask
 
-    text = options.needle_text or (options.text[0] if options.text else None)
     return NeedleTask(
-        text,
+        _given(
+            options.needle_text or next(iter(options.text), None),
+            "the needle task needs filler text: --text FILE or --needle-text FILE.",
+        ),
         0.0 if options.needle_text else options.text_skip,
         tuple(_whole("--needle-lengths", word) for word in options.needle_lengths.split(",")),
         tuple(_whole("--needle-depths", word) for word in options.needle_depths.split(",")),
@@ -160,7 +162,7 @@ def _humaneval(options: argparse.Namespace) -> Task:
     from sglang_kvq.evaluation.tasks.humaneval import HumanEvalTask
 
     return HumanEvalTask(
-        options.humaneval,
+        _given(options.humaneval, "the humaneval task needs its problems: --humaneval HumanEval.jsonl.gz."),
         options.humaneval_problems,
         options.style,
         options.humaneval_max_tokens,
@@ -172,13 +174,24 @@ def _gsm8k(options: argparse.Namespace) -> Task:
     from sglang_kvq.evaluation.tasks.gsm8k import GSM8KTask
 
     return GSM8KTask(
-        options.gsm8k,
+        _given(options.gsm8k, "the gsm8k task needs its problems: --gsm8k test.jsonl."),
         options.gsm8k_train,
         options.gsm8k_shots,
         options.gsm8k_problems,
         options.style,
         options.gsm8k_max_tokens,
     )
+
+
+def _given(path: Path | None, otherwise: str) -> Path:
+    """A file that a task cannot do without.
+
+    Raises:
+        KVQuantError: it was not given; the message is ``otherwise``.
+    """
+    if path is None:
+        raise KVQuantError(otherwise)
+    return path
 
 
 def _whole(flag: str, word: str) -> int:
@@ -301,7 +314,7 @@ def finish(options: argparse.Namespace, model: str, command: list[str], failures
 def write_page(options: argparse.Namespace) -> int:
     """``--report``: plots beside the files where matplotlib is there, then the page."""
     for path in options.report:
-        if plots.draw(report.read(path), path) is None:
+        if plots.draw(read(path), path) is None:
             print(plots.MISSING, file=sys.stderr)
             break
     if options.out.is_dir() or options.out.suffix != ".md":

@@ -49,15 +49,15 @@ class Distributions:
         )
 
 
-def _array(places: list[list[Any]]) -> np.ndarray:
+def _array(positions: list[list[Any]]) -> np.ndarray:
     """Lists of (log-probability, token, text) as float64 ``[P, N, 2]``; three times as fast as ``np.array``."""
-    lengths = {len(place) for place in places}
+    lengths = {len(position) for position in positions}
     if len(lengths) != 1:
         raise KVQuantError(
             f"the server listed {sorted(lengths)} tokens at positions of one request, not as many at each."
         )
-    flat = chain.from_iterable(chain.from_iterable(places))
-    shape = (len(places), lengths.pop(), 3)
+    flat = chain.from_iterable(chain.from_iterable(positions))
+    shape = (len(positions), lengths.pop(), 3)
     return np.fromiter(flat, dtype=object, count=math.prod(shape)).reshape(shape)[..., :2].astype(np.float64)
 
 

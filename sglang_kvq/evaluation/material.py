@@ -66,7 +66,10 @@ class Material:
             return dict(arrays)
 
     def store(self, kind: str, key: Any, arrays: dict[str, np.ndarray]) -> None:
-        write_whole(self.path(kind, key), lambda file: np.savez_compressed(file, **arrays), "wb")
+        def write(file: Any) -> None:
+            np.savez_compressed(file, **arrays)  # type: ignore[arg-type]  # numpy's stubs see its keyword allow_pickle
+
+        write_whole(self.path(kind, key), write, "wb")
 
     # -- tokens -------------------------------------------------------------------------------------------
 
@@ -88,14 +91,15 @@ class Material:
                 # Some tokenisers add an end token as well, which must not stand before a text.
                 arrays = {"ids": np.asarray(bare[:1], np.int32)}
                 self.store("begin", None, arrays)
-            return arrays["ids"].tolist()
+            begin: list[int] = arrays["ids"].tolist()
+            return begin
 
     def text(self, ids: np.ndarray, client: Client) -> str:
         with self._lock:
-            return self._load_tokeniser(client).decode(ids.tolist())
+            return str(self._load_tokeniser(client).decode(ids.tolist()))
 
     def _tokenise(self, text: str, client: Client) -> list[int]:
-        return self._load_tokeniser(client)(text, add_special_tokens=False, verbose=False)["input_ids"]
+        return list(self._load_tokeniser(client)(text, add_special_tokens=False, verbose=False)["input_ids"])
 
     def _load_tokeniser(self, client: Client) -> Any:
         """The model's, loaded once; over HTTP where it is not to be had here."""
@@ -133,13 +137,14 @@ class _ServerTokeniser:
         return {"input_ids": self._ask("/tokenize", body)["tokens"]}
 
     def decode(self, ids: list[int]) -> str:
-        return self._ask("/detokenize", {"model": "default", "tokens": ids})["text"]
+        return str(self._ask("/detokenize", {"model": "default", "tokens": ids})["text"])
 
     def _ask(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         try:
-            return self.client.request(path, body)
+            answer: dict[str, Any] = self.client.request(path, body)
         except RequestRefused as error:
             raise KVQuantError(
                 f"the model's tokeniser is not on this machine, and the server's own does not answer ({error}): give "
                 "--tokenizer FOLDER."
             ) from error
+        return answer

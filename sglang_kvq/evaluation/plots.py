@@ -32,7 +32,11 @@ def _divergence(report: dict[str, Any], target: Path) -> Path | None:
     for index, row in enumerate(sorted(rows, key=lambda row: row["kl"])):
         error = row.get("kl_se") or 0.0
         bars = [[min(error, 0.9 * row["kl"])], [error]]
-        style = {"fmt": "osD^v<>P*X"[index % 10], "capsize": 3, "label": f"{row['method']}: {row['kl']:.4f}"}
+        style: dict[str, Any] = {
+            "fmt": "osD^v<>P*X"[index % 10],
+            "capsize": 3,
+            "label": f"{row['method']}: {row['kl']:.4f}",
+        }
         axes.errorbar([row["allocated_bits"]], [row["kl"]], yerr=bars, **style)
     if noise and noise > 0:
         axes.axhline(noise, color="grey", linestyle=":", label=f"none, run twice: {noise:.4f}")
@@ -61,7 +65,7 @@ def _needles(report: dict[str, Any], target: Path) -> Path | None:
     figure, panels = pyplot.subplots(
         down, across, figsize=(3.2 * across, 2.6 * down), squeeze=False, layout="constrained"
     )
-    image = None
+    image: Any = None
     for axes, row in zip(panels.flat, rows):
         grid = row["needle_grid"]
         image = axes.imshow(grid["passed"], vmin=0, vmax=1, cmap="RdYlGn", aspect="auto")

@@ -47,7 +47,8 @@ class Display:
     def status(self, method: str, text: str) -> None:
         """What a method is at now."""
         if not self._bars:
-            return self.say(f"{method}: {text}")
+            self.say(f"{method}: {text}")
+            return
         with self._lock:
             if method not in self._rows:
                 self._rows[method] = self._bars.add_task("", total=None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from sglang_kvq.evaluation.stats import paired_difference
 from sglang_kvq.evaluation.store import Store, read, write_json
 from sglang_kvq.evaluation.tasks import TASK_NAMES
 
+NO_VALUE = "–"  # noqa: RUF001  (a dash in a table)
 #: Every row has these, null where not run.
 COLUMNS = (
     *("method", "allocated_bits", "pool_bits", "kl", "kl_se", "top1_agreement", "perplexity"),
@@ -67,7 +68,7 @@ def _common_settings(methods: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
 
 def _label(files: dict[str, Any]) -> str:
-    return files.get("server", {}).get("label", "")
+    return str(files.get("server", {}).get("label", ""))
 
 
 def _row(slug: str, files: dict[str, Any], reference: dict[str, Any]) -> dict[str, Any]:
@@ -127,7 +128,7 @@ def section(content: dict[str, Any], plots: Sequence[tuple[str, str]] = ()) -> s
             _number(row["top1_agreement"], ".1%"),
             _with_error(row, "perplexity", ".2f"),
         ]
-        cells += [_percent(row, key) for key in scores] + [_number(row.get(key), ".0%", "–") for key in needles]
+        cells += [_percent(row, key) for key in scores] + [_number(row.get(key), ".0%", NO_VALUE) for key in needles]
         lines.append("| " + " | ".join(cells) + " |")
     text = "\n".join(lines) + "\n\n" + _how(content)
     notes = [f"- `{row['method']}`: {note}" for row in rows for note in (*_origin(row), *_notes(row))]
@@ -233,10 +234,4 @@ def page(files: Sequence[Path], target: Path) -> str:
 
 
 def _relative(path: Path, start: Path) -> str:
-    import os
-
     return os.path.relpath(path.resolve(), start.resolve())
-
-
-def load(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text())

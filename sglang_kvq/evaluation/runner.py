@@ -180,8 +180,8 @@ class Runner:
             whole = {**identity, "task": task.identity()}
             source = dict(zip(("commit", "dirty"), provenance.commit()))
             self.store.save(slug, task.name, whole, outcome, source)
-            error = "" if outcome.se is None else f" ± {outcome.se:.4f}"
-            self.display.say(f"{label}: {task.name} = {outcome.value:.4f}{error} (n = {outcome.n})")
+            spread = "" if outcome.se is None else f" ± {outcome.se:.4f}"
+            self.display.say(f"{label}: {task.name} = {outcome.value:.4f}{spread} (n = {outcome.n})")
             for warning in outcome.warnings:
                 self.display.say(f"{label}: {task.name}: {warning}")
 

@@ -12,6 +12,7 @@ sandbox_child.py closes the walls. docs/evaluation.md says where which mechanism
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
@@ -186,7 +187,8 @@ def _layout() -> dict[str, Any]:
             f"{interpreter} does not start without environment variables ({done.stderr.strip()[-300:]}): generated "
             "programs cannot be run. Use an interpreter that needs none, LD_LIBRARY_PATH and PYTHONHOME included."
         )
-    return json.loads(done.stdout)
+    layout: dict[str, Any] = json.loads(done.stdout)
+    return layout
 
 
 def _start(program: str, limits: Limits, kind: str | None) -> tuple[int | None, str]:
@@ -231,10 +233,8 @@ def _start(program: str, limits: Limits, kind: str | None) -> tuple[int | None, 
         except BrokenPipeError:
             code = process.wait()
         finally:
-            try:
+            with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
             process.wait()
         size = output.seek(0, os.SEEK_END)
         output.seek(max(0, size - 65536))

@@ -136,13 +136,13 @@ def enter_root(interpreter: str, binds: "list[list[str]]", covered: "list[str]",
     for folder in (temporary, empty):
         os.mkdir(folder)
     for source, target in [*binds, *([empty, folder] for folder in covered)]:
-        make_place(root + target, os.path.isdir(source))
+        make_mount_point(root + target, os.path.isdir(source))
         mount(source, root + target, "none", MS_BIND)
     os.makedirs(f"{root}/proc/self")
     # By this name the loader finds out what $ORIGIN is in the interpreter's own library paths.
     os.symlink(interpreter, f"{root}/proc/self/exe")
     for device in DEVICES:
-        make_place(root + device, False)
+        make_mount_point(root + device, False)
     set_attributes(root, RDONLY | NOSUID | NODEV, AT_RECURSIVE)
     for device in DEVICES:
         if not stat.S_ISCHR(os.stat(device).st_mode):
@@ -158,7 +158,7 @@ def enter_root(interpreter: str, binds: "list[list[str]]", covered: "list[str]",
     os.chdir("/tmp")
 
 
-def make_place(path: str, folder: bool) -> None:
+def make_mount_point(path: str, folder: bool) -> None:
     """For a mount."""
     os.makedirs(path if folder else os.path.dirname(path), exist_ok=True)
     if not folder:

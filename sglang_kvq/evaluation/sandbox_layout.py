@@ -26,14 +26,14 @@ def shared_objects() -> "list[str]":
     class Info(ctypes.Structure):
         _fields_ = [("address", ctypes.c_void_p), ("name", ctypes.c_char_p)]  # the rest is not read
 
-    found = []
+    found: list[str] = []
 
-    @ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(Info), ctypes.c_size_t, ctypes.c_void_p)
-    def note(info, size, data):
+    def note(info: "ctypes._Pointer[Info]", size: int, data: object) -> int:
         found.append(os.fsdecode(info.contents.name or b""))
         return 0
 
-    ctypes.CDLL(None).dl_iterate_phdr(note, None)
+    callback = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(Info), ctypes.c_size_t, ctypes.c_void_p)
+    ctypes.CDLL(None).dl_iterate_phdr(callback(note), None)
     return [name for name in found if name.startswith("/")]  # not the program itself, nor the kernel's vDSO
 
 

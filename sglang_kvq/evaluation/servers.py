@@ -42,7 +42,7 @@ class EvaluatedServer(ServerProcess):
         timeout: float = 600.0,
         stopped: Callable[[], bool] = lambda: False,
     ) -> None:
-        self.timeout, self.stopped = timeout, stopped
+        self.start_timeout, self.stopped = timeout, stopped
         words = shlex.split(command) or [""]
         if words[0] in ("python", "python3"):
             words[0] = sys.executable
@@ -53,10 +53,7 @@ class EvaluatedServer(ServerProcess):
         whole = [*map(_whole, words), "--model-path", model, *where, *chunk, *map(_whole, flags)]
         super().__init__(whole, log, port)
 
-    def start(self) -> EvaluatedServer:
-        return super().start(self.timeout, self._go_on)
-
-    def _go_on(self, passed: float) -> None:
+    def while_starting(self, passed: float) -> None:
         if self.stopped():
             raise ServerFailed(f"interrupted after {passed:.0f} s of starting", "")
 

@@ -124,7 +124,8 @@ def _rotation_config(location: str) -> dict[str, Any]:
     if not location or not path.is_file():
         return {}
     try:
-        return json.loads(path.read_text())
+        config: dict[str, Any] = json.loads(path.read_text())
+        return config
     except ValueError:  # the server will say what is wrong with the folder
         return {}
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import click
+from typing import Any
+
 import typer
 from typer.core import TyperCommand
 
@@ -10,9 +11,11 @@ from typer.core import TyperCommand
 class _Words(TyperCommand):
     """Takes every word as it is, ``--`` and ``--help`` too."""
 
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+    def parse_args(
+        self, ctx: Any, args: list[str]
+    ) -> list[str]:  # click's Context, or that of typer's own copy of click
         ctx.args = list(args)
-        return ctx.args
+        return list(args)
 
 
 def register(app: typer.Typer) -> None:

@@ -49,7 +49,8 @@ class FakeServer:
                 fake.requests.append((self.path, body))
                 if fake.fail and self.path not in ("/health", "/server_info", "/v1/models"):
                     fake.fail -= 1
-                    return self.connection.close()
+                    self.connection.close()
+                    return
                 try:
                     status, content = 200, fake.respond(self.path, body)
                 except ValueError as error:
@@ -138,9 +139,9 @@ class FakeServer:
             raise ValueError(f"The input ({len(ids)} tokens) is longer than the model's context length")
         after = log_probs(ids, self.method)
         own, tops = [[None, ids[start], None]], [None]
-        for place in range(start + 1, len(ids)):
-            row = after[place - 1]
-            own.append([None if self.nan else float(row[ids[place]]), ids[place], None])
+        for position in range(start + 1, len(ids)):
+            row = after[position - 1]
+            own.append([None if self.nan else float(row[ids[position]]), ids[position], None])
             tops.append([[float(row[t]), int(t), None] for t in np.argsort(-row)[:top]])
         return {"meta_info": {"input_token_logprobs": own, "input_top_logprobs": tops}}
 

@@ -66,7 +66,7 @@ NVIDIA H200, SGLang 0.5.16, 2026-01-02, commit cccccccccc: `kvq eval --model m`.
 - `oscar@wiki`: rotations: wikitext2, seed 1
 - `oscar@wiki`: needle: no haystack of 4096 tokens: longer than the server takes
 - `int2`: **not measured**: server: the server ended with code 1: out of memory
-"""
+"""  # noqa: RUF001  (dashes in a table)
 
 
 def test_table(store):

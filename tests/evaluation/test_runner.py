@@ -49,7 +49,7 @@ def test_methods_are_compared_and_a_second_run_does_nothing(text, tmp_path, caps
     out = tmp_path / "out"
     assert main(words(text, out, "--methods", "hadamard,oscar,int2")) == 0
     found = rows(out)
-    assert list(found)[0] == "none" and set(found) == {"none", "oscar", "hadamard", "int2"}
+    assert next(iter(found)) == "none" and set(found) == {"none", "oscar", "hadamard", "int2"}
     assert found["none"]["kl"] < found["oscar"]["kl"] < found["hadamard"]["kl"] < found["int2"]["kl"]
     assert (found["none"]["allocated_bits"], found["oscar"]["allocated_bits"], found["oscar"]["pool_bits"]) == (
         16,
@@ -95,7 +95,8 @@ def test_an_interrupted_run_stops_its_servers_and_goes_on_later(text, tmp_path):
         [*command, "--", "--hang", "hadamard"],
         stderr=subprocess.PIPE,
         text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # shells' background jobs ignore it
+        # Shells' background jobs ignore it. No other thread runs here.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509
     )
     for line in run.stderr:
         if "hadamard: kl" in line:
@@ -159,8 +160,14 @@ def test_no_path_of_this_machine_in_the_report(text, tmp_path):
     main(words(text, out, "--methods", "oscar", "--", "--fail", "oscar"))
     for path in out.glob("accuracy_*"):
         content = path.read_text() if path.suffix != ".png" else ""
-        for place in (str(tmp_path), str(Path.home()), str(Path(sys.executable).parent), "/somewhere", "/models"):
-            assert place not in content, (path.name, place)
+        for path_of_this_machine in (
+            str(tmp_path),
+            str(Path.home()),
+            str(Path(sys.executable).parent),
+            "/somewhere",
+            "/models",
+        ):
+            assert path_of_this_machine not in content, (path.name, path_of_this_machine)
 
 
 # -- running servers --------------------------------------------------------------------------------------

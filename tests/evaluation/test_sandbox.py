@@ -97,12 +97,12 @@ def test_waiting_ends_with_the_wall_clock():
     assert not verdict.passed and "timeout: 2 s" in verdict.reason and time.monotonic() - begin < 8
 
 
-@pytest.mark.parametrize("place", ["/root", "/tmp", "/var/tmp", "/dev/shm", str(Path(__file__).parent)])
-def test_writes_stay_inside(place):
+@pytest.mark.parametrize("folder", ["/root", "/tmp", "/var/tmp", "/dev/shm", str(Path(__file__).parent)])
+def test_writes_stay_inside(folder):
     """In /tmp a program may have one of its own; the machine's sees nothing of it."""
-    target = Path(place) / "kvq_escaped"
+    target = Path(folder) / "kvq_escaped"
     verdict = sandbox.run(f"open({str(target)!r}, 'w').write('x')", LIMITS)
-    assert not verdict.passed or place == "/tmp"
+    assert not verdict.passed or folder == "/tmp"
     assert not target.exists()
 
 

@@ -15,7 +15,7 @@ def test_by_hand():
 
 
 def test_no_values():
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match="0 sums"):
         mean_and_error([])
 
 
@@ -37,5 +37,5 @@ def test_clustered_error_is_the_spread_of_repeated_experiments():
 
 def test_paired_difference():
     assert paired_difference([1, 1, 0], [1, 0, 0]) == (pytest.approx(1 / 3), pytest.approx(1 / 3))
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match="1 and 2 items"):
         paired_difference([1], [1, 2])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from decimal import Decimal
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ import pytest
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.evaluation import sandbox
 from sglang_kvq.evaluation.client import Client
+from sglang_kvq.evaluation.command import parser, tasks_of
 from sglang_kvq.evaluation.tasks.gsm8k import GSM8KTask, conversation, document, final_number
 from sglang_kvq.evaluation.tasks.humaneval import HumanEvalTask, extract
 from sglang_kvq.evaluation.tasks.kl import KLTask
@@ -59,9 +61,9 @@ def test_kl_contexts_are_full_length_held_out_and_do_not_overlap(text, bench):
     assert sorted(map(len, words)) == [199] * 3 + [299] * 2
     whole = text.read_text()
     for length in (199, 299):
-        places = sorted(whole.index(part) for part in words if len(part) == length)
-        assert places[0] >= len(whole) // 2
-        assert all(b - a >= length for a, b in zip(places, places[1:]))
+        starts = sorted(whole.index(part) for part in words if len(part) == length)
+        assert starts[0] >= len(whole) // 2
+        assert all(b - a >= length for a, b in pairwise(starts))
 
 
 def test_kl_reference_is_stored_once(text, bench):
@@ -234,12 +236,16 @@ def test_prompts():
     assert [turn["role"] for turn in conversation(examples, "B?")] == ["user", "assistant", "user"]
 
 
+def asked_for(name: str) -> list:
+    return tasks_of(parser().parse_args(["--tasks", name, "--out", "results"]))
+
+
 def test_missing_files_name_the_flag(tmp_path):
     for make, flag in (
         (lambda: KLTask(()), "--text"),
-        (lambda: NeedleTask(None), "--needle-text"),
-        (lambda: HumanEvalTask(None), "--humaneval"),
-        (lambda: GSM8KTask(None), "--gsm8k"),
+        (lambda: asked_for("needle"), "--needle-text"),
+        (lambda: asked_for("humaneval"), "--humaneval"),
+        (lambda: asked_for("gsm8k"), "--gsm8k"),
         (lambda: GSM8KTask(tmp_path / "x"), "--gsm8k-train"),
     ):
         with pytest.raises(KVQuantError, match=flag):

@@ -27,7 +27,7 @@ class GSM8KTask:
         style: ``chat`` (examples as turns), ``completion`` (as text), or ``auto``: chat if there is a template.
     """
 
-    path: Path | None
+    path: Path
     train: Path | None = None
     shots: int = 8
     problems: int = 200
@@ -36,15 +36,13 @@ class GSM8KTask:
     name: str = "gsm8k"
 
     def __post_init__(self) -> None:
-        if self.path is None:
-            raise KVQuantError("the gsm8k task needs its problems: --gsm8k test.jsonl.")
         if self.shots and self.train is None:
             raise KVQuantError(f"--gsm8k-shots {self.shots} needs --gsm8k-train FILE; or give --gsm8k-shots 0.")
 
     def identity(self) -> dict[str, Any]:
         return {
             **file_identity(self.path),
-            "train": file_identity(self.train) if self.shots else None,
+            "train": file_identity(self.train) if self.shots and self.train else None,
             "shots": self.shots,
             "problems": self.problems,
             "style": self.style,
@@ -53,7 +51,9 @@ class GSM8KTask:
 
     def run(self, client: Client, bench: Bench) -> Outcome:
         problems = read_json_lines(self.path, ("question", "answer"))[: self.problems or None]
-        examples = read_json_lines(self.train, ("question", "answer"))[: self.shots] if self.shots else []
+        examples: list[dict[str, Any]] = []
+        if self.shots and self.train:
+            examples = read_json_lines(self.train, ("question", "answer"))[: self.shots]
         if len(examples) < self.shots:
             raise KVQuantError(f"{self.train}: {len(examples)} problems, but --gsm8k-shots is {self.shots}.")
         style = style_for(self.style, client)

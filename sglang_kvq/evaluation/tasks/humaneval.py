@@ -5,11 +5,10 @@ from __future__ import annotations
 import os
 import re
 import threading
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from sglang_kvq.errors import KVQuantError
 from sglang_kvq.evaluation import sandbox
 from sglang_kvq.evaluation.base import Bench, Outcome, file_identity
 from sglang_kvq.evaluation.client import Client
@@ -32,17 +31,13 @@ class HumanEvalTask:
             ``auto`` is chat if the model has a template.
     """
 
-    path: Path | None
+    path: Path
     problems: int = 0
     style: str = "auto"
     max_tokens: int = 768
-    limits: sandbox.Limits = sandbox.Limits()
+    limits: sandbox.Limits = field(default_factory=sandbox.Limits)
     allow_unsandboxed: bool = False
     name: str = "humaneval"
-
-    def __post_init__(self) -> None:
-        if self.path is None:
-            raise KVQuantError("the humaneval task needs its problems: --humaneval HumanEval.jsonl.gz.")
 
     def identity(self) -> dict[str, Any]:
         return {
@@ -98,4 +93,4 @@ def extract(answer: str, problem: dict[str, Any]) -> str:
     code = next((block for block in blocks if heading.search(block)), blocks[0] if blocks else answer)
     if heading.search(code):
         return f"{heading.split(problem['prompt'])[0]}\n{code}"
-    return problem["prompt"] + code
+    return str(problem["prompt"]) + code

@@ -6,6 +6,7 @@ of those before it: so a prompt's log-probabilities show what the quantized hist
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -76,7 +77,7 @@ class KLTask:
         """
         whole = [
             bench.material.tokens(
-                {**file_identity(path), "skip": self.skip}, lambda p=path: read_text(p, self.skip), client
+                {**file_identity(path), "skip": self.skip}, functools.partial(read_text, path, self.skip), client
             )
             for path in self.texts
         ]

@@ -35,7 +35,7 @@ class NeedleTask:
         style: ``chat``, ``completion``, or ``auto``: chat if the model has a template.
     """
 
-    text: Path | None
+    text: Path
     skip: float = 0.0
     lengths: tuple[int, ...] = (2048, 4096, 8192, 16384, 32768)
     depths: tuple[float, ...] = (0, 25, 50, 75, 100)
@@ -45,8 +45,6 @@ class NeedleTask:
     name: str = "needle"
 
     def __post_init__(self) -> None:
-        if self.text is None:
-            raise KVQuantError("the needle task needs filler text: --text FILE or --needle-text FILE.")
         if not self.lengths or min(self.lengths) < 2 * RESERVED:
             raise KVQuantError(f"--needle-lengths {self.lengths}: each at least {2 * RESERVED} tokens.")
         if not self.depths or not all(0 <= depth <= 100 for depth in self.depths) or self.trials < 1:
@@ -154,7 +152,7 @@ class Needle:
     def found_in(self, answer: str) -> bool:
         """Whether the first number of the answer is exactly this one; thousands separators do not matter."""
         found = re.search(r"\d[\d,]*", answer)
-        return bool(found) and found.group().replace(",", "") == str(self.number)
+        return found is not None and found.group().replace(",", "") == str(self.number)
 
 
 def short(length: int) -> str:
