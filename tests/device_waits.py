@@ -10,7 +10,7 @@ import torch
 
 @contextmanager
 def refused() -> Iterator[None]:
-    """Inside the block every wait for the GPU (``.item()``, a copy from pageable memory, ...) is an error; none without one."""
+    """Inside the block every wait for the GPU is an error: ``.item()``, a copy from pageable memory, ..."""
     if not torch.cuda.is_available():
         yield
         return

@@ -39,7 +39,7 @@ class Client:
         """The ``top`` most likely tokens and their log-probabilities after each prompt token but the last."""
         options = {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": top}
         meta = self.generate(ids, 1, **options)["meta_info"]
-        return [{token: lp for lp, token, _ in place} for place in meta["input_top_logprobs"][1:]]
+        return [{token: lp for lp, token, _ in position} for position in meta["input_top_logprobs"][1:]]
 
     def ask(self, question: str, tokens: int = 30) -> str:
         """The greedy answer to one user message."""

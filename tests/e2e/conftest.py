@@ -92,7 +92,7 @@ def servers(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
 
 @pytest.fixture(scope="session")
 def faulty(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[str, str]]:
-    """``faulty(*names)``: variables of a server that loads ``server_faults.py`` as an SGLang plugin, with these faults."""
+    """``faulty(*names)``: variables of a server that loads ``server_faults.py`` as a plugin, with these faults."""
     folder = tmp_path_factory.mktemp("plugin")
     shutil.copy(Path(__file__).parent / "server_faults.py", folder)
     info = folder / "server_faults-0.0.dist-info"

@@ -1,11 +1,12 @@
 """``--kv-canary`` with ``--kv-quant``: silent while all is well, and it finds what is wrong by token and position.
 
-On a CPU the canary runs SGLang's own torch references of its kernels (``server_faults.py``); its buffers, plans, sweeps,
-perturbations and reports are those of a GPU.
+On a CPU the canary runs SGLang's own torch references of its kernels (``server_faults.py``); its buffers, plans,
+sweeps, perturbations and reports are those of a GPU.
 """
 
 from __future__ import annotations
 
+import contextlib
 import re
 import time
 
@@ -26,7 +27,7 @@ def canary(servers, faulty):
     def start(*faults: str, **variables: str):
         env = {
             **faulty(*faults, *(() if ON_GPU else ("canary_on_cpu",))),
-            # The canary's host has Triton kernels too: one notes the phase of a forward pass, one copies expected tokens.
+            # The canary's host has Triton kernels too: they note the phase of a forward pass and copy expected tokens.
             **({} if ON_GPU else {"TRITON_INTERPRET": "1"}),
             "SGLANG_KV_CANARY_ENABLE_VERIFY_TOKEN_ASSERT": "1",
             "SGLANG_KV_CANARY_STATS_PRINT_EVERY_N_STEPS": "10",
@@ -41,10 +42,8 @@ def canary(servers, faulty):
 
 def _stops(server, work) -> str:
     """The log of a server that must end itself during ``work``, a callable that may fail."""
-    try:
+    with contextlib.suppress(requests.RequestException, AssertionError):
         work()
-    except (requests.RequestException, AssertionError):
-        pass
     deadline = time.time() + 60
     while server.running:
         assert time.time() < deadline, f"the server still runs\n{server.log_tail()}"

@@ -22,7 +22,8 @@ def test_engine_and_transformers_see_the_same_moments(model, tmp_path):
     command = [
         "calibrate", str(model), "--text", str(tmp_path / "corpus.txt"), "--output", str(tmp_path / "out"),
         "--tokens", "1024", "--context", "512", "--positions", "512", "--engine", "sglang",
-        "--engine-arg", "max_total_tokens=2048", "--engine-arg", "max_running_requests=2", "--engine-arg", "random_seed=0",
+        "--engine-arg", "max_total_tokens=2048", "--engine-arg", "max_running_requests=2",
+        "--engine-arg", "random_seed=0",
     ]  # fmt: skip
     run = subprocess.run(
         [sys.executable, "-m", "sglang_kvq.cli", *command],

@@ -1,4 +1,4 @@
-"""SGLang's own kits (``tests/gpu/kits.py``) against our servers, in sizes for a CPU, and plain SGLang where it is cheap.
+"""SGLang's own kits (``tests/gpu/kits.py``) against our servers, sized for a CPU, and plain SGLang where it is cheap.
 
 All servers here are checked by SGLang after every step; the last tests show that those checks find what is lost.
 """

@@ -32,12 +32,12 @@ def test_divergence_from_bf16_falls_with_better_methods(servers, prompts):
     kl = {}
     for method in METHODS:
         client = Client(servers("--kv-quant", method, *CHUNKED))
-        places = []
+        divergences = []
         for ids, want in zip(prompts, reference):
             got = client.distributions(ids, 128)
-            places += [coarse_kl(p, q) for p, q in list(zip(want, got))[512:]]
-        kl[method] = sum(places) / len(places)
-        print(f"KL({method}) = {kl[method]:.4f} nats per token over {len(places)} tokens")
+            divergences += [coarse_kl(p, q) for p, q in list(zip(want, got))[512:]]
+        kl[method] = sum(divergences) / len(divergences)
+        print(f"KL({method}) = {kl[method]:.4f} nats per token over {len(divergences)} tokens")
     assert kl["oscar"] < kl["hadamard"] < kl["int2"] and kl["oscar"] < 0.5 * kl["int2"]
     if not MORE:
         return

@@ -41,7 +41,7 @@ def scrape(client: Client) -> dict[str, float]:
 
 
 def eventually(client: Client, holds, timeout: float = 60) -> dict[str, float]:
-    """The first scrape for which ``holds(values)``; SGLang writes its figures every few steps and when it turns idle."""
+    """The first scrape for which ``holds(values)``: SGLang writes figures every few steps and when it turns idle."""
     deadline = time.time() + timeout
     while not holds(values := scrape(client)):
         assert time.time() < deadline, {k: v for k, v in values.items() if "token" in k or "kvq" in k}
@@ -65,8 +65,8 @@ def test_figures_of_a_running_request_and_of_an_idle_server(client):
     )
     job.join()
 
-    # All pages but the sink and what the window still holds: the prefill quantized most, the decode steps the others. On a
-    # GPU our figures are one report late, and an idle server reports every 30 seconds.
+    # All pages but the sink and what the window still holds: the prefill quantized most, the decode steps the others.
+    # On a GPU our figures are one report late, and an idle server reports every 30 seconds.
     stored = len(prompt) + ANSWER - 1
     old = (stored - RECENT) // PAGE_SIZE - 1
     name = "sglang_kvq:quantized_pages_total"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import time
+from itertools import pairwise
 
 import pytest
 import requests
@@ -55,7 +56,7 @@ def test_later_turns_find_earlier_ones_cached_with_the_answers(chat):
         reply = chat.post("/v1/chat/completions", **body).json()
         messages.append({"role": "assistant", "content": reply["choices"][0]["message"]["content"]})
         turns.append(reply["usage"])
-    for before, now in zip(turns, turns[1:]):
+    for before, now in pairwise(turns):
         cached = now["prompt_tokens_details"]["cached_tokens"]
         # The whole previous exchange, answer included, down to the page (and a re-tokenised word or two).
         assert cached >= (before["total_tokens"] - 4) // 64 * 64 - 64
@@ -168,7 +169,7 @@ def test_streaming_sessions_resume_in_the_middle_of_a_page(servers):
     histories = {}
     for name, each in (("ours", client), ("plain", plain)):
         session = each.post("/open_session", capacity_of_str_len=100000, streaming=True).json()
-        cached, length = [], 0
+        cached = []
         for turn in range(4):
             ids = list(range(1000 + 90 * turn, 1000 + 90 * turn + 75))
             reply = each.generate(ids, 10, session_params={"id": session})

@@ -20,7 +20,7 @@ NUMBER = re.compile(r"\b0\.5\.(?:1[0-9]|[2-9][0-9])\b")
 #: Where a person or a machine reads which release to take.
 TEXTS = ("README.md", "CONTRIBUTING.md", "Dockerfile", "demo", "test", "pyproject.toml")
 FOLDERS = ("docs", "launch", "sglang_kvq", "triton_kernels", "rotation_zoo", "tests", "benchmarks", ".ci", ".github")
-#: Python in which releases are no version but facts of one: which symbols it has, what a release of another number does.
+#: Their numbers are examples of releases that are not served.
 EXAMPLES = ("tests/sglang/test_hooks.py", "tests/sglang/test_doctor.py", "tests/packaging/test_releases.py")
 
 

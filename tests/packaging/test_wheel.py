@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import email
 import re
-import shutil
-import subprocess
-import sys
 import zipfile
-from collections.abc import Iterator
 from email.message import Message
 from pathlib import Path
 
@@ -18,44 +14,6 @@ from tests.conftest import ROOT
 
 #: Distributions that a GPU node has builds of, matched to its driver.
 NEVER_REQUIRED = ("torch", "triton", "sglang", "sgl-kernel", "sglang-kernel", "flashinfer", "nvidia", "cuda", "vllm")
-SOURCES = ("pyproject.toml", "setup.py", "README.md", "LICENSE")
-FOLDERS = ("sglang_kvq", "triton_kernels", "rotation_zoo")
-
-
-def pip(*words: str | Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "pip", "--disable-pip-version-check", *map(str, words)], capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
-@pytest.fixture(scope="module")
-def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of what is packaged, so that builds leave nothing behind; with a rotation and a nested package added."""
-    copy = tmp_path_factory.mktemp("source")
-    for name in SOURCES:
-        if (ROOT / name).exists():
-            shutil.copy(ROOT / name, copy)
-    for name in FOLDERS:
-        shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
-    entry = copy / "rotation_zoo" / "probe-1.5b"
-    entry.mkdir()
-    (entry / "config.json").write_text("{}")
-    (entry / "rotations.safetensors").write_bytes(b"x")
-    (entry / "notes.tmp").write_text("not data")
-    nested = copy / "triton_kernels" / "probe"
-    nested.mkdir()
-    (nested / "__init__.py").write_text("HERE = True\n")
-    return copy
-
-
-@pytest.fixture(scope="module")
-def wheel(tree: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[zipfile.ZipFile]:
-    out = tmp_path_factory.mktemp("wheel")
-    pip("wheel", "--quiet", "--no-deps", "--no-build-isolation", "-w", out, tree)
-    (built,) = out.glob("sglang_kvq-*.whl")
-    with zipfile.ZipFile(built) as archive:
-        yield archive
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +56,7 @@ def test_every_module_is_in_the_wheel(wheel: zipfile.ZipFile) -> None:
 
 
 def test_rotations_are_shipped_and_nothing_else_is(wheel: zipfile.ZipFile) -> None:
-    held = {Path(name).name for name in wheel.namelist() if "/rotation_zoo/probe-1.5b/" in name}
+    held = {Path(name).name for name in wheel.namelist() if "/rotation_zoo/probes/probe-1.5b/" in name}
     assert held == {"config.json", "rotations.safetensors"}
 
 

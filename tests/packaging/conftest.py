@@ -1,0 +1,85 @@
+"""A copy of what is packaged, the wheel made of it, and environments that have nothing else."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import sysconfig
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT
+
+SOURCES = ("pyproject.toml", "setup.py", "README.md", "LICENSE")
+FOLDERS = ("sglang_kvq", "triton_kernels", "rotation_zoo")
+
+
+def run(command: list[str | Path], folder: Path) -> str:
+    """What it prints; the folder is its current one, since Python looks for modules there first."""
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def empty_environment(folder: Path) -> Path:
+    """The Python of a new virtual environment that sees the standard library and nothing else."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
+    return folder / "bin" / "python"
+
+
+def share_packages(python: Path) -> None:
+    """Let an environment find what is installed in that of the tests, so that no index is asked for dependencies.
+
+    A path in a .pth file is searched, but .pth files in it are not run: the tests' own editable install of the package
+    stays out of sight.
+    """
+    (site,) = python.parent.parent.glob("lib/python*/site-packages")
+    (site / "packages_of_the_tests.pth").write_text(sysconfig.get_paths()["purelib"])
+
+
+def pip(*words: str | Path) -> None:
+    """This environment's pip; its output is the failure's message."""
+    done = subprocess.run(
+        [sys.executable, "-m", "pip", "--disable-pip-version-check", *map(str, words)], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.fixture(scope="session")
+def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of what is packaged, so that builds leave nothing behind; with a rotation and a nested package added."""
+    copy = tmp_path_factory.mktemp("source")
+    for name in SOURCES:
+        if (ROOT / name).exists():
+            shutil.copy(ROOT / name, copy)
+    for name in FOLDERS:
+        shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
+    entry = copy / "rotation_zoo" / "probes" / "probe-1.5b"  # deeper than `kvq zoo` looks
+    entry.mkdir(parents=True)
+    (entry / "config.json").write_text("{}")
+    (entry / "rotations.safetensors").write_bytes(b"x")
+    (entry / "notes.tmp").write_text("not data")
+    nested = copy / "triton_kernels" / "probe"
+    nested.mkdir()
+    (nested / "__init__.py").write_text("HERE = True\n")
+    return copy
+
+
+@pytest.fixture(scope="session")
+def wheel_file(tree: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel of ``tree``."""
+    out = tmp_path_factory.mktemp("wheel")
+    pip("wheel", "--quiet", "--no-deps", "--no-build-isolation", "-w", out, tree)
+    (built,) = out.glob("sglang_kvq-*.whl")
+    return built
+
+
+@pytest.fixture(scope="session")
+def wheel(wheel_file: Path) -> Iterator[zipfile.ZipFile]:
+    """Its content."""
+    with zipfile.ZipFile(wheel_file) as archive:
+        yield archive
