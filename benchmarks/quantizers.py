@@ -10,14 +10,15 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 
 from benchmarks import record
-from sglang_kvq.formats.code import CodeFormat
 from benchmarks.qjl import inner_products, projection, sketch_keys
+from sglang_kvq.formats.code import CodeFormat
 from sglang_kvq.formats.quantize import clip_rank, dequantize_rows, quantize_rows
 
 UNIFORM, LLOYD, SPHERE = (
@@ -39,7 +40,7 @@ def compare(exact: torch.Tensor, found: torch.Tensor) -> dict[str, float]:
     }
 
 
-def measure(rows: torch.Tensor, q: torch.Tensor, code: CodeFormat, clip: float) -> dict:
+def measure(rows: torch.Tensor, q: torch.Tensor, code: CodeFormat, clip: float) -> dict[str, Any]:
     """One code: squared error over the rows' own, beside the least possible for a Gaussian source, 2^(-2 bits)."""
     d = rows.shape[-1]
     values = dequantize_rows(*quantize_rows(rows, d, clip_rank(d, clip), code), code)
@@ -49,7 +50,7 @@ def measure(rows: torch.Tensor, q: torch.Tensor, code: CodeFormat, clip: float) 
     return {**kind, "error": error, "bound": 4.0**-code.bits, **compare(q @ exact.T, q @ values.T)}
 
 
-def measure_qjl(rows: torch.Tensor, q: torch.Tensor, code: CodeFormat, draws: int = 4) -> dict:
+def measure_qjl(rows: torch.Tensor, q: torch.Tensor, code: CodeFormat, draws: int = 4) -> dict[str, Any]:
     """A code of one bit less and the sketch of its residual, over several projections."""
     exact = q @ rows.float().T
     found = []

@@ -1,4 +1,4 @@
-"""``kvq calibrate --engine sglang``: the same calibration for models that only fit an engine with tensor parallelism."""
+"""``kvq calibrate --engine sglang``: calibration of models that only fit an engine with tensor parallelism."""
 
 from __future__ import annotations
 
@@ -11,18 +11,17 @@ import torch
 
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.rotations.base import Rotations
-from sglang_kvq.rotations.calibration.run import (
+from sglang_kvq.rotations.calibration.clips import ClipErrors
+from sglang_kvq.rotations.calibration.run import Progress, rotations_from
+from sglang_kvq.rotations.calibration.settings import (
     CalibrationSettings,
-    ClipErrors,
-    Progress,
-    check_shape,
+    check_head_dim,
     draw_contexts,
-    place_contexts,
-    rotations_from,
+    first_positions,
 )
 from sglang_kvq.rotations.calibration.worker_files import read_samples, read_sums
+from sglang_kvq.rotations.identity import geometry_of
 from sglang_kvq.rotations.maths.rope import roped_layers, turn_of
-from sglang_kvq.rotations.storage.zoo import identity
 
 #: What SGLang needs on a machine with no accelerator.
 CPU = {"device": "cpu", "dtype": "bfloat16", "sampling_backend": "pytorch", "grammar_backend": "none"}
@@ -30,7 +29,7 @@ CPU = {"device": "cpu", "dtype": "bfloat16", "sampling_backend": "pytorch", "gra
 
 def calibrate_on_engine(
     model_path: str,
-    hf_config: object,
+    hf_config: Any,
     ids: torch.Tensor,
     settings: CalibrationSettings,
     progress: Progress,
@@ -58,8 +57,8 @@ def calibrate_on_engine(
         raise KVQuantError(
             "--engine sglang needs SGLang in this environment: pip install 'sglang-kvq[sglang]'."
         ) from error
-    shape = identity(hf_config)
-    check_shape(shape)
+    layers, kv_heads, head_dim = geometry_of(hf_config)
+    check_head_dim(head_dim)
     contexts = draw_contexts(ids, settings)
     with tempfile.TemporaryDirectory(prefix="kvq-capture-") as temporary:
         folder = folder or Path(temporary)
@@ -84,17 +83,17 @@ def calibrate_on_engine(
             running.shutdown()
         progress("moments", len(contexts), len(contexts))
         rotations = rotations_from(read_sums(folder, len(contexts), settings.sink), hf_config, settings, len(contexts))
-        errors, layers = ClipErrors(rotations, settings), shape["num_hidden_layers"]
+        errors = ClipErrors(rotations, settings)
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        place = place_contexts(settings, 3, hf_config)[1]  # where the middle one of three contexts would stand
-        turn = turn_of(hf_config, shape["head_dim"])(place) if place else torch.eye(shape["head_dim"])
+        position = first_positions(settings, 3, hf_config)[1]  # where the middle one of three contexts would stand
+        turn = turn_of(hf_config, head_dim)(position) if position else torch.eye(head_dim)
         roped = roped_layers(hf_config, layers)
-        for layer, *sample in read_samples(folder, layers, shape["num_key_value_heads"]):
+        for layer, *sample in read_samples(folder, layers, kv_heads):
             progress("clips", layer, layers)
             q, k, v = (x.to(device).float() for x in sample)
             if roped[layer]:
                 q, k = (x @ turn.to(x) for x in (q, k))
-            errors.add(layer, q, k, v, shape["head_dim"] ** -0.5)
+            errors.add(layer, q, k, v, head_dim**-0.5)
         progress("clips", layers, layers)
     chosen = errors.chosen(1)
     return replace(chosen, meta=replace(chosen.meta, sensitivity=None))
