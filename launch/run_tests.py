@@ -147,7 +147,7 @@ def prepare(runs: list[Run]) -> Path:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="unit tests only, in the newest release's environment")
+    parser.add_argument("--quick", action="store_true", help="linters and unit tests only, in the newest release's environment")
     options, words = parser.parse_known_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     begin = time.monotonic()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -120,8 +121,9 @@ def section(content: dict[str, Any], plots: Sequence[tuple[str, str]] = ()) -> s
     names = ["method", "bits", "KL, nats per token", "top-1", "perplexity"]
     names += [{"humaneval": "HumanEval, %", "gsm8k": "GSM8K, %"}[key] for key in scores]
     names += [f"needle {key.removeprefix('needle_')}, %" for key in needles]
-    lines = ["| " + " | ".join(names) + " |", "|---" * len(names) + "|"]
-    for row in rows:
+    head = ["| " + " | ".join(names) + " |", "|---" * len(names) + "|"]
+
+    def line(row: dict[str, Any]) -> str:
         cells = [f"`{row['method']}`", _number(row["allocated_bits"], ".2f")]
         cells += [
             _with_error(row, "kl", ".4f"),
@@ -129,11 +131,24 @@ def section(content: dict[str, Any], plots: Sequence[tuple[str, str]] = ()) -> s
             _with_error(row, "perplexity", ".2f"),
         ]
         cells += [_percent(row, key) for key in scores] + [_number(row.get(key), ".0%", NO_VALUE) for key in needles]
-        lines.append("| " + " | ".join(cells) + " |")
-    text = "\n".join(lines) + "\n\n" + _how(content)
-    notes = [f"- `{row['method']}`: {note}" for row in rows for note in (*_origin(row), *_notes(row))]
+        return "| " + " | ".join(cells) + " |"
+
+    labels = {row["method"] for row in rows}
+    more = [row for row in rows if "@" in row["method"] and row["method"].partition("@")[0] in labels]
+    text = "\n".join([*head, *(line(row) for row in rows if row not in more)]) + "\n\n" + _how(content)
+    notes = [f"- `{row['method']}`: {note}" for row in rows for note in _notes(row)]
     text += ("\n" + "\n".join(notes) + "\n") if notes else ""
-    return text + "".join(f"\n![{caption}]({link})\n" for caption, link in plots)
+    text += "".join(f"\n![{caption}]({link})\n" for caption, link in plots)
+    if more:
+        text += _folded(f"Other calibrations of these methods ({len(more)})", "\n".join([*head, *map(line, more)]))
+    origins = [f"- `{row['method']}`: {origin}" for row in rows for origin in _origin(row)]
+    commands = "\n".join(f"    {command}" for command in content["command"].split("; "))
+    return text + _folded("Commands and rotations", "\n\n".join(filter(None, [commands, "\n".join(origins)])))
+
+
+def _folded(title: str, text: str) -> str:
+    """What is there for whoever looks for it."""
+    return f"\n<details><summary>{title}</summary>\n\n{text}\n\n</details>\n"
 
 
 def _is_length(key: str) -> bool:
@@ -176,7 +191,7 @@ def _notes(row: dict[str, Any]) -> list[str]:
 
 
 def _how(content: dict[str, Any]) -> str:
-    """What was measured, in words, from the settings and the header."""
+    """What was measured, in words, from the settings and the header; the command is folded away."""
     settings, words = content["settings"], []
     if kl := settings.get("kl"):
         texts = ", ".join(text["file"] for text in kl["texts"])
@@ -196,19 +211,21 @@ def _how(content: dict[str, Any]) -> str:
     dirty = " with uncommitted changes" if content["dirty"] else ""
     words.append(
         f"{content['device']}, SGLang {content['versions']['sglang']}, {content['date']}, commit "
-        f"{content['commit'][:10]}"
-        f"{dirty}: `{content['command']}`."
+        f"{content['commit'][:10]}{dirty}."
     )
     return " ".join(words) + "\n"
 
 
 INTRODUCTION = """# Accuracy
 
-Written by `kvq eval --report`, from the files in benchmarks/results; [evaluation.md](evaluation.md) says how each value
-is measured and what it does not say. *bits* are those that a stored element takes, scales and zeros included; a
-request's first and most recent tokens are BF16. ± is one standard error: between contexts for KL and perplexity,
-between problems for scores. In brackets: the difference from `none` (BF16), paired by problem. The KL of `none` is a
-second run of the same server: the noise of the measurement.
+Written by `kvq eval --report` from the files in benchmarks/results. [evaluation.md](evaluation.md) explains how each
+value is measured and what it does not show.
+
+- *bits*: what a stored element takes, scales and offsets included. The first and the most recent tokens of a request
+  are BF16.
+- ±: one standard error, between contexts for KL and perplexity, between problems for scores.
+- In brackets: the difference from `none` (BF16), paired by problem.
+- The KL of `none` comes from a second run of the same server: it is the noise of the measurement.
 """
 
 
@@ -219,8 +236,9 @@ def page(files: Sequence[Path], target: Path) -> str:
         KVQuantError: a file is no report.
     """
     parts = [INTRODUCTION]
-    for path in files:
-        content = read(path)
+    contents = [read(path) for path in files]
+    models = Counter(content.get("model") for content in contents)
+    for path, content in zip(files, contents):
         if not {"model", "rows", "settings", "device", "commit"} <= content.keys():
             raise KVQuantError(f"{path}: not a report of kvq eval (accuracy_<model>.json).")
         plots = []
@@ -229,7 +247,8 @@ def page(files: Sequence[Path], target: Path) -> str:
             if plot.exists():
                 link = Path(_relative(plot, target.parent)).as_posix()
                 plots.append((f"{caption}, {content['model']}", link))
-        parts.append(f"## {content['model']}\n\n{section(content, plots)}")
+        where = f", {content['device']}" if models[content["model"]] > 1 else ""
+        parts.append(f"## {content['model']}{where}\n\n{section(content, plots)}")
     return "\n".join(parts)
 
 

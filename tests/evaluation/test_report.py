@@ -13,6 +13,7 @@ from sglang_kvq.evaluation import plots, provenance, report
 from sglang_kvq.evaluation.base import Outcome
 from sglang_kvq.evaluation.command import main
 from sglang_kvq.evaluation.store import Store, differences
+from tests.conftest import ROOT
 
 KL = {
     "texts": [{"file": "held.txt", "sha256": "0" * 64}],
@@ -60,12 +61,19 @@ TABLE = """\
 
 KL, top-1 agreement and perplexity: 8 contexts of 2048 tokens from held.txt after its first 80%, from token 640 on. \
 GSM8K: 4 problems, 5 worked examples, greedy. Needle: 2 depths, 1 per cell. \
-NVIDIA H200, SGLang 0.5.16, 2026-01-02, commit cccccccccc: `kvq eval --model m`.
+NVIDIA H200, SGLang 0.5.16, 2026-01-02, commit cccccccccc.
 
 - `none`: needle: no haystack of 4096 tokens: longer than the server takes
-- `oscar@wiki`: rotations: wikitext2, seed 1
 - `oscar@wiki`: needle: no haystack of 4096 tokens: longer than the server takes
 - `int2`: **not measured**: server: the server ended with code 1: out of memory
+
+<details><summary>Commands and rotations</summary>
+
+    kvq eval --model m
+
+- `oscar@wiki`: rotations: wikitext2, seed 1
+
+</details>
 """  # noqa: RUF001  (dashes in a table)
 
 
@@ -73,6 +81,35 @@ def test_table(store):
     content = report.collect(store, "fake", ["kvq", "eval", "--model", "/data/models/m"])
     content["date"] = "2026-01-02"
     assert report.section(content) == TABLE
+
+
+def test_other_calibrations_are_folded_away(store):
+    store.save_server("oscar", {"label": "oscar", "allocated_bits": 2.5})
+    shown, folded, _ = report.section(report.collect(store, "fake", ["kvq"])).split("<details>")
+    assert "| `oscar` |" in shown and "| `oscar@wiki` |" not in shown
+    assert "| `oscar@wiki` | 2.50 |" in folded and folded.count("| method |") == 1
+
+
+def test_no_two_headings_are_alike(store, tmp_path):
+    content = report.collect(store, "fake", ["kvq"])
+    paths = [tmp_path / "a.json", tmp_path / "b.json"]
+    for path, device in zip(paths, ("NVIDIA H200", "CPU")):
+        path.write_text(json.dumps({**content, "device": device}))
+    headings = [line for line in report.page(paths, tmp_path / "page.md").splitlines() if line.startswith("## ")]
+    assert headings == ["## fake, NVIDIA H200", "## fake, CPU"]
+
+
+def test_the_committed_page_is_what_the_committed_results_make():
+    target = ROOT / "docs" / "accuracy.md"
+    models = [
+        ROOT / "benchmarks" / "results" / name
+        for name in (
+            "accuracy_qwen2.5-coder-0.5b-instruct.json",
+            "accuracy_qwen2.5-coder-0.5b-instruct_cpu.json",
+            "accuracy_smollm2-135m-instruct.json",
+        )
+    ]
+    assert report.page(models, target) == target.read_text()
 
 
 def test_json_has_the_agreed_fields(store):
