@@ -33,7 +33,7 @@ from sglang_kvq.rotations.storage.registry import known_digests
 FORMAT_VERSIONS = (1, 2)
 
 #: Of each file of a folder: where it really is, when it was written, and its size.
-_Stamp = tuple[tuple[Path, int, int], ...]
+_FileStamps = tuple[tuple[Path, int, int], ...]
 
 _NO_ROTATIONS = "Make them with `kvq calibrate MODEL`, or use --kv-quant hadamard, which needs none."
 
@@ -168,11 +168,11 @@ def _load_checked(folder: Path, layers: int, kv_heads: int, head_dim: int) -> Ro
 
 
 @lru_cache(maxsize=1)  # a large model's take some hundred megabytes
-def _load_kept(folder: Path, stamp: _Stamp, layers: int, kv_heads: int, head_dim: int) -> Rotations:
+def _load_kept(folder: Path, stamp: _FileStamps, layers: int, kv_heads: int, head_dim: int) -> Rotations:
     return _load_checked(folder, layers, kv_heads, head_dim)
 
 
-def _stamp(folder: Path) -> _Stamp:
+def _stamp(folder: Path) -> _FileStamps:
     """What tells whether a folder's files are still the same."""
     files = [folder / name for layout in hub.LAYOUTS for name in layout if (folder / name).is_file()]
     return tuple((file.resolve(), (stat := file.stat()).st_mtime_ns, stat.st_size) for file in files)
