@@ -1,22 +1,28 @@
 """Calibration inside a running engine: each worker sums the moments of the heads that it holds.
 
-``Engine(kv_quant="int2", kv_quant_capture="FOLDER:CONTEXT:SKIP")`` runs with ``CaptureBackend``. Every prompt of exactly
-CONTEXT tokens that arrives whole (one prefill chunk, nothing cached) is counted, without its first SKIP tokens; all
-others, such as warm-ups, are served only. The model computes in BF16: what such a prompt attends to is not quantized.
+``Engine(kv_quant="int2", kv_quant_capture="FOLDER:CONTEXT:SKIP")`` runs with ``CaptureBackend``. Every prompt of
+exactly CONTEXT tokens that arrives whole (one prefill chunk, nothing cached) is counted, without its first SKIP tokens;
+all others, such as warm-ups, are served only. The model computes in BF16: what such a prompt attends to is not
+quantized.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from sglang_kvq.rotations.calibration.worker_files import write_sample, write_sums
+from sglang_kvq.attention.base import AttentionOps
+from sglang_kvq.cache.tiers import TierManager
+from sglang_kvq.rotations.calibration.worker_files import Worker, write_sample, write_sums
+from sglang_kvq.rotations.identity import geometry_of
 from sglang_kvq.rotations.maths.moments import MomentSums
-from sglang_kvq.rotations.storage.zoo import identity
 from sglang_kvq.sglang.backend import KVQuantBackend
-from sglang_kvq.sglang.worker_rotations import tensor_parallel
+from sglang_kvq.sglang.layers import own_keys_and_values
 from sglang_kvq.sglang.runtime import logger
+from sglang_kvq.sglang.types import AttentionLayer, ForwardBatch, ModelRunner
+from sglang_kvq.sglang.worker_rotations import tensor_parallel
 
 
 class CaptureBackend(KVQuantBackend):
@@ -26,21 +32,38 @@ class CaptureBackend(KVQuantBackend):
     """
 
     def __init__(
-        self, ops, tiers, first_layer: int, folder: Path, context: int, skip: int, place: dict[str, int]
+        self,
+        ops: AttentionOps,
+        tiers: TierManager,
+        first_layer: int,
+        folder: Path,
+        context: int,
+        skip: int,
+        worker: Worker,
     ) -> None:
         """
         Args:
             context: tokens of a prompt that counts.
             skip: first tokens left out of the sums.
-            place: this worker's: rank and size (of the group that shards heads), kv_heads_total, layers, first_layer.
+            worker: this one.
         """
         super().__init__(ops, tiers, first_layer)
-        self.folder, self.context, self.place = folder, context, place
+        self.folder, self.context, self.worker = folder, context, worker
         self.sums, self.contexts = MomentSums(skip), 0
         logger.info("kv-quant capture: prompts of %d tokens are summed into %s", context, folder)
 
-    def forward_extend(self, q, k, v, layer, forward_batch, save_kv_cache=True, **kwargs):
-        *activations, index = self._heads(q, k, v, layer)
+    def forward_extend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        layer: AttentionLayer,
+        forward_batch: ForwardBatch,
+        save_kv_cache: bool = True,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        own_k, own_v = own_keys_and_values(layer, k, v, save_kv_cache, kwargs)
+        *activations, index = self._heads(q, own_k, own_v, layer)
         at = 0
         for prefix, new in zip(self.batch.prefix_lens, self.batch.new_lens):
             if prefix == 0 and new == self.context:
@@ -51,21 +74,18 @@ class CaptureBackend(KVQuantBackend):
     def _capture(self, index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         layer = self.first_layer + index
         self.sums.add(layer, q, k, v)
-        write_sample(self.folder, self.place["rank"], layer, q, k, v)
-        if index == self.place["layers"] - 1:
+        write_sample(self.folder, self.worker.rank, layer, q, k, v)
+        if index == self.worker.layers - 1:
             self.contexts += 1
-            write_sums(self.folder, self.sums, self.contexts, self.place)
+            write_sums(self.folder, self.sums, self.contexts, self.worker)
 
 
-def capture_backend(model_runner, spec: str, ops, tiers, first_layer: int) -> CaptureBackend:
+def capture_backend(
+    model_runner: ModelRunner, spec: str, ops: AttentionOps, tiers: TierManager, first_layer: int
+) -> CaptureBackend:
     """The backend of one worker; ``spec`` is ``KVQuantConfig.capture``."""
     folder, context, skip = spec.rsplit(":", 2)
     rank, size = tensor_parallel(model_runner)
-    place = {
-        "rank": rank,
-        "size": size,
-        "kv_heads_total": identity(model_runner.model_config.hf_config)["num_key_value_heads"],
-        "layers": ops.pool.layers,
-        "first_layer": first_layer,
-    }
-    return CaptureBackend(ops, tiers, first_layer, Path(folder), int(context), int(skip), place)
+    kv_heads = geometry_of(model_runner.model_config.hf_config).kv_heads
+    worker = Worker(rank, size, kv_heads, ops.pool.layers, first_layer)
+    return CaptureBackend(ops, tiers, first_layer, Path(folder), int(context), int(skip), worker)

@@ -6,19 +6,20 @@ from sglang_kvq.attention.base import LayerRotations
 from sglang_kvq.cache.layout import KVGeometry
 from sglang_kvq.config import KVQuantConfig
 from sglang_kvq.rotations.base import RotationMeta
+from sglang_kvq.rotations.identity import geometry_of
 from sglang_kvq.rotations.resolve import resolve_rotations
-from sglang_kvq.rotations.storage.zoo import identity
+from sglang_kvq.sglang.types import ModelRunner
 
 
 def worker_rotations(
-    model_runner, config: KVQuantConfig, geometry: KVGeometry, first_layer: int
+    model_runner: ModelRunner, config: KVQuantConfig, geometry: KVGeometry, first_layer: int
 ) -> tuple[LayerRotations, RotationMeta]:
     """Rotations of this worker's layers and KV heads, and where they come from."""
     hf_config = model_runner.model_config.hf_config
     rotations = resolve_rotations(config, model_runner.model_config.model_path, hf_config)
     if rotations is None:
         return LayerRotations(), RotationMeta(objective="none")
-    total = identity(hf_config)["num_key_value_heads"]
+    total = geometry_of(hf_config).kv_heads
     rank, size = tensor_parallel(model_runner)
     if total >= size:
         start = rank * geometry.kv_heads
@@ -29,7 +30,7 @@ def worker_rotations(
     return worker.to(model_runner.device), rotations.meta
 
 
-def tensor_parallel(model_runner) -> tuple[int, int]:
+def tensor_parallel(model_runner: ModelRunner) -> tuple[int, int]:
     """Rank and size of the group that shards attention heads (smaller than TP under DP attention)."""
     from sglang.srt.runtime_context import get_parallel
 
