@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.evaluation.client import Client
@@ -84,6 +84,14 @@ class Task(Protocol):
         Raises:
             KVQuantError: the server cannot do it; the message says what would help.
         """
+
+
+@runtime_checkable
+class ReferenceTask(Task, Protocol):
+    """A task that compares with BF16, which must be measured first."""
+
+    def record_reference(self, client: Client, bench: Bench) -> None:
+        """Store what ``run`` on other servers compares with, of a server without ``--kv-quant``."""
 
 
 def file_identity(path: Path) -> dict[str, str]:

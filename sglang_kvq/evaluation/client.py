@@ -180,6 +180,11 @@ class Client:
 
     # -- tokens and log-probabilities ---------------------------------------------------------------------
 
+    def cache(self, ids: list[int]) -> None:
+        """Read a prompt, so that the next one that begins with it finds it in the server's cache."""
+        sampling = {"temperature": 0, "max_new_tokens": 1, "ignore_eos": True}
+        self.request("/generate", {"input_ids": ids, "sampling_params": sampling})
+
     def prompt_logprobs(self, ids: list[int], first: int, top: int) -> dict[str, Any]:
         """``meta_info`` of a prompt's log-probabilities from position ``first`` on.
 

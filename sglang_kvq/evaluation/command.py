@@ -11,14 +11,14 @@ from typing import Any
 
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.evaluation import plots, report
-from sglang_kvq.evaluation.base import Bench, Task
+from sglang_kvq.evaluation.base import Bench, ReferenceTask, Task
 from sglang_kvq.evaluation.client import Client
 from sglang_kvq.evaluation.material import Material, write_whole
 from sglang_kvq.evaluation.progress import Display
 from sglang_kvq.evaluation.runner import Launch, Runner, server_identity
 from sglang_kvq.evaluation.specs import REFERENCE, parse, parse_list
 from sglang_kvq.evaluation.store import Store, read
-from sglang_kvq.evaluation.tasks import TASK_NAMES
+from sglang_kvq.evaluation.tasks import KINDS, TASK_NAMES
 
 EPILOG = """
 examples:
@@ -33,7 +33,7 @@ What follows -- goes to every server that is started. `kvq eval` runs again wher
 def parser() -> argparse.ArgumentParser:
     root = argparse.ArgumentParser(
         prog="kvq eval",
-        description="Compare methods on one model: divergence from BF16, needle in a haystack, HumanEval, GSM8K.",
+        description="Compare methods on one model: divergence from BF16, retrieval, HumanEval, GSM8K.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -95,6 +95,13 @@ def parser() -> argparse.ArgumentParser:
     needle.add_argument("--needle-depths", default="0,25,50,75,100", metavar="PERCENT,...", help="default %(default)s")
     needle.add_argument("--needle-trials", type=int, default=1, help="per cell; default %(default)s")
 
+    retrieval = root.add_argument_group(", ".join(KINDS))
+    retrieval.add_argument(
+        "--retrieval-lengths", default="2048,4096,8192,16384", metavar="N,...", help="tokens; default %(default)s"
+    )
+    retrieval.add_argument("--retrieval-cases", type=int, default=40, help="per length; default %(default)s")
+    retrieval.add_argument("--retrieval-seed", type=int, default=0, help="of the generated texts; default %(default)s")
+
     tests = root.add_argument_group("humaneval and gsm8k")
     tests.add_argument(
         "--style", choices=("auto", "chat", "completion"), default="auto", help="default: chat if there is a template"
@@ -127,7 +134,9 @@ def tasks_of(options: argparse.Namespace) -> list[Task]:
     if unknown := set(names) - set(TASK_NAMES):
         raise KVQuantError(f"--tasks {','.join(sorted(unknown))}: not a task; there are {', '.join(TASK_NAMES)}.")
     makers = {"kl": _kl, "needle": _needle, "humaneval": _humaneval, "gsm8k": _gsm8k}
-    return [makers[name](options) for name in TASK_NAMES if name in names]
+    return [
+        makers[name](options) if name in makers else _retrieval(name, options) for name in TASK_NAMES if name in names
+    ]
 
 
 def _kl(options: argparse.Namespace) -> Task:
@@ -156,6 +165,13 @@ def _needle(options: argparse.Namespace) -> Task:
         options.needle_trials,
         options.style,
     )
+
+
+def _retrieval(name: str, options: argparse.Namespace) -> Task:
+    from sglang_kvq.evaluation.tasks.retrieval import RetrievalTask
+
+    lengths = tuple(_whole("--retrieval-lengths", word) for word in options.retrieval_lengths.split(","))
+    return RetrievalTask(name, lengths, options.retrieval_cases, options.style, options.retrieval_seed)
 
 
 def _humaneval(options: argparse.Namespace) -> Task:
@@ -251,7 +267,7 @@ def evaluate_server(options: argparse.Namespace, tasks: list[Task]) -> tuple[str
         )
         wanted = [task for task in tasks if not store.finished(slug, task.name, {**identity, "task": task.identity()})]
         for task in wanted:
-            if options.reference_server and hasattr(task, "record_reference"):
+            if options.reference_server and isinstance(task, ReferenceTask):
                 reference = Client(options.reference_server, timeout=options.request_timeout)
                 if reference.facts.method != REFERENCE:
                     raise KVQuantError(

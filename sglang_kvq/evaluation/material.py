@@ -98,6 +98,11 @@ class Material:
         with self._lock:
             return str(self._load_tokeniser(client).decode(ids.tolist()))
 
+    def encode(self, text: str, client: Client) -> list[int]:
+        """The ids of a text that is not worth keeping, without special tokens."""
+        with self._lock:
+            return self._tokenise(text, client)
+
     def _tokenise(self, text: str, client: Client) -> list[int]:
         return list(self._load_tokeniser(client)(text, add_special_tokens=False, verbose=False)["input_ids"])
 

@@ -11,13 +11,14 @@ from typing import Any
 
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.evaluation import provenance
-from sglang_kvq.evaluation.base import Bench, Task
+from sglang_kvq.evaluation.base import Bench, ReferenceTask, Task
 from sglang_kvq.evaluation.client import Client, ServerFacts
 from sglang_kvq.evaluation.material import Material, digest
 from sglang_kvq.evaluation.progress import Display
 from sglang_kvq.evaluation.servers import EvaluatedServer
 from sglang_kvq.evaluation.specs import MethodSpec
 from sglang_kvq.evaluation.store import Store
+from sglang_kvq.server_process import ServerFailed
 
 
 @dataclass(frozen=True)
@@ -88,9 +89,7 @@ class Runner:
                 self.display.say(f"{spec.label}: already measured")
             else:
                 jobs.append((spec, identity, open_tasks))
-        if not any(
-            spec.is_reference and hasattr(task, "record_reference") for spec, _, tasks in jobs for task in tasks
-        ):
+        if not any(spec.is_reference and isinstance(task, ReferenceTask) for spec, _, tasks in jobs for task in tasks):
             self.material.settle_reference()  # stored by an earlier run, or not needed
 
         def work(job: tuple[MethodSpec, dict[str, Any], list[Task]]) -> None:
@@ -139,7 +138,7 @@ class Runner:
                 server.check_alive()
         except KVQuantError as error:
             if not self._stop.is_set():
-                self._server_failed(spec, str(error), getattr(error, "log", ""))
+                self._server_failed(spec, str(error), error.log if isinstance(error, ServerFailed) else "")
 
     # -- any server ---------------------------------------------------------------------------------------
 
@@ -163,7 +162,7 @@ class Runner:
             self.display.status(label, task.name)
             bench = Bench(self.material, self.concurrency, self.display.counter(label, task.name))
             try:
-                if is_reference and hasattr(task, "record_reference"):
+                if is_reference and isinstance(task, ReferenceTask):
                     self.record_reference(task, client, bench)
                 retries = client.retries
                 outcome = task.run(client, bench)
@@ -185,7 +184,7 @@ class Runner:
             for warning in outcome.warnings:
                 self.display.say(f"{label}: {task.name}: {warning}")
 
-    def record_reference(self, task: Any, client: Client, bench: Bench) -> None:
+    def record_reference(self, task: ReferenceTask, client: Client, bench: Bench) -> None:
         """Store what other methods are compared with; lets those that wait for it go on, whatever happens."""
         try:
             task.record_reference(client, bench)

@@ -38,6 +38,15 @@ SECCOMP_MODE_FILTER = 2
 NOT_CLOSED = 97
 #: urandom: of some builds (for an old C library) nothing else makes the hashes' seed, and they do not start without.
 DEVICES = ("/dev/null", "/dev/urandom")
+#: By their names in the order, set in this one.
+LIMITS = {
+    "CPU": resource.RLIMIT_CPU,
+    "AS": resource.RLIMIT_AS,
+    "FSIZE": resource.RLIMIT_FSIZE,
+    "NPROC": resource.RLIMIT_NPROC,
+    "NOFILE": resource.RLIMIT_NOFILE,
+    "CORE": resource.RLIMIT_CORE,
+}
 
 
 def check(result: int, what: str) -> None:
@@ -224,12 +233,12 @@ def main() -> None:
     if walls:
         give_up_privileges(uid)
     check(LIBC.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "no new privileges")
-    for name in ("CPU", "AS", "FSIZE", "NPROC", "NOFILE", "CORE"):
+    for name, number in LIMITS.items():
         value = order["limits"].get(name)
         if value is not None:
             # SIGXCPU at the soft limit tells what happened; whoever ignores it dies a second later.
             hard = value + 1 if name == "CPU" else value
-            resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (value, hard))
+            resource.setrlimit(number, (value, hard))
     if walls:
         install_filter(order["filter"])
     os.execve(order["interpreter"], [order["interpreter"], "-I", "program.py"], {})

@@ -134,6 +134,8 @@ class FakeServer:
         return {"choices": [{field: value, "finish_reason": "stop"}], "usage": {"prompt_tokens": prompt_tokens}}
 
     def generate(self, body):
+        if "return_logprob" not in body:
+            return {"meta_info": {}}
         ids, start, top = body["input_ids"], body["logprob_start_len"], body["top_logprobs_num"]
         if len(ids) >= self.context:
             raise ValueError(f"The input ({len(ids)} tokens) is longer than the model's context length")
@@ -151,6 +153,9 @@ def answer_to(prompt: str) -> str:
     if city := re.search(r"magic number of (\w+) (?:that|is$)", prompt):
         found = re.search(rf"magic number of {city.group(1)} is ([\d]+)", prompt)
         return f"It is {found.group(1)}." if found else "I do not know."
+    if key := re.search(r'value of the key "(.*?)"', prompt):
+        value = re.search(rf'"{key.group(1)}": "(.*?)"', prompt)
+        return value.group(1) if value else "unknown"
     if "def add" in prompt:
         return (
             "Here it is:\n```python\ndef add(a, b):\n    return a + b\n```\n"

@@ -1,11 +1,12 @@
 """Finding and copying exactly, by length: keys, numbers, chains of variables, the arguments of a tool's call.
 
 Prose hides what coarse keys cost: a needle in filler is unlike anything around it. Here the haystack is made of needles
-(``haystacks``), and an answer counts only if it is copied to the last character. What a model generates it reads from the
-cache, whatever the server's chunks; how it reads its prompt depends on ``--chunked-prefill-size``.
+(``haystacks``), and an answer counts only if it is copied to the last character. What a model generates it reads from
+the cache, whatever the server's chunks; how it reads its prompt depends on ``--chunked-prefill-size``.
 
 ``exact_keys`` also gives the log-likelihood of the right value, which tells methods apart where a small model's copies
-are all wrong: the prompt is cached first, then value tokens are scored behind it, so they read what decoding would read.
+are all wrong: the prompt is cached first, then value tokens are scored behind it, so they read what decoding would
+    read.
 """
 
 from __future__ import annotations
