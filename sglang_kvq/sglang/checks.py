@@ -18,6 +18,7 @@ from sglang_kvq.errors import KVQuantError
 from sglang_kvq.releases import OLD_TREE
 from sglang_kvq.sglang import compat
 from sglang_kvq.sglang.runtime import config_of, logger
+from sglang_kvq.sglang.types import Configurator, ModelConfig, ServerArgs
 
 
 @dataclass(frozen=True)
@@ -171,7 +172,7 @@ def _raise(found: list[str]) -> None:
         )
 
 
-def after_check_server_args(result: None, server_args: Any) -> None:
+def after_check_server_args(result: None, server_args: ServerArgs) -> None:
     """AFTER ``ServerArgs.check_server_args``: the last moment before SGLang spawns processes.
 
     Raises:
@@ -193,7 +194,7 @@ def after_check_server_args(result: None, server_args: Any) -> None:
         raise
 
 
-def check_resolved(server_args: Any, config: KVQuantConfig) -> None:
+def check_resolved(server_args: ServerArgs, config: KVQuantConfig) -> None:
     """Refuse what SGLang derived from the flags and the model, and load the rotations once to see that they fit.
 
     Raises:
@@ -254,7 +255,7 @@ def check_named_model(values: Mapping[str, Any], config: KVQuantConfig) -> None:
     check_model(model, config)
 
 
-def check_model(model: Any, config: KVQuantConfig) -> None:
+def check_model(model: ModelConfig, config: KVQuantConfig) -> None:
     """Refuse attention that the cache does not hold, by SGLang's ModelConfig; layers are checked again once loaded.
 
     Raises:
@@ -304,7 +305,7 @@ def check_model(model: Any, config: KVQuantConfig) -> None:
         )
 
 
-def after_configure(result: Any, configurator: Any, *args: Any, **kwargs: Any) -> None:
+def after_configure(result: Any, configurator: Configurator, *args: Any, **kwargs: Any) -> None:
     """AFTER ``KVCacheConfigurator.configure``: the pool and the allocator that will serve are this plugin's.
 
     Raises:

@@ -10,6 +10,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 from sglang_kvq.releases import SUPPORTED
+from sglang_kvq.sglang.types import ModelConfig, ServerArgs
 
 
 def sglang_version() -> Version:
@@ -26,7 +27,7 @@ def is_supported(version: Version) -> bool:
     return any(applies(specifier, version) for specifier in SUPPORTED)
 
 
-def resolved(server_args: Any, field: str, default: Any = None) -> Any:
+def resolved(server_args: ServerArgs, field: str, default: Any = None) -> Any:
     """A setting as SGLang decided it. From ``hooks.NEW_TREE`` on the fields of ServerArgs keep what was typed."""
     result = getattr(import_module("sglang.srt.arg_groups.overrides"), "resolution_result", None)
     if result is None:
@@ -34,7 +35,7 @@ def resolved(server_args: Any, field: str, default: Any = None) -> Any:
     return result(server_args, field, default)
 
 
-def model_config(server_args: Any) -> Any:
+def model_config(server_args: ServerArgs) -> ModelConfig:
     """SGLang's ModelConfig of a resolved ServerArgs; cached by SGLang, no weights are read."""
     overrides = import_module("sglang.srt.arg_groups.overrides")
     if hasattr(overrides, "model_config_of"):

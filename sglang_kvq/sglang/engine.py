@@ -10,10 +10,11 @@ from dataclasses import replace
 from typing import Any
 
 from sglang_kvq.sglang import flags, plugin
-from sglang_kvq.sglang.runtime import CONFIG_ATTRIBUTE
+from sglang_kvq.sglang.runtime import attach
+from sglang_kvq.sglang.types import ServerArgs
 
 
-def server_args_from_kwargs(original: type, **kwargs: Any) -> Any:
+def server_args_from_kwargs(original: type, **kwargs: Any) -> ServerArgs:
     """FACTORY ``Engine.server_args_class``.
 
     Raises:
@@ -29,5 +30,5 @@ def server_args_from_kwargs(original: type, **kwargs: Any) -> Any:
     config = replace(config, capture=capture)
     plugin.stop_unless_in_place(config)
     server_args = original(**kwargs)
-    setattr(server_args, CONFIG_ATTRIBUTE, config)
+    attach(config, server_args)
     return server_args

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping, MutableMapping
+from dataclasses import MISSING, fields
 from typing import Any
 
 from sglang_kvq.config import PAGE_SIZE, KVQuantConfig
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.methods import METHOD_NAMES, get_method
-from sglang_kvq.sglang.runtime import CONFIG_ATTRIBUTE
+from sglang_kvq.sglang.runtime import attach
+from sglang_kvq.sglang.types import Original, ServerArgs
 
 #: Set beside the config when it came from a command line: errors then end the process without a traceback.
 CLI_ATTRIBUTE = "_kvq_from_cli"
@@ -27,6 +29,7 @@ FIELDS = {
     "kv_quant_bits": "bits",
     "kv_quant_seed": "seed",
 }
+DEFAULTS = {field.name: field.default for field in fields(KVQuantConfig) if field.default is not MISSING}
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -38,7 +41,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
     def add(flag: str, **options: Any) -> None:
         dest = flag[2:].replace("-", "_")
-        default = getattr(KVQuantConfig, FIELDS[dest], None)
+        default = DEFAULTS.get(FIELDS[dest])
         group.add_argument(flag, **{"default": default, **options})
 
     add(
@@ -118,7 +121,7 @@ def parse_config(values: Mapping[str, Any]) -> KVQuantConfig | None:
     given = {field: values[flag] for flag, field in FIELDS.items() if values.get(flag) is not None}
     if method == "none":
         for flag, field in FIELDS.items():
-            if flag != "kv_quant" and field in given and given[field] != getattr(KVQuantConfig, field, None):
+            if flag != "kv_quant" and field in given and given[field] != DEFAULTS.get(field):
                 raise KVQuantError(
                     f"--{flag.replace('_', '-')} has no effect without --kv-quant; add --kv-quant "
                     f"{{{','.join(METHOD_NAMES)}}} or leave it out."
@@ -165,7 +168,7 @@ def prepare(values: MutableMapping[str, Any]) -> KVQuantConfig | None:
     return config
 
 
-def from_cli_args(original: Any, cls: type, args: argparse.Namespace) -> Any:
+def from_cli_args(original: Original, cls: type, args: argparse.Namespace) -> ServerArgs:
     """AROUND ``ServerArgs.from_cli_args``.
 
     Raises:
@@ -182,6 +185,6 @@ def from_cli_args(original: Any, cls: type, args: argparse.Namespace) -> Any:
         return original(cls, args)
     plugin.stop_unless_in_place(config)
     server_args = original(cls, argparse.Namespace(**values))
-    setattr(server_args, CONFIG_ATTRIBUTE, config)
+    attach(config, server_args)
     setattr(server_args, CLI_ATTRIBUTE, True)
     return server_args

@@ -19,6 +19,7 @@ from sglang_kvq.releases import SUPPORTED
 from sglang_kvq.sglang import compat, hooks
 from sglang_kvq.sglang.hooks import PATCHED_KINDS, REGISTRY_KINDS, Hook, Kind, Process
 from sglang_kvq.sglang.runtime import config_of
+from sglang_kvq.sglang.types import ModelRunner, Original, Scheduler, ServerArgs
 
 logger = logging.getLogger("sglang_kvq")
 
@@ -110,7 +111,7 @@ def _install_backend(hook: Hook) -> Handler:
 
     original, ours = hooks.find(hook), _call(hook)
 
-    def create(model_runner: Any) -> Any:
+    def create(model_runner: ModelRunner) -> Any:
         return original(model_runner) if _config is None else ours(model_runner)
 
     register_attention_backend(hook.path.rpartition(".")[2])(create)
@@ -171,14 +172,16 @@ def prepare_to_spawn(config: KVQuantConfig) -> None:
     stop_unless_in_place(config)
 
 
-def launch_schedulers(original: Any, cls: type, server_args: Any, port_args: Any, run: Any, **kwargs: Any) -> Any:
+def launch_schedulers(
+    original: Original, cls: type, server_args: ServerArgs, port_args: Any, run: Handler, **kwargs: Any
+) -> Any:
     """AROUND ``Engine._launch_scheduler_processes``: with ``--kv-quant`` they start in ``run_scheduler``."""
     if config_of(server_args) is not None:
         run = functools.partial(run_scheduler, run)
     return original(cls, server_args, port_args, run, **kwargs)
 
 
-def run_scheduler(run: Any, server_args: Any, *args: Any, **kwargs: Any) -> Any:
+def run_scheduler(run: Handler, server_args: ServerArgs, *args: Any, **kwargs: Any) -> Any:
     """First function of a scheduler process: it must not start if SGLang did not load this plugin there.
 
     Raises:
@@ -192,7 +195,7 @@ def run_scheduler(run: Any, server_args: Any, *args: Any, **kwargs: Any) -> Any:
     return run(server_args, *args, **kwargs)
 
 
-def before_scheduler_init(scheduler: Any, server_args: Any, *args: Any, **kwargs: Any) -> None:
+def before_scheduler_init(scheduler: Scheduler, server_args: ServerArgs, *args: Any, **kwargs: Any) -> None:
     """BEFORE ``Scheduler.__init__``: from here on this process serves with ``--kv-quant``, or it ends."""
     global _config  # noqa: PLW0603  (SGLang's hooks share nothing but the process)
     _config = config_of(server_args)

@@ -28,6 +28,11 @@ def config_of(server_args: ServerArgs) -> KVQuantConfig | None:
     return config
 
 
+def attach(config: KVQuantConfig, server_args: ServerArgs) -> None:
+    """Make ``config_of`` find it."""
+    setattr(server_args, CONFIG_ATTRIBUTE, config)
+
+
 @dataclass(eq=False, repr=False)
 class Runtime:
     """Filled in the order SGLang builds things: sizes, pool, allocator, attention backend.

@@ -54,3 +54,16 @@ def test_from_the_repository_sglangs_own_kernels_are_found(tmp_path: Path) -> No
     (theirs / "matmul.py").touch()
     code = f"import sys; sys.path.append({str(tmp_path)!r}); import triton_kernels.matmul as m; print(m.__file__)"
     assert Path(run([sys.executable, "-c", code], ROOT).strip()) == theirs / "matmul.py"
+
+
+def third_party(code: str, folder: Path) -> set[str]:
+    """Top-level modules that are neither Python's nor ours, in a process that ran the code."""
+    show = "import sys; print(*{name.partition('.')[0] for name in sys.modules} - sys.stdlib_module_names)"
+    return set(run([sys.executable, "-c", f"{code}\n{show}"], folder).split()) - {"sglang_kvq"}
+
+
+def test_the_plugin_loads_torch_and_no_more(tmp_path: Path) -> None:
+    """SGLang imports it in every process, ``sglang serve --help`` included."""
+    least = third_party("import torch, packaging.specifiers, packaging.version", tmp_path)
+    assert third_party("import sglang_kvq.sglang.plugin", tmp_path) == least
+    assert third_party("import sglang_kvq, sglang_kvq.releases", tmp_path) == third_party("", tmp_path)
