@@ -4,13 +4,12 @@ A ``Record`` prints all it holds, which is what Triton's caches of compiled kern
 clipping share one, hence one kernel.
 """
 
-# ruff: noqa: RET505  (Triton compiles what follows a branch that returns; in an else it does not)
-
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
 from functools import cache
+from itertools import pairwise
 
 import torch
 import triton
@@ -117,6 +116,21 @@ def _codes(format: PageFormat, code: CodeFormat, low: int, high: int, scale: int
 
 def _f32(x: float) -> float:
     return torch.tensor(x, dtype=torch.float32).item()
+
+
+@triton.constexpr_function
+def words_between(a, b):
+    """From one part of a record to another, in words."""
+    return (b - a) // 4
+
+
+@triton.constexpr_function
+def scale_step(record):
+    """Halves from K's scales to its offsets, from those to V's scales, and from these to V's offsets."""
+    starts = (record.k.scale, record.k.offset, record.v.scale, record.v.offset)
+    steps = {b - a for a, b in pairwise(starts)}
+    assert len(steps) == 1, record
+    return steps.pop() // 2
 
 
 @triton.constexpr_function

@@ -1,11 +1,11 @@
 """Constants and device functions that several kernels share.
 
 Triton's interpreter (``TRITON_INTERPRET=1``, kernels on a CPU) holds bfloat16 as raw integers, rounds
-towards zero and has no inline assembly; ``dot``, ``to_bf16`` and ``unpack4`` hide that.
+towards zero and has no inline assembly; ``dot``, ``to_bf16`` and branches on PLAIN hide that. A branch that
+returns is followed by an ``else``, as the compiler would compile what follows it anyway.
 """
 
-# ruff: noqa: RET505  (Triton compiles what follows a branch that returns; in an else it does not)
-
+from dataclasses import dataclass
 from functools import cache
 
 import torch
@@ -41,13 +41,32 @@ def dot(a, b, acc):
         return tl.dot(a, b, acc)
 
 
+@dataclass(frozen=True)
+class Overlap:
+    """How a launch overlaps its neighbours on the stream (programmatic dependent launch, see ``can_overlap``).
+
+    Attributes:
+        early: it may start while the one before it runs, and waits before it reads what that one writes.
+        lets_next: the next one may start before this one has ended, if it is early.
+    """
+
+    early: bool = False
+    lets_next: bool = False
+
+
+NO_OVERLAP = Overlap()
+
+
 def can_overlap(device: torch.device) -> bool:
     """Whether a launch there may start before the one ahead of it has ended (programmatic dependent launch, Hopper)."""
     return device.type == "cuda" and _is_hopper(device)
 
 
 def has_pairs(device: torch.device) -> bool:
-    """Whether an instruction there works on two BF16 numbers (``pairs``): Hopper; for a CPU, kernels are only compiled."""
+    """Whether an instruction there works on two BF16 numbers (``pairs``): Hopper.
+
+    For a CPU kernels are only compiled, for one.
+    """
     return not INTERPRETED and (device.type != "cuda" or _is_hopper(device))
 
 

@@ -7,7 +7,8 @@ per token, and queries q:
     q k     = s_k (q c_k) + z_k sum(q)            the affine terms stay outside the product
     sum p v = sum (p s_v) c_v + sum p z_v         s_v is folded into p, z_v is one number per query head
 
-Where a head has several groups, q k is a sum over them, and p, computed once, is multiplied by each group's s_v in turn.
+Where a head has several groups, q k is a sum over them, and p, computed once, is multiplied by each group's s_v in
+turn.
 
 Both products run on INT8 tensor cores with tokens (then dims of V) on the 16-row side, where codes lie
 packed in memory the way the operand wants them in registers, and query heads on the 8-column side. Each
@@ -20,8 +21,9 @@ import torch
 import triton
 import triton.language as tl
 
-from sglang_kvq.kernels.codes import Record
-from sglang_kvq.kernels.common import INTERPRETED, PAGE, dot, page_of, to_bf16
+from sglang_kvq.kernels.arguments import Stored, View, view
+from sglang_kvq.kernels.codes import Record, scale_step
+from sglang_kvq.kernels.common import INTERPRETED, NO_OVERLAP, PAGE, Overlap, dot, page_of, to_bf16
 from sglang_kvq.kernels.decode_general import history_general
 from sglang_kvq.kernels.int8 import (
     MAGIC_BITS,
@@ -37,10 +39,10 @@ from sglang_kvq.kernels.int8 import (
     tokens_of_tile,
     weight_operands,
 )
-from sglang_kvq.kernels.plan import FIELDS, OVERLAY_TILE
+from sglang_kvq.kernels.plan import OVERLAY_TILE, load_item
+from sglang_kvq.kernels.shape import shape_of, value_dims
+from sglang_kvq.kernels.softmax import LOG2E, NEVER, Softmax
 
-LOG2E = 1.4426950408889634
-NEVER = tl.constexpr(-1e30)
 #: How much of the last wave of programs must be busy before another wave is tried.
 BUSY = 0.9
 
@@ -89,7 +91,7 @@ def decode_launch(head_dim: int, gqa_group: int, record: Record) -> DecodeLaunch
 
 
 def is_fast(record: Record) -> bool:
-    """Whether ``_history`` reads these records: uniform 2-bit codes, a scale and an offset per token and group, no more."""
+    """Whether ``_history`` reads these records: uniform 2-bit codes, a scale and an offset per token and group only."""
     k, v = record.k, record.v
     plain = all(c.bits == 2 and c.uniform and c.has_offset and not c.channel for c in (k, v))
     return plain and k.group == v.group and not k.centred
@@ -100,28 +102,18 @@ def is_two_bit(record: Record, head_dim: int) -> bool:
     return is_fast(record) and record.k.group == value_dims(head_dim)
 
 
-def value_dims(head_dim: int) -> int:
-    """Dims of V that a program accumulates: no more than its registers hold."""
-    return min(head_dim, 128)
-
-
 def decode(
     out: torch.Tensor,
     lse: torch.Tensor,
     q: torch.Tensor,
     items: torch.Tensor,
     scale: float,
-    *,
     record: Record,
-    records: torch.Tensor,
-    overlays: torch.Tensor,
-    page_slot: torch.Tensor,
-    row_pages: torch.Tensor,
+    stored: Stored,
+    *,
     launch: DecodeLaunch,
-    early: bool = False,
-    overlap: bool = False,
+    overlap: Overlap = NO_OVERLAP,
     plain: bool = INTERPRETED,
-    **_: torch.Tensor,
 ) -> None:
     """Partial results of every item.
 
@@ -129,180 +121,163 @@ def decode(
         out: float32 ``[items, q_heads, D]``; unused items leave theirs untouched.
         lse: float32 ``[items, q_heads]``, log2 of the softmax's denominator, likewise.
         q: BF16 ``[B, q_heads, D]``, rotated; last axis contiguous.
-        items: from ``plan.split_work``; the tables are ``PagePool``'s.
-        record, records, overlays: one layer's.
+        items: from ``plan.split_work``.
+        record, stored: of one layer.
         launch: from ``decode_launch``.
-        early: start while the launch before this one runs (``common.can_overlap``). That one may write queries and
-            overlays of new tokens; not items, which are read before it has ended.
-        overlap: let the next launch start when programs of this one end, if it can.
+        overlap: the launch before this one may write queries and overlays of new tokens; not items, which an early
+            start reads before that one has ended. The next one starts when programs of this one end.
         plain: unpack codes without inline assembly, as the interpreter must.
     """
     count, q_heads, d = out.shape
-    kv_heads, dims = records.shape[1], value_dims(d)
-    heads = max(4, triton.next_power_of_2(q_heads // kv_heads))
-    _decode[(kv_heads * (d // dims), count)](
-        out, lse, q, items, scale * LOG2E,
-        records, overlays, page_slot, row_pages,
-        q.stride(0), q.stride(1), row_pages.stride(0),
+    shape = shape_of(stored.records.shape[1], d, q_heads)
+    _decode[(shape.KV_HEADS * (d // shape.DIMS), count)](
+        out, lse, view(q), items, scale * LOG2E, stored,
         RECORD=record,
+        SHAPE=shape,
         FAST=is_fast(record),
-        Q_HEADS=q_heads,
-        KV_HEADS=kv_heads,
-        HEADS=heads,
-        D=d,
-        DP=triton.next_power_of_2(d),
-        JP=max(32, triton.next_power_of_2(d // 4)),
-        DIMS=dims,
-        VP=triton.next_power_of_2(dims),
         PLAIN=plain,
-        EARLY=early,
-        OVERLAP=overlap,
+        EARLY=overlap.early,
+        LETS_NEXT=overlap.lets_next,
         num_warps=1,
         num_stages=launch.stages,
         maxnreg=launch.registers,
         enable_fp_fusion=True,
-        launch_pdl=early,
+        launch_pdl=overlap.early,
     )  # fmt: skip
 
 
 @triton.jit
 def _decode(
-    out, lse, q, items, scale_log2,
-    records, overlays, page_slot, row_pages,
-    q_token, q_head, table_row,
-    RECORD: tl.constexpr, FAST: tl.constexpr, Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEADS: tl.constexpr,
-    D: tl.constexpr, DP: tl.constexpr, JP: tl.constexpr, DIMS: tl.constexpr, VP: tl.constexpr,
-    PLAIN: tl.constexpr, EARLY: tl.constexpr, OVERLAP: tl.constexpr,
+    out, lse, q, items, scale_log2, stored,
+    RECORD: tl.constexpr, SHAPE: tl.constexpr, FAST: tl.constexpr, PLAIN: tl.constexpr,
+    EARLY: tl.constexpr, LETS_NEXT: tl.constexpr,
 ):  # fmt: skip
-    """Program (kv_head * parts + part of V, item)."""
-    head = tl.program_id(0) // (D // DIMS)
-    v_first = tl.program_id(0) % (D // DIMS) * DIMS  # this program's dims of V
-    GQA_GROUP: tl.constexpr = Q_HEADS // KV_HEADS
-    item = items + tl.program_id(1) * FIELDS
-    request = tl.load(item)
-    first, last = tl.load(item + 1), tl.load(item + 2)
-    first_tile, last_tile = tl.load(item + 3), tl.load(item + 4)
-    begin, end = tl.load(item + 5), tl.load(item + 6)
-    if request >= 0:
-        row, length = tl.load(item + 7).to(tl.int64), tl.load(item + 8)
-        table = row_pages + row * table_row
-        page_a, page_b = tl.load(item + 9).to(tl.int64), tl.load(item + 10).to(tl.int64)
+    """Program (kv_head * parts of V + part, item): read the item; its records; its overlays; store."""
+    PARTS: tl.constexpr = SHAPE.D // SHAPE.DIMS
+    HEADS: tl.constexpr = SHAPE.HEADS
+    VP: tl.constexpr = SHAPE.VP
+    head = tl.program_id(0) // PARTS
+    v_first = tl.program_id(0) % PARTS * SHAPE.DIMS  # this program's dims of V
+    item = load_item(items, tl.program_id(1))
+    if item.request >= 0:
+        table = stored.row_pages + item.row.to(tl.int64) * stored.pages_row
         if EARLY:
             tl.extra.cuda.gdc_wait()
-        q += request.to(tl.int64) * q_token + head * GQA_GROUP * q_head
-        acc = tl.zeros([VP, HEADS], tl.float32)
-        total = tl.zeros([HEADS], tl.float32)
-        top = tl.full([HEADS], NEVER, tl.float32)
-        if first < last:
+        first_head = head * SHAPE.GQA_GROUP
+        mine = View(q.data + item.request.to(tl.int64) * q.token + first_head * q.head, q.token, q.head)
+        state = Softmax(
+            tl.zeros([VP, HEADS], tl.float32), tl.zeros([HEADS], tl.float32), tl.full([HEADS], NEVER, tl.float32)
+        )
+        if item.first_page < item.last_page:
+            records = stored.records + head * RECORD.bytes
             if FAST:
-                acc, total, top = _history(
-                    q, q_head, page_a, page_b, table, first, last, length, records, head, v_first, scale_log2,
-                    RECORD.k.group, KV_HEADS, GQA_GROUP, HEADS, D, DP, JP, DIMS, VP, PLAIN,
-                )  # fmt: skip
+                state = _history(mine, item, table, records, v_first, scale_log2, RECORD, SHAPE, PLAIN)
             else:
-                acc, total, top = history_general(
-                    q, q_head, page_a, page_b, table, first, last, length, records, head, v_first, scale_log2,
-                    RECORD, KV_HEADS, GQA_GROUP, HEADS, D, DP, JP, DIMS, VP, PLAIN,
-                )  # fmt: skip
-        if first_tile < last_tile:
-            acc_o, total_o, top_o = _overlay(
-                q, q_head, table, first_tile, last_tile, begin, end, length, overlays, page_slot, head, v_first,
-                scale_log2, KV_HEADS, GQA_GROUP, HEADS, D, DP, DIMS, VP,
-            )  # fmt: skip
-            new_top = tl.maximum(top, top_o)
-            decay, decay_o = tl.exp2(top - new_top), tl.exp2(top_o - new_top)
-            acc = acc * decay[None, :] + acc_o * decay_o[None, :]
-            total = total * decay + total_o * decay_o
-            top = new_top
-        if OVERLAP:
+                state = history_general(mine, item, table, records, v_first, scale_log2, RECORD, SHAPE, PLAIN)
+        if item.first_tile < item.last_tile:
+            other = _overlay(mine, item, table, stored.overlays, stored.page_slot, head, v_first, scale_log2, SHAPE)
+            state = _merged(state, other)
+        if LETS_NEXT:
             tl.extra.cuda.gdc_launch_dependents()
         h, dim = tl.arange(0, HEADS), tl.arange(0, VP)
-        result = (tl.program_id(1) * Q_HEADS + head * GQA_GROUP + h).to(tl.int64)  # [HEADS]
-        tl.store(lse + result, top + tl.log2(total), mask=h < GQA_GROUP)
-        place = out + result[None, :] * D + v_first + dim[:, None]
-        tl.store(place, acc / total[None, :], mask=(dim < DIMS)[:, None] & (h < GQA_GROUP)[None, :])
+        result = (tl.program_id(1) * SHAPE.Q_HEADS + first_head + h).to(tl.int64)  # [HEADS]
+        tl.store(lse + result, state.top + tl.log2(state.total), mask=h < SHAPE.GQA_GROUP)
+        address = out + result[None, :] * SHAPE.D + v_first + dim[:, None]
+        inside = (dim < SHAPE.DIMS)[:, None] & (h < SHAPE.GQA_GROUP)[None, :]
+        tl.store(address, state.acc / state.total[None, :], mask=inside)
+
+
+@triton.jit
+def _merged(a, b):
+    """One state of two, whose keys differ; heads are columns."""
+    top = tl.maximum(a.top, b.top)
+    decay_a, decay_b = tl.exp2(a.top - top), tl.exp2(b.top - top)
+    acc = a.acc * decay_a[None, :] + b.acc * decay_b[None, :]
+    return Softmax(acc, a.total * decay_a + b.total * decay_b, top)
 
 
 @triton.jit
 def _history(
-    q, q_head, page_a, page_b, table, first, last, length, records, head, v_first, scale_log2,
-    GROUP: tl.constexpr, KV_HEADS: tl.constexpr, GQA_GROUP: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr,
-    DP: tl.constexpr, JP: tl.constexpr, DIMS: tl.constexpr, VP: tl.constexpr, PLAIN: tl.constexpr,
-):  # fmt: skip
-    """Records of pages first .. last: (acc [VP, HEADS], denominator [HEADS], maximum [HEADS]), base 2.
+    q, item, table, records, v_first, scale_log2, RECORD: tl.constexpr, SHAPE: tl.constexpr, PLAIN: tl.constexpr
+):
+    """Records of the item's pages to a ``Softmax`` whose columns are heads: acc [VP, HEADS].
 
-    page_a and page_b are the ids of the first two.
+    q: the first of the KV head's queries; records: its of page 0; acc are dims v_first .. v_first + DIMS.
 
     A tile is two pages, 128 tokens. Its row n = (plane, page, half, i) is token plane * 16 + 2 i + half of that
     page, as K's codes are stored: the tokens whose codes share a byte plane of V are 32 consecutive rows, and
     rows n and n + 8, which one thread holds, are neighbours whose scales it reads at once.
+
+    Each turn: load a tile; scores, group by group; the softmax; V's product, group by group.
     """
     TILE: tl.constexpr = 2 * PAGE
+    D: tl.constexpr = SHAPE.D
+    D4: tl.constexpr = SHAPE.D4
+    JP: tl.constexpr = SHAPE.INT8_JP
+    HEADS: tl.constexpr = SHAPE.HEADS
     COLUMNS: tl.constexpr = 2 * HEADS
     QUARTER: tl.constexpr = PAGE // 4
-    D4: tl.constexpr = D // 4
-    CODES: tl.constexpr = PAGE * D4
-    SCALES: tl.constexpr = PAGE * (D // GROUP)
-    RECORD: tl.constexpr = 2 * CODES + 8 * SCALES
-    OWN: tl.constexpr = GROUP if GROUP < DIMS else DIMS  # dims of V that share a scale
-    GROUPS: tl.constexpr = DIMS // OWN
-    ROWS: tl.constexpr = VP if GROUPS == 1 else OWN
+    GROUP: tl.constexpr = RECORD.k.group
+    SCALES: tl.constexpr = scale_step(RECORD)
+    PAGE_BYTES: tl.constexpr = SHAPE.KV_HEADS * RECORD.bytes
+    OWN: tl.constexpr = GROUP if GROUP < SHAPE.DIMS else SHAPE.DIMS  # dims of V that share a scale
+    GROUPS: tl.constexpr = SHAPE.DIMS // OWN
+    ROWS: tl.constexpr = SHAPE.VP if GROUPS == 1 else OWN
 
-    dim = tl.arange(0, DP)
+    dim = tl.arange(0, SHAPE.DP)
     # Planes 1 and 3 carry four times their code.
-    q0, q1, q2, q3, q_all, unit = query_operands(q, q_head, 0.25, GQA_GROUP, HEADS, D, DP, JP)
+    queries, q_all, unit = query_operands(q, 0.25, SHAPE)
     unit = unit * scale_log2
     row = tl.arange(0, TILE)
     second, plane, token = tokens_of_tile()
     fraction = tl.where(plane % 2 == 1, 0.25, 1.0)
     j = tl.arange(0, JP)
     k_row = plane * QUARTER + row % QUARTER  # which holds that token: ``common.key_row``
-    k_place = k_row[:, None] * D4 + j[None, :]
+    k_codes = RECORD.k.low + k_row[:, None] * D4 + j[None, :]
     dim_v = tl.arange(0, ROWS)
-    v_place = CODES + (v_first + dim_v)[None, :, None] * QUARTER + tl.arange(0, QUARTER)[None, None, :]
-    records += head * RECORD
+    v_codes = RECORD.v.low + (v_first + dim_v)[None, :, None] * QUARTER + tl.arange(0, QUARTER)[None, None, :]
     # Scales and offsets, of K's first group and of this program's first of V, in one load: [page, kind, which, token].
     which = tl.arange(0, 4)[None, :, None]
-    scale_place = which * SCALES + which // 2 * (v_first // GROUP * PAGE) + tl.arange(0, PAGE)[None, None, :]
+    first_scales = which * SCALES + which // 2 * (v_first // GROUP * PAGE) + tl.arange(0, PAGE)[None, None, :]
 
     accs, offsets = empty_groups(GROUPS, ROWS, HEADS)
     top = tl.full([HEADS], NEVER, tl.float32)
     total = tl.zeros([8, HEADS], tl.float32)
-    for index in tl.range(first, last, 2):
-        base_a, base_b = page_a * (KV_HEADS * RECORD), page_b * (KV_HEADS * RECORD)
+    page_a, page_b = item.page_a.to(tl.int64), item.page_b.to(tl.int64)
+    last = item.last_page
+    for index in tl.range(item.first_page, last, 2):
+        base_a, base_b = page_a * PAGE_BYTES, page_b * PAGE_BYTES
         page_a = page_of(table, tl.minimum(index + 2, last - 1))
         page_b = page_of(table, tl.minimum(index + 3, last - 1))
         base = records + base_of(second, base_a, base_b)  # [TILE]
         if D4 == JP:
-            k = tl.load(base[:, None] + k_place)  # [TILE, JP]
+            packed = tl.load(base[:, None] + k_codes)  # [TILE, JP]
         else:
-            k = tl.load(base[:, None] + k_place, mask=(j < D4)[None, :], other=0)
+            packed = tl.load(base[:, None] + k_codes, mask=(j < D4)[None, :], other=0)
         both = records + base_of(tl.arange(0, 2) == 1, base_a, base_b)[:, None, None]  # [2, 1, 1]
         # Page by page, so that neighbouring lanes read neighbouring bytes.
         values = ()
         for g in tl.static_range(GROUPS):
             if ROWS == OWN:
-                v = tl.load(both + v_place + g * (OWN * QUARTER))  # [2, ROWS, QUARTER]
+                v = tl.load(both + v_codes + g * (OWN * QUARTER))  # [2, ROWS, QUARTER]
             else:
-                v = tl.load(both + v_place, mask=(dim_v < OWN)[None, :, None], other=0)
+                v = tl.load(both + v_codes, mask=(dim_v < OWN)[None, :, None], other=0)
             values += (tl.reshape(tl.permute(v, (1, 0, 2)), [ROWS, 2 * QUARTER]),)
-        scales = (both + 2 * CODES).to(tl.pointer_type(tl.float16))
-        s_k, z_k, s_v, z_v = tile_scales(tl.load(scales + scale_place))  # [TILE] each
+        scales = (both + RECORD.k.scale).to(tl.pointer_type(tl.float16))
+        s_k, z_k, s_v, z_v = tile_scales(tl.load(scales + first_scales))  # [TILE] each
 
-        k0, k1, k2, k3 = _unpack4(k, PLAIN)
+        k = _unpack4(packed, PLAIN)
         x = tl.zeros([TILE, HEADS], tl.float32)
         for g in tl.static_range(D // GROUP):
             if g > 0:
                 s_k, z_k = group_scales(scales + g * PAGE, SCALES)
             products = tl.full([TILE, COLUMNS], MAGIC_BITS, tl.int32)
-            products = group_product(k0, q0, products, 0, g, D4, JP, GROUP)
-            products = group_product(k1, q1, products, 1, g, D4, JP, GROUP)
-            products = group_product(k2, q2, products, 2, g, D4, JP, GROUP)
-            products = group_product(k3, q3, products, 3, g, D4, JP, GROUP)
+            for n in tl.static_range(4):
+                products = group_product(k[n], queries[n], products, n, g, D4, GROUP)
             q_sum = tl.sum(tl.where((dim // GROUP == g)[:, None], q_all, 0.0), 0) * scale_log2
             x += join_parts(products, TILE, HEADS) * s_k[:, None] * unit[None, :] + z_k[:, None] * q_sum[None, :]
         position = (index + second.to(tl.int32)) * PAGE + token
-        x = tl.where((position < tl.minimum(last * PAGE, length))[:, None], x, NEVER)
+        x = tl.where((position < tl.minimum(last * PAGE, item.length))[:, None], x, NEVER)
 
         new_top = tl.maximum(top, tl.max(x, 0))
         decay = tl.exp2(top - new_top)
@@ -315,15 +290,13 @@ def _history(
             if g > 0:
                 s_v, z_v = group_scales(scales + (2 * SCALES + g * PAGE) + v_first // GROUP * PAGE, SCALES)
             offsets += (old_offsets[g] * decay[None, :] + spread_sum(p * z_v[:, None], HEADS),)
-            p0, p1, p2, p3, p_unit = weight_operands(p, s_v, fraction, HEADS)
-            v0, v1, v2, v3 = _unpack4(values[g], PLAIN)
+            weights, p_unit = weight_operands(p, s_v, fraction, HEADS)
+            v = _unpack4(values[g], PLAIN)
             products = tl.full([ROWS, COLUMNS], MAGIC_BITS, tl.int32)
-            products = tl.dot(v0, p0, products, out_dtype=tl.int32)
-            products = tl.dot(v1, p1, products, out_dtype=tl.int32)
-            products = tl.dot(v2, p2, products, out_dtype=tl.int32)
-            products = tl.dot(v3, p3, products, out_dtype=tl.int32)
+            for n in tl.static_range(4):
+                products = tl.dot(v[n], weights[n], products, out_dtype=tl.int32)
             accs += (old_accs[g] * decay[None, :] + join_parts(products, ROWS, HEADS) * p_unit[None, :],)
-    return stack_groups(accs, offsets), tl.sum(total, 0), top
+    return Softmax(stack_groups(accs, offsets), tl.sum(total, 0), top)
 
 
 @triton.jit
@@ -354,34 +327,34 @@ def _unpack4(packed, PLAIN: tl.constexpr):
 
 
 @triton.jit
-def _overlay(
-    q, q_head, table, first, last, begin, end, length, overlays, page_slot, head, v_first, scale_log2,
-    KV_HEADS: tl.constexpr, GQA_GROUP: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-    DIMS: tl.constexpr, VP: tl.constexpr,
-):  # fmt: skip
-    """Overlay tiles first .. last of the request's pages outside the history; results as ``_history``."""
+def _overlay(q, item, table, overlays, page_slot, head, v_first, scale_log2, SHAPE: tl.constexpr):
+    """Overlay tiles of the item's pages outside the history; results as ``_history``."""
     TILE: tl.constexpr = OVERLAY_TILE
+    TILES: tl.constexpr = PAGE // TILE
+    D: tl.constexpr = SHAPE.D
+    VP: tl.constexpr = SHAPE.VP
+    HEADS: tl.constexpr = SHAPE.HEADS
+    KV_HEADS: tl.constexpr = SHAPE.KV_HEADS
     COLUMNS: tl.constexpr = 8 if HEADS < 8 else HEADS  # the smallest product has eight
     h = tl.arange(0, COLUMNS)
-    dim, dim_v = tl.arange(0, DP), tl.arange(0, VP)
-    inside = (dim < D)[:, None] & (h < GQA_GROUP)[None, :]
-    q_all = tl.load(q + h[None, :] * q_head + dim[:, None], mask=inside, other=0.0)  # [DP, COLUMNS]
+    dim, dim_v = tl.arange(0, SHAPE.DP), tl.arange(0, VP)
+    inside = (dim < D)[:, None] & (h < SHAPE.GQA_GROUP)[None, :]
+    q_all = tl.load(q.data + h[None, :] * q.head + dim[:, None], mask=inside, other=0.0)  # [DP, COLUMNS]
     acc = tl.zeros([VP, COLUMNS], tl.float32)
     top = tl.full([COLUMNS], NEVER, tl.float32)
     total = tl.zeros([COLUMNS], tl.float32)
-    TILES: tl.constexpr = PAGE // TILE
-    for step in tl.range(first, last):
+    for step in tl.range(item.first_tile, item.last_tile):
         index = step // TILES
         token = (step - index * TILES) * TILE + tl.arange(0, TILE)
-        index = tl.where(index < begin, index, index + end - begin)
+        index = tl.where(index < item.history, index, index + item.history_end - item.history)
         page = page_of(table, index)
         slot = tl.maximum(tl.load(page_slot + page), 0).to(tl.int64)
-        live = index * PAGE + token < length
+        live = index * PAGE + token < item.length
         base = overlays + (slot * (2 * KV_HEADS) + head) * (PAGE * D) + token[:, None] * D  # [TILE, 1]
         k = tl.load(base + dim[None, :], mask=live[:, None] & (dim < D)[None, :], other=0.0)
         v = tl.load(
             base + KV_HEADS * PAGE * D + v_first + dim_v[None, :],
-            mask=live[:, None] & (dim_v < DIMS)[None, :],
+            mask=live[:, None] & (dim_v < SHAPE.DIMS)[None, :],
             other=0.0,
         )
         x = dot(k, q_all, tl.zeros([TILE, COLUMNS], tl.float32)) * scale_log2
@@ -396,4 +369,4 @@ def _overlay(
         acc = tl.sum(tl.where((h < HEADS)[None, :], acc, 0.0).reshape(VP, 2, HEADS), 1)
         total = tl.sum(tl.where(h < HEADS, total, 0.0).reshape(2, HEADS), 0)
         top = tl.max(tl.where(h < HEADS, top, NEVER).reshape(2, HEADS), 0)
-    return acc, total, top
+    return Softmax(acc, total, top)

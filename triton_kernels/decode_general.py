@@ -9,8 +9,6 @@ Levels of every table are small integers, so products run on INT8 tensor cores a
 where z = -middle s of codes without an offset. Centred keys add q mean, one number per page.
 """
 
-# ruff: noqa: RET505  (Triton compiles what follows a branch that returns; in an else it does not)
-
 import triton
 import triton.language as tl
 
@@ -32,81 +30,58 @@ from sglang_kvq.kernels.int8 import (
     tokens_of_tile,
     weight_operands,
 )
+from sglang_kvq.kernels.softmax import NEVER, Softmax
 from sglang_kvq.kernels.unpack import centre, in_steps, multiple, step, unpack, unpack_odd
-
-NEVER = tl.constexpr(-1e30)
 
 
 @triton.jit
 def history_general(
-    q, q_head, page_a, page_b, table, first, last, length, records, head, v_first, scale_log2,
-    RECORD: tl.constexpr, KV_HEADS: tl.constexpr, GQA_GROUP: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr,
-    DP: tl.constexpr, JP: tl.constexpr, DIMS: tl.constexpr, VP: tl.constexpr, PLAIN: tl.constexpr,
-):  # fmt: skip
-    """Records of pages first .. last: (acc [VP, HEADS], denominator [HEADS], maximum [HEADS]), base 2.
+    q, item, table, records, v_first, scale_log2, RECORD: tl.constexpr, SHAPE: tl.constexpr, PLAIN: tl.constexpr
+):
+    """What ``decode._history`` does, of any records; tiles, rows, arguments and result are as there.
 
-    page_a and page_b are the ids of the first two; acc are dims v_first .. v_first + DIMS. Tiles and rows are those of
-    ``decode._history``.
+    Each turn: load K's codes and all scales; scores, by ``_channel_scores`` or ``_token_scores``; the softmax; V's
+    product, group by group.
     """
     KEYS: tl.constexpr = RECORD.k
     VALUES: tl.constexpr = RECORD.v
     TILE: tl.constexpr = 2 * PAGE
+    D: tl.constexpr = SHAPE.D
+    HEADS: tl.constexpr = SHAPE.HEADS
     COLUMNS: tl.constexpr = 2 * HEADS
-    D4: tl.constexpr = D // 4
-    OWN: tl.constexpr = VALUES.group if VALUES.group < DIMS else DIMS  # dims of V that share a scale
-    GROUPS: tl.constexpr = DIMS // OWN
-    ROWS: tl.constexpr = VP if GROUPS == 1 else OWN
+    PAGE_BYTES: tl.constexpr = SHAPE.KV_HEADS * RECORD.bytes
+    OWN: tl.constexpr = VALUES.group if VALUES.group < SHAPE.DIMS else SHAPE.DIMS  # dims of V that share a scale
+    GROUPS: tl.constexpr = SHAPE.DIMS // OWN
+    ROWS: tl.constexpr = SHAPE.VP if GROUPS == 1 else OWN
 
-    dim = tl.arange(0, DP)
+    operands = ()
     if not KEYS.channel:
-        q0, q1, q2, q3, q_all, unit = query_operands(q, q_head, 1 / multiple(KEYS, 1), GQA_GROUP, HEADS, D, DP, JP)
-        unit = unit * (scale_log2 * _share(KEYS))
+        planes, q_all, unit = query_operands(q, 1 / multiple(KEYS, 1), SHAPE)
+        operands = (planes, q_all, unit * (scale_log2 * _share(KEYS)))
     second, plane, token = tokens_of_tile()
     fraction = tl.where(plane % 2 == 1, 1 / multiple(VALUES, 1), 1.0)
-    records += head * RECORD.bytes
-    scale_place = _scale_places(v_first, RECORD, PAGE)  # [1, 4, PAGE]
+    first_scales = _scale_addresses(v_first, RECORD, PAGE)  # [1, 4, PAGE]
 
     accs, offsets = empty_groups(GROUPS, ROWS, HEADS)
     top = tl.full([HEADS], NEVER, tl.float32)
     total = tl.zeros([8, HEADS], tl.float32)
-    for index in tl.range(first, last, 2):
-        base_a, base_b = page_a * (KV_HEADS * RECORD.bytes), page_b * (KV_HEADS * RECORD.bytes)
+    page_a, page_b = item.page_a.to(tl.int64), item.page_b.to(tl.int64)
+    last = item.last_page
+    for index in tl.range(item.first_page, last, 2):
+        base_a, base_b = page_a * PAGE_BYTES, page_b * PAGE_BYTES
         page_a = page_of(table, tl.minimum(index + 2, last - 1))
         page_b = page_of(table, tl.minimum(index + 3, last - 1))
         both = records + base_of(tl.arange(0, 2) == 1, base_a, base_b)[:, None, None]  # [2, 1, 1]
-        k0, k1, k2, k3, odd0, odd1, odd2, odd3 = _keys(records, base_a, base_b, KEYS, D4, JP, PLAIN)
+        k = _keys(records, base_a, base_b, KEYS, SHAPE, PLAIN)
         scales = both.to(tl.pointer_type(tl.float16))
-        s_k, z_k, s_v, z_v = tile_scales(tl.load(scales + scale_place))  # [TILE] each
-        x = tl.zeros([TILE, HEADS], tl.float32)
+        s_k, z_k, s_v, z_v = tile_scales(tl.load(scales + first_scales))  # [TILE] each
+        page_records = (records + base_a, records + base_b)
         if KEYS.channel:
-            RUN: tl.constexpr = KEYS.group
-            RUNS: tl.constexpr = KEYS.runs
-            for r in tl.static_range(2 * RUNS):
-                page = records + (base_b if r >= RUNS else base_a)
-                halves = page.to(tl.pointer_type(tl.float16)) + r % RUNS * D
-                part = _channel_product(
-                    k0, k1, k2, k3, odd0, odd1, odd2, odd3, q, q_head, halves, KEYS, TILE, GQA_GROUP, HEADS, D4, JP
-                )
-                mine = (second == (r >= RUNS)) & (token // RUN == r % RUNS)
-                x = tl.where(mine[:, None], part * scale_log2, x)
+            x = _channel_scores(k, q, page_records, second, token, scale_log2, KEYS, SHAPE)
         else:
-            GROUP: tl.constexpr = KEYS.group
-            if KEYS.centred:
-                mean_a = _mean_product(q_all, records + base_a, KEYS, D, DP)
-                mean_b = _mean_product(q_all, records + base_b, KEYS, D, DP)
-                x += tl.where(second[:, None], mean_b[None, :], mean_a[None, :]) * scale_log2
-            for g in tl.static_range(D // GROUP):
-                if g > 0:
-                    s_k, z_k = group_scales(scales + (KEYS.scale // 2 + g * PAGE), _offset_step(KEYS))
-                products = _products(
-                    k0, k1, k2, k3, odd0, odd1, odd2, odd3, q0, q1, q2, q3, KEYS, TILE, COLUMNS, g, GROUP, D4, JP
-                )
-                x += join_parts(products, TILE, HEADS) * s_k[:, None] * unit[None, :]
-                if _needs_offset(KEYS):
-                    q_sum = tl.sum(tl.where((dim // GROUP == g)[:, None], q_all, 0.0), 0) * scale_log2
-                    x += _offset(s_k, z_k, KEYS)[:, None] * q_sum[None, :]
+            x = _token_scores(k, operands, (s_k, z_k), scales, page_records, second, scale_log2, KEYS, SHAPE)
         position = (index + second.to(tl.int32)) * PAGE + token
-        x = tl.where((position < tl.minimum(last * PAGE, length))[:, None], x, NEVER)
+        x = tl.where((position < tl.minimum(last * PAGE, item.length))[:, None], x, NEVER)
 
         new_top = tl.maximum(top, tl.max(x, 0))
         decay = tl.exp2(top - new_top)
@@ -124,22 +99,51 @@ def history_general(
                 offsets += (old_offsets[g] * decay[None, :] + from_offsets,)
             else:
                 offsets += (old_offsets[g],)
-            p0, p1, p2, p3, p_unit = weight_operands(p, s_v, fraction, HEADS)
-            v0, v1, v2, v3, odd0, odd1, odd2, odd3 = _values(both, v_first + g * OWN, VALUES, D, OWN, ROWS, PLAIN)
-            products = _products(
-                v0, v1, v2, v3, odd0, odd1, odd2, odd3, p0, p1, p2, p3, VALUES,
-                ROWS, COLUMNS, 0, TILE, TILE // 4, TILE // 4,
-            )  # fmt: skip
+            weights, p_unit = weight_operands(p, s_v, fraction, HEADS)
+            v = _values(both, v_first + g * OWN, VALUES, D, OWN, ROWS, PLAIN)
+            products = _products(v, weights, VALUES, ROWS, COLUMNS, 0, TILE, TILE // 4)
             part = join_parts(products, ROWS, HEADS) * (p_unit * _share(VALUES))[None, :]
             accs += (old_accs[g] * decay[None, :] + part,)
-    return stack_groups(accs, offsets), tl.sum(total, 0), top
+    return Softmax(stack_groups(accs, offsets), tl.sum(total, 0), top)
 
 
 @triton.jit
-def _mean_product(q_all, record, CODES: tl.constexpr, D: tl.constexpr, DP: tl.constexpr):
+def _token_scores(
+    k, operands, first_scales, scales, page_records, second, scale_log2, CODES: tl.constexpr, SHAPE: tl.constexpr
+):
+    """q k of a tile, float32 [2 PAGE, HEADS], of keys with a scale per token and group.
+
+    operands: of ``query_operands``; first_scales: the first group's scales and offsets; scales: the two pages' records,
+    FP16; page_records: bytes, one by one.
+    """
+    TILE: tl.constexpr = 2 * PAGE
+    HEADS: tl.constexpr = SHAPE.HEADS
+    queries, q_all, unit = operands
+    s_k, z_k = first_scales
+    dim = tl.arange(0, SHAPE.DP)
+    x = tl.zeros([TILE, HEADS], tl.float32)
+    GROUP: tl.constexpr = CODES.group
+    if CODES.centred:
+        mean_a = _mean_product(q_all, page_records[0], CODES, SHAPE)
+        mean_b = _mean_product(q_all, page_records[1], CODES, SHAPE)
+        x += tl.where(second[:, None], mean_b[None, :], mean_a[None, :]) * scale_log2
+    for g in tl.static_range(SHAPE.D // GROUP):
+        if g > 0:
+            s_k, z_k = group_scales(scales + (CODES.scale // 2 + g * PAGE), _offset_step(CODES))
+        products = _products(k, queries, CODES, TILE, 2 * HEADS, g, GROUP, SHAPE.D4)
+        x += join_parts(products, TILE, HEADS) * s_k[:, None] * unit[None, :]
+        if _needs_offset(CODES):
+            q_sum = tl.sum(tl.where((dim // GROUP == g)[:, None], q_all, 0.0), 0) * scale_log2
+            x += _offset(s_k, z_k, CODES)[:, None] * q_sum[None, :]
+    return x
+
+
+@triton.jit
+def _mean_product(q_all, record, CODES: tl.constexpr, SHAPE: tl.constexpr):
     """Queries [DP, HEADS] times the page's mean key: float32 [HEADS]."""
-    dim = tl.arange(0, DP)
-    mean = _load(record.to(tl.pointer_type(tl.float16)) + CODES.mean // 2 + dim, dim < D, D == DP).to(tl.float32)
+    dim = tl.arange(0, SHAPE.DP)
+    halves = record.to(tl.pointer_type(tl.float16)) + CODES.mean // 2 + dim
+    mean = _load(halves, dim < SHAPE.D, SHAPE.D == SHAPE.DP).to(tl.float32)
     return tl.sum(q_all * mean[:, None], 0)
 
 
@@ -150,36 +154,37 @@ def _share(codes):
 
 
 @triton.jit
-def _keys(records, base_a, base_b, CODES: tl.constexpr, D4: tl.constexpr, JP: tl.constexpr, PLAIN: tl.constexpr):
-    """Two pages' K codes as eight INT8 tiles [2 PAGE, JP]: ``unpack``'s, then ``unpack_odd``'s or any."""
+def _keys(records, base_a, base_b, CODES: tl.constexpr, SHAPE: tl.constexpr, PLAIN: tl.constexpr):
+    """Two pages' K codes: INT8 tiles [2 PAGE, INT8_JP] of the four planes, ``unpack``'s and ``unpack_odd``'s or any."""
+    D4: tl.constexpr = SHAPE.D4
+    JP: tl.constexpr = SHAPE.INT8_JP
     ROWS: tl.constexpr = PAGE if CODES.bits == 3 else 2 * PAGE
     QUARTER: tl.constexpr = PAGE // 4
     row, j = tl.arange(0, ROWS), tl.arange(0, JP)[None, :]
     base = records + base_of(row // QUARTER % 2 == 1, base_a, base_b)[:, None]
     # ``common.key_row`` of the row's token, times the row's bytes.
-    place = base + (row // (2 * QUARTER) * QUARTER + row % QUARTER)[:, None] * D4 + j  # [ROWS, JP]
+    address = base + (row // (2 * QUARTER) * QUARTER + row % QUARTER)[:, None] * D4 + j  # [ROWS, JP]
     inside = (j < D4) & (row >= 0)[:, None]
-    low = _load(place + CODES.low, inside, D4 == JP)
+    low = _load(address + CODES.low, inside, D4 == JP)
     high = low
     if CODES.bits > 2:
-        high = _load(place + CODES.high, inside, D4 == JP)
+        high = _load(address + CODES.high, inside, D4 == JP)
     if CODES.bits == 3:  # tokens of planes 2 and 3 have their third bit beside those of planes 0 and 1
-        low_b = _load(place + CODES.low + (PAGE // 2 * D4), inside, D4 == JP)
-        k0, k1, k2, k3 = _both_halves(low, low_b, high, CODES, PLAIN)
+        low_b = _load(address + CODES.low + (PAGE // 2 * D4), inside, D4 == JP)
+        planes = _both_halves(low, low_b, high, CODES, PLAIN)
     else:
-        k0, k1, k2, k3 = unpack(low, high, 0, CODES, 0, PLAIN)
+        planes = unpack(low, high, 0, CODES, 0, PLAIN)
+    odd = planes
     if in_steps(CODES):
-        odd0, odd1, odd2, odd3 = unpack_odd(low, CODES, PLAIN)
-    else:
-        odd0, odd1, odd2, odd3 = k0, k1, k2, k3
-    return k0, k1, k2, k3, odd0, odd1, odd2, odd3
+        odd = unpack_odd(low, CODES, PLAIN)
+    return planes, odd
 
 
 @triton.jit
 def _values(
     both, v_first, CODES: tl.constexpr, D: tl.constexpr, DIMS: tl.constexpr, VP: tl.constexpr, PLAIN: tl.constexpr
 ):
-    """Two pages' V codes of dims v_first .. v_first + DIMS as eight INT8 tiles [VP, PAGE / 2], as ``_keys``.
+    """Two pages' V codes of dims v_first .. v_first + DIMS, as ``_keys``: INT8 tiles [VP, PAGE / 2].
 
     Pages are loaded one by one, so that neighbouring lanes read neighbouring bytes.
     """
@@ -187,41 +192,40 @@ def _values(
     ROWS: tl.constexpr = VP // 2 if HALVES else VP
     QUARTER: tl.constexpr = PAGE // 4
     row = tl.arange(0, ROWS)
-    place = both + tl.arange(0, QUARTER)[None, None, :]  # [2, 1, QUARTER]
+    address = both + tl.arange(0, QUARTER)[None, None, :]  # [2, 1, QUARTER]
     inside = (row < DIMS)[None, :, None]
-    low = _load(place + CODES.low + ((v_first + row) * QUARTER)[None, :, None], inside, DIMS == VP)
+    low = _load(address + CODES.low + ((v_first + row) * QUARTER)[None, :, None], inside, DIMS == VP)
     low = _side_by_side(low, ROWS)
     high = low
     if CODES.bits == 4:
-        high = _load(place + CODES.high + ((v_first + row) * QUARTER)[None, :, None], inside, DIMS == VP)
+        high = _load(address + CODES.high + ((v_first + row) * QUARTER)[None, :, None], inside, DIMS == VP)
         high = _side_by_side(high, ROWS)
     elif CODES.bits == 3:  # dims of the second half have their third bit beside those of the first
         high_row = (v_first + row) % (D // 2)
-        high = _load(place + CODES.high + (high_row * QUARTER)[None, :, None], inside, DIMS == VP)
+        high = _load(address + CODES.high + (high_row * QUARTER)[None, :, None], inside, DIMS == VP)
         high = _side_by_side(high, ROWS)
     if HALVES:
-        low_b = _load(place + CODES.low + ((ROWS + row) * QUARTER)[None, :, None], inside, True)
-        v0, v1, v2, v3 = _both_halves(low, _side_by_side(low_b, ROWS), high, CODES, PLAIN)
+        low_b = _load(address + CODES.low + ((ROWS + row) * QUARTER)[None, :, None], inside, True)
+        planes = _both_halves(low, _side_by_side(low_b, ROWS), high, CODES, PLAIN)
     elif CODES.bits == 3:
         shift = tl.zeros([VP, 2 * QUARTER], tl.int32) + v_first // (D // 2) * 4
         if D // 2 % DIMS != 0:
             shift = tl.broadcast_to((v_first + row)[:, None] // (D // 2) * 4, [VP, 2 * QUARTER])
-        v0, v1, v2, v3 = unpack(low, high, shift, CODES, None, PLAIN)
+        planes = unpack(low, high, shift, CODES, None, PLAIN)
     else:
-        v0, v1, v2, v3 = unpack(low, high, 0, CODES, 0, PLAIN)
+        planes = unpack(low, high, 0, CODES, 0, PLAIN)
+    odd = planes
     if in_steps(CODES):
-        odd0, odd1, odd2, odd3 = unpack_odd(low, CODES, PLAIN)
-    else:
-        odd0, odd1, odd2, odd3 = v0, v1, v2, v3
-    return v0, v1, v2, v3, odd0, odd1, odd2, odd3
+        odd = unpack_odd(low, CODES, PLAIN)
+    return planes, odd
 
 
 @triton.jit
-def _load(place, inside, ALL: tl.constexpr):
+def _load(address, inside, ALL: tl.constexpr):
     if ALL:
-        return tl.load(place)
+        return tl.load(address)
     else:
-        return tl.load(place, mask=inside, other=0)
+        return tl.load(address, mask=inside, other=0)
 
 
 @triton.jit
@@ -233,38 +237,39 @@ def _side_by_side(x, ROWS: tl.constexpr):
 @triton.jit
 def _both_halves(low_a, low_b, high, CODES: tl.constexpr, PLAIN: tl.constexpr):
     """3-bit codes of rows whose third bits lie in the same bytes, one above the other."""
-    a0, a1, a2, a3 = unpack(low_a, high, 0, CODES, 0, PLAIN)
-    b0, b1, b2, b3 = unpack(low_b, high, 4, CODES, 4, PLAIN)
-    return stack(a0, b0), stack(a1, b1), stack(a2, b2), stack(a3, b3)
+    a = unpack(low_a, high, 0, CODES, 0, PLAIN)
+    b = unpack(low_b, high, 4, CODES, 4, PLAIN)
+    return stack(a[0], b[0]), stack(a[1], b[1]), stack(a[2], b[2]), stack(a[3], b[3])
 
 
 @triton.jit
 def _products(
-    x0, x1, x2, x3, odd0, odd1, odd2, odd3, y0, y1, y2, y3, CODES: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, g: tl.constexpr, GROUP: tl.constexpr, D4: tl.constexpr, JP: tl.constexpr,
+    codes, y, CODES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    g: tl.constexpr, GROUP: tl.constexpr, D4: tl.constexpr,
 ):  # fmt: skip
-    """Products of levels (``_share`` of them) on MAGIC_BITS, int32 [ROWS, COLUMNS], over the dims of group g."""
+    """Products of levels (``_share`` of them) on MAGIC_BITS, int32 [ROWS, COLUMNS], over the dims of group g.
+
+    codes: of ``_keys`` or ``_values``; y: four planes, INT8 [JP, COLUMNS].
+    """
+    planes, odd = codes
     products = tl.zeros([ROWS, COLUMNS], tl.int32)
     if in_steps(CODES):
-        products = _sum_planes(x0, x1, x2, x3, y0, y1, y2, y3, products, g, GROUP, D4, JP) * step(CODES) + MAGIC_BITS
-        return _sum_planes(odd0, odd1, odd2, odd3, y0, y1, y2, y3, products, g, GROUP, D4, JP)
+        products = _sum_planes(planes, y, products, g, GROUP, D4) * step(CODES) + MAGIC_BITS
+        return _sum_planes(odd, y, products, g, GROUP, D4)
     else:
-        return _sum_planes(x0, x1, x2, x3, y0, y1, y2, y3, products + MAGIC_BITS, g, GROUP, D4, JP)
+        return _sum_planes(planes, y, products + MAGIC_BITS, g, GROUP, D4)
 
 
 @triton.jit
-def _sum_planes(
-    x0, x1, x2, x3, y0, y1, y2, y3, products, g: tl.constexpr, GROUP: tl.constexpr, D4: tl.constexpr, JP: tl.constexpr
-):
+def _sum_planes(x, y, products, g: tl.constexpr, GROUP: tl.constexpr, D4: tl.constexpr):
     """Add the four planes' products over the dims of group g."""
-    products = group_product(x0, y0, products, 0, g, D4, JP, GROUP)
-    products = group_product(x1, y1, products, 1, g, D4, JP, GROUP)
-    products = group_product(x2, y2, products, 2, g, D4, JP, GROUP)
-    return group_product(x3, y3, products, 3, g, D4, JP, GROUP)
+    for n in tl.static_range(4):
+        products = group_product(x[n], y[n], products, n, g, D4, GROUP)
+    return products
 
 
 @triton.jit
-def _scale_places(v_first, RECORD: tl.constexpr, TOKENS: tl.constexpr):
+def _scale_addresses(v_first, RECORD: tl.constexpr, TOKENS: tl.constexpr):
     """Where, in halves, a record has K's scales and offsets (first group) and V's (of dim v_first): [1, 4, TOKENS].
 
     For what it has not per token, V's scales stand in.
@@ -273,14 +278,14 @@ def _scale_places(v_first, RECORD: tl.constexpr, TOKENS: tl.constexpr):
     VALUES: tl.constexpr = RECORD.v
     which = tl.arange(0, 4)[None, :, None]
     v_group = v_first // VALUES.group * TOKENS
-    place = tl.zeros([1, 4, 1], tl.int32) + (VALUES.scale // 2 + v_group)
+    address = tl.zeros([1, 4, 1], tl.int32) + (VALUES.scale // 2 + v_group)
     if VALUES.has_offset:
-        place = tl.where(which == 3, VALUES.offset // 2 + v_group, place)
+        address = tl.where(which == 3, VALUES.offset // 2 + v_group, address)
     if not KEYS.channel:
-        place = tl.where(which == 0, KEYS.scale // 2, place)
+        address = tl.where(which == 0, KEYS.scale // 2, address)
         if KEYS.has_offset:
-            place = tl.where(which == 1, KEYS.offset // 2, place)
-    return tl.multiple_of(place, [1, 1, 8]) + tl.arange(0, TOKENS)[None, None, :]  # 16 bytes, see ``int8.base_of``
+            address = tl.where(which == 1, KEYS.offset // 2, address)
+    return tl.multiple_of(address, [1, 1, 8]) + tl.arange(0, TOKENS)[None, None, :]  # 16 bytes, see ``int8.base_of``
 
 
 @triton.constexpr_function
@@ -308,37 +313,48 @@ def _offset(scale, offset, CODES: tl.constexpr):
 
 
 @triton.jit
-def _channel_product(
-    k0, k1, k2, k3, odd0, odd1, odd2, odd3, q, q_head, halves, CODES: tl.constexpr, TILE: tl.constexpr,
-    GQA_GROUP: tl.constexpr, HEADS: tl.constexpr, D4: tl.constexpr, JP: tl.constexpr,
-):  # fmt: skip
-    """q k of the tile's rows, float32 [TILE, HEADS], as if all had this run's scales; halves is one run's start."""
+def _channel_scores(k, q, page_records, second, token, scale_log2, CODES: tl.constexpr, SHAPE: tl.constexpr):
+    """q k of a tile, float32 [2 PAGE, HEADS], of keys with a scale per channel and run of tokens."""
+    TILE: tl.constexpr = 2 * PAGE
+    RUN: tl.constexpr = CODES.group
+    RUNS: tl.constexpr = CODES.runs
+    HEADS: tl.constexpr = SHAPE.HEADS
+    x = tl.zeros([TILE, HEADS], tl.float32)
+    for r in tl.static_range(2 * RUNS):
+        page = page_records[r // RUNS]
+        part = _run_scores(k, q, page.to(tl.pointer_type(tl.float16)) + r % RUNS * SHAPE.D, CODES, SHAPE)
+        mine = (second == (r >= RUNS)) & (token // RUN == r % RUNS)
+        x = tl.where(mine[:, None], part * scale_log2, x)
+    return x
+
+
+@triton.jit
+def _run_scores(k, q, halves, CODES: tl.constexpr, SHAPE: tl.constexpr):
+    """q k of the tile's rows, as if all had this run's scales; halves is one run's start."""
+    TILE: tl.constexpr = 2 * PAGE
+    HEADS: tl.constexpr = SHAPE.HEADS
     COLUMNS: tl.constexpr = 2 * HEADS
-    q0, z0 = _channel_plane(q, q_head, halves, 0, CODES, GQA_GROUP, COLUMNS, D4, JP)
-    q1, z1 = _channel_plane(q, q_head, halves, 1, CODES, GQA_GROUP, COLUMNS, D4, JP)
-    q2, z2 = _channel_plane(q, q_head, halves, 2, CODES, GQA_GROUP, COLUMNS, D4, JP)
-    q3, z3 = _channel_plane(q, q_head, halves, 3, CODES, GQA_GROUP, COLUMNS, D4, JP)
+    q0, z0 = _channel_plane(q, halves, 0, CODES, SHAPE)
+    q1, z1 = _channel_plane(q, halves, 1, CODES, SHAPE)
+    q2, z2 = _channel_plane(q, halves, 2, CODES, SHAPE)
+    q3, z3 = _channel_plane(q, halves, 3, CODES, SHAPE)
     most = tl.maximum(tl.maximum(tl.abs(q0), tl.abs(q1)), tl.maximum(tl.abs(q2), tl.abs(q3)))
     unit = tl.max(most, 0) * (1 / 127) + 1e-30  # [COLUMNS]
     q0, q1 = int8_columns(q0, 1.0 / unit, COLUMNS), int8_columns(q1, 1.0 / unit, COLUMNS)
     q2, q3 = int8_columns(q2, 1.0 / unit, COLUMNS), int8_columns(q3, 1.0 / unit, COLUMNS)
-    products = _products(
-        k0, k1, k2, k3, odd0, odd1, odd2, odd3, q0, q1, q2, q3, CODES, TILE, COLUMNS, 0, 4 * D4, D4, JP
-    )
+    products = _products(k, (q0, q1, q2, q3), CODES, TILE, COLUMNS, 0, SHAPE.D, SHAPE.D4)
     unit = tl.max(tl.reshape(unit, [HEADS, 2]), 1) * _share(CODES)
     from_offsets = tl.max(tl.reshape(z0 + z1 + z2 + z3, [HEADS, 2]), 1)
     return join_parts(products, TILE, HEADS) * unit[None, :] + from_offsets[None, :]
 
 
 @triton.jit
-def _channel_plane(
-    q, q_head, halves, plane: tl.constexpr, CODES: tl.constexpr,
-    GQA_GROUP: tl.constexpr, COLUMNS: tl.constexpr, D4: tl.constexpr, JP: tl.constexpr,
-):  # fmt: skip
-    """Queries of one plane's dims times their scales [JP, COLUMNS], and the sum of queries times offsets [COLUMNS]."""
-    x = load_plane(q, q_head, plane, GQA_GROUP, COLUMNS, D4, JP)
-    j = tl.arange(0, JP)
-    scale = tl.load(halves + CODES.scale // 2 + plane * D4 + j, mask=j < D4, other=0.0).to(tl.float32)
-    offset = tl.load(halves + CODES.offset // 2 + plane * D4 + j, mask=j < D4, other=0.0).to(tl.float32)
+def _channel_plane(q, halves, plane: tl.constexpr, CODES: tl.constexpr, SHAPE: tl.constexpr):
+    """Queries of one plane's dims times their scales [INT8_JP, COLUMNS]; sums of queries times offsets [COLUMNS]."""
+    x = load_plane(q, plane, SHAPE)
+    j = tl.arange(0, SHAPE.INT8_JP)
+    dim, inside = plane * SHAPE.D4 + j, j < SHAPE.D4
+    scale = tl.load(halves + CODES.scale // 2 + dim, mask=inside, other=0.0).to(tl.float32)
+    offset = tl.load(halves + CODES.offset // 2 + dim, mask=inside, other=0.0).to(tl.float32)
     from_offsets = tl.sum(x * _offset(scale, offset, CODES)[:, None], 0)
     return x * (scale * (1 / multiple(CODES, plane)))[:, None], from_offsets

@@ -1,13 +1,14 @@
 """Attention of a few new tokens over a long stored prefix and over themselves (causally), straight from the pages.
 
-A program takes one KV head of one item (``plan_extend``): a tile of query rows, tokens times the heads that share the KV
-head, and a range of its request's units, 64 keys each: first the pages of the prefix, then the new tokens. Pages in
+A program takes one KV head of one item (``plan_extend``): a tile of query rows, tokens times the heads that share the
+KV head, and a range of its request's units, 64 keys each: first the pages of the prefix, then the new tokens. Pages in
 the history are read as records (``extend_history``), others as BF16 overlays; the partial results of a tile's items
 are merged by log-sum-exp (``merge``). So one request keeps the GPU busy however few tokens it adds, and nothing of
 the prefix is written anywhere.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -15,17 +16,16 @@ import triton
 import triton.language as tl
 
 from sglang_kvq.config import PAGE_SIZE
+from sglang_kvq.kernels.arguments import Stored, View, field_count, load_fields, view
 from sglang_kvq.kernels.codes import Record
 from sglang_kvq.kernels.common import INTERPRETED, PAGE, page_of, to_bf16
-from sglang_kvq.kernels.decode import is_two_bit, value_dims
-from sglang_kvq.kernels.extend_history import attend, history_any, history_two_bits, settled
+from sglang_kvq.kernels.decode import is_two_bit
+from sglang_kvq.kernels.extend_history import Tile, history_any, history_two_bits, settled
+from sglang_kvq.kernels.shape import shape_of
+from sglang_kvq.kernels.softmax import LOG2E, attend, no_keys
 
-LOG2E = 1.4426950408889634
-NEVER = tl.constexpr(-1e30)
-#: int32 fields of an item, see ``plan_extend``.
-FIELDS = tl.constexpr(10)
-#: What an item costs besides its units, in units: its queries, its result, the first loads (``extend_costs``: 13 at a time when
-#: overlays were read without copies ahead, as a part of it).
+#: What an item costs besides its units, in units: its queries, its result, the first loads (``extend_costs``: 13 at a
+#: time when overlays were read without copies ahead, as a part of it).
 ITEM_COST = 7
 
 
@@ -58,14 +58,39 @@ def extend_launch(head_dim: int) -> ExtendLaunch:
     return WIDE if head_dim > 128 else NARROW
 
 
+class Item(NamedTuple):
+    """An item's int32 fields, in this order.
+
+    Attributes:
+        request: of the batch; start: its first token in the batch; new: how many it has.
+        first_row: of the tile, counted from the request's first.
+        first, last: units, the end exclusive.
+        prefix: the request's stored tokens.
+        begin: where the request's partial results begin; parts: into how many items its tiles are cut; part: which of
+            them this one is.
+    """
+
+    request: int
+    start: int
+    new: int
+    first_row: int
+    first: int
+    last: int
+    prefix: int
+    begin: int
+    parts: int
+    part: int
+
+
+FIELDS = field_count(Item)
+
+
 @dataclass(frozen=True)
 class ExtendPlan:
     """Items on the host.
 
     Attributes:
-        items: int32 ``[n, FIELDS]``: request; its first token in the batch; its new tokens; the tile's first row;
-            units first .. last; the prefix, in tokens; where the request's partial results begin, into how many items
-            its tiles are cut, and which of them this one is.
+        items: int32 ``[n, FIELDS]``, an ``Item`` each.
         spans: int32 ``[tokens, 2]``: each token's first partial result and how many it has; one is none.
         partials: in all.
     """
@@ -107,18 +132,19 @@ def plan_extend(prefix_lens: list[int], new_lens: list[int], gqa_group: int, row
     part = np.arange(len(tile)) - np.repeat(np.cumsum(parts) - parts, parts)
     bounds = (units[tile] * part // parts[tile], units[tile] * (part + 1) // parts[tile])
     owner = request[tile]
-    columns = [
-        owner,
-        starts[owner],
-        new[owner],
-        first_row[tile],
-        *bounds,
-        prefix[owner],
-        begins[owner],
-        parts[tile],
-        part,
-    ]
-    items = np.stack(columns, axis=1)
+    fields = Item(
+        request=owner,
+        start=starts[owner],
+        new=new[owner],
+        first_row=first_row[tile],
+        first=bounds[0],
+        last=bounds[1],
+        prefix=prefix[owner],
+        begin=begins[owner],
+        parts=parts[tile],
+        part=part,
+    )
+    items = np.stack(fields, axis=1)
     items = items[np.argsort(bounds[0] - bounds[1], kind="stable")]
     return ExtendPlan(items.astype(np.int32), spans.astype(np.int32), int(results.sum()))
 
@@ -157,45 +183,35 @@ def extend(
     items: torch.Tensor,
     rows: torch.Tensor,
     scale: float,
-    *,
     record: Record,
-    records: torch.Tensor,
-    overlays: torch.Tensor,
-    page_slot: torch.Tensor,
-    row_pages: torch.Tensor,
-    row_sink_end: torch.Tensor,
-    row_history_end: torch.Tensor,
+    stored: Stored,
+    *,
     launch: ExtendLaunch,
     plain: bool = INTERPRETED,
 ) -> None:
     """The result of every item: of a whole tile where that is one item, else partial.
 
     Args:
-        out: BF16 ``[T, q_heads, D]``, contiguous; rows of requests whose tiles have several items are left to ``merge_splits``.
-        partial: float32 ``[partials, q_heads, D]``; lse: float32 ``[partials, q_heads]``, log2 of the softmax's denominator.
-        q: BF16 ``[T, q_heads, D]``; new: the new tokens' k and v, BF16 ``[T, kv_heads, D]``; rotated, last axes contiguous.
+        out: BF16 ``[T, q_heads, D]``, contiguous; rows of requests whose tiles have several items are left to
+            ``merge_splits``.
+        partial: float32 ``[partials, q_heads, D]``.
+        lse: float32 ``[partials, q_heads]``, log2 of the softmax's denominator.
+        q: BF16 ``[T, q_heads, D]``; new: the new tokens' k and v, BF16 ``[T, kv_heads, D]``; rotated, last axes
+            contiguous.
         items: of ``plan_extend`` with the launch's rows, on the device.
-        rows: int ``[batch]``; the tables are ``PagePool``'s.
-        record, records, overlays: one layer's.
+        rows: int ``[batch]``.
+        record, stored: of one layer.
         launch: from ``extend_launch``.
         plain: unpack codes without inline assembly, as the interpreter must.
     """
     k, v = new
     q_heads, d = q.shape[1:]
-    kv_heads, dims = k.shape[1], value_dims(d)
-    _extend[(kv_heads * (d // dims), len(items))](
-        out, partial, lse, q, k, v, items, rows, scale * LOG2E,
-        records, overlays, page_slot, row_pages, row_sink_end, row_history_end,
-        *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], row_pages.stride(0),
+    shape = shape_of(k.shape[1], d, q_heads)
+    _extend[(shape.KV_HEADS * (d // shape.DIMS), len(items))](
+        out, partial, lse, view(q), view(k), view(v), items, rows, scale * LOG2E, stored,
         RECORD=record,
+        SHAPE=shape,
         FAST=is_two_bit(record, d),
-        GQA_GROUP=q_heads // kv_heads,
-        KV_HEADS=kv_heads,
-        D=d,
-        DP=triton.next_power_of_2(d),
-        JP=max(16, triton.next_power_of_2(d // 4)),
-        DIMS=dims,
-        VP=triton.next_power_of_2(dims),
         ROWS=launch.rows,
         KEYS=launch.keys,
         PLAIN=plain,
@@ -206,130 +222,174 @@ def extend(
     )  # fmt: skip
 
 
+class Pages(NamedTuple):
+    """The pages of an item, and of those outside the history the ones before and after it.
+
+    Attributes:
+        table: the request's row of ``row_pages``.
+        first, end: in the prefix; history, history_end: of these, the records.
+        tokens: of the whole prefix.
+    """
+
+    table: tl.tensor
+    first: tl.tensor
+    history: tl.tensor
+    history_end: tl.tensor
+    end: tl.tensor
+    tokens: tl.tensor
+
+
+class NewTokens(NamedTuple):
+    """The new tokens of an item's request.
+
+    Attributes:
+        k, v: ``View``s at the request's first and this KV head.
+        first, last: the item's units of them; count: all.
+    """
+
+    k: View
+    v: View
+    first: tl.tensor
+    last: tl.tensor
+    count: tl.tensor
+
+
 @triton.jit
 def _extend(
-    out, partial, lse, q, k, v, items, rows, scale_log2,
-    records, overlays, page_slot, row_pages, row_sink_end, row_history_end,
-    q_token, q_head, k_token, k_head, v_token, v_head, table_row,
-    RECORD: tl.constexpr, FAST: tl.constexpr, GQA_GROUP: tl.constexpr, KV_HEADS: tl.constexpr,
-    D: tl.constexpr, DP: tl.constexpr, JP: tl.constexpr, DIMS: tl.constexpr, VP: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, PLAIN: tl.constexpr,
+    out, partial, lse, q, k, v, items, rows, scale_log2, stored,
+    RECORD: tl.constexpr, SHAPE: tl.constexpr, FAST: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+    PLAIN: tl.constexpr,
 ):  # fmt: skip
-    """Program (kv_head * parts of V + part, item)."""
-    head = tl.program_id(0) // (D // DIMS)
-    v_first = tl.program_id(0) % (D // DIMS) * DIMS
-    item = items + tl.program_id(1) * FIELDS
-    request, start, new = tl.load(item), tl.load(item + 1), tl.load(item + 2)
-    first_row, first, last, prefix = tl.load(item + 3), tl.load(item + 4), tl.load(item + 5), tl.load(item + 6)
-    begin, parts, part = tl.load(item + 7), tl.load(item + 8), tl.load(item + 9)
+    """Program (kv_head * parts of V + part, item): divide the item's pages; its records; what is in BF16; store."""
+    PARTS: tl.constexpr = SHAPE.D // SHAPE.DIMS
+    head = tl.program_id(0) // PARTS
+    v_first = tl.program_id(0) % PARTS * SHAPE.DIMS
+    item = Item(*load_fields(items + tl.program_id(1) * FIELDS, FIELDS))
+    pages = _pages_of(item, rows, stored)
+    prefix_units = tl.cdiv(item.prefix, PAGE)
 
-    row = tl.load(rows + request).to(tl.int64)
-    table = row_pages + row * table_row
-    pages = tl.cdiv(prefix, PAGE)
-    history = tl.minimum(tl.cdiv(tl.load(row_sink_end + row), PAGE), pages)
-    history_end = tl.minimum(tl.cdiv(tl.load(row_history_end + row), PAGE), pages)
-    # This item's pages: overlays first .. history, records .. history_end, overlays .. pages_end.
-    pages_end = tl.minimum(last, pages)
-    history = tl.minimum(tl.maximum(history, first), pages_end)
-    history_end = tl.minimum(tl.maximum(history_end, history), pages_end)
-
-    token = (first_row + tl.arange(0, ROWS)) // GQA_GROUP  # of the request
-    member = (first_row + tl.arange(0, ROWS)) % GQA_GROUP
-    live = token < new
-    start = start.to(tl.int64)
-    place = (start + token) * q_token + (head * GQA_GROUP + member) * q_head
-    acc = tl.zeros([ROWS, VP], tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    top = tl.full([ROWS], NEVER, tl.float32)
-    if history < history_end:
+    token = (item.first_row + tl.arange(0, ROWS)) // SHAPE.GQA_GROUP  # of the request
+    q_head = head * SHAPE.GQA_GROUP + (item.first_row + tl.arange(0, ROWS)) % SHAPE.GQA_GROUP
+    start = item.start.to(tl.int64)
+    tile = Tile(q.data, (start + token) * q.token + q_head * q.head, token < item.new)
+    state = no_keys(ROWS, SHAPE.VP)
+    if pages.history < pages.history_end:
+        records = stored.records + head * RECORD.bytes
         if FAST:
-            acc, total, top = history_two_bits(
-                q, place, live, table, history, history_end, prefix, records, head, v_first, scale_log2,
-                KV_HEADS, D, JP, DIMS, VP, ROWS, PLAIN,
-            )  # fmt: skip
+            state = history_two_bits(tile, pages, records, v_first, scale_log2, RECORD, SHAPE, ROWS, PLAIN)
         else:
-            acc, total, top = history_any(
-                q, place, live, table, history, history_end, prefix, records, head, v_first, scale_log2,
-                RECORD, KV_HEADS, D, JP, DIMS, VP, ROWS,
-            )  # fmt: skip
+            state = history_any(tile, pages, records, v_first, scale_log2, RECORD, SHAPE, ROWS)
 
-    overlays += head * (PAGE * D)
-    k += start * k_token + head * k_head
-    v += start * v_token + head * v_head
-    acc, total, top = _whole(
-        acc, total, top, q, place, live, token, table, tl.minimum(first, pages_end), history, history_end, pages_end,
-        prefix, tl.maximum(first - pages, 0), tl.maximum(last - pages, 0), new, overlays, page_slot,
-        k, k_token, v, v_token, v_first, scale_log2, KV_HEADS, D, DP, DIMS, VP, KEYS, ROWS,
-    )  # fmt: skip
-
-    dim = v_first + tl.arange(0, VP)[None, :]
-    wanted = live[:, None] & (dim < v_first + DIMS)
-    q_head_index = head * GQA_GROUP + member
-    total = tl.maximum(total, 1e-30)
-    acc *= (1 / total)[:, None]
-    if parts == 1:
-        row_out = (start + token) * (KV_HEADS * GQA_GROUP) + q_head_index
-        tl.store(out + row_out[:, None] * D + dim, to_bf16(acc), mask=wanted)
-    else:  # of a row that saw nothing, the weight is 2^NEVER
-        result = (begin + token * parts + part).to(tl.int64) * (KV_HEADS * GQA_GROUP) + q_head_index  # [ROWS]
-        tl.store(lse + result, top + tl.log2(total), mask=live)
-        tl.store(partial + result[:, None] * D + dim, acc, mask=wanted)
+    new = NewTokens(
+        View(k.data + start * k.token + head * k.head, k.token, k.head),
+        View(v.data + start * v.token + head * v.head, v.token, v.head),
+        tl.maximum(item.first - prefix_units, 0),
+        tl.maximum(item.last - prefix_units, 0),
+        item.new,
+    )
+    overlays = stored.overlays + head * (PAGE * SHAPE.D)
+    state = _whole_keys(
+        state, tile, token, pages, new, overlays, stored.page_slot, v_first, scale_log2, SHAPE, KEYS, ROWS
+    )
+    _store_result(out, partial, lse, state, item, token, q_head, v_first, SHAPE)
 
 
 @triton.jit
-def _whole(
-    acc, total, top, q, place, live, token, table, first, history, history_end, last, prefix,
-    first_new, last_new, new, overlays, page_slot, k, k_token, v, v_token, v_first, scale_log2,
-    KV_HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, DIMS: tl.constexpr, VP: tl.constexpr,
-    KEYS: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
-    """Add what is in BF16: overlays of pages first .. last outside the history, then units first_new .. of new tokens.
+def _pages_of(item, rows, stored):
+    """The item's pages: overlays first .. history, records .. history_end, overlays .. end."""
+    row = tl.load(rows + item.request).to(tl.int64)
+    pages = tl.cdiv(item.prefix, PAGE)
+    history = tl.minimum(tl.cdiv(tl.load(stored.row_sink_end + row), PAGE), pages)
+    history_end = tl.minimum(tl.cdiv(tl.load(stored.row_history_end + row), PAGE), pages)
+    end = tl.minimum(item.last, pages)
+    history = tl.minimum(tl.maximum(history, item.first), end)
+    history_end = tl.minimum(tl.maximum(history_end, history), end)
+    table = stored.row_pages + row * stored.pages_row
+    return Pages(table, tl.minimum(item.first, end), history, history_end, end, item.prefix)
 
-    One loop, so that the compiler's copies ahead run on from the ones to the others.
+
+@triton.jit
+def _store_result(out, partial, lse, state, item, token, q_head, v_first, SHAPE: tl.constexpr):
+    """Rows of ``out`` if the tile is one item, else partial results."""
+    Q_HEADS: tl.constexpr = SHAPE.Q_HEADS
+    live = token < item.new
+    dim = v_first + tl.arange(0, SHAPE.VP)[None, :]
+    wanted = live[:, None] & (dim < v_first + SHAPE.DIMS)
+    total = tl.maximum(state.total, 1e-30)
+    acc = state.acc * (1 / total)[:, None]
+    if item.parts == 1:
+        row = (item.start.to(tl.int64) + token) * Q_HEADS + q_head
+        tl.store(out + row[:, None] * SHAPE.D + dim, to_bf16(acc), mask=wanted)
+    else:  # of a row that saw nothing, the weight is 2^NEVER
+        result = (item.begin + token * item.parts + item.part).to(tl.int64) * Q_HEADS + q_head  # [ROWS]
+        tl.store(lse + result, state.top + tl.log2(total), mask=live)
+        tl.store(partial + result[:, None] * SHAPE.D + dim, acc, mask=wanted)
+
+
+@triton.jit
+def _whole_keys(
+    state, tile, token, pages, new, overlays, page_slot, v_first, scale_log2,
+    SHAPE: tl.constexpr, KEYS: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Add what is in BF16: overlays of the pages outside the history, then the units of new tokens.
+
+    One loop, so that the compiler's copies ahead run on from the ones to the others. Each turn: load KEYS keys and
+    values; attend; look up a slot and a page of later turns.
     """
     TILES: tl.constexpr = PAGE // KEYS
-    n, dim, dim_v = tl.arange(0, KEYS), tl.arange(0, DP), v_first + tl.arange(0, VP)
-    inside = live[:, None] & (dim < D)[None, :]
-    queries = tl.load(q + place[:, None] + dim[None, :], mask=inside, other=0.0)  # [ROWS, DP]
-    gap = history_end - history
-    stored_pages = last - first - gap
+    dim = tl.arange(0, SHAPE.DP)
+    inside = tile.live[:, None] & (dim < SHAPE.D)[None, :]
+    queries = tl.load(tile.q + tile.row[:, None] + dim[None, :], mask=inside, other=0.0)  # [ROWS, DP]
+    stored_pages = pages.end - pages.first - (pages.history_end - pages.history)
     stored = stored_pages * TILES
-    # A page's slot is looked up two turns ahead, its id three: the compiler makes loads wait for what they depend on otherwise.
-    slot = tl.maximum(tl.load(page_slot + _page(table, first, 0, stored_pages, history, gap)), 0)
-    next_slot = tl.load(page_slot + _page(table, first, 1 // TILES, stored_pages, history, gap))
-    page = _page(table, first, 2 // TILES, stored_pages, history, gap)
-    for step in tl.range(0, stored + (last_new - first_new) * TILES):
-        is_stored = step < stored
-        index = first + step // TILES
-        index += tl.where(index < history, 0, gap)
-        in_page = (step - step // TILES * TILES) * KEYS
-        overlay = overlays + slot.to(tl.int64) * (2 * KV_HEADS * PAGE * D) + in_page * D
-        key = tl.where(is_stored, index, first_new + step // TILES - stored_pages) * PAGE + in_page
-        key_new = tl.where(is_stored, 0, key).to(tl.int64)
-        k_base = tl.where(is_stored, overlay, k + key_new * k_token)
-        v_base = tl.where(is_stored, overlay + KV_HEADS * PAGE * D, v + key_new * v_token)
-        k_stride, v_stride = tl.where(is_stored, D, k_token), tl.where(is_stored, D, v_token)
-        # Of keys that are not there the last one is read again: nobody sees them, but they must be numbers.
-        row = tl.minimum(n, tl.where(is_stored, prefix, new) - key - 1)
-        k_place = k_base + row[:, None] * k_stride + dim[None, :]
-        v_place = v_base + row[:, None] * v_stride + dim_v[None, :]
-        keys = tl.load(k_place) if DP == D else tl.load(k_place, mask=(dim < D)[None, :], other=0.0)
-        if VP == DIMS:
-            values = tl.load(v_place)
-        else:
-            values = tl.load(v_place, mask=(dim_v < v_first + DIMS)[None, :], other=0.0)
-        seen = n[None, :] < (tl.where(is_stored, prefix, token + 1) - key)[:, None]
-        acc, total, top = attend(acc, total, top, queries, keys, values, seen, scale_log2, ROWS, KEYS)
-        acc = settled(acc)
+    # A page's slot is looked up two turns ahead, its id three: otherwise the compiler makes loads wait for what they
+    # depend on.
+    slot = tl.maximum(tl.load(page_slot + _page_id(pages, 0, stored_pages)), 0)
+    next_slot = tl.load(page_slot + _page_id(pages, 1 // TILES, stored_pages))
+    page = _page_id(pages, 2 // TILES, stored_pages)
+    for step in tl.range(0, stored + (new.last - new.first) * TILES):
+        keys, values, seen = _load_keys(step, stored_pages, slot, token, pages, new, overlays, v_first, SHAPE, KEYS)
+        state = attend(state, queries, keys, values, seen, scale_log2, ROWS, KEYS)
+        state = settled(state)
         slot = tl.maximum(next_slot, 0)
         next_slot = tl.load(page_slot + page)
-        page = _page(table, first, (step + 3) // TILES, stored_pages, history, gap)
-    return acc, total, top
+        page = _page_id(pages, (step + 3) // TILES, stored_pages)
+    return state
 
 
 @triton.jit
-def _page(table, first, count, stored_pages, history, gap):
-    """Id of the ``count``-th page from ``first`` on outside the history, or of the last; of any page, if there is none."""
-    index = first + tl.minimum(count, stored_pages - 1)
-    index += tl.where(index < history, 0, gap)
-    return page_of(table, tl.where(stored_pages > 0, index, 0))
+def _load_keys(step, stored_pages, slot, token, pages, new, overlays, v_first, SHAPE: tl.constexpr, KEYS: tl.constexpr):
+    """The keys [KEYS, DP] and values [KEYS, VP] of a turn, and which rows see them [ROWS, KEYS]."""
+    TILES: tl.constexpr = PAGE // KEYS
+    D: tl.constexpr = SHAPE.D
+    HEADS_BYTES: tl.constexpr = SHAPE.KV_HEADS * PAGE * D
+    n, dim, dim_v = tl.arange(0, KEYS), tl.arange(0, SHAPE.DP), v_first + tl.arange(0, SHAPE.VP)
+    is_stored = step < stored_pages * TILES
+    index = pages.first + step // TILES
+    index += tl.where(index < pages.history, 0, pages.history_end - pages.history)
+    in_page = (step - step // TILES * TILES) * KEYS
+    overlay = overlays + slot.to(tl.int64) * (2 * HEADS_BYTES) + in_page * D
+    key = tl.where(is_stored, index, new.first + step // TILES - stored_pages) * PAGE + in_page
+    key_new = tl.where(is_stored, 0, key).to(tl.int64)
+    k_base = tl.where(is_stored, overlay, new.k.data + key_new * new.k.token)
+    v_base = tl.where(is_stored, overlay + HEADS_BYTES, new.v.data + key_new * new.v.token)
+    k_stride, v_stride = tl.where(is_stored, D, new.k.token), tl.where(is_stored, D, new.v.token)
+    # Of keys that are not there the last one is read again: nobody sees them, but they must be numbers.
+    row = tl.minimum(n, tl.where(is_stored, pages.tokens, new.count) - key - 1)
+    k_address = k_base + row[:, None] * k_stride + dim[None, :]
+    v_address = v_base + row[:, None] * v_stride + dim_v[None, :]
+    keys = tl.load(k_address) if SHAPE.DP == D else tl.load(k_address, mask=(dim < D)[None, :], other=0.0)
+    if SHAPE.VP == SHAPE.DIMS:
+        values = tl.load(v_address)
+    else:
+        values = tl.load(v_address, mask=(dim_v < v_first + SHAPE.DIMS)[None, :], other=0.0)
+    seen = n[None, :] < (tl.where(is_stored, pages.tokens, token + 1) - key)[:, None]
+    return keys, values, seen
+
+
+@triton.jit
+def _page_id(pages, count, stored_pages):
+    """Id of the ``count``-th page outside the history, or of the last; of any page, if there is none."""
+    index = pages.first + tl.minimum(count, stored_pages - 1)
+    index += tl.where(index < pages.history, 0, pages.history_end - pages.history)
+    return page_of(pages.table, tl.where(stored_pages > 0, index, 0))

@@ -12,80 +12,98 @@ Q is brought into FP16's range by a power of two, which loses nothing, P by 2^15
 dequantized to BF16, as ``gather`` does.
 """
 
-# ruff: noqa: RET505  (Triton compiles what follows a branch that returns; in an else it does not)
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
 
-from sglang_kvq.config import PAGE_SIZE
-from sglang_kvq.kernels.common import INTERPRETED, PAGE, dot, key_row, page_of, to_bf16
-from sglang_kvq.kernels.gather import dequantize, packed
+from sglang_kvq.kernels.codes import words_between
+from sglang_kvq.kernels.common import INTERPRETED, PAGE, dot, key_row, page_of
+from sglang_kvq.kernels.gather import dequantize, key_scale, packed
+from sglang_kvq.kernels.softmax import NEVER, Softmax, attend, no_keys, scores
 
 _PLAIN = tl.constexpr(INTERPRETED)
-NEVER = tl.constexpr(-1e30)
 #: q is scaled to at most 2^12, of which 256 products with the largest FP16 number are far from float32's largest.
 _Q_SCALE = tl.constexpr(2.0**11)
 #: log2 of what p is multiplied by: the smallest p with all bits is 2^-29 of the largest.
 _P_SHIFT = tl.constexpr(15.0)
 
 
+class Tile(NamedTuple):
+    """Query rows of an item.
+
+    Attributes:
+        q: where the batch's queries begin; row: int64 [ROWS], where each row's query begins in it.
+        live: bool [ROWS], which rows are queries.
+    """
+
+    q: tl.tensor
+    row: tl.tensor
+    live: tl.tensor
+
+
+@triton.jit
+def _queries_by_plane(tile, SHAPE: tl.constexpr):
+    """BF16 [ROWS, 4 JP]: the four planes' dims, each padded, as ``join_planes`` has the keys'."""
+    c = tl.arange(0, 4 * SHAPE.JP)
+    dim = c // SHAPE.JP * SHAPE.D4 + c % SHAPE.JP
+    inside = tile.live[:, None] & (c % SHAPE.JP < SHAPE.D4)[None, :]
+    return tl.load(tile.q + tile.row[:, None] + dim[None, :], mask=inside, other=0.0)
+
+
 @triton.jit
 def history_two_bits(
-    q, place, live, table, first, last, prefix, records, head, v_first, scale_log2,
-    KV_HEADS: tl.constexpr, D: tl.constexpr, JP: tl.constexpr, GROUP: tl.constexpr, VP: tl.constexpr,
-    ROWS: tl.constexpr, PLAIN: tl.constexpr,
+    tile, pages, records, v_first, scale_log2,
+    RECORD: tl.constexpr, SHAPE: tl.constexpr, ROWS: tl.constexpr, PLAIN: tl.constexpr,
 ):  # fmt: skip
-    """Records of pages first .. last: (acc [ROWS, VP], denominator [ROWS], maximum [ROWS]), base 2.
+    """Records of ``decode.is_two_bit`` of the pages history .. history_end: a ``Softmax`` with acc [ROWS, VP].
 
-    place: int64 [ROWS], each row's query in q; live: which rows are queries. One or two groups along D, whole planes of
-    K's bytes each; acc are dims v_first .. v_first + GROUP.
+    records: the KV head's of page 0. One or two groups along D, whole planes of K's bytes each; acc are dims
+    v_first .. v_first + DIMS. Queries are scaled to FP16; then whole pages; then one that the prefix ends in.
     """
-    D4: tl.constexpr = D // 4
-    RECORD: tl.constexpr = _record_bytes(D, GROUP)
-    c = tl.arange(0, 4 * JP)
-    inside = live[:, None] & (c % JP < D4)[None, :]
-    x = tl.load(q + place[:, None] + (c // JP * D4 + c % JP)[None, :], mask=inside, other=0.0).to(tl.float32)
+    PAGE_BYTES: tl.constexpr = SHAPE.KV_HEADS * RECORD.bytes
+    x = _queries_by_plane(tile, SHAPE).to(tl.float32)
     peak = tl.maximum(tl.max(tl.max(tl.abs(x), 1), 0), 1e-30)
     unit = (peak.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)  # a power of two
     queries = (x * (_Q_SCALE / unit)).to(tl.float16)  # [ROWS, 4 JP]
     factor = unit * (scale_log2 / _Q_SCALE)
 
-    acc = tl.zeros([ROWS, VP], tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    top = tl.full([ROWS], NEVER, tl.float32)
-    records += head * RECORD
-    whole = tl.maximum(tl.minimum(last, prefix // PAGE), first)
-    # Once. The compiler keeps an operand that it knows to be computed in registers, an argument of a loop in shared memory.
+    state = no_keys(ROWS, SHAPE.VP)
+    first, last = pages.history, pages.history_end
+    whole = tl.maximum(tl.minimum(last, pages.tokens // PAGE), first)
+    # Once. The compiler keeps an operand that it knows to be computed in registers, an argument of a loop in shared
+    # memory.
     for _ in tl.range(0, tl.minimum(last - first, 1)):
-        next_page = page_of(table, first)
+        next_page = page_of(pages.table, first)
         for index in tl.range(first, whole):
             page = next_page
-            next_page = page_of(table, tl.minimum(index + 1, last - 1))
-            acc, total, top = _page(
-                acc, total, top, queries, factor, records + page * (KV_HEADS * RECORD), PAGE, v_first,
-                D, JP, GROUP, VP, ROWS, False, PLAIN,
-            )  # fmt: skip
+            next_page = page_of(pages.table, tl.minimum(index + 1, last - 1))
+            record = records + page * PAGE_BYTES
+            state = _page(state, queries, factor, record, PAGE, v_first, RECORD, SHAPE, ROWS, False, PLAIN)
         if whole < last:  # one page, which is half stored
-            base = records + page_of(table, whole) * (KV_HEADS * RECORD)
-            acc, total, top = _page(
-                acc, total, top, queries, factor, base, prefix - whole * PAGE, v_first,
-                D, JP, GROUP, VP, ROWS, True, PLAIN,
-            )  # fmt: skip
+            record = records + page_of(pages.table, whole) * PAGE_BYTES
+            count = pages.tokens - whole * PAGE
+            state = _page(state, queries, factor, record, count, v_first, RECORD, SHAPE, ROWS, True, PLAIN)
         queries = tl.zeros(queries.shape, queries.dtype)
-    return acc, total, top - _P_SHIFT
+    return Softmax(state.acc, state.total, state.top - _P_SHIFT)
 
 
 @triton.jit
 def _page(
-    acc, total, top, queries, factor, record, count, v_first,
-    D: tl.constexpr, JP: tl.constexpr, GROUP: tl.constexpr, VP: tl.constexpr,
-    ROWS: tl.constexpr, MASKED: tl.constexpr, PLAIN: tl.constexpr,
+    state, queries, factor, record, count, v_first,
+    RECORD: tl.constexpr, SHAPE: tl.constexpr, ROWS: tl.constexpr, MASKED: tl.constexpr, PLAIN: tl.constexpr,
 ):  # fmt: skip
-    """Online softmax over the first ``count`` tokens of a page; over all, unless MASKED."""
+    """Online softmax over the first ``count`` tokens of a page; over all, unless MASKED.
+
+    Load codes and scales; dequantize K; dequantize V; attend.
+    """
+    D4: tl.constexpr = SHAPE.D4
+    JP: tl.constexpr = SHAPE.JP
+    VP: tl.constexpr = SHAPE.VP
+    GROUP: tl.constexpr = RECORD.k.group
+    GROUPS: tl.constexpr = SHAPE.D // GROUP
+    V_SCALES: tl.constexpr = words_between(RECORD.k.scale, RECORD.v.scale)
     QUARTER: tl.constexpr = PAGE // 4
-    D4: tl.constexpr = D // 4
-    GROUPS: tl.constexpr = D // GROUP
-    CODES: tl.constexpr = PAGE * D4
     VECTOR: tl.constexpr = PAGE // 2  # words of scales, or offsets, of one group: two tokens each
 
     n, j, i = tl.arange(0, PAGE), tl.arange(0, JP), tl.arange(0, QUARTER)
@@ -94,25 +112,26 @@ def _page(
     token = n // 8 * 8 + n % 2 * 4 + n // 2 % 4
     dim = tl.arange(0, VP)
     dim = dim // 8 * 8 + dim % 4 * 2 + dim // 4 % 2
-    k_place = record + key_row(token)[:, None] * D4 + j[None, :]
+    k_codes = record + RECORD.k.low + key_row(token)[:, None] * D4 + j[None, :]
     # Eight bytes a thread: where neighbouring lanes hold different dims only, the compiler stores the dequantized
     # tile dim by dim, two bytes at a time.
-    v_place = tl.max_contiguous(record + CODES + (v_first + dim)[:, None] * QUARTER + i[None, :], [1, 8])
-    k = tl.load(k_place) if D4 == JP else tl.load(k_place, mask=(j < D4)[None, :], other=0)  # [PAGE, JP]
-    v = tl.load(v_place) if GROUP == VP else tl.load(v_place, mask=(dim < GROUP)[:, None], other=0)  # [VP, QUARTER]
-    words = (record + 2 * CODES).to(tl.pointer_type(tl.int32))
+    v_codes = record + RECORD.v.low + (v_first + dim)[:, None] * QUARTER + i[None, :]
+    v_codes = tl.max_contiguous(v_codes, [1, 8])
+    k = tl.load(k_codes) if D4 == JP else tl.load(k_codes, mask=(j < D4)[None, :], other=0)  # [PAGE, JP]
+    v = tl.load(v_codes) if GROUP == VP else tl.load(v_codes, mask=(dim < GROUP)[:, None], other=0)  # [VP, QUARTER]
+    words = (record + RECORD.k.scale).to(tl.pointer_type(tl.int32))
     # A word has two tokens. Loads of 256 words, so that there is one at least for each thread: the compiler copies them
     # ahead, and does not repeat them in every thread as it does with smaller ones. K's words come once for each token.
     x = tl.arange(0, 4 * PAGE)
     of_key = x // PAGE * VECTOR + (x % PAGE // 8 * 8 + x % 2 * 4 + x // 2 % 4) // 2
     if GROUPS == 2:
         s_k, s_k2, z_k, z_k2 = _split4(tl.load(words + of_key), PAGE)
-        s_v, s_v2, z_v, z_v2, _, _, _, _ = _split8(tl.load(words + 4 * VECTOR + x % (4 * VECTOR)), VECTOR)
+        s_v, s_v2, z_v, z_v2, _, _, _, _ = _split8(tl.load(words + V_SCALES + x % (4 * VECTOR)), VECTOR)
         s_v, z_v = tl.where(v_first == 0, s_v, s_v2), tl.where(v_first == 0, z_v, z_v2)
         k0, k1, k2, k3 = _keys_of(k, _own(s_k, token), _own(z_k, token), _own(s_k2, token), _own(z_k2, token), PLAIN)
     else:
         s_k, z_k, values, _ = _split4(
-            tl.load(words + tl.where(x < 2 * PAGE, of_key, 2 * VECTOR + x % (2 * VECTOR))), PAGE
+            tl.load(words + tl.where(x < 2 * PAGE, of_key, V_SCALES + x % (2 * VECTOR))), PAGE
         )
         s_v, z_v = _split2(values, VECTOR)
         s_k, z_k = _own(s_k, token), _own(z_k, token)
@@ -123,41 +142,37 @@ def _page(
     v = join_planes(v0, v1, v2, v3, VP, QUARTER)
     v = tl.reshape(tl.permute(tl.reshape(v, [VP // 8, 2, 2, 2, PAGE]), (0, 2, 3, 1, 4)), [VP, PAGE])
 
-    x = _product(queries, k, ROWS, PAGE)
+    x = scores(queries, k, ROWS, PAGE)
     if MASKED:
         x = tl.where((n < count)[None, :], x, NEVER)
-    new_top = tl.maximum(top, tl.max(x, 1) * factor)
-    decay = tl.exp2(top - new_top)
-    p = tl.exp2(x * factor + (-new_top + _P_SHIFT)[:, None])
-    total = total * decay + tl.sum(p, 1)
-    acc = dot(p.to(tl.float16), tl.trans(v), acc * decay[:, None])
-    return acc, total, new_top
+    top = tl.maximum(state.top, tl.max(x, 1) * factor)
+    decay = tl.exp2(state.top - top)
+    p = tl.exp2(x * factor + (-top + _P_SHIFT)[:, None])
+    total = state.total * decay + tl.sum(p, 1)
+    return Softmax(dot(p.to(tl.float16), tl.trans(v), state.acc * decay[:, None]), total, top)
 
 
 @triton.jit
 def history_any(
-    q, place, live, table, first, last, prefix, records, head, v_first, scale_log2,
-    RECORD: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, JP: tl.constexpr, DIMS: tl.constexpr,
-    VP: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
-    """``history_two_bits`` of records of any format; acc are dims v_first .. v_first + DIMS."""
+    tile, pages, records, v_first, scale_log2, RECORD: tl.constexpr, SHAPE: tl.constexpr, ROWS: tl.constexpr
+):
+    """``history_two_bits`` of records of any format."""
     KEYS: tl.constexpr = RECORD.k
     VALUES: tl.constexpr = RECORD.v
+    PAGE_BYTES: tl.constexpr = SHAPE.KV_HEADS * RECORD.bytes
     QUARTER: tl.constexpr = PAGE // 4
-    D4: tl.constexpr = D // 4
-    c = tl.arange(0, 4 * JP)
-    inside = live[:, None] & (c % JP < D4)[None, :]
-    queries = tl.load(q + place[:, None] + (c // JP * D4 + c % JP)[None, :], mask=inside, other=0.0)  # [ROWS, 4 JP]
+    D: tl.constexpr = SHAPE.D
+    D4: tl.constexpr = SHAPE.D4
+    JP: tl.constexpr = SHAPE.JP
+    VP: tl.constexpr = SHAPE.VP
+    queries = _queries_by_plane(tile, SHAPE)
 
     token, j = tl.arange(0, PAGE)[:, None], tl.arange(0, JP)[None, :]
     dim, i = v_first + tl.arange(0, VP)[:, None], tl.arange(0, QUARTER)[None, :]
-    in_k, in_v = j < D4, dim < v_first + DIMS
-    records += head * RECORD.bytes
-    acc = tl.zeros([ROWS, VP], tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    top = tl.full([ROWS], NEVER, tl.float32)
-    for index in tl.range(first, last):
-        record = records + page_of(table, index) * (KV_HEADS * RECORD.bytes)
+    in_k, in_v = j < D4, dim < v_first + SHAPE.DIMS
+    state = no_keys(ROWS, VP)
+    for index in tl.range(pages.history, pages.history_end):
+        record = records + page_of(pages.table, index) * PAGE_BYTES
         low, high = packed(record, key_row(token), j, PAGE, D4, in_k, KEYS)  # [PAGE, JP]
         k0 = _keys(low, high, 0, record, token, j, in_k, D4, D, KEYS)
         k1 = _keys(low, high, 1, record, token, j, in_k, D4, D, KEYS)
@@ -171,35 +186,22 @@ def history_any(
         v2 = dequantize(low, high, 2, record, scales + 2 * QUARTER, dim, in_v, VALUES)
         v3 = dequantize(low, high, 3, record, scales + 3 * QUARTER, dim, in_v, VALUES)
         v = join_planes(v0, v1, v2, v3, VP, QUARTER)
-        seen = (tl.arange(0, PAGE) + index * PAGE < prefix)[None, :]
-        acc, total, top = attend(acc, total, top, queries, k, tl.trans(v), seen, scale_log2, ROWS, PAGE)
-    return acc, total, top
+        seen = (tl.arange(0, PAGE) + index * PAGE < pages.tokens)[None, :]
+        state = attend(state, queries, k, tl.trans(v), seen, scale_log2, ROWS, PAGE)
+    return state
 
 
 @triton.jit
-def attend(acc, total, top, q, k, v, seen, scale_log2, ROWS: tl.constexpr, KEYS: tl.constexpr):
-    """Online softmax over BF16 keys k [KEYS, dims] and values v [KEYS, VP], where seen [ROWS or 1, KEYS]."""
-    x = tl.where(seen, _product(q, k, ROWS, KEYS), NEVER)
-    new_top = tl.maximum(top, tl.max(x, 1) * scale_log2)
-    decay = tl.exp2(top - new_top)
-    p = tl.exp2(x * scale_log2 - new_top[:, None])
-    total = total * decay + tl.sum(p, 1)
-    acc = dot(to_bf16(p), v, acc * decay[:, None])
-    return acc, total, new_top
+def settled(state):
+    """The state, of which the compiler leaves no product under way until the loop's next turn.
 
-
-@triton.jit
-def settled(acc):
-    """acc, of which the compiler leaves no product under way until the loop's next turn: ptxas would wait after each then."""
+    Otherwise ptxas would wait after each product.
+    """
     if _PLAIN:
-        return acc
+        return state
     else:
-        return tl.inline_asm_elementwise("// $0", "=f,0", [acc], dtype=tl.float32, is_pure=True, pack=1)
-
-
-@triton.jit
-def _product(q, k, ROWS: tl.constexpr, KEYS: tl.constexpr):
-    return dot(q, tl.trans(k), tl.zeros([ROWS, KEYS], tl.float32))
+        acc = tl.inline_asm_elementwise("// $0", "=f,0", [state.acc], dtype=tl.float32, is_pure=True, pack=1)
+        return Softmax(acc, state.total, state.top)
 
 
 def _affine_ptx(scales: list[list[str]], offsets: list[list[str]]) -> tl.constexpr:
@@ -228,12 +230,6 @@ _KEYS_PTX = _affine_ptx([["$9"] * 2] * 2 + [["$17"] * 2] * 2, [["$13"] * 2] * 2 
 _KEYS_OPERANDS = tl.constexpr(",".join(["=r"] * 8 + ["r"] * 17))
 _VALUES_PTX = _affine_ptx(*([[f"${n + 4 * p}", f"${n + 4 * p + 2}"] for p in range(4)] for n in (9, 25)))
 _VALUES_OPERANDS = tl.constexpr(",".join(["=r"] * 8 + ["r"] * 33))
-
-
-@triton.constexpr_function
-def _record_bytes(d, group):
-    """Of two bits, a scale and an offset per token and group."""
-    return 2 * (PAGE_SIZE * d // 4) + 8 * PAGE_SIZE * (d // group)
 
 
 @triton.jit
@@ -343,11 +339,7 @@ def _keys(
 ):
     """BF16 [PAGE, JP] of one plane of packed keys."""
     dim = plane * D4 + j
-    if CODES.channel:
-        place = token // CODES.group * D + dim
-    else:
-        place = dim // CODES.group * PAGE + token
-    return dequantize(low, high, plane, record, place, dim, mask, CODES)
+    return dequantize(low, high, plane, record, key_scale(token, dim, D, CODES), dim, mask, CODES)
 
 
 @triton.jit

@@ -1,109 +1,116 @@
 """Stored pages back to contiguous BF16 keys and values, for prefill over a stored prefix.
 
-k[place + t, h] = level * scale + offset (+ mean)   (a page of the history)   or its overlay's row t
+k[first + t, h] = level * scale + offset (+ mean)   (a page of the history)   or its overlay's row t
 """
+
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
+from sglang_kvq.kernels.arguments import Stored, field_count, load_fields
 from sglang_kvq.kernels.codes import Record, level_of
 from sglang_kvq.kernels.common import PAGE, key_row, page_of, to_bf16
 from sglang_kvq.kernels.decode import is_two_bit
 from sglang_kvq.kernels.gather_two_bits import from_two_bits, warps_for
+from sglang_kvq.kernels.shape import shape_of
+
+
+class PageRead(NamedTuple):
+    """What is wanted of a page: four int32 fields, in this order.
+
+    Attributes:
+        request: of the batch; index: the page's, in that request.
+        first: the row of k and v that its first token goes to.
+        count: how many of its tokens are wanted.
+    """
+
+    request: int
+    index: int
+    first: int
+    count: int
+
+
+FIELDS = field_count(PageRead)
 
 
 def gather_pages(
-    k: torch.Tensor,
-    v: torch.Tensor,
-    rows: torch.Tensor,
-    plan: torch.Tensor,
-    *,
-    record: Record,
-    records: torch.Tensor,
-    overlays: torch.Tensor,
-    page_slot: torch.Tensor,
-    row_pages: torch.Tensor,
-    row_sink_end: torch.Tensor,
-    row_history_end: torch.Tensor,
+    k: torch.Tensor, v: torch.Tensor, rows: torch.Tensor, plan: torch.Tensor, record: Record, stored: Stored
 ) -> None:
     """Fill k, v BF16 ``[tokens, kv_heads, D]`` (contiguous) with pages of a batch.
 
-    plan: int32 ``[n, 4]``, for each page the index into ``rows`` int64 ``[batch]``, the page's index in that
-    request, the row of k and v that its first token goes to, and how many of its tokens are wanted; records
-    (as ``record`` says) and overlays are one layer's, the tables ``PagePool``'s. A page without an overlay outside the
-    history reads slot 0.
+    plan: int32 ``[n, 4]``, a ``PageRead`` each; rows: int64 ``[batch]``; record, stored: of one layer. A page without
+    an overlay outside the history reads slot 0.
     """
-    pages, kv_heads, d = plan.shape[0], k.shape[1], k.shape[2]
+    kv_heads, d = k.shape[1:]
     fast = is_two_bit(record, d)
-    _gather[(kv_heads, pages)](
-        k, v, rows, plan,
-        records, overlays, page_slot, row_pages, row_sink_end, row_history_end, row_pages.stride(0),
+    _gather[(kv_heads, len(plan))](
+        k, v, rows, plan, stored,
         RECORD=record,
+        SHAPE=shape_of(kv_heads, d),
         FAST=fast,
-        D=d,
-        DP=triton.next_power_of_2(d),
-        JP=triton.next_power_of_2(d // 4),
         num_warps=warps_for(d) if fast else 4,
     )  # fmt: skip
 
 
 @triton.jit
-def _gather(
-    k, v, rows, plan, records, overlays, page_slot, row_pages, row_sink_end, row_history_end, table_row,
-    RECORD: tl.constexpr, FAST: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, JP: tl.constexpr,
-):  # fmt: skip
-    """Program (h, n): page n of the plan, KV head h."""
+def _gather(k, v, rows, plan, stored, RECORD: tl.constexpr, SHAPE: tl.constexpr, FAST: tl.constexpr):
+    """Program (h, n): page n of the plan, KV head h, from its record or its overlay."""
+    D: tl.constexpr = SHAPE.D
     head, kv_heads = tl.program_id(0), tl.num_programs(0)
-    n = tl.program_id(1).to(tl.int64)
-    row = tl.load(rows + tl.load(plan + 4 * n)).to(tl.int64)
-    index = tl.load(plan + 4 * n + 1)
-    place, count = tl.load(plan + 4 * n + 2).to(tl.int64), tl.load(plan + 4 * n + 3)
-    page = page_of(row_pages + row * table_row, index)
-    start = index * PAGE
-    k += (place * kv_heads + head) * D
-    v += (place * kv_heads + head) * D
+    read = PageRead(*load_fields(plan + tl.program_id(1).to(tl.int64) * FIELDS, FIELDS))
+    row = tl.load(rows + read.request).to(tl.int64)
+    page = page_of(stored.row_pages + row * stored.pages_row, read.index)
+    start = read.index * PAGE
+    first = read.first.to(tl.int64)
+    k += (first * kv_heads + head) * D
+    v += (first * kv_heads + head) * D
     token_stride = kv_heads * D
-    if (start >= tl.load(row_sink_end + row)) & (start < tl.load(row_history_end + row)):
-        mine = records + (page * kv_heads + head) * RECORD.bytes
+    if (start >= tl.load(stored.row_sink_end + row)) & (start < tl.load(stored.row_history_end + row)):
+        record = stored.records + (page * kv_heads + head) * RECORD.bytes
         if FAST:
-            from_two_bits(k, v, count, kv_heads, mine, D, DP, RECORD.k.group)
+            from_two_bits(k, v, read.count, kv_heads, record, RECORD, SHAPE)
         else:
-            _from_record(k, v, token_stride, count, mine, RECORD, D, DP, JP)
+            _from_record(k, v, read.count, token_stride, record, RECORD, SHAPE)
     else:
-        slot = tl.maximum(tl.load(page_slot + page), 0).to(tl.int64)
-        overlay = overlays + (slot * 2 * kv_heads + head) * (PAGE * D)
-        _copy(k, token_stride, count, overlay, D, DP)
-        _copy(v, token_stride, count, overlay + kv_heads * (PAGE * D), D, DP)
+        slot = tl.maximum(tl.load(stored.page_slot + page), 0).to(tl.int64)
+        overlay = stored.overlays + (slot * 2 * kv_heads + head) * (PAGE * D)
+        _copy(k, read.count, token_stride, overlay, SHAPE)
+        _copy(v, read.count, token_stride, overlay + kv_heads * (PAGE * D), SHAPE)
 
 
 @triton.jit
-def _from_record(
-    k, v, token_stride, count, record, RECORD: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, JP: tl.constexpr
-):
-    """Dequantize one record to the first ``count`` of PAGE rows of k and v."""
+def _from_record(k, v, count, token_stride, record, RECORD: tl.constexpr, SHAPE: tl.constexpr):
+    """Dequantize one record to the first ``count`` of PAGE rows of k and v, ``token_stride`` apart."""
     KEYS: tl.constexpr = RECORD.k
     VALUES: tl.constexpr = RECORD.v
-    D4: tl.constexpr = D // 4
+    D: tl.constexpr = SHAPE.D
+    D4: tl.constexpr = SHAPE.D4
     QUARTER: tl.constexpr = PAGE // 4
 
-    token, j = tl.arange(0, PAGE)[:, None], tl.arange(0, JP)[None, :]
+    token, j = tl.arange(0, PAGE)[:, None], tl.arange(0, SHAPE.JP)[None, :]
     low, high = packed(record, key_row(token), j, PAGE, D4, j < D4, KEYS)  # [PAGE, JP]
     for plane in tl.static_range(4):
         dim_k = plane * D4 + j
-        if KEYS.channel:
-            place = token // KEYS.group * D + dim_k
-        else:
-            place = dim_k // KEYS.group * PAGE + token
-        x = dequantize(low, high, plane, record, place, dim_k, j < D4, KEYS)
+        x = dequantize(low, high, plane, record, key_scale(token, dim_k, D, KEYS), dim_k, j < D4, KEYS)
         tl.store(k + token * token_stride + dim_k, x, mask=(j < D4) & (token < count))
 
-    dim, i = tl.arange(0, DP)[:, None], tl.arange(0, QUARTER)[None, :]
+    dim, i = tl.arange(0, SHAPE.DP)[:, None], tl.arange(0, QUARTER)[None, :]
     low, high = packed(record, dim, i, D, QUARTER, dim < D, VALUES)  # [DP, QUARTER]
     for plane in tl.static_range(4):
         token_v = plane * QUARTER + i
         y = dequantize(low, high, plane, record, dim // VALUES.group * PAGE + token_v, dim, dim < D, VALUES)
         tl.store(v + token_v * token_stride + dim, y, mask=(dim < D) & (token_v < count))
+
+
+@triton.jit
+def key_scale(token, dim, D: tl.constexpr, CODES: tl.constexpr):
+    """Where an element of K has its scale among the scales."""
+    if CODES.channel:
+        return token // CODES.group * D + dim
+    else:
+        return dim // CODES.group * PAGE + token
 
 
 @triton.jit
@@ -121,9 +128,10 @@ def packed(record, row, column, ROWS: tl.constexpr, COLUMNS: tl.constexpr, mask,
 
 
 @triton.jit
-def _copy(out, token_stride, count, rows, D: tl.constexpr, DP: tl.constexpr):
+def _copy(out, count, token_stride, rows, SHAPE: tl.constexpr):
     """The first ``count`` of PAGE contiguous rows to rows ``token_stride`` apart."""
-    dim = tl.arange(0, DP)[None, :]
+    D: tl.constexpr = SHAPE.D
+    dim = tl.arange(0, SHAPE.DP)[None, :]
     for first in tl.range(0, PAGE, 16):
         token = first + tl.arange(0, 16)[:, None]
         inside = (dim < D) & (token < count)
@@ -131,14 +139,14 @@ def _copy(out, token_stride, count, rows, D: tl.constexpr, DP: tl.constexpr):
 
 
 @triton.jit
-def dequantize(low, high, plane: tl.constexpr, record, place, dim, mask, CODES: tl.constexpr):
-    """BF16 values of one plane of packed codes; ``place`` is where each element's scale is among the scales."""
+def dequantize(low, high, plane: tl.constexpr, record, at, dim, mask, CODES: tl.constexpr):
+    """BF16 values of one plane of packed codes; ``at`` is where each element's scale is among the scales."""
     code = (low >> (2 * plane)) & 3
     if CODES.bits == 4:
         code |= ((high >> (2 * plane)) & 3) << 2
     elif CODES.bits == 3:
         code |= ((high >> plane) & 1) << 2
-    halves = record.to(tl.pointer_type(tl.float16)) + place
+    halves = record.to(tl.pointer_type(tl.float16)) + at
     scale = tl.load(halves + CODES.scale // 2, mask=mask, other=0.0).to(tl.float32)
     x = level_of(code, CODES).to(tl.float32)
     if CODES.has_offset:

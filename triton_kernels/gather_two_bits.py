@@ -1,19 +1,18 @@
 """A uniform 2-bit record to BF16: the part of ``gather`` that has to keep up with the memory.
 
-A token has four values only (per group of dims): code c is c scale + offset. They lie in two words, two to a word, and a
-permutation of these words' bytes picks two values by two codes:
+A token has four values only (per group of dims): code c is c scale + offset. They lie in two words, two to a word, and
+a permutation of these words' bytes picks two values by two codes:
 
     selector = 0x22 c + 0x10      the bytes 2c and 2c + 1, for each byte of a word of codes
 
-Each thread makes 16 bytes of a row of k or v at a time, out of two words of codes. V's codes lie dim by dim: eight dims' words
-are transposed byte by byte first. Nothing goes through shared memory and no thread waits for another.
+Each thread makes 16 bytes of a row of k or v at a time, out of two words of codes. V's codes lie dim by dim: eight
+dims' words are transposed byte by byte first. Nothing goes through shared memory and no thread waits for another.
 """
-
-# ruff: noqa: RET505  (Triton compiles what follows a branch that returns; in an else it does not)
 
 import triton
 import triton.language as tl
 
+from sglang_kvq.kernels.codes import words_between
 from sglang_kvq.kernels.common import INTERPRETED, PAGE, key_row, to_bf16
 
 _PLAIN = tl.constexpr(INTERPRETED)
@@ -25,32 +24,38 @@ def warps_for(head_dim: int) -> int:
 
 
 @triton.jit
-def from_two_bits(k, v, count, kv_heads, record, D: tl.constexpr, DP: tl.constexpr, GROUP: tl.constexpr):
-    """Dequantize one record (``decode.is_two_bit``) to the first ``count`` of PAGE rows of k and v, BF16 ``[PAGE, kv_heads, D]``.
+def from_two_bits(k, v, count, kv_heads, record, RECORD: tl.constexpr, SHAPE: tl.constexpr):
+    """Dequantize one record of ``decode.is_two_bit`` to the first ``count`` of PAGE rows of k and v.
 
-    DP: D's next power of two.
+    k, v: BF16 ``[PAGE, kv_heads, D]``, at this head. Keys first, then values.
     """
-    D4: tl.constexpr = D // 4
+    D: tl.constexpr = SHAPE.D
+    DP: tl.constexpr = SHAPE.DP
+    D4: tl.constexpr = SHAPE.D4
+    GROUP: tl.constexpr = RECORD.k.group
+    GROUPS: tl.constexpr = D // GROUP
     EIGHTS: tl.constexpr = D4 // 8
     VECTOR: tl.constexpr = PAGE // 2  # words of a group's scales, or offsets: two tokens each
-    GROUPS: tl.constexpr = D // GROUP
+    K_OFFSETS: tl.constexpr = words_between(RECORD.k.scale, RECORD.k.offset)
+    V_SCALES: tl.constexpr = words_between(RECORD.k.scale, RECORD.v.scale)
+    V_OFFSETS: tl.constexpr = words_between(RECORD.v.scale, RECORD.v.offset)
     row_words = kv_heads * (D // 2)
     words = record.to(tl.pointer_type(tl.int32))
-    scales = words + PAGE * D // 8
+    scales = words + RECORD.k.scale // 4
 
-    # Of one axis, so that the compiler has no choice which neighbouring lanes hold: four of them make 64 bytes of a row of
-    # k, or a word of each of four rows of v; and no tile is laid out anew.
+    # Of one axis, so that the compiler has no choice which neighbouring lanes hold: four of them make 64 bytes of a row
+    # of k, or a word of each of four rows of v; and no tile is laid out anew.
     M: tl.constexpr = DP // 32
     x = tl.arange(0, M * PAGE)
     token, m = x // M, x % M
     inside = m < EIGHTS
-    codes = words + key_row(token) * (D4 // 4) + 2 * m
+    codes = words + RECORD.k.low // 4 + key_row(token) * (D4 // 4) + 2 * m
     a, b = tl.load(codes, mask=inside, other=0), tl.load(codes + 1, mask=inside, other=0)
     first = scales + token // 2
-    lo, hi = _values(tl.load(first), tl.load(first + GROUPS * VECTOR), token % 2)
+    lo, hi = _values(tl.load(first), tl.load(first + K_OFFSETS), token % 2)
     lo2, hi2 = lo, hi
     if GROUPS == 2:  # of the upper two planes
-        lo2, hi2 = _values(tl.load(first + VECTOR), tl.load(first + 3 * VECTOR), token % 2)
+        lo2, hi2 = _values(tl.load(first + VECTOR), tl.load(first + K_OFFSETS + VECTOR), token % 2)
     out = (k.to(tl.pointer_type(tl.int32)) + token * row_words + 4 * m)[:, None] + tl.arange(0, 4)[None, :]
     wanted = (inside & (token < count))[:, None]
     for plane in tl.static_range(4):
@@ -63,7 +68,7 @@ def from_two_bits(k, v, count, kv_heads, record, D: tl.constexpr, DP: tl.constex
     x = tl.arange(0, DP // 2)
     g, c = x // 4, x % 4  # eight dims; four tokens of each plane
     inside = g < D // 8
-    codes = words + PAGE * D // 16 + g * 32 + c  # a dim has four words
+    codes = words + RECORD.v.low // 4 + g * 32 + c  # a dim has four words
     a0, a1, a2, a3 = _transposed(
         tl.load(codes, mask=inside, other=0), tl.load(codes + 4, mask=inside, other=0),
         tl.load(codes + 8, mask=inside, other=0), tl.load(codes + 12, mask=inside, other=0),
@@ -72,15 +77,15 @@ def from_two_bits(k, v, count, kv_heads, record, D: tl.constexpr, DP: tl.constex
         tl.load(codes + 16, mask=inside, other=0), tl.load(codes + 20, mask=inside, other=0),
         tl.load(codes + 24, mask=inside, other=0), tl.load(codes + 28, mask=inside, other=0),
     )  # fmt: skip
-    first = scales + 2 * GROUPS * VECTOR + tl.where(inside, 8 * g // GROUP * VECTOR, 0) + 2 * c
+    first = scales + V_SCALES + tl.where(inside, 8 * g // GROUP * VECTOR, 0) + 2 * c
     out = (v.to(tl.pointer_type(tl.int32)) + c * 4 * row_words + 4 * g)[:, None] + tl.arange(0, 4)[None, :]
     for plane in tl.static_range(4):
         at = first + plane * (PAGE // 8)
         row = plane * (PAGE // 4)
-        s, z = tl.load(at), tl.load(at + GROUPS * VECTOR)
+        s, z = tl.load(at), tl.load(at + V_OFFSETS)
         _store(out, a0, b0, s, z, row, count, c, row_words, inside, plane, 0)
         _store(out, a1, b1, s, z, row, count, c, row_words, inside, plane, 1)
-        s, z = tl.load(at + 1), tl.load(at + GROUPS * VECTOR + 1)
+        s, z = tl.load(at + 1), tl.load(at + V_OFFSETS + 1)
         _store(out, a2, b2, s, z, row, count, c, row_words, inside, plane, 2)
         _store(out, a3, b3, s, z, row, count, c, row_words, inside, plane, 3)
 

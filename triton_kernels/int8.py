@@ -3,8 +3,6 @@
 An operand that is not codes is split, x = unit (high + low / 256), into two INT8 columns.
 """
 
-# ruff: noqa: RET505  (Triton compiles what follows a branch that returns; in an else it does not)
-
 import triton
 import triton.language as tl
 
@@ -16,46 +14,44 @@ MAGIC_BITS = tl.constexpr(0x4B400000)
 
 
 @triton.jit
-def query_operands(
-    q, q_head, ODD: tl.constexpr,
-    GQA_GROUP: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, JP: tl.constexpr,
-):  # fmt: skip
+def query_operands(q, ODD: tl.constexpr, SHAPE: tl.constexpr):
     """Queries of one KV head for products with codes whose planes 1 and 3 come multiplied by 1 / ODD.
 
-    Four ``query_plane``, the queries in float32 [DP, HEADS], and what a product counts, [HEADS].
+    q: a ``View``, at the KV head's first query head of one token.
+
+    Returns:
+        the four planes, INT8 [INT8_JP, 2 HEADS], see ``query_plane``; the queries in float32 [DP, HEADS]; and what a
+        product counts, [HEADS].
     """
-    COLUMNS: tl.constexpr = 2 * HEADS
-    D4: tl.constexpr = D // 4
-    h, n, dim = tl.arange(0, HEADS), tl.arange(0, COLUMNS), tl.arange(0, DP)
-    inside = (dim < D)[:, None] & (n // 2 < GQA_GROUP)[None, :]
-    twice = tl.load(q + n[None, :] // 2 * q_head + dim[:, None], mask=inside, other=0.0).to(tl.float32)
+    COLUMNS: tl.constexpr = 2 * SHAPE.HEADS
+    h, n, dim = tl.arange(0, SHAPE.HEADS), tl.arange(0, COLUMNS), tl.arange(0, SHAPE.DP)
+    inside = (dim < SHAPE.D)[:, None] & (n // 2 < SHAPE.GQA_GROUP)[None, :]
+    twice = tl.load(q.data + n[None, :] // 2 * q.head + dim[:, None], mask=inside, other=0.0).to(tl.float32)
     unit = tl.max(tl.abs(twice), 0) * (1 / 127) + 1e-30  # [COLUMNS]
-    q0 = query_plane(q, q_head, unit, 0, 1.0, GQA_GROUP, COLUMNS, D4, JP)
-    q1 = query_plane(q, q_head, unit, 1, ODD, GQA_GROUP, COLUMNS, D4, JP)
-    q2 = query_plane(q, q_head, unit, 2, 1.0, GQA_GROUP, COLUMNS, D4, JP)
-    q3 = query_plane(q, q_head, unit, 3, ODD, GQA_GROUP, COLUMNS, D4, JP)
-    inside = (dim < D)[:, None] & (h < GQA_GROUP)[None, :]
-    q_all = tl.load(q + h[None, :] * q_head + dim[:, None], mask=inside, other=0.0).to(tl.float32)
-    return q0, q1, q2, q3, q_all, tl.max(tl.abs(q_all), 0) * (1 / 127) + 1e-30
+    planes = (
+        query_plane(q, unit, 0, 1.0, SHAPE),
+        query_plane(q, unit, 1, ODD, SHAPE),
+        query_plane(q, unit, 2, 1.0, SHAPE),
+        query_plane(q, unit, 3, ODD, SHAPE),
+    )
+    inside = (dim < SHAPE.D)[:, None] & (h < SHAPE.GQA_GROUP)[None, :]
+    q_all = tl.load(q.data + h[None, :] * q.head + dim[:, None], mask=inside, other=0.0).to(tl.float32)
+    return planes, q_all, tl.max(tl.abs(q_all), 0) * (1 / 127) + 1e-30
 
 
 @triton.jit
-def query_plane(
-    q, q_head, unit, plane: tl.constexpr, factor: tl.constexpr,
-    GQA_GROUP: tl.constexpr, COLUMNS: tl.constexpr, D4: tl.constexpr, JP: tl.constexpr,
-):  # fmt: skip
-    """INT8 [JP, COLUMNS] of dims plane * D4 + j: column 2h is the high part of head h, column 2h + 1 the low one."""
-    return int8_columns(load_plane(q, q_head, plane, GQA_GROUP, COLUMNS, D4, JP), factor / unit, COLUMNS)
+def query_plane(q, unit, plane: tl.constexpr, factor: tl.constexpr, SHAPE: tl.constexpr):
+    """A plane's dims: column 2h is the high part of head h, column 2h + 1 the low one."""
+    return int8_columns(load_plane(q, plane, SHAPE), factor / unit, 2 * SHAPE.HEADS)
 
 
 @triton.jit
-def load_plane(
-    q, q_head, plane: tl.constexpr, GQA_GROUP: tl.constexpr, COLUMNS: tl.constexpr, D4: tl.constexpr, JP: tl.constexpr
-):
-    """Queries' dims plane * D4 + j, float32 [JP, COLUMNS], each head in two columns."""
-    n, j = tl.arange(0, COLUMNS), tl.arange(0, JP)
-    inside = (j < D4)[:, None] & (n // 2 < GQA_GROUP)[None, :]
-    return tl.load(q + n[None, :] // 2 * q_head + plane * D4 + j[:, None], mask=inside, other=0.0).to(tl.float32)
+def load_plane(q, plane: tl.constexpr, SHAPE: tl.constexpr):
+    """Queries' dims of a plane, float32 [INT8_JP, 2 HEADS], each head in two columns."""
+    n, j = tl.arange(0, 2 * SHAPE.HEADS), tl.arange(0, SHAPE.INT8_JP)
+    inside = (j < SHAPE.D4)[:, None] & (n // 2 < SHAPE.GQA_GROUP)[None, :]
+    address = q.data + n[None, :] // 2 * q.head + plane * SHAPE.D4 + j[:, None]
+    return tl.load(address, mask=inside, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -111,7 +107,7 @@ def tile_scales(x):
 
 @triton.jit
 def group_scales(pages, step: tl.constexpr):
-    """One group's scales and offsets, which lie ``step`` halves after them: float32 [128] each, rows in the tile's order.
+    """One group's scales and offsets, which lie ``step`` halves after them: float32 [128] each, in the tile's order.
 
     pages: where its scales begin in both pages, FP16 pointers [2, 1, 1].
     """
@@ -131,8 +127,7 @@ def weight_operands(p, s_v, fraction, HEADS: tl.constexpr):
     unit = tl.max(p, 0) * (1 / 127) + 1e-30
     p = p * (fraction[:, None] * (1.0 / unit)[None, :])
     high, low = split_int8(p)
-    p0, p1, p2, p3 = token_planes(tl.reshape(tl.join(high, low), [2 * PAGE, 2 * HEADS]), 2 * HEADS)
-    return p0, p1, p2, p3, unit
+    return token_planes(tl.reshape(tl.join(high, low), [2 * PAGE, 2 * HEADS]), 2 * HEADS), unit
 
 
 @triton.jit
@@ -153,7 +148,10 @@ def empty_groups(GROUPS: tl.constexpr, ROWS: tl.constexpr, HEADS: tl.constexpr):
 
 @triton.jit
 def stack_groups(accs, offsets):
-    """Groups' products [ROWS, HEADS] and what their offsets add, ``spread_sum``s, one group below the other; 0 below three."""
+    """Groups' products [ROWS, HEADS] and what their offsets add, ``spread_sum``s, one group below the other.
+
+    Below three groups: zeros.
+    """
     tiles = ()
     for g in tl.static_range(len(accs)):
         tiles += (accs[g] + tl.sum(offsets[g], 0)[None, :],)
@@ -191,14 +189,12 @@ def token_planes(x, COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def group_product(
-    k, q, products, plane: tl.constexpr, g: tl.constexpr, D4: tl.constexpr, JP: tl.constexpr, GROUP: tl.constexpr
-):
-    """Add k q over the plane's dims that belong to group g."""
+def group_product(k, q, products, plane: tl.constexpr, g: tl.constexpr, D4: tl.constexpr, GROUP: tl.constexpr):
+    """Add k [rows, J] q [J, columns] over the plane's dims that belong to group g."""
     if plane * D4 >= (g + 1) * GROUP or (plane + 1) * D4 <= g * GROUP:
         return products
     elif plane * D4 >= g * GROUP and (plane + 1) * D4 <= (g + 1) * GROUP:
         return tl.dot(k, q, products, out_dtype=tl.int32)
     else:
-        dim = plane * D4 + tl.arange(0, JP)
+        dim = plane * D4 + tl.arange(0, q.shape[0])
         return tl.dot(k, tl.where((dim // GROUP == g)[:, None], q, 0).to(tl.int8), products, out_dtype=tl.int32)

@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from sglang_kvq.kernels.common import to_bf16
+from sglang_kvq.kernels.common import NO_OVERLAP, Overlap, to_bf16
 
 #: Elements of the partial results that a warp holds.
 _PER_WARP = 2048
@@ -20,14 +20,17 @@ def merge_splits(
     partial: torch.Tensor,
     lse: torch.Tensor,
     spans: torch.Tensor,
-    early: bool = False,
+    overlap: Overlap = NO_OVERLAP,
     least: int = 1,
 ) -> None:
     """Each request's items to one row.
 
-    out: BF16 ``[B, q_heads, D]``; partial float32 ``[items, q_heads, D]``, lse float32 ``[items, q_heads]`` (base
-    2); spans int32 ``[B, 2]`` (``plan.split_work``): a request's first item and how many it has, at least one. early:
-    read the spans while the launch before this one runs (``common.can_overlap``). least: rows of fewer items are left alone.
+    Args:
+        out: BF16 ``[B, q_heads, D]``.
+        partial: float32 ``[items, q_heads, D]``; lse: float32 ``[items, q_heads]``, base 2.
+        spans: int32 ``[B, 2]`` (``plan.split_work``): a request's first item and how many it has, at least one.
+        overlap: an early start reads the spans before the launch before this one has ended.
+        least: rows of fewer items are left alone.
     """
     batch, heads, d = out.shape
     # What requests of equal length have; one that has more takes several turns.
@@ -41,10 +44,10 @@ def merge_splits(
         CHUNK=chunk,
         D=d,
         COLUMNS=columns,
-        EARLY=early,
+        EARLY=overlap.early,
         LEAST=least,
         num_warps=min(8, max(1, chunk * columns // _PER_WARP)),
-        launch_pdl=early,
+        launch_pdl=overlap.early,
     )  # fmt: skip
 
 

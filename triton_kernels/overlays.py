@@ -1,7 +1,7 @@
 """Overlays for the pages a batch is about to write: one program, because each choice depends on those before.
 
-In phases with barriers between them: the batch's rows, the windows that are pinned, a key for every slot, the
-k-th least key by bisection, and the exchange. Without a page in need the first is all.
+In phases with barriers between them, a function each: the batch's rows, the windows that are pinned, a key for every
+slot, the k-th least key by bisection, and the exchange. Without a page in need the first is all.
 """
 
 import torch
@@ -30,17 +30,13 @@ def give_overlays(
     rows, prefix_lens, seq_lens: int ``[batch]``; prefix_lens None for decoding: all but the new token. direct_pages:
     int64 ``[n]`` or None. step: of the plan, from 1.
     """
-    shape, direct = tables.window(), rows[:0] if direct_pages is None else direct_pages
+    direct = rows[:0] if direct_pages is None else direct_pages
     _give[(1,)](
         rows, seq_lens if prefix_lens is None else prefix_lens, seq_lens, len(rows), direct, len(direct), step,
-        tables.req_to_token, tables.req_to_token.stride(0), tables.page_slot, tables.page_valid,
-        tables.slot_page, tables.slot_stamp, len(tables.slot_page), tables.row_len, len(tables.row_len),
-        tables.errors, tables.written, tables.pinned, tables.keys, tables.wanted,
-        tables.slots, tables.pages, tables.count,
-        **shape,
-        BONUS=tables.sink_bonus,
+        tables.arguments,
+        WINDOW=tables.window,
         DECODING=prefix_lens is None,
-        ROWS=max(1, _ELEMENTS // shape["WIDTH"]),
+        ROWS=max(1, _ELEMENTS // tables.window.WIDTH),
         SLOTS=_ELEMENTS,
         num_warps=16,
     )  # fmt: skip
@@ -52,13 +48,41 @@ def give_overlays(
     do_not_specialize_on_alignment=["rows", "prefix_lens", "seq_lens", "direct"],
 )
 def _give(
-    rows, prefix_lens, seq_lens, batch, direct, directs, step,
-    table, table_row, page_slot, page_valid, slot_page, slot_stamp, slots, row_len, all_rows,
-    errors, written, pinned, keys, wanted, out_slots, out_pages, out_count,
-    SINK: tl.constexpr, RECENT: tl.constexpr, WIDTH: tl.constexpr, BONUS: tl.constexpr, DECODING: tl.constexpr,
-    ROWS: tl.constexpr, SLOTS: tl.constexpr,
+    rows, prefix_lens, seq_lens, batch, direct, directs, step, t,
+    WINDOW: tl.constexpr, DECODING: tl.constexpr, ROWS: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
+    """One program; t: ``Tables``. Rows; direct pages; and if pages need overlays: pins, keys, bisection, exchange."""
     step = step.to(tl.int64)
+    needs, failed = _begin_rows(rows, prefix_lens, seq_lens, batch, step, t, WINDOW, DECODING, ROWS)
+    quantized = tl.zeros([], tl.int64)
+    given_directly = _mark_direct(direct, directs, t, SLOTS)
+    if needs > 0:
+        tl.debug_barrier()
+        _pin_windows(step, t, WINDOW, ROWS)
+        tl.debug_barrier()
+        least, most, available = _key_slots(step, t, WINDOW, SLOTS)
+        tl.debug_barrier()
+        takes = tl.minimum(needs, available)
+        failed += needs - takes
+        if takes > 0:
+            key = _bisect(t, takes, least, most, SLOTS)
+            equals = takes - _slots_below(t, key, SLOTS)  # that many of those with this key, the first
+            quantized = _exchange(t, key, equals, step, WINDOW, SLOTS)
+    tl.store(t.count, quantized)
+    tl.store(t.written, tl.load(t.written) + quantized + given_directly)
+    tl.store(t.errors, tl.load(t.errors) + failed)
+
+
+@triton.jit
+def _begin_rows(
+    rows, prefix_lens, seq_lens, batch, step, t, WINDOW: tl.constexpr, DECODING: tl.constexpr, ROWS: tl.constexpr
+):
+    """Lengths and stamps of the batch's rows; what of their windows needs an overlay is listed in ``wanted``.
+
+    Returns:
+        how many pages that is; how many resumed pages have lost their overlay, which must not be.
+    """
+    SIZE: tl.constexpr = ROWS * WINDOW.WIDTH
     failed = tl.zeros([], tl.int64)
     needs = tl.zeros([], tl.int32)
     for start in range(0, batch, ROWS):
@@ -69,120 +93,137 @@ def _give(
         if not DECODING:
             prefix = tl.load(prefix_lens + i, mask=i < batch, other=0).to(tl.int32)
             # What the batch reads is touched too: if its old window must give way, it does so last.
-            index, exists, page = window(table, table_row, row, prefix, SINK, RECENT, WIDTH)
-            _touch(index, _slot_of(page_slot, page, exists), slot_stamp, step, SINK, BONUS)
-        tl.store(row_len + row, length.to(tl.int64), mask=row > 0)
-        index, exists, page = window(table, table_row, row, length, SINK, RECENT, WIDTH)
-        slot = _slot_of(page_slot, page, exists)
-        _touch(index, slot, slot_stamp, step, SINK, BONUS)
+            index, exists, page = window(t, row, prefix, WINDOW)
+            _touch(t, index, _slot_of(t, page, exists), step, WINDOW)
+        tl.store(t.row_len + row, length.to(tl.int64), mask=row > 0)
+        index, exists, page = window(t, row, length, WINDOW)
+        slot = _slot_of(t, page, exists)
+        _touch(t, index, slot, step, WINDOW)
 
-        need = tl.reshape((exists & (index >= prefix // PAGE) & (slot < 0)).to(tl.int32), [ROWS * WIDTH])
-        entry = tl.reshape(page.to(tl.int64) * 2 + (index < SINK).to(tl.int64), [ROWS * WIDTH])
-        tl.store(wanted + needs + tl.cumsum(need, 0) - 1, entry, mask=need > 0)
+        need = tl.reshape((exists & (index >= prefix // PAGE) & (slot < 0)).to(tl.int32), [SIZE])
+        entry = tl.reshape(page.to(tl.int64) * 2 + (index < WINDOW.SINK).to(tl.int64), [SIZE])
+        tl.store(t.wanted + needs + tl.cumsum(need, 0) - 1, entry, mask=need > 0)
         needs += tl.sum(need, 0)
 
         # A page resumed in its middle that this batch also pushes out of the window is written in BF16 once more,
         # so it keeps its overlay until the next plan quantizes it.
         resumed = (row > 0) & (prefix % PAGE > 0)
-        slot = _slot_of(page_slot, page_at(table, table_row, row, prefix // PAGE, resumed), resumed)
+        slot = _slot_of(t, page_at(t, row, prefix // PAGE, resumed), resumed)
         failed += tl.sum(tl.sum((slot < 0).to(tl.int64), 1), 0)
-        tl.store(pinned + slot, tl.full([ROWS, 1], 0, tl.int64) + step, mask=slot > 0)
+        tl.store(t.pinned + slot, tl.full([ROWS, 1], 0, tl.int64) + step, mask=slot > 0)
+    return needs, failed
 
-    given_directly = tl.zeros([], tl.int64)
+
+@triton.jit
+def _mark_direct(direct, directs, t, SLOTS: tl.constexpr):
+    """Pages that the batch quantizes from its activations have records; how many they are."""
+    given = tl.zeros([], tl.int64)
     for start in range(0, directs, SLOTS):
         i = start + tl.arange(0, SLOTS)
         page = tl.load(direct + i, mask=i < directs, other=0)  # 0 is padding's
-        tl.store(page_valid + page, tl.full([SLOTS], 1, tl.uint8), mask=page > 0)
-        given_directly += tl.sum((page > 0).to(tl.int64), 0)
+        tl.store(t.page_valid + page, tl.full([SLOTS], 1, tl.uint8), mask=page > 0)
+        given += tl.sum((page > 0).to(tl.int64), 0)
+    return given
 
+
+@triton.jit
+def _pin_windows(step, t, WINDOW: tl.constexpr, ROWS: tl.constexpr):
+    """Pin the windows of all rows in use."""
+    for start in range(0, t.row_count, ROWS):
+        row = start + tl.arange(0, ROWS)[:, None]
+        length = tl.load(t.row_len + row, mask=row < t.row_count, other=0).to(tl.int32)
+        _, exists, page = window(t, row, length, WINDOW)
+        slot = _slot_of(t, page, exists)
+        tl.store(t.pinned + slot, tl.full(slot.shape, 0, tl.int64) + step, mask=slot > 0)
+
+
+@triton.jit
+def _key_slots(step, t, WINDOW: tl.constexpr, SLOTS: tl.constexpr):
+    """Keys of all slots, in the order in which they are taken: free ones, then by stamp, sinks behind all others.
+
+    Returns:
+        the least and the largest key of slots that may be taken; how many these are.
+    """
+    least, most = tl.full([SLOTS], _NEVER, tl.int64), tl.full([SLOTS], 0, tl.int64)
+    available = tl.full([SLOTS], 0, tl.int32)
+    for start in range(0, t.slot_count, SLOTS):
+        slot = start + tl.arange(0, SLOTS)
+        inside = slot < t.slot_count
+        stamp = tl.load(t.slot_stamp + slot, mask=inside, other=0) + 1
+        stamp = tl.where(stamp > WINDOW.BONUS, stamp - WINDOW.BONUS + step + 1, stamp)
+        key = tl.where(tl.load(t.slot_page + slot, mask=inside, other=0) > 0, stamp, 0)
+        free = inside & (slot > 0) & (tl.load(t.pinned + slot, mask=inside, other=0) != step)
+        tl.store(t.keys + slot, tl.where(free, key, _NEVER), mask=inside)
+        least = tl.where(free, tl.minimum(least, key), least)
+        most = tl.where(free, tl.maximum(most, key), most)
+        available += free.to(tl.int32)
+    return tl.min(least, 0), tl.max(most, 0), tl.sum(available, 0)
+
+
+@triton.jit
+def _bisect(t, takes, low, high, SLOTS: tl.constexpr):
+    """The least key that enough slots do not exceed."""
+    middle = low  # free slots, or the oldest, are often enough
+    while low < high:
+        enough = _slots_below(t, middle + 1, SLOTS) >= takes
+        high = tl.where(enough, middle, high)
+        low = tl.where(enough, low, middle + 1)
+        middle = low + (high - low) // 2
+    return low
+
+
+@triton.jit
+def _exchange(t, bound, equals, step, WINDOW: tl.constexpr, SLOTS: tl.constexpr):
+    """Give the slots below the bound, and the first ``equals`` of those at it, to the wanted pages.
+
+    Pages that lose theirs and have no record yet are listed to be quantized; how many these are.
+    """
     quantized = tl.zeros([], tl.int64)
-    if needs > 0:
-        tl.debug_barrier()
-        for start in range(0, all_rows, ROWS):
-            row = start + tl.arange(0, ROWS)[:, None]
-            length = tl.load(row_len + row, mask=row < all_rows, other=0).to(tl.int32)
-            index, exists, page = window(table, table_row, row, length, SINK, RECENT, WIDTH)
-            slot = _slot_of(page_slot, page, exists)
-            tl.store(pinned + slot, tl.full([ROWS, WIDTH], 0, tl.int64) + step, mask=slot > 0)
-        tl.debug_barrier()
+    given = tl.zeros([], tl.int32)
+    passed = tl.zeros([], tl.int32)
+    for start in range(0, t.slot_count, SLOTS):
+        slot = start + tl.arange(0, SLOTS)
+        key = tl.load(t.keys + slot, mask=slot < t.slot_count, other=_NEVER)
+        equal = (key == bound).to(tl.int32)
+        take = (key < bound) | ((equal > 0) & (passed + tl.cumsum(equal, 0) <= equals))
+        passed += tl.sum(equal, 0)
+        entry = tl.load(t.wanted + given + tl.cumsum(take.to(tl.int32), 0) - 1, mask=take, other=0)
+        given += tl.sum(take.to(tl.int32), 0)
 
-        # Keys in the order of priority: free slots, then by stamp, sinks behind all others.
-        least, most = tl.full([SLOTS], _NEVER, tl.int64), tl.full([SLOTS], 0, tl.int64)
-        available = tl.full([SLOTS], 0, tl.int32)
-        for start in range(0, slots, SLOTS):
-            slot = start + tl.arange(0, SLOTS)
-            inside = slot < slots
-            stamp = tl.load(slot_stamp + slot, mask=inside, other=0) + 1
-            stamp = tl.where(stamp > BONUS, stamp - BONUS + step + 1, stamp)
-            key = tl.where(tl.load(slot_page + slot, mask=inside, other=0) > 0, stamp, 0)
-            free = inside & (slot > 0) & (tl.load(pinned + slot, mask=inside, other=0) != step)
-            tl.store(keys + slot, tl.where(free, key, _NEVER), mask=inside)
-            least = tl.where(free, tl.minimum(least, key), least)
-            most = tl.where(free, tl.maximum(most, key), most)
-            available += free.to(tl.int32)
-        tl.debug_barrier()
-        takes = tl.minimum(needs, tl.sum(available, 0))
-        failed += needs - takes
+        old = tl.load(t.slot_page + slot, mask=take, other=0)
+        valid = tl.load(t.page_valid + old, mask=old > 0, other=1)
+        lost = (valid == 0).to(tl.int32)
+        listed = quantized + tl.cumsum(lost, 0) - 1
+        tl.store(t.slots + listed, slot.to(tl.int64), mask=lost > 0)
+        tl.store(t.pages + listed, old, mask=lost > 0)
+        quantized += tl.sum(lost, 0)
+        tl.store(t.page_valid + old, tl.full([SLOTS], 1, tl.uint8), mask=old > 0)
+        tl.store(t.page_slot + old, tl.full([SLOTS], -1, tl.int32), mask=old > 0)
 
-        if takes > 0:
-            # The least key that enough slots do not exceed.
-            low, high = tl.min(least, 0), tl.max(most, 0)
-            middle = low  # free slots, or the oldest, are often enough
-            while low < high:
-                enough = _slots_below(keys, middle + 1, slots, SLOTS) >= takes
-                high = tl.where(enough, middle, high)
-                low = tl.where(enough, low, middle + 1)
-                middle = low + (high - low) // 2
-            equals = takes - _slots_below(keys, low, slots, SLOTS)  # that many of those with this key, the first
-
-            given = tl.zeros([], tl.int32)
-            passed = tl.zeros([], tl.int32)
-            for start in range(0, slots, SLOTS):
-                slot = start + tl.arange(0, SLOTS)
-                key = tl.load(keys + slot, mask=slot < slots, other=_NEVER)
-                equal = (key == low).to(tl.int32)
-                take = (key < low) | ((equal > 0) & (passed + tl.cumsum(equal, 0) <= equals))
-                passed += tl.sum(equal, 0)
-                entry = tl.load(wanted + given + tl.cumsum(take.to(tl.int32), 0) - 1, mask=take, other=0)
-                given += tl.sum(take.to(tl.int32), 0)
-
-                old = tl.load(slot_page + slot, mask=take, other=0)
-                valid = tl.load(page_valid + old, mask=old > 0, other=1)
-                lost = (valid == 0).to(tl.int32)
-                place = quantized + tl.cumsum(lost, 0) - 1
-                tl.store(out_slots + place, slot.to(tl.int64), mask=lost > 0)
-                tl.store(out_pages + place, old, mask=lost > 0)
-                quantized += tl.sum(lost, 0)
-                tl.store(page_valid + old, tl.full([SLOTS], 1, tl.uint8), mask=old > 0)
-                tl.store(page_slot + old, tl.full([SLOTS], -1, tl.int32), mask=old > 0)
-
-                page = entry // 2
-                tl.store(page_slot + page, slot, mask=take)
-                tl.store(slot_page + slot, page, mask=take)
-                tl.store(slot_stamp + slot, step + entry % 2 * BONUS, mask=take)
-
-    tl.store(out_count, quantized)
-    tl.store(written, tl.load(written) + quantized + given_directly)
-    tl.store(errors, tl.load(errors) + failed)
+        page = entry // 2
+        tl.store(t.page_slot + page, slot, mask=take)
+        tl.store(t.slot_page + slot, page, mask=take)
+        tl.store(t.slot_stamp + slot, step + entry % 2 * WINDOW.BONUS, mask=take)
+    return quantized
 
 
 @triton.jit
-def _slot_of(page_slot, page, exists):
+def _slot_of(t, page, exists):
     """Slots of pages: -1 for none, 0 where the page does not exist."""
-    return tl.load(page_slot + page, mask=exists, other=0)
+    return tl.load(t.page_slot + page, mask=exists, other=0)
 
 
 @triton.jit
-def _touch(index, slot, slot_stamp, step, SINK: tl.constexpr, BONUS: tl.constexpr):
+def _touch(t, index, slot, step, WINDOW: tl.constexpr):
     """Stamp the slots that there are."""
-    tl.store(slot_stamp + slot, step + (index < SINK).to(tl.int64) * BONUS, mask=slot > 0)
+    tl.store(t.slot_stamp + slot, step + (index < WINDOW.SINK).to(tl.int64) * WINDOW.BONUS, mask=slot > 0)
 
 
 @triton.jit
-def _slots_below(keys, bound, slots, SLOTS: tl.constexpr):
+def _slots_below(t, bound, SLOTS: tl.constexpr):
     """How many slots have a key below that."""
     below = tl.full([SLOTS], 0, tl.int32)
-    for start in range(0, slots, SLOTS):
+    for start in range(0, t.slot_count, SLOTS):
         slot = start + tl.arange(0, SLOTS)
-        below += (tl.load(keys + slot, mask=slot < slots, other=_NEVER) < bound).to(tl.int32)
+        below += (tl.load(t.keys + slot, mask=slot < t.slot_count, other=_NEVER) < bound).to(tl.int32)
     return tl.sum(below, 0)

@@ -5,8 +5,6 @@ same kind of instruction, if PACKED, which says that the device has these (``com
 them the halves are compared one by one, as float32, which holds them exactly.
 """
 
-# ruff: noqa: RET505  (Triton compiles what follows a branch that returns; in an else it does not)
-
 import triton
 import triton.language as tl
 
@@ -89,7 +87,7 @@ def round_down(bound):
 
 @triton.jit
 def at_least(size, edge, PACKED: tl.constexpr):
-    """Ones where a magnitude is at least a BF16 number, given by its bits, which are ordered as magnitudes are: int32."""
+    """Ones where a magnitude is at least a BF16 number, given by its bits, int32, which are ordered as magnitudes."""
     if PACKED:
         return _instruction("set.ge.bf16x2.bf16x2 $0, $1, $2;", size, edge * 0x10001)
     else:

@@ -9,10 +9,13 @@ as were asked for. Items of a request follow each other; at most one covers the 
 first overlays. So however lengths differ, programs end at about the same time.
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 
+from sglang_kvq.kernels.arguments import field_count, load_fields, store_fields
 from sglang_kvq.kernels.common import PAGE
 
 #: Tokens of an overlay tile: its shared memory stays below what a tile of records takes.
@@ -22,9 +25,37 @@ HISTORY_COST = tl.constexpr(4)
 OVERLAY_COST = tl.constexpr(5)
 #: Less work than this, four pages, is not worth an item.
 LEAST_WORK = tl.constexpr(16)
-#: int32 fields of an item, see ``split_work``.
+#: int32 numbers that an item takes; it fills the first of them.
 FIELDS = tl.constexpr(16)
 _ITEMS = 32  # items that a program writes
+
+
+class Item(NamedTuple):
+    """An item's int32 fields, in this order.
+
+    Attributes:
+        request: of the batch, -1 for an unused item.
+        first_page, last_page: history pages of that request, the end exclusive.
+        first_tile, last_tile: overlay tiles, likewise, counted as if its history were not there.
+        history, history_end: where its history begins and ends, in pages.
+        row, length: the request's row and how many tokens it has.
+        page_a, page_b: ids of the item's first two history pages, one of them twice if it has one.
+    """
+
+    request: int
+    first_page: int
+    last_page: int
+    first_tile: int
+    last_tile: int
+    history: int
+    history_end: int
+    row: int
+    length: int
+    page_a: int
+    page_b: int
+
+
+ITEM_FIELDS = field_count(Item)
 
 
 def split_work(
@@ -39,10 +70,7 @@ def split_work(
     """Fill ``items`` and ``spans``.
 
     Args:
-        items: int32 ``[n, FIELDS]``, n at least the batch: request (-1 for an unused item); history pages first ..
-            last of that request; overlay tiles first .. last, counted as if its history were not there; the
-            history's begin and end, in pages; the request's row and length; ids of the item's first two history
-            pages, one of them twice if it has one. The rest is not written.
+        items: int32 ``[n, FIELDS]``, n at least the batch: an ``Item`` each.
         spans: int32 ``[batch, 2]``: each request's first item and how many it has.
         rows, seq_lens: int ``[batch]``; the tables are ``PagePool``'s.
     """
@@ -86,22 +114,29 @@ def _plan(
     row, length, begin, end, tiles = _segments(request, rows, seq_lens, row_sink_end, row_history_end, batch)
     first, last = part * low, part * low + low
     first_page, last_page = begin + _pages(first, end - begin), begin + _pages(last, end - begin)
-    item = items + i * FIELDS
-    inside = i < count
-    tl.store(item, tl.where(used, request, -1), mask=inside)
-    tl.store(item + 1, first_page, mask=inside)
-    tl.store(item + 2, last_page, mask=inside)
-    tl.store(item + 3, _tiles(first, end - begin, tiles), mask=inside)
-    tl.store(item + 4, _tiles(last, end - begin, tiles), mask=inside)
-    tl.store(item + 5, begin, mask=inside)
-    tl.store(item + 6, end, mask=inside)
-    tl.store(item + 7, row.to(tl.int32), mask=inside)
-    tl.store(item + 8, length, mask=inside)
+    address, inside = items + i * FIELDS, i < count
     table = row_pages + row * table_row
-    for n in tl.static_range(2):
-        index = tl.minimum(first_page + n, last_page - 1)
-        page = tl.load(table + index, mask=used & (first_page < last_page), other=0)
-        tl.store(item + 9 + n, page, mask=inside)
+    some = used & (first_page < last_page)
+    item = Item(
+        request=tl.where(used, request, -1),
+        first_page=first_page,
+        last_page=last_page,
+        first_tile=_tiles(first, end - begin, tiles),
+        last_tile=_tiles(last, end - begin, tiles),
+        history=begin,
+        history_end=end,
+        row=row.to(tl.int32),
+        length=length,
+        page_a=tl.load(table + tl.minimum(first_page, last_page - 1), mask=some, other=0),
+        page_b=tl.load(table + tl.minimum(first_page + 1, last_page - 1), mask=some, other=0),
+    )
+    store_fields(address, item, inside)
+
+
+@triton.jit
+def load_item(items, index):
+    """The ``Item`` of that index."""
+    return Item(*load_fields(items + index * FIELDS, ITEM_FIELDS))
 
 
 @triton.jit

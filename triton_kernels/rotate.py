@@ -6,11 +6,15 @@ R = R_hi + R_lo, two BF16 matrices: x is BF16 already, so two BF16 products summ
 nothing but R's bits below 2^-17, eight times finer than TF32 at the same cost.
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 
-from sglang_kvq.kernels.common import PAGE, dot, to_bf16
+from sglang_kvq.kernels.arguments import view
+from sglang_kvq.kernels.common import NO_OVERLAP, PAGE, Overlap, dot, to_bf16
+from sglang_kvq.kernels.shape import shape_of
 
 _TOKENS = 64  # rows of a tile, whatever the batch: a token's codes must not depend on its neighbours
 
@@ -26,8 +30,7 @@ def rotate(
     x: tuple[torch.Tensor, ...],
     rotations: tuple[torch.Tensor | None, ...],
     store: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
-    overlap: bool = False,
-    early: bool = False,
+    overlap: Overlap = NO_OVERLAP,
 ) -> tuple[torch.Tensor, ...]:
     """Rotate up to three tensors in one launch.
 
@@ -37,13 +40,13 @@ def rotate(
             None for the identity.
         store: (this layer's overlays ``[slots + 1, 2, kv_heads, PAGE_SIZE, D]``, page_slot, loc ``[T]``):
             keys and values then go there and nowhere else.
-        overlap: let the next launch start with this one, if it can (``decode.decode``).
-        early: load rotations and look up places while the launch before this one runs (``common.can_overlap``).
+        overlap: an early start loads rotations and looks up where tokens go before the launch before this one has
+            ended. The next one starts with this one.
 
     Returns:
         the rotated tensors, contiguous; an unrotated one is returned as it came.
     """
-    q, k, v = x
+    q, k, _ = x
     tokens, q_heads, d = q.shape
     kv_heads = k.shape[1]
     r_q, r_k, r_v = rotations
@@ -55,95 +58,124 @@ def rotate(
     if tokens == 0 or not any(busy):
         return tuple(out)
     first, last = bounds[busy.index(True)], bounds[3 - busy[::-1].index(True)]
-    overlays, page_slot, loc = store or (q, q, q)
     # Few tokens: latency is all, and more programs load less each. A column's bits do not depend on the block.
     block = 32 if d == 96 or tokens <= 4 * _TOKENS else 64
     grid = (min(triton.cdiv(tokens, _TOKENS), 16), (last - first) * (d // block))
     _rotate[grid](
-        q, k, v, *out,
-        *(q if r is None else r for r in rotations),
-        overlays, page_slot, loc,
+        tuple(map(view, x)), tuple(out), tuple(q if r is None else r for r in rotations), Store(*(store or (q, q, q))),
         tokens, first,
-        *(s for y in x for s in y.stride()[:2]),
-        Q_HEADS=q_heads,
-        KV_HEADS=kv_heads,
-        D=d,
-        DP=triton.next_power_of_2(d),
+        SHAPE=shape_of(kv_heads, d, q_heads),
         ROTATIONS=tuple(0 if r is None else r.shape[1] for r in rotations),
         STORE=store is not None,
-        OVERLAP=overlap,
-        EARLY=early,
+        EARLY=overlap.early,
+        LETS_NEXT=overlap.lets_next,
         TOKENS=_TOKENS,
         BLOCK=block,
         num_warps=4,
         num_stages=1,  # R's two parts and one tile of rows are 96 KiB at D = 256
-        launch_pdl=early,
+        launch_pdl=overlap.early,
     )  # fmt: skip
     return tuple(out)
 
 
+class Store(NamedTuple):
+    """Where keys and values go: ``rotate``'s ``store``."""
+
+    overlays: torch.Tensor
+    page_slot: torch.Tensor
+    loc: torch.Tensor
+
+
+class Head(NamedTuple):
+    """One head of q, k or v.
+
+    Attributes:
+        x, out: pointers to its first token's row; x_token, out_token: strides.
+        rotation: the high part of its matrix.
+        overlay: its part of slot 0.
+    """
+
+    x: tl.tensor
+    x_token: tl.tensor
+    out: tl.tensor
+    out_token: tl.tensor
+    rotation: tl.tensor
+    overlay: tl.tensor
+
+
 @triton.jit
 def _rotate(
-    q, k, v, q_out, k_out, v_out, r_q, r_k, r_v, overlays, page_slot, loc,
-    tokens, first_head, q_token, q_head, k_token, k_head, v_token, v_head,
-    Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-    ROTATIONS: tl.constexpr, STORE: tl.constexpr, OVERLAP: tl.constexpr, EARLY: tl.constexpr,
+    x, out, rotations, store, tokens, first_head,
+    SHAPE: tl.constexpr, ROTATIONS: tl.constexpr, STORE: tl.constexpr, EARLY: tl.constexpr, LETS_NEXT: tl.constexpr,
     TOKENS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Program (i, j): token tiles i, i + programs, ... of one head and one block of output columns."""
-    if OVERLAP:
+    D: tl.constexpr = SHAPE.D
+    KV_HEADS: tl.constexpr = SHAPE.KV_HEADS
+    if LETS_NEXT:
         tl.extra.cuda.gdc_launch_dependents()
     head = first_head + tl.program_id(1) // (D // BLOCK)
     column = tl.program_id(1) % (D // BLOCK) * BLOCK
-    if head < Q_HEADS:
+    q, k, v = x
+    if head < SHAPE.Q_HEADS:
         _rotate_head(
-            q + head * q_head, q_token, q_out + head * D, Q_HEADS * D,
-            r_q, head // (Q_HEADS // KV_HEADS), overlays, page_slot, loc, tokens, column,
-            D, DP, ROTATIONS[0], False, KV_HEADS, EARLY, TOKENS, BLOCK,
+            _head(
+                q, head, out[0], SHAPE.Q_HEADS, rotations[0], head // SHAPE.GQA_GROUP, store.overlays, D, ROTATIONS[0]
+            ),
+            store, tokens, column, SHAPE, ROTATIONS[0], False, EARLY, TOKENS, BLOCK,
         )  # fmt: skip
-    elif head < Q_HEADS + KV_HEADS:
-        head -= Q_HEADS
+    elif head < SHAPE.Q_HEADS + KV_HEADS:
+        head -= SHAPE.Q_HEADS
+        overlay = store.overlays + head * PAGE * D
         _rotate_head(
-            k + head * k_head, k_token, k_out + head * D, KV_HEADS * D,
-            r_k, head, overlays + head * PAGE * D, page_slot, loc, tokens, column,
-            D, DP, ROTATIONS[1], STORE, KV_HEADS, EARLY, TOKENS, BLOCK,
+            _head(k, head, out[1], KV_HEADS, rotations[1], head, overlay, D, ROTATIONS[1]),
+            store, tokens, column, SHAPE, ROTATIONS[1], STORE, EARLY, TOKENS, BLOCK,
         )  # fmt: skip
     else:
-        head -= Q_HEADS + KV_HEADS
+        head -= SHAPE.Q_HEADS + KV_HEADS
+        overlay = store.overlays + (KV_HEADS + head) * PAGE * D
         _rotate_head(
-            v + head * v_head, v_token, v_out + head * D, KV_HEADS * D,
-            r_v, head, overlays + (KV_HEADS + head) * PAGE * D, page_slot, loc, tokens, column,
-            D, DP, ROTATIONS[2], STORE, KV_HEADS, EARLY, TOKENS, BLOCK,
+            _head(v, head, out[2], KV_HEADS, rotations[2], head, overlay, D, ROTATIONS[2]),
+            store, tokens, column, SHAPE, ROTATIONS[2], STORE, EARLY, TOKENS, BLOCK,
         )  # fmt: skip
+
+
+@triton.jit
+def _head(x, head, out, HEADS: tl.constexpr, rotation, kv_head, overlay, D: tl.constexpr, ROTATIONS: tl.constexpr):
+    """The ``Head`` of x and out, and of as many matrices as there are."""
+    if ROTATIONS > 1:
+        rotation += kv_head * D * D
+    return Head(x.data + head * x.head, x.token, out + head * D, HEADS * D, rotation, overlay)
 
 
 @triton.jit
 def _rotate_head(
-    x, x_token, out, out_token, rotation, kv_head, overlay, page_slot, loc, tokens, column,
-    D: tl.constexpr, DP: tl.constexpr, ROTATIONS: tl.constexpr, STORE: tl.constexpr,
-    KV_HEADS: tl.constexpr, EARLY: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
+    mine, store, tokens, column, SHAPE: tl.constexpr, ROTATIONS: tl.constexpr, STORE: tl.constexpr,
+    EARLY: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One head: columns ``column .. column + BLOCK`` of x R for this program's tiles."""
+    """Columns ``column .. column + BLOCK`` of x R for this program's tiles; mine: a ``Head``.
+
+    Load R; then for each tile look up where it goes, multiply and store.
+    """
+    D: tl.constexpr = SHAPE.D
     if ROTATIONS > 0 or STORE:
-        inner = tl.arange(0, DP)
+        inner = tl.arange(0, SHAPE.DP)
         outer = column + tl.arange(0, BLOCK)
         if ROTATIONS > 0:
-            r = rotation + inner[:, None] * D + outer[None, :]  # [DP, BLOCK]
-            if ROTATIONS > 1:
-                r += kv_head * D * D
+            r = mine.rotation + inner[:, None] * D + outer[None, :]  # [DP, BLOCK]
             high = tl.load(r, mask=(inner < D)[:, None], other=0.0)
             low = tl.load(r + ROTATIONS * D * D, mask=(inner < D)[:, None], other=0.0)
         for start in range(tl.program_id(0) * TOKENS, tokens, tl.num_programs(0) * TOKENS):
             token = (start + tl.arange(0, TOKENS)).to(tl.int64)
             live = token < tokens
-            source = x + token[:, None] * x_token
+            source = mine.x + token[:, None] * mine.x_token
             if STORE:
-                place = tl.load(loc + token, mask=live, other=0)
-                slot = tl.load(page_slot + place // PAGE, mask=live, other=0)
+                location = tl.load(store.loc + token, mask=live, other=0)
+                slot = tl.load(store.page_slot + location // PAGE, mask=live, other=0)
                 slot = tl.maximum(slot, 0).to(tl.int64)
-                target = overlay + slot * (2 * KV_HEADS * PAGE * D) + place % PAGE * D
+                target = mine.overlay + slot * (2 * SHAPE.KV_HEADS * PAGE * D) + location % PAGE * D
             else:
-                target = out + token * out_token
+                target = mine.out + token * mine.out_token
             if EARLY:
                 tl.extra.cuda.gdc_wait()
             if ROTATIONS > 0:

@@ -1,8 +1,8 @@
 """Codes of rows on the device: the arithmetic of ``formats.quantize``, bit for bit.
 
-Rows of BF16 numbers come as four *planes*, words [ROWS, N] with dims ``plane * D/4 + 2 n`` and the one after it in their
-halves (``pairs``). Where statistics take float32, and of centred rows, a plane's halves are float32 tensors of their own.
-Codes are integers in the halves of words, too.
+Rows of BF16 numbers come as four *planes*, words [ROWS, N] with dims ``plane * D/4 + 2 n`` and the one after it in
+their halves (``pairs``). Where statistics take float32, and of centred rows, a plane's halves are float32 tensors of
+their own. Codes are integers in the halves of words, too.
 
 Per row and group, with the clip threshold (the rank-th largest magnitude, infinite without clipping):
 
@@ -15,8 +15,6 @@ The threshold is found by bisecting BF16 magnitudes, ordered like the integers o
 largest and the least of its 2 N column maxima, which at least that many magnitudes reach: 8 or 9 steps on Gaussian rows
 instead of 15. Values are not clamped for their codes: ``threshold`` moves what they are compared with instead.
 """
-
-# ruff: noqa: RET505  (Triton compiles what follows a branch that returns; in an else it does not)
 
 import triton
 import triton.language as tl

@@ -4,7 +4,9 @@ import torch
 import triton
 import triton.language as tl
 
+from sglang_kvq.kernels.arguments import view
 from sglang_kvq.kernels.common import PAGE
+from sglang_kvq.kernels.shape import shape_of
 
 
 def store_tokens(
@@ -18,28 +20,20 @@ def store_tokens(
     tokens, kv_heads, d = k.shape
     if tokens == 0:
         return
-    _store[(tokens,)](
-        overlays, page_slot, loc, k, v,
-        *k.stride()[:2], *v.stride()[:2],
-        KV_HEADS=kv_heads,
-        HP=triton.next_power_of_2(kv_heads),
-        D=d,
-        DP=triton.next_power_of_2(d),
-        num_warps=4,
-    )  # fmt: skip
+    _store[(tokens,)](overlays, page_slot, loc, view(k), view(v), SHAPE=shape_of(kv_heads, d), num_warps=4)
 
 
 @triton.jit
-def _store(
-    overlays, page_slot, loc, k, v, k_token, k_head, v_token, v_head,
-    KV_HEADS: tl.constexpr, HP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-):  # fmt: skip
+def _store(overlays, page_slot, loc, k, v, SHAPE: tl.constexpr):
     """Program t: overlays[slot(loc[t]), :, :, loc[t] % PAGE] = k[t], v[t]."""
+    D: tl.constexpr = SHAPE.D
+    KV_HEADS: tl.constexpr = SHAPE.KV_HEADS
     token = tl.program_id(0).to(tl.int64)
-    place = tl.load(loc + token)
-    slot = tl.maximum(tl.load(page_slot + place // PAGE), 0).to(tl.int64)
-    head, dim = tl.arange(0, HP)[:, None], tl.arange(0, DP)[None, :]
+    location = tl.load(loc + token)
+    slot = tl.maximum(tl.load(page_slot + location // PAGE), 0).to(tl.int64)
+    head, dim = tl.arange(0, SHAPE.HP)[:, None], tl.arange(0, SHAPE.DP)[None, :]
     live = (head < KV_HEADS) & (dim < D)  # [HP, DP]
-    target = overlays + slot * (2 * KV_HEADS * PAGE * D) + place % PAGE * D + head * (PAGE * D) + dim
-    tl.store(target, tl.load(k + token * k_token + head * k_head + dim, mask=live), mask=live)
-    tl.store(target + KV_HEADS * PAGE * D, tl.load(v + token * v_token + head * v_head + dim, mask=live), mask=live)
+    target = overlays + slot * (2 * KV_HEADS * PAGE * D) + location % PAGE * D + head * (PAGE * D) + dim
+    tl.store(target, tl.load(k.data + token * k.token + head * k.head + dim, mask=live), mask=live)
+    target += KV_HEADS * PAGE * D
+    tl.store(target, tl.load(v.data + token * v.token + head * v.head + dim, mask=live), mask=live)

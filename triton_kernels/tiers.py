@@ -4,6 +4,8 @@ The rules are those of ``cache.tiers.TierManager``, which is their oracle.
 """
 
 from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
 
 import torch
 import triton
@@ -52,31 +54,91 @@ class TierTables:
     recent_pages: int
     sink_bonus: int
 
-    def window(self) -> dict[str, int]:
-        """Constants of ``window``."""
-        width = self.sink_pages + self.recent_pages + 1
-        return {"SINK": self.sink_pages, "RECENT": self.recent_pages, "WIDTH": triton.next_power_of_2(width)}
+    @cached_property
+    def arguments(self) -> "Tables":
+        """What kernels take."""
+        tensors = {name: getattr(self, name) for name in Tables._fields if hasattr(self, name)}
+        return Tables(
+            context=self.req_to_token.stride(0),
+            pages_row=self.row_pages.stride(0),
+            slot_count=len(self.slot_page),
+            row_count=len(self.row_len),
+            **tensors,
+        )
+
+    @cached_property
+    def window(self) -> "Window":
+        """What kernels are compiled for."""
+        width = triton.next_power_of_2(self.sink_pages + self.recent_pages + 1)
+        return Window(self.sink_pages, self.recent_pages, width, self.sink_bonus)
+
+
+class Tables(NamedTuple):
+    """``TierTables`` as an argument: its tensors, and what never changes about them.
+
+    Attributes:
+        context, pages_row: elements of a row of ``req_to_token``, of ``row_pages``.
+        slot_count: S; row_count: R.
+    """
+
+    req_to_token: torch.Tensor
+    context: int
+    row_pages: torch.Tensor
+    pages_row: int
+    page_slot: torch.Tensor
+    page_valid: torch.Tensor
+    slot_page: torch.Tensor
+    slot_stamp: torch.Tensor
+    slot_count: int
+    row_len: torch.Tensor
+    row_count: int
+    row_sink_end: torch.Tensor
+    row_history_end: torch.Tensor
+    errors: torch.Tensor
+    written: torch.Tensor
+    pinned: torch.Tensor
+    marked: torch.Tensor
+    keys: torch.Tensor
+    wanted: torch.Tensor
+    slots: torch.Tensor
+    pages: torch.Tensor
+    count: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Window:
+    """The window of a request; capitals, as constants in kernels are.
+
+    Attributes:
+        SINK, RECENT: pages of it; WIDTH: their number and the page being filled, padded.
+        BONUS: added to the stamp of a sink's overlay.
+    """
+
+    SINK: int
+    RECENT: int
+    WIDTH: int
+    BONUS: int
 
 
 @triton.jit
-def history_pages(length, SINK: tl.constexpr, RECENT: tl.constexpr):
+def history_pages(length, WINDOW: tl.constexpr):
     """End of the history in pages of a request of that many tokens, were every overlay there."""
-    return tl.maximum(length // PAGE - RECENT, SINK)
+    return tl.maximum(length // PAGE - WINDOW.RECENT, WINDOW.SINK)
 
 
 @triton.jit
-def window(table, table_row, row, length, SINK: tl.constexpr, RECENT: tl.constexpr, WIDTH: tl.constexpr):
+def window(t, row, length, WINDOW: tl.constexpr):
     """Page index, exists and page id of the window of rows at their lengths, [n, WIDTH]; row 0 has none.
 
-    row, length: int32 [n, 1], or scalars for n = 1.
+    t: ``Tables``; row, length: int32 [n, 1], or scalars for n = 1.
     """
-    i = tl.arange(0, WIDTH)[None, :]
-    index = tl.where(i < SINK, i, history_pages(length, SINK, RECENT) + i - SINK)
-    exists = (i <= SINK + RECENT) & (index * PAGE < tl.where(row > 0, length, 0))
-    return index, exists, page_at(table, table_row, row, index, exists)
+    i = tl.arange(0, WINDOW.WIDTH)[None, :]
+    index = tl.where(i < WINDOW.SINK, i, history_pages(length, WINDOW) + i - WINDOW.SINK)
+    exists = (i <= WINDOW.SINK + WINDOW.RECENT) & (index * PAGE < tl.where(row > 0, length, 0))
+    return index, exists, page_at(t, row, index, exists)
 
 
 @triton.jit
-def page_at(table, table_row, row, index, exists):
+def page_at(t, row, index, exists):
     """Page ids of the rows' page indices, 0 where they do not exist."""
-    return tl.load(table + row.to(tl.int64) * table_row + index * PAGE, mask=exists, other=0) // PAGE
+    return tl.load(t.req_to_token + row.to(tl.int64) * t.context + index * PAGE, mask=exists, other=0) // PAGE

@@ -1,8 +1,8 @@
 """What a batch of new tokens over stored prefixes takes either way: pages read directly, or dequantized first.
 
-Each way's microseconds are a sum of terms, numbers that follow from the batch and the geometry alone, times constants, which are
-fitted to measurements: ``python benchmarks/extends.py --fit FILE`` prints them. Terms extrapolate; the constants are of an
-H200, and what they decide is which of two times is less.
+Each way's microseconds are a sum of terms, numbers that follow from the batch and the geometry alone, times constants,
+which are fitted to measurements: ``python benchmarks/extends.py --fit FILE`` prints them. Terms extrapolate; the
+constants are of an H200, and what they decide is which of two times is less.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from sglang_kvq.attention.ragged import TILE
-from sglang_kvq.kernels.decode import value_dims
 from sglang_kvq.kernels.extend import ExtendLaunch, extend_launch, schedule
+from sglang_kvq.kernels.shape import value_dims
 
 
 @dataclass(frozen=True)
@@ -30,15 +30,17 @@ class Geometry:
         """Query heads of a KV head."""
         return self.q_heads // self.kv_heads
 
-    def places(self, launch: ExtendLaunch) -> int:
+    def concurrent_items(self, launch: ExtendLaunch) -> int:
         """Items of ``plan_extend`` that run at once."""
-        programs = self.kv_heads * (self.head_dim // value_dims(self.head_dim))
-        return max(self.sms * launch.programs_per_sm // programs, 1)
+        parts: int = self.head_dim // value_dims(self.head_dim)  # of V
+        held: int = launch.programs_per_sm
+        return max(self.sms * held // (self.kv_heads * parts), 1)
 
 
 def direct_terms(prefix_lens: list[int], new_lens: list[int], geometry: Geometry, launch: ExtendLaunch) -> np.ndarray:
-    """1; units (64 keys) one after the other, each as if 64 rows of 128 dims and three programs to an SM; waves of items."""
-    waves, units = schedule(prefix_lens, new_lens, geometry.gqa_group, launch.rows, geometry.places(launch))
+    """1; units of 64 keys one after the other, as if of 64 rows of 128 dims, three programs an SM; waves of items."""
+    wave = geometry.concurrent_items(launch)
+    waves, units = schedule(prefix_lens, new_lens, geometry.gqa_group, launch.rows, wave)
     d = geometry.head_dim
     size = launch.rows / 64 * (d + value_dims(d)) / 256 * launch.programs_per_sm / 3
     return np.array([1.0, waves * units * size, waves])

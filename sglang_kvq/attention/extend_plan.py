@@ -10,8 +10,10 @@ import torch
 
 from sglang_kvq.cache.transfer import upload
 from sglang_kvq.config import PAGE_SIZE
+from sglang_kvq.kernels.flash import Tile
+from sglang_kvq.kernels.gather import PageRead
 
-PlanTiles = Callable[[list[int], list[tuple[int, int]]], list[list[int]]]
+PlanTiles = Callable[[list[int], list[tuple[int, int]]], list[Tile]]
 
 
 @dataclass(frozen=True)
@@ -19,9 +21,8 @@ class Slab:
     """One launch of gather and attention.
 
     Attributes:
-        pages: int32 ``[n, 4]`` on the device, for ``gather_pages``: request of the batch, index of the page in
-            that request, its place in the slab, PAGE_SIZE.
-        tiles: int32 ``[tiles, fields]`` on the device, from the kernel's tile planner.
+        pages: int32 ``[n, 4]`` on the device, a ``gather.PageRead`` each.
+        tiles: int32 ``[tiles, fields]`` on the device, a ``flash.Tile`` each.
     """
 
     pages: torch.Tensor
@@ -36,8 +37,13 @@ def plan_slabs(
     bounds = np.concatenate([[0], np.cumsum(counts)])  # of each request among all pages
     request = np.repeat(np.arange(len(counts)), counts)
     number = np.arange(len(request))
-    place = number % slab_pages * PAGE_SIZE
-    pages = np.stack([request, number - bounds[request], place, np.full_like(number, PAGE_SIZE)], axis=1)
+    reads = PageRead(
+        request=request,
+        index=number - bounds[request],
+        first=number % slab_pages * PAGE_SIZE,
+        count=np.full_like(number, PAGE_SIZE),
+    )
+    pages = np.stack(reads, axis=1)
     parts = []
     for begin in range(0, max(len(pages), 1), slab_pages):
         end = min(begin + slab_pages, len(pages))

@@ -1,10 +1,11 @@
-"""Long prefill chunks through FlashInfer: stored prefixes in BF16, each followed by its new tokens, in one ragged buffer.
+"""Long prefill chunks through FlashInfer: prefixes in BF16, each followed by its new tokens, in one ragged buffer.
 
     request i:  [prefix_i; new_i]      causal attention aligns the last tokens of both sides
 
-What fits the workspace is one call. What does not is read by further calls (all of it is visible, so they are not causal),
-whose results are merged by log-sum-exp. Each of them reads a part of every request's prefix, in proportion, so that
-it has work for the whole GPU, and all but the last few are equal in shape, so that they share one of FlashInfer's plans.
+What fits the workspace is one call. What does not is read by further calls (all of it is visible, so they are not
+causal), whose results are merged by log-sum-exp. Each of them reads a part of every request's prefix, in proportion, so
+that it has work for the whole GPU, and all but the last few are equal in shape, so that they share one of FlashInfer's
+plans.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import ModuleType
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -20,6 +22,7 @@ import torch
 from sglang_kvq.attention.base import ExtendBatch
 from sglang_kvq.cache.transfer import upload
 from sglang_kvq.config import PAGE_SIZE
+from sglang_kvq.kernels.gather import PageRead
 
 #: What FlashInfer's prefill kernels are built for, of the sizes the cache serves.
 HEAD_DIMS = (64, 128, 256)
@@ -27,8 +30,8 @@ HEAD_DIMS = (64, 128, 256)
 #: FlashInfer is faster: 136 against 175 us for 128 tokens after 8,192 (benchmarks/results/kernels_h200.json).
 LEAST_PER_REQUEST, LEAST_TOKENS = 64, 64
 FLOAT_WORKSPACE = 256 << 20
-#: Bytes, and tokens, of stored prefixes in BF16 that are a call, at most: the more, the fuller it is and the fewer results are
-#: merged. A prefill allocates what it needs of that.
+#: Bytes, and tokens, of stored prefixes in BF16 that are a call, at most: the more, the fuller it is and the fewer
+#: results are merged. A prefill allocates what it needs of that.
 WORKSPACE_BYTES, WORKSPACE_TOKENS = 256 << 20, 1 << 17
 #: New tokens of a request that one program attends for, of a head.
 TILE = 128
@@ -41,6 +44,12 @@ def workspace_tokens(kv_heads: int, head_dim: int) -> int:
     return min(WORKSPACE_BYTES // (4 * kv_heads * head_dim), WORKSPACE_TOKENS) // PAGE_SIZE * PAGE_SIZE
 
 
+#: A call's q_lens, kv_lens and causal.
+CallShape: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], bool]
+#: Fills rows of keys and values from stored pages: ``(keys, values, pages)``.
+Gather: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], object]
+
+
 @dataclass
 class Call:
     """One FlashInfer call, planned on the host.
@@ -51,8 +60,8 @@ class Call:
         causal: False for the beginning of a longer prefix.
         alone: no other call is about these queries.
         first: the first call about them; it gives every query a key.
-        pages: int32 ``[n, 4]`` for ``gather_pages``; none where no prefix is read.
-        places: where the new tokens go in the workspace; None if they are not in this call, or are used in place.
+        pages: int32 ``[n, 4]``, a ``gather.PageRead`` each; none where no prefix is read.
+        positions: where the new tokens go in the workspace; None if they are not in this call, or are used in place.
     """
 
     q: tuple[int, int]
@@ -62,14 +71,14 @@ class Call:
     alone: bool
     first: bool
     pages: np.ndarray
-    places: np.ndarray | None
+    positions: np.ndarray | None
 
     @property
     def gathers(self) -> bool:
         return len(self.pages) > 0
 
     @property
-    def shape(self) -> tuple:
+    def shape(self) -> CallShape:
         """Calls of the same shape share a plan."""
         return tuple(self.q_lens), tuple(self.kv_lens), self.causal
 
@@ -138,8 +147,8 @@ def _causal(request: int, start: np.ndarray, prefix: np.ndarray, new: np.ndarray
     kv = prefix - start + new
     ends = np.cumsum(kv)
     pages = np.concatenate([_pages(request + i, *x) for i, x in enumerate(zip(start, prefix, ends - kv))])
-    places = np.concatenate([np.arange(end - n, end) for end, n in zip(ends, new)]) if len(pages) else None
-    return Call((query, query + int(new.sum())), new.tolist(), kv.tolist(), True, True, True, pages, places)
+    positions = np.concatenate([np.arange(end - n, end) for end, n in zip(ends, new)]) if len(pages) else None
+    return Call((query, query + int(new.sum())), new.tolist(), kv.tolist(), True, True, True, pages, positions)
 
 
 def _visible(request: int, start: np.ndarray, end: np.ndarray, new: np.ndarray, query: int) -> Call:
@@ -157,20 +166,25 @@ def _pages(request: int, begin: int, end: int, at: int) -> np.ndarray:
     """The pages of a request's tokens ``[begin, end)``, ``begin`` a page's first, to rows ``at ...``."""
     index = np.arange(begin // PAGE_SIZE, -(-end // PAGE_SIZE) if end > begin else begin // PAGE_SIZE)
     start = index * PAGE_SIZE
-    rows = np.minimum(PAGE_SIZE, end - start)
-    return np.stack([np.full_like(index, request), index, at + start - begin, rows], axis=1)
+    reads = PageRead(
+        request=np.full_like(index, request),
+        index=index,
+        first=at + start - begin,
+        count=np.minimum(PAGE_SIZE, end - start),
+    )
+    return np.stack(reads, axis=1)
 
 
 @dataclass
 class _Wrapper:
     """A FlashInfer wrapper; its tables on the host are free again when ``copied`` has happened."""
 
-    wrapper: object
+    wrapper: Any  # FlashInfer's
     copied: torch.cuda.Event | None = None
 
     @property
     def free(self) -> bool:
-        return self.copied is None or self.copied.query()
+        return self.copied is None or bool(self.copied.query())
 
 
 @dataclass
@@ -178,9 +192,9 @@ class PlannedCall:
     """A ``Call`` with its wrapper planned and its indices on the device."""
 
     call: Call
-    wrapper: object
+    wrapper: Any
     pages: torch.Tensor
-    places: torch.Tensor | None
+    positions: torch.Tensor | None
 
 
 @dataclass
@@ -218,18 +232,19 @@ class RaggedPrefill:
     def plan(self, batch: ExtendBatch, scale: float) -> list[PlannedCall]:
         """For all layers of a batch, never waiting for the device."""
         calls = plan_calls(batch.prefix_lens, batch.new_lens, self.capacity, self._least_tiles)
-        parts = [x for call in calls for x in (call.pages, call.places if call.places is not None else call.pages[:0])]
-        flat = upload(np.concatenate([part.ravel() for part in parts]), self.device).split(
-            [part.size for part in parts]
-        )
-        taken: dict[tuple, _Wrapper] = {}
+        parts = []
+        for call in calls:
+            parts += [call.pages, call.pages[:0] if call.positions is None else call.positions]
+        flat = upload(np.concatenate([part.ravel() for part in parts]), self.device)
+        tensors = flat.split([part.size for part in parts])
+        taken: dict[CallShape, _Wrapper] = {}
         planned = []
-        for call, pages, places in zip(calls, flat[::2], flat[1::2]):
+        for call, pages, positions in zip(calls, tensors[::2], tensors[1::2]):
             if call.shape not in taken:
                 taken[call.shape] = self._planned(call, scale, [*taken.values()])
             # index_copy_ takes int64
-            places = None if call.places is None else places.long()
-            planned.append(PlannedCall(call, taken[call.shape].wrapper, pages.view(-1, 4), places))
+            index = None if call.positions is None else positions.long()
+            planned.append(PlannedCall(call, taken[call.shape].wrapper, pages.view(-1, 4), index))
         return planned
 
     def _planned(self, call: Call, scale: float, taken: list[_Wrapper]) -> _Wrapper:
@@ -253,7 +268,9 @@ class RaggedPrefill:
             mine.copied.record()
         return mine
 
-    def run(self, calls: list[PlannedCall], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, gather) -> torch.Tensor:
+    def run(
+        self, calls: list[PlannedCall], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, gather: Gather
+    ) -> torch.Tensor:
         """One layer; ``gather(k, v, pages)`` fills rows of the workspace from stored pages."""
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
         out = torch.empty_like(q)
@@ -266,9 +283,9 @@ class RaggedPrefill:
             if call.gathers:
                 stored_k, stored_v = space[:, : sum(call.kv_lens)]
                 gather(stored_k, stored_v, planned.pages)
-                if planned.places is not None:
-                    _place(stored_k, planned, keys)
-                    _place(stored_v, planned, values)
+                if planned.positions is not None:
+                    _append(stored_k, call, planned.positions, keys)
+                    _append(stored_v, call, planned.positions, values)
                 keys, values = stored_k, stored_v
             if call.alone:
                 planned.wrapper.run(q[mine], keys, values, out=out[mine])
@@ -291,12 +308,12 @@ class RaggedPrefill:
         return bounds
 
 
-def _place(stored: torch.Tensor, planned: PlannedCall, new: torch.Tensor) -> None:
+def _append(stored: torch.Tensor, call: Call, positions: torch.Tensor, new: torch.Tensor) -> None:
     """New tokens behind their prefixes."""
-    if len(planned.call.q_lens) == 1:
+    if len(call.q_lens) == 1:
         stored[-len(new) :].copy_(new)
     else:
-        stored.index_copy_(0, planned.places, new)
+        stored.index_copy_(0, positions, new)
 
 
 def load(
@@ -335,7 +352,8 @@ def _try(prefill: RaggedPrefill) -> None:
     old = prefill.capacity
     prefill.capacity = 2 * PAGE_SIZE
     new = PAGE_SIZE
-    batch = ExtendBatch(None, [3 * PAGE_SIZE], [new], None, None, None)
+    none = torch.empty(0, dtype=torch.int64)
+    batch = ExtendBatch(none, [3 * PAGE_SIZE], [new], none, none, none)
     q, k = (
         torch.zeros(new, heads, prefill.head_dim, dtype=torch.bfloat16, device=prefill.device)
         for heads in (prefill.q_heads, prefill.kv_heads)

@@ -11,22 +11,25 @@ from sglang_kvq.config import PAGE_SIZE
 class ReferenceOps(AttentionOps):
     """``AttentionOps`` in a few readable lines each; loops over requests, any device."""
 
-    def rotate(self, layer, q, k, v):
-        if self.rotations.k is not None:
-            q, k = _rotate_rows(q, self.rotations.queries[layer]), _rotate_rows(k, self.rotations.k[layer])
-        if self.rotations.v is not None:
-            v = _rotate_rows(v, self.rotations.v[layer])
+    def rotate(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        r = self.rotations
+        pairs = ((q, r.queries), (k, r.k), (v, r.v))
+        q, k, v = (x if matrices is None else _rotate_rows(x, matrices[layer]) for x, matrices in pairs)
         return q, k, v
 
-    def rotate_output(self, layer, o):
+    def rotate_output(self, layer: int, o: torch.Tensor) -> torch.Tensor:
         return o if self.rotations.v is None else _rotate_rows(o, self.rotations.v[layer].transpose(-1, -2))
 
-    def store_tokens(self, layer, loc, k, v):
+    def store_tokens(self, layer: int, loc: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         slot = self.pool.page_slot[loc // PAGE_SIZE].clamp(min=0).long()
         self.pool.overlays[layer, slot, 0, :, loc % PAGE_SIZE] = k
         self.pool.overlays[layer, slot, 1, :, loc % PAGE_SIZE] = v
 
-    def quantize_tokens(self, layer, first, pages, k, v):
+    def quantize_tokens(
+        self, layer: int, first: torch.Tensor, pages: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> None:
         if first.numel() == 0:
             return
         tokens = first[:, None] + torch.arange(PAGE_SIZE, device=first.device)
@@ -34,21 +37,25 @@ class ReferenceOps(AttentionOps):
             k[tokens].transpose(1, 2), v[tokens].transpose(1, 2)
         )
 
-    def quantize_slots(self, slots, pages, count):
+    def quantize_slots(self, slots: torch.Tensor, pages: torch.Tensor, count: torch.Tensor) -> None:
         n = int(count)  # a device-to-host copy: fine here, the GPU backend reads it in the kernel
         for layer in range(self.pool.layers if n else 0):
             overlays = self.pool.overlays[layer, slots[:n]]
             records = self.pool.formats[layer].quantize_pages(overlays[:, 0], overlays[:, 1])
             self.pool.records[layer][pages[:n]] = records
 
-    def decode(self, layer, q, rows, seq_lens, scale):
+    def decode(
+        self, layer: int, q: torch.Tensor, rows: torch.Tensor, seq_lens: torch.Tensor, scale: float
+    ) -> torch.Tensor:
         out = torch.empty_like(q)
         for i, (row, length) in enumerate(zip(rows.tolist(), seq_lens.tolist())):
             k, v = self._stored(layer, row, length)
             out[i : i + 1] = _attend(q[i : i + 1], k, v, scale)
         return out
 
-    def extend(self, layer, q, k, v, batch: ExtendBatch, scale):
+    def extend(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: ExtendBatch, scale: float
+    ) -> torch.Tensor:
         out, start = torch.empty_like(q), 0
         for row, prefix, new in zip(batch.rows.tolist(), batch.prefix_lens, batch.new_lens):
             span = slice(start, start + new)

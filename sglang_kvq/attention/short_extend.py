@@ -19,8 +19,8 @@ class ShortExtends:
 
     Attributes:
         costs: what both ways take; None: whatever they take.
-        most_rows_unpacked: new tokens times query heads of a KV head in a request, at most, of records that take more to
-            dequantize than uniform 2-bit ones: every tile of rows does it again.
+        most_rows_unpacked: new tokens times query heads of a KV head in a request, at most, of records that take more
+            to dequantize than uniform 2-bit ones: every tile of rows does it again.
         least_prefix: stored tokens in the batch, at least.
         launch: of the kernel; None chooses by head_dim.
     """
@@ -41,8 +41,8 @@ class ShortExtends:
     ) -> bool:
         """Whether it serves a batch.
 
-        two_bit: whether ``decode.is_two_bit`` of the layer's records; capacity: the workspace in tokens; flashinfer: whether it
-        would attend to one.
+        two_bit: whether ``decode.is_two_bit`` of the layer's records; capacity: the workspace in tokens; flashinfer:
+        whether it would attend to one.
         """
         if sum(new_lens) == 0 or sum(prefix_lens) < self.least_prefix:
             return False
@@ -52,6 +52,10 @@ class ShortExtends:
             return True
         direct = self.costs.direct_us(prefix_lens, new_lens, geometry, two_bit, self.launch)
         return direct <= self.costs.dequantized_us(prefix_lens, new_lens, geometry, capacity, flashinfer)
+
+
+#: As ``extend_costs`` models what was measured.
+AS_MEASURED = ShortExtends()
 
 
 @dataclass(frozen=True)
@@ -73,7 +77,8 @@ class PlannedExtend:
 def plan_short(batch: ExtendBatch, short: ShortExtends, geometry: Geometry, device: torch.device) -> PlannedExtend:
     """Plan on the host; one copy to the device, which nothing waits for."""
     launch = short.launch or extend_launch(geometry.head_dim)
-    plan = plan_extend(batch.prefix_lens, batch.new_lens, geometry.gqa_group, launch.rows, geometry.places(launch))
+    wave = geometry.concurrent_items(launch)
+    plan = plan_extend(batch.prefix_lens, batch.new_lens, geometry.gqa_group, launch.rows, wave)
     tables = np.concatenate([plan.items.ravel(), plan.spans.ravel()])
     items, spans = upload(tables, device).split([plan.items.size, plan.spans.size])
     return PlannedExtend(launch, items.view(-1, FIELDS.value), spans.view(-1, 2), plan.partials)

@@ -31,10 +31,11 @@ class StepPlan:
 
     def count(self, batch: int) -> int:
         """Items that a batch of that size is divided into."""
-        return self.launch.items(batch, self.programs, self.sms)
+        items: int = self.launch.items(batch, self.programs, self.sms)
+        return items
 
     def items(self, batch: int) -> torch.Tensor:
-        """int32 ``[count(batch), FIELDS]``, see ``split_work``."""
+        """int32 ``[count(batch), FIELDS]``, a ``plan.Item`` each."""
         return self._items[: self.count(batch)]
 
     def make(self, rows: torch.Tensor, seq_lens: torch.Tensor, pool: PagePool) -> None:

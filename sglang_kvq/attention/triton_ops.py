@@ -2,27 +2,48 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 import torch
 
 from sglang_kvq.attention.base import AttentionOps, ExtendBatch, LayerRotations
 from sglang_kvq.attention.extend_costs import Geometry
 from sglang_kvq.attention.extend_plan import Slab, plan_slabs
 from sglang_kvq.attention.ragged import PlannedCall, RaggedPrefill, workspace_tokens
-from sglang_kvq.attention.short_extend import PlannedExtend, ShortExtends, plan_short
+from sglang_kvq.attention.short_extend import AS_MEASURED, PlannedExtend, ShortExtends, plan_short
+from sglang_kvq.attention.step_order import StepOrder
 from sglang_kvq.attention.step_plan import StepPlan
 from sglang_kvq.cache.pool import PagePool
 from sglang_kvq.config import PAGE_SIZE
 from sglang_kvq.errors import KVQuantError
-from sglang_kvq.kernels.codes import record_of
+from sglang_kvq.kernels.arguments import Stored
+from sglang_kvq.kernels.codes import Record, record_of
 from sglang_kvq.kernels.common import INTERPRETED, can_overlap
-from sglang_kvq.kernels.decode import DecodeLaunch, decode, decode_launch, is_two_bit, value_dims
+from sglang_kvq.kernels.decode import DecodeLaunch, decode, decode_launch, is_two_bit
 from sglang_kvq.kernels.extend import extend
 from sglang_kvq.kernels.flash import flash_attention, plan_tiles, rows_per_tile
 from sglang_kvq.kernels.gather import gather_pages
 from sglang_kvq.kernels.merge import merge_splits
 from sglang_kvq.kernels.quantize import quantize_slots, quantize_tokens
 from sglang_kvq.kernels.rotate import rotate, split_rotation
+from sglang_kvq.kernels.shape import value_dims
 from sglang_kvq.kernels.store import store_tokens
+
+
+@dataclass
+class BatchPlans:
+    """What is planned for a batch of new tokens: at its first layer, kept for the others.
+
+    Attributes:
+        is_short: whether pages are read directly, for layers of 2-bit records and for others.
+        short, calls, slabs: the plan of either way: pages read directly; FlashInfer's calls; our own kernel's slabs.
+    """
+
+    batch: ExtendBatch
+    is_short: dict[bool, bool] = field(default_factory=dict)
+    short: PlannedExtend | None = None
+    calls: list[PlannedCall] | None = None
+    slabs: list[Slab] | None = None
 
 
 class TritonOps(AttentionOps):
@@ -48,41 +69,40 @@ class TritonOps(AttentionOps):
         slab_tokens: int | None = None,
         launch: DecodeLaunch | None = None,
         prefill: RaggedPrefill | None = None,
-        short: ShortExtends | None = ShortExtends(),  # noqa: B008  (frozen)
+        short: ShortExtends | None = AS_MEASURED,
     ) -> None:
         super().__init__(pool, rotations)
         if pool.device.type != "cuda" and not INTERPRETED:
             raise KVQuantError(f"The Triton kernels need a GPU, not {pool.device}; on a CPU use ReferenceOps.")
         if q_heads % pool.kv_heads or not 1 <= q_heads // pool.kv_heads <= 16:
             raise KVQuantError(
-                f"{q_heads} query heads over {pool.kv_heads} KV heads: the kernels need 1 to 16 whole query heads per KV head."
+                f"{q_heads} query heads over {pool.kv_heads} KV heads: the kernels need 1 to 16 whole query heads per "
+                "KV head."
             )
         _check_formats(pool)
         self.q_heads = q_heads
         self.slab_pages = (slab_tokens or workspace_tokens(pool.kv_heads, pool.head_dim)) // PAGE_SIZE
-        self._records = [record_of(format) for format in pool.formats]
-        self._launches = [launch or decode_launch(pool.head_dim, q_heads // pool.kv_heads, r) for r in self._records]
+        self._records: list[Record] = [record_of(format) for format in pool.formats]
+        self._launches: list[DecodeLaunch] = [
+            launch or decode_launch(pool.head_dim, q_heads // pool.kv_heads, record) for record in self._records
+        ]
         self._sms = 2 if INTERPRETED else torch.cuda.get_device_properties(pool.device).multi_processor_count
         self._r_k = None if rotations.k is None else split_rotation(rotations.k)
         self._r_q = self._r_k if rotations.q is None else split_rotation(rotations.q)
         self._r_v = None if rotations.v is None else split_rotation(rotations.v)
         self._r_v_back = None if rotations.v is None else split_rotation(rotations.v.transpose(-1, -2))
-        self.max_batch = 0
-        self._outgrown: list[object] = []  # buffers whose addresses CUDA graphs may hold
-        self.reserve(max_batch)
-        self._can_overlap = can_overlap(pool.device)
-        self._rotated = False  # some layer, since the step's plan
-        self._just_rotated = False  # by the last launch
+        self.order = StepOrder(can_overlap(pool.device))
         self.prefill, self.short = prefill, short
         self.geometry = Geometry(q_heads, pool.kv_heads, pool.head_dim, self._sms)
-        self._routes: tuple[ExtendBatch, dict[bool, bool]] | None = (
-            None  # is a batch short, for 2-bit layers and others
-        )
-        self._planned_short: tuple[ExtendBatch, PlannedExtend] | None = None
-        self._planned: tuple[ExtendBatch, int, list[Slab]] | None = None
-        self._planned_calls: tuple[ExtendBatch, list[PlannedCall]] | None = None
+        self._extend_plans: BatchPlans | None = None
+        self._outgrown: list[object] = []  # buffers whose addresses CUDA graphs may hold
+        self.max_batch = 0
+        self.plans: list[StepPlan] = []
+        self.layer_plans: list[StepPlan] = []
+        self._partial = self._lse = torch.empty(0, device=pool.device)
+        self.reserve(max_batch)
 
-    def reserve(self, batch):
+    def reserve(self, batch: int) -> None:
         if batch <= self.max_batch:
             return
         pool = self.pool
@@ -95,72 +115,146 @@ class TritonOps(AttentionOps):
             held: StepPlan(launch, programs, self._sms, batch, pool.device)
             for held, launch in {launch.programs_per_sm: launch for launch in self._launches}.items()
         }
-        self.plans, self.layer_plans = (
-            list(plans.values()),
-            [plans[launch.programs_per_sm] for launch in self._launches],
-        )
+        self.plans = list(plans.values())
+        self.layer_plans = [plans[launch.programs_per_sm] for launch in self._launches]
         shape = (max(plan.most for plan in self.plans), self.q_heads, pool.head_dim)
         self._partial = torch.empty(shape, dtype=torch.float32, device=pool.device)
         self._lse = torch.empty(shape[:2], dtype=torch.float32, device=pool.device)
 
-    def rotate(self, layer, q, k, v):
-        return rotate((q, k, v), self._rotations_of(layer))
+    def rotate(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        q, k, v = rotate((q, k, v), self._rotations_of(layer))
+        return q, k, v
 
-    def rotate_output(self, layer, o):
+    def rotate_output(self, layer: int, o: torch.Tensor) -> torch.Tensor:
         if self._r_v_back is None:
             return o
         kv = o[:, : self.pool.kv_heads]
-        return rotate((o, kv, kv), (self._r_v_back[layer], None, None))[0]
+        out: torch.Tensor = rotate((o, kv, kv), (self._r_v_back[layer], None, None))[0]
+        return out
 
-    def store_tokens(self, layer, loc, k, v):
+    def store_tokens(self, layer: int, loc: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         store_tokens(self.pool.overlays[layer], self.pool.page_slot, loc, k, v)
 
-    def rotate_and_store(self, layer, loc, q, k, v):
-        """One launch for both, whether K and V are rotated or not.
-
-        From a step's plan to its last layer nothing writes items or tables. So ``decode`` may start while this runs, and
-        this while the launch before it runs, unless that one is the plan.
-        """
+    def rotate_and_store(
+        self, layer: int, loc: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> torch.Tensor:
+        """One launch for both, whether K and V are rotated or not."""
         store = (self.pool.overlays[layer], self.pool.page_slot, loc)
-        early = self._can_overlap and self._rotated
-        self._rotated = self._just_rotated = True
-        return rotate((q, k, v), self._rotations_of(layer), store, overlap=self._can_overlap, early=early)[0]
+        out: torch.Tensor = rotate((q, k, v), self._rotations_of(layer), store, self.order.rotate())[0]
+        return out
 
-    def quantize_tokens(self, layer, first, pages, k, v):
+    def quantize_tokens(
+        self, layer: int, first: torch.Tensor, pages: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> None:
         pool = self.pool
         quantize_tokens(pool.records[layer], self._records[layer], pool.ranks[layer], first, pages, k, v)
 
-    def quantize_slots(self, slots, pages, count):
+    def quantize_slots(self, slots: torch.Tensor, pages: torch.Tensor, count: torch.Tensor) -> None:
         pool = self.pool
         for store in pool.stores:
             record = record_of(store.format)
             rest = (pool.ranks, pool.overlays, slots, pages, count, self._sms * 16)
             quantize_slots(store.records, record, store.layer_ids, *rest)
 
-    def plan_attention(self, rows, seq_lens):
+    def plan_attention(self, rows: torch.Tensor, seq_lens: torch.Tensor) -> None:
         self.reserve(len(rows))
         for plan in self.plans:
             plan.make(rows, seq_lens, self.pool)
-        self._rotated = self._just_rotated = False
+        self.order.plan()
 
-    def decode(self, layer, q, rows, seq_lens, scale):
+    def decode(
+        self, layer: int, q: torch.Tensor, rows: torch.Tensor, seq_lens: torch.Tensor, scale: float
+    ) -> torch.Tensor:
         plan = self.layer_plans[layer]
         items = plan.items(len(q))
         partial, lse = self._partial[: len(items)], self._lse[: len(items)]
-        overlaps = {"early": self._can_overlap and self._just_rotated, "overlap": self._can_overlap}
-        self._just_rotated = False
-        decode(partial, lse, q, items, scale, launch=self._launches[layer], **overlaps, **self._stored(layer))
+        launch, overlap = self._launches[layer], self.order.attend()
+        decode(partial, lse, q, items, scale, *self._stored(layer), launch=launch, overlap=overlap)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        merge_splits(out, partial, lse, plan.spans[: len(q)], early=self._can_overlap)
+        merge_splits(out, partial, lse, plan.spans[: len(q)], self.order.merge())
         return out
 
-    def extend(self, layer, q, k, v, batch: ExtendBatch, scale):
-        if self._is_short(layer, batch):
-            return self._extend_short(layer, q, k, v, batch, scale)
-        if calls := self._calls_of(batch, scale):
-            gather = lambda keys, values, pages: gather_pages(keys, values, batch.rows, pages, **self._stored(layer))  # noqa: E731
-            return self.prefill.run(calls, q, k, v, gather)
-        rows, slabs = self._plan_of(batch)
+    def extend(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: ExtendBatch, scale: float
+    ) -> torch.Tensor:
+        if self._extend_plans is None or self._extend_plans.batch is not batch:
+            self._extend_plans = BatchPlans(batch)
+        plans = self._extend_plans
+        if self.short is not None and self._is_short(layer, plans, self.short):
+            return self._extend_short(layer, q, k, v, plans, self.short, scale)
+        if self.prefill is not None and self.prefill.suits(batch.new_lens):
+            return self._extend_flashinfer(layer, q, k, v, plans, self.prefill, scale)
+        return self._extend_slabs(layer, q, k, v, plans, scale)
+
+    def _is_short(self, layer: int, plans: BatchPlans, short: ShortExtends) -> bool:
+        """Whether the kernel that reads stored pages directly serves this layer."""
+        batch, two_bit = plans.batch, is_two_bit(self._records[layer], self.pool.head_dim)
+        if two_bit not in plans.is_short:
+            capacity, flashinfer = self.slab_pages * PAGE_SIZE, False
+            if self.prefill is not None and self.prefill.suits(batch.new_lens):
+                capacity, flashinfer = self.prefill.capacity, True
+            lens = (batch.prefix_lens, batch.new_lens)
+            plans.is_short[two_bit] = short.suits(*lens, self.geometry, two_bit, capacity, flashinfer)
+        return plans.is_short[two_bit]
+
+    def _extend_short(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        plans: BatchPlans,
+        short: ShortExtends,
+        scale: float,
+    ) -> torch.Tensor:
+        """Stored pages read directly."""
+        if plans.short is None:
+            plans.short = plan_short(plans.batch, short, self.geometry, self.pool.device)
+        plan, rows = plans.short, plans.batch.rows
+        partial = torch.empty(plan.partials, *q.shape[1:], dtype=torch.float32, device=q.device)
+        lse = torch.empty(partial.shape[:2], dtype=torch.float32, device=q.device)
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        extend(out, partial, lse, q, (k, v), plan.items, rows, scale, *self._stored(layer), launch=plan.launch)
+        if plan.partials:
+            merge_splits(out, partial, lse, plan.spans, least=2)
+        return out
+
+    def _extend_flashinfer(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        plans: BatchPlans,
+        prefill: RaggedPrefill,
+        scale: float,
+    ) -> torch.Tensor:
+        """Prefixes dequantized, then FlashInfer."""
+        if plans.calls is None:
+            plans.calls = prefill.plan(plans.batch, scale)
+
+        def gather(keys: torch.Tensor, values: torch.Tensor, pages: torch.Tensor) -> None:
+            gather_pages(keys, values, plans.batch.rows, pages, *self._stored(layer))
+
+        return prefill.run(plans.calls, q, k, v, gather)
+
+    def _extend_slabs(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plans: BatchPlans, scale: float
+    ) -> torch.Tensor:
+        """Prefixes dequantized slab by slab, and our own attention to each."""
+        batch = plans.batch
+        rows = rows_per_tile(self.pool.head_dim, max(batch.new_lens))
+        if plans.slabs is None:
+            plans.slabs = plan_slabs(
+                batch.prefix_lens,
+                batch.new_lens,
+                self.slab_pages,
+                lambda new, stored: plan_tiles(new, stored, rows),
+                self.pool.device,
+            )
+        slabs = plans.slabs
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         state = None
         if len(slabs) > 1:
@@ -169,76 +263,24 @@ class TritonOps(AttentionOps):
         for i, slab in enumerate(slabs):
             stored = tuple(space[:, : len(slab.pages) * PAGE_SIZE])
             if len(slab.pages):
-                gather_pages(*stored, batch.rows, slab.pages, **self._stored(layer))
+                gather_pages(*stored, batch.rows, slab.pages, *self._stored(layer))
             ends = {"first": i == 0, "last": slab is slabs[-1]}
             flash_attention(out, state, q, (k, v), stored, slab.tiles, scale, rows=rows, **ends)
         return out
 
-    def _is_short(self, layer: int, batch: ExtendBatch) -> bool:
-        """Whether the kernel that reads stored pages directly serves this layer; decided once for all layers of a kind."""
-        if self.short is None:
-            return False
-        if self._routes is None or self._routes[0] is not batch:
-            self._routes = (batch, {})
-        routes, two_bit = self._routes[1], is_two_bit(self._records[layer], self.pool.head_dim)
-        if two_bit not in routes:
-            flashinfer = self.prefill is not None and self.prefill.suits(batch.new_lens)
-            capacity = self.prefill.capacity if flashinfer else self.slab_pages * PAGE_SIZE
-            lens = (batch.prefix_lens, batch.new_lens)
-            routes[two_bit] = self.short.suits(*lens, self.geometry, two_bit, capacity, flashinfer)
-        return routes[two_bit]
-
-    def _extend_short(self, layer, q, k, v, batch: ExtendBatch, scale):
-        plan = self._short_plan_of(batch)
-        partial = torch.empty(plan.partials, *q.shape[1:], dtype=torch.float32, device=q.device)
-        lse = torch.empty(partial.shape[:2], dtype=torch.float32, device=q.device)
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        extend(out, partial, lse, q, (k, v), plan.items, batch.rows, scale, launch=plan.launch, **self._stored(layer))
-        if plan.partials:
-            merge_splits(out, partial, lse, plan.spans, least=2)
-        return out
-
-    def _short_plan_of(self, batch: ExtendBatch) -> PlannedExtend:
-        """The batch's items; planned at its first layer, kept for the others."""
-        if self._planned_short is None or self._planned_short[0] is not batch:
-            plan = plan_short(batch, self.short, self.geometry, self.pool.device)
-            self._planned_short = (batch, plan)
-        return self._planned_short[1]
-
-    def _calls_of(self, batch: ExtendBatch, scale: float) -> list[PlannedCall] | None:
-        """The batch's FlashInfer calls, planned at its first layer; None if our own kernel does it."""
-        if self.prefill is None or not self.prefill.suits(batch.new_lens):
-            return None
-        if self._planned_calls is None or self._planned_calls[0] is not batch:
-            self._planned_calls = (batch, self.prefill.plan(batch, scale))
-        return self._planned_calls[1]
-
-    def _plan_of(self, batch: ExtendBatch) -> tuple[int, list[Slab]]:
-        """The batch's tile height and slabs; planned at its first layer, kept for the others."""
-        if self._planned is None or self._planned[0] is not batch:
-            rows = rows_per_tile(self.pool.head_dim, max(batch.new_lens))
-            slabs = plan_slabs(
-                batch.prefix_lens,
-                batch.new_lens,
-                self.slab_pages,
-                lambda new, stored: plan_tiles(new, stored, rows),
-                self.pool.device,
-            )
-            self._planned = (batch, rows, slabs)
-        return self._planned[1:]
-
-    def _stored(self, layer: int) -> dict:
+    def _stored(self, layer: int) -> tuple[Record, Stored]:
         """What kernels that read stored pages take."""
         pool = self.pool
-        return {
-            "record": self._records[layer],
-            "records": pool.records[layer],
-            "overlays": pool.overlays[layer],
-            "page_slot": pool.page_slot,
-            "row_pages": pool.row_pages,
-            "row_sink_end": pool.row_sink_end,
-            "row_history_end": pool.row_history_end,
-        }
+        stored = Stored(
+            records=pool.records[layer],
+            overlays=pool.overlays[layer],
+            page_slot=pool.page_slot,
+            row_pages=pool.row_pages,
+            pages_row=pool.row_pages.stride(0),
+            row_sink_end=pool.row_sink_end,
+            row_history_end=pool.row_history_end,
+        )
+        return self._records[layer], stored
 
     def _rotations_of(self, layer: int) -> tuple[torch.Tensor | None, ...]:
         return tuple(None if r is None else r[layer] for r in (self._r_q, self._r_k, self._r_v))

@@ -3,15 +3,16 @@
     python tests/kernels/compile_sm90.py [--all]
 
 The interpreter accepts programs that the compiler refuses, so tests run this too. Prints registers, bytes
-of stack (spills), shared memory, instructions and how many of these load less than 4 bytes, are products of warpgroups and
-wait for them: of every kernel for three geometries, and of those that touch records for some kinds of codes; or for all
-that tests use.
+of stack (spills), shared memory, instructions and how many of these load less than 4 bytes, are products of
+warpgroups and wait for them: of every kernel for three geometries, and of those that touch records for some kinds of
+codes; or for all that tests use.
 """
 
 import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -41,13 +42,29 @@ TYPES = {
 }
 
 
-def type_of(value: object, general: bool = False) -> str:
+def type_of(value: object, general: bool = False) -> str | tuple:
     """The signature entry of a launch argument, as Triton specialises it unless it is told not to."""
     if isinstance(value, torch.Tensor):
         return TYPES[value.dtype]
+    if isinstance(value, tuple):
+        return _same(value, [type_of(x, general) for x in value])
     if isinstance(value, float):
         return "fp32"
     return "constexpr" if value == 1 and not general else "i32" if abs(value) < 2**31 else "i64"
+
+
+def _same(kind: tuple, values: list) -> tuple:
+    """Those values in a tuple of that kind, named or not."""
+    return type(kind)(*values) if hasattr(kind, "_fields") else tuple(values)
+
+
+def leaves(value: object, path: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], object]]:
+    """An argument's path and value, or those of what a tuple holds."""
+    if isinstance(value, tuple):
+        for i, x in enumerate(value):
+            yield from leaves(x, (*path, i))
+    else:
+        yield path, value
 
 
 def compile_launch(self, *args, grid, warmup=False, **kwargs) -> None:
@@ -57,16 +74,22 @@ def compile_launch(self, *args, grid, warmup=False, **kwargs) -> None:
     options = {k: v for k, v in kwargs.items() if k not in self.arg_names}
     general = {p.name for p in self.params if p.do_not_specialize}
     signature = {n: "constexpr" if n in constants else type_of(given[n], n in general) for n in self.arg_names}
-    aligned = [
-        i
-        for i, n in enumerate(self.arg_names)
-        if n not in general and (signature[n][0] == "*" or (signature[n][0] == "i" and given[n] % 16 == 0))
-    ]
+    constexprs, aligned = {}, []
+    for i, n in enumerate(self.arg_names):
+        if n in constants:
+            constexprs[(i,)] = given[n]
+            continue
+        for path, value in leaves(given[n], (i,)):
+            kind = type_of(value, n in general)
+            if kind == "constexpr":
+                constexprs[path] = value
+            elif n not in general and (kind[0] == "*" or (kind[0] == "i" and value % 16 == 0)):
+                aligned.append(path)
     source = ASTSource(
         fn=self,
         signature=signature,
-        constexprs={(i,): given[n] for i, n in enumerate(self.arg_names) if signature[n] == "constexpr"},
-        attrs={(i,): [["tt.divisibility", 16]] for i in aligned},
+        constexprs=constexprs,
+        attrs={path: [["tt.divisibility", 16]] for path in aligned},
     )
     kernel = triton.compile(source, target=TARGET, options=options)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -81,7 +104,8 @@ def compile_launch(self, *args, grid, warmup=False, **kwargs) -> None:
     launch = " ".join(f"{k}={v}" for k, v in options.items())
     print(
         f"  {self.__name__:18} registers {registers:>3}  stack {stack:>4}  shared {kernel.metadata.shared:>6}  "
-        f"instructions {len(operations):>5}  narrow loads {narrow:>3}  products {products:>3}  waits {waits:>3}  {launch}",
+        f"instructions {len(operations):>5}  narrow loads {narrow:>3}  products {products:>3}  waits {waits:>3}  "
+        f"{launch}",
         flush=True,
     )
 

@@ -134,7 +134,7 @@ def make_scene(
 
 
 def rotations(kind: str, heads: Heads) -> LayerRotations:
-    """``shared``, ``per-head``, ``keys-only`` or ``identity``: random orthogonal matrices; ``balanced``: not, for keys."""
+    """``shared``, ``per-head``, ``keys-only`` or ``identity``: random orthogonal ones; ``balanced``: not, for keys."""
     if kind == "identity":
         return LayerRotations()
     count = heads.kv if kind in ("per-head", "balanced") else 1

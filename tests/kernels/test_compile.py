@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-#: Instructions at head_dim 128, at least a tenth more than Triton 3.6 and 3.9 make of them. A compiler that loses track of what
-#: is contiguous, or spreads a row's planes over lanes, takes two to five times as many.
+#: Instructions at head_dim 128, at least a tenth more than Triton 3.6 and 3.9 make of them. A compiler that loses track
+#: of what is contiguous, or spreads a row's planes over lanes, takes two to five times as many.
 MOST = {"_decode": 3200, "_quantize_tokens": 2300, "_quantize_slots": 2300, "_rotate": 1300, "_gather": 1450}
 
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 import triton
 
+from sglang_kvq.attention import oracle
 from sglang_kvq.attention.base import LayerRotations
 from sglang_kvq.attention.triton_ops import TritonOps
 from sglang_kvq.formats.code import CodeFormat
@@ -23,19 +24,7 @@ if ON_GPU:
 
 
 def exact(scene: Scene, layer: int, q: torch.Tensor) -> torch.Tensor:
-    """float64 attention over what the reference reads, before it rounds to BF16."""
-    pool, out = scene.pool, torch.empty(q.shape, dtype=torch.float64, device=q.device)
-    for i, (row, length) in enumerate(zip(scene.rows.tolist(), scene.seq_lens.tolist())):
-        pages = pool.req_to_token[row, :length:64].long() // 64
-        start = torch.arange(len(pages), device=q.device) * 64
-        codes = (start >= pool.row_sink_end[row]) & (start < pool.row_history_end[row])
-        both = pool.overlays[layer, pool.page_slot[pages].clamp(min=0).long()].double()  # [n, 2, H, 64, D]
-        values = pool.formats[layer].dequantize_pages(pool.records[layer][pages])
-        both = torch.where(codes[:, None, None, None, None], torch.stack(values, 1).double(), both)
-        k, v = both.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :length].repeat_interleave(scene.heads.gqa_group, dim=1)
-        weights = (torch.einsum("hd,hnd->hn", q[i].double(), k) * scene.scale).softmax(-1)
-        out[i] = torch.einsum("hn,hnd->hd", weights, v)
-    return out
+    return oracle.decode(scene.pool, layer, q, scene.rows, scene.seq_lens, scene.scale)
 
 
 def decode(ops: TritonOps, layer: int, q: torch.Tensor, scene: Scene) -> torch.Tensor:

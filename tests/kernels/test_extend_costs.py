@@ -1,4 +1,4 @@
-"""The model of what extends take: it finds the better way wherever both were measured, and goes on sensibly from there."""
+"""The model of what extends take finds the better way wherever both were measured, and goes on sensibly from there."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from sglang_kvq.kernels.extend import NARROW
 
 QWEN = Geometry(32, 8, 128, 132)
 CAPACITY = 65536
-#: Requests, new tokens of each, stored prefix; microseconds on an H200 of reading pages and of a workspace of 66K tokens.
+#: Requests, new tokens of each, stored prefix; microseconds on an H200 of reading pages and of a workspace of 66K
+#: tokens.
 MEASURED = [
     (1, 16, 32768, 44.5, 410.8), (1, 64, 32768, 115.8, 406.1), (1, 128, 8192, 67.8, 116.1),
     (1, 256, 32768, 403.1, 413.3), (1, 512, 8192, 243.8, 132.0), (1, 128, 131072, 775.8, 1557.3),
@@ -38,18 +39,22 @@ def modelled(requests: int, new: int, prefix: int, geometry: Geometry = QWEN) ->
 
 #: Of the grid in kernels_h200.json: the way that was taken, and its microseconds.
 GRID = [
-    (1, 16, 2048, "pages", 18.1), (1, 16, 8192, "pages", 25.6), (1, 16, 32768, "pages", 44.5), (1, 64, 2048, "pages", 25.4),
-    (1, 64, 8192, "pages", 43.7), (1, 64, 32768, "pages", 115.8), (1, 128, 2048, "workspace", 45.3), (1, 128, 8192, "pages", 67.8),
-    (1, 128, 32768, "pages", 210.7), (1, 512, 2048, "workspace", 51.1), (1, 512, 8192, "workspace", 132.0), (1, 512, 32768, "workspace", 472.3),
-    (4, 16, 2048, "pages", 25.7), (4, 16, 8192, "pages", 44.4), (4, 16, 32768, "pages", 115.4), (4, 64, 2048, "workspace", 57.7),
-    (4, 64, 8192, "pages", 119.5), (4, 64, 32768, "pages", 403.0), (4, 128, 2048, "workspace", 58.9), (4, 128, 8192, "workspace", 167.5),
-    (4, 128, 32768, "workspace", 619.7), (4, 512, 2048, "workspace", 168.0), (4, 512, 8192, "workspace", 512.6), (4, 512, 32768, "workspace", 1922.9),
-    (16, 16, 2048, "pages", 47.9), (16, 16, 8192, "pages", 119.7), (16, 16, 32768, "pages", 403.1), (16, 64, 2048, "workspace", 184.3),
-    (16, 64, 8192, "pages", 439.4), (16, 64, 32768, "pages", 1560.1), (16, 128, 2048, "workspace", 193.8), (16, 128, 8192, "workspace", 742.0),
-    (16, 128, 32768, "workspace", 2802.1), (16, 512, 2048, "workspace", 633.3), (16, 512, 8192, "workspace", 2039.2), (16, 512, 32768, "workspace", 7596.6),
-    (64, 16, 2048, "pages", 158.8), (64, 16, 8192, "pages", 440.5), (64, 16, 32768, "pages", 1581.0), (64, 64, 2048, "pages", 443.0),
-    (64, 64, 8192, "pages", 1573.2), (64, 64, 32768, "pages", 6107.7), (64, 128, 2048, "workspace", 774.9), (64, 128, 8192, "workspace", 2970.4),
-    (64, 128, 32768, "workspace", 11136.6), (64, 512, 2048, "workspace", 2537.9), (64, 512, 8192, "workspace", 8614.4), (64, 512, 32768, "workspace", 32591.4),
+    (1, 16, 2048, "pages", 18.1), (1, 16, 8192, "pages", 25.6), (1, 16, 32768, "pages", 44.5),
+    (1, 64, 2048, "pages", 25.4), (1, 64, 8192, "pages", 43.7), (1, 64, 32768, "pages", 115.8),
+    (1, 128, 2048, "workspace", 45.3), (1, 128, 8192, "pages", 67.8), (1, 128, 32768, "pages", 210.7),
+    (1, 512, 2048, "workspace", 51.1), (1, 512, 8192, "workspace", 132.0), (1, 512, 32768, "workspace", 472.3),
+    (4, 16, 2048, "pages", 25.7), (4, 16, 8192, "pages", 44.4), (4, 16, 32768, "pages", 115.4),
+    (4, 64, 2048, "workspace", 57.7), (4, 64, 8192, "pages", 119.5), (4, 64, 32768, "pages", 403.0),
+    (4, 128, 2048, "workspace", 58.9), (4, 128, 8192, "workspace", 167.5), (4, 128, 32768, "workspace", 619.7),
+    (4, 512, 2048, "workspace", 168.0), (4, 512, 8192, "workspace", 512.6), (4, 512, 32768, "workspace", 1922.9),
+    (16, 16, 2048, "pages", 47.9), (16, 16, 8192, "pages", 119.7), (16, 16, 32768, "pages", 403.1),
+    (16, 64, 2048, "workspace", 184.3), (16, 64, 8192, "pages", 439.4), (16, 64, 32768, "pages", 1560.1),
+    (16, 128, 2048, "workspace", 193.8), (16, 128, 8192, "workspace", 742.0), (16, 128, 32768, "workspace", 2802.1),
+    (16, 512, 2048, "workspace", 633.3), (16, 512, 8192, "workspace", 2039.2), (16, 512, 32768, "workspace", 7596.6),
+    (64, 16, 2048, "pages", 158.8), (64, 16, 8192, "pages", 440.5), (64, 16, 32768, "pages", 1581.0),
+    (64, 64, 2048, "pages", 443.0), (64, 64, 8192, "pages", 1573.2), (64, 64, 32768, "pages", 6107.7),
+    (64, 128, 2048, "workspace", 774.9), (64, 128, 8192, "workspace", 2970.4), (64, 128, 32768, "workspace", 11136.6),
+    (64, 512, 2048, "workspace", 2537.9), (64, 512, 8192, "workspace", 8614.4), (64, 512, 32768, "workspace", 32591.4),
 ]  # fmt: skip
 
 
@@ -93,7 +98,7 @@ def test_what_is_plain_at_any_geometry(geometry):
 
 
 def test_requests_of_unequal_length():
-    """One long conversation beside many short ones costs at least what it costs alone, and hardly as much as sixteen of them."""
+    """One long conversation beside many short ones costs at least what it does alone, and hardly as much as sixteen."""
     prefix, new = [131072, *[2048] * 15], [128, *[16] * 15]
     for us in (H200.direct_us, lambda *x: H200.dequantized_us(*x, CAPACITY)):
         both, alone = us(prefix, new, QWEN), us(prefix[:1], new[:1], QWEN)

@@ -84,7 +84,7 @@ def test_activations_and_back(kind, head_dim):
     pool.row_history_end[0] = 3 * PAGE_SIZE
     plan = torch.tensor([[0, 2, 0, 64], [0, 1, 64, 17]], dtype=torch.int32, device=DEVICE)
     out = torch.zeros(2, 2 * PAGE_SIZE, 1, head_dim, dtype=torch.bfloat16, device=DEVICE)
-    gather_pages(*out, int64(0), plan, **ops._stored(0))
+    gather_pages(*out, int64(0), plan, *ops._stored(0))
     for got, back in zip(out, format.dequantize_pages(want)):
         back = back.bfloat16().squeeze(1)
         assert torch.equal(got[:64, 0], back[0]) and torch.equal(got[64:81, 0], back[1][:17])

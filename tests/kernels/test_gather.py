@@ -13,7 +13,7 @@ from sglang_kvq.config import PAGE_SIZE
 from sglang_kvq.formats.pack import unpack_codes
 from sglang_kvq.kernels import gather_two_bits
 from sglang_kvq.kernels.decode import is_two_bit
-from sglang_kvq.kernels.gather import gather_pages
+from sglang_kvq.kernels.gather import PageRead, gather_pages
 from tests.kernels.scene import HEADS, Heads, int64, make_scene
 from tests.kernels.test_unpack import OPERATIONS, execute, words
 
@@ -24,9 +24,9 @@ def test_pages_are_what_they_hold(heads):
     scene = make_scene(heads, [64 * 6 + 5, 64 * 5])
     pool, ops = scene.pool, scene.ops()[0]
     assert is_two_bit(ops._records[0], heads.head_dim) == (heads.group == min(heads.head_dim, 128))
-    plan = [(1, 2, 64, 64), (0, 3, 0, 64), (0, 0, 140, 20), (0, 2, 160, 33), (1, 1, 193, 1)]
+    plan = [PageRead(*x) for x in ((1, 2, 64, 64), (0, 3, 0, 64), (0, 0, 140, 20), (0, 2, 160, 33), (1, 1, 193, 1))]
     out = torch.full((2, 256, heads.kv, heads.head_dim), 7.0, dtype=torch.bfloat16, device=scene.rows.device)
-    gather_pages(*out, int64(1, 2), torch.tensor(plan, dtype=torch.int32, device=out.device), **ops._stored(0))
+    gather_pages(*out, int64(1, 2), torch.tensor(plan, dtype=torch.int32, device=out.device), *ops._stored(0))
     want = torch.full_like(out, 7.0)
     for request, index, at, count in plan:
         page = int(pool.req_to_token[request + 1, index * PAGE_SIZE]) // PAGE_SIZE

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from sglang_kvq.config import PAGE_SIZE
-from sglang_kvq.kernels.plan import FIELDS, HISTORY_COST, LEAST_WORK, OVERLAY_COST, OVERLAY_TILE, split_work
+from sglang_kvq.kernels.plan import FIELDS, HISTORY_COST, LEAST_WORK, OVERLAY_COST, OVERLAY_TILE, Item, split_work
 from tests.kernels.scene import DEVICE
 
 TILE = OVERLAY_TILE.value
@@ -23,7 +23,8 @@ def plan(lengths, sinks, ends, count):
     spans = torch.full((batch, 2), 1 << 20, dtype=torch.int32, device=DEVICE)
     tables = [x.to(DEVICE) for x in (ids, *tables)]
     split_work(items, spans, order.to(DEVICE), torch.tensor(lengths, device=DEVICE), *tables)
-    return items.tolist(), spans.tolist(), order.tolist(), ids[order].tolist()
+    items = [Item(*row[: len(Item._fields)]) for row in items.tolist()]
+    return items, spans.tolist(), order.tolist(), ids[order].tolist()
 
 
 def work(length: int, sink: int, end: int) -> tuple[range, int]:
@@ -63,27 +64,29 @@ def test_every_page_is_in_one_item(lengths, sinks, ends, count):
     items, spans, rows, ids = plan(lengths, sinks, ends, count)
     shapes = [work(*request) for request in zip(lengths, sinks, ends)]
     costs = []
-    place = 0
+    expected = 0  # the next item
     for request, ((first, parts), (history, tiles)) in enumerate(zip(spans, shapes)):
-        assert first == place and parts >= 1
+        assert first == expected and parts >= 1
         pages, overlays = [], []
         for item in items[first : first + parts]:
-            owner, first_page, last_page, first_tile, last_tile, begin, end, row, length, *named = item[:11]
-            assert owner == request and (begin, end) == (history.start, history.stop)
-            assert (row, length) == (rows[request], lengths[request])
-            if first_page < last_page:
-                assert named == [ids[request][min(first_page + n, last_page - 1)] for n in range(2)]
-            assert first_page < last_page or first_tile < last_tile, "an item without work"
-            pages += range(first_page, last_page)
-            overlays += range(first_tile, last_tile)
-            costs.append(HISTORY_COST.value * (last_page - first_page) + OVERLAY_COST.value * (last_tile - first_tile))
+            assert item.request == request
+            assert (item.history, item.history_end) == (history.start, history.stop)
+            assert (item.row, item.length) == (rows[request], lengths[request])
+            mine, tiles_of_item = range(item.first_page, item.last_page), range(item.first_tile, item.last_tile)
+            if mine:
+                assert item.page_a == ids[request][mine[0]]
+                assert item.page_b == ids[request][min(mine[0] + 1, mine[-1])]
+            assert mine or tiles_of_item, "an item without work"
+            pages += mine
+            overlays += tiles_of_item
+            costs.append(HISTORY_COST.value * len(mine) + OVERLAY_COST.value * len(tiles_of_item))
         assert pages == list(history) and overlays == list(range(tiles))
-        place += parts
-    assert place <= count and all(item[0] == -1 for item in items[place:])
+        expected += parts
+    assert expected <= count and all(item.request == -1 for item in items[expected:])
 
     # The least unit of work that fits: one less would take more items than there are.
     total = [HISTORY_COST.value * len(history) + OVERLAY_COST.value * tiles for history, tiles in shapes]
     fits = lambda unit: sum(-(-x // unit) for x in total) <= count  # noqa: E731
     unit = next(unit for unit in range(LEAST_WORK.value, max(*total, LEAST_WORK.value, 0) + 1) if fits(unit))
-    assert place == sum(-(-x // unit) for x in total)
+    assert expected == sum(-(-x // unit) for x in total)
     assert max(costs) <= unit + 2 * HISTORY_COST.value + OVERLAY_COST.value

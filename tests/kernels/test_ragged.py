@@ -85,10 +85,10 @@ def test_every_query_meets_every_key_once(seed):
         owners = [i for i, s in enumerate(starts) if begin <= s < end]
         queries = [(i, prefix[i] + t) for i in owners for t in range(new[i])]
         if call.causal:
-            places = range(size) if call.places is None else call.places.tolist()
-            for place, query in zip(places, queries, strict=True):
-                assert rows[place] is None
-                rows[place] = query
+            positions = range(size) if call.positions is None else call.positions.tolist()
+            for position, query in zip(positions, queries, strict=True):
+                assert rows[position] is None
+                rows[position] = query
         assert None not in rows
         at = 0
         for i, q_len, kv_len in zip(owners, call.q_lens, call.kv_lens, strict=True):

@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 import torch
 
+from sglang_kvq.attention import oracle
 from sglang_kvq.attention.extend_costs import Geometry
-from sglang_kvq.attention.short_extend import ShortExtends
+from sglang_kvq.attention.short_extend import AS_MEASURED, ShortExtends
 from sglang_kvq.attention.triton_ops import TritonOps
 from sglang_kvq.config import PAGE_SIZE
 from sglang_kvq.formats.pack import unpack_codes
 from sglang_kvq.kernels import extend_history
-from sglang_kvq.kernels.extend import NARROW, WIDE, extend_launch, plan_extend
+from sglang_kvq.kernels.extend import NARROW, WIDE, Item, extend_launch, plan_extend
 from tests import device_waits
 from tests.kernels.scene import HEADS, LAYERS, ON_GPU, Heads, Scene, assert_close, make_scene, randn
 from tests.kernels.test_extend import make_batch
@@ -43,33 +44,6 @@ if ON_GPU:
     }
 
 
-def stored(scene: Scene, layer: int, row: int, length: int) -> torch.Tensor:
-    """float64 ``[2, kv_heads, length, D]``, keys and values, records not rounded."""
-    pool = scene.pool
-    pages = pool.req_to_token[row, :length:PAGE_SIZE].long() // PAGE_SIZE
-    start = torch.arange(len(pages), device=pages.device) * PAGE_SIZE
-    coded = (start >= pool.row_sink_end[row]) & (start < pool.row_history_end[row])
-    both = pool.overlays[layer, pool.page_slot[pages].clamp(min=0).long()].double()  # [n, 2, H, PAGE, D]
-    values = pool.formats[layer].dequantize_pages(pool.records[layer][pages])
-    both = torch.where(coded[:, None, None, None, None], torch.stack(values, 1).double(), both)
-    return both.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :length]
-
-
-def exact(scene: Scene, layer: int, q, k, v, batch) -> torch.Tensor:
-    """float64 attention of all new tokens."""
-    out, start = torch.empty(q.shape, dtype=torch.float64, device=q.device), 0
-    for row, prefix, new in zip(batch.rows.tolist(), batch.prefix_lens, batch.new_lens):
-        span = slice(start, start + new)
-        k_old, v_old = stored(scene, layer, row, prefix)
-        keys = torch.cat([k_old, k[span].double().transpose(0, 1)], 1).repeat_interleave(scene.heads.gqa_group, 0)
-        values = torch.cat([v_old, v[span].double().transpose(0, 1)], 1).repeat_interleave(scene.heads.gqa_group, 0)
-        x = torch.einsum("thd,hnd->htn", q[span].double(), keys) * scene.scale
-        future = torch.ones(new, prefix + new, dtype=torch.bool, device=q.device).triu(prefix + 1)
-        out[span] = torch.einsum("htn,hnd->thd", x.masked_fill(future, float("-inf")).softmax(-1), values)
-        start += new
-    return out
-
-
 def check(scene: Scene, lens, short=ANY, layers=range(LAYERS), scale=1.0) -> TritonOps:
     scene.rows = torch.arange(1, len(lens) + 1, device=scene.rows.device)  # a prefix of 0 is no padding here
     ops = TritonOps(scene.pool, scene.ops()[0].rotations, scene.heads.q, 1, short=short)
@@ -80,8 +54,9 @@ def check(scene: Scene, lens, short=ANY, layers=range(LAYERS), scale=1.0) -> Tri
     for layer in layers:
         got = ops.extend(layer, q, k, v, batch, scene.scale)
         assert got.dtype == torch.bfloat16
-        assert_close(f"layer {layer}", got.double(), exact(scene, layer, q, k, v, batch), BOUND)
-    assert ops._planned_short is not None and ops._planned is None, "another kernel was used"
+        want = oracle.extend(scene.pool, layer, q, k, v, batch, scene.scale)
+        assert_close(f"layer {layer}", got.double(), want, BOUND)
+    assert ops._extend_plans.short is not None and ops._extend_plans.slabs is None, "another kernel was used"
     return ops
 
 
@@ -190,40 +165,44 @@ def test_the_assembly_gives_codes_times_scale_plus_zero(monkeypatch):
 @pytest.mark.parametrize("seed", range(60))
 def test_every_row_meets_every_key_once(seed):
     draw = random.Random(seed)
-    shared, rows, wave = draw.choice([1, 3, 4, 5, 16]), draw.choice([16, 64, 128]), draw.choice([1, 5, 33, 400])
+    gqa_group, rows, wave = draw.choice([1, 3, 4, 5, 16]), draw.choice([16, 64, 128]), draw.choice([1, 5, 33, 400])
     lens = [
         (draw.choice([0, 1, 64, draw.randrange(9000)]), draw.choice([0, 1, 64, draw.randint(1, 300)])) for _ in range(7)
     ]
     lens.append((draw.randrange(3000), 1))
     prefix, new = map(list, zip(*lens))
-    plan = plan_extend(prefix, new, shared, rows, wave)
+    plan = plan_extend(prefix, new, gqa_group, rows, wave)
     starts = np.cumsum([0, *new])
     met: dict[tuple[int, int], list] = {}
     taken = set()
-    for request, start, count, first_row, first, last, stored_tokens, begin, parts, part in plan.items.tolist():
-        assert (start, count, stored_tokens) == (starts[request], new[request], prefix[request])
-        for row in range(first_row, min(first_row + rows, count * shared)):
-            token = row // shared
-            at, many = plan.spans[start + token]
-            assert many == parts
-            if parts > 1:  # else it has the whole row
-                partial = begin + token * parts + part
-                assert (partial, row % shared) not in taken and partial < plan.partials
-                taken.add((partial, row % shared))
-                assert at <= partial < at + many
-            met.setdefault((request, row), []).append((first, last))
-    assert len(taken) == plan.partials * shared, "a partial result that nothing writes"
+    for item in (Item(*fields) for fields in plan.items.tolist()):
+        request = item.request
+        assert (item.start, item.new, item.prefix) == (starts[request], new[request], prefix[request])
+        for row in range(item.first_row, min(item.first_row + rows, item.new * gqa_group)):
+            token = row // gqa_group
+            first, many = plan.spans[item.start + token]
+            assert many == item.parts
+            if many > 1:  # else it has the whole row
+                partial = item.begin + token * many + item.part
+                assert (partial, row % gqa_group) not in taken and partial < plan.partials
+                taken.add((partial, row % gqa_group))
+                assert first <= partial < first + many
+            met.setdefault((request, row), []).append((item.first, item.last))
+    assert len(taken) == plan.partials * gqa_group, "a partial result that nothing writes"
     for request, (stored_tokens, count) in enumerate(lens):
-        for row in range(count * shared):
+        for row in range(count * gqa_group):
             seen = [unit for first, last in sorted(met[request, row]) for unit in range(first, last)]
             pages = -(-stored_tokens // PAGE_SIZE)
-            assert seen == list(range(len(seen))) and len(seen) * PAGE_SIZE >= (pages * PAGE_SIZE + row // shared + 1)
+            assert seen == list(range(len(seen))) and len(seen) * PAGE_SIZE >= (
+                pages * PAGE_SIZE + row // gqa_group + 1
+            )
 
 
 def test_a_long_prefix_fills_the_gpu_once():
     plan = plan_extend([131072], [16], 4, 64, 33)
     assert len(plan.items) == 33
-    sizes = plan.items[:, 5] - plan.items[:, 4]
+    items = Item(*plan.items.T)
+    sizes = items.last - items.first
     assert sizes.max() - sizes.min() <= 1 and sizes.sum() == 2049
     assert len(plan_extend([16384] * 8, [64] * 8, 4, 128, 16).items) in (16, 32, 48)
     assert plan_extend([0], [0], 4, 64, 33).partials == 0
@@ -232,7 +211,7 @@ def test_a_long_prefix_fills_the_gpu_once():
 def test_which_batches_are_short():
     """``test_extend_costs.py`` has the measured points; here is what does not depend on them."""
     geometry = Geometry(32, 8, 128, 132)
-    suits = lambda prefix, new, short=ShortExtends(), two_bit=True: short.suits(  # noqa: E731
+    suits = lambda prefix, new, short=AS_MEASURED, two_bit=True: short.suits(  # noqa: E731
         prefix, new, geometry, two_bit=two_bit, capacity=65536, flashinfer=True
     )
     assert suits([32768], [16]) and suits([32768, 500], [16, 1]) and not suits([8192], [512])

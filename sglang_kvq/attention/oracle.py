@@ -1,0 +1,85 @@
+"""Attention over a page pool in float64, on the codes as stored: what tests and benchmarks hold kernels against.
+
+Nothing is rounded, unlike in ``ReferenceOps``, whose stored keys and values are BF16.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from sglang_kvq.attention.base import ExtendBatch
+from sglang_kvq.cache.pool import PagePool
+from sglang_kvq.config import PAGE_SIZE
+
+
+def stored(
+    pool: PagePool, layer: int, row: int, length: int, heads: slice = slice(None)
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A row's first ``length`` keys and values, float64 ``[heads, length, D]``, of these KV heads.
+
+    A page without an overlay outside the history reads slot 0, as padding does.
+    """
+    pages = pool.req_to_token[row, :length:PAGE_SIZE].long() // PAGE_SIZE
+    start = torch.arange(len(pages), device=pool.device) * PAGE_SIZE
+    coded = ((start >= pool.row_sink_end[row]) & (start < pool.row_history_end[row]))[:, None, None, None]
+    slots = pool.page_slot[pages].clamp(min=0).long()
+    overlays = pool.overlays[layer][:, :, heads][slots]  # [n, 2, heads, PAGE, D]
+    values = pool.formats[layer].dequantize_pages(pool.records[layer][:, heads][pages])
+    k, v = (
+        torch.where(coded, x.double(), overlays[:, i].double()).transpose(0, 1).flatten(1, 2)[:, :length]
+        for i, x in enumerate(values)
+    )
+    return k, v
+
+
+def decode(
+    pool: PagePool, layer: int, q: torch.Tensor, rows: torch.Tensor, seq_lens: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """``AttentionOps.decode``: q ``[B, q_heads, D]`` over everything its row stores; float64 ``[B, q_heads, D]``."""
+    out = torch.empty(q.shape, dtype=torch.float64, device=q.device)
+    for i, (row, length) in enumerate(zip(rows.tolist(), seq_lens.tolist())):
+        out[i] = _attend(pool, layer, row, length, q[i : i + 1], None, None, scale)[0]
+    return out
+
+
+def extend(
+    pool: PagePool, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: ExtendBatch, scale: float
+) -> torch.Tensor:
+    """``AttentionOps.extend``: float64 ``[T, q_heads, D]``."""
+    out, start = torch.empty(q.shape, dtype=torch.float64, device=q.device), 0
+    for row, prefix, new in zip(batch.rows.tolist(), batch.prefix_lens, batch.new_lens):
+        mine = slice(start, start + new)
+        out[mine] = extend_row(pool, layer, row, prefix, q[mine], k[mine], v[mine], scale)
+        start += new
+    return out
+
+
+def extend_row(
+    pool: PagePool, layer: int, row: int, prefix: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """``extend`` of one request: q ``[new, q_heads, D]`` over its row's prefix and, causally, k and v."""
+    return _attend(pool, layer, row, prefix, q, k, v, scale)
+
+
+def _attend(
+    pool: PagePool,
+    layer: int,
+    row: int,
+    length: int,
+    q: torch.Tensor,
+    k: torch.Tensor | None,
+    v: torch.Tensor | None,
+    scale: float,
+) -> torch.Tensor:
+    """Queries ``[n, q_heads, D]`` over the row's tokens and, causally, over new ones; head by head, to save memory."""
+    out = torch.empty(q.shape, dtype=torch.float64, device=q.device)
+    future = torch.ones(len(q), length + (0 if k is None else len(q)), dtype=torch.bool, device=q.device)
+    future = future.triu(length + 1)
+    for head, group in enumerate(torch.arange(q.shape[1]).chunk(pool.kv_heads)):
+        keys, values = (x[0] for x in stored(pool, layer, row, length, slice(head, head + 1)))
+        if k is not None and v is not None:
+            keys, values = torch.cat([keys, k[:, head].double()]), torch.cat([values, v[:, head].double()])
+        for h in group.tolist():
+            x = (q[:, h].double() @ keys.T * scale).masked_fill(future, float("-inf"))
+            out[:, h] = x.softmax(-1) @ values
+    return out

@@ -1,0 +1,50 @@
+"""Which launches of a decode step overlap which."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("triton")
+
+from sglang_kvq.attention.step_order import StepOrder
+from sglang_kvq.kernels.common import NO_OVERLAP, Overlap
+
+BOTH = Overlap(early=True, lets_next=True)
+
+
+def test_a_step_of_three_layers():
+    """Nothing is early right behind the plan; from then on everything is."""
+    order = StepOrder(possible=True)
+    order.plan()
+    assert order.rotate() == Overlap(early=False, lets_next=True)
+    for _ in range(2):
+        assert order.attend() == BOTH
+        assert order.merge() == Overlap(early=True)
+        assert order.rotate() == BOTH
+
+
+def test_every_step_begins_anew():
+    order = StepOrder(possible=True)
+    for _ in range(2):
+        order.plan()
+        assert not order.rotate().early
+        assert order.attend().early
+
+
+def test_attention_waits_for_whatever_is_not_a_rotation():
+    order = StepOrder(possible=True)
+    assert not order.attend().early, "nothing is known of what was launched before"
+    order.plan()
+    assert not order.attend().early, "behind the plan"
+    order.merge()
+    assert not order.attend().early, "behind another layer"
+    order.rotate()
+    order.plan()
+    assert not order.attend().early, "a rotation of the step before"
+
+
+def test_nothing_overlaps_where_the_device_cannot():
+    order = StepOrder(possible=False)
+    order.plan()
+    for _ in range(2):
+        assert [order.rotate(), order.attend(), order.merge()] == [NO_OVERLAP] * 3

@@ -1,0 +1,71 @@
+"""Kernel arguments that belong together, each one named tuple: in a launch, in kernels and in what these call.
+
+A tuple's integers are specialised as arguments are, whatever ``do_not_specialize`` says: what varies from launch to
+launch and must not be compiled for is no member of one.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+
+class View(NamedTuple):
+    """A tensor ``[tokens, heads, D]`` whose last axis is contiguous.
+
+    Attributes:
+        data: its beginning; in kernels a pointer, perhaps advanced to what a program is about.
+        token, head: strides in elements.
+    """
+
+    data: torch.Tensor
+    token: int
+    head: int
+
+
+def view(x: torch.Tensor) -> View:
+    return View(x, x.stride(0), x.stride(1))
+
+
+class Stored(NamedTuple):
+    """What one layer has stored, and the tables that say where (``PagePool``'s).
+
+    Attributes:
+        records: uint8 ``[pages + 1, kv_heads, record.bytes]``.
+        overlays: BF16 ``[slots + 1, 2, kv_heads, PAGE_SIZE, D]``.
+        page_slot: int32 ``[pages + 1]``, -1 for a page without an overlay.
+        row_pages: int32 ``[rows, pages]``; pages_row: its row's length in elements.
+        row_sink_end, row_history_end: int32 ``[rows]``.
+    """
+
+    records: torch.Tensor
+    overlays: torch.Tensor
+    page_slot: torch.Tensor
+    row_pages: torch.Tensor
+    pages_row: int
+    row_sink_end: torch.Tensor
+    row_history_end: torch.Tensor
+
+
+@triton.jit
+def load_fields(address, COUNT: tl.constexpr):
+    """COUNT integers one behind the other, as a tuple."""
+    fields = ()
+    for n in tl.static_range(COUNT):
+        fields += (tl.load(address + n),)
+    return fields
+
+
+@triton.jit
+def store_fields(address, fields, mask):
+    """What ``load_fields`` reads; addresses and fields may be tensors."""
+    for n in tl.static_range(len(fields)):
+        tl.store(address + n, fields[n], mask=mask)
+
+
+def field_count(kind: Any) -> tl.constexpr:
+    """How many fields a named tuple has, for kernels."""
+    return tl.constexpr(len(kind._fields))

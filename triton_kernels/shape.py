@@ -1,0 +1,92 @@
+"""What kernels know of heads and head_dim when they are compiled: one constant argument, as ``codes.Record`` is.
+
+Where such a constant's attribute stands in a tensor's shape or a tuple, Triton 3.6 wants it named first:
+``D: tl.constexpr = SHAPE.D``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import triton
+
+
+@dataclass(frozen=True, eq=False)  # there is one of each, see shape_of: found by identity in every launch
+class Shape:
+    """Heads of an attention layer on one worker; capitals, as constants in kernels are.
+
+    Attributes:
+        Q_HEADS, KV_HEADS: of this worker.
+        D: head_dim.
+    """
+
+    Q_HEADS: int
+    KV_HEADS: int
+    D: int
+
+    @property
+    def GQA_GROUP(self) -> int:
+        """Query heads of a KV head."""
+        return self.Q_HEADS // self.KV_HEADS
+
+    @property
+    def HEADS(self) -> int:
+        """Columns of a product with the query heads of a KV head; two of each head make an INT8 product's eight."""
+        return max(4, triton.next_power_of_2(self.GQA_GROUP))
+
+    @property
+    def HP(self) -> int:
+        """KV heads, padded."""
+        return triton.next_power_of_2(self.KV_HEADS)
+
+    @property
+    def DP(self) -> int:
+        """D, padded."""
+        return triton.next_power_of_2(self.D)
+
+    @property
+    def D4(self) -> int:
+        """Dims of a plane (``formats.pack``), hence bytes of a token's two lower bits."""
+        return self.D // 4
+
+    @property
+    def JP(self) -> int:
+        """D4, padded; at least as long as a product's."""
+        return max(16, triton.next_power_of_2(self.D4))
+
+    @property
+    def INT8_JP(self) -> int:
+        """D4, padded; at least as long as an INT8 product's."""
+        return max(32, triton.next_power_of_2(self.D4))
+
+    @property
+    def CP(self) -> int:
+        """A quarter of D4, padded: a plane's channels in a work item of ``quantize``."""
+        return triton.next_power_of_2(self.D4 // 4)
+
+    @property
+    def WORDS(self) -> int:
+        """Words of two BF16 dims in a plane, padded."""
+        return triton.next_power_of_2(self.D // 8)
+
+    @property
+    def DIMS(self) -> int:
+        """Dims of V that a program accumulates: no more than its registers hold."""
+        return value_dims(self.D)
+
+    @property
+    def VP(self) -> int:
+        """DIMS, padded."""
+        return triton.next_power_of_2(self.DIMS)
+
+
+@cache
+def shape_of(kv_heads: int, head_dim: int, q_heads: int | None = None) -> Shape:
+    """The constants of a geometry, one object of each; without q_heads for kernels that see no queries."""
+    return Shape(kv_heads if q_heads is None else q_heads, kv_heads, head_dim)
+
+
+def value_dims(head_dim: int) -> int:
+    """``Shape.DIMS``."""
+    return min(head_dim, 128)

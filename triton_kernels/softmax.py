@@ -1,0 +1,50 @@
+"""Online softmax: what kernels that attend carry from one tile of keys to the next, in base 2."""
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+from sglang_kvq.kernels.common import dot, to_bf16
+
+#: Scores are multiplied by it and the softmax's scale.
+LOG2E = 1.4426950408889634
+#: The score of what is not seen.
+NEVER = tl.constexpr(-1e30)
+
+
+class Softmax(NamedTuple):
+    """Of every row (or column) the state after some keys.
+
+    Attributes:
+        acc: float32, sum of p v; the largest score's p is 1.
+        total: float32, sum of p.
+        top: float32, the largest score.
+    """
+
+    acc: tl.tensor
+    total: tl.tensor
+    top: tl.tensor
+
+
+@triton.jit
+def no_keys(ROWS: tl.constexpr, DIMS: tl.constexpr):
+    """The state of ROWS rows before the first key."""
+    return Softmax(tl.zeros([ROWS, DIMS], tl.float32), tl.zeros([ROWS], tl.float32), tl.full([ROWS], NEVER, tl.float32))
+
+
+@triton.jit
+def scores(q, k, ROWS: tl.constexpr, KEYS: tl.constexpr):
+    """q k, float32 [ROWS, KEYS], of q [ROWS, dims] and k [KEYS, dims]."""
+    return dot(q, tl.trans(k), tl.zeros([ROWS, KEYS], tl.float32))
+
+
+@triton.jit
+def attend(state, q, k, v, seen, scale_log2, ROWS: tl.constexpr, KEYS: tl.constexpr):
+    """Add BF16 keys k [KEYS, dims] and values v [KEYS, VP], where seen [ROWS or 1, KEYS]."""
+    x = tl.where(seen, scores(q, k, ROWS, KEYS), NEVER)
+    top = tl.maximum(state.top, tl.max(x, 1) * scale_log2)
+    decay = tl.exp2(state.top - top)
+    p = tl.exp2(x * scale_log2 - top[:, None])
+    total = state.total * decay + tl.sum(p, 1)
+    return Softmax(dot(to_bf16(p), v, state.acc * decay[:, None]), total, top)
