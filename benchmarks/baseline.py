@@ -58,7 +58,7 @@ def prefill_us(
     batch: int = 1,
     backends: tuple[str, ...] = ("auto",),
 ) -> float | None:
-    """Causal prefill: q BF16 ``[batch * new, q_heads, D]``, the last tokens of ``context`` each; of the fastest backend."""
+    """Causal prefill of q BF16 ``[batch * new, q_heads, D]``, the last tokens of ``context`` each, by the fastest."""
     if version() is None:
         return None
     import flashinfer

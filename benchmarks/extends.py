@@ -6,8 +6,8 @@
     python benchmarks/extends.py --fit quick.json                            # constants of attention/extend_costs.py
     python benchmarks/extends.py --fit benchmarks/results/kernels_h200.json  # those in use
 
-Where FlashInfer is not installed, --quick does without it. A way whose result differs from float64 on the same codes has no
-time: --quick and --sweep say so and go on, the grid ends.
+Where FlashInfer is not installed, --quick does without it. A way whose result differs from float64 on the same codes
+has no time: --quick and --sweep say so and go on, the grid ends.
 """
 
 from __future__ import annotations
@@ -27,7 +27,10 @@ import numpy as np
 import torch
 
 from benchmarks import baseline, record
-from benchmarks.kernels import ANY_EXTEND, BACKENDS, KV_HEADS, Q_HEADS, D, ShortShape, Timer, make_pool, row_of
+from benchmarks.kernel_bench.extend import BACKENDS
+from benchmarks.kernel_bench.rows import row_of
+from benchmarks.kernel_bench.shapes import ANY_EXTEND, KV_HEADS, Q_HEADS, D, ShortShape, make_pool
+from benchmarks.kernel_bench.timer import Timer
 from sglang_kvq.attention.base import LayerRotations
 from sglang_kvq.attention.extend_costs import Geometry, dequantized_terms, direct_terms, fit
 from sglang_kvq.attention.ragged import RaggedPrefill, workspace_tokens
@@ -35,7 +38,7 @@ from sglang_kvq.attention.short_extend import ShortExtends
 from sglang_kvq.attention.triton_ops import TritonOps
 from sglang_kvq.config import PAGE_SIZE
 from sglang_kvq.kernels.extend import NARROW, ExtendLaunch
-from sglang_kvq.kernels.gather import gather_pages
+from sglang_kvq.kernels.gather import PageRead, gather_pages
 
 REQUESTS = (1, 4, 8, 16, 32, 64)
 NEW = (16, 32, 64, 128, 256, 512)
@@ -100,7 +103,8 @@ def compiled(shorts: dict[str, ShortExtends], timer: Timer, backends: tuple[str,
     tiny = ShortShape(1, 16, 2048)
     for name, short in shorts.items():
         print(f"{name}: {measured(tiny, timer, short, None)} us for {tiny.name}", flush=True)
-    if any([x.wait() for x in builds]):
+    statuses = [x.wait() for x in builds]
+    if any(statuses):
         raise SystemExit("FlashInfer does not build here; see above.")
     print(f"compiled after {time.monotonic() - begin:.0f} s", flush=True)
 
@@ -219,10 +223,12 @@ def gathers(timer: Timer) -> list[dict]:
         pool = make_pool([tokens])
         k, v = torch.empty(2, tokens, KV_HEADS, D, dtype=torch.bfloat16, device="cuda")
         index = torch.arange(tokens // PAGE_SIZE, dtype=torch.int32, device="cuda")
-        pages = torch.stack([torch.zeros_like(index), index, index * PAGE_SIZE, torch.full_like(index, PAGE_SIZE)], 1)
+        count = torch.full_like(index, PAGE_SIZE)
+        reads = PageRead(request=torch.zeros_like(index), index=index, first=index * PAGE_SIZE, count=count)
+        pages = torch.stack(reads, 1)
         stored = TritonOps(pool, LayerRotations(), Q_HEADS, 1)._stored(0)
         row = torch.tensor([1], device="cuda")
-        us = timer(lambda: gather_pages(k, v, row, pages, **stored))  # noqa: B023
+        us = timer(lambda: gather_pages(k, v, row, pages, *stored))  # noqa: B023
         rows.append({"kernel": "gather", "tokens": tokens, "us": round(us, 1)})
         print(f"gather of {tokens}: {us:.1f} us, {tokens * KV_HEADS * D * 4 / us / 1e3:.0f} GB/s written", flush=True)
     return rows

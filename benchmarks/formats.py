@@ -3,8 +3,8 @@
     python benchmarks/formats.py --out benchmarks/results/kernels_h200.json
 
 Codes other than uniform 2-bit ones take more instructions per element, and more heads to a KV head or wider heads more
-registers: this shows what each costs. Rows are added to the file as ``decode (...)``; ``bandwidth_fraction`` counts the bytes of
-that format. ``--sweep`` compares ways to launch instead, for ``decode.decode_launch``:
+registers: this shows what each costs. Rows are added to the file as ``decode (...)``; ``bandwidth_fraction`` counts
+the bytes of that format. ``--sweep`` compares ways to launch instead, for ``decode.decode_launch``:
 
     python benchmarks/formats.py --sweep --out benchmarks/results/launches_h200.json
 """
@@ -21,7 +21,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 
 from benchmarks import baseline, record
-from benchmarks.kernels import KV_HEADS, Q_HEADS, D, DecodeShape, Timer, copy_bandwidth, row_of, show
+from benchmarks.kernel_bench.rows import row_of, show
+from benchmarks.kernel_bench.shapes import KV_HEADS, Q_HEADS, D, DecodeShape
+from benchmarks.kernel_bench.timer import Timer, copy_bandwidth
 from sglang_kvq.formats.page import PageFormat
 from sglang_kvq.kernels.codes import record_of
 from sglang_kvq.kernels.decode import DecodeLaunch, decode_launch
@@ -91,7 +93,7 @@ def rows_of(timer: Timer, bandwidth: float, cases: list[Case], compare: bool):
 
 
 def sweep(timer: Timer, cases: list[Case]):
-    """Print microseconds by stages, registers and programs per SM; the launch in use is marked. Yields a row of each."""
+    """Print microseconds by stages, registers and programs per SM, the launch in use marked; yield a row of each."""
     for case in cases:
         used = decode_launch(case.head_dim, case.q_heads // case.kv_heads, record_of(case.format))
         launches = {DecodeLaunch(stages, n, 65536 // (32 * n)) for n in REGISTERS for stages in {2, used.stages}} | {
@@ -121,9 +123,8 @@ def main() -> None:
     args = parser.parse_args()
     cases = [case for case in CODES + GEOMETRIES if args.only in case.name]
     if not cases:
-        parser.error(
-            f"--only {args.only}: no case has that in its name; there are {', '.join(c.name for c in CODES + GEOMETRIES)}"
-        )
+        names = ", ".join(case.name for case in CODES + GEOMETRIES)
+        parser.error(f"--only {args.only}: no case has that in its name; there are {names}")
     torch.manual_seed(0)
     timer = Timer(args.repeats)
     if args.sweep:

@@ -1,4 +1,4 @@
-"""What a planned decode step costs around attention: planned by kernels, and by torch operations, at Qwen3-8B's geometry.
+"""What a planned decode step costs around attention, planned by kernels and by torch, at Qwen3-8B's geometry.
 
     python benchmarks/plan.py --out benchmarks/results/kernels_h200.json
 
@@ -23,7 +23,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks import record
-from benchmarks.kernels import FORMAT, KV_HEADS, Q_HEADS, RECENT, SINK, row_of
+from benchmarks.kernel_bench.rows import row_of
+from benchmarks.kernel_bench.shapes import FORMAT, KV_HEADS, Q_HEADS, RECENT, SINK
 from sglang_kvq.attention.base import LayerRotations
 from sglang_kvq.attention.triton_ops import TritonOps
 from sglang_kvq.cache.pool import PagePool

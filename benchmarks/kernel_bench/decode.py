@@ -1,0 +1,112 @@
+"""Decode steps: attention and merge, and what a step does besides."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from benchmarks import baseline
+from benchmarks.kernel_bench.rows import row_of
+from benchmarks.kernel_bench.shapes import FORMAT, KV_HEADS, Q_HEADS, D, DecodeShape, checked, make_pool
+from benchmarks.kernel_bench.timer import Timer
+from sglang_kvq.attention.base import LayerRotations
+from sglang_kvq.attention.reference import ReferenceOps
+from sglang_kvq.attention.triton_ops import TritonOps
+from sglang_kvq.cache.pool import PagePool
+from sglang_kvq.config import PAGE_SIZE
+from sglang_kvq.kernels.decode import DecodeLaunch
+
+#: Requests and tokens of each.
+DECODE = [(64, 16384), (16, 98304), (8, 32768), (32, 8192), (1, 131072), (256, 4096), (1, 1 << 20)]
+#: Ways to launch that --sweep compares: stages, registers, programs per SM.
+LAUNCHES = [
+    (2, 128, 16),
+    (2, 144, 13),
+    (2, 160, 8),
+    (2, 160, 12),
+    (2, 168, 12),
+    (3, 160, 12),
+    (3, 168, 12),
+    (3, 168, 24),
+]
+
+
+def decode_rows(timer: Timer, bandwidth: float) -> Iterator[dict]:
+    """A row per shape of ``DECODE``, and one of a batch whose lengths differ by two orders of magnitude."""
+    ragged = [int(1024 * 128 ** (i / 63)) for i in range(64)]
+    after_writes = Timer(timer.repeats, writes=True)
+    for name, lengths in [*(("decode", [context] * batch) for batch, context in DECODE), ("decode (ragged)", ragged)]:
+        shape = DecodeShape(lengths)
+        ours, error = shape.measure(timer)
+        dirty, _ = shape.measure(after_writes)
+        q, size = shape.q, shape.size
+        del shape
+        theirs, fp8 = (baseline.decode_us(timer, q, lengths, KV_HEADS, dtype) for dtype in baseline.DTYPES)
+        theirs_dirty = baseline.decode_us(after_writes, q, lengths, KV_HEADS, torch.bfloat16)
+        more = {"flashinfer_fp8_us": fp8 and round(fp8, 2), "ratio_fp8": fp8 and round(fp8 / ours, 3)}
+        more |= {
+            "after_writes_us": round(dirty, 2),
+            "flashinfer_bf16_after_writes_us": theirs_dirty and round(theirs_dirty, 2),
+        }
+        more |= {"ratio_after_writes": theirs_dirty and round(theirs_dirty / dirty, 3)}
+        fraction = size / ours / bandwidth
+        mean = sum(lengths) // len(lengths)
+        more["gb_per_s"] = round(size / ours / 1e3)
+        yield row_of(name, len(lengths), mean, ours, theirs, error, fraction, **more)
+
+
+def sweep(timer: Timer) -> None:
+    """Print microseconds by launch."""
+    launches = [DecodeLaunch(*x) for x in LAUNCHES]
+    print(
+        f"{'stages, registers, per SM':>16}"
+        + "".join(f"{f'{x.stages}, {x.registers}, {x.programs_per_sm}':>13}" for x in launches)
+    )
+    for batch, context in DECODE:
+        shape = DecodeShape([context] * batch)
+        times = [shape.measure(timer, launch)[0] for launch in launches]
+        print(f"{f'{batch} x {context}':>25}" + "".join(f"{us:13.1f}" for us in times), flush=True)
+
+
+def quantize_rows(timer: Timer, bandwidth: float, tokens: int = 8192) -> Iterator[dict]:
+    """Pages of ``tokens`` tokens, from activations (one layer) and from overlays."""
+    pages = tokens // PAGE_SIZE
+    table = torch.zeros(1, PAGE_SIZE, dtype=torch.int32, device="cuda")
+    pool = PagePool.allocate([FORMAT], kv_heads=KV_HEADS, pages=pages, slots=pages, req_to_token=table)
+    pool.overlays.normal_()
+    ops, reference = TritonOps(pool, LayerRotations(), Q_HEADS, 1), ReferenceOps(pool, LayerRotations())
+    k, v = (pool.overlays[0, 1:, i].transpose(1, 2).flatten(0, 1).contiguous() for i in range(2))
+    ids = torch.arange(1, pages + 1, device="cuda")
+    first, count = (ids - 1) * PAGE_SIZE, torch.tensor([pages], device="cuda")
+    reference.quantize_slots(ids, ids, count)
+    want = pool.records[0].clone()
+    for name, run in (
+        ("quantize_tokens", lambda: ops.quantize_tokens(0, first, ids, k, v)),
+        ("quantize_slots", lambda: ops.quantize_slots(ids, ids, count)),
+    ):
+        pool.records[0].zero_()
+        run()
+        if not torch.equal(pool.records[0][1:], want[1:]):
+            raise SystemExit(f"{name}: records differ from the reference; no speed is reported for a wrong result.")
+        us = timer(run)
+        size = tokens * KV_HEADS * (4 * D + FORMAT.record_bytes / PAGE_SIZE)
+        yield row_of(name, 1, tokens, us, None, 0.0, size / us / bandwidth, gb_per_s=round(size / us / 1e3))
+
+
+def step_rows(timer: Timer, batch: int = 64) -> Iterator[dict]:
+    """What a decode step does besides: its plan, once; rotation and storing, in each layer."""
+    pool = make_pool([1024] * batch)
+    r = torch.linalg.qr(torch.randn(1, KV_HEADS, D, D, device="cuda"))[0].contiguous()
+    rotations = LayerRotations(r, r)
+    ops, reference = TritonOps(pool, rotations, Q_HEADS, batch), ReferenceOps(pool, rotations)
+    q, k, v = (
+        torch.randn(batch, Q_HEADS + 2 * KV_HEADS, D, device="cuda").bfloat16().split([Q_HEADS, KV_HEADS, KV_HEADS], 1)
+    )
+    loc = pool.req_to_token[1:, -1].long()
+    run = lambda: ops.rotate_and_store(0, loc, q, k, v)  # noqa: E731
+    error = checked("rotate_and_store", run(), reference.rotate(0, q, k, v)[0])
+    rows = torch.arange(1, batch + 1, device="cuda")
+    lens = torch.full_like(rows, 1024)
+    yield row_of("split_work", batch, 1024, timer(lambda: ops.plan_attention(rows, lens)), None, 0.0, None)
+    yield row_of("rotate_and_store", batch, 1, timer(run), None, error, None)

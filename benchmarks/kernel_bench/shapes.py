@@ -1,0 +1,128 @@
+"""Inputs of decode steps and extends, at Qwen3-8B's geometry unless told otherwise, and what is right for them."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from benchmarks.kernel_bench.timer import Timer
+from sglang_kvq.attention import oracle
+from sglang_kvq.attention.base import ExtendBatch, LayerRotations
+from sglang_kvq.attention.extend_costs import Geometry
+from sglang_kvq.attention.ragged import RaggedPrefill
+from sglang_kvq.attention.short_extend import ShortExtends, plan_short
+from sglang_kvq.attention.triton_ops import TritonOps
+from sglang_kvq.cache.pool import PagePool
+from sglang_kvq.config import PAGE_SIZE
+from sglang_kvq.formats.page import PageFormat
+from sglang_kvq.kernels.decode import DecodeLaunch
+
+Q_HEADS, KV_HEADS, D = 32, 8, 128
+SINK, RECENT = 64, 256
+FORMAT = PageFormat(D, D, 0.96, 0.92)
+BOUND = 5e-3
+#: The kernel for short extends, whatever the batch.
+ANY_EXTEND = ShortExtends(costs=None, most_rows_unpacked=1 << 20, least_prefix=0)
+
+
+def make_pool(lengths: list[int], format: PageFormat = FORMAT, kv_heads: int = KV_HEADS) -> PagePool:
+    """A request per length on shuffled pages, with random records, sinks and windows; rows from 1."""
+    counts = [-(-length // PAGE_SIZE) for length in lengths]
+    ends = [max(SINK, (length - RECENT) // PAGE_SIZE * PAGE_SIZE) for length in lengths]
+    table = torch.zeros(len(lengths) + 1, max(counts) * PAGE_SIZE, dtype=torch.int32, device="cuda")
+    pages = (torch.randperm(sum(counts), device="cuda", dtype=torch.int32) + 1).split(counts)
+    windows = []
+    for row, (mine, end) in enumerate(zip(pages, ends), start=1):
+        tokens = (mine[:, None] * PAGE_SIZE + torch.arange(PAGE_SIZE, device="cuda")).flatten()
+        table[row, : len(tokens)] = tokens
+        windows += [mine[: SINK // PAGE_SIZE], mine[end // PAGE_SIZE :]]
+    windows = torch.cat(windows).long()
+    pool = PagePool.allocate([format], kv_heads=kv_heads, pages=sum(counts), slots=len(windows), req_to_token=table)
+    some = torch.randn(2, 64, kv_heads, PAGE_SIZE, format.head_dim, device="cuda").bfloat16()
+    records = format.quantize_pages(*some)
+    pool.records[0][1:] = records[torch.randint(len(records), (sum(counts),), device="cuda")]
+    pool.overlays.normal_()
+    pool.page_slot[windows] = torch.randperm(pool.slots, device="cuda", dtype=torch.int32) + 1
+    pool.row_sink_end[1:], pool.row_history_end[1:] = SINK, torch.tensor(ends, device="cuda")
+    pool.read_rows()
+    return pool
+
+
+def checked(name: str, got: torch.Tensor, want: torch.Tensor) -> float:
+    """Relative error; ends the run beyond the bound."""
+    error = ((got.double() - want.double()).norm() / want.double().norm()).item()
+    if not error <= BOUND:
+        raise SystemExit(
+            f"{name}: relative error {error:.1e} is beyond {BOUND}; no speed is reported for a wrong result."
+        )
+    return error
+
+
+class DecodeShape:
+    """Inputs of one batch, and what is right for its first and last request."""
+
+    def __init__(
+        self, lengths: list[int], format: PageFormat = FORMAT, q_heads: int = Q_HEADS, kv_heads: int = KV_HEADS
+    ) -> None:
+        self.lengths, batch, d = lengths, len(lengths), format.head_dim
+        self.pool = make_pool(lengths, format, kv_heads)
+        self.rows = torch.arange(1, batch + 1, device="cuda")
+        self.lens = torch.tensor(lengths, device="cuda")
+        self.scale = d**-0.5
+        self.q = torch.randn(batch, q_heads, d, device="cuda").bfloat16()
+        self.want = {i: self._exact(i) for i in {0, batch - 1}}
+        coded = int((self.pool.row_history_end[1:] - self.pool.row_sink_end[1:]).sum())
+        self.size = kv_heads * (coded * format.record_bytes // PAGE_SIZE + (sum(lengths) - coded) * 4 * d)
+
+    def measure(self, timer: Timer, launch: DecodeLaunch | None = None) -> tuple[float, float]:
+        """Microseconds and relative error."""
+        ops = TritonOps(self.pool, LayerRotations(), self.q.shape[1], len(self.lengths), launch=launch)
+        ops.plan_attention(self.rows, self.lens)
+        run = lambda: ops.decode(0, self.q, self.rows, self.lens, self.scale)  # noqa: E731
+        got = run()
+        error = max(
+            checked(f"decode {len(self.lengths)} x {max(self.lengths)}", got[i], x) for i, x in self.want.items()
+        )
+        return timer(run), error
+
+    def _exact(self, i: int) -> torch.Tensor:
+        """float64 attention of request i."""
+        mine = slice(i, i + 1)
+        return oracle.decode(self.pool, 0, self.q[mine], self.rows[mine], self.lens[mine], self.scale)[0]
+
+
+class ShortShape:
+    """Inputs of a batch of short extends, and what is right for its first and last request."""
+
+    def __init__(self, batch: int, new: int, prefix: int) -> None:
+        self.name, self.requests, self.new, self.prefix = f"{batch} x {new} after {prefix}", batch, new, prefix
+        self.pool = make_pool([prefix] * batch)
+        self.q, self.k, self.v = (
+            torch.randn(batch * new, n, D, device="cuda").bfloat16() for n in (Q_HEADS, KV_HEADS, KV_HEADS)
+        )
+        none, rows = torch.empty(0, dtype=torch.int64, device="cuda"), torch.arange(1, batch + 1, device="cuda")
+        loc = torch.arange(batch * new, device="cuda")
+        self.batch = ExtendBatch(rows, [prefix] * batch, [new] * batch, loc, none, none)
+        self.want = {}
+        for i in {0, batch - 1}:
+            mine = slice(i * new, i * new + new)
+            q, k, v = self.q[mine], self.k[mine], self.v[mine]
+            self.want[i] = oracle.extend_row(self.pool, 0, i + 1, prefix, q, k, v, D**-0.5)
+
+    def measure(
+        self, timer: Timer, short: ShortExtends | None, prefill: RaggedPrefill | None = None
+    ) -> tuple[float, float]:
+        """Microseconds and relative error."""
+        ops = TritonOps(self.pool, LayerRotations(), Q_HEADS, 1, prefill=prefill, short=short)
+        run = lambda: ops.extend(0, self.q, self.k, self.v, self.batch, D**-0.5)  # noqa: E731
+        got = run()
+        error = max(checked(f"extend {self.name}", got[i * self.new :][: self.new], x) for i, x in self.want.items())
+        return timer(run), error
+
+    def plan_us(self) -> float:
+        """Microseconds of the host, once per batch."""
+        start = time.perf_counter()
+        for _ in range(20):
+            plan_short(self.batch, ANY_EXTEND, Geometry(Q_HEADS, KV_HEADS, D, 132), self.q.device)
+        return (time.perf_counter() - start) / 20 * 1e6
