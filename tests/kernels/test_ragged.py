@@ -114,7 +114,7 @@ def compare(heads, lens, capacity, library, device, choose=lambda call: "auto"):
     for layer in range(LAYERS):
         got = ops.extend(layer, q, k, v, batch, scene.scale)
         assert_close(f"extend, layer {layer}", got, reference.extend(layer, q, k, v, batch, scene.scale), BOUND)
-    assert ops._planned is None and ops._planned_calls[1], "our own kernel was used"
+    assert ops._extend_plans.slabs is None and ops._extend_plans.calls, "our own kernel was used"
 
 
 @pytest.fixture

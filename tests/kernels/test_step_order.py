@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
-pytest.importorskip("triton")
-
 from sglang_kvq.attention.step_order import StepOrder
 from sglang_kvq.kernels.common import NO_OVERLAP, Overlap
 
