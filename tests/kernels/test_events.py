@@ -21,9 +21,9 @@ def test_more_pages_than_a_block(repeats):
     tiers.plan_extend(rows, rows * 0, everything, 0, torch.empty(0).long())
     pages = tiers.pool.req_to_token[:, ::P].long() // P
     assert int((tiers.slot_page > 0).sum()) == 300 * 6
-    place = tiers.pending.reserve_move()
+    ticket = tiers.pending.reserve_move()
     tiers.pending.free_pages(pages[1:281].flatten().repeat(repeats))
-    tiers.pending.fill_move(place, pages[1, 4:], pages[295, :5])  # the first and the last of these have overlays
+    tiers.pending.fill_move(ticket, pages[1, 4:], pages[295, :5])  # the first and the last of these have overlays
     tiers.pending.free_pages(pages[279:290].flatten().repeat(repeats))
     tiers.pending.free_rows(rows[:289].tolist())
     tiers.apply_pending()

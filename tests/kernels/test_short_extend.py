@@ -137,7 +137,7 @@ def fma_f16x2(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
     return low | high << np.uint64(16)
 
 
-def test_the_assembly_gives_codes_times_scale_plus_zero(monkeypatch):
+def test_the_assembly_gives_codes_times_scale_plus_offset(monkeypatch):
     monkeypatch.setitem(OPERATIONS, "fma.rn.f16x2", fma_f16x2)
     monkeypatch.setitem(OPERATIONS, "lop3.b32", lambda a, b, c, table: (a & b | c) * (table == 0xEA))
     count = 2000
@@ -150,15 +150,15 @@ def test_the_assembly_gives_codes_times_scale_plus_zero(monkeypatch):
         if arguments == 4:  # s, z of planes 0 and 1, then of 2 and 3; a token's own in both halves, four times
             pairs[...] = pairs[..., :1]
             operands = [x[:, [0, 0]].copy().view(np.uint32)[:, 0] for x in pairs for _ in range(4)]
-            scale, zero = pairs[[0, 0, 2, 2]], pairs[[1, 1, 3, 3]]
+            scale, offset = pairs[[0, 0, 2, 2]], pairs[[1, 1, 3, 3]]
         else:  # s of each plane, z of each plane; each token's word holds it and its neighbour
             operands = [
                 x[:, 2 * (i // 2) : 2 * (i // 2) + 2].copy().view(np.uint32)[:, 0] for x in pairs for i in range(4)
             ]
-            scale, zero = pairs[:4], pairs[4:]
+            scale, offset = pairs[:4], pairs[4:]
         got = [x.view(np.float16) for x in execute(ptx.value, 8, [packed, *operands])]  # [word, 2] each
         for plane in range(4):
-            exact = codes[:, plane] * scale[plane].astype(np.float64) + zero[plane]
+            exact = codes[:, plane] * scale[plane].astype(np.float64) + offset[plane]
             assert np.array_equal(np.concatenate(got[2 * plane : 2 * plane + 2], 1), exact.astype(np.float16))
 
 

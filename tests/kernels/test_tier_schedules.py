@@ -82,12 +82,12 @@ def test_events_keep_their_order():
     tiers = twins(rows=4, pages_each=8, slots=20)
     tiers.plan_extend(torch.tensor([1, 2]), torch.tensor([0, 0]), torch.tensor([300, 300]), 0, torch.empty(0).long())
     pages = tiers.pool.req_to_token[:, ::P].long() // P
-    place = tiers.pending.reserve_move()
+    ticket = tiers.pending.reserve_move()
     tiers.pending.free_pages(pages[1, :3])  # after the move they have no overlays
     tiers.pending.free_rows([1])
     tiers.pending.free_pages(pages[1, 2:6])  # one of them again
     tiers.pending.reserve_move()  # that turned out to be none
-    tiers.pending.fill_move(place, pages[1, :3], pages[3, :3])
+    tiers.pending.fill_move(ticket, pages[1, :3], pages[3, :3])
     tiers.pending.free_pages(pages[3, 1:2])
     own, kept = torch.cat([pages[2, :5], pages[2, :1]]), torch.cat([pages[2, :2], pages[4, 2:5], pages[4, :1]])
     tiers.pending.fill_move(tiers.pending.reserve_move(), own, kept)  # the first two stay where they are
