@@ -1,4 +1,4 @@
-"""Benchmarks, which also run from a checkout that is not installed: the package's kernels lie in a folder of another name."""
+"""Benchmarks. Importing this makes a checkout work that is not installed: its kernels' folder has another name."""
 
 import importlib.util
 import sys

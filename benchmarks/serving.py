@@ -42,6 +42,7 @@ import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -224,7 +225,7 @@ def together(streams: list[Stream]) -> list[list[tuple[float, int]]]:
 
 
 def step_ms(streams: list[Stream]) -> float:
-    steps = [(t1 - t0) / (n1 - n0) for events in together(streams) for (t0, n0), (t1, n1) in zip(events, events[1:])]
+    steps = [(t1 - t0) / (n1 - n0) for events in together(streams) for (t0, n0), (t1, n1) in pairwise(events)]
     return 1e3 * statistics.median(steps)
 
 
@@ -376,8 +377,8 @@ def main() -> None:
     flags += [] if args.cpu else ["--mem-fraction-static", args.mem_fraction_static]
     rows: dict[str, dict] = {r["scenario"]: r for r in record.read_rows(args.out)} if len(servers) == 1 else {}
     for row in rows.values():  # a row measured again has a new source
-        for field in record.SOURCE:
-            row.pop(field, None)
+        for name in record.SOURCE:
+            row.pop(name, None)
     measured = []
     with tempfile.TemporaryDirectory() as folder:
         geometry = (config["num_hidden_layers"], config["num_key_value_heads"], config["head_dim"])

@@ -39,7 +39,7 @@ def _events(folder: Path) -> list[dict]:
 
 
 def per_step(events: list[dict], steps: int, layers: int) -> dict:
-    """Microseconds per step: ``busy`` (some kernel runs), ``idle`` (none does) and, by name, ``kernels``: [us, launches].
+    """Microseconds per step: ``busy`` (some kernel runs), ``idle`` (none) and, by name, ``kernels``: [us, launches].
 
     About ``steps`` steps were asked for; the kernels that every layer launches once say how many there are.
     """

@@ -5,6 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
+import benchmarks  # noqa: F401  (a GPU host's checkout is not installed)
+
 ROOT = Path(__file__).resolve().parent.parent
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import signal
 import sys
 from collections.abc import Sequence
@@ -71,6 +72,7 @@ def parser() -> argparse.ArgumentParser:
     run.add_argument("--start-timeout", type=float, default=600.0, metavar="SECONDS")
     run.add_argument("--request-timeout", type=float, default=900.0, metavar="SECONDS")
     run.add_argument("--tokenizer", metavar="PATH", help="default: the model's, or else the server's own")
+    run.add_argument("--json", action="store_true", help="print the results as one JSON value, not as a table")
     run.add_argument("--overwrite", action="store_true", help="measure again what was measured with other settings")
 
     kl = root.add_argument_group("kl")
@@ -317,7 +319,7 @@ def finish(options: argparse.Namespace, model: str, command: list[str], failures
     content = report.collect(Store(options.out), model, command)
     path = report.write(options.out, content)
     drawn = plots.draw(content, path)
-    print(path.with_suffix(".md").read_text())
+    print((path if options.json else path.with_suffix(".md")).read_text())
     for written in (path, path.with_suffix(".md"), *(drawn or [])):
         print(f"written: {written}", file=sys.stderr)
     if drawn is None:
@@ -338,4 +340,6 @@ def write_page(options: argparse.Namespace) -> int:
     text = report.page(options.report, options.out)
     write_whole(options.out, lambda file: file.write(text))
     print(f"written: {options.out}", file=sys.stderr)
+    if options.json:
+        print(json.dumps({"page": str(options.out)}))
     return 0

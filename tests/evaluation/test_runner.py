@@ -173,7 +173,7 @@ def test_no_path_of_this_machine_in_the_report(text, tmp_path):
 # -- running servers --------------------------------------------------------------------------------------
 
 
-def test_running_servers(text, tmp_path):
+def test_running_servers(text, tmp_path, capsys):
     out = tmp_path / "out"
     settings = [
         "--text",
@@ -194,6 +194,9 @@ def test_running_servers(text, tmp_path):
         assert not [path for path, _ in server.requests[asked:] if path == "/generate"]
     with FakeServer("hadamard") as server:
         assert main(["--server", server.url, "--name", "mine", *settings]) == 0
+        capsys.readouterr()
+        assert main(["--server", server.url, "--name", "mine", *settings, "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["model"] == "fake-1b"
     with FakeServer("int2") as server, pytest.raises(KVQuantError, match="--overwrite"):
         main(["--server", server.url, "--name", "mine", *settings])
     assert 0 < rows(out)["oscar"]["kl"] < rows(out)["mine"]["kl"]

@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 from sglang_kvq import cli
 from sglang_kvq.cli import _engine, app
 from sglang_kvq.errors import KVQuantError
+from sglang_kvq.evaluation.command import parser as evaluation_parser
 from sglang_kvq.rotations import load_rotations, save_rotations
 from tests.rotations.helpers import random_rotations, tiny_model_folder
 
@@ -60,6 +61,7 @@ def stdout_json(*arguments):
 
 def test_every_command_has_json():
     own_parser = {"eval"}
+    assert "--json" in evaluation_parser().format_help()
     for command in app.registered_commands:
         name = command.name or command.callback.__name__
         if name not in own_parser:
