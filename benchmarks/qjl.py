@@ -5,8 +5,9 @@ QJL (arXiv 2406.03482) keeps only the signs of a Gaussian projection of a key's 
     q . k  ~  q . k_mse  +  |r| sqrt(pi / 2) / D * (S q) . sign(S r),     S [D, D] of independent N(0, 1)
 
 is unbiased over S, with variance at most pi / (2 D) |q|^2 |r|^2 (QJL, lemma 3.5; TurboQuant, arXiv 2504.19874,
-algorithm 2). A softmax exponentiates scores, so what unbiasedness removes matters less to it than what the sketch adds in variance:
-docs/methods.md has both. Serving it would take a second query S q and a second set of planes in every kernel.
+algorithm 2). A softmax exponentiates scores, so what unbiasedness removes matters less to it than what the sketch adds
+in variance: docs/methods.md has both. Serving it would take a second query S q and a second set of planes in every
+    kernel.
 """
 
 from __future__ import annotations
