@@ -28,7 +28,7 @@ def is_supported(version: Version) -> bool:
 
 
 def resolved(server_args: ServerArgs, field: str, default: Any = None) -> Any:
-    """A setting as SGLang decided it. From ``hooks.NEW_TREE`` on the fields of ServerArgs keep what was typed."""
+    """A setting as SGLang decided it. From ``NEW_TREE`` on the fields of ServerArgs keep what was typed."""
     result = getattr(import_module("sglang.srt.arg_groups.overrides"), "resolution_result", None)
     if result is None:
         return getattr(server_args, field, default)

@@ -42,7 +42,7 @@ class _WindowMove:
 
 
 def around_unfinished(original: Original, self: PrefixCache, req: Req, *args: Any, **kwargs: Any) -> Any:
-    """AROUND ``RadixCache.cache_unfinished_req`` (``hooks.OLD_TREE``): rewrites the row itself."""
+    """AROUND ``RadixCache.cache_unfinished_req`` (``OLD_TREE``): rewrites the row itself."""
     tiers = runtime.tiers()
     if tiers is None or self.disable:
         return original(self, req, *args, **kwargs)
@@ -53,7 +53,7 @@ def around_unfinished(original: Original, self: PrefixCache, req: Req, *args: An
 
 
 def around_finished(original: Original, self: PrefixCache, req: Req, *args: Any, **kwargs: Any) -> Any:
-    """AROUND ``RadixCache.cache_finished_req`` (``hooks.OLD_TREE``): frees duplicates, leaves the row."""
+    """AROUND ``RadixCache.cache_finished_req`` (``OLD_TREE``): frees duplicates, leaves the row."""
     is_insert = kwargs.get("is_insert", args[0] if args else True)
     tiers = runtime.tiers()
     if tiers is None or self.disable or not is_insert or self.disable_finished_insert:
@@ -74,7 +74,7 @@ def around_finished(original: Original, self: PrefixCache, req: Req, *args: Any,
 
 
 def around_checkpoint(original: Original, self: PrefixCache, req: Req, *, up_to: int, **kwargs: Any) -> Any:
-    """AROUND ``UnifiedRadixCache.checkpoint_into_tree`` (``hooks.NEW_TREE``): rewrites the row in both cases."""
+    """AROUND ``UnifiedRadixCache.checkpoint_into_tree`` (``NEW_TREE``): rewrites the row in both cases."""
     tiers = runtime.tiers()
     if tiers is None or self.disable:
         return original(self, req, up_to=up_to, **kwargs)
