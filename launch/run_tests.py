@@ -94,7 +94,7 @@ def lint() -> list[str]:
 
 def execute(runs: list[Run], model: Path) -> list[tuple[int, Counter[str]]]:
     """pytest's exit code and what it counted, of runs beside each other; only one's output is shown as it comes."""
-    running: list[subprocess.Popen] = []
+    running: list[subprocess.Popen[bytes]] = []
     with tempfile.TemporaryDirectory() as folder:
         logs = [Path(folder) / f"{n}.log" for n in range(len(runs))]
         reports = [Path(folder) / f"{n}.xml" for n in range(len(runs))]
@@ -147,7 +147,9 @@ def prepare(runs: list[Run]) -> Path:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="linters and unit tests only, in the newest release's environment")
+    parser.add_argument(
+        "--quick", action="store_true", help="linters and unit tests only, in the newest release's environment"
+    )
     options, words = parser.parse_known_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     begin = time.monotonic()
