@@ -52,7 +52,9 @@ RETRACT = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "300"}
 #: A bound is this many times the worst of what was measured: thousands are compared, some dozens are measured.
 FACTOR = 3.0
 #: Kinds of requests that are asked alone, in turn; see ``Checker.calibrate``.
-CALIBRATED = ("cold", "after a part", "resumed", "beside another")
+CALIBRATED = ("cold", "after a part", "resumed", "beside another", "late")
+#: Of the second control: as many as two requests of one batch shared when a row was repointed too early.
+WRONG_PAGES = 9
 LEAST = 0.04  # nats, mean of an answer: what BF16's rounding alone does (tests/gpu)
 
 
@@ -63,7 +65,8 @@ class Checker:
         self.reference, self.scale, self.fault = reference, scale, fault
         self.bound = Bound(0.0, 0.0)
         self.calibrated: list[Difference] = []
-        self.controls: list[Difference] = []
+        #: By how many pages of the prompt are wrong; several are what a row gives that points elsewhere.
+        self.controls: dict[int, list[Difference]] = {1: [], WRONG_PAGES: []}
         self.compared, self.tokens, self.wrong, self.failed, self.again = 0, 0, 0, 0, 0
         self.worst = Difference(0.0, 0.0, 0)
         self.most = 0.0
@@ -79,20 +82,23 @@ class Checker:
         """Tokens that push all before them out of a request's window."""
         return [rng.randrange(2, VOCABULARY) for _ in range(KVQuantConfig.recent_tokens + PAGE_SIZE)]
 
-    def page_exchanged(self, answer: Answer) -> Answer | None:
-        """The answer as one to a prompt with another page; None if its prompt has no whole page."""
+    def pages_exchanged(self, answer: Answer, count: int = 1) -> Answer | None:
+        """The answer as one to a prompt with ``count`` other pages in a row; None if its prompt has no whole page."""
         pages = len(answer.prompt) // PAGE_SIZE
         if not pages:
             return None
-        page = self.rng.randrange(pages)
-        return replace(answer, prompt=another_page(answer.prompt, page, self.rng.getrandbits(30), VOCABULARY))
+        first, prompt = self.rng.randrange(pages), answer.prompt
+        for page in range(first, min(first + count, pages)):
+            prompt = another_page(prompt, page, self.rng.getrandbits(30), VOCABULARY)
+        return replace(answer, prompt=prompt)
 
     def calibrate(self, server: TinyServer, until: float) -> None:
-        """Requests alone: cold; after a part of their prompt; resumed after a part of their answer; and beside another.
+        """Requests alone: cold; after a part of their prompt; resumed; beside another; late.
 
-        The last kind begins as a longer prompt does that was there before. What it finds cached of that one lies
-        outside the longer one's window, so it reads quantized what a request with a prompt of its own would read in
-        BF16.
+        ``resumed`` goes on after a part of its answer. ``beside another`` begins as a longer prompt does that was there
+        before: what it finds cached of that one lies outside the longer one's window, so it reads quantized what a
+        request with a prompt of its own would read in BF16. ``late`` finds its whole prompt cached, but by then others
+        have taken all its overlays, those of its sinks too.
         """
         rng = random.Random(7)
         answers = []
@@ -105,6 +111,12 @@ class Checker:
             kind = CALIBRATED[n % len(CALIBRATED)]
             if kind == "after a part":  # written in another piece, and quantized before the rest saw it
                 server.json("/generate", body(prompt[: rng.randint(1, len(prompt))], 1), timeout=120)
+            if kind == "late":
+                server.json("/generate", body(prompt, 1), timeout=120)
+                server.drain()
+                others = [draw_tokens(rng, 2 * PAGE_SIZE, 8 * PAGE_SIZE) for _ in range(3 * self.scale.requests)]
+                server.json("/generate", body(others, 1), timeout=120)
+                server.drain()
             if kind == "beside another":
                 tail = self.tail(rng)
                 part = rng.randint(1, max(min(len(prompt), self.scale.longest - len(tail)), 1))
@@ -119,10 +131,11 @@ class Checker:
             answers.append((kind, answer))
         # The reference may be the same server, so all are asked first.
         for kind, answer in answers:
-            whole = kind in ("after a part", "beside another")
+            whole = kind not in ("cold", "resumed")
             self.calibrated.append(self.difference(answer, cached=0 if whole else None))
-            if kind == "cold" and (other := self.page_exchanged(answer)):
-                self.controls.append(self.difference(other, cached=0))
+            for count, controls in self.controls.items() if kind != "resumed" else ():
+                if other := self.pages_exchanged(answer, count):
+                    controls.append(self.difference(other, cached=0))
         self.bound = Bound.above(self.calibrated, FACTOR, LEAST)
 
     def check(self, answer: Answer) -> None:
@@ -133,7 +146,7 @@ class Checker:
         """
         try:
             if self.fault and self.compared % 10 == 9:
-                answer = self.page_exchanged(answer) or answer
+                answer = self.pages_exchanged(answer) or answer
             found = self.difference(answer)
             if not self.bound.holds(found):
                 self.again += 1
@@ -156,9 +169,14 @@ class Checker:
                     f"{len(answer.tokens)} answered: {found}"
                 )
 
-    def seen(self) -> float | None:
-        """The share of controls that the bound finds wrong."""
-        return statistics.fmean(not self.bound.holds(d) for d in self.controls) if self.controls else None
+    def seen(self, pages: int = 1) -> float | None:
+        """The share of controls with so many wrong pages that the bound finds wrong."""
+        found = self.controls[pages]
+        return statistics.fmean(not self.bound.holds(d) for d in found) if found else None
+
+    def wrong_page_mean(self) -> float | None:
+        """Of one wrong page, the median of the controls."""
+        return statistics.median(d.mean for d in self.controls[1]) if self.controls[1] else None
 
 
 def _ask(server: TinyServer, prompt: list[int], tokens: int) -> Answer:
@@ -166,6 +184,10 @@ def _ask(server: TinyServer, prompt: list[int], tokens: int) -> Answer:
     meta = server.json("/generate", asked, timeout=120)["meta_info"]
     pairs = meta["output_token_logprobs"]
     return Answer("alone", prompt, [p[1] for p in pairs], [p[0] for p in pairs], meta.get("cached_tokens") or 0)
+
+
+def _rounded(value: float | None, digits: int) -> float | None:
+    return None if value is None else round(value, digits)
 
 
 class Soak:
@@ -260,7 +282,7 @@ class Soak:
                 self.checker.calibrate(self.server, time.monotonic() + (60 if self.cpu else 25))
                 found, bound = self.checker.calibrated, self.checker.bound
                 mean, largest = max(d.mean for d in found), max(d.max for d in found)
-                wrong = statistics.median([d.mean for d in self.checker.controls] or [0])
+                wrong = self.checker.wrong_page_mean() or 0.0
                 self.say(
                     f"{len(found)} requests alone: mean up to {mean:.4f}, max up to {largest:.3f}; "
                     f"bound {bound.mean:.4f} and {bound.max:.3f}; "
@@ -371,8 +393,9 @@ class Soak:
             "alone_max": round(max((d.max for d in k.calibrated), default=0), 4) if k else None,
             "worst_mean": round(k.worst.mean, 5) if k else None,
             "max_diff": round(k.most, 4) if k else None,
-            "wrong_page_mean": round(statistics.median([d.mean for d in k.controls]), 4) if k and k.controls else None,
-            "wrong_page_seen": round(k.seen(), 3) if k and k.controls else None,
+            "wrong_page_mean": _rounded(k.wrong_page_mean(), 4) if k else None,
+            "wrong_page_seen": _rounded(k.seen(), 3) if k else None,
+            f"wrong_{WRONG_PAGES}_pages_seen": _rounded(k.seen(WRONG_PAGES), 3) if k else None,
             "drained": self.pauses,
             "output_tokens": c.tokens if c else 0,
             "kinds": dict(c.kinds) if c else {},

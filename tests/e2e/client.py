@@ -9,11 +9,12 @@ from concurrent.futures import ThreadPoolExecutor
 import requests
 
 
-def held_out_text() -> str:
+def held_out_text(everything: bool = False) -> str:
     """English prose that no calibration has seen and every machine has: the language reference in Python itself."""
     from pydoc_data.topics import topics
 
-    return "\n".join(topics[name] for name in ("assignment", "class", "exceptions", "import", "objects", "types"))
+    some = ("assignment", "class", "exceptions", "import", "objects", "types")
+    return "\n".join(topics[name] for name in (sorted(topics) if everything else some))
 
 
 class Client:

@@ -132,6 +132,8 @@ class Target:
         """Different pieces of English, as ids."""
         ids = self.tokenizer(held_out_text()).input_ids
         if len(ids) < count * tokens:
+            ids = self.tokenizer(held_out_text(everything=True)).input_ids
+        if len(ids) < count * tokens:
             raise ValueError(f"{count} texts of {tokens} tokens: there are only {len(ids)}; use smaller sizes.")
         return [ids[i * tokens : (i + 1) * tokens] for i in range(count)]
 
