@@ -9,21 +9,17 @@ is quantized, so ``checks`` refuses that.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from sglang.srt.kv_canary.buffer_group import CanaryBufferGroup, PoolKind
 from sglang.srt.kv_canary.pool_patcher.api import register_pool_attacher
 from sglang.srt.kv_canary.pool_patcher.buffer_alloc import alloc_canary_buf
 
 from sglang_kvq.errors import KVQuantError
-
-if TYPE_CHECKING:
-    from sglang_kvq.sglang.pool import KVQuantPool
+from sglang_kvq.sglang.types import KVCache
 
 
 def attach_kv_quant(
-    *, pool: KVQuantPool, device: torch.device, read_bytes: int, kv_token_id_vs_position_offset: int
+    *, pool: KVCache, device: torch.device, read_bytes: int, kv_token_id_vs_position_offset: int
 ) -> tuple[CanaryBufferGroup, ...]:
     """The canary's buffers for a ``KVQuantPool``, before and after a batch.
 

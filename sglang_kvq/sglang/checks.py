@@ -17,7 +17,7 @@ from sglang_kvq.config import HEAD_DIMS, PAGE_SIZE, KVQuantConfig
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.releases import OLD_TREE
 from sglang_kvq.sglang import compat
-from sglang_kvq.sglang.runtime import config_of, logger
+from sglang_kvq.sglang.runtime import CLI_ATTRIBUTE, config_of, logger
 from sglang_kvq.sglang.types import Configurator, ModelConfig, ServerArgs
 
 
@@ -130,8 +130,6 @@ def check_flags(values: Mapping[str, Any], device: str) -> None:
     Raises:
         KVQuantError: lists every one, with the fix.
     """
-    from sglang_kvq.sglang.flags import attention_backend
-
     found = [
         f"{_typed(r.flag, values[r.field])}: {r.why}."
         for r in REFUSED
@@ -139,7 +137,7 @@ def check_flags(values: Mapping[str, Any], device: str) -> None:
     ]
     if values.get("page_size") not in (None, PAGE_SIZE):
         found.append(f"--page-size {values['page_size']}: pages hold {PAGE_SIZE} tokens; use {PAGE_SIZE}.")
-    ours = attention_backend(device)
+    ours = compat.attention_backend(device)
     for field in ("attention_backend", "prefill_attention_backend", "decode_attention_backend"):
         if values.get(field) not in (None, ours):
             flag = "--" + field.replace("_", "-")
@@ -180,7 +178,6 @@ def after_check_server_args(result: None, server_args: ServerArgs) -> None:
         SystemExit: this SGLang is not as the hook table says.
     """
     from sglang_kvq.sglang import plugin
-    from sglang_kvq.sglang.flags import CLI_ATTRIBUTE
 
     config = config_of(server_args)
     if config is None:
@@ -200,10 +197,8 @@ def check_resolved(server_args: ServerArgs, config: KVQuantConfig) -> None:
     Raises:
         KVQuantError: names the setting, the model's property or the rotation file.
     """
-    from sglang_kvq.sglang.flags import attention_backend
-
     device = compat.resolved(server_args, "device").split(":")[0]
-    backend, graphs = attention_backend(device), compat.resolved(server_args, "cuda_graph_config")
+    backend, graphs = compat.attention_backend(device), compat.resolved(server_args, "cuda_graph_config")
     found = [
         f"{_typed(r.flag, value)} (set by SGLang for this model): {r.why}."
         for r in REFUSED

@@ -1,4 +1,4 @@
-"""What differs between the SGLang releases served here, asked in one place."""
+"""What differs between the SGLang releases served here, and between devices, asked in one place."""
 
 from __future__ import annotations
 
@@ -41,3 +41,8 @@ def model_config(server_args: ServerArgs) -> ModelConfig:
     if hasattr(overrides, "model_config_of"):
         return overrides.model_config_of(server_args)
     return server_args.get_model_config()
+
+
+def attention_backend(device: str) -> str:
+    """The SGLang backend name that ours is registered under."""
+    return "torch_native" if device == "cpu" else "triton"

@@ -10,11 +10,9 @@ from typing import Any
 from sglang_kvq.config import PAGE_SIZE, KVQuantConfig
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.methods import METHOD_NAMES, get_method
-from sglang_kvq.sglang.runtime import attach
+from sglang_kvq.sglang import compat
+from sglang_kvq.sglang.runtime import CLI_ATTRIBUTE, attach
 from sglang_kvq.sglang.types import Original, ServerArgs
-
-#: Set beside the config when it came from a command line: errors then end the process without a traceback.
-CLI_ATTRIBUTE = "_kvq_from_cli"
 
 #: Flag (as an attribute name) and the ``KVQuantConfig`` field that it sets.
 FIELDS = {
@@ -136,17 +134,12 @@ def parse_config(values: Mapping[str, Any]) -> KVQuantConfig | None:
 def complete(values: MutableMapping[str, Any], device: str) -> None:
     """Set the SGLang settings that ``--kv-quant`` implies. ``checks.check_flags`` has refused other choices."""
     values["page_size"] = PAGE_SIZE
-    values["attention_backend"] = attention_backend(device)
+    values["attention_backend"] = compat.attention_backend(device)
     # At "auto" SGLang takes FP8 from checkpoints that ask for it (ModelOpt's kv_cache_quant_algo), once loaded.
     values["kv_cache_dtype"] = "bfloat16"
     # A prefill graph would freeze a batch's layout; decode graphs stay.
     values["disable_prefill_cuda_graph"] = True
     values["cuda_graph_backend_prefill"] = None
-
-
-def attention_backend(device: str) -> str:
-    """The SGLang backend name that ours is registered under."""
-    return "torch_native" if device == "cpu" else "triton"
 
 
 def prepare(values: MutableMapping[str, Any]) -> KVQuantConfig | None:

@@ -400,13 +400,13 @@ TABLE: tuple[Hook, ...] = (
             Kind.BACKEND,
             "layers.attention.attention_registry.ATTENTION_BACKENDS.triton",
             "attention on a GPU",
-            dict(handler="backend:create_backend"),
+            dict(handler="worker:create_backend"),
         ),
         (
             Kind.BACKEND,
             "layers.attention.attention_registry.ATTENTION_BACKENDS.torch_native",
             "attention on a CPU",
-            dict(handler="backend:create_backend"),
+            dict(handler="worker:create_backend"),
         ),
         (
             Kind.SUBCLASS,

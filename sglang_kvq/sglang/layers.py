@@ -1,16 +1,38 @@
-"""What the cache asks of a model's attention layers: a layer id of its own for each, and plain calls.
-
-``backend.check_layers`` looks at a layer's own settings; here is what only shows between layers, or in a call.
-"""
+"""What the cache asks of a model's attention layers: plain settings, a layer id of its own each, and plain calls."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
 import torch
-from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 
 from sglang_kvq.sglang.types import AttentionLayer
+
+
+def check_layers(model: torch.nn.Module, head_dim: int) -> None:
+    """Refuse attention that the cache does not serve, layer by layer.
+
+    Raises:
+        SystemExit: names the layer and the reason.
+    """
+    for name, layer in model.named_modules():
+        if not isinstance(layer, RadixAttention):
+            continue
+        window = layer.sliding_window_size
+        for unsupported, why in (
+            (window is not None and window > -1, f"a sliding window of {window} tokens"),
+            (layer.logit_cap > 0, f"logit soft-capping ({layer.logit_cap})"),
+            (
+                layer.xai_temperature_len > 0,
+                f"a temperature that depends on the position ({layer.xai_temperature_len})",
+            ),
+            (layer.is_cross_attention, "cross attention"),
+            (layer.attn_type != AttentionType.DECODER, f"attention of type {layer.attn_type}"),
+            (layer.head_dim != head_dim or layer.v_head_dim != head_dim, "key and value heads of different sizes"),
+        ):
+            if unsupported:
+                raise SystemExit(f"--kv-quant does not support this model: {name} has {why}.")
 
 
 def check_layer_ids(model: torch.nn.Module, ids: range) -> None:

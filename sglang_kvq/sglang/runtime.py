@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from sglang_kvq.cache.layout import KVGeometry, MemoryLayout
 from sglang_kvq.cache.pool import PagePool
@@ -12,14 +12,12 @@ from sglang_kvq.cache.tiers import TierManager
 from sglang_kvq.config import KVQuantConfig
 from sglang_kvq.sglang.types import ServerArgs
 
-if TYPE_CHECKING:
-    from sglang_kvq.sglang.allocator import KVQuantAllocator
-    from sglang_kvq.sglang.metrics import TierMetrics
-
 logger = logging.getLogger("sglang_kvq")
 
 #: Set on SGLang's ServerArgs by the flags; travels with it into every process.
 CONFIG_ATTRIBUTE = "_kvq_config"
+#: Set beside the config when it came from a command line: errors then end the process without a traceback.
+CLI_ATTRIBUTE = "_kvq_from_cli"
 
 
 def config_of(server_args: ServerArgs) -> KVQuantConfig | None:
@@ -31,6 +29,20 @@ def config_of(server_args: ServerArgs) -> KVQuantConfig | None:
 def attach(config: KVQuantConfig, server_args: ServerArgs) -> None:
     """Make ``config_of`` find it."""
     setattr(server_args, CONFIG_ATTRIBUTE, config)
+
+
+class Checkable(Protocol):
+    """The allocator, as ``observe`` uses it."""
+
+    def check_integrity(self) -> None:
+        """Raise RuntimeError if pool and allocator disagree."""
+
+
+class Reporter(Protocol):
+    """The worker's metrics."""
+
+    def report(self) -> None:
+        """Publish the figures of now, or of the last call."""
 
 
 @dataclass(eq=False, repr=False)
@@ -52,10 +64,10 @@ class Runtime:
     budget_slots: int = 0
     layout: MemoryLayout = field(init=False)
     pages: PagePool = field(init=False)
-    allocator: KVQuantAllocator = field(init=False)
+    allocator: Checkable = field(init=False)
     tiers: TierManager | None = None
     status: dict[str, Any] = field(default_factory=dict)
-    metrics: TierMetrics | None = None
+    metrics: Reporter | None = None
     checked: int = -1
 
 

@@ -25,4 +25,5 @@ AttentionLayer: TypeAlias = Any
 #: ``KVCacheConfigurator``, ``DefaultPoolConfigurator``: they size and build pools.
 Configurator: TypeAlias = Any
 ReqToTokenPool: TypeAlias = Any
+KVCache: TypeAlias = Any
 PrefixCache: TypeAlias = Any

@@ -106,8 +106,8 @@ def test_implied_settings_survive_sglangs_own_resolution(command_line):
 
 
 def test_attention_backend_follows_the_device():
-    assert flags.attention_backend("cpu") == "torch_native"
-    assert flags.attention_backend("cuda") == "triton"
+    assert compat.attention_backend("cpu") == "torch_native"
+    assert compat.attention_backend("cuda") == "triton"
 
 
 def test_config_reaches_other_processes(command_line):

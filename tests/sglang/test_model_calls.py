@@ -79,7 +79,7 @@ def make_runner(applied, monkeypatch):
 
 @pytest.fixture
 def backend(make_runner):
-    from sglang_kvq.sglang.backend import create_backend
+    from sglang_kvq.sglang.worker import create_backend
 
     return create_backend(make_runner(Model(*(attention(i) for i in range(LAYERS)))))
 
@@ -318,7 +318,7 @@ def test_an_argument_that_asks_for_nothing(serving):
     ids=["shared", "out of range"],
 )
 def test_layers_without_a_place_of_their_own(make_runner, layers, text):
-    from sglang_kvq.sglang.backend import create_backend
+    from sglang_kvq.sglang.worker import create_backend
 
     with pytest.raises(SystemExit, match=text):
         create_backend(make_runner(Model(*(attention(i) for i in layers))))
@@ -337,7 +337,7 @@ def test_layers_without_a_place_of_their_own(make_runner, layers, text):
 def test_a_layer_that_attends_in_another_way_is_refused(attribute, value, said):
     from sglang.srt.layers.radix_attention import RadixAttention
 
-    from sglang_kvq.sglang.backend import check_layers
+    from sglang_kvq.sglang.layers import check_layers
 
     model = torch.nn.Module()
     model.attn = RadixAttention(4, 64, 0.125, num_kv_heads=2, layer_id=0)
