@@ -1,0 +1,193 @@
+"""Transform coding: the basis in which errors are independent, and how many bits each of its channels is worth.
+
+A rotation by a Hadamard matrix spreads energy evenly over the coordinates and gives each as many bits. Coding theory
+does the opposite (Goyal, "Theoretical foundations of transform coding", 2001). With C the covariance of keys and W the
+second moment of the queries that read them, the mean squared error of a score is e^T W e for a key's error e. Let
+W^1/2 C W^1/2 = U L U^T. Then y = U^T W^1/2 (k - mean) has independent channels of variances L, and the score's error is
+y's plain squared error: bits go where L is large, by reverse water-filling, and the gain over equal bits in a mixed
+basis is the arithmetic over the geometric mean of L. The mean is the same number in every score of a query, which the
+softmax does not see, so it can be taken off all keys. Values are the same with W_o^T W_o for W and no mean.
+
+Channels are coded by a uniform quantizer whose step, for a Gaussian of variance 1, is ``STEPS``; ``encoder`` folds the
+steps into the basis, so that in ``formats.planes`` a step is 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import combinations_with_replacement
+
+import numpy as np
+import torch
+
+from sglang_kvq.errors import KVQuantError
+from sglang_kvq.formats.planes import MOST_BITS, PLANES, Widths
+
+#: By bits, 0 to 4: mean squared error and step of the best uniform quantizer of a Gaussian of variance 1 (Max,
+#: "Quantizing for minimum distortion", 1960, table II; 0 bits give the mean).
+DISTORTION = (1.0, 0.3634, 0.1188, 0.03744, 0.01154)
+STEPS = (1.0, 1.596, 0.9957, 0.5860, 0.3352)
+#: Directions that queries ask less of than this share of the most are taken as asked for that much: what a short text
+#: says of them is noise, and the decoder divides by it.
+FLOOR = 1e-7
+
+#: Every pattern that gives no plane more bits than the one before it.
+PATTERNS: tuple[Widths, ...] = tuple(
+    (a, b, c, d) for a, b, c, d in combinations_with_replacement(range(MOST_BITS, -1, -1), PLANES)
+)
+
+
+@dataclass(frozen=True)
+class Basis:
+    """Where keys or values are coded, of any number of layers and heads.
+
+    Attributes:
+        encode: float64 ``[..., D, D]``: rows times it are in the basis, channels in the order of their energy.
+        decode: its inverse.
+        energies: float64 ``[..., D]``, descending: each channel's variance, in units of the weighted squared error.
+    """
+
+    encode: torch.Tensor
+    decode: torch.Tensor
+    energies: torch.Tensor
+
+    @property
+    def coding_gain(self) -> torch.Tensor:
+        """``[...]``: arithmetic over geometric mean of the energies, in dB."""
+        mean = self.energies.mean(-1).log10() - self.energies.log10().mean(-1)
+        return 10 * mean
+
+    def plane_energies(self) -> torch.Tensor:
+        """``[..., PLANES]``: the sum of each plane's."""
+        energies: torch.Tensor = self.energies.unflatten(-1, (PLANES, -1))
+        return energies.sum(-1)
+
+    def scaled(self, widths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """``encode`` and ``decode`` with the quantizers' steps folded in.
+
+        Args:
+            widths: int ``[..., PLANES]`` or what broadcasts to it.
+
+        Returns:
+            float32 ``[..., D, D]`` each, one the other's inverse.
+        """
+        steps = torch.tensor(STEPS, dtype=torch.float64)[widths]
+        quarter = self.energies.shape[-1] // PLANES
+        unit = self.energies.sqrt() * steps.repeat_interleave(quarter, dim=-1)
+        return (self.encode / unit[..., None, :]).float(), (self.decode * unit[..., :, None]).float()
+
+
+def coding_basis(covariance: torch.Tensor, weight: torch.Tensor) -> Basis:
+    """The basis of one part of the cache.
+
+    Args:
+        covariance: float64 ``[..., D, D]`` of keys, or the second moment of values.
+        weight: float64 ``[..., D, D]``: an error e costs e^T weight e.
+
+    Raises:
+        KVQuantError: moments that are not finite, or a part without energy.
+    """
+    for name, x in (("covariance", covariance), ("weight", weight)):
+        if not torch.isfinite(x).all():
+            raise KVQuantError(f"the {name} of a layer is not finite; calibrate with another text or dtype.")
+    root, inverse = _root(weight)
+    values, u = torch.linalg.eigh(root @ covariance @ root)
+    energies = values.flip(-1)
+    if (energies[..., 0] <= 0).any():
+        raise KVQuantError("a head whose keys or values never change has nothing to code; use another method.")
+    energies = torch.maximum(energies, energies[..., :1] * 1e-12)
+    u = u.flip(-1)
+    return Basis(root @ u, u.mT @ inverse, energies)
+
+
+def _root(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """x^1/2 and x^-1/2, eigenvalues below ``FLOOR`` raised to it."""
+    values, vectors = torch.linalg.eigh(x)
+    root = torch.maximum(values, FLOOR * values[..., -1:]).sqrt()
+    return vectors * root[..., None, :] @ vectors.mT, vectors / root[..., None, :] @ vectors.mT
+
+
+def choose_widths(costs: torch.Tensor, budget: float) -> list[Widths]:
+    """The patterns of least cost whose mean width is at most ``budget``.
+
+    The lower convex hull of each part's costs is walked from the widest budget down (Shoham and Gersho, "Efficient bit
+    allocation for an arbitrary set of quantizers", 1988); what the last step leaves over is spent where it helps most.
+
+    Args:
+        costs: float64 ``[parts, PATTERNS]``: what each pattern's error costs in each part (a layer's keys, a layer's
+            values).
+        budget: bits per element, gains not counted.
+
+    Raises:
+        KVQuantError: a budget outside of 0 to 4, or costs that are not finite.
+    """
+    if not 0 <= budget <= MOST_BITS:
+        raise KVQuantError(f"a budget of {budget:g} bits per element: 0 to {MOST_BITS}.")
+    if not torch.isfinite(costs).all():
+        raise KVQuantError("a layer's error has no finite cost; calibrate with another text or dtype.")
+    table = costs.numpy()
+    bits = np.array([sum(p) for p in PATTERNS]) / PLANES
+
+    order = np.argsort(bits, kind="stable")  # of equals the narrower one
+
+    def pick(price: float) -> np.ndarray:
+        chosen: np.ndarray = order[np.argmin((table + price * bits)[:, order], axis=1)]
+        return chosen
+
+    low, high = 0.0, float(table.max() - table.min()) * 8 * PLANES + 1.0
+    if bits[pick(low)].mean() <= budget:
+        high = low
+    for _ in range(200):
+        middle = (low + high) / 2
+        low, high = (middle, high) if bits[pick(middle)].mean() > budget else (low, middle)
+    chosen = pick(high)
+    left = budget * len(chosen) - bits[chosen].sum()
+    while True:
+        saved = table[np.arange(len(chosen)), chosen][:, None] - table
+        more = bits[None, :] - bits[chosen][:, None]
+        rate = np.where((more > 0) & (more <= left + 1e-9) & (saved > 0), saved / np.maximum(more, 1e-9), 0.0)
+        part, pattern = np.unravel_index(int(rate.argmax()), rate.shape)
+        if rate[part, pattern] <= 0:
+            return [PATTERNS[n] for n in chosen]
+        left -= more[part, pattern]
+        chosen[part] = pattern
+
+
+def pattern_costs(basis: Basis, importance: torch.Tensor) -> torch.Tensor:
+    """``choose_widths``'s costs of one part of the cache.
+
+    Args:
+        basis: of ``[layers, heads]``.
+        importance: ``[layers]``, by how much the model's output moves per unit of a layer's weighted squared error.
+
+    Returns:
+        float64 ``[layers, PATTERNS]``.
+    """
+    energies = basis.plane_energies().sum(1)  # [layers, PLANES]
+    errors = torch.tensor(DISTORTION, dtype=torch.float64)[torch.tensor(PATTERNS)]  # [PATTERNS, PLANES]
+    return importance.double()[:, None] * (energies @ errors.T)
+
+
+def rate_distortion(energies: torch.Tensor, rates: Sequence[float]) -> list[float]:
+    """Least squared error of Gaussian channels at so many bits per channel: reverse water-filling (Cover and Thomas,
+    *Elements of Information Theory*, 10.3.3), over all channels together.
+
+    Args:
+        energies: of any shape, positive.
+        rates: bits per channel.
+
+    Returns:
+        the sum of the channels' errors at each rate.
+    """
+    x = np.sort(energies.double().flatten().numpy())[::-1]
+    found = []
+    # With the n largest above the water, its logarithm is (sum of their log2 - 2 R) / n.
+    logs, tails = np.cumsum(np.log2(x)), x.sum() - np.cumsum(x)
+    counts = np.arange(1, len(x) + 1)
+    for rate in rates:
+        level = 2.0 ** ((logs - 2 * rate * len(x)) / counts)
+        above = (level <= x) & (np.append(x[1:], 0.0) <= level)
+        n = int(np.argmax(above)) if rate > 0 else 0
+        found.append(float(level[n] * counts[n] + tails[n]) if rate > 0 else float(x.sum()))
+    return found

@@ -1,0 +1,171 @@
+"""Transform coding against its theory: inverses, errors of scores, bits by exhaustive search, the bound."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+
+from sglang_kvq.errors import KVQuantError
+from sglang_kvq.formats.planes import PLANES, PlaneCode
+from sglang_kvq.rotations.maths.hadamard import hadamard_matrix
+from sglang_kvq.rotations.maths.transform import (
+    DISTORTION,
+    PATTERNS,
+    STEPS,
+    Basis,
+    choose_widths,
+    coding_basis,
+    pattern_costs,
+    rate_distortion,
+)
+
+D = 64
+
+
+def moment(*shape: int, spread: float = 2.0) -> torch.Tensor:
+    """Random positive definite matrices with energies over ``spread`` decades."""
+    u = torch.linalg.qr(torch.randn(*shape, D, D, dtype=torch.float64))[0]
+    return u * torch.logspace(0, -spread, D, dtype=torch.float64) @ u.mT
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    torch.manual_seed(0)
+
+
+def gaussian(covariance: torch.Tensor, count: int) -> torch.Tensor:
+    return torch.randn(count, D, dtype=torch.float64) @ torch.linalg.cholesky(covariance).mT
+
+
+def test_the_basis_is_invertible_and_its_channels_independent():
+    c, w = moment(3, 2), moment(3, 2)
+    basis = coding_basis(c, w)
+    one = torch.eye(D, dtype=torch.float64).expand(3, 2, D, D)
+    torch.testing.assert_close(basis.encode @ basis.decode, one)
+    torch.testing.assert_close(basis.encode.mT @ c @ basis.encode, torch.diag_embed(basis.energies))
+    assert (basis.energies.diff(dim=-1) <= 0).all()
+    # An error in the basis costs its square.
+    torch.testing.assert_close(basis.decode @ w @ basis.decode.mT, one)
+
+
+def test_scaling_makes_every_channels_step_one():
+    basis, widths = coding_basis(moment(2, 3), moment(2, 3)), torch.tensor([[4, 3, 1, 0], [2, 2, 2, 2]])[:, None]
+    encode, decode = basis.scaled(widths)
+    torch.testing.assert_close(
+        (encode @ decode).double(), torch.eye(D, dtype=torch.float64).expand(2, 3, D, D), atol=1e-4, rtol=0
+    )
+    steps = (basis.encode / encode.double()).mean(-2) / basis.energies.sqrt()
+    expected = torch.tensor(STEPS, dtype=torch.float64)[widths].repeat_interleave(D // PLANES, -1).expand(2, 3, D)
+    torch.testing.assert_close(steps, expected, rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize("widths", [(4, 3, 2, 1), (3, 2, 1, 0), (4, 4, 4, 4)], ids=str)
+def test_the_error_of_scores_is_what_the_table_says(widths):
+    """At gain 1, on Gaussian keys; at the row's own gain it is within a factor."""
+    c, w = moment(), moment()
+    basis, keys = coding_basis(c, w), gaussian(c, 20000)
+    encode, decode = (x.double() for x in basis.scaled(torch.tensor(widths)))
+    code = PlaneCode(widths)
+    y = (keys @ encode).bfloat16()
+    foreseen = float((torch.tensor(DISTORTION)[torch.tensor(widths)].double() * basis.plane_energies()).sum())
+
+    def error(back: torch.Tensor) -> float:
+        e = back.double() @ decode - keys
+        return float(((e @ w) * e).sum(-1).mean())
+
+    quarter = D // PLANES
+    top = (2.0 ** torch.tensor(widths) - 1) / 2
+    top = top.repeat_interleave(quarter)
+    fixed = ((y.float().floor() + 0.5).clamp(-top, top)) * (top > 0)
+    assert error(fixed) == pytest.approx(foreseen, rel=0.05)
+    assert error(code.dequantize(*code.quantize(y))) < 2.5 * foreseen
+
+
+def test_bits_where_the_energy_is_beat_equal_bits():
+    """By what the coding gain says: at 2 bits more than 5 dB here, of the basis's 6.6 by energies alone."""
+    c, w = moment(), moment()
+    keys, basis = gaussian(c, 8000), coding_basis(c, w)
+    mixed = Basis(
+        basis.encode @ hadamard_matrix(D).double(), hadamard_matrix(D).double().mT @ basis.decode, basis.energies
+    )
+
+    def error(encode: torch.Tensor, decode: torch.Tensor, widths: tuple[int, ...], scale: float) -> float:
+        code = PlaneCode(widths, rank=3)
+        back = code.dequantize(*code.quantize((keys @ encode / scale).bfloat16())).double() * scale
+        e = back @ decode - keys
+        return float(((e @ w) * e).sum(-1).mean())
+
+    (widths,) = choose_widths(
+        pattern_costs(Basis(*(x[None, None] for x in (basis.encode, basis.decode, basis.energies))), torch.ones(1)), 2.0
+    )
+    assert sum(widths) / PLANES == 2
+    ours = error(*(x.double() for x in basis.scaled(torch.tensor(widths))), widths, 1.0)
+    equal = error(mixed.encode, mixed.decode, (2, 2, 2, 2), float(basis.energies.mean().sqrt()) * STEPS[2])
+    assert float(basis.coding_gain) > 5
+    assert 10 * math.log10(equal / ours) > 0.6 * float(basis.coding_gain)
+
+
+def test_patterns_never_rise():
+    assert len(set(PATTERNS)) == len(PATTERNS) == math.comb(5 + 4 - 1, 4)
+    assert all(list(p) == sorted(p, reverse=True) for p in PATTERNS)
+
+
+@pytest.mark.parametrize("budget", [0.0, 0.3, 1.0, 1.6, 2.25, 3.9, 4.0])
+def test_widths_are_near_the_best_of_all(budget):
+    """Against every combination of three parts: never better, within the budget, and as good as the hull allows."""
+    energies = torch.rand(3, PLANES, dtype=torch.float64).sort(-1, descending=True).values * torch.tensor(
+        [[1.0], [30.0], [900.0]]
+    )
+    costs = energies @ torch.tensor(DISTORTION, dtype=torch.float64)[torch.tensor(PATTERNS)].T
+    bits = [sum(p) / PLANES for p in PATTERNS]
+    found = [PATTERNS.index(p) for p in choose_widths(costs, budget)]
+    assert sum(bits[n] for n in found) / 3 <= budget + 1e-9
+    ours = sum(float(costs[i, n]) for i, n in enumerate(found))
+    best = min(
+        float(costs[0, a] + costs[1, b] + costs[2, c])
+        for a, b, c in itertools.product(range(len(PATTERNS)), repeat=3)
+        if bits[a] + bits[b] + bits[c] <= 3 * budget + 1e-9
+    )
+    assert best - 1e-12 <= ours <= 1.05 * best
+
+
+def test_more_bits_never_cost_more():
+    costs = torch.rand(12, len(PATTERNS), dtype=torch.float64)
+    errors = [
+        sum(float(costs[i, PATTERNS.index(p)]) for i, p in enumerate(choose_widths(costs, b / 4))) for b in range(17)
+    ]
+    assert all(a >= b - 1e-12 for a, b in itertools.pairwise(errors))
+
+
+def test_the_bound_is_reverse_water_filling():
+    """Against bisection of the water's level; below what the tables of uniform quantizers give."""
+    energies = torch.logspace(2, -4, 50, dtype=torch.float64)
+    rates = [0.0, 0.01, 0.5, 1.0, 2.5, 6.0]
+    for rate, found in zip(rates, rate_distortion(energies, rates), strict=True):
+        low, high = 1e-12, float(energies.max())
+        for _ in range(200):
+            level = math.sqrt(low * high)
+            used = 0.5 * torch.log2(energies / level).clamp(min=0).mean()
+            low, high = (level, high) if used > rate else (low, level)
+        assert found == pytest.approx(float(energies.clamp(max=high).sum()), rel=1e-6)
+    same = torch.ones(8)
+    for bits, distortion in enumerate(DISTORTION):
+        assert rate_distortion(same, [float(bits)])[0] / 8 == pytest.approx(4.0**-bits) and 4.0**-bits <= distortion
+
+
+@pytest.mark.parametrize("budget", [-0.1, 4.1, math.nan])
+def test_budgets_that_make_no_sense_are_named(budget):
+    with pytest.raises(KVQuantError, match="budget"):
+        choose_widths(torch.ones(2, len(PATTERNS), dtype=torch.float64), budget)
+
+
+def test_moments_that_make_no_sense_are_named():
+    with pytest.raises(KVQuantError, match="not finite"):
+        coding_basis(moment() * math.nan, moment())
+    with pytest.raises(KVQuantError, match="never change"):
+        coding_basis(moment() * 0, moment())
+    with pytest.raises(KVQuantError, match="finite cost"):
+        choose_widths(torch.full((1, len(PATTERNS)), math.inf, dtype=torch.float64), 1.0)
