@@ -200,7 +200,7 @@ class Soak:
         self.limit = self.begin + 60 * (args.limit or args.minutes + 1.5) - 20
         self.second = args.reference == "second" or (args.reference == "auto" and not self.cpu)
         tiny = MODELS[args.model]
-        layers = args.layers or (tiny.layers if self.cpu else 16)
+        layers = args.layers or tiny.layers
         self.model = tiny if layers == tiny.layers else replace(tiny, name=f"{tiny.name}_{layers}", layers=layers)
         self.traffic: Traffic | None = None
         self.checker: Checker | None = None
@@ -461,9 +461,7 @@ def main() -> int:
     parser.add_argument("--limit", type=float, help="minutes after which all has ended; default --minutes and 1.5")
     parser.add_argument("--method", default="int4", help="--kv-quant of the servers; default %(default)s")
     parser.add_argument("--model", default="qwen3", choices=MODELS)
-    parser.add_argument(
-        "--layers", type=int, help="of the model; default 16 on a GPU: rounding averages out, wrong pages do not"
-    )
+    parser.add_argument("--layers", type=int, help="of the model; default its own: deeper ones hide a wrong page")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument(
         "--reference", choices=("auto", "second", "same"), default="auto", help="which server answers alone"
