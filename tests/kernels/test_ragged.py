@@ -16,6 +16,9 @@ from tests import device_waits
 from tests.kernels.scene import HEADS, LAYERS, ON_GPU, assert_close, make_scene, randn
 from tests.kernels.test_extend import BATCHES, BOUND, make_batch
 
+#: Relative error of rounding to BF16, root mean square of what is at most 2^-9.
+ROUNDING = 2**-9 / 3**0.5
+
 
 class Wrapper:
     """FlashInfer's ragged prefill in plain torch, with what is used of its interface."""
@@ -113,8 +116,11 @@ def compare(heads, lens, capacity, library, device, choose=lambda call: "auto"):
     q, k, v = randn(sum(batch.new_lens), sum(sizes), heads.head_dim).split(sizes, dim=1)
     for layer in range(LAYERS):
         got = ops.extend(layer, q, k, v, batch, scene.scale)
-        assert_close(f"extend, layer {layer}", got, reference.extend(layer, q, k, v, batch, scene.scale), BOUND)
-    assert ops._extend_plans.slabs is None and ops._extend_plans.calls, "our own kernel was used"
+        calls = ops._extend_plans.calls
+        assert ops._extend_plans.slabs is None and calls, "our own kernel was used"
+        # Each call's result is merged into the BF16 output of those before it, which is rounded again.
+        bound = BOUND + ROUNDING * len(calls) ** 0.5
+        assert_close(f"extend, layer {layer}", got, reference.extend(layer, q, k, v, batch, scene.scale), bound)
 
 
 @pytest.fixture
