@@ -1,7 +1,8 @@
 """What a backend must do: store, quantize, and attend over segments. Data only crosses as tensors.
 
-All keys, values and queries here are in the rotated basis (K' = K R_k, Q' = Q R_q, V' = V R_v with R_q R_k^T = I), so
-one query serves every segment; ``rotate`` and ``rotate_output`` go in and out of it.
+All keys, values and queries here are in the rotated basis (K' = K R_k - m, Q' = Q R_q, V' = V R_v with R_q R_k^T = I and
+a mean m that changes no attention), so one query serves every segment; ``rotate`` and ``rotate_output`` go in and out of
+it.
 """
 
 from __future__ import annotations
@@ -23,20 +24,30 @@ class LayerRotations:
             ``k`` go into the rotated basis.
         v: likewise; None also when it is folded into the weights.
         q: likewise for the queries that read the KV head; None where ``k`` is orthogonal and serves them too.
+        o: outputs times its transpose leave the rotated basis; None where ``v`` is orthogonal and serves them too.
+        k_mean: float32 ``[layers, kv_heads, head_dim]``, taken off rotated keys before they are rounded; None: nothing.
     """
 
     k: torch.Tensor | None = None
     v: torch.Tensor | None = None
     q: torch.Tensor | None = None
+    o: torch.Tensor | None = None
+    k_mean: torch.Tensor | None = None
 
     @property
     def queries(self) -> torch.Tensor | None:
         """What queries are multiplied by: ``q``, or ``k``."""
         return self.k if self.q is None else self.q
 
+    @property
+    def outputs(self) -> torch.Tensor | None:
+        """What outputs are multiplied by the transpose of: ``o``, or ``v``."""
+        return self.v if self.o is None else self.o
+
     def to(self, device: torch.device | str) -> LayerRotations:
         """All of them on that device."""
-        return LayerRotations(*(None if r is None else r.to(device) for r in (self.k, self.v, self.q)))
+        parts = (self.k, self.v, self.q, self.o, self.k_mean)
+        return LayerRotations(*(None if r is None else r.to(device) for r in parts))
 
 
 @dataclass(frozen=True)
@@ -86,7 +97,7 @@ class AttentionOps(ABC):
 
     @abstractmethod
     def rotate_output(self, layer: int, o: torch.Tensor) -> torch.Tensor:
-        """Out of the rotated basis: ``o R_v^T`` for o BF16 ``[T, q_heads, D]``; the identity if V is not rotated."""
+        """Out of the rotated basis: ``o R_o^T``, of ``rotations.outputs``, for o BF16 ``[T, q_heads, D]``; the identity if V is not rotated."""
 
     @abstractmethod
     def store_tokens(self, layer: int, loc: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:

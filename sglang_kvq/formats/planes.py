@@ -1,46 +1,97 @@
 """Pages whose rows have a width for each quarter, and one gain of 8 bits: what transform coding stores.
 
 A row of D elements has four *planes* of D / 4. Elements come scaled so that a step of the quantizer is 1 in every one
-of them (``rotations.maths.transform``), most energy first; plane p has codes of ``widths[p]`` bits, 0 to 4. With w bits
-the levels are the 2^w half-integers about 0, and per row
+of them (``rotations.maths.transform``), most energy first; plane p has codes of ``widths[p]`` bits, 0 to 6. With w bits
+the levels are the 2^w half-integers about 0 times the row's gain g, a float with three bits behind its leading one:
 
-    gain  = least number of ``GAINS`` not below the rank-th largest of |x_i| 2^(1 - w_i)      (w_i > 0)
-    code  = #{integers t, |t| < 2^(w - 1) : x > t gain}
-    value = (code - (2^w - 1) / 2) gain,    0 where w is 0
+    code  = min(max(floor(x fl(1 / g)) + 2^(w - 1), 0), 2^w - 1)
+    value = (code - (2^w - 1) / 2) g,    0 where w is 0
 
-At rank 1 no element is clipped. A gain has three bits behind its leading one, so t gain is exact in float32 and every
-path gives the same codes. A record of one KV head is, without gaps,
+The gain is one of ``CANDIDATES``: the least that clips no element, and some below it. Clipping the row's largest may
+be worth finer steps for all others, so the one of least squared error is taken, measured in integers so that its sum
+does not depend on the order:
 
-    K pieces   for each plane its codes' upper bits, then the lower ones: widths are 4, 2 + 1, 2 or 1
-    V pieces   likewise
+    E(g) = sum over i with w_i > 0 of min(floor(|x_i - value_i| 2^5 / u), 1023)^2,    u the power of two in the largest
+
+A column, the four elements j, D / 4 + j, ..., has W = sum(widths) bits: 4, 8, 12 or 16. They lie in *cells*, a byte for
+each eight bits and a nibble for the other four, each filled exactly by the codes of some planes. A record of one KV
+head is, without gaps, for P tokens a page:
+
+    K cells   a byte: uint8 [P, D / 4], rows in the order ``page.KEY_TOKENS``; a nibble: [P / 2, D / 4], whose row r has
+              row r in its lower and row r + P / 2 in its upper half
+    V cells   a byte: uint8 [4, D / 4, P / 4], of token t P / 4 + i at [t, :, i]; a nibble: [2, D / 4, P / 4], likewise,
+              with tokens P / 2 later in the upper halves
     K gains, V gains   uint8 [P]
-
-A piece of s bits is a matrix of bytes, [P s / 8, D / 4] for keys and [D / 4, P s / 8] for values: its byte t holds
-tokens t, t + P s / 8, t + 2 P s / 8, ... of one element, the first in its lowest bits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
-from typing import TypeAlias
+from functools import cache, cached_property
+from typing import NamedTuple, TypeAlias
 
 import torch
 
 from sglang_kvq.config import HEAD_DIMS, PAGE_SIZE
 from sglang_kvq.errors import KVQuantError
+from sglang_kvq.formats.page import KEY_TOKENS
 
 PLANES = 4
-MOST_BITS = 4
+MOST_BITS = 6
 #: Bits of each plane's codes.
 Widths: TypeAlias = tuple[int, int, int, int]
 
 #: A gain's byte is what remains of its float32 bits, less this, without 20 bits of its significand: 128 is a gain of 1.
 GAIN_BIAS = (127 << 3) - 128
 _SIGNIFICAND = 20
-#: By width, the pieces of a code, upper bits first.
-_PIECES = {0: (), 1: (1,), 2: (2,), 3: (2, 1), 4: (4,)}
+#: How far below the gain that clips nothing a row's may be, in bytes, eight to a factor of two; of equals the first.
+CANDIDATES = (0, 2, 4, 6)
+#: What an error of a largest gain's power of two counts, and what an element counts at most.
+ERROR_SCALE, MOST_ERROR = 32.0, 1023.0
+
+
+class Field(NamedTuple):
+    """Where a plane's codes lie in a cell: at ``shift`` from the lowest bit."""
+
+    plane: int
+    shift: int
+    width: int
+
+
+class Cell(NamedTuple):
+    """Bits of a column that lie together: a byte (8) or a nibble (4)."""
+
+    bits: int
+    fields: tuple[Field, ...]
+
+
+@cache
+def cells_of(widths: Widths) -> tuple[Cell, ...] | None:
+    """The cells of a column, bytes first; None if no choice of planes fills each exactly."""
+    total = sum(widths)
+    if total == 0 or total % 4:
+        return None
+    sizes = [8] * (total // 8) + [4] * (total % 8 // 4)
+    chosen = _fill([(w, p) for p, w in enumerate(widths) if w], sizes)
+    if chosen is None:
+        return None
+    cells = []
+    for size, planes in zip(sizes, chosen):
+        shifts = [sum(w for w, _ in planes[:n]) for n in range(len(planes))]
+        cells.append(Cell(size, tuple(Field(p, shift, w) for (w, p), shift in zip(planes, shifts))))
+    return tuple(cells)
+
+
+def _fill(planes: list[tuple[int, int]], sizes: list[int]) -> list[list[tuple[int, int]]] | None:
+    """Planes (width, number) to each cell, so that their widths are its size; the first such choice."""
+    if not planes:
+        return [[] for _ in sizes] if not any(sizes) else None
+    width = planes[0][0]
+    for n, room in enumerate(sizes):
+        if width <= room and (rest := _fill(planes[1:], [*sizes[:n], room - width, *sizes[n + 1 :]])) is not None:
+            rest[n].insert(0, planes[0])
+            return rest
+    return None
 
 
 def gain_bytes(least: torch.Tensor) -> torch.Tensor:
@@ -60,52 +111,56 @@ class PlaneCode:
 
     Attributes:
         widths: bits of each plane.
-        rank: from 1; which of a row's largest elements sets its gain. Those above it are clipped. Not part of the
-            layout.
 
     Raises:
-        KVQuantError: a width that does not exist, or a rank below 1.
+        KVQuantError: widths that do not exist, or that fill no cells.
     """
 
     widths: Widths
-    rank: int = 1
 
     def __post_init__(self) -> None:
-        if len(self.widths) != PLANES or any(w not in _PIECES for w in self.widths):
+        if len(self.widths) != PLANES or not all(0 <= w <= MOST_BITS for w in self.widths) or not self.cells:
             raise KVQuantError(
-                f"widths {self.widths}: four numbers from 0 to {MOST_BITS}, one for each plane of a row."
+                f"widths {self.widths}: four numbers from 0 to {MOST_BITS}, one for each plane of a row, of which some "
+                "fill each byte and the nibble of a column: 4, 8, 12 or 16 bits in all."
             )
-        if self.rank < 1:
-            raise KVQuantError(f"rank {self.rank} of the element that sets a row's gain: at least 1.")
+
+    @property
+    def cells(self) -> tuple[Cell, ...]:
+        return cells_of(self.widths) or ()
 
     @property
     def total(self) -> int:
         """Bits of one element of each plane together."""
         return sum(self.widths)
 
-    @property
-    def pieces(self) -> Iterator[tuple[int, int, int]]:
-        """(plane, bits, how far left of the code's lowest bit) in the order of a record."""
-        for plane, width in enumerate(self.widths):
-            left = width
-            for bits in _PIECES[width]:
-                left -= bits
-                yield plane, bits, left
+    def describe(self) -> str:
+        """Such as ``4+3+1+0 bits``, for logs."""
+        return "+".join(map(str, self.widths)) + " bits"
 
     def quantize(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Rows ``[..., D]`` that float32 holds exactly to codes uint8 ``[..., D]`` and gains' bytes uint8 ``[...]``."""
         planes = x.float().unflatten(-1, (PLANES, -1))
-        reach = [planes[..., p, :].abs() * 2.0 ** (1 - w) for p, w in enumerate(self.widths) if w]
-        if not reach:
-            return torch.zeros(x.shape, dtype=torch.uint8, device=x.device), gain_bytes(x.float().abs().amin(-1) * 0)
-        every = torch.cat(reach, dim=-1)
-        stored = gain_bytes(every.topk(min(self.rank, every.shape[-1]), dim=-1).values[..., -1])
-        gain = gains_of(stored)[..., None]
-        codes = torch.zeros(planes.shape, dtype=torch.uint8, device=x.device)
-        for p, w in enumerate(self.widths):
-            for t in range(1 - 2 ** (w - 1), 2 ** (w - 1)) if w else ():
-                codes[..., p, :] += planes[..., p, :] > t * gain
-        return codes.flatten(-2), stored
+        reach = [planes[..., p, :].abs().amax(-1) * 2.0 ** (1 - w) for p, w in enumerate(self.widths) if w]
+        largest = gain_bytes(torch.stack(reach).amax(0))
+        unit = gains_of(largest & 0xF8)
+        best, least = largest, torch.full_like(largest, 2**31 - 1, dtype=torch.int32)
+        for below in CANDIDATES:
+            stored = (largest.int() - below).clamp(min=0).to(torch.uint8)
+            error = (x.float() - self.dequantize(self._codes(planes, stored), stored)).abs().unflatten(-1, (PLANES, -1))
+            counted = (error * (ERROR_SCALE / unit)[..., None, None]).floor().clamp(max=MOST_ERROR).int()
+            coded = torch.tensor([w > 0 for w in self.widths], device=x.device)[:, None]
+            total = (counted * counted * coded).sum((-1, -2), dtype=torch.int32)
+            best, least = torch.where(total < least, stored, best), torch.minimum(total, least)
+        return self._codes(planes, best), best
+
+    def _codes(self, planes: torch.Tensor, stored: torch.Tensor) -> torch.Tensor:
+        """uint8 ``[..., D]`` at these gains; 0 where a width is."""
+        widths = torch.tensor(self.widths, device=planes.device)[:, None]
+        scaled = torch.floor(planes * (1.0 / gains_of(stored))[..., None, None])
+        most = 2.0**widths - 1
+        codes = torch.minimum(scaled + 2.0 ** (widths - 1), most).clamp(min=0) * (widths > 0)
+        return codes.to(torch.uint8).flatten(-2)
 
     def dequantize(self, codes: torch.Tensor, stored: torch.Tensor) -> torch.Tensor:
         """Values float32 ``[..., D]`` of codes ``[..., D]`` and gains' bytes ``[...]``, each exact."""
@@ -115,29 +170,30 @@ class PlaneCode:
         values: torch.Tensor = levels.flatten(-2) * gains_of(stored)[..., None]
         return values
 
-    def pack(self, codes: torch.Tensor) -> torch.Tensor:
-        """Codes ``[..., P, D]`` of a page's keys to bytes, uint8 ``[..., total * P * D / 32]``."""
-        planes = codes.unflatten(-1, (PLANES, -1))
-        parts = [codes.new_zeros(*codes.shape[:-2], 0)]
-        for plane, bits, left in self.pieces:
-            piece = (planes[..., plane, :] >> left) & ((1 << bits) - 1)
-            shares = piece.unflatten(-2, (8 // bits, -1))  # [..., tokens of a byte, P bits / 8, D / 4]
-            packed = sum(shares[..., n, :, :] << bits * n for n in range(8 // bits))
-            parts.append(torch.as_tensor(packed).flatten(-2))
-        return torch.cat(parts, dim=-1)
+    def columns(self, codes: torch.Tensor, cell: Cell) -> torch.Tensor:
+        """A cell's bits of every column, uint8 ``[..., D / 4]``, of codes ``[..., D]``."""
+        planes, bits = codes.unflatten(-1, (PLANES, -1)), torch.zeros_like(codes[..., : codes.shape[-1] // PLANES])
+        for plane, shift, _ in cell.fields:
+            bits = bits | planes[..., plane, :] << shift
+        return bits
 
-    def unpack(self, packed: torch.Tensor, head_dim: int) -> torch.Tensor:
-        """``pack``'s inverse: uint8 ``[..., P, D]``."""
-        quarter = head_dim // PLANES
-        codes = packed.new_zeros(*packed.shape[:-1], PAGE_SIZE, PLANES, quarter)
-        first = 0
-        for plane, bits, left in self.pieces:
-            size = PAGE_SIZE * bits // 8 * quarter
-            piece = packed[..., first : first + size].unflatten(-1, (-1, quarter))
-            shares = [(piece >> bits * n) & ((1 << bits) - 1) for n in range(8 // bits)]
-            codes[..., plane, :] |= torch.cat(shares, dim=-2) << left
-            first += size
-        return codes.flatten(-2)
+    def codes_of(self, columns: list[torch.Tensor]) -> torch.Tensor:
+        """``columns``' inverse: codes uint8 ``[..., D]`` of every cell's bits."""
+        planes = [torch.zeros_like(columns[0])] * PLANES
+        for cell, bits in zip(self.cells, columns):
+            for plane, shift, width in cell.fields:
+                planes[plane] = (bits >> shift) & ((1 << width) - 1)
+        return torch.cat(planes, dim=-1)
+
+
+class PlaneParts(NamedTuple):
+    """Where the parts of a record begin, in bytes; ``end`` is the record's size."""
+
+    k_cells: int
+    v_cells: int
+    k_gains: int
+    v_gains: int
+    end: int
 
 
 @dataclass(frozen=True)
@@ -156,58 +212,82 @@ class PlaneFormat:
     k: PlaneCode
     v: PlaneCode
 
+    #: What ``PageFormat`` has, and these rows have not: nothing is clipped by rank.
+    clip_k = clip_v = 1.0
+    rank_k = rank_v = 0
+
     def __post_init__(self) -> None:
         if self.head_dim not in HEAD_DIMS:
             raise KVQuantError(
                 f"head_dim {self.head_dim} is not supported by --kv-quant; supported: {', '.join(map(str, HEAD_DIMS))}."
             )
 
+    @property
+    def layout(self) -> PlaneFormat:
+        """Equal for all formats whose records lie alike."""
+        return self
+
     @cached_property
-    def parts(self) -> tuple[int, int, int, int, int]:
-        """Where a record's parts begin, in bytes: K codes, V codes, K gains, V gains, and its end."""
-        plane = PAGE_SIZE * self.head_dim // PLANES // 8
-        v_codes = self.k.total * plane
-        k_gains = v_codes + self.v.total * plane
-        return 0, v_codes, k_gains, k_gains + PAGE_SIZE, k_gains + 2 * PAGE_SIZE
+    def parts(self) -> PlaneParts:
+        bit = PAGE_SIZE * self.head_dim // PLANES // 8
+        v_cells = self.k.total * bit
+        k_gains = v_cells + self.v.total * bit
+        return PlaneParts(0, v_cells, k_gains, k_gains + PAGE_SIZE, k_gains + 2 * PAGE_SIZE)
 
     @property
     def record_bytes(self) -> int:
-        return self.parts[-1]
+        return self.parts.end
+
+    @property
+    def elements(self) -> int:
+        """Keys' and values' elements in a record."""
+        return 2 * PAGE_SIZE * self.head_dim
 
     @property
     def bits_per_element(self) -> float:
         """Allocated bits per stored element, gains included."""
-        return self.record_bytes * 8 / (2 * PAGE_SIZE * self.head_dim)
+        return self.record_bytes * 8 / self.elements
 
     def quantize_pages(self, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """Whole pages, BF16 ``[..., PAGE_SIZE, head_dim]`` each, to records uint8 ``[..., record_bytes]``."""
         k_codes, k_gains = self.k.quantize(k)
         v_codes, v_gains = self.v.quantize(v)
-        return torch.cat([self.k.pack(k_codes), self._turned(self.v, v_codes), k_gains, v_gains], dim=-1)
+        parts = []
+        for cell in self.k.cells:
+            rows = self.k.columns(k_codes[..., KEY_TOKENS, :], cell)  # [..., P, D / 4]
+            parts.append((rows if cell.bits == 8 else _nibbles(rows, -2)).flatten(-2))
+        for cell in self.v.cells:
+            turned = self.v.columns(v_codes, cell).unflatten(-2, (4, -1)).transpose(-1, -2)  # [..., 4, D / 4, P / 4]
+            parts.append((turned if cell.bits == 8 else _nibbles(turned, -3)).flatten(-3))
+        return torch.cat([*parts, k_gains, v_gains], dim=-1)
 
     def dequantize_pages(self, records: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Records ``[..., record_bytes]`` to keys and values, float32 ``[..., PAGE_SIZE, head_dim]`` each."""
-        k, v, k_gains, v_gains, end = self.parts
-        k_codes = self.k.unpack(records[..., k:v], self.head_dim)
-        v_codes = self.v.unpack(self._turned_back(self.v, records[..., v:k_gains]), self.head_dim)
+        quarter, first, k_cells, v_cells = self.head_dim // PLANES, 0, [], []
+        for cell in self.k.cells:
+            end = first + PAGE_SIZE * quarter * cell.bits // 8
+            rows = records[..., first:end].unflatten(-1, (-1, quarter))
+            k_cells.append((rows if cell.bits == 8 else _halves(rows, -2))[..., KEY_TOKENS.argsort(), :])
+            first = end
+        for cell in self.v.cells:
+            end = first + PAGE_SIZE * quarter * cell.bits // 8
+            turned = records[..., first:end].unflatten(-1, (-1, quarter, PAGE_SIZE // 4))
+            turned = turned if cell.bits == 8 else _halves(turned, -3)
+            v_cells.append(turned.transpose(-1, -2).flatten(-3, -2))
+            first = end
+        at = self.parts
         return (
-            self.k.dequantize(k_codes, records[..., k_gains:v_gains]),
-            self.v.dequantize(v_codes, records[..., v_gains:end]),
+            self.k.dequantize(self.k.codes_of(k_cells), records[..., at.k_gains : at.v_gains]),
+            self.v.dequantize(self.v.codes_of(v_cells), records[..., at.v_gains : at.end]),
         )
 
-    def _turned(self, code: PlaneCode, codes: torch.Tensor) -> torch.Tensor:
-        """``PlaneCode.pack`` with each piece transposed: values are read along tokens."""
-        return self._transposed(code, code.pack(codes), packed_first=True)
 
-    def _turned_back(self, code: PlaneCode, packed: torch.Tensor) -> torch.Tensor:
-        return self._transposed(code, packed, packed_first=False)
+def _nibbles(x: torch.Tensor, dim: int) -> torch.Tensor:
+    """Both halves along ``dim`` in one byte, the first one lower."""
+    low, high = x.chunk(2, dim)
+    return low | high << 4
 
-    def _transposed(self, code: PlaneCode, packed: torch.Tensor, packed_first: bool) -> torch.Tensor:
-        quarter, first, parts = self.head_dim // PLANES, 0, [packed[..., :0]]
-        for _, bits, _ in code.pieces:
-            rows = PAGE_SIZE * bits // 8
-            shape = (rows, quarter) if packed_first else (quarter, rows)
-            piece = packed[..., first : first + rows * quarter].unflatten(-1, shape)
-            parts.append(piece.transpose(-1, -2).flatten(-2))
-            first += rows * quarter
-        return torch.cat(parts, dim=-1)
+
+def _halves(x: torch.Tensor, dim: int) -> torch.Tensor:
+    """``_nibbles``' inverse."""
+    return torch.cat([x & 15, x >> 4], dim)

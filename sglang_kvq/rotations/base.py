@@ -34,6 +34,8 @@ class RotationMeta:
         sensitivity: ``{"k": {"2": [...], "4": [...]}, "v": {...}}``: per layer, the model's loss when only this layer's
             keys (values) are quantized at that many bits; None if not measured.
         sensitivity_unit: what these numbers are.
+        importance: ``{"k": [...], "v": [...]}``: per layer, by how many nats per token the model's output moves for each
+            unit of the transform coder's squared error (``rotations.maths.transform``); None if not measured.
         errors: ``{"k": [...], "v": [...]}``: per layer, the relative error of the attention output at the clip ratios
             chosen, by calibration's own measure; None if not measured.
         source: the folder or hub repo they were loaded from.
@@ -52,6 +54,7 @@ class RotationMeta:
     seed: int | None = None
     sensitivity: dict[str, dict[str, list[float]]] | None = None
     sensitivity_unit: str | None = None
+    importance: dict[str, list[float]] | None = None
     errors: dict[str, list[float]] | None = None
     source: str | None = None
     sha256: str | None = None
@@ -68,8 +71,14 @@ class Rotations:
 
     Attributes:
         k, v: float32 ``[layers, heads, D, D]``; heads is 1 (shared by a layer's heads) or the
-            model's KV heads. k and v may differ in heads. v is orthogonal, and so is k without q.
+            model's KV heads. k and v may differ in heads. v is orthogonal without o, and so is k without q.
         q: what queries are multiplied by, like k, with q kᵀ = 1 so that scores stay; None: k.
+        o: attention's outputs times its transpose are in the model's basis again: like v, with o vᵀ = 1; None: v.
+        k_mean: float32 ``[layers, heads, D]``, taken off keys before they are multiplied by k: the same in every score
+            of a query, it changes no attention. None: nothing.
+        k_energies, v_energies: float32 ``[layers, heads, D]``, descending: what an error of one standard deviation of a
+            channel costs, in the units of ``rotations.maths.transform``. Only of transform coding, whose channels have
+            variance 1 in the bases k and v; None: others.
         meta: where they come from.
         k_eigenvalues, v_eigenvalues: float32 ``[layers, heads, D]`` or None: the spectrum of the
             calibration covariances, ascending; for inspection only.
@@ -81,11 +90,20 @@ class Rotations:
     k_eigenvalues: torch.Tensor | None = None
     v_eigenvalues: torch.Tensor | None = None
     q: torch.Tensor | None = None
+    o: torch.Tensor | None = None
+    k_mean: torch.Tensor | None = None
+    k_energies: torch.Tensor | None = None
+    v_energies: torch.Tensor | None = None
 
     @property
     def queries(self) -> torch.Tensor:
         """What queries are multiplied by: ``q``, or ``k``."""
         return self.k if self.q is None else self.q
+
+    @property
+    def outputs(self) -> torch.Tensor:
+        """What attention's outputs are multiplied by the transpose of: ``o``, or ``v``."""
+        return self.v if self.o is None else self.o
 
     @property
     def granularity(self) -> str:

@@ -22,19 +22,21 @@ import numpy as np
 import torch
 
 from sglang_kvq.errors import KVQuantError
-from sglang_kvq.formats.planes import MOST_BITS, PLANES, Widths
+from sglang_kvq.formats.planes import MOST_BITS, PLANES, Widths, cells_of
 
-#: By bits, 0 to 4: mean squared error and step of the best uniform quantizer of a Gaussian of variance 1 (Max,
+#: By bits, 0 to 6: mean squared error and step of the best uniform quantizer of a Gaussian of variance 1 (Max,
 #: "Quantizing for minimum distortion", 1960, table II; 0 bits give the mean).
-DISTORTION = (1.0, 0.3634, 0.1188, 0.03744, 0.01154)
-STEPS = (1.0, 1.596, 0.9957, 0.5860, 0.3352)
+DISTORTION = (1.0, 0.3634, 0.1188, 0.03744, 0.01154, 0.003495, 0.001041)
+STEPS = (1.0, 1.596, 0.9957, 0.5860, 0.3352, 0.1881, 0.1041)
 #: Directions that queries ask less of than this share of the most are taken as asked for that much: what a short text
 #: says of them is noise, and the decoder divides by it.
 FLOOR = 1e-7
 
-#: Every pattern that gives no plane more bits than the one before it.
+#: Every pattern that fills a column's cells and gives no plane more bits than the one before it.
 PATTERNS: tuple[Widths, ...] = tuple(
-    (a, b, c, d) for a, b, c, d in combinations_with_replacement(range(MOST_BITS, -1, -1), PLANES)
+    pattern
+    for a, b, c, d in combinations_with_replacement(range(MOST_BITS, -1, -1), PLANES)
+    if cells_of(pattern := (a, b, c, d))
 )
 
 
