@@ -18,6 +18,7 @@ import triton.language as tl
 from sglang_kvq.config import PAGE_SIZE
 from sglang_kvq.formats.code import CodeFormat
 from sglang_kvq.formats.page import PageFormat
+from sglang_kvq.formats.planes import PLANES, Cell, PlaneCode, PlaneFormat, Widths
 
 
 @dataclass(frozen=True)
@@ -78,9 +79,40 @@ class Record:
     bytes: int
 
 
+@dataclass(frozen=True)
+class PlaneCodes:
+    """Keys or values of a ``PlaneRecord``.
+
+    Attributes:
+        widths, cells: ``PlaneCode``'s.
+        starts: where each cell begins in the record, in bytes; gains: where the gains do.
+    """
+
+    widths: Widths
+    cells: tuple[Cell, ...]
+    starts: tuple[int, ...]
+    gains: int
+
+
+@dataclass(frozen=True, eq=False)
+class PlaneRecord:
+    """A record of ``formats.planes``, of ``bytes`` bytes."""
+
+    k: PlaneCodes
+    v: PlaneCodes
+    bytes: int
+
+
 @cache
-def record_of(format: PageFormat) -> Record:
+def record_of(format: PageFormat | PlaneFormat) -> Record | PlaneRecord:
     """The constants of a format; the same object for formats that only clip differently."""
+    if isinstance(format, PlaneFormat):
+        planes = format.parts
+        return PlaneRecord(
+            _plane_codes(format.k, format.head_dim, planes.k_cells, planes.k_gains),
+            _plane_codes(format.v, format.head_dim, planes.v_cells, planes.v_gains),
+            planes.end,
+        )
     if format.layout != format:
         return record_of(format.layout)
     at = format.parts
@@ -89,6 +121,12 @@ def record_of(format: PageFormat) -> Record:
         _codes(format, format.v, at.v_low, at.v_high, at.v_scale, at.v_offset, at.end),
         at.end,
     )
+
+
+def _plane_codes(code: PlaneCode, head_dim: int, first: int, gains: int) -> PlaneCodes:
+    sizes = [PAGE_SIZE * head_dim // PLANES * cell.bits // 8 for cell in code.cells]
+    starts = tuple(first + sum(sizes[:n]) for n in range(len(sizes)))
+    return PlaneCodes(code.widths, code.cells, starts, gains)
 
 
 def _codes(format: PageFormat, code: CodeFormat, low: int, high: int, scale: int, offset: int, mean: int) -> Codes:

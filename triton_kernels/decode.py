@@ -22,9 +22,10 @@ import triton
 import triton.language as tl
 
 from sglang_kvq.kernels.arguments import Stored, View, view
-from sglang_kvq.kernels.codes import Record, scale_step
+from sglang_kvq.kernels.codes import PlaneRecord, Record, scale_step
 from sglang_kvq.kernels.common import INTERPRETED, NO_OVERLAP, PAGE, Overlap, dot, page_of, to_bf16
 from sglang_kvq.kernels.decode_general import history_general
+from sglang_kvq.kernels.decode_planes import history_planes
 from sglang_kvq.kernels.int8 import (
     MAGIC_BITS,
     base_of,
@@ -40,6 +41,7 @@ from sglang_kvq.kernels.int8 import (
     weight_operands,
 )
 from sglang_kvq.kernels.plan import OVERLAY_TILE, load_item
+from sglang_kvq.kernels.planes import is_planes, plane_dims
 from sglang_kvq.kernels.shape import shape_of, value_dims
 from sglang_kvq.kernels.softmax import LOG2E, NEVER, Softmax
 
@@ -73,12 +75,15 @@ class DecodeLaunch:
         return wave * (good[0] if good else max(busy, key=busy.get))
 
 
-def decode_launch(head_dim: int, gqa_group: int, record: Record) -> DecodeLaunch:
+def decode_launch(head_dim: int, gqa_group: int, record: Record | PlaneRecord) -> DecodeLaunch:
     """The launch for that geometry and those codes; ``gqa_group`` query heads share a KV head.
 
     Twelve programs on an SM, or eight where the loop would spill much, as measured (``benchmarks/formats.py --sweep``).
     Numbers between lose up to a half: an SM's four schedulers then have unequal shares.
     """
+    if isinstance(record, PlaneRecord):
+        wide = head_dim > 128 or gqa_group > 4
+        return DecodeLaunch(stages=2, registers=255 if wide else 168, programs_per_sm=8 if wide else 12)
     if gqa_group > 8:  # spills all the same: more heads hold more accumulators
         return DecodeLaunch(stages=3, registers=255, programs_per_sm=8)
     wide = head_dim > 128 or (gqa_group > 4 and (head_dim > 64 or not is_fast(record)))
@@ -90,14 +95,16 @@ def decode_launch(head_dim: int, gqa_group: int, record: Record) -> DecodeLaunch
     )
 
 
-def is_fast(record: Record) -> bool:
+def is_fast(record: Record | PlaneRecord) -> bool:
     """Whether ``_history`` reads these records: uniform 2-bit codes, a scale and an offset per token and group only."""
+    if isinstance(record, PlaneRecord):
+        return False
     k, v = record.k, record.v
     plain = all(c.bits == 2 and c.uniform and c.has_offset and not c.channel for c in (k, v))
     return plain and k.group == v.group and not k.centred
 
 
-def is_two_bit(record: Record, head_dim: int) -> bool:
+def is_two_bit(record: Record | PlaneRecord, head_dim: int) -> bool:
     """Whether they are fast and of the largest group: what ``extend_history.history_two_bits`` reads."""
     return is_fast(record) and record.k.group == value_dims(head_dim)
 
@@ -108,7 +115,7 @@ def decode(
     q: torch.Tensor,
     items: torch.Tensor,
     scale: float,
-    record: Record,
+    record: Record | PlaneRecord,
     stored: Stored,
     *,
     launch: DecodeLaunch,
@@ -170,21 +177,35 @@ def _decode(
         )
         if item.first_page < item.last_page:
             records = stored.records + head * RECORD.bytes
-            if FAST:
+            if is_planes(RECORD):
+                state = history_planes(mine, item, table, records, v_first, scale_log2, RECORD, SHAPE, PLAIN)
+            elif FAST:
                 state = _history(mine, item, table, records, v_first, scale_log2, RECORD, SHAPE, PLAIN)
             else:
                 state = history_general(mine, item, table, records, v_first, scale_log2, RECORD, SHAPE, PLAIN)
         if item.first_tile < item.last_tile:
-            other = _overlay(mine, item, table, stored.overlays, stored.page_slot, head, v_first, scale_log2, SHAPE)
+            dims, inside = _value_dims(v_first, RECORD, SHAPE)
+            overlays = stored.overlays
+            other = _overlay(mine, item, table, overlays, stored.page_slot, head, dims, inside, scale_log2, SHAPE)
             state = _merged(state, other)
         if LETS_NEXT:
             tl.extra.cuda.gdc_launch_dependents()
-        h, dim = tl.arange(0, HEADS), tl.arange(0, VP)
+        h = tl.arange(0, HEADS)
+        dims, inside = _value_dims(v_first, RECORD, SHAPE)
         result = (tl.program_id(1) * SHAPE.Q_HEADS + first_head + h).to(tl.int64)  # [HEADS]
         tl.store(lse + result, state.top + tl.log2(state.total), mask=h < SHAPE.GQA_GROUP)
-        address = out + result[None, :] * SHAPE.D + v_first + dim[:, None]
-        inside = (dim < SHAPE.DIMS)[:, None] & (h < SHAPE.GQA_GROUP)[None, :]
-        tl.store(address, state.acc / state.total[None, :], mask=inside)
+        address = out + result[None, :] * SHAPE.D + dims[:, None]
+        tl.store(address, state.acc / state.total[None, :], mask=inside[:, None] & (h < SHAPE.GQA_GROUP)[None, :])
+
+
+@triton.jit
+def _value_dims(v_first, RECORD: tl.constexpr, SHAPE: tl.constexpr):
+    """The dim of V that each of a program's rows [VP] is, and which rows are dims."""
+    row = tl.arange(0, SHAPE.VP)
+    if is_planes(RECORD) and SHAPE.VP != SHAPE.D:
+        return plane_dims(v_first, SHAPE)
+    else:
+        return v_first + row, row < SHAPE.DIMS
 
 
 @triton.jit
@@ -327,8 +348,8 @@ def _unpack4(packed, PLAIN: tl.constexpr):
 
 
 @triton.jit
-def _overlay(q, item, table, overlays, page_slot, head, v_first, scale_log2, SHAPE: tl.constexpr):
-    """Overlay tiles of the item's pages outside the history; results as ``_history``."""
+def _overlay(q, item, table, overlays, page_slot, head, dims, in_dims, scale_log2, SHAPE: tl.constexpr):
+    """Overlay tiles of the item's pages outside the history; results as ``_history``, of these dims."""
     TILE: tl.constexpr = OVERLAY_TILE
     TILES: tl.constexpr = PAGE // TILE
     D: tl.constexpr = SHAPE.D
@@ -337,7 +358,7 @@ def _overlay(q, item, table, overlays, page_slot, head, v_first, scale_log2, SHA
     KV_HEADS: tl.constexpr = SHAPE.KV_HEADS
     COLUMNS: tl.constexpr = 8 if HEADS < 8 else HEADS  # the smallest product has eight
     h = tl.arange(0, COLUMNS)
-    dim, dim_v = tl.arange(0, SHAPE.DP), tl.arange(0, VP)
+    dim = tl.arange(0, SHAPE.DP)
     inside = (dim < D)[:, None] & (h < SHAPE.GQA_GROUP)[None, :]
     q_all = tl.load(q.data + h[None, :] * q.head + dim[:, None], mask=inside, other=0.0)  # [DP, COLUMNS]
     acc = tl.zeros([VP, COLUMNS], tl.float32)
@@ -353,8 +374,8 @@ def _overlay(q, item, table, overlays, page_slot, head, v_first, scale_log2, SHA
         base = overlays + (slot * (2 * KV_HEADS) + head) * (PAGE * D) + token[:, None] * D  # [TILE, 1]
         k = tl.load(base + dim[None, :], mask=live[:, None] & (dim < D)[None, :], other=0.0)
         v = tl.load(
-            base + KV_HEADS * PAGE * D + v_first + dim_v[None, :],
-            mask=live[:, None] & (dim_v < SHAPE.DIMS)[None, :],
+            base + KV_HEADS * PAGE * D + dims[None, :],
+            mask=live[:, None] & in_dims[None, :],
             other=0.0,
         )
         x = dot(k, q_all, tl.zeros([TILE, COLUMNS], tl.float32)) * scale_log2

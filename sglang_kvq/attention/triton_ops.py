@@ -16,8 +16,9 @@ from sglang_kvq.attention.step_plan import StepPlan
 from sglang_kvq.cache.pool import PagePool
 from sglang_kvq.config import PAGE_SIZE
 from sglang_kvq.errors import KVQuantError
+from sglang_kvq.formats.planes import PlaneFormat
 from sglang_kvq.kernels.arguments import Stored
-from sglang_kvq.kernels.codes import Record, record_of
+from sglang_kvq.kernels.codes import PlaneRecord, Record, record_of
 from sglang_kvq.kernels.common import INTERPRETED, can_overlap
 from sglang_kvq.kernels.decode import DecodeLaunch, decode, decode_launch, is_two_bit
 from sglang_kvq.kernels.extend import extend
@@ -82,7 +83,7 @@ class TritonOps(AttentionOps):
         _check_formats(pool)
         self.q_heads = q_heads
         self.slab_pages = (slab_tokens or workspace_tokens(pool.kv_heads, pool.head_dim)) // PAGE_SIZE
-        self._records: list[Record] = [record_of(format) for format in pool.formats]
+        self._records: list[Record | PlaneRecord] = [record_of(format) for format in pool.formats]
         self._launches: list[DecodeLaunch] = [
             launch or decode_launch(pool.head_dim, q_heads // pool.kv_heads, record) for record in self._records
         ]
@@ -268,7 +269,7 @@ class TritonOps(AttentionOps):
             flash_attention(out, state, q, (k, v), stored, slab.tiles, scale, rows=rows, **ends)
         return out
 
-    def _stored(self, layer: int) -> tuple[Record, Stored]:
+    def _stored(self, layer: int) -> tuple[Record | PlaneRecord, Stored]:
         """What kernels that read stored pages take."""
         pool = self.pool
         stored = Stored(
@@ -293,6 +294,8 @@ def _check_formats(pool: PagePool) -> None:
         KVQuantError: names the first such layer and its codes.
     """
     for layer, format in enumerate(pool.formats):
+        if isinstance(format, PlaneFormat):
+            continue
         if format.v.axis == "channel" or (format.k.axis == "channel" and format.run < 16):
             raise KVQuantError(
                 f"layer {layer}: keys in {format.k.describe()} with runs of {format.run} tokens, values in "

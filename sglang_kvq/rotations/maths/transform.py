@@ -21,6 +21,7 @@ from itertools import combinations_with_replacement
 import numpy as np
 import torch
 
+from sglang_kvq.attention.base import LayerRotations
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.formats.planes import MOST_BITS, PLANES, Widths, cells_of
 
@@ -78,6 +79,30 @@ class Basis:
         quarter = self.energies.shape[-1] // PLANES
         unit = self.energies.sqrt() * steps.repeat_interleave(quarter, dim=-1)
         return (self.encode / unit[..., None, :]).float(), (self.decode * unit[..., :, None]).float()
+
+
+def fold_steps(rotations: LayerRotations, k_widths: torch.Tensor, v_widths: torch.Tensor) -> LayerRotations:
+    """Whitened bases with each channel's step folded in: what a server rotates by.
+
+    Args:
+        rotations: channels of variance 1; ``k_mean`` in the rotated basis.
+        k_widths, v_widths: int ``[layers, PLANES]``.
+
+    Returns:
+        the same scores and outputs, of keys and values in which a step of the quantizer is 1.
+    """
+
+    def steps(widths: torch.Tensor, matrices: torch.Tensor) -> torch.Tensor:
+        each = torch.tensor(STEPS, dtype=torch.float32, device=matrices.device)[widths.to(matrices.device)]
+        return each.repeat_interleave(matrices.shape[-1] // PLANES, dim=-1)[:, None]  # [layers, 1, D]
+
+    k, q, v, o, mean = rotations.k, rotations.q, rotations.v, rotations.o, rotations.k_mean
+    if k is None or q is None or v is None or o is None or mean is None:
+        raise ValueError("transform coding has k, q, v, o and k_mean")
+    of_k, of_v = steps(k_widths, k), steps(v_widths, v)
+    return LayerRotations(
+        k / of_k[:, :, None], v / of_v[:, :, None], q * of_k[:, :, None], o * of_v[:, :, None], mean / of_k
+    )
 
 
 def coding_basis(covariance: torch.Tensor, weight: torch.Tensor) -> Basis:

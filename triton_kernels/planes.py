@@ -1,0 +1,142 @@
+"""Records of ``formats.planes`` in kernels: bytes to INT8 tiles of codes, and gains.
+
+A plane's codes are used as they lie in a cell where that leaves them below 2^7 and no more than ``_MOST_SHIFT`` bits too
+high; the other factor of a product is divided by that ``multiple``. Else they are shifted down.
+"""
+
+import triton
+import triton.language as tl
+
+from sglang_kvq.formats.planes import GAIN_BIAS as _GAIN_BIAS
+from sglang_kvq.kernels.codes import PlaneRecord
+from sglang_kvq.kernels.common import PAGE
+
+GAIN_BIAS = tl.constexpr(_GAIN_BIAS)
+#: A query is split to 15 bits: four less are as many as BF16 has of the largest.
+_MOST_SHIFT = 4
+
+
+@triton.constexpr_function
+def is_planes(record):
+    """Whether a record is one of planes."""
+    return isinstance(record, PlaneRecord)
+
+
+@triton.constexpr_function
+def cell_count(codes):
+    return len(codes.cells)
+
+
+@triton.constexpr_function
+def is_byte(codes, cell):
+    """Whether a cell is a byte; else it is a nibble."""
+    return codes.cells[cell].bits == 8
+
+
+@triton.constexpr_function
+def start_of(codes, cell):
+    """Where the cell begins in the record, in bytes."""
+    return codes.starts[cell]
+
+
+@triton.constexpr_function
+def field_count(codes, cell):
+    return len(codes.cells[cell].fields)
+
+
+@triton.constexpr_function
+def plane_of(codes, cell, field):
+    return codes.cells[cell].fields[field].plane
+
+
+@triton.constexpr_function
+def middle(codes, plane):
+    """What is taken off a plane's codes: half their range."""
+    return (2 ** codes.widths[plane] - 1) / 2
+
+
+@triton.constexpr_function
+def multiple(codes, plane):
+    """What a plane's codes are multiplied by in its INT8 tile."""
+    for cell in codes.cells:
+        for field in cell.fields:
+            if field.plane == plane and _stays(field):
+                return 2**field.shift
+    return 1
+
+
+@triton.constexpr_function
+def is_coded(codes, plane):
+    return codes.widths[plane] > 0
+
+
+def _stays(field):
+    return field.shift + field.width <= 7 and field.shift <= _MOST_SHIFT
+
+
+@triton.constexpr_function
+def _shift(codes, cell, field):
+    found = codes.cells[cell].fields[field]
+    return 0 if _stays(found) else found.shift
+
+
+@triton.constexpr_function
+def _mask(codes, cell, field):
+    found = codes.cells[cell].fields[field]
+    return ((1 << found.width) - 1) << (found.shift if _stays(found) else 0)
+
+
+@triton.constexpr_function
+def _field_ptx(codes, cell, field, upper):
+    """Of four bytes, or of their upper nibbles."""
+    found = codes.cells[cell].fields[field]
+    left, keep = found.shift + 4 * upper, _stays(found)
+    if upper and keep:  # as it lies in a nibble, then
+        left, keep = 4, False
+        mask = ((1 << found.width) - 1) << found.shift
+    else:
+        mask = ((1 << found.width) - 1) << (found.shift if keep else 0)
+    words = f"{mask * 0x01010101:#010x}"
+    if keep or left == 0:
+        return f"and.b32 $0, $1, {words};"
+    return "{ .reg .b32 down; shr.u32 down, $1, %d; and.b32 $0, down, %s; }" % (left, words)
+
+
+@triton.jit
+def field_codes(bytes, CODES: tl.constexpr, CELL: tl.constexpr, FIELD: tl.constexpr, UPPER: tl.constexpr, PLAIN: tl.constexpr):
+    """INT8 tile of ``multiple`` times a plane's codes, of a tile of bytes (UPPER: of their upper nibbles)."""
+    if PLAIN:
+        x = bytes >> (_shift(CODES, CELL, FIELD) + 4 * UPPER)
+        return (x & _mask(CODES, CELL, FIELD)).to(tl.int8)
+    else:
+        return tl.inline_asm_elementwise(
+            asm=_field_ptx(CODES, CELL, FIELD, UPPER),
+            constraints="=r,r",
+            args=[bytes],
+            dtype=tl.int8,
+            is_pure=True,
+            pack=4,
+        )
+
+
+@triton.jit
+def gain_of(byte):
+    """float32 of gains' bytes, uint8: ``formats.planes.gains_of``."""
+    return ((byte.to(tl.int32) + GAIN_BIAS) << 20).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def plane_dims(v_first, SHAPE: tl.constexpr):
+    """Dims of V of a program's rows [VP], a plane's one behind the other, and which rows are dims: ``VP / 4`` a plane."""
+    ROWS: tl.constexpr = SHAPE.VP // 4
+    row = tl.arange(0, SHAPE.VP)
+    j = row % ROWS
+    return row // ROWS * SHAPE.D4 + v_first // 4 + j, j < SHAPE.DIMS // 4
+
+
+@triton.jit
+def tile_gains(bytes):
+    """Bytes [2 pages, 2, PAGE] to two float32 [128], rows in the order of ``int8.tokens_of_tile``."""
+    x = tl.reshape(bytes, [2, 2, 4, 8, 2])  # page, which, plane of tokens, i, half
+    k, v = tl.split(tl.reshape(tl.permute(x, (2, 0, 4, 3, 1)), [2 * PAGE, 2]))
+    return gain_of(k), gain_of(v)
