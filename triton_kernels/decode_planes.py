@@ -34,6 +34,7 @@ from sglang_kvq.kernels.planes import (
     plane_of,
     start_of,
     tile_gains,
+    token_planes_of,
 )
 from sglang_kvq.kernels.softmax import NEVER, Softmax
 
@@ -169,8 +170,7 @@ def _value_products(both, v_first, weights, CODES: tl.constexpr, SHAPE: tl.const
     for _ in tl.static_range(4):
         sums += (tl.full([ROWS, 2 * SHAPE.HEADS], MAGIC_BITS, tl.int32),)
     for c in tl.static_range(cell_count(CODES)):
-        TOKENS: tl.constexpr = 4 if is_byte(CODES, c) else 2
-        for t in tl.static_range(TOKENS):
+        for t in tl.static_range(token_planes_of(CODES, c)):
             bytes = _value_bytes(both, v_first, c, t, CODES, SHAPE)
             for f in tl.static_range(field_count(CODES, c)):
                 v = field_codes(bytes, CODES, c, f, 0, PLAIN)

@@ -34,6 +34,12 @@ def is_byte(codes, cell):
 
 
 @triton.constexpr_function
+def token_planes_of(codes, cell):
+    """Of how many of a page's four planes of tokens the cell's rows of V are: a nibble's are of two, twice."""
+    return 4 if codes.cells[cell].bits == 8 else 2
+
+
+@triton.constexpr_function
 def start_of(codes, cell):
     """Where the cell begins in the record, in bytes."""
     return codes.starts[cell]
@@ -70,7 +76,9 @@ def is_coded(codes, plane):
     return codes.widths[plane] > 0
 
 
+@triton.constexpr_function
 def _stays(field):
+    """Whether codes are used as they lie."""
     return field.shift + field.width <= 7 and field.shift <= _MOST_SHIFT
 
 
@@ -103,7 +111,9 @@ def _field_ptx(codes, cell, field, upper):
 
 
 @triton.jit
-def field_codes(bytes, CODES: tl.constexpr, CELL: tl.constexpr, FIELD: tl.constexpr, UPPER: tl.constexpr, PLAIN: tl.constexpr):
+def field_codes(
+    bytes, CODES: tl.constexpr, CELL: tl.constexpr, FIELD: tl.constexpr, UPPER: tl.constexpr, PLAIN: tl.constexpr
+):
     """INT8 tile of ``multiple`` times a plane's codes, of a tile of bytes (UPPER: of their upper nibbles)."""
     if PLAIN:
         x = bytes >> (_shift(CODES, CELL, FIELD) + 4 * UPPER)

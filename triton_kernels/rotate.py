@@ -1,7 +1,8 @@
 """Queries, keys and values into the rotated basis, optionally straight into the overlays.
 
-    out[t, h] = x[t, h] R[h],    x BF16 [T, heads, D], R float32 [kv_heads or 1, D, D]
+    out[t, h] = bf16(x[t, h] R[h] - m[h]),    x BF16 [T, heads, D], R float32 [kv_heads or 1, D, D]
 
+m float32 [kv_heads or 1, D] is the keys' mean, if they have one: the sum is float32, m is subtracted, then it is rounded.
 R = R_hi + R_lo, two BF16 matrices: x is BF16 already, so two BF16 products summed in float32 lose
 nothing but R's bits below 2^-17, eight times finer than TF32 at the same cost.
 """
@@ -31,6 +32,7 @@ def rotate(
     rotations: tuple[torch.Tensor | None, ...],
     store: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
     overlap: Overlap = NO_OVERLAP,
+    mean: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """Rotate up to three tensors in one launch.
 
@@ -42,6 +44,7 @@ def rotate(
             keys and values then go there and nowhere else.
         overlap: an early start loads rotations and looks up where tokens go before the launch before this one has
             ended. The next one starts with this one.
+        mean: taken off rotated keys, float32 ``[kv_heads or 1, D]``, contiguous; None for nothing.
 
     Returns:
         the rotated tensors, contiguous; an unrotated one is returned as it came.
@@ -50,6 +53,8 @@ def rotate(
     tokens, q_heads, d = q.shape
     kv_heads = k.shape[1]
     r_q, r_k, r_v = rotations
+    if mean is not None and r_k is None:
+        raise ValueError("a mean is taken off keys that are rotated")
     out = [y if r is None else torch.empty(y.shape, dtype=y.dtype, device=y.device) for y, r in zip(x, rotations)]
     # Heads are numbered q, k, v, and the launch covers those that have something to do (a model may rotate
     # keys and not values: then values alone are left out, or only copied to the overlays).
@@ -63,9 +68,10 @@ def rotate(
     grid = (min(triton.cdiv(tokens, _TOKENS), 16), (last - first) * (d // block))
     _rotate[grid](
         tuple(map(view, x)), tuple(out), tuple(q if r is None else r for r in rotations), Store(*(store or (q, q, q))),
-        tokens, first,
+        q if mean is None else mean, tokens, first,
         SHAPE=shape_of(kv_heads, d, q_heads),
         ROTATIONS=tuple(0 if r is None else r.shape[1] for r in rotations),
+        MEANS=0 if mean is None else mean.shape[0],
         STORE=store is not None,
         EARLY=overlap.early,
         LETS_NEXT=overlap.lets_next,
@@ -92,6 +98,7 @@ class Head(NamedTuple):
     Attributes:
         x, out: pointers to its first token's row; x_token, out_token: strides.
         rotation: the high part of its matrix.
+        mean: what is taken off its rotated rows, if anything is.
         overlay: its part of slot 0.
     """
 
@@ -100,14 +107,15 @@ class Head(NamedTuple):
     out: tl.tensor
     out_token: tl.tensor
     rotation: tl.tensor
+    mean: tl.tensor
     overlay: tl.tensor
 
 
 @triton.jit
 def _rotate(
-    x, out, rotations, store, tokens, first_head,
-    SHAPE: tl.constexpr, ROTATIONS: tl.constexpr, STORE: tl.constexpr, EARLY: tl.constexpr, LETS_NEXT: tl.constexpr,
-    TOKENS: tl.constexpr, BLOCK: tl.constexpr,
+    x, out, rotations, store, mean, tokens, first_head,
+    SHAPE: tl.constexpr, ROTATIONS: tl.constexpr, MEANS: tl.constexpr, STORE: tl.constexpr, EARLY: tl.constexpr,
+    LETS_NEXT: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Program (i, j): token tiles i, i + programs, ... of one head and one block of output columns."""
     D: tl.constexpr = SHAPE.D
@@ -120,42 +128,48 @@ def _rotate(
     if head < SHAPE.Q_HEADS:
         _rotate_head(
             _head(
-                q, head, out[0], SHAPE.Q_HEADS, rotations[0], head // SHAPE.GQA_GROUP, store.overlays, D, ROTATIONS[0]
+                q, head, out[0], SHAPE.Q_HEADS, rotations[0], head // SHAPE.GQA_GROUP, mean, store.overlays, D,
+                ROTATIONS[0], 0,
             ),
-            store, tokens, column, SHAPE, ROTATIONS[0], False, EARLY, TOKENS, BLOCK,
+            store, tokens, column, SHAPE, ROTATIONS[0], 0, False, EARLY, TOKENS, BLOCK,
         )  # fmt: skip
     elif head < SHAPE.Q_HEADS + KV_HEADS:
         head -= SHAPE.Q_HEADS
         overlay = store.overlays + head * PAGE * D
         _rotate_head(
-            _head(k, head, out[1], KV_HEADS, rotations[1], head, overlay, D, ROTATIONS[1]),
-            store, tokens, column, SHAPE, ROTATIONS[1], STORE, EARLY, TOKENS, BLOCK,
+            _head(k, head, out[1], KV_HEADS, rotations[1], head, mean, overlay, D, ROTATIONS[1], MEANS),
+            store, tokens, column, SHAPE, ROTATIONS[1], MEANS, STORE, EARLY, TOKENS, BLOCK,
         )  # fmt: skip
     else:
         head -= SHAPE.Q_HEADS + KV_HEADS
         overlay = store.overlays + (KV_HEADS + head) * PAGE * D
         _rotate_head(
-            _head(v, head, out[2], KV_HEADS, rotations[2], head, overlay, D, ROTATIONS[2]),
-            store, tokens, column, SHAPE, ROTATIONS[2], STORE, EARLY, TOKENS, BLOCK,
+            _head(v, head, out[2], KV_HEADS, rotations[2], head, mean, overlay, D, ROTATIONS[2], 0),
+            store, tokens, column, SHAPE, ROTATIONS[2], 0, STORE, EARLY, TOKENS, BLOCK,
         )  # fmt: skip
 
 
 @triton.jit
-def _head(x, head, out, HEADS: tl.constexpr, rotation, kv_head, overlay, D: tl.constexpr, ROTATIONS: tl.constexpr):
-    """The ``Head`` of x and out, and of as many matrices as there are."""
+def _head(
+    x, head, out, HEADS: tl.constexpr, rotation, kv_head, mean, overlay, D: tl.constexpr, ROTATIONS: tl.constexpr,
+    MEANS: tl.constexpr,
+):  # fmt: skip
+    """The ``Head`` of x and out, and of as many matrices and means as there are."""
     if ROTATIONS > 1:
         rotation += kv_head * D * D
-    return Head(x.data + head * x.head, x.token, out + head * D, HEADS * D, rotation, overlay)
+    if MEANS > 1:
+        mean += kv_head * D
+    return Head(x.data + head * x.head, x.token, out + head * D, HEADS * D, rotation, mean, overlay)
 
 
 @triton.jit
 def _rotate_head(
-    mine, store, tokens, column, SHAPE: tl.constexpr, ROTATIONS: tl.constexpr, STORE: tl.constexpr,
-    EARLY: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
+    mine, store, tokens, column, SHAPE: tl.constexpr, ROTATIONS: tl.constexpr, MEANS: tl.constexpr,
+    STORE: tl.constexpr, EARLY: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Columns ``column .. column + BLOCK`` of x R for this program's tiles; mine: a ``Head``.
+    """Columns ``column .. column + BLOCK`` of x R - m for this program's tiles; mine: a ``Head``.
 
-    Load R; then for each tile look up where it goes, multiply and store.
+    Load R and m; then for each tile look up where it goes, multiply and store.
     """
     D: tl.constexpr = SHAPE.D
     if ROTATIONS > 0 or STORE:
@@ -165,6 +179,8 @@ def _rotate_head(
             r = mine.rotation + inner[:, None] * D + outer[None, :]  # [DP, BLOCK]
             high = tl.load(r, mask=(inner < D)[:, None], other=0.0)
             low = tl.load(r + ROTATIONS * D * D, mask=(inner < D)[:, None], other=0.0)
+        if MEANS > 0:
+            mean = tl.load(mine.mean + outer)
         for start in range(tl.program_id(0) * TOKENS, tokens, tl.num_programs(0) * TOKENS):
             token = (start + tl.arange(0, TOKENS)).to(tl.int64)
             live = token < tokens
@@ -181,7 +197,10 @@ def _rotate_head(
             if ROTATIONS > 0:
                 rows = tl.load(source + inner[None, :], mask=live[:, None] & (inner < D)[None, :], other=0.0)
                 acc = tl.zeros([TOKENS, BLOCK], tl.float32)
-                y = to_bf16(dot(rows, high, dot(rows, low, acc)))
+                acc = dot(rows, high, dot(rows, low, acc))
+                if MEANS > 0:
+                    acc -= mean[None, :]
+                y = to_bf16(acc)
             else:
                 y = tl.load(source + outer[None, :], mask=live[:, None], other=0.0)
             tl.store(target[:, None] + outer[None, :], y, mask=live[:, None])

@@ -45,7 +45,7 @@ Widths: TypeAlias = tuple[int, int, int, int]
 GAIN_BIAS = (127 << 3) - 128
 _SIGNIFICAND = 20
 #: How far below the gain that clips nothing a row's may be, in bytes, eight to a factor of two; of equals the first.
-CANDIDATES = (0, 2, 4, 6)
+CANDIDATES = (0, 3, 6, 9)
 #: What an error of a largest gain's power of two counts, and what an element counts at most.
 ERROR_SCALE, MOST_ERROR = 32.0, 1023.0
 
