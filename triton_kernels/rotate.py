@@ -2,7 +2,7 @@
 
     out[t, h] = bf16(x[t, h] R[h] - m[h]),    x BF16 [T, heads, D], R float32 [kv_heads or 1, D, D]
 
-m float32 [kv_heads or 1, D] is the keys' mean, if they have one: the sum is float32, m is subtracted, then it is rounded.
+m float32 [kv_heads or 1, D] is the keys' mean, if they have one: subtracted from the float32 sum before it is rounded.
 R = R_hi + R_lo, two BF16 matrices: x is BF16 already, so two BF16 products summed in float32 lose
 nothing but R's bits below 2^-17, eight times finer than TF32 at the same cost.
 """

@@ -15,12 +15,16 @@ class ReferenceOps(AttentionOps):
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         r = self.rotations
-        pairs = ((q, r.queries), (k, r.k), (v, r.v))
-        q, k, v = (x if matrices is None else _rotate_rows(x, matrices[layer]) for x, matrices in pairs)
+        parts = ((q, r.queries, None), (k, r.k, r.k_mean), (v, r.v, None))
+        q, k, v = (
+            x if matrices is None else _rotate_rows(x, matrices[layer], None if mean is None else mean[layer])
+            for x, matrices, mean in parts
+        )
         return q, k, v
 
     def rotate_output(self, layer: int, o: torch.Tensor) -> torch.Tensor:
-        return o if self.rotations.v is None else _rotate_rows(o, self.rotations.v[layer].transpose(-1, -2))
+        outputs = self.rotations.outputs
+        return o if outputs is None else _rotate_rows(o, outputs[layer].transpose(-1, -2))
 
     def store_tokens(self, layer: int, loc: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         slot = self.pool.page_slot[loc // PAGE_SIZE].clamp(min=0).long()
@@ -87,10 +91,14 @@ class ReferenceOps(AttentionOps):
         return k, v
 
 
-def _rotate_rows(x: torch.Tensor, r: torch.Tensor) -> torch.Tensor:
-    """x BF16 ``[T, heads, D]`` times r float32 ``[kv_heads, D, D]``; query heads share their KV head's rotation."""
+def _rotate_rows(x: torch.Tensor, r: torch.Tensor, mean: torch.Tensor | None = None) -> torch.Tensor:
+    """x BF16 ``[T, heads, D]`` times r float32 ``[kv_heads, D, D]``; query heads share their KV head's rotation.
+
+    mean float32 ``[kv_heads or 1, D]`` is subtracted before the one rounding.
+    """
     r = r.repeat_interleave(x.shape[1] // r.shape[0], dim=0)
-    return torch.einsum("thd,hde->the", x.float(), r).to(x.dtype)
+    rotated = torch.einsum("thd,hde->the", x.float(), r)
+    return (rotated if mean is None else rotated - mean).to(x.dtype)
 
 
 def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:

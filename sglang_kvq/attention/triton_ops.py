@@ -91,7 +91,9 @@ class TritonOps(AttentionOps):
         self._r_k = None if rotations.k is None else split_rotation(rotations.k)
         self._r_q = self._r_k if rotations.q is None else split_rotation(rotations.q)
         self._r_v = None if rotations.v is None else split_rotation(rotations.v)
-        self._r_v_back = None if rotations.v is None else split_rotation(rotations.v.transpose(-1, -2))
+        self._k_mean = None if rotations.k_mean is None else rotations.k_mean.contiguous()
+        outputs = rotations.outputs
+        self._r_v_back = None if outputs is None else split_rotation(outputs.transpose(-1, -2))
         self.order = StepOrder(can_overlap(pool.device))
         self.prefill, self.short = prefill, short
         self.geometry = Geometry(q_heads, pool.kv_heads, pool.head_dim, self._sms)
@@ -125,7 +127,7 @@ class TritonOps(AttentionOps):
     def rotate(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        q, k, v = rotate((q, k, v), self._rotations_of(layer))
+        q, k, v = rotate((q, k, v), self._rotations_of(layer), mean=self._mean_of(layer))
         return q, k, v
 
     def rotate_output(self, layer: int, o: torch.Tensor) -> torch.Tensor:
@@ -143,7 +145,8 @@ class TritonOps(AttentionOps):
     ) -> torch.Tensor:
         """One launch for both, whether K and V are rotated or not."""
         store = (self.pool.overlays[layer], self.pool.page_slot, loc)
-        out: torch.Tensor = rotate((q, k, v), self._rotations_of(layer), store, self.order.rotate())[0]
+        overlap, mean = self.order.rotate(), self._mean_of(layer)
+        out: torch.Tensor = rotate((q, k, v), self._rotations_of(layer), store, overlap, mean)[0]
         return out
 
     def quantize_tokens(
@@ -285,6 +288,9 @@ class TritonOps(AttentionOps):
 
     def _rotations_of(self, layer: int) -> tuple[torch.Tensor | None, ...]:
         return tuple(None if r is None else r[layer] for r in (self._r_q, self._r_k, self._r_v))
+
+    def _mean_of(self, layer: int) -> torch.Tensor | None:
+        return None if self._k_mean is None else self._k_mean[layer]
 
 
 def _check_formats(pool: PagePool) -> None:

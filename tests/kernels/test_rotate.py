@@ -3,14 +3,27 @@
 import pytest
 import torch
 
+from sglang_kvq.attention.base import LayerRotations
 from sglang_kvq.config import PAGE_SIZE
-from tests.kernels.scene import HEADS, ON_GPU, Heads, assert_close, int64, make_scene, randn, rotations
+from sglang_kvq.kernels.rotate import rotate, split_rotation
+from tests.kernels.scene import DEVICE, HEADS, LAYERS, ON_GPU, Heads, assert_close, int64, make_scene, randn
+from tests.kernels.scene import rotations as orthogonal_rotations
 
-KINDS = ["shared", "per-head", "balanced", "keys-only", "identity"]
+KINDS = ["shared", "per-head", "balanced", "keys-only", "identity", "transform"]
 ROTATE_HEADS = [HEADS[0], HEADS[1], HEADS[2], HEADS[7]]
 # Every kind with one geometry, and every geometry with the most general kind.
 CASES = [(HEADS[0], kind) for kind in KINDS] + [(heads, "per-head") for heads in ROTATE_HEADS[1:]]
 each_case = pytest.mark.parametrize(("heads", "kind"), CASES, ids=str)
+
+
+def rotations(kind: str, heads: Heads) -> LayerRotations:
+    """``transform``: as transform coding has them, with neither keys nor values orthogonal, and a mean."""
+    if kind != "transform":
+        return orthogonal_rotations(kind, heads)
+    shape = (LAYERS, heads.kv, heads.head_dim, heads.head_dim)
+    u, w = (torch.linalg.qr(torch.randn(shape, device=DEVICE)).Q for _ in range(2))
+    scale = torch.logspace(-1, 1, heads.head_dim, device=DEVICE)
+    return LayerRotations(u * scale, w / scale, u / scale, w * scale, torch.randn(shape[:3], device=DEVICE))
 
 
 def activations(heads: Heads, tokens: int) -> list[torch.Tensor]:
@@ -29,6 +42,39 @@ def test_rotate_agrees_with_float32(heads, kind, tokens):
         assert_close(f"{name} rotated", got, want, 1e-3)
     o = randn(tokens, heads.q, heads.head_dim)
     assert_close("output", ops.rotate_output(1, o), reference.rotate_output(1, o), 1e-3)
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["mean per head", "one mean"])
+@pytest.mark.parametrize("stored", [False, True], ids=["rotate", "rotate_and_store"])
+def test_the_mean_is_taken_off_before_the_one_rounding(stored, shared):
+    """On integers, whose products no order of sums can change, bit for bit."""
+    heads = HEADS[1]
+    scene = make_scene(heads, [70])
+    r = torch.randint(-8, 9, (heads.kv, heads.head_dim, heads.head_dim), device=DEVICE).float()
+    x = [torch.randint(-8, 9, (70, n, heads.head_dim), device=DEVICE).bfloat16() for n in (heads.q, heads.kv, heads.kv)]
+    mean = torch.randn(1 if shared else heads.kv, heads.head_dim, device=DEVICE) * 100
+    exact = torch.einsum("thd,hde->the", x[1].double(), r.double()).float()
+    want, twice = (exact - mean).bfloat16(), (exact.bfloat16().float() - mean).bfloat16()
+    assert not torch.equal(want, twice), "the test tells one rounding from two"
+    matrices = tuple(split_rotation(y) for y in (r, r, r))
+    loc = scene.pool.req_to_token[1, :70].long()
+    # Slots of both pages, whatever the scene made of them.
+    scene.pool.page_slot[loc[::PAGE_SIZE] // PAGE_SIZE] = torch.tensor([1, 2], dtype=torch.int32, device=DEVICE)
+    overlays = scene.pool.overlays[1]
+    store = (overlays, scene.pool.page_slot, loc) if stored else None
+    plain = rotate(x, matrices)
+    q, k, v = rotate(x, matrices, store, mean=mean)
+    if stored:
+        slot = scene.pool.page_slot[loc // PAGE_SIZE].long()
+        k, v = overlays[slot, 0, :, loc % PAGE_SIZE], overlays[slot, 1, :, loc % PAGE_SIZE]
+    assert torch.equal(k, want)
+    assert torch.equal(q, plain[0]) and torch.equal(v, plain[2]), "only keys have a mean"
+
+
+def test_a_mean_of_keys_that_are_not_rotated_is_refused():
+    x = activations(HEADS[1], 3)
+    with pytest.raises(ValueError, match="keys that are rotated"):
+        rotate(x, (None, None, None), mean=torch.zeros(HEADS[1].kv, HEADS[1].head_dim, device=DEVICE))
 
 
 @pytest.mark.parametrize("heads", ROTATE_HEADS[:2], ids=str)
