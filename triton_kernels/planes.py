@@ -56,6 +56,12 @@ def plane_of(codes, cell, field):
 
 
 @triton.constexpr_function
+def shift_of(codes, cell, field):
+    """How far the field lies from the cell's lowest bit."""
+    return codes.cells[cell].fields[field].shift
+
+
+@triton.constexpr_function
 def middle(codes, plane):
     """What is taken off a plane's codes: half their range."""
     return (2 ** codes.widths[plane] - 1) / 2

@@ -13,9 +13,11 @@ import triton.language as tl
 
 from sglang_kvq.config import PAGE_SIZE
 from sglang_kvq.kernels.arguments import view
-from sglang_kvq.kernels.codes import Record
+from sglang_kvq.kernels.codes import PlaneRecord, Record
 from sglang_kvq.kernels.common import PAGE, has_pairs, key_row
 from sglang_kvq.kernels.pairs import high_half, low_half, magnitudes, pair_max
+from sglang_kvq.kernels.planes import is_planes
+from sglang_kvq.kernels.quantize_planes import quantize_plane_keys, quantize_plane_values
 from sglang_kvq.kernels.rows import (
     clip_threshold,
     from_extremes,
@@ -37,7 +39,7 @@ PARTS = tl.constexpr(2 * PAGE_SIZE // TOKENS.value)
 
 def quantize_tokens(
     records: torch.Tensor,
-    record: Record,
+    record: Record | PlaneRecord,
     ranks: torch.Tensor,
     first: torch.Tensor,
     pages: torch.Tensor,
@@ -59,7 +61,7 @@ def quantize_tokens(
 
 def quantize_slots(
     records: torch.Tensor,
-    record: Record,
+    record: Record | PlaneRecord,
     layers: torch.Tensor,
     ranks: torch.Tensor,
     overlays: torch.Tensor,
@@ -85,14 +87,14 @@ def quantize_slots(
     )  # fmt: skip
 
 
-def _constants(record: Record, kv_heads: int, d: int, device: torch.device) -> dict[str, Any]:
+def _constants(record: Record | PlaneRecord, kv_heads: int, d: int, device: torch.device) -> dict[str, Any]:
     return {
         "RECORD": record,
         "SHAPE": shape_of(kv_heads, d),
         "enable_fp_fusion": False,  # torch rounds each operation
         "PACKED": has_pairs(device),
         # 64 elements to a lane, or 32 where all of them are float32 at once.
-        "num_warps": max(d // 128, 1 + record.k.centred),
+        "num_warps": max(d // 64, 1) if is_planes(record) else max(d // 128, 1 + record.k.centred),
     }
 
 
@@ -144,7 +146,12 @@ def _quantize_part(
     """One item of a page and head into its record: the first parts are of K, the others of V."""
     KEYS: tl.constexpr = RECORD.k
     VALUES: tl.constexpr = RECORD.v
-    if part < PARTS // 2:
+    if is_planes(RECORD):
+        if part < PARTS // 2:
+            quantize_plane_keys(k, k_token, record, part, KEYS, SHAPE, TOKENS)
+        else:
+            quantize_plane_values(v, v_token, record, part - PARTS // 2, VALUES, SHAPE, TOKENS)
+    elif part < PARTS // 2:
         if KEYS.channel:
             _quantize_channels(k, k_token, record, part, KEYS, SHAPE)
         else:

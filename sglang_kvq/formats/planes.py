@@ -4,14 +4,16 @@ A row of D elements has four *planes* of D / 4. Elements come scaled so that a s
 of them (``rotations.maths.transform``), most energy first; plane p has codes of ``widths[p]`` bits, 0 to 6. With w bits
 the levels are the 2^w half-integers about 0 times the row's gain g, a float with three bits behind its leading one:
 
-    code  = min(max(floor(x fl(1 / g)) + 2^(w - 1), 0), 2^w - 1)
+    code  = min(max(round(x / g - 1/2) + 2^(w - 1), 0), 2^w - 1)
     value = (code - (2^w - 1) / 2) g,    0 where w is 0
 
 The gain is one of ``CANDIDATES``: the least that clips no element, and some below it. Clipping the row's largest may
-be worth finer steps for all others, so the one of least squared error is taken, measured in integers so that its sum
-does not depend on the order:
+be worth finer steps for all others, so the one of least squared error is taken, of equals the largest:
 
-    E(g) = sum over i with w_i > 0 of min(floor(|x_i - value_i| 2^5 / u), 1023)^2,    u the power of two in the largest
+    E(g) = sum over i with w_i > 0 of min(round(|x_i - value_i| 2^4 / u), 255)^2,   u the power of two in the largest
+
+These are integers below 2^24, so that their sum does not depend on the order. All is rounded as float32 rounds,
+operation by operation, half to even; x / g is x times the rounded 1 / g.
 
 A column, the four elements j, D / 4 + j, ..., has W = sum(widths) bits: 4, 8, 12 or 16. They lie in *cells*, a byte for
 each eight bits and a nibble for the other four, each filled exactly by the codes of some planes. A record of one KV
@@ -47,7 +49,7 @@ _SIGNIFICAND = 20
 #: How far below the gain that clips nothing a row's may be, in bytes, eight to a factor of two; of equals the first.
 CANDIDATES = (0, 3, 6, 9)
 #: What an error of a largest gain's power of two counts, and what an element counts at most.
-ERROR_SCALE, MOST_ERROR = 32.0, 1023.0
+ERROR_SCALE, MOST_ERROR = 16.0, 255.0
 
 
 class Field(NamedTuple):
@@ -148,7 +150,7 @@ class PlaneCode:
         for below in CANDIDATES:
             stored = (largest.int() - below).clamp(min=0).to(torch.uint8)
             error = (x.float() - self.dequantize(self._codes(planes, stored), stored)).abs().unflatten(-1, (PLANES, -1))
-            counted = (error * (ERROR_SCALE / unit)[..., None, None]).floor().clamp(max=MOST_ERROR).int()
+            counted = (error * (ERROR_SCALE / unit)[..., None, None]).round().clamp(max=MOST_ERROR).int()
             coded = torch.tensor([w > 0 for w in self.widths], device=x.device)[:, None]
             total = (counted * counted * coded).sum((-1, -2), dtype=torch.int32)
             best, least = torch.where(total < least, stored, best), torch.minimum(total, least)
@@ -157,9 +159,8 @@ class PlaneCode:
     def _codes(self, planes: torch.Tensor, stored: torch.Tensor) -> torch.Tensor:
         """uint8 ``[..., D]`` at these gains; 0 where a width is."""
         widths = torch.tensor(self.widths, device=planes.device)[:, None]
-        scaled = torch.floor(planes * (1.0 / gains_of(stored))[..., None, None])
-        most = 2.0**widths - 1
-        codes = torch.minimum(scaled + 2.0 ** (widths - 1), most).clamp(min=0) * (widths > 0)
+        steps = (planes * (1.0 / gains_of(stored))[..., None, None] - 0.5).round()
+        codes = torch.minimum(steps + 2.0 ** (widths - 1), 2.0**widths - 1).clamp(min=0) * (widths > 0)
         return codes.to(torch.uint8).flatten(-2)
 
     def dequantize(self, codes: torch.Tensor, stored: torch.Tensor) -> torch.Tensor:

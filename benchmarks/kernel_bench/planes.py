@@ -1,0 +1,111 @@
+"""Transform coding's kernels beside ``oscar``'s at equal heads: decode steps and quantization, by budget.
+
+A budget gives a model's layers records of several widths. Each budget here has the pairs that Qwen2.5-Coder-0.5B's
+layers get at it (``rotations.maths.transform.choose_widths``), at any head_dim; its microseconds are the mean over the
+layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from benchmarks import baseline
+from benchmarks.kernel_bench.rows import row_of
+from benchmarks.kernel_bench.shapes import DecodeShape
+from benchmarks.kernel_bench.timer import Timer
+from sglang_kvq.attention.base import LayerRotations
+from sglang_kvq.attention.reference import ReferenceOps
+from sglang_kvq.attention.triton_ops import TritonOps
+from sglang_kvq.cache.pool import PagePool
+from sglang_kvq.config import PAGE_SIZE
+from sglang_kvq.formats.page import PageFormat
+from sglang_kvq.formats.planes import PlaneCode, PlaneFormat, Widths
+
+#: Layers by the widths of their keys and values.
+LAYERS: dict[float, dict[tuple[Widths, Widths], int]] = {
+    2.5: {
+        ((4, 3, 1, 0), (2, 1, 1, 0)): 8,
+        ((5, 3, 3, 1), (2, 1, 1, 0)): 3,
+        ((5, 3, 3, 1), (3, 2, 2, 1)): 4,
+        ((6, 4, 4, 2), (4, 3, 3, 2)): 6,
+        ((6, 4, 4, 2), (5, 4, 4, 3)): 3,
+    },
+    1.6: {
+        ((3, 1, 0, 0), (2, 1, 1, 0)): 12,
+        ((4, 3, 1, 0), (2, 1, 1, 0)): 7,
+        ((4, 3, 1, 0), (3, 2, 2, 1)): 3,
+        ((5, 3, 3, 1), (3, 2, 2, 1)): 2,
+    },
+}
+#: Query heads, KV heads, head_dim.
+GEOMETRIES = [(32, 8, 128), (32, 8, 64), (32, 4, 128), (64, 8, 64), (64, 4, 128)]
+SHAPES = [(64, 16384), (16, 98304)]
+
+
+def plane_format(head_dim: int, widths: tuple[Widths, Widths]) -> PlaneFormat:
+    return PlaneFormat(head_dim, PlaneCode(widths[0]), PlaneCode(widths[1]))
+
+
+def decode_planes_rows(timer: Timer, bandwidth: float, compare: bool = True) -> Iterator[dict]:
+    """``oscar`` at 2 bits, then each budget's mean, at every geometry and shape."""
+    for q_heads, kv_heads, d in GEOMETRIES:
+        heads = {"q_heads": q_heads, "kv_heads": kv_heads, "head_dim": d}
+        for batch, context in SHAPES:
+            lengths = [context] * batch
+            shape = DecodeShape(lengths, PageFormat(d, d, 0.96, 0.92), q_heads, kv_heads)
+            oscar, error = shape.measure(timer)
+            size = shape.size
+            theirs = baseline.decode_us(timer, shape.q, lengths, kv_heads, torch.bfloat16) if compare else None
+            bits = shape.pool.formats[0].bits_per_element
+            del shape
+            name = f"decode (oscar 2, {q_heads} over {kv_heads} heads of {d})"
+            yield row_of(name, batch, context, oscar, theirs, error, size / oscar / bandwidth, **heads, bits=bits)
+            for budget, layers in LAYERS.items():
+                total = bytes_ = bits = worst = 0.0
+                each = {}
+                for widths, count in layers.items():
+                    shape = DecodeShape(lengths, plane_format(d, widths), q_heads, kv_heads)
+                    us, error = shape.measure(timer)
+                    each["-".join("".join(map(str, w)) for w in widths)] = round(us, 1)
+                    total, bytes_, worst = total + us * count, bytes_ + shape.size * count, max(worst, error)
+                    bits += shape.pool.formats[0].bits_per_element * count
+                    del shape
+                n = sum(layers.values())
+                name = f"decode (transform {budget}, {q_heads} over {kv_heads} heads of {d})"
+                more = {"bits": round(bits / n, 3), "oscar_us": round(oscar, 2), "ratio_oscar": round(oscar * n / total, 3)}
+                yield row_of(
+                    name, batch, context, total / n, theirs, worst, bytes_ / total / bandwidth, **heads, **more, each=each
+                )
+
+
+def quantize_planes_rows(timer: Timer, bandwidth: float, tokens: int = 8192) -> Iterator[dict]:
+    """``decode.quantize_rows`` of ``oscar`` and of two pairs of widths, 8 KV heads."""
+    kv_heads, pages = 8, tokens // PAGE_SIZE
+    for d in (128, 64):
+        formats = {"oscar 2": PageFormat(d, d, 0.96, 0.92)} | {
+            f"transform {budget}": plane_format(d, next(iter(layers))) for budget, layers in LAYERS.items()
+        }
+        for name, format in formats.items():
+            table = torch.zeros(1, PAGE_SIZE, dtype=torch.int32, device="cuda")
+            pool = PagePool.allocate([format], kv_heads=kv_heads, pages=pages, slots=pages, req_to_token=table)
+            pool.overlays.normal_()
+            ops, reference = TritonOps(pool, LayerRotations(), kv_heads, 1), ReferenceOps(pool, LayerRotations())
+            k, v = (pool.overlays[0, 1:, i].transpose(1, 2).flatten(0, 1).contiguous() for i in range(2))
+            ids = torch.arange(1, pages + 1, device="cuda")
+            first, count = (ids - 1) * PAGE_SIZE, torch.tensor([pages], device="cuda")
+            reference.quantize_slots(ids, ids, count)
+            want = pool.records[0].clone()
+            for kind, run in (
+                ("quantize_tokens", lambda: ops.quantize_tokens(0, first, ids, k, v)),  # noqa: B023
+                ("quantize_slots", lambda: ops.quantize_slots(ids, ids, count)),  # noqa: B023
+            ):
+                pool.records[0].zero_()
+                run()
+                if not torch.equal(pool.records[0][1:], want[1:]):
+                    raise SystemExit(f"{kind} ({name}): records differ from the reference; a wrong result has no speed.")
+                us = timer(run)
+                size = tokens * kv_heads * (4 * d + format.record_bytes / PAGE_SIZE)
+                heads = {"q_heads": kv_heads, "kv_heads": kv_heads, "head_dim": d}
+                yield row_of(f"{kind} ({name}, heads of {d})", 1, tokens, us, None, 0.0, size / us / bandwidth, **heads)
