@@ -49,8 +49,14 @@ def calibrate_on_engine(
         engine: keywords of ``sglang.Engine``, such as tp_size.
 
     Raises:
-        KVQuantError: as ``rotations.calibration.run.calibrate``; or sglang is missing; or the engine failed.
+        KVQuantError: as ``rotations.calibration.run.calibrate``; or sglang is missing; or the engine failed; or the
+            composition needs more than the workers capture.
     """
+    if settings.composition == "transform":
+        raise KVQuantError(
+            "--composition transform needs the weights of the output projections and gradients, which --engine sglang "
+            "does not give; leave --engine out, with --device auto for a model that needs all GPUs of this host."
+        )
     try:
         from sglang.srt.entrypoints.engine import Engine
     except ImportError as error:

@@ -47,8 +47,8 @@ def test_engine_and_transformers_see_the_same_moments(model, tmp_path):
     with torch.inference_mode(), attention_hook(network, lambda layer, q, k, v, scale: sums.add(layer, q, k, v)):
         for ids in draw_contexts(tokenize(tokenizer, held_out_text()), settings):
             network.base_model(ids[None])
-    qq, _, vwv, _ = sums.mean(LAYERS, 2, shared=False)
-    for eigenvalues, expected in ((rotations.k_eigenvalues, qq), (rotations.v_eigenvalues, vwv)):
+    moments = sums.mean(LAYERS, 2, shared=False)
+    for eigenvalues, expected in ((rotations.k_eigenvalues, moments.qq), (rotations.v_eigenvalues, moments.vwv)):
         expected = torch.linalg.eigvalsh(expected)
         error = (eigenvalues.double() - expected).norm(dim=-1) / expected.norm(dim=-1)
         assert error.max() < 0.03, error.amax(-1)

@@ -20,6 +20,9 @@ from sglang_kvq.rotations.calibration.settings import CalibrationSettings
 #: Seconds between checkpoints inside a pass; a finished pass is always kept.
 INTERVAL = 20.0
 
+#: Of what passes keep: an interrupted run of another version cannot be continued. 2 has the keys' mean.
+VERSION = "2"
+
 
 class Checkpoint:
     """Sums of each pass in ``folder``: ``PASS.safetensors``, each written whole or not at all.
@@ -91,7 +94,8 @@ class Checkpoint:
 
 
 def fingerprint(model: torch.nn.Module, contexts: torch.Tensor, settings: CalibrationSettings) -> dict[str, str]:
-    """What decides a calibration's numbers: digests of model, text (the tokens drawn from it) and settings.
+    """What decides a calibration's numbers: digests of model, text (the tokens drawn from it) and settings; and
+    ``VERSION``.
 
     Of every parameter the first 64 elements are read: enough to tell two checkpoints apart, at no cost.
     """
@@ -104,4 +108,5 @@ def fingerprint(model: torch.nn.Module, contexts: torch.Tensor, settings: Calibr
         "model": weights.hexdigest(),
         "text": text.hexdigest(),
         "settings": json.dumps(asdict(settings), sort_keys=True),
+        "version": VERSION,
     }

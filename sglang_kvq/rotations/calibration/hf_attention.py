@@ -28,6 +28,32 @@ def attention_hook(model: Any, hook: AttentionHook) -> Iterator[None]:
     Raises:
         KVQuantError: (in the forward pass) an attention that is not plain causal softmax.
     """
+
+    def of_layer(module: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor | None:
+        return hook(module.layer_idx, q, k, v, scale)
+
+    with _module_hook(model, of_layer):
+        yield
+
+
+@torch.inference_mode()
+def attention_modules(model: Any, ids: torch.Tensor) -> dict[int, torch.nn.Module]:
+    """The module that attends in each layer, seen as these tokens, int64 ``[n]``, run."""
+    seen: dict[int, torch.nn.Module] = {}
+
+    def note(module: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> None:
+        seen[module.layer_idx] = module
+
+    with _module_hook(model, note):
+        model.base_model(ids.to(model.device)[None], use_cache=False)
+    return seen
+
+
+@contextmanager
+def _module_hook(
+    model: Any, hook: Callable[[Any, torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor | None]
+) -> Iterator[None]:
+    """``attention_hook`` whose hook gets the attention's module in place of its layer."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     def attention(
@@ -51,7 +77,7 @@ def attention_hook(model: Any, hook: AttentionHook) -> Iterator[None]:
                 f"keys have head_dim {k.shape[-1]}, values {v.shape[-1]}: such models are not supported."
             )
         scale = scaling if scaling is not None else q.shape[-1] ** -0.5
-        out = hook(layer, q, k, v, scale)
+        out = hook(module, q, k, v, scale)
         if out is None:
             out = causal_attention(q, k, v, scale)
         return out.to(query.dtype).transpose(0, 1)[None].contiguous(), None

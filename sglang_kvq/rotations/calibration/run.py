@@ -2,12 +2,14 @@
 
 Passes over the text, each layer keeping only a few ``[kv_heads, D, D]`` sums or a row of errors:
 
-1. "moments": QᵀQ of the queries that read each KV head, KᵀK, Vᵀ diag(w) V and VᵀV (``maths.moments``); the rotations
-   follow from these (``maths.compose``);
+1. "moments": QᵀQ of the queries that read each KV head, KᵀK, Vᵀ diag(w) V, VᵀV and the mean key (``maths.moments``);
+   the rotations follow from these (``maths.compose``);
 2. "clips": over a few contexts, each layer's attention-output error for every clip ratio on a grid, with the real
    quantizer (``calibration.clips``);
 3. "sensitivity": over a few short contexts, what quantizing one layer's keys or values costs the model
    (``calibration.sensitivity``).
+
+For transform coding there is no second pass, and sensitivities become importances (``calibration.transform``).
 """
 
 from __future__ import annotations
@@ -22,11 +24,12 @@ from sglang_kvq.rotations.base import RotationMeta, Rotations
 from sglang_kvq.rotations.calibration.checkpoint import Checkpoint
 from sglang_kvq.rotations.calibration.clips import ClipErrors
 from sglang_kvq.rotations.calibration.hf_attention import AttentionHook, attention_hook, positions
+from sglang_kvq.rotations.calibration.output_weights import output_weights
 from sglang_kvq.rotations.calibration.rope_check import check_turn
 from sglang_kvq.rotations.calibration.sensitivity import (
     UNIT,
-    VARIANTS,
     LayerQuantizer,
+    Quantizer,
     fisher_sums,
     sensitivity_table,
 )
@@ -36,10 +39,16 @@ from sglang_kvq.rotations.calibration.settings import (
     draw_contexts,
     first_positions,
 )
+from sglang_kvq.rotations.calibration.transform import PlaneQuantizer, transform_rotations, with_importance
 from sglang_kvq.rotations.identity import geometry_of, identity
 from sglang_kvq.rotations.maths.compose import OBJECTIVES, compose_keys, compose_values
-from sglang_kvq.rotations.maths.moments import MomentSums
-from sglang_kvq.rotations.maths.rope import mean_over_positions, roped_layers, turn_of
+from sglang_kvq.rotations.maths.moments import Moments, MomentSums
+from sglang_kvq.rotations.maths.rope import (
+    mean_over_positions,
+    mean_row_over_positions,
+    roped_layers,
+    turn_of,
+)
 
 #: First positions of contexts that moments are averaged over: among the farthest of them, less than a context apart.
 SPREAD = 64
@@ -78,8 +87,8 @@ def calibrate(
         corpus and model name are the caller's to add.
 
     Raises:
-        KVQuantError: corpus too short; activations not finite; layers without plain attention; head_dim not
-            supported; a checkpoint of another run.
+        KVQuantError: corpus too short; activations not finite; layers without plain attention, or for transform coding
+            without a plain output projection; head_dim not supported; a checkpoint of another run.
     """
     head_dim = geometry_of(model.config).head_dim
     check_head_dim(head_dim)
@@ -89,11 +98,16 @@ def calibrate(
     farthest = first_positions(settings, SPREAD, model.config)[-1]
     if farthest:
         check_turn(model, contexts[0, :CHECKED], turn_of(model.config, head_dim), farthest)
+    weights = output_weights(model, contexts[0]) if settings.composition == "transform" else None
 
     def add(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> None:
         sums.add(layer, q, k, v)
 
     run.through("moments", [0] * len(contexts), 1, add, sums)  # at position 0: others' moments follow
+    if weights is not None:
+        moments = averaged(sums, model.config, settings, len(contexts))
+        rotations = transform_rotations(moments, weights, _meta(model.config, settings, len(contexts)))
+        return run.with_importance(rotations) if settings.sensitivity_contexts else rotations
     rotations = rotations_from(sums, model.config, settings, len(contexts))
     rotations = run.with_clips(rotations)
     return run.with_sensitivity(rotations) if settings.sensitivity_contexts else rotations
@@ -101,21 +115,32 @@ def calibrate(
 
 def rotations_from(sums: MomentSums, hf_config: Any, settings: CalibrationSettings, contexts: int) -> Rotations:
     """Rotations from finished sums over ``contexts`` contexts that began at position 0; no clip ratios yet."""
+    moments = averaged(sums, hf_config, settings, contexts)
+    k, q, k_eigenvalues = compose_keys(settings.composition, moments.qq, moments.kk)
+    v, v_eigenvalues = compose_values(settings.composition, moments.vwv)
+    return Rotations(k, v, _meta(hf_config, settings, contexts), k_eigenvalues, v_eigenvalues, q)
+
+
+def averaged(sums: MomentSums, hf_config: Any, settings: CalibrationSettings, contexts: int) -> Moments:
+    """Moments of the prompts that will be served, from those of contexts that began at position 0."""
     layers, _, head_dim = geometry_of(hf_config)
-    qq, kk, vwv, _ = sums.mean(layers, contexts, shared=settings.granularity == "per-layer")
+    moments = sums.mean(layers, contexts, shared=settings.granularity == "per-layer")
     spread = first_positions(settings, SPREAD, hf_config)
     if spread[-1]:
         turn, roped = turn_of(hf_config, head_dim), roped_layers(hf_config, layers)
-        qq[roped], kk[roped] = (mean_over_positions(moment[roped], turn, spread) for moment in (qq, kk))
-    k, q, k_eigenvalues = compose_keys(settings.composition, qq, kk)
-    v, v_eigenvalues = compose_values(settings.composition, vwv)
-    meta = RotationMeta(
+        for moment in (moments.qq, moments.kk):
+            moment[roped] = mean_over_positions(moment[roped], turn, spread)
+        moments.k_mean[roped] = mean_row_over_positions(moments.k_mean[roped], turn, spread)
+    return moments
+
+
+def _meta(hf_config: Any, settings: CalibrationSettings, contexts: int) -> RotationMeta:
+    return RotationMeta(
         objective=OBJECTIVES[settings.composition],
         model=identity(hf_config),
         tokens=contexts * settings.context,
         seed=settings.seed,
     )
-    return Rotations(k, v, meta, k_eigenvalues, v_eigenvalues, q)
 
 
 class _Run:
@@ -140,11 +165,20 @@ class _Run:
         return errors.chosen(count)
 
     def with_sensitivity(self, rotations: Rotations) -> Rotations:
-        s, layers = self.settings, rotations.k.shape[0]
+        quantizer = LayerQuantizer(rotations, self.settings.sink, self.settings.recent)
+        table = sensitivity_table(self._nats(quantizer, len(rotations.k)), quantizer.variants)
+        return replace(rotations, meta=replace(rotations.meta, sensitivity=table, sensitivity_unit=UNIT))
+
+    def with_importance(self, rotations: Rotations) -> Rotations:
+        quantizer = PlaneQuantizer(rotations, self.settings.sink, self.settings.recent)
+        return with_importance(rotations, self._nats(quantizer, len(rotations.k)))
+
+    def _nats(self, quantizer: Quantizer, layers: int) -> torch.Tensor:
+        """The sensitivity pass: nats per token of each variant, float64 ``[layers, variants]``."""
+        s = self.settings
         length, first = min(s.sensitivity_context, s.context), s.sink + s.recent
         step, count = self._some(s.sensitivity_contexts)
-        quantizer = LayerQuantizer(rotations, s.sink, s.recent)
-        sums = _Total(torch.zeros(layers, len(VARIANTS), dtype=torch.float64))
+        sums = _Total(torch.zeros(layers, len(quantizer.variants), dtype=torch.float64))
         done = self._restore("sensitivity", sums)
         gradients = [p for p in self.model.parameters() if p.requires_grad]
         self.model.requires_grad_(False)  # only the activations' gradients are wanted
@@ -168,8 +202,7 @@ class _Run:
             for p in gradients:
                 p.requires_grad_(True)
         self.progress("sensitivity", count, count)
-        table = sensitivity_table(sums.total / (count * (length - first)))
-        return replace(rotations, meta=replace(rotations.meta, sensitivity=table, sensitivity_unit=UNIT))
+        return sums.total / (count * (length - first))
 
     @torch.inference_mode()
     def through(self, name: str, first: list[int], step: int, hook: AttentionHook, sums: _Sums) -> None:

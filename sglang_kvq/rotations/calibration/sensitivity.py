@@ -11,7 +11,7 @@ different tokens are taken as independent, which costs a little bias and saves m
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol, TypeAlias
 
 import torch
 
@@ -21,22 +21,48 @@ from sglang_kvq.rotations.calibration.hf_attention import attention_hook, positi
 from sglang_kvq.rotations.maths.fake_quant import RotatedContext, causal_attention, round_trip
 from sglang_kvq.rotations.messages import first_line
 
+#: What is quantized, keys or values, and at how many bits: of an element, or whatever a quantizer counts.
+Variant: TypeAlias = tuple[str, int]
+
 #: Widths measured, in bits.
 WIDTHS = (2, 4)
-#: The order of the second dimension of every result: (keys or values, width).
-VARIANTS = tuple((part, bits) for part in ("k", "v") for bits in WIDTHS)
+#: Of ``LayerQuantizer``.
+VARIANTS: tuple[Variant, ...] = tuple((part, bits) for part in ("k", "v") for bits in WIDTHS)
 
 #: What the numbers of ``sensitivity_table`` are.
 UNIT = "nats per token: KL divergence to second order (Fisher information); 2-bit codes clipped, 4-bit codes not"
 
 
+class Quantizer(Protocol):
+    """Changes of a layer's attention output when its history keys or values are quantized, in each of its variants."""
+
+    @property
+    def variants(self) -> Sequence[Variant]:
+        """The order of the second dimension of every result."""
+        ...
+
+    def delta(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scale: float,
+        variants: Sequence[Variant],
+    ) -> list[torch.Tensor]:
+        """Per variant, the change of the output in the model's own basis, float32 ``[q_heads, T, D]``."""
+        ...
+
+
 class LayerQuantizer:
-    """Changes of a layer's attention output when its history keys or values are quantized.
+    """The ``Quantizer`` of codes with a scale and an offset.
 
     Attributes:
         rotations: of all layers; 2-bit codes are clipped at their meta's clip quantiles.
         sink, recent: BF16 tokens at both ends.
     """
+
+    variants = VARIANTS
 
     def __init__(self, rotations: Rotations, sink: int, recent: int) -> None:
         self.rotations, self.sink, self.recent = rotations, sink, recent
@@ -50,9 +76,8 @@ class LayerQuantizer:
         k: torch.Tensor,
         v: torch.Tensor,
         scale: float,
-        variants: Sequence[tuple[str, int]] = VARIANTS,
+        variants: Sequence[Variant],
     ) -> list[torch.Tensor]:
-        """Per variant, the change of the output in the model's own basis, float32 ``[q_heads, T, D]``."""
         context = RotatedContext.of(self.rotations, layer, q, k, v, scale, sink=self.sink, recent=self.recent)
         exact = context.exact()
         result = []
@@ -69,7 +94,7 @@ def fisher_sums(
     model: Any,
     ids: torch.Tensor,
     layers: int,
-    quantizer: LayerQuantizer,
+    quantizer: Quantizer,
     *,
     position: int = 0,
     first: int,
@@ -85,7 +110,7 @@ def fisher_sums(
         draws: backward passes, each with newly drawn tokens.
 
     Returns:
-        float64 ``[layers, len(VARIANTS)]`` on the CPU.
+        float64 ``[layers, len(quantizer.variants)]`` on the CPU.
 
     Raises:
         KVQuantError: no gradients here, or not the memory for them.
@@ -95,7 +120,7 @@ def fisher_sums(
 
     def hook(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
         with torch.no_grad():
-            deltas[layer] = quantizer.delta(layer, q, k, v, scale)
+            deltas[layer] = quantizer.delta(layer, q, k, v, scale, quantizer.variants)
         out = causal_attention(q, k, v, scale)
         held[layer] = torch.zeros_like(out, requires_grad=True)
         return out + held[layer]
@@ -106,7 +131,7 @@ def fisher_sums(
         logits = out.logits[0].float()
         logp = logits.log_softmax(-1)
     order = range(layers)
-    sums = torch.zeros(layers, len(VARIANTS), dtype=torch.float64)
+    sums = torch.zeros(layers, len(quantizer.variants), dtype=torch.float64)
     for draw in range(draws):
         with torch.no_grad():
             drawn = torch.multinomial(logp.exp().cpu(), 1, generator=generator).to(logp.device)
@@ -126,7 +151,7 @@ def fisher_sums(
 
 @torch.no_grad()
 def exact_sums(
-    model: Any, ids: torch.Tensor, chosen: Sequence[int], quantizer: LayerQuantizer, *, first: int
+    model: Any, ids: torch.Tensor, chosen: Sequence[int], quantizer: Quantizer, *, first: int
 ) -> torch.Tensor:
     """What ``fisher_sums`` approximates, the slow way: the KL divergence summed over the tokens from ``first`` on.
 
@@ -134,10 +159,10 @@ def exact_sums(
         chosen: layers to measure.
 
     Returns:
-        float64 ``[len(chosen), len(VARIANTS)]``.
+        float64 ``[len(chosen), len(quantizer.variants)]``.
     """
 
-    def log_probs(only: int | None, variant: tuple[str, int]) -> torch.Tensor:
+    def log_probs(only: int | None, variant: Variant) -> torch.Tensor:
         def hook(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor | None:
             if layer != only:
                 return None
@@ -149,18 +174,18 @@ def exact_sums(
         logits: torch.Tensor = out.logits[0]
         return logits.float().log_softmax(-1)
 
-    reference = log_probs(None, VARIANTS[0])
-    sums = torch.zeros(len(chosen), len(VARIANTS), dtype=torch.float64)
+    reference = log_probs(None, quantizer.variants[0])
+    sums = torch.zeros(len(chosen), len(quantizer.variants), dtype=torch.float64)
     for i, layer in enumerate(chosen):
-        for j, variant in enumerate(VARIANTS):
+        for j, variant in enumerate(quantizer.variants):
             logp = log_probs(layer, variant)
             sums[i, j] = float(torch.nn.functional.kl_div(logp, reference, reduction="sum", log_target=True))
     return sums
 
 
-def sensitivity_table(values: torch.Tensor) -> dict[str, dict[str, list[float]]]:
-    """``RotationMeta.sensitivity`` from ``[layers, len(VARIANTS)]``."""
+def sensitivity_table(values: torch.Tensor, variants: Sequence[Variant]) -> dict[str, dict[str, list[float]]]:
+    """``RotationMeta.sensitivity`` from ``[layers, len(variants)]``."""
     table: dict[str, dict[str, list[float]]] = {"k": {}, "v": {}}
-    for j, (part, bits) in enumerate(VARIANTS):
+    for j, (part, bits) in enumerate(variants):
         table[part][str(bits)] = [float(f"{x:.4g}") for x in values[:, j].tolist()]
     return table

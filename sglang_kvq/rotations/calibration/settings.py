@@ -28,7 +28,8 @@ class CalibrationSettings:
         seed: 0 spreads the contexts evenly over the corpus; any other number draws them at random.
         granularity: "per-head" (one rotation per layer and KV head) or "per-layer" (shared by a layer's heads).
         composition: one of ``compose.COMPOSITIONS``.
-        clips: "per-layer", or "global" for one ratio for the keys of all layers and one for the values.
+        clips: "per-layer", or "global" for one ratio for the keys of all layers and one for the values; with the
+            composition "transform" nothing is clipped.
         clip_grid: clip quantiles to try.
         clip_contexts: contexts that the grid is measured on, ``clip_blocks`` pages of queries in each.
         sensitivity_contexts: contexts of at most ``sensitivity_context`` tokens that sensitivities are measured on;
@@ -60,6 +61,8 @@ class CalibrationSettings:
             raise KVQuantError(f"--composition {self.composition}: unknown; choose one of {', '.join(OBJECTIVES)}.")
         if self.clips not in ("per-layer", "global"):
             raise KVQuantError(f"--clips {self.clips}: unknown; choose per-layer or global.")
+        if self.clips != "per-layer" and self.composition == "transform":
+            raise KVQuantError(f"--clips {self.clips}: --composition transform clips nothing; leave --clips out.")
         if self.seed < 0:
             raise KVQuantError(f"--seed {self.seed}: must be 0 (evenly spaced contexts) or more.")
         if self.positions and self.positions < self.context:

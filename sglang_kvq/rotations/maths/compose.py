@@ -15,6 +15,8 @@ the geometric mean of Q and K^-1. What keys hold much of and queries ask little 
 costs little. U and H follow as before, and what the zero point stores may be large at no cost: its direction is
 stretched (``stretch``), so that the codes' error there counts for less in a score. Values are weighted by attention,
 which no matrix of theirs changes: they are rotated as by ``offset``.
+
+``transform`` has no Hadamard matrix and another code: its bases are ``maths.transform``'s.
 """
 
 from __future__ import annotations
@@ -25,10 +27,10 @@ from sglang_kvq.errors import KVQuantError
 from sglang_kvq.rotations.maths.hadamard import hadamard_matrix
 
 #: Compositions that ``kvq calibrate --composition`` knows, the default first.
-COMPOSITIONS = ("balanced", "offset", "oscar")
+COMPOSITIONS = ("balanced", "offset", "oscar", "transform")
 
 #: The ``objective`` recorded in config.json for each; OSCAR's is the name in its published files.
-OBJECTIVES = {"balanced": "balanced_h", "offset": "offset_h", "oscar": "qqt_r_h_pbr"}
+OBJECTIVES = {"balanced": "balanced_h", "offset": "offset_h", "oscar": "qqt_r_h_pbr", "transform": "transform"}
 
 #: Added to both moments before they are balanced, relative to their mean eigenvalue: what a short text says of the
 #: directions with least energy is noise, and keys are stored in BF16 in the basis that results.

@@ -1,18 +1,36 @@
-"""The second moments that rotations come from, summed over contexts: a few ``[kv_heads, D, D]`` matrices per layer."""
+"""The moments that rotations come from, summed over contexts: a few ``[kv_heads, D, D]`` matrices per layer."""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 
 from sglang_kvq.errors import KVQuantError
 
-#: What ``context_moments`` returns, in order.
-MOMENTS = ("qq", "kk", "vwv", "vv")
+
+class Moments(NamedTuple):
+    """Of one layer's KV heads, or of every layer's with a dimension before those below.
+
+    Attributes:
+        qq: mean QᵀQ over the queries that read a KV head, float64 ``[kv_heads, D, D]``.
+        kk, vv: mean KᵀK and VᵀV, likewise.
+        vwv: mean Vᵀ diag(w) V, likewise.
+        k_mean: the mean key, float64 ``[kv_heads, D]``.
+    """
+
+    qq: torch.Tensor
+    kk: torch.Tensor
+    vwv: torch.Tensor
+    vv: torch.Tensor
+    k_mean: torch.Tensor
 
 
-def context_moments(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, skip: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+#: What ``Moments`` has, in order.
+MOMENTS = Moments._fields
+
+
+def context_moments(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, skip: int) -> Moments:
     """Moments of one context in one layer (OSCAR, arXiv 2605.17757).
 
     The weight of a token's value, w_t = k_tᵀ (QᵀQ/n) k_t normalised to mean 1, says how much attention scores vary
@@ -22,16 +40,14 @@ def context_moments(
     Args:
         q: ``[q_heads, T, D]`` after RoPE; k, v: ``[kv_heads, T, D]``. Any float dtype.
         skip: first tokens left out: they are never quantized, and their keys are unlike all others.
-
-    Returns:
-        mean QᵀQ (over the queries that read a KV head), KᵀK, Vᵀ diag(w) V, VᵀV: float64 ``[kv_heads, D, D]`` each.
     """
     q = group_queries(q[:, skip:], k.shape[0]).double()
     k, v = k[:, skip:].double(), v[:, skip:].double()
     qq = q.mT @ q / q.shape[1]
     w = ((k @ qq) * k).sum(-1, keepdim=True)
     w = w / w.mean(1, keepdim=True)
-    return qq, k.mT @ k / k.shape[1], v.mT @ (w * v) / v.shape[1], v.mT @ v / v.shape[1]
+    n = k.shape[1]
+    return Moments(qq, k.mT @ k / n, v.mT @ (w * v) / n, v.mT @ v / n, k.mean(1))
 
 
 def group_queries(q: torch.Tensor, kv_heads: int) -> torch.Tensor:
@@ -63,9 +79,8 @@ class MomentSums:
         layers = sorted({int(name.split(".")[1]) for name in state})
         self._sums = {layer: [state[f"{name}.{layer}"] for name in MOMENTS] for layer in layers}
 
-    def mean(self, layers: int, contexts: int, *, shared: bool) -> tuple[torch.Tensor, ...]:
-        """``MOMENTS`` averaged over contexts: float64 ``[layers, kv_heads, D, D]`` each on the CPU, or 1 for kv_heads
-        if ``shared``.
+    def mean(self, layers: int, contexts: int, *, shared: bool) -> Moments:
+        """Averaged over contexts, with layers as the first dimension, on the CPU; 1 for kv_heads if ``shared``.
 
         Raises:
             KVQuantError: a layer was never seen, or its sums are not finite.
@@ -77,11 +92,11 @@ class MomentSums:
                 "(hybrid models are not supported)."
             )
         for layer in range(layers):
-            for name, what in zip(MOMENTS, ("queries", "keys", "keys or values", "values")):
+            for name, what in zip(MOMENTS, ("queries", "keys", "keys or values", "values", "keys")):
                 if not torch.isfinite(self._sums[layer][MOMENTS.index(name)]).all():
                     raise KVQuantError(
                         f"layer {layer}: {what} hold NaN or infinity; the model overflows in its dtype: pass --dtype "
                         "float32 (or bfloat16 instead of float16), and check the model's weights."
                     )
         means = (torch.stack([self._sums[i][j].cpu() for i in range(layers)]) / contexts for j in range(len(MOMENTS)))
-        return tuple(m.mean(1, keepdim=True) if shared else m for m in means)
+        return Moments(*(m.mean(1, keepdim=True) if shared else m for m in means))

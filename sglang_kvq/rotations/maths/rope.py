@@ -62,6 +62,14 @@ def mean_over_positions(moment: torch.Tensor, turn: Turn, positions: Sequence[in
     return total / len(positions)
 
 
+def mean_row_over_positions(row: torch.Tensor, turn: Turn, positions: Sequence[int]) -> torch.Tensor:
+    """Likewise for keys' mean, float64 ``[..., D]``: the mean of m T(d)."""
+    total = torch.zeros_like(row)
+    for position in positions:
+        total += row @ turn(position)
+    return total / len(positions)
+
+
 def roped_layers(hf_config: Any, layers: int) -> torch.Tensor:
     """Which layers use RoPE at all, bool ``[layers]``: some models leave it out in every few layers."""
     given = getattr(hf_config.get_text_config(), "no_rope_layers", None)  # 1 where RoPE is used, despite its name

@@ -1,0 +1,156 @@
+"""Transform coding's part of a calibration: the whitened bases of a model, and how much each layer's error matters.
+
+``maths.transform`` has the theory. Nothing is clipped. The sensitivity pass quantizes one layer's keys or values with
+the codes that will be served, at a few patterns of widths; what that costs, by the squared error that the bases foresee
+of it, is the layer's importance. Its bits are then chosen at start, for any budget.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from sglang_kvq.errors import KVQuantError
+from sglang_kvq.formats.planes import PLANES, PlaneCode, Widths
+from sglang_kvq.rotations.base import RotationMeta, Rotations
+from sglang_kvq.rotations.calibration.sensitivity import Variant, sensitivity_table
+from sglang_kvq.rotations.maths.fake_quant import RotatedContext
+from sglang_kvq.rotations.maths.moments import Moments
+from sglang_kvq.rotations.maths.transform import DISTORTION, Basis, coding_basis, fold_steps
+
+#: Patterns measured, by their bits of four channels, one of each plane.
+MEASURED: dict[int, Widths] = {4: (2, 1, 1, 0), 8: (4, 2, 1, 1), 12: (4, 4, 3, 1)}
+
+#: What ``meta.sensitivity``'s numbers are.
+UNIT = (
+    "nats per token: KL divergence to second order (Fisher information), at 4, 8 and 12 bits for every four channels ("
+    + ", ".join("+".join(map(str, widths)) for widths in MEASURED.values())
+    + ")"
+)
+#: And where there are none.
+UNMEASURED = "not measured; importance is one over the energy of a layer's keys (values): errors count relative to it"
+
+#: A layer's importance is at least this share of the largest.
+LEAST_IMPORTANCE = 1e-9
+
+
+def transform_rotations(moments: Moments, weights: torch.Tensor, meta: RotationMeta) -> Rotations:
+    """Whitened bases, with importances for the case that no sensitivities are measured.
+
+    Args:
+        moments: averaged over positions; 1 for kv_heads gives one basis to all heads of a layer.
+        weights: float64 ``[layers, kv_heads, D, D]``, of ``output_weights``.
+    """
+    if moments.vv.shape[1] == 1:
+        weights = weights.mean(1, keepdim=True)
+    mean = moments.k_mean
+    keys = coding_basis(moments.kk - mean[..., :, None] * mean[..., None, :], moments.qq)
+    values = coding_basis(moments.vv, weights)
+    (k, q), (v, o) = _whitened(keys), _whitened(values)
+    importance = {
+        part: _rounded(1 / basis.energies.sum((1, 2)), digits=6) for part, basis in (("k", keys), ("v", values))
+    }
+    return Rotations(
+        k,
+        v,
+        replace(meta, importance=importance, sensitivity_unit=UNMEASURED),
+        q=q,
+        o=o,
+        k_mean=mean.float(),
+        k_energies=keys.energies.float(),
+        v_energies=values.energies.float(),
+    )
+
+
+def _whitened(basis: Basis) -> tuple[torch.Tensor, torch.Tensor]:
+    """The matrix of what is coded, in which every channel has variance 1, and that of what reads it: float32."""
+    sigma = basis.energies.sqrt()
+    return (basis.encode / sigma[..., None, :]).float(), (basis.decode * sigma[..., :, None]).mT.float()
+
+
+class PlaneQuantizer:
+    """The ``sensitivity.Quantizer`` of transform coding, with the codes that are served.
+
+    Attributes:
+        variants: keys and values at each of ``MEASURED``.
+        sink, recent: BF16 tokens at both ends.
+    """
+
+    variants: tuple[Variant, ...] = tuple((part, bits) for part in ("k", "v") for bits in MEASURED)
+
+    def __init__(self, rotations: Rotations, sink: int, recent: int) -> None:
+        self.sink, self.recent = sink, recent
+        layers, heads = rotations.k.shape[:2]
+        whole = rotations.for_worker(range(layers), heads, 0, heads)
+        every = {bits: torch.tensor(widths).expand(layers, PLANES) for bits, widths in MEASURED.items()}
+        self._rotations = {bits: fold_steps(whole, widths, widths) for bits, widths in every.items()}
+
+    def delta(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scale: float,
+        variants: Sequence[Variant],
+    ) -> list[torch.Tensor]:
+        found: dict[Variant, torch.Tensor] = {}
+        for bits in dict.fromkeys(bits for _, bits in variants):
+            context = RotatedContext.of(
+                self._rotations[bits], layer, q, k, v, scale, sink=self.sink, recent=self.recent
+            )
+            exact, code = context.exact(), PlaneCode(MEASURED[bits])
+            for part in dict.fromkeys(part for part, n in variants if n == bits):
+                old = code.dequantize(*code.quantize(context.k if part == "k" else context.v)).bfloat16().float()
+                out = context.output(k=old) if part == "k" else context.output(v=old)
+                found[part, bits] = context.to_model_basis(out - exact)
+        return [found[variant] for variant in variants]
+
+
+def with_importance(rotations: Rotations, nats: torch.Tensor) -> Rotations:
+    """The rotations with what ``PlaneQuantizer``'s variants cost, float64 ``[layers, variants]``, in their meta.
+
+    Raises:
+        KVQuantError: costs that are not finite.
+    """
+    if not torch.isfinite(nats).all():
+        layer = int((~torch.isfinite(nats)).any(-1).nonzero()[0, 0])
+        raise KVQuantError(
+            f"layer {layer}: its sensitivity is not finite; the model overflows in its dtype: pass --dtype float32, or "
+            "--no-sensitivity to do without."
+        )
+    importance = {}
+    for part, energies in (("k", rotations.k_energies), ("v", rotations.v_energies)):
+        foreseen = torch.stack([foreseen_error(energies, widths) for widths in MEASURED.values()], dim=1)
+        columns = [PlaneQuantizer.variants.index((part, bits)) for bits in MEASURED]
+        importance[part] = _rounded(importance_of(nats[:, columns], foreseen), digits=6)
+    table = sensitivity_table(nats, PlaneQuantizer.variants)
+    return replace(
+        rotations, meta=replace(rotations.meta, sensitivity=table, sensitivity_unit=UNIT, importance=importance)
+    )
+
+
+def foreseen_error(energies: torch.Tensor | None, widths: Widths) -> torch.Tensor:
+    """The squared error of a row in the units of energies ``[layers, heads, D]``, all heads together: float64
+    ``[layers]``.
+    """
+    if energies is None:
+        raise ValueError("transform coding has energies")
+    planes = energies.double().unflatten(-1, (PLANES, -1)).sum((1, 3))
+    foreseen: torch.Tensor = planes @ torch.tensor(DISTORTION, dtype=torch.float64)[torch.tensor(widths)]
+    return foreseen
+
+
+def importance_of(nats: torch.Tensor, foreseen: torch.Tensor) -> torch.Tensor:
+    """The geometric mean of cost over foreseen error, both float64 ``[layers, patterns]``: float64 ``[layers]``."""
+    # What nothing reads costs nothing, and so little that the arithmetic loses it counts as none: a mean of logarithms
+    # would make of one such 0 that the layer's errors are free at any width.
+    ratio = nats / foreseen
+    least = (LEAST_IMPORTANCE * ratio.amax()).clamp(min=torch.finfo(torch.float32).tiny)
+    return torch.maximum(ratio, least).log().mean(-1).exp()
+
+
+def _rounded(values: torch.Tensor, digits: int) -> list[float]:
+    return [float(f"{x:.{digits}g}") for x in values.tolist()]
