@@ -33,7 +33,8 @@ class KVQuantConfig:
             clipped, in (0, 1]; 1 clips nothing; None means the rotation file's or the
             method's own. Given, they hold for codes of every width; else for INT2 codes only.
         bf16_budget: share of the KV memory that BF16 overlays may take, in (0, 1).
-        bits: ``--kv-quant-bits`` as given: a number, or ``auto:TARGET``; None is the method's default.
+        bits: ``--kv-quant-bits`` as given: a number, or ``auto:TARGET``; None is the method's default. Of codes, but of
+            ``transform`` allocated for an element.
         seed: of random rotations; None is 0.
         capture: ``FOLDER:CONTEXT:SKIP`` of ``sglang.capture_backend``, for ``kvq calibrate --engine sglang`` only.
 
@@ -79,9 +80,11 @@ class KVQuantConfig:
                 "out."
             )
         for axis, clip, code in (("k", self.clip_k, method.k), ("v", self.clip_v, method.v)):
-            if clip is not None and not code.clips:
+            if clip is not None and (method.planes or not code.clips):
+                why = ": a row's gain of least error cuts what is worth cutting" if method.planes else ""
                 raise KVQuantError(
-                    f"--kv-quant-clip-{axis} {clip}: --kv-quant {self.method} does not clip these codes; leave it out."
+                    f"--kv-quant-clip-{axis} {clip}: --kv-quant {self.method} does not clip these codes{why}; leave it "
+                    "out."
                 )
         if self.seed is not None:
             if method.rotation is not RotationKind.RANDOM:

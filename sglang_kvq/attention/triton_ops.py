@@ -16,7 +16,7 @@ from sglang_kvq.attention.step_plan import StepPlan
 from sglang_kvq.cache.pool import PagePool
 from sglang_kvq.config import PAGE_SIZE
 from sglang_kvq.errors import KVQuantError
-from sglang_kvq.formats.planes import PlaneFormat
+from sglang_kvq.formats.page import PageFormat
 from sglang_kvq.kernels.arguments import Stored
 from sglang_kvq.kernels.codes import PlaneRecord, Record, record_of
 from sglang_kvq.kernels.common import INTERPRETED, can_overlap
@@ -300,7 +300,7 @@ def _check_formats(pool: PagePool) -> None:
         KVQuantError: names the first such layer and its codes.
     """
     for layer, format in enumerate(pool.formats):
-        if isinstance(format, PlaneFormat):
+        if not isinstance(format, PageFormat):
             continue
         if format.v.axis == "channel" or (format.k.axis == "channel" and format.run < 16):
             raise KVQuantError(

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from sglang_kvq.config import PAGE_SIZE, KVQuantConfig
 from sglang_kvq.errors import KVQuantError
-from sglang_kvq.formats.page import PageFormat
+from sglang_kvq.formats.record import RecordFormat
 
 
 @dataclass(frozen=True)
@@ -14,7 +14,7 @@ class KVGeometry:
     """What a worker stores per token: its KV heads, and the format of a page in each of its layers."""
 
     kv_heads: int
-    formats: tuple[PageFormat, ...]
+    formats: tuple[RecordFormat, ...]
 
     @property
     def layers(self) -> int:

@@ -13,7 +13,7 @@ from functools import cached_property
 import torch
 
 from sglang_kvq.config import PAGE_SIZE
-from sglang_kvq.formats.page import PageFormat
+from sglang_kvq.formats.record import RecordFormat
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class RecordStore:
         records: uint8 ``[n, pages + 1, kv_heads, record_bytes]``; ``records[i]`` is of layer ``layers[i]``.
     """
 
-    format: PageFormat
+    format: RecordFormat
     layers: tuple[int, ...]
     layer_ids: torch.Tensor
     records: torch.Tensor
@@ -53,7 +53,7 @@ class PagePool:
             ``PAGE_SIZE`` unless they equal the request's length.
     """
 
-    formats: tuple[PageFormat, ...]
+    formats: tuple[RecordFormat, ...]
     stores: tuple[RecordStore, ...]
     ranks: torch.Tensor
     overlays: torch.Tensor
@@ -65,7 +65,7 @@ class PagePool:
 
     @classmethod
     def allocate(
-        cls, formats: Sequence[PageFormat], *, kv_heads: int, pages: int, slots: int, req_to_token: torch.Tensor
+        cls, formats: Sequence[RecordFormat], *, kv_heads: int, pages: int, slots: int, req_to_token: torch.Tensor
     ) -> PagePool:
         """Zeroed pools on ``req_to_token``'s device for ``pages`` pages and ``slots`` overlays; a format per layer."""
         device, (rows, context) = req_to_token.device, req_to_token.shape

@@ -11,7 +11,7 @@ __all__ = ["METHOD_NAMES", "Method", "RotationKind", "Width", "get_method"]
 
 #: Every value of ``--kv-quant`` except ``none``; each is a module of this package holding ``METHOD``, dashes in its
 #: name written as underscores.
-METHOD_NAMES = ("oscar", "oscar-lloyd-max", "turboquant", "kivi", "hadamard", "int2", "int4")
+METHOD_NAMES = ("oscar", "oscar-lloyd-max", "transform", "turboquant", "kivi", "hadamard", "int2", "int4")
 
 
 def get_method(name: str) -> Method:

@@ -11,8 +11,14 @@ import torch
 from sglang_kvq.attention.base import LayerRotations
 from sglang_kvq.errors import KVQuantError
 
-#: Largest |R^T R - I| accepted: float32 files of orthonormal matrices measure below 1e-6.
+#: Largest |R R^T - I|, or |R_q R_k^T - I|, accepted. Float32 files of orthonormal matrices measure below 1e-6. Of exact
+#: inverses, entries are rounded by 2^-24 of themselves, so an entry of the product is off by at most 2^-23 times the
+#: product of two rows' lengths. For transform coding that is at most the condition of its basis: W^1/2 times its
+#: inverse, 1 / sqrt(maths.transform.FLOOR), which makes 4e-4.
 ORTHOGONALITY_TOLERANCE = 1e-3
+
+#: What rotations of transform coding have beside k, v and q: all of them, others none.
+TRANSFORM_TENSORS = ("o", "k_mean", "k_energies", "v_energies")
 
 #: Clip quantiles accepted, as for ``--kv-quant-clip-k``.
 CLIP_RANGE = (0.5, 1.0)
@@ -34,8 +40,8 @@ class RotationMeta:
         sensitivity: ``{"k": {"2": [...], "4": [...]}, "v": {...}}``: per layer, the model's loss when only this layer's
             keys (values) are quantized at that many bits; None if not measured.
         sensitivity_unit: what these numbers are.
-        importance: ``{"k": [...], "v": [...]}``: per layer, by how many nats per token the model's output moves for each
-            unit of the transform coder's squared error (``rotations.maths.transform``); None if not measured.
+        importance: ``{"k": [...], "v": [...]}``: per layer, by how many nats per token the model's output moves for
+            each unit of the transform coder's squared error (``rotations.maths.transform``); None if not measured.
         errors: ``{"k": [...], "v": [...]}``: per layer, the relative error of the attention output at the clip ratios
             chosen, by calibration's own measure; None if not measured.
         source: the folder or hub repo they were loaded from.
@@ -106,6 +112,11 @@ class Rotations:
         return self.v if self.o is None else self.o
 
     @property
+    def is_transform(self) -> bool:
+        """Whether they are for transform coding, and so for no other method."""
+        return self.k_energies is not None
+
+    @property
     def granularity(self) -> str:
         return "per-head" if max(self.k.shape[1], self.v.shape[1]) > 1 else "per-layer"
 
@@ -118,7 +129,8 @@ class Rotations:
             head_start, head_count: the rank's KV heads; ranks that replicate a head pass the same ones.
 
         Returns:
-            ``LayerRotations`` with k, v contiguous float32 ``[len(layers), head_count, D, D]``.
+            ``LayerRotations`` with matrices contiguous float32 ``[len(layers), head_count, D, D]``, and their k_mean
+            in the rotated basis: k_mean k.
 
         Raises:
             KVQuantError: layers or heads that these rotations do not have.
@@ -133,31 +145,47 @@ class Rotations:
                 f"KV heads {head_start} to {head_start + head_count - 1} do not exist in a model of {kv_heads_total}; "
                 "choose a tensor-parallel size that divides the KV heads, or a multiple of them."
             )
-        parts: list[torch.Tensor | None] = []
-        for name, r in (("k", self.k), ("v", self.v), ("q", self.q)):
-            if r is None:
-                parts.append(None)
-                continue
+
+        def local(name: str, r: torch.Tensor) -> torch.Tensor:
             if r.shape[1] not in (1, kv_heads_total):
                 raise KVQuantError(
                     f"rotations {self.meta.source}: {name} has {r.shape[1]} heads, the model has {kv_heads_total}; "
                     "pass rotations of this model to --kv-quant-rotations."
                 )
             r = r[list(layers)]
-            r = r.expand(-1, head_count, -1, -1) if r.shape[1] == 1 else r[:, head_start : head_start + head_count]
-            parts.append(r.contiguous())
-        return LayerRotations(*parts)
+            shared = r.shape[1] == 1
+            r = r.expand(-1, head_count, *r.shape[2:]) if shared else r[:, head_start : head_start + head_count]
+            return r.contiguous()
+
+        k = local("k", self.k)
+        return LayerRotations(
+            k,
+            local("v", self.v),
+            None if self.q is None else local("q", self.q),
+            None if self.o is None else local("o", self.o),
+            None if self.k_mean is None else _rows_times(local("k_mean", self.k_mean), k),
+        )
+
+    def rotated_mean(self, layer: int) -> torch.Tensor | None:
+        """What is taken off a layer's rotated keys, float32 ``[heads, D]``; None for nothing."""
+        return None if self.k_mean is None else _rows_times(self.k_mean[layer], self.k[layer])
+
+
+def _rows_times(rows: torch.Tensor, matrices: torch.Tensor) -> torch.Tensor:
+    """Rows ``[..., D]`` each times a matrix ``[..., D, D]``, float32: means are far larger than what they leave."""
+    return (rows.double().unsqueeze(-2) @ matrices.double()).squeeze(-2).float()
 
 
 def check_rotations(rotations: Rotations, *, layers: int, kv_heads: int, head_dim: int) -> None:
-    """Refuse rotations that do not fit the model, are not orthonormal, or with ``q`` change scores.
+    """Refuse rotations that do not fit the model, are not orthonormal, or with ``q`` or ``o`` change attention.
 
     Raises:
-        KVQuantError: other layers, heads or head_dim; NaN or infinity; |R^T R - I|, for keys with ``q`` |R_q R_k^T -
-            I|, above ``ORTHOGONALITY_TOLERANCE``, with the layer and head.
+        KVQuantError: other layers, heads or head_dim; NaN or infinity; |R^T R - I|, or with a matrix that undoes it
+            |R_q R_k^T - I| and |R_o R_v^T - I|, above ``ORTHOGONALITY_TOLERANCE``, with the layer and head; of
+            transform coding also a missing part, energies that do not fall, or no importance.
     """
     where = rotations.meta.source or "rotations"
-    given = {name: r for name in ("q", "k", "v") if (r := getattr(rotations, name)) is not None}
+    given = {name: r for name in ("q", "k", "o", "v") if (r := getattr(rotations, name)) is not None}
     for name, r in given.items():
         if r.dim() != 4 or r.shape[2] != r.shape[3]:
             raise KVQuantError(
@@ -172,39 +200,73 @@ def check_rotations(rotations: Rotations, *, layers: int, kv_heads: int, head_di
                 "to another model: pass this one's with --kv-quant-rotations, make them with `kvq calibrate`, or use "
                 "--kv-quant hadamard, which needs none."
             )
-        bad = ~torch.isfinite(r).flatten(2).all(-1)
-        if bad.any():
-            layer, head = bad.nonzero()[0].tolist()
+        _check_finite(where, name, r)
+    _check_transform(rotations, where)
+    for name, reader in (("k", "q"), ("v", "o")):
+        r, other = given[name], given.get(reader)
+        if other is not None and other.shape != r.shape:
             raise KVQuantError(
-                f"{where}: {name} of layer {layer}, head {head} holds NaN or infinity; the file is damaged: fetch it "
-                "again or recreate it with `kvq calibrate`."
+                f"{where}: {reader} has shape {list(other.shape)}, {name} {list(r.shape)}; recreate the folder with "
+                "`kvq calibrate`."
             )
-    for name, r in given.items():
-        if name == "q":
-            continue
-        other = given["q"] if name == "k" and "q" in given else r
-        if other.shape != r.shape:
-            raise KVQuantError(
-                f"{where}: q has shape {list(other.shape)}, k {list(r.shape)}; recreate the folder with `kvq "
-                "calibrate`."
-            )
-        error = (other.double() @ r.double().mT - torch.eye(head_dim, dtype=torch.float64)).abs().amax((-1, -2))
+        product = (r if other is None else other).double() @ r.double().mT
+        error = (product - torch.eye(head_dim, dtype=torch.float64)).abs().amax((-1, -2))
         if error.max() > ORTHOGONALITY_TOLERANCE:
             layer, head = divmod(int(error.argmax()), error.shape[1])
-            what = "orthogonal (max |R R^T - I|" if other is r else "the inverse of q's transpose (max |R_q R_k^T - I|"
+            what = f"the inverse of {reader}'s transpose (max |R_{reader} R_{name}^T - I|"
             raise KVQuantError(
-                f"{where}: {name} of layer {layer}, head {head} is not {what} = "
-                f"{error[layer, head]:.2g}, allowed {ORTHOGONALITY_TOLERANCE:g}); attention scores would change. The "
-                "file is damaged or not a rotation: recreate it with `kvq calibrate`."
+                f"{where}: {name} of layer {layer}, head {head} is not "
+                f"{'orthogonal (max |R R^T - I|' if other is None else what} = {error[layer, head]:.2g}, allowed "
+                f"{ORTHOGONALITY_TOLERANCE:g}); attention would change. The file is damaged or not a rotation: "
+                "recreate it with `kvq calibrate`."
             )
+
+
+def _check_finite(where: str, name: str, x: torch.Tensor) -> None:
+    bad = ~torch.isfinite(x).flatten(2).all(-1)
+    if bad.any():
+        layer, head = bad.nonzero()[0].tolist()
+        raise KVQuantError(
+            f"{where}: {name} of layer {layer}, head {head} holds NaN or infinity; the file is damaged: fetch it "
+            "again or recreate it with `kvq calibrate`."
+        )
+
+
+def _check_transform(rotations: Rotations, where: str) -> None:
+    """What only rotations of transform coding have: all of it, fitting their matrices, energies falling.
+
+    Raises:
+        KVQuantError: names the tensor, layer and head.
+    """
+    needed = ("q", *TRANSFORM_TENSORS)
+    fix = "recreate the folder with `kvq calibrate MODEL --composition transform`."
+    if all(getattr(rotations, name) is None for name in TRANSFORM_TENSORS):
+        return
+    missing = [name for name in needed if getattr(rotations, name) is None]
+    if missing:
+        raise KVQuantError(f"{where}: transform coding has {', '.join(needed)}, here {missing[0]} is missing; {fix}")
+    for name, like in (("k_mean", "k"), ("k_energies", "k"), ("v_energies", "v")):
+        x, shape = getattr(rotations, name), list(getattr(rotations, like).shape[:3])
+        if list(x.shape) != shape:
+            raise KVQuantError(f"{where}: {name} has shape {list(x.shape)}, expected {shape}, as {like} has; {fix}")
+        _check_finite(where, name, x)
+        wrong = (x <= 0).any(-1) | (x.diff(dim=-1) > 0).any(-1)
+        if name != "k_mean" and wrong.any():
+            layer, head = wrong.nonzero()[0].tolist()
+            raise KVQuantError(
+                f"{where}: {name} of layer {layer}, head {head} are not positive and descending, as a row's planes "
+                f"need them; {fix}"
+            )
+    if rotations.meta.importance is None:
+        raise KVQuantError(f"{where}: its config.json has no importance, by which bits are divided; {fix}")
 
 
 def check_meta(meta: RotationMeta, *, layers: int) -> None:
-    """Refuse clip ratios and sensitivities that do not fit the layers.
+    """Refuse clip ratios, sensitivities and importances that do not fit the layers.
 
     Raises:
         KVQuantError: a clip ratio outside ``CLIP_RANGE``; a list of another length than ``layers``; a sensitivity
-            that is not a table of finite numbers.
+            that is not a table of finite numbers; an importance that is not a positive one.
     """
     where = meta.source or "rotations"
     low, high = CLIP_RANGE
@@ -234,3 +296,14 @@ def check_meta(meta: RotationMeta, *, layers: int) -> None:
                     f"{layers} "
                     'layers, under "k" or "v"; recreate the folder with `kvq calibrate`.'
                 )
+    importance = meta.importance
+    if importance is None:
+        return
+    for part in ("k", "v"):
+        given = importance.get(part) if isinstance(importance, dict) else None
+        fits = isinstance(given, list) and len(given) == layers
+        if not fits or not all(isinstance(x, (int, float)) and isfinite(x) and x > 0 for x in given or ()):
+            raise KVQuantError(
+                f"{where}: importance[{part!r}] must be a list of one positive finite number for each of the {layers} "
+                "layers; recreate the folder with `kvq calibrate MODEL --composition transform`."
+            )

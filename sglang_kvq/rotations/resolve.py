@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+import torch
+
+from sglang_kvq.attention.base import LayerRotations
 from sglang_kvq.config import KVQuantConfig
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.formats.code import INT2, CodeFormat
 from sglang_kvq.formats.mixed import mixed_formats
 from sglang_kvq.formats.page import PageFormat
+from sglang_kvq.formats.planes import PlaneCode, PlaneFormat
+from sglang_kvq.formats.record import RecordFormat
 from sglang_kvq.methods import RotationKind, get_method
 from sglang_kvq.rotations.base import RotationMeta, Rotations
 from sglang_kvq.rotations.identity import geometry_of
 from sglang_kvq.rotations.maths.hadamard import hadamard_rotations
 from sglang_kvq.rotations.maths.random import random_rotations
+from sglang_kvq.rotations.maths.transform import Basis, choose_widths, fold_steps, pattern_costs
 from sglang_kvq.rotations.storage.files import load_once
 from sglang_kvq.rotations.storage.zoo import find_rotations
 
@@ -43,22 +50,75 @@ def resolve_rotations(config: KVQuantConfig, model_path: str, hf_config: Any) ->
         return hadamard_rotations(layers, head_dim)
     if method.rotation is RotationKind.RANDOM:
         return random_rotations(layers, kv_heads, head_dim, config.seed or 0)
-    location = config.rotations or find_rotations(model_path, hf_config)
-    return load_once(location, layers=layers, kv_heads=kv_heads, head_dim=head_dim)
+    location = config.rotations or find_rotations(model_path, hf_config, transform=method.planes)
+    rotations = load_once(location, layers=layers, kv_heads=kv_heads, head_dim=head_dim)
+    check_kind(config, rotations)
+    return rotations
 
 
-def resolve_formats(config: KVQuantConfig, rotations: Rotations | None, hf_config: Any) -> tuple[PageFormat, ...]:
-    """The page format of every layer of a model: codes by method and ``--kv-quant-bits``, clips by ``resolve_clips``.
-
-    Args:
-        rotations: of ``resolve_rotations``; only their meta is read, so methods without files may pass None.
+def check_kind(config: KVQuantConfig, rotations: Rotations) -> None:
+    """Refuse learned rotations that are for other methods than this one.
 
     Raises:
-        KVQuantError: a group that does not divide head_dim, clips that do not fit, or an ``auto`` target that the
-            rotations' sensitivities cannot serve.
+        KVQuantError: says which they are for, and how to make those that are wanted.
+    """
+    wants = get_method(config.method).planes
+    if rotations.is_transform == wants:
+        return
+    model = rotations.meta.base_model or "MODEL"
+    if wants:
+        raise KVQuantError(
+            f"{rotations.meta.source or 'these rotations'}: they are not for transform coding (objective "
+            f"{rotations.meta.objective}), as --kv-quant {config.method} needs them: make such with `kvq calibrate "
+            f"{model} --composition transform`, or serve these with --kv-quant oscar."
+        )
+    raise KVQuantError(
+        f"{rotations.meta.source or 'these rotations'}: they are for transform coding, not for --kv-quant "
+        f"{config.method}: serve them with --kv-quant transform, or make others with `kvq calibrate {model}`."
+    )
+
+
+def rotations_of_worker(
+    rotations: Rotations,
+    formats: Sequence[RecordFormat],
+    layers: range,
+    kv_heads_total: int,
+    head_start: int,
+    head_count: int,
+) -> LayerRotations:
+    """``Rotations.for_worker``, with the steps of its planes folded in.
+
+    Args:
+        formats: of ``layers``, from ``resolve_formats``.
+    """
+    worker = rotations.for_worker(layers, kv_heads_total, head_start, head_count)
+    planes = [f for f in formats if isinstance(f, PlaneFormat)]
+    if not planes:
+        return worker
+    return fold_steps(worker, *(torch.tensor(widths) for widths in zip(*((f.k.widths, f.v.widths) for f in planes))))
+
+
+def resolve_formats(config: KVQuantConfig, rotations: Rotations | None, hf_config: Any) -> tuple[RecordFormat, ...]:
+    """The page format of every layer of a model: codes by method and ``--kv-quant-bits``, clips by ``resolve_clips``;
+    where pages are planes, ``plane_formats``.
+
+    Args:
+        rotations: of ``resolve_rotations``; only their meta and energies are read, so methods without files may pass
+            None.
+
+    Raises:
+        KVQuantError: a group that does not divide head_dim, clips that do not fit, an ``auto`` target that the
+            rotations' sensitivities cannot serve, or planes for rotations that are not of transform coding.
     """
     method, width = get_method(config.method), config.width
     layers, _, head_dim = geometry_of(hf_config)
+    if method.planes:
+        if rotations is None:
+            raise KVQuantError(
+                f"--kv-quant {method.name}: its pages depend on the rotations; give some with --kv-quant-rotations."
+            )
+        check_kind(config, rotations)
+        return plane_formats(rotations, width.bits)
     k, v = method.codes(width.bits)
     group = config.group_size or min(head_dim, 128)
     run = {"run": config.group_size} if k.axis == "channel" and config.group_size else {}
@@ -74,6 +134,32 @@ def resolve_formats(config: KVQuantConfig, rotations: Rotations | None, hf_confi
             "with `kvq calibrate`, or give a number of bits."
         )
     return mixed_formats(formats, meta.sensitivity, width.target, source)
+
+
+def plane_formats(rotations: Rotations, bits: float) -> tuple[PlaneFormat, ...]:
+    """Each layer's pages: the widths of least error for the model among those that allocate at most ``bits``.
+
+    What keys and values of a layer cost at each pattern is the sum over all of the model's heads, whichever of them a
+    worker has: so all workers choose the same.
+
+    Args:
+        rotations: for transform coding.
+        bits: per element, gains included, averaged over layers, keys and values.
+
+    Raises:
+        KVQuantError: a budget out of reach.
+    """
+    r, importance = rotations, rotations.meta.importance
+    if r.q is None or r.o is None or r.k_energies is None or r.v_energies is None or importance is None:
+        raise ValueError("planes are for rotations of transform coding")
+    layers, _, head_dim, _ = r.k.shape
+    costs = [
+        pattern_costs(Basis(encode, decode.mT, energies.double()), torch.tensor(importance[part], dtype=torch.float64))
+        for part, encode, decode, energies in (("k", r.k, r.q, r.k_energies), ("v", r.v, r.o, r.v_energies))
+    ]
+    gains = 8 / head_dim
+    widths = [PlaneCode(pattern) for pattern in choose_widths(torch.cat(costs), bits - gains)]
+    return tuple(PlaneFormat(head_dim, k, v) for k, v in zip(widths[:layers], widths[layers:]))
 
 
 def resolve_clips(config: KVQuantConfig, rotations: Rotations | None, layers: int) -> list[tuple[float, float]]:

@@ -9,7 +9,8 @@ from typing import Any
 
 from sglang_kvq.config import PAGE_SIZE, KVQuantConfig
 from sglang_kvq.errors import KVQuantError
-from sglang_kvq.methods import METHOD_NAMES, get_method
+from sglang_kvq.methods import METHOD_NAMES, Method, get_method
+from sglang_kvq.methods.base import PLANE_BITS
 from sglang_kvq.sglang import compat
 from sglang_kvq.sglang.runtime import CLI_ATTRIBUTE, attach
 from sglang_kvq.sglang.types import Original, ServerArgs
@@ -53,11 +54,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         metavar="BITS|auto:TARGET",
         help="Width of a code. "
         + "; ".join(
-            f"{name}: " + ", ".join(f"{w:g}" for w in get_method(name).widths) + ", auto" * get_method(name).mixed
+            f"{name}: " + ", ".join(f"{w:g}" for w in get_method(name).widths) + _more_widths(get_method(name))
             for name in METHOD_NAMES
         )
         + ". The first is the default. At a half, keys have the wider codes. auto:2.75 mixes 2 to 4 bits over layers "
-        "by their calibrated sensitivity so that at most 2.75 bits per element are allocated, scales included.",
+        "by their calibrated sensitivity so that at most 2.75 bits per element are allocated, scales included. "
+        "transform always allocates what it is given, over layers, keys, values and channels by energy.",
     )
     add("--kv-quant-seed", type=int, metavar="N", help="Seed of random rotations (turboquant). Default: 0.")
     add(
@@ -102,6 +104,14 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         metavar="SHARE",
         help="Share of the KV memory for BF16 pages; it bounds the running requests. Default: %(default)s.",
     )
+
+
+def _more_widths(method: Method) -> str:
+    """What ``--kv-quant-bits`` may say besides the listed widths."""
+    if method.planes:
+        low, high = PLANE_BITS
+        return f" or any number from {low:g} to {high:g}"
+    return ", auto" if method.mixed else ""
 
 
 def add_cli_args(result: None, parser: argparse.ArgumentParser) -> None:

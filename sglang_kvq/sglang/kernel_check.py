@@ -25,8 +25,8 @@ from sglang_kvq.cache.split import split_new_tokens
 from sglang_kvq.cache.tiers import TierManager
 from sglang_kvq.config import PAGE_SIZE, KVQuantConfig
 from sglang_kvq.errors import KVQuantError
-from sglang_kvq.formats.page import PageFormat
-from sglang_kvq.methods import METHOD_NAMES
+from sglang_kvq.formats.record import RecordFormat
+from sglang_kvq.methods import METHOD_NAMES, get_method
 from sglang_kvq.rotations.resolve import resolve_formats
 
 HEAD_DIM, KV_HEADS, Q_HEADS, SCALE = 128, 1, 4, 128**-0.5
@@ -57,13 +57,17 @@ def kernels() -> dict[str, Any]:
     return found
 
 
-def formats() -> tuple[PageFormat, ...]:
-    """Every layout of records that some method has at its default width."""
+def formats() -> tuple[RecordFormat, ...]:
+    """Every layout of records that some method has at its default width.
+
+    Those of planes depend on a model's rotations.
+    """
     model = {
         "architectures": ["Qwen3ForCausalLM"], "num_hidden_layers": 1, "hidden_size": Q_HEADS * HEAD_DIM,
         "vocab_size": 1, "num_attention_heads": Q_HEADS, "num_key_value_heads": KV_HEADS, "head_dim": HEAD_DIM,
     }  # fmt: skip
-    chosen = [resolve_formats(KVQuantConfig(name), None, model)[0] for name in METHOD_NAMES]
+    names = [name for name in METHOD_NAMES if not get_method(name).planes]
+    chosen = [resolve_formats(KVQuantConfig(name), None, model)[0] for name in names]
     return tuple({format.layout: format for format in chosen}.values())
 
 
@@ -177,7 +181,7 @@ class _Request:
             _compare("decode", format, *outputs)
 
 
-def _compare(operation: str, format: PageFormat, got: torch.Tensor, want: torch.Tensor) -> None:
+def _compare(operation: str, format: RecordFormat, got: torch.Tensor, want: torch.Tensor) -> None:
     error = ((got.double() - want.double()).norm() / want.double().norm()).item()
     if not error <= BOUND:  # NaN too
         raise KVQuantError(

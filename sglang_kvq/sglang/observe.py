@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from sglang_kvq.config import PAGE_SIZE
+from sglang_kvq.formats.record import code_bits
 from sglang_kvq.sglang import plugin, runtime
 from sglang_kvq.sglang.types import Original, Scheduler
 
@@ -54,7 +55,7 @@ def fixed_state(state: runtime.Runtime) -> dict[str, Any]:
         "bf16_tokens_same_memory": layout.bf16_tokens,
         "bits_per_element": round(layout.bits_per_element, 3),
         "record_bits_per_element": round(layout.geometry.record_bits_per_element, 3),
-        "layer_bits": [(f.k.bits, f.v.bits) for f in state.pages.formats],
+        "layer_bits": [(code_bits(f.k), code_bits(f.v)) for f in state.pages.formats],
         "memory_bytes": layout.total_bytes,
         "bf16_pages": layout.slots,
         "max_running_requests": layout.max_requests,

@@ -106,14 +106,17 @@ def _why_not_plain(projection: Any, axis: int, size: int, device: torch.device) 
 
 
 @torch.no_grad()
-def fold(model: torch.nn.Module, first_layer: int, rotations: torch.Tensor) -> None:
-    """W_v <- R_v^T W_v (and its bias) per KV head, W_o <- W_o R_v per query head, in float32.
+def fold(
+    model: torch.nn.Module, first_layer: int, rotations: torch.Tensor, outputs: torch.Tensor | None = None
+) -> None:
+    """W_v <- R_v^T W_v (and its bias) per KV head, W_o <- W_o R_o per query head, in float32.
 
     Args:
-        rotations: float32 ``[layers, kv_heads or 1, D, D]`` of this worker, ``first_layer`` first.
+        rotations: R_v float32 ``[layers, kv_heads or 1, D, D]`` of this worker, ``first_layer`` first.
+        outputs: R_o, likewise, with R_o R_v^T = 1; None where R_v is orthogonal and serves as both.
     """
     found = attention_layers(model)
-    for index, r in enumerate(rotations):
+    for index, (r, back) in enumerate(zip(rotations, rotations if outputs is None else outputs, strict=True)):
         attention = found[first_layer + index]
         d = r.shape[-1]
         kv_heads = attention.attn.tp_k_head_num
@@ -125,9 +128,9 @@ def fold(model: torch.nn.Module, first_layer: int, rotations: torch.Tensor) -> N
             bias = qkv.bias[-kv_heads * d :]
             bias.copy_((r.transpose(1, 2) @ bias.float().unflatten(0, (kv_heads, d)).unsqueeze(-1)).flatten())
         heads = out.weight.shape[1] // d
-        r = r.repeat_interleave(heads // kv_heads, dim=0)
+        back = back.expand(kv_heads, d, d).repeat_interleave(heads // kv_heads, dim=0)
         w = out.weight.float().unflatten(1, (heads, d))
-        out.weight.copy_(torch.einsum("ohd,hde->ohe", w, r).flatten(1))
+        out.weight.copy_(torch.einsum("ohd,hde->ohe", w, back).flatten(1))
 
 
 def folded() -> bool:

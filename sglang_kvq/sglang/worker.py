@@ -35,8 +35,8 @@ def create_backend(model_runner: ModelRunner) -> KVQuantBackend:
     if rotations.v is not None:
         why_not = weights.why_not_foldable(model_runner.model, layers, model_runner.server_args, pool.device)
         if why_not is None:
-            weights.fold(model_runner.model, first, rotations.v)
-            rotations, folded = replace(rotations, v=None), True
+            weights.fold(model_runner.model, first, rotations.v, rotations.outputs)
+            rotations, folded = replace(rotations, v=None, o=None), True
         else:
             logger.info("kv-quant rotates V at run time, not in the weights: %s", why_not)
     ops = create_ops(model_runner, pool, rotations)

@@ -7,7 +7,7 @@ from sglang_kvq.cache.layout import KVGeometry
 from sglang_kvq.config import KVQuantConfig
 from sglang_kvq.rotations.base import RotationMeta
 from sglang_kvq.rotations.identity import geometry_of
-from sglang_kvq.rotations.resolve import resolve_rotations
+from sglang_kvq.rotations.resolve import resolve_rotations, rotations_of_worker
 from sglang_kvq.sglang.types import ModelRunner
 
 
@@ -26,7 +26,7 @@ def worker_rotations(
     else:  # heads are replicated over consecutive ranks
         start = rank * total // size
     layers = range(first_layer, first_layer + geometry.layers)
-    worker = rotations.for_worker(layers, total, start, geometry.kv_heads)
+    worker = rotations_of_worker(rotations, geometry.formats, layers, total, start, geometry.kv_heads)
     return worker.to(model_runner.device), rotations.meta
 
 

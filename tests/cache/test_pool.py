@@ -14,6 +14,7 @@ from sglang_kvq.cache.pool import PagePool
 from sglang_kvq.config import PAGE_SIZE
 from sglang_kvq.formats.code import CodeFormat
 from sglang_kvq.formats.page import PageFormat
+from sglang_kvq.formats.planes import PlaneCode, PlaneFormat
 from sglang_kvq.methods import METHOD_NAMES, get_method
 
 NARROW = PageFormat(64, 64, 0.9, 0.95)
@@ -54,6 +55,15 @@ def test_geometry_counts_every_layers_own_bytes():
     assert geometry.page_bytes % PAGE_SIZE == 0, "SGLang counts bytes per token"
 
 
+def test_planes_share_a_store_by_their_widths_and_are_counted():
+    narrow, wide = (PlaneFormat(64, PlaneCode(k), PlaneCode((2, 1, 1, 0))) for k in ((2, 1, 1, 0), (4, 4, 3, 1)))
+    formats = (narrow, wide, narrow)
+    pool, geometry = pool_of(formats), KVGeometry(2, formats)
+    assert [store.layers for store in pool.stores] == [(0, 2), (1,)] and pool.ranks.tolist() == [[0, 0]] * 3
+    assert geometry.page_bytes == sum(store.records[:, 0].numel() for store in pool.stores)
+    assert geometry.record_bits_per_element == pytest.approx((4 * 5 + 12) / 4 / 6 + 8 / 64)
+
+
 def test_overlays_become_records_of_each_layers_own_format():
     pool = pool_of(FORMATS)
     pool.overlays.copy_(rows(*pool.overlays.shape))
@@ -68,8 +78,11 @@ def test_overlays_become_records_of_each_layers_own_format():
 @pytest.mark.parametrize("name", METHOD_NAMES)
 def test_decode_and_prefill_read_what_was_written(name):
     """Through the backend's own calls: attention over records equals attention over the values that they decode to."""
-    k_code, v_code = get_method(name).codes(get_method(name).widths[0])
-    format = PageFormat(64, 64, k=k_code, v=v_code)
+    if get_method(name).planes:
+        format = PlaneFormat(64, PlaneCode((4, 3, 1, 0)), PlaneCode((3, 2, 2, 1)))
+    else:
+        k_code, v_code = get_method(name).codes(get_method(name).widths[0])
+        format = PageFormat(64, 64, k=k_code, v=v_code)
     pool = pool_of([format] * 2)
     pool.req_to_token[1] = torch.arange(6 * PAGE_SIZE) + PAGE_SIZE
     pool.read_rows()

@@ -14,7 +14,11 @@ from sglang_kvq.methods import METHOD_NAMES, RotationKind, get_method
 from sglang_kvq.rotations.base import RotationMeta, Rotations
 from sglang_kvq.rotations.maths.hadamard import hadamard_rotations
 from sglang_kvq.rotations.maths.random import random_rotations
-from sglang_kvq.rotations.resolve import resolve_clips, resolve_formats, resolve_rotations
+from sglang_kvq.rotations.maths.transform import DISTORTION, PATTERNS, STEPS
+from sglang_kvq.rotations.resolve import resolve_clips, resolve_formats, resolve_rotations, rotations_of_worker
+from sglang_kvq.rotations.storage.files import save_rotations
+from tests.rotations.helpers import random_rotations as orthogonal_rotations
+from tests.rotations.helpers import random_transform
 
 LAYERS, KV_HEADS = 4, 2
 
@@ -31,7 +35,8 @@ def learned(**meta) -> Rotations:
 
 
 def bits(method: str, width: str | None, head_dim: int) -> float:
-    formats = resolve_formats(KVQuantConfig(method, bits=width), None, model(head_dim))
+    rotations = random_transform(LAYERS, KV_HEADS, head_dim) if get_method(method).planes else None
+    formats = resolve_formats(KVQuantConfig(method, bits=width), rotations, model(head_dim))
     return sum(f.bits_per_element for f in formats) / len(formats)
 
 
@@ -43,7 +48,8 @@ def bits(method: str, width: str | None, head_dim: int) -> float:
         ("oscar-lloyd-max", "4", 4.375, 4.1875), ("turboquant", None, 3.25, 3.125), ("turboquant", "2", 2.25, 2.125),
         ("turboquant", "2.5", 2.75, 2.625), ("turboquant", "3.5", 3.75, 3.625), ("turboquant", "4", 4.25, 4.125),
         ("kivi", None, 2.5, 2.375), ("kivi", "4", 4.5, 4.375),
-        ("hadamard", None, 2.5, 2.25), ("hadamard", "3", 3.5, 3.25),
+        ("hadamard", None, 2.5, 2.25), ("hadamard", "3", 3.5, 3.25), ("transform", None, 2.5, 2.4375),
+        ("transform", "2.25", 2.25, 2.1875), ("transform", "4", 4.0, 3.9375),
         ("int2", None, 2.5, 2.25), ("int4", None, 4.625, 4.375),
     ],
 )  # fmt: skip
@@ -53,6 +59,10 @@ def test_allocated_bits_are_those_of_docs_methods(method, width, at_64, at_128):
 
 @pytest.mark.parametrize("name", METHOD_NAMES)
 def test_every_width_that_a_method_lists_makes_a_format(name):
+    if get_method(name).planes:
+        with pytest.raises(ValueError, match="planes"):
+            get_method(name).codes(2)
+        return
     for width in get_method(name).widths:
         k, v = get_method(name).codes(width)
         assert (k.bits + v.bits) / 2 == width and k.bits - v.bits in (0, 1)
@@ -73,6 +83,10 @@ def test_every_width_that_a_method_lists_makes_a_format(name):
         ("oscar", "auto:inf", "--kv-quant-bits auto:inf: not a width"),
         ("int4", "3", "--kv-quant-bits 3: not a width of --kv-quant int4; it has 4 bits only; leave the flag out"),
         ("kivi", "3", "--kv-quant-bits 3: not a width of --kv-quant kivi; choose 2, 4"),
+        ("transform", "1.2", "--kv-quant-bits 1.2: --kv-quant transform allocates any number .* from 1.25 to 4, gains"),
+        ("transform", "4.01", "--kv-quant-bits 4.01: .* from 1.25 to 4, .*leave the flag out for 2.5"),
+        ("transform", "auto:2.5", "--kv-quant-bits auto:2.5: .* from 1.25 to 4"),
+        ("transform", "nan", "--kv-quant-bits nan: .* from 1.25 to 4"),
     ],
 )
 def test_width_that_a_method_does_not_have_is_refused(method, width, message):
@@ -95,6 +109,12 @@ def test_width_that_a_method_does_not_have_is_refused(method, width, message):
         ),
         ({"method": "int4", "clip_k": 0.9}, "--kv-quant-clip-k 0.9: --kv-quant int4 does not clip these codes"),
         ({"method": "kivi", "clip_k": 0.9}, "--kv-quant-clip-k 0.9: --kv-quant kivi does not clip these codes"),
+        (
+            {"method": "transform", "group_size": 64},
+            "--kv-quant-group-size 64: --kv-quant transform has no such groups",
+        ),
+        ({"method": "transform", "clip_k": 0.9}, "--kv-quant-clip-k 0.9: .*does not clip these codes: a row's gain of"),
+        ({"method": "transform", "clip_v": 1.0}, "--kv-quant-clip-v 1.0: .*does not clip these codes: a row's gain of"),
         ({"method": "oscar", "seed": 3}, "--kv-quant-seed 3: --kv-quant oscar draws no random rotations"),
         ({"method": "turboquant", "seed": -1}, "--kv-quant-seed -1: must be at least 0"),
     ],
@@ -165,6 +185,79 @@ def test_auto_without_sensitivities_says_how_to_get_them():
 def test_oscar_is_the_int2_of_the_fast_kernels():
     for name in ("oscar", "hadamard", "int2"):
         assert (get_method(name).k, get_method(name).v) == (INT2, INT2) == (CodeFormat(), CodeFormat())
+
+
+# -- transform coding
+
+
+def foreseen(rotations: Rotations, formats: tuple) -> float:
+    """What the model is foreseen to lose, by importance, energies and each plane's distortion."""
+    total = 0.0
+    for part, energies in (("k", rotations.k_energies), ("v", rotations.v_energies)):
+        planes = energies.double().unflatten(-1, (4, -1)).sum((1, 3))  # all heads: [layers, planes]
+        for layer, format in enumerate(formats):
+            errors = torch.tensor([DISTORTION[w] for w in getattr(format, part).widths], dtype=torch.float64)
+            total += rotations.meta.importance[part][layer] * float(planes[layer] @ errors)
+    return total
+
+
+def test_planes_go_where_the_model_minds():
+    """Within the budget, better than any one pattern everywhere, and by a layer's importance."""
+    rotations = random_transform(LAYERS, KV_HEADS, 128)
+    rotations = replace(rotations, meta=replace(rotations.meta, importance={"k": [1.0] * 3 + [1e6], "v": [1.0] * 4}))
+    formats = resolve_formats(KVQuantConfig("transform", bits="2.3"), rotations, model())
+    spent = sum(f.bits_per_element for f in formats) / LAYERS
+    assert 2.3 - 4 / 4 / 2 / LAYERS < spent <= 2.3
+    everywhere = [
+        foreseen(rotations, tuple(replace(f, k=replace(f.k, widths=p), v=replace(f.v, widths=p)) for f in formats))
+        for p in PATTERNS
+        if sum(p) / 4 + 8 / 128 <= 2.3
+    ]
+    assert foreseen(rotations, formats) < min(everywhere)
+    assert formats[3].k.total > max(f.k.total for f in formats[:3]) and len({f.v.total for f in formats}) <= 2
+    assert all(list(code.widths) == sorted(code.widths, reverse=True) for f in formats for code in (f.k, f.v))
+
+
+def test_more_bits_lose_less():
+    rotations = random_transform(LAYERS, KV_HEADS, 128)
+    losses = [
+        foreseen(rotations, resolve_formats(KVQuantConfig("transform", bits=f"{b}"), rotations, model()))
+        for b in (1.25, 1.7, 2.5, 3.2, 4)
+    ]
+    assert losses == sorted(losses, reverse=True) and losses[0] > 4 * losses[-1]
+
+
+def test_rotations_of_another_kind_say_how_to_get_the_right_ones(tmp_path):
+    config = model(64)
+    for name, rotations in (("oscar", orthogonal_rotations(LAYERS)), ("transform", random_transform(LAYERS))):
+        save_rotations(rotations, tmp_path / name, kv_heads=KV_HEADS)
+    found = resolve_rotations(KVQuantConfig("transform", rotations=str(tmp_path / "transform")), "m", config)
+    assert found.is_transform
+    wanted = "kvq calibrate org/tiny --composition transform`, or serve these with --kv-quant oscar"
+    with pytest.raises(KVQuantError, match=f"oscar: they are not for transform coding .*{wanted}"):
+        resolve_rotations(KVQuantConfig("transform", rotations=str(tmp_path / "oscar")), "m", config)
+    for method in ("oscar", "oscar-lloyd-max"):
+        with pytest.raises(KVQuantError, match="for transform coding, not for .*serve them with --kv-quant transform"):
+            resolve_rotations(KVQuantConfig(method, rotations=str(tmp_path / "transform")), "m", config)
+    with pytest.raises(KVQuantError, match="--kv-quant transform: its pages depend on the rotations"):
+        resolve_formats(KVQuantConfig("transform"), None, config)
+
+
+def test_folded_steps_leave_attention_as_it_is():
+    """Every worker's slice: what queries read of keys, and outputs of values, is what it was without any of it."""
+    rotations = random_transform(LAYERS, KV_HEADS, 64)
+    formats = resolve_formats(KVQuantConfig("transform"), rotations, model(64))
+    worker = rotations_of_worker(rotations, formats[1:], range(1, LAYERS), KV_HEADS, 1, 1)
+    plain = rotations.for_worker(range(1, LAYERS), KV_HEADS, 1, 1)
+    one = torch.eye(64).expand_as(worker.k)
+    for read, stored in ((worker.q, worker.k), (worker.o, worker.v)):
+        torch.testing.assert_close((read.double() @ stored.double().mT).float(), one, atol=1e-4, rtol=0)
+    for layer, format in enumerate(formats[1:]):
+        steps = torch.tensor([STEPS[w] for w in format.k.widths]).repeat_interleave(16)
+        torch.testing.assert_close(worker.k[layer, 0] * steps, plain.k[layer, 0])
+        torch.testing.assert_close(worker.k_mean[layer, 0] * steps, plain.k_mean[layer, 0])
+        steps = torch.tensor([STEPS[w] for w in format.v.widths]).repeat_interleave(16)
+        torch.testing.assert_close(worker.o[layer, 0] / steps, plain.o[layer, 0])
 
 
 # -- random rotations

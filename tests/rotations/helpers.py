@@ -3,6 +3,7 @@
 import torch
 
 from sglang_kvq.rotations import RotationMeta, Rotations
+from sglang_kvq.rotations.maths.transform import coding_basis
 
 
 def random_rotations(layers=2, heads=2, dim=64, seed=0, balanced=False) -> Rotations:
@@ -17,6 +18,26 @@ def random_rotations(layers=2, heads=2, dim=64, seed=0, balanced=False) -> Rotat
     return Rotations(
         k, v, RotationMeta(objective="test", base_model="org/tiny", clip_k=0.9, clip_v=0.92), eigen, eigen + 1, q
     )
+
+
+def random_transform(layers=2, heads=2, dim=64, seed=0, decades=4.0) -> Rotations:
+    """For transform coding: bases of random covariances and weights whose eigenvalues lie ``decades`` apart."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def moment() -> torch.Tensor:
+        u = torch.linalg.qr(torch.randn(layers, heads, dim, dim, generator=generator, dtype=torch.float64)).Q
+        return u * torch.logspace(0, -decades, dim, dtype=torch.float64) @ u.mT
+
+    found = {}
+    for part, reader in (("k", "q"), ("v", "o")):
+        basis = coding_basis(moment(), moment())
+        sigma = basis.energies.sqrt()
+        found[part] = (basis.encode / sigma[..., None, :]).float()
+        found[reader] = (basis.decode * sigma[..., :, None]).mT.float()
+        found[f"{part}_energies"] = basis.energies.float()
+    importance = {part: (torch.rand(layers, generator=generator) + 0.5).tolist() for part in "kv"}
+    meta = RotationMeta(objective="transform", base_model="org/tiny", importance=importance)
+    return Rotations(**found, meta=meta, k_mean=torch.randn(layers, heads, dim, generator=generator))
 
 
 def tiny_llama(layers=2, heads=4, kv_heads=2, dim=64):

@@ -8,11 +8,11 @@ from typing import Any
 
 from sglang_kvq.attention.base import LayerRotations
 from sglang_kvq.config import KVQuantConfig
-from sglang_kvq.formats.page import PageFormat
+from sglang_kvq.formats.record import RecordFormat
 from sglang_kvq.methods import METHOD_NAMES, RotationKind, get_method
 from sglang_kvq.rotations.base import Rotations
 from sglang_kvq.rotations.identity import geometry_of
-from sglang_kvq.rotations.resolve import resolve_formats, resolve_rotations
+from sglang_kvq.rotations.resolve import check_kind, resolve_formats, resolve_rotations, rotations_of_worker
 
 
 @dataclass(frozen=True)
@@ -26,21 +26,29 @@ class Candidate:
 
     name: str
     rotations: LayerRotations
-    formats: Sequence[PageFormat]
+    formats: Sequence[RecordFormat]
 
 
 def candidates_of(methods: Sequence[str], learned: Rotations, hf_config: Any) -> list[Candidate]:
     """Candidates by name; those with learned rotations, which are ``learned``, come last.
 
     Args:
-        methods: each ``NAME`` or ``NAME:BITS``, BITS as for ``--kv-quant-bits``; none means all at their default width.
+        methods: each ``NAME`` or ``NAME:BITS``, BITS as for ``--kv-quant-bits``; none means all that the rotations are
+            for, at their default width.
         hf_config: the model's transformers config.
 
     Raises:
-        KVQuantError: unknown method or width; rotations of another model.
+        KVQuantError: unknown method or width; rotations of another model, or for other methods.
     """
-    candidates = [candidate_of(name, learned, hf_config) for name in methods or METHOD_NAMES]
+    suited = [name for name in METHOD_NAMES if takes(name, learned)]
+    candidates = [candidate_of(name, learned, hf_config) for name in methods or suited]
     return sorted(candidates, key=lambda c: get_method(c.name.partition(":")[0]).rotation is RotationKind.LEARNED)
+
+
+def takes(spec: str, learned: Rotations) -> bool:
+    """Whether a method may be measured beside these rotations: it takes such, or no learned ones at all."""
+    method = get_method(spec.partition(":")[0])
+    return method.rotation is not RotationKind.LEARNED or method.planes == learned.is_transform
 
 
 def candidate_of(spec: str, learned: Rotations | None, hf_config: Any) -> Candidate:
@@ -49,9 +57,12 @@ def candidate_of(spec: str, learned: Rotations | None, hf_config: Any) -> Candid
     config, geometry = KVQuantConfig(name, bits=bits or None), geometry_of(hf_config)
     if get_method(name).rotation is RotationKind.LEARNED:
         rotations = learned
+        if learned is not None:
+            check_kind(config, learned)
     else:
         rotations = resolve_rotations(config, "", hf_config)
-    worker = LayerRotations()
+    worker, formats = LayerRotations(), resolve_formats(config, rotations, hf_config)
     if rotations:
-        worker = rotations.for_worker(range(geometry.layers), geometry.kv_heads, 0, geometry.kv_heads)
-    return Candidate(spec, worker, resolve_formats(config, rotations, hf_config))
+        heads = geometry.kv_heads
+        worker = rotations_of_worker(rotations, formats, range(geometry.layers), heads, 0, heads)
+    return Candidate(spec, worker, formats)

@@ -3,7 +3,7 @@
     python -m sglang_kvq.rotations.inspection.divergence MODEL TEXT [--rotations FOLDER ...] [--skip 0.8] [--contexts 4]
 
 The model runs whole contexts through transformers. For every query, keys and values past the sink and
-older than the recent window go through the real ``PageFormat`` in the rotated basis; the rest are BF16.
+older than the recent window go through the real records in the rotated basis; the rest are BF16.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from sglang_kvq.attention.base import LayerRotations
-from sglang_kvq.formats.page import PageFormat
+from sglang_kvq.formats.record import RecordFormat
 from sglang_kvq.rotations.calibration.hf_attention import attention_hook
 from sglang_kvq.rotations.maths.fake_quant import RotatedContext, page_round_trip
 
@@ -30,7 +30,7 @@ class FakeQuantAttention:
         sink, recent: BF16 tokens at both ends, multiples of ``PAGE_SIZE``.
     """
 
-    format: PageFormat | Sequence[PageFormat] | None
+    format: RecordFormat | Sequence[RecordFormat] | None
     rotations: LayerRotations = field(default_factory=LayerRotations)
     sink: int = 64
     recent: int = 256
@@ -82,7 +82,7 @@ def _log_probs(model: Any, ids: torch.Tensor, attention: FakeQuantAttention, fir
 
 
 def main() -> None:
-    """Print the mean KL of every method, and of every ``--rotations`` folder with the methods that take rotations."""
+    """Print the mean KL of every method, and of every ``--rotations`` folder with the methods that take such."""
     import argparse
     from pathlib import Path
 
@@ -90,7 +90,7 @@ def main() -> None:
     from sglang_kvq.rotations.calibration.hf_model import load_model, tokenize
     from sglang_kvq.rotations.calibration.text import read_text
     from sglang_kvq.rotations.identity import geometry_of
-    from sglang_kvq.rotations.inspection.candidates import candidate_of
+    from sglang_kvq.rotations.inspection.candidates import candidate_of, takes
     from sglang_kvq.rotations.storage.files import load_rotations
 
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
@@ -117,6 +117,8 @@ def main() -> None:
         learned = get_method(spec.partition(":")[0]).rotation is RotationKind.LEARNED
         for folder in args.rotations if learned else [None]:
             rotations = load_rotations(folder, **geometry._asdict()) if folder else None
+            if rotations and not takes(spec, rotations):
+                continue
             candidate = candidate_of(spec, rotations, model.config)
             name = f"{spec} {folder}" if folder else spec
             candidates[name] = FakeQuantAttention(candidate.formats, candidate.rotations.to(model.device))

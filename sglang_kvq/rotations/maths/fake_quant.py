@@ -20,13 +20,16 @@ import torch
 
 from sglang_kvq.config import PAGE_SIZE
 from sglang_kvq.formats.code import CodeFormat
-from sglang_kvq.formats.page import PageFormat
 from sglang_kvq.formats.quantize import clip_rank, dequantize_rows, quantize_rows
+from sglang_kvq.formats.record import RecordFormat
+from sglang_kvq.rotations.base import Rotations
 
 
 class LayerMatrices(Protocol):
-    """``Rotations`` or ``LayerRotations``: matrices ``[layers, heads, D, D]``, heads 1 or the KV heads; None: "
-    "identity."""
+    """``Rotations`` or ``LayerRotations``: matrices ``[layers, heads, D, D]``, heads 1 or the KV heads; None: identity.
+
+    ``k_mean`` ``[layers, heads, D]`` or None is in the model's basis in ``Rotations``, in the rotated one in others.
+    """
 
     @property
     def queries(self) -> torch.Tensor | None: ...
@@ -34,6 +37,10 @@ class LayerMatrices(Protocol):
     def k(self) -> torch.Tensor | None: ...
     @property
     def v(self) -> torch.Tensor | None: ...
+    @property
+    def outputs(self) -> torch.Tensor | None: ...
+    @property
+    def k_mean(self) -> torch.Tensor | None: ...
 
 
 @dataclass(frozen=True)
@@ -48,7 +55,7 @@ class RotatedContext:
         k, v: float32 ``[kv_heads, T, D]``, rounded to BF16 as they are stored.
         scale: of the scores.
         sink, recent: BF16 tokens at both ends, multiples of ``PAGE_SIZE``.
-        back: R_vᵀ of each query head, float32 ``[q_heads or 1, D, D]``; None for the identity.
+        back: R_oᵀ of each query head, float32 ``[q_heads or 1, D, D]``; None for the identity.
     """
 
     q: torch.Tensor
@@ -86,9 +93,13 @@ class RotatedContext:
             q = q @ _per_query_head(rotations.queries[layer].to(q.device), group)
         if rotations.k is not None:
             k = k @ rotations.k[layer].to(k.device)
+        mean = _rotated_mean(rotations, layer)
+        if mean is not None:
+            k = k - mean.to(k.device)[:, None]
         if rotations.v is not None:
-            r_v = rotations.v[layer].to(v.device)
-            v, back = v @ r_v, _per_query_head(r_v, group).mT
+            v = v @ rotations.v[layer].to(v.device)
+        if rotations.outputs is not None:
+            back = _per_query_head(rotations.outputs[layer].to(v.device), group).mT
         if round_queries:
             q = q.bfloat16().float()
         return cls(q, k.bfloat16().float(), v.bfloat16().float(), scale, sink, recent, back)
@@ -148,7 +159,7 @@ def round_trip(x: torch.Tensor, bits: int, clip: float) -> torch.Tensor:
     return dequantize_rows(codes, scale, offset, code).bfloat16().float()
 
 
-def page_round_trip(format: PageFormat, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def page_round_trip(format: RecordFormat, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Whole pages through a format's records and back, rounded to BF16 as the reference backend reads them.
 
     k, v and both results are float32 ``[kv_heads, T, D]``; a last partial page stays as it is.
@@ -162,6 +173,13 @@ def page_round_trip(format: PageFormat, k: torch.Tensor, v: torch.Tensor) -> tup
 def _with_rest(pages: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     rows = pages.flatten(1, 2).bfloat16().float()
     return torch.cat([rows, x[:, rows.shape[1] :]], 1)
+
+
+def _rotated_mean(rotations: LayerMatrices, layer: int) -> torch.Tensor | None:
+    """What is taken off a layer's rotated keys, float32 ``[heads, D]``."""
+    if isinstance(rotations, Rotations):
+        return rotations.rotated_mean(layer)
+    return None if rotations.k_mean is None else rotations.k_mean[layer]
 
 
 def _per_query_head(matrices: torch.Tensor, group: int) -> torch.Tensor:

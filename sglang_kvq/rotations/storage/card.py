@@ -24,14 +24,21 @@ def model_card(rotations: Rotations, kv_heads: int | None, target: str | None = 
         ("corpus", f"{meta.corpus}, {meta.tokens} tokens, seed {meta.seed}"),
         ("clip ratios", f"K {describe_clips(meta.clip_k)}, V {describe_clips(meta.clip_v)}"),
     ]
+    about = "Rotations and clip ratios for a 2-bit KV cache, made with `kvq calibrate` after OSCAR (arXiv 2605.17757)."
+    if rotations.is_transform:
+        rows[-1] = ("coding gain", describe_gains(rotations))
+        about = (
+            "Bases, energies and importances for a KV cache by transform coding, made with `kvq calibrate "
+            "--composition transform`; bits are chosen at start (`--kv-quant-bits`)."
+        )
     body = [
         "",
         f"# KV-cache rotations for {meta.base_model or 'a model'}",
         "",
-        "Rotations and clip ratios for a 2-bit KV cache, made with `kvq calibrate` after OSCAR (arXiv 2605.17757).",
+        about,
         "",
         "```",
-        f"python -m sglang.launch_server --model-path {meta.base_model or 'MODEL'} --kv-quant oscar "
+        f"python -m sglang.launch_server --model-path {meta.base_model or 'MODEL'} --kv-quant {served_by(rotations)} "
         f"--kv-quant-rotations {target or 'FOLDER'}",
         "```",
         "",
@@ -47,6 +54,10 @@ def layer_table(rotations: Rotations) -> list[str]:
     """Markdown rows: per layer, clip ratios, relative errors of the attention output and sensitivities."""
     meta, layers = rotations.meta, rotations.k.shape[0]
     columns: list[tuple[str, list[str]]] = []
+    for part, gains in (coding_gains(rotations) or {}).items():
+        columns.append((f"coding gain {part.upper()}, dB", [f"{x:.1f}" for x in gains]))
+    for part, values in (meta.importance or {}).items():
+        columns.append((f"importance {part.upper()}", [f"{x:.2g}" for x in values]))
     for name, clips in zip("KV", meta.clips(layers)):
         if clips[0] is not None:
             columns.append((f"clip {name}", [f"{c:g}" for c in clips]))
@@ -58,10 +69,35 @@ def layer_table(rotations: Rotations) -> list[str]:
         return []
     head = ["| layer | " + " | ".join(name for name, _ in columns) + " |", "|" + "---:|" * (len(columns) + 1)]
     rows = [f"| {i} | " + " | ".join(values[i] for _, values in columns) + " |" for i in range(layers)]
-    notes = ["Output error: squared error of a layer's attention output when its history keys (values) are quantized."]
+    notes = []
+    if meta.errors:
+        notes.append(
+            "Output error: squared error of a layer's attention output when its history keys (values) are quantized."
+        )
     if meta.sensitivity_unit:
         notes.append(f"Sensitivity: {meta.sensitivity_unit}.")
     return [*head, *rows, "", *notes]
+
+
+def served_by(rotations: Rotations) -> str:
+    """A value of ``--kv-quant`` that they are for."""
+    return "transform" if rotations.is_transform else "oscar"
+
+
+def coding_gains(rotations: Rotations) -> dict[str, list[float]] | None:
+    """Of keys ("k") and values ("v"), per layer the mean of its heads: arithmetic over geometric mean of the channels'
+    energies, in dB: what bits chosen by energy save over equal bits. None but for transform coding.
+    """
+    if rotations.k_energies is None or rotations.v_energies is None:
+        return None
+    parts = (("k", rotations.k_energies.double()), ("v", rotations.v_energies.double()))
+    return {part: (10 * (e.mean(-1).log10() - e.log10().mean(-1))).mean(1).tolist() for part, e in parts}
+
+
+def describe_gains(rotations: Rotations) -> str:
+    """Coding gains, all layers' mean."""
+    gains = coding_gains(rotations) or {}
+    return ", ".join(f"{part.upper()} {sum(values) / len(values):.1f} dB" for part, values in gains.items())
 
 
 def describe_clips(clip: float | tuple[float, ...] | None) -> str:

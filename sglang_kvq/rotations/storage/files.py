@@ -1,9 +1,11 @@
 """Rotation folders: ``rotations.safetensors`` beside ``config.json``, or the published ``.pt`` pair.
 
 ``rotations.safetensors`` holds float32 ``k`` and ``v`` ``[layers, heads, D, D]`` (heads is 1 for a rotation shared
-by a layer, else the KV heads) and, if known, ``k_eigenvalues`` and ``v_eigenvalues`` ``[layers, heads, D]``.
-``config.json`` holds ``format_version``, ``geometry`` (layers, kv_heads, head_dim), ``granularity``, the
-fields of ``RotationMeta``, and ``sha256`` of the tensor file.
+by a layer, else the KV heads) and, if known, ``k_eigenvalues`` and ``v_eigenvalues`` ``[layers, heads, D]``. From
+version 2 on there is ``q`` like ``k``; in version 3, for transform coding, also ``o`` like ``v``, and ``k_mean``,
+``k_energies`` and ``v_energies`` ``[layers, heads, D]``: ``Rotations`` says what they are. ``config.json`` holds
+``format_version``, ``geometry`` (layers, kv_heads, head_dim), ``granularity``, the fields of ``RotationMeta``, and
+``sha256`` of the tensor file.
 """
 
 from __future__ import annotations
@@ -20,17 +22,21 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load, save_file
 
 from sglang_kvq.errors import KVQuantError
-from sglang_kvq.rotations.base import RotationMeta, Rotations, check_meta, check_rotations
+from sglang_kvq.rotations.base import TRANSFORM_TENSORS, RotationMeta, Rotations, check_meta, check_rotations
 from sglang_kvq.rotations.storage import hub, published
-from sglang_kvq.rotations.storage.hub import CONFIG_FILE, TENSOR_FILE
+from sglang_kvq.rotations.storage.hub import CONFIG_FILE, TENSOR_FILE, TRANSFORM_VERSION
 from sglang_kvq.rotations.storage.registry import known_digests
 
-#: Of config.json: keys and queries share a rotation, or queries have their own.
-FORMAT_VERSIONS = (1, 2)
+#: The tensors of each format_version of config.json: keys and queries share a rotation; queries have their own; all
+#: that transform coding needs.
+TENSORS = {1: ("k", "v"), 2: ("k", "v", "q"), TRANSFORM_VERSION: ("k", "v", "q", *TRANSFORM_TENSORS)}
+#: These may be there too.
+SPECTRA = ("k_eigenvalues", "v_eigenvalues")
 
 #: Of each file of a folder: where it really is, when it was written, and its size.
 _FileStamps = tuple[tuple[Path, int, int], ...]
@@ -97,20 +103,21 @@ def save_rotations(rotations: Rotations, folder: str | Path, *, kv_heads: int, o
     layers, _, head_dim, _ = rotations.k.shape
     check_rotations(rotations, layers=layers, kv_heads=kv_heads, head_dim=head_dim)
     check_meta(rotations.meta, layers=layers)
-    tensors = {
-        name: tensor.float().contiguous()
-        for name in ("k", "v", "q", "k_eigenvalues", "v_eigenvalues")
-        if (tensor := getattr(rotations, name)) is not None
-    }
-    if tensors["k"].data_ptr() == tensors["v"].data_ptr():
-        tensors["v"] = tensors["v"].clone()  # safetensors refuses shared memory
+    version = TRANSFORM_VERSION if rotations.is_transform else 1 if rotations.q is None else 2
+    tensors: dict[str, torch.Tensor] = {}
+    for name in (*TENSORS[version], *SPECTRA):
+        tensor = getattr(rotations, name)
+        if tensor is not None:
+            tensor = tensor.float().contiguous()
+            shared = any(tensor.data_ptr() == other.data_ptr() for other in tensors.values())
+            tensors[name] = tensor.clone() if shared else tensor  # safetensors refuses shared memory
     meta = asdict(rotations.meta)
     del meta["source"], meta["sha256"]  # where they were found is not a property of the file; its hash is a new one
     with new_folder(folder, overwrite=overwrite) as temporary:
         save_file(tensors, temporary / TENSOR_FILE)
         (temporary / TENSOR_FILE).chmod(0o644)  # safetensors makes it private
         config = {
-            "format_version": FORMAT_VERSIONS[rotations.q is not None],
+            "format_version": version,
             "geometry": {"layers": layers, "kv_heads": kv_heads, "head_dim": head_dim},
             "granularity": rotations.granularity,
             **meta,
@@ -204,20 +211,25 @@ def _load_native(folder: Path) -> tuple[Rotations, dict[str, Any]]:
         raise KVQuantError(
             f"{folder / CONFIG_FILE}: not the config.json of rotations ({error}); recreate it with `kvq calibrate`."
         ) from error
-    if version not in FORMAT_VERSIONS:
+    if version not in TENSORS:
         raise KVQuantError(
-            f"{folder / CONFIG_FILE}: format_version {version}, this sglang-kvq reads "
-            f"{' and '.join(map(str, FORMAT_VERSIONS))}; update sglang-kvq."
+            f"{folder / CONFIG_FILE}: format_version {version}, this sglang-kvq reads {', '.join(map(str, TENSORS))}; "
+            "update sglang-kvq."
         )
     data = (folder / TENSOR_FILE).read_bytes()
     try:
         tensors = load(data)
-        k, v = tensors["k"], tensors["v"]
-    except (SafetensorError, KeyError) as error:
+    except SafetensorError as error:
         raise KVQuantError(
             f"{folder / TENSOR_FILE}: truncated or damaged ({error}); fetch it again or recreate it with `kvq "
             "calibrate`."
         ) from error
+    missing = [name for name in TENSORS[version] if name not in tensors]
+    if missing:
+        raise KVQuantError(
+            f"{folder / TENSOR_FILE}: there is no tensor {missing[0]}, which format_version {version} has; fetch it "
+            "again or recreate it with `kvq calibrate`."
+        )
     if _sha256(data) != digest:
         raise KVQuantError(
             f"{folder / TENSOR_FILE}: sha256 {_sha256(data)} differs from {digest} in {CONFIG_FILE}; the two files do "
@@ -229,8 +241,8 @@ def _load_native(folder: Path) -> tuple[Rotations, dict[str, Any]]:
         if isinstance(stored.get(name), list):
             stored[name] = tuple(stored[name])
     meta = RotationMeta(**stored)
-    eigen = (tensors.get("k_eigenvalues"), tensors.get("v_eigenvalues"))
-    return Rotations(k, v, replace(meta, source=str(folder)), *eigen, tensors.get("q")), config
+    parts = {name: tensors[name] for name in (*TENSORS[version], *SPECTRA) if name in tensors}
+    return Rotations(**parts, meta=replace(meta, source=str(folder))), config
 
 
 def _check_heads(rotations: Rotations, config: dict[str, Any], kv_heads: int) -> None:

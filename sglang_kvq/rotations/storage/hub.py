@@ -12,6 +12,8 @@ from sglang_kvq.rotations.storage import published
 
 TENSOR_FILE = "rotations.safetensors"
 CONFIG_FILE = "config.json"
+#: ``format_version`` in the latter, of rotations for transform coding.
+TRANSFORM_VERSION = 3
 #: Files of a rotation folder, by layout.
 LAYOUTS = ((TENSOR_FILE, CONFIG_FILE), (published.K_FILE, published.V_FILE))
 

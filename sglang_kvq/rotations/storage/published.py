@@ -37,8 +37,14 @@ def save_published(rotations: Rotations, folder: Path) -> None:
     """Write both files into the existing ``folder``. The clip ratios and corpus are not part of this layout.
 
     Raises:
-        KVQuantError: queries are not rotated like keys, which this layout cannot say.
+        KVQuantError: queries are not rotated like keys, or they are for transform coding, which this layout cannot say.
     """
+    if rotations.is_transform:
+        raise KVQuantError(
+            f"{rotations.meta.source or 'rotations'}: transform coding has matrices of queries and outputs, a mean and "
+            "energies (composition transform), which the published layout has no place for; calibrate with "
+            "--composition oscar or offset to convert."
+        )
     if rotations.q is not None:
         raise KVQuantError(
             f"{rotations.meta.source or 'rotations'}: queries and keys have different matrices (composition balanced), "

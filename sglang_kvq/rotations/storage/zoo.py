@@ -1,6 +1,7 @@
 """Which rotations belong to a model: those shipped in ``rotation_zoo/``, then the published ones.
 
 A model is recognised by its config, not by its path: users serve local folders and conversions without a name.
+Rotations for transform coding have a folder of their own, NAME-transform beside NAME; their config.json tells them.
 """
 
 from __future__ import annotations
@@ -13,41 +14,50 @@ from typing import Any
 
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.rotations.identity import identity
-from sglang_kvq.rotations.storage.hub import CONFIG_FILE, TENSOR_FILE
+from sglang_kvq.rotations.storage.hub import CONFIG_FILE, TENSOR_FILE, TRANSFORM_VERSION
 from sglang_kvq.rotations.storage.registry import PUBLISHED
 
 
-def find_rotations(model_path: str, hf_config: Any, revision: str | None = None) -> str:
+def find_rotations(model_path: str, hf_config: Any, revision: str | None = None, *, transform: bool = False) -> str:
     """The location, for ``load_rotations``, of the rotations calibrated on this model.
 
     Args:
         model_path: hub id or local folder, as the user gave it.
         hf_config: the model's transformers config (or its dict).
         revision: the model's revision on the hub, if one was asked for.
+        transform: those for transform coding; others do without these.
 
     Raises:
         KVQuantError: none known; the message says how to make or choose some.
     """
-    wanted = identity(hf_config)
+    wanted, calibrate = identity(hf_config), f"kvq calibrate {model_path}"
+    if transform:
+        calibrate += " --composition transform"
     name = Path(model_path).name
     for folder, config in shipped():
-        if config.get("model") != wanted:
+        if config.get("model") != wanted or is_transform(config) != transform:
             continue
         base = config.get("base_model") or ""
         # A fine-tune has the config of its base: believe a hub id, which a local folder's name is not.
         if _is_hub_id(model_path) and name.lower() != base.rsplit("/", 1)[-1].lower():
             raise KVQuantError(
                 f"{model_path}: no rotations for this model, but it has the shape of {base}; to use that one's, pass "
-                f"--kv-quant-rotations {folder}; better: `kvq calibrate {model_path}`."
+                f"--kv-quant-rotations {folder}; better: `{calibrate}`."
             )
         return str(folder)
-    for entry in PUBLISHED:
+    for entry in () if transform else PUBLISHED:
         if entry.fits(name, revision):
             return entry.location
     raise KVQuantError(
-        f"{model_path}: no rotations known for this model. Make them with `kvq calibrate {model_path} --text FILE "
-        "--output DIR` and pass --kv-quant-rotations DIR, or use --kv-quant hadamard, which needs none."
+        f"{model_path}: no rotations {'for transform coding ' * transform}known for this model. Make them with "
+        f"`{calibrate} --text FILE --output DIR` and pass --kv-quant-rotations DIR, or use --kv-quant hadamard, which "
+        "needs none."
     )
+
+
+def is_transform(config: dict[str, Any]) -> bool:
+    """Whether the ``config.json`` of a folder is of rotations for transform coding."""
+    return config.get("format_version") == TRANSFORM_VERSION
 
 
 def shipped() -> list[tuple[Path, dict[str, Any]]]:

@@ -10,10 +10,12 @@ import torch
 
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.rotations import Rotations, load_rotations, save_rotations
+from sglang_kvq.rotations.base import ORTHOGONALITY_TOLERANCE, TRANSFORM_TENSORS, check_rotations
+from sglang_kvq.rotations.maths.transform import FLOOR, coding_basis
 from sglang_kvq.rotations.storage import files
 from sglang_kvq.rotations.storage.files import CONFIG_FILE, TENSOR_FILE, convert_rotations, load_once
 from sglang_kvq.rotations.storage.published import K_FILE, V_FILE, save_published
-from tests.rotations.helpers import random_rotations
+from tests.rotations.helpers import random_rotations, random_transform
 
 GEOMETRY = dict(layers=2, kv_heads=2, head_dim=64)
 
@@ -229,6 +231,119 @@ def test_the_published_layout_has_no_place_for_queries_matrices(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+# -- transform coding
+
+
+def test_transform_codings_parts_come_back(tmp_path):
+    rotations = random_transform()
+    save_rotations(rotations, tmp_path / "out", kv_heads=2)
+    config = json.loads((tmp_path / "out" / CONFIG_FILE).read_text())
+    assert config["format_version"] == 3 and config["importance"] == rotations.meta.importance
+    loaded = load_rotations(tmp_path / "out", **GEOMETRY)
+    assert loaded.is_transform and not random_rotations().is_transform
+    for name in ("k", "q", "v", "o", "k_mean", "k_energies", "v_energies"):
+        assert torch.equal(getattr(loaded, name), getattr(rotations, name)), name
+        assert getattr(loaded, name).dtype == torch.float32
+    assert loaded.meta == replace(rotations.meta, source=str(tmp_path / "out"), sha256=loaded.meta.sha256)
+
+
+def test_a_worker_gets_its_own_outputs_and_means(tmp_path):
+    """Means in the basis of rotated keys: keys less their mean, rotated, are rotated keys less the mean."""
+    rotations = random_transform(layers=3, heads=4)
+    worker = rotations.for_worker(range(1, 3), kv_heads_total=4, head_start=2, head_count=2)
+    assert torch.equal(worker.o, rotations.o[1:, 2:]) and worker.o.is_contiguous()
+    keys = torch.randn(7, 64, generator=torch.Generator().manual_seed(0))
+    for layer in range(2):
+        for head in range(2):
+            mean, k = rotations.k_mean[1 + layer, 2 + head], rotations.k[1 + layer, 2 + head]
+            left = keys @ worker.k[layer, head] - worker.k_mean[layer, head]
+            torch.testing.assert_close(left, (keys - mean) @ k, atol=1e-3 * float(left.abs().max()), rtol=0)
+            assert torch.equal(worker.k_mean[layer, head], rotations.rotated_mean(1 + layer)[2 + head])
+    assert random_rotations().for_worker(range(2), 2, 0, 2).k_mean is None
+
+
+@pytest.mark.parametrize("reader", ["q", "o"])
+def test_matrices_that_change_attention_name_layer_and_head(tmp_path, reader):
+    rotations = random_transform()
+    getattr(rotations, reader)[1, 0, 3, 5] += 0.1
+    with pytest.raises(KVQuantError, match=f"of layer 1, head 0 is not the inverse of {reader}'s transpose"):
+        save_rotations(rotations, tmp_path / "never", kv_heads=2)
+
+
+def test_the_worst_basis_that_calibration_makes_is_exact_enough():
+    """Keys have most where queries ask least, by as much as ``FLOOR`` lets them: every channel is as energetic as any
+    other, and mixes what is coded coarsely with what is coded finely.
+    """
+    u = torch.linalg.qr(torch.randn(64, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(0))).Q
+    asked = torch.where(torch.arange(64) < 32, 1.0, FLOOR).double()
+    basis = coding_basis((u / asked @ u.mT)[None, None], (u * asked @ u.mT)[None, None])
+    sigma = basis.energies.sqrt()
+    k, q = (basis.encode / sigma[..., None, :]).float(), (basis.decode * sigma[..., :, None]).mT.float()
+    one = torch.eye(64, dtype=torch.float64)
+    off = float((q.double() @ k.double().mT - one).abs().max())
+    assert 1e-6 < off < 2.0**-23 / FLOOR**0.5 < ORTHOGONALITY_TOLERANCE
+    flat = random_transform(layers=1, heads=1)
+    check_rotations(replace(flat, k=k, q=q), layers=1, kv_heads=1, head_dim=64)
+
+
+ENERGIES = [
+    (lambda x: x.flip(-1), "not positive and descending"),
+    (lambda x: x * 0, "not positive and descending"),
+    (lambda x: x / 0, "NaN or infinity"),
+]
+
+
+@pytest.mark.parametrize("part", ["k", "v"])
+@pytest.mark.parametrize("change, message", ENERGIES, ids=["rising", "zero", "infinite"])
+def test_energies_are_checked(tmp_path, part, change, message):
+    rotations = random_transform()
+    energies = getattr(rotations, f"{part}_energies")
+    energies[1, 1] = change(energies[1, 1])
+    with pytest.raises(KVQuantError, match=f"{part}_energies of layer 1, head 1 .*{message}"):
+        save_rotations(rotations, tmp_path / "never", kv_heads=2)
+
+
+@pytest.mark.parametrize("name", ["q", *TRANSFORM_TENSORS])
+def test_transform_coding_is_whole_or_not_at_all(tmp_path, name):
+    whole = random_transform()
+    with pytest.raises(KVQuantError, match=f"here {name} is missing; .*--composition transform"):
+        check_rotations(replace(whole, **{name: None}), **GEOMETRY)
+    if name in ("k_mean", "k_energies", "v_energies"):
+        with pytest.raises(KVQuantError, match=f"{name} has shape"):
+            check_rotations(replace(whole, **{name: getattr(whole, name)[:, :1]}), **GEOMETRY)
+
+
+def test_a_file_without_one_of_its_tensors(tmp_path):
+    save_rotations(random_rotations(), tmp_path / "r", kv_heads=2)
+    config = json.loads((tmp_path / "r" / CONFIG_FILE).read_text())
+    (tmp_path / "r" / CONFIG_FILE).write_text(json.dumps({**config, "format_version": 3}))
+    refuse(tmp_path / "r", "there is no tensor q", "format_version 3")
+
+
+@pytest.mark.parametrize(
+    "importance",
+    [None, {"k": [1.0, 2.0]}, {"k": [1.0], "v": [1.0, 1.0]}, {"k": [1.0, 0.0], "v": [1.0, 1.0]},
+     {"k": [1.0, 1.0], "v": [1.0, float("nan")]}, {"k": [1.0, "much"], "v": [1.0, 1.0]}, [1.0]],
+    ids=str,
+)  # fmt: skip
+def test_importances_are_checked(tmp_path, importance):
+    rotations = random_transform()
+    with pytest.raises(KVQuantError, match="importance.*recreate.*--composition transform"):
+        save_rotations(
+            replace(rotations, meta=replace(rotations.meta, importance=importance)), tmp_path / "x", kv_heads=2
+        )
+
+
+def test_the_published_layout_has_no_place_for_transform_coding(tmp_path):
+    save_rotations(random_transform(), tmp_path / "r", kv_heads=2)
+    with pytest.raises(KVQuantError, match="energies .*no place for; .*--composition oscar or offset"):
+        convert_rotations(tmp_path / "r", tmp_path / "pt", to="pt")
+    assert not (tmp_path / "pt").exists()
+    convert_rotations(tmp_path / "r", tmp_path / "copy", to="safetensors")
+    copied, original = (load_rotations(tmp_path / name, **GEOMETRY) for name in ("copy", "r"))
+    assert torch.equal(copied.o, original.o) and copied.meta.importance == original.meta.importance
+
+
 def test_float32_rounding_is_orthogonal_enough(published):
     rotations = random_rotations(heads=1)
     save_published(replace(rotations, k=rotations.k + 1e-6), published)
@@ -256,8 +371,8 @@ def test_config_of_something_else(native, text):
 
 def test_newer_format(native, published):
     config = json.loads((native / CONFIG_FILE).read_text())
-    (native / CONFIG_FILE).write_text(json.dumps({**config, "format_version": 3}))
-    refuse(native, "format_version 3", "update sglang-kvq")
+    (native / CONFIG_FILE).write_text(json.dumps({**config, "format_version": 4}))
+    refuse(native, "format_version 4", "reads 1, 2, 3", "update sglang-kvq")
     torch.save({**torch.load(published / K_FILE, weights_only=True), "format_version": 2}, published / K_FILE)
     refuse(published, "format_version 2", "update sglang-kvq")
 

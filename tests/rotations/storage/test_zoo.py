@@ -1,14 +1,15 @@
 import json
 import shutil
+from dataclasses import replace
 
 import pytest
 
 from sglang_kvq.errors import KVQuantError
-from sglang_kvq.rotations import find_rotations, load_rotations
+from sglang_kvq.rotations import find_rotations, load_rotations, save_rotations
 from sglang_kvq.rotations.identity import identity
 from sglang_kvq.rotations.storage import zoo
 from sglang_kvq.rotations.storage.zoo import zoo_folder
-from tests.rotations.helpers import tiny_model_folder
+from tests.rotations.helpers import random_rotations, random_transform, tiny_model_folder
 
 SMOLLM2 = dict(
     architectures=["LlamaForCausalLM"], hidden_size=576, num_hidden_layers=30, num_attention_heads=9,
@@ -43,6 +44,21 @@ def test_a_fine_tune_is_told_of_its_base():
         find_rotations("someone/tuned", SMOLLM2)
 
 
+def test_transform_codings_rotations_lie_beside_others(tmp_path, monkeypatch):
+    """Each method finds its own, whatever the folders are called; only those of others are published."""
+    for name, rotations in (("tiny-transform", random_transform()), ("tiny", random_rotations())):
+        meta = replace(rotations.meta, model=identity(SMOLLM2), base_model="org/tiny")
+        save_rotations(replace(rotations, meta=meta), tmp_path / "zoo" / name, kv_heads=2)
+    monkeypatch.setattr(zoo, "zoo_folder", lambda: tmp_path / "zoo")
+    assert find_rotations("org/tiny", SMOLLM2) == str(tmp_path / "zoo" / "tiny")
+    assert find_rotations("org/tiny", SMOLLM2, transform=True) == str(tmp_path / "zoo" / "tiny-transform")
+    with pytest.raises(KVQuantError, match="tiny-transform; better: `kvq calibrate org/tuned --composition transform`"):
+        find_rotations("org/tuned", SMOLLM2, transform=True)
+    wanted = "no rotations for transform coding known .*`kvq calibrate Qwen/Qwen3-8B --composition transform --text"
+    with pytest.raises(KVQuantError, match=wanted):
+        find_rotations("Qwen/Qwen3-8B", {}, transform=True)
+
+
 @pytest.mark.parametrize("model", ["Qwen/Qwen3-8B", "/models/Qwen3-8B", "Qwen/Qwen3-4B-Thinking-2507"])
 def test_published_entries_go_by_name(model):
     assert find_rotations(model, {}) == f"Zhongzhu/OSCAR-RotationZoo/{model.rsplit('/', 1)[-1]}"
@@ -60,7 +76,8 @@ def test_every_shipped_folder_loads():
     for folder in folders:
         config = json.loads((folder / "config.json").read_text())
         load_rotations(folder, **config["geometry"])
-        assert config["model"] and config["base_model"] and config["clip_k"] and config["clip_v"]
+        assert config["model"] and config["base_model"]
+        assert config["importance"] if zoo.is_transform(config) else config["clip_k"] and config["clip_v"]
 
 
 def test_calibrate_command_then_lookup(tmp_path, monkeypatch):
