@@ -123,7 +123,8 @@ def _queries(q, scale_log2, CODES: tl.constexpr, SHAPE: tl.constexpr):
     Returns:
         the four planes, INT8 [INT8_JP, 2 HEADS]; what a product counts, and what the middles add, [HEADS] each.
     """
-    n, h, dim = tl.arange(0, 2 * SHAPE.HEADS), tl.arange(0, SHAPE.HEADS), tl.arange(0, SHAPE.DP)
+    DP: tl.constexpr = SHAPE.DP
+    n, h, dim = tl.arange(0, 2 * SHAPE.HEADS), tl.arange(0, SHAPE.HEADS), tl.arange(0, DP)
     inside = (dim < SHAPE.D)[:, None] & (n // 2 < SHAPE.GQA_GROUP)[None, :]
     twice = tl.load(q.data + n[None, :] // 2 * q.head + dim[:, None], mask=inside, other=0.0).to(tl.float32)
     unit = tl.max(tl.abs(twice), 0) * (1 / 127) + 1e-30  # [2 HEADS]
@@ -135,7 +136,7 @@ def _queries(q, scale_log2, CODES: tl.constexpr, SHAPE: tl.constexpr):
     )
     inside = (dim < SHAPE.D)[:, None] & (h < SHAPE.GQA_GROUP)[None, :]
     x = tl.load(q.data + h[None, :] * q.head + dim[:, None], mask=inside, other=0.0).to(tl.float32)
-    middles = tl.zeros([SHAPE.DP], tl.float32)
+    middles = tl.zeros([DP], tl.float32)
     for p in tl.static_range(4):
         middles = tl.where(dim // SHAPE.D4 == p, middle(CODES, p), middles)
     unit = tl.max(tl.abs(x), 0) * (1 / 127) + 1e-30
@@ -166,9 +167,10 @@ def _value_products(both, v_first, weights, CODES: tl.constexpr, SHAPE: tl.const
     weights: of the four planes of tokens, INT8 [32 = (page, token), 2 HEADS] each.
     """
     ROWS: tl.constexpr = SHAPE.VP // 4
+    COLUMNS: tl.constexpr = 2 * SHAPE.HEADS
     sums = ()
     for _ in tl.static_range(4):
-        sums += (tl.full([ROWS, 2 * SHAPE.HEADS], MAGIC_BITS, tl.int32),)
+        sums += (tl.full([ROWS, COLUMNS], MAGIC_BITS, tl.int32),)
     for c in tl.static_range(cell_count(CODES)):
         for t in tl.static_range(token_planes_of(CODES, c)):
             bytes = _value_bytes(both, v_first, c, t, CODES, SHAPE)

@@ -52,7 +52,8 @@ CANDIDATES = (0, 3, 6, 9)
 ERROR_SCALE, MOST_ERROR = 16.0, 255.0
 
 
-class Field(NamedTuple):
+@dataclass(frozen=True)
+class Field:
     """Where a plane's codes lie in a cell: at ``shift`` from the lowest bit."""
 
     plane: int
@@ -60,7 +61,8 @@ class Field(NamedTuple):
     width: int
 
 
-class Cell(NamedTuple):
+@dataclass(frozen=True)
+class Cell:
     """Bits of a column that lie together: a byte (8) or a nibble (4)."""
 
     bits: int
@@ -174,16 +176,16 @@ class PlaneCode:
     def columns(self, codes: torch.Tensor, cell: Cell) -> torch.Tensor:
         """A cell's bits of every column, uint8 ``[..., D / 4]``, of codes ``[..., D]``."""
         planes, bits = codes.unflatten(-1, (PLANES, -1)), torch.zeros_like(codes[..., : codes.shape[-1] // PLANES])
-        for plane, shift, _ in cell.fields:
-            bits = bits | planes[..., plane, :] << shift
+        for field in cell.fields:
+            bits = bits | planes[..., field.plane, :] << field.shift
         return bits
 
     def codes_of(self, columns: list[torch.Tensor]) -> torch.Tensor:
         """``columns``' inverse: codes uint8 ``[..., D]`` of every cell's bits."""
         planes = [torch.zeros_like(columns[0])] * PLANES
         for cell, bits in zip(self.cells, columns):
-            for plane, shift, width in cell.fields:
-                planes[plane] = (bits >> shift) & ((1 << width) - 1)
+            for field in cell.fields:
+                planes[field.plane] = (bits >> field.shift) & ((1 << field.width) - 1)
         return torch.cat(planes, dim=-1)
 
 
