@@ -51,6 +51,13 @@ def test_bits_and_seed_reach_the_config():
     assert flags.parse_config(vars(_parser().parse_args(argv))).width.target == 2.75
 
 
+@pytest.mark.parametrize("bits", [2.375, "2.375"], ids=repr)
+def test_transform_takes_any_number_of_bits(bits):
+    config = flags.parse_config({"kv_quant": "transform", "kv_quant_bits": bits})
+    assert config.width.bits == 2.375 and config.width.target is None
+    assert "transform: 2.5 or any number from 1.25 to 4" in " ".join(_parser().format_help().split())
+
+
 @pytest.mark.parametrize("bits", [4, 4.0, "4"], ids=repr)
 def test_bits_from_a_yaml_file_or_engine_may_be_numbers(bits):
     config = flags.parse_config({"kv_quant": "turboquant", "kv_quant_bits": bits})

@@ -83,6 +83,32 @@ def test_folding_equals_rotating_at_run_time(bias, heads):
     assert not torch.allclose(model.layers[0].qkv_proj.weight, LlamaForCausalLM(bias).layers[0].qkv_proj.weight)
 
 
+@pytest.mark.parametrize("heads", [1, KV_HEADS], ids=["per-layer", "per-head"])
+def test_folding_takes_outputs_matrices_that_undo_the_values(heads):
+    """Transform coding's pairs are not orthogonal: folding R_v into W_o too would change every answer."""
+    torch.manual_seed(0)
+    model, x = LlamaForCausalLM(True), torch.randn(20, HIDDEN)
+    u, scale = torch.linalg.qr(torch.randn(2, heads, D, D)).Q, torch.logspace(-1, 1, D)
+    v, o = u * scale, u / scale
+    with torch.no_grad():
+        plain = [output(layer, x) for layer in model.layers]
+        ops = ReferenceOps(
+            None, LayerRotations(None, v.expand(-1, KV_HEADS, -1, -1), None, o.expand(2, KV_HEADS, D, D))
+        )
+        empty = torch.empty(0, KV_HEADS, D)
+        at_run_time = [
+            output(layer, x, lambda v, i=i: ops.rotate(i, empty, empty, v)[2], lambda o, i=i: ops.rotate_output(i, o))
+            for i, layer in enumerate(model.layers)
+        ]
+        weights.fold(model, 5, v, o)
+        folded = [output(layer, x) for layer in model.layers]
+        for a, b, c in zip(plain, at_run_time, folded):
+            torch.testing.assert_close(b, a, atol=1e-3, rtol=0)
+            torch.testing.assert_close(c, a, atol=1e-3, rtol=0)
+        weights.fold(model, 5, v)  # once more, and as if it were orthogonal
+        assert not torch.allclose(output(model.layers[0], x), plain[0], atol=0.1)
+
+
 @pytest.fixture
 def why(command_line):
     """``why(model, *flags)``: why it is not folded on a CPU, as a server with these flags would log; None if it is."""

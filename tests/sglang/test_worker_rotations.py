@@ -9,27 +9,29 @@ from sglang_kvq.cache.layout import KVGeometry
 from sglang_kvq.config import KVQuantConfig
 from sglang_kvq.formats.page import PageFormat
 from sglang_kvq.rotations import load_rotations, save_rotations
+from sglang_kvq.rotations.maths.transform import STEPS
+from sglang_kvq.rotations.resolve import resolve_formats, resolve_rotations
 from sglang_kvq.sglang import worker_rotations as worker
-from tests.rotations.helpers import random_rotations
+from tests.rotations.helpers import random_rotations, random_transform
 
 HEADS, LAYERS, D = 6, 4, 64
+MODEL = dict(
+    architectures=["LlamaForCausalLM"],
+    hidden_size=768,
+    num_hidden_layers=LAYERS,
+    num_attention_heads=12,
+    num_key_value_heads=HEADS,
+    head_dim=D,
+    vocab_size=512,
+    rope_theta=1e4,
+)
 
 
 @pytest.fixture
 def runner(tmp_path):
     """A model of 6 KV heads, and the flags with which it is served."""
     save_rotations(random_rotations(layers=LAYERS, heads=HEADS, balanced=True), tmp_path / "r", kv_heads=HEADS)
-    config = dict(
-        architectures=["LlamaForCausalLM"],
-        hidden_size=768,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=12,
-        num_key_value_heads=HEADS,
-        head_dim=D,
-        vocab_size=512,
-        rope_theta=1e4,
-    )
-    model = SimpleNamespace(hf_config=config, model_path=str(tmp_path))
+    model = SimpleNamespace(hf_config=MODEL, model_path=str(tmp_path))
     return SimpleNamespace(model_config=model, device="cpu"), KVQuantConfig("oscar", rotations=str(tmp_path / "r"))
 
 
@@ -72,6 +74,30 @@ def test_layers_of_a_later_stage(runner, monkeypatch):
     part, meta = rank_rotations(runner, monkeypatch, 1, 2, 3, first=2, layers=2)
     assert torch.equal(part.v, whole.v[2:, 3:]) and torch.equal(part.q, whole.q[2:, 3:])
     assert meta.sha256 == whole.meta.sha256 and len(meta.sha256) == 64
+
+
+@pytest.mark.parametrize("size", [1, 2, 6])
+def test_every_worker_folds_the_same_steps(runner, monkeypatch, tmp_path, size):
+    """Widths are of all heads and layers together, so a worker's part is that of one worker alone."""
+    save_rotations(random_transform(LAYERS, HEADS), tmp_path / "t", kv_heads=HEADS)
+    config = KVQuantConfig("transform", rotations=str(tmp_path / "t"))
+    formats = resolve_formats(config, resolve_rotations(config, "m", runner[0].model_config.hf_config), MODEL)
+    assert len(set(formats)) > 1, "layers differ"
+    monkeypatch.setattr(worker, "tensor_parallel", lambda model_runner: (0, 1))
+    whole, meta = worker.worker_rotations(runner[0], config, KVGeometry(HEADS, formats), 0)
+    assert meta.objective == "transform"
+    for layers in (range(2), range(2, 4)):  # pipeline stages
+        part = []
+        for rank in range(size):
+            monkeypatch.setattr(worker, "tensor_parallel", lambda model_runner, rank=rank: (rank, size))
+            geometry = KVGeometry(HEADS // size, formats[layers.start : layers.stop])
+            part.append(worker.worker_rotations(runner[0], config, geometry, layers.start)[0])
+        for name in ("q", "k", "v", "o", "k_mean"):
+            found = torch.cat([getattr(p, name) for p in part], dim=1)
+            assert torch.equal(found, getattr(whole, name)[layers.start : layers.stop]), name
+    loaded = load_rotations(tmp_path / "t", layers=LAYERS, kv_heads=HEADS, head_dim=D)
+    top = [STEPS[f.k.widths[0]] for f in formats]
+    torch.testing.assert_close(whole.k[..., 0], loaded.k[..., 0] / torch.tensor(top)[:, None, None])
 
 
 def test_a_start_reads_the_file_once(applied, command_line, tmp_path, monkeypatch):

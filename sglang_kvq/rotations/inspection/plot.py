@@ -47,7 +47,10 @@ def draw(rotations: Rotations, measured: Measured | None, path: Path) -> None:
     if rotations.meta.sensitivity:
         rows.append(partial(_sensitivities, rotations.meta.sensitivity))
     if rotations.k_eigenvalues is not None and rotations.v_eigenvalues is not None:
-        rows.append(partial(_spectra, (rotations.k_eigenvalues, rotations.v_eigenvalues)))
+        of = "eigenvalues of the importance"
+        rows.append(partial(_spectra, (rotations.k_eigenvalues, rotations.v_eigenvalues), of))
+    if rotations.k_energies is not None and rotations.v_energies is not None:
+        rows.append(partial(_spectra, (rotations.k_energies, rotations.v_energies), "energies of the channels"))
     if not rows:
         raise KVQuantError(f"{rotations.meta.source}: no eigenvalues or sensitivities to draw; add --model and --text.")
     figure = Figure(figsize=(12, 3.6 * len(rows)), layout="constrained")
@@ -85,7 +88,7 @@ def _sensitivities(table: Mapping[str, Mapping[str, Sequence[float]]], figure: A
     axis.legend()
 
 
-def _spectra(eigenvalues: tuple[torch.Tensor, torch.Tensor], figure: Any, axis: Any, part: int) -> None:
+def _spectra(eigenvalues: tuple[torch.Tensor, torch.Tensor], of: str, figure: Any, axis: Any, part: int) -> None:
     from matplotlib import colormaps
 
     spectra = eigenvalues[part].double().clamp(min=0).sort(-1, descending=True).values.mean(1)
@@ -93,4 +96,4 @@ def _spectra(eigenvalues: tuple[torch.Tensor, torch.Tensor], figure: Any, axis: 
     for layer, spectrum in enumerate(spectra):
         color = colormaps["viridis"](layer / max(len(spectra) - 1, 1))
         axis.semilogy(spectrum.clamp(min=1e-12).tolist(), color=color, lw=0.8)
-    axis.set(xlabel="direction", ylabel="share", title="eigenvalues of the importance (dark: first layers)")
+    axis.set(xlabel="direction", ylabel="share", title=f"{of} (dark: first layers)")

@@ -11,9 +11,11 @@ from rich import box
 from rich.console import RenderableType
 from rich.table import Table
 
+from sglang_kvq.methods import get_method
 from sglang_kvq.rotations.base import Rotations
 from sglang_kvq.rotations.inspection.layer_errors import Measured
-from sglang_kvq.rotations.storage.card import describe_clips
+from sglang_kvq.rotations.resolve import plane_formats
+from sglang_kvq.rotations.storage.card import coding_gains, describe_clips, describe_gains
 
 
 def report(
@@ -23,7 +25,12 @@ def report(
     yield _facts(rotations, kv_heads, verbose)
     yield _layers(rotations)
     if verbose:
-        yield "error: of the attention output. nats: sensitivity at 2 and 4 bits. top 8: their share of the spectrum."
+        if rotations.is_transform:
+            at = f"at {_default_bits():g} bits per element"
+            yield f"gain: of bits by energy over equal bits. weight: importance. bits: of each plane {at}."
+        else:
+            parts = "error: of the attention output. nats: sensitivity at 2 and 4 bits."
+            yield f"{parts} top 8: their share of the spectrum."
     if measured:
         for part, name in enumerate(("keys", "values")):
             yield from _errors(measured, part, name, width)
@@ -49,6 +56,9 @@ def to_json(rotations: Rotations, kv_heads: int | None, measured: Measured | Non
         "corpus": meta.corpus,
         "tokens": meta.tokens,
         "seed": meta.seed,
+        "importance": meta.importance,
+        "coding_gain_db": coding_gains(rotations),
+        "widths": plane_widths(rotations) if rotations.is_transform else None,
         "errors": meta.errors,
         "sensitivity": meta.sensitivity,
         "sensitivity_unit": meta.sensitivity_unit,
@@ -63,6 +73,16 @@ def to_json(rotations: Rotations, kv_heads: int | None, measured: Measured | Non
             },
         },
     }
+
+
+def plane_widths(rotations: Rotations) -> dict[str, list[list[int]]]:
+    """Of transform coding: bits of each plane of a layer's keys and values, at the default of ``--kv-quant-bits``."""
+    formats = plane_formats(rotations, _default_bits())
+    return {"k": [list(f.k.widths) for f in formats], "v": [list(f.v.widths) for f in formats]}
+
+
+def _default_bits() -> float:
+    return get_method("transform").widths[0]
 
 
 def top_share(eigenvalues: torch.Tensor, count: int = 8) -> torch.Tensor:
@@ -86,7 +106,7 @@ def _table(gap: int, **options: Any) -> Table:
 
 def _facts(rotations: Rotations, kv_heads: int | None, verbose: bool) -> Table:
     meta = rotations.meta
-    layers, _, dim, _ = rotations.k.shape
+    (layers, _, dim, _), transform = rotations.k.shape, rotations.is_transform
     table = _table(3, title=str(meta.source), show_header=False)
     table.add_column()
     table.add_column(no_wrap=not verbose, overflow="fold" if verbose else "ellipsis")
@@ -95,7 +115,8 @@ def _facts(rotations: Rotations, kv_heads: int | None, verbose: bool) -> Table:
         ("revision", meta.revision),
         ("geometry", f"{layers} layers, {kv_heads or 'unknown'} KV heads, head_dim {dim}"),
         ("rotations", f"{rotations.granularity}, objective {meta.objective}"),
-        ("clip ratios", f"K {describe_clips(meta.clip_k)}, V {describe_clips(meta.clip_v)}"),
+        ("clip ratios", not transform and f"K {describe_clips(meta.clip_k)}, V {describe_clips(meta.clip_v)}"),
+        ("coding gain", transform and describe_gains(rotations)),
         ("calibrated", meta.corpus and f"{meta.tokens} tokens, seed {meta.seed}"),
         ("corpus", verbose and meta.corpus),
         ("sensitivity", verbose and meta.sensitivity_unit),
@@ -107,7 +128,9 @@ def _facts(rotations: Rotations, kv_heads: int | None, verbose: bool) -> Table:
 
 
 def _layers(rotations: Rotations) -> Table:
-    """Per layer: clips, calibration's errors, sensitivities, and how unequal the directions are."""
+    """Per layer: clips, calibration's errors, sensitivities, and how unequal the directions are; of transform coding
+    coding gains, importances and the widths that follow.
+    """
     meta, layers = rotations.meta, rotations.k.shape[0]
     table = _table(1, title="Per layer")
     columns: list[Sequence[str]] = []
@@ -122,7 +145,14 @@ def _layers(rotations: Rotations) -> Table:
             add(f"clip\n{name}", [f"{c:g}" for c in clips])
     for part, errors in (meta.errors or {}).items():
         add(f"error\n{part.upper()}", [f"{e:.4f}" for e in errors])
-    for part, widths in (meta.sensitivity or {}).items():
+    if rotations.is_transform:
+        for part, gains in (coding_gains(rotations) or {}).items():
+            add(f"gain\n{part.upper()} dB", [f"{x:.1f}" for x in gains])
+        for part, weights in (meta.importance or {}).items():
+            add(f"weight\n{part.upper()}", [f"{x:.2g}" for x in weights])
+        for part, planes in plane_widths(rotations).items():
+            add(f"bits\n{part.upper()}", ["+".join(map(str, widths)) for widths in planes])
+    for part, widths in ({} if rotations.is_transform else meta.sensitivity or {}).items():
         for bits, values in widths.items():
             add(f"nats\n{part.upper()}{bits}", [f"{x:.2g}" for x in values])
     for name, eigenvalues in (("K", rotations.k_eigenvalues), ("V", rotations.v_eigenvalues)):

@@ -14,12 +14,12 @@ from sglang_kvq.errors import KVQuantError
 from sglang_kvq.rotations.storage.card import clip_range, describe_clips
 from sglang_kvq.rotations.storage.hub import cached, find_folder
 from sglang_kvq.rotations.storage.registry import PUBLISHED, Published
-from sglang_kvq.rotations.storage.zoo import shipped
+from sglang_kvq.rotations.storage.zoo import is_transform, shipped
 
 
 @dataclass(frozen=True)
 class Known:
-    """Rotations of one model.
+    """Rotations of one model, for one kind of methods.
 
     Attributes:
         model: hub id of the model they were calibrated on; of published ones its last part.
@@ -42,11 +42,17 @@ class Known:
         )
         return clip_k, clip_v
 
+    @property
+    def method(self) -> str:
+        """A value of ``--kv-quant`` that they are for."""
+        return "transform" if is_transform(self.config) else "oscar"
+
     def to_json(self) -> dict[str, Any]:
         """For ``kvq zoo --json``; what is not known is null."""
         known = ("granularity", "objective", "clip_k", "clip_v", "corpus", "tokens")
         return {
             "model": self.model,
+            "method": self.method,
             "origin": self.origin,
             "location": self.location,
             "folder": self.folder and str(self.folder),
@@ -61,15 +67,18 @@ def known_rotations() -> list[Known]:
 
 
 def zoo_table(entries: Sequence[Known]) -> Table:
-    """One row a model, at most 80 columns wide."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, caption_justify="left")
+    """One row for each model and method, at most 80 columns wide."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=0, caption_justify="left")
     table.add_column("model", overflow="fold")
-    for name in ("from", "here", "clip K", "clip V"):
+    for name in ("for", "from", "here", "clip K", "clip V"):
         table.add_column(name, no_wrap=True)
     for entry in entries:
         clips = (clip_range(clip) for clip in entry.clips())
-        table.add_row(entry.model, entry.origin, "no" if entry.folder is None else "yes", *clips)
-    table.caption = "here: on this machine; others are fetched from the hub when first served. More with --verbose."
+        table.add_row(entry.model, entry.method, entry.origin, "no" if entry.folder is None else "yes", *clips)
+    table.caption = (
+        "for: what --kv-quant takes them. here: on this machine; others are fetched from\nthe hub when first served. "
+        "More with --verbose."
+    )
     return table
 
 
@@ -83,7 +92,8 @@ def zoo_details(entries: Sequence[Known]) -> Iterator[str]:
         if entry.origin == "hub":
             yield f"  {here if entry.folder is None else f'cached: {entry.folder}'}"
         else:
-            yield f"  {config.get('granularity')}, clip K {describe_clips(clip_k)}, V {describe_clips(clip_v)}"
+            clips = f", clip K {describe_clips(clip_k)}, V {describe_clips(clip_v)}"
+            yield f"  {config.get('granularity')}, for {entry.method}{clips * (not is_transform(config))}"
             yield f"  {config.get('corpus')}, {config.get('tokens')} tokens"
 
 

@@ -14,11 +14,14 @@ from sglang_kvq.cli import app
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.methods import METHOD_NAMES
 from sglang_kvq.rotations import save_rotations
+from sglang_kvq.rotations.inspection.candidates import candidates_of
 from sglang_kvq.rotations.inspection.layer_errors import Measured
 from sglang_kvq.rotations.inspection.tables import report, to_json, top_share
+from sglang_kvq.rotations.maths.transform import Basis
+from sglang_kvq.rotations.storage import zoo
 from sglang_kvq.rotations.storage.hub import CONFIG_FILE
 from sglang_kvq.rotations.storage.zoo import zoo_folder
-from tests.rotations.helpers import random_rotations, tiny_model_folder
+from tests.rotations.helpers import random_rotations, random_transform, tiny_llama, tiny_model_folder
 
 
 @pytest.fixture
@@ -60,9 +63,42 @@ def test_shipped_rotations_fit_80_columns():
     for path in sorted(
         folder for folder in zoo_folder().iterdir() if folder.is_dir() and (folder / CONFIG_FILE).is_file()
     ):
+        transform = zoo.is_transform(json.loads((path / CONFIG_FILE).read_text()))
         for verbose in ((), ("--verbose",)):
             headers = ("layer", "clip K V", "error", "nats K2 K4 V2 V4", "top 8")
+            headers = ("layer", "gain dB", "weight", "bits") if transform else headers
             whole([line for line in inspect(path, *verbose).splitlines() if str(path) not in line], *headers)
+
+
+def test_transform_coding_shows_gains_and_widths(tmp_path):
+    rotations = random_transform(layers=3)
+    save_rotations(rotations, tmp_path / "mine", kv_heads=2)
+    output = inspect(tmp_path / "mine", "--plot", tmp_path / "plot.png")
+    whole([line for line in output.splitlines() if "mine" not in line], "layer", "gain K dB V", "weight", "bits")
+    assert "clip" not in output and "coding gain   K " in output and (tmp_path / "plot.png").stat().st_size
+    found = json.loads(inspect(tmp_path / "mine", "--json", stream="stdout"))
+    assert found["importance"] == rotations.meta.importance
+    for part, energies in (("k", rotations.k_energies), ("v", rotations.v_energies)):
+        gains = Basis(energies, energies, energies.double()).coding_gain.mean(1)
+        assert found["coding_gain_db"][part] == pytest.approx(gains.tolist()) and gains.min() > 0
+        for layer, widths in enumerate(found["widths"][part]):
+            assert "+".join(map(str, widths)) in output and f"{gains[layer]:.1f}" in output
+    bits = [sum(w) / 4 + 8 / 64 for part in "kv" for w in found["widths"][part]]
+    assert 2.2 < sum(bits) / len(bits) <= 2.5
+    explained = " ".join(inspect(tmp_path / "mine", "--verbose").split())
+    assert "of each plane at 2.5 bits" in explained and "of each plane" not in output
+    others = json.loads(json.dumps(to_json(random_rotations(), 2, None)))
+    assert others["widths"] is None and others["coding_gain_db"] is None
+
+
+@pytest.mark.parametrize("kind", ["transform", "others"])
+def test_methods_are_those_that_the_rotations_are_for(kind):
+    learned = random_transform() if kind == "transform" else random_rotations()
+    model = tiny_llama().config
+    names = [c.name for c in candidates_of([], learned, model)]
+    assert set(names) == set(METHOD_NAMES) - ({"oscar", "oscar-lloyd-max"} if kind == "transform" else {"transform"})
+    with pytest.raises(KVQuantError, match="transform coding"):
+        candidates_of(["oscar" if kind == "transform" else "transform"], learned, model)
 
 
 def test_errors_of_every_method_fit_80_columns():

@@ -5,8 +5,10 @@ import json
 from typer.testing import CliRunner
 
 from sglang_kvq.cli import app
+from sglang_kvq.rotations import save_rotations
 from sglang_kvq.rotations.storage.registry import PUBLISHED
 from sglang_kvq.rotations.storage.zoo import shipped, zoo_folder
+from tests.rotations.helpers import random_rotations, random_transform
 
 
 def zoo(monkeypatch, *arguments, in_cache=None):
@@ -22,8 +24,8 @@ def test_the_table_names_every_model_whole_in_80_columns(monkeypatch):
     rows = [line.split() for line in output.splitlines()]
     assert all(any(row[:1] == [model] for row in rows) for model in models), output
     assert max(map(len, output.splitlines())) <= 80 and "…" not in output
-    assert any(row == ["model", "from", "here", "clip", "K", "clip", "V"] for row in rows)
-    assert ["Qwen3-8B", "hub", "no"] in rows
+    assert any(row == ["model", "for", "from", "here", "clip", "K", "clip", "V"] for row in rows)
+    assert ["Qwen3-8B", "oscar", "hub", "no"] in rows
 
 
 def test_details_have_locations_and_texts(monkeypatch):
@@ -31,6 +33,18 @@ def test_details_have_locations_and_texts(monkeypatch):
     for folder, config in shipped():
         assert f"shipped: {folder}" in output and config["corpus"] in output
     assert "hub: Zhongzhu/OSCAR-RotationZoo/Qwen3-8B\n  not in the cache" in output
+
+
+def test_each_methods_rotations_of_a_model_have_a_row(monkeypatch, tmp_path):
+    for name, rotations in (("tiny", random_rotations()), ("tiny-transform", random_transform())):
+        save_rotations(rotations, tmp_path / "zoo" / name, kv_heads=2)
+    monkeypatch.setattr("sglang_kvq.rotations.storage.zoo.zoo_folder", lambda: tmp_path / "zoo")
+    rows = [line.split() for line in zoo(monkeypatch).splitlines()]
+    assert ["org/tiny", "oscar", "shipped", "yes", "0.9", "0.92"] in rows
+    assert ["org/tiny", "transform", "shipped", "yes"] in rows
+    assert "per-head, for transform\n" in zoo(monkeypatch, "--verbose")
+    found = json.loads(zoo(monkeypatch, "--json"))
+    assert [entry["method"] for entry in found if entry["origin"] == "shipped"] == ["oscar", "transform"]
 
 
 def test_json(monkeypatch, tmp_path):

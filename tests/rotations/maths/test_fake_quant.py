@@ -1,13 +1,16 @@
 """Attention with rotated, fake-quantized keys and values, against its definition query by query."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from sglang_kvq.attention.base import LayerRotations
 from sglang_kvq.config import PAGE_SIZE
 from sglang_kvq.formats.page import PageFormat
+from sglang_kvq.formats.planes import PlaneCode, PlaneFormat
 from sglang_kvq.rotations.maths.fake_quant import RotatedContext, causal_attention, page_round_trip, round_trip
-from tests.rotations.helpers import random_rotations
+from tests.rotations.helpers import random_rotations, random_transform
 
 SINK, RECENT, SCALE = 64, 128, 0.125
 
@@ -58,6 +61,27 @@ def test_what_is_stored_is_bf16_and_queries_on_demand():
     exact, rounded = rotated(random_rotations()), rotated(random_rotations(), round_queries=True)
     assert all(torch.equal(x, x.bfloat16().float()) for x in (exact.k, exact.v, rounded.q))
     assert not torch.equal(exact.q, rounded.q) and torch.equal(exact.q.bfloat16().float(), rounded.q)
+
+
+def test_transform_coding_reads_what_plain_attention_does():
+    """Exact keys and values: a mean off all keys and matrices that undo each other change no output. As in a worker."""
+    rotations = random_transform()
+    q, k, v = activations()
+    want = causal_attention(*(x.float() for x in (q, k, v)), SCALE)
+    for r in (rotations, rotations.for_worker(range(2), 2, 0, 2)):
+        context = rotated(r)
+        got = context.to_model_basis(context.exact())
+        assert (got - want).norm() < 0.02 * want.norm()
+    no_mean = rotated(replace(rotations.for_worker(range(2), 2, 0, 2), k_mean=None))
+    assert float((no_mean.k - context.k).norm()) > 0.1 * float(context.k.norm()), "the mean is taken off"
+
+
+def test_planes_go_through_records_too():
+    _, k, v = (x.float() for x in activations(tokens=2 * PAGE_SIZE + 7))
+    format = PlaneFormat(64, PlaneCode((6, 6, 2, 2)), PlaneCode((4, 4, 4, 4)))
+    read_k, read_v = page_round_trip(format, k, v)
+    assert torch.equal(read_k[:, 2 * PAGE_SIZE :], k[:, 2 * PAGE_SIZE :])
+    assert 0 < float((read_v - v)[:, : 2 * PAGE_SIZE].square().mean()) < 0.05
 
 
 def test_pages_go_through_records_and_a_partial_one_stays():
