@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, ClassVar, Protocol, TypeVar, runtime_checkable
 
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.evaluation.client import Client
@@ -88,7 +88,13 @@ class Task(Protocol):
 
 @runtime_checkable
 class ReferenceTask(Task, Protocol):
-    """A task that compares with BF16, which must be measured first."""
+    """A task that compares with BF16, which must be measured first.
+
+    Attributes:
+        largest_chunk: the largest ``--chunked-prefill-size`` in which it sees the cache.
+    """
+
+    largest_chunk: ClassVar[int]
 
     def record_reference(self, client: Client, bench: Bench) -> None:
         """Store what ``run`` on other servers compares with, of a server without ``--kv-quant``."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import signal
 import sys
 from collections.abc import Sequence
@@ -11,14 +12,25 @@ from pathlib import Path
 from typing import Any
 
 from sglang_kvq.errors import KVQuantError
-from sglang_kvq.evaluation import plots, report
+from sglang_kvq.evaluation import map_table, plots, precise, provenance, report
 from sglang_kvq.evaluation.base import Bench, ReferenceTask, Task
 from sglang_kvq.evaluation.client import Client
+from sglang_kvq.evaluation.map_rows import is_map
 from sglang_kvq.evaluation.material import Material, write_whole
 from sglang_kvq.evaluation.progress import Display
 from sglang_kvq.evaluation.runner import Launch, Runner, server_identity
-from sglang_kvq.evaluation.specs import REFERENCE, parse, parse_list
-from sglang_kvq.evaluation.store import Store, read
+from sglang_kvq.evaluation.specs import (
+    CHUNK,
+    CHUNK_FLAG,
+    OWN_CHUNK,
+    REFERENCE,
+    MethodSpec,
+    chunk_size,
+    in_chunks,
+    parse,
+    parse_list,
+)
+from sglang_kvq.evaluation.store import Store, read, write_json
 from sglang_kvq.evaluation.tasks import KINDS, TASK_NAMES
 
 EPILOG = """
@@ -26,6 +38,9 @@ examples:
   kvq eval --server http://127.0.0.1:30000 --reference-server http://127.0.0.1:30001 --out results --text held_out.txt
   kvq eval --model M --methods none,hadamard,oscar@my-rotations --tasks kl,needle --text held_out.txt --out results \\
       -- --mem-fraction-static 0.8
+  kvq eval --model M --methods none,oscar --gpus 0,1,2,3 --chunked-prefill-size 128,own --tasks kl,multi_key \\
+      --text held_out.txt --out results
+  kvq eval --map results more-results --out benchmarks/results/precise_M.json
   kvq eval --report benchmarks/results/accuracy_*.json --out docs/accuracy.md
 What follows -- goes to every server that is started. `kvq eval` runs again where it stopped.
 """
@@ -38,7 +53,7 @@ def parser() -> argparse.ArgumentParser:
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    what = root.add_argument_group("what to evaluate: one of --server, --model, --report")
+    what = root.add_argument_group("what to do: one of --server, --model, --map, --report")
     what.add_argument("--server", metavar="URL", help="a running server")
     what.add_argument("--reference-server", metavar="URL", help="with --server: the same model in BF16, for kl")
     what.add_argument("--name", help="with --server: the row's name (default: the server's own method)")
@@ -47,25 +62,50 @@ def parser() -> argparse.ArgumentParser:
         "--methods",
         default="none,oscar,hadamard",
         metavar="SPEC,...",
-        help="NAME[:BITS][@ROTATIONS][ --flag value], fp8[:e5m2], none; default %(default)s",
+        help="NAME[:BITS][@ROTATIONS][#CHUNK][ --flag value], fp8[:e5m2], none; default %(default)s",
+    )
+    what.add_argument(
+        "--map",
+        nargs="+",
+        type=Path,
+        metavar="SOURCE",
+        help="write the accuracy map --out (precise_MODEL.json) out of folders of results and result files, and its "
+        "plot beside it",
     )
     what.add_argument(
         "--report",
         nargs="+",
         type=Path,
         metavar="FILE",
-        help="write the page --out out of accuracy_*.json files, and their plots beside them",
+        help="write the page --out out of accuracy_*.json and precise_*.json files, and their plots beside them; of "
+        "the latter alone, only their blocks in the page",
     )
     what.add_argument(
         "--tasks", default="kl", metavar="TASK,...", help=f"some of {','.join(TASK_NAMES)}; default %(default)s"
     )
-    what.add_argument("--out", type=Path, required=True, help="folder of results; of --report: the page to write")
+    what.add_argument(
+        "--out", type=Path, required=True, help="folder of results; of --map and --report: the file to write"
+    )
     what.add_argument(
         "--label", help="the model's name in file names (default: the last part of its path, in lower case)"
     )
 
     run = root.add_argument_group("how to run")
-    run.add_argument("--parallel", type=int, default=1, help="servers at once; give each a --max-total-tokens after --")
+    run.add_argument(
+        "--gpus", default="", metavar="N,...", help="one server on each at the same time, as CUDA_VISIBLE_DEVICES says"
+    )
+    run.add_argument(
+        "--parallel",
+        type=int,
+        default=1,
+        help="servers at once (of each of --gpus); give each a --max-total-tokens after --",
+    )
+    run.add_argument(
+        CHUNK_FLAG,
+        default=str(CHUNK),
+        metavar="N,...",
+        help=f"run each method with each: tokens, or {OWN_CHUNK} for SGLang's own choice; default %(default)s",
+    )
     run.add_argument("--concurrency", type=int, default=32, help="requests at once per server; default %(default)s")
     run.add_argument("--server-command", default="python -m sglang.launch_server", help="default: %(default)s")
     run.add_argument("--plain-flags", default="", metavar="FLAGS", help="further flags of none and fp8 only")
@@ -95,7 +135,12 @@ def parser() -> argparse.ArgumentParser:
         "--needle-lengths", default="2048,4096,8192,16384,32768", metavar="N,...", help="default %(default)s"
     )
     needle.add_argument("--needle-depths", default="0,25,50,75,100", metavar="PERCENT,...", help="default %(default)s")
-    needle.add_argument("--needle-trials", type=int, default=1, help="per cell; default %(default)s")
+    needle.add_argument(
+        "--needle-trials", type=int, default=5, help="per cell of length and depth; default %(default)s"
+    )
+    needle.add_argument(
+        "--needle-seed", type=int, default=0, help="of numbers and where filler begins; default %(default)s"
+    )
 
     retrieval = root.add_argument_group(", ".join(KINDS))
     retrieval.add_argument(
@@ -166,6 +211,7 @@ def _needle(options: argparse.Namespace) -> Task:
         tuple(_whole("--needle-depths", word) for word in options.needle_depths.split(",")),
         options.needle_trials,
         options.style,
+        options.needle_seed,
     )
 
 
@@ -228,23 +274,33 @@ def main(words: Sequence[str]) -> int:
     words = list(words)
     cut = words.index("--") if "--" in words else len(words)
     options, flags = parser().parse_args(words[:cut]), words[cut + 1 :]
-    chosen = [name for name in ("server", "model", "report") if getattr(options, name)]
+    chosen = [name for name in ("server", "model", "map", "report") if getattr(options, name)]
     if len(chosen) != 1:
-        raise KVQuantError("give one of --server URL, --model PATH and --report FILE ....")
+        raise KVQuantError("give one of --server URL, --model PATH, --map SOURCE ... and --report FILE ....")
+    command = ["kvq", "eval", *words]
     if options.report:
         return write_page(options)
+    if options.map:
+        return write_map(options, command)
     if flags and not options.model:
         raise KVQuantError(f"{' '.join(flags)}: flags after -- are for servers that --model starts.")
     for name in ("parallel", "concurrency"):
         if getattr(options, name) < 1:
             raise KVQuantError(f"--{name} {getattr(options, name)}: at least 1.")
+    if options.server and (options.gpus or options.chunked_prefill_size != str(CHUNK)):
+        raise KVQuantError(f"--gpus and {CHUNK_FLAG} are for servers that --model starts.")
     tasks = tasks_of(options)
     signal.signal(signal.SIGTERM, _interrupt)
     if options.server:
-        model, failures = evaluate_server(options, tasks)
+        model, failures = evaluate_server(options, tasks, _noted(command))
     else:
-        model, failures = compare_methods(options, tasks, flags)
-    return finish(options, model, ["kvq", "eval", *words], failures)
+        model, failures = compare_methods(options, tasks, flags, _noted(command))
+    return finish(options, model, command, failures)
+
+
+def _noted(command: list[str]) -> str:
+    """A command as results have it: without this machine's paths."""
+    return shlex.join(map(provenance.without_paths, command))
 
 
 def _interrupt(*_: Any) -> None:
@@ -255,12 +311,12 @@ def model_label(options: argparse.Namespace, path: str) -> str:
     return options.label or Path(path).name.lower() or "model"
 
 
-def evaluate_server(options: argparse.Namespace, tasks: list[Task]) -> tuple[str, list[str]]:
+def evaluate_server(options: argparse.Namespace, tasks: list[Task], command: str) -> tuple[str, list[str]]:
     """Mode (a): whatever runs there."""
     identity, facts = server_identity(options.server, options.name or "")
     label = options.name or facts.method
     model = model_label(options, facts.model_path)
-    store = Store(options.out, options.overwrite)
+    store = Store(options.out, options.overwrite, command)
     material = Material(options.out / "material", model, options.tokenizer)
     slug = _slug(label)
     with Display() as display:
@@ -287,13 +343,45 @@ def _slug(name: str) -> str:
     return MethodSpec(name, "none").slug
 
 
-def compare_methods(options: argparse.Namespace, tasks: list[Task], flags: list[str]) -> tuple[str, list[str]]:
-    """Mode (b): a server for each method."""
-    import shlex
+def specs_of(options: argparse.Namespace, tasks: list[Task], flags: list[str]) -> list[MethodSpec]:
+    """``--methods`` in each of the chunk sizes; BF16 first if a task needs it and it is not among them.
 
-    specs = parse_list(options.methods)
-    if any(task.name == "kl" for task in tasks) and not any(spec.is_reference for spec in specs):
-        specs.insert(0, parse(REFERENCE))
+    Raises:
+        KVQuantError: wrong specs or chunk sizes, or none in which a task can be measured.
+    """
+    chunks = [chunk_size(word) for word in options.chunked_prefill_size.split(",")]
+    if any(flag.startswith(CHUNK_FLAG) for flag in flags) and chunks != [CHUNK]:
+        raise KVQuantError(f"{CHUNK_FLAG} before and after --: say it once, before.")
+    specs = parse_list(options.methods, chunks)
+    for task in tasks:
+        if isinstance(task, ReferenceTask) and not any(spec.is_reference for spec in specs):
+            fitting = [spec.chunk for spec in specs if spec.fits(task.largest_chunk)]
+            if not fitting:
+                raise KVQuantError(
+                    f"{task.name} is measured in chunks of at most {task.largest_chunk}: add {CHUNK} to {CHUNK_FLAG}, "
+                    "or leave it out of --tasks."
+                )
+            specs.insert(0, in_chunks(parse(REFERENCE), fitting[0]))
+    return specs
+
+
+def gpus_of(options: argparse.Namespace) -> tuple[str, ...]:
+    """``--gpus``, each once.
+
+    Raises:
+        KVQuantError: an empty name, or one twice.
+    """
+    gpus = tuple(options.gpus.split(",")) if options.gpus else ()
+    if not all(gpus) or len(set(gpus)) < len(gpus):
+        raise KVQuantError(f"--gpus {options.gpus}: give each once, separated by single commas, such as 0,1,2,3.")
+    return gpus
+
+
+def compare_methods(
+    options: argparse.Namespace, tasks: list[Task], flags: list[str], command: str
+) -> tuple[str, list[str]]:
+    """Mode (b): a server for each method."""
+    specs = specs_of(options, tasks, flags)
     model = model_label(options, options.model)
     where = str(Path(options.model).resolve()) if Path(options.model).is_dir() else options.model
     launch = Launch(
@@ -303,8 +391,9 @@ def compare_methods(options: argparse.Namespace, tasks: list[Task], flags: list[
         tuple(shlex.split(options.plain_flags)),
         options.parallel,
         options.start_timeout,
+        gpus_of(options),
     )
-    store = Store(options.out, options.overwrite)
+    store = Store(options.out, options.overwrite, command)
     material = Material(options.out / "material", model, options.tokenizer)
     with Display() as display:
         runner = Runner(
@@ -329,10 +418,35 @@ def finish(options: argparse.Namespace, model: str, command: list[str], failures
     return 1 if failures else 0
 
 
+def write_map(options: argparse.Namespace, command: list[str]) -> int:
+    """``--map``: the JSON file, its plot where matplotlib is there, and its block of Markdown on the screen."""
+    path = options.out
+    model = path.stem.removeprefix("precise_")
+    if path.is_dir() or path.suffix != ".json" or model in ("", path.stem):
+        raise KVQuantError(f"--out {path}: with --map, the file to write: precise_MODEL.json.")
+    content = precise.collect(options.map, model, command)
+    write_json(path, content)
+    drawn = plots.draw(content, path)
+    if options.json:
+        print(path.read_text())
+    else:
+        print(map_table.block(content, path.name, None, "docs/accuracy.md"))
+    for written in (path, *(drawn or [])):
+        print(f"written: {written}", file=sys.stderr)
+    if drawn is None:
+        print(plots.MISSING, file=sys.stderr)
+    return 0
+
+
 def write_page(options: argparse.Namespace) -> int:
     """``--report``: plots beside the files where matplotlib is there, then the page."""
-    for path in options.report:
-        if plots.draw(read(path), path) is None:
+    contents = {path: read(path) for path in options.report}
+    mapped = [content.get("model") for content in contents.values() if is_map(content)]
+    for path, content in contents.items():
+        headed = not is_map(content) and content.get("model") in mapped
+        if headed:  # the first report of a model has the map's plot instead of its own
+            mapped.remove(content.get("model"))
+        if plots.draw(content, path, with_map=not headed) is None:
             print(plots.MISSING, file=sys.stderr)
             break
     if options.out.is_dir() or options.out.suffix != ".md":

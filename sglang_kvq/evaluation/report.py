@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from sglang_kvq.errors import KVQuantError
-from sglang_kvq.evaluation import provenance
-from sglang_kvq.evaluation.specs import REFERENCE
+from sglang_kvq.evaluation import map_table, provenance
+from sglang_kvq.evaluation.map_rows import is_map
+from sglang_kvq.evaluation.specs import REFERENCE, method_of, spec_of
 from sglang_kvq.evaluation.stats import paired_difference
 from sglang_kvq.evaluation.store import Store, read, write_json
 from sglang_kvq.evaluation.tasks import TASK_NAMES
@@ -23,8 +24,11 @@ COLUMNS = (
 )
 
 
-def collect(store: Store, model: str, command: Sequence[str]) -> dict[str, Any]:
+def collect(store: Store, model: str, command: Sequence[str] = ()) -> dict[str, Any]:
     """The report of everything in an output folder: ``accuracy_<model>.json``'s content.
+
+    Args:
+        command: what is asking; none: the commands that measured, as they are noted beside the results.
 
     Raises:
         KVQuantError: nothing in it, or tasks of different settings in one column.
@@ -33,8 +37,8 @@ def collect(store: Store, model: str, command: Sequence[str]) -> dict[str, Any]:
     if not methods:
         raise KVQuantError(f"{store.folder}: no results in it.")
     settings = _common_settings(methods)
-    reference = next((files for files in methods.values() if _label(files) == REFERENCE), {})
-    rows = [_row(slug, files, reference) for slug, files in methods.items()]
+    references = {_label(files): files for files in methods.values() if method_of(_label(files)) == REFERENCE}
+    rows = [_row(slug, files, references) for slug, files in methods.items()]
     # The unquantized one first, then by size: what failed to start has no bits and comes last.
     worst = float("inf")
     rows.sort(key=lambda row: (-(row["allocated_bits"] or 0), worst if row["kl"] is None else row["kl"], row["method"]))
@@ -42,10 +46,14 @@ def collect(store: Store, model: str, command: Sequence[str]) -> dict[str, Any]:
         {files["server"]["device_name"] for files in methods.values() if "device_name" in files.get("server", {})}
     )
     content = provenance.header(f"accuracy_{model}", command, ", ".join(devices) or "unknown")
-    shas = {(f["commit"], f["dirty"]) for files in methods.values() for name, f in files.items() if name in TASK_NAMES}
-    if shas:  # of the measurements, not of whoever wrote the report
-        content["commit"] = ", ".join(sorted({sha for sha, _ in shas}))
-        content["dirty"] = any(dirty for _, dirty in shas)
+    measured = [file for files in methods.values() for name, file in files.items() if name in TASK_NAMES]
+    if measured:  # of the measurements, not of whoever wrote the report
+        content["commit"] = ", ".join(sorted({file["commit"] for file in measured}))
+        content["dirty"] = any(file["dirty"] for file in measured)
+    if not command:
+        content["command"] = "; ".join(dict.fromkeys(filter(None, (file.get("command") for file in measured))))
+    for found in (files.get("server", {}).get("versions", {}) for files in methods.values()):
+        content["versions"] |= found
     versions = sorted(
         {files["server"]["version"] for files in methods.values() if "version" in files.get("server", {})}
     )
@@ -72,7 +80,7 @@ def _label(files: dict[str, Any]) -> str:
     return str(files.get("server", {}).get("label", ""))
 
 
-def _row(slug: str, files: dict[str, Any], reference: dict[str, Any]) -> dict[str, Any]:
+def _row(slug: str, files: dict[str, Any], references: dict[str, dict[str, Any]]) -> dict[str, Any]:
     server = files.get("server", {})
     row: dict[str, Any] = dict.fromkeys(COLUMNS)
     row["method"] = server.get("label", slug)
@@ -82,13 +90,20 @@ def _row(slug: str, files: dict[str, Any], reference: dict[str, Any]) -> dict[st
         if task != "server" and task in files:
             row |= files[task]["row"]
             warnings += [f"{task}: {warning}" for warning in files[task]["warnings"]]
-            row |= _against(task, files[task], reference.get(task))
+            row |= _against(task, files[task], _reference(task, _label(files), references))
         if f"{task}.error" in files:
             errors.append(f"{task}: {files[f'{task}.error']['error']}")
     row["warnings"], row["error"] = warnings, "; ".join(errors) or None
     row["kl_per_context"] = files.get("kl", {}).get("details", {}).get("per_context")
     row["server"] = {name: server[name] for name in ("version", "chunk", "capacity", "kv_quant") if name in server}
     return row
+
+
+def _reference(task: str, label: str, references: dict[str, dict[str, Any]]) -> dict[str, Any] | None:
+    """BF16's result of a task: in the same chunks, or else in others, which to BF16 mean rounding."""
+    suffix = label.removeprefix(spec_of(label)) if " " not in label else ""
+    found = [references[name] for name in (f"{REFERENCE}{suffix}", *sorted(references)) if name in references]
+    return next((files[task] for files in found if task in files), None)
 
 
 def _against(task: str, ours: dict[str, Any], reference: dict[str, Any] | None) -> dict[str, Any]:
@@ -225,6 +240,7 @@ value is measured and what it does not show.
   are BF16.
 - ±: one standard error, between contexts for KL and perplexity, between problems for scores.
 - In brackets: the difference from `none` (BF16), paired by problem.
+- A map (plot and first table of a model) counts several calibrations of a method as one, with the error between them.
 - The KL of `none` comes from a second run of the same server: it is the noise of the measurement.
 """
 
@@ -232,25 +248,47 @@ value is measured and what it does not show.
 def page(files: Sequence[Path], target: Path) -> str:
     """``docs/accuracy.md`` out of report files, with links to the plots beside them.
 
+    Maps (``precise_<model>.json``) stand at the head of their model's section. Given alone, they replace their blocks
+    in the page as it is, and nothing else.
+
     Raises:
-        KVQuantError: a file is no report.
+        KVQuantError: a file is no report, or maps alone and a page without their blocks.
     """
-    parts = [INTRODUCTION]
-    contents = [read(path) for path in files]
-    models = Counter(content.get("model") for content in contents)
-    for path, content in zip(files, contents):
+    contents = {path: read(path) for path in files}
+    for path, content in contents.items():
         if not {"model", "rows", "settings", "device", "commit"} <= content.keys():
-            raise KVQuantError(f"{path}: not a report of kvq eval (accuracy_<model>.json).")
+            raise KVQuantError(f"{path}: not a report of kvq eval (accuracy_<model>.json or precise_<model>.json).")
+    maps = {path: content for path, content in contents.items() if is_map(content)}
+    blocks = {content["model"]: _block(path, content, target) for path, content in maps.items()}
+    if maps and len(maps) == len(contents):
+        text = target.read_text() if target.exists() else ""
+        for content in maps.values():
+            text = map_table.replace(text, content["name"], blocks[content["model"]])
+        return text
+    parts = [INTRODUCTION]
+    reports = {path: content for path, content in contents.items() if path not in maps}
+    models = Counter(content["model"] for content in reports.values())
+    for path, content in reports.items():
+        block = blocks.pop(content["model"], None)
         plots = []
-        for name, caption in (("", "KL divergence by bits"), ("_needle", "Needle in a haystack")):
+        names = (("", "Quality against allocated bits"), ("_needle", "Needle in a haystack"))
+        for name, caption in names[1:] if block else names:
             plot = path.with_name(f"{path.stem}{name}.png")
             if plot.exists():
-                link = Path(_relative(plot, target.parent)).as_posix()
-                plots.append((f"{caption}, {content['model']}", link))
+                plots.append((f"{caption}, {content['model']}", _relative(plot, target.parent)))
         where = f", {content['device']}" if models[content["model"]] > 1 else ""
-        parts.append(f"## {content['model']}{where}\n\n{section(content, plots)}")
-    return "\n".join(parts)
+        text = section(content, plots)
+        parts.append(f"## {content['model']}{where}\n\n" + (f"{block}\n{text}" if block else text))
+    return "\n".join([*parts, *(f"## {model}\n\n{block}" for model, block in blocks.items())])
+
+
+def _block(path: Path, content: dict[str, Any], target: Path) -> str:
+    """A map's block with links to its files."""
+    plot = path.with_suffix(".png")
+    link = _relative(plot, target.parent) if plot.exists() else None
+    name = _relative(target, provenance.ROOT)
+    return map_table.block(content, _relative(path, target.parent), link, target.name if ".." in name else name)
 
 
 def _relative(path: Path, start: Path) -> str:
-    return os.path.relpath(path.resolve(), start.resolve())
+    return Path(os.path.relpath(path.resolve(), start.resolve())).as_posix()

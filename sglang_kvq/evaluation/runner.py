@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import queue
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -28,7 +30,9 @@ class Launch:
     Attributes:
         flags: of all servers.
         plain_flags: of those without ``--kv-quant`` only, for instance an attention backend.
-        parallel: servers at once, on the same devices.
+        parallel: servers at once, on the same devices; of each GPU if there are ``gpus``.
+        gpus: a server sees one of them, as CUDA_VISIBLE_DEVICES names it; none: every server sees all.
+        starting: servers that load at once: more of them read the disk and compile in each other's way.
     """
 
     model: str
@@ -37,10 +41,14 @@ class Launch:
     plain_flags: tuple[str, ...] = ()
     parallel: int = 1
     start_timeout: float = 600.0
+    gpus: tuple[str, ...] = ()
+    starting: int = 5
 
     def of(self, spec: MethodSpec) -> list[str]:
+        """All flags of a method's server but its address."""
         plain = spec.method in ("none", "fp8")
-        return [*self.flags, *(self.plain_flags if plain else ()), *spec.flags]
+        flags = [*self.flags, *(self.plain_flags if plain else ()), *spec.flags]
+        return [*spec.chunk_flags(flags), *flags]
 
     def identity(self, spec: MethodSpec) -> dict[str, Any]:
         """Without paths and without what does not change values."""
@@ -72,6 +80,8 @@ class Runner:
         self.failures: list[str] = []
         self._stop = threading.Event()
         self._running: set[EvaluatedServer] = set()
+        self._starting = threading.Semaphore(1)
+        self._gpus: queue.Queue[str] = queue.Queue()
 
     # -- servers of our own -------------------------------------------------------------------------------
 
@@ -84,8 +94,11 @@ class Runner:
         jobs = []
         for spec in specs:
             identity = launch.identity(spec)
-            open_tasks = [task for task in self.tasks if not self._finished(spec.slug, identity, task)]
-            if not open_tasks:
+            tasks = [task for task in self.tasks if _sees_cache(task, spec)]
+            open_tasks = [task for task in tasks if not self._finished(spec.slug, identity, task)]
+            if not tasks:
+                self.display.say(f"{spec.label}: none of the tasks is measured in chunks of this size")
+            elif not open_tasks:
                 self.display.say(f"{spec.label}: already measured")
             else:
                 jobs.append((spec, identity, open_tasks))
@@ -94,14 +107,20 @@ class Runner:
 
         def work(job: tuple[MethodSpec, dict[str, Any], list[Task]]) -> None:
             spec, identity, tasks = job
+            gpu = self._gpus.get()
             try:
-                self._measure_own(spec, identity, tasks, launch)
+                self._measure_own(spec, identity, tasks, launch, gpu)
             finally:
+                self._gpus.put(gpu)
                 if spec.is_reference:
                     self.material.settle_reference("the server of none did not get that far")
                 self.display.finish(spec.label)
 
-        with ThreadPoolExecutor(max(1, launch.parallel)) as pool:
+        self._starting = threading.Semaphore(launch.starting)
+        self._gpus = queue.Queue()
+        for gpu in (launch.gpus or ("",)) * launch.parallel:
+            self._gpus.put(gpu)
+        with ThreadPoolExecutor(self._gpus.qsize()) as pool:
             # The reference is first in the list, so it is never waited for by all threads at once.
             futures = [pool.submit(work, job) for job in sorted(jobs, key=lambda job: not job[0].is_reference)]
             try:
@@ -118,10 +137,9 @@ class Runner:
                     server.stop()
                 raise
 
-    def _measure_own(self, spec: MethodSpec, identity: dict[str, Any], tasks: list[Task], launch: Launch) -> None:
-        if self._stop.is_set():
-            return
-        self.display.status(spec.label, "starting its server")
+    def _measure_own(
+        self, spec: MethodSpec, identity: dict[str, Any], tasks: list[Task], launch: Launch, gpu: str
+    ) -> None:
         log = self.store.runs(spec.slug) / "server.log"
         try:
             command = EvaluatedServer(
@@ -131,10 +149,17 @@ class Runner:
                 log,
                 timeout=launch.start_timeout,
                 stopped=self._stop.is_set,
+                gpu=gpu,
             )
-            with command as server:
+            with contextlib.ExitStack() as running:
+                with self._starting:
+                    if self._stop.is_set():
+                        return
+                    self.display.status(spec.label, "starting its server" + (f" on GPU {gpu}" if gpu else ""))
+                    server = running.enter_context(command)
                 self._running.add(server)
-                self.measure(server.url, spec.slug, spec.label, identity, tasks, spec.calibration(), spec.is_reference)
+                more = {**spec.calibration(), "versions": provenance.versions() if server.is_ours else None}
+                self.measure(server.url, spec.slug, spec.label, identity, tasks, more, spec.is_reference)
                 server.check_alive()
         except KVQuantError as error:
             if not self._stop.is_set():
@@ -156,9 +181,12 @@ class Runner:
         client = Client(url, timeout=self.timeout)
         facts = client.facts
         self.store.save_server(slug, {"label": label, **server_record(facts), **_known(more or {})})
-        for task in tasks:
+        waiting = list(tasks)
+        while waiting:
             if self._stop.is_set():
                 return
+            # While BF16 is not measured, those that do not compare with it come first.
+            task = waiting.pop(0 if is_reference else self._next_task(waiting))
             self.display.status(label, task.name)
             bench = Bench(self.material, self.concurrency, self.display.counter(label, task.name))
             try:
@@ -195,6 +223,12 @@ class Runner:
 
     # -- small things -------------------------------------------------------------------------------------
 
+    def _next_task(self, waiting: Sequence[Task]) -> int:
+        """The first task that needs not wait for the reference; if all must, the first."""
+        settled = self.material.reference_settled.is_set()
+        ready = (i for i, task in enumerate(waiting) if settled or not isinstance(task, ReferenceTask))
+        return next(ready, 0)
+
     def _finished(self, slug: str, identity: dict[str, Any], task: Task) -> bool:
         return self.store.finished(slug, task.name, {**identity, "task": task.identity()})
 
@@ -208,6 +242,11 @@ class Runner:
     def _failed(self, what: str, message: str) -> None:
         self.failures.append(f"{what}: {message}")
         self.display.say(f"{what}: FAILED: {message}")
+
+
+def _sees_cache(task: Task, spec: MethodSpec) -> bool:
+    """Whether a task can be measured in a spec's chunks; the server has the last word where flags say them."""
+    return not isinstance(task, ReferenceTask) or spec.fits(task.largest_chunk)
 
 
 def server_record(facts: ServerFacts) -> dict[str, Any]:

@@ -5,17 +5,18 @@ from __future__ import annotations
 import re
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from sglang_kvq.server_process import ServerFailed, ServerProcess, free_port
 
-#: Small chunks: most of a prompt then attends to stored keys and values, which is what is measured.
-CHUNK = ("--chunked-prefill-size", "128")
-
 
 def _whole(word: str) -> str:
     return str(Path(word).absolute()) if "/" in word and Path(word).exists() else word
+
+
+def _names(flags: Sequence[str], name: str) -> bool:
+    return any(flag.partition("=")[0] == name for flag in flags)
 
 
 class EvaluatedServer(ServerProcess):
@@ -24,10 +25,11 @@ class EvaluatedServer(ServerProcess):
     Args:
         command: what starts a server, without model and address: ``python -m sglang.launch_server``.
         model: folder or hub name.
-        flags: everything else; ``--chunked-prefill-size 128`` unless they say otherwise.
+        flags: everything else.
         log: file for what it prints; its folder is the server's working folder.
         timeout: seconds until it must be ready.
         stopped: asked twice a second while it starts; if true, starting is given up.
+        gpu: the one that it sees, as CUDA_VISIBLE_DEVICES names it; empty: all.
     """
 
     more_time = " (--start-timeout)"
@@ -41,6 +43,7 @@ class EvaluatedServer(ServerProcess):
         *,
         timeout: float = 600.0,
         stopped: Callable[[], bool] = lambda: False,
+        gpu: str = "",
     ) -> None:
         self.start_timeout, self.stopped = timeout, stopped
         words = shlex.split(command) or [""]
@@ -48,10 +51,17 @@ class EvaluatedServer(ServerProcess):
             words[0] = sys.executable
         port = free_port()
         where = ("--host", "127.0.0.1", "--port", str(port))
-        chunk = () if any(flag.startswith(CHUNK[0]) for flag in flags) else CHUNK
+        # Servers that start side by side look for a port at the same time, and find the same one.
+        meeting = ("--nccl-port", str(free_port())) if gpu and not _names(flags, "--nccl-port") else ()
+        env: Mapping[str, str] = {"CUDA_VISIBLE_DEVICES": gpu} if gpu else {}
         # The server runs in another folder, so what is a path from here must be a whole one.
-        whole = [*map(_whole, words), "--model-path", model, *where, *chunk, *map(_whole, flags)]
-        super().__init__(whole, log, port)
+        whole = [*map(_whole, words), "--model-path", model, *where, *meeting, *map(_whole, flags)]
+        super().__init__(whole, log, port, env)
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether it runs in this interpreter, and so with these versions of packages."""
+        return self.command[0] == sys.executable
 
     def while_starting(self, passed: float) -> None:
         if self.stopped():

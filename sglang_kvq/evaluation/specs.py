@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,14 @@ from sglang_kvq.evaluation.material import digest
 #: SGLang's own types, by what may follow ``fp8:``. e4m3 has the finer steps and is the usual meaning of FP8.
 FP8 = {"": "fp8_e4m3", "e4m3": "fp8_e4m3", "e5m2": "fp8_e5m2"}
 REFERENCE = "none"
+CHUNK_FLAG = "--chunked-prefill-size"
+#: Small chunks: most of a prompt then attends to stored keys and values, which is what is measured.
+CHUNK = 128
+#: In larger ones too much of a prompt attends to itself for its log-probabilities to show the cache.
+LARGEST_CHUNK = 256
+#: What stands for SGLang's own chunk size.
+OWN_CHUNK = "own"
+_CHUNK_SUFFIX = re.compile(rf"#({OWN_CHUNK}|\d+)$")
 
 
 @dataclass(frozen=True)
@@ -22,11 +31,12 @@ class MethodSpec:
     """One row of the comparison.
 
     Attributes:
-        label: what the table calls it: the spec, its rotation folder by name only.
+        label: what the table calls it: the spec, its rotation folder by name only, without ``#CHUNK`` if that is 128.
         method: ``none``, ``fp8``, or a name that ``--kv-quant`` takes.
         bits: the value of ``--kv-quant-bits``, or of FP8 its type; empty if not given.
         rotations: folder, or location on the hub, for ``--kv-quant-rotations``.
         extra: further server flags of this method alone.
+        chunk: tokens of a prompt that the server computes at once; None is SGLang's own choice.
     """
 
     label: str
@@ -34,15 +44,30 @@ class MethodSpec:
     bits: str = ""
     rotations: str = ""
     extra: tuple[str, ...] = ()
+    chunk: int | None = CHUNK
 
     @property
     def is_reference(self) -> bool:
-        return self.label == REFERENCE
+        """Whether others are compared with its log-probabilities: BF16 in small chunks, as theirs are."""
+        return self.method == REFERENCE and not self.extra and self.fits(LARGEST_CHUNK)
+
+    def fits(self, largest_chunk: int) -> bool:
+        """Whether its chunks are at most that large, as far as the spec says."""
+        return self.chunk is not None and self.chunk <= largest_chunk
+
+    def chunk_flags(self, others: Sequence[str]) -> list[str]:
+        """``--chunked-prefill-size``, unless flags say it already or it is SGLang's own.
+
+        Args:
+            others: all flags of the server.
+        """
+        given = any(flag.startswith(CHUNK_FLAG) for flag in others)
+        return [] if given or self.chunk is None else [CHUNK_FLAG, str(self.chunk)]
 
     @property
     def slug(self) -> str:
         """A folder name: readable, and different for different labels."""
-        plain = re.sub(r"[^\w.@-]+", "_", self.label)
+        plain = re.sub(r"[^\w.@#-]+", "_", self.label)
         return plain if plain == self.label else f"{plain}-{digest(self.label)[:6]}"
 
     @property
@@ -69,10 +94,10 @@ class MethodSpec:
 
 
 def parse(text: str) -> MethodSpec:
-    """``NAME[:BITS][@ROTATIONS] [--flag value ...]``, such as ``oscar:auto:2.5@rotations/wiki``.
+    """``NAME[:BITS][@ROTATIONS][#CHUNK] [--flag value ...]``, such as ``oscar:auto:2.5@rotations/wiki#own``.
 
     Raises:
-        KVQuantError: no such method or FP8 type, or no such folder.
+        KVQuantError: no such method or FP8 type, no such folder, or not a chunk size.
     """
     from sglang_kvq.methods import METHOD_NAMES
 
@@ -82,7 +107,8 @@ def parse(text: str) -> MethodSpec:
         raise KVQuantError(f"--methods {text!r}: {error}.") from error
     if not words:
         raise KVQuantError("--methods: an empty name; separate methods by single commas.")
-    head, at, rotations = words[0].partition("@")
+    first, has_chunk, chunk = words[0].partition("#")
+    head, at, rotations = first.partition("@")
     method, _, bits = head.partition(":")
     if method not in (REFERENCE, "fp8", *METHOD_NAMES):
         known = ", ".join((REFERENCE, "fp8", *METHOD_NAMES))
@@ -98,16 +124,60 @@ def parse(text: str) -> MethodSpec:
         elif not rotations or rotations.startswith(("/", ".", "~")) or rotations.count("/") == 0:
             raise KVQuantError(f"--methods {text!r}: no folder {rotations!r} with rotations.")
     label = f"{head}@{Path(rotations).name}" if rotations else head
-    return MethodSpec(" ".join([label, *map(_plain, words[1:])]), method, bits, rotations, tuple(words[1:]))
+    spec = MethodSpec(" ".join([label, *map(_plain, words[1:])]), method, bits, rotations, tuple(words[1:]))
+    if has_chunk and any(word.startswith(CHUNK_FLAG) for word in words[1:]):
+        raise KVQuantError(f"--methods {text!r}: its chunk size twice; leave {CHUNK_FLAG} out.")
+    return in_chunks(spec, chunk_size(chunk)) if has_chunk else spec
 
 
-def parse_list(text: str) -> list[MethodSpec]:
-    """Comma-separated specs, each once.
+def chunk_size(word: str) -> int | None:
+    """``own`` (None: SGLang's choice) or a number of tokens.
+
+    Raises:
+        KVQuantError: neither.
+    """
+    if word == OWN_CHUNK:
+        return None
+    if not word.isdecimal() or int(word) == 0:
+        raise KVQuantError(f"chunk size {word!r}: give a number of tokens, or {OWN_CHUNK} for SGLang's own choice.")
+    return int(word)
+
+
+def in_chunks(spec: MethodSpec, chunk: int | None) -> MethodSpec:
+    """The same method on a server that computes prompts in such chunks."""
+    first, *rest = spec.label.split(" ")
+    first = _CHUNK_SUFFIX.sub("", first)
+    suffix = "" if chunk == CHUNK else f"#{OWN_CHUNK if chunk is None else chunk}"
+    return replace(spec, label=" ".join([first + suffix, *rest]), chunk=chunk)
+
+
+def method_of(label: str) -> str:
+    """What labels of one method have in common: without rotations, chunks and seed.
+
+    ``oscar:auto:2.6@wiki0#own`` is ``oscar:auto:2.6``, and ``turboquant:3 --kv-quant-seed 1`` is ``turboquant:3``.
+    """
+    first, *rest = spec_of(label).split(" ")
+    flags = re.sub(r"(^| )--kv-quant-seed[ =]\S+", "", " ".join(rest)).strip()
+    return " ".join(filter(None, [first.partition("@")[0], flags]))
+
+
+def spec_of(label: str) -> str:
+    """A label without its chunks: what was run in several sizes of them."""
+    first, *rest = label.split(" ")
+    return " ".join([_CHUNK_SUFFIX.sub("", first), *rest])
+
+
+def parse_list(text: str, chunks: Sequence[int | None] = (CHUNK,)) -> list[MethodSpec]:
+    """Comma-separated specs, each once in each of the chunk sizes, unless it says its own.
 
     Raises:
         KVQuantError: a spec is wrong, or two have the same label.
     """
-    specs = [parse(part.strip()) for part in text.split(",")]
+    specs = []
+    for part in text.split(","):
+        spec = parse(part.strip())
+        fixed = "#" in part or any(word.startswith(CHUNK_FLAG) for word in spec.extra)
+        specs += [spec] if fixed else [in_chunks(spec, chunk) for chunk in chunks]
     labels = [spec.label for spec in specs]
     for label in labels:
         if labels.count(label) > 1:

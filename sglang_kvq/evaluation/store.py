@@ -17,10 +17,11 @@ class Store:
 
     Args:
         overwrite: measure again what was measured with other settings, instead of refusing.
+        command: what measures, noted beside every result.
     """
 
-    def __init__(self, folder: Path, overwrite: bool = False) -> None:
-        self.folder, self.overwrite = folder, overwrite
+    def __init__(self, folder: Path, overwrite: bool = False, command: str = "") -> None:
+        self.folder, self.overwrite, self.command = folder, overwrite, command
 
     def runs(self, slug: str) -> Path:
         return self.folder / "runs" / slug
@@ -46,7 +47,7 @@ class Store:
         )
 
     def save(self, slug: str, task: str, identity: dict[str, Any], outcome: Outcome, more: dict[str, Any]) -> None:
-        content = {"task": task, "identity": identity, **more, **vars(outcome)}
+        content = {"task": task, "identity": identity, "command": self.command, **more, **vars(outcome)}
         write_json(self.runs(slug) / f"{task}.json", content)
         (self.runs(slug) / f"{task}.error.json").unlink(missing_ok=True)
 

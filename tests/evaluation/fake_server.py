@@ -17,6 +17,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import numpy as np
 
 VOCAB = 256
+#: Unless ``--chunked-prefill-size`` says otherwise.
+OWN_CHUNK = 8192
 NOISE = {"none": 0.0, "oscar": 0.2, "hadamard": 0.5, "int2": 1.5}
 
 
@@ -173,11 +175,12 @@ def main(words: list[str]) -> None:
     if flags.get("--fail") == method:
         print("loading\nsglang-kvq: no rotations for this model: use --kv-quant hadamard.")
         sys.exit(1)
-    if flags.get("--hang") == method:
+    if method in (flags.get("--hang"), os.environ.get("FAKE_HANG")):
         FakeServer.generate = lambda self, body: time.sleep(600)
     if flags.get("--crash") == method:
         FakeServer.generate = FakeServer.die
-    server = FakeServer(method, port=int(flags["--port"]), chunk=int(flags["--chunked-prefill-size"]))
+    print("GPU", os.environ.get("CUDA_VISIBLE_DEVICES"), "meets at", flags.get("--nccl-port"), flush=True)
+    server = FakeServer(method, port=int(flags["--port"]), chunk=int(flags.get("--chunked-prefill-size", OWN_CHUNK)))
     server.http.serve_forever()
 
 

@@ -52,6 +52,8 @@ def test_likelihood_is_of_the_value_behind_its_cached_prompt(bench):
         after = log_probs(ids, "none")
         total -= sum(after[i - 1][ids[i]] for i in range(first, len(ids)))
     assert outcome.row["exact_keys_nats"] == pytest.approx(total / (3 * 36))
+    assert outcome.row["exact_keys_2k_nats"] == outcome.row["exact_keys_nats"]
+    assert outcome.row["exact_keys_2k_nats_se"] == outcome.row["exact_keys_nats_se"] > 0
     assert 0 <= outcome.row["exact_keys_likeliest"] < 0.2
 
 

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from sglang_kvq.errors import KVQuantError
-from sglang_kvq.evaluation.specs import parse, parse_list
+from sglang_kvq.evaluation.specs import method_of, parse, parse_list, spec_of
 
 
 @pytest.mark.parametrize(
@@ -48,6 +48,45 @@ def test_labels_have_different_folder_names():
 
 
 @pytest.mark.parametrize(
+    "text, label, chunk",
+    [
+        ("oscar", "oscar", 128),
+        ("oscar#128", "oscar", 128),
+        ("oscar#own", "oscar#own", None),
+        ("oscar:auto:2.5@org/repo/wiki#64", "oscar:auto:2.5@wiki#64", 64),
+        ("hadamard#own --kv-quant-recent 512", "hadamard#own --kv-quant-recent 512", None),
+    ],
+)
+def test_chunk_sizes(text, label, chunk):
+    spec = parse(text)
+    assert (spec.label, spec.chunk) == (label, chunk)
+    assert spec.chunk_flags(spec.flags) == ([] if chunk is None else ["--chunked-prefill-size", str(chunk)])
+    assert spec.flags == parse(text.replace("#own", "").replace("#64", "").replace("#128", "")).flags
+
+
+def test_a_list_of_chunk_sizes_is_for_specs_that_say_none():
+    text = "none,oscar#64,hadamard --chunked-prefill-size 256"
+    specs = parse_list(text, (128, None))
+    assert [spec.label for spec in specs] == ["none", "none#own", "oscar#64", "hadamard --chunked-prefill-size 256"]
+    assert [spec.is_reference for spec in specs] == [True, False, False, False]
+    assert specs[-1].chunk_flags(specs[-1].flags) == []
+    assert len({spec.slug for spec in specs}) == 4 and specs[0].identity() != specs[1].identity()
+
+
+@pytest.mark.parametrize(
+    "label, spec, method",
+    [
+        ("oscar:auto:2.6@wiki0#own", "oscar:auto:2.6@wiki0", "oscar:auto:2.6"),
+        ("turboquant:3 --kv-quant-seed 1", "turboquant:3 --kv-quant-seed 1", "turboquant:3"),
+        ("hadamard#64 --kv-quant-recent 512", "hadamard --kv-quant-recent 512", "hadamard --kv-quant-recent 512"),
+        ("mine", "mine", "mine"),
+    ],
+)
+def test_what_calibrations_of_a_method_share(label, spec, method):
+    assert (spec_of(label), method_of(label)) == (spec, method)
+
+
+@pytest.mark.parametrize(
     "text, message",
     [
         ("oscra", "no method 'oscra'; there are none, fp8,"),
@@ -58,6 +97,10 @@ def test_labels_have_different_folder_names():
         ("oscar@missing", "no folder"),
         ("oscar,oscar", "twice"),
         ("oscar 'x", "quotation"),
+        ("oscar#big", "'big': give a number of tokens, or own"),
+        ("oscar#0", "'0': give a number"),
+        ("oscar#64 --chunked-prefill-size 128", "twice"),
+        ("oscar,oscar#128", "twice"),
     ],
 )
 def test_wrong_specs(text, message):

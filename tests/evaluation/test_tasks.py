@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from decimal import Decimal
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -63,7 +63,7 @@ def test_kl_contexts_are_full_length_held_out_and_do_not_overlap(text, bench):
     for length in (199, 299):
         starts = sorted(whole.index(part) for part in words if len(part) == length)
         assert starts[0] >= len(whole) // 2
-        assert all(b - a >= length for a, b in pairwise(starts))
+        assert all(b - a >= length for a, b in itertools.pairwise(starts))
 
 
 def test_kl_reference_is_stored_once(text, bench):
@@ -134,12 +134,39 @@ def test_needle_is_found_at_every_depth(text, bench, template):
         prompts = [str(body) for body in server.asked(path) if "magic number" in str(body)]
     assert outcome.value == 1 and outcome.n == 12 and outcome.details["style"] == ("chat" if template else "completion")
     assert outcome.row["needle_1k"] == 1 and outcome.row["needle_9000"] is None
-    assert outcome.row["needle_grid"] == {"lengths": [400, 1024], "depths": [0, 50, 100], "passed": [[1, 1]] * 3}
+    grid = {"lengths": [400, 1024], "depths": [0, 50, 100], "passed": [[1, 1]] * 3, "se": [[0, 0]] * 3}
+    assert outcome.row["needle_grid"] == grid
     assert "9000" in outcome.warnings[0]
     numbers = [one["answer"] for one in outcome.details["asked"]]
     assert len(set(numbers)) == 12
     where = sorted(prompt.index("The magic number") / len(prompt) for prompt in prompts)
     assert where[0] < 0.1 and where[-1] > 0.6
+
+
+def test_needle_cells_have_standard_errors_of_their_trials(text, bench, monkeypatch):
+    found = itertools.count()
+    monkeypatch.setattr("sglang_kvq.evaluation.tasks.needle.Needle.found_in", lambda *_: next(found) % 2 == 0)
+    alone = dataclasses.replace(bench, concurrency=1)
+    with FakeServer() as server:
+        outcome = needle_task(text, lengths=(400,), depths=(0, 100), trials=4).run(Client(server.url), alone)
+    # Two of four: s / sqrt(n) = sqrt(1 / 3) / 2; of all eight sqrt(2 / 7) / sqrt(8).
+    cell, whole = (1 / 3) ** 0.5 / 2, (2 / 7) ** 0.5 / 8**0.5
+    assert outcome.row["needle_grid"]["se"] == [[pytest.approx(cell)]] * 2
+    assert (outcome.value, outcome.row["needle_400_se"]) == (0.5, pytest.approx(whole))
+
+
+def test_needle_trials_are_of_the_seed(text, bench):
+    def prompts(seed):
+        with FakeServer() as server:
+            needle_task(text, lengths=(400,), depths=(50,), trials=3, seed=seed).run(Client(server.url), bench)
+            return sorted(str(body) for body in server.asked("/v1/chat/completions") if "magic number" in str(body))
+
+    first = prompts(1)
+    assert len(set(first)) == 3 and prompts(1) == first and not set(prompts(2)) & set(first)
+    assert needle_task(text, seed=1).identity() != needle_task(text, seed=2).identity()
+    options = parser().parse_args(["--tasks", "needle", "--out", "x", "--text", str(text), "--needle-seed", "7"])
+    (task,) = tasks_of(options)
+    assert (task.seed, task.trials) == (7, 5)
 
 
 def test_needle_that_is_not_found(text, bench, monkeypatch):

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -19,6 +19,7 @@ from sglang_kvq.errors import KVQuantError
 from sglang_kvq.evaluation.base import Bench, Outcome, file_identity, read_text
 from sglang_kvq.evaluation.client import Client
 from sglang_kvq.evaluation.divergence import Distributions, compare
+from sglang_kvq.evaluation.specs import LARGEST_CHUNK
 from sglang_kvq.evaluation.stats import clustered
 
 
@@ -41,6 +42,7 @@ class KLTask:
     first: int = 640
     top: int = 64
     name: str = "kl"
+    largest_chunk: ClassVar[int] = LARGEST_CHUNK
 
     def __post_init__(self) -> None:
         if not self.texts:
@@ -174,10 +176,11 @@ class KLTask:
 
     def _check_chunk(self, client: Client) -> None:
         facts = client.facts
-        if facts.kv_quant and (facts.chunk is None or facts.chunk > 256):
+        if facts.kv_quant and (facts.chunk is None or facts.chunk > self.largest_chunk):
             raise KVQuantError(
                 f"the server computes prompts in chunks of {facts.chunk or 'any size'}, whose own tokens attend to "
-                "each other unquantized: start it with --chunked-prefill-size 128 (at most 256) to measure its cache."
+                "each other unquantized: start it with --chunked-prefill-size 128 (at most {self.largest_chunk}) to "
+                "measure its cache."
             )
 
 

@@ -33,13 +33,14 @@ class NeedleTask:
         depths: percent of the filler before the needle.
         trials: needles per cell, each with its own number and filler.
         style: ``chat``, ``completion``, or ``auto``: chat if the model has a template.
+        seed: of the numbers, the cities, and where in the text the filler begins.
     """
 
     text: Path
     skip: float = 0.0
     lengths: tuple[int, ...] = (2048, 4096, 8192, 16384, 32768)
     depths: tuple[float, ...] = (0, 25, 50, 75, 100)
-    trials: int = 1
+    trials: int = 5
     style: str = "auto"
     seed: int = 0
     name: str = "needle"
@@ -113,14 +114,19 @@ class NeedleTask:
             row[column], row[f"{column}_se"] = mean_and_error(passed) if passed else (None, None)
         grid = [
             [
-                mean_and_error([float(c["passed"]) for c in asked if (c["length"], c["depth"]) == (length, depth)])[0]
+                mean_and_error([float(c["passed"]) for c in asked if (c["length"], c["depth"]) == (length, depth)])
                 for length in fitting
             ]
             for depth in self.depths
         ]
         value, se = mean_and_error([float(one["passed"]) for one in asked])
         row |= {"needle": value, "needle_se": se, "needle_n": len(asked)}
-        row["needle_grid"] = {"lengths": fitting, "depths": list(self.depths), "passed": grid}
+        row["needle_grid"] = {
+            "lengths": fitting,
+            "depths": list(self.depths),
+            "passed": [[passed for passed, _ in line] for line in grid],
+            "se": [[error for _, error in line] for line in grid],
+        }
         details = {"style": style, "asked": asked, "items": [int(one["passed"]) for one in asked]}
         warnings = [f"no haystack of {length} tokens: longer than the server takes" for length in left_out]
         return Outcome(value, se, len(asked), row, details, warnings)

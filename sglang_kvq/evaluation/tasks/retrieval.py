@@ -121,9 +121,14 @@ class RetrievalTask:
     def _outcome(self, asked: list[dict[str, Any]], style: str, fitting: list[int]) -> Outcome:
         row: dict[str, Any] = {}
         for length in self.lengths:
-            scores = [one["score"] for one in asked if one["length"] == length]
+            of_length = [one for one in asked if one["length"] == length]
+            scores = [one["score"] for one in of_length]
             column = f"{self.name}_{short(length)}"
             row[column], row[f"{column}_se"] = mean_and_error(scores) if scores else (None, None)
+            if self.name == "exact_keys" and of_length:
+                row[f"{column}_nats"], row[f"{column}_nats_se"] = clustered(
+                    [one["nats"] for one in of_length], [one["value_tokens"] for one in of_length]
+                )
         value, se = mean_and_error([one["score"] for one in asked])
         row |= {self.name: value, f"{self.name}_se": se, f"{self.name}_n": len(asked)}
         if self.name == "exact_keys":

@@ -1,0 +1,52 @@
+"""Families of methods and how plots draw them: one colour and one marker each, which no other family has."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Family:
+    """Methods that differ in width, calibration or chunks only, or that need no calibration.
+
+    Attributes:
+        name: what the legend says.
+        colour, marker: matplotlib's.
+        labelled: whether its points are several methods, each with its name beside it, and not one at several widths.
+    """
+
+    name: str
+    colour: str
+    marker: str
+    labelled: bool = False
+
+
+#: Hues that colour-blind readers tell apart (Okabe and Ito), two of them in a lighter shade for mixed precision.
+FAMILIES = {
+    "fixed": Family("hadamard, int2, int4", "#7f7f7f", "s", labelled=True),
+    "kivi": Family("kivi", "#e69f00", "D"),
+    "turboquant": Family("turboquant", "#cc79a7", "^"),
+    "oscar": Family("oscar", "#0072b2", "o"),
+    "oscar auto": Family("oscar auto", "#56b4e9", "P"),
+    "oscar-lloyd-max": Family("oscar-lloyd-max", "#009e73", "v"),
+    "oscar-lloyd-max auto": Family("oscar-lloyd-max auto", "#8fd19e", "X"),
+    "transform": Family("transform", "#d55e00", "*"),
+    "other": Family("other", "#000000", "h", labelled=True),
+}
+#: Drawn as horizontal lines: colour and line style.
+REFERENCES = {"none": ("BF16", "#000000", ":"), "fp8": ("FP8", "#000000", "--")}
+_FIXED = ("hadamard", "int2", "int4")
+
+
+def family_of(method: str) -> Family | None:
+    """Of a method as ``specs.method_of`` names it; None for those that are drawn as lines.
+
+    ``oscar:auto:2.6`` is of ``oscar auto``; a name that ``--name`` gave is of ``other``.
+    """
+    head, _, width = method.split(" ")[0].partition(":")
+    if head in REFERENCES:
+        return None
+    if head in _FIXED:
+        return FAMILIES["fixed"]
+    name = f"{head} auto" if width.startswith("auto") and f"{head} auto" in FAMILIES else head
+    return FAMILIES.get(name, FAMILIES["other"])
