@@ -83,7 +83,7 @@ def decode_launch(head_dim: int, gqa_group: int, record: Record | PlaneRecord) -
     """
     if isinstance(record, PlaneRecord):
         wide = head_dim > 128 or gqa_group > 4
-        return DecodeLaunch(stages=2, registers=255 if wide else 168, programs_per_sm=8 if wide else 12)
+        return DecodeLaunch(stages=3, registers=255 if wide else 168, programs_per_sm=8 if wide else 12)
     if gqa_group > 8:  # spills all the same: more heads hold more accumulators
         return DecodeLaunch(stages=3, registers=255, programs_per_sm=8)
     wide = head_dim > 128 or (gqa_group > 4 and (head_dim > 64 or not is_fast(record)))

@@ -91,7 +91,8 @@ def _constants(record: Record | PlaneRecord, kv_heads: int, d: int, device: torc
     return {
         "RECORD": record,
         "SHAPE": shape_of(kv_heads, d),
-        "enable_fp_fusion": False,  # torch rounds each operation
+        # torch rounds each operation; of planes, none that could be fused rounds twice
+        "enable_fp_fusion": is_planes(record),
         "PACKED": has_pairs(device),
         # 64 elements to a lane, or 32 where all of them are float32 at once.
         "num_warps": max(d // 64, 1) if is_planes(record) else max(d // 128, 1 + record.k.centred),

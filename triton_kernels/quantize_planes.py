@@ -11,10 +11,11 @@ from sglang_kvq.formats.planes import CANDIDATES as _CANDIDATES
 from sglang_kvq.formats.planes import ERROR_SCALE as _ERROR_SCALE
 from sglang_kvq.formats.planes import GAIN_BIAS as _GAIN_BIAS
 from sglang_kvq.formats.planes import MOST_ERROR as _MOST_ERROR
-from sglang_kvq.kernels.common import PAGE, key_row
+from sglang_kvq.kernels.common import INTERPRETED, PAGE, key_row
 from sglang_kvq.kernels.int8 import MAGIC
 from sglang_kvq.kernels.planes import cell_count, field_count, is_byte, is_coded, plane_of, shift_of, start_of
 
+_PLAIN = tl.constexpr(INTERPRETED)
 CANDIDATES = tl.constexpr(len(_CANDIDATES))
 ERROR_SCALE = tl.constexpr(_ERROR_SCALE)
 MOST_ERROR = tl.constexpr(_MOST_ERROR)
@@ -98,23 +99,27 @@ def _row_codes(rows, CODES: tl.constexpr, SHAPE: tl.constexpr, TOKENS: tl.conste
         error = _error(x, stored, per_unit, CODES, SHAPE.D4, TOKENS, JP)
         best = tl.where(error < least, stored, best)
         least = tl.minimum(error, least)
-    gain = ((best + GAIN_BIAS) << 20).to(tl.float32, bitcast=True)
-    inverse = tl.div_rn(1.0, gain)[:, None]
+    gain = ((best + GAIN_BIAS) << 20).to(tl.float32, bitcast=True)[:, None]
+    inverse = tl.div_rn(1.0, gain)
     codes = ()
     for p in tl.static_range(4):
         if is_coded(CODES, p):
-            codes += ((_steps(x[p], inverse, p, CODES) + half_range(CODES, p)).to(tl.int32),)
+            codes += ((_steps(x[p], gain, inverse, p, CODES)[0] + half_range(CODES, p)).to(tl.int32),)
         else:
             codes += (tl.zeros([TOKENS, JP], tl.int32),)
     return codes, best.to(tl.uint8)
 
 
 @triton.jit
-def _steps(x, inverse, PLANE: tl.constexpr, CODES: tl.constexpr):
-    """round(x / g - 1/2), clamped to the plane's codes less half their number, float32."""
-    k = x * inverse - 0.5
-    k = (k + MAGIC) - MAGIC
-    return tl.minimum(tl.maximum(k, -half_range(CODES, PLANE)), half_range(CODES, PLANE) - 1)
+def _steps(x, gain, inverse, PLANE: tl.constexpr, CODES: tl.constexpr):
+    """k and x - g/2, float32, of rows x at gains [TOKENS, 1]."""
+    rest = x - gain * 0.5
+    if _PLAIN:  # whose products are rounded
+        k = rest.to(tl.float64) * inverse.to(tl.float64) + 1.5 * 2.0**52
+        k = (k - 1.5 * 2.0**52).to(tl.float32)
+    else:
+        k = tl.fma(rest, inverse, MAGIC) - MAGIC
+    return tl.minimum(tl.maximum(k, -half_range(CODES, PLANE)), half_range(CODES, PLANE) - 1), rest
 
 
 @triton.jit
@@ -122,13 +127,13 @@ def _error(
     x, stored, per_unit, CODES: tl.constexpr, D4: tl.constexpr, TOKENS: tl.constexpr, JP: tl.constexpr
 ):  # fmt: skip
     """E of rows at these gains, float32 [TOKENS]: exact."""
-    gain = ((stored + GAIN_BIAS) << 20).to(tl.float32, bitcast=True)
-    inverse = tl.div_rn(1.0, gain)[:, None]
+    gain = ((stored + GAIN_BIAS) << 20).to(tl.float32, bitcast=True)[:, None]
+    inverse = tl.div_rn(1.0, gain)
     total = tl.zeros([TOKENS, JP], tl.float32)
     for p in tl.static_range(4):
         if is_coded(CODES, p):
-            value = (_steps(x[p], inverse, p, CODES) + 0.5) * gain[:, None]
-            counted = tl.minimum(tl.abs(x[p] - value) * per_unit[:, None], MOST_ERROR)
+            k, rest = _steps(x[p], gain, inverse, p, CODES)
+            counted = tl.minimum(tl.abs(rest - k * gain) * per_unit[:, None], MOST_ERROR)
             counted = (counted + MAGIC) - MAGIC
             total += counted * counted
     if D4 != JP:

@@ -4,16 +4,17 @@ A row of D elements has four *planes* of D / 4. Elements come scaled so that a s
 of them (``rotations.maths.transform``), most energy first; plane p has codes of ``widths[p]`` bits, 0 to 6. With w bits
 the levels are the 2^w half-integers about 0 times the row's gain g, a float with three bits behind its leading one:
 
-    code  = min(max(round(x / g - 1/2) + 2^(w - 1), 0), 2^w - 1)
-    value = (code - (2^w - 1) / 2) g,    0 where w is 0
+    k     = min(max(round((x - g/2) fl(1/g)), -2^(w - 1)), 2^(w - 1) - 1)
+    code  = k + 2^(w - 1)
+    value = (k + 1/2) g,    0 where w is 0
 
 The gain is one of ``CANDIDATES``: the least that clips no element, and some below it. Clipping the row's largest may
 be worth finer steps for all others, so the one of least squared error is taken, of equals the largest:
 
-    E(g) = sum over i with w_i > 0 of min(round(|x_i - value_i| 2^4 / u), 255)^2,   u the power of two in the largest
+    E(g) = sum over i with w_i > 0 of min(round(|(x_i - g/2) - k_i g| 2^4 / u), 255)^2,   u the power of two in the largest
 
-These are integers below 2^24, so that their sum does not depend on the order. All is rounded as float32 rounds,
-operation by operation, half to even; x / g is x times the rounded 1 / g.
+These are integers below 2^24, so that their sum does not depend on the order. Differences are rounded to float32, fl is
+a float32, products are exact and ``round`` is to the nearest integer, half to even.
 
 A column, the four elements j, D / 4 + j, ..., has W = sum(widths) bits: 4, 8, 12 or 16. They lie in *cells*, a byte for
 each eight bits and a nibble for the other four, each filled exactly by the codes of some planes. A record of one KV
@@ -149,21 +150,28 @@ class PlaneCode:
         largest = gain_bytes(torch.stack(reach).amax(0))
         unit = gains_of(largest & 0xF8)
         best, least = largest, torch.full_like(largest, 2**31 - 1, dtype=torch.int32)
+        coded = torch.tensor([w > 0 for w in self.widths], device=x.device)[:, None]
         for below in CANDIDATES:
             stored = (largest.int() - below).clamp(min=0).to(torch.uint8)
-            error = (x.float() - self.dequantize(self._codes(planes, stored), stored)).abs().unflatten(-1, (PLANES, -1))
+            k, rest = self._steps(planes, stored)
+            error = (rest - k * gains_of(stored)[..., None, None]).abs()
             counted = (error * (ERROR_SCALE / unit)[..., None, None]).round().clamp(max=MOST_ERROR).int()
-            coded = torch.tensor([w > 0 for w in self.widths], device=x.device)[:, None]
             total = (counted * counted * coded).sum((-1, -2), dtype=torch.int32)
             best, least = torch.where(total < least, stored, best), torch.minimum(total, least)
-        return self._codes(planes, best), best
+        k, _ = self._steps(planes, best)
+        return ((k + self._half.to(k.device)) * coded).to(torch.uint8).flatten(-2), best
 
-    def _codes(self, planes: torch.Tensor, stored: torch.Tensor) -> torch.Tensor:
-        """uint8 ``[..., D]`` at these gains; 0 where a width is."""
-        widths = torch.tensor(self.widths, device=planes.device)[:, None]
-        steps = (planes * (1.0 / gains_of(stored))[..., None, None] - 0.5).round()
-        codes = torch.minimum(steps + 2.0 ** (widths - 1), 2.0**widths - 1).clamp(min=0) * (widths > 0)
-        return codes.to(torch.uint8).flatten(-2)
+    @property
+    def _half(self) -> torch.Tensor:
+        """Half as many as each plane has codes, ``[PLANES, 1]``."""
+        return 2.0 ** (torch.tensor(self.widths)[:, None] - 1)
+
+    def _steps(self, planes: torch.Tensor, stored: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """k and x - g/2 of rows ``[..., PLANES, D / 4]`` at these gains."""
+        gain, half = gains_of(stored)[..., None, None], self._half.to(planes.device)
+        rest = planes - gain / 2
+        k = (rest.double() * (1.0 / gain).double()).round().float()
+        return torch.minimum(torch.maximum(k, -half), half - 1), rest
 
     def dequantize(self, codes: torch.Tensor, stored: torch.Tensor) -> torch.Tensor:
         """Values float32 ``[..., D]`` of codes ``[..., D]`` and gains' bytes ``[...]``, each exact."""
