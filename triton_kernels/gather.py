@@ -1,6 +1,6 @@
 """Stored pages back to contiguous BF16 keys and values, for prefill over a stored prefix.
 
-k[first + t, h] = level * scale + offset (+ mean)   (a page of the history)   or its overlay's row t
+k[first + t, h] = level * scale + offset (+ mean), or level * gain (a page of the history)   or its overlay's row t
 """
 
 from typing import NamedTuple
@@ -10,10 +10,12 @@ import triton
 import triton.language as tl
 
 from sglang_kvq.kernels.arguments import Stored, field_count, load_fields
-from sglang_kvq.kernels.codes import Record, level_of
+from sglang_kvq.kernels.codes import PlaneRecord, Record, level_of
 from sglang_kvq.kernels.common import PAGE, key_row, page_of, to_bf16
 from sglang_kvq.kernels.decode import is_two_bit
+from sglang_kvq.kernels.gather_planes import from_planes
 from sglang_kvq.kernels.gather_two_bits import from_two_bits, warps_for
+from sglang_kvq.kernels.planes import is_planes
 from sglang_kvq.kernels.shape import shape_of
 
 
@@ -36,7 +38,12 @@ FIELDS = field_count(PageRead)
 
 
 def gather_pages(
-    k: torch.Tensor, v: torch.Tensor, rows: torch.Tensor, plan: torch.Tensor, record: Record, stored: Stored
+    k: torch.Tensor,
+    v: torch.Tensor,
+    rows: torch.Tensor,
+    plan: torch.Tensor,
+    record: Record | PlaneRecord,
+    stored: Stored,
 ) -> None:
     """Fill k, v BF16 ``[tokens, kv_heads, D]`` (contiguous) with pages of a batch.
 
@@ -50,7 +57,7 @@ def gather_pages(
         RECORD=record,
         SHAPE=shape_of(kv_heads, d),
         FAST=fast,
-        num_warps=warps_for(d) if fast else 4,
+        num_warps=warps_for(d) if fast or isinstance(record, PlaneRecord) else 4,
     )  # fmt: skip
 
 
@@ -69,7 +76,9 @@ def _gather(k, v, rows, plan, stored, RECORD: tl.constexpr, SHAPE: tl.constexpr,
     token_stride = kv_heads * D
     if (start >= tl.load(stored.row_sink_end + row)) & (start < tl.load(stored.row_history_end + row)):
         record = stored.records + (page * kv_heads + head) * RECORD.bytes
-        if FAST:
+        if is_planes(RECORD):
+            from_planes(k, v, read.count, kv_heads, record, RECORD, SHAPE)
+        elif FAST:
             from_two_bits(k, v, read.count, kv_heads, record, RECORD, SHAPE)
         else:
             _from_record(k, v, read.count, token_stride, record, RECORD, SHAPE)
