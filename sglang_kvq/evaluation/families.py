@@ -38,12 +38,21 @@ REFERENCES = {"none": ("BF16", "#000000", ":"), "fp8": ("FP8", "#000000", "--")}
 _FIXED = ("hadamard", "int2", "int4")
 
 
+def reference_of(method: str) -> tuple[str, str, str] | None:
+    """Name, colour and line style of a method that is drawn as a line; None for the others."""
+    return REFERENCES.get(_head(method))
+
+
+def _head(method: str) -> str:
+    return method.split(" ")[0].partition(":")[0]
+
+
 def family_of(method: str) -> Family | None:
     """Of a method as ``specs.method_of`` names it; None for those that are drawn as lines.
 
     ``oscar:auto:2.6`` is of ``oscar auto``; a name that ``--name`` gave is of ``other``.
     """
-    head, _, width = method.split(" ")[0].partition(":")
+    head, width = _head(method), method.split(" ")[0].partition(":")[2]
     if head in REFERENCES:
         return None
     if head in _FIXED:

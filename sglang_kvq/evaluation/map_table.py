@@ -7,9 +7,9 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from sglang_kvq.errors import KVQuantError
+from sglang_kvq.evaluation.families import family_of
 from sglang_kvq.evaluation.frontier import LOWER_IS_BETTER, Point, Row, cells, frontier, points, representative, select
 from sglang_kvq.evaluation.map_rows import TASKS
-from sglang_kvq.evaluation.specs import REFERENCE
 from sglang_kvq.evaluation.tasks.needle import short
 
 TITLES = {
@@ -87,7 +87,7 @@ def table(rows: Sequence[Row], columns: Sequence[tuple[str, Cell]], short_titles
 
 
 def _quantized(found: Iterable[Point]) -> list[Point]:
-    return [point for point in found if point.method != REFERENCE and not point.method.startswith("fp8")]
+    return [point for point in found if family_of(point.method)]
 
 
 def _best(found: Sequence[Point], task: str) -> set[str]:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang_kvq.evaluation import map_table
-from sglang_kvq.evaluation.families import FAMILIES, REFERENCES, Family, family_of
+from sglang_kvq.evaluation.families import FAMILIES, Family, family_of, reference_of
 from sglang_kvq.evaluation.frontier import LOWER_IS_BETTER, Point, Row, frontier, points, representative, select
 from sglang_kvq.evaluation.map_rows import TASKS, is_map, rows_of
 from sglang_kvq.evaluation.map_table import Cell
@@ -82,8 +82,8 @@ def _panel(axes: Any, rows: Sequence[Row], task: str, cell: Cell, title: str) ->
     for point in found:
         if family := family_of(point.method):
             drawn.setdefault(family, []).append(point)
-        elif not (task in LOWER_IS_BETTER and point.score <= 0):
-            name, colour, style = REFERENCES[point.method.split(":")[0]]
+        elif (line := reference_of(point.method)) and not (task in LOWER_IS_BETTER and point.score <= 0):
+            name, colour, style = line
             legend[name] = axes.axhline(factor * point.score, color=colour, linestyle=style, linewidth=1)
     for family in sorted(drawn, key=list(FAMILIES.values()).index):
         legend[family.name] = _series(axes, family, drawn[family], factor, task in LOWER_IS_BETTER)
@@ -92,10 +92,9 @@ def _panel(axes: Any, rows: Sequence[Row], task: str, cell: Cell, title: str) ->
         [point.bits for point in best],
         [factor * point.score for point in best],
         where="post",
-        color="#444444",
-        linewidth=0.9,
-        alpha=0.7,
-        zorder=1,
+        color="#c8c8c8",
+        linewidth=2.5,
+        zorder=0,
     )
     context, chunk = cell
     where = ", ".join(filter(None, [short(context) if context else "", f"chunks of {chunk}" if chunk else ""]))

@@ -13,7 +13,7 @@ import pytest
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.evaluation import map_table, plots, precise, report
 from sglang_kvq.evaluation.command import main
-from sglang_kvq.evaluation.families import FAMILIES, REFERENCES, family_of
+from sglang_kvq.evaluation.families import FAMILIES, REFERENCES, family_of, reference_of
 from sglang_kvq.evaluation.frontier import Point, frontier, points, representative
 from sglang_kvq.evaluation.map_rows import COLUMNS, add_reference, rows_of
 from sglang_kvq.evaluation.store import read
@@ -134,10 +134,12 @@ def test_every_method_has_a_family(method):
         ("mine", "other"),
         ("none", None),
         ("fp8:e5m2", None),
+        ("none --kv-cache-dtype bfloat16", None),
     ],
 )
 def test_families(method, family):
     assert family_of(method) is (FAMILIES[family] if family else None)
+    assert (reference_of(method) is None) == (family is not None), "a point or a line"
 
 
 # -- rows -------------------------------------------------------------------------------------------------
