@@ -74,9 +74,22 @@ def decode_planes_rows(timer: Timer, bandwidth: float, compare: bool = True) -> 
                     del shape
                 n = sum(layers.values())
                 name = f"decode (transform {budget}, {q_heads} over {kv_heads} heads of {d})"
-                more = {"bits": round(bits / n, 3), "oscar_us": round(oscar, 2), "ratio_oscar": round(oscar * n / total, 3)}
+                more = {
+                    "bits": round(bits / n, 3),
+                    "oscar_us": round(oscar, 2),
+                    "ratio_oscar": round(oscar * n / total, 3),
+                }
                 yield row_of(
-                    name, batch, context, total / n, theirs, worst, bytes_ / total / bandwidth, **heads, **more, each=each
+                    name,
+                    batch,
+                    context,
+                    total / n,
+                    theirs,
+                    worst,
+                    bytes_ / total / bandwidth,
+                    **heads,
+                    **more,
+                    each=each,
                 )
 
 
@@ -104,7 +117,9 @@ def quantize_planes_rows(timer: Timer, bandwidth: float, tokens: int = 8192) -> 
                 pool.records[0].zero_()
                 run()
                 if not torch.equal(pool.records[0][1:], want[1:]):
-                    raise SystemExit(f"{kind} ({name}): records differ from the reference; a wrong result has no speed.")
+                    raise SystemExit(
+                        f"{kind} ({name}): records differ from the reference; a wrong result has no speed."
+                    )
                 us = timer(run)
                 size = tokens * kv_heads * (4 * d + format.record_bytes / PAGE_SIZE)
                 heads = {"q_heads": kv_heads, "kv_heads": kv_heads, "head_dim": d}

@@ -61,9 +61,7 @@ def test_records_are_the_references(heads, widths):
     ops, _ = scene.ops()
     k, v = pages(heads, 2)
     ids, first = int64(3, 1), int64(0, 64)
-    want = scene.pool.formats[0].quantize_pages(
-        *(x.unflatten(0, (2, PAGE_SIZE)).transpose(1, 2) for x in (k, v))
-    )
+    want = scene.pool.formats[0].quantize_pages(*(x.unflatten(0, (2, PAGE_SIZE)).transpose(1, 2) for x in (k, v)))
     ops.quantize_tokens(1, first, ids, k, v)
     assert torch.equal(scene.pool.records[1][ids], want)
     slots = int64(2, 1)

@@ -147,10 +147,10 @@ def choose_widths(costs: torch.Tensor, budget: float) -> list[Widths]:
         budget: bits per element, gains not counted.
 
     Raises:
-        KVQuantError: a budget outside of 0 to 4, or costs that are not finite.
+        KVQuantError: a budget outside of 1 to 4, or costs that are not finite.
     """
-    if not 0 <= budget <= MOST_BITS:
-        raise KVQuantError(f"a budget of {budget:g} bits per element: 0 to {MOST_BITS}.")
+    if not 1 <= budget <= 4:
+        raise KVQuantError(f"a budget of {budget:g} bits per element, gains not counted: 1 to 4.")
     if not torch.isfinite(costs).all():
         raise KVQuantError("a layer's error has no finite cost; calibrate with another text or dtype.")
     table = costs.numpy()
