@@ -17,10 +17,12 @@ import triton.language as tl
 
 from sglang_kvq.config import PAGE_SIZE
 from sglang_kvq.kernels.arguments import Stored, View, field_count, load_fields, view
-from sglang_kvq.kernels.codes import Record
+from sglang_kvq.kernels.codes import PlaneRecord, Record
 from sglang_kvq.kernels.common import INTERPRETED, PAGE, page_of, to_bf16
 from sglang_kvq.kernels.decode import is_two_bit
 from sglang_kvq.kernels.extend_history import Tile, history_any, history_two_bits, settled
+from sglang_kvq.kernels.extend_planes import history_planes
+from sglang_kvq.kernels.planes import is_planes, plane_dims
 from sglang_kvq.kernels.shape import shape_of
 from sglang_kvq.kernels.softmax import LOG2E, attend, no_keys
 
@@ -183,7 +185,7 @@ def extend(
     items: torch.Tensor,
     rows: torch.Tensor,
     scale: float,
-    record: Record,
+    record: Record | PlaneRecord,
     stored: Stored,
     *,
     launch: ExtendLaunch,
@@ -275,7 +277,9 @@ def _extend(
     state = no_keys(ROWS, SHAPE.VP)
     if pages.history < pages.history_end:
         records = stored.records + head * RECORD.bytes
-        if FAST:
+        if is_planes(RECORD):
+            state = history_planes(tile, pages, records, v_first, scale_log2, RECORD, SHAPE, ROWS, PLAIN)
+        elif FAST:
             state = history_two_bits(tile, pages, records, v_first, scale_log2, RECORD, SHAPE, ROWS, PLAIN)
         else:
             state = history_any(tile, pages, records, v_first, scale_log2, RECORD, SHAPE, ROWS)
@@ -288,10 +292,19 @@ def _extend(
         item.new,
     )
     overlays = stored.overlays + head * (PAGE * SHAPE.D)
-    state = _whole_keys(
-        state, tile, token, pages, new, overlays, stored.page_slot, v_first, scale_log2, SHAPE, KEYS, ROWS
-    )
-    _store_result(out, partial, lse, state, item, token, q_head, v_first, SHAPE)
+    dims = _value_dims(v_first, RECORD, SHAPE)
+    state = _whole_keys(state, tile, token, pages, new, overlays, stored.page_slot, dims, scale_log2, SHAPE, KEYS, ROWS)
+    _store_result(out, partial, lse, state, item, token, q_head, dims, SHAPE)
+
+
+@triton.jit
+def _value_dims(v_first, RECORD: tl.constexpr, SHAPE: tl.constexpr):
+    """The dim of V that each of acc's columns [VP] is, and which columns are dims."""
+    column = tl.arange(0, SHAPE.VP)
+    if is_planes(RECORD) and SHAPE.VP != SHAPE.D:
+        return plane_dims(v_first, SHAPE)
+    else:
+        return v_first + column, column < SHAPE.DIMS
 
 
 @triton.jit
@@ -309,12 +322,12 @@ def _pages_of(item, rows, stored):
 
 
 @triton.jit
-def _store_result(out, partial, lse, state, item, token, q_head, v_first, SHAPE: tl.constexpr):
+def _store_result(out, partial, lse, state, item, token, q_head, dims, SHAPE: tl.constexpr):
     """Rows of ``out`` if the tile is one item, else partial results."""
     Q_HEADS: tl.constexpr = SHAPE.Q_HEADS
     live = token < item.new
-    dim = v_first + tl.arange(0, SHAPE.VP)[None, :]
-    wanted = live[:, None] & (dim < v_first + SHAPE.DIMS)
+    dim = dims[0][None, :]
+    wanted = live[:, None] & dims[1][None, :]
     total = tl.maximum(state.total, 1e-30)
     acc = state.acc * (1 / total)[:, None]
     if item.parts == 1:
@@ -328,7 +341,7 @@ def _store_result(out, partial, lse, state, item, token, q_head, v_first, SHAPE:
 
 @triton.jit
 def _whole_keys(
-    state, tile, token, pages, new, overlays, page_slot, v_first, scale_log2,
+    state, tile, token, pages, new, overlays, page_slot, dims, scale_log2,
     SHAPE: tl.constexpr, KEYS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Add what is in BF16: overlays of the pages outside the history, then the units of new tokens.
@@ -348,7 +361,7 @@ def _whole_keys(
     next_slot = tl.load(page_slot + _page_id(pages, 1 // TILES, stored_pages))
     page = _page_id(pages, 2 // TILES, stored_pages)
     for step in tl.range(0, stored + (new.last - new.first) * TILES):
-        keys, values, seen = _load_keys(step, stored_pages, slot, token, pages, new, overlays, v_first, SHAPE, KEYS)
+        keys, values, seen = _load_keys(step, stored_pages, slot, token, pages, new, overlays, dims, SHAPE, KEYS)
         state = attend(state, queries, keys, values, seen, scale_log2, ROWS, KEYS)
         state = settled(state)
         slot = tl.maximum(next_slot, 0)
@@ -358,12 +371,12 @@ def _whole_keys(
 
 
 @triton.jit
-def _load_keys(step, stored_pages, slot, token, pages, new, overlays, v_first, SHAPE: tl.constexpr, KEYS: tl.constexpr):
+def _load_keys(step, stored_pages, slot, token, pages, new, overlays, dims, SHAPE: tl.constexpr, KEYS: tl.constexpr):
     """The keys [KEYS, DP] and values [KEYS, VP] of a turn, and which rows see them [ROWS, KEYS]."""
     TILES: tl.constexpr = PAGE // KEYS
     D: tl.constexpr = SHAPE.D
     HEADS_BYTES: tl.constexpr = SHAPE.KV_HEADS * PAGE * D
-    n, dim, dim_v = tl.arange(0, KEYS), tl.arange(0, SHAPE.DP), v_first + tl.arange(0, SHAPE.VP)
+    n, dim = tl.arange(0, KEYS), tl.arange(0, SHAPE.DP)
     is_stored = step < stored_pages * TILES
     index = pages.first + step // TILES
     index += tl.where(index < pages.history, 0, pages.history_end - pages.history)
@@ -377,12 +390,12 @@ def _load_keys(step, stored_pages, slot, token, pages, new, overlays, v_first, S
     # Of keys that are not there the last one is read again: nobody sees them, but they must be numbers.
     row = tl.minimum(n, tl.where(is_stored, pages.tokens, new.count) - key - 1)
     k_address = k_base + row[:, None] * k_stride + dim[None, :]
-    v_address = v_base + row[:, None] * v_stride + dim_v[None, :]
+    v_address = v_base + row[:, None] * v_stride + dims[0][None, :]
     keys = tl.load(k_address) if SHAPE.DP == D else tl.load(k_address, mask=(dim < D)[None, :], other=0.0)
     if SHAPE.VP == SHAPE.DIMS:
         values = tl.load(v_address)
     else:
-        values = tl.load(v_address, mask=(dim_v < v_first + SHAPE.DIMS)[None, :], other=0.0)
+        values = tl.load(v_address, mask=dims[1][None, :], other=0.0)
     seen = n[None, :] < (tl.where(is_stored, pages.tokens, token + 1) - key)[:, None]
     return keys, values, seen
 

@@ -43,7 +43,7 @@ class Tile(NamedTuple):
 
 
 @triton.jit
-def _queries_by_plane(tile, SHAPE: tl.constexpr):
+def queries_by_plane(tile, SHAPE: tl.constexpr):
     """BF16 [ROWS, 4 JP]: the four planes' dims, each padded, as ``join_planes`` has the keys'."""
     c = tl.arange(0, 4 * SHAPE.JP)
     dim = c // SHAPE.JP * SHAPE.D4 + c % SHAPE.JP
@@ -62,7 +62,7 @@ def history_two_bits(
     v_first .. v_first + DIMS. Queries are scaled to FP16; then whole pages; then one that the prefix ends in.
     """
     PAGE_BYTES: tl.constexpr = SHAPE.KV_HEADS * RECORD.bytes
-    x = _queries_by_plane(tile, SHAPE).to(tl.float32)
+    x = queries_by_plane(tile, SHAPE).to(tl.float32)
     peak = tl.maximum(tl.max(tl.max(tl.abs(x), 1), 0), 1e-30)
     unit = (peak.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)  # a power of two
     queries = (x * (_Q_SCALE / unit)).to(tl.float16)  # [ROWS, 4 JP]
@@ -125,14 +125,12 @@ def _page(
     x = tl.arange(0, 4 * PAGE)
     of_key = x // PAGE * VECTOR + (x % PAGE // 8 * 8 + x % 2 * 4 + x // 2 % 4) // 2
     if GROUPS == 2:
-        s_k, s_k2, z_k, z_k2 = _split4(tl.load(words + of_key), PAGE)
+        s_k, s_k2, z_k, z_k2 = split4(tl.load(words + of_key), PAGE)
         s_v, s_v2, z_v, z_v2, _, _, _, _ = _split8(tl.load(words + V_SCALES + x % (4 * VECTOR)), VECTOR)
         s_v, z_v = tl.where(v_first == 0, s_v, s_v2), tl.where(v_first == 0, z_v, z_v2)
         k0, k1, k2, k3 = _keys_of(k, _own(s_k, token), _own(z_k, token), _own(s_k2, token), _own(z_k2, token), PLAIN)
     else:
-        s_k, z_k, values, _ = _split4(
-            tl.load(words + tl.where(x < 2 * PAGE, of_key, V_SCALES + x % (2 * VECTOR))), PAGE
-        )
+        s_k, z_k, values, _ = split4(tl.load(words + tl.where(x < 2 * PAGE, of_key, V_SCALES + x % (2 * VECTOR))), PAGE)
         s_v, z_v = _split2(values, VECTOR)
         s_k, z_k = _own(s_k, token), _own(z_k, token)
         k0, k1, k2, k3 = _keys_of(k, s_k, z_k, s_k, z_k, PLAIN)
@@ -165,7 +163,7 @@ def history_any(
     D4: tl.constexpr = SHAPE.D4
     JP: tl.constexpr = SHAPE.JP
     VP: tl.constexpr = SHAPE.VP
-    queries = _queries_by_plane(tile, SHAPE)
+    queries = queries_by_plane(tile, SHAPE)
 
     token, j = tl.arange(0, PAGE)[:, None], tl.arange(0, JP)[None, :]
     dim, i = v_first + tl.arange(0, VP)[:, None], tl.arange(0, QUARTER)[None, :]
@@ -242,13 +240,13 @@ def _split2(x, SIZE: tl.constexpr):
 def _split8(x, SIZE: tl.constexpr):
     """[8 * SIZE] to its eighths."""
     x0, x1 = _split2(x, 4 * SIZE)
-    a0, a1, a2, a3 = _split4(x0, SIZE)
-    b0, b1, b2, b3 = _split4(x1, SIZE)
+    a0, a1, a2, a3 = split4(x0, SIZE)
+    b0, b1, b2, b3 = split4(x1, SIZE)
     return a0, a1, a2, a3, b0, b1, b2, b3
 
 
 @triton.jit
-def _split4(x, SIZE: tl.constexpr):
+def split4(x, SIZE: tl.constexpr):
     """[4 * SIZE] to its four quarters."""
     even, odd = tl.split(tl.permute(tl.reshape(x, [2, 2, SIZE]), (2, 0, 1)))
     x0, x2 = tl.split(even)
@@ -302,8 +300,8 @@ def _affine(code, scale, offset):
 @triton.jit
 def _values_of(bytes, scale, offset, VECTOR: tl.constexpr, PLAIN: tl.constexpr):
     """Packed V [VP, QUARTER] to FP16 tiles of the four planes."""
-    s0, s1, s2, s3 = _split4(scale, VECTOR // 4)
-    z0, z1, z2, z3 = _split4(offset, VECTOR // 4)
+    s0, s1, s2, s3 = split4(scale, VECTOR // 4)
+    z0, z1, z2, z3 = split4(offset, VECTOR // 4)
     s0, s1, s2, s3 = _twice(s0, PLAIN), _twice(s1, PLAIN), _twice(s2, PLAIN), _twice(s3, PLAIN)
     z0, z1, z2, z3 = _twice(z0, PLAIN), _twice(z1, PLAIN), _twice(z2, PLAIN), _twice(z3, PLAIN)
     if PLAIN:

@@ -25,6 +25,8 @@ from triton.compiler import ASTSource
 from sglang_kvq.attention import triton_ops
 from sglang_kvq.attention.short_extend import ShortExtends
 from sglang_kvq.cache.triton_tiers import TritonTierManager
+from sglang_kvq.formats.page import PageFormat
+from sglang_kvq.formats.planes import PlaneCode, PlaneFormat
 from tests.kernels import scene as scenes
 from tests.kernels.test_extend import make_batch
 from tests.kernels.test_formats import KINDS, make_format
@@ -32,6 +34,8 @@ from tests.kernels.test_formats import KINDS, make_format
 TARGET = GPUTarget("cuda", 90, 32)
 #: Kinds of codes that between them take every branch.
 SOME = ("oscar-lloyd-max", "lloyd-max-4-3-g32", "uniform-3-3", "sphere-4-3", "channel-2", "centred-4")
+#: Widths of planes: two bits, the widest, planes without bits and nibbles.
+PLANES = ("4310-3221", "6532-5443", "6420-2110")
 ANY = ShortExtends(costs=None, most_rows_unpacked=1 << 20, least_prefix=0)
 TYPES = {
     torch.bfloat16: "*bf16",
@@ -136,10 +140,10 @@ def extend_both_ways(ops, q, k, v, scene) -> None:
 
 
 def compile_records(kind: str, head_dim: int = 128) -> None:
-    """What writes and reads records of one kind of codes."""
-    heads = scenes.Heads(head_dim, head_dim, 2, 4)
+    """What writes and reads records of one kind of codes, or of planes such as 4310-3221."""
+    heads = scenes.Heads(head_dim, min(head_dim, 128), 2, 4)
     print(f"{kind}, {heads}", flush=True)
-    scene = scenes.make_scene(heads, [200, 90], formats=[make_format(kind, head_dim)])
+    scene = scenes.make_scene(heads, [200, 90], formats=[format_of(kind, head_dim)])
     ops, _ = scene.ops()
     q, k, v = (scenes.randn(130, n, heads.head_dim) for n in (heads.q, heads.kv, heads.kv))
     pages = scenes.int64(1)
@@ -147,6 +151,13 @@ def compile_records(kind: str, head_dim: int = 128) -> None:
     ops.quantize_slots(pages, pages, pages)
     ops.decode(0, q[:2], scene.rows, scene.seq_lens, scene.scale)
     extend_both_ways(ops, q, k, v, scene)
+
+
+def format_of(kind: str, head_dim: int) -> PageFormat | PlaneFormat:
+    if kind in KINDS:
+        return make_format(kind, head_dim)
+    k, v = (PlaneCode((int(w[0]), int(w[1]), int(w[2]), int(w[3]))) for w in kind.split("-"))
+    return PlaneFormat(head_dim, k, v)
 
 
 def compile_tiers() -> None:
@@ -168,6 +179,10 @@ def main() -> None:
         compile_all(heads)
     for kind in KINDS if "--all" in sys.argv else SOME:
         compile_records(kind)
+    for widths in PLANES:
+        compile_records(widths)
+    for head_dim in (64, 96, 256):
+        compile_records(PLANES[0], head_dim)
     compile_tiers()
 
 

@@ -1,0 +1,167 @@
+"""Prefill over records of planes: pages back to BF16, and attention to them as they are."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from sglang_kvq.config import HEAD_DIMS, PAGE_SIZE
+from sglang_kvq.formats.planes import PlaneCode, Widths
+from sglang_kvq.kernels import extend_planes, gather_planes
+from sglang_kvq.kernels.codes import PlaneCodes
+from sglang_kvq.kernels.gather import PageRead, gather_pages
+from tests.kernels.scene import Heads, Scene, int64, randn
+from tests.kernels.test_planes import HEADS, WIDTHS, plane_scene
+from tests.kernels.test_short_extend import check, fma_f16x2
+from tests.kernels.test_unpack import OPERATIONS, execute, words
+
+NAMES = ["-".join("".join(map(str, x)) for x in widths) for widths in WIDTHS]
+#: One of each cell and field.
+CODES = {x: PlaneCode(x) for pair in WIDTHS for x in pair}
+
+
+@pytest.mark.parametrize("widths", WIDTHS, ids=NAMES)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_pages_are_what_they_hold(head_dim, widths):
+    """Records of all bytes and gains, and an overlay; whole and in part, in any order; rows between are left alone."""
+    heads = Heads(head_dim, min(head_dim, 128), 2, 1)
+    scene = plane_scene(heads, widths, [64 * 6 + 5, 64 * 5])
+    pool, ops = scene.pool, scene.ops()[0]
+    pool.records[0].random_(0, 256)
+    plan = [PageRead(*x) for x in ((1, 2, 64, 64), (0, 3, 0, 64), (0, 0, 140, 20), (0, 2, 160, 33), (1, 1, 193, 1))]
+    out = torch.full((2, 256, heads.kv, head_dim), 7.0, dtype=torch.bfloat16, device=scene.rows.device)
+    gather_pages(*out, int64(1, 2), torch.tensor(plan, dtype=torch.int32, device=out.device), *ops._stored(0))
+    want = torch.full_like(out, 7.0)
+    for request, index, at, count in plan:
+        page = int(pool.req_to_token[request + 1, index * PAGE_SIZE]) // PAGE_SIZE
+        if index == 0:
+            kv = pool.overlays[0, int(pool.page_slot[page])]
+        else:
+            kv = torch.stack(pool.formats[0].dequantize_pages(pool.records[0][page])).bfloat16()
+        want[:, at : at + count] = kv.transpose(1, 2)[:, :count]
+    assert torch.equal(out.view(torch.int16), want.view(torch.int16))
+
+
+@pytest.mark.parametrize("widths", WIDTHS, ids=NAMES)
+@pytest.mark.parametrize("heads", [replace(heads, kv=1) for heads in HEADS], ids=str)
+def test_short_extends_agree_with_float64(heads, widths):
+    lens = [(64 * 5 + 9, 4), (64, 2)]
+    check(plane_scene(heads, widths, [prefix for prefix, _ in lens]), lens, layers=[1])
+
+
+def test_heads_and_requests():
+    lens = [(64 * 9, 7), (0, 3), (64 * 4 + 63, 1), (5, 9)]
+    check(plane_scene(HEADS[0], WIDTHS[0], [prefix for prefix, _ in lens]), lens)
+
+
+@pytest.mark.parametrize("heads", [Heads(128, 128, 1, 4), Heads(256, 128, 1, 1)], ids=str)
+def test_a_history_may_end_within_a_page(heads):
+    """The last page is a record of which the prefix counts 17 tokens; the others are never seen."""
+    prefix = 64 * 3 + 17
+    scene = plane_scene(heads, WIDTHS[0], [prefix])
+    pool = scene.pool
+    page = int(pool.req_to_token[1, prefix - 1]) // PAGE_SIZE
+    content = randn(2, heads.kv, PAGE_SIZE, heads.head_dim)
+    content[:, :, 17:] *= 100
+    pool.records[0][page] = pool.formats[0].quantize_pages(*content)
+    pool.row_history_end[1] = prefix
+    check(scene, [(prefix, 5)], layers=[0])
+
+
+def spread_gains(scene: Scene, across: str) -> None:
+    """V's gains from 2^-16 to 2^15 from page to page, or from token to token; keys are left."""
+    first = scene.pool.formats[0].parts.v_gains
+    for records in scene.pool.records:
+        gains = records[..., first : first + PAGE_SIZE]  # [pages, heads, tokens]
+        if across == "pages":
+            gains.copy_((torch.arange(len(gains), device=gains.device) * 97 % 248)[:, None, None].expand_as(gains))
+        else:
+            gains.copy_((torch.arange(PAGE_SIZE, device=gains.device) * 37 % 248).expand_as(gains))
+
+
+@pytest.mark.parametrize("across", ["pages", "tokens"])
+def test_gains_of_any_size(across):
+    lens = [(64 * 8, 3)]
+    scene = plane_scene(replace(HEADS[0], kv=1), WIDTHS[1], [lens[0][0]])
+    spread_gains(scene, across)
+    check(scene, lens, layers=[0])
+
+
+@pytest.mark.parametrize("scale", [1e-3, 30.0, 3e4])
+def test_queries_of_any_size(scale):
+    check(plane_scene(replace(HEADS[0], kv=1), WIDTHS[0], [64 * 5]), [(64 * 5, 4)], layers=[0], scale=scale)
+
+
+def plane_codes(widths: Widths) -> PlaneCodes:
+    cells = CODES[widths].cells
+    return PlaneCodes(widths, cells, (0,) * len(cells), 0)
+
+
+def bf16(x: np.ndarray) -> np.ndarray:
+    """float64 of the lower 16 bits."""
+    return (
+        (x.astype(np.uint64) << np.uint64(16) & np.uint64(0xFFFF0000)).astype(np.uint32).view(np.float32).astype(float)
+    )
+
+
+def fma_bf16x2(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
+    """PTX's fma.rn.bf16x2: both halves in float64, which holds the product and the sum, rounded once."""
+    halves = []
+    for shift in (np.uint64(0), np.uint64(16)):
+        exact = bf16(a >> shift) * bf16(b >> shift) + bf16(c >> shift)
+        assert (exact == exact.astype(np.float32)).all(), "torch rounds by way of float32"
+        halves.append(torch.from_numpy(exact).bfloat16().view(torch.int16).numpy().view(np.uint16).astype(np.uint64))
+    return halves[0] | halves[1] << np.uint64(16)
+
+
+@pytest.fixture
+def packed_operations(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(OPERATIONS, "fma.rn.f16x2", fma_f16x2)
+    monkeypatch.setitem(OPERATIONS, "fma.rn.bf16x2", fma_bf16x2)
+    monkeypatch.setitem(OPERATIONS, "lop3.b32", lambda a, b, c, table: (a & b | c) * (table == 0xEA))
+
+
+@pytest.mark.usefixtures("packed_operations")
+@pytest.mark.parametrize("widths", CODES, ids=lambda x: "".join(map(str, x)))
+def test_the_assembly_gives_codes_times_gain(widths):
+    """Cells in the lower bytes of halves, anything above them; every gain."""
+    count, codes = 2000, plane_codes(widths)
+    cells = [words(count, seed) for seed in range(4)]
+    stored = np.arange(count) % 256
+    gains = ((stored + 888) << 4) * 0x10001
+    for c, cell in enumerate(codes.cells):
+        for f, field in enumerate(cell.fields):
+            got = execute(gather_planes._expand_ptx.fn(codes, c, f), 4, [*cells, gains])
+            for x, result in zip(cells, got):
+                for half, value in enumerate(result.view(np.uint16).T):
+                    code = (x >> np.uint64(16 * half + field.shift)).astype(int) & ((1 << field.width) - 1)
+                    exact = (code - (2**field.width - 1) / 2) * bf16(gains)
+                    want = torch.from_numpy(exact).bfloat16().view(torch.int16).numpy().view(np.uint16)
+                    assert np.array_equal(value, want), f"{field}"
+
+
+def test_the_assembly_picks_bytes():
+    a, b = words(1000, 1), words(1000, 2)
+    for low in range(4):
+        for high in range(4):
+            got = execute(gather_planes._halves_ptx.fn(low, high), 1, [a, b])[0].view(np.uint8)
+            assert np.array_equal(got[:, 0], a >> np.uint64(8 * low) & np.uint64(255))
+            assert np.array_equal(got[:, 2], b >> np.uint64(8 * high) & np.uint64(255))
+
+
+@pytest.mark.usefixtures("packed_operations")
+@pytest.mark.parametrize("widths", CODES, ids=lambda x: "".join(map(str, x)))
+def test_the_assembly_gives_codes_less_their_middle(widths):
+    count, codes = 2000, plane_codes(widths)
+    packed = words(count, 1)
+    for c, cell in enumerate(codes.cells):
+        upper = words(count, 2) % 2 * 4 if cell.bits == 4 else np.zeros(count, np.uint64)
+        for f, field in enumerate(cell.fields):
+            got = execute(extend_planes._levels_ptx.fn(codes, c, f), 2, [packed, upper])
+            got = np.concatenate([x.view(np.float16) for x in got], 1)
+            for n in range(4):
+                code = (packed >> (upper + np.uint64(8 * n + field.shift))).astype(int) & ((1 << field.width) - 1)
+                assert np.array_equal(got[:, n] * 512.0, code - (2**field.width - 1) / 2), f"{field}"

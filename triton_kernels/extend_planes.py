@@ -1,0 +1,219 @@
+"""A tile of query rows over records of planes (``formats.planes``): what ``extend_history`` does for two bits.
+
+Tiles of K and V are c - m, codes less their plane's middle, without gains. As bits of FP16, a code at bit f is a number
+too small to be normal, which one instruction turns into that for two codes, after one that masks them:
+
+    (c 2^(f - 24)) 2^(15 - f) - m 2^-9 = (c - m) 2^-9        exact
+
+K's gains are factors of a score's column. V's are folded into p, which FP16 does not hold whatever they are: they are
+added to scores as logarithms, so that the softmax's ``top`` bounds p g_v and not p, which its total sums:
+
+    y = g_k x + log2 g_v        p g_v = 2^(y - top) <= 1        p = p g_v / g_v
+
+Gains and what is made of them may span 2^32: float32 holds p, and what of a row's p g_v FP16 loses is below 2^-29 of
+its largest. A plane without bits is zeros.
+"""
+
+import triton
+import triton.language as tl
+
+from sglang_kvq.kernels.common import PAGE, dot, key_row, page_of
+from sglang_kvq.kernels.extend_history import join_planes, queries_by_plane, split4
+from sglang_kvq.kernels.planes import (
+    cell_count,
+    field_count,
+    gain_of,
+    is_byte,
+    middle,
+    plane_of,
+    start_of,
+)
+from sglang_kvq.kernels.softmax import NEVER, Softmax, no_keys, scores
+
+#: Queries are scaled to at most 2^12, p to 2^15, as in ``extend_history``; tiles hold 2^-9 of their levels.
+_Q_SCALE = tl.constexpr(2.0**11)
+_P_SHIFT = tl.constexpr(15.0)
+_LEVEL = tl.constexpr(2.0**-9)
+_LEVEL_LOG2 = tl.constexpr(-9.0)
+
+
+@triton.jit
+def history_planes(
+    tile, pages, records, v_first, scale_log2,
+    RECORD: tl.constexpr, SHAPE: tl.constexpr, ROWS: tl.constexpr, PLAIN: tl.constexpr,
+):  # fmt: skip
+    """``extend_history.history_two_bits`` of records of planes; columns of acc are ``planes.plane_dims``."""
+    PAGE_BYTES: tl.constexpr = SHAPE.KV_HEADS * RECORD.bytes
+    x = queries_by_plane(tile, SHAPE).to(tl.float32)
+    peak = tl.maximum(tl.max(tl.max(tl.abs(x), 1), 0), 1e-30)
+    unit = (peak.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)  # a power of two
+    queries = (x * (_Q_SCALE / unit)).to(tl.float16)  # [ROWS, 4 JP]
+    factor = unit * (scale_log2 / (_Q_SCALE * _LEVEL))
+
+    state = no_keys(ROWS, SHAPE.VP)
+    first, last = pages.history, pages.history_end
+    whole = tl.maximum(tl.minimum(last, pages.tokens // PAGE), first)
+    for _ in tl.range(0, tl.minimum(last - first, 1)):  # once, see ``history_two_bits``
+        next_page = page_of(pages.table, first)
+        for index in tl.range(first, whole):
+            page = next_page
+            next_page = page_of(pages.table, tl.minimum(index + 1, last - 1))
+            record = records + page * PAGE_BYTES
+            state = _page(state, queries, factor, record, PAGE, v_first, RECORD, SHAPE, ROWS, False, PLAIN)
+        if whole < last:  # one page, which is half stored
+            record = records + page_of(pages.table, whole) * PAGE_BYTES
+            count = pages.tokens - whole * PAGE
+            state = _page(state, queries, factor, record, count, v_first, RECORD, SHAPE, ROWS, True, PLAIN)
+        queries = tl.zeros(queries.shape, queries.dtype)
+    return Softmax(state.acc, state.total, state.top - (_P_SHIFT + _LEVEL_LOG2))
+
+
+@triton.jit
+def _page(
+    state, queries, factor, record, count, v_first,
+    RECORD: tl.constexpr, SHAPE: tl.constexpr, ROWS: tl.constexpr, MASKED: tl.constexpr, PLAIN: tl.constexpr,
+):  # fmt: skip
+    """Online softmax over the first ``count`` tokens of a page; over all, unless MASKED.
+
+    Load gains and cells; make K's tile; make V's; attend.
+    """
+    g_k, log_g, inverse = _gains(record, factor, RECORD)
+    k = _key_tile(record, RECORD.k, SHAPE, PLAIN)
+    v = _value_tile(record, v_first, RECORD.v, SHAPE, PLAIN)
+    x = scores(queries, k, ROWS, PAGE) * g_k[None, :] + log_g[None, :]
+    if MASKED:
+        x = tl.where((tl.arange(0, PAGE) < count)[None, :], x, NEVER)
+    top = tl.maximum(state.top, tl.max(x, 1))
+    decay = tl.exp2(state.top - top)
+    p = tl.exp2(x + (-top + _P_SHIFT)[:, None])
+    total = state.total * decay + tl.sum(p * inverse[None, :], 1)
+    return Softmax(dot(p.to(tl.float16), tl.trans(v), state.acc * decay[:, None]), total, top)
+
+
+@triton.jit
+def _gains(record, factor, RECORD: tl.constexpr):
+    """Of a page's tokens, float32 [PAGE] each: K's gains times factor; of V's the logarithms, and the unit of V's tile
+    divided by them."""
+    # 256 words, see ``extend_history._page``: a token's byte of K once, of V three times.
+    x = tl.arange(0, 4 * PAGE)
+    which, token = x // PAGE, x % PAGE
+    words = (record + RECORD.k.gains).to(tl.pointer_type(tl.int32))
+    word = tl.load(words + tl.where(which == 0, 0, PAGE // 4) + token // 4)
+    gain = gain_of((word >> (token % 4 * 8)) & 0xFF)
+    both = tl.where(which == 0, gain * factor, tl.where(which == 1, tl.log2(gain), _LEVEL / gain))
+    g_k, log_g, inverse, _ = split4(both, PAGE)
+    return g_k, log_g, inverse
+
+
+@triton.jit
+def _key_tile(record, CODES: tl.constexpr, SHAPE: tl.constexpr, PLAIN: tl.constexpr):
+    """FP16 [PAGE, 4 JP]: the four planes side by side."""
+    D4: tl.constexpr = SHAPE.D4
+    JP: tl.constexpr = SHAPE.JP
+    n, j = tl.arange(0, PAGE), tl.arange(0, JP)[None, :]
+    token = n // 8 * 8 + n % 2 * 4 + n // 2 % 4  # because of banks, see ``extend_history._page``
+    planes = _no_planes(PAGE, JP)
+    for c in tl.static_range(cell_count(CODES)):
+        if is_byte(CODES, c):
+            row, shift = key_row(token), token * 0
+        else:
+            row, shift = key_row(token) % (PAGE // 2), token // (PAGE // 2) * 4
+        address = record + start_of(CODES, c) + row[:, None] * D4 + j
+        bytes = tl.load(address) if D4 == JP else tl.load(address, mask=j < D4, other=0)
+        for f in tl.static_range(field_count(CODES, c)):
+            planes = _set(planes, plane_of(CODES, c, f), _levels(bytes, shift[:, None], CODES, c, f, PLAIN))
+    k = join_planes(planes[0], planes[1], planes[2], planes[3], PAGE, JP)
+    return tl.reshape(tl.permute(tl.reshape(k, [PAGE // 8, 2, 2, 2, 4 * JP]), (0, 3, 1, 2, 4)), [PAGE, 4 * JP])
+
+
+@triton.jit
+def _value_tile(record, v_first, CODES: tl.constexpr, SHAPE: tl.constexpr, PLAIN: tl.constexpr):
+    """FP16 [VP, PAGE]: rows are ``planes.plane_dims``."""
+    QUARTER: tl.constexpr = PAGE // 4
+    ROWS: tl.constexpr = SHAPE.VP // 4
+    token, j = tl.arange(0, PAGE)[None, :], tl.arange(0, ROWS)[:, None]
+    planes = _no_planes(ROWS, PAGE)
+    for c in tl.static_range(cell_count(CODES)):
+        if is_byte(CODES, c):
+            quarter, shift = token // QUARTER, token * 0
+        else:
+            quarter, shift = token // QUARTER % 2, token // (2 * QUARTER) * 4
+        columns = quarter * (SHAPE.D4 * QUARTER) + (v_first // 4 + j) * QUARTER
+        address = record + start_of(CODES, c) + columns + token % QUARTER
+        if SHAPE.DIMS == SHAPE.VP:
+            bytes = tl.load(address)
+        else:
+            bytes = tl.load(address, mask=j < SHAPE.DIMS // 4, other=0)
+        for f in tl.static_range(field_count(CODES, c)):
+            planes = _set(planes, plane_of(CODES, c, f), _levels(bytes, shift, CODES, c, f, PLAIN))
+    v = tl.join(tl.join(planes[0], planes[2]), tl.join(planes[1], planes[3]))  # [ROWS, PAGE, plane // 2, plane % 2]
+    return tl.reshape(tl.permute(v, (2, 3, 0, 1)), [SHAPE.VP, PAGE])
+
+
+@triton.jit
+def _no_planes(ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    planes = ()
+    for _ in tl.static_range(4):
+        planes += (tl.zeros([ROWS, COLUMNS], tl.float16),)
+    return planes
+
+
+@triton.jit
+def _set(planes, PLANE: tl.constexpr, tile):
+    """The planes with one replaced."""
+    result = ()
+    for n in tl.static_range(4):
+        if n == PLANE:
+            result += (tile,)
+        else:
+            result += (planes[n],)
+    return result
+
+
+@triton.jit
+def _levels(bytes, shift, CODES: tl.constexpr, CELL: tl.constexpr, FIELD: tl.constexpr, PLAIN: tl.constexpr):
+    """A field's levels times 2^-9, FP16, of bytes; shift: where a nibble begins in its byte, equal for four of them."""
+    if PLAIN:
+        code = (bytes.to(tl.int32) >> (shift + _shift(CODES, CELL, FIELD))) & _mask(CODES, CELL, FIELD)
+        return ((code.to(tl.float32) - middle(CODES, plane_of(CODES, CELL, FIELD))) * _LEVEL).to(tl.float16)
+    elif is_byte(CODES, CELL):
+        return tl.inline_asm_elementwise(
+            _levels_ptx(CODES, CELL, FIELD), "=&r,=&r,r", [bytes], dtype=tl.float16, is_pure=True, pack=4
+        )
+    else:
+        return tl.inline_asm_elementwise(
+            asm=_levels_ptx(CODES, CELL, FIELD),
+            constraints="=&r,=&r,r,r,r,r,r",
+            args=[bytes, shift],
+            dtype=tl.float16,
+            is_pure=True,
+            pack=4,
+        )
+
+
+@triton.constexpr_function
+def _shift(codes, cell, field):
+    return codes.cells[cell].fields[field].shift
+
+
+@triton.constexpr_function
+def _mask(codes, cell, field):
+    return (1 << codes.cells[cell].fields[field].width) - 1
+
+
+@triton.constexpr_function
+def _levels_ptx(codes, cell, field):
+    """PTX of ``_levels``: $0 and $1 are the levels of $2's four bytes; of nibbles, $3 is the shift."""
+    found = codes.cells[cell].fields[field]
+    width = found.width
+    mask = ((1 << width) - 1) << found.shift
+    factor = (30 - found.shift) << 10  # 2^(15 - shift)
+    less = 0x8000 | (width + 4) << 10 | ((1 << (width - 1)) - 1) << (11 - width)  # (2^width - 1) / 2 * 2^-9
+    lines = ["{", ".reg .b32 bytes, factor, less;"]
+    lines.append("mov.b32 bytes, $2;" if codes.cells[cell].bits == 8 else "shr.u32 bytes, $2, $3;")
+    lines += [f"mov.b32 factor, {factor * 0x10001:#x};", f"mov.b32 less, {less * 0x10001:#x};"]
+    lines += ["prmt.b32 $0, bytes, 0, 0x4140;", "prmt.b32 $1, bytes, 0, 0x4342;"]  # two bytes, a zero above each
+    for n in range(2):
+        lines.append(f"and.b32 ${n}, ${n}, {mask * 0x10001:#x};")
+        lines.append(f"fma.rn.f16x2 ${n}, ${n}, factor, less;")
+    return "\n".join([*lines, "}"])
