@@ -152,14 +152,13 @@ def plane_formats(rotations: Rotations, bits: float) -> tuple[PlaneFormat, ...]:
     r, importance = rotations, rotations.meta.importance
     if r.q is None or r.o is None or r.k_energies is None or r.v_energies is None or importance is None:
         raise ValueError("planes are for rotations of transform coding")
-    layers, _, head_dim, _ = r.k.shape
+    head_dim = r.k.shape[-1]
     costs = [
         pattern_costs(Basis(encode, decode.mT, energies.double()), torch.tensor(importance[part], dtype=torch.float64))
         for part, encode, decode, energies in (("k", r.k, r.q, r.k_energies), ("v", r.v, r.o, r.v_energies))
     ]
     gains = 8 / head_dim
-    widths = [PlaneCode(pattern) for pattern in choose_widths(torch.cat(costs), bits - gains)]
-    return tuple(PlaneFormat(head_dim, k, v) for k, v in zip(widths[:layers], widths[layers:]))
+    return tuple(PlaneFormat(head_dim, PlaneCode(k), PlaneCode(v)) for k, v in choose_widths(*costs, bits - gains))
 
 
 def resolve_clips(config: KVQuantConfig, rotations: Rotations | None, layers: int) -> list[tuple[float, float]]:

@@ -33,6 +33,9 @@ STEPS = (1.0, 1.596, 0.9957, 0.5860, 0.3352, 0.1881, 0.1041)
 #: says of them is noise, and the decoder divides by it.
 FLOOR = 1e-7
 
+#: Different pairs of keys' and values' patterns in a model, unless more are asked for: kernels are compiled for each.
+MOST_PAIRS = 8
+
 #: Every pattern that fills a column's cells and gives no plane more bits than the one before it.
 PATTERNS: tuple[Widths, ...] = tuple(
     pattern
@@ -135,50 +138,93 @@ def _root(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return vectors * root[..., None, :] @ vectors.mT, vectors / root[..., None, :] @ vectors.mT
 
 
-def choose_widths(costs: torch.Tensor, budget: float) -> list[Widths]:
-    """The patterns of least cost whose mean width is at most ``budget``.
+def choose_widths(
+    k_costs: torch.Tensor, v_costs: torch.Tensor, budget: float, most: int = MOST_PAIRS
+) -> list[tuple[Widths, Widths]]:
+    """Each layer's patterns of keys and values, of least cost within a budget, of few different pairs.
 
-    The lower convex hull of each part's costs is walked from the widest budget down (Shoham and Gersho, "Efficient bit
-    allocation for an arbitrary set of quantizers", 1988); what the last step leaves over is spent where it helps most.
+    A layer takes the pair of least cost + price * bits (Shoham and Gersho, "Efficient bit allocation for an arbitrary
+    set of quantizers", 1988) for the price at which the budget is met. Kernels are compiled for each pair, so the pairs
+    that cost least to do without are given up one by one, and the others moved to what suits their layers best, as in
+    Lloyd's iteration; what the last step leaves over is spent where it helps most.
 
     Args:
-        costs: float64 ``[parts, PATTERNS]``: what each pattern's error costs in each part (a layer's keys, a layer's
-            values).
+        k_costs, v_costs: float64 ``[layers, PATTERNS]``: what each pattern's error costs in each layer.
         budget: bits per element, gains not counted.
+        most: different pairs.
 
     Raises:
         KVQuantError: a budget outside of 1 to 4, or costs that are not finite.
     """
     if not 1 <= budget <= 4:
         raise KVQuantError(f"a budget of {budget:g} bits per element, gains not counted: 1 to 4.")
-    if not torch.isfinite(costs).all():
+    if not (torch.isfinite(k_costs).all() and torch.isfinite(v_costs).all()):
         raise KVQuantError("a layer's error has no finite cost; calibrate with another text or dtype.")
-    table = costs.numpy()
-    bits = np.array([sum(p) for p in PATTERNS]) / PLANES
+    k, v = k_costs.numpy(), v_costs.numpy()
+    bits = np.array([sum(p) for p in PATTERNS]) / (2 * PLANES)  # of a layer, keys or values
+    layers = np.arange(len(k))
+    best: tuple[float, np.ndarray] | None = None
+    low, high = 0.0, float(max(k.max() - k.min(), v.max() - v.min())) * 16 * PLANES + 1.0
+    for _ in range(60):
+        price = (low + high) / 2 if best else high
+        pairs = _few_pairs(k + price * bits, v + price * bits, most)
+        of = (k + price * bits)[:, pairs[:, 0]] + (v + price * bits)[:, pairs[:, 1]]  # [layers, pairs]
+        chosen = _spend(k[:, pairs[:, 0]] + v[:, pairs[:, 1]], bits[pairs].sum(1), of.argmin(1), budget * len(k))
+        if chosen is None:
+            low = price
+            continue
+        high = price
+        mine = pairs[chosen]
+        cost = float((k[layers, mine[:, 0]] + v[layers, mine[:, 1]]).sum())
+        if best is None or cost < best[0]:
+            best = (cost, mine)
+    assert best is not None  # at the first price every layer takes the fewest bits
+    return [(PATTERNS[a], PATTERNS[b]) for a, b in best[1]]
 
-    order = np.argsort(bits, kind="stable")  # of equals the narrower one
 
-    def pick(price: float) -> np.ndarray:
-        chosen: np.ndarray = order[np.argmin((table + price * bits)[:, order], axis=1)]
-        return chosen
+def _few_pairs(k: np.ndarray, v: np.ndarray, most: int) -> np.ndarray:
+    """At most so many pairs of patterns, int ``[n, 2]``, of small total cost; k, v: ``[layers, PATTERNS]``."""
+    order = np.lexsort((np.arange(len(PATTERNS)), [sum(p) for p in PATTERNS]))  # of equals the narrower one
+    first = np.stack([order[k[:, order].argmin(1)], order[v[:, order].argmin(1)]], axis=1)
+    pairs = np.unique(first, axis=0)
+    while len(pairs) > most:
+        costs = k[:, pairs[:, 0]] + v[:, pairs[:, 1]]
+        two = np.partition(costs, 1, axis=1)[:, :2]
+        # What giving a pair up adds, in the layers that it is best for.
+        added = [(two[:, 1] - two[:, 0])[costs.argmin(1) == n].sum() for n in range(len(pairs))]
+        pairs = np.delete(pairs, int(np.argmin(added)), axis=0)
+    for _ in range(10):
+        mine = (k[:, pairs[:, 0]] + v[:, pairs[:, 1]]).argmin(1)
+        moved = np.array(
+            [
+                (order[k[mine == n][:, order].sum(0).argmin()], order[v[mine == n][:, order].sum(0).argmin()])
+                for n in np.unique(mine)
+            ]
+        )
+        moved = np.unique(moved, axis=0)
+        if np.array_equal(moved, pairs):
+            break
+        pairs = moved
+    return pairs
 
-    low, high = 0.0, float(table.max() - table.min()) * 8 * PLANES + 1.0
-    if bits[pick(low)].mean() <= budget:
-        high = low
-    for _ in range(200):
-        middle = (low + high) / 2
-        low, high = (middle, high) if bits[pick(middle)].mean() > budget else (low, middle)
-    chosen = pick(high)
-    left = budget * len(chosen) - bits[chosen].sum()
+
+def _spend(costs: np.ndarray, bits: np.ndarray, chosen: np.ndarray, budget: float) -> np.ndarray | None:
+    """The choice with what is left of the budget spent by steps of greatest use per bit; None if it is beyond.
+
+    costs: ``[layers, pairs]``; bits: of a pair; chosen: int ``[layers]``.
+    """
+    chosen, left = chosen.copy(), budget - bits[chosen].sum()
+    if left < -1e-9:
+        return None
     while True:
-        saved = table[np.arange(len(chosen)), chosen][:, None] - table
+        saved = costs[np.arange(len(chosen)), chosen][:, None] - costs
         more = bits[None, :] - bits[chosen][:, None]
         rate = np.where((more > 0) & (more <= left + 1e-9) & (saved > 0), saved / np.maximum(more, 1e-9), 0.0)
-        part, pattern = np.unravel_index(int(rate.argmax()), rate.shape)
-        if rate[part, pattern] <= 0:
-            return [PATTERNS[n] for n in chosen]
-        left -= more[part, pattern]
-        chosen[part] = pattern
+        layer, pair = np.unravel_index(int(rate.argmax()), rate.shape)
+        if rate[layer, pair] <= 0:
+            return chosen
+        left -= more[layer, pair]
+        chosen[layer] = pair
 
 
 def pattern_costs(basis: Basis, importance: torch.Tensor) -> torch.Tensor:

@@ -13,6 +13,7 @@ from sglang_kvq.formats.planes import PLANES, PlaneCode, cells_of
 from sglang_kvq.rotations.maths.hadamard import hadamard_matrix
 from sglang_kvq.rotations.maths.transform import (
     DISTORTION,
+    MOST_PAIRS,
     PATTERNS,
     STEPS,
     Basis,
@@ -98,9 +99,8 @@ def test_bits_where_the_energy_is_beat_equal_bits():
         e = back @ decode - keys
         return float(((e @ w) * e).sum(-1).mean())
 
-    (widths,) = choose_widths(
-        pattern_costs(Basis(*(x[None, None] for x in (basis.encode, basis.decode, basis.energies))), torch.ones(1)), 2.0
-    )
+    one = pattern_costs(Basis(*(x[None, None] for x in (basis.encode, basis.decode, basis.energies))), torch.ones(1))
+    ((widths, _),) = choose_widths(one, one, 2.0)
     assert sum(widths) / PLANES == 2
     ours = error(*(x.double() for x in basis.scaled(torch.tensor(widths))), widths, 1.0)
     equal = error(mixed.encode, mixed.decode, (2, 2, 2, 2), float(basis.energies.mean().sqrt()) * STEPS[2])
@@ -114,30 +114,48 @@ def test_patterns_never_rise():
     assert all(list(p) == sorted(p, reverse=True) for p in PATTERNS)
 
 
+def planted(layers: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Costs of keys and values in layers of very different energies."""
+    energies = torch.rand(2, layers, PLANES, dtype=torch.float64).sort(-1, descending=True).values
+    energies *= torch.logspace(0, 3, layers, dtype=torch.float64)[:, None]
+    k, v = energies @ torch.tensor(DISTORTION, dtype=torch.float64)[torch.tensor(PATTERNS)].T
+    return k, v
+
+
+def cost_of(costs: tuple[torch.Tensor, torch.Tensor], chosen: list) -> float:
+    return sum(float(c[i, PATTERNS.index(pair[part])]) for part, c in enumerate(costs) for i, pair in enumerate(chosen))
+
+
 @pytest.mark.parametrize("budget", [1.0, 1.4, 1.6, 2.25, 3.9, 4.0])
 def test_widths_are_near_the_best_of_all(budget):
-    """Against every combination of three parts: never better, within the budget, and as good as the hull allows."""
-    energies = torch.rand(3, PLANES, dtype=torch.float64).sort(-1, descending=True).values * torch.tensor(
-        [[1.0], [30.0], [900.0]]
+    """Against every combination of two layers: never better, within the budget, and as good as the hull allows."""
+    costs = planted(2)
+    found = choose_widths(*costs, budget)
+    total = sum(sum(k) + sum(v) for k, v in found)
+    assert total / (2 * 2 * PLANES) <= budget + 1e-9
+    # Of each part the least cost at each of its four sizes is enough.
+    best = {bits: [min(float(c[n]) for n, p in enumerate(PATTERNS) if sum(p) == bits) for x in costs for c in x]
+            for bits in (4, 8, 12, 16)}  # fmt: skip
+    least = min(
+        sum(best[b][part] for part, b in enumerate(each))
+        for each in itertools.product((4, 8, 12, 16), repeat=4)
+        if sum(each) <= 16 * budget + 1e-9
     )
-    costs = energies @ torch.tensor(DISTORTION, dtype=torch.float64)[torch.tensor(PATTERNS)].T
-    bits = [sum(p) / PLANES for p in PATTERNS]
-    found = [PATTERNS.index(p) for p in choose_widths(costs, budget)]
-    assert sum(bits[n] for n in found) / 3 <= budget + 1e-9
-    ours = sum(float(costs[i, n]) for i, n in enumerate(found))
-    best = min(
-        float(costs[0, a] + costs[1, b] + costs[2, c])
-        for a, b, c in itertools.product(range(len(PATTERNS)), repeat=3)
-        if bits[a] + bits[b] + bits[c] <= 3 * budget + 1e-9
-    )
-    assert best - 1e-12 <= ours <= 1.05 * best
+    assert least - 1e-12 <= cost_of(costs, found) <= 1.1 * least
+
+
+def test_few_pairs_cost_little():
+    costs = planted(40)
+    free, few = choose_widths(*costs, 2.4, most=1000), choose_widths(*costs, 2.4)
+    assert len(set(free)) > 12 and len(set(few)) <= MOST_PAIRS
+    assert cost_of(costs, free) <= cost_of(costs, few) <= 1.15 * cost_of(costs, free)
+    alone = choose_widths(*costs, 2.4, most=1)
+    assert len(set(alone)) == 1 and cost_of(costs, alone) > 2 * cost_of(costs, free)
 
 
 def test_more_bits_never_cost_more():
-    costs = torch.rand(12, len(PATTERNS), dtype=torch.float64)
-    errors = [
-        sum(float(costs[i, PATTERNS.index(p)]) for i, p in enumerate(choose_widths(costs, b / 4))) for b in range(4, 17)
-    ]
+    costs = planted(12)
+    errors = [cost_of(costs, choose_widths(*costs, b / 4, most=1000)) for b in range(4, 17)]
     assert all(a >= b - 1e-12 for a, b in itertools.pairwise(errors))
 
 
@@ -160,7 +178,7 @@ def test_the_bound_is_reverse_water_filling():
 @pytest.mark.parametrize("budget", [0.9, 4.1, math.nan])
 def test_budgets_that_make_no_sense_are_named(budget):
     with pytest.raises(KVQuantError, match="budget"):
-        choose_widths(torch.ones(2, len(PATTERNS), dtype=torch.float64), budget)
+        choose_widths(*[torch.ones(2, len(PATTERNS), dtype=torch.float64)] * 2, budget)
 
 
 def test_moments_that_make_no_sense_are_named():
@@ -169,4 +187,4 @@ def test_moments_that_make_no_sense_are_named():
     with pytest.raises(KVQuantError, match="never change"):
         coding_basis(moment() * 0, moment())
     with pytest.raises(KVQuantError, match="finite cost"):
-        choose_widths(torch.full((1, len(PATTERNS)), math.inf, dtype=torch.float64), 1.0)
+        choose_widths(*[torch.full((1, len(PATTERNS)), math.inf, dtype=torch.float64)] * 2, 1.0)
