@@ -1,6 +1,7 @@
 """How many tokens a GPU holds with ``--kv-quant oscar`` and without, and that both servers answer in CUDA graphs.
 
     python benchmarks/capacity.py --out benchmarks/results/serving_h200.json
+    python benchmarks/capacity.py --method transform --bits 1.6 --out benchmarks/results/serving_h200.json
 
 Qwen3-8B's geometry with dummy weights and random rotations: nothing is downloaded. About 2 minutes.
 """
@@ -18,7 +19,7 @@ import torch
 
 from benchmarks import record
 from launch.server import Server
-from sglang_kvq.rotations import Rotations, save_rotations
+from sglang_kvq.rotations import RotationMeta, Rotations, save_rotations
 
 MODEL = Path(__file__).parent / "models" / "qwen3-8b"
 FLAGS = ("--load-format", "dummy", "--skip-tokenizer-init")
@@ -31,6 +32,20 @@ def random_rotations(folder: Path, layers: int, kv_heads: int, head_dim: int) ->
     generator = torch.Generator().manual_seed(0)
     k, v = (torch.linalg.qr(torch.randn(layers, kv_heads, head_dim, head_dim, generator=generator))[0] for _ in "kv")
     save_rotations(Rotations(k.contiguous(), v.contiguous()), folder, kv_heads=kv_heads, overwrite=True)
+    return folder
+
+
+def random_transform(folder: Path, layers: int, kv_heads: int, head_dim: int) -> Path:
+    """A file for transform coding with random bases, and energies that fall as measured ones do, by 10 dB a plane."""
+    generator = torch.Generator().manual_seed(0)
+    shape = (layers, kv_heads, head_dim)
+    k, v = (torch.linalg.qr(torch.randn(*shape, head_dim, generator=generator))[0].contiguous() for _ in "kv")
+    importance = torch.rand(2, layers, generator=generator) + 0.1
+    energies = torch.logspace(0, -4, head_dim).expand(shape).contiguous()
+    meta = RotationMeta("transform", importance={part: x.tolist() for part, x in zip("kv", importance)})
+    rest = {"q": k.clone(), "o": v.clone(), "k_mean": torch.zeros(shape), "k_energies": energies}
+    rotations = Rotations(k, v, meta, **rest, v_energies=energies.clone())
+    save_rotations(rotations, folder, kv_heads=kv_heads, overwrite=True)
     return folder
 
 
@@ -51,13 +66,17 @@ def main() -> None:
     parser.add_argument("--out", required=True)
     parser.add_argument("--mem-fraction-static", default="0.85")
     parser.add_argument("--plain-backend", default="flashinfer", help="--attention-backend of the BF16 server")
+    parser.add_argument("--method", choices=("oscar", "transform"), default="oscar")
+    parser.add_argument("--bits", help="--kv-quant-bits of ours")
     args = parser.parse_args()
     memory = ("--mem-fraction-static", args.mem_fraction_static)
     with tempfile.TemporaryDirectory() as folder:
-        rotations = random_rotations(Path(folder) / "rotations", 36, 8, 128)
-        ours, state = capacity(*memory, "--kv-quant", "oscar", "--kv-quant-rotations", str(rotations))
+        make = random_transform if args.method == "transform" else random_rotations
+        flags = ["--kv-quant", args.method, "--kv-quant-rotations", str(make(Path(folder) / "rotations", 36, 8, 128))]
+        ours, state = capacity(*memory, *flags, *(["--kv-quant-bits", args.bits] if args.bits else []))
     plain, _ = capacity(*memory, "--attention-backend", args.plain_backend)
-    row = {"scenario": "capacity", "unit": "tokens", "none": plain, "oscar": ours, "ratio": round(ours / plain, 3)}
+    name = "capacity" if args.method == "oscar" else " ".join(filter(None, ("capacity", args.method, args.bits)))
+    row = {"scenario": name, "unit": "tokens", "none": plain, args.method: ours, "ratio": round(ours / plain, 3)}
     print(row, state, sep="\n")
     row |= {k: v for k, v in state.items() if k not in ("tiers", "rotations")}  # counters; a temporary folder
     record.merge(args.out, "serving", [row], key="scenario")
