@@ -54,7 +54,9 @@ def calibrate(
     ] = 0,
     seed: Annotated[int, typer.Option(help="Which contexts to draw; 0 spreads them evenly.")] = 0,
     granularity: Annotated[str, typer.Option(help="per-head or per-layer.")] = "per-head",
-    composition: Annotated[str, typer.Option(help="balanced, offset, or oscar for the paper's order.")] = "balanced",
+    composition: Annotated[
+        str, typer.Option(help="balanced, offset, or oscar for the paper's order; transform for --kv-quant transform.")
+    ] = "balanced",
     clips: Annotated[str, typer.Option(help="Clip ratios: per-layer, or global.")] = "per-layer",
     sensitivity: Annotated[bool, typer.Option(help="Measure each layer's sensitivity (needs gradients).")] = True,
     text_share: Annotated[float, typer.Option(help="Use only the first part of the text, 1 for all.")] = 1.0,
@@ -77,7 +79,7 @@ def calibrate(
     """Calibrate rotations and clip ratios on a model and a text. Interrupted, the same command continues."""
     from sglang_kvq.rotations.calibration.settings import CalibrationSettings
     from sglang_kvq.rotations.calibration.to_folder import calibrate_to_folder, partial_folder
-    from sglang_kvq.rotations.storage.card import describe_clips, model_card
+    from sglang_kvq.rotations.storage.card import describe_clips, describe_gains, model_card, served_by
     from sglang_kvq.rotations.storage.hub import check_push
     from sglang_kvq.rotations.storage.hub import push as upload
 
@@ -123,6 +125,7 @@ def calibrate(
         _show_json(
             {
                 "output": str(output),
+                "method": served_by(rotations),
                 "granularity": rotations.granularity,
                 "clip_k": meta.clip_k,
                 "clip_v": meta.clip_v,
@@ -131,11 +134,11 @@ def calibrate(
             }
         )
         return
-    _say(
-        f"{output}: {rotations.granularity} rotations, clip K {describe_clips(meta.clip_k)}, V "
-        f"{describe_clips(meta.clip_v)}, {meta.tokens} tokens"
-    )
-    _say(f"serve with: --kv-quant oscar --kv-quant-rotations {output}")
+    measured = f"clip K {describe_clips(meta.clip_k)}, V {describe_clips(meta.clip_v)}"
+    if rotations.is_transform:
+        measured = f"coding gain {describe_gains(rotations)}"
+    _say(f"{output}: {rotations.granularity} rotations, {measured}, {meta.tokens} tokens")
+    _say(f"serve with: --kv-quant {served_by(rotations)} --kv-quant-rotations {output}")
     if address:
         _say(f"uploaded to {address}")
 

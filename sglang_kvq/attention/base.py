@@ -1,8 +1,8 @@
 """What a backend must do: store, quantize, and attend over segments. Data only crosses as tensors.
 
-All keys, values and queries here are in the rotated basis (K' = K R_k - m, Q' = Q R_q, V' = V R_v with R_q R_k^T = I and
-a mean m that changes no attention), so one query serves every segment; ``rotate`` and ``rotate_output`` go in and out of
-it.
+All keys, values and queries here are in the rotated basis (K' = K R_k - m, Q' = Q R_q, V' = V R_v with R_q R_k^T = I
+and a mean m that changes no attention), so one query serves every segment; ``rotate`` and ``rotate_output`` go in and
+out of it.
 """
 
 from __future__ import annotations
@@ -97,7 +97,9 @@ class AttentionOps(ABC):
 
     @abstractmethod
     def rotate_output(self, layer: int, o: torch.Tensor) -> torch.Tensor:
-        """Out of the rotated basis: ``o R_o^T``, of ``rotations.outputs``, for o BF16 ``[T, q_heads, D]``; the identity if V is not rotated."""
+        """Out of the rotated basis: ``o R_o^T``, of ``rotations.outputs``, for o BF16 ``[T, q_heads, D]``; the identity
+        if V is not rotated.
+        """
 
     @abstractmethod
     def store_tokens(self, layer: int, loc: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:

@@ -147,18 +147,18 @@ def plane_formats(rotations: Rotations, bits: float) -> tuple[PlaneFormat, ...]:
         bits: per element, gains included, averaged over layers, keys and values.
 
     Raises:
-        KVQuantError: a budget out of reach.
+        KVQuantError: costs that are not finite.
     """
     r, importance = rotations, rotations.meta.importance
     if r.q is None or r.o is None or r.k_energies is None or r.v_energies is None or importance is None:
         raise ValueError("planes are for rotations of transform coding")
     head_dim = r.k.shape[-1]
-    costs = [
+    k_costs, v_costs = (
         pattern_costs(Basis(encode, decode.mT, energies.double()), torch.tensor(importance[part], dtype=torch.float64))
         for part, encode, decode, energies in (("k", r.k, r.q, r.k_energies), ("v", r.v, r.o, r.v_energies))
-    ]
-    gains = 8 / head_dim
-    return tuple(PlaneFormat(head_dim, PlaneCode(k), PlaneCode(v)) for k, v in choose_widths(*costs, bits - gains))
+    )
+    chosen = choose_widths(k_costs, v_costs, bits - 8 / head_dim)
+    return tuple(PlaneFormat(head_dim, PlaneCode(k), PlaneCode(v)) for k, v in chosen)
 
 
 def resolve_clips(config: KVQuantConfig, rotations: Rotations | None, layers: int) -> list[tuple[float, float]]:

@@ -81,6 +81,20 @@ def test_calibrate_and_convert_as_json(tmp_path):
     assert converted == {"output": str(tmp_path / "pair"), "layout": "pt"} and (tmp_path / "pair").is_dir()
 
 
+def test_calibrate_for_transform_coding_says_how_to_serve_it(tmp_path):
+    model, text = tiny_model_folder(tmp_path, tokens=1200)
+    arguments = [
+        "calibrate", model, "--text", text, "--tokens", 512, "--context", 512, "--composition", "transform",
+        "--no-sensitivity", "--device", "cpu",
+    ]  # fmt: skip
+    found = stdout_json(*arguments, "--output", tmp_path / "json")
+    assert found["method"] == "transform" and found["clip_k"] is None
+    shown = CliRunner().invoke(app, [*map(str, arguments), "--output", str(tmp_path / "out")], catch_exceptions=False)
+    assert f"serve with: --kv-quant transform --kv-quant-rotations {tmp_path / 'out'}" in shown.stderr
+    assert "coding gain K " in shown.stderr and "clip" not in shown.stderr.rpartition("rotations, ")[2]
+    assert load_rotations(tmp_path / "out", layers=2, kv_heads=2, head_dim=64).is_transform
+
+
 def test_an_error_leaves_stdout_empty(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["kvq", "inspect", str(tmp_path / "[bold]none"), "--json"])
     with pytest.raises(SystemExit) as ended:

@@ -12,10 +12,11 @@ from sglang_kvq.cli import app
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.rotations import load_rotations, save_rotations
 from sglang_kvq.rotations.storage import hub as hub_module
+from sglang_kvq.rotations.storage.card import describe_gains, model_card
 from sglang_kvq.rotations.storage.hub import CONFIG_FILE, TENSOR_FILE, download, find_folder
 from sglang_kvq.rotations.storage.published import K_FILE, V_FILE, save_published
 from sglang_kvq.rotations.storage.registry import PUBLISHED, Published
-from tests.rotations.helpers import random_rotations
+from tests.rotations.helpers import random_rotations, random_transform
 
 GEOMETRY = dict(layers=2, kv_heads=2, head_dim=64)
 
@@ -161,6 +162,21 @@ def test_the_registry_matches_names_and_revisions():
     assert [e.model for e in PUBLISHED] == [
         "Qwen3-4B-Thinking-2507", "Qwen3-8B", "Qwen3-32B", "GLM-4.7-FP8", "MiniMax-M2.7"
     ]  # fmt: skip
+
+
+def test_card_of_transform_coding():
+    rotations = random_transform()
+    card = model_card(rotations, 2, "org/zoo/tiny")
+    gain = describe_gains(rotations)
+    for words in (
+        "--kv-quant transform",
+        "org/zoo/tiny",
+        f"| coding gain | {gain} |",
+        "importance K",
+        "coding gain V, dB",
+    ):
+        assert words in card, card
+    assert "OSCAR" not in card and "clip" not in card and "--kv-quant oscar" in model_card(random_rotations(), 2)
 
 
 def test_push_uploads_folder_and_card(hub, tmp_path):
