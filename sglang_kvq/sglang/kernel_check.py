@@ -25,6 +25,7 @@ from sglang_kvq.cache.split import split_new_tokens
 from sglang_kvq.cache.tiers import TierManager
 from sglang_kvq.config import PAGE_SIZE, KVQuantConfig
 from sglang_kvq.errors import KVQuantError
+from sglang_kvq.formats.planes import PlaneCode, PlaneFormat
 from sglang_kvq.formats.record import RecordFormat
 from sglang_kvq.methods import METHOD_NAMES, get_method
 from sglang_kvq.rotations.resolve import resolve_formats
@@ -60,7 +61,7 @@ def kernels() -> dict[str, Any]:
 def formats() -> tuple[RecordFormat, ...]:
     """Every layout of records that some method has at its default width.
 
-    Those of planes depend on a model's rotations.
+    Those of planes depend on a model's rotations: here they are a pair with every kind of cell.
     """
     model = {
         "architectures": ["Qwen3ForCausalLM"], "num_hidden_layers": 1, "hidden_size": Q_HEADS * HEAD_DIM,
@@ -68,7 +69,8 @@ def formats() -> tuple[RecordFormat, ...]:
     }  # fmt: skip
     names = [name for name in METHOD_NAMES if not get_method(name).planes]
     chosen = [resolve_formats(KVQuantConfig(name), None, model)[0] for name in names]
-    return tuple({format.layout: format for format in chosen}.values())
+    planes = PlaneFormat(HEAD_DIM, PlaneCode((5, 3, 3, 1)), PlaneCode((2, 1, 1, 0)))
+    return (*{format.layout: format for format in chosen}.values(), planes)
 
 
 def run_all(device: torch.device) -> tuple[list[str], list[str]]:

@@ -184,7 +184,7 @@ def choose_widths(
 
 def _few_pairs(k: np.ndarray, v: np.ndarray, most: int) -> np.ndarray:
     """At most so many pairs of patterns, int ``[n, 2]``, of small total cost; k, v: ``[layers, PATTERNS]``."""
-    order = np.lexsort((np.arange(len(PATTERNS)), [sum(p) for p in PATTERNS]))  # of equals the narrower one
+    order = np.argsort([sum(p) for p in PATTERNS], kind="stable")  # of equals the narrower one
     first = np.stack([order[k[:, order].argmin(1)], order[v[:, order].argmin(1)]], axis=1)
     pairs = np.unique(first, axis=0)
     while len(pairs) > most:
