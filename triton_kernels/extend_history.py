@@ -126,7 +126,7 @@ def _page(
     of_key = x // PAGE * VECTOR + (x % PAGE // 8 * 8 + x % 2 * 4 + x // 2 % 4) // 2
     if GROUPS == 2:
         s_k, s_k2, z_k, z_k2 = split4(tl.load(words + of_key), PAGE)
-        s_v, s_v2, z_v, z_v2, _, _, _, _ = _split8(tl.load(words + V_SCALES + x % (4 * VECTOR)), VECTOR)
+        s_v, s_v2, z_v, z_v2, _, _, _, _ = split8(tl.load(words + V_SCALES + x % (4 * VECTOR)), VECTOR)
         s_v, z_v = tl.where(v_first == 0, s_v, s_v2), tl.where(v_first == 0, z_v, z_v2)
         k0, k1, k2, k3 = _keys_of(k, _own(s_k, token), _own(z_k, token), _own(s_k2, token), _own(z_k2, token), PLAIN)
     else:
@@ -237,7 +237,7 @@ def _split2(x, SIZE: tl.constexpr):
 
 
 @triton.jit
-def _split8(x, SIZE: tl.constexpr):
+def split8(x, SIZE: tl.constexpr):
     """[8 * SIZE] to its eighths."""
     x0, x1 = _split2(x, 4 * SIZE)
     a0, a1, a2, a3 = split4(x0, SIZE)

@@ -18,8 +18,9 @@ import triton
 import triton.language as tl
 
 from sglang_kvq.kernels.common import PAGE, dot, key_row, page_of
-from sglang_kvq.kernels.extend_history import join_planes, queries_by_plane, split4
+from sglang_kvq.kernels.extend_history import join_planes, queries_by_plane, split8
 from sglang_kvq.kernels.planes import (
+    GAIN_BIAS,
     cell_count,
     field_count,
     gain_of,
@@ -65,7 +66,7 @@ def history_planes(
             count = pages.tokens - whole * PAGE
             state = _page(state, queries, factor, record, count, v_first, RECORD, SHAPE, ROWS, True, PLAIN)
         queries = tl.zeros(queries.shape, queries.dtype)
-    return Softmax(state.acc, state.total, state.top - (_P_SHIFT + _LEVEL_LOG2))
+    return Softmax(state.acc, state.total * _LEVEL, state.top - (_P_SHIFT + _LEVEL_LOG2))
 
 
 @triton.jit
@@ -77,9 +78,11 @@ def _page(
 
     Load gains and cells; make K's tile; make V's; attend.
     """
-    g_k, log_g, inverse = _gains(record, factor, RECORD)
-    k = _key_tile(record, RECORD.k, SHAPE, PLAIN)
-    v = _value_tile(record, v_first, RECORD.v, SHAPE, PLAIN)
+    KEYS: tl.constexpr = RECORD.k
+    VALUES: tl.constexpr = RECORD.v
+    g_k, log_g, inverse = _gains(record, factor, RECORD, PLAIN)
+    k = _key_tile(record, KEYS, SHAPE, PLAIN)
+    v = _value_tile(record, v_first, VALUES, SHAPE, PLAIN)
     x = scores(queries, k, ROWS, PAGE) * g_k[None, :] + log_g[None, :]
     if MASKED:
         x = tl.where((tl.arange(0, PAGE) < count)[None, :], x, NEVER)
@@ -91,18 +94,55 @@ def _page(
 
 
 @triton.jit
-def _gains(record, factor, RECORD: tl.constexpr):
-    """Of a page's tokens, float32 [PAGE] each: K's gains times factor; of V's the logarithms, and the unit of V's tile
-    divided by them."""
-    # 256 words, see ``extend_history._page``: a token's byte of K once, of V three times.
-    x = tl.arange(0, 4 * PAGE)
-    which, token = x // PAGE, x % PAGE
+def _gains(record, factor, RECORD: tl.constexpr, PLAIN: tl.constexpr):
+    """Of a page's tokens, float32 [PAGE] each: K's gains times factor; of V's the logarithms and the inverses.
+
+    A word is loaded for two tokens. The compiler may do all but that for every thread's columns: instructions are few.
+    """
+    HALF: tl.constexpr = PAGE // 2
+    x = tl.arange(0, 4 * PAGE)  # 256 words, see ``extend_history._page``, of which a quarter is used
     words = (record + RECORD.k.gains).to(tl.pointer_type(tl.int32))
-    word = tl.load(words + tl.where(which == 0, 0, PAGE // 4) + token // 4)
-    gain = gain_of((word >> (token % 4 * 8)) & 0xFF)
-    both = tl.where(which == 0, gain * factor, tl.where(which == 1, tl.log2(gain), _LEVEL / gain))
-    g_k, log_g, inverse, _ = split4(both, PAGE)
-    return g_k, log_g, inverse
+    words_k, words_v, _, _, _, _, _, _ = split8(tl.load(words + x // HALF % 2 * (PAGE // 4) + x % HALF // 2), HALF)
+    g_k, g_v = _gains_of(words_k, PLAIN), _gains_of(words_v, PLAIN)
+    if PLAIN:
+        return g_k * factor, tl.log2(g_v), 1 / g_v
+    else:
+        log_g = tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [g_v], tl.float32, is_pure=True, pack=1)
+        inverse = tl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [g_v], tl.float32, is_pure=True, pack=1
+        )
+        return g_k * factor, log_g, inverse
+
+
+@triton.jit
+def _gains_of(words, PLAIN: tl.constexpr):
+    """Words [PAGE / 2], of four tokens each, twice, to the gains of the tokens, float32 [PAGE]."""
+    upper = tl.arange(0, PAGE // 2) % 2
+    if PLAIN:
+        low, high = gain_of((words >> (16 * upper)) & 0xFF), gain_of((words >> (16 * upper + 8)) & 0xFF)
+    else:
+        low, high = tl.inline_asm_elementwise(
+            asm=_GAINS_PTX,
+            constraints="=r,=r,r,r",
+            args=[words, 0x4140 + 0x0202 * upper],
+            dtype=(tl.int32, tl.int32),
+            is_pure=True,
+            pack=1,
+        )
+        low, high = low.to(tl.float32, bitcast=True), high.to(tl.float32, bitcast=True)
+    return tl.reshape(tl.join(low, high), [PAGE])
+
+
+#: The bytes that $3 selects from $2 to gains as BF16, side by side, then as float32.
+_GAINS_PTX = tl.constexpr(
+    f"""{{
+    .reg .b32 both;
+    prmt.b32 both, $2, 0, $3;
+    mad.lo.u32 both, both, 16, {(GAIN_BIAS.value << 4) * 0x10001:#x};
+    shl.b32 $0, both, 16;
+    and.b32 $1, both, 0xffff0000;
+    }}"""
+)
 
 
 @triton.jit
@@ -146,8 +186,21 @@ def _value_tile(record, v_first, CODES: tl.constexpr, SHAPE: tl.constexpr, PLAIN
             bytes = tl.load(address, mask=j < SHAPE.DIMS // 4, other=0)
         for f in tl.static_range(field_count(CODES, c)):
             planes = _set(planes, plane_of(CODES, c, f), _levels(bytes, shift, CODES, c, f, PLAIN))
-    v = tl.join(tl.join(planes[0], planes[2]), tl.join(planes[1], planes[3]))  # [ROWS, PAGE, plane // 2, plane % 2]
-    return tl.reshape(tl.permute(v, (2, 3, 0, 1)), [SHAPE.VP, PAGE])
+    # Tokens are joined last: otherwise the compiler takes planes for what a thread holds side by side, and stores the
+    # tile token by token.
+    even, odd = (), ()
+    for n in tl.static_range(4):
+        x, y = tl.split(tl.reshape(planes[n], [ROWS, PAGE // 2, 2]))
+        even += (x,)
+        odd += (y,)
+    return tl.reshape(tl.join(_stacked(even, ROWS), _stacked(odd, ROWS)), [SHAPE.VP, PAGE])
+
+
+@triton.jit
+def _stacked(x, ROWS: tl.constexpr):
+    """Four tiles [ROWS, PAGE / 2] to one [4 ROWS, PAGE / 2]."""
+    joined = tl.join(tl.join(x[0], x[2]), tl.join(x[1], x[3]))  # [ROWS, PAGE / 2, plane // 2, plane % 2]
+    return tl.reshape(tl.permute(joined, (2, 3, 0, 1)), [4 * ROWS, PAGE // 2])
 
 
 @triton.jit

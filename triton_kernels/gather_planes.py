@@ -36,10 +36,12 @@ def from_planes(k, v, count, kv_heads, record, RECORD: tl.constexpr, SHAPE: tl.c
 
     k, v: BF16 ``[PAGE, kv_heads, D]``, at this head. Keys first, then values.
     """
+    KEYS: tl.constexpr = RECORD.k
+    VALUES: tl.constexpr = RECORD.v
     row_words = kv_heads * (SHAPE.D // 2)
     words = record.to(tl.pointer_type(tl.int32))
-    _keys(k.to(tl.pointer_type(tl.int32)), count, row_words, record, words, RECORD.k, SHAPE)
-    _values(v.to(tl.pointer_type(tl.int32)), count, row_words, words, RECORD.v, SHAPE)
+    _keys(k.to(tl.pointer_type(tl.int32)), count, row_words, record, words, KEYS, SHAPE)
+    _values(v.to(tl.pointer_type(tl.int32)), count, row_words, words, VALUES, SHAPE)
 
 
 @triton.jit
