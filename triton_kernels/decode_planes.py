@@ -61,7 +61,7 @@ def history_planes(
     PAGE_BYTES: tl.constexpr = SHAPE.KV_HEADS * RECORD.bytes
 
     queries, unit, from_middles = _queries(q, scale_log2, KEYS, SHAPE)
-    second, plane, token = tokens_of_tile()
+    second, _, token = tokens_of_tile()
     ones = tl.full([TILE], 1.0, tl.float32)
     # K's gains and V's, one behind the other: [page, which, token].
     gains = KEYS.gains + tl.arange(0, 2)[None, :, None] * PAGE + tl.arange(0, PAGE)[None, None, :]
@@ -163,7 +163,7 @@ def _plane_pair(q, unit, FIRST: tl.constexpr, CODES: tl.constexpr, SHAPE: tl.con
     n, j = tl.arange(0, 2 * SHAPE.HEADS), tl.arange(0, 2 * SHAPE.D4)
     upper = j >= SHAPE.D4
     dim = tl.where(upper, coded_plane(CODES, FIRST + 1), coded_plane(CODES, FIRST)) * SHAPE.D4 + j % SHAPE.D4
-    there = (n // 2 < SHAPE.GQA_GROUP)[None, :] & (~upper | (FIRST + 1 < coded_count(CODES)))[:, None]
+    there = (n // 2 < SHAPE.GQA_GROUP)[None, :] & (~upper | (coded_count(CODES) > FIRST + 1))[:, None]
     x = tl.load(q.data + n[None, :] // 2 * q.head + dim[:, None], mask=there, other=0.0).to(tl.float32)
     share = tl.where(
         upper, 1 / multiple(CODES, coded_plane(CODES, FIRST + 1)), 1 / multiple(CODES, coded_plane(CODES, FIRST))

@@ -1,6 +1,6 @@
 """Records of ``formats.planes`` in kernels: bytes to INT8 tiles of codes, and gains.
 
-A plane's codes are used as they lie in a cell where that leaves them below 2^7 and no more than ``_MOST_SHIFT`` bits too
+A plane's codes are used as they lie in a cell where that leaves them below 2^7 and at most ``_MOST_SHIFT`` bits too
 high; the other factor of a product is divided by that ``multiple``. Else they are shifted down.
 """
 
@@ -131,7 +131,7 @@ def _field_ptx(codes, cell, field, upper):
     words = f"{mask * 0x01010101:#010x}"
     if keep or left == 0:
         return f"and.b32 $0, $1, {words};"
-    return "{ .reg .b32 down; shr.u32 down, $1, %d; and.b32 $0, down, %s; }" % (left, words)
+    return f"{{ .reg .b32 down; shr.u32 down, $1, {left}; and.b32 $0, down, {words}; }}"
 
 
 @triton.jit
@@ -161,7 +161,7 @@ def gain_of(byte):
 
 @triton.jit
 def plane_dims(v_first, SHAPE: tl.constexpr):
-    """Dims of V of a program's rows [VP], a plane's one behind the other, and which rows are dims: ``VP / 4`` a plane."""
+    """Dims of V of a program's rows [VP], ``VP / 4`` of each plane in turn, and which rows are dims."""
     ROWS: tl.constexpr = SHAPE.VP // 4
     row = tl.arange(0, SHAPE.VP)
     j = row % ROWS

@@ -11,7 +11,7 @@ the levels are the 2^w half-integers about 0 times the row's gain g, a float wit
 The gain is one of ``CANDIDATES``: the least that clips no element, and some below it. Clipping the row's largest may
 be worth finer steps for all others, so the one of least squared error is taken, of equals the largest:
 
-    E(g) = sum over i with w_i > 0 of min(round(|(x_i - g/2) - k_i g| 2^4 / u), 255)^2,   u the power of two in the largest
+    E(g) = sum over i with w_i > 0 of min(round(|(x_i - g/2) - k_i g| 2^4 / u), 255)^2,  u the power of two in the first
 
 These are integers below 2^24, so that their sum does not depend on the order. Differences are rounded to float32, fl is
 a float32, products are exact and ``round`` is to the nearest integer, half to even.

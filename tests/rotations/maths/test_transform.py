@@ -110,7 +110,7 @@ def test_bits_where_the_energy_is_beat_equal_bits():
 
 def test_patterns_never_rise():
     every = itertools.combinations_with_replacement(range(6, -1, -1), 4)
-    assert PATTERNS == tuple(p for p in every if cells_of(p))
+    assert tuple(p for p in every if cells_of(p)) == PATTERNS
     assert all(list(p) == sorted(p, reverse=True) for p in PATTERNS)
 
 
