@@ -56,6 +56,12 @@ NARROW = ExtendLaunch(rows=64, keys=32, warps=4, stages=3, registers=168, progra
 WIDE = ExtendLaunch(rows=64, keys=32, warps=8, stages=2, registers=None, programs_per_sm=1)
 
 
+def is_cheap(record: Record | PlaneRecord, head_dim: int) -> bool:
+    """Whether codes become operands in few instructions: ``history_two_bits`` and, with a tenth to a quarter more of
+    them for the gains, ``history_planes``; not ``history_any``."""
+    return isinstance(record, PlaneRecord) or is_two_bit(record, head_dim)
+
+
 def extend_launch(head_dim: int) -> ExtendLaunch:
     return WIDE if head_dim > 128 else NARROW
 

@@ -73,7 +73,7 @@ class ExtendCosts:
 
     Attributes:
         direct, dequantized: of ``direct_terms`` and ``dequantized_terms``, in their order.
-        unpacked: times as long does the direct kernel take for a unit of records other than uniform 2-bit ones.
+        unpacked: times as long does the direct kernel take for a unit of records that are not ``extend.is_cheap``.
         own: times as long as FlashInfer's does our own attention over a workspace take.
     """
 
@@ -87,12 +87,12 @@ class ExtendCosts:
         prefix_lens: list[int],
         new_lens: list[int],
         geometry: Geometry,
-        two_bit: bool = True,
+        cheap: bool = True,
         launch: ExtendLaunch | None = None,
     ) -> float:
-        """Pages read directly; two_bit: whether ``decode.is_two_bit`` of the records."""
+        """Pages read directly; cheap: whether ``extend.is_cheap`` of the records."""
         terms = direct_terms(prefix_lens, new_lens, geometry, launch or extend_launch(geometry.head_dim))
-        terms[1] *= 1 if two_bit else self.unpacked
+        terms[1] *= 1 if cheap else self.unpacked
         return float(terms @ self.direct)
 
     def dequantized_us(

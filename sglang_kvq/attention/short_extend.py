@@ -19,8 +19,8 @@ class ShortExtends:
 
     Attributes:
         costs: what both ways take; None: whatever they take.
-        most_rows_unpacked: new tokens times query heads of a KV head in a request, at most, of records that take more
-            to dequantize than uniform 2-bit ones: every tile of rows does it again.
+        most_rows_unpacked: new tokens times query heads of a KV head in a request, at most, of records that are not
+            cheap to dequantize (``extend.is_cheap``): every tile of rows does it again.
         least_prefix: stored tokens in the batch, at least.
         launch: of the kernel; None chooses by head_dim.
     """
@@ -35,22 +35,22 @@ class ShortExtends:
         prefix_lens: list[int],
         new_lens: list[int],
         geometry: Geometry,
-        two_bit: bool,
+        cheap: bool,
         capacity: int = 65536,
         flashinfer: bool = True,
     ) -> bool:
         """Whether it serves a batch.
 
-        two_bit: whether ``decode.is_two_bit`` of the layer's records; capacity: the workspace in tokens; flashinfer:
+        cheap: whether ``extend.is_cheap`` of the layer's records; capacity: the workspace in tokens; flashinfer:
         whether it would attend to one.
         """
         if sum(new_lens) == 0 or sum(prefix_lens) < self.least_prefix:
             return False
-        if not two_bit and max(new_lens) * geometry.gqa_group > self.most_rows_unpacked:
+        if not cheap and max(new_lens) * geometry.gqa_group > self.most_rows_unpacked:
             return False
         if self.costs is None:
             return True
-        direct = self.costs.direct_us(prefix_lens, new_lens, geometry, two_bit, self.launch)
+        direct = self.costs.direct_us(prefix_lens, new_lens, geometry, cheap, self.launch)
         return direct <= self.costs.dequantized_us(prefix_lens, new_lens, geometry, capacity, flashinfer)
 
 

@@ -20,8 +20,8 @@ from sglang_kvq.formats.page import PageFormat
 from sglang_kvq.kernels.arguments import Stored
 from sglang_kvq.kernels.codes import PlaneRecord, Record, record_of
 from sglang_kvq.kernels.common import INTERPRETED, can_overlap
-from sglang_kvq.kernels.decode import DecodeLaunch, decode, decode_launch, is_two_bit
-from sglang_kvq.kernels.extend import extend
+from sglang_kvq.kernels.decode import DecodeLaunch, decode, decode_launch
+from sglang_kvq.kernels.extend import extend, is_cheap
 from sglang_kvq.kernels.flash import flash_attention, plan_tiles, rows_per_tile
 from sglang_kvq.kernels.gather import gather_pages
 from sglang_kvq.kernels.merge import merge_splits
@@ -36,7 +36,7 @@ class BatchPlans:
     """What is planned for a batch of new tokens: at its first layer, kept for the others.
 
     Attributes:
-        is_short: whether pages are read directly, for layers of 2-bit records and for others.
+        is_short: whether pages are read directly, for layers of cheap records (``extend.is_cheap``) and for others.
         short, calls, slabs: the plan of either way: pages read directly; FlashInfer's calls; our own kernel's slabs.
     """
 
@@ -194,14 +194,14 @@ class TritonOps(AttentionOps):
 
     def _is_short(self, layer: int, plans: BatchPlans, short: ShortExtends) -> bool:
         """Whether the kernel that reads stored pages directly serves this layer."""
-        batch, two_bit = plans.batch, is_two_bit(self._records[layer], self.pool.head_dim)
-        if two_bit not in plans.is_short:
+        batch, cheap = plans.batch, is_cheap(self._records[layer], self.pool.head_dim)
+        if cheap not in plans.is_short:
             capacity, flashinfer = self.slab_pages * PAGE_SIZE, False
             if self.prefill is not None and self.prefill.suits(batch.new_lens):
                 capacity, flashinfer = self.prefill.capacity, True
             lens = (batch.prefix_lens, batch.new_lens)
-            plans.is_short[two_bit] = short.suits(*lens, self.geometry, two_bit, capacity, flashinfer)
-        return plans.is_short[two_bit]
+            plans.is_short[cheap] = short.suits(*lens, self.geometry, cheap, capacity, flashinfer)
+        return plans.is_short[cheap]
 
     def _extend_short(
         self,

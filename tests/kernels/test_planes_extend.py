@@ -8,12 +8,16 @@ import numpy as np
 import pytest
 import torch
 
+from sglang_kvq.attention.short_extend import ShortExtends
+from sglang_kvq.attention.triton_ops import BatchPlans
 from sglang_kvq.config import HEAD_DIMS, PAGE_SIZE
 from sglang_kvq.formats.planes import PlaneCode, Widths, gains_of
 from sglang_kvq.kernels import extend_planes, gather_planes
 from sglang_kvq.kernels.codes import PlaneCodes
 from sglang_kvq.kernels.gather import PageRead, gather_pages
-from tests.kernels.scene import Heads, Scene, int64, randn
+from tests.kernels.scene import Heads, Scene, int64, make_scene, randn
+from tests.kernels.test_extend import make_batch
+from tests.kernels.test_formats import make_format
 from tests.kernels.test_planes import HEADS, WIDTHS, plane_scene
 from tests.kernels.test_short_extend import check, fma_f16x2
 from tests.kernels.test_unpack import OPERATIONS, execute, words
@@ -93,6 +97,18 @@ def test_gains_of_any_size(across):
 @pytest.mark.parametrize("scale", [1e-3, 30.0, 3e4])
 def test_queries_of_any_size(scale):
     check(plane_scene(replace(HEADS[0], kv=1), WIDTHS[0], [64 * 5]), [(64 * 5, 4)], layers=[0], scale=scale)
+
+
+def test_many_rows_are_read_directly():
+    """As of uniform 2-bit records, for which costs decide; of others only few rows are."""
+    heads, short = HEADS[1], ShortExtends(costs=None)
+    for scene, direct in (
+        (plane_scene(heads, WIDTHS[0], [64]), True),
+        (make_scene(heads, [64]), True),
+        (make_scene(heads, [64], formats=[make_format("uniform-3-3", 128)] * 2), False),
+    ):
+        batch = make_batch(scene.rows, [(32768, 100)])
+        assert scene.ops()[0]._is_short(0, BatchPlans(batch), short) == direct
 
 
 def plane_codes(widths: Widths) -> PlaneCodes:

@@ -211,14 +211,14 @@ def test_a_long_prefix_fills_the_gpu_once():
 def test_which_batches_are_short():
     """``test_extend_costs.py`` has the measured points; here is what does not depend on them."""
     geometry = Geometry(32, 8, 128, 132)
-    suits = lambda prefix, new, short=AS_MEASURED, two_bit=True: short.suits(  # noqa: E731
-        prefix, new, geometry, two_bit=two_bit, capacity=65536, flashinfer=True
+    suits = lambda prefix, new, short=AS_MEASURED, cheap=True: short.suits(  # noqa: E731
+        prefix, new, geometry, cheap=cheap, capacity=65536, flashinfer=True
     )
     assert suits([32768], [16]) and suits([32768, 500], [16, 1]) and not suits([8192], [512])
     assert not suits([511], [5]) and suits([2048], [5]), "no prefix to speak of"
     assert not suits([32768], [0]) and not suits([32768], [0], ANY)
-    assert suits([32768], [32], two_bit=False) and not suits([32768], [33], two_bit=False)
-    assert suits([0], [512], ANY, two_bit=False)
+    assert suits([32768], [32], cheap=False) and not suits([32768], [33], cheap=False)
+    assert suits([0], [512], ANY, cheap=False)
     assert extend_launch(128) is NARROW and extend_launch(256) is WIDE
 
 
