@@ -22,7 +22,7 @@ import torch
 from benchmarks import baseline, record
 from benchmarks.kernel_bench.decode import decode_rows, quantize_rows, step_rows, sweep
 from benchmarks.kernel_bench.extend import extend_rows, short_rows, sweep_extend
-from benchmarks.kernel_bench.planes import decode_planes_rows, quantize_planes_rows
+from benchmarks.kernel_bench.planes import decode_planes_rows, extend_planes_rows, quantize_planes_rows
 from benchmarks.kernel_bench.rows import show
 from benchmarks.kernel_bench.shapes import KV_HEADS, Q_HEADS, D
 from benchmarks.kernel_bench.timer import Timer, copy_bandwidth
@@ -64,7 +64,11 @@ def main() -> None:
         )
     if args.short:
         extends = extends[:1]
-    planes = [decode_planes_rows(timer, bandwidth, not args.alone), quantize_planes_rows(timer, bandwidth)]
+    planes = [
+        quantize_planes_rows(timer, bandwidth),
+        extend_planes_rows(timer),
+        decode_planes_rows(timer, bandwidth, not args.alone),
+    ]
     parts = [decode_rows(timer, bandwidth), quantize_rows(timer, bandwidth), step_rows(timer), *planes]
     print(
         f"{'kernel':19} {'shape':>12} {'ours us':>9} {'BF16 us':>9} {'ratio':>7} {'to FP8*':>7} {'bandw.':>6}   error"

@@ -13,7 +13,7 @@ import torch
 
 from benchmarks import baseline
 from benchmarks.kernel_bench.rows import row_of
-from benchmarks.kernel_bench.shapes import DecodeShape
+from benchmarks.kernel_bench.shapes import ANY_EXTEND, DecodeShape, ShortShape
 from benchmarks.kernel_bench.timer import Timer
 from sglang_kvq.attention.base import LayerRotations
 from sglang_kvq.attention.reference import ReferenceOps
@@ -22,6 +22,7 @@ from sglang_kvq.cache.pool import PagePool
 from sglang_kvq.config import PAGE_SIZE
 from sglang_kvq.formats.page import PageFormat
 from sglang_kvq.formats.planes import PlaneCode, PlaneFormat, Widths
+from sglang_kvq.formats.record import RecordFormat
 
 #: Layers by the widths of their keys and values.
 LAYERS: dict[float, dict[tuple[Widths, Widths], int]] = {
@@ -40,7 +41,9 @@ LAYERS: dict[float, dict[tuple[Widths, Widths], int]] = {
     },
 }
 #: Query heads, KV heads, head_dim.
-GEOMETRIES = [(32, 8, 128), (32, 8, 64), (32, 4, 128), (64, 8, 64), (64, 4, 128)]
+GEOMETRIES = [(32, 8, 128), (32, 8, 64), (64, 8, 64), (32, 4, 128)]
+#: Extends: requests, new tokens of each, stored prefix.
+EXTENDS = [(1, 16, 32768), (8, 64, 16384), (1, 128, 131072)]
 SHAPES = [(64, 16384), (16, 98304)]
 
 
@@ -90,6 +93,32 @@ def decode_planes_rows(timer: Timer, bandwidth: float, compare: bool = True) -> 
                     **heads,
                     **more,
                     each=each,
+                )
+
+
+def extend_planes_rows(timer: Timer) -> Iterator[dict]:
+    """A few new tokens over long prefixes, 32 over 8 heads: pages read directly, and dequantized first."""
+    for d in (128, 64):
+        formats: dict[str, dict[RecordFormat, int]] = {"oscar 2": {PageFormat(d, d, 0.96, 0.92): 1}} | {
+            f"transform {budget}": {plane_format(d, widths): n for widths, n in layers.items()}
+            for budget, layers in LAYERS.items()
+        }
+        for batch, new, prefix in EXTENDS:
+            oscar = None
+            for name, layers in formats.items():
+                direct = first = worst = 0.0
+                for format, count in layers.items():
+                    shape = ShortShape(batch, new, prefix, format)
+                    us, error = shape.measure(timer, ANY_EXTEND)
+                    direct, worst = direct + us * count, max(worst, error)
+                    first += shape.measure(timer, None)[0] * count
+                    del shape
+                n = sum(layers.values())
+                oscar = oscar or direct / n
+                more = {"new_tokens": new, "dequantized_first_us": round(first / n, 2), "head_dim": d}
+                more |= {"oscar_us": round(oscar, 2), "ratio_oscar": round(oscar * n / direct, 3)}
+                yield row_of(
+                    f"extend ({name}, heads of {d})", batch, prefix + new, direct / n, None, worst, None, **more
                 )
 
 

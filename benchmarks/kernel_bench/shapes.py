@@ -16,6 +16,7 @@ from sglang_kvq.attention.triton_ops import TritonOps
 from sglang_kvq.cache.pool import PagePool
 from sglang_kvq.config import PAGE_SIZE
 from sglang_kvq.formats.page import PageFormat
+from sglang_kvq.formats.record import RecordFormat
 from sglang_kvq.kernels.decode import DecodeLaunch
 
 Q_HEADS, KV_HEADS, D = 32, 8, 128
@@ -26,7 +27,7 @@ BOUND = 5e-3
 ANY_EXTEND = ShortExtends(costs=None, most_rows_unpacked=1 << 20, least_prefix=0)
 
 
-def make_pool(lengths: list[int], format: PageFormat = FORMAT, kv_heads: int = KV_HEADS) -> PagePool:
+def make_pool(lengths: list[int], format: RecordFormat = FORMAT, kv_heads: int = KV_HEADS) -> PagePool:
     """A request per length on shuffled pages, with random records, sinks and windows; rows from 1."""
     counts = [-(-length // PAGE_SIZE) for length in lengths]
     ends = [max(SINK, (length - RECENT) // PAGE_SIZE * PAGE_SIZE) for length in lengths]
@@ -63,7 +64,7 @@ class DecodeShape:
     """Inputs of one batch, and what is right for its first and last request."""
 
     def __init__(
-        self, lengths: list[int], format: PageFormat = FORMAT, q_heads: int = Q_HEADS, kv_heads: int = KV_HEADS
+        self, lengths: list[int], format: RecordFormat = FORMAT, q_heads: int = Q_HEADS, kv_heads: int = KV_HEADS
     ) -> None:
         self.lengths, batch, d = lengths, len(lengths), format.head_dim
         self.pool = make_pool(lengths, format, kv_heads)
@@ -95,11 +96,12 @@ class DecodeShape:
 class ShortShape:
     """Inputs of a batch of short extends, and what is right for its first and last request."""
 
-    def __init__(self, batch: int, new: int, prefix: int) -> None:
+    def __init__(self, batch: int, new: int, prefix: int, format: RecordFormat = FORMAT) -> None:
         self.name, self.requests, self.new, self.prefix = f"{batch} x {new} after {prefix}", batch, new, prefix
-        self.pool = make_pool([prefix] * batch)
+        self.pool, self.scale = make_pool([prefix] * batch, format), format.head_dim**-0.5
         self.q, self.k, self.v = (
-            torch.randn(batch * new, n, D, device="cuda").bfloat16() for n in (Q_HEADS, KV_HEADS, KV_HEADS)
+            torch.randn(batch * new, n, format.head_dim, device="cuda").bfloat16()
+            for n in (Q_HEADS, KV_HEADS, KV_HEADS)
         )
         none, rows = torch.empty(0, dtype=torch.int64, device="cuda"), torch.arange(1, batch + 1, device="cuda")
         loc = torch.arange(batch * new, device="cuda")
@@ -108,14 +110,14 @@ class ShortShape:
         for i in {0, batch - 1}:
             mine = slice(i * new, i * new + new)
             q, k, v = self.q[mine], self.k[mine], self.v[mine]
-            self.want[i] = oracle.extend_row(self.pool, 0, i + 1, prefix, q, k, v, D**-0.5)
+            self.want[i] = oracle.extend_row(self.pool, 0, i + 1, prefix, q, k, v, self.scale)
 
     def measure(
         self, timer: Timer, short: ShortExtends | None, prefill: RaggedPrefill | None = None
     ) -> tuple[float, float]:
         """Microseconds and relative error."""
         ops = TritonOps(self.pool, LayerRotations(), Q_HEADS, 1, prefill=prefill, short=short)
-        run = lambda: ops.extend(0, self.q, self.k, self.v, self.batch, D**-0.5)  # noqa: E731
+        run = lambda: ops.extend(0, self.q, self.k, self.v, self.batch, self.scale)  # noqa: E731
         got = run()
         error = max(checked(f"extend {self.name}", got[i * self.new :][: self.new], x) for i, x in self.want.items())
         return timer(run), error
