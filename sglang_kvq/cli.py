@@ -59,6 +59,11 @@ def calibrate(
     ] = "balanced",
     clips: Annotated[str, typer.Option(help="Clip ratios: per-layer, or global.")] = "per-layer",
     sensitivity: Annotated[bool, typer.Option(help="Measure each layer's sensitivity (needs gradients).")] = True,
+    recommend: Annotated[
+        bool, typer.Option(help="With --composition transform, measure budgets of bits and recommend one.")
+    ] = True,
+    held_out_contexts: Annotated[int, typer.Option(help="Contexts to measure budgets on, of those not drawn.")] = 2,
+    held_out_length: Annotated[int, typer.Option(help="Tokens of each of them.")] = 1024,
     text_share: Annotated[float, typer.Option(help="Use only the first part of the text, 1 for all.")] = 1.0,
     base_model: Annotated[str | None, typer.Option(help="Name to record, if MODEL is a local folder.")] = None,
     revision: Annotated[str | None, typer.Option(help="Revision of the model on the hub.")] = None,
@@ -79,6 +84,8 @@ def calibrate(
     """Calibrate rotations and clip ratios on a model and a text. Interrupted, the same command continues."""
     from sglang_kvq.rotations.calibration.settings import CalibrationSettings
     from sglang_kvq.rotations.calibration.to_folder import calibrate_to_folder, partial_folder
+    from sglang_kvq.rotations.inspection.budget_tables import divergence_table, recommendation
+    from sglang_kvq.rotations.inspection.budgets import BudgetPass, HeldOut
     from sglang_kvq.rotations.storage.card import describe_clips, describe_gains, model_card, served_by
     from sglang_kvq.rotations.storage.hub import check_push
     from sglang_kvq.rotations.storage.hub import push as upload
@@ -95,8 +102,11 @@ def calibrate(
     )
     if push:
         check_push(push)
+    budgets = None
     try:
         with _Bars() as bars:
+            if recommend and composition == "transform":
+                budgets = BudgetPass(HeldOut(held_out_contexts, held_out_length), settings, bars)
             rotations = calibrate_to_folder(
                 model,
                 text,
@@ -111,13 +121,17 @@ def calibrate(
                 restart=restart,
                 engine=_engine(engine, tp, engine_arg or []),
                 progress=bars,
+                last=budgets,
             )
     except KeyboardInterrupt:
+        if budgets and budgets.started:
+            _say(f"interrupted; {output} is written, with no recommended budget.", style="yellow")
+            raise typer.Exit(130) from None
         kept = partial_folder(output)
         went = f"what was done is in {kept}: the same command continues from there" if kept.exists() else "nothing kept"
         _say(f"interrupted; {output} was not written; {went}.", style="yellow")
         raise typer.Exit(130) from None
-    meta = rotations.meta
+    meta, divergence = rotations.meta, budgets and budgets.found
     address = None
     if push:
         address = upload(output, push, model_card(rotations, meta.model["num_key_value_heads"], push))
@@ -130,6 +144,7 @@ def calibrate(
                 "clip_k": meta.clip_k,
                 "clip_v": meta.clip_v,
                 "tokens": meta.tokens,
+                "divergence": divergence and divergence.to_json(),
                 "uploaded": address,
             }
         )
@@ -138,7 +153,12 @@ def calibrate(
     if rotations.is_transform:
         measured = f"coding gain {describe_gains(rotations)}"
     _say(f"{output}: {rotations.granularity} rotations, {measured}, {meta.tokens} tokens")
-    _say(f"serve with: --kv-quant {served_by(rotations)} --kv-quant-rotations {output}")
+    bits = ""
+    if divergence:
+        Console().print(divergence_table(divergence))
+        _say(recommendation(divergence))
+        bits = f" --kv-quant-bits {divergence.recommended:g}" if divergence.recommended else ""
+    _say(f"serve with: --kv-quant {served_by(rotations)} --kv-quant-rotations {output}{bits}")
     if address:
         _say(f"uploaded to {address}")
 

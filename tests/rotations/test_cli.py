@@ -11,6 +11,7 @@ from sglang_kvq.cli import _engine, app
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.evaluation.command import parser as evaluation_parser
 from sglang_kvq.rotations import load_rotations, save_rotations
+from sglang_kvq.rotations.inspection import budgets
 from tests.rotations.helpers import random_rotations, tiny_model_folder
 
 
@@ -23,6 +24,7 @@ from tests.rotations.helpers import random_rotations, tiny_model_folder
         (["--clips", "best"], "--clips best: unknown"),
         (["--text-share", "2"], "--text-share 2"),
         (["--context", "100"], "--context 100: must be at least 448"),
+        (["--composition", "transform", "--held-out-length", "100"], "--held-out-length 100: must be a multiple of 64"),
     ],
     ids=lambda x: " ".join(x) if isinstance(x, list) else "",
 )
@@ -76,23 +78,95 @@ def test_calibrate_and_convert_as_json(tmp_path):
         "oscar", "--no-sensitivity", "--device", "cpu",
     )  # fmt: skip
     assert found["output"] == str(output) and found["tokens"] == 512 and found["uploaded"] is None
+    assert found["divergence"] is None
+    assert not {"divergence", "importance"} & {
+        k for k, v in json.loads((output / "config.json").read_text()).items() if v
+    }
     assert tuple(found["clip_k"]) == load_rotations(output, layers=2, kv_heads=2, head_dim=64).meta.clip_k
     converted = stdout_json("convert", output, tmp_path / "pair", "--to", "pt")
     assert converted == {"output": str(tmp_path / "pair"), "layout": "pt"} and (tmp_path / "pair").is_dir()
 
 
-def test_calibrate_for_transform_coding_says_how_to_serve_it(tmp_path):
-    model, text = tiny_model_folder(tmp_path, tokens=1200)
-    arguments = [
+def transform_arguments(folder, tokens=1200):
+    model, text = tiny_model_folder(folder, tokens=tokens)
+    return [
         "calibrate", model, "--text", text, "--tokens", 512, "--context", 512, "--composition", "transform",
-        "--no-sensitivity", "--device", "cpu",
+        "--no-sensitivity", "--device", "cpu", "--held-out-contexts", 1, "--held-out-length", 512,
     ]  # fmt: skip
-    found = stdout_json(*arguments, "--output", tmp_path / "json")
-    assert found["method"] == "transform" and found["clip_k"] is None
-    shown = CliRunner().invoke(app, [*map(str, arguments), "--output", str(tmp_path / "out")], catch_exceptions=False)
-    assert f"serve with: --kv-quant transform --kv-quant-rotations {tmp_path / 'out'}" in shown.stderr
+
+
+def test_calibrate_for_transform_coding_says_how_to_serve_it(tmp_path):
+    arguments = transform_arguments(tmp_path)
+    found = stdout_json(*arguments, "--no-recommend", "--output", tmp_path / "json")
+    assert found["method"] == "transform" and found["clip_k"] is None and found["divergence"] is None
+    assert "divergence" not in json.loads((tmp_path / "json" / "config.json").read_text())
+    shown = CliRunner().invoke(
+        app, [*map(str, arguments), "--no-recommend", "--output", str(tmp_path / "out")], catch_exceptions=False
+    )
+    assert f"serve with: --kv-quant transform --kv-quant-rotations {tmp_path / 'out'}\n" in shown.stderr
     assert "coding gain K " in shown.stderr and "clip" not in shown.stderr.rpartition("rotations, ")[2]
     assert load_rotations(tmp_path / "out", layers=2, kv_heads=2, head_dim=64).is_transform
+    assert shown.stdout == ""
+
+
+def test_calibrate_ends_with_the_budget_it_recommends(tmp_path):
+    arguments = transform_arguments(tmp_path)
+    out = tmp_path / "out"
+    shown = CliRunner().invoke(
+        app, [*map(str, arguments), "--output", str(out)], catch_exceptions=False, env={"COLUMNS": "80"}
+    )
+    config = json.loads((out / "config.json").read_text())
+    found = config["divergence"]
+    bits = found["recommended_bits"]  # so little depends on a random model's cache that the least budget will do
+    assert bits == 1.25 and found["tokens"] == 128
+    assert f"recommended: --kv-quant-bits {bits:g}, the least budget" in shown.stderr
+    assert shown.stderr.rstrip().endswith(f"--kv-quant-rotations {out} --kv-quant-bits {bits:g}")
+    lines = shown.stdout.splitlines()
+    assert max(map(len, lines)) <= 80 and [line for line in lines if line.rstrip().endswith("recommended")]
+    for row in (*found["budgets"], found["reference"]):
+        assert f"{row['kl']:.4f} ± {row['kl_error']:.4f}" in shown.stdout and f"{row['capacity']:.1f}x" in shown.stdout
+    as_json = stdout_json(*arguments, "--output", tmp_path / "json")["divergence"]
+    assert as_json == found
+
+    inspected = stdout_json("inspect", out)
+    assert inspected["divergence"] == found
+    assert [row["budget"] for row in inspected["foreseen"]] == [row["budget"] for row in found["budgets"]]
+    assert all(row["bound"] < row["nats"] and row["gap_db"] > 0 for row in inspected["foreseen"])
+    text = CliRunner().invoke(app, ["inspect", str(out)], env={"COLUMNS": "80"}, catch_exceptions=False).stdout
+    assert max(map(len, [line for line in text.splitlines() if str(out) not in line])) <= 80 and "…" not in text
+    assert "recommended: --kv-quant-bits 1.25" in " ".join(text.split()) and "foreseen" in text
+    for row in inspected["foreseen"]:
+        assert f"{row['bound']:.4g}" in text and f"{row['gap_bits']:.2f}" in text
+
+
+def test_no_text_to_recommend_a_budget_by(tmp_path):
+    """It is told before anything is calibrated."""
+    arguments = [*map(str, transform_arguments(tmp_path, tokens=1000)), "--output", str(tmp_path / "out")]
+    result = CliRunner().invoke(app, arguments)
+    assert isinstance(result.exception, KVQuantError) and "room for 0 contexts of 512" in str(result.exception)
+    assert not (tmp_path / "out").exists() and not (tmp_path / "out.partial").exists()
+    assert CliRunner().invoke(app, [*arguments, "--no-recommend"]).exit_code == 0
+
+
+def test_rotations_are_written_before_budgets_are_measured(tmp_path, monkeypatch):
+    def interrupt(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(budgets, "measure_budgets", interrupt)
+    result = CliRunner().invoke(app, [*map(str, transform_arguments(tmp_path)), "--output", str(tmp_path / "out")])
+    assert result.exit_code == 130 and "is written, with no recommended budget" in " ".join(result.stderr.split())
+    assert load_rotations(tmp_path / "out", layers=2, kv_heads=2, head_dim=64).is_transform
+
+
+def test_budgets_of_a_folder_that_is_there(tmp_path, monkeypatch, capsys):
+    arguments = transform_arguments(tmp_path)
+    expected = stdout_json(*arguments, "--output", tmp_path / "one")["divergence"]
+    stdout_json(*arguments, "--no-recommend", "--output", tmp_path / "two")
+    given = ["budgets", arguments[1], tmp_path / "two", "--text", arguments[3], "--context", 512, "--contexts", 1]
+    monkeypatch.setattr(sys, "argv", [*map(str, given), "--length", "512", "--device", "cpu"])
+    budgets.main()
+    assert "recommended: --kv-quant-bits 1.25" in capsys.readouterr().out
+    assert json.loads((tmp_path / "two" / "config.json").read_text())["divergence"] == expected
 
 
 def test_an_error_leaves_stdout_empty(tmp_path, monkeypatch, capsys):

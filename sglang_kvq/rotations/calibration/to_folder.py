@@ -6,7 +6,9 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
+
+import torch
 
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.rotations.base import Rotations
@@ -16,6 +18,20 @@ from sglang_kvq.rotations.calibration.run import Progress, calibrate
 from sglang_kvq.rotations.calibration.settings import CalibrationSettings
 from sglang_kvq.rotations.calibration.text import read_corpus
 from sglang_kvq.rotations.storage.files import save_rotations
+
+
+class LastPass(Protocol):
+    """What is still to do with the model when its rotations are written."""
+
+    def check(self, ids: torch.Tensor) -> None:
+        """See before anything runs that the corpus, int64 ``[tokens]``, will do.
+
+        Raises:
+            KVQuantError: it will not.
+        """
+
+    def run(self, model: Any, ids: torch.Tensor, rotations: Rotations, folder: Path) -> object:
+        """Do it, with the rotations that ``folder`` holds."""
 
 
 def calibrate_to_folder(
@@ -33,6 +49,7 @@ def calibrate_to_folder(
     restart: bool = False,
     engine: dict[str, Any] | None = None,
     progress: Progress | None = None,
+    last: LastPass | None = None,
 ) -> Rotations:
     """Calibrate and write ``output``; returns what it wrote.
 
@@ -46,9 +63,10 @@ def calibrate_to_folder(
         restart: discard what an interrupted run left.
         engine: keywords of ``sglang.Engine``, to run the model there (no sensitivities, no checkpoint); None runs it
             with transformers.
+        last: follows when ``output`` is written, so that nothing is lost if it is interrupted; not with an engine.
 
     Raises:
-        KVQuantError: model or text not loadable, output exists, or as ``calibrate``.
+        KVQuantError: model or text not loadable, output exists, or as ``calibrate`` or ``last``.
     """
     if output.exists() and not overwrite:  # before the hour of work, not after
         raise KVQuantError(f"{output} exists; choose another --output, or pass --overwrite to replace it.")
@@ -58,10 +76,12 @@ def calibrate_to_folder(
         shutil.rmtree(kept, ignore_errors=True)
     if engine is None:
         model, tokenizer = load_model(model_path, revision=revision, device=device, dtype=dtype)
-        config = model.config
+        config, ids = model.config, tokenize(tokenizer, corpus)
+        if last:
+            last.check(ids)
         rotations = calibrate(
             model,
-            tokenize(tokenizer, corpus),
+            ids,
             settings,
             progress,
             checkpoint=lambda *run: Checkpoint(kept, fingerprint(*run)),
@@ -83,6 +103,8 @@ def calibrate_to_folder(
     rotations = replace(rotations, meta=meta)
     save_rotations(rotations, output, kv_heads=meta.model["num_key_value_heads"], overwrite=overwrite)
     shutil.rmtree(kept, ignore_errors=True)
+    if last and engine is None:
+        last.run(model, ids, rotations, output)
     return rotations
 
 

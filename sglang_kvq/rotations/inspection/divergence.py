@@ -8,13 +8,14 @@ older than the recent window go through the real records in the rotated basis; t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from sglang_kvq.attention.base import LayerRotations
+from sglang_kvq.config import PAGE_SIZE
 from sglang_kvq.formats.record import RecordFormat
 from sglang_kvq.rotations.calibration.hf_attention import attention_hook
 from sglang_kvq.rotations.maths.fake_quant import RotatedContext, page_round_trip
@@ -45,32 +46,72 @@ class FakeQuantAttention:
         return context.to_model_basis(context.output(*page_round_trip(format, context.k, context.v)))
 
 
+@dataclass(frozen=True)
+class TokenDivergence:
+    """How far the model's next-token distributions move, token by token, contexts one after another.
+
+    Attributes:
+        kl: float64 ``[tokens]``, KL(BF16 || candidate) in nats.
+        agrees: bool ``[tokens]``: whether both think the same token the most likely.
+    """
+
+    kl: torch.Tensor
+    agrees: torch.Tensor
+
+
 @torch.inference_mode()
-def mean_kl(
+def divergences(
     model: Any,
-    contexts: list[torch.Tensor],
-    candidates: dict[str, FakeQuantAttention],
+    contexts: Sequence[torch.Tensor],
+    candidates: Mapping[str, FakeQuantAttention],
     *,
     first: int = 500,
-) -> dict[str, float]:
-    """Mean over tokens of KL(BF16 || candidate), in nats.
+    progress: Callable[[int, int], None] | None = None,
+) -> dict[str, TokenDivergence]:
+    """Divergence of every token from ``first`` on.
 
     Args:
         model: a transformers causal language model, best in float32 (only the cache is rounded to BF16).
         contexts: token ids int64 ``[T]`` each, T > first.
         first: positions below it are left out: their history is hardly quantized.
+        progress: called with the passes over a context that are done, and how many there are.
 
     Returns:
-        the mean of each candidate, by name.
+        that of each candidate, by name, on the CPU.
     """
-    sums, count = dict.fromkeys(candidates, 0.0), 0
-    for ids in contexts:
+    found: dict[str, list[TokenDivergence]] = {name: [] for name in candidates}
+    report, total = progress or (lambda done, total: None), len(contexts) * (1 + len(candidates))
+    for i, ids in enumerate(contexts):
+        done = i * (1 + len(candidates))
+        report(done, total)
         reference = _log_probs(model, ids, FakeQuantAttention(None), first)
-        count += reference.shape[0]
-        for name, attention in candidates.items():
-            logp = _log_probs(model, ids, attention, first)
-            sums[name] += float(torch.nn.functional.kl_div(logp, reference, reduction="sum", log_target=True))
-    return {name: total / count for name, total in sums.items()}
+        for j, (name, attention) in enumerate(candidates.items()):
+            report(done + 1 + j, total)
+            found[name].append(_compare(_log_probs(model, ids, attention, first), reference))
+    report(total, total)
+    return {
+        name: TokenDivergence(torch.cat([d.kl for d in each]), torch.cat([d.agrees for d in each]))
+        for name, each in found.items()
+    }
+
+
+def mean_kl(
+    model: Any, contexts: list[torch.Tensor], candidates: dict[str, FakeQuantAttention], *, first: int = 500
+) -> dict[str, float]:
+    """Mean over tokens of ``divergences``' KL, by name of the candidate. Arguments likewise."""
+    found = divergences(model, contexts, candidates, first=first)
+    return {name: float(divergence.kl.mean()) for name, divergence in found.items()}
+
+
+def _compare(logp: torch.Tensor, reference: torch.Tensor) -> TokenDivergence:
+    """Of log-probabilities ``[tokens, vocab]``; in parts, for a difference of vocabularies is as large as both."""
+    kl = torch.cat(
+        [
+            torch.nn.functional.kl_div(a, b, reduction="none", log_target=True).sum(-1, dtype=torch.float64)
+            for a, b in zip(logp.split(PAGE_SIZE), reference.split(PAGE_SIZE))
+        ]
+    )
+    return TokenDivergence(kl.cpu(), (logp.argmax(-1) == reference.argmax(-1)).cpu())
 
 
 def _log_probs(model: Any, ids: torch.Tensor, attention: FakeQuantAttention, first: int) -> torch.Tensor:

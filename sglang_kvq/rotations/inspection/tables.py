@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from math import isfinite
 from typing import Any
 
@@ -13,6 +14,9 @@ from rich.table import Table
 
 from sglang_kvq.methods import get_method
 from sglang_kvq.rotations.base import Rotations
+from sglang_kvq.rotations.inspection.budget_tables import divergence_table, foreseen_table, recommendation
+from sglang_kvq.rotations.inspection.budgets import stored
+from sglang_kvq.rotations.inspection.foreseen import foreseen
 from sglang_kvq.rotations.inspection.layer_errors import Measured
 from sglang_kvq.rotations.resolve import plane_formats
 from sglang_kvq.rotations.storage.card import coding_gains, describe_clips, describe_gains
@@ -31,6 +35,12 @@ def report(
         else:
             parts = "error: of the attention output. nats: sensitivity at 2 and 4 bits."
             yield f"{parts} top 8: their share of the spectrum."
+    if rotations.is_transform:
+        yield foreseen_table(foreseen(rotations), rotations.meta.sensitivity is not None)
+        divergence = stored(rotations)
+        if divergence:
+            yield divergence_table(divergence)
+            yield recommendation(divergence)
     if measured:
         for part, name in enumerate(("keys", "values")):
             yield from _errors(measured, part, name, width)
@@ -43,6 +53,7 @@ def to_json(rotations: Rotations, kv_heads: int | None, measured: Measured | Non
     """All that ``report`` shows, unrounded: lists are by layer; measured errors by method, layer and KV head."""
     meta, (layers, _, head_dim, _) = rotations.meta, rotations.k.shape
     spectra = {"k": rotations.k_eigenvalues, "v": rotations.v_eigenvalues}
+    divergence = stored(rotations)
     return {
         "source": meta.source,
         "sha256": meta.sha256,
@@ -59,6 +70,10 @@ def to_json(rotations: Rotations, kv_heads: int | None, measured: Measured | Non
         "importance": meta.importance,
         "coding_gain_db": coding_gains(rotations),
         "widths": plane_widths(rotations) if rotations.is_transform else None,
+        "foreseen": [{**asdict(row), "gap_db": row.gap_db} for row in foreseen(rotations)]
+        if rotations.is_transform
+        else None,
+        "divergence": divergence and divergence.to_json(),
         "errors": meta.errors,
         "sensitivity": meta.sensitivity,
         "sensitivity_unit": meta.sensitivity_unit,
