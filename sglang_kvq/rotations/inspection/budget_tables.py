@@ -13,7 +13,7 @@ from sglang_kvq.rotations.inspection.foreseen import Foreseen
 
 def divergence_table(found: BudgetDivergence) -> Table:
     """A row for each budget and one for the reference; the recommended one is marked."""
-    table = _table(f"Divergence from the unquantized model, {found.tokens} tokens that calibration did not draw")
+    table = _table(f"Divergence from the unquantized model, {found.contexts} x {found.length} tokens held out")
     for name in ("--kv-quant-\nbits", "allocated\nbits", "tokens a\nGPU holds", "KL, nats\nper token", "top-1", ""):
         table.add_column(name, justify="right" if name else "left", no_wrap=True)
     for row in (*found.budgets, found.reference):
@@ -42,7 +42,8 @@ def recommendation(found: BudgetDivergence) -> str:
         )
     return (
         f"recommended: --kv-quant-bits {chosen:g}, the least budget at which the divergence plus one standard error is "
-        f"at most {limit}, as it is at every larger one"
+        f"at most {limit}, as it is at every larger one. Measured on contexts of {found.length} tokens; longer ones "
+        "lose more, which kvq eval measures."
     )
 
 
@@ -52,7 +53,7 @@ def foreseen_table(rows: Sequence[Foreseen], measured: bool) -> Table:
     Args:
         measured: whether importances are, so that errors are in nats.
     """
-    table = _table("Foreseen error by budget; bound: the least possible for Gaussian channels")
+    table = _table("Foreseen error, and the bound for Gaussian channels")
     unit = "foreseen,\nnats" if measured else "foreseen,\nrelative"
     for name in ("--kv-quant-\nbits", "allocated\nbits", unit, "bound", "gap, dB", "gap, bits"):
         table.add_column(name, justify="right", no_wrap=True)

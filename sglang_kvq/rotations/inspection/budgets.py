@@ -297,10 +297,10 @@ def stored(rotations: Rotations) -> BudgetDivergence | None:
 
 def _text(value: Any, indent: int = 0) -> str:
     """JSON with a line for each field and for each table's row; lists of numbers are not spread."""
-    if isinstance(value, dict) and (indent < 4 or any(isinstance(x, (dict, list)) for x in value.values())):
+    if isinstance(value, dict) and (indent < 4 or any(isinstance(x, (dict, list, tuple)) for x in value.values())):
         items = [f"{json.dumps(name)}: {_text(x, indent + 2)}" for name, x in value.items()]
         opening, closing = "{}"
-    elif isinstance(value, list) and any(isinstance(x, dict) for x in value):
+    elif isinstance(value, (list, tuple)) and any(isinstance(x, dict) for x in value):
         items = [_text(x, indent + 2) for x in value]
         opening, closing = "[]"
     else:

@@ -2,9 +2,9 @@
 
 By the model of ``maths.transform`` a channel of energy e in a layer of importance a costs a e d nats when it is coded
 with distortion d. Over all channels of all layers, keys and values together, no code of R bits per element costs less
-than reverse water-filling gives, if the channels are independent and Gaussian: of all distributions with the same
-energies that is the hardest to code. What is between has three parts: uniform scalar quantizers instead of long vectors
-(0.25 bits, 1.5 dB, at high rates), widths by quarters of a row and few patterns in a model, and a gain for each row.
+than reverse water-filling gives, if the channels are independent and Gaussian; with the same energies all others can be
+coded in fewer. What is between has three parts: scalar quantizers instead of long vectors (0.25 bits, 1.5 dB, at high
+rates), a gain for each row, and widths that are whole bits, at most 6, for a quarter of a row.
 """
 
 from __future__ import annotations

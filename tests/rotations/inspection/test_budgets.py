@@ -152,7 +152,9 @@ def test_what_was_measured_is_stored_beside_the_rotations(tmp_path, measured):
     store(found, tmp_path / "mine")  # in its place
     after, _ = read_local(tmp_path / "mine")
     assert stored(after) == found and after.meta == again.meta
-    config = json.loads((tmp_path / "mine" / "config.json").read_text())
+    text = (tmp_path / "mine" / "config.json").read_text()
+    assert text.count('\n      {"method": "transform"') == 3  # a line for each
+    config = json.loads(text)
     kept = config.pop("divergence")
     assert config == before and kept["recommended_bits"] == found.recommended and kept["limit"] == found.limit
     assert {p.name for p in (tmp_path / "mine").iterdir()} == {"config.json", "rotations.safetensors"}
