@@ -45,6 +45,9 @@ from sglang_kvq.kernels.planes import is_planes, plane_dims
 from sglang_kvq.kernels.shape import shape_of, value_dims
 from sglang_kvq.kernels.softmax import LOG2E, NEVER, Softmax
 
+#: Shared memory of an SM (Hopper) that programs can have, less what each has reserved.
+_SHARED_BYTES = 227 * 1024
+
 #: How much of the last wave of programs must be busy before another wave is tried.
 BUSY = 0.9
 
@@ -83,7 +86,11 @@ def decode_launch(head_dim: int, gqa_group: int, record: Record | PlaneRecord) -
     """
     if isinstance(record, PlaneRecord):
         wide = head_dim > 128 or gqa_group > 4
-        return DecodeLaunch(stages=3, registers=255 if wide else 168, programs_per_sm=8 if wide else 12)
+        programs = 8 if wide else 12
+        # A third stage hides more, where all programs' copies find room in an SM's shared memory: as compiled.
+        copies = 8 * head_dim * sum(record.k.widths + record.v.widths) + max(7680 - 48 * head_dim, 1536)
+        stages = 3 if copies <= _SHARED_BYTES // programs else 2
+        return DecodeLaunch(stages=stages, registers=255 if wide else 168, programs_per_sm=programs)
     if gqa_group > 8:  # spills all the same: more heads hold more accumulators
         return DecodeLaunch(stages=3, registers=255, programs_per_sm=8)
     wide = head_dim > 128 or (gqa_group > 4 and (head_dim > 64 or not is_fast(record)))

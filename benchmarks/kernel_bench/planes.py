@@ -41,9 +41,9 @@ LAYERS: dict[float, dict[tuple[Widths, Widths], int]] = {
     },
 }
 #: Query heads, KV heads, head_dim.
-GEOMETRIES = [(32, 8, 128), (32, 8, 64), (64, 8, 64), (32, 4, 128)]
+GEOMETRIES = [(32, 8, 128), (32, 8, 64), (64, 8, 64)]
 #: Extends: requests, new tokens of each, stored prefix.
-EXTENDS = [(1, 16, 32768), (8, 64, 16384), (1, 128, 131072)]
+EXTENDS = [(8, 64, 16384), (1, 128, 131072)]
 SHAPES = [(64, 16384), (16, 98304)]
 
 
