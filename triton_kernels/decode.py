@@ -45,8 +45,8 @@ from sglang_kvq.kernels.planes import is_planes, plane_dims
 from sglang_kvq.kernels.shape import shape_of, value_dims
 from sglang_kvq.kernels.softmax import LOG2E, NEVER, Softmax
 
-#: Shared memory of an SM (Hopper) that programs can have, less what each has reserved.
-_SHARED_BYTES = 227 * 1024
+#: Shared memory of an SM (Hopper), of which each program has a part reserved besides.
+_SHARED_BYTES, _RESERVED_BYTES = 228 * 1024, 1024
 
 #: How much of the last wave of programs must be busy before another wave is tried.
 BUSY = 0.9
@@ -87,9 +87,10 @@ def decode_launch(head_dim: int, gqa_group: int, record: Record | PlaneRecord) -
     if isinstance(record, PlaneRecord):
         wide = head_dim > 128 or gqa_group > 4
         programs = 8 if wide else 12
-        # A third stage hides more, where all programs' copies find room in an SM's shared memory: as compiled.
-        copies = 8 * head_dim * sum(record.k.widths + record.v.widths) + max(7680 - 48 * head_dim, 1536)
-        stages = 3 if copies <= _SHARED_BYTES // programs else 2
+        # A third stage hides more, where the copies of all programs find room in an SM's shared memory.
+        shape = shape_of(1, head_dim)
+        copies = 32 * shape.INT8_JP * sum(record.k.widths) + 8 * shape.VP * sum(record.v.widths) + 1536  # as compiled
+        stages = 3 if copies + _RESERVED_BYTES <= _SHARED_BYTES // programs else 2
         return DecodeLaunch(stages=stages, registers=255 if wide else 168, programs_per_sm=programs)
     if gqa_group > 8:  # spills all the same: more heads hold more accumulators
         return DecodeLaunch(stages=3, registers=255, programs_per_sm=8)

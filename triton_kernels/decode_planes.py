@@ -16,7 +16,6 @@ from sglang_kvq.kernels.common import PAGE, page_of
 from sglang_kvq.kernels.int8 import (
     MAGIC_BITS,
     base_of,
-    int8_columns,
     join_parts,
     query_plane,
     spread_sum,
@@ -26,14 +25,11 @@ from sglang_kvq.kernels.int8 import (
 )
 from sglang_kvq.kernels.planes import (
     cell_count,
-    coded_count,
-    coded_plane,
     field_codes,
     field_count,
     is_byte,
     is_coded,
     middle,
-    min_of,
     multiple,
     plane_of,
     start_of,
@@ -82,20 +78,13 @@ def history_planes(
         g_k, g_v = tile_gains(tl.load(both + gains))  # [TILE] each
 
         products = tl.full([TILE, COLUMNS], MAGIC_BITS, tl.int32)
-        tiles = ()
         for c in tl.static_range(cell_count(KEYS)):
             bytes = _key_bytes(records, base_a, base_b, c, KEYS, SHAPE)
             for f in tl.static_range(field_count(KEYS, c)):
                 k = field_codes(bytes, KEYS, c, f, 0, PLAIN)
                 if not is_byte(KEYS, c):
                     k = stack(k, field_codes(bytes, KEYS, c, f, 1, PLAIN))
-                tiles += (k,)
-        for n in tl.static_range(len(queries)):
-            if len(queries) == len(tiles):
-                products = tl.dot(tiles[n], queries[n], products, out_dtype=tl.int32)
-            else:
-                k = _side_by_side(tiles[2 * n], tiles[min_of(2 * n + 1, len(tiles) - 1)])
-                products = tl.dot(k, queries[n], products, out_dtype=tl.int32)
+                products = tl.dot(k, queries[plane_of(KEYS, c, f)], products, out_dtype=tl.int32)
         x = (join_parts(products, TILE, HEADS) * unit[None, :] - from_middles[None, :]) * g_k[:, None]
         position = (index + second.to(tl.int32)) * PAGE + token
         x = tl.where((position < tl.minimum(last * PAGE, item.length))[:, None], x, NEVER)
@@ -132,22 +121,19 @@ def _queries(q, scale_log2, CODES: tl.constexpr, SHAPE: tl.constexpr):
     """Operands of a KV head's queries, see ``int8.query_operands``, divided by each plane's multiple.
 
     Returns:
-        INT8 [INT8_JP, 2 HEADS] of each coded plane in the order of cells; or, where a product is as long as two planes,
-        of two; what a product counts, and what the middles add, [HEADS] each.
+        the four planes, INT8 [INT8_JP, 2 HEADS]; what a product counts, and what the middles add, [HEADS] each.
     """
     DP: tl.constexpr = SHAPE.DP
     n, h, dim = tl.arange(0, 2 * SHAPE.HEADS), tl.arange(0, SHAPE.HEADS), tl.arange(0, DP)
     inside = (dim < SHAPE.D)[:, None] & (n // 2 < SHAPE.GQA_GROUP)[None, :]
     twice = tl.load(q.data + n[None, :] // 2 * q.head + dim[:, None], mask=inside, other=0.0).to(tl.float32)
     unit = tl.max(tl.abs(twice), 0) * (1 / 127) + 1e-30  # [2 HEADS]
-    COUNT: tl.constexpr = coded_count(CODES)
-    planes = ()
-    if SHAPE.INT8_JP == 2 * SHAPE.D4:
-        for i in tl.static_range(0, COUNT, 2):
-            planes += (_plane_pair(q, unit, i, CODES, SHAPE),)
-    else:
-        for i in tl.static_range(COUNT):
-            planes += (query_plane(q, unit, coded_plane(CODES, i), 1 / multiple(CODES, coded_plane(CODES, i)), SHAPE),)
+    planes = (
+        query_plane(q, unit, 0, 1 / multiple(CODES, 0), SHAPE),
+        query_plane(q, unit, 1, 1 / multiple(CODES, 1), SHAPE),
+        query_plane(q, unit, 2, 1 / multiple(CODES, 2), SHAPE),
+        query_plane(q, unit, 3, 1 / multiple(CODES, 3), SHAPE),
+    )
     inside = (dim < SHAPE.D)[:, None] & (h < SHAPE.GQA_GROUP)[None, :]
     x = tl.load(q.data + h[None, :] * q.head + dim[:, None], mask=inside, other=0.0).to(tl.float32)
     middles = tl.zeros([DP], tl.float32)
@@ -158,31 +144,10 @@ def _queries(q, scale_log2, CODES: tl.constexpr, SHAPE: tl.constexpr):
 
 
 @triton.jit
-def _plane_pair(q, unit, FIRST: tl.constexpr, CODES: tl.constexpr, SHAPE: tl.constexpr):
-    """INT8 [2 D4, 2 HEADS] of the FIRST-th coded plane and the next one; zeros for that if there is none."""
-    n, j = tl.arange(0, 2 * SHAPE.HEADS), tl.arange(0, 2 * SHAPE.D4)
-    upper = j >= SHAPE.D4
-    dim = tl.where(upper, coded_plane(CODES, FIRST + 1), coded_plane(CODES, FIRST)) * SHAPE.D4 + j % SHAPE.D4
-    there = (n // 2 < SHAPE.GQA_GROUP)[None, :] & (~upper | (coded_count(CODES) > FIRST + 1))[:, None]
-    x = tl.load(q.data + n[None, :] // 2 * q.head + dim[:, None], mask=there, other=0.0).to(tl.float32)
-    share = tl.where(
-        upper, 1 / multiple(CODES, coded_plane(CODES, FIRST + 1)), 1 / multiple(CODES, coded_plane(CODES, FIRST))
-    )
-    return int8_columns(x * share[:, None], 1 / unit, 2 * SHAPE.HEADS)
-
-
-@triton.jit
-def _side_by_side(a, b):
-    """[R, N] and [R, N] to [R, 2 N]."""
-    COLUMNS: tl.constexpr = 2 * a.shape[1]
-    return tl.reshape(tl.permute(tl.join(a, b), (0, 2, 1)), [a.shape[0], COLUMNS])
-
-
-@triton.jit
 def _key_bytes(records, base_a, base_b, CELL: tl.constexpr, CODES: tl.constexpr, SHAPE: tl.constexpr):
-    """A cell of two pages' keys: uint8 [2 PAGE, D4, padded] in the tile's order, of a nibble [PAGE, D4, padded]."""
+    """A cell of two pages' keys: uint8 [2 PAGE, INT8_JP] in the tile's order, of a nibble [PAGE, INT8_JP]."""
     D4: tl.constexpr = SHAPE.D4
-    JP: tl.constexpr = D4 if SHAPE.INT8_JP == 2 * D4 else SHAPE.INT8_JP
+    JP: tl.constexpr = SHAPE.INT8_JP
     ROWS: tl.constexpr = 2 * PAGE if is_byte(CODES, CELL) else PAGE
     QUARTER: tl.constexpr = PAGE // 4
     row, j = tl.arange(0, ROWS), tl.arange(0, JP)[None, :]

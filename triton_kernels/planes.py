@@ -83,24 +83,6 @@ def is_coded(codes, plane):
 
 
 @triton.constexpr_function
-def coded_count(codes):
-    """Planes that have bits."""
-    return sum(len(cell.fields) for cell in codes.cells)
-
-
-@triton.constexpr_function
-def coded_plane(codes, n):
-    """The n-th plane that has bits, in the order of cells; the last one beyond."""
-    planes = [field.plane for cell in codes.cells for field in cell.fields]
-    return planes[min(n, len(planes) - 1)]
-
-
-@triton.constexpr_function
-def min_of(a, b):
-    return min(a, b)
-
-
-@triton.constexpr_function
 def _stays(field):
     """Whether codes are used as they lie."""
     return field.shift + field.width <= 7 and field.shift <= _MOST_SHIFT
