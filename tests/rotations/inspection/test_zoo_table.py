@@ -51,8 +51,11 @@ def test_json(monkeypatch, tmp_path):
     (tmp_path / "Qwen3-8B_seq32768").mkdir()
     for name in ("k_rotation_qqt_r_h_pbr.pt", "v_rotation_sst_r_h_pbr.pt"):
         (tmp_path / "Qwen3-8B_seq32768" / name).touch()
-    found = {entry["model"]: entry for entry in json.loads(zoo(monkeypatch, "--json", in_cache=tmp_path))}
+    entries = json.loads(zoo(monkeypatch, "--json", in_cache=tmp_path))
+    found = {entry["model"]: entry for entry in entries if entry["method"] != "transform"}
     ours = found["HuggingFaceTB/SmolLM2-135M-Instruct"]
     assert ours["origin"] == "shipped" and ours["folder"].startswith(str(zoo_folder())) and len(ours["clip_k"]) == 30
+    coded = {entry["model"]: entry for entry in entries if entry["method"] == "transform"}
+    assert coded[ours["model"]]["origin"] == "shipped" and coded[ours["model"]]["clip_k"] is None
     assert found["Qwen3-8B"]["folder"] == str(tmp_path / "Qwen3-8B_seq32768") and found["Qwen3-32B"]["folder"] is None
     assert found["Qwen3-8B"]["origin"] == "hub" and found["Qwen3-8B"]["clip_k"] is None
