@@ -1,4 +1,4 @@
-"""Families of methods and how plots draw them: one colour and one marker each, which no other family has."""
+"""Families of methods and how plots draw them: one color and one marker each, which no other family has."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ class Family:
 
     Attributes:
         name: what the legend says.
-        colour, marker: matplotlib's.
+        color, marker: matplotlib's.
         labelled: whether its points are several methods, each with its name beside it, and not one at several widths.
     """
 
     name: str
-    colour: str
+    color: str
     marker: str
     labelled: bool = False
 
 
-#: Hues that colour-blind readers tell apart (Okabe and Ito), two of them in a lighter shade for mixed precision.
+#: Hues that color-blind readers tell apart (Okabe and Ito), two of them in a lighter shade for mixed precision.
 FAMILIES = {
     "fixed": Family("hadamard, int2, int4", "#7f7f7f", "s", labelled=True),
     "kivi": Family("kivi", "#e69f00", "D"),
@@ -33,13 +33,13 @@ FAMILIES = {
     "transform": Family("transform", "#d55e00", "*"),
     "other": Family("other", "#000000", "h", labelled=True),
 }
-#: Drawn as horizontal lines: colour and line style.
+#: Drawn as horizontal lines: color and line style.
 REFERENCES = {"none": ("BF16", "#000000", ":"), "fp8": ("FP8", "#000000", "--")}
 _FIXED = ("hadamard", "int2", "int4")
 
 
 def reference_of(method: str) -> tuple[str, str, str] | None:
-    """Name, colour and line style of a method that is drawn as a line; None for the others."""
+    """Name, color and line style of a method that is drawn as a line; None for the others."""
     return REFERENCES.get(_head(method))
 
 

@@ -83,8 +83,8 @@ def _panel(axes: Any, rows: Sequence[Row], task: str, cell: Cell, title: str) ->
         if family := family_of(point.method):
             drawn.setdefault(family, []).append(point)
         elif (line := reference_of(point.method)) and not (task in LOWER_IS_BETTER and point.score <= 0):
-            name, colour, style = line
-            legend[name] = axes.axhline(factor * point.score, color=colour, linestyle=style, linewidth=1)
+            name, color, style = line
+            legend[name] = axes.axhline(factor * point.score, color=color, linestyle=style, linewidth=1)
     for family in sorted(drawn, key=list(FAMILIES.values()).index):
         legend[family.name] = _series(axes, family, drawn[family], factor, task in LOWER_IS_BETTER)
     best = frontier([point for of in drawn.values() for point in of], task in LOWER_IS_BETTER)
@@ -126,7 +126,7 @@ def _series(axes: Any, family: Family, found: Sequence[Point], factor: float, lo
         scores,
         yerr=[lower, errors],
         fmt=family.marker,
-        color=family.colour,
+        color=family.color,
         linestyle="none" if family.labelled else "-",
         linewidth=0.6,
         elinewidth=1,
@@ -156,7 +156,7 @@ def _label(axes: Any, family: Family, found: Sequence[Point], factor: float) -> 
             ha="left" if across < 0.6 else "right",
             textcoords="offset points",
             fontsize="x-small",
-            color=family.colour,
+            color=family.color,
         )
 
 

@@ -104,15 +104,15 @@ def test_a_task_stands_for_itself_where_bf16_can_do_it():
 # -- families ---------------------------------------------------------------------------------------------
 
 
-def test_every_family_has_a_colour_and_a_marker_of_its_own():
+def test_every_family_has_a_color_and_a_marker_of_its_own():
     found = list(FAMILIES.values())
     for of in (
-        [family.colour for family in found],
+        [family.color for family in found],
         [family.marker for family in found],
         [family.name for family in found],
     ):
         assert len(set(of)) == len(found)
-    styles = [(colour, style) for _, colour, style in REFERENCES.values()]
+    styles = [(color, style) for _, color, style in REFERENCES.values()]
     assert len(set(styles)) == len(styles)
 
 
