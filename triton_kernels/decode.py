@@ -41,7 +41,7 @@ from sglang_kvq.kernels.int8 import (
     weight_operands,
 )
 from sglang_kvq.kernels.plan import OVERLAY_TILE, load_item
-from sglang_kvq.kernels.planes import is_planes, plane_dims
+from sglang_kvq.kernels.planes import is_planes, row_dims
 from sglang_kvq.kernels.shape import shape_of, value_dims
 from sglang_kvq.kernels.softmax import LOG2E, NEVER, Softmax
 
@@ -191,29 +191,18 @@ def _decode(
                 state = _history(mine, item, table, records, v_first, scale_log2, RECORD, SHAPE, PLAIN)
             else:
                 state = history_general(mine, item, table, records, v_first, scale_log2, RECORD, SHAPE, PLAIN)
+        dims, inside = row_dims(v_first, RECORD, SHAPE)
         if item.first_tile < item.last_tile:
-            dims, inside = _value_dims(v_first, RECORD, SHAPE)
             overlays = stored.overlays
             other = _overlay(mine, item, table, overlays, stored.page_slot, head, dims, inside, scale_log2, SHAPE)
             state = _merged(state, other)
         if LETS_NEXT:
             tl.extra.cuda.gdc_launch_dependents()
         h = tl.arange(0, HEADS)
-        dims, inside = _value_dims(v_first, RECORD, SHAPE)
         result = (tl.program_id(1) * SHAPE.Q_HEADS + first_head + h).to(tl.int64)  # [HEADS]
         tl.store(lse + result, state.top + tl.log2(state.total), mask=h < SHAPE.GQA_GROUP)
         address = out + result[None, :] * SHAPE.D + dims[:, None]
         tl.store(address, state.acc / state.total[None, :], mask=inside[:, None] & (h < SHAPE.GQA_GROUP)[None, :])
-
-
-@triton.jit
-def _value_dims(v_first, RECORD: tl.constexpr, SHAPE: tl.constexpr):
-    """The dim of V that each of a program's rows [VP] is, and which rows are dims."""
-    row = tl.arange(0, SHAPE.VP)
-    if is_planes(RECORD) and SHAPE.VP != SHAPE.D:
-        return plane_dims(v_first, SHAPE)
-    else:
-        return v_first + row, row < SHAPE.DIMS
 
 
 @triton.jit

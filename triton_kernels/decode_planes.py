@@ -16,6 +16,7 @@ from sglang_kvq.kernels.common import PAGE, page_of
 from sglang_kvq.kernels.int8 import (
     MAGIC_BITS,
     base_of,
+    empty_groups,
     join_parts,
     query_plane,
     spread_sum,
@@ -62,9 +63,7 @@ def history_planes(
     # K's gains and V's, one behind the other: [page, which, token].
     gains = KEYS.gains + tl.arange(0, 2)[None, :, None] * PAGE + tl.arange(0, PAGE)[None, None, :]
 
-    accs = ()
-    for _ in tl.static_range(4):
-        accs += (tl.zeros([ROWS, HEADS], tl.float32),)
+    accs, _ = empty_groups(4, ROWS, HEADS)
     weight = tl.zeros([8, HEADS], tl.float32)  # sum p g_v
     top = tl.full([HEADS], NEVER, tl.float32)
     total = tl.zeros([8, HEADS], tl.float32)

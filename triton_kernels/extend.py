@@ -22,7 +22,7 @@ from sglang_kvq.kernels.common import INTERPRETED, PAGE, page_of, to_bf16
 from sglang_kvq.kernels.decode import is_two_bit
 from sglang_kvq.kernels.extend_history import Tile, history_any, history_two_bits, settled
 from sglang_kvq.kernels.extend_planes import history_planes
-from sglang_kvq.kernels.planes import is_planes, plane_dims
+from sglang_kvq.kernels.planes import is_planes, row_dims
 from sglang_kvq.kernels.shape import shape_of
 from sglang_kvq.kernels.softmax import LOG2E, attend, no_keys
 
@@ -298,19 +298,9 @@ def _extend(
         item.new,
     )
     overlays = stored.overlays + head * (PAGE * SHAPE.D)
-    dims = _value_dims(v_first, RECORD, SHAPE)
+    dims = row_dims(v_first, RECORD, SHAPE)
     state = _whole_keys(state, tile, token, pages, new, overlays, stored.page_slot, dims, scale_log2, SHAPE, KEYS, ROWS)
     _store_result(out, partial, lse, state, item, token, q_head, dims, SHAPE)
-
-
-@triton.jit
-def _value_dims(v_first, RECORD: tl.constexpr, SHAPE: tl.constexpr):
-    """The dim of V that each of acc's columns [VP] is, and which columns are dims."""
-    column = tl.arange(0, SHAPE.VP)
-    if is_planes(RECORD) and SHAPE.VP != SHAPE.D:
-        return plane_dims(v_first, SHAPE)
-    else:
-        return v_first + column, column < SHAPE.DIMS
 
 
 @triton.jit

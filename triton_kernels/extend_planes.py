@@ -25,8 +25,10 @@ from sglang_kvq.kernels.planes import (
     field_count,
     gain_of,
     is_byte,
+    mask_of,
     middle,
     plane_of,
+    shift_of,
     start_of,
 )
 from sglang_kvq.kernels.softmax import NEVER, Softmax, no_keys, scores
@@ -227,7 +229,7 @@ def _set(planes, PLANE: tl.constexpr, tile):
 def _levels(bytes, shift, CODES: tl.constexpr, CELL: tl.constexpr, FIELD: tl.constexpr, PLAIN: tl.constexpr):
     """A field's levels times 2^-9, FP16, of bytes; shift: where a nibble begins in its byte, equal for four of them."""
     if PLAIN:
-        code = (bytes.to(tl.int32) >> (shift + _shift(CODES, CELL, FIELD))) & _mask(CODES, CELL, FIELD)
+        code = (bytes.to(tl.int32) >> (shift + shift_of(CODES, CELL, FIELD))) & mask_of(CODES, CELL, FIELD)
         return ((code.to(tl.float32) - middle(CODES, plane_of(CODES, CELL, FIELD))) * _LEVEL).to(tl.float16)
     elif is_byte(CODES, CELL):
         return tl.inline_asm_elementwise(
@@ -242,16 +244,6 @@ def _levels(bytes, shift, CODES: tl.constexpr, CELL: tl.constexpr, FIELD: tl.con
             is_pure=True,
             pack=4,
         )
-
-
-@triton.constexpr_function
-def _shift(codes, cell, field):
-    return codes.cells[cell].fields[field].shift
-
-
-@triton.constexpr_function
-def _mask(codes, cell, field):
-    return (1 << codes.cells[cell].fields[field].width) - 1
 
 
 @triton.constexpr_function

@@ -22,8 +22,10 @@ from sglang_kvq.kernels.planes import (
     field_count,
     is_byte,
     is_coded,
+    mask_of,
     middle,
     plane_of,
+    shift_of,
     start_of,
 )
 
@@ -159,17 +161,7 @@ def _plain(words, gain, CODES: tl.constexpr, CELL: tl.constexpr, FIELD: tl.const
 
 @triton.jit
 def _code(x, CODES: tl.constexpr, CELL: tl.constexpr, FIELD: tl.constexpr):
-    return ((x >> _shift(CODES, CELL, FIELD)) & _mask(CODES, CELL, FIELD)).to(tl.float32)
-
-
-@triton.constexpr_function
-def _shift(codes, cell, field):
-    return codes.cells[cell].fields[field].shift
-
-
-@triton.constexpr_function
-def _mask(codes, cell, field):
-    return (1 << codes.cells[cell].fields[field].width) - 1
+    return ((x >> shift_of(CODES, CELL, FIELD)) & mask_of(CODES, CELL, FIELD)).to(tl.float32)
 
 
 @triton.constexpr_function

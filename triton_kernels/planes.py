@@ -62,6 +62,12 @@ def shift_of(codes, cell, field):
 
 
 @triton.constexpr_function
+def mask_of(codes, cell, field):
+    """The field's bits, brought to the lowest."""
+    return (1 << codes.cells[cell].fields[field].width) - 1
+
+
+@triton.constexpr_function
 def middle(codes, plane):
     """What is taken off a plane's codes: half their range."""
     return (2 ** codes.widths[plane] - 1) / 2
@@ -89,29 +95,24 @@ def _stays(field):
 
 
 @triton.constexpr_function
-def _shift(codes, cell, field):
-    found = codes.cells[cell].fields[field]
-    return 0 if _stays(found) else found.shift
+def _left(codes, cell, field, upper):
+    """By how much a cell, or the upper nibble of a byte, is shifted down for a field."""
+    return (0 if _stays(codes.cells[cell].fields[field]) else shift_of(codes, cell, field)) + 4 * upper
 
 
 @triton.constexpr_function
 def _mask(codes, cell, field):
-    found = codes.cells[cell].fields[field]
-    return ((1 << found.width) - 1) << (found.shift if _stays(found) else 0)
+    """What is left of it then."""
+    return mask_of(codes, cell, field) << (
+        shift_of(codes, cell, field) if _stays(codes.cells[cell].fields[field]) else 0
+    )
 
 
 @triton.constexpr_function
 def _field_ptx(codes, cell, field, upper):
     """Of four bytes, or of their upper nibbles."""
-    found = codes.cells[cell].fields[field]
-    left, keep = found.shift + 4 * upper, _stays(found)
-    if upper and keep:  # as it lies in a nibble, then
-        left, keep = 4, False
-        mask = ((1 << found.width) - 1) << found.shift
-    else:
-        mask = ((1 << found.width) - 1) << (found.shift if keep else 0)
-    words = f"{mask * 0x01010101:#010x}"
-    if keep or left == 0:
+    left, words = _left(codes, cell, field, upper), f"{_mask(codes, cell, field) * 0x01010101:#010x}"
+    if left == 0:
         return f"and.b32 $0, $1, {words};"
     return f"{{ .reg .b32 down; shr.u32 down, $1, {left}; and.b32 $0, down, {words}; }}"
 
@@ -122,7 +123,7 @@ def field_codes(
 ):
     """INT8 tile of ``multiple`` times a plane's codes, of a tile of bytes (UPPER: of their upper nibbles)."""
     if PLAIN:
-        x = bytes >> (_shift(CODES, CELL, FIELD) + 4 * UPPER)
+        x = bytes >> _left(CODES, CELL, FIELD, UPPER)
         return (x & _mask(CODES, CELL, FIELD)).to(tl.int8)
     else:
         return tl.inline_asm_elementwise(
@@ -148,6 +149,16 @@ def plane_dims(v_first, SHAPE: tl.constexpr):
     row = tl.arange(0, SHAPE.VP)
     j = row % ROWS
     return row // ROWS * SHAPE.D4 + v_first // 4 + j, j < SHAPE.DIMS // 4
+
+
+@triton.jit
+def row_dims(v_first, RECORD: tl.constexpr, SHAPE: tl.constexpr):
+    """The dim of V that each of a program's rows [VP] is, and which rows are dims, of any record."""
+    if is_planes(RECORD) and SHAPE.VP != SHAPE.D:
+        return plane_dims(v_first, SHAPE)
+    else:
+        row = tl.arange(0, SHAPE.VP)
+        return v_first + row, row < SHAPE.DIMS
 
 
 @triton.jit

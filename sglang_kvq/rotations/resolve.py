@@ -20,7 +20,7 @@ from sglang_kvq.rotations.base import RotationMeta, Rotations
 from sglang_kvq.rotations.identity import geometry_of
 from sglang_kvq.rotations.maths.hadamard import hadamard_rotations
 from sglang_kvq.rotations.maths.random import random_rotations
-from sglang_kvq.rotations.maths.transform import Basis, choose_widths, fold_steps, pattern_costs
+from sglang_kvq.rotations.maths.transform import choose_widths, fold_steps, pattern_costs
 from sglang_kvq.rotations.storage.files import load_once
 from sglang_kvq.rotations.storage.zoo import find_rotations
 
@@ -150,12 +150,12 @@ def plane_formats(rotations: Rotations, bits: float) -> tuple[PlaneFormat, ...]:
         KVQuantError: costs that are not finite.
     """
     r, importance = rotations, rotations.meta.importance
-    if r.q is None or r.o is None or r.k_energies is None or r.v_energies is None or importance is None:
+    if r.k_energies is None or r.v_energies is None or importance is None:
         raise ValueError("planes are for rotations of transform coding")
     head_dim = r.k.shape[-1]
     k_costs, v_costs = (
-        pattern_costs(Basis(encode, decode.mT, energies.double()), torch.tensor(importance[part], dtype=torch.float64))
-        for part, encode, decode, energies in (("k", r.k, r.q, r.k_energies), ("v", r.v, r.o, r.v_energies))
+        pattern_costs(energies, torch.tensor(importance[part], dtype=torch.float64))
+        for part, energies in (("k", r.k_energies), ("v", r.v_energies))
     )
     chosen = choose_widths(k_costs, v_costs, bits - 8 / head_dim)
     return tuple(PlaneFormat(head_dim, PlaneCode(k), PlaneCode(v)) for k, v in chosen)

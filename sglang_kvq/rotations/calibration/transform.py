@@ -18,7 +18,7 @@ from sglang_kvq.rotations.base import RotationMeta, Rotations
 from sglang_kvq.rotations.calibration.sensitivity import Variant, sensitivity_table
 from sglang_kvq.rotations.maths.fake_quant import RotatedContext
 from sglang_kvq.rotations.maths.moments import Moments
-from sglang_kvq.rotations.maths.transform import DISTORTION, Basis, coding_basis, fold_steps
+from sglang_kvq.rotations.maths.transform import DISTORTION, Basis, coding_basis, fold_steps, plane_energies
 
 #: Patterns measured, by their bits of four channels, one of each plane.
 MEASURED: dict[int, Widths] = {4: (2, 1, 1, 0), 8: (4, 2, 1, 1), 12: (4, 4, 3, 1)}
@@ -138,8 +138,9 @@ def foreseen_error(energies: torch.Tensor | None, widths: Widths) -> torch.Tenso
     """
     if energies is None:
         raise ValueError("transform coding has energies")
-    planes = energies.double().unflatten(-1, (PLANES, -1)).sum((1, 3))
-    foreseen: torch.Tensor = planes @ torch.tensor(DISTORTION, dtype=torch.float64)[torch.tensor(widths)]
+    foreseen: torch.Tensor = (
+        plane_energies(energies).sum(1) @ torch.tensor(DISTORTION, dtype=torch.float64)[torch.tensor(widths)]
+    )
     return foreseen
 
 

@@ -16,10 +16,10 @@ from math import log10
 import numpy as np
 import torch
 
-from sglang_kvq.formats.planes import PLANES, PlaneCode
+from sglang_kvq.formats.planes import PlaneCode
 from sglang_kvq.rotations.base import Rotations
 from sglang_kvq.rotations.inspection.budgets import BUDGETS
-from sglang_kvq.rotations.maths.transform import DISTORTION, rate_distortion
+from sglang_kvq.rotations.maths.transform import DISTORTION, plane_energies, rate_distortion
 from sglang_kvq.rotations.resolve import plane_formats
 
 
@@ -97,6 +97,5 @@ def rate_at(energies: torch.Tensor, error: float) -> float:
 
 def _error(energies: torch.Tensor, codes: Sequence[PlaneCode]) -> float:
     """Of each layer's code on its channels ``[layers, heads, D]``, all together."""
-    planes = energies.unflatten(-1, (PLANES, -1)).sum((1, 3))
     distortion = torch.tensor(DISTORTION, dtype=torch.float64)[torch.tensor([code.widths for code in codes])]
-    return float((planes * distortion).sum())
+    return float((plane_energies(energies).sum(1) * distortion).sum())

@@ -64,11 +64,6 @@ class Basis:
         mean = self.energies.mean(-1).log10() - self.energies.log10().mean(-1)
         return 10 * mean
 
-    def plane_energies(self) -> torch.Tensor:
-        """``[..., PLANES]``: the sum of each plane's."""
-        energies: torch.Tensor = self.energies.unflatten(-1, (PLANES, -1))
-        return energies.sum(-1)
-
     def scaled(self, widths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """``encode`` and ``decode`` with the quantizers' steps folded in.
 
@@ -227,19 +222,24 @@ def _spend(costs: np.ndarray, bits: np.ndarray, chosen: np.ndarray, budget: floa
         chosen[layer] = pair
 
 
-def pattern_costs(basis: Basis, importance: torch.Tensor) -> torch.Tensor:
+def plane_energies(energies: torch.Tensor) -> torch.Tensor:
+    """The sum of each plane's energies ``[..., D]``: float64 ``[..., PLANES]``."""
+    planes: torch.Tensor = energies.double().unflatten(-1, (PLANES, -1))
+    return planes.sum(-1)
+
+
+def pattern_costs(energies: torch.Tensor, importance: torch.Tensor) -> torch.Tensor:
     """``choose_widths``'s costs of one part of the cache.
 
     Args:
-        basis: of ``[layers, heads]``.
+        energies: ``[layers, heads, D]``, a ``Basis``'s.
         importance: ``[layers]``, by how much the model's output moves per unit of a layer's weighted squared error.
 
     Returns:
         float64 ``[layers, PATTERNS]``.
     """
-    energies = basis.plane_energies().sum(1)  # [layers, PLANES]
     errors = torch.tensor(DISTORTION, dtype=torch.float64)[torch.tensor(PATTERNS)]  # [PATTERNS, PLANES]
-    return importance.double()[:, None] * (energies @ errors.T)
+    return importance.double()[:, None] * (plane_energies(energies).sum(1) @ errors.T)
 
 
 def rate_distortion(energies: torch.Tensor, rates: Sequence[float]) -> list[float]:

@@ -20,6 +20,7 @@ from sglang_kvq.rotations.maths.transform import (
     choose_widths,
     coding_basis,
     pattern_costs,
+    plane_energies,
     rate_distortion,
 )
 
@@ -71,7 +72,7 @@ def test_the_error_of_scores_is_what_the_table_says(widths):
     encode, decode = (x.double() for x in basis.scaled(torch.tensor(widths)))
     code = PlaneCode(widths)
     y = (keys @ encode).bfloat16()
-    foreseen = float((torch.tensor(DISTORTION)[torch.tensor(widths)].double() * basis.plane_energies()).sum())
+    foreseen = float((torch.tensor(DISTORTION)[torch.tensor(widths)].double() * plane_energies(basis.energies)).sum())
 
     def error(back: torch.Tensor) -> float:
         e = back.double() @ decode - keys
@@ -99,7 +100,7 @@ def test_bits_where_the_energy_is_beat_equal_bits():
         e = back @ decode - keys
         return float(((e @ w) * e).sum(-1).mean())
 
-    one = pattern_costs(Basis(*(x[None, None] for x in (basis.encode, basis.decode, basis.energies))), torch.ones(1))
+    one = pattern_costs(basis.energies[None, None], torch.ones(1))
     ((widths, _),) = choose_widths(one, one, 2.0)
     assert sum(widths) / PLANES == 2
     ours = error(*(x.double() for x in basis.scaled(torch.tensor(widths))), widths, 1.0)
