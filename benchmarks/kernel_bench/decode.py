@@ -15,6 +15,7 @@ from sglang_kvq.attention.reference import ReferenceOps
 from sglang_kvq.attention.triton_ops import TritonOps
 from sglang_kvq.cache.pool import PagePool
 from sglang_kvq.config import PAGE_SIZE
+from sglang_kvq.formats.record import RecordFormat
 from sglang_kvq.kernels.decode import DecodeLaunch
 
 #: Requests and tokens of each.
@@ -69,11 +70,16 @@ def sweep(timer: Timer) -> None:
         print(f"{f'{batch} x {context}':>25}" + "".join(f"{us:13.1f}" for us in times), flush=True)
 
 
-def quantize_rows(timer: Timer, bandwidth: float, tokens: int = 8192) -> Iterator[dict]:
-    """Pages of ``tokens`` tokens, from activations (one layer) and from overlays."""
-    pages = tokens // PAGE_SIZE
+def quantize_rows(
+    timer: Timer, bandwidth: float, format: RecordFormat = FORMAT, label: str = "", tokens: int = 8192, **more: int
+) -> Iterator[dict]:
+    """Pages of ``tokens`` tokens, from activations (one layer) and from overlays.
+
+    label: added to the rows' names; more: to what they say.
+    """
+    pages, d = tokens // PAGE_SIZE, format.head_dim
     table = torch.zeros(1, PAGE_SIZE, dtype=torch.int32, device="cuda")
-    pool = PagePool.allocate([FORMAT], kv_heads=KV_HEADS, pages=pages, slots=pages, req_to_token=table)
+    pool = PagePool.allocate([format], kv_heads=KV_HEADS, pages=pages, slots=pages, req_to_token=table)
     pool.overlays.normal_()
     ops, reference = TritonOps(pool, LayerRotations(), Q_HEADS, 1), ReferenceOps(pool, LayerRotations())
     k, v = (pool.overlays[0, 1:, i].transpose(1, 2).flatten(0, 1).contiguous() for i in range(2))
@@ -88,10 +94,13 @@ def quantize_rows(timer: Timer, bandwidth: float, tokens: int = 8192) -> Iterato
         pool.records[0].zero_()
         run()
         if not torch.equal(pool.records[0][1:], want[1:]):
-            raise SystemExit(f"{name}: records differ from the reference; no speed is reported for a wrong result.")
+            raise SystemExit(
+                f"{name}{label}: records differ from the reference; no speed is reported for a wrong result."
+            )
         us = timer(run)
-        size = tokens * KV_HEADS * (4 * D + FORMAT.record_bytes / PAGE_SIZE)
-        yield row_of(name, 1, tokens, us, None, 0.0, size / us / bandwidth, gb_per_s=round(size / us / 1e3))
+        size = tokens * KV_HEADS * (4 * d + format.record_bytes / PAGE_SIZE)
+        fraction, speed = size / us / bandwidth, round(size / us / 1e3)
+        yield row_of(f"{name}{label}", 1, tokens, us, None, 0.0, fraction, gb_per_s=speed, **more)
 
 
 def step_rows(timer: Timer, batch: int = 64) -> Iterator[dict]:

@@ -12,14 +12,10 @@ from collections.abc import Iterator
 import torch
 
 from benchmarks import baseline
+from benchmarks.kernel_bench.decode import quantize_rows
 from benchmarks.kernel_bench.rows import row_of
 from benchmarks.kernel_bench.shapes import ANY_EXTEND, DecodeShape, ShortShape
 from benchmarks.kernel_bench.timer import Timer
-from sglang_kvq.attention.base import LayerRotations
-from sglang_kvq.attention.reference import ReferenceOps
-from sglang_kvq.attention.triton_ops import TritonOps
-from sglang_kvq.cache.pool import PagePool
-from sglang_kvq.config import PAGE_SIZE
 from sglang_kvq.formats.page import PageFormat
 from sglang_kvq.formats.planes import PlaneCode, PlaneFormat, Widths
 from sglang_kvq.formats.record import RecordFormat
@@ -124,34 +120,11 @@ def extend_planes_rows(timer: Timer) -> Iterator[dict]:
                 )
 
 
-def quantize_planes_rows(timer: Timer, bandwidth: float, tokens: int = 8192) -> Iterator[dict]:
-    """``decode.quantize_rows`` of ``oscar`` and of two pairs of widths, 8 KV heads."""
-    kv_heads, pages = 8, tokens // PAGE_SIZE
+def quantize_planes_rows(timer: Timer, bandwidth: float) -> Iterator[dict]:
+    """``decode.quantize_rows`` of ``oscar`` and of a pair of widths of each budget."""
     for d in (128, 64):
-        formats = {"oscar 2": PageFormat(d, d, 0.96, 0.92)} | {
+        formats: dict[str, RecordFormat] = {"oscar 2": PageFormat(d, d, 0.96, 0.92)} | {
             f"transform {budget}": plane_format(d, next(iter(layers))) for budget, layers in LAYERS.items()
         }
         for name, format in formats.items():
-            table = torch.zeros(1, PAGE_SIZE, dtype=torch.int32, device="cuda")
-            pool = PagePool.allocate([format], kv_heads=kv_heads, pages=pages, slots=pages, req_to_token=table)
-            pool.overlays.normal_()
-            ops, reference = TritonOps(pool, LayerRotations(), kv_heads, 1), ReferenceOps(pool, LayerRotations())
-            k, v = (pool.overlays[0, 1:, i].transpose(1, 2).flatten(0, 1).contiguous() for i in range(2))
-            ids = torch.arange(1, pages + 1, device="cuda")
-            first, count = (ids - 1) * PAGE_SIZE, torch.tensor([pages], device="cuda")
-            reference.quantize_slots(ids, ids, count)
-            want = pool.records[0].clone()
-            for kind, run in (
-                ("quantize_tokens", lambda: ops.quantize_tokens(0, first, ids, k, v)),  # noqa: B023
-                ("quantize_slots", lambda: ops.quantize_slots(ids, ids, count)),  # noqa: B023
-            ):
-                pool.records[0].zero_()
-                run()
-                if not torch.equal(pool.records[0][1:], want[1:]):
-                    raise SystemExit(
-                        f"{kind} ({name}): records differ from the reference; a wrong result has no speed."
-                    )
-                us = timer(run)
-                size = tokens * kv_heads * (4 * d + format.record_bytes / PAGE_SIZE)
-                heads = {"q_heads": kv_heads, "kv_heads": kv_heads, "head_dim": d}
-                yield row_of(f"{kind} ({name}, heads of {d})", 1, tokens, us, None, 0.0, size / us / bandwidth, **heads)
+            yield from quantize_rows(timer, bandwidth, format, f" ({name}, heads of {d})", head_dim=d)
