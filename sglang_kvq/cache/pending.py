@@ -34,7 +34,19 @@ class FreedRows(NamedTuple):
     rows: torch.Tensor
 
 
-Event: TypeAlias = FreedPages | MovedOverlays | FreedRows
+class CopiedPages(NamedTuple):
+    """Pages ``target`` int64 ``[n]``, just allocated, are to hold what the pages ``source`` hold, one to one.
+
+    ``windows`` int64 ``[m]`` are indices of those that will be read in a window: they get overlays too if their sources
+    have them and there is room.
+    """
+
+    source: torch.Tensor
+    target: torch.Tensor
+    windows: torch.Tensor
+
+
+Event: TypeAlias = FreedPages | MovedOverlays | FreedRows | CopiedPages
 
 
 class PendingOps:
@@ -65,6 +77,14 @@ class PendingOps:
         if rows:
             self._events.append(FreedRows(torch.tensor(rows, dtype=torch.int64)))
 
+    def copy_pages(self, source: torch.Tensor, target: torch.Tensor, windows: torch.Tensor) -> None:
+        """Pages ``target`` int64 ``[n]`` get what ``source`` hold when the next batch is planned; see ``CopiedPages``.
+
+        Sources may be freed right after: that is a later event. A page is copied to one target at most per call.
+        """
+        if target.numel():
+            self._events.append(CopiedPages(source, target, windows))
+
     def reserve_move(self) -> int:
         """A ticket for a move that comes now in the order, but whose pages are known only after frees that follow."""
         self._events.append(None)
@@ -82,7 +102,7 @@ class PendingOps:
             yield type(event)(*moved)
 
     def pack(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, int] | None:
-        """Forget all events and give them as two tensors, by one copy; None if there are none.
+        """Forget all events before the next copy and give them as two tensors, by one copy; None if there are none.
 
         Returns:
             spans: int64 on ``device``: a triple (kind, first, count) per event, then all rows. Pages ``ids[first :
@@ -96,7 +116,7 @@ class PendingOps:
         pages: list[torch.Tensor] = []
         rows: list[int] = []
         first = 0
-        for event in self._take():
+        for event in self._take(until_copy=True):
             if isinstance(event, FreedRows):
                 rows += event.rows.tolist()
                 continue
@@ -117,8 +137,20 @@ class PendingOps:
         ids = packed[:0] if not pages else pages[0] if len(pages) == 1 else torch.cat(pages)
         return packed, ids, len(spans)
 
-    def _take(self) -> list[Event]:
+    def take_copy(self, device: torch.device) -> CopiedPages | None:
+        """Forget the first event and give it, on ``device``, if it is a copy; ``pack`` stops there."""
+        if not (self._events and isinstance(self._events[0], CopiedPages)):
+            return None
+        moved = CopiedPages(*(ids.to(device, non_blocking=True) for ids in self._events.pop(0)))
+        _keep_alive(list(moved))
+        return moved
+
+    def _take(self, *, until_copy: bool = False) -> list[Event]:
+        """Forget events and give them; those before the first copy, or all."""
         events, self._events = self._events, []
+        if until_copy:
+            end = next((i for i, event in enumerate(events) if isinstance(event, CopiedPages)), len(events))
+            events, self._events = events[:end], events[end:]
         return [event for event in events if event is not None]
 
 

@@ -28,7 +28,7 @@ from typing import TypeAlias
 import numpy as np
 import torch
 
-from sglang_kvq.cache.pending import FreedPages, MovedOverlays, PendingOps
+from sglang_kvq.cache.pending import CopiedPages, FreedPages, MovedOverlays, PendingOps
 from sglang_kvq.cache.pool import PagePool
 from sglang_kvq.config import PAGE_SIZE as P
 
@@ -153,6 +153,8 @@ class TierManager:
                 self._apply_free(event.pages)
             elif isinstance(event, MovedOverlays):
                 self._apply_move(event.own, event.kept)
+            elif isinstance(event, CopiedPages):
+                self._apply_copy(*event)
             else:
                 self.row_len.index_fill_(0, event.rows, 0)
 
@@ -184,6 +186,31 @@ class TierManager:
         self.pool.page_slot.index_fill_(0, own, -1)
         self.pool.page_slot[kept] = slots.int()
         self.pool.page_slot[0].fill_(0)
+
+    def _apply_copy(self, source: torch.Tensor, target: torch.Tensor, windows: torch.Tensor) -> None:
+        """Records always, so that a copy never needs its source again; overlays where that pins nothing."""
+        slots = self.pool.page_slot[source].long()
+        missing = ~self.page_valid[source]
+        self.errors += (missing & (slots <= 0)).sum()
+        self._quantize_in(torch.where(missing, slots, 0))
+        for records in self.pool.records:
+            records[target] = records[source]
+        self.page_valid.index_fill_(0, target, True)
+
+        slots, pages = slots[windows].clamp(min=0), target[windows]
+        self._assign(pages, slots > 0, self._pinned())
+        new = self.pool.page_slot[pages].clamp(min=0).long()
+        new = torch.where(slots > 0, new, 0)
+        self.pool.overlays[:, new] = self.pool.overlays[:, torch.where(new > 0, slots, 0)]
+        self.slot_stamp[new] = self.steps
+
+    def _quantize_in(self, slots: torch.Tensor) -> None:
+        """Quantize the pages in these overlays, int64 ``[n]``, 0 for none; each once, however often it is named."""
+        marked = torch.zeros_like(self.slot_page, dtype=torch.bool)
+        marked.index_fill_(0, slots.clamp(min=0), True)
+        marked[0].fill_(False)
+        self._quantize(marked, torch.arange(len(marked), device=slots.device), self.slot_page)
+        self.page_valid.index_fill_(0, torch.where(marked, self.slot_page, 0), True)
 
     # -- windows ---------------------------------------------------------------------------------
 
@@ -225,21 +252,31 @@ class TierManager:
         resumed_slots = self.pool.page_slot[resumed_pages]
         self.errors += (resumed_slots < 0).sum()
 
+        unmet = self._assign(pages, need, torch.cat([self._pinned(), resumed_slots]))
+        self.errors += unmet.sum()
+
+    def _pinned(self) -> torch.Tensor:
+        """Overlay slots int32 ``[n]`` of the windows of rows in use; -1 or 0 for none."""
+        all_rows = torch.arange(len(self.row_len), device=self.row_len.device)
+        return self.pool.page_slot[self._window(all_rows, self.row_len)[2]].flatten()
+
+    def _assign(self, pages: torch.Tensor, need: torch.Tensor, pinned: torch.Tensor) -> torch.Tensor:
+        """Give overlays to the pages int64 ``[n]`` that ``need`` one, least recently used first, but no pinned slot.
+
+        Returns:
+            bool ``[n]``: those for which there was none.
+        """
         priority = torch.where(self.slot_page > 0, self.slot_stamp, -1)
-        all_rows = torch.arange(len(self.row_len), device=rows.device)
-        pinned_pages = self._window(all_rows, self.row_len)[2]
-        for slots in (self.pool.page_slot[pinned_pages].flatten(), resumed_slots):
-            priority.index_fill_(0, slots.clamp(min=0).long(), PINNED)
+        priority.index_fill_(0, pinned.clamp(min=0).long(), PINNED)
         priority[0].fill_(PINNED)
         # The slots of least priority, the first of equals, are handed out in their own order. Pinned ones never
         # are: a page left without an overlay would be an error of the sizes that admitted its request.
         order = torch.sort(priority, stable=True).indices
-        taken = (torch.arange(len(order), device=rows.device) < need.sum()) & (priority[order] < PINNED)
+        taken = (torch.arange(len(order), device=pages.device) < need.sum()) & (priority[order] < PINNED)
         chosen = torch.sort(torch.where(taken, order, len(order))).values
         rank = torch.cumsum(need, 0) - 1
         unmet = need & (rank >= taken.sum())
-        self.errors += unmet.sum()
-        need &= ~unmet
+        need = need & ~unmet
 
         slots = torch.where(need, chosen[rank.clamp(0, self.pool.slots)], 0)
         old = torch.where(need, self.slot_page[slots], 0)
@@ -249,6 +286,7 @@ class TierManager:
         self.pool.page_slot[torch.where(need, pages, 0)] = slots.int()
         self.pool.page_slot[0].fill_(0)
         self.slot_page[slots] = torch.where(need, pages, 0)
+        return unmet
 
     # -- what the batch reads ------------------------------------------------------------------------
 
@@ -273,12 +311,7 @@ class TierManager:
         slots = self.pool.page_slot[pages].long()
         missing = in_history.flatten() & ~self.page_valid[pages]
         self.errors += (missing & (slots < 0)).sum()
-        # Several requests may share a page: marking slots makes each appear once.
-        marked = torch.zeros_like(self.slot_page, dtype=torch.bool)
-        marked.index_fill_(0, torch.where(missing, slots, 0).clamp(min=0), True)
-        marked[0].fill_(False)
-        self._quantize(marked, torch.arange(len(marked), device=rows.device), self.slot_page)
-        self.page_valid.index_fill_(0, torch.where(marked, self.slot_page, 0), True)
+        self._quantize_in(torch.where(missing, slots, 0))  # several requests may share a page
         # Row 0 is padding and stays at zero.
         self.pool.row_sink_end[rows] = torch.where(live, sink_end * P, 0).int()
         self.pool.row_history_end[rows] = torch.where(live, history_end * P, 0).int()

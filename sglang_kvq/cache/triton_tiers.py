@@ -81,5 +81,8 @@ class TritonTierManager(TierManager):
 
     def apply_pending(self) -> None:
         self._apply_reset()
-        if packed := self.pending.pack(self.pool.device):
-            apply_events(self.tables, *packed)
+        while self.pending:
+            if packed := self.pending.pack(self.pool.device):
+                apply_events(self.tables, *packed)
+            if copy := self.pending.take_copy(self.pool.device):  # rare: in torch, on the same tables
+                self._apply_copy(*copy)

@@ -68,6 +68,7 @@ class Model:
     known: dict[bytes, torch.Tensor] = field(default_factory=dict)
     clock: int = 0
     steps: int = 0
+    copied: int = 0  # prefixes made of copies
 
     def __post_init__(self) -> None:
         r2t = torch.zeros(self.rows + 1, (self.pages + 2) * P, dtype=torch.int32)
@@ -128,6 +129,34 @@ class Model:
             request.stored = request.protected = end
             request.fresh = False
         self.running.append(request)
+        return request
+
+    def select(self, source: tuple[int, ...], chosen: list[int], tail: list[int]) -> Request | None:
+        """A request that begins with copies of some whole pages of a prefix in the tree, under a name of their own.
+
+        The tokens that stand for them are found nowhere else. None if there is no room or the prefix had to give way.
+        """
+        target = self.take_pages(len(chosen))
+        if target is None:
+            return None
+        keys = [source[: (i + 1) * P] for i in chosen]
+        if any(key not in self.tree for key in keys):
+            self.release(target)
+            return None
+        self.clock += 1
+        names = [-(self.clock * 10**6 + i) for i in range(len(chosen) * P)]
+        for i, page in enumerate(target):
+            key = tuple(names[: (i + 1) * P])
+            self.tree[key], self.used[key] = page, self.clock
+        windows = [i for i in range(len(chosen)) if i < self.sink_pages or i >= len(chosen) - self.recent_pages]
+        self.tiers.pending.copy_pages(
+            *(torch.tensor(ids, dtype=torch.int64) for ids in ([self.tree[key] for key in keys], target, windows))
+        )
+        self.copied += 1
+        request = self.start(names + tail)
+        if request is not None:
+            states = row_indices(list(source), [])
+            request.indices = [state for i in chosen for state in states[i * P : (i + 1) * P]]
         return request
 
     def write_row(self, row: int, at: int, pages: list[int]) -> None:

@@ -25,7 +25,8 @@ class Driver:
     the one before it are processed, so that prompts are published, and requests end, while the next step runs.
 
     Attributes:
-        operations: what a request or page went through so far: started, extended, decoded, published, left, evicted.
+        operations: what a request or page went through so far: started, extended, decoded, published, left, evicted,
+            selected.
         late: prompts computed by the last batch, with their lengths, not yet in the tree.
     """
 
@@ -52,9 +53,8 @@ class Driver:
 
     def event(self) -> None:
         rng, running = self.rng, self.prefilling + self.decoding
-        kind = rng.choices(("prefill", "decode", "leave", "fork", "evict", "start", "flush"), (4, 6, 1, 1, 1, 3, 0.2))[
-            0
-        ]
+        kinds = {"prefill": 4, "decode": 6, "leave": 1, "fork": 1, "evict": 1, "start": 3, "select": 1, "flush": 0.2}
+        kind = rng.choices(list(kinds), list(kinds.values()))[0]
         if kind == "flush" and rng.random() < 0.2:
             for request in running:
                 self.leave(request, publish=False)
@@ -75,6 +75,19 @@ class Driver:
             self.start(source.tokens[: source.stored] + [9] * rng.randint(1, 100))
         elif kind == "evict":
             self.evict(rng.randint(1, 5))
+        elif kind == "select":
+            self.select()
+
+    def select(self) -> None:
+        """A request that begins with some pages of a prefix in the tree."""
+        sources = [key for key in self.model.tree if key[0] >= 0]
+        if sources:
+            source, rng = self.rng.choice(sources), self.rng
+            chosen = sorted(rng.sample(range(len(source) // P), rng.randint(1, len(source) // P)))
+            request = self.model.select(source, chosen, [5] * rng.randint(1, 3 * P))
+            if request is not None:
+                self.prefilling.append(request)
+                self.operations += 1
 
     def start(self, tokens: list[int]) -> None:
         if len(tokens) // P + 2 < self.model.pages and (request := self.model.start(tokens)):

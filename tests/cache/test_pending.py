@@ -52,3 +52,17 @@ def test_parts_of_one_copy_start_where_kernels_expect_them():
     tensors = to_device(parts, CPU)
     assert [x.tolist() for x in tensors] == [x.tolist() for x in parts]
     assert all((x.data_ptr() - tensors[0].data_ptr()) % 16 == 0 for x in tensors)
+
+
+def test_a_copy_waits_for_what_came_before_it():
+    pending = PendingOps()
+    pending.free_pages(ids(1))
+    pending.copy_pages(ids(2, 3), ids(12, 13), ids(0))
+    pending.free_pages(ids(2))
+    assert pending.take_copy(CPU) is None
+    spans, pages, _ = pending.pack(CPU)
+    assert spans.tolist() == [FREE, 0, 1] and pages.tolist() == [1]
+    copy = pending.take_copy(CPU)
+    assert [x.tolist() for x in copy] == [[2, 3], [12, 13], [0]]
+    spans, pages, _ = pending.pack(CPU)
+    assert spans.tolist() == [FREE, 0, 1] and pages.tolist() == [2] and not pending

@@ -17,3 +17,4 @@ def test_random_schedules(seed, overlap):
     driver.run(120)
     driver.finish()
     assert driver.model.tiers.steps > 30 and int(driver.model.tiers.records_written) > 5
+    assert driver.model.copied

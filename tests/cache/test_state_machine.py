@@ -65,6 +65,11 @@ class Scheduler(RuleBasedStateMachine):
         source = data.draw(st.sampled_from(self.driver.decoding))
         self.driver.start(source.tokens[: source.stored] + [9] * extra)
 
+    @rule()
+    def select(self):
+        """A new request with some pages of what the tree holds."""
+        self.driver.select()
+
     @rule(count=st.integers(1, 5))
     def evict(self, count):
         self.driver.evict(count)

@@ -33,7 +33,7 @@ def test_random_schedules(seed, monkeypatch):
     driver = Driver(model, rng)
     driver.run(60)
     driver.finish()
-    assert model.tiers.plans > 20 and model.tiers.quantized > 5
+    assert model.tiers.plans > 20 and model.tiers.quantized > 5 and model.copied
 
 
 def twins(rows: int, pages_each: int, slots: int, sinks: int = 1, recent: int = 4) -> TwinTierManager:
