@@ -328,16 +328,36 @@ TABLE: tuple[Hook, ...] = (
         (
             Kind.READ,
             "mem_cache.base_prefix_cache.MatchPrefixParams",
-            "looks up what was cached",
-            dict(versions=OLD_TREE),
+            "looks up what is cached",
+            {},
         ),
-        (Kind.READ, "mem_cache.radix_cache.RadixKey", "looks up what was cached", dict(versions=OLD_TREE)),
+        (Kind.READ, "mem_cache.radix_cache.RadixKey", "looks up what is cached", {}),
         (
             Kind.AROUND,
             "mem_cache.unified_radix_cache.UnifiedRadixCache.checkpoint_into_tree",
             "overlays follow the tree's pages",
             dict(params=("req", "up_to"), handler="tree:around_checkpoint", versions=NEW_TREE),
         ),
+        # Selected pages
+        (
+            Kind.AROUND,
+            "managers.schedule_batch.Req.init_next_round_input",
+            "brings the pages that a request begins with",
+            dict(params=("tree_cache", "cow_mamba"), handler="selection:around_next_round"),
+        ),
+        (
+            Kind.AFTER,
+            "model_executor.forward_batch_info.ForwardBatch.init_new",
+            "positions behind the whole history",
+            dict(handler="selection:move_positions"),
+        ),
+        (
+            Kind.CALL,
+            "mem_cache.base_prefix_cache.InsertParams",
+            "copies of pages enter the tree",
+            dict(params=("key", "value")),
+        ),
+        (Kind.CALL, "mem_cache.base_prefix_cache.EvictParams", "room for copies", dict(params=("num_tokens",))),
         # Looking inside
         (
             Kind.AROUND,

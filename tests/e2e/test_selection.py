@@ -1,0 +1,117 @@
+"""Requests that begin with chosen pages of a prefix: what they compute is what a model with those keys alone computes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
+
+from sglang_kvq.config import PAGE_SIZE as P
+from sglang_kvq.episodic.selection import PARAMETER, Selection
+from tests.e2e.client import Client, held_out_text, together
+
+FLAGS = ("--kv-quant", "int4", "--episodic-policy", "late")
+PAGES, TAIL = 14, 90
+#: Of log-probabilities, for 4-bit histories on this model; a wrong page or position is 0.5 and more.
+CLOSE = 0.15
+
+
+@pytest.fixture(scope="module")
+def text(model) -> list[int]:
+    return AutoTokenizer.from_pretrained(model)(held_out_text()).input_ids[: PAGES * P + TAIL]
+
+
+def ask(client: Client, selection: Selection, tail: list[int], tokens: int = 6, name: str | None = None) -> dict:
+    body = {
+        "input_ids": selection.tokens + tail,
+        "extra_key": name or selection.name,
+        "return_logprob": True,
+        "logprob_start_len": len(selection.tokens),
+        "sampling_params": {
+            "temperature": 0,
+            "max_new_tokens": tokens,
+            "ignore_eos": True,
+            "custom_params": {PARAMETER: selection.encode()},
+        },
+    }
+    response = client.post("/generate", **body)
+    assert response.status_code == 200, response.text
+    return response.json()["meta_info"]
+
+
+def logprobs(meta: dict) -> list[float]:
+    """Of the tail's tokens after its first, and of those generated."""
+    return [entry[0] for entry in meta["input_token_logprobs"][1:] + meta["output_token_logprobs"]]
+
+
+def expected(model, selection: Selection, tail: list[int], answer: list[int]) -> list[float]:
+    """The same with the model's own cache of the whole history, all but the chosen pages taken out."""
+    network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    kept = torch.cat([torch.arange(page * P, (page + 1) * P) for page in selection.pages])
+    new = torch.tensor([tail + answer])
+    with torch.no_grad():
+        whole = network(torch.tensor([selection.history]), use_cache=True).past_key_values
+        cache = DynamicCache()
+        for i, layer in enumerate(whole.layers):
+            cache.update(layer.keys[:, :, kept], layer.values[:, :, kept], i)
+        positions = len(selection.history) + torch.arange(new.shape[1])[None]
+        logits = network(new, past_key_values=cache, position_ids=positions).logits[0]
+    scores = torch.log_softmax(logits.float(), -1)[:-1]
+    return scores[torch.arange(len(scores)), new[0, 1:]].tolist()
+
+
+def answer_of(meta: dict) -> list[int]:
+    return [entry[1] for entry in meta["output_token_logprobs"]]
+
+
+def test_all_pages_are_the_history_itself(servers, text):
+    client = Client(servers(*FLAGS))
+    client.flush()
+    history, tail = text[: PAGES * P], text[PAGES * P :]
+    client.generate(history)
+    selection = Selection(tuple(history), None, tuple(range(PAGES)))
+    copied = ask(client, selection, tail)
+    plain = client.generate(text, 6, return_logprob=True, logprob_start_len=len(history))["meta_info"]
+    assert copied["cached_tokens"] == plain["cached_tokens"] == len(history)
+    assert logprobs(copied) == pytest.approx(logprobs(plain), abs=1e-3)
+
+
+@pytest.mark.parametrize("pages", [(0, 1, 5, 9, 10, 13), (0, 7)], ids=["some", "few"])
+def test_chosen_pages_are_all_that_is_read(servers, model, text, pages):
+    client = Client(servers(*FLAGS))
+    history, tail = text[: PAGES * P], text[PAGES * P :]
+    client.generate(history)
+    selection = Selection(tuple(history), None, pages)
+    meta = ask(client, selection, tail)
+    assert meta["cached_tokens"] == len(pages) * P
+    want = expected(model, selection, tail, answer_of(meta))
+    differences = [abs(a - b) for a, b in zip(logprobs(meta), want, strict=True)]
+    assert sum(differences) / len(differences) < CLOSE, differences
+    other = Selection(tuple(history), None, (2, 4))
+    wrong = expected(model, other, tail, answer_of(meta))
+    assert sum(abs(a - b) for a, b in zip(logprobs(meta), wrong)) / len(wrong) > 2 * CLOSE
+
+
+def test_several_at_once_beside_plain_requests(servers, text):
+    """Copies and what they are made of may be evicted and made again; answers stay."""
+    client = Client(servers(*FLAGS))
+    client.flush()
+    history, tail = text[: PAGES * P], text[PAGES * P :]
+    client.generate(history)
+    chosen = [Selection(tuple(history), None, pages) for pages in ((0, 1, 2), (0, 4, 8), (0, 13), (5, 6, 7, 8))]
+    alone = [logprobs(ask(client, selection, tail, 4)) for selection in chosen]
+    plain = [[(i * 37 + j) % 3000 + 10 for j in range(400)] for i in range(4)]
+    jobs = [lambda s=s: logprobs(ask(client, s, tail, 4)) for s in chosen]
+    got = together([*jobs, *(lambda ids=ids: client.generate(ids, 8) for ids in plain)])
+    for one, many in zip(alone, got):
+        assert many == pytest.approx(one, abs=CLOSE)
+
+
+def test_a_history_that_is_gone_is_said_to_be(servers, text):
+    client = Client(servers(*FLAGS))
+    client.flush()
+    selection = Selection(tuple(text[: PAGES * P]), None, (0, 3))
+    body = {"input_ids": selection.tokens + text[PAGES * P :], "extra_key": selection.name}
+    params = {"max_new_tokens": 4, "custom_params": {PARAMETER: selection.encode()}}
+    response = client.post("/generate", **body, sampling_params=params)
+    assert "no longer cached" in response.text and response.status_code == 400
