@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -29,9 +30,14 @@ class KVQuantBackend(AttentionBackend):
     overlay_loc: torch.Tensor
     direct_pages: torch.Tensor
 
-    def __init__(self, ops: AttentionOps, tiers: TierManager, first_layer: int) -> None:
+    def __init__(self, ops: AttentionOps, tiers: TierManager, layer_ids: Sequence[int]) -> None:
+        """
+        Args:
+            layer_ids: the model's numbers of the pool's layers, in the pool's order.
+        """
         super().__init__()
-        self.ops, self.tiers, self.first_layer = ops, tiers, first_layer
+        self.ops, self.tiers = ops, tiers
+        self.index_of = {layer_id: index for index, layer_id in enumerate(layer_ids)}
 
     # -- once per batch -------------------------------------------------------------------------
 
@@ -121,6 +127,6 @@ class KVQuantBackend(AttentionBackend):
     def _heads(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayer
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
-        """The three as ``[T, heads, D]``, views where possible, and the layer's local index."""
+        """The three as ``[T, heads, D]``, views where possible, and the layer's index in the pool."""
         q, k, v = (x.reshape(x.shape[0], -1, layer.head_dim) for x in (q, k, v))
-        return q, k, v, layer.layer_id - self.first_layer
+        return q, k, v, self.index_of[layer.layer_id]

@@ -8,6 +8,7 @@ from sglang_kvq.cache.layout import KVGeometry, divide, overlay_slots
 from sglang_kvq.config import PAGE_SIZE
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.methods import RotationKind, get_method
+from sglang_kvq.rotations.identity import cached_layers
 from sglang_kvq.rotations.resolve import resolve_formats, resolve_rotations
 from sglang_kvq.sglang import runtime
 from sglang_kvq.sglang.runtime import config_of, logger
@@ -26,10 +27,15 @@ def compute_cell_size(original: Original, self: Configurator, kvc: Configurator,
     model, rotations = kvc.model_config, None
     if get_method(config.method).rotation is RotationKind.LEARNED:  # clips and sensitivities come with the rotations
         rotations = resolve_rotations(config, model.model_path, model.hf_config)
-    first = kvc.layer_info.start_layer
-    formats = resolve_formats(config, rotations, model.hf_config)[first : first + num_layers]
-    geometry = KVGeometry(kv_heads, formats)
-    runtime.start(config, geometry)
+    formats = dict(zip(cached_layers(model.hf_config), resolve_formats(config, rotations, model.hf_config)))
+    layer_ids = tuple(i for i in formats if kvc.layer_info.start_layer <= i < kvc.layer_info.end_layer)
+    if len(layer_ids) != num_layers:
+        raise SystemExit(
+            f"sglang-kvq: SGLang keeps {num_layers} layers of {model.model_path} in its KV cache, but by the model's "
+            f"config {len(layer_ids)} are of full attention; serve it without --kv-quant."
+        )
+    geometry = KVGeometry(kv_heads, tuple(formats[i] for i in layer_ids))
+    runtime.start(config, geometry, layer_ids)
     return geometry.page_bytes // PAGE_SIZE
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import torch
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
@@ -35,7 +35,7 @@ def check_layers(model: torch.nn.Module, head_dim: int) -> None:
                 raise SystemExit(f"--kv-quant does not support this model: {name} has {why}.")
 
 
-def check_layer_ids(model: torch.nn.Module, ids: range) -> None:
+def check_layer_ids(model: torch.nn.Module, ids: Collection[int]) -> None:
     """Refuse layers that share a layer of the cache, or have none.
 
     Args:
@@ -51,7 +51,7 @@ def check_layer_ids(model: torch.nn.Module, ids: range) -> None:
         if layer.layer_id not in ids:
             raise SystemExit(
                 f"--kv-quant does not support this model: {name} is attention layer {layer.layer_id}, but the cache "
-                f"holds layers {ids.start} to {ids.stop - 1}."
+                f"holds layers {', '.join(map(str, ids))}."
             )
         other = owner.setdefault(layer.layer_id, name)
         if other != name:

@@ -21,11 +21,10 @@ class KVQuantPool(KVCache):
     get to see that they are new.
     """
 
-    def __init__(
-        self, size: int, page_size: int, state: runtime.Runtime, device: str, start_layer: int, end_layer: int
-    ) -> None:
-        layout = state.layout
-        super().__init__(size, page_size, torch.uint8, layout.geometry.layers, device, False, start_layer, end_layer)
+    def __init__(self, size: int, page_size: int, state: runtime.Runtime, device: str) -> None:
+        layout, self.layer_ids = state.layout, state.layer_ids
+        first, last = self.layer_ids[0], self.layer_ids[-1]
+        super().__init__(size, page_size, torch.uint8, layout.geometry.layers, device, False, first, last + 1)
         self.layout = layout
         self.head_num, self.head_dim = layout.geometry.kv_heads, layout.geometry.head_dim
         self._finalize_allocation_log(size)
@@ -74,11 +73,4 @@ def build_mha_kv_pool(
                 f"--kv-quant keeps windows in bfloat16, but the model runs in {dtype}: add --dtype bfloat16."
             )
     canary.register(KVQuantPool)
-    return KVQuantPool(
-        max_total_num_tokens,
-        PAGE_SIZE,
-        runtime.started(),
-        self.device,
-        self.layer_info.start_layer,
-        self.layer_info.end_layer,
-    )
+    return KVQuantPool(max_total_num_tokens, PAGE_SIZE, runtime.started(), self.device)

@@ -52,6 +52,7 @@ class Runtime:
     An attribute without a default does not exist before its step; reading it then is an AttributeError.
 
     Attributes:
+        layer_ids: the model's numbers of the layers in the cache, in its order; others keep their state elsewhere.
         budget_slots: overlays that ``--kv-quant-bf16-budget`` pays for.
         tiers: None until the attention backend exists.
         status: what is served, in plain values, for the log and ``/server_info``.
@@ -61,6 +62,7 @@ class Runtime:
 
     config: KVQuantConfig
     geometry: KVGeometry
+    layer_ids: tuple[int, ...]
     budget_slots: int = 0
     layout: MemoryLayout = field(init=False)
     pages: PagePool = field(init=False)
@@ -74,11 +76,11 @@ class Runtime:
 _current: Runtime | None = None
 
 
-def start(config: KVQuantConfig, geometry: KVGeometry) -> Runtime:
+def start(config: KVQuantConfig, geometry: KVGeometry, layer_ids: tuple[int, ...]) -> Runtime:
     """Begin (or, when SGLang sizes twice, begin again) this process's cache."""
     global _current  # noqa: PLW0603  (SGLang's hooks share nothing but the process)
-    if _current is None or _current.geometry != geometry or _current.config != config:
-        _current = Runtime(config, geometry)
+    if _current is None or (_current.config, _current.geometry, _current.layer_ids) != (config, geometry, layer_ids):
+        _current = Runtime(config, geometry, layer_ids)
     return _current
 
 

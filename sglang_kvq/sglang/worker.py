@@ -26,16 +26,14 @@ def create_backend(model_runner: ModelRunner) -> KVQuantBackend:
     state = runtime.started()
     config, pool = state.config, state.pages
     check_layers(model_runner.model, pool.head_dim)
-    first = model_runner.token_to_kv_pool.start_layer
-    layers = range(first, first + pool.layers)
-    check_layer_ids(model_runner.model, layers)
+    check_layer_ids(model_runner.model, state.layer_ids)
     checks.log_checkpoint_cache(model_runner.model)
-    rotations, origin = worker_rotations(model_runner, config, state.geometry, first)
+    rotations, origin = worker_rotations(model_runner, config, state.geometry, state.layer_ids)
     folded = False
     if rotations.v is not None:
-        why_not = weights.why_not_foldable(model_runner.model, layers, model_runner.server_args, pool.device)
+        why_not = weights.why_not_foldable(model_runner.model, state.layer_ids, model_runner.server_args, pool.device)
         if why_not is None:
-            weights.fold(model_runner.model, first, rotations.v, rotations.outputs)
+            weights.fold(model_runner.model, state.layer_ids, rotations.v, rotations.outputs)
             rotations, folded = replace(rotations, v=None, o=None), True
         else:
             logger.info("kv-quant rotates V at run time, not in the weights: %s", why_not)
@@ -56,9 +54,9 @@ def create_backend(model_runner: ModelRunner) -> KVQuantBackend:
     if config.capture:
         from sglang_kvq.sglang.capture_backend import capture_backend
 
-        backend = capture_backend(model_runner, config.capture, ops, tiers, first)
+        backend = capture_backend(model_runner, config.capture, ops, tiers, state.layer_ids)
     else:
-        backend = KVQuantBackend(ops, tiers, first)
+        backend = KVQuantBackend(ops, tiers, state.layer_ids)
     backend.token_to_kv_pool, backend.req_to_token_pool = model_runner.token_to_kv_pool, model_runner.req_to_token_pool
     return backend
 

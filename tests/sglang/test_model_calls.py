@@ -44,9 +44,9 @@ def make_runner(applied, monkeypatch):
 
     server_args = SimpleNamespace(**{CONFIG_ATTRIBUTE: CONFIG}, enable_lora=False, lora_paths=None)
 
-    def make(model):
+    def make(model, layer_ids=tuple(range(LAYERS)), **hf):
         geometry = KVGeometry(HEADS, (PageFormat(D, D),) * LAYERS)
-        state = runtime.Runtime(CONFIG, geometry)
+        state = runtime.Runtime(CONFIG, geometry, layer_ids)
         state.layout = MemoryLayout(geometry, pages=16, slots=16, max_requests=2)
         monkeypatch.setattr(runtime, "_current", state)
         configurator = SimpleNamespace(
@@ -54,7 +54,6 @@ def make_runner(applied, monkeypatch):
             is_draft_worker=False,
             kv_cache_dtype=torch.bfloat16,
             device="cpu",
-            layer_info=SimpleNamespace(start_layer=0, end_layer=LAYERS),
             model_config=SimpleNamespace(dtype=torch.bfloat16),
         )
         pool = build_mha_kv_pool(
@@ -63,7 +62,11 @@ def make_runner(applied, monkeypatch):
         rows = torch.zeros(3, 16 * PAGE_SIZE, dtype=torch.int32)
         state.pages = PagePool.allocate(geometry.formats, kv_heads=HEADS, pages=16, slots=16, req_to_token=rows)
         hf = dict(
-            architectures=["Qwen3MoeForCausalLM"], num_hidden_layers=LAYERS, num_key_value_heads=HEADS, head_dim=D
+            architectures=["Qwen3MoeForCausalLM"],
+            num_hidden_layers=layer_ids[-1] + 1,
+            num_key_value_heads=HEADS,
+            head_dim=D,
+            **hf,
         )
         return SimpleNamespace(
             server_args=server_args,
@@ -309,11 +312,31 @@ def test_an_argument_that_asks_for_nothing(serving):
     assert torch.equal(attention(1)(q, k, v, batch, sinks=None), attention(1)(q, k, v, batch))
 
 
+def test_layers_are_found_by_their_ids(make_runner):
+    """As in a hybrid: every fourth layer is in the cache, and its second layer is the model's eighth."""
+    from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
+
+    from sglang_kvq.sglang.worker import create_backend
+
+    layers = [attention(i) for i in (3, 7)]
+    backend = create_backend(make_runner(Model(*layers), layer_ids=(3, 7), full_attention_interval=4))
+    batch, keys = prefill(backend), []
+    with forward_context(ForwardContext(attn_backend=backend)):
+        for layer in layers:
+            q, k, v = (x * (layer.layer_id + 1) for x in activations())
+            layer(q, k, v, batch)
+            keys.append(k.view(TOKENS, HEADS, D))
+    assert torch.equal(stored(backend, 0), keys[0]) and torch.equal(stored(backend, 1), keys[1])
+    assert backend.token_to_kv_pool.layer_ids == (3, 7)
+    with pytest.raises(SystemExit, match=r"layers.1 is attention layer 4, but the cache holds layers 3, 7"):
+        create_backend(make_runner(Model(attention(3), attention(4)), layer_ids=(3, 7)))
+
+
 @pytest.mark.parametrize(
     ("layers", "text"),
     [
         ((0, 1, 1), "layers.1 and layers.2 share the cache of layer 1"),
-        ((0, 1, 2), "layers.2 is attention layer 2, but the cache holds layers 0 to 1"),
+        ((0, 1, 2), "layers.2 is attention layer 2, but the cache holds layers 0, 1"),
     ],
     ids=["shared", "out of range"],
 )
