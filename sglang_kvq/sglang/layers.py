@@ -60,6 +60,25 @@ def check_layer_ids(model: torch.nn.Module, ids: Collection[int]) -> None:
             )
 
 
+def learned_sinks(layer: AttentionLayer, extra: dict[str, object]) -> torch.Tensor | None:
+    """Takes ``sinks`` out of a call's further keyword arguments: float ``[q_heads]``, this worker's; None for none.
+
+    Raises:
+        NotImplementedError: anything else, which would be read as if it were that.
+    """
+    sinks = extra.pop("sinks", None)
+    if sinks is None:
+        return None
+    heads = layer.tp_q_head_num
+    if not isinstance(sinks, torch.Tensor) or sinks.shape != (heads,) or not sinks.dtype.is_floating_point:
+        given = f"{sinks.dtype} {list(sinks.shape)}" if isinstance(sinks, torch.Tensor) else type(sinks).__name__
+        raise NotImplementedError(
+            f"--kv-quant does not support this model: the sinks of attention layer {layer.layer_id} are {given}, not "
+            f"one number for each of its {heads} query heads; serve it without --kv-quant."
+        )
+    return sinks.contiguous()
+
+
 def own_keys_and_values(
     layer: AttentionLayer,
     k: torch.Tensor | None,
