@@ -13,7 +13,7 @@ from sglang_kvq.cache.pool import PagePool
 from sglang_kvq.releases import OLD_TREE
 from sglang_kvq.sglang import compat, runtime
 from sglang_kvq.sglang.hooks import PER_TOKEN_FREES
-from sglang_kvq.sglang.pool import KVQuantPool
+from sglang_kvq.sglang.pool import quantized_pool
 from sglang_kvq.sglang.types import Configurator, Original, ReqToTokenPool
 
 _RELEASE = compat.sglang_version()
@@ -104,7 +104,8 @@ def build_allocator(
     **rest: Any,
 ) -> Any:
     """AROUND ``KVCacheConfigurator._build_token_to_kv_pool_allocator``: both pools are allocated here."""
-    if not isinstance(token_to_kv_pool, KVQuantPool):
+    ours = quantized_pool(token_to_kv_pool)
+    if ours is None:
         return original(
             self,
             sizes=sizes,
@@ -113,7 +114,7 @@ def build_allocator(
             token_to_kv_pool_allocator=token_to_kv_pool_allocator,
             **rest,
         )
-    state, layout = runtime.started(), token_to_kv_pool.layout
+    state, layout = runtime.started(), ours.layout
     state.pages = PagePool.allocate(
         layout.geometry.formats,
         kv_heads=layout.geometry.kv_heads,
@@ -125,7 +126,7 @@ def build_allocator(
     kind = KVQuantCpuAllocator if on_cpu and compat.applies(OLD_TREE, _RELEASE) else KVQuantAllocator
     state.allocator = kind(
         sizes.max_total_num_tokens,
-        page_size=token_to_kv_pool.page_size,
+        page_size=ours.page_size,
         dtype=self.kv_cache_dtype,
         device=self.device,
         kvcache=token_to_kv_pool,

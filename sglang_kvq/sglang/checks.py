@@ -309,7 +309,12 @@ def after_configure(result: Any, configurator: Configurator, *args: Any, **kwarg
     config = config_of(configurator.server_args)
     if config is None:
         return
-    for use, built in (("pool", result.token_to_kv_pool), ("allocator", result.token_to_kv_pool_allocator)):
+    from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool
+
+    pool = result.token_to_kv_pool
+    if type(pool) is HybridLinearKVPool:  # one derived from it is for another kind of attention
+        pool = pool.full_kv_pool
+    for use, built in (("pool", pool), ("allocator", result.token_to_kv_pool_allocator)):
         if not type(built).__module__.startswith("sglang_kvq."):
             raise SystemExit(
                 f"--kv-quant {config.method}: SGLang built a {type(built).__name__} as KV cache {use} for this model, "

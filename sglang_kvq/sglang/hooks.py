@@ -215,6 +215,20 @@ TABLE: tuple[Hook, ...] = (
             "builds the two-tier pool",
             dict(params=("max_total_num_tokens", "mha_pool_class", "quant_method"), handler="pool:build_mha_kv_pool"),
         ),
+        *(
+            (
+                Kind.AROUND,
+                f"{_POOL}._build_hybrid_linear_kv_pool",
+                "builds the two-tier pool beside recurrent states",
+                dict(
+                    params=("max_total_num_tokens", "req_to_token_pool", "mha_pool_class", *more),
+                    handler="pool:build_hybrid_linear_kv_pool",
+                    versions=versions,
+                ),
+            )
+            for more, versions in (((), OLD_TREE), (("mla_pool_class", "dsa_pool_class"), NEW_TREE))
+        ),
+        (Kind.READ, "mem_cache.memory_pool.HybridLinearKVPool", "the pool of a hybrid", {}),
         (
             Kind.AROUND,
             f"{_POOL}._build_token_to_kv_pool_allocator",
@@ -313,17 +327,21 @@ TABLE: tuple[Hook, ...] = (
             "rows given back free their windows",
             dict(params=("indices",), handler="rows:around_free_rows", versions=NEW_TREE),
         ),
-        (
-            Kind.AROUND,
-            "mem_cache.radix_cache.RadixCache.cache_finished_req",
-            "overlays follow the tree's pages",
-            dict(params=("req", "is_insert", "kv_len_to_handle"), handler="tree:around_finished", versions=OLD_TREE),
+        *(
+            (
+                Kind.AROUND,
+                f"mem_cache.{tree}.cache_{moment}_req",
+                "overlays follow the tree's pages",
+                dict(params=("req", *more), handler=f"tree:around_{moment}", versions=OLD_TREE),
+            )
+            for tree in ("radix_cache.RadixCache", "unified_radix_cache.UnifiedRadixCache")
+            for moment, more in (("finished", ("is_insert", "kv_len_to_handle")), ("unfinished", ("chunked",)))
         ),
         (
-            Kind.AROUND,
-            "mem_cache.radix_cache.RadixCache.cache_unfinished_req",
-            "overlays follow the tree's pages",
-            dict(params=("req", "chunked"), handler="tree:around_unfinished", versions=OLD_TREE),
+            Kind.CALL,
+            "mem_cache.base_prefix_cache.BasePrefixCache.supports_mamba",
+            "whether the tree ends prefixes at recurrent states",
+            dict(params=()),
         ),
         (
             Kind.READ,

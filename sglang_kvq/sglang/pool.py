@@ -43,8 +43,10 @@ class KVQuantPool(KVCache):
             layout.max_requests,
         )
 
-    def get_kv_size_bytes(self) -> int:
-        return self.layout.total_bytes
+    def get_kv_size_bytes(self) -> tuple[int, int]:
+        """In two parts, as SGLang's pools have keys and values: whoever asks adds them up."""
+        half = self.layout.total_bytes // 2
+        return half, self.layout.total_bytes - half
 
     def _no_buffer(self, *args: object, **kwargs: object) -> NoReturn:
         raise NotImplementedError(
@@ -52,6 +54,12 @@ class KVQuantPool(KVCache):
         )
 
     get_key_buffer = get_value_buffer = get_kv_buffer = set_kv_buffer = _no_buffer
+
+
+def quantized_pool(pool: KVCache) -> KVQuantPool | None:
+    """The two-tier pool: ``pool`` itself, or a hybrid model's of full attention in it; None if there is none."""
+    inner = getattr(pool, "full_kv_pool", pool)
+    return inner if isinstance(inner, KVQuantPool) else None
 
 
 def build_mha_kv_pool(
@@ -67,10 +75,24 @@ def build_mha_kv_pool(
         return original(
             self, max_total_num_tokens=max_total_num_tokens, mha_pool_class=mha_pool_class, quant_method=quant_method
         )
-    for dtype in (self.model_config.dtype, self.kv_cache_dtype):
+    return _build(self, max_total_num_tokens)
+
+
+def build_hybrid_linear_kv_pool(original: Original, self: Configurator, *, mha_pool_class: type, **rest: Any) -> Any:
+    """AROUND ``KVCacheConfigurator._build_hybrid_linear_kv_pool``: SGLang's pool of a model with recurrent states.
+
+    It holds the states and, made by ``mha_pool_class``, the pool of the layers of full attention.
+    """
+    if config_of(self.server_args) is None or self.is_draft_worker:
+        return original(self, mha_pool_class=mha_pool_class, **rest)
+    return original(self, mha_pool_class=lambda *, size, **_: _build(self, size), **rest)
+
+
+def _build(configurator: Configurator, tokens: int) -> KVQuantPool:
+    for dtype in (configurator.model_config.dtype, configurator.kv_cache_dtype):
         if dtype != torch.bfloat16:
             raise SystemExit(
                 f"--kv-quant keeps windows in bfloat16, but the model runs in {dtype}: add --dtype bfloat16."
             )
     canary.register(KVQuantPool)
-    return KVQuantPool(max_total_num_tokens, PAGE_SIZE, runtime.started(), self.device)
+    return KVQuantPool(tokens, PAGE_SIZE, runtime.started(), configurator.device)

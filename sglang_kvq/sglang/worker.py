@@ -15,6 +15,7 @@ from sglang_kvq.config import KVQuantConfig
 from sglang_kvq.sglang import checks, runtime, weights
 from sglang_kvq.sglang.backend import KVQuantBackend
 from sglang_kvq.sglang.layers import check_layer_ids, check_layers
+from sglang_kvq.sglang.pool import quantized_pool
 from sglang_kvq.sglang.runtime import logger
 from sglang_kvq.sglang.types import ModelRunner
 
@@ -57,7 +58,9 @@ def create_backend(model_runner: ModelRunner) -> KVQuantBackend:
         backend = capture_backend(model_runner, config.capture, ops, tiers, state.layer_ids)
     else:
         backend = KVQuantBackend(ops, tiers, state.layer_ids)
-    backend.token_to_kv_pool, backend.req_to_token_pool = model_runner.token_to_kv_pool, model_runner.req_to_token_pool
+    # Models look at this pool's dtype; the one that SGLang puts around it in a hybrid says bfloat16.
+    backend.token_to_kv_pool = quantized_pool(model_runner.token_to_kv_pool)
+    backend.req_to_token_pool = model_runner.req_to_token_pool
     return backend
 
 
