@@ -40,7 +40,9 @@ class WindowNeed:
         return -(-tokens // PAGE_SIZE) * PAGE_SIZE
 
 
-def need_of(window: int, *, kept_behind: int, drafts: int, chunk: int, batches: int, prefixes: int | None) -> WindowNeed:
+def need_of(
+    window: int, *, kept_behind: int, drafts: int, chunk: int, batches: int, prefixes: int | None
+) -> WindowNeed:
     """
     Args:
         window: tokens.
@@ -50,7 +52,9 @@ def need_of(window: int, *, kept_behind: int, drafts: int, chunk: int, batches: 
         prefixes: as of ``WindowNeed``.
     """
     per_request = window + kept_behind * drafts + 2 * PAGE_SIZE + 2 * (drafts - 1)
-    return WindowNeed(per_request, -(-window // PAGE_SIZE) * PAGE_SIZE + PAGE_SIZE, batches * chunk + PAGE_SIZE, prefixes)
+    return WindowNeed(
+        per_request, -(-window // PAGE_SIZE) * PAGE_SIZE + PAGE_SIZE, batches * chunk + PAGE_SIZE, prefixes
+    )
 
 
 @dataclass(frozen=True)

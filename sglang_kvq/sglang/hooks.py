@@ -82,6 +82,7 @@ PER_TOKEN_FREES, RELEASES_PAGES = "<0.5.17", ">=0.5.17"
 
 _POOL = "mem_cache.kv_cache_configurator.KVCacheConfigurator"
 _SIZES = "model_executor.pool_configurator.DefaultPoolConfigurator"
+_WINDOWS = "model_executor.pool_configurator.HybridSWAPoolConfigurator"
 _WEIGHTS = "model_executor.model_runner_components.weight_updater.WeightUpdater"
 _EXPORTER = "model_executor.model_runner_components.weight_exporter.WeightExporter"
 _PAGED = "mem_cache.allocator.paged"
@@ -229,6 +230,76 @@ TABLE: tuple[Hook, ...] = (
             for more, versions in (((), OLD_TREE), (("mla_pool_class", "dsa_pool_class"), NEW_TREE))
         ),
         (Kind.READ, "mem_cache.memory_pool.HybridLinearKVPool", "the pool of a hybrid", {}),
+        # Sliding windows
+        (
+            Kind.AROUND,
+            f"{_WINDOWS}.__init__",
+            "bytes per token of the layers that see all tokens",
+            dict(params=("kvc",), handler="window_sizes:around_init"),
+        ),
+        (
+            Kind.AROUND,
+            f"{_WINDOWS}.calculate_pool_sizes",
+            "divides memory between windows and the cache",
+            dict(params=("available_bytes", "page_size"), handler="window_sizes:calculate_pool_sizes"),
+        ),
+        (
+            Kind.AROUND,
+            f"{_WINDOWS}.calculate_pool_sizes_from_max_tokens",
+            "windows keep what they need",
+            dict(
+                params=("max_total_num_tokens", "page_size"),
+                handler="window_sizes:calculate_pool_sizes_from_max_tokens",
+            ),
+        ),
+        *(
+            (
+                Kind.AROUND,
+                f"model_executor.pool_configurator.{name}.is_applicable",
+                "windows are sized in one way",
+                dict(params=("kvc",), handler="window_sizes:without_cap", versions=versions),
+            )
+            for name, versions in (
+                ("SWAChunkCapPoolConfigurator", OLD_TREE),
+                ("SWARequestCapPoolConfigurator", NEW_TREE),
+            )
+        ),
+        (
+            Kind.READ,
+            f"{_POOL}.sliding_window_size",
+            "how far windows reach",
+            {},
+        ),
+        (
+            Kind.AROUND,
+            f"{_POOL}._build_hybrid_swa_kv_pool",
+            "builds the two-tier pool beside that of the windows",
+            dict(
+                params=("full_max_total_num_tokens", "swa_max_total_num_tokens", "mha_pool_class"),
+                handler="window_pool:build_hybrid_swa_kv_pool",
+            ),
+        ),
+        (Kind.READ, "mem_cache.swa_memory_pool.SWAKVPool", "the pool of a model with windows", {}),
+        (
+            Kind.CALL,
+            "mem_cache.swa_memory_pool.SWAKVPool.translate_loc_from_full_to_swa",
+            "windows on a CPU",
+            dict(params=("kv_indices",)),
+        ),
+        (Kind.CALL, "mem_cache.memory_pool.KVWriteLoc", "windows on a CPU", dict(params=("loc", "swa_loc"))),
+        (
+            Kind.READ,
+            "mem_cache.allocator.swa.SWATokenToKVPoolAllocator",
+            "hands out pages of both pools",
+            {},
+        ),
+        (
+            Kind.CALL,
+            "layers.attention.triton_backend.TritonAttnBackend",
+            "attention of the layers with windows",
+            dict(params=("model_runner",)),
+        ),
+        (Kind.READ, "environ.envs.SGLANG_SWA_EVICTION_INTERVAL", "how long what left a window is kept", {}),
         (
             Kind.AROUND,
             f"{_POOL}._build_token_to_kv_pool_allocator",

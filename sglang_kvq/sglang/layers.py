@@ -10,14 +10,17 @@ from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang_kvq.sglang.types import AttentionLayer
 
 
-def check_layers(model: torch.nn.Module, head_dim: int) -> None:
+def check_layers(model: torch.nn.Module, head_dim: int, elsewhere: Collection[int] = ()) -> None:
     """Refuse attention that the cache does not serve, layer by layer.
+
+    Args:
+        elsewhere: ids of layers that SGLang serves itself.
 
     Raises:
         SystemExit: names the layer and the reason.
     """
     for name, layer in model.named_modules():
-        if not isinstance(layer, RadixAttention):
+        if not isinstance(layer, RadixAttention) or layer.layer_id in elsewhere:
             continue
         window = layer.sliding_window_size
         for unsupported, why in (
@@ -35,18 +38,19 @@ def check_layers(model: torch.nn.Module, head_dim: int) -> None:
                 raise SystemExit(f"--kv-quant does not support this model: {name} has {why}.")
 
 
-def check_layer_ids(model: torch.nn.Module, ids: Collection[int]) -> None:
+def check_layer_ids(model: torch.nn.Module, ids: Collection[int], elsewhere: Collection[int] = ()) -> None:
     """Refuse layers that share a layer of the cache, or have none.
 
     Args:
         ids: layer ids that this worker's pool holds.
+        elsewhere: as of ``check_layers``.
 
     Raises:
         SystemExit: names the layers.
     """
     owner: dict[int, str] = {}
     for name, layer in model.named_modules():
-        if not isinstance(layer, RadixAttention):
+        if not isinstance(layer, RadixAttention) or layer.layer_id in elsewhere:
             continue
         if layer.layer_id not in ids:
             raise SystemExit(

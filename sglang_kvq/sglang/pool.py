@@ -75,7 +75,7 @@ def build_mha_kv_pool(
         return original(
             self, max_total_num_tokens=max_total_num_tokens, mha_pool_class=mha_pool_class, quant_method=quant_method
         )
-    return _build(self, max_total_num_tokens)
+    return make_pool(self, max_total_num_tokens)
 
 
 def build_hybrid_linear_kv_pool(original: Original, self: Configurator, *, mha_pool_class: type, **rest: Any) -> Any:
@@ -85,10 +85,15 @@ def build_hybrid_linear_kv_pool(original: Original, self: Configurator, *, mha_p
     """
     if config_of(self.server_args) is None or self.is_draft_worker:
         return original(self, mha_pool_class=mha_pool_class, **rest)
-    return original(self, mha_pool_class=lambda *, size, **_: _build(self, size), **rest)
+    return original(self, mha_pool_class=lambda *, size, **_: make_pool(self, size), **rest)
 
 
-def _build(configurator: Configurator, tokens: int) -> KVQuantPool:
+def make_pool(configurator: Configurator, tokens: int) -> KVQuantPool:
+    """The two-tier pool of what was sized.
+
+    Raises:
+        SystemExit: the model runs in another type than windows are kept in.
+    """
     for dtype in (configurator.model_config.dtype, configurator.kv_cache_dtype):
         if dtype != torch.bfloat16:
             raise SystemExit(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -64,9 +63,6 @@ class WindowedBackend(AttentionBackend):
         """The later of both (0.5.18 and later)."""
         return max((b.shared_read_ends(forward_mode) for b in self.attn_backend_list), key=lambda end: end.value)
 
-    def support_triton(self) -> bool:
-        return bool(self.windows.support_triton())
-
     def forward_decode(
         self,
         q: torch.Tensor,
@@ -77,8 +73,10 @@ class WindowedBackend(AttentionBackend):
         save_kv_cache: bool = True,
         **kwargs: Any,
     ) -> torch.Tensor:
-        forward = self._of(layer).forward_decode
-        return forward(q, k, v, layer, forward_batch, save_kv_cache=save_kv_cache, **kwargs)
+        out: torch.Tensor = self._of(layer).forward_decode(
+            q, k, v, layer, forward_batch, save_kv_cache=save_kv_cache, **kwargs
+        )
+        return out
 
     def forward_extend(
         self,
@@ -90,23 +88,29 @@ class WindowedBackend(AttentionBackend):
         save_kv_cache: bool = True,
         **kwargs: Any,
     ) -> torch.Tensor:
-        forward = self._of(layer).forward_extend
-        return forward(q, k, v, layer, forward_batch, save_kv_cache=save_kv_cache, **kwargs)
+        out: torch.Tensor = self._of(layer).forward_extend(
+            q, k, v, layer, forward_batch, save_kv_cache=save_kv_cache, **kwargs
+        )
+        return out
 
     def _of(self, layer: AttentionLayer) -> AttentionBackend:
         return self.full if layer.layer_id in self.full.index_of else self.windows
 
 
-def create_window_backend(create: Callable[[Any], AttentionBackend], model_runner: ModelRunner) -> AttentionBackend:
-    """SGLang's own backend over the layers with windows.
+def create_window_backend(model_runner: ModelRunner) -> AttentionBackend:
+    """What serves the layers with windows: SGLang's Triton backend; on a CPU plain torch.
 
-    It looks at the values of the first layer to see how long a head is, and that layer's may be ours.
-
-    Args:
-        create: what the release has registered under the backend's name.
+    SGLang's backend looks at the values of the first layer to see how long a head is, and that layer's may be ours.
+    SGLang's own backend for a CPU takes locations of one of its pools for the other's.
     """
     pool = model_runner.token_to_kv_pool
-    backend = create(_Seen(model_runner, token_to_kv_pool=windows_only(pool)))
+    if torch.device(model_runner.device).type == "cpu":
+        from sglang_kvq.sglang.window_reference import TorchWindows
+
+        return TorchWindows(pool, model_runner.req_to_token_pool)
+    from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
+
+    backend = TritonAttnBackend(_Seen(model_runner, token_to_kv_pool=windows_only(pool)))
     backend.token_to_kv_pool = pool
     return backend
 

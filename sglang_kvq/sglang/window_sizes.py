@@ -85,7 +85,7 @@ def _workers() -> int:
     """Data-parallel workers that share ``--max-running-requests``."""
     from sglang.srt.runtime_context import get_parallel
 
-    return max(1, get_parallel().attn_dp_size)
+    return max(1, int(get_parallel().attn_dp_size))
 
 
 def without_cap(original: Original, kvc: Configurator) -> bool:

@@ -289,7 +289,6 @@ def test_attention_of_models_that_can_fuse(serving, on_cuda, monkeypatch, family
         (dict(save_kv_cache=False), r"save_kv_cache=False"),
         (dict(k=None, v=None, save_kv_cache=False), "another layer's keys and values"),
         (dict(k=None, v=None), "another layer's keys and values"),
-        (dict(sinks=torch.zeros(HEADS)), "sinks=..."),
         (dict(q_rope=torch.zeros(1), k_rope=torch.zeros(1)), "q_rope=..., k_rope=..."),
         (dict(return_lse=True), "return_lse=..."),
         (dict(idx_q=torch.zeros(1), idx_k=torch.zeros(1), idx_v=None), "idx_q=..., idx_k=...;"),
@@ -305,6 +304,41 @@ def test_a_call_that_would_be_answered_wrongly(backend, mode, changes, text):
         getattr(backend, mode)(**call)
     assert text.replace("\\", "") in str(error.value)
     assert torch.equal(backend.tiers.pool.overlays, before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_learned_sinks(serving, dtype):
+    """A prefill and a decode step have them; each sink takes its share of the softmax."""
+    from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+    batch, (q, k, v) = prefill(serving), activations()
+    sinks = torch.tensor([0.5, 3.0], dtype=dtype)
+    plain, with_sinks = (attention(1)(q, k, v, batch, sinks=s).view(TOKENS, HEADS, D) for s in (None, sinks))
+    # The first token sees itself only.
+    score = (q[0].float() * k[0].float()).view(HEADS, D).sum(-1) * D**-0.5
+    share = torch.sigmoid(score - sinks.float())
+    torch.testing.assert_close(with_sinks[0].float(), plain[0].float() * share[:, None], rtol=2e-2, atol=1e-3)
+    step = SimpleNamespace(
+        forward_mode=ForwardMode.DECODE,
+        req_pool_indices=torch.tensor([1]),
+        seq_lens=torch.tensor([TOKENS]),
+        seq_lens_cpu=torch.tensor([TOKENS]),
+        out_cache_loc=batch.out_cache_loc[-1:],
+    )
+    serving.init_forward_metadata(step)
+    last = (x[-1:] for x in (q, k, v))
+    got = serving.forward_decode(*last, attention(1), step, sinks=sinks).view(HEADS, D)
+    torch.testing.assert_close(got, with_sinks[-1], rtol=2e-2, atol=1e-3)
+
+
+@pytest.mark.parametrize("mode", ["forward_extend", "forward_decode"])
+@pytest.mark.parametrize(
+    "sinks", [torch.zeros(HEADS + 1), torch.zeros(1), torch.zeros(HEADS, dtype=torch.int32), 0.0], ids=repr
+)
+def test_sinks_that_are_no_heads_are_refused(backend, mode, sinks):
+    batch, (q, k, v) = prefill(backend), activations()
+    with pytest.raises(NotImplementedError, match="the sinks of attention layer 1 are .*, not one number for each of"):
+        getattr(backend, mode)(q, k, v, attention(1), batch, sinks=sinks)
 
 
 def test_an_argument_that_asks_for_nothing(serving):
