@@ -209,6 +209,40 @@ TABLE: tuple[Hook, ...] = (
             "running requests follow from the BF16 pages",
             dict(params=("token_capacity",), handler="capacity:resolve_max_num_reqs"),
         ),
+        (
+            Kind.AROUND,
+            f"{_POOL}._handle_max_mamba_cache",
+            "memory of recurrent states beside a smaller cache",
+            dict(params=("total_rest_memory",), handler="states:handle_max_mamba_cache"),
+        ),
+        (Kind.CALL, f"{_POOL}._calculate_mamba_ratio", "states of a request", dict(params=())),
+        (Kind.READ, f"{_POOL}.mambaish_config", "bytes of a state", {}),
+        (Kind.READ, f"{_POOL}.ps", "data-parallel workers", dict(versions=OLD_TREE)),
+        (Kind.READ, f"{_POOL}.attn_dp_size", "data-parallel workers", dict(versions=NEW_TREE)),
+        (
+            Kind.CALL,
+            "configs.model_config.ModelConfig.get_num_kv_heads",
+            "this worker's KV heads",
+            dict(params=("tensor_parallel_size",)),
+        ),
+        (
+            Kind.CALL,
+            "server_args.ServerArgs.override",
+            "sets the ratio of memory",
+            dict(params=("source",), versions=OLD_TREE),
+        ),
+        (
+            Kind.CALL,
+            "runtime_context.RuntimeContext.override",
+            "sets the ratio of memory",
+            dict(params=("source",), versions=NEW_TREE),
+        ),
+        (
+            Kind.CALL,
+            "runtime_context.RuntimeContext.config_leaf",
+            "reads what SGLang sized",
+            dict(params=("name",), versions=NEW_TREE),
+        ),
         # Pool and allocator
         (
             Kind.AROUND,
