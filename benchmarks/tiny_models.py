@@ -23,6 +23,7 @@ CONTEXT = 1500
 SCORES = 1.0
 LOGITS = 2.5
 EXPERTS, EXPERTS_PER_TOKEN = 8, 2
+WINDOW = 128
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,12 @@ class TinyModel:
 
     @property
     def is_moe(self) -> bool:
-        return self.family in ("qwen3_moe", "glm4_moe", "minimax_m2")
+        return self.family in ("qwen3_moe", "glm4_moe", "minimax_m2", "gpt_oss")
+
+    @property
+    def has_windows(self) -> bool:
+        """Whether every other layer, the first among them, sees a window only."""
+        return self.family in ("gpt_oss", "mellum")
 
     def config(self) -> dict:
         """What config.json holds."""
@@ -71,9 +77,14 @@ class TinyModel:
             "bos_token_id": 0,
             "eos_token_id": 1,
             "use_cache": True,
+            **(self._windows() if self.has_windows else {}),
             **EXTRA.get(self.family, {}),
             **self.more,
         }
+
+    def _windows(self) -> dict:
+        kinds = [("sliding_attention", "full_attention")[i % 2] for i in range(self.layers)]
+        return {"sliding_window": WINDOW, "layer_types": kinds, "mlp_layer_types": ["dense"] * self.layers}
 
     def tensors(self, seed: int = 0) -> dict[str, torch.Tensor]:
         """The weights by their names in a checkpoint, BF16."""
@@ -85,7 +96,7 @@ class TinyModel:
         q_rows, kv_rows, width = self.heads * self.head_dim, self.kv_heads * self.head_dim, self.hidden**-0.5
         averaged = CONTEXT / math.exp(SCORES**2)
         # With q and k normalised per head or over all heads, their norms' weights set the scores' size.
-        normed = self.family in ("qwen3", "qwen3_moe", "minimax_m2") or self.config().get("use_qk_norm")
+        normed = self.family in ("qwen3", "qwen3_moe", "minimax_m2", "mellum") or self.config().get("use_qk_norm")
         found = {
             "model.embed_tokens.weight": normal(VOCABULARY, self.hidden, std=1),
             "model.norm.weight": 1 + normal(self.hidden, std=0.05),
@@ -107,6 +118,11 @@ class TinyModel:
                 q_size, k_size = (q_rows, kv_rows) if self.family == "minimax_m2" else (self.head_dim, self.head_dim)
                 found[f"{at}.self_attn.q_norm.weight"] = SCORES + normal(q_size, std=0.05)
                 found[f"{at}.self_attn.k_norm.weight"] = 1 + normal(k_size, std=0.05)
+            if self.family == "gpt_oss":
+                found[f"{at}.self_attn.q_proj.weight"] /= YARN_SCORES
+                found[f"{at}.self_attn.o_proj.bias"] = normal(self.hidden, std=0.02)
+                # About what the log-sum-exp of some hundred scores is, so that they take a good part of the softmax.
+                found[f"{at}.self_attn.sinks"] = 5 + normal(self.heads, std=1)
             if self.config().get("attention_bias") or self.family == "qwen2":
                 # A value's bias is in every average: a large one would hide what the context says.
                 for name, rows, std in (("q", q_rows, 0.3), ("k", kv_rows, 1.0), ("v", kv_rows, 0.02)):
@@ -118,6 +134,8 @@ class TinyModel:
         dense = not self.is_moe or layer < self.config().get("first_k_dense_replace", 0)
         if dense:
             return self._gated(f"{at}.mlp", self.hidden, 0.3, ("gate_proj", "up_proj", "down_proj"), normal)
+        if self.family == "gpt_oss":
+            return self._fused_experts(f"{at}.mlp", normal)
         minimax = self.family == "minimax_m2"
         block = f"{at}.block_sparse_moe" if minimax else f"{at}.mlp"
         names = ("w1", "w3", "w2") if minimax else ("gate_proj", "up_proj", "down_proj")
@@ -131,6 +149,18 @@ class TinyModel:
         if minimax:
             found[f"{block}.e_score_correction_bias"] = normal(EXPERTS, std=0.01)
         return found
+
+    def _fused_experts(self, at: str, normal) -> dict[str, torch.Tensor]:
+        """All experts in one tensor, inputs first; gates and values take turns."""
+        size = self.config()["intermediate_size"]
+        return {
+            f"{at}.router.weight": normal(EXPERTS, self.hidden, std=self.hidden**-0.5),
+            f"{at}.router.bias": normal(EXPERTS, std=0.1),
+            f"{at}.experts.gate_up_proj": normal(EXPERTS, self.hidden, 2 * size, std=self.hidden**-0.5),
+            f"{at}.experts.gate_up_proj_bias": normal(EXPERTS, 2 * size, std=0.1),
+            f"{at}.experts.down_proj": normal(EXPERTS, size, self.hidden, std=self.experts * size**-0.5),
+            f"{at}.experts.down_proj_bias": normal(EXPERTS, self.hidden, std=0.02),
+        }
 
     def _gated(self, at: str, size: int, out: float, names: tuple[str, str, str], normal) -> dict[str, torch.Tensor]:
         gate, up, down = names
@@ -159,7 +189,11 @@ ARCHITECTURES = {
     "qwen3_moe": "Qwen3MoeForCausalLM",
     "glm4_moe": "Glm4MoeForCausalLM",
     "minimax_m2": "MiniMaxM2ForCausalLM",
+    "gpt_oss": "GptOssForCausalLM",
+    "mellum": "MellumForCausalLM",
 }
+#: By how much YaRN raises scores at a factor of 32: (0.1 log 32 + 1)^2.
+YARN_SCORES = 1.813
 EXTRA = {
     "llama": {"attention_bias": False, "mlp_bias": False},
     "mistral": {"sliding_window": None},
@@ -202,11 +236,38 @@ EXTRA = {
         "intermediate_size": 128,
         "num_mtp_modules": 0,
     },
+    "gpt_oss": {
+        "attention_bias": True,
+        "num_local_experts": EXPERTS,
+        "num_experts_per_tok": EXPERTS_PER_TOKEN,
+        "swiglu_limit": 7.0,
+        "rope_theta": 150000,
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 4096,
+        },
+        "max_position_embeddings": 131072,
+    },
+    "mellum": {
+        "attention_bias": False,
+        "rope_parameters": {
+            kind: {"rope_type": "default", "rope_theta": theta}
+            for kind, theta in (("full_attention", 1e6), ("sliding_attention", 1e4))
+        },
+        "num_experts": EXPERTS,
+        "num_experts_per_tok": EXPERTS_PER_TOKEN,
+        "moe_intermediate_size": 128,
+        "norm_topk_prob": True,
+    },
 }
 #: Tensors that checkpoints keep in another type.
 KEPT = {"e_score_correction_bias": torch.float32}
 
-#: Every family served; heads of 128 but where the name says otherwise.
+#: Every family served; heads of 128 but where the name says otherwise, and gpt-oss's of 64.
 MODELS = {
     model.name: model
     for model in (
@@ -220,5 +281,7 @@ MODELS = {
         TinyModel("llama_64", "llama", head_dim=64),
         TinyModel("llama_96", "llama", head_dim=96),
         TinyModel("qwen3_256", "qwen3", head_dim=256),
+        TinyModel("gpt_oss", "gpt_oss", head_dim=64, heads=16, layers=4),
+        TinyModel("mellum", "mellum", layers=4),
     )
 }

@@ -24,7 +24,7 @@ from sglang_kvq.kernels.extend_history import Tile, history_any, history_two_bit
 from sglang_kvq.kernels.extend_planes import history_planes
 from sglang_kvq.kernels.planes import is_planes, row_dims
 from sglang_kvq.kernels.shape import shape_of
-from sglang_kvq.kernels.softmax import LOG2E, attend, no_keys
+from sglang_kvq.kernels.softmax import LOG2E, attend, load_sink, no_keys, with_sink
 
 #: What an item costs besides its units, in units: its queries, its result, the first loads (``extend_costs``: 13 at a
 #: time when overlays were read without copies ahead, as a part of it).
@@ -195,6 +195,7 @@ def extend(
     stored: Stored,
     *,
     launch: ExtendLaunch,
+    sinks: torch.Tensor | None = None,
     plain: bool = INTERPRETED,
 ) -> None:
     """The result of every item: of a whole tile where that is one item, else partial.
@@ -210,6 +211,7 @@ def extend(
         rows: int ``[batch]``.
         record, stored: of one layer.
         launch: from ``extend_launch``.
+        sinks: float ``[q_heads]``, of the rows that are whole; ``merge_splits`` takes them for the others. None: none.
         plain: unpack codes without inline assembly, as the interpreter must.
     """
     k, v = new
@@ -217,11 +219,13 @@ def extend(
     shape = shape_of(k.shape[1], d, q_heads)
     _extend[(shape.KV_HEADS * (d // shape.DIMS), len(items))](
         out, partial, lse, view(q), view(k), view(v), items, rows, scale * LOG2E, stored,
+        lse if sinks is None else sinks,
         RECORD=record,
         SHAPE=shape,
         FAST=is_two_bit(record, d),
         ROWS=launch.rows,
         KEYS=launch.keys,
+        SINKS=sinks is not None,
         PLAIN=plain,
         num_warps=launch.warps,
         num_stages=launch.stages,
@@ -264,9 +268,9 @@ class NewTokens(NamedTuple):
 
 @triton.jit
 def _extend(
-    out, partial, lse, q, k, v, items, rows, scale_log2, stored,
+    out, partial, lse, q, k, v, items, rows, scale_log2, stored, sinks,
     RECORD: tl.constexpr, SHAPE: tl.constexpr, FAST: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
-    PLAIN: tl.constexpr,
+    SINKS: tl.constexpr, PLAIN: tl.constexpr,
 ):  # fmt: skip
     """Program (kv_head * parts of V + part, item): divide the item's pages; its records; what is in BF16; store."""
     PARTS: tl.constexpr = SHAPE.D // SHAPE.DIMS
@@ -300,6 +304,8 @@ def _extend(
     overlays = stored.overlays + head * (PAGE * SHAPE.D)
     dims = row_dims(v_first, RECORD, SHAPE)
     state = _whole_keys(state, tile, token, pages, new, overlays, stored.page_slot, dims, scale_log2, SHAPE, KEYS, ROWS)
+    if SINKS:  # once for each row: of a row in parts the merge does it
+        state = with_sink(state, tl.where(item.parts == 1, load_sink(sinks, q_head), float("-inf")))
     _store_result(out, partial, lse, state, item, token, q_head, dims, SHAPE)
 
 

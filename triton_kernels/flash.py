@@ -15,7 +15,7 @@ import triton.language as tl
 from sglang_kvq.kernels.arguments import View, field_count, load_fields, view
 from sglang_kvq.kernels.common import INTERPRETED, dot, to_bf16
 from sglang_kvq.kernels.shape import shape_of
-from sglang_kvq.kernels.softmax import LOG2E, NEVER, Softmax, no_keys
+from sglang_kvq.kernels.softmax import LOG2E, NEVER, Softmax, load_sink, no_keys, with_sink
 
 
 class Tile(NamedTuple):
@@ -73,6 +73,7 @@ def flash_attention(
     rows: int,
     first: bool,
     last: bool,
+    sinks: torch.Tensor | None = None,
 ) -> None:
     """One slab.
 
@@ -82,17 +83,20 @@ def flash_attention(
         q: BF16 ``[T, q_heads, D]``; new: the new tokens' k and v, ``[T, kv_heads, D]``, seen in the last
             launch only; stored: the slab's k and v ``[N, kv_heads, D]``. Last axes contiguous.
         plan: int32 ``[tiles, FIELDS]`` of ``plan_tiles``, made with the same ``rows``.
+        sinks: float ``[q_heads]``, taken up by the last launch; None for none.
     """
     q_heads, d = q.shape[1:]
     acc, sums = state or (q, q)
     wide = d <= 128
     _flash[(q_heads, plan.shape[0])](
         out, acc, sums, view(q), tuple(map(view, new)), tuple(map(view, stored)), plan, scale * LOG2E,
+        out if sinks is None else sinks,
         SHAPE=shape_of(new[0].shape[1], d, q_heads),
         ROWS=rows,
         KEYS=64 if wide else 32,
         FIRST=first,
         LAST=last,
+        SINKS=sinks is not None,
         num_warps=8 if rows == 128 else 4,
         num_stages=3 if wide else 2,
     )  # fmt: skip
@@ -100,8 +104,9 @@ def flash_attention(
 
 @triton.jit
 def _flash(
-    out, acc_state, sums_state, q, new, stored, plan, scale_log2,
+    out, acc_state, sums_state, q, new, stored, plan, scale_log2, sinks,
     SHAPE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr,
+    SINKS: tl.constexpr,
 ):  # fmt: skip
     """Program (query head, tile): take up the state; stored keys; new keys; leave the result or the state."""
     D: tl.constexpr = SHAPE.D
@@ -132,6 +137,8 @@ def _flash(
         k, v = _head_of(new[0], tile.new, kv_head), _head_of(new[1], tile.new, kv_head)
         count = tile.position + tile.rows
         state = _attend(state, queries, k, v, count, tile.position, scale_log2, SHAPE, ROWS, KEYS)
+        if SINKS:
+            state = with_sink(state, load_sink(sinks, head))
         tl.store(out + elements, to_bf16(state.acc / tl.maximum(state.total, 1e-30)[:, None]), mask=live)
     else:
         tl.store(acc_state + elements, state.acc, mask=live)

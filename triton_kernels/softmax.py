@@ -11,6 +11,7 @@ from sglang_kvq.kernels.common import dot, to_bf16
 LOG2E = 1.4426950408889634
 #: The score of what is not seen.
 NEVER = tl.constexpr(-1e30)
+_LOG2E = tl.constexpr(LOG2E)
 
 
 class Softmax(NamedTuple):
@@ -48,3 +49,17 @@ def attend(state, q, k, v, seen, scale_log2, ROWS: tl.constexpr, KEYS: tl.conste
     p = tl.exp2(x * scale_log2 - top[:, None])
     total = state.total * decay + tl.sum(p, 1)
     return Softmax(dot(to_bf16(p), v, state.acc * decay[:, None]), total, top)
+
+
+@triton.jit
+def load_sink(sinks, head):
+    """Learned sinks of these query heads, as scores in base 2."""
+    return tl.load(sinks + head).to(tl.float32) * _LOG2E
+
+
+@triton.jit
+def with_sink(state, sink):
+    """Add one key whose value is zero: ``sink`` is its score in base 2, of each row or of all."""
+    top = tl.maximum(state.top, sink)
+    decay = tl.exp2(state.top - top)
+    return Softmax(state.acc * decay[:, None], state.total * decay + tl.exp2(sink - top), top)

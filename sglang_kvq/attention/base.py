@@ -146,21 +146,38 @@ class AttentionOps(ABC):
 
     @abstractmethod
     def decode(
-        self, layer: int, q: torch.Tensor, rows: torch.Tensor, seq_lens: torch.Tensor, scale: float
+        self,
+        layer: int,
+        q: torch.Tensor,
+        rows: torch.Tensor,
+        seq_lens: torch.Tensor,
+        scale: float,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """One query token per request over everything stored, its own token included.
 
         q BF16 ``[B, q_heads, D]``, rows and seq_lens int ``[B]``; returns BF16 ``[B, q_heads, D]``,
         softmax(scale q k) v. Segments come from ``pool.row_sink_end`` and ``row_history_end``. Safe
         inside a CUDA graph: every length is read on the device, rows of padding read page 0.
+
+        sinks: the layer's learned sinks, float ``[q_heads]``, this worker's; None where it has none. Each is the score
+        (not scaled) of one more key, which every query of its head sees and whose value is zero: with lse the
+        log-sum-exp of the scores of all others, the result is multiplied by sigmoid(lse - sink).
         """
 
     @abstractmethod
     def extend(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: ExtendBatch, scale: float
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        batch: ExtendBatch,
+        scale: float,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Causal attention of new tokens over the stored prefix and themselves.
 
         q BF16 ``[T, q_heads, D]``, k and v BF16 ``[T, kv_heads, D]``: the batch's activations, which
-        need not be stored yet. Returns BF16 ``[T, q_heads, D]``.
+        need not be stored yet. Returns BF16 ``[T, q_heads, D]``. sinks: as of ``decode``.
         """

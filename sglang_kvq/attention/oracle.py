@@ -33,32 +33,53 @@ def stored(
 
 
 def decode(
-    pool: PagePool, layer: int, q: torch.Tensor, rows: torch.Tensor, seq_lens: torch.Tensor, scale: float
+    pool: PagePool,
+    layer: int,
+    q: torch.Tensor,
+    rows: torch.Tensor,
+    seq_lens: torch.Tensor,
+    scale: float,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """``AttentionOps.decode``: q ``[B, q_heads, D]`` over everything its row stores; float64 ``[B, q_heads, D]``."""
     out = torch.empty(q.shape, dtype=torch.float64, device=q.device)
     for i, (row, length) in enumerate(zip(rows.tolist(), seq_lens.tolist())):
-        out[i] = _attend(pool, layer, row, length, q[i : i + 1], None, None, scale)[0]
+        out[i] = _attend(pool, layer, row, length, q[i : i + 1], None, None, scale, sinks)[0]
     return out
 
 
 def extend(
-    pool: PagePool, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: ExtendBatch, scale: float
+    pool: PagePool,
+    layer: int,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    batch: ExtendBatch,
+    scale: float,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """``AttentionOps.extend``: float64 ``[T, q_heads, D]``."""
     out, start = torch.empty(q.shape, dtype=torch.float64, device=q.device), 0
     for row, prefix, new in zip(batch.rows.tolist(), batch.prefix_lens, batch.new_lens):
         mine = slice(start, start + new)
-        out[mine] = extend_row(pool, layer, row, prefix, q[mine], k[mine], v[mine], scale)
+        out[mine] = extend_row(pool, layer, row, prefix, q[mine], k[mine], v[mine], scale, sinks)
         start += new
     return out
 
 
 def extend_row(
-    pool: PagePool, layer: int, row: int, prefix: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
+    pool: PagePool,
+    layer: int,
+    row: int,
+    prefix: int,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """``extend`` of one request: q ``[new, q_heads, D]`` over its row's prefix and, causally, k and v."""
-    return _attend(pool, layer, row, prefix, q, k, v, scale)
+    return _attend(pool, layer, row, prefix, q, k, v, scale, sinks)
 
 
 def _attend(
@@ -70,6 +91,7 @@ def _attend(
     k: torch.Tensor | None,
     v: torch.Tensor | None,
     scale: float,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     """Queries ``[n, q_heads, D]`` over the row's tokens and, causally, over new ones; head by head, to save memory."""
     out = torch.empty(q.shape, dtype=torch.float64, device=q.device)
@@ -81,5 +103,7 @@ def _attend(
             keys, values = torch.cat([keys, k[:, head].double()]), torch.cat([values, v[:, head].double()])
         for h in group.tolist():
             x = (q[:, h].double() @ keys.T * scale).masked_fill(future, float("-inf"))
-            out[:, h] = x.softmax(-1) @ values
+            if sinks is not None:  # one more key, of which nothing is the value
+                x = torch.cat([x, sinks[h].double().expand(len(q), 1)], dim=1)
+            out[:, h] = x.softmax(-1)[:, : len(values)] @ values
     return out

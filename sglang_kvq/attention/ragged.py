@@ -10,6 +10,7 @@ plans.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -23,6 +24,7 @@ from sglang_kvq.attention.base import ExtendBatch
 from sglang_kvq.cache.transfer import upload
 from sglang_kvq.config import PAGE_SIZE
 from sglang_kvq.kernels.gather import PageRead
+from sglang_kvq.kernels.sinks import scale_by_sinks
 
 #: What FlashInfer's prefill kernels are built for, of the sizes the cache serves.
 HEAD_DIMS = (64, 128, 256)
@@ -58,8 +60,8 @@ class Call:
         q: the new tokens that attend, ``[begin, end)`` in the batch.
         q_lens, kv_lens: of each request in the call.
         causal: False for the beginning of a longer prefix.
-        alone: no other call is about these queries.
         first: the first call about them; it gives every query a key.
+        last: no later call is about these queries, nor about others that the first one had.
         pages: int32 ``[n, 4]``, a ``gather.PageRead`` each; none where no prefix is read.
         positions: where the new tokens go in the workspace; None if they are not in this call, or are used in place.
     """
@@ -68,14 +70,19 @@ class Call:
     q_lens: list[int]
     kv_lens: list[int]
     causal: bool
-    alone: bool
     first: bool
+    last: bool
     pages: np.ndarray
     positions: np.ndarray | None
 
     @property
     def gathers(self) -> bool:
         return len(self.pages) > 0
+
+    @property
+    def alone(self) -> bool:
+        """No other call is about these queries."""
+        return self.first and self.last
 
     @property
     def shape(self) -> CallShape:
@@ -130,7 +137,7 @@ def _plan_group(request: int, prefix: np.ndarray, new: np.ndarray, query: int, c
             start = end
     calls = [_causal(request, start, prefix, new, query)]
     calls += [_visible(request, *part, new, query) for part in parts]
-    calls[0].alone = not parts
+    calls[-1].last = True
     return calls
 
 
@@ -148,7 +155,7 @@ def _causal(request: int, start: np.ndarray, prefix: np.ndarray, new: np.ndarray
     ends = np.cumsum(kv)
     pages = np.concatenate([_pages(request + i, *x) for i, x in enumerate(zip(start, prefix, ends - kv))])
     positions = np.concatenate([np.arange(end - n, end) for end, n in zip(ends, new)]) if len(pages) else None
-    return Call((query, query + int(new.sum())), new.tolist(), kv.tolist(), True, True, True, pages, positions)
+    return Call((query, query + int(new.sum())), new.tolist(), kv.tolist(), True, True, False, pages, positions)
 
 
 def _visible(request: int, start: np.ndarray, end: np.ndarray, new: np.ndarray, query: int) -> Call:
@@ -269,14 +276,23 @@ class RaggedPrefill:
         return mine
 
     def run(
-        self, calls: list[PlannedCall], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, gather: Gather
+        self,
+        calls: list[PlannedCall],
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        gather: Gather,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """One layer; ``gather(k, v, pages)`` fills rows of the workspace from stored pages."""
+        """One layer; ``gather(k, v, pages)`` fills rows of the workspace from stored pages.
+
+        sinks: of ``AttentionOps.decode``.
+        """
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
         out = torch.empty_like(q)
         size = max((sum(c.call.kv_lens) for c in calls if c.call.gathers), default=0)
         space = torch.empty(2, size, *k.shape[1:], dtype=k.dtype, device=k.device)
-        lse = None
+        begin, lse = 0, torch.empty(0)  # of the queries of the first call of those that are merged
         for planned in calls:
             call, mine = planned.call, slice(*planned.call.q)
             keys, values = k[mine], v[mine]
@@ -287,13 +303,17 @@ class RaggedPrefill:
                     _append(stored_k, call, planned.positions, keys)
                     _append(stored_v, call, planned.positions, values)
                 keys, values = stored_k, stored_v
-            if call.alone:
+            if call.alone and sinks is None:
                 planned.wrapper.run(q[mine], keys, values, out=out[mine])
             elif call.first:
                 _, lse = planned.wrapper.run(q[mine], keys, values, out=out[mine], return_lse=True)
+                begin = mine.start
             else:
                 part, part_lse = planned.wrapper.run(q[mine], keys, values, return_lse=True)
-                self.library.merge_state_in_place(out[mine], lse, part, part_lse)
+                mine_lse = lse[mine.start - begin : mine.stop - begin]
+                self.library.merge_state_in_place(out[mine], mine_lse, part, part_lse)
+            if call.last and sinks is not None:
+                scale_by_sinks(out[begin : begin + len(lse)], lse, sinks)
         return out
 
     def _add(self, backend: str) -> _Wrapper:
@@ -348,19 +368,28 @@ def load(
 
 
 def _try(prefill: RaggedPrefill) -> None:
-    """A prefix that takes two calls and a merge."""
+    """A prefix that takes two calls and a merge, with sinks: all scores are 0 and all values 1."""
     old = prefill.capacity
     prefill.capacity = 2 * PAGE_SIZE
-    new = PAGE_SIZE
+    stored, new, sink = 3 * PAGE_SIZE, PAGE_SIZE, 5.0
     none = torch.empty(0, dtype=torch.int64)
-    batch = ExtendBatch(none, [3 * PAGE_SIZE], [new], none, none, none)
+    batch = ExtendBatch(none, [stored], [new], none, none, none)
     q, k = (
         torch.zeros(new, heads, prefill.head_dim, dtype=torch.bfloat16, device=prefill.device)
         for heads in (prefill.q_heads, prefill.kv_heads)
     )
+    sinks = torch.full((prefill.q_heads,), sink, device=prefill.device)
+
+    def gather(keys: torch.Tensor, values: torch.Tensor, pages: torch.Tensor) -> None:
+        keys.zero_()
+        values.fill_(1)
+
     try:
-        out = prefill.run(prefill.plan(batch, 1.0), q, k, k, lambda keys, values, pages: (keys.zero_(), values.zero_()))
+        out = prefill.run(prefill.plan(batch, 1.0), q, k, torch.ones_like(k), gather, sinks)
     finally:
         prefill.capacity = old
-    if out.any():
-        raise RuntimeError("its attention over zeros is not zero")
+    keys = torch.arange(stored + 1, stored + new + 1, device=prefill.device)
+    wanted = keys / (keys + math.exp(sink))
+    error = float((out.float() - wanted[:, None, None]).abs().max())
+    if not error <= 0.02:
+        raise RuntimeError(f"its attention is off by {error:.3f}, of values of 1")

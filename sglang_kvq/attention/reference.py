@@ -49,16 +49,29 @@ class ReferenceOps(AttentionOps):
             self.pool.records[layer][pages[:n]] = records
 
     def decode(
-        self, layer: int, q: torch.Tensor, rows: torch.Tensor, seq_lens: torch.Tensor, scale: float
+        self,
+        layer: int,
+        q: torch.Tensor,
+        rows: torch.Tensor,
+        seq_lens: torch.Tensor,
+        scale: float,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         out = torch.empty_like(q)
         for i, (row, length) in enumerate(zip(rows.tolist(), seq_lens.tolist())):
             k, v = self._stored(layer, row, length)
-            out[i : i + 1] = _attend(q[i : i + 1], k, v, scale)
+            out[i : i + 1] = _attend(q[i : i + 1], k, v, scale, sinks)
         return out
 
     def extend(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: ExtendBatch, scale: float
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        batch: ExtendBatch,
+        scale: float,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         out, start = torch.empty_like(q), 0
         for row, prefix, new in zip(batch.rows.tolist(), batch.prefix_lens, batch.new_lens):
@@ -66,7 +79,7 @@ class ReferenceOps(AttentionOps):
             k_old, v_old = self._stored(layer, row, prefix)
             keys = torch.cat([k_old, k[span].transpose(0, 1)], dim=1)
             values = torch.cat([v_old, v[span].transpose(0, 1)], dim=1)
-            out[span] = _attend(q[span], keys, values, scale)
+            out[span] = _attend(q[span], keys, values, scale, sinks)
             start += new
         return out
 
@@ -101,8 +114,12 @@ def _rotate_rows(x: torch.Tensor, r: torch.Tensor, mean: torch.Tensor | None = N
     return (rotated if mean is None else rotated - mean).to(x.dtype)
 
 
-def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
+def _attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, sinks: torch.Tensor | None
+) -> torch.Tensor:
     """The last ``len(q)`` positions attend causally. q ``[n, q_heads, D]``, k, v ``[kv_heads, length, D]``."""
+    if sinks is not None:
+        return _attend_with_sinks(q, k, v, scale, sinks)
     n, length = q.shape[0], k.shape[1]
     mask = None
     if n > 1:
@@ -111,3 +128,15 @@ def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> 
         q.transpose(0, 1)[None], k[None], v[None], attn_mask=mask, scale=scale, enable_gqa=True
     )
     return out[0].transpose(0, 1)
+
+
+def _attend_with_sinks(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, sinks: torch.Tensor
+) -> torch.Tensor:
+    """``_attend`` in float32, rounded once: torch's own attention has no sinks."""
+    n, length, group = q.shape[0], k.shape[1], q.shape[1] // k.shape[0]
+    k, v = (x.float().repeat_interleave(group, dim=0) for x in (k, v))
+    x = q.float().transpose(0, 1) @ k.transpose(1, 2) * scale  # [q_heads, n, length]
+    x = x.masked_fill(torch.ones(n, length, dtype=torch.bool, device=q.device).triu(length - n + 1), float("-inf"))
+    shares = torch.cat([x, sinks.float()[:, None, None].expand(-1, n, 1)], dim=2).softmax(-1)[:, :, :length]
+    return (shares @ v).transpose(0, 1).to(q.dtype)

@@ -169,7 +169,13 @@ class TritonOps(AttentionOps):
         self.order.plan()
 
     def decode(
-        self, layer: int, q: torch.Tensor, rows: torch.Tensor, seq_lens: torch.Tensor, scale: float
+        self,
+        layer: int,
+        q: torch.Tensor,
+        rows: torch.Tensor,
+        seq_lens: torch.Tensor,
+        scale: float,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         plan = self.layer_plans[layer]
         items = plan.items(len(q))
@@ -177,20 +183,27 @@ class TritonOps(AttentionOps):
         launch, overlap = self._launches[layer], self.order.attend()
         decode(partial, lse, q, items, scale, *self._stored(layer), launch=launch, overlap=overlap)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        merge_splits(out, partial, lse, plan.spans[: len(q)], self.order.merge())
+        merge_splits(out, partial, lse, plan.spans[: len(q)], self.order.merge(), sinks=sinks)
         return out
 
     def extend(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: ExtendBatch, scale: float
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        batch: ExtendBatch,
+        scale: float,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         if self._extend_plans is None or self._extend_plans.batch is not batch:
             self._extend_plans = BatchPlans(batch)
         plans = self._extend_plans
         if self.short is not None and self._is_short(layer, plans, self.short):
-            return self._extend_short(layer, q, k, v, plans, self.short, scale)
+            return self._extend_short(layer, q, k, v, plans, self.short, scale, sinks)
         if self.prefill is not None and self.prefill.suits(batch.new_lens):
-            return self._extend_flashinfer(layer, q, k, v, plans, self.prefill, scale)
-        return self._extend_slabs(layer, q, k, v, plans, scale)
+            return self._extend_flashinfer(layer, q, k, v, plans, self.prefill, scale, sinks)
+        return self._extend_slabs(layer, q, k, v, plans, scale, sinks)
 
     def _is_short(self, layer: int, plans: BatchPlans, short: ShortExtends) -> bool:
         """Whether the kernel that reads stored pages directly serves this layer."""
@@ -212,6 +225,7 @@ class TritonOps(AttentionOps):
         plans: BatchPlans,
         short: ShortExtends,
         scale: float,
+        sinks: torch.Tensor | None,
     ) -> torch.Tensor:
         """Stored pages read directly."""
         if plans.short is None:
@@ -220,9 +234,10 @@ class TritonOps(AttentionOps):
         partial = torch.empty(plan.partials, *q.shape[1:], dtype=torch.float32, device=q.device)
         lse = torch.empty(partial.shape[:2], dtype=torch.float32, device=q.device)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        extend(out, partial, lse, q, (k, v), plan.items, rows, scale, *self._stored(layer), launch=plan.launch)
+        how = {"launch": plan.launch, "sinks": sinks}
+        extend(out, partial, lse, q, (k, v), plan.items, rows, scale, *self._stored(layer), **how)
         if plan.partials:
-            merge_splits(out, partial, lse, plan.spans, least=2)
+            merge_splits(out, partial, lse, plan.spans, least=2, sinks=sinks)
         return out
 
     def _extend_flashinfer(
@@ -234,6 +249,7 @@ class TritonOps(AttentionOps):
         plans: BatchPlans,
         prefill: RaggedPrefill,
         scale: float,
+        sinks: torch.Tensor | None,
     ) -> torch.Tensor:
         """Prefixes dequantized, then FlashInfer."""
         if plans.calls is None:
@@ -242,10 +258,17 @@ class TritonOps(AttentionOps):
         def gather(keys: torch.Tensor, values: torch.Tensor, pages: torch.Tensor) -> None:
             gather_pages(keys, values, plans.batch.rows, pages, *self._stored(layer))
 
-        return prefill.run(plans.calls, q, k, v, gather)
+        return prefill.run(plans.calls, q, k, v, gather, sinks)
 
     def _extend_slabs(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plans: BatchPlans, scale: float
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        plans: BatchPlans,
+        scale: float,
+        sinks: torch.Tensor | None,
     ) -> torch.Tensor:
         """Prefixes dequantized slab by slab, and our own attention to each."""
         batch = plans.batch
@@ -269,7 +292,7 @@ class TritonOps(AttentionOps):
             if len(slab.pages):
                 gather_pages(*stored, batch.rows, slab.pages, *self._stored(layer))
             ends = {"first": i == 0, "last": slab is slabs[-1]}
-            flash_attention(out, state, q, (k, v), stored, slab.tiles, scale, rows=rows, **ends)
+            flash_attention(out, state, q, (k, v), stored, slab.tiles, scale, rows=rows, sinks=sinks, **ends)
         return out
 
     def _stored(self, layer: int) -> tuple[Record | PlaneRecord, Stored]:

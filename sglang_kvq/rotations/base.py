@@ -124,7 +124,7 @@ class Rotations:
         """The rotations of one tensor- and pipeline-parallel rank.
 
         Args:
-            layers: the rank's global layer ids.
+            layers: where these rotations have the rank's layers.
             kv_heads_total: KV heads of the model.
             head_start, head_count: the rank's KV heads; ranks that replicate a head pass the same ones.
 

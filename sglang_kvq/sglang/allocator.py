@@ -13,7 +13,7 @@ from sglang_kvq.cache.pool import PagePool
 from sglang_kvq.releases import OLD_TREE
 from sglang_kvq.sglang import compat, runtime
 from sglang_kvq.sglang.hooks import PER_TOKEN_FREES
-from sglang_kvq.sglang.pool import KVQuantPool
+from sglang_kvq.sglang.pool import quantized_pool
 from sglang_kvq.sglang.types import Configurator, Original, ReqToTokenPool
 
 _RELEASE = compat.sglang_version()
@@ -56,8 +56,10 @@ class KVQuantAllocator(PagedTokenToKVPoolAllocator):
             super()._release_page_ids(*page_ids)
 
 
-class KVQuantCpuAllocator(KVQuantAllocator):
+class _OnCpu(PagedTokenToKVPoolAllocator):
     """For releases (``OLD_TREE``) whose paged allocator knows only Triton kernels: the same in torch."""
+
+    free_pages: torch.Tensor
 
     def alloc_extend(
         self,
@@ -93,6 +95,10 @@ class KVQuantCpuAllocator(KVQuantAllocator):
         return out
 
 
+class KVQuantCpuAllocator(_OnCpu, KVQuantAllocator):
+    """``KVQuantAllocator`` where the release's own knows only Triton kernels."""
+
+
 def build_allocator(
     original: Original,
     self: Configurator,
@@ -103,8 +109,13 @@ def build_allocator(
     token_to_kv_pool_allocator: Any,
     **rest: Any,
 ) -> Any:
-    """AROUND ``KVCacheConfigurator._build_token_to_kv_pool_allocator``: both pools are allocated here."""
-    if not isinstance(token_to_kv_pool, KVQuantPool):
+    """AROUND ``KVCacheConfigurator._build_token_to_kv_pool_allocator``: both pools are allocated here.
+
+    Where a model has sliding windows, SGLang's allocator hands out pages of two pools; one of its parts becomes ours.
+    """
+    ours = quantized_pool(token_to_kv_pool)
+
+    def theirs() -> Any:
         return original(
             self,
             sizes=sizes,
@@ -113,7 +124,10 @@ def build_allocator(
             token_to_kv_pool_allocator=token_to_kv_pool_allocator,
             **rest,
         )
-    state, layout = runtime.started(), token_to_kv_pool.layout
+
+    if ours is None:
+        return theirs()
+    state, layout = runtime.started(), ours.layout
     state.pages = PagePool.allocate(
         layout.geometry.formats,
         kv_heads=layout.geometry.kv_heads,
@@ -121,14 +135,17 @@ def build_allocator(
         slots=layout.slots,
         req_to_token=req_to_token_pool.req_to_token,
     )
-    on_cpu = torch.device(self.device).type == "cpu"
-    kind = KVQuantCpuAllocator if on_cpu and compat.applies(OLD_TREE, _RELEASE) else KVQuantAllocator
-    state.allocator = kind(
-        sizes.max_total_num_tokens,
-        page_size=token_to_kv_pool.page_size,
-        dtype=self.kv_cache_dtype,
-        device=self.device,
-        kvcache=token_to_kv_pool,
-        need_sort=False,
-    )
-    return state.allocator
+    in_torch = torch.device(self.device).type == "cpu" and compat.applies(OLD_TREE, _RELEASE)
+    common = {"page_size": ours.page_size, "dtype": self.kv_cache_dtype, "device": self.device, "need_sort": False}
+    kind = KVQuantCpuAllocator if in_torch else KVQuantAllocator
+    has_windows = state.windows is not None
+    kvcache = ours if has_windows else token_to_kv_pool
+    state.allocator = kind(sizes.max_total_num_tokens, kvcache=kvcache, **common)
+    if not has_windows:
+        return state.allocator
+    both = theirs()
+    both.full_attn_allocator = state.allocator
+    if in_torch:
+        size, kvcache = sizes.swa_max_total_num_tokens, token_to_kv_pool.swa_kv_pool
+        both.swa_attn_allocator = _OnCpu(size, kvcache=kvcache, **common)
+    return both

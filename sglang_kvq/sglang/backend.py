@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from sglang_kvq.cache.split import split_new_tokens
 from sglang_kvq.cache.tiers import TierManager
 from sglang_kvq.cache.transfer import to_device
 from sglang_kvq.config import PAGE_SIZE
-from sglang_kvq.sglang.layers import own_keys_and_values
+from sglang_kvq.sglang.layers import learned_sinks, own_keys_and_values
 from sglang_kvq.sglang.types import AttentionLayer, ForwardBatch, ReqToTokenPool
 
 
@@ -29,9 +30,14 @@ class KVQuantBackend(AttentionBackend):
     overlay_loc: torch.Tensor
     direct_pages: torch.Tensor
 
-    def __init__(self, ops: AttentionOps, tiers: TierManager, first_layer: int) -> None:
+    def __init__(self, ops: AttentionOps, tiers: TierManager, layer_ids: Sequence[int]) -> None:
+        """
+        Args:
+            layer_ids: the model's numbers of the pool's layers, in the pool's order.
+        """
         super().__init__()
-        self.ops, self.tiers, self.first_layer = ops, tiers, first_layer
+        self.ops, self.tiers = ops, tiers
+        self.index_of = {layer_id: index for index, layer_id in enumerate(layer_ids)}
 
     # -- once per batch -------------------------------------------------------------------------
 
@@ -89,12 +95,13 @@ class KVQuantBackend(AttentionBackend):
         3. ``decode``: the merge of each request's items.
         4. ``rotate_output``: out of V's rotated basis, where the weights do not do it.
         """
+        sinks = learned_sinks(layer, kwargs)
         k, v = own_keys_and_values(layer, k, v, save_kv_cache, kwargs)
         q, k, v, index = self._heads(q, k, v, layer)
         if index == 0:
             self.ops.plan_attention(forward_batch.req_pool_indices, forward_batch.seq_lens)
         q = self.ops.rotate_and_store(index, forward_batch.out_cache_loc, q, k, v)
-        o = self.ops.decode(index, q, forward_batch.req_pool_indices, forward_batch.seq_lens, layer.scaling)
+        o = self.ops.decode(index, q, forward_batch.req_pool_indices, forward_batch.seq_lens, layer.scaling, sinks)
         return self.ops.rotate_output(index, o).flatten(1)
 
     def forward_extend(
@@ -107,13 +114,14 @@ class KVQuantBackend(AttentionBackend):
         save_kv_cache: bool = True,
         **kwargs: Any,
     ) -> torch.Tensor:
+        sinks = learned_sinks(layer, kwargs)
         k, v = own_keys_and_values(layer, k, v, save_kv_cache, kwargs)
         q, k, v, index = self._heads(q, k, v, layer)
         q, k, v = self.ops.rotate(index, q, k, v)
         batch = self.batch
         tokens = len(batch.loc)  # what SGLang padded attends to nothing
         o = torch.zeros_like(q)
-        o[:tokens] = self.ops.extend(index, q[:tokens], k[:tokens], v[:tokens], batch, layer.scaling)
+        o[:tokens] = self.ops.extend(index, q[:tokens], k[:tokens], v[:tokens], batch, layer.scaling, sinks)
         self.ops.store_tokens(index, self.overlay_loc, k[batch.overlay_tokens], v[batch.overlay_tokens])
         self.ops.quantize_tokens(index, batch.direct_tokens, self.direct_pages, k, v)
         return self.ops.rotate_output(index, o).flatten(1)
@@ -121,6 +129,6 @@ class KVQuantBackend(AttentionBackend):
     def _heads(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayer
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
-        """The three as ``[T, heads, D]``, views where possible, and the layer's local index."""
+        """The three as ``[T, heads, D]``, views where possible, and the layer's index in the pool."""
         q, k, v = (x.reshape(x.shape[0], -1, layer.head_dim) for x in (q, k, v))
-        return q, k, v, layer.layer_id - self.first_layer
+        return q, k, v, self.index_of[layer.layer_id]

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from sglang_kvq.cache.layout import KVGeometry, divide, overlay_slots
-from sglang_kvq.config import PAGE_SIZE
+from sglang_kvq.config import PAGE_SIZE, KVQuantConfig
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.methods import RotationKind, get_method
+from sglang_kvq.rotations.identity import cached_layers
 from sglang_kvq.rotations.resolve import resolve_formats, resolve_rotations
 from sglang_kvq.sglang import runtime
 from sglang_kvq.sglang.runtime import config_of, logger
@@ -20,17 +21,32 @@ def compute_cell_size(original: Original, self: Configurator, kvc: Configurator,
     config = config_of(kvc.server_args)
     if config is None or kvc.is_draft_worker:
         return plain
-    head_dim = kvc.model_config.head_dim
     # SGLang's own figure already knows tensor parallelism: heads per worker follow from it.
-    kv_heads = plain // (2 * head_dim * num_layers * kvc.kv_cache_dtype.itemsize)
+    kv_heads = plain // (2 * kvc.model_config.head_dim * num_layers * kvc.kv_cache_dtype.itemsize)
+    return start_cache(kvc, config, kv_heads, num_layers).geometry.page_bytes // PAGE_SIZE
+
+
+def start_cache(kvc: Configurator, config: KVQuantConfig, kv_heads: int, num_layers: int) -> runtime.Runtime:
+    """Begin this process's cache.
+
+    Args:
+        kv_heads: of this worker.
+        num_layers: of this worker that SGLang counts among those of full attention.
+
+    Raises:
+        SystemExit: the model's config says that there are more or fewer.
+    """
     model, rotations = kvc.model_config, None
     if get_method(config.method).rotation is RotationKind.LEARNED:  # clips and sensitivities come with the rotations
         rotations = resolve_rotations(config, model.model_path, model.hf_config)
-    first = kvc.layer_info.start_layer
-    formats = resolve_formats(config, rotations, model.hf_config)[first : first + num_layers]
-    geometry = KVGeometry(kv_heads, formats)
-    runtime.start(config, geometry)
-    return geometry.page_bytes // PAGE_SIZE
+    formats = dict(zip(cached_layers(model.hf_config), resolve_formats(config, rotations, model.hf_config)))
+    layer_ids = tuple(i for i in formats if kvc.layer_info.start_layer <= i < kvc.layer_info.end_layer)
+    if len(layer_ids) != num_layers:
+        raise SystemExit(
+            f"sglang-kvq: SGLang keeps {num_layers} layers of {model.model_path} in its KV cache, but by the model's "
+            f"config {len(layer_ids)} are of full attention; serve it without --kv-quant."
+        )
+    return runtime.start(config, KVGeometry(kv_heads, tuple(formats[i] for i in layer_ids)), layer_ids)
 
 
 def calculate_pool_sizes(original: Original, self: Configurator, available_bytes: int, page_size: int) -> Any:

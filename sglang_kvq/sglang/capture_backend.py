@@ -8,6 +8,7 @@ quantized.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from sglang_kvq.sglang.backend import KVQuantBackend
 from sglang_kvq.sglang.layers import own_keys_and_values
 from sglang_kvq.sglang.runtime import logger
 from sglang_kvq.sglang.types import AttentionLayer, ForwardBatch, ModelRunner
-from sglang_kvq.sglang.worker_rotations import tensor_parallel
+from sglang_kvq.sglang.worker_rotations import stored_at, tensor_parallel
 
 
 class CaptureBackend(KVQuantBackend):
@@ -35,7 +36,7 @@ class CaptureBackend(KVQuantBackend):
         self,
         ops: AttentionOps,
         tiers: TierManager,
-        first_layer: int,
+        layer_ids: Sequence[int],
         folder: Path,
         context: int,
         skip: int,
@@ -47,7 +48,7 @@ class CaptureBackend(KVQuantBackend):
             skip: first tokens left out of the sums.
             worker: this one.
         """
-        super().__init__(ops, tiers, first_layer)
+        super().__init__(ops, tiers, layer_ids)
         self.folder, self.context, self.worker = folder, context, worker
         self.sums, self.contexts = MomentSums(skip), 0
         logger.info("kv-quant capture: prompts of %d tokens are summed into %s", context, folder)
@@ -72,7 +73,7 @@ class CaptureBackend(KVQuantBackend):
         return super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
 
     def _capture(self, index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        layer = self.first_layer + index
+        layer = self.worker.first_layer + index
         self.sums.add(layer, q, k, v)
         write_sample(self.folder, self.worker.rank, layer, q, k, v)
         if index == self.worker.layers - 1:
@@ -81,11 +82,11 @@ class CaptureBackend(KVQuantBackend):
 
 
 def capture_backend(
-    model_runner: ModelRunner, spec: str, ops: AttentionOps, tiers: TierManager, first_layer: int
+    model_runner: ModelRunner, spec: str, ops: AttentionOps, tiers: TierManager, layer_ids: Sequence[int]
 ) -> CaptureBackend:
     """The backend of one worker; ``spec`` is ``KVQuantConfig.capture``."""
     folder, context, skip = spec.rsplit(":", 2)
     rank, size = tensor_parallel(model_runner)
-    kv_heads = geometry_of(model_runner.model_config.hf_config).kv_heads
-    worker = Worker(rank, size, kv_heads, ops.pool.layers, first_layer)
-    return CaptureBackend(ops, tiers, first_layer, Path(folder), int(context), int(skip), worker)
+    hf_config = model_runner.model_config.hf_config
+    worker = Worker(rank, size, geometry_of(hf_config).kv_heads, ops.pool.layers, stored_at(layer_ids, hf_config).start)
+    return CaptureBackend(ops, tiers, layer_ids, Path(folder), int(context), int(skip), worker)

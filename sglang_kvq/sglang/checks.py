@@ -19,6 +19,7 @@ from sglang_kvq.releases import OLD_TREE
 from sglang_kvq.sglang import compat
 from sglang_kvq.sglang.runtime import CLI_ATTRIBUTE, config_of, logger
 from sglang_kvq.sglang.types import Configurator, ModelConfig, ServerArgs
+from sglang_kvq.sglang.window_checks import unsupported_windows
 
 
 @dataclass(frozen=True)
@@ -221,6 +222,10 @@ def check_resolved(server_args: ServerArgs, config: KVQuantConfig) -> None:
     _raise(found)
     model = compat.model_config(server_args)
     check_model(model, config)
+    if model.is_hybrid_swa and (canary := compat.resolved(server_args, "kv_canary", "none")) not in (None, "none"):
+        raise KVQuantError(
+            f"--kv-canary {canary}: it knows no pool of sliding windows beside ours; leave the flag out."
+        )
     from sglang_kvq.rotations.resolve import resolve_formats, resolve_rotations
 
     rotations = resolve_rotations(config, model.model_path, model.hf_config)
@@ -263,15 +268,15 @@ def check_model(model: ModelConfig, config: KVQuantConfig) -> None:
     layer_types = set(getattr(text, "layer_types", None) or ())
     chunk = getattr(model, "attention_chunk_size", None)
     cap = getattr(text, "attn_logit_softcapping", None)
+    windows = unsupported_windows(model, layer_types)
     tests: tuple[tuple[Callable[[], Any], str], ...] = (
         (lambda: mambaish_config(model) is not None, "recurrent state (Mamba or linear attention)"),
         (lambda: layer_types & {"linear_attention", "mamba"}, "recurrent state (Mamba or linear attention)"),
         (lambda: model.attention_arch != AttentionArch.MHA, f"{model.attention_arch.name} attention"),
         (lambda: model.is_encoder_decoder, "an encoder with cross attention"),
         (lambda: not model.is_generation, "no text generation (embedding, reward or encoder model)"),
-        (lambda: model.has_attention_sinks, "learned attention sinks"),
         (lambda: chunk or "chunked_attention" in layer_types, f"attention in chunks of {chunk} tokens"),
-        (lambda: model.is_hybrid_swa or "sliding_attention" in layer_types, "sliding-window attention"),
+        (lambda: windows is not None, windows or ""),
         (lambda: cap, f"logit soft-capping ({cap})"),
         (lambda: getattr(model.hf_config, "dual_chunk_attention_config", None), "dual chunk attention"),
         (
@@ -309,7 +314,16 @@ def after_configure(result: Any, configurator: Configurator, *args: Any, **kwarg
     config = config_of(configurator.server_args)
     if config is None:
         return
-    for use, built in (("pool", result.token_to_kv_pool), ("allocator", result.token_to_kv_pool_allocator)):
+    from sglang.srt.mem_cache.allocator.swa import SWATokenToKVPoolAllocator
+    from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool
+    from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
+
+    pool, allocator = result.token_to_kv_pool, result.token_to_kv_pool_allocator
+    if type(pool) in (HybridLinearKVPool, SWAKVPool):  # one derived from it is for another kind of attention
+        pool = pool.full_kv_pool
+    if type(allocator) is SWATokenToKVPoolAllocator:
+        allocator = allocator.full_attn_allocator
+    for use, built in (("pool", pool), ("allocator", allocator)):
         if not type(built).__module__.startswith("sglang_kvq."):
             raise SystemExit(
                 f"--kv-quant {config.method}: SGLang built a {type(built).__name__} as KV cache {use} for this model, "

@@ -35,6 +35,36 @@ def resolved(server_args: ServerArgs, field: str, default: Any = None) -> Any:
     return result(server_args, field, default)
 
 
+def typed(server_args: ServerArgs, field: str) -> bool:
+    """Whether a setting was given by the user: it is not what SGLang has where none is.
+
+    Before ``NEW_TREE`` a setting may be given as what it would be anyway, and SGLang cannot tell either.
+    """
+    kind = type(server_args)
+    names = getattr(kind, "__struct_fields__", None)
+    if names is None:
+        default = kind.__dataclass_fields__[field].default
+    else:
+        default = dict(zip(reversed(names), reversed(kind.__struct_defaults__)))[field]
+    return bool(getattr(server_args, field) != default)
+
+
+def setting(server_args: ServerArgs, field: str) -> Any:
+    """A setting as it is now, in a process that SGLang has configured and may have changed it in."""
+    context = import_module("sglang.srt.runtime_context")
+    if hasattr(server_args, "override"):
+        return getattr(server_args, field)
+    return context.get_context().config_leaf(field)
+
+
+def override(server_args: ServerArgs, **fields: Any) -> None:
+    """Change settings in a process that SGLang has configured, in the way that it does itself."""
+    if hasattr(server_args, "override"):
+        server_args.override("kv-quant", **fields)
+    else:
+        import_module("sglang.srt.runtime_context").get_context().override("kv-quant", **fields)
+
+
 def model_config(server_args: ServerArgs) -> ModelConfig:
     """SGLang's ModelConfig of a resolved ServerArgs; cached by SGLang, no weights are read."""
     overrides = import_module("sglang.srt.arg_groups.overrides")

@@ -82,6 +82,7 @@ PER_TOKEN_FREES, RELEASES_PAGES = "<0.5.17", ">=0.5.17"
 
 _POOL = "mem_cache.kv_cache_configurator.KVCacheConfigurator"
 _SIZES = "model_executor.pool_configurator.DefaultPoolConfigurator"
+_WINDOWS = "model_executor.pool_configurator.HybridSWAPoolConfigurator"
 _WEIGHTS = "model_executor.model_runner_components.weight_updater.WeightUpdater"
 _EXPORTER = "model_executor.model_runner_components.weight_exporter.WeightExporter"
 _PAGED = "mem_cache.allocator.paged"
@@ -208,6 +209,40 @@ TABLE: tuple[Hook, ...] = (
             "running requests follow from the BF16 pages",
             dict(params=("token_capacity",), handler="capacity:resolve_max_num_reqs"),
         ),
+        (
+            Kind.AROUND,
+            f"{_POOL}._handle_max_mamba_cache",
+            "memory of recurrent states beside a smaller cache",
+            dict(params=("total_rest_memory",), handler="states:handle_max_mamba_cache"),
+        ),
+        (Kind.CALL, f"{_POOL}._calculate_mamba_ratio", "states of a request", dict(params=())),
+        (Kind.READ, f"{_POOL}.mambaish_config", "bytes of a state", {}),
+        (Kind.READ, f"{_POOL}.ps", "data-parallel workers", dict(versions=OLD_TREE)),
+        (Kind.READ, f"{_POOL}.attn_dp_size", "data-parallel workers", dict(versions=NEW_TREE)),
+        (
+            Kind.CALL,
+            "configs.model_config.ModelConfig.get_num_kv_heads",
+            "this worker's KV heads",
+            dict(params=("tensor_parallel_size",)),
+        ),
+        (
+            Kind.CALL,
+            "server_args.ServerArgs.override",
+            "sets the ratio of memory",
+            dict(params=("source",), versions=OLD_TREE),
+        ),
+        (
+            Kind.CALL,
+            "runtime_context.RuntimeContext.override",
+            "sets the ratio of memory",
+            dict(params=("source",), versions=NEW_TREE),
+        ),
+        (
+            Kind.CALL,
+            "runtime_context.RuntimeContext.config_leaf",
+            "reads what SGLang sized",
+            dict(params=("name",), versions=NEW_TREE),
+        ),
         # Pool and allocator
         (
             Kind.AROUND,
@@ -215,6 +250,90 @@ TABLE: tuple[Hook, ...] = (
             "builds the two-tier pool",
             dict(params=("max_total_num_tokens", "mha_pool_class", "quant_method"), handler="pool:build_mha_kv_pool"),
         ),
+        *(
+            (
+                Kind.AROUND,
+                f"{_POOL}._build_hybrid_linear_kv_pool",
+                "builds the two-tier pool beside recurrent states",
+                dict(
+                    params=("max_total_num_tokens", "req_to_token_pool", "mha_pool_class", *more),
+                    handler="pool:build_hybrid_linear_kv_pool",
+                    versions=versions,
+                ),
+            )
+            for more, versions in (((), OLD_TREE), (("mla_pool_class", "dsa_pool_class"), NEW_TREE))
+        ),
+        (Kind.READ, "mem_cache.memory_pool.HybridLinearKVPool", "the pool of a hybrid", {}),
+        # Sliding windows
+        (
+            Kind.AROUND,
+            f"{_WINDOWS}.__init__",
+            "bytes per token of the layers that see all tokens",
+            dict(params=("kvc",), handler="window_sizes:around_init"),
+        ),
+        (
+            Kind.AROUND,
+            f"{_WINDOWS}.calculate_pool_sizes",
+            "divides memory between windows and the cache",
+            dict(params=("available_bytes", "page_size"), handler="window_sizes:calculate_pool_sizes"),
+        ),
+        (
+            Kind.AROUND,
+            f"{_WINDOWS}.calculate_pool_sizes_from_max_tokens",
+            "windows keep what they need",
+            dict(
+                params=("max_total_num_tokens", "page_size"),
+                handler="window_sizes:calculate_pool_sizes_from_max_tokens",
+            ),
+        ),
+        *(
+            (
+                Kind.AROUND,
+                f"model_executor.pool_configurator.{name}.is_applicable",
+                "windows are sized in one way",
+                dict(params=("kvc",), handler="window_sizes:without_cap", versions=versions),
+            )
+            for name, versions in (
+                ("SWAChunkCapPoolConfigurator", OLD_TREE),
+                ("SWARequestCapPoolConfigurator", NEW_TREE),
+            )
+        ),
+        (
+            Kind.READ,
+            f"{_POOL}.sliding_window_size",
+            "how far windows reach",
+            {},
+        ),
+        (
+            Kind.AROUND,
+            f"{_POOL}._build_hybrid_swa_kv_pool",
+            "builds the two-tier pool beside that of the windows",
+            dict(
+                params=("full_max_total_num_tokens", "swa_max_total_num_tokens", "mha_pool_class"),
+                handler="window_pool:build_hybrid_swa_kv_pool",
+            ),
+        ),
+        (Kind.READ, "mem_cache.swa_memory_pool.SWAKVPool", "the pool of a model with windows", {}),
+        (
+            Kind.CALL,
+            "mem_cache.swa_memory_pool.SWAKVPool.translate_loc_from_full_to_swa",
+            "windows on a CPU",
+            dict(params=("kv_indices",)),
+        ),
+        (Kind.CALL, "mem_cache.memory_pool.KVWriteLoc", "windows on a CPU", dict(params=("loc", "swa_loc"))),
+        (
+            Kind.READ,
+            "mem_cache.allocator.swa.SWATokenToKVPoolAllocator",
+            "hands out pages of both pools",
+            {},
+        ),
+        (
+            Kind.CALL,
+            "layers.attention.triton_backend.TritonAttnBackend",
+            "attention of the layers with windows",
+            dict(params=("model_runner",)),
+        ),
+        (Kind.READ, "environ.envs.SGLANG_SWA_EVICTION_INTERVAL", "how long what left a window is kept", {}),
         (
             Kind.AROUND,
             f"{_POOL}._build_token_to_kv_pool_allocator",
@@ -313,17 +432,21 @@ TABLE: tuple[Hook, ...] = (
             "rows given back free their windows",
             dict(params=("indices",), handler="rows:around_free_rows", versions=NEW_TREE),
         ),
-        (
-            Kind.AROUND,
-            "mem_cache.radix_cache.RadixCache.cache_finished_req",
-            "overlays follow the tree's pages",
-            dict(params=("req", "is_insert", "kv_len_to_handle"), handler="tree:around_finished", versions=OLD_TREE),
+        *(
+            (
+                Kind.AROUND,
+                f"mem_cache.{tree}.cache_{moment}_req",
+                "overlays follow the tree's pages",
+                dict(params=("req", *more), handler=f"tree:around_{moment}", versions=OLD_TREE),
+            )
+            for tree in ("radix_cache.RadixCache", "unified_radix_cache.UnifiedRadixCache")
+            for moment, more in (("finished", ("is_insert", "kv_len_to_handle")), ("unfinished", ("chunked",)))
         ),
         (
-            Kind.AROUND,
-            "mem_cache.radix_cache.RadixCache.cache_unfinished_req",
-            "overlays follow the tree's pages",
-            dict(params=("req", "chunked"), handler="tree:around_unfinished", versions=OLD_TREE),
+            Kind.CALL,
+            "mem_cache.base_prefix_cache.BasePrefixCache.supports_mamba",
+            "whether the tree ends prefixes at recurrent states",
+            dict(params=()),
         ),
         (
             Kind.READ,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import torch
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
@@ -10,14 +10,17 @@ from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang_kvq.sglang.types import AttentionLayer
 
 
-def check_layers(model: torch.nn.Module, head_dim: int) -> None:
+def check_layers(model: torch.nn.Module, head_dim: int, elsewhere: Collection[int] = ()) -> None:
     """Refuse attention that the cache does not serve, layer by layer.
+
+    Args:
+        elsewhere: ids of layers that SGLang serves itself.
 
     Raises:
         SystemExit: names the layer and the reason.
     """
     for name, layer in model.named_modules():
-        if not isinstance(layer, RadixAttention):
+        if not isinstance(layer, RadixAttention) or layer.layer_id in elsewhere:
             continue
         window = layer.sliding_window_size
         for unsupported, why in (
@@ -35,29 +38,49 @@ def check_layers(model: torch.nn.Module, head_dim: int) -> None:
                 raise SystemExit(f"--kv-quant does not support this model: {name} has {why}.")
 
 
-def check_layer_ids(model: torch.nn.Module, ids: range) -> None:
+def check_layer_ids(model: torch.nn.Module, ids: Collection[int], elsewhere: Collection[int] = ()) -> None:
     """Refuse layers that share a layer of the cache, or have none.
 
     Args:
         ids: layer ids that this worker's pool holds.
+        elsewhere: as of ``check_layers``.
 
     Raises:
         SystemExit: names the layers.
     """
     owner: dict[int, str] = {}
     for name, layer in model.named_modules():
-        if not isinstance(layer, RadixAttention):
+        if not isinstance(layer, RadixAttention) or layer.layer_id in elsewhere:
             continue
         if layer.layer_id not in ids:
             raise SystemExit(
                 f"--kv-quant does not support this model: {name} is attention layer {layer.layer_id}, but the cache "
-                f"holds layers {ids.start} to {ids.stop - 1}."
+                f"holds layers {', '.join(map(str, ids))}."
             )
         other = owner.setdefault(layer.layer_id, name)
         if other != name:
             raise SystemExit(
                 f"--kv-quant does not support this model: {other} and {name} share the cache of layer {layer.layer_id}."
             )
+
+
+def learned_sinks(layer: AttentionLayer, extra: dict[str, object]) -> torch.Tensor | None:
+    """Takes ``sinks`` out of a call's further keyword arguments: float ``[q_heads]``, this worker's; None for none.
+
+    Raises:
+        NotImplementedError: anything else, which would be read as if it were that.
+    """
+    sinks = extra.pop("sinks", None)
+    if sinks is None:
+        return None
+    heads = layer.tp_q_head_num
+    if not isinstance(sinks, torch.Tensor) or sinks.shape != (heads,) or not sinks.dtype.is_floating_point:
+        given = f"{sinks.dtype} {list(sinks.shape)}" if isinstance(sinks, torch.Tensor) else type(sinks).__name__
+        raise NotImplementedError(
+            f"--kv-quant does not support this model: the sinks of attention layer {layer.layer_id} are {given}, not "
+            f"one number for each of its {heads} query heads; serve it without --kv-quant."
+        )
+    return sinks.contiguous()
 
 
 def own_keys_and_values(

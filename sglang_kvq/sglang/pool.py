@@ -21,11 +21,10 @@ class KVQuantPool(KVCache):
     get to see that they are new.
     """
 
-    def __init__(
-        self, size: int, page_size: int, state: runtime.Runtime, device: str, start_layer: int, end_layer: int
-    ) -> None:
-        layout = state.layout
-        super().__init__(size, page_size, torch.uint8, layout.geometry.layers, device, False, start_layer, end_layer)
+    def __init__(self, size: int, page_size: int, state: runtime.Runtime, device: str) -> None:
+        layout, self.layer_ids = state.layout, state.layer_ids
+        first, last = self.layer_ids[0], self.layer_ids[-1]
+        super().__init__(size, page_size, torch.uint8, layout.geometry.layers, device, False, first, last + 1)
         self.layout = layout
         self.head_num, self.head_dim = layout.geometry.kv_heads, layout.geometry.head_dim
         self._finalize_allocation_log(size)
@@ -44,8 +43,10 @@ class KVQuantPool(KVCache):
             layout.max_requests,
         )
 
-    def get_kv_size_bytes(self) -> int:
-        return self.layout.total_bytes
+    def get_kv_size_bytes(self) -> tuple[int, int]:
+        """In two parts, as SGLang's pools have keys and values: whoever asks adds them up."""
+        half = self.layout.total_bytes // 2
+        return half, self.layout.total_bytes - half
 
     def _no_buffer(self, *args: object, **kwargs: object) -> NoReturn:
         raise NotImplementedError(
@@ -53,6 +54,12 @@ class KVQuantPool(KVCache):
         )
 
     get_key_buffer = get_value_buffer = get_kv_buffer = set_kv_buffer = _no_buffer
+
+
+def quantized_pool(pool: KVCache) -> KVQuantPool | None:
+    """The two-tier pool: ``pool`` itself, or a hybrid model's of full attention in it; None if there is none."""
+    inner = getattr(pool, "full_kv_pool", pool)
+    return inner if isinstance(inner, KVQuantPool) else None
 
 
 def build_mha_kv_pool(
@@ -68,17 +75,29 @@ def build_mha_kv_pool(
         return original(
             self, max_total_num_tokens=max_total_num_tokens, mha_pool_class=mha_pool_class, quant_method=quant_method
         )
-    for dtype in (self.model_config.dtype, self.kv_cache_dtype):
+    return make_pool(self, max_total_num_tokens)
+
+
+def build_hybrid_linear_kv_pool(original: Original, self: Configurator, *, mha_pool_class: type, **rest: Any) -> Any:
+    """AROUND ``KVCacheConfigurator._build_hybrid_linear_kv_pool``: SGLang's pool of a model with recurrent states.
+
+    It holds the states and, made by ``mha_pool_class``, the pool of the layers of full attention.
+    """
+    if config_of(self.server_args) is None or self.is_draft_worker:
+        return original(self, mha_pool_class=mha_pool_class, **rest)
+    return original(self, mha_pool_class=lambda *, size, **_: make_pool(self, size), **rest)
+
+
+def make_pool(configurator: Configurator, tokens: int) -> KVQuantPool:
+    """The two-tier pool of what was sized.
+
+    Raises:
+        SystemExit: the model runs in another type than windows are kept in.
+    """
+    for dtype in (configurator.model_config.dtype, configurator.kv_cache_dtype):
         if dtype != torch.bfloat16:
             raise SystemExit(
                 f"--kv-quant keeps windows in bfloat16, but the model runs in {dtype}: add --dtype bfloat16."
             )
     canary.register(KVQuantPool)
-    return KVQuantPool(
-        max_total_num_tokens,
-        PAGE_SIZE,
-        runtime.started(),
-        self.device,
-        self.layer_info.start_layer,
-        self.layer_info.end_layer,
-    )
+    return KVQuantPool(tokens, PAGE_SIZE, runtime.started(), configurator.device)

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from sglang_kvq.cache.layout import KVGeometry, MemoryLayout
 from sglang_kvq.cache.pool import PagePool
 from sglang_kvq.cache.tiers import TierManager
+from sglang_kvq.cache.windows import WindowNeed
 from sglang_kvq.config import KVQuantConfig
 from sglang_kvq.sglang.types import ServerArgs
 
@@ -45,6 +46,27 @@ class Reporter(Protocol):
         """Publish the figures of now, or of the last call."""
 
 
+@dataclass(eq=False)
+class WindowLayers:
+    """The layers of a model that see a window only: SGLang keeps their keys and values itself, in BF16.
+
+    Attributes:
+        layer_ids: the model's numbers of those of this worker.
+        need: what their pool is sized by.
+        requests: that may run at once, if the user set it.
+        given_ratio: ``--swa-full-tokens-ratio``, if the user set it.
+        tokens: of SGLang's pool for them; 0 until it is sized.
+        ratio: of that and the tokens of the layers in the cache.
+    """
+
+    layer_ids: frozenset[int]
+    need: WindowNeed
+    requests: int | None = None
+    given_ratio: float | None = None
+    tokens: int = 0
+    ratio: float = 0.0
+
+
 @dataclass(eq=False, repr=False)
 class Runtime:
     """Filled in the order SGLang builds things: sizes, pool, allocator, attention backend.
@@ -52,20 +74,24 @@ class Runtime:
     An attribute without a default does not exist before its step; reading it then is an AttributeError.
 
     Attributes:
+        layer_ids: the model's numbers of the layers in the cache, in its order; others keep their state elsewhere.
         budget_slots: overlays that ``--kv-quant-bf16-budget`` pays for.
         tiers: None until the attention backend exists.
         status: what is served, in plain values, for the log and ``/server_info``.
+        windows: None where every layer sees all tokens.
         metrics: None until SGLang reports its own for the first time.
         checked: the step of ``tiers`` at which the cache was last looked at while idle.
     """
 
     config: KVQuantConfig
     geometry: KVGeometry
+    layer_ids: tuple[int, ...]
     budget_slots: int = 0
     layout: MemoryLayout = field(init=False)
     pages: PagePool = field(init=False)
     allocator: Checkable = field(init=False)
     tiers: TierManager | None = None
+    windows: WindowLayers | None = None
     status: dict[str, Any] = field(default_factory=dict)
     metrics: Reporter | None = None
     checked: int = -1
@@ -74,11 +100,11 @@ class Runtime:
 _current: Runtime | None = None
 
 
-def start(config: KVQuantConfig, geometry: KVGeometry) -> Runtime:
+def start(config: KVQuantConfig, geometry: KVGeometry, layer_ids: tuple[int, ...]) -> Runtime:
     """Begin (or, when SGLang sizes twice, begin again) this process's cache."""
     global _current  # noqa: PLW0603  (SGLang's hooks share nothing but the process)
-    if _current is None or _current.geometry != geometry or _current.config != config:
-        _current = Runtime(config, geometry)
+    if _current is None or (_current.config, _current.geometry, _current.layer_ids) != (config, geometry, layer_ids):
+        _current = Runtime(config, geometry, layer_ids)
     return _current
 
 

@@ -42,7 +42,7 @@ def attention_layers(model: torch.nn.Module) -> dict[int, Any]:
 
 
 def why_not_foldable(
-    model: torch.nn.Module, layers: range, server_args: ServerArgs, device: str | torch.device
+    model: torch.nn.Module, layers: Iterable[int], server_args: ServerArgs, device: str | torch.device
 ) -> str | None:
     """Why the value rotation must be applied at run time; None if ``fold`` may change this model's weights.
 
@@ -107,17 +107,18 @@ def _why_not_plain(projection: Any, axis: int, size: int, device: torch.device) 
 
 @torch.no_grad()
 def fold(
-    model: torch.nn.Module, first_layer: int, rotations: torch.Tensor, outputs: torch.Tensor | None = None
+    model: torch.nn.Module, layers: Iterable[int], rotations: torch.Tensor, outputs: torch.Tensor | None = None
 ) -> None:
     """W_v <- R_v^T W_v (and its bias) per KV head, W_o <- W_o R_o per query head, in float32.
 
     Args:
-        rotations: R_v float32 ``[layers, kv_heads or 1, D, D]`` of this worker, ``first_layer`` first.
+        layers: ids of this worker's layers.
+        rotations: R_v float32 ``[layers, kv_heads or 1, D, D]`` of these.
         outputs: R_o, likewise, with R_o R_v^T = 1; None where R_v is orthogonal and serves as both.
     """
     found = attention_layers(model)
-    for index, (r, back) in enumerate(zip(rotations, rotations if outputs is None else outputs, strict=True)):
-        attention = found[first_layer + index]
+    for layer, r, back in zip(layers, rotations, rotations if outputs is None else outputs, strict=True):
+        attention = found[layer]
         d = r.shape[-1]
         kv_heads = attention.attn.tp_k_head_num
         r = r.expand(kv_heads, d, d)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.radix_attention import RadixAttention
 
 from sglang_kvq.attention.base import AttentionOps, LayerRotations
@@ -15,31 +17,31 @@ from sglang_kvq.config import KVQuantConfig
 from sglang_kvq.sglang import checks, runtime, weights
 from sglang_kvq.sglang.backend import KVQuantBackend
 from sglang_kvq.sglang.layers import check_layer_ids, check_layers
+from sglang_kvq.sglang.pool import quantized_pool
 from sglang_kvq.sglang.runtime import logger
 from sglang_kvq.sglang.types import ModelRunner
 
 
-def create_backend(model_runner: ModelRunner) -> KVQuantBackend:
+def create_backend(model_runner: ModelRunner) -> AttentionBackend:
     """The backend of one worker: rotations resolved, V folded where possible, tiers connected."""
     from sglang_kvq.sglang.worker_rotations import worker_rotations
 
     state = runtime.started()
     config, pool = state.config, state.pages
-    check_layers(model_runner.model, pool.head_dim)
-    first = model_runner.token_to_kv_pool.start_layer
-    layers = range(first, first + pool.layers)
-    check_layer_ids(model_runner.model, layers)
+    windows = state.windows.layer_ids if state.windows else ()
+    check_layers(model_runner.model, pool.head_dim, windows)
+    check_layer_ids(model_runner.model, state.layer_ids, windows)
     checks.log_checkpoint_cache(model_runner.model)
-    rotations, origin = worker_rotations(model_runner, config, state.geometry, first)
+    rotations, origin = worker_rotations(model_runner, config, state.geometry, state.layer_ids)
     folded = False
     if rotations.v is not None:
-        why_not = weights.why_not_foldable(model_runner.model, layers, model_runner.server_args, pool.device)
+        why_not = weights.why_not_foldable(model_runner.model, state.layer_ids, model_runner.server_args, pool.device)
         if why_not is None:
-            weights.fold(model_runner.model, first, rotations.v, rotations.outputs)
+            weights.fold(model_runner.model, state.layer_ids, rotations.v, rotations.outputs)
             rotations, folded = replace(rotations, v=None, o=None), True
         else:
             logger.info("kv-quant rotates V at run time, not in the weights: %s", why_not)
-    ops = create_ops(model_runner, pool, rotations)
+    ops = create_ops(model_runner, pool, rotations, state.layer_ids)
     state.tiers = tiers = create_tiers(pool, config, ops)
     state.status = {
         "method": config.method,
@@ -52,15 +54,23 @@ def create_backend(model_runner: ModelRunner) -> KVQuantBackend:
         "clip_v": _per_layer([f.clip_v for f in pool.formats]),
         "kernels": type(ops).__name__,
     }
+    if state.windows is not None:
+        state.status |= {"window_tokens": state.windows.tokens, "swa_full_tokens_ratio": round(state.windows.ratio, 4)}
     logger.info("kv-quant ready: %s", ", ".join(f"{k}={v}" for k, v in state.status.items()))
     if config.capture:
         from sglang_kvq.sglang.capture_backend import capture_backend
 
-        backend = capture_backend(model_runner, config.capture, ops, tiers, first)
+        backend = capture_backend(model_runner, config.capture, ops, tiers, state.layer_ids)
     else:
-        backend = KVQuantBackend(ops, tiers, first)
-    backend.token_to_kv_pool, backend.req_to_token_pool = model_runner.token_to_kv_pool, model_runner.req_to_token_pool
-    return backend
+        backend = KVQuantBackend(ops, tiers, state.layer_ids)
+    # Models look at this pool's dtype; the one that SGLang puts around it in a hybrid says bfloat16.
+    backend.token_to_kv_pool = quantized_pool(model_runner.token_to_kv_pool)
+    backend.req_to_token_pool = model_runner.req_to_token_pool
+    if state.windows is None:
+        return backend
+    from sglang_kvq.sglang.window_backend import WindowedBackend, create_window_backend
+
+    return WindowedBackend(backend, create_window_backend(model_runner))
 
 
 def create_tiers(pool: PagePool, config: KVQuantConfig, ops: AttentionOps) -> TierManager:
@@ -78,14 +88,26 @@ def _per_layer(values: list[Any]) -> object:
     return values[0] if len(set(values)) == 1 else values
 
 
-def create_ops(model_runner: ModelRunner, pool: PagePool, rotations: LayerRotations) -> AttentionOps:
-    """Triton on a GPU, plain torch on a CPU."""
+def create_ops(
+    model_runner: ModelRunner, pool: PagePool, rotations: LayerRotations, layer_ids: Collection[int]
+) -> AttentionOps:
+    """Triton on a GPU, plain torch on a CPU.
+
+    Raises:
+        SystemExit: layers of these ids have different numbers of query heads.
+    """
     if pool.device.type == "cpu":
         return ReferenceOps(pool, rotations)
     from sglang_kvq.attention import ragged
     from sglang_kvq.attention.triton_ops import TritonOps
 
-    heads = {layer.tp_q_head_num for layer in model_runner.model.modules() if isinstance(layer, RadixAttention)}
+    layers = [layer for layer in model_runner.model.modules() if isinstance(layer, RadixAttention)]
+    heads = {layer.tp_q_head_num for layer in layers if layer.layer_id in layer_ids}
+    if len(heads) > 1:
+        raise SystemExit(
+            f"--kv-quant does not support this model: its layers have {' and '.join(map(str, sorted(heads)))} query "
+            "heads; serve it without --kv-quant."
+        )
     q_heads = heads.pop()
     slab_tokens = ragged.workspace_tokens(pool.kv_heads, pool.head_dim)
     prefill, used = ragged.load(q_heads, pool.kv_heads, pool.head_dim, pool.device, slab_tokens)

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 from sglang_kvq.attention.base import LayerRotations
 from sglang_kvq.cache.layout import KVGeometry
 from sglang_kvq.config import KVQuantConfig
 from sglang_kvq.rotations.base import RotationMeta
-from sglang_kvq.rotations.identity import geometry_of
+from sglang_kvq.rotations.identity import cached_layers, geometry_of
 from sglang_kvq.rotations.resolve import resolve_rotations, rotations_of_worker
 from sglang_kvq.sglang.types import ModelRunner
 
 
 def worker_rotations(
-    model_runner: ModelRunner, config: KVQuantConfig, geometry: KVGeometry, first_layer: int
+    model_runner: ModelRunner, config: KVQuantConfig, geometry: KVGeometry, layer_ids: Sequence[int]
 ) -> tuple[LayerRotations, RotationMeta]:
-    """Rotations of this worker's layers and KV heads, and where they come from."""
+    """Rotations of this worker's layers and KV heads, and where they come from.
+
+    Args:
+        layer_ids: the model's numbers of this worker's layers; files have those of ``cached_layers`` only.
+    """
     hf_config = model_runner.model_config.hf_config
     rotations = resolve_rotations(config, model_runner.model_config.model_path, hf_config)
     if rotations is None:
@@ -25,9 +32,16 @@ def worker_rotations(
         start = rank * geometry.kv_heads
     else:  # heads are replicated over consecutive ranks
         start = rank * total // size
-    layers = range(first_layer, first_layer + geometry.layers)
-    worker = rotations_of_worker(rotations, geometry.formats, layers, total, start, geometry.kv_heads)
+    worker = rotations_of_worker(
+        rotations, geometry.formats, stored_at(layer_ids, hf_config), total, start, geometry.kv_heads
+    )
     return worker.to(model_runner.device), rotations.meta
+
+
+def stored_at(layer_ids: Sequence[int], hf_config: Any) -> range:
+    """Where a model's rotation files have the layers of these numbers, which follow each other there."""
+    first = cached_layers(hf_config).index(layer_ids[0])
+    return range(first, first + len(layer_ids))
 
 
 def tensor_parallel(model_runner: ModelRunner) -> tuple[int, int]:

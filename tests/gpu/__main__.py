@@ -41,6 +41,10 @@ RESERVE = 15
 #: Every batch is decoded in a graph. More would only make the start longer.
 GRAPHS = ("--cuda-graph-max-bs",)
 CASE_MODEL = "qwen3"
+#: SGLang's backend for a CPU takes locations of one of the two pools of such models for the other's.
+WINDOWS_IN_PLAIN_POOL = "--disable-hybrid-swa-memory"
+#: What SGLang refuses to serve on a CPU.
+GPU_ONLY = ("gpt_oss",)
 
 
 @dataclass(frozen=True)
@@ -68,6 +72,7 @@ SPREAD = (
     ("llama", Layout("tp 2", 2)),
     ("qwen3_moe", Layout("dp attention", 2, 2, ("--enable-dp-attention",))),
     # Each worker has the dense layers whole, so tokens are padded to a multiple of the attention's workers.
+    ("gpt_oss", Layout("tp 2", 2)),
     ("glm4_moe", Layout("padded tokens", 2, 1, ("--moe-dense-tp-size", "1"))),
     ("glm4_moe", Layout("dp attention, padded", 4, 2, ("--enable-dp-attention", "--moe-dense-tp-size", "1"))),
 )
@@ -187,6 +192,8 @@ class Suite:
         """One server of a model; whichever of its servers is last makes the rows."""
         plain = method == "none"
         flags = self.families.flags() + ([] if plain else self.families.quantized_flags(method))
+        if plain and self.cpu and model.has_windows:
+            flags.append(WINDOWS_IN_PLAIN_POOL)
         name = "-".join(filter(None, (model.name, layout.name.replace(" ", "_").replace(",", ""), method)))
         begin = time.monotonic()
         env = {BUSY_CHECK: "0"} if layout.tp > 1 else {}  # it knows nothing of a worker's empty batches
@@ -219,11 +226,13 @@ class Suite:
     def case(self, name: str) -> None:
         """The cases of one crowded server."""
         # Deep, so that a step takes long enough for the scheduler to get ahead of it.
-        model = replace(MODELS[CASE_MODEL], name=f"{CASE_MODEL}_deep", layers=4 if self.cpu else 16)
         flags, steps, env = {
             "crowd": (self.cases.crowd_flags(), crowd.crowd, {}),
             "pressed": (self.cases.pressed_flags(), crowd.pressed, crowd.PRESSED),
+            "windows": (self.cases.window_flags(), crowd.pressed_windows, crowd.PRESSED),
         }[name]
+        family = self.case_model(name)
+        model = replace(MODELS[family], name=f"{family}_deep", layers=4 if self.cpu else 16)
         last = [time.monotonic()]
 
         def use(server: TinyServer) -> None:
@@ -233,6 +242,10 @@ class Suite:
 
         self.serve(name, model, flags, use, env=env)
 
+    def case_model(self, name: str) -> str:
+        """The model of a crowded server."""
+        return CASE_MODEL if name != "windows" else "mellum" if self.cpu else "gpt_oss"
+
     def tasks(self) -> list[tuple[str, str, Callable[[], None]]]:
         """(model, what, task), those first that compile kernels which others wait for."""
         only = set(filter(None, self.args.only.split(",")))
@@ -240,15 +253,15 @@ class Suite:
         ours, plain, later = [], [], []
         first = ("llama", "llama_64", "qwen3_256")
         for model in sorted(MODELS.values(), key=lambda m: m.name not in first):
-            if wanted(model.name, "families"):
+            if wanted(model.name, "families") and not (self.cpu and model.name in GPU_ONLY):
                 task = lambda method, model=model: lambda: self.family(model, ONE, method)  # noqa: E731
                 (ours if model.name in first else later).append((model.name, "int4", task("int4")))
                 plain.append((model.name, "none", task("none")))
                 if model.name == "llama":
                     later.append((model.name, "int2", task("int2")))
         cases = [
-            (CASE_MODEL, name, lambda name=name: self.case(name))
-            for name in ("crowd", "pressed")
+            (self.case_model(name), name, lambda name=name: self.case(name))
+            for name in ("crowd", "pressed", "windows")
             if wanted(name, "cases")
         ]
         spread = []
@@ -339,7 +352,9 @@ def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", required=True, type=Path, help="JSON file of the results")
     parser.add_argument(
-        "--only", default="", help="some of: model names, families, crowd, pressed, cases, parallel; comma-separated"
+        "--only",
+        default="",
+        help="some of: model names, families, crowd, pressed, windows, cases, parallel; comma-separated",
     )
     parser.add_argument("--gpus", type=int, help="use this many; default all")
     parser.add_argument("--minutes", type=float, default=8.0, help="stop then, whatever is left; default %(default)s")

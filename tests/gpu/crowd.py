@@ -79,6 +79,11 @@ class Scale:
             *("--schedule-conservativeness", "0.01", "--enable-priority-scheduling", "--enable-streaming-session"),
         ]
 
+    def window_flags(self) -> list[str]:
+        """Of a server with little room in both pools, where a model has sliding windows."""
+        flags = [flag for flag in self.pressed_flags() if flag != "--enable-streaming-session"]
+        return [*flags, "--swa-full-tokens-ratio", "0.4"]
+
 
 GPU = Scale(576, 600, 1576, 8, 10, 8, 8, 160, 24, 6000, 65536, 8192, 256)
 CPU = Scale(128, 150, 500, 2, 2, 4, 4, 40, 3, 1200, 8192, 2048, 128)
@@ -107,6 +112,17 @@ def pressed(server: TinyServer, scale: Scale, deadline: float) -> Iterator[Row]:
     yield _aborted(server, scale, bound)
     yield _prioritised(server, scale, bound)
     yield _sessions(server, scale, streaming=True)
+    yield _empty(server)
+
+
+def pressed_windows(server: TinyServer, scale: Scale, deadline: float) -> Iterator[Row]:
+    """Cases of ``window_flags``."""
+    greedy(server, [prompt(f"warm {i}", 3 * scale.chunk + 70 * i) for i in range(2)], 3)
+    bound = yield from _forced_noise(server, scale)
+    yield _retracted(server, scale, bound)
+    yield _aborted(server, scale, bound)
+    yield _prioritised(server, scale, bound)
+    yield _sessions(server, scale, streaming=False)
     yield _empty(server)
 
 

@@ -74,7 +74,10 @@ NOT_SERVED = {
         )
     },
     **{f"models/{name}": "MLA" for name in ("deepseek", "dots3_common/", "hunyuan_v4.py", "sarvam_moe.py")},
-    **{f"models/{name}": "sliding windows" for name in ("gemma3_mm.py", "gemma4_mm.py", "muse_spark.py")},
+    **{
+        f"models/{name}": "sliding windows that are refused"
+        for name in ("gemma3_mm.py", "gemma4_mm.py", "muse_spark.py")
+    },
     "models/minimax_m3.py": "sparse attention: SGLang builds another pool",
     "models/mindspore.py": "a model implementation for NPUs",
 }
@@ -140,7 +143,7 @@ REVIEWED = {
             "is NoOpMHATokenToKVPool, type(), is PageInterleaveKVPoolMixin, is PageInterleaveDSATokenToKVPool, "
             "is PageInterleaveMHATokenToKVPool, is PageInterleaveMLATokenToKVPool, is DeepSeekV4TokenToKVPool, "
             "needs_paged_swa_allocator, _unified_kv, clear_c4_req_states, register_mapping, swa_uses_full_indices=",
-            "--prefill-only-disable-kv-cache, KV sharding, DeepSeek-V4 and sliding windows: all refused",
+            "--prefill-only-disable-kv-cache, KV sharding and DeepSeek-V4: refused; maps of draft pools with windows",
         ),
         "mem_cache/kv_index_translator.py": (
             "is BaseSWAKVPool, is DeepSeekV4TokenToKVPool, request_window, translate_loc_from_full_to_swa",
@@ -197,7 +200,7 @@ REVIEWED = {
 }
 
 _FUSES = "False only where enable_fused_set_kv_buffer is true: never, as test_model_calls shows"
-_WINDOWS = "has sliding windows too, which check_model or check_layers refuses"
+_WINDOWS = "has sliding windows too, of a kind that check_model refuses"
 _BOTH_WAYS = "its attention looks at later tokens, which check_layers refuses"
 
 #: Calls of attention layers with more than q, k, v and the batch: by path, what, and why no answer is wrong. Whatever
@@ -208,12 +211,12 @@ CALLS = {
     "models/dflash.py": ("sinks", "a draft model of speculative decoding"),
     "models/gemma3n_causal.py": ("save_kv_cache", _WINDOWS),
     "models/gemma4_causal.py": ("save_kv_cache", _WINDOWS),
-    "models/gpt_oss.py": ("save_kv_cache, sinks", _WINDOWS),
-    "models/granite.py": ("sinks", "None, but for granite_swa, which " + _WINDOWS),
-    "models/granitemoe.py": ("sinks", "None, but for granitemoe_swa, which " + _WINDOWS),
+    "models/gpt_oss.py": ("save_kv_cache, sinks", "sinks are served; save_kv_cache is " + _FUSES),
+    "models/granite.py": ("sinks", "served"),
+    "models/granitemoe.py": ("sinks", "served"),
     "models/hunyuan_v3.py": ("None, save_kv_cache", "only with HPCOpsAttnBackend, which ours is not"),
     "models/iquest_loopcoder.py": ("None, save_kv_cache", "its later loops read the first's cache; " + _WINDOWS),
-    "models/iquest_q1.py": ("return_lse", _WINDOWS),
+    "models/iquest_q1.py": ("return_lse", "is refused in the call, in warm-up"),
     "models/llada2.py": ("save_kv_cache", _BOTH_WAYS),
     "models/mimo_v2.py": ("None, save_kv_cache, sinks", "heads of keys and values differ, which check_model refuses"),
     "models/minicpmv.py": ("key_padding_mask", "not a RadixAttention: the resampler of its image encoder"),

@@ -26,7 +26,7 @@ def allocator(monkeypatch):
     pool = object.__new__(KVQuantPool)
     geometry = SimpleNamespace(formats=[PageFormat(64, 64, 0.96, 0.92)], kv_heads=1)
     pool.layout, pool.page_size = SimpleNamespace(geometry=geometry, pages=PAGES, slots=12), P
-    state = runtime.Runtime(KVQuantConfig("int2"), geometry)
+    state = runtime.Runtime(KVQuantConfig("int2"), geometry, (0,))
     monkeypatch.setattr(runtime, "_current", state)
     rows = SimpleNamespace(req_to_token=torch.zeros(3, PAGES * P, dtype=torch.int32))
     built = build_allocator(

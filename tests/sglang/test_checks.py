@@ -126,6 +126,7 @@ def test_rocm_is_refused(monkeypatch):
     assert checks.device_of({"device": "cpu"}) == "cpu"
 
 
+GPT_OSS = dict(architectures=["GptOssForCausalLM"], model_type="gpt_oss", sliding_window=128)
 MODELS = {
     "MLA": (
         dict(
@@ -140,10 +141,21 @@ MODELS = {
     ),
     "linear attention": (dict(architectures=["Qwen3NextForCausalLM"], model_type="qwen3_next"), "recurrent state"),
     "mamba": (dict(architectures=["FalconH1ForCausalLM"], model_type="falcon_h1"), "recurrent state"),
-    "sinks": (dict(architectures=["GptOssForCausalLM"], model_type="gpt_oss", sliding_window=128), "attention sinks"),
-    "sliding": (
+    "windows in the plain pool": (
         dict(architectures=["Gemma3ForCausalLM"], model_type="gemma3_text", sliding_window=512),
-        "sliding-window attention",
+        r"sliding windows in some layers.*\(of this architecture\), so that quantizing the others would save little",
+    ),
+    "windows in the plain pool: Cohere": (
+        dict(architectures=["Cohere2ForCausalLM"], model_type="cohere2", sliding_window=512, num_hidden_layers=4),
+        "sliding windows in some layers",
+    ),
+    "windows in the plain pool: Olmo": (
+        dict(architectures=["Olmo3ForCausalLM"], model_type="olmo3", sliding_window=512, num_hidden_layers=4),
+        "sliding windows in some layers",
+    ),
+    "windows everywhere": (
+        {**GPT_OSS, "layer_types": ["sliding_attention"] * 2},
+        "a sliding window in every layer",
     ),
     "soft-capping": (
         dict(
@@ -203,8 +215,16 @@ def test_model_is_refused(model_folder, changes, what):
         {},
         dict(architectures=["Qwen2ForCausalLM"], model_type="qwen2", use_sliding_window=False, sliding_window=4096),
         dict(architectures=["Qwen3ForCausalLM"], model_type="qwen3", head_dim=128),
+        dict(architectures=["MistralForCausalLM"], model_type="mistral", sliding_window=None),
+        GPT_OSS,
+        dict(
+            architectures=["MellumForCausalLM"],
+            model_type="mellum",
+            sliding_window=128,
+            layer_types=["sliding_attention", "full_attention"],
+        ),
     ],
-    ids=["llama", "qwen2", "qwen3"],
+    ids=["llama", "qwen2", "qwen3", "mistral", "gpt-oss", "mellum"],
 )
 def test_model_is_accepted(model_folder, changes):
     from sglang.srt.configs.model_config import ModelConfig

@@ -44,9 +44,9 @@ def make_runner(applied, monkeypatch):
 
     server_args = SimpleNamespace(**{CONFIG_ATTRIBUTE: CONFIG}, enable_lora=False, lora_paths=None)
 
-    def make(model):
+    def make(model, layer_ids=tuple(range(LAYERS)), **hf):
         geometry = KVGeometry(HEADS, (PageFormat(D, D),) * LAYERS)
-        state = runtime.Runtime(CONFIG, geometry)
+        state = runtime.Runtime(CONFIG, geometry, layer_ids)
         state.layout = MemoryLayout(geometry, pages=16, slots=16, max_requests=2)
         monkeypatch.setattr(runtime, "_current", state)
         configurator = SimpleNamespace(
@@ -54,7 +54,6 @@ def make_runner(applied, monkeypatch):
             is_draft_worker=False,
             kv_cache_dtype=torch.bfloat16,
             device="cpu",
-            layer_info=SimpleNamespace(start_layer=0, end_layer=LAYERS),
             model_config=SimpleNamespace(dtype=torch.bfloat16),
         )
         pool = build_mha_kv_pool(
@@ -63,7 +62,11 @@ def make_runner(applied, monkeypatch):
         rows = torch.zeros(3, 16 * PAGE_SIZE, dtype=torch.int32)
         state.pages = PagePool.allocate(geometry.formats, kv_heads=HEADS, pages=16, slots=16, req_to_token=rows)
         hf = dict(
-            architectures=["Qwen3MoeForCausalLM"], num_hidden_layers=LAYERS, num_key_value_heads=HEADS, head_dim=D
+            architectures=["Qwen3MoeForCausalLM"],
+            num_hidden_layers=layer_ids[-1] + 1,
+            num_key_value_heads=HEADS,
+            head_dim=D,
+            **hf,
         )
         return SimpleNamespace(
             server_args=server_args,
@@ -286,7 +289,6 @@ def test_attention_of_models_that_can_fuse(serving, on_cuda, monkeypatch, family
         (dict(save_kv_cache=False), r"save_kv_cache=False"),
         (dict(k=None, v=None, save_kv_cache=False), "another layer's keys and values"),
         (dict(k=None, v=None), "another layer's keys and values"),
-        (dict(sinks=torch.zeros(HEADS)), "sinks=..."),
         (dict(q_rope=torch.zeros(1), k_rope=torch.zeros(1)), "q_rope=..., k_rope=..."),
         (dict(return_lse=True), "return_lse=..."),
         (dict(idx_q=torch.zeros(1), idx_k=torch.zeros(1), idx_v=None), "idx_q=..., idx_k=...;"),
@@ -304,16 +306,71 @@ def test_a_call_that_would_be_answered_wrongly(backend, mode, changes, text):
     assert torch.equal(backend.tiers.pool.overlays, before)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_learned_sinks(serving, dtype):
+    """A prefill and a decode step have them; each sink takes its share of the softmax."""
+    from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+    batch, (q, k, v) = prefill(serving), activations()
+    sinks = torch.tensor([0.5, 3.0], dtype=dtype)
+    plain, with_sinks = (attention(1)(q, k, v, batch, sinks=s).view(TOKENS, HEADS, D) for s in (None, sinks))
+    # The first token sees itself only.
+    score = (q[0].float() * k[0].float()).view(HEADS, D).sum(-1) * D**-0.5
+    share = torch.sigmoid(score - sinks.float())
+    torch.testing.assert_close(with_sinks[0].float(), plain[0].float() * share[:, None], rtol=2e-2, atol=1e-3)
+    step = SimpleNamespace(
+        forward_mode=ForwardMode.DECODE,
+        req_pool_indices=torch.tensor([1]),
+        seq_lens=torch.tensor([TOKENS]),
+        seq_lens_cpu=torch.tensor([TOKENS]),
+        out_cache_loc=batch.out_cache_loc[-1:],
+    )
+    serving.init_forward_metadata(step)
+    last = (x[-1:] for x in (q, k, v))
+    got = serving.forward_decode(*last, attention(1), step, sinks=sinks).view(HEADS, D)
+    torch.testing.assert_close(got, with_sinks[-1], rtol=2e-2, atol=1e-3)
+
+
+@pytest.mark.parametrize("mode", ["forward_extend", "forward_decode"])
+@pytest.mark.parametrize(
+    "sinks", [torch.zeros(HEADS + 1), torch.zeros(1), torch.zeros(HEADS, dtype=torch.int32), 0.0], ids=repr
+)
+def test_sinks_that_are_no_heads_are_refused(backend, mode, sinks):
+    batch, (q, k, v) = prefill(backend), activations()
+    with pytest.raises(NotImplementedError, match="the sinks of attention layer 1 are .*, not one number for each of"):
+        getattr(backend, mode)(q, k, v, attention(1), batch, sinks=sinks)
+
+
 def test_an_argument_that_asks_for_nothing(serving):
     batch, (q, k, v) = prefill(serving), activations()
     assert torch.equal(attention(1)(q, k, v, batch, sinks=None), attention(1)(q, k, v, batch))
+
+
+def test_layers_are_found_by_their_ids(make_runner):
+    """As in a hybrid: every fourth layer is in the cache, and its second layer is the model's eighth."""
+    from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
+
+    from sglang_kvq.sglang.worker import create_backend
+
+    layers = [attention(i) for i in (3, 7)]
+    backend = create_backend(make_runner(Model(*layers), layer_ids=(3, 7), full_attention_interval=4))
+    batch, keys = prefill(backend), []
+    with forward_context(ForwardContext(attn_backend=backend)):
+        for layer in layers:
+            q, k, v = (x * (layer.layer_id + 1) for x in activations())
+            layer(q, k, v, batch)
+            keys.append(k.view(TOKENS, HEADS, D))
+    assert torch.equal(stored(backend, 0), keys[0]) and torch.equal(stored(backend, 1), keys[1])
+    assert backend.token_to_kv_pool.layer_ids == (3, 7)
+    with pytest.raises(SystemExit, match=r"layers.1 is attention layer 4, but the cache holds layers 3, 7"):
+        create_backend(make_runner(Model(attention(3), attention(4)), layer_ids=(3, 7)))
 
 
 @pytest.mark.parametrize(
     ("layers", "text"),
     [
         ((0, 1, 1), "layers.1 and layers.2 share the cache of layer 1"),
-        ((0, 1, 2), "layers.2 is attention layer 2, but the cache holds layers 0 to 1"),
+        ((0, 1, 2), "layers.2 is attention layer 2, but the cache holds layers 0, 1"),
     ],
     ids=["shared", "out of range"],
 )

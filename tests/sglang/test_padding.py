@@ -43,7 +43,7 @@ class Worker:
         self.pool = PagePool.allocate([PageFormat(D, D)], kv_heads=KV_HEADS, pages=PAGES, slots=20, req_to_token=table)
         ops = StrictOps(self.pool, LayerRotations())
         self.tiers = TierManager(self.pool, 1, 2, ops.quantize_slots)
-        self.backend = KVQuantBackend(ops, self.tiers, 0)
+        self.backend = KVQuantBackend(ops, self.tiers, [0])
         self.stored = {1: 0, 2: 0}
 
     def activations(self, tokens: int, seed: int) -> list[torch.Tensor]:

@@ -76,7 +76,7 @@ def test_folding_equals_rotating_at_run_time(bias, heads):
             output(layer, x, lambda v, i=i: ops.rotate(i, empty, empty, v)[2], lambda o, i=i: ops.rotate_output(i, o))
             for i, layer in enumerate(model.layers)
         ]
-        weights.fold(model, 5, rotations)
+        weights.fold(model, (5, 6), rotations)
         folded = [output(layer, x) for layer in model.layers]
     for a, b, c in zip(plain, at_run_time, folded):
         assert torch.allclose(b, c, atol=1e-4) and torch.allclose(a, c, atol=1e-4)
@@ -100,12 +100,12 @@ def test_folding_takes_outputs_matrices_that_undo_the_values(heads):
             output(layer, x, lambda v, i=i: ops.rotate(i, empty, empty, v)[2], lambda o, i=i: ops.rotate_output(i, o))
             for i, layer in enumerate(model.layers)
         ]
-        weights.fold(model, 5, v, o)
+        weights.fold(model, (5, 6), v, o)
         folded = [output(layer, x) for layer in model.layers]
         for a, b, c in zip(plain, at_run_time, folded):
             torch.testing.assert_close(b, a, atol=1e-3, rtol=0)
             torch.testing.assert_close(c, a, atol=1e-3, rtol=0)
-        weights.fold(model, 5, v)  # once more, and as if it were orthogonal
+        weights.fold(model, (5, 6), v)  # once more, and as if it were orthogonal
         assert not torch.allclose(output(model.layers[0], x), plain[0], atol=0.1)
 
 

@@ -38,7 +38,7 @@ def runner(tmp_path):
 def rank_rotations(runner, monkeypatch, rank: int, size: int, heads: int, first: int = 0, layers: int = LAYERS):
     monkeypatch.setattr(worker, "tensor_parallel", lambda model_runner: (rank, size))
     geometry = KVGeometry(heads, (PageFormat(D, D),) * layers)
-    return worker.worker_rotations(*runner, geometry, first)
+    return worker.worker_rotations(*runner, geometry, range(first, first + layers))
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 6])
@@ -76,6 +76,43 @@ def test_layers_of_a_later_stage(runner, monkeypatch):
     assert meta.sha256 == whole.meta.sha256 and len(meta.sha256) == 64
 
 
+def test_files_have_the_cached_layers_only(runner, monkeypatch):
+    """A hybrid of 16 layers, of which 4 are of full attention."""
+    hybrid = MODEL | dict(num_hidden_layers=4 * LAYERS, full_attention_interval=4)
+    runner[0].model_config.hf_config = hybrid
+    whole = load_rotations(runner[1].rotations, layers=LAYERS, kv_heads=HEADS, head_dim=D)
+    monkeypatch.setattr(worker, "tensor_parallel", lambda model_runner: (0, 1))
+    for ids, at in (((3, 7, 11, 15), slice(0, 4)), ((11, 15), slice(2, 4))):
+        geometry = KVGeometry(HEADS, (PageFormat(D, D),) * len(ids))
+        assert torch.equal(worker.worker_rotations(*runner, geometry, ids)[0].k, whole.k[at])
+
+
+@pytest.mark.parametrize("linear", [True, False])
+def test_the_cache_is_sized_for_the_layers_in_it(runner, monkeypatch, linear):
+    """SGLang counts the layers of its pool; if the config says otherwise, formats would be of other layers."""
+    from sglang_kvq.sglang import capacity, runtime
+
+    monkeypatch.setattr(runtime, "_current", None)
+    hybrid = MODEL | dict(num_hidden_layers=2 * LAYERS, layer_types=["linear_attention", "full_attention"] * LAYERS)
+    model = SimpleNamespace(hf_config=hybrid if linear else MODEL, model_path="m", head_dim=D)
+    configurator = SimpleNamespace(
+        server_args=SimpleNamespace(_kvq_config=runner[1]),
+        is_draft_worker=False,
+        model_config=model,
+        kv_cache_dtype=torch.bfloat16,
+        layer_info=SimpleNamespace(start_layer=2, end_layer=8),
+    )
+    plain = 3 * HEADS * 2 * D * 2
+    if not linear:
+        with pytest.raises(SystemExit, match="SGLang keeps 3 layers of m in its KV cache, but by the model's config 2"):
+            capacity.compute_cell_size(lambda *_: plain, None, configurator, 3)
+        return
+    cell = capacity.compute_cell_size(lambda *_: plain, None, configurator, 3)
+    state = runtime.current()
+    assert state.layer_ids == (3, 5, 7) and state.geometry.kv_heads == HEADS
+    assert cell == state.geometry.page_bytes // 64 and state.geometry.layers == 3
+
+
 @pytest.mark.parametrize("size", [1, 2, 6])
 def test_every_worker_folds_the_same_steps(runner, monkeypatch, tmp_path, size):
     """Widths are of all heads and layers together, so a worker's part is that of one worker alone."""
@@ -84,14 +121,14 @@ def test_every_worker_folds_the_same_steps(runner, monkeypatch, tmp_path, size):
     formats = resolve_formats(config, resolve_rotations(config, "m", runner[0].model_config.hf_config), MODEL)
     assert len(set(formats)) > 1, "layers differ"
     monkeypatch.setattr(worker, "tensor_parallel", lambda model_runner: (0, 1))
-    whole, meta = worker.worker_rotations(runner[0], config, KVGeometry(HEADS, formats), 0)
+    whole, meta = worker.worker_rotations(runner[0], config, KVGeometry(HEADS, formats), range(LAYERS))
     assert meta.objective == "transform"
     for layers in (range(2), range(2, 4)):  # pipeline stages
         part = []
         for rank in range(size):
             monkeypatch.setattr(worker, "tensor_parallel", lambda model_runner, rank=rank: (rank, size))
             geometry = KVGeometry(HEADS // size, formats[layers.start : layers.stop])
-            part.append(worker.worker_rotations(runner[0], config, geometry, layers.start)[0])
+            part.append(worker.worker_rotations(runner[0], config, geometry, layers)[0])
         for name in ("q", "k", "v", "o", "k_mean"):
             found = torch.cat([getattr(p, name) for p in part], dim=1)
             assert torch.equal(found, getattr(whole, name)[layers.start : layers.stop]), name
@@ -120,10 +157,10 @@ def test_a_start_reads_the_file_once(applied, command_line, tmp_path, monkeypatc
         is_draft_worker=False,
         model_config=model,
         kv_cache_dtype=torch.bfloat16,
-        layer_info=SimpleNamespace(start_layer=0),
+        layer_info=SimpleNamespace(start_layer=0, end_layer=2),
     )
     capacity.compute_cell_size(lambda *_: 2 * 2 * 64 * 2 * 2, None, configurator, 2)
     monkeypatch.setattr(worker, "tensor_parallel", lambda model_runner: (0, 1))
     runner = SimpleNamespace(model_config=model, device="cpu")
-    rotations, _ = worker.worker_rotations(runner, config, runtime.current().geometry, 0)
+    rotations, _ = worker.worker_rotations(runner, config, runtime.current().geometry, (0, 1))
     assert torch.equal(rotations.k, random_rotations().k) and len(reads) == 1

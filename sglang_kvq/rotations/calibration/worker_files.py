@@ -27,7 +27,7 @@ class Worker:
     Attributes:
         rank, size: of the group that shards heads.
         kv_heads_total: KV heads of the model.
-        layers, first_layer: how many layers from which one on.
+        layers, first_layer: how many of the model's cached layers (``identity.cached_layers``) from which one on.
     """
 
     rank: int

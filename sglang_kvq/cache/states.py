@@ -1,0 +1,93 @@
+"""How a hybrid model's memory is divided between recurrent states and its KV cache.
+
+A request of a model with linear attention needs some states of fixed size, however long it is, and tokens in the cache
+of its layers of full attention. SGLang gives states a fixed multiple of the cache's memory (``SGLANG_RATIO``). That
+was chosen for a cache in BF16: with a smaller token the cache would hold more than the states admit requests for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+#: SGLang's ``--mamba-full-memory-ratio`` where none is given.
+SGLANG_RATIO = 0.9
+#: Tokens that each request can have at least, if as many run as the user asked for.
+LEAST_TOKENS = 2048
+
+
+@dataclass(frozen=True)
+class RequestNeeds:
+    """What a running request takes.
+
+    Attributes:
+        state_bytes: of one state, all layers of this worker.
+        states: of a request: its own, those that are being kept, and SGLang's allowance for prefixes in the tree.
+        token_bytes: of one token's records, all layers.
+        bf16_token_bytes: of one token in BF16.
+        window_bytes: of the overlays that a request may pin.
+        bf16_budget: share of the cache's memory that is for overlays.
+        context: most tokens of a request.
+    """
+
+    state_bytes: int
+    states: int
+    token_bytes: int
+    bf16_token_bytes: int
+    window_bytes: int
+    bf16_budget: float
+    context: int
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that a request could have in a BF16 cache, with all requests running that its states admit."""
+        return min(self.context, int(self.states * self.state_bytes / SGLANG_RATIO / self.bf16_token_bytes))
+
+    def cache_bytes(self, tokens: int) -> float:
+        """Of the cache, for a request of so many tokens to run: its records or its window, whichever needs more."""
+        return max(tokens * self.token_bytes / (1 - self.bf16_budget), self.window_bytes / self.bf16_budget)
+
+
+@dataclass(frozen=True)
+class StateShare:
+    """How it was divided.
+
+    Attributes:
+        ratio: memory of states to that of the cache.
+        requests: that may run at once, by both.
+        tokens: of the cache for each of them.
+    """
+
+    ratio: float
+    requests: int
+    tokens: int
+
+
+def share_states(budget: float, needs: RequestNeeds, wanted: int | None = None) -> StateShare:
+    """Divide ``budget`` bytes so that states and tokens run out together, at ``needs.tokens`` for each request.
+
+    Args:
+        wanted: requests that shall run at once. If fewer than fit, the rest is for cached conversations, each of one
+            state and ``needs.tokens``. If more, they get fewer tokens each, but not below ``LEAST_TOKENS``.
+
+    Raises:
+        ValueError: the budget is not positive.
+    """
+    if budget <= 0:
+        raise ValueError(f"no memory to divide: {budget}")
+    states = needs.states * needs.state_bytes
+    cache = needs.cache_bytes(needs.tokens)
+    fit = budget / (states + cache)
+    if wanted is None:
+        for_states = fit * states
+    elif wanted <= fit:
+        rest = budget - wanted * (states + cache)
+        kept = needs.tokens * needs.token_bytes / (1 - needs.bf16_budget)
+        for_states = wanted * states + rest * needs.state_bytes / (needs.state_bytes + kept)
+    else:
+        least = needs.cache_bytes(min(LEAST_TOKENS, needs.tokens))
+        for_states = max(fit * states, min(wanted * states, budget - wanted * least))
+    left = budget - for_states
+    requests = max(int(min(for_states / states, left * needs.bf16_budget / needs.window_bytes)), 1)
+    requests = requests if wanted is None else min(requests, wanted)
+    tokens = int(left * (1 - needs.bf16_budget) / needs.token_bytes / requests)
+    return StateShare(for_states / left, requests, min(tokens, needs.context))

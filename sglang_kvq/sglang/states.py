@@ -1,0 +1,80 @@
+"""Hook that divides a hybrid model's memory between recurrent states and the KV cache, unless the user has."""
+
+from __future__ import annotations
+
+from sglang_kvq.cache.layout import KVGeometry
+from sglang_kvq.cache.states import RequestNeeds, StateShare, share_states
+from sglang_kvq.config import PAGE_SIZE, KVQuantConfig
+from sglang_kvq.methods import RotationKind, get_method
+from sglang_kvq.rotations.resolve import resolve_formats, resolve_rotations
+from sglang_kvq.sglang import compat
+from sglang_kvq.sglang.runtime import config_of, logger
+from sglang_kvq.sglang.types import Configurator, Original
+
+GIB = 1 << 30
+
+
+def handle_max_mamba_cache(original: Original, self: Configurator, total_rest_memory: float) -> float:
+    """AROUND ``KVCacheConfigurator._handle_max_mamba_cache``: GiB for both in, GiB for the KV cache out."""
+    config = config_of(self.server_args)
+    if config is None or self.is_draft_worker:
+        rest: float = original(self, total_rest_memory)
+        return rest
+    chosen = None
+    why = "as --mamba-full-memory-ratio or --max-mamba-cache-size say, or --max-running-requests without a radix cache"
+    if total_rest_memory > 0 and not _is_settled(self):
+        chosen = _choose(self, config, int(total_rest_memory * GIB))
+        compat.override(self.server_args, mamba_full_memory_ratio=chosen.ratio)
+        why = (
+            f"a ratio of {chosen.ratio:.2f}, for {chosen.requests} running requests of {chosen.tokens} tokens; "
+            "--mamba-full-memory-ratio sets another"
+        )
+    rest = original(self, total_rest_memory)
+    logger.info(
+        "kv-quant: recurrent states take %.2f GiB (%d of %.1f MiB, %d for each running request), %.2f GiB are for the "
+        "KV cache: %s",
+        total_rest_memory - rest,
+        compat.setting(self.server_args, "max_mamba_cache_size"),
+        self.mambaish_config.mamba2_cache_params.mamba_cache_per_req / 2**20,
+        self._calculate_mamba_ratio(),
+        rest,
+        why,
+    )
+    return rest
+
+
+def _is_settled(configurator: Configurator) -> bool:
+    """Whether the number of states, or the ratio, was given, or SGLang takes it from another flag."""
+    args = configurator.server_args
+    given = compat.typed(args, "mamba_full_memory_ratio") or args.max_mamba_cache_size is not None
+    return bool(given or (args.disable_radix_cache and args.max_running_requests is not None))
+
+
+def _choose(configurator: Configurator, config: KVQuantConfig, budget: int) -> StateShare:
+    geometry = _geometry(configurator, config)
+    # Speculation keeps a state of each draft token.
+    drafts = compat.resolved(configurator.server_args, "speculative_num_draft_tokens") or 0
+    needs = RequestNeeds(
+        state_bytes=configurator.mambaish_config.mamba2_cache_params.mamba_cache_per_req,
+        states=configurator._calculate_mamba_ratio() + drafts,
+        token_bytes=geometry.page_bytes // PAGE_SIZE,
+        bf16_token_bytes=geometry.slot_bytes // PAGE_SIZE,
+        window_bytes=config.slots_per_request * geometry.slot_bytes,
+        bf16_budget=config.bf16_budget,
+        context=configurator.model_config.context_len,
+    )
+    wanted = configurator.server_args.max_running_requests
+    workers = getattr(configurator, "ps", configurator).attn_dp_size
+    return share_states(budget, needs, None if wanted is None else max(wanted // workers, 1))
+
+
+def _geometry(configurator: Configurator, config: KVQuantConfig) -> KVGeometry:
+    """What ``capacity`` will find a moment later: here SGLang has not counted the layers yet."""
+    from sglang.srt.runtime_context import get_parallel
+
+    model, rotations = configurator.model_config, None
+    if get_method(config.method).rotation is RotationKind.LEARNED:
+        rotations = resolve_rotations(config, model.model_path, model.hf_config)
+    return KVGeometry(
+        model.get_num_kv_heads(get_parallel().attn_tp_size), resolve_formats(config, rotations, model.hf_config)
+    )

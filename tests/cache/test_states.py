@@ -1,0 +1,83 @@
+"""How memory is divided between recurrent states and the KV cache: both run out together."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from sglang_kvq.cache.states import LEAST_TOKENS, SGLANG_RATIO, RequestNeeds, share_states
+
+GIB = 1 << 30
+#: Qwen3-Next-80B-A3B at 2 bits: 36 layers with states in FP32, 12 with 2 KV heads of 256.
+QWEN3_NEXT = RequestNeeds(
+    state_bytes=36 * (32 * 128 * 128 * 4 + 8192 * 3 * 2),
+    states=5,
+    token_bytes=12 * 2 * 2 * 256 * 18 // 64,
+    bf16_token_bytes=12 * 2 * 2 * 256 * 2,
+    window_bytes=6 * 64 * 12 * 2 * 2 * 256 * 2,
+    bf16_budget=0.1,
+    context=262144,
+)
+
+
+def parts(budget: float, needs: RequestNeeds, wanted: int | None = None) -> tuple[float, float, int, int]:
+    """Bytes of states and of the cache, requests and tokens of each."""
+    share = share_states(budget, needs, wanted)
+    states = budget * share.ratio / (1 + share.ratio)
+    return states, budget - states, share.requests, share.tokens
+
+
+def test_a_request_keeps_the_tokens_it_would_have_in_bf16():
+    """At SGLang's ratio BF16 runs 81 of them with 17 thousand tokens each; now more run, with no fewer tokens."""
+    budget, request = 64 * GIB, QWEN3_NEXT.states * QWEN3_NEXT.state_bytes
+    bf16_states = budget * SGLANG_RATIO / (1 + SGLANG_RATIO)
+    bf16_requests = int(bf16_states / request)
+    bf16_tokens = (budget - bf16_states) / QWEN3_NEXT.bf16_token_bytes / bf16_requests
+    assert QWEN3_NEXT.tokens == pytest.approx(bf16_tokens, rel=0.02)
+    states, cache, requests, tokens = parts(budget, QWEN3_NEXT)
+    assert requests > 1.6 * bf16_requests and tokens >= QWEN3_NEXT.tokens
+    assert requests == pytest.approx(states / request, abs=1), "states run out with the last request"
+    assert requests * QWEN3_NEXT.window_bytes <= cache * QWEN3_NEXT.bf16_budget * 1.001, "and so do windows"
+
+
+def test_bf16_itself_gets_sglangs_ratio():
+    """Where nothing is saved nothing changes, but for the overlays."""
+    plain = replace(QWEN3_NEXT, token_bytes=QWEN3_NEXT.bf16_token_bytes, window_bytes=1, bf16_budget=1e-6)
+    assert share_states(64 * GIB, plain).ratio == pytest.approx(SGLANG_RATIO, rel=1e-3)
+
+
+def test_fewer_requests_leave_the_rest_to_conversations():
+    """Each of those takes one state and its tokens."""
+    budget = 64 * GIB
+    most = share_states(budget, QWEN3_NEXT).requests
+    states, cache, requests, tokens = parts(budget, QWEN3_NEXT, wanted=8)
+    assert requests == 8 < most and tokens == QWEN3_NEXT.context
+    running = 8 * (QWEN3_NEXT.states * QWEN3_NEXT.state_bytes + QWEN3_NEXT.cache_bytes(QWEN3_NEXT.tokens))
+    kept = (states - 8 * QWEN3_NEXT.states * QWEN3_NEXT.state_bytes) / QWEN3_NEXT.state_bytes
+    their_tokens = (cache - 8 * QWEN3_NEXT.cache_bytes(QWEN3_NEXT.tokens)) * 0.9 / QWEN3_NEXT.token_bytes / kept
+    assert kept > 3 * most and their_tokens == pytest.approx(QWEN3_NEXT.tokens, rel=0.01) and running < budget
+
+
+@pytest.mark.parametrize("wanted", [155, 165, 5000])
+def test_more_requests_get_fewer_tokens_each(wanted):
+    budget, small = 64 * GIB, replace(QWEN3_NEXT, window_bytes=QWEN3_NEXT.window_bytes // 40)
+    states, _, requests, tokens = parts(budget, small, wanted)
+    fit = share_states(budget, small).requests
+    assert states >= fit * small.states * small.state_bytes
+    least = wanted * (small.states * small.state_bytes + small.cache_bytes(LEAST_TOKENS))
+    if least <= budget:
+        assert requests == wanted > fit and LEAST_TOKENS <= tokens < small.tokens
+    else:
+        assert fit <= requests < wanted
+
+
+def test_short_contexts_need_fewer_tokens():
+    short = replace(QWEN3_NEXT, context=1024)
+    assert short.tokens == 1024
+    assert share_states(64 * GIB, short).ratio >= share_states(64 * GIB, QWEN3_NEXT).ratio
+
+
+def test_nothing_to_divide():
+    with pytest.raises(ValueError, match="no memory to divide"):
+        share_states(0, QWEN3_NEXT)

@@ -1,0 +1,244 @@
+"""Learned sinks: one more key with a score of its own and no value, on every way that attention takes."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from sglang_kvq.attention import oracle, ragged
+from sglang_kvq.attention.ragged import RaggedPrefill
+from sglang_kvq.attention.reference import ReferenceOps
+from sglang_kvq.attention.triton_ops import TritonOps
+from sglang_kvq.config import PAGE_SIZE
+from sglang_kvq.formats.planes import PlaneCode, PlaneFormat
+from sglang_kvq.kernels.sinks import scale_by_sinks
+from tests.kernels.scene import DEVICE, HEADS, ON_GPU, Heads, Scene, assert_close, make_scene, randn, rotations
+from tests.kernels.test_decode import decode as decode_step
+from tests.kernels.test_extend import BOUND as TWO_SOFTMAXES
+from tests.kernels.test_extend import make_batch
+from tests.kernels.test_formats import make_format
+from tests.kernels.test_ragged import ROUNDING, STANDIN, Wrapper
+from tests.kernels.test_short_extend import ANY
+
+BOUND = 5e-3
+#: gpt-oss's heads, one worker of eight.
+GPT_OSS = Heads(64, 64, 1, 8)
+#: Lengths of a decode batch: one item a request, several, and padding.
+LENGTHS = [1, 65, 64 * 9 + 1, 0, 330]
+LENS = [(64 * 5 + 17, 9), (3, 5), (0, 33), (64 * 4 - 1, 2)]
+
+
+def draw(heads: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Of all kinds: drowned by the keys, about as large as their log-sum-exp, far above it, and none at all."""
+    sinks = torch.randn(heads, device=DEVICE) * 2 + 4
+    sinks[0], sinks[-1] = 60.0, -60.0
+    if heads > 2:
+        sinks[1] = float("-inf")
+    return sinks.to(dtype)
+
+
+def by_lse(scene: Scene, layer: int, q: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
+    """The definition: plain attention times sigmoid(lse - sink), float64."""
+    out = oracle.decode(scene.pool, layer, q, scene.rows, scene.seq_lens, scene.scale)
+    for i, (row, length) in enumerate(zip(scene.rows.tolist(), scene.seq_lens.tolist())):
+        keys, _ = oracle.stored(scene.pool, layer, row, length)
+        keys = keys.repeat_interleave(scene.heads.gqa_group, 0)
+        lse = torch.einsum("hd,hnd->hn", q[i].double(), keys).mul(scene.scale).logsumexp(-1)
+        out[i] *= torch.sigmoid(lse - sinks.double())[:, None]
+    return out
+
+
+def test_the_oracle_is_the_definition():
+    scene = make_scene(HEADS[1], [700, 90, 1])
+    q, sinks = scene.queries(3), draw(HEADS[1].q)
+    got = oracle.decode(scene.pool, 0, q, scene.rows, scene.seq_lens, scene.scale, sinks)
+    torch.testing.assert_close(got, by_lse(scene, 0, q, sinks), rtol=1e-9, atol=1e-9)
+    nothing = oracle.decode(scene.pool, 0, q, scene.rows, scene.seq_lens, scene.scale, sinks.fill_(float("-inf")))
+    assert torch.equal(nothing, oracle.decode(scene.pool, 0, q, scene.rows, scene.seq_lens, scene.scale))
+
+
+def test_the_oracle_extends_as_it_decodes():
+    """The last of a request's new tokens sees what a decode step would, once they are stored."""
+    heads = HEADS[1]
+    scene = make_scene(heads, [64 * 5 + 3], recent=64 * 4)
+    pool, sinks, q = scene.pool, draw(heads.q), scene.queries(3)
+    wanted = oracle.decode(pool, 0, q[2:], scene.rows, scene.seq_lens, scene.scale, sinks)
+    k, v = (x.transpose(0, 1)[-3:] for x in oracle.stored(pool, 0, 1, 64 * 5 + 3))
+    got = oracle.extend_row(pool, 0, 1, 64 * 5, q, k, v, scene.scale, sinks)
+    torch.testing.assert_close(got[2:], wanted)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_reference(dtype):
+    heads = HEADS[1]
+    scene = make_scene(heads, [prefix or 70 for prefix, _ in LENS])
+    reference, sinks = scene.ops()[1], draw(heads.q, dtype)
+    q = scene.queries(len(LENS))
+    got = reference.decode(0, q, scene.rows, scene.seq_lens, scene.scale, sinks)
+    assert_close("decode", got.double(), oracle.decode(scene.pool, 0, q, *at(scene), sinks), BOUND)
+    batch = make_batch(scene.rows, LENS)
+    q, k, v = activations(heads, batch)
+    got = reference.extend(0, q, k, v, batch, scene.scale, sinks)
+    assert_close("extend", got.double(), oracle.extend(scene.pool, 0, q, k, v, batch, scene.scale, sinks), BOUND)
+
+
+def at(scene: Scene) -> tuple[torch.Tensor, torch.Tensor, float]:
+    return scene.rows, scene.seq_lens, scene.scale
+
+
+def activations(heads: Heads, batch) -> tuple[torch.Tensor, ...]:
+    sizes = [heads.q, heads.kv, heads.kv]
+    return randn(sum(batch.new_lens), sum(sizes), heads.head_dim).split(sizes, dim=1)
+
+
+FORMATS = {
+    "two-bits": None,
+    "general": lambda heads: make_format("centred-4", heads.head_dim),
+    "planes": lambda heads: PlaneFormat(heads.head_dim, PlaneCode((4, 3, 1, 0)), PlaneCode((3, 2, 2, 1))),
+}
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("heads", [GPT_OSS, HEADS[1], HEADS[7]], ids=str)
+def test_decode(heads, dtype, kind):
+    formats = FORMATS[kind] and [FORMATS[kind](heads)]
+    scene = make_scene(heads, LENGTHS, formats=formats)
+    ops, _ = scene.ops(max_batch=len(LENGTHS))
+    q, sinks = scene.queries(len(LENGTHS)), draw(heads.q, dtype)
+    ops.plan_attention(scene.rows, scene.seq_lens)
+    got = ops.decode(0, q, *at(scene), sinks)
+    assert_close("decode", got.double(), oracle.decode(scene.pool, 0, q, *at(scene), sinks), BOUND)
+
+
+def test_layers_with_sinks_and_without_share_a_step():
+    scene = make_scene(HEADS[1], [700, 90])
+    ops, _ = scene.ops()
+    q, sinks = scene.queries(2), draw(HEADS[1].q)
+    without = decode_step(ops, 0, q, scene)
+    ops.decode(1, q, *at(scene), sinks)
+    assert torch.equal(ops.decode(0, q, *at(scene)), without)
+    assert torch.equal(ops.decode(0, q, *at(scene), torch.full_like(sinks, float("-inf"))), without)
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("parts", [False, True], ids=["whole rows", "rows in parts"])
+@pytest.mark.parametrize("heads", [GPT_OSS, HEADS[1]], ids=str)
+def test_pages_read_directly(heads, parts, kind):
+    """Rows that are one item have their sinks at once, rows in parts when these are merged."""
+    formats = FORMATS[kind] and [FORMATS[kind](heads)]
+    lens = [(64 * 9 + 5, 2), (3, 1)] if parts else [(64 * 3 + 5, 3)] * 20 if ON_GPU else [(64 * 3 + 5, 3)] * 7
+    scene = make_scene(heads, [prefix for prefix, _ in lens], formats=formats)
+    short = replace(ANY, launch=replace(ANY.launch, programs_per_sm=1)) if not parts else ANY
+    ops = TritonOps(scene.pool, scene.ops()[0].rotations, heads.q, 1, short=short)
+    batch = make_batch(torch.arange(1, len(lens) + 1, device=DEVICE), lens)
+    q, k, v = activations(heads, batch)
+    sinks = draw(heads.q)
+    got = ops.extend(0, q, k, v, batch, scene.scale, sinks)
+    wanted = oracle.extend(scene.pool, 0, q, k, v, batch, scene.scale, sinks)
+    assert_close("extend", got.double(), wanted, BOUND)
+    assert (ops._extend_plans.short.partials > 0) == parts
+
+
+@pytest.mark.parametrize("slab_tokens", [64, 32768])
+@pytest.mark.parametrize("heads", [GPT_OSS, HEADS[1]], ids=str)
+def test_prefixes_dequantized_first(heads, slab_tokens):
+    scene = make_scene(heads, [prefix for prefix, _ in LENS])
+    ops = TritonOps(scene.pool, scene.ops()[0].rotations, heads.q, 1, slab_tokens, short=None)
+    compare(ops, scene, TWO_SOFTMAXES)
+    assert len(ops._extend_plans.slabs) == (1 if slab_tokens == 32768 else 11)
+
+
+def compare(ops: TritonOps, scene: Scene, bound: float) -> None:
+    batch = make_batch(torch.arange(1, len(LENS) + 1, device=DEVICE), LENS)
+    q, k, v = activations(scene.heads, batch)
+    for sinks in (draw(scene.heads.q), draw(scene.heads.q, torch.bfloat16)):
+        got = ops.extend(0, q, k, v, batch, scene.scale, sinks)
+        wanted = oracle.extend(scene.pool, 0, q, k, v, batch, scene.scale, sinks)
+        assert_close("extend", got.double(), wanted, bound)
+
+
+@pytest.mark.parametrize("capacity", [64, 192, 32768])
+@pytest.mark.parametrize("heads", [GPT_OSS, HEADS[1]], ids=str)
+def test_through_flashinfer(heads, capacity, monkeypatch):
+    """Calls that are alone, and several about the same queries; a stand-in on a CPU."""
+    library = pytest.importorskip("flashinfer") if ON_GPU else STANDIN
+    monkeypatch.setattr(ragged, "LEAST_TOKENS", 0)
+    monkeypatch.setattr(ragged, "LEAST_PER_REQUEST", 0)
+    scene = make_scene(heads, [prefix for prefix, _ in LENS])
+    prefill = RaggedPrefill(library, heads.q, heads.kv, heads.head_dim, torch.device(DEVICE), capacity)
+    ops = TritonOps(scene.pool, scene.ops()[0].rotations, heads.q, 1, prefill=prefill, short=None)
+    compare(ops, scene, TWO_SOFTMAXES + ROUNDING * 12**0.5)
+    calls = [planned.call for planned in ops._extend_plans.calls]
+    assert any(call.alone for call in calls) and (capacity > 192) == all(call.alone for call in calls)
+
+
+def test_a_group_whose_last_request_has_no_prefix(monkeypatch):
+    """Its first call has all the queries, the merged ones fewer."""
+    if ON_GPU:
+        pytest.skip("the stand-in computes on a CPU")
+    heads, lens = HEADS[1], [(64 * 9, 20), (0, 3)]
+    scene = make_scene(heads, [prefix for prefix, _ in lens])
+    prefill = RaggedPrefill(STANDIN, heads.q, heads.kv, heads.head_dim, torch.device(DEVICE), 512)
+    prefill._least_tiles = 9
+    monkeypatch.setattr(prefill, "suits", lambda new_lens: True)
+    ops = TritonOps(scene.pool, scene.ops()[0].rotations, heads.q, 1, prefill=prefill, short=None)
+    batch = make_batch(torch.arange(1, 3, device=DEVICE), lens)
+    q, k, v = activations(heads, batch)
+    for sinks in (None, draw(heads.q)):
+        got = ops.extend(0, q, k, v, batch, scene.scale, sinks)
+        wanted = oracle.extend(scene.pool, 0, q, k, v, batch, scene.scale, sinks)
+        assert_close("extend", got.double(), wanted, TWO_SOFTMAXES)
+    calls = [planned.call for planned in ops._extend_plans.calls]
+    assert [call.q for call in calls] == [(0, 23), (0, 20)] and [call.last for call in calls] == [False, True]
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 64), (7, 3, 96), (70, 8, 128), (3, 5, 256)], ids=str)
+def test_scaling_what_is_finished(shape):
+    out, lse, sinks = randn(*shape), torch.randn(shape[:2], device=DEVICE) * 9, draw(shape[1])
+    sinks[sinks == 60] = 90.0
+    padded = torch.cat([out.flatten(), torch.full((999,), float("nan"), device=DEVICE).bfloat16()])
+    mine = padded[: out.numel()].view(shape)
+    scale_by_sinks(mine, lse, sinks)
+    wanted = out.double() * torch.sigmoid(lse.double() * math.log(2) - sinks.double())[..., None]
+    assert_close("scaled", mine.double(), wanted, BOUND)
+    assert padded[out.numel() :].isnan().all()
+
+
+class Natural(Wrapper):
+    """A FlashInfer whose log-sum-exp is of base e."""
+
+    def run(self, *args, return_lse=False, **kwargs):
+        out, lse = super().run(*args, return_lse=True, **kwargs)
+        return (out, lse * math.log(2)) if return_lse else out
+
+
+@pytest.mark.skipif(ON_GPU, reason="the stand-in computes on a CPU")
+def test_a_library_with_another_log_sum_exp_is_not_used():
+    make = lambda library: RaggedPrefill(library, 4, 2, 64, torch.device("cpu"), 4096)  # noqa: E731
+    ragged._try(make(STANDIN))
+    other = type(STANDIN)(**{**vars(STANDIN), "BatchPrefillWithRaggedKVCacheWrapper": Natural})
+    with pytest.raises(RuntimeError, match="off by"):
+        ragged._try(make(other))
+
+
+def test_sinks_do_not_care_for_rotations():
+    """A request with everything in BF16 and rotated: out of the rotated basis the answer is the plain model's."""
+    heads = HEADS[1]
+    scene = make_scene(heads, [PAGE_SIZE * 2], recent=4096)
+    pool = scene.pool
+    r = rotations("per-head", heads)
+    ops = ReferenceOps(pool, r) if not ON_GPU else TritonOps(pool, r, heads.q, 1)
+    sinks, tokens = draw(heads.q), PAGE_SIZE * 2
+    q, k, v = (randn(tokens, n, heads.head_dim) for n in (heads.q, heads.kv, heads.kv))
+    loc = pool.req_to_token[1, :tokens].long()
+    plain = []
+    for each in (ReferenceOps(pool, replace(r, k=None, v=None)), ops):
+        x = each.rotate_and_store(0, loc, q, k, v)
+        if isinstance(each, TritonOps):
+            each.plan_attention(scene.rows, scene.seq_lens)
+        plain.append(each.rotate_output(0, each.decode(0, x[-1:], *at(scene), sinks)))
+    assert_close("rotated", plain[1], plain[0], 2e-2)

@@ -1,0 +1,228 @@
+"""How memory is divided between windows and the cache, by arithmetic and by SGLang's own configurator."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from sglang_kvq.cache.layout import KVGeometry, overlay_slots
+from sglang_kvq.cache.windows import STOCK_RATIO, WindowNeed, need_of, split_windows
+from sglang_kvq.config import PAGE_SIZE, KVQuantConfig
+from sglang_kvq.formats.page import PageFormat
+from sglang_kvq.sglang import runtime
+from sglang_kvq.sglang.runtime import CONFIG_ATTRIBUTE
+from sglang_kvq.sglang.window_checks import unsupported_windows
+
+#: gpt-oss-120b on one GPU: 18 layers of each kind, 8 KV heads of 64.
+LAYERS, KV_HEADS, D = 18, 8, 64
+GEOMETRY = KVGeometry(KV_HEADS, (PageFormat(D, D),) * LAYERS)
+BF16 = 2 * KV_HEADS * D * 2 * LAYERS  # bytes of a token, of either kind of layers
+CONFIG = KVQuantConfig("int2")
+GB = 10**9
+
+
+def split(budget: int = 60 * GB, **changes):
+    return split_windows(budget, GEOMETRY, **{**dict(bf16_budget=0.1, window_bytes=BF16, wanted=200_000), **changes})
+
+
+def taken(found) -> float:
+    """Bytes of all three parts."""
+    overlays = found.overlay_budget * 0.1
+    return found.window_tokens * BF16 + overlays + found.tokens * GEOMETRY.page_bytes / PAGE_SIZE
+
+
+@pytest.mark.parametrize("changes", [{}, dict(ratio=0.8), dict(ratio=0.02), dict(wanted=10**9)], ids=str)
+def test_all_of_the_budget_is_used_and_no_more(changes):
+    found = split(**changes)
+    assert 0.9999 * 60 * GB < taken(found) <= 60 * GB
+    assert found.tokens % PAGE_SIZE == found.window_tokens % PAGE_SIZE == 0
+
+
+def test_windows_get_what_they_need():
+    found = split()
+    assert 200_000 - PAGE_SIZE < found.window_tokens <= 200_000 and found.ratio < 0.03
+    assert split(wanted=10**9).ratio == pytest.approx(STOCK_RATIO, rel=1e-3), "no more than SGLang gives them"
+    assert split(ratio=0.5).ratio == pytest.approx(0.5, rel=1e-3), "as the user set it"
+    # By how much it matters, at 2.5 bits and heads of 64: at 0.8 windows would have most of the memory.
+    assert found.tokens > 3 * split(ratio=0.8).tokens
+
+
+def test_what_a_draft_model_takes_comes_off():
+    assert split(other_bytes=5000).tokens < 0.6 * split().tokens
+
+
+def test_need():
+    need = need_of(127, kept_behind=128, drafts=1, chunk=8192, batches=2, prefixes=None)
+    assert need == WindowNeed(per_request=127 + 128 + 128, per_prefix=192, batches=2 * 8192 + 64, prefixes=None)
+    assert need.tokens(100) == -(-(100 * 383 + 400 * 192 + 16448) // 64) * 64
+    none = need_of(127, kept_behind=128, drafts=4, chunk=8192, batches=1, prefixes=0)
+    assert none.tokens(10) == -(-(10 * (127 + 512 + 128 + 6) + 8256) // 64) * 64
+
+
+def kvc(**changes):
+    """What SGLang's configurator reads of a KVCacheConfigurator, in either release."""
+    hf = dict(
+        architectures=["GptOssForCausalLM"],
+        num_hidden_layers=2 * LAYERS,
+        layer_types=["sliding_attention", "full_attention"] * LAYERS,
+        num_key_value_heads=KV_HEADS,
+        num_attention_heads=64,
+        head_dim=D,
+    )
+    ids = dict(
+        swa_attention_layer_ids=list(range(0, 2 * LAYERS, 2)), full_attention_layer_ids=list(range(1, 2 * LAYERS, 2))
+    )
+    server_args = SimpleNamespace(
+        **{CONFIG_ATTRIBUTE: CONFIG},
+        **{
+            **dict(
+                swa_full_tokens_ratio=0.8,
+                max_running_requests=None,
+                chunked_prefill_size=8192,
+                disable_overlap_schedule=False,
+                disable_radix_cache=False,
+                kv_cache_dtype="auto",
+                speculative_num_draft_tokens=None,
+            ),
+            **changes,
+        },
+    )
+    model = SimpleNamespace(
+        hf_config=hf,
+        model_path="tiny",
+        head_dim=D,
+        v_head_dim=D,
+        swa_head_dim=D,
+        swa_v_head_dim=D,
+        attention_arch=None,
+        get_num_kv_heads=lambda *_: KV_HEADS,
+        get_swa_num_kv_heads=lambda *_: KV_HEADS,
+        **ids,
+    )
+    return SimpleNamespace(
+        server_args=server_args,
+        model_config=model,
+        layer_info=SimpleNamespace(start_layer=0, end_layer=2 * LAYERS, **ids),
+        kv_cache_dtype=torch.bfloat16,
+        kv_cache_dtype_str="auto",
+        is_draft_worker=False,
+        is_hybrid_swa=True,
+        sliding_window_size=127,
+        page_size=PAGE_SIZE,
+        spec_algorithm=SimpleNamespace(
+            is_eagle=lambda: False, is_standalone=lambda: False, is_dflash_family=lambda: False, is_none=lambda: True
+        ),
+        fused_entry_bytes=lambda kind: None,
+    )
+
+
+@pytest.fixture
+def configured(applied, monkeypatch):
+    """``configured(**settings)``: SGLang's configurator, made as a scheduler makes it."""
+    from sglang.srt.model_executor import pool_configurator
+
+    from sglang_kvq.sglang import plugin, window_sizes
+
+    parallel = SimpleNamespace(attn_tp_size=1, attn_dp_size=1, attn_dcp_size=1)
+    monkeypatch.setattr(pool_configurator, "get_parallel", lambda: parallel)
+    monkeypatch.setattr("sglang.srt.runtime_context.get_parallel", lambda: parallel)
+    monkeypatch.setattr(pool_configurator, "is_deepseek_v4", lambda config: False)
+    monkeypatch.setattr(runtime, "_current", None)
+    monkeypatch.setattr(plugin, "_config", CONFIG)
+
+    def make(**settings):
+        found = kvc(**settings)
+        ratio, unset = found.server_args.swa_full_tokens_ratio, object()
+        if hasattr(pool_configurator, "get_schedule"):  # 0.5.23 reads its settings from a context
+            bag = SimpleNamespace(
+                swa_full_tokens_ratio=ratio,
+                max_running_requests=found.server_args.max_running_requests,
+                _swa_full_tokens_ratio_explicitly_set=unset,
+                chunked_prefill_size=8192,
+            )
+            memory = SimpleNamespace(
+                enable_unified_memory=False, disable_radix_cache=found.server_args.disable_radix_cache
+            )
+            monkeypatch.setattr(pool_configurator, "get_schedule", lambda: bag)
+            monkeypatch.setattr(pool_configurator, "get_memory", lambda: memory)
+            found.server_args._swa_full_tokens_ratio_explicitly_set = settings.get("swa_full_tokens_ratio") is not None
+        return pool_configurator.create_memory_pool_configurator(found)
+
+    assert window_sizes.STOCK_RATIO == STOCK_RATIO
+    return make
+
+
+def test_sglang_divides_as_we_say(configured):
+    sizes = configured().calculate_pool_sizes(60 * GB, PAGE_SIZE)
+    state = runtime.current()
+    assert state.layer_ids == tuple(range(1, 2 * LAYERS, 2))
+    assert state.windows.layer_ids == frozenset(range(0, 2 * LAYERS, 2))
+    requests = overlay_slots(CONFIG, GEOMETRY, 60 * GB) // CONFIG.slots_per_request
+    need = state.windows.need.tokens(requests)
+    assert need - 2 * PAGE_SIZE <= sizes.swa_max_total_num_tokens <= need
+    assert state.windows.tokens == sizes.swa_max_total_num_tokens
+    overlays = (state.budget_slots + 1) * GEOMETRY.slot_bytes + GEOMETRY.page_bytes
+    records = sizes.full_max_total_num_tokens * GEOMETRY.page_bytes / PAGE_SIZE
+    used = overlays + records + sizes.swa_max_total_num_tokens * BF16
+    assert 0.999 * 60 * GB < used <= 60 * GB
+    plain = 60 * GB / (BF16 * 1.8)
+    assert sizes.max_total_num_tokens > 6 * plain
+
+
+def test_a_concurrency_that_is_set_decides(configured):
+    few = configured(max_running_requests=16).calculate_pool_sizes(60 * GB, PAGE_SIZE)
+    assert few.swa_max_total_num_tokens == pytest.approx(16 * (383 + 4 * 192) + 2 * 8192, rel=0.02)
+    assert few.max_total_num_tokens > 8 * 60 * GB / (BF16 * 1.8)
+
+
+def test_a_ratio_that_is_set_is_kept(configured):
+    sizes = configured(swa_full_tokens_ratio=0.5).calculate_pool_sizes(60 * GB, PAGE_SIZE)
+    assert sizes.swa_max_total_num_tokens == pytest.approx(sizes.full_max_total_num_tokens / 2, rel=1e-3)
+
+
+def test_fewer_tokens_need_no_smaller_windows(configured):
+    configurator = configured(max_running_requests=16)
+    windows = configurator.calculate_pool_sizes(60 * GB, PAGE_SIZE).swa_max_total_num_tokens
+    sizes = configurator.calculate_pool_sizes_from_max_tokens(200_000, PAGE_SIZE)
+    assert sizes.max_total_num_tokens == 200_000 // 64 * 64
+    assert windows - PAGE_SIZE <= sizes.swa_max_total_num_tokens <= windows
+    few = configurator.calculate_pool_sizes_from_max_tokens(4096, PAGE_SIZE)
+    assert few.max_total_num_tokens == few.swa_max_total_num_tokens == 4096
+
+
+def test_without_a_radix_tree_ours_is_used_too(configured):
+    """SGLang has a configurator of its own for that, which knows nothing of overlays."""
+    sizes = configured(max_running_requests=16, disable_radix_cache=True).calculate_pool_sizes(60 * GB, PAGE_SIZE)
+    assert sizes.swa_max_total_num_tokens == pytest.approx(16 * 383 + 2 * 8192, rel=0.02)
+    assert runtime.current().budget_slots > 0
+
+
+def test_no_memory_is_said(configured):
+    with pytest.raises(SystemExit, match="hold no page beside the windows; raise --mem-fraction-static"):
+        configured().calculate_pool_sizes(10_000, PAGE_SIZE)
+
+
+def test_layers_that_sglang_counts_otherwise_are_refused(configured, monkeypatch):
+    from sglang.srt.model_executor import pool_configurator
+
+    found = kvc()
+    for holder in (found.model_config, found.layer_info):
+        holder.full_attention_layer_ids = list(range(0, 2 * LAYERS, 2))
+    configured()
+    with pytest.raises(SystemExit, match="SGLang counts layers"):
+        pool_configurator.HybridSWAPoolConfigurator(found)
+
+
+def test_heads_of_two_sizes_are_refused():
+    model = SimpleNamespace(
+        is_hybrid_swa=True,
+        full_attention_layer_ids=[1],
+        is_hybrid_swa_compress=True,
+        head_dim=512,
+        v_head_dim=512,
+        swa_head_dim=256,
+        swa_v_head_dim=256,
+    )
+    assert "heads of 256 and 256 elements" in unsupported_windows(model, ())
