@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from sglang_kvq.attention.base import AttentionOps, ExtendBatch
+from sglang_kvq.attention.drafts import DraftBatch, mask_of
 from sglang_kvq.config import PAGE_SIZE
 
 
@@ -57,6 +58,16 @@ class ReferenceOps(AttentionOps):
             out[i : i + 1] = _attend(q[i : i + 1], k, v, scale)
         return out
 
+    def verify(self, layer: int, q: torch.Tensor, drafts: DraftBatch, scale: float) -> torch.Tensor:
+        out, count = torch.empty_like(q), drafts.count
+        for i, (row, length) in enumerate(zip(drafts.rows.tolist(), drafts.seq_lens.tolist())):
+            mine = slice(i * count, (i + 1) * count)
+            seen = torch.ones(count, length, dtype=torch.bool, device=q.device)
+            seen[:, length - count :] = mask_of(drafts.seen[i])
+            k, v = self._stored(layer, row, length)
+            out[mine] = _attend(q[mine], k, v, scale, seen)
+        return out
+
     def extend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: ExtendBatch, scale: float
     ) -> torch.Tensor:
@@ -101,11 +112,15 @@ def _rotate_rows(x: torch.Tensor, r: torch.Tensor, mean: torch.Tensor | None = N
     return (rotated if mean is None else rotated - mean).to(x.dtype)
 
 
-def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
-    """The last ``len(q)`` positions attend causally. q ``[n, q_heads, D]``, k, v ``[kv_heads, length, D]``."""
+def _attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, mask: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The last ``len(q)`` positions attend causally. q ``[n, q_heads, D]``, k, v ``[kv_heads, length, D]``.
+
+    mask: bool ``[n, length]``, what they see instead.
+    """
     n, length = q.shape[0], k.shape[1]
-    mask = None
-    if n > 1:
+    if mask is None and n > 1:
         mask = torch.ones(n, length, dtype=torch.bool, device=q.device).tril(length - n)
     out = torch.nn.functional.scaled_dot_product_attention(
         q.transpose(0, 1)[None], k[None], v[None], attn_mask=mask, scale=scale, enable_gqa=True
