@@ -1,4 +1,4 @@
-"""Draft tokens of speculative decoding, as the target model verifies them: the same number of each request, in one batch.
+"""Draft tokens of speculative decoding, as the target model verifies them: equally many of each request in a batch.
 
 A request has stored ``lens`` tokens. Its drafts follow them, one location each; the first is the token sampled last,
 the others were guessed. A draft sees everything stored and, of the drafts, those that lead to it: in a chain all before

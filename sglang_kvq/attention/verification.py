@@ -98,4 +98,5 @@ class Verification:
         """The way back, of ``[batch, chunks * kv_heads * of_chunk * group, D]``."""
         x = out.view(len(out), self.chunks, self.pool.kv_heads, self.of_chunk, self.group, out.shape[-1])
         x = x.transpose(2, 3).flatten(1, 2)[:, : self.count]
-        return x.reshape(-1, self.pool.kv_heads * self.group, out.shape[-1])
+        q: torch.Tensor = x.reshape(-1, self.pool.kv_heads * self.group, out.shape[-1])
+        return q

@@ -9,7 +9,7 @@ from sglang_kvq.config import PAGE_SIZE
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.methods import RotationKind, get_method
 from sglang_kvq.rotations.resolve import resolve_formats, resolve_rotations
-from sglang_kvq.sglang import runtime
+from sglang_kvq.sglang import drafts, runtime
 from sglang_kvq.sglang.runtime import config_of, logger
 from sglang_kvq.sglang.types import Configurator, Original
 
@@ -28,9 +28,10 @@ def compute_cell_size(original: Original, self: Configurator, kvc: Configurator,
         rotations = resolve_rotations(config, model.model_path, model.hf_config)
     first = kvc.layer_info.start_layer
     formats = resolve_formats(config, rotations, model.hf_config)[first : first + num_layers]
-    geometry = KVGeometry(kv_heads, formats)
+    draft = drafts.draft_page_bytes(lambda *args: original(self, *args), kvc)
+    geometry = KVGeometry(kv_heads, formats, draft)
     runtime.start(config, geometry)
-    return geometry.page_bytes // PAGE_SIZE
+    return geometry.page_bytes // PAGE_SIZE  # ``drafts.after_sizes`` adds the draft's
 
 
 def calculate_pool_sizes(original: Original, self: Configurator, available_bytes: int, page_size: int) -> Any:
@@ -41,7 +42,8 @@ def calculate_pool_sizes(original: Original, self: Configurator, available_bytes
     geometry = state.geometry
     state.budget_slots = overlay_slots(state.config, geometry, available_bytes)
     # Slot 0 and page 0 are reserved and take memory too.
-    overlays = (state.budget_slots + 1) * geometry.slot_bytes + geometry.page_bytes
+    reserved = geometry.page_bytes + geometry.draft_page_bytes
+    overlays = (state.budget_slots + 1) * geometry.slot_bytes + reserved
     return original(self, max(available_bytes - overlays, 0), page_size)
 
 

@@ -6,8 +6,8 @@ without looking at the pool: that is the oracle.
 With ``overlap`` a batch flies: its plan runs when it is launched, its layers only when the next one is. Whatever the
 scheduler does in between (publish, repoint, free, retract, evict, flush) must not change what they read and write.
 
-With drafts, the device knows how many of a batch in flight are accepted, the scheduler only when it has landed; so pages
-are allocated for as many as there may be, and what is published is what the scheduler knows.
+With drafts, the device knows how many of a batch in flight are accepted, the scheduler only when it has landed; so
+pages are allocated for as many as there may be, and what is published is what the scheduler knows.
 """
 
 from __future__ import annotations
@@ -311,9 +311,7 @@ class Model:
 
     # -- the oracle -----------------------------------------------------------------------------------
 
-    def read(
-        self, request: Request, length: int, after: int, own: torch.Tensor | None = None
-    ) -> Callable[[], None]:
+    def read(self, request: Request, length: int, after: int, own: torch.Tensor | None = None) -> Callable[[], None]:
         """A check, for when its layers run, that a request reads exactly what its first ``length`` tokens say.
 
         ``after`` counts the tokens stored once the batch has run; ``own`` is what it writes first, and then reads too.
