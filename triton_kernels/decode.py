@@ -16,6 +16,7 @@ head has two columns, the high and low part of its INT8 split: x = unit (high + 
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -78,6 +79,25 @@ class DecodeLaunch:
         return wave * (good[0] if good else max(busy, key=busy.get))
 
 
+class Drafts(NamedTuple):
+    """Several query tokens of each request, its last ones, which see what is stored and some of each other.
+
+    Attributes:
+        seen: int64 ``[B, count]``, last axis contiguous, and row: its row's length in elements. Bit j of entry (i, t)
+            is whether draft t of request i sees its draft j.
+        count: drafts of a request, at most 63; of_chunk: those that a program attends for.
+    """
+
+    seen: torch.Tensor
+    row: int
+    count: int
+    of_chunk: int
+
+    @property
+    def chunks(self) -> int:
+        return -(-self.count // self.of_chunk)
+
+
 def decode_launch(head_dim: int, gqa_group: int, record: Record | PlaneRecord) -> DecodeLaunch:
     """The launch for that geometry and those codes; ``gqa_group`` query heads share a KV head.
 
@@ -128,9 +148,14 @@ def decode(
     *,
     launch: DecodeLaunch,
     overlap: Overlap = NO_OVERLAP,
+    drafts: Drafts | None = None,
     plain: bool = INTERPRETED,
 ) -> None:
     """Partial results of every item.
+
+    With drafts, those of a chunk are like further query heads of each KV head: heads below are
+    ``kv_heads * of_chunk * gqa_group``, each KV head's draft by draft, q has ``B * chunks`` tokens, and results are
+    ``[items, chunks * heads]``.
 
     Args:
         out: float32 ``[items, q_heads, D]``; unused items leave theirs untouched.
@@ -141,18 +166,24 @@ def decode(
         launch: from ``decode_launch``.
         overlap: the launch before this one may write queries and overlays of new tokens; not items, which an early
             start reads before that one has ended. The next one starts when programs of this one end.
+        drafts: None: one query token of each request.
         plain: unpack codes without inline assembly, as the interpreter must.
     """
-    count, q_heads, d = out.shape
+    count, q_heads, d = len(out), q.shape[1], q.shape[2]
     shape = shape_of(stored.records.shape[1], d, q_heads)
-    _decode[(shape.KV_HEADS * (d // shape.DIMS), count)](
+    chunks = 1 if drafts is None else drafts.chunks
+    _decode[(shape.KV_HEADS * (d // shape.DIMS) * chunks, count)](
         out, lse, view(q), items, scale * LOG2E, stored,
+        items if drafts is None else drafts.seen, 0 if drafts is None else drafts.row,
         RECORD=record,
         SHAPE=shape,
         FAST=is_fast(record),
         PLAIN=plain,
         EARLY=overlap.early,
         LETS_NEXT=overlap.lets_next,
+        CHUNKS=chunks,
+        DRAFTS=1 if drafts is None else drafts.count,
+        OF_CHUNK=1 if drafts is None else drafts.of_chunk,
         num_warps=1,
         num_stages=launch.stages,
         maxnreg=launch.registers,
@@ -163,23 +194,28 @@ def decode(
 
 @triton.jit
 def _decode(
-    out, lse, q, items, scale_log2, stored,
+    out, lse, q, items, scale_log2, stored, seen, seen_row,
     RECORD: tl.constexpr, SHAPE: tl.constexpr, FAST: tl.constexpr, PLAIN: tl.constexpr,
-    EARLY: tl.constexpr, LETS_NEXT: tl.constexpr,
+    EARLY: tl.constexpr, LETS_NEXT: tl.constexpr, CHUNKS: tl.constexpr, DRAFTS: tl.constexpr, OF_CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Program (kv_head * parts of V + part, item): read the item; its records; its overlays; store."""
+    """Program ((kv_head * parts of V + part) * chunks + chunk, item): read the item; its records; its overlays; store.
+
+    A chunk's drafts are ``OF_CHUNK``, and count as heads (``decode``).
+    """
     PARTS: tl.constexpr = SHAPE.D // SHAPE.DIMS
     HEADS: tl.constexpr = SHAPE.HEADS
     VP: tl.constexpr = SHAPE.VP
-    head = tl.program_id(0) // PARTS
-    v_first = tl.program_id(0) % PARTS * SHAPE.DIMS  # this program's dims of V
+    chunk = tl.program_id(0) % CHUNKS
+    head = tl.program_id(0) // (CHUNKS * PARTS)
+    v_first = tl.program_id(0) // CHUNKS % PARTS * SHAPE.DIMS  # this program's dims of V
     item = load_item(items, tl.program_id(1))
     if item.request >= 0:
         table = stored.row_pages + item.row.to(tl.int64) * stored.pages_row
         if EARLY:
             tl.extra.cuda.gdc_wait()
         first_head = head * SHAPE.GQA_GROUP
-        mine = View(q.data + item.request.to(tl.int64) * q.token + first_head * q.head, q.token, q.head)
+        token = item.request.to(tl.int64) * CHUNKS + chunk
+        mine = View(q.data + token * q.token + first_head * q.head, q.token, q.head)
         state = Softmax(
             tl.zeros([VP, HEADS], tl.float32), tl.zeros([HEADS], tl.float32), tl.full([HEADS], NEVER, tl.float32)
         )
@@ -194,12 +230,15 @@ def _decode(
         dims, inside = row_dims(v_first, RECORD, SHAPE)
         if item.first_tile < item.last_tile:
             overlays = stored.overlays
-            other = _overlay(mine, item, table, overlays, stored.page_slot, head, dims, inside, scale_log2, SHAPE)
+            hidden = _hidden(seen, seen_row, item.request, chunk, SHAPE, DRAFTS, OF_CHUNK)
+            other = _overlay(
+                mine, item, table, overlays, stored.page_slot, head, dims, inside, hidden, scale_log2, SHAPE, DRAFTS
+            )
             state = _merged(state, other)
         if LETS_NEXT:
             tl.extra.cuda.gdc_launch_dependents()
         h = tl.arange(0, HEADS)
-        result = (tl.program_id(1) * SHAPE.Q_HEADS + first_head + h).to(tl.int64)  # [HEADS]
+        result = ((tl.program_id(1) * CHUNKS + chunk) * SHAPE.Q_HEADS + first_head + h).to(tl.int64)  # [HEADS]
         tl.store(lse + result, state.top + tl.log2(state.total), mask=h < SHAPE.GQA_GROUP)
         address = out + result[None, :] * SHAPE.D + dims[:, None]
         tl.store(address, state.acc / state.total[None, :], mask=inside[:, None] & (h < SHAPE.GQA_GROUP)[None, :])
@@ -345,7 +384,23 @@ def _unpack4(packed, PLAIN: tl.constexpr):
 
 
 @triton.jit
-def _overlay(q, item, table, overlays, page_slot, head, dims, in_dims, scale_log2, SHAPE: tl.constexpr):
+def _hidden(seen, row, request, chunk, SHAPE: tl.constexpr, DRAFTS: tl.constexpr, OF_CHUNK: tl.constexpr):
+    """Which drafts each column does not see, a bit each; columns as in ``_overlay``."""
+    COLUMNS: tl.constexpr = 8 if SHAPE.HEADS < 8 else SHAPE.HEADS
+    h = tl.arange(0, COLUMNS)
+    if DRAFTS == 1:
+        return tl.zeros([COLUMNS], tl.int64)
+    else:
+        draft = chunk * OF_CHUNK + h // (SHAPE.GQA_GROUP // OF_CHUNK)
+        live = (h < SHAPE.GQA_GROUP) & (draft < DRAFTS)
+        return ~tl.load(seen + request.to(tl.int64) * row + draft, mask=live, other=0)
+
+
+@triton.jit
+def _overlay(
+    q, item, table, overlays, page_slot, head, dims, in_dims, hidden, scale_log2,
+    SHAPE: tl.constexpr, DRAFTS: tl.constexpr,
+):  # fmt: skip
     """Overlay tiles of the item's pages outside the history; results as ``_history``, of these dims."""
     TILE: tl.constexpr = OVERLAY_TILE
     TILES: tl.constexpr = PAGE // TILE
@@ -376,7 +431,14 @@ def _overlay(q, item, table, overlays, page_slot, head, dims, in_dims, scale_log
             other=0.0,
         )
         x = dot(k, q_all, tl.zeros([TILE, COLUMNS], tl.float32)) * scale_log2
-        x = tl.where(live[:, None], x, NEVER)
+        if DRAFTS == 1:
+            x = tl.where(live[:, None], x, NEVER)
+        else:
+            # Which of the drafts a token is; those before them are seen by all. A column that sees nothing of a tile
+            # counts it with the weight 2^NEVER.
+            draft = index * PAGE + token - (item.length - DRAFTS)
+            bit = (hidden[None, :] >> tl.maximum(draft, 0).to(tl.int64)[:, None]) & 1
+            x = tl.where(live[:, None] & ((draft < 0)[:, None] | (bit == 0)), x, NEVER)
         new_top = tl.maximum(top, tl.max(x, 0))
         decay = tl.exp2(top - new_top)
         top = new_top

@@ -24,16 +24,17 @@ def give_overlays(
     seq_lens: torch.Tensor,
     direct_pages: torch.Tensor | None,
     step: int,
+    new_tokens: int = 1,
 ) -> None:
     """What ``TierManager._plan`` does before it sets ranges; starts the list of what is to be quantized.
 
-    rows, prefix_lens, seq_lens: int ``[batch]``; prefix_lens None for decoding: all but the new token. direct_pages:
-    int64 ``[n]`` or None. step: of the plan, from 1.
+    rows, prefix_lens, seq_lens: int ``[batch]``; prefix_lens None for decoding: all but the last
+    ``new_tokens``. direct_pages: int64 ``[n]`` or None. step: of the plan, from 1.
     """
     direct = rows[:0] if direct_pages is None else direct_pages
     _give[(1,)](
         rows, seq_lens if prefix_lens is None else prefix_lens, seq_lens, len(rows), direct, len(direct), step,
-        tables.arguments,
+        new_tokens, tables.arguments,
         WINDOW=tables.window,
         DECODING=prefix_lens is None,
         ROWS=max(1, _ELEMENTS // tables.window.WIDTH),
@@ -44,16 +45,16 @@ def give_overlays(
 
 # Nothing that varies is specialised: plans run outside CUDA graphs, where a request would wait for the compiler.
 @triton.jit(
-    do_not_specialize=["rows", "prefix_lens", "seq_lens", "batch", "direct", "directs", "step"],
+    do_not_specialize=["rows", "prefix_lens", "seq_lens", "batch", "direct", "directs", "step", "new_tokens"],
     do_not_specialize_on_alignment=["rows", "prefix_lens", "seq_lens", "direct"],
 )
 def _give(
-    rows, prefix_lens, seq_lens, batch, direct, directs, step, t,
+    rows, prefix_lens, seq_lens, batch, direct, directs, step, new_tokens, t,
     WINDOW: tl.constexpr, DECODING: tl.constexpr, ROWS: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
     """One program; t: ``Tables``. Rows; direct pages; and if pages need overlays: pins, keys, bisection, exchange."""
     step = step.to(tl.int64)
-    needs, failed = _begin_rows(rows, prefix_lens, seq_lens, batch, step, t, WINDOW, DECODING, ROWS)
+    needs, failed = _begin_rows(rows, prefix_lens, seq_lens, batch, step, new_tokens, t, WINDOW, DECODING, ROWS)
     quantized = tl.zeros([], tl.int64)
     given_directly = _mark_direct(direct, directs, t, SLOTS)
     if needs > 0:
@@ -75,8 +76,9 @@ def _give(
 
 @triton.jit
 def _begin_rows(
-    rows, prefix_lens, seq_lens, batch, step, t, WINDOW: tl.constexpr, DECODING: tl.constexpr, ROWS: tl.constexpr
-):
+    rows, prefix_lens, seq_lens, batch, step, new_tokens, t,
+    WINDOW: tl.constexpr, DECODING: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
     """Lengths and stamps of the batch's rows; what of their windows needs an overlay is listed in ``wanted``.
 
     Returns:
@@ -89,7 +91,7 @@ def _begin_rows(
         i = start + tl.arange(0, ROWS)[:, None]
         row = tl.load(rows + i, mask=i < batch, other=0).to(tl.int32)
         length = tl.load(seq_lens + i, mask=i < batch, other=0).to(tl.int32)
-        prefix = length - 1
+        prefix = length - new_tokens
         if not DECODING:
             prefix = tl.load(prefix_lens + i, mask=i < batch, other=0).to(tl.int32)
             # What the batch reads is touched too: if its old window must give way, it does so last.

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
+from sglang_kvq.attention.drafts import DraftBatch
 from sglang_kvq.cache.pool import PagePool
 
 
@@ -138,6 +139,9 @@ class AttentionOps(ABC):
     def reserve(self, batch: int) -> None:  # noqa: B027
         """Make room for decode batches of that many rows, padding counted. Not inside a CUDA graph's capture."""
 
+    def reserve_drafts(self, batch: int, count: int) -> None:  # noqa: B027
+        """``reserve`` for batches of that many rows with ``count`` drafts each."""
+
     def plan_attention(self, rows: torch.Tensor, seq_lens: torch.Tensor) -> None:  # noqa: B027
         """Once per decode step, before its first layer: divide the batch. Safe inside a CUDA graph.
 
@@ -163,6 +167,25 @@ class AttentionOps(ABC):
         sinks: the layer's learned sinks, float ``[q_heads]``, this worker's; None where it has none. Each is the score
         (not scaled) of one more key, which every query of its head sees and whose value is zero: with lse the
         log-sum-exp of the scores of all others, the result is multiplied by sigmoid(lse - sink).
+        """
+
+    def plan_drafts(self, drafts: DraftBatch) -> None:  # noqa: B027
+        """``plan_attention`` for ``verify``. Safe inside a CUDA graph."""
+
+    @abstractmethod
+    def verify(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        drafts: DraftBatch,
+        scale: float,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Each draft over everything its request has stored before the drafts, and over the drafts that it sees.
+
+        q BF16 ``[batch * count, q_heads, D]``, request by request; keys and values of all drafts are stored, in
+        overlays. Returns BF16 like q. Safe inside a CUDA graph, as ``decode``, which it is for one draft. sinks: as of
+        ``decode``.
         """
 
     @abstractmethod

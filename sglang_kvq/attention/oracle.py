@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 
 from sglang_kvq.attention.base import ExtendBatch
+from sglang_kvq.attention.drafts import DraftBatch, mask_of
 from sglang_kvq.cache.pool import PagePool
 from sglang_kvq.config import PAGE_SIZE
 
@@ -45,6 +46,24 @@ def decode(
     out = torch.empty(q.shape, dtype=torch.float64, device=q.device)
     for i, (row, length) in enumerate(zip(rows.tolist(), seq_lens.tolist())):
         out[i] = _attend(pool, layer, row, length, q[i : i + 1], None, None, scale, sinks)[0]
+    return out
+
+
+def verify(
+    pool: PagePool,
+    layer: int,
+    q: torch.Tensor,
+    drafts: DraftBatch,
+    scale: float,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """``AttentionOps.verify``: float64 ``[batch * count, q_heads, D]``."""
+    out, count = torch.empty(q.shape, dtype=torch.float64, device=q.device), drafts.count
+    for i, (row, length) in enumerate(zip(drafts.rows.tolist(), drafts.seq_lens.tolist())):
+        mine = slice(i * count, (i + 1) * count)
+        hidden = torch.zeros(count, length, dtype=torch.bool, device=q.device)
+        hidden[:, length - count :] = ~mask_of(drafts.seen[i])
+        out[mine] = _attend(pool, layer, row, length, q[mine], None, None, scale, sinks, hidden)
     return out
 
 
@@ -92,17 +111,22 @@ def _attend(
     v: torch.Tensor | None,
     scale: float,
     sinks: torch.Tensor | None,
+    hidden: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Queries ``[n, q_heads, D]`` over the row's tokens and, causally, over new ones; head by head, to save memory."""
+    """Queries ``[n, q_heads, D]`` over the row's tokens and, causally, over new ones; head by head, to save memory.
+
+    hidden: bool ``[n, tokens]``, what they do not see; None: what comes after them.
+    """
     out = torch.empty(q.shape, dtype=torch.float64, device=q.device)
-    future = torch.ones(len(q), length + (0 if k is None else len(q)), dtype=torch.bool, device=q.device)
-    future = future.triu(length + 1)
+    if hidden is None:
+        hidden = torch.ones(len(q), length + (0 if k is None else len(q)), dtype=torch.bool, device=q.device)
+        hidden = hidden.triu(length + 1)
     for head, group in enumerate(torch.arange(q.shape[1]).chunk(pool.kv_heads)):
         keys, values = (x[0] for x in stored(pool, layer, row, length, slice(head, head + 1)))
         if k is not None and v is not None:
             keys, values = torch.cat([keys, k[:, head].double()]), torch.cat([values, v[:, head].double()])
         for h in group.tolist():
-            x = (q[:, h].double() @ keys.T * scale).masked_fill(future, float("-inf"))
+            x = (q[:, h].double() @ keys.T * scale).masked_fill(hidden, float("-inf"))
             if sinks is not None:  # one more key, of which nothing is the value
                 x = torch.cat([x, sinks[h].double().expand(len(q), 1)], dim=1)
             out[:, h] = x.softmax(-1)[:, : len(values)] @ values

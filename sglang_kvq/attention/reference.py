@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from sglang_kvq.attention.base import AttentionOps, ExtendBatch
+from sglang_kvq.attention.drafts import DraftBatch, mask_of
 from sglang_kvq.config import PAGE_SIZE
 
 
@@ -63,6 +64,23 @@ class ReferenceOps(AttentionOps):
             out[i : i + 1] = _attend(q[i : i + 1], k, v, scale, sinks)
         return out
 
+    def verify(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        drafts: DraftBatch,
+        scale: float,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        out, count = torch.empty_like(q), drafts.count
+        for i, (row, length) in enumerate(zip(drafts.rows.tolist(), drafts.seq_lens.tolist())):
+            mine = slice(i * count, (i + 1) * count)
+            seen = torch.ones(count, length, dtype=torch.bool, device=q.device)
+            seen[:, length - count :] = mask_of(drafts.seen[i])
+            k, v = self._stored(layer, row, length)
+            out[mine] = _attend(q[mine], k, v, scale, sinks, seen)
+        return out
+
     def extend(
         self,
         layer: int,
@@ -115,14 +133,21 @@ def _rotate_rows(x: torch.Tensor, r: torch.Tensor, mean: torch.Tensor | None = N
 
 
 def _attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, sinks: torch.Tensor | None
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float,
+    sinks: torch.Tensor | None,
+    mask: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The last ``len(q)`` positions attend causally. q ``[n, q_heads, D]``, k, v ``[kv_heads, length, D]``."""
+    """The last ``len(q)`` positions attend causally. q ``[n, q_heads, D]``, k, v ``[kv_heads, length, D]``.
+
+    mask: bool ``[n, length]``, what they see instead.
+    """
     if sinks is not None:
-        return _attend_with_sinks(q, k, v, scale, sinks)
+        return _attend_with_sinks(q, k, v, scale, sinks, mask)
     n, length = q.shape[0], k.shape[1]
-    mask = None
-    if n > 1:
+    if mask is None and n > 1:
         mask = torch.ones(n, length, dtype=torch.bool, device=q.device).tril(length - n)
     out = torch.nn.functional.scaled_dot_product_attention(
         q.transpose(0, 1)[None], k[None], v[None], attn_mask=mask, scale=scale, enable_gqa=True
@@ -131,12 +156,14 @@ def _attend(
 
 
 def _attend_with_sinks(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, sinks: torch.Tensor
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, sinks: torch.Tensor, mask: torch.Tensor | None
 ) -> torch.Tensor:
     """``_attend`` in float32, rounded once: torch's own attention has no sinks."""
     n, length, group = q.shape[0], k.shape[1], q.shape[1] // k.shape[0]
     k, v = (x.float().repeat_interleave(group, dim=0) for x in (k, v))
     x = q.float().transpose(0, 1) @ k.transpose(1, 2) * scale  # [q_heads, n, length]
-    x = x.masked_fill(torch.ones(n, length, dtype=torch.bool, device=q.device).triu(length - n + 1), float("-inf"))
+    if mask is None:
+        mask = torch.ones(n, length, dtype=torch.bool, device=q.device).tril(length - n)
+    x = x.masked_fill(~mask, float("-inf"))
     shares = torch.cat([x, sinks.float()[:, None, None].expand(-1, n, 1)], dim=2).softmax(-1)[:, :, :length]
     return (shares @ v).transpose(0, 1).to(q.dtype)

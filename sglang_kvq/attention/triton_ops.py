@@ -7,12 +7,14 @@ from dataclasses import dataclass, field
 import torch
 
 from sglang_kvq.attention.base import AttentionOps, ExtendBatch, LayerRotations
+from sglang_kvq.attention.drafts import DraftBatch
 from sglang_kvq.attention.extend_costs import Geometry
 from sglang_kvq.attention.extend_plan import Slab, plan_slabs
 from sglang_kvq.attention.ragged import PlannedCall, RaggedPrefill, workspace_tokens
 from sglang_kvq.attention.short_extend import AS_MEASURED, PlannedExtend, ShortExtends, plan_short
 from sglang_kvq.attention.step_order import StepOrder
 from sglang_kvq.attention.step_plan import StepPlan
+from sglang_kvq.attention.verification import Verification
 from sglang_kvq.cache.pool import PagePool
 from sglang_kvq.config import PAGE_SIZE
 from sglang_kvq.errors import KVQuantError
@@ -99,6 +101,7 @@ class TritonOps(AttentionOps):
         self.geometry = Geometry(q_heads, pool.kv_heads, pool.head_dim, self._sms)
         self._extend_plans: BatchPlans | None = None
         self._outgrown: list[object] = []  # buffers whose addresses CUDA graphs may hold
+        self._verifications: dict[int, Verification] = {}  # by the number of drafts
         self.max_batch = 0
         self.plans: list[StepPlan] = []
         self.layer_plans: list[StepPlan] = []
@@ -123,6 +126,14 @@ class TritonOps(AttentionOps):
         shape = (max(plan.most for plan in self.plans), self.q_heads, pool.head_dim)
         self._partial = torch.empty(shape, dtype=torch.float32, device=pool.device)
         self._lse = torch.empty(shape[:2], dtype=torch.float32, device=pool.device)
+
+    def reserve_drafts(self, batch: int, count: int) -> None:
+        old = self._verifications.get(count)
+        if old is not None and batch <= old.batch:
+            return
+        if old is not None:
+            self._outgrown.append(old)
+        self._verifications[count] = Verification(self.pool, self._records, self.q_heads, self._sms, count, batch)
 
     def rotate(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
@@ -185,6 +196,22 @@ class TritonOps(AttentionOps):
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         merge_splits(out, partial, lse, plan.spans[: len(q)], self.order.merge(), sinks=sinks)
         return out
+
+    def plan_drafts(self, drafts: DraftBatch) -> None:
+        self.reserve_drafts(len(drafts.rows), drafts.count)
+        self._verifications[drafts.count].plan(drafts)
+        self.order.plan()
+
+    def verify(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        drafts: DraftBatch,
+        scale: float,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        _, stored = self._stored(layer)
+        return self._verifications[drafts.count].run(layer, q, drafts, scale, stored, sinks)
 
     def extend(
         self,

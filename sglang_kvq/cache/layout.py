@@ -11,10 +11,15 @@ from sglang_kvq.formats.record import RecordFormat
 
 @dataclass(frozen=True)
 class KVGeometry:
-    """What a worker stores per token: its KV heads, and the format of a page in each of its layers."""
+    """What a worker stores per token: its KV heads, and the format of a page in each of its layers.
+
+    Attributes:
+        draft_page_bytes: what a draft model's plain cache takes for a page beside it.
+    """
 
     kv_heads: int
     formats: tuple[RecordFormat, ...]
+    draft_page_bytes: int = 0
 
     @property
     def layers(self) -> int:
@@ -65,8 +70,9 @@ class MemoryLayout:
 
     @property
     def bf16_tokens(self) -> int:
-        """Tokens plain BF16 would hold in the same bytes."""
-        return self.total_bytes * PAGE_SIZE // self.geometry.slot_bytes
+        """Tokens plain BF16 would hold in the same bytes, with the same draft model's cache beside it."""
+        draft = self.geometry.draft_page_bytes
+        return (self.total_bytes + self.pages * draft) * PAGE_SIZE // (self.geometry.slot_bytes + draft)
 
     @property
     def bits_per_element(self) -> float:
@@ -104,7 +110,8 @@ def divide(
     need = config.slots_per_request
     if resumes > 1:  # streaming sessions: every row may resume at once
         need, resumes = need + 1, 0
-    share = int(pages * geometry.page_bytes * config.bf16_budget / (1 - config.bf16_budget)) // geometry.slot_bytes
+    page_bytes = geometry.page_bytes + geometry.draft_page_bytes
+    share = int(pages * page_bytes * config.bf16_budget / (1 - config.bf16_budget)) // geometry.slot_bytes
     # A page never needs two overlays.
     slots = min(slots, pages, max(share, (8 if wanted is None else wanted) * need + resumes))
     requests = (slots - resumes) // need

@@ -94,6 +94,11 @@ class PagePool:
         """What plans do row by row, for all rows: for a pool that was filled by hand."""
         self.row_pages.copy_(self.req_to_token[:, ::PAGE_SIZE] // PAGE_SIZE)
 
+    def move_tokens(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Copy tokens between overlays, all layers: int64 ``[n]`` token locations each; padding moves within slot 0."""
+        slot, old = (self.page_slot[x // PAGE_SIZE].clamp(min=0).long() for x in (target, source))
+        self.overlays[:, slot, :, :, target % PAGE_SIZE] = self.overlays[:, old, :, :, source % PAGE_SIZE]
+
     @cached_property
     def records(self) -> tuple[torch.Tensor, ...]:
         """Each layer's records, uint8 ``[pages + 1, kv_heads, record_bytes]``: views of the stores."""

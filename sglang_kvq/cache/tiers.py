@@ -109,6 +109,15 @@ class TierManager:
         self._plan(rows, None, seq_lens, max_len, None)
         self._dirty = False
 
+    def plan_drafts(self, rows: torch.Tensor, seq_lens: torch.Tensor, max_len: int, count: int) -> None:
+        """Before the target model verifies ``count`` drafts of each request, which ``seq_lens`` counts.
+
+        A decode step that writes as many tokens. Some may be rejected: they lie in the window, as no more are drafted
+        than tokens are recent (``attention.drafts.check_count``), and are written again before it leaves their page.
+        """
+        self._plan(rows, None, seq_lens, max_len, None, count)
+        self._dirty = True
+
     def plan_extend(
         self,
         rows: torch.Tensor,
@@ -128,9 +137,11 @@ class TierManager:
         seq_lens: torch.Tensor,
         max_len: int,
         direct_pages: torch.Tensor | None,
+        count: int = 1,
     ) -> None:
-        """A prefill reads what is stored before it; ``prefix_lens`` None is decoding, which reads the new token too."""
-        stored, read_lens = (seq_lens - 1, seq_lens) if prefix_lens is None else (prefix_lens, prefix_lens)
+        """A prefill reads what is stored before it; ``prefix_lens`` None is decoding, which reads ``count`` new tokens
+        too."""
+        stored, read_lens = (seq_lens - count, seq_lens) if prefix_lens is None else (prefix_lens, prefix_lens)
         self.apply_pending()
         self.steps += 1
         live = rows > 0

@@ -70,11 +70,12 @@ class TritonTierManager(TierManager):
         seq_lens: torch.Tensor,
         max_len: int,
         direct_pages: torch.Tensor | None,
+        count: int = 1,
     ) -> None:
         self.apply_pending()
         self.steps += 1
         tables = self.tables
-        give_overlays(tables, rows, prefix_lens, seq_lens, direct_pages, self.steps)
+        give_overlays(tables, rows, prefix_lens, seq_lens, direct_pages, self.steps, count)
         set_ranges(tables, rows, seq_lens if prefix_lens is None else prefix_lens, max_len, self.steps)
         # Pages whose overlays were just given away are still in them: the batch writes later.
         self.quantize_slots(tables.slots, tables.pages, tables.count)

@@ -10,10 +10,12 @@ import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
 from sglang_kvq.attention.base import AttentionOps, ExtendBatch
+from sglang_kvq.attention.drafts import DraftBatch
 from sglang_kvq.cache.split import split_new_tokens
 from sglang_kvq.cache.tiers import TierManager
 from sglang_kvq.cache.transfer import to_device
 from sglang_kvq.config import PAGE_SIZE
+from sglang_kvq.sglang.drafts import SeenBuffers, draft_count
 from sglang_kvq.sglang.layers import learned_sinks, own_keys_and_values
 from sglang_kvq.sglang.types import AttentionLayer, ForwardBatch, ReqToTokenPool
 
@@ -21,6 +23,10 @@ from sglang_kvq.sglang.types import AttentionLayer, ForwardBatch, ReqToTokenPool
 class KVQuantBackend(AttentionBackend):
     """One worker's attention over the two-tier cache."""
 
+    #: Read by SGLang: with speculation its scheduler need not wait for lengths on the host.
+    needs_cpu_seq_lens = False
+    #: Read by SGLang, to bound what is not known on the host.
+    max_context_len: int
     #: SGLang's pools of this worker: models ask the backend for them (``model_executor.forward_context``).
     token_to_kv_pool: Any = None
     req_to_token_pool: ReqToTokenPool = None
@@ -29,15 +35,22 @@ class KVQuantBackend(AttentionBackend):
     batch: ExtendBatch
     overlay_loc: torch.Tensor
     direct_pages: torch.Tensor
+    #: Of the drafts under verification; set in their first layer.
+    drafts: DraftBatch
 
-    def __init__(self, ops: AttentionOps, tiers: TierManager, layer_ids: Sequence[int]) -> None:
+    def __init__(
+        self, ops: AttentionOps, tiers: TierManager, layer_ids: Sequence[int], branching: bool = False
+    ) -> None:
         """
         Args:
             layer_ids: the model's numbers of the pool's layers, in the pool's order.
+            branching: drafts come with masks, see ``drafts.BRANCHING``.
         """
         super().__init__()
         self.ops, self.tiers = ops, tiers
         self.index_of = {layer_id: index for index, layer_id in enumerate(layer_ids)}
+        rows, self.max_context_len = tiers.pool.req_to_token.shape
+        self.seen = SeenBuffers(2 * rows, branching, tiers.pool.device)  # batches are padded to more rows than may run
 
     # -- once per batch -------------------------------------------------------------------------
 
@@ -50,8 +63,17 @@ class KVQuantBackend(AttentionBackend):
                 self.tiers.plan_decode(
                     forward_batch.req_pool_indices.long(), forward_batch.seq_lens.long(), int(lens.max())
                 )
+        elif forward_batch.forward_mode.is_target_verify():
+            self._plan_drafts(forward_batch)
         else:
             self._plan_extend(forward_batch)
+
+    def _plan_drafts(self, fb: ForwardBatch) -> None:
+        """How many drafts of the last batch were accepted is known on the device: its lengths are those committed."""
+        count, lens = draft_count(fb), fb.seq_lens_cpu
+        longest = self.max_context_len if lens is None else int(lens.max()) + count
+        self.tiers.plan_drafts(fb.req_pool_indices.long(), fb.seq_lens.long() + count, longest, count)
+        self.seen.fill(fb)
 
     def _plan_extend(self, fb: ForwardBatch) -> None:
         prefix, new = list(map(int, fb.extend_prefix_lens_cpu)), list(map(int, fb.extend_seq_lens_cpu))
@@ -67,6 +89,9 @@ class KVQuantBackend(AttentionBackend):
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         self.ops.reserve(max_bs)  # batches are padded to more rows than requests may run
+        if (count := max_num_tokens // max_bs) > 1:
+            self.ops.reserve_drafts(max_bs, count)
+            self.seen.of(max_bs, count)
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         return 1
@@ -117,6 +142,8 @@ class KVQuantBackend(AttentionBackend):
         sinks = learned_sinks(layer, kwargs)
         k, v = own_keys_and_values(layer, k, v, save_kv_cache, kwargs)
         q, k, v, index = self._heads(q, k, v, layer)
+        if forward_batch.forward_mode.is_target_verify():
+            return self._verify(index, q, k, v, layer.scaling, forward_batch, sinks)
         q, k, v = self.ops.rotate(index, q, k, v)
         batch = self.batch
         tokens = len(batch.loc)  # what SGLang padded attends to nothing
@@ -125,6 +152,34 @@ class KVQuantBackend(AttentionBackend):
         self.ops.store_tokens(index, self.overlay_loc, k[batch.overlay_tokens], v[batch.overlay_tokens])
         self.ops.quantize_tokens(index, batch.direct_tokens, self.direct_pages, k, v)
         return self.ops.rotate_output(index, o).flatten(1)
+
+    def _verify(
+        self,
+        index: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scale: float,
+        fb: ForwardBatch,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """As ``forward_decode``, for the same number of new tokens of each request; in a CUDA graph, too."""
+        if index == 0:
+            count = draft_count(fb)
+            seen = self.seen.of(len(fb.req_pool_indices), count)
+            self.drafts = DraftBatch(fb.req_pool_indices, fb.seq_lens + count, seen)
+            self.ops.plan_drafts(self.drafts)
+        drafts = self.drafts
+        tokens = len(drafts.rows) * drafts.count  # what SGLang padded attends to nothing
+        loc = fb.out_cache_loc[:tokens]
+        x = self.ops.rotate_and_store(index, loc, q[:tokens], k[:tokens], v[:tokens])
+        o = self.ops.rotate_output(index, self.ops.verify(index, x, drafts, scale, sinks)).flatten(1)
+        if tokens == len(q):
+            return o
+        return torch.cat([o, o.new_zeros(len(q) - tokens, o.shape[1])])
+
+    def update_verify_buffers_to_fill_after_draft(self, spec_info: Any, cuda_graph_bs: int | None) -> None:
+        """Nothing is planned before drafts are known (``SGLANG_ENABLE_OVERLAP_PLAN_STREAM`` is refused)."""
 
     def _heads(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayer

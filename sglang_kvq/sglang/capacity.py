@@ -10,7 +10,7 @@ from sglang_kvq.errors import KVQuantError
 from sglang_kvq.methods import RotationKind, get_method
 from sglang_kvq.rotations.identity import cached_layers
 from sglang_kvq.rotations.resolve import resolve_formats, resolve_rotations
-from sglang_kvq.sglang import runtime
+from sglang_kvq.sglang import drafts, runtime
 from sglang_kvq.sglang.runtime import config_of, logger
 from sglang_kvq.sglang.types import Configurator, Original
 
@@ -23,10 +23,14 @@ def compute_cell_size(original: Original, self: Configurator, kvc: Configurator,
         return plain
     # SGLang's own figure already knows tensor parallelism: heads per worker follow from it.
     kv_heads = plain // (2 * kvc.model_config.head_dim * num_layers * kvc.kv_cache_dtype.itemsize)
-    return start_cache(kvc, config, kv_heads, num_layers).geometry.page_bytes // PAGE_SIZE
+    draft = drafts.draft_page_bytes(lambda *args: original(self, *args), kvc)
+    # ``drafts.after_sizes`` adds the draft's to what is returned here.
+    return start_cache(kvc, config, kv_heads, num_layers, draft).geometry.page_bytes // PAGE_SIZE
 
 
-def start_cache(kvc: Configurator, config: KVQuantConfig, kv_heads: int, num_layers: int) -> runtime.Runtime:
+def start_cache(
+    kvc: Configurator, config: KVQuantConfig, kv_heads: int, num_layers: int, draft_page_bytes: int = 0
+) -> runtime.Runtime:
     """Begin this process's cache.
 
     Args:
@@ -46,7 +50,8 @@ def start_cache(kvc: Configurator, config: KVQuantConfig, kv_heads: int, num_lay
             f"sglang-kvq: SGLang keeps {num_layers} layers of {model.model_path} in its KV cache, but by the model's "
             f"config {len(layer_ids)} are of full attention; serve it without --kv-quant."
         )
-    return runtime.start(config, KVGeometry(kv_heads, tuple(formats[i] for i in layer_ids)), layer_ids)
+    geometry = KVGeometry(kv_heads, tuple(formats[i] for i in layer_ids), draft_page_bytes)
+    return runtime.start(config, geometry, layer_ids)
 
 
 def calculate_pool_sizes(original: Original, self: Configurator, available_bytes: int, page_size: int) -> Any:
@@ -57,7 +62,8 @@ def calculate_pool_sizes(original: Original, self: Configurator, available_bytes
     geometry = state.geometry
     state.budget_slots = overlay_slots(state.config, geometry, available_bytes)
     # Slot 0 and page 0 are reserved and take memory too.
-    overlays = (state.budget_slots + 1) * geometry.slot_bytes + geometry.page_bytes
+    reserved = geometry.page_bytes + geometry.draft_page_bytes
+    overlays = (state.budget_slots + 1) * geometry.slot_bytes + reserved
     return original(self, max(available_bytes - overlays, 0), page_size)
 
 

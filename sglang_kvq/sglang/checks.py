@@ -17,6 +17,7 @@ from sglang_kvq.config import HEAD_DIMS, PAGE_SIZE, KVQuantConfig
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.releases import OLD_TREE
 from sglang_kvq.sglang import compat
+from sglang_kvq.sglang.drafts import BRANCHING, DRAFT_DTYPES, SERVED, check_speculation
 from sglang_kvq.sglang.runtime import CLI_ATTRIBUTE, config_of, logger
 from sglang_kvq.sglang.types import Configurator, ModelConfig, ServerArgs
 from sglang_kvq.sglang.window_checks import unsupported_windows
@@ -41,7 +42,7 @@ class Refused:
         return "--" + self.field.replace("_", "-")
 
 
-_SPEC = "speculative decoding writes draft tokens that the 2-bit cache cannot take back yet"
+_SPEC = f"this way of drafting is not served yet; {', '.join(SERVED)} are"
 _HOST = "pages are moved by SGLang as plain BF16 rows, which the 2-bit cache does not have"
 _SPLIT = "this way of splitting the cache over workers is not supported yet"
 _SHARED = "the value rotation is folded into this server's weights, so they cannot be shared or arrive later"
@@ -50,7 +51,10 @@ _ONE = (None, 1)
 
 #: By subject. LoRA is allowed: where weights cannot absorb the value rotation it is applied at run time.
 REFUSED: tuple[Refused, ...] = (
-    Refused("speculative_algorithm", _SPEC),
+    Refused("speculative_algorithm", _SPEC, (None, *SERVED)),
+    Refused("speculative_eagle_topk", "drafts that branch are verified for NGRAM only; draft a chain, with 1", _ONE),
+    Refused("speculative_adaptive", "numbers of drafts that change are not served yet"),
+    Refused("speculative_draft_kv_cache_dtype", "its price is not known; use auto", tuple(DRAFT_DTYPES)),
     Refused("enable_multi_layer_eagle", _SPEC),
     Refused("decoupled_spec_role", _SPEC, (None, "null")),
     Refused("enable_hierarchical_cache", _HOST),
@@ -106,6 +110,7 @@ REFUSED_ENVIRONMENT = (
     ("SGLANG_ENABLE_POST_CAPTURE_KV_SIZING", "the cache cannot be resized after graph capture", ""),
     ("SGLANG_EXPERIMENTAL_CPP_RADIX_TREE", "another prefix cache is not supported", ""),
     ("SGLANG_ENABLE_UNIFIED_RADIX_TREE", "another prefix cache is not supported", OLD_TREE),
+    ("SGLANG_ENABLE_OVERLAP_PLAN_STREAM", "plans write the cache, so they run on the stream of the layers", ""),
 )
 
 
@@ -151,6 +156,9 @@ def check_flags(values: Mapping[str, Any], device: str) -> None:
     chunk = values.get("chunked_prefill_size") or -1
     if chunk > 0 and chunk % PAGE_SIZE:
         found.append(f"--chunked-prefill-size {chunk}: must be a multiple of {PAGE_SIZE}.")
+    breadth = values.get("speculative_ngram_max_bfs_breadth")
+    if values.get("speculative_algorithm") == BRANCHING and breadth not in _ONE:
+        found.append(f"--speculative-ngram-max-bfs-breadth {breadth}: wider trees need other attention; set it to 1.")
     for name, why, versions in REFUSED_ENVIRONMENT:
         on = os.environ.get(name, "").lower() not in ("", "0", "false", "no", "off")
         if on and compat.applies(versions, compat.sglang_version()):
@@ -220,6 +228,7 @@ def check_resolved(server_args: ServerArgs, config: KVQuantConfig) -> None:
             if name not in allowed:
                 found.append(f"a CUDA graph backend {name} (cuda_graph_config): use {' or '.join(allowed)}.")
     _raise(found)
+    check_speculation(server_args, config)
     model = compat.model_config(server_args)
     check_model(model, config)
     if model.is_hybrid_swa and (canary := compat.resolved(server_args, "kv_canary", "none")) not in (None, "none"):
@@ -312,7 +321,7 @@ def after_configure(result: Any, configurator: Configurator, *args: Any, **kwarg
         SystemExit: SGLang built others: it must not serve BF16 under the name of ``--kv-quant``.
     """
     config = config_of(configurator.server_args)
-    if config is None:
+    if config is None or configurator.is_draft_worker:  # whose pool is SGLang's, and whose allocator the target's
         return
     from sglang.srt.mem_cache.allocator.swa import SWATokenToKVPoolAllocator
     from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool

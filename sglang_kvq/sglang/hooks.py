@@ -198,6 +198,18 @@ TABLE: tuple[Hook, ...] = (
             dict(params=("kvc", "num_layers"), handler="capacity:compute_cell_size"),
         ),
         (
+            Kind.AFTER,
+            f"{_SIZES}.__init__",
+            "prices a draft model's cache",
+            dict(params=("kvc",), handler="drafts:after_sizes"),
+        ),
+        (
+            Kind.CALL,
+            "configs.model_config.ModelConfig.from_server_args",
+            "a draft model's shapes",
+            dict(params=("server_args", "model_path", "model_revision", "is_draft_model")),
+        ),
+        (
             Kind.AROUND,
             f"{_SIZES}.calculate_pool_sizes",
             "takes the BF16 pages off the budget",
@@ -375,6 +387,12 @@ TABLE: tuple[Hook, ...] = (
                     "end_layer",
                 )
             ),
+        ),
+        (
+            Kind.SUBCLASS,
+            "mem_cache.memory_pool.MHATokenToKVPool.move_kv_cache",
+            "accepted drafts move together",
+            dict(params=("tgt_loc", "src_loc")),
         ),
         (
             Kind.SUBCLASS,
@@ -558,6 +576,19 @@ TABLE: tuple[Hook, ...] = (
             dict(params=("forward_batch", "in_capture")),
         ),
         (Kind.SUBCLASS, f"{_BACKEND}.init_cuda_graph_state", "CUDA graphs", dict(params=("max_bs", "max_num_tokens"))),
+        (
+            Kind.SUBCLASS,
+            f"{_BACKEND}.update_verify_buffers_to_fill_after_draft",
+            "verifies drafts",
+            dict(params=("spec_info", "cuda_graph_bs")),
+        ),
+        (Kind.SUBCLASS, f"{_BACKEND}.needs_cpu_seq_lens", "verifies drafts", {}),
+        (
+            Kind.READ,
+            "model_executor.forward_batch_info.ForwardMode.is_target_verify",
+            "verifies drafts",
+            dict(params=()),
+        ),
         (Kind.SUBCLASS, f"{_BACKEND}.get_cuda_graph_seq_len_fill_value", "CUDA graphs", dict(params=())),
         *(
             (

@@ -112,7 +112,8 @@ def _install_backend(hook: Hook) -> Handler:
     original, ours = hooks.find(hook), _call(hook)
 
     def create(model_runner: ModelRunner) -> Any:
-        return original(model_runner) if _config is None else ours(model_runner)
+        # A draft model keeps SGLang's pool, hence its attention.
+        return original(model_runner) if _config is None or model_runner.is_draft_worker else ours(model_runner)
 
     register_attention_backend(hook.path.rpartition(".")[2])(create)
     return create

@@ -48,6 +48,10 @@ class KVQuantPool(KVCache):
         half = self.layout.total_bytes // 2
         return half, self.layout.total_bytes - half
 
+    def move_kv_cache(self, tgt_loc: torch.Tensor, src_loc: torch.Tensor) -> None:
+        """Accepted drafts of a tree become a chain: all are in overlays, and no plan runs in between."""
+        runtime.started().pages.move_tokens(tgt_loc, src_loc)
+
     def _no_buffer(self, *args: object, **kwargs: object) -> NoReturn:
         raise NotImplementedError(
             "--kv-quant keeps no plain K and V buffers; a feature that reads them cannot be used with it"

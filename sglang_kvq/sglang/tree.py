@@ -85,7 +85,9 @@ def around_finished(original: Original, self: PrefixCache, req: Req, *args: Any,
     from sglang.srt.mem_cache.radix_cache import RadixKey
 
     length = _inserted(self, req, kwargs["kv_len_to_handle"])
-    move = _WindowMove(tiers, self.req_to_token_pool.req_to_token, req.req_pool_idx, length)
+    # EAGLE's keys are pairs of tokens: the last has none after it and stays out.
+    cached = length - 1 if self.is_eagle else length
+    move = _WindowMove(tiers, self.req_to_token_pool.req_to_token, req.req_pool_idx, cached)
     # Everything by which this release keeps requests of the same tokens apart: another's pages replace nothing.
     names = {name: getattr(req, name) for name in ("extra_key", "cache_salt") if name in signature(RadixKey).parameters}
     key = RadixKey((req.origin_input_ids + req.output_ids)[:length], **names)
@@ -93,7 +95,7 @@ def around_finished(original: Original, self: PrefixCache, req: Req, *args: Any,
     if req.req_pool_idx is None:  # a streaming session has taken the row, pages and all
         return result
     kept = self.match_prefix(MatchPrefixParams(key=key)).device_indices
-    if len(kept) >= length // PAGE_SIZE * PAGE_SIZE:
+    if len(kept) >= cached // PAGE_SIZE * PAGE_SIZE:
         move.finish(kept)
     return result
 

@@ -14,8 +14,9 @@ from sglang_kvq.attention.reference import ReferenceOps
 from sglang_kvq.cache.pool import PagePool
 from sglang_kvq.cache.tiers import TierManager
 from sglang_kvq.config import KVQuantConfig
-from sglang_kvq.sglang import checks, runtime, weights
+from sglang_kvq.sglang import checks, compat, runtime, weights
 from sglang_kvq.sglang.backend import KVQuantBackend
+from sglang_kvq.sglang.drafts import BRANCHING
 from sglang_kvq.sglang.layers import check_layer_ids, check_layers
 from sglang_kvq.sglang.pool import quantized_pool
 from sglang_kvq.sglang.runtime import logger
@@ -62,7 +63,8 @@ def create_backend(model_runner: ModelRunner) -> AttentionBackend:
 
         backend = capture_backend(model_runner, config.capture, ops, tiers, state.layer_ids)
     else:
-        backend = KVQuantBackend(ops, tiers, state.layer_ids)
+        algorithm = compat.resolved(model_runner.server_args, "speculative_algorithm")
+        backend = KVQuantBackend(ops, tiers, state.layer_ids, branching=algorithm == BRANCHING)
     # Models look at this pool's dtype; the one that SGLang puts around it in a hybrid says bfloat16.
     backend.token_to_kv_pool = quantized_pool(model_runner.token_to_kv_pool)
     backend.req_to_token_pool = model_runner.req_to_token_pool

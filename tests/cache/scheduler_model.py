@@ -5,6 +5,9 @@ without looking at the pool: that is the oracle.
 
 With ``overlap`` a batch flies: its plan runs when it is launched, its layers only when the next one is. Whatever the
 scheduler does in between (publish, repoint, free, retract, evict, flush) must not change what they read and write.
+
+With drafts, the device knows how many of a batch in flight are accepted, the scheduler only when it has landed; so
+pages are allocated for as many as there may be, and what is published is what the scheduler knows.
 """
 
 from __future__ import annotations
@@ -39,10 +42,28 @@ def row_indices(tokens: list[int], known: list[int]) -> list[int]:
 class Request:
     tokens: list[int]  # known tokens: prompt and generated
     row: int
-    stored: int = 0  # tokens in the cache
+    stored: int = 0  # tokens in the cache; of drafts, those that are accepted
+    unknown: int = 0  # of these, accepted by a batch in flight: the scheduler does not know them
+    reserved: int = 0  # tokens that the row has pages for, if more
     protected: int = 0  # tokens of it that belong to the tree
     fresh: bool = True  # never hit the tree: its window must be complete
     indices: list[int] = field(default_factory=list)
+
+    @property
+    def held(self) -> int:
+        """Pages of its row."""
+        return -(-max(self.stored, self.reserved) // P)
+
+    def pages_wanted(self, drafts: int) -> int:
+        """Pages that SGLang adds to its row for a step: a round of drafts ahead of what the scheduler knows."""
+        ahead = self.stored + 1 if drafts == 1 else self.stored - self.unknown + 2 * drafts
+        return max(-(-ahead // P) - self.held, 0)
+
+    def drafted(self, drafts: list[int]) -> torch.Tensor:
+        """As ``expected``, of the token after those stored and these drafts after it."""
+        path = self.tokens[: self.stored + 1] + drafts
+        indices = row_indices(path, self.indices[: self.stored])
+        return TABLE[torch.tensor(indices[self.stored :], dtype=torch.int64)]
 
     def expected(self, start: int, end: int) -> torch.Tensor:
         """BF16 ``[end - start, 2, 64]``: K and V that these tokens must have."""
@@ -167,8 +188,8 @@ class Model:
         """One prefill batch: each request stores its next ``n`` tokens. False if memory ran out."""
         self.land()
         for request, n in requests:
-            have, want = -(-request.stored // P), -(-(request.stored + n) // P)
-            pages = self.take_pages(want - have)
+            have, want = request.held, -(-(request.stored + n) // P)
+            pages = self.take_pages(max(want - have, 0))
             if pages is None:
                 return False
             self.write_row(request.row, have * P, pages)
@@ -198,11 +219,8 @@ class Model:
         """One decode step of requests whose known tokens are one more than those stored."""
         self.land()
         for request in requests:
-            if request.stored % P == 0:
-                pages = self.take_pages(1)
-                if pages is None:
-                    return False
-                self.write_row(request.row, request.stored, pages)
+            if not self.reserve(request, 1):
+                return False
             request.stored += 1
         rows = torch.tensor([r.row for r in requests] + [0] * padding)
         seq = torch.tensor([r.stored for r in requests] + [1] * padding)
@@ -224,6 +242,48 @@ class Model:
             for check in reads:
                 check()
 
+        return self.fly(layers)
+
+    def reserve(self, request: Request, drafts: int) -> bool:
+        """Pages for a step of that many drafts; False if memory ran out."""
+        pages = self.take_pages(request.pages_wanted(drafts))
+        if pages is None:
+            return False
+        self.write_row(request.row, request.held * P, pages)
+        request.reserved = (request.held + len(pages)) * P
+        return True
+
+    def verify(self, requests: list[Request], drafts: list[list[int]], accepted: list[int], padding: int = 0) -> bool:
+        """One step of requests whose known tokens are one more than those stored, with equally many drafts after it.
+
+        Of that token and its drafts, the first ``accepted`` (one at least) are kept; the rest is written all the same.
+        """
+        self.land()
+        count = 1 + len(drafts[0])
+        if not all(self.reserve(request, count) for request in requests):
+            return False
+        rows = torch.tensor([r.row for r in requests] + [0] * padding)
+        seq = torch.tensor([r.stored + count for r in requests] + [1 + count] * padding)
+        self.tiers.plan_drafts(rows, seq, int(seq.max()), count)
+        loc = torch.cat(
+            [self.pool.req_to_token[r.row, r.stored : r.stored + count] for r in requests]
+            + [torch.zeros(padding * count, dtype=torch.int32)]
+        ).long()
+        new = [r.drafted(guessed) for r, guessed in zip(requests, drafts)]
+        kv = torch.cat([*new, torch.full((padding * count, 2, 64), 99.0).bfloat16()])
+        self.steps += 1
+        look = any(r.stored % P + count >= P for r in requests) or self.steps % self.look_every == 0
+        reads = [self.read(r, r.stored, r.stored + count, own) for r, own in zip(requests, new)] if look else []
+
+        def layers() -> None:
+            self.ops.store_tokens(0, loc, kv[:, :1], kv[:, 1:])
+            for check in reads:
+                check()
+
+        for request, guessed, kept in zip(requests, drafts, accepted):
+            request.tokens += guessed[: kept - 1]
+            request.stored += kept
+            request.unknown = kept if self.overlap else 0
         return self.fly(layers)
 
     # -- batches in flight ----------------------------------------------------------------------------
@@ -264,7 +324,7 @@ class Model:
 
     def leave(self, request: Request, publish: bool, length: int | None = None) -> None:
         """Finish (publish) or abort/retract (do not): the row and private pages are given back."""
-        own = self.row_pages(request, request.stored)
+        own = self.row_pages(request, request.held * P)
         if publish:
             self.publish(request, finished=True, length=length)
         self.release(own[request.protected // P :])
@@ -280,12 +340,15 @@ class Model:
 
     # -- the oracle -----------------------------------------------------------------------------------
 
-    def read(self, request: Request, length: int, after: int) -> Callable[[], None]:
+    def read(self, request: Request, length: int, after: int, own: torch.Tensor | None = None) -> Callable[[], None]:
         """A check, for when its layers run, that a request reads exactly what its first ``length`` tokens say.
 
-        ``after`` counts the tokens stored once the batch has run.
+        ``after`` counts the tokens stored once the batch has run; ``own`` is what it writes first, and then reads too.
         """
-        row, fresh, want = request.row, request.fresh, request.expected(0, length).permute(1, 0, 2)  # [2, length, 64]
+        row, fresh, want = request.row, request.fresh, request.expected(0, length)
+        if own is not None:
+            want, length = torch.cat([want, own]), length + len(own)
+        want = want.permute(1, 0, 2)  # [2, length, 64]
 
         def check() -> None:
             sink_end, history_end = int(self.pool.row_sink_end[row]), int(self.pool.row_history_end[row])
@@ -321,7 +384,7 @@ class Model:
         if self.flying is None:
             free = torch.tensor(self.free, dtype=torch.int64)
             check_integrity(self.tiers, free, idle=not self.running)
-        owned = [p for r in self.running for p in self.row_pages(r, r.stored)[r.protected // P :]]
+        owned = [p for r in self.running for p in self.row_pages(r, r.held * P)[r.protected // P :]]
         everything = self.free + owned + list(self.tree.values())
         assert sorted(everything) == list(range(1, self.pages + 1)), "a page is lost or owned twice"
 

@@ -28,6 +28,8 @@ class Driver:
         operations: what a request or page went through so far: started, extended, decoded, published, left, evicted,
             selected.
         late: prompts computed by the last batch, with their lengths, not yet in the tree.
+        stepping: requests of the step in flight, and how many tokens it adds to them.
+        drafts: tokens that a step verifies for each request; 1 is decoding.
     """
 
     model: Model
@@ -35,8 +37,9 @@ class Driver:
     prefilling: list[Request] = field(default_factory=list)
     decoding: list[Request] = field(default_factory=list)
     late: list[tuple[Request, int]] = field(default_factory=list)
-    stepping: list[Request] = field(default_factory=list)
+    stepping: dict[Request, int] = field(default_factory=dict)
     operations: int = 0
+    drafts: int = 1
 
     def run(self, events: int) -> None:
         for _ in range(events):
@@ -100,9 +103,14 @@ class Driver:
             self.operations += count
 
     def leave(self, request: Request, publish: bool) -> None:
-        """An end is seen while the step after it runs: that step's token is not published."""
+        """An end is seen while the step after it runs: that step's tokens are not published.
+
+        It may lie anywhere among the drafts that the step before accepted.
+        """
         (self.prefilling if request in self.prefilling else self.decoding).remove(request)
-        self.model.leave(request, publish, request.stored - (request in self.stepping))
+        known = request.stored - self.stepping.get(request, 0)
+        past = self.rng.randint(0, self.drafts - 1) if request.unknown else 0
+        self.model.leave(request, publish, max(known - past, request.protected))
         self.operations += 1
 
     def prefill(self, chosen: list[Request]) -> None:
@@ -117,7 +125,7 @@ class Driver:
                 self.leave(request, publish=False)
             return
         self.operations += len(batch)
-        self.launched([])
+        self.launched({})
         for request in chosen:
             self.late.append((request, request.stored))
             if request.stored == len(request.tokens):
@@ -127,20 +135,29 @@ class Driver:
             self.process()
 
     def decode(self, padding: int) -> None:
-        model = self.model
-        self.evict(sum(r.stored % P == 0 for r in self.decoding) - len(model.free))
-        while sum(r.stored % P == 0 for r in self.decoding) > len(model.free):
+        model, rng = self.model, self.rng
+        self.evict(self.pages_wanted() - len(model.free))
+        while self.pages_wanted() > len(model.free):
             self.leave(self.decoding[-1], publish=False)
+        if not self.decoding:
+            return
         for request in self.decoding:
-            request.tokens.append(self.rng.randint(0, 3))
-        if self.decoding:
+            request.tokens.append(rng.randint(0, 3))
+        accepted = [rng.randint(1, self.drafts) for _ in self.decoding]
+        if self.drafts == 1:
             assert model.decode(self.decoding, padding)
-            self.operations += len(self.decoding)
-            self.launched(self.decoding)
+        else:
+            drafts = [[rng.randint(0, 3) for _ in range(self.drafts - 1)] for _ in self.decoding]
+            assert model.verify(self.decoding, drafts, accepted, padding)
+        self.operations += len(self.decoding)
+        self.launched(dict(zip(self.decoding, accepted)))
 
-    def launched(self, stepping: list[Request]) -> None:
+    def pages_wanted(self) -> int:
+        return sum(request.pages_wanted(self.drafts) for request in self.decoding)
+
+    def launched(self, stepping: dict[Request, int]) -> None:
         """A batch was: the results of the one before it are processed while it runs."""
-        self.stepping = list(stepping) if self.model.overlap else []
+        self.stepping = dict(stepping) if self.model.overlap else {}
         self.process()
 
     def process(self) -> None:

@@ -28,12 +28,13 @@ class Scheduler(RuleBasedStateMachine):
         spare=st.integers(0, 6),
         pages=st.integers(14, 40),
         overlap=st.booleans(),
+        drafts=st.sampled_from([1, 1, 2, 4, 9]),
         rng=st.randoms(use_true_random=False),
     )
-    def build(self, rows, sinks, recent, spare, pages, overlap, rng):
+    def build(self, rows, sinks, recent, spare, pages, overlap, drafts, rng):
         # One overlay per row beyond its window: every row may resume in the middle of a page.
         slots = rows * (sinks + recent + 2) + spare
-        self.driver = Driver(Model(pages, slots, rows, sinks, recent, overlap=overlap), rng)
+        self.driver = Driver(Model(pages, slots, rows, sinks, recent, overlap=overlap), rng, drafts=drafts)
 
     def running(self):
         return self.driver.prefilling + self.driver.decoding

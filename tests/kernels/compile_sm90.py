@@ -23,6 +23,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from sglang_kvq.attention import triton_ops
+from sglang_kvq.attention.drafts import DraftBatch, chain
 from sglang_kvq.attention.short_extend import ShortExtends
 from sglang_kvq.cache.triton_tiers import TritonTierManager
 from sglang_kvq.formats.page import PageFormat
@@ -129,6 +130,15 @@ def compile_all(heads: scenes.Heads) -> None:
     ops.rotate_and_store(0, loc, q, k, v)
     ops.decode(0, q[:2], scene.rows, scene.seq_lens, scene.scale)
     extend_both_ways(ops, q, k, v, scene)
+    verify(ops, q, scene)
+
+
+def verify(ops, q, scene, count: int = 3) -> None:
+    """Drafts, after the same operations without."""
+    print(f"{count} drafts, {scene.heads}", flush=True)
+    drafts = DraftBatch(scene.rows, scene.seq_lens, chain(count).expand(2, -1).contiguous())
+    ops.plan_drafts(drafts)
+    ops.verify(0, q[: 2 * count], drafts, scene.scale)
 
 
 def extend_both_ways(ops, q, k, v, scene) -> None:
@@ -151,6 +161,7 @@ def compile_records(kind: str, head_dim: int = 128) -> None:
     ops.quantize_slots(pages, pages, pages)
     ops.decode(0, q[:2], scene.rows, scene.seq_lens, scene.scale)
     extend_both_ways(ops, q, k, v, scene)
+    verify(ops, q, scene)
 
 
 def format_of(kind: str, head_dim: int) -> PageFormat | PlaneFormat:

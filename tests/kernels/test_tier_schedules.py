@@ -23,14 +23,15 @@ def use_blocks(monkeypatch: pytest.MonkeyPatch, elements: int, pages: int) -> No
     monkeypatch.setattr(events, "_BLOCK", pages)
 
 
+@pytest.mark.parametrize("drafts", [1, 5])
 @pytest.mark.parametrize("seed", range(3))
-def test_random_schedules(seed, monkeypatch):
+def test_random_schedules(seed, drafts, monkeypatch):
     use_blocks(monkeypatch, 32, 4)
     rng = random.Random(seed)
     rows, sinks, recent = rng.randint(2, 4), seed % 3, rng.randint(1, 3)
     slots = rows * (sinks + recent + 2) + rng.randint(0, 4)
     model = Model(rng.randint(40, 60), slots, rows, sinks, recent, TwinTierManager, overlap=seed != 1)
-    driver = Driver(model, rng)
+    driver = Driver(model, rng, drafts=drafts)
     driver.run(60)
     driver.finish()
     assert model.tiers.plans > 20 and model.tiers.quantized > 5 and model.copied

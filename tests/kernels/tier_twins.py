@@ -71,15 +71,15 @@ class TwinTierManager(TierManager):
         super().apply_pending()
         assert_same(self.kernels, self)
 
-    def _plan(self, rows, prefix_lens, seq_lens, max_len, direct_pages) -> None:
+    def _plan(self, rows, prefix_lens, seq_lens, max_len, direct_pages, count=1) -> None:
         self.wanted.clear()
         self.got.clear()
-        super()._plan(rows, prefix_lens, seq_lens, max_len, direct_pages)
+        super()._plan(rows, prefix_lens, seq_lens, max_len, direct_pages, count)
         self.kernels.pool.req_to_token.copy_(self.pool.req_to_token)
         rows, prefix_lens, seq_lens, direct_pages = (
             x if x is None else x.to(DEVICE) for x in (rows, prefix_lens, seq_lens, direct_pages)
         )
-        self.kernels._plan(rows, prefix_lens, seq_lens, max_len, direct_pages)
+        self.kernels._plan(rows, prefix_lens, seq_lens, max_len, direct_pages, count)
         assert_same(self.kernels, self)
         assert sorted(self.got) == sorted(self.wanted)
         self.plans += 1

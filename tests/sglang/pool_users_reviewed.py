@@ -9,7 +9,14 @@ from tests.sglang.pool_users import BACKEND, POOL
 #: Beginnings of paths that are not read, because a server with --kv-quant never runs what is in them.
 NOT_SERVED = {
     # Refused by checks.py, by the setting that turns them on
-    "speculative/": "--speculative-algorithm",
+    **{
+        f"speculative/{name}": "--speculative-algorithm: drafts chains or n-grams only"
+        for name in ("dflash", "dspark", "frozen_kv", "uno", "lilicorr", "domino", "decoupled", "ragged")
+    },
+    "speculative/multi_layer_eagle": "--enable-multi-layer-eagle",
+    "speculative/adaptive": "--speculative-adaptive",
+    "speculative/pp_": "--pp-size",
+    "speculative/eagle_draft_": "graphs of the draft model, whose pool and attention are SGLang's",
     "disaggregation/": "--disaggregation-mode",
     "dllm/": "--dllm-algorithm",
     "batch_overlap/": "--enable-two-batch-overlap",
@@ -90,6 +97,7 @@ SERVED = {
         "device",
         "mem_usage",
         "maybe_get_custom_mem_pool",
+        "move_kv_cache",
         "post_capture_active",
         "cpu_copy_carries_mamba",
     },
@@ -105,7 +113,11 @@ SERVED = {
         "shared_read_ends",
         "get_cuda_graph_seq_len_fill_value",
         "get_cpu_graph_seq_len_fill_value",
+        "max_context_len",
+        "update_verify_buffers_to_fill_after_draft",
         # The base class's answers are ours
+        "get_verify_buffers_to_fill_after_draft",
+        "verify_mask",
         "prepare_prefill_shared_read_snapshot",
         "resolve_prefill_shared_read_ends",
         "supports_ragged_verify_graph",
@@ -167,6 +179,11 @@ REVIEWED = {
             "--enable-encoder-swa-bounded-replay, for DeepSeek-V4",
         ),
         "model_executor/runner/eager_runner.py": ("get_kv_buffer_shape", "for decode context parallelism only"),
+        "speculative/eagle_worker_common.py": ("clear_unaccepted_c128_draft_states?", _DSV4),
+        "speculative/eagle_worker_v2.py": (
+            "qsa_compress_ratio, qsa_token_topk",
+            "the draft model's, behind a test of its backend's class",
+        ),
         "models/qwen3.py": ("get_kv_buffer", "ROCm only, which is refused"),
         "models/utils.py": (
             "dtype, is SWAKVPool, get_key_buffer, get_value_buffer, full_to_swa_index_mapping",
@@ -192,6 +209,14 @@ REVIEWED = {
             "cleared for a batch without attention; ours has none",
         ),
         "model_executor/runner_utils/shared_read_event.py": ("type()", "its name, for the log"),
+        "speculative/eagle_worker_v2.py": (
+            "attn_backends, is DeepseekSparseAttnBackend, is QwenSparseAttnBackend",
+            "the draft model's, which is SGLang's",
+        ),
+        "speculative/spec_utils.py": (
+            "update_mamba_state_after_mtp_verify?, update_mamba_state_after_mtp_verify",
+            "of models with recurrent state",
+        ),
         "models/hunyuan_v3.py": (
             "is HPCOpsAttnBackend, use_fp8, fused_qk_rope_store_kv_fp8",
             "only with HPCOpsAttnBackend, which ours is not",

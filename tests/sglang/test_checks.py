@@ -279,7 +279,7 @@ def test_last_check_ignores_servers_without_kv_quant(applied, command_line, mode
 def test_resolved_setting_that_sglang_changed_is_refused(applied, command_line, monkeypatch):
     server_args = _resolved(command_line("--kv-quant", "hadamard"))
     resolved = compat.resolved
-    changed = {"page_size": 1, "attention_backend": "fa3", "speculative_algorithm": "EAGLE"}
+    changed = {"page_size": 1, "attention_backend": "fa3", "speculative_algorithm": "DFLASH"}
     monkeypatch.setattr(compat, "resolved", lambda sa, field, d=None: changed.get(field) or resolved(sa, field, d))
     with pytest.raises(KVQuantError) as error:
         checks.check_resolved(server_args, CONFIG)

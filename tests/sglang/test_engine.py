@@ -48,7 +48,7 @@ def test_engine_without_kv_quant_is_untouched(build, keywords):
     [
         (dict(kv_quant="int1"), "int1: unknown method"),
         (dict(kv_quant="int2", page_size=16), "--page-size 16"),
-        (dict(kv_quant="int2", speculative_algorithm="EAGLE"), "--speculative-algorithm EAGLE"),
+        (dict(kv_quant="int2", speculative_algorithm="DFLASH"), "--speculative-algorithm DFLASH"),
         (dict(kv_quant="int2", kv_quant_sink=1), "--kv-quant-sink 1"),
         (dict(kv_quant_recent=128), "no effect without --kv-quant"),
     ],

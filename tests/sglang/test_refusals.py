@@ -41,7 +41,8 @@ def test_what_fits_is_not_refused(start, tmp_path):
 @pytest.mark.parametrize(
     ("argv", "text"),
     [
-        (["--speculative-algorithm", "EAGLE"], "--speculative-algorithm EAGLE: speculative decoding"),
+        (["--speculative-algorithm", "DFLASH"], "--speculative-algorithm DFLASH: this way of drafting is not served"),
+        (["--speculative-algorithm", "NGRAM"], "--speculative-ngram-max-bfs-breadth 10: wider trees"),
         (["--enable-hierarchical-cache"], "--enable-hierarchical-cache: "),
         (["--disaggregation-mode", "prefill"], "--disaggregation-mode prefill: "),
         (["--attention-backend", "flashinfer"], "--attention-backend flashinfer: --kv-quant brings its own"),

@@ -1,0 +1,113 @@
+"""Drafts as further query heads of the decode kernel: each page is read once for all drafts of a request.
+
+Queries of several drafts that read one KV head are columns of the same product, as its query heads are. A program holds
+``MOST_COLUMNS`` of them; where drafts times heads are more, they are divided into *chunks*, which neighbouring programs
+take at about the same time, so that pages come from memory once and then from the L2 cache.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from sglang_kvq.attention.drafts import DraftBatch
+from sglang_kvq.attention.step_plan import StepPlan
+from sglang_kvq.cache.pool import PagePool
+from sglang_kvq.kernels.arguments import Stored
+from sglang_kvq.kernels.codes import PlaneRecord, Record
+from sglang_kvq.kernels.decode import Drafts, decode, decode_launch
+from sglang_kvq.kernels.merge import merge_splits
+from sglang_kvq.kernels.shape import value_dims
+
+#: Query heads, of all drafts, that a program attends for at once: what ``TritonOps`` takes of one token.
+MOST_COLUMNS = 16
+
+
+def drafts_of_chunk(count: int, gqa_group: int) -> int:
+    """As many as fit a program, spread evenly over as few chunks as there may be."""
+    most = max(MOST_COLUMNS // gqa_group, 1)
+    chunks = -(-count // most)
+    return -(-count // chunks)
+
+
+class Verification:
+    """Plans and buffers for batches of ``count`` drafts a request; CUDA graphs keep their addresses.
+
+    Args:
+        records: of each layer.
+        q_heads: query heads of this worker.
+        sms: of the device.
+        batch: the most requests.
+    """
+
+    def __init__(
+        self,
+        pool: PagePool,
+        records: list[Record | PlaneRecord],
+        q_heads: int,
+        sms: int,
+        count: int,
+        batch: int,
+    ) -> None:
+        self.pool, self.records, self.count, self.batch = pool, records, count, batch
+        self.group = q_heads // pool.kv_heads
+        self.of_chunk = drafts_of_chunk(count, self.group)
+        self.chunks = -(-count // self.of_chunk)
+        heads, d = self.chunks * self.of_chunk * q_heads, pool.head_dim
+        launches = [decode_launch(d, self.of_chunk * self.group, record) for record in records]
+        # Layers of which an SM holds as many programs share a plan.
+        programs = pool.kv_heads * (d // value_dims(d)) * self.chunks
+        plans = {
+            held: StepPlan(launch, programs, sms, batch, pool.device)
+            for held, launch in {launch.programs_per_sm: launch for launch in launches}.items()
+        }
+        self.launches, self.plans = launches, list(plans.values())
+        self.layer_plans = [plans[launch.programs_per_sm] for launch in launches]
+        most = max(plan.most for plan in self.plans)
+        self.partial = torch.empty(most, heads, d, dtype=torch.float32, device=pool.device)
+        self.lse = torch.empty(most, heads, dtype=torch.float32, device=pool.device)
+
+    def plan(self, drafts: DraftBatch) -> None:
+        """``AttentionOps.plan_drafts``."""
+        for plan in self.plans:
+            plan.make(drafts.rows, drafts.seq_lens, self.pool)
+
+    def run(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        drafts: DraftBatch,
+        scale: float,
+        stored: Stored,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """``AttentionOps.verify``."""
+        batch, plan = len(drafts.rows), self.layer_plans[layer]
+        items = plan.items(batch)
+        partial, lse = self.partial[: len(items)], self.lse[: len(items)]
+        columns = self.to_columns(q)
+        given = Drafts(drafts.seen, drafts.seen.stride(0), self.count, self.of_chunk)
+        decode(
+            partial, lse, columns, items, scale, self.records[layer], stored, launch=self.launches[layer], drafts=given
+        )
+        out = torch.empty(batch, *partial.shape[1:], dtype=q.dtype, device=q.device)
+        if sinks is not None:  # a head's, in each of its columns
+            columns_of = (self.chunks, self.pool.kv_heads, self.of_chunk, self.group)
+            sinks = sinks.view(1, self.pool.kv_heads, 1, self.group).expand(columns_of).flatten()
+        merge_splits(out, partial, lse, plan.spans[:batch], sinks=sinks)
+        return self.from_columns(out)
+
+    def to_columns(self, q: torch.Tensor) -> torch.Tensor:
+        """``[batch * count, q_heads, D]`` to ``[batch * chunks, kv_heads * of_chunk * group, D]``."""
+        kv_heads, d = self.pool.kv_heads, q.shape[-1]
+        x = q.reshape(-1, self.count, kv_heads, self.group, d)
+        if missing := self.chunks * self.of_chunk - self.count:
+            x = torch.nn.functional.pad(x, (0, 0, 0, 0, 0, 0, 0, missing))
+        x = x.unflatten(1, (self.chunks, self.of_chunk)).transpose(2, 3)
+        return x.reshape(-1, kv_heads * self.of_chunk * self.group, d)
+
+    def from_columns(self, out: torch.Tensor) -> torch.Tensor:
+        """The way back, of ``[batch, chunks * kv_heads * of_chunk * group, D]``."""
+        x = out.view(len(out), self.chunks, self.pool.kv_heads, self.of_chunk, self.group, out.shape[-1])
+        x = x.transpose(2, 3).flatten(1, 2)[:, : self.count]
+        q: torch.Tensor = x.reshape(-1, self.pool.kv_heads * self.group, out.shape[-1])
+        return q

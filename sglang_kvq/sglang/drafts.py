@@ -1,0 +1,146 @@
+"""Speculative decoding: which of it is served, what a batch to verify says, what the draft model's cache costs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from sglang_kvq.attention.drafts import chain, check_count, from_mask
+from sglang_kvq.config import PAGE_SIZE, KVQuantConfig
+from sglang_kvq.errors import KVQuantError
+from sglang_kvq.sglang import compat, runtime
+from sglang_kvq.sglang.runtime import config_of
+from sglang_kvq.sglang.types import Configurator, ForwardBatch, Original, ServerArgs
+
+#: Algorithms that verify equally many drafts of every request in one batch, in a chain or with a mask; NEXTN is EAGLE.
+SERVED = ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE", "NGRAM")
+#: Drafts of this one are looked up, and may branch: it says with a mask which see which.
+BRANCHING = "NGRAM"
+#: What ``--speculative-draft-kv-cache-dtype`` may say, and the dtype; None is the target's, BF16.
+DRAFT_DTYPES = {
+    None: None,
+    "auto": None,
+    "bf16": torch.bfloat16,
+    "bfloat16": torch.bfloat16,
+    "fp8_e4m3": torch.float8_e4m3fn,
+    "fp8_e5m2": torch.float8_e5m2,
+}
+
+
+def check_speculation(server_args: ServerArgs, config: KVQuantConfig) -> None:
+    """Refuse what SGLang made of the flags for speculation.
+
+    Raises:
+        KVQuantError: names the setting and the fix.
+    """
+    if compat.resolved(server_args, "speculative_algorithm") is None:
+        return
+    count = compat.resolved(server_args, "speculative_num_draft_tokens")
+    check_count(int(count), config.recent_tokens)
+    if getattr(server_args, "enable_streaming_session", False):
+        raise KVQuantError(
+            "--enable-streaming-session: speculative decoding in sessions that keep their rows was not tried with "
+            "--kv-quant; leave out one of the two."
+        )
+
+
+def draft_count(forward_batch: ForwardBatch) -> int:
+    """Drafts of each request in a batch to verify."""
+    return int(forward_batch.spec_info.draft_token_num)
+
+
+class SeenBuffers:
+    """Which drafts see which, at fixed addresses for CUDA graphs.
+
+    Args:
+        rows: the most requests in a batch.
+        branching: whether batches bring masks; else all are chains.
+    """
+
+    def __init__(self, rows: int, branching: bool, device: torch.device) -> None:
+        self.rows, self.branching, self.device = rows, branching, device
+        self._buffers: dict[int, torch.Tensor] = {}
+
+    def of(self, batch: int, count: int) -> torch.Tensor:
+        """``DraftBatch.seen`` of the last batch that was filled, int64 ``[batch, count]``; chains at first.
+
+        Raises:
+            RuntimeError: the batch is larger than any can be.
+        """
+        if batch > self.rows:
+            raise RuntimeError(f"kv-quant: {batch} requests to verify, but at most {self.rows}; please report this.")
+        if count not in self._buffers:
+            self._buffers[count] = chain(count, self.device).expand(self.rows, -1).contiguous()
+        return self._buffers[count][:batch]
+
+    def fill(self, forward_batch: ForwardBatch) -> None:
+        """Take over a batch's mask. Waits for nothing."""
+        if not self.branching:
+            return
+        count, lens = draft_count(forward_batch), forward_batch.seq_lens
+        mask = forward_batch.spec_info.custom_mask
+        seen = self.of(len(lens), count)
+        live = min(len(mask) // count**2, len(lens))  # of a padded batch, or more
+        seen[:live] = from_mask(among_drafts(mask, lens[:live], count))
+
+
+def among_drafts(mask: torch.Tensor, stored_lens: torch.Tensor, count: int) -> torch.Tensor:
+    """What drafts see of each other, bool ``[batch, count, count]``, of SGLang's mask.
+
+    Args:
+        mask: bool, flat, request by request and draft by draft: what it sees of the drafts, or of all tokens, stored
+            ones first. There may be fewer requests than in the batch, which is padded then; the result of the others
+            means nothing.
+        stored_lens: int ``[batch]``.
+    """
+    batch = len(stored_lens)
+    if len(mask) <= batch * count**2:  # a full one has a token more for each draft at least
+        return mask.view(-1, count, count)
+    row = stored_lens.long() + count
+    first = torch.cumsum(row * count, 0) - row * count
+    i = torch.arange(count, device=mask.device)
+    at = first[:, None, None] + i[:, None] * row[:, None, None] + stored_lens.long()[:, None, None] + i
+    return mask[at.clamp(max=len(mask) - 1)]
+
+
+class _DraftConfigurator:
+    """SGLang's configurator as it is for the draft model."""
+
+    def __init__(self, kvc: Configurator, model: Any, dtype: torch.dtype) -> None:
+        self.kvc, self.model_config, self.kv_cache_dtype = kvc, model, dtype
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.kvc, name)
+
+
+def draft_page_bytes(price: Original, kvc: Configurator) -> int:
+    """Bytes that the draft model's own cache takes for a page, in its own dtype; 0 without one.
+
+    Args:
+        price: ``DefaultPoolConfigurator._compute_cell_size`` with its first argument bound.
+    """
+    algorithm = kvc.spec_algorithm
+    if not (algorithm.is_eagle() or algorithm.is_standalone()):
+        return 0
+    layers = int(kvc.spec_aux_config.eagle_draft_num_layers or 0)
+    if not layers:
+        return 0
+    args, model = kvc.server_args, kvc.model_config
+    path = compat.resolved(args, "speculative_draft_model_path")
+    if path is not None:
+        from sglang.srt.configs.model_config import ModelConfig
+
+        revision = compat.resolved(args, "speculative_draft_model_revision")
+        model = ModelConfig.from_server_args(args, model_path=path, model_revision=revision, is_draft_model=True)
+    dtype = DRAFT_DTYPES[compat.resolved(args, "speculative_draft_kv_cache_dtype")] or kvc.kv_cache_dtype
+    return int(price(_DraftConfigurator(kvc, model, dtype), layers)) * PAGE_SIZE
+
+
+def after_sizes(result: None, configurator: Configurator, kvc: Configurator) -> None:
+    """AFTER ``DefaultPoolConfigurator.__init__``: SGLang prices a draft's layer like one of the target's, in 2 bits."""
+    state = runtime.current()
+    if state is None or config_of(kvc.server_args) is None or kvc.is_draft_worker:
+        return
+    geometry = state.geometry
+    configurator._cell_size = (geometry.page_bytes + geometry.draft_page_bytes) // PAGE_SIZE

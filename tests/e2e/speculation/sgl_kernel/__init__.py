@@ -1,0 +1,78 @@
+"""Before the environment's stand-in on ``PYTHONPATH``: what speculation by n-grams calls on a CPU, in torch.
+
+SGLang's CPU engine has all of it in compiled kernels for machines with AMX. As there, arguments named as results are
+written in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NoReturn
+
+import torch
+
+__version__ = "0.0.0+standin"
+
+
+def __getattr__(name: str) -> Callable[..., NoReturn]:
+    if name.startswith("__"):
+        raise AttributeError(name)
+
+    def absent(*args: object, **kwargs: object) -> NoReturn:
+        raise NotImplementedError(f"sgl_kernel.{name}: this environment has no compiled SGLang kernels")
+
+    absent.__name__ = absent.__qualname__ = name
+    return absent
+
+
+def _spans(rows: torch.Tensor, start: torch.Tensor, end: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Row and column of every token of the spans, one behind the other."""
+    pairs = [(row, torch.arange(a, b)) for row, a, b in zip(rows.tolist(), start.tolist(), end.tolist())]
+    return torch.cat([torch.full_like(span, row) for row, span in pairs]), torch.cat([span for _, span in pairs])
+
+
+def assign_extend_cache_locs_cpu(rows, table, start, end, out, width) -> None:
+    """out: the table's entries of the rows' spans."""
+    found = table[_spans(rows, start, end)]
+    out[: len(found)] = found.to(out.dtype)
+
+
+def assign_req_to_token_pool_cpu(rows, table, start, end, locations, width) -> None:
+    """The way back, into the table."""
+    at = _spans(rows, start, end)
+    table[at] = locations[: len(at[0])].to(table.dtype)
+
+
+def fill_accept_out_cache_loc_cpu(accepted, locations, out) -> None:
+    """out: locations of those accepted, one behind the other; -1 is none."""
+    accepted = accepted.flatten()
+    found = locations[accepted[accepted >= 0].long()]
+    out[: len(found)] = found
+
+
+def verify_tree_greedy_cpu(
+    predicts,
+    accept_index,
+    accept_token_num,
+    candidates,
+    retrive_index,
+    retrive_next_token,
+    retrive_next_sibling,
+    target_predict,
+) -> None:
+    """Walk from each request's root to the child that is the target's choice, as long as there is one."""
+    target = target_predict.flatten()
+    for i in range(len(candidates)):
+        last, node, count = int(retrive_index[i, 0]), 0, 0
+        accept_index[i, 0] = last
+        while count + 1 < accept_index.shape[1]:
+            node = int(retrive_next_token[i, node])
+            while node != -1 and candidates[i, node] != target[last]:
+                node = int(retrive_next_sibling[i, node])
+            if node == -1:
+                break
+            predicts[last] = target[last]
+            count, last = count + 1, int(retrive_index[i, node])
+            accept_index[i, count] = last
+        accept_token_num[i] = count
+        predicts[last] = target[last]

@@ -1,0 +1,122 @@
+"""Speculation by n-grams: the drafts come from the prompt and earlier answers, so that any model can draft.
+
+SGLang's CPU engine runs it with kernels that only machines with AMX have; ``speculation/`` stands in for these.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.client import Client, together
+from tests.e2e.conftest import ON_GPU
+from tests.e2e.test_serving import PRESSED, assert_empties
+
+DRAFTS = 4
+NGRAM = (
+    *("--speculative-algorithm", "NGRAM", "--speculative-ngram-max-bfs-breadth", "1"),
+    *("--speculative-num-draft-tokens", str(DRAFTS)),
+)
+#: Sinks and window hold all that is asked: what is read is BF16, with drafts and without.
+COVERED = ("--kv-quant", "hadamard", "--kv-quant-recent", "1024", "--max-running-requests", "4")
+QUANTIZED = ("--kv-quant", "hadamard", "--kv-quant-recent", "64", "--chunked-prefill-size", "192")
+SMALL = ("--max-total-tokens", "2048", "--schedule-conservativeness", "0.01")
+#: Log-probabilities closer than this are a tie in BF16.
+TIE = 0.1
+
+
+def kernels() -> dict[str, str]:
+    if ON_GPU:
+        return {}
+    here = str(Path(__file__).parent / "speculation")
+    return {"PYTHONPATH": os.pathsep.join(filter(None, (here, os.environ.get("PYTHONPATH"))))}
+
+
+@pytest.fixture
+def drafting(servers):
+    return lambda *flags, env=None: Client(servers(*flags, *NGRAM, env={**(env or {}), **kernels()}))
+
+
+def repetitive(seed: int, length: int) -> list[int]:
+    """A prompt in which phrases come back, so that drafts are accepted."""
+    rng = random.Random(seed)
+    phrases = [[rng.randrange(500, 9000) for _ in range(12)] for _ in range(3)]
+    return [token for n in range(-(-length // 12)) for token in phrases[n % 3]][:length]
+
+
+def answer(client: Client, ids: list[int], tokens: int) -> tuple[list[int], dict]:
+    """Greedy tokens and ``meta_info``."""
+    reply = client.generate(ids, tokens, return_logprob=True, top_logprobs_num=2)
+    return reply["output_ids"], reply["meta_info"]
+
+
+def assert_same_but_for_ties(got: list[int], want: list[int], meta: dict) -> int:
+    """Equal up to the first near tie of the two most likely tokens; how many tokens that is."""
+    for n, (a, b) in enumerate(zip(got, want)):
+        if a != b:
+            best = meta["output_top_logprobs"][n]
+            assert best[0][0] - best[1][0] < TIE, f"token {n}: {a} instead of {b}, of {best}"
+            return n
+    assert len(got) == len(want)
+    return len(got)
+
+
+def test_answers_are_those_without_drafts(servers, drafting):
+    """Alone, together and after a prefix hit, across pages; every token stored once, accepted or not."""
+    prompts = [repetitive(seed, length) for seed, length in ((1, 61), (2, 190), (3, 130))]
+    plain = Client(servers(*COVERED))
+    want = [answer(plain, ids, 60) for ids in prompts]
+    client = drafting(*COVERED)
+    alone = [answer(client, ids, 60) for ids in prompts]
+    crowd = together([lambda ids=ids: answer(client, ids, 60) for ids in prompts])
+    same = [
+        assert_same_but_for_ties(got, tokens, meta)
+        for found in (alone, crowd)
+        for (got, _), (tokens, meta) in zip(found, want)
+    ]
+    steps = sum(meta["spec_verify_ct"] for _, meta in alone)
+    print("tokens equal:", same, "of 60; verified in", steps, "steps")
+    assert steps < 150, "no draft was accepted, so nothing was shown"
+    assert sum(same) > 180
+    longer = prompts[1] + alone[1][0] + [7, 8, 9]
+    tokens, meta = answer(client, longer, 20)
+    assert meta["cached_tokens"] >= 192
+    assert_same_but_for_ties(tokens, *answer(plain, longer, 20))
+    assert_empties(client)
+
+
+def test_histories_aborts_and_retraction(drafting):
+    """Drafts after a quantized history; requests that leave in the middle of an accepted chain; both pools end empty."""
+    client = drafting(*QUANTIZED, *SMALL, env=PRESSED)
+    prompt = repetitive(5, 400)
+    first, meta = answer(client, prompt, 70)
+    assert client.state()["tiers"]["quantized_tokens"] >= 192
+    again, _ = answer(client, prompt, 70)  # from the tree, the last page computed anew
+    assert_same_but_for_ties(again[:3], first[:3], meta)
+    stop = client.post(
+        "/generate",
+        input_ids=prompt,
+        sampling_params={"temperature": 0, "max_new_tokens": 60, "stop_token_ids": [first[20]]},
+    ).json()
+    assert stop["meta_info"]["finish_reason"]["type"] == "stop"
+
+    def one(n: int) -> str:
+        ids = repetitive(n % 3, 150 + 60 * n)
+        if n % 3 == 2:
+            with pytest.raises(OSError):
+                import requests
+
+                requests.post(
+                    f"{client.url}/generate",
+                    json={"input_ids": ids, "sampling_params": {"max_new_tokens": 400, "ignore_eos": True}},
+                    timeout=8,
+                )
+            return "aborted"
+        return f"{len(client.generate(ids, 60)['output_ids'])} tokens"
+
+    results = together([lambda n=n: one(n) for n in range(6)])
+    assert sorted(set(results)) == ["60 tokens", "aborted"], results
+    assert_empties(client)

@@ -1,0 +1,168 @@
+"""Attention of drafts, in chains and trees, against float64 on the same codes."""
+
+import pytest
+import torch
+
+from sglang_kvq.attention import oracle
+from sglang_kvq.attention.drafts import MOST_DRAFTS, DraftBatch, chain, check_count, from_mask, mask_of
+from sglang_kvq.attention.triton_ops import TritonOps
+from sglang_kvq.attention.verification import MOST_COLUMNS, Verification, drafts_of_chunk
+from sglang_kvq.errors import KVQuantError
+from sglang_kvq.formats.planes import PlaneCode, PlaneFormat
+from tests.kernels.scene import DEVICE, HEADS, ON_GPU, Heads, Scene, assert_close, make_scene
+from tests.kernels.test_decode import BOUND
+from tests.kernels.test_formats import make_format
+
+#: Stored before the drafts; a request may have nothing but its first token, or its drafts begin a page.
+PREFIXES = [1, 60, 64, 127, 200, 640, 700]
+if ON_GPU:
+    PREFIXES += [20_000, 100_001]
+
+
+def drafts_of(scene: Scene, count: int, tree: bool = False) -> DraftBatch:
+    seen = chain(count, DEVICE).expand(len(scene.rows), -1)
+    if tree:  # each its own
+        seen = torch.stack([random_tree(count) for _ in scene.rows]).to(DEVICE)
+    return DraftBatch(scene.rows, scene.seq_lens, seen)
+
+
+def random_tree(count: int) -> torch.Tensor:
+    """Every draft but the first has some earlier one as parent, and sees what that sees and itself."""
+    mask = torch.eye(count, dtype=torch.bool)
+    for draft in range(1, count):
+        mask[draft] |= mask[int(torch.randint(0, draft, ()))]
+    return from_mask(mask)
+
+
+def scene_of(heads: Heads, count: int, prefixes: list[int] = PREFIXES, **more) -> Scene:
+    return make_scene(heads, [n + count for n in prefixes], **more)
+
+
+def verify(ops: TritonOps, layer: int, q: torch.Tensor, drafts: DraftBatch, scale: float) -> torch.Tensor:
+    """One step of one layer; what an earlier one left in buffers must not matter."""
+    ops.reserve_drafts(len(drafts.rows), drafts.count)
+    space = ops._verifications[drafts.count]
+    for buffer in (space.partial, space.lse):
+        buffer.fill_(float("nan"))
+    ops.plan_drafts(drafts)
+    return ops.verify(layer, q, drafts, scale)
+
+
+def assert_verified(scene: Scene, count: int, tree: bool) -> None:
+    ops, reference = scene.ops(max_batch=len(scene.rows))
+    drafts, q = drafts_of(scene, count, tree), scene.queries(len(scene.rows) * count)
+    want = oracle.verify(scene.pool, 1, q, drafts, scene.scale)
+    got = verify(ops, 1, q, drafts, scene.scale)
+    assert got.dtype == torch.bfloat16
+    assert_close("kernel", got.double(), want, BOUND)
+    assert_close("reference", reference.verify(1, q, drafts, scene.scale).double(), want, BOUND)
+
+
+@pytest.mark.parametrize(
+    ("heads", "count", "tree"),
+    [(HEADS[0], 4, False), (HEADS[1], 2, False), (HEADS[1], 7, True), (HEADS[5], 4, False), (HEADS[5], 4, True)],
+    ids=str,
+)
+def test_drafts_agree_with_float64(heads, count, tree):
+    assert_verified(scene_of(heads, count), count, tree)
+
+
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+def test_all_geometries(heads):
+    assert_verified(scene_of(heads, 3, [1, 62, 700]), 3, True)
+
+
+@pytest.mark.parametrize("kind", ["oscar-lloyd-max", "channel-2", "centred-4"])
+def test_other_codes(kind):
+    scene = scene_of(HEADS[1], 4, [62, 700], formats=[make_format(kind, 128)] * 2)
+    assert_verified(scene, 4, False)
+
+
+def test_planes():
+    format = PlaneFormat(128, PlaneCode((4, 3, 1, 0)), PlaneCode((3, 2, 2, 1)))
+    assert_verified(scene_of(HEADS[1], 4, [62, 700], formats=[format] * 2), 4, False)
+
+
+def test_most_drafts():
+    assert_verified(scene_of(HEADS[2], MOST_DRAFTS, [500, 64]), MOST_DRAFTS, True)
+
+
+def test_one_draft_is_a_decode_step():
+    scene = scene_of(HEADS[1], 1)
+    ops, reference = scene.ops()
+    drafts, q = drafts_of(scene, 1), scene.queries(len(scene.rows))
+    ops.plan_attention(scene.rows, scene.seq_lens)
+    want = ops.decode(0, q, scene.rows, scene.seq_lens, scene.scale)
+    assert torch.equal(verify(ops, 0, q, drafts, scene.scale), want)
+    want = reference.decode(0, q, scene.rows, scene.seq_lens, scene.scale)
+    assert torch.equal(reference.verify(0, q, drafts, scene.scale), want)
+
+
+@pytest.mark.parametrize("attend", ["kernel", "reference"])
+def test_a_draft_does_not_see_what_follows_it(attend):
+    """Another last draft changes its own result and no other's."""
+    count = 4
+    scene = scene_of(HEADS[1], count, [62, 700])
+    ops, reference = scene.ops()
+    drafts, q = drafts_of(scene, count), scene.queries(2 * count)
+
+    def run() -> torch.Tensor:
+        if attend == "reference":
+            return reference.verify(0, q, drafts, scene.scale)
+        return verify(ops, 0, q, drafts, scene.scale)
+
+    before = run()
+    last = scene.pool.req_to_token[scene.rows, scene.seq_lens - 1].long()
+    slot = scene.pool.page_slot[last // 64].long()
+    for one_slot, token in zip(slot, last % 64):
+        scene.pool.overlays[0, one_slot, :, :, token] += 3
+    changed = (run() != before).flatten(1).any(1).view(2, count)
+    assert changed[:, -1].all() and not changed[:, :-1].any()
+
+
+def test_padding_is_verified_too():
+    """Rows that pad a batch to a graph's size: one token and as many drafts of page 0."""
+    scene = make_scene(HEADS[1], [300, 0, 0])
+    ops, _ = scene.ops()
+    lens = torch.where(scene.rows > 0, scene.seq_lens, 1 + 4)
+    drafts = DraftBatch(scene.rows, lens, chain(4, DEVICE).expand(3, -1))
+    q = scene.queries(12)
+    got = verify(ops, 0, q, drafts, scene.scale)
+    assert not got.isnan().any()
+    one = DraftBatch(scene.rows[:1], lens[:1], drafts.seen[:1])
+    assert_close("live", got[:4].double(), oracle.verify(scene.pool, 0, q[:4], one, scene.scale), BOUND)
+
+
+def test_chunks_are_as_even_as_they_can_be():
+    for group in range(1, 17):
+        for count in range(1, MOST_DRAFTS + 1):
+            of_chunk = drafts_of_chunk(count, group)
+            chunks = -(-count // of_chunk)
+            assert of_chunk * group <= MOST_COLUMNS and (chunks - 1) * of_chunk < count <= chunks * of_chunk
+            assert chunks == -(-count // (MOST_COLUMNS // group)), "no more chunks than needed"
+
+
+@pytest.mark.parametrize(("count", "heads"), [(5, HEADS[1]), (3, HEADS[5]), (6, HEADS[2])], ids=str)
+def test_columns_and_back(count, heads):
+    scene = scene_of(heads, count, [70, 3])
+    space = Verification(scene.pool, scene.ops()[0]._records, heads.q, 2, count, 2)
+    q = scene.queries(2 * count)
+    x = space.to_columns(q)
+    first = x[0].view(heads.kv, space.of_chunk, heads.gqa_group, -1)
+    assert torch.equal(first[-1, 1], q[1].view(heads.kv, heads.gqa_group, -1)[-1])
+    merged = x.view(2, space.chunks * x.shape[1], -1)
+    assert torch.equal(space.from_columns(merged), q)
+
+
+def test_masks_become_bits_and_back():
+    assert chain(3).tolist() == [0b1, 0b11, 0b111]
+    assert torch.equal(mask_of(chain(MOST_DRAFTS)), torch.ones(MOST_DRAFTS, MOST_DRAFTS).tril().bool())
+    mask = torch.rand(5, 9, 9) < 0.5
+    assert torch.equal(mask_of(from_mask(mask)), mask)
+
+
+@pytest.mark.parametrize(("count", "recent"), [(0, 256), (65, 64), (64, 256)])
+def test_counts_that_are_refused(count, recent):
+    with pytest.raises(KVQuantError, match=f"speculative-num-draft-tokens {count}"):
+        check_count(count, recent)
+    check_count(4, 64)

@@ -1,0 +1,206 @@
+"""What SGLang's speculation says and costs, and what of it is refused."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from sglang_kvq.attention.drafts import chain, from_mask, mask_of
+from sglang_kvq.cache.layout import KVGeometry, divide
+from sglang_kvq.cache.pool import PagePool
+from sglang_kvq.config import PAGE_SIZE, KVQuantConfig
+from sglang_kvq.errors import KVQuantError
+from sglang_kvq.formats.page import PageFormat
+from sglang_kvq.sglang import compat, drafts, plugin, runtime
+from sglang_kvq.sglang.drafts import SeenBuffers, among_drafts
+from sglang_kvq.sglang.tree import around_finished
+
+CONFIG = KVQuantConfig("hadamard", recent_tokens=128)
+GEOMETRY = KVGeometry(2, (PageFormat(64, 64, 0.96, 0.92),) * 4)
+
+
+def trees(batch: int, count: int) -> torch.Tensor:
+    mask = torch.rand(batch, count, count) < 0.5
+    return mask.tril() | torch.eye(count, dtype=torch.bool)
+
+
+def full_mask(mask: torch.Tensor, lens: list[int]) -> torch.Tensor:
+    """As SGLang makes it for a GPU: each draft sees what is stored, then what its tree says."""
+    rows = [torch.cat([torch.ones(len(m), n, dtype=torch.bool), m], 1).flatten() for m, n in zip(mask, lens)]
+    return torch.cat(rows)
+
+
+@pytest.mark.parametrize("count", [2, 5, 12])
+def test_masks_over_all_tokens_and_over_drafts_say_the_same(count):
+    lens, mask = [1, 70, 200], trees(3, count)
+    assert torch.equal(among_drafts(mask.flatten(), torch.tensor(lens), count), mask)
+    assert torch.equal(among_drafts(full_mask(mask, lens), torch.tensor(lens), count), mask)
+    # A graph's batch is padded, its mask is not; SGLang may also allocate more than is used.
+    padded = torch.tensor([*lens, 1, 1])
+    assert torch.equal(among_drafts(full_mask(mask, lens), padded, count)[:3], mask)
+    longer = torch.cat([full_mask(mask, lens), torch.ones(1000, dtype=torch.bool)])
+    assert torch.equal(among_drafts(longer, torch.tensor(lens), count), mask)
+
+
+def forward_batch(mask: torch.Tensor, lens: list[int], count: int) -> SimpleNamespace:
+    spec = SimpleNamespace(draft_token_num=count, custom_mask=mask)
+    return SimpleNamespace(spec_info=spec, seq_lens=torch.tensor(lens))
+
+
+def test_buffers_keep_their_addresses_and_follow_each_batch():
+    buffers = SeenBuffers(8, True, torch.device("cpu"))
+    captured = buffers.of(4, 3)
+    assert torch.equal(captured, chain(3).expand(4, -1)), "nothing seen yet: chains"
+    mask = trees(2, 3)
+    for given in (mask.flatten(), full_mask(mask, [9, 90])):
+        buffers.of(4, 3).fill_(-1)
+        buffers.fill(forward_batch(given, [9, 90, 1, 1], 3))
+        assert torch.equal(mask_of(captured[:2]), mask)
+    assert buffers.of(2, 3).data_ptr() == captured.data_ptr()
+    assert torch.equal(buffers.of(8, 2), chain(2).expand(8, -1)), "another number of drafts has its own"
+    with pytest.raises(RuntimeError, match="9 requests"):
+        buffers.of(9, 3)
+
+
+def test_chains_bring_no_mask():
+    buffers = SeenBuffers(8, False, torch.device("cpu"))
+    buffers.fill(forward_batch(None, [9, 90], 3))
+    assert torch.equal(buffers.of(2, 3), chain(3).expand(2, -1))
+    assert torch.equal(from_mask(torch.ones(3, 3).tril().bool()), chain(3))
+
+
+@pytest.mark.parametrize(
+    ("flags", "text"),
+    [
+        (dict(speculative_num_draft_tokens=64), "speculative-num-draft-tokens 64"),
+        (dict(speculative_num_draft_tokens=4, enable_streaming_session=True), "enable-streaming-session"),
+    ],
+)
+def test_what_is_refused(flags, text, monkeypatch):
+    args = SimpleNamespace(speculative_algorithm="EAGLE3", **flags)
+    monkeypatch.setattr(compat, "resolved", lambda sa, field, default=None: getattr(sa, field, default))
+    with pytest.raises(KVQuantError, match=text):
+        drafts.check_speculation(args, CONFIG)
+    drafts.check_speculation(SimpleNamespace(speculative_algorithm=None, **flags), CONFIG)
+
+
+class Algorithm:
+    def __init__(self, eagle: bool) -> None:
+        self.is_eagle = lambda: eagle
+        self.is_standalone = lambda: False
+
+
+@pytest.fixture
+def configurator(monkeypatch):
+    """SGLang's, of a target whose draft has a layer of the same heads; ``price`` is its price of layers."""
+    monkeypatch.setattr(compat, "resolved", lambda sa, field, default=None: getattr(sa, field, default))
+
+    def price(kvc, layers: int) -> int:
+        return kvc.model_config.heads * 2 * 64 * layers * kvc.kv_cache_dtype.itemsize
+
+    args = SimpleNamespace(speculative_draft_model_path=None, speculative_draft_kv_cache_dtype=None)
+    kvc = SimpleNamespace(
+        server_args=args,
+        spec_algorithm=Algorithm(True),
+        spec_aux_config=SimpleNamespace(eagle_draft_num_layers=1),
+        model_config=SimpleNamespace(heads=2),
+        kv_cache_dtype=torch.bfloat16,
+        is_draft_worker=False,
+    )
+    return kvc, price
+
+
+def test_a_draft_costs_what_its_own_cache_takes(configurator):
+    kvc, price = configurator
+    bf16 = 2 * 2 * 64 * 2 * PAGE_SIZE
+    assert drafts.draft_page_bytes(price, kvc) == bf16
+    kvc.server_args.speculative_draft_kv_cache_dtype = "fp8_e4m3"
+    assert drafts.draft_page_bytes(price, kvc) == bf16 // 2
+    kvc.spec_aux_config.eagle_draft_num_layers = None
+    assert drafts.draft_page_bytes(price, kvc) == 0
+    kvc.spec_aux_config.eagle_draft_num_layers, kvc.spec_algorithm = 3, Algorithm(False)
+    assert drafts.draft_page_bytes(price, kvc) == 0, "n-grams have no model"
+
+
+def test_sglang_price_of_target_and_draft_is_replaced(configurator, monkeypatch):
+    kvc, _ = configurator
+    geometry = KVGeometry(GEOMETRY.kv_heads, GEOMETRY.formats, 1 << 15)
+    monkeypatch.setattr(runtime, "_current", None)
+    runtime.attach(CONFIG, kvc.server_args)
+    sizes = SimpleNamespace(_cell_size=1)
+    drafts.after_sizes(None, sizes, kvc)
+    assert sizes._cell_size == 1, "nothing is sized yet"
+    runtime.start(CONFIG, geometry)
+    kvc.is_draft_worker = True
+    drafts.after_sizes(None, sizes, kvc)
+    assert sizes._cell_size == 1
+    kvc.is_draft_worker = False
+    drafts.after_sizes(None, sizes, kvc)
+    assert sizes._cell_size == (geometry.page_bytes + (1 << 15)) // PAGE_SIZE
+
+
+def test_bf16_is_compared_with_the_same_draft():
+    with_draft = KVGeometry(GEOMETRY.kv_heads, GEOMETRY.formats, GEOMETRY.slot_bytes // 4)
+    plain, layout = (divide(CONFIG, g, pages=1000, slots=40, wanted=4) for g in (GEOMETRY, with_draft))
+    assert layout.slots >= plain.slots, "the share of the budget is of all that a page takes"
+    draft = with_draft.draft_page_bytes
+    together = layout.total_bytes + layout.pages * draft
+    assert layout.bf16_tokens == together * PAGE_SIZE // (GEOMETRY.slot_bytes + draft) < layout.tokens
+    assert layout.tokens / layout.bf16_tokens < plain.tokens / plain.bf16_tokens
+
+
+def test_a_draft_model_keeps_sglangs_attention(monkeypatch):
+    """``_install_backend`` asks whose runner it is; the draft's is built in the same process."""
+    from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
+
+    from sglang_kvq.sglang.hooks import TABLE, Kind
+
+    (hook,) = (h for h in TABLE if h.kind is Kind.BACKEND and h.path.endswith("torch_native"))
+    monkeypatch.setitem(ATTENTION_BACKENDS, "torch_native", lambda runner: "SGLang's")
+    monkeypatch.setattr(plugin, "_call", lambda hook: lambda runner: "ours")
+    create = plugin._install_backend(hook)
+    monkeypatch.setattr(plugin, "_config", CONFIG)
+    assert create(SimpleNamespace(is_draft_worker=False)) == "ours"
+    assert create(SimpleNamespace(is_draft_worker=True)) == "SGLang's"
+    monkeypatch.setattr(plugin, "_config", None)
+    assert create(SimpleNamespace(is_draft_worker=False)) == "SGLang's"
+
+
+def test_accepted_drafts_move_between_overlays():
+    table = torch.zeros(1, 4 * PAGE_SIZE, dtype=torch.int32)
+    pool = PagePool.allocate(GEOMETRY.formats, kv_heads=2, pages=3, slots=3, req_to_token=table)
+    pool.page_slot[1:] = torch.tensor([2, 3, 1])
+    pool.overlays.copy_(torch.randn(pool.overlays.shape))
+    before = pool.overlays.clone()
+    source = torch.tensor([PAGE_SIZE + 63, 2 * PAGE_SIZE + 1, 2 * PAGE_SIZE + 2, 0])
+    target = torch.tensor([PAGE_SIZE + 63, 2 * PAGE_SIZE, 2 * PAGE_SIZE + 1, 0])
+    pool.move_tokens(target, source)
+    want = before.clone()
+    want[:, 3, :, :, 0], want[:, 3, :, :, 1] = before[:, 3, :, :, 1], before[:, 3, :, :, 2]
+    assert torch.equal(pool.overlays, want)
+
+
+@pytest.mark.parametrize(("is_eagle", "moved"), [(False, [0, 1, 2]), (True, [0, 1])])
+def test_a_tree_of_pairs_has_one_token_less(is_eagle, moved, monkeypatch):
+    """Keys of EAGLE's tree are pairs of tokens: of 192 tokens it holds two pages, which the window moves to."""
+    pytest.importorskip("sglang.srt.mem_cache.radix_cache")
+    row = (torch.arange(10, 20)[:, None] * PAGE_SIZE + torch.arange(PAGE_SIZE)).flatten()[None].int()
+    kept = torch.arange(50 * PAGE_SIZE, 50 * PAGE_SIZE + 192 - is_eagle * PAGE_SIZE)
+    pending = SimpleNamespace(reserve_move=lambda: 0, fill_move=lambda ticket, own, kept: found.append((own, kept)))
+    found: list[tuple[torch.Tensor, torch.Tensor]] = []
+    monkeypatch.setattr(
+        runtime, "tiers", lambda: SimpleNamespace(sink_pages=1, recent_pages=4, pending=pending), raising=True
+    )
+    cache = SimpleNamespace(
+        disable=False,
+        disable_finished_insert=False,
+        is_eagle=is_eagle,
+        req_to_token_pool=SimpleNamespace(req_to_token=row),
+        match_prefix=lambda params: SimpleNamespace(device_indices=kept),
+    )
+    req = SimpleNamespace(origin_input_ids=[1] * 150, output_ids=[2] * 60, req_pool_idx=0, extra_key=None)
+    around_finished(lambda *a, **k: None, cache, req, kv_len_to_handle=192)
+    ((own, to),) = found
+    assert own.tolist() == [10 + n for n in moved] and to.tolist() == [50 + n for n in moved]
