@@ -16,6 +16,9 @@ PAGE_SIZE = 64
 #: head_dim values the page formats and kernels support.
 HEAD_DIMS = (64, 96, 128, 256)
 
+#: Query heads of a KV head that the kernels take.
+MAX_GQA_GROUP = 16
+
 
 @dataclass(frozen=True)
 class KVQuantConfig:
