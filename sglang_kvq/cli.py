@@ -270,11 +270,33 @@ def convert(
 
 
 @app.command()
-def doctor(as_json: AsJson = False) -> None:
-    """Check that --kv-quant can work in this environment; exit status 1 if not."""
-    from sglang_kvq.sglang.doctor import report
+def doctor(
+    model: Annotated[
+        str | None, typer.Option(help="Answer for this model instead, by its config alone: hub id or folder.")
+    ] = None,
+    method: Annotated[str, typer.Option(help="With --model: the --kv-quant to answer for.")] = "oscar",
+    bits: Annotated[str | None, typer.Option(help="With --model: its --kv-quant-bits.")] = None,
+    rotations: Annotated[str | None, typer.Option(help="With --model: its --kv-quant-rotations.")] = None,
+    memory: Annotated[
+        float | None, typer.Option(help="With --model: GiB of each GPU for the KV cache; else this GPU's, about.")
+    ] = None,
+    tp: Annotated[int, typer.Option(help="With --model: GPUs that share the heads.")] = 1,
+    trust_remote_code: Annotated[bool, typer.Option(help="With --model: run the code of its config.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Check that --kv-quant can work in this environment, or that it serves a model; exit status 1 if not."""
+    if model is None:
+        from sglang_kvq.sglang.doctor import report
 
-    raise typer.Exit(report(as_json=as_json))
+        if memory is not None:
+            raise KVQuantError(f"--memory {memory:g}: tokens are of a model; add --model MODEL.")
+        raise typer.Exit(report(as_json=as_json))
+    from sglang_kvq.config import KVQuantConfig
+    from sglang_kvq.sglang import doctor_model
+
+    config = KVQuantConfig(method, rotations=rotations, bits=bits)
+    request = doctor_model.Request(model, config, memory, tp, trust_remote_code)
+    raise typer.Exit(doctor_model.report(request, as_json=as_json))
 
 
 register_eval(app)

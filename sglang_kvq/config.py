@@ -19,6 +19,9 @@ EPISODIC_POLICIES = ("off", "late")
 #: head_dim values the page formats and kernels support.
 HEAD_DIMS = (64, 96, 128, 256)
 
+#: Query heads of a KV head that the kernels take.
+MAX_GQA_GROUP = 16
+
 
 @dataclass(frozen=True)
 class KVQuantConfig:

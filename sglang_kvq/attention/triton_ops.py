@@ -16,7 +16,7 @@ from sglang_kvq.attention.step_order import StepOrder
 from sglang_kvq.attention.step_plan import StepPlan
 from sglang_kvq.attention.verification import Verification
 from sglang_kvq.cache.pool import PagePool
-from sglang_kvq.config import PAGE_SIZE
+from sglang_kvq.config import MAX_GQA_GROUP, PAGE_SIZE
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.formats.page import PageFormat
 from sglang_kvq.kernels.arguments import Stored
@@ -77,10 +77,10 @@ class TritonOps(AttentionOps):
         super().__init__(pool, rotations)
         if pool.device.type != "cuda" and not INTERPRETED:
             raise KVQuantError(f"The Triton kernels need a GPU, not {pool.device}; on a CPU use ReferenceOps.")
-        if q_heads % pool.kv_heads or not 1 <= q_heads // pool.kv_heads <= 16:
+        if q_heads % pool.kv_heads or not 1 <= q_heads // pool.kv_heads <= MAX_GQA_GROUP:
             raise KVQuantError(
-                f"{q_heads} query heads over {pool.kv_heads} KV heads: the kernels need 1 to 16 whole query heads per "
-                "KV head."
+                f"{q_heads} query heads over {pool.kv_heads} KV heads: the kernels need 1 to {MAX_GQA_GROUP} whole "
+                "query heads per KV head."
             )
         _check_formats(pool)
         self.q_heads = q_heads

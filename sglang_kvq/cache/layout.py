@@ -124,3 +124,15 @@ def divide(
             "--kv-quant-recent."
         )
     return MemoryLayout(geometry, pages, slots, requests)
+
+
+def fit(config: KVQuantConfig, geometry: KVGeometry, budget_bytes: int) -> MemoryLayout:
+    """The layout of a whole budget, as SGLang arrives at it when no flag limits tokens or requests.
+
+    Raises:
+        KVQuantError: the overlays cannot hold one request's window.
+    """
+    slots = overlay_slots(config, geometry, budget_bytes)
+    # Slot 0 and page 0 are reserved and take memory too.
+    left = budget_bytes - (slots + 1) * geometry.slot_bytes - geometry.page_bytes
+    return divide(config, geometry, pages=max(left, 0) // geometry.page_bytes, slots=slots)

@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-from sglang_kvq.config import HEAD_DIMS, PAGE_SIZE, KVQuantConfig
+from sglang_kvq.config import HEAD_DIMS, MAX_GQA_GROUP, PAGE_SIZE, KVQuantConfig
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.releases import OLD_TREE
-from sglang_kvq.sglang import compat
+from sglang_kvq.sglang import architectures, compat
 from sglang_kvq.sglang.drafts import BRANCHING, DRAFT_DTYPES, SERVED, check_speculation
 from sglang_kvq.sglang.runtime import CLI_ATTRIBUTE, config_of, logger
 from sglang_kvq.sglang.types import Configurator, ModelConfig, ServerArgs
@@ -100,6 +100,7 @@ REFUSED: tuple[Refused, ...] = (
     Refused("remote_instance_weight_loader_start_seed_via_transfer_engine", _SHARED),
     Refused("checkpoint_engine_wait_weights_before_ready", _SHARED),
     Refused("startup_weight_load_mode", _SHARED, (None, "serial")),
+    Refused("model_impl", "attention layers of other implementations cannot be checked", (None, "auto", "sglang")),
     Refused("use_ray", "schedulers that Ray starts are not checked"),
     Refused("smg_grpc_mode", "schedulers that this server starts are not checked"),
     Refused("grpc_mode", "schedulers that this server starts are not checked"),
@@ -235,6 +236,7 @@ def check_resolved(server_args: ServerArgs, config: KVQuantConfig) -> None:
         raise KVQuantError(
             f"--kv-canary {canary}: it knows no pool of sliding windows beside ours; leave the flag out."
         )
+    check_query_heads(model, attention_workers(server_args))
     from sglang_kvq.rotations.resolve import resolve_formats, resolve_rotations
 
     rotations = resolve_rotations(config, model.model_path, model.hf_config)
@@ -296,6 +298,7 @@ def check_model(model: ModelConfig, config: KVQuantConfig) -> None:
             lambda: model.head_dim not in HEAD_DIMS,
             f"heads of {model.head_dim} elements (supported: {', '.join(map(str, HEAD_DIMS))})",
         ),
+        (lambda: architectures.refusal_of(names), architectures.refusal_of(names) or ""),  # what only layers would show
     )
     for holds, what in tests:
         if holds():
@@ -312,6 +315,36 @@ def check_model(model: ModelConfig, config: KVQuantConfig) -> None:
             f"--kv-quant-group-size {config.group_size}: must divide the model's head_dim {model.head_dim}; "
             "leave the flag out."
         )
+
+
+def check_query_heads(model: ModelConfig, workers: int) -> None:
+    """Refuse more query heads of a KV head than the kernels take.
+
+    Args:
+        workers: that share the attention heads.
+
+    Raises:
+        KVQuantError: says with how many workers the model is served.
+    """
+
+    def group(workers: int) -> float:
+        heads: int = model.num_attention_heads
+        return heads / workers / int(model.get_num_kv_heads(workers))
+
+    if group(workers) > MAX_GQA_GROUP:
+        enough = next(n for n in (2**i for i in range(20)) if group(n) <= MAX_GQA_GROUP)
+        raise KVQuantError(
+            f"{model.model_path} has {group(workers):g} query heads to a KV head, and the kernels take "
+            f"{MAX_GQA_GROUP}: add --tp {enough}, or serve it without --kv-quant."
+        )
+
+
+def attention_workers(server_args: ServerArgs) -> int:
+    """Workers that share a request's attention heads."""
+    workers: int = compat.resolved(server_args, "tp_size", 1)
+    if compat.resolved(server_args, "enable_dp_attention", False):
+        workers //= compat.resolved(server_args, "dp_size", 1)
+    return workers
 
 
 def after_configure(result: Any, configurator: Configurator, *args: Any, **kwargs: Any) -> None:

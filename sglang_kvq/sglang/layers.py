@@ -19,6 +19,11 @@ def check_layers(model: torch.nn.Module, head_dim: int, elsewhere: Collection[in
     Raises:
         SystemExit: names the layer and the reason.
     """
+    if not any(isinstance(layer, RadixAttention) for layer in model.modules()):
+        raise SystemExit(
+            f"--kv-quant does not support this model: {type(model).__name__} has no attention layers that can be "
+            "checked."
+        )
     for name, layer in model.named_modules():
         if not isinstance(layer, RadixAttention) or layer.layer_id in elsewhere:
             continue

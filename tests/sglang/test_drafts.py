@@ -132,7 +132,7 @@ def test_sglang_price_of_target_and_draft_is_replaced(configurator, monkeypatch)
     sizes = SimpleNamespace(_cell_size=1)
     drafts.after_sizes(None, sizes, kvc)
     assert sizes._cell_size == 1, "nothing is sized yet"
-    runtime.start(CONFIG, geometry)
+    runtime.start(CONFIG, geometry, tuple(range(geometry.layers)))
     kvc.is_draft_worker = True
     drafts.after_sizes(None, sizes, kvc)
     assert sizes._cell_size == 1

@@ -1,0 +1,91 @@
+"""Writes the tables of docs/models.md from ``sglang_kvq/sglang/architectures.py``.
+
+    python docs/models.py
+
+``tests/packaging/test_models_page.py`` fails while the page differs from the table.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from sglang_kvq.sglang.architectures import FAMILIES, Answer, Evidence, Family, Reason
+
+PAGE = Path(__file__).parent / "models.md"
+BEGIN, END = "<!-- written by docs/models.py: begin -->\n", "<!-- written by docs/models.py: end -->\n"
+
+#: What each kind of evidence means.
+EVIDENCE = {
+    Evidence.GPU: "`python -m tests.gpu`: a tiny random model of that architecture on an H200, log-probabilities "
+    "against plain SGLang's ([gpu_h200.json](../benchmarks/results/gpu_h200.json)). Llama also on a CPU, with a real "
+    "model, in `tests/e2e`.",
+    Evidence.BUILT: "`tests/sglang/test_architectures.py` builds SGLang's class from a config, without weights, and "
+    "puts each attention layer through the checks of a starting server. Nothing was run.",
+    Evidence.READ: "It cannot be built in the tests' environment. The checks accept a config of it, and "
+    "`tests/sglang/test_pool_users.py` found nothing in its code that the cache does not know. Nothing was run.",
+}
+
+
+def row(*cells: str) -> str:
+    return "| " + " | ".join(cells) + " |\n"
+
+
+def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    head = list(head)
+    return row(*head) + "|---" * len(head) + "|\n" + "".join(row(*cells) for cells in rows)
+
+
+def named(family: Family) -> tuple[str, str]:
+    return family.name, ", ".join(f"`{name}`" for name in family.architectures)
+
+
+def tables() -> Iterator[str]:
+    """The generated part, in pieces."""
+    counts = {
+        answer: sum(len(family.architectures) for family in FAMILIES if family.answer is answer) for answer in Answer
+    }
+    total = sum(counts.values())
+    yield (
+        f"Of {total} architectures {counts[Answer.SERVED]} are served, {counts[Answer.IN_PART]} in part, and "
+        f"{counts[Answer.REFUSED]} are refused.\n\n"
+    )
+    yield "## Served\n\n"
+    for evidence in Evidence:
+        families = [f for f in FAMILIES if f.answer is Answer.SERVED and f.evidence is evidence]
+        yield f"### {evidence.value.capitalize().replace('sglang', 'SGLang').replace('h200', 'H200')}\n\n"
+        yield f"{EVIDENCE[evidence]}\n\n"
+        yield table(("family", "architectures", "note"), ((*named(family), family.note) for family in families)) + "\n"
+    yield "## Served in part\n\nThe same class serves checkpoints with and without what is refused.\n\n"
+    yield table(
+        ("family", "architectures", "served", "refused: what has"),
+        ((*named(f), f.note, f.reason.what) for f in FAMILIES if f.answer is Answer.IN_PART and f.reason),
+    )
+    yield "\n## Refused\n\n"
+    reasons: list[Reason] = []
+    for family in FAMILIES:
+        if family.answer is Answer.REFUSED and family.reason and family.reason not in reasons:
+            reasons.append(family.reason)
+    for reason in reasons:
+        yield f"### {reason.what[0].upper()}{reason.what[1:]}\n\nWhat would lift it: {reason.lift}.\n\n"
+        families = [f for f in FAMILIES if f.answer is Answer.REFUSED and f.reason is reason]
+        yield table(("family", "architectures", "note"), ((*named(family), family.note) for family in families)) + "\n"
+
+
+def written(page: str) -> str:
+    """The page with its tables as they should be."""
+    before, rest = page.split(BEGIN)
+    _, after = rest.split(END)
+    return before + BEGIN + "".join(tables()) + END + after
+
+
+def main() -> None:
+    PAGE.write_text(written(PAGE.read_text()))
+    print(PAGE)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,318 @@
+"""``kvq doctor --model``: whether a model is served, by its config alone, what a token takes and how many fit.
+
+Nothing is loaded: of the weights only the files' sizes are looked at, to guess what they leave of a GPU's memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import shlex
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from importlib import metadata
+from pathlib import Path
+
+from sglang_kvq.cache.layout import KVGeometry, fit
+from sglang_kvq.config import PAGE_SIZE, KVQuantConfig
+from sglang_kvq.errors import KVQuantError
+from sglang_kvq.formats.record import RecordFormat
+from sglang_kvq.methods import RotationKind, get_method
+from sglang_kvq.rotations.resolve import resolve_formats, resolve_rotations
+from sglang_kvq.rotations.storage.zoo import find_rotations
+from sglang_kvq.sglang.architectures import Answer, Family, family_of
+from sglang_kvq.sglang.types import ModelConfig
+
+#: Of a GPU's memory, what SGLang gives to weights and KV cache, about; it chooses by GPU and flags.
+STATIC_SHARE = 0.88
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is asked: the options of the command, named as the server's flags where they are such.
+
+    Attributes:
+        memory: GiB of each GPU for the KV cache; None guesses it, if there is a GPU.
+        tp: workers that share the heads.
+    """
+
+    model: str
+    config: KVQuantConfig
+    memory: float | None = None
+    tp: int = 1
+    trust_remote_code: bool = False
+
+    def __post_init__(self) -> None:
+        if self.memory is not None and self.memory <= 0:
+            raise KVQuantError(f"--memory {self.memory:g}: must be the GiB that a GPU has for the KV cache.")
+        if self.tp < 1:
+            raise KVQuantError(f"--tp {self.tp}: must be the number of GPUs, at least 1.")
+
+
+@dataclass
+class Diagnosis:
+    """The answer; what does not apply or is not known is None.
+
+    Attributes:
+        answer: ``served`` or ``refused``; of a family that is served in part, what holds for this model.
+        evidence: how it is known that the family is served.
+        why, lift: of a refusal.
+        layers: all; ``quantized_layers`` of them have a cache in our pool.
+        kv_heads: of one GPU.
+        rotations: where they would come from; None for a method without rotation files, or if none are known.
+        calibrate: the command that makes them, if they are missing.
+        bytes_bf16, bytes_quantized: of a token in all layers, on one GPU.
+        memory: bytes of one GPU for the KV cache.
+        tokens_bf16, tokens, requests: that fit into it; requests that can run at once.
+        flags: that a server needs.
+    """
+
+    model: str
+    method: str
+    answer: str
+    architectures: list[str] = field(default_factory=list)
+    family: str | None = None
+    evidence: str | None = None
+    note: str | None = None
+    why: str | None = None
+    lift: str | None = None
+    layers: int | None = None
+    quantized_layers: int | None = None
+    query_heads: int | None = None
+    kv_heads: int | None = None
+    head_dim: int | None = None
+    rotations: str | None = None
+    calibrate: str | None = None
+    bytes_bf16: int | None = None
+    bytes_quantized: float | None = None
+    memory: int | None = None
+    memory_from: str | None = None
+    tokens_bf16: int | None = None
+    tokens: int | None = None
+    requests: int | None = None
+    flags: list[str] = field(default_factory=list)
+
+    @property
+    def command(self) -> str:
+        """How to serve it."""
+        return shlex.join(["python", "-m", "sglang.launch_server", "--model-path", self.model, *self.flags])
+
+
+def report(request: Request, show: Callable[[str], None] = print, *, as_json: bool = False) -> int:
+    """Show the diagnosis, as lines or one JSON object, and return the exit status: 1 if the model is refused.
+
+    Raises:
+        KVQuantError: SGLang is not installed, the config cannot be read, or a setting is wrong.
+    """
+    found = diagnose(request)
+    if as_json:
+        show(
+            json.dumps({**asdict(found), "command": found.command if found.answer == Answer.SERVED else None}, indent=1)
+        )
+    else:
+        for line in lines(found, request):
+            show(line)
+    return int(found.answer != Answer.SERVED)
+
+
+def diagnose(request: Request) -> Diagnosis:
+    """Answer for one model.
+
+    Raises:
+        KVQuantError: SGLang is not installed, the config cannot be read, or a setting is wrong.
+    """
+    from sglang_kvq.sglang import checks
+
+    model, flags = read_config(request)
+    names = list(model.hf_config.architectures or [])
+    family = family_of(names)
+    found = Diagnosis(request.model, request.config.method, Answer.SERVED.value, names)
+    if family is None:
+        return _refuse(found, None, "SGLang has no class for it that this release of sglang-kvq knows")
+    found.family, found.note = family.name, family.note or None
+    try:
+        checks.check_model(model, request.config)
+        checks.check_query_heads(model, request.tp)
+    except KVQuantError as error:
+        return _refuse(found, family, str(error))
+    found.evidence = family.evidence.value if family.evidence else None
+    found.layers = found.quantized_layers = model.num_attention_layers
+    found.query_heads = max(1, model.num_attention_heads // request.tp)
+    found.kv_heads, found.head_dim = model.get_num_kv_heads(request.tp), model.head_dim
+    found.flags = [*flags, "--kv-quant", request.config.method]
+    if request.tp > 1:
+        found.flags += ["--tp", str(request.tp)]
+    if request.config.bits is not None:
+        found.flags += ["--kv-quant-bits", request.config.bits]
+    formats = _formats(found, request, model)
+    if formats is not None:
+        _count(found, request, KVGeometry(model.get_num_kv_heads(request.tp), formats), model)
+    return found
+
+
+def read_config(request: Request) -> tuple[ModelConfig, list[str]]:
+    """SGLang's view of the model, and the flags that a server of it needs.
+
+    Raises:
+        KVQuantError: SGLang is not installed or cannot read the config.
+    """
+    from sglang_kvq.sglang import compat
+    from sglang_kvq.sglang.doctor import torch_and_gpus
+
+    try:
+        version = compat.sglang_version()
+    except metadata.PackageNotFoundError:
+        raise KVQuantError(f"--model {request.model}: SGLang reads it, and is not installed here.") from None
+    torch_and_gpus()  # chooses SGLang's engine
+    import torch
+
+    with _quietly():
+        from sglang.srt.configs.model_config import ModelConfig
+
+        def read(dtype: str) -> ModelConfig:
+            return ModelConfig(request.model, trust_remote_code=request.trust_remote_code, dtype=dtype)
+
+        try:
+            model = read("auto")
+            if model.dtype == torch.bfloat16:
+                return model, []
+            return read("bfloat16"), ["--dtype", "bfloat16"]
+        except Exception as error:  # whatever SGLang, transformers and the hub raise for a model that is not there
+            text = str(error).strip().partition("\n")[0]
+            raise KVQuantError(
+                f"--model {request.model}: SGLang {version} cannot read its config: {text or type(error).__name__}"
+            ) from None
+
+
+@contextlib.contextmanager
+def _quietly() -> Iterator[None]:
+    """Without what SGLang and transformers remark on a config or on this machine."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)
+
+
+def _refuse(found: Diagnosis, family: Family | None, why: str) -> Diagnosis:
+    found.answer, found.why = Answer.REFUSED.value, why
+    if family is not None and family.reason is not None and family.reason.what.split(" (")[0] in why:
+        found.lift = family.reason.lift
+    return found
+
+
+def _formats(found: Diagnosis, request: Request, model: ModelConfig) -> tuple[RecordFormat, ...] | None:
+    """Of all layers; None while rotations that decide them are missing. Notes where rotations come from.
+
+    Raises:
+        KVQuantError: rotations that were given do not fit.
+    """
+    config, rotations = request.config, None
+    method = get_method(config.method)
+    if method.rotation is RotationKind.LEARNED:
+        try:
+            found.rotations = config.rotations or find_rotations(
+                request.model, model.hf_config, transform=method.planes
+            )
+        except KVQuantError:
+            composition = " --composition transform" if method.planes else ""
+            model_path = shlex.quote(request.model)
+            found.calibrate = f"kvq calibrate {model_path}{composition} --text FILE --output rotations"
+            found.flags += ["--kv-quant-rotations", "rotations"]
+        if config.rotations is not None:
+            found.flags += ["--kv-quant-rotations", config.rotations]
+        if found.rotations is not None and Path(found.rotations).exists():
+            rotations = resolve_rotations(config, request.model, model.hf_config)
+    else:
+        resolve_rotations(config, request.model, model.hf_config)  # refuses files that mean nothing to the method
+    if rotations is None and (method.planes or config.width.target is not None):
+        return None
+    return resolve_formats(config, rotations, model.hf_config)
+
+
+def _count(found: Diagnosis, request: Request, geometry: KVGeometry, model: ModelConfig) -> None:
+    """Bytes a token, and tokens in the memory."""
+    found.bytes_bf16 = geometry.slot_bytes // PAGE_SIZE
+    found.bytes_quantized = geometry.page_bytes / PAGE_SIZE
+    if request.memory is not None:
+        found.memory, found.memory_from = int(request.memory * 2**30), "--memory"
+    else:
+        _guess_memory(found, request, model)
+    if found.memory is not None:
+        layout = fit(request.config, geometry, found.memory)
+        found.tokens_bf16 = found.memory // geometry.slot_bytes * PAGE_SIZE
+        found.tokens, found.requests = layout.tokens, layout.max_requests
+
+
+def _guess_memory(found: Diagnosis, request: Request, model: ModelConfig) -> None:
+    import torch
+
+    weights = weight_bytes(model)
+    if not torch.cuda.is_available() or weights is None:
+        return
+    gpu = torch.cuda.get_device_properties(torch.cuda.current_device())
+    left = int(gpu.total_memory * STATIC_SHARE) - weights // request.tp
+    found.memory_from = (
+        f"{gpu.name}, about: {STATIC_SHARE:.0%} of it less {weights / request.tp / 2**30:.1f} GiB of weights"
+    )
+    if left > 0:
+        found.memory = left
+
+
+def weight_bytes(model: ModelConfig) -> int | None:
+    """The size of a model's safetensors, from a folder's files or the hub's index; None if neither tells."""
+    folder = Path(model.model_path)
+    if folder.is_dir():
+        return sum(path.stat().st_size for path in folder.glob("*.safetensors")) or None
+    from transformers.utils.hub import cached_file
+
+    index = cached_file(
+        model.model_path,
+        "model.safetensors.index.json",
+        revision=model.revision,
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False,
+    )
+    if index is None:
+        return None
+    size: int = json.loads(Path(index).read_text()).get("metadata", {}).get("total_size", 0)
+    return size or None
+
+
+def lines(found: Diagnosis, request: Request) -> Iterator[str]:
+    """The diagnosis in words."""
+    names = ", ".join(found.architectures) or "no architecture in its config"
+    if found.answer != Answer.SERVED:
+        yield f"refused: {found.why}"
+        if found.lift:
+            yield f"  would be lifted by: {found.lift}"
+        return
+    yield f"served: {found.model}"
+    yield f"  family         {found.family} ({names}): {found.evidence}{f'; {found.note}' if found.note else ''}"
+    heads = f"{found.query_heads} query heads over {found.kv_heads} KV heads of {found.head_dim} elements"
+    yield f"  attention      {heads}{f' on each of {request.tp} GPUs' if request.tp > 1 else ''}"
+    yield f"  layers         {found.quantized_layers} of {found.layers} are quantized"
+    if get_method(found.method).rotation is RotationKind.LEARNED:
+        yield f"  rotations      {found.rotations or f'none known; first: {found.calibrate}'}"
+    if found.bytes_bf16 and found.bytes_quantized:
+        ratio = found.bytes_bf16 / found.bytes_quantized
+        yield (
+            f"  KV of a token  {found.bytes_bf16:,} bytes in BF16, {found.bytes_quantized:,.0f} with --kv-quant "
+            f"{found.method} ({ratio:.2f}x less), windows not counted"
+        )
+    if found.tokens is not None and found.memory is not None:
+        yield (
+            f"  tokens         {found.tokens_bf16:,} in BF16, {found.tokens:,} with --kv-quant {found.method}, windows "
+            f"counted; {found.requests:,} requests at once; in {found.memory / 2**30:.1f} GiB ({found.memory_from})"
+        )
+    elif found.bytes_bf16:
+        gone = (
+            f"the weights leave no memory ({found.memory_from}); try --tp" if found.memory_from else "give --memory GiB"
+        )
+        yield f"  tokens         {gone}"
+    yield f"  serve with     {found.command}"

@@ -1,0 +1,177 @@
+"""What the checks say of each architecture that the installed SGLang lists.
+
+``python -m tests.sglang.architecture_probe`` prints a JSON object. It is a process of its own, since a model can only
+be built once SGLang has set itself up. Models are built on torch's meta device, so that a published size costs nothing.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import json
+import logging
+import os
+import socket
+import sys
+import tempfile
+from dataclasses import asdict, dataclass
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from unittest import mock
+
+from tests.sglang.architecture_examples import REFUSED, Config, example, model_types
+
+
+@cache
+def entry_classes() -> dict[str, str]:
+    """The file of each class that a module of ``sglang.srt.models`` names as its ``EntryClass``, by source."""
+    spec = find_spec("sglang")
+    assert spec and spec.submodule_search_locations
+    found = {}
+    for path in sorted((Path(spec.submodule_search_locations[0]) / "srt" / "models").glob("*.py")):
+        for node in ast.parse(path.read_text(encoding="utf-8-sig")).body:
+            if isinstance(node, ast.Assign) and any(ast.unparse(target) == "EntryClass" for target in node.targets):
+                listed = node.value.elts if isinstance(node.value, ast.List | ast.Tuple) else [node.value]
+                found |= {ast.unparse(name): path.name for name in listed}
+    return found
+
+
+@dataclass
+class Said:
+    """Of one config: what refused it, None where nothing did.
+
+    Attributes:
+        unread: why SGLang cannot read the config.
+        config: ``check_model``'s refusal, without the table's.
+        table: its refusal by the table alone.
+        unbuilt: why the model could not be built here.
+        layers: the refusal of its layers, once built.
+    """
+
+    unread: str | None = None
+    config: str | None = None
+    table: str | None = None
+    unbuilt: str | None = None
+    layers: str | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        """Built, with layers that the cache serves."""
+        return (self.unread, self.config, self.table, self.unbuilt, self.layers) == (None,) * 5
+
+
+def start() -> None:
+    """Set this process up as one worker of a CPU server, as far as models ask for it."""
+    from sglang.srt.server_args import prepare_server_args
+
+    from sglang_kvq.sglang import compat
+    from tests.sglang.conftest import LLAMA
+
+    folder = write(LLAMA)
+    server_args = prepare_server_args(["--model-path", folder, "--device", "cpu"])
+    from sglang.srt.configs.model_config import ModelConfig
+
+    with contextlib.closing(socket.socket()) as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    if hasattr(server_args, "resolve_once"):  # releases.NEW_TREE
+        from sglang.srt.runtime_context import SpawnRanks, publish
+
+        server_args.resolve_once()
+        publish(server_args, role="scheduler", ranks=SpawnRanks(world_rank=0, gpu_id=0))
+        from sglang.srt.distributed import bootstrap
+
+        bootstrap.init_parallel_runtime(server_args=server_args, device="cpu", dist_port=port)
+        bootstrap.init_layer_runtime(model_config=ModelConfig(folder))
+    else:
+        from sglang.srt.distributed import init_distributed_environment, initialize_model_parallel
+        from sglang.srt.layers.dp_attention import initialize_dp_attention
+        from sglang.srt.server_args import set_global_server_args_for_scheduler
+
+        set_global_server_args_for_scheduler(server_args)
+        init_distributed_environment(
+            backend="gloo",
+            world_size=1,
+            rank=0,
+            local_rank=0,
+            distributed_init_method=f"tcp://127.0.0.1:{port}",
+        )
+        initialize_model_parallel(tensor_model_parallel_size=1)
+        initialize_dp_attention(server_args, ModelConfig(folder))
+    assert compat.is_supported(compat.sglang_version())
+    from sglang.srt.models.registry import ModelRegistry
+
+    ModelRegistry.get_supported_archs()  # imports all models, before the default device is meta
+
+
+def write(config: Config) -> str:
+    folder = Path(tempfile.mkdtemp())
+    (folder / "config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
+def ask(config: Config) -> Said:
+    """Put one config through the checks, as far as it comes."""
+    import torch
+    from sglang.srt.configs.load_config import LoadConfig
+    from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.model_loader.loader import _initialize_model
+
+    from sglang_kvq.config import KVQuantConfig
+    from sglang_kvq.errors import KVQuantError
+    from sglang_kvq.rotations.identity import geometry_of
+    from sglang_kvq.sglang import architectures, checks, layers
+
+    said, kv_quant = Said(), KVQuantConfig("hadamard")
+    try:
+        model = ModelConfig(write(config), dtype="bfloat16")
+    except Exception as error:
+        return Said(unread=f"{type(error).__name__}: {error}")
+    try:
+        with mock.patch.object(architectures, "refusal_of", return_value=None):
+            checks.check_model(model, kv_quant)
+    except KVQuantError as error:
+        said.config = str(error)
+    said.table = architectures.refusal_of(model.hf_config.architectures)
+    if said.config:
+        return said
+    try:
+        torch.set_default_dtype(torch.bfloat16)
+        with torch.device("meta"):
+            built = _initialize_model(model, LoadConfig())
+    except BaseException as error:
+        said.unbuilt = f"{type(error).__name__}: {error}"
+        return said
+    finally:
+        torch.set_default_dtype(torch.float32)
+    try:
+        geometry = geometry_of(model.hf_config)
+        layers.check_layers(built, geometry.head_dim)
+        layers.check_layer_ids(built, range(geometry.layers))
+    except SystemExit as error:
+        said.layers = str(error)
+    heads = {x.tp_k_head_num for x in built.modules() if isinstance(x, layers.RadixAttention)}
+    if said.layers is None and heads != {model.get_num_kv_heads(1)}:
+        said.layers = f"layers of {heads} KV heads, and the cache has {model.get_num_kv_heads(1)}"
+    return said
+
+
+def main() -> None:
+    logging.disable(logging.CRITICAL)
+    shown = os.fdopen(os.dup(1), "w")
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
+        start()
+        types, only = model_types(), sys.argv[1:]
+        found = {name: asdict(ask(example(name, types))) for name in entry_classes() if not only or name in only}
+        refused = {
+            name: asdict(ask({"torch_dtype": "bfloat16", **config, "architectures": [name]}))
+            for name, config in REFUSED.items()
+            if name in found
+        }
+    json.dump({"examples": found, "refused": refused}, shown)
+    shown.flush()
+
+
+if __name__ == "__main__":
+    main()
