@@ -90,9 +90,9 @@ class LayerBudgets:
         ids = self.writer.tokens(files[0].read_text()[: self.tokens * 8])[: self.tokens]
         return similarities(self.runner, ids, window=max(1, len(ids) // 4), sinks=2 * PAGE_SIZE)
 
-    def __call__(self, tokens: int) -> tuple[int, ...]:
+    def __call__(self, tokens: int, pinned: int) -> tuple[int, ...]:
         sharpness = SHARPNESS.get(self.runner.model.config.model_type, 1.0)
-        return layer_budgets(self.similarities, tokens, sharpness=sharpness, unit=PAGE_SIZE)
+        return layer_budgets(self.similarities, tokens, sharpness=sharpness, unit=PAGE_SIZE, least=pinned + PAGE_SIZE)
 
 
 def run(args: argparse.Namespace, runner: Runner, writer: Writer, embedder: Embeds) -> tuple[Measured, dict[str, Any]]:

@@ -18,6 +18,8 @@ FILE = "longchat/10_topics.jsonl"
 OPENING = re.compile(r"I would like to discuss the topic of (.+?)\.?\s*$")
 #: How the user leaves a topic, in the same words everywhere: not a question to recall.
 CLOSING = re.compile(r"\bthe end of our discussion\b")
+#: Where the record's own question begins.
+END = "Now the record ends"
 #: Records joined into one conversation; what does not fit is cut later.
 JOINED = 3
 #: What is asked of each topic: (number among the user's questions, how it is put).
@@ -42,8 +44,8 @@ def load(data: Path, file: str = FILE, joined: int = JOINED) -> list[Conversatio
 
 
 def topics(record: str) -> list[tuple[str, list[tuple[str, str]]]]:
-    """(topic, [(speaker, text), …]) of a record, without its instructions."""
-    parts = re.split(r"\b(USER|ASSISTANT): ", record)
+    """(topic, [(speaker, text), …]) of a record, without its instructions and its question."""
+    parts = re.split(r"\b(USER|ASSISTANT): ", record.partition(END)[0])
     said = [(speaker, text.strip()) for speaker, text in zip(parts[1::2], parts[2::2])]
     found: list[tuple[str, list[tuple[str, str]]]] = []
     for speaker, text in said:

@@ -67,12 +67,12 @@ def measure_case(
     kv_quant: str,
     compressions: Sequence[float],
     policies: Sequence[str],
-    layers_of: Callable[[int], tuple[int, ...]],
+    layers_of: Callable[[int, int], tuple[int, ...]],
 ) -> None:
     """One conversation; with ``kv_quant`` "none" also what *gain kept* is measured by.
 
     Args:
-        layers_of: layer budgets for an average of so many tokens.
+        layers_of: layer budgets for an average of so many tokens, of which so many are pinned.
     """
     name, device = case.conversation.name, case.runner.device
     measured.tokens[name] = len(case.history)
@@ -85,7 +85,7 @@ def measure_case(
             if policy in ("full", "none"):
                 continue
             if policy == "epicache_layers":
-                outcomes = epicache_layers(case, tokens, layers_of(tokens))
+                outcomes = epicache_layers(case, tokens, layers_of(tokens, case.pinned))
             else:
                 outcomes = POLICIES[policy](case, tokens)
             measured.add((dataset, compression, kv_quant), name, outcomes, device)

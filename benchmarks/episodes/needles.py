@@ -84,6 +84,7 @@ PEOPLE = (
     "Kavya Rao",
     "Liam Byrne",
 )
+REPLY = "I will remember that."
 #: Records joined into one conversation, and facts first said in each of its sessions.
 JOINED = 5
 FACTS = 2
@@ -130,7 +131,7 @@ def plant(filler: Conversation, name: str, seed: int) -> Conversation:
                     evidence.setdefault(number, []).append(len(turns))
                     answers[number] = answer
                     turns.append(Turn("USER", f"By the way, please remember that {text}.", session))
-                    turns.append(Turn("ASSISTANT", "I will remember that.", session))
+                    turns.append(Turn("ASSISTANT", REPLY, session))
     questions = [
         Question(KINDS[facts[number][0]][2].format(facts[number][1]), answers[number], tuple(evidence[number]))
         for number in sorted(evidence)

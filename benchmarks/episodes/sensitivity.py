@@ -53,21 +53,24 @@ def similarities(runner: Runner, ids: list[int], *, window: int, sinks: int) -> 
     return np.array([float(x.mean(dtype=torch.float64)) for x in found])
 
 
-def layer_budgets(similar: np.ndarray, tokens: int, *, sharpness: float, unit: int) -> tuple[int, ...]:
+def layer_budgets(similar: np.ndarray, tokens: int, *, sharpness: float, unit: int, least: int) -> tuple[int, ...]:
     """Tokens a head of each layer, ``tokens`` on average, in whole ``unit`` s, each at least ``FLOOR`` of that.
 
     The weight of a layer is (1 - n)^sharpness, n its similarity scaled to [0, 1]. What the floors leave is divided by
     weight, so the total is exact.
 
+    Args:
+        least: tokens below which no layer may fall, such as those that are pinned and some more.
+
     Raises:
-        KVQuantError: ``tokens`` is not a multiple of ``unit``.
+        KVQuantError: ``tokens`` is not a multiple of ``unit``, or less than ``least``.
     """
-    if tokens % unit:
-        raise KVQuantError(f"{tokens} tokens in units of {unit}: give a multiple.")
+    if tokens % unit or tokens < least:
+        raise KVQuantError(f"{tokens} tokens in units of {unit}, at least {least}: give a multiple that is not less.")
     spread = float(similar.max() - similar.min())
     weights = np.ones_like(similar) if spread == 0 else (1 - (similar - similar.min()) / spread) ** sharpness
     total = len(similar) * tokens // unit
-    floor = max(1, int(FLOOR * tokens / unit))
+    floor = max(-(-least // unit), int(FLOOR * tokens / unit))
     units = np.full(len(similar), floor)
     share = weights / weights.sum() * (total - units.sum())
     units += share.astype(int)

@@ -14,7 +14,7 @@ from sglang_kvq.errors import KVQuantError
 ANGLES = np.radians([0, 4, -4, 38, 90, 120, 150])
 ROWS = np.stack([np.cos(ANGLES), np.sin(ANGLES)], 1).astype(np.float32)
 LABELS = np.array([0, 0, 0, 1, 1, 1, 1])
-EPISODES = Episodes(LABELS, unit(np.stack([ROWS[LABELS == e].mean(0) for e in range(2)])))
+EPISODES = Episodes(LABELS, unit(np.stack([ROWS[e == LABELS].mean(0) for e in range(2)])))
 QUESTION = np.array([np.cos(np.radians(36)), np.sin(np.radians(36))], dtype=np.float32)
 
 

@@ -133,7 +133,6 @@ def record(*topics: str) -> str:
         parts += [
             f"USER: I would like to discuss the topic of {topic}. \n ASSISTANT: Gladly. \n",
             f"USER: Why {topic}? \n ASSISTANT: Because. \n USER: Since when is {topic} known? \n ASSISTANT: Long. \n",
-            f"USER: Great, this is the end of our discussion on the topic {topic}, let's talk about the next topic. \n"
-            " ASSISTANT: Sure. \n",
+            f"USER: Great, this is the end of our discussion on the topic {topic}, let's talk about the next topic. \n",
         ]
-    return " ".join(parts) + " USER: What is the first topic?"
+    return " ".join(parts) + " Now the record ends. What is the first topic we discussed? Only give me the topic name."
