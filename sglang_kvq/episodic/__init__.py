@@ -1,1 +1,4 @@
-"""Conversations longer than what a request attends to. Imports neither SGLang nor torch."""
+"""Episodes of a conversation: segments, their embeddings and clusters, and which of them a question needs.
+
+Imports neither SGLang nor torch: the router and the oracle of ``benchmarks/episodes`` share it.
+"""

@@ -1,0 +1,94 @@
+"""The whole command on a tiny model: rows in the form of results, of every policy and dataset."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from benchmarks import record
+from benchmarks.episodes import __main__ as command
+from benchmarks.episodes.datasets import DATASETS
+from benchmarks.episodes.measure import comparisons, rows
+from sglang_kvq.errors import KVQuantError
+from tests.benchmarks.episodes import helpers
+
+COLUMNS = {
+    "dataset", "policy", "matching", "compression", "kv_quant", "gain_kept", "gain_kept_se", "evidence_recall",
+    "hot_tokens", "total_bytes",
+}  # fmt: skip
+
+
+def arguments(data: Path, *words: str) -> object:
+    fixed = ["--model", "tiny", "--embedder", "none", "--data", str(data), "--out", str(data / "out.json")]
+    sizes = ["--history-tokens", "1400", "--sample-tokens", "512", "--block", "256", "--limit", "2", "--questions", "3"]
+    return command.arguments([*fixed, *sizes, *words])
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("data")
+    letters = "abcdefghijklmnop"
+    helpers.write_data(folder, [helpers.record(*(f"{a}{n}" for n in range(3))) for a in letters])
+    return folder
+
+
+def test_rows_of_all_policies_and_datasets(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    args = arguments(data, "--compressions", "2", "--kv-quant", "none,int4", "--quant-policies", "full,late,epicache")
+    runner = helpers.runner(head_dim=64)
+    measured, more = command.run(args, runner, helpers.writer(), helpers.embedder())
+    found = command.rounded(rows(measured, {"none": 16.0, "int4": 4.0}))
+    assert all(set(row) >= COLUMNS for row in found)
+    assert {row["dataset"] for row in found} == set(DATASETS)
+    named = {
+        (row["policy"], row["matching"]) for row in found if row["dataset"] == "locomo" and row["kv_quant"] == "none"
+    }
+    assert {policy for policy, _ in named} == {*args.policies.split(","), "kvzip_heads"}
+    assert {("late", "centroid"), ("late", "segments"), ("epicache", "evidence"), ("text", "segments")} <= named
+    ends = {row["policy"]: row for row in found if row["compression"] is None and row["kv_quant"] == "none"}
+    assert ends["full"]["gain_kept"] == 1 and ends["none"]["gain_kept"] == 0
+    assert all(math.isfinite(row["gain_kept"]) and row["conversations"] == 2 for row in found)
+    quantized = {row["policy"] for row in found if row["kv_quant"] == "int4"}
+    assert quantized == {"full", "late", "epicache"}
+    full = next(row for row in found if row["policy"] == "full" and row["kv_quant"] == "int4")
+    assert full["gain_kept"] != 1 and full["total_bytes"] == pytest.approx(full["hot_tokens"] * 4)
+    compared = comparisons(measured)
+    assert any(one["theirs"] == "late by segments without kv_quant" for one in compared)
+    same = next(r for r in compared if r["ours"] == "late by segments" and r["theirs"] == "text by segments")
+    gains = {row["policy"]: row["gain_kept"] for row in found if row["matching"] == "segments" and
+             (row["dataset"], row["kv_quant"]) == (same["dataset"], same["kv_quant"])}  # fmt: skip
+    assert same["gain_difference"] == pytest.approx(gains["late"] - gains["text"], abs=1e-3)
+    record.write(data / "out.json", "episodes_tiny", found, comparisons=command.rounded(compared), **more)
+    assert json.loads((data / "out.json").read_text())["conversations_left_out"] == 0
+    assert len(command.table(found).splitlines()) == len(found) + 1
+    assert "locomo/talk-1" in capsys.readouterr().out
+
+
+def test_a_limit_of_seconds_stops_between_conversations(data: Path) -> None:
+    args = arguments(data, "--datasets", "locomo,needles", "--policies", "window", "--limit-seconds", "1e-9")
+    measured, more = command.run(args, helpers.runner(), helpers.writer(), helpers.embedder())
+    assert more["conversations_left_out"] == 4 and not measured.outcomes
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["--policies", "best"], "policy best: choose"),
+        (["--datasets", "locomo,x"], "--datasets x: choose"),
+        (["--compressions", "1"], "give numbers above 1"),
+        (["--kv-quant", "int4"], "give none first"),
+        (["--history-tokens", "500"], "histories of 500 tokens"),
+    ],
+)
+def test_bad_arguments_are_refused(data: Path, words: list[str], message: str) -> None:
+    with pytest.raises(KVQuantError, match=message):
+        command.run(arguments(data, *words), helpers.runner(), helpers.writer(), helpers.embedder())
+
+
+def test_sensitivities_need_a_text(data: Path, tmp_path: Path) -> None:
+    budgets = command.LayerBudgets(helpers.runner(), helpers.writer(), data, 256)
+    assert sum(budgets(640, 192)) == 640 * helpers.LAYERS
+    with pytest.raises(KVQuantError, match="no text to measure sensitivities on"):
+        command.LayerBudgets(helpers.runner(), helpers.writer(), tmp_path, 256)(640, 192)
