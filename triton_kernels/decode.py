@@ -25,6 +25,7 @@ from sglang_kvq.kernels.arguments import Stored, View, view
 from sglang_kvq.kernels.codes import PlaneRecord, Record, scale_step
 from sglang_kvq.kernels.common import INTERPRETED, NO_OVERLAP, PAGE, Overlap, dot, page_of, to_bf16
 from sglang_kvq.kernels.decode_general import history_general
+from sglang_kvq.kernels.decode_half import history_half
 from sglang_kvq.kernels.decode_planes import history_planes
 from sglang_kvq.kernels.int8 import (
     MAGIC_BITS,
@@ -64,6 +65,7 @@ class DecodeLaunch:
     stages: int
     registers: int
     programs_per_sm: int
+    half: int = 0
 
     def items(self, batch: int, programs: int, sms: int) -> int:
         """Items of a plan for ``batch`` requests, ``programs`` programs each.
@@ -150,6 +152,7 @@ def decode(
         RECORD=record,
         SHAPE=shape,
         FAST=is_fast(record),
+        HALF=launch.half,
         PLAIN=plain,
         EARLY=overlap.early,
         LETS_NEXT=overlap.lets_next,
@@ -164,8 +167,8 @@ def decode(
 @triton.jit
 def _decode(
     out, lse, q, items, scale_log2, stored,
-    RECORD: tl.constexpr, SHAPE: tl.constexpr, FAST: tl.constexpr, PLAIN: tl.constexpr,
-    EARLY: tl.constexpr, LETS_NEXT: tl.constexpr,
+    RECORD: tl.constexpr, SHAPE: tl.constexpr, FAST: tl.constexpr, HALF: tl.constexpr,
+    PLAIN: tl.constexpr, EARLY: tl.constexpr, LETS_NEXT: tl.constexpr,
 ):  # fmt: skip
     """Program (kv_head * parts of V + part, item): read the item; its records; its overlays; store."""
     PARTS: tl.constexpr = SHAPE.D // SHAPE.DIMS
@@ -187,6 +190,8 @@ def _decode(
             records = stored.records + head * RECORD.bytes
             if is_planes(RECORD):
                 state = history_planes(mine, item, table, records, v_first, scale_log2, RECORD, SHAPE, PLAIN)
+            elif HALF > 0:
+                state = history_half(mine, item, table, records, v_first, scale_log2, RECORD, SHAPE, PLAIN, HALF)
             elif FAST:
                 state = _history(mine, item, table, records, v_first, scale_log2, RECORD, SHAPE, PLAIN)
             else:
