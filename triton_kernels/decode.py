@@ -44,7 +44,7 @@ from sglang_kvq.kernels.int8 import (
 from sglang_kvq.kernels.plan import OVERLAY_TILE, load_item
 from sglang_kvq.kernels.planes import is_planes, row_dims
 from sglang_kvq.kernels.shape import shape_of, value_dims
-from sglang_kvq.kernels.softmax import LOG2E, NEVER, Softmax
+from sglang_kvq.kernels.softmax import LOG2E, NEVER, Softmax, first_columns
 
 #: Shared memory of an SM (Hopper), of which each program has a part reserved besides.
 _SHARED_BYTES, _RESERVED_BYTES = 228 * 1024, 1024
@@ -60,12 +60,13 @@ class DecodeLaunch:
     Attributes:
         stages, registers: the compiler's.
         programs_per_sm: one-warp programs that an SM holds at once.
+        half_pages: pages a turn of ``decode_half.history_half``, 1 or 2; 0 for products in INT8.
     """
 
     stages: int
     registers: int
     programs_per_sm: int
-    half: int = 0
+    half_pages: int = 0
 
     def items(self, batch: int, programs: int, sms: int) -> int:
         """Items of a plan for ``batch`` requests, ``programs`` programs each.
@@ -152,7 +153,7 @@ def decode(
         RECORD=record,
         SHAPE=shape,
         FAST=is_fast(record),
-        HALF=launch.half,
+        HALF_PAGES=launch.half_pages,
         PLAIN=plain,
         EARLY=overlap.early,
         LETS_NEXT=overlap.lets_next,
@@ -167,7 +168,7 @@ def decode(
 @triton.jit
 def _decode(
     out, lse, q, items, scale_log2, stored,
-    RECORD: tl.constexpr, SHAPE: tl.constexpr, FAST: tl.constexpr, HALF: tl.constexpr,
+    RECORD: tl.constexpr, SHAPE: tl.constexpr, FAST: tl.constexpr, HALF_PAGES: tl.constexpr,
     PLAIN: tl.constexpr, EARLY: tl.constexpr, LETS_NEXT: tl.constexpr,
 ):  # fmt: skip
     """Program (kv_head * parts of V + part, item): read the item; its records; its overlays; store."""
@@ -190,8 +191,8 @@ def _decode(
             records = stored.records + head * RECORD.bytes
             if is_planes(RECORD):
                 state = history_planes(mine, item, table, records, v_first, scale_log2, RECORD, SHAPE, PLAIN)
-            elif HALF > 0:
-                state = history_half(mine, item, table, records, v_first, scale_log2, RECORD, SHAPE, PLAIN, HALF)
+            elif HALF_PAGES > 0:
+                state = history_half(mine, item, table, records, v_first, scale_log2, RECORD, SHAPE, PLAIN, HALF_PAGES)
             elif FAST:
                 state = _history(mine, item, table, records, v_first, scale_log2, RECORD, SHAPE, PLAIN)
             else:
@@ -388,8 +389,4 @@ def _overlay(q, item, table, overlays, page_slot, head, dims, in_dims, scale_log
         p = tl.exp2(x - top[None, :])
         total = total * decay + tl.sum(p, 0)
         acc = dot(tl.trans(v), to_bf16(p), acc * decay[None, :])
-    if COLUMNS > HEADS:  # keep the first half
-        acc = tl.sum(tl.where((h < HEADS)[None, :], acc, 0.0).reshape(VP, 2, HEADS), 1)
-        total = tl.sum(tl.where(h < HEADS, total, 0.0).reshape(2, HEADS), 0)
-        top = tl.max(tl.where(h < HEADS, top, NEVER).reshape(2, HEADS), 0)
-    return Softmax(acc, total, top)
+    return first_columns(Softmax(acc, total, top), COLUMNS, HEADS)

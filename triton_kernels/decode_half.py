@@ -14,7 +14,7 @@ import triton.language as tl
 
 from sglang_kvq.kernels.common import PAGE, page_of
 from sglang_kvq.kernels.int8 import base_of, tile_scales
-from sglang_kvq.kernels.softmax import NEVER, Softmax
+from sglang_kvq.kernels.softmax import NEVER, Softmax, first_columns
 
 #: What a code counts: the least subnormal number of FP16.
 CODE = tl.constexpr(2.0**-24)
@@ -30,7 +30,7 @@ def history_half(
 ):  # fmt: skip
     """What ``decode._history`` does, of records with one group (``decode.is_two_bit``) and heads of at most 128."""
     TILE: tl.constexpr = PAGES * PAGE
-    HEADS: tl.constexpr = SHAPE.HEADS
+    COLUMNS: tl.constexpr = _columns(SHAPE)
     ROWS: tl.constexpr = SHAPE.VP
     PAGE_BYTES: tl.constexpr = SHAPE.KV_HEADS * RECORD.bytes
 
@@ -45,10 +45,10 @@ def history_half(
     dim = tl.arange(0, ROWS)
     scale_codes = RECORD.k.scale // 2 + tl.arange(0, 4)[None, :, None] * PAGE + tl.arange(0, PAGE)[None, None, :]
 
-    acc = tl.zeros([ROWS, HEADS], tl.float32)
-    offsets = tl.zeros([8, HEADS], tl.float32)
-    top = tl.full([HEADS], NEVER, tl.float32)
-    total = tl.zeros([8, HEADS], tl.float32)
+    acc = tl.zeros([ROWS, COLUMNS], tl.float32)
+    offsets = tl.zeros([8, COLUMNS], tl.float32)
+    top = tl.full([COLUMNS], NEVER, tl.float32)
+    total = tl.zeros([8, COLUMNS], tl.float32)
     largest = 1e-30  # s_v so far
     page_a, page_b = item.page_a.to(tl.int64), item.page_b.to(tl.int64)
     last = item.last_page
@@ -68,29 +68,36 @@ def history_half(
         values = _load_values(both + RECORD.v.low, v_first + dim, dim < SHAPE.DIMS, SHAPE, PLAIN, PAGES)
         s_k, z_k, s_v, z_v = _scales(tl.load(both.to(tl.pointer_type(tl.float16)) + scale_codes), PAGES)  # [TILE] each
 
-        products = tl.zeros([TILE, HEADS], tl.float32)
+        products = tl.zeros([TILE, COLUMNS], tl.float32)
         for n in tl.static_range(len(k)):
             products = _dot(k[n], queries[n], products, PLAIN)
-        left = (limit - index * PAGE).to(tl.float32)
-        unseen = _seen(tl.where(second, left - PAGE, left), token.to(tl.float32), PLAIN) * -NEVER + NEVER
-        x = products * s_k[:, None] + (z_k[:, None] * q_sum[None, :] + unseen[:, None])
+        x = products * s_k[:, None] + z_k[:, None] * q_sum[None, :]
+        if (index + PAGES) * PAGE > limit:
+            position = (index + second.to(tl.int32)) * PAGE + token
+            x = tl.where((position < limit)[:, None], x, NEVER)
 
         new_top = tl.maximum(top, tl.max(x, 0) * unit)
         decay = tl.exp2(top - new_top)
         top = new_top
         p = tl.exp2(x * unit[None, :] - top[None, :])
-        total = total * decay[None, :] + _spread_sum(p, TILE, HEADS)
-        offsets = offsets * decay[None, :] + _spread_sum(p * z_v[:, None], TILE, HEADS)
+        total = total * decay[None, :] + _spread_sum(p, TILE, COLUMNS)
+        offsets = offsets * decay[None, :] + _spread_sum(p * z_v[:, None], TILE, COLUMNS)
         new_largest = tl.maximum(largest, tl.max(s_v, 0))
         decay *= largest / new_largest
         largest = new_largest
         weights = p * (s_v * (fraction * (LARGEST_WEIGHT / largest)))[:, None]
-        w = _token_planes(weights.to(tl.float16), HEADS, PAGES)
+        w = _token_planes(weights.to(tl.float16), COLUMNS, PAGES)
         acc *= decay[None, :]
         for n in tl.static_range(len(w)):
             acc = _dot(values[n], w[n], acc, PLAIN)
     acc = acc * (largest / (LARGEST_WEIGHT * CODE)) + tl.sum(offsets, 0)[None, :]
-    return Softmax(acc, tl.sum(total, 0), top)
+    return first_columns(Softmax(acc, tl.sum(total, 0), top), COLUMNS, SHAPE.HEADS)
+
+
+@triton.constexpr_function
+def _columns(shape):
+    """Columns of a product: heads, but the smallest product has eight."""
+    return max(shape.HEADS, 8)
 
 
 @triton.jit
@@ -99,17 +106,6 @@ def _dot(a, b, acc, PLAIN: tl.constexpr):
         return tl.dot(a.to(tl.float32), b.to(tl.float32), acc)
     else:
         return tl.dot(a, b, acc)
-
-
-@triton.jit
-def _seen(count, token, PLAIN: tl.constexpr):
-    """1 for tokens before count, else 0; integers in float32."""
-    if PLAIN:
-        return tl.minimum(tl.maximum(count - token, 0.0), 1.0)
-    else:
-        return tl.inline_asm_elementwise(
-            "sub.sat.f32 $0, $1, $2;", "=f,f,f", [count, token], dtype=tl.float32, is_pure=True, pack=1
-        )
 
 
 @triton.jit
@@ -200,10 +196,10 @@ def _queries(q, SHAPE: tl.constexpr):
     """Queries of one KV head as operands.
 
     Returns:
-        for each tile of ``_load_keys`` FP16 [its columns, HEADS]; sums of queries in what products count; that unit,
-        [HEADS] each.
+        for each tile of ``_load_keys`` FP16 [its columns, heads]; sums of queries in what products count; that unit,
+        [heads] each.
     """
-    h, dim = tl.arange(0, SHAPE.HEADS), tl.arange(0, SHAPE.DP)
+    h, dim = tl.arange(0, _columns(SHAPE)), tl.arange(0, SHAPE.DP)
     inside = (dim < SHAPE.D)[:, None] & (h < SHAPE.GQA_GROUP)[None, :]
     x = tl.load(q.data + h[None, :] * q.head + dim[:, None], mask=inside, other=0.0).to(tl.float32)
     unit = tl.max(tl.abs(x), 0) * (1 / LARGEST_QUERY) + 1e-30
@@ -217,7 +213,7 @@ def _queries(q, SHAPE: tl.constexpr):
 @triton.jit
 def _query_tile(q, factor, plane: tl.constexpr, half: tl.constexpr, SHAPE: tl.constexpr):
     """Dims of a plane times factor; in words, of every two bytes the one that ``half`` says."""
-    h = tl.arange(0, SHAPE.HEADS)
+    h = tl.arange(0, _columns(SHAPE))
     if _has_words(SHAPE):
         j = tl.arange(0, SHAPE.JP // 2) * 2 + half
     else:

@@ -48,3 +48,16 @@ def attend(state, q, k, v, seen, scale_log2, ROWS: tl.constexpr, KEYS: tl.conste
     p = tl.exp2(x * scale_log2 - top[:, None])
     total = state.total * decay + tl.sum(p, 1)
     return Softmax(dot(to_bf16(p), v, state.acc * decay[:, None]), total, top)
+
+
+@triton.jit
+def first_columns(state, COLUMNS: tl.constexpr, HEADS: tl.constexpr):
+    """A state whose COLUMNS are heads, without those that fill up a product: HEADS are all or half of them."""
+    if COLUMNS == HEADS:
+        return state
+    else:
+        DIMS: tl.constexpr = state.acc.shape[0]
+        h = tl.arange(0, COLUMNS)
+        acc = tl.sum(tl.where((h < HEADS)[None, :], state.acc, 0.0).reshape(DIMS, 2, HEADS), 1)
+        total = tl.sum(tl.where(h < HEADS, state.total, 0.0).reshape(2, HEADS), 0)
+        return Softmax(acc, total, tl.max(tl.where(h < HEADS, state.top, NEVER).reshape(2, HEADS), 0))
