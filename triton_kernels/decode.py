@@ -21,6 +21,7 @@ import torch
 import triton
 import triton.language as tl
 
+from sglang_kvq.errors import KVQuantError
 from sglang_kvq.kernels.arguments import Stored, View, view
 from sglang_kvq.kernels.codes import PlaneRecord, Record, scale_step
 from sglang_kvq.kernels.common import INTERPRETED, NO_OVERLAP, PAGE, Overlap, dot, page_of, to_bf16
@@ -120,6 +121,11 @@ def is_two_bit(record: Record | PlaneRecord, head_dim: int) -> bool:
     return is_fast(record) and record.k.group == value_dims(head_dim)
 
 
+def suits_half(record: Record | PlaneRecord, head_dim: int) -> bool:
+    """Whether ``decode_half`` reads these records: the largest group, one to a row."""
+    return is_two_bit(record, head_dim) and head_dim <= value_dims(head_dim)
+
+
 def decode(
     out: torch.Tensor,
     lse: torch.Tensor,
@@ -145,8 +151,16 @@ def decode(
         overlap: the launch before this one may write queries and overlays of new tokens; not items, which an early
             start reads before that one has ended. The next one starts when programs of this one end.
         plain: unpack codes without inline assembly, as the interpreter must.
+
+    Raises:
+        KVQuantError: a launch with products in FP16 for records that are not read so.
     """
     count, q_heads, d = out.shape
+    if launch.half_pages and not suits_half(record, d):
+        raise KVQuantError(
+            f"{launch}: products in FP16 need uniform 2-bit codes with one group a row of at most 128 dims; "
+            "use half_pages=0."
+        )
     shape = shape_of(stored.records.shape[1], d, q_heads)
     _decode[(shape.KV_HEADS * (d // shape.DIMS), count)](
         out, lse, view(q), items, scale * LOG2E, stored,

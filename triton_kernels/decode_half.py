@@ -86,7 +86,7 @@ def history_half(
         decay *= largest / new_largest
         largest = new_largest
         weights = p * (s_v * (fraction * (LARGEST_WEIGHT / largest)))[:, None]
-        w = _token_planes(weights.to(tl.float16), COLUMNS, PAGES)
+        w = _token_planes(weights, COLUMNS, PAGES)
         acc *= decay[None, :]
         for n in tl.static_range(len(w)):
             acc = _dot(values[n], w[n], acc, PLAIN)
@@ -206,7 +206,7 @@ def _queries(q, SHAPE: tl.constexpr):
     tiles = ()
     for half in tl.static_range(2 if _has_words(SHAPE) else 1):
         for n in tl.static_range(4):
-            tiles += (_query_tile(q, 4.0**-n / unit, n, half, SHAPE),)
+            tiles += (_query_tile(q, 1 / unit, n, half, SHAPE),)
     return tiles, tl.sum(x, 0) / unit * CODE, unit * (1 / CODE)
 
 
@@ -219,8 +219,14 @@ def _query_tile(q, factor, plane: tl.constexpr, half: tl.constexpr, SHAPE: tl.co
     else:
         j = _quad_order(tl.arange(0, SHAPE.JP))
     inside = (j < SHAPE.D4)[:, None] & (h < SHAPE.GQA_GROUP)[None, :]
-    address = q.data + h[None, :] * q.head + plane * SHAPE.D4 + j[:, None]
-    x = tl.load(address, mask=inside, other=0.0).to(tl.float32)
+    address = q.data + h[None, :] * q.head + j[:, None]
+    x = tl.load(address + plane * SHAPE.D4, mask=inside, other=0.0).to(tl.float32) * 4.0**-plane
+    if plane < 3 and (half == 1 or not _has_words(SHAPE)):
+        whole = tl.load(address + 3 * SHAPE.D4, mask=inside, other=0.0).to(tl.float32) * (1 / 64)
+        if _has_words(SHAPE):
+            x -= whole
+        else:
+            x -= tl.where(_is_second(SHAPE.JP)[:, None], whole, 0.0)
     return (x * factor[None, :]).to(tl.float16)
 
 
@@ -233,12 +239,12 @@ def _fields(words, PLAIN: tl.constexpr):
     if PLAIN:
         upper = (words >> 8) & 0xFF
         x0, x1, x2, x3 = _subnormal(words & 3), _subnormal(words & 12), _subnormal(words & 48), _subnormal(words & 192)
-        y0, y1, y2, y3 = _subnormal(upper & 3), _subnormal(upper & 12), _subnormal(upper & 48), _subnormal(upper & 192)
+        y0, y1, y2, y3 = _subnormal(upper & 3), _subnormal(upper & 12), _subnormal(upper & 48), _subnormal(upper)
     else:
         x0, x1, x2, x3, y0, y1, y2, y3 = tl.inline_asm_elementwise(
             asm="""{
             .reg .b32 upper;
-            shr.u32 upper, $8, 8;
+            prmt.b32 upper, $8, 0, 0x4341;
             and.b32 $0, $8, 0x00030003;
             and.b32 $1, $8, 0x000c000c;
             and.b32 $2, $8, 0x00300030;
@@ -246,7 +252,7 @@ def _fields(words, PLAIN: tl.constexpr):
             and.b32 $4, upper, 0x00030003;
             and.b32 $5, upper, 0x000c000c;
             and.b32 $6, upper, 0x00300030;
-            and.b32 $7, upper, 0x00c000c0;
+            mov.b32 $7, upper;
             }""",
             constraints="=r,=r,=r,=r,=r,=r,=r,=r,r",
             args=[words],
@@ -266,12 +272,12 @@ def _quads(packed, PLAIN: tl.constexpr):
     """
     if PLAIN:
         x0, x1 = _subnormal(packed & 3), _subnormal(packed & 12)
-        x2, x3 = _subnormal(packed & 48), _subnormal(packed & 192)
+        x2, x3 = _subnormal(packed & 48), _subnormal(packed & tl.where(_is_second(packed.shape[1]), 255, 192)[None, :])
     else:
         x0, x1, x2, x3 = tl.inline_asm_elementwise(
             asm="""{
             .reg .b32 upper;
-            shr.u32 upper, $8, 8;
+            prmt.b32 upper, $8, 0, 0x4341;
             and.b32 $0, $8, 0x00030003;
             and.b32 $1, upper, 0x00030003;
             and.b32 $2, $8, 0x000c000c;
@@ -279,7 +285,7 @@ def _quads(packed, PLAIN: tl.constexpr):
             and.b32 $4, $8, 0x00300030;
             and.b32 $5, upper, 0x00300030;
             and.b32 $6, $8, 0x00c000c0;
-            and.b32 $7, upper, 0x00c000c0;
+            mov.b32 $7, upper;
             }""",
             constraints="=r,=r,=r,=r,=r,=r,=r,=r,r",
             args=[packed],
@@ -288,6 +294,12 @@ def _quads(packed, PLAIN: tl.constexpr):
             pack=4,
         )
     return x0, x1, x2, x3
+
+
+@triton.jit
+def _is_second(COUNT: tl.constexpr):
+    """Which columns of ``_quads``' tiles, or rows of what they are multiplied with, are of second and fourth bytes."""
+    return tl.arange(0, COUNT) // 2 % 2 == 1
 
 
 @triton.jit
@@ -303,13 +315,19 @@ def _token_planes(x, HEADS: tl.constexpr, PAGES: tl.constexpr):
         a, b = tl.split(tl.reshape(x, [16, HEADS, 2, 2, 2]))
         x0, x2 = _halves(a)
         x1, x3 = _halves(b)
-        return x0[0], x1[0], x2[0], x3[0], x0[1], x1[1], x2[1], x3[1]
+        y = x3[1]
+        x = (x0[0], x1[0], x2[0], x3[0], x0[1] - y, x1[1] - y, x2[1] - y, y)
+        w = ()
+        for n in tl.static_range(8):
+            w += (x[n].to(tl.float16),)
+        return w
     else:  # byte 4 l + 2 e + half comes at 4 l + 2 half + e
         x = tl.permute(tl.reshape(x, [2, 2, 2, 4, 2, HEADS]), (3, 2, 4, 5, 0, 1))
         a, b = tl.split(tl.reshape(x, [16, HEADS, 2, 2]))
         x0, x2 = tl.split(a)
         x1, x3 = tl.split(b)
-        return x0, x1, x2, x3
+        y = tl.where(_is_second(16)[:, None], x3, 0.0)
+        return (x0 - y).to(tl.float16), (x1 - y).to(tl.float16), (x2 - y).to(tl.float16), x3.to(tl.float16)
 
 
 @triton.jit
