@@ -22,10 +22,12 @@ import torch
 import triton
 import triton.language as tl
 
+from sglang_kvq.errors import KVQuantError
 from sglang_kvq.kernels.arguments import Stored, View, view
 from sglang_kvq.kernels.codes import PlaneRecord, Record, scale_step
 from sglang_kvq.kernels.common import INTERPRETED, NO_OVERLAP, PAGE, Overlap, dot, page_of, to_bf16
 from sglang_kvq.kernels.decode_general import history_general
+from sglang_kvq.kernels.decode_half import history_half
 from sglang_kvq.kernels.decode_planes import history_planes
 from sglang_kvq.kernels.int8 import (
     MAGIC_BITS,
@@ -44,7 +46,7 @@ from sglang_kvq.kernels.int8 import (
 from sglang_kvq.kernels.plan import OVERLAY_TILE, load_item
 from sglang_kvq.kernels.planes import is_planes, row_dims
 from sglang_kvq.kernels.shape import shape_of, value_dims
-from sglang_kvq.kernels.softmax import LOG2E, NEVER, Softmax
+from sglang_kvq.kernels.softmax import LOG2E, NEVER, Softmax, first_columns
 
 #: Shared memory of an SM (Hopper), of which each program has a part reserved besides.
 _SHARED_BYTES, _RESERVED_BYTES = 228 * 1024, 1024
@@ -60,11 +62,13 @@ class DecodeLaunch:
     Attributes:
         stages, registers: the compiler's.
         programs_per_sm: one-warp programs that an SM holds at once.
+        half_pages: pages a turn of ``decode_half.history_half``, 1 or 2; 0 for products in INT8.
     """
 
     stages: int
     registers: int
     programs_per_sm: int
+    half_pages: int = 0
 
     def items(self, batch: int, programs: int, sms: int) -> int:
         """Items of a plan for ``batch`` requests, ``programs`` programs each.
@@ -137,6 +141,11 @@ def is_two_bit(record: Record | PlaneRecord, head_dim: int) -> bool:
     return is_fast(record) and record.k.group == value_dims(head_dim)
 
 
+def suits_half(record: Record | PlaneRecord, head_dim: int) -> bool:
+    """Whether ``decode_half`` reads these records: the largest group, one to a row."""
+    return is_two_bit(record, head_dim) and head_dim <= value_dims(head_dim)
+
+
 def decode(
     out: torch.Tensor,
     lse: torch.Tensor,
@@ -168,8 +177,16 @@ def decode(
             start reads before that one has ended. The next one starts when programs of this one end.
         drafts: None: one query token of each request.
         plain: unpack codes without inline assembly, as the interpreter must.
+
+    Raises:
+        KVQuantError: a launch with products in FP16 for records that are not read so.
     """
     count, q_heads, d = len(out), q.shape[1], q.shape[2]
+    if launch.half_pages and not suits_half(record, d):
+        raise KVQuantError(
+            f"{launch}: products in FP16 need uniform 2-bit codes with one group a row of at most 128 dims; "
+            "use half_pages=0."
+        )
     shape = shape_of(stored.records.shape[1], d, q_heads)
     chunks = 1 if drafts is None else drafts.chunks
     _decode[(shape.KV_HEADS * (d // shape.DIMS) * chunks, count)](
@@ -178,6 +195,7 @@ def decode(
         RECORD=record,
         SHAPE=shape,
         FAST=is_fast(record),
+        HALF_PAGES=launch.half_pages,
         PLAIN=plain,
         EARLY=overlap.early,
         LETS_NEXT=overlap.lets_next,
@@ -195,7 +213,7 @@ def decode(
 @triton.jit
 def _decode(
     out, lse, q, items, scale_log2, stored, seen, seen_row,
-    RECORD: tl.constexpr, SHAPE: tl.constexpr, FAST: tl.constexpr, PLAIN: tl.constexpr,
+    RECORD: tl.constexpr, SHAPE: tl.constexpr, FAST: tl.constexpr, HALF_PAGES: tl.constexpr, PLAIN: tl.constexpr,
     EARLY: tl.constexpr, LETS_NEXT: tl.constexpr, CHUNKS: tl.constexpr, DRAFTS: tl.constexpr, OF_CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Program ((kv_head * parts of V + part) * chunks + chunk, item): read the item; its records; its overlays; store.
@@ -223,6 +241,8 @@ def _decode(
             records = stored.records + head * RECORD.bytes
             if is_planes(RECORD):
                 state = history_planes(mine, item, table, records, v_first, scale_log2, RECORD, SHAPE, PLAIN)
+            elif HALF_PAGES > 0:
+                state = history_half(mine, item, table, records, v_first, scale_log2, RECORD, SHAPE, PLAIN, HALF_PAGES)
             elif FAST:
                 state = _history(mine, item, table, records, v_first, scale_log2, RECORD, SHAPE, PLAIN)
             else:
@@ -445,8 +465,4 @@ def _overlay(
         p = tl.exp2(x - top[None, :])
         total = total * decay + tl.sum(p, 0)
         acc = dot(tl.trans(v), to_bf16(p), acc * decay[None, :])
-    if COLUMNS > HEADS:  # keep the first half
-        acc = tl.sum(tl.where((h < HEADS)[None, :], acc, 0.0).reshape(VP, 2, HEADS), 1)
-        total = tl.sum(tl.where(h < HEADS, total, 0.0).reshape(2, HEADS), 0)
-        top = tl.max(tl.where(h < HEADS, top, NEVER).reshape(2, HEADS), 0)
-    return Softmax(acc, total, top)
+    return first_columns(Softmax(acc, total, top), COLUMNS, HEADS)

@@ -63,3 +63,16 @@ def with_sink(state, sink):
     top = tl.maximum(state.top, sink)
     decay = tl.exp2(state.top - top)
     return Softmax(state.acc * decay[:, None], state.total * decay + tl.exp2(sink - top), top)
+
+
+@triton.jit
+def first_columns(state, COLUMNS: tl.constexpr, HEADS: tl.constexpr):
+    """A state whose COLUMNS are heads, without those that fill up a product: HEADS are all or half of them."""
+    if COLUMNS == HEADS:
+        return state
+    else:
+        DIMS: tl.constexpr = state.acc.shape[0]
+        h = tl.arange(0, COLUMNS)
+        acc = tl.sum(tl.where((h < HEADS)[None, :], state.acc, 0.0).reshape(DIMS, 2, HEADS), 1)
+        total = tl.sum(tl.where(h < HEADS, state.total, 0.0).reshape(2, HEADS), 0)
+        return Softmax(acc, total, tl.max(tl.where(h < HEADS, state.top, NEVER).reshape(2, HEADS), 0))

@@ -7,6 +7,7 @@ import triton
 from sglang_kvq.attention import oracle
 from sglang_kvq.attention.base import LayerRotations
 from sglang_kvq.attention.triton_ops import TritonOps
+from sglang_kvq.errors import KVQuantError
 from sglang_kvq.formats.code import CodeFormat
 from sglang_kvq.formats.page import PageFormat
 from sglang_kvq.kernels.decode import DecodeLaunch
@@ -21,6 +22,17 @@ LENGTHS = {
 }
 if ON_GPU:
     LENGTHS |= {"long": [20_000, 5, 7777], "very-long": [300_001], "many": [100 + 37 * i for i in range(100)]}
+
+
+#: Geometries of products in FP16, padded columns and dims among them.
+HALF_HEADS = [
+    Heads(128, 128, 1, 6),
+    Heads(64, 64, 2, 8),
+    Heads(128, 128, 1, 12),
+    Heads(96, 96, 1, 5),
+    Heads(64, 64, 2, 3),
+    Heads(128, 128, 2, 1),
+]
 
 
 def exact(scene: Scene, layer: int, q: torch.Tensor) -> torch.Tensor:
@@ -47,6 +59,51 @@ def test_decode_agrees_with_float64(heads, lengths):
     got = decode(ops, 1, q, scene)
     assert got.dtype == torch.bfloat16
     assert_close("decode", got.double(), exact(scene, 1, q), BOUND)
+
+
+def half_ops(scene: Scene, pages: int, max_batch: int = 8) -> TritonOps:
+    """Products in FP16, that many pages a turn."""
+    launch = DecodeLaunch(stages=2, registers=168, programs_per_sm=12, half_pages=pages)
+    return TritonOps(scene.pool, LayerRotations(), scene.heads.q, max_batch, launch=launch)
+
+
+@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
+@pytest.mark.parametrize("pages", [1, 2])
+@pytest.mark.parametrize("heads", HALF_HEADS, ids=str)
+def test_products_in_fp16_agree_with_float64(heads, pages, lengths):
+    scene = make_scene(heads, lengths)
+    ops = half_ops(scene, pages, len(lengths))
+    ops._partial.fill_(float("nan"))
+    ops._lse.fill_(float("nan"))
+    q = scene.queries(len(lengths))
+    assert_close("decode", decode(ops, 1, q, scene).double(), exact(scene, 1, q), BOUND)
+
+
+@pytest.mark.parametrize("pages", [1, 2])
+@pytest.mark.parametrize("kind", ["growing", "shrinking", "huge", "tiny", "dominant", "no-queries"])
+def test_products_in_fp16_keep_what_fp16_cannot_hold(kind, pages):
+    """Values and queries far beyond FP16's range, and pages whose values differ by 2^20."""
+    scene = make_scene(Heads(128, 128, 1, 8), [64 * 14 + 5], sink=0, recent=64)
+    parts = scene.pool.formats[0].parts
+    records = scene.pool.records[0]
+    ids = scene.pool.row_pages[1, :13].long()
+    factors = {"growing": torch.logspace(-10, 10, 13, 2), "shrinking": torch.logspace(10, -10, 13, 2)}
+    factor = factors.get(kind, torch.full([13], {"huge": 2.0**12, "tiny": 2.0**-14}.get(kind, 1.0)))
+    halves = records[ids, :, parts.v_scale : parts.k_mean].view(torch.float16)
+    records[ids, :, parts.v_scale : parts.k_mean] = (
+        (halves.float() * factor.to(halves.device)[:, None, None]).half().view(torch.uint8)
+    )
+    q = scene.queries(1) * {"dominant": 20.0, "no-queries": 0.0}.get(kind, 1.0)
+    q[:, 1] *= 2.0**-20
+    got, want = decode(half_ops(scene, pages), 0, q, scene).double(), exact(scene, 0, q)
+    assert_close(kind, got, want, BOUND)
+
+
+def test_products_in_fp16_are_refused_for_other_records():
+    for heads in (Heads(128, 64, 1, 8), Heads(256, 128, 1, 5)):
+        scene = make_scene(heads, [700])
+        with pytest.raises(KVQuantError, match="half_pages=0"):
+            decode(half_ops(scene, 1), 0, scene.queries(1), scene)
 
 
 @pytest.mark.parametrize(

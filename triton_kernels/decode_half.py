@@ -1,0 +1,337 @@
+"""Decode attention over 2-bit records for 5 to 16 query heads to a KV head: products in FP16.
+
+``decode._history`` splits queries and weights into two INT8 columns, and splitting weights and joining products again
+takes ten instructions for each token and head. Here they are FP16, one column a head:
+
+- A code, cut out of a word by one AND for two codes, is a subnormal FP16 number, c 2^-24, times 4^plane. Tensor cores
+  multiply these exactly; queries and weights carry the rest.
+- Products of V are added to the sums of earlier tiles by the tensor cores themselves.
+- Weights p s_v are kept below 2^12 by the largest s_v so far, one number for all heads.
+"""
+
+import triton
+import triton.language as tl
+
+from sglang_kvq.kernels.common import PAGE, page_of
+from sglang_kvq.kernels.int8 import base_of, tile_scales
+from sglang_kvq.kernels.softmax import NEVER, Softmax, first_columns
+
+#: What a code counts: the least subnormal number of FP16.
+CODE = tl.constexpr(2.0**-24)
+#: The largest query element and the largest weight, as operands.
+LARGEST_QUERY = tl.constexpr(2.0**14)
+LARGEST_WEIGHT = tl.constexpr(2.0**12)
+
+
+@triton.jit
+def history_half(
+    q, item, table, records, v_first, scale_log2, RECORD: tl.constexpr, SHAPE: tl.constexpr, PLAIN: tl.constexpr,
+    PAGES: tl.constexpr,
+):  # fmt: skip
+    """What ``decode._history`` does, of records with one group (``decode.is_two_bit``) and heads of at most 128."""
+    TILE: tl.constexpr = PAGES * PAGE
+    COLUMNS: tl.constexpr = _columns(SHAPE)
+    ROWS: tl.constexpr = SHAPE.VP
+    PAGE_BYTES: tl.constexpr = SHAPE.KV_HEADS * RECORD.bytes
+
+    queries, q_sum, unit = _queries(q, SHAPE)
+    unit = unit * scale_log2
+    # Rows are (plane, page, half, i), as ``int8.tokens_of_tile`` says.
+    row = tl.arange(0, TILE)
+    plane, second = row // (TILE // 4), row // (PAGE // 4) % PAGES == 1
+    token = plane * (PAGE // 4) + row % 8 * 2 + row // 8 % 2
+    # By what a plane of V's codes is multiplied.
+    fraction = tl.where(plane // 2 == 1, 1 / 16, 1.0) * tl.where(plane % 2 == 1, 1 / 4, 1.0)
+    dim = tl.arange(0, ROWS)
+    scale_codes = RECORD.k.scale // 2 + tl.arange(0, 4)[None, :, None] * PAGE + tl.arange(0, PAGE)[None, None, :]
+
+    acc = tl.zeros([ROWS, COLUMNS], tl.float32)
+    offsets = tl.zeros([8, COLUMNS], tl.float32)
+    top = tl.full([COLUMNS], NEVER, tl.float32)
+    total = tl.zeros([8, COLUMNS], tl.float32)
+    largest = 1e-30  # s_v so far
+    page_a, page_b = item.page_a.to(tl.int64), item.page_b.to(tl.int64)
+    last = item.last_page
+    limit = tl.minimum(last * PAGE, item.length)
+    for index in tl.range(item.first_page, last, PAGES):
+        base_a, base_b = page_a * PAGE_BYTES, page_b * PAGE_BYTES
+        if PAGES == 2:
+            page_a = page_of(table, tl.minimum(index + 2, last - 1))
+            page_b = page_of(table, tl.minimum(index + 3, last - 1))
+            base = base_of(second, base_a, base_b)
+            both = records + base_of(tl.arange(0, 2) == 1, base_a, base_b)[:, None, None]  # [PAGES, 1, 1]
+        else:
+            page_a = page_of(table, tl.minimum(index + 1, last - 1))
+            base = base_a + tl.zeros([TILE], tl.int64)
+            both = records + base_a + tl.zeros([1, 1, 1], tl.int64)
+        k = _load_keys(records + base, plane, RECORD.k.low, SHAPE, PLAIN)
+        values = _load_values(both + RECORD.v.low, v_first + dim, dim < SHAPE.DIMS, SHAPE, PLAIN, PAGES)
+        s_k, z_k, s_v, z_v = _scales(tl.load(both.to(tl.pointer_type(tl.float16)) + scale_codes), PAGES)  # [TILE] each
+
+        products = tl.zeros([TILE, COLUMNS], tl.float32)
+        for n in tl.static_range(len(k)):
+            products = _dot(k[n], queries[n], products, PLAIN)
+        x = products * s_k[:, None] + z_k[:, None] * q_sum[None, :]
+        if (index + PAGES) * PAGE > limit:
+            position = (index + second.to(tl.int32)) * PAGE + token
+            x = tl.where((position < limit)[:, None], x, NEVER)
+
+        new_top = tl.maximum(top, tl.max(x, 0) * unit)
+        decay = tl.exp2(top - new_top)
+        top = new_top
+        p = tl.exp2(x * unit[None, :] - top[None, :])
+        total = total * decay[None, :] + _spread_sum(p, TILE, COLUMNS)
+        offsets = offsets * decay[None, :] + _spread_sum(p * z_v[:, None], TILE, COLUMNS)
+        new_largest = tl.maximum(largest, tl.max(s_v, 0))
+        decay *= largest / new_largest
+        largest = new_largest
+        weights = p * (s_v * (fraction * (LARGEST_WEIGHT / largest)))[:, None]
+        w = _token_planes(weights, COLUMNS, PAGES)
+        acc *= decay[None, :]
+        for n in tl.static_range(len(w)):
+            acc = _dot(values[n], w[n], acc, PLAIN)
+    acc = acc * (largest / (LARGEST_WEIGHT * CODE)) + tl.sum(offsets, 0)[None, :]
+    return first_columns(Softmax(acc, tl.sum(total, 0), top), COLUMNS, SHAPE.HEADS)
+
+
+@triton.constexpr_function
+def _columns(shape):
+    """Columns of a product: heads, but the smallest product has eight."""
+    return max(shape.HEADS, 8)
+
+
+@triton.jit
+def _dot(a, b, acc, PLAIN: tl.constexpr):
+    if PLAIN:
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), acc)
+    else:
+        return tl.dot(a, b, acc)
+
+
+@triton.jit
+def _spread_sum(x, TILE: tl.constexpr, HEADS: tl.constexpr):
+    """``int8.spread_sum`` of any tile."""
+    return tl.sum(tl.reshape(x, [TILE // 8, 8, HEADS]), 0)
+
+
+@triton.jit
+def _scales(x, PAGES: tl.constexpr):
+    """``int8.tile_scales`` of any tile."""
+    if PAGES == 2:
+        return tile_scales(x)
+    else:
+        x = tl.reshape(tl.permute(tl.reshape(x, [2, 2, 4, 8, 2]), (2, 4, 3, 0, 1)), [PAGE, 2, 2])
+        scale, offset = tl.split(x)
+        s_k, s_v = tl.split(scale)
+        z_k, z_v = tl.split(offset)
+        return s_k.to(tl.float32), z_k.to(tl.float32), s_v.to(tl.float32), z_v.to(tl.float32)
+
+
+@triton.constexpr_function
+def _has_words(shape):
+    """Whether a token's bytes of a plane of K are enough for a product when read two at a time."""
+    return shape.JP >= 32
+
+
+@triton.jit
+def _load_keys(base, plane, LOW: tl.constexpr, SHAPE: tl.constexpr, PLAIN: tl.constexpr):
+    """FP16 tiles of two pages' K codes; base: their records, of each row of the tile."""
+    D4: tl.constexpr = SHAPE.D4
+    QUARTER: tl.constexpr = PAGE // 4
+    row = tl.arange(0, plane.shape[0])
+    start = LOW + (plane * QUARTER + row % QUARTER) * D4  # ``common.key_row`` of the row's token
+    if _has_words(SHAPE):
+        j = tl.arange(0, SHAPE.JP // 2)
+        address = (base + start).to(tl.pointer_type(tl.int16))[:, None] + j[None, :]
+        if SHAPE.JP == D4:
+            return _fields(tl.load(address), PLAIN)
+        else:
+            return _fields(tl.load(address, mask=(j < D4 // 2)[None, :], other=0), PLAIN)
+    else:
+        j = tl.arange(0, SHAPE.JP)
+        if PLAIN:
+            j = _quad_order(j)
+        address = (base + start)[:, None] + j[None, :]
+        if SHAPE.JP == D4:
+            return _quads(tl.load(address), PLAIN)
+        else:
+            return _quads(tl.load(address, mask=(j < D4)[None, :], other=0), PLAIN)
+
+
+@triton.jit
+def _load_values(records, dim, inside, SHAPE: tl.constexpr, PLAIN: tl.constexpr, PAGES: tl.constexpr):
+    """FP16 tiles of V's codes of those dims, [dims, tokens] each; records: where pages have them, [PAGES, 1, 1].
+
+    Page by page, so that neighbouring lanes read neighbouring bytes.
+    """
+    QUARTER: tl.constexpr = PAGE // 4
+    ROWS: tl.constexpr = SHAPE.VP
+    address = records + dim[None, :, None] * QUARTER
+    if PAGES == 2:
+        words = address.to(tl.pointer_type(tl.int16)) + tl.arange(0, QUARTER // 2)[None, None, :]
+        if ROWS == SHAPE.DIMS:
+            x = tl.load(words)
+        else:
+            x = tl.load(words, mask=inside[None, :, None], other=0)
+        return _fields(tl.reshape(tl.permute(x, (1, 0, 2)), [ROWS, QUARTER]), PLAIN)
+    else:
+        i = tl.arange(0, QUARTER)
+        if PLAIN:
+            i = _quad_order(i)
+        if ROWS == SHAPE.DIMS:
+            x = tl.load(address + i[None, None, :])
+        else:
+            x = tl.load(address + i[None, None, :], mask=inside[None, :, None], other=0)
+        return _quads(tl.reshape(x, [ROWS, QUARTER]), PLAIN)
+
+
+@triton.jit
+def _quad_order(j):
+    """Which of every four bytes comes at j in tiles of ``_quads``: 0, 2, 1, 3."""
+    return j // 4 * 4 + j % 2 * 2 + j % 4 // 2
+
+
+@triton.jit
+def _queries(q, SHAPE: tl.constexpr):
+    """Queries of one KV head as operands.
+
+    Returns:
+        for each tile of ``_load_keys`` FP16 [its columns, heads]; sums of queries in what products count; that unit,
+        [heads] each.
+    """
+    h, dim = tl.arange(0, _columns(SHAPE)), tl.arange(0, SHAPE.DP)
+    inside = (dim < SHAPE.D)[:, None] & (h < SHAPE.GQA_GROUP)[None, :]
+    x = tl.load(q.data + h[None, :] * q.head + dim[:, None], mask=inside, other=0.0).to(tl.float32)
+    unit = tl.max(tl.abs(x), 0) * (1 / LARGEST_QUERY) + 1e-30
+    tiles = ()
+    for half in tl.static_range(2 if _has_words(SHAPE) else 1):
+        for n in tl.static_range(4):
+            tiles += (_query_tile(q, 1 / unit, n, half, SHAPE),)
+    return tiles, tl.sum(x, 0) / unit * CODE, unit * (1 / CODE)
+
+
+@triton.jit
+def _query_tile(q, factor, plane: tl.constexpr, half: tl.constexpr, SHAPE: tl.constexpr):
+    """Dims of a plane times factor; in words, of every two bytes the one that ``half`` says."""
+    h = tl.arange(0, _columns(SHAPE))
+    if _has_words(SHAPE):
+        j = tl.arange(0, SHAPE.JP // 2) * 2 + half
+    else:
+        j = _quad_order(tl.arange(0, SHAPE.JP))
+    inside = (j < SHAPE.D4)[:, None] & (h < SHAPE.GQA_GROUP)[None, :]
+    address = q.data + h[None, :] * q.head + j[:, None]
+    x = tl.load(address + plane * SHAPE.D4, mask=inside, other=0.0).to(tl.float32) * 4.0**-plane
+    if plane < 3 and (half == 1 or not _has_words(SHAPE)):
+        whole = tl.load(address + 3 * SHAPE.D4, mask=inside, other=0.0).to(tl.float32) * (1 / 64)
+        if _has_words(SHAPE):
+            x -= whole
+        else:
+            x -= tl.where(_is_second(SHAPE.JP)[:, None], whole, 0.0)
+    return (x * factor[None, :]).to(tl.float16)
+
+
+@triton.jit
+def _fields(words, PLAIN: tl.constexpr):
+    """int16 tile of eight codes each to eight FP16 tiles: planes 0 to 3 of the first byte, then those of the second.
+
+    Plane n is 4^n times the code times ``CODE``.
+    """
+    if PLAIN:
+        upper = (words >> 8) & 0xFF
+        x0, x1, x2, x3 = _subnormal(words & 3), _subnormal(words & 12), _subnormal(words & 48), _subnormal(words & 192)
+        y0, y1, y2, y3 = _subnormal(upper & 3), _subnormal(upper & 12), _subnormal(upper & 48), _subnormal(upper)
+    else:
+        x0, x1, x2, x3, y0, y1, y2, y3 = tl.inline_asm_elementwise(
+            asm="""{
+            .reg .b32 upper;
+            prmt.b32 upper, $8, 0, 0x4341;
+            and.b32 $0, $8, 0x00030003;
+            and.b32 $1, $8, 0x000c000c;
+            and.b32 $2, $8, 0x00300030;
+            and.b32 $3, $8, 0x00c000c0;
+            and.b32 $4, upper, 0x00030003;
+            and.b32 $5, upper, 0x000c000c;
+            and.b32 $6, upper, 0x00300030;
+            mov.b32 $7, upper;
+            }""",
+            constraints="=r,=r,=r,=r,=r,=r,=r,=r,r",
+            args=[words],
+            dtype=(tl.float16,) * 8,
+            is_pure=True,
+            pack=2,
+        )
+    return x0, x1, x2, x3, y0, y1, y2, y3
+
+
+@triton.jit
+def _quads(packed, PLAIN: tl.constexpr):
+    """uint8 tile of four codes each to four FP16 tiles, planes 0 to 3, as ``_fields``.
+
+    Of every four bytes the second and the third change places, so that two codes of a word take one instruction.
+    PLAIN: they were loaded that way.
+    """
+    if PLAIN:
+        x0, x1 = _subnormal(packed & 3), _subnormal(packed & 12)
+        x2, x3 = _subnormal(packed & 48), _subnormal(packed & tl.where(_is_second(packed.shape[1]), 255, 192)[None, :])
+    else:
+        x0, x1, x2, x3 = tl.inline_asm_elementwise(
+            asm="""{
+            .reg .b32 upper;
+            prmt.b32 upper, $8, 0, 0x4341;
+            and.b32 $0, $8, 0x00030003;
+            and.b32 $1, upper, 0x00030003;
+            and.b32 $2, $8, 0x000c000c;
+            and.b32 $3, upper, 0x000c000c;
+            and.b32 $4, $8, 0x00300030;
+            and.b32 $5, upper, 0x00300030;
+            and.b32 $6, $8, 0x00c000c0;
+            mov.b32 $7, upper;
+            }""",
+            constraints="=r,=r,=r,=r,=r,=r,=r,=r,r",
+            args=[packed],
+            dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
+            is_pure=True,
+            pack=4,
+        )
+    return x0, x1, x2, x3
+
+
+@triton.jit
+def _is_second(COUNT: tl.constexpr):
+    """Which columns of ``_quads``' tiles, or rows of what they are multiplied with, are of second and fourth bytes."""
+    return tl.arange(0, COUNT) // 2 % 2 == 1
+
+
+@triton.jit
+def _subnormal(code):
+    return code.to(tl.int16).to(tl.float16, bitcast=True)
+
+
+@triton.jit
+def _token_planes(x, HEADS: tl.constexpr, PAGES: tl.constexpr):
+    """Rows (plane, page, half, i) to the tokens [16, HEADS] of each tile of ``_load_values``."""
+    if PAGES == 2:
+        x = tl.permute(tl.reshape(x, [2, 2, 2, 2, 8, HEADS]), (2, 4, 5, 3, 0, 1))
+        a, b = tl.split(tl.reshape(x, [16, HEADS, 2, 2, 2]))
+        x0, x2 = _halves(a)
+        x1, x3 = _halves(b)
+        y = x3[1]
+        x = (x0[0], x1[0], x2[0], x3[0], x0[1] - y, x1[1] - y, x2[1] - y, y)
+        w = ()
+        for n in tl.static_range(8):
+            w += (x[n].to(tl.float16),)
+        return w
+    else:  # byte 4 l + 2 e + half comes at 4 l + 2 half + e
+        x = tl.permute(tl.reshape(x, [2, 2, 2, 4, 2, HEADS]), (3, 2, 4, 5, 0, 1))
+        a, b = tl.split(tl.reshape(x, [16, HEADS, 2, 2]))
+        x0, x2 = tl.split(a)
+        x1, x3 = tl.split(b)
+        y = tl.where(_is_second(16)[:, None], x3, 0.0)
+        return (x0 - y).to(tl.float16), (x1 - y).to(tl.float16), (x2 - y).to(tl.float16), x3.to(tl.float16)
+
+
+@triton.jit
+def _halves(x):
+    """[16, HEADS, half, upper plane] to its four parts."""
+    lower, upper = tl.split(x)
+    return tl.split(lower), tl.split(upper)
