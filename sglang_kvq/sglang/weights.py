@@ -13,7 +13,7 @@ from sglang_kvq.sglang.runtime import config_of, logger
 from sglang_kvq.sglang.types import Original, ServerArgs
 
 #: Architectures whose attention is qkv_proj -> (norm, rope on q and k) -> attention -> o_proj, with
-#: nothing applied to V in between nor to the output before o_proj.
+#: nothing applied to V in between nor to the output before o_proj. (A learned sink scales a head's output as a whole.)
 FOLDABLE = frozenset(
     {
         "LlamaForCausalLM",
@@ -23,6 +23,8 @@ FOLDABLE = frozenset(
         "Qwen3ForCausalLM",
         "Qwen3MoeForCausalLM",
         "Glm4MoeForCausalLM",
+        "GptOssForCausalLM",
+        "MellumForCausalLM",
         "MixtralForCausalLM",
     }
 )
