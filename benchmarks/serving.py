@@ -4,9 +4,9 @@
     python benchmarks/serving.py --model benchmarks/models/gpt-oss-120b --plain-backend fa3 --scenarios decode \\
         --out benchmarks/results/serving_h200.json
 
-Qwen3-8B's geometry, or another of ``benchmarks/models``, with dummy weights and random rotations: nothing is downloaded. Two servers, one
-after the other, differ in ``--kv-quant`` and in nothing else but the attention backend (the plugin brings its own). All
-prompts are random token ids, the same for both servers, and no two share a prefix.
+Qwen3-8B's geometry, or another of ``benchmarks/models``, with dummy weights and random rotations: nothing is
+downloaded. Two servers, one after the other, differ in ``--kv-quant`` and in nothing else but the attention backend
+(the plugin brings its own). All prompts are random token ids, the same for both servers, and no two share a prefix.
 
 At most 9 minutes. Filling the larger cache for ``output`` takes longer than that leaves: for its full figure run
 ``--scenarios output --servers none``, then ``--scenarios output --servers oscar``, each with its own 9 minutes,
