@@ -49,15 +49,18 @@ def why_not_foldable(
     """Why the value rotation must be applied at run time; None if ``fold`` may change this model's weights.
 
     Every layer's W_v and W_o must be plain dense matrices on ``device`` that SGLang multiplies with as they are, in an
-    architecture of ``FOLDABLE``.
+    architecture of ``FOLDABLE``, and its attention must not gate its output element by element.
     """
+    found = attention_layers(model)
+    for layer in layers:
+        if getattr(found.get(layer), "attn_output_gate", False):  # SGLang's attention classes say so themselves
+            return f"layer {layer} gates its output between attention and o_proj, in the model's own basis"
     if type(model).__name__ not in FOLDABLE:
         return f"{type(model).__name__} is not known to attend to V as its projection gives it"
     for field, harmless, why in _SETTINGS:
         value = compat.resolved(server_args, field, harmless[0])
         if value not in harmless:
             return f"--{field.replace('_', '-')}: {why}"
-    found = attention_layers(model)
     for layer in layers:
         if layer not in found:
             return f"layer {layer} has no qkv_proj and o_proj around its attention"

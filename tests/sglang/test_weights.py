@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import pkgutil
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import sglang.srt
 import torch
 from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 from sglang.srt.layers.radix_attention import RadixAttention
@@ -229,6 +232,29 @@ def test_weights_elsewhere_are_not_folded(why):
 def test_only_known_architectures_with_all_layers_are_folded(why):
     assert why(SomethingElse(False)).startswith("SomethingElse is not known")
     assert why(LlamaForCausalLM(False), layers=range(5, 8)).startswith("layer 7 has no qkv_proj")
+
+
+@pytest.mark.parametrize("gate", [True, False])
+def test_a_gated_output_is_not_folded(why, gate):
+    """Whatever the architecture: a gate multiplies elements, and R_v mixes them."""
+    model = LlamaForCausalLM(False)
+    model.layers[1].attn_output_gate = gate
+    assert why(model) == (
+        "layer 6 gates its output between attention and o_proj, in the model's own basis" * gate or None
+    )
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [("qwen3_next", "Qwen3HybridAttentionDecoderLayer"), ("qwen3_5", "Qwen3_5AttentionDecoderLayer")],
+)
+def test_attention_classes_of_hybrids_say_that_they_gate(module, name):
+    """What ``why_not_foldable`` looks at is what their ``forward`` multiplies by, on modules that it finds."""
+    source = (Path(next(iter(sglang.srt.__path__))) / "models" / f"{module}.py").read_text()
+    kind = next(node for node in ast.parse(source).body if isinstance(node, ast.ClassDef) and node.name == name)
+    text = ast.get_source_segment(source, kind)
+    assert all(f"self.{part} = " in text for part in ("attn", "qkv_proj", "o_proj", "attn_output_gate"))
+    assert "if self.attn_output_gate:" in text
 
 
 # -- weights that are folded neither leave nor change ------------------------------------------------------------------
