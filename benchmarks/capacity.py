@@ -2,13 +2,17 @@
 
     python benchmarks/capacity.py --out benchmarks/results/serving_h200.json
     python benchmarks/capacity.py --method transform --bits 1.6 --out benchmarks/results/serving_h200.json
+    python benchmarks/capacity.py --model benchmarks/models/gpt-oss-120b --plain-backend fa3 \\
+        --max-running-requests 64 --out benchmarks/results/serving_h200.json
 
-Qwen3-8B's geometry with dummy weights and random rotations: nothing is downloaded. About 2 minutes.
+Qwen3-8B's geometry, or another of ``benchmarks/models``, with dummy weights and random rotations: nothing is
+downloaded. About 2 minutes.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import tempfile
 from pathlib import Path
@@ -20,6 +24,7 @@ import torch
 from benchmarks import record
 from launch.server import Server
 from sglang_kvq.rotations import RotationMeta, Rotations, save_rotations
+from sglang_kvq.rotations.identity import geometry_of
 
 MODEL = Path(__file__).parent / "models" / "qwen3-8b"
 FLAGS = ("--load-format", "dummy", "--skip-tokenizer-init")
@@ -49,9 +54,14 @@ def random_transform(folder: Path, layers: int, kv_heads: int, head_dim: int) ->
     return folder
 
 
-def capacity(*flags: str) -> tuple[int, dict]:
+def name_of(model: Path, scenario: str) -> str:
+    """The row's name: of other models than ``MODEL`` it begins with theirs."""
+    return scenario if model.name == MODEL.name else f"{model.name}: {scenario}"
+
+
+def capacity(model: Path, *flags: str) -> tuple[int, dict]:
     """Tokens of a server's KV cache, and its kv_quant state; fails unless it decodes inside CUDA graphs."""
-    with Server(MODEL, *FLAGS, *GRAPHS, *flags, cpu=False) as server:
+    with Server(model, *FLAGS, *GRAPHS, *flags, cpu=False) as server:
         info = server.info()
         for length in (5, 700, 3000):
             ids = server.generate(list(range(10, 10 + length)), 40, sampling_params={"ignore_eos": True})["output_ids"]
@@ -68,15 +78,26 @@ def main() -> None:
     parser.add_argument("--plain-backend", default="flashinfer", help="--attention-backend of the BF16 server")
     parser.add_argument("--method", choices=("oscar", "transform"), default="oscar")
     parser.add_argument("--bits", help="--kv-quant-bits of ours")
+    parser.add_argument("--model", type=Path, default=MODEL, help="a folder with a config.json; default %(default)s")
+    parser.add_argument("--max-running-requests", help="of both servers; SGLang's own default if not given")
     args = parser.parse_args()
-    memory = ("--mem-fraction-static", args.mem_fraction_static)
+    memory = ["--mem-fraction-static", args.mem_fraction_static]
+    if args.max_running_requests:
+        memory += ["--max-running-requests", args.max_running_requests]
+    geometry = geometry_of(json.loads((args.model / "config.json").read_text()))
     with tempfile.TemporaryDirectory() as folder:
         make = random_transform if args.method == "transform" else random_rotations
-        flags = ["--kv-quant", args.method, "--kv-quant-rotations", str(make(Path(folder) / "rotations", 36, 8, 128))]
-        ours, state = capacity(*memory, *flags, *(["--kv-quant-bits", args.bits] if args.bits else []))
-    plain, _ = capacity(*memory, "--attention-backend", args.plain_backend)
+        flags = ["--kv-quant", args.method, "--kv-quant-rotations", str(make(Path(folder) / "rotations", *geometry))]
+        ours, state = capacity(args.model, *memory, *flags, *(["--kv-quant-bits", args.bits] if args.bits else []))
+    plain, _ = capacity(args.model, *memory, "--attention-backend", args.plain_backend)
     name = "capacity" if args.method == "oscar" else " ".join(filter(None, ("capacity", args.method, args.bits)))
-    row = {"scenario": name, "unit": "tokens", "none": plain, args.method: ours, "ratio": round(ours / plain, 3)}
+    row = {
+        "scenario": name_of(args.model, name),
+        "unit": "tokens",
+        "none": plain,
+        args.method: ours,
+        "ratio": round(ours / plain, 3),
+    }
     print(row, state, sep="\n")
     row |= {k: v for k, v in state.items() if k not in ("tiers", "rotations")}  # counters; a temporary folder
     record.merge(args.out, "serving", [row], key="scenario")

@@ -1,10 +1,12 @@
 """What a server gains from ``--kv-quant oscar``: step times, prefill speed, output of long contexts, latencies.
 
     python benchmarks/serving.py --out benchmarks/results/serving_h200.json
+    python benchmarks/serving.py --model benchmarks/models/gpt-oss-120b --plain-backend fa3 --scenarios decode \\
+        --out benchmarks/results/serving_h200.json
 
-Qwen3-8B's geometry with dummy weights and random rotations: nothing is downloaded. Two servers, one after the
-other, differ in ``--kv-quant`` and in nothing else but the attention backend (the plugin brings its own). All
-prompts are random token ids, the same for both servers, and no two share a prefix.
+Qwen3-8B's geometry, or another of ``benchmarks/models``, with dummy weights and random rotations: nothing is
+downloaded. Two servers, one after the other, differ in ``--kv-quant`` and in nothing else but the attention backend
+(the plugin brings its own). All prompts are random token ids, the same for both servers, and no two share a prefix.
 
 At most 9 minutes. Filling the larger cache for ``output`` takes longer than that leaves: for its full figure run
 ``--scenarios output --servers none``, then ``--scenarios output --servers oscar``, each with its own 9 minutes,
@@ -51,9 +53,10 @@ import aiohttp
 import numpy as np
 
 from benchmarks import record, traces
-from benchmarks.capacity import FLAGS, MODEL, random_rotations
+from benchmarks.capacity import FLAGS, MODEL, name_of, random_rotations
 from launch.server import Server, ServerError
 from sglang_kvq.evaluation import provenance
+from sglang_kvq.rotations.identity import geometry_of
 
 GROUPS = ("decode", "prefill", "latency", "output")
 SERVERS = ("none", "oscar")
@@ -381,8 +384,7 @@ def main() -> None:
             row.pop(name, None)
     measured = []
     with tempfile.TemporaryDirectory() as folder:
-        geometry = (config["num_hidden_layers"], config["num_key_value_heads"], config["head_dim"])
-        rotations = random_rotations(Path(folder) / "rotations", *geometry)
+        rotations = random_rotations(Path(folder) / "rotations", *geometry_of(config))
         own = {
             "none": [] if args.cpu else ["--attention-backend", args.plain_backend],
             "oscar": ["--kv-quant", "oscar", "--kv-quant-rotations", str(rotations)],
@@ -394,7 +396,8 @@ def main() -> None:
             with Server(args.model, *flags, *own[name], cpu=args.cpu, env=env, log_path=log) as server:
                 print(f"{name}: started in {time.monotonic() - begin:.0f} s", flush=True)
                 client = Client(server, config, args.profile)
-                for scenario, unit, value, mine, common in measure(client, scale, groups, deadline):
+                for measured_as, unit, value, mine, common in measure(client, scale, groups, deadline):
+                    scenario = name_of(args.model, measured_as)
                     row = rows.setdefault(scenario, {"scenario": scenario, "unit": unit, "none": None, "oscar": None})
                     mine["commit"], _ = provenance.commit()
                     row |= {name: round(value, 3), **common, **{f"{name}_{k}": v for k, v in mine.items()}}

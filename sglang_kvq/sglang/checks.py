@@ -115,6 +115,16 @@ REFUSED_ENVIRONMENT = (
 )
 
 
+#: Architectures whose recurrent states SGLang keeps, beside a pool for layers of plain full attention.
+HYBRIDS = (
+    "Qwen3NextForCausalLM",
+    "Qwen3_5ForCausalLM",
+    "Qwen3_5MoeForCausalLM",
+    "Qwen3_5ForConditionalGeneration",
+    "Qwen3_5MoeForConditionalGeneration",
+)
+
+
 def device_of(values: Mapping[str, Any]) -> str:
     """``cpu`` or ``cuda``, as SGLang will choose.
 
@@ -272,8 +282,7 @@ def check_model(model: ModelConfig, config: KVQuantConfig) -> None:
     Raises:
         KVQuantError: the model's first unsupported property.
     """
-    from sglang.srt.configs.hybrid_arch import mambaish_config
-    from sglang.srt.configs.model_config import AttentionArch
+    from sglang.srt.configs.model_config import AttentionArch, is_minimax_sparse
 
     text, names = model.hf_text_config, model.hf_config.architectures
     layer_types = set(getattr(text, "layer_types", None) or ())
@@ -281,9 +290,15 @@ def check_model(model: ModelConfig, config: KVQuantConfig) -> None:
     cap = getattr(text, "attn_logit_softcapping", None)
     windows = unsupported_windows(model, layer_types)
     tests: tuple[tuple[Callable[[], Any], str], ...] = (
-        (lambda: mambaish_config(model) is not None, "recurrent state (Mamba or linear attention)"),
-        (lambda: layer_types & {"linear_attention", "mamba"}, "recurrent state (Mamba or linear attention)"),
         (lambda: model.attention_arch != AttentionArch.MHA, f"{model.attention_arch.name} attention"),
+        (
+            lambda: is_minimax_sparse(model.hf_config) or getattr(text, "indexer_budget", None),
+            "sparse attention, which selects tokens by keys of its own",
+        ),
+        (
+            lambda: _has_other_states(model, layer_types),
+            f"recurrent state (Mamba or linear attention; of such models these are served: {', '.join(HYBRIDS)})",
+        ),
         (lambda: model.is_encoder_decoder, "an encoder with cross attention"),
         (lambda: not model.is_generation, "no text generation (embedding, reward or encoder model)"),
         (lambda: chunk or "chunked_attention" in layer_types, f"attention in chunks of {chunk} tokens"),
@@ -345,6 +360,15 @@ def attention_workers(server_args: ServerArgs) -> int:
     if compat.resolved(server_args, "enable_dp_attention", False):
         workers //= compat.resolved(server_args, "dp_size", 1)
     return workers
+
+
+def _has_other_states(model: ModelConfig, layer_types: set[str]) -> bool:
+    """Whether a model has recurrent states and is none of ``HYBRIDS`` as the installed SGLang knows them."""
+    from sglang.srt.configs.hybrid_arch import mambaish_config
+
+    if mambaish_config(model) is None:
+        return bool(layer_types & {"linear_attention", "mamba"})
+    return model.hf_config.architectures[0] not in HYBRIDS
 
 
 def after_configure(result: Any, configurator: Configurator, *args: Any, **kwargs: Any) -> None:

@@ -140,6 +140,7 @@ TABLE: tuple[Hook, ...] = (
             dict(params=("model_config",)),
         ),
         (Kind.READ, "configs.model_config.AttentionArch.MHA", "recognises MLA", {}),
+        (Kind.CALL, "configs.model_config.is_minimax_sparse", "recognises sparse attention", dict(params=("config",))),
         (
             Kind.CALL,
             "configs.model_config.ModelConfig.__init__",

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import math
 import pkgutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -88,6 +89,7 @@ def run_all(device: torch.device) -> tuple[list[str], list[str]]:
         request.prefill(0, FIRST)
         request.prefill(FIRST, MORE)
         request.decode(FIRST + MORE + 1)
+        request.finish_with_sinks()
     known = kernels()
     return [name for name in known if name in ran], [name for name in known if name not in ran]
 
@@ -119,6 +121,8 @@ class _Request:
         from sglang_kvq.cache.triton_tiers import TritonTierManager
 
         self.device, self.formats = device, formats()
+        #: Every other layer has learned sinks.
+        self.sinks = torch.linspace(2, 8, Q_HEADS).to(device)
         rotation = torch.linalg.qr(torch.randn(HEAD_DIM, HEAD_DIM))[0].to(device)
         rotation = rotation.expand(len(self.formats), 1, HEAD_DIM, HEAD_DIM).contiguous()
         rotations = LayerRotations(rotation, rotation)
@@ -147,6 +151,19 @@ class _Request:
         heads = (Q_HEADS, KV_HEADS, KV_HEADS)
         return tuple(torch.randn(tokens, n, HEAD_DIM, device=self.device).bfloat16() for n in heads)
 
+    def _sinks_of(self, layer: int) -> torch.Tensor | None:
+        return self.sinks if layer % 2 else None
+
+    def finish_with_sinks(self) -> None:
+        """What takes them up after FlashInfer's attention, which may not be installed here."""
+        from sglang_kvq.kernels.sinks import scale_by_sinks
+
+        out, _, _ = self._activations(MORE)
+        lse = torch.randn(out.shape[:2], device=self.device) * 4 + 6
+        want = out.float() * torch.sigmoid(lse * math.log(2) - self.sinks)[..., None]
+        scale_by_sinks(out, lse, self.sinks)
+        _compare("scaling by sinks", self.formats[0], out, want)
+
     def prefill(self, prefix: int, new: int) -> None:
         """A chunk of ``new`` tokens through every layer."""
         split = split_new_tokens([prefix], [new], SINK_PAGES, RECENT_PAGES)
@@ -161,7 +178,9 @@ class _Request:
             given, outputs = self._activations(new), []
             for ops in (self.reference, self.ops, self.direct):
                 q, k, v = ops.rotate(layer, *given)
-                outputs.append(ops.rotate_output(layer, ops.extend(layer, q, k, v, batch, SCALE)))
+                outputs.append(
+                    ops.rotate_output(layer, ops.extend(layer, q, k, v, batch, SCALE, self._sinks_of(layer)))
+                )
                 if ops is not self.direct:  # which shares its cache with ``ops``
                     ops.store_tokens(layer, loc[overlay], k[overlay], v[overlay])
                     ops.quantize_tokens(layer, direct, direct_pages, k, v)
@@ -179,7 +198,7 @@ class _Request:
             given, outputs = self._activations(1), []
             for ops in (self.ops, self.reference):
                 q = ops.rotate_and_store(layer, loc, *given)
-                outputs.append(ops.rotate_output(layer, ops.decode(layer, q, rows, lens, SCALE)))
+                outputs.append(ops.rotate_output(layer, ops.decode(layer, q, rows, lens, SCALE, self._sinks_of(layer))))
             _compare("decode", format, *outputs)
 
 

@@ -13,7 +13,7 @@ from sglang_kvq.sglang.runtime import config_of, logger
 from sglang_kvq.sglang.types import Original, ServerArgs
 
 #: Architectures whose attention is qkv_proj -> (norm, rope on q and k) -> attention -> o_proj, with
-#: nothing applied to V in between nor to the output before o_proj.
+#: nothing applied to V in between nor to the output before o_proj. (A learned sink scales a head's output as a whole.)
 FOLDABLE = frozenset(
     {
         "LlamaForCausalLM",
@@ -23,6 +23,8 @@ FOLDABLE = frozenset(
         "Qwen3ForCausalLM",
         "Qwen3MoeForCausalLM",
         "Glm4MoeForCausalLM",
+        "GptOssForCausalLM",
+        "MellumForCausalLM",
         "MixtralForCausalLM",
     }
 )
@@ -47,15 +49,18 @@ def why_not_foldable(
     """Why the value rotation must be applied at run time; None if ``fold`` may change this model's weights.
 
     Every layer's W_v and W_o must be plain dense matrices on ``device`` that SGLang multiplies with as they are, in an
-    architecture of ``FOLDABLE``.
+    architecture of ``FOLDABLE``, and its attention must not gate its output element by element.
     """
+    found = attention_layers(model)
+    for layer in layers:
+        if getattr(found.get(layer), "attn_output_gate", False):  # SGLang's attention classes say so themselves
+            return f"layer {layer} gates its output between attention and o_proj, in the model's own basis"
     if type(model).__name__ not in FOLDABLE:
         return f"{type(model).__name__} is not known to attend to V as its projection gives it"
     for field, harmless, why in _SETTINGS:
         value = compat.resolved(server_args, field, harmless[0])
         if value not in harmless:
             return f"--{field.replace('_', '-')}: {why}"
-    found = attention_layers(model)
     for layer in layers:
         if layer not in found:
             return f"layer {layer} has no qkv_proj and o_proj around its attention"

@@ -158,4 +158,10 @@ def calculate_pool_sizes_from_max_tokens(
     sizes = original(self, max_total_num_tokens, page_size)
     if state is not None and state.windows is not None:
         state.windows.tokens = sizes.swa_max_total_num_tokens
+        logger.info(
+            "kv-quant windows: %d tokens beside the %d that --max-total-tokens allows (--swa-full-tokens-ratio %.4f)",
+            sizes.swa_max_total_num_tokens,
+            sizes.max_total_num_tokens,
+            self._swa_full_tokens_ratio,
+        )
     return sizes

@@ -28,6 +28,7 @@ from sglang_kvq.attention.short_extend import ShortExtends
 from sglang_kvq.cache.triton_tiers import TritonTierManager
 from sglang_kvq.formats.page import PageFormat
 from sglang_kvq.formats.planes import PlaneCode, PlaneFormat
+from sglang_kvq.kernels.sinks import scale_by_sinks
 from tests.kernels import scene as scenes
 from tests.kernels.test_extend import make_batch
 from tests.kernels.test_formats import KINDS, make_format
@@ -141,12 +142,25 @@ def verify(ops, q, scene, count: int = 3) -> None:
     ops.verify(0, q[: 2 * count], drafts, scene.scale)
 
 
-def extend_both_ways(ops, q, k, v, scene) -> None:
+def extend_both_ways(ops, q, k, v, scene, sinks=None) -> None:
     """Prefix dequantized first; pages read as they are."""
     lens = [(128, 100), (64, 30)]
     for short in (None, ANY):
         ops.short = short
-        ops.extend(0, q, k, v, make_batch(scene.rows, lens), scene.scale)
+        ops.extend(0, q, k, v, make_batch(scene.rows, lens), scene.scale, sinks)
+
+
+def compile_sinks() -> None:
+    """What takes learned sinks, as gpt-oss's layers have them."""
+    heads = scenes.Heads(64, 64, 1, 8)
+    print(f"sinks, {heads}", flush=True)
+    scene = scenes.make_scene(heads, [200, 90])
+    ops, _ = scene.ops()
+    q, k, v = (scenes.randn(130, n, heads.head_dim) for n in (heads.q, heads.kv, heads.kv))
+    sinks = torch.zeros(heads.q, dtype=torch.bfloat16)
+    ops.decode(0, q[:2], scene.rows, scene.seq_lens, scene.scale, sinks)
+    extend_both_ways(ops, q, k, v, scene, sinks)
+    scale_by_sinks(q, torch.zeros(q.shape[:2]), sinks)
 
 
 def compile_records(kind: str, head_dim: int = 128) -> None:
@@ -188,6 +202,7 @@ def main() -> None:
     print(f"triton {triton.__version__}")
     for heads in scenes.HEADS if "--all" in sys.argv else [scenes.HEADS[i] for i in (1, 3, 7)]:
         compile_all(heads)
+    compile_sinks()
     for kind in KINDS if "--all" in sys.argv else SOME:
         compile_records(kind)
     for widths in PLANES:

@@ -30,6 +30,9 @@ def test_kernels_compile_for_sm90():
             assert int(instructions) <= most and narrow == "0", (
                 f"{kernel}: {instructions} instructions, {narrow} narrow loads"
             )
+    sinks = re.search(r"^sinks, .*\n((?:  .*\n)+)", done.stdout, re.MULTILINE)[1]
+    for kernel in ("_merge", "_flash", "_extend", "_scale"):
+        assert f"  {kernel} " in sinks, f"{kernel} was not compiled with sinks"
     planes = re.search(r"^4310-3221, d128g128.*\n((?:  .*\n)+)", done.stdout, re.MULTILINE)[1]
     for kernel, most in MOST_OF_PLANES.items():
         found = re.findall(rf"^  {kernel} .*instructions +(\d+)", planes, re.MULTILINE)

@@ -62,7 +62,7 @@ NOT_SERVED = {
     "mem_cache/multi_ended_allocator.py": "another allocator",
     # Other attention backends: ours stands in SGLang's table in their place
     "layers/attention/": "other backends; the base class's own code is inherited",
-    "layers/radix_linear_attention.py": "recurrent state, refused by check_model",
+    "layers/radix_linear_attention.py": "recurrent states, which SGLang's own backend keeps beside ours",
     # Models whose attention check_model or check_layers refuses
     **{
         f"models/{name}": "recurrent state"
@@ -75,7 +75,6 @@ NOT_SERVED = {
             "lfm2_moe.py",
             "mamba2.py",
             "nemotron_h.py",
-            "qwen3_5.py",
             "zaya.py",
             "inkling_common/",
         )
@@ -216,6 +215,10 @@ REVIEWED = {
         "speculative/spec_utils.py": (
             "update_mamba_state_after_mtp_verify?, update_mamba_state_after_mtp_verify",
             "of models with recurrent state",
+        ),
+        "models/qwen3_5.py": (
+            "linear_attn_backend?, supports_fused_gdn, supports_packed_verify?",
+            "of the backend that SGLang puts around ours and its own for linear attention",
         ),
         "models/hunyuan_v3.py": (
             "is HPCOpsAttnBackend, use_fp8, fused_qk_rope_store_kv_fp8",

@@ -127,6 +127,21 @@ def test_rocm_is_refused(monkeypatch):
 
 
 GPT_OSS = dict(architectures=["GptOssForCausalLM"], model_type="gpt_oss", sliding_window=128)
+HYBRID = dict(architectures=["Qwen3NextForCausalLM"], model_type="qwen3_next", head_dim=256, full_attention_interval=2)
+#: The same as Qwen 3.5 writes it, vision and all.
+QWEN3_5 = dict(
+    architectures=["Qwen3_5ForConditionalGeneration"],
+    model_type="qwen3_5",
+    text_config={
+        **LLAMA,
+        "model_type": "qwen3_5_text",
+        "head_dim": 256,
+        "full_attention_interval": 2,
+        "layer_types": ["linear_attention", "full_attention"],
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
+    },
+    vision_config={"model_type": "qwen3_5"},
+)
 MODELS = {
     "MLA": (
         dict(
@@ -139,7 +154,29 @@ MODELS = {
         ),
         "MLA attention",
     ),
-    "linear attention": (dict(architectures=["Qwen3NextForCausalLM"], model_type="qwen3_next"), "recurrent state"),
+    "MLA and linear attention": (
+        dict(
+            architectures=["KimiLinearForCausalLM"],
+            model_type="kimi_linear",
+            kv_lora_rank=64,
+            v_head_dim=64,
+            qk_nope_head_dim=64,
+            qk_rope_head_dim=32,
+            linear_attn_config=dict(
+                full_attn_layers=[2], kda_layers=[1], head_dim=64, num_heads=4, short_conv_kernel_size=4
+            ),
+        ),
+        "MLA attention",
+    ),
+    "sparse attention": (
+        dict(
+            architectures=["MiniMaxM3SparseForCausalLM"],
+            sparse_attention_config=dict(sparse_num_index_heads=1, sparse_index_dim=64, sparse_topk_blocks=4),
+        ),
+        "sparse attention",
+    ),
+    "an index of tokens": (HYBRID | dict(indexer_budget=2048), "sparse attention"),
+    "linear attention": (HYBRID | dict(architectures=["SomeHybridForCausalLM"]), "recurrent state.*are served: Qwen3"),
     "mamba": (dict(architectures=["FalconH1ForCausalLM"], model_type="falcon_h1"), "recurrent state"),
     "windows in the plain pool": (
         dict(architectures=["Gemma3ForCausalLM"], model_type="gemma3_text", sliding_window=512),
@@ -223,8 +260,11 @@ def test_model_is_refused(model_folder, changes, what):
             sliding_window=128,
             layer_types=["sliding_attention", "full_attention"],
         ),
+        HYBRID,
+        QWEN3_5,
+        QWEN3_5 | dict(architectures=["Qwen3_5MoeForConditionalGeneration"]),
     ],
-    ids=["llama", "qwen2", "qwen3", "mistral", "gpt-oss", "mellum"],
+    ids=["llama", "qwen2", "qwen3", "mistral", "gpt-oss", "mellum", "qwen3_next", "qwen3_5", "qwen3_5_moe"],
 )
 def test_model_is_accepted(model_folder, changes):
     from sglang.srt.configs.model_config import ModelConfig

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import pkgutil
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import sglang.srt
 import torch
 from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 from sglang.srt.layers.radix_attention import RadixAttention
@@ -109,6 +112,41 @@ def test_folding_takes_outputs_matrices_that_undo_the_values(heads):
         assert not torch.allclose(output(model.layers[0], x), plain[0], atol=0.1)
 
 
+class GptOssForCausalLM(torch.nn.Module):
+    """A layer with a window, 5, and one in the cache, 6; biases everywhere, a sink for each query head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(Attention(i, True) for i in (5, 6))
+        for layer in self.layers:
+            layer.o_proj.bias = torch.nn.Parameter(torch.randn(HIDDEN))
+            layer.sinks = torch.nn.Parameter(torch.randn(Q_HEADS) * 2)
+
+
+def output_with_sinks(attention: Attention, x: torch.Tensor) -> torch.Tensor:
+    q, k, v = attention.qkv_proj(x).split([Q_HEADS * D, KV_HEADS * D, KV_HEADS * D], dim=-1)
+    q, k, v = (y.unflatten(-1, (-1, D)).transpose(0, 1) for y in (q, k, v))
+    k, v = (y.repeat_interleave(Q_HEADS // KV_HEADS, 0) for y in (k, v))
+    scores = (q @ k.transpose(1, 2)).masked_fill(torch.ones(len(x), len(x)).triu(1).bool(), float("-inf"))
+    shares = torch.cat([scores, attention.sinks[:, None, None].expand(-1, len(x), 1)], -1).softmax(-1)[..., :-1]
+    return attention.o_proj((shares @ v).transpose(0, 1).flatten(1))
+
+
+def test_folding_with_sinks_and_biases_leaves_layers_with_windows_alone(why):
+    torch.manual_seed(0)
+    model, x = GptOssForCausalLM(), torch.randn(20, HIDDEN)
+    assert why(model, layers=(6,)) is None
+    before = [{name: p.clone() for name, p in layer.named_parameters()} for layer in model.layers]
+    with torch.no_grad():
+        plain = [output_with_sinks(layer, x) for layer in model.layers]
+        weights.fold(model, (6,), torch.linalg.qr(torch.randn(1, KV_HEADS, D, D))[0])
+        for layer, wanted in zip(model.layers, plain):
+            torch.testing.assert_close(output_with_sinks(layer, x), wanted, atol=1e-3, rtol=0)
+    assert all(torch.equal(p, before[0][name]) for name, p in model.layers[0].named_parameters())
+    changed = {name for name, p in model.layers[1].named_parameters() if not torch.equal(p, before[1][name])}
+    assert changed == {"qkv_proj.weight", "qkv_proj.bias", "o_proj.weight"}
+
+
 @pytest.fixture
 def why(command_line):
     """``why(model, *flags)``: why it is not folded on a CPU, as a server with these flags would log; None if it is."""
@@ -194,6 +232,29 @@ def test_weights_elsewhere_are_not_folded(why):
 def test_only_known_architectures_with_all_layers_are_folded(why):
     assert why(SomethingElse(False)).startswith("SomethingElse is not known")
     assert why(LlamaForCausalLM(False), layers=range(5, 8)).startswith("layer 7 has no qkv_proj")
+
+
+@pytest.mark.parametrize("gate", [True, False])
+def test_a_gated_output_is_not_folded(why, gate):
+    """Whatever the architecture: a gate multiplies elements, and R_v mixes them."""
+    model = LlamaForCausalLM(False)
+    model.layers[1].attn_output_gate = gate
+    assert why(model) == (
+        "layer 6 gates its output between attention and o_proj, in the model's own basis" * gate or None
+    )
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [("qwen3_next", "Qwen3HybridAttentionDecoderLayer"), ("qwen3_5", "Qwen3_5AttentionDecoderLayer")],
+)
+def test_attention_classes_of_hybrids_say_that_they_gate(module, name):
+    """What ``why_not_foldable`` looks at is what their ``forward`` multiplies by, on modules that it finds."""
+    source = (Path(next(iter(sglang.srt.__path__))) / "models" / f"{module}.py").read_text()
+    kind = next(node for node in ast.parse(source).body if isinstance(node, ast.ClassDef) and node.name == name)
+    text = ast.get_source_segment(source, kind)
+    assert all(f"self.{part} = " in text for part in ("attn", "qkv_proj", "o_proj", "attn_output_gate"))
+    assert "if self.attn_output_gate:" in text
 
 
 # -- weights that are folded neither leave nor change ------------------------------------------------------------------
