@@ -29,6 +29,10 @@ output_NxL    output tokens/s while as many of N contexts of L tokens are decode
 profile_*     with --profile: us per step in which kernels run, while the streams of ``decode_*`` at its longest context
               or of ``output_*`` are decoded once more under SGLang's profiler; the time between kernels (``idle``) and
               the kernels' own (us, launches per step) beside it.
+spec_SxL_N    with --speculation N: ms per output token as in ``decode_SxL``, while each step verifies N drafts, of
+              which SGLang pretends to accept 2.5 on average (SGLANG_SIMULATE_ACC_LEN); ``*_step_ms`` is 2.5 times that,
+              a step's time. The draft is a model of one layer of the same shapes (STANDALONE) with dummy weights, the
+              same on both servers.
 ttft_, tpot_  ms to the first token and per later token, means over requests with new prompts at the same
               concurrency on both servers (closed loop).
 """
@@ -58,10 +62,13 @@ from launch.server import Server, ServerError
 from sglang_kvq.evaluation import provenance
 from sglang_kvq.rotations.identity import geometry_of
 
-GROUPS = ("decode", "prefill", "latency", "output")
+GROUPS = ("decode", "prefill", "latency", "output", "spec")
+#: Without --speculation; with it, only the last.
+PLAIN = GROUPS[:-1]
 SERVERS = ("none", "oscar")
 FAILED: list[str] = []  # groups, as they fail
 PROFILED = 8  # steps
+SIMULATED = 2.5  # tokens of a verification, on average
 EVENT = 8  # tokens of a stream's event: the server's Python must not be what is measured
 
 
@@ -247,6 +254,29 @@ def decode(client: Client, scale: Scale, deadline: float):
             yield profile_row(name, client.profile(prompts, scale.measured))
 
 
+def spec(client: Client, scale: Scale, deadline: float):
+    """``decode`` of a server that verifies drafts."""
+    drafts = client.server.info()["speculative_num_draft_tokens"]
+    for streams, context in scale.decode:
+        prompts = [client.prompt(f"decode{context}", i, context) for i in range(streams)]
+        client.cache(prompts)
+        ms = min(step_ms(client.decode(prompts, scale.measured)) for _ in range(2))
+        own = {"step_ms": round(ms * SIMULATED, 3)}
+        common = {"streams": streams, "context": context, "drafts": drafts, "simulated": SIMULATED}
+        yield f"spec_{streams}x{size(context)}_{drafts}", "ms per token", ms, own, common
+
+
+def draft_model(model: Path, folder: Path) -> Path:
+    """A checkpoint's config with one layer; its weights are dummies like the target's."""
+    config = json.loads((model / "config.json").read_text())
+    config["num_hidden_layers"] = 1
+    for path in model.iterdir():
+        if path.is_file() and path.suffix in (".json", ".txt", ".model"):
+            (folder / path.name).write_bytes(path.read_bytes())
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
 def profile_row(name: str, profile: dict):
     return f"profile_{name}", "us per step", profile.pop("busy"), profile, {}
 
@@ -349,7 +379,8 @@ def plot(out: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", required=True, type=Path, help="JSON file; its rows of other scenarios stay")
-    parser.add_argument("--scenarios", default=",".join(GROUPS), help="some of %(default)s")
+    parser.add_argument("--scenarios", help=f"some of {', '.join(GROUPS)}; default all but the last")
+    parser.add_argument("--speculation", type=int, metavar="N", help="only spec_*: servers that verify N drafts a step")
     parser.add_argument(
         "--servers", default=",".join(SERVERS), help="with one of %(default)s the other's figures are read from --out"
     )
@@ -369,7 +400,10 @@ def main() -> None:
     if args.plot:
         plot(args.out)
         return
-    scale, groups, servers = SCALES[args.scale], args.scenarios.split(","), args.servers.split(",")
+    default = "spec" if args.speculation else ",".join(PLAIN)
+    scale, groups, servers = SCALES[args.scale], (args.scenarios or default).split(","), args.servers.split(",")
+    if ("spec" in groups) != (groups == ["spec"] and bool(args.speculation)):
+        parser.error("spec and --speculation N belong together, and other scenarios are measured without drafts")
     for given, known in ((groups, GROUPS), (servers, SERVERS)):
         if unknown := set(given) - set(known):
             parser.error(f"{', '.join(unknown)}: not one of {', '.join(known)}")
@@ -389,10 +423,19 @@ def main() -> None:
             "none": [] if args.cpu else ["--attention-backend", args.plain_backend],
             "oscar": ["--kv-quant", "oscar", "--kv-quant-rotations", str(rotations)],
         }
+        env = {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
+        if args.speculation:
+            (Path(folder) / "draft").mkdir()
+            flags += [
+                *("--speculative-algorithm", "STANDALONE", "--speculative-eagle-topk", "1"),
+                *("--speculative-draft-model-path", str(draft_model(args.model, Path(folder) / "draft"))),
+                *("--speculative-num-steps", str(args.speculation - 1)),
+                *("--speculative-num-draft-tokens", str(args.speculation)),
+            ]
+            env |= {"SGLANG_SIMULATE_ACC_LEN": str(SIMULATED)}
         for name in servers:
             begin = time.monotonic()
             log = Path(folder) / f"{name}.log"
-            env = {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
             with Server(args.model, *flags, *own[name], cpu=args.cpu, env=env, log_path=log) as server:
                 print(f"{name}: started in {time.monotonic() - begin:.0f} s", flush=True)
                 client = Client(server, config, args.profile)

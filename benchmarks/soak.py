@@ -223,16 +223,24 @@ class Soak:
             *("--kv-quant", self.args.method, "--chunked-prefill-size", str(s.chunk)),
             *("--max-total-tokens", str(s.pool), "--context-length", str(s.longest + s.long_answer[1] + 64)),
             *("--max-running-requests", str(s.requests), "--schedule-conservativeness", "0.05"),
-            *("--enable-streaming-session", *graphs),
+            *graphs,
+        ]
+
+    def speculation(self) -> list[str]:
+        """Of the server with traffic only: alone, answers come without drafts."""
+        if self.args.speculation == "none":
+            return ["--enable-streaming-session"]
+        return [
+            *("--speculative-algorithm", "NGRAM", "--speculative-ngram-max-bfs-breadth", "1"),
+            *("--speculative-num-draft-tokens", "5"),
         ]
 
     def make(self, name: str, gpu: int, env: dict[str, str]) -> TinyServer:
         model = self.model.write(self.folder)
         # Checked whenever idle; tests/gpu also checks between steps, which would slow the traffic.
         base = {IDLE_CHECK: "1", **plugin_path(self.folder)}
-        return TinyServer(
-            model, self.flags(), cpu=self.cpu, log=self.folder / f"{name}.log", env={**base, **env}, gpus=[gpu]
-        )
+        flags = [*self.flags(), *(self.speculation() if name == "server" else ["--enable-streaming-session"])]
+        return TinyServer(model, flags, cpu=self.cpu, log=self.folder / f"{name}.log", env={**base, **env}, gpus=[gpu])
 
     def offer(self, answer: Answer) -> None:
         """An answer to be compared: by the second server as soon as it can, or later, a random choice of all."""
@@ -298,7 +306,8 @@ class Soak:
 
     def _soak(self) -> None:
         self.server.drain()
-        self.traffic = Traffic(self.server, self.scale, self.args.seed, self.offer)
+        streaming = self.args.speculation == "none"
+        self.traffic = Traffic(self.server, self.scale, self.args.seed, self.offer, streaming)
         comparing = threading.Thread(target=self.compare, daemon=True)
         if self.second:
             comparing.start()
@@ -465,6 +474,9 @@ def main() -> int:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument(
         "--reference", choices=("auto", "second", "same"), default="auto", help="which server answers alone"
+    )
+    parser.add_argument(
+        "--speculation", choices=("none", "ngram"), default="none", help="how drafts are made; default %(default)s"
     )
     parser.add_argument("--seed", type=int, default=0, help="of the traffic")
     parser.add_argument("--fault", action="store_true", help="compare with wrong prompts now and then: must fail")

@@ -114,10 +114,14 @@ class Traffic:
 
     Args:
         checked: told each answer.
+        streaming: whether some jobs are sessions that keep their rows.
     """
 
-    def __init__(self, server: TinyServer, scale: Scale, seed: int, checked: Callable[[Answer], None]) -> None:
+    def __init__(
+        self, server: TinyServer, scale: Scale, seed: int, checked: Callable[[Answer], None], streaming: bool = True
+    ) -> None:
         self.server, self.scale, self.seed, self.checked = server, scale, seed, checked
+        self.kinds = {kind: weight for kind, weight in KINDS.items() if streaming or kind != "streaming"}
         self.counts, self.stopping, self.open = Counts(), threading.Event(), threading.Event()
         self.prefixes = Prefixes(scale, random.Random(seed))
         self.busy, self.idle = 0, threading.Condition()
@@ -143,7 +147,7 @@ class Traffic:
 
     def _client(self, number: int) -> None:
         rng, talk = random.Random(f"{self.seed} {number}"), []
-        names, weights = list(KINDS), list(KINDS.values())
+        names, weights = list(self.kinds), list(self.kinds.values())
         while not self.stopping.is_set():
             if not self.open.wait(0.2):
                 continue

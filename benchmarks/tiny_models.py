@@ -108,7 +108,7 @@ class TinyModel:
         # With q and k normalised per head or over all heads, their norms' weights set the scores' size.
         normed = self.family in ("qwen3", "qwen3_moe", "minimax_m2", "mellum") or self.config().get("use_qk_norm")
         kinds = self.config().get("layer_types") or ["full_attention"] * self.layers
-        full = kinds.count("full_attention")
+        full = kinds.count("full_attention") if self.is_hybrid else self.layers
         one, gates = 1.0, 1
         if self.is_hybrid:  # their norms multiply by 1 + weight, and a gate of about a half follows attention
             normed, one, gates, averaged = True, 0.0, 2, 4 * averaged

@@ -79,24 +79,23 @@ class SeenBuffers:
         if not self.branching:
             return
         count, lens = draft_count(forward_batch), forward_batch.seq_lens
-        mask = forward_batch.spec_info.custom_mask
-        seen = self.of(len(lens), count)
-        live = min(len(mask) // count**2, len(lens))  # of a padded batch, or more
-        seen[:live] = from_mask(among_drafts(mask, lens[:live], count))
+        # SGLang's n-grams say less on a CPU (``ngram_worker.USE_FULL_MASK``).
+        full = self.device.type != "cpu"
+        mask = among_drafts(forward_batch.spec_info.custom_mask, lens, count, full)
+        self.of(len(mask), count).copy_(from_mask(mask))
 
 
-def among_drafts(mask: torch.Tensor, stored_lens: torch.Tensor, count: int) -> torch.Tensor:
+def among_drafts(mask: torch.Tensor, stored_lens: torch.Tensor, count: int, full: bool) -> torch.Tensor:
     """What drafts see of each other, bool ``[batch, count, count]``, of SGLang's mask.
 
     Args:
-        mask: bool, flat, request by request and draft by draft: what it sees of the drafts, or of all tokens, stored
-            ones first. There may be fewer requests than in the batch, which is padded then; the result of the others
-            means nothing.
+        mask: bool, flat, request by request and draft by draft: what it sees of the drafts, or if ``full`` of all
+            tokens, stored ones first. There may be fewer requests than in the batch, which is padded then; the result
+            of the others is missing, or means nothing.
         stored_lens: int ``[batch]``.
     """
-    batch = len(stored_lens)
-    if len(mask) <= batch * count**2:  # a full one has a token more for each draft at least
-        return mask.view(-1, count, count)
+    if not full:
+        return mask[: len(stored_lens) * count**2].view(-1, count, count)
     row = stored_lens.long() + count
     first = torch.cumsum(row * count, 0) - row * count
     i = torch.arange(count, device=mask.device)

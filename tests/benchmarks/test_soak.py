@@ -103,6 +103,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
             model="qwen3",
             device="cpu",
             reference="second" if second else "same",
+            speculation="none",
             seed=1,
             fault=fault,
             logs=None,

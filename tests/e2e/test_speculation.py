@@ -10,6 +10,7 @@ import random
 from pathlib import Path
 
 import pytest
+import requests
 
 from tests.e2e.client import Client, together
 from tests.e2e.conftest import ON_GPU
@@ -66,35 +67,35 @@ def assert_same_but_for_ties(got: list[int], want: list[int], meta: dict) -> int
 
 def test_answers_are_those_without_drafts(servers, drafting):
     """Alone, together and after a prefix hit, across pages; every token stored once, accepted or not."""
-    prompts = [repetitive(seed, length) for seed, length in ((1, 61), (2, 190), (3, 130))]
+    prompts = [repetitive(seed, length) for seed, length in ((1, 61), (2, 190))]
     plain = Client(servers(*COVERED))
-    want = [answer(plain, ids, 60) for ids in prompts]
+    want = [answer(plain, ids, 30) for ids in prompts]
     client = drafting(*COVERED)
-    alone = [answer(client, ids, 60) for ids in prompts]
-    crowd = together([lambda ids=ids: answer(client, ids, 60) for ids in prompts])
+    alone = [answer(client, ids, 30) for ids in prompts]
+    crowd = together([lambda ids=ids: answer(client, ids, 30) for ids in prompts])
     same = [
         assert_same_but_for_ties(got, tokens, meta)
         for found in (alone, crowd)
         for (got, _), (tokens, meta) in zip(found, want)
     ]
     steps = sum(meta["spec_verify_ct"] for _, meta in alone)
-    print("tokens equal:", same, "of 60; verified in", steps, "steps")
-    assert steps < 150, "no draft was accepted, so nothing was shown"
-    assert sum(same) > 180
+    print("tokens equal:", same, "of 30; verified in", steps, "steps")
+    assert steps < 54, "no draft was accepted, so nothing was shown"
+    assert sum(same) > 60
     longer = prompts[1] + alone[1][0] + [7, 8, 9]
-    tokens, meta = answer(client, longer, 20)
+    tokens, meta = answer(client, longer, 12)
     assert meta["cached_tokens"] >= 192
-    assert_same_but_for_ties(tokens, *answer(plain, longer, 20))
+    assert_same_but_for_ties(tokens, *answer(plain, longer, 12))
     assert_empties(client)
 
 
 def test_histories_aborts_and_retraction(drafting):
-    """Drafts after a quantized history; requests that leave in the middle of an accepted chain; both pools end empty."""
+    """Drafts after a quantized history; requests that end in the middle of an accepted chain; both pools end empty."""
     client = drafting(*QUANTIZED, *SMALL, env=PRESSED)
     prompt = repetitive(5, 400)
-    first, meta = answer(client, prompt, 70)
+    first, meta = answer(client, prompt, 40)
     assert client.state()["tiers"]["quantized_tokens"] >= 192
-    again, _ = answer(client, prompt, 70)  # from the tree, the last page computed anew
+    again, _ = answer(client, prompt, 4)  # from the tree, the last page computed anew
     assert_same_but_for_ties(again[:3], first[:3], meta)
     stop = client.post(
         "/generate",
@@ -106,17 +107,15 @@ def test_histories_aborts_and_retraction(drafting):
     def one(n: int) -> str:
         ids = repetitive(n % 3, 150 + 60 * n)
         if n % 3 == 2:
-            with pytest.raises(OSError):
-                import requests
-
+            with pytest.raises(requests.Timeout):
                 requests.post(
                     f"{client.url}/generate",
                     json={"input_ids": ids, "sampling_params": {"max_new_tokens": 400, "ignore_eos": True}},
                     timeout=8,
                 )
             return "aborted"
-        return f"{len(client.generate(ids, 60)['output_ids'])} tokens"
+        return f"{len(client.generate(ids, 40)['output_ids'])} tokens"
 
     results = together([lambda n=n: one(n) for n in range(6)])
-    assert sorted(set(results)) == ["60 tokens", "aborted"], results
+    assert sorted(set(results)) == ["40 tokens", "aborted"], results
     assert_empties(client)

@@ -22,6 +22,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 
@@ -31,7 +32,7 @@ from benchmarks import record
 from benchmarks.answers import Bound, Difference
 from benchmarks.tiny_models import MODELS, TinyModel
 from benchmarks.tiny_server import BUSY_CHECK, STRICT, TinyServer, gpu_names, plugin_path, versions
-from tests.gpu import crowd, families
+from tests.gpu import crowd, families, speculation
 
 #: Servers that start at once: each compiles kernels and loads torch in three processes. Cores that one keeps busy
 #: meanwhile, and how many start whatever the host.
@@ -45,6 +46,7 @@ CASE_MODEL = "qwen3"
 WINDOWS_IN_PLAIN_POOL = "--disable-hybrid-swa-memory"
 #: What SGLang refuses to serve on a CPU.
 GPU_ONLY = ("gpt_oss",)
+NGRAM = speculation.flags("ngram", Path())
 
 
 @dataclass(frozen=True)
@@ -88,6 +90,7 @@ class Suite:
         self.rows: list[dict] = []
         self.missing: dict[str, dict] = {}  # rows of what has not ended, by task
         self.said: dict[tuple, families.Said] = {}
+        self.drafted: dict[str, speculation.Said] = {}
         self.running: set[TinyServer] = set()
         starting = max(LEAST_STARTING, (os.cpu_count() or 1) // CORES_TO_START)
         self.lanes = args.lanes or starting + 1
@@ -223,6 +226,26 @@ class Suite:
             for case, passed, found, bound, more in families.compare(ours, theirs, self.families, other):
                 self.add(model.name, case, layout, passed, ours.seconds, found, bound, more)
 
+    def drafts(self, way: str) -> None:
+        """One way to draft, or none; whichever of both ends last makes the rows."""
+        model, scale = MODELS[CASE_MODEL], speculation.CPU if self.cpu else speculation.GPU
+        with self.lock:
+            path = model.write(self.folder)
+        flags = [*self.families.flags(), *self.families.quantized_flags(), *speculation.flags(way, path)]
+        lengths = {"short": self.families.short, "long": self.families.long}
+        ask = lambda server: speculation.ask(server, scale, lengths, way)  # noqa: E731
+        said = self.serve(f"drafts-{way}", model, flags, ask)
+        with self.lock:
+            self.drafted[way] = said
+            plain = self.drafted.get("none")
+            ours = [w for w in self.drafted if w != "none"] if way == "none" else [way]
+        left, none = Difference(0.0, 0.0, 0), Bound(0, 0)
+        case = f"drafts ({way}): nothing left when idle and flushed"
+        self.add(model.name, case, ONE, not said.left, said.seconds, left, none, "; ".join(said.left))
+        for other in ours if plain else []:
+            for case, passed, found, bound, more in speculation.compare(self.drafted[other], plain, other):
+                self.add(model.name, case, ONE, passed, said.seconds, found, bound, more)
+
     def case(self, name: str) -> None:
         """The cases of one crowded server."""
         # Deep, so that a step takes long enough for the scheduler to get ahead of it.
@@ -230,6 +253,12 @@ class Suite:
             "crowd": (self.cases.crowd_flags(), crowd.crowd, {}),
             "pressed": (self.cases.pressed_flags(), crowd.pressed, crowd.PRESSED),
             "windows": (self.cases.window_flags(), crowd.pressed_windows, crowd.PRESSED),
+            "crowd with drafts": ([*self.cases.crowd_flags(), *NGRAM], crowd.crowd, {}),
+            "pressed with drafts": (
+                [*self.cases.pressed_flags(sessions=False), *NGRAM],
+                partial(crowd.pressed, sessions=False),
+                crowd.PRESSED,
+            ),
         }[name]
         family = self.case_model(name)
         model = replace(MODELS[family], name=f"{family}_deep", layers=4 if self.cpu else 16)
@@ -237,6 +266,8 @@ class Suite:
 
         def use(server: TinyServer) -> None:
             for case, passed, found, bound, more in steps(server, self.cases, self.deadline - 30):
+                if "drafts" in name:
+                    case = f"with drafts: {case}"
                 self.add(model.name, case, ONE, passed, time.monotonic() - last[0], found, bound, more)
                 last[0] = time.monotonic()
 
@@ -264,6 +295,12 @@ class Suite:
             for name in ("crowd", "pressed", "windows")
             if wanted(name, "cases")
         ]
+        if wanted("speculation"):
+            cases += [(CASE_MODEL, f"drafts, {way}", lambda way=way: self.drafts(way)) for way in speculation.WAYS]
+            cases += [
+                (CASE_MODEL, name, lambda name=name: self.case(name))
+                for name in ("crowd with drafts", "pressed with drafts")
+            ]
         spread = []
         for name, layout in sorted(SPREAD, key=lambda entry: -entry[1].tp):  # the slowest to start come first
             if layout.tp <= self.gpus and wanted("parallel", layout.name):
@@ -354,7 +391,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--only",
         default="",
-        help="some of: model names, families, crowd, pressed, windows, cases, parallel; comma-separated",
+        help="some of: model names, families, crowd, pressed, windows, cases, speculation, parallel; comma-separated",
     )
     parser.add_argument("--gpus", type=int, help="use this many; default all")
     parser.add_argument("--minutes", type=float, default=8.0, help="stop then, whatever is left; default %(default)s")

@@ -64,8 +64,8 @@ class Scale:
             *("--max-running-requests", str(2 * self.pairs + 8)),
         ]
 
-    def pressed_flags(self) -> list[str]:
-        """Of a server with little room: small chunks, retraction, priorities, sessions."""
+    def pressed_flags(self, sessions: bool = True) -> list[str]:
+        """Of a server with little room: small chunks, retraction, priorities, and sessions that keep their rows."""
         return [
             *(
                 "--kv-quant",
@@ -76,7 +76,8 @@ class Scale:
                 str(self.huge + 1024),
             ),
             *("--max-total-tokens", str(self.pressed_pool), "--max-running-requests", str(self.answers)),
-            *("--schedule-conservativeness", "0.01", "--enable-priority-scheduling", "--enable-streaming-session"),
+            *("--schedule-conservativeness", "0.01", "--enable-priority-scheduling"),
+            *(["--enable-streaming-session"] if sessions else []),
         ]
 
     def window_flags(self) -> list[str]:
@@ -104,14 +105,15 @@ def crowd(server: TinyServer, scale: Scale, deadline: float) -> Iterator[Row]:
     yield _empty(server)
 
 
-def pressed(server: TinyServer, scale: Scale, deadline: float) -> Iterator[Row]:
+def pressed(server: TinyServer, scale: Scale, deadline: float, sessions: bool = True) -> Iterator[Row]:
     """Cases of ``pressed_flags``."""
     greedy(server, [prompt(f"warm {i}", 3 * scale.chunk + 70 * i) for i in range(2)], 3)
     bound = yield from _forced_noise(server, scale)
     yield _retracted(server, scale, bound)
     yield _aborted(server, scale, bound)
     yield _prioritised(server, scale, bound)
-    yield _sessions(server, scale, streaming=True)
+    if sessions:
+        yield _sessions(server, scale, streaming=True)
     yield _empty(server)
 
 

@@ -35,13 +35,13 @@ def full_mask(mask: torch.Tensor, lens: list[int]) -> torch.Tensor:
 @pytest.mark.parametrize("count", [2, 5, 12])
 def test_masks_over_all_tokens_and_over_drafts_say_the_same(count):
     lens, mask = [1, 70, 200], trees(3, count)
-    assert torch.equal(among_drafts(mask.flatten(), torch.tensor(lens), count), mask)
-    assert torch.equal(among_drafts(full_mask(mask, lens), torch.tensor(lens), count), mask)
+    assert torch.equal(among_drafts(mask.flatten(), torch.tensor(lens), count, False), mask)
+    assert torch.equal(among_drafts(full_mask(mask, lens), torch.tensor(lens), count, True), mask)
     # A graph's batch is padded, its mask is not; SGLang may also allocate more than is used.
-    padded = torch.tensor([*lens, 1, 1])
-    assert torch.equal(among_drafts(full_mask(mask, lens), padded, count)[:3], mask)
+    padded = torch.tensor([*lens, *[1] * 13])
+    assert torch.equal(among_drafts(full_mask(mask, lens), padded, count, True)[:3], mask)
     longer = torch.cat([full_mask(mask, lens), torch.ones(1000, dtype=torch.bool)])
-    assert torch.equal(among_drafts(longer, torch.tensor(lens), count), mask)
+    assert torch.equal(among_drafts(longer, torch.tensor(lens), count, True), mask)
 
 
 def forward_batch(mask: torch.Tensor, lens: list[int], count: int) -> SimpleNamespace:
@@ -54,11 +54,13 @@ def test_buffers_keep_their_addresses_and_follow_each_batch():
     captured = buffers.of(4, 3)
     assert torch.equal(captured, chain(3).expand(4, -1)), "nothing seen yet: chains"
     mask = trees(2, 3)
-    for given in (mask.flatten(), full_mask(mask, [9, 90])):
-        buffers.of(4, 3).fill_(-1)
+    for device, given in (("cpu", mask.flatten()), ("cuda", full_mask(mask, [9, 90]))):
+        captured.fill_(-1)
+        buffers.device = torch.device(device)
         buffers.fill(forward_batch(given, [9, 90, 1, 1], 3))
         assert torch.equal(mask_of(captured[:2]), mask)
     assert buffers.of(2, 3).data_ptr() == captured.data_ptr()
+    buffers.device = torch.device("cpu")
     assert torch.equal(buffers.of(8, 2), chain(2).expand(8, -1)), "another number of drafts has its own"
     with pytest.raises(RuntimeError, match="9 requests"):
         buffers.of(9, 3)
@@ -185,7 +187,6 @@ def test_accepted_drafts_move_between_overlays():
 @pytest.mark.parametrize(("is_eagle", "moved"), [(False, [0, 1, 2]), (True, [0, 1])])
 def test_a_tree_of_pairs_has_one_token_less(is_eagle, moved, monkeypatch):
     """Keys of EAGLE's tree are pairs of tokens: of 192 tokens it holds two pages, which the window moves to."""
-    pytest.importorskip("sglang.srt.mem_cache.radix_cache")
     row = (torch.arange(10, 20)[:, None] * PAGE_SIZE + torch.arange(PAGE_SIZE)).flatten()[None].int()
     kept = torch.arange(50 * PAGE_SIZE, 50 * PAGE_SIZE + 192 - is_eagle * PAGE_SIZE)
     pending = SimpleNamespace(reserve_move=lambda: 0, fill_move=lambda ticket, own, kept: found.append((own, kept)))
@@ -200,7 +201,9 @@ def test_a_tree_of_pairs_has_one_token_less(is_eagle, moved, monkeypatch):
         req_to_token_pool=SimpleNamespace(req_to_token=row),
         match_prefix=lambda params: SimpleNamespace(device_indices=kept),
     )
-    req = SimpleNamespace(origin_input_ids=[1] * 150, output_ids=[2] * 60, req_pool_idx=0, extra_key=None)
+    req = SimpleNamespace(
+        origin_input_ids=[1] * 150, output_ids=[2] * 60, req_pool_idx=0, extra_key=None, cache_salt=None
+    )
     around_finished(lambda *a, **k: None, cache, req, kv_len_to_handle=192)
     ((own, to),) = found
     assert own.tolist() == [10 + n for n in moved] and to.tolist() == [50 + n for n in moved]

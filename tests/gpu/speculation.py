@@ -1,0 +1,152 @@
+"""Speculative decoding: greedy answers with drafts are those without, token for token, except where two tokens tie.
+
+One server without drafts answers everything twice, in batches of different sizes: how often its own answers part, and
+how close the two likeliest tokens are where they do, is what rounding does, and bounds the rest. Drafts come from what
+was said before (NGRAM: a mask for each request) or from the model itself (STANDALONE: a chain that is mostly accepted).
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from benchmarks.answers import Bound, Difference, Step, greedy, steps
+from benchmarks.tiny_models import VOCABULARY
+from benchmarks.tiny_server import TinyServer, body
+
+#: None, and two ways to draft.
+WAYS = ("none", "ngram", "standalone")
+#: Two tokens whose log-probabilities are nearer may be exchanged by BF16's rounding alone (``families.ROUNDING``).
+TIE = 0.1
+PHRASE = 9
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Prompts, tokens of each answer, and requests at once: all of a batch, or few."""
+
+    short: int
+    long: int
+    answer: int
+    batch: int
+    few: int
+
+
+GPU = Scale(short=850, long=150, answer=32, batch=64, few=5)
+CPU = Scale(short=3, long=1, answer=12, batch=4, few=1)
+
+
+def flags(way: str, draft: Path) -> list[str]:
+    """Of a server; draft: the checkpoint that drafts for STANDALONE."""
+    if way == "ngram":
+        return [
+            *("--speculative-algorithm", "NGRAM", "--speculative-ngram-max-bfs-breadth", "1"),
+            *("--speculative-num-draft-tokens", "5"),
+        ]
+    if way == "standalone":
+        return [
+            *("--speculative-algorithm", "STANDALONE", "--speculative-draft-model-path", str(draft)),
+            *("--speculative-num-steps", "3", "--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "4"),
+        ]
+    return []
+
+
+def prompts(scale: Scale, lengths: Sequence[int], count: int, kind: str) -> list[list[int]]:
+    """Phrases that come back, of lengths around those given, so that answers cross pages at every token."""
+    found = []
+    for n in range(count):
+        rng = random.Random(f"{kind} {n}")
+        phrases = [[rng.randrange(2, VOCABULARY) for _ in range(PHRASE)] for _ in range(5)]
+        length = lengths[n % len(lengths)] - rng.randrange(64)
+        tokens = [token for _ in range(-(-length // PHRASE)) for token in rng.choice(phrases)]
+        found.append(tokens[:length])
+    return found
+
+
+@dataclass
+class Said:
+    """Answers of one server by kind of prompt, ``short`` or ``long``.
+
+    Attributes:
+        tokens: of each prompt.
+        again, tops: a server without drafts: the same in small batches, and the likeliest at every step.
+        accepted: tokens of a verification, on average; 1 without drafts.
+        left: what is still held when all has ended.
+    """
+
+    tokens: dict[str, list[list[int]]] = field(default_factory=dict)
+    again: dict[str, list[list[int]]] = field(default_factory=dict)
+    tops: dict[str, list[list[Step]]] = field(default_factory=dict)
+    accepted: float = 1.0
+    left: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+
+
+def ask(server: TinyServer, scale: Scale, lengths: dict[str, Sequence[int]], way: str) -> Said:
+    """All prompts, in batches; then everything must be given back."""
+    begin, said = time.monotonic(), Said()
+    counts = {"short": scale.short, "long": scale.long}
+    generated = verified = 0
+    for kind, count in counts.items():
+        asked = prompts(scale, lengths[kind], count, kind)
+
+        def replies(size: int, asked=asked) -> list[dict]:
+            found = []
+            for at in range(0, len(asked), size):
+                batch = asked[at : at + size]
+                if way == "none":
+                    found += greedy(server, batch, scale.answer)
+                else:
+                    found += server.json("/generate", body(batch, scale.answer), timeout=180)
+            return found
+
+        all_at_once = replies(scale.batch)
+        said.tokens[kind] = [reply["output_ids"] for reply in all_at_once]
+        if way == "none":
+            said.tops[kind] = [steps(reply) for reply in all_at_once]
+            said.again[kind] = [reply["output_ids"] for reply in replies(scale.few)]
+        else:
+            generated += sum(reply["meta_info"]["completion_tokens"] for reply in all_at_once)
+            verified += sum(reply["meta_info"]["spec_verify_ct"] for reply in all_at_once)
+    said.accepted = generated / verified if verified else 1.0
+    said.left = server.held_when_empty()
+    said.seconds = time.monotonic() - begin
+    return said
+
+
+def parted(want: list[list[int]], tops: list[list[Step]], got: list[list[int]]) -> Difference:
+    """mean: share of answers that part; max: the largest gap of the two likeliest tokens at which one does."""
+    gaps = []
+    for a, b, steps_of in zip(want, got, tops, strict=True):
+        if len(a) != len(b):
+            gaps.append(float("inf"))
+        for x, y, step in zip(a, b, steps_of):
+            if x != y:
+                first, second = sorted(step.top.values(), reverse=True)[:2]
+                gaps.append(first - second)
+                break
+    return Difference(len(gaps) / max(len(want), 1), max(gaps, default=0.0), len(want))
+
+
+def compare(ours: Said, plain: Said, way: str) -> Iterator[tuple[str, bool, Difference, Bound, str]]:
+    """(case, passed, difference, bound, more) of one way to draft."""
+    for kind, case in (("short", "all in BF16"), ("long", "int4 history")):
+        tops = plain.tops[kind]
+        noise = parted(plain.tokens[kind], tops, plain.again[kind])
+        found = parted(plain.tokens[kind], tops, ours.tokens[kind])
+        # Which page is a record may change up to a round of drafts earlier: in 4 bits a little more than rounding.
+        more = 0.02 if kind == "short" else 0.1
+        bound = Bound(2 * noise.mean + more, max(3 * noise.max, TIE if kind == "short" else 4 * TIE))
+        said = f"{found.tokens} prompts, {ours.accepted:.2f} tokens a step; without drafts, other batches: {noise}"
+        yield f"drafts ({way}), {case}: answers", bound.holds(found), found, bound, said
+    enough = Difference(ours.accepted, 0.0, 1)
+    yield (
+        f"drafts ({way}): some are accepted, some not",
+        1.1 < ours.accepted < 5,
+        enough,
+        Bound(5, 0),
+        f"{ours.accepted:.2f} tokens a step",
+    )
