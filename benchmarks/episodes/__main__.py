@@ -24,7 +24,7 @@ from benchmarks.episodes.case import Case, Embeds, Settings
 from benchmarks.episodes.conversations import Writer
 from benchmarks.episodes.datasets import DATASETS, conversations
 from benchmarks.episodes.measure import Measured, comparisons, measure_case, rows
-from benchmarks.episodes.policies import NAMES, check_names
+from benchmarks.episodes.policies import NAMES, VARIANTS, check_names
 from benchmarks.episodes.quant import bits_per_element, round_trip_of
 from benchmarks.episodes.runner import Runner
 from benchmarks.episodes.sensitivity import SHARPNESS, layer_budgets, similarities
@@ -50,7 +50,11 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--data", required=True, type=Path)
     parser.add_argument("--out", required=True, type=Path)
     parser.add_argument("--datasets", default=",".join(DATASETS))
-    parser.add_argument("--policies", default=",".join(NAMES))
+    parser.add_argument(
+        "--policies",
+        default=",".join(NAMES),
+        help=f"{', '.join(VARIANTS)} are measured at the first compression only",
+    )
     parser.add_argument("--compressions", default="4,6")
     parser.add_argument("--kv-quant", default="none", help="none first, then methods, such as none,oscar")
     parser.add_argument("--quant-policies", default=QUANT_POLICIES, help=f"with quantized pages ({QUANT_POLICIES})")
@@ -123,8 +127,8 @@ def run(args: argparse.Namespace, runner: Runner, writer: Writer, embedder: Embe
         if args.limit_seconds and time.perf_counter() - start > args.limit_seconds:
             break
         for kind in kinds:
-            case = Case(runner, writer, embedder, conversation, settings, trips[kind])
             chosen = policies if kind == "none" else quant_policies
+            case = Case(runner, writer, embedder, conversation, settings, trips[kind], with_mass="h2o" in chosen)
             measure_case(measured, dataset, case, kind, compressions, chosen, layers_of)
         done += 1
         print(f"{time.perf_counter() - start:6.1f} s  {conversation.name}", flush=True)
@@ -163,8 +167,8 @@ def table(found: list[dict[str, Any]]) -> str:
 
 def main() -> None:
     args = arguments()
-    embedder = Embedder.load(args.embedder)
     runner, writer = load(args)
+    embedder = Embedder.load(args.embedder, device=runner.device.type)
     if runner.device.type == "cuda":
         from torch.nn.attention import SDPBackend, sdpa_kernel
 

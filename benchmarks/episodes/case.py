@@ -62,6 +62,7 @@ class Case:
 
     Attributes:
         round_trip: how stored keys and values are read, or None for BF16.
+        with_mass: whether the prefill also sums attention, which ``h2o`` needs and which takes its time.
     """
 
     runner: Runner
@@ -70,6 +71,7 @@ class Case:
     conversation: Conversation
     settings: Settings = field(default_factory=Settings)
     round_trip: RoundTrip | None = None
+    with_mass: bool = True
 
     @cached_property
     def history(self) -> History:
@@ -134,7 +136,9 @@ class Case:
 
     @cached_property
     def _prefilled(self) -> tuple[Past, list[torch.Tensor] | None]:
-        return prefill(self.runner, self.history.ids, chunk=self.settings.chunk, mass=True, round_trip=self.round_trip)
+        return prefill(
+            self.runner, self.history.ids, chunk=self.settings.chunk, mass=self.with_mass, round_trip=self.round_trip
+        )
 
     @property
     def full(self) -> Past:
@@ -145,7 +149,8 @@ class Case:
     def mass(self) -> list[torch.Tensor]:
         """``prefill``'s mass of the full cache."""
         mass = self._prefilled[1]
-        assert mass is not None
+        if mass is None:
+            raise ValueError("this case was made without mass")
         return mass
 
     def budget(self, compression: float) -> int:

@@ -13,7 +13,7 @@ import torch
 
 from benchmarks.episodes import gain
 from benchmarks.episodes.case import Case
-from benchmarks.episodes.policies import POLICIES, Outcome, epicache_layers
+from benchmarks.episodes.policies import POLICIES, VARIANTS, Outcome, epicache_layers
 
 #: (ours, theirs), each a policy and a matching: differences of gain kept that decisions need.
 PAIRS = (
@@ -82,7 +82,7 @@ def measure_case(
     for compression in compressions:
         tokens = case.budget(compression)
         for policy in policies:
-            if policy in ("full", "none"):
+            if policy in ("full", "none") or (policy in VARIANTS and compression != compressions[0]):
                 continue
             if policy == "epicache_layers":
                 outcomes = epicache_layers(case, tokens, layers_of(tokens, case.pinned))

@@ -265,6 +265,8 @@ POLICIES: dict[str, Policy] = {
     "kvzip": kvzip,
 }
 NAMES = (*POLICIES, "epicache_layers")
+#: Forms of EpiCache that ordinary pages cannot hold: measured at one compression.
+VARIANTS = ("epicache_heads", "epicache_layers")
 
 
 def check_names(names: list[str]) -> None:

@@ -35,16 +35,14 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_rows_of_all_policies_and_datasets(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    args = arguments(data, "--compressions", "2", "--kv-quant", "none,int4", "--quant-policies", "full,late,epicache")
+def test_rows_of_all_policies(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--datasets", "locomo", "--compressions", "2", "--kv-quant", "none,int4")
+    args = arguments(data, *words, "--quant-policies", "full,late,epicache")
     runner = helpers.runner(head_dim=64)
     measured, more = command.run(args, runner, helpers.writer(), helpers.embedder())
     found = command.rounded(rows(measured, {"none": 16.0, "int4": 4.0}))
     assert all(set(row) >= COLUMNS for row in found)
-    assert {row["dataset"] for row in found} == set(DATASETS)
-    named = {
-        (row["policy"], row["matching"]) for row in found if row["dataset"] == "locomo" and row["kv_quant"] == "none"
-    }
+    named = {(row["policy"], row["matching"]) for row in found if row["kv_quant"] == "none"}
     assert {policy for policy, _ in named} == {*args.policies.split(","), "kvzip_heads"}
     assert {("late", "centroid"), ("late", "segments"), ("epicache", "evidence"), ("text", "segments")} <= named
     ends = {row["policy"]: row for row in found if row["compression"] is None and row["kv_quant"] == "none"}
@@ -64,6 +62,20 @@ def test_rows_of_all_policies_and_datasets(data: Path, capsys: pytest.CaptureFix
     assert json.loads((data / "out.json").read_text())["conversations_left_out"] == 0
     assert len(command.table(found).splitlines()) == len(found) + 1
     assert "locomo/talk-1" in capsys.readouterr().out
+
+
+def test_all_datasets(data: Path) -> None:
+    args = arguments(data, "--policies", "window", "--compressions", "2", "--limit", "1")
+    measured, _ = command.run(args, helpers.runner(), helpers.writer(), helpers.embedder())
+    assert {group[0] for group in measured.outcomes} == set(DATASETS)
+    assert all(set(of) <= {("full", None), ("none", None), ("window", None)} for of in measured.outcomes.values())
+
+
+def test_variants_are_measured_at_the_first_compression(data: Path) -> None:
+    words = ("--datasets", "locomo", "--policies", "window,epicache_heads", "--compressions", "2,3", "--limit", "1")
+    measured, _ = command.run(arguments(data, *words), helpers.runner(), helpers.writer(), helpers.embedder())
+    at = {group[1]: {policy for policy, _ in of} for group, of in measured.outcomes.items()}
+    assert at == {None: {"full", "none"}, 2: {"window", "epicache_heads"}, 3: {"window"}}
 
 
 def test_a_limit_of_seconds_stops_between_conversations(data: Path) -> None:
