@@ -22,6 +22,7 @@ import torch
 from benchmarks import baseline, record
 from benchmarks.kernel_bench.decode import decode_rows, quantize_rows, step_rows, sweep
 from benchmarks.kernel_bench.extend import extend_rows, short_rows, sweep_extend
+from benchmarks.kernel_bench.heads import sweep_heads
 from benchmarks.kernel_bench.planes import decode_planes_rows, extend_planes_rows, quantize_planes_rows
 from benchmarks.kernel_bench.rows import show
 from benchmarks.kernel_bench.shapes import KV_HEADS, Q_HEADS, D
@@ -40,6 +41,9 @@ def main() -> None:
     parser.add_argument("--alone", action="store_true", help="with --planes, without FlashInfer")
     parser.add_argument("--short", action="store_true", help="with --extend, only short ones")
     parser.add_argument(
+        "--sweep-heads", action="store_true", help="only compare ways to decode many heads, or heads of 64"
+    )
+    parser.add_argument(
         "--sweep-extend", action="store_true", help="only compare ways to launch the kernel for short extends"
     )
     args = parser.parse_args()
@@ -50,6 +54,11 @@ def main() -> None:
     print(f"{record.device_name()}, copy bandwidth {bandwidth / 1e3:,.0f} GB/s, FlashInfer {beside}")
     if args.sweep:
         sweep(timer)
+        return
+    if args.sweep_heads:
+        for rows in sweep_heads(timer, bandwidth):
+            if args.out:
+                record.merge(args.out, "heads", rows, key="case", copy_gb_per_s=round(bandwidth / 1e3))
         return
     if args.sweep_extend:
         sweep_extend(timer)

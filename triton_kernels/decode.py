@@ -28,6 +28,7 @@ from sglang_kvq.kernels.codes import PlaneRecord, Record, scale_step
 from sglang_kvq.kernels.common import INTERPRETED, NO_OVERLAP, PAGE, Overlap, dot, page_of, to_bf16
 from sglang_kvq.kernels.decode_general import history_general
 from sglang_kvq.kernels.decode_half import history_half
+from sglang_kvq.kernels.decode_half_planes import history_half_planes
 from sglang_kvq.kernels.decode_planes import history_planes
 from sglang_kvq.kernels.int8 import (
     MAGIC_BITS,
@@ -141,8 +142,10 @@ def is_two_bit(record: Record | PlaneRecord, head_dim: int) -> bool:
     return is_fast(record) and record.k.group == value_dims(head_dim)
 
 
-def suits_half(record: Record | PlaneRecord, head_dim: int) -> bool:
-    """Whether ``decode_half`` reads these records: the largest group, one to a row."""
+def suits_half(record: Record | PlaneRecord, head_dim: int, pages: int) -> bool:
+    """Whether products in FP16 read these records: planes, or the largest group, one to a row."""
+    if isinstance(record, PlaneRecord):
+        return pages == 2 and head_dim <= value_dims(head_dim)
     return is_two_bit(record, head_dim) and head_dim <= value_dims(head_dim)
 
 
@@ -182,10 +185,10 @@ def decode(
         KVQuantError: a launch with products in FP16 for records that are not read so.
     """
     count, q_heads, d = len(out), q.shape[1], q.shape[2]
-    if launch.half_pages and not suits_half(record, d):
+    if launch.half_pages and not suits_half(record, d, launch.half_pages):
         raise KVQuantError(
-            f"{launch}: products in FP16 need uniform 2-bit codes with one group a row of at most 128 dims; "
-            "use half_pages=0."
+            f"{launch}: products in FP16 need uniform 2-bit codes with one group a row, or planes and two pages a turn, "
+            "of at most 128 dims; use half_pages=0."
         )
     shape = shape_of(stored.records.shape[1], d, q_heads)
     chunks = 1 if drafts is None else drafts.chunks
@@ -239,7 +242,9 @@ def _decode(
         )
         if item.first_page < item.last_page:
             records = stored.records + head * RECORD.bytes
-            if is_planes(RECORD):
+            if is_planes(RECORD) and HALF_PAGES > 0:
+                state = history_half_planes(mine, item, table, records, v_first, scale_log2, RECORD, SHAPE, PLAIN)
+            elif is_planes(RECORD):
                 state = history_planes(mine, item, table, records, v_first, scale_log2, RECORD, SHAPE, PLAIN)
             elif HALF_PAGES > 0:
                 state = history_half(mine, item, table, records, v_first, scale_log2, RECORD, SHAPE, PLAIN, HALF_PAGES)

@@ -30,7 +30,7 @@ def history_half(
 ):  # fmt: skip
     """What ``decode._history`` does, of records with one group (``decode.is_two_bit``) and heads of at most 128."""
     TILE: tl.constexpr = PAGES * PAGE
-    COLUMNS: tl.constexpr = _columns(SHAPE)
+    COLUMNS: tl.constexpr = columns_of(SHAPE)
     ROWS: tl.constexpr = SHAPE.VP
     PAGE_BYTES: tl.constexpr = SHAPE.KV_HEADS * RECORD.bytes
 
@@ -70,7 +70,7 @@ def history_half(
 
         products = tl.zeros([TILE, COLUMNS], tl.float32)
         for n in tl.static_range(len(k)):
-            products = _dot(k[n], queries[n], products, PLAIN)
+            products = half_dot(k[n], queries[n], products, PLAIN)
         x = products * s_k[:, None] + z_k[:, None] * q_sum[None, :]
         if (index + PAGES) * PAGE > limit:
             position = (index + second.to(tl.int32)) * PAGE + token
@@ -89,19 +89,19 @@ def history_half(
         w = _token_planes(weights, COLUMNS, PAGES)
         acc *= decay[None, :]
         for n in tl.static_range(len(w)):
-            acc = _dot(values[n], w[n], acc, PLAIN)
+            acc = half_dot(values[n], w[n], acc, PLAIN)
     acc = acc * (largest / (LARGEST_WEIGHT * CODE)) + tl.sum(offsets, 0)[None, :]
     return first_columns(Softmax(acc, tl.sum(total, 0), top), COLUMNS, SHAPE.HEADS)
 
 
 @triton.constexpr_function
-def _columns(shape):
+def columns_of(shape):
     """Columns of a product: heads, but the smallest product has eight."""
     return max(shape.HEADS, 8)
 
 
 @triton.jit
-def _dot(a, b, acc, PLAIN: tl.constexpr):
+def half_dot(a, b, acc, PLAIN: tl.constexpr):
     if PLAIN:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), acc)
     else:
@@ -128,7 +128,7 @@ def _scales(x, PAGES: tl.constexpr):
 
 
 @triton.constexpr_function
-def _has_words(shape):
+def has_words(shape):
     """Whether a token's bytes of a plane of K are enough for a product when read two at a time."""
     return shape.JP >= 32
 
@@ -140,7 +140,7 @@ def _load_keys(base, plane, LOW: tl.constexpr, SHAPE: tl.constexpr, PLAIN: tl.co
     QUARTER: tl.constexpr = PAGE // 4
     row = tl.arange(0, plane.shape[0])
     start = LOW + (plane * QUARTER + row % QUARTER) * D4  # ``common.key_row`` of the row's token
-    if _has_words(SHAPE):
+    if has_words(SHAPE):
         j = tl.arange(0, SHAPE.JP // 2)
         address = (base + start).to(tl.pointer_type(tl.int16))[:, None] + j[None, :]
         if SHAPE.JP == D4:
@@ -150,7 +150,7 @@ def _load_keys(base, plane, LOW: tl.constexpr, SHAPE: tl.constexpr, PLAIN: tl.co
     else:
         j = tl.arange(0, SHAPE.JP)
         if PLAIN:
-            j = _quad_order(j)
+            j = quad_order(j)
         address = (base + start)[:, None] + j[None, :]
         if SHAPE.JP == D4:
             return _quads(tl.load(address), PLAIN)
@@ -177,7 +177,7 @@ def _load_values(records, dim, inside, SHAPE: tl.constexpr, PLAIN: tl.constexpr,
     else:
         i = tl.arange(0, QUARTER)
         if PLAIN:
-            i = _quad_order(i)
+            i = quad_order(i)
         if ROWS == SHAPE.DIMS:
             x = tl.load(address + i[None, None, :])
         else:
@@ -186,7 +186,7 @@ def _load_values(records, dim, inside, SHAPE: tl.constexpr, PLAIN: tl.constexpr,
 
 
 @triton.jit
-def _quad_order(j):
+def quad_order(j):
     """Which of every four bytes comes at j in tiles of ``_quads``: 0, 2, 1, 3."""
     return j // 4 * 4 + j % 2 * 2 + j % 4 // 2
 
@@ -199,12 +199,12 @@ def _queries(q, SHAPE: tl.constexpr):
         for each tile of ``_load_keys`` FP16 [its columns, heads]; sums of queries in what products count; that unit,
         [heads] each.
     """
-    h, dim = tl.arange(0, _columns(SHAPE)), tl.arange(0, SHAPE.DP)
+    h, dim = tl.arange(0, columns_of(SHAPE)), tl.arange(0, SHAPE.DP)
     inside = (dim < SHAPE.D)[:, None] & (h < SHAPE.GQA_GROUP)[None, :]
     x = tl.load(q.data + h[None, :] * q.head + dim[:, None], mask=inside, other=0.0).to(tl.float32)
     unit = tl.max(tl.abs(x), 0) * (1 / LARGEST_QUERY) + 1e-30
     tiles = ()
-    for half in tl.static_range(2 if _has_words(SHAPE) else 1):
+    for half in tl.static_range(2 if has_words(SHAPE) else 1):
         for n in tl.static_range(4):
             tiles += (_query_tile(q, 1 / unit, n, half, SHAPE),)
     return tiles, tl.sum(x, 0) / unit * CODE, unit * (1 / CODE)
@@ -213,17 +213,17 @@ def _queries(q, SHAPE: tl.constexpr):
 @triton.jit
 def _query_tile(q, factor, plane: tl.constexpr, half: tl.constexpr, SHAPE: tl.constexpr):
     """Dims of a plane times factor; in words, of every two bytes the one that ``half`` says."""
-    h = tl.arange(0, _columns(SHAPE))
-    if _has_words(SHAPE):
+    h = tl.arange(0, columns_of(SHAPE))
+    if has_words(SHAPE):
         j = tl.arange(0, SHAPE.JP // 2) * 2 + half
     else:
-        j = _quad_order(tl.arange(0, SHAPE.JP))
+        j = quad_order(tl.arange(0, SHAPE.JP))
     inside = (j < SHAPE.D4)[:, None] & (h < SHAPE.GQA_GROUP)[None, :]
     address = q.data + h[None, :] * q.head + j[:, None]
     x = tl.load(address + plane * SHAPE.D4, mask=inside, other=0.0).to(tl.float32) * 4.0**-plane
-    if plane < 3 and (half == 1 or not _has_words(SHAPE)):
+    if plane < 3 and (half == 1 or not has_words(SHAPE)):
         whole = tl.load(address + 3 * SHAPE.D4, mask=inside, other=0.0).to(tl.float32) * (1 / 64)
-        if _has_words(SHAPE):
+        if has_words(SHAPE):
             x -= whole
         else:
             x -= tl.where(_is_second(SHAPE.JP)[:, None], whole, 0.0)
@@ -238,8 +238,8 @@ def _fields(words, PLAIN: tl.constexpr):
     """
     if PLAIN:
         upper = (words >> 8) & 0xFF
-        x0, x1, x2, x3 = _subnormal(words & 3), _subnormal(words & 12), _subnormal(words & 48), _subnormal(words & 192)
-        y0, y1, y2, y3 = _subnormal(upper & 3), _subnormal(upper & 12), _subnormal(upper & 48), _subnormal(upper)
+        x0, x1, x2, x3 = subnormal(words & 3), subnormal(words & 12), subnormal(words & 48), subnormal(words & 192)
+        y0, y1, y2, y3 = subnormal(upper & 3), subnormal(upper & 12), subnormal(upper & 48), subnormal(upper)
     else:
         x0, x1, x2, x3, y0, y1, y2, y3 = tl.inline_asm_elementwise(
             asm="""{
@@ -271,8 +271,8 @@ def _quads(packed, PLAIN: tl.constexpr):
     PLAIN: they were loaded that way.
     """
     if PLAIN:
-        x0, x1 = _subnormal(packed & 3), _subnormal(packed & 12)
-        x2, x3 = _subnormal(packed & 48), _subnormal(packed & tl.where(_is_second(packed.shape[1]), 255, 192)[None, :])
+        x0, x1 = subnormal(packed & 3), subnormal(packed & 12)
+        x2, x3 = subnormal(packed & 48), subnormal(packed & tl.where(_is_second(packed.shape[1]), 255, 192)[None, :])
     else:
         x0, x1, x2, x3 = tl.inline_asm_elementwise(
             asm="""{
@@ -303,20 +303,16 @@ def _is_second(COUNT: tl.constexpr):
 
 
 @triton.jit
-def _subnormal(code):
+def subnormal(code):
     return code.to(tl.int16).to(tl.float16, bitcast=True)
 
 
 @triton.jit
 def _token_planes(x, HEADS: tl.constexpr, PAGES: tl.constexpr):
-    """Rows (plane, page, half, i) to the tokens [16, HEADS] of each tile of ``_load_values``."""
+    """Rows (plane, page, half, i) to operands [16 tokens, HEADS] for each tile of ``_load_values``."""
     if PAGES == 2:
-        x = tl.permute(tl.reshape(x, [2, 2, 2, 2, 8, HEADS]), (2, 4, 5, 3, 0, 1))
-        a, b = tl.split(tl.reshape(x, [16, HEADS, 2, 2, 2]))
-        x0, x2 = _halves(a)
-        x1, x3 = _halves(b)
-        y = x3[1]
-        x = (x0[0], x1[0], x2[0], x3[0], x0[1] - y, x1[1] - y, x2[1] - y, y)
+        (x0, y0), (x1, y1), (x2, y2), (x3, y3) = _split_planes(x, HEADS)
+        x = (x0, x1, x2, x3, y0 - y3, y1 - y3, y2 - y3, y3)
         w = ()
         for n in tl.static_range(8):
             w += (x[n].to(tl.float16),)
@@ -328,6 +324,26 @@ def _token_planes(x, HEADS: tl.constexpr, PAGES: tl.constexpr):
         x1, x3 = tl.split(b)
         y = tl.where(_is_second(16)[:, None], x3, 0.0)
         return (x0 - y).to(tl.float16), (x1 - y).to(tl.float16), (x2 - y).to(tl.float16), x3.to(tl.float16)
+
+
+@triton.jit
+def token_tiles(x, HEADS: tl.constexpr):
+    """Rows (plane, page, half, i) to FP16 [16 = (page, i), HEADS], for each plane that of either half."""
+    x = _split_planes(x, HEADS)
+    w = ()
+    for n in tl.static_range(4):
+        w += ((x[n][0].to(tl.float16), x[n][1].to(tl.float16)),)
+    return w
+
+
+@triton.jit
+def _split_planes(x, HEADS: tl.constexpr):
+    """Rows (plane, page, half, i) to [16 = (page, i), HEADS], for each plane that of either half."""
+    x = tl.permute(tl.reshape(x, [2, 2, 2, 2, 8, HEADS]), (2, 4, 5, 3, 0, 1))
+    a, b = tl.split(tl.reshape(x, [16, HEADS, 2, 2, 2]))
+    x0, x2 = _halves(a)
+    x1, x3 = _halves(b)
+    return x0, x1, x2, x3
 
 
 @triton.jit
