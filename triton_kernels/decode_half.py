@@ -311,8 +311,9 @@ def subnormal(code):
 def _token_planes(x, HEADS: tl.constexpr, PAGES: tl.constexpr):
     """Rows (plane, page, half, i) to operands [16 tokens, HEADS] for each tile of ``_load_values``."""
     if PAGES == 2:
-        (x0, y0), (x1, y1), (x2, y2), (x3, y3) = _split_planes(x, HEADS)
-        x = (x0, x1, x2, x3, y0 - y3, y1 - y3, y2 - y3, y3)
+        x = _split_planes(x, HEADS)
+        y = x[3][1]
+        x = (x[0][0], x[1][0], x[2][0], x[3][0], x[0][1] - y, x[1][1] - y, x[2][1] - y, y)
         w = ()
         for n in tl.static_range(8):
             w += (x[n].to(tl.float16),)

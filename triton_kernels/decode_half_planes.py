@@ -57,7 +57,7 @@ def history_half_planes(
     accs = ()
     for _ in tl.static_range(4):
         accs += (tl.zeros([ROWS, COLUMNS], tl.float32),)
-    weight = tl.zeros([8, COLUMNS], tl.float32)  # sum p g_v
+    weight = tl.zeros([8, COLUMNS], tl.float32)  # sum p g_v, in what weights count
     top = tl.full([COLUMNS], NEVER, tl.float32)
     total = tl.zeros([8, COLUMNS], tl.float32)
     largest = 1e-30  # g_v so far
@@ -71,7 +71,7 @@ def history_half_planes(
         both = records + base_of(tl.arange(0, 2) == 1, base_a, base_b)[:, None, None]  # [2, 1, 1]
         g_k, g_v = tile_gains(tl.load(both + gains))  # [TILE] each
 
-        products = tl.zeros([TILE, COLUMNS], tl.float32)
+        products = tl.zeros([TILE, COLUMNS], tl.float32) - from_middles[None, :]
         for c in tl.static_range(cell_count(KEYS)):
             cell = _load_keys(records, base_a, base_b, c, KEYS, SHAPE, PLAIN)
             for f in tl.static_range(field_count(KEYS, c)):
@@ -84,7 +84,7 @@ def history_half_planes(
                         k = (stack(k[0], upper[0]),)
                 for half in tl.static_range(len(k)):
                     products = half_dot(k[half], queries[plane_of(KEYS, c, f)][half], products, PLAIN)
-        x = (products - from_middles[None, :]) * g_k[:, None]
+        x = products * g_k[:, None]
         if (index + 2) * PAGE > limit:
             position = (index + second.to(tl.int32)) * PAGE + token
             x = tl.where((position < limit)[:, None], x, NEVER)
@@ -95,11 +95,11 @@ def history_half_planes(
         p = tl.exp2(x * unit[None, :] - top[None, :])
         total = total * decay[None, :] + spread_sum(p, COLUMNS)
         new_largest = tl.maximum(largest, tl.max(g_v, 0))
-        p = p * g_v[:, None]
-        weight = weight * decay[None, :] + spread_sum(p, COLUMNS)
         decay *= largest / new_largest
         largest = new_largest
-        w = token_tiles(p * (LARGEST_WEIGHT / largest), COLUMNS)
+        p = p * (g_v * (LARGEST_WEIGHT / largest))[:, None]
+        weight = weight * decay[None, :] + spread_sum(p, COLUMNS)
+        w = token_tiles(p, COLUMNS)
         old_accs = accs
         accs = ()
         for n in tl.static_range(4):
@@ -113,11 +113,12 @@ def history_half_planes(
                     if not is_byte(VALUES, c):
                         v = _fields(cell, VALUES, c, f, 1, PLAIN)
                         accs = _added(accs, plane_of(VALUES, c, f), v, w[t + 2], PLAIN)
-    weight = tl.sum(weight, 0)
+    largest *= 1 / LARGEST_WEIGHT
+    weight = tl.sum(weight, 0) * largest
     tiles = ()
     for n in tl.static_range(4):
         if is_coded(VALUES, n):
-            tiles += (accs[n] * (largest / (LARGEST_WEIGHT * CODE * _multiple(VALUES, n))) - middle(VALUES, n) * weight,)
+            tiles += (accs[n] * (largest / (CODE * _multiple(VALUES, n))) - (middle(VALUES, n) * weight)[None, :],)
         else:
             tiles += (accs[n],)
     acc = stack(stack(tiles[0], tiles[1]), stack(tiles[2], tiles[3]))
@@ -142,11 +143,12 @@ def _queries(q, CODES: tl.constexpr, SHAPE: tl.constexpr):
         of each plane, FP16 tiles [dims, columns] for those of ``_fields``; what a product counts, and what the middles
         add in that unit, [columns] each.
     """
-    h, dim = tl.arange(0, columns_of(SHAPE)), tl.arange(0, SHAPE.DP)
+    DP: tl.constexpr = SHAPE.DP
+    h, dim = tl.arange(0, columns_of(SHAPE)), tl.arange(0, DP)
     inside = (dim < SHAPE.D)[:, None] & (h < SHAPE.GQA_GROUP)[None, :]
     x = tl.load(q.data + h[None, :] * q.head + dim[:, None], mask=inside, other=0.0).to(tl.float32)
     unit = tl.max(tl.abs(x), 0) * (1 / LARGEST_QUERY) + 1e-30
-    middles = tl.zeros([SHAPE.DP], tl.float32)
+    middles = tl.zeros([DP], tl.float32)
     planes = ()
     for n in tl.static_range(4):
         middles = tl.where(dim // SHAPE.D4 == n, middle(CODES, n), middles)

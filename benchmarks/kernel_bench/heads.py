@@ -17,36 +17,51 @@ from dataclasses import dataclass
 import torch
 
 from benchmarks import baseline
+from benchmarks.kernel_bench.planes import plane_format
 from benchmarks.kernel_bench.shapes import DecodeShape
 from benchmarks.kernel_bench.timer import Timer
 from sglang_kvq.formats.page import PageFormat
+from sglang_kvq.formats.planes import Widths
+from sglang_kvq.formats.record import RecordFormat
 from sglang_kvq.kernels.codes import record_of
-from sglang_kvq.kernels.decode import DecodeLaunch, decode_launch
+from sglang_kvq.kernels.decode import DecodeLaunch, decode_launch, suits_half
 
 
 @dataclass(frozen=True)
 class Geometry:
-    """Heads of an attention layer; ``floor``: the ratio to FlashInfer over BF16 that decode is to reach."""
+    """Heads of an attention layer.
+
+    Attributes:
+        floor: the ratio to FlashInfer over BF16 that decode is to reach.
+        planes: whether its records are transform coding's instead of ``oscar``'s, of ``WIDTHS``.
+    """
 
     q_heads: int
     kv_heads: int
     head_dim: int
     floor: float | None = None
+    planes: bool = False
 
     def __str__(self) -> str:
-        return f"{self.q_heads} over {self.kv_heads} of {self.head_dim}"
+        return f"{self.q_heads} over {self.kv_heads} of {self.head_dim}" + " (planes)" * self.planes
 
     @property
-    def format(self) -> PageFormat:
+    def format(self) -> RecordFormat:
+        if self.planes:
+            return plane_format(self.head_dim, WIDTHS)
         return PageFormat(self.head_dim, self.head_dim, 0.96, 0.92)
 
     @property
     def candidates(self) -> list[DecodeLaunch]:
         """The launch in use, then the others, the most promising ones first."""
-        group = self.q_heads // self.kv_heads
-        used = decode_launch(self.head_dim, group, record_of(self.format))
-        tried = NARROW if self.head_dim <= 64 else FEW if group <= 8 else MANY
-        return [used, *(launch for launch in (DecodeLaunch(*x) for x in tried) if launch != used)]
+        group, record = self.q_heads // self.kv_heads, record_of(self.format)
+        used = decode_launch(self.head_dim, group, record)
+        tried = [DecodeLaunch(*x) for x in (NARROW if self.head_dim <= 64 else FEW if group <= 8 else MANY)]
+        return [used, *(x for x in tried if x != used and suits_half(record, self.head_dim, x.half_pages))]
+
+
+#: Widths of keys' and values' planes: 2.5 bits a number with their gains, at 128 dims.
+WIDTHS: tuple[Widths, Widths] = ((5, 3, 3, 1), (3, 2, 2, 1))
 
 
 GEOMETRIES = [
@@ -57,6 +72,9 @@ GEOMETRIES = [
     Geometry(48, 8, 128, 4.5),
     Geometry(28, 4, 128, 4.0),
     Geometry(32, 8, 64),
+    Geometry(64, 8, 64, planes=True),
+    Geometry(48, 8, 128, planes=True),
+    Geometry(32, 8, 64, planes=True),
     Geometry(32, 8, 128),
 ]
 #: Requests and tokens of each.
@@ -179,7 +197,7 @@ def _measure(
             print(f"{name}: left out, {_reason(failure)}", flush=True)
             continue
         share = shape.size / us / bandwidth
-        print(f"{name + '*' * (n == 0):48} {us:8.2f} us {share:6.1%}  error {error:.1e}", flush=True)
+        print(f"{name + '*' * (n == 0):58} {us:8.2f} us {share:6.1%}  error {error:.1e}", flush=True)
         yield {
             "case": f"{geometry} {batch} x {context}",
             "q_heads": geometry.q_heads,
@@ -210,7 +228,7 @@ def _compared(timer: Timer, rows: list[dict], beside: dict[int, Future], end: fl
         if not job.done() or job.exception() or job.result():
             why = (job.exception() or job.result()) if job.done() else "still compiling"
             print(f"FlashInfer with heads of {head_dim}: {why}", flush=True)
-    print(f"\n{'shape':28} {'in use':>9} {'best':>9} {'BF16':>9} {'ratio':>7} {'floor':>6} {'bandw.':>7}  best launch")
+    print(f"\n{'shape':37} {'in use':>9} {'best':>9} {'BF16':>9} {'ratio':>7} {'floor':>6} {'bandw.':>7}  best launch")
     for case in dict.fromkeys(row["case"] for row in rows):
         mine = [row for row in rows if row["case"] == case]
         first, best = mine[0], min(mine, key=lambda row: row["us"])
@@ -223,7 +241,7 @@ def _compared(timer: Timer, rows: list[dict], beside: dict[int, Future], end: fl
         launch = DecodeLaunch(*(best[x] for x in ("stages", "registers", "programs_per_sm", "half_pages")))
         ratio = f"{theirs / best['us']:6.2f}x" if theirs else f"{'-':>7}"
         print(
-            f"{case:28} {used:9.1f} {best['us']:9.1f} {theirs or float('nan'):9.1f} {ratio} {best['floor'] or '-':>6} "
+            f"{case:37} {used:9.1f} {best['us']:9.1f} {theirs or float('nan'):9.1f} {ratio} {best['floor'] or '-':>6} "
             f"{best['bandwidth_fraction']:7.1%}  {describe(launch)}",
             flush=True,
         )

@@ -23,13 +23,18 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from sglang_kvq.attention import triton_ops
+from sglang_kvq.attention.base import LayerRotations
 from sglang_kvq.attention.drafts import DraftBatch, chain
 from sglang_kvq.attention.short_extend import ShortExtends
+from sglang_kvq.attention.triton_ops import TritonOps
 from sglang_kvq.cache.triton_tiers import TritonTierManager
 from sglang_kvq.formats.page import PageFormat
 from sglang_kvq.formats.planes import PlaneCode, PlaneFormat
+from sglang_kvq.kernels.codes import record_of
+from sglang_kvq.kernels.decode import DecodeLaunch, suits_half
 from sglang_kvq.kernels.sinks import scale_by_sinks
 from tests.kernels import scene as scenes
+from tests.kernels.test_decode import HALF_HEADS
 from tests.kernels.test_extend import make_batch
 from tests.kernels.test_formats import KINDS, make_format
 
@@ -38,6 +43,8 @@ TARGET = GPUTarget("cuda", 90, 32)
 SOME = ("oscar-lloyd-max", "lloyd-max-4-3-g32", "uniform-3-3", "sphere-4-3", "channel-2", "centred-4")
 #: Widths of planes: two bits, the widest, planes without bits and nibbles.
 PLANES = ("4310-3221", "6532-5443", "6420-2110")
+#: Ways to decode with products in FP16.
+HALF_LAUNCHES = [DecodeLaunch(3, 255, 8, 1), DecodeLaunch(2, 255, 8, 2)]
 ANY = ShortExtends(costs=None, most_rows_unpacked=1 << 20, least_prefix=0)
 TYPES = {
     torch.bfloat16: "*bf16",
@@ -185,6 +192,16 @@ def format_of(kind: str, head_dim: int) -> PageFormat | PlaneFormat:
     return PlaneFormat(head_dim, k, v)
 
 
+def compile_half(heads: scenes.Heads, kind: str | None = None) -> None:
+    """Decoding with products in FP16."""
+    print(f"FP16, {kind or 'two bits'}, {heads}", flush=True)
+    scene = scenes.make_scene(heads, [200, 90], formats=kind and [format_of(kind, heads.head_dim)])
+    for launch in HALF_LAUNCHES:
+        if suits_half(record_of(scene.pool.formats[0]), heads.head_dim, launch.half_pages):
+            ops = TritonOps(scene.pool, LayerRotations(), heads.q, 2, launch=launch)
+            ops.decode(0, scenes.randn(2, heads.q, heads.head_dim), scene.rows, scene.seq_lens, scene.scale)
+
+
 def compile_tiers() -> None:
     """What plans the tiers, for a prefill and a decode step."""
     print("tiers", flush=True)
@@ -209,6 +226,9 @@ def main() -> None:
         compile_records(widths)
     for head_dim in (64, 96, 256):
         compile_records(PLANES[0], head_dim)
+    for heads in HALF_HEADS if "--all" in sys.argv else HALF_HEADS[:3]:
+        compile_half(heads)
+    compile_half(scenes.Heads(64, 64, 1, 8), PLANES[0])
     compile_tiers()
 
 
