@@ -2,9 +2,12 @@
 
     python benchmarks/serving.py --out benchmarks/results/serving_h200.json
 
-Qwen3-8B's geometry with dummy weights and random rotations: nothing is downloaded. Two servers, one after the
-other, differ in ``--kv-quant`` and in nothing else but the attention backend (the plugin brings its own). All
-prompts are random token ids, the same for both servers, and no two share a prefix.
+    python benchmarks/serving.py --model benchmarks/models/qwen3-next-80b-a3b --layers 24 --scenarios decode --out FILE
+
+Qwen3-8B's geometry (``--model`` takes another of ``benchmarks/models``) with dummy weights and random rotations:
+nothing is downloaded. Two servers, one after the other, differ in ``--kv-quant`` and in nothing else but the attention
+backend (the plugin brings its own). All prompts are random token ids, the same for both servers, and no two share a
+prefix.
 
 At most 9 minutes. Filling the larger cache for ``output`` takes longer than that leaves: for its full figure run
 ``--scenarios output --servers none``, then ``--scenarios output --servers oscar``, each with its own 9 minutes,
@@ -51,7 +54,7 @@ import aiohttp
 import numpy as np
 
 from benchmarks import record, traces
-from benchmarks.capacity import FLAGS, MODEL, random_rotations
+from benchmarks.capacity import FLAGS, MODEL, geometry_and_flags, random_rotations
 from launch.server import Server, ServerError
 from sglang_kvq.evaluation import provenance
 
@@ -122,8 +125,9 @@ class Failed(RuntimeError):
 class Client:
     """Requests to one server, by an asyncio loop of its own."""
 
-    def __init__(self, server: Server, config: dict, profiled: bool = False) -> None:
-        self.server, self.vocabulary, self.layers = server, config["vocab_size"], config["num_hidden_layers"]
+    def __init__(self, server: Server, vocabulary: int, layers: int, profiled: bool = False) -> None:
+        """``layers`` attend over the KV cache: a profile counts launches of each."""
+        self.server, self.vocabulary, self.layers = server, vocabulary, layers
         self.profiled = profiled
         self.streams: list[Stream] = []  # begun since the last profile
 
@@ -355,7 +359,8 @@ def main() -> None:
     )
     parser.add_argument("--mem-fraction-static", default="0.85")
     parser.add_argument("--plain-backend", default="flashinfer", help="--attention-backend of the BF16 server")
-    parser.add_argument("--model", type=Path, default=MODEL)
+    parser.add_argument("--model", type=Path, default=MODEL, help="another of benchmarks/models, with its own --out")
+    parser.add_argument("--layers", type=int, help="only so many of the model's, where the whole does not fit")
     parser.add_argument("--scale", choices=SCALES, default="full")
     parser.add_argument("--profile", action="store_true", help="also show what decode steps are made of")
     parser.add_argument(
@@ -372,7 +377,8 @@ def main() -> None:
             parser.error(f"{', '.join(unknown)}: not one of {', '.join(known)}")
     deadline = time.monotonic() + 60 * args.minutes - 60  # the last contexts, the wave, the exit
     config = json.loads((args.model / "config.json").read_text())
-    flags = [*FLAGS, "--chunked-prefill-size", str(scale.chunk), "--context-length", str(scale.longest)]
+    geometry, cut = geometry_and_flags(args.model, args.layers)
+    flags = [*FLAGS, *cut, "--chunked-prefill-size", str(scale.chunk), "--context-length", str(scale.longest)]
     flags += ["--stream-interval", str(EVENT)]
     flags += [] if args.cpu else ["--mem-fraction-static", args.mem_fraction_static]
     rows: dict[str, dict] = {r["scenario"]: r for r in record.read_rows(args.out)} if len(servers) == 1 else {}
@@ -381,7 +387,6 @@ def main() -> None:
             row.pop(name, None)
     measured = []
     with tempfile.TemporaryDirectory() as folder:
-        geometry = (config["num_hidden_layers"], config["num_key_value_heads"], config["head_dim"])
         rotations = random_rotations(Path(folder) / "rotations", *geometry)
         own = {
             "none": [] if args.cpu else ["--attention-backend", args.plain_backend],
@@ -393,7 +398,7 @@ def main() -> None:
             env = {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
             with Server(args.model, *flags, *own[name], cpu=args.cpu, env=env, log_path=log) as server:
                 print(f"{name}: started in {time.monotonic() - begin:.0f} s", flush=True)
-                client = Client(server, config, args.profile)
+                client = Client(server, config["vocab_size"], geometry.layers, args.profile)
                 for scenario, unit, value, mine, common in measure(client, scale, groups, deadline):
                     row = rows.setdefault(scenario, {"scenario": scenario, "unit": unit, "none": None, "oscar": None})
                     mine["commit"], _ = provenance.commit()

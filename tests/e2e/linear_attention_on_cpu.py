@@ -1,8 +1,8 @@
 """An SGLang plugin of the tests: Qwen3-Next's linear attention on SGLang's CPU engine, without its compiled kernels.
 
-SGLang calls four operators of ``sgl_kernel`` for a gated delta rule; here they are in torch, token by token, as
-https://arxiv.org/abs/2412.06464 defines the rule. It refuses prefix caching of recurrent states on a CPU, since its own
-operators give no state inside a prompt; these do.
+SGLang calls operators of ``sgl_kernel`` for a gated delta rule, and Triton kernels around it; here they are in torch,
+token by token, as https://arxiv.org/abs/2412.06464 defines the rule. It refuses prefix caching of recurrent states on a
+CPU, since its own operators give no state inside a prompt; these do.
 
 States are float ``[heads, value_dim, key_dim]``, convolution states ``[channels, kernel - 1]``.
 """
@@ -24,6 +24,11 @@ def install() -> None:
         setattr(module, function.__name__, function)
     for function in (fused_gdn_gating_cpu, fused_sigmoid_gating_delta_rule_update_cpu):
         setattr(torch.ops.sgl_kernel, function.__name__, function)
+    scatter = importlib.import_module("sglang.kernels.ops.mamba.mamba_state_scatter_triton")
+    scatter.track_mamba_states_if_needed = _keep_states
+    scatter.track_mamba_states_all_layers = _keep_states_of_all_layers
+    norm = importlib.import_module("sglang.kernels.ops.attention.fla.fused_norm_gate")
+    norm.FusedRMSNormGated.forward = _norm_gated
     from sglang.srt.server_args import ServerArgs
 
     if hasattr(ServerArgs, "_validate_mamba_extra_buffer"):
@@ -31,6 +36,23 @@ def install() -> None:
     else:
         hook = importlib.import_module("sglang.srt.arg_groups.mamba_hook")
         hook._platform_supports_mamba_cache_extra_buffer = lambda: True
+
+
+def _norm_gated(self, x, g, **_):
+    normed = x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + self.eps)
+    return (normed * self.weight.float() * F.silu(g.float())).to(x.dtype)
+
+
+def _keep_states(conv_states, ssm_states, cache_indices, mask, kept_indices, batch_size, **_):
+    """Copies the states of requests that ``mask`` names to where the prefix cache will take them from."""
+    chosen = mask[:batch_size].bool()
+    source, target = cache_indices[:batch_size][chosen].long(), kept_indices[:batch_size][chosen].long()
+    conv_states[target], ssm_states[target] = conv_states[source], ssm_states[source]
+
+
+def _keep_states_of_all_layers(conv_pool, ssm_pool, *words, **_):
+    for conv_states, ssm_states in zip(conv_pool, ssm_pool):
+        _keep_states(conv_states, ssm_states, *words)
 
 
 def fused_gdn_gating_cpu(a_log, a, b, dt_bias):

@@ -12,6 +12,7 @@ Exit status 0 if every case passed. A case that did not run in time is one that 
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import os
 import signal
 import sys
@@ -27,8 +28,11 @@ from types import MappingProxyType
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from packaging.version import Version
+
 from benchmarks import record
 from benchmarks.answers import Bound, Difference
+from benchmarks.tiny_hybrids import SERVER_FLAGS
 from benchmarks.tiny_models import MODELS, TinyModel
 from benchmarks.tiny_server import BUSY_CHECK, STRICT, TinyServer, gpu_names, plugin_path, versions
 from tests.gpu import crowd, families
@@ -40,7 +44,7 @@ CORES_TO_START, LEAST_STARTING = 4, 5
 RESERVE = 15
 #: Every batch is decoded in a graph. More would only make the start longer.
 GRAPHS = ("--cuda-graph-max-bs",)
-CASE_MODEL = "qwen3"
+CASE_MODEL, HYBRID_MODEL = "qwen3", "qwen3_next"
 
 
 @dataclass(frozen=True)
@@ -187,6 +191,7 @@ class Suite:
         """One server of a model; whichever of its servers is last makes the rows."""
         plain = method == "none"
         flags = self.families.flags() + ([] if plain else self.families.quantized_flags(method))
+        flags += SERVER_FLAGS if model.is_hybrid else ()
         name = "-".join(filter(None, (model.name, layout.name.replace(" ", "_").replace(",", ""), method)))
         begin = time.monotonic()
         env = {BUSY_CHECK: "0"} if layout.tp > 1 else {}  # it knows nothing of a worker's empty batches
@@ -219,10 +224,14 @@ class Suite:
     def case(self, name: str) -> None:
         """The cases of one crowded server."""
         # Deep, so that a step takes long enough for the scheduler to get ahead of it.
-        model = replace(MODELS[CASE_MODEL], name=f"{CASE_MODEL}_deep", layers=4 if self.cpu else 16)
+        of = HYBRID_MODEL if name == "hybrid" else CASE_MODEL
+        model = replace(MODELS[of], name=f"{of}_deep", layers=6 if self.cpu else 18)
+        if of == CASE_MODEL:
+            model = replace(model, layers=4 if self.cpu else 16)
         flags, steps, env = {
             "crowd": (self.cases.crowd_flags(), crowd.crowd, {}),
             "pressed": (self.cases.pressed_flags(), crowd.pressed, crowd.PRESSED),
+            "hybrid": ([*self.cases.pressed_flags(), *SERVER_FLAGS], crowd.hybrid, crowd.PRESSED),
         }[name]
         last = [time.monotonic()]
 
@@ -239,7 +248,8 @@ class Suite:
         wanted = lambda *names: not only or bool(only & set(names))  # noqa: E731
         ours, plain, later = [], [], []
         first = ("llama", "llama_64", "qwen3_256")
-        for model in sorted(MODELS.values(), key=lambda m: m.name not in first):
+        known = [m for m in MODELS.values() if Version(importlib.metadata.version("sglang")) >= Version(m.since or "0")]
+        for model in sorted(known, key=lambda m: m.name not in first):
             if wanted(model.name, "families"):
                 task = lambda method, model=model: lambda: self.family(model, ONE, method)  # noqa: E731
                 (ours if model.name in first else later).append((model.name, "int4", task("int4")))
@@ -247,8 +257,8 @@ class Suite:
                 if model.name == "llama":
                     later.append((model.name, "int2", task("int2")))
         cases = [
-            (CASE_MODEL, name, lambda name=name: self.case(name))
-            for name in ("crowd", "pressed")
+            (HYBRID_MODEL if name == "hybrid" else CASE_MODEL, name, lambda name=name: self.case(name))
+            for name in ("crowd", "pressed", "hybrid")
             if wanted(name, "cases")
         ]
         spread = []
@@ -339,7 +349,9 @@ def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", required=True, type=Path, help="JSON file of the results")
     parser.add_argument(
-        "--only", default="", help="some of: model names, families, crowd, pressed, cases, parallel; comma-separated"
+        "--only",
+        default="",
+        help="some of: model names, families, crowd, pressed, hybrid, cases, parallel; comma-separated",
     )
     parser.add_argument("--gpus", type=int, help="use this many; default all")
     parser.add_argument("--minutes", type=float, default=8.0, help="stop then, whatever is left; default %(default)s")
