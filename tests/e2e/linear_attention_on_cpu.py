@@ -10,6 +10,7 @@ States are float ``[heads, value_dim, key_dim]``, convolution states ``[channels
 from __future__ import annotations
 
 import importlib
+import importlib.util
 
 import torch
 import torch.nn.functional as F
@@ -29,6 +30,11 @@ def install() -> None:
     scatter.track_mamba_states_all_layers = _keep_states_of_all_layers
     norm = importlib.import_module("sglang.kernels.ops.attention.fla.fused_norm_gate")
     norm.FusedRMSNormGated.forward = _norm_gated
+    for name in ("elementwise.elementwise", "layernorm.elementwise"):  # of 0.5.23, of 0.5.16
+        if importlib.util.find_spec(f"sglang.kernels.ops.{name.split('.')[0]}"):
+            module = importlib.import_module(f"sglang.kernels.ops.{name}")
+            if hasattr(module, "fused_gate_sigmoid_mul_add"):
+                module.fused_gate_sigmoid_mul_add = _add_gated
     from sglang.srt.server_args import ServerArgs
 
     if hasattr(ServerArgs, "_validate_mamba_extra_buffer"):
@@ -41,6 +47,12 @@ def install() -> None:
 def _norm_gated(self, x, g, **_):
     normed = x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + self.eps)
     return (normed * self.weight.float() * F.silu(g.float())).to(x.dtype)
+
+
+def _add_gated(hidden_states, gate_weight, shared_output, final_hidden_states):
+    """The shared expert's part of a mixture."""
+    gate = (hidden_states.float() @ gate_weight.float()).sigmoid()[:, None]
+    final_hidden_states += (gate * shared_output.float()).to(final_hidden_states.dtype)
 
 
 def _keep_states(conv_states, ssm_states, cache_indices, mask, kept_indices, batch_size, **_):
