@@ -1,7 +1,7 @@
 """An SGLang plugin of the tests: Qwen3-Next's linear attention on SGLang's CPU engine, without its compiled kernels.
 
 SGLang calls operators of ``sgl_kernel`` for a gated delta rule, and Triton kernels around it; here they are in torch,
-token by token, as https://arxiv.org/abs/2412.06464 defines the rule. It refuses prefix caching of recurrent states on a
+as https://arxiv.org/abs/2412.06464 defines the rule. It refuses prefix caching of recurrent states on a
 CPU, since its own operators give no state inside a prompt; these do.
 
 States are float ``[heads, value_dim, key_dim]``, convolution states ``[channels, kernel - 1]``.
@@ -127,16 +127,24 @@ def fused_sigmoid_gating_delta_rule_update_cpu(
 
 
 def _delta_rule(q, k, v, decay, beta, state):
-    """One request's tokens: output, the state after them, and the states before each chunk."""
-    heads = v.shape[1]
-    q, k = (F.normalize(x.float(), dim=-1, eps=1e-6).repeat_interleave(heads // x.shape[1], 1) for x in (q, k))
-    q, v, decay, state = q * q.shape[-1] ** -0.5, v.float(), decay.float().exp(), state.float().clone()
-    out, before = torch.empty_like(v), []
-    for t in range(len(v)):
-        if t % CHUNK == 0:
-            before.append(state.clone())
-        state = state * decay[t, :, None, None]
-        wanted = (v[t] - (state @ k[t, :, :, None])[..., 0]) * beta[t, :, None]
-        state = state + wanted[:, :, None] * k[t, :, None, :]
-        out[t] = (state @ q[t, :, :, None])[..., 0]
-    return out, state, before
+    """One request's tokens: output, the state after them, and the states before each chunk.
+
+    A chunk at a time: what its tokens write to the state depends on what earlier ones of it wrote, a triangular system.
+    """
+    group = v.shape[1] // k.shape[1]
+    q, k = (F.normalize(x.float(), dim=-1, eps=1e-6).repeat_interleave(group, 1).transpose(0, 1) for x in (q, k))
+    v, q = v.float().transpose(0, 1), q * q.shape[-1] ** -0.5
+    decay, beta, state = decay.float().t(), beta.float().t()[..., None], state.float().mT  # [heads, key_dim, value_dim]
+    out, before = [], []
+    for start in range(0, v.shape[1], CHUNK):
+        span = slice(start, start + CHUNK)
+        before.append(state.mT.clone())
+        qs, ks, vs, bs, since = q[:, span], k[:, span], v[:, span], beta[:, span], decay[:, span].cumsum(1)
+        between = (since[:, :, None] - since[:, None, :]).tril().exp().tril()  # what is left at i of what j wrote
+        system = torch.eye(ks.shape[1]) + (bs * ks @ ks.mT * between).tril(-1)
+        wanted = bs * (vs - (ks * since.exp()[..., None]) @ state)
+        written = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True)
+        out.append((qs * since.exp()[..., None]) @ state + (qs @ ks.mT * between) @ written)
+        left = (since[:, -1:] - since).exp()[..., None]
+        state = state * since[:, -1:, None].exp() + (ks * left).mT @ written
+    return torch.cat(out, 1).transpose(0, 1), state.mT, before
