@@ -70,11 +70,11 @@ def capacity(model: Path, *flags: str) -> tuple[dict, dict]:
     """
     with Server(model, *FLAGS, *GRAPHS, *flags, cpu=False) as server:
         info = server.info()
-        inside = (info.get("internal_states") or [{}])[0]
+        (worker,) = info["internal_states"]
         held = {
             "tokens": info["max_total_num_tokens"],
-            "requests": inside.get("max_running_requests", info.get("max_running_requests")),
-            "states": inside.get("max_mamba_cache_size", info.get("max_mamba_cache_size")),
+            "requests": worker["effective_max_running_requests_per_dp"],
+            "states": worker["max_mamba_cache_size"],
         }
         for length in (5, 700, 3000):
             ids = server.generate(list(range(10, 10 + length)), 40, sampling_params={"ignore_eos": True})["output_ids"]
