@@ -19,6 +19,9 @@ KEY_HEADS, VALUE_HEADS, LINEAR_DIM, KERNEL = 2, 4, 128, 4
 #: What a layer adds to the residual stream, to the size of a token.
 ADDED = 0.3
 
+#: Flags of a server of one: states of so small a model would otherwise fill half of the memory that it is given.
+SERVER_FLAGS = ("--max-mamba-cache-size", "160")
+
 CONFIG = {
     "attn_output_gate": True,
     "partial_rotary_factor": 0.25,

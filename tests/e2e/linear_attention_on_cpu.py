@@ -1,8 +1,8 @@
 """An SGLang plugin of the tests: Qwen3-Next's linear attention on SGLang's CPU engine, without its compiled kernels.
 
-SGLang calls four operators of ``sgl_kernel`` for a gated delta rule; here they are in torch, token by token, as
-https://arxiv.org/abs/2412.06464 defines the rule. It refuses prefix caching of recurrent states on a CPU, since its own
-operators give no state inside a prompt; these do.
+SGLang calls operators of ``sgl_kernel`` for a gated delta rule, and Triton kernels around it; here they are in torch,
+as https://arxiv.org/abs/2412.06464 defines the rule. It refuses prefix caching of recurrent states on a
+CPU, since its own operators give no state inside a prompt; these do.
 
 States are float ``[heads, value_dim, key_dim]``, convolution states ``[channels, kernel - 1]``.
 """
@@ -10,6 +10,7 @@ States are float ``[heads, value_dim, key_dim]``, convolution states ``[channels
 from __future__ import annotations
 
 import importlib
+import importlib.util
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +25,16 @@ def install() -> None:
         setattr(module, function.__name__, function)
     for function in (fused_gdn_gating_cpu, fused_sigmoid_gating_delta_rule_update_cpu):
         setattr(torch.ops.sgl_kernel, function.__name__, function)
+    scatter = importlib.import_module("sglang.kernels.ops.mamba.mamba_state_scatter_triton")
+    scatter.track_mamba_states_if_needed = _keep_states
+    scatter.track_mamba_states_all_layers = _keep_states_of_all_layers
+    norm = importlib.import_module("sglang.kernels.ops.attention.fla.fused_norm_gate")
+    norm.FusedRMSNormGated.forward = _norm_gated
+    for name in ("elementwise.elementwise", "layernorm.elementwise"):  # of 0.5.23, of 0.5.16
+        if importlib.util.find_spec(f"sglang.kernels.ops.{name.split('.')[0]}"):
+            module = importlib.import_module(f"sglang.kernels.ops.{name}")
+            if hasattr(module, "fused_gate_sigmoid_mul_add"):
+                module.fused_gate_sigmoid_mul_add = _add_gated
     from sglang.srt.server_args import ServerArgs
 
     if hasattr(ServerArgs, "_validate_mamba_extra_buffer"):
@@ -31,6 +42,29 @@ def install() -> None:
     else:
         hook = importlib.import_module("sglang.srt.arg_groups.mamba_hook")
         hook._platform_supports_mamba_cache_extra_buffer = lambda: True
+
+
+def _norm_gated(self, x, g, **_):
+    normed = x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + self.eps)
+    return (normed * self.weight.float() * F.silu(g.float())).to(x.dtype)
+
+
+def _add_gated(hidden_states, gate_weight, shared_output, final_hidden_states):
+    """The shared expert's part of a mixture."""
+    gate = (hidden_states.float() @ gate_weight.float()).sigmoid()[:, None]
+    final_hidden_states += (gate * shared_output.float()).to(final_hidden_states.dtype)
+
+
+def _keep_states(conv_states, ssm_states, cache_indices, mask, kept_indices, batch_size, **_):
+    """Copies the states of requests that ``mask`` names to where the prefix cache will take them from."""
+    chosen = mask[:batch_size].bool()
+    source, target = cache_indices[:batch_size][chosen].long(), kept_indices[:batch_size][chosen].long()
+    conv_states[target], ssm_states[target] = conv_states[source], ssm_states[source]
+
+
+def _keep_states_of_all_layers(conv_pool, ssm_pool, *words, **_):
+    for conv_states, ssm_states in zip(conv_pool, ssm_pool):
+        _keep_states(conv_states, ssm_states, *words)
 
 
 def fused_gdn_gating_cpu(a_log, a, b, dt_bias):
@@ -93,16 +127,24 @@ def fused_sigmoid_gating_delta_rule_update_cpu(
 
 
 def _delta_rule(q, k, v, decay, beta, state):
-    """One request's tokens: output, the state after them, and the states before each chunk."""
-    heads = v.shape[1]
-    q, k = (F.normalize(x.float(), dim=-1, eps=1e-6).repeat_interleave(heads // x.shape[1], 1) for x in (q, k))
-    q, v, decay, state = q * q.shape[-1] ** -0.5, v.float(), decay.float().exp(), state.float().clone()
-    out, before = torch.empty_like(v), []
-    for t in range(len(v)):
-        if t % CHUNK == 0:
-            before.append(state.clone())
-        state = state * decay[t, :, None, None]
-        wanted = (v[t] - (state @ k[t, :, :, None])[..., 0]) * beta[t, :, None]
-        state = state + wanted[:, :, None] * k[t, :, None, :]
-        out[t] = (state @ q[t, :, :, None])[..., 0]
-    return out, state, before
+    """One request's tokens: output, the state after them, and the states before each chunk.
+
+    A chunk at a time: what its tokens write to the state depends on what earlier ones of it wrote, a triangular system.
+    """
+    group = v.shape[1] // k.shape[1]
+    q, k = (F.normalize(x.float(), dim=-1, eps=1e-6).repeat_interleave(group, 1).transpose(0, 1) for x in (q, k))
+    v, q = v.float().transpose(0, 1), q * q.shape[-1] ** -0.5
+    decay, beta, state = decay.float().t(), beta.float().t()[..., None], state.float().mT  # [heads, key_dim, value_dim]
+    out, before = [], []
+    for start in range(0, v.shape[1], CHUNK):
+        span = slice(start, start + CHUNK)
+        before.append(state.mT.clone())
+        qs, ks, vs, bs, since = q[:, span], k[:, span], v[:, span], beta[:, span], decay[:, span].cumsum(1)
+        between = (since[:, :, None] - since[:, None, :]).tril().exp().tril()  # what is left at i of what j wrote
+        system = torch.eye(ks.shape[1]) + (bs * ks @ ks.mT * between).tril(-1)
+        wanted = bs * (vs - (ks * since.exp()[..., None]) @ state)
+        written = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True)
+        out.append((qs * since.exp()[..., None]) @ state + (qs @ ks.mT * between) @ written)
+        left = (since[:, -1:] - since).exp()[..., None]
+        state = state * since[:, -1:, None].exp() + (ks * left).mT @ written
+    return torch.cat(out, 1).transpose(0, 1), state.mT, before

@@ -128,6 +128,17 @@ def pressed_windows(server: TinyServer, scale: Scale, deadline: float) -> Iterat
     yield _empty(server)
 
 
+def hybrid(server: TinyServer, scale: Scale, deadline: float) -> Iterator[Row]:
+    """Cases of ``pressed_flags`` for a model with recurrent states, whose prefixes end where a state was kept."""
+    greedy(server, [prompt(f"warm {i}", 3 * scale.chunk + 70 * i) for i in range(2)], 3)
+    bound = yield from _forced_noise(server, scale)
+    yield _retracted(server, scale, bound)
+    yield _aborted(server, scale, bound)
+    yield _prioritised(server, scale, bound)
+    yield _flushed_while_busy(server, scale, bound)
+    yield _empty(server)
+
+
 def together(jobs: list[Callable]) -> list:
     with ThreadPoolExecutor(len(jobs)) as pool:
         return [job.result(timeout=240) for job in [pool.submit(job) for job in jobs]]
