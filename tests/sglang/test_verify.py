@@ -107,12 +107,12 @@ def test_records_are_those_of_decoding(count):
     """Pages that became records hold committed tokens only, whenever that was."""
     rng = random.Random(count)
     plain, drafting = Drafting(1), Drafting(1, host_lens=False)
-    for _ in range(200):
+    for _ in range(130):
         plain.step()
-    while max(drafting.stored.values()) + count < max(plain.stored.values()):
+    while max(drafting.stored.values()) < max(plain.stored.values()):
         drafting.verify(count, {row: rng.randint(1, max(count // 4, 2)) for row in drafting.stored})
     both = plain.tiers.page_valid & drafting.tiers.page_valid
-    assert int(both[1:].sum()) >= 3
+    assert int(both[1:].sum()) >= 2
     assert torch.equal(plain.pool.records[0][both], drafting.pool.records[0][both])
     for worker in (plain, drafting):
         check_integrity(worker.tiers)
