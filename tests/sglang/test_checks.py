@@ -281,8 +281,8 @@ def test_pool_of_sglang_stops_the_scheduler():
 def test_allocator_of_sglang_stops_the_scheduler():
     ours = object.__new__(PagePool)
     result = SimpleNamespace(token_to_kv_pool=ours, token_to_kv_pool_allocator=torch.empty(0))
+    args = SimpleNamespace(**{CONFIG_ATTRIBUTE: CONFIG})
     with pytest.raises(SystemExit, match="KV cache allocator"):
-        args = SimpleNamespace(**{CONFIG_ATTRIBUTE: CONFIG})
         checks.after_configure(result, SimpleNamespace(server_args=args, is_draft_worker=False))
 
 
