@@ -103,11 +103,11 @@ class Verification:
         if missing := self.chunks * self.of_chunk - self.count:
             x = torch.nn.functional.pad(x, (0, 0, 0, 0, 0, 0, 0, missing))
         x = x.unflatten(1, (self.chunks, self.of_chunk)).transpose(2, 3)
-        return x.reshape(-1, kv_heads * self.of_chunk * self.group, d)
+        columns: torch.Tensor = x.reshape(-1, kv_heads * self.of_chunk * self.group, d)
+        return columns
 
     def from_columns(self, out: torch.Tensor) -> torch.Tensor:
         """The way back, of ``[batch, chunks * kv_heads * of_chunk * group, D]``."""
         x = out.view(len(out), self.chunks, self.pool.kv_heads, self.of_chunk, self.group, out.shape[-1])
         x = x.transpose(2, 3).flatten(1, 2)[:, : self.count]
-        q: torch.Tensor = x.reshape(-1, self.pool.kv_heads * self.group, out.shape[-1])
-        return q
+        return x.reshape(-1, self.pool.kv_heads * self.group, out.shape[-1])

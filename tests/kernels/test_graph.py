@@ -3,7 +3,9 @@
 import pytest
 import torch
 
+from sglang_kvq.attention import oracle
 from sglang_kvq.attention.base import ExtendBatch
+from sglang_kvq.attention.drafts import DraftBatch, chain
 from sglang_kvq.config import PAGE_SIZE
 from tests import device_waits
 from tests.kernels.scene import HEADS, Scene, assert_close, int64, make_scene, randn, rotations
@@ -63,6 +65,66 @@ def test_replay_follows_changed_lengths_and_rows(heads):
         want = step.reference.rotate_output(1, exact(now, 1, q[live]).bfloat16())
         assert_close("replayed", out[live], want, 2 * BOUND)
         assert not out.isnan().any()
+
+
+class Verification(Step):
+    """plan_drafts, rotate_and_store of all drafts, then verify; ``lens`` are of what is stored before them."""
+
+    def __init__(self, scene: Scene, count: int) -> None:
+        super().__init__(scene)
+        heads, batch = scene.heads, len(scene.rows)
+        self.count, self.loc = count, torch.zeros(batch * count, dtype=torch.int64, device="cuda")
+        self.q, self.k, self.v = (randn(batch * count, n, heads.head_dim) for n in (heads.q, heads.kv, heads.kv))
+        self.seen = chain(count, "cuda").expand(batch, -1).contiguous()
+        self.lens.copy_((self.lens - count).clamp(min=1))
+
+    def locate(self) -> None:
+        """``loc`` of each request's drafts."""
+        at = self.lens[:, None] + torch.arange(self.count, device="cuda")
+        self.loc.copy_(self.scene.pool.req_to_token[self.rows[:, None], at].flatten())
+
+    def run(self) -> torch.Tensor:
+        drafts = DraftBatch(self.rows, self.lens + self.count, self.seen)
+        self.ops.plan_drafts(drafts)
+        q = self.ops.rotate_and_store(1, self.loc, self.q, self.k, self.v)
+        return self.ops.rotate_output(1, self.ops.verify(1, q, drafts, self.scene.scale))
+
+
+@pytest.mark.parametrize(("heads", "count"), [(HEADS[1], 4), (HEADS[5], 4), (HEADS[7], 3)], ids=str)
+def test_replay_verifies_other_requests_and_trees(heads, count):
+    step = warmed(Verification(make_scene(heads, [n and n + count for n in LENGTHS]), count))
+    scene = step.scene
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = step.run()
+    stored = step.lens.clone()
+    order = torch.randperm(len(LENGTHS), device="cuda")
+    for shorter, chosen, tree in [(0, slice(None), False), (5, order, True), (0, order, False)]:
+        step.rows.copy_(scene.rows[chosen])
+        step.lens.copy_((stored[chosen] - shorter).clamp(min=1))
+        step.seen.copy_(chain(count, "cuda"))
+        if tree:
+            step.seen[:, -1] = 1 | 1 << count - 1  # the last sees the first and itself
+        step.q.normal_()
+        step.k.normal_()
+        step.locate()
+        out.fill_(float("nan"))
+        graph.replay()
+        torch.cuda.synchronize()
+        live = step.rows > 0
+        drafts = DraftBatch(step.rows[live], step.lens[live] + count, step.seen[live])
+        q, _, _ = step.reference.rotate(1, step.q, step.k, step.v)
+        want = oracle.verify(scene.pool, 1, q.view(-1, count, *q.shape[1:])[live].flatten(0, 1), drafts, scene.scale)
+        want = step.reference.rotate_output(1, want.bfloat16())
+        got = out.view(-1, count, *out.shape[1:])[live].flatten(0, 1)
+        assert_close("replayed", got, want, 2 * BOUND)
+        assert not out.isnan().any()
+
+
+def test_verifying_waits_for_nothing():
+    step = warmed(Verification(make_scene(HEADS[1], [1500, 900]), 4))
+    with device_waits.refused():
+        step.run()
 
 
 def test_padding_rows_write_only_to_page_zero():

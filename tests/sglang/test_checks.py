@@ -333,15 +333,17 @@ def test_pool_of_sglang_stops_the_scheduler():
     result = SimpleNamespace(token_to_kv_pool=SomePool(), token_to_kv_pool_allocator=None)
     args = SimpleNamespace(**{CONFIG_ATTRIBUTE: CONFIG})
     with pytest.raises(SystemExit, match="SGLang built a SomePool as KV cache pool"):
-        checks.after_configure(result, SimpleNamespace(server_args=args))
+        checks.after_configure(result, SimpleNamespace(server_args=args, is_draft_worker=False))
     checks.after_configure(result, SimpleNamespace(server_args=SimpleNamespace()))
+    checks.after_configure(result, SimpleNamespace(server_args=args, is_draft_worker=True))
 
 
 def test_allocator_of_sglang_stops_the_scheduler():
     ours = object.__new__(PagePool)
     result = SimpleNamespace(token_to_kv_pool=ours, token_to_kv_pool_allocator=torch.empty(0))
+    args = SimpleNamespace(**{CONFIG_ATTRIBUTE: CONFIG})
     with pytest.raises(SystemExit, match="KV cache allocator"):
-        checks.after_configure(result, SimpleNamespace(server_args=SimpleNamespace(**{CONFIG_ATTRIBUTE: CONFIG})))
+        checks.after_configure(result, SimpleNamespace(server_args=args, is_draft_worker=False))
 
 
 @pytest.mark.slow

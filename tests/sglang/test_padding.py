@@ -28,13 +28,15 @@ class StrictOps(ReferenceOps):
 
 
 def mode(name: str) -> SimpleNamespace:
-    return SimpleNamespace(is_idle=lambda: False, is_decode=lambda: name == "decode")
+    return SimpleNamespace(
+        is_idle=lambda: False, is_decode=lambda: name == "decode", is_target_verify=lambda: name == "verify"
+    )
 
 
 class Worker:
     """A backend over a small pool, whose rows hold pages 1, 2, ... in order."""
 
-    def __init__(self) -> None:
+    def __init__(self, recent_pages: int = 2) -> None:
         from sglang_kvq.sglang.backend import KVQuantBackend
 
         table = torch.zeros(ROWS, PAGES // 2 * P, dtype=torch.int32)
@@ -42,7 +44,7 @@ class Worker:
             table[row] = (row - 1) * (PAGES // 2) * P + P + torch.arange(PAGES // 2 * P)
         self.pool = PagePool.allocate([PageFormat(D, D)], kv_heads=KV_HEADS, pages=PAGES, slots=20, req_to_token=table)
         ops = StrictOps(self.pool, LayerRotations())
-        self.tiers = TierManager(self.pool, 1, 2, ops.quantize_slots)
+        self.tiers = TierManager(self.pool, 1, recent_pages, ops.quantize_slots)
         self.backend = KVQuantBackend(ops, self.tiers, [0])
         self.stored = {1: 0, 2: 0}
 
