@@ -1,11 +1,12 @@
 """Compile what the operations launch for an H100 or H200 (sm_90), on any machine; no GPU is touched.
 
-    python tests/kernels/compile_sm90.py [--all]
+    python tests/kernels/compile_sm90.py [--all] [PART ...]
 
 The interpreter accepts programs that the compiler refuses, so tests run this too. Prints registers, bytes
 of stack (spills), shared memory, instructions and how many of these load less than 4 bytes, are products of
 warpgroups and wait for them: of every kernel for three geometries, and of those that touch records for some kinds of
-codes; or for all that tests use.
+codes; or for all that tests use. A kernel that another launch has compiled is not shown again. ``PARTS`` names what can be
+compiled alone.
 """
 
 import re
@@ -44,6 +45,10 @@ TYPES = {
     torch.int32: "*i32",
     torch.int64: "*i64",
 }
+
+
+#: Hashes of the kernels shown.
+_shown: set[str] = set()
 
 
 def type_of(value: object, general: bool = False) -> str | tuple:
@@ -96,12 +101,14 @@ def compile_launch(self, *args, grid, warmup=False, **kwargs) -> None:
         attrs={path: [["tt.divisibility", 16]] for path in aligned},
     )
     kernel = triton.compile(source, target=TARGET, options=options)
+    if kernel.hash in _shown:
+        return
+    _shown.add(kernel.hash)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         Path(file.name).write_bytes(kernel.asm["cubin"])
-        tool = triton.knobs.nvidia.cuobjdump.path
-        show = lambda what: subprocess.run([tool, what, file.name], capture_output=True, text=True, check=True).stdout  # noqa: E731
-        usage, code = show("-res-usage"), show("-sass")
-    registers, stack = re.findall(r"REG:(\d+) STACK:(\d+)", usage)[-1]
+        command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", "-sass", file.name]
+        code = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    registers, stack = re.findall(r"REG:(\d+) STACK:(\d+)", code)[-1]
     operations = re.findall(r"/\*[0-9a-f]{4,5}\*/ +(?:@!?U?P\w+ +)?([A-Z0-9_.]+)", code)
     narrow = sum(bool(re.match(r"LDG\.E\.[US](8|16)", x)) for x in operations)
     products, waits = (sum(x.startswith(name) for x in operations) for name in ("HGMMA", "WARPGROUP.DEPBAR"))
@@ -170,20 +177,35 @@ def compile_tiers() -> None:
     tiers.plan_decode(scene.rows, scene.seq_lens, 200)
 
 
+def geometries(all_of_them: bool) -> None:
+    for heads in scenes.HEADS if all_of_them else [scenes.HEADS[i] for i in (1, 3, 7)]:
+        compile_all(heads)
+    compile_tiers()
+
+
+def codes(all_of_them: bool) -> None:
+    for kind in KINDS if all_of_them else SOME:
+        compile_records(kind)
+
+
+def planes(all_of_them: bool) -> None:
+    for widths in PLANES:
+        compile_records(widths)
+    for head_dim in (64, 96, 256):
+        compile_records(PLANES[0], head_dim)
+
+
+#: Each takes about as long as the others.
+PARTS = {"geometries": geometries, "codes": codes, "planes": planes}
+
+
 def main() -> None:
     triton.runtime.jit.JITFunction.run = compile_launch
     triton_ops.INTERPRETED = True  # lets the backend stand on CPU tensors; the kernels are not interpreted
     triton_ops.can_overlap = lambda device: True
     print(f"triton {triton.__version__}")
-    for heads in scenes.HEADS if "--all" in sys.argv else [scenes.HEADS[i] for i in (1, 3, 7)]:
-        compile_all(heads)
-    for kind in KINDS if "--all" in sys.argv else SOME:
-        compile_records(kind)
-    for widths in PLANES:
-        compile_records(widths)
-    for head_dim in (64, 96, 256):
-        compile_records(PLANES[0], head_dim)
-    compile_tiers()
+    for name in [word for word in sys.argv[1:] if word != "--all"] or PARTS:
+        PARTS[name]("--all" in sys.argv)
 
 
 if __name__ == "__main__":
