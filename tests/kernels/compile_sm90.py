@@ -5,7 +5,7 @@
 The interpreter accepts programs that the compiler refuses, so tests run this too. Prints registers, bytes
 of stack (spills), shared memory, instructions and how many of these load less than 4 bytes, are products of
 warpgroups and wait for them: of every kernel for three geometries, and of those that touch records for some kinds of
-codes; or for all that tests use. A kernel that another launch has compiled is not shown again. ``PARTS`` names what can be
+codes; or for all that tests use. A kernel that another launch has compiled is not shown again. ``PARTS`` can be
 compiled alone.
 """
 
