@@ -1,12 +1,13 @@
 """Compile what the operations launch for an H100 or H200 (sm_90), on any machine; no GPU is touched.
 
-    python tests/kernels/compile_sm90.py [--all] [PART ...]
+    python tests/kernels/compile_sm90.py [--all] [--sass=SCENE] [PART ...]
 
 The interpreter accepts programs that the compiler refuses, so tests run this too. Prints registers, bytes
 of stack (spills), shared memory, instructions and how many of these load less than 4 bytes, are products of
 warpgroups and wait for them: of every kernel for three geometries, and of those that touch records for some kinds of
 codes; or for all that tests use. A kernel that another launch has compiled is not shown again. ``PARTS`` can be
-compiled alone.
+compiled alone. Disassembling takes as long as all else once Triton has cached its kernels: ``--sass`` limits it to one
+scene, as it is printed, or with ``none`` leaves it out.
 """
 
 import re
@@ -15,6 +16,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -47,8 +49,14 @@ TYPES = {
 }
 
 
-#: Hashes of the kernels shown.
-_shown: set[str] = set()
+#: The scene that is compiled, the one to disassemble (None is all), and hashes of the kernels shown.
+STATE = SimpleNamespace(scene="", disassembled=None, shown=set())
+
+
+def begin(scene: str) -> None:
+    """Print a scene's name; what is compiled from now on belongs to it."""
+    STATE.scene = scene
+    print(scene, flush=True)
 
 
 def type_of(value: object, general: bool = False) -> str | tuple:
@@ -101,29 +109,30 @@ def compile_launch(self, *args, grid, warmup=False, **kwargs) -> None:
         attrs={path: [["tt.divisibility", 16]] for path in aligned},
     )
     kernel = triton.compile(source, target=TARGET, options=options)
-    if kernel.hash in _shown:
+    if kernel.hash in STATE.shown:
         return
-    _shown.add(kernel.hash)
+    STATE.shown.add(kernel.hash)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         Path(file.name).write_bytes(kernel.asm["cubin"])
-        command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", "-sass", file.name]
+        sass = ["-sass"] if STATE.disassembled in (None, STATE.scene) else []
+        command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", *sass, file.name]
         code = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     registers, stack = re.findall(r"REG:(\d+) STACK:(\d+)", code)[-1]
     operations = re.findall(r"/\*[0-9a-f]{4,5}\*/ +(?:@!?U?P\w+ +)?([A-Z0-9_.]+)", code)
     narrow = sum(bool(re.match(r"LDG\.E\.[US](8|16)", x)) for x in operations)
     products, waits = (sum(x.startswith(name) for x in operations) for name in ("HGMMA", "WARPGROUP.DEPBAR"))
     launch = " ".join(f"{k}={v}" for k, v in options.items())
+    found = f"instructions {len(operations):>5}  narrow loads {narrow:>3}  products {products:>3}  waits {waits:>3}  "
     print(
         f"  {self.__name__:18} registers {registers:>3}  stack {stack:>4}  shared {kernel.metadata.shared:>6}  "
-        f"instructions {len(operations):>5}  narrow loads {narrow:>3}  products {products:>3}  waits {waits:>3}  "
-        f"{launch}",
+        f"{found if sass else ''}{launch}",
         flush=True,
     )
 
 
 def compile_all(heads: scenes.Heads) -> None:
     """Every operation once."""
-    print(heads, flush=True)
+    begin(str(heads))
     scene = scenes.make_scene(heads, [200, 90])
     ops, _ = scene.ops(scenes.rotations("per-head", heads))
     q, k, v = (scenes.randn(130, n, heads.head_dim) for n in (heads.q, heads.kv, heads.kv))
@@ -149,7 +158,7 @@ def extend_both_ways(ops, q, k, v, scene) -> None:
 def compile_records(kind: str, head_dim: int = 128) -> None:
     """What writes and reads records of one kind of codes, or of planes such as 4310-3221."""
     heads = scenes.Heads(head_dim, min(head_dim, 128), 2, 4)
-    print(f"{kind}, {heads}", flush=True)
+    begin(f"{kind}, {heads}")
     scene = scenes.make_scene(heads, [200, 90], formats=[format_of(kind, head_dim)])
     ops, _ = scene.ops()
     q, k, v = (scenes.randn(130, n, heads.head_dim) for n in (heads.q, heads.kv, heads.kv))
@@ -169,7 +178,7 @@ def format_of(kind: str, head_dim: int) -> PageFormat | PlaneFormat:
 
 def compile_tiers() -> None:
     """What plans the tiers, for a prefill and a decode step."""
-    print("tiers", flush=True)
+    begin("tiers")
     scene = scenes.make_scene(scenes.HEADS[1], [200, 90])
     tiers = TritonTierManager(scene.pool, 1, 4, lambda *batch: None)
     tiers.pending.free_rows([2])
@@ -204,7 +213,9 @@ def main() -> None:
     triton_ops.INTERPRETED = True  # lets the backend stand on CPU tensors; the kernels are not interpreted
     triton_ops.can_overlap = lambda device: True
     print(f"triton {triton.__version__}")
-    for name in [word for word in sys.argv[1:] if word != "--all"] or PARTS:
+    words = sys.argv[1:]
+    STATE.disassembled = next((word.removeprefix("--sass=") for word in words if word.startswith("--sass=")), None)
+    for name in [word for word in words if not word.startswith("--")] or PARTS:
         PARTS[name]("--all" in sys.argv)
 
 
