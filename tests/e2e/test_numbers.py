@@ -16,7 +16,7 @@ from tests.e2e.client import Client, coarse_kl, held_out_text
 CHUNKED = ("--chunked-prefill-size", "128")
 #: Older releases differ in what calls the cache, not in what it computes: a few methods must do there.
 MORE = ("int4", "turboquant", "kivi") if version("sglang") == NEWEST else ()
-#: Each takes a server: the first is left by ``test_evaluation``, the last serves the tests below and ``test_parallel``.
+#: Each takes a server: ``test_evaluation`` leaves the first, the last serves the tests below and ``test_parallel``.
 METHODS = ("hadamard", "int2", *MORE, "oscar")
 
 

@@ -1,11 +1,13 @@
 """Compile what the operations launch for an H100 or H200 (sm_90), on any machine; no GPU is touched.
 
-    python tests/kernels/compile_sm90.py [--all]
+    python tests/kernels/compile_sm90.py [--all] [--sass=SCENE] [PART ...]
 
 The interpreter accepts programs that the compiler refuses, so tests run this too. Prints registers, bytes
 of stack (spills), shared memory, instructions and how many of these load less than 4 bytes, are products of
 warpgroups and wait for them: of every kernel for three geometries, and of those that touch records for some kinds of
-codes; or for all that tests use.
+codes; or for all that tests use. A kernel that another launch has compiled is not shown again. ``PARTS`` can be
+compiled alone. Disassembling takes as long as all else once Triton has cached its kernels: ``--sass`` limits it to one
+scene, as it is printed, or with ``none`` leaves it out.
 """
 
 import re
@@ -14,6 +16,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -53,6 +56,16 @@ TYPES = {
     torch.int32: "*i32",
     torch.int64: "*i64",
 }
+
+
+#: The scene that is compiled, the one to disassemble (None is all), and hashes of the kernels shown.
+STATE = SimpleNamespace(scene="", disassembled=None, shown=set())
+
+
+def begin(scene: str) -> None:
+    """Print a scene's name; what is compiled from now on belongs to it."""
+    STATE.scene = scene
+    print(scene, flush=True)
 
 
 def type_of(value: object, general: bool = False) -> str | tuple:
@@ -105,27 +118,30 @@ def compile_launch(self, *args, grid, warmup=False, **kwargs) -> None:
         attrs={path: [["tt.divisibility", 16]] for path in aligned},
     )
     kernel = triton.compile(source, target=TARGET, options=options)
+    if kernel.hash in STATE.shown:
+        return
+    STATE.shown.add(kernel.hash)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         Path(file.name).write_bytes(kernel.asm["cubin"])
-        tool = triton.knobs.nvidia.cuobjdump.path
-        show = lambda what: subprocess.run([tool, what, file.name], capture_output=True, text=True, check=True).stdout  # noqa: E731
-        usage, code = show("-res-usage"), show("-sass")
-    registers, stack = re.findall(r"REG:(\d+) STACK:(\d+)", usage)[-1]
+        sass = ["-sass"] if STATE.disassembled in (None, STATE.scene) else []
+        command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", *sass, file.name]
+        code = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    registers, stack = re.findall(r"REG:(\d+) STACK:(\d+)", code)[-1]
     operations = re.findall(r"/\*[0-9a-f]{4,5}\*/ +(?:@!?U?P\w+ +)?([A-Z0-9_.]+)", code)
     narrow = sum(bool(re.match(r"LDG\.E\.[US](8|16)", x)) for x in operations)
     products, waits = (sum(x.startswith(name) for x in operations) for name in ("HGMMA", "WARPGROUP.DEPBAR"))
     launch = " ".join(f"{k}={v}" for k, v in options.items())
+    found = f"instructions {len(operations):>5}  narrow loads {narrow:>3}  products {products:>3}  waits {waits:>3}  "
     print(
         f"  {self.__name__:18} registers {registers:>3}  stack {stack:>4}  shared {kernel.metadata.shared:>6}  "
-        f"instructions {len(operations):>5}  narrow loads {narrow:>3}  products {products:>3}  waits {waits:>3}  "
-        f"{launch}",
+        f"{found if sass else ''}{launch}",
         flush=True,
     )
 
 
 def compile_all(heads: scenes.Heads) -> None:
     """Every operation once."""
-    print(heads, flush=True)
+    begin(str(heads))
     scene = scenes.make_scene(heads, [200, 90])
     ops, _ = scene.ops(scenes.rotations("per-head", heads))
     q, k, v = (scenes.randn(130, n, heads.head_dim) for n in (heads.q, heads.kv, heads.kv))
@@ -143,7 +159,7 @@ def compile_all(heads: scenes.Heads) -> None:
 
 def verify(ops, q, scene, count: int = 3) -> None:
     """Drafts, after the same operations without."""
-    print(f"{count} drafts, {scene.heads}", flush=True)
+    begin(f"{count} drafts, {scene.heads}")
     drafts = DraftBatch(scene.rows, scene.seq_lens, chain(count).expand(2, -1).contiguous())
     ops.plan_drafts(drafts)
     ops.verify(0, q[: 2 * count], drafts, scene.scale)
@@ -160,7 +176,7 @@ def extend_both_ways(ops, q, k, v, scene, sinks=None) -> None:
 def compile_sinks() -> None:
     """What takes learned sinks, as gpt-oss's layers have them."""
     heads = scenes.Heads(64, 64, 1, 8)
-    print(f"sinks, {heads}", flush=True)
+    begin(f"sinks, {heads}")
     scene = scenes.make_scene(heads, [200, 90])
     ops, _ = scene.ops()
     q, k, v = (scenes.randn(130, n, heads.head_dim) for n in (heads.q, heads.kv, heads.kv))
@@ -173,7 +189,7 @@ def compile_sinks() -> None:
 def compile_records(kind: str, head_dim: int = 128) -> None:
     """What writes and reads records of one kind of codes, or of planes such as 4310-3221."""
     heads = scenes.Heads(head_dim, min(head_dim, 128), 2, 4)
-    print(f"{kind}, {heads}", flush=True)
+    begin(f"{kind}, {heads}")
     scene = scenes.make_scene(heads, [200, 90], formats=[format_of(kind, head_dim)])
     ops, _ = scene.ops()
     q, k, v = (scenes.randn(130, n, heads.head_dim) for n in (heads.q, heads.kv, heads.kv))
@@ -194,7 +210,7 @@ def format_of(kind: str, head_dim: int) -> PageFormat | PlaneFormat:
 
 def compile_half(heads: scenes.Heads, kind: str | None = None) -> None:
     """Decoding with products in FP16."""
-    print(f"FP16, {kind or 'two bits'}, {heads}", flush=True)
+    begin(f"FP16, {heads}")
     scene = scenes.make_scene(heads, [200, 90], formats=kind and [format_of(kind, heads.head_dim)])
     for launch in HALF_LAUNCHES:
         if suits_half(record_of(scene.pool.formats[0]), heads.head_dim, launch.half_pages):
@@ -204,7 +220,7 @@ def compile_half(heads: scenes.Heads, kind: str | None = None) -> None:
 
 def compile_tiers() -> None:
     """What plans the tiers, for a prefill and a decode step."""
-    print("tiers", flush=True)
+    begin("tiers")
     scene = scenes.make_scene(scenes.HEADS[1], [200, 90])
     tiers = TritonTierManager(scene.pool, 1, 4, lambda *batch: None)
     tiers.pending.free_rows([2])
@@ -212,24 +228,40 @@ def compile_tiers() -> None:
     tiers.plan_decode(scene.rows, scene.seq_lens, 200)
 
 
+def geometries(all_of_them: bool) -> None:
+    for heads in scenes.HEADS if all_of_them else [scenes.HEADS[i] for i in (1, 3, 7)]:
+        compile_all(heads)
+    compile_sinks()
+    for heads in HALF_HEADS if all_of_them else HALF_HEADS[:3]:
+        compile_half(heads)
+    compile_tiers()
+
+
+def codes(all_of_them: bool) -> None:
+    for kind in KINDS if all_of_them else SOME:
+        compile_records(kind)
+
+
+def planes(all_of_them: bool) -> None:
+    for widths in PLANES:
+        compile_records(widths)
+    for head_dim in (64, 96, 256):
+        compile_records(PLANES[0], head_dim)
+
+
+#: Each takes about as long as the others.
+PARTS = {"geometries": geometries, "codes": codes, "planes": planes}
+
+
 def main() -> None:
     triton.runtime.jit.JITFunction.run = compile_launch
     triton_ops.INTERPRETED = True  # lets the backend stand on CPU tensors; the kernels are not interpreted
     triton_ops.can_overlap = lambda device: True
     print(f"triton {triton.__version__}")
-    for heads in scenes.HEADS if "--all" in sys.argv else [scenes.HEADS[i] for i in (1, 3, 7)]:
-        compile_all(heads)
-    compile_sinks()
-    for kind in KINDS if "--all" in sys.argv else SOME:
-        compile_records(kind)
-    for widths in PLANES:
-        compile_records(widths)
-    for head_dim in (64, 96, 256):
-        compile_records(PLANES[0], head_dim)
-    for heads in HALF_HEADS if "--all" in sys.argv else HALF_HEADS[:3]:
-        compile_half(heads)
-    compile_half(scenes.Heads(64, 64, 1, 8), PLANES[0])
-    compile_tiers()
+    words = sys.argv[1:]
+    STATE.disassembled = next((word.removeprefix("--sass=") for word in words if word.startswith("--sass=")), None)
+    for name in [word for word in words if not word.startswith("--")] or PARTS:
+        PARTS[name]("--all" in sys.argv)
 
 
 if __name__ == "__main__":
