@@ -187,8 +187,8 @@ def decode(
     count, q_heads, d = len(out), q.shape[1], q.shape[2]
     if launch.half_pages and not suits_half(record, d, launch.half_pages):
         raise KVQuantError(
-            f"{launch}: products in FP16 need uniform 2-bit codes with one group a row, or planes and two pages a turn, "
-            "of at most 128 dims; use half_pages=0."
+            f"{launch}: products in FP16 need uniform 2-bit codes with one group a row, or planes and two pages a "
+            "turn, of at most 128 dims; use half_pages=0."
         )
     shape = shape_of(stored.records.shape[1], d, q_heads)
     chunks = 1 if drafts is None else drafts.chunks

@@ -1,12 +1,18 @@
-"""Decode attention over 2-bit records for 5 to 16 query heads to a KV head: products in FP16.
+"""Decode attention over 2-bit records with products in FP16, one column a query head.
 
 ``decode._history`` splits queries and weights into two INT8 columns, and splitting weights and joining products again
-takes ten instructions for each token and head. Here they are FP16, one column a head:
+takes ten instructions for each token and head. With more than four heads, or heads of 64, FP16 takes fewer:
 
 - A code, cut out of a word by one AND for two codes, is a subnormal FP16 number, c 2^-24, times 4^plane. Tensor cores
   multiply these exactly; queries and weights carry the rest.
+- A byte permutation brings the second and fourth byte of a word to the lower halves. That is an operand already, of all
+  four codes of a byte, c_0 + 4 c_1 + 16 c_2 + 64 c_3: it stands for plane 3, and what it adds of the others is taken
+  off their queries or weights.
 - Products of V are added to the sums of earlier tiles by the tensor cores themselves.
 - Weights p s_v are kept below 2^12 by the largest s_v so far, one number for all heads.
+
+A turn is two pages, or one: that takes fewer registers and half the shared memory, which leaves room for another stage
+of copies. With two stages a program waits for what it has just asked for, and only other programs hide that.
 """
 
 import triton
@@ -28,7 +34,7 @@ def history_half(
     q, item, table, records, v_first, scale_log2, RECORD: tl.constexpr, SHAPE: tl.constexpr, PLAIN: tl.constexpr,
     PAGES: tl.constexpr,
 ):  # fmt: skip
-    """What ``decode._history`` does, of records with one group (``decode.is_two_bit``) and heads of at most 128."""
+    """What ``decode._history`` does, of records with one group a row (``decode.suits_half``); PAGES a turn."""
     TILE: tl.constexpr = PAGES * PAGE
     COLUMNS: tl.constexpr = columns_of(SHAPE)
     ROWS: tl.constexpr = SHAPE.VP

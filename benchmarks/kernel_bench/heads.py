@@ -109,8 +109,8 @@ NARROW = [
     (3, 96, 20, 1),
     (4, 168, 12, 1),
 ]
-#: Seconds that all of it may take, and that FlashInfer is left.
-SECONDS, BESIDE = 150.0, 20.0
+#: Seconds that all of it may take, imports aside, and that FlashInfer is left.
+SECONDS, BESIDE = 130.0, 20.0
 
 
 def describe(launch: DecodeLaunch) -> str:
