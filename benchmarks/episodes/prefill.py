@@ -72,6 +72,6 @@ def received(q: torch.Tensor, k: torch.Tensor, first: int, scale: float) -> torc
     total = torch.zeros(1, kv_heads, keys, device=q.device)
     step = max(1, SCORES // (kv_heads * n * keys))
     for at in range(0, group, step):
-        scores = torch.einsum("bhgnd,bhcd->bhgnc", rows[:, :, at : at + step].float(), k.float()) * scale
+        scores = torch.einsum("bhgnd,bhcd->bhgnc", rows[:, :, at : at + step].float() * scale, k.float())
         total += scores.masked_fill_(~seen, -torch.inf).softmax(-1).sum((2, 3))
     return total
