@@ -22,10 +22,16 @@ def device_name() -> str:
     return torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
 
 
+def command() -> list[str]:
+    """What was typed: ``python FILE …``, or ``python -m PACKAGE …`` of a package that is run."""
+    file = Path(os.path.relpath(sys.argv[0], ROOT))
+    run = ["-m", ".".join(file.parent.parts)] if file.name == "__main__.py" else [str(file)]
+    return ["python", *run, *sys.argv[1:]]
+
+
 def write(path: str | Path, name: str, rows: list[dict], **more) -> None:
     """Write one result file; a row is a flat dict of plain values."""
-    command = ["python", os.path.relpath(sys.argv[0], ROOT), *sys.argv[1:]]
-    result = {**provenance.header(name, command, device_name()), **more, "rows": rows}
+    result = {**provenance.header(name, command(), device_name()), **more, "rows": rows}
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     Path(path).write_text(json.dumps(result, indent=1) + "\n")
 

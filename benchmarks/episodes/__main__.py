@@ -104,11 +104,16 @@ def run(args: argparse.Namespace, runner: Runner, writer: Writer, embedder: Embe
     start = time.perf_counter()
     policies, quant_policies = (text.split(",") for text in (args.policies, args.quant_policies))
     check_names([*policies, *quant_policies])
-    kinds, compressions = args.kv_quant.split(","), [float(x) for x in args.compressions.split(",")]
+    kinds, compressions = args.kv_quant.split(","), _numbers(args.compressions)
     if kinds[0] != "none":
         raise KVQuantError(f"--kv-quant {args.kv_quant}: give none first, by which the others are measured.")
     if min(compressions) <= 1:
-        raise KVQuantError(f"--compressions {args.compressions}: give numbers above 1.")
+        raise KVQuantError(f"--compressions {args.compressions}: give numbers above 1, such as 4,6.")
+    if args.block < PAGE_SIZE or args.block % PAGE_SIZE:
+        raise KVQuantError(f"--block {args.block}: give a multiple of the page, {PAGE_SIZE} tokens.")
+    for name in ("limit", "questions", "batch"):
+        if getattr(args, name) < 1:
+            raise KVQuantError(f"--{name} {getattr(args, name)}: give 1 or more.")
     if unknown := set(args.datasets.split(",")) - DATASETS.keys():
         raise KVQuantError(f"--datasets {', '.join(sorted(unknown))}: choose some of {', '.join(DATASETS)}.")
     room = runner.context - ROOM
@@ -141,6 +146,11 @@ def run(args: argparse.Namespace, runner: Runner, writer: Writer, embedder: Embe
         "seconds": {name: round(seconds, 1) for name, seconds in measured.seconds.items()},
     }
     return measured, more
+
+
+def _numbers(text: str) -> list[float]:
+    """Of a list with commas; a word that is no number becomes 0, which no option takes."""
+    return [float(word) if word.replace(".", "", 1).isdigit() else 0.0 for word in text.split(",")]
 
 
 def rounded(found: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import count
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from sglang_kvq.errors import KVQuantError
 #: ``attend(layer, q, k, v, scale)``: q ``[B, q_heads, n, D]``, new keys and values ``[B, kv_heads, n, D]``, all after
 #: RoPE; returns ``[B, q_heads, n, D]``.
 Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor]
-_NAME = "kvq_episodes"
+_NUMBER = count()
 
 
 class Runner:
@@ -32,8 +33,9 @@ class Runner:
         self.layers, self.kv_heads = config.num_hidden_layers, config.num_key_value_heads
         self.head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self.context, self.device, self.dtype = config.max_position_embeddings, model.device, model.dtype
-        ALL_ATTENTION_FUNCTIONS.register(_NAME, self._attention)
-        model.set_attn_implementation(_NAME)
+        name = f"kvq_episodes_{next(_NUMBER)}"  # one for each: transformers' registry is global
+        ALL_ATTENTION_FUNCTIONS.register(name, self._attention)
+        model.set_attn_implementation(name)
 
     def _attention(
         self,
@@ -48,7 +50,8 @@ class Runner:
         for option in ("sliding_window", "softcap", "s_aux"):
             if kwargs.get(option) is not None:
                 raise KVQuantError(f"layer {module.layer_idx} uses {option}={kwargs[option]}: plain attention only.")
-        assert self._attend is not None, "the model was not run by its Runner"
+        if self._attend is None:
+            raise RuntimeError("this model must be run by its Runner")
         scale = scaling if scaling is not None else self.head_dim**-0.5
         return self._attend(module.layer_idx, query, key, value, scale).transpose(1, 2), None
 

@@ -31,10 +31,10 @@ def highest(
     for row, length in enumerate(lengths):
         of_row = min(row, k.shape[0] - 1)
         queries = group_rows(q[row : row + 1, :, :length], k.shape[1])[0]
-        scores = (queries @ k[of_row].mT).float() * scale
+        scores = (queries.float() * scale) @ k[of_row].float().mT
         if valid is not None:
             scores.masked_fill_(~valid[min(row, valid.shape[0] - 1)][:, None], -torch.inf)
-        found.append((scores - scores.logsumexp(-1, keepdim=True)).amax(1).exp())
+        found.append(scores.softmax(-1).amax(1))
     return torch.stack(found)
 
 
@@ -68,7 +68,7 @@ def snapkv(runner: Runner, full: Past, questions: list[list[int]]) -> list[torch
         of_rows = []
         for row, question in enumerate(questions):
             queries = group_rows(q[row : row + 1, :, : len(question)], k.shape[1])[0]
-            of_rows.append(((queries @ stored[0].mT).float() * scale).softmax(-1).sum(1))
+            of_rows.append(((queries.float() * scale) @ stored[0].float().mT).softmax(-1).sum(1))
         summed = torch.stack(of_rows)
         half = SNAPKV_KERNEL // 2
         scores.append(torch.nn.functional.avg_pool1d(summed, SNAPKV_KERNEL, 1, half, count_include_pad=False))
@@ -119,7 +119,7 @@ def kvzip(
 def _repeated(q: torch.Tensor, stored: torch.Tensor, own: torch.Tensor, scale: float) -> torch.Tensor:
     """``[kv_heads, slots]``: the highest share of a stored key in a softmax over stored and own keys."""
     kv_heads, n, slots = own.shape[1], own.shape[2], stored.shape[2]
-    scores = (group_rows(q, kv_heads)[0] @ torch.cat([stored, own], 2)[0].mT).float() * scale
+    scores = group_rows(q, kv_heads)[0].float() @ torch.cat([stored, own], 2)[0].float().mT * scale
     causal = torch.ones(n, n, dtype=torch.bool, device=q.device).tril().repeat(q.shape[1] // kv_heads, 1)
     scores[..., slots:].masked_fill_(~causal, -torch.inf)
     return (scores[..., :slots] - scores.logsumexp(-1, keepdim=True)).amax(1).exp()

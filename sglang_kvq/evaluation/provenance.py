@@ -36,7 +36,8 @@ def commit() -> tuple[str, bool]:
 
 def versions() -> dict[str, str]:
     found = {}
-    for name in ("torch", "triton", "sglang", "flashinfer-python", "transformers", "sglang-kvq"):
+    names = ("torch", "triton", "sglang", "flashinfer-python", "transformers", "sglang-kvq")
+    for name in (*names, "sentence-transformers", "scikit-learn"):
         try:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:

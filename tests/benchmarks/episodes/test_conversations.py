@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.episodes.conversations import OPENING, SYSTEM, Question, fit
+from benchmarks.episodes.conversations import OPENING, SYSTEM, Question, Writer, fit
 from benchmarks.episodes.datasets import thin
 from sglang_kvq.errors import KVQuantError
 from tests.benchmarks.episodes import helpers
@@ -31,6 +31,13 @@ def test_spans_hold_their_turns() -> None:
     for (start, end), turn in zip(history.spans, TALK.turns):
         assert text(history.ids[start:end]).endswith(turn.line())
     assert history.span(2, 4) == (history.spans[2][0], history.spans[4][1])
+
+
+def test_a_template_that_changes_what_is_said_is_refused() -> None:
+    tokenizer = helpers.writer().tokenizer
+    tokenizer.chat_template = helpers.TEMPLATE.replace("m['content']", "m['content'] | lower")
+    with pytest.raises(KVQuantError, match="the chat template changes what the user says"):
+        Writer(tokenizer)
 
 
 def test_some_turns_stand_under_their_sessions_headers() -> None:

@@ -8,6 +8,7 @@ import torch
 
 from benchmarks.episodes.case import Case, Settings
 from benchmarks.episodes.policies import NAMES, POLICIES, Outcome, check_names, epicache_layers
+from benchmarks.episodes.runner import Runner
 from sglang_kvq.config import PAGE_SIZE
 from sglang_kvq.errors import KVQuantError
 from tests.benchmarks.episodes import helpers
@@ -130,6 +131,21 @@ def test_a_question_gets_the_episode_that_its_matching_chose(case: Case) -> None
         assert one.matched is not None
         same = one.matched == 1
         np.testing.assert_allclose(one.likelihoods[same], found["evidence"].likelihoods[same], atol=1e-4)
+
+
+@pytest.mark.parametrize("policy", NAMES)
+def test_all_run_in_bf16(policy: str) -> None:
+    """As on a GPU; BF16 moves these sharp logits by some tenths, and what is kept by more."""
+    exact = Case(helpers.runner(), helpers.writer(), helpers.embedder(), helpers.conversation(), SETTINGS)
+    model = helpers.tiny_llama().bfloat16()
+    case = Case(Runner(model), exact.writer, exact.embedder, exact.conversation, SETTINGS)
+    for found, wanted in zip(outcomes(case, policy, case.budget(2)), outcomes(exact, policy, case.budget(2))):
+        assert found.policy == wanted.policy and found.hot == wanted.hot
+        assert np.isfinite(found.likelihoods).all()
+        if policy in ("full", "none", "window", "text", "text_recent", "late"):
+            assert np.abs(found.likelihoods - wanted.likelihoods).max() < 0.5
+    past = case.full
+    assert {x.dtype for x in (*past.k, *past.v)} == {torch.bfloat16}
 
 
 def test_unknown_names_are_refused() -> None:
