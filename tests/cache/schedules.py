@@ -69,7 +69,7 @@ class Driver:
             self.prefill(self.prefilling[: rng.randint(1, 3)])
         elif kind == "decode":
             padding = rng.randint(0, 2)
-            for _ in range(rng.choice((1, 3, 64))):
+            for _ in range(-(-rng.choice((1, 3, 64)) // self.drafts)):
                 self.decode(padding)
         elif kind == "leave":
             self.leave(rng.choice(running), publish=rng.random() < 0.7)

@@ -20,7 +20,7 @@ from benchmarks.tiny_server import TinyServer, body
 #: None, and two ways to draft.
 WAYS = ("none", "ngram", "standalone")
 #: Two tokens whose log-probabilities are nearer may be exchanged by BF16's rounding alone (``families.ROUNDING``).
-TIE = 0.1
+TIE = 0.2
 PHRASE = 9
 
 
@@ -139,7 +139,7 @@ def compare(ours: Said, plain: Said, way: str) -> Iterator[tuple[str, bool, Diff
         found = parted(plain.tokens[kind], tops, ours.tokens[kind])
         # Which page is a record may change up to a round of drafts earlier: in 4 bits a little more than rounding.
         more = 0.02 if kind == "short" else 0.1
-        bound = Bound(2 * noise.mean + more, max(3 * noise.max, TIE if kind == "short" else 4 * TIE))
+        bound = Bound(2 * noise.mean + more, max(3 * noise.max, TIE if kind == "short" else 2 * TIE))
         said = f"{found.tokens} prompts, {ours.accepted:.2f} tokens a step; without drafts, other batches: {noise}"
         yield f"drafts ({way}), {case}: answers", bound.holds(found), found, bound, said
     enough = Difference(ours.accepted, 0.0, 1)
