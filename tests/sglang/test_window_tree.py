@@ -28,7 +28,7 @@ def test_random_schedules(served, seed, overlap):
     driver.run(70)
     driver.finish()
     assert model.tiers.steps > 30 and int(model.tiers.records_written) > 5
-    assert model.longest_match >= P and model.repointed and model.windows_read > 10
+    assert model.longest_match >= P and model.windows_read > 10
 
 
 def computed(model: WindowTreeModel, tokens: int):
