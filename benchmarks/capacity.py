@@ -2,11 +2,13 @@
 
     python benchmarks/capacity.py --out benchmarks/results/serving_h200.json
     python benchmarks/capacity.py --method transform --bits 1.6 --out benchmarks/results/serving_h200.json
+    python benchmarks/capacity.py --model benchmarks/models/qwen3-next-80b-a3b --layers 24 --out FILE
     python benchmarks/capacity.py --model benchmarks/models/gpt-oss-120b --plain-backend fa3 \\
-        --max-running-requests 64 --out benchmarks/results/serving_h200.json
+        --max-running-requests 64 --out FILE
 
-Qwen3-8B's geometry, or another of ``benchmarks/models``, with dummy weights and random rotations: nothing is
-downloaded. About 2 minutes.
+Qwen3-8B's geometry with dummy weights and random rotations: nothing is downloaded. About 2 minutes. ``--model`` takes
+another of ``benchmarks/models``, ``--layers`` its first ones only, where the whole does not fit one GPU. A hybrid's
+memory is also divided between its states and its cache: ``states`` and ``requests`` are of both servers.
 """
 
 from __future__ import annotations
@@ -24,12 +26,20 @@ import torch
 from benchmarks import record
 from launch.server import Server
 from sglang_kvq.rotations import RotationMeta, Rotations, save_rotations
-from sglang_kvq.rotations.identity import geometry_of
+from sglang_kvq.rotations.identity import Geometry, geometry_of
 
 MODEL = Path(__file__).parent / "models" / "qwen3-8b"
 FLAGS = ("--load-format", "dummy", "--skip-tokenizer-init")
 #: Few graph sizes: capturing them is most of a start, and takes no part of the memory that is divided here.
 GRAPHS = ("--cuda-graph-max-bs", "8")
+
+
+def geometry_and_flags(model: Path, layers: int | None) -> tuple[Geometry, tuple[str, ...]]:
+    """A model's geometry, with its first ``layers`` only, and the flags with which a server takes these."""
+    config = json.loads((model / "config.json").read_text())
+    changes = {} if layers is None else {"num_hidden_layers": layers}
+    flags = ("--json-model-override-args", json.dumps(changes)) if changes else ()
+    return geometry_of(config | changes), flags
 
 
 def random_rotations(folder: Path, layers: int, kv_heads: int, head_dim: int) -> Path:
@@ -54,21 +64,26 @@ def random_transform(folder: Path, layers: int, kv_heads: int, head_dim: int) ->
     return folder
 
 
-def name_of(model: Path, scenario: str) -> str:
-    """The row's name: of other models than ``MODEL`` it begins with theirs."""
-    return scenario if model.name == MODEL.name else f"{model.name}: {scenario}"
+def capacity(model: Path, *flags: str) -> tuple[dict, dict]:
+    """What a server holds, and its kv_quant state; fails unless it decodes inside CUDA graphs.
 
-
-def capacity(model: Path, *flags: str) -> tuple[int, dict]:
-    """Tokens of a server's KV cache, and its kv_quant state; fails unless it decodes inside CUDA graphs."""
+    Returns:
+        ``tokens`` of its cache, ``requests`` that it runs at most, and ``states``, None where there are none.
+    """
     with Server(model, *FLAGS, *GRAPHS, *flags, cpu=False) as server:
         info = server.info()
+        (worker,) = info["internal_states"]
+        held = {
+            "tokens": info["max_total_num_tokens"],
+            "requests": worker["effective_max_running_requests_per_dp"],
+            "states": worker["max_mamba_cache_size"],
+        }
         for length in (5, 700, 3000):
             ids = server.generate(list(range(10, 10 + length)), 40, sampling_params={"ignore_eos": True})["output_ids"]
             assert len(ids) == 40
         assert "cuda graph: True" in server.log(), server.log_tail()
         state = server.kv_quant() if "--kv-quant" in flags else {}
-        return info["max_total_num_tokens"], state
+        return held, state
 
 
 def main() -> None:
@@ -78,26 +93,27 @@ def main() -> None:
     parser.add_argument("--plain-backend", default="flashinfer", help="--attention-backend of the BF16 server")
     parser.add_argument("--method", choices=("oscar", "transform"), default="oscar")
     parser.add_argument("--bits", help="--kv-quant-bits of ours")
-    parser.add_argument("--model", type=Path, default=MODEL, help="a folder with a config.json; default %(default)s")
+    parser.add_argument("--model", type=Path, default=MODEL)
+    parser.add_argument("--layers", type=int, help="only so many of the model's")
     parser.add_argument("--max-running-requests", help="of both servers; SGLang's own default if not given")
     args = parser.parse_args()
-    memory = ["--mem-fraction-static", args.mem_fraction_static]
+    geometry, cut = geometry_and_flags(args.model, args.layers)
+    memory = ["--mem-fraction-static", args.mem_fraction_static, *cut]
     if args.max_running_requests:
         memory += ["--max-running-requests", args.max_running_requests]
-    geometry = geometry_of(json.loads((args.model / "config.json").read_text()))
     with tempfile.TemporaryDirectory() as folder:
         make = random_transform if args.method == "transform" else random_rotations
         flags = ["--kv-quant", args.method, "--kv-quant-rotations", str(make(Path(folder) / "rotations", *geometry))]
         ours, state = capacity(args.model, *memory, *flags, *(["--kv-quant-bits", args.bits] if args.bits else []))
     plain, _ = capacity(args.model, *memory, "--attention-backend", args.plain_backend)
     name = "capacity" if args.method == "oscar" else " ".join(filter(None, ("capacity", args.method, args.bits)))
-    row = {
-        "scenario": name_of(args.model, name),
-        "unit": "tokens",
-        "none": plain,
-        args.method: ours,
-        "ratio": round(ours / plain, 3),
-    }
+    if args.model != MODEL:
+        name += f" {args.model.name}" + (f", {args.layers} layers" if args.layers else "")
+    tokens = {"none": plain["tokens"], args.method: ours["tokens"]}
+    row = {"scenario": name, "unit": "tokens", **tokens, "ratio": round(ours["tokens"] / plain["tokens"], 3)}
+    if ours["states"] is not None:
+        for server, held in (("none", plain), (args.method, ours)):
+            row |= {f"{server}_states": held["states"], f"{server}_requests": held["requests"]}
     print(row, state, sep="\n")
     row |= {k: v for k, v in state.items() if k not in ("tiers", "rotations")}  # counters; a temporary folder
     record.merge(args.out, "serving", [row], key="scenario")

@@ -1,12 +1,15 @@
 """What a server gains from ``--kv-quant oscar``: step times, prefill speed, output of long contexts, latencies.
 
     python benchmarks/serving.py --out benchmarks/results/serving_h200.json
-    python benchmarks/serving.py --model benchmarks/models/gpt-oss-120b --plain-backend fa3 --scenarios decode \\
-        --out benchmarks/results/serving_h200.json
 
-Qwen3-8B's geometry, or another of ``benchmarks/models``, with dummy weights and random rotations: nothing is
-downloaded. Two servers, one after the other, differ in ``--kv-quant`` and in nothing else but the attention backend
-(the plugin brings its own). All prompts are random token ids, the same for both servers, and no two share a prefix.
+    python benchmarks/serving.py --model benchmarks/models/qwen3-next-80b-a3b --layers 24 --scenarios decode --out FILE
+    python benchmarks/serving.py --model benchmarks/models/gpt-oss-120b --plain-backend fa3 --scenarios decode \\
+        --out FILE
+
+Qwen3-8B's geometry (``--model`` takes another of ``benchmarks/models``) with dummy weights and random rotations:
+nothing is downloaded. Two servers, one after the other, differ in ``--kv-quant`` and in nothing else but the attention
+backend (the plugin brings its own). All prompts are random token ids, the same for both servers, and no two share a
+prefix.
 
 At most 9 minutes. Filling the larger cache for ``output`` takes longer than that leaves: for its full figure run
 ``--scenarios output --servers none``, then ``--scenarios output --servers oscar``, each with its own 9 minutes,
@@ -53,10 +56,9 @@ import aiohttp
 import numpy as np
 
 from benchmarks import record, traces
-from benchmarks.capacity import FLAGS, MODEL, name_of, random_rotations
+from benchmarks.capacity import FLAGS, MODEL, geometry_and_flags, random_rotations
 from launch.server import Server, ServerError
 from sglang_kvq.evaluation import provenance
-from sglang_kvq.rotations.identity import geometry_of
 
 GROUPS = ("decode", "prefill", "latency", "output")
 SERVERS = ("none", "oscar")
@@ -125,8 +127,9 @@ class Failed(RuntimeError):
 class Client:
     """Requests to one server, by an asyncio loop of its own."""
 
-    def __init__(self, server: Server, config: dict, profiled: bool = False) -> None:
-        self.server, self.vocabulary, self.layers = server, config["vocab_size"], config["num_hidden_layers"]
+    def __init__(self, server: Server, vocabulary: int, layers: int, profiled: bool = False) -> None:
+        """``layers`` attend over the KV cache: a profile counts launches of each."""
+        self.server, self.vocabulary, self.layers = server, vocabulary, layers
         self.profiled = profiled
         self.streams: list[Stream] = []  # begun since the last profile
 
@@ -358,7 +361,8 @@ def main() -> None:
     )
     parser.add_argument("--mem-fraction-static", default="0.85")
     parser.add_argument("--plain-backend", default="flashinfer", help="--attention-backend of the BF16 server")
-    parser.add_argument("--model", type=Path, default=MODEL)
+    parser.add_argument("--model", type=Path, default=MODEL, help="another of benchmarks/models, with its own --out")
+    parser.add_argument("--layers", type=int, help="only so many of the model's, where the whole does not fit")
     parser.add_argument("--scale", choices=SCALES, default="full")
     parser.add_argument("--profile", action="store_true", help="also show what decode steps are made of")
     parser.add_argument(
@@ -375,7 +379,8 @@ def main() -> None:
             parser.error(f"{', '.join(unknown)}: not one of {', '.join(known)}")
     deadline = time.monotonic() + 60 * args.minutes - 60  # the last contexts, the wave, the exit
     config = json.loads((args.model / "config.json").read_text())
-    flags = [*FLAGS, "--chunked-prefill-size", str(scale.chunk), "--context-length", str(scale.longest)]
+    geometry, cut = geometry_and_flags(args.model, args.layers)
+    flags = [*FLAGS, *cut, "--chunked-prefill-size", str(scale.chunk), "--context-length", str(scale.longest)]
     flags += ["--stream-interval", str(EVENT)]
     flags += [] if args.cpu else ["--mem-fraction-static", args.mem_fraction_static]
     rows: dict[str, dict] = {r["scenario"]: r for r in record.read_rows(args.out)} if len(servers) == 1 else {}
@@ -384,7 +389,7 @@ def main() -> None:
             row.pop(name, None)
     measured = []
     with tempfile.TemporaryDirectory() as folder:
-        rotations = random_rotations(Path(folder) / "rotations", *geometry_of(config))
+        rotations = random_rotations(Path(folder) / "rotations", *geometry)
         own = {
             "none": [] if args.cpu else ["--attention-backend", args.plain_backend],
             "oscar": ["--kv-quant", "oscar", "--kv-quant-rotations", str(rotations)],
@@ -395,9 +400,8 @@ def main() -> None:
             env = {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
             with Server(args.model, *flags, *own[name], cpu=args.cpu, env=env, log_path=log) as server:
                 print(f"{name}: started in {time.monotonic() - begin:.0f} s", flush=True)
-                client = Client(server, config, args.profile)
-                for measured_as, unit, value, mine, common in measure(client, scale, groups, deadline):
-                    scenario = name_of(args.model, measured_as)
+                client = Client(server, config["vocab_size"], geometry.layers, args.profile)
+                for scenario, unit, value, mine, common in measure(client, scale, groups, deadline):
                     row = rows.setdefault(scenario, {"scenario": scenario, "unit": unit, "none": None, "oscar": None})
                     mine["commit"], _ = provenance.commit()
                     row |= {name: round(value, 3), **common, **{f"{name}_{k}": v for k, v in mine.items()}}

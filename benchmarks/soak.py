@@ -39,6 +39,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks import record
 from benchmarks.answers import Bound, Difference, another_page, forced, token_difference
 from benchmarks.soak_traffic import Answer, Scale, Traffic, draw_tokens
+from benchmarks.tiny_hybrids import SERVER_FLAGS
 from benchmarks.tiny_models import MODELS, VOCABULARY
 from benchmarks.tiny_server import IDLE_CHECK, TinyServer, body, gpu_names, plugin_path, versions
 from launch.server import ServerError
@@ -224,6 +225,7 @@ class Soak:
             *("--max-total-tokens", str(s.pool), "--context-length", str(s.longest + s.long_answer[1] + 64)),
             *("--max-running-requests", str(s.requests), "--schedule-conservativeness", "0.05"),
             *("--enable-streaming-session", *graphs),
+            *(SERVER_FLAGS if self.model.is_hybrid else ()),
         ]
 
     def make(self, name: str, gpu: int, env: dict[str, str]) -> TinyServer:

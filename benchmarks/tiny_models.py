@@ -18,6 +18,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
+from benchmarks import tiny_hybrids
+
 VOCABULARY = 512
 CONTEXT = 1500
 SCORES = 1.0
@@ -34,6 +36,7 @@ class TinyModel:
         family: ``model_type`` of its config.json.
         experts: what a mixture of experts adds to the residual stream, to the size of a token. Small: which experts a
             router takes may turn on the last bit of BF16, and that is not what is measured.
+        since: the first SGLang release that knows the family; "" is all that are supported.
     """
 
     name: str
@@ -46,15 +49,21 @@ class TinyModel:
     positions: int = 32768
     experts: float = 0.1
     more: dict = field(default_factory=dict)
+    since: str = ""
 
     @property
     def is_moe(self) -> bool:
-        return self.family in ("qwen3_moe", "glm4_moe", "minimax_m2", "gpt_oss")
+        return self.family in ("qwen3_moe", "glm4_moe", "minimax_m2", "gpt_oss", "qwen3_next")
 
     @property
     def has_windows(self) -> bool:
         """Whether every other layer, the first among them, sees a window only."""
         return self.family in ("gpt_oss", "mellum")
+
+    @property
+    def is_hybrid(self) -> bool:
+        """Whether most layers are of linear attention."""
+        return self.family in tiny_hybrids.HYBRIDS
 
     def config(self) -> dict:
         """What config.json holds."""
@@ -79,6 +88,7 @@ class TinyModel:
             "use_cache": True,
             **(self._windows() if self.has_windows else {}),
             **EXTRA.get(self.family, {}),
+            **({"layer_types": tiny_hybrids.layer_types(self.layers)} if self.is_hybrid else {}),
             **self.more,
         }
 
@@ -97,27 +107,40 @@ class TinyModel:
         averaged = CONTEXT / math.exp(SCORES**2)
         # With q and k normalised per head or over all heads, their norms' weights set the scores' size.
         normed = self.family in ("qwen3", "qwen3_moe", "minimax_m2", "mellum") or self.config().get("use_qk_norm")
+        kinds = self.config().get("layer_types") or ["full_attention"] * self.layers
+        attending = kinds.count("full_attention") if self.is_hybrid else self.layers
+        one, gates = 1.0, 1
+        if self.is_hybrid:  # their norms multiply by 1 + weight, and a gate of about a half follows attention
+            normed, one, gates, averaged = True, 0.0, 2, 4 * averaged
         found = {
             "model.embed_tokens.weight": normal(VOCABULARY, self.hidden, std=1),
-            "model.norm.weight": 1 + normal(self.hidden, std=0.05),
+            "model.norm.weight": one + normal(self.hidden, std=0.05),
             "lm_head.weight": normal(VOCABULARY, self.hidden, std=LOGITS * width),
         }
         for layer in range(self.layers):
             at = f"model.layers.{layer}"
             found |= {
-                f"{at}.input_layernorm.weight": 1 + normal(self.hidden, std=0.05),
-                f"{at}.post_attention_layernorm.weight": 1 + normal(self.hidden, std=0.05),
-                f"{at}.self_attn.q_proj.weight": normal(q_rows, self.hidden, std=width * (1 if normed else SCORES)),
+                f"{at}.input_layernorm.weight": one + normal(self.hidden, std=0.05),
+                f"{at}.post_attention_layernorm.weight": one + normal(self.hidden, std=0.05),
+            }
+            if kinds[layer] == "linear_attention":
+                found |= tiny_hybrids.linear_attention(self.family, at, self.hidden, normal)
+                found |= self._mlp(layer, at, normal)
+                continue
+            found |= {
+                f"{at}.self_attn.q_proj.weight": normal(
+                    gates * q_rows, self.hidden, std=width * (1 if normed else SCORES)
+                ),
                 f"{at}.self_attn.k_proj.weight": normal(kv_rows, self.hidden, std=width),
                 f"{at}.self_attn.v_proj.weight": normal(kv_rows, self.hidden, std=width),
                 f"{at}.self_attn.o_proj.weight": normal(
-                    self.hidden, q_rows, std=(averaged / q_rows / self.layers) ** 0.5
+                    self.hidden, q_rows, std=(averaged / q_rows / attending) ** 0.5
                 ),
             }
             if normed:
                 q_size, k_size = (q_rows, kv_rows) if self.family == "minimax_m2" else (self.head_dim, self.head_dim)
-                found[f"{at}.self_attn.q_norm.weight"] = SCORES + normal(q_size, std=0.05)
-                found[f"{at}.self_attn.k_norm.weight"] = 1 + normal(k_size, std=0.05)
+                found[f"{at}.self_attn.q_norm.weight"] = one - 1 + SCORES + normal(q_size, std=0.05)
+                found[f"{at}.self_attn.k_norm.weight"] = one + normal(k_size, std=0.05)
             if self.family == "gpt_oss":
                 found[f"{at}.self_attn.q_proj.weight"] /= YARN_SCORES
                 found[f"{at}.self_attn.o_proj.bias"] = normal(self.hidden, std=0.02)
@@ -146,6 +169,9 @@ class TinyModel:
         if self.family == "glm4_moe":
             found[f"{block}.gate.e_score_correction_bias"] = normal(EXPERTS, std=0.01)
             found |= self._gated(f"{block}.shared_experts", size, 0.3, names, normal)
+        if self.family == "qwen3_next":
+            found |= self._gated(f"{block}.shared_expert", size, 0.3, names, normal)
+            found[f"{block}.shared_expert_gate.weight"] = normal(1, self.hidden, std=self.hidden**-0.5)
         if minimax:
             found[f"{block}.e_score_correction_bias"] = normal(EXPERTS, std=0.01)
         return found
@@ -191,6 +217,8 @@ ARCHITECTURES = {
     "minimax_m2": "MiniMaxM2ForCausalLM",
     "gpt_oss": "GptOssForCausalLM",
     "mellum": "MellumForCausalLM",
+    "qwen3_next": "Qwen3NextForCausalLM",
+    "qwen3_5_text": "Qwen3_5ForCausalLM",
 }
 #: By how much YaRN raises scores at a factor of 32: (0.1 log 32 + 1)^2.
 YARN_SCORES = 1.813
@@ -264,6 +292,17 @@ EXTRA = {
         "norm_topk_prob": True,
     },
 }
+EXTRA["qwen3_next"] = EXTRA["qwen3_moe"] | {"shared_expert_intermediate_size": 128} | tiny_hybrids.CONFIG
+EXTRA["qwen3_5_text"] = tiny_hybrids.CONFIG | {
+    "attention_bias": False,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 1e6,
+        "partial_rotary_factor": 0.25,
+        "mrope_section": [11, 11, 10],
+        "mrope_interleaved": True,
+    },
+}
 #: Tensors that checkpoints keep in another type.
 KEPT = {"e_score_correction_bias": torch.float32}
 
@@ -283,5 +322,7 @@ MODELS = {
         TinyModel("qwen3_256", "qwen3", head_dim=256),
         TinyModel("gpt_oss", "gpt_oss", head_dim=64, heads=16, layers=4),
         TinyModel("mellum", "mellum", layers=4),
+        TinyModel("qwen3_next", "qwen3_next", head_dim=256, layers=6),
+        TinyModel("qwen3_5", "qwen3_5_text", head_dim=256, layers=6, since="0.5.22"),
     )
 }

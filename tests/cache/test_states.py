@@ -29,7 +29,7 @@ def parts(budget: float, needs: RequestNeeds, wanted: int | None = None) -> tupl
 
 
 def test_a_request_keeps_the_tokens_it_would_have_in_bf16():
-    """At SGLang's ratio BF16 runs 81 of them with 17 thousand tokens each; now more run, with no fewer tokens."""
+    """At SGLang's ratio BF16 runs 84 of them with 17 thousand tokens each; now more run, with no fewer tokens."""
     budget, request = 64 * GIB, QWEN3_NEXT.states * QWEN3_NEXT.state_bytes
     bf16_states = budget * SGLANG_RATIO / (1 + SGLANG_RATIO)
     bf16_requests = int(bf16_states / request)

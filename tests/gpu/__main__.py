@@ -12,6 +12,7 @@ Exit status 0 if every case passed. A case that did not run in time is one that 
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import os
 import signal
 import sys
@@ -27,8 +28,11 @@ from types import MappingProxyType
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from packaging.version import Version
+
 from benchmarks import record
 from benchmarks.answers import Bound, Difference
+from benchmarks.tiny_hybrids import SERVER_FLAGS
 from benchmarks.tiny_models import MODELS, TinyModel
 from benchmarks.tiny_server import BUSY_CHECK, STRICT, TinyServer, gpu_names, plugin_path, versions
 from tests.gpu import crowd, families
@@ -40,7 +44,7 @@ CORES_TO_START, LEAST_STARTING = 4, 5
 RESERVE = 15
 #: Every batch is decoded in a graph. More would only make the start longer.
 GRAPHS = ("--cuda-graph-max-bs",)
-CASE_MODEL = "qwen3"
+CASE_MODEL, HYBRID_MODEL = "qwen3", "qwen3_next"
 #: SGLang's backend for a CPU takes locations of one of the two pools of such models for the other's.
 WINDOWS_IN_PLAIN_POOL = "--disable-hybrid-swa-memory"
 #: What SGLang refuses to serve on a CPU.
@@ -194,6 +198,7 @@ class Suite:
         flags = self.families.flags() + ([] if plain else self.families.quantized_flags(method))
         if plain and self.cpu and model.has_windows:
             flags.append(WINDOWS_IN_PLAIN_POOL)
+        flags += SERVER_FLAGS if model.is_hybrid else ()
         name = "-".join(filter(None, (model.name, layout.name.replace(" ", "_").replace(",", ""), method)))
         begin = time.monotonic()
         env = {BUSY_CHECK: "0"} if layout.tp > 1 else {}  # it knows nothing of a worker's empty batches
@@ -226,13 +231,15 @@ class Suite:
     def case(self, name: str) -> None:
         """The cases of one crowded server."""
         # Deep, so that a step takes long enough for the scheduler to get ahead of it.
+        of = self.case_model(name)
+        layers = (6, 18) if of == HYBRID_MODEL else (4, 16)  # hybrids repeat three
+        model = replace(MODELS[of], name=f"{of}_deep", layers=layers[0 if self.cpu else 1])
         flags, steps, env = {
             "crowd": (self.cases.crowd_flags(), crowd.crowd, {}),
             "pressed": (self.cases.pressed_flags(), crowd.pressed, crowd.PRESSED),
+            "hybrid": ([*self.cases.pressed_flags(), *SERVER_FLAGS], crowd.hybrid, crowd.PRESSED),
             "windows": (self.cases.window_flags(), crowd.pressed_windows, crowd.PRESSED),
         }[name]
-        family = self.case_model(name)
-        model = replace(MODELS[family], name=f"{family}_deep", layers=4 if self.cpu else 16)
         last = [time.monotonic()]
 
         def use(server: TinyServer) -> None:
@@ -244,7 +251,8 @@ class Suite:
 
     def case_model(self, name: str) -> str:
         """The model of a crowded server."""
-        return CASE_MODEL if name != "windows" else "mellum" if self.cpu else "gpt_oss"
+        models = {"hybrid": HYBRID_MODEL, "windows": "mellum" if self.cpu else "gpt_oss"}
+        return models.get(name, CASE_MODEL)
 
     def tasks(self) -> list[tuple[str, str, Callable[[], None]]]:
         """(model, what, task), those first that compile kernels which others wait for."""
@@ -252,7 +260,8 @@ class Suite:
         wanted = lambda *names: not only or bool(only & set(names))  # noqa: E731
         ours, plain, later = [], [], []
         first = ("llama", "llama_64", "qwen3_256")
-        for model in sorted(MODELS.values(), key=lambda m: m.name not in first):
+        known = [m for m in MODELS.values() if Version(importlib.metadata.version("sglang")) >= Version(m.since or "0")]
+        for model in sorted(known, key=lambda m: m.name not in first):
             if wanted(model.name, "families") and not (self.cpu and model.name in GPU_ONLY):
                 task = lambda method, model=model: lambda: self.family(model, ONE, method)  # noqa: E731
                 (ours if model.name in first else later).append((model.name, "int4", task("int4")))
@@ -261,7 +270,7 @@ class Suite:
                     later.append((model.name, "int2", task("int2")))
         cases = [
             (self.case_model(name), name, lambda name=name: self.case(name))
-            for name in ("crowd", "pressed", "windows")
+            for name in ("crowd", "pressed", "hybrid", "windows")
             if wanted(name, "cases")
         ]
         spread = []
@@ -354,7 +363,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--only",
         default="",
-        help="some of: model names, families, crowd, pressed, windows, cases, parallel; comma-separated",
+        help="some of: model names, families, crowd, pressed, hybrid, windows, cases, parallel; comma-separated",
     )
     parser.add_argument("--gpus", type=int, help="use this many; default all")
     parser.add_argument("--minutes", type=float, default=8.0, help="stop then, whatever is left; default %(default)s")

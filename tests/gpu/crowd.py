@@ -115,6 +115,17 @@ def pressed(server: TinyServer, scale: Scale, deadline: float) -> Iterator[Row]:
     yield _empty(server)
 
 
+def hybrid(server: TinyServer, scale: Scale, deadline: float) -> Iterator[Row]:
+    """Cases of ``pressed_flags`` for a model with recurrent states, whose prefixes end where a state was kept."""
+    greedy(server, [prompt(f"warm {i}", 3 * scale.chunk + 70 * i) for i in range(2)], 3)
+    bound = yield from _forced_noise(server, scale)
+    yield _retracted(server, scale, bound)
+    yield _aborted(server, scale, bound)
+    yield _prioritised(server, scale, bound)
+    yield _flushed_while_busy(server, scale, bound)
+    yield _empty(server)
+
+
 def pressed_windows(server: TinyServer, scale: Scale, deadline: float) -> Iterator[Row]:
     """Cases of ``window_flags``."""
     greedy(server, [prompt(f"warm {i}", 3 * scale.chunk + 70 * i) for i in range(2)], 3)

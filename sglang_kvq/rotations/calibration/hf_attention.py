@@ -9,10 +9,12 @@ from typing import Any
 import torch
 
 from sglang_kvq.errors import KVQuantError
+from sglang_kvq.rotations.identity import cached_layers
 from sglang_kvq.rotations.maths.fake_quant import causal_attention
 
 #: ``hook(layer, q, k, v, scale)`` with q ``[q_heads, T, D]``, k and v ``[kv_heads, T, D]`` of one sequence; returns the
-#: attention output ``[q_heads, T, D]`` to use, or None for plain causal attention.
+#: attention output ``[q_heads, T, D]`` to use, or None for plain causal attention. ``layer`` counts the layers that the
+#: cache holds (``identity.cached_layers``), from 0: in a hybrid of every fourth it is 1 in the model's eighth layer.
 AttentionHook = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor, float], "torch.Tensor | None"]
 
 _NAME = "kvq_capture"
@@ -30,23 +32,40 @@ def attention_hook(model: Any, hook: AttentionHook) -> Iterator[None]:
     """
 
     def of_layer(module: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor | None:
-        return hook(module.layer_idx, q, k, v, scale)
+        return hook(index_of(module), q, k, v, scale)
 
+    index_of = _indices(model)
     with _module_hook(model, of_layer):
         yield
 
 
 @torch.inference_mode()
 def attention_modules(model: Any, ids: torch.Tensor) -> dict[int, torch.nn.Module]:
-    """The module that attends in each layer, seen as these tokens, int64 ``[n]``, run."""
+    """The module that attends in each layer of ``AttentionHook``, seen as these tokens, int64 ``[n]``, run."""
     seen: dict[int, torch.nn.Module] = {}
+    index_of = _indices(model)
 
     def note(module: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> None:
-        seen[module.layer_idx] = module
+        seen[index_of(module)] = module
 
     with _module_hook(model, note):
         model.base_model(ids.to(model.device)[None], use_cache=False)
     return seen
+
+
+def _indices(model: Any) -> Callable[[Any], int]:
+    """What gives the layer of an attention's module, as ``AttentionHook`` counts them."""
+    layers = cached_layers(model.config)
+
+    def index_of(module: Any) -> int:
+        if module.layer_idx not in layers:
+            raise KVQuantError(
+                f"layer {module.layer_idx} attends, but by the model's config only layers "
+                f"{', '.join(map(str, layers))} are of full attention: such models are not supported."
+            )
+        return layers.index(module.layer_idx)
+
+    return index_of
 
 
 @contextmanager

@@ -8,7 +8,7 @@ import torch
 
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.rotations.calibration.hf_attention import attention_modules
-from sglang_kvq.rotations.identity import identity
+from sglang_kvq.rotations.identity import geometry_of, identity
 
 #: What transformers' models call the projection of heads' outputs to the residual stream.
 NAMES = ("o_proj", "out_proj", "dense", "wo")
@@ -35,15 +35,14 @@ def output_weights(model: Any, ids: torch.Tensor) -> torch.Tensor:
     Raises:
         KVQuantError: a layer without attention, or without such a projection.
     """
-    known = identity(model.config)
-    layers, heads = known["num_hidden_layers"], known["num_attention_heads"]
-    kv_heads, head_dim = known["num_key_value_heads"], known["head_dim"]
+    heads = identity(model.config)["num_attention_heads"]
+    layers, kv_heads, head_dim = geometry_of(model.config)
     modules = attention_modules(model, ids[:SEEN])
     missing = [layer for layer in range(layers) if layer not in modules]
     if missing:
         raise KVQuantError(
-            f"layers {missing} of the model have no standard attention; --kv-quant needs it in every layer (hybrid "
-            "models are not supported)."
+            f"layers {missing} of those that should be of full attention have no standard one; --kv-quant needs it "
+            "there."
         )
     found = []
     for layer in range(layers):

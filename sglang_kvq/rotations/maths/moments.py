@@ -88,8 +88,8 @@ class MomentSums:
         missing = [layer for layer in range(layers) if layer not in self._sums]
         if missing:
             raise KVQuantError(
-                f"layers {missing} of the model have no standard attention; --kv-quant needs it in every layer "
-                "(hybrid models are not supported)."
+                f"layers {missing} of those that the cache would hold have no standard attention; such models are not "
+                "supported."
             )
         for layer in range(layers):
             for name, what in zip(MOMENTS, ("queries", "keys", "keys or values", "values", "keys")):

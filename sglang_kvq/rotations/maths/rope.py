@@ -27,10 +27,12 @@ def turn_of(hf_config: Any, head_dim: int) -> Turn:
     """
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
+    hf_config = hf_config.get_text_config()
     known = type(hf_config) in MODEL_FOR_CAUSAL_LM_MAPPING
     module = sys.modules[MODEL_FOR_CAUSAL_LM_MAPPING[type(hf_config)].__module__] if known else None
     apply = getattr(module, "apply_rotary_pos_emb", None)
-    classes = [c for name, c in vars(module).items() if name.endswith("RotaryEmbedding")] if module else []
+    names = [n for n in vars(module) if n.endswith("RotaryEmbedding") and "Vision" not in n] if module else []
+    classes = [getattr(module, name) for name in names]
     if apply is None or len(classes) != 1:
         raise KVQuantError(
             f"{type(hf_config).__name__}: transformers has no rotary embedding of the usual form for this model, so "

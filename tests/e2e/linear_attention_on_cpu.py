@@ -1,0 +1,149 @@
+"""An SGLang plugin of the tests: Qwen3-Next's linear attention on SGLang's CPU engine, without its compiled kernels.
+
+SGLang calls operators of ``sgl_kernel`` for a gated delta rule, and Triton kernels around it; here they are in torch,
+as https://arxiv.org/abs/2412.06464 defines the rule. It refuses prefix caching of recurrent states on a
+CPU, since its own operators give no state inside a prompt; these do.
+
+States are float ``[heads, value_dim, key_dim]``, convolution states ``[channels, kernel - 1]``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+
+import torch
+import torch.nn.functional as F
+
+#: Tokens between the states that a prefill gives.
+CHUNK = 64
+
+
+def install() -> None:
+    torch.Tensor.pin_memory = lambda self, *_: self  # a CPU has nothing to pin memory for
+    module = importlib.import_module("sgl_kernel.mamba")
+    for function in (causal_conv1d_fn_cpu, causal_conv1d_update_cpu, chunk_gated_delta_rule_cpu):
+        setattr(module, function.__name__, function)
+    for function in (fused_gdn_gating_cpu, fused_sigmoid_gating_delta_rule_update_cpu):
+        setattr(torch.ops.sgl_kernel, function.__name__, function)
+    scatter = importlib.import_module("sglang.kernels.ops.mamba.mamba_state_scatter_triton")
+    scatter.track_mamba_states_if_needed = _keep_states
+    scatter.track_mamba_states_all_layers = _keep_states_of_all_layers
+    norm = importlib.import_module("sglang.kernels.ops.attention.fla.fused_norm_gate")
+    norm.FusedRMSNormGated.forward = _norm_gated
+    for name in ("sglang.kernels.ops.elementwise.elementwise", "sglang.kernels.ops.layernorm.elementwise"):
+        with contextlib.suppress(ModuleNotFoundError):  # one is of 0.5.23, one of 0.5.16
+            importlib.import_module(name).fused_gate_sigmoid_mul_add = _add_gated
+    from sglang.srt.server_args import ServerArgs
+
+    if hasattr(ServerArgs, "_validate_mamba_extra_buffer"):
+        ServerArgs._validate_mamba_extra_buffer = lambda *words: None
+    else:
+        hook = importlib.import_module("sglang.srt.arg_groups.mamba_hook")
+        hook._platform_supports_mamba_cache_extra_buffer = lambda: True
+
+
+def _norm_gated(self, x, g, **_):
+    normed = x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + self.eps)
+    return (normed * self.weight.float() * F.silu(g.float())).to(x.dtype)
+
+
+def _add_gated(hidden_states, gate_weight, shared_output, final_hidden_states):
+    """The shared expert's part of a mixture."""
+    gate = (hidden_states.float() @ gate_weight.float()).sigmoid()[:, None]
+    final_hidden_states += (gate * shared_output.float()).to(final_hidden_states.dtype)
+
+
+def _keep_states(conv_states, ssm_states, cache_indices, mask, kept_indices, batch_size, **_):
+    """Copies the states of requests that ``mask`` names to where the prefix cache will take them from."""
+    chosen = mask[:batch_size].bool()
+    source, target = cache_indices[:batch_size][chosen].long(), kept_indices[:batch_size][chosen].long()
+    conv_states[target], ssm_states[target] = conv_states[source], ssm_states[source]
+
+
+def _keep_states_of_all_layers(conv_pool, ssm_pool, *words, **_):
+    for conv_states, ssm_states in zip(conv_pool, ssm_pool):
+        _keep_states(conv_states, ssm_states, *words)
+
+
+def fused_gdn_gating_cpu(a_log, a, b, dt_bias):
+    """Log decay and learning rate of each token and head, ``[1, tokens, heads]``."""
+    decay = -a_log.float().exp() * F.softplus(a.float() + dt_bias.float())
+    return decay[None], b.float().sigmoid()[None]
+
+
+def causal_conv1d_fn_cpu(
+    x, weight, bias, activation, conv_states, has_initial_state, cache_indices, query_start_loc, **_
+):
+    """x ``[channels, tokens]`` of several requests, one behind the other."""
+    out, width = torch.empty_like(x), weight.shape[1] - 1
+    for n, slot in enumerate(cache_indices.tolist()):
+        span = slice(int(query_start_loc[n]), int(query_start_loc[n + 1]))
+        before = conv_states[slot] if has_initial_state[n] else torch.zeros_like(conv_states[slot])
+        whole = torch.cat([before.to(x.dtype), x[:, span]], dim=1)
+        conv_states[slot] = whole[:, -width:].to(conv_states.dtype)
+        out[:, span] = _convolved(whole, weight, bias)
+    return out
+
+
+def causal_conv1d_update_cpu(x, conv_states, weight, bias, activation, conv_state_indices, **_):
+    """x ``[requests, channels]``, one token of each."""
+    slots = conv_state_indices.long()
+    whole = torch.cat([conv_states[slots].to(x.dtype), x[:, :, None]], dim=2)
+    conv_states[slots] = whole[:, :, 1:].to(conv_states.dtype)
+    return torch.stack([_convolved(one, weight, bias)[:, 0] for one in whole])
+
+
+def _convolved(x, weight, bias):
+    out = F.conv1d(x[None].float(), weight[:, None].float(), None if bias is None else bias.float(), groups=len(weight))
+    return F.silu(out[0]).to(x.dtype)
+
+
+def chunk_gated_delta_rule_cpu(q, k, v, g, beta, initial_state, cu_seqlens, initial_state_indices, **_):
+    """A prefill: output ``[1, tokens, heads, value_dim]``, None, and the states before each chunk of each request."""
+    out, states = torch.empty_like(v), []
+    for n, slot in enumerate(initial_state_indices.tolist()):
+        span = slice(int(cu_seqlens[n]), int(cu_seqlens[n + 1]))
+        parts = (x[0, span] for x in (q, k, v, g, beta))
+        out[0, span], last, found = _delta_rule(*parts, initial_state[slot])
+        initial_state[slot] = last.to(initial_state.dtype)
+        states += found
+    return out, None, torch.stack(states)[None].to(q.dtype)
+
+
+def fused_sigmoid_gating_delta_rule_update_cpu(
+    A_log, dt_bias, q, k, v, a, b, initial_state_source, initial_state_indices, **_
+):
+    """A decode step: one token of each request."""
+    decay, beta = fused_gdn_gating_cpu(A_log, a.view(-1, A_log.shape[0]), b.view(-1, A_log.shape[0]), dt_bias)
+    q, k, v = (x.reshape(-1, *x.shape[-2:]) for x in (q, k, v))
+    out = torch.empty_like(v)
+    for n, slot in enumerate(initial_state_indices.tolist()):
+        parts = (x[n : n + 1] for x in (q, k, v, decay[0], beta[0]))
+        out[n : n + 1], last, _ = _delta_rule(*parts, initial_state_source[slot])
+        initial_state_source[slot] = last.to(initial_state_source.dtype)
+    return out[None]
+
+
+def _delta_rule(q, k, v, decay, beta, state):
+    """One request's tokens: output, the state after them, and the states before each chunk.
+
+    A chunk at a time: what its tokens write to the state depends on what earlier ones of it wrote, a triangular system.
+    """
+    group = v.shape[1] // k.shape[1]
+    q, k = (F.normalize(x.float(), dim=-1, eps=1e-6).repeat_interleave(group, 1).transpose(0, 1) for x in (q, k))
+    v, q = v.float().transpose(0, 1), q * q.shape[-1] ** -0.5
+    decay, beta, state = decay.float().t(), beta.float().t()[..., None], state.float().mT  # [heads, key_dim, value_dim]
+    out, before = [], []
+    for start in range(0, v.shape[1], CHUNK):
+        span = slice(start, start + CHUNK)
+        before.append(state.mT.clone())
+        qs, ks, vs, bs, since = q[:, span], k[:, span], v[:, span], beta[:, span], decay[:, span].cumsum(1)
+        between = (since[:, :, None] - since[:, None, :]).tril().exp().tril()  # what is left at i of what j wrote
+        system = torch.eye(ks.shape[1]) + (bs * ks @ ks.mT * between).tril(-1)
+        wanted = bs * (vs - (ks * since.exp()[..., None]) @ state)
+        written = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True)
+        out.append((qs * since.exp()[..., None]) @ state + (qs @ ks.mT * between) @ written)
+        left = (since[:, -1:] - since).exp()[..., None]
+        state = state * since[:, -1:, None].exp() + (ks * left).mT @ written
+    return torch.cat(out, 1).transpose(0, 1), state.mT, before
