@@ -1,10 +1,10 @@
 """What a server gains from ``--kv-quant oscar``: step times, prefill speed, output of long contexts, latencies.
 
     python benchmarks/serving.py --out benchmarks/results/serving_h200.json
-    python benchmarks/serving.py --model benchmarks/models/gpt-oss-120b --plain-backend fa3 --scenarios decode \\
-        --out benchmarks/results/serving_h200.json
 
     python benchmarks/serving.py --model benchmarks/models/qwen3-next-80b-a3b --layers 24 --scenarios decode --out FILE
+    python benchmarks/serving.py --model benchmarks/models/gpt-oss-120b --plain-backend fa3 --scenarios decode \\
+        --out FILE
 
 Qwen3-8B's geometry (``--model`` takes another of ``benchmarks/models``) with dummy weights and random rotations:
 nothing is downloaded. Two servers, one after the other, differ in ``--kv-quant`` and in nothing else but the attention

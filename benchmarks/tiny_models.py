@@ -108,7 +108,7 @@ class TinyModel:
         # With q and k normalised per head or over all heads, their norms' weights set the scores' size.
         normed = self.family in ("qwen3", "qwen3_moe", "minimax_m2", "mellum") or self.config().get("use_qk_norm")
         kinds = self.config().get("layer_types") or ["full_attention"] * self.layers
-        full = kinds.count("full_attention") if self.is_hybrid else self.layers
+        attending = kinds.count("full_attention") if self.is_hybrid else self.layers
         one, gates = 1.0, 1
         if self.is_hybrid:  # their norms multiply by 1 + weight, and a gate of about a half follows attention
             normed, one, gates, averaged = True, 0.0, 2, 4 * averaged
@@ -133,7 +133,9 @@ class TinyModel:
                 ),
                 f"{at}.self_attn.k_proj.weight": normal(kv_rows, self.hidden, std=width),
                 f"{at}.self_attn.v_proj.weight": normal(kv_rows, self.hidden, std=width),
-                f"{at}.self_attn.o_proj.weight": normal(self.hidden, q_rows, std=(averaged / q_rows / full) ** 0.5),
+                f"{at}.self_attn.o_proj.weight": normal(
+                    self.hidden, q_rows, std=(averaged / q_rows / attending) ** 0.5
+                ),
             }
             if normed:
                 q_size, k_size = (q_rows, kv_rows) if self.family == "minimax_m2" else (self.head_dim, self.head_dim)

@@ -64,7 +64,7 @@ def _choose(configurator: Configurator, config: KVQuantConfig, budget: int) -> S
         context=configurator.model_config.context_len,
     )
     wanted = configurator.server_args.max_running_requests
-    workers = getattr(configurator, "ps", configurator).attn_dp_size
+    workers = (configurator.ps if hasattr(configurator, "ps") else configurator).attn_dp_size
     return share_states(budget, needs, None if wanted is None else max(wanted // workers, 1))
 
 

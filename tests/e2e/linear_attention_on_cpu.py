@@ -9,8 +9,8 @@ States are float ``[heads, value_dim, key_dim]``, convolution states ``[channels
 
 from __future__ import annotations
 
+import contextlib
 import importlib
-import importlib.util
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +20,7 @@ CHUNK = 64
 
 
 def install() -> None:
+    torch.Tensor.pin_memory = lambda self, *_: self  # a CPU has nothing to pin memory for
     module = importlib.import_module("sgl_kernel.mamba")
     for function in (causal_conv1d_fn_cpu, causal_conv1d_update_cpu, chunk_gated_delta_rule_cpu):
         setattr(module, function.__name__, function)
@@ -30,11 +31,9 @@ def install() -> None:
     scatter.track_mamba_states_all_layers = _keep_states_of_all_layers
     norm = importlib.import_module("sglang.kernels.ops.attention.fla.fused_norm_gate")
     norm.FusedRMSNormGated.forward = _norm_gated
-    for name in ("elementwise.elementwise", "layernorm.elementwise"):  # of 0.5.23, of 0.5.16
-        if importlib.util.find_spec(f"sglang.kernels.ops.{name.split('.')[0]}"):
-            module = importlib.import_module(f"sglang.kernels.ops.{name}")
-            if hasattr(module, "fused_gate_sigmoid_mul_add"):
-                module.fused_gate_sigmoid_mul_add = _add_gated
+    for name in ("sglang.kernels.ops.elementwise.elementwise", "sglang.kernels.ops.layernorm.elementwise"):
+        with contextlib.suppress(ModuleNotFoundError):  # one is of 0.5.23, one of 0.5.16
+            importlib.import_module(name).fused_gate_sigmoid_mul_add = _add_gated
     from sglang.srt.server_args import ServerArgs
 
     if hasattr(ServerArgs, "_validate_mamba_extra_buffer"):

@@ -51,7 +51,7 @@ def said(request, plugin, tmp_path_factory) -> Iterator[dict[str, dict]]:
     if request.param == "no radix cache":
         more = ("--disable-radix-cache",)
     model = MODELS["qwen3_next"].write(folder)
-    found = {}
+    found: dict[str, dict] = {"expected": {"cached": 0 if more else 512}}
     for name, flags in (("plain", FLAGS), ("ours", (*FLAGS, *OURS))):
         server = TinyServer(
             model, [*flags, *more], cpu=not ON_GPU, log=folder / f"{name}.log", env={**STRICT, **plugin}
@@ -100,8 +100,9 @@ def test_history_in_four_bits_is_close(said):
 
 
 def test_a_turn_finds_its_prefix_up_to_the_last_state(said):
-    cached = said["plain"]["cached"]
-    assert said["ours"]["cached"] == cached and cached in (0, 512)
+    """Of 520 tokens in chunks of 128, the last 8 have none. Plain SGLang has pages of one token here."""
+    assert said["ours"]["cached"] == said["expected"]["cached"]
+    assert said["plain"]["cached"] in (said["expected"]["cached"], 520)
 
 
 def test_nothing_is_held_after_answers_and_aborts(said):
