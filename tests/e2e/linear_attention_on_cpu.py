@@ -20,7 +20,9 @@ CHUNK = 64
 
 
 def install() -> None:
-    torch.Tensor.pin_memory = lambda self, *_: self  # a CPU has nothing to pin memory for
+    tensor = torch.tensor  # a CPU has nothing to pin memory for
+    torch.tensor = lambda *words, pin_memory=False, **more: tensor(*words, **more)
+    torch.Tensor.pin_memory = lambda self, *_: self
     module = importlib.import_module("sgl_kernel.mamba")
     for function in (causal_conv1d_fn_cpu, causal_conv1d_update_cpu, chunk_gated_delta_rule_cpu):
         setattr(module, function.__name__, function)
