@@ -20,7 +20,8 @@ CHUNK = 64
 
 
 def install() -> None:
-    torch.Tensor.pin_memory = lambda self, *_: self  # a CPU has nothing to pin memory for
+    torch.tensor = _unpinned(torch.tensor)
+    torch.Tensor.pin_memory = lambda self, *_: self
     module = importlib.import_module("sgl_kernel.mamba")
     for function in (causal_conv1d_fn_cpu, causal_conv1d_update_cpu, chunk_gated_delta_rule_cpu):
         setattr(module, function.__name__, function)
@@ -41,6 +42,15 @@ def install() -> None:
     else:
         hook = importlib.import_module("sglang.srt.arg_groups.mamba_hook")
         hook._platform_supports_mamba_cache_extra_buffer = lambda: True
+
+
+def _unpinned(make):
+    """``make`` on a machine that has nothing to pin memory for."""
+
+    def plain(*words, pin_memory=False, **more):
+        return make(*words, **more)
+
+    return plain
 
 
 def _norm_gated(self, x, g, **_):
