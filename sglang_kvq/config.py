@@ -13,9 +13,6 @@ if TYPE_CHECKING:
 #: Tokens per page. Fixed: page formats, kernels and both pools are laid out for it.
 PAGE_SIZE = 64
 
-#: ``off``: all of it. ``late``: the pages nearest to what it asks, chosen when it asks.
-EPISODIC_POLICIES = ("off", "late")
-
 #: head_dim values the page formats and kernels support.
 HEAD_DIMS = (64, 96, 128, 256)
 
@@ -42,8 +39,6 @@ class KVQuantConfig:
         bits: ``--kv-quant-bits`` as given: a number, or ``auto:TARGET``; None is the method's default. Of codes, but of
             ``transform`` allocated for an element.
         seed: of random rotations; None is 0.
-        episodic_policy: what a request attends to of a conversation longer than its budget: one of
-            ``EPISODIC_POLICIES``.
         capture: ``FOLDER:CONTEXT:SKIP`` of ``sglang.capture_backend``, for ``kvq calibrate --engine sglang`` only.
 
     Raises:
@@ -61,7 +56,6 @@ class KVQuantConfig:
     bits: str | None = None
     seed: int | None = None
     capture: str | None = None
-    episodic_policy: str = "off"
 
     def __post_init__(self) -> None:
         from sglang_kvq.methods import RotationKind, get_method  # the registry needs this module's constants

@@ -28,7 +28,6 @@ from sglang_kvq.kernels.codes import PlaneRecord, Record, scale_step
 from sglang_kvq.kernels.common import INTERPRETED, NO_OVERLAP, PAGE, Overlap, dot, page_of, to_bf16
 from sglang_kvq.kernels.decode_general import history_general
 from sglang_kvq.kernels.decode_half import history_half
-from sglang_kvq.kernels.decode_half_planes import history_half_planes
 from sglang_kvq.kernels.decode_planes import history_planes
 from sglang_kvq.kernels.int8 import (
     MAGIC_BITS,
@@ -106,9 +105,16 @@ class Drafts(NamedTuple):
 def decode_launch(head_dim: int, gqa_group: int, record: Record | PlaneRecord) -> DecodeLaunch:
     """The launch for that geometry and those codes; ``gqa_group`` query heads share a KV head.
 
-    Twelve programs on an SM, or eight where the loop would spill much, as measured (``benchmarks/formats.py --sweep``).
-    Numbers between lose up to a half: an SM's four schedulers then have unequal shares.
+    Twelve programs on an SM, or eight where the loop would spill much, as measured (``benchmarks/formats.py --sweep``,
+    ``benchmarks/kernels.py --sweep-heads``). Numbers between lose up to a half: an SM's four schedulers then have
+    unequal shares.
     """
+    if suits_half(record, head_dim):
+        if head_dim == 64 and gqa_group <= 8:
+            return DecodeLaunch(stages=3, registers=168, programs_per_sm=12, half_pages=2)
+        if head_dim == 128 and gqa_group > 4:
+            few = gqa_group <= 8
+            return DecodeLaunch(stages=3 if few else 4, registers=255, programs_per_sm=8, half_pages=2 if few else 1)
     if isinstance(record, PlaneRecord):
         wide = head_dim > 128 or gqa_group > 4
         programs = 8 if wide else 12
@@ -142,10 +148,8 @@ def is_two_bit(record: Record | PlaneRecord, head_dim: int) -> bool:
     return is_fast(record) and record.k.group == value_dims(head_dim)
 
 
-def suits_half(record: Record | PlaneRecord, head_dim: int, pages: int) -> bool:
-    """Whether products in FP16 read these records: planes, or the largest group, one to a row."""
-    if isinstance(record, PlaneRecord):
-        return pages == 2 and head_dim <= value_dims(head_dim)
+def suits_half(record: Record | PlaneRecord, head_dim: int) -> bool:
+    """Whether products in FP16 read these records: two bits, one group to a row."""
     return is_two_bit(record, head_dim) and head_dim <= value_dims(head_dim)
 
 
@@ -185,10 +189,10 @@ def decode(
         KVQuantError: a launch with products in FP16 for records that are not read so.
     """
     count, q_heads, d = len(out), q.shape[1], q.shape[2]
-    if launch.half_pages and not suits_half(record, d, launch.half_pages):
+    if launch.half_pages and not suits_half(record, d):
         raise KVQuantError(
-            f"{launch}: products in FP16 need uniform 2-bit codes with one group a row, or planes and two pages a "
-            "turn, of at most 128 dims; use half_pages=0."
+            f"{launch}: products in FP16 need uniform 2-bit codes with one group a row of at most 128 dims; "
+            "use half_pages=0."
         )
     shape = shape_of(stored.records.shape[1], d, q_heads)
     chunks = 1 if drafts is None else drafts.chunks
@@ -242,9 +246,7 @@ def _decode(
         )
         if item.first_page < item.last_page:
             records = stored.records + head * RECORD.bytes
-            if is_planes(RECORD) and HALF_PAGES > 0:
-                state = history_half_planes(mine, item, table, records, v_first, scale_log2, RECORD, SHAPE, PLAIN)
-            elif is_planes(RECORD):
+            if is_planes(RECORD):
                 state = history_planes(mine, item, table, records, v_first, scale_log2, RECORD, SHAPE, PLAIN)
             elif HALF_PAGES > 0:
                 state = history_half(mine, item, table, records, v_first, scale_log2, RECORD, SHAPE, PLAIN, HALF_PAGES)

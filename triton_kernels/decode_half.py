@@ -334,16 +334,6 @@ def _token_planes(x, HEADS: tl.constexpr, PAGES: tl.constexpr):
 
 
 @triton.jit
-def token_tiles(x, HEADS: tl.constexpr):
-    """Rows (plane, page, half, i) to FP16 [16 = (page, i), HEADS], for each plane that of either half."""
-    x = _split_planes(x, HEADS)
-    w = ()
-    for n in tl.static_range(4):
-        w += ((x[n][0].to(tl.float16), x[n][1].to(tl.float16)),)
-    return w
-
-
-@triton.jit
 def _split_planes(x, HEADS: tl.constexpr):
     """Rows (plane, page, half, i) to [16 = (page, i), HEADS], for each plane that of either half."""
     x = tl.permute(tl.reshape(x, [2, 2, 2, 2, 8, HEADS]), (2, 4, 5, 3, 0, 1))

@@ -17,12 +17,9 @@ from dataclasses import dataclass
 import torch
 
 from benchmarks import baseline
-from benchmarks.kernel_bench.planes import plane_format
 from benchmarks.kernel_bench.shapes import DecodeShape
 from benchmarks.kernel_bench.timer import Timer
 from sglang_kvq.formats.page import PageFormat
-from sglang_kvq.formats.planes import Widths
-from sglang_kvq.formats.record import RecordFormat
 from sglang_kvq.kernels.codes import record_of
 from sglang_kvq.kernels.decode import DecodeLaunch, decode_launch, suits_half
 
@@ -40,15 +37,12 @@ class Geometry:
     kv_heads: int
     head_dim: int
     floor: float | None = None
-    planes: bool = False
 
     def __str__(self) -> str:
-        return f"{self.q_heads} over {self.kv_heads} of {self.head_dim}" + " (planes)" * self.planes
+        return f"{self.q_heads} over {self.kv_heads} of {self.head_dim}"
 
     @property
-    def format(self) -> RecordFormat:
-        if self.planes:
-            return plane_format(self.head_dim, WIDTHS)
+    def format(self) -> PageFormat:
         return PageFormat(self.head_dim, self.head_dim, 0.96, 0.92)
 
     @property
@@ -57,11 +51,7 @@ class Geometry:
         group, record = self.q_heads // self.kv_heads, record_of(self.format)
         used = decode_launch(self.head_dim, group, record)
         tried = [DecodeLaunch(*x) for x in (NARROW if self.head_dim <= 64 else FEW if group <= 8 else MANY)]
-        return [used, *(x for x in tried if x != used and suits_half(record, self.head_dim, x.half_pages))]
-
-
-#: Widths of keys' and values' planes: 2.5 bits a number with their gains, at 128 dims.
-WIDTHS: tuple[Widths, Widths] = ((5, 3, 3, 1), (3, 2, 2, 1))
+        return [used, *(x for x in tried if x != used and suits_half(record, self.head_dim))]
 
 
 GEOMETRIES = [
@@ -72,9 +62,6 @@ GEOMETRIES = [
     Geometry(48, 8, 128, 4.5),
     Geometry(28, 4, 128, 4.0),
     Geometry(32, 8, 64),
-    Geometry(64, 8, 64, planes=True),
-    Geometry(48, 8, 128, planes=True),
-    Geometry(32, 8, 64, planes=True),
     Geometry(32, 8, 128),
 ]
 #: Requests and tokens of each.

@@ -55,7 +55,7 @@ class Selection:
 
     @property
     def name(self) -> str:
-        """A namespace in which the chosen tokens mean these pages and nothing else; of histories too long to compare."""
+        """A namespace in which the chosen tokens mean these pages and nothing else."""
         digest = hashlib.sha256(array("q", self.history).tobytes())
         digest.update(array("q", self.pages).tobytes())
         digest.update((self.namespace or "").encode())

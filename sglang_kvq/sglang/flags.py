@@ -7,7 +7,7 @@ from collections.abc import Mapping, MutableMapping
 from dataclasses import MISSING, fields
 from typing import Any
 
-from sglang_kvq.config import EPISODIC_POLICIES, PAGE_SIZE, KVQuantConfig
+from sglang_kvq.config import PAGE_SIZE, KVQuantConfig
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.methods import METHOD_NAMES, Method, get_method
 from sglang_kvq.methods.base import PLANE_BITS
@@ -27,7 +27,6 @@ FIELDS = {
     "kv_quant_bf16_budget": "bf16_budget",
     "kv_quant_bits": "bits",
     "kv_quant_seed": "seed",
-    "episodic_policy": "episodic_policy",
 }
 DEFAULTS = {field.name: field.default for field in fields(KVQuantConfig) if field.default is not MISSING}
 
@@ -104,12 +103,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         type=float,
         metavar="SHARE",
         help="Share of the KV memory for BF16 pages; it bounds the running requests. Default: %(default)s.",
-    )
-    add(
-        "--episodic-policy",
-        choices=EPISODIC_POLICIES,
-        help="What a request attends to of a session longer than its budget. late: the pages nearest to its question. "
-        "Default: %(default)s.",
     )
 
 

@@ -7,6 +7,7 @@ namespace. So they are an ordinary prefix, evicted and counted like any other; a
 
 from __future__ import annotations
 
+import os
 from array import array
 from inspect import signature
 from typing import Any
@@ -22,6 +23,9 @@ from sglang_kvq.releases import OLD_TREE
 from sglang_kvq.sglang import compat, runtime
 from sglang_kvq.sglang.types import ForwardBatch, Original, PrefixCache, Req
 
+#: Set to 1 where whoever can reach the server may read every prefix in its cache, by name: in tests, until requests come
+#: through a router that knows whose they are.
+ENABLED = "KVQ_PAGE_SELECTION"
 #: On a request: its selection, once decoded.
 _ATTRIBUTE = "_kvq_selection"
 _OLD = compat.applies(OLD_TREE, compat.sglang_version())
@@ -37,8 +41,8 @@ def selection_of(req: Req) -> Selection | None:
         return getattr(req, _ATTRIBUTE)
     params = getattr(req.sampling_params, "custom_params", None)
     text = params.get(PARAMETER) if isinstance(params, dict) else None
-    if text is not None and runtime.started().config.episodic_policy == "off":
-        raise KVQuantError(f"custom_params {PARAMETER}: this server runs without --episodic-policy.")
+    if text is not None and os.environ.get(ENABLED) != "1":
+        raise KVQuantError(f"custom_params {PARAMETER}: this server lets no client choose pages.")
     selection = None if text is None else Selection.decode(text)
     setattr(req, _ATTRIBUTE, selection)
     return selection

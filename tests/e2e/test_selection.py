@@ -1,4 +1,4 @@
-"""Requests that begin with chosen pages of a prefix: what they compute is what a model with those keys alone computes."""
+"""Requests that begin with chosen pages of a prefix compute what a model computes with those keys alone."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from sglang_kvq.config import PAGE_SIZE as P
 from sglang_kvq.episodic.selection import PARAMETER, Selection
 from tests.e2e.client import Client, held_out_text, together
 
-FLAGS = ("--kv-quant", "int4", "--episodic-policy", "late")
+FLAGS = ("--kv-quant", "int4")
+ENVIRONMENT = {"KVQ_PAGE_SELECTION": "1"}
 PAGES, TAIL = 14, 90
 #: Of log-probabilities, for 4-bit histories on this model; a wrong page or position is 0.5 and more.
 CLOSE = 0.15
@@ -65,7 +66,7 @@ def answer_of(meta: dict) -> list[int]:
 
 
 def test_all_pages_are_the_history_itself(servers, text):
-    client = Client(servers(*FLAGS))
+    client = Client(servers(*FLAGS, env=ENVIRONMENT))
     client.flush()
     history, tail = text[: PAGES * P], text[PAGES * P :]
     client.generate(history)
@@ -78,7 +79,7 @@ def test_all_pages_are_the_history_itself(servers, text):
 
 @pytest.mark.parametrize("pages", [(0, 1, 5, 9, 10, 13), (0, 7)], ids=["some", "few"])
 def test_chosen_pages_are_all_that_is_read(servers, model, text, pages):
-    client = Client(servers(*FLAGS))
+    client = Client(servers(*FLAGS, env=ENVIRONMENT))
     history, tail = text[: PAGES * P], text[PAGES * P :]
     client.generate(history)
     selection = Selection(tuple(history), None, pages)
@@ -94,7 +95,7 @@ def test_chosen_pages_are_all_that_is_read(servers, model, text, pages):
 
 def test_several_at_once_beside_plain_requests(servers, text):
     """Copies and what they are made of may be evicted and made again; answers stay."""
-    client = Client(servers(*FLAGS))
+    client = Client(servers(*FLAGS, env=ENVIRONMENT))
     client.flush()
     history, tail = text[: PAGES * P], text[PAGES * P :]
     client.generate(history)
@@ -108,7 +109,7 @@ def test_several_at_once_beside_plain_requests(servers, text):
 
 
 def test_a_history_that_is_gone_is_said_to_be(servers, text):
-    client = Client(servers(*FLAGS))
+    client = Client(servers(*FLAGS, env=ENVIRONMENT))
     client.flush()
     selection = Selection(tuple(text[: PAGES * P]), None, (0, 3))
     body = {"input_ids": selection.tokens + text[PAGES * P :], "extra_key": selection.name}

@@ -33,8 +33,7 @@ from sglang_kvq.attention.triton_ops import TritonOps
 from sglang_kvq.cache.triton_tiers import TritonTierManager
 from sglang_kvq.formats.page import PageFormat
 from sglang_kvq.formats.planes import PlaneCode, PlaneFormat
-from sglang_kvq.kernels.codes import record_of
-from sglang_kvq.kernels.decode import DecodeLaunch, suits_half
+from sglang_kvq.kernels.decode import DecodeLaunch
 from sglang_kvq.kernels.sinks import scale_by_sinks
 from tests.kernels import scene as scenes
 from tests.kernels.test_decode import HALF_HEADS
@@ -208,14 +207,13 @@ def format_of(kind: str, head_dim: int) -> PageFormat | PlaneFormat:
     return PlaneFormat(head_dim, k, v)
 
 
-def compile_half(heads: scenes.Heads, kind: str | None = None) -> None:
+def compile_half(heads: scenes.Heads) -> None:
     """Decoding with products in FP16."""
     begin(f"FP16, {heads}")
-    scene = scenes.make_scene(heads, [200, 90], formats=kind and [format_of(kind, heads.head_dim)])
+    scene = scenes.make_scene(heads, [200, 90])
     for launch in HALF_LAUNCHES:
-        if suits_half(record_of(scene.pool.formats[0]), heads.head_dim, launch.half_pages):
-            ops = TritonOps(scene.pool, LayerRotations(), heads.q, 2, launch=launch)
-            ops.decode(0, scenes.randn(2, heads.q, heads.head_dim), scene.rows, scene.seq_lens, scene.scale)
+        ops = TritonOps(scene.pool, LayerRotations(), heads.q, 2, launch=launch)
+        ops.decode(0, scenes.randn(2, heads.q, heads.head_dim), scene.rows, scene.seq_lens, scene.scale)
 
 
 def compile_tiers() -> None:

@@ -22,9 +22,9 @@ LAYER = SimpleNamespace(head_dim=D, layer_id=0, scaling=D**-0.5, k_scale=None, v
 class StrictOps(ReferenceOps):
     """Refuses rows that belong to no request: kernels would read their plans out of bounds."""
 
-    def extend(self, layer, q, k, v, batch, scale):
+    def extend(self, layer, q, k, v, batch, scale, sinks=None):
         assert len(q) == len(k) == len(v) == len(batch.loc) == sum(batch.new_lens)
-        return super().extend(layer, q, k, v, batch, scale)
+        return super().extend(layer, q, k, v, batch, scale, sinks)
 
 
 def mode(name: str) -> SimpleNamespace:
