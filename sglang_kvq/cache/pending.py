@@ -139,9 +139,11 @@ class PendingOps:
 
     def take_copy(self, device: torch.device) -> CopiedPages | None:
         """Forget the first event and give it, on ``device``, if it is a copy; ``pack`` stops there."""
-        if not (self._events and isinstance(self._events[0], CopiedPages)):
+        first = self._events[0] if self._events else None
+        if not isinstance(first, CopiedPages):
             return None
-        moved = CopiedPages(*(ids.to(device, non_blocking=True) for ids in self._events.pop(0)))
+        del self._events[0]
+        moved = CopiedPages(*(ids.to(device, non_blocking=True) for ids in first))
         _keep_alive(list(moved))
         return moved
 

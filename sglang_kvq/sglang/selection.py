@@ -23,8 +23,8 @@ from sglang_kvq.releases import OLD_TREE
 from sglang_kvq.sglang import compat, runtime
 from sglang_kvq.sglang.types import ForwardBatch, Original, PrefixCache, Req
 
-#: Set to 1 where whoever can reach the server may read every prefix in its cache, by name: in tests, until requests come
-#: through a router that knows whose they are.
+#: Set to 1 where whoever can reach the server may read every prefix in its cache, by name: in tests, until requests
+#: come through a router that knows whose they are.
 ENABLED = "KVQ_PAGE_SELECTION"
 #: On a request: its selection, once decoded.
 _ATTRIBUTE = "_kvq_selection"
@@ -38,7 +38,8 @@ def selection_of(req: Req) -> Selection | None:
         KVQuantError: it has one that cannot be read.
     """
     if hasattr(req, _ATTRIBUTE):
-        return getattr(req, _ATTRIBUTE)
+        known: Selection | None = getattr(req, _ATTRIBUTE)
+        return known
     params = getattr(req.sampling_params, "custom_params", None)
     text = params.get(PARAMETER) if isinstance(params, dict) else None
     if text is not None and os.environ.get(ENABLED) != "1":
@@ -106,8 +107,8 @@ def _bring(tree: PrefixCache, req: Req, selection: Selection) -> bool:
         return False
     tiers = runtime.live_tiers()
     count = len(selection.pages)
-    windows = [i for i in range(count) if i < tiers.sink_pages or i >= count - tiers.recent_pages]
-    chosen, windows = to_device([np.array(selection.pages), np.array(windows)], locations.device)
+    near = [i for i in range(count) if i < tiers.sink_pages or i >= count - tiers.recent_pages]
+    chosen, windows = to_device([np.array(selection.pages), np.array(near)], locations.device)
     source = locations[::PAGE_SIZE].long()[chosen] // PAGE_SIZE
     tiers.pending.copy_pages(source, own[::PAGE_SIZE].long() // PAGE_SIZE, windows)
     _insert(tree, key, own)
