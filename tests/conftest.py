@@ -1,11 +1,20 @@
 """Options every test shares."""
 
+import importlib
+import importlib.util
 from pathlib import Path
 
 import pytest
 import torch
 
 import benchmarks  # noqa: F401  (a GPU host's checkout is not installed)
+
+if not torch.cuda.is_available() and importlib.util.find_spec("triton"):
+    # Triton's own functions are made for the interpreter or not when it is first imported, by whatever library comes
+    # first; tests/kernels needs those that are.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_INTERPRET", "1")
+        importlib.import_module("triton.language")
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -60,7 +60,7 @@ class WindowedBackend(AttentionBackend):
         return self.full.get_cpu_graph_seq_len_fill_value()
 
     def shared_read_ends(self, forward_mode: Any) -> Any:
-        """The later of both (0.5.18 and later)."""
+        """The later of both, where the release asks for it."""
         return max((b.shared_read_ends(forward_mode) for b in self.attn_backend_list), key=lambda end: end.value)
 
     def forward_decode(
