@@ -52,6 +52,18 @@ class TierCounts:
     errors: int
 
 
+@dataclass
+class _CopiedOverlays:
+    """What copies of pages int64 ``[n]`` may hold in BF16: ``overlays`` ``[layers, n, 2, kv_heads, PAGE_SIZE, D]``.
+
+    wanted: bool ``[n]``; False where the source had none, or the page is no longer this copy.
+    """
+
+    pages: torch.Tensor
+    wanted: torch.Tensor
+    overlays: torch.Tensor
+
+
 class TierManager:
     """Overlay assignment for one ``PagePool``.
 
@@ -74,6 +86,7 @@ class TierManager:
         self.errors = torch.zeros((), dtype=torch.int64, device=device)
         self.records_written = torch.zeros((), dtype=torch.int64, device=device)
         self.steps = 0
+        self._copies: list[_CopiedOverlays] = []  # of the events being applied
         self._dirty = True
         self._forget = False  # everything, before the next plan
         self._next_lens: np.ndarray | None = None  # of the last decode batch, if it goes on
@@ -168,6 +181,7 @@ class TierManager:
                 self._apply_copy(*event)
             else:
                 self.row_len.index_fill_(0, event.rows, 0)
+        self._place_copies()
 
     def _apply_reset(self) -> None:
         if not self._forget:
@@ -199,7 +213,7 @@ class TierManager:
         self.pool.page_slot[0].fill_(0)
 
     def _apply_copy(self, source: torch.Tensor, target: torch.Tensor, windows: torch.Tensor) -> None:
-        """Records always, so that a copy never needs its source again; overlays where that pins nothing."""
+        """Records now, so that a copy never needs its source again; overlays are kept for ``_place_copies``."""
         slots = self.pool.page_slot[source].long()
         missing = ~self.page_valid[source]
         self.errors += (missing & (slots <= 0)).sum()
@@ -207,13 +221,19 @@ class TierManager:
         for records in self.pool.records:
             records[target] = records[source]
         self.page_valid.index_fill_(0, target, True)
+        for copy in self._copies:  # a page that was freed meanwhile, and is another's copy now
+            copy.wanted &= ~torch.isin(copy.pages, target)
+        slots = slots[windows].clamp(min=0)
+        self._copies.append(_CopiedOverlays(target[windows], slots > 0, self.pool.overlays[:, slots]))
 
-        slots, pages = slots[windows].clamp(min=0), target[windows]
-        self._assign(pages, slots > 0, self._pinned())
-        new = self.pool.page_slot[pages].clamp(min=0).long()
-        new = torch.where(slots > 0, new, 0)
-        self.pool.overlays[:, new] = self.pool.overlays[:, torch.where(new > 0, slots, 0)]
-        self.slot_stamp[new] = self.steps
+    def _place_copies(self) -> None:
+        """Overlays for copies where that pins nothing: once all events are applied, so that what is pinned is known."""
+        copies, self._copies = self._copies, []
+        for copy in copies:
+            self._assign(copy.pages, copy.wanted & self.page_valid[copy.pages], self._pinned())
+            slots = torch.where(copy.wanted, self.pool.page_slot[copy.pages].clamp(min=0).long(), 0)
+            self.pool.overlays[:, slots] = copy.overlays
+            self.slot_stamp[slots] = self.steps
 
     def _quantize_in(self, slots: torch.Tensor) -> None:
         """Quantize the pages in these overlays, int64 ``[n]``, 0 for none; each once, however often it is named."""

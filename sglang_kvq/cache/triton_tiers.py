@@ -87,3 +87,4 @@ class TritonTierManager(TierManager):
                 apply_events(self.tables, *packed)
             if copy := self.pending.take_copy(self.pool.device):  # rare: in torch, on the same tables
                 self._apply_copy(*copy)
+        self._place_copies()

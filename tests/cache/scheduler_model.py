@@ -90,6 +90,7 @@ class Model:
     clock: int = 0
     steps: int = 0
     copied: int = 0  # prefixes made of copies
+    named: dict[int, list[int]] = field(default_factory=dict)  # the ``indices`` of their tokens, by the first of these
 
     def __post_init__(self) -> None:
         r2t = torch.zeros(self.rows + 1, (self.pages + 2) * P, dtype=torch.int32)
@@ -139,7 +140,7 @@ class Model:
     def start(self, tokens: list[int]) -> Request | None:
         if not self.free_rows:
             return None
-        request = Request(list(tokens), self.free_rows.pop(0))
+        request = Request(list(tokens), self.free_rows.pop(0), indices=list(self.named.get(tokens[0], [])))
         self.clock += 1
         for end in range(P, len(tokens), P):  # SGLang keeps one token to compute
             key = tuple(tokens[:end])
@@ -174,11 +175,9 @@ class Model:
             *(torch.tensor(ids, dtype=torch.int64) for ids in ([self.tree[key] for key in keys], target, windows))
         )
         self.copied += 1
-        request = self.start(names + tail)
-        if request is not None:
-            states = row_indices(list(source), [])
-            request.indices = [state for i in chosen for state in states[i * P : (i + 1) * P]]
-        return request
+        states = row_indices(list(source), [])
+        self.named[names[0]] = [state for i in chosen for state in states[i * P : (i + 1) * P]]
+        return self.start(names + tail)
 
     def write_row(self, row: int, at: int, pages: list[int]) -> None:
         loc = torch.tensor([p * P + i for p in pages for i in range(P)], dtype=torch.int32)
