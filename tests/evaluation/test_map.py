@@ -403,8 +403,8 @@ def test_every_figure_of_a_page_is_in_the_json(path):
         for title, cell in zip(titles, cells, strict=True):
             if not cell:
                 continue
-            word, _, where = title.partition(",")[0].partition(" ")
-            task = names.get(word, word)
+            (word, _, where), nats = title.partition(",")[0].partition(" "), title.endswith("nats")
+            task = names.get(word, f"{word}_nats" if nats else word)
             context = int(where[:-1]) * 1024 if where.endswith("k") else int(where) if where else None
             chosen = [
                 one
@@ -415,7 +415,7 @@ def test_every_figure_of_a_page_is_in_the_json(path):
             of = {one["rotations_sha256"] or one["spec"]: one for one in reversed(chosen)}.values()
             written = cell.replace("*", "").split()[0]
             places = len(written.partition(".")[2])
-            value = mean(one["score"] for one in of) * (1 if task == "kl" else 100)
+            value = mean(one["score"] for one in of) * (1 if nats else 100)
             assert abs(float(written) - value) <= 0.5000001 * 10**-places, (line, title)
             assert abs(float(bits) - mean(one["allocated_bits"] for one in of)) < 0.006
             assert (f"({len(of)})" in cell) == (len(of) > 1)
