@@ -239,9 +239,9 @@ def check_resolved(server_args: ServerArgs, config: KVQuantConfig) -> None:
             if name not in allowed:
                 found.append(f"a CUDA graph backend {name} (cuda_graph_config): use {' or '.join(allowed)}.")
     _raise(found)
-    check_speculation(server_args, config)
     model = compat.model_config(server_args)
     check_model(model, config)
+    check_speculation(server_args, config, model)
     if model.is_hybrid_swa and (canary := compat.resolved(server_args, "kv_canary", "none")) not in (None, "none"):
         raise KVQuantError(
             f"--kv-canary {canary}: it knows no pool of sliding windows beside ours; leave the flag out."

@@ -11,7 +11,7 @@ from sglang_kvq.config import PAGE_SIZE, KVQuantConfig
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.sglang import compat, runtime
 from sglang_kvq.sglang.runtime import config_of
-from sglang_kvq.sglang.types import Configurator, ForwardBatch, Original, ServerArgs
+from sglang_kvq.sglang.types import Configurator, ForwardBatch, ModelConfig, Original, ServerArgs
 
 #: Algorithms that verify equally many drafts of every request in one batch, in a chain or with a mask; NEXTN is EAGLE.
 SERVED = ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE", "NGRAM")
@@ -28,8 +28,8 @@ DRAFT_DTYPES = {
 }
 
 
-def check_speculation(server_args: ServerArgs, config: KVQuantConfig) -> None:
-    """Refuse what SGLang made of the flags for speculation.
+def check_speculation(server_args: ServerArgs, config: KVQuantConfig, model: ModelConfig) -> None:
+    """Refuse what SGLang made of the flags for speculation, and models with which it was not compared.
 
     Raises:
         KVQuantError: names the setting and the fix.
@@ -42,6 +42,15 @@ def check_speculation(server_args: ServerArgs, config: KVQuantConfig) -> None:
         raise KVQuantError(
             "--enable-streaming-session: speculative decoding in sessions that keep their rows was not tried with "
             "--kv-quant; leave out one of the two."
+        )
+    from sglang.srt.configs.hybrid_arch import mambaish_config
+
+    beside = "sliding windows" if model.is_hybrid_swa else "recurrent states" if mambaish_config(model) else None
+    if beside is not None:
+        algorithm = compat.resolved(server_args, "speculative_algorithm")
+        raise KVQuantError(
+            f"--speculative-algorithm {algorithm}: {model.model_path} keeps {beside} beside its KV cache, and drafts "
+            "of such models were not compared with plain answers yet; leave out speculation, or --kv-quant."
         )
 
 

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers import LlamaConfig
 
 from sglang_kvq.attention.drafts import chain, from_mask, mask_of
 from sglang_kvq.cache.layout import KVGeometry, divide
@@ -30,6 +31,10 @@ def full_mask(mask: torch.Tensor, lens: list[int]) -> torch.Tensor:
     """As SGLang makes it for a GPU: each draft sees what is stored, then what its tree says."""
     rows = [torch.cat([torch.ones(len(m), n, dtype=torch.bool), m], 1).flatten() for m, n in zip(mask, lens)]
     return torch.cat(rows)
+
+
+#: A model with nothing but a KV cache.
+PLAIN = SimpleNamespace(is_hybrid_swa=False, model_path="m", hf_config=LlamaConfig())
 
 
 @pytest.mark.parametrize("count", [2, 5, 12])
@@ -84,8 +89,21 @@ def test_what_is_refused(flags, text, monkeypatch):
     args = SimpleNamespace(speculative_algorithm="EAGLE3", **flags)
     monkeypatch.setattr(compat, "resolved", lambda sa, field, default=None: getattr(sa, field, default))
     with pytest.raises(KVQuantError, match=text):
-        drafts.check_speculation(args, CONFIG)
-    drafts.check_speculation(SimpleNamespace(speculative_algorithm=None, **flags), CONFIG)
+        drafts.check_speculation(args, CONFIG, PLAIN)
+    drafts.check_speculation(SimpleNamespace(speculative_algorithm=None, **flags), CONFIG, PLAIN)
+
+
+def test_models_with_windows_or_states_are_refused(monkeypatch):
+    monkeypatch.setattr(compat, "resolved", lambda sa, field, default=None: getattr(sa, field, default))
+    args = SimpleNamespace(speculative_algorithm="NGRAM", speculative_num_draft_tokens=4)
+    drafts.check_speculation(args, CONFIG, PLAIN)
+    windowed = SimpleNamespace(is_hybrid_swa=True, model_path="m", hf_config=None)
+    with pytest.raises(KVQuantError, match="NGRAM: m keeps sliding windows"):
+        drafts.check_speculation(args, CONFIG, windowed)
+    drafts.check_speculation(SimpleNamespace(speculative_algorithm=None), CONFIG, windowed)
+    monkeypatch.setattr("sglang.srt.configs.hybrid_arch.mambaish_config", lambda model: object())
+    with pytest.raises(KVQuantError, match="recurrent states"):
+        drafts.check_speculation(args, CONFIG, PLAIN)
 
 
 class Algorithm:
@@ -198,6 +216,7 @@ def test_a_tree_of_pairs_has_one_token_less(is_eagle, moved, monkeypatch):
         disable=False,
         disable_finished_insert=False,
         is_eagle=is_eagle,
+        supports_mamba=lambda: False,
         req_to_token_pool=SimpleNamespace(req_to_token=row),
         match_prefix=lambda params: SimpleNamespace(device_indices=kept),
     )
