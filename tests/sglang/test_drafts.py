@@ -6,7 +6,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import LlamaConfig
 
 from sglang_kvq.attention.drafts import chain, from_mask, mask_of
 from sglang_kvq.cache.layout import KVGeometry, divide
@@ -34,7 +33,7 @@ def full_mask(mask: torch.Tensor, lens: list[int]) -> torch.Tensor:
 
 
 #: A model with nothing but a KV cache.
-PLAIN = SimpleNamespace(is_hybrid_swa=False, model_path="m", hf_config=LlamaConfig())
+PLAIN = SimpleNamespace(is_hybrid_swa=False, model_path="m", hf_config=None)
 
 
 @pytest.mark.parametrize("count", [2, 5, 12])
@@ -96,6 +95,7 @@ def test_what_is_refused(flags, text, monkeypatch):
 def test_models_with_windows_or_states_are_refused(monkeypatch):
     monkeypatch.setattr(compat, "resolved", lambda sa, field, default=None: getattr(sa, field, default))
     args = SimpleNamespace(speculative_algorithm="NGRAM", speculative_num_draft_tokens=4)
+    monkeypatch.setattr("sglang.srt.configs.hybrid_arch.mambaish_config", lambda model: None)
     drafts.check_speculation(args, CONFIG, PLAIN)
     windowed = SimpleNamespace(is_hybrid_swa=True, model_path="m", hf_config=None)
     with pytest.raises(KVQuantError, match="NGRAM: m keeps sliding windows"):
