@@ -2,11 +2,46 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from sglang_kvq.cache.pool import PagePool
 from sglang_kvq.kernels.decode import DecodeLaunch
 from sglang_kvq.kernels.plan import FIELDS, split_work
+
+
+class StepPlans:
+    """What the decode kernel's launches of all layers need: plans, which layers may share, and room for what it writes.
+
+    Args:
+        launches: of each layer; those of which an SM holds as many programs share a plan.
+        programs, sms, max_batch: of ``StepPlan``.
+        heads: whose results an item has.
+
+    Attributes:
+        plans: each once; layers: of each layer.
+        partial: float32 ``[items, heads, head_dim]``, and lse: float32 ``[items, heads]``.
+    """
+
+    def __init__(
+        self,
+        launches: Sequence[DecodeLaunch],
+        programs: int,
+        sms: int,
+        max_batch: int,
+        heads: int,
+        head_dim: int,
+        device: torch.device,
+    ) -> None:
+        plans = {
+            held: StepPlan(launch, programs, sms, max_batch, device)
+            for held, launch in {launch.programs_per_sm: launch for launch in launches}.items()
+        }
+        self.plans, self.layers = list(plans.values()), [plans[launch.programs_per_sm] for launch in launches]
+        shape = (max(plan.most for plan in self.plans), heads, head_dim)
+        self.partial = torch.empty(shape, dtype=torch.float32, device=device)
+        self.lse = torch.empty(shape[:2], dtype=torch.float32, device=device)
 
 
 class StepPlan:

@@ -13,7 +13,7 @@ from sglang_kvq.attention.extend_plan import Slab, plan_slabs
 from sglang_kvq.attention.ragged import PlannedCall, RaggedPrefill, workspace_tokens
 from sglang_kvq.attention.short_extend import AS_MEASURED, PlannedExtend, ShortExtends, plan_short
 from sglang_kvq.attention.step_order import StepOrder
-from sglang_kvq.attention.step_plan import StepPlan
+from sglang_kvq.attention.step_plan import StepPlan, StepPlans
 from sglang_kvq.attention.verification import Verification
 from sglang_kvq.cache.pool import PagePool
 from sglang_kvq.config import MAX_GQA_GROUP, PAGE_SIZE
@@ -115,17 +115,9 @@ class TritonOps(AttentionOps):
         if self.max_batch:
             self._outgrown.append((self.plans, self._partial, self._lse))
         self.max_batch = batch
-        # Layers of which an SM holds as many programs share a plan.
         programs = pool.kv_heads * (pool.head_dim // value_dims(pool.head_dim))
-        plans = {
-            held: StepPlan(launch, programs, self._sms, batch, pool.device)
-            for held, launch in {launch.programs_per_sm: launch for launch in self._launches}.items()
-        }
-        self.plans = list(plans.values())
-        self.layer_plans = [plans[launch.programs_per_sm] for launch in self._launches]
-        shape = (max(plan.most for plan in self.plans), self.q_heads, pool.head_dim)
-        self._partial = torch.empty(shape, dtype=torch.float32, device=pool.device)
-        self._lse = torch.empty(shape[:2], dtype=torch.float32, device=pool.device)
+        made = StepPlans(self._launches, programs, self._sms, batch, self.q_heads, pool.head_dim, pool.device)
+        self.plans, self.layer_plans, self._partial, self._lse = made.plans, made.layers, made.partial, made.lse
 
     def reserve_drafts(self, batch: int, count: int) -> None:
         old = self._verifications.get(count)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from sglang_kvq.attention.drafts import DraftBatch
-from sglang_kvq.attention.step_plan import StepPlan
+from sglang_kvq.attention.step_plan import StepPlans
 from sglang_kvq.cache.pool import PagePool
 from sglang_kvq.kernels.arguments import Stored
 from sglang_kvq.kernels.codes import PlaneRecord, Record
@@ -53,18 +53,10 @@ class Verification:
         self.of_chunk = drafts_of_chunk(count, self.group)
         self.chunks = -(-count // self.of_chunk)
         heads, d = self.chunks * self.of_chunk * q_heads, pool.head_dim
-        launches = [decode_launch(d, self.of_chunk * self.group, record) for record in records]
-        # Layers of which an SM holds as many programs share a plan.
+        self.launches = [decode_launch(d, self.of_chunk * self.group, record) for record in records]
         programs = pool.kv_heads * (d // value_dims(d)) * self.chunks
-        plans = {
-            held: StepPlan(launch, programs, sms, batch, pool.device)
-            for held, launch in {launch.programs_per_sm: launch for launch in launches}.items()
-        }
-        self.launches, self.plans = launches, list(plans.values())
-        self.layer_plans = [plans[launch.programs_per_sm] for launch in launches]
-        most = max(plan.most for plan in self.plans)
-        self.partial = torch.empty(most, heads, d, dtype=torch.float32, device=pool.device)
-        self.lse = torch.empty(most, heads, dtype=torch.float32, device=pool.device)
+        made = StepPlans(self.launches, programs, sms, batch, heads, d, pool.device)
+        self.plans, self.layer_plans, self.partial, self.lse = made.plans, made.layers, made.partial, made.lse
 
     def plan(self, drafts: DraftBatch) -> None:
         """``AttentionOps.plan_drafts``."""

@@ -7,12 +7,13 @@ from typing import Any
 from sglang_kvq.cache.layout import KVGeometry, divide, overlay_slots
 from sglang_kvq.config import PAGE_SIZE, KVQuantConfig
 from sglang_kvq.errors import KVQuantError
+from sglang_kvq.formats.record import RecordFormat
 from sglang_kvq.methods import RotationKind, get_method
 from sglang_kvq.rotations.identity import cached_layers
 from sglang_kvq.rotations.resolve import resolve_formats, resolve_rotations
 from sglang_kvq.sglang import drafts, runtime
 from sglang_kvq.sglang.runtime import config_of, logger
-from sglang_kvq.sglang.types import Configurator, Original
+from sglang_kvq.sglang.types import Configurator, ModelConfig, Original
 
 
 def compute_cell_size(original: Original, self: Configurator, kvc: Configurator, num_layers: int) -> int:
@@ -28,6 +29,14 @@ def compute_cell_size(original: Original, self: Configurator, kvc: Configurator,
     return start_cache(kvc, config, kv_heads, num_layers, draft).geometry.page_bytes // PAGE_SIZE
 
 
+def model_formats(config: KVQuantConfig, model: ModelConfig) -> tuple[RecordFormat, ...]:
+    """The page format of each layer that the cache holds."""
+    rotations = None
+    if get_method(config.method).rotation is RotationKind.LEARNED:  # clips and sensitivities come with the rotations
+        rotations = resolve_rotations(config, model.model_path, model.hf_config)
+    return resolve_formats(config, rotations, model.hf_config)
+
+
 def start_cache(
     kvc: Configurator, config: KVQuantConfig, kv_heads: int, num_layers: int, draft_page_bytes: int = 0
 ) -> runtime.Runtime:
@@ -40,10 +49,8 @@ def start_cache(
     Raises:
         SystemExit: the model's config says that there are more or fewer.
     """
-    model, rotations = kvc.model_config, None
-    if get_method(config.method).rotation is RotationKind.LEARNED:  # clips and sensitivities come with the rotations
-        rotations = resolve_rotations(config, model.model_path, model.hf_config)
-    formats = dict(zip(cached_layers(model.hf_config), resolve_formats(config, rotations, model.hf_config)))
+    model = kvc.model_config
+    formats = dict(zip(cached_layers(model.hf_config), model_formats(config, model)))
     layer_ids = tuple(i for i in formats if kvc.layer_info.start_layer <= i < kvc.layer_info.end_layer)
     if len(layer_ids) != num_layers:
         raise SystemExit(

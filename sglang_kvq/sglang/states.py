@@ -5,9 +5,8 @@ from __future__ import annotations
 from sglang_kvq.cache.layout import KVGeometry
 from sglang_kvq.cache.states import RequestNeeds, StateShare, share_states
 from sglang_kvq.config import PAGE_SIZE, KVQuantConfig
-from sglang_kvq.methods import RotationKind, get_method
-from sglang_kvq.rotations.resolve import resolve_formats, resolve_rotations
 from sglang_kvq.sglang import compat
+from sglang_kvq.sglang.capacity import model_formats
 from sglang_kvq.sglang.runtime import config_of, logger
 from sglang_kvq.sglang.types import Configurator, Original
 
@@ -72,9 +71,5 @@ def _geometry(configurator: Configurator, config: KVQuantConfig) -> KVGeometry:
     """What ``capacity`` will find a moment later: here SGLang has not counted the layers yet."""
     from sglang.srt.runtime_context import get_parallel
 
-    model, rotations = configurator.model_config, None
-    if get_method(config.method).rotation is RotationKind.LEARNED:
-        rotations = resolve_rotations(config, model.model_path, model.hf_config)
-    return KVGeometry(
-        model.get_num_kv_heads(get_parallel().attn_tp_size), resolve_formats(config, rotations, model.hf_config)
-    )
+    model = configurator.model_config
+    return KVGeometry(model.get_num_kv_heads(get_parallel().attn_tp_size), model_formats(config, model))
