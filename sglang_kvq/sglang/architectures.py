@@ -46,17 +46,16 @@ class Reason:
 
 RECURRENT = Reason(
     "recurrent state (Mamba or linear attention)",
-    "our pool inside SGLang's hybrid pool, for the layers that have a KV cache, and windows that follow what the prefix "
-    "cache keeps of the states",
+    "a comparison with plain SGLang, as Qwen3-Next had: its layers that have a KV cache can be in our pool",
 )
 NO_CACHE = Reason("recurrent state (Mamba or linear attention) in all layers", "nothing: there is no KV cache")
 SLIDING = Reason(
-    "sliding-window attention",
-    "our pool for the full-attention layers beside SGLang's for the others; where SGLang keeps both in one pool, a split",
+    "sliding windows in some layers",
+    "a pool of their own for the windows, which SGLang does not make for this architecture; the others' could be ours",
 )
-SINKS = Reason(
-    "learned attention sinks",
-    "the sinks' part of the softmax's sum, added after segments are merged; and sliding windows, which such models have",
+UNTRIED = Reason(
+    "sliding windows that it was not compared with",
+    "a comparison with plain SGLang, as gpt-oss and Mellum had: SGLang keeps these windows in a pool of their own",
 )
 ASYMMETRIC = Reason("key and value heads of different sizes", "records with two head sizes; and sliding windows")
 CHUNKED = Reason("attention in chunks", "a history that begins at the chunk; then our pool for the full layers alone")
@@ -179,7 +178,6 @@ FAMILIES: tuple[Family, ...] = (
     _served(_READ, "Ming (Bailing multimodal), Cosmos 3", "BailingMMNativeForConditionalGeneration BailingMM2NativeForConditionalGeneration Cosmos3ForConditionalGeneration Cosmos3EdgeForConditionalGeneration"),
     # Served or not by the checkpoint
     _in_part(_BUILT, SLIDING, "EXAONE 4, K-EXAONE", "Exaone4ForCausalLM ExaoneMoEForCausalLM ExaoneMoeForCausalLM", "checkpoints without sliding windows, as EXAONE 4 1.2B"),
-    _in_part(_BUILT, SLIDING, "Beam, Laguna, Spark 2.5", "BeamForCausalLM LagunaForCausalLM Spark2_5ForCausalLM", "checkpoints without sliding windows"),
     _in_part(_BUILT, RECURRENT, "Granite 4", "GraniteMoeHybridForCausalLM", "checkpoints without Mamba layers"),
     _in_part(_BUILT, SHARED, "Nanbeige", "NanbeigeForCausalLM", "checkpoints that run through their layers once (`num_loops` 1)"),
     # Recurrent state beside attention
@@ -190,21 +188,23 @@ FAMILIES: tuple[Family, ...] = (
     _refused(RECURRENT, "Nemotron-H and Nano", "NemotronHForCausalLM NemotronHPuzzleForCausalLM NemotronH_Nano_VL_V2 NemotronH_Nano_Omni_Reasoning_V3 NemotronH_Omni_Reasoning_V3"),
     _refused(RECURRENT, "Falcon H1, LFM 2, Jet-Nemotron, Zaya", "FalconH1ForCausalLM Lfm2ForCausalLM Lfm2MoeForCausalLM Lfm2VlForConditionalGeneration JetNemotronForCausalLM JetVLMForConditionalGeneration ZayaForCausalLM"),
     _refused(RECURRENT, "MiniCPM-SALA", "MiniCPMSALAForCausalLM", "its full layers are sparse as well"),
-    _refused(RECURRENT, "Ling and Ring 2.5 and 3", "BailingMoeV2_5ForCausalLM BailingMoeV3ForCausalLM", "their full layers have MLA"),
+    _refused(MLA, "Ling and Ring 2.5 and 3", "BailingMoeV2_5ForCausalLM BailingMoeV3ForCausalLM", "and recurrent state"),
     _refused(MLA, "Ling 3 VL", "BailingMoeV3VLForConditionalGeneration", "and recurrent state"),
-    _refused(RECURRENT, "Kimi Linear, Kimi K3, GLM-5 Next, GigaChat 3.5", "KimiLinearForCausalLM KimiK3ForConditionalGeneration KimiK3LinearForCausalLM Glm5NextForConditionalGeneration GigaChat35ForCausalLM", "their full layers have MLA"),
+    _refused(MLA, "Kimi Linear, Kimi K3, GLM-5 Next, GigaChat 3.5", "KimiLinearForCausalLM KimiK3ForConditionalGeneration KimiK3LinearForCausalLM Glm5NextForConditionalGeneration GigaChat35ForCausalLM", "and recurrent state"),
     _refused(RECURRENT, "Inkling", "InklingForConditionalGeneration", "and sliding windows"),
     _refused(NO_CACHE, "Mamba, Falcon Mamba", "MambaForCausalLM Mamba2ForCausalLM FalconMambaForCausalLM"),
     # Windows, sinks, caps
     _served(_GPU, "gpt-oss", "GptOssForCausalLM", "the layers of full attention are quantized"),
-    _refused(SINKS, "Granite SWA, IQuest Q1", "GraniteSWAForCausalLM GraniteMoeSWAForCausalLM IQuestQ1ForCausalLM"),
+    _refused(UNTRIED, "Granite SWA, IQuest Q1", "GraniteSWAForCausalLM GraniteMoeSWAForCausalLM IQuestQ1ForCausalLM", "learned sinks, as gpt-oss"),
     _refused(SLIDING, "Gemma 3 and 3n", "Gemma3ForCausalLM Gemma3ForConditionalGeneration Gemma3nForCausalLM Gemma3nForConditionalGeneration"),
     _refused(SLIDING, "Gemma 4", "Gemma4ForCausalLM Gemma4ForConditionalGeneration Gemma4UnifiedForConditionalGeneration", "its full layers have heads of 512"),
     _refused(SLIDING, "Command A (Cohere 2)", "Cohere2ForCausalLM Cohere2MoeForCausalLM Cohere2VisionForConditionalGeneration"),
     _refused(SLIDING, "AFMoE", "AfmoeForCausalLM"),
+    _served(_BUILT, "Laguna, Beam, Spark 2.5", "LagunaForCausalLM BeamForCausalLM Spark2_5ForCausalLM", "the layers of full attention are quantized"),
     _served(_GPU, "Mellum", "MellumForCausalLM", "the layers of full attention are quantized"),
-    _refused(SLIDING, "Muse Glimmer and Spark", "MuseGlimmerForCausalLM MuseGlimmerForConditionalGeneration MuseSparkForConditionalGeneration"),
-    _refused(SLIDING, "Step 3.5 and 3.7", "Step3p5ForCausalLM Step3p7ForConditionalGeneration"),
+    _refused(UNTRIED, "Muse Glimmer", "MuseGlimmerForCausalLM MuseGlimmerForConditionalGeneration"),
+    _refused(SLIDING, "Muse Spark", "MuseSparkForConditionalGeneration"),
+    _refused(UNTRIED, "Step 3.5 and 3.7", "Step3p5ForCausalLM Step3p7ForConditionalGeneration", "more query heads in layers with windows"),
     _refused(SLIDING, "Unlimited OCR", "UnlimitedOCRForCausalLM"),
     _refused(SHARED, "IQuest LoopCoder", "IQuestLoopCoderForCausalLM", "and sliding windows"),
     _refused(ASYMMETRIC, "MiMo V2", "MiMoV2ForCausalLM MiMoV2FlashForCausalLM"),

@@ -7,7 +7,7 @@ Three moments, each as early as its facts are known: ``check_flags`` and ``check
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -282,45 +282,13 @@ def check_model(model: ModelConfig, config: KVQuantConfig) -> None:
     Raises:
         KVQuantError: the model's first unsupported property.
     """
-    from sglang.srt.configs.model_config import AttentionArch, is_minimax_sparse
-
-    text, names = model.hf_text_config, model.hf_config.architectures
-    layer_types = set(getattr(text, "layer_types", None) or ())
-    chunk = getattr(model, "attention_chunk_size", None)
-    cap = getattr(text, "attn_logit_softcapping", None)
-    windows = unsupported_windows(model, layer_types)
-    tests: tuple[tuple[Callable[[], Any], str], ...] = (
-        (lambda: model.attention_arch != AttentionArch.MHA, f"{model.attention_arch.name} attention"),
-        (
-            lambda: is_minimax_sparse(model.hf_config) or getattr(text, "indexer_budget", None),
-            "sparse attention, which selects tokens by keys of its own",
-        ),
-        (
-            lambda: _has_other_states(model, layer_types),
-            f"recurrent state (Mamba or linear attention; of such models these are served: {', '.join(HYBRIDS)})",
-        ),
-        (lambda: model.is_encoder_decoder, "an encoder with cross attention"),
-        (lambda: not model.is_generation, "no text generation (embedding, reward or encoder model)"),
-        (lambda: chunk or "chunked_attention" in layer_types, f"attention in chunks of {chunk} tokens"),
-        (lambda: windows is not None, windows or ""),
-        (lambda: cap, f"logit soft-capping ({cap})"),
-        (lambda: getattr(model.hf_config, "dual_chunk_attention_config", None), "dual chunk attention"),
-        (
-            lambda: model.head_dim != model.v_head_dim,
-            f"key heads of {model.head_dim} and value heads of {model.v_head_dim} elements",
-        ),
-        (
-            lambda: model.head_dim not in HEAD_DIMS,
-            f"heads of {model.head_dim} elements (supported: {', '.join(map(str, HEAD_DIMS))})",
-        ),
-        (lambda: architectures.refusal_of(names), architectures.refusal_of(names) or ""),  # what only layers would show
-    )
-    for holds, what in tests:
-        if holds():
-            raise KVQuantError(
-                f"{model.model_path} ({', '.join(names)}) has {what}, which --kv-quant does not support; "
-                "serve it without --kv-quant."
-            )
+    names = model.hf_config.architectures
+    what = next(_unsupported(model), None)
+    if what is not None:
+        raise KVQuantError(
+            f"{model.model_path} ({', '.join(names)}) has {what}, which --kv-quant does not support; "
+            "serve it without --kv-quant."
+        )
     if model.dtype != torch.bfloat16:
         raise KVQuantError(
             f"{model.model_path} runs in {model.dtype}, but windows are kept in bfloat16: add --dtype bfloat16."
@@ -330,6 +298,38 @@ def check_model(model: ModelConfig, config: KVQuantConfig) -> None:
             f"--kv-quant-group-size {config.group_size}: must divide the model's head_dim {model.head_dim}; "
             "leave the flag out."
         )
+
+
+def _unsupported(model: ModelConfig) -> Iterator[str]:
+    """What completes "this model has ...", the plainest first: later ones ask what SGLang sets for some models only."""
+    from sglang.srt.configs.model_config import AttentionArch, is_minimax_sparse
+
+    text = model.hf_text_config
+    layer_types = set(getattr(text, "layer_types", None) or ())
+    if model.attention_arch != AttentionArch.MHA:
+        yield f"{model.attention_arch.name} attention"
+    if is_minimax_sparse(model.hf_config) or getattr(text, "indexer_budget", None):
+        yield "sparse attention, which selects tokens by keys of its own"
+    if _has_other_states(model, layer_types):
+        yield f"recurrent state (Mamba or linear attention; of such models these are served: {', '.join(HYBRIDS)})"
+    if model.is_encoder_decoder:
+        yield "an encoder with cross attention"
+    if not model.is_generation:
+        yield "no text generation (embedding, reward or encoder model)"
+    if (chunk := getattr(model, "attention_chunk_size", None)) or "chunked_attention" in layer_types:
+        yield f"attention in chunks of {chunk} tokens"
+    if windows := unsupported_windows(model, layer_types):
+        yield windows
+    if cap := getattr(text, "attn_logit_softcapping", None):
+        yield f"logit soft-capping ({cap})"
+    if getattr(model.hf_config, "dual_chunk_attention_config", None):
+        yield "dual chunk attention"
+    if model.head_dim != model.v_head_dim:
+        yield f"key heads of {model.head_dim} and value heads of {model.v_head_dim} elements"
+    if model.head_dim not in HEAD_DIMS:
+        yield f"heads of {model.head_dim} elements (supported: {', '.join(map(str, HEAD_DIMS))})"
+    if layers := architectures.refusal_of(model.hf_config.architectures):  # what only layers would show
+        yield layers
 
 
 def check_query_heads(model: ModelConfig, workers: int) -> None:

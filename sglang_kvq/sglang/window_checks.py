@@ -21,7 +21,10 @@ def unsupported_windows(model: ModelConfig, layer_types: Collection[str]) -> str
             "sliding windows in some layers, whose keys and values SGLang keeps of all tokens as those of the others "
             f"({why}), so that quantizing the others would save little"
         )
-    if not model.full_attention_layer_ids:
+    full = getattr(model, "full_attention_layer_ids", None)
+    if full is None:  # DeepSeek V4, and schedules that SGLang does not know
+        return "sliding windows beside keys that SGLang compresses, or in layers that it does not name"
+    if not full:
         return "a sliding window in every layer, so that no layer's keys and values grow with the context"
     if model.is_hybrid_swa_compress and (model.head_dim, model.v_head_dim) != (
         model.swa_head_dim,

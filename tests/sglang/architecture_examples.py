@@ -56,6 +56,9 @@ NEMOTRON_BLOCK = {
     "ffn": {"ffn_mult": 2.0, "no_op": False, "replace_with_linear": False},
 }
 QWEN_OMNI_TEXT = of("qwen3_omni_moe_text", head_dim=128)
+DELTA_RULE = dict(full_attention_interval=4, linear_num_value_heads_cpu=32, linear_num_key_heads_cpu=16)
+ROPE = {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25}
+QWEN3_5 = dict(**DELTA_RULE, rope_parameters=ROPE)
 SIZES = {name: value for name, value in LLAMA.items() if name not in ("model_type", "architectures")}
 STEP = dict(layer_types=[FULL, SLIDING], sliding_window=64, head_dim=64, num_hidden_layers=2)
 
@@ -105,13 +108,10 @@ EXAMPLES: dict[str, Config] = {
     "XllmForCausalLM": of("xllm", **SIZES),
     "XverseMoeForCausalLM": llama(num_experts=4, num_shared_experts=1, moe_top_k=2, norm_topk_prob=True),
     # By the checkpoint: what is served
-    "BeamForCausalLM": of("beam", layer_types=[FULL] * 2, num_hidden_layers=2),
     "Exaone4ForCausalLM": of("exaone4", sliding_window=None, layer_types=[FULL] * 2, num_hidden_layers=2),
     "ExaoneMoEForCausalLM": of("exaone_moe", layer_types=[FULL] * 2, num_hidden_layers=2, is_moe_layer=[False, True]),
     "ExaoneMoeForCausalLM": of("exaone_moe", layer_types=[FULL] * 2, num_hidden_layers=2, is_moe_layer=[False, True]),
     "GraniteMoeHybridForCausalLM": of("granitemoehybrid", layer_types=["attention"] * 2, num_hidden_layers=2),
-    "LagunaForCausalLM": of("laguna", sliding_window=0, layer_types=[FULL] * 2, num_hidden_layers=2),
-    "Spark2_5ForCausalLM": of("spark2_5", layer_types=[FULL] * 2, num_hidden_layers=2),
     # Recurrent state
     "BailingMoeV2_5ForCausalLM": of("bailing_hybrid"),
     "BailingMoeV3ForCausalLM": of("bailing_hybrid"),
@@ -137,10 +137,11 @@ EXAMPLES: dict[str, Config] = {
     "NemotronH_Nano_Omni_Reasoning_V3": of("NemotronH_Nano_Omni_Reasoning_V3"),
     "NemotronH_Nano_VL_V2": of("NemotronH_Nano_VL_V2"),
     "NemotronH_Omni_Reasoning_V3": of("nemotron_h_omni"),
-    "Qwen3_5ForCausalLM": of("qwen3_5_text"),
-    "Qwen3_5ForConditionalGeneration": of("qwen3_5"),
-    "Qwen3_5MoeForCausalLM": of("qwen3_5_moe_text"),
-    "Qwen3_5MoeForConditionalGeneration": of("qwen3_5_moe"),
+    "Qwen3NextForCausalLM": of("qwen3_next", **DELTA_RULE),
+    "Qwen3_5ForCausalLM": of("qwen3_5_text", **QWEN3_5),
+    "Qwen3_5ForConditionalGeneration": of("qwen3_5", text_config=of("qwen3_5_text", **QWEN3_5)),
+    "Qwen3_5MoeForCausalLM": of("qwen3_5_moe_text", **QWEN3_5),
+    "Qwen3_5MoeForConditionalGeneration": of("qwen3_5_moe", text_config=of("qwen3_5_moe_text", **QWEN3_5)),
     "Qwen4ExpForConditionalGeneration": of("qwen4_exp"),
     "ZayaForCausalLM": of("zaya"),
     # Windows
@@ -149,9 +150,12 @@ EXAMPLES: dict[str, Config] = {
     "IQuestQ1ForCausalLM": of("iquest_q1"),
     "MiMoV2FlashForCausalLM": llama(hybrid_layer_pattern=[1, 0], v_head_dim=32, head_dim=64),
     "MiMoV2ForCausalLM": llama(hybrid_layer_pattern=[1, 0], v_head_dim=32, head_dim=64),
+    "BeamForCausalLM": of("beam", layer_types=[SLIDING, FULL], num_hidden_layers=2),
+    "GptOssForCausalLM": of("gpt_oss", swiglu_limit=7.0),
     "MuseGlimmerForCausalLM": llama(layer_types=[SLIDING, FULL]),
     "MuseGlimmerForConditionalGeneration": llama(layer_types=[SLIDING, FULL]),
     "MuseSparkForConditionalGeneration": llama(layer_types=[SLIDING, FULL]),
+    "Spark2_5ForCausalLM": of("spark2_5"),
     "Step3p5ForCausalLM": llama(**STEP),
     "Step3p7ForConditionalGeneration": llama(**STEP),
     # MLA and sparse attention
@@ -172,22 +176,19 @@ EXAMPLES: dict[str, Config] = {
     # Both ways
     "DiffusionGemmaForBlockDiffusion": llama(layer_types=[SLIDING, FULL]),
     "LLaDA2MoeModelLM": BAILING,
-    "SDARMoeForCausalLM": llama(**MOE, decoder_sparse_step=1, mlp_only_layers=[], attention_bias=False),
     "Gemma4ForConditionalGeneration": of("gemma4_text"),
     "Gemma4UnifiedForConditionalGeneration": of("gemma4_text"),
+    "SDARMoeForCausalLM": llama(**MOE, decoder_sparse_step=1, mlp_only_layers=[], attention_bias=False),
 }
 
 #: Of families that are served in part: what is refused.
 REFUSED: dict[str, Config] = {
-    "BeamForCausalLM": of("beam", layer_types=[SLIDING, FULL], num_hidden_layers=2),
     "Exaone4ForCausalLM": of("exaone4"),
     "ExaoneMoEForCausalLM": of("exaone_moe"),
     "ExaoneMoeForCausalLM": of("exaone_moe"),
     "GraniteMoeHybridForCausalLM": of("granitemoehybrid", layer_types=["mamba", "attention"], num_hidden_layers=2),
-    "LagunaForCausalLM": of("laguna"),
     "NanbeigeForCausalLM": of("nanbeige", num_loops=2),
     "PixtralForConditionalGeneration": MLA,
-    "Spark2_5ForCausalLM": of("spark2_5"),
 }
 
 

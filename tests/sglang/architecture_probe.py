@@ -63,6 +63,7 @@ class Said:
 
 def start() -> None:
     """Set this process up as one worker of a CPU server, as far as models ask for it."""
+    import torch
     from sglang.srt.server_args import prepare_server_args
 
     from sglang_kvq.sglang import compat
@@ -100,6 +101,13 @@ def start() -> None:
         initialize_model_parallel(tensor_model_parallel_size=1)
         initialize_dp_attention(server_args, ModelConfig(folder))
     assert compat.is_supported(compat.sglang_version())
+    for name in (  # Qwen 3.5 looks them up when it is imported
+        "sigmoid_mul",
+        "qk_gemma_rmsnorm",
+        "qk_gemma_rmsnorm_with_gate",
+        "qkvzba_split_reshape_cat_contiguous",
+    ):
+        setattr(torch.ops.sgl_kernel, f"fused_{name}_cpu", None)
     from sglang.srt.models.registry import ModelRegistry
 
     ModelRegistry.get_supported_archs()  # imports all models, before the default device is meta
@@ -120,7 +128,7 @@ def ask(config: Config) -> Said:
 
     from sglang_kvq.config import KVQuantConfig
     from sglang_kvq.errors import KVQuantError
-    from sglang_kvq.rotations.identity import geometry_of
+    from sglang_kvq.rotations.identity import cached_layers, geometry_of
     from sglang_kvq.sglang import architectures, checks, layers
 
     said, kv_quant = Said(), KVQuantConfig("hadamard")
@@ -147,8 +155,9 @@ def ask(config: Config) -> Said:
         torch.set_default_dtype(torch.float32)
     try:
         geometry = geometry_of(model.hf_config)
-        layers.check_layers(built, geometry.head_dim)
-        layers.check_layer_ids(built, range(geometry.layers))
+        windows = model.swa_attention_layer_ids if model.is_hybrid_swa else ()
+        layers.check_layers(built, geometry.head_dim, windows)
+        layers.check_layer_ids(built, cached_layers(model.hf_config), windows)
     except SystemExit as error:
         said.layers = str(error)
     heads = {x.tp_k_head_num for x in built.modules() if isinstance(x, layers.RadixAttention)}

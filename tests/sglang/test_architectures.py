@@ -11,14 +11,14 @@ from sglang_kvq.errors import KVQuantError
 from sglang_kvq.releases import OLD_TREE
 from sglang_kvq.sglang import architectures as table
 from sglang_kvq.sglang import checks, compat
-from sglang_kvq.sglang.architectures import Answer, Evidence, by_architecture
+from sglang_kvq.sglang.architectures import FAMILIES, UNTRIED, Answer, Evidence, by_architecture
 from tests.conftest import ROOT
 from tests.sglang.architecture_examples import EXAMPLES, REFUSED
 from tests.sglang.architecture_probe import Said, entry_classes
 
 #: What the refusal of a config or of its layers says, where that is not the reason's own words.
 WORDS = {
-    table.NO_CACHE: ("recurrent state",),
+    table.NO_CACHE: ("recurrent state", "SSM attention"),
     table.SLIDING: ("sliding",),
     table.ASYMMETRIC: ("sliding", "value heads of"),
     table.SPARSE: ("sliding",),
@@ -40,6 +40,15 @@ BY_TABLE = {
         "SGLang says so only with --is-embedding, or of no text at all",
     ),
     "MindSporeForCausalLM": "models/mindspore.py needs an NPU",
+    "DiffusionGemmaForBlockDiffusion": "models/gemma4_diffusion.py denoises its answers",
+    **dict.fromkeys(
+        ("Gemma4ForCausalLM", "Gemma4ForConditionalGeneration", "Gemma4UnifiedForConditionalGeneration"),
+        "its full layers have heads of 512, which SGLang reads of configs that transformers does not write yet",
+    ),
+    **dict.fromkeys(
+        (name for family in FAMILIES if family.reason is UNTRIED for name in family.architectures),
+        "nothing of it is known to be in the way",
+    ),
 }
 
 #: Built in newer releases only, and why.

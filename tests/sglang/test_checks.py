@@ -54,6 +54,7 @@ SOME_RELEASES = {
     "startup_weight_load_mode",
     "enable_nvidia_megakernel",
     "enable_amd_monokernel",
+    "speculative_draft_kv_cache_dtype",
 }
 
 

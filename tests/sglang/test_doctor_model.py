@@ -64,7 +64,7 @@ def test_tokens_are_those_of_the_servers_hooks(monkeypatch):
 
     config, budget = KVQuantConfig("int2"), 1 << 30
     geometry = KVGeometry(2, (PageFormat(64, 64),) * 3)
-    monkeypatch.setattr(runtime, "_current", state := runtime.Runtime(config, geometry))
+    monkeypatch.setattr(runtime, "_current", state := runtime.Runtime(config, geometry, (0, 1, 2)))
 
     def original(self, available_bytes, page_size):
         return available_bytes // (geometry.page_bytes // PAGE_SIZE) // PAGE_SIZE * PAGE_SIZE
@@ -124,7 +124,7 @@ def test_rotations_that_are_given_must_fit(model_folder, tmp_path):
     ("changes", "why", "lift"),
     [
         (dict(architectures=["SDARForCausalLM"]), "attention that looks at later tokens", "nothing planned"),
-        (dict(architectures=["Gemma3ForCausalLM"], model_type="gemma3_text"), "sliding-window", "beside SGLang's"),
+        (dict(architectures=["Gemma3ForCausalLM"], model_type="gemma3_text"), "sliding windows", "a pool of their own"),
         (dict(head_dim=80), "heads of 80 elements", None),
         (dict(num_attention_heads=64, num_key_value_heads=1), "64 query heads to a KV head.*add --tp 4", None),
         (dict(architectures=["SomethingElse"]), "SGLang has no class", None),

@@ -101,6 +101,7 @@ def test_the_cache_is_sized_for_the_layers_in_it(runner, monkeypatch, linear):
         model_config=model,
         kv_cache_dtype=torch.bfloat16,
         layer_info=SimpleNamespace(start_layer=2, end_layer=8),
+        spec_algorithm=SimpleNamespace(is_eagle=lambda: False, is_standalone=lambda: False),
     )
     plain = 3 * HEADS * 2 * D * 2
     if not linear:
@@ -158,6 +159,7 @@ def test_a_start_reads_the_file_once(applied, command_line, tmp_path, monkeypatc
         model_config=model,
         kv_cache_dtype=torch.bfloat16,
         layer_info=SimpleNamespace(start_layer=0, end_layer=2),
+        spec_algorithm=SimpleNamespace(is_eagle=lambda: False, is_standalone=lambda: False),
     )
     capacity.compute_cell_size(lambda *_: 2 * 2 * 64 * 2 * 2, None, configurator, 2)
     monkeypatch.setattr(worker, "tensor_parallel", lambda model_runner: (0, 1))
