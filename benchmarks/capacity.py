@@ -3,7 +3,8 @@
     python benchmarks/capacity.py --out benchmarks/results/serving_h200.json
     python benchmarks/capacity.py --method transform --bits 1.6 --out benchmarks/results/serving_h200.json
     python benchmarks/capacity.py --model benchmarks/models/qwen3-next-80b-a3b --layers 24 --out FILE
-    python benchmarks/capacity.py --model benchmarks/models/gpt-oss-120b --plain-backend fa3 \\
+    python benchmarks/capacity.py --model benchmarks/models/qwen3-30b-a3b --out FILE
+    python benchmarks/capacity.py --model benchmarks/models/gpt-oss-120b --layers 12 --plain-backend fa3 \\
         --max-running-requests 64 --out FILE
 
 Qwen3-8B's geometry with dummy weights and random rotations: nothing is downloaded. About 2 minutes. ``--model`` takes

@@ -2,9 +2,11 @@
 
     python benchmarks/serving.py --out benchmarks/results/serving_h200.json
 
-    python benchmarks/serving.py --model benchmarks/models/qwen3-next-80b-a3b --layers 24 --scenarios decode --out FILE
-    python benchmarks/serving.py --model benchmarks/models/gpt-oss-120b --plain-backend fa3 --scenarios decode \\
-        --out FILE
+    python benchmarks/serving.py --model benchmarks/models/qwen3-30b-a3b --scenarios tokens,decode --out FILE
+    python benchmarks/serving.py --model benchmarks/models/qwen3-next-80b-a3b --layers 24 \\
+        --scenarios tokens,decode --out FILE
+    python benchmarks/serving.py --model benchmarks/models/gpt-oss-120b --layers 12 --plain-backend fa3 \\
+        --scenarios tokens,decode --out FILE
 
 Qwen3-8B's geometry (``--model`` takes another of ``benchmarks/models``) with dummy weights and random rotations:
 nothing is downloaded. Two servers, one after the other, differ in ``--kv-quant`` and in nothing else but the attention
@@ -17,13 +19,15 @@ at the same commit.
 
 A *cached context* of L tokens is one whose KV is in the server's prefix tree when its request arrives: a first
 request with the same L tokens has ended, and the measured one repeats them with one token more. Its prefill is
-therefore one token; a run in which a server reports fewer cached tokens than L - 64 stops with an error.
+therefore one token; a run in which a server reports fewer cached tokens than L - 64 stops with an error
+(L - 320 of hybrids, whose recurrent states are kept every 256 tokens).
 
 decode_SxL    ms per decode step of S concurrent streams with cached contexts of L tokens: the median time
               between events of a stream, divided by the tokens that an event brings, while all S run; the
               better of two such runs.
 prefill_L     tokens/s of new L-token prompts, one at a time, in chunks of 8K: L over the median time to the
               first token.
+tokens        tokens that the server's cache holds at the flags of these scenarios (capacity.py's are leaner).
 output_NxL    output tokens/s while as many of N contexts of L tokens are decoded at once as the server holds
               (``none_resident``, ``oscar_resident``), all distinct and all cached. This is the rate within a
               wave: a server that holds fewer needs more waves for the N, each after a prefill that is counted
@@ -64,9 +68,9 @@ from benchmarks.capacity import FLAGS, MODEL, geometry_and_flags, name_of, rando
 from launch.server import Server, ServerError
 from sglang_kvq.evaluation import provenance
 
-GROUPS = ("decode", "prefill", "latency", "output", "spec")
-#: Without --speculation; with it, only the last.
-PLAIN = GROUPS[:-1]
+GROUPS = ("decode", "prefill", "latency", "output", "tokens", "spec")
+#: Without --speculation or --scenarios.
+PLAIN = GROUPS[:-2]
 SERVERS = ("none", "oscar")
 FAILED: list[str] = []  # groups, as they fail
 PROFILED = 8  # steps
@@ -134,8 +138,15 @@ class Failed(RuntimeError):
 class Client:
     """Requests to one server, by an asyncio loop of its own."""
 
-    def __init__(self, server: Server, vocabulary: int, layers: int, profiled: bool = False) -> None:
-        """``layers`` attend over the KV cache: a profile counts launches of each."""
+    def __init__(
+        self, server: Server, vocabulary: int, layers: int, profiled: bool = False, uncached: int = 64
+    ) -> None:
+        """
+        Args:
+            layers: that attend over the KV cache: a profile counts launches of each.
+            uncached: tokens of a cached context that may be computed again.
+        """
+        self.uncached = uncached
         self.server, self.vocabulary, self.layers = server, vocabulary, layers
         self.profiled = profiled
         self.streams: list[Stream] = []  # begun since the last profile
@@ -164,7 +175,7 @@ class Client:
         """
         streams = self.run([[*prompt, 5] for prompt in prompts], tokens)
         for prompt, stream in zip(prompts, streams):
-            if stream.cached < len(prompt) - 64:
+            if stream.cached < len(prompt) - self.uncached:
                 raise Failed(f"only {stream.cached} of a context's {len(prompt)} tokens were cached")
         return streams
 
@@ -299,21 +310,25 @@ def latency(client: Client, scale: Scale, deadline: float):
     yield f"tpot_{shape}", "ms", 1e3 * statistics.mean(s.tpot for s in streams), {}, {"requests": requests}
 
 
+def tokens(client: Client, scale: Scale, deadline: float):
+    yield "tokens", "tokens", client.server.info()["max_total_num_tokens"], {}, {}
+
+
 def output(client: Client, scale: Scale, deadline: float):
-    requests, context, tokens = scale.output
+    requests, context, answer = scale.output
     room = client.server.info()["max_total_num_tokens"]
     # Of each: the context, the answer, and two pages partly filled. Two pages of a hundred stay free.
-    fits = min(requests, int(room * 0.98) // (context + tokens + 128))
+    fits = min(requests, int(room * 0.98) // (context + answer + 128))
     time.sleep(1)  # only an idle server flushes
     client.server.flush()
     prompts = [client.prompt("output", i, context) for i in range(fits)]
     prompts = prompts[: client.cache(prompts, deadline)]
-    rate = tokens_per_second(client.decode(prompts, tokens))
+    rate = tokens_per_second(client.decode(prompts, answer))
     own = {"fits": fits, "resident": len(prompts)}
     name = f"output_{requests}x{size(context)}"
     yield name, "tokens/s", rate, own, {"requests": requests, "context": context}
     if client.profiled:
-        yield profile_row(name, client.profile(prompts, tokens))
+        yield profile_row(name, client.profile(prompts, answer))
 
 
 def measure(client: Client, scale: Scale, groups: list[str], deadline: float):
@@ -332,7 +347,7 @@ def measure(client: Client, scale: Scale, groups: list[str], deadline: float):
 def better(unit: str, none: float | None, oscar: float | None) -> float | None:
     if none is None or oscar is None:
         return None
-    return round(oscar / none if unit.endswith("/s") else none / oscar, 3)
+    return round(oscar / none if unit.startswith("tokens") else none / oscar, 3)
 
 
 def show(row: dict) -> None:
@@ -382,7 +397,7 @@ def plot(out: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", required=True, type=Path, help="JSON file; its rows of other scenarios stay")
-    parser.add_argument("--scenarios", help=f"some of {', '.join(GROUPS)}; default all but the last")
+    parser.add_argument("--scenarios", help=f"some of {', '.join(GROUPS)}; default all but the last two")
     parser.add_argument("--speculation", type=int, metavar="N", help="only spec_*: servers that verify N drafts a step")
     parser.add_argument(
         "--servers", default=",".join(SERVERS), help="with one of %(default)s the other's figures are read from --out"
@@ -443,7 +458,8 @@ def main() -> None:
             log = Path(folder) / f"{name}.log"
             with Server(args.model, *flags, *own[name], cpu=args.cpu, env=env, log_path=log) as server:
                 print(f"{name}: started in {time.monotonic() - begin:.0f} s", flush=True)
-                client = Client(server, config["vocab_size"], geometry.layers, args.profile)
+                hybrid = "full_attention_interval" in config
+                client = Client(server, config["vocab_size"], geometry.layers, args.profile, 320 if hybrid else 64)
                 for measured_as, unit, value, mine, common in measure(client, scale, groups, deadline):
                     scenario = name_of(args.model, args.layers, measured_as)
                     row = rows.setdefault(scenario, {"scenario": scenario, "unit": unit, "none": None, "oscar": None})
