@@ -1,8 +1,8 @@
 """How a history becomes an episode: block after block is folded into a prefix of fixed size, under names by content.
 
-EpiCache's loop (arXiv 2509.17396), as a chain of ordinary requests ``[prefix | block | patched prompt]``. After each, of
-the tokens of prefix and block every layer and KV head keeps its own ``budget``, and these are a prefix that is cached
-under the step's ``name``. A name is a hash of all that its content follows from, so that equal histories share episodes,
+EpiCache's loop (arXiv 2509.17396), as a chain of ordinary requests ``[prefix | block | patched prompt]``. After each,
+of the tokens of prefix and block every layer and KV head keeps its own ``budget``, and these are a prefix cached
+under the step's ``name``. A name is a hash of all that its content follows from: equal histories share episodes,
 a fork is free, and building again what was evicted gives the same names.
 """
 

@@ -1,5 +1,7 @@
 """The chain of blocks that makes an episode: sizes, positions, names."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -36,7 +38,7 @@ def test_blocks_follow_each_other_to_the_last_whole_one(tokens, budget, block):
     # The oracle's loop: nothing is evicted before the block with which there is too much.
     assert (first.before, first.prefix, first.offset) == (None, first.start, 0)
     assert first.prefix <= budget < first.end and first.end - first.start == block
-    for one, after in zip(found, found[1:]):
+    for one, after in pairwise(found):
         assert (after.before, after.start, after.prefix) == (one.name, one.end, budget)
         assert after.offset == after.start - budget
     assert len({step.name for step in found}) == len(found)
