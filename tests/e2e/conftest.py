@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable, Iterator
+from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -34,6 +36,16 @@ ORDER = (
     *("test_transform.py", "test_evaluation.py", "test_numbers.py", "test_parallel.py"),
     *("test_canary.py", "test_capture.py", "test_refusals.py"),
 )
+
+
+@cache
+def other_models() -> str:
+    """SGLang's model modules but Llama's, which ``model`` is of: importing them all is a tenth of a server's start."""
+    spec = find_spec("sglang.srt.models")
+    assert spec and spec.submodule_search_locations
+    found = {path.stem for path in Path(spec.submodule_search_locations[0]).glob("*.py")}
+    assert "llama" in found
+    return ",".join(sorted(found - {"llama", "registry", "utils", "__init__"}))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -66,7 +78,7 @@ class Servers:
             fresh: one that served nobody before.
             alone: stop all others first, for a server of several workers.
         """
-        env = {**STRICT, **(env or {})}
+        env = {**STRICT, "SGLANG_DISABLED_MODEL_ARCHS": other_models(), **(env or {})}
         key = (flags, tuple(sorted(env.items())))
         for other in [k for k in self._running if alone and k != key]:
             self._running.pop(other).stop()
