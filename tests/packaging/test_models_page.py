@@ -11,4 +11,4 @@ def test_page_is_up_to_date():
     spec.loader.exec_module(script)
     page = script.PAGE.read_text()
     assert script.written(page) == page, "run `python docs/models.py`"
-    assert page.count("`Qwen3ForCausalLM`") == 1 and "### Sliding-window attention" in page
+    assert page.count("`Qwen3ForCausalLM`") == 1 and "### Sliding windows in some layers" in page
