@@ -18,8 +18,8 @@ class KeyScores:
 
     Attributes:
         past: tokens whose keys are scored, the first of the request, counted from 0 wherever they stand for RoPE.
-        values: float32 ``[layers, kv_heads, past]``, of this worker's layers and heads; 0 where nothing has scored. Where
-            several workers share a KV head, each has the maximum over its own query heads.
+        values: float32 ``[layers, kv_heads, past]``, of this worker's layers and heads; 0 where nothing has scored.
+            Where several workers share a KV head, each has the maximum over its own query heads.
         seen: the queries of tokens ``past .. seen`` have scored, in launches that may still run.
     """
 
