@@ -75,6 +75,7 @@ def past_lse(lse: torch.Tensor, q: torch.Tensor, k: torch.Tensor, scale: float, 
         KEYS=launch.read,
         num_warps=launch.warps,
         num_stages=launch.stages,
+        enable_fp_fusion=True,
     )  # fmt: skip
 
 
@@ -106,6 +107,7 @@ def raise_scores(
         QUERIES=launch.read,
         num_warps=launch.warps,
         num_stages=launch.stages,
+        enable_fp_fusion=True,
     )  # fmt: skip
 
 

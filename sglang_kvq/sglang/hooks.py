@@ -490,8 +490,8 @@ TABLE: tuple[Hook, ...] = (
         (
             Kind.AFTER,
             "model_executor.forward_batch_info.ForwardBatch.init_new",
-            "positions behind the whole history",
-            dict(handler="selection:move_positions"),
+            "positions behind the whole history; requests that are scored",
+            dict(handler="forward_batch:complete"),
         ),
         (
             Kind.CALL,
