@@ -1,4 +1,4 @@
-"""Scores of past keys by a patched prompt, as building an episode takes them: records, then a block, then the prompt."""
+"""Scores of past keys by a patched prompt, as building an episode takes them: records, a block, the prompt."""
 
 from __future__ import annotations
 

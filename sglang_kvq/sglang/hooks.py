@@ -490,8 +490,14 @@ TABLE: tuple[Hook, ...] = (
         (
             Kind.AFTER,
             "model_executor.forward_batch_info.ForwardBatch.init_new",
-            "positions behind the whole history; requests that are scored",
-            dict(handler="forward_batch:complete"),
+            "positions behind the whole history",
+            dict(handler="selection:move_positions"),
+        ),
+        (
+            Kind.READ,
+            "model_executor.forward_batch_info.ForwardBatch.rids",
+            "which requests of a batch are scored",
+            {},
         ),
         (
             Kind.CALL,

@@ -8,16 +8,10 @@ tensor parallelism every worker does so for its own heads.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from sglang_kvq.attention.scoring import KeyScores
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.sglang import runtime
 from sglang_kvq.sglang.types import ForwardBatch
-
-#: On a ForwardBatch that scores: ``KeyScores`` by index in the batch.
-ATTRIBUTE = "_kvq_key_scores"
 
 
 def collect(rid: str, past: int) -> KeyScores:
@@ -42,17 +36,12 @@ def forget(rid: str) -> None:
         current.scores.pop(rid, None)
 
 
-def carry(forward_batch: ForwardBatch, batch: Any) -> None:
-    """Tell the layers which requests of a batch are scored."""
+def wanted(forward_batch: ForwardBatch) -> dict[int, KeyScores]:
+    """The scores of a batch's requests, by index in it; none for most batches.
+
+    Requests are known by their ids, which SGLang's copies of a batch keep; attributes of ours they would not.
+    """
     current = runtime.current()
     if current is None or not current.scores:
-        return
-    found = {i: current.scores[req.rid] for i, req in enumerate(batch.reqs) if req.rid in current.scores}
-    if found:
-        setattr(forward_batch, ATTRIBUTE, found)
-
-
-def wanted(forward_batch: ForwardBatch) -> Mapping[int, KeyScores]:
-    """What ``carry`` left; nothing for most batches."""
-    found: Mapping[int, KeyScores] = getattr(forward_batch, ATTRIBUTE, {})
-    return found
+        return {}
+    return {i: current.scores[rid] for i, rid in enumerate(forward_batch.rids) if rid in current.scores}

@@ -155,7 +155,7 @@ def _insert(tree: PrefixCache, key: Any, locations: torch.Tensor) -> None:
 
 
 def move_positions(result: ForwardBatch, cls: type, batch: Any, *args: Any, **kwargs: Any) -> ForwardBatch:
-    """After ``ForwardBatch.init_new`` (``forward_batch``): tokens stand where they would behind the whole history."""
+    """AFTER ``ForwardBatch.init_new``: tokens stand where they would behind the whole history."""
     if os.environ.get(ENABLED) != "1" or runtime.tiers() is None or batch.forward_mode.is_idle():
         return result
     offsets = [selection.offset if (selection := selection_of(req)) else 0 for req in batch.reqs]

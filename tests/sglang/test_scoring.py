@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 from types import SimpleNamespace
 
 import pytest
 import torch
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
 from sglang_kvq.attention import oracle
 from sglang_kvq.attention.base import LayerRotations
@@ -16,7 +18,7 @@ from sglang_kvq.cache.tiers import TierManager
 from sglang_kvq.config import PAGE_SIZE as P
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.formats.page import PageFormat
-from sglang_kvq.sglang import forward_batch, runtime, scoring, selection
+from sglang_kvq.sglang import runtime, scoring
 from tests.sglang.test_padding import KV_HEADS, PAGES, Q_HEADS, ROWS, D, StrictOps, mode
 
 LAYERS = [SimpleNamespace(head_dim=D, layer_id=n, scaling=D**-0.5, k_scale=None, v_scale=None) for n in (3, 7)]
@@ -36,6 +38,12 @@ def activations(layer: int, row: int, first: int, end: int) -> list[torch.Tensor
     draw = torch.Generator().manual_seed(10 * layer + row)
     parts = (torch.randn(1000, n * D, generator=draw).bfloat16() for n in (Q_HEADS, KV_HEADS, KV_HEADS))
     return [x[first:end] for x in parts]
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch):
+    """``Worker.extend`` says what is scored; afterwards nothing is."""
+    monkeypatch.setattr(runtime, "_current", None)
 
 
 class Worker:
@@ -65,9 +73,9 @@ class Worker:
             extend_prefix_lens_cpu=prefix,
             extend_seq_lens_cpu=list(new.values()),
             out_cache_loc=torch.cat([loc, loc.new_zeros(padding)]),
+            rids=[f"row {row}" for row in new],
         )
-        if scores:
-            setattr(fb, scoring.ATTRIBUTE, {list(new).index(row): found for row, found in scores.items()})
+        runtime._current = SimpleNamespace(scores={f"row {row}": found for row, found in (scores or {}).items()})
         for row, n in new.items():
             self.stored[row] += n
         self.backend.init_forward_metadata_out_graph(fb)
@@ -155,8 +163,8 @@ def test_batches_without_scored_requests_are_as_before(monkeypatch):
     for new in ({ROW: 4 * P, OTHER: 5}, {ROW: LENGTH - 4 * P}, {OTHER: 300}):
         want = plain.extend(new)
         assert torch.equal(scored.extend(new, {ROW: scores} if ROW in new else None), want)
-        assert plain.backend.scoring == []
-    assert scored.backend.scoring == [], "the last batch's are kept"
+        assert plain.backend.scored == []
+    assert scored.backend.scored == [], "the last batch's are kept"
     assert torch.equal(plain.pool.records[1], scored.pool.records[1])
 
 
@@ -165,31 +173,29 @@ def test_batches_without_scored_requests_are_as_before(monkeypatch):
 
 @pytest.fixture
 def current(monkeypatch):
-    found = SimpleNamespace(scores={}, pages=Worker(2).pool, tiers=None)
+    found = SimpleNamespace(scores={}, pages=Worker(2).pool)
     monkeypatch.setattr(runtime, "_current", found)
-    monkeypatch.setattr(selection, "move_positions", lambda result, *args, **kwargs: result)
     return found
 
 
-def batch_of(*rids: str) -> SimpleNamespace:
-    return SimpleNamespace(reqs=[SimpleNamespace(rid=rid) for rid in rids])
+def batch_of(*rids: str) -> ForwardBatch:
+    """As SGLang passes it on: a copy of what it made."""
+    none = torch.empty(0)
+    return dataclasses.replace(ForwardBatch(None, len(rids), none, none, none, none, 0, rids=list(rids)))
 
 
-def test_a_batch_carries_the_scores_of_its_requests(current):
+def test_a_batch_is_asked_for_its_requests(current):
     first, second = scoring.collect("a", 100), scoring.collect("b", 64)
     assert first.values.shape == (len(LAYERS), KV_HEADS, 100)
-    fb = forward_batch.complete(SimpleNamespace(), object, batch_of("x", "b", "a"))
-    assert scoring.wanted(fb) == {1: second, 2: first}
+    assert scoring.wanted(batch_of("x", "b", "a")) == {1: second, 2: first}
+    assert scoring.wanted(batch_of("x", "y")) == {}
     scoring.forget("b")
     scoring.forget("never was")
-    assert scoring.wanted(forward_batch.complete(SimpleNamespace(), object, batch_of("b", "a"))) == {1: first}
+    assert scoring.wanted(batch_of("b", "a")) == {1: first}
 
 
-def test_other_batches_carry_nothing(current):
-    fb = forward_batch.complete(SimpleNamespace(), object, batch_of("x"))
-    assert vars(fb) == {} and not scoring.wanted(fb)
-    scoring.collect("a", 100)
-    assert vars(forward_batch.complete(SimpleNamespace(), object, batch_of("x", "y"))) == {}
+def test_without_scored_requests_nothing_is_looked_at(current):
+    assert scoring.wanted(None) == {}
 
 
 def test_a_request_is_scored_once_at_a_time(current):
@@ -203,4 +209,4 @@ def test_a_request_is_scored_once_at_a_time(current):
 def test_without_a_cache_nothing_happens(monkeypatch):
     monkeypatch.setattr(runtime, "_current", None)
     scoring.forget("a")
-    assert vars(forward_batch.complete(SimpleNamespace(), object, batch_of("x"))) == {}
+    assert scoring.wanted(None) == {}
