@@ -25,6 +25,7 @@ from benchmarks.kernel_bench.extend import extend_rows, short_rows, sweep_extend
 from benchmarks.kernel_bench.heads import sweep_heads
 from benchmarks.kernel_bench.planes import decode_planes_rows, extend_planes_rows, quantize_planes_rows
 from benchmarks.kernel_bench.rows import show
+from benchmarks.kernel_bench.scores import score_rows, sweep_scores
 from benchmarks.kernel_bench.shapes import KV_HEADS, Q_HEADS, D
 from benchmarks.kernel_bench.timer import Timer, copy_bandwidth
 from sglang_kvq.attention import ragged
@@ -46,6 +47,10 @@ def main() -> None:
     parser.add_argument(
         "--sweep-extend", action="store_true", help="only compare ways to launch the kernel for short extends"
     )
+    parser.add_argument("--scores", action="store_true", help="only scores of past keys")
+    parser.add_argument(
+        "--sweep-scores", action="store_true", help="only compare ways to launch the kernels for scores"
+    )
     args = parser.parse_args()
     torch.manual_seed(0)
     timer = Timer(args.repeats)
@@ -63,8 +68,11 @@ def main() -> None:
     if args.sweep_extend:
         sweep_extend(timer)
         return
+    if args.sweep_scores:
+        sweep_scores(timer)
+        return
     extends = []
-    if not (args.decode or args.planes):
+    if not (args.decode or args.planes or args.scores):
         prefill, used = ragged.load(Q_HEADS, KV_HEADS, D, torch.device("cuda"), ragged.workspace_tokens(KV_HEADS, D))
         print(f"long prefill chunks: {used}", flush=True)
         # Short ones first: the others send every chunk to FlashInfer from then on.
@@ -79,11 +87,14 @@ def main() -> None:
         decode_planes_rows(timer, bandwidth, not args.alone),
     ]
     parts = [decode_rows(timer, bandwidth), quantize_rows(timer, bandwidth), step_rows(timer), *planes]
+    scores = [score_rows(timer)]
     print(
         f"{'kernel':19} {'shape':>12} {'ours us':>9} {'BF16 us':>9} {'ratio':>7} {'to FP8*':>7} {'bandw.':>6}   error"
     )
     print("* of short extends: to the prefix dequantized first")
-    for part in planes if args.planes else extends if args.extend else [*parts, *extends]:
+    for part in (
+        scores if args.scores else planes if args.planes else extends if args.extend else [*parts, *extends, *scores]
+    ):
         rows = []
         for row in part:
             rows.append(row)

@@ -39,7 +39,7 @@ FIELDS = field_count(PageRead)
 
 def gather_pages(
     k: torch.Tensor,
-    v: torch.Tensor,
+    v: torch.Tensor | None,
     rows: torch.Tensor,
     plan: torch.Tensor,
     record: Record | PlaneRecord,
@@ -48,21 +48,25 @@ def gather_pages(
     """Fill k, v BF16 ``[tokens, kv_heads, D]`` (contiguous) with pages of a batch.
 
     plan: int32 ``[n, 4]``, a ``PageRead`` each; rows: int64 ``[batch]``; record, stored: of one layer. A page without
-    an overlay outside the history reads slot 0.
+    an overlay outside the history reads slot 0. v: None for keys alone.
     """
     kv_heads, d = k.shape[1:]
     fast = is_two_bit(record, d)
     _gather[(kv_heads, len(plan))](
-        k, v, rows, plan, stored,
+        k, k if v is None else v, rows, plan, stored,
         RECORD=record,
         SHAPE=shape_of(kv_heads, d),
         FAST=fast,
+        VALUES=v is not None,
         num_warps=warps_for(d) if fast or isinstance(record, PlaneRecord) else 4,
     )  # fmt: skip
 
 
 @triton.jit
-def _gather(k, v, rows, plan, stored, RECORD: tl.constexpr, SHAPE: tl.constexpr, FAST: tl.constexpr):
+def _gather(
+    k, v, rows, plan, stored,
+    RECORD: tl.constexpr, SHAPE: tl.constexpr, FAST: tl.constexpr, VALUES: tl.constexpr,
+):  # fmt: skip
     """Program (h, n): page n of the plan, KV head h, from its record or its overlay."""
     D: tl.constexpr = SHAPE.D
     head, kv_heads = tl.program_id(0), tl.num_programs(0)
@@ -77,40 +81,42 @@ def _gather(k, v, rows, plan, stored, RECORD: tl.constexpr, SHAPE: tl.constexpr,
     if (start >= tl.load(stored.row_sink_end + row)) & (start < tl.load(stored.row_history_end + row)):
         record = stored.records + (page * kv_heads + head) * RECORD.bytes
         if is_planes(RECORD):
-            from_planes(k, v, read.count, kv_heads, record, RECORD, SHAPE)
+            from_planes(k, v, read.count, kv_heads, record, RECORD, SHAPE, VALUES)
         elif FAST:
-            from_two_bits(k, v, read.count, kv_heads, record, RECORD, SHAPE)
+            from_two_bits(k, v, read.count, kv_heads, record, RECORD, SHAPE, VALUES)
         else:
-            _from_record(k, v, read.count, token_stride, record, RECORD, SHAPE)
+            _from_record(k, v, read.count, token_stride, record, RECORD, SHAPE, VALUES)
     else:
         slot = tl.maximum(tl.load(stored.page_slot + page), 0).to(tl.int64)
         overlay = stored.overlays + (slot * 2 * kv_heads + head) * (PAGE * D)
         _copy(k, read.count, token_stride, overlay, SHAPE)
-        _copy(v, read.count, token_stride, overlay + kv_heads * (PAGE * D), SHAPE)
+        if VALUES:
+            _copy(v, read.count, token_stride, overlay + kv_heads * (PAGE * D), SHAPE)
 
 
 @triton.jit
-def _from_record(k, v, count, token_stride, record, RECORD: tl.constexpr, SHAPE: tl.constexpr):
+def _from_record(k, v, count, token_stride, record, RECORD: tl.constexpr, SHAPE: tl.constexpr, VALUES: tl.constexpr):
     """Dequantize one record to the first ``count`` of PAGE rows of k and v, ``token_stride`` apart."""
-    KEYS: tl.constexpr = RECORD.k
-    VALUES: tl.constexpr = RECORD.v
+    K_CODES: tl.constexpr = RECORD.k
+    V_CODES: tl.constexpr = RECORD.v
     D: tl.constexpr = SHAPE.D
     D4: tl.constexpr = SHAPE.D4
     QUARTER: tl.constexpr = PAGE // 4
 
     token, j = tl.arange(0, PAGE)[:, None], tl.arange(0, SHAPE.JP)[None, :]
-    low, high = packed(record, key_row(token), j, PAGE, D4, j < D4, KEYS)  # [PAGE, JP]
+    low, high = packed(record, key_row(token), j, PAGE, D4, j < D4, K_CODES)  # [PAGE, JP]
     for plane in tl.static_range(4):
         dim_k = plane * D4 + j
-        x = dequantize(low, high, plane, record, key_scale(token, dim_k, D, KEYS), dim_k, j < D4, KEYS)
+        x = dequantize(low, high, plane, record, key_scale(token, dim_k, D, K_CODES), dim_k, j < D4, K_CODES)
         tl.store(k + token * token_stride + dim_k, x, mask=(j < D4) & (token < count))
 
-    dim, i = tl.arange(0, SHAPE.DP)[:, None], tl.arange(0, QUARTER)[None, :]
-    low, high = packed(record, dim, i, D, QUARTER, dim < D, VALUES)  # [DP, QUARTER]
-    for plane in tl.static_range(4):
-        token_v = plane * QUARTER + i
-        y = dequantize(low, high, plane, record, dim // VALUES.group * PAGE + token_v, dim, dim < D, VALUES)
-        tl.store(v + token_v * token_stride + dim, y, mask=(dim < D) & (token_v < count))
+    if VALUES:
+        dim, i = tl.arange(0, SHAPE.DP)[:, None], tl.arange(0, QUARTER)[None, :]
+        low, high = packed(record, dim, i, D, QUARTER, dim < D, V_CODES)  # [DP, QUARTER]
+        for plane in tl.static_range(4):
+            token_v = plane * QUARTER + i
+            y = dequantize(low, high, plane, record, dim // V_CODES.group * PAGE + token_v, dim, dim < D, V_CODES)
+            tl.store(v + token_v * token_stride + dim, y, mask=(dim < D) & (token_v < count))
 
 
 @triton.jit

@@ -33,17 +33,18 @@ _PLAIN = tl.constexpr(INTERPRETED)
 
 
 @triton.jit
-def from_planes(k, v, count, kv_heads, record, RECORD: tl.constexpr, SHAPE: tl.constexpr):
+def from_planes(k, v, count, kv_heads, record, RECORD: tl.constexpr, SHAPE: tl.constexpr, VALUES: tl.constexpr):
     """Dequantize one record to the first ``count`` of PAGE rows of k and v, with ``gather_two_bits.warps_for`` warps.
 
-    k, v: BF16 ``[PAGE, kv_heads, D]``, at this head. Keys first, then values.
+    k, v: BF16 ``[PAGE, kv_heads, D]``, at this head. Keys first, then values, if VALUES.
     """
-    KEYS: tl.constexpr = RECORD.k
-    VALUES: tl.constexpr = RECORD.v
+    K_CODES: tl.constexpr = RECORD.k
+    V_CODES: tl.constexpr = RECORD.v
     row_words = kv_heads * (SHAPE.D // 2)
     words = record.to(tl.pointer_type(tl.int32))
-    _keys(k.to(tl.pointer_type(tl.int32)), count, row_words, record, words, KEYS, SHAPE)
-    _values(v.to(tl.pointer_type(tl.int32)), count, row_words, words, VALUES, SHAPE)
+    _keys(k.to(tl.pointer_type(tl.int32)), count, row_words, record, words, K_CODES, SHAPE)
+    if VALUES:
+        _values(v.to(tl.pointer_type(tl.int32)), count, row_words, words, V_CODES, SHAPE)
 
 
 @triton.jit

@@ -24,11 +24,18 @@ def warps_for(head_dim: int) -> int:
 
 
 @triton.jit
-def from_two_bits(k, v, count, kv_heads, record, RECORD: tl.constexpr, SHAPE: tl.constexpr):
+def from_two_bits(k, v, count, kv_heads, record, RECORD: tl.constexpr, SHAPE: tl.constexpr, VALUES: tl.constexpr):
     """Dequantize one record of ``decode.is_two_bit`` to the first ``count`` of PAGE rows of k and v.
 
-    k, v: BF16 ``[PAGE, kv_heads, D]``, at this head. Keys first, then values.
+    k, v: BF16 ``[PAGE, kv_heads, D]``, at this head. Keys first, then values, if VALUES.
     """
+    _keys_of(k, count, kv_heads, record, RECORD, SHAPE)
+    if VALUES:
+        _values_of(v, count, kv_heads, record, RECORD, SHAPE)
+
+
+@triton.jit
+def _keys_of(k, count, kv_heads, record, RECORD: tl.constexpr, SHAPE: tl.constexpr):
     D: tl.constexpr = SHAPE.D
     DP: tl.constexpr = SHAPE.DP
     D4: tl.constexpr = SHAPE.D4
@@ -37,8 +44,6 @@ def from_two_bits(k, v, count, kv_heads, record, RECORD: tl.constexpr, SHAPE: tl
     EIGHTS: tl.constexpr = D4 // 8
     VECTOR: tl.constexpr = PAGE // 2  # words of a group's scales, or offsets: two tokens each
     K_OFFSETS: tl.constexpr = words_between(RECORD.k.scale, RECORD.k.offset)
-    V_SCALES: tl.constexpr = words_between(RECORD.k.scale, RECORD.v.scale)
-    V_OFFSETS: tl.constexpr = words_between(RECORD.v.scale, RECORD.v.offset)
     row_words = kv_heads * (D // 2)
     words = record.to(tl.pointer_type(tl.int32))
     scales = words + RECORD.k.scale // 4
@@ -65,6 +70,17 @@ def from_two_bits(k, v, count, kv_heads, record, RECORD: tl.constexpr, SHAPE: tl
             x = _expand(a, b, lo2, hi2, plane)
         tl.store(out + plane * (D4 // 2), x, mask=wanted)
 
+
+@triton.jit
+def _values_of(v, count, kv_heads, record, RECORD: tl.constexpr, SHAPE: tl.constexpr):
+    D: tl.constexpr = SHAPE.D
+    DP: tl.constexpr = SHAPE.DP
+    GROUP: tl.constexpr = RECORD.v.group
+    VECTOR: tl.constexpr = PAGE // 2  # as above
+    V_OFFSETS: tl.constexpr = words_between(RECORD.v.scale, RECORD.v.offset)
+    row_words = kv_heads * (D // 2)
+    words = record.to(tl.pointer_type(tl.int32))
+
     x = tl.arange(0, DP // 2)
     g, c = x // 4, x % 4  # eight dims; four tokens of each plane
     inside = g < D // 8
@@ -77,7 +93,7 @@ def from_two_bits(k, v, count, kv_heads, record, RECORD: tl.constexpr, SHAPE: tl
         tl.load(codes + 16, mask=inside, other=0), tl.load(codes + 20, mask=inside, other=0),
         tl.load(codes + 24, mask=inside, other=0), tl.load(codes + 28, mask=inside, other=0),
     )  # fmt: skip
-    first = scales + V_SCALES + tl.where(inside, 8 * g // GROUP * VECTOR, 0) + 2 * c
+    first = words + RECORD.v.scale // 4 + tl.where(inside, 8 * g // GROUP * VECTOR, 0) + 2 * c
     out = (v.to(tl.pointer_type(tl.int32)) + c * 4 * row_words + 4 * g)[:, None] + tl.arange(0, 4)[None, :]
     for plane in tl.static_range(4):
         at = first + plane * (PAGE // 8)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from sglang_kvq.attention.drafts import DraftBatch
+from sglang_kvq.attention.scoring import ScoringPart
 from sglang_kvq.cache.pool import PagePool
 
 
@@ -203,4 +204,14 @@ class AttentionOps(ABC):
 
         q BF16 ``[T, q_heads, D]``, k and v BF16 ``[T, kv_heads, D]``: the batch's activations, which
         need not be stored yet. Returns BF16 ``[T, q_heads, D]``. sinks: as of ``decode``.
+        """
+
+    @abstractmethod
+    def score_keys(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, batch: ExtendBatch, part: ScoringPart, scale: float
+    ) -> None:
+        """Raise ``part.values[layer]`` to ``key_scores.key_scores`` of a request's past keys, where that is higher.
+
+        q, k: as of ``extend``, of the whole batch, before its tokens are stored. Past keys are read as ``extend`` reads
+        them: the new ones as they are, the stored ones from overlays and, rounded to BF16, from records.
         """

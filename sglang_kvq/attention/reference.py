@@ -6,6 +6,8 @@ import torch
 
 from sglang_kvq.attention.base import AttentionOps, ExtendBatch
 from sglang_kvq.attention.drafts import DraftBatch, mask_of
+from sglang_kvq.attention.key_scores import key_scores
+from sglang_kvq.attention.scoring import ScoringPart
 from sglang_kvq.config import PAGE_SIZE
 
 
@@ -100,6 +102,14 @@ class ReferenceOps(AttentionOps):
             out[span] = _attend(q[span], keys, values, scale, sinks)
             start += new
         return out
+
+    def score_keys(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, batch: ExtendBatch, part: ScoringPart, scale: float
+    ) -> None:
+        stored, _ = self._stored(layer, int(batch.rows[part.request]), part.stored)
+        past = torch.cat([stored.transpose(0, 1), part.new_past(k)])
+        values = part.values[layer]
+        torch.maximum(values, key_scores(part.scoring(q), past, scale), out=values)
 
     def _stored(self, layer: int, row: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The row's first ``length`` keys and values as BF16 ``[kv_heads, length, D]`` each."""

@@ -10,7 +10,9 @@ from sglang_kvq.attention.base import AttentionOps, ExtendBatch, LayerRotations
 from sglang_kvq.attention.drafts import DraftBatch
 from sglang_kvq.attention.extend_costs import Geometry
 from sglang_kvq.attention.extend_plan import Slab, plan_slabs
+from sglang_kvq.attention.paged_scores import PlannedScores
 from sglang_kvq.attention.ragged import PlannedCall, RaggedPrefill, workspace_tokens
+from sglang_kvq.attention.scoring import ScoringPart
 from sglang_kvq.attention.short_extend import AS_MEASURED, PlannedExtend, ShortExtends, plan_short
 from sglang_kvq.attention.step_order import StepOrder
 from sglang_kvq.attention.step_plan import StepPlan, StepPlans
@@ -40,6 +42,7 @@ class BatchPlans:
     Attributes:
         is_short: whether pages are read directly, for layers of cheap records (``extend.is_cheap``) and for others.
         short, calls, slabs: the plan of either way: pages read directly; FlashInfer's calls; our own kernel's slabs.
+        scores: by request, where its past keys are scored.
     """
 
     batch: ExtendBatch
@@ -47,6 +50,7 @@ class BatchPlans:
     short: PlannedExtend | None = None
     calls: list[PlannedCall] | None = None
     slabs: list[Slab] | None = None
+    scores: dict[int, PlannedScores] = field(default_factory=dict)
 
 
 class TritonOps(AttentionOps):
@@ -215,14 +219,17 @@ class TritonOps(AttentionOps):
         scale: float,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        if self._extend_plans is None or self._extend_plans.batch is not batch:
-            self._extend_plans = BatchPlans(batch)
-        plans = self._extend_plans
+        plans = self._plans_of(batch)
         if self.short is not None and self._is_short(layer, plans, self.short):
             return self._extend_short(layer, q, k, v, plans, self.short, scale, sinks)
         if self.prefill is not None and self.prefill.suits(batch.new_lens):
             return self._extend_flashinfer(layer, q, k, v, plans, self.prefill, scale, sinks)
         return self._extend_slabs(layer, q, k, v, plans, scale, sinks)
+
+    def _plans_of(self, batch: ExtendBatch) -> BatchPlans:
+        if self._extend_plans is None or self._extend_plans.batch is not batch:
+            self._extend_plans = BatchPlans(batch)
+        return self._extend_plans
 
     def _is_short(self, layer: int, plans: BatchPlans, short: ShortExtends) -> bool:
         """Whether the kernel that reads stored pages directly serves this layer."""
@@ -313,6 +320,19 @@ class TritonOps(AttentionOps):
             ends = {"first": i == 0, "last": slab is slabs[-1]}
             flash_attention(out, state, q, (k, v), stored, slab.tiles, scale, rows=rows, sinks=sinks, **ends)
         return out
+
+    def score_keys(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, batch: ExtendBatch, part: ScoringPart, scale: float
+    ) -> None:
+        plans = self._plans_of(batch).scores
+        planned = plans.get(part.request)
+        if planned is None or planned.part is not part:
+            planned = plans[part.request] = PlannedScores.of(part, self.slab_pages, self.pool.device)
+
+        def gather(keys: torch.Tensor, pages: torch.Tensor) -> None:
+            gather_pages(keys, None, batch.rows, pages, *self._stored(layer))
+
+        planned.run(part.values[layer], q, k, scale, self._sms, gather)
 
     def _stored(self, layer: int) -> tuple[Record | PlaneRecord, Stored]:
         """What kernels that read stored pages take."""

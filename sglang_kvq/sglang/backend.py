@@ -11,10 +11,12 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
 from sglang_kvq.attention.base import AttentionOps, ExtendBatch
 from sglang_kvq.attention.drafts import DraftBatch
+from sglang_kvq.attention.scoring import ScoringPart, plan_scoring
 from sglang_kvq.cache.split import split_new_tokens
 from sglang_kvq.cache.tiers import TierManager
 from sglang_kvq.cache.transfer import to_device
 from sglang_kvq.config import PAGE_SIZE
+from sglang_kvq.sglang import scoring
 from sglang_kvq.sglang.drafts import SeenBuffers, draft_count
 from sglang_kvq.sglang.layers import learned_sinks, own_keys_and_values
 from sglang_kvq.sglang.types import AttentionLayer, ForwardBatch, ReqToTokenPool
@@ -35,6 +37,7 @@ class KVQuantBackend(AttentionBackend):
     batch: ExtendBatch
     overlay_loc: torch.Tensor
     direct_pages: torch.Tensor
+    scored: list[ScoringPart]
     #: Of the drafts under verification; set in their first layer.
     drafts: DraftBatch
 
@@ -85,6 +88,7 @@ class KVQuantBackend(AttentionBackend):
         self.batch = ExtendBatch(fb.req_pool_indices.long(), prefix, new, loc, overlay, direct)
         self.overlay_loc = loc[overlay]
         self.direct_pages = loc[direct] // PAGE_SIZE
+        self.scored = plan_scoring(prefix, new, scoring.wanted(fb))
         self.tiers.plan_extend(self.batch.rows, prefix_lens, seq_lens, max(prefix, default=0), self.direct_pages)
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
@@ -149,6 +153,8 @@ class KVQuantBackend(AttentionBackend):
         tokens = len(batch.loc)  # what SGLang padded attends to nothing
         o = torch.zeros_like(q)
         o[:tokens] = self.ops.extend(index, q[:tokens], k[:tokens], v[:tokens], batch, layer.scaling, sinks)
+        for part in self.scored:
+            self.ops.score_keys(index, q, k, batch, part, layer.scaling)
         self.ops.store_tokens(index, self.overlay_loc, k[batch.overlay_tokens], v[batch.overlay_tokens])
         self.ops.quantize_tokens(index, batch.direct_tokens, self.direct_pages, k, v)
         return self.ops.rotate_output(index, o).flatten(1)

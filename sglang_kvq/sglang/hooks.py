@@ -494,6 +494,12 @@ TABLE: tuple[Hook, ...] = (
             dict(handler="selection:move_positions"),
         ),
         (
+            Kind.READ,
+            "model_executor.forward_batch_info.ForwardBatch.rids",
+            "which requests of a batch are scored",
+            {},
+        ),
+        (
             Kind.CALL,
             "mem_cache.base_prefix_cache.InsertParams",
             "copies of pages enter the tree",

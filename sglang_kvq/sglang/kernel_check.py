@@ -19,8 +19,9 @@ from typing import Any
 
 import torch
 
-from sglang_kvq.attention.base import ExtendBatch, LayerRotations
+from sglang_kvq.attention.base import AttentionOps, ExtendBatch, LayerRotations
 from sglang_kvq.attention.reference import ReferenceOps
+from sglang_kvq.attention.scoring import KeyScores, plan_scoring
 from sglang_kvq.cache.pool import PagePool
 from sglang_kvq.cache.split import split_new_tokens
 from sglang_kvq.cache.tiers import TierManager
@@ -175,9 +176,11 @@ class _Request:
             tiers.pending.free_rows([2])
             tiers.plan_extend(batch.rows, self._int64(prefix), self._int64(prefix + new), prefix, direct_pages)
         for layer, format in enumerate(self.formats):
-            given, outputs = self._activations(new), []
+            given, outputs, scores = self._activations(new), [], []
             for ops in (self.reference, self.ops, self.direct):
                 q, k, v = ops.rotate(layer, *given)
+                if prefix:
+                    scores.append(self._scores(ops, layer, q, k, batch))
                 outputs.append(
                     ops.rotate_output(layer, ops.extend(layer, q, k, v, batch, SCALE, self._sinks_of(layer)))
                 )
@@ -186,6 +189,17 @@ class _Request:
                     ops.quantize_tokens(layer, direct, direct_pages, k, v)
             for name, output in zip(("prefill", "prefill without a workspace"), outputs[1:]):
                 _compare(name, format, output, outputs[0])
+            if prefix:
+                _compare("scoring keys", format, scores[1], scores[0])
+
+    def _scores(
+        self, ops: AttentionOps, layer: int, q: torch.Tensor, k: torch.Tensor, batch: ExtendBatch
+    ) -> torch.Tensor:
+        """Of all tokens but the batch's last page."""
+        scores = KeyScores(len(self.formats), KV_HEADS, batch.prefix_lens[0] + len(q) - PAGE_SIZE, self.device)
+        for part in plan_scoring(batch.prefix_lens, batch.new_lens, {0: scores}):
+            ops.score_keys(layer, q, k, batch, part, SCALE)
+        return scores.values[layer]
 
     def decode(self, length: int) -> None:
         """One token through every layer; it makes the request that long."""

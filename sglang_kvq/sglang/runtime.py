@@ -6,6 +6,7 @@ import logging
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from sglang_kvq.attention.scoring import KeyScores
 from sglang_kvq.cache.layout import KVGeometry, MemoryLayout
 from sglang_kvq.cache.pool import PagePool
 from sglang_kvq.cache.tiers import TierManager
@@ -81,6 +82,7 @@ class Runtime:
         windows: None where every layer sees all tokens.
         metrics: None until SGLang reports its own for the first time.
         checked: the step of ``tiers`` at which the cache was last looked at while idle.
+        scores: of the requests whose past is scored, by id (``scoring``).
     """
 
     config: KVQuantConfig
@@ -95,6 +97,7 @@ class Runtime:
     status: dict[str, Any] = field(default_factory=dict)
     metrics: Reporter | None = None
     checked: int = -1
+    scores: dict[str, KeyScores] = field(default_factory=dict)
 
 
 _current: Runtime | None = None

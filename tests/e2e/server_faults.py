@@ -6,6 +6,8 @@ Names in the variable ``KVQ_TEST_FAULTS``, separated by commas, say what it does
 - ``lost_page``: the allocator forgets one page that comes back.
 - ``lost_overlay``: the tiers are not told of one page that comes back.
 - ``page_given_twice``: the allocator hands a page out again that a request or the tree still holds.
+- ``scored_requests``: of requests ``scored-PAST-LENGTH`` the first tokens are scored; once all of one has run, its
+  scores are written to ``scored-PAST-LENGTH.pt`` in the folder ``KVQ_TEST_SCORES``, before the next prefill.
 """
 
 from __future__ import annotations
@@ -109,6 +111,31 @@ def page_given_twice() -> None:
         return out
 
     _around_alloc_extend(alloc_extend)
+
+
+def scored_requests() -> None:
+    from pathlib import Path
+
+    from sglang_kvq.sglang import runtime, scoring
+
+    wanted, lengths = scoring.wanted, {}
+
+    def collect_and_write(forward_batch):
+        for rid, length in list(lengths.items()):
+            scores = runtime.current().scores[rid]
+            if scores.seen >= length:
+                file = Path(os.environ["KVQ_TEST_SCORES"], f"{rid}.pt")
+                torch.save(scores.result(length).clone(), file.with_suffix(".part"))
+                file.with_suffix(".part").rename(file)
+                scoring.forget(rid)
+                del lengths[rid]
+        for rid in forward_batch.rids:
+            if rid.startswith("scored-") and rid not in lengths:
+                past, lengths[rid] = map(int, rid.split("-")[1:])
+                scoring.collect(rid, past)
+        return wanted(forward_batch)
+
+    scoring.wanted = collect_and_write
 
 
 def _is_long(out: torch.Tensor | None) -> bool:

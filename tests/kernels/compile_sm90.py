@@ -28,6 +28,7 @@ from triton.compiler import ASTSource
 from sglang_kvq.attention import triton_ops
 from sglang_kvq.attention.base import LayerRotations
 from sglang_kvq.attention.drafts import DraftBatch, chain
+from sglang_kvq.attention.scoring import KeyScores, plan_scoring
 from sglang_kvq.attention.short_extend import ShortExtends
 from sglang_kvq.attention.triton_ops import TritonOps
 from sglang_kvq.cache.triton_tiers import TritonTierManager
@@ -165,11 +166,14 @@ def verify(ops, q, scene, count: int = 3) -> None:
 
 
 def extend_both_ways(ops, q, k, v, scene, sinks=None) -> None:
-    """Prefix dequantized first; pages read as they are."""
+    """Prefix dequantized first; pages read as they are; then scores of keys."""
     lens = [(128, 100), (64, 30)]
     for short in (None, ANY):
         ops.short = short
         ops.extend(0, q, k, v, make_batch(scene.rows, lens), scene.scale, sinks)
+    batch, scores = make_batch(scene.rows, lens), KeyScores(1, k.shape[1], 150, "cpu")
+    (part,) = plan_scoring(batch.prefix_lens, batch.new_lens, {0: scores})
+    ops.score_keys(0, q, k, batch, part, scene.scale)
 
 
 def compile_sinks() -> None:
