@@ -85,4 +85,5 @@ def _take(part: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     """Tokens ``[kv_heads, m PAGE_SIZE]`` of a part ``[n, kv_heads, PAGE_SIZE, x]``, as pages."""
     rows = part.transpose(0, 1).flatten(1, 2)  # [kv_heads, n PAGE_SIZE, x]
     taken = rows.gather(1, tokens[..., None].expand(-1, -1, rows.shape[-1]))
-    return taken.unflatten(1, (-1, PAGE_SIZE)).transpose(0, 1)
+    pages: torch.Tensor = taken.unflatten(1, (-1, PAGE_SIZE)).transpose(0, 1)
+    return pages

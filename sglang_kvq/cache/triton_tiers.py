@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import torch
 
+from sglang_kvq.cache.fold import check_fold
 from sglang_kvq.cache.pool import PagePool
 from sglang_kvq.cache.tiers import SINK_BONUS, QuantizeSlots, TierManager
+from sglang_kvq.kernels.codes import record_of
 from sglang_kvq.kernels.events import apply_events
+from sglang_kvq.kernels.fold import fold_pages
 from sglang_kvq.kernels.overlays import give_overlays
 from sglang_kvq.kernels.ranges import set_ranges
 from sglang_kvq.kernels.tiers import TierTables
@@ -85,6 +88,12 @@ class TritonTierManager(TierManager):
         while self.pending:
             if packed := self.pending.pack(self.pool.device):
                 apply_events(self.tables, *packed)
-            if copy := self.pending.take_copy(self.pool.device):  # rare: in torch, on the same tables
-                self._apply_copy(*copy)
+            if fill := self.pending.take_fill(self.pool.device):  # rare: in torch, on the same tables
+                self._apply_fill(fill)
         self._place_copies()
+
+    def _move_tokens(self, source: torch.Tensor, target: torch.Tensor, tokens: torch.Tensor) -> None:
+        check_fold(self.pool, source, target, tokens)
+        for store in self.pool.stores:
+            record, head_dim = record_of(store.format), self.pool.head_dim
+            fold_pages(store.records, record, store.layer_ids, source, target, tokens, head_dim)

@@ -59,10 +59,10 @@ def test_a_copy_waits_for_what_came_before_it():
     pending.free_pages(ids(1))
     pending.copy_pages(ids(2, 3), ids(12, 13), ids(0))
     pending.free_pages(ids(2))
-    assert pending.take_copy(CPU) is None
+    assert pending.take_fill(CPU) is None
     spans, pages, _ = pending.pack(CPU)
     assert spans.tolist() == [FREE, 0, 1] and pages.tolist() == [1]
-    copy = pending.take_copy(CPU)
+    copy = pending.take_fill(CPU)
     assert [x.tolist() for x in copy] == [[2, 3], [12, 13], [0]]
     spans, pages, _ = pending.pack(CPU)
     assert spans.tolist() == [FREE, 0, 1] and pages.tolist() == [2] and not pending
