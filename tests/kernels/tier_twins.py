@@ -55,18 +55,19 @@ class TwinTierManager(TierManager):
             got.extend(pairs(*batch))
             quantize_slots(*(x.cpu() for x in batch))
             pages = batch[1][: int(batch[2])]
-            for own, there in zip(self.kernels.pool.stores, pool.stores):
+            for own, there in zip(stores, pool.stores):
                 own.records[:, pages] = there.records[:, pages.cpu()].to(DEVICE)
+            self.quantized += len(pages)
 
+        self.plans = self.quantized = self.filled = 0
         super().__init__(pool, sink_pages, recent_pages, lambda *batch: wanted.extend(pairs(*batch)))
         names = ("overlays", "req_to_token", "row_pages", "page_slot", "row_sink_end", "row_history_end")
         own = {name: getattr(pool, name).to(DEVICE, copy=True) for name in names}
-        own["stores"] = tuple(
+        stores = tuple(
             replace(x, layer_ids=x.layer_ids.to(DEVICE), records=x.records.to(DEVICE, copy=True)) for x in pool.stores
         )
-        self.kernels = TritonTierManager(replace(pool, **own), sink_pages, recent_pages, quantize)
+        self.kernels = TritonTierManager(replace(pool, stores=stores, **own), sink_pages, recent_pages, quantize)
         self.wanted, self.got = wanted, got
-        self.plans = self.quantized = self.filled = 0
 
     def reset(self) -> None:
         super().reset()
@@ -99,4 +100,3 @@ class TwinTierManager(TierManager):
         assert_same(self.kernels, self)
         assert sorted(self.got) == sorted(self.wanted)
         self.plans += 1
-        self.quantized += len(self.got)
