@@ -45,8 +45,10 @@ def check_fold(pool: PagePool, source_pages: torch.Tensor, target_pages: torch.T
     """Whether these can be ``fold_pages``' arguments, as far as the host can tell.
 
     Raises:
-        KVQuantError: names the shape or dtype that does not fit.
+        KVQuantError: names the shape or dtype that does not fit, or the records whose tokens are not their own.
     """
+    for store in pool.stores:
+        store.format.check_per_token()
     ids = {"source_pages": source_pages, "target_pages": target_pages}
     for name, pages in ids.items():
         if pages.dim() != 1 or not pages.numel() or pages.dtype != torch.int64:

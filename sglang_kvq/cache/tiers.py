@@ -237,6 +237,12 @@ class TierManager:
         self._move_tokens(source, target, torch.where(inside, tokens, 0))
         self._filled(target, sinks, slots[sinks])
 
+    def prepare_folds(self) -> None:
+        """Have whatever folds need compiled, so that no request waits for it. Changes nothing."""
+        pool = self.pool
+        page, tokens = (torch.arange(n, device=pool.device) for n in (1, P))  # page 0 to itself
+        self._move_tokens(page, page, tokens.expand(pool.layers, pool.kv_heads, P).contiguous())
+
     def _move_tokens(self, source: torch.Tensor, target: torch.Tensor, tokens: torch.Tensor) -> None:
         fold_pages(self.pool, source, target, tokens)
 

@@ -93,7 +93,13 @@ class TritonTierManager(TierManager):
         self._place_copies()
 
     def _move_tokens(self, source: torch.Tensor, target: torch.Tensor, tokens: torch.Tensor) -> None:
-        check_fold(self.pool, source, target, tokens)
-        for store in self.pool.stores:
-            record, head_dim = record_of(store.format), self.pool.head_dim
-            fold_pages(store.records, record, store.layer_ids, source, target, tokens, head_dim)
+        move_tokens(self.pool, source, target, tokens)
+
+
+def move_tokens(pool: PagePool, source_pages: torch.Tensor, target_pages: torch.Tensor, tokens: torch.Tensor) -> None:
+    """``cache.fold.fold_pages`` by a kernel: one launch for each kind of records."""
+    check_fold(pool, source_pages, target_pages, tokens)
+    tokens = tokens.contiguous()
+    for store in pool.stores:
+        record = record_of(store.format)
+        fold_pages(store.records, record, store.layer_ids, source_pages, target_pages, tokens, pool.head_dim)

@@ -198,7 +198,7 @@ class PageFormat:
         Raises:
             KVQuantError: tokens share something stored (``per_token``).
         """
-        self._need_own_tokens()
+        self.check_per_token()
         at = self.parts
         k = unpack_codes(records[..., at.k_low : at.v_low], PAGE_SIZE, self.head_dim, self.k.bits)
         v = unpack_codes(records[..., at.v_low : at.k_scale], self.head_dim, PAGE_SIZE, self.v.bits)
@@ -207,12 +207,16 @@ class PageFormat:
 
     def join_tokens(self, parts: tuple[torch.Tensor, ...]) -> torch.Tensor:
         """Records ``[..., record_bytes]`` of tokens that ``split_tokens`` gave, in any order and of any pages."""
-        self._need_own_tokens()
+        self.check_per_token()
         k, v, rest = parts
         codes = [pack_codes(k[..., KEY_TOKENS, :], self.k.bits), pack_codes(v.transpose(-1, -2), self.v.bits)]
         return torch.cat([*codes, rest.unflatten(-1, (-1, 2)).transpose(-2, -3).flatten(-3)], dim=-1)
 
-    def _need_own_tokens(self) -> None:
+    def check_per_token(self) -> None:
+        """
+        Raises:
+            KVQuantError: not ``per_token``.
+        """
         if not self.per_token:
             raise KVQuantError(
                 f"keys in {self.k.describe()}, values in {self.v.describe()}: tokens of a page share what is stored of "

@@ -277,6 +277,9 @@ class PlaneFormat:
     #: Whether all that is stored of a token is its own, as ``PageFormat.per_token``.
     per_token = True
 
+    def check_per_token(self) -> None:
+        """Nothing to object to."""
+
     def split_tokens(self, records: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """What records ``[..., record_bytes]`` hold of each token: parts uint8 ``[..., PAGE_SIZE, n]``.
 

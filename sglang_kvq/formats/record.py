@@ -62,6 +62,12 @@ class RecordFormat(Protocol):
     def dequantize_pages(self, records: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Records ``[..., record_bytes]`` to keys and values, float32 ``[..., PAGE_SIZE, D]`` each."""
 
+    def check_per_token(self) -> None:
+        """
+        Raises:
+            KVQuantError: not ``per_token``.
+        """
+
     def split_tokens(self, records: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Of records ``[..., record_bytes]``, what each token has: parts uint8 ``[..., PAGE_SIZE, n]``.
 

@@ -39,7 +39,7 @@ _ENTERS = "is_insert" if _OLD else "checkpoint"
 
 
 def serve(chosen: ChosenTokens) -> None:
-    """From now on requests may end as folds; called once, when this worker starts.
+    """From now on requests may end as folds; called once, when this worker starts and its tiers exist.
 
     Only where clients cannot set ``custom_params`` themselves: a fold takes any name.
 
@@ -48,6 +48,7 @@ def serve(chosen: ChosenTokens) -> None:
     """
     state = runtime.started()
     check_moves(state.config.method, state.geometry.formats)
+    runtime.live_tiers().prepare_folds()
     state.chosen_tokens = chosen
 
 
