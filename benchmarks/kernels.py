@@ -22,6 +22,7 @@ import torch
 from benchmarks import baseline, record
 from benchmarks.kernel_bench.decode import decode_rows, quantize_rows, step_rows, sweep
 from benchmarks.kernel_bench.extend import extend_rows, short_rows, sweep_extend
+from benchmarks.kernel_bench.folds import fold_rows
 from benchmarks.kernel_bench.heads import sweep_heads
 from benchmarks.kernel_bench.planes import decode_planes_rows, extend_planes_rows, quantize_planes_rows
 from benchmarks.kernel_bench.rows import show
@@ -40,6 +41,7 @@ def main() -> None:
     parser.add_argument("--extend", action="store_true", help="only prefill chunks")
     parser.add_argument("--planes", action="store_true", help="only transform coding's, beside oscar's")
     parser.add_argument("--alone", action="store_true", help="with --planes, without FlashInfer")
+    parser.add_argument("--folds", action="store_true", help="only moving tokens into other pages")
     parser.add_argument("--short", action="store_true", help="with --extend, only short ones")
     parser.add_argument(
         "--sweep-heads", action="store_true", help="only compare ways to decode many heads, or heads of 64"
@@ -72,7 +74,7 @@ def main() -> None:
         sweep_scores(timer)
         return
     extends = []
-    if not (args.decode or args.planes or args.scores):
+    if not (args.decode or args.planes or args.scores or args.folds):
         prefill, used = ragged.load(Q_HEADS, KV_HEADS, D, torch.device("cuda"), ragged.workspace_tokens(KV_HEADS, D))
         print(f"long prefill chunks: {used}", flush=True)
         # Short ones first: the others send every chunk to FlashInfer from then on.
@@ -86,15 +88,17 @@ def main() -> None:
         extend_planes_rows(timer),
         decode_planes_rows(timer, bandwidth, not args.alone),
     ]
+    folds = [fold_rows(timer, bandwidth)]
     parts = [decode_rows(timer, bandwidth), quantize_rows(timer, bandwidth), step_rows(timer), *planes]
     scores = [score_rows(timer)]
     print(
         f"{'kernel':19} {'shape':>12} {'ours us':>9} {'BF16 us':>9} {'ratio':>7} {'to FP8*':>7} {'bandw.':>6}   error"
     )
     print("* of short extends: to the prefix dequantized first")
-    for part in (
-        scores if args.scores else planes if args.planes else extends if args.extend else [*parts, *extends, *scores]
-    ):
+    chosen = [*parts, *folds, *extends, *scores]
+    for given, some in ((args.scores, scores), (args.folds, folds), (args.planes, planes), (args.extend, extends)):
+        chosen = some if given else chosen
+    for part in chosen:
         rows = []
         for row in part:
             rows.append(row)

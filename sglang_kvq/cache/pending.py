@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import chain
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 import torch
@@ -46,7 +46,23 @@ class CopiedPages(NamedTuple):
     windows: torch.Tensor
 
 
-Event: TypeAlias = FreedPages | MovedOverlays | FreedRows | CopiedPages
+class FoldedPages(NamedTuple):
+    """Pages ``target`` int64 ``[m]``, just allocated, are to hold chosen tokens of the pages ``source`` int64 ``[n]``.
+
+    ``tokens`` int64 ``[layers, kv_heads, 64 m]`` are indices into the sources' tokens (``cache.fold.fold_pages``).
+    ``sinks`` int64 ``[k]`` are indices of pages that are taken whole, to the same place of the target: they get
+    overlays too if their sources have them and there is room.
+    """
+
+    source: torch.Tensor
+    target: torch.Tensor
+    tokens: torch.Tensor
+    sinks: torch.Tensor
+
+
+#: What ``pack`` leaves alone: rare, and done in operations of their own.
+Fill: TypeAlias = CopiedPages | FoldedPages
+Event: TypeAlias = FreedPages | MovedOverlays | FreedRows | Fill
 
 
 class PendingOps:
@@ -85,6 +101,14 @@ class PendingOps:
         if target.numel():
             self._events.append(CopiedPages(source, target, windows))
 
+    def fold_pages(self, source: torch.Tensor, target: torch.Tensor, tokens: torch.Tensor, sinks: torch.Tensor) -> None:
+        """Pages ``target`` get chosen tokens of ``source`` when the next batch is planned; see ``FoldedPages``.
+
+        Sources may be freed right after: that is a later event. No page is named twice.
+        """
+        if target.numel():
+            self._events.append(FoldedPages(source, target, tokens, sinks))
+
     def reserve_move(self) -> int:
         """A ticket for a move that comes now in the order, but whose pages are known only after frees that follow."""
         self._events.append(None)
@@ -97,12 +121,10 @@ class PendingOps:
     def drain(self, device: torch.device) -> Iterator[Event]:
         """Yield and forget all events, their tensors on ``device`` and kept alive for its current stream."""
         for event in self._take():
-            moved = [ids.to(device, non_blocking=True) for ids in event]
-            _keep_alive(moved)
-            yield type(event)(*moved)
+            yield _on(event, device)
 
     def pack(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, int] | None:
-        """Forget all events before the next copy and give them as two tensors, by one copy; None if there are none.
+        """Forget all events before the next ``Fill`` and give them as two tensors, by one copy; None if there are none.
 
         Returns:
             spans: int64 on ``device``: a triple (kind, first, count) per event, then all rows. Pages ``ids[first :
@@ -116,7 +138,7 @@ class PendingOps:
         pages: list[torch.Tensor] = []
         rows: list[int] = []
         first = 0
-        for event in self._take(until_copy=True):
+        for event in self._take(until_fill=True):
             if isinstance(event, FreedRows):
                 rows += event.rows.tolist()
                 continue
@@ -137,23 +159,31 @@ class PendingOps:
         ids = packed[:0] if not pages else pages[0] if len(pages) == 1 else torch.cat(pages)
         return packed, ids, len(spans)
 
-    def take_copy(self, device: torch.device) -> CopiedPages | None:
-        """Forget the first event and give it, on ``device``, if it is a copy; ``pack`` stops there."""
+    def take_fill(self, device: torch.device) -> Fill | None:
+        """Forget the first event and give it, on ``device``, if it is a copy or a fold; ``pack`` stops there."""
         first = self._events[0] if self._events else None
-        if not isinstance(first, CopiedPages):
+        if not isinstance(first, Fill):
             return None
         del self._events[0]
-        moved = CopiedPages(*(ids.to(device, non_blocking=True) for ids in first))
-        _keep_alive(list(moved))
-        return moved
+        return _on(first, device)
 
-    def _take(self, *, until_copy: bool = False) -> list[Event]:
-        """Forget events and give them; those before the first copy, or all."""
+    def _take(self, *, until_fill: bool = False) -> list[Event]:
+        """Forget events and give them; those before the first copy or fold, or all."""
         events, self._events = self._events, []
-        if until_copy:
-            end = next((i for i, event in enumerate(events) if isinstance(event, CopiedPages)), len(events))
+        if until_fill:
+            end = next((i for i, event in enumerate(events) if isinstance(event, Fill)), len(events))
             events, self._events = events[:end], events[end:]
         return [event for event in events if event is not None]
+
+
+_Kind = TypeVar("_Kind", bound=Event)
+
+
+def _on(event: _Kind, device: torch.device) -> _Kind:
+    """The event with its tensors there, kept alive for the current stream."""
+    moved = [ids.to(device, non_blocking=True) for ids in event]
+    _keep_alive(moved)
+    return type(event)(*moved)
 
 
 def _keep_alive(tensors: list[torch.Tensor]) -> None:

@@ -28,7 +28,8 @@ from typing import TypeAlias
 import numpy as np
 import torch
 
-from sglang_kvq.cache.pending import CopiedPages, FreedPages, MovedOverlays, PendingOps
+from sglang_kvq.cache.fold import fold_pages
+from sglang_kvq.cache.pending import CopiedPages, Fill, FoldedPages, FreedPages, MovedOverlays, PendingOps
 from sglang_kvq.cache.pool import PagePool
 from sglang_kvq.config import PAGE_SIZE as P
 
@@ -177,8 +178,8 @@ class TierManager:
                 self._apply_free(event.pages)
             elif isinstance(event, MovedOverlays):
                 self._apply_move(event.own, event.kept)
-            elif isinstance(event, CopiedPages):
-                self._apply_copy(*event)
+            elif isinstance(event, Fill):
+                self._apply_fill(event)
             else:
                 self.row_len.index_fill_(0, event.rows, 0)
         self._place_copies()
@@ -212,18 +213,53 @@ class TierManager:
         self.pool.page_slot[kept] = slots.int()
         self.pool.page_slot[0].fill_(0)
 
-    def _apply_copy(self, source: torch.Tensor, target: torch.Tensor, windows: torch.Tensor) -> None:
+    def _apply_fill(self, event: Fill) -> None:
+        if isinstance(event, CopiedPages):
+            self._apply_copy(event)
+        else:
+            self._apply_fold(event)
+
+    def _apply_copy(self, event: CopiedPages) -> None:
         """Records now, so that a copy never needs its source again; overlays are kept for ``_place_copies``."""
+        source, target, windows = event
+        slots = self._record_sources(source)
+        for records in self.pool.records:
+            records[target] = records[source]
+        self._filled(target, windows, slots[windows])
+
+    def _apply_fold(self, event: FoldedPages) -> None:
+        """Chosen tokens' records; the overlays of whole pages are kept for ``_place_copies``."""
+        source, target, tokens, sinks = event
+        slots = self._record_sources(source)
+        inside = (tokens >= 0) & (tokens < len(source) * P)
+        whole = torch.arange(P, device=tokens.device) + sinks[:, None] * P
+        self.errors += (~inside).sum() + (tokens.unflatten(-1, (-1, P))[:, :, sinks] != whole).sum()
+        self._move_tokens(source, target, torch.where(inside, tokens, 0))
+        self._filled(target, sinks, slots[sinks])
+
+    def prepare_folds(self) -> None:
+        """Have whatever folds need compiled, so that no request waits for it. Changes nothing."""
+        pool = self.pool
+        page, tokens = (torch.arange(n, device=pool.device) for n in (1, P))  # page 0 to itself
+        self._move_tokens(page, page, tokens.expand(pool.layers, pool.kv_heads, P).contiguous())
+
+    def _move_tokens(self, source: torch.Tensor, target: torch.Tensor, tokens: torch.Tensor) -> None:
+        fold_pages(self.pool, source, target, tokens)
+
+    def _record_sources(self, source: torch.Tensor) -> torch.Tensor:
+        """Give pages int64 ``[n]`` records where they have none; returns their overlay slots, -1 for none."""
         slots = self.pool.page_slot[source].long()
         missing = ~self.page_valid[source]
         self.errors += (missing & (slots <= 0)).sum()
         self._quantize_in(torch.where(missing, slots, 0))
-        for records in self.pool.records:
-            records[target] = records[source]
+        return slots
+
+    def _filled(self, target: torch.Tensor, windows: torch.Tensor, slots: torch.Tensor) -> None:
+        """Pages have records now; those at ``windows`` are whole copies of what is in these overlay slots, if any."""
         self.page_valid.index_fill_(0, target, True)
         for copy in self._copies:  # a page that was freed meanwhile, and is another's copy now
             copy.wanted &= ~torch.isin(copy.pages, target)
-        slots = slots[windows].clamp(min=0)
+        slots = slots.clamp(min=0)
         self._copies.append(_CopiedOverlays(target[windows], slots > 0, self.pool.overlays[:, slots]))
 
     def _place_copies(self) -> None:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import torch
 
+from sglang_kvq.cache.fold import check_fold
 from sglang_kvq.cache.pool import PagePool
 from sglang_kvq.cache.tiers import SINK_BONUS, QuantizeSlots, TierManager
+from sglang_kvq.kernels.codes import record_of
 from sglang_kvq.kernels.events import apply_events
+from sglang_kvq.kernels.fold import fold_pages
 from sglang_kvq.kernels.overlays import give_overlays
 from sglang_kvq.kernels.ranges import set_ranges
 from sglang_kvq.kernels.tiers import TierTables
@@ -85,6 +88,18 @@ class TritonTierManager(TierManager):
         while self.pending:
             if packed := self.pending.pack(self.pool.device):
                 apply_events(self.tables, *packed)
-            if copy := self.pending.take_copy(self.pool.device):  # rare: in torch, on the same tables
-                self._apply_copy(*copy)
+            if fill := self.pending.take_fill(self.pool.device):  # rare: in torch, on the same tables
+                self._apply_fill(fill)
         self._place_copies()
+
+    def _move_tokens(self, source: torch.Tensor, target: torch.Tensor, tokens: torch.Tensor) -> None:
+        move_tokens(self.pool, source, target, tokens)
+
+
+def move_tokens(pool: PagePool, source_pages: torch.Tensor, target_pages: torch.Tensor, tokens: torch.Tensor) -> None:
+    """``cache.fold.fold_pages`` by a kernel: one launch for each kind of records."""
+    check_fold(pool, source_pages, target_pages, tokens)
+    tokens = tokens.contiguous()
+    for store in pool.stores:
+        record = record_of(store.format)
+        fold_pages(store.records, record, store.layer_ids, source_pages, target_pages, tokens, pool.head_dim)

@@ -70,6 +70,11 @@ class CodeFormat:
         """Whether a row may be clipped before it is quantized: what centring leaves has hardly an outlier to clip."""
         return self.axis == "token" and self.statistic != "norm" and not self.centred
 
+    @property
+    def per_token(self) -> bool:
+        """Whether all that is stored of a token is its own, so that it means the same in another page."""
+        return self.axis == "token" and not self.centred
+
     def table(self, head_dim: int) -> LevelTable:
         """Levels and unit, gain included."""
         return level_table(self.levels, self.bits, head_dim, self.gain)

@@ -185,6 +185,44 @@ class PageFormat:
         v_codes, v_offset = v_codes.transpose(-1, -2), records[..., at.v_offset : at.k_mean]
         return k, self._dequantize(v_codes, records[..., at.v_scale : at.v_offset], v_offset, self.v)
 
+    @property
+    def per_token(self) -> bool:
+        """Whether all that is stored of a token is its own: then ``split_tokens`` has parts to move."""
+        return self.k.per_token and self.v.per_token
+
+    def split_tokens(self, records: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """What records ``[..., record_bytes]`` hold of each token: parts uint8 ``[..., PAGE_SIZE, n]``.
+
+        They are codes of K and V, a byte each, then the bytes of scales and offsets; ``join_tokens`` is the inverse.
+
+        Raises:
+            KVQuantError: tokens share something stored (``per_token``).
+        """
+        self.check_per_token()
+        at = self.parts
+        k = unpack_codes(records[..., at.k_low : at.v_low], PAGE_SIZE, self.head_dim, self.k.bits)
+        v = unpack_codes(records[..., at.v_low : at.k_scale], self.head_dim, PAGE_SIZE, self.v.bits)
+        rest = records[..., at.k_scale : at.k_mean].unflatten(-1, (-1, PAGE_SIZE, 2))  # rows of halves [.., rows, P, 2]
+        return k[..., KEY_TOKENS.argsort(), :], v.transpose(-1, -2), rest.transpose(-2, -3).flatten(-2)
+
+    def join_tokens(self, parts: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        """Records ``[..., record_bytes]`` of tokens that ``split_tokens`` gave, in any order and of any pages."""
+        self.check_per_token()
+        k, v, rest = parts
+        codes = [pack_codes(k[..., KEY_TOKENS, :], self.k.bits), pack_codes(v.transpose(-1, -2), self.v.bits)]
+        return torch.cat([*codes, rest.unflatten(-1, (-1, 2)).transpose(-2, -3).flatten(-3)], dim=-1)
+
+    def check_per_token(self) -> None:
+        """
+        Raises:
+            KVQuantError: not ``per_token``.
+        """
+        if not self.per_token:
+            raise KVQuantError(
+                f"keys in {self.k.describe()}, values in {self.v.describe()}: tokens of a page share what is stored of "
+                "them, so that none can move to another; use codes per token that are not centred."
+            )
+
     def _quantize(
         self, x: torch.Tensor, code: CodeFormat, rank: int
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:

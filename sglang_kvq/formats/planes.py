@@ -261,36 +261,57 @@ class PlaneFormat:
 
     def quantize_pages(self, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """Whole pages, BF16 ``[..., PAGE_SIZE, head_dim]`` each, to records uint8 ``[..., record_bytes]``."""
-        k_codes, k_gains = self.k.quantize(k)
-        v_codes, v_gains = self.v.quantize(v)
-        parts = []
-        for cell in self.k.cells:
-            rows = self.k.columns(k_codes[..., KEY_TOKENS, :], cell)  # [..., P, D / 4]
-            parts.append((rows if cell.bits == 8 else _nibbles(rows, -2)).flatten(-2))
-        for cell in self.v.cells:
-            turned = self.v.columns(v_codes, cell).unflatten(-2, (4, -1)).transpose(-1, -2)  # [..., 4, D / 4, P / 4]
-            parts.append((turned if cell.bits == 8 else _nibbles(turned, -3)).flatten(-3))
-        return torch.cat([*parts, k_gains, v_gains], dim=-1)
+        (k_codes, k_gains), (v_codes, v_gains) = self.k.quantize(k), self.v.quantize(v)
+        columns = [code.columns(x, cell) for code, x in ((self.k, k_codes), (self.v, v_codes)) for cell in code.cells]
+        return self.join_tokens((*columns, k_gains[..., None], v_gains[..., None]))
 
     def dequantize_pages(self, records: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Records ``[..., record_bytes]`` to keys and values, float32 ``[..., PAGE_SIZE, head_dim]`` each."""
-        quarter, first, k_cells, v_cells = self.head_dim // PLANES, 0, [], []
+        *columns, k_gains, v_gains = self.split_tokens(records)
+        cut = len(self.k.cells)
+        return (
+            self.k.dequantize(self.k.codes_of(columns[:cut]), k_gains[..., 0]),
+            self.v.dequantize(self.v.codes_of(columns[cut:]), v_gains[..., 0]),
+        )
+
+    #: Whether all that is stored of a token is its own, as ``PageFormat.per_token``.
+    per_token = True
+
+    def check_per_token(self) -> None:
+        """Nothing to object to."""
+
+    def split_tokens(self, records: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """What records ``[..., record_bytes]`` hold of each token: parts uint8 ``[..., PAGE_SIZE, n]``.
+
+        They are the bits of K's cells and then V's, each of D / 4 columns, and both gains; ``join_tokens`` is the
+        inverse.
+        """
+        quarter, first, parts = self.head_dim // PLANES, 0, []
         for cell in self.k.cells:
             end = first + PAGE_SIZE * quarter * cell.bits // 8
             rows = records[..., first:end].unflatten(-1, (-1, quarter))
-            k_cells.append((rows if cell.bits == 8 else _halves(rows, -2))[..., KEY_TOKENS.argsort(), :])
+            parts.append((rows if cell.bits == 8 else _halves(rows, -2))[..., KEY_TOKENS.argsort(), :])
             first = end
         for cell in self.v.cells:
             end = first + PAGE_SIZE * quarter * cell.bits // 8
             turned = records[..., first:end].unflatten(-1, (-1, quarter, PAGE_SIZE // 4))
             turned = turned if cell.bits == 8 else _halves(turned, -3)
-            v_cells.append(turned.transpose(-1, -2).flatten(-3, -2))
+            parts.append(turned.transpose(-1, -2).flatten(-3, -2))
             first = end
         at = self.parts
-        return (
-            self.k.dequantize(self.k.codes_of(k_cells), records[..., at.k_gains : at.v_gains]),
-            self.v.dequantize(self.v.codes_of(v_cells), records[..., at.v_gains : at.end]),
-        )
+        return *parts, records[..., at.k_gains : at.v_gains, None], records[..., at.v_gains : at.end, None]
+
+    def join_tokens(self, parts: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        """Records ``[..., record_bytes]`` of tokens that ``split_tokens`` gave, in any order and of any pages."""
+        *columns, k_gains, v_gains = parts
+        cut, stored = len(self.k.cells), []
+        for cell, bits in zip(self.k.cells, columns[:cut]):
+            rows = bits[..., KEY_TOKENS, :]  # [..., P, D / 4]
+            stored.append((rows if cell.bits == 8 else _nibbles(rows, -2)).flatten(-2))
+        for cell, bits in zip(self.v.cells, columns[cut:]):
+            turned = bits.unflatten(-2, (4, -1)).transpose(-1, -2)  # [..., 4, D / 4, P / 4]
+            stored.append((turned if cell.bits == 8 else _nibbles(turned, -3)).flatten(-3))
+        return torch.cat([*stored, k_gains[..., 0], v_gains[..., 0]], dim=-1)
 
 
 def _nibbles(x: torch.Tensor, dim: int) -> torch.Tensor:

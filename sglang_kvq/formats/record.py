@@ -28,6 +28,7 @@ class RecordFormat(Protocol):
         elements: keys' and values' elements in a record.
         bits_per_element: allocated, with all that is stored beside codes.
         layout: equal for all formats whose records lie alike.
+        per_token: whether all that is stored of a token is its own, so that it can move to another page.
     """
 
     @property
@@ -52,12 +53,30 @@ class RecordFormat(Protocol):
     def bits_per_element(self) -> float: ...
     @property
     def layout(self) -> RecordFormat: ...
+    @property
+    def per_token(self) -> bool: ...
 
     def quantize_pages(self, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """Whole pages, BF16 ``[..., PAGE_SIZE, D]`` each, to records uint8 ``[..., record_bytes]``."""
 
     def dequantize_pages(self, records: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Records ``[..., record_bytes]`` to keys and values, float32 ``[..., PAGE_SIZE, D]`` each."""
+
+    def check_per_token(self) -> None:
+        """
+        Raises:
+            KVQuantError: not ``per_token``.
+        """
+
+    def split_tokens(self, records: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Of records ``[..., record_bytes]``, what each token has: parts uint8 ``[..., PAGE_SIZE, n]``.
+
+        Raises:
+            KVQuantError: not ``per_token``.
+        """
+
+    def join_tokens(self, parts: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        """``split_tokens``' inverse, whatever pages the tokens came from."""
 
 
 def code_bits(code: RecordCode) -> float:

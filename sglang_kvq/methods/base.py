@@ -69,6 +69,11 @@ class Method:
     group_sizes: tuple[int, ...] = (32, 64, 96, 128)
     planes: bool = False
 
+    @property
+    def moves_tokens(self) -> bool:
+        """Whether tokens can be moved to other pages as they are stored (``RecordFormat.per_token``)."""
+        return self.planes or (self.k.per_token and self.v.per_token)
+
     def width(self, text: str | None) -> Width:
         """What ``--kv-quant-bits`` means for this method; None is the default.
 

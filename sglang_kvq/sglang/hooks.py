@@ -506,6 +506,17 @@ TABLE: tuple[Hook, ...] = (
             dict(params=("key", "value")),
         ),
         (Kind.CALL, "mem_cache.base_prefix_cache.EvictParams", "room for copies", dict(params=("num_tokens",))),
+        # Folds
+        *(
+            (
+                Kind.AROUND,
+                "mem_cache.common.release_kv_cache",
+                "chosen tokens stay when a request ends as a fold",
+                dict(params=("req", "tree_cache", enters), handler="folding:around_release", versions=versions),
+            )
+            for enters, versions in (("is_insert", OLD_TREE), ("checkpoint", NEW_TREE))
+        ),
+        (Kind.READ, "managers.schedule_batch.FINISH_ABORT", "a fold without room", {}),
         # Looking inside
         (
             Kind.AROUND,

@@ -91,6 +91,7 @@ def run_all(device: torch.device) -> tuple[list[str], list[str]]:
         request.prefill(FIRST, MORE)
         request.decode(FIRST + MORE + 1)
         request.finish_with_sinks()
+        request.fold()
     known = kernels()
     return [name for name in known if name in ran], [name for name in known if name not in ran]
 
@@ -137,13 +138,13 @@ class _Request:
         self.tiers = TritonTierManager(pool, SINK_PAGES, RECENT_PAGES, self.ops.quantize_slots)
         self.plain_tiers = TierManager(plain, SINK_PAGES, RECENT_PAGES, self.reference.quantize_slots)
 
-    def _pool(self) -> PagePool:
+    def _pool(self, formats: tuple[RecordFormat, ...] | None = None) -> PagePool:
         pages = -(-(FIRST + MORE + 1) // PAGE_SIZE)
         table = torch.zeros(3, pages * PAGE_SIZE, dtype=torch.int32)
         shuffled = torch.arange(pages, 0, -1)
         table[1] = (shuffled[:, None] * PAGE_SIZE + torch.arange(PAGE_SIZE)).flatten()
         sizes = {"kv_heads": KV_HEADS, "pages": pages, "slots": pages}
-        return PagePool.allocate(self.formats, **sizes, req_to_token=table.to(self.device))
+        return PagePool.allocate(formats or self.formats, **sizes, req_to_token=table.to(self.device))
 
     def _int64(self, *values: int) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self.device)
@@ -164,6 +165,27 @@ class _Request:
         want = out.float() * torch.sigmoid(lse * math.log(2) - self.sinks)[..., None]
         scale_by_sinks(out, lse, self.sinks)
         _compare("scaling by sinks", self.formats[0], out, want)
+
+    def fold(self) -> None:
+        """Tokens of three pages into two, of all records whose tokens can move; these are compared byte by byte."""
+        from sglang_kvq.cache.fold import fold_pages
+        from sglang_kvq.cache.triton_tiers import move_tokens
+
+        formats = tuple(format for format in self.formats if format.per_token)
+        pool, plain = self._pool(formats), self._pool(formats)
+        for mine, theirs in zip(pool.records, plain.records):
+            theirs.copy_(mine.random_(256))
+        chosen = torch.rand(len(formats), KV_HEADS, 3 * PAGE_SIZE, device=self.device).argsort(-1)
+        fold = (self._int64(2, 5, 1), self._int64(4, 3), chosen[..., : 2 * PAGE_SIZE])
+        move_tokens(pool, *fold)
+        fold_pages(plain, *fold)
+        for format, got, want in zip(formats, pool.records, plain.records):
+            if not torch.equal(got, want):
+                raise KVQuantError(
+                    f"moving tokens with keys in {format.k.describe()} and values in {format.v.describe()} is wrong: "
+                    f"{int((got != want).sum())} bytes differ from the same in torch; try another Triton release, and "
+                    "report this."
+                )
 
     def prefill(self, prefix: int, new: int) -> None:
         """A chunk of ``new`` tokens through every layer."""

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
+
+import torch
 
 from sglang_kvq.attention.scoring import KeyScores
 from sglang_kvq.cache.layout import KVGeometry, MemoryLayout
@@ -81,6 +84,7 @@ class Runtime:
         status: what is served, in plain values, for the log and ``/server_info``.
         windows: None where every layer sees all tokens.
         metrics: None until SGLang reports its own for the first time.
+        chosen_tokens: what a request keeps that ends as a fold (``folding.ChosenTokens``); None where none does.
         checked: the step of ``tiers`` at which the cache was last looked at while idle.
         scores: of the requests whose past is scored, by id (``scoring``).
     """
@@ -96,6 +100,7 @@ class Runtime:
     windows: WindowLayers | None = None
     status: dict[str, Any] = field(default_factory=dict)
     metrics: Reporter | None = None
+    chosen_tokens: Callable[[str], torch.Tensor | None] | None = None
     checked: int = -1
     scores: dict[str, KeyScores] = field(default_factory=dict)
 

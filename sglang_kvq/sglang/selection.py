@@ -55,7 +55,10 @@ def around_next_round(
     """AROUND ``Req.init_next_round_input``, which matches a waiting request against the tree."""
     if runtime.tiers() is None or tree_cache is None:
         return original(self, tree_cache, *args, **kwargs)
+    from sglang_kvq.sglang import folding  # it uses this module
+
     try:
+        folding.fold_of(self)
         selection = selection_of(self)
         there = selection is None or _bring(tree_cache, self, selection)
     except KVQuantError as error:

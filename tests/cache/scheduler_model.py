@@ -90,6 +90,7 @@ class Model:
     clock: int = 0
     steps: int = 0
     copied: int = 0  # prefixes made of copies
+    folded: int = 0  # prefixes made of chosen tokens
     named: dict[int, list[int]] = field(default_factory=dict)  # the ``indices`` of their tokens, by the first of these
 
     def __post_init__(self) -> None:
@@ -165,11 +166,7 @@ class Model:
         if any(key not in self.tree for key in keys):
             self.release(target)
             return None
-        self.clock += 1
-        names = [-(self.clock * 10**6 + i) for i in range(len(chosen) * P)]
-        for i, page in enumerate(target):
-            key = tuple(names[: (i + 1) * P])
-            self.tree[key], self.used[key] = page, self.clock
+        names = self._enter(target)
         windows = [i for i in range(len(chosen)) if i < self.sink_pages or i >= len(chosen) - self.recent_pages]
         self.tiers.pending.copy_pages(
             *(torch.tensor(ids, dtype=torch.int64) for ids in ([self.tree[key] for key in keys], target, windows))
@@ -178,6 +175,38 @@ class Model:
         states = row_indices(list(source), [])
         self.named[names[0]] = [state for i in chosen for state in states[i * P : (i + 1) * P]]
         return self.start(names + tail)
+
+    def fold(self, request: Request, chosen: list[int], publish: bool, length: int | None = None) -> list[int] | None:
+        """A request ends, and chosen tokens of its whole pages are a prefix in the tree, under a name of their own.
+
+        Without room it only ends. Returns the tokens that stand for those chosen, which are found nowhere else.
+        """
+        full = (request.stored if length is None else length) // P
+        target = self.take_pages(len(chosen) // P)
+        if target is None:
+            self.leave(request, publish, length)
+            return None
+        names = self._enter(target)
+        whole = [i for i in range(len(target)) if chosen[i * P : (i + 1) * P] == list(range(i * P, (i + 1) * P))]
+        sinks = [i for i in whole if i < self.sink_pages]
+        source, target, sinks = (
+            torch.tensor(ids, dtype=torch.int64) for ids in (self.row_pages(request, full * P), target, sinks)
+        )
+        self.tiers.pending.fold_pages(source, target, torch.tensor(chosen)[None, None], sinks)
+        self.folded += 1
+        states = row_indices(request.tokens, request.indices)
+        self.named[names[0]] = [states[i] for i in chosen]
+        self.leave(request, publish, length)
+        return names
+
+    def _enter(self, pages: list[int]) -> list[int]:
+        """New pages enter the tree under tokens that nothing else has; these."""
+        self.clock += 1
+        names = [-(self.clock * 10**6 + i) for i in range(len(pages) * P)]
+        for i, page in enumerate(pages):
+            key = tuple(names[: (i + 1) * P])
+            self.tree[key], self.used[key] = page, self.clock
+        return names
 
     def write_row(self, row: int, at: int, pages: list[int]) -> None:
         loc = torch.tensor([p * P + i for p in pages for i in range(P)], dtype=torch.int32)

@@ -26,7 +26,7 @@ class Driver:
 
     Attributes:
         operations: what a request or page went through so far: started, extended, decoded, published, left, evicted,
-            selected.
+            selected, folded.
         late: prompts computed by the last batch, with their lengths, not yet in the tree.
         stepping: requests of the step in flight, and how many tokens it adds to them.
         drafts: tokens that a step verifies for each request; 1 is decoding.
@@ -56,7 +56,8 @@ class Driver:
 
     def event(self) -> None:
         rng, running = self.rng, self.prefilling + self.decoding
-        kinds = {"prefill": 4, "decode": 6, "leave": 1, "fork": 1, "evict": 1, "start": 3, "select": 1, "flush": 0.2}
+        kinds = {"prefill": 4, "decode": 6, "leave": 1, "fork": 1, "evict": 1, "start": 3, "select": 1, "fold": 1}
+        kinds["flush"] = 0.2
         kind = rng.choices(list(kinds), list(kinds.values()))[0]
         if kind == "flush" and rng.random() < 0.2:
             for request in running:
@@ -80,6 +81,8 @@ class Driver:
             self.evict(rng.randint(1, 5))
         elif kind == "select":
             self.select()
+        elif kind == "fold":
+            self.fold(rng.choice(running), publish=rng.random() < 0.3)
 
     def select(self) -> None:
         """A request that begins with some pages of a prefix in the tree."""
@@ -92,6 +95,22 @@ class Driver:
                 self.prefilling.append(request)
                 self.operations += 1
 
+    def fold(self, request: Request, publish: bool) -> None:
+        """A request ends with some of its tokens kept, its sinks among them as often as not; another goes on there."""
+        rng, length = self.rng, self.end(request)
+        full = length // P
+        if not full:
+            self.model.leave(request, publish, length)
+            return
+        count = rng.randint(1, full)
+        pinned = min(rng.choice((0, self.model.sink_pages)), count)
+        rest = rng.sample(range(pinned * P, full * P), (count - pinned) * P)
+        if rng.random() < 0.7:
+            rest.sort()
+        names = self.model.fold(request, [*range(pinned * P), *rest], publish, length)
+        if names is not None:
+            self.start(names + [7] * rng.randint(1, 3 * P))
+
     def start(self, tokens: list[int]) -> None:
         if len(tokens) // P + 2 < self.model.pages and (request := self.model.start(tokens)):
             self.prefilling.append(request)
@@ -103,15 +122,18 @@ class Driver:
             self.operations += count
 
     def leave(self, request: Request, publish: bool) -> None:
-        """An end is seen while the step after it runs: that step's tokens are not published.
+        self.model.leave(request, publish, self.end(request))
+
+    def end(self, request: Request) -> int:
+        """Tokens of a request that leaves. An end is seen while the step after it runs: that step's are not counted.
 
         It may lie anywhere among the drafts that the step before accepted.
         """
         (self.prefilling if request in self.prefilling else self.decoding).remove(request)
         known = request.stored - self.stepping.get(request, 0)
         past = self.rng.randint(0, self.drafts - 1) if request.unknown else 0
-        self.model.leave(request, publish, max(known - past, request.protected))
         self.operations += 1
+        return max(known - past, request.protected)
 
     def prefill(self, chosen: list[Request]) -> None:
         for request, length in self.late:  # a chunk enters the tree before the next one is launched

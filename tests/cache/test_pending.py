@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from sglang_kvq.cache.pending import FREE, MOVE, ROWS, PendingOps
+from sglang_kvq.cache.pending import FREE, MOVE, ROWS, CopiedPages, FoldedPages, PendingOps
 from sglang_kvq.cache.transfer import to_device
 
 CPU = torch.device("cpu")
@@ -59,10 +59,30 @@ def test_a_copy_waits_for_what_came_before_it():
     pending.free_pages(ids(1))
     pending.copy_pages(ids(2, 3), ids(12, 13), ids(0))
     pending.free_pages(ids(2))
-    assert pending.take_copy(CPU) is None
+    assert pending.take_fill(CPU) is None
     spans, pages, _ = pending.pack(CPU)
     assert spans.tolist() == [FREE, 0, 1] and pages.tolist() == [1]
-    copy = pending.take_copy(CPU)
+    copy = pending.take_fill(CPU)
     assert [x.tolist() for x in copy] == [[2, 3], [12, 13], [0]]
     spans, pages, _ = pending.pack(CPU)
     assert spans.tolist() == [FREE, 0, 1] and pages.tolist() == [2] and not pending
+
+
+def test_a_fold_waits_for_what_came_before_it_and_keeps_its_shape():
+    pending = PendingOps()
+    pending.free_rows([3])
+    pending.fold_pages(ids(2, 3), ids(12), torch.arange(128).view(1, 2, 64), ids(0))
+    pending.copy_pages(ids(4), ids(14), ids())
+    assert pending.take_fill(CPU) is None
+    spans, _, _ = pending.pack(CPU)
+    assert spans.tolist() == [ROWS, 3, 1, 3] and pending.pack(CPU) is None
+    fold = pending.take_fill(CPU)
+    assert isinstance(fold, FoldedPages) and fold.tokens.shape == (1, 2, 64)
+    assert [x.tolist() for x in (fold.source, fold.target, fold.sinks)] == [[2, 3], [12], [0]]
+    assert isinstance(pending.take_fill(CPU), CopiedPages) and not pending
+
+
+def test_a_fold_into_no_pages_is_none():
+    pending = PendingOps()
+    pending.fold_pages(ids(2), ids(), torch.empty(1, 1, 0).long(), ids())
+    assert not pending

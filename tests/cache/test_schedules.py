@@ -17,7 +17,7 @@ def test_random_schedules(seed, overlap):
     driver.run(160)
     driver.finish()
     assert driver.model.tiers.steps > 30 and int(driver.model.tiers.records_written) > 1
-    assert driver.model.copied
+    assert driver.model.copied and driver.model.folded
 
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["alone", "in-flight"])

@@ -71,6 +71,12 @@ class Scheduler(RuleBasedStateMachine):
         """A new request with some pages of what the tree holds."""
         self.driver.select()
 
+    @precondition(lambda self: self.running())
+    @rule(data=st.data(), publish=st.booleans())
+    def fold(self, data, publish):
+        """A request ends, and one goes on from some of its tokens."""
+        self.driver.fold(data.draw(st.sampled_from(self.running())), publish)
+
     @rule(count=st.integers(1, 5))
     def evict(self, count):
         self.driver.evict(count)

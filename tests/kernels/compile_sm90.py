@@ -34,7 +34,9 @@ from sglang_kvq.attention.triton_ops import TritonOps
 from sglang_kvq.cache.triton_tiers import TritonTierManager
 from sglang_kvq.formats.page import PageFormat
 from sglang_kvq.formats.planes import PlaneCode, PlaneFormat
+from sglang_kvq.kernels.codes import record_of
 from sglang_kvq.kernels.decode import DecodeLaunch
+from sglang_kvq.kernels.fold import fold_pages
 from sglang_kvq.kernels.sinks import scale_by_sinks
 from tests.kernels import scene as scenes
 from tests.kernels.test_decode import HALF_HEADS
@@ -154,7 +156,17 @@ def compile_all(heads: scenes.Heads) -> None:
     ops.rotate_and_store(0, loc, q, k, v)
     ops.decode(0, q[:2], scene.rows, scene.seq_lens, scene.scale)
     extend_both_ways(ops, q, k, v, scene)
+    fold(scene.pool)
     verify(ops, q, scene)
+
+
+def fold(pool) -> None:
+    """Tokens that move to other pages, if this pool's can."""
+    for store in pool.stores:
+        if store.format.per_token:
+            pages, tokens = scenes.int64(1), torch.zeros(pool.layers, pool.kv_heads, 64, dtype=torch.int64)
+            record = record_of(store.format)
+            fold_pages(store.records, record, store.layer_ids, pages, pages, tokens, pool.head_dim)
 
 
 def verify(ops, q, scene, count: int = 3) -> None:
@@ -201,6 +213,7 @@ def compile_records(kind: str, head_dim: int = 128) -> None:
     ops.quantize_slots(pages, pages, pages)
     ops.decode(0, q[:2], scene.rows, scene.seq_lens, scene.scale)
     extend_both_ways(ops, q, k, v, scene)
+    fold(scene.pool)
     verify(ops, q, scene)
 
 

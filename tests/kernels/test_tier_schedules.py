@@ -32,9 +32,10 @@ def test_random_schedules(seed, drafts, monkeypatch):
     slots = rows * (sinks + recent + 2) + rng.randint(0, 4)
     model = Model(rng.randint(40, 60), slots, rows, sinks, recent, TwinTierManager, overlap=seed != 1)
     driver = Driver(model, rng, drafts=drafts)
-    driver.run(60)
+    driver.run(75)
     driver.finish()
-    assert model.tiers.plans > 20 and model.tiers.quantized > 5 and model.copied
+    assert model.tiers.plans > 20 and model.tiers.quantized > 5
+    assert model.copied and model.folded and model.tiers.filled
 
 
 def twins(rows: int, pages_each: int, slots: int, sinks: int = 1, recent: int = 4) -> TwinTierManager:

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import torch
 
+from sglang_kvq.cache.pending import Fill
 from sglang_kvq.cache.pool import PagePool
 from sglang_kvq.cache.tiers import QuantizeSlots, TierManager
 from sglang_kvq.cache.triton_tiers import TritonTierManager
@@ -40,7 +41,8 @@ class TwinTierManager(TierManager):
     """Drop-in for ``TierManager`` on the CPU. What is quantized are the kernels' lists, at the end of a plan.
 
     Attributes:
-        plans, quantized: how much was compared, so that a test can tell that something was.
+        plans, quantized, filled: how much was compared, so that a test can tell that something was; the last are times
+            that pages were copied or filled with chosen tokens, whose records are compared too.
     """
 
     def __init__(self, pool: PagePool, sink_pages: int, recent_pages: int, quantize_slots: QuantizeSlots) -> None:
@@ -52,13 +54,20 @@ class TwinTierManager(TierManager):
         def quantize(*batch: torch.Tensor) -> None:
             got.extend(pairs(*batch))
             quantize_slots(*(x.cpu() for x in batch))
+            pages = batch[1][: int(batch[2])]
+            for own, there in zip(stores, pool.stores):
+                own.records[:, pages] = there.records[:, pages.cpu()].to(DEVICE)
+            self.quantized += len(pages)
 
+        self.plans = self.quantized = self.filled = 0
         super().__init__(pool, sink_pages, recent_pages, lambda *batch: wanted.extend(pairs(*batch)))
         names = ("overlays", "req_to_token", "row_pages", "page_slot", "row_sink_end", "row_history_end")
         own = {name: getattr(pool, name).to(DEVICE, copy=True) for name in names}
-        self.kernels = TritonTierManager(replace(pool, **own), sink_pages, recent_pages, quantize)
+        stores = tuple(
+            replace(x, layer_ids=x.layer_ids.to(DEVICE), records=x.records.to(DEVICE, copy=True)) for x in pool.stores
+        )
+        self.kernels = TritonTierManager(replace(pool, stores=stores, **own), sink_pages, recent_pages, quantize)
         self.wanted, self.got = wanted, got
-        self.plans = self.quantized = 0
 
     def reset(self) -> None:
         super().reset()
@@ -66,10 +75,18 @@ class TwinTierManager(TierManager):
         assert_same(self.kernels, self)
 
     def apply_pending(self) -> None:
-        self.kernels.pending._events = list(self.pending._events)
+        events = self.kernels.pending._events = list(self.pending._events)
+        fills = sum(isinstance(event, Fill) for event in events)
+        if fills:  # from the same records, each in its own
+            for own, ours in zip(self.kernels.pool.stores, self.pool.stores):
+                own.records.copy_(ours.records)
         self.kernels.apply_pending()
         super().apply_pending()
         assert_same(self.kernels, self)
+        if fills:
+            for own, ours in zip(self.kernels.pool.stores, self.pool.stores):
+                assert torch.equal(own.records.cpu(), ours.records), "records of pages that were filled"
+        self.filled += fills
 
     def _plan(self, rows, prefix_lens, seq_lens, max_len, direct_pages, count=1) -> None:
         self.wanted.clear()
@@ -83,4 +100,3 @@ class TwinTierManager(TierManager):
         assert_same(self.kernels, self)
         assert sorted(self.got) == sorted(self.wanted)
         self.plans += 1
-        self.quantized += len(self.got)

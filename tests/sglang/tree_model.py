@@ -223,6 +223,11 @@ class TreeModel(Model):
             self.request_rows.free_mamba_cache(request.req)  # as ``retract_decode`` does
         self.running.remove(request)
 
+    def fold(self, request: Request, chosen: list[int], publish: bool, length: int | None = None) -> list[int] | None:
+        """Chosen tokens have no recurrent state: such a request only ends."""
+        self.leave(request, publish, length)
+        return None
+
     def flush(self) -> None:
         assert not self.running
         self.unified.reset()
@@ -235,8 +240,14 @@ class TreeModel(Model):
         if self.flying is None:
             check_integrity(self.tiers, torch.tensor(self.free, dtype=torch.int64), idle=not self.running)
         owned = [p for r in self.running for p in self.row_pages(r, r.stored)[r.protected // P :]]
-        in_tree = (self.unified.all_values_flatten()[::P] // P).tolist()
-        assert sorted(self.free + owned + in_tree) == list(range(1, self.pages + 1)), "a page is lost or owned twice"
+        assert sorted(self.free + owned + self.in_tree()) == list(range(1, self.pages + 1)), (
+            "a page is lost or owned twice"
+        )
+
+    def in_tree(self) -> list[int]:
+        """Pages that the tree holds."""
+        pages: list[int] = (self.unified.all_values_flatten()[::P] // P).tolist()
+        return pages
 
     def check_empty(self) -> None:
         from sglang.srt.mem_cache.base_prefix_cache import EvictParams
