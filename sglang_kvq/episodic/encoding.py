@@ -1,4 +1,4 @@
-"""Embedding in a thread: questions before segments, so that a long history does not hold up another session's answer."""
+"""Embedding in a thread: questions before segments, so that a long history holds up no other session's answer."""
 
 from __future__ import annotations
 

@@ -37,8 +37,8 @@ class Plan:
 def plan(tokens: int, exact: int, question: int, *, budget: int, block: int) -> Plan:
     """The plan of a prompt.
 
-    A tail of up to ``block`` tokens is left as it is. A longer one is computed with the whole history, so that it becomes
-    history itself, up to where the question begins; a question longer than the block up to its last block.
+    A tail of up to ``block`` tokens is left as it is. A longer one is computed with the whole history, so that it
+    becomes history itself, up to where the question begins; a question longer than the block up to its last block.
 
     Args:
         tokens: of the prompt, at least 1.

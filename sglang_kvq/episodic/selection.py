@@ -58,7 +58,7 @@ class Selection:
     @property
     def tokens(self) -> np.ndarray:
         """Ids of the chosen pages' tokens, in order: int32 ``[pages * PAGE_SIZE]``."""
-        return self.history.reshape(-1, PAGE_SIZE)[self.pages].reshape(-1)
+        return np.asarray(self.history.reshape(-1, PAGE_SIZE)[self.pages].reshape(-1))
 
     @property
     def offset(self) -> int:

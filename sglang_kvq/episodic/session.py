@@ -37,7 +37,9 @@ class Session:
         exact: first tokens that were computed with all before them and entered SGLang's cache, under ``namespace``.
             They may have been evicted since.
         hot: tokens that the last request read when its answer began.
-        matches: segments that it chose.
+        history: of its prompt, tokens of which pages were chosen; 0 if it was read whole.
+        pages: of that history, those chosen.
+        matches: segments that these hold, the nearest to its question first.
         requests, selected, rebuilt: requests; those with chosen pages; histories computed again as they were evicted.
         planning: held while a prompt is looked at, so that requests of one session do so one after the other.
         computing: held while a history is computed, so that none is computed twice at once.
@@ -51,6 +53,8 @@ class Session:
     exact: int = 0
     namespace: Namespace = (None, None)
     hot: int = 0
+    history: int = 0
+    pages: tuple[int, ...] = ()
     matches: tuple[Match, ...] = ()
     requests: int = 0
     selected: int = 0

@@ -61,6 +61,10 @@ class SessionStore:
                 f"session {session_id!r}: not known; it was never used with this key, deleted or forgotten."
             ) from None
 
+    def holds(self, session: Session) -> bool:
+        """Whether it is still remembered."""
+        return self._sessions.get((session.tenant, session.id)) is session
+
     def delete(self, tenant: str, session_id: str) -> None:
         """Forget it; a request under way goes on.
 

@@ -91,8 +91,8 @@ def parse(values: Mapping[str, Any]) -> EpisodicConfig | None:
         for flag, field in FIELDS.items():
             if field in given:
                 raise KVQuantError(
-                    f"--{flag.replace('_', '-')} has no effect without --episodic-policy; add --episodic-policy late or "
-                    "leave it out."
+                    f"--{flag.replace('_', '-')} has no effect without --episodic-policy; add --episodic-policy late "
+                    "or leave it out."
                 )
         return None
     return EpisodicConfig(policy=values["episodic_policy"], **given)
