@@ -132,14 +132,19 @@ def test_within_the_budget_nothing_changes(client, text):
     assert session["history_tokens"] == BUDGET + 8
 
 
-def test_a_first_call_reads_what_its_question_is_about(client, model, text, question):
+def test_a_question_reads_what_it_is_about(client, model, text, question):
+    """A first call of a whole conversation, and a question after it: the fact is found, the rest is cached."""
     client.flush()
+    first = client.turn(text, "asked", 6)
+    assert_read(client, model, "asked", text, first)
+    assert first["meta_info"]["prompt_tokens"] == len(text) and first["meta_info"]["cached_tokens"] == 0
+    client.wait_computed("asked", (len(text) + 6) // P * P)
     prompt = text + question
-    answer = client.turn(prompt, "first", 6)
-    session = assert_read(client, model, "first", prompt, answer)
-    best = session["matches"][0]
-    assert best["start"] <= 300 < best["end"], session["matches"]
-    assert answer["meta_info"]["prompt_tokens"] == len(prompt) and answer["meta_info"]["cached_tokens"] == 0
+    answer = client.turn(prompt, "asked", 6)
+    best = assert_read(client, model, "asked", prompt, answer)["matches"][0]
+    assert best["start"] <= 300 < best["end"]
+    meta = answer["meta_info"]
+    assert meta["prompt_tokens"] == len(prompt) and meta["cached_tokens"] == len(text) // P * P
 
 
 def test_turns_grow_and_history_is_exact(client, model, text, question):
