@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from sglang_kvq.errors import KVQuantError
 
 if TYPE_CHECKING:
+    from sglang_kvq.episodic.config import EpisodicConfig
     from sglang_kvq.methods import Width
 
 #: Tokens per page. Fixed: page formats, kernels and both pools are laid out for it.
@@ -39,6 +40,7 @@ class KVQuantConfig:
         bits: ``--kv-quant-bits`` as given: a number, or ``auto:TARGET``; None is the method's default. Of codes, but of
             ``transform`` allocated for an element.
         seed: of random rotations; None is 0.
+        episodic: what the ``--episodic-*`` flags say; None without ``--episodic-policy``.
         capture: ``FOLDER:CONTEXT:SKIP`` of ``sglang.capture_backend``, for ``kvq calibrate --engine sglang`` only.
 
     Raises:
@@ -55,6 +57,7 @@ class KVQuantConfig:
     bf16_budget: float = 0.10
     bits: str | None = None
     seed: int | None = None
+    episodic: EpisodicConfig | None = None
     capture: str | None = None
 
     def __post_init__(self) -> None:
@@ -101,6 +104,8 @@ class KVQuantConfig:
                 raise KVQuantError(
                     f"{flag} {clip}: must be between 0.5 and 1 (1 clips nothing); typical values are 0.88 to 0.98."
                 )
+        if self.episodic is not None:
+            self.episodic.check_windows(self.sink_tokens, self.recent_tokens)
         if not 0.0 < self.bf16_budget < 0.9:
             raise KVQuantError(
                 f"--kv-quant-bf16-budget {self.bf16_budget}: must be above 0 and below 0.9; "

@@ -5,18 +5,23 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-from array import array
-from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
 
 from sglang_kvq.config import PAGE_SIZE
 from sglang_kvq.errors import KVQuantError
 
 #: The entry of a request's ``custom_params`` that holds ``Selection.encode``.
 PARAMETER = "kvq_selection"
+#: How the names of selections begin: no client may name such a namespace.
+NAME_PREFIX = "kvq-late-"
+#: In the error of a request whose history was evicted: the router then has it computed again.
+GONE = "no longer cached"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Selection:
     """Pages of a prefix that is cached under another name.
 
@@ -24,30 +29,36 @@ class Selection:
     would behind the whole history, ``offset`` positions further than their place in the request.
 
     Attributes:
-        history: token ids of the whole prefix, a multiple of ``PAGE_SIZE`` of them.
+        history: token ids of the whole prefix, a multiple of ``PAGE_SIZE`` of them: int32 ``[tokens]``, or what can be
+            made into that.
         namespace: the ``extra_key`` under which it is cached.
-        pages: ascending indices of its pages.
+        pages: ascending indices of its pages: int32 ``[pages]``, or what can be made into that.
+        owner: whose copies of the pages these are; others make their own.
 
     Raises:
         KVQuantError: the history ends within a page, or pages are none, not ascending or not in it.
     """
 
-    history: tuple[int, ...]
+    history: np.ndarray
     namespace: str | None
-    pages: tuple[int, ...]
+    pages: np.ndarray
+    owner: str = ""
 
     def __post_init__(self) -> None:
-        if len(self.history) % PAGE_SIZE:
-            raise KVQuantError(f"a history of {len(self.history)} tokens: must be a multiple of {PAGE_SIZE}.")
-        whole = len(self.history) // PAGE_SIZE
-        ascending = all(a < b for a, b in zip(self.pages, self.pages[1:]))
-        if not self.pages or not ascending or self.pages[0] < 0 or self.pages[-1] >= whole:
-            raise KVQuantError(f"pages {list(self.pages)}: must be ascending indices below {whole}, at least one.")
+        for name in ("history", "pages"):
+            object.__setattr__(self, name, np.ascontiguousarray(getattr(self, name), dtype="<i4"))
+        history, pages = self.history, self.pages
+        if history.ndim != 1 or len(history) % PAGE_SIZE:
+            raise KVQuantError(f"a history of shape {list(history.shape)}: must be whole pages of {PAGE_SIZE} tokens.")
+        whole = len(history) // PAGE_SIZE
+        one_by_one = pages.ndim == 1 and len(pages) > 0 and bool((np.diff(pages) > 0).all())
+        if not one_by_one or pages[0] < 0 or pages[-1] >= whole:
+            raise KVQuantError(f"pages {pages.tolist()}: must be ascending indices below {whole}, at least one.")
 
     @property
-    def tokens(self) -> list[int]:
-        """Ids of the chosen pages' tokens, in order."""
-        return [token for page in self.pages for token in self.history[page * PAGE_SIZE : (page + 1) * PAGE_SIZE]]
+    def tokens(self) -> np.ndarray:
+        """Ids of the chosen pages' tokens, in order: int32 ``[pages * PAGE_SIZE]``."""
+        return np.asarray(self.history.reshape(-1, PAGE_SIZE)[self.pages].reshape(-1))
 
     @property
     def offset(self) -> int:
@@ -56,18 +67,19 @@ class Selection:
     @property
     def name(self) -> str:
         """A namespace in which the chosen tokens mean these pages and nothing else."""
-        digest = hashlib.sha256(array("q", self.history).tobytes())
-        digest.update(array("q", self.pages).tobytes())
-        digest.update((self.namespace or "").encode())
-        return f"kvq-late-{digest.hexdigest()}"
+        digest = hashlib.sha256()
+        for part in (self.history.tobytes(), self.pages.tobytes(), json.dumps([self.namespace, self.owner]).encode()):
+            digest.update(len(part).to_bytes(8, "little"))
+            digest.update(part)
+        return f"{NAME_PREFIX}{digest.hexdigest()}"
 
     def encode(self) -> str:
         """As one string: what survives the way to the scheduler."""
-        history = base64.b64encode(array("i", self.history).tobytes()).decode()
-        return json.dumps({"history": history, "namespace": self.namespace, "pages": list(self.pages)})
+        fields = {"history": _encode(self.history), "pages": _encode(self.pages)}
+        return json.dumps({**fields, "namespace": self.namespace, "owner": self.owner})
 
     @classmethod
-    def decode(cls, text: str) -> Selection:
+    def decode(cls, text: Any) -> Selection:
         """The inverse of ``encode``.
 
         Raises:
@@ -75,12 +87,16 @@ class Selection:
         """
         try:
             fields = json.loads(text)
-            history = array("i", base64.b64decode(fields["history"], validate=True))
-            pages, namespace = _numbers(fields["pages"]), fields["namespace"]
+            history, pages = _decode(fields["history"]), _decode(fields["pages"])
+            namespace, owner = fields["namespace"], str(fields["owner"])
         except (ValueError, KeyError, TypeError) as error:
             raise KVQuantError(f"{PARAMETER}: not a selection of pages ({error}); only the router sets it.") from None
-        return cls(tuple(history), namespace, pages)
+        return cls(history, namespace, pages, owner)
 
 
-def _numbers(values: Iterable[int]) -> tuple[int, ...]:
-    return tuple(int(value) for value in values)
+def _encode(numbers: np.ndarray) -> str:
+    return base64.b64encode(numbers.tobytes()).decode()
+
+
+def _decode(text: str) -> np.ndarray:
+    return np.frombuffer(base64.b64decode(text, validate=True), "<i4")

@@ -247,6 +247,11 @@ def check_resolved(server_args: ServerArgs, config: KVQuantConfig) -> None:
             f"--kv-canary {canary}: it knows no pool of sliding windows beside ours; leave the flag out."
         )
     check_query_heads(model, attention_workers(server_args))
+    if config.episodic is not None:
+        from sglang_kvq.sglang import episodic_checks, sessions
+
+        episodic_checks.check(server_args, model, config.episodic)
+        sessions.load_embedder(config.episodic.embedder)
     from sglang_kvq.rotations.resolve import resolve_formats, resolve_rotations
 
     rotations = resolve_rotations(config, model.model_path, model.hf_config)

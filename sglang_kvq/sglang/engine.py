@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from sglang_kvq.sglang import flags, plugin
+from sglang_kvq.sglang import episodic_flags, flags, plugin
 from sglang_kvq.sglang.runtime import attach
 from sglang_kvq.sglang.types import ServerArgs
 
@@ -21,7 +21,7 @@ def server_args_from_kwargs(original: type, **kwargs: Any) -> ServerArgs:
         KVQuantError: a keyword that cannot be combined with ``kv_quant``.
         SystemExit: this SGLang is not as expected.
     """
-    if not any(flag in kwargs for flag in flags.FIELDS):
+    if not any(flag in kwargs for flag in (*flags.FIELDS, *episodic_flags.FIELDS)):
         return original(**kwargs)
     capture = kwargs.pop("kv_quant_capture", None)  # of ``sglang.calibrate_engine``, not a flag
     config = flags.prepare(kwargs)

@@ -11,7 +11,7 @@ from sglang_kvq.config import PAGE_SIZE, KVQuantConfig
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.methods import METHOD_NAMES, Method, get_method
 from sglang_kvq.methods.base import PLANE_BITS
-from sglang_kvq.sglang import compat
+from sglang_kvq.sglang import compat, episodic_flags
 from sglang_kvq.sglang.runtime import CLI_ATTRIBUTE, attach
 from sglang_kvq.sglang.types import Original, ServerArgs
 
@@ -104,6 +104,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         metavar="SHARE",
         help="Share of the KV memory for BF16 pages; it bounds the running requests. Default: %(default)s.",
     )
+    episodic_flags.add_flags(parser)
 
 
 def _more_widths(method: Method) -> str:
@@ -126,6 +127,7 @@ def parse_config(values: Mapping[str, Any]) -> KVQuantConfig | None:
         KVQuantError: a value is out of range, or a flag is given without ``--kv-quant``.
     """
     method = values.get("kv_quant") or "none"
+    episodic = episodic_flags.parse(values)
     given = {field: values[flag] for flag, field in FIELDS.items() if values.get(flag) is not None}
     if method == "none":
         for flag, field in FIELDS.items():
@@ -134,11 +136,16 @@ def parse_config(values: Mapping[str, Any]) -> KVQuantConfig | None:
                     f"--{flag.replace('_', '-')} has no effect without --kv-quant; add --kv-quant "
                     f"{{{','.join(METHOD_NAMES)}}} or leave it out."
                 )
+        if episodic is not None:
+            raise KVQuantError(
+                f"--episodic-policy {episodic.policy} chooses pages of the quantized cache; add --kv-quant "
+                f"{{{','.join(METHOD_NAMES)}}} or leave it out."
+            )
         return None
     if "bits" in given:  # Engine(kv_quant_bits=3) and YAML give numbers
         bits = given["bits"]
         given["bits"] = bits if isinstance(bits, str) else f"{bits:g}" if isinstance(bits, (int, float)) else str(bits)
-    return KVQuantConfig(**given)
+    return KVQuantConfig(**given, episodic=episodic)
 
 
 def complete(values: MutableMapping[str, Any], device: str) -> None:
@@ -161,7 +168,7 @@ def prepare(values: MutableMapping[str, Any]) -> KVQuantConfig | None:
     from sglang_kvq.sglang import checks
 
     config = parse_config(values)
-    for flag in FIELDS:
+    for flag in (*FIELDS, *episodic_flags.FIELDS):
         values.pop(flag, None)
     if config is not None:
         device = checks.device_of(values)

@@ -80,6 +80,7 @@ def _hooks(process: Process, *rows: tuple[Kind, str, str, dict[str, Any]]) -> tu
 #: Where SGLang's allocator has no method that all released pages go through.
 PER_TOKEN_FREES, RELEASES_PAGES = "<0.5.17", ">=0.5.17"
 
+_MANAGER = "managers.tokenizer_manager.TokenizerManager"
 _POOL = "mem_cache.kv_cache_configurator.KVCacheConfigurator"
 _SIZES = "model_executor.pool_configurator.DefaultPoolConfigurator"
 _WINDOWS = "model_executor.pool_configurator.HybridSWAPoolConfigurator"
@@ -132,6 +133,38 @@ TABLE: tuple[Hook, ...] = (
             "says why a folded weight is not given",
             dict(params=("obj", "request"), handler="weights:explain_refusal", always=True),
         ),
+        # Sessions
+        (
+            Kind.AROUND,
+            f"{_MANAGER}.generate_request",
+            "chooses what a request of a session reads",
+            dict(params=("obj", "request"), handler="sessions:around_generate_request", always=True),
+        ),
+        (
+            Kind.BEFORE,
+            f"{_MANAGER}.abort_request",
+            "aborts a request of a session that is not sent yet",
+            dict(params=("rid", "abort_all"), handler="sessions:before_abort", always=True),
+        ),
+        (
+            Kind.CALL,
+            f"{_MANAGER}._tokenize_texts",
+            "a session's prompt as tokens",
+            dict(params=("texts", "is_cross_encoder")),
+        ),
+        (
+            Kind.CALL,
+            f"{_MANAGER}._validate_one_request",
+            "whether a session's prompt fits the model's context",
+            dict(params=("obj", "input_ids")),
+        ),
+        (
+            Kind.BEFORE,
+            "entrypoints.http_server._setup_and_run_http_server",
+            "/v1/sessions",
+            dict(params=("server_args", "tokenizer_manager"), handler="session_routes:before_http_server", always=True),
+        ),
+        (Kind.READ, "entrypoints.http_server.app", "/v1/sessions", {}),
         (Kind.CALL, "utils.common.get_device", "which device SGLang will choose", dict(params=("device_id",))),
         (
             Kind.CALL,

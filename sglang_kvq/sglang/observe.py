@@ -57,6 +57,8 @@ def fixed_state(state: runtime.Runtime) -> dict[str, Any]:
         "record_bits_per_element": round(layout.geometry.record_bits_per_element, 3),
         "layer_bits": [(code_bits(f.k), code_bits(f.v)) for f in state.pages.formats],
         "memory_bytes": layout.total_bytes,
+        "token_bytes": layout.geometry.page_bytes / PAGE_SIZE,
+        "bf16_token_bytes": layout.geometry.slot_bytes / PAGE_SIZE,
         "bf16_pages": layout.slots,
         "max_running_requests": layout.max_requests,
         "hooks": plugin.hook_counts(),

@@ -27,7 +27,12 @@ logger = logging.getLogger("sglang_kvq")
 Handler: TypeAlias = Callable[..., Any]
 
 #: Modules of the main process that take seconds to import.
-_HEAVY = ("sglang.srt.entrypoints.engine", "sglang.srt.managers.tokenizer_control_mixin")
+_HEAVY = (
+    "sglang.srt.entrypoints.engine",
+    "sglang.srt.entrypoints.http_server",
+    "sglang.srt.managers.tokenizer_control_mixin",
+    "sglang.srt.managers.tokenizer_manager",
+)
 
 #: What was put in place for each entry that this process patched.
 _installed: dict[Hook, Handler] = {}

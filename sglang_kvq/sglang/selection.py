@@ -17,18 +17,24 @@ import torch
 
 from sglang_kvq.cache.transfer import to_device
 from sglang_kvq.config import PAGE_SIZE
-from sglang_kvq.episodic.selection import PARAMETER, Selection
+from sglang_kvq.episodic.selection import GONE, PARAMETER, Selection
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.releases import OLD_TREE
 from sglang_kvq.sglang import compat, runtime
 from sglang_kvq.sglang.types import ForwardBatch, Original, PrefixCache, Req
 
-#: Set to 1 where whoever can reach the server may read every prefix in its cache, by name: in tests, until requests
-#: come through a router that knows whose they are.
+#: Set to 1 in tests of this file alone: without the router of ``sessions``, which knows whose a prefix is, whoever can
+#: reach the server may then read every prefix in its cache.
 ENABLED = "KVQ_PAGE_SELECTION"
 #: On a request: its selection, once decoded.
 _ATTRIBUTE = "_kvq_selection"
 _OLD = compat.applies(OLD_TREE, compat.sglang_version())
+
+
+def enabled() -> bool:
+    """Whether requests may choose pages: with ``--episodic-policy``, whose router refuses it from clients."""
+    state = runtime.current()
+    return (state is not None and state.config.episodic is not None) or os.environ.get(ENABLED) == "1"
 
 
 def selection_of(req: Req) -> Selection | None:
@@ -42,7 +48,7 @@ def selection_of(req: Req) -> Selection | None:
         return known
     params = getattr(req.sampling_params, "custom_params", None)
     text = params.get(PARAMETER) if isinstance(params, dict) else None
-    if text is not None and os.environ.get(ENABLED) != "1":
+    if text is not None and not enabled():
         raise KVQuantError(f"custom_params {PARAMETER}: this server lets no client choose pages.")
     selection = None if text is None else Selection.decode(text)
     setattr(req, _ATTRIBUTE, selection)
@@ -82,7 +88,7 @@ def _bring(tree: PrefixCache, req: Req, selection: Selection) -> bool:
     Raises:
         KVQuantError: the history is no longer cached, or the request does not begin with the pages' tokens.
     """
-    tokens = array("q", selection.tokens)
+    tokens = _ids(selection.tokens)
     if array("q", req.origin_input_ids[: len(tokens)]) != tokens or len(req.origin_input_ids) <= len(tokens):
         raise KVQuantError(
             "the prompt does not begin with the chosen pages' tokens and go on; only the router sets it."
@@ -90,11 +96,11 @@ def _bring(tree: PrefixCache, req: Req, selection: Selection) -> bool:
     key = _key(req, tokens, req.extra_key)
     if len(_match(tree, key)[0]) >= len(tokens):
         return True
-    locations, node = _match(tree, _key(req, array("q", selection.history), selection.namespace))
+    locations, node = _match(tree, _key(req, _ids(selection.history), selection.namespace))
     if len(locations) < len(selection.history):
         raise KVQuantError(
-            f"{len(selection.history) - len(locations)} of {len(selection.history)} tokens of the history are no "
-            "longer cached; send them again."
+            f"{len(selection.history) - len(locations)} of {len(selection.history)} tokens of the history are {GONE}; "
+            "send them again."
         )
     allocator = tree.token_to_kv_pool_allocator
     lock = _lock(tree, node)
@@ -111,11 +117,15 @@ def _bring(tree: PrefixCache, req: Req, selection: Selection) -> bool:
     tiers = runtime.live_tiers()
     count = len(selection.pages)
     near = [i for i in range(count) if i < tiers.sink_pages or i >= count - tiers.recent_pages]
-    chosen, windows = to_device([np.array(selection.pages), np.array(near)], locations.device)
+    chosen, windows = to_device([selection.pages.astype(np.int64), np.array(near)], locations.device)
     source = locations[::PAGE_SIZE].long()[chosen] // PAGE_SIZE
     tiers.pending.copy_pages(source, own[::PAGE_SIZE].long() // PAGE_SIZE, windows)
     _insert(tree, key, own)
     return True
+
+
+def _ids(tokens: np.ndarray) -> array[int]:
+    return array("q", tokens.astype(np.int64).tobytes())
 
 
 def _key(req: Req, tokens: array[int], namespace: str | None) -> Any:
@@ -159,7 +169,7 @@ def _insert(tree: PrefixCache, key: Any, locations: torch.Tensor) -> None:
 
 def move_positions(result: ForwardBatch, cls: type, batch: Any, *args: Any, **kwargs: Any) -> ForwardBatch:
     """AFTER ``ForwardBatch.init_new``: tokens stand where they would behind the whole history."""
-    if os.environ.get(ENABLED) != "1" or runtime.tiers() is None or batch.forward_mode.is_idle():
+    if runtime.tiers() is None or not enabled() or batch.forward_mode.is_idle():
         return result
     offsets = [selection.offset if (selection := selection_of(req)) else 0 for req in batch.reqs]
     if any(offsets):

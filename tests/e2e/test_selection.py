@@ -24,7 +24,7 @@ def text(model) -> list[int]:
 
 def ask(client: Client, selection: Selection, tail: list[int], tokens: int = 6, name: str | None = None) -> dict:
     body = {
-        "input_ids": selection.tokens + tail,
+        "input_ids": selection.tokens.tolist() + tail,
         "extra_key": name or selection.name,
         "return_logprob": True,
         "logprob_start_len": len(selection.tokens),
@@ -51,7 +51,7 @@ def expected(model, selection: Selection, tail: list[int], answer: list[int]) ->
     kept = torch.cat([torch.arange(page * P, (page + 1) * P) for page in selection.pages])
     new = torch.tensor([tail + answer])
     with torch.no_grad():
-        whole = network(torch.tensor([selection.history]), use_cache=True).past_key_values
+        whole = network(torch.from_numpy(selection.history.astype(int))[None], use_cache=True).past_key_values
         cache = DynamicCache()
         for i, layer in enumerate(whole.layers):
             cache.update(layer.keys[:, :, kept], layer.values[:, :, kept], i)
@@ -112,7 +112,7 @@ def test_a_history_that_is_gone_is_said_to_be(servers, text):
     client = Client(servers(*FLAGS, env=ENVIRONMENT))
     client.flush()
     selection = Selection(tuple(text[: PAGES * P]), None, (0, 3))
-    body = {"input_ids": selection.tokens + text[PAGES * P :], "extra_key": selection.name}
+    body = {"input_ids": selection.tokens.tolist() + text[PAGES * P :], "extra_key": selection.name}
     params = {"max_new_tokens": 4, "custom_params": {PARAMETER: selection.encode()}}
     response = client.post("/generate", **body, sampling_params=params)
     assert "no longer cached" in response.text and response.status_code == 400

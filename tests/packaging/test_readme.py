@@ -15,9 +15,9 @@ from tests.conftest import ROOT
 README = (ROOT / "README.md").read_text()
 
 
-def rows(heading: str) -> dict[str, list[str]]:
+def rows(heading: str, page: str = README) -> dict[str, list[str]]:
     """The cells of a heading's first table, by the name in the first one."""
-    section = README.split(f"### {heading}\n")[1].split("\n#")[0]
+    section = page.split(f"## {heading}\n")[1].split("\n#")[0]
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines() if line[:1] == "|"]
     return {row[0].strip("`"): row[1:] for row in cells[2:]}
 
@@ -34,7 +34,7 @@ def test_flags() -> None:
     parser = argparse.ArgumentParser(add_help=False)
     flags.add_flags(parser)
     known = {action.option_strings[0]: action.default for action in parser._actions}
-    written = rows("Flags")
+    written = {**rows("Flags"), **rows("Serving", (ROOT / "docs" / "episodes.md").read_text())}
     assert set(written) == set(known)
     for flag, default in known.items():
         if default is not None:

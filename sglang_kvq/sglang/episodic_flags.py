@@ -1,0 +1,98 @@
+"""The ``--episodic-*`` flags: conversations that are longer than what a request may read."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+from sglang_kvq.config import PAGE_SIZE
+from sglang_kvq.episodic.config import POLICIES, EpisodicConfig
+from sglang_kvq.errors import KVQuantError
+
+#: Flag (as an attribute name) and the ``EpisodicConfig`` field that it sets.
+FIELDS = {
+    "episodic_policy": "policy",
+    "episodic_budget": "budget",
+    "episodic_block": "block",
+    "episodic_segment": "segment",
+    "episodic_episodes": "episodes",
+    "episodic_embedder": "embedder",
+    "episodic_sessions": "sessions",
+    "episodic_idle": "idle_seconds",
+}
+_DEFAULTS = {field.name: field.default for field in fields(EpisodicConfig)}
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags to a parser."""
+    group = parser.add_argument_group("Sessions longer than what a request reads (sglang-kvq)")
+
+    def add(flag: str, help: str, **options: Any) -> None:
+        default = _DEFAULTS[FIELDS[flag[2:].replace("-", "_")]]
+        said = "" if default in (None, "") or "choices" in options else f" Default: {default:g}."
+        # None tells "not given" from a default that was typed; EpisodicConfig has the defaults.
+        group.add_argument(flag, default=None, help=help + said, **options)
+
+    add(
+        "--episodic-policy",
+        "What a request with a session id reads of a conversation longer than the budget. late: the pages nearest to "
+        "its question, beside sinks and the most recent ones. epicache: not built yet. Default: off.",
+        choices=("off", *POLICIES),
+    )
+    add(
+        "--episodic-budget",
+        f"Tokens that such a request reads at most when its answer begins; a multiple of {PAGE_SIZE}.",
+        type=int,
+        metavar="TOKENS",
+    )
+    add(
+        "--episodic-block",
+        "Tokens at the end of a prompt that may be computed without the whole history; longer ones are computed with "
+        f"it first. A multiple of {PAGE_SIZE}.",
+        type=int,
+        metavar="TOKENS",
+    )
+    add(
+        "--episodic-segment",
+        f"Tokens of the segments that a question is compared with; a multiple of {PAGE_SIZE}.",
+        type=int,
+        metavar="TOKENS",
+    )
+    add("--episodic-episodes", "Clusters of a conversation (epicache).", type=int, metavar="N")
+    add(
+        "--episodic-embedder",
+        "Folder of the sentence-transformers model that compares questions with segments.",
+        metavar="FOLDER",
+    )
+    add(
+        "--episodic-sessions",
+        "Sessions that are remembered; the one used longest ago is forgotten for a new one.",
+        type=int,
+        metavar="N",
+    )
+    add(
+        "--episodic-idle",
+        "Forget a session that was idle for so long; 0 for never.",
+        type=float,
+        metavar="SECONDS",
+    )
+
+
+def parse(values: Mapping[str, Any]) -> EpisodicConfig | None:
+    """What the flags say; None for ``--episodic-policy off``, the default.
+
+    Raises:
+        KVQuantError: a value is out of range, or a flag is given without ``--episodic-policy``.
+    """
+    given = {field: values[flag] for flag, field in FIELDS.items() if values.get(flag) is not None}
+    if given.pop("policy", "off") == "off":
+        for flag, field in FIELDS.items():
+            if field in given:
+                raise KVQuantError(
+                    f"--{flag.replace('_', '-')} has no effect without --episodic-policy; add --episodic-policy late "
+                    "or leave it out."
+                )
+        return None
+    return EpisodicConfig(policy=values["episodic_policy"], **given)

@@ -1,0 +1,37 @@
+"""Prometheus metrics of sessions, under ``GET /metrics`` with ``--enable-metrics``."""
+
+from __future__ import annotations
+
+
+class NoMetrics:
+    """Counts nothing."""
+
+    def known(self, sessions: int) -> None:
+        """So many sessions are remembered."""
+
+    def answered(self, read: str) -> None:
+        """A request of a session: "whole" or "chosen"."""
+
+    def rebuilt(self) -> None:
+        """A history was computed again."""
+
+
+class SessionMetrics(NoMetrics):
+    """A gauge and two counters of the process that serves HTTP."""
+
+    def __init__(self) -> None:
+        # Not before SGLang has set PROMETHEUS_MULTIPROC_DIR.
+        from prometheus_client import Counter, Gauge
+
+        self._known = Gauge("sglang_kvq:sessions", "Sessions that are remembered.", multiprocess_mode="mostrecent")
+        self._answered = Counter("sglang_kvq:session_requests", "Requests of sessions.", ["read"])
+        self._rebuilt = Counter("sglang_kvq:session_rebuilds", "Histories computed again since they were evicted.")
+
+    def known(self, sessions: int) -> None:
+        self._known.set(sessions)
+
+    def answered(self, read: str) -> None:
+        self._answered.labels(read=read).inc()
+
+    def rebuilt(self) -> None:
+        self._rebuilt.inc()

@@ -1,0 +1,182 @@
+"""Requests of sessions: what they may ask for, the requests made of them inside, and the way back of the answers."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from sglang_kvq.episodic.plan import Plan
+from sglang_kvq.episodic.selection import NAME_PREFIX, PARAMETER, Selection
+from sglang_kvq.episodic.session import Namespace
+from sglang_kvq.errors import KVQuantError
+
+#: ``io_struct.GenerateReqInput``, ``fastapi.Request``.
+GenerateRequest: TypeAlias = Any
+HTTPRequest: TypeAlias = Any
+#: One chunk of an answer.
+Output: TypeAlias = dict[str, Any]
+
+HEADER = "X-Session-Id"
+#: Characters of a session id.
+LONGEST_ID = 256
+
+#: Fields of a request that a session has no place for, and why.
+_REFUSED = {
+    "session_params": "sessions of SGLang keep tokens that the client does not send; send the whole conversation",
+    "input_embeds": "a conversation is compared and found by its tokens; send text or input_ids",
+    "image_data": "the tokens of images do not say what is in them; leave out the session id",
+    "video_data": "the tokens of videos do not say what is in them; leave out the session id",
+    "audio_data": "the tokens of audio do not say what is in it; leave out the session id",
+    "lora_path": "an adapter's cache cannot be chosen from; leave out the session id",
+    "positional_embed_overrides": "its positions would be other tokens'; leave out the session id",
+    "multi_item_delimiter_indices": "its positions would be other tokens'; leave out the session id",
+    "token_indices_to_pool": "its positions would be other tokens'; leave out the session id",
+    "return_hidden_states": "a folded history has none; leave out the session id",
+    "return_routed_experts": "a folded history has none; leave out the session id",
+    "return_indexer_topk": "a folded history has none; leave out the session id",
+}
+
+
+def check_client(obj: GenerateRequest) -> None:
+    """Refuse from every client what only the router may say.
+
+    Raises:
+        KVQuantError: the request chooses pages, or names a namespace of chosen pages.
+    """
+    params = obj.sampling_params
+    for each in params if isinstance(params, list) else [params]:
+        custom = each.get("custom_params") if isinstance(each, dict) else None
+        if isinstance(custom, dict) and PARAMETER in custom:
+            raise KVQuantError(f"custom_params {PARAMETER}: no client may choose pages; leave it out.")
+    keys = obj.extra_key
+    for key in keys if isinstance(keys, list) else [keys]:
+        if isinstance(key, str) and key.startswith(NAME_PREFIX):
+            raise KVQuantError(f"extra_key {key}: names that begin with {NAME_PREFIX} are the server's; take another.")
+
+
+def session_id_of(obj: GenerateRequest, request: HTTPRequest | None) -> str | None:
+    """``session_id`` of the body, or else the header ``X-Session-Id``; None where neither is given.
+
+    Raises:
+        KVQuantError: two different ones, or one that is empty or too long.
+    """
+    header = None if request is None else request.headers.get(HEADER)
+    given: str | None = obj.session_id
+    if given is not None and header is not None and given != header:
+        raise KVQuantError(f"session_id {given!r} and {HEADER} {header!r}: give one of them.")
+    found = header if given is None else given
+    if found is not None and not 0 < len(found) <= LONGEST_ID:
+        raise KVQuantError(f"a session id of {len(found)} characters: give 1 to {LONGEST_ID}.")
+    return found
+
+
+def tenant_of(request: HTTPRequest | None) -> str:
+    """Whose request it is: a hash of its API key, "" without one. Sessions of two tenants never meet."""
+    key = None if request is None else request.headers.get("Authorization")
+    return hashlib.sha256(key.encode()).hexdigest() if key else ""
+
+
+def check_session(obj: GenerateRequest) -> None:
+    """Refuse what cannot be part of a session.
+
+    Raises:
+        KVQuantError: names the field.
+    """
+    ids, params = obj.input_ids, obj.sampling_params
+    several = isinstance(obj.text, list) or (bool(ids) and not isinstance(ids[0], int)) or isinstance(params, list)
+    if several or isinstance(obj.rid, list):
+        raise KVQuantError("several prompts in one request of a session: send one request for each.")
+    params = params or {}
+    for name in ("n", "beam_width"):
+        if (count := params.get(name) or 1) != 1:
+            raise KVQuantError(f"{name} {count}: a session goes on with one answer; send n requests, or no session id.")
+    for field, why in _REFUSED.items():
+        if (value := getattr(obj, field, None)) is not None and value is not False and value != []:
+            raise KVQuantError(f"{field} in a request of a session: {why}.")
+
+
+def namespace_of(obj: GenerateRequest) -> Namespace:
+    """Under which names SGLang caches the request's tokens, once it is normalized."""
+    return obj.extra_key or None, getattr(obj, "cache_salt", None) or None
+
+
+def compute_request(obj: GenerateRequest, ids: np.ndarray, namespace: Namespace, rid: str | None) -> GenerateRequest:
+    """A request that computes ``ids`` and leaves them in the cache, in the client's namespace.
+
+    The token that is sampled at its end is dropped.
+    """
+    salt = {} if namespace[1] is None else {"cache_salt": namespace[1]}
+    return type(obj)(
+        rid=rid,
+        input_ids=ids.tolist(),
+        sampling_params={"max_new_tokens": 1, "temperature": 0, "ignore_eos": True},
+        extra_key=namespace[0],
+        priority=obj.priority,
+        log_metrics=False,
+        no_logs=True,
+        **salt,
+    )
+
+
+def answer_request(
+    obj: GenerateRequest, ids: np.ndarray, plan: Plan, selection: Selection, preferred: dict[str, Any], room: int
+) -> GenerateRequest:
+    """The request that answers a prompt from chosen pages of its history and its tail.
+
+    Args:
+        obj: the client's, normalized.
+        preferred: sampling parameters of this server where a request has none.
+        room: tokens of an answer that the model's context has room for, which SGLang would not notice.
+
+    Raises:
+        KVQuantError: log-probabilities from within the history, most of which is not read.
+    """
+    inner = copy.copy(obj)
+    inner.text, inner.session_id = None, None
+    inner.input_ids = np.concatenate([selection.tokens, ids[plan.history :]]).tolist()
+    inner.extra_key = selection.name
+    inner.return_prompt_token_ids = False
+    inner.logprob_start_len = _logprob_start(obj, plan, selection.offset)
+    params = dict(obj.sampling_params)
+    # Null is as much as there is room for; 128 is SGLang's default where nothing is said.
+    given = {"max_new_tokens": 128, **preferred, **params}["max_new_tokens"]
+    params["max_new_tokens"] = room if given is None else min(given, room)
+    if "min_new_tokens" in params:
+        params["min_new_tokens"] = min(params["min_new_tokens"], params["max_new_tokens"])
+    params["custom_params"] = {**(params.get("custom_params") or {}), PARAMETER: selection.encode()}
+    inner.sampling_params = params
+    return inner
+
+
+def _logprob_start(obj: GenerateRequest, plan: Plan, offset: int) -> int:
+    start: int = obj.logprob_start_len
+    if not obj.return_logprob or start == -1:
+        return -1
+    if not plan.history <= start < plan.tokens:
+        raise KVQuantError(
+            f"logprob_start_len {start}: the first {plan.history} of {plan.tokens} tokens are history, of which this "
+            f"session reads parts; possible are {plan.history} to {plan.tokens - 1}, and -1."
+        )
+    return start - offset
+
+
+def answer_output(out: Output, obj: GenerateRequest, ids: np.ndarray, computed: int) -> Output:
+    """An inner request's answer as the client's: usage counts the prompt that it sent.
+
+    Args:
+        computed: tokens that were computed for it before.
+    """
+    meta = out["meta_info"]
+    computed += meta["prompt_tokens"] - meta.get("cached_tokens", 0)
+    meta["prompt_tokens"] = len(ids)
+    more = max(0, len(ids) - computed) - meta.get("cached_tokens", 0)
+    meta["cached_tokens"] = meta.get("cached_tokens", 0) + more
+    details = meta.get("cached_tokens_details")
+    if isinstance(details, dict) and "device" in details:
+        meta["cached_tokens_details"] = {**details, "device": details["device"] + more}
+    if obj.return_prompt_token_ids:
+        out["prompt_token_ids"] = ids.tolist()
+    return out

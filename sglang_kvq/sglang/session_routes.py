@@ -1,0 +1,113 @@
+"""``/v1/sessions``: what is known of a tenant's sessions, and forgetting them.
+
+Registered before SGLang sets its middleware up, so that API keys apply as to any other route.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from sglang_kvq.config import PAGE_SIZE, KVQuantConfig
+from sglang_kvq.episodic.session import Session
+from sglang_kvq.errors import KVQuantError
+from sglang_kvq.sglang import checks
+from sglang_kvq.sglang.runtime import config_of
+from sglang_kvq.sglang.session_requests import tenant_of
+from sglang_kvq.sglang.sessions import TokenizerManager, router_of
+from sglang_kvq.sglang.types import ServerArgs
+
+
+def before_http_server(
+    server_args: ServerArgs,
+    tokenizer_manager: TokenizerManager,
+    template_manager: Any,
+    port_args: Any,
+    scheduler_infos: Sequence[dict[str, Any]],
+    *args: Any,
+    **kwargs: Any,
+) -> None:
+    """BEFORE ``http_server._setup_and_run_http_server``."""
+    config = config_of(server_args)
+    if config is None or config.episodic is None:
+        return
+    from sglang.srt.entrypoints.http_server import app
+
+    sizes, workers = scheduler_infos[0]["kv_quant"], checks.attention_workers(server_args)
+    costs = (sizes["token_bytes"] * workers, sizes["bf16_token_bytes"] * workers)
+    app.include_router(routes(tokenizer_manager, config, costs))
+
+
+def routes(manager: TokenizerManager, config: KVQuantConfig, token_bytes: tuple[float, float]) -> Any:
+    """A ``fastapi.APIRouter``.
+
+    Args:
+        token_bytes: of all workers together, quantized and in BF16.
+    """
+    from fastapi import APIRouter
+    from fastapi.responses import JSONResponse
+    from starlette.requests import Request
+
+    router = router_of(manager)
+    if router is None:
+        raise RuntimeError("kv-quant: /v1/sessions without --episodic-policy; please report this.")
+    store, api = router.store, APIRouter()
+
+    def answer(session: Session) -> dict[str, Any]:
+        return describe(session, config, token_bytes)
+
+    def unknown(error: KVQuantError) -> JSONResponse:
+        return JSONResponse({"object": "error", "message": str(error), "type": "NotFound", "code": 404}, 404)
+
+    # Annotations that FastAPI can resolve: this module's are strings, and Request is known in here only.
+    async def every(request: Any) -> Any:
+        return {"object": "list", "data": [answer(session) for session in store.of(tenant_of(request))]}
+
+    async def one(session_id: str, request: Any) -> Any:
+        try:
+            return answer(store.get(tenant_of(request), session_id))
+        except KVQuantError as error:
+            return unknown(error)
+
+    async def delete(session_id: str, request: Any) -> Any:
+        try:
+            store.delete(tenant_of(request), session_id)
+        except KVQuantError as error:
+            return unknown(error)
+        return {"id": session_id, "object": "session.deleted", "deleted": True}
+
+    for endpoint in (every, one, delete):
+        endpoint.__annotations__["request"] = Request
+    api.get("/v1/sessions")(every)
+    api.get("/v1/sessions/{session_id:path}")(one)
+    api.delete("/v1/sessions/{session_id:path}")(delete)
+    return api
+
+
+def describe(session: Session, config: KVQuantConfig, token_bytes: tuple[float, float]) -> dict[str, Any]:
+    """A session in plain values, for JSON.
+
+    ``hot_bytes`` is what the last request read when its answer began; ``total_bytes`` is with the rest of the history,
+    as far as it was computed, which SGLang may have evicted since.
+    """
+    quantized, bf16 = token_bytes
+    window = min(session.hot, config.slots_per_request * PAGE_SIZE)
+    hot_bytes = session.hot * quantized + window * bf16
+    return {
+        "id": session.id,
+        "object": "session",
+        "created": int(session.created),
+        "last_used": int(session.used),
+        "history_tokens": len(session.tokens),
+        "computed_tokens": session.exact,
+        "hot_tokens": session.hot,
+        "hot_bytes": round(hot_bytes),
+        "total_bytes": round(session.exact * quantized + hot_bytes),
+        "segments": len(session.rows),
+        "read": {"of_tokens": session.history, "pages": list(session.pages)},
+        "matches": [asdict(match) for match in session.matches],
+        "requests": session.requests,
+        "requests_with_chosen_pages": session.selected,
+        "rebuilt": session.rebuilt,
+    }

@@ -1,0 +1,411 @@
+"""The router of ``--episodic-policy``: which pages of a session's history a request reads.
+
+AROUND ``TokenizerManager.generate_request``, through which chat, completions, ``/generate`` and ``Engine`` pass. The
+client sends its whole conversation as ever. A prompt within the budget goes on untouched. Of a longer one the history
+is computed as an ordinary prefix, after the last answer or else first, and the request that answers begins with the
+pages of it that are nearest to its question (``sglang.selection``).
+
+Everything here runs in the event loop of one process. Requests of one session are looked at one after the other and
+generate at once; the conversation goes on from the one that ended last.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from sglang_kvq.config import PAGE_SIZE, KVQuantConfig
+from sglang_kvq.episodic.config import EpisodicConfig
+from sglang_kvq.episodic.embed import Embedder
+from sglang_kvq.episodic.encoding import BATCH, EncodingThread
+from sglang_kvq.episodic.pages import choose_pages
+from sglang_kvq.episodic.plan import Plan, plan
+from sglang_kvq.episodic.question import occurrences, question_start, user_turn
+from sglang_kvq.episodic.selection import GONE, Selection
+from sglang_kvq.episodic.session import Match, Namespace, Session
+from sglang_kvq.episodic.store import SessionStore
+from sglang_kvq.errors import KVQuantError
+from sglang_kvq.sglang import session_requests as requests
+from sglang_kvq.sglang.runtime import config_of
+from sglang_kvq.sglang.session_metrics import NoMetrics, SessionMetrics
+from sglang_kvq.sglang.session_requests import GenerateRequest, HTTPRequest, Output
+from sglang_kvq.sglang.types import Original
+
+logger = logging.getLogger("sglang_kvq")
+
+#: ``managers.tokenizer_manager.TokenizerManager``.
+TokenizerManager: TypeAlias = Any
+Outputs: TypeAlias = AsyncGenerator[Output, None]
+
+#: On a TokenizerManager: its router.
+_ATTRIBUTE = "_kvq_router"
+#: Segments that ``Session.matches`` has at most.
+_MATCHES = 16
+
+
+@functools.lru_cache(maxsize=1)
+def load_embedder(folder: str) -> Embedder:
+    """Loaded once in a process: first by the checks at start.
+
+    Raises:
+        KVQuantError: no model there, or sentence-transformers is missing.
+    """
+    embedder = Embedder.load(folder)
+    embedder.encode(["Does it work?"])
+    return embedder
+
+
+def around_generate_request(
+    original: Original, self: TokenizerManager, obj: GenerateRequest, request: HTTPRequest | None = None
+) -> Outputs:
+    """AROUND ``TokenizerManager.generate_request``."""
+    router = router_of(self)
+    if router is None or not hasattr(obj, "session_params"):  # embeddings
+        return original(self, obj, request)  # type: ignore[no-any-return]
+    try:
+        requests.check_client(obj)
+        session_id = requests.session_id_of(obj, request)
+        if session_id is None:
+            return original(self, obj, request)  # type: ignore[no-any-return]
+        requests.check_session(obj)
+    except KVQuantError as error:
+        return _failing(error)
+    return router.serve(functools.partial(original, self), obj, request, session_id)
+
+
+async def _failing(error: KVQuantError) -> Outputs:
+    """Errors come out of the generator, where SGLang's endpoints expect them."""
+    raise error
+    yield {}  # what makes it a generator
+
+
+def before_abort(self: TokenizerManager, rid: str = "", abort_all: bool = False) -> None:
+    """BEFORE ``TokenizerManager.abort_request``: a request that is not sent yet is not sent at all."""
+    router: Router | None = getattr(self, _ATTRIBUTE, None)
+    if router is not None:
+        router.aborted.update(router.preparing if abort_all else router.preparing & {rid})
+
+
+def router_of(manager: TokenizerManager) -> Router | None:
+    """The router of a server with ``--episodic-policy``, made when first asked for; None without."""
+    if not hasattr(manager, _ATTRIBUTE):
+        config = config_of(manager.server_args)
+        router = None
+        if config is not None and config.episodic is not None:
+            router = Router(manager, config, config.episodic, load_embedder(config.episodic.embedder))
+        setattr(manager, _ATTRIBUTE, router)
+    found: Router | None = getattr(manager, _ATTRIBUTE)
+    return found
+
+
+@dataclass
+class _Turn:
+    """One prompt of a session on its way.
+
+    Attributes:
+        send: ``TokenizerManager.generate_request`` itself.
+        obj: the client's request, normalized.
+        ids: int32, its prompt.
+        computed: tokens that were computed for it before its own request.
+        output: of its answer.
+    """
+
+    send: Original
+    obj: GenerateRequest
+    request: HTTPRequest | None
+    session: Session
+    ids: np.ndarray
+    namespace: Namespace
+    computed: int = 0
+    output: list[int] = field(default_factory=list)
+
+
+class Router:
+    """Sessions of one server.
+
+    Args:
+        config: for sinks and recent tokens, which are always read.
+    """
+
+    def __init__(
+        self, manager: TokenizerManager, config: KVQuantConfig, episodic: EpisodicConfig, embedder: Embedder
+    ) -> None:
+        self.manager, self.config, self.episodic = manager, config, episodic
+        self.store = SessionStore(episodic.sessions, episodic.idle_seconds, episodic.segment)
+        self.thread = EncodingThread(embedder)
+        self.marker = user_turn(manager.tokenizer)
+        self.metrics = SessionMetrics() if getattr(manager, "enable_metrics", False) else NoMetrics()
+        #: Ids of requests that are looked at, and those of them that were aborted meanwhile.
+        self.preparing: set[str] = set()
+        self.aborted: set[str] = set()
+        #: What goes on after answers; the event loop itself keeps no reference.
+        self.background: set[asyncio.Task[None]] = set()
+
+    # -- one request --------------------------------------------------------------------------------------
+
+    async def serve(
+        self, send: Original, obj: GenerateRequest, request: HTTPRequest | None, session_id: str
+    ) -> Outputs:
+        """A session's request, from its prompt to its last chunk.
+
+        Raises:
+            ValueError: as SGLang's own, or KVQuantError for what a session cannot serve.
+        """
+        obj.normalize_batch_and_arguments()
+        given = obj.input_ids if obj.input_ids is not None else (await self.manager._tokenize_texts(obj.text))[0]
+        ids = np.asarray(given, np.int32)
+        session = self.store.use(requests.tenant_of(request), session_id)
+        session.requests += 1
+        turn = _Turn(send, obj, request, session, ids, requests.namespace_of(obj))
+        self.metrics.known(len(self.store))
+        if len(ids) <= self.episodic.budget:
+            self.metrics.answered("whole")
+            outputs = self._whole(turn)
+        else:
+            whole = ids.tolist()
+            self.manager._validate_one_request(obj, whole)  # with --allow-auto-truncate it shortens the prompt
+            turn.ids = turn.ids[: len(whole)]
+            outputs = self._chosen(turn)
+        async with aclosing(outputs):
+            async for out in outputs:
+                yield out
+
+    async def _whole(self, turn: _Turn) -> Outputs:
+        """Serve the prompt as it came, and remember the conversation."""
+        turn.session.hot, turn.session.history, turn.session.pages, turn.session.matches = len(turn.ids), 0, (), ()
+        turn.output.clear()
+        async with aclosing(self._sent(turn, turn.obj)) as outputs:
+            async for out in outputs:
+                self._note(turn, out)
+                if _ends(out):
+                    self._remember(turn, out, whole=True)
+                yield out
+
+    async def _chosen(self, turn: _Turn) -> Outputs:
+        """Serve the prompt from chosen pages of its history."""
+        rid = turn.obj.rid
+        self.preparing.add(rid)
+        try:
+            planned, inner = await self._prepare(turn)
+        finally:
+            self.preparing.discard(rid)
+            aborted = rid in self.aborted
+            self.aborted.discard(rid)
+        if aborted:
+            raise KVQuantError(f"request {rid}: aborted before its answer began.")
+        turn.session.selected += 1
+        self.metrics.answered("chosen")
+        for attempt in range(2):
+            gone = False
+            turn.output.clear()
+            try:
+                async with aclosing(self._sent(turn, inner)) as outputs:
+                    async for out in outputs:
+                        if gone := _is_gone(out):
+                            break
+                        out = requests.answer_output(out, turn.obj, turn.ids, turn.computed)
+                        self._note(turn, out)
+                        if _ends(out):
+                            self._remember(turn, out, whole=False)
+                        yield out
+            except ValueError as error:
+                if GONE not in str(error):
+                    raise
+                gone = True
+            if not gone:
+                return
+            turn.session.rebuilt += 1
+            self.metrics.rebuilt()
+            turn.session.exact = 0
+            if attempt == 0:
+                async with turn.session.computing:
+                    await self._compute(turn, turn.ids[: planned.history], rid)
+        logger.warning("kv-quant: the history of a session is evicted as soon as it is computed; read whole instead.")
+        async with aclosing(self._whole(turn)) as outputs:
+            async for out in outputs:
+                yield out
+
+    async def _prepare(self, turn: _Turn) -> tuple[Plan, GenerateRequest]:
+        """Plan a prompt, have its history computed where it is not, and choose its pages."""
+        session, ids = turn.session, turn.ids
+        async with session.planning:
+            known = session.follow(ids, turn.namespace)
+            turns = occurrences(ids, self.marker)
+            question = question_start(ids, known, turns)
+            planned = self._plan(turn, question)
+            rows = asyncio.ensure_future(self._rows(session, ids, planned.history // session.segment))
+            try:
+                if planned.compute:
+                    async with session.computing:
+                        planned = self._plan(turn, question)  # what went on in the background may have done it
+                        if planned.compute:
+                            await self._compute(turn, ids[: planned.history], turn.obj.rid)
+                await rows
+            finally:
+                rows.cancel()
+            found = await self._rows(session, ids, planned.history // session.segment)  # the history may have grown
+            pages = await self._choose(session, ids, planned, question, turns, found)
+            selection = Selection(ids[: planned.history], turn.namespace[0], pages, session.tenant)
+            preferred = self.manager.preferred_sampling_params or {}
+            room = self.manager.context_len - planned.tokens - 2  # what the scheduler would leave a whole prompt
+            inner = requests.answer_request(turn.obj, ids, planned, selection, preferred, max(0, room))
+            session.hot, session.history, session.pages = planned.hot, planned.history, tuple(pages.tolist())
+        return planned, inner
+
+    def _plan(self, turn: _Turn, question: int) -> Plan:
+        session, ids = turn.session, turn.ids
+        exact = min(session.exact, session.common(ids)) if session.namespace == turn.namespace else 0
+        return plan(len(ids), exact, question, budget=self.episodic.budget, block=self.episodic.block)
+
+    async def _choose(
+        self, session: Session, ids: np.ndarray, planned: Plan, question: int, turns: np.ndarray, rows: np.ndarray
+    ) -> np.ndarray:
+        """Pages of the history that are read: int64 ``[planned.pages]``, ascending.
+
+        Always read are sinks, what stands before the first user message as far as there is room, and the most recent
+        pages; then segments, the nearest to the question first.
+        """
+        size = session.segment
+        (asked,) = await asyncio.wrap_future(self.thread.question(self._text(ids[question:])))
+        # A question without words is near nothing: then the most recent pages are read.
+        rows = rows if asked.any() else rows[:0]
+        scores = rows @ asked if len(rows) else np.empty(0, np.float32)
+        order = np.argsort(-scores, kind="stable")
+        recent = self.config.recent_pages
+        room = planned.pages - recent - size // PAGE_SIZE
+        system = -(-int(turns[0]) // PAGE_SIZE) if len(turns) else 0
+        sinks = min(max(self.config.sink_pages, 1, min(system, planned.pages // 4)), room)
+        pages = choose_pages(
+            [(int(i) * size, (int(i) + 1) * size) for i in order],
+            planned.history,
+            planned.pages,
+            page=PAGE_SIZE,
+            sink_pages=sinks,
+            recent_pages=recent,
+        )
+        read = set(pages.tolist())
+        session.matches = tuple(
+            Match(int(i) * size, (int(i) + 1) * size, float(scores[i]))
+            for i in order[:_MATCHES]
+            if int(i) * size // PAGE_SIZE in read
+        )
+        return pages
+
+    # -- requests inside ----------------------------------------------------------------------------------
+
+    async def _sent(self, turn: _Turn, inner: GenerateRequest) -> Outputs:
+        """What SGLang answers to a request; one that is left before its end is aborted."""
+        outputs = turn.send(inner, turn.request)
+        ended = False
+        try:
+            async for out in outputs:
+                ended = _ends(out)
+                yield out
+        finally:
+            state = self.manager.rid_to_state.get(inner.rid)
+            if not ended and state is not None and state.obj is inner:  # another may have the same id
+                self.manager.abort_request(inner.rid)
+            await outputs.aclose()
+
+    async def _compute(self, turn: _Turn, history: np.ndarray, rid: str | None) -> None:
+        """Have a history computed, or found in SGLang's cache.
+
+        Args:
+            rid: the client's request id where it waits for this: aborting it aborts this. None: an own one.
+
+        Raises:
+            ValueError: SGLang refuses it, or it was aborted.
+        """
+        inner = requests.compute_request(turn.obj, history, turn.namespace, rid)
+        inner.normalize_batch_and_arguments()
+        reason: Any = None
+        async with aclosing(self._sent(turn, inner)) as outputs:
+            async for out in outputs:
+                meta = out["meta_info"]
+                reason = meta["finish_reason"]
+                turn.computed += meta["prompt_tokens"] - meta.get("cached_tokens", 0) if _ends(out) else 0
+        if not isinstance(reason, dict) or reason.get("type") == "abort":
+            raise KVQuantError(f"request {inner.rid}: aborted while its history was computed.")
+        turn.session.computed(history, turn.namespace)
+
+    # -- what is known of sessions ------------------------------------------------------------------------
+
+    def _note(self, turn: _Turn, out: Output) -> None:
+        """Keep the answer's tokens: a chunk has all so far, with --incremental-streaming-output the new ones only."""
+        ids = out.get("output_ids") or []
+        if turn.obj.stream and self.manager.incremental_streaming_output:
+            turn.output.extend(ids)
+        elif _ends(out):
+            turn.output[:] = ids
+
+    def _remember(self, turn: _Turn, out: Output, whole: bool) -> None:
+        """Take the answer into the session, and go on with it in the background.
+
+        Args:
+            out: the last chunk.
+            whole: the answer was computed with everything before it, so that it is history already.
+        """
+        session = turn.session
+        said = np.concatenate([turn.ids, np.asarray(turn.output, np.int32)])
+        session.follow(said, turn.namespace)
+        reason = out["meta_info"]["finish_reason"]
+        if isinstance(reason, dict) and reason.get("type") == "abort":
+            return
+        if whole:  # the last token that was sampled has not been computed
+            session.computed(said[: (len(said) - 1) // PAGE_SIZE * PAGE_SIZE], turn.namespace)
+        task = asyncio.ensure_future(self._afterwards(turn, said, compute=not whole))
+        self.background.add(task)
+        task.add_done_callback(self.background.discard)
+
+    async def _afterwards(self, turn: _Turn, said: np.ndarray, compute: bool) -> None:
+        """Compute and embed what was said, so that the next turn finds it."""
+        session = turn.session
+        after = _Turn(turn.send, turn.obj, None, session, said, turn.namespace)
+        try:
+            if compute:
+                async with session.computing:
+                    ready = session.common(said) // PAGE_SIZE * PAGE_SIZE  # the session may have gone another way
+                    if session.exact < ready and self.store.holds(session) and session.namespace == turn.namespace:
+                        await self._compute(after, said[:ready], None)
+            if self.store.holds(session):
+                await self._rows(session, said, len(said) // session.segment)
+        except asyncio.CancelledError:
+            raise
+        except Exception as error:  # the next turn does it itself, and reports what is wrong
+            logger.warning("kv-quant: preparing session %r for its next turn failed: %s", session.id, error)
+
+    async def _rows(self, session: Session, ids: np.ndarray, count: int) -> np.ndarray:
+        """Embeddings of the first ``count`` segments of ``ids``: float32 ``[count, D]``; only new ones are made."""
+        size = session.segment
+        rows = session.rows_of(ids)[:count]
+        while len(rows) < count:
+            first = len(rows)
+            last = min(first + BATCH, count)
+            texts = [self._text(ids[i * size : (i + 1) * size]) for i in range(first, last)]
+            new = await asyncio.wrap_future(self.thread.segments(texts))
+            session.add_rows(ids, first, new)
+            rows = np.concatenate([rows, new]) if first else new
+            if len(known := session.rows_of(ids)) > len(rows):  # another request of this session is ahead
+                rows = known[:count]
+        return rows
+
+    def _text(self, ids: np.ndarray) -> str:
+        text: str = self.manager.tokenizer.decode(ids.tolist(), skip_special_tokens=True)
+        return text
+
+
+def _ends(out: Output) -> bool:
+    return out["meta_info"].get("finish_reason") is not None
+
+
+def _is_gone(out: Output) -> bool:
+    """Whether a streamed answer is the scheduler's word that the history was evicted."""
+    reason = out["meta_info"].get("finish_reason")
+    return isinstance(reason, dict) and reason.get("type") == "abort" and GONE in str(reason.get("message"))

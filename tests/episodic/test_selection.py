@@ -1,0 +1,55 @@
+"""A selection survives its way to the scheduler, and its name means its pages and nothing else."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from sglang_kvq.config import PAGE_SIZE as P
+from sglang_kvq.episodic.selection import NAME_PREFIX, Selection
+from sglang_kvq.errors import KVQuantError
+
+HISTORY = np.arange(5 * P)
+
+
+def test_it_survives_its_encoding() -> None:
+    selection = Selection(HISTORY, "name\u00e9", [0, 2, 3], "me")
+    got = Selection.decode(selection.encode())
+    np.testing.assert_array_equal(got.history, HISTORY)
+    assert (got.pages.tolist(), got.namespace, got.owner) == ([0, 2, 3], "name\u00e9", "me")
+    assert got.name == selection.name and got.name.startswith(NAME_PREFIX)
+    assert got.tokens.tolist() == [*range(P), *range(2 * P, 4 * P)] and got.offset == 2 * P
+
+
+def test_names_differ_where_anything_does() -> None:
+    other = HISTORY.copy()
+    other[-1] += 1
+    selections = [
+        Selection(HISTORY, None, [0, 2]),
+        Selection(HISTORY, None, [0, 3]),
+        Selection(HISTORY[: 4 * P], None, [0, 2]),
+        Selection(other, None, [0, 2]),
+        Selection(HISTORY, "", [0, 2]),
+        Selection(HISTORY, "x", [0, 2]),
+        Selection(HISTORY, None, [0, 2], "x"),
+    ]
+    assert len({selection.name for selection in selections}) == len(selections)
+
+
+@pytest.mark.parametrize("pages", [[], [1, 1], [2, 1], [-1, 2], [0, 5]], ids=repr)
+def test_pages_that_are_none_of_the_history_are_refused(pages: list[int]) -> None:
+    with pytest.raises(KVQuantError, match="must be ascending indices below 5, at least one"):
+        Selection(HISTORY, None, pages)
+
+
+def test_a_history_that_ends_within_a_page_is_refused() -> None:
+    with pytest.raises(KVQuantError, match=r"shape \[319\]: must be whole pages of 64"):
+        Selection(HISTORY[:-1], None, [0])
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[]", 7, json.dumps({"history": "?", "pages": "", "namespace": None})])
+def test_what_is_no_selection_is_refused(text: object) -> None:
+    with pytest.raises(KVQuantError, match="not a selection of pages"):
+        Selection.decode(text)

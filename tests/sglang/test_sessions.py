@@ -1,0 +1,486 @@
+"""Requests of sessions as SGLang's own objects, the routes behind SGLang's API keys, and what is refused at start."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from sglang_kvq.config import PAGE_SIZE as P
+from sglang_kvq.config import KVQuantConfig
+from sglang_kvq.episodic.config import EpisodicConfig
+from sglang_kvq.episodic.embed import Embedder
+from sglang_kvq.episodic.plan import Plan
+from sglang_kvq.episodic.selection import PARAMETER, Selection
+from sglang_kvq.errors import KVQuantError
+from sglang_kvq.sglang import flags, session_routes, sessions
+from sglang_kvq.sglang import session_requests as requests
+from sglang_kvq.sglang.runtime import attach
+
+BUDGET = 10 * P
+EPISODIC = EpisodicConfig("late", BUDGET, 2 * P, "folder", 2 * P, sessions=3, idle_seconds=0)
+CONFIG = KVQuantConfig("int4", recent_tokens=2 * P, episodic=EPISODIC)
+
+
+def request_of(**fields):
+    from sglang.srt.managers.io_struct import GenerateReqInput
+
+    return GenerateReqInput(**{"input_ids": list(range(9)), **fields})
+
+
+def http(**headers):
+    return SimpleNamespace(headers={name.replace("_", "-"): value for name, value in headers.items()})
+
+
+class Words:
+    """Embeds a text of numbers by which hundreds they are of."""
+
+    def encode(self, sentences, **options):
+        rows = np.zeros((len(sentences), 40), np.float32)
+        for row, text in zip(rows, sentences):
+            row[39] = 1e-3
+            for word in text.split():
+                row[int(word) // 100 % 39 if word.isdigit() else 39] += 1
+        return rows
+
+
+class Manager:
+    """What the router uses of a TokenizerManager: answers by ``script``, and remembers what it was sent."""
+
+    context_len, incremental_streaming_output, preferred_sampling_params = 4096, False, None
+
+    def __init__(self, script=None):
+        self.server_args = SimpleNamespace()
+        attach(CONFIG, self.server_args)
+        self.tokenizer = SimpleNamespace(decode=lambda ids, **options: " ".join(map(str, ids)))
+        self.script, self.sent, self.aborted, self.rid_to_state = script, [], [], {}
+        self._kvq_router = sessions.Router(self, CONFIG, EPISODIC, Embedder(Words()))
+
+    @property
+    def router(self) -> sessions.Router:
+        return self._kvq_router
+
+    def _validate_one_request(self, obj, ids):
+        if len(ids) >= self.context_len:
+            raise ValueError("longer than the model's context length")
+
+    def abort_request(self, rid="", abort_all=False):
+        sessions.before_abort(self, rid, abort_all)
+        self.aborted.append(rid)
+
+    async def generate_request(self, obj, request=None):
+        self.sent.append(obj)
+        obj.normalize_batch_and_arguments()
+        self.rid_to_state[obj.rid] = SimpleNamespace(obj=obj)
+        await asyncio.sleep(0)
+        if self.script is not None and (error := self.script(obj)) is not None:
+            raise error
+        custom = obj.sampling_params.get("custom_params", {})
+        out = {
+            "text": "x",
+            "output_ids": [7, 8],
+            "meta_info": {
+                "id": obj.rid,
+                "prompt_tokens": len(obj.input_ids),
+                "cached_tokens": len(Selection.decode(custom[PARAMETER]).pages) * P if custom else 0,
+                "finish_reason": {"type": "length"},
+            },
+        }
+        del self.rid_to_state[obj.rid]
+        yield out
+
+    async def ask(self, obj, request=None):
+        """All chunks, once what goes on in the background has ended."""
+        ask = sessions.around_generate_request(Manager.generate_request, self, obj, request)
+        found = [out async for out in ask]
+        while self.router.background:
+            await asyncio.sleep(0.01)
+        return found
+
+
+LONG = np.arange(1, 2001, dtype=np.int32)
+NAME = http(X_Session_Id="a")
+
+
+# -- the router ---------------------------------------------------------------------------------------------
+
+
+def test_without_a_session_a_request_is_sglangs():
+    manager, obj = Manager(), request_of(input_ids=LONG.tolist())
+    asyncio.run(manager.ask(obj, http()))
+    assert manager.sent == [obj] and len(manager.router.store) == 0
+
+
+def test_a_prompt_within_the_budget_is_the_clients_own_object():
+    manager, obj = Manager(), request_of(input_ids=LONG[:BUDGET].tolist())
+    asyncio.run(manager.ask(obj, NAME))
+    assert manager.sent == [obj] and obj.extra_key is None
+    session = manager.router.store.get("", "a")
+    assert session.tokens.tolist() == [*LONG[:BUDGET], 7, 8] and session.exact == BUDGET
+    assert len(session.rows) == BUDGET // EPISODIC.segment
+
+
+def test_a_longer_prompt_is_computed_read_in_parts_and_computed_on():
+    manager, obj = Manager(), request_of(input_ids=LONG.tolist(), rid="client")
+    (out,) = asyncio.run(manager.ask(obj, NAME))
+    history, answer, behind = manager.sent
+    assert history.rid == answer.rid == "client" and behind.rid != "client"
+    # The last 256 tokens stand for the question; what is before them is history up to the block.
+    folded = len(history.input_ids)
+    assert LONG[:folded].tolist() == history.input_ids and 0 < len(LONG) - folded <= EPISODIC.block
+    assert history.extra_key is None and history.sampling_params["max_new_tokens"] == 1
+    chosen = Selection.decode(answer.sampling_params["custom_params"][PARAMETER])
+    assert chosen.history.tolist() == history.input_ids and answer.extra_key == chosen.name
+    assert answer.input_ids == [*chosen.tokens, *LONG[folded:]] and len(answer.input_ids) <= BUDGET
+    assert {0, folded // P - 1, folded // P - 2} <= set(chosen.pages.tolist())
+    assert behind.input_ids == [*LONG, 7, 8][: (len(LONG) + 2) // P * P]
+    assert obj.input_ids == LONG.tolist() and obj.extra_key is None and PARAMETER not in str(obj.sampling_params)
+    assert out["meta_info"]["prompt_tokens"] == len(LONG) and out["meta_info"]["cached_tokens"] == 0
+    session = manager.router.store.get("", "a")
+    assert session.exact == len(behind.input_ids) and session.hot == len(answer.input_ids)
+
+
+def test_the_next_turn_computes_its_tail_only():
+    manager = Manager()
+    asyncio.run(two_turns(manager, [450, 451, 452]))
+    answer = manager.sent[-1]
+    chosen = Selection.decode(answer.sampling_params["custom_params"][PARAMETER])
+    assert len(manager.sent) == 4  # history, answer, what comes after; answer, after which no page is new
+    assert len(chosen.history) == (len(LONG) + 2) // P * P
+    # Tokens 400 to 500 are in the segment of pages 6 and 7; the question names them.
+    assert {6, 7} <= set(chosen.pages.tolist())
+    session = manager.router.store.get("", "a")
+    assert (session.matches[0].start, session.matches[0].end) == (384, 512)
+
+
+async def two_turns(manager, question):
+    await manager.ask(request_of(input_ids=LONG.tolist()), NAME)
+    return await manager.ask(request_of(input_ids=[*LONG.tolist(), 7, 8, *question]), NAME)
+
+
+def test_an_evicted_history_is_computed_again_once():
+    errors = iter([KVQuantError("64 of 64 tokens of the history are no longer cached")])
+
+    def script(obj):
+        return next(errors, None) if obj.extra_key else None
+
+    manager = Manager(script)
+    (out,) = asyncio.run(manager.ask(request_of(input_ids=LONG.tolist()), NAME))
+    kinds = ["answer" if obj.extra_key else len(obj.input_ids) for obj in manager.sent]
+    assert kinds == [kinds[0], "answer", kinds[0], "answer", (len(LONG) + 2) // P * P]
+    assert out["output_ids"] == [7, 8] and manager.router.store.get("", "a").rebuilt == 1
+
+
+def test_a_history_that_does_not_stay_is_read_whole(caplog):
+    manager = Manager(lambda obj: KVQuantError("is no longer cached") if obj.extra_key else None)
+    obj = request_of(input_ids=LONG.tolist())
+    (out,) = asyncio.run(manager.ask(obj, NAME))
+    assert manager.sent[-1] is obj and out["meta_info"]["prompt_tokens"] == len(LONG)
+    assert "evicted as soon as it is computed" in caplog.text
+
+
+def test_other_errors_are_the_clients():
+    manager = Manager(lambda obj: ValueError("no such grammar") if obj.extra_key else None)
+    with pytest.raises(ValueError, match="no such grammar"):
+        asyncio.run(manager.ask(request_of(input_ids=LONG.tolist()), NAME))
+
+
+def test_a_prompt_beyond_the_context_is_refused_before_anything_is_computed():
+    manager = Manager()
+    with pytest.raises(ValueError, match="longer than the model's context length"):
+        asyncio.run(manager.ask(request_of(input_ids=[1] * 4096), NAME))
+    assert manager.sent == []
+
+
+def test_an_abort_while_the_history_is_computed_ends_the_request():
+    manager = Manager(lambda obj: manager.abort_request("client"))
+    with pytest.raises(KVQuantError, match="request client: aborted before its answer began"):
+        asyncio.run(manager.ask(request_of(input_ids=LONG.tolist(), rid="client"), NAME))
+    assert len(manager.sent) == 1 and not manager.router.preparing and not manager.router.aborted
+
+
+def test_a_client_that_leaves_aborts_what_runs_for_it():
+    async def leave(manager):
+        ask = sessions.around_generate_request(
+            Manager.generate_request, manager, request_of(input_ids=LONG.tolist(), rid="client"), NAME
+        )
+        job = asyncio.ensure_future(ask.__anext__())
+        while "client" not in manager.rid_to_state:
+            await asyncio.sleep(0)
+        job.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await job
+
+    manager = Manager()
+    asyncio.run(leave(manager))
+    assert manager.aborted == ["client"]
+    session = manager.router.store.get("", "a")
+    assert not session.planning.locked() and not session.computing.locked()
+
+
+def test_two_requests_of_one_session_compute_its_history_once():
+    async def both(manager):
+        requests_ = [request_of(input_ids=[*LONG.tolist(), *more]) for more in ([450], [1250])]
+        return await asyncio.gather(*(manager.ask(obj, NAME) for obj in requests_))
+
+    manager = Manager()
+    first, second = asyncio.run(both(manager))
+    assert first[0]["output_ids"] == second[0]["output_ids"] == [7, 8]
+    histories = [obj for obj in manager.sent if obj.extra_key is None and len(obj.input_ids) < len(LONG)]
+    answers = [obj for obj in manager.sent if obj.extra_key]
+    assert len(histories) - len({len(obj.input_ids) for obj in histories}) == 0 and len(answers) == 2
+
+
+def test_tenants_read_copies_of_their_own():
+    manager = Manager()
+
+    async def both():
+        for key in ("Bearer one", "Bearer two"):
+            await manager.ask(request_of(input_ids=LONG.tolist()), http(X_Session_Id="a", Authorization=key))
+
+    asyncio.run(both())
+    assert len({obj.extra_key for obj in manager.sent if obj.extra_key}) == 2
+    assert len(manager.router.store) == 2 and "one" not in str(manager.router.store.of(requests.tenant_of(None)))
+
+
+# -- requests -----------------------------------------------------------------------------------------------
+
+
+def made(obj, plan=None, room=1000):
+    plan = plan or Plan(20 * P, 18 * P, False, 3)
+    obj.normalize_batch_and_arguments()
+    selection = Selection(LONG[: plan.history], None, [0, 5, 17])
+    return requests.answer_request(obj, LONG[: plan.tokens], plan, selection, {}, room)
+
+
+@pytest.mark.parametrize(
+    "given,expected",
+    [({}, 128), ({"max_new_tokens": 5}, 5), ({"max_new_tokens": 5000}, 1000), ({"max_new_tokens": None}, 1000)],
+)
+def test_answers_end_where_the_models_context_does(given, expected):
+    inner = made(request_of(sampling_params={**given, "min_new_tokens": 3000, "custom_params": {"mine": 1}}))
+    assert inner.sampling_params["max_new_tokens"] == expected
+    assert inner.sampling_params["min_new_tokens"] == min(3000, expected)
+    assert set(inner.sampling_params["custom_params"]) == {"mine", PARAMETER}
+
+
+def test_positions_of_log_probabilities():
+    assert made(request_of(return_logprob=True)).logprob_start_len == -1
+    assert made(request_of(logprob_start_len=3)).logprob_start_len == -1  # nothing was asked for
+    assert made(request_of(return_logprob=True, logprob_start_len=18 * P)).logprob_start_len == 3 * P
+    assert made(request_of(return_logprob=True, logprob_start_len=19 * P)).logprob_start_len == 4 * P
+    for start in (0, 18 * P - 1, 20 * P):
+        with pytest.raises(KVQuantError, match=f"logprob_start_len {start}: .* possible are 1152 to 1279, and -1"):
+            made(request_of(return_logprob=True, logprob_start_len=start))
+
+
+def test_usage_counts_the_clients_prompt():
+    obj = request_of(return_prompt_token_ids=True)
+    meta = {"prompt_tokens": 300, "cached_tokens": 192, "cached_tokens_details": {"device": 192, "host": 0}}
+    out = requests.answer_output({"meta_info": meta}, obj, LONG, computed=100)
+    assert out["meta_info"]["prompt_tokens"] == len(LONG)
+    assert out["meta_info"]["cached_tokens"] == len(LONG) - 100 - 108
+    assert out["meta_info"]["cached_tokens_details"] == {"device": len(LONG) - 208, "host": 0}
+    assert out["prompt_token_ids"] == LONG.tolist()
+
+
+@pytest.mark.parametrize(
+    "fields,message",
+    [
+        ({"sampling_params": {"custom_params": {PARAMETER: "x"}}}, "no client may choose pages"),
+        ({"sampling_params": [{}, {"custom_params": {PARAMETER: None}}]}, "no client may choose pages"),
+        ({"extra_key": "kvq-late-1"}, "extra_key kvq-late-1"),
+        ({"extra_key": ["x", "kvq-late-1"]}, "extra_key kvq-late-1"),
+    ],
+    ids=str,
+)
+def test_what_only_the_router_may_say_is_refused_from_everybody(fields, message):
+    manager = Manager()
+    with pytest.raises(KVQuantError, match=message):
+        asyncio.run(manager.ask(request_of(**fields), None))
+    assert manager.sent == []
+
+
+@pytest.mark.parametrize(
+    "fields,message",
+    [
+        ({"text": ["a", "b"], "input_ids": None}, "several prompts"),
+        ({"input_ids": [[1], [2]]}, "several prompts"),
+        ({"sampling_params": {"n": 2}}, "n 2: a session goes on with one answer"),
+        ({"sampling_params": {"beam_width": 4}}, "beam_width 4"),
+        ({"session_params": {"id": "x"}}, "session_params in a request of a session"),
+        ({"input_embeds": [[0.0]], "input_ids": None}, "input_embeds in a request of a session"),
+        ({"image_data": "x"}, "image_data in"),
+        ({"video_data": ["x"]}, "video_data in"),
+        ({"audio_data": "x"}, "audio_data in"),
+        ({"lora_path": "x"}, "lora_path in"),
+        ({"return_hidden_states": True}, "return_hidden_states in"),
+        ({"return_routed_experts": True}, "return_routed_experts in"),
+        ({"session_id": "b"}, "session_id 'b' and X-Session-Id 'a': give one of them"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_what_a_session_has_no_place_for_is_refused(fields, message):
+    manager = Manager()
+    with pytest.raises(KVQuantError, match=message):
+        asyncio.run(manager.ask(request_of(**fields), NAME))
+    assert manager.sent == [] and len(manager.router.store) == 0
+
+
+@pytest.mark.parametrize("name", ["", "x" * 257], ids=["empty", "long"])
+def test_names_of_sessions(name):
+    with pytest.raises(KVQuantError, match="a session id of .* characters"):
+        asyncio.run(Manager().ask(request_of(session_id=name)))
+
+
+# -- routes -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def app():
+    """The routes behind SGLang's middleware for API keys."""
+    from fastapi import FastAPI
+    from fastapi.testclient import TestClient
+    from sglang.srt.utils.auth import add_api_key_middleware
+
+    manager, app = Manager(), FastAPI()
+    app.include_router(session_routes.routes(manager, CONFIG, (10.0, 100.0)))
+    add_api_key_middleware(app, api_key="secret", admin_api_key=None)
+    asyncio.run(
+        manager.ask(request_of(input_ids=LONG.tolist()), http(X_Session_Id="a/b", Authorization="Bearer secret"))
+    )
+    return TestClient(app)
+
+
+def test_routes_ask_for_the_api_key(app):
+    for method, path in (("GET", ""), ("GET", "/a/b"), ("DELETE", "/a/b")):
+        assert app.request(method, f"/v1/sessions{path}").status_code == 401
+        wrong = app.request(method, f"/v1/sessions{path}", headers={"Authorization": "Bearer other"})
+        assert wrong.status_code == 401
+
+
+def test_routes_list_describe_and_forget(app):
+    app.headers["Authorization"] = "Bearer secret"
+    (listed,) = app.get("/v1/sessions").json()["data"]
+    one = app.get("/v1/sessions/a/b").json()
+    assert one == listed and one["history_tokens"] == len(LONG) + 2 and one["computed_tokens"] == 31 * P
+    tail = len(LONG) - one["read"]["of_tokens"]
+    assert one["hot_tokens"] == len(one["read"]["pages"]) * P + tail <= BUDGET
+    window = CONFIG.slots_per_request * P
+    assert one["hot_bytes"] == 10 * one["hot_tokens"] + 100 * window
+    assert one["total_bytes"] == one["hot_bytes"] + 10 * 31 * P
+    assert {"start", "end", "score"} == set(one["matches"][0])
+    assert app.delete("/v1/sessions/a/b").json() == {"id": "a/b", "object": "session.deleted", "deleted": True}
+    assert app.get("/v1/sessions/a/b").status_code == app.delete("/v1/sessions/a/b").status_code == 404
+    assert app.get("/v1/sessions").json()["data"] == []
+
+
+# -- start --------------------------------------------------------------------------------------------------
+
+
+ON = ("--kv-quant", "int4", "--episodic-policy", "late", "--episodic-embedder", "folder")
+
+
+def parsed(*argv):
+    import argparse
+
+    parser = argparse.ArgumentParser()
+    flags.add_flags(parser)
+    return flags.parse_config(vars(parser.parse_args(argv)))
+
+
+def test_flags_reach_the_config():
+    more = "--episodic-budget 4096 --episodic-block 512 --episodic-segment 256 --episodic-sessions 7 --episodic-idle 60"
+    expected = EpisodicConfig("late", 4096, 512, "folder", 256, 7, 60.0)
+    assert parsed(*ON, *more.split()).episodic == expected
+    assert parsed(*ON).episodic == EpisodicConfig("late", embedder="folder")
+    assert parsed("--kv-quant", "int4", "--episodic-policy", "off").episodic is None
+
+
+@pytest.mark.parametrize(
+    "argv,message",
+    [
+        (ON[2:], "--episodic-policy late chooses pages of the quantized cache; add --kv-quant"),
+        (("--kv-quant", "int4", "--episodic-budget", "4096"), "--episodic-budget has no effect without"),
+        ((*ON, "--episodic-policy", "epicache"), "--episodic-policy epicache: is not built yet"),
+        ((*ON, "--episodic-budget", "1024"), "--episodic-budget 1024: sinks and recent tokens"),
+    ],
+    ids=["no method", "no policy", "epicache", "budget"],
+)
+def test_flags_that_cannot_be_served(argv, message):
+    with pytest.raises(KVQuantError, match=message):
+        parsed(*argv)
+
+
+@pytest.fixture
+def loaded(monkeypatch):
+    """The embedder's folders that were loaded."""
+    found = []
+    monkeypatch.setattr(sessions, "load_embedder", found.append)
+    return found
+
+
+NGRAM = ("--speculative-algorithm", "NGRAM")
+SMALL = ("--episodic-budget", "1024", "--episodic-block", "256")
+
+
+def check(server_args):
+    from sglang_kvq.sglang import checks
+    from sglang_kvq.sglang.runtime import config_of
+
+    if hasattr(server_args, "resolve_once"):
+        server_args.resolve_once()
+    checks.check_resolved(server_args, config_of(server_args))
+
+
+def test_the_embedder_is_loaded_at_start(command_line, loaded):
+    check(command_line(*ON, *SMALL))
+    assert loaded == ["folder"]
+
+
+@pytest.mark.parametrize(
+    "argv,message",
+    [
+        (("--tokenizer-worker-num", "2"), "--tokenizer-worker-num 2: sessions are known to one process"),
+        (("--dp-size", "2"), "--dp-size 2: a session's history would be in another worker's cache"),
+        (("--disable-radix-cache",), "--disable-radix-cache True: histories are kept in the prefix cache"),
+        (("--skip-tokenizer-init",), "--skip-tokenizer-init True: questions and histories are compared as text"),
+        (
+            (*NGRAM, "--speculative-ngram-max-bfs-breadth", "1"),
+            "--speculative-algorithm NGRAM: drafts stand at positions of their own",
+        ),
+        (("--enable-lora", "--max-lora-rank", "8", "--lora-target-modules", "q_proj"), "--enable-lora True"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, tuple) else "",
+)
+def test_settings_that_sessions_cannot_have(command_line, loaded, argv, message):
+    with pytest.raises((KVQuantError, SystemExit), match=message):
+        check(command_line(*ON, *SMALL, *argv))
+
+
+def test_a_budget_beyond_the_models_context(command_line, loaded):
+    with pytest.raises(
+        (KVQuantError, SystemExit), match="--episodic-budget 2048: the model takes 2048 tokens.*at most 1984"
+    ):
+        check(command_line(*ON, "--episodic-budget", "2048", "--episodic-block", "256"))
+
+
+def test_another_server_is_refused(command_line, loaded, monkeypatch):
+    server_args = command_line(*ON, *SMALL)
+    monkeypatch.setenv("SGLANG_RUST_SERVER", "1")
+    with pytest.raises((KVQuantError, SystemExit), match="SGLANG_RUST_SERVER=1: sessions are known to one process"):
+        check(server_args)
+
+
+@pytest.mark.parametrize(
+    "changes,message",
+    [
+        ({"rope_scaling": {"rope_type": "default", "mrope_section": [16, 8, 8]}}, "positions of several axes"),
+    ],
+    ids=["mrope"],
+)
+def test_models_whose_pages_are_not_their_state(command_line, loaded, model_folder, changes, message):
+    with pytest.raises((KVQuantError, SystemExit), match=message):
+        check(command_line(*ON, *SMALL, model=model_folder(**changes)))
