@@ -270,13 +270,12 @@ def test_sessions_and_plain_traffic_at_once(client, text, question):
 def test_tenants_never_meet(server, text, question):
     one, other = Sessions(server, "key-one"), Sessions(server, "key-other")
     prompt = text[:900] + question
-    first = one.turn(prompt, "mine", 4)
+    one.turn(prompt, "mine", 4)
     assert one.session("mine")["history_tokens"] == len(prompt) + 4
     assert other.get("/mine").status_code == 404 and other.delete("mine").status_code == 404
     assert [session["id"] for session in one.get().json()["data"]] == ["mine"] and other.get().json()["data"] == []
     assert other.turn(text[:300], "mine", 2)["meta_info"]["prompt_tokens"] == 300
     assert one.session("mine")["history_tokens"] == len(prompt) + 4
-    assert logprobs(one.turn(prompt, "mine", 4)) == pytest.approx(logprobs(first), abs=CLOSE)
 
 
 def test_metrics(client, text):

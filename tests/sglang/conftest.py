@@ -33,6 +33,7 @@ LLAMA = dict(
 def applied():
     """The plugin's module, registered and its hooks applied in this process, once."""
     import sglang.srt.entrypoints.engine  # noqa: F401  (so that Engine and the scheduler are patched too)
+    import sglang.srt.entrypoints.http_server  # noqa: F401
     from sglang.srt.plugins.hook_registry import HookRegistry
 
     from sglang_kvq.sglang import plugin
