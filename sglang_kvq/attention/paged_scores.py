@@ -1,7 +1,7 @@
 """Scores of past keys on a GPU: keys to BF16, as attention over a workspace reads them, then two passes over them.
 
 A prompt's queries are hundreds to thousands of rows a KV head. Were pages read where they lie, every tile of rows would
-dequantize them again; this way each is dequantized once, which is a few percent of the products.
+dequantize them again; this way each is dequantized once.
 """
 
 from __future__ import annotations

@@ -30,9 +30,11 @@ class KeyScores:
         self.values = torch.zeros(layers, kv_heads, past, device=device)
 
     def add(self, first: int, end: int) -> None:
-        """Queries of tokens ``first .. end`` score."""
+        """Queries of tokens ``first .. end`` score, on the current stream."""
         if first <= self.seen:
             self.seen = max(self.seen, end)
+        if self.values.is_cuda:  # whoever lets go of them meanwhile, they stay until that has happened
+            self.values.record_stream(torch.cuda.current_stream(self.values.device))
 
     def result(self, length: int) -> torch.Tensor:
         """``values``, once all queries of a request of that length have scored.

@@ -71,7 +71,13 @@ class Step:
 
 
 def chain(
-    history: np.ndarray, prompt: Sequence[int], plan: ChainPlan, *, tenant: str, namespace: str | None, method: str
+    history: np.ndarray,
+    prompt: Sequence[int] | np.ndarray,
+    plan: ChainPlan,
+    *,
+    tenant: str,
+    namespace: str | None,
+    method: str,
 ) -> list[Step]:
     """The steps that fold a history into one episode, in order; none while it fits the budget.
 

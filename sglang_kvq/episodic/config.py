@@ -8,9 +8,9 @@ from sglang_kvq.config import PAGE_SIZE
 from sglang_kvq.errors import KVQuantError
 
 #: What ``--episodic-policy`` may be, besides "off".
-POLICIES = ("late", "epicache")
-#: Those of ``POLICIES`` that are served. A new one also needs its own part in ``sglang.sessions``, beside ``late``'s.
-BUILT = ("late",)
+LATE, EPICACHE = POLICIES = ("late", "epicache")
+#: Clusters of a conversation (EpiCache, arXiv 2509.17396).
+EPISODES = 4
 
 
 @dataclass(frozen=True)
@@ -20,17 +20,18 @@ class EpisodicConfig:
     Attributes:
         policy: of ``POLICIES``.
         budget: tokens that a request of a session reads at most when its answer begins; shorter prompts are served
-            whole, as without sessions.
+            whole, as without sessions. Of ``epicache``: tokens that an episode keeps, behind which the prompt's end is
+            read as well.
         block: tokens at a prompt's end that may be computed without the whole history; longer ones are computed with
-            it first.
+            it first. Of ``epicache``: tokens that are folded into an episode at once.
         embedder: folder of a sentence-transformers model.
         segment: tokens of a segment, the unit that is embedded and looked for.
         sessions: that are remembered at once; the one used longest ago is forgotten for a new one.
         idle_seconds: after which a session is forgotten; 0 is never.
-        episodes: clusters of a conversation, of ``epicache``.
+        episodes: clusters of a conversation, of ``epicache``; None for ``EPISODES``.
 
     Raises:
-        KVQuantError: a value out of range, or a policy that is not served; the message names the flag and the fix.
+        KVQuantError: a value out of range; the message names the flag and the fix.
     """
 
     policy: str
@@ -44,15 +45,13 @@ class EpisodicConfig:
 
     def __post_init__(self) -> None:
         if self.policy not in POLICIES:
-            raise KVQuantError(f"--episodic-policy {self.policy}: choose off or {' or '.join(BUILT)}.")
-        if self.policy not in BUILT:
-            raise KVQuantError(
-                f"--episodic-policy {self.policy}: is not built yet; {' and '.join(BUILT)} is, or leave it out."
-            )
-        if self.episodes is not None:
+            raise KVQuantError(f"--episodic-policy {self.policy}: choose off or {' or '.join(POLICIES)}.")
+        if self.episodes is not None and self.policy != EPICACHE:
             raise KVQuantError(
                 f"--episodic-episodes {self.episodes}: --episodic-policy {self.policy} has no episodes; leave it out."
             )
+        if self.episodes is not None and self.episodes < 1:
+            raise KVQuantError(f"--episodic-episodes {self.episodes}: give 1 or more.")
         for flag, tokens in (("budget", self.budget), ("block", self.block), ("segment", self.segment)):
             if tokens < PAGE_SIZE or tokens % PAGE_SIZE:
                 nearest = max(PAGE_SIZE, round(tokens / PAGE_SIZE) * PAGE_SIZE)

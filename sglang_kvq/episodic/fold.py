@@ -23,6 +23,7 @@ class Fold:
         name: the ``extra_key`` of the new prefix; of whatever it was made from and how, and of nothing else.
         length: tokens that are chosen from, the request's first; whole pages.
         kept: how many are chosen, for each layer and KV head; whole pages.
+        pinned: first tokens that are chosen whatever their scores.
 
     Raises:
         KVQuantError: no name, or numbers that are no whole pages, or more to keep than there are.
@@ -31,6 +32,7 @@ class Fold:
     name: str
     length: int
     kept: int
+    pinned: int = 0
 
     def __post_init__(self) -> None:
         if not self.name:
@@ -40,6 +42,8 @@ class Fold:
                 f"a fold of {self.length} tokens into {self.kept}: both must be multiples of {PAGE_SIZE}, one page at "
                 "least and no more than there are."
             )
+        if not 0 <= self.pinned <= self.kept:
+            raise KVQuantError(f"a fold that keeps {self.kept} tokens, {self.pinned} of them pinned: pin fewer.")
 
     def encode(self) -> str:
         """As one string: what survives the way to the scheduler."""
@@ -54,7 +58,7 @@ class Fold:
         """
         try:
             fields = json.loads(text)
-            return cls(str(fields["name"]), int(fields["length"]), int(fields["kept"]))
+            return cls(str(fields["name"]), int(fields["length"]), int(fields["kept"]), int(fields.get("pinned", 0)))
         except KVQuantError:
             raise
         except (ValueError, KeyError, TypeError) as error:

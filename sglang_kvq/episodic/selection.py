@@ -6,7 +6,7 @@ import base64
 import hashlib
 import json
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -43,6 +43,8 @@ class Selection:
     namespace: str | None
     pages: np.ndarray
     owner: str = ""
+
+    parameter: ClassVar[str] = PARAMETER
 
     def __post_init__(self) -> None:
         for name in ("history", "pages"):

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from sglang_kvq.config import PAGE_SIZE
+from sglang_kvq.episodic.episodes import EpisodesOfSession
 from sglang_kvq.episodic.question import common_length
 
 #: What tells apart the prefixes that SGLang caches of equal tokens: ``extra_key`` and ``cache_salt``.
@@ -41,6 +42,7 @@ class Session:
         pages: of that history, those chosen.
         matches: segments that these hold, the nearest to its question first.
         requests, selected, rebuilt: requests; those with chosen pages; histories computed again as they were evicted.
+        episodes: of the policy epicache.
         planning: held while a prompt is looked at, so that requests of one session do so one after the other.
         computing: held while a history is computed, so that none is computed twice at once.
     """
@@ -61,6 +63,7 @@ class Session:
     rebuilt: int = 0
     created: float = field(default_factory=time.time)
     used: float = field(default_factory=time.time)
+    episodes: EpisodesOfSession = field(default_factory=EpisodesOfSession)
     planning: asyncio.Lock = field(default_factory=asyncio.Lock, repr=False)
     computing: asyncio.Lock = field(default_factory=asyncio.Lock, repr=False)
 

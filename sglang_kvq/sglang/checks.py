@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from sglang_kvq.config import HEAD_DIMS, MAX_GQA_GROUP, PAGE_SIZE, KVQuantConfig
+from sglang_kvq.episodic.config import EPICACHE
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.releases import OLD_TREE
 from sglang_kvq.sglang import architectures, compat
@@ -255,7 +256,11 @@ def check_resolved(server_args: ServerArgs, config: KVQuantConfig) -> None:
     from sglang_kvq.rotations.resolve import resolve_formats, resolve_rotations
 
     rotations = resolve_rotations(config, model.model_path, model.hf_config)
-    resolve_formats(config, rotations, model.hf_config)
+    formats = resolve_formats(config, rotations, model.hf_config)
+    if config.episodic is not None and config.episodic.policy == EPICACHE:
+        from sglang_kvq.cache.fold import check_moves
+
+        check_moves(config.method, formats)
 
 
 def check_named_model(values: Mapping[str, Any], config: KVQuantConfig) -> None:

@@ -8,7 +8,7 @@ from dataclasses import fields
 from typing import Any
 
 from sglang_kvq.config import PAGE_SIZE
-from sglang_kvq.episodic.config import POLICIES, EpisodicConfig
+from sglang_kvq.episodic.config import EPISODES, POLICIES, EpisodicConfig
 from sglang_kvq.errors import KVQuantError
 
 #: Flag (as an attribute name) and the ``EpisodicConfig`` field that it sets.
@@ -38,7 +38,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add(
         "--episodic-policy",
         "What a request with a session id reads of a conversation longer than the budget. late: the pages nearest to "
-        "its question, beside sinks and the most recent ones. epicache: not built yet. Default: off.",
+        "its question, beside sinks and the most recent ones. epicache: the episode nearest to it, of which each KV "
+        "head keeps tokens of its own. Default: off.",
         choices=("off", *POLICIES),
     )
     add(
@@ -60,7 +61,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         type=int,
         metavar="TOKENS",
     )
-    add("--episodic-episodes", "Clusters of a conversation (epicache).", type=int, metavar="N")
+    add(
+        "--episodic-episodes",
+        f"Clusters of a conversation (epicache). Default: {EPISODES}.",
+        type=int,
+        metavar="N",
+    )
     add(
         "--episodic-embedder",
         "Folder of the sentence-transformers model that compares questions with segments.",

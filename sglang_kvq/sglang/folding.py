@@ -23,16 +23,16 @@ from sglang_kvq.config import PAGE_SIZE
 from sglang_kvq.episodic.fold import PARAMETER, Fold
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.releases import OLD_TREE
-from sglang_kvq.sglang import compat, runtime, selection
+from sglang_kvq.sglang import compat, runtime, tree_keys
 from sglang_kvq.sglang.types import Original, PrefixCache, Req
 
-#: Of a finished request's ``rid``, the tokens that each layer and KV head of this worker keeps: int64 ``[layers,
-#: kv_heads, kept]`` on the pool's device, indices below ``Fold.length``. The sinks' are first and in order. None if the
-#: request was never scored. Ascending ones are moved fastest.
-ChosenTokens: TypeAlias = Callable[[str], torch.Tensor | None]
+#: Of a finished request, the tokens that each layer and KV head of this worker keeps: int64 ``[layers, kv_heads,
+#: kept]`` on the pool's device, indices below ``Fold.length``. The sinks' are first and in order. None if the request
+#: was never scored. Ascending ones are moved fastest.
+ChosenTokens: TypeAlias = Callable[[Req, Fold], torch.Tensor | None]
 
 #: On a request: its fold, once decoded.
-_ATTRIBUTE = "_kvq_fold"
+ATTRIBUTE = "_kvq_fold"
 _OLD = compat.applies(OLD_TREE, compat.sglang_version())
 #: What says whether a request's tokens enter the tree when it gives back its memory.
 _ENTERS = "is_insert" if _OLD else "checkpoint"
@@ -58,10 +58,10 @@ def fold_of(req: Req) -> Fold | None:
     Raises:
         KVQuantError: it cannot be read, or not be done here.
     """
-    if hasattr(req, _ATTRIBUTE):
-        known: Fold | None = getattr(req, _ATTRIBUTE)
+    if hasattr(req, ATTRIBUTE):
+        known: Fold | None = getattr(req, ATTRIBUTE)
         return known
-    setattr(req, _ATTRIBUTE, None)  # unless it is found to be right
+    setattr(req, ATTRIBUTE, None)  # unless it is found to be right
     params = getattr(req.sampling_params, "custom_params", None)
     text = params.get(PARAMETER) if isinstance(params, dict) else None
     if text is None:
@@ -76,13 +76,13 @@ def fold_of(req: Req) -> Fold | None:
         )
     if req.session is not None:
         raise KVQuantError("a fold at the end of a session's request, which keeps its pages; send it without one.")
-    setattr(req, _ATTRIBUTE, fold)
+    setattr(req, ATTRIBUTE, fold)
     return fold
 
 
 def around_release(original: Original, req: Req, tree_cache: PrefixCache, *args: Any, **kwargs: Any) -> Any:
     """AROUND ``release_kv_cache``: a request gives back its row and pages, finished or not."""
-    fold = getattr(req, _ATTRIBUTE, None)
+    fold = getattr(req, ATTRIBUTE, None)
     if fold is None or runtime.tiers() is None or tree_cache.disable:
         return original(req, tree_cache, *args, **kwargs)
     if req.finished() and not _aborted(req):
@@ -100,14 +100,14 @@ def _fold(tree: PrefixCache, req: Req, fold: Fold) -> str | None:
     Raises:
         KVQuantError: no tokens were chosen for this request, or not those of one.
     """
-    key = selection._key(req, array("q", req.origin_input_ids[: fold.kept]), fold.name)
-    there = len(selection._match(tree, key)[0])
+    key = tree_keys.key(req, array("q", req.origin_input_ids[: fold.kept]), fold.name)
+    there = len(tree_keys.match(tree, key)[0])
     if there >= fold.kept:
         return None  # another request has done the same
     if there:
         return f"{there} of {fold.kept} tokens of the fold are cached already, perhaps chosen differently"
     state, tiers = runtime.started(), runtime.live_tiers()
-    tokens = None if state.chosen_tokens is None else state.chosen_tokens(req.rid)
+    tokens = None if state.chosen_tokens is None else state.chosen_tokens(req, fold)
     if tokens is None:
         raise KVQuantError(f"request {req.rid} ends as a fold, and no tokens were chosen for it; it was not scored.")
     want = (tiers.pool.layers, tiers.pool.kv_heads, fold.kept)
@@ -125,7 +125,7 @@ def _fold(tree: PrefixCache, req: Req, fold: Fold) -> str | None:
     source = tree.req_to_token_pool.req_to_token[row, : fold.length : PAGE_SIZE].long() // PAGE_SIZE
     sinks = torch.arange(min(tiers.sink_pages, fold.kept // PAGE_SIZE), device=source.device)
     tiers.pending.fold_pages(source, own[::PAGE_SIZE].long() // PAGE_SIZE, tokens, sinks)
-    selection._insert(tree, key, own)
+    tree_keys.insert(tree, key, own)
     return None
 
 

@@ -521,6 +521,12 @@ TABLE: tuple[Hook, ...] = (
             dict(params=("tree_cache", "cow_mamba"), handler="selection:around_next_round"),
         ),
         (
+            Kind.AROUND,
+            "managers.schedule_batch.Req._compute_max_prefix_len",
+            "prompts that score are computed, cached or not",
+            dict(params=("input_len",), handler="episodes:around_longest_match"),
+        ),
+        (
             Kind.AFTER,
             "model_executor.forward_batch_info.ForwardBatch.init_new",
             "positions behind the whole history",

@@ -1,8 +1,8 @@
 """Every kernel of the package, found and run: what ``kvq doctor`` says of them.
 
 No list is kept here. A kernel is a jitted function that a module of ``sglang_kvq.kernels`` launches, and a check runs a
-prefill, its continuation and a decode step on a small cache with one layer per kind of records that a method asks for.
-Whatever that leaves out is reported by name.
+prefill, its continuation with scores of keys, and a decode step on a small cache with one layer per kind of records
+that a method asks for. Whatever that leaves out is reported by name.
 """
 
 from __future__ import annotations

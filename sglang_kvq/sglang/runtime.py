@@ -15,7 +15,8 @@ from sglang_kvq.cache.pool import PagePool
 from sglang_kvq.cache.tiers import TierManager
 from sglang_kvq.cache.windows import WindowNeed
 from sglang_kvq.config import KVQuantConfig
-from sglang_kvq.sglang.types import ServerArgs
+from sglang_kvq.episodic.fold import Fold
+from sglang_kvq.sglang.types import Req, ServerArgs
 
 logger = logging.getLogger("sglang_kvq")
 
@@ -100,7 +101,7 @@ class Runtime:
     windows: WindowLayers | None = None
     status: dict[str, Any] = field(default_factory=dict)
     metrics: Reporter | None = None
-    chosen_tokens: Callable[[str], torch.Tensor | None] | None = None
+    chosen_tokens: Callable[[Req, Fold], torch.Tensor | None] | None = None
     checked: int = -1
     scores: dict[str, KeyScores] = field(default_factory=dict)
 

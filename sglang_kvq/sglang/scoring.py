@@ -44,4 +44,5 @@ def wanted(forward_batch: ForwardBatch) -> dict[int, KeyScores]:
     current = runtime.current()
     if current is None or not current.scores:
         return {}
-    return {i: current.scores[rid] for i, rid in enumerate(forward_batch.rids) if rid in current.scores}
+    rids = forward_batch.rids or ()  # none in batches that SGLang makes up: of padding alone, to warm up
+    return {i: current.scores[rid] for i, rid in enumerate(rids) if rid in current.scores}

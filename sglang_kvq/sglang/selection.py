@@ -9,18 +9,15 @@ from __future__ import annotations
 
 import os
 from array import array
-from inspect import signature
 from typing import Any
 
 import numpy as np
-import torch
 
 from sglang_kvq.cache.transfer import to_device
 from sglang_kvq.config import PAGE_SIZE
 from sglang_kvq.episodic.selection import GONE, PARAMETER, Selection
 from sglang_kvq.errors import KVQuantError
-from sglang_kvq.releases import OLD_TREE
-from sglang_kvq.sglang import compat, runtime
+from sglang_kvq.sglang import episodes, runtime, tree_keys
 from sglang_kvq.sglang.types import ForwardBatch, Original, PrefixCache, Req
 
 #: Set to 1 in tests of this file alone: without the router of ``sessions``, which knows whose a prefix is, whoever can
@@ -28,7 +25,6 @@ from sglang_kvq.sglang.types import ForwardBatch, Original, PrefixCache, Req
 ENABLED = "KVQ_PAGE_SELECTION"
 #: On a request: its selection, once decoded.
 _ATTRIBUTE = "_kvq_selection"
-_OLD = compat.applies(OLD_TREE, compat.sglang_version())
 
 
 def enabled() -> bool:
@@ -61,10 +57,8 @@ def around_next_round(
     """AROUND ``Req.init_next_round_input``, which matches a waiting request against the tree."""
     if runtime.tiers() is None or tree_cache is None:
         return original(self, tree_cache, *args, **kwargs)
-    from sglang_kvq.sglang import folding  # it uses this module
-
     try:
-        folding.fold_of(self)
+        episodes.prepare(tree_cache, self)
         selection = selection_of(self)
         there = selection is None or _bring(tree_cache, self, selection)
     except KVQuantError as error:
@@ -93,17 +87,17 @@ def _bring(tree: PrefixCache, req: Req, selection: Selection) -> bool:
         raise KVQuantError(
             "the prompt does not begin with the chosen pages' tokens and go on; only the router sets it."
         )
-    key = _key(req, tokens, req.extra_key)
-    if len(_match(tree, key)[0]) >= len(tokens):
+    key = tree_keys.key(req, tokens, req.extra_key)
+    if len(tree_keys.match(tree, key)[0]) >= len(tokens):
         return True
-    locations, node = _match(tree, _key(req, _ids(selection.history), selection.namespace))
+    locations, node = tree_keys.match(tree, tree_keys.key(req, _ids(selection.history), selection.namespace))
     if len(locations) < len(selection.history):
         raise KVQuantError(
             f"{len(selection.history) - len(locations)} of {len(selection.history)} tokens of the history are {GONE}; "
             "send them again."
         )
     allocator = tree.token_to_kv_pool_allocator
-    lock = _lock(tree, node)
+    lock = tree_keys.lock(tree, node)
     try:
         if (missing := len(tokens) - allocator.available_size()) > 0:
             from sglang.srt.mem_cache.base_prefix_cache import EvictParams
@@ -111,7 +105,7 @@ def _bring(tree: PrefixCache, req: Req, selection: Selection) -> bool:
             tree.evict(EvictParams(num_tokens=missing))
         own = allocator.alloc(len(tokens))
     finally:
-        _unlock(tree, lock)
+        tree_keys.unlock(tree, lock)
     if own is None:
         return False
     tiers = runtime.live_tiers()
@@ -120,7 +114,7 @@ def _bring(tree: PrefixCache, req: Req, selection: Selection) -> bool:
     chosen, windows = to_device([selection.pages.astype(np.int64), np.array(near)], locations.device)
     source = locations[::PAGE_SIZE].long()[chosen] // PAGE_SIZE
     tiers.pending.copy_pages(source, own[::PAGE_SIZE].long() // PAGE_SIZE, windows)
-    _insert(tree, key, own)
+    tree_keys.insert(tree, key, own)
     return True
 
 
@@ -128,50 +122,17 @@ def _ids(tokens: np.ndarray) -> array[int]:
     return array("q", tokens.astype(np.int64).tobytes())
 
 
-def _key(req: Req, tokens: array[int], namespace: str | None) -> Any:
-    """A key as the tree makes it of a request's tokens, in a namespace."""
-    from sglang.srt.mem_cache.radix_cache import RadixKey
-
-    salt = {"cache_salt": req.cache_salt} if "cache_salt" in signature(RadixKey).parameters else {}
-    return RadixKey(tokens, namespace, **salt)
-
-
-def _match(tree: PrefixCache, key: Any) -> tuple[torch.Tensor, Any]:
-    """Token locations of what is cached of a key, and the node that it ends in."""
-    from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
-
-    found = tree.match_prefix(MatchPrefixParams(key=key))
-    node = found.last_device_node
-    return (found.device_indices if _OLD else tree.path_device_indices(node)), node
-
-
-def _lock(tree: PrefixCache, node: Any) -> Any:
-    if not _OLD:
-        return tree.lock(node)
-    tree.inc_lock_ref(node)
-    return node
-
-
-def _unlock(tree: PrefixCache, lock: Any) -> None:
-    if _OLD:
-        tree.dec_lock_ref(lock)
-    else:
-        tree.unlock(lock)
-
-
-def _insert(tree: PrefixCache, key: Any, locations: torch.Tensor) -> None:
-    from sglang.srt.mem_cache.base_prefix_cache import InsertParams
-
-    result = tree.insert(InsertParams(key=key, value=locations.long()))
-    if _OLD and result.prefix_len:  # the other trees free what they had already
-        tree.token_to_kv_pool_allocator.free(locations[: result.prefix_len])
+def offset_of(req: Req) -> int:
+    """Positions by which a request's new tokens stand further than their place in it."""
+    selection, prefix = selection_of(req), episodes.prefix_of(req)
+    return selection.offset if selection else prefix.offset if prefix else 0
 
 
 def move_positions(result: ForwardBatch, cls: type, batch: Any, *args: Any, **kwargs: Any) -> ForwardBatch:
     """AFTER ``ForwardBatch.init_new``: tokens stand where they would behind the whole history."""
     if runtime.tiers() is None or not enabled() or batch.forward_mode.is_idle():
         return result
-    offsets = [selection.offset if (selection := selection_of(req)) else 0 for req in batch.reqs]
+    offsets = [offset_of(req) for req in batch.reqs]
     if any(offsets):
         each = [1] * len(offsets) if batch.forward_mode.is_decode() else list(map(int, batch.extend_lens))
         (moved,) = to_device([np.repeat(offsets, each)], result.positions.device)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from typing import Any, TypeAlias
+from typing import Any, ClassVar, Protocol, TypeAlias
 
 import numpy as np
 
+from sglang_kvq.episodic import fold, prefix, selection
 from sglang_kvq.episodic.plan import Plan
-from sglang_kvq.episodic.selection import NAME_PREFIX, PARAMETER, Selection
 from sglang_kvq.episodic.session import Namespace
 from sglang_kvq.errors import KVQuantError
 
@@ -18,6 +18,10 @@ GenerateRequest: TypeAlias = Any
 HTTPRequest: TypeAlias = Any
 #: One chunk of an answer.
 Output: TypeAlias = dict[str, Any]
+
+#: Entries of ``custom_params`` that only the router may set, and how names begin that only it may give.
+OURS = {fold.PARAMETER, prefix.PARAMETER, selection.PARAMETER}
+NAME_PREFIX = "kvq-"
 
 HEADER = "X-Session-Id"
 #: Characters of a session id.
@@ -40,6 +44,20 @@ _REFUSED = {
 }
 
 
+class Beginning(Protocol):
+    """What stands for a history at the beginning of a request: ``Selection``, ``FoldedAnswer``."""
+
+    parameter: ClassVar[str]
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def offset(self) -> int: ...
+    @property
+    def tokens(self) -> np.ndarray: ...
+    def encode(self) -> str: ...
+
+
 def check_client(obj: GenerateRequest) -> None:
     """Refuse from every client what only the router may say.
 
@@ -49,8 +67,8 @@ def check_client(obj: GenerateRequest) -> None:
     params = obj.sampling_params
     for each in params if isinstance(params, list) else [params]:
         custom = each.get("custom_params") if isinstance(each, dict) else None
-        if isinstance(custom, dict) and PARAMETER in custom:
-            raise KVQuantError(f"custom_params {PARAMETER}: no client may choose pages; leave it out.")
+        for name in OURS & set(custom if isinstance(custom, dict) else ()):
+            raise KVQuantError(f"custom_params {name}: no client may choose what is read; leave it out.")
     keys = obj.extra_key
     for key in keys if isinstance(keys, list) else [keys]:
         if isinstance(key, str) and key.startswith(NAME_PREFIX):
@@ -122,9 +140,14 @@ def compute_request(obj: GenerateRequest, ids: np.ndarray, namespace: Namespace,
 
 
 def answer_request(
-    obj: GenerateRequest, ids: np.ndarray, plan: Plan, selection: Selection, preferred: dict[str, Any], room: int
+    obj: GenerateRequest,
+    ids: np.ndarray,
+    plan: Plan,
+    selection: Beginning,
+    preferred: dict[str, Any],
+    room: int,
 ) -> GenerateRequest:
-    """The request that answers a prompt from chosen pages of its history and its tail.
+    """The request that answers a prompt from chosen pages of its history, or an episode, and its tail.
 
     Args:
         obj: the client's, normalized.
@@ -146,7 +169,7 @@ def answer_request(
     params["max_new_tokens"] = room if given is None else min(given, room)
     if "min_new_tokens" in params:
         params["min_new_tokens"] = min(params["min_new_tokens"], params["max_new_tokens"])
-    params["custom_params"] = {**(params.get("custom_params") or {}), PARAMETER: selection.encode()}
+    params["custom_params"] = {**(params.get("custom_params") or {}), selection.parameter: selection.encode()}
     inner.sampling_params = params
     return inner
 

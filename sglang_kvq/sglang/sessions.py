@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -22,7 +22,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from sglang_kvq.config import PAGE_SIZE, KVQuantConfig
-from sglang_kvq.episodic.config import EpisodicConfig
+from sglang_kvq.episodic.config import EPICACHE, EpisodicConfig
 from sglang_kvq.episodic.embed import Embedder
 from sglang_kvq.episodic.encoding import BATCH, EncodingThread
 from sglang_kvq.episodic.pages import choose_pages
@@ -34,6 +34,7 @@ from sglang_kvq.episodic.store import SessionStore
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.sglang import session_requests as requests
 from sglang_kvq.sglang.runtime import config_of
+from sglang_kvq.sglang.session_episodes import EpisodeRouter, FoldedAnswer
 from sglang_kvq.sglang.session_metrics import NoMetrics, SessionMetrics
 from sglang_kvq.sglang.session_requests import GenerateRequest, HTTPRequest, Output
 from sglang_kvq.sglang.types import Original
@@ -106,7 +107,7 @@ def router_of(manager: TokenizerManager) -> Router | None:
 
 
 @dataclass
-class _Turn:
+class Turn:
     """One prompt of a session on its way.
 
     Attributes:
@@ -127,6 +128,19 @@ class _Turn:
     output: list[int] = field(default_factory=list)
 
 
+@dataclass(frozen=True)
+class Prepared:
+    """A prompt that is not served whole.
+
+    Attributes:
+        inner: the request that answers it.
+        again: computes anew what the request begins with, if it turns out to be evicted.
+    """
+
+    inner: GenerateRequest
+    again: Callable[[], Awaitable[None]]
+
+
 class Router:
     """Sessions of one server.
 
@@ -142,6 +156,11 @@ class Router:
         self.thread = EncodingThread(embedder)
         self.marker = user_turn(manager.tokenizer)
         self.metrics = SessionMetrics() if getattr(manager, "enable_metrics", False) else NoMetrics()
+        #: Of the policy epicache; None of the others.
+        self.episodes: EpisodeRouter | None = None
+        if episodic.policy == EPICACHE:
+            pinned = min(max(config.sink_pages, 1) * PAGE_SIZE, episodic.budget - PAGE_SIZE)
+            self.episodes = EpisodeRouter(self, episodic, config.method, pinned)
         #: Ids of requests that are looked at, and those of them that were aborted meanwhile.
         self.preparing: set[str] = set()
         self.aborted: set[str] = set()
@@ -163,7 +182,7 @@ class Router:
         ids = np.asarray(given, np.int32)
         session = self.store.use(requests.tenant_of(request), session_id)
         session.requests += 1
-        turn = _Turn(send, obj, request, session, ids, requests.namespace_of(obj))
+        turn = Turn(send, obj, request, session, ids, requests.namespace_of(obj))
         self.metrics.known(len(self.store))
         if len(ids) <= self.episodic.budget:
             self.metrics.answered("whole")
@@ -177,36 +196,41 @@ class Router:
             async for out in outputs:
                 yield out
 
-    async def _whole(self, turn: _Turn) -> Outputs:
+    async def _whole(self, turn: Turn) -> Outputs:
         """Serve the prompt as it came, and remember the conversation."""
         turn.session.hot, turn.session.history, turn.session.pages, turn.session.matches = len(turn.ids), 0, (), ()
         turn.output.clear()
-        async with aclosing(self._sent(turn, turn.obj)) as outputs:
+        async with aclosing(self.sent(turn, turn.obj)) as outputs:
             async for out in outputs:
                 self._note(turn, out)
                 if _ends(out):
                     self._remember(turn, out, whole=True)
                 yield out
 
-    async def _chosen(self, turn: _Turn) -> Outputs:
-        """Serve the prompt from chosen pages of its history."""
+    async def _chosen(self, turn: Turn) -> Outputs:
+        """Serve the prompt from chosen pages of its history, or behind an episode."""
         rid = turn.obj.rid
         self.preparing.add(rid)
         try:
-            planned, inner = await self._prepare(turn)
+            prepared = await (self._prepare(turn) if self.episodes is None else self._prepare_episode(turn))
         finally:
             self.preparing.discard(rid)
             aborted = rid in self.aborted
             self.aborted.discard(rid)
         if aborted:
             raise KVQuantError(f"request {rid}: aborted before its answer began.")
+        if prepared is None:
+            async with aclosing(self._whole(turn)) as outputs:
+                async for out in outputs:
+                    yield out
+            return
         turn.session.selected += 1
         self.metrics.answered("chosen")
         for attempt in range(2):
             gone = False
             turn.output.clear()
             try:
-                async with aclosing(self._sent(turn, inner)) as outputs:
+                async with aclosing(self.sent(turn, prepared.inner)) as outputs:
                     async for out in outputs:
                         if gone := _is_gone(out):
                             break
@@ -226,13 +250,13 @@ class Router:
             turn.session.exact = 0
             if attempt == 0:
                 async with turn.session.computing:
-                    await self._compute(turn, turn.ids[: planned.history], rid)
+                    await prepared.again()
         logger.warning("kv-quant: the history of a session is evicted as soon as it is computed; read whole instead.")
         async with aclosing(self._whole(turn)) as outputs:
             async for out in outputs:
                 yield out
 
-    async def _prepare(self, turn: _Turn) -> tuple[Plan, GenerateRequest]:
+    async def _prepare(self, turn: Turn) -> Prepared:
         """Plan a prompt, have its history computed where it is not, and choose its pages."""
         session, ids = turn.session, turn.ids
         async with session.planning:
@@ -240,7 +264,7 @@ class Router:
             turns = occurrences(ids, self.marker)
             question = question_start(ids, known, turns)
             planned = self._plan(turn, question)
-            rows = asyncio.ensure_future(self._rows(session, ids, planned.history // session.segment))
+            rows = asyncio.ensure_future(self.rows(session, ids, planned.history // session.segment))
             try:
                 if planned.compute:
                     async with session.computing:
@@ -250,16 +274,39 @@ class Router:
                 await rows
             finally:
                 rows.cancel()
-            found = await self._rows(session, ids, planned.history // session.segment)  # the history may have grown
+            found = await self.rows(session, ids, planned.history // session.segment)  # the history may have grown
             pages = await self._choose(session, ids, planned, question, turns, found)
             selection = Selection(ids[: planned.history], turn.namespace[0], pages, session.tenant)
-            preferred = self.manager.preferred_sampling_params or {}
-            room = self.manager.context_len - planned.tokens - 2  # what the scheduler would leave a whole prompt
-            inner = requests.answer_request(turn.obj, ids, planned, selection, preferred, max(0, room))
+            inner = self._answer(turn, planned, selection)
             session.hot, session.history, session.pages = planned.hot, planned.history, tuple(pages.tolist())
-        return planned, inner
+        history = ids[: planned.history]
+        return Prepared(inner, functools.partial(self._compute, turn, history, turn.obj.rid))
 
-    def _plan(self, turn: _Turn, question: int) -> Plan:
+    async def _prepare_episode(self, turn: Turn) -> Prepared | None:
+        """Build the episode that a prompt asks for, as far as it is not built; None if there is nothing to fold yet."""
+        assert self.episodes is not None
+        session, ids = turn.session, turn.ids
+        async with session.planning:
+            known = session.follow(ids, turn.namespace)
+            session.episodes.keep(known // session.segment)
+            question = question_start(ids, known, occurrences(ids, self.marker))
+            folded = self.episodes.folded(len(ids), question)
+            if not folded:
+                return None
+            chosen = await self.episodes.choose(turn, question, folded)
+            async with session.computing:
+                await self.episodes.build(turn, chosen)
+            planned = Plan(len(ids), folded, pages=self.episodic.budget // PAGE_SIZE)
+            inner = self._answer(turn, planned, self.episodes.answer(turn, chosen))
+            session.hot, session.history, session.pages, session.matches = planned.hot, folded, (), ()
+        return Prepared(inner, functools.partial(self.episodes.build_again, turn, chosen))
+
+    def _answer(self, turn: Turn, planned: Plan, start: Selection | FoldedAnswer) -> GenerateRequest:
+        preferred = self.manager.preferred_sampling_params or {}
+        room = self.manager.context_len - planned.tokens - 2  # what the scheduler would leave a whole prompt
+        return requests.answer_request(turn.obj, turn.ids, planned, start, preferred, max(0, room))
+
+    def _plan(self, turn: Turn, question: int) -> Plan:
         session, ids = turn.session, turn.ids
         exact = min(session.exact, session.common(ids)) if session.namespace == turn.namespace else 0
         return plan(len(ids), exact, question, budget=self.episodic.budget, block=self.episodic.block)
@@ -273,7 +320,7 @@ class Router:
         pages; then segments, the nearest to the question first.
         """
         size = session.segment
-        (asked,) = await asyncio.wrap_future(self.thread.question(self._text(ids[question:])))
+        (asked,) = await self.embed_question(ids[question:])
         # A question without words is near nothing: then the most recent pages are read.
         rows = rows if asked.any() else rows[:0]
         scores = rows @ asked if len(rows) else np.empty(0, np.float32)
@@ -300,7 +347,7 @@ class Router:
 
     # -- requests inside ----------------------------------------------------------------------------------
 
-    async def _sent(self, turn: _Turn, inner: GenerateRequest) -> Outputs:
+    async def sent(self, turn: Turn, inner: GenerateRequest) -> Outputs:
         """What SGLang answers to a request; one that is left before its end is aborted."""
         outputs = turn.send(inner, turn.request)
         ended = False
@@ -314,7 +361,7 @@ class Router:
                 self.manager.abort_request(inner.rid)
             await outputs.aclose()
 
-    async def _compute(self, turn: _Turn, history: np.ndarray, rid: str | None) -> None:
+    async def _compute(self, turn: Turn, history: np.ndarray, rid: str | None) -> None:
         """Have a history computed, or found in SGLang's cache.
 
         Args:
@@ -326,7 +373,7 @@ class Router:
         inner = requests.compute_request(turn.obj, history, turn.namespace, rid)
         inner.normalize_batch_and_arguments()
         reason: Any = None
-        async with aclosing(self._sent(turn, inner)) as outputs:
+        async with aclosing(self.sent(turn, inner)) as outputs:
             async for out in outputs:
                 meta = out["meta_info"]
                 reason = meta["finish_reason"]
@@ -337,7 +384,7 @@ class Router:
 
     # -- what is known of sessions ------------------------------------------------------------------------
 
-    def _note(self, turn: _Turn, out: Output) -> None:
+    def _note(self, turn: Turn, out: Output) -> None:
         """Keep the answer's tokens: a chunk has all so far, with --incremental-streaming-output the new ones only."""
         ids = out.get("output_ids") or []
         if turn.obj.stream and self.manager.incremental_streaming_output:
@@ -345,7 +392,7 @@ class Router:
         elif _ends(out):
             turn.output[:] = ids
 
-    def _remember(self, turn: _Turn, out: Output, whole: bool) -> None:
+    def _remember(self, turn: Turn, out: Output, whole: bool) -> None:
         """Take the answer into the session, and go on with it in the background.
 
         Args:
@@ -360,14 +407,14 @@ class Router:
             return
         if whole:  # the last token that was sampled has not been computed
             session.computed(said[: (len(said) - 1) // PAGE_SIZE * PAGE_SIZE], turn.namespace)
-        task = asyncio.ensure_future(self._afterwards(turn, said, compute=not whole))
+        task = asyncio.ensure_future(self._afterwards(turn, said, compute=not whole and self.episodes is None))
         self.background.add(task)
         task.add_done_callback(self.background.discard)
 
-    async def _afterwards(self, turn: _Turn, said: np.ndarray, compute: bool) -> None:
+    async def _afterwards(self, turn: Turn, said: np.ndarray, compute: bool) -> None:
         """Compute and embed what was said, so that the next turn finds it."""
         session = turn.session
-        after = _Turn(turn.send, turn.obj, None, session, said, turn.namespace)
+        after = Turn(turn.send, turn.obj, None, session, said, turn.namespace)
         try:
             if compute:
                 async with session.computing:
@@ -375,20 +422,20 @@ class Router:
                     if session.exact < ready and self.store.holds(session) and session.namespace == turn.namespace:
                         await self._compute(after, said[:ready], None)
             if self.store.holds(session):
-                await self._rows(session, said, len(said) // session.segment)
+                await self.rows(session, said, len(said) // session.segment)
         except asyncio.CancelledError:
             raise
         except Exception as error:  # the next turn does it itself, and reports what is wrong
             logger.warning("kv-quant: preparing session %r for its next turn failed: %s", session.id, error)
 
-    async def _rows(self, session: Session, ids: np.ndarray, count: int) -> np.ndarray:
+    async def rows(self, session: Session, ids: np.ndarray, count: int) -> np.ndarray:
         """Embeddings of the first ``count`` segments of ``ids``: float32 ``[count, D]``; only new ones are made."""
         size = session.segment
         rows = session.rows_of(ids)[:count]
         while len(rows) < count:
             first = len(rows)
             last = min(first + BATCH, count)
-            texts = [self._text(ids[i * size : (i + 1) * size]) for i in range(first, last)]
+            texts = [self.text(ids[i * size : (i + 1) * size]) for i in range(first, last)]
             new = await asyncio.wrap_future(self.thread.segments(texts))
             session.add_rows(ids, first, new)
             rows = np.concatenate([rows, new]) if first else new
@@ -396,7 +443,11 @@ class Router:
                 rows = known[:count]
         return rows
 
-    def _text(self, ids: np.ndarray) -> str:
+    async def embed_question(self, ids: np.ndarray) -> np.ndarray:
+        """Float32 ``[1, D]``, of length 1."""
+        return await asyncio.wrap_future(self.thread.question(self.text(ids)))
+
+    def text(self, ids: np.ndarray) -> str:
         text: str = self.manager.tokenizer.decode(ids.tolist(), skip_special_tokens=True)
         return text
 

@@ -14,7 +14,8 @@ from sglang_kvq.attention.reference import ReferenceOps
 from sglang_kvq.cache.pool import PagePool
 from sglang_kvq.cache.tiers import TierManager
 from sglang_kvq.config import KVQuantConfig
-from sglang_kvq.sglang import checks, compat, runtime, weights
+from sglang_kvq.episodic.config import EPICACHE
+from sglang_kvq.sglang import checks, compat, episodes, runtime, weights
 from sglang_kvq.sglang.backend import KVQuantBackend
 from sglang_kvq.sglang.drafts import BRANCHING
 from sglang_kvq.sglang.layers import check_layer_ids, check_layers
@@ -44,6 +45,8 @@ def create_backend(model_runner: ModelRunner) -> AttentionBackend:
             logger.info("kv-quant rotates V at run time, not in the weights: %s", why_not)
     ops = create_ops(model_runner, pool, rotations, state.layer_ids)
     state.tiers = tiers = create_tiers(pool, config, ops)
+    if config.episodic is not None and config.episodic.policy == EPICACHE:
+        episodes.serve()
     state.status = {
         "method": config.method,
         "rotations": origin.source or origin.objective,

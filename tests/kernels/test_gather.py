@@ -38,6 +38,16 @@ def test_pages_are_what_they_hold(heads):
     assert torch.equal(out.view(torch.int16), want.view(torch.int16))
 
 
+@pytest.mark.parametrize("heads", [HEADS[1], HEADS[3]], ids=str)
+def test_keys_alone(heads):
+    scene = make_scene(heads, [64 * 4])
+    plan = torch.tensor([[0, 0, 0, 64], [0, 1, 64, 64]], dtype=torch.int32, device=scene.rows.device)
+    k, v, alone = torch.full((3, 128, heads.kv, heads.head_dim), 7.0, dtype=torch.bfloat16, device=scene.rows.device)
+    gather_pages(k, v, int64(1), plan, *scene.ops()[0]._stored(0))
+    gather_pages(alone, None, int64(1), plan, *scene.ops()[0]._stored(0))
+    assert torch.equal(alone, k) and not (k == 7).all()
+
+
 def test_the_assembly_picks_a_value_for_each_code(monkeypatch):
     monkeypatch.setitem(OPERATIONS, "mad.lo.u32", lambda a, b, c: a * b + c)
     count = 3000

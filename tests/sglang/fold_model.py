@@ -64,7 +64,7 @@ class FoldModel(TreeModel):
         state.tiers = self.manager(self.pool, self.sink_pages, self.recent_pages, self.ops.quantize_slots)
         self.tiers, self.request_rows = state.tiers, rows
         self.unified = plain_tree(rows, self.allocator)
-        folding.serve(self.chosen.get)
+        folding.serve(lambda req, fold: self.chosen.get(req.rid))
 
     # -- what a plain model has less of ---------------------------------------------------------------
 

@@ -221,7 +221,7 @@ def test_methods_whose_tokens_cannot_move_do_not_start(served, monkeypatch):
     monkeypatch.setattr(state, "config", KVQuantConfig("kivi"))
     monkeypatch.setattr(state, "geometry", KVGeometry(1, (PageFormat(64, 64, k=CodeFormat(axis="channel")),)))
     with pytest.raises(KVQuantError, match="--kv-quant kivi: keys in .* per channel.*choose one of oscar"):
-        folding.serve(lambda rid: None)
+        folding.serve(lambda req, fold: None)
 
 
 def test_the_name_of_what_keeps_prefixes_out_of_the_tree_is_the_releases(served):

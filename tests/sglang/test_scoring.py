@@ -189,6 +189,7 @@ def test_a_batch_is_asked_for_its_requests(current):
     assert first.values.shape == (len(LAYERS), KV_HEADS, 100)
     assert scoring.wanted(batch_of("x", "b", "a")) == {1: second, 2: first}
     assert scoring.wanted(batch_of("x", "y")) == {}
+    assert scoring.wanted(dataclasses.replace(batch_of(), rids=None)) == {}, "padding alone"
     scoring.forget("b")
     scoring.forget("never was")
     assert scoring.wanted(batch_of("b", "a")) == {1: first}

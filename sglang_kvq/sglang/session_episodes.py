@@ -1,0 +1,190 @@
+"""The router of ``--episodic-policy epicache``: builds a session's episodes block by block and answers from one.
+
+EpiCache (arXiv 2509.17396) over ordinary requests. A conversation's whole blocks but the last ones are folded into an
+episode when it is asked for first: a chain of prefill-only requests, each of which ends as a fold
+(``episodic.chain``). The request that answers begins with the episode whose centroid is nearest to its question, and
+goes on with the rest of the prompt as an ordinary suffix. What of a chain was evicted is built again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+
+from sglang_kvq.episodic import fold as folds
+from sglang_kvq.episodic.chain import ChainPlan, Step, chain, stand_ins
+from sglang_kvq.episodic.config import EPISODES, EpisodicConfig
+from sglang_kvq.episodic.episodes import step_ids
+from sglang_kvq.episodic.fold import Fold
+from sglang_kvq.episodic.match import match
+from sglang_kvq.episodic.prefix import PARAMETER, FoldedPrefix
+from sglang_kvq.episodic.selection import GONE
+from sglang_kvq.errors import KVQuantError
+from sglang_kvq.sglang import session_requests as requests
+
+if TYPE_CHECKING:
+    from sglang_kvq.sglang.session_requests import GenerateRequest
+    from sglang_kvq.sglang.sessions import Router, Turn
+
+#: Names of folds that are remembered as built; an older one is tried from its chain's beginning.
+REMEMBERED = 1 << 16
+#: Times that a fold is sent while the cache has no room for it, and seconds between them, growing.
+ATTEMPTS, PAUSE = 8, 0.1
+
+
+@dataclass(frozen=True, eq=False)
+class Chosen:
+    """What a prompt is answered from.
+
+    Attributes:
+        steps: of the episode's chain.
+        prompt: whose queries score it.
+        folded: the prompt's first tokens that the episode stands for.
+    """
+
+    number: int
+    steps: list[Step]
+    prompt: np.ndarray
+    folded: int
+
+
+class EpisodeRouter:
+    """Episodes of all sessions of one server.
+
+    Args:
+        pinned: first tokens of a conversation that every episode keeps.
+    """
+
+    def __init__(self, router: Router, config: EpisodicConfig, method: str, pinned: int) -> None:
+        self.router, self.config, self.method = router, config, method
+        self.plan = ChainPlan(config.budget, config.block, pinned)
+        self._built: OrderedDict[str, None] = OrderedDict()
+
+    def folded(self, tokens: int, question: int) -> int:
+        """First tokens of a prompt that are folded: whole blocks before its question, of which at most a block is left.
+
+        Args:
+            question: where the question begins.
+        """
+        end = self.plan.folded(max(question, tokens - self.config.block))
+        return end if end < tokens else self.plan.folded(tokens - 1)
+
+    async def choose(self, turn: Turn, question: int, folded: int) -> Chosen:
+        """The episode nearest to a prompt's question."""
+        router, session, ids = self.router, turn.session, turn.ids
+        size = session.segment
+        rows = await router.rows(session, ids, max(folded // size, session.episodes.segments))
+        (asked,) = await router.embed_question(ids[question:])
+        clusters = session.episodes.divide(rows, self.config.episodes or EPISODES)
+        number = int(match(asked[None], rows[: session.episodes.segments], clusters, "centroid")[0])
+        prompt = session.episodes.prompt(
+            number,
+            rows,
+            lambda segment: router.text(ids[segment * size : (segment + 1) * size]),
+            lambda text: router.manager.tokenizer.encode(text, add_special_tokens=False),
+        )
+        session.episodes.answered = number
+        namespace = turn.namespace[0]
+        steps = chain(ids[:folded], prompt, self.plan, tenant=session.tenant, namespace=namespace, method=self.method)
+        return Chosen(number, steps, prompt, folded)
+
+    async def build(self, turn: Turn, chosen: Chosen) -> None:
+        """Run the steps of a chain that are not known to be in the cache.
+
+        Raises:
+            KVQuantError: aborted, or the cache has no room for an episode beside what runs.
+        """
+        for _ in range(3):  # what is known may have been evicted, and again while it is built
+            known = [step.name in self._built for step in chosen.steps]
+            first = len(known) - known[::-1].index(True) if True in known else 0
+            try:
+                for step in chosen.steps[first:]:
+                    await self._step(turn, chosen, step)
+            except _Gone:
+                self._forget(chosen)
+                turn.session.rebuilt += 1
+                continue
+            return
+        raise KVQuantError(
+            "an episode is evicted as soon as it is built: the KV cache is too small for what runs at once; lower "
+            "--episodic-budget or --max-running-requests."
+        )
+
+    async def build_again(self, turn: Turn, chosen: Chosen) -> None:
+        """``build`` of a chain that turned out to be evicted."""
+        self._forget(chosen)
+        await self.build(turn, chosen)
+
+    def _forget(self, chosen: Chosen) -> None:
+        for step in chosen.steps:
+            self._built.pop(step.name, None)
+
+    async def _step(self, turn: Turn, chosen: Chosen, step: Step) -> None:
+        ids = step_ids(step, turn.ids, chosen.prompt, self.plan)
+        fold = Fold(step.name, step.prefix + step.end - step.start, self.plan.budget, self.plan.pinned)
+        params = {folds.PARAMETER: fold.encode()}
+        if step.offset:
+            params[PARAMETER] = FoldedPrefix(step.prefix, step.offset).encode()
+        for attempt in range(ATTEMPTS):
+            inner = requests.compute_request(turn.obj, ids, (step.before, turn.namespace[1]), None)
+            inner.sampling_params["custom_params"] = params
+            inner.normalize_batch_and_arguments()
+            problem = await self._run(turn, inner)
+            if problem is None:
+                break
+            if GONE in problem:
+                raise _Gone
+            if "send the request again" not in problem or attempt == ATTEMPTS - 1:
+                raise KVQuantError(f"folding tokens {step.start} to {step.end} of the conversation failed: {problem}")
+            await asyncio.sleep(PAUSE * 2**attempt)
+        self._built[step.name] = None
+        while len(self._built) > REMEMBERED:
+            self._built.popitem(last=False)
+
+    async def _run(self, turn: Turn, inner: GenerateRequest) -> str | None:
+        """Send one request inside; what went wrong, None if nothing did."""
+        reason: Any = None
+        try:
+            async for out in self.router.sent(turn, inner):
+                meta = out["meta_info"]
+                reason = meta["finish_reason"]
+                if reason is not None:
+                    turn.computed += meta["prompt_tokens"] - meta.get("cached_tokens", 0)
+        except asyncio.CancelledError:
+            raise
+        except Exception as error:  # SGLang raises what a request ended with: ValueError, HTTPException
+            return str(getattr(error, "detail", error))
+        if not isinstance(reason, dict):
+            return "it ended without a reason"
+        return str(reason.get("message")) if reason.get("type") == "abort" else None
+
+    def answer(self, turn: Turn, chosen: Chosen) -> FoldedAnswer:
+        """What the answering request begins with."""
+        prefix = FoldedPrefix(self.plan.budget, chosen.folded - self.plan.budget)
+        return FoldedAnswer(stand_ins(turn.ids, self.plan), chosen.steps[-1].name, prefix)
+
+
+@dataclass(frozen=True, eq=False)
+class FoldedAnswer:
+    """An episode as ``session_requests.answer_request`` puts it before a prompt's tail, like a ``Selection``."""
+
+    tokens: np.ndarray
+    name: str
+    prefix: FoldedPrefix
+
+    parameter: ClassVar[str] = PARAMETER
+
+    @property
+    def offset(self) -> int:
+        return self.prefix.offset
+
+    def encode(self) -> str:
+        return self.prefix.encode()
+
+
+class _Gone(Exception):
+    """A step's prefix is not in the cache any more."""

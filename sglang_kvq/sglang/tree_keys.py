@@ -1,0 +1,54 @@
+"""What a prefix tree of either generation holds, by tokens and namespace: found, locked, put there."""
+
+from __future__ import annotations
+
+from array import array
+from inspect import signature
+from typing import Any
+
+import torch
+
+from sglang_kvq.releases import OLD_TREE
+from sglang_kvq.sglang import compat
+from sglang_kvq.sglang.types import PrefixCache, Req
+
+_OLD = compat.applies(OLD_TREE, compat.sglang_version())
+
+
+def key(req: Req, tokens: array[int], namespace: str | None) -> Any:
+    """A key as the tree makes it of a request's tokens, in a namespace."""
+    from sglang.srt.mem_cache.radix_cache import RadixKey
+
+    salt = {"cache_salt": req.cache_salt} if "cache_salt" in signature(RadixKey).parameters else {}
+    return RadixKey(tokens, namespace, **salt)
+
+
+def match(tree: PrefixCache, key: Any) -> tuple[torch.Tensor, Any]:
+    """Token locations of what is cached of a key, and the node that it ends in."""
+    from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
+
+    found = tree.match_prefix(MatchPrefixParams(key=key))
+    node = found.last_device_node
+    return (found.device_indices if _OLD else tree.path_device_indices(node)), node
+
+
+def lock(tree: PrefixCache, node: Any) -> Any:
+    if not _OLD:
+        return tree.lock(node)
+    tree.inc_lock_ref(node)
+    return node
+
+
+def unlock(tree: PrefixCache, lock: Any) -> None:
+    if _OLD:
+        tree.dec_lock_ref(lock)
+    else:
+        tree.unlock(lock)
+
+
+def insert(tree: PrefixCache, key: Any, locations: torch.Tensor) -> None:
+    from sglang.srt.mem_cache.base_prefix_cache import InsertParams
+
+    result = tree.insert(InsertParams(key=key, value=locations.long()))
+    if _OLD and result.prefix_len:  # the other trees free what they had already
+        tree.token_to_kv_pool_allocator.free(locations[: result.prefix_len])
