@@ -110,7 +110,7 @@ def test_without_room_it_can_be_sent_again(client, text):
     assert answer.status_code == 200, answer.text
     go_on(client, name, ids, text[:20], 5 * P)
     client.flush()
-    assert client.state()["bf16_tokens"] == 0
+    assert client.state()["tiers"] == {"bf16_tokens": 0, "quantized_tokens": 0}
 
 
 def test_what_is_no_fold_is_a_bad_request(client, text):
