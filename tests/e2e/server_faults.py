@@ -8,6 +8,7 @@ Names in the variable ``KVQ_TEST_FAULTS``, separated by commas, say what it does
 - ``page_given_twice``: the allocator hands a page out again that a request or the tree still holds.
 - ``scored_requests``: of requests ``scored-PAST-LENGTH`` the first tokens are scored; once all of one has run, its
   scores are written to ``scored-PAST-LENGTH.pt`` in the folder ``KVQ_TEST_SCORES``, before the next prefill.
+- ``folds``: no fault: requests may end as folds, and keep what their ids say (``chosen_tokens``).
 """
 
 from __future__ import annotations
@@ -136,6 +137,28 @@ def scored_requests() -> None:
         return wanted(forward_batch)
 
     scoring.wanted = collect_and_write
+
+
+def folds() -> None:
+    from sglang_kvq.sglang import folding, runtime, worker
+
+    create = worker.create_backend
+
+    def create_and_serve(model_runner):
+        backend = create(model_runner)
+        pool = runtime.started().pages
+        folding.serve(lambda req, fold: chosen_tokens(req.rid, pool.layers, pool.kv_heads).to(pool.device))
+        return backend
+
+    worker.create_backend = create_and_serve
+
+
+def chosen_tokens(rid: str, layers: int, kv_heads: int) -> torch.Tensor:
+    """Of ``fold-LENGTH-KEPT-PINNED-SEED``: each head has the first PINNED of LENGTH tokens, then others."""
+    length, kept, pinned, seed = map(int, rid.split("-")[1:])
+    random = torch.rand(layers, kv_heads, length - pinned, generator=torch.Generator().manual_seed(seed))
+    first = torch.arange(pinned).expand(layers, kv_heads, -1)
+    return torch.cat([first, random.argsort(-1)[..., : kept - pinned] + pinned], dim=-1)
 
 
 def _is_long(out: torch.Tensor | None) -> bool:
