@@ -78,6 +78,13 @@ class EpisodicConfig:
         Raises:
             KVQuantError: names the least budget.
         """
+        if self.policy == EPICACHE:
+            if self.budget <= (pinned := max(sink_tokens, PAGE_SIZE)):
+                raise KVQuantError(
+                    f"--episodic-budget {self.budget}: the sinks ({pinned}), which every episode keeps, leave nothing; "
+                    f"give {pinned + PAGE_SIZE} or more."
+                )
+            return
         always = max(sink_tokens, PAGE_SIZE) + recent_tokens
         if self.segment > recent_tokens + PAGE_SIZE:
             raise KVQuantError(

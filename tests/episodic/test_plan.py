@@ -72,8 +72,8 @@ def test_a_tail_up_to_the_block_stays() -> None:
 @pytest.mark.parametrize(
     "fields,message",
     [
-        ({"policy": "epicache"}, "--episodic-policy epicache: is not built yet; late is"),
-        ({"policy": "lat"}, "--episodic-policy lat: choose off or late"),
+        ({"policy": "lat"}, "--episodic-policy lat: choose off or late or epicache"),
+        ({"policy": "epicache", "episodes": 0}, "--episodic-episodes 0: give 1 or more"),
         ({"budget": 1000}, "--episodic-budget 1000: must be a multiple .* nearest valid value is 1024"),
         ({"block": 0}, "--episodic-block 0: must be a multiple .* nearest valid value is 64"),
         ({"segment": 65}, "--episodic-segment 65"),
@@ -88,6 +88,12 @@ def test_a_tail_up_to_the_block_stays() -> None:
 def test_bad_values_name_themselves_and_the_fix(fields: dict, message: str) -> None:
     with pytest.raises(KVQuantError, match=message):
         config(**fields)
+
+
+def test_an_episode_keeps_more_than_sinks() -> None:
+    config(policy="epicache", budget=192).check_windows(128, RECENT)
+    with pytest.raises(KVQuantError, match="--episodic-budget 128: the sinks .128.* give 192 or more"):
+        config(policy="epicache", budget=128).check_windows(128, RECENT)
 
 
 def test_a_budget_must_leave_pages_to_choose() -> None:
