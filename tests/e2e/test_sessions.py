@@ -324,7 +324,7 @@ def client_stream(client: Sessions, prompt: list[int]):
 @pytest.mark.parametrize(
     "options,message",
     [
-        ({"sampling_params": {"custom_params": {PARAMETER: "x"}}}, "no client may choose pages"),
+        ({"sampling_params": {"custom_params": {PARAMETER: "x"}}}, "no client may choose what is read"),
         ({"extra_key": "kvq-late-0"}, "are the server's"),
         ({"sampling_params": {"n": 2}}, "n 2: a session goes on with one answer"),
         ({"session_id": "another"}, "give one of them"),
@@ -344,5 +344,5 @@ def test_other_bad_requests(client, text):
     assert client.send([text[:100], text[:90]], "bad").status_code == 400
     assert "give 1 to 256" in client.send(text, "x" * 257).text
     plain = client.send(text[:100], None, sampling_params={"custom_params": {PARAMETER: "x"}})
-    assert plain.status_code == 400 and "no client may choose pages" in plain.text
+    assert plain.status_code == 400 and "no client may choose what is read" in plain.text
     assert "longer than the model's context length" in client.send(text + text, "bad").text
