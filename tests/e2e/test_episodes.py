@@ -87,7 +87,7 @@ def test_an_answer_reads_the_oracles_episode(client, model, tokenizer, words, te
     other = expected(model, text, folded, prompt, answer["output_ids"], recent=True)
     error, control = (np.abs(np.subtract(got, those)).mean() for those in (want, other))
     print(f"{error:.3f} from the oracle's, {control:.3f} from recent tokens'")
-    assert error < CLOSE and error < control / 2
+    assert error < CLOSE and error < control / 1.5
     assert answer["meta_info"]["prompt_tokens"] == len(text)
 
 
