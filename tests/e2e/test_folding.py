@@ -13,6 +13,7 @@ from sglang_kvq.config import PAGE_SIZE as P
 from sglang_kvq.episodic.fold import PARAMETER, Fold
 from tests.e2e.client import Client, held_out_text, together
 from tests.e2e.server_faults import chosen_tokens
+from tests.e2e.test_serving import assert_empties
 
 #: Chunks enter the tree one by one; a prompt ends within a page.
 FLAGS = (
@@ -109,8 +110,7 @@ def test_without_room_it_can_be_sent_again(client, text):
     name, answer = fold(client, ids, 5 * P, 23 * P, seed=6)
     assert answer.status_code == 200, answer.text
     go_on(client, name, ids, text[:20], 5 * P)
-    client.flush()
-    assert client.state()["tiers"] == {"bf16_tokens": 0, "quantized_tokens": 0}
+    assert_empties(client)
 
 
 def test_what_is_no_fold_is_a_bad_request(client, text):
