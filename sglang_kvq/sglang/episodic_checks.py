@@ -37,7 +37,7 @@ def check(server_args: ServerArgs, model: ModelConfig, config: EpisodicConfig) -
         for field, allowed, why in REFUSED
         if (value := compat.resolved(server_args, field, allowed[0])) not in allowed
     ]
-    found += [f"{model.model_path} has {what}." for what in _unsupported(model)]
+    found += [f"{model.model_path} has {what}." for what in unsupported(model)]
     if _is_on("SGLANG_RUST_SERVER"):
         found.append(f"SGLANG_RUST_SERVER={os.environ['SGLANG_RUST_SERVER']}: {_ONE_PROCESS}, which it replaces.")
     if config.budget >= (context := model.context_len):
@@ -53,7 +53,8 @@ def check(server_args: ServerArgs, model: ModelConfig, config: EpisodicConfig) -
         )
 
 
-def _unsupported(model: ModelConfig) -> Iterator[str]:
+def unsupported(model: ModelConfig) -> Iterator[str]:
+    """What completes "this model has ...", of what its pages alone cannot be."""
     from sglang.srt.configs.hybrid_arch import mambaish_config
 
     if _has_mrope(model):

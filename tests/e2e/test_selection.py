@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
@@ -45,9 +47,14 @@ def logprobs(meta: dict) -> list[float]:
     return [entry[0] for entry in meta["input_token_logprobs"][1:] + meta["output_token_logprobs"]]
 
 
+@functools.lru_cache(maxsize=1)
+def load(model):
+    return AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+
+
 def expected(model, selection: Selection, tail: list[int], answer: list[int]) -> list[float]:
     """The same with the model's own cache of the whole history, all but the chosen pages taken out."""
-    network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    network = load(model)
     kept = torch.cat([torch.arange(page * P, (page + 1) * P) for page in selection.pages])
     new = torch.tensor([tail + answer])
     with torch.no_grad():

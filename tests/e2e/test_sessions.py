@@ -190,7 +190,8 @@ def test_a_flushed_history_is_computed_again(client, model, text, question):
         else:
             answer = client.turn(prompt, "flushed", 4)
         assert client.session("flushed")["rebuilt"] == rebuilt + 1
-        assert_read(client, model, "flushed", prompt, answer)
+        if not stream:
+            assert_read(client, model, "flushed", prompt, answer)
         client.wait_computed("flushed", len(prompt) // P * P)
 
 

@@ -32,7 +32,7 @@ LLAMA = dict(
 @pytest.fixture(scope="session")
 def applied():
     """The plugin's module, registered and its hooks applied in this process, once."""
-    import sglang.srt.entrypoints.engine
+    import sglang.srt.entrypoints.engine  # so that Engine, the scheduler and the HTTP server are patched too
     import sglang.srt.entrypoints.http_server  # noqa: F401
     from sglang.srt.plugins.hook_registry import HookRegistry
 

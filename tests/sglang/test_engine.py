@@ -3,6 +3,7 @@
 import pytest
 
 from sglang_kvq.config import KVQuantConfig
+from sglang_kvq.episodic.config import EpisodicConfig
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.sglang import compat
 from sglang_kvq.sglang.runtime import config_of
@@ -36,6 +37,12 @@ def test_keywords_become_the_config(build):
     assert compat.resolved(server_args, "attention_backend") == "torch_native"
 
 
+def test_keywords_of_sessions_become_the_config(build):
+    server_args = build(kv_quant="hadamard", episodic_policy="late", episodic_embedder="folder", episodic_budget=2048)
+    expected = EpisodicConfig("late", 2048, embedder="folder")
+    assert config_of(server_args) == KVQuantConfig("hadamard", episodic=expected)
+
+
 @pytest.mark.parametrize("keywords", [{}, {"kv_quant": "none"}], ids=["absent", "none"])
 def test_engine_without_kv_quant_is_untouched(build, keywords):
     server_args = build(**keywords)
@@ -51,8 +58,10 @@ def test_engine_without_kv_quant_is_untouched(build, keywords):
         (dict(kv_quant="int2", speculative_algorithm="DFLASH"), "--speculative-algorithm DFLASH"),
         (dict(kv_quant="int2", kv_quant_sink=1), "--kv-quant-sink 1"),
         (dict(kv_quant_recent=128), "no effect without --kv-quant"),
+        (dict(episodic_policy="late", episodic_embedder="x"), "late chooses pages of the quantized cache"),
+        (dict(kv_quant="int2", episodic_policy="late"), "late needs --episodic-embedder"),
     ],
-    ids=["method", "page size", "speculative", "sink", "no method"],
+    ids=["method", "page size", "speculative", "sink", "no method", "sessions", "embedder"],
 )
 def test_engine_raises_what_the_command_line_prints(engine_class, model_folder, keywords, text):
     with pytest.raises(KVQuantError, match=text):
