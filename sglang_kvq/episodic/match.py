@@ -1,4 +1,4 @@
-"""Which episode, or which segments, a question is about. All rows have length 1, so dot products are cosines."""
+"""Which episode, or which segments or windows, a question is about. Rows have length 1: dot products are cosines."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from sglang_kvq.errors import KVQuantError
 
 #: Segments of an episode that speak for it when matching goes by best segments.
 BEST_SEGMENTS = 3
+#: Ranks that count nearly alike in a fusion (Cormack, Clarke and Büttcher 2009).
+FUSION_RANKS = 60
 #: Ways to match a question with an episode.
 MATCHINGS = ("centroid", "segments")
 
@@ -56,6 +58,29 @@ def rank_segments(
     if matching != "centroid" or episodes is None:
         raise KVQuantError(f"matching {matching!r}: choose {' or '.join(MATCHINGS)}; by centroid needs episodes.")
     return np.lexsort((-similar, -(episodes.centroids @ question)[episodes.labels]))
+
+
+def fuse(*scores: np.ndarray) -> np.ndarray:
+    """Scores by several measures as one, by reciprocal ranks: float64 ``[items]``, higher is better.
+
+    Only ranks count, so measures of any scale go together, such as cosines of embeddings and ``Lexical.scores``.
+
+    Args:
+        scores: float ``[items]`` each; of equal ones the first ranks higher.
+
+    Raises:
+        KVQuantError: none, or of different lengths.
+    """
+    if not scores or len({len(of) for of in scores}) != 1:
+        raise KVQuantError(f"fusing scores of {[len(of) for of in scores]} items: give one or more of equal length.")
+    return np.asarray(sum(1 / (FUSION_RANKS + 1 + _ranks(of)) for of in scores))
+
+
+def _ranks(scores: np.ndarray) -> np.ndarray:
+    """0 for the highest; int64 ``[items]``."""
+    ranks = np.empty(len(scores), dtype=np.int64)
+    ranks[np.argsort(-scores, kind="stable")] = np.arange(len(scores))
+    return ranks
 
 
 def _mean_of_best(similar: np.ndarray, best: int) -> np.ndarray:

@@ -7,7 +7,7 @@ import pytest
 
 from sglang_kvq.episodic.cluster import Episodes
 from sglang_kvq.episodic.embed import unit
-from sglang_kvq.episodic.match import match, rank_segments
+from sglang_kvq.episodic.match import fuse, match, rank_segments
 from sglang_kvq.errors import KVQuantError
 
 #: Episode 0 is narrow around x; episode 1 is wide around y and has one segment close to the question.
@@ -42,6 +42,22 @@ def test_rank_by_centroid_goes_episode_by_episode() -> None:
     order = rank_segments(QUESTION, ROWS, EPISODES, "centroid")
     assert LABELS[order].tolist() == [0, 0, 0, 1, 1, 1, 1]
     assert order.tolist() == [1, 0, 2, 3, 4, 5, 6]
+
+
+def test_fusion_by_reciprocal_ranks() -> None:
+    cosines, words = np.array([0.9, 0.5, 0.7, 0.1]), np.array([0.0, 30.0, 20.0, 0.0])
+    # Ranks 0 2 1 3 and, equal scores in their order, 2 0 1 3.
+    wanted = [1 / 61 + 1 / 63, 1 / 63 + 1 / 61, 1 / 62 + 1 / 62, 1 / 64 + 1 / 64]
+    np.testing.assert_allclose(fuse(cosines, words), wanted, rtol=1e-12)
+    np.testing.assert_array_equal(fuse(cosines, words), fuse(100 * cosines - 7, words**3))
+    assert np.argsort(-fuse(cosines), kind="stable").tolist() == [0, 2, 1, 3]
+
+
+def test_fusion_of_nothing_is_refused() -> None:
+    with pytest.raises(KVQuantError, match="fusing scores of \\[\\] items"):
+        fuse()
+    with pytest.raises(KVQuantError, match="fusing scores of \\[2, 3\\] items"):
+        fuse(np.zeros(2), np.zeros(3))
 
 
 def test_another_matching_is_refused() -> None:

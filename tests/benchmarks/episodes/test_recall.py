@@ -1,0 +1,144 @@
+"""Recall of evidence against a count of tokens, and the whole command on small data."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from benchmarks.episodes import recall as command
+from benchmarks.episodes.case import Settings
+from benchmarks.episodes.recall import Search, Searched, best, evidence_shares, searches, with_neighbours
+from sglang_kvq.config import PAGE_SIZE
+from sglang_kvq.episodic.pages import choose_pages
+from sglang_kvq.errors import KVQuantError
+from tests.benchmarks.episodes import helpers
+
+SETTINGS = Settings(recent_pages=1)
+
+
+@pytest.fixture(scope="module")
+def searched() -> Searched:
+    return Searched(helpers.conversation(8, 8), helpers.writer(), helpers.embedder())
+
+
+def arguments(data: Path, *words: str) -> argparse.Namespace:
+    fixed = ["--model", "tiny", "--embedder", "none", "--data", str(data), "--out", str(data / "out.json")]
+    return command.arguments([*fixed, "--history-tokens", "1400", "--datasets", "locomo", "--limit", "2", *words])
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("data")
+    helpers.write_data(folder, [helpers.record(*(f"{a}{n}" for n in range(3))) for a in "abcdefgh"])
+    return folder
+
+
+def test_shares_are_a_count_of_tokens() -> None:
+    evidence = [[(60, 70)], [(0, 64), (130, 200)], [(10, 20), (15, 400)]]
+    shares = evidence_shares(evidence, 450)
+    assert shares.shape == (3, 8)
+    for row, turns in zip(shares, evidence):
+        for page in range(8):
+            tokens = [[t // PAGE_SIZE == page for t in range(*turn)] for turn in turns]
+            assert row[page] == pytest.approx(np.mean([np.mean(of) for of in tokens]))
+
+
+@pytest.mark.parametrize("pieces, ranking", [("2 pages", "fused"), ("4 turns", "cosine"), ("1 page", "bm25")])
+def test_recall_is_that_of_the_chosen_pages_tokens(searched: Searched, pieces: str, ranking: str) -> None:
+    search = Search(pieces, ranking, dates="page" in pieces)
+    found = searched.recall(search, 3, SETTINGS)
+    spans, _ = searched.texts(pieces, search.dates)
+    size = len(searched.history)
+    sinks = -(-len(searched.history.prefix) // PAGE_SIZE)
+    for n, question in enumerate(searched.conversation.questions):
+        order = np.argsort(-searched.scores(pieces, search.dates, ranking)[n], kind="stable")
+        budget = size // 3 // PAGE_SIZE
+        pages = choose_pages(
+            [spans[at] for at in order], size, budget, page=PAGE_SIZE, sink_pages=sinks, recent_pages=1
+        ).tolist()
+        assert len(pages) == budget and {*range(sinks), (size - 1) // PAGE_SIZE} <= set(pages)
+        start, end = searched.history.spans[question.evidence[0]]
+        assert found[n] == pytest.approx(np.mean([token // PAGE_SIZE in pages for token in range(start, end)]))
+
+
+def test_words_of_a_question_find_its_evidence(searched: Searched) -> None:
+    for search in (Search("2 pages", "bm25"), Search("4 turns", "cosine", dates=False)):
+        assert searched.recall(search, 2, SETTINGS).mean() > 0.9
+    recent = searched.recall(Search("1 page", "recent"), 4, SETTINGS)
+    assert recent[1] == 0 and recent[-1] > 0.99 and recent.mean() < 0.5
+
+
+def test_windows_see_tokens_and_headers(searched: Searched) -> None:
+    spans, texts = searched.texts("2 pages", True)
+    assert len(spans) == len(texts) == len(searched.history) // PAGE_SIZE - 1
+    assert any("[Session 1, May]" in text for text in texts)
+    assert not any("[Session" in text for text in searched.texts("3 pages", False)[1][3:-3])
+    assert searched.texts("4 turns", True)[1][2].startswith("\n[Session 1, May]\nA: ")
+    assert not any("[Session" in text for text in searched.texts("4 turns", False)[1])
+
+
+def test_centroids_go_episode_by_episode(searched: Searched) -> None:
+    from sglang_kvq.episodic.cluster import cluster
+
+    labels = cluster(searched.embeddings("4 turns", False), 4).labels
+    for of_question in searched.scores("4 turns", False, "centroid_4"):
+        ranked = labels[np.argsort(-of_question, kind="stable")]
+        assert np.count_nonzero(np.diff(ranked)) == 3
+
+
+def test_neighbours_follow_their_hit() -> None:
+    page = PAGE_SIZE
+    ranked = [(3 * page, 5 * page), (10, 20), (6 * page, 6 * page + 9)]
+    size = 6 * page + 9
+    assert list(with_neighbours(ranked, size, 0, 0)) == ranked
+    assert list(with_neighbours(ranked, size, 1, 1)) == [
+        ranked[0], (2 * page, 3 * page), (5 * page, 6 * page),
+        ranked[1], (page, 2 * page),
+        ranked[2], (5 * page, 6 * page),
+    ]  # fmt: skip
+    assert list(with_neighbours(ranked[:1], 5 * page + 3, 0, 1))[1] == (5 * page, 5 * page + 3)
+
+
+def test_rows_and_choice(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "CHOSEN_BY", (2.0, 2.5))
+    args = arguments(data, "--compressions", "2,2.5,3")
+    table, more = command.run(args, helpers.writer(), helpers.embedder())
+    assert len(table) == len(searches()) * 3 and len(set(searches())) == len(searches())
+    assert {row["compression"] for row in table} == {2, 2.5, 3}
+    assert all(0 <= row["recall"] <= 1 + 1e-9 and row["complete"] <= row["recall"] + 1e-9 for row in table)
+    assert {(row["conversations"], row["questions"], row["questions_choose"]) for row in table} == {(1, 8, 8)}
+    assert {row["recall_se"] for row in table} == {None}  # of one conversation
+    served = [row for row in table if row["served"] and row["compression"] in (2, 2.5)]
+    assert all(row["ranking"] == "recent" or ("page" in row["pieces"] and row["dates"]) for row in served)
+    names = [(row["pieces"], row["ranking"], row["neighbours"]) for row in served]
+    means = {name: np.mean([row["recall_choose"] for row, of in zip(served, names) if of == name]) for name in names}
+    assert means[tuple(more["chosen"].values())] == max(means.values())
+    assert len(command.text_table(table).splitlines()) == len(searches())
+    json.dumps([table, more])
+
+
+def test_the_choice_sees_the_choosing_half_only() -> None:
+    rows = [
+        dict(pieces=a, ranking="cosine", neighbours="none", served=served, compression=4.0, recall=b, recall_choose=c)
+        for a, served, b, c in (("1 page", True, 0.9, 0.1), ("2 pages", True, 0.1, 0.5), ("1 turn", False, 1.0, 1.0))
+    ]
+    assert best(rows) == {"pieces": "2 pages", "ranking": "cosine", "neighbours": "none"}
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["--compressions", "4,x"], "--compressions 4,x: give numbers above 1"),
+        (["--compressions", "8"], "--compressions 8: give 4 or 6 too"),
+        (["--limit", "0"], "--limit 0: give 1 or more"),
+        (["--limit", "1", "--compressions", "2,4"], "locomo: 1 conversation, but one chooses and another reports"),
+        (["--datasets", "locomo,x"], "--datasets x: choose"),
+    ],
+)
+def test_bad_arguments_are_refused(data: Path, words: list[str], message: str) -> None:
+    with pytest.raises(KVQuantError, match=message):
+        command.run(arguments(data, *words), helpers.writer(), helpers.embedder())
