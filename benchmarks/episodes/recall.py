@@ -43,9 +43,11 @@ COMPRESSIONS = (4.0, 6.0, 8.0, 12.0)
 CHOSEN_BY = (4.0, 6.0)
 #: What is searched: segments of so many turns, which never cross sessions, or windows of whole pages.
 PIECES = {"4 turns": 4, "2 turns": 2, "1 turn": 1, "1 page": 1, "2 pages": 2, "3 pages": 3, "4 pages": 4}
-#: ``bm25`` counts runs of letters, ``bm25_words`` words; ``fused`` is cosine and ``bm25``; ``centroid_E`` takes episode
-#: after episode, of E, by the nearness of its centroid; ``recent`` searches nothing.
-RANKINGS = ("cosine", "bm25_words", "bm25", "fused", "centroid_4", "centroid_8", "recent")
+#: ``bm25`` counts runs of letters, ``bm25_words`` words; ``fused`` and ``reciprocal_ranks`` are cosine and ``bm25``;
+#: ``centroid_E`` takes episode after episode, of E, by the nearness of its centroid; ``recent`` searches nothing.
+RANKINGS = ("cosine", "bm25_words", "bm25", "reciprocal_ranks", "fused", "centroid_4", "centroid_8", "recent")
+#: Ranks that count nearly alike by ``reciprocal_ranks`` (Cormack, Clarke and Büttcher 2009).
+NEAR_RANKS = 60
 #: Pages beside a hit that are brought in with it: (before, after).
 NEIGHBOURS = {"none": (0, 0), "both": (1, 1), "before": (1, 0), "after": (0, 1)}
 HEADER_LINE = re.compile(r"\n?\[Session [^\]\n]*\]\n?")
@@ -105,11 +107,7 @@ class Searched:
         """Token spans of the pieces, and what is embedded and indexed of them."""
         if "page" in pieces:
             spans = windows(len(self.history), PIECES[pieces])
-            decode = self.writer.tokenizer.decode
-            texts = [
-                str(decode(self.history.ids[a:b], skip_special_tokens=True, clean_up_tokenization_spaces=False))
-                for a, b in spans
-            ]
+            texts = [self.writer.text(self.history.ids[start:end]) for start, end in spans]
             return spans, texts if dates else [HEADER_LINE.sub("\n", text) for text in texts]
         turns = self.conversation.turns
         segments = segment(turns, PIECES[pieces])
@@ -124,9 +122,9 @@ class Searched:
             index = Lexical() if ranking == "bm25" else Lexical(letters=0)
             index.add(self.texts(pieces, dates)[1])
             return np.stack([index.scores(question) for question in self.questions])
-        if ranking == "fused":
-            both = (self.scores(pieces, dates, one) for one in ("cosine", "bm25"))
-            return np.stack([fuse(*of_question) for of_question in zip(*both)])
+        if ranking in ("fused", "reciprocal_ranks"):
+            both = zip(*(self.scores(pieces, dates, one) for one in ("cosine", "bm25")))
+            return np.stack([(fuse if ranking == "fused" else by_ranks)(*of_question) for of_question in both])
         embeddings = self.embeddings(pieces, dates)
         episodes = cluster(embeddings, int(ranking.removeprefix("centroid_")))
         ranked = np.stack([rank_segments(row, embeddings, episodes, "centroid") for row in self.rows])
@@ -155,6 +153,12 @@ class Searched:
             )
             found[n] = self.shares[n, pages].sum()
         return found
+
+
+def by_ranks(*scores: np.ndarray) -> np.ndarray:
+    """Reciprocal-rank fusion of scores ``[items]``, of equal ones the first first: float64 ``[items]``."""
+    ranks = np.argsort(np.argsort(-np.stack(scores), axis=1, kind="stable"), axis=1)
+    return np.asarray((1 / (NEAR_RANKS + 1 + ranks)).sum(0))
 
 
 def evidence_shares(evidence: Sequence[Sequence[tuple[int, int]]], tokens: int) -> np.ndarray:

@@ -9,8 +9,6 @@ from sglang_kvq.errors import KVQuantError
 
 #: Segments of an episode that speak for it when matching goes by best segments.
 BEST_SEGMENTS = 3
-#: Ranks that count nearly alike in a fusion (Cormack, Clarke and Büttcher 2009).
-FUSION_RANKS = 60
 #: Ways to match a question with an episode.
 MATCHINGS = ("centroid", "segments")
 
@@ -61,26 +59,24 @@ def rank_segments(
 
 
 def fuse(*scores: np.ndarray) -> np.ndarray:
-    """Scores by several measures as one, by reciprocal ranks: float64 ``[items]``, higher is better.
+    """Scores by several measures as one: float64 ``[items]``, the sum of each measure's standardized scores.
 
-    Only ranks count, so measures of any scale go together, such as cosines of embeddings and ``Lexical.scores``.
+    Measures of any scale go together, such as cosines of embeddings and ``Lexical.scores``. Where only a few stand
+    out by one, it decides about these.
 
     Args:
-        scores: float ``[items]`` each; of equal ones the first ranks higher.
+        scores: float ``[items]`` each; a measure that tells nothing apart counts nothing.
 
     Raises:
         KVQuantError: none, or of different lengths.
     """
     if not scores or len({len(of) for of in scores}) != 1:
         raise KVQuantError(f"fusing scores of {[len(of) for of in scores]} items: give one or more of equal length.")
-    return np.asarray(sum(1 / (FUSION_RANKS + 1 + _ranks(of)) for of in scores))
-
-
-def _ranks(scores: np.ndarray) -> np.ndarray:
-    """0 for the highest; int64 ``[items]``."""
-    ranks = np.empty(len(scores), dtype=np.int64)
-    ranks[np.argsort(-scores, kind="stable")] = np.arange(len(scores))
-    return ranks
+    total = np.zeros(len(scores[0]))
+    for of in scores:
+        if len(of) and np.ptp(of) > 0:
+            total += (of - of.mean(dtype=np.float64)) / of.std(dtype=np.float64)
+    return total
 
 
 def _mean_of_best(similar: np.ndarray, best: int) -> np.ndarray:

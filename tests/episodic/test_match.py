@@ -44,13 +44,13 @@ def test_rank_by_centroid_goes_episode_by_episode() -> None:
     assert order.tolist() == [1, 0, 2, 3, 4, 5, 6]
 
 
-def test_fusion_by_reciprocal_ranks() -> None:
-    cosines, words = np.array([0.9, 0.5, 0.7, 0.1]), np.array([0.0, 30.0, 20.0, 0.0])
-    # Ranks 0 2 1 3 and, equal scores in their order, 2 0 1 3.
-    wanted = [1 / 61 + 1 / 63, 1 / 63 + 1 / 61, 1 / 62 + 1 / 62, 1 / 64 + 1 / 64]
-    np.testing.assert_allclose(fuse(cosines, words), wanted, rtol=1e-12)
-    np.testing.assert_array_equal(fuse(cosines, words), fuse(100 * cosines - 7, words**3))
-    assert np.argsort(-fuse(cosines), kind="stable").tolist() == [0, 2, 1, 3]
+def test_fusion_is_of_standardized_scores() -> None:
+    cosines, words = np.array([0.9, 0.5, 0.7, 0.1], dtype=np.float32), np.array([0.0, 30.0, 20.0, 0.0])
+    wanted = sum((of - np.mean(of)) / np.std(of) for of in (cosines.astype(np.float64), words))
+    np.testing.assert_allclose(fuse(cosines, words), wanted, rtol=1e-5)
+    np.testing.assert_allclose(fuse(100 * cosines - 7, words / 9), wanted, rtol=1e-4)
+    np.testing.assert_allclose(fuse(cosines, np.full(4, 3.0), words), wanted, rtol=1e-5)
+    assert not fuse(np.full(3, 0.1, dtype=np.float32)).any() and len(fuse(np.empty(0))) == 0
 
 
 def test_fusion_of_nothing_is_refused() -> None:

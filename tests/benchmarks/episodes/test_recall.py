@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks.episodes import recall as command
 from benchmarks.episodes.case import Settings
-from benchmarks.episodes.recall import Search, Searched, best, evidence_shares, searches, with_neighbours
+from benchmarks.episodes.recall import Search, Searched, best, by_ranks, evidence_shares, searches, with_neighbours
 from sglang_kvq.config import PAGE_SIZE
 from sglang_kvq.episodic.pages import choose_pages
 from sglang_kvq.errors import KVQuantError
@@ -101,6 +101,13 @@ def test_neighbours_follow_their_hit() -> None:
         ranked[2], (5 * page, 6 * page),
     ]  # fmt: skip
     assert list(with_neighbours(ranked[:1], 5 * page + 3, 0, 1))[1] == (5 * page, 5 * page + 3)
+
+
+def test_fusion_by_reciprocal_ranks() -> None:
+    cosines, words = np.array([0.9, 0.5, 0.7, 0.1]), np.array([0.0, 30.0, 20.0, 0.0])
+    # Ranks 0 2 1 3 and, equal scores in their order, 2 0 1 3.
+    wanted = [1 / 61 + 1 / 63, 1 / 63 + 1 / 61, 1 / 62 + 1 / 62, 1 / 64 + 1 / 64]
+    np.testing.assert_allclose(by_ranks(cosines, words), wanted, rtol=1e-12)
 
 
 def test_rows_and_choice(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
