@@ -17,7 +17,7 @@ from benchmarks.episodes.runner import Runner
 from sglang_kvq.config import PAGE_SIZE
 from sglang_kvq.episodic.cluster import Episodes, cluster, medoids
 from sglang_kvq.episodic.lexical import Lexical
-from sglang_kvq.episodic.match import fuse
+from sglang_kvq.episodic.match import fuse, rank_windows
 from sglang_kvq.episodic.prompt import patched_prompt
 from sglang_kvq.episodic.segments import Segment, segment
 from sglang_kvq.episodic.windows import windows
@@ -113,7 +113,11 @@ class Case:
     @cached_property
     def fused_segments(self) -> np.ndarray:
         """Segments ranked for each question by embeddings and letters: int64 ``[questions, segments]``."""
-        return self._ranked(self.embeddings, [one.text for one in self.segments])
+        index = Lexical()
+        index.add([one.text for one in self.segments])
+        asked = zip(self.question_rows, self.conversation.questions)
+        scores = [fuse(self.embeddings @ row, index.scores(question.text)) for row, question in asked]
+        return np.argsort(-np.stack(scores), axis=1, kind="stable")
 
     @cached_property
     def windows(self) -> list[tuple[int, int]]:
@@ -121,17 +125,13 @@ class Case:
         return windows(len(self.history))
 
     @cached_property
-    def fused_windows(self) -> np.ndarray:
-        """Windows ranked in the same way, from their tokens alone: int64 ``[questions, windows]``."""
-        texts = [self.writer.text(self.history.ids[start:end]) for start, end in self.windows]
-        return self._ranked(self.embedder.encode(texts), texts)
-
-    def _ranked(self, embeddings: np.ndarray, texts: list[str]) -> np.ndarray:
-        index = Lexical()
+    def ranked_windows(self) -> np.ndarray:
+        """Windows ranked for each question, from tokens alone, as a server can: int64 ``[questions, windows]``."""
+        texts = [self.writer.text(self.history.ids[start:end]) for start, end in windows(len(self.history), 1)]
+        pages, index = self.embedder.encode(texts), Lexical()
         index.add(texts)
         asked = zip(self.question_rows, self.conversation.questions)
-        scores = [fuse(embeddings @ row, index.scores(question.text)) for row, question in asked]
-        return np.argsort(-np.stack(scores), axis=1, kind="stable")
+        return np.stack([rank_windows(question.text, row, pages, index) for row, question in asked])
 
     @cached_property
     def episodes(self) -> Episodes:

@@ -139,7 +139,7 @@ def late(case: Case, tokens: int) -> Iterator[Outcome]:
     size = len(case.history)
     for matching in (*MATCHINGS, "windows"):
         if matching == "windows":
-            ranked = [[case.windows[n] for n in order] for order in case.fused_windows]
+            ranked = [[case.windows[n] for n in order] for order in case.ranked_windows]
         else:
             ranked = [
                 [case.spans[n] for n in rank_segments(row, case.embeddings, case.episodes, matching)]

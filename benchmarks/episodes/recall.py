@@ -28,8 +28,8 @@ from benchmarks.episodes.conversations import Conversation, Writer, header
 from benchmarks.episodes.datasets import DATASETS, conversations
 from sglang_kvq.config import PAGE_SIZE
 from sglang_kvq.episodic.cluster import cluster
-from sglang_kvq.episodic.embed import Embedder
-from sglang_kvq.episodic.lexical import Lexical
+from sglang_kvq.episodic.embed import Embedder, unit
+from sglang_kvq.episodic.lexical import Lexical, runs
 from sglang_kvq.episodic.match import fuse, rank_segments
 from sglang_kvq.episodic.pages import choose_pages
 from sglang_kvq.episodic.segments import segment
@@ -41,8 +41,34 @@ LONGEST = 24576
 COMPRESSIONS = (4.0, 6.0, 8.0, 12.0)
 #: Compressions by which a way to search is chosen.
 CHOSEN_BY = (4.0, 6.0)
-#: What is searched: segments of so many turns, which never cross sessions, or windows of whole pages.
-PIECES = {"4 turns": 4, "2 turns": 2, "1 turn": 1, "1 page": 1, "2 pages": 2, "3 pages": 3, "4 pages": 4}
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """What is searched: segments of ``turns``, which never cross sessions, or windows of whole ``pages``.
+
+    Attributes:
+        apart: windows do not overlap; otherwise there is one from every page on.
+        whole: a window is embedded and indexed as one text; otherwise each of its pages once.
+    """
+
+    turns: int = 0
+    pages: int = 0
+    apart: bool = False
+    whole: bool = False
+
+
+PIECES = {
+    "4 turns": Pieces(turns=4),
+    "2 turns": Pieces(turns=2),
+    "1 turn": Pieces(turns=1),
+    "1 page": Pieces(pages=1),
+    "2 pages": Pieces(pages=2),
+    "3 pages": Pieces(pages=3),
+    "4 pages": Pieces(pages=4),
+    "2 pages apart": Pieces(pages=2, apart=True),
+    "2 pages whole": Pieces(pages=2, whole=True),
+}
 #: ``bm25`` counts runs of letters, ``bm25_words`` words; ``fused`` and ``reciprocal_ranks`` are cosine and ``bm25``;
 #: ``centroid_E`` takes episode after episode, of E, by the nearness of its centroid; ``recent`` searches nothing.
 RANKINGS = ("cosine", "bm25_words", "bm25", "reciprocal_ranks", "fused", "centroid_4", "centroid_8", "recent")
@@ -69,14 +95,16 @@ class Search:
     @property
     def served(self) -> bool:
         """Whether a server can do it, which sees tokens, headers among them, but no turns."""
-        return self.ranking == "recent" or ("page" in self.pieces and self.dates)
+        return self.ranking == "recent" or (PIECES[self.pieces].pages > 0 and self.dates)
 
 
-def searches() -> list[Search]:
-    """What is compared. As EpiCache, segments of turns have no dates unless said; windows of pages have."""
-    own = {pieces: "page" in pieces for pieces in PIECES}
-    found = [Search(pieces, ranking, dates=own[pieces]) for pieces in PIECES for ranking in RANKINGS[:-1]]
-    for pieces in ("4 turns", "1 page", "2 pages", "3 pages"):
+def searches(among: Sequence[str] = tuple(PIECES)) -> list[Search]:
+    """What is compared, of some pieces. As in EpiCache, segments of turns have no dates unless said; windows have."""
+    own = {name: kind.pages > 0 for name, kind in PIECES.items()}
+    found = [Search(pieces, ranking, dates=own[pieces]) for pieces in among for ranking in RANKINGS[:-1]]
+    for pieces in ("4 turns", "1 page", "2 pages"):
+        if pieces not in among:
+            continue
         for ranking in ("cosine", "fused"):
             found += [Search(pieces, ranking, beside, own[pieces]) for beside in NEIGHBOURS if beside != "none"]
             found.append(Search(pieces, ranking, dates=not own[pieces]))
@@ -99,29 +127,45 @@ class Searched:
         self.shares = evidence_shares(
             [[self.history.spans[turn] for turn in q.evidence] for q in conversation.questions], len(self.history)
         )
+        self.spans = cache(self._spans)
         self.texts = cache(self._texts)
-        self.embeddings = cache(lambda pieces, dates: embedder.encode(self.texts(pieces, dates)[1]))
+        self.embeddings = cache(self._embeddings)
         self.scores = cache(self._scores)
 
-    def _texts(self, pieces: str, dates: bool) -> tuple[list[tuple[int, int]], list[str]]:
-        """Token spans of the pieces, and what is embedded and indexed of them."""
-        if "page" in pieces:
-            spans = windows(len(self.history), PIECES[pieces])
-            texts = [self.writer.text(self.history.ids[start:end]) for start, end in spans]
-            return spans, texts if dates else [HEADER_LINE.sub("\n", text) for text in texts]
-        turns = self.conversation.turns
-        segments = segment(turns, PIECES[pieces])
-        spans = [self.history.span(one.first, one.last) for one in segments]
-        return spans, [(header(turns[one.first]) if dates else "") + one.text for one in segments]
+    def _spans(self, pieces: str) -> list[tuple[int, int]]:
+        """Token spans of the pieces."""
+        kind = PIECES[pieces]
+        if kind.pages:
+            return windows(len(self.history), kind.pages)[:: kind.pages if kind.apart else 1]
+        return [self.history.span(one.first, one.last) for one in segment(self.conversation.turns, kind.turns)]
+
+    def _texts(self, pieces: str, dates: bool) -> list[str]:
+        """What is embedded and indexed: of windows their pages, unless they are ``whole``."""
+        kind, turns = PIECES[pieces], self.conversation.turns
+        if kind.turns:
+            return [(header(turns[one.first]) if dates else "") + one.text for one in segment(turns, kind.turns)]
+        spans = windows(len(self.history), kind.pages if kind.whole else 1)
+        texts = [self.writer.text(self.history.ids[start:end]) for start, end in spans]
+        return texts if dates else [HEADER_LINE.sub("\n", text) for text in texts]
+
+    def _embeddings(self, pieces: str, dates: bool) -> np.ndarray:
+        """Float32 ``[pieces, D]``."""
+        rows, kind = self.embedder.encode(self.texts(pieces, dates)), PIECES[pieces]
+        if kind.pages and not kind.whole:
+            rows = unit(runs(rows, kind.pages))[:: kind.pages if kind.apart else 1]
+        return rows
 
     def _scores(self, pieces: str, dates: bool, ranking: str) -> np.ndarray:
         """Float ``[questions, pieces]``, higher is better."""
+        kind = PIECES[pieces]
         if ranking == "cosine":
             return self.rows @ self.embeddings(pieces, dates).T
         if ranking in ("bm25", "bm25_words"):
             index = Lexical() if ranking == "bm25" else Lexical(letters=0)
-            index.add(self.texts(pieces, dates)[1])
-            return np.stack([index.scores(question) for question in self.questions])
+            index.add(self.texts(pieces, dates))
+            run = kind.pages if kind.pages and not kind.whole else 1
+            scores = np.stack([index.scores(question, run) for question in self.questions])
+            return scores[:, :: kind.pages if kind.apart else 1]
         if ranking in ("fused", "reciprocal_ranks"):
             both = zip(*(self.scores(pieces, dates, one) for one in ("cosine", "bm25")))
             return np.stack([(fuse if ranking == "fused" else by_ranks)(*of_question) for of_question in both])
@@ -136,7 +180,7 @@ class Searched:
         spans: list[tuple[int, int]] = []
         scores = np.zeros((len(self.questions), 0))
         if search.ranking != "recent":
-            spans = self.texts(search.pieces, search.dates)[0]
+            spans = self.spans(search.pieces)
             scores = self.scores(search.pieces, search.dates, search.ranking)
         pinned = -(-max(settings.sinks, len(self.history.prefix)) // PAGE_SIZE)
         found = np.empty(len(self.questions))
@@ -189,7 +233,12 @@ def with_neighbours(
             yield (last + 1) * PAGE_SIZE, min((last + 2) * PAGE_SIZE, tokens)
 
 
-def rows(found: dict[str, list[Searched]], compressions: Sequence[float], settings: Settings) -> list[dict[str, Any]]:
+def rows(
+    found: dict[str, list[Searched]],
+    compressions: Sequence[float],
+    settings: Settings,
+    among: Sequence[str] = tuple(PIECES),
+) -> list[dict[str, Any]]:
     """Flat rows in the form of results: what is reported, ``recall``, and what is chosen by, ``recall_choose``.
 
     Args:
@@ -204,7 +253,7 @@ def rows(found: dict[str, list[Searched]], compressions: Sequence[float], settin
             raise KVQuantError(f"{dataset}: {len(every)} conversation, but one chooses and another reports; give two.")
         number = np.repeat(np.arange(len(every)), [len(one.questions) for one in every])
         reports = number % 2 == 0
-        for search in searches():
+        for search in searches(among):
             for compression in compressions:
                 recall = np.concatenate([one.recall(search, compression, settings) for one in every])
                 mean, error = gain.mean_with_error(recall[reports], number[reports])
@@ -258,7 +307,7 @@ def text_table(table: Sequence[dict[str, Any]]) -> str:
         name = (row["dataset"], row["pieces"], row["ranking"], row["neighbours"], dates)
         error = "" if row["recall_se"] is None else f" ± {100 * row['recall_se']:.1f}"
         lines.setdefault(name, []).append(f"{row['compression']:g}x {100 * row['recall']:5.1f}{error:6}")
-    return "\n".join(f"{a:10}{b:8}{c:11}{d:7}{e:6} " + " ".join(cells) for (a, b, c, d, e), cells in lines.items())
+    return "\n".join(f"{a:10}{b:14}{c:17}{d:7}{e:6} " + " ".join(cells) for (a, b, c, d, e), cells in lines.items())
 
 
 def arguments(words: list[str] | None = None) -> argparse.Namespace:
@@ -273,6 +322,7 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--out", required=True, type=Path)
     parser.add_argument("--datasets", default=",".join(DATASETS))
     parser.add_argument("--compressions", default=",".join(f"{x:g}" for x in COMPRESSIONS))
+    parser.add_argument("--pieces", default=",".join(PIECES))
     parser.add_argument("--limit", type=int, default=6, help="conversations of each dataset")
     parser.add_argument("--questions", type=int, default=1000, help="of each conversation")
     parser.add_argument("--history-tokens", type=int, default=LONGEST)
@@ -299,6 +349,9 @@ def run(args: argparse.Namespace, writer: Writer, embedder: Embeds) -> tuple[lis
             raise KVQuantError(f"--{name} {getattr(args, name)}: give 1 or more.")
     if unknown := set(args.datasets.split(",")) - DATASETS.keys():
         raise KVQuantError(f"--datasets {', '.join(sorted(unknown))}: choose some of {', '.join(DATASETS)}.")
+    pieces = args.pieces.split(",")
+    if unknown := set(pieces) - PIECES.keys():
+        raise KVQuantError(f"--pieces {', '.join(sorted(unknown))}: choose some of {', '.join(PIECES)}.")
     settings = Settings()
     options = {"most_tokens": args.history_tokens, "limit": args.limit, "questions": args.questions}
     start = time.perf_counter()
@@ -306,7 +359,7 @@ def run(args: argparse.Namespace, writer: Writer, embedder: Embeds) -> tuple[lis
     for dataset in args.datasets.split(","):
         loaded = conversations(dataset, args.data, writer, **options)
         found[dataset] = [Searched(one, writer, embedder) for one in loaded]
-    table = rows(found, compressions, settings)
+    table = rows(found, compressions, settings, pieces)
     more = {
         "model": Path(args.model).name,
         "embedder": Path(args.embedder).parent.name,

@@ -1,4 +1,4 @@
-"""Lexical matching: which texts share a question's rare letters (Okapi BM25, Robertson and Zaragoza 2009)."""
+"""Lexical matching: which texts share a question's rare runs of letters (Okapi BM25, Robertson and Zaragoza 2009)."""
 
 from __future__ import annotations
 
@@ -70,26 +70,40 @@ class Lexical:
         end = int(self._starts[-1])
         self._terms, self._counts = self._terms[:end].copy(), self._counts[:end].copy()
 
-    def scores(self, question: str) -> np.ndarray:
-        """How well each text matches, float64 ``[texts]``; 0 where nothing is shared."""
-        found = np.zeros(len(self))
+    def scores(self, question: str, run: int = 1) -> np.ndarray:
+        """How well each run of ``run`` consecutive texts matches, in which terms count as in one text.
+
+        Returns:
+            float64 ``[texts - run + 1]``, of fewer texts than ``run`` one number for all; 0 where nothing is shared.
+
+        Raises:
+            KVQuantError: ``run`` is below 1.
+        """
+        if run < 1:
+            raise KVQuantError(f"runs of {run} texts: give 1 or more.")
         asked, _, _ = self._split([question])
-        if not len(asked) or not len(self._terms):
-            return found
-        number = np.zeros(TERMS, np.int16)
-        number[asked] = np.arange(1, len(asked) + 1)
-        at = np.flatnonzero(number[self._terms])
-        term, count = number[self._terms[at]] - 1, self._counts[at].astype(np.float64)
+        number = np.full(TERMS, -1, np.int16)
+        number[asked] = np.arange(len(asked))
+        at = np.flatnonzero(number[self._terms] >= 0)
         text = np.searchsorted(self._starts, at, side="right") - 1
-        lengths = np.add.reduceat(np.append(self._counts, 0), self._starts[:-1], dtype=np.float64)
-        lengths[np.diff(self._starts) == 0] = 0  # reduceat gives an empty text its successor's first count
-        texts_with = np.bincount(term, minlength=len(asked))
-        weight = np.log1p((len(self) - texts_with + 0.5) / (texts_with + 0.5))
-        norm = SATURATION * (1 - LENGTH + LENGTH * lengths / lengths.mean())
-        np.add.at(found, text, weight[term] * count * (SATURATION + 1) / (count + norm[text]))
-        return found
+        counts = np.zeros((len(self), len(asked)))
+        counts[text, number[self._terms[at]]] = self._counts[at]
+        lengths = np.diff(np.concatenate([[0], self._counts.cumsum(dtype=np.float64)])[self._starts])
+        counts, lengths = runs(counts, run), runs(lengths, run)
+        if not counts.any():
+            return np.zeros(len(counts))
+        texts_with = np.count_nonzero(counts, axis=0)
+        weights = np.log1p((len(counts) - texts_with + 0.5) / (texts_with + 0.5))
+        norms = SATURATION * (1 - LENGTH + LENGTH * lengths / lengths.mean())
+        return np.asarray((counts * (SATURATION + 1) / (counts + norms[:, None])) @ weights)
 
     def _split(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Different terms of each text, their counts, and where each text's begin."""
         rows = self._hashing.transform(list(texts))
         return rows.indices.astype(np.int32), rows.data, rows.indptr.astype(np.int64)
+
+
+def runs(rows: np.ndarray, run: int) -> np.ndarray:
+    """Sums of ``run`` consecutive rows of ``[n, ...]``: ``[n - run + 1, ...]``, of fewer than ``run`` all in one."""
+    run = max(1, min(run, len(rows)))
+    return np.asarray(sum(rows[at : len(rows) - run + 1 + at] for at in range(run)))

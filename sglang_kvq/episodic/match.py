@@ -5,6 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from sglang_kvq.episodic.cluster import Episodes
+from sglang_kvq.episodic.embed import unit
+from sglang_kvq.episodic.lexical import Lexical, runs
+from sglang_kvq.episodic.windows import WINDOW_PAGES
 from sglang_kvq.errors import KVQuantError
 
 #: Segments of an episode that speak for it when matching goes by best segments.
@@ -56,6 +59,28 @@ def rank_segments(
     if matching != "centroid" or episodes is None:
         raise KVQuantError(f"matching {matching!r}: choose {' or '.join(MATCHINGS)}; by centroid needs episodes.")
     return np.lexsort((-similar, -(episodes.centroids @ question)[episodes.labels]))
+
+
+def rank_windows(
+    question: str, row: np.ndarray, pages: np.ndarray, index: Lexical, size: int = WINDOW_PAGES
+) -> np.ndarray:
+    """Windows of pages, the first to be read first, by embeddings and letters: int64 ``[windows]``.
+
+    Numbers are those of ``windows(tokens, size)``. A page is embedded and indexed once; a window's embedding is the
+    mean of its pages', its terms are theirs together.
+
+    Args:
+        row: the question's embedding, float32 ``[D]``.
+        pages: of the whole pages in order, float32 ``[pages, D]``.
+        index: of the same pages' texts.
+
+    Raises:
+        KVQuantError: embeddings of as many pages as the index does not have, or a size below 1.
+    """
+    if len(pages) != len(index):
+        raise KVQuantError(f"embeddings of {len(pages)} pages beside an index of {len(index)}: give both of the same.")
+    both = index.scores(question, size), unit(runs(pages, size)) @ row
+    return np.argsort(-fuse(*both), kind="stable")
 
 
 def fuse(*scores: np.ndarray) -> np.ndarray:

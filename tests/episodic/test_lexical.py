@@ -57,6 +57,12 @@ def test_scores_are_the_formulas(texts: list[str], question: str) -> None:
     np.testing.assert_allclose(index(texts).scores(question), reference(texts, question), rtol=1e-6, atol=1e-9)
 
 
+@pytest.mark.parametrize("run", [2, 3, 6, 9])
+def test_runs_are_texts_joined(run: int) -> None:
+    joined = [" ".join(TEXTS[n : n + run]) for n in range(max(1, len(TEXTS) - run + 1))]
+    np.testing.assert_allclose(index(TEXTS).scores("Caroline's lakes", run), reference(joined, "Caroline's lakes"))
+
+
 def test_forms_of_a_word_match() -> None:
     scores = index(TEXTS).scores("What did she paint?")
     assert scores.argmax() == 0
@@ -89,5 +95,7 @@ def test_growth_and_cuts_are_the_index_of_what_is_left() -> None:
 def test_bad_numbers_are_refused() -> None:
     with pytest.raises(KVQuantError, match="7 of 6 texts: give a number from 0 to 6"):
         index(TEXTS).truncate(7)
+    with pytest.raises(KVQuantError, match="runs of 0 texts"):
+        index(TEXTS).scores("lake", 0)
     with pytest.raises(KVQuantError, match="terms of -1 letters"):
         Lexical(letters=-1)

@@ -11,7 +11,7 @@ from benchmarks.episodes.policies import NAMES, POLICIES, Outcome, check_names, 
 from benchmarks.episodes.runner import Runner
 from sglang_kvq.config import PAGE_SIZE
 from sglang_kvq.episodic.lexical import Lexical
-from sglang_kvq.episodic.match import fuse, rank_segments
+from sglang_kvq.episodic.match import rank_segments, rank_windows
 from sglang_kvq.episodic.pages import choose_pages
 from sglang_kvq.episodic.windows import windows
 from sglang_kvq.errors import KVQuantError
@@ -103,12 +103,12 @@ def test_late_reads_pages_in_place(case: Case, matching: str) -> None:
     if matching == "segments":
         ranked = [case.spans[n] for n in rank_segments(case.question_rows[number], case.embeddings)]
     else:
-        texts = [case.writer.text(case.history.ids[start:end]) for start, end in windows(len(case.history))]
+        texts = [case.writer.text(case.history.ids[start:end]) for start, end in windows(len(case.history), 1)]
         index = Lexical()
         index.add(texts)
-        cosines = case.embedder.encode(texts) @ case.question_rows[number]
-        scores = fuse(cosines, index.scores(case.conversation.questions[number].text))
-        ranked = [windows(len(case.history))[n] for n in np.argsort(-scores, kind="stable")]
+        question = case.conversation.questions[number].text
+        order = rank_windows(question, case.question_rows[number], case.embedder.encode(texts), index)
+        ranked = [windows(len(case.history))[n] for n in order]
     pages = choose_pages(
         ranked,
         len(case.history),
@@ -148,9 +148,9 @@ def test_a_question_gets_the_episode_that_its_matching_chose(case: Case) -> None
 
 
 def test_another_storage_shares_what_text_alone_says(case: Case) -> None:
-    rows, full = case.fused_windows, case.full
+    rows, full = case.ranked_windows, case.full
     other = case.stored_as(lambda layer, first, k, v: (k, torch.zeros_like(v)), with_mass=False)
-    assert other.fused_windows is rows and other.history is case.history
+    assert other.ranked_windows is rows and other.history is case.history
     assert other.full is not full and not other.full.v[0][0, 0, 0].any() and full.v[0][0, 0, 0].any()
     with pytest.raises(ValueError, match="made without mass"):
         _ = other.mass

@@ -13,6 +13,8 @@ from benchmarks.episodes import recall as command
 from benchmarks.episodes.case import Settings
 from benchmarks.episodes.recall import Search, Searched, best, by_ranks, evidence_shares, searches, with_neighbours
 from sglang_kvq.config import PAGE_SIZE
+from sglang_kvq.episodic.lexical import Lexical
+from sglang_kvq.episodic.match import rank_windows
 from sglang_kvq.episodic.pages import choose_pages
 from sglang_kvq.errors import KVQuantError
 from tests.benchmarks.episodes import helpers
@@ -51,7 +53,7 @@ def test_shares_are_a_count_of_tokens() -> None:
 def test_recall_is_that_of_the_chosen_pages_tokens(searched: Searched, pieces: str, ranking: str) -> None:
     search = Search(pieces, ranking, dates="page" in pieces)
     found = searched.recall(search, 3, SETTINGS)
-    spans, _ = searched.texts(pieces, search.dates)
+    spans = searched.spans(pieces)
     size = len(searched.history)
     sinks = -(-len(searched.history.prefix) // PAGE_SIZE)
     for n, question in enumerate(searched.conversation.questions):
@@ -73,12 +75,29 @@ def test_words_of_a_question_find_its_evidence(searched: Searched) -> None:
 
 
 def test_windows_see_tokens_and_headers(searched: Searched) -> None:
-    spans, texts = searched.texts("2 pages", True)
-    assert len(spans) == len(texts) == len(searched.history) // PAGE_SIZE - 1
-    assert any("[Session 1, May]" in text for text in texts)
-    assert not any("[Session" in text for text in searched.texts("3 pages", False)[1][3:-3])
-    assert searched.texts("4 turns", True)[1][2].startswith("\n[Session 1, May]\nA: ")
-    assert not any("[Session" in text for text in searched.texts("4 turns", False)[1])
+    whole = len(searched.history) // PAGE_SIZE
+    assert len(searched.texts("2 pages", True)) == whole == len(searched.texts("2 pages whole", True)) + 1
+    assert len(searched.spans("2 pages")) == len(searched.spans("2 pages whole")) == whole - 1
+    assert any("[Session 1, May]" in text for text in searched.texts("2 pages", True))
+    assert not any("[Session" in text for text in searched.texts("2 pages whole", False)[3:-3])
+    assert searched.texts("4 turns", True)[2].startswith("\n[Session 1, May]\nA: ")
+    assert not any("[Session" in text for text in searched.texts("4 turns", False))
+
+
+def test_windows_apart_are_every_second_one(searched: Searched) -> None:
+    assert searched.spans("2 pages apart") == searched.spans("2 pages")[::2]
+    for ranking in ("cosine", "bm25"):
+        every = searched.scores("2 pages", True, ranking)
+        np.testing.assert_array_equal(searched.scores("2 pages apart", True, ranking), every[:, ::2])
+
+
+def test_the_served_search_is_rank_windows(searched: Searched) -> None:
+    texts = searched.texts("1 page", True)
+    index = Lexical()
+    index.add(texts)
+    for n, question in enumerate(searched.questions):
+        served = rank_windows(question, searched.rows[n], helpers.embedder().encode(texts), index)
+        assert served.tolist() == np.argsort(-searched.scores("2 pages", True, "fused")[n], kind="stable").tolist()
 
 
 def test_centroids_go_episode_by_episode(searched: Searched) -> None:
@@ -143,6 +162,7 @@ def test_the_choice_sees_the_choosing_half_only() -> None:
         (["--compressions", "8"], "--compressions 8: give 4 or 6 too"),
         (["--limit", "0"], "--limit 0: give 1 or more"),
         (["--limit", "1", "--compressions", "2,4"], "locomo: 1 conversation, but one chooses and another reports"),
+        (["--pieces", "5 pages"], "--pieces 5 pages: choose"),
         (["--datasets", "locomo,x"], "--datasets x: choose"),
     ],
 )
