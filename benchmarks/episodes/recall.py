@@ -281,21 +281,33 @@ def rows(
 
 
 def best(table: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The way to search, of those that a server can do, with the highest ``recall_choose``.
+    """The way to search that ``recall_choose`` speaks for, of those that a server can do.
 
-    A mean over datasets and ``CHOSEN_BY``.
+    By its mean over datasets and ``CHOSEN_BY``, of all within a standard error of the highest the plainest: without
+    neighbours, with pages embedded once, with the fewest pages.
 
     Raises:
         KVQuantError: none of these compressions was measured.
     """
-    of_search: dict[tuple[str, str, str], list[float]] = {}
+    of_search: dict[tuple[str, str, str], list[tuple[float, float]]] = {}
     for row in table:
         if row["served"] and row["compression"] in CHOSEN_BY:
             name = (row["pieces"], row["ranking"], row["neighbours"])
-            of_search.setdefault(name, []).append(row["recall_choose"])
+            of_search.setdefault(name, []).append((row["recall_choose"], row["recall_choose_se"] or 0.0))
     if not of_search:
         raise KVQuantError(f"--compressions without any of {CHOSEN_BY}: a way to search is chosen by these.")
-    pieces, ranking, neighbours = max(of_search, key=lambda name: float(np.mean(of_search[name])))
+    means = {name: float(np.mean([mean for mean, _ in of])) for name, of in of_search.items()}
+    highest = max(means, key=lambda name: means[name])
+    # The compressions of a dataset err together: their errors are averaged, those of datasets are independent.
+    errors = np.array([error for _, error in of_search[highest]])
+    error = float(errors.mean() / np.sqrt(len({row["dataset"] for row in table})))
+    near = [name for name, mean in means.items() if mean >= means[highest] - error]
+
+    def plainness(name: tuple[str, str, str]) -> tuple[bool, bool, int, float]:
+        kind = PIECES.get(name[0], Pieces())
+        return name[2] != "none", kind.whole, kind.pages, -means[name]
+
+    pieces, ranking, neighbours = min(near, key=plainness)
     return {"pieces": pieces, "ranking": ranking, "neighbours": neighbours}
 
 
