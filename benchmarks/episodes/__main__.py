@@ -138,6 +138,8 @@ def run(args: argparse.Namespace, runner: Runner, writer: Writer, embedder: Embe
             measure_case(measured, dataset, case, kind, compressions, chosen, layers_of)
         done += 1
         print(f"{time.perf_counter() - start:6.1f} s  {conversation.name}", flush=True)
+    if not done:
+        raise KVQuantError(f"--limit-seconds {args.limit_seconds}: over before the first conversation; give more.")
     more = {
         "model": Path(args.model).name,
         "dtype": str(runner.dtype).removeprefix("torch."),
