@@ -23,9 +23,15 @@ def device_name() -> str:
 
 
 def command() -> list[str]:
-    """What was typed: ``python FILE …``, or ``python -m PACKAGE …`` of a package that is run."""
+    """What was typed: ``python FILE …``, or ``python -m MODULE …`` of a module or a package that is run."""
     file = Path(os.path.relpath(sys.argv[0], ROOT))
-    run = ["-m", ".".join(file.parent.parts)] if file.name == "__main__.py" else [str(file)]
+    spec = sys.modules["__main__"].__spec__
+    if file.name == "__main__.py":
+        run = ["-m", ".".join(file.parent.parts)]
+    elif spec is not None and spec.origin == str(ROOT / file):
+        run = ["-m", ".".join(file.with_suffix("").parts)]
+    else:
+        run = [str(file)]
     return ["python", *run, *sys.argv[1:]]
 
 

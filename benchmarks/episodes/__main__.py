@@ -131,12 +131,15 @@ def run(args: argparse.Namespace, runner: Runner, writer: Writer, embedder: Embe
     for dataset, conversation in turns:
         if args.limit_seconds and time.perf_counter() - start > args.limit_seconds:
             break
+        case = Case(runner, writer, embedder, conversation, settings)
         for kind in kinds:
             chosen = policies if kind == "none" else quant_policies
-            case = Case(runner, writer, embedder, conversation, settings, trips[kind], with_mass="h2o" in chosen)
+            case = case.stored_as(trips[kind], with_mass="h2o" in chosen)
             measure_case(measured, dataset, case, kind, compressions, chosen, layers_of)
         done += 1
         print(f"{time.perf_counter() - start:6.1f} s  {conversation.name}", flush=True)
+    if not done:
+        raise KVQuantError(f"--limit-seconds {args.limit_seconds}: over before the first conversation; give more.")
     more = {
         "model": Path(args.model).name,
         "dtype": str(runner.dtype).removeprefix("torch."),

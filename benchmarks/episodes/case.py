@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Protocol
 
@@ -16,8 +16,11 @@ from benchmarks.episodes.prefill import prefill
 from benchmarks.episodes.runner import Runner
 from sglang_kvq.config import PAGE_SIZE
 from sglang_kvq.episodic.cluster import Episodes, cluster, medoids
+from sglang_kvq.episodic.lexical import Lexical
+from sglang_kvq.episodic.match import fuse, rank_windows
 from sglang_kvq.episodic.prompt import patched_prompt
 from sglang_kvq.episodic.segments import Segment, segment
+from sglang_kvq.episodic.windows import windows
 
 
 @dataclass(frozen=True)
@@ -73,6 +76,13 @@ class Case:
     round_trip: RoundTrip | None = None
     with_mass: bool = True
 
+    def stored_as(self, round_trip: RoundTrip | None, *, with_mass: bool) -> Case:
+        """The same conversation, read from a cache stored otherwise; what follows from its text alone is shared."""
+        other = replace(self, round_trip=round_trip, with_mass=with_mass)
+        own = {one.name for one in fields(self)} | {"_prefilled"}
+        vars(other).update({name: value for name, value in vars(self).items() if name not in own})
+        return other
+
     @cached_property
     def history(self) -> History:
         return self.writer.history(self.conversation.turns)
@@ -99,6 +109,29 @@ class Case:
     def question_rows(self) -> np.ndarray:
         """Float32 ``[questions, D]``: of the question alone, without what the prompt says around it."""
         return self.embedder.encode([question.text for question in self.conversation.questions])
+
+    @cached_property
+    def fused_segments(self) -> np.ndarray:
+        """Segments ranked for each question by embeddings and letters: int64 ``[questions, segments]``."""
+        index = Lexical()
+        index.add([one.text for one in self.segments])
+        asked = zip(self.question_rows, self.conversation.questions)
+        scores = [fuse(self.embeddings @ row, index.scores(question.text)) for row, question in asked]
+        return np.argsort(-np.stack(scores), axis=1, kind="stable")
+
+    @cached_property
+    def windows(self) -> list[tuple[int, int]]:
+        """Token spans of windows of whole pages."""
+        return windows(len(self.history))
+
+    @cached_property
+    def ranked_windows(self) -> np.ndarray:
+        """Windows ranked for each question, from tokens alone, as a server can: int64 ``[questions, windows]``."""
+        texts = [self.writer.text(self.history.ids[start:end]) for start, end in windows(len(self.history), 1)]
+        pages, index = self.embedder.encode(texts), Lexical()
+        index.add(texts)
+        asked = zip(self.question_rows, self.conversation.questions)
+        return np.stack([rank_windows(question.text, row, pages, index) for row, question in asked])
 
     @cached_property
     def episodes(self) -> Episodes:

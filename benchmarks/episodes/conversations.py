@@ -68,6 +68,10 @@ class Writer:
     def tokens(self, text: str) -> list[int]:
         return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
+    def text(self, ids: list[int]) -> str:
+        """What tokens say, without the template's."""
+        return str(self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
     def question(self, text: str) -> list[int]:
         """From the end of the history to the start of the answer."""
         return self.tokens(f"\n\nQuestion: {text}{self._after}")

@@ -27,6 +27,13 @@ PAIRS = (
     (("late", "segments"), ("text", "segments")),
     (("late", "segments"), ("snapkv", "question")),
     (("late", "segments"), ("kvzip", None)),
+    (("late", "windows"), ("late", "segments")),
+    (("late", "windows"), ("epicache", "segments")),
+    (("late", "windows"), ("text", "segments")),
+    (("late", "windows"), ("text", "fused")),
+    (("late", "windows"), ("snapkv", "question")),
+    (("late", "windows"), ("kvzip", None)),
+    (("text", "fused"), ("text", "segments")),
 )
 
 Name = tuple[str, str | None]

@@ -132,19 +132,29 @@ def snapkv(case: Case, tokens: int) -> Iterator[Outcome]:
 
 
 def late(case: Case, tokens: int) -> Iterator[Outcome]:
-    """The question chooses pages of the full cache: sinks, pages of the segments nearest to it, the recent tail."""
+    """The question chooses pages of the full cache: sinks, pages of what is nearest to it, the recent tail.
+
+    By segments of turns and their embeddings, and by windows of pages, embeddings and letters: what can be served.
+    """
     size = len(case.history)
-    for matching in MATCHINGS:
+    for matching in (*MATCHINGS, "windows"):
+        if matching == "windows":
+            ranked = [[case.windows[n] for n in order] for order in case.ranked_windows]
+        else:
+            ranked = [
+                [case.spans[n] for n in rank_segments(row, case.embeddings, case.episodes, matching)]
+                for row in case.question_rows
+            ]
         pages = [
             choose_pages(
-                [case.spans[n] for n in rank_segments(row, case.embeddings, case.episodes, matching)],
+                of_question,
                 size,
                 tokens // PAGE_SIZE,
                 page=PAGE_SIZE,
                 sink_pages=case.pinned // PAGE_SIZE,
                 recent_pages=case.settings.recent_pages,
             )
-            for row in case.question_rows
+            for of_question in ranked
         ]
         slots = [np.concatenate([np.arange(p * PAGE_SIZE, min((p + 1) * PAGE_SIZE, size)) for p in of]) for of in pages]
         index = torch.tensor(np.stack(slots), device=case.runner.device)
@@ -158,12 +168,17 @@ def late(case: Case, tokens: int) -> Iterator[Outcome]:
 
 
 def text(case: Case, tokens: int) -> Iterator[Outcome]:
-    """The segments nearest to the question, put before it as text, in order of the conversation; no cache is kept."""
-    chosen = [_segments_in(case, rank_segments(row, case.embeddings), tokens) for row in case.question_rows]
-    texts = [case.history.of_turns(case.turns_of_segments(some)) for some in chosen]
-    found = after_texts(case.runner, case.asks, texts, case.settings.batch_tokens)
-    recall, hot = case.recall_of_segments(chosen), float(np.mean([len(one) for one in texts]))
-    yield Outcome("text", "segments", found, recall, recall, hot, hot)
+    """The segments nearest to the question, put before it as text, in order of the conversation; no cache is kept.
+
+    By embeddings, and by embeddings and letters.
+    """
+    by_embeddings = np.stack([rank_segments(row, case.embeddings) for row in case.question_rows])
+    for matching, ranked in (("segments", by_embeddings), ("fused", case.fused_segments)):
+        chosen = [_segments_in(case, of_question, tokens) for of_question in ranked]
+        texts = [case.history.of_turns(case.turns_of_segments(some)) for some in chosen]
+        found = after_texts(case.runner, case.asks, texts, case.settings.batch_tokens)
+        recall, hot = case.recall_of_segments(chosen), float(np.mean([len(one) for one in texts]))
+        yield Outcome("text", matching, found, recall, recall, hot, hot)
 
 
 def text_recent(case: Case, tokens: int) -> Iterator[Outcome]:

@@ -35,6 +35,8 @@ def choose_pages(
         return np.arange(count)
     chosen = set(always)
     for start, end in ranked:
+        if len(chosen) == budget:
+            break
         if not 0 <= start < end <= tokens:
             raise KVQuantError(f"a segment of tokens {start} to {end} in a history of {tokens}.")
         for number in range(start // page, (end - 1) // page + 1):

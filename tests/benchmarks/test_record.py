@@ -19,3 +19,15 @@ from benchmarks import record
 def test_command(file: str, words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", [str(record.ROOT / file), "--out", "x.json"])
     assert record.command() == ["python", *words, "--out", "x.json"]
+
+
+def test_command_of_a_module_that_is_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``python -m`` of a file that would not run by its path, for it imports from the root."""
+    from importlib.machinery import ModuleSpec
+
+    file = str(record.ROOT / "benchmarks/episodes/recall.py")
+    monkeypatch.setattr(sys, "argv", [file, "--limit", "2"])
+    monkeypatch.setattr(
+        sys.modules["__main__"], "__spec__", ModuleSpec("benchmarks.episodes.recall", None, origin=file)
+    )
+    assert record.command() == ["python", "-m", "benchmarks.episodes.recall", "--limit", "2"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from pathlib import Path
@@ -78,10 +79,18 @@ def test_variants_are_measured_at_the_first_compression(data: Path) -> None:
     assert at == {None: {"full", "none"}, 2: {"window", "epicache_heads"}, 3: {"window"}}
 
 
-def test_a_limit_of_seconds_stops_between_conversations(data: Path) -> None:
-    args = arguments(data, "--datasets", "locomo,needles", "--policies", "window", "--limit-seconds", "1e-9")
+def test_a_limit_of_seconds_stops_between_conversations(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = itertools.count()
+    monkeypatch.setattr(command.time, "perf_counter", lambda: float(next(clock)))
+    words = ("--datasets", "locomo,needles", "--policies", "window", "--compressions", "2")
+    # The first conversation begins after one tick, the second after some more.
+    args = arguments(data, *words, "--limit-seconds", "1.5")
     measured, more = command.run(args, helpers.runner(), helpers.writer(), helpers.embedder())
-    assert more["conversations_left_out"] == 4 and not measured.outcomes
+    assert more["conversations_left_out"] == 3 and len(measured.tokens) == 1
+    with pytest.raises(KVQuantError, match="--limit-seconds 0.5: over before the first conversation"):
+        command.run(
+            arguments(data, *words, "--limit-seconds", "0.5"), helpers.runner(), helpers.writer(), helpers.embedder()
+        )
 
 
 @pytest.mark.parametrize(

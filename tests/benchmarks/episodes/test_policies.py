@@ -10,6 +10,10 @@ from benchmarks.episodes.case import Case, Settings
 from benchmarks.episodes.policies import NAMES, POLICIES, Outcome, check_names, epicache_layers
 from benchmarks.episodes.runner import Runner
 from sglang_kvq.config import PAGE_SIZE
+from sglang_kvq.episodic.lexical import Lexical
+from sglang_kvq.episodic.match import rank_segments, rank_windows
+from sglang_kvq.episodic.pages import choose_pages
+from sglang_kvq.episodic.windows import windows
 from sglang_kvq.errors import KVQuantError
 from tests.benchmarks.episodes import helpers
 
@@ -79,24 +83,34 @@ def test_window_keeps_both_ends(case: Case) -> None:
 
 def test_text_and_late_find_what_is_asked_for(case: Case) -> None:
     """Words of the questions stand in their sessions only, so retrieval by segments has all evidence."""
-    (text,) = outcomes(case, "text", case.budget(3))
+    texts = {one.matching: one for one in outcomes(case, "text", case.budget(3))}
     late = {one.matching: one for one in outcomes(case, "late", case.budget(2))}
-    assert text.recall.tolist() == [1] * 6 and late["segments"].recall.tolist() == [1] * 6
-    assert text.matched is not None and text.matched.tolist() == [1] * 6
+    assert set(texts) == {"segments", "fused"} and set(late) == {"centroid", "segments", "windows"}
+    for text in texts.values():
+        assert text.recall.tolist() == [1] * 6
+        assert text.matched is not None and text.matched.tolist() == [1] * 6
+    for matching in ("segments", "windows"):
+        np.testing.assert_allclose(late[matching].recall, 1, atol=1e-6)
     (recent,) = outcomes(case, "text_recent", case.budget(3))
     assert recent.recall.tolist()[0] == 0 and recent.recall.tolist()[-1] == 1
 
 
-def test_late_reads_pages_in_place(case: Case) -> None:
+@pytest.mark.parametrize("matching", ["segments", "windows"])
+def test_late_reads_pages_in_place(case: Case, matching: str) -> None:
     """Against one question's answer with a mask over the full cache."""
-    (_, found) = outcomes(case, "late", case.budget(3))
-    assert found.matching == "segments"
+    (found,) = (one for one in outcomes(case, "late", case.budget(3)) if one.matching == matching)
     number = 1
-    from sglang_kvq.episodic.match import rank_segments
-    from sglang_kvq.episodic.pages import choose_pages
-
+    if matching == "segments":
+        ranked = [case.spans[n] for n in rank_segments(case.question_rows[number], case.embeddings)]
+    else:
+        texts = [case.writer.text(case.history.ids[start:end]) for start, end in windows(len(case.history), 1)]
+        index = Lexical()
+        index.add(texts)
+        question = case.conversation.questions[number].text
+        order = rank_windows(question, case.question_rows[number], case.embedder.encode(texts), index)
+        ranked = [windows(len(case.history))[n] for n in order]
     pages = choose_pages(
-        [case.spans[n] for n in rank_segments(case.question_rows[number], case.embeddings)],
+        ranked,
         len(case.history),
         case.budget(3) // PAGE_SIZE,
         page=PAGE_SIZE,
@@ -131,6 +145,15 @@ def test_a_question_gets_the_episode_that_its_matching_chose(case: Case) -> None
         assert one.matched is not None
         same = one.matched == 1
         np.testing.assert_allclose(one.likelihoods[same], found["evidence"].likelihoods[same], atol=1e-4)
+
+
+def test_another_storage_shares_what_text_alone_says(case: Case) -> None:
+    rows, full = case.ranked_windows, case.full
+    other = case.stored_as(lambda layer, first, k, v: (k, torch.zeros_like(v)), with_mass=False)
+    assert other.ranked_windows is rows and other.history is case.history
+    assert other.full is not full and not other.full.v[0][0, 0, 0].any() and full.v[0][0, 0, 0].any()
+    with pytest.raises(ValueError, match="made without mass"):
+        _ = other.mass
 
 
 @pytest.mark.parametrize("policy", NAMES)

@@ -1,0 +1,101 @@
+"""BM25 against its formula in plain Python, and an index that grows."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from sglang_kvq.episodic.lexical import LENGTH, LETTERS, SATURATION, Lexical
+from sglang_kvq.errors import KVQuantError
+
+TEXTS = [
+    "Caroline: I painted a sunrise over the lake last year.",
+    "Melanie: The kids love camping, and camping loves us.",
+    "Caroline: My support group met again on Friday; it was powerful.",
+    "Melanie: Lakes, lakes, lakes! We swim in every lake there is.",
+    "",
+    "Caroline: a",
+]
+
+
+def terms(text: str) -> Counter[str]:
+    """Runs of letters within words, each word with a space on either side."""
+    found: Counter[str] = Counter()
+    for word in text.lower().split():
+        padded = f" {word} "
+        found.update(padded[at : at + LETTERS] for at in range(max(1, len(padded) - LETTERS + 1)))
+    return found
+
+
+def reference(texts: list[str], question: str) -> list[float]:
+    of_texts = [terms(text) for text in texts]
+    mean = sum(sum(of.values()) for of in of_texts) / len(texts)
+    scores = []
+    for of in of_texts:
+        score = 0.0
+        for term in terms(question):
+            having = sum(term in one for one in of_texts)
+            weight = math.log(1 + (len(texts) - having + 0.5) / (having + 0.5))
+            norm = SATURATION * (1 - LENGTH + LENGTH * sum(of.values()) / mean)
+            score += weight * of[term] * (SATURATION + 1) / (of[term] + norm)
+        scores.append(score)
+    return scores
+
+
+def index(texts: list[str]) -> Lexical:
+    made = Lexical()
+    made.add(texts)
+    return made
+
+
+@pytest.mark.parametrize("question", ["When did Caroline paint a sunrise?", "Which lakes?", "a", "camping camping"])
+@pytest.mark.parametrize("texts", [TEXTS, ["", *TEXTS], TEXTS[:1], [*TEXTS, ""]])
+def test_scores_are_the_formulas(texts: list[str], question: str) -> None:
+    np.testing.assert_allclose(index(texts).scores(question), reference(texts, question), rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("run", [2, 3, 6, 9])
+def test_runs_are_texts_joined(run: int) -> None:
+    joined = [" ".join(TEXTS[n : n + run]) for n in range(max(1, len(TEXTS) - run + 1))]
+    np.testing.assert_allclose(index(TEXTS).scores("Caroline's lakes", run), reference(joined, "Caroline's lakes"))
+
+
+def test_forms_of_a_word_match() -> None:
+    scores = index(TEXTS).scores("What did she paint?")
+    assert scores.argmax() == 0
+    words = Lexical(letters=0)
+    words.add(TEXTS)
+    assert words.scores("What did she paint?")[0] == 0 < words.scores("Who painted?")[0]
+
+
+def test_nothing_shared_scores_nothing() -> None:
+    assert not index(TEXTS).scores("Quixotic zebra?").any()
+    assert not index(TEXTS).scores("").any() and not index(["", ""]).scores("lake").any()
+    assert len(Lexical().scores("lake")) == 0
+
+
+def test_growth_and_cuts_are_the_index_of_what_is_left() -> None:
+    grown = Lexical()
+    for at, text in enumerate(TEXTS):
+        assert len(grown) == at
+        grown.add([text])
+    grown.add([])
+    np.testing.assert_array_equal(grown.scores("lake group"), index(TEXTS).scores("lake group"))
+    grown.truncate(3)
+    np.testing.assert_array_equal(grown.scores("lake group"), index(TEXTS[:3]).scores("lake group"))
+    grown.add(TEXTS[3:])
+    np.testing.assert_array_equal(grown.scores("lake group"), index(TEXTS).scores("lake group"))
+    grown.truncate(0)
+    assert len(grown) == 0 and len(grown.scores("lake")) == 0
+
+
+def test_bad_numbers_are_refused() -> None:
+    with pytest.raises(KVQuantError, match="7 of 6 texts: give a number from 0 to 6"):
+        index(TEXTS).truncate(7)
+    with pytest.raises(KVQuantError, match="runs of 0 texts"):
+        index(TEXTS).scores("lake", 0)
+    with pytest.raises(KVQuantError, match="terms of -1 letters"):
+        Lexical(letters=-1)
