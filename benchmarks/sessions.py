@@ -61,7 +61,8 @@ def measure(tokens: int, budget: int, embedder: Embedder, tokenizer: Any, turns:
     session = router.store.use("", "a")
     session.follow(history, (None, None))
     session.computed(history[: tokens // 64 * 64], (None, None))
-    session.rows = unit(rng.standard_normal((tokens // episodic.segment, WIDTH)).astype(np.float32))
+    session.rows = unit(rng.standard_normal((tokens // 64, WIDTH)).astype(np.float32))
+    session.letters.add([tokenizer.decode(page) for page in history[: tokens // 64 * 64].reshape(-1, 64)])
     times: dict[str, list[float]] = {"router": [], "question": [], "scheduler": []}
 
     async def turn() -> None:
@@ -70,10 +71,10 @@ def measure(tokens: int, budget: int, embedder: Embedder, tokenizer: Any, turns:
         obj.normalize_batch_and_arguments()
         start = time.perf_counter()
         ids = np.asarray(obj.input_ids, np.int32)
-        one = sessions._Turn(None, obj, None, session, ids, session_requests.namespace_of(obj))  # type: ignore[arg-type]
-        _, inner = await router._prepare(one)
+        one = sessions.Turn(None, obj, None, session, ids, session_requests.namespace_of(obj))  # type: ignore[arg-type]
+        inner = (await router._prepare(one)).inner
         times["router"].append(time.perf_counter() - start)
-        text = router._text(ids[-40:])
+        text = router.text(ids[-40:])
         start = time.perf_counter()
         await asyncio.wrap_future(router.thread.question(text))
         times["question"].append(time.perf_counter() - start)

@@ -25,7 +25,7 @@ class EpisodicConfig:
         block: tokens at a prompt's end that may be computed without the whole history; longer ones are computed with
             it first. Of ``epicache``: tokens that are folded into an episode at once.
         embedder: folder of a sentence-transformers model.
-        segment: tokens of a segment, the unit that is embedded and looked for.
+        segment: tokens of a window of pages, the unit that is looked for; pages are embedded one by one.
         sessions: that are remembered at once; the one used longest ago is forgotten for a new one.
         idle_seconds: after which a session is forgotten; 0 is never.
         episodes: clusters of a conversation, of ``epicache``; None for ``EPISODES``.

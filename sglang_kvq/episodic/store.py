@@ -16,14 +16,11 @@ class SessionStore:
     Args:
         sessions: at most.
         idle_seconds: after which one is forgotten; 0 is never.
-        segment: tokens of a segment.
         clock: seconds since the epoch.
     """
 
-    def __init__(
-        self, sessions: int, idle_seconds: float, segment: int, clock: Callable[[], float] = time.time
-    ) -> None:
-        self.most, self.idle_seconds, self.segment, self.clock = sessions, idle_seconds, segment, clock
+    def __init__(self, sessions: int, idle_seconds: float, clock: Callable[[], float] = time.time) -> None:
+        self.most, self.idle_seconds, self.clock = sessions, idle_seconds, clock
         #: The one used longest ago first.
         self._sessions: OrderedDict[tuple[str, str], Session] = OrderedDict()
         #: Sessions that were forgotten to make room, and for being idle.
@@ -39,7 +36,7 @@ class SessionStore:
         now = self.clock()
         session = self._sessions.pop((tenant, session_id), None)
         if session is None:
-            session = Session(tenant, session_id, self.segment, created=now)
+            session = Session(tenant, session_id, created=now)
             while len(self._sessions) >= self.most:
                 self._sessions.popitem(last=False)
                 self.evicted += 1

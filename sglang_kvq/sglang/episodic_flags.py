@@ -57,7 +57,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--episodic-segment",
-        f"Tokens of the segments that a question is compared with; a multiple of {PAGE_SIZE}.",
+        f"Tokens of the windows that a question is compared with, one from every page on; a multiple of {PAGE_SIZE}.",
         type=int,
         metavar="TOKENS",
     )

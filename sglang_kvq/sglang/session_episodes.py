@@ -15,9 +15,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
+from sglang_kvq.config import PAGE_SIZE
 from sglang_kvq.episodic import fold as folds
 from sglang_kvq.episodic.chain import ChainPlan, Step, chain, stand_ins
 from sglang_kvq.episodic.config import EPISODES, EpisodicConfig
+from sglang_kvq.episodic.embed import unit
 from sglang_kvq.episodic.episodes import step_ids
 from sglang_kvq.episodic.fold import Fold
 from sglang_kvq.episodic.match import match
@@ -76,8 +78,10 @@ class EpisodeRouter:
     async def choose(self, turn: Turn, question: int, folded: int) -> Chosen:
         """The episode nearest to a prompt's question."""
         router, session, ids = self.router, turn.session, turn.ids
-        size = session.segment
-        rows = await router.rows(session, ids, max(folded // size, session.episodes.segments))
+        size = self.config.segment
+        count, pages = max(folded // size, session.episodes.segments), size // PAGE_SIZE
+        each = await router.rows(session, ids, count * pages)
+        rows = unit(each.reshape(count, pages, -1).mean(1))
         (asked,) = await router.embed_question(ids[question:])
         clusters = session.episodes.divide(rows, self.config.episodes or EPISODES)
         number = int(match(asked[None], rows[: session.episodes.segments], clusters, "centroid")[0])

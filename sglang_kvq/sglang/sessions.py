@@ -23,14 +23,17 @@ import numpy as np
 
 from sglang_kvq.config import PAGE_SIZE, KVQuantConfig
 from sglang_kvq.episodic.config import EPICACHE, EpisodicConfig
-from sglang_kvq.episodic.embed import Embedder
+from sglang_kvq.episodic.embed import Embedder, unit
 from sglang_kvq.episodic.encoding import BATCH, EncodingThread
+from sglang_kvq.episodic.lexical import Lexical
+from sglang_kvq.episodic.match import rank_windows
 from sglang_kvq.episodic.pages import choose_pages
 from sglang_kvq.episodic.plan import Plan, plan
 from sglang_kvq.episodic.question import occurrences, question_start, user_turn
 from sglang_kvq.episodic.selection import GONE, Selection
 from sglang_kvq.episodic.session import Match, Namespace, Session
 from sglang_kvq.episodic.store import SessionStore
+from sglang_kvq.episodic.windows import windows
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.sglang import session_requests as requests
 from sglang_kvq.sglang.runtime import config_of
@@ -152,7 +155,7 @@ class Router:
         self, manager: TokenizerManager, config: KVQuantConfig, episodic: EpisodicConfig, embedder: Embedder
     ) -> None:
         self.manager, self.config, self.episodic = manager, config, episodic
-        self.store = SessionStore(episodic.sessions, episodic.idle_seconds, episodic.segment)
+        self.store = SessionStore(episodic.sessions, episodic.idle_seconds)
         self.thread = EncodingThread(embedder)
         self.marker = user_turn(manager.tokenizer)
         self.metrics = SessionMetrics() if getattr(manager, "enable_metrics", False) else NoMetrics()
@@ -264,7 +267,7 @@ class Router:
             turns = occurrences(ids, self.marker)
             question = question_start(ids, known, turns)
             planned = self._plan(turn, question)
-            rows = asyncio.ensure_future(self.rows(session, ids, planned.history // session.segment))
+            rows = asyncio.ensure_future(self.rows(session, ids, planned.history // PAGE_SIZE))
             try:
                 if planned.compute:
                     async with session.computing:
@@ -274,8 +277,8 @@ class Router:
                 await rows
             finally:
                 rows.cancel()
-            found = await self.rows(session, ids, planned.history // session.segment)  # the history may have grown
-            pages = await self._choose(session, ids, planned, question, turns, found)
+            await self.rows(session, ids, planned.history // PAGE_SIZE)  # the history may have grown
+            pages = await self._choose(session, ids, planned, question, turns)
             selection = Selection(ids[: planned.history], turn.namespace[0], pages, session.tenant)
             inner = self._answer(turn, planned, selection)
             session.hot, session.history, session.pages = planned.hot, planned.history, tuple(pages.tolist())
@@ -288,7 +291,7 @@ class Router:
         session, ids = turn.session, turn.ids
         async with session.planning:
             known = session.follow(ids, turn.namespace)
-            session.episodes.keep(known // session.segment)
+            session.episodes.keep(known // self.episodic.segment)
             question = question_start(ids, known, occurrences(ids, self.marker))
             folded = self.episodes.folded(len(ids), question)
             if not folded:
@@ -312,25 +315,28 @@ class Router:
         return plan(len(ids), exact, question, budget=self.episodic.budget, block=self.episodic.block)
 
     async def _choose(
-        self, session: Session, ids: np.ndarray, planned: Plan, question: int, turns: np.ndarray, rows: np.ndarray
+        self, session: Session, ids: np.ndarray, planned: Plan, question: int, turns: np.ndarray
     ) -> np.ndarray:
         """Pages of the history that are read: int64 ``[planned.pages]``, ascending.
 
         Always read are sinks, what stands before the first user message as far as there is room, and the most recent
-        pages; then segments, the nearest to the question first.
+        pages; then windows, the nearest to the question first (``rank_windows``).
         """
-        size = session.segment
+        size = self.episodic.segment
         (asked,) = await self.embed_question(ids[question:])
+        spans = windows(planned.history, size // PAGE_SIZE)
+        rows, letters = self._known_pages(session, ids, planned.history // PAGE_SIZE)
         # A question without words is near nothing: then the most recent pages are read.
-        rows = rows if asked.any() else rows[:0]
-        scores = rows @ asked if len(rows) else np.empty(0, np.float32)
-        order = np.argsort(-scores, kind="stable")
+        order = np.empty(0, np.int64)
+        if asked.any() and spans:
+            order = rank_windows(self.text(ids[question:]), asked, rows, letters, size // PAGE_SIZE)
+            order = order[order < len(spans)]  # the session may be ahead of this prompt
         recent = self.config.recent_pages
         room = planned.pages - recent - size // PAGE_SIZE
         system = -(-int(turns[0]) // PAGE_SIZE) if len(turns) else 0
         sinks = min(max(self.config.sink_pages, 1, min(system, planned.pages // 4)), room)
         pages = choose_pages(
-            [(int(i) * size, (int(i) + 1) * size) for i in order],
+            [spans[i] for i in order],
             planned.history,
             planned.pages,
             page=PAGE_SIZE,
@@ -338,12 +344,16 @@ class Router:
             recent_pages=recent,
         )
         read = set(pages.tolist())
-        session.matches = tuple(
-            Match(int(i) * size, (int(i) + 1) * size, float(scores[i]))
-            for i in order[:_MATCHES]
-            if int(i) * size // PAGE_SIZE in read
-        )
+        shown = [spans[i] for i in order[:_MATCHES] if spans[i][0] // PAGE_SIZE in read]
+        near = (unit(rows[a // PAGE_SIZE : b // PAGE_SIZE].mean(0)) @ asked for a, b in shown)
+        session.matches = tuple(Match(a, b, float(score)) for (a, b), score in zip(shown, near))
         return pages
+
+    def _known_pages(self, session: Session, ids: np.ndarray, count: int) -> tuple[np.ndarray, Lexical]:
+        """Embeddings and texts of at least the first ``count`` pages of ``ids``, which ``rows`` has made."""
+        if session.common(ids) >= count * PAGE_SIZE and len(session.rows) >= count:
+            return session.rows, session.letters
+        raise KVQuantError("the session went another way while this request was looked at; send it again.")
 
     # -- requests inside ----------------------------------------------------------------------------------
 
@@ -422,22 +432,22 @@ class Router:
                     if session.exact < ready and self.store.holds(session) and session.namespace == turn.namespace:
                         await self._compute(after, said[:ready], None)
             if self.store.holds(session):
-                await self.rows(session, said, len(said) // session.segment)
+                await self.rows(session, said, len(said) // PAGE_SIZE)
         except asyncio.CancelledError:
             raise
         except Exception as error:  # the next turn does it itself, and reports what is wrong
             logger.warning("kv-quant: preparing session %r for its next turn failed: %s", session.id, error)
 
     async def rows(self, session: Session, ids: np.ndarray, count: int) -> np.ndarray:
-        """Embeddings of the first ``count`` segments of ``ids``: float32 ``[count, D]``; only new ones are made."""
-        size = session.segment
+        """Embeddings of the first ``count`` pages of ``ids``: float32 ``[count, D]``; only new ones are made."""
+        size = PAGE_SIZE
         rows = session.rows_of(ids)[:count]
         while len(rows) < count:
             first = len(rows)
             last = min(first + BATCH, count)
             texts = [self.text(ids[i * size : (i + 1) * size]) for i in range(first, last)]
             new = await asyncio.wrap_future(self.thread.segments(texts))
-            session.add_rows(ids, first, new)
+            session.add_rows(ids, first, new, texts)
             rows = np.concatenate([rows, new]) if first else new
             if len(known := session.rows_of(ids)) > len(rows):  # another request of this session is ahead
                 rows = known[:count]

@@ -13,7 +13,6 @@ from sglang_kvq.episodic.store import SessionStore
 from sglang_kvq.errors import KVQuantError
 
 NAMES = (None, None)
-SEGMENT = 2 * P
 
 
 def ids(*parts: tuple[int, int]) -> np.ndarray:
@@ -22,36 +21,42 @@ def ids(*parts: tuple[int, int]) -> np.ndarray:
 
 
 def rows_for(prompt: np.ndarray, count: int) -> np.ndarray:
-    """What stands for embeddings: of a segment its sum."""
-    return prompt[: count * SEGMENT].reshape(count, SEGMENT).sum(1, keepdims=True).astype(np.float32)
+    """What stands for embeddings: of a page its sum."""
+    return prompt[: count * P].reshape(count, P).sum(1, keepdims=True).astype(np.float32)
+
+
+def embed(session: Session, prompt: np.ndarray, first: int, count: int) -> None:
+    """Pages ``first .. count`` of a prompt, whose texts are their first tokens."""
+    texts = [f"word{prompt[at * P]}" for at in range(first, count)]
+    session.add_rows(prompt, first, rows_for(prompt, count)[first:], texts)
 
 
 def test_a_conversation_that_grows() -> None:
-    session = Session("", "s", SEGMENT)
+    session = Session("", "s")
     first = ids((1, 300))
     assert session.follow(first, NAMES) == 0 and session.exact == 0
     session.computed(first[: 4 * P], NAMES)
-    session.add_rows(first, 0, rows_for(first, 2))
+    embed(session, first, 0, 4)
     grown = ids((1, 300), (2, 100))
     assert session.follow(grown, NAMES) == 300
-    assert session.exact == 4 * P and len(session.rows) == 2
-    session.add_rows(grown, 2, rows_for(grown, 3)[2:])
-    np.testing.assert_array_equal(session.rows_of(grown), rows_for(grown, 3))
+    assert session.exact == 4 * P and len(session.rows) == len(session.letters) == 4
+    embed(session, grown, 4, 6)
+    np.testing.assert_array_equal(session.rows_of(grown), rows_for(grown, 6))
 
 
 def test_an_edit_counts_from_where_it_is() -> None:
-    session = Session("", "s", SEGMENT)
+    session = Session("", "s")
     said = ids((1, 600))
     session.follow(said, NAMES)
     session.computed(said[: 9 * P], NAMES)
-    session.add_rows(said, 0, rows_for(said, 4))
+    embed(session, said, 0, 8)
     edited = ids((1, 300), (2, 400))
     assert session.follow(edited, NAMES) == 300
-    assert session.exact == 4 * P and len(session.rows) == 2
+    assert session.exact == 4 * P and len(session.rows) == len(session.letters) == 4
 
 
 def test_another_namespace_knows_nothing_of_the_cache() -> None:
-    session = Session("", "s", SEGMENT)
+    session = Session("", "s")
     said = ids((1, 300))
     session.follow(said, NAMES)
     session.computed(said[: 4 * P], NAMES)
@@ -64,20 +69,20 @@ def test_another_namespace_knows_nothing_of_the_cache() -> None:
 
 def test_late_results_of_what_was_not_said_count_only_as_far_as_it_was() -> None:
     """A request in the background ends after the conversation went another way."""
-    session = Session("", "s", SEGMENT)
+    session = Session("", "s")
     said, edited = ids((1, 600)), ids((1, 300), (2, 400))
     session.follow(edited, NAMES)
     session.computed(said[: 9 * P], NAMES)
     assert session.exact == 4 * P
-    session.add_rows(said, 0, rows_for(said, 2))
-    session.add_rows(said, 2, rows_for(said, 4)[2:])  # segment 2 is of the edited part
-    assert len(session.rows) == 2
+    embed(session, said, 0, 4)
+    embed(session, said, 4, 8)  # page 4 is in part of the edited part
+    assert len(session.rows) == len(session.letters) == 4
 
 
 @given(st.lists(st.tuples(st.integers(0, 12), st.integers(1, 700)), min_size=1, max_size=12))
 def test_rows_and_exact_are_always_of_what_was_said(steps: list[tuple[int, int]]) -> None:
     """Prompts that keep a part of the last one and go on differently, each embedded and computed."""
-    session, prompt = Session("", "s", SEGMENT), np.empty(0, np.int32)
+    session, prompt = Session("", "s"), np.empty(0, np.int32)
     truth: set[bytes] = set()
     for number, (keep, more) in enumerate(steps):
         kept = prompt[: len(prompt) * keep // 12]
@@ -87,10 +92,10 @@ def test_rows_and_exact_are_always_of_what_was_said(steps: list[tuple[int, int]]
         np.testing.assert_array_equal(
             session.rows_of(prompt).reshape(-1), rows_for(prompt, len(session.rows_of(prompt))).reshape(-1)
         )
-        count = len(prompt) // SEGMENT
+        count = len(prompt) // P
         have = len(session.rows_of(prompt))
-        session.add_rows(prompt, have, rows_for(prompt, count)[have:])
-        assert len(session.rows) == count
+        embed(session, prompt, have, count)
+        assert len(session.rows) == len(session.letters) == count
         whole = prompt[: len(prompt) // P * P]
         truth |= {whole[: n * P].tobytes() for n in range(len(whole) // P + 1)}
         session.computed(whole, NAMES)
@@ -105,7 +110,7 @@ class Clock:
 
 
 def test_the_session_used_longest_ago_is_forgotten() -> None:
-    store = SessionStore(2, 0, SEGMENT, Clock())
+    store = SessionStore(2, 0, Clock())
     a, _ = store.use("t", "a"), store.use("t", "b")
     assert store.use("t", "a") is a
     store.use("t", "c")
@@ -116,7 +121,7 @@ def test_the_session_used_longest_ago_is_forgotten() -> None:
 
 def test_idle_sessions_expire() -> None:
     clock = Clock()
-    store = SessionStore(9, 60, SEGMENT, clock)
+    store = SessionStore(9, 60, clock)
     old = store.use("t", "old")
     clock.now += 50
     store.use("t", "new")
@@ -130,14 +135,14 @@ def test_idle_sessions_expire() -> None:
 
 def test_sessions_without_expiry_stay() -> None:
     clock = Clock()
-    store = SessionStore(9, 0, SEGMENT, clock)
+    store = SessionStore(9, 0, clock)
     session = store.use("t", "a")
     clock.now += 1e9
     assert store.get("t", "a") is session
 
 
 def test_tenants_have_sessions_of_their_own() -> None:
-    store = SessionStore(9, 0, SEGMENT, Clock())
+    store = SessionStore(9, 0, Clock())
     one, other = store.use("one", "a"), store.use("other", "a")
     assert one is not other and store.of("one") == [one]
     store.delete("one", "a")

@@ -120,7 +120,7 @@ def test_a_prompt_within_the_budget_is_the_clients_own_object():
     assert manager.sent == [obj] and obj.extra_key is None
     session = manager.router.store.get("", "a")
     assert session.tokens.tolist() == [*LONG[:BUDGET], 7, 8] and session.exact == BUDGET
-    assert len(session.rows) == BUDGET // EPISODIC.segment
+    assert len(session.rows) == BUDGET // P
 
 
 def test_a_longer_prompt_is_computed_read_in_parts_and_computed_on():
