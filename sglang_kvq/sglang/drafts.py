@@ -43,15 +43,6 @@ def check_speculation(server_args: ServerArgs, config: KVQuantConfig, model: Mod
             "--enable-streaming-session: speculative decoding in sessions that keep their rows was not tried with "
             "--kv-quant; leave out one of the two."
         )
-    from sglang.srt.configs.hybrid_arch import mambaish_config
-
-    beside = "sliding windows" if model.is_hybrid_swa else "recurrent states" if mambaish_config(model) else None
-    if beside is not None:
-        algorithm = compat.resolved(server_args, "speculative_algorithm")
-        raise KVQuantError(
-            f"--speculative-algorithm {algorithm}: {model.model_path} keeps {beside} beside its KV cache, and drafts "
-            "of such models were not compared with plain answers yet; leave out speculation, or --kv-quant."
-        )
 
 
 def draft_count(forward_batch: ForwardBatch) -> int:

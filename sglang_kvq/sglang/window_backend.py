@@ -45,6 +45,10 @@ class WindowedBackend(AttentionBackend):
         for backend in self.attn_backend_list:
             backend.init_forward_metadata_in_graph(forward_batch)
 
+    def update_verify_buffers_to_fill_after_draft(self, spec_info: Any, cuda_graph_bs: int | None) -> None:
+        for backend in self.attn_backend_list:
+            backend.update_verify_buffers_to_fill_after_draft(spec_info, cuda_graph_bs)
+
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         for backend in self.attn_backend_list:
             backend.init_cuda_graph_state(max_bs, max_num_tokens)
