@@ -108,17 +108,21 @@ class _DraftConfigurator:
 
     def __init__(self, kvc: Configurator, model: Any, dtype: torch.dtype) -> None:
         self.kvc, self.model_config, self.kv_cache_dtype = kvc, model, dtype
+        self.is_draft_worker = True
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.kvc, name)
 
 
-def draft_page_bytes(price: Original, kvc: Configurator) -> int:
-    """Bytes that the draft model's own cache takes for a page, in its own dtype; 0 without one.
+def plain_price(kvc: Configurator, layers: int) -> int:
+    """What SGLang says that a token of a draft model takes: bytes of all layers, each as long as the pool."""
+    from sglang.srt.model_executor.pool_configurator import DefaultPoolConfigurator
 
-    Args:
-        price: ``DefaultPoolConfigurator._compute_cell_size`` with its first argument bound.
-    """
+    return int(object.__new__(DefaultPoolConfigurator)._compute_cell_size(kvc, layers))
+
+
+def draft_page_bytes(kvc: Configurator, price: Original = plain_price) -> int:
+    """Bytes that the draft model's own cache takes for a page, in its own dtype; 0 without one."""
     algorithm = kvc.spec_algorithm
     if not (algorithm.is_eagle() or algorithm.is_standalone()):
         return 0

@@ -113,6 +113,22 @@ def faulty(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[str, 
     return lambda *names: {"PYTHONPATH": path, "KVQ_TEST_FAULTS": ",".join(names)}
 
 
+@pytest.fixture(scope="session")
+def plugin(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Variables with which a server loads ``linear_attention_on_cpu.py``."""
+    if ON_GPU:
+        return {}
+    folder = tmp_path_factory.mktemp("plugin")
+    shutil.copy(Path(__file__).parent / "linear_attention_on_cpu.py", folder)
+    info = folder / "linear_attention_on_cpu-0.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: linear-attention-on-cpu\nVersion: 0.0\n")
+    (info / "entry_points.txt").write_text(
+        "[sglang.srt.plugins]\nlinear_attention_on_cpu = linear_attention_on_cpu:install\n"
+    )
+    return {"PYTHONPATH": os.pathsep.join(filter(None, (str(folder), os.environ.get("PYTHONPATH"))))}
+
+
 @pytest.fixture
 def refused(model: Path, tmp_path: Path) -> Callable[..., str]:
     """``refused(*flags)``: starts a server that must refuse to, and gives its log."""

@@ -6,6 +6,7 @@ written in place.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from typing import NoReturn
 
@@ -48,6 +49,14 @@ def fill_accept_out_cache_loc_cpu(accepted, locations, out) -> None:
     accepted = accepted.flatten()
     found = locations[accepted[accepted >= 0].long()]
     out[: len(found)] = found
+
+
+def copy_all_layer_kv_cache_cpu(buffers, strides, targets, sources) -> None:
+    """Rows of every buffer, which are addresses and bytes of a row, are moved; all are read before any is written."""
+    for buffer, stride in zip(buffers.tolist(), strides.tolist()):
+        rows = [ctypes.string_at(buffer + source * stride, stride) for source in sources.tolist()]
+        for target, row in zip(targets.tolist(), rows):
+            ctypes.memmove(buffer + target * stride, row, stride)
 
 
 def verify_tree_greedy_cpu(
