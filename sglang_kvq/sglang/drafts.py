@@ -118,7 +118,10 @@ def plain_price(kvc: Configurator, layers: int) -> int:
     """What SGLang says that a token of a draft model takes: bytes of all layers, each as long as the pool."""
     from sglang.srt.model_executor.pool_configurator import DefaultPoolConfigurator
 
-    return int(object.__new__(DefaultPoolConfigurator)._compute_cell_size(kvc, layers))
+    # Made, it would price the target too. Newer releases remember the flag there.
+    configurator = object.__new__(DefaultPoolConfigurator)
+    configurator.kv_cache_dtype_str = "auto"
+    return int(configurator._compute_cell_size(kvc, layers))
 
 
 def draft_page_bytes(kvc: Configurator, price: Original = plain_price) -> int:
