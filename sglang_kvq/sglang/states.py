@@ -33,8 +33,8 @@ def handle_max_mamba_cache(original: Original, self: Configurator, total_rest_me
     taken, state_bytes = total_rest_memory - rest, self.mambaish_config.mamba2_cache_params.mamba_cache_per_req
     count = compat.setting(self.server_args, "max_mamba_cache_size")
     logger.info(
-        "kv-quant: recurrent states take %.2f GiB (%d of %.1f MiB, %d for each running request%s), %.2f GiB are for the "
-        "KV cache: %s",
+        "kv-quant: recurrent states take %.2f GiB (%d of %.1f MiB, %d for each running request%s), %.2f GiB are for "
+        "the KV cache: %s",
         taken,
         count,
         state_bytes / 2**20,

@@ -53,9 +53,7 @@ class TorchWindows(AttentionBackend):
             lens, count, mask = forward_batch.seq_lens, draft_count(forward_batch), forward_batch.spec_info.custom_mask
             among = None if mask is None else among_drafts(mask, lens, count, full=False)
             new_lens = [count] * len(lens)
-            return self._forward(
-                q, k, v, layer, forward_batch, save_kv_cache, kwargs, lens.tolist(), new_lens, among
-            )
+            return self._forward(q, k, v, layer, forward_batch, save_kv_cache, kwargs, lens.tolist(), new_lens, among)
         lens = (list(map(int, n)) for n in (forward_batch.extend_prefix_lens_cpu, forward_batch.extend_seq_lens_cpu))
         return self._forward(q, k, v, layer, forward_batch, save_kv_cache, kwargs, *lens)
 
@@ -110,7 +108,7 @@ def attend_windows(
     sinks: torch.Tensor | None,
     among: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The last ``len(q)`` positions see themselves and ``window`` before them; of each other, those that ``among`` says.
+    """The last ``len(q)`` positions see themselves and ``window`` before them; of each other, what ``among`` says.
 
     q ``[n, q_heads, D]``, k and v ``[length, kv_heads, D]``, among bool ``[n, n]``; computed in float32, rounded once.
     """

@@ -1,7 +1,7 @@
 """Drafts of models that keep something beside their KV cache: sliding windows, or recurrent states.
 
-A server checks itself: it is given prompt and answer as one prompt, and of each place says how likely the answered token
-is and how likely the likeliest. No draft was verified for that. Drafts come from n-grams.
+A server checks itself: it is given prompt and answer as one prompt, and of each place says how likely the answered
+token is and how likely the likeliest. No draft was verified for that. Drafts come from n-grams.
 """
 
 from __future__ import annotations
@@ -90,9 +90,7 @@ def forced(server: TinyServer, prompt: list[int], answer: list) -> list[tuple[fl
         top_logprobs_num=1,
     )
     meta = server.json("/generate", asked)["meta_info"]
-    return [
-        (own[0], best[0][0]) for own, best in zip(meta["input_token_logprobs"][1:], meta["input_top_logprobs"][1:])
-    ]
+    return [(own[0], best[0][0]) for own, best in zip(meta["input_token_logprobs"][1:], meta["input_top_logprobs"][1:])]
 
 
 def assert_greedy(answer: list, forced: list[tuple[float, float]], mean: float) -> None:

@@ -103,7 +103,7 @@ def test_fewer_running_requests_leave_more_to_the_cache(configured):
 
 @pytest.mark.parametrize("requests", [4, 40])
 def test_drafts_have_states_of_their_own(configured, log, requests):
-    """As many requests as are wanted have their states and those of each draft, and what SGLang leaves is for tokens."""
+    """As many requests as are wanted have their states and those of each draft; what SGLang leaves is for tokens."""
     drafts = 4
     flags = ("--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", str(drafts))
     server_args, left = configured("--max-running-requests", str(requests), *flags)

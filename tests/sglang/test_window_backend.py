@@ -84,6 +84,11 @@ def test_both_layers_in_chunks_and_a_step(model, backend, with_sinks):
             torch.testing.assert_close(got.double(), want, rtol=2e-2, atol=1e-2)
 
 
+def draw(tokens: int) -> list[torch.Tensor]:
+    """q, k and v."""
+    return [torch.randn(tokens, n * D).bfloat16() for n in (HEADS, 1, 1)]
+
+
 def verify_batch(model, stored: dict[int, int], count: int, masks: torch.Tensor | None):
     """``count`` drafts of each row, after the tokens that it has stored."""
     from sglang.srt.model_executor.forward_batch_info import ForwardMode
@@ -104,7 +109,7 @@ def verify_batch(model, stored: dict[int, int], count: int, masks: torch.Tensor 
 @pytest.mark.parametrize("with_sinks", [False, True], ids=["plain", "sinks"])
 def test_both_layers_verify_drafts(model, backend, with_sinks, masked):
     """Two requests, one of them shorter than a window; drafts cross a page, some are rejected and written over, and
-    what no window reaches any more is gone. With masks the last draft is another guess for the first one's successor."""
+    what no window reaches any more is gone. With masks the last draft is another guess for what follows the first."""
     torch.manual_seed(1)
     count, sinks = 5, torch.tensor([-1.0, 2.0, 5.0, 9.0]).bfloat16() if with_sinks else None
     backend.full.seen.branching = masked
@@ -113,7 +118,7 @@ def test_both_layers_verify_drafts(model, backend, with_sinks, masked):
     given = {}  # of each row and layer: q, k, v of all its tokens
     for row, length in stored.items():
         model.write_row(row, 0, pages[row])
-        given[row] = {i: [torch.randn(length, n * D).bfloat16() for n in (HEADS, 1, 1)] for i in (0, 1)}
+        given[row] = {i: draw(length) for i in (0, 1)}
         batch = batch_of(model, row, 0, length)
         backend.init_forward_metadata(batch)
         for i, (q, k, v) in given[row].items():
@@ -126,7 +131,7 @@ def test_both_layers_verify_drafts(model, backend, with_sinks, masked):
         model.allocator.free_swa(model.pool.req_to_token[1, :first].long())
         batch = verify_batch(model, stored, count, mask.repeat(2, 1, 1).flatten() if masked else None)
         backend.init_forward_metadata(batch)
-        new = {row: {i: [torch.randn(count, n * D).bfloat16() for n in (HEADS, 1, 1)] for i in (0, 1)} for row in stored}
+        new = {row: {i: draw(count) for i in (0, 1)} for row in stored}
         for i in (0, 1):
             q, k, v = (torch.cat([new[row][i][part] for row in stored]) for part in range(3))
             got = backend.forward_extend(q, k, v, layer(i), batch, sinks=sinks).double().split(count)
