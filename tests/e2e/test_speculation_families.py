@@ -1,7 +1,8 @@
 """Drafts of models that keep something beside their KV cache: sliding windows, or recurrent states.
 
 A server checks itself: it is given prompt and answer as one prompt, and of each place says how likely the answered
-token is and how likely the likeliest. No draft was verified for that. Drafts come from n-grams.
+token is and how likely the likeliest. No draft was verified for that. Drafts come from n-grams, or from a model that
+says the last token again (STANDALONE): the releases take turns.
 """
 
 from __future__ import annotations
@@ -17,11 +18,15 @@ from benchmarks.answers import greedy, steps
 from benchmarks.tiny_hybrids import SERVER_FLAGS
 from benchmarks.tiny_models import MODELS
 from benchmarks.tiny_server import TinyServer, body
+from sglang_kvq.releases import OLD_TREE
+from sglang_kvq.sglang import compat
 from tests.e2e.conftest import ON_GPU
 from tests.e2e.test_serving import PRESSED
 from tests.e2e.test_speculation import NGRAM, TIE, kernels
 from tests.gpu.families import ROUNDING
-from tests.gpu.speculation import CPU, prompts
+from tests.gpu.speculation import CPU, flags, prompts, write_echo
+
+WAYS = ("ngram", "standalone") if compat.applies(OLD_TREE, compat.sglang_version()) else ("standalone", "ngram")
 
 #: The first prompt and its answer are all in BF16, the others have a history; all but the first reach beyond a window.
 LENGTHS, ANSWER = (68, 300, 560), 60
@@ -29,21 +34,25 @@ LENGTHS, ANSWER = (68, 300, 560), 60
 HISTORY = 2 * ROUNDING
 FLAGS = (
     *("--chunked-prefill-size", "128", "--context-length", "1024", "--max-total-tokens", "2048"),
-    *("--max-running-requests", "3", "--kv-quant", "int4", "--kv-quant-recent", "64", *NGRAM),
+    *("--max-running-requests", "3", "--kv-quant", "int4", "--kv-quant-recent", "64"),
 )
 #: What left a window is given back after every step, so that drafts in flight would miss it.
 ENV = {**PRESSED, "SGLANG_SWA_EVICTION_INTERVAL": "1"}
 
 
-@pytest.fixture(scope="module", params=["mellum", "qwen3_next"])
-def said(request, plugin, tmp_path_factory) -> Iterator[dict]:
-    model = MODELS[request.param]
-    folder = tmp_path_factory.mktemp(request.param)
-    env = {**ENV, **plugin, **kernels()}
+@pytest.fixture(scope="module", params=list(zip(("mellum", "qwen3_next"), WAYS)), ids=" ".join)
+def said(request, plugins, tmp_path_factory) -> Iterator[dict]:
+    (name, way), folder = request.param, tmp_path_factory.mktemp("families")
+    model = MODELS[name]
+    env, found = dict(ENV), kernels()
     if not ON_GPU:
-        env["PYTHONPATH"] = os.pathsep.join([env["PYTHONPATH"], plugin["PYTHONPATH"]])
-    flags = [*FLAGS, *(SERVER_FLAGS if model.is_hybrid else ())]
-    server = TinyServer(model.write(folder), flags, cpu=not ON_GPU, log=folder / "log", env=env)
+        installed = plugins("linear_attention_on_cpu", "drafting_on_cpu")
+        env["PYTHONPATH"] = os.pathsep.join([found.pop("PYTHONPATH"), installed["PYTHONPATH"]])
+        # N-grams are compiled by another compiler than torch finds; a draft's small functions need none.
+        env |= found if way == "ngram" else {"TORCHDYNAMO_DISABLE": "1"}
+    drafting = NGRAM if way == "ngram" else flags(way, write_echo(folder))
+    more = [*FLAGS, *drafting, *(SERVER_FLAGS if model.is_hybrid else ())]
+    server = TinyServer(model.write(folder), more, cpu=not ON_GPU, log=folder / "log", env=env)
     server.start()
     try:
         yield ask(server)

@@ -92,6 +92,27 @@ def test_what_is_refused(flags, text, monkeypatch):
     drafts.check_speculation(SimpleNamespace(speculative_algorithm=None, **flags), CONFIG, PLAIN)
 
 
+@pytest.mark.parametrize("beside", ["sliding windows", "recurrent states"])
+def test_whole_models_as_drafts_have_nothing_but_a_kv_cache(beside, monkeypatch):
+    """The served model may have either; its own layers draft, or heads made for it."""
+    monkeypatch.setattr(compat, "resolved", lambda sa, field, default=None: getattr(sa, field, default))
+    states = SimpleNamespace(is_hybrid_swa=False, model_path="s", hf_config=None)
+    windows = SimpleNamespace(is_hybrid_swa=True, model_path="w", hf_config=None)
+    monkeypatch.setattr("sglang.srt.configs.hybrid_arch.mambaish_config", lambda model: model is states or None)
+    model = states if beside == "recurrent states" else windows
+    drafted_by = lambda draft: monkeypatch.setattr(drafts, "draft_model", lambda args, model: draft)  # noqa: E731
+    for algorithm in ("NGRAM", "EAGLE", "EAGLE3", "STANDALONE"):
+        args = SimpleNamespace(speculative_algorithm=algorithm, speculative_num_draft_tokens=4)
+        drafted_by(PLAIN)
+        drafts.check_speculation(args, CONFIG, model)
+        drafted_by(model)
+        if algorithm != "STANDALONE":
+            drafts.check_speculation(args, CONFIG, model)
+            continue
+        with pytest.raises(KVQuantError, match=f"draft-model-path {model.model_path}: .* keeps {beside}"):
+            drafts.check_speculation(args, CONFIG, PLAIN)
+
+
 class Algorithm:
     def __init__(self, eagle: bool) -> None:
         self.is_eagle = lambda: eagle

@@ -1,4 +1,4 @@
-"""Before the environment's stand-in on ``PYTHONPATH``: what speculation calls on a CPU, in torch; chains, of draft models.
+"""Before the environment's stand-in on ``PYTHONPATH``: what speculation calls on a CPU, in torch, for chains.
 
 SGLang's CPU engine has all of it in compiled kernels for machines with AMX. As there, arguments named as results are
 written in place.
