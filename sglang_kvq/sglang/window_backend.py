@@ -49,12 +49,12 @@ class WindowedBackend(AttentionBackend):
 
     @property
     def verify_mask(self) -> Any:
-        """Where drafts' masks are made (``NEW_TREE``): in the buffer of SGLang's backend, which has no room to copy one
-        that was made for the longest context."""
+        """Where drafts' masks are made: in the buffer of SGLang's backend, which cannot take a copy of one that was made
+        for the longest context."""
         return self.windows.verify_mask
 
     def get_verify_buffers_to_fill_after_draft(self) -> Any:
-        """The same in older releases."""
+        """``verify_mask`` of older releases."""
         return self.windows.get_verify_buffers_to_fill_after_draft()
 
     def update_verify_buffers_to_fill_after_draft(self, spec_info: Any, cuda_graph_bs: int | None) -> None:
