@@ -49,8 +49,7 @@ class WindowedBackend(AttentionBackend):
 
     @property
     def verify_mask(self) -> Any:
-        """Where drafts' masks are made: in the buffer of SGLang's backend, which cannot take a copy of one that was made
-        for the longest context."""
+        """The mask that draft models fill: SGLang's backend has it, and no room for one made for the longest context."""
         return self.windows.verify_mask
 
     def get_verify_buffers_to_fill_after_draft(self) -> Any:

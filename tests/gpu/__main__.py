@@ -239,6 +239,8 @@ class Suite:
         """One way to draft for a model, or none; whichever of both ends last makes the rows."""
         model = MODELS[name]
         plain_model = not (model.has_windows or model.is_hybrid)
+        if model.is_hybrid:
+            model = replace(model, name=f"{name}_mtp", drafts=True)
         few = speculation.FEW if not (plain_model or self.args.only) else speculation.GPU  # of all models, in 8 minutes
         scale = speculation.CPU if self.cpu else few
         with self.lock:
@@ -256,8 +258,8 @@ class Suite:
         case = f"drafts ({way}): nothing left when idle and flushed"
         self.add(model.name, case, ONE, not said.left, said.seconds, left, none, "; ".join(said.left))
         for other in ours if plain else []:
-            # Of an echo, drafts are accepted where an answer repeats a token.
-            least = 1.0 if other == "standalone" and not plain_model else 1.1
+            # Of an echo, drafts are accepted where an answer repeats a token; a random layer knows nothing.
+            least = 1.1 if plain_model or other == "ngram" else 1.0
             for case, passed, found, bound, more in speculation.compare(self.drafted[name, other], plain, other, least):
                 self.add(model.name, case, ONE, passed, said.seconds, found, bound, more)
 
@@ -318,7 +320,10 @@ class Suite:
         for called, name in (DRAFTED_ON_CPU if self.cpu else DRAFTED).items():
             if wanted(called, "speculation"):
                 task = lambda way, name=name: lambda: self.drafts(way, name)  # noqa: E731
-                cases += [(name, f"drafts, {way}", task(way)) for way in speculation.WAYS]
+                ways = (*speculation.WAYS, *(["nextn"] if MODELS[name].is_hybrid else []))
+                if self.cpu:  # for which SGLang has no draft models
+                    ways = speculation.WAYS[:2]
+                cases += [(name, f"drafts, {way}", task(way)) for way in ways]
         if wanted("speculation"):
             cases += [
                 (CASE_MODEL, name, lambda name=name: self.case(name))

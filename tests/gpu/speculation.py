@@ -20,11 +20,13 @@ from benchmarks.answers import Bound, Difference, Step, greedy, steps
 from benchmarks.tiny_models import MODELS, VOCABULARY
 from benchmarks.tiny_server import TinyServer, body
 
-#: None, and two ways to draft.
+#: None, and two ways to draft; a checkpoint with a layer for it has a third, ``nextn``.
 WAYS = ("none", "ngram", "standalone")
 #: Two tokens whose log-probabilities are nearer may be exchanged by BF16's rounding alone (``families.ROUNDING``).
 TIE = 0.2
 PHRASE = 9
+#: Three drafts after the last token.
+CHAIN = ("--speculative-num-steps", "3", "--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "4")
 
 
 @dataclass(frozen=True)
@@ -50,10 +52,11 @@ def flags(way: str, draft: Path) -> list[str]:
             *("--speculative-algorithm", "NGRAM", "--speculative-ngram-max-bfs-breadth", "1"),
             *("--speculative-num-draft-tokens", "5"),
         ]
+    if way == "nextn":  # a layer of the checkpoint's own
+        return ["--speculative-algorithm", "NEXTN", *CHAIN]
     if way == "standalone":
         return [
-            *("--speculative-algorithm", "STANDALONE", "--speculative-draft-model-path", str(draft)),
-            *("--speculative-num-steps", "3", "--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "4"),
+            *("--speculative-algorithm", "STANDALONE", "--speculative-draft-model-path", str(draft), *CHAIN),
         ]
     return []
 
