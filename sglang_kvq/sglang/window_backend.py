@@ -49,7 +49,7 @@ class WindowedBackend(AttentionBackend):
 
     @property
     def verify_mask(self) -> Any:
-        """The mask that draft models fill: SGLang's backend has it, and no room for one made for the longest context."""
+        """The mask that drafts fill in place: SGLang's backend has no room for one made for the longest context."""
         return self.windows.verify_mask
 
     def get_verify_buffers_to_fill_after_draft(self) -> Any:
