@@ -155,6 +155,8 @@ def draft_page_bytes(kvc: Configurator, price: Original = plain_price) -> int:
     if not (algorithm.is_eagle() or algorithm.is_standalone()):
         return 0
     layers = int(kvc.spec_aux_config.eagle_draft_num_layers or 0)
+    if not layers and compat.resolved(kvc.server_args, "speculative_draft_model_path") is None:
+        layers = 1  # the checkpoint's own (NEXTN), which SGLang leaves out of its budget for some models
     if not layers:
         return 0
     args, model = kvc.server_args, draft_model(kvc.server_args, kvc.model_config)
