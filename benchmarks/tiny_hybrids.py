@@ -39,6 +39,13 @@ def layer_types(layers: int) -> list[str]:
     return ["linear_attention" if (i + 1) % INTERVAL else "full_attention" for i in range(layers)]
 
 
+def next_token_head(hidden: int, normal: Callable[..., torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What joins a token and the hidden state before it for the layer that drafts, by names in a checkpoint."""
+    norms = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")
+    found = {f"mtp.{name}.weight": normal(hidden, std=0.05) for name in norms}
+    return found | {"mtp.fc.weight": normal(hidden, 2 * hidden, std=(2 * hidden) ** -0.5)}
+
+
 def linear_attention(family: str, at: str, hidden: int, normal: Callable[..., torch.Tensor]) -> dict[str, torch.Tensor]:
     """One layer's weights by their names in a checkpoint.
 

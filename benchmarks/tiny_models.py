@@ -37,6 +37,7 @@ class TinyModel:
         experts: what a mixture of experts adds to the residual stream, to the size of a token. Small: which experts a
             router takes may turn on the last bit of BF16, and that is not what is measured.
         since: the first SGLang release that knows the family; "" is all that are supported.
+        drafts: whether it has a layer of full attention more that drafts (MTP).
     """
 
     name: str
@@ -50,6 +51,7 @@ class TinyModel:
     experts: float = 0.1
     more: dict = field(default_factory=dict)
     since: str = ""
+    drafts: bool = False
 
     @property
     def is_moe(self) -> bool:
@@ -117,8 +119,10 @@ class TinyModel:
             "model.norm.weight": one + normal(self.hidden, std=0.05),
             "lm_head.weight": normal(VOCABULARY, self.hidden, std=LOGITS * width),
         }
-        for layer in range(self.layers):
-            at = f"model.layers.{layer}"
+        places = [(layer, f"model.layers.{layer}") for layer in range(self.layers)]
+        if self.drafts:
+            places.append((kinds.index("full_attention"), "mtp.layers.0"))
+        for layer, at in places:
             found |= {
                 f"{at}.input_layernorm.weight": one + normal(self.hidden, std=0.05),
                 f"{at}.post_attention_layernorm.weight": one + normal(self.hidden, std=0.05),
@@ -151,6 +155,8 @@ class TinyModel:
                 for name, rows, std in (("q", q_rows, 0.3), ("k", kv_rows, 1.0), ("v", kv_rows, 0.02)):
                     found[f"{at}.self_attn.{name}_proj.bias"] = normal(rows, std=std)
             found |= self._mlp(layer, at, normal)
+        if self.drafts:
+            found |= tiny_hybrids.next_token_head(self.hidden, normal)
         return {name: tensor.to(KEPT.get(name.rpartition(".")[2], torch.bfloat16)) for name, tensor in found.items()}
 
     def _mlp(self, layer: int, at: str, normal) -> dict[str, torch.Tensor]:

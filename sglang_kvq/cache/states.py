@@ -13,6 +13,8 @@ from dataclasses import dataclass
 SGLANG_RATIO = 0.9
 #: Tokens that each request can have at least, if as many run as the user asked for.
 LEAST_TOKENS = 2048
+#: Share of the memory that SGLang may be told is for states.
+_MOST_FOR_STATES = 0.99
 
 
 @dataclass(frozen=True)
@@ -21,12 +23,14 @@ class RequestNeeds:
 
     Attributes:
         state_bytes: of one state, all layers of this worker.
-        states: of a request: its own, those that are being kept, and SGLang's allowance for prefixes in the tree.
+        states: of a request: its own, those that are being kept, SGLang's allowance for prefixes in the tree, and
+            one after each of its drafts.
         token_bytes: of one token's records, all layers.
         bf16_token_bytes: of one token in BF16.
         window_bytes: of the overlays that a request may pin.
         bf16_budget: share of the cache's memory that is for overlays.
         context: most tokens of a request.
+        drafts: how many of ``states`` are of drafts: a request has them while it runs.
     """
 
     state_bytes: int
@@ -36,6 +40,7 @@ class RequestNeeds:
     window_bytes: int
     bf16_budget: float
     context: int
+    drafts: int = 0
 
     @property
     def tokens(self) -> int:
@@ -52,7 +57,8 @@ class StateShare:
     """How it was divided.
 
     Attributes:
-        ratio: memory of states to that of the cache.
+        ratio: memory of states to that of the cache, as SGLang takes it: it reads the number of states from the former
+            as if there were drafts for all, then gives back what those have that cannot run.
         requests: that may run at once, by both.
         tokens: of the cache for each of them.
     """
@@ -90,4 +96,7 @@ def share_states(budget: float, needs: RequestNeeds, wanted: int | None = None) 
     requests = max(int(min(for_states / states, left * needs.bf16_budget / needs.window_bytes)), 1)
     requests = requests if wanted is None else min(requests, wanted)
     tokens = int(left * (1 - needs.bf16_budget) / needs.token_bytes / requests)
-    return StateShare(for_states / left, requests, min(tokens, needs.context))
+    if needs.drafts:
+        kept = for_states - requests * needs.drafts * needs.state_bytes
+        for_states = min(kept * needs.states / (needs.states - needs.drafts), _MOST_FOR_STATES * budget)
+    return StateShare(for_states / (budget - for_states), requests, min(tokens, needs.context))

@@ -24,7 +24,7 @@ def compute_cell_size(original: Original, self: Configurator, kvc: Configurator,
         return plain
     # SGLang's own figure already knows tensor parallelism: heads per worker follow from it.
     kv_heads = plain // (2 * kvc.model_config.head_dim * num_layers * kvc.kv_cache_dtype.itemsize)
-    draft = drafts.draft_page_bytes(lambda *args: original(self, *args), kvc)
+    draft = drafts.draft_page_bytes(kvc)
     # ``drafts.after_sizes`` adds the draft's to what is returned here.
     return start_cache(kvc, config, kv_heads, num_layers, draft).geometry.page_bytes // PAGE_SIZE
 

@@ -29,7 +29,7 @@ DRAFT_DTYPES = {
 
 
 def check_speculation(server_args: ServerArgs, config: KVQuantConfig, model: ModelConfig) -> None:
-    """Refuse what SGLang made of the flags for speculation, and models with which it was not compared.
+    """Refuse what SGLang made of the flags for speculation, and draft models that were not tried.
 
     Raises:
         KVQuantError: names the setting and the fix.
@@ -43,15 +43,31 @@ def check_speculation(server_args: ServerArgs, config: KVQuantConfig, model: Mod
             "--enable-streaming-session: speculative decoding in sessions that keep their rows was not tried with "
             "--kv-quant; leave out one of the two."
         )
+    if compat.resolved(server_args, "speculative_algorithm") == "STANDALONE":
+        _check_draft(draft_model(server_args, model))
+
+
+def _check_draft(model: ModelConfig) -> None:
+    """Refuse a whole model as draft that keeps more than a KV cache: nothing undoes what rejected drafts did to it."""
     from sglang.srt.configs.hybrid_arch import mambaish_config
 
     beside = "sliding windows" if model.is_hybrid_swa else "recurrent states" if mambaish_config(model) else None
     if beside is not None:
-        algorithm = compat.resolved(server_args, "speculative_algorithm")
         raise KVQuantError(
-            f"--speculative-algorithm {algorithm}: {model.model_path} keeps {beside} beside its KV cache, and drafts "
-            "of such models were not compared with plain answers yet; leave out speculation, or --kv-quant."
+            f"--speculative-draft-model-path {model.model_path}: a draft model that keeps {beside} beside its KV cache "
+            "was not tried with --kv-quant; take one without, or another --speculative-algorithm."
         )
+
+
+def draft_model(server_args: ServerArgs, model: ModelConfig) -> ModelConfig:
+    """The draft model's config; ``model``, the target's, where its own layers draft."""
+    path = compat.resolved(server_args, "speculative_draft_model_path")
+    if path is None:
+        return model
+    from sglang.srt.configs.model_config import ModelConfig
+
+    revision = compat.resolved(server_args, "speculative_draft_model_revision")
+    return ModelConfig.from_server_args(server_args, model_path=path, model_revision=revision, is_draft_model=True)
 
 
 def draft_count(forward_batch: ForwardBatch) -> int:
@@ -117,30 +133,33 @@ class _DraftConfigurator:
 
     def __init__(self, kvc: Configurator, model: Any, dtype: torch.dtype) -> None:
         self.kvc, self.model_config, self.kv_cache_dtype = kvc, model, dtype
+        self.is_draft_worker = True
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.kvc, name)
 
 
-def draft_page_bytes(price: Original, kvc: Configurator) -> int:
-    """Bytes that the draft model's own cache takes for a page, in its own dtype; 0 without one.
+def plain_price(kvc: Configurator, layers: int) -> int:
+    """What SGLang says that a token of a draft model takes: bytes of all layers, each as long as the pool."""
+    from sglang.srt.model_executor.pool_configurator import DefaultPoolConfigurator
 
-    Args:
-        price: ``DefaultPoolConfigurator._compute_cell_size`` with its first argument bound.
-    """
+    # Made, it would price the target too. Newer releases remember the flag there.
+    configurator = object.__new__(DefaultPoolConfigurator)
+    configurator.kv_cache_dtype_str = "auto"
+    return int(configurator._compute_cell_size(kvc, layers))
+
+
+def draft_page_bytes(kvc: Configurator, price: Original = plain_price) -> int:
+    """Bytes that the draft model's own cache takes for a page, in its own dtype; 0 without one."""
     algorithm = kvc.spec_algorithm
     if not (algorithm.is_eagle() or algorithm.is_standalone()):
         return 0
     layers = int(kvc.spec_aux_config.eagle_draft_num_layers or 0)
+    if not layers and compat.resolved(kvc.server_args, "speculative_draft_model_path") is None:
+        layers = 1  # the checkpoint's own (NEXTN), which SGLang leaves out of its budget for some models
     if not layers:
         return 0
-    args, model = kvc.server_args, kvc.model_config
-    path = compat.resolved(args, "speculative_draft_model_path")
-    if path is not None:
-        from sglang.srt.configs.model_config import ModelConfig
-
-        revision = compat.resolved(args, "speculative_draft_model_revision")
-        model = ModelConfig.from_server_args(args, model_path=path, model_revision=revision, is_draft_model=True)
+    args, model = kvc.server_args, draft_model(kvc.server_args, kvc.model_config)
     dtype = DRAFT_DTYPES[compat.resolved(args, "speculative_draft_kv_cache_dtype")] or kvc.kv_cache_dtype
     return int(price(_DraftConfigurator(kvc, model, dtype), layers)) * PAGE_SIZE
 

@@ -7,6 +7,7 @@ from sglang_kvq.cache.states import RequestNeeds, StateShare, share_states
 from sglang_kvq.config import PAGE_SIZE, KVQuantConfig
 from sglang_kvq.sglang import compat
 from sglang_kvq.sglang.capacity import model_formats
+from sglang_kvq.sglang.drafts import draft_page_bytes
 from sglang_kvq.sglang.runtime import config_of, logger
 from sglang_kvq.sglang.types import Configurator, Original
 
@@ -29,13 +30,16 @@ def handle_max_mamba_cache(original: Original, self: Configurator, total_rest_me
             "--mamba-full-memory-ratio sets another"
         )
     rest = original(self, total_rest_memory)
+    taken, state_bytes = total_rest_memory - rest, self.mambaish_config.mamba2_cache_params.mamba_cache_per_req
+    count = compat.setting(self.server_args, "max_mamba_cache_size")
     logger.info(
-        "kv-quant: recurrent states take %.2f GiB (%d of %.1f MiB, %d for each running request), %.2f GiB are for the "
-        "KV cache: %s",
-        total_rest_memory - rest,
-        compat.setting(self.server_args, "max_mamba_cache_size"),
-        self.mambaish_config.mamba2_cache_params.mamba_cache_per_req / 2**20,
+        "kv-quant: recurrent states take %.2f GiB (%d of %.1f MiB, %d for each running request%s), %.2f GiB are for "
+        "the KV cache: %s",
+        taken,
+        count,
+        state_bytes / 2**20,
         self._calculate_mamba_ratio(),
+        f" and {_drafts(self)} for its drafts" if _drafts(self) else "",
         rest,
         why,
     )
@@ -51,20 +55,25 @@ def _is_settled(configurator: Configurator) -> bool:
 
 def _choose(configurator: Configurator, config: KVQuantConfig, budget: int) -> StateShare:
     geometry = _geometry(configurator, config)
-    # Speculation keeps a state of each draft token.
-    drafts = compat.resolved(configurator.server_args, "speculative_num_draft_tokens") or 0
+    draft_bytes = geometry.draft_page_bytes // PAGE_SIZE
     needs = RequestNeeds(
         state_bytes=configurator.mambaish_config.mamba2_cache_params.mamba_cache_per_req,
-        states=configurator._calculate_mamba_ratio() + drafts,
-        token_bytes=geometry.page_bytes // PAGE_SIZE,
-        bf16_token_bytes=geometry.slot_bytes // PAGE_SIZE,
+        states=configurator._calculate_mamba_ratio() + _drafts(configurator),
+        token_bytes=geometry.page_bytes // PAGE_SIZE + draft_bytes,
+        bf16_token_bytes=geometry.slot_bytes // PAGE_SIZE + draft_bytes,
         window_bytes=config.slots_per_request * geometry.slot_bytes,
         bf16_budget=config.bf16_budget,
         context=configurator.model_config.context_len,
+        drafts=_drafts(configurator),
     )
     wanted = configurator.server_args.max_running_requests
     workers = (configurator.ps if hasattr(configurator, "ps") else configurator).attn_dp_size
     return share_states(budget, needs, None if wanted is None else max(wanted // workers, 1))
+
+
+def _drafts(configurator: Configurator) -> int:
+    """States that speculation keeps for a running request: one after each of its drafts."""
+    return int(compat.resolved(configurator.server_args, "speculative_num_draft_tokens") or 0)
 
 
 def _geometry(configurator: Configurator, config: KVQuantConfig) -> KVGeometry:
@@ -72,4 +81,5 @@ def _geometry(configurator: Configurator, config: KVQuantConfig) -> KVGeometry:
     from sglang.srt.runtime_context import get_parallel
 
     model = configurator.model_config
-    return KVGeometry(model.get_num_kv_heads(get_parallel().attn_tp_size), model_formats(config, model))
+    kv_heads = model.get_num_kv_heads(get_parallel().attn_tp_size)
+    return KVGeometry(kv_heads, model_formats(config, model), draft_page_bytes(configurator))

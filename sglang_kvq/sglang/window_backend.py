@@ -20,8 +20,7 @@ class WindowedBackend(AttentionBackend):
         windows: of all others; its planning reads what the scheduler shares no later than ``full``'s does.
     """
 
-    #: Ours reads lengths on the host, SGLang's has room for so many requests only as may run.
-    needs_cpu_seq_lens = True
+    #: SGLang's has room for so many requests only as may run.
     extend_dummy_seqs_capped_by_req_pool = True
 
     def __init__(self, full: KVQuantBackend, windows: AttentionBackend) -> None:
@@ -29,6 +28,9 @@ class WindowedBackend(AttentionBackend):
         self.full, self.windows = full, windows
         self.attn_backend_list = [full, windows]
         self.token_to_kv_pool, self.req_to_token_pool = windows.token_to_kv_pool, full.req_to_token_pool
+        #: Read by SGLang where it speculates, as those of ``KVQuantBackend``.
+        self.needs_cpu_seq_lens = full.needs_cpu_seq_lens or windows.needs_cpu_seq_lens
+        self.max_context_len = full.max_context_len
         #: The scheduler groups prefills by it where the backend has one.
         if hasattr(windows, "extend_attention_block_m"):
             self.extend_attention_block_m = windows.extend_attention_block_m
@@ -44,6 +46,19 @@ class WindowedBackend(AttentionBackend):
     def init_forward_metadata_in_graph(self, forward_batch: ForwardBatch) -> None:
         for backend in self.attn_backend_list:
             backend.init_forward_metadata_in_graph(forward_batch)
+
+    @property
+    def verify_mask(self) -> Any:
+        """The mask that drafts fill in place: SGLang's backend has no room for one made for the longest context."""
+        return self.windows.verify_mask
+
+    def get_verify_buffers_to_fill_after_draft(self) -> Any:
+        """``verify_mask`` of older releases."""
+        return self.windows.get_verify_buffers_to_fill_after_draft()
+
+    def update_verify_buffers_to_fill_after_draft(self, spec_info: Any, cuda_graph_bs: int | None) -> None:
+        for backend in self.attn_backend_list:
+            backend.update_verify_buffers_to_fill_after_draft(spec_info, cuda_graph_bs)
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         for backend in self.attn_backend_list:

@@ -16,6 +16,7 @@ from sglang_kvq.config import PAGE_SIZE
 from sglang_kvq.releases import OLD_TREE
 from sglang_kvq.sglang import compat, runtime
 from sglang_kvq.sglang.capacity import start_cache
+from sglang_kvq.sglang.drafts import draft_page_bytes
 from sglang_kvq.sglang.runtime import WindowLayers, config_of, logger
 from sglang_kvq.sglang.types import Configurator, Original, ServerArgs
 
@@ -31,7 +32,7 @@ def around_init(original: Original, self: Configurator, kvc: Configurator) -> No
         return
     model = kvc.model_config
     kv_heads = self._full_per_token // ((model.head_dim + model.v_head_dim) * kvc.kv_cache_dtype.itemsize)
-    state = start_cache(kvc, config, kv_heads, self._full_layers_num)
+    state = start_cache(kvc, config, kv_heads, self._full_layers_num, draft_page_bytes(kvc))
     full, windows = layer_ids(kvc)
     if state.layer_ids != tuple(full):
         raise SystemExit(
@@ -101,8 +102,8 @@ def calculate_pool_sizes(original: Original, self: Configurator, available_bytes
     config, geometry, windows = state.config, state.geometry, state.windows
     window_bytes = self._swa_per_token * self._swa_layers_num
     plain_bytes = self._full_per_token * self._full_layers_num
-    # What SGLang counts besides for every token: a draft model's layers.
-    other_bytes = self._cell_size - plain_bytes - self._swa_full_tokens_ratio * window_bytes
+    # A draft model's layers, which SGLang prices like the target's.
+    draft_bytes = geometry.draft_page_bytes // PAGE_SIZE
     affordable = overlay_slots(config, geometry, available_bytes) // config.slots_per_request
     requests = max(1, min(windows.requests or _MOST_REQUESTS, affordable))
     split = split_windows(
@@ -110,7 +111,7 @@ def calculate_pool_sizes(original: Original, self: Configurator, available_bytes
         geometry,
         bf16_budget=config.bf16_budget,
         window_bytes=window_bytes,
-        other_bytes=other_bytes,
+        other_bytes=draft_bytes,
         wanted=windows.need.tokens(requests),
         ratio=windows.given_ratio,
     )
@@ -121,12 +122,12 @@ def calculate_pool_sizes(original: Original, self: Configurator, available_bytes
         )
     state.budget_slots = overlay_slots(config, geometry, split.overlay_budget)
     # Slot 0 and page 0 are reserved and take memory too.
-    overlays = (state.budget_slots + 1) * geometry.slot_bytes + geometry.page_bytes
+    overlays = (state.budget_slots + 1) * geometry.slot_bytes + geometry.page_bytes + geometry.draft_page_bytes
     self._swa_full_tokens_ratio = split.ratio
-    self._cell_size = geometry.page_bytes / PAGE_SIZE + other_bytes + split.ratio * window_bytes
+    self._cell_size = geometry.page_bytes / PAGE_SIZE + draft_bytes + split.ratio * window_bytes
     sizes = original(self, max(available_bytes - overlays, 0), page_size)
     windows.tokens, windows.ratio = sizes.swa_max_total_num_tokens, split.ratio
-    plain = available_bytes / (plain_bytes + other_bytes + (windows.given_ratio or STOCK_RATIO) * window_bytes)
+    plain = available_bytes / (plain_bytes + draft_bytes + (windows.given_ratio or STOCK_RATIO) * window_bytes)
     logger.info(
         "kv-quant windows: %d layers keep their last %d tokens in SGLang's BF16 pool, %d tokens of %.2f GiB "
         "(--swa-full-tokens-ratio %.4f, %s); the other %d layers %d tokens. Plain SGLang would hold %d tokens of all "

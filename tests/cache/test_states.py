@@ -81,3 +81,23 @@ def test_short_contexts_need_fewer_tokens():
 def test_nothing_to_divide():
     with pytest.raises(ValueError, match="no memory to divide"):
         share_states(0, QWEN3_NEXT)
+
+
+@pytest.mark.parametrize("wanted", [8, 48, 1000])
+def test_drafts_are_counted_for_those_that_run(wanted):
+    """SGLang takes a number of states from the ratio as if all had drafts, then only those that may run."""
+    budget, needs = 64 * GIB, replace(QWEN3_NEXT, states=5 + 4, drafts=4)
+    share = share_states(budget, needs, wanted)
+    told = budget * share.ratio / (1 + share.ratio)
+    count = int(told / (needs.state_bytes * (1 + 4 / 5)))
+    running = min(wanted, count // 5)
+    left = budget - (count + 4 * running) * needs.state_bytes
+    assert running >= share.requests > 0 and left * 0.1 >= share.requests * needs.window_bytes * 0.999
+    kept = count - 5 * share.requests
+    if wanted == 8:  # the rest is for conversations, of one state and as many tokens as a request
+        tokens = (left - 8 * needs.cache_bytes(needs.tokens)) * 0.9 / needs.token_bytes / kept
+        assert kept > 100 and tokens == pytest.approx(needs.tokens, rel=0.01)
+    else:
+        assert left * 0.9 / needs.token_bytes / share.requests >= min(LEAST_TOKENS, share.tokens) * 0.99
+    if wanted == 1000:
+        assert kept <= 5, "states run out with the last request"

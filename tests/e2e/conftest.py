@@ -125,6 +125,30 @@ def faulty(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[str, 
     return lambda *names: {"PYTHONPATH": path, "KVQ_TEST_FAULTS": ",".join(names)}
 
 
+@pytest.fixture(scope="session")
+def plugins(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[str, str]]:
+    """``plugins(*names)``: variables with which a server loads these files of this folder, by their ``install``."""
+
+    def install(*names: str) -> dict[str, str]:
+        folder = tmp_path_factory.mktemp("plugins")
+        for name in names:
+            shutil.copy(Path(__file__).parent / f"{name}.py", folder)
+            info = folder / f"{name}-0.0.dist-info"
+            info.mkdir()
+            called = name.replace("_", "-")
+            (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {called}\nVersion: 0.0\n")
+            (info / "entry_points.txt").write_text(f"[sglang.srt.plugins]\n{name} = {name}:install\n")
+        return {"PYTHONPATH": os.pathsep.join(filter(None, (str(folder), os.environ.get("PYTHONPATH"))))}
+
+    return install
+
+
+@pytest.fixture(scope="session")
+def plugin(plugins: Callable[..., dict[str, str]]) -> dict[str, str]:
+    """Variables with which a server loads ``linear_attention_on_cpu.py``."""
+    return {} if ON_GPU else plugins("linear_attention_on_cpu")
+
+
 @pytest.fixture
 def refused(model: Path, tmp_path: Path) -> Callable[..., str]:
     """``refused(*flags)``: starts a server that must refuse to, and gives its log."""

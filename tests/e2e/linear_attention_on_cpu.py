@@ -20,7 +20,7 @@ CHUNK = 64
 
 
 def install() -> None:
-    torch.tensor = _unpinned(torch.tensor)
+    torch.tensor, torch.zeros = _unpinned(torch.tensor), _here(torch.zeros)
     torch.Tensor.pin_memory = lambda self, *_: self
     module = importlib.import_module("sgl_kernel.mamba")
     for function in (causal_conv1d_fn_cpu, causal_conv1d_update_cpu, chunk_gated_delta_rule_cpu):
@@ -30,6 +30,8 @@ def install() -> None:
     scatter = importlib.import_module("sglang.kernels.ops.mamba.mamba_state_scatter_triton")
     scatter.track_mamba_states_if_needed = _keep_states
     scatter.track_mamba_states_all_layers = _keep_states_of_all_layers
+    scatter.fused_mamba_state_scatter_with_mask = scatter.fused_conv_window_scatter_with_mask = _take_accepted
+    scatter._conv_multi_eligible = lambda pairs: False  # 0.5.23 has a kernel for several at once
     norm = importlib.import_module("sglang.kernels.ops.attention.fla.fused_norm_gate")
     norm.FusedRMSNormGated.forward = _norm_gated
     for name in ("sglang.kernels.ops.elementwise.elementwise", "sglang.kernels.ops.layernorm.elementwise"):
@@ -51,6 +53,15 @@ def _unpinned(make):
         return make(*words, **more)
 
     return plain
+
+
+def _here(make):
+    """``make`` where SGLang asks for ``cuda`` whatever the device: 0.5.16, for the states of drafts."""
+
+    def made(*words, device=None, **more):
+        return make(*words, device=None if device == "cuda" else device, **more)
+
+    return made
 
 
 def _norm_gated(self, x, g, **_):
@@ -76,6 +87,16 @@ def _keep_states_of_all_layers(conv_pool, ssm_pool, *words, **_):
         _keep_states(conv_states, ssm_states, *words)
 
 
+def _take_accepted(states, of_drafts, slots, accepted, rows=None):
+    """Copies each request's state after its draft ``accepted`` to its slot; none where that is negative.
+
+    states ``[layers, slots, ...]``, of_drafts ``[layers, requests, drafts, ...]``.
+    """
+    chosen = accepted >= 0
+    rows = torch.arange(len(accepted)) if rows is None else rows
+    states[:, slots[chosen].long()] = of_drafts[:, rows[chosen].long(), accepted[chosen].long()]
+
+
 def fused_gdn_gating_cpu(a_log, a, b, dt_bias):
     """Log decay and learning rate of each token and head, ``[1, tokens, heads]``."""
     decay = -a_log.float().exp() * F.softplus(a.float() + dt_bias.float())
@@ -96,12 +117,28 @@ def causal_conv1d_fn_cpu(
     return out
 
 
-def causal_conv1d_update_cpu(x, conv_states, weight, bias, activation, conv_state_indices, **_):
-    """x ``[requests, channels]``, one token of each."""
-    slots = conv_state_indices.long()
-    whole = torch.cat([conv_states[slots].to(x.dtype), x[:, :, None]], dim=2)
-    conv_states[slots] = whole[:, :, 1:].to(conv_states.dtype)
-    return torch.stack([_convolved(one, weight, bias)[:, 0] for one in whole])
+def causal_conv1d_update_cpu(
+    x,
+    conv_states,
+    weight,
+    bias,
+    activation,
+    conv_state_indices,
+    intermediate_conv_window=None,
+    intermediate_state_indices=None,
+    **_,
+):
+    """x ``[requests, channels]``, one token of each; or their drafts ``[requests, channels, drafts]``, which leave the
+    states as they are: what each would make of them goes to ``intermediate_conv_window``, ``[rows, drafts, ...]``."""
+    slots, width = conv_state_indices.long(), weight.shape[1] - 1
+    whole = torch.cat([conv_states[slots].to(x.dtype), x.view(*x.shape[:2], -1)], dim=2)
+    out = torch.stack([_convolved(one, weight, bias) for one in whole]).view(x.shape)
+    if intermediate_conv_window is None:
+        conv_states[slots] = whole[:, :, 1:].to(conv_states.dtype)
+        return out
+    after = whole.unfold(2, width, 1)[:, :, 1:].transpose(1, 2)  # [requests, drafts, channels, width]
+    intermediate_conv_window[intermediate_state_indices.long()] = after.to(intermediate_conv_window.dtype)
+    return torch.empty_like(x).copy_(out)  # SGLang relies on its strides
 
 
 def _convolved(x, weight, bias):
@@ -122,16 +159,35 @@ def chunk_gated_delta_rule_cpu(q, k, v, g, beta, initial_state, cu_seqlens, init
 
 
 def fused_sigmoid_gating_delta_rule_update_cpu(
-    A_log, dt_bias, q, k, v, a, b, initial_state_source, initial_state_indices, **_
+    A_log,
+    dt_bias,
+    q,
+    k,
+    v,
+    a,
+    b,
+    initial_state_source,
+    initial_state_indices,
+    cu_seqlens,
+    intermediate_states_buffer=None,
+    intermediate_state_indices=None,
+    **_,
 ):
-    """A decode step: one token of each request."""
+    """One token of each request; or their drafts, which leave the states as they are: those after each draft go to
+    ``intermediate_states_buffer``, ``[rows, drafts, ...]``."""
     decay, beta = fused_gdn_gating_cpu(A_log, a.view(-1, A_log.shape[0]), b.view(-1, A_log.shape[0]), dt_bias)
     q, k, v = (x.reshape(-1, *x.shape[-2:]) for x in (q, k, v))
-    out = torch.empty_like(v)
+    out, starts = torch.empty_like(v), cu_seqlens.tolist()
     for n, slot in enumerate(initial_state_indices.tolist()):
-        parts = (x[n : n + 1] for x in (q, k, v, decay[0], beta[0]))
-        out[n : n + 1], last, _ = _delta_rule(*parts, initial_state_source[slot])
-        initial_state_source[slot] = last.to(initial_state_source.dtype)
+        state = initial_state_source[slot]
+        for token in range(starts[n], starts[n + 1]):
+            parts = (x[token : token + 1] for x in (q, k, v, decay[0], beta[0]))
+            out[token : token + 1], state, _ = _delta_rule(*parts, state)
+            if intermediate_states_buffer is not None:
+                row = int(intermediate_state_indices[n])
+                intermediate_states_buffer[row, token - starts[n]] = state.to(intermediate_states_buffer.dtype)
+        if intermediate_states_buffer is None:
+            initial_state_source[slot] = state.to(initial_state_source.dtype)
     return out[None]
 
 

@@ -5,11 +5,8 @@ On a CPU linear attention is in torch (``linear_attention_on_cpu.py``); ``python
 
 from __future__ import annotations
 
-import os
-import shutil
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -26,22 +23,6 @@ FLAGS = (
 )
 #: Sinks, 256 recent tokens and the page being filled: prompts of 190 are all in BF16, those of 520 are not.
 OURS = ("--kv-quant", "int4", "--kv-quant-recent", "256")
-
-
-@pytest.fixture(scope="module")
-def plugin(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Variables with which a server loads ``linear_attention_on_cpu.py``."""
-    if ON_GPU:
-        return {}
-    folder = tmp_path_factory.mktemp("plugin")
-    shutil.copy(Path(__file__).parent / "linear_attention_on_cpu.py", folder)
-    info = folder / "linear_attention_on_cpu-0.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: linear-attention-on-cpu\nVersion: 0.0\n")
-    (info / "entry_points.txt").write_text(
-        "[sglang.srt.plugins]\nlinear_attention_on_cpu = linear_attention_on_cpu:install\n"
-    )
-    return {"PYTHONPATH": os.pathsep.join(filter(None, (str(folder), os.environ.get("PYTHONPATH"))))}
 
 
 @pytest.fixture(scope="module", params=["radix cache", "no radix cache"])

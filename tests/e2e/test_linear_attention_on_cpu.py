@@ -68,3 +68,48 @@ def test_convolution_goes_on_where_it_stopped():
     )  # fmt: skip
     last = ours.causal_conv1d_update_cpu(x[None, :, 11], states, weight, None, "silu", slot)
     torch.testing.assert_close(torch.cat([first, second, last.t()], 1), expected)
+
+
+def test_drafts_leave_states_until_one_is_accepted():
+    """Each draft's output is a decode step's, the states after each are kept apart, and one of them is taken over."""
+    draw, count, rows = torch.Generator().manual_seed(3), 4, 2
+    states = torch.randn(5, HEADS, V, K, generator=draw)
+    slots, starts = torch.tensor([3, 1]), torch.tensor([0, count, 2 * count])
+    q, k, v, a, b = (x[0] for x in tokens(rows * count))
+    a_log, dt_bias = (torch.randn(HEADS, generator=draw) for _ in range(2))
+    parts = dict(A_log=a_log, dt_bias=dt_bias, initial_state_indices=slots)
+    kept, before = torch.zeros(rows + 1, count, HEADS, V, K), states.clone()
+    out = ours.fused_sigmoid_gating_delta_rule_update_cpu(
+        q=q[None], k=k[None], v=v[None], a=a, b=b, initial_state_source=states, cu_seqlens=starts,
+        disable_state_update=True, intermediate_states_buffer=kept, intermediate_state_indices=torch.arange(9), **parts,
+    )  # fmt: skip
+    assert torch.equal(states, before)
+    for t in range(count):
+        at = torch.tensor([t, count + t])
+        step = ours.fused_sigmoid_gating_delta_rule_update_cpu(
+            q=q[None, at], k=k[None, at], v=v[None, at], a=a[at], b=b[at], initial_state_source=before,
+            cu_seqlens=torch.arange(rows + 1), **parts,
+        )  # fmt: skip
+        torch.testing.assert_close(out[0, at], step[0])
+        torch.testing.assert_close(kept[:rows, t], before[slots])
+    layers = torch.stack([states, states + 1])
+    ours._take_accepted(layers, torch.stack([kept, kept + 1]), slots, torch.tensor([-1, 2]))
+    assert torch.equal(layers[0, 1], kept[1, 2]) and torch.equal(layers[1, 1], kept[1, 2] + 1)
+    assert torch.equal(layers[0, [0, 2, 3, 4]], states[[0, 2, 3, 4]])
+
+
+def test_drafts_are_convolved_as_tokens_one_by_one():
+    draw, count = torch.Generator().manual_seed(4), 3
+    x, weight = torch.randn(2, count, 6, generator=draw).transpose(1, 2), torch.randn(6, 4, generator=draw)
+    states, slots = torch.randn(4, 6, 3, generator=draw), torch.tensor([2, 0])
+    kept, before = torch.zeros(3, count, 6, 3), states.clone()
+    out = ours.causal_conv1d_update_cpu(
+        x, states, weight, None, "silu", slots, intermediate_conv_window=kept,
+        intermediate_state_indices=torch.arange(2),
+    )  # fmt: skip
+    assert torch.equal(states, before)
+    assert out.transpose(1, 2).is_contiguous(), "SGLang views it as tokens, one behind the other"
+    for t in range(count):
+        step = ours.causal_conv1d_update_cpu(x[:, :, t], before, weight, None, "silu", slots)
+        torch.testing.assert_close(out[:, :, t], step)
+        torch.testing.assert_close(kept[:2, t], before[slots])

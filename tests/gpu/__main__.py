@@ -51,6 +51,10 @@ WINDOWS_IN_PLAIN_POOL = "--disable-hybrid-swa-memory"
 #: What SGLang refuses to serve on a CPU.
 GPU_ONLY = ("gpt_oss",)
 NGRAM = speculation.flags("ngram", Path())
+#: Models whose answers with drafts are compared with those without, by what ``--only`` calls them. A model drafts for
+#: itself where it has nothing but a KV cache.
+DRAFTED = {"speculation": CASE_MODEL, "spec_gpt_oss": "gpt_oss", "spec_qwen3_next": HYBRID_MODEL}
+DRAFTED_ON_CPU = {"speculation": CASE_MODEL, "spec_mellum": "mellum"}
 
 
 @dataclass(frozen=True)
@@ -94,7 +98,7 @@ class Suite:
         self.rows: list[dict] = []
         self.missing: dict[str, dict] = {}  # rows of what has not ended, by task
         self.said: dict[tuple, families.Said] = {}
-        self.drafted: dict[str, speculation.Said] = {}
+        self.drafted: dict[tuple[str, str], speculation.Said] = {}
         self.running: set[TinyServer] = set()
         starting = max(LEAST_STARTING, (os.cpu_count() or 1) // CORES_TO_START)
         self.lanes = args.lanes or starting + 1
@@ -231,24 +235,32 @@ class Suite:
             for case, passed, found, bound, more in families.compare(ours, theirs, self.families, other):
                 self.add(model.name, case, layout, passed, ours.seconds, found, bound, more)
 
-    def drafts(self, way: str) -> None:
-        """One way to draft, or none; whichever of both ends last makes the rows."""
-        model, scale = MODELS[CASE_MODEL], speculation.CPU if self.cpu else speculation.GPU
+    def drafts(self, way: str, name: str) -> None:
+        """One way to draft for a model, or none; whichever of both ends last makes the rows."""
+        model = MODELS[name]
+        plain_model = not (model.has_windows or model.is_hybrid)
+        if model.is_hybrid:
+            model = replace(model, name=f"{name}_mtp", drafts=True)
+        few = speculation.FEW if not (plain_model or self.args.only) else speculation.GPU  # of all models, in 8 minutes
+        scale = speculation.CPU if self.cpu else few
         with self.lock:
-            path = model.write(self.folder)
-        flags = [*self.families.flags(), *self.families.quantized_flags(), *speculation.flags(way, path)]
+            draft = model.write(self.folder) if plain_model else speculation.write_echo(self.folder)
+        flags = [*self.families.flags(), *self.families.quantized_flags(), *speculation.flags(way, draft)]
+        flags += SERVER_FLAGS if model.is_hybrid else ()
         lengths = {"short": self.families.short, "long": self.families.long}
         ask = lambda server: speculation.ask(server, scale, lengths, way)  # noqa: E731
-        said = self.serve(f"drafts-{way}", model, flags, ask)
+        said = self.serve(f"drafts-{name}-{way}", model, flags, ask)
         with self.lock:
-            self.drafted[way] = said
-            plain = self.drafted.get("none")
-            ours = [w for w in self.drafted if w != "none"] if way == "none" else [way]
+            self.drafted[name, way] = said
+            plain = self.drafted.get((name, "none"))
+            ours = [w for n, w in self.drafted if n == name and w != "none"] if way == "none" else [way]
         left, none = Difference(0.0, 0.0, 0), Bound(0, 0)
         case = f"drafts ({way}): nothing left when idle and flushed"
         self.add(model.name, case, ONE, not said.left, said.seconds, left, none, "; ".join(said.left))
         for other in ours if plain else []:
-            for case, passed, found, bound, more in speculation.compare(self.drafted[other], plain, other):
+            # Of an echo, drafts are accepted where an answer repeats a token; a random layer knows nothing.
+            least = 1.1 if plain_model or other == "ngram" else 1.0
+            for case, passed, found, bound, more in speculation.compare(self.drafted[name, other], plain, other, least):
                 self.add(model.name, case, ONE, passed, said.seconds, found, bound, more)
 
     def case(self, name: str) -> None:
@@ -305,8 +317,14 @@ class Suite:
             for name in ("crowd", "pressed", "windows", "hybrid")
             if wanted(name, "cases")
         ]
+        for called, name in (DRAFTED_ON_CPU if self.cpu else DRAFTED).items():
+            if wanted(called, "speculation"):
+                task = lambda way, name=name: lambda: self.drafts(way, name)  # noqa: E731
+                ways = (*speculation.WAYS, *(["nextn"] if MODELS[name].is_hybrid else []))
+                if self.cpu:  # for which SGLang has no draft models
+                    ways = speculation.WAYS[:2]
+                cases += [(name, f"drafts, {way}", task(way)) for way in ways]
         if wanted("speculation"):
-            cases += [(CASE_MODEL, f"drafts, {way}", lambda way=way: self.drafts(way)) for way in speculation.WAYS]
             cases += [
                 (CASE_MODEL, name, lambda name=name: self.case(name))
                 for name in ("crowd with drafts", "pressed with drafts")
@@ -401,7 +419,8 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--only",
         default="",
-        help="some of: model names, families, crowd, pressed, windows, hybrid, cases, speculation, parallel; "
+        help="some of: model names, families, crowd, pressed, windows, hybrid, cases, speculation, spec_gpt_oss, "
+        "spec_qwen3_next, parallel; "
         "comma-separated",
     )
     parser.add_argument("--gpus", type=int, help="use this many; default all")

@@ -22,6 +22,7 @@ from tests.kernels.test_extend import make_batch
 from tests.kernels.test_formats import make_format
 from tests.kernels.test_ragged import ROUNDING, STANDIN, Wrapper
 from tests.kernels.test_short_extend import ANY
+from tests.kernels.test_verify import drafts_of, scene_of, verify
 
 BOUND = 5e-3
 #: gpt-oss's heads, one worker of eight.
@@ -112,6 +113,24 @@ def test_decode(heads, dtype, kind):
     ops.plan_attention(scene.rows, scene.seq_lens)
     got = ops.decode(0, q, *at(scene), sinks)
     assert_close("decode", got.double(), oracle.decode(scene.pool, 0, q, *at(scene), sinks), BOUND)
+
+
+@pytest.mark.parametrize(("kind", "tree"), [("two-bits", False), ("general", True), ("planes", False)])
+@pytest.mark.parametrize(("heads", "dtype"), [(GPT_OSS, torch.bfloat16), (HEADS[1], torch.float32)], ids=str)
+def test_drafts(heads, dtype, kind, tree):
+    """Every draft's query heads have them; of 7 drafts of 8 heads a KV head, they lie in columns of several chunks."""
+    formats, count = FORMATS[kind] and [FORMATS[kind](heads)], 7
+    scene = scene_of(heads, count, [1, 62, 700], formats=formats)
+    ops, reference = scene.ops(max_batch=len(scene.rows))
+    drafts, q = drafts_of(scene, count, tree), scene.queries(len(scene.rows) * count)
+    sinks = draw(heads.q, dtype)
+    wanted = oracle.verify(scene.pool, 0, q, drafts, scene.scale, sinks)
+    got = verify(ops, 0, q, drafts, scene.scale, sinks)
+    assert_close("verify", got.double(), wanted, BOUND)
+    assert_close("reference", reference.verify(0, q, drafts, scene.scale, sinks).double(), wanted, BOUND)
+    # The first draft of each is a decode step.
+    alone = oracle.decode(scene.pool, 0, q[::count], scene.rows, scene.seq_lens - count + 1, scene.scale, sinks)
+    torch.testing.assert_close(wanted[::count], alone)
 
 
 def test_layers_with_sinks_and_without_share_a_step():

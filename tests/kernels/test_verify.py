@@ -38,14 +38,21 @@ def scene_of(heads: Heads, count: int, prefixes: list[int] = PREFIXES, **more) -
     return make_scene(heads, [n + count for n in prefixes], **more)
 
 
-def verify(ops: TritonOps, layer: int, q: torch.Tensor, drafts: DraftBatch, scale: float) -> torch.Tensor:
+def verify(
+    ops: TritonOps,
+    layer: int,
+    q: torch.Tensor,
+    drafts: DraftBatch,
+    scale: float,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
     """One step of one layer; what an earlier one left in buffers must not matter."""
     ops.reserve_drafts(len(drafts.rows), drafts.count)
     space = ops._verifications[drafts.count]
     for buffer in (space.partial, space.lse):
         buffer.fill_(float("nan"))
     ops.plan_drafts(drafts)
-    return ops.verify(layer, q, drafts, scale)
+    return ops.verify(layer, q, drafts, scale, sinks)
 
 
 def assert_verified(scene: Scene, count: int, tree: bool) -> None:

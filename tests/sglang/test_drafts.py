@@ -92,18 +92,25 @@ def test_what_is_refused(flags, text, monkeypatch):
     drafts.check_speculation(SimpleNamespace(speculative_algorithm=None, **flags), CONFIG, PLAIN)
 
 
-def test_models_with_windows_or_states_are_refused(monkeypatch):
+@pytest.mark.parametrize("beside", ["sliding windows", "recurrent states"])
+def test_whole_models_as_drafts_have_nothing_but_a_kv_cache(beside, monkeypatch):
+    """The served model may have either; its own layers draft, or heads made for it."""
     monkeypatch.setattr(compat, "resolved", lambda sa, field, default=None: getattr(sa, field, default))
-    args = SimpleNamespace(speculative_algorithm="NGRAM", speculative_num_draft_tokens=4)
-    monkeypatch.setattr("sglang.srt.configs.hybrid_arch.mambaish_config", lambda model: None)
-    drafts.check_speculation(args, CONFIG, PLAIN)
-    windowed = SimpleNamespace(is_hybrid_swa=True, model_path="m", hf_config=None)
-    with pytest.raises(KVQuantError, match="NGRAM: m keeps sliding windows"):
-        drafts.check_speculation(args, CONFIG, windowed)
-    drafts.check_speculation(SimpleNamespace(speculative_algorithm=None), CONFIG, windowed)
-    monkeypatch.setattr("sglang.srt.configs.hybrid_arch.mambaish_config", lambda model: object())
-    with pytest.raises(KVQuantError, match="recurrent states"):
-        drafts.check_speculation(args, CONFIG, PLAIN)
+    states = SimpleNamespace(is_hybrid_swa=False, model_path="s", hf_config=None)
+    windows = SimpleNamespace(is_hybrid_swa=True, model_path="w", hf_config=None)
+    monkeypatch.setattr("sglang.srt.configs.hybrid_arch.mambaish_config", lambda model: model is states or None)
+    model = states if beside == "recurrent states" else windows
+    drafted_by = lambda draft: monkeypatch.setattr(drafts, "draft_model", lambda args, model: draft)  # noqa: E731
+    for algorithm in ("NGRAM", "EAGLE", "EAGLE3", "STANDALONE"):
+        args = SimpleNamespace(speculative_algorithm=algorithm, speculative_num_draft_tokens=4)
+        drafted_by(PLAIN)
+        drafts.check_speculation(args, CONFIG, model)
+        drafted_by(model)
+        if algorithm != "STANDALONE":
+            drafts.check_speculation(args, CONFIG, model)
+            continue
+        with pytest.raises(KVQuantError, match=f"draft-model-path {model.model_path}: .* keeps {beside}"):
+            drafts.check_speculation(args, CONFIG, PLAIN)
 
 
 class Algorithm:
@@ -135,13 +142,13 @@ def configurator(monkeypatch):
 def test_a_draft_costs_what_its_own_cache_takes(configurator):
     kvc, price = configurator
     bf16 = 2 * 2 * 64 * 2 * PAGE_SIZE
-    assert drafts.draft_page_bytes(price, kvc) == bf16
+    assert drafts.draft_page_bytes(kvc, price) == bf16
     kvc.server_args.speculative_draft_kv_cache_dtype = "fp8_e4m3"
-    assert drafts.draft_page_bytes(price, kvc) == bf16 // 2
+    assert drafts.draft_page_bytes(kvc, price) == bf16 // 2
     kvc.spec_aux_config.eagle_draft_num_layers = None
-    assert drafts.draft_page_bytes(price, kvc) == 0
+    assert drafts.draft_page_bytes(kvc, price) == bf16 // 2, "Qwen3-Next's own layer, which SGLang does not count"
     kvc.spec_aux_config.eagle_draft_num_layers, kvc.spec_algorithm = 3, Algorithm(False)
-    assert drafts.draft_page_bytes(price, kvc) == 0, "n-grams have no model"
+    assert drafts.draft_page_bytes(kvc, price) == 0, "n-grams have no model"
 
 
 def test_sglang_price_of_target_and_draft_is_replaced(configurator, monkeypatch):

@@ -52,7 +52,11 @@ def configured(applied, command_line, monkeypatch):
             model_config=SimpleNamespace(
                 hf_config=HYBRID, model_path="m", context_len=32768, get_num_kv_heads=lambda size: 2
             ),
-            spec_algorithm=SimpleNamespace(is_none=lambda: True),
+            spec_algorithm=SimpleNamespace(
+                is_none=lambda: "--speculative-algorithm" not in flags,
+                is_eagle=lambda: False,
+                is_standalone=lambda: False,
+            ),
             is_draft_worker=False,
             pp_size=1,
             hybrid_gdn_config=None,
@@ -97,6 +101,19 @@ def test_fewer_running_requests_leave_more_to_the_cache(configured):
     assert of_states(configured("--max-running-requests", "4")[1]) < of_states(configured()[1]) / 1.5
 
 
+@pytest.mark.parametrize("requests", [4, 40])
+def test_drafts_have_states_of_their_own(configured, log, requests):
+    """As many requests as are wanted have their states and those of each draft; what SGLang leaves is for tokens."""
+    drafts = 4
+    flags = ("--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", str(drafts))
+    server_args, left = configured("--max-running-requests", str(requests), *flags)
+    count = compat.setting(server_args, "max_mamba_cache_size")
+    assert count >= 5 * requests - 1
+    taken = (GIB - left) * 2**30 / STATE_BYTES
+    assert taken == pytest.approx(count + requests * drafts, abs=2 + drafts), "0.5.23 counts padding"
+    assert left > 0 and "5 for each running request and 4 for its drafts" in log[-1]
+
+
 @pytest.mark.parametrize(
     ("flags", "ratio"),
     [
@@ -117,10 +134,18 @@ def test_without_kv_quant_nothing_changes(configured):
 
 def test_geometry_is_that_of_the_layers_in_the_cache(configured):
     kvc = SimpleNamespace(
-        model_config=SimpleNamespace(hf_config=HYBRID, model_path="m", get_num_kv_heads=lambda size: 2)
+        model_config=SimpleNamespace(hf_config=HYBRID, model_path="m", get_num_kv_heads=lambda size: 2),
+        spec_algorithm=SimpleNamespace(is_eagle=lambda: False, is_standalone=lambda: False),
     )
     from sglang.srt.runtime_context import get_parallel
 
     with get_parallel().override(attn_tp_size=1):
         geometry = states._geometry(kvc, KVQuantConfig("int2"))
     assert geometry.layers == 2 and geometry.kv_heads == 2 and geometry.slot_bytes == 2 * 2 * 2 * 64 * 256 * 2
+
+
+def test_a_draft_model_takes_its_share_of_every_token(configured, monkeypatch):
+    monkeypatch.setattr(states, "draft_page_bytes", lambda configurator: 0)
+    without = configured("--max-running-requests", "4")[1]
+    monkeypatch.setattr(states, "draft_page_bytes", lambda configurator: 64 * 16384)
+    assert configured("--max-running-requests", "4")[1] > 1.1 * without

@@ -84,6 +84,73 @@ def test_both_layers_in_chunks_and_a_step(model, backend, with_sinks):
             torch.testing.assert_close(got.double(), want, rtol=2e-2, atol=1e-2)
 
 
+def draw(tokens: int) -> list[torch.Tensor]:
+    """q, k and v."""
+    return [torch.randn(tokens, n * D).bfloat16() for n in (HEADS, 1, 1)]
+
+
+def verify_batch(model, stored: dict[int, int], count: int, masks: torch.Tensor | None):
+    """``count`` drafts of each row, after the tokens that it has stored."""
+    from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+    lens = torch.tensor(list(stored.values()))
+    loc = [model.pool.req_to_token[row, n : n + count].long() for row, n in stored.items()]
+    return SimpleNamespace(
+        forward_mode=ForwardMode.TARGET_VERIFY,
+        spec_info=SimpleNamespace(draft_token_num=count, custom_mask=masks),
+        req_pool_indices=torch.tensor(list(stored)),
+        seq_lens=lens,
+        seq_lens_cpu=None,
+        out_cache_loc=torch.cat(loc),
+    )
+
+
+@pytest.mark.parametrize("masked", [False, True], ids=["chains", "masks"])
+@pytest.mark.parametrize("with_sinks", [False, True], ids=["plain", "sinks"])
+def test_both_layers_verify_drafts(model, backend, with_sinks, masked):
+    """Two requests, one of them shorter than a window; drafts cross a page, some are rejected and written over, and
+    what no window reaches any more is gone. With masks the last draft is another guess for what follows the first."""
+    torch.manual_seed(1)
+    count, sinks = 5, torch.tensor([-1.0, 2.0, 5.0, 9.0]).bfloat16() if with_sinks else None
+    backend.full.seen.branching = masked
+    stored = {1: 3 * P + 60, 2: 40}
+    pages = {row: model.take_pages(6) for row in stored}
+    given = {}  # of each row and layer: q, k, v of all its tokens
+    for row, length in stored.items():
+        model.write_row(row, 0, pages[row])
+        given[row] = {i: draw(length) for i in (0, 1)}
+        batch = batch_of(model, row, 0, length)
+        backend.init_forward_metadata(batch)
+        for i, (q, k, v) in given[row].items():
+            backend.forward_extend(q, k, v, layer(i), batch, sinks=sinks)
+    mask = torch.ones(count, count).tril().bool()
+    if masked:
+        mask[-1, 1:-1] = False
+    for accepted in (2, 4, 1, 3):
+        first = max(0, stored[1] - WINDOW) // P * P
+        model.allocator.free_swa(model.pool.req_to_token[1, :first].long())
+        batch = verify_batch(model, stored, count, mask.repeat(2, 1, 1).flatten() if masked else None)
+        backend.init_forward_metadata(batch)
+        new = {row: {i: draw(count) for i in (0, 1)} for row in stored}
+        for i in (0, 1):
+            q, k, v = (torch.cat([new[row][i][part] for row in stored]) for part in range(3))
+            got = backend.forward_extend(q, k, v, layer(i), batch, sinks=sinks).double().split(count)
+            for row, mine in zip(stored, got):
+                all_of = [torch.cat(pair) for pair in zip(given[row][i], new[row][i])]
+                want = plain(*all_of, WINDOW if i == 0 else None, sinks)[-count:]
+                seen = count - masked  # in a chain
+                torch.testing.assert_close(mine[:seen], want[:seen], rtol=2e-2, atol=1e-2)
+                if masked:
+                    other = [torch.cat([x[: 1 - count], x[-1:]]) for x in all_of]
+                    want = plain(*other, WINDOW if i == 0 else None, sinks)[-1]
+                    if i == 1 or stored[row] < WINDOW:  # a window ends where its token lies
+                        torch.testing.assert_close(mine[-1], want, rtol=2e-2, atol=1e-2)
+        for row in stored:
+            stored[row] += accepted
+            for i in (0, 1):
+                given[row][i] = [torch.cat([a, b[:accepted]]) for a, b in zip(given[row][i], new[row][i])]
+
+
 def test_what_sglang_asks_of_it(model, backend):
     assert backend.token_to_kv_pool is model.both and backend.req_to_token_pool is model.request_rows
     assert backend.get_cuda_graph_seq_len_fill_value() == backend.get_cpu_graph_seq_len_fill_value() == 1
@@ -94,6 +161,29 @@ def test_what_sglang_asks_of_it(model, backend):
         part.init_forward_metadata_out_graph = lambda batch, in_capture=False: seen.append(in_capture)
     backend.init_forward_metadata_out_graph(None, in_capture=True)
     assert seen == [True, True]
+
+
+def test_what_speculation_asks_of_it(backend):
+    """Lengths on the host are needed if either needs them; masks are made where SGLang's backend wants them."""
+    from sglang_kvq.sglang.window_backend import WindowedBackend
+
+    class Windows:
+        token_to_kv_pool = None
+        needs_cpu_seq_lens = False
+        verify_mask = "its mask"
+
+        def get_verify_buffers_to_fill_after_draft(self):
+            return ["its mask", None]
+
+    assert WindowedBackend(backend.full, backend.windows).needs_cpu_seq_lens
+    found = WindowedBackend(backend.full, Windows())
+    assert not found.needs_cpu_seq_lens and found.max_context_len == backend.full.max_context_len > 0
+    assert found.verify_mask == "its mask" and found.get_verify_buffers_to_fill_after_draft() == ["its mask", None]
+    filled = []
+    for part in found.attn_backend_list:
+        part.update_verify_buffers_to_fill_after_draft = lambda *words: filled.append(words)
+    found.update_verify_buffers_to_fill_after_draft("drafts", 4)
+    assert filled == [("drafts", 4)] * 2
 
 
 def test_the_later_end_of_shared_reads_counts(backend):

@@ -61,8 +61,14 @@ def test_need():
     assert none.tokens(10) == -(-(10 * (127 + 512 + 128 + 6) + 8256) // 64) * 64
 
 
-def kvc(**changes):
-    """What SGLang's configurator reads of a KVCacheConfigurator, in either release."""
+class HfConfig(dict):
+    """A config.json whose entries are attributes too."""
+
+    __getattr__ = dict.get
+
+
+def kvc(draft_layers: int = 0, **changes):
+    """What SGLang's configurator reads of a KVCacheConfigurator, in either release; a draft of the target's heads."""
     hf = dict(
         architectures=["GptOssForCausalLM"],
         num_hidden_layers=2 * LAYERS,
@@ -85,12 +91,15 @@ def kvc(**changes):
                 disable_radix_cache=False,
                 kv_cache_dtype="auto",
                 speculative_num_draft_tokens=None,
+                speculative_draft_model_path=None,
+                speculative_draft_kv_cache_dtype=None,
+                enable_hisparse=False,
             ),
             **changes,
         },
     )
     model = SimpleNamespace(
-        hf_config=hf,
+        hf_config=HfConfig(hf),
         model_path="tiny",
         head_dim=D,
         v_head_dim=D,
@@ -112,8 +121,13 @@ def kvc(**changes):
         sliding_window_size=127,
         page_size=PAGE_SIZE,
         spec_algorithm=SimpleNamespace(
-            is_eagle=lambda: False, is_standalone=lambda: False, is_dflash_family=lambda: False, is_none=lambda: True
+            is_eagle=lambda: draft_layers > 0,
+            is_standalone=lambda: False,
+            is_dflash_family=lambda: False,
+            is_none=lambda: draft_layers == 0,
         ),
+        spec_aux_config=SimpleNamespace(eagle_draft_num_layers=draft_layers, eagle_draft_swa_num_layers=None),
+        use_mla_backend=False,
         fused_entry_bytes=lambda kind: None,
     )
 
@@ -128,6 +142,7 @@ def configured(applied, monkeypatch):
     parallel = SimpleNamespace(attn_tp_size=1, attn_dp_size=1, attn_dcp_size=1)
     monkeypatch.setattr(pool_configurator, "get_parallel", lambda: parallel)
     monkeypatch.setattr("sglang.srt.runtime_context.get_parallel", lambda: parallel)
+    monkeypatch.setattr("sglang.srt.layers.cp.utils.get_glm_dsa_layer_split_effective_num_layers", lambda kvc, n: n)
     monkeypatch.setattr(pool_configurator, "is_deepseek_v4", lambda config: False)
     monkeypatch.setattr(runtime, "_current", None)
     monkeypatch.setattr(plugin, "_config", CONFIG)
@@ -169,6 +184,25 @@ def test_sglang_divides_as_we_say(configured):
     assert 0.999 * 60 * GB < used <= 60 * GB
     plain = 60 * GB / (BF16 * 1.8)
     assert sizes.max_total_num_tokens > 6 * plain
+
+
+def test_a_draft_model_is_priced_by_itself(configured, monkeypatch):
+    """Its cache has as many tokens as that of the layers which see all, in BF16, and is paid for in the same budget."""
+    from sglang_kvq.sglang import window_sizes
+
+    draft_bytes = 3 * BF16 // LAYERS  # of a token: three layers of the target's heads
+    settings = dict(max_running_requests=16, speculative_num_draft_tokens=4)
+    sizes = configured(draft_layers=3, **settings).calculate_pool_sizes(60 * GB, PAGE_SIZE)
+    state = runtime.current()
+    assert sizes.swa_max_total_num_tokens == pytest.approx(16 * (127 + 512 + 134 + 4 * 192) + 2 * 8192, rel=0.02)
+    overlays = (state.budget_slots + 1) * GEOMETRY.slot_bytes + GEOMETRY.page_bytes
+    records = sizes.full_max_total_num_tokens * (GEOMETRY.page_bytes / PAGE_SIZE + draft_bytes)
+    used = overlays + records + sizes.swa_max_total_num_tokens * BF16
+    assert 0.999 * 60 * GB < used <= 60 * GB
+    monkeypatch.setattr(runtime, "_current", None)
+    monkeypatch.setattr(window_sizes, "draft_page_bytes", lambda kvc: 0)
+    without = configured(draft_layers=3, **settings).calculate_pool_sizes(60 * GB, PAGE_SIZE)
+    assert without.full_max_total_num_tokens > 1.4 * sizes.full_max_total_num_tokens
 
 
 def test_a_concurrency_that_is_set_decides(configured):

@@ -1,4 +1,4 @@
-"""Before the environment's stand-in on ``PYTHONPATH``: what speculation by n-grams calls on a CPU, in torch.
+"""Before the environment's stand-in on ``PYTHONPATH``: what speculation calls on a CPU, in torch, for chains.
 
 SGLang's CPU engine has all of it in compiled kernels for machines with AMX. As there, arguments named as results are
 written in place.
@@ -6,6 +6,7 @@ written in place.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from typing import NoReturn
 
@@ -50,6 +51,14 @@ def fill_accept_out_cache_loc_cpu(accepted, locations, out) -> None:
     out[: len(found)] = found
 
 
+def copy_all_layer_kv_cache_cpu(buffers, strides, targets, sources) -> None:
+    """Rows of every buffer, which are addresses and bytes of a row, are moved; all are read before any is written."""
+    for buffer, stride in zip(buffers.tolist(), strides.tolist()):
+        rows = [ctypes.string_at(buffer + source * stride, stride) for source in sources.tolist()]
+        for target, row in zip(targets.tolist(), rows):
+            ctypes.memmove(buffer + target * stride, row, stride)
+
+
 def verify_tree_greedy_cpu(
     predicts,
     accept_index,
@@ -76,3 +85,35 @@ def verify_tree_greedy_cpu(
             accept_index[i, count] = last
         accept_token_num[i] = count
         predicts[last] = target[last]
+
+
+def build_tree_kernel_efficient_cpu(
+    parents, chosen, lens, mask, positions, index, next_token, next_sibling, topk, depth, count, mode
+) -> None:
+    """mask: of each request and draft, the drafts that it sees; then positions, and the links of each tree."""
+    assert topk == 1, "chains only"
+    order = torch.arange(count)
+    mask.view(-1)[: len(lens) * count**2] = (order <= order[:, None]).repeat(len(lens), 1, 1).flatten().to(mask.dtype)
+    positions.copy_((lens[:, None] + order).flatten())
+    index.copy_(torch.arange(len(lens) * count).view(-1, count))
+    next_token.copy_(torch.where(order + 1 < count, order + 1, -1).expand(len(lens), -1))
+    next_sibling.fill_(-1)
+
+
+def assign_draft_cache_locs_contiguous_cpu(rows, table, lens, out, width, topk, steps) -> None:
+    """out: the locations of each request's next tokens."""
+    at = lens[:, None] + torch.arange(topk * steps)
+    out.copy_(table[rows[:, None].long(), at.long()].flatten().to(out.dtype))
+
+
+def fill_bonus_tokens_cpu(accepted, accepted_lens, out, stride) -> None:
+    """out: the last accepted token of each request."""
+    out.copy_(accepted.flatten()[torch.arange(len(accepted_lens)) * stride + accepted_lens.long() - 1].to(out.dtype))
+
+
+def rotate_input_ids_cpu(tokens, starts, lens, new, select=None) -> None:
+    """Each request's tokens are shifted by one, and its new token is put behind them, or where ``select`` says."""
+    for i, (start, length) in enumerate(zip(starts.tolist(), lens.tolist())):
+        if length:
+            tokens[start : start + length - 1] = tokens[start + 1 : start + length].clone()
+            tokens[start + length - 1 if select is None else int(select[i])] = new.flatten()[i]
