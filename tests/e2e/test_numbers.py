@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import hashlib
-from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 from transformers import AutoTokenizer
 
-from sglang_kvq.releases import NEWEST
 from tests.e2e.client import Client, coarse_kl, held_out_text
 
 #: Chunks this short make most of a prompt attend to a stored, quantized prefix.
 CHUNKED = ("--chunked-prefill-size", "128")
-#: Older releases differ in what calls the cache, not in what it computes: a few methods must do there.
-MORE = ("int4", "turboquant", "kivi") if version("sglang") == NEWEST else ()
-#: Each takes a server: ``test_evaluation`` leaves the first, the last serves the tests below and ``test_parallel``.
-METHODS = ("hadamard", "int2", *MORE, "oscar")
+#: Each takes a server; the last serves the tests below and ``test_parallel``.
+METHODS = ("hadamard", "int2", "int4", "turboquant", "kivi", "oscar")
 
 
 @pytest.fixture(scope="module")
@@ -39,8 +35,6 @@ def test_divergence_from_bf16_falls_with_better_methods(servers, prompts):
         kl[method] = sum(divergences) / len(divergences)
         print(f"KL({method}) = {kl[method]:.4f} nats per token over {len(divergences)} tokens")
     assert kl["oscar"] < kl["hadamard"] < kl["int2"] and kl["oscar"] < 0.5 * kl["int2"]
-    if not MORE:
-        return
     assert kl["oscar"] < kl["kivi"] < kl["int2"]
     assert kl["int4"] < kl["turboquant"] < kl["oscar"] and kl["int4"] < 0.01  # 4 and 3 bits
 
