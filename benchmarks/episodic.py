@@ -53,14 +53,17 @@ class Sessions(Client):
     def wait(self, tokens: int, timeout: float = 300.0) -> None:
         """Until every session's history is computed and embedded as far as its last whole page."""
         deadline = time.monotonic() + timeout
-        while any(s["computed_tokens"] < tokens - 64 or s["embedded_pages"] < tokens // 64 - 1 for s in self.known()):
+        while any(
+            s["computed_tokens"] < tokens - 64 or s["embedded_pages"] < tokens // 64 - 1 for s in self.known(tokens)
+        ):
             if time.monotonic() > deadline:
-                raise Failed(f"sessions are not ready: {self.known()[:1]}")
+                raise Failed(f"sessions are not ready: {self.known(tokens)[:1]}")
             time.sleep(0.2)
 
-    def known(self) -> list[dict]:
+    def known(self, tokens: int) -> list[dict]:
+        """Sessions of at least so many tokens."""
         found: list[dict] = self.server.json("/v1/sessions")["data"]
-        return found
+        return [session for session in found if session["history_tokens"] >= tokens]
 
 
 def measure(client: Sessions, name: str, args: argparse.Namespace, bf16_bytes: int):
@@ -90,7 +93,7 @@ def resident(client: Sessions, name: str, args: argparse.Namespace, bf16_bytes: 
     client.uncached = args.history if name == "epicache" else 64
     ms = min(step_ms(client.decode(turns, args.tokens)) for _ in range(2))
     yield "decode_step", args.history, "ms", ms, count
-    hot = [session["hot_bytes"] for session in client.known()] if client.named else [bf16_bytes]
+    hot = [session["hot_bytes"] for session in client.known(args.history)] if client.named else [bf16_bytes]
     hot_bytes = statistics.mean(hot) if name != "oscar" else client.server.kv_quant()["token_bytes"] * args.history
     yield "hot_kv", args.history, "bytes", hot_bytes, {}
     waits = []

@@ -19,6 +19,7 @@ from rich.markup import escape
 from rich.panel import Panel
 from rich.table import Table
 
+from launch import demo_episodes
 from launch import model as small_model
 from launch.progress import StepFailed, step
 from launch.server import Server, ServerError
@@ -95,6 +96,9 @@ def table(method: str, plain: Result, kvq: Result) -> Table:
 def run(options: argparse.Namespace, console: Console) -> None:
     cpu = not gpu_present()
     model = options.model or str(small_model.ensure())
+    if options.episodes:
+        demo_episodes.run(model, options.method, options.flags, cpu, console)
+        return
     # On a CPU the share is of the machine's free memory: a tenth is enough to show the difference.
     memory = ["--mem-fraction-static", "0.1"] if cpu else []
     with ExitStack() as servers:
@@ -147,6 +151,11 @@ def gpu_present() -> bool:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--serve", action="store_true", help="leave the 2-bit server up and print a curl line")
+    parser.add_argument(
+        "--episodes",
+        action="store_true",
+        help="a conversation longer than what its requests may read, beside the full cache",
+    )
     parser.add_argument("--method", default="oscar", help="value of --kv-quant (default: %(default)s)")
     parser.add_argument("--model", help="folder or hub name (default: SmolLM2-135M-Instruct, fetched once)")
     parser.add_argument("flags", nargs="*", help="after --: more SGLang flags, for both servers")
