@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -20,7 +20,7 @@ from sglang_kvq.episodic import fold as folds
 from sglang_kvq.episodic.chain import ChainPlan, Step, chain, stand_ins
 from sglang_kvq.episodic.config import EPISODES, EpisodicConfig
 from sglang_kvq.episodic.embed import unit
-from sglang_kvq.episodic.episodes import step_ids
+from sglang_kvq.episodic.episodes import PROMPT_TOKENS, step_ids
 from sglang_kvq.episodic.fold import Fold
 from sglang_kvq.episodic.match import match
 from sglang_kvq.episodic.prefix import PARAMETER, FoldedPrefix
@@ -43,12 +43,14 @@ class Chosen:
     """What a prompt is answered from.
 
     Attributes:
+        plan: sizes of the chain.
         steps: of the episode's chain.
         prompt: whose queries score it.
         folded: the prompt's first tokens that the episode stands for.
     """
 
     number: int
+    plan: ChainPlan
     steps: list[Step]
     prompt: np.ndarray
     folded: int
@@ -58,25 +60,34 @@ class EpisodeRouter:
     """Episodes of all sessions of one server.
 
     Args:
-        pinned: first tokens of a conversation that every episode keeps.
+        sinks: first tokens of a conversation that every episode keeps.
     """
 
-    def __init__(self, router: Router, config: EpisodicConfig, method: str, pinned: int) -> None:
+    def __init__(self, router: Router, config: EpisodicConfig, method: str, sinks: int) -> None:
         self.router, self.config, self.method = router, config, method
-        self.plan = ChainPlan(config.budget, config.block, pinned)
+        self.plan = ChainPlan(config.budget, config.block, sinks)
         self._built: OrderedDict[str, None] = OrderedDict()
 
     def folded(self, tokens: int, question: int) -> int:
         """First tokens of a prompt that are folded: whole blocks before its question, of which at most a block is left.
 
+        A patched prompt stands behind its block, so that the last of the model's positions are left to it.
+
         Args:
             question: where the question begins.
         """
-        end = self.plan.folded(max(question, tokens - self.config.block))
-        return end if end < tokens else self.plan.folded(tokens - 1)
+        end = min(max(question, tokens - self.config.block), tokens - 1)
+        return self.plan.folded(min(end, max(self.router.manager.context_len - PROMPT_TOKENS, 0)))
 
-    async def choose(self, turn: Turn, question: int, folded: int) -> Chosen:
-        """The episode nearest to a prompt's question."""
+    async def choose(self, turn: Turn, question: int, folded: int, system: int) -> Chosen:
+        """The episode nearest to a prompt's question.
+
+        Args:
+            system: tokens before the first user message, which are pinned up to a quarter of the budget.
+        """
+        most = self.config.budget // 4 // PAGE_SIZE
+        pinned = max(self.plan.pinned, min(-(-system // PAGE_SIZE), most) * PAGE_SIZE)
+        plan = replace(self.plan, pinned=pinned)
         router, session, ids = self.router, turn.session, turn.ids
         size = self.config.segment
         count, pages = max(folded // size, session.episodes.segments), size // PAGE_SIZE
@@ -93,8 +104,8 @@ class EpisodeRouter:
         )
         session.episodes.answered = number
         namespace = turn.namespace[0]
-        steps = chain(ids[:folded], prompt, self.plan, tenant=session.tenant, namespace=namespace, method=self.method)
-        return Chosen(number, steps, prompt, folded)
+        steps = chain(ids[:folded], prompt, plan, tenant=session.tenant, namespace=namespace, method=self.method)
+        return Chosen(number, plan, steps, prompt, folded)
 
     async def build(self, turn: Turn, chosen: Chosen) -> None:
         """Run the steps of a chain that are not known to be in the cache.
@@ -107,6 +118,8 @@ class EpisodeRouter:
             first = len(known) - known[::-1].index(True) if True in known else 0
             try:
                 for step in chosen.steps[first:]:
+                    if turn.obj.rid in self.router.aborted:
+                        raise KVQuantError(f"request {turn.obj.rid}: aborted while its episode was built.")
                     await self._step(turn, chosen, step)
             except _Gone:
                 self._forget(chosen)
@@ -128,8 +141,8 @@ class EpisodeRouter:
             self._built.pop(step.name, None)
 
     async def _step(self, turn: Turn, chosen: Chosen, step: Step) -> None:
-        ids = step_ids(step, turn.ids, chosen.prompt, self.plan)
-        fold = Fold(step.name, step.prefix + step.end - step.start, self.plan.budget, self.plan.pinned)
+        ids = step_ids(step, turn.ids, chosen.prompt, chosen.plan)
+        fold = Fold(step.name, step.prefix + step.end - step.start, chosen.plan.budget, chosen.plan.pinned)
         params = {folds.PARAMETER: fold.encode()}
         if step.offset:
             params[PARAMETER] = FoldedPrefix(step.prefix, step.offset).encode()

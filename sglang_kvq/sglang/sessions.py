@@ -162,8 +162,7 @@ class Router:
         #: Of the policy epicache; None of the others.
         self.episodes: EpisodeRouter | None = None
         if episodic.policy == EPICACHE:
-            pinned = min(max(config.sink_pages, 1) * PAGE_SIZE, episodic.budget - PAGE_SIZE)
-            self.episodes = EpisodeRouter(self, episodic, config.method, pinned)
+            self.episodes = EpisodeRouter(self, episodic, config.method, max(config.sink_pages, 1) * PAGE_SIZE)
         #: Ids of requests that are looked at, and those of them that were aborted meanwhile.
         self.preparing: set[str] = set()
         self.aborted: set[str] = set()
@@ -292,11 +291,12 @@ class Router:
         async with session.planning:
             known = session.follow(ids, turn.namespace)
             session.episodes.keep(known // self.episodic.segment)
-            question = question_start(ids, known, occurrences(ids, self.marker))
+            turns = occurrences(ids, self.marker)
+            question = question_start(ids, known, turns)
             folded = self.episodes.folded(len(ids), question)
             if not folded:
                 return None
-            chosen = await self.episodes.choose(turn, question, folded)
+            chosen = await self.episodes.choose(turn, question, folded, int(turns[0]) if len(turns) else 0)
             async with session.computing:
                 await self.episodes.build(turn, chosen)
             planned = Plan(len(ids), folded, pages=self.episodic.budget // PAGE_SIZE)
