@@ -67,6 +67,8 @@ class EpisodeRouter:
         self.router, self.config, self.method = router, config, method
         self.plan = ChainPlan(config.budget, config.block, sinks)
         self._built: OrderedDict[str, None] = OrderedDict()
+        #: One fold at a time: several would each hold its pages while it waits for room for what they become.
+        self._folding = asyncio.Lock()
 
     def folded(self, tokens: int, question: int) -> int:
         """First tokens of a prompt that are folded: whole blocks before its question, of which at most a block is left.
@@ -150,7 +152,8 @@ class EpisodeRouter:
             inner = requests.compute_request(turn.obj, ids, (step.before, turn.namespace[1]), None)
             inner.sampling_params["custom_params"] = params
             inner.normalize_batch_and_arguments()
-            problem = await self._run(turn, inner)
+            async with self._folding:
+                problem = await self._run(turn, inner)
             if problem is None:
                 break
             if GONE in problem:

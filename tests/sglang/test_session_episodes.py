@@ -198,6 +198,28 @@ def test_patched_prompts_stay_within_the_models_context():
     assert manager.session.history == 10 * P
 
 
+def test_one_fold_at_a_time():
+    manager, running, most = Manager(), 0, 0
+    original = Manager.generate_request
+
+    async def counted(self, obj, request=None):
+        nonlocal running, most
+        running += fold.PARAMETER in obj.sampling_params.get("custom_params", {})
+        most = max(most, running)
+        async for out in original(self, obj, request):
+            yield out
+        running -= fold.PARAMETER in obj.sampling_params.get("custom_params", {})
+
+    async def one(name):
+        obj = request_of(input_ids=LONG.tolist())
+        return [out async for out in sessions.around_generate_request(counted, manager, obj, http(X_Session_Id=name))]
+
+    async def run():
+        return await asyncio.gather(one("a"), one("b"))
+
+    assert len(asyncio.run(run())) == 2 and most == 1
+
+
 def test_tenants_build_their_own():
     manager = Manager()
 
