@@ -131,14 +131,18 @@ class ServerProcess:
             raise
         return self
 
-    def stop(self) -> None:
-        """Ends the server and everything it started. Safe to call twice."""
+    def stop(self, grace: float = 10.0) -> None:
+        """Ends the server and everything it started. Safe to call twice.
+
+        Args:
+            grace: seconds that it has to end by itself, before it is killed.
+        """
         if self.process is None:
             return
-        if self.running:
+        if self.running and grace:
             self.process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self.process.wait(timeout=10)
+                self.process.wait(timeout=grace)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()

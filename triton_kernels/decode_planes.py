@@ -28,14 +28,13 @@ from sglang_kvq.kernels.planes import (
     cell_count,
     field_codes,
     field_count,
-    is_byte,
     is_coded,
     middle,
     multiple,
     plane_of,
+    shares_of,
     start_of,
     tile_gains,
-    token_planes_of,
 )
 from sglang_kvq.kernels.softmax import NEVER, Softmax
 
@@ -80,9 +79,7 @@ def history_planes(
         for c in tl.static_range(cell_count(KEYS)):
             bytes = _key_bytes(records, base_a, base_b, c, KEYS, SHAPE)
             for f in tl.static_range(field_count(KEYS, c)):
-                k = field_codes(bytes, KEYS, c, f, 0, PLAIN)
-                if not is_byte(KEYS, c):
-                    k = stack(k, field_codes(bytes, KEYS, c, f, 1, PLAIN))
+                k = _key_codes(bytes, KEYS, c, f, PLAIN)
                 products = tl.dot(k, queries[plane_of(KEYS, c, f)], products, out_dtype=tl.int32)
         x = (join_parts(products, TILE, HEADS) * unit[None, :] - from_middles[None, :]) * g_k[:, None]
         position = (index + second.to(tl.int32)) * PAGE + token
@@ -144,10 +141,10 @@ def _queries(q, scale_log2, CODES: tl.constexpr, SHAPE: tl.constexpr):
 
 @triton.jit
 def _key_bytes(records, base_a, base_b, CELL: tl.constexpr, CODES: tl.constexpr, SHAPE: tl.constexpr):
-    """A cell of two pages' keys: uint8 [2 PAGE, INT8_JP] in the tile's order, of a nibble [PAGE, INT8_JP]."""
+    """A cell of two pages' keys: uint8 [2 PAGE / shares, INT8_JP] in the tile's order, in which shares follow."""
     D4: tl.constexpr = SHAPE.D4
     JP: tl.constexpr = SHAPE.INT8_JP
-    ROWS: tl.constexpr = 2 * PAGE if is_byte(CODES, CELL) else PAGE
+    ROWS: tl.constexpr = 2 * PAGE // shares_of(CODES, CELL)
     QUARTER: tl.constexpr = PAGE // 4
     row, j = tl.arange(0, ROWS), tl.arange(0, JP)[None, :]
     base = records + base_of(row // QUARTER % 2 == 1, base_a, base_b)[:, None]
@@ -157,6 +154,18 @@ def _key_bytes(records, base_a, base_b, CELL: tl.constexpr, CODES: tl.constexpr,
         return tl.load(address + start_of(CODES, CELL))
     else:
         return tl.load(address + start_of(CODES, CELL), mask=(j < D4) & (row >= 0)[:, None], other=0)
+
+
+@triton.jit
+def _key_codes(bytes, CODES: tl.constexpr, CELL: tl.constexpr, FIELD: tl.constexpr, PLAIN: tl.constexpr):
+    """INT8 [2 PAGE, INT8_JP] of a cell's bytes: a field's codes of every token."""
+    x = field_codes(bytes, CODES, CELL, FIELD, 0, PLAIN)
+    if shares_of(CODES, CELL) > 1:
+        x = stack(x, field_codes(bytes, CODES, CELL, FIELD, 1, PLAIN))
+    if shares_of(CODES, CELL) > 2:
+        last = field_codes(bytes, CODES, CELL, FIELD, 3, PLAIN)
+        x = stack(x, stack(field_codes(bytes, CODES, CELL, FIELD, 2, PLAIN), last))
+    return x
 
 
 @triton.jit
@@ -171,14 +180,12 @@ def _value_products(both, v_first, weights, CODES: tl.constexpr, SHAPE: tl.const
     for _ in tl.static_range(4):
         sums += (tl.full([ROWS, COLUMNS], MAGIC_BITS, tl.int32),)
     for c in tl.static_range(cell_count(CODES)):
-        for t in tl.static_range(token_planes_of(CODES, c)):
+        for t in tl.static_range(4 // shares_of(CODES, c)):
             bytes = _value_bytes(both, v_first, c, t, CODES, SHAPE)
             for f in tl.static_range(field_count(CODES, c)):
-                v = field_codes(bytes, CODES, c, f, 0, PLAIN)
-                sums = _added(sums, plane_of(CODES, c, f), v, weights[t])
-                if not is_byte(CODES, c):
-                    v = field_codes(bytes, CODES, c, f, 1, PLAIN)
-                    sums = _added(sums, plane_of(CODES, c, f), v, weights[t + 2])
+                for share in tl.static_range(shares_of(CODES, c)):
+                    v = field_codes(bytes, CODES, c, f, share, PLAIN)
+                    sums = _added(sums, plane_of(CODES, c, f), v, weights[t + share * (4 // shares_of(CODES, c))])
     return sums
 
 

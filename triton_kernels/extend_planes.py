@@ -21,13 +21,14 @@ from sglang_kvq.kernels.common import PAGE, dot, key_row, page_of
 from sglang_kvq.kernels.extend_history import join_planes, queries_by_plane, split8
 from sglang_kvq.kernels.planes import (
     GAIN_BIAS,
+    bits_of,
     cell_count,
     field_count,
     gain_of,
-    is_byte,
     mask_of,
     middle,
     plane_of,
+    shares_of,
     shift_of,
     start_of,
 )
@@ -156,10 +157,8 @@ def _key_tile(record, CODES: tl.constexpr, SHAPE: tl.constexpr, PLAIN: tl.conste
     token = n // 8 * 8 + n % 2 * 4 + n // 2 % 4  # because of banks, see ``extend_history._page``
     planes = _no_planes(PAGE, JP)
     for c in tl.static_range(cell_count(CODES)):
-        if is_byte(CODES, c):
-            row, shift = key_row(token), token * 0
-        else:
-            row, shift = key_row(token) % (PAGE // 2), token // (PAGE // 2) * 4
+        rows = PAGE // shares_of(CODES, c)
+        row, shift = key_row(token) % rows, token // rows * bits_of(CODES, c)
         address = record + start_of(CODES, c) + row[:, None] * D4 + j
         bytes = tl.load(address) if D4 == JP else tl.load(address, mask=j < D4, other=0)
         for f in tl.static_range(field_count(CODES, c)):
@@ -176,10 +175,8 @@ def _value_tile(record, v_first, CODES: tl.constexpr, SHAPE: tl.constexpr, PLAIN
     token, j = tl.arange(0, PAGE)[None, :], tl.arange(0, ROWS)[:, None]
     planes = _no_planes(ROWS, PAGE)
     for c in tl.static_range(cell_count(CODES)):
-        if is_byte(CODES, c):
-            quarter, shift = token // QUARTER, token * 0
-        else:
-            quarter, shift = token // QUARTER % 2, token // (2 * QUARTER) * 4
+        tokens = PAGE // shares_of(CODES, c)
+        quarter, shift = token % tokens // QUARTER, token // tokens * bits_of(CODES, c)
         columns = quarter * (SHAPE.D4 * QUARTER) + (v_first // 4 + j) * QUARTER
         address = record + start_of(CODES, c) + columns + token % QUARTER
         if SHAPE.DIMS == SHAPE.VP:
@@ -227,11 +224,11 @@ def _set(planes, PLANE: tl.constexpr, tile):
 
 @triton.jit
 def _levels(bytes, shift, CODES: tl.constexpr, CELL: tl.constexpr, FIELD: tl.constexpr, PLAIN: tl.constexpr):
-    """A field's levels times 2^-9, FP16, of bytes; shift: where a nibble begins in its byte, equal for four of them."""
+    """A field's levels times 2^-9, FP16, of bytes; shift: where a token's cell begins in its byte, equal for four."""
     if PLAIN:
         code = (bytes.to(tl.int32) >> (shift + shift_of(CODES, CELL, FIELD))) & mask_of(CODES, CELL, FIELD)
         return ((code.to(tl.float32) - middle(CODES, plane_of(CODES, CELL, FIELD))) * _LEVEL).to(tl.float16)
-    elif is_byte(CODES, CELL):
+    elif shares_of(CODES, CELL) == 1:
         return tl.inline_asm_elementwise(
             _levels_ptx(CODES, CELL, FIELD), "=&r,=&r,r", [bytes], dtype=tl.float16, is_pure=True, pack=4
         )
@@ -248,14 +245,14 @@ def _levels(bytes, shift, CODES: tl.constexpr, CELL: tl.constexpr, FIELD: tl.con
 
 @triton.constexpr_function
 def _levels_ptx(codes, cell, field):
-    """PTX of ``_levels``: $0 and $1 are the levels of $2's four bytes; of nibbles, $3 is the shift."""
+    """PTX of ``_levels``: $0 and $1 are the levels of $2's four bytes; of those that are shared, $3 is the shift."""
     found = codes.cells[cell].fields[field]
     width = found.width
     mask = ((1 << width) - 1) << found.shift
     factor = (30 - found.shift) << 10  # 2^(15 - shift)
     less = 0x8000 | (width + 4) << 10 | ((1 << (width - 1)) - 1) << (11 - width)  # (2^width - 1) / 2 * 2^-9
     lines = ["{", ".reg .b32 bytes, factor, less;"]
-    lines.append("mov.b32 bytes, $2;" if codes.cells[cell].bits == 8 else "shr.u32 bytes, $2, $3;")
+    lines.append("mov.b32 bytes, $2;" if codes.cells[cell].shares == 1 else "shr.u32 bytes, $2, $3;")
     lines += [f"mov.b32 factor, {factor * 0x10001:#x};", f"mov.b32 less, {less * 0x10001:#x};"]
     lines += ["prmt.b32 $0, bytes, 0, 0x4140;", "prmt.b32 $1, bytes, 0, 0x4342;"]  # two bytes, a zero above each
     for n in range(2):

@@ -2,9 +2,9 @@
 
 target[l, h, j] = source[l, h, tokens[l, h, j]]        codes, scales and offsets, or gains; nothing is quantized again
 
-A token's row of K is whole bytes, or nibbles. Of V, a byte has bits of four tokens, or of two: they are put together
-anew in registers. Loads of V are bytes that lie as far apart as the tokens do; ascending choices find most of them in
-the L1 cache.
+A token's row of K is whole bytes, or halves or quarters of them. Of V, a byte may have bits of two or four tokens too.
+These are put together anew in registers. Loads of V are bytes that lie as far apart as the tokens do; ascending choices
+find most of them in the L1 cache.
 """
 
 import torch
@@ -13,7 +13,7 @@ import triton.language as tl
 
 from sglang_kvq.kernels.codes import PlaneRecord, Record
 from sglang_kvq.kernels.common import PAGE, key_row
-from sglang_kvq.kernels.planes import cell_count, is_byte, is_planes, start_of
+from sglang_kvq.kernels.planes import bits_of, cell_count, is_planes, shares_of, start_of
 from sglang_kvq.kernels.shape import shape_of
 
 
@@ -69,16 +69,16 @@ def _keys(out, records, step, source_pages, chosen, CODES: tl.constexpr, SHAPE: 
     if CODES.bits == 4:
         _key_bytes(out, records, step, source_pages, chosen, CODES.high, SHAPE)
     elif CODES.bits == 3:
-        _key_nibbles(out, records, step, source_pages, chosen, CODES.high, SHAPE)
+        _shared_key_bytes(out, records, step, source_pages, chosen, CODES.high, 4, SHAPE)
 
 
 @triton.jit
 def _key_cells(out, records, step, source_pages, chosen, CODES: tl.constexpr, SHAPE: tl.constexpr):
     for c in tl.static_range(cell_count(CODES)):
-        if is_byte(CODES, c):
+        if shares_of(CODES, c) == 1:
             _key_bytes(out, records, step, source_pages, chosen, start_of(CODES, c), SHAPE)
         else:
-            _key_nibbles(out, records, step, source_pages, chosen, start_of(CODES, c), SHAPE)
+            _shared_key_bytes(out, records, step, source_pages, chosen, start_of(CODES, c), bits_of(CODES, c), SHAPE)
 
 
 @triton.jit
@@ -93,10 +93,7 @@ def _values(out, records, step, source_pages, chosen, CODES: tl.constexpr, SHAPE
 @triton.jit
 def _value_cells(out, records, step, source_pages, chosen, CODES: tl.constexpr, SHAPE: tl.constexpr):
     for c in tl.static_range(cell_count(CODES)):
-        if is_byte(CODES, c):
-            _value_bytes(out, records, step, source_pages, chosen, start_of(CODES, c), SHAPE)
-        else:
-            _value_nibbles(out, records, step, source_pages, chosen, start_of(CODES, c), SHAPE)
+        _shared_value_bytes(out, records, step, source_pages, chosen, start_of(CODES, c), bits_of(CODES, c), SHAPE)
 
 
 @triton.jit
@@ -119,21 +116,24 @@ def _key_bytes(out, records, step, source_pages, chosen, START: tl.constexpr, SH
 
 
 @triton.jit
-def _key_nibbles(out, records, step, source_pages, chosen, START: tl.constexpr, SHAPE: tl.constexpr):
-    """Rows of D / 4 nibbles at START, [PAGE / 2, D / 4]: byte row r has that of row r and, above, of r + PAGE / 2."""
+def _shared_key_bytes(
+    out, records, step, source_pages, chosen, START: tl.constexpr, BITS: tl.constexpr, SHAPE: tl.constexpr
+):
+    """Rows of BITS a column at START, [ROWS, D / 4]: byte row r has rows r, r + ROWS, ..., lowest bits first."""
     WORDS: tl.constexpr = SHAPE.D4 // 4
-    HALF: tl.constexpr = PAGE // 2
+    ROWS: tl.constexpr = PAGE * BITS // 8
     WIDTH: tl.constexpr = SHAPE.DP // 16
-    row, word = tl.arange(0, HALF)[:, None], tl.arange(0, WIDTH)[None, :]
+    MASK: tl.constexpr = ((1 << BITS) - 1) * 0x01010101
+    row, word = tl.arange(0, ROWS)[:, None], tl.arange(0, WIDTH)[None, :]
     inside = word < WORDS
     token = row // 16 * 16 + row % 8 * 2 + row % 16 // 8  # key_row(token) == row
-    x = tl.zeros([HALF, WIDTH], tl.int32)
-    for half in tl.static_range(2):
-        page, place = _source(source_pages, chosen, token + half * HALF)
+    x = tl.zeros([ROWS, WIDTH], tl.int32)
+    for share in tl.static_range(8 // BITS):
+        page, place = _source(source_pages, chosen, token + share * ROWS)
         old = key_row(place)
-        words = (records + page * step + START).to(tl.pointer_type(tl.int32)) + old % HALF * WORDS
-        nibbles = (tl.load(words + word, mask=inside, other=0) >> (old // HALF * 4)) & 0x0F0F0F0F
-        x |= nibbles << (half * 4)
+        words = (records + page * step + START).to(tl.pointer_type(tl.int32)) + old % ROWS * WORDS
+        bits = (tl.load(words + word, mask=inside, other=0) >> (old // ROWS * BITS)) & MASK
+        x |= bits << (share * BITS)
     tl.store((out + START).to(tl.pointer_type(tl.int32)) + row * WORDS + word, x, mask=inside)
 
 
@@ -172,33 +172,24 @@ def _value_byte(records, step, source_pages, chosen, token, dim, inside, START: 
 
 
 @triton.jit
-def _value_bytes(out, records, step, source_pages, chosen, START: tl.constexpr, SHAPE: tl.constexpr):
-    """A byte for each column and token at START, [4, D / 4, PAGE / 4], token 16 t + i at [t, :, i]."""
-    D4: tl.constexpr = SHAPE.D4
-    column, i = tl.arange(0, SHAPE.JP)[:, None], tl.arange(0, PAGE // 4)[None, :]
-    inside = column < D4
-    for t in tl.static_range(4):
-        page, place = _source(source_pages, chosen, t * (PAGE // 4) + i)
-        old = (place // (PAGE // 4) * D4 + column) * (PAGE // 4) + place % (PAGE // 4)
-        x = tl.load(records + page * step + START + old, mask=inside)
-        tl.store(out + START + (t * D4 + column) * (PAGE // 4) + i, x, mask=inside)
-
-
-@triton.jit
-def _value_nibbles(out, records, step, source_pages, chosen, START: tl.constexpr, SHAPE: tl.constexpr):
-    """A nibble for each column and token at START, [2, D / 4, PAGE / 4]: tokens PAGE / 2 later in the upper halves."""
+def _shared_value_bytes(
+    out, records, step, source_pages, chosen, START: tl.constexpr, BITS: tl.constexpr, SHAPE: tl.constexpr
+):
+    """BITS for each column and token at START, [QUARTERS, D / 4, PAGE / 4]: see ``formats.planes``."""
     D4: tl.constexpr = SHAPE.D4
     COLUMNS: tl.constexpr = SHAPE.JP
-    column, i = tl.arange(0, COLUMNS)[:, None], tl.arange(0, PAGE // 4)[None, :]
+    QUARTER: tl.constexpr = PAGE // 4
+    QUARTERS: tl.constexpr = BITS // 2
+    column, i = tl.arange(0, COLUMNS)[:, None], tl.arange(0, QUARTER)[None, :]
     inside = column < D4
-    for t in tl.static_range(2):
-        x = tl.zeros([COLUMNS, PAGE // 4], tl.int32)
-        for half in tl.static_range(2):
-            page, place = _source(source_pages, chosen, (t + 2 * half) * (PAGE // 4) + i)
-            old = (place // (PAGE // 4) % 2 * D4 + column) * (PAGE // 4) + place % (PAGE // 4)
+    for t in tl.static_range(QUARTERS):
+        x = tl.zeros([COLUMNS, QUARTER], tl.int32)
+        for share in tl.static_range(8 // BITS):
+            page, place = _source(source_pages, chosen, (t + QUARTERS * share) * QUARTER + i)
+            old = (place // QUARTER % QUARTERS * D4 + column) * QUARTER + place % QUARTER
             byte = tl.load(records + page * step + START + old, mask=inside, other=0).to(tl.int32)
-            x |= ((byte >> (place // (PAGE // 2) * 4)) & 15) << (4 * half)
-        tl.store(out + START + (t * D4 + column) * (PAGE // 4) + i, x.to(tl.uint8), mask=inside)
+            x |= ((byte >> (place // (QUARTER * QUARTERS) * BITS)) & ((1 << BITS) - 1)) << (share * BITS)
+        tl.store(out + START + (t * D4 + column) * QUARTER + i, x.to(tl.uint8), mask=inside)
 
 
 @triton.jit

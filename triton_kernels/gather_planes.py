@@ -18,13 +18,14 @@ import triton.language as tl
 from sglang_kvq.kernels.common import INTERPRETED, PAGE, key_row, to_bf16
 from sglang_kvq.kernels.planes import (
     GAIN_BIAS,
+    bits_of,
     cell_count,
     field_count,
-    is_byte,
     is_coded,
     mask_of,
     middle,
     plane_of,
+    shares_of,
     shift_of,
     start_of,
 )
@@ -59,13 +60,11 @@ def _keys(out, count, row_words, record, words, CODES: tl.constexpr, SHAPE: tl.c
     out = (out + token * row_words + 4 * m)[:, None] + tl.arange(0, 4)[None, :]
     wanted = (inside & (token < count))[:, None]
     for c in tl.static_range(cell_count(CODES)):
-        if is_byte(CODES, c):
-            at = words + start_of(CODES, c) // 4 + key_row(token) * (D4 // 4) + 2 * m
-            a, b = tl.load(at, mask=inside, other=0), tl.load(at + 1, mask=inside, other=0)
-        else:
-            upper = token // (PAGE // 2) * 4
-            at = words + start_of(CODES, c) // 4 + key_row(token) % (PAGE // 2) * (D4 // 4) + 2 * m
-            a, b = tl.load(at, mask=inside, other=0) >> upper, tl.load(at + 1, mask=inside, other=0) >> upper
+        rows = PAGE // shares_of(CODES, c)
+        at = words + start_of(CODES, c) // 4 + key_row(token) % rows * (D4 // 4) + 2 * m
+        a, b = tl.load(at, mask=inside, other=0), tl.load(at + 1, mask=inside, other=0)
+        if shares_of(CODES, c) > 1:
+            a, b = a >> token // rows * bits_of(CODES, c), b >> token // rows * bits_of(CODES, c)
         halves = (_halves(a, a, 0, 1), _halves(a, a, 2, 3), _halves(b, b, 0, 1), _halves(b, b, 2, 3))
         for f in tl.static_range(field_count(CODES, c)):
             tl.store(out + plane_of(CODES, c, f) * (D4 // 2), _expand(halves, gain, CODES, c, f), mask=wanted)
@@ -89,10 +88,9 @@ def _values(out, count, row_words, words, CODES: tl.constexpr, SHAPE: tl.constex
         columns = ()
         for n in tl.static_range(8):  # a column has four words of a quarter's tokens
             at = words + start_of(CODES, c) // 4 + g * 32 + 4 * n + i
-            if is_byte(CODES, c):
-                columns += (tl.load(at + t * (4 * D4), mask=inside, other=0),)
-            else:
-                columns += (tl.load(at + t % 2 * (4 * D4), mask=inside, other=0) >> (t // 2 * 4),)
+            quarters = 4 // shares_of(CODES, c)
+            column = tl.load(at + t % quarters * (4 * D4), mask=inside, other=0)
+            columns += (column >> t // quarters * bits_of(CODES, c),)
         for n in tl.static_range(4):
             gain = _twice((gains >> (8 * n)) & 0xFF)
             halves = (

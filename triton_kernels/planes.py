@@ -28,15 +28,21 @@ def cell_count(codes):
 
 
 @triton.constexpr_function
-def is_byte(codes, cell):
-    """Whether a cell is a byte; else it is a nibble."""
-    return codes.cells[cell].bits == 8
+def shares_of(codes, cell):
+    """How many tokens share a byte of the cell: 1, 2 or 4."""
+    return codes.cells[cell].shares
 
 
 @triton.constexpr_function
-def token_planes_of(codes, cell):
-    """Of how many of a page's four planes of tokens the cell's rows of V are: a nibble's are of two, twice."""
-    return 4 if codes.cells[cell].bits == 8 else 2
+def bits_of(codes, cell):
+    """Bits of one token's cell."""
+    return codes.cells[cell].bits
+
+
+@triton.constexpr_function
+def runs_of(codes):
+    """Of how many runs of a page's tokens none shares a byte with another of its own: 2 or 4."""
+    return max(2, *(cell.shares for cell in codes.cells))
 
 
 @triton.constexpr_function
@@ -95,9 +101,10 @@ def _stays(field):
 
 
 @triton.constexpr_function
-def _left(codes, cell, field, upper):
-    """By how much a cell, or the upper nibble of a byte, is shifted down for a field."""
-    return (0 if _stays(codes.cells[cell].fields[field]) else shift_of(codes, cell, field)) + 4 * upper
+def _left(codes, cell, field, share):
+    """By how much bytes are shifted down for a field of the tokens of a share."""
+    own = 0 if _stays(codes.cells[cell].fields[field]) else shift_of(codes, cell, field)
+    return own + bits_of(codes, cell) * share
 
 
 @triton.constexpr_function
@@ -109,9 +116,9 @@ def _mask(codes, cell, field):
 
 
 @triton.constexpr_function
-def _field_ptx(codes, cell, field, upper):
-    """Of four bytes, or of their upper nibbles."""
-    left, words = _left(codes, cell, field, upper), f"{_mask(codes, cell, field) * 0x01010101:#010x}"
+def _field_ptx(codes, cell, field, share):
+    """Of four bytes."""
+    left, words = _left(codes, cell, field, share), f"{_mask(codes, cell, field) * 0x01010101:#010x}"
     if left == 0:
         return f"and.b32 $0, $1, {words};"
     return f"{{ .reg .b32 down; shr.u32 down, $1, {left}; and.b32 $0, down, {words}; }}"
@@ -119,15 +126,15 @@ def _field_ptx(codes, cell, field, upper):
 
 @triton.jit
 def field_codes(
-    bytes, CODES: tl.constexpr, CELL: tl.constexpr, FIELD: tl.constexpr, UPPER: tl.constexpr, PLAIN: tl.constexpr
+    bytes, CODES: tl.constexpr, CELL: tl.constexpr, FIELD: tl.constexpr, SHARE: tl.constexpr, PLAIN: tl.constexpr
 ):
-    """INT8 tile of ``multiple`` times a plane's codes, of a tile of bytes (UPPER: of their upper nibbles)."""
+    """INT8 tile of ``multiple`` times a plane's codes, of a tile of bytes: of the first, second, ... token of each."""
     if PLAIN:
-        x = bytes >> _left(CODES, CELL, FIELD, UPPER)
+        x = bytes >> _left(CODES, CELL, FIELD, SHARE)
         return (x & _mask(CODES, CELL, FIELD)).to(tl.int8)
     else:
         return tl.inline_asm_elementwise(
-            asm=_field_ptx(CODES, CELL, FIELD, UPPER),
+            asm=_field_ptx(CODES, CELL, FIELD, SHARE),
             constraints="=r,r",
             args=[bytes],
             dtype=tl.int8,

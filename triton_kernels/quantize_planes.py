@@ -13,7 +13,17 @@ from sglang_kvq.formats.planes import GAIN_BIAS as _GAIN_BIAS
 from sglang_kvq.formats.planes import MOST_ERROR as _MOST_ERROR
 from sglang_kvq.kernels.common import INTERPRETED, PAGE, key_row
 from sglang_kvq.kernels.int8 import MAGIC
-from sglang_kvq.kernels.planes import cell_count, field_count, is_byte, is_coded, plane_of, shift_of, start_of
+from sglang_kvq.kernels.planes import (
+    bits_of,
+    cell_count,
+    field_count,
+    is_coded,
+    plane_of,
+    runs_of,
+    shares_of,
+    shift_of,
+    start_of,
+)
 
 _PLAIN = tl.constexpr(INTERPRETED)
 CANDIDATES = tl.constexpr(len(_CANDIDATES))
@@ -24,45 +34,54 @@ GAIN_BIAS = tl.constexpr(_GAIN_BIAS)
 
 @triton.jit
 def quantize_plane_keys(k, k_token, record, part, CODES: tl.constexpr, SHAPE: tl.constexpr, TOKENS: tl.constexpr):
-    """TOKENS tokens of a page's keys: half of them from each half of the page, as nibbles want it."""
-    HALF: tl.constexpr = TOKENS // 2
-    JP: tl.constexpr = SHAPE.JP
-    i, j = tl.arange(0, TOKENS), tl.arange(0, JP)[None, :]
-    token = i // HALF * (PAGE // 2) + part * HALF + i % HALF
+    """TOKENS tokens of a page's keys, see ``_tokens``."""
+    i, j = tl.arange(0, TOKENS), tl.arange(0, SHAPE.JP)[None, :]
+    token = _tokens(i, part, CODES, TOKENS)
     codes, gains = _row_codes(k + token[:, None] * k_token, CODES, SHAPE, TOKENS)
     tl.store(record + CODES.gains + token, gains)
     for c in tl.static_range(cell_count(CODES)):
-        bits = _column_bits(codes, c, CODES)  # [TOKENS, JP]
-        if is_byte(CODES, c):
-            out = record + start_of(CODES, c) + key_row(token)[:, None] * SHAPE.D4 + j
-            tl.store(out, bits.to(tl.uint8), mask=(j < SHAPE.D4) & (i >= 0)[:, None])
-        else:
-            both = tl.sum(tl.reshape(bits << (i // HALF * 4)[:, None], [2, HALF, JP]), 0)
-            row = key_row(part * HALF + tl.arange(0, HALF))
-            out = record + start_of(CODES, c) + row[:, None] * SHAPE.D4 + j
-            tl.store(out, both.to(tl.uint8), mask=(j < SHAPE.D4) & (row >= 0)[:, None])
+        bytes = _shared(_column_bits(codes, c, CODES), c, CODES)
+        row = key_row(_tokens(tl.arange(0, TOKENS // shares_of(CODES, c)), part, CODES, TOKENS))
+        out = record + start_of(CODES, c) + row[:, None] * SHAPE.D4 + j
+        tl.store(out, bytes.to(tl.uint8), mask=(j < SHAPE.D4) & (row >= 0)[:, None])
 
 
 @triton.jit
 def quantize_plane_values(v, v_token, record, part, CODES: tl.constexpr, SHAPE: tl.constexpr, TOKENS: tl.constexpr):
     """As many tokens of a page's values, likewise; a token's column is one byte among its plane of tokens'."""
-    HALF: tl.constexpr = TOKENS // 2
     QUARTER: tl.constexpr = PAGE // 4
-    JP: tl.constexpr = SHAPE.JP
-    i, j = tl.arange(0, TOKENS), tl.arange(0, JP)[None, :]
-    token = i // HALF * (PAGE // 2) + part * HALF + i % HALF
+    i, j = tl.arange(0, TOKENS), tl.arange(0, SHAPE.JP)[None, :]
+    token = _tokens(i, part, CODES, TOKENS)
     codes, gains = _row_codes(v + token[:, None] * v_token, CODES, SHAPE, TOKENS)
     tl.store(record + CODES.gains + token, gains)
     for c in tl.static_range(cell_count(CODES)):
-        bits = _column_bits(codes, c, CODES)
-        if is_byte(CODES, c):
-            out = record + start_of(CODES, c) + (token // QUARTER * (SHAPE.D4 * QUARTER) + token % QUARTER)[:, None]
-            tl.store(out + j * QUARTER, bits.to(tl.uint8), mask=(j < SHAPE.D4) & (i >= 0)[:, None])
-        else:
-            both = tl.sum(tl.reshape(bits << (i // HALF * 4)[:, None], [2, HALF, JP]), 0)
-            lower = part * HALF + tl.arange(0, HALF)
-            out = record + start_of(CODES, c) + (lower // QUARTER * (SHAPE.D4 * QUARTER) + lower % QUARTER)[:, None]
-            tl.store(out + j * QUARTER, both.to(tl.uint8), mask=(j < SHAPE.D4) & (lower >= 0)[:, None])
+        bytes = _shared(_column_bits(codes, c, CODES), c, CODES)
+        first = _tokens(tl.arange(0, TOKENS // shares_of(CODES, c)), part, CODES, TOKENS)
+        out = record + start_of(CODES, c) + (first // QUARTER * (SHAPE.D4 * QUARTER) + first % QUARTER)[:, None]
+        tl.store(out + j * QUARTER, bytes.to(tl.uint8), mask=(j < SHAPE.D4) & (first >= 0)[:, None])
+
+
+@triton.jit
+def _tokens(i, part, CODES: tl.constexpr, TOKENS: tl.constexpr):
+    """The page's tokens that are a program's i: as many from each run of tokens that share no byte.
+
+    There are two runs at least, four where four tokens share one; what shares a byte is TOKENS / shares apart here.
+    """
+    RUNS: tl.constexpr = runs_of(CODES)
+    RUN: tl.constexpr = TOKENS // RUNS
+    return i // RUN * (PAGE // RUNS) + part * RUN + i % RUN
+
+
+@triton.jit
+def _shared(bits, CELL: tl.constexpr, CODES: tl.constexpr):
+    """A cell's bits of a program's tokens, int32 [TOKENS, JP], with those that share a byte put together."""
+    SHARES: tl.constexpr = shares_of(CODES, CELL)
+    if SHARES == 1:
+        return bits
+    else:
+        BYTES: tl.constexpr = bits.shape[0] // SHARES
+        shift = tl.arange(0, bits.shape[0]) // BYTES * bits_of(CODES, CELL)
+        return tl.sum(tl.reshape(bits << shift[:, None], [SHARES, BYTES, bits.shape[1]]), 0)
 
 
 @triton.jit

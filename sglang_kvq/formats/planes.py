@@ -16,14 +16,13 @@ be worth finer steps for all others, so the one of least squared error is taken,
 These are integers below 2^24, so that their sum does not depend on the order. Differences are rounded to float32, fl is
 a float32, products are exact and ``round`` is to the nearest integer, half to even.
 
-A column, the four elements j, D / 4 + j, ..., has W = sum(widths) bits: 4, 8, 12 or 16. They lie in *cells*, a byte for
-each eight bits and a nibble for the other four, each filled exactly by the codes of some planes. A record of one KV
-head is, without gaps, for P tokens a page:
+A column, the four elements j, D / 4 + j, ..., has W = sum(widths) bits: 2, 4, 6, ... or 16. They lie in *cells*: for
+each eight bits a byte, which one token has; of what is left four bits, a half byte, and two bits, a quarter byte, whose
+bytes two and four tokens *share*. Each is filled exactly by the codes of some planes. A record of one KV head is,
+without gaps, for P tokens a page and cells of bytes that s tokens share:
 
-    K cells   a byte: uint8 [P, D / 4], rows in the order ``page.KEY_TOKENS``; a nibble: [P / 2, D / 4], whose row r has
-              row r in its lower and row r + P / 2 in its upper half
-    V cells   a byte: uint8 [4, D / 4, P / 4], of token t P / 4 + i at [t, :, i]; a nibble: [2, D / 4, P / 4], likewise,
-              with tokens P / 2 later in the upper halves
+    K cells   uint8 [P / s, D / 4]: row r has rows r, r + P / s, ... of the order ``page.KEY_TOKENS``, lowest bits first
+    V cells   uint8 [4 / s, D / 4, P / 4]: at [t, :, i] tokens t P / 4 + i, P / s later, ..., lowest bits first
     K gains, V gains   uint8 [P]
 """
 
@@ -41,6 +40,8 @@ from sglang_kvq.formats.page import KEY_TOKENS
 
 PLANES = 4
 MOST_BITS = 6
+#: Of a column.
+MOST_COLUMN_BITS = 16
 #: Bits of each plane's codes.
 Widths: TypeAlias = tuple[int, int, int, int]
 
@@ -64,19 +65,24 @@ class Field:
 
 @dataclass(frozen=True)
 class Cell:
-    """Bits of a column that lie together: a byte (8) or a nibble (4)."""
+    """Bits of a column that lie together: 8, 4 or 2."""
 
     bits: int
     fields: tuple[Field, ...]
+
+    @property
+    def shares(self) -> int:
+        """Tokens that share a byte."""
+        return 8 // self.bits
 
 
 @cache
 def cells_of(widths: Widths) -> tuple[Cell, ...] | None:
     """The cells of a column, bytes first; None if no choice of planes fills each exactly."""
     total = sum(widths)
-    if total == 0 or total % 4:
+    if total == 0 or total % 2 or total > MOST_COLUMN_BITS:
         return None
-    sizes = [8] * (total // 8) + [4] * (total % 8 // 4)
+    sizes = [8] * (total // 8) + [4] * (total % 8 // 4) + [2] * (total % 4 // 2)
     chosen = _fill([(w, p) for p, w in enumerate(widths) if w], sizes)
     if chosen is None:
         return None
@@ -127,7 +133,8 @@ class PlaneCode:
         if len(self.widths) != PLANES or not all(0 <= w <= MOST_BITS for w in self.widths) or not self.cells:
             raise KVQuantError(
                 f"widths {self.widths}: four numbers from 0 to {MOST_BITS}, one for each plane of a row, of which some "
-                "fill each byte and the nibble of a column: 4, 8, 12 or 16 bits in all."
+                "fill each byte, half byte and quarter byte of a column: an even number of bits, 2 to "
+                f"{MOST_COLUMN_BITS} in all."
             )
 
     @property
@@ -289,13 +296,12 @@ class PlaneFormat:
         quarter, first, parts = self.head_dim // PLANES, 0, []
         for cell in self.k.cells:
             end = first + PAGE_SIZE * quarter * cell.bits // 8
-            rows = records[..., first:end].unflatten(-1, (-1, quarter))
-            parts.append((rows if cell.bits == 8 else _halves(rows, -2))[..., KEY_TOKENS.argsort(), :])
+            rows = _apart(records[..., first:end].unflatten(-1, (-1, quarter)), cell, -2)
+            parts.append(rows[..., KEY_TOKENS.argsort(), :])
             first = end
         for cell in self.v.cells:
             end = first + PAGE_SIZE * quarter * cell.bits // 8
-            turned = records[..., first:end].unflatten(-1, (-1, quarter, PAGE_SIZE // 4))
-            turned = turned if cell.bits == 8 else _halves(turned, -3)
+            turned = _apart(records[..., first:end].unflatten(-1, (-1, quarter, PAGE_SIZE // 4)), cell, -3)
             parts.append(turned.transpose(-1, -2).flatten(-3, -2))
             first = end
         at = self.parts
@@ -307,19 +313,21 @@ class PlaneFormat:
         cut, stored = len(self.k.cells), []
         for cell, bits in zip(self.k.cells, columns[:cut]):
             rows = bits[..., KEY_TOKENS, :]  # [..., P, D / 4]
-            stored.append((rows if cell.bits == 8 else _nibbles(rows, -2)).flatten(-2))
+            stored.append(_together(rows, cell, -2).flatten(-2))
         for cell, bits in zip(self.v.cells, columns[cut:]):
             turned = bits.unflatten(-2, (4, -1)).transpose(-1, -2)  # [..., 4, D / 4, P / 4]
-            stored.append((turned if cell.bits == 8 else _nibbles(turned, -3)).flatten(-3))
+            stored.append(_together(turned, cell, -3).flatten(-3))
         return torch.cat([*stored, k_gains[..., 0], v_gains[..., 0]], dim=-1)
 
 
-def _nibbles(x: torch.Tensor, dim: int) -> torch.Tensor:
-    """Both halves along ``dim`` in one byte, the first one lower."""
-    low, high = x.chunk(2, dim)
-    return low | high << 4
+def _together(x: torch.Tensor, cell: Cell, dim: int) -> torch.Tensor:
+    """A cell's bits, those along ``dim`` that share a byte put together."""
+    bytes = torch.zeros_like(x.narrow(dim, 0, x.shape[dim] // cell.shares))
+    for n, part in enumerate(x.chunk(cell.shares, dim)):
+        bytes = bytes | part << n * cell.bits
+    return bytes
 
 
-def _halves(x: torch.Tensor, dim: int) -> torch.Tensor:
-    """``_nibbles``' inverse."""
-    return torch.cat([x & 15, x >> 4], dim)
+def _apart(bytes: torch.Tensor, cell: Cell, dim: int) -> torch.Tensor:
+    """``_together``'s inverse."""
+    return torch.cat([bytes >> n * cell.bits & (1 << cell.bits) - 1 for n in range(cell.shares)], dim)

@@ -49,7 +49,7 @@ def tokenizer(model):
 
 @pytest.fixture(scope="module")
 def text(tokenizer) -> list[int]:
-    return tokenizer(held_out_text()).input_ids[:800]
+    return tokenizer(held_out_text()).input_ids[:1000]
 
 
 def prompt_of(tokenizer, words, ids: list[int]) -> list[int]:

@@ -41,7 +41,7 @@ def said(request, plugin, tmp_path_factory) -> Iterator[dict[str, dict]]:
         try:
             found[name] = ask(server)
         finally:
-            server.stop()
+            server.stop(grace=0)
     return found
 
 

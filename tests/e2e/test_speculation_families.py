@@ -59,7 +59,7 @@ def said(request, plugins, tmp_path_factory) -> Iterator[dict]:
     try:
         yield ask(server)
     finally:
-        server.stop()
+        server.stop(grace=0)
 
 
 def ask(server: TinyServer) -> dict:
