@@ -38,7 +38,8 @@ def test_refused(tmp_path, arguments, message):
 
 
 def test_an_unknown_model_with_no_hub(tmp_path, monkeypatch):
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")  # of processes that are started
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # was read when this process began
     (tmp_path / "t.txt").write_text("text")
     fixed = ["calibrate", "no-such-org/no-model", "--text", str(tmp_path / "t.txt"), "--output", str(tmp_path / "out")]
     for engine in (["--device", "cpu"], ["--engine", "sglang"]):
