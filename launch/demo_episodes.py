@@ -113,8 +113,14 @@ def ask(server: Server, messages: list[dict[str, str]], question: str, session: 
             prompt = chunk.usage.prompt_tokens
     if first is None:
         raise ServerError(f"the server answered nothing to {question!r}; please report this with {server.log_path}")
-    read = server.json(f"/v1/sessions/{session}")["hot_tokens"] if session else prompt
+    read = state(server, session)["hot_tokens"] if session else prompt
     return Reply(text.strip().split("\n")[0], read, first - begin)
+
+
+def state(server: Server, session: str) -> dict[str, Any]:
+    """What the server says of a session, to the API key whose it is."""
+    found: dict[str, Any] = server.openai().get(f"/sessions/{session}", cast_to=object)
+    return found
 
 
 def table(rows: list[tuple[str, Reply, Reply]]) -> Table:
@@ -145,7 +151,7 @@ def run(model: str, method: str, flags: list[str], cpu: bool, console: Console) 
                 late = ask(server, messages, question, SESSION)
                 rows.append((question, ask(server, messages, question, None), late))
         console.print(table(rows))
-        known = server.json(f"/v1/sessions/{SESSION}")
+        known = state(server, SESSION)
         console.print(
             f"the session: {known['history_tokens']:,} tokens said, {known['hot_bytes'] / 2**20:.1f} MiB read of "
             f"{known['total_bytes'] / 2**20:.1f} MiB kept"

@@ -25,6 +25,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default=str(ROOT / ".models" / "SmolLM2-135M-Instruct"),
         help="folder of the small model that servers in tests load (default: where ./demo and ./test keep it)",
     )
+    parser.addoption(
+        "--every-release",
+        action="store_true",
+        help="end-to-end tests that one release is enough for (tests/e2e/conftest.py: ONCE) run with each",
+    )
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -38,13 +38,16 @@ ORDER = (
     *("test_transform.py", "test_evaluation.py", "test_numbers.py", "test_parallel.py"),
     *("test_canary.py", "test_capture.py", "test_refusals.py"),
 )
-#: Files that one of the two releases is enough for: they differ in what calls the cache, which the other files and
-#: ``tests/sglang`` show for each, not in what it computes. Spread so that both runs take as long.
+#: Files, or their tests with one parameter, that one of the two releases is enough for unless ``--every-release`` asks
+#: for all: what differs between releases is what calls the cache, and of that the other files and ``tests/sglang`` show
+#: enough for each. Spread so that both runs take as long.
 ONCE = {
     "test_numbers.py": NEWEST,
     "test_parallel.py": NEWEST,
+    "test_episodes.py": NEWEST,
     "test_speculation_families.py": NEWEST,
     "test_server_metrics.py": NEWEST,
+    "test_hybrid.py[no radix cache]": NEWEST,
     "test_canary.py": OLDEST,
     "test_capture.py": OLDEST,
     "test_evaluation.py": OLDEST,
@@ -52,7 +55,9 @@ ONCE = {
     "test_key_scores.py": OLDEST,
     "test_refusals.py": OLDEST,
     "test_selection.py": OLDEST,
+    "test_speculation.py": OLDEST,
     "test_transform.py": OLDEST,
+    "test_windows.py": OLDEST,
 }
 
 
@@ -66,7 +71,13 @@ def other_models() -> str:
     return ",".join(sorted(found - {"llama", "registry", "utils", "__init__"}))
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def release_for(item: pytest.Item) -> str | None:
+    """The release of ``ONCE`` that a test runs with; None for both."""
+    own = getattr(item, "callspec", None)
+    return ONCE.get(item.path.name) or ONCE.get(f"{item.path.name}[{own.id if own else ''}]")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Order files by ``ORDER``, then others. A test's limit includes its servers; two on a busy CPU take minutes."""
     here = Path(__file__).parent
     ours = [item for item in items if here in item.path.parents]
@@ -75,8 +86,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.timeout(900))
     ours.sort(key=lambda item: (*ORDER, item.path.name).index(item.path.name))
     installed = version("sglang")
-    if installed in (OLDEST, NEWEST):
-        ours = [item for item in ours if ONCE.get(item.path.name, installed) == installed]
+    if installed in (OLDEST, NEWEST) and not config.getoption("--every-release"):
+        ours = [item for item in ours if release_for(item) in (None, installed)]
     items[:] = [*(item for item in items if here not in item.path.parents), *ours]
 
 
