@@ -63,11 +63,12 @@ SITTINGS = (
         "and is worth it in any town. ",
     ),
 )
+#: Each with how the answer begins: so small a model finds what was said when it is to go on with it.
 QUESTIONS = (
-    "What is the name of my parrot?",
-    "In which color do we paint the kitchen?",
-    "From which platform does my train to Lisbon leave?",
-    "To whom did I lend my bicycle?",
+    ("What is the name of my parrot?", "You said: I adopted a parrot yesterday. Her name is"),
+    ("In which color do we paint the kitchen?", "You said: We paint the kitchen on Saturday. Martha wants it in"),
+    ("From where does my train leave?", "You said: My train to Lisbon leaves on the ninth of May from platform"),
+    ("To whom did I lend my bicycle?", "You said: I lent my red bicycle to"),
 )
 
 
@@ -92,14 +93,20 @@ def conversation() -> list[dict[str, str]]:
     return messages
 
 
-def ask(server: Server, messages: list[dict[str, str]], question: str, session: str | None) -> Reply:
-    """Stream an answer to the question that ends a conversation."""
+def ask(
+    server: Server, messages: list[dict[str, str]], question: str, session: str | None, beginning: str = ""
+) -> Reply:
+    """Stream an answer to the question that ends a conversation; the model goes on with its beginning, if any."""
     begin, first, text, prompt = time.monotonic(), None, "", 0
     more: dict[str, Any] = {"session_id": session} if session else {}
+    end = [{"role": "user", "content": question}]
+    if beginning:
+        end.append({"role": "assistant", "content": beginning})
+        more["continue_final_message"] = True
     stream = server.openai().chat.completions.create(
         model="default",
-        messages=[*messages, {"role": "user", "content": question}],  # type: ignore[arg-type]
-        max_tokens=24,
+        messages=[*messages, *end],  # type: ignore[arg-type]
+        max_tokens=8,
         temperature=0,
         stream=True,
         stream_options={"include_usage": True},
@@ -114,7 +121,7 @@ def ask(server: Server, messages: list[dict[str, str]], question: str, session: 
     if first is None:
         raise ServerError(f"the server answered nothing to {question!r}; please report this with {server.log_path}")
     read = state(server, session)["hot_tokens"] if session else prompt
-    return Reply(text.strip().split("\n")[0], read, first - begin)
+    return Reply(f"{beginning} {text.strip()}".split("\n")[0], read, first - begin)
 
 
 def state(server: Server, session: str) -> dict[str, Any]:
@@ -147,9 +154,9 @@ def run(model: str, method: str, flags: list[str], cpu: bool, console: Console) 
             ask(server, messages, "Good night.", SESSION)
         with step("asking about it"):
             rows = []
-            for question in QUESTIONS:
-                late = ask(server, messages, question, SESSION)
-                rows.append((question, ask(server, messages, question, None), late))
+            for question, beginning in QUESTIONS:
+                late = ask(server, messages, question, SESSION, beginning)
+                rows.append((question, ask(server, messages, question, None, beginning), late))
         console.print(table(rows))
         known = state(server, SESSION)
         console.print(
