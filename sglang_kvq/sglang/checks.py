@@ -16,7 +16,7 @@ import torch
 from sglang_kvq.config import HEAD_DIMS, MAX_GQA_GROUP, PAGE_SIZE, KVQuantConfig
 from sglang_kvq.episodic.config import EPICACHE
 from sglang_kvq.errors import KVQuantError
-from sglang_kvq.releases import OLD_TREE
+from sglang_kvq.releases import OLD_TREE, RELEASES, WITHOUT_STATES, WITHOUT_WINDOWS
 from sglang_kvq.sglang import architectures, compat
 from sglang_kvq.sglang.drafts import BRANCHING, DRAFT_DTYPES, SERVED, check_speculation
 from sglang_kvq.sglang.runtime import CLI_ATTRIBUTE, config_of, logger
@@ -320,6 +320,13 @@ def _unsupported(model: ModelConfig) -> Iterator[str]:
         yield f"{model.attention_arch.name} attention"
     if is_minimax_sparse(model.hf_config) or getattr(text, "indexer_budget", None):
         yield "sparse attention, which selects tokens by keys of its own"
+    for what, releases, has in (
+        ("recurrent states", WITHOUT_STATES, model.hf_config.architectures[0] in HYBRIDS),
+        ("sliding windows", WITHOUT_WINDOWS, model.is_hybrid_swa),
+    ):
+        if has and compat.sglang_version().base_version in releases:
+            served = ", ".join(release for release in RELEASES if release not in releases)
+            yield f"{what}, which are not served with SGLang {compat.sglang_version()}, but with {served}"
     if _has_other_states(model, layer_types):
         yield f"recurrent state (Mamba or linear attention; of such models these are served: {', '.join(HYBRIDS)})"
     if model.is_encoder_decoder:

@@ -79,6 +79,8 @@ def _hooks(process: Process, *rows: tuple[Kind, str, str, dict[str, Any]]) -> tu
 
 #: Where SGLang's allocator has no method that all released pages go through.
 PER_TOKEN_FREES, RELEASES_PAGES = "<0.5.17", ">=0.5.17"
+#: Where settings are changed in a running process: in ServerArgs, or in the runtime's context.
+SETS_ARGUMENTS, SETS_CONTEXT = "<0.5.18", ">=0.5.18"
 
 _MANAGER = "managers.tokenizer_manager.TokenizerManager"
 _POOL = "mem_cache.kv_cache_configurator.KVCacheConfigurator"
@@ -275,19 +277,19 @@ TABLE: tuple[Hook, ...] = (
             Kind.CALL,
             "server_args.ServerArgs.override",
             "sets the ratio of memory",
-            dict(params=("source",), versions=OLD_TREE),
+            dict(params=("source",), versions=SETS_ARGUMENTS),
         ),
         (
             Kind.CALL,
             "runtime_context.RuntimeContext.override",
             "sets the ratio of memory",
-            dict(params=("source",), versions=NEW_TREE),
+            dict(params=("source",), versions=SETS_CONTEXT),
         ),
         (
             Kind.CALL,
             "runtime_context.RuntimeContext.config_leaf",
             "reads what SGLang sized",
-            dict(params=("name",), versions=NEW_TREE),
+            dict(params=("name",), versions=SETS_CONTEXT),
         ),
         # Pool and allocator
         (

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from packaging.version import Version
 
 from sglang_kvq.cache.pool import PagePool
 from sglang_kvq.config import KVQuantConfig
@@ -271,6 +272,30 @@ def test_model_is_accepted(model_folder, changes):
     from sglang.srt.configs.model_config import ModelConfig
 
     checks.check_model(ModelConfig(model_path=model_folder(**changes)), CONFIG)
+
+
+@pytest.mark.parametrize(
+    ("release", "changes", "refused"),
+    [
+        ("0.5.17", HYBRID, "recurrent states.*with SGLang 0.5.17, but with 0.5.16, 0.5.22, 0.5.23"),
+        ("0.5.18.post1", QWEN3_5, "recurrent states.*with SGLang 0.5.18.post1, but with"),
+        ("0.5.22", HYBRID, None),
+        ("0.5.18", GPT_OSS, "sliding windows.*with SGLang 0.5.18, but with 0.5.16, 0.5.23"),
+        ("0.5.22", GPT_OSS, "sliding windows"),
+        ("0.5.18", {}, None),
+        ("0.5.24", GPT_OSS, None),
+    ],
+)
+def test_two_caches_in_releases_that_nobody_tried(model_folder, monkeypatch, release, changes, refused):
+    from sglang.srt.configs.model_config import ModelConfig
+
+    model = ModelConfig(model_path=model_folder(**changes))
+    monkeypatch.setattr(compat, "sglang_version", lambda: Version(release))
+    if refused is None:
+        checks.check_model(model, CONFIG)
+    else:
+        with pytest.raises(KVQuantError, match=refused):
+            checks.check_model(model, CONFIG)
 
 
 def test_group_size_must_divide_head_dim(model_folder):

@@ -93,10 +93,14 @@ def test_supported_releases(release, supported):
 
 def test_releases_of_entries_are_named_once():
     """Every entry is of one of two words for one change: a release between the two is in neither."""
-    named = {"", OLD_TREE, NEW_TREE, hooks.PER_TOKEN_FREES, hooks.RELEASES_PAGES}
-    assert {h.versions for h in hooks.TABLE} <= named
+    pairs = (
+        (OLD_TREE, NEW_TREE),
+        (hooks.PER_TOKEN_FREES, hooks.RELEASES_PAGES),
+        (hooks.SETS_ARGUMENTS, hooks.SETS_CONTEXT),
+    )
+    assert {h.versions for h in hooks.TABLE} <= {"", *(word for pair in pairs for word in pair)}
     for release in RELEASES:
-        for pair in ((OLD_TREE, NEW_TREE), (hooks.PER_TOKEN_FREES, hooks.RELEASES_PAGES)):
+        for pair in pairs:
             assert sum(compat.applies(versions, Version(release)) for versions in pair) == 1
 
 
