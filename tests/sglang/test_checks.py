@@ -283,7 +283,7 @@ def test_model_is_accepted(model_folder, changes):
         ("0.5.18", GPT_OSS, "sliding windows.*with SGLang 0.5.18, but with 0.5.16, 0.5.23"),
         ("0.5.22", GPT_OSS, "sliding windows"),
         ("0.5.18", {}, None),
-        ("0.5.24", GPT_OSS, None),
+        ("1.0.0", GPT_OSS, None),
     ],
 )
 def test_two_caches_in_releases_that_nobody_tried(model_folder, monkeypatch, release, changes, refused):
