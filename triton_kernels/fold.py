@@ -93,7 +93,7 @@ def _values(out, records, step, source_pages, chosen, CODES: tl.constexpr, SHAPE
 @triton.jit
 def _value_cells(out, records, step, source_pages, chosen, CODES: tl.constexpr, SHAPE: tl.constexpr):
     for c in tl.static_range(cell_count(CODES)):
-        _shared_value_bytes(out, records, step, source_pages, chosen, start_of(CODES, c), bits_of(CODES, c), SHAPE)
+        _value_cell(out, records, step, source_pages, chosen, start_of(CODES, c), bits_of(CODES, c), SHAPE)
 
 
 @triton.jit
@@ -172,10 +172,11 @@ def _value_byte(records, step, source_pages, chosen, token, dim, inside, START: 
 
 
 @triton.jit
-def _shared_value_bytes(
+def _value_cell(
     out, records, step, source_pages, chosen, START: tl.constexpr, BITS: tl.constexpr, SHAPE: tl.constexpr
 ):
-    """BITS for each column and token at START, [QUARTERS, D / 4, PAGE / 4]: see ``formats.planes``."""
+    """A cell of BITS, 8 included, for each column and token at START, [QUARTERS, D / 4, PAGE / 4]: see
+    ``formats.planes``."""
     D4: tl.constexpr = SHAPE.D4
     COLUMNS: tl.constexpr = SHAPE.JP
     QUARTER: tl.constexpr = PAGE // 4

@@ -1,13 +1,14 @@
 """Transform coding's kernels beside ``oscar``'s at equal heads: decode steps and quantization, by budget.
 
 A budget gives a model's layers records of several widths. Each budget here has the pairs that Qwen2.5-Coder-0.5B's
-layers get at it (``rotations.maths.transform.choose_widths``), at any head_dim; its microseconds are the mean over the
-layers.
+layers get at it, at any head_dim; its microseconds are the mean over the layers.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
+from functools import cache
 
 import torch
 
@@ -19,30 +20,14 @@ from benchmarks.kernel_bench.timer import Timer
 from sglang_kvq.formats.page import PageFormat
 from sglang_kvq.formats.planes import PlaneCode, PlaneFormat, Widths
 from sglang_kvq.formats.record import RecordFormat
+from sglang_kvq.rotations.resolve import plane_formats
+from sglang_kvq.rotations.storage.files import load_rotations
+from sglang_kvq.rotations.storage.zoo import zoo_folder
 
-#: Layers by the widths of their keys and values.
-LAYERS: dict[float, dict[tuple[Widths, Widths], int]] = {
-    2.5: {
-        ((3, 1, 0, 0), (2, 0, 0, 0)): 3,
-        ((4, 3, 1, 0), (2, 0, 0, 0)): 4,
-        ((4, 3, 2, 1), (2, 1, 1, 0)): 2,
-        ((5, 4, 3, 2), (2, 1, 1, 0)): 1,
-        ((5, 4, 3, 2), (3, 2, 2, 1)): 5,
-        ((6, 2, 0, 0), (2, 0, 0, 0)): 1,
-        ((6, 4, 4, 2), (4, 3, 3, 2)): 6,
-        ((6, 4, 4, 2), (5, 4, 4, 3)): 2,
-    },
-    1.6: {
-        ((2, 0, 0, 0), (2, 0, 0, 0)): 3,
-        ((3, 1, 0, 0), (2, 0, 0, 0)): 7,
-        ((4, 3, 1, 0), (3, 2, 2, 1)): 1,
-        ((4, 3, 2, 1), (2, 0, 0, 0)): 3,
-        ((4, 3, 2, 1), (2, 2, 1, 1)): 4,
-        ((5, 3, 3, 1), (3, 3, 2, 2)): 3,
-        ((5, 4, 2, 1), (3, 2, 1, 0)): 2,
-        ((6, 2, 0, 0), (2, 0, 0, 0)): 1,
-    },
-}
+BUDGETS = (2.5, 1.6)
+#: The model whose layers' widths are measured, in the zoo.
+MODEL = "qwen2.5-coder-0.5b-instruct-transform"
+SIZES = {"layers": 24, "kv_heads": 2, "head_dim": 64}
 #: Query heads, KV heads, head_dim.
 GEOMETRIES = [(32, 8, 128), (32, 8, 64), (64, 8, 64)]
 #: Extends: requests, new tokens of each, stored prefix.
@@ -52,6 +37,13 @@ SHAPES = [(64, 16384), (16, 98304)]
 
 def plane_format(head_dim: int, widths: tuple[Widths, Widths]) -> PlaneFormat:
     return PlaneFormat(head_dim, PlaneCode(widths[0]), PlaneCode(widths[1]))
+
+
+@cache
+def layers_of(budget: float) -> Counter[tuple[Widths, Widths]]:
+    """How many of ``MODEL``'s layers have which widths of keys and values."""
+    rotations = load_rotations(zoo_folder() / MODEL, **SIZES)
+    return Counter((format.k.widths, format.v.widths) for format in plane_formats(rotations, budget))
 
 
 def decode_planes_rows(timer: Timer, bandwidth: float, compare: bool = True) -> Iterator[dict]:
@@ -68,7 +60,8 @@ def decode_planes_rows(timer: Timer, bandwidth: float, compare: bool = True) -> 
             del shape
             name = f"decode (oscar 2, {q_heads} over {kv_heads} heads of {d})"
             yield row_of(name, batch, context, oscar, theirs, error, size / oscar / bandwidth, **heads, bits=bits)
-            for budget, layers in LAYERS.items():
+            for budget in BUDGETS:
+                layers = layers_of(budget)
                 total = bytes_ = bits = worst = 0.0
                 each = {}
                 for widths, count in layers.items():
@@ -103,8 +96,8 @@ def extend_planes_rows(timer: Timer) -> Iterator[dict]:
     """A few new tokens over long prefixes, 32 over 8 heads: pages read directly, and dequantized first."""
     for d in (128, 64):
         formats: dict[str, dict[RecordFormat, int]] = {"oscar 2": {PageFormat(d, d, 0.96, 0.92): 1}} | {
-            f"transform {budget}": {plane_format(d, widths): n for widths, n in layers.items()}
-            for budget, layers in LAYERS.items()
+            f"transform {budget}": {plane_format(d, widths): n for widths, n in layers_of(budget).items()}
+            for budget in BUDGETS
         }
         for batch, new, prefix in EXTENDS:
             oscar = None
@@ -126,10 +119,10 @@ def extend_planes_rows(timer: Timer) -> Iterator[dict]:
 
 
 def quantize_planes_rows(timer: Timer, bandwidth: float) -> Iterator[dict]:
-    """``decode.quantize_rows`` of ``oscar`` and of a pair of widths of each budget."""
+    """``decode.quantize_rows`` of ``oscar`` and of each budget's commonest pair of widths."""
     for d in (128, 64):
         formats: dict[str, RecordFormat] = {"oscar 2": PageFormat(d, d, 0.96, 0.92)} | {
-            f"transform {budget}": plane_format(d, next(iter(layers))) for budget, layers in LAYERS.items()
+            f"transform {budget}": plane_format(d, layers_of(budget).most_common(1)[0][0]) for budget in BUDGETS
         }
         for name, format in formats.items():
             yield from quantize_rows(timer, bandwidth, format, f" ({name}, heads of {d})", head_dim=d)
