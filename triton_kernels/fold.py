@@ -172,9 +172,7 @@ def _value_byte(records, step, source_pages, chosen, token, dim, inside, START: 
 
 
 @triton.jit
-def _value_cell(
-    out, records, step, source_pages, chosen, START: tl.constexpr, BITS: tl.constexpr, SHAPE: tl.constexpr
-):
+def _value_cell(out, records, step, source_pages, chosen, START: tl.constexpr, BITS: tl.constexpr, SHAPE: tl.constexpr):
     """A cell of BITS, 8 included, for each column and token at START, [QUARTERS, D / 4, PAGE / 4]: see
     ``formats.planes``."""
     D4: tl.constexpr = SHAPE.D4
