@@ -116,11 +116,18 @@ def complete(row: dict) -> None:
             row[f"{policy}_to_{plain}"] = round(value, 3)
 
 
+def folder(path: str) -> str:
+    """An absolute one, since servers run elsewhere."""
+    if not (found := Path(path).resolve()).is_dir():
+        raise argparse.ArgumentTypeError(f"{path}: not a folder")
+    return str(found)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", required=True, type=Path)
-    parser.add_argument("--tokenizer", required=True, help="folder of any model's tokenizer")
-    parser.add_argument("--embedder", required=True, help="folder of a sentence-transformers model")
+    parser.add_argument("--tokenizer", required=True, type=folder, help="folder of any model's tokenizer")
+    parser.add_argument("--embedder", required=True, type=folder, help="folder of a sentence-transformers model")
     parser.add_argument("--servers", default=",".join(SERVERS))
     parser.add_argument("--model", type=Path, default=MODEL)
     parser.add_argument("--sessions", type=int, default=16)
@@ -142,8 +149,8 @@ def main() -> None:
     geometry = geometry_of(config)
     bf16_bytes = args.history * 2 * geometry.layers * geometry.kv_heads * geometry.head_dim * 2
     rows = {(row["scenario"], row["history_tokens"]): row for row in record.read_rows(args.out)}
-    with tempfile.TemporaryDirectory() as folder:
-        rotations = random_rotations(Path(folder) / "rotations", *geometry)
+    with tempfile.TemporaryDirectory() as temporary:
+        rotations = random_rotations(Path(temporary) / "rotations", *geometry)
         context = max(args.history, *args.building, 0) + args.tokens + 1024
         flags = ["--load-format", "dummy", "--tokenizer-path", args.tokenizer, "--context-length", str(context)]
         flags += ["--chunked-prefill-size", str(args.chunk), "--stream-interval", str(EVENT)]
@@ -160,7 +167,7 @@ def main() -> None:
         own["epicache_flat"] = [*own["epicache"], "--max-total-tokens", str(args.small)]
         env = {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
         for name in servers:
-            log = Path(folder) / f"{name}.log"
+            log = Path(temporary) / f"{name}.log"
             with Server(args.model, *flags, *own[name], cpu=args.cpu, env=env, log_path=log) as server:
                 client = Sessions(server, config["vocab_size"], geometry.layers)
                 client.named = name in SERVERS[2:]
