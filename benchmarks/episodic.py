@@ -73,7 +73,7 @@ def measure(client: Sessions, name: str, args: argparse.Namespace, bf16_bytes: i
     if name != "epicache_flat":
         yield from resident(client, name, args, bf16_bytes)
     for history in args.building:
-        client.server.flush()
+        client.server.drain()  # what follows an answer runs on
         prompt = client.prompt(f"build{name}", history, history)
         stream: Stream = client.run([prompt], 2)[0]
         yield "building", history, "s", stream.ttft, {}
@@ -90,7 +90,7 @@ def resident(client: Sessions, name: str, args: argparse.Namespace, bf16_bytes: 
     count = {"sessions": sessions}
     # The first turn of all at once begins what is measured after it; the better of two.
     turns = [[*prompt, *client.prompt("asked", i, QUESTION)] for i, prompt in enumerate(prompts)]
-    client.uncached = 2 * args.history if name == "epicache" else 64  # the first of two builds what it reads
+    client.uncached = 2 * args.history if name == "epicache" else 64 + QUESTION  # the first of two builds what it reads
     ms = min(step_ms(client.decode(turns, args.tokens)) for _ in range(2))
     yield "decode_step", args.history, "ms", ms, count
     hot = [session["hot_bytes"] for session in client.known(args.history)] if client.named else [bf16_bytes]

@@ -12,7 +12,7 @@ import urllib.request
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from launch.server import Server, ServerError
+from launch.server import Server
 from sglang_kvq import __version__
 from sglang_kvq.server_process import OPENER
 
@@ -127,22 +127,6 @@ class TinyServer(Server):
         """
         request = urllib.request.Request(self.url + path, dumps(asked), {"Content-Type": "application/json"})
         return OPENER.open(request, timeout=timeout)
-
-    def drain(self, seconds: float = 60) -> None:
-        """Wait until nothing runs, then empty the prefix cache.
-
-        Raises:
-            ServerError: requests still run after that time.
-        """
-        deadline = time.monotonic() + seconds
-        while True:
-            try:
-                return self.flush()
-            except ServerError as error:
-                self.check_alive()
-                if time.monotonic() > deadline:
-                    raise ServerError(f"not idle after {seconds:.0f} s: {error}") from None
-                time.sleep(0.05)
 
     def states(self) -> list[dict]:
         """``internal_states`` of ``/server_info``: one for each data-parallel worker."""

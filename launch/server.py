@@ -6,6 +6,7 @@ import json
 import os
 import sys
 import tempfile
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
@@ -162,6 +163,22 @@ class Server(ServerProcess):
     def flush(self) -> None:
         """Empties the prefix cache (the server must be idle)."""
         self.request("/flush_cache", {})
+
+    def drain(self, seconds: float = 60) -> None:
+        """Wait until nothing runs, then empty the prefix cache.
+
+        Raises:
+            ServerError: requests still run after that time.
+        """
+        deadline = time.monotonic() + seconds
+        while True:
+            try:
+                return self.flush()
+            except ServerError as error:
+                self.check_alive()
+                if time.monotonic() > deadline:
+                    raise ServerError(f"not idle after {seconds:.0f} s: {error}") from None
+                time.sleep(0.05)
 
 
 def _find(tree: Any, key: str) -> Iterator[Any]:
