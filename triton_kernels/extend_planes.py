@@ -175,8 +175,9 @@ def _value_tile(record, v_first, CODES: tl.constexpr, SHAPE: tl.constexpr, PLAIN
     token, j = tl.arange(0, PAGE)[None, :], tl.arange(0, ROWS)[:, None]
     planes = _no_planes(ROWS, PAGE)
     for c in tl.static_range(cell_count(CODES)):
-        tokens = PAGE // shares_of(CODES, c)
-        quarter, shift = token % tokens // QUARTER, token // tokens * bits_of(CODES, c)
+        # In this order the compiler sees which bytes are neighbours; else it would load them one by one.
+        quarter = token // QUARTER % (4 // shares_of(CODES, c))
+        shift = token // (PAGE // shares_of(CODES, c)) * bits_of(CODES, c)
         columns = quarter * (SHAPE.D4 * QUARTER) + (v_first // 4 + j) * QUARTER
         address = record + start_of(CODES, c) + columns + token % QUARTER
         if SHAPE.DIMS == SHAPE.VP:
@@ -224,7 +225,7 @@ def _set(planes, PLANE: tl.constexpr, tile):
 
 @triton.jit
 def _levels(bytes, shift, CODES: tl.constexpr, CELL: tl.constexpr, FIELD: tl.constexpr, PLAIN: tl.constexpr):
-    """A field's levels times 2^-9, FP16, of bytes; shift: where a token's cell begins in its byte, equal for four."""
+    """A field's levels times 2^-9, FP16, of bytes; shift: where a token's cell begins in its byte."""
     if PLAIN:
         code = (bytes.to(tl.int32) >> (shift + shift_of(CODES, CELL, FIELD))) & mask_of(CODES, CELL, FIELD)
         return ((code.to(tl.float32) - middle(CODES, plane_of(CODES, CELL, FIELD))) * _LEVEL).to(tl.float16)
@@ -245,16 +246,24 @@ def _levels(bytes, shift, CODES: tl.constexpr, CELL: tl.constexpr, FIELD: tl.con
 
 @triton.constexpr_function
 def _levels_ptx(codes, cell, field):
-    """PTX of ``_levels``: $0 and $1 are the levels of $2's four bytes; of those that are shared, $3 is the shift."""
+    """PTX of ``_levels``: $0 and $1 are the levels of $2's four bytes; of those that are shared, $3 to $6 are the shifts.
+
+    Which bytes a word has is the compiler's choice. Where they are neighbours their shifts are one register, and ptxas
+    keeps one of the four instructions.
+    """
     found = codes.cells[cell].fields[field]
     width = found.width
     mask = ((1 << width) - 1) << found.shift
     factor = (30 - found.shift) << 10  # 2^(15 - shift)
     less = 0x8000 | (width + 4) << 10 | ((1 << (width - 1)) - 1) << (11 - width)  # (2^width - 1) / 2 * 2^-9
-    lines = ["{", ".reg .b32 bytes, factor, less;"]
-    lines.append("mov.b32 bytes, $2;" if codes.cells[cell].shares == 1 else "shr.u32 bytes, $2, $3;")
+    lines = ["{", ".reg .b32 factor, less, byte0, byte1, byte2, byte3;"]
     lines += [f"mov.b32 factor, {factor * 0x10001:#x};", f"mov.b32 less, {less * 0x10001:#x};"]
-    lines += ["prmt.b32 $0, bytes, 0, 0x4140;", "prmt.b32 $1, bytes, 0, 0x4342;"]  # two bytes, a zero above each
+    if codes.cells[cell].shares == 1:
+        lines += [f"mov.b32 byte{n}, $2;" for n in range(4)]
+    else:
+        lines += [f"shr.u32 byte{n}, $2, ${3 + n};" for n in range(4)]
+    # Two bytes, below each byte's mask in the upper half of its 16 bits whatever comes.
+    lines += ["prmt.b32 $0, byte0, byte1, 0x5500;", "prmt.b32 $1, byte2, byte3, 0x7722;"]
     for n in range(2):
         lines.append(f"and.b32 ${n}, ${n}, {mask * 0x10001:#x};")
         lines.append(f"fma.rn.f16x2 ${n}, ${n}, factor, less;")

@@ -21,12 +21,12 @@ MOST = {
         "_raise_scores": 900,
         "_fold": 3150,
     },
-    "planes": {"_gather": 1060, "_extend": 4500, "_fold": 900},  # what prefill reads them with
+    "planes": {"_gather": 1200, "_extend": 4650, "_fold": 2200},  # what prefill reads them with
 }
-#: Kernels that load single bytes on purpose.
-BYTES = ("_fold",)
+#: Kernels that load single bytes on purpose, gains for one.
+BYTES = {"geometries": ("_fold",), "planes": ("_fold", "_gather")}
 #: The scene that these are of, the only one that is disassembled.
-SCENES = {"geometries": "d128g128-8q2kv", "planes": "4310-3221, d128g128-8q2kv"}
+SCENES = {"geometries": "d128g128-8q2kv", "planes": "4321-2211, d128g128-8q2kv"}
 #: Of ``compile_sm90.PARTS``, which imports kernels that must not be interpreted.
 PARTS = ("geometries", "codes", "planes")
 SCRIPT = Path(__file__).parent / "compile_sm90.py"
@@ -48,18 +48,18 @@ def test_kernels_compile_for_sm90(part):
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     assert len(re.findall(r"^  _quantize_tokens ", done.stdout, re.MULTILINE)) >= 3, done.stdout
     if part in SCENES:
-        check_sizes(re.search(rf"^{SCENES[part]}\n((?:  .*\n)+)", done.stdout, re.MULTILINE)[1], MOST[part])
+        shown = re.search(rf"^{SCENES[part]}\n((?:  .*\n)+)", done.stdout, re.MULTILINE)[1]
+        check_sizes(shown, MOST[part], BYTES[part])
 
 
-def check_sizes(shown: str, most: dict[str, int]) -> None:
+def check_sizes(shown: str, most: dict[str, int], of_bytes: tuple[str, ...]) -> None:
     """Instructions, loads and waits of what was compiled at head_dim 128."""
     for kernel, limit in most.items():
         found = re.findall(rf"^  {kernel} .*instructions +(\d+) +narrow loads +(\d+)", shown, re.MULTILINE)
         assert found, f"{kernel} was not compiled:\n{shown}"
         for instructions, narrow in found:
             assert int(instructions) <= limit, f"{kernel}: {instructions} instructions, at most {limit}"
-            single = kernel in BYTES or most is not MOST["geometries"]
-            assert single or narrow == "0", f"{kernel}: {narrow} narrow loads"
+            assert kernel in of_bytes or narrow == "0", f"{kernel}: {narrow} narrow loads"
     # Where ptxas finds too few registers, or a product under way whose sums are touched, it waits after each.
     for kernel in ("_extend", *(name for name in ("_past_lse", "_raise_scores") if name in most)):
         products = re.findall(rf"^  {kernel} .*products +(\d+) +waits +(\d+)", shown, re.MULTILINE)
