@@ -43,6 +43,17 @@ def geometry_and_flags(model: Path, layers: int | None) -> tuple[Geometry, tuple
     return geometry_of(config | changes), flags
 
 
+def folder(path: str) -> Path:
+    """An absolute one, since servers run elsewhere.
+
+    Raises:
+        argparse.ArgumentTypeError: there is none.
+    """
+    if not (found := Path(path).resolve()).is_dir():
+        raise argparse.ArgumentTypeError(f"{path}: not a folder")
+    return found
+
+
 def random_rotations(folder: Path, layers: int, kv_heads: int, head_dim: int) -> Path:
     """A file of random orthogonal matrices: what a calibration would give costs the same to serve."""
     generator = torch.Generator().manual_seed(0)
@@ -101,7 +112,7 @@ def main() -> None:
     parser.add_argument("--plain-backend", default="flashinfer", help="--attention-backend of the BF16 server")
     parser.add_argument("--method", choices=("oscar", "transform"), default="oscar")
     parser.add_argument("--bits", help="--kv-quant-bits of ours")
-    parser.add_argument("--model", type=Path, default=MODEL, help="a folder with a config.json; default %(default)s")
+    parser.add_argument("--model", type=folder, default=MODEL, help="a folder with a config.json; default %(default)s")
     parser.add_argument("--layers", type=int, help="only so many of the model's")
     parser.add_argument("--max-running-requests", help="of both servers; SGLang's own default if not given")
     args = parser.parse_args()

@@ -31,7 +31,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks import record
-from benchmarks.capacity import MODEL, random_rotations
+from benchmarks.capacity import MODEL, folder, random_rotations
 from benchmarks.serving import EVENT, Client, Failed, Stream, step_ms
 from launch.server import Server
 from sglang_kvq.evaluation import provenance
@@ -39,6 +39,9 @@ from sglang_kvq.rotations.identity import geometry_of
 
 SERVERS = ("bf16", "oscar", "late", "epicache", "epicache_flat")
 QUESTION = 40
+#: A BPE's first tokens are of few letters. Of all tokens, random ones are several times as long as those of text are, and
+#: embedding them takes as much longer.
+SHORT = 2000
 
 
 class Sessions(Client):
@@ -116,20 +119,13 @@ def complete(row: dict) -> None:
             row[f"{policy}_to_{plain}"] = round(value, 3)
 
 
-def folder(path: str) -> str:
-    """An absolute one, since servers run elsewhere."""
-    if not (found := Path(path).resolve()).is_dir():
-        raise argparse.ArgumentTypeError(f"{path}: not a folder")
-    return str(found)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", required=True, type=Path)
     parser.add_argument("--tokenizer", required=True, type=folder, help="folder of any model's tokenizer")
     parser.add_argument("--embedder", required=True, type=folder, help="folder of a sentence-transformers model")
     parser.add_argument("--servers", default=",".join(SERVERS))
-    parser.add_argument("--model", type=Path, default=MODEL)
+    parser.add_argument("--model", type=folder, default=MODEL)
     parser.add_argument("--sessions", type=int, default=16)
     parser.add_argument("--history", type=int, default=100_000)
     parser.add_argument("--tokens", type=int, default=256, help="of a measured answer")
@@ -152,11 +148,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         rotations = random_rotations(Path(temporary) / "rotations", *geometry)
         context = max(args.history, *args.building, 0) + args.tokens + 1024
-        flags = ["--load-format", "dummy", "--tokenizer-path", args.tokenizer, "--context-length", str(context)]
+        flags = ["--load-format", "dummy", "--tokenizer-path", str(args.tokenizer), "--context-length", str(context)]
         flags += ["--chunked-prefill-size", str(args.chunk), "--stream-interval", str(EVENT)]
         flags += [] if args.cpu else ["--mem-fraction-static", args.mem_fraction_static]
         oscar = ["--kv-quant", "oscar", "--kv-quant-rotations", str(rotations)]
-        episodic = [*oscar, "--episodic-embedder", args.embedder, "--episodic-budget", str(args.budget)]
+        episodic = [*oscar, "--episodic-embedder", str(args.embedder), "--episodic-budget", str(args.budget)]
         episodic += ["--episodic-block", str(args.block)]
         own = {
             "bf16": [] if args.cpu else ["--attention-backend", args.plain_backend],
@@ -169,7 +165,7 @@ def main() -> None:
         for name in servers:
             log = Path(temporary) / f"{name}.log"
             with Server(args.model, *flags, *own[name], cpu=args.cpu, env=env, log_path=log) as server:
-                client = Sessions(server, config["vocab_size"], geometry.layers)
+                client = Sessions(server, min(SHORT, config["vocab_size"]), geometry.layers)
                 client.named = name in SERVERS[2:]
                 for scenario, history, unit, value, more in measure(client, name, args, bf16_bytes):
                     row = rows.setdefault(

@@ -64,7 +64,7 @@ import aiohttp
 import numpy as np
 
 from benchmarks import record, traces
-from benchmarks.capacity import FLAGS, MODEL, geometry_and_flags, name_of, random_rotations
+from benchmarks.capacity import FLAGS, MODEL, folder, geometry_and_flags, name_of, random_rotations
 from launch.server import Server, ServerError
 from sglang_kvq.evaluation import provenance
 
@@ -269,9 +269,16 @@ def decode(client: Client, scale: Scale, deadline: float):
 
 
 def spec(client: Client, scale: Scale, deadline: float):
-    """``decode`` of a server that verifies drafts."""
-    drafts = client.server.info()["speculative_num_draft_tokens"]
+    """``decode`` of a server that verifies drafts, of which SGLang runs fewer requests at once."""
+    info = client.server.info()
+    drafts, most = (
+        info["speculative_num_draft_tokens"],
+        info["internal_states"][0]["effective_max_running_requests_per_dp"],
+    )
     for streams, context in scale.decode:
+        if streams > most:
+            print(f"{streams} streams: left out, the server runs {most} at most", flush=True)
+            continue
         prompts = [client.prompt(f"decode{context}", i, context) for i in range(streams)]
         client.cache(prompts)
         ms = min(step_ms(client.decode(prompts, scale.measured)) for _ in range(2))
@@ -407,7 +414,7 @@ def main() -> None:
     )
     parser.add_argument("--mem-fraction-static", default="0.85")
     parser.add_argument("--plain-backend", default="flashinfer", help="--attention-backend of the BF16 server")
-    parser.add_argument("--model", type=Path, default=MODEL, help="another of benchmarks/models, with its own --out")
+    parser.add_argument("--model", type=folder, default=MODEL, help="another of benchmarks/models, with its own --out")
     parser.add_argument("--layers", type=int, help="only so many of the model's, where the whole does not fit")
     parser.add_argument("--scale", choices=SCALES, default="full")
     parser.add_argument("--profile", action="store_true", help="also show what decode steps are made of")
@@ -437,25 +444,25 @@ def main() -> None:
         for name in record.SOURCE:
             row.pop(name, None)
     measured = []
-    with tempfile.TemporaryDirectory() as folder:
-        rotations = random_rotations(Path(folder) / "rotations", *geometry)
+    with tempfile.TemporaryDirectory() as temporary:
+        rotations = random_rotations(Path(temporary) / "rotations", *geometry)
         own = {
             "none": [] if args.cpu else ["--attention-backend", args.plain_backend],
             "oscar": ["--kv-quant", "oscar", "--kv-quant-rotations", str(rotations)],
         }
         env = {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
         if args.speculation:
-            (Path(folder) / "draft").mkdir()
+            (Path(temporary) / "draft").mkdir()
             flags += [
                 *("--speculative-algorithm", "STANDALONE", "--speculative-eagle-topk", "1"),
-                *("--speculative-draft-model-path", str(draft_model(args.model, Path(folder) / "draft"))),
+                *("--speculative-draft-model-path", str(draft_model(args.model, Path(temporary) / "draft"))),
                 *("--speculative-num-steps", str(args.speculation - 1)),
                 *("--speculative-num-draft-tokens", str(args.speculation)),
             ]
             env |= {"SGLANG_SIMULATE_ACC_LEN": str(SIMULATED)}
         for name in servers:
             begin = time.monotonic()
-            log = Path(folder) / f"{name}.log"
+            log = Path(temporary) / f"{name}.log"
             with Server(args.model, *flags, *own[name], cpu=args.cpu, env=env, log_path=log) as server:
                 print(f"{name}: started in {time.monotonic() - begin:.0f} s", flush=True)
                 hybrid = "full_attention_interval" in config

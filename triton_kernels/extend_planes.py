@@ -246,7 +246,7 @@ def _levels(bytes, shift, CODES: tl.constexpr, CELL: tl.constexpr, FIELD: tl.con
 
 @triton.constexpr_function
 def _levels_ptx(codes, cell, field):
-    """PTX of ``_levels``: $0 and $1 are the levels of $2's four bytes; of those that are shared, $3 to $6 are the shifts.
+    """PTX of ``_levels``: $0 and $1 are the levels of $2's four bytes; $3 to $6 the shifts of those that are shared.
 
     Which bytes a word has is the compiler's choice. Where they are neighbours their shifts are one register, and ptxas
     keeps one of the four instructions.
