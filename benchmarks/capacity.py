@@ -120,9 +120,9 @@ def main() -> None:
     memory = ["--mem-fraction-static", args.mem_fraction_static, *cut]
     if args.max_running_requests:
         memory += ["--max-running-requests", args.max_running_requests]
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as temporary:
         make = random_transform if args.method == "transform" else random_rotations
-        flags = ["--kv-quant", args.method, "--kv-quant-rotations", str(make(Path(folder) / "rotations", *geometry))]
+        flags = ["--kv-quant", args.method, "--kv-quant-rotations", str(make(Path(temporary) / "rotations", *geometry))]
         ours, state = capacity(args.model, *memory, *flags, *(["--kv-quant-bits", args.bits] if args.bits else []))
     plain, _ = capacity(args.model, *memory, "--attention-backend", args.plain_backend)
     name = "capacity" if args.method == "oscar" else " ".join(filter(None, ("capacity", args.method, args.bits)))
