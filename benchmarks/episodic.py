@@ -39,8 +39,8 @@ from sglang_kvq.rotations.identity import geometry_of
 
 SERVERS = ("bf16", "oscar", "late", "epicache", "epicache_flat")
 QUESTION = 40
-#: A BPE's first tokens have few letters. Random ones of all are several times as long as those of text, and take as much
-#: longer to embed.
+#: A BPE's first tokens have few letters. Random ones of all are several times as long as those of text, and embedding
+#: them takes as much longer.
 SHORT = 2000
 
 
