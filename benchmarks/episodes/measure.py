@@ -47,14 +47,14 @@ class Measured:
 
     Attributes:
         outcomes: by group and (policy, matching), one for each conversation, by its name.
-        tokens: of each conversation's history.
+        tokens: of each conversation's history, by data set and name: two data sets cut the same ones differently.
         seconds: that each policy took.
     """
 
     outcomes: dict[Group, dict[Name, dict[str, Outcome]]] = field(
         default_factory=lambda: defaultdict(lambda: defaultdict(dict))
     )
-    tokens: dict[str, int] = field(default_factory=dict)
+    tokens: dict[tuple[str, str], int] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
 
     def add(self, group: Group, conversation: str, outcomes: Iterator[Outcome], device: torch.device) -> None:
@@ -82,7 +82,7 @@ def measure_case(
         layers_of: layer budgets for an average of so many tokens, of which so many are pinned.
     """
     name, device = case.conversation.name, case.runner.device
-    measured.tokens[name] = len(case.history)
+    measured.tokens[dataset, name] = len(case.history)
     ends = [end for end in ("full", "none") if kv_quant == "none" or (end in policies and end == "full")]
     for end in ends:
         measured.add((dataset, None, kv_quant), name, POLICIES[end](case, 0), device)
@@ -130,7 +130,7 @@ def rows(measured: Measured, bytes_per_token: dict[str, float]) -> list[dict[str
                     "logprob": float(likelihoods.policy.mean()),
                     "less_full": less,
                     "less_full_se": less_se,
-                    "history_tokens": float(np.mean([measured.tokens[name] for name in outcomes])),
+                    "history_tokens": float(np.mean([measured.tokens[dataset, name] for name in outcomes])),
                     "conversations": len(outcomes),
                     "questions": len(likelihoods.policy),
                 }

@@ -11,6 +11,8 @@ from sglang_kvq.errors import KVQuantError
 LATE, EPICACHE = POLICIES = ("late", "epicache")
 #: Clusters of a conversation (EpiCache, arXiv 2509.17396).
 EPISODES = 4
+#: Of an episode's patched prompt, at most.
+PROMPT_TOKENS = 1024
 
 
 @dataclass(frozen=True)
@@ -95,4 +97,22 @@ class EpisodicConfig:
             raise KVQuantError(
                 f"--episodic-budget {self.budget}: sinks and recent tokens ({always}), a segment ({self.segment}) and "
                 f"--episodic-block ({self.block}) need {least}; raise the budget or lower the block."
+            )
+
+    def check_cache(self, tokens: int) -> None:
+        """Refuse a cache of so many tokens if it is too small for the shortest conversation beyond the budget.
+
+        An episode that is built stands beside the one before it, a block and a patched prompt; pages that ``late``
+        chose are copies beside the history. A request that can never fit would wait forever.
+
+        Raises:
+            KVQuantError: names what is needed.
+        """
+        more = self.block + (PROMPT_TOKENS if self.policy == EPICACHE else 0) + 2 * PAGE_SIZE
+        if tokens < (least := 2 * self.budget + more):
+            fits = (tokens - more) // 2 // PAGE_SIZE * PAGE_SIZE
+            lower = f"lower the budget to {fits} or less, or " if fits >= PAGE_SIZE else ""
+            raise KVQuantError(
+                f"--episodic-budget {self.budget}: conversations beyond it take a cache of {least} tokens or more, and "
+                f"this one holds {tokens}; {lower}raise --mem-fraction-static or --max-total-tokens."
             )

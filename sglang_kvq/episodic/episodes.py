@@ -9,10 +9,11 @@ import numpy as np
 
 from sglang_kvq.episodic.chain import ChainPlan, Step, stand_ins
 from sglang_kvq.episodic.cluster import Episodes, cluster, medoids
+from sglang_kvq.episodic.config import PROMPT_TOKENS
 from sglang_kvq.episodic.prompt import patched_prompt
 
 #: Segments that stand for an episode in its patched prompt, and the longest such prompt in tokens.
-MEDOIDS, PROMPT_TOKENS = 8, 1024
+MEDOIDS = 8
 #: A conversation is divided into episodes anew once it is so many times as long as it was.
 GROWTH = 2.0
 

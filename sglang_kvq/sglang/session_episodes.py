@@ -18,9 +18,9 @@ import numpy as np
 from sglang_kvq.config import PAGE_SIZE
 from sglang_kvq.episodic import fold as folds
 from sglang_kvq.episodic.chain import ChainPlan, Step, chain, stand_ins
-from sglang_kvq.episodic.config import EPISODES, EpisodicConfig
+from sglang_kvq.episodic.config import EPISODES, PROMPT_TOKENS, EpisodicConfig
 from sglang_kvq.episodic.embed import unit
-from sglang_kvq.episodic.episodes import PROMPT_TOKENS, step_ids
+from sglang_kvq.episodic.episodes import step_ids
 from sglang_kvq.episodic.fold import Fold
 from sglang_kvq.episodic.match import match
 from sglang_kvq.episodic.prefix import PARAMETER, FoldedPrefix

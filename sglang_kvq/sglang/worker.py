@@ -13,7 +13,7 @@ from sglang_kvq.attention.base import AttentionOps, LayerRotations
 from sglang_kvq.attention.reference import ReferenceOps
 from sglang_kvq.cache.pool import PagePool
 from sglang_kvq.cache.tiers import TierManager
-from sglang_kvq.config import KVQuantConfig
+from sglang_kvq.config import PAGE_SIZE, KVQuantConfig
 from sglang_kvq.episodic.config import EPICACHE
 from sglang_kvq.sglang import checks, compat, episodes, runtime, weights
 from sglang_kvq.sglang.backend import KVQuantBackend
@@ -45,8 +45,10 @@ def create_backend(model_runner: ModelRunner) -> AttentionBackend:
             logger.info("kv-quant rotates V at run time, not in the weights: %s", why_not)
     ops = create_ops(model_runner, pool, rotations, state.layer_ids)
     state.tiers = tiers = create_tiers(pool, config, ops)
-    if config.episodic is not None and config.episodic.policy == EPICACHE:
-        episodes.serve()
+    if config.episodic is not None:
+        config.episodic.check_cache(pool.pages * PAGE_SIZE)
+        if config.episodic.policy == EPICACHE:
+            episodes.serve()
     state.status = {
         "method": config.method,
         "rotations": origin.source or origin.objective,

@@ -13,8 +13,9 @@ from benchmarks.episodes.blocks import Budget, build
 from benchmarks.episodes.runner import Runner
 from sglang_kvq.config import PAGE_SIZE as P
 from sglang_kvq.episodic.cluster import cluster, medoids
+from sglang_kvq.episodic.config import PROMPT_TOKENS
 from sglang_kvq.episodic.embed import unit
-from sglang_kvq.episodic.episodes import MEDOIDS, PROMPT_TOKENS
+from sglang_kvq.episodic.episodes import MEDOIDS
 from sglang_kvq.episodic.prompt import patched_prompt
 from tests.e2e import word_embeddings
 from tests.e2e.client import held_out_text, together

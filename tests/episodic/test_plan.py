@@ -101,3 +101,13 @@ def test_a_budget_must_leave_pages_to_choose() -> None:
         config(budget=1024, block=1024).check_windows(SINK, RECENT)
     with pytest.raises(KVQuantError, match="--episodic-segment 384: .* at most 320 with --kv-quant-recent 256"):
         config(segment=384).check_windows(SINK, RECENT)
+
+
+@pytest.mark.parametrize(("policy", "least"), [("late", 2 * 1024 + 512 + 128), ("epicache", 2 * 1024 + 512 + 1152)])
+def test_a_cache_holds_a_conversation_beyond_the_budget(policy: str, least: int) -> None:
+    found = config(policy=policy, budget=1024, block=512)
+    found.check_cache(least)
+    with pytest.raises(KVQuantError, match=f"budget 1024: .* {least} tokens or more, .* holds {least - 1}; .* to 960"):
+        found.check_cache(least - 1)
+    with pytest.raises(KVQuantError, match="holds 512; raise --mem-fraction-static"):
+        found.check_cache(512)

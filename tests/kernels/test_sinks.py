@@ -149,7 +149,8 @@ def test_layers_with_sinks_and_without_share_a_step():
 def test_pages_read_directly(heads, parts, kind):
     """Rows that are one item have their sinks at once, rows in parts when these are merged."""
     formats = FORMATS[kind] and [FORMATS[kind](heads)]
-    lens = [(64 * 9 + 5, 2), (3, 1)] if parts else [(64 * 3 + 5, 3)] * 20 if ON_GPU else [(64 * 3 + 5, 3)] * 7
+    # Rows are whole where there are more of them than a GPU has multiprocessors.
+    lens = [(64 * 9 + 5, 2), (3, 1)] if parts else [(64 * 3 + 5, 3)] * (140 if ON_GPU else 7)
     scene = make_scene(heads, [prefix for prefix, _ in lens], formats=formats)
     short = replace(ANY, launch=replace(ANY.launch, programs_per_sm=1)) if not parts else ANY
     ops = TritonOps(scene.pool, scene.ops()[0].rotations, heads.q, 1, short=short)

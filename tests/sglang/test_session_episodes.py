@@ -11,9 +11,8 @@ import pytest
 from sglang_kvq.config import PAGE_SIZE as P
 from sglang_kvq.config import KVQuantConfig
 from sglang_kvq.episodic import fold, prefix
-from sglang_kvq.episodic.config import EpisodicConfig
+from sglang_kvq.episodic.config import PROMPT_TOKENS, EpisodicConfig
 from sglang_kvq.episodic.embed import Embedder
-from sglang_kvq.episodic.episodes import PROMPT_TOKENS
 from sglang_kvq.episodic.fold import Fold
 from sglang_kvq.episodic.prefix import FoldedPrefix
 from sglang_kvq.errors import KVQuantError

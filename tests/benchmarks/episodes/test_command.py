@@ -7,12 +7,16 @@ import json
 import math
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
 from benchmarks import record
 from benchmarks.episodes import __main__ as command
 from benchmarks.episodes.datasets import DATASETS
-from benchmarks.episodes.measure import comparisons, rows
+from benchmarks.episodes.measure import Measured, comparisons, rows
+from benchmarks.episodes.policies import Outcome
+from benchmarks.episodes.table import tables
 from sglang_kvq.errors import KVQuantError
 from tests.benchmarks.episodes import helpers
 
@@ -70,6 +74,31 @@ def test_all_datasets(data: Path) -> None:
     measured, _ = command.run(args, helpers.runner(), helpers.writer(), helpers.embedder())
     assert {group[0] for group in measured.outcomes} == set(DATASETS)
     assert all(set(of) <= {("full", None), ("none", None), ("window", None)} for of in measured.outcomes.values())
+
+
+def test_a_data_set_has_its_own_lengths() -> None:
+    """``locomo`` and ``locomo_6k`` cut the same conversations differently."""
+    measured = Measured()
+    for dataset, length in (("locomo", 1800), ("locomo_6k", 1400)):
+        measured.tokens[dataset, "talk"] = length
+        for policy in ("full", "none"):
+            one = Outcome(policy, None, np.array([-1.0]), np.array([1.0]), None, length, length)
+            measured.add((dataset, None, "none"), "talk", iter([one]), torch.device("cpu"))
+    found = rows(measured, {"none": 1.0})
+    assert {row["dataset"]: row["history_tokens"] for row in found} == {"locomo": 1800, "locomo_6k": 1400}
+
+
+def test_tables_leave_out_data_sets_without_a_gain(data: Path) -> None:
+    ends = {"gain_kept_se": 0.0, "conversations": 2, "questions": 6, "history_tokens": 1400.0, "compression": None}
+    found = []
+    for dataset, gained in (("talk", 1.0), ("nothing", 0.1)):
+        own = {"dataset": dataset, "kv_quant": "none", "matching": None, **ends}
+        found += [own | {"policy": "full", "gain_kept": 1.0, "logprob": -1.0}]
+        found += [own | {"policy": "none", "gain_kept": 0.0, "logprob": -1.0 - gained}]
+        found += [own | {"policy": "late", "matching": "windows", "compression": 4.0, "gain_kept": 0.9, "logprob": -1}]
+    lines = list(tables({"model": "tiny", "rows": found}))
+    assert "| gained over no history | 1.00 | 0.10 |" in lines
+    assert lines[-1] == "| `late` | windows | BF16 | 0.90 ± 0.00 |" and "| policy | by | pages | talk 4x |" in lines
 
 
 def test_variants_are_measured_at_the_first_compression(data: Path) -> None:
