@@ -56,7 +56,7 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
         help=f"{', '.join(VARIANTS)} are measured at the first compression only",
     )
     parser.add_argument("--compressions", default="4,6")
-    parser.add_argument("--kv-quant", default="none", help="none first, then methods, such as none,oscar")
+    parser.add_argument("--kv-quant", default="none", help="none first, then methods: none,oscar,transform:2")
     parser.add_argument("--quant-policies", default=QUANT_POLICIES, help=f"with quantized pages ({QUANT_POLICIES})")
     parser.add_argument("--limit", type=int, default=8, help="conversations of each dataset")
     parser.add_argument("--questions", type=int, default=40, help="of each conversation")

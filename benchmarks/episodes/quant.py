@@ -10,55 +10,61 @@ from benchmarks.episodes.past import RoundTrip
 from sglang_kvq.config import PAGE_SIZE, KVQuantConfig
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.formats.page import PageFormat
-from sglang_kvq.formats.record import RecordFormat
-from sglang_kvq.rotations.resolve import resolve_formats, resolve_rotations
+from sglang_kvq.rotations.inspection.candidates import Candidate, candidate_of
+from sglang_kvq.rotations.resolve import resolve_rotations
 
 
-def formats_of(method: str, model_path: str, hf_config: Any) -> tuple[RecordFormat, ...]:
-    """Page formats of a model's layers by ``--kv-quant METHOD``."""
-    config = KVQuantConfig(method)
-    return resolve_formats(config, resolve_rotations(config, model_path, hf_config), hf_config)
+def method_of(spec: str, model_path: str, hf_config: Any) -> Candidate:
+    """Page formats and rotations of a model's layers by ``--kv-quant NAME`` or ``NAME:BITS``."""
+    name, _, bits = spec.partition(":")
+    rotations = resolve_rotations(KVQuantConfig(name, bits=bits or None), model_path, hf_config)
+    return candidate_of(spec, rotations, hf_config)
 
 
-def bits_per_element(method: str, model_path: str, hf_config: Any) -> float:
+def bits_per_element(spec: str, model_path: str, hf_config: Any) -> float:
     """Of what is stored, scales included, averaged over layers; 16 for "none"."""
-    if method == "none":
+    if spec == "none":
         return 16.0
-    formats = formats_of(method, model_path, hf_config)
+    formats = method_of(spec, model_path, hf_config).formats
     return sum(one.bits_per_element for one in formats) / len(formats)
 
 
-def round_trip_of(method: str, model_path: str, hf_config: Any, device: torch.device) -> RoundTrip | None:
-    """``RoundTrip`` by ``--kv-quant METHOD``; None for "none". Sinks, and a last partial page, stay as they are.
+def round_trip_of(spec: str, model_path: str, hf_config: Any, device: torch.device) -> RoundTrip | None:
+    """``RoundTrip`` by ``--kv-quant NAME[:BITS]``; None for "none". Sinks, and a last partial page, stay as they are.
 
     Codes are per token, so a token that is quantized once may later lie in another page.
 
     Raises:
         KVQuantError: a method whose codes are shared by several tokens, or rotations that are missing.
     """
-    if method == "none":
+    if spec == "none":
         return None
-    config = KVQuantConfig(method)
-    formats = formats_of(method, model_path, hf_config)
-    if not all(isinstance(one, PageFormat) and one.k.axis == one.v.axis == "token" for one in formats):
+    method, sink_tokens = method_of(spec, model_path, hf_config), KVQuantConfig(spec.partition(":")[0]).sink_tokens
+    if any(code.axis != "token" for one in method.formats if isinstance(one, PageFormat) for code in (one.k, one.v)):
         raise KVQuantError(
-            f"--kv-quant {method}: its codes are not of single tokens, which therefore cannot move; use oscar."
+            f"--kv-quant {spec}: its codes are not of single tokens, which therefore cannot move; use oscar."
         )
-    rotations = resolve_rotations(config, model_path, hf_config)
+    r = method.rotations.to(device)
 
     def through_pages(layer: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Whole pages, float32 ``[rows, kv_heads, n, D]``."""
-        if rotations is not None:
-            k, v = k @ rotations.k[layer].to(device), v @ rotations.v[layer].to(device)
-        pages = (x.bfloat16().float().unflatten(2, (-1, PAGE_SIZE)) for x in (k, v))
-        read = formats[layer].dequantize_pages(formats[layer].quantize_pages(*pages))
+        mean = 0.0 if r.k_mean is None else r.k_mean[layer][:, None]
+        if r.k is not None:
+            k = k @ r.k[layer]
+        if r.v is not None:
+            v = v @ r.v[layer]
+        pages = (x.bfloat16().float().unflatten(2, (-1, PAGE_SIZE)) for x in (k - mean, v))
+        read = method.formats[layer].dequantize_pages(method.formats[layer].quantize_pages(*pages))
         k, v = (x.flatten(2, 3).bfloat16().float() for x in read)
-        if rotations is not None:
-            k, v = k @ rotations.queries[layer].to(device).mT, v @ rotations.outputs[layer].to(device).mT
+        k = k + mean
+        if r.queries is not None:
+            k = k @ r.queries[layer].mT
+        if r.outputs is not None:
+            v = v @ r.outputs[layer].mT
         return k, v
 
     def round_trip(layer: int, first: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        start = max(0, min(config.sink_tokens - first, k.shape[2]))
+        start = max(0, min(sink_tokens - first, k.shape[2]))
         end = start + (k.shape[2] - start) // PAGE_SIZE * PAGE_SIZE
         if end == start:
             return k, v

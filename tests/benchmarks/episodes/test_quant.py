@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 import torch
 
-from benchmarks.episodes.quant import bits_per_element, formats_of, round_trip_of
+from benchmarks.capacity import random_transform
+from benchmarks.episodes import quant
+from benchmarks.episodes.quant import bits_per_element, method_of, round_trip_of
 from sglang_kvq.config import KVQuantConfig
 from sglang_kvq.errors import KVQuantError
-from sglang_kvq.rotations.maths.fake_quant import page_round_trip
+from sglang_kvq.rotations.identity import geometry_of
+from sglang_kvq.rotations.maths.fake_quant import RotatedContext, page_round_trip
 from sglang_kvq.rotations.resolve import resolve_rotations
+from sglang_kvq.rotations.storage.files import load_rotations
 from tests.benchmarks.episodes import helpers
 
 CPU = torch.device("cpu")
@@ -25,7 +32,7 @@ def test_pages_go_through_the_methods_records(method: str) -> None:
     hf_config = config()
     found = round_trip_of(method, "tiny", hf_config, CPU)(1, 64, K, V)
     format, rotations = (
-        formats_of(method, "tiny", hf_config)[1],
+        method_of(method, "tiny", hf_config).formats[1],
         resolve_rotations(KVQuantConfig(method), "tiny", hf_config),
     )
     for row in range(3):
@@ -66,4 +73,30 @@ def test_methods_that_share_scales_are_refused() -> None:
 def test_bits() -> None:
     assert round_trip_of("none", "tiny", config(), CPU) is None
     assert bits_per_element("none", "tiny", config()) == 16
-    assert bits_per_element("int2", "tiny", config()) == formats_of("int2", "tiny", config())[0].bits_per_element < 3
+    assert (
+        bits_per_element("int2", "tiny", config())
+        == method_of("int2", "tiny", config()).formats[0].bits_per_element
+        < 3
+    )
+
+
+@pytest.mark.parametrize("bits", ["1.5", "4"])
+def test_transform_coding_is_what_attention_sees(bits: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scores, but for the mean's part, which is the same number in all of a query's; and outputs."""
+    hf_config, spec, tokens = config(), f"transform:{bits}", 192
+    geometry = geometry_of(hf_config)
+    learned = load_rotations(random_transform(tmp_path / "rotations", *geometry), **geometry._asdict())
+    learned = replace(learned, k_mean=torch.randn_like(learned.k_mean))
+    monkeypatch.setattr(quant, "resolve_rotations", lambda *args: learned)
+    k, v = (x[0, :, :tokens] for x in round_trip_of(spec, "tiny", hf_config, CPU)(1, 64, K, V))
+    q = torch.randn(helpers.HEADS, tokens, 64, generator=torch.Generator().manual_seed(1))
+    method = method_of(spec, "tiny", hf_config)
+    stored = (K[0, :, :tokens], V[0, :, :tokens])
+    context = RotatedContext.of(method.rotations, 1, q, *stored, 0.1, sink=0, recent=0)
+    read_k, read_v = page_round_trip(method.formats[1], context.k, context.v)
+    group = helpers.HEADS // helpers.KV_HEADS
+    less = q @ k.repeat_interleave(group, 0).mT - context.q @ read_k.repeat_interleave(group, 0).mT
+    assert less.std(-1).max() < 0.1 < less.abs().max()  # what rounding to BF16 leaves; the mean's part
+    outputs = context.to_model_basis(read_v.repeat_interleave(group, 0))
+    torch.testing.assert_close(v.repeat_interleave(group, 0), outputs, atol=0.03, rtol=0.02)
+    assert bits_per_element(spec, "tiny", hf_config) <= float(bits)
