@@ -44,6 +44,7 @@ class Session:
         pages: of that history, those chosen.
         matches: windows that these hold, the nearest to its question first.
         requests, selected, rebuilt: requests; those with chosen pages; histories computed again as they were evicted.
+        used: when its last answer began or ended; answering: requests whose answers are made.
         episodes: of the policy epicache.
         planning: held while a prompt is looked at, so that requests of one session do so one after the other.
         computing: held while a history is computed, so that none is computed twice at once.
@@ -65,6 +66,7 @@ class Session:
     rebuilt: int = 0
     created: float = field(default_factory=time.time)
     used: float = field(default_factory=time.time)
+    answering: int = 0
     episodes: EpisodesOfSession = field(default_factory=EpisodesOfSession)
     planning: asyncio.Lock = field(default_factory=asyncio.Lock, repr=False)
     computing: asyncio.Lock = field(default_factory=asyncio.Lock, repr=False)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from sglang_kvq.episodic.session import Session
 from sglang_kvq.errors import KVQuantError
@@ -76,11 +77,25 @@ class SessionStore:
         self.expire()
         return [session for session in reversed(self._sessions.values()) if session.tenant == tenant]
 
+    @contextmanager
+    def answering(self, session: Session) -> Iterator[None]:
+        """While an answer is made the session is not idle; it was used when that ends."""
+        session.answering += 1
+        try:
+            yield
+        finally:
+            session.answering -= 1
+            session.used = self.clock()
+            if self.holds(session):
+                self._sessions.move_to_end((session.tenant, session.id))
+
     def expire(self) -> None:
         """Forget what was idle for too long."""
-        while self.idle_seconds and self._sessions:
-            key, session = next(iter(self._sessions.items()))
+        if not self.idle_seconds:
+            return
+        for key, session in list(self._sessions.items()):
             if self.clock() - session.used <= self.idle_seconds:
                 break
-            del self._sessions[key]
-            self.expired += 1
+            if not session.answering:
+                del self._sessions[key]
+                self.expired += 1

@@ -194,9 +194,10 @@ class Router:
             self.manager._validate_one_request(obj, whole)  # with --allow-auto-truncate it shortens the prompt
             turn.ids = turn.ids[: len(whole)]
             outputs = self._chosen(turn)
-        async with aclosing(outputs):
-            async for out in outputs:
-                yield out
+        with self.store.answering(session):
+            async with aclosing(outputs):
+                async for out in outputs:
+                    yield out
 
     async def _whole(self, turn: Turn) -> Outputs:
         """Serve the prompt as it came, and remember the conversation."""

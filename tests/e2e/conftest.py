@@ -45,6 +45,7 @@ ONCE = {
     "test_numbers.py": NEWEST,
     "test_parallel.py": NEWEST,
     "test_episodes.py": NEWEST,
+    "test_engine_sessions.py": OLDEST,
     "test_speculation_families.py": NEWEST,
     "test_server_metrics.py": NEWEST,
     "test_hybrid.py[no radix cache]": NEWEST,

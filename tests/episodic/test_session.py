@@ -133,6 +133,28 @@ def test_idle_sessions_expire() -> None:
     assert store.of("t") == []
 
 
+def test_a_session_is_not_idle_while_it_answers() -> None:
+    clock = Clock()
+    store = SessionStore(9, 60, clock)
+    slow, quick = store.use("t", "slow"), store.use("t", "quick")
+    with store.answering(slow), store.answering(slow):
+        clock.now += 1000
+        assert store.of("t") == [slow] and store.expired == 1 and not store.holds(quick)
+    assert slow.answering == 0 and slow.used == clock.now
+    later = store.use("t", "later")
+    clock.now += 59
+    assert store.of("t") == [later, slow]
+    clock.now += 2
+    assert store.of("t") == []
+
+
+def test_a_session_forgotten_while_it_answers_stays_forgotten() -> None:
+    store = SessionStore(9, 60, Clock())
+    with store.answering(store.use("t", "a")):
+        store.delete("t", "a")
+    assert len(store) == 0
+
+
 def test_sessions_without_expiry_stay() -> None:
     clock = Clock()
     store = SessionStore(9, 0, clock)
