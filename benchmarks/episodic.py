@@ -16,6 +16,7 @@ turn_overhead_ms  time to the first token of a resident session's next turn of 4
 building          seconds from a conversation's first call, with a history that nobody knows, to the first token of its
                   answer; of ``epicache`` one episode. For the others it is the prefill. ``epicache_flat``: the same in
                   a cache of ``--small`` tokens, which the history would not fit into.
+building_peak    bytes that running requests hold at most while this goes on: what SGLang could not evict.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import json
 import statistics
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 
@@ -69,8 +71,31 @@ class Sessions(Client):
         return [session for session in found if session["history_tokens"] >= tokens]
 
 
+class Peak:
+    """The most tokens that are in use at once while a ``with`` block runs, as the server says every 20 ms."""
+
+    def __init__(self, server: Server, seconds: float = 0.02) -> None:
+        self.server, self.seconds, self.tokens = server, seconds, 0
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+
+    def __enter__(self) -> Peak:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._done.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._done.wait(self.seconds):
+            loads = self.server.json("/v1/loads")["loads"]
+            self.tokens = max(self.tokens, sum(load["num_used_tokens"] for load in loads))
+
+
 def measure(client: Sessions, name: str, args: argparse.Namespace, bf16_bytes: int):
     """(scenario, history, unit, value, more fields of this server), as they are measured."""
+    token_bytes = bf16_bytes / args.history if name == "bf16" else client.server.kv_quant()["token_bytes"]
     client.run([client.prompt("warm", 0, 2 * args.chunk + 70)], 2)
     client.run([client.prompt("warm", 1 + i, 70 + 30 * i) for i in range(4)], 70)
     if name != "epicache_flat":
@@ -78,8 +103,10 @@ def measure(client: Sessions, name: str, args: argparse.Namespace, bf16_bytes: i
     for history in args.building:
         client.server.drain()  # what follows an answer runs on
         prompt = client.prompt(f"build{name}", history, history)
-        stream: Stream = client.run([prompt], 2)[0]
+        with Peak(client.server) as peak:
+            stream: Stream = client.run([prompt], 2)[0]
         yield "building", history, "s", stream.ttft, {}
+        yield "building_peak", history, "bytes", peak.tokens * token_bytes, {}
 
 
 def resident(client: Sessions, name: str, args: argparse.Namespace, bf16_bytes: int):
