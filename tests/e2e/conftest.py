@@ -49,6 +49,8 @@ ONCE = {
     "test_speculation_families.py": NEWEST,
     "test_server_metrics.py": NEWEST,
     "test_hybrid.py[no radix cache]": NEWEST,
+    "test_folded_weights.py": NEWEST,
+    "test_bf16.py": OLDEST,
     "test_canary.py": OLDEST,
     "test_capture.py": OLDEST,
     "test_evaluation.py": OLDEST,
