@@ -43,7 +43,7 @@ def geometry_and_flags(model: Path, layers: int | None) -> tuple[Geometry, tuple
     return geometry_of(config | changes), flags
 
 
-def folder(path: str) -> Path:
+def existing_folder(path: str) -> Path:
     """An absolute one, since servers run elsewhere.
 
     Raises:
@@ -112,7 +112,9 @@ def main() -> None:
     parser.add_argument("--plain-backend", default="flashinfer", help="--attention-backend of the BF16 server")
     parser.add_argument("--method", choices=("oscar", "transform"), default="oscar")
     parser.add_argument("--bits", help="--kv-quant-bits of ours")
-    parser.add_argument("--model", type=folder, default=MODEL, help="a folder with a config.json; default %(default)s")
+    parser.add_argument(
+        "--model", type=existing_folder, default=MODEL, help="a folder with a config.json; default %(default)s"
+    )
     parser.add_argument("--layers", type=int, help="only so many of the model's")
     parser.add_argument("--max-running-requests", help="of both servers; SGLang's own default if not given")
     args = parser.parse_args()

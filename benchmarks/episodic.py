@@ -33,7 +33,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks import record
-from benchmarks.capacity import MODEL, folder, random_rotations
+from benchmarks.capacity import MODEL, existing_folder, random_rotations
 from benchmarks.serving import EVENT, Client, Failed, Stream, step_ms
 from launch.server import Server
 from sglang_kvq.evaluation import provenance
@@ -93,13 +93,13 @@ class Peak:
             self.tokens = max(self.tokens, sum(load["num_used_tokens"] for load in loads))
 
 
-def measure(client: Sessions, name: str, args: argparse.Namespace, bf16_bytes: int):
+def measure(client: Sessions, name: str, args: argparse.Namespace, bf16_token_bytes: int):
     """(scenario, history, unit, value, more fields of this server), as they are measured."""
-    token_bytes = bf16_bytes / args.history if name == "bf16" else client.server.kv_quant()["token_bytes"]
+    token_bytes = bf16_token_bytes if name == "bf16" else client.server.kv_quant()["token_bytes"]
     client.run([client.prompt("warm", 0, 2 * args.chunk + 70)], 2)
     client.run([client.prompt("warm", 1 + i, 70 + 30 * i) for i in range(4)], 70)
     if name != "epicache_flat":
-        yield from resident(client, name, args, bf16_bytes)
+        yield from resident(client, name, args, token_bytes)
     for history in args.building:
         client.server.drain()  # what follows an answer runs on
         prompt = client.prompt(f"build{name}", history, history)
@@ -109,7 +109,7 @@ def measure(client: Sessions, name: str, args: argparse.Namespace, bf16_bytes: i
         yield "building_peak", history, "bytes", peak.tokens * token_bytes, {}
 
 
-def resident(client: Sessions, name: str, args: argparse.Namespace, bf16_bytes: int):
+def resident(client: Sessions, name: str, args: argparse.Namespace, token_bytes: float):
     room, sessions = client.server.info()["max_total_num_tokens"], args.sessions
     if name in ("bf16", "oscar"):  # of each: its history, the answer, and two pages partly filled
         sessions = min(sessions, int(room * 0.98) // (args.history + args.tokens + 128))
@@ -123,8 +123,8 @@ def resident(client: Sessions, name: str, args: argparse.Namespace, bf16_bytes: 
     client.uncached = 2 * args.history if name == "epicache" else 64 + QUESTION  # the first of two builds what it reads
     ms = min(step_ms(client.decode(turns, args.tokens)) for _ in range(2))
     yield "decode_step", args.history, "ms", ms, count
-    hot = [session["hot_bytes"] for session in client.known(args.history)] if client.named else [bf16_bytes]
-    hot_bytes = statistics.mean(hot) if name != "oscar" else client.server.kv_quant()["token_bytes"] * args.history
+    hot = [session["hot_bytes"] for session in client.known(args.history)] if client.named else []
+    hot_bytes = statistics.mean(hot) if client.named else token_bytes * args.history
     yield "hot_kv", args.history, "bytes", hot_bytes, {}
     waits = []
     for i, prompt in enumerate(prompts[:8]):
@@ -149,10 +149,12 @@ def complete(row: dict) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", required=True, type=Path)
-    parser.add_argument("--tokenizer", required=True, type=folder, help="folder of any model's tokenizer")
-    parser.add_argument("--embedder", required=True, type=folder, help="folder of a sentence-transformers model")
+    parser.add_argument("--tokenizer", required=True, type=existing_folder, help="folder of any model's tokenizer")
+    parser.add_argument(
+        "--embedder", required=True, type=existing_folder, help="folder of a sentence-transformers model"
+    )
     parser.add_argument("--servers", default=",".join(SERVERS))
-    parser.add_argument("--model", type=folder, default=MODEL)
+    parser.add_argument("--model", type=existing_folder, default=MODEL)
     parser.add_argument("--sessions", type=int, default=16)
     parser.add_argument("--history", type=int, default=100_000)
     parser.add_argument("--tokens", type=int, default=256, help="of a measured answer")
@@ -170,7 +172,7 @@ def main() -> None:
         parser.error(f"{', '.join(sorted(unknown))}: not one of {', '.join(SERVERS)}")
     config = json.loads((args.model / "config.json").read_text())
     geometry = geometry_of(config)
-    bf16_bytes = args.history * 2 * geometry.layers * geometry.kv_heads * geometry.head_dim * 2
+    bf16_token_bytes = 2 * geometry.layers * geometry.kv_heads * geometry.head_dim * 2
     rows = {(row["scenario"], row["history_tokens"]): row for row in record.read_rows(args.out)}
     with tempfile.TemporaryDirectory() as temporary:
         rotations = random_rotations(Path(temporary) / "rotations", *geometry)
@@ -194,7 +196,7 @@ def main() -> None:
             with Server(args.model, *flags, *own[name], cpu=args.cpu, env=env, log_path=log) as server:
                 client = Sessions(server, min(SHORT, config["vocab_size"]), geometry.layers)
                 client.named = name in SERVERS[2:]
-                for scenario, history, unit, value, more in measure(client, name, args, bf16_bytes):
+                for scenario, history, unit, value, more in measure(client, name, args, bf16_token_bytes):
                     row = rows.setdefault(
                         (scenario, history), {"scenario": scenario, "history_tokens": history, "unit": unit}
                     )

@@ -64,7 +64,7 @@ import aiohttp
 import numpy as np
 
 from benchmarks import record, traces
-from benchmarks.capacity import FLAGS, MODEL, folder, geometry_and_flags, name_of, random_rotations
+from benchmarks.capacity import FLAGS, MODEL, existing_folder, geometry_and_flags, name_of, random_rotations
 from launch.server import Server, ServerError
 from sglang_kvq.evaluation import provenance
 
@@ -271,10 +271,8 @@ def decode(client: Client, scale: Scale, deadline: float):
 def spec(client: Client, scale: Scale, deadline: float):
     """``decode`` of a server that verifies drafts, of which SGLang runs fewer requests at once."""
     info = client.server.info()
-    drafts, most = (
-        info["speculative_num_draft_tokens"],
-        info["internal_states"][0]["effective_max_running_requests_per_dp"],
-    )
+    drafts = info["speculative_num_draft_tokens"]
+    most = info["internal_states"][0]["effective_max_running_requests_per_dp"]
     for streams, context in scale.decode:
         if streams > most:
             print(f"{streams} streams: left out, the server runs {most} at most", flush=True)
@@ -326,8 +324,7 @@ def output(client: Client, scale: Scale, deadline: float):
     room = client.server.info()["max_total_num_tokens"]
     # Of each: the context, the answer, and two pages partly filled. Two pages of a hundred stay free.
     fits = min(requests, int(room * 0.98) // (context + answer + 128))
-    time.sleep(1)  # only an idle server flushes
-    client.server.flush()
+    client.server.drain()
     prompts = [client.prompt("output", i, context) for i in range(fits)]
     prompts = prompts[: client.cache(prompts, deadline)]
     rate = tokens_per_second(client.decode(prompts, answer))
@@ -414,7 +411,9 @@ def main() -> None:
     )
     parser.add_argument("--mem-fraction-static", default="0.85")
     parser.add_argument("--plain-backend", default="flashinfer", help="--attention-backend of the BF16 server")
-    parser.add_argument("--model", type=folder, default=MODEL, help="another of benchmarks/models, with its own --out")
+    parser.add_argument(
+        "--model", type=existing_folder, default=MODEL, help="another of benchmarks/models, with its own --out"
+    )
     parser.add_argument("--layers", type=int, help="only so many of the model's, where the whole does not fit")
     parser.add_argument("--scale", choices=SCALES, default="full")
     parser.add_argument("--profile", action="store_true", help="also show what decode steps are made of")

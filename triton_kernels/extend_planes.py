@@ -256,14 +256,13 @@ def _levels_ptx(codes, cell, field):
     mask = ((1 << width) - 1) << found.shift
     factor = (30 - found.shift) << 10  # 2^(15 - shift)
     less = 0x8000 | (width + 4) << 10 | ((1 << (width - 1)) - 1) << (11 - width)  # (2^width - 1) / 2 * 2^-9
-    lines = ["{", ".reg .b32 factor, less, byte0, byte1, byte2, byte3;"]
+    lines, cells = ["{", ".reg .b32 factor, less, byte0, byte1, byte2, byte3;"], ["$2"] * 4
     lines += [f"mov.b32 factor, {factor * 0x10001:#x};", f"mov.b32 less, {less * 0x10001:#x};"]
-    if codes.cells[cell].shares == 1:
-        lines += [f"mov.b32 byte{n}, $2;" for n in range(4)]
-    else:
-        lines += [f"shr.u32 byte{n}, $2, ${3 + n};" for n in range(4)]
-    # Two bytes, below each byte's mask in the upper half of its 16 bits whatever comes.
-    lines += ["prmt.b32 $0, byte0, byte1, 0x5500;", "prmt.b32 $1, byte2, byte3, 0x7722;"]
+    if codes.cells[cell].shares > 1:
+        cells = [f"byte{n}" for n in range(4)]
+        lines += [f"shr.u32 {x}, $2, ${3 + n};" for n, x in enumerate(cells)]
+    # A byte in each half of a word; the mask takes off what comes above it.
+    lines += [f"prmt.b32 $0, {cells[0]}, {cells[1]}, 0x5500;", f"prmt.b32 $1, {cells[2]}, {cells[3]}, 0x7722;"]
     for n in range(2):
         lines.append(f"and.b32 ${n}, ${n}, {mask * 0x10001:#x};")
         lines.append(f"fma.rn.f16x2 ${n}, ${n}, factor, less;")

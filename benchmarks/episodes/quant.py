@@ -11,6 +11,7 @@ from sglang_kvq.config import PAGE_SIZE, KVQuantConfig
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.formats.page import PageFormat
 from sglang_kvq.rotations.inspection.candidates import Candidate, candidate_of
+from sglang_kvq.rotations.maths.fake_quant import page_round_trip
 from sglang_kvq.rotations.resolve import resolve_rotations
 
 
@@ -39,7 +40,7 @@ def round_trip_of(spec: str, model_path: str, hf_config: Any, device: torch.devi
     """
     if spec == "none":
         return None
-    method, sink_tokens = method_of(spec, model_path, hf_config), KVQuantConfig(spec.partition(":")[0]).sink_tokens
+    method = method_of(spec, model_path, hf_config)
     if any(code.axis != "token" for one in method.formats if isinstance(one, PageFormat) for code in (one.k, one.v)):
         raise KVQuantError(
             f"--kv-quant {spec}: its codes are not of single tokens, which therefore cannot move; use oscar."
@@ -53,9 +54,8 @@ def round_trip_of(spec: str, model_path: str, hf_config: Any, device: torch.devi
             k = k @ r.k[layer]
         if r.v is not None:
             v = v @ r.v[layer]
-        pages = (x.bfloat16().float().unflatten(2, (-1, PAGE_SIZE)) for x in (k - mean, v))
-        read = method.formats[layer].dequantize_pages(method.formats[layer].quantize_pages(*pages))
-        k, v = (x.flatten(2, 3).bfloat16().float() for x in read)
+        stored = (x.bfloat16().float().flatten(0, 1) for x in (k - mean, v))
+        k, v = (x.unflatten(0, k.shape[:2]) for x in page_round_trip(method.formats[layer], *stored))
         k = k + mean
         if r.queries is not None:
             k = k @ r.queries[layer].mT
@@ -64,7 +64,7 @@ def round_trip_of(spec: str, model_path: str, hf_config: Any, device: torch.devi
         return k, v
 
     def round_trip(layer: int, first: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        start = max(0, min(sink_tokens - first, k.shape[2]))
+        start = max(0, min(KVQuantConfig.sink_tokens - first, k.shape[2]))
         end = start + (k.shape[2] - start) // PAGE_SIZE * PAGE_SIZE
         if end == start:
             return k, v

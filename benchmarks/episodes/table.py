@@ -36,19 +36,15 @@ def tables(result: dict[str, Any]) -> Iterator[str]:
     compressions = sorted({row["compression"] for row in exact if row["compression"]})
     yield "| policy | by | pages | " + " | ".join(f"{d} {c:g}x" for d in shown for c in compressions) + " |"
     yield "|---" * (3 + len(shown) * len(compressions)) + "|"
-    named = dict.fromkeys((row["policy"], row["matching"], row["kv_quant"]) for row in rows)
-    for policy, matching, kv_quant in sorted(named, key=lambda name: name[2] != "none"):
+    named: dict[tuple[str, str | None, str], dict[tuple[str, float | None], Any]] = {}
+    for row in rows:
+        name = row["policy"], row["matching"], row["kv_quant"]
+        named.setdefault(name, {})[row["dataset"], row["compression"]] = row
+    for (policy, matching, kv_quant), of in sorted(named.items(), key=lambda item: item[0][2] != "none"):
         if policy in ("full", "none") and kv_quant == "none":
             continue
-        cells = []
-        for data_set in shown:
-            of = {
-                row["compression"]: row
-                for row in rows
-                if (row["dataset"], row["policy"], row["matching"], row["kv_quant"])
-                == (data_set, policy, matching, kv_quant)
-            }
-            cells += [_gain(of.get(c) or of.get(None)) for c in compressions]  # None: the full cache's
+        # A full cache has no compression.
+        cells = [_gain(of.get((d, c)) or of.get((d, None))) for d in shown for c in compressions]
         pages = "BF16" if kv_quant == "none" else f"`{kv_quant}`"
         yield f"| `{policy}` | {matching or ''} | {pages} | " + " | ".join(cells) + " |"
 
