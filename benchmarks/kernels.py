@@ -100,11 +100,13 @@ def main() -> None:
         chosen = some if given else chosen
     for part in chosen:
         rows = []
-        for row in part:
-            rows.append(row)
-            show(row)
-        if args.out:  # part by part: what was measured is kept
-            record.merge(args.out, "kernels", rows, key="kernel", copy_gb_per_s=round(bandwidth / 1e3))
+        try:
+            for row in part:
+                rows.append(row)
+                show(row)
+        finally:  # what was measured is kept, also where the next result is wrong
+            if args.out and rows:
+                record.merge(args.out, "kernels", rows, key="kernel", copy_gb_per_s=round(bandwidth / 1e3))
 
 
 if __name__ == "__main__":

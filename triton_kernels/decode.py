@@ -28,6 +28,7 @@ from sglang_kvq.kernels.codes import PlaneRecord, Record, scale_step
 from sglang_kvq.kernels.common import INTERPRETED, NO_OVERLAP, PAGE, Overlap, dot, page_of, to_bf16
 from sglang_kvq.kernels.decode_general import history_general
 from sglang_kvq.kernels.decode_half import history_half
+from sglang_kvq.kernels.decode_half_planes import history_half_planes
 from sglang_kvq.kernels.decode_planes import history_planes
 from sglang_kvq.kernels.int8 import (
     MAGIC_BITS,
@@ -62,7 +63,8 @@ class DecodeLaunch:
     Attributes:
         stages, registers: the compiler's.
         programs_per_sm: one-warp programs that an SM holds at once.
-        half_pages: pages a turn of ``decode_half.history_half``, 1 or 2; 0 for products in INT8.
+        half_pages: pages a turn of ``decode_half.history_half``, 1 or 2, of ``decode_half_planes``, 2; 0 for products
+            in INT8.
     """
 
     stages: int
@@ -109,20 +111,24 @@ def decode_launch(head_dim: int, gqa_group: int, record: Record | PlaneRecord) -
     ``benchmarks/kernels.py --sweep-heads``). Numbers between lose up to a half: an SM's four schedulers then have
     unequal shares.
     """
-    if suits_half(record, head_dim):
+    if suits_half(record, head_dim) and not isinstance(record, PlaneRecord):
         if head_dim == 64 and gqa_group <= 8:
             return DecodeLaunch(stages=3, registers=168, programs_per_sm=12, half_pages=2)
         if head_dim == 128 and gqa_group > 4:
             few = gqa_group <= 8
             return DecodeLaunch(stages=3 if few else 4, registers=255, programs_per_sm=8, half_pages=2 if few else 1)
     if isinstance(record, PlaneRecord):
-        wide = head_dim > 128 or gqa_group > 4
+        half = suits_half(record, head_dim) and gqa_group > 4  # up to four heads a product would be half empty
+        wide = gqa_group > 8 or head_dim > 64 if half else head_dim > 128 or gqa_group > 4
         programs = 8 if wide else 12
         # A third stage hides more, where the copies of all programs find room in an SM's shared memory.
         shape = shape_of(1, head_dim)
         copies = 32 * shape.INT8_JP * sum(record.k.widths) + 8 * shape.VP * sum(record.v.widths) + 1536  # as compiled
+        if half:
+            copies = 4 * record.bytes
         stages = 3 if copies + _RESERVED_BYTES <= _SHARED_BYTES // programs else 2
-        return DecodeLaunch(stages=stages, registers=255 if wide else 168, programs_per_sm=programs)
+        registers = 255 if wide else 168
+        return DecodeLaunch(stages, registers, programs_per_sm=programs, half_pages=2 if half else 0)
     if gqa_group > 8:  # spills all the same: more heads hold more accumulators
         return DecodeLaunch(stages=3, registers=255, programs_per_sm=8)
     wide = head_dim > 128 or (gqa_group > 4 and (head_dim > 64 or not is_fast(record)))
@@ -149,8 +155,8 @@ def is_two_bit(record: Record | PlaneRecord, head_dim: int) -> bool:
 
 
 def suits_half(record: Record | PlaneRecord, head_dim: int) -> bool:
-    """Whether products in FP16 read these records: two bits, one group to a row."""
-    return is_two_bit(record, head_dim) and head_dim <= value_dims(head_dim)
+    """Whether products in FP16 read these records: two bits, one group to a row, or planes."""
+    return head_dim <= value_dims(head_dim) and (isinstance(record, PlaneRecord) or is_two_bit(record, head_dim))
 
 
 def decode(
@@ -191,9 +197,11 @@ def decode(
     count, q_heads, d = len(out), q.shape[1], q.shape[2]
     if launch.half_pages and not suits_half(record, d):
         raise KVQuantError(
-            f"{launch}: products in FP16 need uniform 2-bit codes with one group a row of at most 128 dims; "
+            f"{launch}: products in FP16 need planes, or uniform 2-bit codes with one group a row, at most 128 dims; "
             "use half_pages=0."
         )
+    if launch.half_pages == 1 and isinstance(record, PlaneRecord):
+        raise KVQuantError(f"{launch}: records of planes are read two pages a turn; use half_pages=2.")
     shape = shape_of(stored.records.shape[1], d, q_heads)
     chunks = 1 if drafts is None else drafts.chunks
     _decode[(shape.KV_HEADS * (d // shape.DIMS) * chunks, count)](
@@ -247,7 +255,10 @@ def _decode(
         if item.first_page < item.last_page:
             records = stored.records + head * RECORD.bytes
             if is_planes(RECORD):
-                state = history_planes(mine, item, table, records, v_first, scale_log2, RECORD, SHAPE, PLAIN)
+                if HALF_PAGES > 0:
+                    state = history_half_planes(mine, item, table, records, v_first, scale_log2, RECORD, SHAPE, PLAIN)
+                else:
+                    state = history_planes(mine, item, table, records, v_first, scale_log2, RECORD, SHAPE, PLAIN)
             elif HALF_PAGES > 0:
                 state = history_half(mine, item, table, records, v_first, scale_log2, RECORD, SHAPE, PLAIN, HALF_PAGES)
             elif FAST:

@@ -317,7 +317,7 @@ def subnormal(code):
 def _token_planes(x, HEADS: tl.constexpr, PAGES: tl.constexpr):
     """Rows (plane, page, half, i) to operands [16 tokens, HEADS] for each tile of ``_load_values``."""
     if PAGES == 2:
-        x = _split_planes(x, HEADS)
+        x = split_planes(x, HEADS)
         y = x[3][1]
         x = (x[0][0], x[1][0], x[2][0], x[3][0], x[0][1] - y, x[1][1] - y, x[2][1] - y, y)
         w = ()
@@ -334,7 +334,7 @@ def _token_planes(x, HEADS: tl.constexpr, PAGES: tl.constexpr):
 
 
 @triton.jit
-def _split_planes(x, HEADS: tl.constexpr):
+def split_planes(x, HEADS: tl.constexpr):
     """Rows (plane, page, half, i) to [16 = (page, i), HEADS], for each plane that of either half."""
     x = tl.permute(tl.reshape(x, [2, 2, 2, 2, 8, HEADS]), (2, 4, 5, 3, 0, 1))
     a, b = tl.split(tl.reshape(x, [16, HEADS, 2, 2, 2]))

@@ -29,7 +29,7 @@ BUDGETS = (2.5, 1.6)
 MODEL = "qwen2.5-coder-0.5b-instruct-transform"
 SIZES = {"layers": 24, "kv_heads": 2, "head_dim": 64}
 #: Query heads, KV heads, head_dim.
-GEOMETRIES = [(32, 8, 128), (32, 8, 64), (64, 8, 64)]
+GEOMETRIES = [(32, 8, 128), (64, 8, 128), (32, 8, 64), (64, 8, 64)]
 #: Extends: requests, new tokens of each, stored prefix.
 EXTENDS = [(8, 64, 16384), (1, 128, 131072)]
 SHAPES = [(64, 16384), (16, 98304)]

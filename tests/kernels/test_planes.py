@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
+from sglang_kvq.attention.base import LayerRotations
+from sglang_kvq.attention.triton_ops import TritonOps
 from sglang_kvq.config import PAGE_SIZE
+from sglang_kvq.errors import KVQuantError
 from sglang_kvq.formats.planes import PlaneCode, PlaneFormat, Widths
+from sglang_kvq.kernels import decode_half_planes
+from sglang_kvq.kernels.codes import PlaneCodes
+from sglang_kvq.kernels.decode import DecodeLaunch
 from tests.kernels.scene import DEVICE, Heads, Scene, assert_close, int64, make_scene
 from tests.kernels.test_decode import BOUND, decode, exact
+from tests.kernels.test_unpack import execute, words
 
 HEADS = [Heads(64, 64, 3, 3), Heads(128, 128, 2, 4), Heads(96, 96, 1, 6), Heads(256, 128, 1, 5)]
 #: Keys' and values' widths: every kind of cell, fields that stay and that are shifted, planes without bits.
@@ -37,6 +45,81 @@ def test_decode_agrees_with_float64(heads, widths):
     q = scene.queries(4)
     got = decode(ops, 1, q, scene)
     assert_close("decode", got.double(), exact(scene, 1, q), BOUND)
+
+
+#: Padded columns and dims among them.
+HALF_HEADS = [Heads(64, 64, 2, 8), Heads(64, 64, 1, 3), Heads(128, 128, 1, 12), Heads(96, 96, 1, 6)]
+
+
+def half_ops(scene: Scene, pages: int = 2) -> TritonOps:
+    """Products in FP16."""
+    launch = DecodeLaunch(stages=2, registers=255, programs_per_sm=8, half_pages=pages)
+    return TritonOps(scene.pool, LayerRotations(), scene.heads.q, 4, launch=launch)
+
+
+@pytest.mark.parametrize("widths", WIDTHS, ids=lambda w: "-".join("".join(map(str, x)) for x in w))
+@pytest.mark.parametrize("heads", HALF_HEADS, ids=str)
+def test_products_in_fp16_agree_with_float64(heads, widths):
+    scene = plane_scene(heads, widths, [1, 64 * 9 + 5, 330, 0])
+    q = scene.queries(4)
+    assert_close("decode", decode(half_ops(scene), 1, q, scene).double(), exact(scene, 1, q), BOUND)
+
+
+@pytest.mark.parametrize("kind", ["growing", "shrinking", "dominant", "no-queries"])
+def test_products_in_fp16_keep_what_fp16_cannot_hold(kind):
+    """V's gains from 2^-10 to 2^10 from page to page; queries far apart."""
+    scene = plane_scene(Heads(64, 64, 1, 8), WIDTHS[0], [64 * 14 + 5])
+    first = scene.pool.formats[0].parts.v_gains
+    pages = scene.pool.row_pages[1, :14].long()
+    if kind in ("growing", "shrinking"):
+        exponents = torch.arange(14, device=pages.device) - 7
+        gains = 128 + 8 * (exponents if kind == "growing" else -exponents)
+        scene.pool.records[0][pages, :, first : first + PAGE_SIZE] = gains.to(torch.uint8)[:, None, None]
+    q = scene.queries(1) * {"dominant": 20.0, "no-queries": 0.0}.get(kind, 1.0)
+    q[:, 1] *= 2.0**-20
+    assert_close(kind, decode(half_ops(scene), 0, q, scene).double(), exact(scene, 0, q), BOUND)
+
+
+def test_half_a_tile_of_another_request_counts_for_nothing():
+    """The last tile's second page is beyond the history, and its gains are the largest there are."""
+    scene = plane_scene(Heads(64, 64, 1, 8), WIDTHS[0], [64 * 6 + 5])
+    first = scene.pool.formats[0].parts.v_gains
+    mine = scene.pool.row_pages[1, :7].long().tolist()
+    others = [page for page in range(1, scene.pool.pages + 1) if page not in mine]
+    scene.pool.records[0][others, :, first : first + PAGE_SIZE] = 255
+    scene.pool.records[0][mine[5:], :, first : first + PAGE_SIZE] = 255
+    scene.pool.row_history_end[1] = 64 * 5
+    scene.pool.row_sink_end[1] = 0
+    q = scene.queries(1)
+    assert_close("decode", decode(half_ops(scene), 0, q, scene).double(), exact(scene, 0, q), BOUND)
+
+
+def test_one_page_a_turn_is_refused():
+    scene = plane_scene(HEADS[0], WIDTHS[0], [700])
+    with pytest.raises(KVQuantError, match="half_pages=2"):
+        decode(half_ops(scene, pages=1), 0, scene.queries(1), scene)
+    scene = plane_scene(HEADS[3], WIDTHS[0], [700])
+    with pytest.raises(KVQuantError, match="half_pages=0"):
+        decode(half_ops(scene), 0, scene.queries(1), scene)
+
+
+@pytest.mark.parametrize("widths", sorted({x for pair in WIDTHS for x in pair}), ids=lambda x: "".join(map(str, x)))
+def test_the_assembly_cuts_out_codes(widths):
+    """Of any four bytes, or two words: each field's code, as many bits high as it lies."""
+    cells = PlaneCode(widths).cells
+    packed, codes = words(2000, 1), PlaneCodes(widths, cells, (0,) * len(cells), 0)
+    for c, cell in enumerate(codes.cells):
+        for f, field in enumerate(cell.fields):
+            for share in range(cell.shares):
+                down = np.uint64(share * cell.bits)
+                bytes = [packed >> np.uint64(8 * n) & np.uint64(255) for n in range(4)]
+                want = [(byte >> down).astype(np.int64) & ((1 << field.width) - 1) << field.shift for byte in bytes]
+                got = execute(decode_half_planes.bytes_ptx.fn(codes, c, f, share), 2, [packed])
+                got = np.concatenate([x.view(np.int16) for x in got], 1)
+                assert np.array_equal(got, np.stack(want, 1))
+                lower, upper = execute(decode_half_planes.words_ptx.fn(codes, c, f, share), 2, [packed])
+                assert np.array_equal(lower.view(np.int16), np.stack(want[::2], 1))
+                assert np.array_equal(upper.view(np.int16), np.stack(want[1::2], 1))
 
 
 def test_one_dominant_token():
