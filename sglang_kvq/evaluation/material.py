@@ -58,6 +58,10 @@ class Material:
     def path(self, kind: str, key: Any) -> Path:
         return self.folder / f"{kind}-{digest([self.model, key])}.npz"
 
+    def has(self, kind: str) -> bool:
+        """Whether anything of that kind is stored."""
+        return any(self.folder.glob(f"{kind}-*"))
+
     def load(self, kind: str, key: Any) -> dict[str, np.ndarray] | None:
         path = self.path(kind, key)
         if not path.exists():

@@ -92,10 +92,15 @@ class Runner:
             KVQuantError: before anything starts: results of other settings are in the way.
         """
         jobs = []
-        for spec in specs:
+        # The reference last: its distributions are needed again only if another method is still to be compared.
+        compared: set[str] = set()
+        for spec in sorted(specs, key=lambda spec: spec.is_reference):
             identity = launch.identity(spec)
             tasks = [task for task in self.tasks if _sees_cache(task, spec)]
             open_tasks = [task for task in tasks if not self._finished(spec.slug, identity, task)]
+            if spec.is_reference and not self.material.has("reference"):
+                open_tasks = [task for task in tasks if task in open_tasks or task.name in compared]
+            compared |= {task.name for task in open_tasks if isinstance(task, ReferenceTask)}
             if not tasks:
                 self.display.say(f"{spec.label}: none of the tasks is measured in chunks of this size")
             elif not open_tasks:

@@ -115,6 +115,18 @@ def test_without_its_reference_kl_is_not_measured(text, tmp_path):
     assert "nothing to compare with" in found["oscar"]["error"] and "code 1" in found["none"]["error"]
 
 
+def test_a_lost_reference_is_measured_again_where_it_is_needed(text, tmp_path, capsys):
+    out = tmp_path / "out"
+    asked = words(text, out, "--methods", "none,oscar")
+    assert main(asked) == 0
+    for path in out.glob("material/reference-*"):
+        path.unlink()
+    assert main(asked) == 0 and capsys.readouterr().err.count("already measured") == 2
+    (out / "runs/oscar/kl.json").unlink()
+    assert main(asked) == 0 and "already measured" not in capsys.readouterr().err
+    assert rows(out)["oscar"]["kl"] is not None
+
+
 def test_other_settings_are_refused_or_measured_again(text, tmp_path):
     out = tmp_path / "out"
     main(words(text, out, "--methods", "none"))
