@@ -32,7 +32,7 @@ from sglang_kvq.rotations.identity import Geometry, geometry_of
 MODEL = Path(__file__).parent / "models" / "qwen3-8b"
 FLAGS = ("--load-format", "dummy", "--skip-tokenizer-init")
 #: Few graph sizes: capturing them is most of a start, and takes no part of the memory that is divided here.
-GRAPHS = ("--cuda-graph-max-bs", "8")
+GRAPHS = ("--cuda-graph-max-bs-decode", "8")
 
 
 def geometry_and_flags(model: Path, layers: int | None) -> tuple[Geometry, tuple[str, ...]]:

@@ -179,6 +179,8 @@ def main() -> None:
         context = max(args.history, *args.building, 0) + args.tokens + 1024
         flags = ["--load-format", "dummy", "--tokenizer-path", str(args.tokenizer), "--context-length", str(context)]
         flags += ["--chunked-prefill-size", str(args.chunk), "--stream-interval", str(EVENT)]
+        # The plugin has no graphs of prefills, and BF16's take minutes to capture and are for small ones.
+        flags += ["--cuda-graph-max-bs-decode", str(args.sessions), "--disable-prefill-cuda-graph"]
         flags += [] if args.cpu else ["--mem-fraction-static", args.mem_fraction_static]
         oscar = ["--kv-quant", "oscar", "--kv-quant-rotations", str(rotations)]
         episodic = [*oscar, "--episodic-embedder", str(args.embedder), "--episodic-budget", str(args.budget)]

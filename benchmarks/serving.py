@@ -348,6 +348,14 @@ def measure(client: Client, scale: Scale, groups: list[str], deadline: float):
             print(f"{group}: FAILED: {error}", flush=True)
 
 
+def graph_flags(scale: Scale, groups: list[str]) -> list[str]:
+    """No graph that these groups do not replay: capturing one takes seconds, those of prefills minutes."""
+    decode = max(streams for streams, _ in scale.decode)
+    most = {"decode": decode, "spec": decode, "latency": scale.latency[1], "output": scale.output[0]}
+    flags = ["--cuda-graph-max-bs-decode", str(max(most.get(group, 1) for group in groups))]
+    return flags if {"prefill", "latency"} & set(groups) else [*flags, "--disable-prefill-cuda-graph"]
+
+
 def better(unit: str, none: float | None, oscar: float | None) -> float | None:
     if none is None or oscar is None:
         return None
@@ -438,6 +446,7 @@ def main() -> None:
     flags = [*FLAGS, *cut, "--chunked-prefill-size", str(scale.chunk), "--context-length", str(scale.longest)]
     flags += ["--stream-interval", str(EVENT)]
     flags += [] if args.cpu else ["--mem-fraction-static", args.mem_fraction_static]
+    flags += graph_flags(scale, groups)
     rows: dict[str, dict] = {r["scenario"]: r for r in record.read_rows(args.out)} if len(servers) == 1 else {}
     for row in rows.values():  # a row measured again has a new source
         for name in record.SOURCE:

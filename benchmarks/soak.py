@@ -219,7 +219,7 @@ class Soak:
 
     def flags(self) -> list[str]:
         s = self.scale
-        graphs = [] if self.cpu else ["--cuda-graph-max-bs", str(s.requests)]
+        graphs = [] if self.cpu else ["--cuda-graph-max-bs-decode", str(s.requests)]
         return [
             *("--kv-quant", self.args.method, "--chunked-prefill-size", str(s.chunk)),
             *("--max-total-tokens", str(s.pool), "--context-length", str(s.longest + s.long_answer[1] + 64)),

@@ -44,7 +44,7 @@ CORES_TO_START, LEAST_STARTING = 4, 5
 #: Kept of the time for stopping and writing.
 RESERVE = 15
 #: Every batch is decoded in a graph. More would only make the start longer.
-GRAPHS = ("--cuda-graph-max-bs",)
+GRAPHS = ("--cuda-graph-max-bs-decode",)
 CASE_MODEL, HYBRID_MODEL = "qwen3", "qwen3_next"
 #: SGLang's backend for a CPU takes locations of one of the two pools of such models for the other's.
 WINDOWS_IN_PLAIN_POOL = "--disable-hybrid-swa-memory"
