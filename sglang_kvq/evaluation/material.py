@@ -12,9 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from safetensors.numpy import load_file, save
 
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.evaluation.client import Client, RequestRefused
+
+#: Not NumPy's own format: its headers are parsed as Python, which CPython 3.11 cannot do in many threads at once
+#: ("AST constructor recursion depth mismatch").
+SUFFIX = ".safetensors"
 
 
 def digest(value: Any) -> str:
@@ -56,24 +61,20 @@ class Material:
     # -- arrays -------------------------------------------------------------------------------------------
 
     def path(self, kind: str, key: Any) -> Path:
-        return self.folder / f"{kind}-{digest([self.model, key])}.npz"
+        return self.folder / f"{kind}-{digest([self.model, key])}{SUFFIX}"
 
     def has(self, kind: str) -> bool:
         """Whether anything of that kind is stored."""
-        return any(self.folder.glob(f"{kind}-*"))
+        return any(self.folder.glob(f"{kind}-*{SUFFIX}"))
 
     def load(self, kind: str, key: Any) -> dict[str, np.ndarray] | None:
         path = self.path(kind, key)
         if not path.exists():
             return None
-        with np.load(path) as arrays:
-            return dict(arrays)
+        return load_file(path)
 
     def store(self, kind: str, key: Any, arrays: dict[str, np.ndarray]) -> None:
-        def write(file: Any) -> None:
-            np.savez_compressed(file, **arrays)  # type: ignore[arg-type]  # numpy's stubs see its keyword allow_pickle
-
-        write_whole(self.path(kind, key), write, "wb")
+        write_whole(self.path(kind, key), lambda file: file.write(save(arrays)), "wb")
 
     # -- tokens -------------------------------------------------------------------------------------------
 
