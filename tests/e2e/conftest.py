@@ -38,9 +38,9 @@ ORDER = (
     *("test_transform.py", "test_evaluation.py", "test_numbers.py", "test_parallel.py"),
     *("test_canary.py", "test_capture.py", "test_refusals.py"),
 )
-#: Files, or their tests with one parameter, that one of the two releases is enough for unless ``--every-release`` asks
-#: for all: what differs between releases is what calls the cache, and of that the other files and ``tests/sglang`` show
-#: enough for each. Spread so that both runs take as long.
+#: Files, or their tests of one name or with one parameter, that one of the two releases is enough for unless
+#: ``--every-release`` asks for all: what differs between releases is what calls the cache, and of that the other files
+#: and ``tests/sglang`` show enough for each. Spread so that both runs take as long.
 ONCE = {
     "test_numbers.py": NEWEST,
     "test_parallel.py": NEWEST,
@@ -49,6 +49,9 @@ ONCE = {
     "test_speculation_families.py": NEWEST,
     "test_server_metrics.py": NEWEST,
     "test_hybrid.py[no radix cache]": NEWEST,
+    "test_kits.py[plain]": OLDEST,
+    "test_kits.py::test_a_lost_overlay_is_found_when_idle": NEWEST,
+    "test_kits.py::test_a_lost_page_is_found_while_requests_run": OLDEST,
     "test_folded_weights.py": NEWEST,
     "test_bf16.py": OLDEST,
     "test_canary.py": OLDEST,
@@ -76,8 +79,9 @@ def other_models() -> str:
 
 def release_for(item: pytest.Item) -> str | None:
     """The release of ``ONCE`` that a test runs with; None for both."""
-    own = getattr(item, "callspec", None)
-    return ONCE.get(item.path.name) or ONCE.get(f"{item.path.name}[{own.id if own else ''}]")
+    own, file = getattr(item, "callspec", None), item.path.name
+    named = (file, f"{file}::{item.name}", f"{file}[{own.id if own else ''}]")
+    return next((ONCE[name] for name in named if name in ONCE), None)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -34,7 +34,7 @@ def against(*names: str):
 
 if kits.available("jitter"):  # not in 0.5.16
 
-    @against("plain", "wide")
+    @against("wide")
     def test_scores_do_not_depend_on_the_batch(target):
         print(kits.jitter(target))
 
