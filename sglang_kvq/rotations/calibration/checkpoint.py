@@ -20,8 +20,9 @@ from sglang_kvq.rotations.calibration.settings import CalibrationSettings
 #: Seconds between checkpoints inside a pass; a finished pass is always kept.
 INTERVAL = 20.0
 
-#: Of what passes keep: an interrupted run of another version cannot be continued. 2 has the keys' mean.
-VERSION = "2"
+#: Of what passes keep: an interrupted run of another version cannot be continued. 2 has the keys' mean, 3 moments of
+#: what is attended to for transform coding.
+VERSION = "3"
 
 
 class Checkpoint:

@@ -41,6 +41,7 @@ from sglang_kvq.rotations.calibration.settings import (
 )
 from sglang_kvq.rotations.calibration.transform import PlaneQuantizer, transform_rotations, with_importance
 from sglang_kvq.rotations.identity import geometry_of, identity
+from sglang_kvq.rotations.maths.attended import attended_moments
 from sglang_kvq.rotations.maths.compose import OBJECTIVES, compose_keys, compose_values
 from sglang_kvq.rotations.maths.moments import Moments, MomentSums
 from sglang_kvq.rotations.maths.rope import (
@@ -100,8 +101,13 @@ def calibrate(
         check_turn(model, contexts[0, :CHECKED], turn_of(model.config, head_dim), farthest)
     weights = output_weights(model, contexts[0]) if settings.composition == "transform" else None
 
+    @torch.no_grad()
     def add(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> None:
-        sums.add(layer, q, k, v)
+        if weights is None:
+            sums.add(layer, q, k, v)
+        else:
+            moments = attended_moments(q, k, v, scale, sink=settings.sink, recent=settings.recent)
+            sums.add_moments(layer, moments)
 
     run.through("moments", [0] * len(contexts), 1, add, sums)  # at position 0: others' moments follow
     if weights is not None:

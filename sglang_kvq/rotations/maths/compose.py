@@ -29,8 +29,9 @@ from sglang_kvq.rotations.maths.hadamard import hadamard_matrix
 #: Compositions that ``kvq calibrate --composition`` knows, the default first.
 COMPOSITIONS = ("balanced", "offset", "oscar", "transform")
 
-#: The ``objective`` recorded in config.json for each; OSCAR's is the name in its published files.
-OBJECTIVES = {"balanced": "balanced_h", "offset": "offset_h", "oscar": "qqt_r_h_pbr", "transform": "transform"}
+#: The ``objective`` recorded in config.json for each; OSCAR's is the name in its published files. Transform coding had
+#: "transform" while all tokens counted alike.
+OBJECTIVES = {"balanced": "balanced_h", "offset": "offset_h", "oscar": "qqt_r_h_pbr", "transform": "attended_transform"}
 
 #: Added to both moments before they are balanced, relative to their mean eigenvalue: what a short text says of the
 #: directions with least energy is noise, and keys are stored in BF16 in the basis that results.

@@ -56,7 +56,7 @@ def group_queries(q: torch.Tensor, kv_heads: int) -> torch.Tensor:
 
 
 class MomentSums:
-    """Sums of ``context_moments`` over contexts. Memory does not grow with the text.
+    """Sums of contexts' moments. Memory does not grow with the text.
 
     ``state`` and ``restore`` carry them through a checkpoint; ``contexts`` counts each layer's.
     """
@@ -68,7 +68,10 @@ class MomentSums:
     @torch.no_grad()
     def add(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         """Add one context's layer; arguments as ``context_moments``."""
-        moments = context_moments(q, k, v, self.skip)
+        self.add_moments(layer, context_moments(q, k, v, self.skip))
+
+    def add_moments(self, layer: int, moments: Moments) -> None:
+        """Add one context's layer, of whichever weights."""
         held = self._sums.get(layer)
         self._sums[layer] = list(moments) if held is None else [a.to(b.device) + b for a, b in zip(held, moments)]
 

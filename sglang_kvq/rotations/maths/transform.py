@@ -2,11 +2,12 @@
 
 A rotation by a Hadamard matrix spreads energy evenly over the coordinates and gives each as many bits. Coding theory
 does the opposite (Goyal, "Theoretical foundations of transform coding", 2001). With C the covariance of keys and W the
-second moment of the queries that read them, the mean squared error of a score is e^T W e for a key's error e. Let
-W^1/2 C W^1/2 = U L U^T. Then y = U^T W^1/2 (k - mean) has independent channels of variances L, and the score's error is
-y's plain squared error: bits go where L is large, by reverse water-filling, and the gain over equal bits in a mixed
-basis is the arithmetic over the geometric mean of L. The mean is the same number in every score of a query, which the
-softmax does not see, so it can be taken off all keys. Values are the same with W_o^T W_o for W and no mean.
+second moment of the queries that read them, both weighted by what an error there does to attention's output
+(``maths.attended``), the mean squared error of a score is e^T W e for a key's error e. Let W^1/2 C W^1/2 = U L U^T.
+Then y = U^T W^1/2 (k - mean) has independent channels of variances L, and the score's error is y's plain squared error:
+bits go where L is large, by reverse water-filling, and the gain over equal bits in a mixed basis is the arithmetic over
+the geometric mean of L. The mean is the same number in every score of a query, which the softmax does not see, so it
+can be taken off all keys. Values are the same with W_o^T W_o for W and no mean.
 
 Channels are coded by a uniform quantizer whose step, for a Gaussian of variance 1, is ``STEPS``; ``encoder`` folds the
 steps into the basis, so that in ``formats.planes`` a step is 1.

@@ -27,8 +27,9 @@ from sglang_kvq.rotations.calibration.transform import (
     transform_rotations,
     with_importance,
 )
+from sglang_kvq.rotations.maths.attended import attended_moments
 from sglang_kvq.rotations.maths.fake_quant import RotatedContext, causal_attention
-from sglang_kvq.rotations.maths.moments import Moments, context_moments
+from sglang_kvq.rotations.maths.moments import Moments, MomentSums, context_moments
 from sglang_kvq.rotations.maths.transform import PATTERNS, fold_steps, pattern_costs
 from tests.rotations.helpers import tiny_llama
 
@@ -57,6 +58,21 @@ def activations(model, ids, settings=SETTINGS) -> dict[int, list[torch.Tensor]]:
     return {layer: [torch.cat(x, 1) for x in zip(*contexts)] for layer, contexts in held.items()}
 
 
+def attended(model, ids, settings=SETTINGS) -> Moments:
+    """Moments of what is attended to in all contexts, layers first."""
+    sums = MomentSums(settings.sink)
+
+    def add(layer, q, k, v, scale):
+        moments = attended_moments(q, k, v, scale, sink=settings.sink, recent=settings.recent)
+        sums.add_moments(layer, moments)
+
+    contexts = draw_contexts(ids, settings)
+    with torch.inference_mode(), attention_hook(model, add):
+        for context in contexts:
+            model.base_model(context[None])
+    return sums.mean(2, len(contexts), shared=False)
+
+
 def random_moments(kv_heads=2, tokens=6000, seed=0) -> tuple[Moments, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Of Gaussian activations with a few strong directions and a mean, and q, k, v themselves: one layer."""
     generator = torch.Generator().manual_seed(seed)
@@ -80,37 +96,32 @@ def test_scores_and_outputs_stay(llama, ids, granularity):
         assert matrices.dtype == torch.float32 and matrices.shape == (2, heads, D, D)
     for rows in (found.k_mean, found.k_energies, found.v_energies):
         assert rows.dtype == torch.float32 and rows.shape == (2, heads, D)
-    assert found.granularity == granularity and found.meta.objective == "transform"
+    assert found.granularity == granularity and found.meta.objective == "attended_transform"
     assert found.meta.clip_k is None and found.meta.clip_v is None and found.meta.errors is None
 
 
 @pytest.mark.parametrize("granularity", ["per-head", "per-layer"])
-def test_channels_of_the_text_are_independent_and_alike(llama, ids, granularity):
-    found = calibrate(llama, ids, replace(SETTINGS, granularity=granularity))
-    for layer, (_, k, v) in activations(llama, ids).items():
-        rotated_k = (k - found.k_mean[layer].double()[:, None]) @ found.k[layer].double()
-        rotated_v = v @ found.v[layer].double()
-        for rows in (rotated_k, rotated_v):
-            moment = rows.mT @ rows / rows.shape[1]
-            if granularity == "per-layer":
-                moment = moment.mean(0, keepdim=True)
-            # A basis in float32 and a covariance as the small difference of a moment and a mean.
-            torch.testing.assert_close(moment, torch.eye(D, dtype=torch.float64).expand_as(moment), rtol=0, atol=0.02)
-        if granularity == "per-head":
-            torch.testing.assert_close(rotated_k.mean(1), torch.zeros(2, D).double(), rtol=0, atol=1e-2)
+def test_channels_of_what_is_attended_to_are_independent_and_alike(llama, ids, granularity):
+    found, moments = calibrate(llama, ids, replace(SETTINGS, granularity=granularity)), attended(llama, ids)
+    if granularity == "per-layer":
+        moments = Moments(*(x.mean(1, keepdim=True) for x in moments))
+    torch.testing.assert_close(found.k_mean.double(), moments.k_mean, rtol=1e-5, atol=1e-6)
+    spread = moments.kk - moments.k_mean[..., :, None] * moments.k_mean[..., None, :]
+    for matrices, moment in ((found.k.double(), spread), (found.v.double(), moments.vv)):
+        rotated = matrices.mT @ moment @ matrices
+        # A basis in float32 and a covariance as the small difference of a moment and a mean.
+        torch.testing.assert_close(rotated, torch.eye(D, dtype=torch.float64).expand_as(rotated), rtol=0, atol=0.02)
 
 
 def test_energies_are_those_of_weighted_errors(calibrated, llama, ids):
-    """An error of one in a channel costs its energy: of keys, the mean square of the scores' change."""
-    weights = output_weights(llama, ids)
-    for layer, (q, _, _) in activations(llama, ids).items():
-        queries = q.unflatten(0, (2, -1)).flatten(1, 2)  # [kv_heads, tokens of all its query heads, D]
-        seen = queries @ calibrated.q[layer].double()
-        cost = seen.square().mean(1)
-        torch.testing.assert_close(cost, calibrated.k_energies[layer].double(), rtol=1e-2, atol=1e-6)
-        o = calibrated.o[layer].double()  # an error in the basis, e, is e o^T in the model's
-        cost = (o.mT @ weights[layer] @ o).diagonal(dim1=-2, dim2=-1)
-        torch.testing.assert_close(cost, calibrated.v_energies[layer].double(), rtol=1e-2, atol=1e-9)
+    """An error of one in a channel costs its energy: of keys, the weighted mean square of the scores' change."""
+    weights, moments = output_weights(llama, ids), attended(llama, ids)
+    for reader, moment, energies in (
+        (calibrated.q, moments.qq, calibrated.k_energies),
+        (calibrated.o, weights, calibrated.v_energies),  # an error in the basis, e, is e o^T in the model's
+    ):
+        cost = (reader.double().mT @ moment @ reader.double()).diagonal(dim1=-2, dim2=-1)
+        torch.testing.assert_close(cost, energies.double(), rtol=1e-2, atol=1e-9)
     for energies in (calibrated.k_energies, calibrated.v_energies):
         assert (energies > 0).all() and (energies.diff(dim=-1) <= 0).all()
 
@@ -229,7 +240,7 @@ def test_exact_attention_is_the_models_own(calibrated, llama, ids):
     context = RotatedContext.of(folded, 0, q, k, v, D**-0.5, sink=64, recent=256)
     exact = causal_attention(q, k, v, D**-0.5)
     assert (context.to_model_basis(context.exact()) - exact).norm() < 0.02 * exact.norm()
-    assert (context.k.mean(1).abs() < 0.5).all()  # in steps of the quantizer
+    torch.testing.assert_close(context.k, k @ folded.k[0] - folded.k_mean[0][:, None], rtol=2**-8, atol=1e-3)
 
 
 def test_importance_is_cost_by_foreseen_error(calibrated):
