@@ -123,7 +123,7 @@ def test_every_worker_folds_the_same_steps(runner, monkeypatch, tmp_path, size):
     assert len(set(formats)) > 1, "layers differ"
     monkeypatch.setattr(worker, "tensor_parallel", lambda model_runner: (0, 1))
     whole, meta = worker.worker_rotations(runner[0], config, KVGeometry(HEADS, formats), range(LAYERS))
-    assert meta.objective == "attended_transform"
+    assert meta.objective == "transform"
     for layers in (range(2), range(2, 4)):  # pipeline stages
         part = []
         for rank in range(size):
