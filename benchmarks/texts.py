@@ -1,6 +1,6 @@
 """The texts that rotations are calibrated on and that divergences are measured on, which share nothing.
 
-    python -m benchmarks.texts ../shared/data/wikitext2/valid.txt texts
+    python -m benchmarks.texts valid.txt texts
 
 writes ``wikitext2_valid_first80.txt`` and ``python_stdlib.txt`` for calibration, ``wikitext2_valid_last20.txt`` and
 ``python_sklearn.txt`` for measuring. Code is what lies on this machine; result files record the texts' hashes.

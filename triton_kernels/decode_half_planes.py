@@ -27,8 +27,10 @@ from sglang_kvq.kernels.planes import (
     cell_count,
     field_count,
     is_coded,
+    key_bytes,
     mask_of,
     middle,
+    middles_of,
     plane_of,
     shares_of,
     shift_of,
@@ -125,9 +127,7 @@ def _queries(q, scale_log2, CODES: tl.constexpr, SHAPE: tl.constexpr):
     inside = (dim < SHAPE.D)[:, None] & (h < SHAPE.GQA_GROUP)[None, :]
     x = tl.load(q.data + h[None, :] * q.head + dim[:, None], mask=inside, other=0.0).to(tl.float32)
     unit = tl.max(tl.abs(x), 0) * (1 / LARGEST_QUERY) + 1e-30
-    middles = tl.zeros([DP], tl.float32)
-    for p in tl.static_range(4):
-        middles = tl.where(dim // SHAPE.D4 == p, middle(CODES, p), middles)
+    middles = middles_of(dim, CODES, SHAPE)
     planes = ()
     for p in tl.static_range(4):
         planes += (_query_plane(q, 1 / unit, p, CODES, SHAPE),)
@@ -152,7 +152,7 @@ def _products(records, base_a, base_b, queries, CODES: tl.constexpr, SHAPE: tl.c
     """
     products = tl.zeros([2 * PAGE, columns_of(SHAPE)], tl.float32)
     for c in tl.static_range(cell_count(CODES)):
-        bytes = _key_bytes(records, base_a, base_b, c, CODES, SHAPE)
+        bytes = key_bytes(records, base_a, base_b, c, CODES, SHAPE.JP, SHAPE)
         if shares_of(CODES, c) == 1:
             products = _with_share(products, bytes, queries, c, 0, CODES, PLAIN)
         else:
@@ -190,23 +190,6 @@ def _with_share(
         k = _of_bytes(bytes, CODES, CELL, f, SHARE, PLAIN)
         products = half_dot(k, queries[plane_of(CODES, CELL, f)], products, PLAIN)
     return products
-
-
-@triton.jit
-def _key_bytes(records, base_a, base_b, CELL: tl.constexpr, CODES: tl.constexpr, SHAPE: tl.constexpr):
-    """A cell of two pages' keys: uint8 [2 PAGE / shares, JP] in the tile's order, in which shares follow."""
-    D4: tl.constexpr = SHAPE.D4
-    JP: tl.constexpr = SHAPE.JP
-    ROWS: tl.constexpr = 2 * PAGE // shares_of(CODES, CELL)
-    QUARTER: tl.constexpr = PAGE // 4
-    row, j = tl.arange(0, ROWS), tl.arange(0, JP)[None, :]
-    base = records + base_of(row // QUARTER % 2 == 1, base_a, base_b)[:, None]
-    # ``common.key_row`` of the row's token, times the row's bytes.
-    address = base + (row // (2 * QUARTER) * QUARTER + row % QUARTER)[:, None] * D4 + j
-    if D4 == JP:
-        return tl.load(address + start_of(CODES, CELL))
-    else:
-        return tl.load(address + start_of(CODES, CELL), mask=(j < D4) & (row >= 0)[:, None], other=0)
 
 
 @triton.jit

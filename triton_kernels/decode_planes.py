@@ -29,7 +29,9 @@ from sglang_kvq.kernels.planes import (
     field_codes,
     field_count,
     is_coded,
+    key_bytes,
     middle,
+    middles_of,
     multiple,
     plane_of,
     shares_of,
@@ -77,7 +79,7 @@ def history_planes(
 
         products = tl.full([TILE, COLUMNS], MAGIC_BITS, tl.int32)
         for c in tl.static_range(cell_count(KEYS)):
-            bytes = _key_bytes(records, base_a, base_b, c, KEYS, SHAPE)
+            bytes = key_bytes(records, base_a, base_b, c, KEYS, SHAPE.INT8_JP, SHAPE)
             for f in tl.static_range(field_count(KEYS, c)):
                 k = _key_codes(bytes, KEYS, c, f, PLAIN)
                 products = tl.dot(k, queries[plane_of(KEYS, c, f)], products, out_dtype=tl.int32)
@@ -132,28 +134,9 @@ def _queries(q, scale_log2, CODES: tl.constexpr, SHAPE: tl.constexpr):
     )
     inside = (dim < SHAPE.D)[:, None] & (h < SHAPE.GQA_GROUP)[None, :]
     x = tl.load(q.data + h[None, :] * q.head + dim[:, None], mask=inside, other=0.0).to(tl.float32)
-    middles = tl.zeros([DP], tl.float32)
-    for p in tl.static_range(4):
-        middles = tl.where(dim // SHAPE.D4 == p, middle(CODES, p), middles)
+    middles = middles_of(dim, CODES, SHAPE)
     unit = tl.max(tl.abs(x), 0) * (1 / 127) + 1e-30
     return planes, unit * scale_log2, tl.sum(x * middles[:, None], 0) * scale_log2
-
-
-@triton.jit
-def _key_bytes(records, base_a, base_b, CELL: tl.constexpr, CODES: tl.constexpr, SHAPE: tl.constexpr):
-    """A cell of two pages' keys: uint8 [2 PAGE / shares, INT8_JP] in the tile's order, in which shares follow."""
-    D4: tl.constexpr = SHAPE.D4
-    JP: tl.constexpr = SHAPE.INT8_JP
-    ROWS: tl.constexpr = 2 * PAGE // shares_of(CODES, CELL)
-    QUARTER: tl.constexpr = PAGE // 4
-    row, j = tl.arange(0, ROWS), tl.arange(0, JP)[None, :]
-    base = records + base_of(row // QUARTER % 2 == 1, base_a, base_b)[:, None]
-    # ``common.key_row`` of the row's token, times the row's bytes.
-    address = base + (row // (2 * QUARTER) * QUARTER + row % QUARTER)[:, None] * D4 + j
-    if D4 == JP:
-        return tl.load(address + start_of(CODES, CELL))
-    else:
-        return tl.load(address + start_of(CODES, CELL), mask=(j < D4) & (row >= 0)[:, None], other=0)
 
 
 @triton.jit

@@ -10,6 +10,7 @@ import triton.language as tl
 from sglang_kvq.formats.planes import GAIN_BIAS as _GAIN_BIAS
 from sglang_kvq.kernels.codes import PlaneRecord
 from sglang_kvq.kernels.common import PAGE
+from sglang_kvq.kernels.int8 import base_of
 
 GAIN_BIAS = tl.constexpr(_GAIN_BIAS)
 #: A query is split to 15 bits: four less are as many as BF16 has of the largest.
@@ -174,3 +175,28 @@ def tile_gains(bytes):
     x = tl.reshape(bytes, [2, 2, 4, 8, 2])  # page, which, plane of tokens, i, half
     k, v = tl.split(tl.reshape(tl.permute(x, (2, 0, 4, 3, 1)), [2 * PAGE, 2]))
     return gain_of(k), gain_of(v)
+
+
+@triton.jit
+def key_bytes(records, base_a, base_b, CELL: tl.constexpr, CODES: tl.constexpr, JP: tl.constexpr, SHAPE: tl.constexpr):
+    """A cell of two pages' keys: uint8 [2 PAGE / shares, JP] in the tile's order, in which shares follow."""
+    D4: tl.constexpr = SHAPE.D4
+    ROWS: tl.constexpr = 2 * PAGE // shares_of(CODES, CELL)
+    QUARTER: tl.constexpr = PAGE // 4
+    row, j = tl.arange(0, ROWS), tl.arange(0, JP)[None, :]
+    base = records + base_of(row // QUARTER % 2 == 1, base_a, base_b)[:, None]
+    # ``common.key_row`` of the row's token, times the row's bytes.
+    address = base + (row // (2 * QUARTER) * QUARTER + row % QUARTER)[:, None] * D4 + j
+    if D4 == JP:
+        return tl.load(address + start_of(CODES, CELL))
+    else:
+        return tl.load(address + start_of(CODES, CELL), mask=(j < D4) & (row >= 0)[:, None], other=0)
+
+
+@triton.jit
+def middles_of(dim, CODES: tl.constexpr, SHAPE: tl.constexpr):
+    """The middle of each dim's plane, float32 [DP]."""
+    middles = tl.zeros([SHAPE.DP], tl.float32)
+    for p in tl.static_range(4):
+        middles = tl.where(dim // SHAPE.D4 == p, middle(CODES, p), middles)
+    return middles

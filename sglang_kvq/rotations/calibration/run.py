@@ -9,7 +9,8 @@ Passes over the text, each layer keeping only a few ``[kv_heads, D, D]`` sums or
 3. "sensitivity": over a few short contexts, what quantizing one layer's keys or values costs the model
    (``calibration.sensitivity``).
 
-For transform coding there is no second pass, and sensitivities become importances (``calibration.transform``).
+For transform coding moments are weighted by attention (``maths.attended``), there is no second pass, and sensitivities
+become importances (``calibration.transform``).
 """
 
 from __future__ import annotations
