@@ -196,7 +196,8 @@ def key_bytes(records, base_a, base_b, CELL: tl.constexpr, CODES: tl.constexpr, 
 @triton.jit
 def middles_of(dim, CODES: tl.constexpr, SHAPE: tl.constexpr):
     """The middle of each dim's plane, float32 [DP]."""
-    middles = tl.zeros([SHAPE.DP], tl.float32)
+    DP: tl.constexpr = SHAPE.DP
+    middles = tl.zeros([DP], tl.float32)
     for p in tl.static_range(4):
         middles = tl.where(dim // SHAPE.D4 == p, middle(CODES, p), middles)
     return middles
