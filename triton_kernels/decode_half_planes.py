@@ -4,8 +4,14 @@ A field's code, cut out of its cell by one AND for two codes, is a subnormal FP1
 lies f bits high. Queries and, at the end, sums carry the rest. As in ``decode_planes`` a row's gain is a factor of its
 score, V's are folded into p, and the middles are taken off once:
 
-    q k     = g_k (sum q c - sum q m)
+    q k     = g_k (sum q c - sum q m)          products begin at what the middles take off
     sum p v = sum (p g_v) c - m sum (p g_v)
+
+A byte's last field comes out without an AND, as the whole byte (``is_whole``): what that adds of the other fields is
+taken off their queries, or sums.
+
+Weights p g_v are kept below 2^12 by a power of two for all heads, the largest g_v's so far. As their exponents are
+those of gains' bytes, gains become such factors by what is added to the byte.
 """
 
 import triton
@@ -15,9 +21,10 @@ from sglang_kvq.kernels.common import PAGE, page_of
 from sglang_kvq.kernels.decode_half import (
     CODE,
     LARGEST_QUERY,
-    LARGEST_WEIGHT,
     columns_of,
     half_dot,
+    has_words,
+    quad_order,
     split_planes,
     subnormal,
 )
@@ -26,18 +33,24 @@ from sglang_kvq.kernels.planes import (
     bits_of,
     cell_count,
     field_count,
+    gain_of,
     is_coded,
-    key_bytes,
+    key_address,
     mask_of,
     middle,
-    middles_of,
     plane_of,
     shares_of,
     shift_of,
     start_of,
-    tile_gains,
+    tile_bytes,
 )
 from sglang_kvq.kernels.softmax import NEVER, Softmax, first_columns
+
+#: Of a gain's byte the exponent.
+_EXPONENT = tl.constexpr(0xF8)
+#: What gains are multiplied by, as one more byte and as a number.
+_SCALE_BYTE = tl.constexpr(8 * 11)
+_SCALE = tl.constexpr(2.0**11)
 
 
 @triton.jit
@@ -51,7 +64,7 @@ def history_half_planes(
     ROWS: tl.constexpr = SHAPE.VP // 4
     PAGE_BYTES: tl.constexpr = SHAPE.KV_HEADS * RECORD.bytes
 
-    queries, unit, from_middles = _queries(q, scale_log2, KEYS, SHAPE)
+    queries, start, unit = _queries(q, scale_log2, KEYS, SHAPE)
     second, _, token = tokens_of_tile()
     # K's gains and V's, one behind the other: [page, which, token].
     gains = KEYS.gains + tl.arange(0, 2)[None, :, None] * PAGE + tl.arange(0, PAGE)[None, None, :]
@@ -59,10 +72,10 @@ def history_half_planes(
     accs = ()
     for _ in tl.static_range(4):
         accs += (tl.zeros([ROWS, COLUMNS], tl.float32),)
-    weight = tl.zeros([8, COLUMNS], tl.float32)  # sum p g_v
+    weight = tl.zeros([16, COLUMNS], tl.float32)  # sum p g_v, in each row
     top = tl.full([COLUMNS], NEVER, tl.float32)
     total = tl.zeros([8, COLUMNS], tl.float32)
-    largest = 1e-30  # g_v so far
+    largest = 0  # byte of a power of two: of the largest g_v so far
     page_a, page_b = item.page_a.to(tl.int64), item.page_b.to(tl.int64)
     last = item.last_page
     limit = tl.minimum(last * PAGE, item.length)
@@ -71,34 +84,27 @@ def history_half_planes(
         page_a = page_of(table, tl.minimum(index + 2, last - 1))
         page_b = page_of(table, tl.minimum(index + 3, last - 1))
         both = records + base_of(tl.arange(0, 2) == 1, base_a, base_b)[:, None, None]  # [2, 1, 1]
-        g_k, g_v = tile_gains(tl.load(both + gains))  # [TILE] each
+        k_bytes, v_bytes = tile_bytes(tl.load(both + gains))  # [TILE] each
 
-        products = _products(records, base_a, base_b, queries, KEYS, SHAPE, PLAIN)
-        x = (products * unit[None, :] - from_middles[None, :]) * g_k[:, None]
+        x = _products(records, base_a, base_b, queries, start, KEYS, SHAPE, PLAIN) * gain_of(k_bytes)[:, None]
         if (index + 2) * PAGE > limit:
             seen = (index + second.to(tl.int32)) * PAGE + token < limit
             x = tl.where(seen[:, None], x, NEVER)
-            g_v = tl.where(seen, g_v, 0.0)  # of another's, which may be the largest
+            v_bytes = tl.where(seen, v_bytes, 0)  # another's may be the largest
 
-        new_top = tl.maximum(top, tl.max(x, 0))
+        new_top = tl.maximum(top, tl.max(x, 0) * unit)
         decay = tl.exp2(top - new_top)
         top = new_top
-        p = tl.exp2(x - top[None, :])
+        p = tl.exp2(x * unit[None, :] - top[None, :])
         total = total * decay[None, :] + spread_sum(p, COLUMNS)
-        p *= g_v[:, None]
-        weight = weight * decay[None, :] + spread_sum(p, COLUMNS)
-        new_largest = tl.maximum(largest, tl.max(g_v, 0))
-        decay *= largest / new_largest
+        new_largest = tl.maximum(largest, tl.max(v_bytes, 0) & _EXPONENT)
+        decay *= _power(largest - new_largest)
         largest = new_largest
-        weights = split_planes((p * (LARGEST_WEIGHT / largest)).to(tl.float16), COLUMNS)
+        weights = split_planes((p * _power(v_bytes - largest + _SCALE_BYTE)[:, None]).to(tl.float16), COLUMNS)
+        weight = weight * decay[None, :] + _sum(weights, COLUMNS, PLAIN)
         accs = _with_values(accs, decay, both, v_first, weights, VALUES, SHAPE, PLAIN)
-    weight = tl.sum(weight, 0)
-    tiles = ()
-    for n in tl.static_range(4):
-        if is_coded(VALUES, n):
-            tiles += (accs[n] * (largest * _value_unit(VALUES, n)) - (middle(VALUES, n) * weight)[None, :],)
-        else:
-            tiles += (accs[n],)
+    one = gain_of(largest) * (1 / _SCALE)  # what a weight counts
+    tiles = _values(accs, tl.max(weight, 0) * one, one, VALUES)
     acc = stack(stack(tiles[0], tiles[1]), stack(tiles[2], tiles[3]))
     return first_columns(Softmax(acc, tl.sum(total, 0), top), COLUMNS, SHAPE.HEADS)
 
@@ -110,119 +116,192 @@ def lies(codes, plane):
 
 
 @triton.constexpr_function
-def _value_unit(codes, plane):
-    """What a product of V counts, by the largest gain."""
-    return 0.5 ** lies(codes, plane) / (LARGEST_WEIGHT.value * CODE.value)
+def is_whole(codes, cell, field):
+    """Whether the whole byte stands for a field: the last of several that one token has."""
+    return codes.cells[cell].bits == 8 and field > 0 and field == len(codes.cells[cell].fields) - 1
+
+
+@triton.constexpr_function
+def whole_of(codes, plane):
+    """Which other plane is a whole byte that a plane's codes are part of; -1 if none is."""
+    for n, cell in enumerate(codes.cells):
+        last = cell.fields[-1].plane
+        if is_whole(codes, n, len(cell.fields) - 1) and last != plane and plane in [x.plane for x in cell.fields]:
+            return last
+    return -1
+
+
+@triton.constexpr_function
+def _cut(codes, cell, field, share):
+    """The bits of a byte that stand for the field of a share's token, where they lie."""
+    if is_whole(codes, cell, field):
+        return 0xFF
+    return mask_of(codes, cell, field) << (codes.cells[cell].fields[field].shift + codes.cells[cell].bits * share)
+
+
+@triton.jit
+def _power(byte):
+    """2^(byte / 8) of a multiple of 8, float32; of others what gains have between."""
+    return ((byte + (127 << 3)) << 20).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _queries(q, scale_log2, CODES: tl.constexpr, SHAPE: tl.constexpr):
-    """Operands of a KV head's queries, each plane divided by how high its codes lie.
+    """Operands of a KV head's queries.
 
     Returns:
-        the four planes, FP16 [JP, columns]; what a product counts, and what the middles add, [columns] each.
+        the operands of each cell's shares' fields, see ``_query_tiles``, from the first cell's on; what products begin
+        at, and what one counts, [columns] each.
     """
     DP: tl.constexpr = SHAPE.DP
     h, dim = tl.arange(0, columns_of(SHAPE)), tl.arange(0, DP)
     inside = (dim < SHAPE.D)[:, None] & (h < SHAPE.GQA_GROUP)[None, :]
     x = tl.load(q.data + h[None, :] * q.head + dim[:, None], mask=inside, other=0.0).to(tl.float32)
     unit = tl.max(tl.abs(x), 0) * (1 / LARGEST_QUERY) + 1e-30
-    middles = middles_of(dim, CODES, SHAPE)
-    planes = ()
-    for p in tl.static_range(4):
-        planes += (_query_plane(q, 1 / unit, p, CODES, SHAPE),)
-    return planes, unit * (scale_log2 / CODE), tl.sum(x * middles[:, None], 0) * scale_log2
-
-
-@triton.jit
-def _query_plane(q, factor, PLANE: tl.constexpr, CODES: tl.constexpr, SHAPE: tl.constexpr):
-    h, j = tl.arange(0, columns_of(SHAPE)), tl.arange(0, SHAPE.JP)
-    inside = (j < SHAPE.D4)[:, None] & (h < SHAPE.GQA_GROUP)[None, :]
-    address = q.data + h[None, :] * q.head + (PLANE * SHAPE.D4 + j)[:, None]
-    x = tl.load(address, mask=inside, other=0.0).to(tl.float32)
-    return (x * (factor * 0.5 ** lies(CODES, PLANE))[None, :]).to(tl.float16)
-
-
-@triton.jit
-def _products(records, base_a, base_b, queries, CODES: tl.constexpr, SHAPE: tl.constexpr, PLAIN: tl.constexpr):
-    """Codes of two pages' keys times queries: FP32 [2 PAGE, columns].
-
-    Where tokens share a byte, each share's products are computed alone and stacked. Stacked codes would be an operand
-    laid out for 32 columns of K, and with JP of 16 the product be wrong (Triton 3.6, ``computeOrigBitWidth``).
-    """
-    products = tl.zeros([2 * PAGE, columns_of(SHAPE)], tl.float32)
+    tiles = ()
+    middles = tl.zeros(unit.shape, tl.float32)
     for c in tl.static_range(cell_count(CODES)):
-        bytes = key_bytes(records, base_a, base_b, c, CODES, SHAPE.JP, SHAPE)
-        if shares_of(CODES, c) == 1:
-            products = _with_share(products, bytes, queries, c, 0, CODES, PLAIN)
-        else:
-            products += _stacked(bytes, queries, c, 0, shares_of(CODES, c), CODES, SHAPE, PLAIN)
-    return products
+        for share in tl.static_range(shares_of(CODES, c)):
+            for f in tl.static_range(field_count(CODES, c)):
+                operands = _query_tiles(q, 1 / unit, c, share, f, CODES, SHAPE)
+                tiles += (operands,)
+                if share == 0:  # of what FP16 has made of queries: a code's distance from its middle is what counts
+                    for n in tl.static_range(len(operands)):
+                        middles += tl.sum(operands[n].to(tl.float32), 0) * _cut_middle(CODES, c, f)
+    return tiles, middles * -CODE, unit * (scale_log2 / CODE)
+
+
+@triton.constexpr_function
+def _cut_middle(codes, cell, field):
+    """The middle of what is cut out for a field of the first share."""
+    fields = codes.cells[cell].fields
+    return sum(
+        middle(codes, x.plane) * 2**x.shift for x in (fields if is_whole(codes, cell, field) else [fields[field]])
+    )
 
 
 @triton.jit
-def _stacked(
-    bytes,
-    queries,
+def _query_tiles(
+    q, factor, CELL: tl.constexpr, SHARE: tl.constexpr, FIELD: tl.constexpr, CODES: tl.constexpr, SHAPE: tl.constexpr
+):
+    """What ``_key_tiles`` of a field are multiplied by, FP16 [their columns, columns] each."""
+    if has_words(SHAPE):
+        j = tl.arange(0, SHAPE.JP // 2) * 2
+        lower = _query_tile(q, factor, j, CELL, SHARE, FIELD, CODES, SHAPE)
+        return lower, _query_tile(q, factor, j + 1, CELL, SHARE, FIELD, CODES, SHAPE)
+    else:
+        return (_query_tile(q, factor, quad_order(tl.arange(0, SHAPE.JP)), CELL, SHARE, FIELD, CODES, SHAPE),)
+
+
+@triton.jit
+def _query_tile(
+    q,
+    factor,
+    j,
     CELL: tl.constexpr,
-    FIRST: tl.constexpr,
-    COUNT: tl.constexpr,
+    SHARE: tl.constexpr,
+    FIELD: tl.constexpr,
     CODES: tl.constexpr,
     SHAPE: tl.constexpr,
-    PLAIN: tl.constexpr,
 ):
-    """A cell's products of so many shares, from the first, one below the other."""
-    if COUNT == 1:
-        zero = tl.zeros([bytes.shape[0], columns_of(SHAPE)], tl.float32)
-        return _with_share(zero, bytes, queries, CELL, FIRST, CODES, PLAIN)
-    else:
-        HALF: tl.constexpr = COUNT // 2
-        above = _stacked(bytes, queries, CELL, FIRST, HALF, CODES, SHAPE, PLAIN)
-        return stack(above, _stacked(bytes, queries, CELL, FIRST + HALF, HALF, CODES, SHAPE, PLAIN))
+    """Elements j of the field's plane times factor, divided by how high the share's codes lie."""
+    PLANE: tl.constexpr = plane_of(CODES, CELL, FIELD)
+    x = _query_plane(q, j, PLANE, SHAPE) * 0.5 ** lies(CODES, PLANE)
+    if whole_of(CODES, PLANE) >= 0:
+        x -= _query_plane(q, j, whole_of(CODES, PLANE), SHAPE) * 0.5 ** lies(CODES, whole_of(CODES, PLANE))
+    return (x * (factor * 0.5 ** (bits_of(CODES, CELL) * SHARE))[None, :]).to(tl.float16)
 
 
 @triton.jit
-def _with_share(
-    products, bytes, queries, CELL: tl.constexpr, SHARE: tl.constexpr, CODES: tl.constexpr, PLAIN: tl.constexpr
-):
-    """Products of every field of one share of a cell, added."""
-    for f in tl.static_range(field_count(CODES, CELL)):
-        k = _of_bytes(bytes, CODES, CELL, f, SHARE, PLAIN)
-        products = half_dot(k, queries[plane_of(CODES, CELL, f)], products, PLAIN)
-    return products
+def _query_plane(q, j, plane: tl.constexpr, SHAPE: tl.constexpr):
+    h = tl.arange(0, columns_of(SHAPE))
+    inside = (j < SHAPE.D4)[:, None] & (h < SHAPE.GQA_GROUP)[None, :]
+    address = q.data + h[None, :] * q.head + (plane * SHAPE.D4 + j)[:, None]
+    return tl.load(address, mask=inside, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def _of_bytes(
-    bytes, CODES: tl.constexpr, CELL: tl.constexpr, FIELD: tl.constexpr, SHARE: tl.constexpr, PLAIN: tl.constexpr
-):
-    """FP16 of each byte: a field's code of the token that has this share of it."""
-    if PLAIN:
-        return subnormal((bytes.to(tl.int16) >> (bits_of(CODES, CELL) * SHARE)) & field_mask(CODES, CELL, FIELD))
+def _products(records, base_a, base_b, queries, start, CODES: tl.constexpr, SHAPE: tl.constexpr, PLAIN: tl.constexpr):
+    """start and codes of two pages' keys times queries: FP32 [2 PAGE, columns].
+
+    A share's tokens are rows of their own: cells that most tokens share come first, and the others' products begin at
+    what those have, one below the other.
+    """
+    LAST: tl.constexpr = cell_count(CODES) - 1
+    ROWS: tl.constexpr = 2 * PAGE // shares_of(CODES, LAST)
+    COLUMNS: tl.constexpr = columns_of(SHAPE)
+    parts = ()
+    for _ in tl.static_range(shares_of(CODES, LAST)):
+        parts += (tl.broadcast_to(start[None, :], [ROWS, COLUMNS]),)
+    for n in tl.static_range(cell_count(CODES)):
+        parts = _joined(parts, shares_of(CODES, LAST - n))
+        words = _key_words(records, base_a, base_b, LAST - n, CODES, SHAPE)
+        parts = _with_cell(parts, words, queries, LAST - n, CODES, PLAIN)
+    return _joined(parts, 1)[0]
+
+
+@triton.jit
+def _joined(parts, COUNT: tl.constexpr):
+    """So many parts, neighbours one below the other."""
+    if len(parts) == COUNT:
+        return parts
+    elif len(parts) == 2:
+        return (stack(parts[0], parts[1]),)
     else:
-        return tl.inline_asm_elementwise(
-            asm=bytes_ptx(CODES, CELL, FIELD, SHARE),
-            constraints="=&r,=&r,r",
-            args=[bytes],
-            dtype=tl.float16,
-            is_pure=True,
-            pack=4,
-        )
+        return _joined((stack(parts[0], parts[1]), stack(parts[2], parts[3])), COUNT)
+
+
+@triton.jit
+def _key_words(records, base_a, base_b, CELL: tl.constexpr, CODES: tl.constexpr, SHAPE: tl.constexpr):
+    """A cell of two pages' keys: int16 [2 PAGE / shares, JP / 2], two bytes each."""
+    address = key_address(records, base_a, base_b, CELL, CODES, SHAPE).to(tl.pointer_type(tl.int16))
+    j = tl.arange(0, SHAPE.JP // 2)[None, :]
+    if SHAPE.D4 == SHAPE.JP:
+        return tl.load(address[:, None] + j)
+    else:
+        inside = (j < SHAPE.D4 // 2) & (tl.arange(0, address.shape[0]) >= 0)[:, None]
+        return tl.load(address[:, None] + j, mask=inside, other=0)
+
+
+@triton.jit
+def _with_cell(parts, words, queries, CELL: tl.constexpr, CODES: tl.constexpr, PLAIN: tl.constexpr):
+    """The parts of a cell's shares, with its products added."""
+    result = ()
+    for share in tl.static_range(shares_of(CODES, CELL)):
+        part = parts[share]
+        for f in tl.static_range(field_count(CODES, CELL)):
+            tiles = _key_tiles(words, CODES, CELL, f, share, PLAIN)
+            operands = queries[_operand(CODES, CELL, share, f)]
+            for n in tl.static_range(len(tiles)):
+                part = half_dot(tiles[n], operands[n], part, PLAIN)
+        result += (part,)
+    return result
 
 
 @triton.constexpr_function
-def field_mask(codes, cell, field):
-    """A field's bits where they lie in their cell."""
-    return mask_of(codes, cell, field) << shift_of(codes, cell, field)
+def _operand(codes, cell, share, field):
+    """Which of ``_queries``' operands."""
+    before = sum(x.shares * len(x.fields) for x in codes.cells[:cell])
+    return before + share * len(codes.cells[cell].fields) + field
 
 
-@triton.constexpr_function
-def bytes_ptx(codes, cell, field, share):
-    """PTX of ``_of_bytes``: of four bytes $2, whichever they are, to two words. ptxas does once what fields share."""
-    mask = field_mask(codes, cell, field) * 0x10001
-    lines = ["{", ".reg .b32 down;", f"shr.u32 down, $2, {bits_of(codes, cell) * share};"]
-    lines += ["prmt.b32 $0, down, 0, 0x4140;", "prmt.b32 $1, down, 0, 0x4342;"]  # two bytes, a zero above each
-    return "\n".join([*lines, f"and.b32 $0, $0, {mask:#x};", f"and.b32 $1, $1, {mask:#x};", "}"])
+@triton.jit
+def _key_tiles(
+    words, CODES: tl.constexpr, CELL: tl.constexpr, FIELD: tl.constexpr, SHARE: tl.constexpr, PLAIN: tl.constexpr
+):
+    """FP16 tiles of a field's codes of one share, K's bytes in the order of ``_query_tiles``.
+
+    Two words' first bytes and then their second ones, as they come: what that takes of a product's columns must not be
+    fewer than it has.
+    """
+    lower, upper = _of_words(words, CODES, CELL, FIELD, SHARE, PLAIN)
+    if words.shape[1] >= 16:
+        return lower, upper
+    else:
+        ROWS: tl.constexpr = words.shape[0]
+        QUADS: tl.constexpr = words.shape[1] // 2
+        x = tl.reshape(tl.join(lower, upper), [ROWS, QUADS, 2, 2])  # word, byte
+        return (tl.reshape(tl.permute(x, (0, 1, 3, 2)), [ROWS, 4 * QUADS]),)
 
 
 @triton.jit
@@ -242,7 +321,7 @@ def _with_values(accs, decay, both, v_first, weights, CODES: tl.constexpr, SHAPE
             for f in tl.static_range(field_count(CODES, c)):
                 for share in tl.static_range(shares_of(CODES, c)):
                     even, odd = _of_words(words, CODES, c, f, share, PLAIN)
-                    w = weights[t + share * (4 // shares_of(CODES, c))]
+                    w = _divided(weights[t + share * (4 // shares_of(CODES, c))], bits_of(CODES, c) * share)
                     sums = _added(sums, plane_of(CODES, c, f), even, odd, w, PLAIN)
     result = ()
     for n in tl.static_range(4):
@@ -251,6 +330,46 @@ def _with_values(accs, decay, both, v_first, weights, CODES: tl.constexpr, SHAPE
         else:
             result += (accs[n],)
     return result
+
+
+@triton.jit
+def _divided(w, bits: tl.constexpr):
+    """Even and odd tokens' weights for codes that lie so many bits higher."""
+    if bits == 0:
+        return w
+    else:
+        return (w[0] * 0.5**bits).to(tl.float16), (w[1] * 0.5**bits).to(tl.float16)
+
+
+@triton.jit
+def _sum(weights, COLUMNS: tl.constexpr, PLAIN: tl.constexpr):
+    """Over all tokens, in each of 16 rows: a product with ones, so that what V's middles add is what comes off."""
+    total = tl.zeros([16, COLUMNS], tl.float32)
+    ones = tl.full([16, 16], 1.0, tl.float16)
+    for n in tl.static_range(4):
+        total = half_dot(ones, weights[n][1], half_dot(ones, weights[n][0], total, PLAIN), PLAIN)
+    return total
+
+
+@triton.jit
+def _values(accs, weight, one, CODES: tl.constexpr):
+    """The planes' sums of values, [VP / 4, columns] each.
+
+    weight: sum p g_v, [columns]; one: what a weight counts.
+    """
+    sums = ()
+    for n in tl.static_range(4):
+        sums += (accs[n] * (one * (0.5 ** lies(CODES, n) / CODE)),)
+    tiles = ()
+    for n in tl.static_range(4):
+        x = sums[n]
+        for other in tl.static_range(4):
+            if whole_of(CODES, other) == n:
+                x -= sums[other] * 2.0 ** (lies(CODES, other) - lies(CODES, n))
+        if is_coded(CODES, n):
+            x -= (middle(CODES, n) * weight)[None, :]
+        tiles += (x,)
+    return tiles
 
 
 @triton.jit
@@ -286,9 +405,8 @@ def _of_words(
 ):
     """Two FP16 tiles, of the lower and of the upper byte of each word: a field's code of one of its tokens."""
     if PLAIN:
-        down = words.to(tl.int32) >> (bits_of(CODES, CELL) * SHARE)
-        mask = field_mask(CODES, CELL, FIELD)
-        return subnormal(down & mask), subnormal((down >> 8) & mask)
+        cut = _cut(CODES, CELL, FIELD, SHARE)
+        return subnormal(words & cut), subnormal((words.to(tl.int32) >> 8) & cut)
     else:
         return tl.inline_asm_elementwise(
             asm=words_ptx(CODES, CELL, FIELD, SHARE),
@@ -302,8 +420,12 @@ def _of_words(
 
 @triton.constexpr_function
 def words_ptx(codes, cell, field, share):
-    """PTX of ``_of_words``: two words $2 to $0, of their lower bytes, and $1, of the upper ones."""
-    mask = field_mask(codes, cell, field) * 0x10001
-    lines = ["{", ".reg .b32 down;", f"shr.u32 down, $2, {bits_of(codes, cell) * share};"]
-    lines += [f"and.b32 $0, down, {mask:#x};", "prmt.b32 $1, down, 0, 0x4341;", f"and.b32 $1, $1, {mask:#x};", "}"]
-    return "\n".join(lines)
+    """PTX of ``_of_words``: two words $2 to $0, of their lower bytes, and $1, of the upper ones.
+
+    ptxas does once what fields and shares have in common.
+    """
+    cut = _cut(codes, cell, field, share)
+    lines = ["{", f"and.b32 $0, $2, {cut * 0x10001:#x};", "prmt.b32 $1, $2, 0, 0x4341;"]
+    if cut != 0xFF:
+        lines.append(f"and.b32 $1, $1, {cut * 0x10001:#x};")
+    return "\n".join([*lines, "}"])

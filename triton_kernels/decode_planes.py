@@ -28,6 +28,7 @@ from sglang_kvq.kernels.planes import (
     cell_count,
     field_codes,
     field_count,
+    gain_of,
     is_coded,
     key_bytes,
     middle,
@@ -36,7 +37,7 @@ from sglang_kvq.kernels.planes import (
     plane_of,
     shares_of,
     start_of,
-    tile_gains,
+    tile_bytes,
 )
 from sglang_kvq.kernels.softmax import NEVER, Softmax
 
@@ -75,7 +76,8 @@ def history_planes(
         page_a = page_of(table, tl.minimum(index + 2, last - 1))
         page_b = page_of(table, tl.minimum(index + 3, last - 1))
         both = records + base_of(tl.arange(0, 2) == 1, base_a, base_b)[:, None, None]  # [2, 1, 1]
-        g_k, g_v = tile_gains(tl.load(both + gains))  # [TILE] each
+        k_bytes, v_bytes = tile_bytes(tl.load(both + gains))  # [TILE] each
+        g_k, g_v = gain_of(k_bytes), gain_of(v_bytes)
 
         products = tl.full([TILE, COLUMNS], MAGIC_BITS, tl.int32)
         for c in tl.static_range(cell_count(KEYS)):

@@ -170,27 +170,33 @@ def row_dims(v_first, RECORD: tl.constexpr, SHAPE: tl.constexpr):
 
 
 @triton.jit
-def tile_gains(bytes):
-    """Bytes [2 pages, 2, PAGE] to two float32 [128], rows in the order of ``int8.tokens_of_tile``."""
+def tile_bytes(bytes):
+    """Gains' bytes [2 pages, 2, PAGE] to K's and V's, int32 [128], rows in the order of ``int8.tokens_of_tile``."""
     x = tl.reshape(bytes, [2, 2, 4, 8, 2])  # page, which, plane of tokens, i, half
     k, v = tl.split(tl.reshape(tl.permute(x, (2, 0, 4, 3, 1)), [2 * PAGE, 2]))
-    return gain_of(k), gain_of(v)
+    return k.to(tl.int32), v.to(tl.int32)
+
+
+@triton.jit
+def key_address(records, base_a, base_b, CELL: tl.constexpr, CODES: tl.constexpr, SHAPE: tl.constexpr):
+    """Rows of a cell of two pages' keys, [2 PAGE / shares], in the tile's order, in which shares follow."""
+    ROWS: tl.constexpr = 2 * PAGE // shares_of(CODES, CELL)
+    QUARTER: tl.constexpr = PAGE // 4
+    row = tl.arange(0, ROWS)
+    # ``common.key_row`` of the row's token, times the row's bytes.
+    of_page = (row // (2 * QUARTER) * QUARTER + row % QUARTER) * SHAPE.D4
+    return records + base_of(row // QUARTER % 2 == 1, base_a, base_b) + of_page + start_of(CODES, CELL)
 
 
 @triton.jit
 def key_bytes(records, base_a, base_b, CELL: tl.constexpr, CODES: tl.constexpr, JP: tl.constexpr, SHAPE: tl.constexpr):
-    """A cell of two pages' keys: uint8 [2 PAGE / shares, JP] in the tile's order, in which shares follow."""
-    D4: tl.constexpr = SHAPE.D4
-    ROWS: tl.constexpr = 2 * PAGE // shares_of(CODES, CELL)
-    QUARTER: tl.constexpr = PAGE // 4
-    row, j = tl.arange(0, ROWS), tl.arange(0, JP)[None, :]
-    base = records + base_of(row // QUARTER % 2 == 1, base_a, base_b)[:, None]
-    # ``common.key_row`` of the row's token, times the row's bytes.
-    address = base + (row // (2 * QUARTER) * QUARTER + row % QUARTER)[:, None] * D4 + j
-    if D4 == JP:
-        return tl.load(address + start_of(CODES, CELL))
+    """A cell of two pages' keys: uint8 [2 PAGE / shares, JP]."""
+    j = tl.arange(0, JP)[None, :]
+    address = key_address(records, base_a, base_b, CELL, CODES, SHAPE)[:, None]
+    if SHAPE.D4 == JP:
+        return tl.load(address + j)
     else:
-        return tl.load(address + start_of(CODES, CELL), mask=(j < D4) & (row >= 0)[:, None], other=0)
+        return tl.load(address + j, mask=(j < SHAPE.D4) & (tl.arange(0, address.shape[0]) >= 0)[:, None], other=0)
 
 
 @triton.jit
