@@ -22,6 +22,7 @@ import torch
 import triton
 import triton.language as tl
 
+from sglang_kvq.config import PAGE_SIZE
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.kernels.arguments import Stored, View, view
 from sglang_kvq.kernels.codes import PlaneRecord, Record, scale_step
@@ -49,8 +50,8 @@ from sglang_kvq.kernels.planes import is_planes, row_dims
 from sglang_kvq.kernels.shape import shape_of, value_dims
 from sglang_kvq.kernels.softmax import LOG2E, NEVER, Softmax, first_columns
 
-#: Shared memory of an SM (Hopper), of which each program has a part reserved besides.
-_SHARED_BYTES, _RESERVED_BYTES = 228 * 1024, 1024
+#: Shared memory of a program where an SM (Hopper) holds so many; of each a part is reserved.
+_PROGRAM_BYTES = {count: 228 * 1024 // count - 1024 for count in (8, 12)}
 
 #: How much of the last wave of programs must be busy before another wave is tried.
 BUSY = 0.9
@@ -65,12 +66,14 @@ class DecodeLaunch:
         programs_per_sm: one-warp programs that an SM holds at once.
         half_pages: pages a turn of ``decode_half.history_half``, 1 or 2, of ``decode_half_planes``, 2; 0 for products
             in INT8.
+        shared_weights: whether weights become operands of ``decode_half_planes`` through shared memory.
     """
 
     stages: int
     registers: int
     programs_per_sm: int
     half_pages: int = 0
+    shared_weights: bool = False
 
     def items(self, batch: int, programs: int, sms: int) -> int:
         """Items of a plan for ``batch`` requests, ``programs`` programs each.
@@ -118,17 +121,15 @@ def decode_launch(head_dim: int, gqa_group: int, record: Record | PlaneRecord) -
             few = gqa_group <= 8
             return DecodeLaunch(stages=3 if few else 4, registers=255, programs_per_sm=8, half_pages=2 if few else 1)
     if isinstance(record, PlaneRecord):
-        half = suits_half(record, head_dim) and gqa_group > 4  # up to four heads a product would be half empty
-        wide = gqa_group > 8 or head_dim > 64 if half else head_dim > 128 or gqa_group > 4
+        if suits_half(record, head_dim) and gqa_group > 4:  # up to four heads a product would be half empty
+            return _half_planes_launch(head_dim, gqa_group, record)
+        wide = head_dim > 128 or gqa_group > 4
         programs = 8 if wide else 12
         # A third stage hides more, where the copies of all programs find room in an SM's shared memory.
         shape = shape_of(1, head_dim)
         copies = 32 * shape.INT8_JP * sum(record.k.widths) + 8 * shape.VP * sum(record.v.widths) + 1536  # as compiled
-        if half:
-            copies = 4 * record.bytes
-        stages = 3 if copies + _RESERVED_BYTES <= _SHARED_BYTES // programs else 2
-        registers = 255 if wide else 168
-        return DecodeLaunch(stages, registers, programs_per_sm=programs, half_pages=2 if half else 0)
+        stages = 3 if copies <= _PROGRAM_BYTES[programs] else 2
+        return DecodeLaunch(stages, registers=255 if wide else 168, programs_per_sm=programs)
     if gqa_group > 8:  # spills all the same: more heads hold more accumulators
         return DecodeLaunch(stages=3, registers=255, programs_per_sm=8)
     wide = head_dim > 128 or (gqa_group > 4 and (head_dim > 64 or not is_fast(record)))
@@ -138,6 +139,19 @@ def decode_launch(head_dim: int, gqa_group: int, record: Record | PlaneRecord) -
     return DecodeLaunch(
         stages=2, registers=160 if is_two_bit(record, head_dim) and gqa_group <= 4 else 168, programs_per_sm=12
     )
+
+
+def _half_planes_launch(head_dim: int, gqa_group: int, record: PlaneRecord) -> DecodeLaunch:
+    """Products in FP16 of records of planes: three stages, then weights, where shared memory has room for them."""
+    wide = gqa_group > 8 or head_dim > 64
+    programs = 8 if wide else 12
+    shape = shape_of(1, head_dim, gqa_group)
+    row = 2 * max(shape.HEADS, 8)  # bytes, of an operand's columns
+    operands = sum(cell.shares * len(cell.fields) for cell in record.k.cells) * shape.JP * row  # queries'
+    stages = 3 if 4 * record.bytes + operands <= _PROGRAM_BYTES[programs] else 2
+    used = 2 * (stages - 1) * record.bytes + operands
+    shared_weights = used + 2 * PAGE_SIZE * row <= _PROGRAM_BYTES[programs]
+    return DecodeLaunch(stages, 255 if wide else 168, programs, half_pages=2, shared_weights=shared_weights)
 
 
 def is_fast(record: Record | PlaneRecord) -> bool:
@@ -211,6 +225,7 @@ def decode(
         SHAPE=shape,
         FAST=is_fast(record),
         HALF_PAGES=launch.half_pages,
+        SHARED_WEIGHTS=launch.shared_weights,
         PLAIN=plain,
         EARLY=overlap.early,
         LETS_NEXT=overlap.lets_next,
@@ -230,6 +245,7 @@ def _decode(
     out, lse, q, items, scale_log2, stored, seen, seen_row,
     RECORD: tl.constexpr, SHAPE: tl.constexpr, FAST: tl.constexpr, HALF_PAGES: tl.constexpr, PLAIN: tl.constexpr,
     EARLY: tl.constexpr, LETS_NEXT: tl.constexpr, CHUNKS: tl.constexpr, DRAFTS: tl.constexpr, OF_CHUNK: tl.constexpr,
+    SHARED_WEIGHTS: tl.constexpr,
 ):  # fmt: skip
     """Program ((kv_head * parts of V + part) * chunks + chunk, item): read the item; its records; its overlays; store.
 
@@ -256,7 +272,9 @@ def _decode(
             records = stored.records + head * RECORD.bytes
             if is_planes(RECORD):
                 if HALF_PAGES > 0:
-                    state = history_half_planes(mine, item, table, records, v_first, scale_log2, RECORD, SHAPE, PLAIN)
+                    state = history_half_planes(
+                        mine, item, table, records, v_first, scale_log2, RECORD, SHAPE, PLAIN, SHARED_WEIGHTS
+                    )
                 else:
                     state = history_planes(mine, item, table, records, v_first, scale_log2, RECORD, SHAPE, PLAIN)
             elif HALF_PAGES > 0:

@@ -40,7 +40,6 @@ from sglang_kvq.kernels.planes import (
     middle,
     plane_of,
     shares_of,
-    shift_of,
     start_of,
     tile_bytes,
 )
@@ -55,9 +54,14 @@ _SCALE = tl.constexpr(2.0**11)
 
 @triton.jit
 def history_half_planes(
-    q, item, table, records, v_first, scale_log2, RECORD: tl.constexpr, SHAPE: tl.constexpr, PLAIN: tl.constexpr
-):
-    """``decode_planes.history_planes``, one column a query head; two pages a turn."""
+    q, item, table, records, v_first, scale_log2, RECORD: tl.constexpr, SHAPE: tl.constexpr, PLAIN: tl.constexpr,
+    SHARED_WEIGHTS: tl.constexpr,
+):  # fmt: skip
+    """``decode_planes.history_planes``, one column a query head; two pages a turn.
+
+    Weights become operands through shared memory, or lanes exchange them, which takes fifty instructions more. Triton
+    chooses by the narrowest load that an operand is made from: of gains' bytes, unless a branch has them.
+    """
     KEYS: tl.constexpr = RECORD.k
     VALUES: tl.constexpr = RECORD.v
     COLUMNS: tl.constexpr = columns_of(SHAPE)
@@ -86,18 +90,21 @@ def history_half_planes(
         both = records + base_of(tl.arange(0, 2) == 1, base_a, base_b)[:, None, None]  # [2, 1, 1]
         k_bytes, v_bytes = tile_bytes(tl.load(both + gains))  # [TILE] each
 
+        new_largest = tl.maximum(largest, tl.max(v_bytes, 0) & _EXPONENT)
         x = _products(records, base_a, base_b, queries, start, KEYS, SHAPE, PLAIN) * gain_of(k_bytes)[:, None]
         if (index + 2) * PAGE > limit:
             seen = (index + second.to(tl.int32)) * PAGE + token < limit
             x = tl.where(seen[:, None], x, NEVER)
-            v_bytes = tl.where(seen, v_bytes, 0)  # another's may be the largest
+            own = tl.where(seen, v_bytes, 0)  # another's may be the largest
+            new_largest = tl.maximum(largest, tl.max(own, 0) & _EXPONENT)
+            if not SHARED_WEIGHTS:
+                v_bytes = own
 
         new_top = tl.maximum(top, tl.max(x, 0) * unit)
         decay = tl.exp2(top - new_top)
         top = new_top
         p = tl.exp2(x * unit[None, :] - top[None, :])
         total = total * decay[None, :] + spread_sum(p, COLUMNS)
-        new_largest = tl.maximum(largest, tl.max(v_bytes, 0) & _EXPONENT)
         decay *= _power(largest - new_largest)
         largest = new_largest
         weights = split_planes((p * _power(v_bytes - largest + _SCALE_BYTE)[:, None]).to(tl.float16), COLUMNS)

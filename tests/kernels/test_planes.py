@@ -51,9 +51,9 @@ def test_decode_agrees_with_float64(heads, widths):
 HALF_HEADS = [Heads(64, 64, 2, 8), Heads(64, 64, 1, 3), Heads(128, 128, 1, 12), Heads(96, 96, 1, 6)]
 
 
-def half_ops(scene: Scene, pages: int = 2) -> TritonOps:
+def half_ops(scene: Scene, pages: int = 2, shared_weights: bool = True) -> TritonOps:
     """Products in FP16."""
-    launch = DecodeLaunch(stages=2, registers=255, programs_per_sm=8, half_pages=pages)
+    launch = DecodeLaunch(2, registers=255, programs_per_sm=8, half_pages=pages, shared_weights=shared_weights)
     return TritonOps(scene.pool, LayerRotations(), scene.heads.q, 4, launch=launch)
 
 
@@ -80,7 +80,8 @@ def test_products_in_fp16_keep_what_fp16_cannot_hold(kind):
     assert_close(kind, decode(half_ops(scene), 0, q, scene).double(), exact(scene, 0, q), BOUND)
 
 
-def test_half_a_tile_of_another_request_counts_for_nothing():
+@pytest.mark.parametrize("shared_weights", [False, True])
+def test_half_a_tile_of_another_request_counts_for_nothing(shared_weights):
     """The last tile's second page is beyond the history, and its gains are the largest there are."""
     scene = plane_scene(Heads(64, 64, 1, 8), WIDTHS[0], [64 * 6 + 5])
     first = scene.pool.formats[0].parts.v_gains
@@ -91,7 +92,12 @@ def test_half_a_tile_of_another_request_counts_for_nothing():
     scene.pool.row_history_end[1] = 64 * 5
     scene.pool.row_sink_end[1] = 0
     q = scene.queries(1)
-    assert_close("decode", decode(half_ops(scene), 0, q, scene).double(), exact(scene, 0, q), BOUND)
+    assert_close(
+        "decode",
+        decode(half_ops(scene, shared_weights=shared_weights), 0, q, scene).double(),
+        exact(scene, 0, q),
+        BOUND,
+    )
 
 
 def test_one_page_a_turn_is_refused():
