@@ -142,15 +142,18 @@ def decode_launch(head_dim: int, gqa_group: int, record: Record | PlaneRecord) -
 
 
 def _half_planes_launch(head_dim: int, gqa_group: int, record: PlaneRecord) -> DecodeLaunch:
-    """Products in FP16 of records of planes: three stages, then weights, where shared memory has room for them."""
+    """Products in FP16 of records of planes.
+
+    A third stage comes first where shared memory is short; weights do with more than eight heads, which spill else.
+    """
     wide = gqa_group > 8 or head_dim > 64
     programs = 8 if wide else 12
-    shape = shape_of(1, head_dim, gqa_group)
+    shape, room = shape_of(1, head_dim, gqa_group), _PROGRAM_BYTES[programs]
     row = 2 * max(shape.HEADS, 8)  # bytes, of an operand's columns
     operands = sum(cell.shares * len(cell.fields) for cell in record.k.cells) * shape.JP * row  # queries'
-    stages = 3 if 4 * record.bytes + operands <= _PROGRAM_BYTES[programs] else 2
-    used = 2 * (stages - 1) * record.bytes + operands
-    shared_weights = used + 2 * PAGE_SIZE * row <= _PROGRAM_BYTES[programs]
+    weights = 2 * PAGE_SIZE * row
+    stages = 3 if 4 * record.bytes + operands + (weights if gqa_group > 8 else 0) <= room else 2
+    shared_weights = 2 * (stages - 1) * record.bytes + operands + weights <= room
     return DecodeLaunch(stages, 255 if wide else 168, programs, half_pages=2, shared_weights=shared_weights)
 
 
