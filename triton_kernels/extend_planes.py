@@ -18,9 +18,8 @@ import triton
 import triton.language as tl
 
 from sglang_kvq.kernels.common import PAGE, dot, key_row, page_of
-from sglang_kvq.kernels.extend_history import join_planes, queries_by_plane, split8
+from sglang_kvq.kernels.extend_history import join_planes, queries_by_plane
 from sglang_kvq.kernels.planes import (
-    GAIN_BIAS,
     bits_of,
     cell_count,
     field_count,
@@ -79,13 +78,13 @@ def _page(
 ):  # fmt: skip
     """Online softmax over the first ``count`` tokens of a page; over all, unless MASKED.
 
-    Load gains and cells; make K's tile; make V's; attend.
+    Make K's tile; make V's; gains, whose barrier is then the tiles' too; attend.
     """
     KEYS: tl.constexpr = RECORD.k
     VALUES: tl.constexpr = RECORD.v
-    g_k, log_g, inverse = _gains(record, factor, RECORD, PLAIN)
     k = _key_tile(record, KEYS, SHAPE, PLAIN)
     v = _value_tile(record, v_first, VALUES, SHAPE, PLAIN)
+    g_k, log_g, inverse = _gains(record, factor, RECORD, PLAIN)
     x = scores(queries, k, ROWS, PAGE) * g_k[None, :] + log_g[None, :]
     if MASKED:
         x = tl.where((tl.arange(0, PAGE) < count)[None, :], x, NEVER)
@@ -100,52 +99,31 @@ def _page(
 def _gains(record, factor, RECORD: tl.constexpr, PLAIN: tl.constexpr):
     """Of a page's tokens, float32 [PAGE] each: K's gains times factor; of V's the logarithms and the inverses.
 
-    A word is loaded for two tokens. The compiler may do all but that for every thread's columns: instructions are few.
+    A thread does this of one gain, and fetches its columns'. Without a gather the compiler would have every thread do
+    it of all its columns.
     """
-    HALF: tl.constexpr = PAGE // 2
-    x = tl.arange(0, 4 * PAGE)  # 256 words, see ``extend_history._page``, of which a quarter is used
+    x = tl.arange(0, 2 * PAGE)  # K's gains and V's: as many as threads
     words = (record + RECORD.k.gains).to(tl.pointer_type(tl.int32))
-    words_k, words_v, _, _, _, _, _, _ = split8(tl.load(words + x // HALF % 2 * (PAGE // 4) + x % HALF // 2), HALF)
-    g_k, g_v = _gains_of(words_k, PLAIN), _gains_of(words_v, PLAIN)
+    gains = gain_of((tl.load(words + x // 4) >> (x % 4 * 8)) & 0xFF)
     if PLAIN:
-        return g_k * factor, tl.log2(g_v), 1 / g_v
+        logarithms, inverses = tl.log2(gains), 1 / gains
     else:
-        log_g = tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [g_v], tl.float32, is_pure=True, pack=1)
-        inverse = tl.inline_asm_elementwise(
-            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [g_v], tl.float32, is_pure=True, pack=1
-        )
-        return g_k * factor, log_g, inverse
-
-
-@triton.jit
-def _gains_of(words, PLAIN: tl.constexpr):
-    """Words [PAGE / 2], of four tokens each, twice, to the gains of the tokens, float32 [PAGE]."""
-    upper = tl.arange(0, PAGE // 2) % 2
-    if PLAIN:
-        low, high = gain_of((words >> (16 * upper)) & 0xFF), gain_of((words >> (16 * upper + 8)) & 0xFF)
-    else:
-        low, high = tl.inline_asm_elementwise(
-            asm=_GAINS_PTX,
-            constraints="=r,=r,r,r",
-            args=[words, 0x4140 + 0x0202 * upper],
-            dtype=(tl.int32, tl.int32),
+        logarithms, inverses = tl.inline_asm_elementwise(
+            asm="lg2.approx.ftz.f32 $0, $2; rcp.approx.ftz.f32 $1, $2;",
+            constraints="=&f,=f,f",
+            args=[gains],
+            dtype=(tl.float32, tl.float32),
             is_pure=True,
             pack=1,
         )
-        low, high = low.to(tl.float32, bitcast=True), high.to(tl.float32, bitcast=True)
-    return tl.reshape(tl.join(low, high), [PAGE])
-
-
-#: The bytes that $3 selects from $2 to gains as BF16, side by side, then as float32.
-_GAINS_PTX = tl.constexpr(
-    f"""{{
-    .reg .b32 both;
-    prmt.b32 both, $2, 0, $3;
-    mad.lo.u32 both, both, 16, {(GAIN_BIAS.value << 4) * 0x10001:#x};
-    shl.b32 $0, both, 16;
-    and.b32 $1, both, 0xffff0000;
-    }}"""
-)
+    used = tl.where(x < PAGE, gains * factor, logarithms)
+    both = tl.reshape(tl.join(used, inverses), [4 * PAGE])
+    x = tl.arange(0, 4 * PAGE)
+    own = tl.gather(both, x // 4 * 2 + x // 2 % 2 * (2 * PAGE) + x % 2, 0)  # of a token: two of K, then two of V
+    first, second = tl.split(tl.reshape(own, [PAGE, 2, 2]))
+    g_k, log_g = tl.split(first)
+    _, inverse = tl.split(second)
+    return g_k, log_g, inverse
 
 
 @triton.jit

@@ -11,7 +11,7 @@ import torch
 from sglang_kvq.attention.short_extend import ShortExtends
 from sglang_kvq.attention.triton_ops import BatchPlans
 from sglang_kvq.config import HEAD_DIMS, PAGE_SIZE
-from sglang_kvq.formats.planes import PlaneCode, Widths, gains_of
+from sglang_kvq.formats.planes import PlaneCode, Widths
 from sglang_kvq.kernels import extend_planes, gather_planes
 from sglang_kvq.kernels.codes import PlaneCodes
 from sglang_kvq.kernels.gather import PageRead, gather_pages
@@ -166,16 +166,6 @@ def test_the_assembly_picks_bytes():
             got = execute(gather_planes._halves_ptx.fn(low, high), 1, [a, b])[0].view(np.uint8)
             assert np.array_equal(got[:, 0], a >> np.uint64(8 * low) & np.uint64(255))
             assert np.array_equal(got[:, 2], b >> np.uint64(8 * high) & np.uint64(255))
-
-
-def test_the_assembly_gives_gains(monkeypatch):
-    monkeypatch.setitem(OPERATIONS, "mad.lo.u32", lambda a, b, c: a * b + c)
-    packed = words(5000, 1)
-    upper = np.arange(5000, dtype=np.uint64) % 2
-    got = execute(extend_planes._GAINS_PTX.value, 2, [packed, 0x4140 + 0x0202 * upper])
-    for n, gains in enumerate(got):
-        stored = (packed >> (16 * upper + np.uint64(8 * n)) & np.uint64(255)).astype(np.uint8)
-        assert np.array_equal(gains.view(np.float32)[:, 0], gains_of(torch.from_numpy(stored)).numpy())
 
 
 @pytest.mark.usefixtures("packed_operations")
