@@ -32,7 +32,6 @@ from sglang_kvq.kernels.planes import (
     is_coded,
     key_bytes,
     middle,
-    middles_of,
     multiple,
     plane_of,
     shares_of,
@@ -59,7 +58,7 @@ def history_planes(
     ROWS: tl.constexpr = SHAPE.VP // 4
     PAGE_BYTES: tl.constexpr = SHAPE.KV_HEADS * RECORD.bytes
 
-    queries, unit, from_middles = _queries(q, scale_log2, KEYS, SHAPE)
+    queries, start, unit = _queries(q, scale_log2, KEYS, SHAPE)
     second, _, token = tokens_of_tile()
     ones = tl.full([TILE], 1.0, tl.float32)
     # K's gains and V's, one behind the other: [page, which, token].
@@ -71,6 +70,7 @@ def history_planes(
     total = tl.zeros([8, HEADS], tl.float32)
     page_a, page_b = item.page_a.to(tl.int64), item.page_b.to(tl.int64)
     last = item.last_page
+    limit = tl.minimum(last * PAGE, item.length)
     for index in tl.range(item.first_page, last, 2):
         base_a, base_b = page_a * PAGE_BYTES, page_b * PAGE_BYTES
         page_a = page_of(table, tl.minimum(index + 2, last - 1))
@@ -79,20 +79,21 @@ def history_planes(
         k_bytes, v_bytes = tile_bytes(tl.load(both + gains))  # [TILE] each
         g_k, g_v = gain_of(k_bytes), gain_of(v_bytes)
 
-        products = tl.full([TILE, COLUMNS], MAGIC_BITS, tl.int32)
+        products = tl.broadcast_to(start[None, :], [TILE, COLUMNS])
         for c in tl.static_range(cell_count(KEYS)):
             bytes = key_bytes(records, base_a, base_b, c, KEYS, SHAPE.INT8_JP, SHAPE)
             for f in tl.static_range(field_count(KEYS, c)):
                 k = _key_codes(bytes, KEYS, c, f, PLAIN)
                 products = tl.dot(k, queries[plane_of(KEYS, c, f)], products, out_dtype=tl.int32)
-        x = (join_parts(products, TILE, HEADS) * unit[None, :] - from_middles[None, :]) * g_k[:, None]
-        position = (index + second.to(tl.int32)) * PAGE + token
-        x = tl.where((position < tl.minimum(last * PAGE, item.length))[:, None], x, NEVER)
+        x = join_parts(products, TILE, HEADS) * g_k[:, None]
+        if (index + 2) * PAGE > limit:
+            position = (index + second.to(tl.int32)) * PAGE + token
+            x = tl.where((position < limit)[:, None], x, NEVER)
 
-        new_top = tl.maximum(top, tl.max(x, 0))
+        new_top = tl.maximum(top, tl.max(x, 0) * unit)
         decay = tl.exp2(top - new_top)
         top = new_top
-        p = tl.exp2(x - top[None, :])
+        p = tl.exp2(x * unit[None, :] - top[None, :])
         total = total * decay[None, :] + spread_sum(p, HEADS)
         weight = weight * decay[None, :] + spread_sum(p * g_v[:, None], HEADS)
         weights, p_unit = weight_operands(p, g_v, ones, HEADS)
@@ -121,24 +122,38 @@ def _queries(q, scale_log2, CODES: tl.constexpr, SHAPE: tl.constexpr):
     """Operands of a KV head's queries, see ``int8.query_operands``, divided by each plane's multiple.
 
     Returns:
-        the four planes, INT8 [INT8_JP, 2 HEADS]; what a product counts, and what the middles add, [HEADS] each.
+        the four planes, INT8 [INT8_JP, 2 HEADS]; what products begin at, int32 [2 HEADS]; and what they count, [HEADS].
     """
-    DP: tl.constexpr = SHAPE.DP
-    n, h, dim = tl.arange(0, 2 * SHAPE.HEADS), tl.arange(0, SHAPE.HEADS), tl.arange(0, DP)
+    n, dim = tl.arange(0, 2 * SHAPE.HEADS), tl.arange(0, SHAPE.DP)
     inside = (dim < SHAPE.D)[:, None] & (n // 2 < SHAPE.GQA_GROUP)[None, :]
     twice = tl.load(q.data + n[None, :] // 2 * q.head + dim[:, None], mask=inside, other=0.0).to(tl.float32)
-    unit = tl.max(tl.abs(twice), 0) * (1 / 127) + 1e-30  # [2 HEADS]
+    # Never so small that NEVER, of which it is a factor, would count.
+    unit = tl.max(tl.abs(twice), 0) * (1 / 127) + 1e-20  # [2 HEADS]
     planes = (
         query_plane(q, unit, 0, 1 / multiple(CODES, 0), SHAPE),
         query_plane(q, unit, 1, 1 / multiple(CODES, 1), SHAPE),
         query_plane(q, unit, 2, 1 / multiple(CODES, 2), SHAPE),
         query_plane(q, unit, 3, 1 / multiple(CODES, 3), SHAPE),
     )
-    inside = (dim < SHAPE.D)[:, None] & (h < SHAPE.GQA_GROUP)[None, :]
-    x = tl.load(q.data + h[None, :] * q.head + dim[:, None], mask=inside, other=0.0).to(tl.float32)
-    middles = middles_of(dim, CODES, SHAPE)
-    unit = tl.max(tl.abs(x), 0) * (1 / 127) + 1e-30
-    return planes, unit * scale_log2, tl.sum(x * middles[:, None], 0) * scale_log2
+    unit, _ = tl.split(tl.reshape(unit, [SHAPE.HEADS, 2]))
+    return planes, _start(planes, CODES, SHAPE), unit * scale_log2
+
+
+@triton.jit
+def _start(planes, CODES: tl.constexpr, SHAPE: tl.constexpr):
+    """What the middles take off products: MAGIC_BITS less theirs with these operands, int32 [2 HEADS].
+
+    A half of the high part's is 128 of the low part's.
+    """
+    HEADS: tl.constexpr = SHAPE.HEADS
+    middles = tl.zeros([2 * HEADS], tl.float32)
+    for p in tl.static_range(4):
+        if is_coded(CODES, p):
+            middles += tl.sum(planes[p].to(tl.float32), 0) * (middle(CODES, p) * multiple(CODES, p))
+    high, low = tl.split(tl.reshape(middles, [HEADS, 2]))
+    whole = tl.floor(high)
+    low = tl.floor(low + (high - whole) * 256 + 0.5)
+    return tl.reshape(tl.join(-whole, -low), [2 * HEADS]).to(tl.int32) + MAGIC_BITS
 
 
 @triton.jit

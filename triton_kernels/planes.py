@@ -197,13 +197,3 @@ def key_bytes(records, base_a, base_b, CELL: tl.constexpr, CODES: tl.constexpr, 
         return tl.load(address + j)
     else:
         return tl.load(address + j, mask=(j < SHAPE.D4) & (tl.arange(0, address.shape[0]) >= 0)[:, None], other=0)
-
-
-@triton.jit
-def middles_of(dim, CODES: tl.constexpr, SHAPE: tl.constexpr):
-    """The middle of each dim's plane, float32 [DP]."""
-    DP: tl.constexpr = SHAPE.DP
-    middles = tl.zeros([DP], tl.float32)
-    for p in tl.static_range(4):
-        middles = tl.where(dim // SHAPE.D4 == p, middle(CODES, p), middles)
-    return middles

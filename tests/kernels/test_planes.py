@@ -125,6 +125,16 @@ def test_the_assembly_cuts_out_codes(widths):
                 assert np.array_equal(upper.view(np.int16), np.stack(want[1::2], 1))
 
 
+@pytest.mark.parametrize("half", [False, True])
+def test_no_queries_see_their_own_tokens_alike(half):
+    """What is beyond the history weighs nothing, whatever a product counts."""
+    scene = plane_scene(HEADS[1], WIDTHS[0], [64 * 6 + 5])
+    scene.pool.row_history_end[1] = 64 * 5
+    scene.pool.row_sink_end[1] = 0
+    ops, q = half_ops(scene) if half else scene.ops()[0], scene.queries(1) * 0.0
+    assert_close("decode", decode(ops, 0, q, scene).double(), exact(scene, 0, q), BOUND)
+
+
 def test_one_dominant_token():
     scene = plane_scene(HEADS[1], WIDTHS[0], [64 * 14 + 5])
     ops, _ = scene.ops()
