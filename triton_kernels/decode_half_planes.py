@@ -105,9 +105,9 @@ def history_half_planes(
         top = new_top
         p = tl.exp2(x * unit[None, :] - top[None, :])
         total = total * decay[None, :] + spread_sum(p, COLUMNS)
-        decay *= _power(largest - new_largest)
+        decay *= _power(largest, new_largest)
         largest = new_largest
-        weights = split_planes((p * _power(v_bytes - largest + _SCALE_BYTE)[:, None]).to(tl.float16), COLUMNS)
+        weights = split_planes((p * _power(v_bytes, largest - _SCALE_BYTE)[:, None]).to(tl.float16), COLUMNS)
         weight = weight * decay[None, :] + _sum(weights, COLUMNS, PLAIN)
         accs = _with_values(accs, decay, both, v_first, weights, VALUES, SHAPE, PLAIN)
     one = gain_of(largest) * (1 / _SCALE)  # what a weight counts
@@ -147,9 +147,12 @@ def _cut(codes, cell, field, share):
 
 
 @triton.jit
-def _power(byte):
-    """2^(byte / 8) of a multiple of 8, float32; of others what gains have between."""
-    return ((byte + (127 << 3)) << 20).to(tl.float32, bitcast=True)
+def _power(byte, less):
+    """2^((byte - less) / 8) of multiples of 8, float32; of other bytes what gains have between.
+
+    Shifted one by one: with one number for all as ``less`` that is one instruction for each byte.
+    """
+    return ((byte << 20) + (((127 << 3) - less) << 20)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
