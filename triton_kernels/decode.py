@@ -121,7 +121,8 @@ def decode_launch(head_dim: int, gqa_group: int, record: Record | PlaneRecord) -
             few = gqa_group <= 8
             return DecodeLaunch(stages=3 if few else 4, registers=255, programs_per_sm=8, half_pages=2 if few else 1)
     if isinstance(record, PlaneRecord):
-        if suits_half(record, head_dim) and gqa_group > 4:  # up to four heads a product would be half empty
+        # With up to four heads a product is half empty, which at 64 dims still takes fewer instructions.
+        if suits_half(record, head_dim) and (gqa_group > 4 or head_dim == 64):
             return _half_planes_launch(head_dim, gqa_group, record)
         wide = head_dim > 128 or gqa_group > 4
         programs = 8 if wide else 12
