@@ -78,14 +78,15 @@ def _page(
 ):  # fmt: skip
     """Online softmax over the first ``count`` tokens of a page; over all, unless MASKED.
 
-    Make K's tile; make V's; gains, whose barrier is then the tiles' too; attend.
+    Make K's tile; make V's; scores; gains, which are fewer registers to hold when they come late; attend.
     """
     KEYS: tl.constexpr = RECORD.k
     VALUES: tl.constexpr = RECORD.v
     k = _key_tile(record, KEYS, SHAPE, PLAIN)
     v = _value_tile(record, v_first, VALUES, SHAPE, PLAIN)
+    x = scores(queries, k, ROWS, PAGE)
     g_k, log_g, inverse = _gains(record, factor, RECORD, PLAIN)
-    x = scores(queries, k, ROWS, PAGE) * g_k[None, :] + log_g[None, :]
+    x = x * g_k[None, :] + log_g[None, :]
     if MASKED:
         x = tl.where((tl.arange(0, PAGE) < count)[None, :], x, NEVER)
     top = tl.maximum(state.top, tl.max(x, 1))
