@@ -45,6 +45,8 @@ from sglang_kvq.kernels.planes import (
 )
 from sglang_kvq.kernels.softmax import NEVER, Softmax, first_columns
 
+#: Whether an operand of joined tiles has two neighbours in each lane, not four: Triton 3.9, unlike 3.6.
+_PAIRS = tl.constexpr(tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9))
 #: Of a gain's byte the exponent.
 _EXPONENT = tl.constexpr(0xF8)
 #: What gains are multiplied by, as one more byte and as a number.
@@ -200,7 +202,17 @@ def _query_tiles(
         lower = _query_tile(q, factor, j, CELL, SHARE, FIELD, CODES, SHAPE)
         return lower, _query_tile(q, factor, j + 1, CELL, SHARE, FIELD, CODES, SHAPE)
     else:
-        return (_query_tile(q, factor, quad_order(tl.arange(0, SHAPE.JP)), CELL, SHARE, FIELD, CODES, SHAPE),)
+        return (_query_tile(q, factor, _byte_order(SHAPE.JP), CELL, SHARE, FIELD, CODES, SHAPE),)
+
+
+@triton.jit
+def _byte_order(JP: tl.constexpr):
+    """Which byte of a row comes where in the tile of ``_key_tiles`` that two bytes' codes are joined to."""
+    k = tl.arange(0, JP)
+    if _PAIRS:
+        return k % (JP // 2) * 2 + k // (JP // 2)
+    else:
+        return quad_order(k)
 
 
 @triton.jit
@@ -301,17 +313,20 @@ def _key_tiles(
 ):
     """FP16 tiles of a field's codes of one share, K's bytes in the order of ``_query_tiles``.
 
-    Two words' first bytes and then their second ones, as they come: what that takes of a product's columns must not be
-    fewer than it has.
+    Bytes stay in the lanes that have their words, by releases that give a lane two columns side by side, or four.
     """
     lower, upper = _of_words(words, CODES, CELL, FIELD, SHARE, PLAIN)
     if words.shape[1] >= 16:
         return lower, upper
     else:
         ROWS: tl.constexpr = words.shape[0]
-        QUADS: tl.constexpr = words.shape[1] // 2
-        x = tl.reshape(tl.join(lower, upper), [ROWS, QUADS, 2, 2])  # word, byte
-        return (tl.reshape(tl.permute(x, (0, 1, 3, 2)), [ROWS, 4 * QUADS]),)
+        WORDS: tl.constexpr = words.shape[1]
+        x = tl.join(lower, upper)  # [ROWS, WORDS, byte]
+        if _PAIRS:
+            return (tl.reshape(tl.permute(x, (0, 2, 1)), [ROWS, 2 * WORDS]),)
+        else:
+            x = tl.reshape(x, [ROWS, WORDS // 2, 2, 2])
+            return (tl.reshape(tl.permute(x, (0, 1, 3, 2)), [ROWS, 2 * WORDS]),)
 
 
 @triton.jit
