@@ -28,6 +28,15 @@ SCENARIOS = {
     "time to first token": "ttft_8x8k",
     "time per output token": "tpot_8x8k",
 }
+#: The same of the table of other models, and theirs: columns of (BF16, ours, ratio) each.
+OTHERS = {
+    "tokens that fit": "tokens",
+    "decode step, 4 streams of 1K": "decode_4x1k",
+    "4 streams of 8K": "decode_4x8k",
+    "4 streams of 32K": "decode_4x32k",
+    "64 streams of 1K": "decode_64x1k",
+}
+OTHER_MODELS = ("qwen3-30b-a3b/{}", "gpt-oss-120b/{}, 12 layers")
 #: Names in the table of qualities, and those of ``kvq eval``.
 METHODS = {"BF16, a second run of it": "none", "SGLang's own FP8": "fp8"}
 
@@ -64,16 +73,22 @@ def agrees(written: str, measured: float) -> bool:
     return abs(value - measured) <= 0.5000001 * 10**-places
 
 
-def check_serving(cells: list[str]) -> None:
+def check_serving(cells: list[str], scenarios: dict[str, str] = SCENARIOS, model: str = "{}") -> None:
     label, none, ours, ratio = cells
-    (scenario,) = (name for start, name in SCENARIOS.items() if label.startswith(start))
-    row = by("serving_h200", "scenario")[scenario]
+    (scenario,) = (name for start, name in scenarios.items() if label.startswith(start))
+    row = by("serving_h200", "scenario")[model.format(scenario)]
     assert agrees(none, row["none"]) and agrees(ours, row["oscar"]) and agrees(ratio, row["ratio"]), cells
 
 
-@pytest.mark.parametrize("cells", tables(PERFORMANCE, "## Serving\n"), ids=lambda cells: cells[0])
+@pytest.mark.parametrize("cells", tables(PERFORMANCE, "## Serving\n"), ids=lambda cells: f"{cells[0]}-{len(cells)}")
 def test_serving(cells: list[str]) -> None:
-    check_serving(cells)
+    label, *figures = cells
+    if len(figures) == 3:
+        check_serving(cells)
+        return
+    assert len(figures) == 3 * len(OTHER_MODELS), cells
+    for n, model in enumerate(OTHER_MODELS):
+        check_serving([label, *figures[3 * n : 3 * n + 3]], OTHERS, model)
 
 
 def test_contexts_at_once() -> None:
