@@ -8,8 +8,8 @@ the levels are the 2^w half-integers about 0 times the row's gain g, a float wit
     code  = k + 2^(w - 1)
     value = (k + 1/2) g,    0 where w is 0
 
-The gain is one of ``CANDIDATES``: the least that clips no element, and some below it. Clipping the row's largest may
-be worth finer steps for all others, so the one of least squared error is taken, of equals the largest:
+The gain is one of ``CANDIDATES``: the least that clips no element, and one about a root of two below. Clipping the
+row's largest may be worth finer steps for all others, so the one of least squared error is taken, of equals the first:
 
     E(g) = sum over i with w_i > 0 of min(round(|(x_i - g/2) - k_i g| 2^4 / u), 255)^2,  u the power of two in the first
 
@@ -49,7 +49,7 @@ Widths: TypeAlias = tuple[int, int, int, int]
 GAIN_BIAS = (127 << 3) - 128
 _SIGNIFICAND = 20
 #: How far below the gain that clips nothing a row's may be, in bytes, eight to a factor of two; of equals the first.
-CANDIDATES = (0, 3, 6, 9)
+CANDIDATES = (0, 4)
 #: What an error of a largest gain's power of two counts, and what an element counts at most.
 ERROR_SCALE, MOST_ERROR = 16.0, 255.0
 
