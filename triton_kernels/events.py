@@ -8,7 +8,7 @@ import triton.language as tl
 
 from sglang_kvq.cache.pending import FREE, MOVE
 from sglang_kvq.kernels.arguments import field_count, load_fields
-from sglang_kvq.kernels.tiers import TierTables
+from sglang_kvq.kernels.tiers import TierTables, first_entry
 
 #: Pages or rows that are handled at a time.
 _BLOCK = 1024
@@ -30,11 +30,14 @@ def apply_events(tables: TierTables, spans: torch.Tensor, ids: torch.Tensor, eve
 
     spans, ids: as ``PendingOps.pack`` gives them; events: how many spans there are.
     """
-    _apply[(1,)](spans, ids, events, tables.arguments, FREE=FREE, MOVE=MOVE, BLOCK=_BLOCK, num_warps=8)
+    kinds = {"FREE": FREE, "MOVE": MOVE, "FIRSTS": tables.keeps_firsts}
+    _apply[(1,)](spans, ids, events, tables.arguments, **kinds, BLOCK=_BLOCK, num_warps=8)
 
 
 @triton.jit(do_not_specialize=["spans", "ids", "events"], do_not_specialize_on_alignment=["spans", "ids"])
-def _apply(spans, ids, events, t, FREE: tl.constexpr, MOVE: tl.constexpr, BLOCK: tl.constexpr):
+def _apply(
+    spans, ids, events, t, FREE: tl.constexpr, MOVE: tl.constexpr, FIRSTS: tl.constexpr, BLOCK: tl.constexpr
+):
     """One program; t: ``Tables``. Pages repeat within an event at most: then some lanes do what is done already."""
     for event in range(events):
         span = Span(*load_fields(spans + event * FIELDS, FIELDS))
@@ -43,7 +46,7 @@ def _apply(spans, ids, events, t, FREE: tl.constexpr, MOVE: tl.constexpr, BLOCK:
             i = first + tl.arange(0, BLOCK)
             inside = i < count
             if span.kind == FREE:
-                _free(t, tl.load(ids + span.first + i, mask=inside, other=0), BLOCK)
+                _free(t, tl.load(ids + span.first + i, mask=inside, other=0), FIRSTS, BLOCK)
             elif span.kind == MOVE:
                 page = tl.load(ids + span.first + i, mask=inside, other=0)
                 kept = tl.load(ids + span.first + count + i, mask=inside, other=0)
@@ -55,12 +58,16 @@ def _apply(spans, ids, events, t, FREE: tl.constexpr, MOVE: tl.constexpr, BLOCK:
 
 
 @triton.jit
-def _free(t, page, BLOCK: tl.constexpr):
-    """Pages, 0 for none, give back overlays and records."""
+def _free(t, page, FIRSTS: tl.constexpr, BLOCK: tl.constexpr):
+    """Pages, 0 for none, give back overlays, records and the entries of their first tokens."""
     slot = tl.load(t.page_slot + page, mask=page > 0, other=0)
     tl.store(t.slot_page + slot, tl.full([BLOCK], 0, tl.int64), mask=slot > 0)
     tl.store(t.page_slot + page, tl.full([BLOCK], -1, tl.int32), mask=page > 0)
     tl.store(t.page_valid + page, tl.full([BLOCK], 0, tl.uint8), mask=page > 0)
+    if FIRSTS:
+        entry = first_entry(page, t.first_count)
+        kept = tl.load(t.first_page + entry, mask=page > 0, other=0)  # perhaps another page's
+        tl.store(t.first_page + entry, tl.full([BLOCK], 0, tl.int32), mask=(page > 0) & (kept == page))
 
 
 @triton.jit

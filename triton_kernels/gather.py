@@ -80,18 +80,29 @@ def _gather(
     token_stride = kv_heads * D
     if (start >= tl.load(stored.row_sink_end + row)) & (start < tl.load(stored.row_history_end + row)):
         record = stored.records + (page * kv_heads + head) * RECORD.bytes
-        if is_planes(RECORD):
-            from_planes(k, v, read.count, kv_heads, record, RECORD, SHAPE, VALUES)
-        elif FAST:
-            from_two_bits(k, v, read.count, kv_heads, record, RECORD, SHAPE, VALUES)
-        else:
-            _from_record(k, v, read.count, token_stride, record, RECORD, SHAPE, VALUES)
+        read_record(k, v, read.count, kv_heads, record, RECORD, SHAPE, FAST, VALUES)
     else:
         slot = tl.maximum(tl.load(stored.page_slot + page), 0).to(tl.int64)
         overlay = stored.overlays + (slot * 2 * kv_heads + head) * (PAGE * D)
         _copy(k, read.count, token_stride, overlay, SHAPE)
         if VALUES:
             _copy(v, read.count, token_stride, overlay + kv_heads * (PAGE * D), SHAPE)
+
+
+@triton.jit
+def read_record(
+    k, v, count, kv_heads, record, RECORD: tl.constexpr, SHAPE: tl.constexpr, FAST: tl.constexpr, VALUES: tl.constexpr
+):
+    """Dequantize one record of any kind to the first ``count`` of PAGE rows of k and v, if VALUES.
+
+    k, v: BF16 ``[PAGE, kv_heads, D]``, at this head. With ``warps_for`` warps, where it is of planes or FAST.
+    """
+    if is_planes(RECORD):
+        from_planes(k, v, count, kv_heads, record, RECORD, SHAPE, VALUES)
+    elif FAST:
+        from_two_bits(k, v, count, kv_heads, record, RECORD, SHAPE, VALUES)
+    else:
+        _from_record(k, v, count, kv_heads * SHAPE.D, record, RECORD, SHAPE, VALUES)
 
 
 @triton.jit

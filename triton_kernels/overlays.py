@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from sglang_kvq.kernels.common import PAGE
-from sglang_kvq.kernels.tiers import TierTables, page_at, window
+from sglang_kvq.kernels.tiers import TierTables, first_entry, page_at, window
 
 #: Elements of a pass over rows' windows, and over slots.
 _ELEMENTS = 4096
@@ -25,16 +25,20 @@ def give_overlays(
     direct_pages: torch.Tensor | None,
     step: int,
     new_tokens: int = 1,
+    begun: torch.Tensor | None = None,
+    restored: torch.Tensor | None = None,
 ) -> None:
     """What ``TierManager._plan`` does before it sets ranges; starts the list of what is to be quantized.
 
     rows, prefix_lens, seq_lens: int ``[batch]``; prefix_lens None for decoding: all but the last
-    ``new_tokens``. direct_pages: int64 ``[n]`` or None. step: of the plan, from 1.
+    ``new_tokens``. direct_pages: int64 ``[n]`` or None. step: of the plan, from 1. begun, restored: int32 ``[batch]``,
+    filled where first tokens are kept: the rows' first pages; of a prefill, those that got their overlay back.
     """
+    nothing = tables.first_page[:0]
     direct = rows[:0] if direct_pages is None else direct_pages
     _give[(1,)](
         rows, seq_lens if prefix_lens is None else prefix_lens, seq_lens, len(rows), direct, len(direct), step,
-        new_tokens, tables.arguments,
+        new_tokens, nothing if begun is None else begun, nothing if restored is None else restored, tables.arguments,
         WINDOW=tables.window,
         DECODING=prefix_lens is None,
         ROWS=max(1, _ELEMENTS // tables.window.WIDTH),
@@ -45,16 +49,19 @@ def give_overlays(
 
 # Nothing that varies is specialised: plans run outside CUDA graphs, where a request would wait for the compiler.
 @triton.jit(
-    do_not_specialize=["rows", "prefix_lens", "seq_lens", "batch", "direct", "directs", "step", "new_tokens"],
-    do_not_specialize_on_alignment=["rows", "prefix_lens", "seq_lens", "direct"],
-)
+    do_not_specialize=[
+        "rows", "prefix_lens", "seq_lens", "batch", "direct", "directs", "step", "new_tokens", "begun", "restored",
+    ],
+    do_not_specialize_on_alignment=["rows", "prefix_lens", "seq_lens", "direct", "begun", "restored"],
+)  # fmt: skip
 def _give(
-    rows, prefix_lens, seq_lens, batch, direct, directs, step, new_tokens, t,
+    rows, prefix_lens, seq_lens, batch, direct, directs, step, new_tokens, begun, restored, t,
     WINDOW: tl.constexpr, DECODING: tl.constexpr, ROWS: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
     """One program; t: ``Tables``. Rows; direct pages; and if pages need overlays: pins, keys, bisection, exchange."""
     step = step.to(tl.int64)
-    needs, failed = _begin_rows(rows, prefix_lens, seq_lens, batch, step, new_tokens, t, WINDOW, DECODING, ROWS)
+    firsts = (begun, restored)
+    needs, failed = _begin_rows(rows, prefix_lens, seq_lens, batch, step, new_tokens, firsts, t, WINDOW, DECODING, ROWS)
     quantized = tl.zeros([], tl.int64)
     given_directly = _mark_direct(direct, directs, t, SLOTS)
     if needs > 0:
@@ -76,7 +83,7 @@ def _give(
 
 @triton.jit
 def _begin_rows(
-    rows, prefix_lens, seq_lens, batch, step, new_tokens, t,
+    rows, prefix_lens, seq_lens, batch, step, new_tokens, firsts, t,
     WINDOW: tl.constexpr, DECODING: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Lengths and stamps of the batch's rows; what of their windows needs an overlay is listed in ``wanted``.
@@ -102,7 +109,16 @@ def _begin_rows(
         slot = _slot_of(t, page, exists)
         _touch(t, index, slot, step, WINDOW)
 
-        need = tl.reshape((exists & (index >= prefix // PAGE) & (slot < 0)).to(tl.int32), [SIZE])
+        need = exists & (index >= prefix // PAGE) & (slot < 0)
+        if WINDOW.FIRSTS:
+            begun, restored = firsts
+            first = page_at(t, row, row * 0, (row > 0) & (length > 0))
+            tl.store(begun + i, first, mask=i < batch)
+            if not DECODING:
+                back = _claim(t, first, i, prefix >= PAGE, step)
+                tl.store(restored + i, tl.where(back, first, 0), mask=i < batch)
+                need |= back & (index == 0)
+        need = tl.reshape(need.to(tl.int32), [SIZE])
         entry = tl.reshape(page.to(tl.int64) * 2 + (index < WINDOW.SINK).to(tl.int64), [SIZE])
         tl.store(t.wanted + needs + tl.cumsum(need, 0) - 1, entry, mask=need > 0)
         needs += tl.sum(need, 0)
@@ -114,6 +130,21 @@ def _begin_rows(
         failed += tl.sum(tl.sum((slot < 0).to(tl.int64), 1), 0)
         tl.store(t.pinned + slot, tl.full([ROWS, 1], 0, tl.int64) + step, mask=slot > 0)
     return needs, failed
+
+
+@triton.jit
+def _claim(t, first, i, stored, step):
+    """Whether rows i [ROWS, 1] get back the overlays of their first pages, ``first``, which are kept: the first of each.
+
+    Positions and steps make up keys, of which the least stays: a later step's, an earlier row's.
+    """
+    entry = first_entry(first, t.first_count)
+    lost = stored & (first > 0) & (_slot_of(t, first, first > 0) < 0)
+    lost &= tl.load(t.first_page + entry, mask=lost, other=0) == first
+    key = i.to(tl.int64) - (step << 31)
+    tl.atomic_min(t.claims + entry, key, mask=lost)
+    tl.debug_barrier()
+    return lost & (tl.load(t.claims + entry, mask=lost, other=0) == key)
 
 
 @triton.jit

@@ -27,9 +27,12 @@ class TierTables:
         pinned, marked: int64 ``[S]``, the last step that pinned a slot, or found its page's record missing.
         keys: int64 ``[S]``, what slots are chosen by.
         wanted: int64 ``[R * window]``, pages that need an overlay.
+        first_page: int32 ``[n + 1]``, ``FirstTokens.pages``, if they are kept; claims: int64 ``[n + 1]``, of which row
+            of a batch, in which step, an entry's page is restored.
         slots, pages: int64 ``[2 S]`` with count int64 ``[1]``: what is to be quantized.
         sink_pages, recent_pages: the window.
         sink_bonus: added to the stamp of a sink's overlay.
+        keeps_firsts: whether first tokens are kept.
     """
 
     req_to_token: torch.Tensor
@@ -47,12 +50,15 @@ class TierTables:
     marked: torch.Tensor
     keys: torch.Tensor
     wanted: torch.Tensor
+    first_page: torch.Tensor
+    claims: torch.Tensor
     slots: torch.Tensor
     pages: torch.Tensor
     count: torch.Tensor
     sink_pages: int
     recent_pages: int
     sink_bonus: int
+    keeps_firsts: bool
 
     @cached_property
     def arguments(self) -> "Tables":
@@ -63,6 +69,7 @@ class TierTables:
             pages_row=self.row_pages.stride(0),
             slot_count=len(self.slot_page),
             row_count=len(self.row_len),
+            first_count=len(self.first_page) - 1,
             **tensors,
         )
 
@@ -70,7 +77,7 @@ class TierTables:
     def window(self) -> "Window":
         """What kernels are compiled for."""
         width = triton.next_power_of_2(self.sink_pages + self.recent_pages + 1)
-        return Window(self.sink_pages, self.recent_pages, width, self.sink_bonus)
+        return Window(self.sink_pages, self.recent_pages, width, self.sink_bonus, self.keeps_firsts)
 
 
 class Tables(NamedTuple):
@@ -78,7 +85,7 @@ class Tables(NamedTuple):
 
     Attributes:
         context, pages_row: elements of a row of ``req_to_token``, of ``row_pages``.
-        slot_count: S; row_count: R.
+        slot_count: S; row_count: R; first_count: n.
     """
 
     req_to_token: torch.Tensor
@@ -100,6 +107,9 @@ class Tables(NamedTuple):
     marked: torch.Tensor
     keys: torch.Tensor
     wanted: torch.Tensor
+    first_page: torch.Tensor
+    first_count: int
+    claims: torch.Tensor
     slots: torch.Tensor
     pages: torch.Tensor
     count: torch.Tensor
@@ -112,12 +122,14 @@ class Window:
     Attributes:
         SINK, RECENT: pages of it; WIDTH: their number and the page being filled, padded.
         BONUS: added to the stamp of a sink's overlay.
+        FIRSTS: whether first tokens are kept.
     """
 
     SINK: int
     RECENT: int
     WIDTH: int
     BONUS: int
+    FIRSTS: bool
 
 
 @triton.jit
@@ -136,6 +148,12 @@ def window(t, row, length, WINDOW: tl.constexpr):
     index = tl.where(i < WINDOW.SINK, i, history_pages(length, WINDOW) + i - WINDOW.SINK)
     exists = (i <= WINDOW.SINK + WINDOW.RECENT) & (index * PAGE < tl.where(row > 0, length, 0))
     return index, exists, page_at(t, row, index, exists)
+
+
+@triton.jit
+def first_entry(page, count):
+    """Where the first tokens of pages, from 1, are kept, of so many entries: ``FirstTokens.entries``."""
+    return 1 + page % count
 
 
 @triton.jit

@@ -137,6 +137,15 @@ class AttentionOps(ABC):
         are int64 ``[n]``; ``count`` is int64 ``[1]`` on the device and is not read on the host of a GPU.
         """
 
+    @abstractmethod
+    def restore_pages(self, pages: torch.Tensor) -> None:
+        """Fill the overlays of pages from their records, all layers, and their first tokens from ``pool.firsts``.
+
+        pages: int ``[n]`` on the device, whole pages that have a record and whose first token is kept there, none
+        twice; 0, and a page without an overlay, stands for none. Values are those that attention reads of records,
+        rounded to BF16.
+        """
+
     def reserve(self, batch: int) -> None:  # noqa: B027
         """Make room for decode batches of that many rows, padding counted. Not inside a CUDA graph's capture."""
 

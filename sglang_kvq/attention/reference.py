@@ -51,6 +51,19 @@ class ReferenceOps(AttentionOps):
             records = self.pool.formats[layer].quantize_pages(overlays[:, 0], overlays[:, 1])
             self.pool.records[layer][pages[:n]] = records
 
+    def restore_pages(self, pages: torch.Tensor) -> None:
+        pool, firsts = self.pool, self.pool.firsts
+        if firsts is None:
+            return
+        pages = pages.long()
+        slots = pool.page_slot[pages].clamp(min=0).long()
+        pages, slots = pages[slots > 0], slots[slots > 0]  # waits for the device, which the GPU backend does not
+        for layer in range(pool.layers):
+            values = pool.formats[layer].dequantize_pages(pool.records[layer][pages])
+            pool.overlays[layer, slots] = torch.stack(values, 1).bfloat16()
+        kept = firsts.kept(pages)
+        pool.overlays[:, slots[kept], :, :, 0] = firsts.tokens[:, firsts.entries(pages[kept])]
+
     def decode(
         self,
         layer: int,

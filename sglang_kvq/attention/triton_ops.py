@@ -26,6 +26,7 @@ from sglang_kvq.kernels.codes import PlaneRecord, Record, record_of
 from sglang_kvq.kernels.common import INTERPRETED, can_overlap
 from sglang_kvq.kernels.decode import DecodeLaunch, decode, decode_launch
 from sglang_kvq.kernels.extend import extend, is_cheap
+from sglang_kvq.kernels.firsts import restore_pages
 from sglang_kvq.kernels.flash import flash_attention, plan_tiles, rows_per_tile
 from sglang_kvq.kernels.gather import gather_pages
 from sglang_kvq.kernels.merge import merge_splits
@@ -168,6 +169,14 @@ class TritonOps(AttentionOps):
             record = record_of(store.format)
             rest = (pool.ranks, pool.overlays, slots, pages, count, self._sms * 16)
             quantize_slots(store.records, record, store.layer_ids, *rest)
+
+    def restore_pages(self, pages: torch.Tensor) -> None:
+        pool = self.pool
+        if pool.firsts is None:
+            return
+        tables = (pool.page_slot, pool.overlays, pool.firsts.pages, pool.firsts.tokens)
+        for store in pool.stores:
+            restore_pages(pages, store.records, record_of(store.format), store.layer_ids, *tables)
 
     def plan_attention(self, rows: torch.Tensor, seq_lens: torch.Tensor) -> None:
         self.reserve(len(rows))

@@ -37,12 +37,19 @@ def check_integrity(tiers: TierManager, free_pages: torch.Tensor | None = None, 
     )
     used = int((slot_page > 0).sum())
     require(used == len(owners), f"{used} overlay slots are used but {len(owners)} pages have one")
+    kept = torch.zeros(0, dtype=torch.int64)
+    if pool.firsts is not None:
+        firsts = pool.firsts.pages.long()
+        at = firsts.nonzero().flatten()
+        require(torch.equal(pool.firsts.entries(firsts[at]), at), "a first token is kept where its page has no entry")
+        kept = firsts[at].cpu()
     if free_pages is None:
         return
     free = free_pages.cpu()
     require(len(free.unique()) == len(free), "a page is in the free list twice")
     require(not (page_slot[free] >= 0).any(), "a free page still has an overlay slot")
     require(not valid[free].any(), "a free page still counts as quantized")
+    require(not torch.isin(kept, free).any(), "the first token of a free page is still kept")
     taken = torch.ones(len(valid), dtype=torch.bool)
     taken[0], taken[free] = False, False
     lost = (taken & ~valid & (page_slot <= 0)).nonzero().flatten()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from sglang_kvq.cache.firsts import PAGES_PER_ENTRY
 from sglang_kvq.config import PAGE_SIZE, KVQuantConfig
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.formats.record import RecordFormat
@@ -30,9 +31,22 @@ class KVGeometry:
         return self.formats[0].head_dim
 
     @property
-    def page_bytes(self) -> int:
+    def record_bytes(self) -> int:
         """Bytes of one page's records, all layers."""
         return self.kv_heads * sum(f.record_bytes for f in self.formats)
+
+    @property
+    def first_bytes(self) -> int:
+        """A page's share of the first tokens that are kept (``cache.firsts``), all layers; 0 where none are."""
+        if not any(f.keeps_first for f in self.formats):
+            return 0
+        # Whole bytes of a token, as SGLang counts.
+        return -(-self.slot_bytes // (PAGE_SIZE * PAGES_PER_ENTRY * PAGE_SIZE)) * PAGE_SIZE
+
+    @property
+    def page_bytes(self) -> int:
+        """What a page takes, all layers, unless it has an overlay too."""
+        return self.record_bytes + self.first_bytes
 
     @property
     def slot_bytes(self) -> int:
@@ -41,8 +55,8 @@ class KVGeometry:
 
     @property
     def record_bits_per_element(self) -> float:
-        """Allocated bits per element of a page that has no overlay, all layers together."""
-        return 16 * self.page_bytes / self.slot_bytes
+        """Allocated bits per element of records, all layers together."""
+        return 16 * self.record_bytes / self.slot_bytes
 
 
 @dataclass(frozen=True)

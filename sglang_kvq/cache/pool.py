@@ -12,6 +12,7 @@ from functools import cached_property
 
 import torch
 
+from sglang_kvq.cache.firsts import FirstTokens
 from sglang_kvq.config import PAGE_SIZE
 from sglang_kvq.formats.record import RecordFormat
 
@@ -51,6 +52,7 @@ class PagePool:
             request on a row reads BF16 overlays in ``[0, sink_end)``, records in ``[sink_end,
             history_end)`` and BF16 overlays from ``history_end`` on. Both are multiples of
             ``PAGE_SIZE`` unless they equal the request's length.
+        firsts: first tokens of pages whose overlays were taken; None where no layer's records need them.
     """
 
     formats: tuple[RecordFormat, ...]
@@ -62,6 +64,7 @@ class PagePool:
     row_pages: torch.Tensor
     row_sink_end: torch.Tensor
     row_history_end: torch.Tensor
+    firsts: FirstTokens | None = None
 
     @classmethod
     def allocate(
@@ -78,6 +81,9 @@ class PagePool:
             ids = torch.tensor(layers, dtype=torch.int64, device=device)
             stores.append(RecordStore(layout, layers, ids, torch.zeros(shape, dtype=torch.uint8, device=device)))
         overlays = (len(formats), slots + 1, 2, kv_heads, PAGE_SIZE, formats[0].head_dim)
+        firsts = None
+        if any(f.keeps_first for f in formats):
+            firsts = FirstTokens.allocate(len(formats), pages, kv_heads, formats[0].head_dim, device)
         return cls(
             formats=tuple(formats),
             stores=tuple(stores),
@@ -88,6 +94,7 @@ class PagePool:
             row_pages=torch.zeros(rows, -(-context // PAGE_SIZE), dtype=torch.int32, device=device),
             row_sink_end=torch.zeros(rows, dtype=torch.int32, device=device),
             row_history_end=torch.zeros(rows, dtype=torch.int32, device=device),
+            firsts=firsts,
         )
 
     def read_rows(self) -> None:

@@ -12,6 +12,8 @@ Rules (docs/design.md has the reasons):
   that a new window page may take, least recently used first, sinks last.
 * Taking an overlay quantizes its page first if the page has no valid record yet. So pressure
   never loses a token.
+* A page that begins a sequence keeps its first token when its overlay is taken, where the format asks for it
+  (``cache.firsts``). A prefill that reads such a page gives it an overlay again: its record, and that token.
 * A request reads records in one range ``[sink_end, history_end)``. Whatever lies there without a
   valid record is quantized before the batch runs. A window page whose overlay was taken (a prefix
   hit long after) simply moves the range's end past it.
@@ -38,6 +40,7 @@ SINK_BONUS = 1 << 40
 PINNED = 1 << 62
 
 QuantizeSlots: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
+RestorePages: TypeAlias = Callable[[torch.Tensor], None]
 #: Page index, whether it exists, page id, each ``[rows, window]``.
 Window: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -72,12 +75,23 @@ class TierManager:
         pool: its ``page_slot``, ``row_sink_end`` and ``row_history_end`` are kept up to date here.
         sink_pages, recent_pages: the window, in pages.
         quantize_slots: ``AttentionOps.quantize_slots`` of the backend in use.
+        restore_pages: its ``restore_pages``; None keeps no first tokens.
     """
 
-    def __init__(self, pool: PagePool, sink_pages: int, recent_pages: int, quantize_slots: QuantizeSlots) -> None:
+    def __init__(
+        self,
+        pool: PagePool,
+        sink_pages: int,
+        recent_pages: int,
+        quantize_slots: QuantizeSlots,
+        restore_pages: RestorePages | None = None,
+    ) -> None:
         self.pool = pool
         self.sink_pages, self.recent_pages = sink_pages, recent_pages
         self.quantize_slots = quantize_slots
+        self.restore_pages = restore_pages
+        #: Where first tokens are kept; None where the format does without, or where the first page is no sink.
+        self.firsts = pool.firsts if restore_pages is not None and sink_pages else None
         self.pending = PendingOps()
         device, rows = pool.device, pool.req_to_token.shape[0]
         self.slot_page = torch.zeros(pool.slots + 1, dtype=torch.int64, device=device)  # 0: free
@@ -87,6 +101,7 @@ class TierManager:
         self.errors = torch.zeros((), dtype=torch.int64, device=device)
         self.records_written = torch.zeros((), dtype=torch.int64, device=device)
         self.steps = 0
+        self._begun: torch.Tensor | None = None  # first pages of the last plan's rows, which its batch has written
         self._copies: list[_CopiedOverlays] = []  # of the events being applied
         self._dirty = True
         self._forget = False  # everything, before the next plan
@@ -163,16 +178,21 @@ class TierManager:
         # Touch what this batch reads first: if its old window must give way, it does so last.
         self._touch(self._window(rows, read_lens))
         window = self._window(rows, seq_lens)
-        self._give_overlays(rows, stored, window)
+        restored = self._give_overlays(rows, stored, window, prefix_lens is not None)
         self._touch(window)
         if direct_pages is not None:
             self.page_valid.index_fill_(0, direct_pages, True)
             self.records_written += (direct_pages > 0).sum()  # 0 in a batch of padding alone
         self._set_ranges(rows, live, read_lens, max_len)
+        if self.restore_pages is not None and restored is not None and max_len >= P:
+            self.restore_pages(restored)
+        if self.firsts is not None:
+            self._begun = window[2][:, 0]
 
     def apply_pending(self) -> None:
         """Apply what the scheduler recorded since the last plan, in its order."""
         self._apply_reset()
+        self._keep_firsts()
         for event in self.pending.drain(self.pool.device):
             if isinstance(event, FreedPages):
                 self._apply_free(event.pages)
@@ -188,6 +208,9 @@ class TierManager:
         if not self._forget:
             return
         self._forget = False
+        self._begun = None
+        if self.firsts is not None:
+            self.firsts.clear()
         for tensor in (self.slot_page, self.slot_stamp, self.row_len):
             tensor.zero_()
         for tensor in (self.pool.row_sink_end, self.pool.row_history_end):
@@ -196,6 +219,21 @@ class TierManager:
         self.pool.page_slot.fill_(-1)
         self.pool.page_slot[0].fill_(0)
 
+    def _keep_firsts(self) -> None:
+        """Keep the first tokens that the last batch has written or read: before any overlay may be taken again.
+
+        Only now, as the plan comes before its batch; not once they are read, as a request may end with its prefill.
+        """
+        pages, self._begun = self._begun, None
+        if pages is not None:
+            self._keep(pages)
+
+    def _keep(self, pages: torch.Tensor) -> None:
+        """Keep the first tokens of pages ``[n]``, 0 for none, that have overlays and whose entries are free."""
+        assert self.firsts is not None
+        slots = self.pool.page_slot[pages].clamp(min=0).long()
+        self.firsts.keep(pages, slots > 0, self.pool.overlays[:, slots, :, :, 0])
+
     def _apply_free(self, pages: torch.Tensor) -> None:
         slots = self.pool.page_slot[pages].clamp(min=0).long()
         # fill_ and index_fill_ everywhere: assigning a Python number by index waits for the device.
@@ -203,6 +241,8 @@ class TierManager:
         self.pool.page_slot.index_fill_(0, pages, -1)
         self.pool.page_slot[0].fill_(0)
         self.page_valid.index_fill_(0, pages, False)
+        if self.firsts is not None:
+            self.firsts.free(pages)
 
     def _apply_move(self, own: torch.Tensor, kept: torch.Tensor) -> None:
         slots = self.pool.page_slot[own].long()
@@ -225,6 +265,8 @@ class TierManager:
         slots = self._record_sources(source)
         for records in self.pool.records:
             records[target] = records[source]
+        if self.firsts is not None:
+            self.firsts.pass_on(source[:1], target[:1], torch.ones_like(source[:1], dtype=torch.bool))
         self._filled(target, windows, slots[windows])
 
     def _apply_fold(self, event: FoldedPages) -> None:
@@ -235,6 +277,8 @@ class TierManager:
         whole = torch.arange(P, device=tokens.device) + sinks[:, None] * P
         self.errors += (~inside).sum() + (tokens.unflatten(-1, (-1, P))[:, :, sinks] != whole).sum()
         self._move_tokens(source, target, torch.where(inside, tokens, 0))
+        if self.firsts is not None:  # the first page, if it is taken whole
+            self.firsts.pass_on(source[:1], target[:1], (sinks == 0).any().view(1))
         self._filled(target, sinks, slots[sinks])
 
     def prepare_folds(self) -> None:
@@ -306,9 +350,25 @@ class TierManager:
 
     # -- giving overlays to pages about to be written ---------------------------------------------
 
-    def _give_overlays(self, rows: torch.Tensor, prefix_lens: torch.Tensor, window: Window) -> None:
+    def _give_overlays(
+        self, rows: torch.Tensor, prefix_lens: torch.Tensor, window: Window, prefilling: bool
+    ) -> torch.Tensor | None:
+        """Overlays for what of the window the batch writes, and for first pages that a prefill reads.
+
+        Returns:
+            These, int64 ``[batch]``, 0 for none: they are to be restored. They fit as well as pages that never lost
+            theirs, being pinned from now on like these. None where there can be none.
+        """
         index, exists, pages = window
-        need = exists & (index >= (prefix_lens // P)[:, None]) & (self.pool.page_slot[pages] < 0)
+        lost = self.pool.page_slot[pages] < 0
+        need = exists & (index >= (prefix_lens // P)[:, None]) & lost
+        restored = None
+        if self.firsts is not None and prefilling:
+            first = pages[:, 0]
+            back = (prefix_lens >= P) & lost[:, 0] & self.firsts.kept(first)
+            back = self.firsts.first_of_each(first, back)  # requests of a batch may share it
+            need[:, 0] |= back
+            restored = torch.where(back, first, 0)
         need, pages = need.flatten(), pages.flatten()
 
         # A page resumed in its middle that this batch also pushes out of the window is written in
@@ -321,6 +381,7 @@ class TierManager:
 
         unmet = self._assign(pages, need, torch.cat([self._pinned(), resumed_slots]))
         self.errors += unmet.sum()
+        return restored
 
     def _pinned(self) -> torch.Tensor:
         """Overlay slots int32 ``[n]`` of the windows of rows in use; -1 or 0 for none."""

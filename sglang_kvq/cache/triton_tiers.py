@@ -6,9 +6,11 @@ import torch
 
 from sglang_kvq.cache.fold import check_fold
 from sglang_kvq.cache.pool import PagePool
-from sglang_kvq.cache.tiers import SINK_BONUS, QuantizeSlots, TierManager
+from sglang_kvq.cache.tiers import SINK_BONUS, QuantizeSlots, RestorePages, TierManager
+from sglang_kvq.config import PAGE_SIZE
 from sglang_kvq.kernels.codes import record_of
 from sglang_kvq.kernels.events import apply_events
+from sglang_kvq.kernels.firsts import keep_firsts
 from sglang_kvq.kernels.fold import fold_pages
 from sglang_kvq.kernels.overlays import give_overlays
 from sglang_kvq.kernels.ranges import set_ranges
@@ -16,18 +18,27 @@ from sglang_kvq.kernels.tiers import TierTables
 
 
 class TritonTierManager(TierManager):
-    """A plan is two launches, and one more per record store:
+    """A plan is two launches, and one more per record store, for a prefill of formats that keep first tokens two:
 
     1. ``give_overlays``: lengths, stamps, pins; the overlays that pages about to be written take.
     2. ``set_ranges``: what the batch reads from records.
     3. ``quantize_slots``: what both found to be without a record, for all layers.
+    4. ``restore_pages``: first pages that a prefill reads, in the overlays that the first gave them.
 
-    If the scheduler did something since the last plan, ``apply_events`` comes before, with its copies.
+    If the scheduler did something since the last plan, ``apply_events`` comes before, with its copies; and before that
+    ``keep_firsts``, where first tokens are kept.
     """
 
-    def __init__(self, pool: PagePool, sink_pages: int, recent_pages: int, quantize_slots: QuantizeSlots) -> None:
-        super().__init__(pool, sink_pages, recent_pages, quantize_slots)
-        slots, rows = len(self.slot_page), len(self.row_len)
+    def __init__(
+        self,
+        pool: PagePool,
+        sink_pages: int,
+        recent_pages: int,
+        quantize_slots: QuantizeSlots,
+        restore_pages: RestorePages | None = None,
+    ) -> None:
+        super().__init__(pool, sink_pages, recent_pages, quantize_slots, restore_pages)
+        slots, rows, firsts = len(self.slot_page), len(self.row_len), self.firsts
 
         def zeros(n: int) -> torch.Tensor:
             return torch.zeros(n, dtype=torch.int64, device=pool.device)
@@ -48,12 +59,15 @@ class TritonTierManager(TierManager):
             marked=zeros(slots),
             keys=zeros(slots),
             wanted=zeros(rows * (sink_pages + recent_pages + 1)),
+            first_page=zeros(1).int() if firsts is None else firsts.pages,
+            claims=zeros(1 if firsts is None else len(firsts.pages)),
             slots=zeros(2 * slots),
             pages=zeros(2 * slots),
             count=zeros(1),
             sink_pages=sink_pages,
             recent_pages=recent_pages,
             sink_bonus=SINK_BONUS,
+            keeps_firsts=firsts is not None,
         )
         if pool.device.type == "cuda":
             self._compile()
@@ -62,7 +76,7 @@ class TritonTierManager(TierManager):
         """Plan for padding, which changes nothing, so that the first request does not wait for the compiler."""
         row = torch.zeros(1, dtype=torch.int64, device=self.pool.device)
         self.pending.free_rows([0])
-        self.plan_extend(row, row, row + 1, 0, row[:0])
+        self.plan_extend(row, row, row + 1, PAGE_SIZE, row[:0])
         self.plan_decode(row, row + 1, 1)
         self.steps, self._dirty = 0, True
 
@@ -78,19 +92,31 @@ class TritonTierManager(TierManager):
         self.apply_pending()
         self.steps += 1
         tables = self.tables
-        give_overlays(tables, rows, prefix_lens, seq_lens, direct_pages, self.steps, count)
+        begun = restored = None
+        if self.firsts is not None:
+            begun = torch.empty(len(rows), dtype=torch.int32, device=rows.device)
+            restored = None if prefix_lens is None else torch.empty_like(begun)
+        give_overlays(tables, rows, prefix_lens, seq_lens, direct_pages, self.steps, count, begun, restored)
         set_ranges(tables, rows, seq_lens if prefix_lens is None else prefix_lens, max_len, self.steps)
         # Pages whose overlays were just given away are still in them: the batch writes later.
         self.quantize_slots(tables.slots, tables.pages, tables.count)
+        if self.restore_pages is not None and restored is not None and max_len >= PAGE_SIZE:
+            self.restore_pages(restored)
+        self._begun = begun
 
     def apply_pending(self) -> None:
         self._apply_reset()
+        self._keep_firsts()
         while self.pending:
             if packed := self.pending.pack(self.pool.device):
                 apply_events(self.tables, *packed)
             if fill := self.pending.take_fill(self.pool.device):  # rare: in torch, on the same tables
                 self._apply_fill(fill)
         self._place_copies()
+
+    def _keep(self, pages: torch.Tensor) -> None:
+        assert self.firsts is not None
+        keep_firsts(pages, self.pool.page_slot, self.pool.overlays, self.firsts.pages, self.firsts.tokens)
 
     def _move_tokens(self, source: torch.Tensor, target: torch.Tensor, tokens: torch.Tensor) -> None:
         move_tokens(self.pool, source, target, tokens)

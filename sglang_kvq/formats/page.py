@@ -98,6 +98,9 @@ class PageFormat:
                 "use centred=False."
             )
 
+    #: Scales are each token's own, or clip little of it: measured, its record costs nothing (``PlaneFormat.keeps_first``).
+    keeps_first = False
+
     @property
     def layout(self) -> PageFormat:
         """This format without clipping: equal for all formats whose records lie alike."""

@@ -29,6 +29,7 @@ class RecordFormat(Protocol):
         bits_per_element: allocated, with all that is stored beside codes.
         layout: equal for all formats whose records lie alike.
         per_token: whether all that is stored of a token is its own, so that it can move to another page.
+        keeps_first: whether a sequence's first token is coded so badly that it is kept in BF16 (``cache.firsts``).
     """
 
     @property
@@ -55,6 +56,8 @@ class RecordFormat(Protocol):
     def layout(self) -> RecordFormat: ...
     @property
     def per_token(self) -> bool: ...
+    @property
+    def keeps_first(self) -> bool: ...
 
     def quantize_pages(self, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """Whole pages, BF16 ``[..., PAGE_SIZE, D]`` each, to records uint8 ``[..., record_bytes]``."""

@@ -37,6 +37,8 @@ HEAD_DIM, KV_HEADS, Q_HEADS, SCALE = 128, 1, 4, 128**-0.5
 #: window leave history to both.
 FIRST, MORE = 4 * PAGE_SIZE, PAGE_SIZE + 6
 SINK_PAGES = RECENT_PAGES = 1
+#: Planes with every kind of cell.
+PLANES = PlaneFormat(HEAD_DIM, PlaneCode((5, 3, 3, 1)), PlaneCode((2, 1, 1, 0)))
 #: Largest relative error, in the 2-norm. Rounding makes less than a tenth of it, wrong bytes make it about 1.
 BOUND = 0.05
 
@@ -63,7 +65,7 @@ def kernels() -> dict[str, Any]:
 def formats() -> tuple[RecordFormat, ...]:
     """Every layout of records that some method has at its default width.
 
-    Those of planes depend on a model's rotations: here they are a pair with every kind of cell.
+    Those of planes depend on a model's rotations: here they are ``PLANES``.
     """
     model = {
         "architectures": ["Qwen3ForCausalLM"], "num_hidden_layers": 1, "hidden_size": Q_HEADS * HEAD_DIM,
@@ -71,8 +73,7 @@ def formats() -> tuple[RecordFormat, ...]:
     }  # fmt: skip
     names = [name for name in METHOD_NAMES if not get_method(name).planes]
     chosen = [resolve_formats(KVQuantConfig(name), None, model)[0] for name in names]
-    planes = PlaneFormat(HEAD_DIM, PlaneCode((5, 3, 3, 1)), PlaneCode((2, 1, 1, 0)))
-    return (*{format.layout: format for format in chosen}.values(), planes)
+    return (*{format.layout: format for format in chosen}.values(), PLANES)
 
 
 def run_all(device: torch.device) -> tuple[list[str], list[str]]:
@@ -92,6 +93,7 @@ def run_all(device: torch.device) -> tuple[list[str], list[str]]:
         request.decode(FIRST + MORE + 1)
         request.finish_with_sinks()
         request.fold()
+        request.restore()
     known = kernels()
     return [name for name in known if name in ran], [name for name in known if name not in ran]
 
@@ -135,8 +137,9 @@ class _Request:
             for short in (None, ShortExtends(costs=None, most_rows_unpacked=MORE * Q_HEADS, least_prefix=0))
         )
         self.reference = ReferenceOps(plain, rotations)
-        self.tiers = TritonTierManager(pool, SINK_PAGES, RECENT_PAGES, self.ops.quantize_slots)
-        self.plain_tiers = TierManager(plain, SINK_PAGES, RECENT_PAGES, self.reference.quantize_slots)
+        operations = ((ops.quantize_slots, ops.restore_pages) for ops in (self.ops, self.reference))
+        self.tiers = TritonTierManager(pool, SINK_PAGES, RECENT_PAGES, *next(operations))
+        self.plain_tiers = TierManager(plain, SINK_PAGES, RECENT_PAGES, *next(operations))
 
     def _pool(self, formats: tuple[RecordFormat, ...] | None = None) -> PagePool:
         pages = -(-(FIRST + MORE + 1) // PAGE_SIZE)
@@ -186,6 +189,28 @@ class _Request:
                     f"{int((got != want).sum())} bytes differ from the same in torch; try another Triton release, and "
                     "report this."
                 )
+
+    def restore(self) -> None:
+        """A page's first token is kept and its overlay restored, bit for bit."""
+        from sglang_kvq.attention.triton_ops import TritonOps
+        from sglang_kvq.kernels.firsts import keep_firsts
+
+        pool, plain, pages = self._pool((PLANES,)), self._pool((PLANES,)), self._int64(0, 2)
+        plain.overlays.copy_(pool.overlays.normal_())
+        for mine, theirs in zip(pool.records, plain.records):
+            theirs.copy_(mine.random_(256))
+        for each in (pool, plain):
+            each.page_slot[2] = 3
+        assert pool.firsts is not None and plain.firsts is not None
+        keep_firsts(pages.int(), pool.page_slot, pool.overlays, pool.firsts.pages, pool.firsts.tokens)
+        plain.firsts.keep(pages, pages > 0, plain.overlays[:, plain.page_slot[pages].long(), :, :, 0])
+        TritonOps(pool, LayerRotations(), Q_HEADS, max_batch=1).restore_pages(pages)
+        ReferenceOps(plain, LayerRotations()).restore_pages(pages)
+        if not torch.equal(pool.overlays, plain.overlays) or not torch.equal(pool.firsts.pages, plain.firsts.pages):
+            raise KVQuantError(
+                f"restoring a page with keys in {PLANES.k.describe()} and values in {PLANES.v.describe()} differs from "
+                "the same in torch; try another Triton release, and report this."
+            )
 
     def prefill(self, prefix: int, new: int) -> None:
         """A chunk of ``new`` tokens through every layer."""

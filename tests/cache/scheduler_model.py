@@ -12,7 +12,7 @@ pages are allocated for as many as there may be, and what is published is what t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -25,8 +25,14 @@ from sglang_kvq.cache.split import split_new_tokens
 from sglang_kvq.cache.tiers import TierManager
 from sglang_kvq.config import PAGE_SIZE as P
 from sglang_kvq.formats.page import PageFormat
+from sglang_kvq.formats.planes import PlaneCode, PlaneFormat
+from sglang_kvq.formats.record import RecordFormat
 
 TABLE = torch.randn(4096, 2, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+
+
+#: What keeps first tokens.
+PLANES = PlaneFormat(64, PlaneCode((4, 3, 1, 0)), PlaneCode((3, 2, 2, 1)))
 
 
 def row_indices(tokens: list[int], known: list[int]) -> list[int]:
@@ -92,15 +98,20 @@ class Model:
     copied: int = 0  # prefixes made of copies
     folded: int = 0  # prefixes made of chosen tokens
     named: dict[int, list[int]] = field(default_factory=dict)  # the ``indices`` of their tokens, by the first of these
+    format: RecordFormat = PageFormat(64, 64, 0.96, 0.92)
+    restored: int = 0  # reads of first pages in BF16 of which only the first token is what was written
+    unkept: int = 0  # reads of such pages from records, where first tokens are kept
+    begins: set[int] = field(default_factory=set)  # first tokens of ``named`` whose first page is a prompt's
 
     def __post_init__(self) -> None:
         r2t = torch.zeros(self.rows + 1, (self.pages + 2) * P, dtype=torch.int32)
         self.pool = PagePool.allocate(
-            [PageFormat(64, 64, 0.96, 0.92)], kv_heads=1, pages=self.pages, slots=self.slots, req_to_token=r2t
+            [self.format], kv_heads=1, pages=self.pages, slots=self.slots, req_to_token=r2t
         )
         self.pool.overlays.fill_(float("nan"))
         self.ops = ReferenceOps(self.pool, LayerRotations())
-        self.tiers = self.manager(self.pool, self.sink_pages, self.recent_pages, self.ops.quantize_slots)
+        operations = (self.ops.quantize_slots, self.ops.restore_pages)
+        self.tiers = self.manager(self.pool, self.sink_pages, self.recent_pages, *operations)
         self.free = list(range(1, self.pages + 1))
         self.free_rows = list(range(1, self.rows + 1))
 
@@ -173,6 +184,8 @@ class Model:
         )
         self.copied += 1
         states = row_indices(list(source), [])
+        if chosen[0] == 0 and self.is_first(source):
+            self.begins.add(names[0])
         self.named[names[0]] = [state for i in chosen for state in states[i * P : (i + 1) * P]]
         return self.start(names + tail)
 
@@ -196,6 +209,8 @@ class Model:
         self.folded += 1
         states = row_indices(request.tokens, request.indices)
         self.named[names[0]] = [states[i] for i in chosen]
+        if 0 in sinks.tolist() and self.is_first(request.tokens):
+            self.begins.add(names[0])
         self.leave(request, publish, length)
         return names
 
@@ -377,6 +392,7 @@ class Model:
         if own is not None:
             want, length = torch.cat([want, own]), length + len(own)
         want = want.permute(1, 0, 2)  # [2, length, 64]
+        kept = self.tiers.firsts is not None and length > 0 and bool(self.pool.firsts.kept(self.first_page(row)))
 
         def check() -> None:
             sink_end, history_end = int(self.pool.row_sink_end[row]), int(self.pool.row_history_end[row])
@@ -386,6 +402,12 @@ class Model:
                 page = want[:, span]
                 if sink_end <= i * P < history_end:
                     page = self.rounded(page)
+                    if i == 0 and self.tiers.firsts is not None:
+                        assert not kept, f"row {row} reads a record's first token, and a better one is kept"
+                        self.unkept += self.is_first(request.tokens)
+                elif i == 0 and self.tiers.firsts is not None and not torch.equal(got[:, span], page):
+                    page = torch.cat([page[:, :1], self.rounded(page)[:, 1:]], dim=1)
+                    self.restored += 1
                 assert torch.equal(got[:, span], page), (
                     f"row {row} reads other keys and values in page {i}; history {sink_end} to {history_end}"
                 )
@@ -397,6 +419,14 @@ class Model:
                 assert history_end <= max(target, sink_end), (history_end, target)
 
         return check
+
+    def is_first(self, tokens: Sequence[int]) -> bool:
+        """Whether their first page is one that a prompt began with, or a whole copy of one."""
+        return tokens[0] >= 0 or tokens[0] in self.begins
+
+    def first_page(self, row: int) -> torch.Tensor:
+        """int64 ``[1]``, of the row as the last plan found it."""
+        return self.pool.row_pages[row, :1].long()
 
     def rounded(self, page: torch.Tensor) -> torch.Tensor:
         """What a record of that page, BF16 ``[2, P, 64]``, is read as."""

@@ -191,3 +191,31 @@ class Driver:
         if request in self.prefilling + self.decoding:
             self.model.publish(request, finished=False, length=length)
             self.operations += 1
+
+
+def converse(model: Model, rng: random.Random, turns: int) -> None:
+    """More conversations than there are overlays for, idle in turn: each loses its sinks and begins where it was.
+
+    Some go on twice at once, from copies of their own pages, or as a fold; some are evicted. Ends with nothing held.
+    """
+    driver = Driver(model, rng)
+    for _ in range(turns):
+        kinds = rng.choices(range(8), k=rng.randint(1, model.rows))
+        if rng.random() < 0.2:
+            kinds = kinds[:1] * len(kinds)
+        for kind in kinds:
+            driver.start([(i * 3 + kind * 29) % 241 for i in range(rng.randint(20, 4 * P))])
+        if rng.random() < 0.3:
+            driver.select()
+        while driver.prefilling:
+            driver.prefill(list(driver.prefilling))
+        for _ in range(rng.choice((0, 0, 1, 70))):  # most end with their first token, which their prefill gives
+            driver.decode(padding=rng.randint(0, 1))
+        if driver.decoding and rng.random() < 0.2:
+            driver.fold(driver.decoding[0], publish=True)
+        for request in driver.prefilling + driver.decoding:
+            driver.leave(request, publish=rng.random() < 0.9)
+        if rng.random() < 0.2:
+            driver.evict(rng.randint(1, 9))
+        model.check()
+    driver.finish()

@@ -6,7 +6,9 @@ import random
 
 import pytest
 
-from tests.cache.schedules import Driver, random_model
+from sglang_kvq.cache import firsts
+from tests.cache.scheduler_model import PLANES, Model
+from tests.cache.schedules import Driver, converse, random_model
 
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["alone", "in-flight"])
@@ -18,6 +20,22 @@ def test_random_schedules(seed, overlap):
     driver.finish()
     assert driver.model.tiers.steps > 30 and int(driver.model.tiers.records_written) > 1
     assert driver.model.copied and driver.model.folded
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["alone", "in-flight"])
+@pytest.mark.parametrize("pages_per_entry", [1, 8])
+def test_random_schedules_keep_first_tokens(pages_per_entry, overlap, monkeypatch):
+    """Whatever takes overlays, a first page is read with its first token as it was written, unless entries collide."""
+    monkeypatch.setattr(firsts, "PAGES_PER_ENTRY", pages_per_entry)
+    restored = unkept = 0
+    for seed in range(4):
+        rng = random.Random(300 + seed)
+        rows, sinks = rng.randint(1, 3), rng.randint(1, 2)
+        model = Model(70, rows * (sinks + 2) + 1, rows, sinks, 1, overlap=overlap, format=PLANES)
+        converse(model, rng, 40)
+        assert not model.pool.firsts.pages.any()
+        restored, unkept = restored + model.restored, unkept + model.unkept
+    assert restored > 20 and (unkept == 0 or pages_per_entry > 1)
 
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["alone", "in-flight"])

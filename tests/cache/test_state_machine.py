@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from sglang_kvq.config import PAGE_SIZE as P
-from tests.cache.scheduler_model import Model
+from tests.cache.scheduler_model import PLANES, Model
 from tests.cache.schedules import Driver
 
 
@@ -29,12 +29,14 @@ class Scheduler(RuleBasedStateMachine):
         pages=st.integers(14, 40),
         overlap=st.booleans(),
         drafts=st.sampled_from([1, 1, 2, 4, 9]),
+        format=st.sampled_from([Model.format, PLANES]),
         rng=st.randoms(use_true_random=False),
     )
-    def build(self, rows, sinks, recent, spare, pages, overlap, drafts, rng):
+    def build(self, rows, sinks, recent, spare, pages, overlap, drafts, format, rng):
         # One overlay per row beyond its window: every row may resume in the middle of a page.
         slots = rows * (sinks + recent + 2) + spare
-        self.driver = Driver(Model(pages, slots, rows, sinks, recent, overlap=overlap), rng, drafts=drafts)
+        model = Model(pages, slots, rows, sinks, recent, overlap=overlap, format=format)
+        self.driver = Driver(model, rng, drafts=drafts)
 
     def running(self):
         return self.driver.prefilling + self.driver.decoding

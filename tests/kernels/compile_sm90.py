@@ -36,6 +36,7 @@ from sglang_kvq.formats.page import PageFormat
 from sglang_kvq.formats.planes import PlaneCode, PlaneFormat
 from sglang_kvq.kernels.codes import record_of
 from sglang_kvq.kernels.decode import DecodeLaunch
+from sglang_kvq.kernels.firsts import keep_firsts
 from sglang_kvq.kernels.fold import fold_pages
 from sglang_kvq.kernels.sinks import scale_by_sinks
 from tests.kernels import scene as scenes
@@ -172,6 +173,15 @@ def compile_all(heads: scenes.Heads) -> None:
     verify(ops, q, scene)
 
 
+def restore(ops) -> None:
+    """What keeps first tokens and restores overlays, if this pool's records ask for it."""
+    pool = ops.pool
+    if pool.firsts is not None:
+        pages = scenes.int64(1).int()
+        keep_firsts(pages, pool.page_slot, pool.overlays, pool.firsts.pages, pool.firsts.tokens)
+        ops.restore_pages(pages)
+
+
 def fold(pool) -> None:
     """Tokens that move to other pages, if this pool's can."""
     for store in pool.stores:
@@ -226,6 +236,7 @@ def compile_records(kind: str, head_dim: int = 128) -> None:
     ops.decode(0, q[:2], scene.rows, scene.seq_lens, scene.scale)
     extend_both_ways(ops, q, k, v, scene)
     fold(scene.pool)
+    restore(ops)
     verify(ops, q, scene)
 
 
@@ -246,11 +257,12 @@ def compile_half(heads: scenes.Heads, kind: str | None = None) -> None:
         ops.decode(0, scenes.randn(2, heads.q, heads.head_dim), scene.rows, scene.seq_lens, scene.scale)
 
 
-def compile_tiers() -> None:
-    """What plans the tiers, for a prefill and a decode step."""
-    begin("tiers")
-    scene = scenes.make_scene(scenes.HEADS[1], [200, 90])
-    tiers = TritonTierManager(scene.pool, 1, 4, lambda *batch: None)
+def compile_tiers(kind: str | None = None) -> None:
+    """What plans the tiers, for a prefill and a decode step; of planes first tokens are kept as well."""
+    begin(f"tiers{f', {kind}' if kind else ''}")
+    formats = [format_of(kind, 128)] if kind else None
+    scene = scenes.make_scene(scenes.HEADS[1], [200, 90], formats=formats)
+    tiers = TritonTierManager(scene.pool, 1, 4, lambda *batch: None, lambda pages: None)
     tiers.pending.free_rows([2])
     tiers.plan_extend(scene.rows, scene.seq_lens - 10, scene.seq_lens, 200, scene.rows[:1])
     tiers.plan_decode(scene.rows, scene.seq_lens, 200)
@@ -277,6 +289,7 @@ def planes(all_of_them: bool) -> None:
         compile_records(PLANES[0], head_dim)
     for heads in (scenes.Heads(64, 64, 1, 8), scenes.Heads(128, 128, 1, 16)):
         compile_half(heads, PLANES[0])
+    compile_tiers(PLANES[0])
 
 
 #: Each takes about as long as the others.

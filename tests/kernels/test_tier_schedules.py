@@ -10,9 +10,10 @@ import torch
 from sglang_kvq.cache.pool import PagePool
 from sglang_kvq.config import PAGE_SIZE as P
 from sglang_kvq.formats.page import PageFormat
-from sglang_kvq.kernels import events, overlays, ranges
-from tests.cache.scheduler_model import Model
-from tests.cache.schedules import Driver
+from sglang_kvq.formats.record import RecordFormat
+from sglang_kvq.kernels import events, firsts, overlays, ranges
+from tests.cache.scheduler_model import PLANES, Model
+from tests.cache.schedules import Driver, converse
 from tests.kernels.tier_twins import TwinTierManager
 
 
@@ -38,15 +39,29 @@ def test_random_schedules(seed, drafts, monkeypatch):
     assert model.copied and model.folded and model.tiers.filled
 
 
-def twins(rows: int, pages_each: int, slots: int, sinks: int = 1, recent: int = 4) -> TwinTierManager:
-    """Rows of distinct, shuffled pages; nothing is quantized for real."""
+@pytest.mark.parametrize("overlap", [False, True], ids=["alone", "in-flight"])
+def test_random_schedules_keep_first_tokens(overlap, monkeypatch):
+    """With conversations enough, and overlays few enough, that sinks are taken and first pages restored."""
+    use_blocks(monkeypatch, 32, 4)
+    monkeypatch.setattr(firsts, "_PAGES", 2)
+    monkeypatch.setattr(firsts, "_ROWS", 2)
+    monkeypatch.setattr("sglang_kvq.cache.firsts.PAGES_PER_ENTRY", 2)
+    model = Model(60, 7, 2, 1, 1, TwinTierManager, overlap=overlap, format=PLANES)
+    converse(model, random.Random(3), 30)
+    assert model.tiers.plans > 20 and model.tiers.restored > 3 and model.restored > 3
+    assert model.copied and model.folded
+
+
+def twins(
+    rows: int, pages_each: int, slots: int, sinks: int = 1, recent: int = 4, format: RecordFormat | None = None
+) -> TwinTierManager:
+    """Rows of distinct, shuffled pages; nothing is quantized or restored for real."""
     order = torch.randperm(rows * pages_each).view(rows, pages_each) + 1
     table = torch.zeros(rows + 1, pages_each * P, dtype=torch.int32)
     table[1:] = (order[:, :, None] * P + torch.arange(P)).flatten(1)
-    pool = PagePool.allocate(
-        [PageFormat(64, 64, 0.96, 0.92)], kv_heads=1, pages=order.numel(), slots=slots, req_to_token=table
-    )
-    return TwinTierManager(pool, sinks, recent, lambda *batch: None)
+    formats = [format or PageFormat(64, 64, 0.96, 0.92)]
+    pool = PagePool.allocate(formats, kv_heads=1, pages=order.numel(), slots=slots, req_to_token=table)
+    return TwinTierManager(pool, sinks, recent, lambda *batch: None, lambda pages: None)
 
 
 def test_many_rows_and_slots(monkeypatch):

@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import torch
 
+from sglang_kvq.cache.firsts import FirstTokens
 from sglang_kvq.cache.pending import Fill
 from sglang_kvq.cache.pool import PagePool
-from sglang_kvq.cache.tiers import QuantizeSlots, TierManager
+from sglang_kvq.cache.tiers import QuantizeSlots, RestorePages, TierManager
 from sglang_kvq.cache.triton_tiers import TritonTierManager
 from tests.kernels.scene import DEVICE
 
@@ -28,6 +29,9 @@ def tables(tiers: TierManager) -> dict[str, torch.Tensor]:
         "errors": tiers.errors,
         "records_written": tiers.records_written,
     }
+    if pool.firsts is not None:
+        kept = pool.firsts.pages
+        state |= {"first_page": kept, "firsts": pool.firsts.tokens[:, kept > 0]}
     return {name: tensor.cpu() for name, tensor in state.items()}
 
 
@@ -41,12 +45,21 @@ class TwinTierManager(TierManager):
     """Drop-in for ``TierManager`` on the CPU. What is quantized are the kernels' lists, at the end of a plan.
 
     Attributes:
-        plans, quantized, filled: how much was compared, so that a test can tell that something was; the last are times
-            that pages were copied or filled with chosen tokens, whose records are compared too.
+        plans, quantized, filled, restored: how much was compared, so that a test can tell that something was; ``filled``
+            are times that pages were copied or filled with chosen tokens, whose records are compared too.
     """
 
-    def __init__(self, pool: PagePool, sink_pages: int, recent_pages: int, quantize_slots: QuantizeSlots) -> None:
+    def __init__(
+        self,
+        pool: PagePool,
+        sink_pages: int,
+        recent_pages: int,
+        quantize_slots: QuantizeSlots,
+        restore_pages: RestorePages | None = None,
+    ) -> None:
         wanted, got = [], []  # (slot, page) that this plan quantizes
+        to_restore, restored = [], []  # pages, at the end of a plan, as what is in their overlays may be quantized
+        self._restore = restore_pages
 
         def pairs(slots: torch.Tensor, pages: torch.Tensor, count: torch.Tensor) -> list[tuple[int, int]]:
             return list(zip(slots[: int(count)].tolist(), pages[: int(count)].tolist()))
@@ -59,15 +72,22 @@ class TwinTierManager(TierManager):
                 own.records[:, pages] = there.records[:, pages.cpu()].to(DEVICE)
             self.quantized += len(pages)
 
-        self.plans = self.quantized = self.filled = 0
-        super().__init__(pool, sink_pages, recent_pages, lambda *batch: wanted.extend(pairs(*batch)))
+        self.plans = self.quantized = self.filled = self.restored = 0
+        keeps = restore_pages is not None
+        restore = (lambda pages: to_restore.extend(pages.tolist())) if keeps else None
+        super().__init__(pool, sink_pages, recent_pages, lambda *batch: wanted.extend(pairs(*batch)), restore)
         names = ("overlays", "req_to_token", "row_pages", "page_slot", "row_sink_end", "row_history_end")
         own = {name: getattr(pool, name).to(DEVICE, copy=True) for name in names}
         stores = tuple(
             replace(x, layer_ids=x.layer_ids.to(DEVICE), records=x.records.to(DEVICE, copy=True)) for x in pool.stores
         )
-        self.kernels = TritonTierManager(replace(pool, stores=stores, **own), sink_pages, recent_pages, quantize)
+        if pool.firsts is not None:
+            own["firsts"] = FirstTokens(*(x.to(DEVICE, copy=True) for x in (pool.firsts.tokens, pool.firsts.pages)))
+        theirs = replace(pool, stores=stores, **own)
+        restore = (lambda pages: restored.extend(pages.tolist())) if keeps else None
+        self.kernels = TritonTierManager(theirs, sink_pages, recent_pages, quantize, restore)
         self.wanted, self.got = wanted, got
+        self.to_restore, self.restored_there = to_restore, restored
 
     def reset(self) -> None:
         super().reset()
@@ -80,6 +100,8 @@ class TwinTierManager(TierManager):
         if fills:  # from the same records, each in its own
             for own, ours in zip(self.kernels.pool.stores, self.pool.stores):
                 own.records.copy_(ours.records)
+        if self.firsts is not None:  # what batches have written
+            self.kernels.pool.overlays.copy_(self.pool.overlays)
         self.kernels.apply_pending()
         super().apply_pending()
         assert_same(self.kernels, self)
@@ -89,8 +111,8 @@ class TwinTierManager(TierManager):
         self.filled += fills
 
     def _plan(self, rows, prefix_lens, seq_lens, max_len, direct_pages, count=1) -> None:
-        self.wanted.clear()
-        self.got.clear()
+        for found in (self.wanted, self.got, self.to_restore, self.restored_there):
+            found.clear()
         super()._plan(rows, prefix_lens, seq_lens, max_len, direct_pages, count)
         self.kernels.pool.req_to_token.copy_(self.pool.req_to_token)
         rows, prefix_lens, seq_lens, direct_pages = (
@@ -99,4 +121,8 @@ class TwinTierManager(TierManager):
         self.kernels._plan(rows, prefix_lens, seq_lens, max_len, direct_pages, count)
         assert_same(self.kernels, self)
         assert sorted(self.got) == sorted(self.wanted)
+        assert self.to_restore == self.restored_there
+        if any(self.to_restore):
+            self._restore(torch.tensor(self.to_restore))
+            self.restored += sum(page > 0 for page in self.to_restore)
         self.plans += 1

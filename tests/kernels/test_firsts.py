@@ -1,0 +1,120 @@
+"""First tokens kept and overlays restored by kernels as in torch, bit for bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from sglang_kvq.attention.base import LayerRotations
+from sglang_kvq.attention.reference import ReferenceOps
+from sglang_kvq.attention.triton_ops import TritonOps
+from sglang_kvq.cache.firsts import FirstTokens
+from sglang_kvq.cache.pool import PagePool
+from sglang_kvq.config import HEAD_DIMS
+from sglang_kvq.config import PAGE_SIZE as P
+from sglang_kvq.formats.page import PageFormat
+from sglang_kvq.formats.planes import PlaneCode, PlaneFormat
+from sglang_kvq.formats.record import RecordFormat
+from sglang_kvq.kernels import firsts
+from tests.kernels.scene import DEVICE, ON_GPU, int64
+from tests.kernels.test_formats import make_format
+from tests.kernels.test_planes import WIDTHS
+from tests.kernels.test_tier_schedules import twins
+
+
+def planes(widths, head_dim: int = 64) -> PlaneFormat:
+    return PlaneFormat(head_dim, PlaneCode(widths[0]), PlaneCode(widths[1]))
+
+
+def make_pool(formats: list[RecordFormat], kv_heads: int, pages: int = 40, slots: int = 12) -> PagePool:
+    """Overlays are drawn, and every page has the record of another such page."""
+    table = torch.zeros(1, P, dtype=torch.int32, device=DEVICE)
+    pool = PagePool.allocate(formats, kv_heads=kv_heads, pages=pages, slots=slots, req_to_token=table)
+    pool.overlays.copy_(torch.randn(pool.overlays.shape, device=DEVICE))
+    drawn = torch.randn(2, pages + 1, kv_heads, P, pool.head_dim, device=DEVICE).bfloat16()
+    for format, records in zip(formats, pool.records):
+        records.copy_(format.quantize_pages(*drawn))
+    return pool
+
+
+def copy_of(pool: PagePool) -> FirstTokens:
+    return FirstTokens(pool.firsts.tokens.clone(), pool.firsts.pages.clone())
+
+
+def restore_both_ways(pool: PagePool, pages: torch.Tensor) -> None:
+    before = pool.overlays.clone()
+    ReferenceOps(pool, LayerRotations()).restore_pages(pages)
+    want = pool.overlays.clone()
+    assert not torch.equal(want, before)
+    pool.overlays.copy_(before)
+    TritonOps(pool, LayerRotations(), pool.kv_heads, max_batch=1).restore_pages(pages)
+    different = (pool.overlays.view(torch.int16) != want.view(torch.int16)).nonzero()
+    assert not len(different), f"layer, slot, K or V, head, token, dim: {different[:8].tolist()}"
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("widths", WIDTHS[:: 1 if ON_GPU else 3], ids=lambda w: "-".join("".join(map(str, x)) for x in w))
+def test_overlays_are_restored_from_planes(widths, head_dim):
+    pool = make_pool([planes(widths, head_dim)], kv_heads=3 if head_dim == 64 else 1)
+    pool.page_slot[int64(7, 9, 20)] = int64(3, 12, 1).int()
+    pool.firsts.pages[pool.firsts.entries(int64(7))] = 7  # 9's and 20's tokens come from their records
+    pool.firsts.tokens.copy_(torch.randn(pool.firsts.tokens.shape, device=DEVICE))
+    restore_both_ways(pool, int64(7, 0, 20, 11, 9).int())
+
+
+def test_overlays_are_restored_from_layers_of_different_formats():
+    """Layers of a store lie apart in the pool, and those that need no first token get it too."""
+    narrow, wide = planes(((2, 1, 1, 0), (2, 2, 1, 1))), planes(((4, 4, 3, 1), (5, 3, 3, 1)))
+    formats = [narrow, PageFormat(64, 64), wide, make_format("sphere-4-3", 64), narrow, make_format("channel-2", 64), wide]
+    pool = make_pool(formats, kv_heads=2)
+    pool.page_slot[int64(33, 40)] = int64(12, 5).int()
+    pool.firsts.pages[pool.firsts.entries(int64(40))] = 40
+    pool.firsts.tokens.copy_(torch.randn(pool.firsts.tokens.shape, device=DEVICE))
+    restore_both_ways(pool, int64(33, 40))
+
+
+@pytest.mark.parametrize("blocks", [(256, 64), (2, 4)], ids=["as-launched", "small"])
+@pytest.mark.parametrize("kv_heads, layers", [(1, 1), (3, 5)])
+def test_first_tokens_are_kept_in_the_batchs_order(kv_heads, layers, blocks, monkeypatch):
+    """Pages without overlays, twice in a batch, of one entry, whose entry is taken or already theirs; and padding."""
+    monkeypatch.setattr(firsts, "_PAGES", blocks[0])
+    monkeypatch.setattr(firsts, "_ROWS", blocks[1])
+    pool = make_pool([planes(WIDTHS[0])] * layers, kv_heads)
+    n = pool.firsts.count
+    pool.page_slot[1:13] = torch.arange(1, 13, device=DEVICE)
+    pool.firsts.pages[2], pool.firsts.pages[3] = 1, 2 + n  # 1 is kept, 2's place is taken
+    batch = int64(0, 3 + 3 * n, 3 + n, 1, 3, 2, 3 + n, 0, 8, 30, n).int()
+    assert n == 4 and (pool.page_slot[3 + 3 * n] < 0) and pool.page_slot[3 + n] > 0
+    want = copy_of(pool)
+    slots = pool.page_slot[batch].clamp(min=0).long()
+    want.keep(batch.long(), slots > 0, pool.overlays[:, slots, :, :, 0])
+    firsts.keep_firsts(batch, pool.page_slot, pool.overlays, pool.firsts.pages, pool.firsts.tokens)
+    assert want.pages.tolist() == [0, 8, 1, 6, 7] == pool.firsts.pages.tolist()
+    assert torch.equal(pool.firsts.tokens[:, [1, 4]], want.tokens[:, [1, 4]])
+    assert not pool.firsts.tokens[:, [0, 2, 3]].any(), "of these nothing was written"
+
+
+def test_requests_of_a_batch_share_what_is_restored(monkeypatch):
+    """In whichever block of rows they are; the first has it, as in torch."""
+    monkeypatch.setattr("sglang_kvq.kernels.overlays._ELEMENTS", 16)
+    tiers = twins(rows=6, pages_each=8, slots=40, format=planes(WIDTHS[0]))
+    none = torch.empty(0, dtype=torch.int64)
+    rows = torch.arange(1, 7)
+    tiers.plan_extend(rows[:2], rows[:2] * 0, rows[:2] * 0 + 5 * P, 0, none)
+    table = tiers.pool.req_to_token
+    pages = table[:, ::P].long() // P
+    tiers.apply_pending()
+    assert int(tiers.pool.firsts.kept(pages[1:3, 0]).sum()) >= 1
+    for row in (3, 4, 5, 6):  # they hit the first two's prefixes
+        table[row, : 5 * P] = table[2 - row % 2, : 5 * P]
+    tiers.pending.free_rows([1, 2])
+    tiers.apply_pending()
+    for manager in (tiers, tiers.kernels):  # their overlays went to others
+        gone = pages[1:3, 0].to(manager.slot_page.device)
+        manager.slot_page[manager.pool.page_slot[gone].long()] = 0
+        manager.pool.page_slot[gone] = -1
+        manager.page_valid[pages[1:3, :5].flatten().to(manager.slot_page.device)] = True
+    kept = [int(page) for page in pages[1:3, 0] if tiers.pool.firsts.kept(page.view(1))]
+    tiers.plan_extend(rows[2:], rows[2:] * 0 + 5 * P, rows[2:] * 0 + 6 * P, 5 * P, none)
+    assert [page for page in tiers.to_restore if page] == kept
+    assert int(tiers.errors) == 0 and (tiers.pool.page_slot[kept] > 0).all()
