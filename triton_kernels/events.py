@@ -35,9 +35,7 @@ def apply_events(tables: TierTables, spans: torch.Tensor, ids: torch.Tensor, eve
 
 
 @triton.jit(do_not_specialize=["spans", "ids", "events"], do_not_specialize_on_alignment=["spans", "ids"])
-def _apply(
-    spans, ids, events, t, FREE: tl.constexpr, MOVE: tl.constexpr, FIRSTS: tl.constexpr, BLOCK: tl.constexpr
-):
+def _apply(spans, ids, events, t, FREE: tl.constexpr, MOVE: tl.constexpr, FIRSTS: tl.constexpr, BLOCK: tl.constexpr):
     """One program; t: ``Tables``. Pages repeat within an event at most: then some lanes do what is done already."""
     for event in range(events):
         span = Span(*load_fields(spans + event * FIELDS, FIELDS))

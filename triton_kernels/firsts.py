@@ -30,12 +30,13 @@ def keep_firsts(
 ) -> None:
     """Keep the first tokens of pages int32 ``[n]``, 0 for none, that have overlays and whose entries are free.
 
-    page_slot: int32 ``[pages + 1]``; overlays: BF16 ``[layers, slots + 1, 2, kv_heads, PAGE_SIZE, D]``; first_page: int32
-    ``[entries]``; firsts: BF16 ``[layers, entries, 2, kv_heads, D]``.
+    page_slot: int32 ``[pages + 1]``; overlays: BF16 ``[layers, slots + 1, 2, kv_heads, PAGE_SIZE, D]``.
+    first_page, firsts: ``FirstTokens.pages`` and ``tokens``.
     """
     layers, kv_heads, d = overlays.shape[0], overlays.shape[3], overlays.shape[-1]
     _keep[(len(pages),)](
-        pages, page_slot, overlays, first_page, firsts, overlays.stride(0), firsts.stride(0), layers, len(first_page) - 1,
+        pages, page_slot, overlays, first_page, firsts,
+        overlays.stride(0), firsts.stride(0), layers, len(first_page) - 1,
         SHAPE=shape_of(kv_heads, d),
         PAGES=_PAGES,
         ROWS=_ROWS,
@@ -63,17 +64,16 @@ def _keep(
             other = tl.load(pages + i, mask=i < tl.program_id(0), other=0).to(tl.int32)
             same = (tl.load(page_slot + other, mask=other > 0, other=0) > 0) & (first_entry(other, count) == entry)
             before += tl.sum(same.to(tl.int32), 0)
-        if before == 0:
-            if tl.load(first_page + entry) == 0:
-                tl.store(first_page + entry, page)
-                dim = tl.arange(0, SHAPE.DP)[None, :]
-                for start in range(0, layers * HEADS, ROWS):
-                    row = start + tl.arange(0, ROWS)[:, None]
-                    layer, head = (row // HEADS).to(tl.int64), row % HEADS
-                    inside = (row < layers * HEADS) & (dim < D)
-                    source = overlays + layer * overlays_layer + (slot * HEADS + head) * (PAGE * D) + dim
-                    target = firsts + layer * firsts_layer + (entry.to(tl.int64) * HEADS + head) * D + dim
-                    tl.store(target, tl.load(source, mask=inside), mask=inside)
+        if (before == 0) & (tl.load(first_page + entry) == 0):
+            tl.store(first_page + entry, page)
+            dim = tl.arange(0, SHAPE.DP)[None, :]
+            for start in range(0, layers * HEADS, ROWS):
+                row = start + tl.arange(0, ROWS)[:, None]
+                layer, head = (row // HEADS).to(tl.int64), row % HEADS
+                inside = (row < layers * HEADS) & (dim < D)
+                source = overlays + layer * overlays_layer + (slot * HEADS + head) * (PAGE * D) + dim
+                target = firsts + layer * firsts_layer + (entry.to(tl.int64) * HEADS + head) * D + dim
+                tl.store(target, tl.load(source, mask=inside), mask=inside)
 
 
 def restore_pages(

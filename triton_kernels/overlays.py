@@ -134,7 +134,7 @@ def _begin_rows(
 
 @triton.jit
 def _claim(t, first, i, stored, step):
-    """Whether rows i [ROWS, 1] get back the overlays of their first pages, ``first``, which are kept: the first of each.
+    """Whether rows i [ROWS, 1] get back the overlays of their pages ``first``: of rows that share one, the first.
 
     Positions and steps make up keys, of which the least stays: a later step's, an earlier row's.
     """

@@ -98,7 +98,7 @@ class PageFormat:
                 "use centred=False."
             )
 
-    #: Scales are each token's own, or clip little of it: measured, its record costs nothing (``PlaneFormat.keeps_first``).
+    #: Scales follow what is stored: measured, a first token's record costs nothing.
     keeps_first = False
 
     @property

@@ -283,7 +283,7 @@ class PlaneFormat:
 
     #: Whether all that is stored of a token is its own, as ``PageFormat.per_token``.
     per_token = True
-    #: Elements have the steps and widths that tokens in general need: the first one, which is like no other, is cut off.
+    #: Steps and widths are those that tokens in general need: a first one, which is like no other, is cut off.
     keeps_first = True
 
     def check_per_token(self) -> None:

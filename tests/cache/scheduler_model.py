@@ -31,6 +31,7 @@ from sglang_kvq.formats.record import RecordFormat
 TABLE = torch.randn(4096, 2, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
 
 
+TWO_BITS = PageFormat(64, 64, 0.96, 0.92)
 #: What keeps first tokens.
 PLANES = PlaneFormat(64, PlaneCode((4, 3, 1, 0)), PlaneCode((3, 2, 2, 1)))
 
@@ -98,16 +99,14 @@ class Model:
     copied: int = 0  # prefixes made of copies
     folded: int = 0  # prefixes made of chosen tokens
     named: dict[int, list[int]] = field(default_factory=dict)  # the ``indices`` of their tokens, by the first of these
-    format: RecordFormat = PageFormat(64, 64, 0.96, 0.92)
+    format: RecordFormat = TWO_BITS
     restored: int = 0  # reads of first pages in BF16 of which only the first token is what was written
     unkept: int = 0  # reads of such pages from records, where first tokens are kept
     begins: set[int] = field(default_factory=set)  # first tokens of ``named`` whose first page is a prompt's
 
     def __post_init__(self) -> None:
         r2t = torch.zeros(self.rows + 1, (self.pages + 2) * P, dtype=torch.int32)
-        self.pool = PagePool.allocate(
-            [self.format], kv_heads=1, pages=self.pages, slots=self.slots, req_to_token=r2t
-        )
+        self.pool = PagePool.allocate([self.format], kv_heads=1, pages=self.pages, slots=self.slots, req_to_token=r2t)
         self.pool.overlays.fill_(float("nan"))
         self.ops = ReferenceOps(self.pool, LayerRotations())
         operations = (self.ops.quantize_slots, self.ops.restore_pages)

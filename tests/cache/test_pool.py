@@ -60,7 +60,8 @@ def test_planes_share_a_store_by_their_widths_and_are_counted():
     formats = (narrow, wide, narrow)
     pool, geometry = pool_of(formats), KVGeometry(2, formats)
     assert [store.layers for store in pool.stores] == [(0, 2), (1,)] and pool.ranks.tolist() == [[0, 0]] * 3
-    assert geometry.page_bytes == sum(store.records[:, 0].numel() for store in pool.stores)
+    assert geometry.record_bytes == sum(store.records[:, 0].numel() for store in pool.stores)
+    assert geometry.page_bytes - geometry.record_bytes == pool.firsts.tokens[:, 0].nbytes // 8, "eight pages share one"
     assert geometry.record_bits_per_element == pytest.approx((4 * 5 + 12) / 4 / 6 + 8 / 64)
 
 

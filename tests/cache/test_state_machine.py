@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from sglang_kvq.config import PAGE_SIZE as P
-from tests.cache.scheduler_model import PLANES, Model
+from tests.cache.scheduler_model import PLANES, TWO_BITS, Model
 from tests.cache.schedules import Driver
 
 
@@ -29,7 +29,7 @@ class Scheduler(RuleBasedStateMachine):
         pages=st.integers(14, 40),
         overlap=st.booleans(),
         drafts=st.sampled_from([1, 1, 2, 4, 9]),
-        format=st.sampled_from([Model.format, PLANES]),
+        format=st.sampled_from([TWO_BITS, PLANES]),
         rng=st.randoms(use_true_random=False),
     )
     def build(self, rows, sinks, recent, spare, pages, overlap, drafts, format, rng):

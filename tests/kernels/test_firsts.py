@@ -53,7 +53,7 @@ def restore_both_ways(pool: PagePool, pages: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
-@pytest.mark.parametrize("widths", WIDTHS[:: 1 if ON_GPU else 3], ids=lambda w: "-".join("".join(map(str, x)) for x in w))
+@pytest.mark.parametrize("widths", WIDTHS[:: 1 if ON_GPU else 3], ids=str)
 def test_overlays_are_restored_from_planes(widths, head_dim):
     pool = make_pool([planes(widths, head_dim)], kv_heads=3 if head_dim == 64 else 1)
     pool.page_slot[int64(7, 9, 20)] = int64(3, 12, 1).int()
@@ -65,7 +65,8 @@ def test_overlays_are_restored_from_planes(widths, head_dim):
 def test_overlays_are_restored_from_layers_of_different_formats():
     """Layers of a store lie apart in the pool, and those that need no first token get it too."""
     narrow, wide = planes(((2, 1, 1, 0), (2, 2, 1, 1))), planes(((4, 4, 3, 1), (5, 3, 3, 1)))
-    formats = [narrow, PageFormat(64, 64), wide, make_format("sphere-4-3", 64), narrow, make_format("channel-2", 64), wide]
+    two, sphere, channel = PageFormat(64, 64), make_format("sphere-4-3", 64), make_format("channel-2", 64)
+    formats = [narrow, two, wide, sphere, narrow, channel, wide]
     pool = make_pool(formats, kv_heads=2)
     pool.page_slot[int64(33, 40)] = int64(12, 5).int()
     pool.firsts.pages[pool.firsts.entries(int64(40))] = 40

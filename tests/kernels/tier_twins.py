@@ -45,8 +45,8 @@ class TwinTierManager(TierManager):
     """Drop-in for ``TierManager`` on the CPU. What is quantized are the kernels' lists, at the end of a plan.
 
     Attributes:
-        plans, quantized, filled, restored: how much was compared, so that a test can tell that something was; ``filled``
-            are times that pages were copied or filled with chosen tokens, whose records are compared too.
+        plans, quantized, filled, restored: how much was compared, so that a test can tell that something was;
+            ``filled`` are times that pages were copied or filled with chosen tokens, whose records are compared too.
     """
 
     def __init__(
