@@ -88,7 +88,7 @@ def test_rotations_of_the_zoo_are_named(model_folder):
     assert found["rotations"].endswith("smollm2-135m-instruct") and found["calibrate"] is None
     planes = answer(model_folder(**SMOLLM2), "--method", "transform", "--bits", "1.6")
     assert planes["rotations"].endswith("smollm2-135m-instruct-transform")
-    assert planes["bytes_quantized"] * 8 / (2 * 30 * 3 * 64) <= 1.6
+    assert planes["bytes_quantized"] * 8 / (2 * 30 * 3 * 64) <= 1.6 + 1 / 32, "first tokens come on top"
     assert "--kv-quant-bits 1.6" in planes["command"]
 
 
