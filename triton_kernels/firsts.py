@@ -28,7 +28,7 @@ def keep_firsts(
     first_page: torch.Tensor,
     firsts: torch.Tensor,
 ) -> None:
-    """Keep the first tokens of pages int32 ``[n]``, 0 for none, that have overlays and whose entries are free.
+    """Keep the first tokens of pages int32 ``[n]``, 0 for none, that have overlays and whose entries can be taken.
 
     page_slot: int32 ``[pages + 1]``; overlays: BF16 ``[layers, slots + 1, 2, kv_heads, PAGE_SIZE, D]``.
     first_page, firsts: ``FirstTokens.pages`` and ``tokens``.

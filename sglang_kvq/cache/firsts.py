@@ -4,8 +4,9 @@ A sequence's first token gathers attention that belongs nowhere, and its key and
 calibrated for these codes it badly (``RecordFormat.keeps_first``), and every later token reads it. So one token of a
 first page is kept, all layers and KV heads, 1/64 of an overlay, until the page is freed.
 
-Page p has one place only, entry 1 + p % n, so that nothing is searched and no table of pages is needed. If another page
-has it, this one's first token is not kept: its record serves, as that of any page.
+Page p has one place only, entry 1 + p % n, so that nothing is searched and no table of pages is needed. It takes it from
+another page whose overlay is gone: of conversations that idle, those that ended last are the likeliest to go on. Where
+the other still has its overlay, this one's first token is not kept. Without it the record serves, as that of any page.
 
 This is the plain statement; ``kernels.firsts`` does the same on a GPU.
 """
@@ -67,12 +68,13 @@ class FirstTokens:
         found.scatter_reduce_(0, entries, torch.where(wanted, order, len(pages)), "amin")
         return wanted & (found[entries] == order)
 
-    def keep(self, pages: torch.Tensor, wanted: torch.Tensor, tokens: torch.Tensor) -> None:
-        """Keep first tokens of the pages int64 ``[m]`` that are ``wanted`` and whose entry is free.
+    def keep(self, pages: torch.Tensor, wanted: torch.Tensor, tokens: torch.Tensor, page_slot: torch.Tensor) -> None:
+        """Keep first tokens of the pages int64 ``[m]`` that are ``wanted`` and whose entry can be taken.
 
-        tokens: BF16 ``[layers, m, 2, kv_heads, head_dim]``.
+        tokens: BF16 ``[layers, m, 2, kv_heads, head_dim]``; page_slot: the pool's.
         """
-        claims = self.first_of_each(pages, wanted) & (self.pages[self.entries(pages)] == 0)
+        holder = self.pages[self.entries(pages)]
+        claims = self.first_of_each(pages, wanted) & ((holder == 0) | (page_slot[holder] < 0))
         entries = torch.where(claims, self.entries(pages), 0)
         self.tokens[:, entries] = tokens
         self.pages[entries] = torch.where(claims, pages, 0).int()
@@ -82,9 +84,11 @@ class FirstTokens:
         # Two pages may have the same entry: what does not match is written to entry 0, which is free already.
         self.pages.index_fill_(0, torch.where(self.kept(pages), self.entries(pages), 0), 0)
 
-    def pass_on(self, source: torch.Tensor, target: torch.Tensor, wanted: torch.Tensor) -> None:
+    def pass_on(
+        self, source: torch.Tensor, target: torch.Tensor, wanted: torch.Tensor, page_slot: torch.Tensor
+    ) -> None:
         """Pages ``target`` int64 ``[m]`` that begin with the same token as ``source`` get it, if that is here."""
-        self.keep(target, wanted & self.kept(source), self.tokens[:, self.entries(source)])
+        self.keep(target, wanted & self.kept(source), self.tokens[:, self.entries(source)], page_slot)
 
     def clear(self) -> None:
         self.pages.zero_()

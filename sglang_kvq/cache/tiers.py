@@ -229,10 +229,10 @@ class TierManager:
             self._keep(pages)
 
     def _keep(self, pages: torch.Tensor) -> None:
-        """Keep the first tokens of pages ``[n]``, 0 for none, that have overlays and whose entries are free."""
+        """Keep the first tokens of pages ``[n]``, 0 for none, that have overlays and whose entries can be taken."""
         assert self.firsts is not None
         slots = self.pool.page_slot[pages].clamp(min=0).long()
-        self.firsts.keep(pages, slots > 0, self.pool.overlays[:, slots, :, :, 0])
+        self.firsts.keep(pages, slots > 0, self.pool.overlays[:, slots, :, :, 0], self.pool.page_slot)
 
     def _apply_free(self, pages: torch.Tensor) -> None:
         slots = self.pool.page_slot[pages].clamp(min=0).long()
@@ -266,7 +266,8 @@ class TierManager:
         for records in self.pool.records:
             records[target] = records[source]
         if self.firsts is not None:
-            self.firsts.pass_on(source[:1], target[:1], torch.ones_like(source[:1], dtype=torch.bool))
+            whole = torch.ones_like(source[:1], dtype=torch.bool)
+            self.firsts.pass_on(source[:1], target[:1], whole, self.pool.page_slot)
         self._filled(target, windows, slots[windows])
 
     def _apply_fold(self, event: FoldedPages) -> None:
@@ -278,7 +279,7 @@ class TierManager:
         self.errors += (~inside).sum() + (tokens.unflatten(-1, (-1, P))[:, :, sinks] != whole).sum()
         self._move_tokens(source, target, torch.where(inside, tokens, 0))
         if self.firsts is not None:  # the first page, if it is taken whole
-            self.firsts.pass_on(source[:1], target[:1], (sinks == 0).any().view(1))
+            self.firsts.pass_on(source[:1], target[:1], (sinks == 0).any().view(1), self.pool.page_slot)
         self._filled(target, sinks, slots[sinks])
 
     def prepare_folds(self) -> None:

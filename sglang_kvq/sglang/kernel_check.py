@@ -203,7 +203,8 @@ class _Request:
             each.page_slot[2] = 3
         assert pool.firsts is not None and plain.firsts is not None
         keep_firsts(pages.int(), pool.page_slot, pool.overlays, pool.firsts.pages, pool.firsts.tokens)
-        plain.firsts.keep(pages, pages > 0, plain.overlays[:, plain.page_slot[pages].long(), :, :, 0])
+        first = plain.overlays[:, plain.page_slot[pages].long(), :, :, 0]
+        plain.firsts.keep(pages, pages > 0, first, plain.page_slot)
         TritonOps(pool, LayerRotations(), Q_HEADS, max_batch=1).restore_pages(pages)
         ReferenceOps(plain, LayerRotations()).restore_pages(pages)
         if not torch.equal(pool.overlays, plain.overlays) or not torch.equal(pool.firsts.pages, plain.firsts.pages):

@@ -30,6 +30,13 @@ def tokens(count: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(LAYERS, count, 2, HEADS, 64, generator=generator).bfloat16()
 
 
+def slots(*idle: int) -> torch.Tensor:
+    """``page_slot`` of 40 pages that have overlays, but for these."""
+    found = torch.arange(41, dtype=torch.int32)
+    found[list(idle)] = -1
+    return found
+
+
 def table(pages: int = 40) -> FirstTokens:
     return FirstTokens.allocate(LAYERS, pages, HEADS, 64, torch.device("cpu"))
 
@@ -77,10 +84,12 @@ def again(m: Model, text: list[int], tail: int = 30) -> Request:
 def test_a_page_has_one_entry_and_keeps_it_until_it_is_freed():
     firsts, given = table(), tokens(3)
     assert firsts.count == 4 and entry_count(40) == 5 and entry_count(3) == 2
-    firsts.keep(ids(6, 0, 3), torch.tensor([True, False, True]), given)
+    firsts.keep(ids(6, 0, 3), torch.tensor([True, False, True]), given, slots())
     assert firsts.pages.tolist() == [0, 0, 0, 6, 3]
     assert torch.equal(firsts.tokens[:, [3, 4]], given[:, [0, 2]])
-    firsts.keep(ids(6, 10), torch.tensor([True, True]), tokens(2, seed=1))  # once is enough; the other has no place
+    firsts.keep(
+        ids(6, 10), torch.tensor([True, True]), tokens(2, seed=1), slots()
+    )  # once is enough; the other has no place
     assert firsts.pages.tolist() == [0, 0, 0, 6, 3] and torch.equal(firsts.tokens[:, 3], given[:, 0])
     assert firsts.kept(ids(6, 10, 3, 0)).tolist() == [True, False, True, False]
     firsts.free(ids(10, 14, 3))
@@ -89,25 +98,33 @@ def test_a_page_has_one_entry_and_keeps_it_until_it_is_freed():
     assert not firsts.pages.any()
 
 
+def test_a_page_takes_the_entry_of_one_whose_overlay_is_gone():
+    firsts, given = table(), tokens(2)
+    firsts.keep(ids(6, 3), torch.tensor([True, True]), given, slots())
+    firsts.keep(ids(10, 7), torch.tensor([True, True]), tokens(2, seed=1), slots(6))
+    assert firsts.pages.tolist() == [0, 0, 0, 10, 3]
+    assert torch.equal(firsts.tokens[:, 3], tokens(2, seed=1)[:, 0])
+
+
 def test_of_pages_with_one_entry_the_first_is_kept():
     firsts, given = table(), tokens(4)
-    firsts.keep(ids(5, 9, 1, 9), torch.tensor([False, True, True, True]), given)
+    firsts.keep(ids(5, 9, 1, 9), torch.tensor([False, True, True, True]), given, slots())
     assert firsts.pages.tolist() == [0, 0, 9, 0, 0] and torch.equal(firsts.tokens[:, 2], given[:, 1])
 
 
 def test_freed_pages_with_one_entry_free_what_is_theirs():
     firsts = table()
-    firsts.keep(ids(9, 3), torch.tensor([True, True]), tokens(2))
+    firsts.keep(ids(9, 3), torch.tensor([True, True]), tokens(2), slots())
     firsts.free(ids(1, 9, 5, 9))
     assert firsts.pages.tolist() == [0, 0, 0, 0, 3]
 
 
 def test_a_copy_gets_the_token_if_its_own_entry_is_free():
     firsts, given = table(), tokens(2)
-    firsts.keep(ids(6, 3), torch.tensor([True, True]), given)
-    firsts.pass_on(ids(6, 6, 5), ids(8, 7, 12), torch.ones(3, dtype=torch.bool))  # 7's is taken, 5 has none
+    firsts.keep(ids(6, 3), torch.tensor([True, True]), given, slots())
+    firsts.pass_on(ids(6, 6, 5), ids(8, 7, 12), torch.ones(3, dtype=torch.bool), slots())  # 7's is taken, 5 has none
     assert firsts.pages.tolist() == [0, 8, 0, 6, 3] and torch.equal(firsts.tokens[:, 1], given[:, 0])
-    firsts.pass_on(ids(6), ids(9), torch.zeros(1, dtype=torch.bool))
+    firsts.pass_on(ids(6), ids(9), torch.zeros(1, dtype=torch.bool), slots())
     assert not firsts.kept(ids(9))
 
 
@@ -127,7 +144,14 @@ def test_only_some_formats_have_it_and_pay_for_it():
 # -- the tiers -------------------------------------------------------------------------------------
 
 
+@pytest.fixture
+def roomy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An entry for nearly every page, so that none takes another's."""
+    monkeypatch.setattr("sglang_kvq.cache.firsts.PAGES_PER_ENTRY", 1)
+
+
 @pytest.mark.parametrize("steps", [0, 1, 70])
+@pytest.mark.usefixtures("roomy")
 def test_a_first_token_is_read_as_it_was_written_after_its_overlay_was_taken(steps):
     m, text = model(), prompt(0)
     request = prefill(m, text)
@@ -146,6 +170,7 @@ def test_a_first_token_is_read_as_it_was_written_after_its_overlay_was_taken(ste
     assert m.restored > 70 and not m.unkept
 
 
+@pytest.mark.usefixtures("roomy")
 def test_it_is_restored_as_often_as_it_is_taken_and_never_quantized_again():
     m, text = model(), prompt(0)
     page = idle(m, text)
@@ -159,6 +184,7 @@ def test_it_is_restored_as_often_as_it_is_taken_and_never_quantized_again():
         assert torch.equal(m.pool.records[0][page], record) and bool(m.pool.firsts.kept(ids(page)))
 
 
+@pytest.mark.usefixtures("roomy")
 def test_two_requests_of_a_batch_share_what_is_restored():
     m, text = model(), prompt(0)
     page = idle(m, text)
@@ -170,6 +196,7 @@ def test_two_requests_of_a_batch_share_what_is_restored():
         assert int(m.pool.row_sink_end[request.row]) == P
 
 
+@pytest.mark.usefixtures("roomy")
 def test_pages_that_a_batch_writes_and_those_it_restores_fit_when_all_rows_run():
     """The sink of every request was lost, and the rows' windows are all there is."""
     m = model(slots=12, rows=3)
@@ -188,18 +215,19 @@ def test_pages_that_a_batch_writes_and_those_it_restores_fit_when_all_rows_run()
     assert m.tiers.counts().errors == 0 and m.restored == 3
 
 
-def test_of_colliding_pages_one_is_read_from_its_record():
+def test_of_idle_pages_that_collide_the_later_one_is_restored():
     m = model()
     one, two = prompt(0), prompt(1)
     first = idle(m, one)
     n = m.pool.firsts.count
-    m.free.sort(key=lambda page: (page - first) % n)
+    same = [page for page in m.free if (page - first) % n == 0]
+    m.free[:] = [same[0], *(page for page in m.free if page not in same), *same[1:]]
     second = idle(m, two)
-    assert (first - second) % n == 0 and m.pool.firsts.kept(ids(first, second)).tolist() == [True, False]
+    assert second == same[0] and m.pool.firsts.kept(ids(first, second)).tolist() == [False, True]
     for text in (one, two):
         m.leave(again(m, text), publish=False)
     assert m.restored == 1 and m.unkept == 1
-    m.release([m.tree.pop(tuple(one[:end])) for end in range(5 * P, 0, -P)])
+    m.release([m.tree.pop(tuple(two[:end])) for end in range(5 * P, 0, -P)])
     m.check()
     assert not m.pool.firsts.pages.any()
 
@@ -226,6 +254,7 @@ def test_freed_and_flushed_pages_keep_nothing():
     assert not m.pool.firsts.pages.any(), "not those of the last batch either"
 
 
+@pytest.mark.usefixtures("roomy")
 def test_a_copied_conversation_keeps_its_first_token():
     m, text = model(), prompt(0)
     page = idle(m, text)
@@ -237,6 +266,7 @@ def test_a_copied_conversation_keeps_its_first_token():
 
 
 @pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.usefixtures("roomy")
 def test_a_fold_keeps_its_first_token_if_its_first_page_is_whole(whole):
     m, text = model(), prompt(0)
     page = idle(m, text)
@@ -261,7 +291,7 @@ def test_overlays_of_layers_of_any_format_are_restored():
     ops, pool.page_slot[7] = ReferenceOps(pool, LayerRotations()), 3
     pool.overlays[:, 3] = written
     ops.quantize_slots(ids(3), ids(7), ids(1))
-    pool.firsts.keep(ids(7), torch.tensor([True]), written[:, None, :, :, 0])
+    pool.firsts.keep(ids(7), torch.tensor([True]), written[:, None, :, :, 0], pool.page_slot)
     pool.overlays.zero_()
     ops.restore_pages(ids(0, 7, 5))
     for layer, format in enumerate(formats):

@@ -88,7 +88,7 @@ def test_first_tokens_are_kept_in_the_batchs_order(kv_heads, layers, blocks, mon
     assert n == 4 and (pool.page_slot[3 + 3 * n] < 0) and pool.page_slot[3 + n] > 0
     want = copy_of(pool)
     slots = pool.page_slot[batch].clamp(min=0).long()
-    want.keep(batch.long(), slots > 0, pool.overlays[:, slots, :, :, 0])
+    want.keep(batch.long(), slots > 0, pool.overlays[:, slots, :, :, 0], pool.page_slot)
     firsts.keep_firsts(batch, pool.page_slot, pool.overlays, pool.firsts.pages, pool.firsts.tokens)
     assert want.pages.tolist() == [0, 8, 1, 6, 7] == pool.firsts.pages.tolist()
     assert torch.equal(pool.firsts.tokens[:, [1, 4]], want.tokens[:, [1, 4]])
