@@ -4,9 +4,9 @@ A sequence's first token gathers attention that belongs nowhere, and its key and
 calibrated for these codes it badly (``RecordFormat.keeps_first``), and every later token reads it. So one token of a
 first page is kept, all layers and KV heads, 1/64 of an overlay, until the page is freed.
 
-Page p has one place only, entry 1 + p % n, so that nothing is searched and no table of pages is needed. It takes it from
-another page whose overlay is gone: of conversations that idle, those that ended last are the likeliest to go on. Where
-the other still has its overlay, this one's first token is not kept. Without it the record serves, as that of any page.
+Page p has one place only, entry 1 + p % n, so that nothing is searched and no table of pages is needed. It takes it
+from another page whose overlay is gone: of conversations that idle, those that ended last are the likeliest to go on.
+Where the other still has its overlay, this one's first token is not kept. Without it the record serves.
 
 This is the plain statement; ``kernels.firsts`` does the same on a GPU.
 """
@@ -19,11 +19,13 @@ import torch
 
 #: Pages that share an entry: conversations are many pages long, and few of those that idle collide.
 PAGES_PER_ENTRY = 8
+#: Of a small pool there are more, which take one overlay's memory that nobody counts.
+LEAST_ENTRIES = 64
 
 
 def entry_count(pages: int) -> int:
-    """Entries for a pool of that many pages, the reserved one counted; no more than ``PAGES_PER_ENTRY`` pays for."""
-    return max(2, pages // PAGES_PER_ENTRY)
+    """Entries for a pool of that many pages, the reserved one counted."""
+    return max(2, min(pages, LEAST_ENTRIES), pages // PAGES_PER_ENTRY)
 
 
 @dataclass

@@ -21,6 +21,12 @@ from tests.cache.test_tiers import generate, prefill
 LAYERS, HEADS = 2, 2
 
 
+@pytest.fixture(autouse=True)
+def few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No more entries than pages pay for, however small the pool."""
+    monkeypatch.setattr("sglang_kvq.cache.firsts.LEAST_ENTRIES", 0)
+
+
 def ids(*values: int) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int64)
 

@@ -22,6 +22,12 @@ from tests.kernels.test_planes import WIDTHS
 from tests.kernels.test_tier_schedules import twins
 
 
+@pytest.fixture(autouse=True)
+def few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No more entries than pages pay for, however small the pool."""
+    monkeypatch.setattr("sglang_kvq.cache.firsts.LEAST_ENTRIES", 0)
+
+
 def planes(widths, head_dim: int = 64) -> PlaneFormat:
     return PlaneFormat(head_dim, PlaneCode(widths[0]), PlaneCode(widths[1]))
 
