@@ -116,8 +116,16 @@ def main() -> None:
         "--model", type=existing_folder, default=MODEL, help="a folder with a config.json; default %(default)s"
     )
     parser.add_argument("--layers", type=int, help="only so many of the model's")
+    parser.add_argument("--ours", action="store_true", help="no BF16 server: its tokens are those of --out's row")
     parser.add_argument("--max-running-requests", help="of both servers; SGLang's own default if not given")
     args = parser.parse_args()
+    name = "capacity" if args.method == "oscar" else " ".join(filter(None, ("capacity", args.method, args.bits)))
+    name = name_of(args.model, args.layers, name)
+    before = [row for row in record.read_rows(Path(args.out)) if row["scenario"] == name] if args.ours else []
+    if args.ours and not before:
+        parser.error(f"--ours: {args.out} has no row {name!r}, so no tokens of BF16's; measure both once")
+    known = {"tokens": "none", "requests": "none_requests", "states": "none_states"}
+    known = {what: before[0].get(field) for what, field in known.items()} if before else None
     geometry, cut = geometry_and_flags(args.model, args.layers)
     memory = ["--mem-fraction-static", args.mem_fraction_static, *cut]
     if args.max_running_requests:
@@ -126,9 +134,7 @@ def main() -> None:
         make = random_transform if args.method == "transform" else random_rotations
         flags = ["--kv-quant", args.method, "--kv-quant-rotations", str(make(Path(temporary) / "rotations", *geometry))]
         ours, state = capacity(args.model, *memory, *flags, *(["--kv-quant-bits", args.bits] if args.bits else []))
-    plain, _ = capacity(args.model, *memory, "--attention-backend", args.plain_backend)
-    name = "capacity" if args.method == "oscar" else " ".join(filter(None, ("capacity", args.method, args.bits)))
-    name = name_of(args.model, args.layers, name)
+    plain = known or capacity(args.model, *memory, "--attention-backend", args.plain_backend)[0]
     tokens = {"none": plain["tokens"], args.method: ours["tokens"]}
     row = {"scenario": name, "unit": "tokens", **tokens, "ratio": round(ours["tokens"] / plain["tokens"], 3)}
     if ours["states"] is not None:

@@ -5,7 +5,9 @@
 
 Qwen3-8B's geometry with dummy weights and random rotations, and any model's tokenizer of no larger vocabulary. Servers
 run one after the other and differ in their cache alone; with some of ``--servers`` the others' figures are read from
-``--out``. Histories are random tokens, no two alike.
+``--out``. Histories are random tokens, no two alike. ``--plain-within`` spares ``oscar``'s server, and its prefill of
+all histories: they lie in the cache of ``late``'s whole, where requests without a session read them as those of a
+server without sessions do.
 
 decode_step       ms per decode step of all sessions at once, each with a history that is in the cache: the median time
                   between events of a stream over the tokens of an event. BF16 holds fewer sessions (``bf16_sessions``),
@@ -94,10 +96,18 @@ class Peak:
 
 
 def measure(client: Sessions, name: str, args: argparse.Namespace, bf16_token_bytes: int):
-    """(scenario, history, unit, value, more fields of this server), as they are measured."""
+    """(server, scenario, history, unit, value, more fields of this server), as they are measured."""
     token_bytes = bf16_token_bytes if name == "bf16" else client.server.kv_quant()["token_bytes"]
     client.run([client.prompt("warm", 0, 2 * args.chunk + 70)], 2)
     client.run([client.prompt("warm", 1 + i, 70 + 30 * i) for i in range(4)], 70)
+    within = ["oscar"] if name == "late" and args.plain_within else []
+    for each in [name, *within]:
+        client.named = each in SERVERS[2:]
+        for row in measure_one(client, each, args, token_bytes):
+            yield each, *row
+
+
+def measure_one(client: Sessions, name: str, args: argparse.Namespace, token_bytes: float):
     if name != "epicache_flat":
         yield from resident(client, name, args, token_bytes)
     for history in args.building:
@@ -154,6 +164,7 @@ def main() -> None:
         "--embedder", required=True, type=existing_folder, help="folder of a sentence-transformers model"
     )
     parser.add_argument("--servers", default=",".join(SERVERS))
+    parser.add_argument("--plain-within", action="store_true", help="oscar's figures from late's server")
     parser.add_argument("--model", type=existing_folder, default=MODEL)
     parser.add_argument("--sessions", type=int, default=16)
     parser.add_argument("--history", type=int, default=100_000)
@@ -197,15 +208,14 @@ def main() -> None:
             log = Path(temporary) / f"{name}.log"
             with Server(args.model, *flags, *own[name], cpu=args.cpu, env=env, log_path=log) as server:
                 client = Sessions(server, min(SHORT, config["vocab_size"]), geometry.layers)
-                client.named = name in SERVERS[2:]
-                for scenario, history, unit, value, more in measure(client, name, args, bf16_token_bytes):
+                for of, scenario, history, unit, value, more in measure(client, name, args, bf16_token_bytes):
                     row = rows.setdefault(
                         (scenario, history), {"scenario": scenario, "history_tokens": history, "unit": unit}
                     )
-                    row[f"{name}_commit"], _ = provenance.commit()
-                    row |= {name: round(value, 3), **{f"{name}_{field}": x for field, x in more.items()}}
+                    row[f"{of}_commit"], _ = provenance.commit()
+                    row |= {of: round(value, 3), **{f"{of}_{field}": x for field, x in more.items()}}
                     complete(row)
-                    print(f"{name:14} {scenario:18} {history:8} {value:14.2f} {unit}", flush=True)
+                    print(f"{of:14} {scenario:18} {history:8} {value:14.2f} {unit}", flush=True)
                     settings = {"budget": args.budget, "block": args.block, "sessions": args.sessions}
                     record.write(args.out, "episodic", list(rows.values()), **settings)
 

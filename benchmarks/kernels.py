@@ -24,12 +24,20 @@ from benchmarks.kernel_bench.decode import decode_rows, quantize_rows, step_rows
 from benchmarks.kernel_bench.extend import extend_rows, short_rows, sweep_extend
 from benchmarks.kernel_bench.folds import fold_rows
 from benchmarks.kernel_bench.heads import sweep_heads
-from benchmarks.kernel_bench.planes import decode_planes_rows, extend_planes_rows, quantize_planes_rows
+from benchmarks.kernel_bench.planes import (
+    BUDGETS,
+    HEAD_DIMS,
+    decode_planes_rows,
+    extend_planes_rows,
+    quantize_planes_rows,
+)
 from benchmarks.kernel_bench.rows import show
 from benchmarks.kernel_bench.scores import score_rows, sweep_scores
 from benchmarks.kernel_bench.shapes import KV_HEADS, Q_HEADS, D
 from benchmarks.kernel_bench.timer import Timer, copy_bandwidth
 from sglang_kvq.attention import ragged
+
+PLANES = ("quantize", "extend", "decode")
 
 
 def main() -> None:
@@ -39,7 +47,14 @@ def main() -> None:
     parser.add_argument("--sweep", action="store_true", help="only compare ways to launch the decode kernel")
     parser.add_argument("--decode", action="store_true", help="no prefill chunks")
     parser.add_argument("--extend", action="store_true", help="only prefill chunks")
-    parser.add_argument("--planes", action="store_true", help="only transform coding's, beside oscar's")
+    parser.add_argument(
+        "--planes",
+        nargs="?",
+        const=",".join(PLANES),
+        help=f"only transform coding's, beside oscar's; of some of {', '.join(PLANES)} if given, comma-separated",
+    )
+    parser.add_argument("--budgets", type=float, nargs="+", default=BUDGETS, help="of --planes; default %(default)s")
+    parser.add_argument("--head-dims", type=int, nargs="+", default=HEAD_DIMS, help="of --planes; default %(default)s")
     parser.add_argument("--alone", action="store_true", help="with --planes, without FlashInfer")
     parser.add_argument("--folds", action="store_true", help="only moving tokens into other pages")
     parser.add_argument("--short", action="store_true", help="with --extend, only short ones")
@@ -54,6 +69,8 @@ def main() -> None:
         "--sweep-scores", action="store_true", help="only compare ways to launch the kernels for scores"
     )
     args = parser.parse_args()
+    if unknown := set((args.planes or PLANES[0]).split(",")) - set(PLANES):
+        parser.error(f"--planes {', '.join(unknown)}: not one of {', '.join(PLANES)}")
     torch.manual_seed(0)
     timer = Timer(args.repeats)
     bandwidth = copy_bandwidth(timer)
@@ -83,10 +100,15 @@ def main() -> None:
         )
     if args.short:
         extends = extends[:1]
+    some = (args.budgets, args.head_dims)
     planes = [
-        quantize_planes_rows(timer, bandwidth),
-        extend_planes_rows(timer),
-        decode_planes_rows(timer, bandwidth, not args.alone),
+        row
+        for name, row in (
+            ("quantize", quantize_planes_rows(timer, bandwidth, *some)),
+            ("extend", extend_planes_rows(timer, *some)),
+            ("decode", decode_planes_rows(timer, bandwidth, *some, compare=not args.alone)),
+        )
+        if name in (args.planes or ",".join(PLANES)).split(",")
     ]
     folds = [fold_rows(timer, bandwidth)]
     parts = [decode_rows(timer, bandwidth), quantize_rows(timer, bandwidth), step_rows(timer), *planes]

@@ -7,7 +7,7 @@ layers get at it, at any head_dim; its microseconds are the mean over the layers
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
 
 import torch
@@ -24,7 +24,9 @@ from sglang_kvq.rotations.resolve import plane_formats
 from sglang_kvq.rotations.storage.files import load_rotations
 from sglang_kvq.rotations.storage.zoo import zoo_folder
 
-BUDGETS = (2.5, 1.6)
+#: 2.25 is what ``oscar`` at 2 bits takes with heads of 128.
+BUDGETS = (2.5, 2.25, 1.6)
+HEAD_DIMS = (128, 64)
 #: The model whose layers' widths are measured, in the zoo.
 MODEL = "qwen2.5-coder-0.5b-instruct-transform"
 SIZES = {"layers": 24, "kv_heads": 2, "head_dim": 64}
@@ -46,9 +48,15 @@ def layers_of(budget: float) -> Counter[tuple[Widths, Widths]]:
     return Counter((format.k.widths, format.v.widths) for format in plane_formats(rotations, budget))
 
 
-def decode_planes_rows(timer: Timer, bandwidth: float, compare: bool = True) -> Iterator[dict]:
+def decode_planes_rows(
+    timer: Timer,
+    bandwidth: float,
+    budgets: Sequence[float] = BUDGETS,
+    head_dims: Sequence[int] = HEAD_DIMS,
+    compare: bool = True,
+) -> Iterator[dict]:
     """``oscar`` at 2 bits, then each budget's mean, at every geometry and shape."""
-    for q_heads, kv_heads, d in GEOMETRIES:
+    for q_heads, kv_heads, d in (geometry for geometry in GEOMETRIES if geometry[2] in head_dims):
         heads = {"q_heads": q_heads, "kv_heads": kv_heads, "head_dim": d}
         for batch, context in SHAPES:
             lengths = [context] * batch
@@ -60,7 +68,7 @@ def decode_planes_rows(timer: Timer, bandwidth: float, compare: bool = True) -> 
             del shape
             name = f"decode (oscar 2, {q_heads} over {kv_heads} heads of {d})"
             yield row_of(name, batch, context, oscar, theirs, error, size / oscar / bandwidth, **heads, bits=bits)
-            for budget in BUDGETS:
+            for budget in budgets:
                 layers = layers_of(budget)
                 total = bytes_ = bits = worst = 0.0
                 each = {}
@@ -92,12 +100,14 @@ def decode_planes_rows(timer: Timer, bandwidth: float, compare: bool = True) -> 
                 )
 
 
-def extend_planes_rows(timer: Timer) -> Iterator[dict]:
+def extend_planes_rows(
+    timer: Timer, budgets: Sequence[float] = BUDGETS, head_dims: Sequence[int] = HEAD_DIMS
+) -> Iterator[dict]:
     """A few new tokens over long prefixes, 32 over 8 heads: pages read directly, and dequantized first."""
-    for d in (128, 64):
+    for d in head_dims:
         formats: dict[str, dict[RecordFormat, int]] = {"oscar 2": {PageFormat(d, d, 0.96, 0.92): 1}} | {
             f"transform {budget}": {plane_format(d, widths): n for widths, n in layers_of(budget).items()}
-            for budget in BUDGETS
+            for budget in budgets
         }
         for batch, new, prefix in EXTENDS:
             oscar = None
@@ -118,11 +128,13 @@ def extend_planes_rows(timer: Timer) -> Iterator[dict]:
                 )
 
 
-def quantize_planes_rows(timer: Timer, bandwidth: float) -> Iterator[dict]:
+def quantize_planes_rows(
+    timer: Timer, bandwidth: float, budgets: Sequence[float] = BUDGETS, head_dims: Sequence[int] = HEAD_DIMS
+) -> Iterator[dict]:
     """``decode.quantize_rows`` of ``oscar`` and of each budget's commonest pair of widths."""
-    for d in (128, 64):
+    for d in head_dims:
         formats: dict[str, RecordFormat] = {"oscar 2": PageFormat(d, d, 0.96, 0.92)} | {
-            f"transform {budget}": plane_format(d, layers_of(budget).most_common(1)[0][0]) for budget in BUDGETS
+            f"transform {budget}": plane_format(d, layers_of(budget).most_common(1)[0][0]) for budget in budgets
         }
         for name, format in formats.items():
             yield from quantize_rows(timer, bandwidth, format, f" ({name}, heads of {d})", head_dim=d)

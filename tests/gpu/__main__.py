@@ -241,7 +241,7 @@ class Suite:
         plain_model = not (model.has_windows or model.is_hybrid)
         if model.is_hybrid:
             model = replace(model, name=f"{name}_mtp", drafts=True)
-        few = speculation.FEW if not (plain_model or self.args.only) else speculation.GPU  # of all models, in 8 minutes
+        few = speculation.GPU if plain_model else speculation.FEW  # of all models, in 8 minutes
         scale = speculation.CPU if self.cpu else few
         with self.lock:
             draft = model.write(self.folder) if plain_model else speculation.write_echo(self.folder)
