@@ -66,6 +66,7 @@ def _free(t, page, FIRSTS: tl.constexpr, BLOCK: tl.constexpr):
         entry = first_entry(page, t.first_count)
         kept = tl.load(t.first_page + entry, mask=page > 0, other=0)  # perhaps another page's
         tl.store(t.first_page + entry, tl.full([BLOCK], 0, tl.int32), mask=(page > 0) & (kept == page))
+        tl.store(t.page_first + page, tl.full([BLOCK], 0, tl.uint8), mask=page > 0)
 
 
 @triton.jit

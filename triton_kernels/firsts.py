@@ -1,7 +1,7 @@
-"""First tokens of sequences: kept when their pages have been written, and overlays that are restored with them.
+"""First tokens of sequences: kept when their pages' overlays are taken, and overlays that are restored with them.
 
-What ``cache.firsts.FirstTokens`` and ``ReferenceOps.restore_pages`` do in torch, bit for bit. Both launch for every row
-of a batch, and find on the device that there is nothing to do.
+What ``cache.firsts.FirstTokens`` and ``ReferenceOps.restore_pages`` do in torch, bit for bit. Both are launched for every
+plan, and find on the device that there is nothing to do.
 """
 
 import torch
@@ -14,29 +14,35 @@ from sglang_kvq.kernels.decode import is_two_bit
 from sglang_kvq.kernels.gather import read_record
 from sglang_kvq.kernels.gather_two_bits import warps_for
 from sglang_kvq.kernels.shape import shape_of
-from sglang_kvq.kernels.tiers import first_entry
+from sglang_kvq.kernels.tiers import first_entry, restored_now
 
-#: Pages that a program compares its own with at a time; rows (a layer's K or V of a head) that it copies at a time.
+#: Pages that a program compares its own with at a time; rows (K or V of a head) that it copies at a time; programs of a
+#: layer, which share the pages.
 _PAGES = 256
-_ROWS = 64
+_ROWS = 16
+_PROGRAMS = 8
 
 
 def keep_firsts(
+    slots: torch.Tensor,
     pages: torch.Tensor,
-    page_slot: torch.Tensor,
+    count: torch.Tensor,
     overlays: torch.Tensor,
     first_page: torch.Tensor,
     firsts: torch.Tensor,
+    claims: torch.Tensor,
+    step: int,
 ) -> None:
-    """Keep the first tokens of pages int32 ``[n]``, 0 for none, that have overlays and whose entries can be taken.
+    """Keep the first tokens of pages whose overlays were taken, while these are as they were.
 
-    page_slot: int32 ``[pages + 1]``; overlays: BF16 ``[layers, slots + 1, 2, kv_heads, PAGE_SIZE, D]``.
-    first_page, firsts: ``FirstTokens.pages`` and ``tokens``.
+    slots, pages: int64 ``[n]``, of which the first ``count``, int64 ``[1]``, count; no page is 0. overlays: BF16
+    ``[layers, slots + 1, 2, kv_heads, PAGE_SIZE, D]``. first_page, firsts: ``FirstTokens.pages`` and ``tokens``.
+    claims, step: ``TierTables.claims`` after plan ``step``; entries of what it restores stay as they are.
     """
     layers, kv_heads, d = overlays.shape[0], overlays.shape[3], overlays.shape[-1]
-    _keep[(len(pages),)](
-        pages, page_slot, overlays, first_page, firsts,
-        overlays.stride(0), firsts.stride(0), layers, len(first_page) - 1,
+    _keep[(layers, _PROGRAMS)](
+        slots, pages, count, overlays, first_page, firsts, claims, step,
+        overlays.stride(0), firsts.stride(0), len(first_page) - 1,
         SHAPE=shape_of(kv_heads, d),
         PAGES=_PAGES,
         ROWS=_ROWS,
@@ -44,35 +50,36 @@ def keep_firsts(
     )  # fmt: skip
 
 
-# What varies between pools is data; a plan waits for no compiler (``overlays``).
-@triton.jit(do_not_specialize=["pages", "layers", "count"], do_not_specialize_on_alignment=["pages"])
+# What varies between pools and plans is data; a plan waits for no compiler (``overlays``).
+@triton.jit(do_not_specialize=["step", "entries"])
 def _keep(
-    pages, page_slot, overlays, first_page, firsts, overlays_layer, firsts_layer, layers, count,
+    slots, pages, count, overlays, first_page, firsts, claims, step,
+    overlays_layer, firsts_layer, entries,
     SHAPE: tl.constexpr, PAGES: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Program i: page i, unless another before it has the same entry."""
+    """Program (l, j): layer l of pages j, j + programs, ..."""
     D: tl.constexpr = SHAPE.D
     HEADS: tl.constexpr = 2 * SHAPE.KV_HEADS  # of K, then of V
-    page = tl.load(pages + tl.program_id(0)).to(tl.int32)
-    slot = tl.load(page_slot + page).to(tl.int64)  # of page 0 it is 0
-    if slot > 0:
-        entry = first_entry(page, count)
-        # Only the first of a batch looks at the entry and takes it, so that no two do, and always the same one.
-        before = tl.zeros([], tl.int32)
-        for start in range(0, tl.program_id(0), PAGES):
-            i = start + tl.arange(0, PAGES)
-            other = tl.load(pages + i, mask=i < tl.program_id(0), other=0).to(tl.int32)
-            same = (tl.load(page_slot + other, mask=other > 0, other=0) > 0) & (first_entry(other, count) == entry)
-            before += tl.sum(same.to(tl.int32), 0)
-        if (before == 0) & (tl.load(first_page + entry) == 0):
-            tl.store(first_page + entry, page)
-            dim = tl.arange(0, SHAPE.DP)[None, :]
-            for start in range(0, layers * HEADS, ROWS):
+    layer = tl.program_id(0).to(tl.int64)
+    dim = tl.arange(0, SHAPE.DP)[None, :]
+    for i in range(tl.program_id(1), tl.load(count).to(tl.int32), tl.num_programs(1)):
+        page = tl.load(pages + i)
+        entry = first_entry(page, entries)
+        taken = restored_now(claims, entry, step).to(tl.int32)
+        # Of pages with one entry the first has it, whichever program comes to it first.
+        for start in range(0, i, PAGES):
+            j = start + tl.arange(0, PAGES)
+            other = tl.load(pages + j, mask=j < i, other=0)
+            taken += tl.sum(((other > 0) & (first_entry(other, entries) == entry)).to(tl.int32), 0)
+        if taken == 0:
+            if layer == 0:
+                tl.store(first_page + entry, page.to(tl.int32))
+            slot = tl.load(slots + i)
+            for start in range(0, HEADS, ROWS):
                 row = start + tl.arange(0, ROWS)[:, None]
-                layer, head = (row // HEADS).to(tl.int64), row % HEADS
-                inside = (row < layers * HEADS) & (dim < D)
-                source = overlays + layer * overlays_layer + (slot * HEADS + head) * (PAGE * D) + dim
-                target = firsts + layer * firsts_layer + (entry.to(tl.int64) * HEADS + head) * D + dim
+                inside = (row < HEADS) & (dim < D)
+                source = overlays + layer * overlays_layer + (slot * HEADS + row) * (PAGE * D) + dim
+                target = firsts + layer * firsts_layer + (entry * HEADS + row) * D + dim
                 tl.store(target, tl.load(source, mask=inside), mask=inside)
 
 
@@ -88,8 +95,8 @@ def restore_pages(
 ) -> None:
     """Fill the overlays that pages int ``[n]`` have, 0 for none, from records of the layers of one store.
 
-    records: uint8 ``[m, pages + 1, kv_heads, record.bytes]`` of layers ``layers`` int64 ``[m]``; the rest as in
-    ``keep_firsts``. Token 0 is the one that is kept.
+    records: uint8 ``[m, pages + 1, kv_heads, record.bytes]`` of layers ``layers`` int64 ``[m]``; page_slot: int32 ``[pages +
+    1]``; first_page, firsts: ``FirstTokens.pages`` and ``tokens``. Token 0 is the one that is kept.
     """
     m, kv_heads, d = records.shape[0], records.shape[2], overlays.shape[-1]
     fast = is_two_bit(record, d)

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from sglang_kvq.kernels.common import PAGE
-from sglang_kvq.kernels.tiers import TierTables, first_entry, page_at, window
+from sglang_kvq.kernels.tiers import TierTables, claim_of, first_entry, page_at, window
 
 #: Elements of a pass over rows' windows, and over slots.
 _ELEMENTS = 4096
@@ -25,20 +25,19 @@ def give_overlays(
     direct_pages: torch.Tensor | None,
     step: int,
     new_tokens: int = 1,
-    begun: torch.Tensor | None = None,
     restored: torch.Tensor | None = None,
 ) -> None:
     """What ``TierManager._plan`` does before it sets ranges; starts the list of what is to be quantized.
 
     rows, prefix_lens, seq_lens: int ``[batch]``; prefix_lens None for decoding: all but the last
-    ``new_tokens``. direct_pages: int64 ``[n]`` or None. step: of the plan, from 1. begun, restored: int32 ``[batch]``,
-    filled where first tokens are kept: the rows' first pages; of a prefill, those that got their overlay back.
+    ``new_tokens``. direct_pages: int64 ``[n]`` or None. step: of the plan, from 1. restored: int32 ``[batch]``, filled
+    in a prefill where first tokens are kept: rows' first pages that got their overlay back.
     """
     nothing = tables.first_page[:0]
     direct = rows[:0] if direct_pages is None else direct_pages
     _give[(1,)](
         rows, seq_lens if prefix_lens is None else prefix_lens, seq_lens, len(rows), direct, len(direct), step,
-        new_tokens, nothing if begun is None else begun, nothing if restored is None else restored, tables.arguments,
+        new_tokens, nothing if restored is None else restored, tables.arguments,
         WINDOW=tables.window,
         DECODING=prefix_lens is None,
         ROWS=max(1, _ELEMENTS // tables.window.WIDTH),
@@ -50,19 +49,21 @@ def give_overlays(
 # Nothing that varies is specialised: plans run outside CUDA graphs, where a request would wait for the compiler.
 @triton.jit(
     do_not_specialize=[
-        "rows", "prefix_lens", "seq_lens", "batch", "direct", "directs", "step", "new_tokens", "begun", "restored",
+        "rows", "prefix_lens", "seq_lens", "batch", "direct", "directs", "step", "new_tokens", "restored",
     ],
-    do_not_specialize_on_alignment=["rows", "prefix_lens", "seq_lens", "direct", "begun", "restored"],
+    do_not_specialize_on_alignment=["rows", "prefix_lens", "seq_lens", "direct", "restored"],
 )  # fmt: skip
 def _give(
-    rows, prefix_lens, seq_lens, batch, direct, directs, step, new_tokens, begun, restored, t,
+    rows, prefix_lens, seq_lens, batch, direct, directs, step, new_tokens, restored, t,
     WINDOW: tl.constexpr, DECODING: tl.constexpr, ROWS: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
     """One program; t: ``Tables``. Rows; direct pages; and if pages need overlays: pins, keys, bisection, exchange."""
     step = step.to(tl.int64)
-    firsts = (begun, restored)
-    needs, failed = _begin_rows(rows, prefix_lens, seq_lens, batch, step, new_tokens, firsts, t, WINDOW, DECODING, ROWS)
+    needs, failed = _begin_rows(
+        rows, prefix_lens, seq_lens, batch, step, new_tokens, restored, t, WINDOW, DECODING, ROWS
+    )
     quantized = tl.zeros([], tl.int64)
+    lost = tl.zeros([], tl.int64)
     given_directly = _mark_direct(direct, directs, t, SLOTS)
     if needs > 0:
         tl.debug_barrier()
@@ -75,15 +76,17 @@ def _give(
         if takes > 0:
             key = _bisect(t, takes, least, most, SLOTS)
             equals = takes - _slots_below(t, key, SLOTS)  # that many of those with this key, the first
-            quantized = _exchange(t, key, equals, step, WINDOW, SLOTS)
+            quantized, lost = _exchange(t, key, equals, step, WINDOW, SLOTS)
     tl.store(t.count, quantized)
+    if WINDOW.FIRSTS:
+        tl.store(t.lost_count, lost)
     tl.store(t.written, tl.load(t.written) + quantized + given_directly)
     tl.store(t.errors, tl.load(t.errors) + failed)
 
 
 @triton.jit
 def _begin_rows(
-    rows, prefix_lens, seq_lens, batch, step, new_tokens, firsts, t,
+    rows, prefix_lens, seq_lens, batch, step, new_tokens, restored, t,
     WINDOW: tl.constexpr, DECODING: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Lengths and stamps of the batch's rows; what of their windows needs an overlay is listed in ``wanted``.
@@ -111,9 +114,8 @@ def _begin_rows(
 
         need = exists & (index >= prefix // PAGE) & (slot < 0)
         if WINDOW.FIRSTS:
-            begun, restored = firsts
             first = page_at(t, row, row * 0, (row > 0) & (length > 0))
-            tl.store(begun + i, first, mask=i < batch)
+            tl.store(t.page_first + first, tl.full([ROWS, 1], 1, tl.uint8), mask=first > 0)
             if not DECODING:
                 back = _claim(t, first, i, prefix >= PAGE, step)
                 tl.store(restored + i, tl.where(back, first, 0), mask=i < batch)
@@ -134,14 +136,11 @@ def _begin_rows(
 
 @triton.jit
 def _claim(t, first, i, stored, step):
-    """Whether rows i [ROWS, 1] get back the overlays of their pages ``first``: of rows that share one, the first.
-
-    Positions and steps make up keys, of which the least stays: a later step's, an earlier row's.
-    """
+    """Whether rows i [ROWS, 1] get back the overlays of their pages ``first``: of rows that share one, the first."""
     entry = first_entry(first, t.first_count)
     lost = stored & (first > 0) & (_slot_of(t, first, first > 0) < 0)
     lost &= tl.load(t.first_page + entry, mask=lost, other=0) == first
-    key = i.to(tl.int64) - (step << 31)
+    key = claim_of(i.to(tl.int64), step)
     tl.atomic_min(t.claims + entry, key, mask=lost)
     tl.debug_barrier()
     return lost & (tl.load(t.claims + entry, mask=lost, other=0) == key)
@@ -209,9 +208,13 @@ def _bisect(t, takes, low, high, SLOTS: tl.constexpr):
 def _exchange(t, bound, equals, step, WINDOW: tl.constexpr, SLOTS: tl.constexpr):
     """Give the slots below the bound, and the first ``equals`` of those at it, to the wanted pages.
 
-    Pages that lose theirs and have no record yet are listed to be quantized; how many these are.
+    Pages that lose theirs and have no record yet are listed to be quantized, and those that begin a sequence.
+
+    Returns:
+        how many pages the two lists have.
     """
     quantized = tl.zeros([], tl.int64)
+    begun = tl.zeros([], tl.int64)
     given = tl.zeros([], tl.int32)
     passed = tl.zeros([], tl.int32)
     for start in range(0, t.slot_count, SLOTS):
@@ -230,6 +233,12 @@ def _exchange(t, bound, equals, step, WINDOW: tl.constexpr, SLOTS: tl.constexpr)
         tl.store(t.slots + listed, slot.to(tl.int64), mask=lost > 0)
         tl.store(t.pages + listed, old, mask=lost > 0)
         quantized += tl.sum(lost, 0)
+        if WINDOW.FIRSTS:
+            first = (tl.load(t.page_first + old, mask=old > 0, other=0) > 0).to(tl.int32)
+            listed = begun + tl.cumsum(first, 0) - 1
+            tl.store(t.lost_slots + listed, slot.to(tl.int64), mask=first > 0)
+            tl.store(t.lost_pages + listed, old, mask=first > 0)
+            begun += tl.sum(first, 0)
         tl.store(t.page_valid + old, tl.full([SLOTS], 1, tl.uint8), mask=old > 0)
         tl.store(t.page_slot + old, tl.full([SLOTS], -1, tl.int32), mask=old > 0)
 
@@ -237,7 +246,7 @@ def _exchange(t, bound, equals, step, WINDOW: tl.constexpr, SLOTS: tl.constexpr)
         tl.store(t.page_slot + page, slot, mask=take)
         tl.store(t.slot_page + slot, page, mask=take)
         tl.store(t.slot_stamp + slot, step + entry % 2 * WINDOW.BONUS, mask=take)
-    return quantized
+    return quantized, begun
 
 
 @triton.jit

@@ -27,8 +27,11 @@ class TierTables:
         pinned, marked: int64 ``[S]``, the last step that pinned a slot, or found its page's record missing.
         keys: int64 ``[S]``, what slots are chosen by.
         wanted: int64 ``[R * window]``, pages that need an overlay.
+        page_first: uint8 ``[N]``, if first tokens are kept: pages that begin a sequence.
         first_page: int32 ``[n + 1]``, ``FirstTokens.pages``, if they are kept; claims: int64 ``[n + 1]``, of which row
             of a batch, in which step, an entry's page is restored.
+        lost_slots, lost_pages: int64 ``[S]`` with lost_count int64 ``[1]``: pages that begin a sequence and have just
+            lost their overlay, which is still there.
         slots, pages: int64 ``[2 S]`` with count int64 ``[1]``: what is to be quantized.
         sink_pages, recent_pages: the window.
         sink_bonus: added to the stamp of a sink's overlay.
@@ -50,8 +53,12 @@ class TierTables:
     marked: torch.Tensor
     keys: torch.Tensor
     wanted: torch.Tensor
+    page_first: torch.Tensor
     first_page: torch.Tensor
     claims: torch.Tensor
+    lost_slots: torch.Tensor
+    lost_pages: torch.Tensor
+    lost_count: torch.Tensor
     slots: torch.Tensor
     pages: torch.Tensor
     count: torch.Tensor
@@ -107,9 +114,13 @@ class Tables(NamedTuple):
     marked: torch.Tensor
     keys: torch.Tensor
     wanted: torch.Tensor
+    page_first: torch.Tensor
     first_page: torch.Tensor
     first_count: int
     claims: torch.Tensor
+    lost_slots: torch.Tensor
+    lost_pages: torch.Tensor
+    lost_count: torch.Tensor
     slots: torch.Tensor
     pages: torch.Tensor
     count: torch.Tensor
@@ -154,6 +165,18 @@ def window(t, row, length, WINDOW: tl.constexpr):
 def first_entry(page, count):
     """Where the first tokens of pages, from 1, are kept, of so many entries: ``FirstTokens.entries``."""
     return 1 + page % count
+
+
+@triton.jit
+def claim_of(i, step):
+    """The key by which row i, int64, claims an entry in a step: a later step's is less, and an earlier row's."""
+    return i - (step.to(tl.int64) << 31)
+
+
+@triton.jit
+def restored_now(claims, entry, step):
+    """Whether a row has claimed the entry in this step."""
+    return tl.load(claims + entry) < claim_of(1 << 31, step)
 
 
 @triton.jit

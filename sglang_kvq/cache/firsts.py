@@ -4,9 +4,9 @@ A sequence's first token gathers attention that belongs nowhere, and its key and
 calibrated for these codes it badly (``RecordFormat.keeps_first``), and every later token reads it. So one token of a
 first page is kept, all layers and KV heads, 1/64 of an overlay, until the page is freed.
 
-Page p has one place only, entry 1 + p % n, so that nothing is searched and no table of pages is needed. It takes it
-from another page whose overlay is gone: of conversations that idle, those that ended last are the likeliest to go on.
-Where the other still has its overlay, this one's first token is not kept. Without it the record serves.
+Page p has one place only, entry 1 + p % n, so that nothing is searched and no table of pages is needed. It takes it when
+its overlay is taken, from whichever page has it: one with an overlay does without and comes back when that is taken, and
+of conversations that idle, those that ended last are the likeliest to go on. Without an entry the record serves.
 
 This is the plain statement; ``kernels.firsts`` does the same on a GPU.
 """
@@ -70,14 +70,18 @@ class FirstTokens:
         found.scatter_reduce_(0, entries, torch.where(wanted, order, len(pages)), "amin")
         return wanted & (found[entries] == order)
 
-    def keep(self, pages: torch.Tensor, wanted: torch.Tensor, tokens: torch.Tensor, page_slot: torch.Tensor) -> None:
-        """Keep first tokens of the pages int64 ``[m]`` that are ``wanted`` and whose entry can be taken.
+    def keep(
+        self, pages: torch.Tensor, wanted: torch.Tensor, tokens: torch.Tensor, spared: torch.Tensor | None = None
+    ) -> None:
+        """Keep first tokens of the pages int64 ``[m]`` that are ``wanted``; of those with one entry, the first's.
 
-        tokens: BF16 ``[layers, m, 2, kv_heads, head_dim]``; page_slot: the pool's.
+        tokens: BF16 ``[layers, m, 2, kv_heads, head_dim]``; spared: bool ``[n + 1]``, entries that stay as they are.
         """
-        holder = self.pages[self.entries(pages)]
-        claims = self.first_of_each(pages, wanted) & ((holder == 0) | (page_slot[holder] < 0))
-        entries = torch.where(claims, self.entries(pages), 0)
+        entries = self.entries(pages)
+        claims = self.first_of_each(pages, wanted)
+        if spared is not None:
+            claims &= ~spared[entries]
+        entries = torch.where(claims, entries, 0)
         self.tokens[:, entries] = tokens
         self.pages[entries] = torch.where(claims, pages, 0).int()
 
@@ -87,10 +91,16 @@ class FirstTokens:
         self.pages.index_fill_(0, torch.where(self.kept(pages), self.entries(pages), 0), 0)
 
     def pass_on(
-        self, source: torch.Tensor, target: torch.Tensor, wanted: torch.Tensor, page_slot: torch.Tensor
+        self, source: torch.Tensor, target: torch.Tensor, wanted: torch.Tensor, slots: torch.Tensor, first: torch.Tensor
     ) -> None:
-        """Pages ``target`` int64 ``[m]`` that begin with the same token as ``source`` get it, if that is here."""
-        self.keep(target, wanted & self.kept(source), self.tokens[:, self.entries(source)], page_slot)
+        """Pages ``target`` int64 ``[m]`` that begin with the same token as ``source`` get it, where it is known.
+
+        slots: int64 ``[m]``, ``source``'s overlays, 0 or less for none; first: BF16 ``[layers, m, 2, kv_heads,
+        head_dim]``, the first tokens in these.
+        """
+        there = slots > 0
+        tokens = torch.where(there[:, None, None, None], first, self.tokens[:, self.entries(source)])
+        self.keep(target, wanted & (there | self.kept(source)), tokens)
 
     def clear(self) -> None:
         self.pages.zero_()

@@ -97,11 +97,12 @@ class TierManager:
         self.slot_page = torch.zeros(pool.slots + 1, dtype=torch.int64, device=device)  # 0: free
         self.slot_stamp = torch.zeros(pool.slots + 1, dtype=torch.int64, device=device)
         self.page_valid = torch.zeros(pool.pages + 1, dtype=torch.bool, device=device)
+        #: Pages that begin a sequence, where first tokens are kept.
+        self.page_first = torch.zeros(pool.pages + 1 if self.firsts else 1, dtype=torch.bool, device=device)
         self.row_len = torch.zeros(rows, dtype=torch.int64, device=device)
         self.errors = torch.zeros((), dtype=torch.int64, device=device)
         self.records_written = torch.zeros((), dtype=torch.int64, device=device)
         self.steps = 0
-        self._begun: torch.Tensor | None = None  # first pages of the last plan's rows, which its batch has written
         self._copies: list[_CopiedOverlays] = []  # of the events being applied
         self._dirty = True
         self._forget = False  # everything, before the next plan
@@ -178,6 +179,8 @@ class TierManager:
         # Touch what this batch reads first: if its old window must give way, it does so last.
         self._touch(self._window(rows, read_lens))
         window = self._window(rows, seq_lens)
+        if self.firsts is not None:
+            self.page_first.index_fill_(0, window[2][:, 0], True)
         restored = self._give_overlays(rows, stored, window, prefix_lens is not None)
         self._touch(window)
         if direct_pages is not None:
@@ -186,13 +189,10 @@ class TierManager:
         self._set_ranges(rows, live, read_lens, max_len)
         if self.restore_pages is not None and restored is not None and max_len >= P:
             self.restore_pages(restored)
-        if self.firsts is not None:
-            self._begun = window[2][:, 0]
 
     def apply_pending(self) -> None:
         """Apply what the scheduler recorded since the last plan, in its order."""
         self._apply_reset()
-        self._keep_firsts()
         for event in self.pending.drain(self.pool.device):
             if isinstance(event, FreedPages):
                 self._apply_free(event.pages)
@@ -208,9 +208,9 @@ class TierManager:
         if not self._forget:
             return
         self._forget = False
-        self._begun = None
         if self.firsts is not None:
             self.firsts.clear()
+            self.page_first.fill_(False)
         for tensor in (self.slot_page, self.slot_stamp, self.row_len):
             tensor.zero_()
         for tensor in (self.pool.row_sink_end, self.pool.row_history_end):
@@ -218,21 +218,6 @@ class TierManager:
         self.page_valid.fill_(False)
         self.pool.page_slot.fill_(-1)
         self.pool.page_slot[0].fill_(0)
-
-    def _keep_firsts(self) -> None:
-        """Keep the first tokens that the last batch has written or read: before any overlay may be taken again.
-
-        Only now, as the plan comes before its batch; not once they are read, as a request may end with its prefill.
-        """
-        pages, self._begun = self._begun, None
-        if pages is not None:
-            self._keep(pages)
-
-    def _keep(self, pages: torch.Tensor) -> None:
-        """Keep the first tokens of pages ``[n]``, 0 for none, that have overlays and whose entries can be taken."""
-        assert self.firsts is not None
-        slots = self.pool.page_slot[pages].clamp(min=0).long()
-        self.firsts.keep(pages, slots > 0, self.pool.overlays[:, slots, :, :, 0], self.pool.page_slot)
 
     def _apply_free(self, pages: torch.Tensor) -> None:
         slots = self.pool.page_slot[pages].clamp(min=0).long()
@@ -243,6 +228,7 @@ class TierManager:
         self.page_valid.index_fill_(0, pages, False)
         if self.firsts is not None:
             self.firsts.free(pages)
+            self.page_first.index_fill_(0, pages, False)
 
     def _apply_move(self, own: torch.Tensor, kept: torch.Tensor) -> None:
         slots = self.pool.page_slot[own].long()
@@ -265,9 +251,7 @@ class TierManager:
         slots = self._record_sources(source)
         for records in self.pool.records:
             records[target] = records[source]
-        if self.firsts is not None:
-            whole = torch.ones_like(source[:1], dtype=torch.bool)
-            self.firsts.pass_on(source[:1], target[:1], whole, self.pool.page_slot)
+        self._pass_on_first(source, target, slots, torch.ones_like(source[:1], dtype=torch.bool))
         self._filled(target, windows, slots[windows])
 
     def _apply_fold(self, event: FoldedPages) -> None:
@@ -278,9 +262,16 @@ class TierManager:
         whole = torch.arange(P, device=tokens.device) + sinks[:, None] * P
         self.errors += (~inside).sum() + (tokens.unflatten(-1, (-1, P))[:, :, sinks] != whole).sum()
         self._move_tokens(source, target, torch.where(inside, tokens, 0))
-        if self.firsts is not None:  # the first page, if it is taken whole
-            self.firsts.pass_on(source[:1], target[:1], (sinks == 0).any().view(1), self.pool.page_slot)
+        self._pass_on_first(source, target, slots, (sinks == 0).any().view(1))  # if it is taken whole
         self._filled(target, sinks, slots[sinks])
+
+    def _pass_on_first(
+        self, source: torch.Tensor, target: torch.Tensor, slots: torch.Tensor, wanted: torch.Tensor
+    ) -> None:
+        """The first of pages ``target`` begins with the first of ``source``, whose overlays are ``slots``."""
+        if self.firsts is not None:
+            slot = slots[:1].clamp(min=0)
+            self.firsts.pass_on(source[:1], target[:1], wanted, slot, self.pool.overlays[:, slot, :, :, 0])
 
     def prepare_folds(self) -> None:
         """Have whatever folds need compiled, so that no request waits for it. Changes nothing."""
@@ -363,13 +354,15 @@ class TierManager:
         index, exists, pages = window
         lost = self.pool.page_slot[pages] < 0
         need = exists & (index >= (prefix_lens // P)[:, None]) & lost
-        restored = None
+        restored = spared = None
         if self.firsts is not None and prefilling:
             first = pages[:, 0]
             back = (prefix_lens >= P) & lost[:, 0] & self.firsts.kept(first)
             back = self.firsts.first_of_each(first, back)  # requests of a batch may share it
             need[:, 0] |= back
             restored = torch.where(back, first, 0)
+            spared = torch.zeros_like(self.firsts.pages, dtype=torch.bool)
+            spared.index_fill_(0, self.firsts.entries(restored), True)
         need, pages = need.flatten(), pages.flatten()
 
         # A page resumed in its middle that this batch also pushes out of the window is written in
@@ -380,7 +373,7 @@ class TierManager:
         resumed_slots = self.pool.page_slot[resumed_pages]
         self.errors += (resumed_slots < 0).sum()
 
-        unmet = self._assign(pages, need, torch.cat([self._pinned(), resumed_slots]))
+        unmet = self._assign(pages, need, torch.cat([self._pinned(), resumed_slots]), spared)
         self.errors += unmet.sum()
         return restored
 
@@ -389,8 +382,12 @@ class TierManager:
         all_rows = torch.arange(len(self.row_len), device=self.row_len.device)
         return self.pool.page_slot[self._window(all_rows, self.row_len)[2]].flatten()
 
-    def _assign(self, pages: torch.Tensor, need: torch.Tensor, pinned: torch.Tensor) -> torch.Tensor:
+    def _assign(
+        self, pages: torch.Tensor, need: torch.Tensor, pinned: torch.Tensor, spared: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Give overlays to the pages int64 ``[n]`` that ``need`` one, least recently used first, but no pinned slot.
+
+        First tokens of the pages that lose theirs are kept, but not in entries that are ``spared``.
 
         Returns:
             bool ``[n]``: those for which there was none.
@@ -410,6 +407,9 @@ class TierManager:
         slots = torch.where(need, chosen[rank.clamp(0, self.pool.slots)], 0)
         old = torch.where(need, self.slot_page[slots], 0)
         self._quantize((old > 0) & ~self.page_valid[old], slots, old)
+        if self.firsts is not None:
+            first = (old > 0) & self.page_first[old]
+            self.firsts.keep(old, first, self.pool.overlays[:, slots, :, :, 0], spared)
         self.page_valid.index_fill_(0, old, True)
         self.pool.page_slot.index_fill_(0, old, -1)
         self.pool.page_slot[torch.where(need, pages, 0)] = slots.int()

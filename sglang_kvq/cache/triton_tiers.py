@@ -18,15 +18,15 @@ from sglang_kvq.kernels.tiers import TierTables
 
 
 class TritonTierManager(TierManager):
-    """A plan is two launches, and one more per record store, for a prefill of formats that keep first tokens two:
+    """A plan is two launches, one more per record store, and two of formats that keep first tokens:
 
     1. ``give_overlays``: lengths, stamps, pins; the overlays that pages about to be written take.
     2. ``set_ranges``: what the batch reads from records.
     3. ``quantize_slots``: what both found to be without a record, for all layers.
-    4. ``restore_pages``: first pages that a prefill reads, in the overlays that the first gave them.
+    4. ``keep_firsts``: first tokens of pages from which the first took overlays.
+    5. ``restore_pages``: first pages that a prefill reads, in the overlays that the first gave them.
 
-    If the scheduler did something since the last plan, ``apply_events`` comes before, with its copies; and before that
-    ``keep_firsts``, where first tokens are kept.
+    If the scheduler did something since the last plan, ``apply_events`` comes before, with its copies.
     """
 
     def __init__(
@@ -59,8 +59,12 @@ class TritonTierManager(TierManager):
             marked=zeros(slots),
             keys=zeros(slots),
             wanted=zeros(rows * (sink_pages + recent_pages + 1)),
+            page_first=self.page_first.view(torch.uint8),
             first_page=zeros(1).int() if firsts is None else firsts.pages,
             claims=zeros(1 if firsts is None else len(firsts.pages)),
+            lost_slots=zeros(1 if firsts is None else slots),
+            lost_pages=zeros(1 if firsts is None else slots),
+            lost_count=zeros(1),
             slots=zeros(2 * slots),
             pages=zeros(2 * slots),
             count=zeros(1),
@@ -92,31 +96,28 @@ class TritonTierManager(TierManager):
         self.apply_pending()
         self.steps += 1
         tables = self.tables
-        begun = restored = None
-        if self.firsts is not None:
-            begun = torch.empty(len(rows), dtype=torch.int32, device=rows.device)
-            restored = None if prefix_lens is None else torch.empty_like(begun)
-        give_overlays(tables, rows, prefix_lens, seq_lens, direct_pages, self.steps, count, begun, restored)
+        restored = None
+        if self.firsts is not None and prefix_lens is not None:
+            restored = torch.empty(len(rows), dtype=torch.int32, device=rows.device)
+        give_overlays(tables, rows, prefix_lens, seq_lens, direct_pages, self.steps, count, restored)
         set_ranges(tables, rows, seq_lens if prefix_lens is None else prefix_lens, max_len, self.steps)
         # Pages whose overlays were just given away are still in them: the batch writes later.
         self.quantize_slots(tables.slots, tables.pages, tables.count)
+        if self.firsts is not None:
+            lost = (tables.lost_slots, tables.lost_pages, tables.lost_count)
+            kept = (self.firsts.pages, self.firsts.tokens)
+            keep_firsts(*lost, self.pool.overlays, *kept, tables.claims, self.steps)
         if self.restore_pages is not None and restored is not None and max_len >= PAGE_SIZE:
             self.restore_pages(restored)
-        self._begun = begun
 
     def apply_pending(self) -> None:
         self._apply_reset()
-        self._keep_firsts()
         while self.pending:
             if packed := self.pending.pack(self.pool.device):
                 apply_events(self.tables, *packed)
             if fill := self.pending.take_fill(self.pool.device):  # rare: in torch, on the same tables
                 self._apply_fill(fill)
         self._place_copies()
-
-    def _keep(self, pages: torch.Tensor) -> None:
-        assert self.firsts is not None
-        keep_firsts(pages, self.pool.page_slot, self.pool.overlays, self.firsts.pages, self.firsts.tokens)
 
     def _move_tokens(self, source: torch.Tensor, target: torch.Tensor, tokens: torch.Tensor) -> None:
         move_tokens(self.pool, source, target, tokens)

@@ -202,9 +202,10 @@ class _Request:
         for each in (pool, plain):
             each.page_slot[2] = 3
         assert pool.firsts is not None and plain.firsts is not None
-        keep_firsts(pages.int(), pool.page_slot, pool.overlays, pool.firsts.pages, pool.firsts.tokens)
-        first = plain.overlays[:, plain.page_slot[pages].long(), :, :, 0]
-        plain.firsts.keep(pages, pages > 0, first, plain.page_slot)
+        slots, claims = self._int64(3), torch.zeros(len(pool.firsts.pages), dtype=torch.int64, device=self.device)
+        kept = (pool.firsts.pages, pool.firsts.tokens)
+        keep_firsts(slots, pages[1:], self._int64(1), pool.overlays, *kept, claims, 1)
+        plain.firsts.keep(pages[1:], pages[1:] > 0, plain.overlays[:, slots, :, :, 0])
         TritonOps(pool, LayerRotations(), Q_HEADS, max_batch=1).restore_pages(pages)
         ReferenceOps(plain, LayerRotations()).restore_pages(pages)
         if not torch.equal(pool.overlays, plain.overlays) or not torch.equal(pool.firsts.pages, plain.firsts.pages):

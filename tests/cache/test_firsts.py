@@ -36,13 +36,6 @@ def tokens(count: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(LAYERS, count, 2, HEADS, 64, generator=generator).bfloat16()
 
 
-def slots(*idle: int) -> torch.Tensor:
-    """``page_slot`` of 40 pages that have overlays, but for these."""
-    found = torch.arange(41, dtype=torch.int32)
-    found[list(idle)] = -1
-    return found
-
-
 def table(pages: int = 40) -> FirstTokens:
     return FirstTokens.allocate(LAYERS, pages, HEADS, 64, torch.device("cpu"))
 
@@ -57,9 +50,8 @@ def prompt(kind: int, length: int = 5 * P) -> list[int]:
 
 def press(m: Model) -> None:
     """Two conversations take every overlay that can be taken, and leave nothing in the tree."""
-    for kind in (50, 60):
-        prefill(m, prompt(kind, 400), publish=False)
-    for request in list(m.running):
+    pressing = [prefill(m, prompt(kind, 400), publish=False) for kind in (50, 60)]
+    for request in pressing:
         m.leave(request, publish=False)
     m.tiers.apply_pending()
 
@@ -87,16 +79,12 @@ def again(m: Model, text: list[int], tail: int = 30) -> Request:
 # -- the table -------------------------------------------------------------------------------------
 
 
-def test_a_page_has_one_entry_and_keeps_it_until_it_is_freed():
+def test_a_page_has_one_entry_and_is_kept_until_it_is_freed():
     firsts, given = table(), tokens(3)
     assert firsts.count == 4 and entry_count(40) == 5 and entry_count(3) == 2
-    firsts.keep(ids(6, 0, 3), torch.tensor([True, False, True]), given, slots())
+    firsts.keep(ids(6, 0, 3), torch.tensor([True, False, True]), given)
     assert firsts.pages.tolist() == [0, 0, 0, 6, 3]
     assert torch.equal(firsts.tokens[:, [3, 4]], given[:, [0, 2]])
-    firsts.keep(
-        ids(6, 10), torch.tensor([True, True]), tokens(2, seed=1), slots()
-    )  # once is enough; the other has no place
-    assert firsts.pages.tolist() == [0, 0, 0, 6, 3] and torch.equal(firsts.tokens[:, 3], given[:, 0])
     assert firsts.kept(ids(6, 10, 3, 0)).tolist() == [True, False, True, False]
     firsts.free(ids(10, 14, 3))
     assert firsts.pages.tolist() == [0, 0, 0, 6, 0]
@@ -104,34 +92,37 @@ def test_a_page_has_one_entry_and_keeps_it_until_it_is_freed():
     assert not firsts.pages.any()
 
 
-def test_a_page_takes_the_entry_of_one_whose_overlay_is_gone():
-    firsts, given = table(), tokens(2)
-    firsts.keep(ids(6, 3), torch.tensor([True, True]), given, slots())
-    firsts.keep(ids(10, 7), torch.tensor([True, True]), tokens(2, seed=1), slots(6))
+def test_a_later_page_takes_the_entry_unless_it_is_spared():
+    firsts, later = table(), tokens(2, seed=1)
+    firsts.keep(ids(6, 3), torch.tensor([True, True]), tokens(2))
+    spared = torch.tensor([True, False, False, False, True])
+    firsts.keep(ids(10, 7), torch.tensor([True, True]), later, spared)
     assert firsts.pages.tolist() == [0, 0, 0, 10, 3]
-    assert torch.equal(firsts.tokens[:, 3], tokens(2, seed=1)[:, 0])
+    assert torch.equal(firsts.tokens[:, [3, 4]], torch.stack([later[:, 0], tokens(2)[:, 1]], 1))
 
 
 def test_of_pages_with_one_entry_the_first_is_kept():
     firsts, given = table(), tokens(4)
-    firsts.keep(ids(5, 9, 1, 9), torch.tensor([False, True, True, True]), given, slots())
+    firsts.keep(ids(5, 9, 1, 9), torch.tensor([False, True, True, True]), given)
     assert firsts.pages.tolist() == [0, 0, 9, 0, 0] and torch.equal(firsts.tokens[:, 2], given[:, 1])
 
 
 def test_freed_pages_with_one_entry_free_what_is_theirs():
     firsts = table()
-    firsts.keep(ids(9, 3), torch.tensor([True, True]), tokens(2), slots())
+    firsts.keep(ids(9, 3), torch.tensor([True, True]), tokens(2))
     firsts.free(ids(1, 9, 5, 9))
     assert firsts.pages.tolist() == [0, 0, 0, 0, 3]
 
 
-def test_a_copy_gets_the_token_if_its_own_entry_is_free():
-    firsts, given = table(), tokens(2)
-    firsts.keep(ids(6, 3), torch.tensor([True, True]), given, slots())
-    firsts.pass_on(ids(6, 6, 5), ids(8, 7, 12), torch.ones(3, dtype=torch.bool), slots())  # 7's is taken, 5 has none
-    assert firsts.pages.tolist() == [0, 8, 0, 6, 3] and torch.equal(firsts.tokens[:, 1], given[:, 0])
-    firsts.pass_on(ids(6), ids(9), torch.zeros(1, dtype=torch.bool), slots())
-    assert not firsts.kept(ids(9))
+def test_a_copy_gets_the_token_from_the_overlay_or_from_the_table():
+    firsts, given, read = table(), tokens(2), tokens(3, seed=1)
+    firsts.keep(ids(6, 3), torch.tensor([True, True]), given)
+    everyone = torch.ones(3, dtype=torch.bool)
+    firsts.pass_on(ids(6, 2, 5), ids(8, 9, 12), everyone, ids(0, 4, -1), read)  # 5 is in neither
+    assert firsts.pages.tolist() == [0, 8, 9, 6, 3]
+    assert torch.equal(firsts.tokens[:, [1, 2]], torch.stack([given[:, 0], read[:, 1]], 1))
+    firsts.pass_on(ids(6), ids(9), ~everyone[:1], ids(0), read[:, :1])
+    assert torch.equal(firsts.tokens[:, 2], read[:, 1])
 
 
 def test_only_some_formats_have_it_and_pay_for_it():
@@ -238,6 +229,21 @@ def test_of_idle_pages_that_collide_the_later_one_is_restored():
     assert not m.pool.firsts.pages.any()
 
 
+def test_a_page_with_an_overlay_leaves_its_entry_to_others():
+    m = model(slots=11, rows=3)
+    one, two = prompt(0), prompt(1)
+    running = prefill(m, one)
+    first, n = first_page(m, one), m.pool.firsts.count
+    same = [page for page in m.free if (page - first) % n == 0]
+    m.free[:] = [same[0], *(page for page in m.free if page not in same), *same[1:]]
+    second = idle(m, two)
+    assert second == same[0] and int(m.pool.page_slot[first]) > 0
+    m.leave(again(m, two), publish=False)
+    assert m.restored == 1 and not m.unkept
+    m.leave(running, publish=True)
+    m.check()
+
+
 def test_nothing_is_kept_without_sinks_or_where_the_format_does_without():
     for m in (Model(60, 10, 2, 0, 2, format=PLANES), model(format=PageFormat(64, 64, 0.96, 0.92))):
         text = prompt(0)
@@ -297,7 +303,7 @@ def test_overlays_of_layers_of_any_format_are_restored():
     ops, pool.page_slot[7] = ReferenceOps(pool, LayerRotations()), 3
     pool.overlays[:, 3] = written
     ops.quantize_slots(ids(3), ids(7), ids(1))
-    pool.firsts.keep(ids(7), torch.tensor([True]), written[:, None, :, :, 0], pool.page_slot)
+    pool.firsts.keep(ids(7), torch.tensor([True]), written[:, None, :, :, 0])
     pool.overlays.zero_()
     ops.restore_pages(ids(0, 7, 5))
     for layer, format in enumerate(formats):

@@ -177,9 +177,9 @@ def restore(ops) -> None:
     """What keeps first tokens and restores overlays, if this pool's records ask for it."""
     pool = ops.pool
     if pool.firsts is not None:
-        pages = scenes.int64(1).int()
-        keep_firsts(pages, pool.page_slot, pool.overlays, pool.firsts.pages, pool.firsts.tokens)
-        ops.restore_pages(pages)
+        one, claims = scenes.int64(1), torch.zeros(len(pool.firsts.pages), dtype=torch.int64)
+        keep_firsts(one, one, one, pool.overlays, pool.firsts.pages, pool.firsts.tokens, claims, 1)
+        ops.restore_pages(one.int())
 
 
 def fold(pool) -> None:

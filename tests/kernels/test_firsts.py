@@ -82,23 +82,28 @@ def test_overlays_are_restored_from_layers_of_different_formats():
 
 @pytest.mark.parametrize("blocks", [(256, 64), (2, 4)], ids=["as-launched", "small"])
 @pytest.mark.parametrize("kv_heads, layers", [(1, 1), (3, 5)])
-def test_first_tokens_are_kept_in_the_batchs_order(kv_heads, layers, blocks, monkeypatch):
-    """Pages without overlays, twice in a batch, of one entry, whose entry is taken or already theirs; and padding."""
+def test_first_tokens_are_kept_in_the_lists_order(kv_heads, layers, blocks, monkeypatch):
+    """Pages of one entry, more than programs; an entry that is taken, one that is restored now, and one before."""
     monkeypatch.setattr(firsts, "_PAGES", blocks[0])
     monkeypatch.setattr(firsts, "_ROWS", blocks[1])
-    pool = make_pool([planes(WIDTHS[0])] * layers, kv_heads)
-    n = pool.firsts.count
-    pool.page_slot[1:13] = torch.arange(1, 13, device=DEVICE)
-    pool.firsts.pages[2], pool.firsts.pages[3] = 1, 2 + n  # 1 is kept, 2's place is taken
-    batch = int64(0, 3 + 3 * n, 3 + n, 1, 3, 2, 3 + n, 0, 8, 30, n).int()
-    assert n == 4 and (pool.page_slot[3 + 3 * n] < 0) and pool.page_slot[3 + n] > 0
-    want = copy_of(pool)
-    slots = pool.page_slot[batch].clamp(min=0).long()
-    want.keep(batch.long(), slots > 0, pool.overlays[:, slots, :, :, 0], pool.page_slot)
-    firsts.keep_firsts(batch, pool.page_slot, pool.overlays, pool.firsts.pages, pool.firsts.tokens)
-    assert want.pages.tolist() == [0, 8, 1, 6, 7] == pool.firsts.pages.tolist()
-    assert torch.equal(pool.firsts.tokens[:, [1, 4]], want.tokens[:, [1, 4]])
-    assert not pool.firsts.tokens[:, [0, 2, 3]].any(), "of these nothing was written"
+    pool = make_pool([planes(WIDTHS[0])] * layers, kv_heads, pages=80)
+    n, step = pool.firsts.count, 7
+    assert n == 9
+    pool.firsts.pages[1 + 2] = 2 + n  # taken
+    claims = torch.zeros(n + 1, dtype=torch.int64, device=DEVICE)
+    claims[1 + 4], claims[1 + 5] = 12 - (step << 31), 12 - (step - 1 << 31)  # restored now, and before
+    pages, slots = int64(3 + n, 2, 4, 3, 5, 1 + n, 3 + 2 * n, 2 + 3 * n, 1, 6), int64(*range(1, 11))
+    want, spared = copy_of(pool), torch.zeros(n + 1, dtype=torch.bool, device=DEVICE)
+    spared[1 + 4] = True
+    want.keep(pages, pages > 0, pool.overlays[:, slots, :, :, 0], spared)
+    more = int64(7, 8)  # beyond the count
+    kept = (pool.firsts.pages, pool.firsts.tokens)
+    lists = (torch.cat([slots, more]), torch.cat([pages, more]), int64(len(pages)))
+    firsts.keep_firsts(*lists, pool.overlays, *kept, claims, step)
+    assert want.pages.tolist() == [0, 0, 1 + n, 2, 3 + n, 0, 5, 6, 0, 0] == pool.firsts.pages.tolist()
+    written = [2, 3, 4, 6, 7]
+    assert torch.equal(pool.firsts.tokens[:, written], want.tokens[:, written])
+    assert not pool.firsts.tokens[:, [0, 1, 5, 8, 9]].any(), "of these nothing was written"
 
 
 def test_requests_of_a_batch_share_what_is_restored(monkeypatch):
@@ -110,18 +115,19 @@ def test_requests_of_a_batch_share_what_is_restored(monkeypatch):
     tiers.plan_extend(rows[:2], rows[:2] * 0, rows[:2] * 0 + 5 * P, 0, none)
     table = tiers.pool.req_to_token
     pages = table[:, ::P].long() // P
-    tiers.apply_pending()
-    assert int(tiers.pool.firsts.kept(pages[1:3, 0]).sum()) >= 1
     for row in (3, 4, 5, 6):  # they hit the first two's prefixes
         table[row, : 5 * P] = table[2 - row % 2, : 5 * P]
     tiers.pending.free_rows([1, 2])
     tiers.apply_pending()
     for manager in (tiers, tiers.kernels):  # their overlays went to others
         gone = pages[1:3, 0].to(manager.slot_page.device)
+        first = manager.pool.overlays[:, manager.pool.page_slot[gone].long(), :, :, 0]
+        manager.pool.firsts.keep(gone, gone > 0, first)
         manager.slot_page[manager.pool.page_slot[gone].long()] = 0
         manager.pool.page_slot[gone] = -1
         manager.page_valid[pages[1:3, :5].flatten().to(manager.slot_page.device)] = True
     kept = [int(page) for page in pages[1:3, 0] if tiers.pool.firsts.kept(page.view(1))]
+    assert kept
     tiers.plan_extend(rows[2:], rows[2:] * 0 + 5 * P, rows[2:] * 0 + 6 * P, 5 * P, none)
     assert [page for page in tiers.to_restore if page] == kept
     assert int(tiers.errors) == 0 and (tiers.pool.page_slot[kept] > 0).all()

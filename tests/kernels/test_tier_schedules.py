@@ -45,9 +45,20 @@ def test_random_schedules_keep_first_tokens(overlap, monkeypatch):
     use_blocks(monkeypatch, 32, 4)
     monkeypatch.setattr(firsts, "_PAGES", 2)
     monkeypatch.setattr(firsts, "_ROWS", 2)
-    monkeypatch.setattr("sglang_kvq.cache.firsts.PAGES_PER_ENTRY", 2)
+    monkeypatch.setattr("sglang_kvq.cache.firsts.PAGES_PER_ENTRY", 4)
+    monkeypatch.setattr("sglang_kvq.cache.firsts.LEAST_ENTRIES", 0)
     model = Model(60, 7, 2, 1, 1, TwinTierManager, overlap=overlap, format=PLANES)
+    kept, displaced = model.pool.firsts.keep, []
+
+    def keep(pages, wanted, *more):
+        holders = model.pool.firsts.pages[model.pool.firsts.entries(pages)]
+        kept(pages, wanted, *more)
+        now = model.pool.firsts.pages[model.pool.firsts.entries(pages)]
+        displaced.extend(holders[wanted & (holders > 0) & (holders != now)].tolist())
+
+    monkeypatch.setattr(model.pool.firsts, "keep", keep)
     converse(model, random.Random(3), 30)
+    assert displaced, "no page took another's entry"
     assert model.tiers.plans > 20 and model.tiers.restored > 3 and model.restored > 3
     assert model.copied and model.folded
 
