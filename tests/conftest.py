@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.util
+import os
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,9 @@ if not torch.cuda.is_available() and importlib.util.find_spec("triton"):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_INTERPRET", "1")
         importlib.import_module("triton.language")
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    torch.set_num_threads(1)  # else each of many workers takes every core
 
 ROOT = Path(__file__).resolve().parent.parent
 
