@@ -1,7 +1,7 @@
 """First tokens of sequences: kept when their pages' overlays are taken, and overlays that are restored with them.
 
-What ``cache.firsts.FirstTokens`` and ``ReferenceOps.restore_pages`` do in torch, bit for bit. Both are launched for every
-plan, and find on the device that there is nothing to do.
+What ``cache.firsts.FirstTokens`` and ``ReferenceOps.restore_pages`` do in torch, bit for bit. Both are launched for
+every plan, and find on the device that there is nothing to do.
 """
 
 import torch
@@ -95,8 +95,8 @@ def restore_pages(
 ) -> None:
     """Fill the overlays that pages int ``[n]`` have, 0 for none, from records of the layers of one store.
 
-    records: uint8 ``[m, pages + 1, kv_heads, record.bytes]`` of layers ``layers`` int64 ``[m]``; page_slot: int32 ``[pages +
-    1]``; first_page, firsts: ``FirstTokens.pages`` and ``tokens``. Token 0 is the one that is kept.
+    records: uint8 ``[m, pages + 1, kv_heads, record.bytes]`` of layers ``layers`` int64 ``[m]``; page_slot: int32
+    ``[pages + 1]``; first_page, firsts: ``FirstTokens.pages`` and ``tokens``. Token 0 is the one that is kept.
     """
     m, kv_heads, d = records.shape[0], records.shape[2], overlays.shape[-1]
     fast = is_two_bit(record, d)

@@ -4,9 +4,10 @@ A sequence's first token gathers attention that belongs nowhere, and its key and
 calibrated for these codes it badly (``RecordFormat.keeps_first``), and every later token reads it. So one token of a
 first page is kept, all layers and KV heads, 1/64 of an overlay, until the page is freed.
 
-Page p has one place only, entry 1 + p % n, so that nothing is searched and no table of pages is needed. It takes it when
-its overlay is taken, from whichever page has it: one with an overlay does without and comes back when that is taken, and
-of conversations that idle, those that ended last are the likeliest to go on. Without an entry the record serves.
+Page p has one place only, entry 1 + p % n, so that nothing is searched and no table of pages is needed. It takes it
+when its overlay is taken, from whichever page has it: one with an overlay does without and comes back when that is
+taken, and of conversations that idle, those that ended last are the likeliest to go on. Without an entry the record
+serves.
 
 This is the plain statement; ``kernels.firsts`` does the same on a GPU.
 """
