@@ -121,11 +121,12 @@ def main() -> None:
     args = parser.parse_args()
     name = "capacity" if args.method == "oscar" else " ".join(filter(None, ("capacity", args.method, args.bits)))
     name = name_of(args.model, args.layers, name)
-    before = [row for row in record.read_rows(Path(args.out)) if row["scenario"] == name] if args.ours else []
-    if args.ours and not before:
-        parser.error(f"--ours: {args.out} has no row {name!r}, so no tokens of BF16's; measure both once")
-    known = {"tokens": "none", "requests": "none_requests", "states": "none_states"}
-    known = {what: before[0].get(field) for what, field in known.items()} if before else None
+    plain = None
+    if args.ours:
+        before = next((row for row in record.read_rows(args.out) if row["scenario"] == name), None)
+        if before is None:
+            parser.error(f"--ours: {args.out} has no row {name!r}, so no tokens of BF16's; measure both once")
+        plain = {"tokens": before["none"], **{what: before.get(f"none_{what}") for what in ("requests", "states")}}
     geometry, cut = geometry_and_flags(args.model, args.layers)
     memory = ["--mem-fraction-static", args.mem_fraction_static, *cut]
     if args.max_running_requests:
@@ -134,7 +135,7 @@ def main() -> None:
         make = random_transform if args.method == "transform" else random_rotations
         flags = ["--kv-quant", args.method, "--kv-quant-rotations", str(make(Path(temporary) / "rotations", *geometry))]
         ours, state = capacity(args.model, *memory, *flags, *(["--kv-quant-bits", args.bits] if args.bits else []))
-    plain = known or capacity(args.model, *memory, "--attention-backend", args.plain_backend)[0]
+    plain = plain or capacity(args.model, *memory, "--attention-backend", args.plain_backend)[0]
     tokens = {"none": plain["tokens"], args.method: ours["tokens"]}
     row = {"scenario": name, "unit": "tokens", **tokens, "ratio": round(ours["tokens"] / plain["tokens"], 3)}
     if ours["states"] is not None:

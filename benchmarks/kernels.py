@@ -69,7 +69,8 @@ def main() -> None:
         "--sweep-scores", action="store_true", help="only compare ways to launch the kernels for scores"
     )
     args = parser.parse_args()
-    if unknown := set((args.planes or PLANES[0]).split(",")) - set(PLANES):
+    chosen_planes = args.planes.split(",") if args.planes else PLANES
+    if unknown := set(chosen_planes) - set(PLANES):
         parser.error(f"--planes {', '.join(unknown)}: not one of {', '.join(PLANES)}")
     torch.manual_seed(0)
     timer = Timer(args.repeats)
@@ -101,15 +102,12 @@ def main() -> None:
     if args.short:
         extends = extends[:1]
     some = (args.budgets, args.head_dims)
-    planes = [
-        row
-        for name, row in (
-            ("quantize", quantize_planes_rows(timer, bandwidth, *some)),
-            ("extend", extend_planes_rows(timer, *some)),
-            ("decode", decode_planes_rows(timer, bandwidth, *some, compare=not args.alone)),
-        )
-        if name in (args.planes or ",".join(PLANES)).split(",")
-    ]
+    of_planes = {
+        "quantize": quantize_planes_rows(timer, bandwidth, *some),
+        "extend": extend_planes_rows(timer, *some),
+        "decode": decode_planes_rows(timer, bandwidth, *some, compare=not args.alone),
+    }
+    planes = [of_planes[name] for name in chosen_planes]
     folds = [fold_rows(timer, bandwidth)]
     parts = [decode_rows(timer, bandwidth), quantize_rows(timer, bandwidth), step_rows(timer), *planes]
     scores = [score_rows(timer)]

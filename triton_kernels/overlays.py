@@ -33,11 +33,10 @@ def give_overlays(
     ``new_tokens``. direct_pages: int64 ``[n]`` or None. step: of the plan, from 1. restored: int32 ``[batch]``, filled
     in a prefill where first tokens are kept: rows' first pages that got their overlay back.
     """
-    nothing = tables.first_page[:0]
     direct = rows[:0] if direct_pages is None else direct_pages
     _give[(1,)](
         rows, seq_lens if prefix_lens is None else prefix_lens, seq_lens, len(rows), direct, len(direct), step,
-        new_tokens, nothing if restored is None else restored, tables.arguments,
+        new_tokens, tables.first_page if restored is None else restored, tables.arguments,
         WINDOW=tables.window,
         DECODING=prefix_lens is None,
         ROWS=max(1, _ELEMENTS // tables.window.WIDTH),

@@ -98,7 +98,7 @@ class TierManager:
         self.slot_stamp = torch.zeros(pool.slots + 1, dtype=torch.int64, device=device)
         self.page_valid = torch.zeros(pool.pages + 1, dtype=torch.bool, device=device)
         #: Pages that begin a sequence, where first tokens are kept.
-        self.page_first = torch.zeros(pool.pages + 1 if self.firsts else 1, dtype=torch.bool, device=device)
+        self.page_first = torch.zeros(1 if self.firsts is None else pool.pages + 1, dtype=torch.bool, device=device)
         self.row_len = torch.zeros(rows, dtype=torch.int64, device=device)
         self.errors = torch.zeros((), dtype=torch.int64, device=device)
         self.records_written = torch.zeros((), dtype=torch.int64, device=device)
@@ -107,6 +107,10 @@ class TierManager:
         self._dirty = True
         self._forget = False  # everything, before the next plan
         self._next_lens: np.ndarray | None = None  # of the last decode batch, if it goes on
+        self._set_up()
+
+    def _set_up(self) -> None:
+        """What a subclass has beside these."""
 
     # -- the scheduler's side ------------------------------------------------------------------
 

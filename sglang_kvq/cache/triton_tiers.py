@@ -6,7 +6,7 @@ import torch
 
 from sglang_kvq.cache.fold import check_fold
 from sglang_kvq.cache.pool import PagePool
-from sglang_kvq.cache.tiers import SINK_BONUS, QuantizeSlots, RestorePages, TierManager
+from sglang_kvq.cache.tiers import SINK_BONUS, TierManager
 from sglang_kvq.config import PAGE_SIZE
 from sglang_kvq.kernels.codes import record_of
 from sglang_kvq.kernels.events import apply_events
@@ -29,16 +29,8 @@ class TritonTierManager(TierManager):
     If the scheduler did something since the last plan, ``apply_events`` comes before, with its copies.
     """
 
-    def __init__(
-        self,
-        pool: PagePool,
-        sink_pages: int,
-        recent_pages: int,
-        quantize_slots: QuantizeSlots,
-        restore_pages: RestorePages | None = None,
-    ) -> None:
-        super().__init__(pool, sink_pages, recent_pages, quantize_slots, restore_pages)
-        slots, rows, firsts = len(self.slot_page), len(self.row_len), self.firsts
+    def _set_up(self) -> None:
+        pool, firsts, slots, rows = self.pool, self.firsts, len(self.slot_page), len(self.row_len)
 
         def zeros(n: int) -> torch.Tensor:
             return torch.zeros(n, dtype=torch.int64, device=pool.device)
@@ -58,7 +50,7 @@ class TritonTierManager(TierManager):
             pinned=zeros(slots),
             marked=zeros(slots),
             keys=zeros(slots),
-            wanted=zeros(rows * (sink_pages + recent_pages + 1)),
+            wanted=zeros(rows * (self.sink_pages + self.recent_pages + 1)),
             page_first=self.page_first.view(torch.uint8),
             first_page=zeros(1).int() if firsts is None else firsts.pages,
             claims=zeros(1 if firsts is None else len(firsts.pages)),
@@ -68,8 +60,8 @@ class TritonTierManager(TierManager):
             slots=zeros(2 * slots),
             pages=zeros(2 * slots),
             count=zeros(1),
-            sink_pages=sink_pages,
-            recent_pages=recent_pages,
+            sink_pages=self.sink_pages,
+            recent_pages=self.recent_pages,
             sink_bonus=SINK_BONUS,
             keeps_firsts=firsts is not None,
         )
