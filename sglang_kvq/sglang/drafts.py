@@ -17,6 +17,8 @@ from sglang_kvq.sglang.types import Configurator, ForwardBatch, ModelConfig, Ori
 SERVED = ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE", "NGRAM")
 #: Drafts of this one are looked up, and may branch: it says with a mask which see which.
 BRANCHING = "NGRAM"
+#: Flags that verify drafts of recurrent states as a chain, whatever they are: 0.5.16's, and what replaced it.
+AS_A_CHAIN = ("enable_gdn_replayssm_spec", "enable_linear_replayssm_spec")
 #: What ``--speculative-draft-kv-cache-dtype`` may say, and the dtype; None is the target's, BF16.
 DRAFT_DTYPES = {
     None: None,
@@ -43,7 +45,14 @@ def check_speculation(server_args: ServerArgs, config: KVQuantConfig, model: Mod
             "--enable-streaming-session: speculative decoding in sessions that keep their rows was not tried with "
             "--kv-quant; leave out one of the two."
         )
-    if compat.resolved(server_args, "speculative_algorithm") == "STANDALONE":
+    algorithm = compat.resolved(server_args, "speculative_algorithm")
+    chained = next((name for name in AS_A_CHAIN if getattr(server_args, name, False)), None)
+    if algorithm == BRANCHING and chained is not None:
+        raise KVQuantError(
+            f"--{chained.replace('_', '-')}: it verifies a chain of drafts, and those of {BRANCHING} branch; leave it "
+            "out, or take another --speculative-algorithm."
+        )
+    if algorithm == "STANDALONE":
         _check_draft(draft_model(server_args, model))
 
 
@@ -171,3 +180,14 @@ def after_sizes(result: None, configurator: Configurator, kvc: Configurator) -> 
         return
     geometry = state.geometry
     configurator._cell_size = (geometry.page_bytes + geometry.draft_page_bytes) // PAGE_SIZE
+
+
+def after_states(result: None, backend: Any, model_runner: Any) -> None:
+    """AFTER ``MambaAttnBackendBase.__init__``: recurrent states are computed along the tree that n-grams make.
+
+    SGLang takes drafts of breadth 1 for a chain. But each suffix of what was said that occurred before begins a branch
+    of its own: drafts of the second would be verified, and kept, with states that went through the first.
+    """
+    args = model_runner.server_args
+    if config_of(args) is not None and compat.resolved(args, "speculative_algorithm") == BRANCHING:
+        backend.topk = max(int(backend.topk), 2)

@@ -240,6 +240,12 @@ TABLE: tuple[Hook, ...] = (
             dict(params=("kvc",), handler="drafts:after_sizes"),
         ),
         (
+            Kind.AFTER,
+            "layers.attention.hybrid_linear_attn_backend.MambaAttnBackendBase.__init__",
+            "recurrent states follow drafts that branch",
+            dict(params=("model_runner",), handler="drafts:after_states"),
+        ),
+        (
             Kind.CALL,
             "configs.model_config.ModelConfig.from_server_args",
             "a draft model's shapes",

@@ -126,19 +126,45 @@ def causal_conv1d_update_cpu(
     conv_state_indices,
     intermediate_conv_window=None,
     intermediate_state_indices=None,
+    retrieve_next_token=None,
+    retrieve_next_sibling=None,
+    retrieve_parent_token=None,
     **_,
 ):
     """x ``[requests, channels]``, one token of each; or their drafts ``[requests, channels, drafts]``, which leave the
-    states as they are: what each would make of them goes to ``intermediate_conv_window``, ``[rows, drafts, ...]``."""
+    states as they are: what each would make of them goes to ``intermediate_conv_window``, ``[rows, drafts, ...]``.
+
+    Drafts are a chain, or a tree: of each its first child and its next sibling, -1 for none. Its parent is said back.
+    """
     slots, width = conv_state_indices.long(), weight.shape[1] - 1
-    whole = torch.cat([conv_states[slots].to(x.dtype), x.view(*x.shape[:2], -1)], dim=2)
-    out = torch.stack([_convolved(one, weight, bias) for one in whole]).view(x.shape)
+    state, drafts = conv_states[slots].to(x.dtype), x.view(*x.shape[:2], -1)
     if intermediate_conv_window is None:
+        whole = torch.cat([state, drafts], dim=2)
         conv_states[slots] = whole[:, :, 1:].to(conv_states.dtype)
-        return out
-    after = whole.unfold(2, width, 1)[:, :, 1:].transpose(1, 2)  # [requests, drafts, channels, width]
-    intermediate_conv_window[intermediate_state_indices.long()] = after.to(intermediate_conv_window.dtype)
-    return torch.empty_like(x).copy_(out)  # SGLang relies on its strides
+        return torch.stack([_convolved(one, weight, bias) for one in whole]).view(x.shape)
+    out = torch.empty_like(x)  # SGLang relies on its strides
+    for n, row in enumerate(intermediate_state_indices.tolist()):
+        parents = list(range(-1, drafts.shape[2] - 1))
+        if retrieve_next_token is not None:
+            parents = _parents(retrieve_next_token[n].tolist(), retrieve_next_sibling[n].tolist())
+            retrieve_parent_token[n] = torch.tensor(parents)
+        before: list[torch.Tensor] = []  # each draft's state, [channels, width]
+        for draft, parent in enumerate(parents):
+            window = torch.cat([state[n] if parent < 0 else before[parent], drafts[n, :, draft : draft + 1]], dim=1)
+            out[n, :, draft] = _convolved(window, weight, bias)[:, -1]
+            before.append(window[:, -width:])
+        intermediate_conv_window[row] = torch.stack(before).to(intermediate_conv_window.dtype)
+    return out
+
+
+def _parents(children: list[int], siblings: list[int]) -> list[int]:
+    """Of each draft the one before it, -1 of the first; drafts that no other leads to follow the first too."""
+    parents = [-1] + [0] * (len(children) - 1)
+    for parent, child in enumerate(children):
+        while child >= 0:
+            parents[child] = parent
+            child = siblings[child]
+    return parents
 
 
 def _convolved(x, weight, bias):
@@ -171,20 +197,23 @@ def fused_sigmoid_gating_delta_rule_update_cpu(
     cu_seqlens,
     intermediate_states_buffer=None,
     intermediate_state_indices=None,
+    retrieve_parent_token=None,
     **_,
 ):
     """One token of each request; or their drafts, which leave the states as they are: those after each draft go to
-    ``intermediate_states_buffer``, ``[rows, drafts, ...]``."""
+    ``intermediate_states_buffer``, ``[rows, drafts, ...]``. Each goes on from its parent's, or the one before it."""
     decay, beta = fused_gdn_gating_cpu(A_log, a.view(-1, A_log.shape[0]), b.view(-1, A_log.shape[0]), dt_bias)
     q, k, v = (x.reshape(-1, *x.shape[-2:]) for x in (q, k, v))
     out, starts = torch.empty_like(v), cu_seqlens.tolist()
     for n, slot in enumerate(initial_state_indices.tolist()):
         state = initial_state_source[slot]
+        row = None if intermediate_states_buffer is None else int(intermediate_state_indices[n])
         for token in range(starts[n], starts[n + 1]):
+            if retrieve_parent_token is not None and token > starts[n]:
+                state = intermediate_states_buffer[row, int(retrieve_parent_token[n, token - starts[n]])]
             parts = (x[token : token + 1] for x in (q, k, v, decay[0], beta[0]))
             out[token : token + 1], state, _ = _delta_rule(*parts, state)
             if intermediate_states_buffer is not None:
-                row = int(intermediate_state_indices[n])
                 intermediate_states_buffer[row, token - starts[n]] = state.to(intermediate_states_buffer.dtype)
         if intermediate_states_buffer is None:
             initial_state_source[slot] = state.to(initial_state_source.dtype)

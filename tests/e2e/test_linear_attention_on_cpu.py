@@ -113,3 +113,36 @@ def test_drafts_are_convolved_as_tokens_one_by_one():
         step = ours.causal_conv1d_update_cpu(x[:, :, t], before, weight, None, "silu", slots)
         torch.testing.assert_close(out[:, :, t], step)
         torch.testing.assert_close(kept[:2, t], before[slots])
+
+
+def test_drafts_of_a_tree_go_on_from_their_parents():
+    """Each draft's output and state are those of the path to it, given as a chain of its own."""
+    draw = torch.Generator().manual_seed(5)
+    children, siblings = torch.tensor([[1, -1, 3, 4, -1, -1]]), torch.tensor([[-1, 2, -1, -1, -1, -1]])
+    paths = ((0,), (0, 1), (0, 2), (0, 2, 3), (0, 2, 3, 4), (0, 5))  # nothing leads to the last: it is not a draft
+    count, slot, parents = len(paths), torch.tensor([1]), torch.zeros(1, len(paths), dtype=torch.int64)
+    x, weight = torch.randn(1, count, 6, generator=draw).transpose(1, 2), torch.randn(6, 4, generator=draw)
+    windows, states = torch.randn(2, 6, 3, generator=draw), torch.randn(2, HEADS, V, K, generator=draw)
+    q, k, v, a, b = (part[0] for part in tokens(count))
+    gates = dict(A_log=torch.randn(HEADS, generator=draw), dt_bias=torch.randn(HEADS, generator=draw))
+
+    def run(at: list[int], **tree):
+        kept = torch.zeros(1, len(at), 6, 3), torch.zeros(1, len(at), HEADS, V, K)
+        row = torch.arange(1)
+        convolved = ours.causal_conv1d_update_cpu(
+            x[:, :, at], windows, weight, None, "silu", slot, intermediate_conv_window=kept[0],
+            intermediate_state_indices=row, **tree,
+        )  # fmt: skip
+        out = ours.fused_sigmoid_gating_delta_rule_update_cpu(
+            q=q[None, at], k=k[None, at], v=v[None, at], a=a[at], b=b[at], initial_state_source=states,
+            initial_state_indices=slot, cu_seqlens=torch.tensor([0, len(at)]), intermediate_states_buffer=kept[1],
+            intermediate_state_indices=row, retrieve_parent_token=tree.get("retrieve_parent_token"), **gates,
+        )  # fmt: skip
+        return convolved[0].t(), out[0], kept[0][0], kept[1][0]
+
+    tree = dict(retrieve_next_token=children, retrieve_next_sibling=siblings, retrieve_parent_token=parents)
+    whole = run(list(range(count)), **tree)
+    assert parents.tolist() == [[-1, 0, 0, 2, 3, 0]]
+    for draft, path in enumerate(paths):
+        for of_tree, of_chain in zip(whole, run(list(path))):
+            torch.testing.assert_close(of_tree[draft], of_chain[-1])

@@ -11,6 +11,7 @@ import os
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
 
 import pytest
 
@@ -77,6 +78,8 @@ def ask(server: TinyServer) -> dict:
     found["turns"] = [steps(reply) for reply in replies]
     found["forced turns"] = [forced(server, ids, answer) for ids, answer in zip(turns, found["turns"])]
     found["forced"] = [forced(server, ids, answer) for ids, answer in zip(asked, found["answers"])]
+    plant(server, asked[0], [step.token for step in found["answers"][0]])
+    found["branching"] = steps(greedy(server, asked[0], ANSWER))
     server.drain()
     # More than run at once, so that some are retracted; all end, or are aborted, in the middle of a round.
     with ThreadPoolExecutor(4) as pool:
@@ -89,6 +92,17 @@ def ask(server: TinyServer) -> dict:
     abort.join()
     found["held"], found["log"] = server.held_when_empty(), server.log()
     return found
+
+
+def plant(server: TinyServer, prompt: list[int], answer: list[int]) -> None:
+    """Before ``answer`` is given again, n-grams are to know only that three of its tokens go on as the model goes on
+    with these alone, and the last of them as the answer does: a wrong draft, and a branch that is right."""
+    whole, first = [*prompt, *answer], len(prompt)
+    server.drain()
+    wrong = [whole[n - 3 : n] for n in range(first, len(whole))]
+    right = [[1, *whole[n - 1 : n + 3]] for n in range(first, len(whole) - 2)]
+    for planted in (wrong, [list(chain(*right[n : n + 3])) for n in range(0, len(right), 3)]):
+        server.json("/generate", body(planted, 2))  # what is decoded is remembered, with the prompt's end
 
 
 def forced(server: TinyServer, prompt: list[int], answer: list) -> list[tuple[float, float]]:
@@ -122,6 +136,11 @@ def test_answers_are_the_greedy_ones(said):
     assert said["quantized"] >= 256, "no history was read"
     assert sum(said["rounds"]) < 0.8 * len(LENGTHS) * ANSWER, "hardly a draft was accepted"
     assert sum(said["rounds"]) > 1.1 * len(LENGTHS) * ANSWER / 4, "hardly a draft was rejected"
+
+
+def test_drafts_that_branch_change_no_answer(said):
+    """Recurrent states are those of the branch that a draft is in (``drafts.after_states``)."""
+    assert_greedy(said["branching"], said["forced"][0], ROUNDING)
 
 
 def test_a_turn_goes_on_from_what_was_accepted(said):

@@ -36,7 +36,7 @@ OTHERS = {
     "4 streams of 32K": "decode_4x32k",
     "64 streams of 1K": "decode_64x1k",
 }
-OTHER_MODELS = ("qwen3-30b-a3b/{}", "gpt-oss-120b/{}, 12 layers")
+OTHER_MODELS = ("qwen3-30b-a3b/{}", "gpt-oss-120b/{}, 12 layers", "qwen3-next-80b-a3b/{}, 24 layers")
 #: Names in the table of qualities, and those of ``kvq eval``.
 METHODS = {"BF16, a second run of it": "none", "SGLang's own FP8": "fp8"}
 
@@ -83,12 +83,24 @@ def check_serving(cells: list[str], scenarios: dict[str, str] = SCENARIOS, model
 @pytest.mark.parametrize("cells", tables(PERFORMANCE, "## Serving\n"), ids=lambda cells: f"{cells[0]}-{len(cells)}")
 def test_serving(cells: list[str]) -> None:
     label, *figures = cells
-    if len(figures) == 3:
+    if label.endswith("Qwen3-8B"):
+        row = by("serving_h200", "scenario")["capacity transform 1.6"]
+        assert all(
+            agrees(cell, row[field]) for cell, field in zip(figures, ("none", "transform", "ratio"), strict=True)
+        )
+    elif len(figures) == 3:
         check_serving(cells)
-        return
-    assert len(figures) == 3 * len(OTHER_MODELS), cells
-    for n, model in enumerate(OTHER_MODELS):
-        check_serving([label, *figures[3 * n : 3 * n + 3]], OTHERS, model)
+    else:
+        assert len(figures) == 3 * len(OTHER_MODELS), cells
+        for n, model in enumerate(OTHER_MODELS):
+            check_serving([label, *figures[3 * n : 3 * n + 3]], OTHERS, model)
+
+
+@pytest.mark.parametrize("cells", tables(PERFORMANCE, "## Speculation\n"), ids=lambda cells: cells[0])
+def test_speculation(cells: list[str]) -> None:
+    row = by("serving_h200", "scenario")[f"spec_4x{cells[0].lower()}_4"]
+    assert row["simulated"] == 2.5 and row["drafts"] == row["streams"] == 4
+    assert all(agrees(cell, row[field]) for cell, field in zip(cells[1:], ("none", "oscar", "ratio"), strict=True))
 
 
 def test_contexts_at_once() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from types import SimpleNamespace
 
 import pytest
@@ -13,6 +14,7 @@ from sglang_kvq.cache.pool import PagePool
 from sglang_kvq.config import PAGE_SIZE, KVQuantConfig
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.formats.page import PageFormat
+from sglang_kvq.releases import OLD_TREE
 from sglang_kvq.sglang import compat, drafts, plugin, runtime
 from sglang_kvq.sglang.drafts import SeenBuffers, among_drafts
 from sglang_kvq.sglang.tree import around_finished
@@ -90,6 +92,49 @@ def test_what_is_refused(flags, text, monkeypatch):
     with pytest.raises(KVQuantError, match=text):
         drafts.check_speculation(args, CONFIG, PLAIN)
     drafts.check_speculation(SimpleNamespace(speculative_algorithm=None, **flags), CONFIG, PLAIN)
+
+
+@pytest.mark.parametrize("field", drafts.AS_A_CHAIN)
+def test_drafts_that_branch_are_not_verified_as_a_chain(field, monkeypatch):
+    monkeypatch.setattr(compat, "resolved", lambda sa, field, default=None: getattr(sa, field, default))
+    args = SimpleNamespace(speculative_algorithm="NGRAM", speculative_num_draft_tokens=4, **{field: True})
+    with pytest.raises(KVQuantError, match=f"--{field.replace('_', '-')}: .* NGRAM branch; leave it out"):
+        drafts.check_speculation(args, CONFIG, PLAIN)
+    args.speculative_algorithm = "EAGLE"
+    drafts.check_speculation(args, CONFIG, PLAIN)
+
+
+@pytest.mark.parametrize(("algorithm", "breadth"), [("NGRAM", 2), ("EAGLE", 1), (None, 0)])
+def test_recurrent_states_follow_drafts_that_branch(algorithm, breadth, monkeypatch):
+    """What SGLang's backend for states gets to know of a batch's drafts, beside its chain."""
+    from sglang.srt.layers.attention import hybrid_linear_attn_backend as module
+
+    monkeypatch.setattr(compat, "resolved", lambda sa, field, default=None: getattr(sa, field, default))
+    monkeypatch.setattr(runtime, "_current", None)
+    args = SimpleNamespace(speculative_algorithm=algorithm)
+    backend = SimpleNamespace(topk=breadth and 1)
+    drafts.after_states(None, backend, SimpleNamespace(server_args=args))
+    assert backend.topk == (breadth and 1), "--kv-quant is off"
+    runtime.attach(CONFIG, args)
+    drafts.after_states(None, backend, SimpleNamespace(server_args=args))
+    assert backend.topk == breadth
+    source = inspect.getsource(module.MambaAttnBackendBase)
+    assert "self.topk > 1" in source and "retrieve_next_token" in source, "what it is raised for"
+
+
+def test_n_grams_of_breadth_1_branch(monkeypatch):
+    """The longest suffix known goes on with 5, and no further; a shorter one, seen elsewhere, with 8."""
+    if compat.applies(OLD_TREE, compat.sglang_version()):
+        monkeypatch.setenv("CXX", "c++ -include cstddef")  # the n-grams are C++ that lacks this header
+    from sglang.srt.speculative.cpp_ngram.ngram_corpus import NgramCorpus
+
+    corpus = NgramCorpus(min_bfs_breadth=1, max_bfs_breadth=1, draft_token_num=4)
+    corpus.batch_put([[2, 3, 4, 5]])
+    corpus.batch_put([[9, 3, 4, 8, 7]])
+    corpus.synchronize()
+    _, mask = corpus.batch_get(["request"], [[1, 2, 3, 4]], [4])
+    seen = torch.from_numpy(mask).view(4, 4)
+    assert sorted(seen.sum(-1).tolist()) == [1, 2, 2, 3], "two see the last token alone, one the second of them too"
 
 
 @pytest.mark.parametrize("beside", ["sliding windows", "recurrent states"])
