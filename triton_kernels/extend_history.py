@@ -43,9 +43,9 @@ class Tile(NamedTuple):
 
 
 @triton.jit
-def queries_by_plane(tile, SHAPE: tl.constexpr):
-    """BF16 [ROWS, 4 JP]: the four planes' dims, each padded, as ``join_planes`` has the keys'."""
-    c = tl.arange(0, 4 * SHAPE.JP)
+def queries_by_plane(tile, SHAPE: tl.constexpr, PLANES: tl.constexpr = 4):
+    """BF16 [ROWS, PLANES JP]: the first planes' dims, each padded, as ``join_planes`` has the keys'."""
+    c = tl.arange(0, PLANES * SHAPE.JP)
     dim = c // SHAPE.JP * SHAPE.D4 + c % SHAPE.JP
     inside = tile.live[:, None] & (c % SHAPE.JP < SHAPE.D4)[None, :]
     return tl.load(tile.q + tile.row[:, None] + dim[None, :], mask=inside, other=0.0)

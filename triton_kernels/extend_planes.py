@@ -11,7 +11,9 @@ added to scores as logarithms, so that the softmax's ``top`` bounds p g_v and no
     y = g_k x + log2 g_v        p g_v = 2^(y - top) <= 1        p = p g_v / g_v
 
 Gains and what is made of them may span 2^32: float32 holds p, and what of a row's p g_v FP16 loses is below 2^-29 of
-its largest. A plane without bits is zeros.
+its largest.
+
+A plane without bits is zeros, and where the last two have none they are no part of a tile: products are half as long.
 """
 
 import triton
@@ -30,6 +32,7 @@ from sglang_kvq.kernels.planes import (
     shares_of,
     shift_of,
     start_of,
+    tile_planes,
 )
 from sglang_kvq.kernels.softmax import NEVER, Softmax, no_keys, scores
 
@@ -47,13 +50,14 @@ def history_planes(
 ):  # fmt: skip
     """``extend_history.history_two_bits`` of records of planes; columns of acc are ``planes.plane_dims``."""
     PAGE_BYTES: tl.constexpr = SHAPE.KV_HEADS * RECORD.bytes
-    x = queries_by_plane(tile, SHAPE).to(tl.float32)
+    V_PLANES: tl.constexpr = tile_planes(RECORD.v)
+    x = queries_by_plane(tile, SHAPE, tile_planes(RECORD.k)).to(tl.float32)
     peak = tl.maximum(tl.max(tl.max(tl.abs(x), 1), 0), 1e-30)
     unit = (peak.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)  # a power of two
-    queries = (x * (_Q_SCALE / unit)).to(tl.float16)  # [ROWS, 4 JP]
+    queries = (x * (_Q_SCALE / unit)).to(tl.float16)  # [ROWS, K's planes * JP]
     factor = unit * (scale_log2 / (_Q_SCALE * _LEVEL))
 
-    state = no_keys(ROWS, SHAPE.VP)
+    state = no_keys(ROWS, V_PLANES * (SHAPE.VP // 4))
     first, last = pages.history, pages.history_end
     whole = tl.maximum(tl.minimum(last, pages.tokens // PAGE), first)
     for _ in tl.range(0, tl.minimum(last - first, 1)):  # once, see ``history_two_bits``
@@ -68,7 +72,10 @@ def history_planes(
             count = pages.tokens - whole * PAGE
             state = _page(state, queries, factor, record, count, v_first, RECORD, SHAPE, ROWS, True, PLAIN)
         queries = tl.zeros(queries.shape, queries.dtype)
-    return Softmax(state.acc, state.total * _LEVEL, state.top - (_P_SHIFT + _LEVEL_LOG2))
+    acc = state.acc
+    if V_PLANES == 2:  # behind the first two planes' dims those of the others, which are zero
+        acc = _side_by_side((acc, tl.zeros(acc.shape, tl.float32)), ROWS, SHAPE.VP // 2)
+    return Softmax(acc, state.total * _LEVEL, state.top - (_P_SHIFT + _LEVEL_LOG2))
 
 
 @triton.jit
@@ -129,12 +136,13 @@ def _gains(record, factor, RECORD: tl.constexpr, PLAIN: tl.constexpr):
 
 @triton.jit
 def _key_tile(record, CODES: tl.constexpr, SHAPE: tl.constexpr, PLAIN: tl.constexpr):
-    """FP16 [PAGE, 4 JP]: the four planes side by side."""
+    """FP16 [PAGE, planes * JP]: ``tile_planes`` side by side."""
     D4: tl.constexpr = SHAPE.D4
     JP: tl.constexpr = SHAPE.JP
+    PLANES: tl.constexpr = tile_planes(CODES)
     n, j = tl.arange(0, PAGE), tl.arange(0, JP)[None, :]
     token = n // 8 * 8 + n % 2 * 4 + n // 2 % 4  # because of banks, see ``extend_history._page``
-    planes = _no_planes(PAGE, JP)
+    planes = _no_planes(PLANES, PAGE, JP)
     for c in tl.static_range(cell_count(CODES)):
         rows = PAGE // shares_of(CODES, c)
         row, shift = key_row(token) % rows, token // rows * bits_of(CODES, c)
@@ -142,17 +150,18 @@ def _key_tile(record, CODES: tl.constexpr, SHAPE: tl.constexpr, PLAIN: tl.conste
         bytes = tl.load(address) if D4 == JP else tl.load(address, mask=j < D4, other=0)
         for f in tl.static_range(field_count(CODES, c)):
             planes = _set(planes, plane_of(CODES, c, f), _levels(bytes, shift[:, None], CODES, c, f, PLAIN))
-    k = join_planes(planes[0], planes[1], planes[2], planes[3], PAGE, JP)
-    return tl.reshape(tl.permute(tl.reshape(k, [PAGE // 8, 2, 2, 2, 4 * JP]), (0, 3, 1, 2, 4)), [PAGE, 4 * JP])
+    k = tl.reshape(_side_by_side(planes, PAGE, JP), [PAGE // 8, 2, 2, 2, PLANES * JP])
+    return tl.reshape(tl.permute(k, (0, 3, 1, 2, 4)), [PAGE, PLANES * JP])
 
 
 @triton.jit
 def _value_tile(record, v_first, CODES: tl.constexpr, SHAPE: tl.constexpr, PLAIN: tl.constexpr):
-    """FP16 [VP, PAGE]: rows are ``planes.plane_dims``."""
+    """FP16 [planes * VP / 4, PAGE]: rows are the first of ``planes.plane_dims``, of ``tile_planes``."""
     QUARTER: tl.constexpr = PAGE // 4
     ROWS: tl.constexpr = SHAPE.VP // 4
+    PLANES: tl.constexpr = tile_planes(CODES)
     token, j = tl.arange(0, PAGE)[None, :], tl.arange(0, ROWS)[:, None]
-    planes = _no_planes(ROWS, PAGE)
+    planes = _no_planes(PLANES, ROWS, PAGE)
     for c in tl.static_range(cell_count(CODES)):
         # In this order the compiler sees which bytes are neighbours; else it would load them one by one.
         quarter = token // QUARTER % (4 // shares_of(CODES, c))
@@ -168,24 +177,36 @@ def _value_tile(record, v_first, CODES: tl.constexpr, SHAPE: tl.constexpr, PLAIN
     # Tokens are joined last: otherwise the compiler takes planes for what a thread holds side by side, and stores the
     # tile token by token.
     even, odd = (), ()
-    for n in tl.static_range(4):
+    for n in tl.static_range(PLANES):
         x, y = tl.split(tl.reshape(planes[n], [ROWS, PAGE // 2, 2]))
         even += (x,)
         odd += (y,)
-    return tl.reshape(tl.join(_stacked(even, ROWS), _stacked(odd, ROWS)), [SHAPE.VP, PAGE])
+    return tl.reshape(tl.join(_stacked(even, ROWS), _stacked(odd, ROWS)), [PLANES * ROWS, PAGE])
 
 
 @triton.jit
 def _stacked(x, ROWS: tl.constexpr):
-    """Four tiles [ROWS, PAGE / 2] to one [4 ROWS, PAGE / 2]."""
-    joined = tl.join(tl.join(x[0], x[2]), tl.join(x[1], x[3]))  # [ROWS, PAGE / 2, plane // 2, plane % 2]
-    return tl.reshape(tl.permute(joined, (2, 3, 0, 1)), [4 * ROWS, PAGE // 2])
+    """Two or four tiles [ROWS, PAGE / 2] to one, one above the other."""
+    if len(x) == 2:
+        return tl.reshape(tl.permute(tl.join(x[0], x[1]), (2, 0, 1)), [2 * ROWS, PAGE // 2])
+    else:
+        joined = tl.join(tl.join(x[0], x[2]), tl.join(x[1], x[3]))  # [ROWS, PAGE / 2, plane // 2, plane % 2]
+        return tl.reshape(tl.permute(joined, (2, 3, 0, 1)), [4 * ROWS, PAGE // 2])
 
 
 @triton.jit
-def _no_planes(ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def _side_by_side(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Two or four tiles [ROWS, COLUMNS] to one."""
+    if len(x) == 2:
+        return tl.reshape(tl.permute(tl.join(x[0], x[1]), (0, 2, 1)), [ROWS, 2 * COLUMNS])
+    else:
+        return join_planes(x[0], x[1], x[2], x[3], ROWS, COLUMNS)
+
+
+@triton.jit
+def _no_planes(PLANES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     planes = ()
-    for _ in tl.static_range(4):
+    for _ in tl.static_range(PLANES):
         planes += (tl.zeros([ROWS, COLUMNS], tl.float16),)
     return planes
 
@@ -194,7 +215,7 @@ def _no_planes(ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 def _set(planes, PLANE: tl.constexpr, tile):
     """The planes with one replaced."""
     result = ()
-    for n in tl.static_range(4):
+    for n in tl.static_range(len(planes)):
         if n == PLANE:
             result += (tile,)
         else:

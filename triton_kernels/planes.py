@@ -96,6 +96,12 @@ def is_coded(codes, plane):
 
 
 @triton.constexpr_function
+def tile_planes(codes):
+    """Planes that a tile needs to hold all that have bits: the first two, or all four."""
+    return 4 if any(codes.widths[2:]) else 2
+
+
+@triton.constexpr_function
 def _stays(field):
     """Whether codes are used as they lie."""
     return field.shift + field.width <= 7 and field.shift <= _MOST_SHIFT

@@ -48,7 +48,7 @@ TARGET = GPUTarget("cuda", 90, 32)
 #: Kinds of codes that between them take every branch.
 SOME = ("oscar-lloyd-max", "lloyd-max-4-3-g32", "uniform-3-3", "sphere-4-3", "channel-2", "centred-4")
 #: Widths of planes: two bits, the widest, planes without bits, halves and quarters of bytes.
-PLANES = ("4321-2211", "6532-5443", "6420-2110", "3210-4321")
+PLANES = ("4321-2211", "6532-5443", "6420-2110", "3210-4321", "5300-4200")
 #: Ways to decode with products in FP16.
 HALF_LAUNCHES = [DecodeLaunch(3, 255, 8, 1), DecodeLaunch(2, 255, 8, 2)]
 ANY = ShortExtends(costs=None, most_rows_unpacked=1 << 20, least_prefix=0)
