@@ -17,7 +17,7 @@ from sglang_kvq.sglang.types import Configurator, ForwardBatch, ModelConfig, Ori
 SERVED = ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE", "NGRAM")
 #: Drafts of this one are looked up, and may branch: it says with a mask which see which.
 BRANCHING = "NGRAM"
-#: Flags that verify drafts of recurrent states as a chain, whatever they are: 0.5.16's, and what replaced it.
+#: Flags that verify drafts of recurrent states as a chain, whatever they are; the second replaced the first.
 AS_A_CHAIN = ("enable_gdn_replayssm_spec", "enable_linear_replayssm_spec")
 #: What ``--speculative-draft-kv-cache-dtype`` may say, and the dtype; None is the target's, BF16.
 DRAFT_DTYPES = {
