@@ -134,10 +134,10 @@ def _page(
         s_v, z_v = _split2(values, VECTOR)
         s_k, z_k = _own(s_k, token), _own(z_k, token)
         k0, k1, k2, k3 = _keys_of(k, s_k, z_k, s_k, z_k, PLAIN)
-    k = join_planes(k0, k1, k2, k3, PAGE, JP)
+    k = join_planes((k0, k1, k2, k3), PAGE, JP)
     k = tl.reshape(tl.permute(tl.reshape(k, [PAGE // 8, 2, 2, 2, 4 * JP]), (0, 3, 1, 2, 4)), [PAGE, 4 * JP])
     v0, v1, v2, v3 = _values_of(v, s_v, z_v, VECTOR, PLAIN)
-    v = join_planes(v0, v1, v2, v3, VP, QUARTER)
+    v = join_planes((v0, v1, v2, v3), VP, QUARTER)
     v = tl.reshape(tl.permute(tl.reshape(v, [VP // 8, 2, 2, 2, PAGE]), (0, 2, 3, 1, 4)), [VP, PAGE])
 
     x = scores(queries, k, ROWS, PAGE)
@@ -176,14 +176,14 @@ def history_any(
         k1 = _keys(low, high, 1, record, token, j, in_k, D4, D, KEYS)
         k2 = _keys(low, high, 2, record, token, j, in_k, D4, D, KEYS)
         k3 = _keys(low, high, 3, record, token, j, in_k, D4, D, KEYS)
-        k = join_planes(k0, k1, k2, k3, PAGE, JP)
+        k = join_planes((k0, k1, k2, k3), PAGE, JP)
         low, high = packed(record, dim, i, D, QUARTER, in_v, VALUES)  # [VP, QUARTER]
         scales = dim // VALUES.group * PAGE + i
         v0 = dequantize(low, high, 0, record, scales, dim, in_v, VALUES)
         v1 = dequantize(low, high, 1, record, scales + QUARTER, dim, in_v, VALUES)
         v2 = dequantize(low, high, 2, record, scales + 2 * QUARTER, dim, in_v, VALUES)
         v3 = dequantize(low, high, 3, record, scales + 3 * QUARTER, dim, in_v, VALUES)
-        v = join_planes(v0, v1, v2, v3, VP, QUARTER)
+        v = join_planes((v0, v1, v2, v3), VP, QUARTER)
         seen = (tl.arange(0, PAGE) + index * PAGE < pages.tokens)[None, :]
         state = attend(state, queries, k, tl.trans(v), seen, scale_log2, ROWS, PAGE)
     return state
@@ -341,7 +341,15 @@ def _keys(
 
 
 @triton.jit
-def join_planes(x0, x1, x2, x3, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Four tiles [ROWS, COLUMNS] to one [ROWS, 4 COLUMNS], side by side."""
-    x = tl.join(tl.join(x0, x2), tl.join(x1, x3))  # [ROWS, COLUMNS, plane // 2, plane % 2]
-    return tl.reshape(tl.permute(x, (0, 2, 3, 1)), [ROWS, 4 * COLUMNS])
+def planes_last(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Two or four tiles [ROWS, COLUMNS] to one [ROWS, COLUMNS, planes]."""
+    if len(x) == 2:
+        return tl.join(x[0], x[1])
+    else:  # a plane's number is two bits
+        return tl.reshape(tl.join(tl.join(x[0], x[2]), tl.join(x[1], x[3])), [ROWS, COLUMNS, 4])
+
+
+@triton.jit
+def join_planes(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Two or four tiles [ROWS, COLUMNS] to one [ROWS, planes * COLUMNS], side by side."""
+    return tl.reshape(tl.permute(planes_last(x, ROWS, COLUMNS), (0, 2, 1)), [ROWS, len(x) * COLUMNS])

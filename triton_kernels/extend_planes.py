@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 
 from sglang_kvq.kernels.common import PAGE, dot, key_row, page_of
-from sglang_kvq.kernels.extend_history import join_planes, queries_by_plane
+from sglang_kvq.kernels.extend_history import join_planes, planes_last, queries_by_plane
 from sglang_kvq.kernels.planes import (
     bits_of,
     cell_count,
@@ -74,7 +74,7 @@ def history_planes(
         queries = tl.zeros(queries.shape, queries.dtype)
     acc = state.acc
     if V_PLANES == 2:  # behind the first two planes' dims those of the others, which are zero
-        acc = _side_by_side((acc, tl.zeros(acc.shape, tl.float32)), ROWS, SHAPE.VP // 2)
+        acc = join_planes((acc, tl.zeros(acc.shape, tl.float32)), ROWS, SHAPE.VP // 2)
     return Softmax(acc, state.total * _LEVEL, state.top - (_P_SHIFT + _LEVEL_LOG2))
 
 
@@ -150,7 +150,7 @@ def _key_tile(record, CODES: tl.constexpr, SHAPE: tl.constexpr, PLAIN: tl.conste
         bytes = tl.load(address) if D4 == JP else tl.load(address, mask=j < D4, other=0)
         for f in tl.static_range(field_count(CODES, c)):
             planes = _set(planes, plane_of(CODES, c, f), _levels(bytes, shift[:, None], CODES, c, f, PLAIN))
-    k = tl.reshape(_side_by_side(planes, PAGE, JP), [PAGE // 8, 2, 2, 2, PLANES * JP])
+    k = tl.reshape(join_planes(planes, PAGE, JP), [PAGE // 8, 2, 2, 2, PLANES * JP])
     return tl.reshape(tl.permute(k, (0, 3, 1, 2, 4)), [PAGE, PLANES * JP])
 
 
@@ -187,20 +187,7 @@ def _value_tile(record, v_first, CODES: tl.constexpr, SHAPE: tl.constexpr, PLAIN
 @triton.jit
 def _stacked(x, ROWS: tl.constexpr):
     """Two or four tiles [ROWS, PAGE / 2] to one, one above the other."""
-    if len(x) == 2:
-        return tl.reshape(tl.permute(tl.join(x[0], x[1]), (2, 0, 1)), [2 * ROWS, PAGE // 2])
-    else:
-        joined = tl.join(tl.join(x[0], x[2]), tl.join(x[1], x[3]))  # [ROWS, PAGE / 2, plane // 2, plane % 2]
-        return tl.reshape(tl.permute(joined, (2, 3, 0, 1)), [4 * ROWS, PAGE // 2])
-
-
-@triton.jit
-def _side_by_side(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Two or four tiles [ROWS, COLUMNS] to one."""
-    if len(x) == 2:
-        return tl.reshape(tl.permute(tl.join(x[0], x[1]), (0, 2, 1)), [ROWS, 2 * COLUMNS])
-    else:
-        return join_planes(x[0], x[1], x[2], x[3], ROWS, COLUMNS)
+    return tl.reshape(tl.permute(planes_last(x, ROWS, PAGE // 2), (2, 0, 1)), [len(x) * ROWS, PAGE // 2])
 
 
 @triton.jit

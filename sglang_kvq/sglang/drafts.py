@@ -11,7 +11,7 @@ from sglang_kvq.config import PAGE_SIZE, KVQuantConfig
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.sglang import compat, runtime
 from sglang_kvq.sglang.runtime import config_of
-from sglang_kvq.sglang.types import Configurator, ForwardBatch, ModelConfig, Original, ServerArgs
+from sglang_kvq.sglang.types import Configurator, ForwardBatch, ModelConfig, ModelRunner, Original, ServerArgs
 
 #: Algorithms that verify equally many drafts of every request in one batch, in a chain or with a mask; NEXTN is EAGLE.
 SERVED = ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE", "NGRAM")
@@ -36,7 +36,8 @@ def check_speculation(server_args: ServerArgs, config: KVQuantConfig, model: Mod
     Raises:
         KVQuantError: names the setting and the fix.
     """
-    if compat.resolved(server_args, "speculative_algorithm") is None:
+    algorithm = compat.resolved(server_args, "speculative_algorithm")
+    if algorithm is None:
         return
     count = compat.resolved(server_args, "speculative_num_draft_tokens")
     check_count(int(count), config.recent_tokens)
@@ -45,7 +46,6 @@ def check_speculation(server_args: ServerArgs, config: KVQuantConfig, model: Mod
             "--enable-streaming-session: speculative decoding in sessions that keep their rows was not tried with "
             "--kv-quant; leave out one of the two."
         )
-    algorithm = compat.resolved(server_args, "speculative_algorithm")
     chained = next((name for name in AS_A_CHAIN if getattr(server_args, name, False)), None)
     if algorithm == BRANCHING and chained is not None:
         raise KVQuantError(
@@ -182,7 +182,7 @@ def after_sizes(result: None, configurator: Configurator, kvc: Configurator) -> 
     configurator._cell_size = (geometry.page_bytes + geometry.draft_page_bytes) // PAGE_SIZE
 
 
-def after_states(result: None, backend: Any, model_runner: Any) -> None:
+def after_states(result: None, backend: Any, model_runner: ModelRunner) -> None:
     """AFTER ``MambaAttnBackendBase.__init__``: recurrent states are computed along the tree that n-grams make.
 
     SGLang takes drafts of breadth 1 for a chain. But each suffix of what was said that occurred before begins a branch

@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 import requests
 
-from sglang_kvq.releases import OLD_TREE
-from sglang_kvq.sglang import compat
+from tests import ngrams
 from tests.e2e.client import Client, together
 from tests.e2e.conftest import ON_GPU
 from tests.e2e.test_serving import PRESSED, assert_empties
@@ -35,10 +34,7 @@ def kernels() -> dict[str, str]:
     if ON_GPU:
         return {}
     here = str(Path(__file__).parent / "speculation")
-    found = {"PYTHONPATH": os.pathsep.join(filter(None, (here, os.environ.get("PYTHONPATH"))))}
-    if compat.applies(OLD_TREE, compat.sglang_version()):
-        found["CXX"] = "c++ -include cstddef"  # n-grams are C++ that is compiled at start, and lacks this header
-    return found
+    return {"PYTHONPATH": os.pathsep.join(filter(None, (here, os.environ.get("PYTHONPATH")))), **ngrams.compiler()}
 
 
 @pytest.fixture

@@ -14,10 +14,10 @@ from sglang_kvq.cache.pool import PagePool
 from sglang_kvq.config import PAGE_SIZE, KVQuantConfig
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.formats.page import PageFormat
-from sglang_kvq.releases import OLD_TREE
 from sglang_kvq.sglang import compat, drafts, plugin, runtime
 from sglang_kvq.sglang.drafts import SeenBuffers, among_drafts
 from sglang_kvq.sglang.tree import around_finished
+from tests import ngrams
 
 CONFIG = KVQuantConfig("hadamard", recent_tokens=128)
 GEOMETRY = KVGeometry(2, (PageFormat(64, 64, 0.96, 0.92),) * 4)
@@ -124,8 +124,8 @@ def test_recurrent_states_follow_drafts_that_branch(algorithm, breadth, monkeypa
 
 def test_n_grams_of_breadth_1_branch(monkeypatch):
     """The longest suffix known goes on with 5, and no further; a shorter one, seen elsewhere, with 8."""
-    if compat.applies(OLD_TREE, compat.sglang_version()):
-        monkeypatch.setenv("CXX", "c++ -include cstddef")  # the n-grams are C++ that lacks this header
+    for name, value in ngrams.compiler().items():
+        monkeypatch.setenv(name, value)
     from sglang.srt.speculative.cpp_ngram.ngram_corpus import NgramCorpus
 
     corpus = NgramCorpus(min_bfs_breadth=1, max_bfs_breadth=1, draft_token_num=4)
