@@ -8,11 +8,11 @@ import triton
 import triton.language as tl
 
 from sglang_kvq.formats.planes import CANDIDATES as _CANDIDATES
-from sglang_kvq.formats.planes import ERROR_SCALE as _ERROR_SCALE
 from sglang_kvq.formats.planes import GAIN_BIAS as _GAIN_BIAS
 from sglang_kvq.formats.planes import MOST_ERROR as _MOST_ERROR
+from sglang_kvq.formats.planes import UNITS as _UNITS
 from sglang_kvq.kernels.common import INTERPRETED, PAGE, key_row
-from sglang_kvq.kernels.int8 import MAGIC
+from sglang_kvq.kernels.int8 import MAGIC, MAGIC_BITS
 from sglang_kvq.kernels.planes import (
     bits_of,
     cell_count,
@@ -26,8 +26,9 @@ from sglang_kvq.kernels.planes import (
 )
 
 _PLAIN = tl.constexpr(INTERPRETED)
+_MAGIC_BITS = MAGIC_BITS.value
 CANDIDATES = tl.constexpr(len(_CANDIDATES))
-ERROR_SCALE = tl.constexpr(_ERROR_SCALE)
+UNITS = tl.constexpr(_UNITS)
 MOST_ERROR = tl.constexpr(_MOST_ERROR)
 GAIN_BIAS = tl.constexpr(_GAIN_BIAS)
 
@@ -85,17 +86,21 @@ def _shared(bits, CELL: tl.constexpr, CODES: tl.constexpr):
 
 
 @triton.jit
-def _column_bits(codes, CELL: tl.constexpr, CODES: tl.constexpr):
-    """A cell's bits of every column, int32."""
-    bits = codes[plane_of(CODES, CELL, 0)] << shift_of(CODES, CELL, 0)
-    for f in tl.static_range(1, field_count(CODES, CELL)):
-        bits |= codes[plane_of(CODES, CELL, f)] << shift_of(CODES, CELL, f)
+def _column_bits(steps, CELL: tl.constexpr, CODES: tl.constexpr):
+    """A cell's bits of every column, int32, of ``_row_codes``."""
+    bits = tl.zeros(steps[0].shape, tl.int32) - offset(CODES, CELL)
+    for f in tl.static_range(field_count(CODES, CELL)):
+        bits += steps[plane_of(CODES, CELL, f)] << shift_of(CODES, CELL, f)
     return bits
 
 
 @triton.jit
 def _row_codes(rows, CODES: tl.constexpr, SHAPE: tl.constexpr, TOKENS: tl.constexpr):
-    """Codes of the four planes, int32 [TOKENS, JP] each, and gains' bytes, uint8 [TOKENS], of rows at [TOKENS, 1]."""
+    """Steps of the four planes, int32 [TOKENS, JP] each, and gains' bytes, uint8 [TOKENS], of rows at [TOKENS, 1].
+
+    A step is the bits of MAGIC + k. Codes are k and half as many as there are; a column's are put together with what all
+    of them have too much, which is taken off at once.
+    """
     JP: tl.constexpr = SHAPE.JP
     j = tl.arange(0, JP)[None, :]
     x = ()
@@ -111,53 +116,74 @@ def _row_codes(rows, CODES: tl.constexpr, SHAPE: tl.constexpr, TOKENS: tl.conste
     reach = tl.max(reach, 1).to(tl.int32, bitcast=True)
     largest = tl.minimum(tl.maximum(((reach + 0xFFFFF) >> 20) - GAIN_BIAS, 0), 255)
     # 1 / u, exactly.
-    per_unit = ((254 << 23) - ((largest & 0xF8) + GAIN_BIAS << 20)).to(tl.float32, bitcast=True) * ERROR_SCALE
-    best, least = largest, tl.full([TOKENS], float("inf"), tl.float32)
-    for n in tl.static_range(CANDIDATES):
+    counts = ((254 << 23) - ((largest & 0xF8) + GAIN_BIAS << 20)).to(tl.float32, bitcast=True) * UNITS
+    units = ()
+    for p in tl.static_range(4):
+        units += (x[p] * counts[:, None] + MAGIC - MAGIC,)
+    best, least = largest, tl.where(largest < 255, _error(units, largest, counts, False, CODES, SHAPE.D4), 0.0)
+    for n in tl.static_range(1, CANDIDATES):
         stored = tl.maximum(largest - candidate(n), 0)
-        error = _error(x, stored, per_unit, CODES, SHAPE.D4, TOKENS, JP)
+        error = _error(units, stored, counts, True, CODES, SHAPE.D4)
         best = tl.where(error < least, stored, best)
         least = tl.minimum(error, least)
-    gain = ((best + GAIN_BIAS) << 20).to(tl.float32, bitcast=True)[:, None]
+    gain = _gain(best, counts)
     inverse = tl.div_rn(1.0, gain)
-    codes = ()
+    steps = ()
     for p in tl.static_range(4):
         if is_coded(CODES, p):
-            codes += ((_steps(x[p], gain, inverse, p, CODES)[0] + half_range(CODES, p)).to(tl.int32),)
+            step = _clipped(_steps(units[p] - gain * 0.5, inverse), p, CODES)
+            steps += (step.to(tl.int32, bitcast=True),)
         else:
-            codes += (tl.zeros([TOKENS, JP], tl.int32),)
-    return codes, best.to(tl.uint8)
+            steps += (tl.zeros([TOKENS, JP], tl.int32),)
+    return steps, best.to(tl.uint8)
 
 
 @triton.jit
-def _steps(x, gain, inverse, PLANE: tl.constexpr, CODES: tl.constexpr):
-    """k and x - g/2, float32, of rows x at gains [TOKENS, 1]."""
-    rest = x - gain * 0.5
+def _gain(stored, counts):
+    """G of gains' bytes, float32 [TOKENS, 1]."""
+    return (((stored + GAIN_BIAS) << 20).to(tl.float32, bitcast=True) * counts)[:, None]
+
+
+@triton.jit
+def _steps(rest, inverse):
+    """MAGIC + k, float32, before anything is clipped, of X - G/2 and fl(1/G)."""
     if _PLAIN:  # whose products are rounded
         k = rest.to(tl.float64) * inverse.to(tl.float64) + 1.5 * 2.0**52
-        k = (k - 1.5 * 2.0**52).to(tl.float32)
+        return (k - 1.5 * 2.0**52).to(tl.float32) + MAGIC
     else:
-        k = tl.fma(rest, inverse, MAGIC) - MAGIC
-    return tl.minimum(tl.maximum(k, -half_range(CODES, PLANE)), half_range(CODES, PLANE) - 1), rest
+        return tl.fma(rest, inverse, MAGIC)
 
 
 @triton.jit
-def _error(
-    x, stored, per_unit, CODES: tl.constexpr, D4: tl.constexpr, TOKENS: tl.constexpr, JP: tl.constexpr
-):  # fmt: skip
+def _clipped(steps, PLANE: tl.constexpr, CODES: tl.constexpr):
+    """MAGIC + k of codes that exist."""
+    return tl.minimum(tl.maximum(steps, MAGIC - half_range(CODES, PLANE)), MAGIC + (half_range(CODES, PLANE) - 1))
+
+
+@triton.jit
+def _error(units, stored, counts, CLIPPED: tl.constexpr, CODES: tl.constexpr, D4: tl.constexpr):
     """E of rows at these gains, float32 [TOKENS]: exact."""
-    gain = ((stored + GAIN_BIAS) << 20).to(tl.float32, bitcast=True)[:, None]
+    gain = _gain(stored, counts)
     inverse = tl.div_rn(1.0, gain)
-    total = tl.zeros([TOKENS, JP], tl.float32)
+    total = tl.zeros(units[0].shape, tl.float32)
     for p in tl.static_range(4):
         if is_coded(CODES, p):
-            k, rest = _steps(x[p], gain, inverse, p, CODES)
-            counted = tl.minimum(tl.abs(rest - k * gain) * per_unit[:, None], MOST_ERROR)
-            counted = (counted + MAGIC) - MAGIC
-            total += counted * counted
-    if D4 != JP:
-        total = tl.where((tl.arange(0, JP) < D4)[None, :], total, 0.0)
-    return tl.sum(total, 1)
+            rest = units[p] - gain * 0.5
+            steps = _steps(rest, inverse)
+            if CLIPPED:
+                steps = _clipped(steps, p, CODES)
+            error = rest - (steps - MAGIC) * gain
+            total += error * error
+    if D4 != total.shape[1]:
+        total = tl.where((tl.arange(0, total.shape[1]) < D4)[None, :], total, 0.0)
+    return tl.minimum(tl.sum(total, 1), MOST_ERROR)
+
+
+@triton.constexpr_function
+def offset(codes, cell):
+    """What steps, put together as a cell's codes, have too much, modulo 2^32, as an int32."""
+    found = sum((_MAGIC_BITS - 2 ** (f.width - 1)) << f.shift for f in codes.cells[cell].fields)
+    return (found + 2**31) % 2**32 - 2**31
 
 
 @triton.constexpr_function

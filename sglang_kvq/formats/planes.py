@@ -4,17 +4,20 @@ A row of D elements has four *planes* of D / 4. Elements come scaled so that a s
 of them (``rotations.maths.transform``), most energy first; plane p has codes of ``widths[p]`` bits, 0 to 6. With w bits
 the levels are the 2^w half-integers about 0 times the row's gain g, a float with three bits behind its leading one:
 
-    k     = min(max(round((x - g/2) fl(1/g)), -2^(w - 1)), 2^(w - 1) - 1)
-    code  = k + 2^(w - 1)
+    code  = k + 2^(w - 1),  -2^(w - 1) <= k < 2^(w - 1)
     value = (k + 1/2) g,    0 where w is 0
 
 The gain is one of ``CANDIDATES``: the least that clips no element, and one about a root of two below. Clipping the
-row's largest may be worth finer steps for all others, so the one of least squared error is taken, of equals the first:
+row's largest may be worth finer steps for all others, so the one of least squared error is taken, of equals the first.
+All is counted in 2^-6 of u, the power of two in the first gain, so that these are integers, as are gains:
 
-    E(g) = sum over i with w_i > 0 of min(round(|(x_i - g/2) - k_i g| 2^4 / u), 255)^2,  u the power of two in the first
+    X_i   = round(2^6 x_i / u),  G = 2^6 g / u
+    k_i   = min(max(round((X_i - G/2) fl(1/G)), -2^(w - 1)), 2^(w - 1) - 1)
+    E(G)  = min(sum over i with w_i > 0 of (X_i - G/2 - k_i G)^2, 2^24)
 
-These are integers below 2^24, so that their sum does not depend on the order. Differences are rounded to float32, fl is
-a float32, products are exact and ``round`` is to the nearest integer, half to even.
+A sum of such squares does not depend on its order, once all above 2^24 are taken for that. The first gain clips nothing,
+so its E goes without min and max; if there is no larger one, it is taken whatever the errors. fl is a float32, products
+are exact and ``round`` is to the nearest integer, half to even (X by adding 1.5 2^23, if no gain is large enough).
 
 A column, the four elements j, D / 4 + j, ..., has W = sum(widths) bits: 2, 4, 6, ... or 16. They lie in *cells*: for
 each eight bits a byte, which one token has; of what is left four bits, a half byte, and two bits, a quarter byte, whose
@@ -50,8 +53,10 @@ GAIN_BIAS = (127 << 3) - 128
 _SIGNIFICAND = 20
 #: How far below the gain that clips nothing a row's may be, in bytes, eight to a factor of two; of equals the first.
 CANDIDATES = (0, 4)
-#: What an error of a largest gain's power of two counts, and what an element counts at most.
-ERROR_SCALE, MOST_ERROR = 16.0, 255.0
+#: What the largest gain's power of two counts as an integer, and the least error that is not told from larger ones.
+UNITS, MOST_ERROR = 64.0, 2.0**24
+#: Added to a float32 and taken off again, rounds it to an integer.
+ROUNDING = 1.5 * 2.0**23
 
 
 @dataclass(frozen=True)
@@ -155,17 +160,18 @@ class PlaneCode:
         planes = x.float().unflatten(-1, (PLANES, -1))
         reach = [planes[..., p, :].abs().amax(-1) * 2.0 ** (1 - w) for p, w in enumerate(self.widths) if w]
         largest = gain_bytes(torch.stack(reach).amax(0))
-        unit = gains_of(largest & 0xF8)
-        best, least = largest, torch.full_like(largest, 2**31 - 1, dtype=torch.int32)
         coded = torch.tensor([w > 0 for w in self.widths], device=x.device)[:, None]
-        for below in CANDIDATES:
+        counts = UNITS / gains_of(largest & 0xF8)
+        units = (planes * counts[..., None, None] + ROUNDING - ROUNDING) * coded
+        best, least = largest, torch.full_like(counts, float("inf"))
+        for n, below in enumerate(CANDIDATES):
             stored = (largest.int() - below).clamp(min=0).to(torch.uint8)
-            k, rest = self._steps(planes, stored)
-            error = (rest - k * gains_of(stored)[..., None, None]).abs()
-            counted = (error * (ERROR_SCALE / unit)[..., None, None]).round().clamp(max=MOST_ERROR).int()
-            total = (counted * counted * coded).sum((-1, -2), dtype=torch.int32)
+            gain = (gains_of(stored) * counts)[..., None, None]
+            k, rest = self._steps(units, gain, clipped=n > 0)
+            total = (((rest - k * gain) * coded).double() ** 2).sum((-1, -2)).clamp(max=MOST_ERROR).float()
+            total = total.where(torch.tensor(n > 0) | (largest < 255), 0.0)
             best, least = torch.where(total < least, stored, best), torch.minimum(total, least)
-        k, _ = self._steps(planes, best)
+        k, _ = self._steps(units, (gains_of(best) * counts)[..., None, None])
         return ((k + self._half.to(k.device)) * coded).to(torch.uint8).flatten(-2), best
 
     @property
@@ -173,12 +179,14 @@ class PlaneCode:
         """Half as many as each plane has codes, ``[PLANES, 1]``."""
         return 2.0 ** (torch.tensor(self.widths)[:, None] - 1)
 
-    def _steps(self, planes: torch.Tensor, stored: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """k and x - g/2 of rows ``[..., PLANES, D / 4]`` at these gains."""
-        gain, half = gains_of(stored)[..., None, None], self._half.to(planes.device)
-        rest = planes - gain / 2
+    def _steps(
+        self, units: torch.Tensor, gain: torch.Tensor, clipped: bool = True
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """k and X - G/2 of rows ``[..., PLANES, D / 4]`` at gains ``[..., 1, 1]``, both in the row's units."""
+        half = self._half.to(units.device)
+        rest = units - gain / 2
         k = (rest.double() * (1.0 / gain).double()).round().float()
-        return torch.minimum(torch.maximum(k, -half), half - 1), rest
+        return (torch.minimum(torch.maximum(k, -half), half - 1) if clipped else k), rest
 
     def dequantize(self, codes: torch.Tensor, stored: torch.Tensor) -> torch.Tensor:
         """Values float32 ``[..., D]`` of codes ``[..., D]`` and gains' bytes ``[...]``, each exact."""

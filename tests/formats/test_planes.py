@@ -67,20 +67,27 @@ def exact(row: list[Fraction], code: PlaneCode) -> tuple[list[int], Fraction]:
     widths = [code.widths[i // quarter] for i in range(len(row))]
     reach = max(abs(x) * Fraction(2) ** (1 - w) for x, w in zip(row, widths) if w)
     largest = next((n for n, g in enumerate(GAINS) if g >= reach), 255)
-    unit = Fraction(2) ** (largest // 8 - 16)
+    unit = Fraction(2) ** (largest // 8 - 16) / 64
+    whole = [rounded(x / unit) for x in row]
 
-    def steps(gain: Fraction) -> list[tuple[int, int]]:
-        """k and what its error counts, of each element."""
+    def steps(gain: Fraction) -> list[tuple[int, Fraction]]:
+        """k and its error, of each element."""
         inverse, found = f32(1 / gain), []
-        for x, w in zip(row, widths):
+        for x, w in zip(whole, widths):
             rest = f32(x - gain / 2)
             k = min(max(round(rest * inverse), -(2 ** (w - 1))), 2 ** (w - 1) - 1) if w else 0
-            found.append((k, min(round(f32(abs(rest - k * gain)) * 16 / unit), 255) if w else 0))
+            found.append((k, rest - k * gain if w else Fraction(0)))
         return found
 
     tried = [GAINS[max(largest - below, 0)] for below in CANDIDATES]
-    gain = min(tried, key=lambda g: sum(e * e for _, e in steps(g)))  # the first of equals
-    return [k + 2 ** (w - 1) if w else 0 for (k, _), w in zip(steps(gain), widths)], gain
+    errors = [min(sum(e * e for _, e in steps(g / unit)), 2**24) for g in tried]
+    gain = tried[0 if largest == 255 else errors.index(min(errors))]  # the first of equals
+    return [k + 2 ** (w - 1) if w else 0 for (k, _), w in zip(steps(gain / unit), widths)], gain
+
+
+def rounded(x: Fraction) -> Fraction:
+    """To an integer, by adding 1.5 2^23 in float32 and taking it off again."""
+    return f32(f32(x + 3 * 2**22) - 3 * 2**22)
 
 
 @pytest.mark.parametrize("widths", WIDTHS, ids=str)
@@ -116,9 +123,18 @@ def test_the_gain_is_worth_its_bits(widths):
     found = error(code.dequantize(codes, stored))
     for below in CANDIDATES:
         other = (largest - below).to(torch.uint8)
-        k, _ = code._steps(x.float().unflatten(-1, (PLANES, -1)), other)
+        k, _ = code._steps(x.float().unflatten(-1, (PLANES, -1)), gains_of(other)[:, None, None])
         values = ((k + 0.5) * gains_of(other)[:, None, None] * coded).flatten(1)
-        assert (found <= 1.1 * error(values) + 1e-12).all()  # errors are counted in sixteenths
+        assert (found <= 1.02 * error(values) + 1e-12).all()  # errors are counted in 64ths
+
+
+def test_errors_too_large_to_count_are_equal():
+    """Where either gain is too small by far, so that no sum is exact, the first is taken, in any order."""
+    x = rows(64, 256) * 2.0**40
+    codes, stored = PlaneCode((6, 4, 4, 2)).quantize(x)
+    mirrored, other = PlaneCode((6, 4, 4, 2)).quantize(x.unflatten(-1, (PLANES, -1)).flip(-1).flatten(-2))
+    assert (stored == 255).all() and (other == 255).all()
+    assert torch.equal(codes.unflatten(-1, (PLANES, -1)).flip(-1).flatten(-2), mirrored)
 
 
 def test_cells_are_filled_by_whole_planes():
