@@ -244,7 +244,11 @@ def together(streams: list[Stream]) -> list[list[tuple[float, int]]]:
     begin, end = max(s.events[0][0] for s in streams), min(s.events[-1][0] for s in streams)
     inside = [[event for event in s.events if begin <= event[0] <= end] for s in streams]
     if min(map(len, inside)) < 2:
-        raise Failed("the streams did not run at the same time: too few output tokens, or too many for the pool")
+        raise Failed(
+            "the streams did not run at the same time: too few output tokens, or too many for the pool; the last began "
+            f"{begin - min(s.events[0][0] for s in streams):.1f} s after the first, which took "
+            f"{max(s.events[-1][0] - s.events[0][0] for s in streams):.1f} s at most"
+        )
     return inside
 
 

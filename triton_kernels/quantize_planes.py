@@ -98,8 +98,8 @@ def _column_bits(steps, CELL: tl.constexpr, CODES: tl.constexpr):
 def _row_codes(rows, CODES: tl.constexpr, SHAPE: tl.constexpr, TOKENS: tl.constexpr):
     """Steps of the four planes, int32 [TOKENS, JP] each, and gains' bytes, uint8 [TOKENS], of rows at [TOKENS, 1].
 
-    A step is the bits of MAGIC + k. Codes are k and half as many as there are; a column's are put together with what all
-    of them have too much, which is taken off at once.
+    A step is the bits of MAGIC + k. Codes are k and half as many as there are; a column's are put together with what
+    all of them have too much, which is taken off at once.
     """
     JP: tl.constexpr = SHAPE.JP
     j = tl.arange(0, JP)[None, :]
@@ -165,6 +165,7 @@ def _error(units, stored, counts, CLIPPED: tl.constexpr, CODES: tl.constexpr, D4
     """E of rows at these gains, float32 [TOKENS]: exact."""
     gain = _gain(stored, counts)
     inverse = tl.div_rn(1.0, gain)
+    JP: tl.constexpr = units[0].shape[1]
     total = tl.zeros(units[0].shape, tl.float32)
     for p in tl.static_range(4):
         if is_coded(CODES, p):
@@ -174,8 +175,8 @@ def _error(units, stored, counts, CLIPPED: tl.constexpr, CODES: tl.constexpr, D4
                 steps = _clipped(steps, p, CODES)
             error = rest - (steps - MAGIC) * gain
             total += error * error
-    if D4 != total.shape[1]:
-        total = tl.where((tl.arange(0, total.shape[1]) < D4)[None, :], total, 0.0)
+    if D4 != JP:
+        total = tl.where((tl.arange(0, JP) < D4)[None, :], total, 0.0)
     return tl.minimum(tl.sum(total, 1), MOST_ERROR)
 
 

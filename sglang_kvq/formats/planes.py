@@ -15,8 +15,8 @@ All is counted in 2^-6 of u, the power of two in the first gain, so that these a
     k_i   = min(max(round((X_i - G/2) fl(1/G)), -2^(w - 1)), 2^(w - 1) - 1)
     E(G)  = min(sum over i with w_i > 0 of (X_i - G/2 - k_i G)^2, 2^24)
 
-A sum of such squares does not depend on its order, once all above 2^24 are taken for that. The first gain clips nothing,
-so its E goes without min and max; if there is no larger one, it is taken whatever the errors. fl is a float32, products
+Sums of such squares do not depend on their order, once all above 2^24 are taken for that. The first gain clips
+nothing, so its E goes without min and max; if there is no larger one, it is taken whatever the errors. fl is a float32, products
 are exact and ``round`` is to the nearest integer, half to even (X by adding 1.5 2^23, if no gain is large enough).
 
 A column, the four elements j, D / 4 + j, ..., has W = sum(widths) bits: 2, 4, 6, ... or 16. They lie in *cells*: for

@@ -52,15 +52,25 @@ def check_speculation(server_args: ServerArgs, config: KVQuantConfig, model: Mod
             f"--{chained.replace('_', '-')}: it verifies a chain of drafts, and those of {BRANCHING} branch; leave it "
             "out, or take another --speculative-algorithm."
         )
+    if algorithm == BRANCHING and server_args.device != "cpu" and keeps_states(model):
+        raise KVQuantError(
+            f"--speculative-algorithm {BRANCHING}: its drafts branch, which recurrent states did not follow on a GPU "
+            "when this was measured: answers were wrong, without --kv-quant too; take NEXTN or STANDALONE."
+        )
     if algorithm == "STANDALONE":
         _check_draft(draft_model(server_args, model))
 
 
-def _check_draft(model: ModelConfig) -> None:
-    """Refuse a whole model as draft that keeps more than a KV cache: nothing undoes what rejected drafts did to it."""
+def keeps_states(model: ModelConfig) -> bool:
+    """Whether some layers have a recurrent state instead of a KV cache."""
     from sglang.srt.configs.hybrid_arch import mambaish_config
 
-    beside = "sliding windows" if model.is_hybrid_swa else "recurrent states" if mambaish_config(model) else None
+    return mambaish_config(model) is not None
+
+
+def _check_draft(model: ModelConfig) -> None:
+    """Refuse a whole model as draft that keeps more than a KV cache: nothing undoes what rejected drafts did to it."""
+    beside = "sliding windows" if model.is_hybrid_swa else "recurrent states" if keeps_states(model) else None
     if beside is not None:
         raise KVQuantError(
             f"--speculative-draft-model-path {model.model_path}: a draft model that keeps {beside} beside its KV cache "

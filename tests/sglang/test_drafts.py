@@ -97,11 +97,33 @@ def test_what_is_refused(flags, text, monkeypatch):
 @pytest.mark.parametrize("field", drafts.AS_A_CHAIN)
 def test_drafts_that_branch_are_not_verified_as_a_chain(field, monkeypatch):
     monkeypatch.setattr(compat, "resolved", lambda sa, field, default=None: getattr(sa, field, default))
-    args = SimpleNamespace(speculative_algorithm="NGRAM", speculative_num_draft_tokens=4, **{field: True})
+    args = SimpleNamespace(speculative_algorithm="NGRAM", speculative_num_draft_tokens=4, device="cpu", **{field: True})
     with pytest.raises(KVQuantError, match=f"--{field.replace('_', '-')}: .* NGRAM branch; leave it out"):
         drafts.check_speculation(args, CONFIG, PLAIN)
     args.speculative_algorithm = "EAGLE"
     drafts.check_speculation(args, CONFIG, PLAIN)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "device", "states", "refused"),
+    [
+        ("NGRAM", "cuda", True, True),
+        ("NGRAM", "cuda", False, False),
+        ("NGRAM", "cpu", True, False),
+        ("EAGLE", "cuda", True, False),
+    ],
+)
+def test_drafts_that_branch_beside_recurrent_states_are_refused_on_a_gpu(
+    algorithm, device, states, refused, monkeypatch
+):
+    monkeypatch.setattr(compat, "resolved", lambda sa, field, default=None: getattr(sa, field, default))
+    monkeypatch.setattr(drafts, "keeps_states", lambda model: states)
+    args = SimpleNamespace(speculative_algorithm=algorithm, speculative_num_draft_tokens=4, device=device)
+    if refused:
+        with pytest.raises(KVQuantError, match="NGRAM: .* on a GPU .* take NEXTN or STANDALONE"):
+            drafts.check_speculation(args, CONFIG, PLAIN)
+    else:
+        drafts.check_speculation(args, CONFIG, PLAIN)
 
 
 @pytest.mark.parametrize(("algorithm", "breadth"), [("NGRAM", 2), ("EAGLE", 1), (None, 0)])
@@ -143,11 +165,12 @@ def test_whole_models_as_drafts_have_nothing_but_a_kv_cache(beside, monkeypatch)
     monkeypatch.setattr(compat, "resolved", lambda sa, field, default=None: getattr(sa, field, default))
     states = SimpleNamespace(is_hybrid_swa=False, model_path="s", hf_config=None)
     windows = SimpleNamespace(is_hybrid_swa=True, model_path="w", hf_config=None)
-    monkeypatch.setattr("sglang.srt.configs.hybrid_arch.mambaish_config", lambda model: model is states or None)
+    found = lambda model: states if model is states else None  # noqa: E731
+    monkeypatch.setattr("sglang.srt.configs.hybrid_arch.mambaish_config", found)
     model = states if beside == "recurrent states" else windows
     drafted_by = lambda draft: monkeypatch.setattr(drafts, "draft_model", lambda args, model: draft)  # noqa: E731
     for algorithm in ("NGRAM", "EAGLE", "EAGLE3", "STANDALONE"):
-        args = SimpleNamespace(speculative_algorithm=algorithm, speculative_num_draft_tokens=4)
+        args = SimpleNamespace(speculative_algorithm=algorithm, speculative_num_draft_tokens=4, device="cpu")
         drafted_by(PLAIN)
         drafts.check_speculation(args, CONFIG, model)
         drafted_by(model)
