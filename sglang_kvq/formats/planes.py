@@ -16,8 +16,9 @@ All is counted in 2^-6 of u, the power of two in the first gain, so that these a
     E(G)  = min(sum over i with w_i > 0 of (X_i - G/2 - k_i G)^2, 2^24)
 
 Sums of such squares do not depend on their order, once all above 2^24 are taken for that. The first gain clips
-nothing, so its E goes without min and max; if there is no larger one, it is taken whatever the errors. fl is a float32, products
-are exact and ``round`` is to the nearest integer, half to even (X by adding 1.5 2^23, if no gain is large enough).
+nothing, so its E goes without min and max; if there is no larger one, it is taken whatever the errors. fl is a float32,
+products are exact and ``round`` is to the nearest integer, half to even (X by adding 1.5 2^23, if no gain is large
+enough).
 
 A column, the four elements j, D / 4 + j, ..., has W = sum(widths) bits: 2, 4, 6, ... or 16. They lie in *cells*: for
 each eight bits a byte, which one token has; of what is left four bits, a half byte, and two bits, a quarter byte, whose
