@@ -163,14 +163,16 @@ class PlaneCode:
         largest = gain_bytes(torch.stack(reach).amax(0))
         coded = torch.tensor([w > 0 for w in self.widths], device=x.device)[:, None]
         counts = UNITS / gains_of(largest & 0xF8)
-        units = (planes * counts[..., None, None] + ROUNDING - ROUNDING) * coded
+        units = (planes * counts[..., None, None] + ROUNDING) - ROUNDING
         best, least = largest, torch.full_like(counts, float("inf"))
         for n, below in enumerate(CANDIDATES):
             stored = (largest.int() - below).clamp(min=0).to(torch.uint8)
             gain = (gains_of(stored) * counts)[..., None, None]
             k, rest = self._steps(units, gain, clipped=n > 0)
-            total = (((rest - k * gain) * coded).double() ** 2).sum((-1, -2)).clamp(max=MOST_ERROR).float()
-            total = total.where(torch.tensor(n > 0) | (largest < 255), 0.0)
+            error = torch.where(coded, rest - k * gain, 0.0).double()
+            total = (error**2).sum((-1, -2)).clamp(max=MOST_ERROR).float()
+            if n == 0:
+                total = total.where(largest < 255, 0.0)
             best, least = torch.where(total < least, stored, best), torch.minimum(total, least)
         k, _ = self._steps(units, (gains_of(best) * counts)[..., None, None])
         return ((k + self._half.to(k.device)) * coded).to(torch.uint8).flatten(-2), best
