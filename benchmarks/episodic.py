@@ -103,6 +103,8 @@ def measure(client: Sessions, name: str, args: argparse.Namespace, bf16_token_by
     within = ["oscar"] if name == "late" and args.plain_within else []
     for each in [name, *within]:
         client.named = each in SERVERS[2:]
+        if each.startswith("epicache"):  # kernels of folding are compiled at their first use too
+            client.run([client.prompt("warm", 9, args.budget + 2 * args.block + QUESTION)], 2)
         for row in measure_one(client, each, args, token_bytes):
             yield each, *row
 
