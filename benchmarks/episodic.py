@@ -14,7 +14,8 @@ decode_step       ms per decode step of all sessions at once, each with a histor
                   so that its step is a lower bound of what it would be with all.
 hot_kv            bytes that a session's request reads when its answer begins, of all layers.
 turn_overhead_ms  time to the first token of a resident session's next turn of 40 tokens, one session at a time, median;
-                  ratios are differences to it.
+                  ratios are differences to it. What goes on after the answer before has ended: a session is resident
+                  when what was said is computed and embedded. ``turn_behind_ms``: the same without waiting for that.
 building          seconds from a conversation's first call, with a history that nobody knows, to the first token of its
                   answer; of ``epicache`` one episode. For the others it is the prefill. ``epicache_flat``: the same in
                   a cache of ``--small`` tokens, which the history would not fit into.
@@ -38,6 +39,7 @@ from benchmarks import record
 from benchmarks.capacity import MODEL, existing_folder, random_rotations
 from benchmarks.serving import EVENT, Client, Failed, Stream, step_ms
 from launch.server import Server
+from sglang_kvq.config import PAGE_SIZE
 from sglang_kvq.evaluation import provenance
 from sglang_kvq.rotations.identity import geometry_of
 
@@ -57,20 +59,28 @@ class Sessions(Client):
         body = Client._body(prompt, tokens)
         return body | ({"session_id": f"s{hash(tuple(prompt[:64]))}"} if self.named else {})
 
-    def wait(self, tokens: int, timeout: float = 300.0) -> None:
-        """Until every session's history is computed and embedded as far as its last whole page."""
+    def settle(self, timeout: float = 300.0) -> None:
+        """Until all that was said in sessions is computed and embedded as far as its last whole page.
+
+        Raises:
+            Failed: it is not by then.
+        """
         deadline = time.monotonic() + timeout
-        while any(
-            s["computed_tokens"] < tokens - 64 or s["embedded_pages"] < tokens // 64 - 1 for s in self.known(tokens)
-        ):
+        while late := [session for session in self.known(0) if not _is_settled(session)]:
             if time.monotonic() > deadline:
-                raise Failed(f"sessions are not ready: {self.known(tokens)[:1]}")
-            time.sleep(0.2)
+                raise Failed(f"{len(late)} sessions are not ready, such as {late[0]}")
+            time.sleep(0.02)
 
     def known(self, tokens: int) -> list[dict]:
         """Sessions of at least so many tokens."""
         found: list[dict] = self.server.json("/v1/sessions")["data"]
         return [session for session in found if session["history_tokens"] >= tokens]
+
+
+def _is_settled(session: dict) -> bool:
+    whole = session["history_tokens"] // PAGE_SIZE * PAGE_SIZE
+    # The last token that was sampled is not computed.
+    return bool(session["computed_tokens"] >= whole - PAGE_SIZE and session["embedded_pages"] * PAGE_SIZE >= whole)
 
 
 class Peak:
@@ -101,17 +111,20 @@ def measure(client: Sessions, name: str, args: argparse.Namespace, bf16_token_by
     client.run([client.prompt("warm", 0, 2 * args.chunk + 70)], 2)
     client.run([client.prompt("warm", 1 + i, 70 + 30 * i) for i in range(4)], 70)
     within = ["oscar"] if name == "late" and args.plain_within else []
+    if name != "epicache_flat":
+        for each in [name, *within]:
+            client.named = each in SERVERS[2:]
+            for row in resident(client, each, args, token_bytes):
+                yield each, *row
     for each in [name, *within]:
         client.named = each in SERVERS[2:]
         if each.startswith("epicache"):  # kernels of folding are compiled at their first use too
             client.run([client.prompt("warm", 9, args.budget + 2 * args.block + QUESTION)], 2)
-        for row in measure_one(client, each, args, token_bytes):
+        for row in building(client, each, args, token_bytes):
             yield each, *row
 
 
-def measure_one(client: Sessions, name: str, args: argparse.Namespace, token_bytes: float):
-    if name != "epicache_flat":
-        yield from resident(client, name, args, token_bytes)
+def building(client: Sessions, name: str, args: argparse.Namespace, token_bytes: float):
     for history in args.building:
         client.server.drain()  # what follows an answer runs on
         prompt = client.prompt(f"build{name}", history, history)
@@ -128,7 +141,7 @@ def resident(client: Sessions, name: str, args: argparse.Namespace, token_bytes:
     prompts = [client.prompt("history", i, args.history) for i in range(sessions)]
     client.cache(prompts)
     if name == "late":
-        client.wait(args.history)
+        client.settle()
     count = {"sessions": sessions}
     # The first turn of all at once begins what is measured after it; the better of two.
     turns = [[*prompt, *client.prompt("asked", i, QUESTION)] for i, prompt in enumerate(prompts)]
@@ -138,13 +151,16 @@ def resident(client: Sessions, name: str, args: argparse.Namespace, token_bytes:
     hot = [session["hot_bytes"] for session in client.known(args.history)] if client.named else []
     hot_bytes = statistics.mean(hot) if client.named else token_bytes * args.history
     yield "hot_kv", args.history, "bytes", hot_bytes, {}
-    waits = []
-    for i, prompt in enumerate(prompts[:8]):
-        ids = [*prompt, *client.prompt("next", i, QUESTION)]
-        if name == "epicache":  # the first call folds what is new
-            client.run([ids], 1)
-        waits.append(1e3 * client.run([[*ids, 5]], 2)[0].ttft)
-    yield "turn_overhead_ms", args.history, "ms", statistics.median(waits), {}
+    for scenario in ("turn_behind_ms", "turn_overhead_ms"):
+        waits = []
+        for i, prompt in enumerate(prompts[:8]):
+            ids = [*prompt, *client.prompt(scenario, i, QUESTION)]
+            if name == "epicache":  # the first call folds what is new
+                client.run([ids], 1)
+            if scenario == "turn_overhead_ms" and name == "late":
+                client.settle()
+            waits.append(1e3 * client.run([[*ids, 5]], 2)[0].ttft)
+        yield scenario, args.history, "ms", statistics.median(waits), {}
 
 
 def complete(row: dict) -> None:
@@ -154,7 +170,8 @@ def complete(row: dict) -> None:
             if row.get(policy) is None or row.get(plain) is None:
                 continue
             both = row[plain], row[policy]
-            value = both[1] - both[0] if row["scenario"] == "turn_overhead_ms" else both[0] / both[1]
+            waited = row["scenario"].startswith("turn")
+            value = both[1] - both[0] if waited else both[0] / both[1]
             row[f"{policy}_to_{plain}"] = round(value, 3)
 
 
@@ -165,6 +182,7 @@ def main() -> None:
     parser.add_argument(
         "--embedder", required=True, type=existing_folder, help="folder of a sentence-transformers model"
     )
+    parser.add_argument("--embedder-device", default="cpu", help="--episodic-embedder-device")
     parser.add_argument("--servers", default=",".join(SERVERS))
     parser.add_argument("--plain-within", action="store_true", help="oscar's figures from late's server")
     parser.add_argument("--model", type=existing_folder, default=MODEL)
@@ -197,7 +215,7 @@ def main() -> None:
         flags += [] if args.cpu else ["--mem-fraction-static", args.mem_fraction_static]
         oscar = ["--kv-quant", "oscar", "--kv-quant-rotations", str(rotations)]
         episodic = [*oscar, "--episodic-embedder", str(args.embedder), "--episodic-budget", str(args.budget)]
-        episodic += ["--episodic-block", str(args.block)]
+        episodic += ["--episodic-block", str(args.block), "--episodic-embedder-device", args.embedder_device]
         own = {
             "bf16": [] if args.cpu else ["--attention-backend", args.plain_backend],
             "oscar": oscar,
@@ -219,6 +237,7 @@ def main() -> None:
                     complete(row)
                     print(f"{of:14} {scenario:18} {history:8} {value:14.2f} {unit}", flush=True)
                     settings = {"budget": args.budget, "block": args.block, "sessions": args.sessions}
+                    settings["embedder_device"] = args.embedder_device
                     record.write(args.out, "episodic", list(rows.values()), **settings)
 
 

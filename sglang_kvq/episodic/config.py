@@ -27,6 +27,7 @@ class EpisodicConfig:
         block: tokens at a prompt's end that may be computed without the whole history; longer ones are computed with
             it first. Of ``epicache``: tokens that are folded into an episode at once.
         embedder: folder of a sentence-transformers model.
+        embedder_device: where it runs, as PyTorch names it.
         segment: tokens of a window of pages, the unit that is looked for; pages are embedded one by one.
         sessions: that are remembered at once; the one used longest ago is forgotten for a new one.
         idle_seconds: after which a session is forgotten; 0 is never.
@@ -44,6 +45,7 @@ class EpisodicConfig:
     sessions: int = 1024
     idle_seconds: float = 86_400.0
     episodes: int | None = None
+    embedder_device: str = "cpu"
 
     def __post_init__(self) -> None:
         if self.policy not in POLICIES:

@@ -12,16 +12,21 @@ import numpy as np
 
 from sglang_kvq.episodic.embed import Embedder
 
-#: Segments that are embedded at once; a question waits for at most so many.
-BATCH = 8
+#: Segments that are embedded at once on a CPU, and elsewhere; a question waits for at most so many.
+CPU_BATCH, BATCH = 8, 64
 _QUESTION, _SEGMENTS, _END = range(3)
 
 
 class EncodingThread:
-    """One thread that embeds: sentence-transformers' tokenizers are not for two at once."""
+    """One thread that embeds: sentence-transformers' tokenizers are not for two at once.
 
-    def __init__(self, embedder: Embedder) -> None:
+    Attributes:
+        batch: segments that are embedded at once.
+    """
+
+    def __init__(self, embedder: Embedder, device: str = "cpu") -> None:
         self._embedder = embedder
+        self.batch = CPU_BATCH if device.startswith("cpu") else BATCH
         self._jobs: queue.PriorityQueue[tuple[int, int, list[str], Future[np.ndarray]]] = queue.PriorityQueue()
         self._numbers = itertools.count()
         self._thread = threading.Thread(target=self._run, name="kvq-embed", daemon=True)
@@ -32,7 +37,7 @@ class EncodingThread:
         return self._put(_QUESTION, [text])
 
     def segments(self, texts: Sequence[str]) -> Future[np.ndarray]:
-        """Float32 ``[texts, D]``, as ``question``; at most ``BATCH`` texts."""
+        """Float32 ``[texts, D]``, as ``question``; at most ``batch`` texts."""
         return self._put(_SEGMENTS, list(texts))
 
     def close(self) -> None:

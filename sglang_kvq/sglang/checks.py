@@ -252,7 +252,7 @@ def check_resolved(server_args: ServerArgs, config: KVQuantConfig) -> None:
         from sglang_kvq.sglang import episodic_checks, sessions
 
         episodic_checks.check(server_args, model, config.episodic)
-        sessions.load_embedder(config.episodic.embedder)
+        sessions.load_embedder(config.episodic.embedder, config.episodic.embedder_device)
     from sglang_kvq.rotations.resolve import resolve_formats, resolve_rotations
 
     rotations = resolve_rotations(config, model.model_path, model.hf_config)

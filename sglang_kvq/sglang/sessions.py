@@ -24,7 +24,7 @@ import numpy as np
 from sglang_kvq.config import PAGE_SIZE, KVQuantConfig
 from sglang_kvq.episodic.config import EPICACHE, EpisodicConfig
 from sglang_kvq.episodic.embed import Embedder, unit
-from sglang_kvq.episodic.encoding import BATCH, EncodingThread
+from sglang_kvq.episodic.encoding import EncodingThread
 from sglang_kvq.episodic.lexical import Lexical
 from sglang_kvq.episodic.match import rank_windows
 from sglang_kvq.episodic.pages import choose_pages
@@ -55,13 +55,13 @@ _MATCHES = 16
 
 
 @functools.lru_cache(maxsize=1)
-def load_embedder(folder: str) -> Embedder:
+def load_embedder(folder: str, device: str) -> Embedder:
     """Loaded once in a process: first by the checks at start.
 
     Raises:
-        KVQuantError: no model there, or sentence-transformers is missing.
+        KVQuantError: as ``Embedder.load``.
     """
-    embedder = Embedder.load(folder)
+    embedder = Embedder.load(folder, device)
     embedder.encode(["Does it work?"])
     return embedder
 
@@ -103,7 +103,9 @@ def router_of(manager: TokenizerManager) -> Router | None:
         config = config_of(manager.server_args)
         router = None
         if config is not None and config.episodic is not None:
-            router = Router(manager, config, config.episodic, load_embedder(config.episodic.embedder))
+            episodic = config.episodic
+            embedder = load_embedder(episodic.embedder, episodic.embedder_device)
+            router = Router(manager, config, episodic, embedder)
         setattr(manager, _ATTRIBUTE, router)
     found: Router | None = getattr(manager, _ATTRIBUTE)
     return found
@@ -156,7 +158,7 @@ class Router:
     ) -> None:
         self.manager, self.config, self.episodic = manager, config, episodic
         self.store = SessionStore(episodic.sessions, episodic.idle_seconds)
-        self.thread = EncodingThread(embedder)
+        self.thread = EncodingThread(embedder, episodic.embedder_device)
         self.marker = user_turn(manager.tokenizer)
         self.metrics = SessionMetrics() if getattr(manager, "enable_metrics", False) else NoMetrics()
         #: Of the policy epicache; None of the others.
@@ -445,7 +447,7 @@ class Router:
         rows = session.rows_of(ids)[:count]
         while len(rows) < count:
             first = len(rows)
-            last = min(first + BATCH, count)
+            last = min(first + self.thread.batch, count)
             texts = [self.text(ids[i * size : (i + 1) * size]) for i in range(first, last)]
             new = await asyncio.wrap_future(self.thread.segments(texts))
             session.add_rows(ids, first, new, texts)

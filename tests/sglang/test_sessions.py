@@ -394,7 +394,8 @@ def parsed(*argv):
 
 def test_flags_reach_the_config():
     more = "--episodic-budget 4096 --episodic-block 512 --episodic-segment 256 --episodic-sessions 7 --episodic-idle 60"
-    expected = EpisodicConfig("late", 4096, 512, "folder", 256, 7, 60.0)
+    more += " --episodic-embedder-device cuda:1"
+    expected = EpisodicConfig("late", 4096, 512, "folder", 256, 7, 60.0, embedder_device="cuda:1")
     assert parsed(*ON, *more.split()).episodic == expected
     assert parsed(*ON).episodic == EpisodicConfig("late", embedder="folder")
     assert parsed("--kv-quant", "int4", "--episodic-policy", "off").episodic is None
@@ -418,7 +419,7 @@ def test_flags_that_cannot_be_served(argv, message):
 def loaded(monkeypatch):
     """The embedder's folders that were loaded."""
     found = []
-    monkeypatch.setattr(sessions, "load_embedder", found.append)
+    monkeypatch.setattr(sessions, "load_embedder", lambda folder, device: found.append(folder))
     return found
 
 
