@@ -52,11 +52,6 @@ def check_speculation(server_args: ServerArgs, config: KVQuantConfig, model: Mod
             f"--{chained.replace('_', '-')}: it verifies a chain of drafts, and those of {BRANCHING} branch; leave it "
             "out, or take another --speculative-algorithm."
         )
-    if algorithm == BRANCHING and server_args.device != "cpu" and keeps_states(model):
-        raise KVQuantError(
-            f"--speculative-algorithm {BRANCHING}: its drafts branch, which recurrent states did not follow on a GPU "
-            "when this was measured: answers were wrong, without --kv-quant too; take NEXTN or STANDALONE."
-        )
     if algorithm == "STANDALONE":
         _check_draft(draft_model(server_args, model))
 
@@ -192,12 +187,32 @@ def after_sizes(result: None, configurator: Configurator, kvc: Configurator) -> 
     configurator._cell_size = (geometry.page_bytes + geometry.draft_page_bytes) // PAGE_SIZE
 
 
-def after_states(result: None, backend: Any, model_runner: ModelRunner) -> None:
-    """AFTER ``MambaAttnBackendBase.__init__``: recurrent states are computed along the tree that n-grams make.
+def _branches(server_args: ServerArgs) -> bool:
+    """Whether recurrent states meet drafts that branch.
 
-    SGLang takes drafts of breadth 1 for a chain. But each suffix of what was said that occurred before begins a branch
+    SGLang takes n-grams of breadth 1 for a chain. But each suffix of what was said that occurred before begins a branch
     of its own: drafts of the second would be verified, and kept, with states that went through the first.
     """
-    args = model_runner.server_args
-    if config_of(args) is not None and compat.resolved(args, "speculative_algorithm") == BRANCHING:
+    return config_of(server_args) is not None and compat.resolved(server_args, "speculative_algorithm") == BRANCHING
+
+
+def after_states(result: None, backend: Any, model_runner: ModelRunner) -> None:
+    """AFTER ``MambaAttnBackendBase.__init__``: recurrent states are computed along the tree that n-grams make."""
+    if _branches(model_runner.server_args):
         backend.topk = max(int(backend.topk), 2)
+
+
+def around_shared_windows(
+    original: Original, is_npu: bool, is_cpu: bool, speculative_eagle_topk: int | None, is_kda: bool
+) -> bool:
+    """AROUND ``conv_window_dedup_enabled``: drafts that branch keep windows of their own.
+
+    On a GPU a convolution's window after each draft of a chain shares its memory with the next one's; two that follow
+    the same draft would write over each other.
+    """
+    from sglang.srt.runtime_context import get_server_args
+
+    if _branches(get_server_args()):
+        speculative_eagle_topk = max(speculative_eagle_topk or 0, 2)
+    shared: bool = original(is_npu, is_cpu, speculative_eagle_topk, is_kda)
+    return shared

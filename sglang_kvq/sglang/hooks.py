@@ -246,6 +246,14 @@ TABLE: tuple[Hook, ...] = (
             dict(params=("model_runner",), handler="drafts:after_states"),
         ),
         (
+            Kind.AROUND,
+            "mem_cache.memory_pool.conv_window_dedup_enabled",
+            "drafts that branch do not share windows",
+            dict(
+                params=("is_npu", "is_cpu", "speculative_eagle_topk", "is_kda"), handler="drafts:around_shared_windows"
+            ),
+        ),
+        (
             Kind.CALL,
             "configs.model_config.ModelConfig.from_server_args",
             "a draft model's shapes",

@@ -323,8 +323,6 @@ class Suite:
                 ways = (*speculation.WAYS, *(["nextn"] if MODELS[name].is_hybrid else []))
                 if self.cpu:  # for which SGLang has no draft models
                     ways = speculation.WAYS[:2]
-                elif MODELS[name].is_hybrid:  # refused: ``drafts.check_speculation``
-                    ways = tuple(way for way in ways if way != "ngram")
                 cases += [(name, f"drafts, {way}", task(way)) for way in ways]
         if wanted("speculation"):
             cases += [

@@ -104,28 +104,6 @@ def test_drafts_that_branch_are_not_verified_as_a_chain(field, monkeypatch):
     drafts.check_speculation(args, CONFIG, PLAIN)
 
 
-@pytest.mark.parametrize(
-    ("algorithm", "device", "states", "refused"),
-    [
-        ("NGRAM", "cuda", True, True),
-        ("NGRAM", "cuda", False, False),
-        ("NGRAM", "cpu", True, False),
-        ("EAGLE", "cuda", True, False),
-    ],
-)
-def test_drafts_that_branch_beside_recurrent_states_are_refused_on_a_gpu(
-    algorithm, device, states, refused, monkeypatch
-):
-    monkeypatch.setattr(compat, "resolved", lambda sa, field, default=None: getattr(sa, field, default))
-    monkeypatch.setattr(drafts, "keeps_states", lambda model: states)
-    args = SimpleNamespace(speculative_algorithm=algorithm, speculative_num_draft_tokens=4, device=device)
-    if refused:
-        with pytest.raises(KVQuantError, match="NGRAM: .* on a GPU .* take NEXTN or STANDALONE"):
-            drafts.check_speculation(args, CONFIG, PLAIN)
-    else:
-        drafts.check_speculation(args, CONFIG, PLAIN)
-
-
 @pytest.mark.parametrize(("algorithm", "breadth"), [("NGRAM", 2), ("EAGLE", 1), (None, 0)])
 def test_recurrent_states_follow_drafts_that_branch(algorithm, breadth, monkeypatch):
     """What SGLang's backend for states gets to know of a batch's drafts, beside its chain."""
@@ -142,6 +120,25 @@ def test_recurrent_states_follow_drafts_that_branch(algorithm, breadth, monkeypa
     assert backend.topk == breadth
     source = inspect.getsource(module.MambaAttnBackendBase)
     assert "self.topk > 1" in source and "retrieve_next_token" in source, "what it is raised for"
+
+
+@pytest.mark.parametrize("served", [True, False], ids=["kv-quant", "without"])
+@pytest.mark.parametrize(("algorithm", "own"), [("NGRAM", True), ("EAGLE", False), (None, False)])
+def test_drafts_that_branch_keep_windows_of_their_own(algorithm, own, served, monkeypatch):
+    """SGLang's rule for a GPU, where windows of a chain share memory, with what it is told here."""
+    from sglang.srt import runtime_context
+    from sglang.srt.mem_cache import memory_pool
+
+    monkeypatch.setattr(compat, "resolved", lambda sa, field, default=None: getattr(sa, field, default))
+    rule = inspect.unwrap(memory_pool.conv_window_dedup_enabled)
+    args = SimpleNamespace(speculative_algorithm=algorithm)
+    if served:
+        runtime.attach(CONFIG, args)
+    monkeypatch.setattr(runtime_context, "get_server_args", lambda: args)
+    for given in (None, 1):
+        assert rule(False, False, given, False), "else nothing is left to do here"
+        assert drafts.around_shared_windows(rule, False, False, given, False) == (not own or not served)
+    assert not drafts.around_shared_windows(rule, False, False, 4, False), "trees of any algorithm"
 
 
 def test_n_grams_of_breadth_1_branch(monkeypatch):
