@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import time
 
 import numpy as np
+import psutil
 import pytest
 import requests
 from transformers import AutoTokenizer
@@ -72,6 +74,10 @@ def words(tmp_path_factory) -> tuple[str, str]:
 
 @pytest.fixture
 def server(servers, words):
+    return serve(servers, words)
+
+
+def serve(servers, words):
     path, folder = words
     paths = os.pathsep.join(filter(None, (path, os.environ.get("PYTHONPATH"))))
     return servers(*FLAGS, "--episodic-embedder", folder, env={"PYTHONPATH": paths})
@@ -347,3 +353,28 @@ def test_other_bad_requests(client, text):
     plain = client.send(text[:100], None, sampling_params={"custom_params": {PARAMETER: "x"}})
     assert plain.status_code == 400 and "no client may choose what is read" in plain.text
     assert "longer than the model's context length" in client.send(text + text, "bad").text
+
+
+def test_a_killed_scheduler_takes_its_server_along_and_text_is_enough(server, servers, words, text, question):
+    """Nothing hangs and nothing is left of the processes; the next server answers from what the client sends."""
+    prompt, client = text + question, Sessions(server)
+    before = client.turn(prompt, "killed")
+    assert client.session("killed")["requests_with_chosen_pages"] == 1
+    main = psutil.Process(server.process.pid)
+    processes = [main, *main.children(recursive=True)]
+    (scheduler,) = [one for one in processes if "scheduler" in one.name() or "scheduler" in " ".join(one.cmdline())]
+    with client_stream(client, prompt) as response:
+        next(response.iter_lines())
+        scheduler.kill()
+        with contextlib.suppress(requests.RequestException):  # it may also end as if all had been said
+            list(response.iter_lines())
+    server.process.wait(120)
+    _, alive = psutil.wait_procs(processes, timeout=60)
+    assert not alive
+
+    again = Sessions(serve(servers, words))
+    assert again.get("/killed").status_code == 404
+    after = again.turn(prompt, "killed")
+    assert after["output_ids"] == before["output_ids"] and np.allclose(logprobs(after), logprobs(before), atol=CLOSE)
+    assert again.session("killed")["read"] and after["meta_info"]["cached_tokens"] == 0
+    assert_empties(again)
