@@ -96,7 +96,8 @@ class EpisodeRouter:
         each = await router.rows(session, ids, count * pages)
         rows = unit(each.reshape(count, pages, -1).mean(1))
         (asked,) = await router.embed_question(ids[question:])
-        clusters = session.episodes.divide(rows, self.config.episodes or EPISODES)
+        # A quarter of a second for 64K tokens, in which other sessions' answers go on. ``session.planning`` is held.
+        clusters = await asyncio.to_thread(session.episodes.divide, rows, self.config.episodes or EPISODES)
         number = int(match(asked[None], rows[: session.episodes.segments], clusters, "centroid")[0])
         prompt = session.episodes.prompt(
             number,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 from sglang_kvq.config import PAGE_SIZE as P
 from sglang_kvq.config import KVQuantConfig
 from sglang_kvq.episodic import fold, prefix
+from sglang_kvq.episodic.cluster import cluster
 from sglang_kvq.episodic.config import PROMPT_TOKENS, EpisodicConfig
 from sglang_kvq.episodic.embed import Embedder
 from sglang_kvq.episodic.fold import Fold
@@ -126,6 +128,27 @@ def test_the_next_turn_folds_what_is_new_only():
     again = len(manager.sent)
     asyncio.run(manager.ask(more))
     assert len(manager.sent) == again + 1
+
+
+def test_other_sessions_go_on_while_one_is_divided(monkeypatch):
+    beats = []
+
+    def slow(rows, count, seed=0):
+        before = len(beats)
+        time.sleep(0.3)
+        assert len(beats) > before + 5, "the event loop stood still"
+        return cluster(rows, count, seed)
+
+    async def run():
+        asked = asyncio.ensure_future(manager.ask(LONG))
+        while not asked.done():
+            beats.append(None)
+            await asyncio.sleep(0.01)
+        return await asked
+
+    monkeypatch.setattr("sglang_kvq.episodic.episodes.cluster", slow)
+    manager = Manager()
+    assert asyncio.run(run())["text"] == "x"
 
 
 def test_an_edit_divides_anew():
