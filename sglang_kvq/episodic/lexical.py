@@ -43,10 +43,11 @@ class Lexical:
             norm=None,
             dtype=np.float32,
         )
-        # Row by row: terms, how often each occurs, and where a text's terms begin.
+        # Row by row: terms, how often each occurs, where a text's terms begin, and how many it has.
         self._terms = np.empty(0, np.int32)
         self._counts = np.empty(0, np.float32)
         self._starts = np.zeros(1, np.int64)
+        self._lengths = np.empty(0)
 
     def __len__(self) -> int:
         return len(self._starts) - 1
@@ -57,6 +58,8 @@ class Lexical:
             terms, counts, starts = self._split(texts)
             self._starts = np.concatenate([self._starts, len(self._terms) + starts[1:]])
             self._terms, self._counts = np.concatenate([self._terms, terms]), np.concatenate([self._counts, counts])
+            ends = np.concatenate([[0.0], counts.cumsum(dtype=np.float64)])[starts]
+            self._lengths = np.concatenate([self._lengths, np.diff(ends)])
 
     def truncate(self, count: int) -> None:
         """Keep the first ``count`` texts.
@@ -69,6 +72,7 @@ class Lexical:
         self._starts = self._starts[: count + 1].copy()
         end = int(self._starts[-1])
         self._terms, self._counts = self._terms[:end].copy(), self._counts[:end].copy()
+        self._lengths = self._lengths[:count].copy()
 
     def scores(self, question: str, run: int = 1) -> np.ndarray:
         """How well each run of ``run`` consecutive texts matches, in which terms count as in one text.
@@ -88,8 +92,7 @@ class Lexical:
         text = np.searchsorted(self._starts, at, side="right") - 1
         counts = np.zeros((len(self), len(asked)))
         counts[text, number[self._terms[at]]] = self._counts[at]
-        lengths = np.diff(np.concatenate([[0], self._counts.cumsum(dtype=np.float64)])[self._starts])
-        counts, lengths = runs(counts, run), runs(lengths, run)
+        counts, lengths = runs(counts, run), runs(self._lengths, run)
         if not counts.any():
             return np.zeros(len(counts))
         texts_with = np.count_nonzero(counts, axis=0)
