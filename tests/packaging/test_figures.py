@@ -178,11 +178,27 @@ def test_figures_of_the_readme() -> None:
     assert agrees(error, 100 * measured["oscar"]["humaneval_vs_none_se"])
 
 
+#: README's sentence about sessions.
+SESSIONS = (
+    r"a step of (\d+) sessions of ([\d,]+) tokens takes (\S+) ms where plain `oscar` takes (\S+), and BF16, with room "
+    r"for (\d+) of them, (\d+\.\d)"
+)
+
+
+def test_sessions() -> None:
+    (row,) = (row for row in results("episodic_h200") if row["scenario"] == "decode_step")
+    found = re.search(SESSIONS, " ".join(README.split()))
+    assert found
+    written = ("late_sessions", "history_tokens", "late", "oscar", "bf16_sessions", "bf16")
+    assert all(agrees(text, row[field]) for text, field in zip(found.groups(), written, strict=True)), row
+
+
 @pytest.mark.parametrize(("name", "text"), [("README.md", README), ("docs/performance.md", PERFORMANCE)])
 def test_no_figure_stands_outside_what_is_checked(name: str, text: str) -> None:
     """Prose has no time, throughput, ratio or percentage of its own: those are in the tables and sentences above."""
     prose = " ".join(line.strip() for line in text.splitlines() if not line.startswith("|"))
-    for known in (r"Quantizing [\d,]+ new tokens of one layer takes \d+ µs", r"lie between \S+ and \d\.\d+"):
+    known_ones = (r"Quantizing [\d,]+ new tokens of one layer takes \d+ µs", r"lie between \S+ and \d\.\d+", SESSIONS)
+    for known in known_ones:
         prose = re.sub(known, "", prose)
     assert re.findall(r"\d[\d.,]*(?:x\b| ?%| (?:µs|ms|tokens/s|points|TFLOP/s|GB/s)\b)", prose) == []
 
