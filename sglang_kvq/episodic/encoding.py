@@ -24,9 +24,9 @@ class EncodingThread:
         batch: segments that are embedded at once.
     """
 
-    def __init__(self, embedder: Embedder, device: str = "cpu") -> None:
+    def __init__(self, embedder: Embedder) -> None:
         self._embedder = embedder
-        self.batch = CPU_BATCH if device.startswith("cpu") else BATCH
+        self.batch = CPU_BATCH if embedder.device.startswith("cpu") else BATCH
         self._jobs: queue.PriorityQueue[tuple[int, int, list[str], Future[np.ndarray]]] = queue.PriorityQueue()
         self._numbers = itertools.count()
         self._thread = threading.Thread(target=self._run, name="kvq-embed", daemon=True)

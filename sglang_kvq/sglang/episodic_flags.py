@@ -79,8 +79,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--episodic-embedder-device",
-        "Where that model runs: cpu, cuda, cuda:1. On a GPU it takes half a gigabyte outside --mem-fraction-static, "
-        "and long conversations are embedded many times faster.",
+        "Where that model runs: cpu, cuda, cuda:1. On a GPU it takes memory outside --mem-fraction-static, and long "
+        "conversations are embedded faster.",
         metavar="DEVICE",
     )
     add(

@@ -676,6 +676,7 @@ TABLE: tuple[Hook, ...] = (
         (Kind.READ, "layers.quantization.unquant.UnquantizedLinearMethod", "recognises plain weights", {}),
         (Kind.READ, "layers.radix_attention.AttentionType.DECODER", "what a layer asks of attention", {}),
         (Kind.CALL, "runtime_context.get_parallel", "this worker's rank and heads", dict(params=())),
+        (Kind.CALL, "runtime_context.get_server_args", "whether drafts branch", dict(params=())),
         # Weights: new ones would lack the value rotation folded into those loaded
         *(
             (

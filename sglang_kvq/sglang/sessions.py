@@ -59,8 +59,17 @@ def load_embedder(folder: str, device: str) -> Embedder:
     """Loaded once in a process: first by the checks at start.
 
     Raises:
-        KVQuantError: as ``Embedder.load``.
+        KVQuantError: as ``Embedder.load``, or no such device here.
     """
+    import torch
+
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:  # how PyTorch refuses a device
+        reason = str(error).splitlines()[0]
+        raise KVQuantError(
+            f"--episodic-embedder-device {device}: {reason}; give cpu, or a device of this machine such as cuda:0."
+        ) from error
     embedder = Embedder.load(folder, device)
     embedder.encode(["Does it work?"])
     return embedder
@@ -158,7 +167,7 @@ class Router:
     ) -> None:
         self.manager, self.config, self.episodic = manager, config, episodic
         self.store = SessionStore(episodic.sessions, episodic.idle_seconds)
-        self.thread = EncodingThread(embedder, episodic.embedder_device)
+        self.thread = EncodingThread(embedder)
         self.marker = user_turn(manager.tokenizer)
         self.metrics = SessionMetrics() if getattr(manager, "enable_metrics", False) else NoMetrics()
         #: Of the policy epicache; None of the others.

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from sglang_kvq.episodic.embed import Embedder
-from sglang_kvq.episodic.encoding import EncodingThread, embed
+from sglang_kvq.episodic.encoding import BATCH, CPU_BATCH, EncodingThread, embed
 
 
 class Slow:
@@ -38,6 +38,13 @@ def test_a_question_passes_segments_that_wait() -> None:
     # The thread may or may not have begun with the first.
     assert encoder.asked.index("question") <= 1 and encoder.asked[-2:] == ["two", "three"]
     thread.close()
+
+
+def test_more_are_embedded_at_once_where_that_is_fast() -> None:
+    for device, batch in (("cpu", CPU_BATCH), ("cuda", BATCH), ("cuda:1", BATCH)):
+        thread = EncodingThread(Embedder(Slow(), device))
+        assert thread.batch == batch
+        thread.close()
 
 
 def test_an_error_is_that_of_who_asked() -> None:

@@ -415,6 +415,20 @@ def test_flags_that_cannot_be_served(argv, message):
         parsed(*argv)
 
 
+def test_a_device_that_is_not_here(monkeypatch):
+    def refuses(*_, device):
+        raise AssertionError("Torch not compiled with CUDA enabled")
+
+    monkeypatch.setattr("torch.empty", refuses)
+    with pytest.raises(KVQuantError, match=r"--episodic-embedder-device cuda:3: Torch not .* give cpu"):
+        sessions.load_embedder("folder", "cuda:3")
+
+
+def test_a_device_without_such_a_name():
+    with pytest.raises(KVQuantError, match=r"--episodic-embedder-device gpu: .* give cpu"):
+        sessions.load_embedder("folder", "gpu")
+
+
 @pytest.fixture
 def loaded(monkeypatch):
     """The embedder's folders that were loaded."""
