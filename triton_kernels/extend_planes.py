@@ -352,11 +352,11 @@ def elements_ptx(codes, cell, field):
     for n, x in enumerate(("even", "odd")):
         gain = f"${5 + n}"
         lines.append(f"lop3.b32 {x}, {x}, {mask:#x}, base, 0xea;")  # (a & b) | c
-        lines.append(f"fma.rn.f16x2 {x}, {x}, unit, less;")
         if lowest:
-            lines += [f"mul.rn.f16x2 rest, {gain}, half;", f"fma.rn.f16x2 {x}, {x}, {gain}, rest;"]
+            lines += [f"add.rn.f16x2 {x}, {x}, less;", f"mul.rn.f16x2 rest, {gain}, half;"]
+            lines.append(f"fma.rn.f16x2 {x}, {x}, {gain}, rest;")
         else:
-            lines.append(f"mul.rn.f16x2 {x}, {x}, {gain};")
+            lines += [f"fma.rn.f16x2 {x}, {x}, unit, less;", f"mul.rn.f16x2 {x}, {x}, {gain};"]
         lines.append(f"mov.b32 {{${2 * n}, ${2 * n + 1}}}, {x};")
     return "\n".join([*lines, "}"])
 
