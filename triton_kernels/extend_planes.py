@@ -23,7 +23,15 @@ import triton.language as tl
 
 from sglang_kvq.formats.planes import GAIN_BIAS as _GAIN_BIAS
 from sglang_kvq.kernels.common import PAGE, dot, key_row, page_of
-from sglang_kvq.kernels.extend_history import fp16_high, fp16_low, join_planes, planes_last, split2, split4
+from sglang_kvq.kernels.extend_history import (
+    fp16_high,
+    fp16_low,
+    join_planes,
+    planes_last,
+    queries_by_plane,
+    split2,
+    split4,
+)
 from sglang_kvq.kernels.planes import (
     bits_of,
     cell_count,
@@ -54,7 +62,7 @@ def history_planes(
     """``extend_history.history_two_bits`` of records of planes; columns of acc are ``planes.plane_dims``."""
     PAGE_BYTES: tl.constexpr = SHAPE.KV_HEADS * RECORD.bytes
     V_PLANES: tl.constexpr = tile_planes(RECORD.v)
-    x = _queries(tile, SHAPE, tile_planes(RECORD.k)).to(tl.float32)
+    x = _queries(tile, SHAPE, ROWS, tile_planes(RECORD.k)).to(tl.float32)
     peak = tl.maximum(tl.max(tl.max(tl.abs(x), 1), 0), 1e-30)
     unit = (peak.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)  # a power of two
     queries = (x * (_Q_SCALE / unit)).to(tl.float16)  # [ROWS, K's planes * JP]
@@ -82,12 +90,11 @@ def history_planes(
 
 
 @triton.jit
-def _queries(tile, SHAPE: tl.constexpr, PLANES: tl.constexpr):
-    """``extend_history.queries_by_plane``, each plane's dims ``in_pairs``."""
-    c = tl.arange(0, PLANES * SHAPE.JP)
-    j = in_pairs(c % SHAPE.JP)
-    inside = tile.live[:, None] & (j < SHAPE.D4)[None, :]
-    return tl.load(tile.q + tile.row[:, None] + (c // SHAPE.JP * SHAPE.D4 + j)[None, :], mask=inside, other=0.0)
+def _queries(tile, SHAPE: tl.constexpr, ROWS: tl.constexpr, PLANES: tl.constexpr):
+    """``extend_history.queries_by_plane``, each plane's dims ``in_pairs``: put into that order once they are loaded."""
+    COLUMNS: tl.constexpr = PLANES * SHAPE.JP
+    x = tl.reshape(queries_by_plane(tile, SHAPE, PLANES), [ROWS, COLUMNS // 4, 2, 2])
+    return tl.reshape(tl.permute(x, (0, 1, 3, 2)), [ROWS, COLUMNS])
 
 
 @triton.jit
