@@ -14,6 +14,9 @@ few, as a thread has one of K's tokens in its part of the tile and eight of V's;
 Words of four bytes are taken apart as they lie: bytes 0 and 2, each in a half of the word, then 1 and 3. In that order
 (``in_pairs``) products have a plane's elements, of queries and keys, and tokens, of weights and values.
 
+p stays without gains, as it does there: FP16 keeps all its bits down to 2^-29 of the row's largest, some down to 2^-39,
+so that of p g_v a row loses at most 2^-40 of its largest times what gains in it span, 2^32 in all.
+
 A plane without bits is zeros, and where the last two have none they are no part of a tile: products are half as long.
 """
 
