@@ -57,8 +57,8 @@ WIDE = ExtendLaunch(rows=64, keys=32, warps=8, stages=2, registers=None, program
 
 
 def is_cheap(record: Record | PlaneRecord, head_dim: int) -> bool:
-    """Whether codes become operands in few instructions: ``history_two_bits`` and, with a tenth to a quarter more of
-    them for the gains, ``history_planes``; not ``history_any``."""
+    """Whether codes become operands in few instructions: ``history_two_bits`` and, with hardly more of them,
+    ``history_planes``; not ``history_any``."""
     return isinstance(record, PlaneRecord) or is_two_bit(record, head_dim)
 
 

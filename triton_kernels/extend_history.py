@@ -131,7 +131,7 @@ def _page(
         k0, k1, k2, k3 = _keys_of(k, _own(s_k, token), _own(z_k, token), _own(s_k2, token), _own(z_k2, token), PLAIN)
     else:
         s_k, z_k, values, _ = split4(tl.load(words + tl.where(x < 2 * PAGE, of_key, V_SCALES + x % (2 * VECTOR))), PAGE)
-        s_v, z_v = _split2(values, VECTOR)
+        s_v, z_v = split2(values, VECTOR)
         s_k, z_k = _own(s_k, token), _own(z_k, token)
         k0, k1, k2, k3 = _keys_of(k, s_k, z_k, s_k, z_k, PLAIN)
     k = join_planes((k0, k1, k2, k3), PAGE, JP)
@@ -231,7 +231,7 @@ _VALUES_OPERANDS = tl.constexpr(",".join(["=r"] * 8 + ["r"] * 33))
 
 
 @triton.jit
-def _split2(x, SIZE: tl.constexpr):
+def split2(x, SIZE: tl.constexpr):
     """[2 * SIZE] to its halves."""
     return tl.split(tl.permute(tl.reshape(x, [2, SIZE]), (1, 0)))
 
@@ -239,7 +239,7 @@ def _split2(x, SIZE: tl.constexpr):
 @triton.jit
 def split8(x, SIZE: tl.constexpr):
     """[8 * SIZE] to its eighths."""
-    x0, x1 = _split2(x, 4 * SIZE)
+    x0, x1 = split2(x, 4 * SIZE)
     a0, a1, a2, a3 = split4(x0, SIZE)
     b0, b1, b2, b3 = split4(x1, SIZE)
     return a0, a1, a2, a3, b0, b1, b2, b3
@@ -255,12 +255,12 @@ def split4(x, SIZE: tl.constexpr):
 
 
 @triton.jit
-def _low(x):
+def fp16_low(x):
     return (x & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True)
 
 
 @triton.jit
-def _high(x):
+def fp16_high(x):
     return ((x >> 16) & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True)
 
 
@@ -294,7 +294,7 @@ def _keys_of(bytes, s, z, s2, z2, PLAIN: tl.constexpr):
 @triton.jit
 def _affine(code, scale, offset):
     """code scale + offset, rounded once; scale and offset are words' lower halves."""
-    return (code.to(tl.float32) * _low(scale).to(tl.float32) + _low(offset).to(tl.float32)).to(tl.float16)
+    return (code.to(tl.float32) * fp16_low(scale).to(tl.float32) + fp16_low(offset).to(tl.float32)).to(tl.float16)
 
 
 @triton.jit

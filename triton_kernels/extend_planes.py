@@ -1,26 +1,40 @@
 """A tile of query rows over records of planes (``formats.planes``): what ``extend_history`` does for two bits.
 
-Tiles of K and V are c - m, codes less their plane's middle, without gains. As bits of FP16, a code at bit f is a number
-too small to be normal, which one instruction turns into that for two codes, after one that masks them:
+Tiles hold keys and values as FP16, times 2^-5 so that the largest, 31.5 of the largest gain, is not too large. The
+smallest is exact too, but for gains below 2^-15, whose elements may lose their last bit. A code is AND-ed out of its
+byte into the mantissa of 1024, as in ``extend_history``. Of w bits, from bit f of the byte on, with their middle m:
 
-    (c 2^(f - 24)) 2^(15 - f) - m 2^-9 = (c - m) 2^-9        exact
+    c - m       = (1024 + 2^f c) 2^-f - (1024 2^-f + m)
+    c - m - 1/2 = (1024 + c) - (1024 + 2^(w - 1))               where f is 0: FP16 has no bit left for the half
+    k           = (c - m) g  or  (c - m - 1/2) g + g / 2        all exact
 
-K's gains are factors of a score's column. V's are folded into p, which FP16 does not hold whatever they are: they are
-added to scores as logarithms, so that the softmax's ``top`` bounds p g_v and not p, which its total sums:
+Gains have more exponents than FP16's normal numbers: they are made float32 numbers, and two of those FP16's. They are
+few, as a thread has one of K's tokens in its part of the tile and eight of V's; and no thread waits for another's.
 
-    y = g_k x + log2 g_v        p g_v = 2^(y - top) <= 1        p = p g_v / g_v
+Words of four bytes are taken apart as they lie: bytes 0 and 2, each in a half of the word, then 1 and 3. In that order
+(``in_pairs``) products have a plane's elements, of queries and keys, and tokens, of weights and values.
 
-Gains and what is made of them may span 2^32: float32 holds p, and what of a row's p g_v FP16 loses is below 2^-29 of
-its largest.
+p stays without gains, as it does there: FP16 keeps all its bits down to 2^-29 of the row's largest, some down to 2^-39,
+so that of p g_v a row loses at most 2^-40 of its largest times what gains in it span, 2^32 in all.
 
 A plane without bits is zeros, and where the last two have none they are no part of a tile: products are half as long.
 """
 
+import numpy as np
 import triton
 import triton.language as tl
 
+from sglang_kvq.formats.planes import GAIN_BIAS as _GAIN_BIAS
 from sglang_kvq.kernels.common import PAGE, dot, key_row, page_of
-from sglang_kvq.kernels.extend_history import join_planes, planes_last, queries_by_plane
+from sglang_kvq.kernels.extend_history import (
+    fp16_high,
+    fp16_low,
+    join_planes,
+    planes_last,
+    queries_by_plane,
+    split2,
+    split4,
+)
 from sglang_kvq.kernels.planes import (
     bits_of,
     cell_count,
@@ -36,11 +50,11 @@ from sglang_kvq.kernels.planes import (
 )
 from sglang_kvq.kernels.softmax import NEVER, Softmax, no_keys, scores
 
-#: Queries are scaled to at most 2^12, p to 2^15, as in ``extend_history``; tiles hold 2^-9 of their levels.
+#: Queries are scaled to at most 2^12, p to 2^15, as in ``extend_history``; tiles hold 2^-5 of keys and values.
 _Q_SCALE = tl.constexpr(2.0**11)
 _P_SHIFT = tl.constexpr(15.0)
-_LEVEL = tl.constexpr(2.0**-9)
-_LEVEL_LOG2 = tl.constexpr(-9.0)
+_UNIT = tl.constexpr(2.0**-5)
+_UNIT_LOG2 = tl.constexpr(-5.0)
 
 
 @triton.jit
@@ -51,11 +65,11 @@ def history_planes(
     """``extend_history.history_two_bits`` of records of planes; columns of acc are ``planes.plane_dims``."""
     PAGE_BYTES: tl.constexpr = SHAPE.KV_HEADS * RECORD.bytes
     V_PLANES: tl.constexpr = tile_planes(RECORD.v)
-    x = queries_by_plane(tile, SHAPE, tile_planes(RECORD.k)).to(tl.float32)
+    x = _queries(tile, SHAPE, ROWS, tile_planes(RECORD.k)).to(tl.float32)
     peak = tl.maximum(tl.max(tl.max(tl.abs(x), 1), 0), 1e-30)
     unit = (peak.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)  # a power of two
     queries = (x * (_Q_SCALE / unit)).to(tl.float16)  # [ROWS, K's planes * JP]
-    factor = unit * (scale_log2 / (_Q_SCALE * _LEVEL))
+    factor = unit * (scale_log2 / (_Q_SCALE * _UNIT))
 
     state = no_keys(ROWS, V_PLANES * (SHAPE.VP // 4))
     first, last = pages.history, pages.history_end
@@ -75,7 +89,15 @@ def history_planes(
     acc = state.acc
     if V_PLANES == 2:  # behind the first two planes' dims those of the others, which are zero
         acc = join_planes((acc, tl.zeros(acc.shape, tl.float32)), ROWS, SHAPE.VP // 2)
-    return Softmax(acc, state.total * _LEVEL, state.top - (_P_SHIFT + _LEVEL_LOG2))
+    return Softmax(acc, state.total * _UNIT, state.top - (_P_SHIFT + _UNIT_LOG2))
+
+
+@triton.jit
+def _queries(tile, SHAPE: tl.constexpr, ROWS: tl.constexpr, PLANES: tl.constexpr):
+    """``extend_history.queries_by_plane``, each plane's dims ``in_pairs``: put into that order once they are loaded."""
+    COLUMNS: tl.constexpr = PLANES * SHAPE.JP
+    x = tl.reshape(queries_by_plane(tile, SHAPE, PLANES), [ROWS, COLUMNS // 4, 2, 2])
+    return tl.reshape(tl.permute(x, (0, 1, 3, 2)), [ROWS, COLUMNS])
 
 
 @triton.jit
@@ -85,172 +107,271 @@ def _page(
 ):  # fmt: skip
     """Online softmax over the first ``count`` tokens of a page; over all, unless MASKED.
 
-    Make K's tile; make V's; scores; gains, which are fewer registers to hold when they come late; attend.
+    Load gains; make K's tile; make V's; attend.
     """
     KEYS: tl.constexpr = RECORD.k
     VALUES: tl.constexpr = RECORD.v
-    k = _key_tile(record, KEYS, SHAPE, PLAIN)
-    v = _value_tile(record, v_first, VALUES, SHAPE, PLAIN)
+    words = record.to(tl.pointer_type(tl.int32))
+    k_gains, v_gains = _gains(words + KEYS.gains // 4, SHAPE)
+    k = _key_tile(words, k_gains, KEYS, SHAPE, PLAIN)
+    v = _value_tile(words, v_gains, v_first, VALUES, SHAPE, PLAIN)
+
     x = scores(queries, k, ROWS, PAGE)
-    g_k, log_g, inverse = _gains(record, factor, RECORD, PLAIN)
-    x = x * g_k[None, :] + log_g[None, :]
     if MASKED:
-        x = tl.where((tl.arange(0, PAGE) < count)[None, :], x, NEVER)
-    top = tl.maximum(state.top, tl.max(x, 1))
+        x = tl.where((in_pairs(tl.arange(0, PAGE)) < count)[None, :], x, NEVER)
+    top = tl.maximum(state.top, tl.max(x, 1) * factor)
     decay = tl.exp2(state.top - top)
-    p = tl.exp2(x + (-top + _P_SHIFT)[:, None])
-    total = state.total * decay + tl.sum(p * inverse[None, :], 1)
+    p = tl.exp2(x * factor - (top - _P_SHIFT)[:, None])
+    total = state.total * decay + tl.sum(p, 1)
     return Softmax(dot(p.to(tl.float16), tl.trans(v), state.acc * decay[:, None]), total, top)
 
 
 @triton.jit
-def _gains(record, factor, RECORD: tl.constexpr, PLAIN: tl.constexpr):
-    """Of a page's tokens, float32 [PAGE] each: K's gains times factor; of V's the logarithms and the inverses.
-
-    A thread does this of one gain, and fetches its columns'. Without a gather the compiler would have every thread do
-    it of all its columns.
-    """
-    x = tl.arange(0, 2 * PAGE)  # K's gains and V's: as many as threads
-    words = (record + RECORD.k.gains).to(tl.pointer_type(tl.int32))
-    gains = gain_of((tl.load(words + x // 4) >> (x % 4 * 8)) & 0xFF)
-    if PLAIN:
-        logarithms, inverses = tl.log2(gains), 1 / gains
-    else:
-        logarithms, inverses = tl.inline_asm_elementwise(
-            asm="lg2.approx.ftz.f32 $0, $2; rcp.approx.ftz.f32 $1, $2;",
-            constraints="=&f,=f,f",
-            args=[gains],
-            dtype=(tl.float32, tl.float32),
-            is_pure=True,
-            pack=1,
-        )
-    used = tl.where(x < PAGE, gains * factor, logarithms)
-    both = tl.reshape(tl.join(used, inverses), [4 * PAGE])
-    x = tl.arange(0, 4 * PAGE)
-    own = tl.gather(both, x // 4 * 2 + x // 2 % 2 * (2 * PAGE) + x % 2, 0)  # of a token: two of K, then two of V
-    first, second = tl.split(tl.reshape(own, [PAGE, 2, 2]))
-    g_k, log_g = tl.split(first)
-    _, inverse = tl.split(second)
-    return g_k, log_g, inverse
+def _gains(words, SHAPE: tl.constexpr):
+    """Words of four gains: K's [PAGE], each with that of ``_token_of_row``, and V's [PAGE / 4]."""
+    # As many loads as a program has threads, see ``extend_history._page``; eight warps take them twice.
+    x = tl.arange(0, 4 * PAGE if SHAPE.D > 128 else 2 * PAGE)
+    of_key = _token_of_row(x % PAGE) // 4
+    loaded = tl.load(words + tl.where(x % (2 * PAGE) < PAGE, of_key, PAGE // 4 + x % (PAGE // 4)))
+    if SHAPE.D > 128:
+        loaded, _ = split2(loaded, 2 * PAGE)
+    k, v = split2(loaded, PAGE)
+    v, _, _, _ = split4(v, PAGE // 4)
+    return k, v
 
 
 @triton.jit
-def _key_tile(record, CODES: tl.constexpr, SHAPE: tl.constexpr, PLAIN: tl.constexpr):
-    """FP16 [PAGE, planes * JP]: ``tile_planes`` side by side."""
-    D4: tl.constexpr = SHAPE.D4
+def in_pairs(n):
+    """Which byte, of words in a row, is a tile's n-th; and which of the tile's is the n-th byte: 0, 2, 1, 3."""
+    return n // 4 * 4 + n % 2 * 2 + n // 2 % 2
+
+
+@triton.jit
+def _token_of_row(n):
+    """The token of the n-th row of K that is loaded: in this order because of banks, see ``extend_history._page``.
+
+    Of eight rows the n-th becomes the tile's n // 2 + n % 2 * 4, which is this token ``in_pairs``.
+    """
+    return n // 8 * 8 + n % 2 * 4 + n // 2 % 2 * 2 + n // 4 % 2
+
+
+@triton.jit
+def _key_tile(record, gains, CODES: tl.constexpr, SHAPE: tl.constexpr, PLAIN: tl.constexpr):
+    """FP16 [PAGE, planes * JP]: ``tile_planes`` side by side; tokens, and elements of a plane, are ``in_pairs``.
+
+    record: of words; gains: see ``_gains``.
+    """
     JP: tl.constexpr = SHAPE.JP
+    ROW: tl.constexpr = SHAPE.D4 // 4
     PLANES: tl.constexpr = tile_planes(CODES)
-    n, j = tl.arange(0, PAGE), tl.arange(0, JP)[None, :]
-    token = n // 8 * 8 + n % 2 * 4 + n // 2 % 4  # because of banks, see ``extend_history._page``
-    planes = _no_planes(PLANES, PAGE, JP)
+    j, token = tl.arange(0, JP // 4)[None, :], _token_of_row(tl.arange(0, PAGE))
+    gain = _twice(gains, token % 4, PLAIN)[:, None]
+    planes = _no_planes(PLANES, PAGE, JP // 4)
     for c in tl.static_range(cell_count(CODES)):
         rows = PAGE // shares_of(CODES, c)
         row, shift = key_row(token) % rows, token // rows * bits_of(CODES, c)
-        address = record + start_of(CODES, c) + row[:, None] * D4 + j
-        bytes = tl.load(address) if D4 == JP else tl.load(address, mask=j < D4, other=0)
+        address = record + (start_of(CODES, c) // 4 + row[:, None] * ROW + j)
+        words = tl.load(address) if ROW == JP // 4 else tl.load(address, mask=j < ROW, other=0)
         for f in tl.static_range(field_count(CODES, c)):
-            planes = _set(planes, plane_of(CODES, c, f), _levels(bytes, shift[:, None], CODES, c, f, PLAIN))
-    k = tl.reshape(join_planes(planes, PAGE, JP), [PAGE // 8, 2, 2, 2, PLANES * JP])
+            bytes = _elements(words, gain, gain, shift[:, None], CODES, c, f, PLAIN)
+            planes = _set(planes, plane_of(CODES, c, f), bytes)
+    tiles = ()
+    for n in tl.static_range(PLANES):
+        tiles += (tl.reshape(planes_last(planes[n], PAGE, JP // 4), [PAGE, JP]),)
+    k = tl.reshape(join_planes(tiles, PAGE, JP), [PAGE // 8, 2, 2, 2, PLANES * JP])
     return tl.reshape(tl.permute(k, (0, 3, 1, 2, 4)), [PAGE, PLANES * JP])
 
 
 @triton.jit
-def _value_tile(record, v_first, CODES: tl.constexpr, SHAPE: tl.constexpr, PLAIN: tl.constexpr):
-    """FP16 [planes * VP / 4, PAGE]: rows are the first of ``planes.plane_dims``, of ``tile_planes``."""
-    QUARTER: tl.constexpr = PAGE // 4
+def _value_tile(record, gains, v_first, CODES: tl.constexpr, SHAPE: tl.constexpr, PLAIN: tl.constexpr):
+    """FP16 [planes * VP / 4, PAGE]: rows are the first of ``planes.plane_dims``, of ``tile_planes``.
+
+    Tokens are ``in_pairs``. record: of words; gains: see ``_gains``.
+    """
+    WORDS: tl.constexpr = PAGE // 4
+    QUARTER: tl.constexpr = WORDS // 4
     ROWS: tl.constexpr = SHAPE.VP // 4
     PLANES: tl.constexpr = tile_planes(CODES)
-    token, j = tl.arange(0, PAGE)[None, :], tl.arange(0, ROWS)[:, None]
-    planes = _no_planes(PLANES, ROWS, PAGE)
+    word, j = tl.arange(0, WORDS)[None, :], tl.arange(0, ROWS)[:, None]
+    even, odd = _pairs(gains, PLAIN)
+    planes = _no_planes(PLANES, ROWS, WORDS)
     for c in tl.static_range(cell_count(CODES)):
-        # In this order the compiler sees which bytes are neighbours; else it would load them one by one.
-        quarter = token // QUARTER % (4 // shares_of(CODES, c))
-        shift = token // (PAGE // shares_of(CODES, c)) * bits_of(CODES, c)
-        columns = quarter * (SHAPE.D4 * QUARTER) + (v_first // 4 + j) * QUARTER
-        address = record + start_of(CODES, c) + columns + token % QUARTER
+        # In this order the compiler sees which words are neighbours; else it would load them one by one. Of two a
+        # thread, not four, it has the gains of eight tokens to decode.
+        quarter = word // QUARTER % (4 // shares_of(CODES, c))
+        shift = word // (WORDS // shares_of(CODES, c)) * bits_of(CODES, c)
+        columns = quarter * (SHAPE.D4 * QUARTER) + (v_first // 4 + j) * QUARTER + word % QUARTER
+        address = tl.max_contiguous(record + (start_of(CODES, c) // 4 + columns), [1, 2])
         if SHAPE.DIMS == SHAPE.VP:
-            bytes = tl.load(address)
+            words = tl.load(address)
         else:
-            bytes = tl.load(address, mask=j < SHAPE.DIMS // 4, other=0)
+            words = tl.load(address, mask=j < SHAPE.DIMS // 4, other=0)
         for f in tl.static_range(field_count(CODES, c)):
-            planes = _set(planes, plane_of(CODES, c, f), _levels(bytes, shift, CODES, c, f, PLAIN))
+            bytes = _elements(words, even[None, :], odd[None, :], shift, CODES, c, f, PLAIN)
+            planes = _set(planes, plane_of(CODES, c, f), bytes)
     # Tokens are joined last: otherwise the compiler takes planes for what a thread holds side by side, and stores the
     # tile token by token.
-    even, odd = (), ()
-    for n in tl.static_range(PLANES):
-        x, y = tl.split(tl.reshape(planes[n], [ROWS, PAGE // 2, 2]))
-        even += (x,)
-        odd += (y,)
-    return tl.reshape(tl.join(_stacked(even, ROWS), _stacked(odd, ROWS)), [PLANES * ROWS, PAGE])
+    tokens = ()
+    for n in tl.static_range(4):
+        tokens += (_stacked(_nth(planes, n), ROWS),)
+    return tl.reshape(planes_last(tokens, PLANES * ROWS, WORDS), [PLANES * ROWS, PAGE])
+
+
+@triton.jit
+def _nth(x, N: tl.constexpr):
+    """The N-th of each tuple."""
+    result = ()
+    for n in tl.static_range(len(x)):
+        result += (x[n][N],)
+    return result
 
 
 @triton.jit
 def _stacked(x, ROWS: tl.constexpr):
-    """Two or four tiles [ROWS, PAGE / 2] to one, one above the other."""
-    return tl.reshape(tl.permute(planes_last(x, ROWS, PAGE // 2), (2, 0, 1)), [len(x) * ROWS, PAGE // 2])
+    """Two or four tiles [ROWS, PAGE / 4] to one, one above the other."""
+    return tl.reshape(tl.permute(planes_last(x, ROWS, PAGE // 4), (2, 0, 1)), [len(x) * ROWS, PAGE // 4])
 
 
 @triton.jit
-def _no_planes(PLANES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def _no_planes(PLANES: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.constexpr):
+    """Of each plane the zeros of four bytes of words [ROWS, WORDS]."""
+    zero = tl.zeros([ROWS, WORDS], tl.float16)
     planes = ()
     for _ in tl.static_range(PLANES):
-        planes += (tl.zeros([ROWS, COLUMNS], tl.float16),)
+        planes += ((zero, zero, zero, zero),)
     return planes
 
 
 @triton.jit
-def _set(planes, PLANE: tl.constexpr, tile):
+def _set(planes, PLANE: tl.constexpr, bytes):
     """The planes with one replaced."""
     result = ()
     for n in tl.static_range(len(planes)):
         if n == PLANE:
-            result += (tile,)
+            result += (bytes,)
         else:
             result += (planes[n],)
     return result
 
 
 @triton.jit
-def _levels(bytes, shift, CODES: tl.constexpr, CELL: tl.constexpr, FIELD: tl.constexpr, PLAIN: tl.constexpr):
-    """A field's levels times 2^-9, FP16, of bytes; shift: where a token's cell begins in its byte."""
+def _gain_bits(words, n):
+    """The n-th of a word's four gains, times 2^-5, as FP16, in the lower half of a word."""
+    gain = gain_of((words >> (8 * n)) & 0xFF) * _UNIT
+    return gain.to(tl.float16).to(tl.uint16, bitcast=True).to(tl.int32)
+
+
+@triton.jit
+def _twice(words, n, PLAIN: tl.constexpr):
+    """Words whose halves are both the n-th of a word's four gains, see ``_gain_bits``."""
     if PLAIN:
-        code = (bytes.to(tl.int32) >> (shift + shift_of(CODES, CELL, FIELD))) & mask_of(CODES, CELL, FIELD)
-        return ((code.to(tl.float32) - middle(CODES, plane_of(CODES, CELL, FIELD))) * _LEVEL).to(tl.float16)
-    elif shares_of(CODES, CELL) == 1:
+        half = _gain_bits(words, n)
+        return half | (half << 16)
+    else:
         return tl.inline_asm_elementwise(
-            _levels_ptx(CODES, CELL, FIELD), "=&r,=&r,r", [bytes], dtype=tl.float16, is_pure=True, pack=4
+            TWICE_PTX, "=r,r,r", [words, _SELECTOR + n * 0x100], dtype=tl.int32, is_pure=True, pack=1
+        )
+
+
+@triton.jit
+def _pairs(words, PLAIN: tl.constexpr):
+    """Words whose halves are gains of four in a word, see ``_gain_bits``: 0 and 2, and 1 and 3."""
+    if PLAIN:
+        even = _gain_bits(words, 0) | (_gain_bits(words, 2) << 16)
+        return even, _gain_bits(words, 1) | (_gain_bits(words, 3) << 16)
+    else:
+        return tl.inline_asm_elementwise(
+            PAIRS_PTX, "=&r,=&r,r", [words], dtype=(tl.int32, tl.int32), is_pure=True, pack=1
+        )
+
+
+#: Of PTX's prmt.b32, with zero as its second word: the lowest byte to where it is 2^16 times as much, the others zero.
+_SELECTOR = tl.constexpr(0x4044)
+
+
+def _gain_ptx(target: str, word: str, selector: str) -> list[str]:
+    """float32 of a gain times 2^-5, of the byte that ``selector`` picks."""
+    bias = (_GAIN_BIAS + 8 * int(_UNIT_LOG2.value)) << 20
+    return [f"prmt.b32 {target}, {word}, 0, {selector};", f"mad.lo.u32 {target}, {target}, 16, {bias:#x};"]
+
+
+def _pairs_ptx() -> str:
+    lines = [".reg .b32 g0, g1, g2, g3;"]
+    for n in range(4):
+        lines += _gain_ptx(f"g{n}", "$2", f"{_SELECTOR.value + n * 0x100:#x}")
+    return "\n".join(["{", *lines, "cvt.rn.f16x2.f32 $0, g2, g0;", "cvt.rn.f16x2.f32 $1, g3, g1;", "}"])
+
+
+PAIRS_PTX = tl.constexpr(_pairs_ptx())
+TWICE_PTX = tl.constexpr(
+    "\n".join(["{", ".reg .b32 gain;", *_gain_ptx("gain", "$1", "$2"), "cvt.rn.f16x2.f32 $0, gain, gain;", "}"])
+)
+
+
+@triton.jit
+def _elements(
+    words, even, odd, shift, CODES: tl.constexpr, CELL: tl.constexpr, FIELD: tl.constexpr, PLAIN: tl.constexpr
+):
+    """A field's elements times 2^-5, FP16: of words' bytes 0, 2, 1 and 3.
+
+    even, odd: gains of bytes 0 and 2, and of 1 and 3, see ``_pairs``; shift: where tokens' cells begin in their bytes.
+    """
+    if PLAIN:
+        return (
+            _element(words, 0, shift, fp16_low(even), CODES, CELL, FIELD),
+            _element(words, 2, shift, fp16_high(even), CODES, CELL, FIELD),
+            _element(words, 1, shift, fp16_low(odd), CODES, CELL, FIELD),
+            _element(words, 3, shift, fp16_high(odd), CODES, CELL, FIELD),
         )
     else:
         return tl.inline_asm_elementwise(
-            asm=_levels_ptx(CODES, CELL, FIELD),
-            constraints="=&r,=&r,r,r,r,r,r",
-            args=[bytes, shift],
-            dtype=tl.float16,
+            asm=elements_ptx(CODES, CELL, FIELD),
+            constraints="=&h,=&h,=&h,=&h,r,r,r,r",
+            args=[words, even, odd, shift],
+            dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
             is_pure=True,
-            pack=4,
+            pack=1,
         )
 
 
-@triton.constexpr_function
-def _levels_ptx(codes, cell, field):
-    """PTX of ``_levels``: $0 and $1 are the levels of $2's four bytes; $3 to $6 the shifts of those that are shared.
+@triton.jit
+def _element(words, byte, shift, gain, CODES: tl.constexpr, CELL: tl.constexpr, FIELD: tl.constexpr):
+    code = (words >> (8 * byte + shift + shift_of(CODES, CELL, FIELD))) & mask_of(CODES, CELL, FIELD)
+    level = code.to(tl.float32) - middle(CODES, plane_of(CODES, CELL, FIELD))
+    return (level * gain.to(tl.float32)).to(tl.float16)
 
-    Which bytes a word has is the compiler's choice. Where they are neighbours their shifts are one register, and ptxas
-    keeps one of the four instructions.
+
+@triton.constexpr_function
+def elements_ptx(codes, cell, field):
+    """PTX of ``_elements``: $0 to $3, of the word $4, gains $5 and $6, and the shift $7.
+
+    Halves of a register are one again where they are stored: ptxas moves nothing.
     """
     found = codes.cells[cell].fields[field]
-    width = found.width
-    mask = ((1 << width) - 1) << found.shift
-    factor = (30 - found.shift) << 10  # 2^(15 - shift)
-    less = 0x8000 | (width + 4) << 10 | ((1 << (width - 1)) - 1) << (11 - width)  # (2^width - 1) / 2 * 2^-9
-    lines, cells = ["{", ".reg .b32 factor, less, byte0, byte1, byte2, byte3;"], ["$2"] * 4
-    lines += [f"mov.b32 factor, {factor * 0x10001:#x};", f"mov.b32 less, {less * 0x10001:#x};"]
-    if codes.cells[cell].shares > 1:
-        cells = [f"byte{n}" for n in range(4)]
-        lines += [f"shr.u32 {x}, $2, ${3 + n};" for n, x in enumerate(cells)]
-    # A byte in each half of a word; the mask takes off what comes above it.
-    lines += [f"prmt.b32 $0, {cells[0]}, {cells[1]}, 0x5500;", f"prmt.b32 $1, {cells[2]}, {cells[3]}, 0x7722;"]
-    for n in range(2):
-        lines.append(f"and.b32 ${n}, ${n}, {mask * 0x10001:#x};")
-        lines.append(f"fma.rn.f16x2 ${n}, ${n}, factor, less;")
+    lowest = found.shift == 0  # no bit is left for the half
+    less = 1024 / 2**found.shift + ((1 << found.width) - (0 if lowest else 1)) / 2
+    lines = ["{", ".reg .b32 base, unit, less, half, rest, even, odd;", f"mov.b32 base, {_fp16x2(1024):#x};"]
+    lines += [f"mov.b32 unit, {_fp16x2(0.5**found.shift):#x};", f"mov.b32 less, {_fp16x2(-less):#x};"]
+    lines.append(f"mov.b32 half, {_fp16x2(0.5):#x};")
+    if codes.cells[cell].shares == 1:
+        lines.append("mov.b32 even, $4;")
+    else:
+        lines.append("shr.u32 even, $4, $7;")
+    lines.append("shr.u32 odd, even, 8;")
+    mask = (((1 << found.width) - 1) << found.shift) * 0x10001
+    for n, x in enumerate(("even", "odd")):
+        gain = f"${5 + n}"
+        lines.append(f"lop3.b32 {x}, {x}, {mask:#x}, base, 0xea;")  # (a & b) | c
+        if lowest:
+            lines += [f"add.rn.f16x2 {x}, {x}, less;", f"mul.rn.f16x2 rest, {gain}, half;"]
+            lines.append(f"fma.rn.f16x2 {x}, {x}, {gain}, rest;")
+        else:
+            lines += [f"fma.rn.f16x2 {x}, {x}, unit, less;", f"mul.rn.f16x2 {x}, {x}, {gain};"]
+        lines.append(f"mov.b32 {{${2 * n}, ${2 * n + 1}}}, {x};")
     return "\n".join([*lines, "}"])
+
+
+@triton.constexpr_function
+def _fp16x2(x):
+    """A number that FP16 holds, in both halves of a word."""
+    return int(np.float16(x).view(np.uint16)) * 0x10001

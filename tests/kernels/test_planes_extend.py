@@ -11,7 +11,7 @@ import torch
 from sglang_kvq.attention.short_extend import ShortExtends
 from sglang_kvq.attention.triton_ops import BatchPlans
 from sglang_kvq.config import HEAD_DIMS, PAGE_SIZE
-from sglang_kvq.formats.planes import PlaneCode, Widths
+from sglang_kvq.formats.planes import PlaneCode, Widths, gains_of
 from sglang_kvq.kernels import extend_planes, gather_planes
 from sglang_kvq.kernels.codes import PlaneCodes
 from sglang_kvq.kernels.gather import PageRead, gather_pages
@@ -75,23 +75,34 @@ def test_a_history_may_end_within_a_page(heads):
     check(scene, [(prefix, 5)], layers=[0])
 
 
-def spread_gains(scene: Scene, across: str) -> None:
-    """V's gains from 2^-16 to 2^15 from page to page, or from token to token; keys are left."""
-    first = scene.pool.formats[0].parts.v_gains
+def set_gains(scene: Scene, which: str, stored: torch.Tensor) -> None:
+    """Gains' bytes of every record's keys, "k", or values, "v": [tokens], or of each page [pages, 1]."""
+    parts = scene.pool.formats[0].parts
+    first = parts.k_gains if which == "k" else parts.v_gains
     for records in scene.pool.records:
         gains = records[..., first : first + PAGE_SIZE]  # [pages, heads, tokens]
-        if across == "pages":
-            gains.copy_((torch.arange(len(gains), device=gains.device) * 97 % 248)[:, None, None].expand_as(gains))
-        else:
-            gains.copy_((torch.arange(PAGE_SIZE, device=gains.device) * 37 % 248).expand_as(gains))
+        gains.copy_(stored.to(gains)[..., None, :].expand_as(gains))
 
 
 @pytest.mark.parametrize("across", ["pages", "tokens"])
 def test_gains_of_any_size(across):
+    """V's gains from 2^-16 to 2^15 from page to page, or from token to token."""
     lens = [(64 * 8, 3)]
     scene = plane_scene(replace(HEADS[0], kv=1), WIDTHS[1], [lens[0][0]])
-    spread_gains(scene, across)
+    pages = len(scene.pool.records[0])
+    set_gains(scene, "v", torch.arange(pages)[:, None] * 97 % 248 if across == "pages" else torch.arange(64) * 37 % 248)
     check(scene, lens, layers=[0])
+
+
+@pytest.mark.parametrize("which, scale", [("v", 1.0), ("k", 2.0**-17)])
+@pytest.mark.parametrize("first", [0, 240])
+def test_gains_at_the_ends(first, which, scale):
+    """The largest with the smallest, or alone: FP16 has no such exponents, its bits would be infinite or flushed."""
+    lens = [(64 * 5, 3)]
+    scene = plane_scene(replace(HEADS[0], kv=1), WIDTHS[5], [lens[0][0]])
+    steps = torch.arange(PAGE_SIZE) * 7 % 16
+    set_gains(scene, which, torch.where(steps < 8, first + steps, 240 + steps))
+    check(scene, lens, layers=[0], scale=scale)
 
 
 @pytest.mark.parametrize("scale", [1e-3, 30.0, 3e4])
@@ -133,9 +144,18 @@ def fma_bf16x2(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
     return halves[0] | halves[1] << np.uint64(16)
 
 
+def fp16(x: np.ndarray) -> np.ndarray:
+    """Bits of FP16, of those of float32."""
+    return x.astype(np.uint32).view(np.float32).astype(np.float16).view(np.uint16).astype(np.uint64)
+
+
 @pytest.fixture
 def packed_operations(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(OPERATIONS, "fma.rn.f16x2", fma_f16x2)
+    monkeypatch.setitem(OPERATIONS, "add.rn.f16x2", lambda a, b: fma_f16x2(a, np.full_like(a, 0x3C003C00), b))
+    monkeypatch.setitem(OPERATIONS, "mul.rn.f16x2", lambda a, b: fma_f16x2(a, b, np.zeros_like(a)))
+    monkeypatch.setitem(OPERATIONS, "mad.lo.u32", lambda a, b, c: a * b + c)
+    monkeypatch.setitem(OPERATIONS, "cvt.rn.f16x2.f32", lambda a, b: fp16(a) << np.uint64(16) | fp16(b))
     monkeypatch.setitem(OPERATIONS, "fma.rn.bf16x2", fma_bf16x2)
     monkeypatch.setitem(OPERATIONS, "lop3.b32", lambda a, b, c, table: (a & b | c) * (table == 0xEA))
 
@@ -168,17 +188,38 @@ def test_the_assembly_picks_bytes():
             assert np.array_equal(got[:, 2], b >> np.uint64(8 * high) & np.uint64(255))
 
 
+def exact_gains(stored: np.ndarray) -> np.ndarray:
+    """What tiles hold of gains' bytes: times 2^-5."""
+    return gains_of(torch.from_numpy(stored.astype(np.uint8))).numpy().astype(float) / 32
+
+
+@pytest.mark.usefixtures("packed_operations")
+def test_the_assembly_gives_gains():
+    """All of them, those included that FP16 has no exponent for."""
+    count = 1024
+    stored = (np.arange(4 * count).reshape(-1, 4) * 5 % 256).astype(np.uint8)  # each gain at each byte
+    packed = stored.view(np.uint32)[:, 0].astype(np.uint64)
+    even, odd = (x.view(np.float16) for x in execute(extend_planes.PAIRS_PTX.value, 2, [packed]))
+    assert np.array_equal(np.stack([even, odd], 2).reshape(-1, 4), exact_gains(stored))
+    for n in range(4):
+        selector = np.full(count, 0x4044 + n * 0x100, np.uint64)
+        both = execute(extend_planes.TWICE_PTX.value, 1, [packed, selector])[0].view(np.float16)
+        assert (both == exact_gains(stored[:, n])[:, None]).all()
+
+
 @pytest.mark.usefixtures("packed_operations")
 @pytest.mark.parametrize("widths", CODES, ids=lambda x: "".join(map(str, x)))
-def test_the_assembly_gives_codes_less_their_middle(widths):
-    count, codes = 2000, plane_codes(widths)
-    packed = words(count, 1)
+def test_the_assembly_gives_elements(widths):
+    count, codes = 2048, plane_codes(widths)
+    packed, stored = words(count, 1), np.arange(4 * count).reshape(-1, 4) * 5 % 256  # each gain at each byte
+    gains = exact_gains(stored).astype(np.float16).view(np.uint16).astype(np.uint64)
+    even, odd = gains[:, 0] | gains[:, 2] << np.uint64(16), gains[:, 1] | gains[:, 3] << np.uint64(16)
     for c, cell in enumerate(codes.cells):
-        # Of which tokens four bytes are is the compiler's choice: each byte has a shift of its own.
-        shifts = [words(count, 2 + n) % cell.shares * cell.bits for n in range(4)]
+        shift = words(count, 2) % cell.shares * cell.bits
         for f, field in enumerate(cell.fields):
-            got = execute(extend_planes._levels_ptx.fn(codes, c, f), 2, [packed, *shifts])
-            got = np.concatenate([x.view(np.float16) for x in got], 1)
-            for n in range(4):
-                code = (packed >> (shifts[n] + np.uint64(8 * n + field.shift))).astype(int) & ((1 << field.width) - 1)
-                assert np.array_equal(got[:, n] * 512.0, code - (2**field.width - 1) / 2), f"{field}"
+            got = execute(extend_planes.elements_ptx.fn(codes, c, f), 4, [packed, even, odd, shift])
+            for n, result in zip((0, 2, 1, 3), got):
+                code = (packed >> (shift + np.uint64(8 * n + field.shift))).astype(int) & ((1 << field.width) - 1)
+                want = (code - (2**field.width - 1) / 2) * exact_gains(stored[:, n])
+                error = np.abs(result.view(np.float16)[:, 0].astype(float) - want)
+                assert (error <= np.where(stored[:, n] < 8, 2.0**-25, 0)).all(), f"{field}"

@@ -44,6 +44,10 @@ def execute(assembly: str, outputs: int, inputs: list[np.ndarray]) -> list[np.nd
         if not line.strip() or ".reg" in line:
             continue
         name, target, *operands = re.split(r"[\s,]+", line.strip())
+        if name == "mov.b32" and len(operands) == 2:  # a word to its halves
+            word = values[operands[1]]
+            values[target], values[operands[0]] = word & np.uint64(0xFFFF), word >> np.uint64(16)
+            continue
         operands = [values[x] if x in values else np.full(len(inputs[0]), int(x, 0), np.uint64) for x in operands]
         values[target] = OPERATIONS[name](*operands) & np.uint64(0xFFFFFFFF)
     return [values[f"${i}"].astype(np.uint32).view(np.int8).reshape(-1, 4) for i in range(outputs)]
