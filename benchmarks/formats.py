@@ -95,7 +95,7 @@ def rows_of(timer: Timer, bandwidth: float, cases: list[Case], compare: bool):
 def sweep(timer: Timer, cases: list[Case]):
     """Print microseconds by stages, registers and programs per SM, the launch in use marked; yield a row of each."""
     for case in cases:
-        used = decode_launch(case.head_dim, case.q_heads // case.kv_heads, record_of(case.format))
+        used = decode_launch(case.head_dim, case.q_heads // case.kv_heads, record_of(case.format), case.kv_heads)
         launches = {DecodeLaunch(stages, n, 65536 // (32 * n)) for n in REGISTERS for stages in {2, used.stages}} | {
             used
         }

@@ -43,9 +43,10 @@ from sglang_kvq.kernels.int8 import (
     stack_groups,
     tile_scales,
     tokens_of_tile,
+    unpack4,
     weight_operands,
 )
-from sglang_kvq.kernels.plan import OVERLAY_TILE, load_item
+from sglang_kvq.kernels.plan import OVERLAY_TILE, WorkCosts, load_item
 from sglang_kvq.kernels.planes import is_planes, row_dims
 from sglang_kvq.kernels.shape import shape_of, value_dims
 from sglang_kvq.kernels.softmax import LOG2E, NEVER, Softmax, first_columns
@@ -67,6 +68,7 @@ class DecodeLaunch:
         half_pages: pages a turn of ``decode_half.history_half``, 1 or 2, of ``decode_half_planes``, 2; 0 for products
             in INT8.
         shared_weights: whether weights become operands of ``decode_half_planes`` through shared memory.
+        overlay_cost: ``WorkCosts.overlay``.
     """
 
     stages: int
@@ -74,6 +76,12 @@ class DecodeLaunch:
     programs_per_sm: int
     half_pages: int = 0
     shared_weights: bool = False
+    overlay_cost: int = 5
+
+    @property
+    def costs(self) -> WorkCosts:
+        """For plans of its items."""
+        return WorkCosts(self.overlay_cost, turn=1 if self.half_pages == 1 else 2)
 
     def items(self, batch: int, programs: int, sms: int) -> int:
         """Items of a plan for ``batch`` requests, ``programs`` programs each.
@@ -107,8 +115,8 @@ class Drafts(NamedTuple):
         return -(-self.count // self.of_chunk)
 
 
-def decode_launch(head_dim: int, gqa_group: int, record: Record | PlaneRecord) -> DecodeLaunch:
-    """The launch for that geometry and those codes; ``gqa_group`` query heads share a KV head.
+def decode_launch(head_dim: int, gqa_group: int, record: Record | PlaneRecord, kv_heads: int) -> DecodeLaunch:
+    """The launch for that geometry and those codes; ``gqa_group`` query heads share each of the worker's KV heads.
 
     Twelve programs on an SM, or eight where the loop would spill much, as measured (``benchmarks/formats.py --sweep``,
     ``benchmarks/kernels.py --sweep-heads``). Numbers between lose up to a half: an SM's four schedulers then have
@@ -118,8 +126,11 @@ def decode_launch(head_dim: int, gqa_group: int, record: Record | PlaneRecord) -
         if head_dim == 64 and gqa_group <= 8:
             return DecodeLaunch(stages=3, registers=168, programs_per_sm=12, half_pages=2)
         if head_dim == 128 and gqa_group > 4:
-            few = gqa_group <= 8
-            return DecodeLaunch(stages=3 if few else 4, registers=255, programs_per_sm=8, half_pages=2 if few else 1)
+            if gqa_group > 8:
+                return DecodeLaunch(3, registers=255, programs_per_sm=8, half_pages=1, overlay_cost=3)
+            if kv_heads == 1:  # programs have few pages each: fewer of them begin sooner
+                return DecodeLaunch(4, registers=255, programs_per_sm=8, half_pages=1, overlay_cost=4)
+            return DecodeLaunch(4, registers=168, programs_per_sm=12, half_pages=1, overlay_cost=4)
     if isinstance(record, PlaneRecord):
         # With up to four heads a product is half empty, which at 64 dims still takes fewer instructions.
         if suits_half(record, head_dim) and (gqa_group > 4 or head_dim == 64):
@@ -383,7 +394,7 @@ def _history(
         scales = (both + RECORD.k.scale).to(tl.pointer_type(tl.float16))
         s_k, z_k, s_v, z_v = tile_scales(tl.load(scales + first_scales))  # [TILE] each
 
-        k = _unpack4(packed, PLAIN)
+        k = unpack4(packed, PLAIN)
         x = tl.zeros([TILE, HEADS], tl.float32)
         for g in tl.static_range(D // GROUP):
             if g > 0:
@@ -408,39 +419,12 @@ def _history(
                 s_v, z_v = group_scales(scales + (2 * SCALES + g * PAGE) + v_first // GROUP * PAGE, SCALES)
             offsets += (old_offsets[g] * decay[None, :] + spread_sum(p * z_v[:, None], HEADS),)
             weights, p_unit = weight_operands(p, s_v, fraction, HEADS)
-            v = _unpack4(values[g], PLAIN)
+            v = unpack4(values[g], PLAIN)
             products = tl.full([ROWS, COLUMNS], MAGIC_BITS, tl.int32)
             for n in tl.static_range(4):
                 products = tl.dot(v[n], weights[n], products, out_dtype=tl.int32)
             accs += (old_accs[g] * decay[None, :] + join_parts(products, ROWS, HEADS) * p_unit[None, :],)
     return Softmax(stack_groups(accs, offsets), tl.sum(total, 0), top)
-
-
-@triton.jit
-def _unpack4(packed, PLAIN: tl.constexpr):
-    """uint8 tile of four codes each to four INT8 tiles: c0, 4 c1, c2, 4 c3. The factors save half the shifts."""
-    if PLAIN:
-        c0 = (packed & 3).to(tl.int8)
-        c1 = (packed & 12).to(tl.int8)
-        c2 = ((packed >> 4) & 3).to(tl.int8)
-        c3 = ((packed >> 4) & 12).to(tl.int8)
-    else:
-        c0, c1, c2, c3 = tl.inline_asm_elementwise(
-            asm="""{
-            .reg .b32 upper;
-            and.b32 $0, $4, 0x03030303;
-            and.b32 $1, $4, 0x0c0c0c0c;
-            shr.u32 upper, $4, 4;
-            and.b32 $2, upper, 0x03030303;
-            and.b32 $3, upper, 0x0c0c0c0c;
-            }""",
-            constraints="=r,=r,=r,=r,r",
-            args=[packed],
-            dtype=(tl.int8, tl.int8, tl.int8, tl.int8),
-            is_pure=True,
-            pack=4,
-        )
-    return c0, c1, c2, c3
 
 
 @triton.jit

@@ -23,7 +23,6 @@ from sglang_kvq.kernels.decode_half import (
     LARGEST_QUERY,
     columns_of,
     half_dot,
-    has_words,
     quad_order,
     split_planes,
     subnormal,
@@ -116,6 +115,12 @@ def history_half_planes(
     tiles = _values(accs, tl.max(weight, 0) * one, one, VALUES)
     acc = stack(stack(tiles[0], tiles[1]), stack(tiles[2], tiles[3]))
     return first_columns(Softmax(acc, tl.sum(total, 0), top), COLUMNS, SHAPE.HEADS)
+
+
+@triton.constexpr_function
+def has_words(shape):
+    """Whether a token's bytes of a plane of K are enough for a product when read two at a time."""
+    return shape.JP >= 32
 
 
 @triton.constexpr_function

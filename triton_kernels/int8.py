@@ -87,10 +87,43 @@ def split_int8(x):
 
 
 @triton.jit
+def unpack4(packed, PLAIN: tl.constexpr):
+    """uint8 tile of four codes each to four INT8 tiles: c0, 4 c1, c2, 4 c3. The factors save half the shifts."""
+    if PLAIN:
+        c0 = (packed & 3).to(tl.int8)
+        c1 = (packed & 12).to(tl.int8)
+        c2 = ((packed >> 4) & 3).to(tl.int8)
+        c3 = ((packed >> 4) & 12).to(tl.int8)
+    else:
+        c0, c1, c2, c3 = tl.inline_asm_elementwise(
+            asm="""{
+            .reg .b32 upper;
+            and.b32 $0, $4, 0x03030303;
+            and.b32 $1, $4, 0x0c0c0c0c;
+            shr.u32 upper, $4, 4;
+            and.b32 $2, upper, 0x03030303;
+            and.b32 $3, upper, 0x0c0c0c0c;
+            }""",
+            constraints="=r,=r,=r,=r,r",
+            args=[packed],
+            dtype=(tl.int8, tl.int8, tl.int8, tl.int8),
+            is_pure=True,
+            pack=4,
+        )
+    return c0, c1, c2, c3
+
+
+@triton.jit
 def join_parts(products, ROWS: tl.constexpr, HEADS: tl.constexpr):
     """Products of INT8 columns (high, low), accumulated on MAGIC_BITS, to float32 [ROWS, HEADS]."""
     parts = tl.reshape(products.to(tl.float32, bitcast=True), [ROWS, HEADS, 2])
-    high, low = tl.split(parts)  # MAGIC + integer, each: exact, and no conversion instruction
+    high, low = tl.split(parts)
+    return join_halves(high, low)
+
+
+@triton.jit
+def join_halves(high, low):
+    """MAGIC + an integer each to high + low / 256: exact, and no conversion instruction."""
     return (high - (MAGIC + MAGIC / 256)) + low * (1 / 256)
 
 

@@ -2,7 +2,7 @@
 
 A request of H history pages and O overlay tiles costs
 
-    work = HISTORY_COST H + OVERLAY_COST O
+    work = HISTORY_COST H + overlay O                  ``WorkCosts``
 
 and is cut into ceil(work / u) items, with the least u for which all requests together have at most as many items
 as were asked for. Items of a request follow each other; at most one covers the end of its history and its
@@ -20,14 +20,25 @@ from sglang_kvq.kernels.common import PAGE
 
 #: Tokens of an overlay tile: its shared memory stays below what a tile of records takes.
 OVERLAY_TILE = tl.constexpr(16)
-#: What a page of records and a tile of overlays take, relative to each other, as measured: bytes alone say 4 and 7.
+#: What a page of records takes, in the units of ``WorkCosts.overlay``.
 HISTORY_COST = tl.constexpr(4)
-OVERLAY_COST = tl.constexpr(5)
 #: Less work than this, four pages, is not worth an item.
 LEAST_WORK = tl.constexpr(16)
 #: int32 numbers that an item takes; it fills the first of them.
 FIELDS = tl.constexpr(16)
 _ITEMS = 32  # items that a program writes
+
+
+class WorkCosts(NamedTuple):
+    """What the programs of a launch take for their work, as measured.
+
+    Attributes:
+        overlay: a tile of overlays, where a page of records takes ``HISTORY_COST``; bytes alone say 7.
+        turn: pages of records that they read at a time; items have whole turns of them.
+    """
+
+    overlay: int = 5
+    turn: int = 2
 
 
 class Item(NamedTuple):
@@ -66,6 +77,7 @@ def split_work(
     row_pages: torch.Tensor,
     row_sink_end: torch.Tensor,
     row_history_end: torch.Tensor,
+    costs: WorkCosts,
 ) -> None:
     """Fill ``items`` and ``spans``.
 
@@ -73,6 +85,7 @@ def split_work(
         items: int32 ``[n, FIELDS]``, n at least the batch: an ``Item`` each.
         spans: int32 ``[batch, 2]``: each request's first item and how many it has.
         rows, seq_lens: int ``[batch]``; the tables are ``PagePool``'s.
+        costs: of the launch that the items are for.
     """
     count, batch = len(items), len(rows)
     _plan[(triton.cdiv(count, _ITEMS),)](
@@ -80,6 +93,8 @@ def split_work(
         row_pages.stride(0), count, batch,
         BATCH=triton.next_power_of_2(batch),
         ITEMS=_ITEMS,
+        OVERLAY=costs.overlay,
+        TURN=costs.turn,
         num_warps=4,
     )  # fmt: skip
 
@@ -87,12 +102,12 @@ def split_work(
 @triton.jit
 def _plan(
     items, spans, rows, seq_lens, row_pages, row_sink_end, row_history_end,
-    table_row, count, batch, BATCH: tl.constexpr, ITEMS: tl.constexpr,
+    table_row, count, batch, BATCH: tl.constexpr, ITEMS: tl.constexpr, OVERLAY: tl.constexpr, TURN: tl.constexpr,
 ):  # fmt: skip
     """Every program divides the whole batch, which takes less time than a launch, and writes its items."""
     r = tl.arange(0, BATCH)
     _, _, begin, end, tiles = _segments(r, rows, seq_lens, row_sink_end, row_history_end, batch)
-    work = (end - begin) * HISTORY_COST + tiles * OVERLAY_COST
+    work = (end - begin) * HISTORY_COST + tiles * OVERLAY
 
     low, high = LEAST_WORK + 0, tl.maximum(tl.max(work), LEAST_WORK)
     while low < high:
@@ -113,7 +128,7 @@ def _plan(
     part = i - tl.sum(tl.where(before, parts[None, :], 0), 1)
     row, length, begin, end, tiles = _segments(request, rows, seq_lens, row_sink_end, row_history_end, batch)
     first, last = part * low, part * low + low
-    first_page, last_page = begin + _pages(first, end - begin), begin + _pages(last, end - begin)
+    first_page, last_page = begin + _pages(first, end - begin, TURN), begin + _pages(last, end - begin, TURN)
     address, inside = items + i * FIELDS, i < count
     table = row_pages + row * table_row
     some = used & (first_page < last_page)
@@ -121,8 +136,8 @@ def _plan(
         request=tl.where(used, request, -1),
         first_page=first_page,
         last_page=last_page,
-        first_tile=_tiles(first, end - begin, tiles),
-        last_tile=_tiles(last, end - begin, tiles),
+        first_tile=_tiles(first, end - begin, tiles, OVERLAY),
+        last_tile=_tiles(last, end - begin, tiles, OVERLAY),
         history=begin,
         history_end=end,
         row=row.to(tl.int32),
@@ -155,12 +170,12 @@ def _segments(request, rows, seq_lens, row_sink_end, row_history_end, batch):
 
 
 @triton.jit
-def _pages(work, history):
-    """How many history pages come before that much work: whole tiles of two, or all."""
-    return tl.where(work >= history * HISTORY_COST, history, work // (2 * HISTORY_COST) * 2)
+def _pages(work, history, TURN: tl.constexpr):
+    """How many history pages come before that much work: whole turns, or all."""
+    return tl.where(work >= history * HISTORY_COST, history, work // (TURN * HISTORY_COST) * TURN)
 
 
 @triton.jit
-def _tiles(work, history, tiles):
+def _tiles(work, history, tiles, OVERLAY: tl.constexpr):
     """How many overlay tiles come before that much work."""
-    return tl.minimum(tl.maximum(work - history * HISTORY_COST, 0) // OVERLAY_COST, tiles)
+    return tl.minimum(tl.maximum(work - history * HISTORY_COST, 0) // OVERLAY, tiles)

@@ -12,7 +12,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -30,7 +30,6 @@ class Geometry:
 
     Attributes:
         floor: the ratio to FlashInfer over BF16 that decode is to reach.
-        planes: whether its records are transform coding's instead of ``oscar``'s, of ``WIDTHS``.
     """
 
     q_heads: int
@@ -49,8 +48,10 @@ class Geometry:
     def candidates(self) -> list[DecodeLaunch]:
         """The launch in use, then the others, the most promising ones first."""
         group, record = self.q_heads // self.kv_heads, record_of(self.format)
-        used = decode_launch(self.head_dim, group, record)
-        tried = [DecodeLaunch(*x) for x in (NARROW if self.head_dim <= 64 else FEW if group <= 8 else MANY)]
+        used = decode_launch(self.head_dim, group, record, self.kv_heads)
+        fields = ("stages", "registers", "programs_per_sm", "half_pages")
+        some = NARROW if self.head_dim <= 64 else FEW if group <= 8 else MANY
+        tried = [replace(used, **dict(zip(fields, x))) for x in some]
         return [used, *(x for x in tried if x != used and suits_half(record, self.head_dim))]
 
 
@@ -69,13 +70,13 @@ SHAPES = [(32, 16384), (16, 32768)]
 #: Stages, registers, programs per SM and pages of products in FP16 (0: INT8), for up to 8 query heads to a KV head, for
 #: up to 16, and for heads of 64.
 FEW = [
+    (4, 255, 8, 1),
+    (4, 168, 12, 1),
+    (3, 255, 8, 2),
     (2, 168, 12, 2),
     (3, 128, 16, 1),
     (3, 168, 12, 1),
-    (3, 255, 8, 2),
-    (4, 168, 12, 1),
     (2, 128, 16, 1),
-    (4, 255, 8, 1),
     (2, 255, 8, 2),
 ]
 MANY = [
@@ -196,6 +197,7 @@ def _measure(
             "registers": launch.registers,
             "programs_per_sm": launch.programs_per_sm,
             "half_pages": launch.half_pages,
+            "overlay_cost": launch.overlay_cost,
             "in_use": n == 0,
             "us": round(us, 2),
             "bandwidth_fraction": round(share, 3),

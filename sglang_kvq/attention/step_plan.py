@@ -15,7 +15,7 @@ class StepPlans:
     """What the decode kernel's launches of all layers need: plans, which layers may share, and room for what it writes.
 
     Args:
-        launches: of each layer; those of which an SM holds as many programs share a plan.
+        launches: of each layer; those whose programs are as many on an SM and cost alike share a plan.
         programs, sms, max_batch: of ``StepPlan``.
         heads: whose results an item has.
 
@@ -34,11 +34,12 @@ class StepPlans:
         head_dim: int,
         device: torch.device,
     ) -> None:
+        kinds = [(launch.programs_per_sm, launch.costs) for launch in launches]
         plans = {
-            held: StepPlan(launch, programs, sms, max_batch, device)
-            for held, launch in {launch.programs_per_sm: launch for launch in launches}.items()
+            kind: StepPlan(launch, programs, sms, max_batch, device)
+            for kind, launch in dict(zip(kinds, launches)).items()
         }
-        self.plans, self.layers = list(plans.values()), [plans[launch.programs_per_sm] for launch in launches]
+        self.plans, self.layers = list(plans.values()), [plans[kind] for kind in kinds]
         shape = (max(plan.most for plan in self.plans), heads, head_dim)
         self.partial = torch.empty(shape, dtype=torch.float32, device=device)
         self.lse = torch.empty(shape[:2], dtype=torch.float32, device=device)
@@ -48,7 +49,7 @@ class StepPlan:
     """Items of work, made on the device once per step; buffers keep their addresses for CUDA graphs.
 
     Args:
-        launch: how many programs an SM holds at once.
+        launch: how many programs an SM holds at once, and what their work costs.
         programs: of an item.
         sms: of the device.
         max_batch: the most requests in one decode batch.
@@ -75,4 +76,4 @@ class StepPlan:
 
     def make(self, rows: torch.Tensor, seq_lens: torch.Tensor, pool: PagePool) -> None:
         tables = (pool.row_pages, pool.row_sink_end, pool.row_history_end)
-        split_work(self.items(len(rows)), self.spans[: len(rows)], rows, seq_lens, *tables)
+        split_work(self.items(len(rows)), self.spans[: len(rows)], rows, seq_lens, *tables, self.launch.costs)

@@ -92,7 +92,8 @@ class TritonOps(AttentionOps):
         self.slab_pages = (slab_tokens or workspace_tokens(pool.kv_heads, pool.head_dim)) // PAGE_SIZE
         self._records: list[Record | PlaneRecord] = [record_of(format) for format in pool.formats]
         self._launches: list[DecodeLaunch] = [
-            launch or decode_launch(pool.head_dim, q_heads // pool.kv_heads, record) for record in self._records
+            launch or decode_launch(pool.head_dim, q_heads // pool.kv_heads, record, pool.kv_heads)
+            for record in self._records
         ]
         self._sms = 2 if INTERPRETED else torch.cuda.get_device_properties(pool.device).multi_processor_count
         self._r_k = None if rotations.k is None else split_rotation(rotations.k)

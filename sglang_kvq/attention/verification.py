@@ -53,7 +53,8 @@ class Verification:
         self.of_chunk = drafts_of_chunk(count, self.group)
         self.chunks = -(-count // self.of_chunk)
         heads, d = self.chunks * self.of_chunk * q_heads, pool.head_dim
-        self.launches = [decode_launch(d, self.of_chunk * self.group, record) for record in records]
+        columns = self.of_chunk * self.group
+        self.launches = [decode_launch(d, columns, record, pool.kv_heads) for record in records]
         programs = pool.kv_heads * (d // value_dims(d)) * self.chunks
         made = StepPlans(self.launches, programs, sms, batch, heads, d, pool.device)
         self.plans, self.layer_plans, self.partial, self.lse = made.plans, made.layers, made.partial, made.lse

@@ -4,13 +4,13 @@ import pytest
 import torch
 
 from sglang_kvq.config import PAGE_SIZE
-from sglang_kvq.kernels.plan import FIELDS, HISTORY_COST, LEAST_WORK, OVERLAY_COST, OVERLAY_TILE, Item, split_work
+from sglang_kvq.kernels.plan import FIELDS, HISTORY_COST, LEAST_WORK, OVERLAY_TILE, Item, WorkCosts, split_work
 from tests.kernels.scene import DEVICE
 
 TILE = OVERLAY_TILE.value
 
 
-def plan(lengths, sinks, ends, count):
+def plan(lengths, sinks, ends, count, costs):
     """The plan as Python lists: items and spans; and, per request, its row and the ids of its pages."""
     batch = len(lengths)
     order = torch.randperm(batch) + 1  # request i sits on row order[i]
@@ -22,7 +22,7 @@ def plan(lengths, sinks, ends, count):
     items = torch.full((count, FIELDS.value), 1 << 20, dtype=torch.int32, device=DEVICE)
     spans = torch.full((batch, 2), 1 << 20, dtype=torch.int32, device=DEVICE)
     tables = [x.to(DEVICE) for x in (ids, *tables)]
-    split_work(items, spans, order.to(DEVICE), torch.tensor(lengths, device=DEVICE), *tables)
+    split_work(items, spans, order.to(DEVICE), torch.tensor(lengths, device=DEVICE), *tables, costs)
     items = [Item(*row[: len(Item._fields)]) for row in items.tolist()]
     return items, spans.tolist(), order.tolist(), ids[order].tolist()
 
@@ -59,11 +59,12 @@ def random_case(seed: int):
 CASES |= {f"random{seed}": random_case(seed) for seed in range(12)}
 
 
+@pytest.mark.parametrize("costs", [WorkCosts(), WorkCosts(overlay=2, turn=1)], ids=["turns-of-two", "turns-of-one"])
 @pytest.mark.parametrize(("lengths", "sinks", "ends", "count"), CASES.values(), ids=CASES)
-def test_every_page_is_in_one_item(lengths, sinks, ends, count):
-    items, spans, rows, ids = plan(lengths, sinks, ends, count)
+def test_every_page_is_in_one_item(lengths, sinks, ends, count, costs):
+    items, spans, rows, ids = plan(lengths, sinks, ends, count, costs)
     shapes = [work(*request) for request in zip(lengths, sinks, ends)]
-    costs = []
+    work_of_items = []
     expected = 0  # the next item
     for request, ((first, parts), (history, tiles)) in enumerate(zip(spans, shapes)):
         assert first == expected and parts >= 1
@@ -77,16 +78,17 @@ def test_every_page_is_in_one_item(lengths, sinks, ends, count):
                 assert item.page_a == ids[request][mine[0]]
                 assert item.page_b == ids[request][min(mine[0] + 1, mine[-1])]
             assert mine or tiles_of_item, "an item without work"
+            assert len(mine) % costs.turn == 0 or mine[-1] + 1 == history.stop, "part of a turn"
             pages += mine
             overlays += tiles_of_item
-            costs.append(HISTORY_COST.value * len(mine) + OVERLAY_COST.value * len(tiles_of_item))
+            work_of_items.append(HISTORY_COST.value * len(mine) + costs.overlay * len(tiles_of_item))
         assert pages == list(history) and overlays == list(range(tiles))
         expected += parts
     assert expected <= count and all(item.request == -1 for item in items[expected:])
 
     # The least unit of work that fits: one less would take more items than there are.
-    total = [HISTORY_COST.value * len(history) + OVERLAY_COST.value * tiles for history, tiles in shapes]
+    total = [HISTORY_COST.value * len(history) + costs.overlay * tiles for history, tiles in shapes]
     fits = lambda unit: sum(-(-x // unit) for x in total) <= count  # noqa: E731
     unit = next(unit for unit in range(LEAST_WORK.value, max(*total, LEAST_WORK.value, 0) + 1) if fits(unit))
     assert expected == sum(-(-x // unit) for x in total)
-    assert max(costs) <= unit + 2 * HISTORY_COST.value + OVERLAY_COST.value
+    assert max(work_of_items) <= unit + costs.turn * HISTORY_COST.value + costs.overlay
