@@ -144,11 +144,12 @@ def _row_codes(rows, CODES: tl.constexpr, SHAPE: tl.constexpr, TOKENS: tl.conste
 @triton.jit
 def _load_plane(rows, p: tl.constexpr, CODES: tl.constexpr, SHAPE: tl.constexpr, TOKENS: tl.constexpr):
     """A plane of rows at [TOKENS, 1], BF16 pairs; 0 beyond its end, and where it has no codes."""
-    n = tl.arange(0, SHAPE.WORDS)[None, :]
+    N: tl.constexpr = SHAPE.WORDS
+    n = tl.arange(0, N)[None, :]
     words = (rows + p * SHAPE.D4).to(tl.pointer_type(tl.int32)) + n
     if not is_coded(CODES, p):
-        return tl.zeros([TOKENS, SHAPE.WORDS], tl.int32)
-    elif 2 * SHAPE.WORDS == SHAPE.D4:
+        return tl.zeros([TOKENS, N], tl.int32)
+    elif 2 * N == SHAPE.D4:
         return tl.load(words)
     else:
         return tl.load(words, mask=2 * n < SHAPE.D4, other=0)

@@ -22,8 +22,8 @@ nearest to x (of two the even one) and N = 2^w - 1 for every plane with w > 0:
 
 y is the code's place between the plane's first and last. A column's errors are added in the planes' order, and those of
 columns as integers, so that their order does not matter; what is above c^2 in them, in steps, counts as much (c is 2, 4
-or 8 by the widest plane, ``PlaneCode.cap``). The first gain clips nothing, so in its E codes are round(N t_i), by adding
-``MAGIC`` in FP16 and taking it off again.
+or 8 by the widest plane, ``PlaneCode.cap``). The first gain clips nothing, so in its E codes are round(N t_i), by
+adding ``MAGIC`` in FP16 and taking it off again.
 
 X is exact, but for elements below 2^-18 u, in steps of 2^-25 u. Where the first gain is above all there are, u goes on;
 but a row that would need one of 2^19 is taken for zeros.
