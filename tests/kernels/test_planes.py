@@ -144,7 +144,7 @@ def test_one_dominant_token():
 
 
 def pages(heads: Heads, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens of whole pages, energies falling from plane to plane, heavy tails; rows of zeros, huge, above all gains."""
+    """Tokens of whole pages, energies falling from plane to plane, heavy tails; rows of zeros and above all gains."""
     torch.manual_seed(1)
     shape = (count * PAGE_SIZE, heads.kv, heads.head_dim)
     spread = torch.logspace(1, -1, heads.head_dim, device=DEVICE)
