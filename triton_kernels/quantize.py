@@ -91,11 +91,11 @@ def _constants(record: Record | PlaneRecord, kv_heads: int, d: int, device: torc
     return {
         "RECORD": record,
         "SHAPE": shape_of(kv_heads, d),
-        # torch rounds each operation; of planes, none that could be fused rounds twice
+        # torch rounds each operation; of planes, none that could be fused is rounded
         "enable_fp_fusion": is_planes(record),
         "PACKED": has_pairs(device),
-        # 64 elements to a lane, or 32 where all of them are float32 at once.
-        "num_warps": max(d // 64, 1) if is_planes(record) else max(d // 128, 1 + record.k.centred),
+        # 64 elements to a lane, or 32 where all of them are in float32 at once.
+        "num_warps": max(d // 128, 1 if is_planes(record) else 1 + record.k.centred),
     }
 
 
@@ -149,9 +149,9 @@ def _quantize_part(
     VALUES: tl.constexpr = RECORD.v
     if is_planes(RECORD):
         if part < PARTS // 2:
-            quantize_plane_keys(k, k_token, record, part, KEYS, SHAPE, TOKENS)
+            quantize_plane_keys(k, k_token, record, part, KEYS, SHAPE, TOKENS, PACKED)
         else:
-            quantize_plane_values(v, v_token, record, part - PARTS // 2, VALUES, SHAPE, TOKENS)
+            quantize_plane_values(v, v_token, record, part - PARTS // 2, VALUES, SHAPE, TOKENS, PACKED)
     elif part < PARTS // 2:
         if KEYS.channel:
             _quantize_channels(k, k_token, record, part, KEYS, SHAPE)

@@ -1,18 +1,22 @@
 """Rows of BF16 to codes of planes and gains: the arithmetic of ``formats.planes``, bit for bit.
 
-A work item is ``quantize``'s: TOKENS tokens of a page, one KV head, keys or values; its rows in float32, a tensor for
-each plane.
+A work item is ``quantize``'s: TOKENS tokens of a page, one KV head, keys or values. A plane's rows are words [TOKENS,
+WORDS] of two elements that lie side by side: BF16 as they come (``pairs``), then FP16 (``half_pairs``), of which an
+instruction takes two at a time as well. Codes and the bits of columns lie in the halves of words, too.
 """
 
 import triton
 import triton.language as tl
 
-from sglang_kvq.formats.planes import CANDIDATES as _CANDIDATES
+from sglang_kvq.formats.planes import BELOW as _BELOW
+from sglang_kvq.formats.planes import ERRORS as _ERRORS
 from sglang_kvq.formats.planes import GAIN_BIAS as _GAIN_BIAS
-from sglang_kvq.formats.planes import MOST_ERROR as _MOST_ERROR
+from sglang_kvq.formats.planes import MAGIC as _MAGIC
+from sglang_kvq.formats.planes import TOO_LARGE as _TOO_LARGE
 from sglang_kvq.formats.planes import UNITS as _UNITS
-from sglang_kvq.kernels.common import INTERPRETED, PAGE, key_row
-from sglang_kvq.kernels.int8 import MAGIC, MAGIC_BITS
+from sglang_kvq.kernels.common import PAGE, key_row
+from sglang_kvq.kernels.half_pairs import both, either, fma, number, scaled, times, words_of
+from sglang_kvq.kernels.pairs import magnitudes, row_max
 from sglang_kvq.kernels.planes import (
     bits_of,
     cell_count,
@@ -25,41 +29,53 @@ from sglang_kvq.kernels.planes import (
     start_of,
 )
 
-_PLAIN = tl.constexpr(INTERPRETED)
-_MAGIC_BITS = MAGIC_BITS.value
-CANDIDATES = tl.constexpr(len(_CANDIDATES))
-UNITS = tl.constexpr(_UNITS)
-MOST_ERROR = tl.constexpr(_MOST_ERROR)
+BELOW = tl.constexpr(_BELOW)
 GAIN_BIAS = tl.constexpr(_GAIN_BIAS)
+TOO_LARGE = tl.constexpr(_TOO_LARGE)
+#: Of a float32 that counts as UNITS: what a gain's byte is in ``GAIN_BIAS``.
+_UNITS_BIAS = tl.constexpr(int(_UNITS).bit_length() - 1 + 127 << 3)
+#: What is added to codes in FP16, so that they are rounded to integers and are in the last bits, and its bits.
+MAGIC = tl.constexpr(_MAGIC)
+_MAGIC_BITS = 0x66006600
+#: Likewise of errors, which are integers from 0 to as many.
+ERRORS = tl.constexpr(_ERRORS)
+ERROR_BITS = tl.constexpr(0x64006400)
 
 
 @triton.jit
-def quantize_plane_keys(k, k_token, record, part, CODES: tl.constexpr, SHAPE: tl.constexpr, TOKENS: tl.constexpr):
+def quantize_plane_keys(
+    k, k_token, record, part, CODES: tl.constexpr, SHAPE: tl.constexpr, TOKENS: tl.constexpr, PACKED: tl.constexpr
+):
     """TOKENS tokens of a page's keys, see ``_tokens``."""
-    i, j = tl.arange(0, TOKENS), tl.arange(0, SHAPE.JP)[None, :]
+    i, n = tl.arange(0, TOKENS), tl.arange(0, SHAPE.WORDS)[None, :]
     token = _tokens(i, part, CODES, TOKENS)
-    codes, gains = _row_codes(k + token[:, None] * k_token, CODES, SHAPE, TOKENS)
+    codes, gains = _row_codes(k + token[:, None] * k_token, CODES, SHAPE, TOKENS, PACKED)
     tl.store(record + CODES.gains + token, gains)
+    pairs = record.to(tl.pointer_type(tl.uint16))  # of bytes
     for c in tl.static_range(cell_count(CODES)):
         bytes = _shared(_column_bits(codes, c, CODES), c, CODES)
         row = key_row(_tokens(tl.arange(0, TOKENS // shares_of(CODES, c)), part, CODES, TOKENS))
-        out = record + start_of(CODES, c) + row[:, None] * SHAPE.D4 + j
-        tl.store(out, bytes.to(tl.uint8), mask=(j < SHAPE.D4) & (row >= 0)[:, None])
+        out = pairs + start_of(CODES, c) // 2 + row[:, None] * (SHAPE.D4 // 2) + n
+        tl.store(out, (bytes | (bytes >> 8)).to(tl.uint16), mask=(n < SHAPE.D4 // 2) & (row >= 0)[:, None])
 
 
 @triton.jit
-def quantize_plane_values(v, v_token, record, part, CODES: tl.constexpr, SHAPE: tl.constexpr, TOKENS: tl.constexpr):
+def quantize_plane_values(
+    v, v_token, record, part, CODES: tl.constexpr, SHAPE: tl.constexpr, TOKENS: tl.constexpr, PACKED: tl.constexpr
+):
     """As many tokens of a page's values, likewise; a token's column is one byte among its plane of tokens'."""
     QUARTER: tl.constexpr = PAGE // 4
-    i, j = tl.arange(0, TOKENS), tl.arange(0, SHAPE.JP)[None, :]
+    i, half = tl.arange(0, TOKENS), tl.arange(0, 2)[None, None, :]
+    j = 2 * tl.arange(0, SHAPE.WORDS)[None, :, None] + half
     token = _tokens(i, part, CODES, TOKENS)
-    codes, gains = _row_codes(v + token[:, None] * v_token, CODES, SHAPE, TOKENS)
+    codes, gains = _row_codes(v + token[:, None] * v_token, CODES, SHAPE, TOKENS, PACKED)
     tl.store(record + CODES.gains + token, gains)
     for c in tl.static_range(cell_count(CODES)):
         bytes = _shared(_column_bits(codes, c, CODES), c, CODES)
+        bytes = (bytes[:, :, None] >> (half * 16)).to(tl.uint8)
         first = _tokens(tl.arange(0, TOKENS // shares_of(CODES, c)), part, CODES, TOKENS)
-        out = record + start_of(CODES, c) + (first // QUARTER * (SHAPE.D4 * QUARTER) + first % QUARTER)[:, None]
-        tl.store(out + j * QUARTER, bytes.to(tl.uint8), mask=(j < SHAPE.D4) & (first >= 0)[:, None])
+        out = record + start_of(CODES, c) + (first // QUARTER * (SHAPE.D4 * QUARTER) + first % QUARTER)[:, None, None]
+        tl.store(out + j * QUARTER, bytes, mask=(j < SHAPE.D4) & (first >= 0)[:, None, None])
 
 
 @triton.jit
@@ -75,7 +91,7 @@ def _tokens(i, part, CODES: tl.constexpr, TOKENS: tl.constexpr):
 
 @triton.jit
 def _shared(bits, CELL: tl.constexpr, CODES: tl.constexpr):
-    """A cell's bits of a program's tokens, int32 [TOKENS, JP], with those that share a byte put together."""
+    """A cell's bits of a program's tokens, int32 [TOKENS, WORDS], with those that share a byte put together."""
     SHARES: tl.constexpr = shares_of(CODES, CELL)
     if SHARES == 1:
         return bits
@@ -86,119 +102,131 @@ def _shared(bits, CELL: tl.constexpr, CODES: tl.constexpr):
 
 
 @triton.jit
-def _column_bits(steps, CELL: tl.constexpr, CODES: tl.constexpr):
-    """A cell's bits of every column, int32, of ``_row_codes``."""
-    bits = tl.zeros(steps[0].shape, tl.int32) - offset(CODES, CELL)
+def _column_bits(codes, CELL: tl.constexpr, CODES: tl.constexpr):
+    """A cell's bits of every column in the halves of words, of ``_row_codes``."""
+    bits = tl.zeros(codes[0].shape, tl.int32) - offset(CODES, CELL)
     for f in tl.static_range(field_count(CODES, CELL)):
-        bits += steps[plane_of(CODES, CELL, f)] << shift_of(CODES, CELL, f)
+        bits += codes[plane_of(CODES, CELL, f)] << shift_of(CODES, CELL, f)
     return bits
 
 
 @triton.jit
-def _row_codes(rows, CODES: tl.constexpr, SHAPE: tl.constexpr, TOKENS: tl.constexpr):
-    """Steps of the four planes, int32 [TOKENS, JP] each, and gains' bytes, uint8 [TOKENS], of rows at [TOKENS, 1].
+def _row_codes(rows, CODES: tl.constexpr, SHAPE: tl.constexpr, TOKENS: tl.constexpr, PACKED: tl.constexpr):
+    """MAGIC and codes of the four planes, FP16 pairs, and gains' bytes, uint8 [TOKENS], of rows at [TOKENS, 1].
 
-    A step is the bits of MAGIC + k. Codes are k and half as many as there are; a column's are put together with what
-    all of them have too much, which is taken off at once.
+    A column's codes are put together with what all of them have too much, which is taken off at once.
     """
-    JP: tl.constexpr = SHAPE.JP
-    j = tl.arange(0, JP)[None, :]
     x = ()
     for p in tl.static_range(4):
-        if is_coded(CODES, p):
-            x += (tl.load(rows + p * SHAPE.D4 + j, mask=j < SHAPE.D4, other=0.0).to(tl.float32),)
-        else:
-            x += (tl.zeros([TOKENS, JP], tl.float32),)
-    reach = tl.zeros([TOKENS, JP], tl.float32)
-    for p in tl.static_range(4):
-        if is_coded(CODES, p):
-            reach = tl.maximum(reach, tl.abs(x[p]) * reach_of(CODES, p))
-    reach = tl.max(reach, 1).to(tl.int32, bitcast=True)
-    largest = tl.minimum(tl.maximum(((reach + 0xFFFFF) >> 20) - GAIN_BIAS, 0), 255)
-    # 1 / u, exactly.
-    counts = ((254 << 23) - ((largest & 0xF8) + GAIN_BIAS << 20)).to(tl.float32, bitcast=True) * UNITS
+        x += (_load_plane(rows, p, CODES, SHAPE, TOKENS),)
+    least = _least_gain(x, CODES, PACKED)
+    exponent = (TOO_LARGE >> 3) - (least >> 3)  # of UNITS / u, and 0 for rows taken for zeros
     units = ()
     for p in tl.static_range(4):
-        units += (x[p] * counts[:, None] + MAGIC - MAGIC,)
-    best, least = largest, tl.where(largest < 255, _error(units, largest, counts, False, CODES, SHAPE.D4), 0.0)
-    for n in tl.static_range(1, CANDIDATES):
-        stored = tl.maximum(largest - candidate(n), 0)
-        error = _error(units, stored, counts, True, CODES, SHAPE.D4)
-        best = tl.where(error < least, stored, best)
-        least = tl.minimum(error, least)
-    gain = _gain(best, counts)
-    inverse = tl.div_rn(1.0, gain)
-    steps = ()
+        units += (scaled(x[p], exponent[:, None], PACKED),)
+    first = tl.minimum(least, 255)
+    second = tl.maximum(first - BELOW, 0)
+    gain, other = _gain(first, least), _gain(second, least)
+    inverse, finer = both(1.0 / gain[:, None]), both(1.0 / other[:, None])
+    error = _error(units, inverse, False, CODES, SHAPE) * (gain * gain)
+    better = _error(units, finer, True, CODES, SHAPE) * (other * other) < error
+    inverse = either(better[:, None], finer, inverse)
+    codes = ()
     for p in tl.static_range(4):
         if is_coded(CODES, p):
-            step = _clipped(_steps(units[p] - gain * 0.5, inverse), p, CODES)
-            steps += (step.to(tl.int32, bitcast=True),)
+            inside = fma(units[p], _step(inverse, p, CODES), number(0.5), True)
+            codes += (words_of(fma(inside, number(most(CODES, p)), number(MAGIC))),)
         else:
-            steps += (tl.zeros([TOKENS, JP], tl.int32),)
-    return steps, best.to(tl.uint8)
+            codes += (x[p],)
+    return codes, tl.where(better, second, first).to(tl.uint8)
 
 
 @triton.jit
-def _gain(stored, counts):
-    """G of gains' bytes, float32 [TOKENS, 1]."""
-    return (((stored + GAIN_BIAS) << 20).to(tl.float32, bitcast=True) * counts)[:, None]
-
-
-@triton.jit
-def _steps(rest, inverse):
-    """MAGIC + k, float32, before anything is clipped, of X - G/2 and fl(1/G)."""
-    if _PLAIN:  # whose products are rounded
-        k = rest.to(tl.float64) * inverse.to(tl.float64) + 1.5 * 2.0**52
-        return (k - 1.5 * 2.0**52).to(tl.float32) + MAGIC
+def _load_plane(rows, p: tl.constexpr, CODES: tl.constexpr, SHAPE: tl.constexpr, TOKENS: tl.constexpr):
+    """A plane of rows at [TOKENS, 1], BF16 pairs; 0 beyond its end, and where it has no codes."""
+    N: tl.constexpr = SHAPE.WORDS
+    n = tl.arange(0, N)[None, :]
+    words = (rows + p * SHAPE.D4).to(tl.pointer_type(tl.int32)) + n
+    if not is_coded(CODES, p):
+        return tl.zeros([TOKENS, N], tl.int32)
+    elif 2 * N == SHAPE.D4:
+        return tl.load(words)
     else:
-        return tl.fma(rest, inverse, MAGIC)
+        return tl.load(words, mask=2 * n < SHAPE.D4, other=0)
 
 
 @triton.jit
-def _clipped(steps, PLANE: tl.constexpr, CODES: tl.constexpr):
-    """MAGIC + k of codes that exist."""
-    return tl.minimum(tl.maximum(steps, MAGIC - half_range(CODES, PLANE)), MAGIC + (half_range(CODES, PLANE) - 1))
-
-
-@triton.jit
-def _error(units, stored, counts, CLIPPED: tl.constexpr, CODES: tl.constexpr, D4: tl.constexpr):
-    """E of rows at these gains, float32 [TOKENS]: exact."""
-    gain = _gain(stored, counts)
-    inverse = tl.div_rn(1.0, gain)
-    JP: tl.constexpr = units[0].shape[1]
-    total = tl.zeros(units[0].shape, tl.float32)
+def _least_gain(x, CODES: tl.constexpr, PACKED: tl.constexpr):
+    """Byte of the least gain that clips nothing, int32 [TOKENS]; above 255 it is only counted, up to TOO_LARGE."""
+    reach = 0.0
     for p in tl.static_range(4):
         if is_coded(CODES, p):
-            rest = units[p] - gain * 0.5
-            steps = _steps(rest, inverse)
-            if CLIPPED:
-                steps = _clipped(steps, p, CODES)
-            error = rest - (steps - MAGIC) * gain
-            total += error * error
-    if D4 != JP:
-        total = tl.where((tl.arange(0, JP) < D4)[None, :], total, 0.0)
-    return tl.minimum(tl.sum(total, 1), MOST_ERROR)
+            reach = tl.maximum(reach, row_max(magnitudes(x[p]), PACKED) * reach_of(CODES, p))
+    reach = reach.to(tl.int32, bitcast=True)
+    return tl.minimum(tl.maximum(((reach + 0xFFFFF) >> 20) - GAIN_BIAS, 0), TOO_LARGE)
+
+
+@triton.jit
+def _gain(stored, least):
+    """G of gains' bytes, float32."""
+    return ((stored - (least & ~7) + _UNITS_BIAS) << 20).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _step(inverse, p: tl.constexpr, CODES: tl.constexpr):
+    """a of a plane, of fp16(1/G)."""
+    if most(CODES, p) == 1.0:
+        return inverse
+    else:
+        return times(inverse, number(1 / most(CODES, p)))
+
+
+@triton.jit
+def _error(units, inverse, CLIPS: tl.constexpr, CODES: tl.constexpr, SHAPE: tl.constexpr):
+    """E / G^2 of rows, float32 [TOKENS]: exact, as E is."""
+    total = number(0.0)
+    for p in tl.static_range(4):
+        if is_coded(CODES, p):
+            step = _step(inverse, p, CODES)
+            wanted = fma(units[p], step, number(0.5))
+            inside = fma(units[p], step, number(0.5), True) if CLIPS else wanted
+            code = fma(inside, number(most(CODES, p)), number(MAGIC))
+            minus = fma(code, number(-1 / cap(CODES)), number(MAGIC / cap(CODES)))
+            error = fma(wanted, number(most(CODES, p) / cap(CODES)), minus)
+            total = fma(error, error, total, is_last(CODES, p))
+    total = words_of(fma(total, number(ERRORS), number(ERRORS))) - ERROR_BITS
+    if 2 * SHAPE.WORDS != SHAPE.D4:
+        total = tl.where((2 * tl.arange(0, SHAPE.WORDS) < SHAPE.D4)[None, :], total, 0)
+    total = tl.sum(total, 1)
+    return ((total & 0xFFFF) + (total >> 16)).to(tl.float32)
 
 
 @triton.constexpr_function
 def offset(codes, cell):
-    """What steps, put together as a cell's codes, have too much, modulo 2^32, as an int32."""
-    found = sum((_MAGIC_BITS - 2 ** (f.width - 1)) << f.shift for f in codes.cells[cell].fields)
+    """What FP16's bits, put together as a cell's codes, have too much, modulo 2^32, as an int32."""
+    found = sum(_MAGIC_BITS << f.shift for f in codes.cells[cell].fields)
     return (found + 2**31) % 2**32 - 2**31
 
 
 @triton.constexpr_function
-def half_range(codes, plane):
-    """Half as many as a plane has codes."""
-    return float(2 ** (codes.widths[plane] - 1))
+def most(codes, plane):
+    """A plane's largest code."""
+    return float(2 ** codes.widths[plane] - 1)
+
+
+@triton.constexpr_function
+def cap(codes):
+    """``PlaneCode.cap``."""
+    return min(2.0 ** (max(codes.widths) // 2 + 1), 8.0)
+
+
+@triton.constexpr_function
+def is_last(codes, plane):
+    """Whether no plane after it has codes."""
+    return not any(codes.widths[plane + 1 :])
 
 
 @triton.constexpr_function
 def reach_of(codes, plane):
     """What an element of the plane counts towards the least gain that clips nothing."""
     return 2.0 ** (1 - codes.widths[plane])
-
-
-@triton.constexpr_function
-def candidate(n):
-    return _CANDIDATES[n]

@@ -7,18 +7,26 @@ the levels are the 2^w half-integers about 0 times the row's gain g, a float wit
     code  = k + 2^(w - 1),  -2^(w - 1) <= k < 2^(w - 1)
     value = (k + 1/2) g,    0 where w is 0
 
-The gain is one of ``CANDIDATES``: the least that clips no element, and one about a root of two below. Clipping the
-row's largest may be worth finer steps for all others, so the one of least squared error is taken, of equals the first.
-All is counted in 2^-6 of u, the power of two in the first gain, so that these are integers, as are gains:
+The gain is the least that clips no element, or one ``BELOW`` it, about a root of two. Clipping the row's largest may be
+worth finer steps for all others, so the one of less squared error is taken, of equals the first. All is computed in
+FP16, of which a GPU takes two numbers at a time. With u the power of two in the first gain, fp16(x) the number of FP16
+nearest to x (of two the even one) and N = 2^w - 1 for every plane with w > 0:
 
-    X_i   = round(2^6 x_i / u),  G = 2^6 g / u
-    k_i   = min(max(round((X_i - G/2) fl(1/G)), -2^(w - 1)), 2^(w - 1) - 1)
-    E(G)  = min(sum over i with w_i > 0 of (X_i - G/2 - k_i G)^2, 2^24)
+    X_i   = 2^4 x_i / u,  G = 2^4 g / u
+    a_p   = fp16(fp16(1/G) fp16(1/N))
+    t_i   = fp16(X_i a_p + 1/2),  y_i = min(max(t_i, 0), 1)
+    code  = round(N y_i)
+    e_i   = fp16(N/c t_i - code/c)
+    E_j   = fp16(e_3^2 + fp16(e_2^2 + fp16(e_1^2 + fp16(e_0^2)))) of column j's elements of planes 0 to 3
+    E(G)  = G^2 sum over j of round(2^10 min(E_j, 1))
 
-Sums of such squares do not depend on their order, once all above 2^24 are taken for that. The first gain clips
-nothing, so its E goes without min and max; if there is no larger one, it is taken whatever the errors. fl is a float32,
-products are exact and ``round`` is to the nearest integer, half to even (X by adding 1.5 2^23, if no gain is large
-enough).
+y is the code's place between the plane's first and last. A column's errors are added in the planes' order, and those of
+columns as integers, so that their order does not matter; what is above c^2 in them, in steps, counts as much (c is 2, 4
+or 8 by the widest plane, ``PlaneCode.cap``). The first gain clips nothing, so in its E codes are round(N t_i), by
+adding ``MAGIC`` in FP16 and taking it off again.
+
+X is exact, but for elements below 2^-18 u, in steps of 2^-25 u. Where the first gain is above all there are, u goes on;
+but a row that would need one of 2^19 is taken for zeros.
 
 A column, the four elements j, D / 4 + j, ..., has W = sum(widths) bits: 2, 4, 6, ... or 16. They lie in *cells*: for
 each eight bits a byte, which one token has; of what is left four bits, a half byte, and two bits, a quarter byte, whose
@@ -52,12 +60,12 @@ Widths: TypeAlias = tuple[int, int, int, int]
 #: A gain's byte is what remains of its float32 bits, less this, without 20 bits of its significand: 128 is a gain of 1.
 GAIN_BIAS = (127 << 3) - 128
 _SIGNIFICAND = 20
-#: How far below the gain that clips nothing a row's may be, in bytes, eight to a factor of two; of equals the first.
-CANDIDATES = (0, 4)
-#: What the largest gain's power of two counts as an integer, and the least error that is not told from larger ones.
-UNITS, MOST_ERROR = 64.0, 2.0**24
-#: Added to a float32 and taken off again, rounds it to an integer.
-ROUNDING = 1.5 * 2.0**23
+#: How far below the gain that clips nothing the other one is, in bytes, eight to a factor of two.
+BELOW = 4
+#: What the power of two in the first gain counts; what would be its byte, from which on rows are taken for zeros.
+UNITS, TOO_LARGE = 16.0, 280
+#: Added to a code in FP16, rounds it to an integer; what the largest error of a column counts.
+MAGIC, ERRORS = 1536.0, 1024.0
 
 
 @dataclass(frozen=True)
@@ -113,12 +121,23 @@ def _fill(planes: list[tuple[int, int]], sizes: list[int]) -> list[list[tuple[in
 
 def gain_bytes(least: torch.Tensor) -> torch.Tensor:
     """uint8, the bytes of the least gains not below these positive float32 numbers; the nearest gain out of range."""
+    return _gain_numbers(least).clamp(0, 255).to(torch.uint8)
+
+
+def _gain_numbers(least: torch.Tensor) -> torch.Tensor:
+    """Such bytes before they are cut off at 0 and 255: int32."""
     rounded = (least.float().contiguous().view(torch.int32) + ((1 << _SIGNIFICAND) - 1)) >> _SIGNIFICAND
-    return (rounded - GAIN_BIAS).clamp(0, 255).to(torch.uint8)
+    return rounded - GAIN_BIAS
+
+
+def _fp16(x: torch.Tensor) -> torch.Tensor:
+    """float64 rounded to what FP16 holds, once (torch's own conversion goes through float32)."""
+    last = ((torch.frexp(x)[1].clamp(min=-13) - 11 + 1023).long() << 52).view(torch.float64)  # its last bit, 2^n
+    return (x / last).round() * last
 
 
 def gains_of(stored: torch.Tensor) -> torch.Tensor:
-    """float32 gains of bytes uint8: from 2^-16 to 1.875 * 2^15."""
+    """float32 gains of bytes, integers of any kind: from 2^-16 to 1.875 * 2^15."""
     return ((stored.int() + GAIN_BIAS) << _SIGNIFICAND).view(torch.float32)
 
 
@@ -160,36 +179,39 @@ class PlaneCode:
         """Rows ``[..., D]`` that float32 holds exactly to codes uint8 ``[..., D]`` and gains' bytes uint8 ``[...]``."""
         planes = x.float().unflatten(-1, (PLANES, -1))
         reach = [planes[..., p, :].abs().amax(-1) * 2.0 ** (1 - w) for p, w in enumerate(self.widths) if w]
-        largest = gain_bytes(torch.stack(reach).amax(0))
-        coded = torch.tensor([w > 0 for w in self.widths], device=x.device)[:, None]
-        counts = UNITS / gains_of(largest & 0xF8)
-        units = (planes * counts[..., None, None] + ROUNDING) - ROUNDING
-        best, least = largest, torch.full_like(counts, float("inf"))
-        for n, below in enumerate(CANDIDATES):
-            stored = (largest.int() - below).clamp(min=0).to(torch.uint8)
-            gain = (gains_of(stored) * counts)[..., None, None]
-            k, rest = self._steps(units, gain, clipped=n > 0)
-            error = torch.where(coded, rest - k * gain, 0.0).double()
-            total = (error**2).sum((-1, -2)).clamp(max=MOST_ERROR).float()
-            if n == 0:
-                total = total.where(largest < 255, 0.0)
-            best, least = torch.where(total < least, stored, best), torch.minimum(total, least)
-        k, _ = self._steps(units, (gains_of(best) * counts)[..., None, None])
-        return ((k + self._half.to(k.device)) * coded).to(torch.uint8).flatten(-2), best
+        least = _gain_numbers(torch.stack(reach).amax(0)).clamp(0, TOO_LARGE)
+        counts = UNITS / gains_of(least & ~7)
+        scaled = torch.where((least < TOO_LARGE)[..., None, None], planes, 0.0).double() * counts[..., None, None]
+        units = (scaled * 2.0**21).round() * 2.0**-21
+        first = least.clamp(max=255)
+        second = (first - BELOW).clamp(min=0)
+        codes, error = self._codes(units, gains_of(first) * counts, clips=False)
+        others, other_error = self._codes(units, gains_of(second) * counts, clips=True)
+        better = other_error < error
+        codes, stored = torch.where(better[..., None], others, codes), torch.where(better, second, first)
+        return codes.to(torch.uint8), stored.to(torch.uint8)
 
     @property
-    def _half(self) -> torch.Tensor:
-        """Half as many as each plane has codes, ``[PLANES, 1]``."""
-        return 2.0 ** (torch.tensor(self.widths)[:, None] - 1)
+    def cap(self) -> float:
+        """c, from which on errors are not told apart, in steps."""
+        return min(2.0 ** (max(self.widths) // 2 + 1), 8.0)
 
-    def _steps(
-        self, units: torch.Tensor, gain: torch.Tensor, clipped: bool = True
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """k and X - G/2 of rows ``[..., PLANES, D / 4]`` at gains ``[..., 1, 1]``, both in the row's units."""
-        half = self._half.to(units.device)
-        rest = units - gain / 2
-        k = (rest.double() * (1.0 / gain).double()).round().float()
-        return (torch.minimum(torch.maximum(k, -half), half - 1) if clipped else k), rest
+    def _codes(self, units: torch.Tensor, gain: torch.Tensor, clips: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        """Codes ``[..., D]`` and E ``[...]`` of X ``[..., PLANES, D / 4]`` at G ``[...]``, all in float64."""
+        inverse = _fp16(1.0 / gain.double())[..., None]
+        total, codes = torch.zeros_like(units[..., 0, :]), torch.zeros_like(units)
+        for p, width in enumerate(self.widths):
+            if width:
+                most = 2.0**width - 1
+                step = _fp16(inverse * _fp16(torch.full_like(inverse, 1 / most)))
+                wanted = _fp16(units[..., p, :] * step + 0.5)
+                inside = wanted.clamp(0.0, 1.0)
+                codes[..., p, :] = (inside * most).round()
+                code = codes[..., p, :] if clips else _fp16(wanted * most + MAGIC) - MAGIC
+                error = _fp16(wanted * (most / self.cap) - code / self.cap)
+                total = _fp16(total + error**2)
+        error = (total.clamp(max=1.0) * ERRORS).round().sum(-1) * gain.double() ** 2
+        return codes.flatten(-2), error
 
     def dequantize(self, codes: torch.Tensor, stored: torch.Tensor) -> torch.Tensor:
         """Values float32 ``[..., D]`` of codes ``[..., D]`` and gains' bytes ``[...]``, each exact."""

@@ -144,12 +144,14 @@ def test_one_dominant_token():
 
 
 def pages(heads: Heads, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens of whole pages, energies falling from plane to plane, heavy tails, and rows that are all zero or huge."""
+    """Tokens of whole pages, energies falling from plane to plane, heavy tails; rows of zeros and above all gains."""
     torch.manual_seed(1)
     shape = (count * PAGE_SIZE, heads.kv, heads.head_dim)
     spread = torch.logspace(1, -1, heads.head_dim, device=DEVICE)
     k, v = (torch.randn(shape, device=DEVICE) * spread * torch.randn(*shape[:2], 1, device=DEVICE).exp() for _ in "kv")
     k[3], v[5], k[7], v[9] = 0, 0, k[7] * 1e9, v[9] * 1e-9
+    k[16:48] *= 2.0 ** torch.arange(32, device=DEVICE)[:, None, None]
+    v[16:48] *= 2.0 ** torch.arange(32, device=DEVICE)[:, None, None]
     return k.bfloat16(), v.bfloat16()
 
 
