@@ -23,7 +23,7 @@ from benchmarks import baseline, record
 from benchmarks.kernel_bench.decode import decode_rows, quantize_rows, step_rows, sweep
 from benchmarks.kernel_bench.extend import extend_rows, short_rows, sweep_extend
 from benchmarks.kernel_bench.folds import fold_rows
-from benchmarks.kernel_bench.heads import sweep_heads
+from benchmarks.kernel_bench.heads import heads_rows, sweep_heads
 from benchmarks.kernel_bench.planes import (
     BUDGETS,
     HEAD_DIMS,
@@ -56,6 +56,9 @@ def main() -> None:
     parser.add_argument("--budgets", type=float, nargs="+", default=BUDGETS, help="of --planes; default %(default)s")
     parser.add_argument("--head-dims", type=int, nargs="+", default=HEAD_DIMS, help="of --planes; default %(default)s")
     parser.add_argument("--alone", action="store_true", help="with --planes, without FlashInfer")
+    parser.add_argument(
+        "--heads", action="store_true", help="only decoding with 5 to 16 heads to a KV head, or heads of 64"
+    )
     parser.add_argument("--folds", action="store_true", help="only moving tokens into other pages")
     parser.add_argument("--short", action="store_true", help="with --extend, only short ones")
     parser.add_argument(
@@ -92,7 +95,7 @@ def main() -> None:
         sweep_scores(timer)
         return
     extends = []
-    if not (args.decode or args.planes or args.scores or args.folds):
+    if not (args.decode or args.planes or args.scores or args.folds or args.heads):
         prefill, used = ragged.load(Q_HEADS, KV_HEADS, D, torch.device("cuda"), ragged.workspace_tokens(KV_HEADS, D))
         print(f"long prefill chunks: {used}", flush=True)
         # Short ones first: the others send every chunk to FlashInfer from then on.
@@ -108,15 +111,16 @@ def main() -> None:
         "decode": decode_planes_rows(timer, bandwidth, *some, compare=not args.alone),
     }
     planes = [of_planes[name] for name in chosen_planes]
-    folds = [fold_rows(timer, bandwidth)]
+    folds, heads = [fold_rows(timer, bandwidth)], [heads_rows(timer, bandwidth)]
     parts = [decode_rows(timer, bandwidth), quantize_rows(timer, bandwidth), step_rows(timer), *planes]
     scores = [score_rows(timer)]
     print(
         f"{'kernel':19} {'shape':>12} {'ours us':>9} {'BF16 us':>9} {'ratio':>7} {'to FP8*':>7} {'bandw.':>6}   error"
     )
     print("* of short extends: to the prefix dequantized first")
-    chosen = [*parts, *folds, *extends, *scores]
-    for given, some in ((args.scores, scores), (args.folds, folds), (args.planes, planes), (args.extend, extends)):
+    chosen = [*parts, *heads, *folds, *extends, *scores]
+    alone = ((args.scores, scores), (args.folds, folds), (args.heads, heads), (args.planes, planes))
+    for given, some in (*alone, (args.extend, extends)):
         chosen = some if given else chosen
     for part in chosen:
         rows = []

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from benchmarks import baseline
+from benchmarks.kernel_bench.rows import row_of
 from benchmarks.kernel_bench.shapes import DecodeShape
 from benchmarks.kernel_bench.timer import Timer
 from sglang_kvq.formats.page import PageFormat
@@ -99,6 +100,21 @@ NARROW = [
 ]
 #: Seconds that all of it may take, imports aside, and that FlashInfer is left.
 SECONDS, BESIDE = 130.0, 20.0
+
+
+def heads_rows(timer: Timer, bandwidth: float) -> Iterator[dict]:
+    """Every geometry at each shape as it is launched, beside FlashInfer over BF16."""
+    for geometry in GEOMETRIES:
+        for batch, context in SHAPES:
+            lengths = [context] * batch
+            shape = DecodeShape(lengths, geometry.format, geometry.q_heads, geometry.kv_heads)
+            us, error = shape.measure(timer)
+            q, share = shape.q, shape.size / us / bandwidth
+            del shape
+            theirs = baseline.decode_us(timer, q, lengths, geometry.kv_heads, torch.bfloat16)
+            name = f"decode ({geometry.q_heads} over {geometry.kv_heads} heads of {geometry.head_dim})"
+            heads = {"q_heads": geometry.q_heads, "kv_heads": geometry.kv_heads, "head_dim": geometry.head_dim}
+            yield row_of(name, batch, context, us, theirs, error, share, **heads, floor=geometry.floor)
 
 
 def describe(launch: DecodeLaunch) -> str:
