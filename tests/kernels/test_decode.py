@@ -6,12 +6,14 @@ import triton
 
 from sglang_kvq.attention import oracle
 from sglang_kvq.attention.base import LayerRotations
+from sglang_kvq.attention.step_plan import StepPlans
 from sglang_kvq.attention.triton_ops import TritonOps
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.formats.code import CodeFormat
 from sglang_kvq.formats.page import PageFormat
 from sglang_kvq.kernels.decode import DecodeLaunch
-from tests.kernels.scene import HEADS, ON_GPU, Heads, Scene, assert_close, make_scene
+from sglang_kvq.kernels.plan import WorkCosts
+from tests.kernels.scene import DEVICE, HEADS, ON_GPU, Heads, Scene, assert_close, make_scene
 
 BOUND = 5e-3
 
@@ -117,6 +119,24 @@ def test_windows_of_all_sizes(sink, recent):
     got = decode(ops, 0, q, scene)
     assert_close("decode", got.double(), exact(scene, 0, q), BOUND)
     assert_close("reference", reference.decode(0, q, scene.rows, scene.seq_lens, scene.scale), got, 2 * BOUND)
+
+
+def test_launches_whose_programs_cost_alike_share_a_plan():
+    launches = [
+        DecodeLaunch(2, 160, 12),
+        DecodeLaunch(3, 168, 12, half_pages=2),
+        DecodeLaunch(4, 168, 12, half_pages=1),
+        DecodeLaunch(4, 168, 12, half_pages=1, overlay_cost=4),
+        DecodeLaunch(3, 255, 8),
+    ]
+    made = StepPlans(launches, programs=1, sms=2, max_batch=4, heads=1, head_dim=64, device=torch.device(DEVICE))
+    assert [made.plans.index(plan) for plan in made.layers] == [0, 0, 1, 2, 3]
+    assert [plan.launch.costs for plan in made.plans] == [
+        WorkCosts(5, 2),
+        WorkCosts(5, 1),
+        WorkCosts(4, 1),
+        WorkCosts(),
+    ]
 
 
 def test_items_fill_whole_waves():
