@@ -50,7 +50,7 @@ SOME = ("oscar-lloyd-max", "lloyd-max-4-3-g32", "uniform-3-3", "sphere-4-3", "ch
 #: Widths of planes: two bits, the widest, planes without bits, halves and quarters of bytes.
 PLANES = ("4321-2211", "6532-5443", "6420-2110", "3210-4321", "5300-4200")
 #: Ways to decode with products in FP16.
-HALF_LAUNCHES = [DecodeLaunch(3, 255, 8, 1), DecodeLaunch(2, 255, 8, 2)]
+HALF_LAUNCHES = [DecodeLaunch(4, 168, 12, 1), DecodeLaunch(3, 255, 8, 2)]
 ANY = ShortExtends(costs=None, most_rows_unpacked=1 << 20, least_prefix=0)
 TYPES = {
     torch.bfloat16: "*bf16",
