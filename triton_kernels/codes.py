@@ -93,6 +93,11 @@ class PlaneCodes:
     starts: tuple[int, ...]
     gains: int
 
+    @property
+    def cap(self) -> float:
+        """``PlaneCode.cap``."""
+        return PlaneCode(self.widths).cap
+
 
 @dataclass(frozen=True, eq=False)
 class PlaneRecord:

@@ -83,6 +83,12 @@ def page_of(table, index):
 
 
 @triton.jit
+def quad_order(n):
+    """Of every four in a row the second and the third change places, as where a word's bytes 0 and 2 come out first."""
+    return n // 4 * 4 + n % 2 * 2 + n % 4 // 2
+
+
+@triton.jit
 def key_row(token):
     """Row of a record's K codes that holds a token of its page: the inverse of ``formats.page.KEY_TOKENS``."""
     return token // 16 * 16 + token % 2 * 8 + token % 16 // 2

@@ -43,13 +43,13 @@ from sglang_kvq.kernels.int8 import (
     stack_groups,
     tile_scales,
     tokens_of_tile,
-    unpack4,
     weight_operands,
 )
 from sglang_kvq.kernels.plan import OVERLAY_TILE, WorkCosts, load_item
 from sglang_kvq.kernels.planes import is_planes, row_dims
 from sglang_kvq.kernels.shape import shape_of, value_dims
 from sglang_kvq.kernels.softmax import LOG2E, NEVER, Softmax, first_columns
+from sglang_kvq.kernels.unpack import two_bits
 
 #: Shared memory of a program where an SM (Hopper) holds so many; of each a part is reserved.
 _PROGRAM_BYTES = {count: 228 * 1024 // count - 1024 for count in (8, 12)}
@@ -394,7 +394,7 @@ def _history(
         scales = (both + RECORD.k.scale).to(tl.pointer_type(tl.float16))
         s_k, z_k, s_v, z_v = tile_scales(tl.load(scales + first_scales))  # [TILE] each
 
-        k = unpack4(packed, PLAIN)
+        k = two_bits(packed, 3, PLAIN)
         x = tl.zeros([TILE, HEADS], tl.float32)
         for g in tl.static_range(D // GROUP):
             if g > 0:
@@ -419,7 +419,7 @@ def _history(
                 s_v, z_v = group_scales(scales + (2 * SCALES + g * PAGE) + v_first // GROUP * PAGE, SCALES)
             offsets += (old_offsets[g] * decay[None, :] + spread_sum(p * z_v[:, None], HEADS),)
             weights, p_unit = weight_operands(p, s_v, fraction, HEADS)
-            v = unpack4(values[g], PLAIN)
+            v = two_bits(values[g], 3, PLAIN)
             products = tl.full([ROWS, COLUMNS], MAGIC_BITS, tl.int32)
             for n in tl.static_range(4):
                 products = tl.dot(v[n], weights[n], products, out_dtype=tl.int32)

@@ -24,9 +24,10 @@ of copies. With two stages a program waits for what it has just asked for, and o
 import triton
 import triton.language as tl
 
-from sglang_kvq.kernels.common import PAGE, page_of
-from sglang_kvq.kernels.int8 import MAGIC_BITS, base_of, join_halves, split_int8, unpack4
+from sglang_kvq.kernels.common import PAGE, page_of, quad_order
+from sglang_kvq.kernels.int8 import MAGIC_BITS, base_of, half_scales, join_halves, split_int8
 from sglang_kvq.kernels.softmax import NEVER, Softmax, first_columns
+from sglang_kvq.kernels.unpack import two_bits
 
 #: What a code counts: the least subnormal number of FP16.
 CODE = tl.constexpr(2.0**-24)
@@ -84,7 +85,7 @@ def history_half(
             both = records + base_a + tl.zeros([1, 1, 1], tl.int64)
         k = _load_keys(records + base, plane, RECORD.k.low, SHAPE, PLAIN)
         values = _load_values(both + RECORD.v.low, v_first + dim, dim < SHAPE.DIMS, SHAPE, PLAIN, PAGES)
-        scales = _scales(tl.load(both.to(tl.pointer_type(tl.float16)) + scale_codes), PAGES)  # FP16 [TILE] each
+        scales = half_scales(tl.load(both.to(tl.pointer_type(tl.float16)) + scale_codes))  # FP16 [TILE] each
         s_k, z_k, z_v = scales[0].to(tl.float32), scales[1].to(tl.float32), scales[3].to(tl.float32)
 
         x = _products(k, queries, TILE, COLUMNS, INT8, PLAIN) * s_k[:, None] + z_k[:, None] * q_sum[None, :]
@@ -193,20 +194,6 @@ def _spread_sum(x, TILE: tl.constexpr, HEADS: tl.constexpr):
 
 
 @triton.jit
-def _scales(x, PAGES: tl.constexpr):
-    """``int8.tile_scales`` of any tile, as FP16."""
-    if PAGES == 2:
-        x = tl.reshape(x, [2, 2, 2, 4, 8, 2])  # page, kind, which, plane, i, half
-        x = tl.reshape(tl.permute(x, (3, 0, 5, 4, 1, 2)), [2 * PAGE, 2, 2])
-    else:
-        x = tl.reshape(tl.permute(tl.reshape(x, [2, 2, 4, 8, 2]), (2, 4, 3, 0, 1)), [PAGE, 2, 2])
-    scale, offset = tl.split(x)
-    s_k, s_v = tl.split(scale)
-    z_k, z_v = tl.split(offset)
-    return s_k, z_k, s_v, z_v
-
-
-@triton.jit
 def _load_keys(base, plane, LOW: tl.constexpr, SHAPE: tl.constexpr, PLAIN: tl.constexpr):
     """INT8 or FP16 tiles of K's codes; base: where their pages' records begin, of each row of the tile."""
     D4: tl.constexpr = SHAPE.D4
@@ -222,7 +209,7 @@ def _load_keys(base, plane, LOW: tl.constexpr, SHAPE: tl.constexpr, PLAIN: tl.co
     else:
         bytes = tl.load(address, mask=(j < D4)[None, :], other=0)
     if has_int8_keys(SHAPE):
-        return unpack4(bytes, PLAIN)
+        return two_bits(bytes, 3, PLAIN)
     else:
         return _quads(bytes, PLAIN)
 
@@ -252,12 +239,6 @@ def _load_values(records, dim, inside, SHAPE: tl.constexpr, PLAIN: tl.constexpr,
         else:
             x = tl.load(address + i[None, None, :], mask=inside[None, :, None], other=0)
         return _quads(tl.reshape(x, [ROWS, QUARTER]), PLAIN)
-
-
-@triton.jit
-def quad_order(j):
-    """Which of every four bytes comes at j in tiles of ``_quads``: 0, 2, 1, 3."""
-    return j // 4 * 4 + j % 2 * 2 + j % 4 // 2
 
 
 @triton.jit

@@ -17,13 +17,12 @@ those of gains' bytes, gains become such factors by what is added to the byte.
 import triton
 import triton.language as tl
 
-from sglang_kvq.kernels.common import PAGE, page_of
+from sglang_kvq.kernels.common import PAGE, page_of, quad_order
 from sglang_kvq.kernels.decode_half import (
     CODE,
     LARGEST_QUERY,
     columns_of,
     half_dot,
-    quad_order,
     split_planes,
     subnormal,
 )

@@ -12,7 +12,7 @@ Gains have more exponents than FP16's normal numbers: they are made float32 numb
 few, as a thread has one of K's tokens in its part of the tile and eight of V's; and no thread waits for another's.
 
 Words of four bytes are taken apart as they lie: bytes 0 and 2, each in a half of the word, then 1 and 3. In that order
-(``in_pairs``) products have a plane's elements, of queries and keys, and tokens, of weights and values.
+(``common.quad_order``) products have a plane's elements, of queries and keys, and tokens, of weights and values.
 
 p stays without gains, as it does there: FP16 keeps all its bits down to 2^-29 of the row's largest, some down to 2^-39,
 so that of p g_v a row loses at most 2^-40 of its largest times what gains in it span, 2^32 in all.
@@ -20,12 +20,11 @@ so that of p g_v a row loses at most 2^-40 of its largest times what gains in it
 A plane without bits is zeros, and where the last two have none they are no part of a tile: products are half as long.
 """
 
-import numpy as np
 import triton
 import triton.language as tl
 
 from sglang_kvq.formats.planes import GAIN_BIAS as _GAIN_BIAS
-from sglang_kvq.kernels.common import PAGE, dot, key_row, page_of
+from sglang_kvq.kernels.common import PAGE, dot, key_row, page_of, quad_order
 from sglang_kvq.kernels.extend_history import (
     fp16_high,
     fp16_low,
@@ -35,6 +34,7 @@ from sglang_kvq.kernels.extend_history import (
     split2,
     split4,
 )
+from sglang_kvq.kernels.half_pairs import twice
 from sglang_kvq.kernels.planes import (
     bits_of,
     cell_count,
@@ -94,7 +94,7 @@ def history_planes(
 
 @triton.jit
 def _queries(tile, SHAPE: tl.constexpr, ROWS: tl.constexpr, PLANES: tl.constexpr):
-    """``extend_history.queries_by_plane``, each plane's dims ``in_pairs``: put into that order once they are loaded."""
+    """``extend_history.queries_by_plane``, each plane's dims in ``quad_order``: put so once they are loaded."""
     COLUMNS: tl.constexpr = PLANES * SHAPE.JP
     x = tl.reshape(queries_by_plane(tile, SHAPE, PLANES), [ROWS, COLUMNS // 4, 2, 2])
     return tl.reshape(tl.permute(x, (0, 1, 3, 2)), [ROWS, COLUMNS])
@@ -118,7 +118,7 @@ def _page(
 
     x = scores(queries, k, ROWS, PAGE)
     if MASKED:
-        x = tl.where((in_pairs(tl.arange(0, PAGE)) < count)[None, :], x, NEVER)
+        x = tl.where((quad_order(tl.arange(0, PAGE)) < count)[None, :], x, NEVER)
     top = tl.maximum(state.top, tl.max(x, 1) * factor)
     decay = tl.exp2(state.top - top)
     p = tl.exp2(x * factor - (top - _P_SHIFT)[:, None])
@@ -141,23 +141,17 @@ def _gains(words, SHAPE: tl.constexpr):
 
 
 @triton.jit
-def in_pairs(n):
-    """Which byte, of words in a row, is a tile's n-th; and which of the tile's is the n-th byte: 0, 2, 1, 3."""
-    return n // 4 * 4 + n % 2 * 2 + n // 2 % 2
-
-
-@triton.jit
 def _token_of_row(n):
     """The token of the n-th row of K that is loaded: in this order because of banks, see ``extend_history._page``.
 
-    Of eight rows the n-th becomes the tile's n // 2 + n % 2 * 4, which is this token ``in_pairs``.
+    Of eight rows the n-th becomes the tile's n // 2 + n % 2 * 4, which is this token in ``quad_order``.
     """
     return n // 8 * 8 + n % 2 * 4 + n // 2 % 2 * 2 + n // 4 % 2
 
 
 @triton.jit
 def _key_tile(record, gains, CODES: tl.constexpr, SHAPE: tl.constexpr, PLAIN: tl.constexpr):
-    """FP16 [PAGE, planes * JP]: ``tile_planes`` side by side; tokens, and elements of a plane, are ``in_pairs``.
+    """FP16 [PAGE, planes * JP]: ``tile_planes`` side by side; tokens, and elements of a plane, are in ``quad_order``.
 
     record: of words; gains: see ``_gains``.
     """
@@ -186,7 +180,7 @@ def _key_tile(record, gains, CODES: tl.constexpr, SHAPE: tl.constexpr, PLAIN: tl
 def _value_tile(record, gains, v_first, CODES: tl.constexpr, SHAPE: tl.constexpr, PLAIN: tl.constexpr):
     """FP16 [planes * VP / 4, PAGE]: rows are the first of ``planes.plane_dims``, of ``tile_planes``.
 
-    Tokens are ``in_pairs``. record: of words; gains: see ``_gains``.
+    Tokens are in ``quad_order``. record: of words; gains: see ``_gains``.
     """
     WORDS: tl.constexpr = PAGE // 4
     QUARTER: tl.constexpr = WORDS // 4
@@ -350,9 +344,9 @@ def elements_ptx(codes, cell, field):
     found = codes.cells[cell].fields[field]
     lowest = found.shift == 0  # no bit is left for the half
     less = 1024 / 2**found.shift + ((1 << found.width) - (0 if lowest else 1)) / 2
-    lines = ["{", ".reg .b32 base, unit, less, half, rest, even, odd;", f"mov.b32 base, {_fp16x2(1024):#x};"]
-    lines += [f"mov.b32 unit, {_fp16x2(0.5**found.shift):#x};", f"mov.b32 less, {_fp16x2(-less):#x};"]
-    lines.append(f"mov.b32 half, {_fp16x2(0.5):#x};")
+    lines = ["{", ".reg .b32 base, unit, less, half, rest, even, odd;", f"mov.b32 base, {twice(1024):#x};"]
+    lines += [f"mov.b32 unit, {twice(0.5**found.shift):#x};", f"mov.b32 less, {twice(-less):#x};"]
+    lines.append(f"mov.b32 half, {twice(0.5):#x};")
     if codes.cells[cell].shares == 1:
         lines.append("mov.b32 even, $4;")
     else:
@@ -369,9 +363,3 @@ def elements_ptx(codes, cell, field):
             lines += [f"fma.rn.f16x2 {x}, {x}, unit, less;", f"mul.rn.f16x2 {x}, {x}, {gain};"]
         lines.append(f"mov.b32 {{${2 * n}, ${2 * n + 1}}}, {x};")
     return "\n".join([*lines, "}"])
-
-
-@triton.constexpr_function
-def _fp16x2(x):
-    """A number that FP16 holds, in both halves of a word."""
-    return int(np.float16(x).view(np.uint16)) * 0x10001

@@ -21,8 +21,8 @@ _ROUND = tl.constexpr(1.5 * 2.0 ** (52 - 21))
 
 @triton.constexpr_function
 def twice(x):
-    """Bits of that number in FP16, two times, as an int32."""
-    return struct.Struct("<i").unpack(struct.Struct("<2e").pack(x, x))[0]
+    """Bits of that number in FP16, two times, as a word."""
+    return struct.Struct("<I").unpack(struct.Struct("<2e").pack(x, x))[0]
 
 
 @triton.constexpr_function
@@ -37,7 +37,7 @@ def number(X: tl.constexpr):
     if _PLAIN:
         return half(X), half(X)
     else:
-        return tl.full([1, 1], twice(X), tl.int32)
+        return tl.full([1, 1], twice(X), tl.uint32).to(tl.int32, bitcast=True)
 
 
 @triton.jit

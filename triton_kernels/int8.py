@@ -87,33 +87,6 @@ def split_int8(x):
 
 
 @triton.jit
-def unpack4(packed, PLAIN: tl.constexpr):
-    """uint8 tile of four codes each to four INT8 tiles: c0, 4 c1, c2, 4 c3. The factors save half the shifts."""
-    if PLAIN:
-        c0 = (packed & 3).to(tl.int8)
-        c1 = (packed & 12).to(tl.int8)
-        c2 = ((packed >> 4) & 3).to(tl.int8)
-        c3 = ((packed >> 4) & 12).to(tl.int8)
-    else:
-        c0, c1, c2, c3 = tl.inline_asm_elementwise(
-            asm="""{
-            .reg .b32 upper;
-            and.b32 $0, $4, 0x03030303;
-            and.b32 $1, $4, 0x0c0c0c0c;
-            shr.u32 upper, $4, 4;
-            and.b32 $2, upper, 0x03030303;
-            and.b32 $3, upper, 0x0c0c0c0c;
-            }""",
-            constraints="=r,=r,=r,=r,r",
-            args=[packed],
-            dtype=(tl.int8, tl.int8, tl.int8, tl.int8),
-            is_pure=True,
-            pack=4,
-        )
-    return c0, c1, c2, c3
-
-
-@triton.jit
 def join_parts(products, ROWS: tl.constexpr, HEADS: tl.constexpr):
     """Products of INT8 columns (high, low), accumulated on MAGIC_BITS, to float32 [ROWS, HEADS]."""
     parts = tl.reshape(products.to(tl.float32, bitcast=True), [ROWS, HEADS, 2])
@@ -130,12 +103,20 @@ def join_halves(high, low):
 @triton.jit
 def tile_scales(x):
     """FP16 [2 pages, 4, PAGE] to four float32 [128], rows in the tile's order."""
-    x = tl.reshape(x, [2, 2, 2, 4, 8, 2])  # page, kind, which, plane, i, half
-    x = tl.reshape(tl.permute(x, (3, 0, 5, 4, 1, 2)), [2 * PAGE, 2, 2])
+    s_k, z_k, s_v, z_v = half_scales(x)
+    return s_k.to(tl.float32), z_k.to(tl.float32), s_v.to(tl.float32), z_v.to(tl.float32)
+
+
+@triton.jit
+def half_scales(x):
+    """``tile_scales`` as FP16, of one page too."""
+    PAGES: tl.constexpr = x.shape[0]
+    x = tl.reshape(x, [PAGES, 2, 2, 4, 8, 2])  # page, kind, which, plane, i, half
+    x = tl.reshape(tl.permute(x, (3, 0, 5, 4, 1, 2)), [PAGES * PAGE, 2, 2])
     scale, offset = tl.split(x)
     s_k, s_v = tl.split(scale)
     z_k, z_v = tl.split(offset)
-    return s_k.to(tl.float32), z_k.to(tl.float32), s_v.to(tl.float32), z_v.to(tl.float32)
+    return s_k, z_k, s_v, z_v
 
 
 @triton.jit

@@ -15,7 +15,7 @@ from sglang_kvq.formats.planes import MAGIC as _MAGIC
 from sglang_kvq.formats.planes import TOO_LARGE as _TOO_LARGE
 from sglang_kvq.formats.planes import UNITS as _UNITS
 from sglang_kvq.kernels.common import PAGE, key_row
-from sglang_kvq.kernels.half_pairs import both, either, fma, number, scaled, times, words_of
+from sglang_kvq.kernels.half_pairs import both, either, fma, number, scaled, times, twice, words_of
 from sglang_kvq.kernels.pairs import magnitudes, row_max
 from sglang_kvq.kernels.planes import (
     bits_of,
@@ -36,10 +36,10 @@ TOO_LARGE = tl.constexpr(_TOO_LARGE)
 _UNITS_BIAS = tl.constexpr(int(_UNITS).bit_length() - 1 + 127 << 3)
 #: What is added to codes in FP16, so that they are rounded to integers and are in the last bits, and its bits.
 MAGIC = tl.constexpr(_MAGIC)
-_MAGIC_BITS = 0x66006600
+_MAGIC_BITS = twice(_MAGIC)
 #: Likewise of errors, which are integers from 0 to as many.
 ERRORS = tl.constexpr(_ERRORS)
-ERROR_BITS = tl.constexpr(0x64006400)
+ERROR_BITS = tl.constexpr(twice(_ERRORS))
 
 
 @triton.jit
@@ -217,7 +217,7 @@ def most(codes, plane):
 @triton.constexpr_function
 def cap(codes):
     """``PlaneCode.cap``."""
-    return min(2.0 ** (max(codes.widths) // 2 + 1), 8.0)
+    return codes.cap
 
 
 @triton.constexpr_function

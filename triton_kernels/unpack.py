@@ -54,7 +54,7 @@ def unpack(low, high, shift, CODES: tl.constexpr, FIXED: tl.constexpr, PLAIN: tl
         x2 = _plain(low, high, shift, 2, CODES)
         x3 = _plain(low, high, shift, 3, CODES)
     elif CODES.bits == 2:
-        x0, x1, x2, x3 = _two_bits(low, 3)
+        x0, x1, x2, x3 = two_bits(low, 3, PLAIN)
     elif CODES.bits == 3 and FIXED is None:
         x0, x1, x2, x3 = tl.inline_asm_elementwise(
             asm=_assembly(CODES, None),
@@ -79,27 +79,25 @@ def unpack(low, high, shift, CODES: tl.constexpr, FIXED: tl.constexpr, PLAIN: tl
 @triton.jit
 def unpack_odd(low, CODES: tl.constexpr, PLAIN: tl.constexpr):
     """INT8 tiles of the four planes: 1 where a 2-bit code is odd, times the plane's multiple."""
-    if PLAIN:
-        x0 = (low & 1).to(tl.int8)
-        x1 = (low & 4).to(tl.int8)
-        x2 = ((low >> 4) & 1).to(tl.int8)
-        x3 = ((low >> 4) & 4).to(tl.int8)
-    else:
-        x0, x1, x2, x3 = _two_bits(low, 1)
-    return x0, x1, x2, x3
+    return two_bits(low, 1, PLAIN)
 
 
 @triton.jit
-def _two_bits(low, MASK: tl.constexpr):
-    """The four planes' codes and MASK, times their multiples."""
-    return tl.inline_asm_elementwise(
-        asm=_masks(MASK),
-        constraints="=r,=r,=r,=r,r",
-        args=[low],
-        dtype=(tl.int8, tl.int8, tl.int8, tl.int8),
-        is_pure=True,
-        pack=4,
-    )
+def two_bits(low, MASK: tl.constexpr, PLAIN: tl.constexpr):
+    """INT8 tiles of the four planes' codes and MASK, times their multiples: 1, 4, 1, 4. These save half the shifts."""
+    if PLAIN:
+        x0, x1 = (low & MASK).to(tl.int8), (low & (4 * MASK)).to(tl.int8)
+        x2, x3 = ((low >> 4) & MASK).to(tl.int8), ((low >> 4) & (4 * MASK)).to(tl.int8)
+    else:
+        x0, x1, x2, x3 = tl.inline_asm_elementwise(
+            asm=_masks(MASK),
+            constraints="=r,=r,=r,=r,r",
+            args=[low],
+            dtype=(tl.int8, tl.int8, tl.int8, tl.int8),
+            is_pure=True,
+            pack=4,
+        )
+    return x0, x1, x2, x3
 
 
 @triton.jit
@@ -116,7 +114,7 @@ def _plain(low, high, shift, plane: tl.constexpr, CODES: tl.constexpr):
 
 @triton.constexpr_function
 def _masks(mask):
-    """PTX of ``_two_bits``: $0 to $3 are the planes, $4 is low; every line works on four bytes."""
+    """PTX of ``two_bits``: $0 to $3 are the planes, $4 is low; every line works on four bytes."""
     even, odd = f"{mask * 0x01010101:#010x}", f"{mask * 0x04040404:#010x}"
     return f"""{{
         .reg .b32 upper;
