@@ -31,6 +31,8 @@ class KVQuantConfig:
             None lets the method choose (learned rotations come from the RotationZoo).
         sink_tokens: first tokens of a request kept in BF16; a multiple of ``PAGE_SIZE``.
         recent_tokens: last tokens of a request kept in BF16; a multiple of ``PAGE_SIZE``.
+        prefill_window: tokens before these that a prefill reads in BF16 too, as far as their overlays are still there;
+            a multiple of ``PAGE_SIZE``. 0 reads the same as decoding.
         group_size: elements along head_dim (KIVI's keys: tokens) that share one scale and zero; None means
             ``min(head_dim, 128)`` (the page).
         clip_k, clip_v: quantile of ``|x|`` over a head's row beyond which keys/values are
@@ -51,6 +53,7 @@ class KVQuantConfig:
     rotations: str | None = None
     sink_tokens: int = 64
     recent_tokens: int = 256
+    prefill_window: int = 8192
     group_size: int | None = None
     clip_k: float | None = None
     clip_v: float | None = None
@@ -68,6 +71,7 @@ class KVQuantConfig:
         for flag, tokens, least in (
             ("--kv-quant-sink", self.sink_tokens, 0),
             ("--kv-quant-recent", self.recent_tokens, PAGE_SIZE),
+            ("--kv-quant-prefill-window", self.prefill_window, 0),
         ):
             if tokens < least or tokens % PAGE_SIZE:
                 raise KVQuantError(
@@ -126,6 +130,10 @@ class KVQuantConfig:
     @property
     def recent_pages(self) -> int:
         return self.recent_tokens // PAGE_SIZE
+
+    @property
+    def prefill_pages(self) -> int:
+        return self.prefill_window // PAGE_SIZE
 
     @property
     def slots_per_request(self) -> int:

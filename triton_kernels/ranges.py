@@ -11,23 +11,36 @@ from sglang_kvq.kernels.tiers import TierTables, history_pages, page_at, window
 _PAGES = 1024
 
 
-def set_ranges(tables: TierTables, rows: torch.Tensor, lens: torch.Tensor, max_len: int, step: int) -> None:
+def set_ranges(
+    tables: TierTables,
+    rows: torch.Tensor,
+    prefix_lens: torch.Tensor | None,
+    seq_lens: torch.Tensor,
+    max_len: int,
+    step: int,
+) -> None:
     """What ``TierManager._set_ranges`` does; what is to be quantized is appended to the list.
 
-    rows, lens: int ``[batch]``, tokens that each request reads; max_len: none has more. step: of the plan.
+    rows, prefix_lens, seq_lens: int ``[batch]``; of a prefill, requests read the second's tokens, else (None) the
+    third's. max_len: none reads more. step: of the plan.
     """
     pages = triton.cdiv(max_len, PAGE.value)
     grid = (len(rows), max(1, triton.cdiv(pages, _PAGES)))
-    _ranges[grid](rows, lens, step, tables.arguments, WINDOW=tables.window, PAGES=_PAGES, num_warps=4)
+    lens, window = (seq_lens, tables.window) if prefix_lens is None else (prefix_lens, tables.prefill_window)
+    _ranges[grid](rows, lens, seq_lens, step, tables.arguments, WINDOW=window, PAGES=_PAGES, num_warps=4)
 
 
-@triton.jit(do_not_specialize=["rows", "lens", "step"], do_not_specialize_on_alignment=["rows", "lens"])
-def _ranges(rows, lens, step, t, WINDOW: tl.constexpr, PAGES: tl.constexpr):
+@triton.jit(
+    do_not_specialize=["rows", "lens", "seq_lens", "step"],
+    do_not_specialize_on_alignment=["rows", "lens", "seq_lens"],
+)
+def _ranges(rows, lens, seq_lens, step, t, WINDOW: tl.constexpr, PAGES: tl.constexpr):
     """Program (i, j): pages j PAGES .. of request i. Its range; a copy of the pages; which records are missing."""
     row = tl.load(rows + tl.program_id(0)).to(tl.int32)
     if row > 0:
         length = tl.load(lens + tl.program_id(0)).to(tl.int32)
-        sink_end, history_end = _range_of(t, row, length, WINDOW)
+        new = tl.load(seq_lens + tl.program_id(0)).to(tl.int32) - length
+        sink_end, history_end = _range_of(t, row, length, tl.where(new > 1, WINDOW.MORE, 0), WINDOW)
         if tl.program_id(1) == 0:
             tl.store(t.row_sink_end + row, sink_end * PAGE)
             tl.store(t.row_history_end + row, history_end * PAGE)
@@ -44,13 +57,13 @@ def _ranges(rows, lens, step, t, WINDOW: tl.constexpr, PAGES: tl.constexpr):
 
 
 @triton.jit
-def _range_of(t, row, length, WINDOW: tl.constexpr):
+def _range_of(t, row, length, more, WINDOW: tl.constexpr):
     """Where the history begins and ends, in pages: extended to what of the window has lost its overlay."""
-    index, exists, page = window(t, row, length, WINDOW)
+    index, exists, page = window(t, row, length, WINDOW, more)
     lost = tl.load(t.page_slot + page, mask=exists, other=0) < 0
     sink_end = tl.minimum(tl.min(tl.min(tl.where(lost, index, WINDOW.SINK), 1), 0), WINDOW.SINK)
     after_lost = tl.max(tl.max(tl.where(lost, index + 1, 0), 1), 0)
-    history = history_pages(length, WINDOW)
+    history = history_pages(length, WINDOW, more)
     # No history proper while everything fits into sinks and window.
     return sink_end, tl.maximum(tl.where(history > WINDOW.SINK, history, sink_end), after_lost)
 

@@ -33,7 +33,7 @@ class TierTables:
         lost_slots, lost_pages: int64 ``[S]`` with lost_count int64 ``[1]``: pages that begin a sequence and have just
             lost their overlay, which is still there.
         slots, pages: int64 ``[2 S]`` with count int64 ``[1]``: what is to be quantized.
-        sink_pages, recent_pages: the window.
+        sink_pages, recent_pages: the window; prefill_pages: before it, ``TierManager``'s.
         sink_bonus: added to the stamp of a sink's overlay.
         keeps_firsts: whether first tokens are kept.
     """
@@ -64,6 +64,7 @@ class TierTables:
     count: torch.Tensor
     sink_pages: int
     recent_pages: int
+    prefill_pages: int
     sink_bonus: int
     keeps_firsts: bool
 
@@ -83,8 +84,16 @@ class TierTables:
     @cached_property
     def window(self) -> "Window":
         """What kernels are compiled for."""
-        width = triton.next_power_of_2(self.sink_pages + self.recent_pages + 1)
-        return Window(self.sink_pages, self.recent_pages, width, self.sink_bonus, self.keeps_firsts)
+        return self._window(0)
+
+    @cached_property
+    def prefill_window(self) -> "Window":
+        """``window``, as wide as a prefill reads."""
+        return self._window(self.prefill_pages)
+
+    def _window(self, more: int) -> "Window":
+        width = triton.next_power_of_2(self.sink_pages + self.recent_pages + more + 1)
+        return Window(self.sink_pages, self.recent_pages, more, width, self.sink_bonus, self.keeps_firsts)
 
 
 class Tables(NamedTuple):
@@ -131,33 +140,35 @@ class Window:
     """The window of a request; capitals, as constants in kernels are.
 
     Attributes:
-        SINK, RECENT: pages of it; WIDTH: their number and the page being filled, padded.
+        SINK, RECENT: pages of it; MORE: further recent ones, at most; WIDTH: their number and the page being filled,
+            padded.
         BONUS: added to the stamp of a sink's overlay.
         FIRSTS: whether first tokens are kept.
     """
 
     SINK: int
     RECENT: int
+    MORE: int
     WIDTH: int
     BONUS: int
     FIRSTS: bool
 
 
 @triton.jit
-def history_pages(length, WINDOW: tl.constexpr):
-    """End of the history in pages of a request of that many tokens, were every overlay there."""
-    return tl.maximum(length // PAGE - WINDOW.RECENT, WINDOW.SINK)
+def history_pages(length, WINDOW: tl.constexpr, more=0):
+    """End of the history in pages of a request of that many tokens, were every overlay there; more: recent pages."""
+    return tl.maximum(length // PAGE - WINDOW.RECENT - more, WINDOW.SINK)
 
 
 @triton.jit
-def window(t, row, length, WINDOW: tl.constexpr):
+def window(t, row, length, WINDOW: tl.constexpr, more=0):
     """Page index, exists and page id of the window of rows at their lengths, [n, WIDTH]; row 0 has none.
 
-    t: ``Tables``; row, length: int32 [n, 1], or scalars for n = 1.
+    t: ``Tables``; row, length, more: int32 [n, 1], or scalars for n = 1; of more at most MORE.
     """
     i = tl.arange(0, WINDOW.WIDTH)[None, :]
-    index = tl.where(i < WINDOW.SINK, i, history_pages(length, WINDOW) + i - WINDOW.SINK)
-    exists = (i <= WINDOW.SINK + WINDOW.RECENT) & (index * PAGE < tl.where(row > 0, length, 0))
+    index = tl.where(i < WINDOW.SINK, i, history_pages(length, WINDOW, more) + i - WINDOW.SINK)
+    exists = (i <= WINDOW.SINK + WINDOW.RECENT + WINDOW.MORE) & (index * PAGE < tl.where(row > 0, length, 0))
     return index, exists, page_at(t, row, index, exists)
 
 

@@ -17,6 +17,8 @@ Rules (docs/design.md has the reasons):
 * A request reads records in one range ``[sink_end, history_end)``. Whatever lies there without a
   valid record is quantized before the batch runs. A window page whose overlay was taken (a prefix
   hit long after) simply moves the range's end past it.
+* A prefill of more than one token looks for overlays ``prefill_pages`` further back: what left the window lately
+  mostly still has one, and is read as it was written. Nothing is pinned for that.
 
 This is a CPU's path, and the oracle of ``triton_tiers``, which decides the same on a GPU in a few launches.
 """
@@ -76,6 +78,7 @@ class TierManager:
         sink_pages, recent_pages: the window, in pages.
         quantize_slots: ``AttentionOps.quantize_slots`` of the backend in use.
         restore_pages: its ``restore_pages``; None keeps no first tokens.
+        prefill_pages: before the window, which a prefill reads from overlays where these are still there.
     """
 
     def __init__(
@@ -85,9 +88,10 @@ class TierManager:
         recent_pages: int,
         quantize_slots: QuantizeSlots,
         restore_pages: RestorePages | None = None,
+        prefill_pages: int = 0,
     ) -> None:
         self.pool = pool
-        self.sink_pages, self.recent_pages = sink_pages, recent_pages
+        self.sink_pages, self.recent_pages, self.prefill_pages = sink_pages, recent_pages, prefill_pages
         self.quantize_slots = quantize_slots
         self.restore_pages = restore_pages
         #: Where first tokens are kept; None where the format does without, or where the first page is no sink.
@@ -190,7 +194,8 @@ class TierManager:
         if direct_pages is not None:
             self.page_valid.index_fill_(0, direct_pages, True)
             self.records_written += (direct_pages > 0).sum()  # 0 in a batch of padding alone
-        self._set_ranges(rows, live, read_lens, max_len)
+        more = None if prefix_lens is None else torch.where(seq_lens - prefix_lens > 1, self.prefill_pages, 0)
+        self._set_ranges(rows, live, read_lens, max_len, more)
         if self.restore_pages is not None and restored is not None and max_len >= P:
             self.restore_pages(restored)
 
@@ -321,21 +326,25 @@ class TierManager:
 
     # -- windows ---------------------------------------------------------------------------------
 
-    def _history_pages(self, lens: torch.Tensor) -> torch.Tensor:
-        """End of the history in pages for requests of ``lens`` tokens, were every overlay there."""
-        return torch.clamp((lens // P) - self.recent_pages, min=self.sink_pages)
+    def _history_pages(self, lens: torch.Tensor, more: torch.Tensor | int = 0) -> torch.Tensor:
+        """End of the history in pages for requests of ``lens`` tokens, were every overlay there; more: recent pages."""
+        return torch.clamp((lens // P) - self.recent_pages - more, min=self.sink_pages)
 
     def _pages_at(self, rows: torch.Tensor, index: torch.Tensor, exists: torch.Tensor) -> torch.Tensor:
         """Page ids of the rows' page indices ``[n, m]``, 0 where they do not exist."""
         token = torch.where(exists, index * P, 0)
         return torch.where(exists, self.pool.req_to_token[rows[:, None], token].long() // P, 0)
 
-    def _window(self, rows: torch.Tensor, lens: torch.Tensor) -> Window:
-        """The window of rows ``[n]`` at ``lens`` tokens: page index, exists, page id, each ``[n, window]``."""
+    def _window(self, rows: torch.Tensor, lens: torch.Tensor, more: torch.Tensor | None = None) -> Window:
+        """The window of rows ``[n]`` at ``lens`` tokens: page index, exists, page id, each ``[n, window]``.
+
+        more: int64 ``[n]``, further recent pages, at most ``prefill_pages``.
+        """
         device = rows.device
+        begin = self._history_pages(lens, 0 if more is None else more)[:, None]
+        count = self.recent_pages + 1 + (0 if more is None else self.prefill_pages)
         sinks = torch.arange(self.sink_pages, device=device).expand(len(rows), -1)
-        recent = self._history_pages(lens)[:, None] + torch.arange(self.recent_pages + 1, device=device)
-        index = torch.cat([sinks, recent], dim=1)
+        index = torch.cat([sinks, begin + torch.arange(count, device=device)], dim=1)
         exists = (index * P < lens[:, None]) & (rows > 0)[:, None]
         return index, exists, self._pages_at(rows, index, exists)
 
@@ -423,13 +432,15 @@ class TierManager:
 
     # -- what the batch reads ------------------------------------------------------------------------
 
-    def _set_ranges(self, rows: torch.Tensor, live: torch.Tensor, lens: torch.Tensor, max_len: int) -> None:
-        index, exists, pages = self._window(rows, lens)
+    def _set_ranges(
+        self, rows: torch.Tensor, live: torch.Tensor, lens: torch.Tensor, max_len: int, more: torch.Tensor | None
+    ) -> None:
+        index, exists, pages = self._window(rows, lens, more)
         lost = exists & (self.pool.page_slot[pages] < 0)
         first_lost = torch.where(lost, index, 1 << 30).amin(1)
         after_lost = torch.where(lost, index + 1, 0).amax(1)
         sink_end = first_lost.clamp(max=self.sink_pages)
-        history = self._history_pages(lens)
+        history = self._history_pages(lens, 0 if more is None else more)
         # No history proper while everything fits into sinks and window.
         history_end = torch.maximum(torch.where(history > self.sink_pages, history, sink_end), after_lost)
 

@@ -62,6 +62,7 @@ class TritonTierManager(TierManager):
             count=zeros(1),
             sink_pages=self.sink_pages,
             recent_pages=self.recent_pages,
+            prefill_pages=self.prefill_pages,
             sink_bonus=SINK_BONUS,
             keeps_firsts=firsts is not None,
         )
@@ -92,7 +93,7 @@ class TritonTierManager(TierManager):
         if self.firsts is not None and prefix_lens is not None:
             restored = torch.empty(len(rows), dtype=torch.int32, device=rows.device)
         give_overlays(tables, rows, prefix_lens, seq_lens, direct_pages, self.steps, count, restored)
-        set_ranges(tables, rows, seq_lens if prefix_lens is None else prefix_lens, max_len, self.steps)
+        set_ranges(tables, rows, prefix_lens, seq_lens, max_len, self.steps)
         # Pages whose overlays were just given away are still in them: the batch writes later.
         self.quantize_slots(tables.slots, tables.pages, tables.count)
         if self.firsts is not None:

@@ -278,7 +278,7 @@ def server_identity(url: str, label: str) -> tuple[dict[str, Any], ServerFacts]:
     fixed = {
         name: record[name] for name in ("version", "model_path", "kv_cache_dtype", "chunk", "method", "allocated_bits")
     }
-    kept = ("rotations", "clip_k", "clip_v", "sink_tokens", "recent_tokens", "seed", "sha256")
+    kept = ("rotations", "clip_k", "clip_v", "sink_tokens", "recent_tokens", "prefill_window", "seed", "sha256")
     fixed["kv_quant"] = {name: (record["kv_quant"] or {}).get(name) for name in kept}
     return {"label": label, "server": digest(fixed), "method": record["method"]}, facts
 

@@ -21,6 +21,8 @@ CHUNK_FLAG = "--chunked-prefill-size"
 CHUNK = 128
 #: In larger ones too much of a prompt attends to itself for its log-probabilities to show the cache.
 LARGEST_CHUNK = 256
+#: Prompts are to read what answers read: records up to the window.
+PREFILL_FLAG = "--kv-quant-prefill-window"
 #: What stands for SGLang's own chunk size.
 OWN_CHUNK = "own"
 _CHUNK_SUFFIX = re.compile(rf"#({OWN_CHUNK}|\d+)$")
@@ -80,6 +82,8 @@ class MethodSpec:
         flags = ["--kv-quant", self.method]
         flags += ["--kv-quant-bits", self.bits] if self.bits else []
         flags += ["--kv-quant-rotations", self.rotations] if self.rotations else []
+        if not any(flag.partition("=")[0] == PREFILL_FLAG for flag in self.extra):
+            flags += [PREFILL_FLAG, "0"]
         return [*flags, *self.extra]
 
     def identity(self) -> dict[str, Any]:

@@ -21,6 +21,7 @@ FIELDS = {
     "kv_quant_rotations": "rotations",
     "kv_quant_sink": "sink_tokens",
     "kv_quant_recent": "recent_tokens",
+    "kv_quant_prefill_window": "prefill_window",
     "kv_quant_group_size": "group_size",
     "kv_quant_clip_k": "clip_k",
     "kv_quant_clip_v": "clip_v",
@@ -79,6 +80,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         type=int,
         metavar="TOKENS",
         help=f"Last tokens of a request kept in BF16; a multiple of {PAGE_SIZE}. Default: %(default)s.",
+    )
+    add(
+        "--kv-quant-prefill-window",
+        type=int,
+        metavar="TOKENS",
+        help="Tokens before the recent ones that a prefill reads in BF16 too, as far as their BF16 pages have not been "
+        f"given to others; a multiple of {PAGE_SIZE}. Default: %(default)s.",
     )
     add(
         "--kv-quant-group-size",

@@ -51,6 +51,7 @@ def fixed_state(state: runtime.Runtime) -> dict[str, Any]:
         **state.status,
         "sink_tokens": config.sink_tokens,
         "recent_tokens": config.recent_tokens,
+        "prefill_window": config.prefill_window,
         "tokens": layout.tokens,
         "bf16_tokens_same_memory": layout.bf16_tokens,
         "bits_per_element": round(layout.bits_per_element, 3),

@@ -87,7 +87,9 @@ def create_tiers(pool: PagePool, config: KVQuantConfig, ops: AttentionOps) -> Ti
         from sglang_kvq.cache.triton_tiers import TritonTierManager
 
         kind = TritonTierManager
-    return kind(pool, config.sink_pages, config.recent_pages, ops.quantize_slots, ops.restore_pages)
+    return kind(
+        pool, config.sink_pages, config.recent_pages, ops.quantize_slots, ops.restore_pages, config.prefill_pages
+    )
 
 
 def _per_layer(values: list[Any]) -> object:

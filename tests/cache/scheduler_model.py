@@ -103,6 +103,8 @@ class Model:
     restored: int = 0  # reads of first pages in BF16 of which only the first token is what was written
     unkept: int = 0  # reads of such pages from records, where first tokens are kept
     begins: set[int] = field(default_factory=set)  # first tokens of ``named`` whose first page is a prompt's
+    prefill_pages: int = 0
+    reached: int = 0  # pages before their window that prefills read in BF16
 
     def __post_init__(self) -> None:
         r2t = torch.zeros(self.rows + 1, (self.pages + 2) * P, dtype=torch.int32)
@@ -110,7 +112,7 @@ class Model:
         self.pool.overlays.fill_(float("nan"))
         self.ops = ReferenceOps(self.pool, LayerRotations())
         operations = (self.ops.quantize_slots, self.ops.restore_pages)
-        self.tiers = self.manager(self.pool, self.sink_pages, self.recent_pages, *operations)
+        self.tiers = self.manager(self.pool, self.sink_pages, self.recent_pages, *operations, self.prefill_pages)
         self.free = list(range(1, self.pages + 1))
         self.free_rows = list(range(1, self.rows + 1))
 
@@ -245,6 +247,8 @@ class Model:
         overlay, direct = torch.from_numpy(overlay), torch.from_numpy(direct)
         seq = torch.tensor([p + n for p, n in zip(prefix, new)])
         self.tiers.plan_extend(rows, torch.tensor(prefix), seq, max(prefix), loc[direct] // P)
+        for (request, n), p in zip(requests, prefix):
+            self.check_reach(request.row, p, self.prefill_pages if n > 1 else 0)
         kv = torch.cat([r.expected(p, p + n) for (r, n), p in zip(requests, prefix)])
         k, v = kv[:, :1], kv[:, 1:]
         reads = [self.read(r, p, p + n) for (r, n), p in zip(requests, prefix)]
@@ -418,6 +422,17 @@ class Model:
                 assert history_end <= max(target, sink_end), (history_end, target)
 
         return check
+
+    def check_reach(self, row: int, length: int, more: int) -> None:
+        """A prefill's history ends as early as overlays allow, but no more than ``more`` pages before its window."""
+        lost = (self.pool.page_slot[self.pool.row_pages[row, : -(-length // P)].long()] < 0).tolist()
+        window = max(length // P - self.recent_pages, self.sink_pages)
+        earliest = max(length // P - self.recent_pages - more, self.sink_pages)
+        end = int(self.pool.row_history_end[row]) // P
+        assert not any(lost[max(end, self.sink_pages) :]), f"row {row} reads overlays from page {end}: {lost}"
+        assert end <= earliest or lost[end - 1], f"row {row} reads page {end - 1} from its record: {lost}"
+        assert end >= min(earliest, len(lost)) or end <= self.sink_pages, (end, earliest)
+        self.reached += max(window - max(end, self.sink_pages), 0)
 
     def is_first(self, tokens: Sequence[int]) -> bool:
         """Whether their first page is one that a prompt began with, or a whole copy of one."""

@@ -14,6 +14,7 @@ def random_model(rng: random.Random, overlap: bool = True, **more) -> Model:
     rows, sinks, recent = rng.randint(1, 5), rng.randint(0, 2), rng.randint(1, 3)
     # One overlay per row beyond its window: every row may resume in the middle of a page.
     slots = rows * (sinks + recent + 2) + rng.randint(0, 6)
+    more.setdefault("prefill_pages", rng.choice([0, 1, 4, 20]))
     return Model(rng.randint(30, 60), slots, rows, sinks, recent, overlap=overlap, **more)
 
 

@@ -30,12 +30,14 @@ class Scheduler(RuleBasedStateMachine):
         overlap=st.booleans(),
         drafts=st.sampled_from([1, 1, 2, 4, 9]),
         format=st.sampled_from([TWO_BITS, PLANES]),
+        prefill_pages=st.sampled_from([0, 1, 5]),
         rng=st.randoms(use_true_random=False),
     )
-    def build(self, rows, sinks, recent, spare, pages, overlap, drafts, format, rng):
+    def build(self, rows, sinks, recent, spare, pages, overlap, drafts, format, prefill_pages, rng):
         # One overlay per row beyond its window: every row may resume in the middle of a page.
         slots = rows * (sinks + recent + 2) + spare
-        model = Model(pages, slots, rows, sinks, recent, overlap=overlap, format=format)
+        more = {"overlap": overlap, "format": format, "prefill_pages": prefill_pages}
+        model = Model(pages, slots, rows, sinks, recent, **more)
         self.driver = Driver(model, rng, drafts=drafts)
 
     def running(self):

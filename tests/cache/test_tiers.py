@@ -10,8 +10,8 @@ from sglang_kvq.config import PAGE_SIZE as P
 from tests.cache.scheduler_model import Model
 
 
-def model(pages=60, slots=24, rows=3, sinks=1, recent=2) -> Model:
-    return Model(pages, slots, rows, sinks, recent)
+def model(pages=60, slots=24, rows=3, sinks=1, recent=2, **more) -> Model:
+    return Model(pages, slots, rows, sinks, recent, **more)
 
 
 def prefill(m: Model, tokens: list[int], chunks: list[int] | None = None, publish: bool = True):
@@ -88,6 +88,37 @@ def test_codes_are_the_same_whichever_path_wrote_them():
         records.append(m.pool.records[0][pages, 0])
     for other in records[1:]:
         assert torch.equal(records[0], other)
+
+
+def test_a_prefill_reads_bf16_as_far_back_as_overlays_are_left():
+    m = model(prefill_pages=4)
+    request = prefill(m, list(range(10 * P)), [P] * 10)
+    prefix = 9 * P  # of the last chunk, whose window begins at page 7
+    assert ranges(m, request) == (P, prefix - (2 + 4) * P)
+    generate(m, request, 1)
+    assert ranges(m, request) == (P, 8 * P), "decoding reads records"
+    request.tokens += [5, 6, 7]
+    assert m.extend([(request, 1)])
+    assert ranges(m, request) == (P, 8 * P), "a request that decodes in a prefill's batch, too"
+    assert m.extend([(request, 2)])
+    assert ranges(m, request) == (P, (8 - 4) * P)
+    other = prefill(m, list(range(1000, 1000 + 21 * P)), [P] * 21)  # takes the overlays used the longest ago
+    request.tokens += [8, 9]
+    assert m.extend([(request, 2)])
+    assert ranges(m, request) == (P, 8 * P)
+    for done in (request, other):
+        m.leave(done, publish=True)
+    m.check_empty()
+
+
+def test_a_prefill_reads_records_up_to_the_last_overlay_that_was_lost():
+    m = model(prefill_pages=50)
+    request = prefill(m, list(range(4 * P)), [2 * P, 2 * P])
+    request.tokens += list(range(500, 500 + 6 * P))
+    assert m.extend([(request, 6 * P)])  # pages 4 to 7 are quantized directly and never have overlays
+    request.tokens += [1, 2]
+    assert m.extend([(request, 2)])
+    assert ranges(m, request) == (P, 8 * P)
 
 
 def test_next_turn_finds_the_window_still_in_bf16():

@@ -22,7 +22,7 @@ FLAGS = (
     *("--max-running-requests", "3", *SERVER_FLAGS),
 )
 #: Sinks, 256 recent tokens and the page being filled: prompts of 190 are all in BF16, those of 520 are not.
-OURS = ("--kv-quant", "int4", "--kv-quant-recent", "256")
+OURS = ("--kv-quant", "int4", "--kv-quant-recent", "256", "--kv-quant-prefill-window", "0")
 
 
 @pytest.fixture(scope="module", params=["radix cache", "no radix cache"])

@@ -10,8 +10,10 @@ from transformers import AutoTokenizer
 
 from tests.e2e.client import Client, coarse_kl, held_out_text
 
-#: Chunks this short make most of a prompt attend to a stored, quantized prefix.
+#: Chunks this short make most of a prompt attend to a stored prefix,
 CHUNKED = ("--chunked-prefill-size", "128")
+#: and this to a quantized one.
+QUANTIZED = (*CHUNKED, "--kv-quant-prefill-window", "0")
 #: Each takes a server; the last serves the tests below and ``test_parallel``.
 METHODS = ("int4", "transform", "oscar")
 #: Measured too with ``--every-release``.
@@ -30,7 +32,7 @@ def test_divergence_from_bf16_falls_with_better_methods(servers, prompts, reques
     reference = [Client(servers(*CHUNKED)).distributions(ids, 32) for ids in prompts]
     kl = {}
     for method in (*more, *METHODS):
-        client = Client(servers("--kv-quant", method, *CHUNKED))
+        client = Client(servers("--kv-quant", method, *QUANTIZED))
         divergences = []
         for ids, want in zip(prompts, reference):
             got = client.distributions(ids, 128)
@@ -45,14 +47,27 @@ def test_divergence_from_bf16_falls_with_better_methods(servers, prompts, reques
         assert kl["int4"] < kl["turboquant"] < kl["oscar"]  # 4 and 3 bits
 
 
+def test_prefills_read_what_left_the_window_in_bf16(servers, prompts):
+    """While overlays are left, chunks are computed from what plain BF16 reads, up to BF16's own rounding."""
+    ids = prompts[0]
+    reference = Client(servers(*CHUNKED)).distributions(ids, 32)
+    kl = {}
+    for name, flags in (("window", CHUNKED), ("none", QUANTIZED)):
+        got = Client(servers("--kv-quant", "oscar", *flags)).distributions(ids, 128)
+        divergences = [coarse_kl(p, q) for p, q in list(zip(reference, got))[448:]]
+        kl[name] = sum(divergences) / len(divergences)
+    print(f"KL = {kl}")
+    assert kl["window"] < 0.003 and kl["window"] < 0.2 * kl["none"]
+
+
 def test_oscar_answers_sensibly(servers):
-    client = Client(servers("--kv-quant", "oscar", *CHUNKED))
+    client = Client(servers("--kv-quant", "oscar", *QUANTIZED))
     answer = client.ask("How many days are in a week?")  # BF16 prefers each token of its answer to the next by 1.7 to 1
     assert "7" in answer or "seven" in answer.lower(), answer
 
 
 def test_server_info_tells_the_rotations_and_the_hooks(servers):
-    state = Client(servers("--kv-quant", "oscar", *CHUNKED)).state()
+    state = Client(servers("--kv-quant", "oscar", *QUANTIZED)).state()
     folder = Path(state["rotations"])
     assert folder.name == "smollm2-135m-instruct"
     assert state["rotations_sha256"] == hashlib.sha256((folder / "rotations.safetensors").read_bytes()).hexdigest()

@@ -9,10 +9,10 @@ from transformers import AutoTokenizer
 
 from sglang_kvq.sglang import compat
 from tests.e2e.client import Client, held_out_text, together
-from tests.e2e.test_numbers import CHUNKED
+from tests.e2e.test_numbers import QUANTIZED
 from tests.e2e.test_serving import STRICT, assert_empties
 
-OSCAR = ("--kv-quant", "oscar", *CHUNKED)
+OSCAR = ("--kv-quant", "oscar", *QUANTIZED)
 #: SmolLM2 has 3 KV heads and 9 query heads.
 TP = 3
 DP = 2

@@ -11,7 +11,7 @@ from sglang_kvq.rotations.calibration.settings import CalibrationSettings
 from sglang_kvq.rotations.calibration.to_folder import calibrate_to_folder
 from tests.e2e.client import Client, coarse_kl, held_out_text
 
-#: Chunks this short make most of a prompt attend to a stored, quantized prefix.
+#: Chunks this short make most of a prompt attend to a stored prefix, quantized without a window of prefills.
 CHUNKED = ("--chunked-prefill-size", "128")
 #: Tokens that sinks and window hold whole.
 COVERED = 64 + 256
@@ -31,7 +31,7 @@ def rotations(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def client(servers, rotations) -> Client:
     flags = ("--kv-quant", "transform", "--kv-quant-rotations", str(rotations), "--kv-quant-bits", "4")
-    return Client(servers(*flags, *CHUNKED))
+    return Client(servers(*flags, "--kv-quant-prefill-window", "0", *CHUNKED))
 
 
 @pytest.fixture(scope="module")

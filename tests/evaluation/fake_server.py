@@ -40,8 +40,8 @@ class FakeServer:
         template: whether chat works.
     """
 
-    def __init__(self, method="none", *, port=0, context=4096, chunk=128, fail=0, nan=False, template=True):
-        self.method, self.context, self.chunk = method, context, chunk
+    def __init__(self, method="none", *, port=0, context=4096, chunk=128, window=0, fail=0, nan=False, template=True):
+        self.method, self.context, self.chunk, self.window = method, context, chunk, window
         self.fail, self.nan, self.template = fail, nan, template
         self.requests: list[tuple[str, dict | None]] = []
         fake = self
@@ -97,6 +97,7 @@ class FakeServer:
                 "rotations": "/somewhere/on/this/machine/wiki",
                 "record_bits_per_element": 2.5,
                 "bits_per_element": 2.9,
+                "prefill_window": self.window,
                 "tiers": {"bf16_tokens": 0},
             }
             state = {"kv_quant": kv_quant} if self.method != "none" else {}

@@ -9,6 +9,9 @@ import pytest
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.evaluation.specs import method_of, parse, parse_list, spec_of
 
+#: Prompts read what answers read.
+ALIKE = ["--kv-quant-prefill-window", "0"]
+
 
 @pytest.mark.parametrize(
     "text, flags",
@@ -16,10 +19,15 @@ from sglang_kvq.evaluation.specs import method_of, parse, parse_list, spec_of
         ("none", []),
         ("fp8", ["--kv-cache-dtype", "fp8_e4m3"]),
         ("fp8:e5m2", ["--kv-cache-dtype", "fp8_e5m2"]),
-        ("oscar", ["--kv-quant", "oscar"]),
-        ("oscar:auto:2.5", ["--kv-quant", "oscar", "--kv-quant-bits", "auto:2.5"]),
-        ("hadamard --kv-quant-recent 512", ["--kv-quant", "hadamard", "--kv-quant-recent", "512"]),
-        ("oscar@org/repo/folder", ["--kv-quant", "oscar", "--kv-quant-rotations", "org/repo/folder"]),
+        ("oscar", ["--kv-quant", "oscar", *ALIKE]),
+        ("oscar:auto:2.5", ["--kv-quant", "oscar", "--kv-quant-bits", "auto:2.5", *ALIKE]),
+        ("hadamard --kv-quant-recent 512", ["--kv-quant", "hadamard", *ALIKE, "--kv-quant-recent", "512"]),
+        (
+            "hadamard --kv-quant-prefill-window 64",
+            ["--kv-quant", "hadamard", "--kv-quant-prefill-window", "64"],
+        ),
+        ("hadamard --kv-quant-prefill-window=64", ["--kv-quant", "hadamard", "--kv-quant-prefill-window=64"]),
+        ("oscar@org/repo/folder", ["--kv-quant", "oscar", "--kv-quant-rotations", "org/repo/folder", *ALIKE]),
     ],
 )
 def test_flags(text, flags):
@@ -31,7 +39,7 @@ def test_rotation_folders(tmp_path):
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps({"corpus": "wikitext2", "seed": 1, "sha256": "abc"}))
     spec = parse(f"oscar:2@{folder}")
-    assert spec.label == "oscar:2@wiki-seed1" and spec.flags[-1] == str(folder)
+    assert spec.label == "oscar:2@wiki-seed1" and spec.flags[-3] == str(folder)
     assert spec.calibration() == {"calibration": "wikitext2", "seed": 1}
     before = spec.identity()
     assert str(tmp_path) not in json.dumps(before)

@@ -78,7 +78,8 @@ def test_kl_reference_is_stored_once(text, bench):
     "settings, server, message",
     [
         ({}, {"chunk": 8192}, "--chunked-prefill-size"),
-        ({}, {"chunk": -1}, "--chunked-prefill-size"),
+        ({}, {"chunk": -1}, "at most 256. to measure its cache"),
+        ({}, {"window": 8192}, "--kv-quant-prefill-window 0"),
         ({}, {"nan": True}, "NaN"),
         ({}, {"context": 150}, "no context fits"),
         ({"contexts": ((4000, 9),)}, {"context": 5000}, "fewer or shorter contexts"),

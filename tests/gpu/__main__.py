@@ -241,8 +241,7 @@ class Suite:
         plain_model = not (model.has_windows or model.is_hybrid)
         if model.is_hybrid:
             model = replace(model, name=f"{name}_mtp", drafts=True)
-        few = speculation.GPU if plain_model else speculation.FEW  # of all models, in 8 minutes
-        scale = speculation.CPU if self.cpu else few
+        scale = speculation.CPU if self.cpu else speculation.GPU
         with self.lock:
             draft = model.write(self.folder) if plain_model else speculation.write_echo(self.folder)
         flags = [*self.families.flags(), *self.families.quantized_flags(), *speculation.flags(way, draft)]

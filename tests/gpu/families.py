@@ -52,7 +52,7 @@ class Scale:
 
     def quantized_flags(self, method: str = "int4") -> list[str]:
         """Of the quantizing one: 4 bits are nearly lossless, so that a wrong page stands out."""
-        return ["--kv-quant", method, "--kv-quant-recent", str(self.recent)]
+        return ["--kv-quant", method, "--kv-quant-recent", str(self.recent), "--kv-quant-prefill-window", "0"]
 
 
 GPU = Scale(512, 256, (70, 150, 230, 300, 370, 440, 500, 545), (1500, 2100, 1801), 70, 24, 16384, 16)

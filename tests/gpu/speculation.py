@@ -32,18 +32,22 @@ CHAIN = ("--speculative-num-steps", "3", "--speculative-eagle-topk", "1", "--spe
 
 @dataclass(frozen=True)
 class Scale:
-    """Prompts, tokens of each answer, and requests at once: all of a batch, or few."""
+    """Prompts, tokens of each answer, and requests at once: all of a batch, or few.
+
+    Attributes:
+        noise: prompts of either kind, the first, that show how much answers without drafts differ among themselves.
+    """
 
     short: int
     long: int
     answer: int
     batch: int
     few: int
+    noise: int
 
 
-GPU = Scale(short=850, long=150, answer=32, batch=64, few=5)
-FEW = replace(GPU, short=170, long=30)
-CPU = Scale(short=3, long=1, answer=12, batch=4, few=1)
+GPU = Scale(short=850, long=150, answer=32, batch=64, few=5, noise=200)
+CPU = Scale(short=3, long=1, answer=12, batch=4, few=1, noise=3)
 
 
 def flags(way: str, draft: Path) -> list[str]:
@@ -94,8 +98,9 @@ class Said:
 
     Attributes:
         tokens: of each prompt.
-        again, tops: a server without drafts: the same in small batches, and the likeliest at every step.
-        read: and what it finds likeliest after the prompt and each token of its answer, given as one prompt.
+        tops: a server without drafts: the likeliest at every step.
+        again: and of the first ``Scale.noise`` the same in small batches.
+        read: what it finds likeliest after these prompts and each token of their answers, given as one prompt.
         accepted: tokens of a verification, on average; 1 without drafts.
         left: what is still held when all has ended.
     """
@@ -117,7 +122,7 @@ def ask(server: TinyServer, scale: Scale, lengths: dict[str, Sequence[int]], way
     for kind, count in counts.items():
         asked = prompts(scale, lengths[kind], count, kind)
 
-        def replies(size: int, asked=asked) -> list[dict]:
+        def replies(size: int, asked: list[list[int]]) -> list[dict]:
             found = []
             for at in range(0, len(asked), size):
                 batch = asked[at : at + size]
@@ -127,12 +132,12 @@ def ask(server: TinyServer, scale: Scale, lengths: dict[str, Sequence[int]], way
                     found += server.json("/generate", body(batch, scale.answer), timeout=180)
             return found
 
-        all_at_once = replies(scale.batch)
+        all_at_once, some = replies(scale.batch, asked), asked[: scale.noise]
         said.tokens[kind] = [reply["output_ids"] for reply in all_at_once]
         if way == "none":
             said.tops[kind] = [steps(reply) for reply in all_at_once]
-            said.again[kind] = [reply["output_ids"] for reply in replies(scale.few)]
-            said.read[kind] = read(server, asked, said.tokens[kind], scale.batch)
+            said.again[kind] = [reply["output_ids"] for reply in replies(scale.few, some)]
+            said.read[kind] = read(server, some, said.tokens[kind][: scale.noise], scale.batch)
         else:
             generated += sum(reply["meta_info"]["completion_tokens"] for reply in all_at_once)
             verified += sum(reply["meta_info"]["spec_verify_ct"] for reply in all_at_once)
@@ -173,10 +178,10 @@ def compare(
 ) -> Iterator[tuple[str, bool, Difference, Bound, str]]:
     """(case, passed, difference, bound, more) of one way to draft, which shall give ``least`` tokens a step."""
     for kind, case in (("short", "all in BF16"), ("long", "int4 history")):
-        tops = plain.tops[kind]
-        noise = parted(plain.tokens[kind], tops, plain.again[kind])
+        tops, some = plain.tops[kind], len(plain.again[kind])
+        noise = parted(plain.tokens[kind][:some], tops[:some], plain.again[kind])
         if kind == "short":  # reading an answer at once finds less of a longer one's prompt in BF16 than writing it
-            other = parted(plain.tokens[kind], tops, plain.read[kind])
+            other = parted(plain.tokens[kind][:some], tops[:some], plain.read[kind])
             noise = replace(noise, mean=max(noise.mean, other.mean), max=max(noise.max, other.max))
         found = parted(plain.tokens[kind], tops, ours.tokens[kind])
         # Which page is a record may change up to a round of drafts earlier: in 4 bits a little more than rounding.

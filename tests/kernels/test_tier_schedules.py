@@ -31,12 +31,30 @@ def test_random_schedules(seed, drafts, monkeypatch):
     rng = random.Random(seed)
     rows, sinks, recent = rng.randint(2, 4), seed % 3, rng.randint(1, 3)
     slots = rows * (sinks + recent + 2) + rng.randint(0, 4)
-    model = Model(rng.randint(40, 60), slots, rows, sinks, recent, TwinTierManager, overlap=seed != 1)
+    more = {"overlap": seed != 1, "prefill_pages": (0, 2, 9)[seed]}
+    model = Model(rng.randint(40, 60), slots, rows, sinks, recent, TwinTierManager, **more)
     driver = Driver(model, rng, drafts=drafts)
     driver.run(75)
     driver.finish()
     assert model.tiers.plans > 20 and model.tiers.quantized > 5
     assert model.copied and model.folded and model.tiers.filled
+
+
+@pytest.mark.parametrize("pages", [1, 3, 40])
+def test_prefills_read_what_left_the_window_lately(pages, monkeypatch):
+    """With overlays to spare, which later prompts take."""
+    use_blocks(monkeypatch, 32, 4)
+    model = Model(60, 16, 2, 1, 1, TwinTierManager, overlap=True, prefill_pages=pages)
+    for n in range(4):
+        request = model.start([1000 * n + i for i in range(700)])
+        for chunk in (40, 60, 64, 1, 63, 60, 64, 64, 30, 64, 150, 20):
+            assert model.extend([(request, chunk)])
+        request.tokens.append(3)
+        assert model.decode([request])
+        model.land()
+        model.leave(request, publish=True)
+    assert model.tiers.plans > 20 and model.tiers.quantized > 5
+    assert model.reached >= 4 * min(pages, 3)
 
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["alone", "in-flight"])

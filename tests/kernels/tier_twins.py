@@ -56,6 +56,7 @@ class TwinTierManager(TierManager):
         recent_pages: int,
         quantize_slots: QuantizeSlots,
         restore_pages: RestorePages | None = None,
+        prefill_pages: int = 0,
     ) -> None:
         wanted, got = [], []  # (slot, page) that this plan quantizes
         to_restore, restored = [], []  # pages, at the end of a plan, as what is in their overlays may be quantized
@@ -75,7 +76,8 @@ class TwinTierManager(TierManager):
         self.plans = self.quantized = self.filled = self.restored = 0
         keeps = restore_pages is not None
         restore = (lambda pages: to_restore.extend(pages.tolist())) if keeps else None
-        super().__init__(pool, sink_pages, recent_pages, lambda *batch: wanted.extend(pairs(*batch)), restore)
+        note = lambda *batch: wanted.extend(pairs(*batch))  # noqa: E731
+        super().__init__(pool, sink_pages, recent_pages, note, restore, prefill_pages)
         names = ("overlays", "req_to_token", "row_pages", "page_slot", "row_sink_end", "row_history_end")
         own = {name: getattr(pool, name).to(DEVICE, copy=True) for name in names}
         stores = tuple(
@@ -85,7 +87,7 @@ class TwinTierManager(TierManager):
             own["firsts"] = FirstTokens(*(x.to(DEVICE, copy=True) for x in (pool.firsts.tokens, pool.firsts.pages)))
         theirs = replace(pool, stores=stores, **own)
         restore = (lambda pages: restored.extend(pages.tolist())) if keeps else None
-        self.kernels = TritonTierManager(theirs, sink_pages, recent_pages, quantize, restore)
+        self.kernels = TritonTierManager(theirs, sink_pages, recent_pages, quantize, restore, prefill_pages)
         self.wanted, self.got = wanted, got
         self.to_restore, self.restored_there = to_restore, restored
 

@@ -179,8 +179,14 @@ class KLTask:
         if facts.kv_quant and (facts.chunk is None or facts.chunk > self.largest_chunk):
             raise KVQuantError(
                 f"the server computes prompts in chunks of {facts.chunk or 'any size'}, whose own tokens attend to "
-                "each other unquantized: start it with --chunked-prefill-size 128 (at most {self.largest_chunk}) to "
+                f"each other unquantized: start it with --chunked-prefill-size 128 (at most {self.largest_chunk}) to "
                 "measure its cache."
+            )
+        window = (facts.kv_quant or {}).get("prefill_window", 0)
+        if window:
+            raise KVQuantError(
+                f"the server's prompts read up to {window} tokens before the recent ones in BF16: start it with "
+                "--kv-quant-prefill-window 0 to measure its cache."
             )
 
 
