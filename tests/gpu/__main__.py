@@ -241,7 +241,8 @@ class Suite:
         plain_model = not (model.has_windows or model.is_hybrid)
         if model.is_hybrid:
             model = replace(model, name=f"{name}_mtp", drafts=True)
-        scale = speculation.CPU if self.cpu else speculation.GPU
+        most = plain_model or self.args.all_prompts
+        scale = speculation.CPU if self.cpu else speculation.GPU if most else speculation.FEW
         with self.lock:
             draft = model.write(self.folder) if plain_model else speculation.write_echo(self.folder)
         flags = [*self.families.flags(), *self.families.quantized_flags(), *speculation.flags(way, draft)]
@@ -424,6 +425,11 @@ def main(words: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--gpus", type=int, help="use this many; default all")
     parser.add_argument("--minutes", type=float, default=8.0, help="stop then, whatever is left; default %(default)s")
+    parser.add_argument(
+        "--all-prompts",
+        action="store_true",
+        help="drafts beside windows or recurrent states with 1,000 prompts, not 200: give it more --minutes",
+    )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--lanes", type=int, help="servers at a time; default by the host's cores")
     parser.add_argument("--logs", type=Path, help="keep the servers' logs and models here")
