@@ -37,6 +37,8 @@ from sglang_kvq.kernels.softmax import NEVER, Softmax, first_columns
 #: The largest p when sums are scaled anew; until one is larger than 2^15, that number's bits, they are not.
 _WEIGHT_LOG2 = tl.constexpr(9.0)
 _LIMIT_BITS = tl.constexpr(0x41700000)
+#: What any number's bits are no less than.
+_ANY = tl.constexpr(-(2**31))
 #: PTX of ``_split``: second bytes of $2 to $5 to one word, first bytes of $6 to $9 to another.
 SPLIT = tl.constexpr("""{
     .reg .b32 first, second;
@@ -96,13 +98,13 @@ def history_half_int8(
         s_k, z_k, s_v, z_v = half_scales(tl.load(both.to(tl.pointer_type(tl.float16)) + scale_codes))  # FP16 [TILE]
         s_k, z_k = s_k.to(tl.float32), z_k.to(tl.float32)
 
+        begins, ends = index == item.first_page, (index + PAGES) * PAGE > limit
+        most = tl.max(s_v.to(tl.int16, bitcast=True).to(tl.int32), 0)
+        bound = tl.where(begins | ends | (most > largest_bits), _ANY, _LIMIT_BITS)
         high, low = _products(queries, k, TILE, COLUMNS)
         x = low * low_unit[:, None] + (high * unit[:, None] + start[:, None])
         x = x * s_k[None, :] + (z_k[None, :] * q_sum[:, None] - top[:, None])
-        highest = tl.max(x.to(tl.int32, bitcast=True))
-        most = tl.max(s_v.to(tl.int16, bitcast=True).to(tl.int32), 0)
-        begins, ends = index == item.first_page, (index + PAGES) * PAGE > limit
-        if begins | ends | (highest > _LIMIT_BITS) | (most > largest_bits):  # one branch: registers run out with two
+        if tl.max(x.to(tl.int32, bitcast=True)) >= bound:  # one branch: registers run out with two
             position = (index + second.to(tl.int32)) * PAGE + token
             x = tl.where((position < limit)[None, :], x, NEVER)
             raised = tl.maximum(tl.max(x, 1) - _WEIGHT_LOG2, tl.where(begins, NEVER, 0.0))
