@@ -13,9 +13,8 @@ a query head:
 - Weights are products of FP16 numbers, two an instruction: p, which is at most 2^13, and s_v, which a power of two, one
   for all heads, brings below 1.
 
-Where a plane's dims fill an INT8 product, K's are in INT8: cutting codes out takes five instructions a word, not eight,
-and joining two columns that lie in one thread two a score. Those are additions, and what cuts codes out is what this
-kernel waits for: an SM does half as many logical operations in a cycle as it adds.
+Where a plane's dims fill an INT8 product, K's are in INT8 (``decode_half_int8``): cutting codes out takes five
+instructions a word, not eight. Those are logical, and an SM does half as many of them in a cycle as it adds.
 
 A turn is two pages, or one: that takes fewer registers and half the shared memory, which leaves room for another stage
 of copies. With two stages a program waits for what it has just asked for, and only other programs hide that.
@@ -43,7 +42,10 @@ def history_half(
     q, item, table, records, v_first, scale_log2, RECORD: tl.constexpr, SHAPE: tl.constexpr, PLAIN: tl.constexpr,
     PAGES: tl.constexpr,
 ):  # fmt: skip
-    """What ``decode._history`` does, of records with one group a row (``decode.suits_half``); PAGES a turn."""
+    """What ``decode._history`` does, of records with one group a row (``decode.suits_half``); PAGES a turn.
+
+    Unless ``has_int8_keys``.
+    """
     TILE: tl.constexpr = PAGES * PAGE
     COLUMNS: tl.constexpr = columns_of(SHAPE)
     ROWS: tl.constexpr = SHAPE.VP

@@ -7,8 +7,8 @@ As in ``decode_half``, whose operands of V these are. What makes a turn short:
   as their scales are.
 - Units of queries are powers of two, so that products of them and of what ``MAGIC`` leaves in sums are exact: from its
   two parts a score takes four additions with multiplications, everything included that an exponent needs.
-- Scores are relative to the largest so far, as it was when some p would last have left FP16's range. Only then, and in
-  the first turn, everything is scaled anew: other turns compare all scores with one limit.
+- Scores are relative to what was the largest when sums were last scaled. They are scaled anew in the first turn, and
+  when a weight would be larger than FP16 holds: other turns compare all scores with one limit.
 - Sums of p and of p z_v are products of p, with ones and with V's offsets.
 
 What is compared are positive numbers, which are in order as integers too: the maximum of three is one instruction, and
@@ -63,7 +63,7 @@ def history_half_int8(
     PAGE_BYTES: tl.constexpr = SHAPE.KV_HEADS * RECORD.bytes
 
     queries, q_sum, unit = _queries(q, scale_log2, SHAPE, PLAIN)
-    # high (unit) + low (unit / 256) are MAGIC of both too large
+    # Sums are MAGIC too large: ``int8.join_halves``, times the unit.
     start, low_unit = unit * -(MAGIC + MAGIC / 256), unit * (1 / 256)
     # Columns are (plane, page, half, i), as ``int8.tokens_of_tile`` says.
     column = tl.arange(0, TILE)
