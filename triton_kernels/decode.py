@@ -28,7 +28,8 @@ from sglang_kvq.kernels.arguments import Stored, View, view
 from sglang_kvq.kernels.codes import PlaneRecord, Record, scale_step
 from sglang_kvq.kernels.common import INTERPRETED, NO_OVERLAP, PAGE, Overlap, dot, page_of, to_bf16
 from sglang_kvq.kernels.decode_general import history_general
-from sglang_kvq.kernels.decode_half import history_half
+from sglang_kvq.kernels.decode_half import has_int8_keys, history_half
+from sglang_kvq.kernels.decode_half_int8 import history_half_int8
 from sglang_kvq.kernels.decode_half_planes import history_half_planes
 from sglang_kvq.kernels.decode_planes import history_planes
 from sglang_kvq.kernels.int8 import (
@@ -292,6 +293,10 @@ def _decode(
                     )
                 else:
                     state = history_planes(mine, item, table, records, v_first, scale_log2, RECORD, SHAPE, PLAIN)
+            elif HALF_PAGES > 0 and has_int8_keys(SHAPE):
+                state = history_half_int8(
+                    mine, item, table, records, v_first, scale_log2, RECORD, SHAPE, PLAIN, HALF_PAGES
+                )
             elif HALF_PAGES > 0:
                 state = history_half(mine, item, table, records, v_first, scale_log2, RECORD, SHAPE, PLAIN, HALF_PAGES)
             elif FAST:

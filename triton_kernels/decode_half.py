@@ -13,9 +13,8 @@ a query head:
 - Weights are products of FP16 numbers, two an instruction: p, which is at most 2^13, and s_v, which a power of two, one
   for all heads, brings below 1.
 
-Where a plane's dims fill an INT8 product, K's are in INT8: cutting codes out takes five instructions a word, not eight,
-and joining two columns that lie in one thread two a score. Those are additions, and what cuts codes out is what this
-kernel waits for: an SM does half as many logical operations in a cycle as it adds.
+Where a plane's dims fill an INT8 product, K's are in INT8 (``decode_half_int8``): cutting codes out takes five
+instructions a word, not eight. Those are logical, and an SM does half as many of them in a cycle as it adds.
 
 A turn is two pages, or one: that takes fewer registers and half the shared memory, which leaves room for another stage
 of copies. With two stages a program waits for what it has just asked for, and only other programs hide that.
@@ -25,7 +24,7 @@ import triton
 import triton.language as tl
 
 from sglang_kvq.kernels.common import PAGE, page_of, quad_order
-from sglang_kvq.kernels.int8 import MAGIC_BITS, base_of, half_scales, join_halves, split_int8
+from sglang_kvq.kernels.int8 import base_of, half_scales
 from sglang_kvq.kernels.softmax import NEVER, Softmax, first_columns
 from sglang_kvq.kernels.unpack import two_bits
 
@@ -35,7 +34,7 @@ CODE = tl.constexpr(2.0**-24)
 LARGEST_QUERY = tl.constexpr(2.0**14)
 _WEIGHT_LOG2 = tl.constexpr(13.0)
 #: Scales of V below it are as small as they look: its inverse has to be an FP16 number.
-_LEAST_SCALE = tl.constexpr(2.0**-15)
+LEAST_SCALE = tl.constexpr(2.0**-15)
 
 
 @triton.jit
@@ -43,17 +42,16 @@ def history_half(
     q, item, table, records, v_first, scale_log2, RECORD: tl.constexpr, SHAPE: tl.constexpr, PLAIN: tl.constexpr,
     PAGES: tl.constexpr,
 ):  # fmt: skip
-    """What ``decode._history`` does, of records with one group a row (``decode.suits_half``); PAGES a turn."""
+    """What ``decode._history`` does, of records with one group a row (``decode.suits_half``); PAGES a turn.
+
+    Unless ``has_int8_keys``.
+    """
     TILE: tl.constexpr = PAGES * PAGE
     COLUMNS: tl.constexpr = columns_of(SHAPE)
     ROWS: tl.constexpr = SHAPE.VP
     PAGE_BYTES: tl.constexpr = SHAPE.KV_HEADS * RECORD.bytes
 
-    INT8: tl.constexpr = has_int8_keys(SHAPE)
-    if INT8:
-        queries, q_sum, unit = _int8_queries(q, SHAPE, PLAIN)
-    else:
-        queries, q_sum, unit = _queries(q, SHAPE)
+    queries, q_sum, unit = _queries(q, SHAPE)
     unit = unit * scale_log2
     # Rows are (plane, page, half, i), as ``int8.tokens_of_tile`` says.
     row = tl.arange(0, TILE)
@@ -68,7 +66,7 @@ def history_half(
     offsets = tl.zeros([8, COLUMNS], tl.float32)
     top = tl.full([COLUMNS], NEVER, tl.float32)
     total = tl.zeros([8, COLUMNS], tl.float32)
-    largest = _LEAST_SCALE + 0.0  # a power of two, no less than s_v so far
+    largest = LEAST_SCALE + 0.0  # a power of two, no less than s_v so far
     page_a, page_b = item.page_a.to(tl.int64), item.page_b.to(tl.int64)
     last = item.last_page
     limit = tl.minimum(last * PAGE, item.length)
@@ -83,12 +81,12 @@ def history_half(
             page_a = page_of(table, tl.minimum(index + 1, last - 1))
             base = base_a + tl.zeros([TILE], tl.int64)
             both = records + base_a + tl.zeros([1, 1, 1], tl.int64)
-        k = _load_keys(records + base, plane, RECORD.k.low, SHAPE, PLAIN)
-        values = _load_values(both + RECORD.v.low, v_first + dim, dim < SHAPE.DIMS, SHAPE, PLAIN, PAGES)
+        k = load_keys(records + base, plane, RECORD.k.low, SHAPE, PLAIN)
+        values = load_values(both + RECORD.v.low, v_first + dim, dim < SHAPE.DIMS, SHAPE, PLAIN, PAGES)
         scales = half_scales(tl.load(both.to(tl.pointer_type(tl.float16)) + scale_codes))  # FP16 [TILE] each
         s_k, z_k, z_v = scales[0].to(tl.float32), scales[1].to(tl.float32), scales[3].to(tl.float32)
 
-        x = _products(k, queries, TILE, COLUMNS, INT8, PLAIN) * s_k[:, None] + z_k[:, None] * q_sum[None, :]
+        x = _products(k, queries, TILE, COLUMNS, PLAIN) * s_k[:, None] + z_k[:, None] * q_sum[None, :]
         if (index + PAGES) * PAGE > limit:
             position = (index + second.to(tl.int32)) * PAGE + token
             x = tl.where((position < limit)[:, None], x, NEVER)
@@ -99,11 +97,11 @@ def history_half(
         p = tl.exp2(x * unit[None, :] - top[None, :])
         total = total * decay[None, :] + _spread_sum(p, TILE, COLUMNS)
         offsets = offsets * decay[None, :] + _spread_sum(p * z_v[:, None], TILE, COLUMNS)
-        new_largest = tl.maximum(largest, _power_of_two(tl.max(scales[2], 0).to(tl.float32)))
+        new_largest = tl.maximum(largest, power_of_two(tl.max(scales[2], 0).to(tl.float32)))
         decay *= largest / new_largest
         largest = new_largest
         own = half_product(scales[2], (fraction * (1 / largest)).to(tl.float16), PLAIN)
-        w = _token_planes(half_product(p.to(tl.float16), own[:, None], PLAIN), COLUMNS, PAGES)
+        w = corrected(token_planes(half_product(p.to(tl.float16), own[:, None], PLAIN), COLUMNS, PAGES), PAGES)
         acc *= decay[None, :]
         for n in tl.static_range(len(w)):
             acc = half_dot(values[n], w[n], acc, PLAIN)
@@ -112,7 +110,7 @@ def history_half(
 
 
 @triton.jit
-def _power_of_two(x):
+def power_of_two(x):
     """The least power of two that is no less than x, a positive number or zero."""
     return ((x.to(tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
 
@@ -136,41 +134,12 @@ def has_int8_keys(shape):
 
 
 @triton.jit
-def _products(k, queries, TILE: tl.constexpr, COLUMNS: tl.constexpr, INT8: tl.constexpr, PLAIN: tl.constexpr):
+def _products(k, queries, TILE: tl.constexpr, COLUMNS: tl.constexpr, PLAIN: tl.constexpr):
     """Codes of K times queries, float32 [TILE, COLUMNS]."""
-    if INT8:
-        products = tl.full([TILE, 2 * COLUMNS], MAGIC_BITS, tl.int32)
-        for n in tl.static_range(4):
-            products = tl.dot(k[n], queries[n], products, out_dtype=tl.int32)
-        parts = tl.reshape(products.to(tl.float32, bitcast=True), [TILE, 2, COLUMNS])
-        high, low = tl.split(tl.permute(parts, (0, 2, 1)))
-        return join_halves(high, low)
-    else:
-        products = tl.zeros([TILE, COLUMNS], tl.float32)
-        for n in tl.static_range(len(k)):
-            products = half_dot(k[n], queries[n], products, PLAIN)
-        return products
-
-
-@triton.jit
-def _int8_queries(q, SHAPE: tl.constexpr, PLAIN: tl.constexpr):
-    """``_queries`` for products in INT8: four operands [JP, 2 columns], all heads' high parts, then the low ones.
-
-    So a thread that has a score's high part has its low one, and scores lie as weights have to.
-    """
-    COLUMNS: tl.constexpr = columns_of(SHAPE)
-    JP: tl.constexpr = SHAPE.JP
-    planes, largest, _ = _query_planes(q, COLUMNS, SHAPE)
-    unit = largest * (1 / 127) + 1e-20  # NEVER times it is still far below all others
-    tiles = ()
-    for n in tl.static_range(4):
-        high, low = split_int8(planes[n] * ((0.25 if n % 2 == 1 else 1.0) / unit)[None, :])
-        tiles += (tl.reshape(tl.permute(tl.join(high, low), (0, 2, 1)), [JP, 2 * COLUMNS]),)
-    # With a second product the compiler brings operands into its layout here, and not in every turn of the loop.
-    ones = ()
-    for n in tl.static_range(4):
-        ones += (tl.full([16, JP], 4 if n % 2 == 1 else 1, tl.int8),)
-    return tiles, tl.max(_products(ones, tiles, 16, COLUMNS, True, PLAIN), 0), unit
+    products = tl.zeros([TILE, COLUMNS], tl.float32)
+    for n in tl.static_range(len(k)):
+        products = half_dot(k[n], queries[n], products, PLAIN)
+    return products
 
 
 @triton.constexpr_function
@@ -194,7 +163,7 @@ def _spread_sum(x, TILE: tl.constexpr, HEADS: tl.constexpr):
 
 
 @triton.jit
-def _load_keys(base, plane, LOW: tl.constexpr, SHAPE: tl.constexpr, PLAIN: tl.constexpr):
+def load_keys(base, plane, LOW: tl.constexpr, SHAPE: tl.constexpr, PLAIN: tl.constexpr):
     """INT8 or FP16 tiles of K's codes; base: where their pages' records begin, of each row of the tile."""
     D4: tl.constexpr = SHAPE.D4
     QUARTER: tl.constexpr = PAGE // 4
@@ -215,7 +184,7 @@ def _load_keys(base, plane, LOW: tl.constexpr, SHAPE: tl.constexpr, PLAIN: tl.co
 
 
 @triton.jit
-def _load_values(records, dim, inside, SHAPE: tl.constexpr, PLAIN: tl.constexpr, PAGES: tl.constexpr):
+def load_values(records, dim, inside, SHAPE: tl.constexpr, PLAIN: tl.constexpr, PAGES: tl.constexpr):
     """FP16 tiles of V's codes of those dims, [dims, tokens] each; records: where pages have them, [PAGES, 1, 1].
 
     Page by page, so that neighbouring lanes read neighbouring bytes.
@@ -246,7 +215,7 @@ def _queries(q, SHAPE: tl.constexpr):
     """Queries of one KV head as operands.
 
     Returns:
-        for each tile of ``_load_keys`` FP16 [its columns, heads]; sums of queries in what products count; that unit,
+        for each tile of ``load_keys`` FP16 [its columns, heads]; sums of queries in what products count; that unit,
         [heads] each.
     """
     planes, largest, total = _query_planes(q, columns_of(SHAPE), SHAPE)
@@ -364,19 +333,28 @@ def subnormal(code):
 
 
 @triton.jit
-def _token_planes(x, HEADS: tl.constexpr, PAGES: tl.constexpr):
-    """Rows (plane, page, half, i) to operands [16 tokens, HEADS] for each tile of ``_load_values``."""
+def token_planes(x, HEADS: tl.constexpr, PAGES: tl.constexpr):
+    """Rows (plane, page, half, i) to operands [16 tokens, HEADS] for each tile of ``load_values``."""
     if PAGES == 2:
         x = split_planes(x, HEADS)
-        y = x[3][1]
-        return x[0][0], x[1][0], x[2][0], x[3][0], x[0][1] - y, x[1][1] - y, x[2][1] - y, y
+        return x[0][0], x[1][0], x[2][0], x[3][0], x[0][1], x[1][1], x[2][1], x[3][1]
     else:  # byte 4 l + 2 e + half comes at 4 l + 2 half + e
         x = tl.permute(tl.reshape(x, [2, 2, 2, 4, 2, HEADS]), (3, 2, 4, 5, 0, 1))
         a, b = tl.split(tl.reshape(x, [16, HEADS, 2, 2]))
         x0, x2 = tl.split(a)
         x1, x3 = tl.split(b)
-        y = tl.where(_is_second(16)[:, None], x3, 0.0)
-        return x0 - y, x1 - y, x2 - y, x3
+        return x0, x1, x2, x3
+
+
+@triton.jit
+def corrected(w, PAGES: tl.constexpr):
+    """``token_planes`` of weights, less what whole bytes have in other planes' products."""
+    if PAGES == 2:
+        y = w[7]
+        return w[0], w[1], w[2], w[3], w[4] - y, w[5] - y, w[6] - y, y
+    else:
+        y = tl.where(_is_second(16)[:, None], w[3], 0.0)
+        return w[0] - y, w[1] - y, w[2] - y, w[3]
 
 
 @triton.jit

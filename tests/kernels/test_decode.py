@@ -87,18 +87,46 @@ def test_products_in_fp16_keep_what_fp16_cannot_hold(kind, pages):
     """Values and queries far beyond FP16's range, and pages whose values differ by 2^20."""
     scene = make_scene(Heads(128, 128, 1, 8), [64 * 14 + 5], sink=0, recent=64)
     parts = scene.pool.formats[0].parts
-    records = scene.pool.records[0]
-    ids = scene.pool.row_pages[1, :13].long()
     factors = {"growing": torch.logspace(-10, 10, 13, 2), "shrinking": torch.logspace(10, -10, 13, 2)}
     factor = factors.get(kind, torch.full([13], {"huge": 2.0**12, "tiny": 2.0**-14}.get(kind, 1.0)))
-    halves = records[ids, :, parts.v_scale : parts.k_mean].view(torch.float16)
-    records[ids, :, parts.v_scale : parts.k_mean] = (
-        (halves.float() * factor.to(halves.device)[:, None, None]).half().view(torch.uint8)
-    )
+    scale_pages(scene, parts.v_scale, parts.k_mean, factor)
     q = scene.queries(1) * {"dominant": 20.0, "no-queries": 0.0}.get(kind, 1.0)
     q[:, 1] *= 2.0**-20
     got, want = decode(half_ops(scene, pages), 0, q, scene).double(), exact(scene, 0, q)
     assert_close(kind, got, want, BOUND)
+
+
+def scale_pages(scene: Scene, start: int, end: int, factor: torch.Tensor) -> None:
+    """Multiply the halves from byte start to end of the first request's pages in layer 0, each page's by its factor."""
+    records, ids = scene.pool.records[0], scene.pool.row_pages[1, : len(factor)].long()
+    halves = records[ids, :, start:end].view(torch.float16)
+    records[ids, :, start:end] = (halves.float() * factor.to(halves.device)[:, None, None]).half().view(torch.uint8)
+
+
+@pytest.mark.parametrize("pages", [1, 2])
+@pytest.mark.parametrize("group", [8, 12])
+@pytest.mark.parametrize("kind", ["rising", "falling", "both"])
+def test_products_in_fp16_follow_scores(kind, group, pages):
+    """Of pages whose scores differ by far more than what one scale of FP16 weights holds."""
+    scene = make_scene(Heads(128, 128, 1, group), [64 * 10 + 5], sink=0, recent=64)
+    parts = scene.pool.formats[0].parts
+    factor = torch.logspace(-3, 3, 9, 2)
+    scale_pages(scene, parts.k_scale, parts.v_scale, factor.flip(0) if kind == "falling" else factor)
+    if kind == "both":
+        scale_pages(scene, parts.v_scale, parts.k_mean, torch.logspace(-8, 8, 9, 2).roll(3))
+    q = scene.queries(1) * 4.0 ** (torch.arange(group, device=DEVICE) % 3)[None, :, None].to(torch.bfloat16)
+    got, want = decode(half_ops(scene, pages), 0, q, scene).double(), exact(scene, 0, q)
+    assert_close(kind, got, want, BOUND)
+
+
+@pytest.mark.parametrize("group", [5, 8, 9, 10, 13, 16])
+def test_products_in_fp16_tell_heads_apart(group):
+    """Each query head, of queries of its own magnitude, gets what it would get alone."""
+    scene = make_scene(Heads(128, 128, 1, group), [64 * 5 + 9], sink=0, recent=64)
+    q = scene.queries(1) * 2.0 ** (torch.arange(group, device=DEVICE) * 7 % 11 - 5.0)[None, :, None].to(torch.bfloat16)
+    got, want = decode(half_ops(scene, 1), 0, q, scene).double(), exact(scene, 0, q)
+    for h in range(group):
+        assert_close(f"head {h}", got[:, h], want[:, h], BOUND)
 
 
 def test_products_in_fp16_are_refused_for_other_records():

@@ -7,7 +7,7 @@ import re
 import numpy as np
 import pytest
 
-from sglang_kvq.kernels import unpack
+from sglang_kvq.kernels import decode_half_int8, unpack
 from sglang_kvq.kernels.codes import Codes, record_of
 from tests.kernels.test_formats import KINDS, make_format
 
@@ -98,3 +98,11 @@ def test_odd_codes_make_up_for_uneven_levels():
         doubled = code[plane].astype(int) * unpack.step(codes) + odd[plane]
         expected = np.array(codes.levels)[right(codes, low, low, low, plane) // unpack.multiple(codes, plane)]
         assert np.array_equal(doubled, 2 * expected * unpack.multiple(codes, plane))
+
+
+def test_queries_are_split():
+    """Second bytes of four words, and first bytes of four others."""
+    inputs = [words(2000, seed) for seed in range(8)]
+    high, low = execute(decode_half_int8.SPLIT.value, 2, inputs)
+    assert np.array_equal(high, np.stack([x >> np.uint64(8) for x in inputs[:4]], 1).astype(np.uint8).view(np.int8))
+    assert np.array_equal(low, np.stack(inputs[4:], 1).astype(np.uint8).view(np.int8))
