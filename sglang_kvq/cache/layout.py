@@ -107,16 +107,19 @@ def divide(
     slots: int,
     wanted: int | None = None,
     resumes: int = 1,
+    chunk: int | None = None,
 ) -> MemoryLayout:
     """Fix the layout for ``pages`` pages once SGLang has applied its own limits.
 
     Args:
         slots: overlays that the budget affords (``overlay_slots``). When ``--max-total-tokens`` leaves
             fewer pages than the budget does, overlays shrink with them, but not below what ``wanted``
-            requests need.
+            requests need, and the prefill's window.
         wanted: ``--max-running-requests``; None counts as 8.
         resumes: requests of one prefill batch that may continue in the middle of a page; each may
             hold one overlay beyond its window while that batch runs.
+        chunk: tokens of a prompt that are computed at once; None: all. If all of a chunk gets overlays, as many as the
+            window of one prefill has are kept free of running requests' windows, unless ``wanted`` requests need them.
 
     Raises:
         KVQuantError: the overlays cannot hold one request's window.
@@ -126,14 +129,16 @@ def divide(
         need, resumes = need + 1, 0
     page_bytes = geometry.page_bytes + geometry.draft_page_bytes
     share = int(pages * page_bytes * config.bf16_budget / (1 - config.bf16_budget)) // geometry.slot_bytes
-    # A page never needs two overlays.
-    slots = min(slots, pages, max(share, (8 if wanted is None else wanted) * need + resumes))
-    requests = (slots - resumes) // need
+    least = (8 if wanted is None else wanted) * need + resumes
+    prefill = config.prefill_pages if chunk is not None and chunk <= config.recent_tokens else 0
+    slots = min(slots, pages, max(share, least + prefill))  # a page never needs two overlays
+    spare = min(prefill, max(slots - least, 0))
+    requests = (slots - resumes - spare) // need
     if requests < 1:
-        least = (need + resumes) * geometry.slot_bytes
+        one = (need + resumes) * geometry.slot_bytes
         raise KVQuantError(
             f"The KV cache has room for {slots} BF16 pages, but one request needs {need + resumes} "
-            f"({least / 2**20:.0f} MiB: {config.sink_tokens} sink and {config.recent_tokens} recent tokens). Raise "
+            f"({one / 2**20:.0f} MiB: {config.sink_tokens} sink and {config.recent_tokens} recent tokens). Raise "
             f"--kv-quant-bf16-budget (now {config.bf16_budget}), --mem-fraction-static or --max-total-tokens, or lower "
             "--kv-quant-recent."
         )

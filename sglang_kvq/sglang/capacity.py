@@ -11,7 +11,7 @@ from sglang_kvq.formats.record import RecordFormat
 from sglang_kvq.methods import RotationKind, get_method
 from sglang_kvq.rotations.identity import cached_layers
 from sglang_kvq.rotations.resolve import resolve_formats, resolve_rotations
-from sglang_kvq.sglang import drafts, runtime
+from sglang_kvq.sglang import compat, drafts, runtime
 from sglang_kvq.sglang.runtime import config_of, logger
 from sglang_kvq.sglang.types import Configurator, ModelConfig, Original
 
@@ -81,6 +81,7 @@ def resolve_max_num_reqs(original: Original, self: Configurator, token_capacity:
     if state is None or config_of(self.server_args) is None:
         return requests
     streaming = getattr(self.server_args, "enable_streaming_session", False)
+    chunk = compat.resolved(self.server_args, "chunked_prefill_size") or -1
     try:
         layout = divide(
             state.config,
@@ -89,6 +90,7 @@ def resolve_max_num_reqs(original: Original, self: Configurator, token_capacity:
             slots=state.budget_slots,
             wanted=self.server_args.max_running_requests,
             resumes=requests if streaming else 1,
+            chunk=chunk if chunk > 0 else None,
         )
     except KVQuantError as error:  # here nothing but SystemExit ends the process without SGLang's traceback
         raise SystemExit(f"sglang-kvq: {error}") from None

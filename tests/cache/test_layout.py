@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from sglang_kvq import KVQuantConfig, KVQuantError
@@ -49,6 +51,22 @@ def test_overlays_shrink_with_a_capped_pool_but_serve_the_requests_asked_for():
     assert divide(config, QWEN3_8B, pages=1000, slots=5000, wanted=2).slots == 15  # a tenth of the bytes
     assert divide(config, QWEN3_8B, pages=1000, slots=5000, wanted=10).slots == 61
     assert divide(config, QWEN3_8B, pages=1000, slots=5000).max_requests == 8
+
+
+@pytest.mark.parametrize("chunk, kept", [(128, 128), (256, 128), (257, 0), (8192, 0), (None, 0)])
+def test_small_chunks_keep_the_window_of_one_prefill_free(chunk, kept):
+    config = KVQuantConfig("oscar")
+    large = divide(config, QWEN3_8B, pages=50_000, slots=1000, chunk=chunk)
+    assert large.slots == 781 and large.max_requests == (781 - 1 - kept) // 6
+    capped = divide(config, QWEN3_8B, pages=1000, slots=1000, chunk=chunk)
+    assert capped.slots == 49 + kept and capped.max_requests == 8
+
+
+def test_the_requests_asked_for_come_before_the_window_of_a_prefill():
+    config = KVQuantConfig("oscar")
+    assert divide(config, QWEN3_8B, pages=50_000, slots=200, wanted=30, chunk=128).max_requests == 30
+    assert divide(config, QWEN3_8B, pages=50_000, slots=200, wanted=99, chunk=128).max_requests == 33
+    assert divide(replace(config, prefill_window=0), QWEN3_8B, pages=50_000, slots=200, chunk=128).max_requests == 33
 
 
 def test_overlays_are_not_counted_as_token_room():
