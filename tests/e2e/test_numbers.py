@@ -26,38 +26,31 @@ def prompts(model) -> list[list[int]]:
     return [ids[at : at + 1000] for at in (0, 6000)]
 
 
+@pytest.mark.timeout(600)  # as many servers as methods
 def test_divergence_from_bf16_falls_with_better_methods(servers, prompts, request):
     """Per-token KL on held-out text through the real cache."""
     more = MORE if request.config.getoption("--every-release") else ()
     reference = [Client(servers(*CHUNKED)).distributions(ids, 32) for ids in prompts]
-    kl = {}
-    for method in (*more, *METHODS):
-        client = Client(servers("--kv-quant", method, *QUANTIZED))
-        divergences = []
+
+    def divergence(method: str, *flags: str) -> float:
+        client, divergences = Client(servers("--kv-quant", method, *flags)), []
         for ids, want in zip(prompts, reference):
             got = client.distributions(ids, 128)
             divergences += [coarse_kl(p, q) for p, q in list(zip(want, got))[448:]]
-        kl[method] = sum(divergences) / len(divergences)
-        print(f"KL({method}) = {kl[method]:.4f} nats per token over {len(divergences)} tokens")
+        mean = sum(divergences) / len(divergences)
+        print(f"KL({method}) = {mean:.4f} nats per token over {len(divergences)} tokens")
+        return mean
+
+    near = divergence("oscar", *CHUNKED)
+    kl = {method: divergence(method, *QUANTIZED) for method in (*more, *METHODS)}
+    # What left a prompt's window lately is read in BF16 unless told otherwise.
+    assert near < 0.003 and near < 0.2 * kl["oscar"]
     assert kl["int4"] < kl["transform"] < 0.5 * kl["oscar"]  # the latter two in 2.5 bits
     assert kl["int4"] < 0.01 and kl["oscar"] < 0.1
     if more:
         assert kl["oscar"] < kl["hadamard"] < kl["int2"] and kl["oscar"] < 0.5 * kl["int2"]
         assert kl["oscar"] < kl["kivi"] < kl["int2"]
         assert kl["int4"] < kl["turboquant"] < kl["oscar"]  # 4 and 3 bits
-
-
-def test_prefills_read_what_left_the_window_in_bf16(servers, prompts):
-    """While overlays are left, chunks are computed from what plain BF16 reads, up to BF16's own rounding."""
-    ids = prompts[0]
-    reference = Client(servers(*CHUNKED)).distributions(ids, 32)
-    kl = {}
-    for name, flags in (("window", CHUNKED), ("none", QUANTIZED)):
-        got = Client(servers("--kv-quant", "oscar", *flags)).distributions(ids, 128)
-        divergences = [coarse_kl(p, q) for p, q in list(zip(reference, got))[448:]]
-        kl[name] = sum(divergences) / len(divergences)
-    print(f"KL = {kl}")
-    assert kl["window"] < 0.003 and kl["window"] < 0.2 * kl["none"]
 
 
 def test_oscar_answers_sensibly(servers):
