@@ -71,17 +71,11 @@ def history_half(
     last = item.last_page
     limit = tl.minimum(last * PAGE, item.length)
     for index in tl.range(item.first_page, last, PAGES):
-        base_a, base_b = page_a * PAGE_BYTES, page_b * PAGE_BYTES
+        base, both = bases(records, second, page_a * PAGE_BYTES, page_b * PAGE_BYTES, PAGES)
+        page_a = page_of(table, tl.minimum(index + PAGES, last - 1))
         if PAGES == 2:
-            page_a = page_of(table, tl.minimum(index + 2, last - 1))
             page_b = page_of(table, tl.minimum(index + 3, last - 1))
-            base = base_of(second, base_a, base_b)
-            both = records + base_of(tl.arange(0, 2) == 1, base_a, base_b)[:, None, None]  # [PAGES, 1, 1]
-        else:
-            page_a = page_of(table, tl.minimum(index + 1, last - 1))
-            base = base_a + tl.zeros([TILE], tl.int64)
-            both = records + base_a + tl.zeros([1, 1, 1], tl.int64)
-        k = load_keys(records + base, plane, RECORD.k.low, SHAPE, PLAIN)
+        k = load_keys(base, plane, RECORD.k.low, SHAPE, PLAIN)
         values = load_values(both + RECORD.v.low, v_first + dim, dim < SHAPE.DIMS, SHAPE, PLAIN, PAGES)
         scales = half_scales(tl.load(both.to(tl.pointer_type(tl.float16)) + scale_codes))  # FP16 [TILE] each
         s_k, z_k, z_v = scales[0].to(tl.float32), scales[1].to(tl.float32), scales[3].to(tl.float32)
@@ -107,6 +101,19 @@ def history_half(
             acc = half_dot(values[n], w[n], acc, PLAIN)
     acc = acc * (largest / CODE) + tl.sum(offsets, 0)[None, :]
     return first_columns(Softmax(acc, tl.sum(total, 0), top), COLUMNS, SHAPE.HEADS)
+
+
+@triton.jit
+def bases(records, second, base_a, base_b, PAGES: tl.constexpr):
+    """Where records of a turn's pages begin: of each row of the tile, and of each page, [PAGES, 1, 1].
+
+    second: which rows are of the second page; base_a, base_b: bytes from ``records`` to the pages'.
+    """
+    if PAGES == 2:
+        rows, pages = base_of(second, base_a, base_b), base_of(tl.arange(0, 2) == 1, base_a, base_b)[:, None, None]
+    else:
+        rows, pages = base_a + tl.zeros(second.shape, tl.int64), base_a + tl.zeros([1, 1, 1], tl.int64)
+    return records + rows, records + pages
 
 
 @triton.jit

@@ -22,6 +22,7 @@ from sglang_kvq.kernels.common import PAGE, page_of
 from sglang_kvq.kernels.decode_half import (
     CODE,
     LEAST_SCALE,
+    bases,
     columns_of,
     corrected,
     half_dot,
@@ -31,7 +32,7 @@ from sglang_kvq.kernels.decode_half import (
     power_of_two,
     token_planes,
 )
-from sglang_kvq.kernels.int8 import MAGIC, MAGIC_BITS, base_of, half_scales, join_halves
+from sglang_kvq.kernels.int8 import MAGIC, MAGIC_BITS, half_scales, join_halves
 from sglang_kvq.kernels.softmax import NEVER, Softmax, first_columns
 
 #: The largest p when sums are scaled anew; until one is larger than 2^15, that number's bits, they are not.
@@ -83,17 +84,11 @@ def history_half_int8(
     last = item.last_page
     limit = tl.minimum(last * PAGE, item.length)
     for index in tl.range(item.first_page, last, PAGES):
-        base_a, base_b = page_a * PAGE_BYTES, page_b * PAGE_BYTES
+        base, both = bases(records, second, page_a * PAGE_BYTES, page_b * PAGE_BYTES, PAGES)
+        page_a = page_of(table, tl.minimum(index + PAGES, last - 1))
         if PAGES == 2:
-            page_a = page_of(table, tl.minimum(index + 2, last - 1))
             page_b = page_of(table, tl.minimum(index + 3, last - 1))
-            base = base_of(second, base_a, base_b)
-            both = records + base_of(tl.arange(0, 2) == 1, base_a, base_b)[:, None, None]  # [PAGES, 1, 1]
-        else:
-            page_a = page_of(table, tl.minimum(index + 1, last - 1))
-            base = base_a + tl.zeros([TILE], tl.int64)
-            both = records + base_a + tl.zeros([1, 1, 1], tl.int64)
-        k = load_keys(records + base, plane, RECORD.k.low, SHAPE, PLAIN)
+        k = load_keys(base, plane, RECORD.k.low, SHAPE, PLAIN)
         values = load_values(both + RECORD.v.low, v_first + dim, dim < SHAPE.DIMS, SHAPE, PLAIN, PAGES)
         s_k, z_k, s_v, z_v = half_scales(tl.load(both.to(tl.pointer_type(tl.float16)) + scale_codes))  # FP16 [TILE]
         s_k, z_k = s_k.to(tl.float32), z_k.to(tl.float32)
