@@ -31,8 +31,6 @@ class KVQuantConfig:
             None lets the method choose (learned rotations come from the RotationZoo).
         sink_tokens: first tokens of a request kept in BF16; a multiple of ``PAGE_SIZE``.
         recent_tokens: last tokens of a request kept in BF16; a multiple of ``PAGE_SIZE``.
-        prefill_window: tokens before these that a prefill reads in BF16 too, as far as their overlays are still there;
-            a multiple of ``PAGE_SIZE``. 0 reads the same as decoding.
         group_size: elements along head_dim (KIVI's keys: tokens) that share one scale and zero; None means
             ``min(head_dim, 128)`` (the page).
         clip_k, clip_v: quantile of ``|x|`` over a head's row beyond which keys/values are
@@ -44,6 +42,8 @@ class KVQuantConfig:
         seed: of random rotations; None is 0.
         episodic: what the ``--episodic-*`` flags say; None without ``--episodic-policy``.
         capture: ``FOLDER:CONTEXT:SKIP`` of ``sglang.capture_backend``, for ``kvq calibrate --engine sglang`` only.
+        prefill_window: tokens before the recent ones that a prefill reads in BF16 too, as far as their overlays are
+            still there; a multiple of ``PAGE_SIZE``. 0 reads the same as decoding.
 
     Raises:
         KVQuantError: a value out of range; the message names it and the fix.
@@ -53,7 +53,6 @@ class KVQuantConfig:
     rotations: str | None = None
     sink_tokens: int = 64
     recent_tokens: int = 256
-    prefill_window: int = 8192
     group_size: int | None = None
     clip_k: float | None = None
     clip_v: float | None = None
@@ -62,6 +61,7 @@ class KVQuantConfig:
     seed: int | None = None
     episodic: EpisodicConfig | None = None
     capture: str | None = None
+    prefill_window: int = 8192
 
     def __post_init__(self) -> None:
         from sglang_kvq.methods import RotationKind, get_method  # the registry needs this module's constants

@@ -194,7 +194,7 @@ class TierManager:
         if direct_pages is not None:
             self.page_valid.index_fill_(0, direct_pages, True)
             self.records_written += (direct_pages > 0).sum()  # 0 in a batch of padding alone
-        more = None if prefix_lens is None else torch.where(seq_lens - prefix_lens > 1, self.prefill_pages, 0)
+        more = 0 if prefix_lens is None else torch.where(seq_lens - prefix_lens > 1, self.prefill_pages, 0)
         self._set_ranges(rows, live, read_lens, max_len, more)
         if self.restore_pages is not None and restored is not None and max_len >= P:
             self.restore_pages(restored)
@@ -335,14 +335,14 @@ class TierManager:
         token = torch.where(exists, index * P, 0)
         return torch.where(exists, self.pool.req_to_token[rows[:, None], token].long() // P, 0)
 
-    def _window(self, rows: torch.Tensor, lens: torch.Tensor, more: torch.Tensor | None = None) -> Window:
+    def _window(self, rows: torch.Tensor, lens: torch.Tensor, more: torch.Tensor | int = 0) -> Window:
         """The window of rows ``[n]`` at ``lens`` tokens: page index, exists, page id, each ``[n, window]``.
 
-        more: int64 ``[n]``, further recent pages, at most ``prefill_pages``.
+        more: further recent pages; int64 ``[n]``, at most ``prefill_pages``, or 0.
         """
         device = rows.device
-        begin = self._history_pages(lens, 0 if more is None else more)[:, None]
-        count = self.recent_pages + 1 + (0 if more is None else self.prefill_pages)
+        begin = self._history_pages(lens, more)[:, None]
+        count = self.recent_pages + 1 + (0 if isinstance(more, int) else self.prefill_pages)
         sinks = torch.arange(self.sink_pages, device=device).expand(len(rows), -1)
         index = torch.cat([sinks, begin + torch.arange(count, device=device)], dim=1)
         exists = (index * P < lens[:, None]) & (rows > 0)[:, None]
@@ -433,14 +433,14 @@ class TierManager:
     # -- what the batch reads ------------------------------------------------------------------------
 
     def _set_ranges(
-        self, rows: torch.Tensor, live: torch.Tensor, lens: torch.Tensor, max_len: int, more: torch.Tensor | None
+        self, rows: torch.Tensor, live: torch.Tensor, lens: torch.Tensor, max_len: int, more: torch.Tensor | int
     ) -> None:
         index, exists, pages = self._window(rows, lens, more)
         lost = exists & (self.pool.page_slot[pages] < 0)
         first_lost = torch.where(lost, index, 1 << 30).amin(1)
         after_lost = torch.where(lost, index + 1, 0).amax(1)
         sink_end = first_lost.clamp(max=self.sink_pages)
-        history = self._history_pages(lens, 0 if more is None else more)
+        history = self._history_pages(lens, more)
         # No history proper while everything fits into sinks and window.
         history_end = torch.maximum(torch.where(history > self.sink_pages, history, sink_end), after_lost)
 

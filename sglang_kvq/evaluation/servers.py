@@ -8,15 +8,12 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from sglang_kvq.evaluation.specs import names
 from sglang_kvq.server_process import ServerFailed, ServerProcess, free_port
 
 
 def _whole(word: str) -> str:
     return str(Path(word).absolute()) if "/" in word and Path(word).exists() else word
-
-
-def _names(flags: Sequence[str], name: str) -> bool:
-    return any(flag.partition("=")[0] == name for flag in flags)
 
 
 class EvaluatedServer(ServerProcess):
@@ -52,7 +49,7 @@ class EvaluatedServer(ServerProcess):
         port = free_port()
         where = ("--host", "127.0.0.1", "--port", str(port))
         # Servers that start side by side look for a port at the same time, and find the same one.
-        meeting = ("--nccl-port", str(free_port())) if gpu and not _names(flags, "--nccl-port") else ()
+        meeting = ("--nccl-port", str(free_port())) if gpu and not names(flags, "--nccl-port") else ()
         env: Mapping[str, str] = {"CUDA_VISIBLE_DEVICES": gpu} if gpu else {}
         # The server runs in another folder, so what is a path from here must be a whole one.
         whole = [*map(_whole, words), "--model-path", model, *where, *meeting, *map(_whole, flags)]

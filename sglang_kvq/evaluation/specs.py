@@ -28,6 +28,11 @@ OWN_CHUNK = "own"
 _CHUNK_SUFFIX = re.compile(rf"#({OWN_CHUNK}|\d+)$")
 
 
+def names(flags: Sequence[str], name: str) -> bool:
+    """Whether a flag is among flags, its value after it or behind an equals sign."""
+    return any(flag.partition("=")[0] == name for flag in flags)
+
+
 @dataclass(frozen=True)
 class MethodSpec:
     """One row of the comparison.
@@ -82,7 +87,7 @@ class MethodSpec:
         flags = ["--kv-quant", self.method]
         flags += ["--kv-quant-bits", self.bits] if self.bits else []
         flags += ["--kv-quant-rotations", self.rotations] if self.rotations else []
-        if not any(flag.partition("=")[0] == PREFILL_FLAG for flag in self.extra):
+        if not names(self.extra, PREFILL_FLAG):
             flags += [PREFILL_FLAG, "0"]
         return [*flags, *self.extra]
 

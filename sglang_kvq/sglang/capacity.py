@@ -81,7 +81,6 @@ def resolve_max_num_reqs(original: Original, self: Configurator, token_capacity:
     if state is None or config_of(self.server_args) is None:
         return requests
     streaming = getattr(self.server_args, "enable_streaming_session", False)
-    chunk = compat.resolved(self.server_args, "chunked_prefill_size") or -1
     try:
         layout = divide(
             state.config,
@@ -90,7 +89,7 @@ def resolve_max_num_reqs(original: Original, self: Configurator, token_capacity:
             slots=state.budget_slots,
             wanted=self.server_args.max_running_requests,
             resumes=requests if streaming else 1,
-            chunk=chunk if chunk > 0 else None,
+            chunk=compat.prefill_chunk(self.server_args),
         )
     except KVQuantError as error:  # here nothing but SystemExit ends the process without SGLang's traceback
         raise SystemExit(f"sglang-kvq: {error}") from None

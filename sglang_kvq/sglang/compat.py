@@ -35,6 +35,12 @@ def resolved(server_args: ServerArgs, field: str, default: Any = None) -> Any:
     return result(server_args, field, default)
 
 
+def prefill_chunk(server_args: ServerArgs) -> int | None:
+    """``--chunked-prefill-size``; None where prompts are prefilled whole."""
+    chunk = resolved(server_args, "chunked_prefill_size")
+    return None if chunk is None or chunk <= 0 else int(chunk)
+
+
 def typed(server_args: ServerArgs, field: str) -> bool:
     """Whether a setting was given by the user: it is not what SGLang has where none is.
 

@@ -68,9 +68,7 @@ def given_ratio(server_args: ServerArgs) -> float | None:
 def _need(server_args: ServerArgs, window: int) -> WindowNeed:
     from sglang.srt.environ import envs
 
-    chunk = compat.resolved(server_args, "chunked_prefill_size")
-    if chunk is None or chunk <= 0:  # prompts are prefilled whole
-        chunk = compat.resolved(server_args, "max_prefill_tokens")
+    chunk = compat.prefill_chunk(server_args) or compat.resolved(server_args, "max_prefill_tokens")
     prefixes = compat.resolved(server_args, "swa_prefix_tails")
     return need_of(
         window,

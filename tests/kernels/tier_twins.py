@@ -76,8 +76,8 @@ class TwinTierManager(TierManager):
         self.plans = self.quantized = self.filled = self.restored = 0
         keeps = restore_pages is not None
         restore = (lambda pages: to_restore.extend(pages.tolist())) if keeps else None
-        note = lambda *batch: wanted.extend(pairs(*batch))  # noqa: E731
-        super().__init__(pool, sink_pages, recent_pages, note, restore, prefill_pages)
+        plan = (sink_pages, recent_pages, lambda *batch: wanted.extend(pairs(*batch)), restore, prefill_pages)
+        super().__init__(pool, *plan)
         names = ("overlays", "req_to_token", "row_pages", "page_slot", "row_sink_end", "row_history_end")
         own = {name: getattr(pool, name).to(DEVICE, copy=True) for name in names}
         stores = tuple(

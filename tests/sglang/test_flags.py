@@ -41,7 +41,7 @@ def test_every_flag_reaches_the_config():
     argv = "--kv-quant oscar --kv-quant-rotations r --kv-quant-sink 128 --kv-quant-recent 512 --kv-quant-group-size 64"
     argv += " --kv-quant-prefill-window 1024 --kv-quant-clip-k 0.9 --kv-quant-clip-v 0.8 --kv-quant-bf16-budget 0.2"
     config = flags.parse_config(vars(_parser().parse_args(argv.split())))
-    assert config == KVQuantConfig("oscar", "r", 128, 512, 1024, 64, 0.9, 0.8, 0.2)
+    assert config == KVQuantConfig("oscar", "r", 128, 512, 64, 0.9, 0.8, 0.2, prefill_window=1024)
 
 
 def test_bits_and_seed_reach_the_config():
