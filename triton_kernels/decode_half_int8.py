@@ -10,9 +10,6 @@ As in ``decode_half``, whose operands of V these are. What makes a turn short:
 - Scores are relative to what was the largest when sums were last scaled. They are scaled anew in the first turn, and
   when a weight would be larger than FP16 holds: other turns compare all scores with one limit.
 - Sums of p and of p z_v are products of p, with ones and with V's offsets.
-
-What is compared are positive numbers, which are in order as integers too: the maximum of three is one instruction, and
-that of a warp another.
 """
 
 import triton
@@ -33,13 +30,8 @@ from sglang_kvq.kernels.decode_half import (
     token_planes,
 )
 from sglang_kvq.kernels.int8 import MAGIC, MAGIC_BITS, half_scales, join_halves
-from sglang_kvq.kernels.softmax import NEVER, Softmax, first_columns
+from sglang_kvq.kernels.softmax import NEVER, Softmax, first_columns, have_risen, raised
 
-#: The largest p when sums are scaled anew; until one is larger than 2^15, that number's bits, they are not.
-_WEIGHT_LOG2 = tl.constexpr(9.0)
-_LIMIT_BITS = tl.constexpr(0x41700000)
-#: What any number's bits are no less than.
-_ANY = tl.constexpr(-(2**31))
 #: PTX of ``_split``: second bytes of $2 to $5 to one word, first bytes of $6 to $9 to another.
 SPLIT = tl.constexpr("""{
     .reg .b32 first, second;
@@ -95,17 +87,16 @@ def history_half_int8(
 
         begins, ends = index == item.first_page, (index + PAGES) * PAGE > limit
         most = tl.max(s_v.to(tl.int16, bitcast=True).to(tl.int32), 0)
-        bound = tl.where(begins | ends | (most > largest_bits), _ANY, _LIMIT_BITS)
         high, low = _products(queries, k, TILE, COLUMNS)
         x = low * low_unit[:, None] + (high * unit[:, None] + start[:, None])
         x = x * s_k[None, :] + (z_k[None, :] * q_sum[:, None] - top[:, None])
-        if tl.max(x.to(tl.int32, bitcast=True)) >= bound:  # one branch: registers run out with two
+        if have_risen(x, begins | ends | (most > largest_bits)):  # one branch: registers run out with two
             position = (index + second.to(tl.int32)) * PAGE + token
             x = tl.where((position < limit)[None, :], x, NEVER)
-            raised = tl.maximum(tl.max(x, 1) - _WEIGHT_LOG2, tl.where(begins, NEVER, 0.0))
-            x -= raised[:, None]
-            top += raised
-            decay = tl.exp2(tl.minimum(-raised, 0.0))
+            rise = raised(x, begins, 1)
+            x -= rise[:, None]
+            top += rise
+            decay = tl.exp2(tl.minimum(-rise, 0.0))
             sums = _scaled_sums(sums, decay, COLUMNS)
             s_most = most.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
             new_largest = tl.maximum(largest, power_of_two(s_most))

@@ -21,13 +21,16 @@ from sglang_kvq.kernels.common import PAGE, page_of, quad_order
 from sglang_kvq.kernels.decode_half import (
     CODE,
     LARGEST_QUERY,
+    bases,
     columns_of,
     half_dot,
+    power_of_two,
     split_planes,
     subnormal,
 )
-from sglang_kvq.kernels.int8 import base_of, spread_sum, stack, tokens_of_tile
+from sglang_kvq.kernels.int8 import spread_sum, stack, tokens_of_tile
 from sglang_kvq.kernels.planes import (
+    GAIN_BIAS,
     bits_of,
     cell_count,
     field_count,
@@ -41,15 +44,12 @@ from sglang_kvq.kernels.planes import (
     start_of,
     tile_bytes,
 )
-from sglang_kvq.kernels.softmax import NEVER, Softmax, first_columns
+from sglang_kvq.kernels.softmax import NEVER, Softmax, first_columns, have_risen, raised
 
 #: Whether an operand of joined tiles has two neighbours in each lane, not four: Triton 3.9, unlike 3.6.
 _PAIRS = tl.constexpr(tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9))
 #: Of a gain's byte the exponent.
 _EXPONENT = tl.constexpr(0xF8)
-#: What gains are multiplied by, as one more byte and as a number.
-_SCALE_BYTE = tl.constexpr(8 * 11)
-_SCALE = tl.constexpr(2.0**11)
 
 
 @triton.jit
@@ -76,8 +76,8 @@ def history_half_planes(
     accs = ()
     for _ in tl.static_range(4):
         accs += (tl.zeros([ROWS, COLUMNS], tl.float32),)
-    weight = tl.zeros([16, COLUMNS], tl.float32)  # sum p g_v, in each row
-    top = tl.full([COLUMNS], NEVER, tl.float32)
+    weight = tl.zeros([8, COLUMNS], tl.float32)  # sum p g_v, in each row
+    top = tl.zeros([COLUMNS], tl.float32)
     total = tl.zeros([8, COLUMNS], tl.float32)
     largest = 0  # byte of a power of two: of the largest g_v so far
     page_a, page_b = item.page_a.to(tl.int64), item.page_b.to(tl.int64)
@@ -87,30 +87,36 @@ def history_half_planes(
         base_a, base_b = page_a * PAGE_BYTES, page_b * PAGE_BYTES
         page_a = page_of(table, tl.minimum(index + 2, last - 1))
         page_b = page_of(table, tl.minimum(index + 3, last - 1))
-        both = records + base_of(tl.arange(0, 2) == 1, base_a, base_b)[:, None, None]  # [2, 1, 1]
+        both = bases(records, second, base_a, base_b, 2)[1]
         k_bytes, v_bytes = tile_bytes(tl.load(both + gains))  # [TILE] each
 
-        new_largest = tl.maximum(largest, tl.max(v_bytes, 0) & _EXPONENT)
-        x = _products(records, base_a, base_b, queries, start, KEYS, SHAPE, PLAIN) * gain_of(k_bytes)[:, None]
-        if (index + 2) * PAGE > limit:
+        begins, ends = index == item.first_page, (index + 2) * PAGE > limit
+        most = tl.max(v_bytes, 0) & _EXPONENT
+        products = _products(records, base_a, base_b, queries, start, KEYS, SHAPE, PLAIN)
+        x = products * _power(k_bytes, unit)[:, None] - top[None, :]
+        if have_risen(x, begins | ends | (most > largest)):
             seen = (index + second.to(tl.int32)) * PAGE + token < limit
             x = tl.where(seen[:, None], x, NEVER)
             own = tl.where(seen, v_bytes, 0)  # another's may be the largest
-            new_largest = tl.maximum(largest, tl.max(own, 0) & _EXPONENT)
             if not SHARED_WEIGHTS:
                 v_bytes = own
+            rise = raised(x, begins, 0)
+            x -= rise[None, :]
+            top += rise
+            decay = tl.exp2(tl.minimum(-rise, 0.0))
+            total *= decay[None, :]
+            new_largest = tl.maximum(largest, tl.max(own, 0) & _EXPONENT)
+            decay *= _power(largest, new_largest)
+            weight *= decay[None, :]
+            accs = _scaled(accs, decay, VALUES)
+            largest = new_largest
 
-        new_top = tl.maximum(top, tl.max(x, 0) * unit)
-        decay = tl.exp2(top - new_top)
-        top = new_top
-        p = tl.exp2(x * unit[None, :] - top[None, :])
-        total = total * decay[None, :] + spread_sum(p, COLUMNS)
-        decay *= _power(largest, new_largest)
-        largest = new_largest
-        weights = split_planes((p * _power(v_bytes, largest - _SCALE_BYTE)[:, None]).to(tl.float16), COLUMNS)
-        weight = weight * decay[None, :] + _sum(weights, COLUMNS, PLAIN)
-        accs = _with_values(accs, decay, both, v_first, weights, VALUES, SHAPE, PLAIN)
-    one = gain_of(largest) * (1 / _SCALE)  # what a weight counts
+        p = tl.exp2(x)
+        total += spread_sum(p, COLUMNS)
+        weights = split_planes((p * _power(v_bytes, largest)[:, None]).to(tl.float16), COLUMNS)
+        weight += _sum(weights, COLUMNS, PLAIN)
+        accs = _with_values(accs, both, v_first, weights, VALUES, SHAPE, PLAIN)
+    one = gain_of(largest)  # what a weight counts
     tiles = _values(accs, tl.max(weight, 0) * one, one, VALUES)
     acc = stack(stack(tiles[0], tiles[1]), stack(tiles[2], tiles[3]))
     return first_columns(Softmax(acc, tl.sum(total, 0), top), COLUMNS, SHAPE.HEADS)
@@ -173,18 +179,20 @@ def _queries(q, scale_log2, CODES: tl.constexpr, SHAPE: tl.constexpr):
     h, dim = tl.arange(0, columns_of(SHAPE)), tl.arange(0, DP)
     inside = (dim < SHAPE.D)[:, None] & (h < SHAPE.GQA_GROUP)[None, :]
     x = tl.load(q.data + h[None, :] * q.head + dim[:, None], mask=inside, other=0.0).to(tl.float32)
-    unit = tl.max(tl.abs(x), 0) * (1 / LARGEST_QUERY) + 1e-30
+    unit = power_of_two(tl.max(tl.abs(x)) * (scale_log2 / LARGEST_QUERY) + 1e-20)
     tiles = ()
-    middles = tl.zeros(unit.shape, tl.float32)
+    middles = tl.zeros([columns_of(SHAPE)], tl.float32)
     for c in tl.static_range(cell_count(CODES)):
         for share in tl.static_range(shares_of(CODES, c)):
             for f in tl.static_range(field_count(CODES, c)):
-                operands = _query_tiles(q, 1 / unit, c, share, f, CODES, SHAPE)
+                operands = _query_tiles(q, scale_log2 / unit, c, share, f, CODES, SHAPE)
                 tiles += (operands,)
                 if share == 0:  # of what FP16 has made of queries: a code's distance from its middle is what counts
                     for n in tl.static_range(len(operands)):
                         middles += tl.sum(operands[n].to(tl.float32), 0) * _cut_middle(CODES, c, f)
-    return tiles, middles * -CODE, unit * (scale_log2 / CODE)
+    # ``gain_of`` times unit / CODE.
+    less = (127 << 3) - GAIN_BIAS - ((unit.to(tl.int32, bitcast=True) >> 20) - ((127 - 24) << 3))
+    return tiles, middles * -CODE, less
 
 
 @triton.constexpr_function
@@ -235,7 +243,7 @@ def _query_tile(
     x = _query_plane(q, j, PLANE, SHAPE) * 0.5 ** lies(CODES, PLANE)
     if whole_of(CODES, PLANE) >= 0:
         x -= _query_plane(q, j, whole_of(CODES, PLANE), SHAPE) * 0.5 ** lies(CODES, whole_of(CODES, PLANE))
-    return (x * (factor * 0.5 ** (bits_of(CODES, CELL) * SHARE))[None, :]).to(tl.float16)
+    return (x * (factor * 0.5 ** (bits_of(CODES, CELL) * SHARE))).to(tl.float16)
 
 
 @triton.jit
@@ -334,8 +342,20 @@ def _key_tiles(
 
 
 @triton.jit
-def _with_values(accs, decay, both, v_first, weights, CODES: tl.constexpr, SHAPE: tl.constexpr, PLAIN: tl.constexpr):
-    """The planes' sums [VP / 4, columns], times decay, with products of V's codes and weights added.
+def _scaled(accs, factor, CODES: tl.constexpr):
+    """The planes' sums times each column's factor."""
+    result = ()
+    for n in tl.static_range(4):
+        if is_coded(CODES, n):
+            result += (accs[n] * factor[None, :],)
+        else:
+            result += (accs[n],)
+    return result
+
+
+@triton.jit
+def _with_values(accs, both, v_first, weights, CODES: tl.constexpr, SHAPE: tl.constexpr, PLAIN: tl.constexpr):
+    """The planes' sums [VP / 4, columns] with products of V's codes and weights added.
 
     weights: FP16 [16 = (page, i), columns] of even and odd tokens of each plane of tokens.
     """
@@ -355,7 +375,7 @@ def _with_values(accs, decay, both, v_first, weights, CODES: tl.constexpr, SHAPE
     result = ()
     for n in tl.static_range(4):
         if is_coded(CODES, n):
-            result += (accs[n] * decay[None, :] + sums[n],)
+            result += (accs[n] + sums[n],)
         else:
             result += (accs[n],)
     return result
@@ -372,12 +392,13 @@ def _divided(w, bits: tl.constexpr):
 
 @triton.jit
 def _sum(weights, COLUMNS: tl.constexpr, PLAIN: tl.constexpr):
-    """Over all tokens, in each of 16 rows: a product with ones, so that what V's middles add is what comes off."""
+    """Over all tokens, in each of 8 rows: a product with ones, so that what V's middles add is what comes off."""
     total = tl.zeros([16, COLUMNS], tl.float32)
     ones = tl.full([16, 16], 1.0, tl.float16)
     for n in tl.static_range(4):
         total = half_dot(ones, weights[n][1], half_dot(ones, weights[n][0], total, PLAIN), PLAIN)
-    return total
+    first, _ = tl.split(tl.permute(tl.reshape(total, [2, 8, COLUMNS]), (1, 2, 0)))
+    return first
 
 
 @triton.jit

@@ -12,6 +12,12 @@ LOG2E = 1.4426950408889634
 #: The score of what is not seen.
 NEVER = tl.constexpr(-1e30)
 _LOG2E = tl.constexpr(LOG2E)
+#: The largest p, as a power of two, when sums are scaled anew; until one is larger than 2^15, that number's bits, they
+#: are not. FP16 holds these, times what is below two.
+_WEIGHT_LOG2 = tl.constexpr(9.0)
+_LIMIT_BITS = tl.constexpr(0x41700000)
+#: What any number's bits are no less than.
+_ANY = tl.constexpr(-(2**31))
 
 
 class Softmax(NamedTuple):
@@ -49,6 +55,21 @@ def attend(state, q, k, v, seen, scale_log2, ROWS: tl.constexpr, KEYS: tl.conste
     p = tl.exp2(x * scale_log2 - top[:, None])
     total = state.total * decay + tl.sum(p, 1)
     return Softmax(dot(to_bf16(p), v, state.acc * decay[:, None]), total, top)
+
+
+@triton.jit
+def have_risen(x, always):
+    """Whether sums have to be scaled anew: always, or for a score, all relative to what was the largest then.
+
+    Positive numbers are in order as integers too: the maximum of three is one instruction, and that of a warp another.
+    """
+    return tl.max(x.to(tl.int32, bitcast=True)) >= tl.where(always, _ANY, _LIMIT_BITS)
+
+
+@triton.jit
+def raised(x, begins, AXIS: tl.constexpr):
+    """By how much the scores' zero rises when sums are scaled anew; where they begin it may fall as well."""
+    return tl.maximum(tl.max(x, AXIS) - _WEIGHT_LOG2, tl.where(begins, NEVER, 0.0))
 
 
 @triton.jit

@@ -33,9 +33,9 @@ WIDTHS: list[tuple[Widths, Widths]] = [
 ]
 
 
-def plane_scene(heads: Heads, widths: tuple[Widths, Widths], lengths: list[int]) -> Scene:
+def plane_scene(heads: Heads, widths: tuple[Widths, Widths], lengths: list[int], **windows: int) -> Scene:
     format = PlaneFormat(heads.head_dim, PlaneCode(widths[0]), PlaneCode(widths[1]))
-    return make_scene(heads, lengths, formats=[format] * 2)
+    return make_scene(heads, lengths, formats=[format] * 2, **windows)
 
 
 @pytest.mark.parametrize("widths", WIDTHS, ids=lambda w: "-".join("".join(map(str, x)) for x in w))
@@ -52,9 +52,9 @@ def test_decode_agrees_with_float64(heads, widths):
 HALF_HEADS = [Heads(64, 64, 2, 8), Heads(64, 64, 1, 3), Heads(128, 128, 1, 12), Heads(96, 96, 1, 6)]
 
 
-def half_ops(scene: Scene, pages: int = 2, shared_weights: bool = True) -> TritonOps:
-    """Products in FP16."""
-    launch = DecodeLaunch(2, registers=255, programs_per_sm=8, half_pages=pages, shared_weights=shared_weights)
+def half_ops(scene: Scene, pages: int = 2, shared_weights: bool = True, programs: int = 8) -> TritonOps:
+    """Products in FP16, as many programs on an SM: with one, each reads many pages."""
+    launch = DecodeLaunch(2, registers=255, programs_per_sm=programs, half_pages=pages, shared_weights=shared_weights)
     return TritonOps(scene.pool, LayerRotations(), scene.heads.q, 4, launch=launch)
 
 
@@ -78,7 +78,38 @@ def test_products_in_fp16_keep_what_fp16_cannot_hold(kind):
         scene.pool.records[0][pages, :, first : first + PAGE_SIZE] = gains.to(torch.uint8)[:, None, None]
     q = scene.queries(1) * {"dominant": 20.0, "no-queries": 0.0}.get(kind, 1.0)
     q[:, 1] *= 2.0**-20
-    assert_close(kind, decode(half_ops(scene), 0, q, scene).double(), exact(scene, 0, q), BOUND)
+    assert_close(kind, decode(half_ops(scene, programs=1), 0, q, scene).double(), exact(scene, 0, q), BOUND)
+
+
+def scale_pages(scene: Scene, first: int, exponents: torch.Tensor) -> None:
+    """Multiply gains from byte ``first`` on of the first request's pages in layer 0, each page's by a power of two."""
+    records, ids = scene.pool.records[0], scene.pool.row_pages[1, : len(exponents)].long()
+    records[ids, :, first : first + PAGE_SIZE] += (8 * exponents).to(records)[:, None, None]
+
+
+@pytest.mark.parametrize("shared_weights", [False, True])
+@pytest.mark.parametrize("heads", [Heads(64, 64, 1, 3), Heads(128, 128, 1, 8), Heads(128, 128, 1, 12)], ids=str)
+@pytest.mark.parametrize("kind", ["rising", "falling", "both"])
+def test_products_in_fp16_follow_scores(kind, heads, shared_weights):
+    """Of pages whose scores, or gains of V as well, differ by far more than what one scale of FP16 weights holds."""
+    scene = plane_scene(heads, ((6, 4, 2, 2), (5, 4, 4, 3)), [64 * 14 + 5], sink=0, recent=64)
+    parts, exponents = scene.pool.formats[0].parts, torch.arange(13) // 2 - 3
+    scale_pages(scene, parts.k_gains, exponents.flip(0) if kind == "falling" else exponents)
+    if kind == "both":
+        scale_pages(scene, parts.v_gains, torch.arange(13) % 4 // 2 * 12 - 6)
+    q = scene.queries(1) * 4.0 ** (torch.arange(heads.gqa_group, device=DEVICE) % 3)[None, :, None].to(torch.bfloat16)
+    got = decode(half_ops(scene, shared_weights=shared_weights, programs=1), 0, q, scene).double()
+    assert_close(kind, got, exact(scene, 0, q), BOUND)
+
+
+@pytest.mark.parametrize("group", [5, 8, 13, 16])
+def test_products_in_fp16_tell_heads_apart(group):
+    """Each query head, of queries of its own magnitude, gets what it would get alone."""
+    scene = plane_scene(Heads(128, 128, 1, group), ((6, 5, 3, 2), (3, 2, 1, 0)), [64 * 5 + 9], sink=0, recent=64)
+    q = scene.queries(1) * 2.0 ** (torch.arange(group, device=DEVICE) * 7 % 11 - 5.0)[None, :, None].to(torch.bfloat16)
+    got, want = decode(half_ops(scene), 0, q, scene).double(), exact(scene, 0, q)
+    for h in range(group):
+        assert_close(f"head {h}", got[:, h], want[:, h], BOUND)
 
 
 @pytest.mark.parametrize("shared_weights", [False, True])
