@@ -225,7 +225,7 @@ def _queries(q, SHAPE: tl.constexpr):
         for each tile of ``load_keys`` FP16 [its columns, heads]; sums of queries in what products count; that unit,
         [heads] each.
     """
-    planes, largest, total = _query_planes(q, columns_of(SHAPE), SHAPE)
+    planes, largest, total = query_planes(q, columns_of(SHAPE), SHAPE)
     unit = largest * (1 / LARGEST_QUERY) + 1e-30
     factor = (1 / unit)[None, :]
     whole = tl.where((tl.arange(0, SHAPE.JP) % 2 == 1)[:, None], planes[3] * factor * (1 / 64), 0.0)
@@ -239,7 +239,7 @@ def _queries(q, SHAPE: tl.constexpr):
 
 
 @triton.jit
-def _query_planes(q, COLUMNS: tl.constexpr, SHAPE: tl.constexpr):
+def query_planes(q, COLUMNS: tl.constexpr, SHAPE: tl.constexpr):
     """Queries of one KV head, each read once: of each plane float32 [JP, COLUMNS]; heads' largest elements and sums."""
     JP: tl.constexpr = SHAPE.JP
     h, j = tl.arange(0, COLUMNS)[None, :], tl.arange(0, JP)[:, None]

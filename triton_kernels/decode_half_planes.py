@@ -8,10 +8,12 @@ score, V's are folded into p, and the middles are taken off once:
     sum p v = sum (p g_v) c - m sum (p g_v)
 
 A byte's last field comes out without an AND, as the whole byte (``is_whole``): what that adds of the other fields is
-taken off their queries, or sums.
+taken off their queries, or sums. Where a plane's dims fill an INT8 product, K's are in INT8 (``key_planes_int8``).
 
-Weights p g_v are kept below 2^12 by a power of two for all heads, the largest g_v's so far. As their exponents are
-those of gains' bytes, gains become such factors by what is added to the byte.
+Scores are relative to what was the largest when sums were last scaled: in the first turn, at a tile's end, where a p
+would be larger than FP16 holds, or a g_v is larger than any before (``softmax.have_risen``). Weights p g_v are kept in
+range by a power of two for all heads, that of the largest g_v so far. As it and the unit of queries are powers of two,
+gains become factors that include them by what is added to the byte.
 """
 
 import triton
@@ -28,7 +30,8 @@ from sglang_kvq.kernels.decode_half import (
     split_planes,
     subnormal,
 )
-from sglang_kvq.kernels.int8 import spread_sum, stack, tokens_of_tile
+from sglang_kvq.kernels.int8 import joined, stack, tokens_of_tile
+from sglang_kvq.kernels.key_planes_int8 import int8_products, int8_queries
 from sglang_kvq.kernels.planes import (
     GAIN_BIAS,
     bits_of,
@@ -39,6 +42,7 @@ from sglang_kvq.kernels.planes import (
     key_address,
     mask_of,
     middle,
+    operand_of,
     plane_of,
     shares_of,
     start_of,
@@ -59,8 +63,9 @@ def history_half_planes(
 ):  # fmt: skip
     """``decode_planes.history_planes``, one column a query head; two pages a turn.
 
-    Weights become operands through shared memory, or lanes exchange them, which takes fifty instructions more. Triton
-    chooses by the narrowest load that an operand is made from: of gains' bytes, unless a branch has them.
+    Weights become operands through shared memory, or lanes exchange them: as many instructions with eight columns,
+    fifty more with sixteen. Triton chooses by the narrowest load that an operand is made from: of gains' bytes, unless
+    a branch has them.
     """
     KEYS: tl.constexpr = RECORD.k
     VALUES: tl.constexpr = RECORD.v
@@ -68,7 +73,11 @@ def history_half_planes(
     ROWS: tl.constexpr = SHAPE.VP // 4
     PAGE_BYTES: tl.constexpr = SHAPE.KV_HEADS * RECORD.bytes
 
-    queries, start, unit = _queries(q, scale_log2, KEYS, SHAPE)
+    if _has_int8_keys(SHAPE):
+        queries, start, unit = int8_queries(q, scale_log2, KEYS, SHAPE)
+        less = (127 << 3) - GAIN_BIAS
+    else:
+        queries, start, less = _queries(q, scale_log2, KEYS, SHAPE)
     second, _, token = tokens_of_tile()
     # K's gains and V's, one behind the other: [page, which, token].
     gains = KEYS.gains + tl.arange(0, 2)[None, :, None] * PAGE + tl.arange(0, PAGE)[None, None, :]
@@ -78,7 +87,7 @@ def history_half_planes(
         accs += (tl.zeros([ROWS, COLUMNS], tl.float32),)
     weight = tl.zeros([8, COLUMNS], tl.float32)  # sum p g_v, in each row
     top = tl.zeros([COLUMNS], tl.float32)
-    total = tl.zeros([8, COLUMNS], tl.float32)
+    total = tl.zeros([16, COLUMNS], tl.float32)
     largest = 0  # byte of a power of two: of the largest g_v so far
     page_a, page_b = item.page_a.to(tl.int64), item.page_b.to(tl.int64)
     last = item.last_page
@@ -92,8 +101,11 @@ def history_half_planes(
 
         begins, ends = index == item.first_page, (index + 2) * PAGE > limit
         most = tl.max(v_bytes, 0) & _EXPONENT
-        products = _products(records, base_a, base_b, queries, start, KEYS, SHAPE, PLAIN)
-        x = products * _power(k_bytes, unit)[:, None] - top[None, :]
+        if _has_int8_keys(SHAPE):
+            x = int8_products(records, base_a, base_b, queries, start, unit, KEYS, SHAPE, PLAIN)
+        else:
+            x = _products(records, base_a, base_b, queries, start, KEYS, SHAPE, PLAIN)
+        x = x * _power(k_bytes, less)[:, None] - top[None, :]
         if have_risen(x, begins | ends | (most > largest)):
             seen = (index + second.to(tl.int32)) * PAGE + token < limit
             x = tl.where(seen[:, None], x, NEVER)
@@ -111,15 +123,24 @@ def history_half_planes(
             accs = _scaled(accs, decay, VALUES)
             largest = new_largest
 
-        p = tl.exp2(x)
-        total += spread_sum(p, COLUMNS)
-        weights = split_planes((p * _power(v_bytes, largest)[:, None]).to(tl.float16), COLUMNS)
+        p = split_planes(tl.exp2(x), COLUMNS)
+        g = split_planes(_power(v_bytes, largest)[:, None], 1)
+        weights = ()
+        for n in tl.static_range(4):
+            total += p[n][0] + p[n][1]
+            weights += (((p[n][0] * g[n][0]).to(tl.float16), (p[n][1] * g[n][1]).to(tl.float16)),)
         weight += _sum(weights, COLUMNS, PLAIN)
         accs = _with_values(accs, both, v_first, weights, VALUES, SHAPE, PLAIN)
     one = gain_of(largest)  # what a weight counts
     tiles = _values(accs, tl.max(weight, 0) * one, one, VALUES)
     acc = stack(stack(tiles[0], tiles[1]), stack(tiles[2], tiles[3]))
     return first_columns(Softmax(acc, tl.sum(total, 0), top), COLUMNS, SHAPE.HEADS)
+
+
+@triton.constexpr_function
+def _has_int8_keys(shape):
+    """Whether products of K are in INT8: a plane's dims fill one. More than eight heads' take too many registers."""
+    return shape.JP >= 32 and shape.HEADS <= 8
 
 
 @triton.constexpr_function
@@ -190,9 +211,8 @@ def _queries(q, scale_log2, CODES: tl.constexpr, SHAPE: tl.constexpr):
                 if share == 0:  # of what FP16 has made of queries: a code's distance from its middle is what counts
                     for n in tl.static_range(len(operands)):
                         middles += tl.sum(operands[n].to(tl.float32), 0) * _cut_middle(CODES, c, f)
-    # ``gain_of`` times unit / CODE.
-    less = (127 << 3) - GAIN_BIAS - ((unit.to(tl.int32, bitcast=True) >> 20) - ((127 - 24) << 3))
-    return tiles, middles * -CODE, less
+    unit *= 1 / CODE
+    return tiles, middles * -CODE, 2 * (127 << 3) - GAIN_BIAS - (unit.to(tl.int32, bitcast=True) >> 20)
 
 
 @triton.constexpr_function
@@ -268,21 +288,10 @@ def _products(records, base_a, base_b, queries, start, CODES: tl.constexpr, SHAP
     for _ in tl.static_range(shares_of(CODES, LAST)):
         parts += (tl.broadcast_to(start[None, :], [ROWS, COLUMNS]),)
     for n in tl.static_range(cell_count(CODES)):
-        parts = _joined(parts, shares_of(CODES, LAST - n))
+        parts = joined(parts, shares_of(CODES, LAST - n))
         words = _key_words(records, base_a, base_b, LAST - n, CODES, SHAPE)
         parts = _with_cell(parts, words, queries, LAST - n, CODES, PLAIN)
-    return _joined(parts, 1)[0]
-
-
-@triton.jit
-def _joined(parts, COUNT: tl.constexpr):
-    """So many parts, neighbours one below the other."""
-    if len(parts) == COUNT:
-        return parts
-    elif len(parts) == 2:
-        return (stack(parts[0], parts[1]),)
-    else:
-        return _joined((stack(parts[0], parts[1]), stack(parts[2], parts[3])), COUNT)
+    return joined(parts, 1)[0]
 
 
 @triton.jit
@@ -305,18 +314,11 @@ def _with_cell(parts, words, queries, CELL: tl.constexpr, CODES: tl.constexpr, P
         part = parts[share]
         for f in tl.static_range(field_count(CODES, CELL)):
             tiles = _key_tiles(words, CODES, CELL, f, share, PLAIN)
-            operands = queries[_operand(CODES, CELL, share, f)]
+            operands = queries[operand_of(CODES, CELL, share, f)]
             for n in tl.static_range(len(tiles)):
                 part = half_dot(tiles[n], operands[n], part, PLAIN)
         result += (part,)
     return result
-
-
-@triton.constexpr_function
-def _operand(codes, cell, share, field):
-    """Which of ``_queries``' operands."""
-    before = sum(x.shares * len(x.fields) for x in codes.cells[:cell])
-    return before + share * len(codes.cells[cell].fields) + field
 
 
 @triton.jit

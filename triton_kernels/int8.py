@@ -186,6 +186,17 @@ def stack(a, b):
 
 
 @triton.jit
+def joined(parts, COUNT: tl.constexpr):
+    """So many of one, two or four parts, neighbours one below the other."""
+    if len(parts) == COUNT:
+        return parts
+    elif len(parts) == 2:
+        return (stack(parts[0], parts[1]),)
+    else:
+        return joined((stack(parts[0], parts[1]), stack(parts[2], parts[3])), COUNT)
+
+
+@triton.jit
 def token_planes(x, COLUMNS: tl.constexpr):
     """Rows [128 = (plane, page, half, i), COLUMNS] to the four planes' [32 = (page, 2 i + half), COLUMNS].
 

@@ -63,6 +63,13 @@ def plane_of(codes, cell, field):
 
 
 @triton.constexpr_function
+def operand_of(codes, cell, share, field):
+    """Which operand is that of a field of a share's tokens, of all from the first cell's on."""
+    before = sum(x.shares * len(x.fields) for x in codes.cells[:cell])
+    return before + share * len(codes.cells[cell].fields) + field
+
+
+@triton.constexpr_function
 def shift_of(codes, cell, field):
     """How far the field lies from the cell's lowest bit."""
     return codes.cells[cell].fields[field].shift

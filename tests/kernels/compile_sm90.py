@@ -287,7 +287,7 @@ def planes(all_of_them: bool) -> None:
         compile_records(widths)
     for head_dim in (64, 96, 256):
         compile_records(PLANES[0], head_dim)
-    for heads in (scenes.Heads(64, 64, 1, 8), scenes.Heads(128, 128, 1, 16)):
+    for heads in (scenes.Heads(64, 64, 1, 8), scenes.Heads(128, 128, 1, 8), scenes.Heads(128, 128, 1, 16)):
         compile_half(heads, PLANES[0])
     compile_tiers(PLANES[0])
 

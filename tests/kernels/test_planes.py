@@ -11,7 +11,7 @@ from sglang_kvq.attention.triton_ops import TritonOps
 from sglang_kvq.config import PAGE_SIZE
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.formats.planes import PlaneCode, PlaneFormat, Widths
-from sglang_kvq.kernels import decode_half_planes
+from sglang_kvq.kernels import decode_half_planes, key_planes_int8
 from sglang_kvq.kernels.codes import PlaneCodes
 from sglang_kvq.kernels.decode import DecodeLaunch
 from tests.kernels.scene import DEVICE, ON_GPU, Heads, Scene, assert_close, int64, make_scene
@@ -97,7 +97,9 @@ def test_products_in_fp16_follow_scores(kind, heads, shared_weights):
     scale_pages(scene, parts.k_gains, exponents.flip(0) if kind == "falling" else exponents)
     if kind == "both":
         scale_pages(scene, parts.v_gains, torch.arange(13) % 4 // 2 * 12 - 6)
-    q = scene.queries(1) * 4.0 ** (torch.arange(heads.gqa_group, device=DEVICE) % 3)[None, :, None].to(torch.bfloat16)
+    q = scene.queries(1) * 2.0 ** (torch.arange(heads.gqa_group, device=DEVICE) % 3 - 2.0)[None, :, None].to(
+        torch.bfloat16
+    )
     got = decode(half_ops(scene, shared_weights=shared_weights, programs=1), 0, q, scene).double()
     assert_close(kind, got, exact(scene, 0, q), BOUND)
 
@@ -155,6 +157,20 @@ def test_the_assembly_cuts_out_codes(widths):
                 lower, upper = execute(decode_half_planes.words_ptx.fn(codes, c, f, share), 2, [packed])
                 assert np.array_equal(lower.view(np.int16), np.stack(want[::2], 1))
                 assert np.array_equal(upper.view(np.int16), np.stack(want[1::2], 1))
+
+
+@pytest.mark.parametrize("widths", sorted({x for pair in WIDTHS for x in pair}), ids=lambda x: "".join(map(str, x)))
+def test_the_assembly_cuts_out_signed_codes(widths):
+    """Of any four bytes: each field's code where it lies in its byte, less 128 if it has the highest bit."""
+    cells = PlaneCode(widths).cells
+    packed, codes = words(2000, 1), PlaneCodes(widths, cells, (0,) * len(cells), 0)
+    for c, cell in enumerate(codes.cells):
+        for f, field in enumerate(cell.fields):
+            for share in range(cell.shares):
+                cut = ((1 << field.width) - 1) << (field.shift + share * cell.bits)
+                want = [(packed >> np.uint64(8 * n)).astype(np.int64) & cut for n in range(4)]
+                (got,) = execute(key_planes_int8.bytes_ptx.fn(codes, c, f, share), 1, [packed])
+                assert np.array_equal(got.view(np.int8), np.stack(want, 1) - (cut & 128))
 
 
 @pytest.mark.parametrize("half", [False, True])

@@ -25,6 +25,14 @@ def permute(a: np.ndarray, b: np.ndarray, selector: np.ndarray) -> np.ndarray:
     return result
 
 
+def lop3(a: np.ndarray, b: np.ndarray, c: np.ndarray, table: np.ndarray) -> np.ndarray:
+    """Bit 4 a + 2 b + c of the table, for each bit of three words."""
+    terms = (
+        (a if n & 4 else ~a) & (b if n & 2 else ~b) & (c if n & 1 else ~c) for n in range(8) if int(table[0]) >> n & 1
+    )
+    return np.bitwise_or.reduce(list(terms))
+
+
 OPERATIONS = {
     "mov.b32": lambda a: a,
     "and.b32": np.bitwise_and,
@@ -34,6 +42,7 @@ OPERATIONS = {
     "shr.u32": lambda a, n: a >> n,
     "mul.lo.u32": lambda a, b: a * b,
     "prmt.b32": permute,
+    "lop3.b32": lop3,
 }
 
 
