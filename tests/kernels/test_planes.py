@@ -91,7 +91,11 @@ def scale_pages(scene: Scene, first: int, exponents: torch.Tensor) -> None:
 @pytest.mark.parametrize("heads", [Heads(64, 64, 1, 3), Heads(128, 128, 1, 8), Heads(128, 128, 1, 12)], ids=str)
 @pytest.mark.parametrize("kind", ["rising", "falling", "both"])
 def test_products_in_fp16_follow_scores(kind, heads, shared_weights):
-    """Of pages whose scores, or gains of V as well, differ by far more than what one scale of FP16 weights holds."""
+    """Of pages whose scores, or gains of V as well, differ by far more than what one scale of FP16 weights holds.
+
+    Large scores that nearly tie make a result sensitive to its queries: beside the bound, what half of BF16's last bit of
+    each would change is allowed.
+    """
     scene = plane_scene(heads, ((6, 4, 2, 2), (5, 4, 4, 3)), [64 * 14 + 5], sink=0, recent=64)
     parts, exponents = scene.pool.formats[0].parts, torch.arange(13) // 2 - 3
     scale_pages(scene, parts.k_gains, exponents.flip(0) if kind == "falling" else exponents)
@@ -100,8 +104,12 @@ def test_products_in_fp16_follow_scores(kind, heads, shared_weights):
     q = scene.queries(1) * 2.0 ** (torch.arange(heads.gqa_group, device=DEVICE) % 3 - 2.0)[None, :, None].to(
         torch.bfloat16
     )
-    got = decode(half_ops(scene, shared_weights=shared_weights, programs=1), 0, q, scene).double()
-    assert_close(kind, got, exact(scene, 0, q), BOUND)
+    got, want = (
+        decode(half_ops(scene, shared_weights=shared_weights, programs=1), 0, q, scene).double(),
+        exact(scene, 0, q),
+    )
+    nudged = exact(scene, 0, q.double() * (1 + 2.0**-9 * torch.randn(q.shape, device=DEVICE).sign()))
+    assert_close(kind, got, want, BOUND + ((nudged - want).norm() / want.norm()).item())
 
 
 @pytest.mark.parametrize("group", [5, 8, 13, 16])
