@@ -41,6 +41,13 @@ def exact(scene: Scene, layer: int, q: torch.Tensor) -> torch.Tensor:
     return oracle.decode(scene.pool, layer, q, scene.rows, scene.seq_lens, scene.scale)
 
 
+def half_a_bit(scene: Scene, layer: int, q: torch.Tensor) -> float:
+    """By how much the result changes with half of BF16's last bit of each query element: much, if large scores tie."""
+    want = exact(scene, layer, q)
+    nudged = exact(scene, layer, q.double() * (1 + 2.0**-9 * torch.randn(q.shape, device=q.device).sign()))
+    return ((nudged - want).norm() / want.norm()).item()
+
+
 def decode(ops: TritonOps, layer: int, q: torch.Tensor, scene: Scene) -> torch.Tensor:
     """One step of one layer."""
     ops.plan_attention(scene.rows, scene.seq_lens)
@@ -107,7 +114,10 @@ def scale_pages(scene: Scene, start: int, end: int, factor: torch.Tensor) -> Non
 @pytest.mark.parametrize("group", [8, 12])
 @pytest.mark.parametrize("kind", ["rising", "falling", "both"])
 def test_products_in_fp16_follow_scores(kind, group, pages):
-    """Of pages whose scores differ by far more than what one scale of FP16 weights holds."""
+    """Of pages whose scores differ by far more than what one scale of FP16 weights holds.
+
+    Large scores that nearly tie make a result as sensitive to its queries: that comes on top of the bound.
+    """
     scene = make_scene(Heads(128, 128, 1, group), [64 * 10 + 5], sink=0, recent=64)
     parts = scene.pool.formats[0].parts
     factor = torch.logspace(-3, 3, 9, 2)
@@ -116,7 +126,7 @@ def test_products_in_fp16_follow_scores(kind, group, pages):
         scale_pages(scene, parts.v_scale, parts.k_mean, torch.logspace(-8, 8, 9, 2).roll(3))
     q = scene.queries(1) * 4.0 ** (torch.arange(group, device=DEVICE) % 3)[None, :, None].to(torch.bfloat16)
     got, want = decode(half_ops(scene, pages), 0, q, scene).double(), exact(scene, 0, q)
-    assert_close(kind, got, want, BOUND)
+    assert_close(kind, got, want, BOUND + half_a_bit(scene, 0, q))
 
 
 @pytest.mark.parametrize("group", [5, 8, 9, 10, 13, 16])
