@@ -1,9 +1,9 @@
 """Products of queries with keys of planes in INT8, for ``decode_half_planes`` where a plane's dims fill such products.
 
 One instruction cuts four codes out of a word; FP16 takes one for two. Codes stay where they lie in their bytes, and
-queries are divided: a code that lies six bits high finds ten bits of its query, two less than ``planes`` allows where it
-has the choice. Only narrow codes lie so high, whose own error is a hundred times what that costs. A tile's bytes are signed: those that
-have the highest bit are cut out with that bit inverted, which takes 128 off the code.
+queries are divided: a code that lies six bits high finds ten bits of its query, two less than ``planes`` allows where
+it has the choice. Only narrow codes lie so high, whose own error is a hundred times what that costs. A tile's bytes
+are signed: those that have the highest bit are cut out with that bit inverted, which takes 128 off the code.
 
 Queries are split into a high and a low part, x = unit (high + low / 256). A product's columns are all heads' high
 parts, then the low ones, so that both parts of a score are in one thread.
