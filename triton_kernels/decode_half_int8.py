@@ -29,7 +29,7 @@ from sglang_kvq.kernels.decode_half import (
     power_of_two,
     token_planes,
 )
-from sglang_kvq.kernels.int8 import MAGIC, MAGIC_BITS, half_scales, join_halves
+from sglang_kvq.kernels.int8 import MAGIC, MAGIC_BITS, half_scales, join_halves, rounded_halves
 from sglang_kvq.kernels.softmax import NEVER, Softmax, first_columns, have_risen, raised
 
 #: PTX of ``_split``: second bytes of $2 to $5 to one word, first bytes of $6 to $9 to another.
@@ -153,7 +153,7 @@ def _queries(q, scale_log2, SHAPE: tl.constexpr, PLAIN: tl.constexpr):
 @triton.jit
 def _split(x, PLAIN: tl.constexpr):
     """|x| <= 127 * 256 into INT8 (high, low) with x = 256 high + low, rounded."""
-    high, low = (x + (MAGIC + 128)).to(tl.int32, bitcast=True), (x + MAGIC).to(tl.int32, bitcast=True)
+    high, low = rounded_halves(x)
     if PLAIN:
         return (high >> 8).to(tl.int8), low.to(tl.int8)
     else:

@@ -26,6 +26,7 @@ from sglang_kvq.kernels.decode_half import (
     bases,
     columns_of,
     half_dot,
+    has_int8_keys,
     power_of_two,
     split_planes,
     subnormal,
@@ -36,11 +37,11 @@ from sglang_kvq.kernels.planes import (
     GAIN_BIAS,
     bits_of,
     cell_count,
+    cut_of,
     field_count,
     gain_of,
     is_coded,
     key_address,
-    mask_of,
     middle,
     operand_of,
     plane_of,
@@ -139,8 +140,8 @@ def history_half_planes(
 
 @triton.constexpr_function
 def _has_int8_keys(shape):
-    """Whether products of K are in INT8: a plane's dims fill one. More than eight heads' take too many registers."""
-    return shape.JP >= 32 and shape.HEADS <= 8
+    """Whether products of K are in INT8. More than eight heads' take too many registers."""
+    return has_int8_keys(shape) and shape.HEADS <= 8
 
 
 @triton.constexpr_function
@@ -176,7 +177,7 @@ def _cut(codes, cell, field, share):
     """The bits of a byte that stand for the field of a share's token, where they lie."""
     if is_whole(codes, cell, field):
         return 0xFF
-    return mask_of(codes, cell, field) << (codes.cells[cell].fields[field].shift + codes.cells[cell].bits * share)
+    return cut_of(codes, cell, field, share)
 
 
 @triton.jit

@@ -87,6 +87,12 @@ def split_int8(x):
 
 
 @triton.jit
+def rounded_halves(x):
+    """|x| <= 127 * 256 as x = 256 high + low, rounded: int32 whose second byte is high, and whose first is low."""
+    return (x + (MAGIC + 128)).to(tl.int32, bitcast=True), (x + MAGIC).to(tl.int32, bitcast=True)
+
+
+@triton.jit
 def join_parts(products, ROWS: tl.constexpr, HEADS: tl.constexpr):
     """Products of INT8 columns (high, low), accumulated on MAGIC_BITS, to float32 [ROWS, HEADS]."""
     parts = tl.reshape(products.to(tl.float32, bitcast=True), [ROWS, HEADS, 2])

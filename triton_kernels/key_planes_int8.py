@@ -14,35 +14,22 @@ import triton.language as tl
 
 from sglang_kvq.kernels.common import PAGE
 from sglang_kvq.kernels.decode_half import columns_of, power_of_two, query_planes
-from sglang_kvq.kernels.int8 import MAGIC, MAGIC_BITS, joined
+from sglang_kvq.kernels.int8 import MAGIC, MAGIC_BITS, joined, rounded_halves
 from sglang_kvq.kernels.planes import (
-    bits_of,
     cell_count,
+    cut_of,
     field_count,
+    height_of,
     key_bytes,
-    mask_of,
     operand_of,
     plane_of,
     shares_of,
-    shift_of,
 )
 
 
 @triton.constexpr_function
-def _height(codes, cell, field, share):
-    """How many bits high a field of a share's token lies in its byte."""
-    return shift_of(codes, cell, field) + bits_of(codes, cell) * share
-
-
-@triton.constexpr_function
-def cut_of(codes, cell, field, share):
-    """The bits of a byte that it is."""
-    return mask_of(codes, cell, field) << _height(codes, cell, field, share)
-
-
-@triton.constexpr_function
 def _twice_middle(codes, cell, field, share):
-    """Twice the middle of what a tile has of it."""
+    """Twice the middle of what a tile has of a field of a share's token."""
     cut = cut_of(codes, cell, field, share)
     return cut - 256 * (cut >= 128)
 
@@ -64,7 +51,7 @@ def int8_queries(q, scale_log2, CODES: tl.constexpr, SHAPE: tl.constexpr):
     for c in tl.static_range(cell_count(CODES)):
         for share in tl.static_range(shares_of(CODES, c)):
             for f in tl.static_range(field_count(CODES, c)):
-                factor = (scale_log2 * (256 * 0.5 ** _height(CODES, c, f, share))) / unit
+                factor = (scale_log2 * (256 * 0.5 ** height_of(CODES, c, f, share))) / unit
                 x = planes[plane_of(CODES, c, f)] * factor[None, :]
                 tiles += (_operand(x, SHAPE),)
                 part = tl.sum((x + MAGIC).to(tl.int32, bitcast=True) - MAGIC_BITS, 0)
@@ -78,8 +65,8 @@ def int8_queries(q, scale_log2, CODES: tl.constexpr, SHAPE: tl.constexpr):
 @triton.jit
 def _operand(x, SHAPE: tl.constexpr):
     """|x| <= 127 * 256 as x = 256 high + low, rounded: INT8 [JP, 2 columns]."""
-    high, low = (x + (MAGIC + 128)).to(tl.int32, bitcast=True) >> 8, (x + MAGIC).to(tl.int32, bitcast=True)
-    both = tl.join(high.to(tl.int8), low.to(tl.int8))
+    high, low = rounded_halves(x)
+    both = tl.join((high >> 8).to(tl.int8), low.to(tl.int8))
     return tl.reshape(tl.permute(both, (0, 2, 1)), [SHAPE.JP, 2 * columns_of(SHAPE)])
 
 

@@ -82,6 +82,18 @@ def mask_of(codes, cell, field):
 
 
 @triton.constexpr_function
+def height_of(codes, cell, field, share):
+    """How many bits high the field of a share's token lies in its byte."""
+    return shift_of(codes, cell, field) + bits_of(codes, cell) * share
+
+
+@triton.constexpr_function
+def cut_of(codes, cell, field, share):
+    """The bits of a byte that it is."""
+    return mask_of(codes, cell, field) << height_of(codes, cell, field, share)
+
+
+@triton.constexpr_function
 def middle(codes, plane):
     """What is taken off a plane's codes: half their range."""
     return (2 ** codes.widths[plane] - 1) / 2
