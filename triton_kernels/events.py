@@ -8,7 +8,8 @@ import triton.language as tl
 
 from sglang_kvq.cache.pending import FREE, MOVE
 from sglang_kvq.kernels.arguments import field_count, load_fields
-from sglang_kvq.kernels.tiers import TierTables, first_entry
+from sglang_kvq.kernels.first_entries import entry_of
+from sglang_kvq.kernels.tiers import TierTables
 
 #: Pages or rows that are handled at a time.
 _BLOCK = 1024
@@ -63,9 +64,9 @@ def _free(t, page, FIRSTS: tl.constexpr, BLOCK: tl.constexpr):
     tl.store(t.page_slot + page, tl.full([BLOCK], -1, tl.int32), mask=page > 0)
     tl.store(t.page_valid + page, tl.full([BLOCK], 0, tl.uint8), mask=page > 0)
     if FIRSTS:
-        entry = first_entry(page, t.first_count)
-        kept = tl.load(t.first_page + entry, mask=page > 0, other=0)  # perhaps another page's
-        tl.store(t.first_page + entry, tl.full([BLOCK], 0, tl.int32), mask=(page > 0) & (kept == page))
+        entry = entry_of(t, page, page > 0)
+        tl.store(t.first_page + entry, tl.full([BLOCK], 0, tl.int32), mask=entry > 0)
+        tl.store(t.first_entry + page, tl.full([BLOCK], 0, tl.int32), mask=page > 0)
         tl.store(t.page_first + page, tl.full([BLOCK], 0, tl.uint8), mask=page > 0)
 
 

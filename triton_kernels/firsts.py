@@ -14,66 +14,41 @@ from sglang_kvq.kernels.decode import is_two_bit
 from sglang_kvq.kernels.gather import read_record
 from sglang_kvq.kernels.gather_two_bits import warps_for
 from sglang_kvq.kernels.shape import shape_of
-from sglang_kvq.kernels.tiers import first_entry, restored_now
 
-#: Pages that a program compares its own with at a time; rows (K or V of a head) that it copies at a time; programs of a
-#: layer, which share the pages.
-_PAGES = 256
+#: Rows (K or V of a head) that a program copies at a time; programs of a layer, which share the pages.
 _ROWS = 16
 _PROGRAMS = 8
 
 
 def keep_firsts(
-    slots: torch.Tensor,
-    pages: torch.Tensor,
-    count: torch.Tensor,
-    overlays: torch.Tensor,
-    first_page: torch.Tensor,
-    firsts: torch.Tensor,
-    claims: torch.Tensor,
-    step: int,
+    slots: torch.Tensor, entries: torch.Tensor, count: torch.Tensor, overlays: torch.Tensor, firsts: torch.Tensor
 ) -> None:
-    """Keep the first tokens of pages whose overlays were taken, while these are as they were.
+    """Copy first tokens of overlays to their entries, while overlays that were taken are as they were.
 
-    slots, pages: int64 ``[n]``, of which the first ``count``, int64 ``[1]``, count; no page is 0. overlays: BF16
-    ``[layers, slots + 1, 2, kv_heads, PAGE_SIZE, D]``. first_page, firsts: ``FirstTokens.pages`` and ``tokens``.
-    claims, step: ``TierTables.claims`` after plan ``step``; entries of what it restores stay as they are.
+    slots: int64 ``[n]``, entries: int32 ``[n]``, 0 for none, of which the first ``count``, int64 ``[1]``, count.
+    overlays: BF16 ``[layers, slots + 1, 2, kv_heads, PAGE_SIZE, D]``. firsts: ``FirstTokens.tokens``.
     """
     layers, kv_heads, d = overlays.shape[0], overlays.shape[3], overlays.shape[-1]
     _keep[(layers, _PROGRAMS)](
-        slots, pages, count, overlays, first_page, firsts, claims, step,
-        overlays.stride(0), firsts.stride(0), len(first_page) - 1,
+        slots, entries, count, overlays, firsts, overlays.stride(0), firsts.stride(0),
         SHAPE=shape_of(kv_heads, d),
-        PAGES=_PAGES,
         ROWS=_ROWS,
         num_warps=4,
     )  # fmt: skip
 
 
-# What varies between pools and plans is data; a plan waits for no compiler (``overlays``).
-@triton.jit(do_not_specialize=["step", "entries"])
+@triton.jit
 def _keep(
-    slots, pages, count, overlays, first_page, firsts, claims, step,
-    overlays_layer, firsts_layer, entries,
-    SHAPE: tl.constexpr, PAGES: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
+    slots, entries, count, overlays, firsts, overlays_layer, firsts_layer, SHAPE: tl.constexpr, ROWS: tl.constexpr
+):
     """Program (l, j): layer l of pages j, j + programs, ..."""
     D: tl.constexpr = SHAPE.D
     HEADS: tl.constexpr = 2 * SHAPE.KV_HEADS  # of K, then of V
     layer = tl.program_id(0).to(tl.int64)
     dim = tl.arange(0, SHAPE.DP)[None, :]
     for i in range(tl.program_id(1), tl.load(count).to(tl.int32), tl.num_programs(1)):
-        page = tl.load(pages + i)
-        entry = first_entry(page, entries)
-        taken = restored_now(claims, entry, step).to(tl.int32)
-        # Of pages with one entry the first has it, whichever program comes to it first.
-        for start in range(0, i, PAGES):
-            j = start + tl.arange(0, PAGES)
-            other = tl.load(pages + j, mask=j < i, other=0)
-            taken += tl.sum(((other > 0) & (first_entry(other, entries) == entry)).to(tl.int32), 0)
-        if taken == 0:
-            if layer == 0:
-                tl.store(first_page + entry, page.to(tl.int32))
+        entry = tl.load(entries + i).to(tl.int64)
+        if entry > 0:
             slot = tl.load(slots + i)
             for start in range(0, HEADS, ROWS):
                 row = start + tl.arange(0, ROWS)[:, None]
@@ -90,19 +65,19 @@ def restore_pages(
     layers: torch.Tensor,
     page_slot: torch.Tensor,
     overlays: torch.Tensor,
-    first_page: torch.Tensor,
+    first_entry: torch.Tensor,
     firsts: torch.Tensor,
 ) -> None:
     """Fill the overlays that pages int ``[n]`` have, 0 for none, from records of the layers of one store.
 
     records: uint8 ``[m, pages + 1, kv_heads, record.bytes]`` of layers ``layers`` int64 ``[m]``; page_slot: int32
-    ``[pages + 1]``; first_page, firsts: ``FirstTokens.pages`` and ``tokens``. Token 0 is the one that is kept.
+    ``[pages + 1]``; first_entry, firsts: ``FirstTokens.entry`` and ``tokens``. Token 0 is the one that is kept.
     """
     m, kv_heads, d = records.shape[0], records.shape[2], overlays.shape[-1]
     fast = is_two_bit(record, d)
     _restore[(kv_heads, m, len(pages))](
-        pages, records, layers, page_slot, overlays, first_page, firsts,
-        records.stride(0), overlays.stride(0), firsts.stride(0), len(first_page) - 1,
+        pages, records, layers, page_slot, overlays, first_entry, firsts,
+        records.stride(0), overlays.stride(0), firsts.stride(0),
         RECORD=record,
         SHAPE=shape_of(kv_heads, d),
         FAST=fast,
@@ -110,10 +85,9 @@ def restore_pages(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["pages", "count"], do_not_specialize_on_alignment=["pages"])
+@triton.jit(do_not_specialize=["pages"], do_not_specialize_on_alignment=["pages"])
 def _restore(
-    pages, records, layers, page_slot, overlays, first_page, firsts,
-    records_layer, overlays_layer, firsts_layer, count,
+    pages, records, layers, page_slot, overlays, first_entry, firsts, records_layer, overlays_layer, firsts_layer,
     RECORD: tl.constexpr, SHAPE: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     """Program (h, l, i): KV head h of the store's layer l, page i."""
@@ -129,8 +103,8 @@ def _restore(
         k = overlays + layer * overlays_layer + (slot * 2 * KV_HEADS + head) * (PAGE * D)
         v = k + KV_HEADS * (PAGE * D)
         read_record(k, v, PAGE, 1, record, RECORD, SHAPE, FAST, True)
-        entry = first_entry(page, count).to(tl.int64)
-        if tl.load(first_page + entry) == page:
+        entry = tl.load(first_entry + page).to(tl.int64)
+        if entry > 0:
             dim = tl.arange(0, SHAPE.DP)
             first = firsts + layer * firsts_layer + (entry * 2 * KV_HEADS + head) * D + dim
             tl.debug_barrier()  # other threads wrote the record's token 0

@@ -1,7 +1,8 @@
 """Overlays for the pages a batch is about to write: one program, because each choice depends on those before.
 
 In phases with barriers between them, a function each: the batch's rows, the windows that are pinned, a key for every
-slot, the k-th least key by bisection, and the exchange. Without a page in need the first is all.
+slot, the k-th least key by bisection, the exchange, and entries for first tokens of pages that lost their overlays.
+Without a page in need the first is all.
 """
 
 import torch
@@ -9,12 +10,13 @@ import triton
 import triton.language as tl
 
 from sglang_kvq.kernels.common import PAGE
-from sglang_kvq.kernels.tiers import TierTables, claim_of, first_entry, page_at, window
+from sglang_kvq.kernels.first_entries import claim_of, entry_of, place_firsts
+from sglang_kvq.kernels.least import NEVER, bisect, count_below
+from sglang_kvq.kernels.tiers import TierTables, page_at, window
 
-#: Elements of a pass over rows' windows, and over slots.
+#: Elements of a pass over rows' windows, and over slots; and entries of first tokens.
 _ELEMENTS = 4096
-#: Key of a slot that must not be taken.
-_NEVER = tl.constexpr(1 << 62)
+_ENTRIES = 1024
 
 
 def give_overlays(
@@ -41,6 +43,7 @@ def give_overlays(
         DECODING=prefix_lens is None,
         ROWS=max(1, _ELEMENTS // tables.window.WIDTH),
         SLOTS=_ELEMENTS,
+        ENTRIES=_ENTRIES,
         num_warps=16,
     )  # fmt: skip
 
@@ -54,7 +57,7 @@ def give_overlays(
 )  # fmt: skip
 def _give(
     rows, prefix_lens, seq_lens, batch, direct, directs, step, new_tokens, restored, t,
-    WINDOW: tl.constexpr, DECODING: tl.constexpr, ROWS: tl.constexpr, SLOTS: tl.constexpr,
+    WINDOW: tl.constexpr, DECODING: tl.constexpr, ROWS: tl.constexpr, SLOTS: tl.constexpr, ENTRIES: tl.constexpr,
 ):  # fmt: skip
     """One program; t: ``Tables``. Rows; direct pages; and if pages need overlays: pins, keys, bisection, exchange."""
     step = step.to(tl.int64)
@@ -73,9 +76,14 @@ def _give(
         takes = tl.minimum(needs, available)
         failed += needs - takes
         if takes > 0:
-            key = _bisect(t, takes, least, most, SLOTS)
-            equals = takes - _slots_below(t, key, SLOTS)  # that many of those with this key, the first
+            key = bisect(t.keys, t.slot_count, takes, least, most, SLOTS)
+            equals = takes - count_below(
+                t.keys, t.slot_count, key, SLOTS
+            )  # that many of those with this key, the first
             quantized, lost = _exchange(t, key, equals, step, WINDOW, SLOTS)
+            if WINDOW.FIRSTS:
+                tl.debug_barrier()
+                place_firsts(t, lost.to(tl.int32), step, ENTRIES)
     tl.store(t.count, quantized)
     if WINDOW.FIRSTS:
         tl.store(t.lost_count, lost)
@@ -136,9 +144,9 @@ def _begin_rows(
 @triton.jit
 def _claim(t, first, i, stored, step):
     """Whether rows i [ROWS, 1] get back the overlays of their pages ``first``: of rows that share one, the first."""
-    entry = first_entry(first, t.first_count)
     lost = stored & (first > 0) & (_slot_of(t, first, first > 0) < 0)
-    lost &= tl.load(t.first_page + entry, mask=lost, other=0) == first
+    entry = entry_of(t, first, lost)
+    lost &= entry > 0
     key = claim_of(i.to(tl.int64), step)
     tl.atomic_min(t.claims + entry, key, mask=lost)
     tl.debug_barrier()
@@ -175,7 +183,7 @@ def _key_slots(step, t, WINDOW: tl.constexpr, SLOTS: tl.constexpr):
     Returns:
         the least and the largest key of slots that may be taken; how many these are.
     """
-    least, most = tl.full([SLOTS], _NEVER, tl.int64), tl.full([SLOTS], 0, tl.int64)
+    least, most = tl.full([SLOTS], NEVER, tl.int64), tl.full([SLOTS], 0, tl.int64)
     available = tl.full([SLOTS], 0, tl.int32)
     for start in range(0, t.slot_count, SLOTS):
         slot = start + tl.arange(0, SLOTS)
@@ -184,23 +192,11 @@ def _key_slots(step, t, WINDOW: tl.constexpr, SLOTS: tl.constexpr):
         stamp = tl.where(stamp > WINDOW.BONUS, stamp - WINDOW.BONUS + step + 1, stamp)
         key = tl.where(tl.load(t.slot_page + slot, mask=inside, other=0) > 0, stamp, 0)
         free = inside & (slot > 0) & (tl.load(t.pinned + slot, mask=inside, other=0) != step)
-        tl.store(t.keys + slot, tl.where(free, key, _NEVER), mask=inside)
+        tl.store(t.keys + slot, tl.where(free, key, NEVER), mask=inside)
         least = tl.where(free, tl.minimum(least, key), least)
         most = tl.where(free, tl.maximum(most, key), most)
         available += free.to(tl.int32)
     return tl.min(least, 0), tl.max(most, 0), tl.sum(available, 0)
-
-
-@triton.jit
-def _bisect(t, takes, low, high, SLOTS: tl.constexpr):
-    """The least key that enough slots do not exceed."""
-    middle = low  # free slots, or the oldest, are often enough
-    while low < high:
-        enough = _slots_below(t, middle + 1, SLOTS) >= takes
-        high = tl.where(enough, middle, high)
-        low = tl.where(enough, low, middle + 1)
-        middle = low + (high - low) // 2
-    return low
 
 
 @triton.jit
@@ -218,7 +214,7 @@ def _exchange(t, bound, equals, step, WINDOW: tl.constexpr, SLOTS: tl.constexpr)
     passed = tl.zeros([], tl.int32)
     for start in range(0, t.slot_count, SLOTS):
         slot = start + tl.arange(0, SLOTS)
-        key = tl.load(t.keys + slot, mask=slot < t.slot_count, other=_NEVER)
+        key = tl.load(t.keys + slot, mask=slot < t.slot_count, other=NEVER)
         equal = (key == bound).to(tl.int32)
         take = (key < bound) | ((equal > 0) & (passed + tl.cumsum(equal, 0) <= equals))
         passed += tl.sum(equal, 0)
@@ -258,13 +254,3 @@ def _slot_of(t, page, exists):
 def _touch(t, index, slot, step, WINDOW: tl.constexpr):
     """Stamp the slots that there are."""
     tl.store(t.slot_stamp + slot, step + (index < WINDOW.SINK).to(tl.int64) * WINDOW.BONUS, mask=slot > 0)
-
-
-@triton.jit
-def _slots_below(t, bound, SLOTS: tl.constexpr):
-    """How many slots have a key below that."""
-    below = tl.full([SLOTS], 0, tl.int32)
-    for start in range(0, t.slot_count, SLOTS):
-        slot = start + tl.arange(0, SLOTS)
-        below += (tl.load(t.keys + slot, mask=slot < t.slot_count, other=_NEVER) < bound).to(tl.int32)
-    return tl.sum(below, 0)

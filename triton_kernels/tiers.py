@@ -28,10 +28,12 @@ class TierTables:
         keys: int64 ``[S]``, what slots are chosen by.
         wanted: int64 ``[R * window]``, pages that need an overlay.
         page_first: uint8 ``[N]``, if first tokens are kept: pages that begin a sequence.
-        first_page: int32 ``[n + 1]``, ``FirstTokens.pages``, if they are kept; claims: int64 ``[n + 1]``, of which row
-            of a batch, in which step, an entry's page is restored.
+        first_page: int32 ``[n + 1]``, first_entry: int32 ``[N]``, first_stamp: int64 ``[n + 1]``: ``FirstTokens``, if
+            they are kept. first_keys: int64 ``[n + 1]``, what entries are chosen by; claims: int64 ``[n + 1]``, of
+            which row of a batch, in which step, an entry's page is restored.
         lost_slots, lost_pages: int64 ``[S]`` with lost_count int64 ``[1]``: pages that begin a sequence and have just
-            lost their overlay, which is still there.
+            lost their overlay, which is still there; lost_entries: int32 ``[S]``, where their first tokens go.
+        entryless: int32 ``[S]``, which of them had no entry.
         slots, pages: int64 ``[2 S]`` with count int64 ``[1]``: what is to be quantized.
         sink_pages, recent_pages: the window; prefill_pages: before it, ``TierManager``'s.
         sink_bonus: added to the stamp of a sink's overlay.
@@ -55,10 +57,15 @@ class TierTables:
     wanted: torch.Tensor
     page_first: torch.Tensor
     first_page: torch.Tensor
+    first_entry: torch.Tensor
+    first_stamp: torch.Tensor
+    first_keys: torch.Tensor
     claims: torch.Tensor
     lost_slots: torch.Tensor
     lost_pages: torch.Tensor
+    lost_entries: torch.Tensor
     lost_count: torch.Tensor
+    entryless: torch.Tensor
     slots: torch.Tensor
     pages: torch.Tensor
     count: torch.Tensor
@@ -77,7 +84,7 @@ class TierTables:
             pages_row=self.row_pages.stride(0),
             slot_count=len(self.slot_page),
             row_count=len(self.row_len),
-            first_count=len(self.first_page) - 1,
+            first_count=len(self.first_page),
             **tensors,
         )
 
@@ -101,7 +108,7 @@ class Tables(NamedTuple):
 
     Attributes:
         context, pages_row: elements of a row of ``req_to_token``, of ``row_pages``.
-        slot_count: S; row_count: R; first_count: n.
+        slot_count: S; row_count: R; first_count: n + 1.
     """
 
     req_to_token: torch.Tensor
@@ -126,10 +133,15 @@ class Tables(NamedTuple):
     page_first: torch.Tensor
     first_page: torch.Tensor
     first_count: int
+    first_entry: torch.Tensor
+    first_stamp: torch.Tensor
+    first_keys: torch.Tensor
     claims: torch.Tensor
     lost_slots: torch.Tensor
     lost_pages: torch.Tensor
+    lost_entries: torch.Tensor
     lost_count: torch.Tensor
+    entryless: torch.Tensor
     slots: torch.Tensor
     pages: torch.Tensor
     count: torch.Tensor
@@ -170,24 +182,6 @@ def window(t, row, length, WINDOW: tl.constexpr, more=0):
     index = tl.where(i < WINDOW.SINK, i, history_pages(length, WINDOW, more) + i - WINDOW.SINK)
     exists = (i <= WINDOW.SINK + WINDOW.RECENT + WINDOW.MORE) & (index * PAGE < tl.where(row > 0, length, 0))
     return index, exists, page_at(t, row, index, exists)
-
-
-@triton.jit
-def first_entry(page, count):
-    """Where the first tokens of pages, from 1, are kept, of so many entries: ``FirstTokens.entries``."""
-    return 1 + page % count
-
-
-@triton.jit
-def claim_of(i, step):
-    """The key by which row i, int64, claims an entry in a step: a later step's is less, and an earlier row's."""
-    return i - (step.to(tl.int64) << 31)
-
-
-@triton.jit
-def restored_now(claims, entry, step):
-    """Whether a row has claimed the entry in this step."""
-    return tl.load(claims + entry) < claim_of(1 << 31, step)
 
 
 @triton.jit

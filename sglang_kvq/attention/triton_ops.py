@@ -175,7 +175,7 @@ class TritonOps(AttentionOps):
         pool = self.pool
         if pool.firsts is None:
             return
-        tables = (pool.page_slot, pool.overlays, pool.firsts.pages, pool.firsts.tokens)
+        tables = (pool.page_slot, pool.overlays, pool.firsts.entry, pool.firsts.tokens)
         for store in pool.stores:
             restore_pages(pages, store.records, record_of(store.format), store.layer_ids, *tables)
 

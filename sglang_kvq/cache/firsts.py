@@ -1,15 +1,14 @@
-"""First tokens of sequences, kept in BF16 after the overlay of their page was taken: two small tables in torch.
+"""First tokens of sequences, kept in BF16 after the overlay of their page was taken: small tables in torch.
 
 A sequence's first token gathers attention that belongs nowhere, and its key and value lie far from all others. What is
 calibrated for these codes it badly (``RecordFormat.keeps_first``), and every later token reads it. So one token of a
 first page is kept, all layers and KV heads, 1/64 of an overlay, until the page is freed.
 
-Page p has one place only, entry 1 + p % n, so that nothing is searched and no table of pages is needed. It takes it
-when its overlay is taken, from whichever page has it: one with an overlay does without and comes back when that is
-taken, and of conversations that idle, those that ended last are the likeliest to go on. Without an entry the record
-serves.
+Any page may have any entry. One that needs an entry gets a free one, or one whose page has an overlay and does without
+until that is taken, or else the one that was kept longest ago. So nothing is lost before more conversations idle than
+there are entries; then it is what idled longest, and its record serves.
 
-This is the plain statement; ``kernels.firsts`` does the same on a GPU.
+This is the plain statement; ``kernels.first_entries`` and ``kernels.firsts`` do the same on a GPU.
 """
 
 from __future__ import annotations
@@ -18,10 +17,12 @@ from dataclasses import dataclass
 
 import torch
 
-#: Pages that share an entry: conversations are many pages long, and few of those that idle collide.
+#: Pages that pay for an entry: conversations are many pages long.
 PAGES_PER_ENTRY = 8
 #: Of a small pool there are more, which take one overlay's memory that nobody counts.
 LEAST_ENTRIES = 64
+#: Keys of entries, in the order in which they are taken: free ones, those of pages with overlays, then by stamp.
+FREE, UNUSED, NEVER = 0, 1, 1 << 62
 
 
 def entry_count(pages: int) -> int:
@@ -36,10 +37,14 @@ class FirstTokens:
     Attributes:
         tokens: BF16 ``[layers, n + 1, 2, kv_heads, head_dim]``; axis 2 is K, V.
         pages: int32 ``[n + 1]``, the page whose first token an entry has; 0: free.
+        entry: int32 ``[pages + 1]``, the entry of a page; 0: none.
+        stamp: int64 ``[n + 1]``, the step in which an entry's page last lost its overlay.
     """
 
     tokens: torch.Tensor
     pages: torch.Tensor
+    entry: torch.Tensor
+    stamp: torch.Tensor
 
     @classmethod
     def allocate(cls, layers: int, pages: int, kv_heads: int, head_dim: int, device: torch.device) -> FirstTokens:
@@ -48,6 +53,8 @@ class FirstTokens:
         return cls(
             tokens=torch.zeros(layers, n, 2, kv_heads, head_dim, dtype=torch.bfloat16, device=device),
             pages=torch.zeros(n, dtype=torch.int32, device=device),
+            entry=torch.zeros(pages + 1, dtype=torch.int32, device=device),
+            stamp=torch.zeros(n, dtype=torch.int64, device=device),
         )
 
     @property
@@ -56,52 +63,87 @@ class FirstTokens:
         return len(self.pages) - 1
 
     def entries(self, pages: torch.Tensor) -> torch.Tensor:
-        """Entries int64 ``[m]`` of pages int64 ``[m]``; that of page 0 is 0."""
-        return torch.where(pages > 0, 1 + pages % self.count, 0)
+        """Entries int64 ``[m]`` of pages int64 ``[m]``, 0 for none."""
+        return self.entry[pages].long()
 
     def kept(self, pages: torch.Tensor) -> torch.Tensor:
         """bool ``[m]``: whose first token is here."""
-        return (pages > 0) & (self.pages[self.entries(pages)] == pages)
+        return self.entry[pages] > 0
 
     def first_of_each(self, pages: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-        """Of the pages int64 ``[m]`` that are ``wanted``, bool ``[m]``, the first that has each entry."""
+        """Of pages int64 ``[m]`` that are ``wanted``, bool ``[m]``, and have an entry, the first mention of each."""
         order = torch.arange(len(pages), device=pages.device)
-        found = torch.full_like(self.pages, len(pages), dtype=torch.int64)
+        found = torch.full_like(self.stamp, len(pages))
+        wanted = wanted & self.kept(pages)
         entries = torch.where(wanted, self.entries(pages), 0)
         found.scatter_reduce_(0, entries, torch.where(wanted, order, len(pages)), "amin")
         return wanted & (found[entries] == order)
 
     def keep(
-        self, pages: torch.Tensor, wanted: torch.Tensor, tokens: torch.Tensor, spared: torch.Tensor | None = None
+        self,
+        pages: torch.Tensor,
+        wanted: torch.Tensor,
+        tokens: torch.Tensor,
+        page_slot: torch.Tensor,
+        step: int,
+        spared: torch.Tensor | None = None,
     ) -> None:
-        """Keep first tokens of the pages int64 ``[m]`` that are ``wanted``; of those with one entry, the first's.
+        """Keep first tokens of the pages int64 ``[m]`` that are ``wanted``, each once; the first if not all fit.
 
-        tokens: BF16 ``[layers, m, 2, kv_heads, head_dim]``; spared: bool ``[n + 1]``, entries that stay as they are.
+        Args:
+            tokens: BF16 ``[layers, m, 2, kv_heads, head_dim]``.
+            page_slot: int ``[pages + 1]``, above 0 for pages that have an overlay now.
+            step: of the plan; entries that were stamped in it are not taken.
+            spared: bool ``[n + 1]``, nor are these.
         """
-        entries = self.entries(pages)
-        claims = self.first_of_each(pages, wanted)
-        if spared is not None:
-            claims &= ~spared[entries]
-        entries = torch.where(claims, entries, 0)
-        self.tokens[:, entries] = tokens
-        self.pages[entries] = torch.where(claims, pages, 0).int()
+        entries = torch.where(wanted, self.entries(pages), 0)
+        # index_fill_: assigning a Python number by index waits for the device.
+        self.stamp.index_fill_(0, entries, step)
+        key = torch.where(page_slot[self.pages.long()] > 0, UNUSED, UNUSED + 1 + self.stamp)
+        key = torch.where(self.pages == 0, FREE, key)
+        never = (self.pages > 0) & (self.stamp == step)
+        never[0].fill_(True)
+        key = torch.where(never if spared is None else never | spared, NEVER, key)
+
+        # Those of least key, the first of equals, are handed out in their own order.
+        need = wanted & (entries == 0)
+        order = torch.sort(key, stable=True).indices
+        taken = (torch.arange(len(order), device=pages.device) < need.sum()) & (key[order] < NEVER)
+        chosen = torch.sort(torch.where(taken, order, len(order))).values
+        rank = torch.cumsum(need, 0) - 1
+        need &= rank < taken.sum()
+        new = torch.where(need, chosen[rank.clamp(0, self.count)], 0)
+
+        self.entry.index_fill_(0, self.pages[new].long(), 0)
+        self.pages[new] = torch.where(need, pages, 0).int()
+        self.entry[torch.where(need, pages, 0)] = new.int()
+        self.stamp.index_fill_(0, new, step)
+        self.stamp[0].fill_(0)
+        self.tokens[:, torch.where(need, new, entries)] = tokens
 
     def free(self, pages: torch.Tensor) -> None:
-        """The entries of these pages int64 ``[m]`` become free; another page's stays."""
-        # Two pages may have the same entry: what does not match is written to entry 0, which is free already.
-        self.pages.index_fill_(0, torch.where(self.kept(pages), self.entries(pages), 0), 0)
+        """The entries of these pages int64 ``[m]`` become free."""
+        self.pages.index_fill_(0, self.entries(pages), 0)
+        self.entry.index_fill_(0, pages, 0)
 
     def pass_on(
-        self, source: torch.Tensor, target: torch.Tensor, wanted: torch.Tensor, slots: torch.Tensor, first: torch.Tensor
+        self,
+        source: torch.Tensor,
+        target: torch.Tensor,
+        wanted: torch.Tensor,
+        first: torch.Tensor,
+        page_slot: torch.Tensor,
+        step: int,
     ) -> None:
         """Pages ``target`` int64 ``[m]`` that begin with the same token as ``source`` get it, where it is known.
 
-        slots: int64 ``[m]``, ``source``'s overlays, 0 or less for none; first: BF16 ``[layers, m, 2, kv_heads,
-        head_dim]``, the first tokens in these.
+        first: BF16 ``[layers, m, 2, kv_heads, head_dim]``, the first tokens in ``source``'s overlays, where it has any;
+        page_slot, step: as ``keep`` takes them.
         """
-        there = slots > 0
+        there = page_slot[source] > 0
         tokens = torch.where(there[:, None, None, None], first, self.tokens[:, self.entries(source)])
-        self.keep(target, wanted & (there | self.kept(source)), tokens)
+        self.keep(target, wanted & (there | self.kept(source)), tokens, page_slot, step)
 
     def clear(self) -> None:
-        self.pages.zero_()
+        for table in (self.pages, self.entry, self.stamp):
+            table.zero_()

@@ -41,8 +41,11 @@ def check_integrity(tiers: TierManager, free_pages: torch.Tensor | None = None, 
     if pool.firsts is not None:
         firsts = pool.firsts.pages.long()
         at = firsts.nonzero().flatten()
-        require(torch.equal(pool.firsts.entries(firsts[at]), at), "a first token is kept where its page has no entry")
         kept = firsts[at].cpu()
+        require(
+            torch.equal(pool.firsts.entries(firsts[at]), at), "a first token is kept in an entry that is not its page's"
+        )
+        require(int((pool.firsts.entry > 0).sum()) == len(at), "a page has an entry for its first token that is free")
     if free_pages is None:
         return
     free = free_pages.cpu()

@@ -279,8 +279,8 @@ class TierManager:
     ) -> None:
         """The first of pages ``target`` begins with the first of ``source``, whose overlays are ``slots``."""
         if self.firsts is not None:
-            slot = slots[:1].clamp(min=0)
-            self.firsts.pass_on(source[:1], target[:1], wanted, slot, self.pool.overlays[:, slot, :, :, 0])
+            first = self.pool.overlays[:, slots[:1].clamp(min=0), :, :, 0]
+            self.firsts.pass_on(source[:1], target[:1], wanted, first, self.pool.page_slot, self.steps)
 
     def prepare_folds(self) -> None:
         """Have whatever folds need compiled, so that no request waits for it. Changes nothing."""
@@ -370,8 +370,7 @@ class TierManager:
         restored = spared = None
         if self.firsts is not None and prefilling:
             first = pages[:, 0]
-            back = (prefix_lens >= P) & lost[:, 0] & self.firsts.kept(first)
-            back = self.firsts.first_of_each(first, back)  # requests of a batch may share it
+            back = self.firsts.first_of_each(first, (prefix_lens >= P) & lost[:, 0])  # requests may share it
             need[:, 0] |= back
             restored = torch.where(back, first, 0)
             spared = torch.zeros_like(self.firsts.pages, dtype=torch.bool)
@@ -420,14 +419,14 @@ class TierManager:
         slots = torch.where(need, chosen[rank.clamp(0, self.pool.slots)], 0)
         old = torch.where(need, self.slot_page[slots], 0)
         self._quantize((old > 0) & ~self.page_valid[old], slots, old)
-        if self.firsts is not None:
-            first = (old > 0) & self.page_first[old]
-            self.firsts.keep(old, first, self.pool.overlays[:, slots, :, :, 0], spared)
         self.page_valid.index_fill_(0, old, True)
         self.pool.page_slot.index_fill_(0, old, -1)
         self.pool.page_slot[torch.where(need, pages, 0)] = slots.int()
         self.pool.page_slot[0].fill_(0)
         self.slot_page[slots] = torch.where(need, pages, 0)
+        if self.firsts is not None:  # what they lost is still in the overlays: the batch writes later
+            first, tokens = (old > 0) & self.page_first[old], self.pool.overlays[:, slots, :, :, 0]
+            self.firsts.keep(old, first, tokens, self.pool.page_slot, self.steps, spared)
         return unmet
 
     # -- what the batch reads ------------------------------------------------------------------------

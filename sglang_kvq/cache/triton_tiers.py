@@ -20,10 +20,11 @@ from sglang_kvq.kernels.tiers import TierTables
 class TritonTierManager(TierManager):
     """A plan is two launches, one more per record store, and two of formats that keep first tokens:
 
-    1. ``give_overlays``: lengths, stamps, pins; the overlays that pages about to be written take.
+    1. ``give_overlays``: lengths, stamps, pins; the overlays that pages about to be written take; entries for first
+       tokens of pages that lost theirs.
     2. ``set_ranges``: what the batch reads from records.
     3. ``quantize_slots``: what both found to be without a record, for all layers.
-    4. ``keep_firsts``: first tokens of pages from which the first took overlays.
+    4. ``keep_firsts``: these first tokens.
     5. ``restore_pages``: first pages that a prefill reads, in the overlays that the first gave them.
 
     If the scheduler did something since the last plan, ``apply_events`` comes before, with its copies.
@@ -35,6 +36,7 @@ class TritonTierManager(TierManager):
         def zeros(n: int) -> torch.Tensor:
             return torch.zeros(n, dtype=torch.int64, device=pool.device)
 
+        none, entries, lost = zeros(1), 1 if firsts is None else len(firsts.pages), 1 if firsts is None else slots
         self.tables = TierTables(
             req_to_token=pool.req_to_token,
             row_pages=pool.row_pages,
@@ -52,11 +54,16 @@ class TritonTierManager(TierManager):
             keys=zeros(slots),
             wanted=zeros(rows * (self.sink_pages + self.recent_pages + 1)),
             page_first=self.page_first.view(torch.uint8),
-            first_page=zeros(1).int() if firsts is None else firsts.pages,
-            claims=zeros(1 if firsts is None else len(firsts.pages)),
-            lost_slots=zeros(1 if firsts is None else slots),
-            lost_pages=zeros(1 if firsts is None else slots),
+            first_page=none.int() if firsts is None else firsts.pages,
+            first_entry=none.int() if firsts is None else firsts.entry,
+            first_stamp=none if firsts is None else firsts.stamp,
+            first_keys=zeros(entries),
+            claims=zeros(entries),
+            lost_slots=zeros(lost),
+            lost_pages=zeros(lost),
+            lost_entries=zeros(lost).int(),
             lost_count=zeros(1),
+            entryless=zeros(lost).int(),
             slots=zeros(2 * slots),
             pages=zeros(2 * slots),
             count=zeros(1),
@@ -97,9 +104,8 @@ class TritonTierManager(TierManager):
         # Pages whose overlays were just given away are still in them: the batch writes later.
         self.quantize_slots(tables.slots, tables.pages, tables.count)
         if self.firsts is not None:
-            lost = (tables.lost_slots, tables.lost_pages, tables.lost_count)
-            kept = (self.firsts.pages, self.firsts.tokens)
-            keep_firsts(*lost, self.pool.overlays, *kept, tables.claims, self.steps)
+            lost = (tables.lost_slots, tables.lost_entries, tables.lost_count)
+            keep_firsts(*lost, self.pool.overlays, self.firsts.tokens)
         if self.restore_pages is not None and restored is not None and max_len >= PAGE_SIZE:
             self.restore_pages(restored)
 

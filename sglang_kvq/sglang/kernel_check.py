@@ -202,13 +202,13 @@ class _Request:
         for each in (pool, plain):
             each.page_slot[2] = 3
         assert pool.firsts is not None and plain.firsts is not None
-        slots, claims = self._int64(3), torch.zeros(len(pool.firsts.pages), dtype=torch.int64, device=self.device)
-        kept = (pool.firsts.pages, pool.firsts.tokens)
-        keep_firsts(slots, pages[1:], self._int64(1), pool.overlays, *kept, claims, 1)
-        plain.firsts.keep(pages[1:], pages[1:] > 0, plain.overlays[:, slots, :, :, 0])
+        slots = self._int64(3)
+        plain.firsts.keep(pages[1:], pages[1:] > 0, plain.overlays[:, slots, :, :, 0], plain.page_slot, 1)
+        pool.firsts.entry.copy_(plain.firsts.entry)
+        keep_firsts(slots, pool.firsts.entry[pages[1:]], self._int64(1), pool.overlays, pool.firsts.tokens)
         TritonOps(pool, LayerRotations(), Q_HEADS, max_batch=1).restore_pages(pages)
         ReferenceOps(plain, LayerRotations()).restore_pages(pages)
-        if not torch.equal(pool.overlays, plain.overlays) or not torch.equal(pool.firsts.pages, plain.firsts.pages):
+        if not torch.equal(pool.overlays, plain.overlays) or not torch.equal(pool.firsts.tokens, plain.firsts.tokens):
             raise KVQuantError(
                 f"restoring a page with keys in {PLANES.k.describe()} and values in {PLANES.v.describe()} differs from "
                 "the same in torch; try another Triton release, and report this."

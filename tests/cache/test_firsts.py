@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 
@@ -79,50 +81,100 @@ def again(m: Model, text: list[int], tail: int = 30) -> Request:
 # -- the table -------------------------------------------------------------------------------------
 
 
-def test_a_page_has_one_entry_and_is_kept_until_it_is_freed():
+def keep(firsts: FirstTokens, pages: list[int], given: torch.Tensor, step: int, overlays: Sequence[int] = (), **more):
+    """Of pages, 0 for those that are not wanted, while some have overlays."""
+    slots = torch.full((len(firsts.entry),), -1, dtype=torch.int32)
+    slots[ids(*overlays)] = 1
+    firsts.keep(ids(*pages), ids(*pages) > 0, given, slots, step, **more)
+
+
+def check_table(firsts: FirstTokens) -> None:
+    at = firsts.pages.nonzero().flatten()
+    assert torch.equal(firsts.entries(firsts.pages[at].long()), at) and int((firsts.entry > 0).sum()) == len(at)
+    assert not firsts.pages[0] and not firsts.entry[0]
+
+
+def test_pages_take_free_entries_and_give_them_back():
     firsts, given = table(), tokens(3)
     assert firsts.count == 4 and entry_count(40) == 5 and entry_count(3) == 2
-    firsts.keep(ids(6, 0, 3), torch.tensor([True, False, True]), given)
-    assert firsts.pages.tolist() == [0, 0, 0, 6, 3]
-    assert torch.equal(firsts.tokens[:, [3, 4]], given[:, [0, 2]])
-    assert firsts.kept(ids(6, 10, 3, 0)).tolist() == [True, False, True, False]
-    firsts.free(ids(10, 14, 3))
-    assert firsts.pages.tolist() == [0, 0, 0, 6, 0]
+    keep(firsts, [6, 0, 30], given, step=1)
+    assert firsts.pages.tolist() == [0, 6, 30, 0, 0]
+    assert torch.equal(firsts.tokens[:, [1, 2]], given[:, [0, 2]])
+    assert firsts.kept(ids(6, 10, 30, 0)).tolist() == [True, False, True, False]
+    check_table(firsts)
+    firsts.free(ids(10, 14, 6, 6))
+    assert firsts.pages.tolist() == [0, 0, 30, 0, 0]
+    keep(firsts, [7, 8], given[:, :2], step=2)
+    assert firsts.pages.tolist() == [0, 7, 30, 8, 0]
+    check_table(firsts)
     firsts.clear()
-    assert not firsts.pages.any()
+    assert not firsts.pages.any() and not firsts.entry.any()
 
 
-def test_a_later_page_takes_the_entry_unless_it_is_spared():
-    firsts, later = table(), tokens(2, seed=1)
-    firsts.keep(ids(6, 3), torch.tensor([True, True]), tokens(2))
-    spared = torch.tensor([True, False, False, False, True])
-    firsts.keep(ids(10, 7), torch.tensor([True, True]), later, spared)
-    assert firsts.pages.tolist() == [0, 0, 0, 10, 3]
-    assert torch.equal(firsts.tokens[:, [3, 4]], torch.stack([later[:, 0], tokens(2)[:, 1]], 1))
+@pytest.mark.parametrize("apart", [1, 2, 4, 8, 9])
+def test_nothing_is_lost_while_there_are_entries(apart):
+    """However the pages that begin conversations lie, one or many at a time."""
+    firsts, given = table(80), tokens(9)
+    pages = [1 + apart * i for i in range(firsts.count)]
+    assert len(pages) == 9
+    for step in range(3):
+        keep(firsts, pages[3 * step : 3 * step + 3], given[:, 3 * step : 3 * step + 3], step)
+    assert firsts.kept(ids(*pages)).all()
+    assert torch.equal(firsts.tokens[:, firsts.entries(ids(*pages))], given)
+    check_table(firsts)
 
 
-def test_of_pages_with_one_entry_the_first_is_kept():
-    firsts, given = table(), tokens(4)
-    firsts.keep(ids(5, 9, 1, 9), torch.tensor([False, True, True, True]), given)
-    assert firsts.pages.tolist() == [0, 0, 9, 0, 0] and torch.equal(firsts.tokens[:, 2], given[:, 1])
+def test_a_page_that_lost_its_overlay_again_has_its_entry_and_is_the_youngest():
+    firsts, given = table(), tokens(6)
+    for step, page in enumerate((5, 6, 7, 8)):
+        keep(firsts, [page], given[:, step : step + 1], step)
+    keep(firsts, [5], given[:, :1], step=4)
+    assert firsts.pages.tolist() == [0, 5, 6, 7, 8]
+    keep(firsts, [9], given[:, 4:5], step=5)
+    assert firsts.pages.tolist() == [0, 5, 9, 7, 8], "6 was the oldest"
+    assert torch.equal(firsts.tokens[:, 1], given[:, 0]) and torch.equal(firsts.tokens[:, 2], given[:, 4])
+    check_table(firsts)
 
 
-def test_freed_pages_with_one_entry_free_what_is_theirs():
+def test_a_page_with_an_overlay_gives_its_entry_before_the_oldest_does():
+    firsts, given = table(), tokens(7)
+    for step, page in enumerate((5, 6, 7, 8)):
+        keep(firsts, [page], given[:, step : step + 1], step)
+    keep(firsts, [9, 10, 11], given[:, 4:], 5, overlays=(7, 8))
+    assert firsts.pages.tolist() == [0, 9, 6, 10, 11], "those with overlays, then the oldest"
+    check_table(firsts)
+
+
+def test_what_is_restored_or_was_kept_in_this_step_stays():
+    firsts, given = table(), tokens(7)
+    for step, page in enumerate((5, 6, 7, 8)):
+        keep(firsts, [page], given[:, step : step + 1], step)
+    spared = torch.tensor([False, False, False, True, False])
+    keep(firsts, [9, 5, 10, 11, 12], torch.cat([given[:, 4:5], given[:, :1], given[:, 4:]], 1), 9, (7,), spared=spared)
+    assert firsts.pages.tolist() == [0, 5, 9, 7, 10], "the first pages; for others there was no entry"
+    assert firsts.kept(ids(11, 12)).tolist() == [False, False]
+    assert torch.equal(firsts.tokens[:, 1], given[:, 0]) and torch.equal(firsts.tokens[:, 4], given[:, 4])
+    check_table(firsts)
+
+
+def test_of_requests_that_share_a_page_the_first_restores_it():
     firsts = table()
-    firsts.keep(ids(9, 3), torch.tensor([True, True]), tokens(2))
-    firsts.free(ids(1, 9, 5, 9))
-    assert firsts.pages.tolist() == [0, 0, 0, 0, 3]
+    keep(firsts, [6, 30], tokens(2), step=1)
+    found = firsts.first_of_each(ids(30, 6, 7, 6, 30, 0), torch.tensor([False, True, True, True, True, True]))
+    assert found.tolist() == [False, True, False, False, True, False]
 
 
 def test_a_copy_gets_the_token_from_the_overlay_or_from_the_table():
     firsts, given, read = table(), tokens(2), tokens(3, seed=1)
-    firsts.keep(ids(6, 3), torch.tensor([True, True]), given)
-    everyone = torch.ones(3, dtype=torch.bool)
-    firsts.pass_on(ids(6, 2, 5), ids(8, 9, 12), everyone, ids(0, 4, -1), read)  # 5 is in neither
-    assert firsts.pages.tolist() == [0, 8, 9, 6, 3]
-    assert torch.equal(firsts.tokens[:, [1, 2]], torch.stack([given[:, 0], read[:, 1]], 1))
-    firsts.pass_on(ids(6), ids(9), ~everyone[:1], ids(0), read[:, :1])
-    assert torch.equal(firsts.tokens[:, 2], read[:, 1])
+    keep(firsts, [6, 3], given, step=1)
+    everyone, slots = torch.ones(3, dtype=torch.bool), torch.full((41,), -1, dtype=torch.int32)
+    slots[2] = 4
+    firsts.pass_on(ids(6, 2, 5), ids(8, 9, 12), everyone, read, slots, 2)  # 5 is in neither
+    assert firsts.pages.tolist() == [0, 6, 3, 8, 9]
+    assert torch.equal(firsts.tokens[:, [3, 4]], torch.stack([given[:, 0], read[:, 1]], 1))
+    firsts.pass_on(ids(6), ids(13), ~everyone[:1], read[:, :1], slots, 3)
+    assert firsts.pages.tolist() == [0, 6, 3, 8, 9]
+    check_table(firsts)
 
 
 def test_only_some_formats_have_it_and_pay_for_it():
@@ -212,36 +264,40 @@ def test_pages_that_a_batch_writes_and_those_it_restores_fit_when_all_rows_run()
     assert m.tiers.counts().errors == 0 and m.restored == 3
 
 
-def test_of_idle_pages_that_collide_the_later_one_is_restored():
-    m = model()
-    one, two = prompt(0), prompt(1)
-    first = idle(m, one)
+def test_of_more_idle_conversations_than_entries_the_oldest_is_read_from_its_record():
+    m = Model(90, 8, 2, 1, 2, format=PLANES)
     n = m.pool.firsts.count
-    same = [page for page in m.free if (page - first) % n == 0]
-    m.free[:] = [same[0], *(page for page in m.free if page not in same), *same[1:]]
-    second = idle(m, two)
-    assert second == same[0] and m.pool.firsts.kept(ids(first, second)).tolist() == [False, True]
-    for text in (one, two):
+    texts = [prompt(kind) for kind in range(n + 1)]
+    pages = [idle(m, text) for text in texts]
+    assert m.pool.firsts.kept(ids(*pages)).tolist() == [False] + [True] * n
+    for text in texts:
         m.leave(again(m, text), publish=False)
-    assert m.restored == 1 and m.unkept == 1
-    m.release([m.tree.pop(tuple(two[:end])) for end in range(5 * P, 0, -P)])
+    assert m.restored == n and m.unkept == 1
+    for text in texts:
+        m.release([m.tree.pop(tuple(text[:end])) for end in range(5 * P, 0, -P)])
     m.check()
     assert not m.pool.firsts.pages.any()
 
 
 def test_a_page_with_an_overlay_leaves_its_entry_to_others():
-    m = model(slots=11, rows=3)
-    one, two = prompt(0), prompt(1)
-    running = prefill(m, one)
-    first, n = first_page(m, one), m.pool.firsts.count
-    same = [page for page in m.free if (page - first) % n == 0]
-    m.free[:] = [same[0], *(page for page in m.free if page not in same), *same[1:]]
-    second = idle(m, two)
-    assert second == same[0] and int(m.pool.page_slot[first]) > 0
-    m.leave(again(m, two), publish=False)
-    assert m.restored == 1 and not m.unkept
+    """And gets another when that is taken."""
+    m = Model(90, 8, 2, 1, 2, format=PLANES)
+    n = m.pool.firsts.count
+    texts = [prompt(kind) for kind in range(n + 1)]
+    pages = [idle(m, text) for text in texts[:n]]
+    running = again(m, texts[0])
+    for text in (texts[n], *(prompt(kind, 400) for kind in (50, 60, 70))):  # in what is left of the overlays
+        m.leave(prefill(m, text), publish=True)
+    pages.append(first_page(m, texts[n]))
+    kept = m.pool.firsts.kept(ids(*pages))
+    assert kept.tolist() == [False] + [True] * n and int(m.pool.page_slot[pages[0]]) > 0
+    for text in texts[1:]:
+        m.leave(again(m, text), publish=False)
+    assert m.restored == n + 1 and not m.unkept
     m.leave(running, publish=True)
+    press(m)
     m.check()
+    assert bool(m.pool.firsts.kept(ids(pages[0])))
 
 
 def test_nothing_is_kept_without_sinks_or_where_the_format_does_without():
@@ -269,8 +325,7 @@ def test_freed_and_flushed_pages_keep_nothing():
 @pytest.mark.usefixtures("roomy")
 def test_a_copied_conversation_keeps_its_first_token():
     m, text = model(), prompt(0)
-    page = idle(m, text)
-    m.free.sort(key=lambda other: (other - page) % m.pool.firsts.count == 0)
+    idle(m, text)
     request = m.select(tuple(text), [0, 2, 3], [7] * 50)
     assert m.extend([(request, 50)])
     assert m.restored == 1 and not m.unkept
@@ -281,9 +336,8 @@ def test_a_copied_conversation_keeps_its_first_token():
 @pytest.mark.usefixtures("roomy")
 def test_a_fold_keeps_its_first_token_if_its_first_page_is_whole(whole):
     m, text = model(), prompt(0)
-    page = idle(m, text)
+    idle(m, text)
     request = again(m, text)
-    m.free.sort(key=lambda other: (other - page) % m.pool.firsts.count == 0)
     kept = chosen(3 * P, 5 * P) if whole else list(range(P, 4 * P))
     names = m.fold(request, kept, publish=True)
     target = m.tree[tuple(names[:P])]
@@ -303,7 +357,7 @@ def test_overlays_of_layers_of_any_format_are_restored():
     ops, pool.page_slot[7] = ReferenceOps(pool, LayerRotations()), 3
     pool.overlays[:, 3] = written
     ops.quantize_slots(ids(3), ids(7), ids(1))
-    pool.firsts.keep(ids(7), torch.tensor([True]), written[:, None, :, :, 0])
+    keep(pool.firsts, [7], written[:, None, :, :, 0], step=1)
     pool.overlays.zero_()
     ops.restore_pages(ids(0, 7, 5))
     for layer, format in enumerate(formats):
@@ -320,9 +374,10 @@ def test_the_integrity_check_sees(damage):
     firsts = m.pool.firsts
     if damage == "free":
         other = m.free[0]
-        firsts.pages[firsts.entries(ids(other))] = other
+        at = int((firsts.pages == 0).nonzero()[1])
+        firsts.pages[at], firsts.entry[other] = other, at
     else:
-        firsts.pages[page % firsts.count or firsts.count] = page
+        firsts.entry[page] += 1
     with pytest.raises(RuntimeError, match="KV cache integrity: .*first token"):
         check_integrity(m.tiers, torch.tensor(m.free), idle=True)
 

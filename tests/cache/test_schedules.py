@@ -25,7 +25,7 @@ def test_random_schedules(seed, overlap):
 @pytest.mark.parametrize("overlap", [False, True], ids=["alone", "in-flight"])
 @pytest.mark.parametrize("pages_per_entry", [1, 8])
 def test_random_schedules_keep_first_tokens(pages_per_entry, overlap, monkeypatch):
-    """Whatever takes overlays, a first page is read with its first token as it was written, unless entries collide."""
+    """Whatever takes overlays, a first page is read with its first token as it was written, while there are entries."""
     monkeypatch.setattr(firsts, "PAGES_PER_ENTRY", pages_per_entry)
     restored = unkept = 0
     for seed in range(4):

@@ -177,8 +177,8 @@ def restore(ops) -> None:
     """What keeps first tokens and restores overlays, if this pool's records ask for it."""
     pool = ops.pool
     if pool.firsts is not None:
-        one, claims = scenes.int64(1), torch.zeros(len(pool.firsts.pages), dtype=torch.int64)
-        keep_firsts(one, one, one, pool.overlays, pool.firsts.pages, pool.firsts.tokens, claims, 1)
+        one = scenes.int64(1)
+        keep_firsts(one, one.int(), one, pool.overlays, pool.firsts.tokens)
         ops.restore_pages(one.int())
 
 

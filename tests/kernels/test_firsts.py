@@ -43,10 +43,6 @@ def make_pool(formats: list[RecordFormat], kv_heads: int, pages: int = 40, slots
     return pool
 
 
-def copy_of(pool: PagePool) -> FirstTokens:
-    return FirstTokens(pool.firsts.tokens.clone(), pool.firsts.pages.clone())
-
-
 def restore_both_ways(pool: PagePool, pages: torch.Tensor) -> None:
     before = pool.overlays.clone()
     ReferenceOps(pool, LayerRotations()).restore_pages(pages)
@@ -63,7 +59,7 @@ def restore_both_ways(pool: PagePool, pages: torch.Tensor) -> None:
 def test_overlays_are_restored_from_planes(widths, head_dim):
     pool = make_pool([planes(widths, head_dim)], kv_heads=3 if head_dim == 64 else 1)
     pool.page_slot[int64(7, 9, 20)] = int64(3, 12, 1).int()
-    pool.firsts.pages[pool.firsts.entries(int64(7))] = 7  # 9's and 20's tokens come from their records
+    pool.firsts.entry[7] = 3  # 9's and 20's tokens come from their records
     pool.firsts.tokens.copy_(torch.randn(pool.firsts.tokens.shape, device=DEVICE))
     restore_both_ways(pool, int64(7, 0, 20, 11, 9).int())
 
@@ -75,35 +71,61 @@ def test_overlays_are_restored_from_layers_of_different_formats():
     formats = [narrow, two, wide, sphere, narrow, channel, wide]
     pool = make_pool(formats, kv_heads=2)
     pool.page_slot[int64(33, 40)] = int64(12, 5).int()
-    pool.firsts.pages[pool.firsts.entries(int64(40))] = 40
+    pool.firsts.entry[40] = 2
     pool.firsts.tokens.copy_(torch.randn(pool.firsts.tokens.shape, device=DEVICE))
     restore_both_ways(pool, int64(33, 40))
 
 
-@pytest.mark.parametrize("blocks", [(256, 64), (2, 4)], ids=["as-launched", "small"])
+@pytest.mark.parametrize("rows", [64, 4], ids=["as-launched", "small"])
 @pytest.mark.parametrize("kv_heads, layers", [(1, 1), (3, 5)])
-def test_first_tokens_are_kept_in_the_lists_order(kv_heads, layers, blocks, monkeypatch):
-    """Pages of one entry, more than programs; an entry that is taken, one that is restored now, and one before."""
-    monkeypatch.setattr(firsts, "_PAGES", blocks[0])
-    monkeypatch.setattr(firsts, "_ROWS", blocks[1])
+def test_first_tokens_are_copied_to_their_entries(kv_heads, layers, rows, monkeypatch):
+    """More than there are programs; some have no entry, and what is beyond the count is not read."""
+    monkeypatch.setattr(firsts, "_ROWS", rows)
     pool = make_pool([planes(WIDTHS[0])] * layers, kv_heads, pages=80)
-    n, step = pool.firsts.count, 7
-    assert n == 9
-    pool.firsts.pages[1 + 2] = 2 + n  # taken
-    claims = torch.zeros(n + 1, dtype=torch.int64, device=DEVICE)
-    claims[1 + 4], claims[1 + 5] = 12 - (step << 31), 12 - (step - 1 << 31)  # restored now, and before
-    pages, slots = int64(3 + n, 2, 4, 3, 5, 1 + n, 3 + 2 * n, 2 + 3 * n, 1, 6), int64(*range(1, 11))
-    want, spared = copy_of(pool), torch.zeros(n + 1, dtype=torch.bool, device=DEVICE)
-    spared[1 + 4] = True
-    want.keep(pages, pages > 0, pool.overlays[:, slots, :, :, 0], spared)
-    more = int64(7, 8)  # beyond the count
-    kept = (pool.firsts.pages, pool.firsts.tokens)
-    lists = (torch.cat([slots, more]), torch.cat([pages, more]), int64(len(pages)))
-    firsts.keep_firsts(*lists, pool.overlays, *kept, claims, step)
-    assert want.pages.tolist() == [0, 0, 1 + n, 2, 3 + n, 0, 5, 6, 0, 0] == pool.firsts.pages.tolist()
-    written = [2, 3, 4, 6, 7]
-    assert torch.equal(pool.firsts.tokens[:, written], want.tokens[:, written])
-    assert not pool.firsts.tokens[:, [0, 1, 5, 8, 9]].any(), "of these nothing was written"
+    entries, slots = int64(3, 0, 9, 1, 2, 0, 4, 8, 7, 5, 6, 6), int64(*range(1, 13))
+    want = pool.firsts.tokens.clone()
+    want[:, entries[:10]] = pool.overlays[:, slots[:10], :, :, 0]
+    want[:, 0] = 0
+    firsts.keep_firsts(slots, entries.int(), int64(10), pool.overlays, pool.firsts.tokens)
+    assert torch.equal(pool.firsts.tokens, want) and want.any()
+
+
+@pytest.mark.parametrize("block", [4, 64])
+@pytest.mark.parametrize("seed", range(6))
+def test_pages_get_the_entries_that_they_get_in_torch(seed, block):
+    """Of a table in any state: free entries or none, pages with overlays, restored now, with an entry already."""
+    from tests.kernels.first_kernels import place  # defined while Triton's switch is set, see conftest.py
+
+    generator = torch.Generator().manual_seed(seed)
+
+    def some(count: int, below: int) -> torch.Tensor:
+        return torch.randperm(below, generator=generator)[:count].to(DEVICE)
+
+    step, n = 9, 20
+    tiers = twins(rows=4, pages_each=10 * 4, slots=30, format=planes(WIDTHS[0]))
+    t, pool = tiers.kernels.tables, tiers.kernels.pool
+    assert len(t.first_page) == n
+    held = some((6, n - 1)[seed % 2], n - 1) + 1
+    pages = some(60, 160) + 1
+    owners, lost = pages[: len(held)], pages[len(held) - 3 :]  # three have an entry already
+    t.first_page[held], t.first_entry[owners] = owners.int(), held.int()
+    t.first_stamp[held] = torch.randint(0, step, held.shape, generator=generator).to(DEVICE)
+    t.page_slot[owners[: seed * 2]] = 1
+    t.claims[held[1::3]] = 5 - (step - 1 << 31)  # the step before
+    restored = held[seed::4]
+    t.claims[restored] = 5 - (step << 31)
+    lost = lost[torch.randperm(len(lost), generator=generator).to(DEVICE)][: (8, 28)[seed // 3]]
+    t.lost_pages[: len(lost)] = lost
+
+    want = FirstTokens(pool.firsts.tokens.clone(), *(x.clone() for x in (t.first_page, t.first_entry, t.first_stamp)))
+    spared = torch.zeros(n, dtype=torch.bool, device=DEVICE)
+    spared[restored] = True
+    tokens = torch.zeros(1, len(lost), 2, 1, 64, dtype=torch.bfloat16, device=DEVICE)
+    want.keep(lost, lost > 0, tokens, t.page_slot, step, spared)
+    place[(1,)](t.arguments, len(lost), step, BLOCK=block)
+    for got, table in ((t.first_page, want.pages), (t.first_entry, want.entry), (t.first_stamp, want.stamp)):
+        assert torch.equal(got, table)
+    assert torch.equal(t.lost_entries[: len(lost)].long(), want.entries(lost))
 
 
 def test_requests_of_a_batch_share_what_is_restored(monkeypatch):
@@ -122,9 +144,9 @@ def test_requests_of_a_batch_share_what_is_restored(monkeypatch):
     for manager in (tiers, tiers.kernels):  # their overlays went to others
         gone = pages[1:3, 0].to(manager.slot_page.device)
         first = manager.pool.overlays[:, manager.pool.page_slot[gone].long(), :, :, 0]
-        manager.pool.firsts.keep(gone, gone > 0, first)
         manager.slot_page[manager.pool.page_slot[gone].long()] = 0
         manager.pool.page_slot[gone] = -1
+        manager.pool.firsts.keep(gone, gone > 0, first, manager.pool.page_slot, manager.steps)
         manager.page_valid[pages[1:3, :5].flatten().to(manager.slot_page.device)] = True
     kept = [int(page) for page in pages[1:3, 0] if tiers.pool.firsts.kept(page.view(1))]
     assert kept

@@ -31,7 +31,8 @@ def tables(tiers: TierManager) -> dict[str, torch.Tensor]:
     }
     if pool.firsts is not None:
         kept = pool.firsts.pages
-        state |= {"first_page": kept, "firsts": pool.firsts.tokens[:, kept > 0]}
+        state |= {"first_page": kept, "first_entry": pool.firsts.entry, "firsts": pool.firsts.tokens[:, kept > 0]}
+        state["first_stamp"] = pool.firsts.stamp[kept > 0]
     return {name: tensor.cpu() for name, tensor in state.items()}
 
 
@@ -84,7 +85,7 @@ class TwinTierManager(TierManager):
             replace(x, layer_ids=x.layer_ids.to(DEVICE), records=x.records.to(DEVICE, copy=True)) for x in pool.stores
         )
         if pool.firsts is not None:
-            own["firsts"] = FirstTokens(*(x.to(DEVICE, copy=True) for x in (pool.firsts.tokens, pool.firsts.pages)))
+            own["firsts"] = FirstTokens(*(x.to(DEVICE, copy=True) for x in vars(pool.firsts).values()))
         theirs = replace(pool, stores=stores, **own)
         restore = (lambda pages: restored.extend(pages.tolist())) if keeps else None
         self.kernels = TritonTierManager(theirs, sink_pages, recent_pages, quantize, restore, prefill_pages)

@@ -1,0 +1,11 @@
+"""A kernel of ``test_firsts``, which imports it while Triton interprets."""
+
+import triton
+import triton.language as tl
+
+from sglang_kvq.kernels.first_entries import place_firsts
+
+
+@triton.jit(do_not_specialize=["step"])
+def place(t, count, step, BLOCK: tl.constexpr):
+    place_firsts(t, count, step.to(tl.int64), BLOCK)
