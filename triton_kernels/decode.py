@@ -132,7 +132,7 @@ def decode_launch(head_dim: int, gqa_group: int, record: Record | PlaneRecord, k
             return DecodeLaunch(stages=3, registers=168, programs_per_sm=12, half_pages=2)
         if head_dim == 128 and gqa_group > 4:
             if gqa_group > 8:
-                return DecodeLaunch(4, 168, programs_per_sm=12, half_pages=1, overlay_cost=4, shared_queries=True)
+                return DecodeLaunch(4, registers=255, programs_per_sm=8, half_pages=1, overlay_cost=3)
             if kv_heads == 1:  # programs have few pages each: fewer of them begin sooner
                 return DecodeLaunch(4, registers=255, programs_per_sm=8, half_pages=1, overlay_cost=4)
             return DecodeLaunch(4, registers=168, programs_per_sm=12, half_pages=1, overlay_cost=4)
