@@ -31,7 +31,6 @@ from sglang_kvq.kernels.decode_general import history_general
 from sglang_kvq.kernels.decode_half import has_int8_keys, history_half
 from sglang_kvq.kernels.decode_half_int8 import history_half_int8
 from sglang_kvq.kernels.decode_half_planes import history_half_planes
-from sglang_kvq.kernels.decode_half_shared import has_shared_queries, history_half_shared
 from sglang_kvq.kernels.decode_planes import history_planes
 from sglang_kvq.kernels.int8 import (
     MAGIC_BITS,
@@ -71,8 +70,6 @@ class DecodeLaunch:
             in INT8.
         shared_weights: whether weights become operands of ``decode_half_planes`` through shared memory.
         overlay_cost: ``WorkCosts.overlay``.
-        shared_queries: whether queries of ``decode_half_shared`` stay in shared memory: 9 to 16 heads of more than 64
-            dims, one page a turn; others are decoded as without it.
     """
 
     stages: int
@@ -81,7 +78,6 @@ class DecodeLaunch:
     half_pages: int = 0
     shared_weights: bool = False
     overlay_cost: int = 5
-    shared_queries: bool = False
 
     @property
     def costs(self) -> WorkCosts:
@@ -246,7 +242,6 @@ def decode(
         FAST=is_fast(record),
         HALF_PAGES=launch.half_pages,
         SHARED_WEIGHTS=launch.shared_weights,
-        SHARED_QUERIES=launch.shared_queries,
         PLAIN=plain,
         EARLY=overlap.early,
         LETS_NEXT=overlap.lets_next,
@@ -266,7 +261,7 @@ def _decode(
     out, lse, q, items, scale_log2, stored, seen, seen_row,
     RECORD: tl.constexpr, SHAPE: tl.constexpr, FAST: tl.constexpr, HALF_PAGES: tl.constexpr, PLAIN: tl.constexpr,
     EARLY: tl.constexpr, LETS_NEXT: tl.constexpr, CHUNKS: tl.constexpr, DRAFTS: tl.constexpr, OF_CHUNK: tl.constexpr,
-    SHARED_WEIGHTS: tl.constexpr, SHARED_QUERIES: tl.constexpr,
+    SHARED_WEIGHTS: tl.constexpr,
 ):  # fmt: skip
     """Program ((kv_head * parts of V + part) * chunks + chunk, item): read the item; its records; its overlays; store.
 
@@ -286,7 +281,9 @@ def _decode(
         first_head = head * SHAPE.GQA_GROUP
         token = item.request.to(tl.int64) * CHUNKS + chunk
         mine = View(q.data + token * q.token + first_head * q.head, q.token, q.head)
-        state = _no_state(VP, HEADS)
+        state = Softmax(
+            tl.zeros([VP, HEADS], tl.float32), tl.zeros([HEADS], tl.float32), tl.full([HEADS], NEVER, tl.float32)
+        )
         if item.first_page < item.last_page:
             records = stored.records + head * RECORD.bytes
             if is_planes(RECORD):
@@ -296,8 +293,6 @@ def _decode(
                     )
                 else:
                     state = history_planes(mine, item, table, records, v_first, scale_log2, RECORD, SHAPE, PLAIN)
-            elif SHARED_QUERIES and HALF_PAGES == 1 and has_shared_queries(SHAPE):
-                state = history_half_shared(mine, item, table, records, v_first, scale_log2, RECORD, SHAPE, PLAIN)
             elif HALF_PAGES > 0 and has_int8_keys(SHAPE):
                 state = history_half_int8(
                     mine, item, table, records, v_first, scale_log2, RECORD, SHAPE, PLAIN, HALF_PAGES
@@ -312,18 +307,10 @@ def _decode(
         if item.first_tile < item.last_tile:
             overlays = stored.overlays
             hidden = _hidden(seen, seen_row, item.request, chunk, SHAPE, DRAFTS, OF_CHUNK)
-            if continues(SHAPE):
-                state = _overlay(
-                    state, mine, item, table, overlays, stored.page_slot, head, dims, inside, hidden, scale_log2,
-                    SHAPE, DRAFTS,
-                )  # fmt: skip
-            else:
-                COLUMNS: tl.constexpr = max(HEADS, 8)
-                other = _overlay(
-                    _no_state(VP, COLUMNS), mine, item, table, overlays, stored.page_slot, head, dims, inside, hidden,
-                    scale_log2, SHAPE, DRAFTS,
-                )  # fmt: skip
-                state = _merged(state, first_columns(other, COLUMNS, HEADS))
+            other = _overlay(
+                mine, item, table, overlays, stored.page_slot, head, dims, inside, hidden, scale_log2, SHAPE, DRAFTS
+            )
+            state = _merged(state, other)
         if LETS_NEXT:
             tl.extra.cuda.gdc_launch_dependents()
         h = tl.arange(0, HEADS)
@@ -331,22 +318,6 @@ def _decode(
         tl.store(lse + result, state.top + tl.log2(state.total), mask=h < SHAPE.GQA_GROUP)
         address = out + result[None, :] * SHAPE.D + dims[:, None]
         tl.store(address, state.acc / state.total[None, :], mask=inside[:, None] & (h < SHAPE.GQA_GROUP)[None, :])
-
-
-@triton.constexpr_function
-def continues(shape):
-    """Whether overlays are added to the history's state: with more than eight heads.
-
-    Two states at a time need 64 registers more, for which the compiler spilled the first from the beginning.
-    """
-    return shape.HEADS > 8
-
-
-@triton.jit
-def _no_state(DIMS: tl.constexpr, COLUMNS: tl.constexpr):
-    """The state of so many heads, columns, before the first key."""
-    zeros = tl.zeros([COLUMNS], tl.float32)
-    return Softmax(tl.zeros([DIMS, COLUMNS], tl.float32), zeros, zeros + NEVER)
 
 
 @triton.jit
@@ -476,13 +447,14 @@ def _hidden(seen, row, request, chunk, SHAPE: tl.constexpr, DRAFTS: tl.constexpr
 
 @triton.jit
 def _overlay(
-    state, q, item, table, overlays, page_slot, head, dims, in_dims, hidden, scale_log2,
+    q, item, table, overlays, page_slot, head, dims, in_dims, hidden, scale_log2,
     SHAPE: tl.constexpr, DRAFTS: tl.constexpr,
 ):  # fmt: skip
-    """Add overlay tiles of the item's pages outside the history to a state of these dims, eight columns or more."""
+    """Overlay tiles of the item's pages outside the history; results as ``_history``, of these dims."""
     TILE: tl.constexpr = OVERLAY_TILE
     TILES: tl.constexpr = PAGE // TILE
     D: tl.constexpr = SHAPE.D
+    VP: tl.constexpr = SHAPE.VP
     HEADS: tl.constexpr = SHAPE.HEADS
     KV_HEADS: tl.constexpr = SHAPE.KV_HEADS
     COLUMNS: tl.constexpr = 8 if HEADS < 8 else HEADS  # the smallest product has eight
@@ -490,7 +462,9 @@ def _overlay(
     dim = tl.arange(0, SHAPE.DP)
     inside = (dim < D)[:, None] & (h < SHAPE.GQA_GROUP)[None, :]
     q_all = tl.load(q.data + h[None, :] * q.head + dim[:, None], mask=inside, other=0.0)  # [DP, COLUMNS]
-    acc, total, top = state
+    acc = tl.zeros([VP, COLUMNS], tl.float32)
+    top = tl.full([COLUMNS], NEVER, tl.float32)
+    total = tl.zeros([COLUMNS], tl.float32)
     for step in tl.range(item.first_tile, item.last_tile):
         index = step // TILES
         token = (step - index * TILES) * TILE + tl.arange(0, TILE)
@@ -520,4 +494,4 @@ def _overlay(
         p = tl.exp2(x - top[None, :])
         total = total * decay + tl.sum(p, 0)
         acc = dot(tl.trans(v), to_bf16(p), acc * decay[None, :])
-    return Softmax(acc, total, top)
+    return first_columns(Softmax(acc, total, top), COLUMNS, HEADS)

@@ -32,7 +32,7 @@ from sglang_kvq.kernels.decode_half import (
 from sglang_kvq.kernels.int8 import MAGIC, MAGIC_BITS, half_scales, join_halves, rounded_halves
 from sglang_kvq.kernels.softmax import NEVER, Softmax, first_columns, have_risen, raised
 
-#: PTX of ``split_parts``: second bytes of $2 to $5 to one word, first bytes of $6 to $9 to another.
+#: PTX of ``_split``: second bytes of $2 to $5 to one word, first bytes of $6 to $9 to another.
 SPLIT = tl.constexpr("""{
     .reg .b32 first, second;
     prmt.b32 first, $2, $3, 0x0051;
@@ -68,10 +68,10 @@ def history_half_int8(
     scale_codes = RECORD.k.scale // 2 + tl.arange(0, 4)[None, :, None] * PAGE + tl.arange(0, PAGE)[None, None, :]
 
     acc = tl.zeros([ROWS, COLUMNS], tl.float32)
-    sums = no_sums(COLUMNS)
+    sums = _no_sums(COLUMNS)
     top = tl.zeros([COLUMNS], tl.float32)
     largest = LEAST_SCALE + 0.0  # a power of two, no less than s_v so far
-    inverse, largest_bits = 1 / largest, half_bits(largest)
+    inverse, largest_bits = 1 / largest, _half_bits(largest)
     page_a, page_b = item.page_a.to(tl.int64), item.page_b.to(tl.int64)
     last = item.last_page
     limit = tl.minimum(last * PAGE, item.length)
@@ -87,7 +87,7 @@ def history_half_int8(
 
         begins, ends = index == item.first_page, (index + PAGES) * PAGE > limit
         most = tl.max(s_v.to(tl.int16, bitcast=True).to(tl.int32), 0)
-        high, low = products_of(queries, k, TILE, COLUMNS)
+        high, low = _products(queries, k, TILE, COLUMNS)
         x = low * low_unit[:, None] + (high * unit[:, None] + start[:, None])
         x = x * s_k[None, :] + (z_k[None, :] * q_sum[:, None] - top[:, None])
         if have_risen(x, begins | ends | (most > largest_bits)):  # one branch: registers run out with two
@@ -102,20 +102,20 @@ def history_half_int8(
             new_largest = tl.maximum(largest, power_of_two(s_most))
             acc *= (decay * (largest / new_largest))[None, :]
             largest = new_largest
-            inverse, largest_bits = 1 / largest, half_bits(largest)
+            inverse, largest_bits = 1 / largest, _half_bits(largest)
 
-        p, w = weights_of(tl.exp2(x), half_product(s_v, (fraction * inverse).to(tl.float16), PLAIN), PLAIN)
+        p, w = _weights(tl.exp2(x), half_product(s_v, (fraction * inverse).to(tl.float16), PLAIN), PLAIN)
         w = corrected(token_planes(tl.trans(w), COLUMNS, PAGES), PAGES)
         for n in tl.static_range(len(w)):
             acc = half_dot(values[n], w[n], acc, PLAIN)
         sums = _with_sums(sums, p, z_v, COLUMNS, PAGES, PLAIN)
-    total, offset = sums_of(sums, COLUMNS)
+    total, offset = _sums(sums, COLUMNS)
     acc = acc * (largest / CODE) + offset[None, :]
     return first_columns(Softmax(acc, total, top), COLUMNS, SHAPE.HEADS)
 
 
 @triton.jit
-def half_bits(x):
+def _half_bits(x):
     """A power of two as FP16, ``LEAST_SCALE`` or more."""
     return tl.maximum(((x.to(tl.int32, bitcast=True) >> 23) - 112) << 10, 512)
 
@@ -143,15 +143,15 @@ def _queries(q, scale_log2, SHAPE: tl.constexpr, PLAIN: tl.constexpr):
     # With a product here the compiler brings operands into its layout here, and not in every turn of the loop.
     tiles, ones = (), ()
     for n in tl.static_range(4):
-        high, low = split_parts(planes[n] * (factor * (0.25 if n % 2 == 1 else 1.0))[:, None], PLAIN)
+        high, low = _split(planes[n] * (factor * (0.25 if n % 2 == 1 else 1.0))[:, None], PLAIN)
         tiles += (tl.reshape(tl.permute(tl.join(high, low), (2, 0, 1)), [2 * COLUMNS, JP]),)
         ones += (tl.full([8, JP], 4 if n % 2 == 1 else 1, tl.int8),)
-    high, low = products_of(tiles, ones, 8, COLUMNS)
+    high, low = _products(tiles, ones, 8, COLUMNS)
     return tiles, tl.max(join_halves(high, low), 1) * unit, unit
 
 
 @triton.jit
-def split_parts(x, PLAIN: tl.constexpr):
+def _split(x, PLAIN: tl.constexpr):
     """|x| <= 127 * 256 into INT8 (high, low) with x = 256 high + low, rounded."""
     high, low = rounded_halves(x)
     if PLAIN:
@@ -168,7 +168,7 @@ def split_parts(x, PLAIN: tl.constexpr):
 
 
 @triton.jit
-def products_of(queries, k, TOKENS: tl.constexpr, COLUMNS: tl.constexpr):
+def _products(queries, k, TOKENS: tl.constexpr, COLUMNS: tl.constexpr):
     """Queries' high and their low parts times codes of K, ``MAGIC`` more, float32 [COLUMNS, TOKENS] each."""
     products = tl.full([2 * COLUMNS, TOKENS], MAGIC_BITS, tl.int32)
     for n in tl.static_range(4):
@@ -178,7 +178,7 @@ def products_of(queries, k, TOKENS: tl.constexpr, COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def weights_of(p, own, PLAIN: tl.constexpr):
+def _weights(p, own, PLAIN: tl.constexpr):
     """p [COLUMNS, TILE] in FP16, and that times own [TILE]."""
     p, own = tl.broadcast(p, own[None, :])
     if PLAIN:
@@ -196,7 +196,7 @@ def weights_of(p, own, PLAIN: tl.constexpr):
 
 
 @triton.jit
-def no_sums(COLUMNS: tl.constexpr):
+def _no_sums(COLUMNS: tl.constexpr):
     """What ``_with_sums`` adds to.
 
     Eight heads are columns of the products, and rows of one operand are ones or offsets. More heads are rows, which
@@ -219,7 +219,7 @@ def _with_sums(sums, p, z_v, COLUMNS: tl.constexpr, PAGES: tl.constexpr, PLAIN: 
             both = half_dot(tl.reshape(tl.permute(tl.join(ones, z), (2, 0, 1)), [16, 16]), p[n], both, PLAIN)
         return (both,)
     else:
-        p, z_v = tiles_of(p, COLUMNS), tiles_of(z_v[None, :], 1)
+        p, z_v = _tiles(p, COLUMNS), _tiles(z_v[None, :], 1)
         total, offset = sums
         for n in tl.static_range(len(p)):
             total = half_dot(p[n], tl.full([16, 8], 1.0, tl.float16), total, PLAIN)
@@ -237,7 +237,7 @@ def _scaled_sums(sums, factor, COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def sums_of(sums, COLUMNS: tl.constexpr):
+def _sums(sums, COLUMNS: tl.constexpr):
     """Both as [COLUMNS]; what is reduced are copies."""
     if COLUMNS == 8:
         total, offset = tl.split(tl.permute(tl.reshape(sums[0], [2, 8, COLUMNS]), (1, 2, 0)))
@@ -247,7 +247,7 @@ def sums_of(sums, COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def tiles_of(x, ROWS: tl.constexpr):
+def _tiles(x, ROWS: tl.constexpr):
     """[ROWS, tokens] to tiles of 16 tokens."""
     tiles = (x,)
     for _ in tl.static_range(_log2(x.shape[1] // 16)):

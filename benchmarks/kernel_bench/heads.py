@@ -52,7 +52,7 @@ class Geometry:
         used = decode_launch(self.head_dim, group, record, self.kv_heads)
         fields = ("stages", "registers", "programs_per_sm", "half_pages")
         some = NARROW if self.head_dim <= 64 else FEW if group <= 8 else MANY
-        tried = [replace(used, shared_queries=False, **dict(zip(fields, x))) for x in some]
+        tried = [replace(used, **dict(zip(fields, x))) for x in some]
         return [used, *(x for x in tried if x != used and suits_half(record, self.head_dim))]
 
 
@@ -119,8 +119,7 @@ def heads_rows(timer: Timer, bandwidth: float) -> Iterator[dict]:
 
 def describe(launch: DecodeLaunch) -> str:
     kind = f"FP16 {launch.half_pages}p" if launch.half_pages else "INT8"
-    shared = " shared" if launch.shared_queries else ""
-    return f"{kind} {launch.stages}st {launch.registers}r {launch.programs_per_sm}{shared}"
+    return f"{kind} {launch.stages}st {launch.registers}r {launch.programs_per_sm}"
 
 
 def compile_candidate(geometry: Geometry, launch: DecodeLaunch) -> str | None:
@@ -215,7 +214,6 @@ def _measure(
             "programs_per_sm": launch.programs_per_sm,
             "half_pages": launch.half_pages,
             "overlay_cost": launch.overlay_cost,
-            "shared_queries": launch.shared_queries,
             "in_use": n == 0,
             "us": round(us, 2),
             "bandwidth_fraction": round(share, 3),
@@ -245,8 +243,7 @@ def _compared(timer: Timer, rows: list[dict], beside: dict[int, Future], end: fl
             lengths = [first["context"]] * first["batch"]
             theirs = baseline.decode_us(timer, q, lengths, first["kv_heads"], torch.bfloat16)
         used = next((row["us"] for row in mine if row["in_use"]), float("nan"))
-        fields = ("stages", "registers", "programs_per_sm", "half_pages", "shared_queries")
-        launch = DecodeLaunch(**{x: best[x] for x in fields})
+        launch = DecodeLaunch(*(best[x] for x in ("stages", "registers", "programs_per_sm", "half_pages")))
         ratio = f"{theirs / best['us']:6.2f}x" if theirs else f"{'-':>7}"
         print(
             f"{case:37} {used:9.1f} {best['us']:9.1f} {theirs or float('nan'):9.1f} {ratio} {best['floor'] or '-':>6} "

@@ -51,8 +51,6 @@ SOME = ("oscar-lloyd-max", "lloyd-max-4-3-g32", "uniform-3-3", "sphere-4-3", "ch
 PLANES = ("4321-2211", "6532-5443", "6420-2110", "3210-4321", "5300-4200")
 #: Ways to decode with products in FP16.
 HALF_LAUNCHES = [DecodeLaunch(4, 168, 12, 1), DecodeLaunch(3, 255, 8, 2)]
-#: With more than eight heads.
-SHARED_LAUNCH = DecodeLaunch(4, 168, 12, 1, shared_queries=True)
 ANY = ShortExtends(costs=None, most_rows_unpacked=1 << 20, least_prefix=0)
 TYPES = {
     torch.bfloat16: "*bf16",
@@ -254,8 +252,7 @@ def compile_half(heads: scenes.Heads, kind: str | None = None) -> None:
     begin(f"FP16, {kind or ''} {heads}")
     formats = [format_of(kind, heads.head_dim)] if kind else None
     scene = scenes.make_scene(heads, [200, 90], formats=formats)
-    launches = [*HALF_LAUNCHES, SHARED_LAUNCH] if heads.gqa_group > 8 else HALF_LAUNCHES
-    for launch in [None] if kind else launches:
+    for launch in [None] if kind else HALF_LAUNCHES:
         ops = TritonOps(scene.pool, LayerRotations(), heads.q, 2, launch=launch)
         ops.decode(0, scenes.randn(2, heads.q, heads.head_dim), scene.rows, scene.seq_lens, scene.scale)
 

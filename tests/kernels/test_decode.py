@@ -70,40 +70,36 @@ def test_decode_agrees_with_float64(heads, lengths):
     assert_close("decode", got.double(), exact(scene, 1, q), BOUND)
 
 
-def half_ops(scene: Scene, pages: int, max_batch: int = 8, shared: bool = False) -> TritonOps:
-    """Products in FP16, that many pages a turn, with queries in registers or shared memory."""
-    launch = DecodeLaunch(stages=2, registers=168, programs_per_sm=12, half_pages=pages, shared_queries=shared)
+def half_ops(scene: Scene, pages: int, max_batch: int = 8) -> TritonOps:
+    """Products in FP16, that many pages a turn."""
+    launch = DecodeLaunch(stages=2, registers=168, programs_per_sm=12, half_pages=pages)
     return TritonOps(scene.pool, LayerRotations(), scene.heads.q, max_batch, launch=launch)
 
 
 @pytest.mark.parametrize("lengths", [LENGTHS[x] for x in LENGTHS if x != "one-token"])
-@pytest.mark.parametrize(
-    ("heads", "pages", "shared"),
-    [(heads, pages, False) for heads in HALF_HEADS for pages in (1, 2)]
-    + [(heads, 1, True) for heads in (Heads(128, 128, 1, 12), Heads(96, 96, 2, 9), Heads(128, 128, 1, 6))],
-    ids=str,
-)
-def test_products_in_fp16_agree_with_float64(heads, pages, shared, lengths):
+@pytest.mark.parametrize("pages", [1, 2])
+@pytest.mark.parametrize("heads", HALF_HEADS, ids=str)
+def test_products_in_fp16_agree_with_float64(heads, pages, lengths):
     scene = make_scene(heads, lengths)
-    ops = half_ops(scene, pages, len(lengths), shared)
+    ops = half_ops(scene, pages, len(lengths))
     ops._partial.fill_(float("nan"))
     ops._lse.fill_(float("nan"))
     q = scene.queries(len(lengths))
     assert_close("decode", decode(ops, 1, q, scene).double(), exact(scene, 1, q), BOUND)
 
 
-@pytest.mark.parametrize(("group", "pages", "shared"), [(8, 1, False), (8, 2, False), (12, 1, True)])
+@pytest.mark.parametrize("pages", [1, 2])
 @pytest.mark.parametrize("kind", ["growing", "shrinking", "huge", "tiny", "dominant", "no-queries"])
-def test_products_in_fp16_keep_what_fp16_cannot_hold(kind, group, pages, shared):
+def test_products_in_fp16_keep_what_fp16_cannot_hold(kind, pages):
     """Values and queries far beyond FP16's range, and pages whose values differ by 2^20."""
-    scene = make_scene(Heads(128, 128, 1, group), [64 * 14 + 5], sink=0, recent=64)
+    scene = make_scene(Heads(128, 128, 1, 8), [64 * 14 + 5], sink=0, recent=64)
     parts = scene.pool.formats[0].parts
     factors = {"growing": torch.logspace(-10, 10, 13, 2), "shrinking": torch.logspace(10, -10, 13, 2)}
     factor = factors.get(kind, torch.full([13], {"huge": 2.0**12, "tiny": 2.0**-14}.get(kind, 1.0)))
     scale_pages(scene, parts.v_scale, parts.k_mean, factor)
     q = scene.queries(1) * {"dominant": 20.0, "no-queries": 0.0}.get(kind, 1.0)
     q[:, 1] *= 2.0**-20
-    got, want = decode(half_ops(scene, pages, shared=shared), 0, q, scene).double(), exact(scene, 0, q)
+    got, want = decode(half_ops(scene, pages), 0, q, scene).double(), exact(scene, 0, q)
     assert_close(kind, got, want, BOUND)
 
 
@@ -114,11 +110,10 @@ def scale_pages(scene: Scene, start: int, end: int, factor: torch.Tensor) -> Non
     records[ids, :, start:end] = (halves.float() * factor.to(halves.device)[:, None, None]).half().view(torch.uint8)
 
 
-@pytest.mark.parametrize(
-    ("group", "pages", "shared"), [(8, 1, False), (8, 2, False), (12, 1, False), (12, 2, False), (12, 1, True)]
-)
+@pytest.mark.parametrize("pages", [1, 2])
+@pytest.mark.parametrize("group", [8, 12])
 @pytest.mark.parametrize("kind", ["rising", "falling", "both"])
-def test_products_in_fp16_follow_scores(kind, group, pages, shared):
+def test_products_in_fp16_follow_scores(kind, group, pages):
     """Of pages whose scores differ by far more than what one scale of FP16 weights holds.
 
     Large scores that nearly tie make a result as sensitive to its queries: that comes on top of the bound.
@@ -130,18 +125,16 @@ def test_products_in_fp16_follow_scores(kind, group, pages, shared):
     if kind == "both":
         scale_pages(scene, parts.v_scale, parts.k_mean, torch.logspace(-8, 8, 9, 2).roll(3))
     q = scene.queries(1) * 4.0 ** (torch.arange(group, device=DEVICE) % 3)[None, :, None].to(torch.bfloat16)
-    got, want = decode(half_ops(scene, pages, shared=shared), 0, q, scene).double(), exact(scene, 0, q)
+    got, want = decode(half_ops(scene, pages), 0, q, scene).double(), exact(scene, 0, q)
     assert_close(kind, got, want, BOUND + half_a_bit(scene, 0, q))
 
 
-@pytest.mark.parametrize(
-    ("group", "shared"), [(5, False), (8, False), *((group, shared) for group in (9, 10, 13, 16) for shared in (0, 1))]
-)
-def test_products_in_fp16_tell_heads_apart(group, shared):
+@pytest.mark.parametrize("group", [5, 8, 9, 10, 13, 16])
+def test_products_in_fp16_tell_heads_apart(group):
     """Each query head, of queries of its own magnitude, gets what it would get alone."""
     scene = make_scene(Heads(128, 128, 1, group), [64 * 5 + 9], sink=0, recent=64)
     q = scene.queries(1) * 2.0 ** (torch.arange(group, device=DEVICE) * 7 % 11 - 5.0)[None, :, None].to(torch.bfloat16)
-    got, want = decode(half_ops(scene, 1, shared=bool(shared)), 0, q, scene).double(), exact(scene, 0, q)
+    got, want = decode(half_ops(scene, 1), 0, q, scene).double(), exact(scene, 0, q)
     for h in range(group):
         assert_close(f"head {h}", got[:, h], want[:, h], BOUND)
 
