@@ -5,9 +5,7 @@ SGLang's CPU engine runs it with kernels that only machines with AMX have; ``spe
 
 from __future__ import annotations
 
-import os
 import random
-from pathlib import Path
 
 import pytest
 import requests
@@ -31,10 +29,7 @@ TIE = 0.26
 
 
 def kernels() -> dict[str, str]:
-    if ON_GPU:
-        return {}
-    here = str(Path(__file__).parent / "speculation")
-    return {"PYTHONPATH": os.pathsep.join(filter(None, (here, os.environ.get("PYTHONPATH")))), **ngrams.compiler()}
+    return {} if ON_GPU else ngrams.on_cpu()
 
 
 @pytest.fixture

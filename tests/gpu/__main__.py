@@ -104,6 +104,10 @@ class Suite:
         self.lanes = args.lanes or starting + 1
         self.lock, self.starting = threading.Lock(), threading.Semaphore(starting)
         self.env = {**STRICT, **plugin_path(folder)}
+        if self.cpu:
+            from tests import ngrams  # needs SGLang in this process
+
+            self.env |= ngrams.on_cpu(self.env.get("PYTHONPATH"))
         self.families = families.CPU if self.cpu else families.GPU
         self.cases = crowd.CPU if self.cpu else crowd.GPU
         self.turn = 0
