@@ -4,7 +4,7 @@ overlays."""
 import triton
 import triton.language as tl
 
-from sglang_kvq.kernels.least import NEVER, bisect, count_below
+from sglang_kvq.kernels.least import NEVER, among_least, bisect, count_below
 
 #: ``cache.firsts``' keys of entries.
 _FREE, _UNUSED = tl.constexpr(0), tl.constexpr(1)
@@ -82,11 +82,10 @@ def _exchange(t, bound, equals, step, BLOCK: tl.constexpr):
     for start in range(0, t.first_count, BLOCK):
         entry = start + tl.arange(0, BLOCK)
         key = tl.load(t.first_keys + entry, mask=entry < t.first_count, other=NEVER)
-        equal = (key == bound).to(tl.int32)
-        take = (key < bound) | ((equal > 0) & (passed + tl.cumsum(equal, 0) <= equals))
-        passed += tl.sum(equal, 0)
-        i = tl.load(t.entryless + given + tl.cumsum(take.to(tl.int32), 0) - 1, mask=take, other=0)
-        given += tl.sum(take.to(tl.int32), 0)
+        chosen, passed = among_least(key, bound, passed, equals)
+        take = chosen > 0
+        i = tl.load(t.entryless + given + tl.cumsum(chosen, 0) - 1, mask=take, other=0)
+        given += tl.sum(chosen, 0)
         page = tl.load(t.lost_pages + i, mask=take, other=0)
         old = tl.load(t.first_page + entry, mask=take, other=0)
         tl.store(t.first_entry + old, tl.full([BLOCK], 0, tl.int32), mask=old > 0)

@@ -27,3 +27,15 @@ def count_below(keys, count, bound, BLOCK: tl.constexpr):
         i = start + tl.arange(0, BLOCK)
         below += (tl.load(keys + i, mask=i < count, other=NEVER) < bound).to(tl.int32)
     return tl.sum(below, 0)
+
+
+@triton.jit
+def among_least(key, bound, passed, equals):
+    """Which of a block's keys are below the bound or among the first ``equals`` at it, of which ``passed`` came before.
+
+    Returns:
+        int32, 1 or 0, of each key; how many of those at the bound have come now.
+    """
+    equal = (key == bound).to(tl.int32)
+    take = (key < bound) | ((equal > 0) & (passed + tl.cumsum(equal, 0) <= equals))
+    return take.to(tl.int32), passed + tl.sum(equal, 0)

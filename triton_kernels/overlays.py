@@ -11,7 +11,7 @@ import triton.language as tl
 
 from sglang_kvq.kernels.common import PAGE
 from sglang_kvq.kernels.first_entries import claim_of, entry_of, place_firsts
-from sglang_kvq.kernels.least import NEVER, bisect, count_below
+from sglang_kvq.kernels.least import NEVER, among_least, bisect, count_below
 from sglang_kvq.kernels.tiers import TierTables, page_at, window
 
 #: Elements of a pass over rows' windows, and over slots; and entries of first tokens.
@@ -215,11 +215,10 @@ def _exchange(t, bound, equals, step, WINDOW: tl.constexpr, SLOTS: tl.constexpr)
     for start in range(0, t.slot_count, SLOTS):
         slot = start + tl.arange(0, SLOTS)
         key = tl.load(t.keys + slot, mask=slot < t.slot_count, other=NEVER)
-        equal = (key == bound).to(tl.int32)
-        take = (key < bound) | ((equal > 0) & (passed + tl.cumsum(equal, 0) <= equals))
-        passed += tl.sum(equal, 0)
-        entry = tl.load(t.wanted + given + tl.cumsum(take.to(tl.int32), 0) - 1, mask=take, other=0)
-        given += tl.sum(take.to(tl.int32), 0)
+        chosen, passed = among_least(key, bound, passed, equals)
+        take = chosen > 0
+        entry = tl.load(t.wanted + given + tl.cumsum(chosen, 0) - 1, mask=take, other=0)
+        given += tl.sum(chosen, 0)
 
         old = tl.load(t.slot_page + slot, mask=take, other=0)
         valid = tl.load(t.page_valid + old, mask=old > 0, other=1)
