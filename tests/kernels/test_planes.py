@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 import torch
@@ -33,13 +35,25 @@ WIDTHS: list[tuple[Widths, Widths]] = [
 ]
 
 
+def crossed(heads: Sequence, widths: Sequence = WIDTHS) -> list[tuple]:
+    """Pairs to test: all of them on a GPU; in the interpreter, which takes seconds for one, all widths with the first
+    heads, and each with one of the others."""
+    others = heads[1:]
+    some = [(others[n % len(others)], x) for n, x in enumerate(widths)]
+    return [(h, x) for h in heads for x in widths] if ON_GPU else [*((heads[0], x) for x in widths), *some]
+
+
+def name(value: object) -> str:
+    """Of heads, or of keys' and values' widths: 6420-3221."""
+    return "-".join("".join(map(str, x)) for x in value) if isinstance(value, tuple) else str(value)
+
+
 def plane_scene(heads: Heads, widths: tuple[Widths, Widths], lengths: list[int], **windows: int) -> Scene:
     format = PlaneFormat(heads.head_dim, PlaneCode(widths[0]), PlaneCode(widths[1]))
     return make_scene(heads, lengths, formats=[format] * 2, **windows)
 
 
-@pytest.mark.parametrize("widths", WIDTHS, ids=lambda w: "-".join("".join(map(str, x)) for x in w))
-@pytest.mark.parametrize("heads", HEADS, ids=str)
+@pytest.mark.parametrize(("heads", "widths"), crossed(HEADS), ids=name)
 def test_decode_agrees_with_float64(heads, widths):
     scene = plane_scene(heads, widths, [1, 64 * 9 + 5, 330, 0])
     ops, _ = scene.ops()
@@ -58,8 +72,7 @@ def half_ops(scene: Scene, pages: int = 2, shared_weights: bool = True, programs
     return TritonOps(scene.pool, LayerRotations(), scene.heads.q, 4, launch=launch)
 
 
-@pytest.mark.parametrize("widths", WIDTHS, ids=lambda w: "-".join("".join(map(str, x)) for x in w))
-@pytest.mark.parametrize("heads", HALF_HEADS, ids=str)
+@pytest.mark.parametrize(("heads", "widths"), crossed(HALF_HEADS), ids=name)
 def test_products_in_fp16_agree_with_float64(heads, widths):
     scene = plane_scene(heads, widths, [1, 64 * 9 + 5, 330, 0])
     q = scene.queries(4)
@@ -209,8 +222,7 @@ def pages(heads: Heads, count: int) -> tuple[torch.Tensor, torch.Tensor]:
 RECORD_HEADS = HEADS if ON_GPU else [Heads(64, 64, 1, 3), *HEADS[1:]]
 
 
-@pytest.mark.parametrize("widths", WIDTHS, ids=lambda w: "-".join("".join(map(str, x)) for x in w))
-@pytest.mark.parametrize("heads", RECORD_HEADS, ids=str)
+@pytest.mark.parametrize(("heads", "widths"), crossed(RECORD_HEADS), ids=name)
 def test_records_are_the_references(heads, widths):
     scene = plane_scene(heads, widths, [64 * 2])
     ops, _ = scene.ops()

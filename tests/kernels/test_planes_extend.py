@@ -18,17 +18,15 @@ from sglang_kvq.kernels.gather import PageRead, gather_pages
 from tests.kernels.scene import Heads, Scene, int64, make_scene, randn
 from tests.kernels.test_extend import make_batch
 from tests.kernels.test_formats import make_format
-from tests.kernels.test_planes import HEADS, WIDTHS, plane_scene
+from tests.kernels.test_planes import HEADS, WIDTHS, crossed, name, plane_scene
 from tests.kernels.test_short_extend import check, fma_f16x2
 from tests.kernels.test_unpack import OPERATIONS, execute, words
 
-NAMES = ["-".join("".join(map(str, x)) for x in widths) for widths in WIDTHS]
 #: One of each cell and field.
 CODES = {x: PlaneCode(x) for pair in WIDTHS for x in pair}
 
 
-@pytest.mark.parametrize("widths", WIDTHS, ids=NAMES)
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize(("head_dim", "widths"), crossed(HEAD_DIMS), ids=name)
 def test_pages_are_what_they_hold(head_dim, widths):
     """Records of all bytes and gains, and an overlay; whole and in part, in any order; rows between are left alone."""
     heads = Heads(head_dim, min(head_dim, 128), 2, 1)
@@ -49,8 +47,7 @@ def test_pages_are_what_they_hold(head_dim, widths):
     assert torch.equal(out.view(torch.int16), want.view(torch.int16))
 
 
-@pytest.mark.parametrize("widths", WIDTHS, ids=NAMES)
-@pytest.mark.parametrize("heads", [replace(heads, kv=1) for heads in HEADS], ids=str)
+@pytest.mark.parametrize(("heads", "widths"), crossed([replace(heads, kv=1) for heads in HEADS]), ids=name)
 def test_short_extends_agree_with_float64(heads, widths):
     lens = [(64 * 5 + 9, 4), (64, 2)]
     check(plane_scene(heads, widths, [prefix for prefix, _ in lens]), lens, layers=[1])
