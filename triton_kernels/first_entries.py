@@ -4,10 +4,10 @@ overlays."""
 import triton
 import triton.language as tl
 
+from sglang_kvq.cache.firsts import FREE, UNUSED
 from sglang_kvq.kernels.least import NEVER, among_least, bisect, count_below
 
-#: ``cache.firsts``' keys of entries.
-_FREE, _UNUSED = tl.constexpr(0), tl.constexpr(1)
+_FREE, _UNUSED = tl.constexpr(FREE), tl.constexpr(UNUSED)
 
 
 @triton.jit

@@ -3,8 +3,9 @@
 import triton
 import triton.language as tl
 
-#: The key of what must not be taken.
-NEVER = tl.constexpr(1 << 62)
+from sglang_kvq.cache import least
+
+NEVER = tl.constexpr(least.NEVER)
 
 
 @triton.jit

@@ -17,12 +17,14 @@ from dataclasses import dataclass
 
 import torch
 
+from sglang_kvq.cache.least import NEVER, hand_out
+
 #: Pages that pay for an entry: conversations are many pages long.
 PAGES_PER_ENTRY = 8
 #: Of a small pool there are more, which take one overlay's memory that nobody counts.
 LEAST_ENTRIES = 64
 #: Keys of entries, in the order in which they are taken: free ones, those of pages with overlays, then by stamp.
-FREE, UNUSED, NEVER = 0, 1, 1 << 62
+FREE, UNUSED = 0, 1
 
 
 def entry_count(pages: int) -> int:
@@ -105,21 +107,14 @@ class FirstTokens:
         never[0].fill_(True)
         key = torch.where(never if spared is None else never | spared, NEVER, key)
 
-        # Those of least key, the first of equals, are handed out in their own order.
-        need = wanted & (entries == 0)
-        order = torch.sort(key, stable=True).indices
-        taken = (torch.arange(len(order), device=pages.device) < need.sum()) & (key[order] < NEVER)
-        chosen = torch.sort(torch.where(taken, order, len(order))).values
-        rank = torch.cumsum(need, 0) - 1
-        need &= rank < taken.sum()
-        new = torch.where(need, chosen[rank.clamp(0, self.count)], 0)
-
+        new, given = hand_out(key, wanted & (entries == 0))
+        owners = torch.where(given, pages, 0)
         self.entry.index_fill_(0, self.pages[new].long(), 0)
-        self.pages[new] = torch.where(need, pages, 0).int()
-        self.entry[torch.where(need, pages, 0)] = new.int()
+        self.pages[new] = owners.int()
+        self.entry[owners] = new.int()
         self.stamp.index_fill_(0, new, step)
         self.stamp[0].fill_(0)
-        self.tokens[:, torch.where(need, new, entries)] = tokens
+        self.tokens[:, torch.where(given, new, entries)] = tokens
 
     def free(self, pages: torch.Tensor) -> None:
         """The entries of these pages int64 ``[m]`` become free."""

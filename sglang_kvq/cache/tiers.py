@@ -33,13 +33,13 @@ import numpy as np
 import torch
 
 from sglang_kvq.cache.fold import fold_pages
+from sglang_kvq.cache.least import NEVER, hand_out
 from sglang_kvq.cache.pending import CopiedPages, Fill, FoldedPages, FreedPages, MovedOverlays, PendingOps
 from sglang_kvq.cache.pool import PagePool
 from sglang_kvq.config import PAGE_SIZE as P
 
 #: Added to the stamp of a sink's overlay: it goes after every window page.
 SINK_BONUS = 1 << 40
-PINNED = 1 << 62
 
 QuantizeSlots: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
 RestorePages: TypeAlias = Callable[[torch.Tensor], None]
@@ -405,29 +405,22 @@ class TierManager:
             bool ``[n]``: those for which there was none.
         """
         priority = torch.where(self.slot_page > 0, self.slot_stamp, -1)
-        priority.index_fill_(0, pinned.clamp(min=0).long(), PINNED)
-        priority[0].fill_(PINNED)
-        # The slots of least priority, the first of equals, are handed out in their own order. Pinned ones never
-        # are: a page left without an overlay would be an error of the sizes that admitted its request.
-        order = torch.sort(priority, stable=True).indices
-        taken = (torch.arange(len(order), device=pages.device) < need.sum()) & (priority[order] < PINNED)
-        chosen = torch.sort(torch.where(taken, order, len(order))).values
-        rank = torch.cumsum(need, 0) - 1
-        unmet = need & (rank >= taken.sum())
-        need = need & ~unmet
-
-        slots = torch.where(need, chosen[rank.clamp(0, self.pool.slots)], 0)
-        old = torch.where(need, self.slot_page[slots], 0)
+        priority.index_fill_(0, pinned.clamp(min=0).long(), NEVER)
+        priority[0].fill_(NEVER)
+        # A page left without an overlay would be an error of the sizes that admitted its request.
+        slots, given = hand_out(priority, need)
+        old = torch.where(given, self.slot_page[slots], 0)
         self._quantize((old > 0) & ~self.page_valid[old], slots, old)
         self.page_valid.index_fill_(0, old, True)
         self.pool.page_slot.index_fill_(0, old, -1)
-        self.pool.page_slot[torch.where(need, pages, 0)] = slots.int()
+        takers = torch.where(given, pages, 0)
+        self.pool.page_slot[takers] = slots.int()
         self.pool.page_slot[0].fill_(0)
-        self.slot_page[slots] = torch.where(need, pages, 0)
+        self.slot_page[slots] = takers
         if self.firsts is not None:  # what they lost is still in the overlays: the batch writes later
             first, tokens = (old > 0) & self.page_first[old], self.pool.overlays[:, slots, :, :, 0]
             self.firsts.keep(old, first, tokens, self.pool.page_slot, self.steps, spared)
-        return unmet
+        return need & ~given
 
     # -- what the batch reads ------------------------------------------------------------------------
 

@@ -193,14 +193,7 @@ def test_only_some_formats_have_it_and_pay_for_it():
 # -- the tiers -------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def roomy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An entry for nearly every page, so that none takes another's."""
-    monkeypatch.setattr("sglang_kvq.cache.firsts.PAGES_PER_ENTRY", 1)
-
-
 @pytest.mark.parametrize("steps", [0, 1, 70])
-@pytest.mark.usefixtures("roomy")
 def test_a_first_token_is_read_as_it_was_written_after_its_overlay_was_taken(steps):
     m, text = model(), prompt(0)
     request = prefill(m, text)
@@ -219,7 +212,6 @@ def test_a_first_token_is_read_as_it_was_written_after_its_overlay_was_taken(ste
     assert m.restored > 70 and not m.unkept
 
 
-@pytest.mark.usefixtures("roomy")
 def test_it_is_restored_as_often_as_it_is_taken_and_never_quantized_again():
     m, text = model(), prompt(0)
     page = idle(m, text)
@@ -233,7 +225,6 @@ def test_it_is_restored_as_often_as_it_is_taken_and_never_quantized_again():
         assert torch.equal(m.pool.records[0][page], record) and bool(m.pool.firsts.kept(ids(page)))
 
 
-@pytest.mark.usefixtures("roomy")
 def test_two_requests_of_a_batch_share_what_is_restored():
     m, text = model(), prompt(0)
     page = idle(m, text)
@@ -245,7 +236,6 @@ def test_two_requests_of_a_batch_share_what_is_restored():
         assert int(m.pool.row_sink_end[request.row]) == P
 
 
-@pytest.mark.usefixtures("roomy")
 def test_pages_that_a_batch_writes_and_those_it_restores_fit_when_all_rows_run():
     """The sink of every request was lost, and the rows' windows are all there is."""
     m = model(slots=12, rows=3)
@@ -322,7 +312,6 @@ def test_freed_and_flushed_pages_keep_nothing():
     assert not m.pool.firsts.pages.any(), "not those of the last batch either"
 
 
-@pytest.mark.usefixtures("roomy")
 def test_a_copied_conversation_keeps_its_first_token():
     m, text = model(), prompt(0)
     idle(m, text)
@@ -333,7 +322,6 @@ def test_a_copied_conversation_keeps_its_first_token():
 
 
 @pytest.mark.parametrize("whole", [True, False])
-@pytest.mark.usefixtures("roomy")
 def test_a_fold_keeps_its_first_token_if_its_first_page_is_whole(whole):
     m, text = model(), prompt(0)
     idle(m, text)

@@ -1,0 +1,26 @@
+"""What is taken first, overlays or entries of first tokens: the least key. On a GPU ``kernels.least`` does the same."""
+
+from __future__ import annotations
+
+import torch
+
+#: The key of what must not be taken.
+NEVER = 1 << 62
+
+
+def hand_out(keys: torch.Tensor, need: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Hand out the indices of the least keys, the first of equals, in their own order.
+
+    Args:
+        keys: int64 ``[n]``; index 0 is reserved and has ``NEVER``.
+        need: bool ``[m]``, who gets one; the first where not all can.
+
+    Returns:
+        indices int64 ``[m]``, 0 for none; bool ``[m]``, who got one.
+    """
+    order = torch.sort(keys, stable=True).indices
+    taken = (torch.arange(len(order), device=keys.device) < need.sum()) & (keys[order] < NEVER)
+    chosen = torch.sort(torch.where(taken, order, len(order))).values
+    rank = torch.cumsum(need, 0) - 1
+    given = need & (rank < taken.sum())
+    return torch.where(given, chosen[rank.clamp(0, len(keys) - 1)], 0), given
