@@ -4,10 +4,8 @@ ARG SGLANG_TAG=v0.5.23
 ARG SGLANG_DIGEST=
 FROM lmsysorg/sglang:${SGLANG_TAG}${SGLANG_DIGEST}
 
-COPY pyproject.toml setup.py README.md LICENSE /opt/sglang-kvq/
+COPY pyproject.toml README.md LICENSE /opt/sglang-kvq/
 COPY sglang_kvq /opt/sglang-kvq/sglang_kvq
-COPY triton_kernels /opt/sglang-kvq/triton_kernels
-COPY rotation_zoo /opt/sglang-kvq/rotation_zoo
 # The image's torch, triton and SGLang stay as they are: they are not among the requirements.
 RUN PIP_BREAK_SYSTEM_PACKAGES=1 python3 -m pip install --no-cache-dir /opt/sglang-kvq \
  && python3 -c "from importlib.metadata import entry_points as e; assert 'kvq' in e(group='sglang.srt.plugins').names"

@@ -56,13 +56,9 @@ def plugin_path(folder: Path) -> dict[str, str]:
         return {}
     site = folder / "site"
     package, info = site / "sglang_kvq", site / f"sglang_kvq-{__version__}.dist-info"
-    package.mkdir(parents=True, exist_ok=True)
-    info.mkdir(exist_ok=True)
-    links = {path.name: path for path in (ROOT / "sglang_kvq").iterdir() if path.name != "__pycache__"}
-    links |= {"kernels": ROOT / "triton_kernels", "rotation_zoo": ROOT / "rotation_zoo"}
-    for name, target in links.items():
-        if not (package / name).exists():
-            (package / name).symlink_to(target)
+    info.mkdir(parents=True, exist_ok=True)
+    if not package.exists():
+        package.symlink_to(ROOT / "sglang_kvq")
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: sglang-kvq\nVersion: {__version__}\n")
     (info / "entry_points.txt").write_text(_entry_points())
     return {"PYTHONPATH": os.pathsep.join(filter(None, (str(site), os.environ.get("PYTHONPATH"))))}

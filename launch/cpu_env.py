@@ -119,7 +119,7 @@ def make(env: Environment, version: str, index: str | None) -> None:
 
 def install_plugin(env: Environment) -> None:
     """This repository, editable, with what its tests need."""
-    state = digest(ROOT / "pyproject.toml", ROOT / "setup.py", extra=str(ROOT))
+    state = digest(ROOT / "pyproject.toml", extra=str(ROOT))
     if env.stamp("plugin") == state:
         return
     with step("sglang-kvq (editable)"):

@@ -86,16 +86,14 @@ def our_kernels() -> str:
 
 
 def other_kernels() -> str:
-    """SGLang's kernels wheel has a module ``triton_kernels``; our folder of that name must not take its place."""
-    if find_spec("triton_kernels") is None:
-        return "no top-level module of that name, so none is hidden"
-    ours = Path(str(import_module("sglang_kvq.kernels").__file__)).parent
-    found = [Path(path) for path in import_module("triton_kernels").__path__]
-    if any(path.resolve() == ours.resolve() for path in found):
-        raise Failed(
-            f"{ours} is installed under that name and hides the one of SGLang's kernels; reinstall sglang-kvq."
-        )
-    return f"{', '.join(map(str, found)) or 'none but this folder, which stands aside'}"
+    """Finds SGLang's own module ``triton_kernels``, which a clone's link of that name must not hide."""
+    spec = find_spec("triton_kernels")
+    if spec is None or spec.origin is None:  # no module, or a folder that any package of that name takes precedence of
+        return "none is installed, so none is hidden"
+    ours = Path(next(iter(import_module("sglang_kvq.kernels").__path__))).resolve()
+    if Path(spec.origin).resolve().parent == ours:
+        raise Failed(f"{ours} hides the module of SGLang's kernels; remove its __init__.py and reinstall sglang-kvq.")
+    return str(Path(spec.origin).parent)
 
 
 def plugin_is_visible() -> str:

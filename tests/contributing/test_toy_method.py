@@ -20,9 +20,7 @@ NAME = "toy-channels"
 MODULE = NAME.replace("-", "_")
 #: Folders that a contributor edits or that find files from their own place; a link to the others is enough.
 COPIED = ("sglang_kvq", "tests", "docs")
-LINKED = ("triton_kernels", "rotation_zoo", "launch", "benchmarks")
-#: Import names of folders at the root, as an install lays them out (setup.py).
-IMPORTED_AS = {"kernels": "triton_kernels", "rotation_zoo": "rotation_zoo"}
+LINKED = ("launch", "benchmarks")
 
 METHOD = """\
 from sglang_kvq.formats.code import CodeFormat
@@ -122,7 +120,7 @@ for exact, back in zip((k, v), format.dequantize_pages(records)):
 
 @pytest.fixture(scope="module")
 def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """This repository with the import names of an installed package, as a contributor would have it."""
+    """This repository as a contributor would have it."""
     folder = tmp_path_factory.mktemp("contribution") / "clone"
     folder.mkdir()
     for path in ROOT.iterdir():
@@ -132,8 +130,6 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in LINKED:
         (folder / name).symlink_to(ROOT / name)
-    for name, target in IMPORTED_AS.items():
-        (folder / "sglang_kvq" / name).symlink_to(ROOT / target)
     return folder
 
 

@@ -14,8 +14,9 @@ import pytest
 
 from tests.conftest import ROOT
 
-SOURCES = ("pyproject.toml", "setup.py", "README.md", "LICENSE")
-FOLDERS = ("sglang_kvq", "triton_kernels", "rotation_zoo")
+SOURCES = ("pyproject.toml", "README.md", "LICENSE")
+#: Links at the root to folders of the package.
+LINKS = ("triton_kernels", "rotation_zoo")
 
 
 def run(command: list[str | Path], folder: Path) -> str:
@@ -54,10 +55,10 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of what is packaged, so that builds leave nothing behind; with a rotation and a nested package added."""
     copy = tmp_path_factory.mktemp("source")
     for name in SOURCES:
-        if (ROOT / name).exists():
-            shutil.copy(ROOT / name, copy)
-    for name in FOLDERS:
-        shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copy(ROOT / name, copy)
+    shutil.copytree(ROOT / "sglang_kvq", copy / "sglang_kvq", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in LINKS:
+        shutil.copy(ROOT / name, copy / name, follow_symlinks=False)
     entry = copy / "rotation_zoo" / "probes" / "probe-1.5b"  # deeper than `kvq zoo` looks
     entry.mkdir(parents=True)
     (entry / "config.json").write_text("{}")

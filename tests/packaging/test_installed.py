@@ -45,7 +45,7 @@ def complete(python: Path) -> Path:
 def test_files_that_are_no_modules(python: Path, tmp_path: Path) -> None:
     found = json.loads(run([python, "-c", FILES], tmp_path))
     assert found["typed"]
-    assert found["kernels"] == sorted(path.name for path in (ROOT / "triton_kernels").glob("*.py"))
+    assert found["kernels"] == sorted(path.name for path in (ROOT / "sglang_kvq" / "kernels").glob("*.py"))
     assert found["rotations"] == [folder.name for folder, _ in shipped()] != []
 
 

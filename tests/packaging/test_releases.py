@@ -19,7 +19,7 @@ from tests.conftest import ROOT
 NUMBER = re.compile(r"\b0\.5\.(?:1[0-9]|[2-9][0-9])\b")
 #: Where a person or a machine reads which release to take.
 TEXTS = ("README.md", "CONTRIBUTING.md", "Dockerfile", "demo", "test", "pyproject.toml")
-FOLDERS = ("docs", "launch", "sglang_kvq", "triton_kernels", "rotation_zoo", "tests", "benchmarks", ".ci", ".github")
+FOLDERS = ("docs", "launch", "sglang_kvq", "tests", "benchmarks", ".ci", ".github")
 #: Their numbers are examples of releases that are not served.
 EXAMPLES = ("tests/sglang/test_hooks.py", "tests/sglang/test_doctor.py", "tests/packaging/test_releases.py")
 

@@ -19,6 +19,7 @@ from sglang_kvq.cli import app
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.rotations.storage import zoo
 from sglang_kvq.sglang import compat, doctor, hooks, kernel_check
+from tests.conftest import ROOT
 
 
 @pytest.fixture(autouse=True)
@@ -53,7 +54,7 @@ def test_json_says_the_same(monkeypatch):
 
 
 def test_every_module_of_the_kernels_is_looked_at(monkeypatch):
-    files = {path.stem for path in Path(sglang_kvq.kernels.__file__).parent.glob("*.py")} - {"__init__"}
+    files = {path.stem for path in Path(sglang_kvq.kernels.__path__[0]).glob("*.py")}
     assert {module.__name__.rpartition(".")[2] for module in kernel_check.modules()} == files
     (line, _) = lines("kernels", monkeypatch)[1]
     launched = len(kernel_check.kernels())
@@ -138,16 +139,21 @@ def test_folder_that_hides_sglangs_kernels(monkeypatch, tmp_path):
     (tmp_path / "triton_kernels" / "__init__.py").touch()
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "triton_kernels", raising=False)
-    monkeypatch.setattr(sglang_kvq.kernels, "__file__", str(tmp_path / "triton_kernels" / "__init__.py"))
+    monkeypatch.setattr(sglang_kvq.kernels, "__path__", [str(tmp_path / "triton_kernels")])
     status, shown = lines("triton_kernels", monkeypatch)
-    assert status == 1 and "hides the one of SGLang's kernels" in shown[0]
-    monkeypatch.delitem(sys.modules, "triton_kernels")
+    assert status == 1 and "hides the module of SGLang's kernels" in shown[0]
 
 
-def test_clone_as_current_folder_hides_nothing(monkeypatch):
-    folder = Path(sglang_kvq.kernels.__file__).parent
-    monkeypatch.syspath_prepend(str(folder.parent))
+def test_clone_as_current_folder_hides_nothing(monkeypatch, tmp_path):
+    """Neither where nothing else has that name nor where SGLang's kernels do."""
+    monkeypatch.syspath_prepend(str(ROOT))
     monkeypatch.delitem(sys.modules, "triton_kernels", raising=False)
     status, shown = lines("triton_kernels", monkeypatch)
     assert status == 0, shown
     sys.modules.pop("triton_kernels", None)
+    theirs = tmp_path / "triton_kernels" / "__init__.py"
+    theirs.parent.mkdir()
+    theirs.touch()
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
+    status, shown = lines("triton_kernels", monkeypatch)
+    assert status == 0 and str(theirs.parent) in shown[0]
