@@ -42,6 +42,7 @@ ORDER = (
 #: ``--every-release`` asks for all: what differs between releases is what calls the cache, and of that the other files
 #: and ``tests/sglang`` show enough for each. Spread so that both runs take as long.
 ONCE = {
+    "test_newcomer.py": NEWEST,
     "test_numbers.py": NEWEST,
     "test_parallel.py": NEWEST,
     "test_episodes.py": NEWEST,

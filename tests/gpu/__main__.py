@@ -36,6 +36,7 @@ from benchmarks.answers import Bound, Difference
 from benchmarks.tiny_hybrids import SERVER_FLAGS
 from benchmarks.tiny_models import MODELS, TinyModel
 from benchmarks.tiny_server import BUSY_CHECK, STRICT, TinyServer, gpu_names, plugin_path, versions
+from tests import newcomer
 from tests.gpu import crowd, families, speculation
 
 #: Servers that start at once: each compiles kernels and loads torch in three processes. Cores that one keeps busy
@@ -45,7 +46,20 @@ CORES_TO_START, LEAST_STARTING = 4, 5
 RESERVE = 15
 #: Every batch is decoded in a graph. More would only make the start longer.
 GRAPHS = ("--cuda-graph-max-bs-decode",)
-CASE_MODEL, HYBRID_MODEL = "qwen3", "qwen3_next"
+CASE_MODEL, HYBRID_MODEL, NEWCOMER = "qwen3", "qwen3_next", newcomer.STANDIN.name
+#: The row of a task of which nothing is known.
+NOT_ENDED = {
+    "model": "",
+    "case": "",
+    "tp": 1,
+    "dp": 1,
+    "passed": False,
+    "max_logprob_diff": None,
+    "noise": None,
+    "tokens": 0,
+    "seconds": None,
+    "detail": "not in the time given",
+}
 #: SGLang's backend for a CPU takes locations of one of the two pools of such models for the other's.
 WINDOWS_IN_PLAIN_POOL = "--disable-hybrid-swa-memory"
 #: What SGLang refuses to serve on a CPU.
@@ -267,6 +281,19 @@ class Suite:
             for case, passed, found, bound, more in speculation.compare(self.drafted[name, other], plain, other, least):
                 self.add(model.name, case, ONE, passed, said.seconds, found, bound, more)
 
+    def newcomer(self) -> None:
+        """README's own lines on this host, before anything else is: its server takes the GPU's memory."""
+        begin, page = time.monotonic(), (newcomer.ROOT / "README.md").read_text()
+        node = newcomer.Node(self.folder / "node", cpu=self.cpu).prepare()
+        node.run(newcomer.INSTALLS["installed"], node.clone)
+        answer = newcomer.use(node, node.clone, page)
+        tokens, none = answer["usage"]["completion_tokens"], Difference(0.0, 0.0, 0)
+        checks = node.run("kvq doctor", node.clone).splitlines()
+        more = f"{tokens} tokens answered; doctor: {checks[-1]}"
+        self.add(
+            NEWCOMER, "README's quick start in a clone", ONE, True, time.monotonic() - begin, none, Bound(0, 0), more
+        )
+
     def case(self, name: str) -> None:
         """The cases of one crowded server."""
         # Deep, so that a step takes long enough for the scheduler to get ahead of it.
@@ -343,22 +370,15 @@ class Suite:
 
     def run(self) -> bool:
         tasks = self.tasks()
-        if not tasks:
+        first = not self.args.only or "newcomer" in self.args.only.split(",")
+        if not tasks and not first:
             raise SystemExit(f"--only {self.args.only}: nothing of that name; see --help")
         for model, what, _ in tasks:
             key = f"{model}: {what}"
-            self.missing[key] = {
-                "model": model,
-                "case": f"{what}: did not end",
-                "tp": 1,
-                "dp": 1,
-                "passed": False,
-                "max_logprob_diff": None,
-                "noise": None,
-                "tokens": 0,
-                "seconds": None,
-                "detail": "not in the time given",
-            }
+            self.missing[key] = {**NOT_ENDED, "model": model, "case": f"{what}: did not end"}
+        if first:
+            self.missing[f"{NEWCOMER}: newcomer"] = {**NOT_ENDED, "model": NEWCOMER, "case": "newcomer: did not end"}
+            self.guarded(NEWCOMER, "newcomer", self.newcomer)
         pool = ThreadPoolExecutor(1 if self.cpu else self.lanes + 2 * (self.gpus > 1))
         futures = [pool.submit(self.guarded, *task) for task in tasks]
         try:
@@ -423,9 +443,8 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--only",
         default="",
-        help="some of: model names, families, crowd, pressed, windows, hybrid, cases, speculation, spec_gpt_oss, "
-        "spec_qwen3_next, parallel; "
-        "comma-separated",
+        help="some of: newcomer, model names, families, crowd, pressed, windows, hybrid, cases, speculation, "
+        "spec_gpt_oss, spec_qwen3_next, parallel; comma-separated",
     )
     parser.add_argument("--gpus", type=int, help="use this many; default all")
     parser.add_argument("--minutes", type=float, default=8.0, help="stop then, whatever is left; default %(default)s")

@@ -1,0 +1,54 @@
+"""README's quick start works as written: however the package was installed, in the clone and elsewhere."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests import newcomer
+from tests.conftest import ROOT
+from tests.e2e.conftest import ON_GPU
+
+README = (ROOT / "README.md").read_text()
+
+
+@pytest.fixture(scope="module", params=newcomer.INSTALLS)
+def node(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> newcomer.Node:
+    """A host on which a newcomer has just installed the package, in one of the ways there are."""
+    made = newcomer.Node(tmp_path_factory.mktemp("node"), cpu=not ON_GPU).prepare()
+    made.run(newcomer.INSTALLS[request.param], made.clone)
+    return made
+
+
+def test_readme_says_how_to_install_serve_and_ask() -> None:
+    commands = newcomer.quick_start(README)
+    assert newcomer.INSTALLS["installed"] in (command.split("  ")[0] for command in commands)
+    server = next(n for n, command in enumerate(commands) if newcomer.is_server(command))
+    assert any(command.startswith("curl") and '"messages"' in command for command in commands[server:])
+
+
+@pytest.mark.parametrize("place", ["clone", "elsewhere"])
+def test_quick_start(node: newcomer.Node, place: str, tmp_path: Path) -> None:
+    where = node.clone if place == "clone" else tmp_path
+    assert newcomer.use(node, where, README)["usage"]["completion_tokens"] > 0
+
+
+def test_doctor_of_the_clone_sees_what_a_server_there_sees(node: newcomer.Node) -> None:
+    """``python -m`` puts the current folder on the path, as a server does; a console script does not."""
+    assert "checks passed" in node.run("python -m sglang_kvq.cli doctor", node.clone)
+
+
+def test_demo(tmp_path: Path) -> None:
+    """The first command of the quick start, in a clone beside environments and a model that ``./test`` made."""
+    assert newcomer.quick_start(README)[0].startswith("./demo")
+    clone = tmp_path / "clone"
+    newcomer.clone_to(clone)
+    for name in (".venvs", ".models"):
+        shutil.copytree(ROOT / name, clone / name, symlinks=True, copy_function=os.link)
+    done = subprocess.run([clone / "demo"], cwd=clone, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    assert "The same memory, two KV caches" in done.stdout and "--kv-quant oscar" in done.stdout
