@@ -97,6 +97,19 @@ class ServerProcess:
     def while_starting(self, passed: float) -> None:
         """Called about twice a second while it starts, with the seconds passed; what it raises ends the server."""
 
+    def spawn(self) -> subprocess.Popen[bytes]:
+        """The running process, which prints to the log."""
+        with self.log_path.open("wb") as log:
+            return subprocess.Popen(
+                [sys.executable, "-I", "-c", _TIED, *self.command],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=self.env,
+                cwd=self.log_path.parent,  # not the repository: the current folder is on the server's sys.path
+                start_new_session=True,  # one group with its children; Ctrl-C reaches us, and we stop them
+            )
+
     def start(self: _Self, timeout: float | None = None) -> _Self:
         """Starts and waits until it serves.
 
@@ -109,16 +122,7 @@ class ServerProcess:
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         begin, timeout = time.monotonic(), self.start_timeout if timeout is None else timeout
         try:
-            with self.log_path.open("wb") as log:
-                self.process = subprocess.Popen(
-                    [sys.executable, "-I", "-c", _TIED, *self.command],
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    env=self.env,
-                    cwd=self.log_path.parent,  # not the repository: the current folder is on the server's sys.path
-                    start_new_session=True,  # one group with its children; Ctrl-C reaches us, and we stop them
-                )
+            self.process = self.spawn()
             while not self._healthy():
                 self.check_alive()
                 passed = time.monotonic() - begin

@@ -1,11 +1,11 @@
-"""The definition of scores, against the oracle of benchmarks/episodes and written out query by query."""
+"""The definition of scores, against the oracle of benchmarks/research/episodes and written out query by query."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from benchmarks.episodes.scores import highest
+from benchmarks.research.episodes.scores import highest
 from sglang_kvq.attention.key_scores import key_scores
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from benchmarks.episodes.select import pin, top_of_heads
+from benchmarks.research.episodes.select import pin, top_of_heads
 from sglang_kvq.attention.token_choice import choose_tokens
 from sglang_kvq.errors import KVQuantError
 from tests import device_waits

@@ -13,7 +13,7 @@ from benchmarks import record
     "file, words",
     [
         ("benchmarks/kernels.py", ["benchmarks/kernels.py"]),
-        ("benchmarks/episodes/__main__.py", ["-m", "benchmarks.episodes"]),
+        ("benchmarks/research/episodes/__main__.py", ["-m", "benchmarks.research.episodes"]),
     ],
 )
 def test_command(file: str, words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -25,9 +25,9 @@ def test_command_of_a_module_that_is_run(monkeypatch: pytest.MonkeyPatch) -> Non
     """``python -m`` of a file that would not run by its path, for it imports from the root."""
     from importlib.machinery import ModuleSpec
 
-    file = str(record.ROOT / "benchmarks/episodes/recall.py")
+    file = str(record.ROOT / "benchmarks/research/episodes/recall.py")
     monkeypatch.setattr(sys, "argv", [file, "--limit", "2"])
     monkeypatch.setattr(
-        sys.modules["__main__"], "__spec__", ModuleSpec("benchmarks.episodes.recall", None, origin=file)
+        sys.modules["__main__"], "__spec__", ModuleSpec("benchmarks.research.episodes.recall", None, origin=file)
     )
-    assert record.command() == ["python", "-m", "benchmarks.episodes.recall", "--limit", "2"]
+    assert record.command() == ["python", "-m", "benchmarks.research.episodes.recall", "--limit", "2"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from functools import cache
+from functools import cache, partial
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,6 +15,7 @@ import torch
 
 from launch.server import Server
 from sglang_kvq.releases import NEWEST, OLDEST
+from tests.e2e.preloaded import Preloaded
 
 #: On a GPU machine the same tests run there, decoding inside CUDA graphs.
 ON_GPU = torch.cuda.is_available()
@@ -110,6 +111,7 @@ class Servers:
     def __init__(self, model: Path, logs: Path) -> None:
         self.model, self.logs = model, logs
         self._running: dict[tuple, Server] = {}
+        self._preloaded: Preloaded | None = None
 
     def __call__(
         self, *flags: str, env: dict[str, str] | None = None, fresh: bool = False, alone: bool = False
@@ -139,7 +141,12 @@ class Servers:
                 # Plain BF16 attends with Triton kernels too, so that differences are the cache's.
                 backend = () if "--kv-quant" in flags else ("--attention-backend", "triton")
                 flags = (*GPU_FLAGS, *backend, *flags)
-            server = Server(self.model, *flags, cpu=not ON_GPU, env=env, log_path=log).start()
+            server = Server(self.model, *flags, cpu=not ON_GPU, env=env, log_path=log)
+            if not ON_GPU:
+                self._preloaded = self._preloaded or Preloaded(server)
+                if self._preloaded.can_fork(server):
+                    server.spawn = partial(self._preloaded.fork, server)
+            server.start()
         self._running[key] = server
         return server
 
@@ -147,6 +154,9 @@ class Servers:
         for server in self._running.values():
             server.stop(grace=0)
         self._running.clear()
+        if self._preloaded:
+            self._preloaded.stop()
+            self._preloaded = None
 
 
 @pytest.fixture(scope="session")

@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from benchmarks.episodes.blocks import Budget, build
-from benchmarks.episodes.runner import Runner
+from benchmarks.research.episodes.blocks import Budget, build
+from benchmarks.research.episodes.runner import Runner
 from sglang_kvq.config import PAGE_SIZE as P
 from sglang_kvq.episodic.cluster import cluster, medoids
 from sglang_kvq.episodic.config import PROMPT_TOKENS

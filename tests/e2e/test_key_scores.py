@@ -1,4 +1,4 @@
-"""What a server scores as it prefills is what transformers scores: ``benchmarks/episodes`` on the same model."""
+"""A server scores keys as ``benchmarks/research/episodes`` does in transformers, on the same model."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from benchmarks.episodes.prefill import prefill
-from benchmarks.episodes.runner import Runner
-from benchmarks.episodes.scores import by_prompts
+from benchmarks.research.episodes.prefill import prefill
+from benchmarks.research.episodes.runner import Runner
+from benchmarks.research.episodes.scores import by_prompts
 from sglang_kvq.attention.token_choice import choose_tokens
 from tests.e2e.client import Client, held_out_text
 

@@ -1,0 +1,80 @@
+"""LongChat's conversations (lmsys.org/blog/2023-06-29-longchat): a user and an assistant go through topics.
+
+Its own question ("What is the first topic?") names no topic, so no retrieval can find what it is about. Ours name it
+and ask for what the user asked about it, first and last. Records are joined, for one is too short to compress.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+from benchmarks.research.episodes.conversations import Conversation, Question
+from sglang_kvq.episodic.segments import Turn
+from sglang_kvq.errors import KVQuantError
+
+FILE = "longchat/10_topics.jsonl"
+OPENING = re.compile(r"I would like to discuss the topic of (.+?)\.?\s*$")
+#: How the user leaves a topic, in the same words everywhere: not a question to recall.
+CLOSING = re.compile(r"\bthe end of our discussion\b")
+#: Where the record's own question begins.
+END = "Now the record ends"
+#: Records joined into one conversation; what does not fit is cut later.
+JOINED = 3
+#: What is asked of each topic: (number among the user's questions, how it is put).
+ASKED = (
+    (0, "When we began to discuss the topic of {}, what did the user ask first?"),
+    (-1, "When we discussed the topic of {}, what was the last thing that the user asked about it?"),
+)
+
+
+def load(data: Path, file: str = FILE, joined: int = JOINED) -> list[Conversation]:
+    """Conversations of ``joined`` records each; topics are sessions, and none occurs twice in one conversation.
+
+    Raises:
+        KVQuantError: no such file.
+    """
+    path = data / file
+    if not path.exists():
+        raise KVQuantError(f"{path}: LongChat is missing; give the folder that holds {file} by --data.")
+    records = [json.loads(line)["prompt"] for line in path.read_text().splitlines()]
+    groups = [records[at : at + joined] for at in range(0, len(records), joined)]
+    return [join(f"longchat/{number}", group) for number, group in enumerate(groups)]
+
+
+def topics(record: str) -> list[tuple[str, list[tuple[str, str]]]]:
+    """(topic, [(speaker, text), …]) of a record, without its instructions and its question."""
+    parts = re.split(r"\b(USER|ASSISTANT): ", record.partition(END)[0])
+    said = [(speaker, text.strip()) for speaker, text in zip(parts[1::2], parts[2::2])]
+    found: list[tuple[str, list[tuple[str, str]]]] = []
+    for speaker, text in said:
+        opening = OPENING.search(text) if speaker == "USER" else None
+        if opening:
+            found.append((opening[1].strip(), []))
+        if found:
+            found[-1][1].append((speaker, text))
+    return found
+
+
+def join(name: str, records: list[str]) -> Conversation:
+    turns: list[Turn] = []
+    questions: list[Question] = []
+    seen: set[str] = set()
+    for record in records:
+        for topic, said in topics(record):
+            if topic.lower() in seen:
+                continue
+            seen.add(topic.lower())
+            start = len(turns)
+            turns += [Turn(speaker, text, len(seen)) for speaker, text in said]
+            asked = [
+                start + at
+                for at, (speaker, text) in enumerate(said)
+                if at and speaker == "USER" and not CLOSING.search(text)
+            ]
+            if len(asked) >= len(ASKED):
+                for number, form in ASKED:
+                    turn = asked[number]
+                    questions.append(Question(form.format(topic), turns[turn].text, (turn,)))
+    return Conversation(name, tuple(turns), tuple(questions))

@@ -1,0 +1,169 @@
+"""Starts servers by forking a process that has imported SGLang, which saves each three imports of several seconds.
+
+The server's own processes fork too, where SGLang would spawn them. Plugins on a PYTHONPATH are each server's own.
+``test_newcomer.py`` starts its servers as users do.
+"""
+
+from __future__ import annotations
+
+import array
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+from launch.server import Server
+
+#: Seconds until a preloaded process answers; it imports SGLang first.
+PRELOAD = 120
+
+
+class Forked:
+    """A server's process, with what is used of ``subprocess.Popen``: the preloading process is its parent and waits."""
+
+    def __init__(self, parent: socket.socket, words: list[str], env: dict[str, str], log: Path) -> None:
+        self.channel, theirs = socket.socketpair()
+        body = json.dumps({"argv": words, "env": env, "log": str(log)}).encode()
+        socket.send_fds(parent, [len(body).to_bytes(4, "big") + body], [theirs.fileno()])
+        theirs.close()
+        self.pid = self._number()
+        self.returncode: int | None = None
+
+    def _number(self) -> int:
+        found = array.array("i")
+        found.frombytes(self.channel.recv(4, socket.MSG_WAITALL))
+        return found[0]
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Its exit status, negative for a signal's.
+
+        Raises:
+            subprocess.TimeoutExpired: it runs on after that many seconds.
+        """
+        if self.returncode is None:
+            self.channel.settimeout(timeout)
+            try:
+                self.returncode = self._number()
+            except (BlockingIOError, TimeoutError):
+                raise subprocess.TimeoutExpired("server", timeout or 0) from None
+        return self.returncode
+
+    def poll(self) -> int | None:
+        try:
+            return self.wait(0)
+        except subprocess.TimeoutExpired:
+            return None
+
+    def terminate(self) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, 15)
+
+
+class Preloaded:
+    """A process that has imported SGLang under a server's variables, and forks servers."""
+
+    def __init__(self, server: Server) -> None:
+        self.variables = _sglangs(server)
+        self.channel, theirs = socket.socketpair()
+        words = [server.command[0], "-m", "tests.e2e.preloaded", str(theirs.fileno())]
+        root = str(Path(__file__).resolve().parents[2])
+        self.process = subprocess.Popen(words, env=server.env, cwd=root, pass_fds=[theirs.fileno()])
+        theirs.close()
+        self.channel.settimeout(PRELOAD)
+        if self.channel.recv(1) != b"!":
+            raise RuntimeError("the process that preloads SGLang ended")
+        self.channel.settimeout(None)
+
+    def can_fork(self, server: Server) -> bool:
+        """Whether the server's variables for SGLang are those under which it was imported."""
+        return _sglangs(server) == self.variables
+
+    def fork(self, server: Server) -> Forked:
+        """The server's process; its folder is that of its log."""
+        words = server.command[server.command.index("-m") + 1 :]
+        return Forked(self.channel, words, server.env, server.log_path)
+
+    def stop(self) -> None:
+        self.channel.close()
+        self.process.wait()
+
+
+def _sglangs(server: Server) -> dict[str, str]:
+    """Variables of which SGLang may read some while it is imported."""
+    return {name: value for name, value in server.env.items() if name.startswith("SGLANG_")}
+
+
+def _serve(request: dict) -> None:
+    """Becomes the server: a session of its own, its own log, SGLang's ``__main__``."""
+    import ctypes
+    import runpy
+
+    ctypes.CDLL(None).prctl(1, 9)  # dies with the preloading process
+    os.setsid()
+    log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    null = os.open(os.devnull, os.O_RDONLY)
+    for target, source in ((0, null), (1, log), (2, log)):
+        os.dup2(source, target)
+    os.environ.clear()
+    os.environ.update(request["env"])
+    os.chdir(Path(request["log"]).parent)
+    sys.path[0] = ""
+    sys.path[1:1] = list(filter(None, request["env"].get("PYTHONPATH", "").split(os.pathsep)))
+    module, *words = request["argv"]
+    sys.argv = [module, *words]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+def _main(channel: socket.socket) -> None:
+    """Forks servers until the other end closes, and tells each one's channel its pid and its end."""
+    import importlib
+    import multiprocessing.context
+    import multiprocessing.popen_fork
+    import select
+    import signal
+
+    import setproctitle
+
+    setproctitle.setproctitle("tests.e2e.preloaded")  # it cannot find its place once a child has other variables
+    for name in ("entrypoints.http_server", "managers.scheduler", "managers.detokenizer_manager", "models.llama"):
+        importlib.import_module(f"sglang.srt.{name}")
+    multiprocessing.context.SpawnProcess._Popen = staticmethod(multiprocessing.popen_fork.Popen)
+    wake, waker = os.pipe()
+    os.set_blocking(waker, False)
+    signal.set_wakeup_fd(waker)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    children: dict[int, socket.socket] = {}
+    channel.sendall(b"!")
+    while True:
+        ready, _, _ = select.select([channel, wake], [], [])
+        if wake in ready:
+            os.read(wake, 512)
+            while children:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+                if not pid:
+                    break
+                with children.pop(pid) as ended:
+                    ended.sendall(array.array("i", [os.waitstatus_to_exitcode(status)]).tobytes())
+        if channel in ready:
+            head, fds, _, _ = socket.recv_fds(channel, 4, 1)
+            if not head:
+                break
+            request = json.loads(channel.recv(int.from_bytes(head, "big"), socket.MSG_WAITALL))
+            own = socket.socket(fileno=fds[0])
+            pid = os.fork()
+            if not pid:
+                for other in (channel, own, *children.values()):
+                    other.close()
+                signal.set_wakeup_fd(-1)
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                os.close(wake), os.close(waker)
+                _serve(request)
+                break
+            children[pid] = own
+            own.sendall(array.array("i", [pid]).tobytes())
+
+
+if __name__ == "__main__":
+    _main(socket.socket(fileno=int(sys.argv[1])))
