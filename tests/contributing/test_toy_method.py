@@ -64,7 +64,7 @@ def cover_it(text: str) -> str:
 
 def describe_it(text: str) -> str:
     row = f"| `{NAME}` | fixed Hadamard | [QuaRot](https://arxiv.org/abs/2404.00456) |"
-    return before("| `none` |", row, below="### Methods\n")(text)
+    return before("| `none` |", row, below="## Methods\n")(text)
 
 
 def document_it(text: str) -> str:

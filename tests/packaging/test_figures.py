@@ -166,38 +166,39 @@ def test_quality(cells: list[str]) -> None:
 
 
 def test_figures_of_the_readme() -> None:
-    rows = tables(README)[:3]
-    for cells in rows[:2]:
-        check_serving(cells)
-    label, none, ours, difference = rows[2]
-    assert label.startswith("HumanEval") and "Qwen2.5-Coder" in label
-    measured = by(QWEN, "method")
-    points, error = difference.removesuffix(" points").split(" ± ")
-    assert agrees(none, 100 * measured["none"]["humaneval"]) and agrees(ours, 100 * measured["oscar"]["humaneval"])
-    assert agrees(points, 100 * measured["oscar"]["humaneval_vs_none"])
-    assert agrees(error, 100 * measured["oscar"]["humaneval_vs_none_se"])
-
-
-#: README's sentence about sessions.
-SESSIONS = (
-    r"a step of (\d+) sessions of ([\d,]+) tokens takes (\S+) ms where plain `oscar` takes (\S+), and BF16, with room "
-    r"for (\d+) of them, (\d+\.\d)"
-)
+    capacity, keys, humaneval = tables(README)[:3]
+    row = by("serving_h200", "scenario")["capacity transform 1.6"]
+    assert all(
+        agrees(cell, row[field]) for cell, field in zip(capacity[1:], ("none", "transform", "ratio"), strict=True)
+    )
+    errors = []
+    for cells, task in ((keys, "exact_keys"), (humaneval, "humaneval")):
+        rows = [row for row in results("precise_qwen2.5-coder-0.5b-instruct") if row["task"] == task]
+        (row,) = (row for row in rows if (row["method"], row["chunk"]) == ("transform:1.6", 8192))
+        assert agrees(cells[1], 100 * row["bf16_score"]) and agrees(cells[2], 100 * row["score"]), cells
+        errors.append(f"{100 * row['score_se']:.0f}")
+    assert agrees(humaneval[3], 100 * (row["score"] - row["bf16_score"]))
+    assert f"standard errors are {' and '.join(errors)} points" in " ".join(README.split())
 
 
 def test_sessions() -> None:
     (row,) = (row for row in results("episodic_h200") if row["scenario"] == "decode_step")
-    found = re.search(SESSIONS, " ".join(README.split()))
-    assert found
-    written = ("late_sessions", "history_tokens", "late", "oscar", "bf16_sessions", "bf16")
-    assert all(agrees(text, row[field]) for text, field in zip(found.groups(), written, strict=True)), row
+    found = [cells for cells in tables(README, "## Long conversations\n") if len(cells) == 3]
+    assert f"{row['history_tokens']:,}-token sessions" in README
+    fields = (("bf16_sessions", "bf16"), ("late_sessions", "oscar"), ("late_sessions", "late"))
+    for (_, sessions, time), names in zip(found, fields, strict=True):
+        assert agrees(sessions, row[names[0]]) and agrees(time, row[names[1]]), (found, row)
 
 
 @pytest.mark.parametrize(("name", "text"), [("README.md", README), ("docs/performance.md", PERFORMANCE)])
 def test_no_figure_stands_outside_what_is_checked(name: str, text: str) -> None:
     """Prose has no time, throughput, ratio or percentage of its own: those are in the tables and sentences above."""
     prose = " ".join(line.strip() for line in text.splitlines() if not line.startswith("|"))
-    known_ones = (r"Quantizing [\d,]+ new tokens of one layer takes \d+ µs", r"lie between \S+ and \d\.\d+", SESSIONS)
+    known_ones = (
+        r"Quantizing [\d,]+ new tokens of one layer takes \d+ µs",
+        r"lie between \S+ and \d\.\d+",
+        r"errors are 5 and 4 points",
+    )
     for known in known_ones:
         prose = re.sub(known, "", prose)
     assert re.findall(r"\d[\d.,]*(?:x\b| ?%| (?:µs|ms|tokens/s|points|TFLOP/s|GB/s)\b)", prose) == []

@@ -1,4 +1,4 @@
-"""The README says what the code does: flags, methods and packages are all there, and no other flags and methods are."""
+"""README and docs/reference.md name the code's flags, methods, commands and packages, and no others."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from sglang_kvq.methods import METHOD_NAMES, get_method
 from tests.conftest import ROOT
 
 README = (ROOT / "README.md").read_text()
+REFERENCE = (ROOT / "docs" / "reference.md").read_text()
 
 
 def rows(heading: str, page: str = README) -> dict[str, list[str]]:
@@ -34,11 +35,18 @@ def test_flags() -> None:
     parser = argparse.ArgumentParser(add_help=False)
     flags.add_flags(parser)
     known = {action.option_strings[0]: action.default for action in parser._actions}
-    written = {**rows("Flags"), **rows("Serving", (ROOT / "docs" / "episodes.md").read_text())}
+    written = {**rows("Flags", REFERENCE), **rows("Serving", (ROOT / "docs" / "episodes.md").read_text())}
     assert set(written) == set(known)
     for flag, default in known.items():
         if default is not None:
             assert written[flag][0].strip("`") == str(default)
+
+
+def test_commands() -> None:
+    from sglang_kvq.cli import app
+
+    written = {name for cells in rows("Commands", REFERENCE) for name in re.findall(r"kvq (\w+)", cells)}
+    assert written == {command.name or command.callback.__name__ for command in app.registered_commands}
 
 
 def test_methods() -> None:
