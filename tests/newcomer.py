@@ -95,7 +95,8 @@ class Node:
         return self.folder / "env" / "bin" / "python"
 
     def prepare(self) -> Node:
-        """Makes the environment, a clone and the hub cache."""
+        """Makes the environment, a clone and the hub cache, in an empty folder."""
+        shutil.rmtree(self.folder, ignore_errors=True)
         subprocess.run([sys.executable, "-m", "venv", "--without-pip", self.folder / "env"], check=True)
         (site,) = self.folder.glob("env/lib/python*/site-packages")
         (site / "installed_here.pth").write_text("\n".join(_installed()))
@@ -171,6 +172,7 @@ class Node:
         said = ""
         with contextlib.ExitStack() as servers:
             for command in commands:
+                print(f"[{time.strftime('%H:%M:%S')}] $ {command}", flush=True)
                 if is_server(command):
                     servers.enter_context(self.serving(command, where))
                 else:
