@@ -17,14 +17,17 @@ from pathlib import Path
 
 from sglang_kvq.cache.layout import KVGeometry, fit
 from sglang_kvq.config import PAGE_SIZE, KVQuantConfig
-from sglang_kvq.errors import KVQuantError
+from sglang_kvq.errors import KVQuantError, unknown
 from sglang_kvq.formats.record import RecordFormat
-from sglang_kvq.methods import RotationKind, get_method
+from sglang_kvq.methods import METHOD_NAMES, RotationKind, get_method
 from sglang_kvq.rotations.resolve import resolve_formats, resolve_rotations
+from sglang_kvq.rotations.storage.hub import HUB_ID
 from sglang_kvq.rotations.storage.zoo import find_rotations
 from sglang_kvq.sglang.architectures import Answer, Family, family_of
 from sglang_kvq.sglang.types import ModelConfig
 
+#: GiB; no GPU has as much.
+MOST_MEMORY = 1 << 20
 #: Of a GPU's memory, what SGLang gives to weights and KV cache, about; it chooses by GPU and flags.
 STATIC_SHARE = 0.88
 
@@ -45,10 +48,26 @@ class Request:
     trust_remote_code: bool = False
 
     def __post_init__(self) -> None:
-        if self.memory is not None and self.memory <= 0:
-            raise KVQuantError(f"--memory {self.memory:g}: must be the GiB that a GPU has for the KV cache.")
+        if self.memory is not None and not 0 < self.memory < MOST_MEMORY:
+            raise KVQuantError(
+                f"--memory {self.memory:g}: must be the GiB that a GPU has for the KV cache, above 0 and below "
+                f"{MOST_MEMORY}."
+            )
         if self.tp < 1:
             raise KVQuantError(f"--tp {self.tp}: must be the number of GPUs, at least 1.")
+
+
+def config_of(method: str, bits: str | None, rotations: str | None) -> KVQuantConfig:
+    """What the server's flags would make of the command's options.
+
+    Raises:
+        KVQuantError: a method that is none, or bits that it does not have.
+    """
+    if method == "none":
+        raise KVQuantError(f"--method none: plain SGLang serves it; choose one of {', '.join(METHOD_NAMES)}.")
+    if method not in METHOD_NAMES:
+        raise unknown("--method", method, METHOD_NAMES)
+    return KVQuantConfig(method, rotations=rotations, bits=bits)
 
 
 @dataclass
@@ -225,6 +244,7 @@ def _formats(found: Diagnosis, request: Request, model: ModelConfig) -> tuple[Re
             found.calibrate = f"kvq calibrate {model_path}{composition} --text FILE --output rotations"
             found.flags += ["--kv-quant-rotations", "rotations"]
         if config.rotations is not None:
+            _check_place(config.rotations)
             found.flags += ["--kv-quant-rotations", config.rotations]
         if found.rotations is not None and Path(found.rotations).exists():
             rotations = resolve_rotations(config, request.model, model.hf_config)
@@ -233,6 +253,12 @@ def _formats(found: Diagnosis, request: Request, model: ModelConfig) -> tuple[Re
     if rotations is None and (method.planes or config.width.target is not None):
         return None
     return resolve_formats(config, rotations, model.hf_config)
+
+
+def _check_place(rotations: str) -> None:
+    """Refuse rotations that are neither here nor, by their name, on the hub."""
+    if not Path(rotations).exists() and not HUB_ID.match(rotations):
+        raise KVQuantError(f"--rotations {rotations}: no such folder; give one, or org/name/folder on the hub.")
 
 
 def _count(found: Diagnosis, request: Request, geometry: KVGeometry, model: ModelConfig) -> None:
