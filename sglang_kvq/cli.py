@@ -18,7 +18,6 @@ from sglang_kvq import usage
 from sglang_kvq.arguments import check_device, check_dtype, check_least, check_new
 from sglang_kvq.errors import KVQuantError, unknown
 from sglang_kvq.evaluation.typer_command import register as register_eval
-from sglang_kvq.methods import METHOD_NAMES, get_method
 
 if TYPE_CHECKING:
     from rich.progress import TaskID
@@ -339,6 +338,8 @@ def _show_json(value: Any) -> None:
 
 def _methods(names: str) -> list[str]:
     """``NAME`` or ``NAME:BITS`` each, of a list with commas."""
+    from sglang_kvq.methods import METHOD_NAMES, get_method
+
     found = [name.strip() for name in names.split(",") if name.strip()]
     for name in found:
         method, _, bits = name.partition(":")

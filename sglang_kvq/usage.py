@@ -33,15 +33,20 @@ def run(app: typer.Typer, words: Sequence[str], show: Callable[[str], None]) -> 
             raise
         show(f"error: {error.filename}: {error.strerror}; check the path and its permissions.")
         return REFUSED
-    except Exception as error:  # of click, or of typer's own copy of click: they have no common base to name
+    except Exception as error:  # click's, or those of typer's own copy of click: they have no common base to name
         if not hasattr(error, "format_message"):
             raise
-        if "NoArgs" in type(error).__name__:  # its message is the help
-            print(error.format_message(), file=sys.stderr)
-        else:
-            show(f"error: {described(error, words)}")
-        return int(error.exit_code)  # type: ignore[attr-defined]  (click's)
+        return _show_usage(error, words, show)
     return status if isinstance(status, int) else 0
+
+
+def _show_usage(error: Any, words: Sequence[str], show: Callable[[str], None]) -> int:
+    """Show click's exception and return its exit status."""
+    if "NoArgs" in type(error).__name__:  # its message is the help
+        print(error.format_message(), file=sys.stderr)
+    else:
+        show(f"error: {described(error, words)}")
+    return int(error.exit_code)
 
 
 def described(error: Any, words: Sequence[str]) -> str:
