@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from sglang_kvq.errors import KVQuantError
+from sglang_kvq import usage
+from sglang_kvq.arguments import check_device, check_dtype, check_least, check_new
+from sglang_kvq.errors import KVQuantError, unknown
 from sglang_kvq.evaluation.typer_command import register as register_eval
 
 if TYPE_CHECKING:
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
 app = typer.Typer(
     help="Tools around --kv-quant, SGLang's 2-bit KV cache.", no_args_is_help=True, pretty_exceptions_enable=False
 )
-console = Console(stderr=True, highlight=False)
+console = Console(stderr=True, highlight=False, emoji=False)
 
 
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON value on stdout instead of text.")]
@@ -90,6 +92,10 @@ def calibrate(
     from sglang_kvq.rotations.storage.hub import check_push
     from sglang_kvq.rotations.storage.hub import push as upload
 
+    check_device(device)
+    check_dtype(dtype)
+    check_least("--seed", seed, 0, 2**63 - 1)
+    check_least("--positions", positions, 0)
     settings = CalibrationSettings(
         tokens=tokens,
         context=context,
@@ -100,13 +106,15 @@ def calibrate(
         clips=clips,
         sensitivity_contexts=CalibrationSettings.sensitivity_contexts if sensitivity else 0,
     )
+    held_out, on_engine = HeldOut(held_out_contexts, held_out_length), _engine(engine, tp, engine_arg or [])
+    check_new("--output", output, folder=True)
     if push:
         check_push(push)
     budgets = None
     try:
         with _Bars() as bars:
             if recommend and composition == "transform":
-                budgets = BudgetPass(HeldOut(held_out_contexts, held_out_length), settings, bars)
+                budgets = BudgetPass(held_out, settings, bars)
             rotations = calibrate_to_folder(
                 model,
                 text,
@@ -119,7 +127,7 @@ def calibrate(
                 dtype=dtype,
                 overwrite=overwrite,
                 restart=restart,
-                engine=_engine(engine, tp, engine_arg or []),
+                engine=on_engine,
                 progress=bars,
                 last=budgets,
             )
@@ -155,7 +163,7 @@ def calibrate(
     _say(f"{output}: {rotations.granularity} rotations, {measured}, {meta.tokens} tokens")
     bits = ""
     if divergence:
-        Console().print(divergence_table(divergence))
+        Console(emoji=False).print(divergence_table(divergence))
         _say(recommendation(divergence))
         bits = f" --kv-quant-bits {divergence.recommended:g}" if divergence.recommended else ""
     _say(f"serve with: --kv-quant {served_by(rotations)} --kv-quant-rotations {output}{bits}")
@@ -196,7 +204,7 @@ def zoo(verbose: Verbose = False, as_json: AsJson = False) -> None:
         for line in zoo_details(entries):
             typer.echo(line)
     else:
-        Console().print(zoo_table(entries))
+        Console(emoji=False).print(zoo_table(entries))
 
 
 @app.command()
@@ -219,8 +227,13 @@ def inspect(
     from sglang_kvq.rotations.inspection.layer_errors import measure
     from sglang_kvq.rotations.storage.files import read_rotations
 
+    check_device(device)
+    check_dtype(dtype)
+    chosen = _methods(methods)
     if plot:
         drawing.need_matplotlib()
+        drawing.check_name(plot)
+        check_new("--plot", plot)
     rotations, kv_heads = read_rotations(folder)
     measured = None
     if model:
@@ -231,7 +244,7 @@ def inspect(
                 model,
                 text,
                 rotations,
-                [m for m in methods.split(",") if m],
+                chosen,
                 contexts=contexts,
                 length=length,
                 device=device,
@@ -241,7 +254,7 @@ def inspect(
     if as_json:
         _show_json(tables.to_json(rotations, kv_heads, measured))
     else:
-        terminal = Console()
+        terminal = Console(emoji=False)
         for part in tables.report(rotations, kv_heads, measured, width=terminal.width, verbose=verbose):
             terminal.print(part)
             terminal.print()
@@ -262,6 +275,8 @@ def convert(
     """Convert rotations between our layout and the published .pt one."""
     from sglang_kvq.rotations.storage.files import convert_rotations
 
+    if kv_heads is not None:
+        check_least("--kv-heads", kv_heads, 1)
     convert_rotations(source, output, to=to.value, kv_heads=kv_heads, overwrite=overwrite)
     if as_json:
         _show_json({"output": str(output), "layout": to.value})
@@ -274,13 +289,16 @@ def doctor(
     model: Annotated[
         str | None, typer.Option(help="Answer for this model instead, by its config alone: hub id or folder.")
     ] = None,
-    method: Annotated[str, typer.Option(help="With --model: the --kv-quant to answer for.")] = "oscar",
+    method: Annotated[
+        str | None, typer.Option(help="With --model: the --kv-quant to answer for; default oscar.")
+    ] = None,
     bits: Annotated[str | None, typer.Option(help="With --model: its --kv-quant-bits.")] = None,
     rotations: Annotated[str | None, typer.Option(help="With --model: its --kv-quant-rotations.")] = None,
     memory: Annotated[
-        float | None, typer.Option(help="With --model: GiB of each GPU for the KV cache; else this GPU's, about.")
+        float | None,
+        typer.Option(help="With --model: GiB of each GPU for the KV cache and what is beside it; else this GPU's."),
     ] = None,
-    tp: Annotated[int, typer.Option(help="With --model: GPUs that share the heads.")] = 1,
+    tp: Annotated[int | None, typer.Option(help="With --model: GPUs that share the heads; default 1.")] = None,
     trust_remote_code: Annotated[bool, typer.Option(help="With --model: run the code of its config.")] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -288,14 +306,21 @@ def doctor(
     if model is None:
         from sglang_kvq.sglang.doctor import report
 
-        if memory is not None:
-            raise KVQuantError(f"--memory {memory:g}: tokens are of a model; add --model MODEL.")
+        given = {"--method": method, "--bits": bits, "--rotations": rotations, "--memory": memory, "--tp": tp}
+        for flag, value in {**given, "--trust-remote-code": trust_remote_code or None}.items():
+            if value is not None:
+                named = flag if value is True else f"{flag} {value}"
+                raise KVQuantError(f"{named}: it is about a model; add --model MODEL, or leave it out.")
         raise typer.Exit(report(as_json=as_json))
-    from sglang_kvq.config import KVQuantConfig
     from sglang_kvq.sglang import doctor_model
 
-    config = KVQuantConfig(method, rotations=rotations, bits=bits)
-    request = doctor_model.Request(model, config, memory, tp, trust_remote_code)
+    request = doctor_model.Request(
+        model,
+        doctor_model.config_of("oscar" if method is None else method, bits, rotations),
+        memory,
+        1 if tp is None else tp,
+        trust_remote_code,
+    )
     raise typer.Exit(doctor_model.report(request, as_json=as_json))
 
 
@@ -311,13 +336,33 @@ def _show_json(value: Any) -> None:
     typer.echo(json.dumps(value, indent=2))
 
 
+def _methods(names: str) -> list[str]:
+    """``NAME`` or ``NAME:BITS`` each, of a list with commas."""
+    from sglang_kvq.methods import METHOD_NAMES, get_method
+
+    found = [name.strip() for name in names.split(",") if name.strip()]
+    for name in found:
+        method, _, bits = name.partition(":")
+        if method not in METHOD_NAMES:
+            raise unknown("--methods", name, METHOD_NAMES)
+        try:
+            get_method(method).width(bits or None)
+        except KVQuantError as error:
+            raise KVQuantError(f"--methods {name}: {error}") from None
+    return found
+
+
 def _engine(name: str, tp: int, arguments: list[str]) -> dict[str, Any] | None:
     """Keywords of ``sglang.Engine``, or None for transformers."""
     if name not in ("transformers", "sglang"):
-        raise KVQuantError(f"--engine {name}: unknown; choose transformers or sglang.")
+        raise unknown("--engine", name, ("transformers", "sglang"))
+    check_least("--tp", tp, 1)
     if name == "transformers":
         if tp != 1 or arguments:
-            raise KVQuantError("--tp and --engine-arg belong to --engine sglang; add it, or use --device auto.")
+            given = [f"--tp {tp}"] if tp != 1 else [f"--engine-arg {argument}" for argument in arguments]
+            raise KVQuantError(
+                f"{given[0]}: --tp and --engine-arg belong to --engine sglang; add it, or use --device auto."
+            )
         return None
     keywords: dict[str, Any] = {"tp_size": tp}
     for argument in arguments:
@@ -366,12 +411,8 @@ class _Bars:
 
 
 def main() -> None:
-    """Entry point: a ``KVQuantError`` is one line and exit status 1, not a traceback."""
-    try:
-        app()
-    except KVQuantError as error:
-        _say(f"error: {error}", style="red")
-        sys.exit(1)
+    """Entry point: whatever a user got wrong is one line and an exit status, not a traceback."""
+    sys.exit(usage.run(app, sys.argv[1:], lambda line: _say(line, style="red")))
 
 
 if __name__ == "__main__":

@@ -99,6 +99,11 @@ def overlay_slots(config: KVQuantConfig, geometry: KVGeometry, budget_bytes: int
     return int(budget_bytes * config.bf16_budget) // geometry.slot_bytes
 
 
+def reserved_bytes(geometry: KVGeometry, slots: int) -> int:
+    """Bytes of the cache that hold no tokens: ``slots`` overlays, slot 0 and page 0."""
+    return (slots + 1) * geometry.slot_bytes + geometry.page_bytes + geometry.draft_page_bytes
+
+
 def divide(
     config: KVQuantConfig,
     geometry: KVGeometry,
@@ -152,6 +157,5 @@ def fit(config: KVQuantConfig, geometry: KVGeometry, budget_bytes: int) -> Memor
         KVQuantError: the overlays cannot hold one request's window.
     """
     slots = overlay_slots(config, geometry, budget_bytes)
-    # Slot 0 and page 0 are reserved and take memory too.
-    left = budget_bytes - (slots + 1) * geometry.slot_bytes - geometry.page_bytes
+    left = budget_bytes - reserved_bytes(geometry, slots)
     return divide(config, geometry, pages=max(left, 0) // geometry.page_bytes, slots=slots)

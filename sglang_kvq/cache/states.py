@@ -9,6 +9,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from sglang_kvq.cache.layout import KVGeometry
+from sglang_kvq.config import PAGE_SIZE, KVQuantConfig
+
 #: SGLang's ``--mamba-full-memory-ratio`` where none is given.
 SGLANG_RATIO = 0.9
 #: Tokens that each request can have at least, if as many run as the user asked for.
@@ -50,6 +53,23 @@ class RequestNeeds:
     def cache_bytes(self, tokens: int) -> float:
         """Of the cache, for a request of so many tokens to run: its records or its window, whichever needs more."""
         return max(tokens * self.token_bytes / (1 - self.bf16_budget), self.window_bytes / self.bf16_budget)
+
+
+def needs_of(
+    config: KVQuantConfig, geometry: KVGeometry, *, state_bytes: int, states: int, context: int, drafts: int = 0
+) -> RequestNeeds:
+    """What a request takes of a cache of this geometry, a draft model's counted; arguments as its fields."""
+    draft_bytes = geometry.draft_page_bytes // PAGE_SIZE
+    return RequestNeeds(
+        state_bytes=state_bytes,
+        states=states,
+        token_bytes=geometry.page_bytes // PAGE_SIZE + draft_bytes,
+        bf16_token_bytes=geometry.slot_bytes // PAGE_SIZE + draft_bytes,
+        window_bytes=config.slots_per_request * geometry.slot_bytes,
+        bf16_budget=config.bf16_budget,
+        context=context,
+        drafts=drafts,
+    )
 
 
 @dataclass(frozen=True)

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sglang_kvq.cache.layout import KVGeometry
-from sglang_kvq.config import PAGE_SIZE
+from sglang_kvq.cache.layout import KVGeometry, overlay_slots
+from sglang_kvq.config import PAGE_SIZE, KVQuantConfig
 
 #: Prefixes kept for each request that may run, where the user does not say: what SGLang keeps where it counts so.
 PREFIXES_PER_REQUEST = 4
 #: SGLang's own ratio of the pools' tokens; what is chosen here is never more.
 STOCK_RATIO = 0.8
+#: Requests that SGLang runs at most, whatever the memory.
+MOST_REQUESTS = 4096
 
 
 @dataclass(frozen=True)
@@ -105,3 +107,38 @@ def split_windows(
     rest = budget_bytes - windows * window_bytes
     tokens = int((1 - bf16_budget) * rest / token_bytes) // PAGE_SIZE * PAGE_SIZE
     return WindowSplit(rest, tokens, windows)
+
+
+def share_windows(
+    config: KVQuantConfig,
+    geometry: KVGeometry,
+    budget_bytes: int,
+    *,
+    window_bytes: int,
+    need: WindowNeed,
+    requests: int | None = None,
+    ratio: float | None = None,
+) -> tuple[WindowSplit, int]:
+    """``split_windows`` for as many running requests as overlays are affordable for, and that number.
+
+    Args:
+        window_bytes, ratio: as of ``split_windows``.
+        requests: ``--max-running-requests`` of this worker; None for as many as fit.
+    """
+    affordable = overlay_slots(config, geometry, budget_bytes) // config.slots_per_request
+    running = max(1, min(requests or MOST_REQUESTS, affordable))
+    split = split_windows(
+        budget_bytes,
+        geometry,
+        bf16_budget=config.bf16_budget,
+        window_bytes=window_bytes,
+        other_bytes=geometry.draft_page_bytes // PAGE_SIZE,
+        wanted=need.tokens(running),
+        ratio=ratio,
+    )
+    return split, running
+
+
+def token_bytes(geometry: KVGeometry, window_bytes: int, ratio: float) -> float:
+    """What SGLang counts for a token of the cache: its records, a draft model's, and its share of the windows' pool."""
+    return geometry.page_bytes / PAGE_SIZE + geometry.draft_page_bytes // PAGE_SIZE + ratio * window_bytes

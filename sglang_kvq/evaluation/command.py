@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from sglang_kvq.errors import KVQuantError
+from sglang_kvq.arguments import check_least, check_new
+from sglang_kvq.errors import KVQuantError, unknown
 from sglang_kvq.evaluation import map_table, plots, precise, provenance, report
 from sglang_kvq.evaluation.base import Bench, ReferenceTask, Task
 from sglang_kvq.evaluation.client import Client
@@ -32,6 +33,20 @@ from sglang_kvq.evaluation.specs import (
 )
 from sglang_kvq.evaluation.store import Store, read, write_json
 from sglang_kvq.evaluation.tasks import KINDS, TASK_NAMES
+from sglang_kvq.usage import Parser
+
+#: The least values of numbers that no task looks at before it runs.
+LEAST = {
+    "parallel": 1,
+    "concurrency": 1,
+    "start-timeout": 1e-3,
+    "request-timeout": 1e-3,
+    "humaneval-problems": 0,
+    "humaneval-max-tokens": 1,
+    "gsm8k-shots": 0,
+    "gsm8k-problems": 0,
+    "gsm8k-max-tokens": 1,
+}
 
 EPILOG = """
 examples:
@@ -47,7 +62,7 @@ What follows -- goes to every server that is started. `kvq eval` runs again wher
 
 
 def parser() -> argparse.ArgumentParser:
-    root = argparse.ArgumentParser(
+    root = Parser(
         prog="kvq eval",
         description="Compare methods on one model: divergence from BF16, retrieval, HumanEval, GSM8K.",
         epilog=EPILOG,
@@ -178,8 +193,8 @@ def tasks_of(options: argparse.Namespace) -> list[Task]:
         KVQuantError: an unknown task, or a setting that is wrong or missing.
     """
     names = options.tasks.split(",")
-    if unknown := set(names) - set(TASK_NAMES):
-        raise KVQuantError(f"--tasks {','.join(sorted(unknown))}: not a task; there are {', '.join(TASK_NAMES)}.")
+    if wrong := set(names) - set(TASK_NAMES):
+        raise unknown("--tasks", sorted(wrong)[0], TASK_NAMES)
     makers = {"kl": _kl, "needle": _needle, "humaneval": _humaneval, "gsm8k": _gsm8k}
     return [
         makers[name](options) if name in makers else _retrieval(name, options) for name in TASK_NAMES if name in names
@@ -191,10 +206,11 @@ def _kl(options: argparse.Namespace) -> Task:
 
     contexts = []
     for word in options.kl_lengths.split(","):
-        length, _, count = word.partition("x")
-        contexts.append(
-            (_whole("--kl-lengths", length), _whole("--kl-lengths", count) if count else options.kl_contexts)
-        )
+        length, times, count = word.partition("x")
+        try:
+            contexts.append((int(length), int(count) if times else options.kl_contexts))
+        except ValueError:
+            raise KVQuantError(f"--kl-lengths {word}: give N or NxCOUNT, whole numbers, separated by commas.") from None
     return KLTask(tuple(options.text), options.text_skip, tuple(contexts), options.kl_first, options.kl_top)
 
 
@@ -284,11 +300,12 @@ def main(words: Sequence[str]) -> int:
         return write_map(options, command)
     if flags and not options.model:
         raise KVQuantError(f"{' '.join(flags)}: flags after -- are for servers that --model starts.")
-    for name in ("parallel", "concurrency"):
-        if getattr(options, name) < 1:
-            raise KVQuantError(f"--{name} {getattr(options, name)}: at least 1.")
-    if options.server and (options.gpus or options.chunked_prefill_size != str(CHUNK)):
-        raise KVQuantError(f"--gpus and {CHUNK_FLAG} are for servers that --model starts.")
+    for name, least in LEAST.items():
+        check_least(f"--{name}", getattr(options, name.replace("-", "_")), least)
+    check_new("--out", options.out, folder=True)
+    for flag, value in (("--gpus", options.gpus), (CHUNK_FLAG, options.chunked_prefill_size)):
+        if options.server and value not in ("", str(CHUNK)):
+            raise KVQuantError(f"{flag} {value}: it is for servers that --model starts; leave it out.")
     tasks = tasks_of(options)
     signal.signal(signal.SIGTERM, _interrupt)
     if options.server:
@@ -377,18 +394,31 @@ def gpus_of(options: argparse.Namespace) -> tuple[str, ...]:
     return gpus
 
 
+def _split(flag: str, words: str) -> tuple[str, ...]:
+    """The words of a command line that is one word of ours.
+
+    Raises:
+        KVQuantError: a quote that does not end.
+    """
+    try:
+        return tuple(shlex.split(words))
+    except ValueError as error:
+        raise KVQuantError(f"{flag} {words}: {error}; close every quote.") from None
+
+
 def compare_methods(
     options: argparse.Namespace, tasks: list[Task], flags: list[str], command: str
 ) -> tuple[str, list[str]]:
     """Mode (b): a server for each method."""
     specs = specs_of(options, tasks, flags)
+    _split("--server-command", options.server_command)
     model = model_label(options, options.model)
     where = str(Path(options.model).resolve()) if Path(options.model).is_dir() else options.model
     launch = Launch(
         where,
         options.server_command,
         tuple(flags),
-        tuple(shlex.split(options.plain_flags)),
+        _split("--plain-flags", options.plain_flags),
         options.parallel,
         options.start_timeout,
         gpus_of(options),

@@ -27,7 +27,7 @@ class Display:
     def __enter__(self) -> Display:
         if Console is not None and sys.stderr.isatty():
             columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-            self._bars = Progress(*columns, console=Console(stderr=True, highlight=False))
+            self._bars = Progress(*columns, console=Console(stderr=True, highlight=False, emoji=False))
             self._bars.start()
         return self
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from sglang_kvq.errors import KVQuantError
+from sglang_kvq.errors import KVQuantError, unknown
 from sglang_kvq.evaluation.material import digest
 
 #: SGLang's own types, by what may follow ``fp8:``. e4m3 has the finer steps and is the usual meaning of FP8.
@@ -120,8 +120,7 @@ def parse(text: str) -> MethodSpec:
     head, at, rotations = first.partition("@")
     method, _, bits = head.partition(":")
     if method not in (REFERENCE, "fp8", *METHOD_NAMES):
-        known = ", ".join((REFERENCE, "fp8", *METHOD_NAMES))
-        raise KVQuantError(f"--methods {text!r}: no method {method!r}; there are {known}.")
+        raise unknown("--methods", method, (REFERENCE, "fp8", *METHOD_NAMES))
     if method == "fp8" and bits not in FP8:
         raise KVQuantError(f"--methods {text!r}: FP8 comes as fp8:e4m3 (fp8) or fp8:e5m2.")
     if method == REFERENCE and (bits or rotations):

@@ -59,6 +59,20 @@ def cached_layers(hf_config: Any) -> tuple[int, ...]:
     return tuple(i for i in layers if (i + 1) % interval == 0)
 
 
+def unapplied_window(hf_config: Any) -> int | None:
+    """The tokens of a ``sliding_window`` that a config names and SGLang does not apply; None if there is none.
+
+    SGLang gives a window to the layers that ``layer_types`` calls ``sliding_attention``, and to no others: Mistral 7B
+    v0.1, Phi-3, Phi-4 mini and StarCoder 2 attend to all tokens in every layer. Such models are served, and so
+    calibrated, with full attention. A starting server checks each layer (``sglang.layers.check_layers``).
+    """
+    get = _getter(hf_config)
+    window = get("sliding_window")
+    if not isinstance(window, int) or window <= 0 or get("use_sliding_window") is False:
+        return None
+    return None if "sliding_attention" in (get("layer_types") or ()) else window
+
+
 def identity(hf_config: Any) -> dict[str, Any]:
     """The ``IDENTITY_FIELDS`` of a transformers config or its dict; defaults are filled in as transformers does."""
     get = _getter(hf_config)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sglang_kvq.cache.layout import KVGeometry, divide, overlay_slots
+from sglang_kvq.cache.layout import KVGeometry, divide, overlay_slots, reserved_bytes
 from sglang_kvq.config import PAGE_SIZE, KVQuantConfig
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.formats.record import RecordFormat
@@ -68,10 +68,7 @@ def calculate_pool_sizes(original: Original, self: Configurator, available_bytes
         return original(self, available_bytes, page_size)
     geometry = state.geometry
     state.budget_slots = overlay_slots(state.config, geometry, available_bytes)
-    # Slot 0 and page 0 are reserved and take memory too.
-    reserved = geometry.page_bytes + geometry.draft_page_bytes
-    overlays = (state.budget_slots + 1) * geometry.slot_bytes + reserved
-    return original(self, max(available_bytes - overlays, 0), page_size)
+    return original(self, max(available_bytes - reserved_bytes(geometry, state.budget_slots), 0), page_size)
 
 
 def resolve_max_num_reqs(original: Original, self: Configurator, token_capacity: int) -> int:

@@ -17,6 +17,7 @@ from sglang_kvq.config import HEAD_DIMS, MAX_GQA_GROUP, PAGE_SIZE, KVQuantConfig
 from sglang_kvq.episodic.config import EPICACHE
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.releases import OLD_TREE, RELEASES, WITHOUT_STATES, WITHOUT_WINDOWS
+from sglang_kvq.rotations.identity import unapplied_window
 from sglang_kvq.sglang import architectures, compat
 from sglang_kvq.sglang.drafts import BRANCHING, DRAFT_DTYPES, SERVED, check_speculation
 from sglang_kvq.sglang.runtime import CLI_ATTRIBUTE, config_of, logger
@@ -242,12 +243,16 @@ def check_resolved(server_args: ServerArgs, config: KVQuantConfig) -> None:
     _raise(found)
     model = compat.model_config(server_args)
     check_model(model, config)
+    if (window := unapplied_window(model.hf_config)) is not None:
+        logger.info("SGLang does not apply the config's sliding_window of %d tokens: all layers see all tokens", window)
     check_speculation(server_args, config, model)
     if model.is_hybrid_swa and (canary := compat.resolved(server_args, "kv_canary", "none")) not in (None, "none"):
         raise KVQuantError(
             f"--kv-canary {canary}: it knows no pool of sliding windows beside ours; leave the flag out."
         )
     check_query_heads(model, attention_workers(server_args))
+    if device == "cuda":  # on a CPU SGLang pads the heads
+        check_division(model, attention_workers(server_args))
     if config.episodic is not None:
         from sglang_kvq.sglang import episodic_checks, sessions
 
@@ -369,6 +374,39 @@ def check_query_heads(model: ModelConfig, workers: int) -> None:
             f"{model.model_path} has {group(workers):g} query heads to a KV head, and the kernels take "
             f"{MAX_GQA_GROUP}: add --tp {enough}, or serve it without --kv-quant."
         )
+
+
+def check_division(model: ModelConfig, workers: int) -> None:
+    """Refuse a number of GPUs that cannot share the model's heads: SGLang's layers assert so once they are built.
+
+    Query heads are divided. KV heads are divided too, or each is kept by as many workers, if there are fewer of them.
+
+    Args:
+        workers: that share the attention heads.
+
+    Raises:
+        KVQuantError: names the heads, and the numbers of workers that can share them.
+    """
+    if (what := _indivisible(model, workers)) is not None:
+        fitting = [n for n in range(1, model.num_attention_heads + 1) if _indivisible(model, n) is None]
+        raise KVQuantError(
+            f"--tp {workers}: {model.model_path} has {what}, which {workers} GPUs cannot share; use "
+            f"{', '.join(map(str, fitting))}."
+        )
+
+
+def _indivisible(model: ModelConfig, workers: int) -> str | None:
+    """The heads that so many workers cannot share; None if there are none."""
+    kv_heads = model.get_total_num_kv_heads()
+    if model.num_attention_heads % workers:
+        return f"{model.num_attention_heads} query heads"
+    if kv_heads % workers and workers % kv_heads:
+        return f"{kv_heads} KV heads"
+    for name, heads in (("key", "linear_num_key_heads"), ("value", "linear_num_value_heads")):
+        count = getattr(model.hf_text_config, heads, None)
+        if count and count % workers:
+            return f"{count} {name} heads in its layers of linear attention"
+    return None
 
 
 def attention_workers(server_args: ServerArgs) -> int:

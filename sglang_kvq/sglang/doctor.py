@@ -13,7 +13,7 @@ from pathlib import Path
 
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.releases import SUPPORTED
-from sglang_kvq.sglang import compat, hooks
+from sglang_kvq.sglang import compat, doctor_host, hooks
 
 PLUGIN_GROUP, PLATFORM_GROUP = "sglang.srt.plugins", "sglang.srt.platforms"
 ENTRY_POINT = "kvq"
@@ -126,10 +126,30 @@ def sglang_symbols() -> str:
     table = hooks.for_release(compat.sglang_version())
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # SGLang's modules tell what this machine lacks, needed or not
+        if (error := _import_error(table)) is not None:
+            raise Failed(
+                f"SGLang cannot be imported, so none of {len(table)} could be looked at: {type(error).__name__}: "
+                f"{error}. Mend that first: of a path, its permissions; of a library, its installation."
+            )
         wrong = hooks.problems(table)
     if wrong:
         raise Failed("\n  ".join([f"{len(wrong)} of {len(table)} are not as expected:", *wrong]))
     return f"all {len(table)} are as expected"
+
+
+def _import_error(table: list[hooks.Hook]) -> Exception | None:
+    """Returns what keeps SGLang's modules from being imported and is no symbol of SGLang's that is not there."""
+    for hook in table:
+        try:
+            hooks.find(hook)
+        except (AttributeError, KeyError):
+            continue
+        except ImportError as error:
+            if not (error.name or "").startswith("sglang"):
+                return error
+        except Exception as error:
+            return error
+    return None
 
 
 def shipped_rotations() -> str:
@@ -143,9 +163,14 @@ def shipped_rotations() -> str:
     return f"{', '.join(folder.name for folder in folders)}: undamaged"
 
 
-#: In the order shown. ``torch_and_gpus`` comes before SGLang is imported: it chooses the engine.
+#: In the order shown, causes before what they cause. ``torch_and_gpus`` comes before SGLang is imported: it chooses the
+#: engine.
 CHECKS: dict[str, Callable[[], str]] = {
     "sglang-kvq": versions,
+    "folders": doctor_host.folders,
+    "disk": doctor_host.disk,
+    "/dev/shm": doctor_host.shared_memory,
+    "driver": doctor_host.driver,
     "torch": torch_and_gpus,
     "triton": triton,
     "kernels": our_kernels,

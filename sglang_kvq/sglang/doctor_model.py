@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import os
 import shlex
 import warnings
 from collections.abc import Callable, Iterator
@@ -15,16 +16,21 @@ from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from pathlib import Path
 
-from sglang_kvq.cache.layout import KVGeometry, fit
+from sglang_kvq.cache.layout import KVGeometry
 from sglang_kvq.config import PAGE_SIZE, KVQuantConfig
-from sglang_kvq.errors import KVQuantError
+from sglang_kvq.errors import KVQuantError, unknown
 from sglang_kvq.formats.record import RecordFormat
-from sglang_kvq.methods import RotationKind, get_method
+from sglang_kvq.methods import METHOD_NAMES, RotationKind, get_method
+from sglang_kvq.rotations.identity import cached_layers, unapplied_window
 from sglang_kvq.rotations.resolve import resolve_formats, resolve_rotations
+from sglang_kvq.rotations.storage.hub import HUB_ID
 from sglang_kvq.rotations.storage.zoo import find_rotations
 from sglang_kvq.sglang.architectures import Answer, Family, family_of
+from sglang_kvq.sglang.doctor_capacity import capacity
 from sglang_kvq.sglang.types import ModelConfig
 
+#: GiB; no GPU has as much.
+MOST_MEMORY = 1 << 20
 #: Of a GPU's memory, what SGLang gives to weights and KV cache, about; it chooses by GPU and flags.
 STATIC_SHARE = 0.88
 
@@ -45,10 +51,26 @@ class Request:
     trust_remote_code: bool = False
 
     def __post_init__(self) -> None:
-        if self.memory is not None and self.memory <= 0:
-            raise KVQuantError(f"--memory {self.memory:g}: must be the GiB that a GPU has for the KV cache.")
+        if self.memory is not None and not 0 < self.memory < MOST_MEMORY:
+            raise KVQuantError(
+                f"--memory {self.memory:g}: must be the GiB that a GPU has for the KV cache, above 0 and below "
+                f"{MOST_MEMORY}."
+            )
         if self.tp < 1:
             raise KVQuantError(f"--tp {self.tp}: must be the number of GPUs, at least 1.")
+
+
+def config_of(method: str, bits: str | None, rotations: str | None) -> KVQuantConfig:
+    """What the server's flags would make of the command's options.
+
+    Raises:
+        KVQuantError: a method that is none, or bits that it does not have.
+    """
+    if method == "none":
+        raise KVQuantError(f"--method none: plain SGLang serves it; choose one of {', '.join(METHOD_NAMES)}.")
+    if method not in METHOD_NAMES:
+        raise unknown("--method", method, METHOD_NAMES)
+    return KVQuantConfig(method, rotations=rotations, bits=bits)
 
 
 @dataclass
@@ -64,8 +86,10 @@ class Diagnosis:
         rotations: where they would come from; None for a method without rotation files, or if none are known.
         calibrate: the command that makes them, if they are missing.
         bytes_bf16, bytes_quantized: of a token in all layers, on one GPU.
-        memory: bytes of one GPU for the KV cache.
+        memory: bytes of one GPU for the KV cache, and for windows and recurrent states beside it.
         tokens_bf16, tokens, requests: that fit into it; requests that can run at once.
+        beside: what else the memory holds: windows or recurrent states.
+        window: tokens of a ``sliding_window`` in its config that SGLang does not apply.
         flags: that a server needs.
     """
 
@@ -92,6 +116,8 @@ class Diagnosis:
     tokens_bf16: int | None = None
     tokens: int | None = None
     requests: int | None = None
+    beside: str | None = None
+    window: int | None = None
     flags: list[str] = field(default_factory=list)
 
     @property
@@ -125,6 +151,7 @@ def diagnose(request: Request) -> Diagnosis:
     """
     from sglang_kvq.sglang import checks
 
+    check_readable(Path(request.model))
     model, flags = read_config(request)
     names = list(model.hf_config.architectures or [])
     family = family_of(names)
@@ -134,11 +161,14 @@ def diagnose(request: Request) -> Diagnosis:
     found.family, found.note = family.name, family.note or None
     try:
         checks.check_model(model, request.config)
+        checks.check_division(model, request.tp)
         checks.check_query_heads(model, request.tp)
+        check_layers_agree(model)
     except KVQuantError as error:
         return _refuse(found, family, str(error))
     found.evidence = family.evidence.value if family.evidence else None
-    found.layers = found.quantized_layers = model.num_attention_layers
+    found.layers, found.quantized_layers = model.num_attention_layers, len(cached_layers(model.hf_config))
+    found.window = unapplied_window(model.hf_config)
     found.query_heads = max(1, model.num_attention_heads // request.tp)
     found.kv_heads, found.head_dim = model.get_num_kv_heads(request.tp), model.head_dim
     found.flags = [*flags, "--kv-quant", request.config.method]
@@ -150,6 +180,20 @@ def diagnose(request: Request) -> Diagnosis:
     if formats is not None:
         _count(found, request, KVGeometry(model.get_num_kv_heads(request.tp), formats), model)
     return found
+
+
+def check_layers_agree(model: ModelConfig) -> None:
+    """Refuse a model of which SGLang and the config name different layers of full attention, as a server does.
+
+    Raises:
+        KVQuantError: names both.
+    """
+    ours, full = cached_layers(model.hf_config), getattr(model, "full_attention_layer_ids", None)
+    if model.is_hybrid_swa and tuple(full or ()) != ours:
+        raise KVQuantError(
+            f"{model.model_path}: SGLang counts layers {full} among those of full attention, the model's config "
+            f"{list(ours)}; serve it without --kv-quant."
+        )
 
 
 def read_config(request: Request) -> tuple[ModelConfig, list[str]]:
@@ -225,6 +269,7 @@ def _formats(found: Diagnosis, request: Request, model: ModelConfig) -> tuple[Re
             found.calibrate = f"kvq calibrate {model_path}{composition} --text FILE --output rotations"
             found.flags += ["--kv-quant-rotations", "rotations"]
         if config.rotations is not None:
+            _check_place(config.rotations)
             found.flags += ["--kv-quant-rotations", config.rotations]
         if found.rotations is not None and Path(found.rotations).exists():
             rotations = resolve_rotations(config, request.model, model.hf_config)
@@ -233,6 +278,12 @@ def _formats(found: Diagnosis, request: Request, model: ModelConfig) -> tuple[Re
     if rotations is None and (method.planes or config.width.target is not None):
         return None
     return resolve_formats(config, rotations, model.hf_config)
+
+
+def _check_place(rotations: str) -> None:
+    """Refuse rotations that are neither here nor, by their name, on the hub."""
+    if not Path(rotations).exists() and not HUB_ID.match(rotations):
+        raise KVQuantError(f"--rotations {rotations}: no such folder; give one, or org/name/folder on the hub.")
 
 
 def _count(found: Diagnosis, request: Request, geometry: KVGeometry, model: ModelConfig) -> None:
@@ -244,9 +295,9 @@ def _count(found: Diagnosis, request: Request, geometry: KVGeometry, model: Mode
     else:
         _guess_memory(found, request, model)
     if found.memory is not None:
-        layout = fit(request.config, geometry, found.memory)
-        found.tokens_bf16 = found.memory // geometry.slot_bytes * PAGE_SIZE
-        found.tokens, found.requests = layout.tokens, layout.max_requests
+        held = capacity(request.config, geometry, model, request.tp, found.memory)
+        found.tokens_bf16, found.tokens, found.requests = held.tokens_bf16, held.tokens, held.requests
+        found.beside = held.beside
 
 
 def _guess_memory(found: Diagnosis, request: Request, model: ModelConfig) -> None:
@@ -262,6 +313,21 @@ def _guess_memory(found: Diagnosis, request: Request, model: ModelConfig) -> Non
     )
     if left > 0:
         found.memory = left
+
+
+def check_readable(folder: Path) -> None:
+    """Refuse a local model with a file that this user may not read: readers of weights call such a file missing.
+
+    Raises:
+        KVQuantError: names the file, its owner and the fix.
+    """
+    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
+        if path.is_file() and not os.access(path, os.R_OK):
+            found = path.stat()
+            raise KVQuantError(
+                f"--model {folder}: {path.name} cannot be read: it belongs to user {found.st_uid} and has mode "
+                f"{found.st_mode & 0o777:04o}, this process runs as user {os.geteuid()}; chmod a+r it."
+            )
 
 
 def weight_bytes(model: ModelConfig) -> int | None:
@@ -297,6 +363,11 @@ def lines(found: Diagnosis, request: Request) -> Iterator[str]:
     heads = f"{found.query_heads} query heads over {found.kv_heads} KV heads of {found.head_dim} elements"
     yield f"  attention      {heads}{f' on each of {request.tp} GPUs' if request.tp > 1 else ''}"
     yield f"  layers         {found.quantized_layers} of {found.layers} are quantized"
+    if found.window is not None:
+        yield (
+            f"  window         SGLang does not apply the config's sliding_window of {found.window:,} tokens: all "
+            "layers see all tokens, here and in `kvq calibrate`"
+        )
     if get_method(found.method).rotation is RotationKind.LEARNED:
         yield f"  rotations      {found.rotations or f'none known; first: {found.calibrate}'}"
     if found.bytes_bf16 and found.bytes_quantized:
@@ -310,6 +381,8 @@ def lines(found: Diagnosis, request: Request) -> Iterator[str]:
             f"  tokens         {found.tokens_bf16:,} in BF16, {found.tokens:,} with --kv-quant {found.method}, windows "
             f"counted; {found.requests:,} requests at once; in {found.memory / 2**30:.1f} GiB ({found.memory_from})"
         )
+        if found.beside:
+            yield f"  beside them    {found.beside}, in the same memory"
     elif found.bytes_bf16:
         gone = (
             f"the weights leave no memory ({found.memory_from}); try --tp" if found.memory_from else "give --memory GiB"

@@ -289,6 +289,18 @@ TABLE: tuple[Hook, ...] = (
         ),
         (
             Kind.CALL,
+            "configs.model_config.ModelConfig.get_total_num_kv_heads",
+            "whether workers can share them",
+            dict(params=()),
+        ),
+        (
+            Kind.CALL,
+            "configs.model_config.ModelConfig.get_swa_num_kv_heads",
+            "bytes of windows, for kvq doctor",
+            dict(params=("tensor_parallel_size",)),
+        ),
+        (
+            Kind.CALL,
             "server_args.ServerArgs.override",
             "sets the ratio of memory",
             dict(params=("source",), versions=SETS_ARGUMENTS),

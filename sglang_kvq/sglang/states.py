@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from sglang_kvq.cache.layout import KVGeometry
-from sglang_kvq.cache.states import RequestNeeds, StateShare, share_states
-from sglang_kvq.config import PAGE_SIZE, KVQuantConfig
+from sglang_kvq.cache.states import StateShare, needs_of, share_states
+from sglang_kvq.config import KVQuantConfig
 from sglang_kvq.sglang import compat
 from sglang_kvq.sglang.capacity import model_formats
 from sglang_kvq.sglang.drafts import draft_page_bytes
@@ -54,15 +54,11 @@ def _is_settled(configurator: Configurator) -> bool:
 
 
 def _choose(configurator: Configurator, config: KVQuantConfig, budget: int) -> StateShare:
-    geometry = _geometry(configurator, config)
-    draft_bytes = geometry.draft_page_bytes // PAGE_SIZE
-    needs = RequestNeeds(
+    needs = needs_of(
+        config,
+        _geometry(configurator, config),
         state_bytes=configurator.mambaish_config.mamba2_cache_params.mamba_cache_per_req,
         states=configurator._calculate_mamba_ratio() + _drafts(configurator),
-        token_bytes=geometry.page_bytes // PAGE_SIZE + draft_bytes,
-        bf16_token_bytes=geometry.slot_bytes // PAGE_SIZE + draft_bytes,
-        window_bytes=config.slots_per_request * geometry.slot_bytes,
-        bf16_budget=config.bf16_budget,
         context=configurator.model_config.context_len,
         drafts=_drafts(configurator),
     )

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from sglang_kvq.cache.layout import overlay_slots
-from sglang_kvq.cache.windows import STOCK_RATIO, WindowNeed, need_of, split_windows
+from sglang_kvq.cache.layout import overlay_slots, reserved_bytes
+from sglang_kvq.cache.windows import STOCK_RATIO, WindowNeed, need_of, share_windows, token_bytes
 from sglang_kvq.config import PAGE_SIZE
 from sglang_kvq.releases import OLD_TREE
 from sglang_kvq.sglang import compat, runtime
@@ -19,9 +19,6 @@ from sglang_kvq.sglang.capacity import start_cache
 from sglang_kvq.sglang.drafts import draft_page_bytes
 from sglang_kvq.sglang.runtime import WindowLayers, config_of, logger
 from sglang_kvq.sglang.types import Configurator, Original, ServerArgs
-
-#: Requests that SGLang runs at most, whatever the memory.
-_MOST_REQUESTS = 4096
 
 
 def around_init(original: Original, self: Configurator, kvc: Configurator) -> None:
@@ -102,15 +99,13 @@ def calculate_pool_sizes(original: Original, self: Configurator, available_bytes
     plain_bytes = self._full_per_token * self._full_layers_num
     # A draft model's layers, which SGLang prices like the target's.
     draft_bytes = geometry.draft_page_bytes // PAGE_SIZE
-    affordable = overlay_slots(config, geometry, available_bytes) // config.slots_per_request
-    requests = max(1, min(windows.requests or _MOST_REQUESTS, affordable))
-    split = split_windows(
-        available_bytes,
+    split, requests = share_windows(
+        config,
         geometry,
-        bf16_budget=config.bf16_budget,
+        available_bytes,
         window_bytes=window_bytes,
-        other_bytes=draft_bytes,
-        wanted=windows.need.tokens(requests),
+        need=windows.need,
+        requests=windows.requests,
         ratio=windows.given_ratio,
     )
     if split.tokens <= 0:
@@ -119,11 +114,9 @@ def calculate_pool_sizes(original: Original, self: Configurator, available_bytes
             "--mem-fraction-static, or lower --max-running-requests or --swa-full-tokens-ratio."
         )
     state.budget_slots = overlay_slots(config, geometry, split.overlay_budget)
-    # Slot 0 and page 0 are reserved and take memory too.
-    overlays = (state.budget_slots + 1) * geometry.slot_bytes + geometry.page_bytes + geometry.draft_page_bytes
     self._swa_full_tokens_ratio = split.ratio
-    self._cell_size = geometry.page_bytes / PAGE_SIZE + draft_bytes + split.ratio * window_bytes
-    sizes = original(self, max(available_bytes - overlays, 0), page_size)
+    self._cell_size = token_bytes(geometry, window_bytes, split.ratio)
+    sizes = original(self, max(available_bytes - reserved_bytes(geometry, state.budget_slots), 0), page_size)
     windows.tokens, windows.ratio = sizes.swa_max_total_num_tokens, split.ratio
     plain = available_bytes / (plain_bytes + draft_bytes + (windows.given_ratio or STOCK_RATIO) * window_bytes)
     logger.info(

@@ -224,7 +224,7 @@ def test_a_reference_must_be_bf16(text, tmp_path):
     [
         (["--out", "x"], "give one of --server"),
         (["--server", "http://x", "--model", "m", "--out", "x"], "give one of --server"),
-        (["--model", "m", "--out", "x", "--tasks", "kl,sing"], "sing: not a task"),
+        (["--model", "m", "--out", "x", "--tasks", "kl,sing"], "sing: unknown; choose one of kl,"),
         (
             [
                 "--server",

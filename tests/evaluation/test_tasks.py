@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import json
 from decimal import Decimal
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from sglang_kvq.evaluation.tasks.gsm8k import GSM8KTask, conversation, document,
 from sglang_kvq.evaluation.tasks.humaneval import HumanEvalTask, extract
 from sglang_kvq.evaluation.tasks.kl import KLTask
 from sglang_kvq.evaluation.tasks.needle import Needle, NeedleTask, short
+from sglang_kvq.evaluation.tasks.problems import read_json_lines
 from tests.evaluation.conftest import PROBLEMS
 from tests.evaluation.fake_server import FakeServer, log_probs
 
@@ -227,6 +229,24 @@ def test_unusable_problem_files(tmp_path, bench, content):
     path.write_bytes(content)
     with FakeServer() as server, pytest.raises(KVQuantError, match="problems.jsonl"):
         HumanEvalTask(path).run(Client(server.url), bench)
+
+
+@pytest.mark.parametrize("mark", ["\u2028", "\u2029", "\u0085"], ids=ascii)
+@pytest.mark.parametrize("end", ["\n", "\r\n"], ids=ascii)
+def test_json_lines_end_at_line_feeds_only(tmp_path, mark, end):
+    """JSON allows these inside a string without an escape; ``str.splitlines`` ends a line at most of them."""
+    objects = [{"question": f"How many?{mark}6 times {n}."} for n in range(3)]
+    path = tmp_path / "problems.jsonl"
+    path.write_bytes((end.join(json.dumps(one, ensure_ascii=False) for one in objects) + end).encode())
+    assert read_json_lines(path, ("question",)) == objects
+
+
+@pytest.mark.parametrize("mark", "\x0b\x0c\x1c\x1d\x1e", ids=ascii)
+def test_control_character_is_wrong_json_and_no_end_of_a_line(tmp_path, mark):
+    path = tmp_path / "problems.jsonl"
+    path.write_text(f'{{"question": "one"}}\n{{"question": "a{mark}b"}}\n')
+    with pytest.raises(KVQuantError, match="problems.jsonl: .*line 2: Invalid control character"):
+        read_json_lines(path, ("question",))
 
 
 # -- gsm8k ------------------------------------------------------------------------------------------------

@@ -113,6 +113,33 @@ def start() -> None:
     ModelRegistry.get_supported_archs()  # imports all models, before the default device is meta
 
 
+#: Architectures of which published configs name a ``sliding_window``, or of whose kind one might.
+WINDOWED = (
+    "MistralForCausalLM",
+    "MixtralForCausalLM",
+    "Ministral3ForCausalLM",
+    "Phi3ForCausalLM",
+    "PhiMoEForCausalLM",
+    "Starcoder2ForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen2MoeForCausalLM",
+    "Qwen3ForCausalLM",
+    "Qwen3MoeForCausalLM",
+    "GraniteForCausalLM",
+    "GraniteMoeForCausalLM",
+    "InternLM3ForCausalLM",
+    "IQuestCoderForCausalLM",
+    "MiMoForCausalLM",
+    "MiniMaxM2ForCausalLM",
+    "LlamaForCausalLM",
+)
+
+
+def with_window(config: Config) -> Config:
+    """The config of a checkpoint that says that all its layers have a window."""
+    return {**config, "sliding_window": 64, "use_sliding_window": None}
+
+
 def write(config: Config) -> str:
     folder = Path(tempfile.mkdtemp())
     (folder / "config.json").write_text(json.dumps(config))
@@ -172,13 +199,16 @@ def main() -> None:
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
         start()
         types, only = model_types(), sys.argv[1:]
+        windowed = {
+            name: asdict(ask(with_window(example(name, types)))) for name in WINDOWED if name in entry_classes()
+        }
         found = {name: asdict(ask(example(name, types))) for name in entry_classes() if not only or name in only}
         refused = {
             name: asdict(ask({"torch_dtype": "bfloat16", **config, "architectures": [name]}))
             for name, config in REFUSED.items()
             if name in found
         }
-    json.dump({"examples": found, "refused": refused}, shown)
+    json.dump({"examples": found, "refused": refused, "windowed": windowed}, shown)
     shown.flush()
 
 

@@ -14,7 +14,7 @@ from sglang_kvq.sglang import checks, compat
 from sglang_kvq.sglang.architectures import FAMILIES, UNTRIED, Answer, Evidence, by_architecture
 from tests.conftest import ROOT
 from tests.sglang.architecture_examples import EXAMPLES, REFUSED
-from tests.sglang.architecture_probe import Said, entry_classes
+from tests.sglang.architecture_probe import WINDOWED, Said, entry_classes
 
 #: What the refusal of a config or of its layers says, where that is not the reason's own words.
 WORDS = {
@@ -96,6 +96,13 @@ def test_what_is_refused_of_a_family_that_is_served_in_part(probed, name):
     reason = by_architecture()[name].reason
     assert reason
     refused_for(name, reason, probed["refused"][name])
+
+
+@pytest.mark.parametrize("name", [name for name in WINDOWED if name in entry_classes()])
+def test_windows_that_a_config_names_without_layers_are_not_applied(probed, name):
+    """So ``identity.unapplied_window`` is right to have such models calibrated with full attention."""
+    said = probed["windowed"][name]
+    assert said.unread is None and said.config is None and said.layers is None, said
 
 
 def refused_for(name: str, reason: table.Reason, said: Said) -> None:

@@ -2,16 +2,18 @@
 
 import json
 import re
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
 
 from benchmarks.capacity import random_rotations
+from benchmarks.tiny_models import MODELS
 from sglang_kvq.cli import app
 from sglang_kvq.config import PAGE_SIZE, KVQuantConfig
 from sglang_kvq.errors import KVQuantError
-from sglang_kvq.sglang import capacity, doctor_model, runtime
+from sglang_kvq.sglang import capacity, checks, compat, doctor_model, runtime
 from tests.conftest import ROOT
 
 QWEN3 = str(ROOT / "benchmarks" / "models" / "qwen3-8b")
@@ -159,15 +161,122 @@ def test_config_that_cannot_be_read_is_one_line(tmp_path):
         ask(str(tmp_path))
 
 
+KNOWN_HERE = [
+    name
+    for name in ("qwen3_next", "gpt_oss", "mellum", "qwen3_5")
+    if compat.applies(f">={MODELS[name].since or '0'}", compat.sglang_version())
+]
+
+
+@pytest.mark.parametrize("name", KNOWN_HERE)
+def test_layers_of_full_attention_alone_are_counted(tmp_path, name):
+    (tmp_path / "config.json").write_text(json.dumps(MODELS[name].config()))
+    found = answer(str(tmp_path), "--method", "int4", "--memory", "1")
+    full = MODELS[name].config()["layer_types"].count("full_attention")
+    assert (found["quantized_layers"], found["layers"]) == (full, MODELS[name].layers) and full < MODELS[name].layers
+    heads, head_dim = MODELS[name].kv_heads, MODELS[name].head_dim
+    assert found["bytes_bf16"] == full * heads * 2 * head_dim * 2
+    assert ("recurrent states" if MODELS[name].is_hybrid else "layers with windows") in found["beside"]
+    windows = (MODELS[name].layers - full) * heads * 2 * head_dim * 2
+    if MODELS[name].has_windows:  # plain SGLang keeps 0.8 of the tokens of these layers
+        assert found["tokens_bf16"] == pytest.approx(2**30 / (found["bytes_bf16"] + 0.8 * windows), rel=1e-3)
+
+
+def test_hybrid_has_what_a_server_of_an_h200_had():
+    """Of Qwen3-Next-80B-A3B in 64 GiB, as its log in docs/hybrids.md says."""
+    log = (ROOT / "docs" / "hybrids.md").read_text()
+    found = answer(str(ROOT / "benchmarks" / "models" / "qwen3-next-80b-a3b"), "--method", "int2", "--memory", "64")
+    states, size, requests = re.search(r"\((\d+) of ([\d.]+) MiB.*for (\d+) running requests", log, re.DOTALL).groups()
+    assert found["beside"] == f"{states} recurrent states of {size} MiB" and found["requests"] == int(requests)
+    assert found["tokens"] / found["requests"] == pytest.approx(24741, rel=0.01), "tokens of a request in that log"
+
+
+def test_workers_share_states(tmp_path):
+    model = str(ROOT / "benchmarks" / "models" / "qwen3-next-80b-a3b")
+    alone, shared = (answer(model, "--method", "int2", "--memory", "64", "--tp", tp) for tp in "12")
+    assert shared["tokens"] == pytest.approx(2 * alone["tokens"], rel=0.01)
+    assert "of 36.8 MiB" in shared["beside"]
+
+
+def test_window_that_sglang_does_not_apply_is_said(model_folder):
+    mistral = dict(architectures=["MistralForCausalLM"], model_type="mistral", sliding_window=1024)
+    found = answer(model_folder(**mistral))
+    assert found["answer"] == "served" and found["window"] == 1024 and found["quantized_layers"] == found["layers"]
+    assert any(
+        "SGLang does not apply the config's sliding_window of 1,024" in line for line in ask(model_folder(**mistral))[1]
+    )
+    assert answer(QWEN3)["window"] is None
+
+
+@pytest.mark.parametrize(
+    ("heads", "tp", "why"),
+    [
+        ((64, 8), 3, "--tp 3: .* has 64 query heads, which 3 GPUs cannot share; use 1, 2, 4, 8, 16, 32, 64"),
+        ((24, 4), 6, "--tp 6: .* has 4 KV heads, which 6 GPUs cannot share; use 1, 2, 4, 8, 12, 24"),
+        ((12, 2), 3, "--tp 3: .* has 2 KV heads"),
+        ((12, 3), 2, "--tp 2: .* has 3 KV heads"),
+        ((64, 8), 8, None),
+        ((64, 8), 16, None),
+        ((12, 4), 12, None),
+    ],
+)
+def test_gpus_that_cannot_share_the_heads(model_folder, heads, tp, why):
+    """As SGLang's layers assert: query heads are divided; KV heads too, or each is kept by as many GPUs."""
+    model = model_folder(num_attention_heads=heads[0], num_key_value_heads=heads[1], hidden_size=64 * heads[0])
+    status, shown = ask(model, "--tp", str(tp))
+    assert status == (why is not None) and (why is None or re.search(why, shown[0])), shown
+
+
+def test_gpus_that_cannot_share_linear_attention():
+    status, shown = ask(str(ROOT / "benchmarks" / "models" / "qwen3-next-80b-a3b"), "--tp", "3", "--method", "int2")
+    assert status == 1 and "16 query heads" in shown[0]
+    config = SimpleNamespace(linear_num_key_heads=4, linear_num_value_heads=32)
+    model = SimpleNamespace(
+        num_attention_heads=16, get_total_num_kv_heads=lambda: 2, hf_text_config=config, model_path="m"
+    )
+    with pytest.raises(KVQuantError, match="4 key heads in its layers of linear attention.*use 1, 2, 4"):
+        checks.check_division(model, 8)
+
+
+def test_file_that_this_user_may_not_read_is_named(model_folder, monkeypatch):
+    model = model_folder()
+    weights = Path(model) / "model.safetensors"
+    weights.write_bytes(b"")
+    weights.chmod(0o600)
+    monkeypatch.setattr(doctor_model.os, "access", lambda path, mode: Path(path) != weights)  # root may read all
+    with pytest.raises(KVQuantError, match="model.safetensors cannot be read: .* mode 0600, .*; chmod a.r it"):
+        ask(model)
+
+
+@pytest.mark.parametrize("method", ["none", "int3", "oskar"])
+def test_method_that_is_none_of_ours(method):
+    with pytest.raises(KVQuantError, match=f"--method {method}: ") as error:
+        ask(QWEN3, "--method", method)
+    assert "none," not in str(error.value) and "choose one of oscar, " in str(error.value)
+
+
 @pytest.mark.parametrize("argv", [("--memory", "0"), ("--tp", "0"), ("--method", "int3"), ("--bits", "9")])
 def test_wrong_options(argv):
     with pytest.raises(KVQuantError, match=argv[1]):
         ask(QWEN3, *argv)
 
 
-def test_options_of_a_model_without_one():
-    result = CliRunner().invoke(app, ["doctor", "--memory", "4"])
-    assert isinstance(result.exception, KVQuantError) and "add --model" in str(result.exception)
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--memory", "4.5"],
+        ["--method", "oscar"],
+        ["--tp", "1"],
+        ["--bits", "2"],
+        ["--rotations", "here"],
+        ["--trust-remote-code"],
+    ],
+    ids=" ".join,
+)
+def test_options_of_a_model_without_one(argv):
+    result = CliRunner().invoke(app, ["doctor", *argv])
+    assert isinstance(result.exception, KVQuantError) and f"{' '.join(argv)}: " in str(result.exception)
+    assert "add --model" in str(result.exception)
 
 
 def test_memory_of_a_gpu_less_the_weights(monkeypatch, model_folder, tmp_path):

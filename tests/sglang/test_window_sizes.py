@@ -11,7 +11,7 @@ from sglang_kvq.cache.layout import KVGeometry, overlay_slots
 from sglang_kvq.cache.windows import STOCK_RATIO, WindowNeed, need_of, split_windows
 from sglang_kvq.config import PAGE_SIZE, KVQuantConfig
 from sglang_kvq.formats.page import PageFormat
-from sglang_kvq.sglang import runtime
+from sglang_kvq.sglang import doctor_capacity, runtime
 from sglang_kvq.sglang.runtime import CONFIG_ATTRIBUTE
 from sglang_kvq.sglang.window_checks import unsupported_windows
 
@@ -184,6 +184,23 @@ def test_sglang_divides_as_we_say(configured):
     assert 0.999 * 60 * GB < used <= 60 * GB
     plain = 60 * GB / (BF16 * 1.8)
     assert sizes.max_total_num_tokens > 6 * plain
+
+
+@pytest.mark.parametrize("gigabytes", [2, 60])
+def test_doctor_says_what_a_server_has(configured, gigabytes):
+    sizes = configured().calculate_pool_sizes(gigabytes * GB, PAGE_SIZE)
+    model = SimpleNamespace(
+        is_hybrid_swa=True,
+        sliding_window_size=127,
+        swa_attention_layer_ids=range(0, 2 * LAYERS, 2),
+        get_swa_num_kv_heads=lambda tp: KV_HEADS,
+        swa_head_dim=D,
+        swa_v_head_dim=D,
+    )
+    found = doctor_capacity.capacity(CONFIG, GEOMETRY, model, 1, gigabytes * GB)
+    assert found.tokens == sizes.full_max_total_num_tokens
+    assert f"{sizes.swa_max_total_num_tokens:,} tokens" in found.beside
+    assert found.tokens_bf16 == pytest.approx(gigabytes * GB / (BF16 * (1 + STOCK_RATIO)), rel=1e-3)
 
 
 def test_a_draft_model_is_priced_by_itself(configured, monkeypatch):

@@ -6,13 +6,13 @@ and ask for what the user asked about it, first and last. Records are joined, fo
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 
 from benchmarks.research.episodes.conversations import Conversation, Question
 from sglang_kvq.episodic.segments import Turn
 from sglang_kvq.errors import KVQuantError
+from sglang_kvq.evaluation.tasks.problems import json_lines
 
 FILE = "longchat/10_topics.jsonl"
 OPENING = re.compile(r"I would like to discuss the topic of (.+?)\.?\s*$")
@@ -38,7 +38,7 @@ def load(data: Path, file: str = FILE, joined: int = JOINED) -> list[Conversatio
     path = data / file
     if not path.exists():
         raise KVQuantError(f"{path}: LongChat is missing; give the folder that holds {file} by --data.")
-    records = [json.loads(line)["prompt"] for line in path.read_text().splitlines()]
+    records = [one["prompt"] for one in json_lines(path.read_text(encoding="utf-8"))]
     groups = [records[at : at + joined] for at in range(0, len(records), joined)]
     return [join(f"longchat/{number}", group) for number, group in enumerate(groups)]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -42,6 +43,15 @@ def test_locomo() -> None:
         ("When?", "2022", (1, 2)),
         ("Last?", "Late", (3,)),
     ]
+
+
+@pytest.mark.parametrize("mark", ["\u2028", "\u0085"], ids=ascii)
+def test_longchat_of_records_with_line_breaks_of_their_own(tmp_path, mark) -> None:
+    records = [helpers.record(f"art{mark}", "tea"), helpers.record("fog", "ice")]
+    (tmp_path / "longchat").mkdir()
+    lines = [json.dumps({"prompt": one}, ensure_ascii=False) for one in records]
+    (tmp_path / longchat.FILE).write_text("\n".join(lines) + "\n", encoding="utf-8")
+    assert len(longchat.load(tmp_path, joined=1)) == 2
 
 
 def test_longchat_names_topics_and_leaves_closings_out() -> None:

@@ -42,12 +42,30 @@ def read_json_lines(path: Path, fields: tuple[str, ...]) -> list[dict[str, Any]]
     """
     try:
         data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-        objects = [json.loads(line) for line in data.decode().splitlines() if line.strip()]
+        objects = json_lines(data.decode())
     except (OSError, EOFError, ValueError) as error:
-        raise KVQuantError(f"{path}: not readable as JSON lines ({error}).") from error
+        raise KVQuantError(
+            f"{path}: not readable as JSON lines ({error}); give a file of one JSON object a line."
+        ) from error
     for number, one in enumerate(objects, 1):
         if not isinstance(one, dict) or any(name not in one for name in fields):
             raise KVQuantError(f"{path}: object {number} lacks one of the fields {', '.join(fields)}.")
     if not objects:
         raise KVQuantError(f"{path}: no objects in it.")
     return objects
+
+
+def json_lines(text: str) -> list[Any]:
+    """The values of JSON lines. Only line feeds end a line: a string may hold U+2028 or U+0085 as they are.
+
+    Raises:
+        ValueError: a line that is not JSON; its number is in the message.
+    """
+    found = []
+    for number, line in enumerate(text.split("\n"), 1):
+        if line.strip():
+            try:
+                found.append(json.loads(line))
+            except ValueError as error:
+                raise ValueError(f"line {number}: {error}") from None
+    return found

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
 
 from sglang_kvq.errors import KVQuantError
-from sglang_kvq.rotations.identity import cached_layers
+from sglang_kvq.rotations.identity import cached_layers, unapplied_window
 from sglang_kvq.rotations.maths.fake_quant import causal_attention
+
+logger = logging.getLogger(__name__)
 
 #: ``hook(layer, q, k, v, scale)`` with q ``[q_heads, T, D]``, k and v ``[kv_heads, T, D]`` of one sequence; returns the
 #: attention output ``[q_heads, T, D]`` to use, or None for plain causal attention. ``layer`` counts the layers that the
@@ -25,7 +29,7 @@ def attention_hook(model: Any, hook: AttentionHook) -> Iterator[None]:
     """Run ``hook`` in place of every attention of ``model`` (a transformers model) inside the block.
 
     It goes through transformers' attention registry, so any architecture that uses the registry works. Sequences
-    must be unpadded and one per batch.
+    must be unpadded and one per batch. Sliding windows that SGLang does not apply are left out here too.
 
     Raises:
         KVQuantError: (in the forward pass) an attention that is not plain causal softmax.
@@ -35,8 +39,19 @@ def attention_hook(model: Any, hook: AttentionHook) -> Iterator[None]:
         return hook(index_of(module), q, k, v, scale)
 
     index_of = _indices(model)
+    if (window := unapplied_window(model.config)) is not None:
+        _say_once(window)
     with _module_hook(model, of_layer):
         yield
+
+
+@cache
+def _say_once(window: int) -> None:
+    logger.warning(
+        "the config's sliding_window of %d tokens is left out: SGLang does not apply it, and serves this model with "
+        "full attention",
+        window,
+    )
 
 
 @torch.inference_mode()
@@ -85,7 +100,8 @@ def _module_hook(
         **kwargs: Any,
     ) -> tuple[torch.Tensor, None]:
         layer = module.layer_idx
-        for option in ("sliding_window", "softcap", "s_aux"):
+        # A window on a layer that the cache holds is one that SGLang does not apply; other layers are refused below.
+        for option in ("softcap", "s_aux"):
             if kwargs.get(option) is not None:
                 raise KVQuantError(
                     f"layer {layer} uses {option}={kwargs[option]}: --kv-quant serves plain causal attention only."

@@ -346,7 +346,7 @@ def main() -> None:
     ids = tokenize(tokenizer, corpus)
     measuring.check(ids)
     found = measuring.run(model, ids, rotations, args.folder)
-    Console().print(divergence_table(found))
+    Console(emoji=False).print(divergence_table(found))
     print(recommendation(found))
 
 

@@ -13,6 +13,9 @@ from sglang_kvq.errors import KVQuantError
 from sglang_kvq.rotations.base import Rotations
 from sglang_kvq.rotations.inspection.layer_errors import Measured
 
+#: What files to draw to may be called.
+SUFFIXES = (".png", ".pdf", ".svg")
+
 #: Fills matplotlib's axes in its figure with what there is of keys (part 0) or values (1).
 _Panel = Callable[[Any, Any, int], None]
 
@@ -28,6 +31,16 @@ def need_matplotlib() -> None:
         raise KVQuantError(
             "--plot needs matplotlib: pip install 'sglang-kvq[plot]', or leave --plot out for tables only."
         ) from error
+
+
+def check_name(path: Path) -> None:
+    """Refuse a file to draw to that matplotlib would write under another name, or not at all.
+
+    Raises:
+        KVQuantError: its suffix is none of ``SUFFIXES``.
+    """
+    if path.suffix.lower() not in SUFFIXES or path.is_dir():
+        raise KVQuantError(f"--plot {path}: must be a file whose name ends in {', '.join(SUFFIXES)}.")
 
 
 def draw(rotations: Rotations, measured: Measured | None, path: Path) -> None:

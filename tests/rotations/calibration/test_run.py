@@ -86,15 +86,15 @@ def test_unsupported_head_dim(ids):
         calibrate(tiny_llama(dim=32), ids, CalibrationSettings(**SETTINGS))
 
 
-def test_sliding_window_is_refused_and_the_model_restored(ids):
-    from transformers import MistralConfig, MistralForCausalLM
+def test_soft_capping_is_refused_and_the_model_restored(ids):
+    from transformers import Gemma2Config, Gemma2ForCausalLM
 
-    config = MistralConfig(
+    config = Gemma2Config(
         vocab_size=97, hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=1,
-        num_key_value_heads=1, head_dim=64, sliding_window=128,
+        num_key_value_heads=1, head_dim=64, attn_logit_softcapping=30.0, layer_types=["full_attention"],
     )  # fmt: skip
-    model = MistralForCausalLM(config).eval()
+    model = Gemma2ForCausalLM(config).eval()
     before = model.config._attn_implementation
-    with pytest.raises(KVQuantError, match="sliding_window=128"):
+    with pytest.raises(KVQuantError, match="softcap=30"):
         calibrate(model, ids, CalibrationSettings(**SETTINGS))
     assert model.config._attn_implementation == before

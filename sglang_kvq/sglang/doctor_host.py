@@ -1,0 +1,158 @@
+"""What ``kvq doctor`` looks at on the machine itself: what is missing here shows as other errors further up."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from sglang_kvq.errors import KVQuantError
+
+GIB = 1 << 30
+#: Free bytes of each file system that caches are on.
+LEAST_DISK = GIB
+#: Of /dev/shm where several GPUs exchange data through it (NCCL), and at all. Docker gives 64 MiB.
+LEAST_SHARED, LEAST_SHARED_ALONE = GIB, 16 << 20
+
+SHARED_MEMORY = Path("/dev/shm")
+DRIVER_FILE = Path("/proc/driver/nvidia/version")
+
+
+def places() -> Iterator[tuple[str, Path, str]]:
+    """What is written there, the folder, and how to choose another."""
+    home = Path.home()
+    yield "HOME", home, "set HOME to a folder of this user"
+    triton = os.environ.get("TRITON_CACHE_DIR") or Path(os.environ.get("TRITON_HOME") or home, ".triton", "cache")
+    yield "Triton's cache", Path(triton), "set TRITON_CACHE_DIR"
+    flashinfer = Path(os.environ.get("FLASHINFER_WORKSPACE_BASE") or home, ".cache", "flashinfer")
+    yield "FlashInfer's cache", flashinfer, "set FLASHINFER_WORKSPACE_BASE"
+    from huggingface_hub import constants
+
+    if not constants.HF_HUB_OFFLINE:  # else it is only read
+        yield "the Hugging Face cache", Path(constants.HF_HUB_CACHE), "set HF_HOME, or HF_HUB_OFFLINE=1 to only read it"
+    yield "temporary files", Path(tempfile.gettempdir()), "set TMPDIR"
+
+
+def folders() -> str:
+    """See that every folder that a server writes to can be written.
+
+    Raises:
+        KVQuantError: names those that cannot, why, and the variables that move them.
+    """
+    wrong = [
+        f"{what} {folder}: {why}; {fix}, or chown it" for what, folder, fix in places() if (why := _refusal(folder))
+    ]
+    if wrong:
+        raise KVQuantError("\n  ".join([f"user {os.geteuid()} cannot write:", *wrong]))
+    return ", ".join(str(folder) for _, folder, _ in places())
+
+
+def _refusal(folder: Path) -> str | None:
+    """Why nothing can be written into a folder, which need not exist yet; None if something can."""
+    try:
+        where = _existing(folder)
+        with tempfile.TemporaryFile(dir=where):
+            return None
+    except OSError as error:
+        return (error.strerror or str(error)).lower()
+
+
+def _existing(folder: Path) -> Path:
+    """The folder itself, or the nearest one above it that exists."""
+    return next(path for path in (folder, *folder.absolute().parents) if path.exists())
+
+
+def disk() -> str:
+    """See that there is room on the file systems of these folders.
+
+    Raises:
+        KVQuantError: names those that are full.
+    """
+    found: dict[int, tuple[Path, int]] = {}
+    for _, folder, _ in places():
+        where = _existing(folder)
+        found.setdefault(where.stat().st_dev, (where, shutil.disk_usage(where).free))
+    full = [f"{where} has {free / 2**20:,.0f} MiB left" for where, free in found.values() if free < LEAST_DISK]
+    if full:
+        raise KVQuantError(
+            f"{'; '.join(full)}, and kernels and models are kept there: free at least {LEAST_DISK / GIB:g} GiB, or "
+            "move the caches (HF_HOME, TRITON_CACHE_DIR, FLASHINFER_WORKSPACE_BASE)."
+        )
+    return ", ".join(f"{where} {free / GIB:,.0f} GiB free" for where, free in found.values())
+
+
+def shared_memory() -> str:
+    """See that /dev/shm is as large as the processes of a server need.
+
+    Raises:
+        KVQuantError: it is smaller.
+    """
+    if not SHARED_MEMORY.is_dir():
+        raise KVQuantError(f"{SHARED_MEMORY} is missing: processes of a server share data there; mount a tmpfs on it.")
+    gpus, free = _gpu_count(), shutil.disk_usage(SHARED_MEMORY).free
+    least = LEAST_SHARED if gpus > 1 else LEAST_SHARED_ALONE
+    if free < least:
+        raise KVQuantError(
+            f"{free / 2**20:,.0f} MiB are free, and {f'{gpus} GPUs need' if gpus > 1 else 'a server needs'} "
+            f"{least / 2**20:,.0f}: docker run --ipc host or --shm-size 16g; Kubernetes: an emptyDir of medium Memory."
+        )
+    return f"{free / 2**20:,.0f} MiB free"
+
+
+def _gpu_count() -> int:
+    return len([path for path in Path("/dev").glob("nvidia*") if re.fullmatch(r"nvidia\d+", path.name)])
+
+
+def driver() -> str:
+    """See that the NVIDIA driver is new enough for this build of torch.
+
+    Raises:
+        KVQuantError: torch is a CPU build on a machine with a driver, or is built for a newer CUDA.
+    """
+    version, supported = driver_version(), driver_cuda()
+    if version is None and supported is None:
+        return "no NVIDIA driver: only tests and the demo run here"
+    named = f"NVIDIA driver {version or 'of unknown version'}"
+    if supported is None:
+        raise KVQuantError(f"{named} is loaded, but libcuda.so.1 cannot be: docker run --gpus all, or install it.")
+    import torch
+
+    named += f" for CUDA {supported[0]}.{supported[1]}"
+    built = torch.version.cuda
+    if built is None:
+        if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1":
+            return f"{named}; SGLANG_USE_CPU_ENGINE=1 leaves it alone"
+        raise KVQuantError(
+            f"{named} is here, but torch {torch.__version__} is a CPU build; install a CUDA build of it."
+        )
+    if int(built.split(".")[0]) > supported[0]:
+        raise KVQuantError(
+            f"{named}: torch {torch.__version__} is built for CUDA {built}; update the driver, or install a torch for "
+            f"CUDA {supported[0]}."
+        )
+    return f"{named}; torch is built for CUDA {built}"
+
+
+def driver_version() -> str | None:
+    """The loaded kernel module's; None if there is none."""
+    try:
+        found = re.search(r"\b(\d{3}\.\d+(?:\.\d+)?)\b", DRIVER_FILE.read_text())
+    except OSError:
+        return None
+    return found[1] if found else None
+
+
+def driver_cuda() -> tuple[int, int] | None:
+    """The newest CUDA that the driver's library serves: major and minor; None without the library."""
+    try:
+        library = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+    number = ctypes.c_int()
+    if library.cuDriverGetVersion(ctypes.byref(number)) != 0:
+        return None
+    return number.value // 1000, number.value % 1000 // 10

@@ -1,0 +1,147 @@
+"""``kvq doctor`` names what is wrong with the machine before what that breaks, and how to mend it."""
+
+import os
+import shutil
+import subprocess
+import sys
+from collections import namedtuple
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from sglang_kvq.cli import app
+from sglang_kvq.errors import KVQuantError
+from sglang_kvq.sglang import doctor, doctor_host, hooks
+from tests.conftest import ROOT
+
+Usage = namedtuple("Usage", "total used free")
+
+
+def test_causes_come_before_what_they_cause():
+    names = list(doctor.CHECKS)
+    assert names[1:6] == ["folders", "disk", "/dev/shm", "driver", "torch"]
+    assert names.index("folders") < names.index("SGLang's symbols") and names.index("driver") < names.index("kernels")
+
+
+@pytest.mark.parametrize(
+    ("variable", "what"),
+    [
+        ("HOME", "HOME"),
+        ("TRITON_CACHE_DIR", "Triton's cache"),
+        ("FLASHINFER_WORKSPACE_BASE", "FlashInfer's cache"),
+        ("HF_HUB_CACHE", "the Hugging Face cache"),
+    ],
+)
+def test_folder_that_cannot_be_written(tmp_path, monkeypatch, variable, what):
+    """Root may write everywhere, so the folder is below a file, or in /proc."""
+    (tmp_path / "file").touch()
+    place = tmp_path / "file" / "cache"
+    monkeypatch.setenv(variable, str(place))
+    if variable == "HF_HUB_CACHE":
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(place))
+    with pytest.raises(KVQuantError, match="cannot write:") as error:
+        doctor_host.folders()
+    assert f"{what} {place}" in str(error.value) and "not a directory; set " in str(error.value)
+
+
+def test_folder_of_another_user(tmp_path):
+    """As nobody, where the tests run as root: the error is that of the permissions."""
+    if os.geteuid() != 0:
+        pytest.skip("needs root to become another user")
+    for folder in (tmp_path, *tmp_path.parents[:3]):
+        folder.chmod(0o755)
+    (tmp_path / "closed").mkdir(mode=0o755)
+    read, write = os.pipe()
+    if (child := os.fork()) == 0:
+        os.setuid(65534)
+        os.write(write, str(doctor_host._refusal(tmp_path / "closed" / "cache")).encode())
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert os.read(read, 999) == b"permission denied"
+
+
+def test_cache_that_is_only_read_need_not_be_writable(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "file" / "hub"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert "hub" not in doctor_host.folders()
+
+
+def test_full_disk(monkeypatch):
+    assert "GiB free" in doctor_host.disk()
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(1 << 40, 1 << 40, 5 << 20))
+    with pytest.raises(KVQuantError, match="has 5 MiB left, .* free at least 1 GiB, or move the caches"):
+        doctor_host.disk()
+
+
+@pytest.mark.parametrize(
+    ("gpus", "free", "why"),
+    [(1, 64, None), (2, 64, "64 MiB are free, and 2 GPUs need 1,024"), (0, 1, "a server needs 16")],
+)
+def test_small_shared_memory(monkeypatch, gpus, free, why):
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(0, 0, free << 20))
+    monkeypatch.setattr(doctor_host, "_gpu_count", lambda: gpus)
+    if why is None:
+        assert doctor_host.shared_memory() == "64 MiB free"
+        return
+    with pytest.raises(KVQuantError, match=f"{why}.*--shm-size"):
+        doctor_host.shared_memory()
+
+
+@pytest.mark.parametrize(
+    ("version", "cuda", "built", "said"),
+    [
+        (None, None, "12.8", None),
+        ("550.54.15", (12, 4), "12.8", None),
+        ("550.54.15", (12, 4), "13.0", "driver 550.54.15 for CUDA 12.4: torch .* is built for CUDA 13.0; update"),
+        ("550.54.15", (12, 4), None, "is a CPU build; install a CUDA build"),
+        ("550.54.15", None, "12.8", "libcuda.so.1 cannot be: docker run --gpus all"),
+    ],
+)  # fmt: skip
+def test_driver(monkeypatch, version, cuda, built, said):
+    monkeypatch.setattr(doctor_host, "driver_version", lambda: version)
+    monkeypatch.setattr(doctor_host, "driver_cuda", lambda: cuda)
+    monkeypatch.setattr(torch.version, "cuda", built)
+    monkeypatch.delenv("SGLANG_USE_CPU_ENGINE", raising=False)
+    if said is None:
+        assert doctor_host.driver().startswith("no NVIDIA driver" if cuda is None else "NVIDIA driver 550.54.15")
+        return
+    with pytest.raises(KVQuantError, match=said):
+        doctor_host.driver()
+
+
+def test_version_of_a_driver(monkeypatch, tmp_path):
+    file = tmp_path / "version"
+    file.write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue Mar  5 22:23:56 UTC 2024\n")
+    monkeypatch.setattr(doctor_host, "DRIVER_FILE", file)
+    assert doctor_host.driver_version() == "550.54.15"
+    monkeypatch.setattr(doctor_host, "DRIVER_FILE", tmp_path / "none")
+    assert doctor_host.driver_version() is None
+
+
+def test_one_cause_is_not_told_once_for_each_symbol(monkeypatch):
+    def closed(hook):
+        raise PermissionError(13, "Permission denied", "/root/.triton")
+
+    monkeypatch.setattr(hooks, "find", closed)
+    monkeypatch.setattr(doctor, "CHECKS", {"SGLang's symbols": doctor.CHECKS["SGLang's symbols"]})
+    shown = CliRunner().invoke(app, ["doctor"]).stdout.splitlines()
+    assert len(shown) == 2 and "SGLang cannot be imported" in shown[0], shown
+    assert "PermissionError: [Errno 13] Permission denied: '/root/.triton'" in shown[0]
+
+
+@pytest.mark.slow
+def test_module_and_console_script_agree(tmp_path):
+    """From the root of a clone, which comes first on the path of one and not of the other, and from elsewhere."""
+    script = Path(sys.executable).with_name("kvq")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    said = []
+    for command, where in (((sys.executable, "-m", "sglang_kvq.cli"), ROOT), ((script,), ROOT), ((script,), tmp_path)):
+        done = subprocess.run(
+            [*map(str, command), "doctor"], cwd=where, env=environment, capture_output=True, text=True
+        )
+        said.append((done.returncode, [line for line in done.stdout.splitlines() if "free" not in line]))
+    assert said[0] == said[1] == said[2] and said[0][0] == 0, said
