@@ -18,15 +18,15 @@ from sglang_kvq.sglang.architectures import FAMILIES, Answer, Evidence, Family, 
 PAGE = Path(__file__).parent / "models.md"
 BEGIN, END = "<!-- written by docs/models.py: begin -->\n", "<!-- written by docs/models.py: end -->\n"
 
-#: What each kind of evidence means.
+#: The paragraph below each heading of *Served*.
 EVIDENCE = {
-    Evidence.GPU: "`python -m tests.gpu`: a tiny random model of that architecture on an H200, log-probabilities "
-    "against plain SGLang's ([gpu_h200.json](../benchmarks/results/gpu_h200.json)). Llama also on a CPU, with a real "
-    "model, in `tests/e2e`.",
-    Evidence.BUILT: "`tests/sglang/test_architectures.py` builds SGLang's class from a config, without weights, and "
-    "puts each attention layer through the checks of a starting server. Nothing was run.",
-    Evidence.READ: "It cannot be built in the tests' environment. The checks accept a config of it, and "
-    "`tests/sglang/test_pool_users.py` found nothing in its code that the cache does not know. Nothing was run.",
+    Evidence.GPU: "`python -m tests.gpu` runs a tiny random model of the architecture on an H200. It compares "
+    "log-probabilities with plain SGLang's ([gpu_h200.json](../benchmarks/results/gpu_h200.json)). `tests/e2e` also "
+    "runs Llama on a CPU, with a real model.",
+    Evidence.BUILT: "`tests/sglang/test_architectures.py` builds SGLang's class from a config, without weights. It "
+    "puts each attention layer through the checks of a starting server. No model was run.",
+    Evidence.READ: "The tests' environment cannot build these. The checks accept a config of each. "
+    "`tests/sglang/test_pool_users.py` found nothing in their code that the cache does not know. No model was run.",
 }
 
 
@@ -44,14 +44,14 @@ def named(family: Family) -> tuple[str, str]:
 
 
 def tables() -> Iterator[str]:
-    """The generated part, in pieces."""
+    """Yields the generated part in pieces."""
     counts = {
         answer: sum(len(family.architectures) for family in FAMILIES if family.answer is answer) for answer in Answer
     }
     total = sum(counts.values())
     yield (
-        f"Of {total} architectures {counts[Answer.SERVED]} are served, {counts[Answer.IN_PART]} in part, and "
-        f"{counts[Answer.REFUSED]} are refused.\n\n"
+        f"| architectures | served | served in part | refused |\n|---|---|---|---|\n"
+        f"| {total} | {counts[Answer.SERVED]} | {counts[Answer.IN_PART]} | {counts[Answer.REFUSED]} |\n\n"
     )
     yield "## Served\n\n"
     for evidence in Evidence:
@@ -59,9 +59,9 @@ def tables() -> Iterator[str]:
         yield f"### {evidence.value.capitalize().replace('sglang', 'SGLang').replace('h200', 'H200')}\n\n"
         yield f"{EVIDENCE[evidence]}\n\n"
         yield table(("family", "architectures", "note"), ((*named(family), family.note) for family in families)) + "\n"
-    yield "## Served in part\n\nThe same class serves checkpoints with and without what is refused.\n\n"
+    yield "## Served in part\n\nOne class covers checkpoints with and without the refused property.\n\n"
     yield table(
-        ("family", "architectures", "served", "refused: what has"),
+        ("family", "architectures", "served", "refused if it has"),
         ((*named(f), f.note, f.reason.what) for f in FAMILIES if f.answer is Answer.IN_PART and f.reason),
     )
     yield "\n## Refused\n\n"
@@ -70,13 +70,13 @@ def tables() -> Iterator[str]:
         if family.answer is Answer.REFUSED and family.reason and family.reason not in reasons:
             reasons.append(family.reason)
     for reason in reasons:
-        yield f"### {reason.what[0].upper()}{reason.what[1:]}\n\nWhat would lift it: {reason.lift}.\n\n"
+        yield f"### {reason.what[0].upper()}{reason.what[1:]}\n\nWhat it would take: {reason.lift}.\n\n"
         families = [f for f in FAMILIES if f.answer is Answer.REFUSED and f.reason is reason]
         yield table(("family", "architectures", "note"), ((*named(family), family.note) for family in families)) + "\n"
 
 
 def written(page: str) -> str:
-    """The page with its tables as they should be."""
+    """Returns the page with up-to-date tables."""
     before, rest = page.split(BEGIN)
     _, after = rest.split(END)
     return before + BEGIN + "".join(tables()) + END + after

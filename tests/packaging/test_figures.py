@@ -150,7 +150,7 @@ def test_prefill_after_short_prefixes() -> None:
     assert agrees(least, min(extends(None, 2048))) and agrees(most, max(extends(None, 2048)))
 
 
-@pytest.mark.parametrize("cells", tables(PERFORMANCE, "## Quality beside size\n"), ids=lambda cells: cells[0])
+@pytest.mark.parametrize("cells", tables(PERFORMANCE, "## Quality and size\n"), ids=lambda cells: cells[0])
 def test_quality(cells: list[str]) -> None:
     name = METHODS.get(cells[0]) or ":".join(word.strip(" `") for word in cells[0].split(","))
     small, qwen = by(SMOLLM2, "method")[name], by(QWEN, "method")[name]
