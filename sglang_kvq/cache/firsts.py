@@ -121,24 +121,6 @@ class FirstTokens:
         self.pages.index_fill_(0, self.entries(pages), 0)
         self.entry.index_fill_(0, pages, 0)
 
-    def pass_on(
-        self,
-        source: torch.Tensor,
-        target: torch.Tensor,
-        wanted: torch.Tensor,
-        first: torch.Tensor,
-        page_slot: torch.Tensor,
-        step: int,
-    ) -> None:
-        """Pages ``target`` int64 ``[m]`` that begin with the same token as ``source`` get it, where it is known.
-
-        first: BF16 ``[layers, m, 2, kv_heads, head_dim]``, the first tokens in ``source``'s overlays, where it has any;
-        page_slot, step: as ``keep`` takes them.
-        """
-        there = page_slot[source] > 0
-        tokens = torch.where(there[:, None, None, None], first, self.tokens[:, self.entries(source)])
-        self.keep(target, wanted & (there | self.kept(source)), tokens, page_slot, step)
-
     def clear(self) -> None:
         for table in (self.pages, self.entry, self.stamp):
             table.zero_()

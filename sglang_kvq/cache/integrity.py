@@ -53,6 +53,8 @@ def check_integrity(tiers: TierManager, free_pages: torch.Tensor | None = None, 
     require(not (page_slot[free] >= 0).any(), "a free page still has an overlay slot")
     require(not valid[free].any(), "a free page still counts as quantized")
     require(not torch.isin(kept, free).any(), "the first token of a free page is still kept")
+    if tiers.firsts is not None:
+        require(not tiers.page_first[free_pages].any(), "a free page still counts as the first of a sequence")
     taken = torch.ones(len(valid), dtype=torch.bool)
     taken[0], taken[free] = False, False
     lost = (taken & ~valid & (page_slot <= 0)).nonzero().flatten()

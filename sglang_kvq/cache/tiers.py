@@ -32,6 +32,7 @@ from typing import TypeAlias
 import numpy as np
 import torch
 
+from sglang_kvq.cache.firsts import FirstTokens
 from sglang_kvq.cache.fold import fold_pages
 from sglang_kvq.cache.least import NEVER, hand_out
 from sglang_kvq.cache.pending import CopiedPages, Fill, FoldedPages, FreedPages, MovedOverlays, PendingOps
@@ -62,12 +63,26 @@ class TierCounts:
 class _CopiedOverlays:
     """What copies of pages int64 ``[n]`` may hold in BF16: ``overlays`` ``[layers, n, 2, kv_heads, PAGE_SIZE, D]``.
 
-    wanted: bool ``[n]``; False where the source had none, or the page is no longer this copy.
+    wanted: bool ``[n]``; False where the source had none, or the page is no longer this copy. bonus: int64 ``[n]``,
+    added to the stamps of their overlays.
     """
 
     pages: torch.Tensor
     wanted: torch.Tensor
     overlays: torch.Tensor
+    bonus: torch.Tensor
+
+
+@dataclass
+class _CopiedFirst:
+    """A first token ``[layers, 1, 2, kv_heads, D]`` for the page ``pages`` int64 ``[1]``, should that get no overlay.
+
+    wanted: bool ``[1]``; False where the source's is not known, or the page is no longer this copy.
+    """
+
+    pages: torch.Tensor
+    wanted: torch.Tensor
+    token: torch.Tensor
 
 
 class TierManager:
@@ -108,6 +123,7 @@ class TierManager:
         self.records_written = torch.zeros((), dtype=torch.int64, device=device)
         self.steps = 0
         self._copies: list[_CopiedOverlays] = []  # of the events being applied
+        self._copied_firsts: list[_CopiedFirst] = []
         self._dirty = True
         self._forget = False  # everything, before the next plan
         self._next_lens: np.ndarray | None = None  # of the last decode batch, if it goes on
@@ -260,8 +276,7 @@ class TierManager:
         slots = self._record_sources(source)
         for records in self.pool.records:
             records[target] = records[source]
-        self._pass_on_first(source, target, slots, torch.ones_like(source[:1], dtype=torch.bool))
-        self._filled(target, windows, slots[windows])
+        self._filled(source, target, windows, slots, torch.ones_like(source[:1], dtype=torch.bool))
 
     def _apply_fold(self, event: FoldedPages) -> None:
         """Chosen tokens' records; the overlays of whole pages are kept for ``_place_copies``."""
@@ -271,16 +286,7 @@ class TierManager:
         whole = torch.arange(P, device=tokens.device) + sinks[:, None] * P
         self.errors += (~inside).sum() + (tokens.unflatten(-1, (-1, P))[:, :, sinks] != whole).sum()
         self._move_tokens(source, target, torch.where(inside, tokens, 0))
-        self._pass_on_first(source, target, slots, (sinks == 0).any().view(1))  # if it is taken whole
-        self._filled(target, sinks, slots[sinks])
-
-    def _pass_on_first(
-        self, source: torch.Tensor, target: torch.Tensor, slots: torch.Tensor, wanted: torch.Tensor
-    ) -> None:
-        """The first of pages ``target`` begins with the first of ``source``, whose overlays are ``slots``."""
-        if self.firsts is not None:
-            first = self.pool.overlays[:, slots[:1].clamp(min=0), :, :, 0]
-            self.firsts.pass_on(source[:1], target[:1], wanted, first, self.pool.page_slot, self.steps)
+        self._filled(source, target, sinks, slots, (sinks == 0).any().view(1))  # the first page, if it is taken whole
 
     def prepare_folds(self) -> None:
         """Have whatever folds need compiled, so that no request waits for it. Changes nothing."""
@@ -299,13 +305,45 @@ class TierManager:
         self._quantize_in(torch.where(missing, slots, 0))
         return slots
 
-    def _filled(self, target: torch.Tensor, windows: torch.Tensor, slots: torch.Tensor) -> None:
-        """Pages have records now; those at ``windows`` are whole copies of what is in these overlay slots, if any."""
+    def _filled(
+        self,
+        source: torch.Tensor,
+        target: torch.Tensor,
+        windows: torch.Tensor,
+        slots: torch.Tensor,
+        first: torch.Tensor,
+    ) -> None:
+        """Note what pages ``target``, which have records now, may hold in BF16.
+
+        Those at ``windows`` are whole copies of pages ``source``, whose overlay slots are ``slots``, -1 for none; where
+        ``first``, bool ``[1]``, is True the first one is too.
+        """
         self.page_valid.index_fill_(0, target, True)
-        for copy in self._copies:  # a page that was freed meanwhile, and is another's copy now
+        copies: list[_CopiedOverlays | _CopiedFirst] = [*self._copies, *self._copied_firsts]
+        for copy in copies:  # of a page that was freed meanwhile, and is another's copy now
             copy.wanted &= ~torch.isin(copy.pages, target)
-        slots = slots.clamp(min=0)
-        self._copies.append(_CopiedOverlays(target[windows], slots > 0, self.pool.overlays[:, slots]))
+        if self.firsts is not None:
+            self._copy_first(self.firsts, source[:1], target[:1], slots[:1], first)
+        slots = slots[windows].clamp(min=0)
+        bonus = torch.where(windows < self.sink_pages, SINK_BONUS, 0)
+        self._copies.append(_CopiedOverlays(target[windows], slots > 0, self.pool.overlays[:, slots], bonus))
+
+    def _copy_first(
+        self, firsts: FirstTokens, source: torch.Tensor, target: torch.Tensor, slot: torch.Tensor, wanted: torch.Tensor
+    ) -> None:
+        """Note the first token of page ``source`` for ``target``: from its overlay in ``slot``, its entry or a copy.
+
+        Each int64 ``[1]``; wanted: bool ``[1]``.
+        """
+        there = slot > 0
+        overlay = self.pool.overlays[:, slot.clamp(min=0), :, :, 0]
+        token = torch.where(there, overlay, firsts.tokens[:, firsts.entries(source)])
+        known = there | firsts.kept(source)
+        for copy in self._copied_firsts:
+            mine = copy.wanted & (copy.pages == source)
+            token, known = torch.where(mine, copy.token, token), known | mine
+        self._copied_firsts.append(_CopiedFirst(target, wanted & known, token))
+        self.page_first.index_fill_(0, torch.where(wanted, target, 0), True)
 
     def _place_copies(self) -> None:
         """Overlays for copies where that pins nothing: once all events are applied, so that what is pinned is known."""
@@ -314,7 +352,16 @@ class TierManager:
             self._assign(copy.pages, copy.wanted & self.page_valid[copy.pages], self._pinned())
             slots = torch.where(copy.wanted, self.pool.page_slot[copy.pages].clamp(min=0).long(), 0)
             self.pool.overlays[:, slots] = copy.overlays
-            self.slot_stamp[slots] = self.steps
+            self.slot_stamp[slots] = self.steps + copy.bonus
+        if self.firsts is not None:
+            self._keep_copied(self.firsts)
+
+    def _keep_copied(self, firsts: FirstTokens) -> None:
+        """Keep first tokens of copies that got no overlay. A copy that has one takes no entry from another page."""
+        copies, self._copied_firsts = self._copied_firsts, []
+        for copy in copies:
+            needed = copy.wanted & self.page_valid[copy.pages] & (self.pool.page_slot[copy.pages] < 0)
+            firsts.keep(copy.pages, needed, copy.token, self.pool.page_slot, self.steps)
 
     def _quantize_in(self, slots: torch.Tensor) -> None:
         """Quantize the pages in these overlays, int64 ``[n]``, 0 for none; each once, however often it is named."""

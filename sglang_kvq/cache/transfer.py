@@ -1,6 +1,8 @@
-"""Small tables from the host to the device."""
+"""Small tables from the host to the device, and counters from the device to the host."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -24,3 +26,38 @@ def to_device(parts: list[np.ndarray], device: torch.device) -> list[torch.Tenso
     for target, part in zip(host.split(room), parts):
         target[: len(part)] = torch.from_numpy(part)
     return [x[:size] for x, size in zip(host.to(device, non_blocking=True).split(room), sizes)]
+
+
+class LateCopy:
+    """Counters on the device, read on the host a while after they were asked for, so that it never waits for them.
+
+    On a CPU what is read is what they are then.
+
+    Args:
+        source: gives them, int64 ``[n]`` on the device.
+    """
+
+    def __init__(self, source: Callable[[], torch.Tensor], device: torch.device) -> None:
+        self._source = source
+        self._asked = False
+        self._host: torch.Tensor | None = None
+        self._copied: torch.cuda.Event | None = None
+        if device.type == "cuda":
+            self._host, self._copied = torch.zeros_like(source(), device="cpu", pin_memory=True), torch.cuda.Event()
+
+    def ask(self) -> None:
+        """Begin a copy behind what the current stream does, unless one is under way."""
+        if self._asked:
+            return
+        self._asked = True
+        if self._host is not None and self._copied is not None:
+            self._host.copy_(self._source(), non_blocking=True)
+            self._copied.record()
+
+    def arrived(self) -> list[int] | None:
+        """The counters that were asked for, once they are here; None before, and until they are asked for again."""
+        if not self._asked or (self._copied is not None and not self._copied.query()):
+            return None
+        self._asked = False
+        values: list[int] = (self._source() if self._host is None else self._host).tolist()
+        return values

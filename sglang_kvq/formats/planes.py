@@ -25,8 +25,10 @@ columns as integers, so that their order does not matter; what is above c^2 in t
 or 8 by the widest plane, ``PlaneCode.cap``). The first gain clips nothing, so in its E codes are round(N t_i), by
 adding ``MAGIC`` in FP16 and taking it off again.
 
-X is exact, but for elements below 2^-18 u, in steps of 2^-25 u. Where the first gain is above all there are, u goes on;
-but a row that would need one of 2^19 is taken for zeros.
+X is exact, but for elements below 2^-18 u, in steps of 2^-25 u. Where the first gain is above all there are, u goes on.
+A row that would need a gain of 2^19 or more is stored as one of zeros, whose values are 2^-17 in magnitude, or 0 where
+w is 0. So is a row with an infinity or NaN in a plane that has codes; such an element has code 0, whose value is above
+-2^-11. Planes without codes are not looked at.
 
 A column, the four elements j, D / 4 + j, ..., has W = sum(widths) bits: 2, 4, 6, ... or 16. They lie in *cells*: for
 each eight bits a byte, which one token has; of what is left four bits, a half byte, and two bits, a quarter byte, whose
@@ -62,8 +64,10 @@ GAIN_BIAS = (127 << 3) - 128
 _SIGNIFICAND = 20
 #: How far below the gain that clips nothing the other one is, in bytes, eight to a factor of two.
 BELOW = 4
-#: What the power of two in the first gain counts; what would be its byte, from which on rows are taken for zeros.
+#: What the power of two in the first gain counts; what would be its byte, from which on rows are stored as zeros.
 UNITS, TOO_LARGE = 16.0, 280
+#: Bits of infinity in float32: those of a NaN are above.
+INFINITY = 0x7F800000
 #: Added to a code in FP16, rounds it to an integer; what the largest error of a column counts.
 MAGIC, ERRORS = 1536.0, 1024.0
 
@@ -125,8 +129,9 @@ def gain_bytes(least: torch.Tensor) -> torch.Tensor:
 
 
 def _gain_numbers(least: torch.Tensor) -> torch.Tensor:
-    """Such bytes before they are cut off at 0 and 255: int32."""
-    rounded = (least.float().contiguous().view(torch.int32) + ((1 << _SIGNIFICAND) - 1)) >> _SIGNIFICAND
+    """Such bytes before they are cut off at 0 and 255: int32. A NaN counts as infinity."""
+    bits = least.float().contiguous().view(torch.int32).clamp(max=INFINITY)
+    rounded = (bits + ((1 << _SIGNIFICAND) - 1)) >> _SIGNIFICAND
     return rounded - GAIN_BIAS
 
 
@@ -180,8 +185,10 @@ class PlaneCode:
         planes = x.float().unflatten(-1, (PLANES, -1))
         reach = [planes[..., p, :].abs().amax(-1) * 2.0 ** (1 - w) for p, w in enumerate(self.widths) if w]
         least = _gain_numbers(torch.stack(reach).amax(0)).clamp(0, TOO_LARGE)
+        kept = least < TOO_LARGE
+        least = torch.where(kept, least, 0)
         counts = UNITS / gains_of(least & ~7)
-        scaled = torch.where((least < TOO_LARGE)[..., None, None], planes, 0.0).double() * counts[..., None, None]
+        scaled = torch.where(kept[..., None, None], planes, 0.0).double() * counts[..., None, None]
         units = (scaled * 2.0**21).round() * 2.0**-21
         first = least.clamp(max=255)
         second = (first - BELOW).clamp(min=0)
@@ -189,6 +196,7 @@ class PlaneCode:
         others, other_error = self._codes(units, gains_of(second) * counts, clips=True)
         better = other_error < error
         codes, stored = torch.where(better[..., None], others, codes), torch.where(better, second, first)
+        codes = torch.where(x.isfinite(), codes, 0.0)
         return codes.to(torch.uint8), stored.to(torch.uint8)
 
     @property

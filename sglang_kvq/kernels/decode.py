@@ -47,13 +47,16 @@ from sglang_kvq.kernels.int8 import (
     weight_operands,
 )
 from sglang_kvq.kernels.plan import OVERLAY_TILE, WorkCosts, load_item
-from sglang_kvq.kernels.planes import is_planes, row_dims
-from sglang_kvq.kernels.shape import shape_of, value_dims
+from sglang_kvq.kernels.planes import row_dims
+from sglang_kvq.kernels.shape import Shape, shape_of, value_dims
 from sglang_kvq.kernels.softmax import LOG2E, NEVER, Softmax, first_columns
 from sglang_kvq.kernels.unpack import two_bits
 
-#: Shared memory of a program where an SM (Hopper) holds so many; of each a part is reserved.
-_PROGRAM_BYTES = {count: 228 * 1024 // count - 1024 for count in (8, 12)}
+#: Shared memory of an SM (Hopper), and what it reserves for each program.
+_SM_BYTES, _RESERVED_BYTES = 228 * 1024, 1024
+
+#: What ``decode_routine`` may return.
+ROUTINES = ("decode", "decode_general", "decode_half", "decode_half_int8", "decode_planes", "decode_half_planes")
 
 #: How much of the last wave of programs must be busy before another wave is tried.
 BUSY = 0.9
@@ -136,13 +139,7 @@ def decode_launch(head_dim: int, gqa_group: int, record: Record | PlaneRecord, k
         # With up to four heads a product is half empty, which at 64 dims still takes fewer instructions.
         if suits_half(record, head_dim) and (gqa_group > 4 or head_dim == 64):
             return _half_planes_launch(head_dim, gqa_group, record)
-        wide = head_dim > 128 or gqa_group > 4
-        programs = 8 if wide else 12
-        # A third stage hides more, where the copies of all programs find room in an SM's shared memory.
-        shape = shape_of(1, head_dim)
-        copies = 32 * shape.INT8_JP * sum(record.k.widths) + 8 * shape.VP * sum(record.v.widths) + 1536  # as compiled
-        stages = 3 if copies <= _PROGRAM_BYTES[programs] else 2
-        return DecodeLaunch(stages, registers=255 if wide else 168, programs_per_sm=programs)
+        return _planes_launch(head_dim, gqa_group, record)
     if gqa_group > 8:  # spills all the same: more heads hold more accumulators
         return DecodeLaunch(stages=3, registers=255, programs_per_sm=8)
     wide = head_dim > 128 or (gqa_group > 4 and (head_dim > 64 or not is_fast(record)))
@@ -154,6 +151,20 @@ def decode_launch(head_dim: int, gqa_group: int, record: Record | PlaneRecord, k
     )
 
 
+def _planes_launch(head_dim: int, gqa_group: int, record: PlaneRecord) -> DecodeLaunch:
+    """Products in INT8 of records of planes.
+
+    A third stage hides more, where the copies of all programs find room in an SM's shared memory.
+    """
+    wide = head_dim > 128 or gqa_group > 4
+    programs, shape = 8 if wide else 12, shape_of(1, head_dim, gqa_group)
+    page = _page_bytes(record, shape.INT8_JP, shape.VP)
+    operands = 4 * shape.INT8_JP * 2 * shape.HEADS
+    stages = 3 if 4 * page + operands <= _program_bytes(programs) else 2
+    fitting = _most_programs(programs, 2 * (stages - 1) * page + operands)
+    return DecodeLaunch(stages, registers=255 if wide else 168, programs_per_sm=fitting)
+
+
 def _half_planes_launch(head_dim: int, gqa_group: int, record: PlaneRecord) -> DecodeLaunch:
     """Products in FP16 of records of planes.
 
@@ -161,13 +172,30 @@ def _half_planes_launch(head_dim: int, gqa_group: int, record: PlaneRecord) -> D
     """
     wide = gqa_group > 8 or head_dim > 64
     programs = 8 if wide else 12
-    shape, room = shape_of(1, head_dim, gqa_group), _PROGRAM_BYTES[programs]
+    shape, room = shape_of(1, head_dim, gqa_group), _program_bytes(programs)
+    page = _page_bytes(record, shape.JP, shape.VP)
     row = 2 * max(shape.HEADS, 8)  # bytes, of an operand's columns
     operands = sum(cell.shares * len(cell.fields) for cell in record.k.cells) * shape.JP * row  # queries'
     weights = 2 * PAGE_SIZE * row
-    stages = 3 if 4 * record.bytes + operands + (weights if gqa_group > 8 else 0) <= room else 2
-    shared_weights = 2 * (stages - 1) * record.bytes + operands + weights <= room
-    return DecodeLaunch(stages, 255 if wide else 168, programs, half_pages=2, shared_weights=shared_weights)
+    stages = 3 if 4 * page + operands + (weights if gqa_group > 8 else 0) <= room else 2
+    copies = 2 * (stages - 1) * page + operands
+    fitting, shared_weights = _most_programs(programs, copies), copies + weights <= room
+    return DecodeLaunch(stages, 255 if wide else 168, fitting, half_pages=2, shared_weights=shared_weights)
+
+
+def _page_bytes(record: PlaneRecord, columns: int, dims: int) -> int:
+    """Shared memory for a copy of a page: whole tiles, of K's planes padded to ``columns`` and V's dims to ``dims``."""
+    return PAGE_SIZE * (columns * sum(record.k.widths) + dims // 4 * sum(record.v.widths)) // 8 + 2 * PAGE_SIZE
+
+
+def _program_bytes(programs: int) -> int:
+    """Shared memory of each of so many programs on an SM."""
+    return _SM_BYTES // programs - _RESERVED_BYTES
+
+
+def _most_programs(programs: int, used: int) -> int:
+    """So many programs on an SM, or as many as fit with that much shared memory each."""
+    return min(programs, _SM_BYTES // (used + _RESERVED_BYTES))
 
 
 def is_fast(record: Record | PlaneRecord) -> bool:
@@ -187,6 +215,15 @@ def is_two_bit(record: Record | PlaneRecord, head_dim: int) -> bool:
 def suits_half(record: Record | PlaneRecord, head_dim: int) -> bool:
     """Whether products in FP16 read these records: two bits, one group to a row, or planes."""
     return head_dim <= value_dims(head_dim) and (isinstance(record, PlaneRecord) or is_two_bit(record, head_dim))
+
+
+def decode_routine(record: Record | PlaneRecord, shape: Shape, half_pages: int) -> str:
+    """The module whose loop reads these records, one of ``ROUTINES``; ``half_pages`` is the launch's."""
+    if isinstance(record, PlaneRecord):
+        return "decode_half_planes" if half_pages else "decode_planes"
+    if half_pages:
+        return "decode_half_int8" if has_int8_keys(shape) else "decode_half"
+    return "decode" if is_fast(record) else "decode_general"
 
 
 def decode(
@@ -239,7 +276,7 @@ def decode(
         items if drafts is None else drafts.seen, 0 if drafts is None else drafts.row,
         RECORD=record,
         SHAPE=shape,
-        FAST=is_fast(record),
+        ROUTINE=decode_routine(record, shape, launch.half_pages),
         HALF_PAGES=launch.half_pages,
         SHARED_WEIGHTS=launch.shared_weights,
         PLAIN=plain,
@@ -259,7 +296,7 @@ def decode(
 @triton.jit
 def _decode(
     out, lse, q, items, scale_log2, stored, seen, seen_row,
-    RECORD: tl.constexpr, SHAPE: tl.constexpr, FAST: tl.constexpr, HALF_PAGES: tl.constexpr, PLAIN: tl.constexpr,
+    RECORD: tl.constexpr, SHAPE: tl.constexpr, ROUTINE: tl.constexpr, HALF_PAGES: tl.constexpr, PLAIN: tl.constexpr,
     EARLY: tl.constexpr, LETS_NEXT: tl.constexpr, CHUNKS: tl.constexpr, DRAFTS: tl.constexpr, OF_CHUNK: tl.constexpr,
     SHARED_WEIGHTS: tl.constexpr,
 ):  # fmt: skip
@@ -286,20 +323,19 @@ def _decode(
         )
         if item.first_page < item.last_page:
             records = stored.records + head * RECORD.bytes
-            if is_planes(RECORD):
-                if HALF_PAGES > 0:
-                    state = history_half_planes(
-                        mine, item, table, records, v_first, scale_log2, RECORD, SHAPE, PLAIN, SHARED_WEIGHTS
-                    )
-                else:
-                    state = history_planes(mine, item, table, records, v_first, scale_log2, RECORD, SHAPE, PLAIN)
-            elif HALF_PAGES > 0 and has_int8_keys(SHAPE):
+            if ROUTINE == "decode_half_planes":
+                state = history_half_planes(
+                    mine, item, table, records, v_first, scale_log2, RECORD, SHAPE, PLAIN, SHARED_WEIGHTS
+                )
+            elif ROUTINE == "decode_planes":
+                state = history_planes(mine, item, table, records, v_first, scale_log2, RECORD, SHAPE, PLAIN)
+            elif ROUTINE == "decode_half_int8":
                 state = history_half_int8(
                     mine, item, table, records, v_first, scale_log2, RECORD, SHAPE, PLAIN, HALF_PAGES
                 )
-            elif HALF_PAGES > 0:
+            elif ROUTINE == "decode_half":
                 state = history_half(mine, item, table, records, v_first, scale_log2, RECORD, SHAPE, PLAIN, HALF_PAGES)
-            elif FAST:
+            elif ROUTINE == "decode":
                 state = _history(mine, item, table, records, v_first, scale_log2, RECORD, SHAPE, PLAIN)
             else:
                 state = history_general(mine, item, table, records, v_first, scale_log2, RECORD, SHAPE, PLAIN)

@@ -20,7 +20,7 @@ import triton.language as tl
 from sglang_kvq.kernels.codes import words_between
 from sglang_kvq.kernels.common import INTERPRETED, PAGE, dot, key_row, page_of
 from sglang_kvq.kernels.gather import dequantize, key_scale, packed
-from sglang_kvq.kernels.softmax import NEVER, Softmax, attend, no_keys, scores
+from sglang_kvq.kernels.softmax import Softmax, attend, no_keys, scores
 
 _PLAIN = tl.constexpr(INTERPRETED)
 #: q is scaled to at most 2^12, of which 256 products with the largest FP16 number are far from float32's largest.
@@ -59,7 +59,7 @@ def history_two_bits(
     """Records of ``decode.is_two_bit`` of the pages history .. history_end: a ``Softmax`` with acc [ROWS, VP].
 
     records: the KV head's of page 0. One or two groups along D, whole planes of K's bytes each; acc are dims
-    v_first .. v_first + DIMS. Queries are scaled to FP16; then whole pages; then one that the prefix ends in.
+    v_first .. v_first + DIMS. Queries are scaled to FP16; then pages.
     """
     PAGE_BYTES: tl.constexpr = SHAPE.KV_HEADS * RECORD.bytes
     x = queries_by_plane(tile, SHAPE).to(tl.float32)
@@ -70,30 +70,24 @@ def history_two_bits(
 
     state = no_keys(ROWS, SHAPE.VP)
     first, last = pages.history, pages.history_end
-    whole = tl.maximum(tl.minimum(last, pages.tokens // PAGE), first)
     # Once. The compiler keeps an operand that it knows to be computed in registers, an argument of a loop in shared
     # memory.
     for _ in tl.range(0, tl.minimum(last - first, 1)):
         next_page = page_of(pages.table, first)
-        for index in tl.range(first, whole):
+        for index in tl.range(first, last):
             page = next_page
             next_page = page_of(pages.table, tl.minimum(index + 1, last - 1))
-            record = records + page * PAGE_BYTES
-            state = _page(state, queries, factor, record, PAGE, v_first, RECORD, SHAPE, ROWS, False, PLAIN)
-        if whole < last:  # one page, which is half stored
-            record = records + page_of(pages.table, whole) * PAGE_BYTES
-            count = pages.tokens - whole * PAGE
-            state = _page(state, queries, factor, record, count, v_first, RECORD, SHAPE, ROWS, True, PLAIN)
+            state = _page(state, queries, factor, records + page * PAGE_BYTES, v_first, RECORD, SHAPE, ROWS, PLAIN)
         queries = tl.zeros(queries.shape, queries.dtype)
     return Softmax(state.acc, state.total, state.top - _P_SHIFT)
 
 
 @triton.jit
 def _page(
-    state, queries, factor, record, count, v_first,
-    RECORD: tl.constexpr, SHAPE: tl.constexpr, ROWS: tl.constexpr, MASKED: tl.constexpr, PLAIN: tl.constexpr,
+    state, queries, factor, record, v_first,
+    RECORD: tl.constexpr, SHAPE: tl.constexpr, ROWS: tl.constexpr, PLAIN: tl.constexpr,
 ):  # fmt: skip
-    """Online softmax over the first ``count`` tokens of a page; over all, unless MASKED.
+    """Online softmax over a page: a record holds 64 tokens, and a history is whole pages.
 
     Load codes and scales; dequantize K; dequantize V; attend.
     """
@@ -141,8 +135,6 @@ def _page(
     v = tl.reshape(tl.permute(tl.reshape(v, [VP // 8, 2, 2, 2, PAGE]), (0, 2, 3, 1, 4)), [VP, PAGE])
 
     x = scores(queries, k, ROWS, PAGE)
-    if MASKED:
-        x = tl.where((n < count)[None, :], x, NEVER)
     top = tl.maximum(state.top, tl.max(x, 1) * factor)
     decay = tl.exp2(state.top - top)
     p = tl.exp2(x * factor + (-top + _P_SHIFT)[:, None])

@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 
 from sglang_kvq.formats.planes import GAIN_BIAS as _GAIN_BIAS
-from sglang_kvq.kernels.common import PAGE, dot, key_row, page_of, quad_order
+from sglang_kvq.kernels.common import PAGE, dot, key_row, page_of
 from sglang_kvq.kernels.extend_history import (
     fp16_high,
     fp16_low,
@@ -48,7 +48,7 @@ from sglang_kvq.kernels.planes import (
     start_of,
     tile_planes,
 )
-from sglang_kvq.kernels.softmax import NEVER, Softmax, no_keys, scores
+from sglang_kvq.kernels.softmax import Softmax, no_keys, scores
 
 #: Queries are scaled to at most 2^12, p to 2^15, as in ``extend_history``; tiles hold 2^-5 of keys and values.
 _Q_SCALE = tl.constexpr(2.0**11)
@@ -73,18 +73,12 @@ def history_planes(
 
     state = no_keys(ROWS, V_PLANES * (SHAPE.VP // 4))
     first, last = pages.history, pages.history_end
-    whole = tl.maximum(tl.minimum(last, pages.tokens // PAGE), first)
     for _ in tl.range(0, tl.minimum(last - first, 1)):  # once, see ``history_two_bits``
         next_page = page_of(pages.table, first)
-        for index in tl.range(first, whole):
+        for index in tl.range(first, last):
             page = next_page
             next_page = page_of(pages.table, tl.minimum(index + 1, last - 1))
-            record = records + page * PAGE_BYTES
-            state = _page(state, queries, factor, record, PAGE, v_first, RECORD, SHAPE, ROWS, False, PLAIN)
-        if whole < last:  # one page, which is half stored
-            record = records + page_of(pages.table, whole) * PAGE_BYTES
-            count = pages.tokens - whole * PAGE
-            state = _page(state, queries, factor, record, count, v_first, RECORD, SHAPE, ROWS, True, PLAIN)
+            state = _page(state, queries, factor, records + page * PAGE_BYTES, v_first, RECORD, SHAPE, ROWS, PLAIN)
         queries = tl.zeros(queries.shape, queries.dtype)
     acc = state.acc
     if V_PLANES == 2:  # behind the first two planes' dims those of the others, which are zero
@@ -102,10 +96,10 @@ def _queries(tile, SHAPE: tl.constexpr, ROWS: tl.constexpr, PLANES: tl.constexpr
 
 @triton.jit
 def _page(
-    state, queries, factor, record, count, v_first,
-    RECORD: tl.constexpr, SHAPE: tl.constexpr, ROWS: tl.constexpr, MASKED: tl.constexpr, PLAIN: tl.constexpr,
+    state, queries, factor, record, v_first,
+    RECORD: tl.constexpr, SHAPE: tl.constexpr, ROWS: tl.constexpr, PLAIN: tl.constexpr,
 ):  # fmt: skip
-    """Online softmax over the first ``count`` tokens of a page; over all, unless MASKED.
+    """Online softmax over a page: a record holds 64 tokens, and a history is whole pages.
 
     Load gains; make K's tile; make V's; attend.
     """
@@ -117,8 +111,6 @@ def _page(
     v = _value_tile(words, v_gains, v_first, VALUES, SHAPE, PLAIN)
 
     x = scores(queries, k, ROWS, PAGE)
-    if MASKED:
-        x = tl.where((quad_order(tl.arange(0, PAGE)) < count)[None, :], x, NEVER)
     top = tl.maximum(state.top, tl.max(x, 1) * factor)
     decay = tl.exp2(state.top - top)
     p = tl.exp2(x * factor - (top - _P_SHIFT)[:, None])

@@ -69,7 +69,7 @@ def either(condition, a, b):
 
 @triton.jit
 def fma(a, b, c, SATURATED: tl.constexpr = False):
-    """a b + c, rounded once; saturated: no less than 0 and no more than 1."""
+    """a b + c, rounded once; saturated: no less than 0 and no more than 1, and 0 for NaN."""
     if _PLAIN:
         low, high = a[0] * b[0] + c[0], a[1] * b[1] + c[1]
         if SATURATED:
@@ -100,8 +100,9 @@ def times(a, b):
 def scaled(pair, exponent, PACKED: tl.constexpr):
     """FP16 pairs of BF16 pairs times 2^(exponent - 15), or 0 where the exponent is; what is small in steps of 2^-21.
 
-    exponent: int32, from 0 to 254; results are below 2^16. Magnitudes are scaled in BF16 to where their exponents are
-    FP16's; all but the three last bits of the significand are theirs then, too. PACKED is ``common.has_pairs``.
+    exponent: int32, from 0 to 254; results are below 2^16. Infinity and NaN become NaN where it is 0. Magnitudes are
+    scaled in BF16 to where their exponents are FP16's; all but the three last bits of the significand are theirs then,
+    too. PACKED is ``common.has_pairs``.
     """
     if PACKED:
         return tl.inline_asm_elementwise(

@@ -60,6 +60,16 @@ def row_max(pairs, PACKED: tl.constexpr):
 
 
 @triton.jit
+def row_largest(sizes, PACKED: tl.constexpr):
+    """Largest of a row's magnitudes, the bits of that float32: int32 [ROWS]. NaN is larger than any number."""
+    if PACKED:
+        both = tl.reduce(sizes, 1, _max_or_nan)
+        return tl.maximum(both << 16, both & _HIGH)
+    else:
+        return tl.max(tl.maximum(sizes & _LOW, sizes >> 16), 1) << 16
+
+
+@triton.jit
 def row_min(pairs, PACKED: tl.constexpr):
     if PACKED:
         both = tl.reduce(pairs, 1, _min)
@@ -135,6 +145,11 @@ def _join(low, high):
 @triton.jit
 def _max(a, b):
     return _instruction("max.bf16x2 $0, $1, $2;", a, b)
+
+
+@triton.jit
+def _max_or_nan(a, b):
+    return _instruction("max.NaN.bf16x2 $0, $1, $2;", a, b)
 
 
 @triton.jit

@@ -11,12 +11,13 @@ import triton.language as tl
 from sglang_kvq.formats.planes import BELOW as _BELOW
 from sglang_kvq.formats.planes import ERRORS as _ERRORS
 from sglang_kvq.formats.planes import GAIN_BIAS as _GAIN_BIAS
+from sglang_kvq.formats.planes import INFINITY as _INFINITY
 from sglang_kvq.formats.planes import MAGIC as _MAGIC
 from sglang_kvq.formats.planes import TOO_LARGE as _TOO_LARGE
 from sglang_kvq.formats.planes import UNITS as _UNITS
 from sglang_kvq.kernels.common import PAGE, key_row
 from sglang_kvq.kernels.half_pairs import both, either, fma, number, scaled, times, twice, words_of
-from sglang_kvq.kernels.pairs import magnitudes, row_max
+from sglang_kvq.kernels.pairs import magnitudes, row_largest
 from sglang_kvq.kernels.planes import (
     bits_of,
     cell_count,
@@ -32,6 +33,7 @@ from sglang_kvq.kernels.planes import (
 BELOW = tl.constexpr(_BELOW)
 GAIN_BIAS = tl.constexpr(_GAIN_BIAS)
 TOO_LARGE = tl.constexpr(_TOO_LARGE)
+INFINITY = tl.constexpr(_INFINITY)
 #: Of a float32 that counts as UNITS: what a gain's byte is in ``GAIN_BIAS``.
 _UNITS_BIAS = tl.constexpr(int(_UNITS).bit_length() - 1 + 127 << 3)
 #: What is added to codes in FP16, so that they are rounded to integers and are in the last bits, and its bits.
@@ -120,7 +122,8 @@ def _row_codes(rows, CODES: tl.constexpr, SHAPE: tl.constexpr, TOKENS: tl.conste
     for p in tl.static_range(4):
         x += (_load_plane(rows, p, CODES, SHAPE, TOKENS),)
     least = _least_gain(x, CODES, PACKED)
-    exponent = (TOO_LARGE >> 3) - (least >> 3)  # of UNITS / u, and 0 for rows taken for zeros
+    exponent = (TOO_LARGE >> 3) - (least >> 3)  # of UNITS / u, and 0 for rows stored as zeros
+    least = tl.where(least < TOO_LARGE, least, 0)
     units = ()
     for p in tl.static_range(4):
         units += (scaled(x[p], exponent[:, None], PACKED),)
@@ -157,12 +160,16 @@ def _load_plane(rows, p: tl.constexpr, CODES: tl.constexpr, SHAPE: tl.constexpr,
 
 @triton.jit
 def _least_gain(x, CODES: tl.constexpr, PACKED: tl.constexpr):
-    """Byte of the least gain that clips nothing, int32 [TOKENS]; above 255 it is only counted, up to TOO_LARGE."""
-    reach = 0.0
+    """Byte of the least gain that clips nothing, int32 [TOKENS]; above 255 it is only counted, up to TOO_LARGE.
+
+    Magnitudes are ordered as their bits are, infinity and NaN above all numbers.
+    """
+    reach = 0
     for p in tl.static_range(4):
         if is_coded(CODES, p):
-            reach = tl.maximum(reach, row_max(magnitudes(x[p]), PACKED) * reach_of(CODES, p))
-    reach = reach.to(tl.int32, bitcast=True)
+            largest = row_largest(magnitudes(x[p]), PACKED).to(tl.float32, bitcast=True) * reach_of(CODES, p)
+            reach = tl.maximum(reach, largest.to(tl.int32, bitcast=True))
+    reach = tl.minimum(reach, INFINITY)
     return tl.minimum(tl.maximum(((reach + 0xFFFFF) >> 20) - GAIN_BIAS, 0), TOO_LARGE)
 
 

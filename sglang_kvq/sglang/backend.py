@@ -18,6 +18,7 @@ from sglang_kvq.cache.transfer import to_device
 from sglang_kvq.config import PAGE_SIZE
 from sglang_kvq.sglang import scoring
 from sglang_kvq.sglang.drafts import SeenBuffers, draft_count
+from sglang_kvq.sglang.error_watch import ErrorWatch
 from sglang_kvq.sglang.layers import learned_sinks, own_keys_and_values
 from sglang_kvq.sglang.types import AttentionLayer, ForwardBatch, ReqToTokenPool
 
@@ -50,7 +51,7 @@ class KVQuantBackend(AttentionBackend):
             branching: drafts come with masks, see ``drafts.BRANCHING``.
         """
         super().__init__()
-        self.ops, self.tiers = ops, tiers
+        self.ops, self.tiers, self.watch = ops, tiers, ErrorWatch(tiers)
         self.index_of = {layer_id: index for index, layer_id in enumerate(layer_ids)}
         rows, self.max_context_len = tiers.pool.req_to_token.shape
         self.seen = SeenBuffers(2 * rows, branching, tiers.pool.device)  # batches are padded to more rows than may run
@@ -60,16 +61,19 @@ class KVQuantBackend(AttentionBackend):
     def init_forward_metadata_out_graph(self, forward_batch: ForwardBatch, in_capture: bool = False) -> None:
         if in_capture or forward_batch.forward_mode.is_idle():
             return
+        self.watch.look()
         if forward_batch.forward_mode.is_decode():
             lens = forward_batch.seq_lens_cpu
-            if self.tiers.decode_needs_plan(lens):
-                self.tiers.plan_decode(
-                    forward_batch.req_pool_indices.long(), forward_batch.seq_lens.long(), int(lens.max())
-                )
+            if not self.tiers.decode_needs_plan(lens):
+                return
+            self.tiers.plan_decode(
+                forward_batch.req_pool_indices.long(), forward_batch.seq_lens.long(), int(lens.max())
+            )
         elif forward_batch.forward_mode.is_target_verify():
             self._plan_drafts(forward_batch)
         else:
             self._plan_extend(forward_batch)
+        self.watch.ask()
 
     def _plan_drafts(self, fb: ForwardBatch) -> None:
         """How many drafts of the last batch were accepted is known on the device: its lengths are those committed."""

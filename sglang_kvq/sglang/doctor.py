@@ -82,7 +82,12 @@ def our_kernels() -> str:
         return f"{imported}; without a GPU none of the {len(kernels)} kernels was compiled or run"
     ran, left_out = kernel_check.run_all(torch.device("cuda", torch.cuda.current_device()))
     rest = f"; not run: {', '.join(left_out)}" if left_out else ""
-    return f"{imported}; {len(ran)} of {len(kernels)} kernels were compiled, run and compared with torch{rest}"
+    routines = kernel_check.routines()
+    ways = len(set(routines) & set(ran))
+    return (
+        f"{imported}; {len(ran) - ways} of {len(kernels)} kernels, and {ways} of {len(routines)} routines to decode, "
+        f"were compiled, run and compared with torch{rest}"
+    )
 
 
 def other_kernels() -> str:

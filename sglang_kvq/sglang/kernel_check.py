@@ -2,7 +2,8 @@
 
 No list is kept here. A kernel is a jitted function that a module of ``sglang_kvq.kernels`` launches, and a check runs a
 prefill, its continuation with scores of keys, and a decode step on a small cache with one layer per kind of records
-that a method asks for. Whatever that leaves out is reported by name.
+that a method asks for. The decode kernel is several (``decode.ROUTINES``), chosen by geometry: each runs for one token
+and for drafts. Whatever that leaves out is reported by name.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import Any
 import torch
 
 from sglang_kvq.attention.base import AttentionOps, ExtendBatch, LayerRotations
+from sglang_kvq.attention.drafts import DraftBatch, chain
 from sglang_kvq.attention.reference import ReferenceOps
 from sglang_kvq.attention.scoring import KeyScores, plan_scoring
 from sglang_kvq.cache.pool import PagePool
@@ -27,6 +29,8 @@ from sglang_kvq.cache.split import split_new_tokens
 from sglang_kvq.cache.tiers import TierManager
 from sglang_kvq.config import PAGE_SIZE, KVQuantConfig
 from sglang_kvq.errors import KVQuantError
+from sglang_kvq.formats.code import CodeFormat
+from sglang_kvq.formats.page import PageFormat
 from sglang_kvq.formats.planes import PlaneCode, PlaneFormat
 from sglang_kvq.formats.record import RecordFormat
 from sglang_kvq.methods import METHOD_NAMES, get_method
@@ -39,6 +43,18 @@ FIRST, MORE = 4 * PAGE_SIZE, PAGE_SIZE + 6
 SINK_PAGES = RECENT_PAGES = 1
 #: Planes with every kind of cell.
 PLANES = PlaneFormat(HEAD_DIM, PlaneCode((5, 3, 3, 1)), PlaneCode((2, 1, 1, 0)))
+#: Formats that between them take every routine to decode with ``DECODED``: two bits, other codes, planes.
+TWO_BITS, THREE_BITS = PageFormat(HEAD_DIM, HEAD_DIM), PageFormat(HEAD_DIM, HEAD_DIM, k=CodeFormat(3), v=CodeFormat(3))
+NARROW = (PageFormat(64, 64), PlaneFormat(64, PLANES.k, PLANES.v))
+#: Query heads of the one KV head, and formats of the layers; ``DRAFTS`` drafts are as many times the heads.
+DECODED: tuple[tuple[int, tuple[RecordFormat, ...]], ...] = (
+    (2, (TWO_BITS, THREE_BITS, PLANES)),
+    (4, NARROW),
+    (8, (TWO_BITS, PLANES)),
+)
+DRAFTS = 2
+#: The kernel that they are routines of.
+_DECODE = "decode._decode"
 #: Largest relative error, in the 2-norm. Rounding makes less than a tenth of it, wrong bytes make it about 1.
 BOUND = 0.05
 
@@ -60,6 +76,16 @@ def kernels() -> dict[str, Any]:
                 if hasattr(kernel, "add_pre_run_hook"):
                     found[f"{kernel.fn.__module__.rpartition('.')[2]}.{kernel.__name__}"] = kernel
     return found
+
+
+def routines() -> list[str]:
+    """Ways to decode, by ``module.kernel: routine``, without and with drafts."""
+    names = import_module("sglang_kvq.kernels.decode").ROUTINES
+    return [_routine(name, drafts) for name in names for drafts in (1, DRAFTS)]
+
+
+def _routine(name: str, drafts: int) -> str:
+    return f"{_DECODE}: {name}{' of drafts' if drafts > 1 else ''}"
 
 
 def formats() -> tuple[RecordFormat, ...]:
@@ -94,16 +120,20 @@ def run_all(device: torch.device) -> tuple[list[str], list[str]]:
         request.finish_with_sinks()
         request.fold()
         request.restore()
-    known = kernels()
+        for q_heads, layers in DECODED:
+            decode_and_verify(q_heads, layers, device)
+    known = [*kernels(), *routines()]
     return [name for name in known if name in ran], [name for name in known if name not in ran]
 
 
 @contextmanager
 def _recorded() -> Iterator[set[str]]:
-    """The names of the kernels launched meanwhile."""
+    """The names of the kernels launched meanwhile, and of the routines that they decoded by."""
     ran: set[str] = set()
 
     def recorder(name: str) -> Callable[..., None]:
+        if name == _DECODE:
+            return lambda *args, **kwargs: ran.update((name, _routine(kwargs["ROUTINE"], kwargs["DRAFTS"])))
         return lambda *args, **kwargs: ran.add(name)
 
     hooks = [(kernel, recorder(name)) for name, kernel in kernels().items()]
@@ -114,6 +144,40 @@ def _recorded() -> Iterator[set[str]]:
     finally:
         for kernel, hook in hooks:
             kernel.pre_run_hooks.remove(hook)
+
+
+def decode_and_verify(q_heads: int, formats: tuple[RecordFormat, ...], device: torch.device) -> None:
+    """Decode one token, then drafts, over records and overlays that torch filled."""
+    from sglang_kvq.attention.triton_ops import TritonOps
+
+    pool, head_dim = _allocate(formats, device), formats[0].head_dim
+    pages, length = pool.pages, FIRST + MORE
+    for format, records in zip(formats, pool.records):
+        k, v = torch.randn(2, pages, KV_HEADS, PAGE_SIZE, head_dim, device=device).bfloat16()
+        records[1:] = format.quantize_pages(k, v)
+    pool.overlays.normal_()
+    pool.page_slot.copy_(torch.arange(pages + 1, device=device))
+    pool.row_sink_end[1], pool.row_history_end[1] = PAGE_SIZE, FIRST
+    pool.read_rows()
+    ops, reference = TritonOps(pool, LayerRotations(), q_heads, max_batch=1), ReferenceOps(pool, LayerRotations())
+    rows, lens = torch.ones(1, dtype=torch.int64, device=device), torch.full((1,), length, device=device)
+    drafts = DraftBatch(rows, lens, chain(DRAFTS, device)[None].contiguous())
+    ops.plan_attention(rows, lens)
+    ops.plan_drafts(drafts)
+    for layer, format in enumerate(formats):
+        q = torch.randn(DRAFTS, q_heads, head_dim, device=device).bfloat16()
+        one, several = ((layer, q[:1], rows, lens, SCALE), (layer, q, drafts, SCALE))
+        _compare("decode", format, ops.decode(*one), reference.decode(*one))
+        _compare("verifying drafts", format, ops.verify(*several), reference.verify(*several))
+
+
+def _allocate(formats: tuple[RecordFormat, ...], device: torch.device) -> PagePool:
+    """A pool for one request on row 1, whose pages are not in order."""
+    pages = -(-(FIRST + MORE + 1) // PAGE_SIZE)
+    table = torch.zeros(3, pages * PAGE_SIZE, dtype=torch.int32)
+    shuffled = torch.arange(pages, 0, -1)
+    table[1] = (shuffled[:, None] * PAGE_SIZE + torch.arange(PAGE_SIZE)).flatten()
+    return PagePool.allocate(formats, kv_heads=KV_HEADS, pages=pages, slots=pages, req_to_token=table.to(device))
 
 
 class _Request:
@@ -142,12 +206,7 @@ class _Request:
         self.plain_tiers = TierManager(plain, SINK_PAGES, RECENT_PAGES, *next(operations))
 
     def _pool(self, formats: tuple[RecordFormat, ...] | None = None) -> PagePool:
-        pages = -(-(FIRST + MORE + 1) // PAGE_SIZE)
-        table = torch.zeros(3, pages * PAGE_SIZE, dtype=torch.int32)
-        shuffled = torch.arange(pages, 0, -1)
-        table[1] = (shuffled[:, None] * PAGE_SIZE + torch.arange(PAGE_SIZE)).flatten()
-        sizes = {"kv_heads": KV_HEADS, "pages": pages, "slots": pages}
-        return PagePool.allocate(formats or self.formats, **sizes, req_to_token=table.to(self.device))
+        return _allocate(formats or self.formats, self.device)
 
     def _int64(self, *values: int) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self.device)

@@ -21,6 +21,8 @@ def check_when_idle(original: Original, self: Any) -> None:
     if state is None or state.tiers is None or (state.tiers.steps == state.checked and not state.tiers.pending):
         return
     state.checked = state.tiers.steps
+    if state.watch is not None:
+        state.watch.look()  # no next batch may come for a while
     try:
         state.allocator.check_integrity()
     except RuntimeError as error:
@@ -32,7 +34,7 @@ def add_internal_state(original: Original, self: Scheduler, recv_req: Any) -> An
     output = original(self, recv_req)
     state = runtime.current()
     if state is not None:
-        output.internal_state["kv_quant"] = {**fixed_state(state), "tiers": held_tokens()}
+        output.internal_state["kv_quant"] = {**fixed_state(state), **live_state()}
     return output
 
 
@@ -66,10 +68,11 @@ def fixed_state(state: runtime.Runtime) -> dict[str, Any]:
     }
 
 
-def held_tokens() -> dict[str, int]:
-    """Tokens of the pages that each tier holds now. Waits for the device."""
+def live_state() -> dict[str, Any]:
+    """Tokens of the pages that each tier holds now, and errors counted since the start. Waits for the device."""
     counts = runtime.live_tiers().counts()
-    return {
+    held = {
         "bf16_tokens": counts.slots_used * PAGE_SIZE,
         "quantized_tokens": counts.pages_quantized * PAGE_SIZE,
     }
+    return {"tiers": held, "errors": counts.errors}

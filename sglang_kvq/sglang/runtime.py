@@ -44,6 +44,13 @@ class Checkable(Protocol):
         """Raise RuntimeError if pool and allocator disagree."""
 
 
+class Watch(Protocol):
+    """What tells errors of the tiers to the log."""
+
+    def look(self) -> None:
+        """Log those that have become known."""
+
+
 class Reporter(Protocol):
     """The worker's metrics."""
 
@@ -85,6 +92,7 @@ class Runtime:
         status: what is served, in plain values, for the log and ``/server_info``.
         windows: None where every layer sees all tokens.
         metrics: None until SGLang reports its own for the first time.
+        watch: None until the attention backend exists.
         chosen_tokens: what a request keeps that ends as a fold (``folding.ChosenTokens``); None where none does.
         checked: the step of ``tiers`` at which the cache was last looked at while idle.
         scores: of the requests whose past is scored, by id (``scoring``).
@@ -101,6 +109,7 @@ class Runtime:
     windows: WindowLayers | None = None
     status: dict[str, Any] = field(default_factory=dict)
     metrics: Reporter | None = None
+    watch: Watch | None = None
     chosen_tokens: Callable[[Req, Fold], torch.Tensor | None] | None = None
     checked: int = -1
     scores: dict[str, KeyScores] = field(default_factory=dict)

@@ -70,6 +70,7 @@ def create_backend(model_runner: ModelRunner) -> AttentionBackend:
     else:
         algorithm = compat.resolved(model_runner.server_args, "speculative_algorithm")
         backend = KVQuantBackend(ops, tiers, state.layer_ids, branching=algorithm == BRANCHING)
+    state.watch = backend.watch
     # Models look at this pool's dtype; the one that SGLang puts around it in a hybrid says bfloat16.
     backend.token_to_kv_pool = quantized_pool(model_runner.token_to_kv_pool)
     backend.req_to_token_pool = model_runner.req_to_token_pool

@@ -103,6 +103,9 @@ class Model:
     restored: int = 0  # reads of first pages in BF16 of which only the first token is what was written
     unkept: int = 0  # reads of such pages from records, where first tokens are kept
     begins: set[int] = field(default_factory=set)  # first tokens of ``named`` whose first page is a prompt's
+    begun: dict[int, bool] = field(default_factory=dict)  # pages that begin a sequence: whether a prompt began with it
+    idle: set[int] = field(default_factory=set)  # of these, in entries and without overlays after the last plan
+    lost: set[int] = field(default_factory=set)  # of these, without its first token, as more idled than have entries
     prefill_pages: int = 0
     reached: int = 0  # pages before their window that prefills read in BF16
 
@@ -120,6 +123,8 @@ class Model:
 
     def release(self, pages: list[int]) -> None:
         self.free += pages
+        for page in pages:
+            self.begun.pop(page, None)
         self.tiers.pending.free_pages(torch.tensor(pages, dtype=torch.int64))
 
     def locked(self) -> set[tuple]:
@@ -186,7 +191,7 @@ class Model:
         self.copied += 1
         states = row_indices(list(source), [])
         if chosen[0] == 0 and self.is_first(source):
-            self.begins.add(names[0])
+            self._begin(names, self.tree[keys[0]], target[0])
         self.named[names[0]] = [state for i in chosen for state in states[i * P : (i + 1) * P]]
         return self.start(names + tail)
 
@@ -203,15 +208,14 @@ class Model:
         names = self._enter(target)
         whole = [i for i in range(len(target)) if chosen[i * P : (i + 1) * P] == list(range(i * P, (i + 1) * P))]
         sinks = [i for i in whole if i < self.sink_pages]
-        source, target, sinks = (
-            torch.tensor(ids, dtype=torch.int64) for ids in (self.row_pages(request, full * P), target, sinks)
-        )
+        own = self.row_pages(request, full * P)
+        if 0 in sinks and self.is_first(request.tokens):
+            self._begin(names, own[0], target[0])
+        source, target, sinks = (torch.tensor(ids, dtype=torch.int64) for ids in (own, target, sinks))
         self.tiers.pending.fold_pages(source, target, torch.tensor(chosen)[None, None], sinks)
         self.folded += 1
         states = row_indices(request.tokens, request.indices)
         self.named[names[0]] = [states[i] for i in chosen]
-        if 0 in sinks.tolist() and self.is_first(request.tokens):
-            self.begins.add(names[0])
         self.leave(request, publish, length)
         return names
 
@@ -223,6 +227,12 @@ class Model:
             key = tuple(names[: (i + 1) * P])
             self.tree[key], self.used[key] = page, self.clock
         return names
+
+    def _begin(self, names: list[int], source: int, target: int) -> None:
+        """A copy of the page that a prompt began with: its first token is there if the source's is."""
+        self.begins.add(names[0])
+        self.begun[target] = True
+        self.lost |= {target} if source in self.lost else set()
 
     def write_row(self, row: int, at: int, pages: list[int]) -> None:
         loc = torch.tensor([p * P + i for p in pages for i in range(P)], dtype=torch.int32)
@@ -247,6 +257,7 @@ class Model:
         overlay, direct = torch.from_numpy(overlay), torch.from_numpy(direct)
         seq = torch.tensor([p + n for p, n in zip(prefix, new)])
         self.tiers.plan_extend(rows, torch.tensor(prefix), seq, max(prefix), loc[direct] // P)
+        self.check_firsts([request for request, _ in requests])
         for (request, n), p in zip(requests, prefix):
             self.check_reach(request.row, p, self.prefill_pages if n > 1 else 0)
         kv = torch.cat([r.expected(p, p + n) for (r, n), p in zip(requests, prefix)])
@@ -273,6 +284,7 @@ class Model:
         planned = self.tiers.decode_needs_plan(seq)
         if planned:
             self.tiers.plan_decode(rows, seq, int(seq.max()))
+            self.check_firsts(requests)
         loc = torch.cat(
             [self.pool.req_to_token[r.row, r.stored - 1 : r.stored] for r in requests]
             + [torch.zeros(padding, dtype=torch.int32)]
@@ -311,6 +323,7 @@ class Model:
         rows = torch.tensor([r.row for r in requests] + [0] * padding)
         seq = torch.tensor([r.stored + count for r in requests] + [1 + count] * padding)
         self.tiers.plan_drafts(rows, seq, int(seq.max()), count)
+        self.check_firsts(requests)
         loc = torch.cat(
             [self.pool.req_to_token[r.row, r.stored : r.stored + count] for r in requests]
             + [torch.zeros(padding * count, dtype=torch.int32)]
@@ -382,6 +395,7 @@ class Model:
         assert not self.running
         self.tree.clear()
         self.free = list(range(1, self.pages + 1))
+        self.begun.clear()
         self.tiers.reset()
 
     # -- the oracle -----------------------------------------------------------------------------------
@@ -395,10 +409,14 @@ class Model:
         if own is not None:
             want, length = torch.cat([want, own]), length + len(own)
         want = want.permute(1, 0, 2)  # [2, length, 64]
-        kept = self.tiers.firsts is not None and length > 0 and bool(self.pool.firsts.kept(self.first_page(row)))
+        first = self.first_page(row)
+        kept = self.tiers.firsts is not None and length > 0 and bool(self.pool.firsts.kept(first))
+        lost = not self.is_first(request.tokens) or int(first) in self.lost
 
         def check() -> None:
             sink_end, history_end = int(self.pool.row_sink_end[row]), int(self.pool.row_history_end[row])
+            # Kernels read all 64 tokens of a page of the history.
+            assert history_end % P == 0 and history_end <= max(length // P * P, sink_end), (history_end, length)
             got = torch.stack(self.ops._stored(0, row, length))[:, 0]
             for i in range(-(-length // P)):
                 span = slice(i * P, min(i * P + P, length))
@@ -407,6 +425,7 @@ class Model:
                     page = self.rounded(page)
                     if i == 0 and self.tiers.firsts is not None:
                         assert not kept, f"row {row} reads a record's first token, and a better one is kept"
+                        assert lost, f"row {row} reads a record's first token, and no more idle than there are entries"
                         self.unkept += self.is_first(request.tokens)
                 elif i == 0 and self.tiers.firsts is not None and not torch.equal(got[:, span], page):
                     page = torch.cat([page[:, :1], self.rounded(page)[:, 1:]], dim=1)
@@ -433,6 +452,27 @@ class Model:
         assert end <= earliest or lost[end - 1], f"row {row} reads page {end - 1} from its record: {lost}"
         assert end >= min(earliest, len(lost)) or end <= self.sink_pages, (end, earliest)
         self.reached += max(window - max(end, self.sink_pages), 0)
+
+    def check_firsts(self, requests: Sequence[Request]) -> None:
+        """Invariant 12, after a plan for these: a first token is in an overlay, or kept unless more idle than entries.
+
+        Of those that idled before or do so now: what a plan restores leaves its entry to others in the next one.
+        """
+        firsts = self.tiers.firsts
+        if firsts is None:
+            return
+        for request in requests:
+            self.begun[self.row_pages(request, 1)[0]] = self.is_first(request.tokens)
+        slots, entries = self.pool.page_slot.tolist(), firsts.entry.tolist()
+        idle = {page for page in self.begun if slots[page] < 0}
+        kept = {page for page in idle if entries[page] > 0}
+        unkept = {page for page in idle - kept if self.begun[page]}
+        wanted = kept | (unkept - self.lost) | (self.idle & self.begun.keys())
+        for page in unkept - self.lost:
+            assert len(wanted) > firsts.count, (
+                f"the first token of page {page} is lost: {len(wanted)} idle, {firsts.count} entries"
+            )
+        self.idle, self.lost = kept, unkept
 
     def is_first(self, tokens: Sequence[int]) -> bool:
         """Whether their first page is one that a prompt began with, or a whole copy of one."""

@@ -164,19 +164,6 @@ def test_of_requests_that_share_a_page_the_first_restores_it():
     assert found.tolist() == [False, True, False, False, True, False]
 
 
-def test_a_copy_gets_the_token_from_the_overlay_or_from_the_table():
-    firsts, given, read = table(), tokens(2), tokens(3, seed=1)
-    keep(firsts, [6, 3], given, step=1)
-    everyone, slots = torch.ones(3, dtype=torch.bool), torch.full((41,), -1, dtype=torch.int32)
-    slots[2] = 4
-    firsts.pass_on(ids(6, 2, 5), ids(8, 9, 12), everyone, read, slots, 2)  # 5 is in neither
-    assert firsts.pages.tolist() == [0, 6, 3, 8, 9]
-    assert torch.equal(firsts.tokens[:, [3, 4]], torch.stack([given[:, 0], read[:, 1]], 1))
-    firsts.pass_on(ids(6), ids(13), ~everyone[:1], read[:, :1], slots, 3)
-    assert firsts.pages.tolist() == [0, 6, 3, 8, 9]
-    check_table(firsts)
-
-
 def test_only_some_formats_have_it_and_pay_for_it():
     for format, paid in ((PageFormat(64, 64, 0.96, 0.92), False), (PLANES, True)):
         for pages in (16, 1000, 4007):
@@ -336,6 +323,76 @@ def test_a_fold_keeps_its_first_token_if_its_first_page_is_whole(whole):
     m.check()
 
 
+def copy_that_waits(m: Model, text: list[int]) -> list[int]:
+    """A copy of a conversation that no request has run with yet; the tokens that stand for it."""
+    m.leave(prefill(m, text), publish=True)
+    waiting = m.select(tuple(text), [0, 2, 3], [7] * 50)
+    names = waiting.tokens[: 3 * P]
+    m.leave(waiting, publish=False)
+    m.tiers.apply_pending()
+    return names
+
+
+@pytest.mark.parametrize("kind", ["fold", "copy"])
+def test_a_fold_or_copy_that_nothing_ran_with_keeps_its_first_token_when_its_overlay_is_taken(kind):
+    """It had an entry, which went to another conversation while it had an overlay."""
+    m = Model(90, 8, 2, 1, 2, format=PLANES)
+    texts = [prompt(n) for n in range(m.pool.firsts.count - 1)]
+    for text in texts:
+        idle(m, text)
+    if kind == "fold":
+        names = m.fold(prefill(m, prompt(40)), chosen(3 * P, 5 * P), publish=False)
+    else:
+        names = copy_that_waits(m, prompt(40))
+    m.tiers.apply_pending()
+    page = m.tree[tuple(names[:P])]
+    assert int(m.pool.page_slot[page]) > 0, "the setting: its sink has an overlay"
+    other = prompt(41)
+    m.leave(prefill(m, other), publish=True)
+    m.tiers.slot_stamp[m.pool.page_slot[first_page(m, other)]] = 0  # the next to be taken
+    m.leave(prefill(m, prompt(50, 400), publish=False), publish=False)
+    assert bool(m.pool.firsts.kept(ids(first_page(m, other)))) and int(m.pool.page_slot[page]) > 0
+    for text in [*texts[:2], *([prompt(40)] if kind == "copy" else [])]:  # entries are free again
+        m.release([m.tree.pop(tuple(text[:end])) for end in range(5 * P, 0, -P)])
+    m.tiers.apply_pending()
+    press(m)
+    assert int(m.pool.page_slot[page]) < 0 and bool(m.pool.firsts.kept(ids(page)))
+    go_on(m, names)
+    assert m.restored == 1 and not m.unkept
+    m.check()
+
+
+@pytest.mark.parametrize("kind", ["fold", "copy"])
+def test_a_fold_or_copy_with_an_overlay_takes_no_entry_from_who_idles(kind):
+    """All entries are taken, and it needs none."""
+    m = Model(90, 8, 2, 1, 2, format=PLANES)
+    pages = [idle(m, prompt(n)) for n in range(m.pool.firsts.count)]
+    assert m.pool.firsts.kept(ids(*pages)).all()
+    if kind == "fold":
+        names = m.fold(prefill(m, prompt(40)), chosen(3 * P, 5 * P), publish=False)
+    else:
+        names = copy_that_waits(m, prompt(40))
+    m.tiers.apply_pending()
+    assert int(m.pool.page_slot[m.tree[tuple(names[:P])]]) > 0, "the setting: its sink has an overlay"
+    assert m.pool.firsts.kept(ids(*pages)).all()
+    m.check()
+
+
+def test_a_copy_of_a_copy_begins_with_the_first_token_before_any_plan():
+    """Neither has an overlay: all are pinned, or taken."""
+    m, text = model(), prompt(0)
+    source = idle(m, text)
+    first, second = m.take_pages(2)
+    m.tiers.pending.copy_pages(ids(source), ids(first), ids())
+    m.tiers.pending.copy_pages(ids(first), ids(second), ids())
+    m.tiers.pending.free_pages(ids(first))
+    m.free.append(first)
+    m.tiers.apply_pending()
+    assert m.pool.firsts.kept(ids(source, first, second)).tolist() == [True, False, True]
+    kept = m.pool.firsts.tokens[:, m.pool.firsts.entries(ids(source, second))]
+    assert torch.equal(kept[:, 0], kept[:, 1])
+
+
 def test_overlays_of_layers_of_any_format_are_restored():
     """Where layers differ, one that needs it decides for all."""
     formats = [PLANES, PageFormat(64, 64, 0.96, 0.92)]
@@ -368,6 +425,15 @@ def test_the_integrity_check_sees(damage):
         firsts.entry[page] += 1
     with pytest.raises(RuntimeError, match="KV cache integrity: .*first token"):
         check_integrity(m.tiers, torch.tensor(m.free), idle=True)
+
+
+def test_the_oracle_sees_a_token_that_is_lost_while_entries_are_free(monkeypatch):
+    """Invariant 12: the model refuses it at the plan that loses it."""
+    m, text = model(), prompt(0)
+    m.leave(prefill(m, text), publish=True)
+    monkeypatch.setattr(m.pool.firsts, "keep", lambda *args, **kwargs: None)
+    with pytest.raises(AssertionError, match="first token of page .* is lost"):
+        press(m)
 
 
 def test_without_an_operation_that_restores_nothing_is_kept():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import pytest
 import torch
 
 from sglang_kvq.config import PAGE_SIZE as P
@@ -55,6 +56,32 @@ def test_without_room_for_an_overlay_the_record_serves():
     m.tiers.apply_pending()
     assert m.tiers.page_valid[pages].all() and (m.pool.page_slot[pages] < 0).all() and int(m.tiers.errors) == 0
     assert torch.equal(m.tiers.slot_page, held)
+
+
+@pytest.mark.parametrize("kind", ["fold", "copy"])
+def test_the_sink_of_a_fold_or_copy_keeps_its_overlay_longer_than_window_pages(kind):
+    """Other conversations idle with younger window pages, and a new one takes overlays."""
+    m = Model(60, 8, 2, 1, 2)
+    source = prefill(m, list(range(5 * P)), publish=kind == "copy")
+    if kind == "fold":
+        names = m.fold(source, chosen(3 * P, 5 * P), publish=False)
+    else:
+        waiting = m.select(tuple(source.tokens), [0, 1, 2], [7])
+        names = waiting.tokens[: 3 * P]
+        m.leave(waiting, publish=False)
+        m.leave(source, publish=False)
+    m.tiers.apply_pending()
+    (page, *_), own = target(m, names), [7] * (5 * P)
+    assert int(m.pool.page_slot[page]) > 0, "the setting: the sink has an overlay"
+    if kind == "copy":
+        m.release([m.tree.pop(key) for key in [key for key in m.tree if key[0] == 0]])
+    for text in (own, [8] * (5 * P)):
+        m.leave(prefill(m, text), publish=True)
+    prefill(m, [9] * (5 * P))
+    others = [m.tree[tuple(own[:end])] for end in range(P, 5 * P + 1, P)]
+    assert (m.pool.page_slot[others] > 0).tolist().count(True) <= 2, "the setting: some of its pages gave way"
+    assert int(m.pool.page_slot[page]) > 0
+    m.check()
 
 
 def test_what_has_no_record_is_quantized_first_and_once():

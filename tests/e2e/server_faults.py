@@ -5,6 +5,7 @@ Names in the variable ``KVQ_TEST_FAULTS``, separated by commas, say what it does
 - ``canary_on_cpu``: SGLang's KV canary runs its own torch references, without streams, events and pinned memory.
 - ``lost_page``: the allocator forgets one page that comes back.
 - ``lost_overlay``: the tiers are not told of one page that comes back.
+- ``counted_error``: a plan of decode steps counts an error, once, after a long prompt.
 - ``page_given_twice``: the allocator hands a page out again that a request or the tree still holds.
 - ``scored_requests``: of requests ``scored-PAST-LENGTH`` the first tokens are scored; once all of one has run, its
   scores are written to ``scored-PAST-LENGTH.pt`` in the folder ``KVQ_TEST_SCORES``, before the next prefill.
@@ -96,6 +97,16 @@ def lost_overlay() -> None:
     from sglang_kvq.cache.pending import PendingOps
 
     _once(PendingOps, "free_pages", lambda original, self, pages: None)
+
+
+def counted_error() -> None:
+    from sglang_kvq.cache.tiers import TierManager
+
+    def plan_and_count(original, self, *args):
+        original(self, *args)
+        self.errors += 1
+
+    _once(TierManager, "plan_decode", plan_and_count)
 
 
 def page_given_twice() -> None:

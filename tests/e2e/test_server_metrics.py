@@ -83,3 +83,20 @@ def test_figures_of_a_running_request_and_of_an_idle_server(client):
     held = lambda v: v["sglang_kvq:held_tokens[bf16]"] == state["tiers"]["bf16_tokens"]  # noqa: E731
     eventually(client, held, timeout=100)  # what the request gave back is in the next report
     assert idle["sglang_kvq:held_tokens[quantized]"] == old * PAGE_SIZE
+
+
+def test_an_error_that_a_plan_counts_is_logged_while_the_request_runs(servers, faulty):
+    """And counted in ``/metrics`` and ``/server_info``."""
+    server = servers(*CHAT, env=faulty("counted_error"), fresh=True)
+    client, line = Client(server), "the cache counted errors on the device, 1 so far"
+    job = threading.Thread(target=client.generate, args=(list(range(200, 900)), ANSWER))
+    job.start()
+    deadline = time.time() + 60
+    while line not in server.log():
+        assert job.is_alive(), "the request ended first"
+        assert time.time() < deadline, server.log_tail()
+        time.sleep(0.05)
+    eventually(client, lambda v: v.get("sglang_kvq:errors_total") == 1, timeout=100)
+    job.join()
+    assert client.state()["errors"] == 1
+    assert server.log().count(line) == 1

@@ -74,7 +74,7 @@ def exact(row: list[Fraction], code: PlaneCode) -> tuple[list[int], Fraction]:
     if reach > unit * 15 / 8:
         unit *= 2
     if unit >= 2**19:
-        row = [Fraction(0)] * len(row)
+        return exact([Fraction(0)] * len(row), code)
     whole = [Fraction(round(16 * x / unit * 2**21), 2**21) for x in row]
 
     def tried(byte: int) -> tuple[list[int], Fraction]:
@@ -106,6 +106,7 @@ def test_codes_and_values_are_exact(widths):
     x[1] *= 0
     x[2] *= 2.0**-20
     x[3] *= 2.0**20
+    x[4] *= 2.0**12
     codes, stored = code.quantize(x)
     values = code.dequantize(codes, stored)
     for i, row in enumerate(x.tolist()):
@@ -142,7 +143,7 @@ def test_the_gain_is_worth_its_bits(widths):
 
 
 def test_rows_above_all_gains():
-    """The largest gain is taken for what it nearly reaches; what is far above is of no activations, and stored as 0."""
+    """The largest gain is taken for what it nearly reaches; a row far above is stored as one of zeros."""
     code, x = PlaneCode((6, 4, 4, 2)), rows(64, 256)
     ranges = torch.tensor([32, 8, 8, 2])
     reach = (x.float().unflatten(-1, (PLANES, -1)).abs().amax(-1) / ranges).amax(-1)
@@ -153,7 +154,30 @@ def test_rows_above_all_gains():
     assert torch.equal(codes[large], (top * (x > 0)).to(torch.uint8)[large])
     zero, least = code.quantize(torch.zeros(64, 256))
     codes, stored = code.quantize(x.float() * 2.0**4)
-    assert torch.equal(codes, zero) and (stored == 255 - BELOW).all() and (least == 0).all()
+    assert torch.equal(codes, zero) and torch.equal(stored, least) and (least == 0).all()
+
+
+@pytest.mark.parametrize("widths", WIDTHS, ids=str)
+def test_rows_that_no_gain_reaches_are_stored_as_zeros(widths):
+    """From a gain of 2^19 on, and with an infinity or NaN of any sign where there are codes."""
+    code, x = PlaneCode(widths), torch.randn(10, 64)
+    largest = 2.0 ** (widths[0] - 1) * 2.0**19
+    nan = torch.tensor([0x7FC00000, -0x400000, 0x7F800001, 0x7FFFFFFF], dtype=torch.int32).view(torch.float32)
+    x[:, 3] = torch.tensor([largest, -largest, 3e38, math.inf, -math.inf, *nan, largest * 0.9])
+    codes, stored = code.quantize(x)
+    zero, least = code.quantize(torch.zeros(9, 64))
+    zero[3:, 3] = 0
+    assert torch.equal(codes[:9], zero) and torch.equal(stored[:9], least)
+    values = code.dequantize(codes, stored)[:9]
+    assert (values[:3].abs() <= 2.0**-17).all() and (values.abs() < 2.0**-11).all()
+    assert stored[9] >= 255 - BELOW, "the largest gain"
+    if 0 in widths:
+        x = torch.randn(3, 64)
+        elsewhere = 16 * widths.index(0) + 5
+        x[:, elsewhere] = torch.tensor([0.0, math.inf, math.nan])
+        codes, stored = code.quantize(x)
+        want, gains = code.quantize(torch.where(x.isfinite(), x, 0.0))
+        assert torch.equal(codes, want) and torch.equal(stored, gains)
 
 
 def test_cells_are_filled_by_whole_planes():

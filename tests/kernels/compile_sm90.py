@@ -8,6 +8,14 @@ warpgroups and wait for them: of every kernel for three geometries, and of those
 codes; or for all that tests use. A kernel that another launch has compiled is not shown again. ``PARTS`` can be
 compiled alone. Disassembling takes as long as all else once Triton has cached its kernels: ``--sass`` limits it to one
 scene, as it is printed, or with ``none`` leaves it out.
+
+Fails where an SM cannot hold as many programs as a launch counts on (``programs_per_sm``), by the registers and the
+shared memory that the compiler gives them.
+
+Another Triton release needs no environment of its own, a folder ahead of the installed one is enough:
+
+    python -m pip install --no-deps --target /tmp/triton-3.6 triton==3.6.0
+    PYTHONPATH=/tmp/triton-3.6 python tests/kernels/compile_sm90.py
 """
 
 import re
@@ -25,7 +33,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from sglang_kvq.attention import triton_ops
+from sglang_kvq.attention import triton_ops, verification
 from sglang_kvq.attention.base import LayerRotations
 from sglang_kvq.attention.drafts import DraftBatch, chain
 from sglang_kvq.attention.scoring import KeyScores, plan_scoring
@@ -49,6 +57,15 @@ TARGET = GPUTarget("cuda", 90, 32)
 SOME = ("oscar-lloyd-max", "lloyd-max-4-3-g32", "uniform-3-3", "sphere-4-3", "channel-2", "centred-4")
 #: Widths of planes: two bits, the widest, planes without bits, halves and quarters of bytes.
 PLANES = ("4321-2211", "6532-5443", "6420-2110", "3210-4321", "5300-4200")
+#: Widths that ``choose_widths`` gives layers of the models in ``rotation_zoo``, from 4 to 1.25 bits, the widest first.
+PRODUCTION = ("6442-6442", "6532-5443", "6321-4332", "5320-4321", "5210-3210", "4110-2110", "3100-2000", "2000-2000")
+#: Of these, what is compiled without ``--all``.
+SOME_PRODUCTION = ("6532-5443", "5320-4321", "2000-2000")
+#: Geometries (head_dim, query heads to a KV head, KV heads) that between them get every launch of ``decode_launch``.
+DECODED = [(64, 3, 1), (64, 12, 1), (96, 4, 1), (96, 6, 1), (96, 12, 1), (128, 4, 1), (128, 6, 1), (128, 12, 2),
+           (128, 12, 1), (256, 4, 1), (256, 8, 1), (256, 12, 1)]  # fmt: skip
+#: Of an SM: bytes of shared memory, of which each program takes some for itself, and registers, given to warps.
+SM_BYTES, PROGRAM_BYTES, SM_REGISTERS = 228 * 1024, 1024, 65536
 #: Ways to decode with products in FP16.
 HALF_LAUNCHES = [DecodeLaunch(4, 168, 12, 1), DecodeLaunch(3, 255, 8, 2)]
 ANY = ShortExtends(costs=None, most_rows_unpacked=1 << 20, least_prefix=0)
@@ -61,8 +78,9 @@ TYPES = {
 }
 
 
-#: The scene that is compiled, the one to disassemble (None is all), and hashes of the kernels shown.
-STATE = SimpleNamespace(scene="", disassembled=None, shown=set())
+#: The scene that is compiled, the one to disassemble (None is all), hashes of the kernels shown, how many programs
+#: the launch under way counts on (None: on no number), and whether that is checked.
+STATE = SimpleNamespace(scene="", disassembled=None, shown=set(), planned=None, checked=True)
 
 
 def begin(scene: str) -> None:
@@ -107,6 +125,29 @@ def check_operands(name: str, ttgir: str) -> None:
         assert k >= 4 * int(width), f"{name}: operand {index} of {rows} x {columns} is laid out for {width} x 4 of K"
 
 
+def check_occupancy(name: str, registers: int, shared: int, warps: int, planned: int) -> None:
+    """An SM holds as many programs as the plan counts on, or the rest of them waits for a second turn."""
+    by_registers = SM_REGISTERS // (-(-registers // 8) * 8 * 32 * warps)
+    by_memory = SM_BYTES // (shared + PROGRAM_BYTES)
+    assert min(by_registers, by_memory) >= planned, (
+        f"{STATE.scene}: {planned} programs of {name} are planned on an SM, which holds {by_memory} with {shared} "
+        f"bytes of shared memory and {by_registers} with {registers} registers"
+    )
+
+
+def counted_on(function):
+    """The function, which launches kernels as its argument ``launch`` says, with that checked."""
+
+    def run(*args, launch, **kwargs):
+        STATE.planned = launch.programs_per_sm if STATE.checked else None
+        try:
+            return function(*args, launch=launch, **kwargs)
+        finally:
+            STATE.planned = None
+
+    return run
+
+
 def compile_launch(self, *args, grid, warmup=False, **kwargs) -> None:
     """In place of ``JITFunction.run``: compile for ``TARGET`` and print a line."""
     given = dict(zip(self.arg_names, args)) | {k: v for k, v in kwargs.items() if k in self.arg_names}
@@ -142,6 +183,8 @@ def compile_launch(self, *args, grid, warmup=False, **kwargs) -> None:
         command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", *sass, file.name]
         code = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     registers, stack = re.findall(r"REG:(\d+) STACK:(\d+)", code)[-1]
+    if STATE.planned is not None:
+        check_occupancy(self.__name__, int(registers), kernel.metadata.shared, options["num_warps"], STATE.planned)
     operations = re.findall(r"/\*[0-9a-f]{4,5}\*/ +(?:@!?U?P\w+ +)?([A-Z0-9_.]+)", code)
     narrow = sum(bool(re.match(r"LDG\.E\.[US](8|16)", x)) for x in operations)
     products, waits = (sum(x.startswith(name) for x in operations) for name in ("HGMMA", "WARPGROUP.DEPBAR"))
@@ -250,11 +293,13 @@ def format_of(kind: str, head_dim: int) -> PageFormat | PlaneFormat:
 def compile_half(heads: scenes.Heads, kind: str | None = None) -> None:
     """Decoding with products in FP16; of planes, as they are launched."""
     begin(f"FP16, {kind or ''} {heads}")
+    STATE.checked = kind is not None  # others are no launches of ``decode_launch``
     formats = [format_of(kind, heads.head_dim)] if kind else None
     scene = scenes.make_scene(heads, [200, 90], formats=formats)
     for launch in [None] if kind else HALF_LAUNCHES:
         ops = TritonOps(scene.pool, LayerRotations(), heads.q, 2, launch=launch)
         ops.decode(0, scenes.randn(2, heads.q, heads.head_dim), scene.rows, scene.seq_lens, scene.scale)
+    STATE.checked = True
 
 
 def compile_tiers(kind: str | None = None) -> None:
@@ -292,14 +337,27 @@ def planes(all_of_them: bool) -> None:
     compile_tiers(PLANES[0])
 
 
+def launches(all_of_them: bool) -> None:
+    """Decoding as it is launched, for every geometry and for widths from the widest to the narrowest."""
+    for head_dim, group, kv_heads in DECODED:
+        heads = scenes.Heads(head_dim, min(head_dim, 128), kv_heads, group)
+        for kind in (None, *(PRODUCTION if all_of_them else SOME_PRODUCTION)):
+            begin(f"as launched, {kind or 'two bits'}, {heads}")
+            scene = scenes.make_scene(heads, [200, 90], formats=[format_of(kind, head_dim)] if kind else None)
+            ops = TritonOps(scene.pool, LayerRotations(), heads.q, 2)
+            ops.decode(0, scenes.randn(2, heads.q, head_dim), scene.rows, scene.seq_lens, scene.scale)
+
+
 #: Each takes about as long as the others.
-PARTS = {"geometries": geometries, "codes": codes, "planes": planes}
+PARTS = {"geometries": geometries, "codes": codes, "planes": planes, "launches": launches}
 
 
 def main() -> None:
     triton.runtime.jit.JITFunction.run = compile_launch
     triton_ops.INTERPRETED = True  # lets the backend stand on CPU tensors; the kernels are not interpreted
     triton_ops.can_overlap = lambda device: True
+    triton_ops.decode, verification.decode = counted_on(triton_ops.decode), counted_on(verification.decode)
+    triton_ops.extend = counted_on(triton_ops.extend)
     print(f"triton {triton.__version__}")
     words = sys.argv[1:]
     STATE.disassembled = next((word.removeprefix("--sass=") for word in words if word.startswith("--sass=")), None)

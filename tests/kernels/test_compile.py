@@ -28,7 +28,7 @@ BYTES = {"geometries": ("_fold",), "planes": ("_fold", "_gather")}
 #: The scene that these are of, the only one that is disassembled.
 SCENES = {"geometries": "d128g128-8q2kv", "planes": "4321-2211, d128g128-8q2kv"}
 #: Of ``compile_sm90.PARTS``, which imports kernels that must not be interpreted.
-PARTS = ("geometries", "codes", "planes")
+PARTS = ("geometries", "codes", "planes", "launches")
 SCRIPT = Path(__file__).parent / "compile_sm90.py"
 
 
@@ -46,7 +46,8 @@ def test_kernels_compile_for_sm90(part):
     command = [sys.executable, str(SCRIPT), f"--sass={SCENES.get(part, 'none')}", part]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=880)
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
-    assert len(re.findall(r"^  _quantize_tokens ", done.stdout, re.MULTILINE)) >= 3, done.stdout
+    kernel = "_decode" if part == "launches" else "_quantize_tokens"
+    assert len(re.findall(rf"^  {kernel} ", done.stdout, re.MULTILINE)) >= 3, done.stdout
     if part in SCENES:
         shown = re.search(rf"^{SCENES[part]}\n((?:  .*\n)+)", done.stdout, re.MULTILINE)[1]
         check_sizes(shown, MOST[part], BYTES[part])

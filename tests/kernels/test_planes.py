@@ -207,7 +207,10 @@ def test_one_dominant_token():
 
 
 def pages(heads: Heads, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens of whole pages, energies falling from plane to plane, heavy tails; rows of zeros and above all gains."""
+    """Tokens of whole pages, energies falling from plane to plane, heavy tails; rows of zeros and above all gains.
+
+    Some have an infinity or NaN in the first plane, which always has codes, or in the last.
+    """
     torch.manual_seed(1)
     shape = (count * PAGE_SIZE, heads.kv, heads.head_dim)
     spread = torch.logspace(1, -1, heads.head_dim, device=DEVICE)
@@ -215,7 +218,12 @@ def pages(heads: Heads, count: int) -> tuple[torch.Tensor, torch.Tensor]:
     k[3], v[5], k[7], v[9] = 0, 0, k[7] * 1e9, v[9] * 1e-9
     k[16:48] *= 2.0 ** torch.arange(32, device=DEVICE)[:, None, None]
     v[16:48] *= 2.0 ** torch.arange(32, device=DEVICE)[:, None, None]
-    return k.bfloat16(), v.bfloat16()
+    k, v = k.bfloat16(), v.bfloat16()
+    odd = torch.tensor([0x7F80, -0x80, 0x7FC0, -0x40, 0x7F81, 0x7FFF, -1], dtype=torch.int16, device=DEVICE)
+    for x in (k, v):
+        x[50:57, :, 3] = odd.view(torch.bfloat16)[:, None]
+        x[57:64, :, -2] = odd.view(torch.bfloat16)[:, None]
+    return k, v
 
 
 #: The interpreter takes seconds for each head of a page: several of one geometry are enough.

@@ -32,7 +32,7 @@ def tables(tiers: TierManager) -> dict[str, torch.Tensor]:
     if pool.firsts is not None:
         kept = pool.firsts.pages
         state |= {"first_page": kept, "first_entry": pool.firsts.entry, "firsts": pool.firsts.tokens[:, kept > 0]}
-        state["first_stamp"] = pool.firsts.stamp[kept > 0]
+        state |= {"first_stamp": pool.firsts.stamp[kept > 0], "page_first": tiers.page_first[1:]}
     return {name: tensor.cpu() for name, tensor in state.items()}
 
 

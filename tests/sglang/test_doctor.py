@@ -1,5 +1,6 @@
 """``kvq doctor`` passes where the tests run, and names whatever is broken on purpose."""
 
+import itertools
 import json
 import os
 import shutil
@@ -16,7 +17,10 @@ from typer.testing import CliRunner
 
 import sglang_kvq.kernels
 from sglang_kvq.cli import app
+from sglang_kvq.config import HEAD_DIMS
 from sglang_kvq.errors import KVQuantError
+from sglang_kvq.formats.page import PageFormat
+from sglang_kvq.formats.planes import PlaneFormat
 from sglang_kvq.rotations.storage import zoo
 from sglang_kvq.sglang import compat, doctor, hooks, kernel_check
 from tests.conftest import ROOT
@@ -61,6 +65,43 @@ def test_every_module_of_the_kernels_is_looked_at(monkeypatch):
     assert f"all {len(files)} modules can be imported" in line and f"none of the {launched} kernels" in line
 
 
+def decoded() -> set[str]:
+    """The routines that the geometries of ``kernel_check`` take, as ``decode_launch`` launches them."""
+    from sglang_kvq.kernels.codes import record_of
+    from sglang_kvq.kernels.decode import decode_launch, decode_routine
+    from sglang_kvq.kernels.shape import shape_of
+
+    found = set()
+    for heads, formats in kernel_check.DECODED:
+        for drafts in (1, kernel_check.DRAFTS):
+            for format in formats:
+                record, columns = record_of(format), heads * drafts
+                launch = decode_launch(format.head_dim, columns, record, kv_heads=1)
+                shape = shape_of(1, format.head_dim, columns)
+                found.add(kernel_check._routine(decode_routine(record, shape, launch.half_pages), drafts))
+    return found
+
+
+def test_every_routine_to_decode_is_among_what_is_run():
+    assert decoded() == set(kernel_check.routines()) and len(decoded()) == 12
+
+
+def test_every_served_geometry_decodes_by_such_a_routine():
+    """And every routine serves some, so that none is run for nothing."""
+    from sglang_kvq.kernels.codes import record_of
+    from sglang_kvq.kernels.decode import ROUTINES, decode_launch, decode_routine
+    from sglang_kvq.kernels.shape import shape_of
+
+    found = set()
+    for head_dim, heads in itertools.product(HEAD_DIMS, range(1, 17)):
+        planes = PlaneFormat(head_dim, kernel_check.PLANES.k, kernel_check.PLANES.v)
+        for format in (planes, PageFormat(head_dim, min(head_dim, 128)), PageFormat(head_dim, 32)):
+            record = record_of(format)
+            launch = decode_launch(head_dim, heads, record, kv_heads=1)
+            found.add(decode_routine(record, shape_of(1, head_dim, heads), launch.half_pages))
+    assert found <= set(ROUTINES) and set(ROUTINES) - found == {"decode_general"}, "that reads other codes"
+
+
 @pytest.mark.slow
 def test_every_kernel_is_launched_and_right():
     """What a GPU runs, in the interpreter; of one method's records, which take every kernel."""
@@ -74,7 +115,7 @@ def test_every_kernel_is_launched_and_right():
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == f"{list(kernel_check.kernels())} []"
+    assert done.stdout.strip() == f"{[*kernel_check.kernels(), *kernel_check.routines()]} []"
 
 
 def test_kernel_that_is_wrong_is_named():

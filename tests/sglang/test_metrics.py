@@ -39,8 +39,13 @@ def test_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     assert value("held_tokens", tier="bf16") == 3 * PAGE_SIZE
     assert value("held_tokens", tier="quantized") == 7 * PAGE_SIZE
     assert value("quantized_pages_total") == 9
+    assert value("errors_total") == 0
 
-    counts[:] = [1, 2, 11, 0]
+    counts[:] = [1, 2, 11, 3]
     metrics.after_log_stats(None, collector)
     assert value("held_tokens", tier="quantized") == 2 * PAGE_SIZE
     assert value("quantized_pages_total") == 11, "pages since the start, not of this report"
+    assert value("errors_total") == 3
+    counts[3] = 5
+    metrics.after_log_stats(None, collector)
+    assert value("errors_total") == 5

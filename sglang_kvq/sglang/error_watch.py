@@ -1,0 +1,36 @@
+"""Errors that plans count on the device, told to the log while the server is busy."""
+
+from __future__ import annotations
+
+from sglang_kvq.cache.tiers import TierManager
+from sglang_kvq.cache.transfer import LateCopy
+from sglang_kvq.sglang.runtime import logger
+
+
+class ErrorWatch:
+    """Logs the first error of a worker's tiers, once, one batch after the plan that counted it.
+
+    A plan cannot stop the batch, so it counts what must not be on the device (``TierManager.errors``). The count is
+    copied in the background: no step waits for it.
+    """
+
+    def __init__(self, tiers: TierManager) -> None:
+        self._errors = LateCopy(lambda: tiers.errors.view(1), tiers.pool.device)
+        self._logged = False
+
+    def ask(self) -> None:
+        """Ask for the count of the plan that has just been launched."""
+        if not self._logged:
+            self._errors.ask()
+
+    def look(self) -> None:
+        """Log the error if the count that was asked for has arrived and is not zero."""
+        found = self._errors.arrived()
+        if found and found[0]:
+            self._logged = True
+            logger.error(
+                "kv-quant: the cache counted errors on the device, %d so far: a window page without a BF16 copy, a "
+                "page without a record, or an index out of range. Answers may be wrong from now on; restart the server, "
+                "and report this with its log.",
+                found[0],
+            )

@@ -1,0 +1,82 @@
+"""Errors that a plan counts on the device reach the log of a busy server, and no step waits for them."""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from sglang_kvq.cache.transfer import LateCopy
+from sglang_kvq.config import KVQuantConfig
+from sglang_kvq.sglang import observe, runtime
+from sglang_kvq.sglang.error_watch import ErrorWatch
+from tests import device_waits
+from tests.sglang.test_padding import Worker
+
+
+def errors_of(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]
+
+
+def test_an_unmet_page_is_logged_while_requests_run(caplog):
+    """The pages of a row's window have given way, which cannot be: the next batch finds it."""
+    worker = Worker()
+    worker.extend({1: 300, 2: 70}, pad_to=370, seed=0)
+    worker.decode(pad_to=2, seed=1)
+    assert not errors_of(caplog)
+    worker.tiers.pool.page_slot[worker.tiers.pool.req_to_token[1, 300].long() // 64] = -1  # the page being filled
+    worker.tiers._dirty = True
+    worker.decode(pad_to=2, seed=2)
+    counted = int(worker.tiers.errors)
+    assert counted and not errors_of(caplog)
+    for seed in range(3, 6):
+        worker.decode(pad_to=2, seed=seed)
+    (line,) = errors_of(caplog)
+    assert f"{counted} so far" in line and "restart the server" in line
+
+
+def test_an_error_of_the_last_batch_is_logged_when_idle(caplog, monkeypatch):
+    worker = Worker()
+    state = runtime.Runtime(KVQuantConfig("int2"), None, (0,))
+    state.tiers, state.watch = worker.tiers, worker.backend.watch
+    state.allocator = SimpleNamespace(check_integrity=lambda: None)
+    monkeypatch.setattr(runtime, "_current", state)
+    worker.extend({1: 30}, pad_to=30, seed=0)
+    worker.tiers.errors += 2
+    observe.check_when_idle(lambda self: None, None)
+    assert "2 so far" in errors_of(caplog)[0]
+
+
+def test_server_info_has_the_count(monkeypatch):
+    worker = Worker()
+    state = runtime.Runtime(KVQuantConfig("int2"), None, (0,))
+    state.tiers = worker.tiers
+    monkeypatch.setattr(runtime, "_current", state)
+    worker.tiers.errors += 3
+    assert observe.live_state() == {"tiers": {"bf16_tokens": 0, "quantized_tokens": 0}, "errors": 3}
+
+
+def test_only_what_was_asked_for_arrives():
+    count = torch.tensor([1])
+    copy = LateCopy(lambda: count, count.device)
+    assert copy.arrived() is None
+    copy.ask()
+    assert copy.arrived() == [1] and copy.arrived() is None
+
+
+@pytest.mark.gpu
+def test_the_host_never_waits():
+    tiers = SimpleNamespace(
+        errors=torch.zeros((), dtype=torch.int64, device="cuda"), pool=SimpleNamespace(device=torch.device("cuda"))
+    )
+    watch = ErrorWatch(tiers)
+    with device_waits.refused():
+        for _ in range(100):
+            watch.look()
+            tiers.errors += 1
+            watch.ask()
+    torch.cuda.synchronize()
+    watch.look()
+    assert watch._logged
