@@ -30,7 +30,7 @@ class ErrorWatch:
             self._logged = True
             logger.error(
                 "kv-quant: the cache counted errors on the device, %d so far: a window page without a BF16 copy, a "
-                "page without a record, or an index out of range. Answers may be wrong from now on; restart the server, "
+                "page without a record, or an index out of range. Answers may be wrong from now on. Restart the server "
                 "and report this with its log.",
                 found[0],
             )

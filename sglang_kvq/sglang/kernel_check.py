@@ -1,9 +1,9 @@
 """Every kernel of the package, found and run: what ``kvq doctor`` says of them.
 
-No list is kept here. A kernel is a jitted function that a module of ``sglang_kvq.kernels`` launches, and a check runs a
-prefill, its continuation with scores of keys, and a decode step on a small cache with one layer per kind of records
-that a method asks for. The decode kernel is several (``decode.ROUTINES``), chosen by geometry: each runs for one token
-and for drafts. Whatever that leaves out is reported by name.
+No list is kept here. A kernel is a jitted function that a module of ``sglang_kvq.kernels`` launches. For each kind of
+records that a method asks for, a check runs a prefill, its continuation with scores of keys, and a decode step on a small
+cache. The decode kernel has several routines (``decode.ROUTINES``), chosen by geometry. Each runs for one token and for
+drafts. Kernels and routines that no check launched are reported by name.
 """
 
 from __future__ import annotations
@@ -11,10 +11,13 @@ from __future__ import annotations
 import ast
 import inspect
 import math
+import os
 import pkgutil
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from importlib import import_module
+from multiprocessing import get_context
 from types import ModuleType
 from typing import Any
 
@@ -55,6 +58,8 @@ DECODED: tuple[tuple[int, tuple[RecordFormat, ...]], ...] = (
 DRAFTS = 2
 #: The kernel that they are routines of.
 _DECODE = "decode._decode"
+#: Kernels compile on the CPU: each check has a process of its own where there are so many cores for it.
+CORES_OF_A_WORKER = 2
 #: Largest relative error, in the 2-norm. Rounding makes less than a tenth of it, wrong bytes make it about 1.
 BOUND = 0.05
 
@@ -111,19 +116,40 @@ def run_all(device: torch.device) -> tuple[list[str], list[str]]:
     Raises:
         KVQuantError: a result is not the reference's; names the operation and the layer's codes.
     """
-    with _recorded() as ran, torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        torch.manual_seed(0)
-        request = _Request(device)
-        request.prefill(0, FIRST)
-        request.prefill(FIRST, MORE)
-        request.decode(FIRST + MORE + 1)
-        request.finish_with_sinks()
-        request.fold()
-        request.restore()
-        for q_heads, layers in DECODED:
-            decode_and_verify(q_heads, layers, device)
+    parts = [(check, n) for check, count in ((_serve, len(formats())), (_decode, len(DECODED))) for n in range(count)]
+    workers = min(len(parts), (os.cpu_count() or 1) // CORES_OF_A_WORKER)
+    if device.type == "cuda" and workers > 1:
+        with ProcessPoolExecutor(workers, get_context("spawn")) as pool:
+            done = [pool.submit(_ran, check, n, device) for check, n in parts]
+            ran = set().union(*(part.result() for part in done))
+    else:
+        ran = set().union(*(_ran(check, n, device) for check, n in parts))
     known = [*kernels(), *routines()]
     return [name for name in known if name in ran], [name for name in known if name not in ran]
+
+
+def _ran(check: Callable[[int, torch.device], None], number: int, device: torch.device) -> set[str]:
+    """Runs one check; returns the names of the kernels and routines that it launched."""
+    with _recorded() as ran, torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(0)
+        check(number, device)
+    return ran
+
+
+def _serve(number: int, device: torch.device) -> None:
+    """Serves a request with one kind of records, and whatever else is done to its pages."""
+    request = _Request(device, formats()[number], sinks=number % 2 == 1)
+    request.prefill(0, FIRST)
+    request.prefill(FIRST, MORE)
+    request.decode(FIRST + MORE + 1)
+    request.fold()
+    if number == 0:
+        request.finish_with_sinks()
+        request.restore()
+
+
+def _decode(number: int, device: torch.device) -> None:
+    decode_and_verify(*DECODED[number], device)
 
 
 @contextmanager
@@ -183,14 +209,14 @@ def _allocate(formats: tuple[RecordFormat, ...], device: torch.device) -> PagePo
 class _Request:
     """One request on row 1 of two caches: one that kernels write and read, and one that torch does."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, format: RecordFormat, sinks: bool) -> None:
         from sglang_kvq.attention.short_extend import ShortExtends
         from sglang_kvq.attention.triton_ops import TritonOps
         from sglang_kvq.cache.triton_tiers import TritonTierManager
 
-        self.device, self.formats = device, formats()
-        #: Every other layer has learned sinks.
-        self.sinks = torch.linspace(2, 8, Q_HEADS).to(device)
+        self.device, self.formats = device, (format,)
+        #: Learned sinks.
+        self.sinks = torch.linspace(2, 8, Q_HEADS).to(device) if sinks else None
         rotation = torch.linalg.qr(torch.randn(HEAD_DIM, HEAD_DIM))[0].to(device)
         rotation = rotation.expand(len(self.formats), 1, HEAD_DIM, HEAD_DIM).contiguous()
         rotations = LayerRotations(rotation, rotation)
@@ -215,17 +241,15 @@ class _Request:
         heads = (Q_HEADS, KV_HEADS, KV_HEADS)
         return tuple(torch.randn(tokens, n, HEAD_DIM, device=self.device).bfloat16() for n in heads)
 
-    def _sinks_of(self, layer: int) -> torch.Tensor | None:
-        return self.sinks if layer % 2 else None
-
     def finish_with_sinks(self) -> None:
         """What takes them up after FlashInfer's attention, which may not be installed here."""
         from sglang_kvq.kernels.sinks import scale_by_sinks
 
         out, _, _ = self._activations(MORE)
         lse = torch.randn(out.shape[:2], device=self.device) * 4 + 6
-        want = out.float() * torch.sigmoid(lse * math.log(2) - self.sinks)[..., None]
-        scale_by_sinks(out, lse, self.sinks)
+        sinks = torch.linspace(2, 8, Q_HEADS).to(self.device)
+        want = out.float() * torch.sigmoid(lse * math.log(2) - sinks)[..., None]
+        scale_by_sinks(out, lse, sinks)
         _compare("scaling by sinks", self.formats[0], out, want)
 
     def fold(self) -> None:
@@ -234,6 +258,8 @@ class _Request:
         from sglang_kvq.cache.triton_tiers import move_tokens
 
         formats = tuple(format for format in self.formats if format.per_token)
+        if not formats:
+            return
         pool, plain = self._pool(formats), self._pool(formats)
         for mine, theirs in zip(pool.records, plain.records):
             theirs.copy_(mine.random_(256))
@@ -289,9 +315,7 @@ class _Request:
                 q, k, v = ops.rotate(layer, *given)
                 if prefix:
                     scores.append(self._scores(ops, layer, q, k, batch))
-                outputs.append(
-                    ops.rotate_output(layer, ops.extend(layer, q, k, v, batch, SCALE, self._sinks_of(layer)))
-                )
+                outputs.append(ops.rotate_output(layer, ops.extend(layer, q, k, v, batch, SCALE, self.sinks)))
                 if ops is not self.direct:  # which shares its cache with ``ops``
                     ops.store_tokens(layer, loc[overlay], k[overlay], v[overlay])
                     ops.quantize_tokens(layer, direct, direct_pages, k, v)
@@ -320,7 +344,7 @@ class _Request:
             given, outputs = self._activations(1), []
             for ops in (self.ops, self.reference):
                 q = ops.rotate_and_store(layer, loc, *given)
-                outputs.append(ops.rotate_output(layer, ops.decode(layer, q, rows, lens, SCALE, self._sinks_of(layer))))
+                outputs.append(ops.rotate_output(layer, ops.decode(layer, q, rows, lens, SCALE, self.sinks)))
             _compare("decode", format, *outputs)
 
 
