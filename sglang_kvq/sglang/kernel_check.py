@@ -1,9 +1,9 @@
 """Every kernel of the package, found and run: what ``kvq doctor`` says of them.
 
 No list is kept here. A kernel is a jitted function that a module of ``sglang_kvq.kernels`` launches. For each kind of
-records that a method asks for, a check runs a prefill, its continuation with scores of keys, and a decode step on a small
-cache. The decode kernel has several routines (``decode.ROUTINES``), chosen by geometry. Each runs for one token and for
-drafts. Kernels and routines that no check launched are reported by name.
+records that a method asks for, a check runs a prefill, its continuation with scores of keys, and a decode step on a
+small cache. The decode kernel has several routines (``decode.ROUTINES``), chosen by geometry. Each runs for one token
+and for drafts. Kernels and routines that no check launched are reported by name.
 """
 
 from __future__ import annotations

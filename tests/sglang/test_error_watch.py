@@ -34,7 +34,7 @@ def test_an_unmet_page_is_logged_while_requests_run(caplog):
     for seed in range(3, 6):
         worker.decode(pad_to=2, seed=seed)
     (line,) = errors_of(caplog)
-    assert f"{counted} so far" in line and "restart the server" in line
+    assert f"{counted} so far" in line and "Restart the server" in line
 
 
 def test_an_error_of_the_last_batch_is_logged_when_idle(caplog, monkeypatch):
