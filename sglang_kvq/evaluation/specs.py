@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import shlex
@@ -214,6 +215,8 @@ def _rotation_digest(location: str) -> str | None:
     path = Path(location)
     if path.is_file():
         return digest(path.read_bytes().hex())
-    # Its description has the hash of the rotations; the published layout has none, so then the files' sizes.
     config = _rotation_config(location)
-    return digest(config or [[p.name, p.stat().st_size] for p in sorted(path.glob("*"))] or location)
+    if "sha256" in config:  # of the rotations
+        return digest(config)
+    files = [file for file in sorted(path.glob("*")) if file.is_file()]
+    return digest([[file.name, hashlib.sha256(file.read_bytes()).hexdigest()] for file in files] or location)

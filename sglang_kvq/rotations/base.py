@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from math import isfinite
+from math import inf
 from typing import Any
 
 import torch
@@ -47,6 +47,7 @@ class RotationMeta:
         source: the folder or hub repo they were loaded from.
         sha256: of the file they were loaded from, in hexadecimal; of the published pair, of K's and V's behind each
             other. None if they come from no file.
+        files: sha256 of each file that was read, by name; None if they come from no file.
     """
 
     objective: str = "unknown"
@@ -64,6 +65,7 @@ class RotationMeta:
     errors: dict[str, list[float]] | None = None
     source: str | None = None
     sha256: str | None = None
+    files: dict[str, str] | None = field(default=None, compare=False)
 
     def clips(self, layers: int) -> tuple[tuple[float | None, ...], tuple[float | None, ...]]:
         """``clip_k`` and ``clip_v`` of each of ``layers`` layers."""
@@ -181,8 +183,9 @@ def check_rotations(rotations: Rotations, *, layers: int, kv_heads: int, head_di
 
     Raises:
         KVQuantError: other layers, heads or head_dim; NaN or infinity; |R^T R - I|, or with a matrix that undoes it
-            |R_q R_k^T - I| and |R_o R_v^T - I|, above ``ORTHOGONALITY_TOLERANCE``, with the layer and head; of
-            transform coding also a missing part, energies that do not fall, or no importance.
+            |R_q R_k^T - I| and |R_o R_v^T - I|, above ``ORTHOGONALITY_TOLERANCE``, with the layer and head;
+            eigenvalues of another shape; of transform coding also a missing part, energies that do not fall, or no
+            importance.
     """
     where = rotations.meta.source or "rotations"
     given = {name: r for name in ("q", "k", "o", "v") if (r := getattr(rotations, name)) is not None}
@@ -201,6 +204,15 @@ def check_rotations(rotations: Rotations, *, layers: int, kv_heads: int, head_di
                 "--kv-quant hadamard, which needs none."
             )
         _check_finite(where, name, r)
+    for name, like in (("k_eigenvalues", "k"), ("v_eigenvalues", "v")):
+        x, shape = getattr(rotations, name), list(given[like].shape[:3])
+        if x is not None and list(x.shape) != shape:
+            raise KVQuantError(
+                f"{where}: {name} has shape {list(x.shape)}, expected {shape}, as {like} has; recreate the folder with "
+                "`kvq calibrate`."
+            )
+        if x is not None:
+            _check_finite(where, name, x)
     _check_transform(rotations, where)
     for name, reader in (("k", "q"), ("v", "o")):
         r, other = given[name], given.get(reader)
@@ -261,8 +273,12 @@ def _check_transform(rotations: Rotations, where: str) -> None:
         raise KVQuantError(f"{where}: its config.json has no importance, by which bits are divided; {fix}")
 
 
+def _is_finite(x: Any) -> bool:
+    return isinstance(x, (int, float)) and abs(x) < inf
+
+
 def check_meta(meta: RotationMeta, *, layers: int) -> None:
-    """Refuse clip ratios, sensitivities and importances that do not fit the layers.
+    """Refuse clip ratios, errors, sensitivities and importances that do not fit the layers.
 
     Raises:
         KVQuantError: a clip ratio outside ``CLIP_RANGE``; a list of another length than ``layers``; a sensitivity
@@ -289,20 +305,26 @@ def check_meta(meta: RotationMeta, *, layers: int) -> None:
     tables = {} if meta.sensitivity is None else meta.sensitivity
     for part, table in tables.items() if isinstance(tables, dict) else [("?", tables)]:
         for bits, values in table.items() if isinstance(table, dict) else [("?", table)]:
-            numbers = isinstance(values, list) and all(isinstance(v, (int, float)) and isfinite(v) for v in values)
+            numbers = isinstance(values, list) and all(map(_is_finite, values))
             if part not in ("k", "v") or not numbers or len(values) != layers:
                 raise KVQuantError(
                     f"{where}: sensitivity[{part!r}][{bits!r}] must be a list of one finite number for each of the "
                     f"{layers} "
                     'layers, under "k" or "v"; recreate the folder with `kvq calibrate`.'
                 )
+    for part, values in ({} if meta.errors is None else meta.errors).items():
+        if len(values) != layers:
+            raise KVQuantError(
+                f"{where}: errors[{part!r}] has {len(values)} values, the rotations have {layers} layers; recreate the "
+                "folder with `kvq calibrate`."
+            )
     importance = meta.importance
     if importance is None:
         return
     for part in ("k", "v"):
         given = importance.get(part) if isinstance(importance, dict) else None
         fits = isinstance(given, list) and len(given) == layers
-        if not fits or not all(isinstance(x, (int, float)) and isfinite(x) and x > 0 for x in given or ()):
+        if not fits or not all(_is_finite(x) and x > 0 for x in given or ()):
             raise KVQuantError(
                 f"{where}: importance[{part!r}] must be a list of one positive finite number for each of the {layers} "
                 "layers; recreate the folder with `kvq calibrate MODEL --composition transform`."

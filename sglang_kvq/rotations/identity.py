@@ -32,6 +32,19 @@ class Geometry(NamedTuple):
     head_dim: int
 
 
+class LayerNumbers(NamedTuple):
+    """The numbers that a model gives its layers: those of ``cached_layers``, and how many layers it has in all."""
+
+    cached: tuple[int, ...]
+    total: int
+
+
+def layer_numbers(hf_config: Any) -> LayerNumbers:
+    """Of a transformers config or its dict."""
+    cached = cached_layers(hf_config)
+    return LayerNumbers(cached, max(_getter(hf_config)("num_hidden_layers") or 0, *(i + 1 for i in cached), 0))
+
+
 def geometry_of(hf_config: Any) -> Geometry:
     """Of a transformers config or its dict."""
     found = identity(hf_config)

@@ -17,12 +17,12 @@ from sglang_kvq.formats.planes import PlaneCode, PlaneFormat
 from sglang_kvq.formats.record import RecordFormat
 from sglang_kvq.methods import RotationKind, get_method
 from sglang_kvq.rotations.base import RotationMeta, Rotations
-from sglang_kvq.rotations.identity import geometry_of
+from sglang_kvq.rotations.identity import geometry_of, layer_numbers
 from sglang_kvq.rotations.maths.hadamard import hadamard_rotations
 from sglang_kvq.rotations.maths.random import random_rotations
 from sglang_kvq.rotations.maths.transform import choose_widths, fold_steps, pattern_costs
 from sglang_kvq.rotations.storage.files import load_once
-from sglang_kvq.rotations.storage.zoo import find_rotations
+from sglang_kvq.rotations.storage.zoo import find_rotations, with_folder
 
 
 def resolve_rotations(config: KVQuantConfig, model_path: str, hf_config: Any) -> Rotations | None:
@@ -50,10 +50,22 @@ def resolve_rotations(config: KVQuantConfig, model_path: str, hf_config: Any) ->
         return hadamard_rotations(layers, head_dim)
     if method.rotation is RotationKind.RANDOM:
         return random_rotations(layers, kv_heads, head_dim, config.seed or 0)
-    location = config.rotations or find_rotations(model_path, hf_config, transform=method.planes)
-    rotations = load_once(location, layers=layers, kv_heads=kv_heads, head_dim=head_dim)
+    location = locate_rotations(config, model_path, hf_config)
+    numbers = layer_numbers(hf_config)
+    rotations = load_once(location, layers=layers, kv_heads=kv_heads, head_dim=head_dim, numbers=numbers)
     check_kind(config, rotations)
     return rotations
+
+
+def locate_rotations(config: KVQuantConfig, model_path: str, hf_config: Any) -> str:
+    """Where a method's learned rotations for a model come from: ``--kv-quant-rotations``, or those known for it.
+
+    Raises:
+        KVQuantError: none known; names the fix.
+    """
+    if config.rotations is not None:
+        return with_folder(config.rotations, model_path)
+    return find_rotations(model_path, hf_config, transform=get_method(config.method).planes)
 
 
 def check_kind(config: KVQuantConfig, rotations: Rotations) -> None:

@@ -22,9 +22,9 @@ from sglang_kvq.errors import KVQuantError, unknown
 from sglang_kvq.formats.record import RecordFormat
 from sglang_kvq.methods import METHOD_NAMES, RotationKind, get_method
 from sglang_kvq.rotations.identity import cached_layers, unapplied_window
-from sglang_kvq.rotations.resolve import resolve_formats, resolve_rotations
-from sglang_kvq.rotations.storage.hub import HUB_ID
-from sglang_kvq.rotations.storage.zoo import find_rotations
+from sglang_kvq.rotations.resolve import locate_rotations, resolve_formats, resolve_rotations
+from sglang_kvq.rotations.storage.location import HubLocation
+from sglang_kvq.rotations.storage.zoo import is_inferred
 from sglang_kvq.sglang.architectures import Answer, Family, family_of
 from sglang_kvq.sglang.doctor_capacity import capacity
 from sglang_kvq.sglang.types import ModelConfig
@@ -84,6 +84,7 @@ class Diagnosis:
         layers: all; ``quantized_layers`` of them have a cache in our pool.
         kv_heads: of one GPU.
         rotations: where they would come from; None for a method without rotation files, or if none are known.
+        rotations_inferred: their folder's name on the hub is inferred, not confirmed.
         calibrate: the command that makes them, if they are missing.
         bytes_bf16, bytes_quantized: of a token in all layers, on one GPU.
         memory: bytes of one GPU for the KV cache, and for windows and recurrent states beside it.
@@ -108,6 +109,7 @@ class Diagnosis:
     kv_heads: int | None = None
     head_dim: int | None = None
     rotations: str | None = None
+    rotations_inferred: bool = False
     calibrate: str | None = None
     bytes_bf16: int | None = None
     bytes_quantized: float | None = None
@@ -260,9 +262,8 @@ def _formats(found: Diagnosis, request: Request, model: ModelConfig) -> tuple[Re
     method = get_method(config.method)
     if method.rotation is RotationKind.LEARNED:
         try:
-            found.rotations = config.rotations or find_rotations(
-                request.model, model.hf_config, transform=method.planes
-            )
+            found.rotations = locate_rotations(config, request.model, model.hf_config)
+            found.rotations_inferred = is_inferred(found.rotations)
         except KVQuantError:
             composition = " --composition transform" if method.planes else ""
             model_path = shlex.quote(request.model)
@@ -271,7 +272,7 @@ def _formats(found: Diagnosis, request: Request, model: ModelConfig) -> tuple[Re
         if config.rotations is not None:
             _check_place(config.rotations)
             found.flags += ["--kv-quant-rotations", config.rotations]
-        if found.rotations is not None and Path(found.rotations).exists():
+        if found.rotations is not None and (os.path.exists(found.rotations) or not HubLocation.parse(found.rotations)):
             rotations = resolve_rotations(config, request.model, model.hf_config)
     else:
         resolve_rotations(config, request.model, model.hf_config)  # refuses files that mean nothing to the method
@@ -282,7 +283,7 @@ def _formats(found: Diagnosis, request: Request, model: ModelConfig) -> tuple[Re
 
 def _check_place(rotations: str) -> None:
     """Refuse rotations that are neither here nor, by their name, on the hub."""
-    if not Path(rotations).exists() and not HUB_ID.match(rotations):
+    if not Path(rotations).exists() and not HubLocation.parse(rotations):
         raise KVQuantError(f"--rotations {rotations}: no such folder; give one, or org/name/folder on the hub.")
 
 
@@ -369,7 +370,8 @@ def lines(found: Diagnosis, request: Request) -> Iterator[str]:
             "layers see all tokens, here and in `kvq calibrate`"
         )
     if get_method(found.method).rotation is RotationKind.LEARNED:
-        yield f"  rotations      {found.rotations or f'none known; first: {found.calibrate}'}"
+        inferred = " (the folder's name is inferred)" if found.rotations_inferred else ""
+        yield f"  rotations      {found.rotations or f'none known; first: {found.calibrate}'}{inferred}"
     if found.bytes_bf16 and found.bytes_quantized:
         ratio = found.bytes_bf16 / found.bytes_quantized
         yield (

@@ -66,8 +66,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add(
         "--kv-quant-rotations",
         metavar="PATH|HF_REPO",
-        help="Rotations of this model: a folder, or org/name[/folder] on the hub. Default: those that the method "
-        "knows for the model. Make your own with `kvq calibrate`.",
+        help="Rotations of this model: a folder, or org/name[/folder][@revision] on the hub. Default: those that the "
+        "method knows for the model. Make your own with `kvq calibrate`.",
     )
     add(
         "--kv-quant-sink",

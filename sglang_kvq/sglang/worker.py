@@ -26,7 +26,7 @@ from sglang_kvq.sglang.types import ModelRunner
 
 def create_backend(model_runner: ModelRunner) -> AttentionBackend:
     """The backend of one worker: rotations resolved, V folded where possible, tiers connected."""
-    from sglang_kvq.sglang.worker_rotations import worker_rotations
+    from sglang_kvq.sglang.worker_rotations import log_inferred, worker_rotations
 
     state = runtime.started()
     config, pool = state.config, state.pages
@@ -53,6 +53,7 @@ def create_backend(model_runner: ModelRunner) -> AttentionBackend:
         "method": config.method,
         "rotations": origin.source or origin.objective,
         "rotations_sha256": origin.sha256,
+        "rotations_files": origin.files,
         "v_rotation_folded": folded,
         "keys": _per_layer([f.k.describe() for f in pool.formats]),
         "values": _per_layer([f.v.describe() for f in pool.formats]),
@@ -62,6 +63,7 @@ def create_backend(model_runner: ModelRunner) -> AttentionBackend:
     }
     if state.windows is not None:
         state.status |= {"window_tokens": state.windows.tokens, "swa_full_tokens_ratio": round(state.windows.ratio, 4)}
+    log_inferred(model_runner, config)
     logger.info("kv-quant ready: %s", ", ".join(f"{k}={v}" for k, v in state.status.items()))
     if config.capture:
         from sglang_kvq.sglang.capture_backend import capture_backend

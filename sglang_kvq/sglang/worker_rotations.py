@@ -8,9 +8,12 @@ from typing import Any
 from sglang_kvq.attention.base import LayerRotations
 from sglang_kvq.cache.layout import KVGeometry
 from sglang_kvq.config import KVQuantConfig
+from sglang_kvq.methods import RotationKind, get_method
 from sglang_kvq.rotations.base import RotationMeta
 from sglang_kvq.rotations.identity import cached_layers, geometry_of
-from sglang_kvq.rotations.resolve import resolve_rotations, rotations_of_worker
+from sglang_kvq.rotations.resolve import locate_rotations, resolve_rotations, rotations_of_worker
+from sglang_kvq.rotations.storage.zoo import is_inferred
+from sglang_kvq.sglang.runtime import logger
 from sglang_kvq.sglang.types import ModelRunner
 
 
@@ -36,6 +39,20 @@ def worker_rotations(
         rotations, geometry.formats, stored_at(layer_ids, hf_config), total, start, geometry.kv_heads
     )
     return worker.to(model_runner.device), rotations.meta
+
+
+def log_inferred(model_runner: ModelRunner, config: KVQuantConfig) -> None:
+    """Warn if rotations come from a folder of the hub whose name nobody has confirmed."""
+    model = model_runner.model_config
+    if get_method(config.method).rotation is not RotationKind.LEARNED:
+        return
+    location = locate_rotations(config, model.model_path, model.hf_config)
+    if is_inferred(location):
+        logger.warning(
+            "kv-quant rotations: %s is inferred from its authors' scripts: check that these are %s's.",
+            location,
+            model.model_path,
+        )
 
 
 def stored_at(layer_ids: Sequence[int], hf_config: Any) -> range:

@@ -64,4 +64,6 @@ def test_server_info_tells_the_rotations_and_the_hooks(servers):
     folder = Path(state["rotations"])
     assert folder.name == "smollm2-135m-instruct"
     assert state["rotations_sha256"] == hashlib.sha256((folder / "rotations.safetensors").read_bytes()).hexdigest()
+    files = {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in folder.iterdir()}
+    assert state["rotations_files"] == files and set(files) == {"rotations.safetensors", "config.json"}
     assert state["hooks"]["applied"] == state["hooks"]["expected"] > 15

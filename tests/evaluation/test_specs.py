@@ -47,6 +47,14 @@ def test_rotation_folders(tmp_path):
     assert parse(f"oscar:2@{folder}").identity() != before
 
 
+def test_published_rotations_of_one_size_are_told_apart(tmp_path):
+    (tmp_path / "config.json").write_text('{"format_version": 1}')
+    (tmp_path / "k_rotation.pt").write_bytes(b"one")
+    before = parse(f"oscar@{tmp_path}").identity()
+    (tmp_path / "k_rotation.pt").write_bytes(b"two")
+    assert parse(f"oscar@{tmp_path}").identity() != before
+
+
 def test_labels_have_different_folder_names():
     slugs = {
         parse(text).slug

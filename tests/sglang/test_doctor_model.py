@@ -118,8 +118,21 @@ def test_rotations_that_are_given_must_fit(model_folder, tmp_path):
     assert found["rotations"] == str(fitting) and f"--kv-quant-rotations {fitting}" in found["command"]
     with pytest.raises(KVQuantError, match="head_dim 128"):
         ask(model_folder(), "--rotations", str(random_rotations(tmp_path / "other", 2, 2, 128)))
+    with pytest.raises(KVQuantError, match="no-such-folder: no such folder"):
+        ask(model_folder(), "--rotations", "no-such-folder")
     with pytest.raises(KVQuantError, match="uses no rotation files"):
         ask(model_folder(), "--method", "int4", "--rotations", str(fitting))
+
+
+@pytest.mark.parametrize(
+    ("folder", "inferred"), [("Qwen3-8B/seq20000_prompt83_group128", False), ("Qwen3.5-4B@main", True)]
+)
+def test_an_inferred_folder_is_called_so(model_folder, folder, inferred):
+    location = f"Zhongzhu/OSCAR-RotationZoo/{folder}"
+    found = answer(model_folder(), "--rotations", location)
+    assert (found["rotations"], found["rotations_inferred"]) == (location, inferred)
+    _, shown = ask(model_folder(), "--rotations", location)
+    assert any("(the folder's name is inferred)" in line for line in shown) == inferred
 
 
 @pytest.mark.parametrize(

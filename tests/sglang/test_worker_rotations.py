@@ -166,3 +166,14 @@ def test_a_start_reads_the_file_once(applied, command_line, tmp_path, monkeypatc
     runner = SimpleNamespace(model_config=model, device="cpu")
     rotations, _ = worker.worker_rotations(runner, config, runtime.current().geometry, (0, 1))
     assert torch.equal(rotations.k, random_rotations().k) and len(reads) == 1
+
+
+@pytest.mark.parametrize("name, inferred", [("Qwen3-8B", False), ("Qwen3.5-4B", True)])
+def test_the_log_says_that_a_folders_name_is_inferred(caplog, name, inferred):
+    model = SimpleNamespace(hf_config=MODEL, model_path=f"Qwen/{name}")
+    worker.log_inferred(SimpleNamespace(model_config=model), KVQuantConfig("oscar"))
+    worker.log_inferred(SimpleNamespace(model_config=model), KVQuantConfig("int4"))
+    expected = (
+        f"Zhongzhu/OSCAR-RotationZoo/{name} is inferred from its authors' scripts: check that these are Qwen/{name}'s"
+    )
+    assert [expected in record.getMessage() for record in caplog.records] == [True] * inferred

@@ -35,7 +35,7 @@ from sglang_kvq.rotations.calibration.settings import CalibrationSettings, draw_
 from sglang_kvq.rotations.identity import geometry_of
 from sglang_kvq.rotations.inspection.candidates import Candidate, candidate_of
 from sglang_kvq.rotations.inspection.divergence import FakeQuantAttention, TokenDivergence, divergences
-from sglang_kvq.rotations.storage.hub import CONFIG_FILE
+from sglang_kvq.rotations.storage.config_file import CONFIG_FILE
 
 #: Values of ``--kv-quant-bits`` that are measured.
 BUDGETS = (1.25, 1.6, 2.0, 2.25, 2.5, 3.0, 3.5)
@@ -288,7 +288,7 @@ def stored(rotations: Rotations) -> BudgetDivergence | None:
         if not all(isfinite(x) for x in (*numbers, *counts)):
             raise ValueError("a number is not finite")
         return BudgetDivergence(tuple(rows[:-1]), rows[-1], *counts)
-    except (KeyError, TypeError, ValueError) as error:
+    except (ArithmeticError, KeyError, TypeError, ValueError) as error:
         raise KVQuantError(
             f"{path}: {FIELD} is not what `kvq calibrate` writes ({error!r}); delete that field, or recreate the "
             "folder."

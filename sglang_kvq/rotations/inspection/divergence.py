@@ -130,7 +130,7 @@ def main() -> None:
     from sglang_kvq.methods import RotationKind, get_method
     from sglang_kvq.rotations.calibration.hf_model import load_model, tokenize
     from sglang_kvq.rotations.calibration.text import read_text
-    from sglang_kvq.rotations.identity import geometry_of
+    from sglang_kvq.rotations.identity import geometry_of, layer_numbers
     from sglang_kvq.rotations.inspection.candidates import candidate_of, takes
     from sglang_kvq.rotations.storage.files import load_rotations
 
@@ -145,7 +145,7 @@ def main() -> None:
     args = parser.parse_args()
 
     model, tokenizer = load_model(args.model)
-    geometry = geometry_of(model.config)
+    geometry, numbers = geometry_of(model.config)._asdict(), layer_numbers(model.config)
     text = read_text(args.text)
     ids = tokenize(tokenizer, text[int(len(text) * args.skip) :])
     count = min(args.contexts, len(ids) // args.length)
@@ -157,7 +157,7 @@ def main() -> None:
     for spec in args.methods:
         learned = get_method(spec.partition(":")[0]).rotation is RotationKind.LEARNED
         for folder in args.rotations if learned else [None]:
-            rotations = load_rotations(folder, **geometry._asdict()) if folder else None
+            rotations = load_rotations(folder, **geometry, numbers=numbers) if folder else None
             if rotations and not takes(spec, rotations):
                 continue
             candidate = candidate_of(spec, rotations, model.config)

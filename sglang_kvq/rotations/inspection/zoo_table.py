@@ -27,6 +27,8 @@ class Known:
         location: what to pass to --kv-quant-rotations.
         folder: where they lie on this machine; None if they are to be fetched.
         config: their ``config.json``; empty for the published layout, which has none.
+        inferred: the folder's name is known from its authors' scripts only.
+        refused: why ``--kv-quant`` does not serve the model; "" if it does.
     """
 
     model: str
@@ -34,6 +36,8 @@ class Known:
     location: str
     folder: Path | None
     config: dict[str, Any]
+    inferred: bool = False
+    refused: str = ""
 
     def clips(self) -> tuple[Any, Any]:
         """``clip_k`` and ``clip_v``, as in ``RotationMeta``."""
@@ -44,7 +48,9 @@ class Known:
 
     @property
     def method(self) -> str:
-        """A value of ``--kv-quant`` that they are for."""
+        """A value of ``--kv-quant`` that they are for; "none" if the model is refused."""
+        if self.refused:
+            return "none"
         return "transform" if is_transform(self.config) else "oscar"
 
     def to_json(self) -> dict[str, Any]:
@@ -53,8 +59,10 @@ class Known:
         return {
             "model": self.model,
             "method": self.method,
+            "refused": self.refused or None,
             "origin": self.origin,
             "location": self.location,
+            "location_inferred": self.inferred,
             "folder": self.folder and str(self.folder),
             **{name: self.config.get(name) for name in known},
         }
@@ -63,7 +71,10 @@ class Known:
 def known_rotations() -> list[Known]:
     """Every model whose rotations are known, the shipped ones first."""
     ours = [Known(str(c.get("base_model")), "shipped", str(folder), folder, c) for folder, c in shipped()]
-    return ours + [Known(entry.model, "hub", entry.location, _cached_folder(entry), {}) for entry in PUBLISHED]
+    return ours + [
+        Known(entry.model, "hub", entry.location, _cached_folder(entry), {}, entry.inferred, entry.refused)
+        for entry in PUBLISHED
+    ]
 
 
 def zoo_table(entries: Sequence[Known]) -> Table:
@@ -74,10 +85,11 @@ def zoo_table(entries: Sequence[Known]) -> Table:
         table.add_column(name, no_wrap=True)
     for entry in entries:
         clips = (clip_range(clip) for clip in entry.clips())
-        table.add_row(entry.model, entry.method, entry.origin, "no" if entry.folder is None else "yes", *clips)
+        origin = f"{entry.origin}{'?' * entry.inferred}"
+        table.add_row(entry.model, entry.method, origin, "no" if entry.folder is None else "yes", *clips)
     table.caption = (
-        "for: what --kv-quant takes them. here: on this machine; others are fetched from\nthe hub when first served. "
-        "More with --verbose."
+        "for: what --kv-quant takes them. hub?: their folder's name is inferred, not\nconfirmed. here: on this "
+        "machine; others are fetched from the hub when first\nserved. More with --verbose."
     )
     return table
 
@@ -89,6 +101,10 @@ def zoo_details(entries: Sequence[Known]) -> Iterator[str]:
         here = "not in the cache: fetched from the hub when first served"
         yield entry.model
         yield f"  {entry.origin}: {entry.location}"
+        if entry.inferred:
+            yield "  the folder's name is inferred from its authors' scripts, not confirmed"
+        if entry.refused:
+            yield f"  not served: {entry.refused}"
         if entry.origin == "hub":
             yield f"  {here if entry.folder is None else f'cached: {entry.folder}'}"
         else:

@@ -1,11 +1,11 @@
-"""Rotation folders: ``rotations.safetensors`` beside ``config.json``, or the published ``.pt`` pair.
+"""Rotation folders: ``rotations.safetensors`` beside ``config.json``, or a published pair of ``.pt`` files.
 
 ``rotations.safetensors`` holds float32 ``k`` and ``v`` ``[layers, heads, D, D]`` (heads is 1 for a rotation shared
 by a layer, else the KV heads) and, if known, ``k_eigenvalues`` and ``v_eigenvalues`` ``[layers, heads, D]``. From
 version 2 on there is ``q`` like ``k``; in version 3, for transform coding, also ``o`` like ``v``, and ``k_mean``,
 ``k_energies`` and ``v_energies`` ``[layers, heads, D]``: ``Rotations`` says what they are. ``config.json`` holds
 ``format_version``, ``geometry`` (layers, kv_heads, head_dim), ``granularity``, the fields of ``RotationMeta``, and
-``sha256`` of the tensor file.
+``sha256`` of the tensor file; ``storage.config_file`` has its schema, ``storage.published`` the other layout.
 """
 
 from __future__ import annotations
@@ -15,22 +15,25 @@ import json
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load, save_file
 
 from sglang_kvq.errors import KVQuantError
-from sglang_kvq.rotations.base import TRANSFORM_TENSORS, RotationMeta, Rotations, check_meta, check_rotations
+from sglang_kvq.rotations.base import TRANSFORM_TENSORS, Rotations, check_meta, check_rotations
+from sglang_kvq.rotations.identity import LayerNumbers
+from sglang_kvq.rotations.messages import first_line
 from sglang_kvq.rotations.storage import hub, published
-from sglang_kvq.rotations.storage.hub import CONFIG_FILE, TENSOR_FILE, TRANSFORM_VERSION
-from sglang_kvq.rotations.storage.registry import known_digests
+from sglang_kvq.rotations.storage.config_file import CONFIG_FILE, TRANSFORM_VERSION, RotationConfig, parse_config
+from sglang_kvq.rotations.storage.hub import TENSOR_FILE
+from sglang_kvq.rotations.storage.location import HubLocation
+from sglang_kvq.rotations.storage.tensors import plain_tensor
 
 #: The tensors of each format_version of config.json: keys and queries share a rotation; queries have their own; all
 #: that transform coding needs.
@@ -44,27 +47,33 @@ _FileStamps = tuple[tuple[Path, int, int], ...]
 _NO_ROTATIONS = "Make them with `kvq calibrate MODEL`, or use --kv-quant hadamard, which needs none."
 
 
-def load_rotations(location: str | Path, *, layers: int, kv_heads: int, head_dim: int) -> Rotations:
+def load_rotations(
+    location: str | Path, *, layers: int, kv_heads: int, head_dim: int, numbers: LayerNumbers | None = None
+) -> Rotations:
     """Load and check rotations for a model of this geometry.
 
     Args:
-        location: a folder in either layout, a file of one, or a hub id ``org/name[/sub/folder]``, which is
-            downloaded (or taken from the local hub cache) when no such folder exists.
+        location: a folder in either layout, a file of one, or a place on the hub, ``org/name[/folder][@revision]``,
+            which is downloaded (or taken from the local hub cache) when no such folder exists.
+        numbers: the model's numbers of its layers, by which published files may name them; None takes published
+            layers in the order of their numbers.
 
     Raises:
         KVQuantError: nothing there; hub unreachable; file missing, truncated, altered or refused; other
             geometry; a layer missing; not finite; not orthogonal. The message has the fix.
     """
-    return _load_checked(_resolve(str(location)), layers, kv_heads, head_dim)
+    return _load_checked(_resolve(str(location)), layers, kv_heads, head_dim, numbers)
 
 
-def load_once(location: str | Path, *, layers: int, kv_heads: int, head_dim: int) -> Rotations:
+def load_once(
+    location: str | Path, *, layers: int, kv_heads: int, head_dim: int, numbers: LayerNumbers | None = None
+) -> Rotations:
     """``load_rotations``, but the last ones are kept until their files change: a server's start asks several times.
 
-    The tensors are shared by all callers; do not write to them.
+    The hub is asked once in a process. The tensors are shared by all callers; do not write to them.
     """
-    folder = _resolve(str(location))
-    return _load_kept(folder, _stamp(folder), layers, kv_heads, head_dim)
+    place = _resolve(str(location), _download_once)
+    return _load_kept(place, _stamp(place), layers, kv_heads, head_dim, numbers)
 
 
 def read_local(folder: Path) -> tuple[Rotations, int | None]:
@@ -84,9 +93,9 @@ def read_rotations(location: str | Path) -> tuple[Rotations, int | None]:
     Returns:
         the rotations, and the KV heads of their model if the files tell.
     """
-    rotations, config = _load(_resolve(str(location)), None)
+    rotations, kv_heads = _load(_resolve(str(location)))
     heads = max(rotations.k.shape[1], rotations.v.shape[1])
-    known_heads = config.get("geometry", {}).get("kv_heads") or (heads if heads > 1 else None)
+    known_heads = kv_heads or (heads if heads > 1 else None)
     check_rotations(
         rotations, layers=rotations.k.shape[0], kv_heads=known_heads or heads, head_dim=rotations.k.shape[-1]
     )
@@ -112,7 +121,8 @@ def save_rotations(rotations: Rotations, folder: str | Path, *, kv_heads: int, o
             shared = any(tensor.data_ptr() == other.data_ptr() for other in tensors.values())
             tensors[name] = tensor.clone() if shared else tensor  # safetensors refuses shared memory
     meta = asdict(rotations.meta)
-    del meta["source"], meta["sha256"]  # where they were found is not a property of the file; its hash is a new one
+    for name in ("source", "sha256", "files"):  # where they were found is not a property of the file; its hash is new
+        del meta[name]
     with new_folder(folder, overwrite=overwrite) as temporary:
         save_file(tensors, temporary / TENSOR_FILE)
         (temporary / TENSOR_FILE).chmod(0o644)  # safetensors makes it private
@@ -166,105 +176,146 @@ def new_folder(folder: str | Path, *, overwrite: bool) -> Iterator[Path]:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _load_checked(folder: Path, layers: int, kv_heads: int, head_dim: int) -> Rotations:
-    rotations, config = _load(folder, layers)
-    _check_heads(rotations, config, kv_heads)
+def _load_checked(place: Path, layers: int, kv_heads: int, head_dim: int, numbers: LayerNumbers | None) -> Rotations:
+    rotations, known_heads = _load(place, layers, numbers)
+    # Shared rotations fit any number of heads in shape; the recorded geometry still tells another model.
+    if known_heads is not None and known_heads != kv_heads:
+        raise KVQuantError(
+            f"{rotations.meta.source}: calibrated on a model with {known_heads} KV heads "
+            f"({rotations.meta.base_model}); this model has {kv_heads}. {_NO_ROTATIONS}"
+        )
     check_rotations(rotations, layers=layers, kv_heads=kv_heads, head_dim=head_dim)
     check_meta(rotations.meta, layers=layers)
     return rotations
 
 
 @lru_cache(maxsize=1)  # a large model's take some hundred megabytes
-def _load_kept(folder: Path, stamp: _FileStamps, layers: int, kv_heads: int, head_dim: int) -> Rotations:
-    return _load_checked(folder, layers, kv_heads, head_dim)
+def _load_kept(
+    place: Path, stamp: _FileStamps, layers: int, kv_heads: int, head_dim: int, numbers: LayerNumbers | None
+) -> Rotations:
+    return _load_checked(place, layers, kv_heads, head_dim, numbers)
 
 
-def _stamp(folder: Path) -> _FileStamps:
+def _stamp(place: Path) -> _FileStamps:
     """What tells whether a folder's files are still the same."""
-    files = [folder / name for layout in hub.LAYOUTS for name in layout if (folder / name).is_file()]
+    folder = place if place.is_dir() else place.parent
+    files = [folder / name for name in sorted(_names(folder)) if _is_ours(name)]
     return tuple((file.resolve(), (stat := file.stat()).st_mtime_ns, stat.st_size) for file in files)
 
 
-def _load(folder: Path, layers: int | None) -> tuple[Rotations, dict[str, Any]]:
-    """Rotations of a local folder in either layout, and its ``config.json`` (empty for the published one)."""
-    if (folder / TENSOR_FILE).is_file() or (folder / CONFIG_FILE).is_file():
-        return _load_native(folder)
-    if (folder / published.K_FILE).is_file() or (folder / published.V_FILE).is_file():
-        rotations = published.load_published(folder, layers=layers)
-        digest = _sha256((folder / published.K_FILE).read_bytes() + (folder / published.V_FILE).read_bytes())
-        return replace(rotations, meta=replace(rotations.meta, sha256=digest)), {}
-    raise KVQuantError(
-        f"{folder}: no rotations in this folder (neither {TENSOR_FILE} nor {published.K_FILE}). {_NO_ROTATIONS}"
-    )
+def _is_ours(name: str) -> bool:
+    return name in (TENSOR_FILE, CONFIG_FILE) or published.is_rotation_file(name)
 
 
-def _load_native(folder: Path) -> tuple[Rotations, dict[str, Any]]:
+def _names(folder: Path) -> set[str]:
+    """The files of a folder."""
+    try:
+        return {path.name for path in folder.iterdir() if path.is_file()}
+    except OSError as error:
+        raise KVQuantError(f"{folder}: cannot be read ({error.strerror}); check its permissions.") from error
+
+
+def _load(place: Path, layers: int | None = None, numbers: LayerNumbers | None = None) -> tuple[Rotations, int | None]:
+    """Rotations of a local folder in either layout, or of the pair of one of its files, and the recorded KV heads."""
+    folder, chosen = (place, None) if place.is_dir() else (place.parent, place.name)
+    names = _names(folder)
+    if chosen is None and TENSOR_FILE in names:
+        return _load_native(folder, names)
+    if chosen is not None and not published.is_rotation_file(chosen):
+        raise KVQuantError(
+            f"{place}: its name is not one of rotations ({TENSOR_FILE}, k_rotation*.pt, v_rotation*.pt); pass the "
+            "folder that holds them."
+        )
+    pair = published.choose_pair(names, str(folder), chosen)
+    if pair is None and published.holds_latents(folder.name, names):
+        raise published.latents_error(str(folder))
+    if pair is None and CONFIG_FILE in names:
+        return _load_native(folder, names)
+    if pair is None:
+        raise KVQuantError(
+            f"{folder}: no rotations in this folder (neither {TENSOR_FILE} nor {published.K_FILE} nor another "
+            f"k_rotation*.pt). {_NO_ROTATIONS}"
+        )
+    data = {name: _read(folder / name) for name in (*pair, CONFIG_FILE) if name in names}
+    rotations = published.load_published(folder, pair, data, layers=layers, numbers=numbers)
+    meta = replace(rotations.meta, sha256=_sha256(data[pair.k] + data[pair.v]), files=_digests(data))
+    return replace(rotations, meta=meta), None
+
+
+def _load_native(folder: Path, names: set[str]) -> tuple[Rotations, int]:
     for name in (TENSOR_FILE, CONFIG_FILE):
-        if not (folder / name).is_file():
+        if name not in names:
             raise KVQuantError(
                 f"{folder}: {name} is missing beside its partner; fetch the folder again. {_NO_ROTATIONS}"
             )
+    data = {name: _read(folder / name) for name in (TENSOR_FILE, CONFIG_FILE)}
+    config, path = parse_config(folder / CONFIG_FILE, data[CONFIG_FILE]), folder / TENSOR_FILE
     try:
-        config = json.loads((folder / CONFIG_FILE).read_text())
-        version, digest = config["format_version"], config["sha256"]
-    except (ValueError, KeyError, TypeError) as error:
+        tensors = load(data[TENSOR_FILE])
+    except Exception as error:  # of SafetensorError, and of torch for what it cannot make a tensor of
         raise KVQuantError(
-            f"{folder / CONFIG_FILE}: not the config.json of rotations ({error}); recreate it with `kvq calibrate`."
+            f"{path}: truncated or damaged ({first_line(error)}); fetch it again or recreate it with `kvq calibrate`."
         ) from error
-    if version not in TENSORS:
-        raise KVQuantError(
-            f"{folder / CONFIG_FILE}: format_version {version}, this sglang-kvq reads {', '.join(map(str, TENSORS))}; "
-            "update sglang-kvq."
-        )
-    data = (folder / TENSOR_FILE).read_bytes()
-    try:
-        tensors = load(data)
-    except SafetensorError as error:
-        raise KVQuantError(
-            f"{folder / TENSOR_FILE}: truncated or damaged ({error}); fetch it again or recreate it with `kvq "
-            "calibrate`."
-        ) from error
-    missing = [name for name in TENSORS[version] if name not in tensors]
+    missing = [name for name in TENSORS[config.format_version] if name not in tensors]
     if missing:
         raise KVQuantError(
-            f"{folder / TENSOR_FILE}: there is no tensor {missing[0]}, which format_version {version} has; fetch it "
+            f"{path}: there is no tensor {missing[0]}, which format_version {config.format_version} has; fetch it "
             "again or recreate it with `kvq calibrate`."
         )
-    if _sha256(data) != digest:
+    digests = _digests(data)
+    if digests[TENSOR_FILE] != config.sha256:
         raise KVQuantError(
-            f"{folder / TENSOR_FILE}: sha256 {_sha256(data)} differs from {digest} in {CONFIG_FILE}; the two files do "
+            f"{path}: sha256 {digests[TENSOR_FILE]} differs from {config.sha256} in {CONFIG_FILE}; the two files do "
             "not belong together or one was altered: fetch both again."
         )
-    known = {f.name for f in fields(RotationMeta)}
-    stored = {name: value for name, value in config.items() if name in known}
-    for name in ("clip_k", "clip_v"):
-        if isinstance(stored.get(name), list):
-            stored[name] = tuple(stored[name])
-    meta = RotationMeta(**stored)
-    parts = {name: tensors[name] for name in (*TENSORS[version], *SPECTRA) if name in tensors}
-    return Rotations(**parts, meta=replace(meta, source=str(folder))), config
+    parts = _checked_tensors(path, tensors, config)
+    return Rotations(**parts, meta=config.meta(str(folder), digests)), config.geometry.kv_heads
 
 
-def _check_heads(rotations: Rotations, config: dict[str, Any], kv_heads: int) -> None:
-    """Shared rotations fit any number of heads in shape; the recorded geometry still tells another model."""
-    recorded = config.get("geometry", {}).get("kv_heads")
-    if recorded is not None and recorded != kv_heads:
-        raise KVQuantError(
-            f"{rotations.meta.source}: calibrated on a model with {recorded} KV heads ({rotations.meta.base_model}); "
-            f"this model has {kv_heads}. {_NO_ROTATIONS}"
-        )
+def _checked_tensors(path: Path, tensors: dict[str, torch.Tensor], config: RotationConfig) -> dict[str, torch.Tensor]:
+    """The tensors of a version and its spectra, float32, of the shapes that ``geometry`` asks for."""
+    geometry, found = config.geometry, {}
+    for name in (*TENSORS[config.format_version], *SPECTRA):
+        if name not in tensors:
+            continue
+        heads = tensors[name].shape[1] if tensors[name].dim() > 1 else 0
+        shape = [geometry.layers, heads if heads in (1, geometry.kv_heads) else geometry.kv_heads, geometry.head_dim]
+        matrix = name in ("k", "v", "q", "o")
+        found[name] = plain_tensor(str(path), f"tensor {name}", tensors[name], shape + shape[-1:] * matrix)
+    return found
 
 
-def _resolve(location: str) -> Path:
-    """A local folder: ``location`` itself, its folder if it is a file, or a download."""
-    path = Path(location).expanduser()
-    if path.is_dir():
-        return path
-    if path.is_file():
-        return path.parent
-    if not hub.HUB_ID.match(location):
+def _read(file: Path) -> bytes:
+    try:
+        return file.read_bytes()
+    except OSError as error:
+        raise KVQuantError(f"{file}: cannot be read ({error.strerror}); check its permissions.") from error
+
+
+def _resolve(location: str, download: Callable[[HubLocation], Path] = hub.download) -> Path:
+    """A local folder, or a file that says which pair of several is meant: ``location`` itself, or a download."""
+    try:
+        path = Path(location).expanduser()
+        if path.is_file() and path.name in (TENSOR_FILE, CONFIG_FILE):
+            return path.parent
+        if path.is_dir() or path.is_file():
+            return path
+    except (OSError, RuntimeError, ValueError) as error:  # no such user, a name too long, a folder closed to us
+        reason = getattr(error, "strerror", None) or first_line(error)
+        raise KVQuantError(f"{location}: not a folder that can be read ({reason}). {_NO_ROTATIONS}") from error
+    place = HubLocation.parse(location)
+    if place is None:
         raise KVQuantError(f"{location}: no such folder. {_NO_ROTATIONS}")
-    return hub.download(location, sha256=known_digests(location))
+    return download(place)
+
+
+@lru_cache(maxsize=8)
+def _download_once(place: HubLocation) -> Path:
+    return hub.download(place)
+
+
+def _digests(data: dict[str, bytes]) -> dict[str, str]:
+    return {name: _sha256(content) for name, content in data.items()}
 
 
 def _dumps(config: dict[str, Any]) -> str:

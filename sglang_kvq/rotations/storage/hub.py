@@ -4,95 +4,238 @@ from __future__ import annotations
 
 import hashlib
 import re
+import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple, TypeVar
 
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.rotations.messages import first_line
 from sglang_kvq.rotations.storage import published
+from sglang_kvq.rotations.storage.config_file import CONFIG_FILE
+from sglang_kvq.rotations.storage.location import HubLocation
+from sglang_kvq.rotations.storage.registry import published_at
 
 TENSOR_FILE = "rotations.safetensors"
-CONFIG_FILE = "config.json"
-#: ``format_version`` in the latter, of rotations for transform coding.
-TRANSFORM_VERSION = 3
-#: Files of a rotation folder, by layout.
-LAYOUTS = ((TENSOR_FILE, CONFIG_FILE), (published.K_FILE, published.V_FILE))
+#: Seconds after which a hub that has not said what it holds counts as out of reach.
+TIMEOUT = 10.0
 
-HUB_ID = re.compile(r"^[\w][\w.-]*/[\w][\w.-]*(/[\w.@+=,-]+)*$")
 #: What may follow a model's name in a folder that is about this model: its calibration, never a variant's name.
 _TAIL = r"(?=$|[_@+/]|-(?:seq|prompt|group|fp8|bf16|int2|rot|oscar|calib))"
+_COMMIT = re.compile("[0-9a-f]{40}")
+_WITHOUT = (
+    "Without a network: copy the rotations to a folder and pass it to --kv-quant-rotations, make them with `kvq "
+    "calibrate MODEL`, or use --kv-quant hadamard, which needs none."
+)
+_T = TypeVar("_T")
 
 
-def download(location: str, *, sha256: dict[str, str] | None = None) -> Path:
-    """The local folder of ``org/name[/folder]``: fetched, or taken from the hub cache where the hub does not answer.
+def download(location: HubLocation) -> Path:
+    """The local folder of a location, or the file in it if that is what it names: fetched, or taken from the cache.
 
-    ``folder`` is a path in the repo, or a model's name, as long as one folder only is about this model.
-
-    Args:
-        sha256: digests that the folder's files must have, by file name.
+    The cache serves where the hub does not answer, and what is asked for by its commit.
 
     Raises:
-        KVQuantError: hub unreachable and nothing cached; no such folder; several; a file of another digest.
+        KVQuantError: hub unreachable and nothing cached; no such repository, revision or folder; several folders; a
+            file of another digest than the registry's. Said within ``TIMEOUT`` seconds where the hub does not answer.
     """
-    org, name, *sub = location.split("/")
-    repo = f"{org}/{name}"
-    files = _repo_files(repo, location)
-    folder, names = find_folder(files, "/".join(sub), repo)
-    from huggingface_hub import snapshot_download
-
-    patterns = [f"{folder}/{n}" if folder else n for n in names]
+    listing = _cached_commit(location) or _listing(location)
     try:
-        root = snapshot_download(repo, allow_patterns=patterns)
-    except Exception as error:  # network, no permission, disk: all end here with the same fix
-        raise _unreachable(location, error) from error
-    found = Path(root) / folder
-    for file, wanted in (sha256 or {}).items():
-        digest = hashlib.sha256((found / file).read_bytes()).hexdigest() if (found / file).is_file() else "missing"
-        if digest != wanted:
-            raise KVQuantError(
-                f"{location}: sha256 of {file} is {digest}, the registry expects {wanted}; the repo changed or the "
-                "download "
-                f"is damaged: delete {found} to fetch it again, or pass rotations you trust to --kv-quant-rotations."
-            )
-    return found
+        folder, names = find_folder(listing.files, location.folder, location.repo, location.revision)
+    except KVQuantError as error:
+        raise _explained(error, location, listing) from error
+    root = listing.snapshot or _fetch(location, [f"{folder}/{n}" if folder else n for n in names])
+    found = root / folder
+    _check_registry(location, found, names)
+    chosen = location.folder.rpartition("/")[2]
+    return found / chosen if chosen in names else found
 
 
-def find_folder(files: list[str], wanted: str, repo: str) -> tuple[str, tuple[str, ...]]:
+def find_folder(files: list[str], wanted: str, repo: str, revision: str | None = None) -> tuple[str, tuple[str, ...]]:
     """The folder of a repo that ``wanted`` means, and the names of the rotation files in it.
 
     Args:
         files: paths of the repo's files.
         wanted: a folder's path, or a model's name: a folder whose path contains it, whole but for tags of the
-            calibration after it; an exact name goes first.
+            calibration after it; an exact name goes first. Or a rotation file's path.
+        revision: what to name in messages.
 
     Raises:
-        KVQuantError: none or several; the message lists what there is.
+        KVQuantError: none or several; several pairs of files in it; rotations of MLA's latents. The message lists what
+            there is.
     """
-    present = set(files)
-    folders: dict[str, tuple[str, ...]] = {}
+    at = f"@{revision}" if revision else ""
+    contents = _folders(files)
+    parent, _, name = wanted.rpartition("/")
+    if published.is_rotation_file(name) and name in contents.get(parent, ()):
+        return parent, rotation_files(contents[parent], f"{repo}/{parent}".rstrip("/"), name)
+    folder = _match(contents, wanted, repo, at)
+    return folder, rotation_files(contents[folder], f"{repo}/{folder}".rstrip("/"))
+
+
+def rotation_files(names: set[str], where: str, chosen: str | None = None) -> tuple[str, ...]:
+    """What is read of a folder with these files: both files of our layout, or a published pair and its config.json.
+
+    Raises:
+        KVQuantError: none; or as ``published.choose_pair``.
+    """
+    if chosen is None and {TENSOR_FILE, CONFIG_FILE} <= names:
+        return TENSOR_FILE, CONFIG_FILE
+    pair = published.choose_pair(names, where, chosen)
+    if pair is not None:
+        return (*pair, CONFIG_FILE) if CONFIG_FILE in names else tuple(pair)
+    raise published.latents_error(where)
+
+
+def _folders(files: list[str]) -> dict[str, set[str]]:
+    """Names of files by folder."""
+    found: dict[str, set[str]] = {}
     for file in files:
-        folder = file.rpartition("/")[0]
-        for layout in LAYOUTS:
-            if folder not in folders and all((f"{folder}/{n}" if folder else n) in present for n in layout):
-                folders[folder] = layout
+        folder, _, name = file.rpartition("/")
+        found.setdefault(folder, set()).add(name)
+    return found
+
+
+def _holds_rotations(folder: str, names: set[str]) -> bool:
+    pair = (
+        any(map(published.is_rotation_file, names)) and len({n[0] for n in names if published.is_rotation_file(n)}) == 2
+    )
+    return pair or {TENSOR_FILE, CONFIG_FILE} <= names or published.holds_latents(folder, names)
+
+
+def _match(contents: dict[str, set[str]], wanted: str, repo: str, at: str) -> str:
+    folders = sorted(folder for folder, names in contents.items() if _holds_rotations(folder, names))
     if wanted in folders:
-        return wanted, folders[wanted]
+        return wanted
     exact = [f for f in folders if wanted and wanted.lower() in f.lower().split("/")]
     tagged = re.compile(rf"(?:^|[/_]|(?<=-)){re.escape(wanted)}{_TAIL}", re.IGNORECASE)
     matches = exact or [f for f in folders if wanted and tagged.search(f)]
     if len(matches) == 1:
-        return matches[0], folders[matches[0]]
+        return matches[0]
     if matches:
-        choices = ", ".join(f"{repo}/{f}" for f in sorted(matches))
+        choices = ", ".join(f"{repo}/{f}{at}" for f in matches)
         raise KVQuantError(
-            f"{repo}/{wanted}: several folders are about this model: {choices}. Choose one with --kv-quant-rotations."
+            f"{repo}/{wanted}{at}: several folders are about this model: {choices}. Choose one with "
+            "--kv-quant-rotations."
         )
-    near = sorted(f for f in folders if wanted.lower()[:6] in f.lower()) or sorted(folders)
-    listed = ", ".join(f"{repo}/{f}" for f in near[:8]) or "none at all"
+    near = [f for f in folders if wanted and wanted.split("/")[0].lower()[:6] in f.lower()] or folders
+    listed = ", ".join(f"{repo}/{f}{at}" for f in near[:8]) or "none at all"
+    asked = f"{repo}/{wanted}{at}" if wanted else f"{repo}{at}"
     raise KVQuantError(
-        f"{repo}/{wanted}: this repo has no rotations in {wanted or 'its root'}; folders with rotations: {listed}. "
-        "Pass one "
-        f"as --kv-quant-rotations {repo}/FOLDER, make your own with `kvq calibrate MODEL`, or use --kv-quant hadamard."
+        f"{asked}: this repo has no rotations in {wanted or 'its root'}; folders with rotations: {listed}. Pass one as "
+        f"--kv-quant-rotations {repo}/FOLDER{at}, make your own with `kvq calibrate MODEL`, or use --kv-quant hadamard."
     )
+
+
+class _Listing(NamedTuple):
+    """Paths of a repo's files; where they lie and why if the hub did not say it."""
+
+    files: list[str]
+    snapshot: Path | None = None
+    error: Exception | None = None
+
+
+def _listing(location: HubLocation) -> _Listing:
+    """What the hub holds at a location's revision, or the cached snapshot where the hub does not answer."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import RevisionNotFoundError
+
+    try:
+        info = _within(TIMEOUT, lambda: HfApi().model_info(location.repo, revision=location.revision, timeout=TIMEOUT))
+        return _Listing([sibling.rfilename for sibling in info.siblings or ()])
+    except RevisionNotFoundError as error:
+        raise KVQuantError(
+            f"{location}: {location.repo} has no revision {location.revision}; pass a branch, tag or commit that it "
+            f"has: https://huggingface.co/{location.repo}/commits/main lists them. It goes last: "
+            "org/name/folder@revision."
+        ) from error
+    except Exception as error:  # network, no permission: all end here with the same fix
+        snapshot = cached(location.repo, location.revision)
+        if snapshot is None:
+            raise _unreachable(location, error) from error
+        return _Listing(_files_of(snapshot), snapshot, error)
+
+
+def _cached_commit(location: HubLocation) -> _Listing | None:
+    """The cached snapshot of a commit, which cannot have changed; None if its folder is not in there."""
+    if not _COMMIT.fullmatch(location.revision or ""):
+        return None
+    snapshot = cached(location.repo, location.revision)
+    files = _files_of(snapshot) if snapshot else []
+    try:
+        find_folder(files, location.folder, location.repo, location.revision)
+    except KVQuantError:
+        return None
+    return _Listing(files, snapshot)
+
+
+def _files_of(snapshot: Path) -> list[str]:
+    return [path.relative_to(snapshot).as_posix() for path in snapshot.rglob("*") if path.is_file()]
+
+
+def _within(seconds: float, call: Callable[[], _T]) -> _T:
+    """A call's result. A name server or an address that does not answer takes longer than the client's own timeout.
+
+    Raises:
+        TimeoutError: it takes longer; it is left to itself.
+    """
+    results: list[_T] = []
+    errors: list[Exception] = []
+
+    def run() -> None:
+        try:
+            results.append(call())
+        except Exception as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, daemon=True, name="kvq-hub")
+    thread.start()
+    thread.join(seconds)
+    if errors:
+        raise errors[0]
+    if not results:
+        raise TimeoutError(f"no answer within {seconds:g} seconds")
+    return results[0]
+
+
+def _fetch(location: HubLocation, patterns: list[str]) -> Path:
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(location.repo, revision=location.revision, allow_patterns=patterns))
+    except Exception as error:  # network, no permission, disk
+        raise _unreachable(location, error) from error
+
+
+def _check_registry(location: HubLocation, folder: Path, names: tuple[str, ...]) -> None:
+    """Refuse files that are not those that the registry knows at a location."""
+    entry = published_at(location)
+    if entry is None:
+        return
+    if entry.per_head and not set(published.PER_HEAD) <= set(names):
+        raise KVQuantError(
+            f"{location}: of this model's rotations only the shared ones are here ({', '.join(names)}), which cost it "
+            f"most of its accuracy; {' and '.join(published.PER_HEAD)} are needed. Fetch them with a network, or make "
+            "rotations with `kvq calibrate MODEL`."
+        )
+    for file, wanted in entry.sha256.items():
+        digest = hashlib.sha256((folder / file).read_bytes()).hexdigest() if (folder / file).is_file() else "missing"
+        if digest != wanted:
+            raise KVQuantError(
+                f"{location}: sha256 of {file} is {digest}, the registry expects {wanted}; the repo changed or the "
+                f"download is damaged: delete {folder} to fetch it again, or pass rotations you trust to "
+                "--kv-quant-rotations."
+            )
+
+
+def _explained(error: KVQuantError, location: HubLocation, listing: _Listing) -> KVQuantError:
+    """The error of a folder that is not found, with what else the user must know."""
+    text, entry = str(error), published_at(location)
+    if listing.error is not None:
+        text = f"{text} The hub cannot be reached ({_reason(listing.error)}); only {listing.snapshot} was looked at."
+    if entry is not None and entry.inferred:
+        text = f"{text} The name {entry.path} is inferred from its authors' scripts."
+    return KVQuantError(text)
 
 
 def push(folder: Path, target: str, card: str) -> str:
@@ -112,7 +255,7 @@ def push(folder: Path, target: str, card: str) -> str:
             repo_id=repo,
             folder_path=str(folder),
             path_in_repo=where,
-            allow_patterns=[name for layout in LAYOUTS for name in layout],
+            allow_patterns=[TENSOR_FILE, CONFIG_FILE, "k_rotation*.pt", "v_rotation*.pt"],
             commit_message=f"Rotations {folder.name}",
         )
         api.upload_file(
@@ -137,7 +280,8 @@ def check_push(target: str) -> tuple[str, list[str]]:
     """
     from huggingface_hub import HfApi, get_token
 
-    if not HUB_ID.match(target):
+    location = HubLocation.parse(target)
+    if location is None or location.revision is not None:
         raise KVQuantError(f"--push {target}: must be ORG/REPO or ORG/REPO/FOLDER on the Hugging Face hub.")
     if not get_token():
         raise KVQuantError(
@@ -151,40 +295,39 @@ def check_push(target: str) -> tuple[str, list[str]]:
             f"--push {target}: the hub does not accept the token ({type(error).__name__}: {first_line(error)}); "
             "check the network, and make a token that may write at https://huggingface.co/settings/tokens."
         ) from error
-    org, name, *sub = target.split("/")
-    return f"{org}/{name}", sub
+    return location.repo, [part for part in location.folder.split("/") if part]
 
 
-def cached(repo: str) -> Path | None:
-    """The newest snapshot of a repo in the hub cache, or None."""
+def cached(repo: str, revision: str | None = None) -> Path | None:
+    """The snapshot of a repo in the hub cache, or None. It may hold some of the repo's files only."""
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(repo, local_files_only=True))
+        # Without files asked for, the client does not insist on all of the repo's.
+        return Path(snapshot_download(repo, revision=revision, local_files_only=True, allow_patterns=[]))
     except Exception:  # not there, or a broken cache: the same for the caller
         return None
 
 
-def _repo_files(repo: str, location: str) -> list[str]:
-    """Paths of a repo's files: the hub's list, or that of the cached snapshot where the hub does not answer."""
-    from huggingface_hub import HfApi
-
-    try:
-        return list(HfApi().list_repo_files(repo))
-    except Exception as error:
-        snapshot = cached(repo)
-        if snapshot is None:
-            raise _unreachable(location, error) from error
-        return [path.relative_to(snapshot).as_posix() for path in snapshot.rglob("*") if path.is_file()]
-
-
-def _unreachable(location: str, error: Exception) -> KVQuantError:
+def _unreachable(location: HubLocation, error: Exception) -> KVQuantError:
     from huggingface_hub import constants
+    from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
 
+    at = f" at revision {location.revision}" if location.revision else ""
+    if isinstance(error, (RepositoryNotFoundError, HFValidationError)):
+        return KVQuantError(
+            f"{location}: no such folder here, and no such repository on the Hugging Face hub, or none that you may "
+            f"read. Check the name; if {location.repo} is private, run `hf auth login` or set HF_TOKEN."
+        )
     offline = " HF_HUB_OFFLINE is set: unset it to download." if constants.HF_HUB_OFFLINE else ""
     return KVQuantError(
-        f"{location}: no such folder here, the Hugging Face hub did not give it ({type(error).__name__}: "
-        f"{first_line(error)}), and it is not in the cache {constants.HF_HUB_CACHE}.{offline} Without a network: "
-        "copy the rotations to a folder and pass it to --kv-quant-rotations, make them with `kvq calibrate MODEL`, or "
-        "use --kv-quant hadamard, which needs none."
+        f"{location}: no such folder here, the Hugging Face hub cannot be reached ({_reason(error)}), and "
+        f"{location.repo}{at} is not in the cache {constants.HF_HUB_CACHE}.{offline} {_WITHOUT}"
     )
+
+
+def _reason(error: Exception) -> str:
+    from huggingface_hub.errors import OfflineModeIsEnabled
+
+    offline = isinstance(error, OfflineModeIsEnabled)
+    return "offline mode" if offline else f"{type(error).__name__}: {first_line(error)}"

@@ -1,36 +1,270 @@
 """The layout of the published RotationZoo (https://github.com/FutureMLS-Lab/OSCAR): two ``.pt`` files.
 
-Each is ``{"format_version": 1, "objective": str, "source_grouping": str, "layers": {layer: {"layer_id": int,
-"rotation": float32 [D, D], "eigenvalues": float32 [D]}}}``. We also read and write a per-head variant,
-rotation ``[heads, D, D]`` and eigenvalues ``[heads, D]`` with source_grouping "head".
+Each is ``{"format_version": int, "objective": str, "source_grouping": str, "layers": {layer: {"layer_id": int,
+"rotation": float32, "eigenvalues": float32}}}``. In version 1 a layer's heads share a rotation ``[D, D]``, with
+eigenvalues ``[D]``; in version 2 each KV head has its own, ``[heads, D, D]`` and ``[heads, D]``. Eigenvalues may be
+missing. Layers have the model's own numbers, as integers or strings:
+those of its layers of full attention, or of all.
+
+A folder may hold several pairs. That of version 2, where there is one, is never passed over: see ``choose_pair``.
+We write version 1, for heads of their own with source_grouping "head", and number layers from 0.
 """
 
 from __future__ import annotations
 
+import io
+import json
+import re
+import warnings
+from collections.abc import Collection, Iterable
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.rotations.base import RotationMeta, Rotations
-from sglang_kvq.rotations.messages import first_line
+from sglang_kvq.rotations.identity import LayerNumbers
+from sglang_kvq.rotations.messages import first_line, shorten
+from sglang_kvq.rotations.storage.config_file import CONFIG_FILE
+from sglang_kvq.rotations.storage.tensors import plain_tensor
+
+
+class Pair(NamedTuple):
+    """Names of the files of keys and of values."""
+
+    k: str
+    v: str
+
 
 K_FILE = "k_rotation_qqt_r_h_pbr.pt"
 V_FILE = "v_rotation_sst_r_h_pbr.pt"
+#: A matrix for each KV head.
+PER_HEAD = Pair("k_rotation_perhead.pt", "v_rotation_perhead.pt")
+#: Names of other files of keys and values differ in their first letter only.
+_PARTNERS = {K_FILE: V_FILE, V_FILE: K_FILE}
+_ROTATION_FILE = re.compile(r"[kv]_rotation[\w.-]*\.pt")
+_LATENT_FILE = re.compile(r"layer_\d+\.pt|c_kv.*")
+_FETCH = "Fetch the folder again from its publisher."
+#: ``format_version`` of the files that are read; the second has matrices per head.
+VERSIONS = (1, 2)
 
 
-def load_published(folder: Path, *, layers: int | None = None) -> Rotations:
-    """Read both files of ``folder``; geometry and orthogonality are checked by the caller.
+def is_rotation_file(name: str) -> bool:
+    """Whether a file of this name holds published rotations of keys or values."""
+    return _ROTATION_FILE.fullmatch(name) is not None
+
+
+def holds_latents(folder: str, names: Iterable[str]) -> bool:
+    """Whether a folder with these files has rotations of MLA's latents: one matrix in a file for each layer."""
+    return Path(folder).name.startswith("c_kv") or any(_LATENT_FILE.fullmatch(name) for name in names)
+
+
+def latents_error(where: str) -> KVQuantError:
+    """For a folder that ``holds_latents``."""
+    return KVQuantError(
+        f"{where}: these rotations are of MLA's latents (c_kv), not of keys and values; --kv-quant does not serve MLA. "
+        "Serve the model without --kv-quant."
+    )
+
+
+def choose_pair(names: Collection[str], where: str, chosen: str | None = None) -> Pair | None:
+    """The files that a folder's rotations are read from; None if it has none of this layout.
 
     Args:
-        layers: the model's layers; None takes as many as the file has.
+        names: files of the folder.
+        where: its name, for messages.
+        chosen: one of them, if the user named it: then its pair is meant, whatever else there is.
 
     Raises:
-        KVQuantError: a file missing, truncated, refused by ``weights_only``, or without some layer.
+        KVQuantError: a file without its partner; several pairs, none of them ``PER_HEAD``.
     """
-    (k, k_eigen, objective), (v, v_eigen, _) = (_read(folder / name, layers) for name in (K_FILE, V_FILE))
-    meta = RotationMeta(objective=objective, source=str(folder))
-    return Rotations(k, v, meta, k_eigen, v_eigen)
+    found = sorted(name for name in names if is_rotation_file(name))
+    if chosen is not None:
+        return _whole(_pair_of(chosen), found, where)
+    if not found:
+        return None
+    if any(name in PER_HEAD for name in found):
+        return _whole(PER_HEAD, found, where)
+    keys, values = ([name for name in found if name[0] == part] for part in "kv")
+    pairs = sorted({_pair_of(name) for name in found})
+    whole = [pair for pair in pairs if set(pair) <= set(found)]
+    if len(keys) == len(values) == 1:
+        return Pair(keys[0], values[0])
+    if len(whole) > 1:
+        raise KVQuantError(
+            f"{where}: several pairs of rotations ({', '.join(pair.k for pair in whole)}); name the one you mean: "
+            f"--kv-quant-rotations {where}/{whole[0].k}."
+        )
+    return _whole(whole[0] if whole else pairs[0], found, where)
+
+
+def _pair_of(name: str) -> Pair:
+    partner = _PARTNERS.get(name, {"k": "v", "v": "k"}[name[0]] + name[1:])
+    return Pair(name, partner) if name[0] == "k" else Pair(partner, name)
+
+
+def _whole(pair: Pair, found: Collection[str], where: str) -> Pair:
+    missing = [name for name in pair if name not in found]
+    if missing:
+        raise KVQuantError(f"{where}: {missing[0]} is missing; the folder needs both {pair.k} and {pair.v}. {_FETCH}")
+    return pair
+
+
+def load_published(
+    folder: Path, pair: Pair, data: dict[str, bytes], *, layers: int | None = None, numbers: LayerNumbers | None = None
+) -> Rotations:
+    """Rotations of a pair of files; orthogonality is checked by the caller.
+
+    Args:
+        folder: where they lie; only named in messages.
+        data: contents of both files, by name, and of ``config.json`` if the folder has one.
+        layers: how many the model's cache holds; None takes as many as the files have.
+        numbers: the numbers that the model gives them; None takes the files' in order.
+
+    Raises:
+        KVQuantError: a file truncated, refused by ``weights_only``, or without some layer; a tensor of another shape;
+            matrices that heads share where the folder's version is 2.
+    """
+    files = [_File(folder / name, data[name]) for name in pair]
+    if 2 in (_declared_version(folder, data), *(file.version for file in files)):
+        for file in files:
+            file.check_per_head()
+    wanted = [file.layers_of(layers, numbers) for file in files]
+    if wanted[0] != wanted[1]:
+        raise KVQuantError(
+            f"{folder}: {pair.k} and {pair.v} have different layers; they do not belong together. {_FETCH}"
+        )
+    (k, k_eigenvalues), (v, v_eigenvalues) = (file.stack(numbers) for file, numbers in zip(files, wanted))
+    meta = RotationMeta(objective=files[0].objective, source=str(folder))
+    return Rotations(k, v, meta, k_eigenvalues, v_eigenvalues)
+
+
+def _declared_version(folder: Path, data: dict[str, bytes]) -> Any:
+    """``format_version`` of a ``config.json`` beside the files; None without."""
+    try:
+        config = json.loads(data.get(CONFIG_FILE, b"{}"))
+    except (ValueError, RecursionError) as error:
+        raise KVQuantError(f"{folder / CONFIG_FILE}: no JSON ({first_line(error)}). {_FETCH}") from error
+    if not isinstance(config, dict):
+        raise KVQuantError(f"{folder / CONFIG_FILE}: not a JSON object ({shorten(config)}). {_FETCH}")
+    version = config.get("format_version")
+    if "sha256" in config and "geometry" in config:
+        raise KVQuantError(
+            f"{folder / CONFIG_FILE}: it describes rotations.safetensors, which is missing; without it, remove "
+            f"{CONFIG_FILE} to load the published files beside it."
+        )
+    if version is not None and (type(version) is not int or version not in VERSIONS):
+        raise _version_error(folder / CONFIG_FILE, version)
+    return version
+
+
+def _version_error(path: Path, version: Any) -> KVQuantError:
+    read = " and ".join(map(str, VERSIONS))
+    return KVQuantError(
+        f"{path}: format_version {shorten(version)}; of published rotations, this sglang-kvq reads versions {read}. "
+        "Update sglang-kvq, or make rotations with `kvq calibrate`."
+    )
+
+
+class _File:
+    """One of the two files, its table of layers checked.
+
+    Attributes:
+        entries: a layer's ``rotation`` and ``eigenvalues``, by its number.
+    """
+
+    def __init__(self, path: Path, data: bytes) -> None:
+        document = _unpickle(path, data)
+        self.path, self.version = path, document.get("format_version", 1)
+        if type(self.version) is not int or self.version not in VERSIONS:
+            raise _version_error(path, self.version)
+        objective = document.get("objective", "unknown")
+        self.objective = objective if isinstance(objective, str) and objective.isprintable() else shorten(objective)
+        self.entries: dict[int, dict[Any, Any]] = {}
+        for key, entry in document["layers"].items():
+            number = self._number(key)
+            own = entry.get("layer_id", key) if isinstance(entry, dict) else None
+            if own is None or self._number(own) != number or number in self.entries:
+                raise KVQuantError(
+                    f"{path}: the entry of layer {number} is damaged ({shorten(entry)}). Fetch the file again."
+                )
+            self.entries[number] = entry
+
+    def _number(self, key: Any) -> int:
+        if type(key) is str and re.fullmatch("[0-9]{1,6}", key):
+            key = int(key)
+        if type(key) is not int or not 0 <= key < 10**6:
+            raise KVQuantError(f"{self.path}: {shorten(key)} is no layer's number. Fetch the file again.")
+        return key
+
+    def layers_of(self, layers: int | None, numbers: LayerNumbers | None) -> list[int]:
+        """Numbers of the wanted layers in this file, in the order of the model."""
+        there = set(self.entries)
+        if layers is None:
+            return sorted(there)
+        own = numbers.cached if numbers else tuple(sorted(there)) if len(there) == layers else tuple(range(layers))
+        everything = set(range(numbers.total if numbers else layers))
+        for wanted, held in ((own, set(own)), (range(layers), set(range(layers))), (own, everything)):
+            if there == held:
+                return list(wanted)
+        missing = [i for i in own if i not in there]
+        if missing:
+            raise KVQuantError(
+                f"{self.path}: layer {missing[0]} is missing ({len(missing)} of {len(own)} layers are); the file has "
+                f"layers {shorten(sorted(there))}. Use rotations of this model, or make them with `kvq calibrate`."
+            )
+        raise KVQuantError(
+            f"{self.path}: it has {len(there)} layers, the model has {layers}; it belongs to another model. Pass this "
+            "one's with --kv-quant-rotations, or make them with `kvq calibrate`."
+        )
+
+    def check_per_head(self) -> None:
+        """Refuse matrices that a layer's heads share."""
+        for number, entry in self.entries.items():
+            rotation = entry.get("rotation")
+            if isinstance(rotation, torch.Tensor) and rotation.dim() != 3:
+                raise KVQuantError(
+                    f"{self.path}: format_version 2 means a matrix for each KV head, layer {number} has shape "
+                    f"{list(rotation.shape)}: this is the older shared file, which is less accurate. Fetch "
+                    f"{PER_HEAD.k} and {PER_HEAD.v} into the folder, or make rotations with `kvq calibrate`."
+                )
+
+    def stack(self, numbers: list[int]) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Rotations ``[layers, heads, D, D]`` and eigenvalues ``[layers, heads, D]`` of these layers, float32."""
+        rotations: list[torch.Tensor] = []
+        spectra: list[torch.Tensor] = []
+        for number in numbers:
+            entry, shape = self.entries[number], rotations[0].shape if rotations else None
+            rotation = plain_tensor(str(self.path), f"rotation of layer {number}", entry.get("rotation"), shape)
+            if rotation.dim() not in (2, 3) or rotation.shape[-1] != rotation.shape[-2]:
+                raise KVQuantError(
+                    f"{self.path}: rotation of layer {number} has shape {list(rotation.shape)}, expected [D, D] or "
+                    "[heads, D, D]. Fetch the file again."
+                )
+            rotations.append(rotation)
+            if entry.get("eigenvalues") is not None:
+                name = f"eigenvalues of layer {number}"
+                spectra.append(plain_tensor(str(self.path), name, entry["eigenvalues"], rotation.shape[:-1]))
+        stacked, spectrum = torch.stack(rotations), torch.stack(spectra) if len(spectra) == len(numbers) else None
+        if stacked.dim() == 3:  # heads share them
+            stacked, spectrum = stacked.unsqueeze(1), None if spectrum is None else spectrum.unsqueeze(1)
+        return stacked, spectrum
+
+
+def _unpickle(path: Path, data: bytes) -> dict[Any, Any]:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of odd pickles: what is wrong with them is said below
+            document = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    except Exception as error:  # unpickling raises half a dozen types
+        raise KVQuantError(
+            f"{path}: not loadable as plain tensors ({first_line(error)}). It is truncated, or a pickle with code in "
+            "it, which is never run; fetch it again from its publisher."
+        ) from error
+    if not isinstance(document, dict) or not isinstance(document.get("layers"), dict) or not document["layers"]:
+        raise KVQuantError(f'{path}: no "layers" table; this is not a rotation file. Expected the RotationZoo layout.')
+    return document
 
 
 def save_published(rotations: Rotations, folder: Path) -> None:
@@ -73,45 +307,3 @@ def save_published(rotations: Rotations, folder: Path) -> None:
             "layers": entries,
         }
         torch.save(document, folder / name)
-
-
-def _read(path: Path, layers: int | None) -> tuple[torch.Tensor, torch.Tensor | None, str]:
-    """Stacked rotations ``[layers, heads, D, D]``, eigenvalues ``[layers, heads, D]`` or None, and the objective."""
-    if not path.is_file():
-        raise KVQuantError(f"{path.parent}: {path.name} is missing; the folder needs both {K_FILE} and {V_FILE}.")
-    try:
-        document = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # unpickling raises half a dozen types
-        raise KVQuantError(
-            f"{path}: not loadable as plain tensors ({first_line(error)}). It is truncated, or a pickle with code in "
-            "it, which is never run; fetch it again from its publisher."
-        ) from error
-    entries = document.get("layers") if isinstance(document, dict) else None
-    if not isinstance(entries, dict) or not entries:
-        raise KVQuantError(f'{path}: no "layers" table; this is not a rotation file. Expected the RotationZoo layout.')
-    if document.get("format_version", 1) != 1:
-        raise KVQuantError(
-            f"{path}: format_version {document['format_version']} is unknown (1 is supported); update sglang-kvq."
-        )
-    wanted = range(layers if layers is not None else max(entries) + 1)
-    missing = [i for i in wanted if i not in entries]
-    if missing:
-        raise KVQuantError(
-            f"{path}: layer {missing[0]} is missing ({len(missing)} of {len(wanted)} layers are); the file has layers "
-            f"{sorted(entries)}. Use rotations of this model, or make them with `kvq calibrate`."
-        )
-    if len(entries) > len(wanted):
-        raise KVQuantError(
-            f"{path}: it has {len(entries)} layers, the model has {len(wanted)}; it belongs to another model. Pass "
-            "this one's with --kv-quant-rotations, or make them with `kvq calibrate`."
-        )
-    try:
-        rotation = torch.stack([entries[i]["rotation"].float() for i in wanted])
-        given = [entries[i].get("eigenvalues") for i in wanted]
-        eigen = None if any(e is None for e in given) else torch.stack([e.float() for e in given])
-    except (KeyError, AttributeError, TypeError, RuntimeError) as error:
-        raise KVQuantError(f"{path}: malformed layer table ({first_line(error)}); fetch the file again.") from error
-    if rotation.dim() == 3:  # one matrix per layer
-        rotation = rotation.unsqueeze(1)
-        eigen = eigen.unsqueeze(1) if eigen is not None else None
-    return rotation, eigen, str(document.get("objective", "unknown"))

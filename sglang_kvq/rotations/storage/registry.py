@@ -5,6 +5,11 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
+from sglang_kvq.rotations.storage.location import HubLocation
+
+#: Repository of OSCAR's authors (arXiv 2605.17757).
+ROTATION_ZOO = "Zhongzhu/OSCAR-RotationZoo"
+
 
 @dataclass(frozen=True)
 class Published:
@@ -12,16 +17,21 @@ class Published:
 
     Attributes:
         model: the model's name, the last part of its hub id; a quantized copy NAME-FP8 has the same keys and values.
-        repo: hub repo that holds the rotations.
-        path: folder in the repo, or the model's name as ``hub.find_folder`` looks it up: the published layout tags
-            folders with sequence length, prompts and group, and could not be listed when this was written.
+        path: folder in the repository.
+        inferred: the folder's name comes from its authors' scripts; nobody has listed the repository to confirm it.
+        refused: why ``--kv-quant`` does not serve the model; "" if it does.
+        per_head: the folder holds one matrix per KV head beside older shared ones, which cost this model its accuracy.
+        repo: hub repository that holds the folder.
         revision: regular expression of the model's revisions that they fit, if it matters.
         sha256: digests of the files, by name, when known; a download that differs is refused.
     """
 
     model: str
-    repo: str
     path: str
+    inferred: bool = False
+    refused: str = ""
+    per_head: bool = False
+    repo: str = ROTATION_ZOO
     revision: str = ".*"
     sha256: dict[str, str] = field(default_factory=dict)
 
@@ -35,13 +45,28 @@ class Published:
         return same and (revision is None or re.fullmatch(self.revision, revision) is not None)
 
 
-#: By OSCAR's authors (arXiv 2605.17757).
-PUBLISHED = tuple(
-    Published(model, "Zhongzhu/OSCAR-RotationZoo", model)
-    for model in ("Qwen3-4B-Thinking-2507", "Qwen3-8B", "Qwen3-32B", "GLM-4.7-FP8", "MiniMax-M2.7")
+#: The folders of ``ROTATION_ZOO``: those that have been seen there, then those that only its authors' scripts name.
+PUBLISHED = (
+    Published("Qwen3-8B", "Qwen3-8B/seq20000_prompt83_group128"),
+    Published("Qwen3-32B", "Qwen3-32B/seq16000_prompt69_group128"),
+    Published("GLM-4.7-FP8", "GLM-4.7-FP8/seq10000_prompt43_group128"),
+    Published("GLM-5.2-FP8", "GLM-5.2-FP8/c_kv_rcov_phblock_g128", refused="MLA"),
+    Published("Qwen3-4B-Thinking-2507", "Qwen3-4B-Thinking-2507/seq20000_prompt83_group128", inferred=True),
+    Published("Qwen3-30B-A3B", "Qwen3-30B-A3B", inferred=True, per_head=True),
+    Published("Qwen3.5-4B", "Qwen3.5-4B", inferred=True),
+    Published("Qwen3.5-35B-A3B", "Qwen3.5-35B-A3B", inferred=True),
+    Published("Qwen3.8-27B", "Qwen3.8-27B", inferred=True),
+    Published("MiniMax-M2.7", "MiniMax-M2.7", inferred=True),
+    Published("MiniMax-M3", "MiniMax-M3", inferred=True, refused="sparse attention"),
+    Published("gemma-4-12b-it", "Gemma4-12B", inferred=True, refused="sliding windows"),
 )
 
 
-def known_digests(location: str) -> dict[str, str]:
-    """The registry's sha256 of the files at a location; empty if it knows none."""
-    return next((entry.sha256 for entry in PUBLISHED if entry.location == location), {})
+def published_at(location: HubLocation) -> Published | None:
+    """The entry of a folder, at whatever revision; None if it has none."""
+    return next((e for e in PUBLISHED if (e.repo, e.path) == (location.repo, location.folder)), None)
+
+
+def published_for(name: str, revision: str | None = None, repo: str = ROTATION_ZOO) -> Published | None:
+    """A repository's entry for a model of that name and revision; None if it has none."""
+    return next((e for e in PUBLISHED if e.repo == repo and e.fits(name, revision)), None)

@@ -6,16 +6,19 @@ Rotations for transform coding have a folder of their own, NAME-transform beside
 
 from __future__ import annotations
 
-import json
+import os
 import re
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.rotations.identity import identity
-from sglang_kvq.rotations.storage.hub import CONFIG_FILE, TENSOR_FILE, TRANSFORM_VERSION
-from sglang_kvq.rotations.storage.registry import PUBLISHED
+from sglang_kvq.rotations.storage.config_file import CONFIG_FILE, TRANSFORM_VERSION, parse_config
+from sglang_kvq.rotations.storage.hub import TENSOR_FILE
+from sglang_kvq.rotations.storage.location import HubLocation
+from sglang_kvq.rotations.storage.registry import published_at, published_for
 
 
 def find_rotations(model_path: str, hf_config: Any, revision: str | None = None, *, transform: bool = False) -> str:
@@ -45,14 +48,32 @@ def find_rotations(model_path: str, hf_config: Any, revision: str | None = None,
                 f"--kv-quant-rotations {folder}; better: `{calibrate}`."
             )
         return str(folder)
-    for entry in () if transform else PUBLISHED:
-        if entry.fits(name, revision):
-            return entry.location
+    entry = None if transform else published_for(name, revision)
+    if entry is not None and not entry.refused:
+        return entry.location
     raise KVQuantError(
         f"{model_path}: no rotations {'for transform coding ' * transform}known for this model. Make them with "
         f"`{calibrate} --text FILE --output DIR` and pass --kv-quant-rotations DIR, or use --kv-quant hadamard, which "
         "needs none."
     )
+
+
+def with_folder(location: str, model_path: str) -> str:
+    """``location``; of a repository alone, ``org/name[@revision]``, that publishes rotations for the model: its folder.
+
+    Args:
+        model_path: hub id or local folder, as the user gave it.
+    """
+    place = None if os.path.exists(location) else HubLocation.parse(location)
+    entry = place and not place.folder and published_for(Path(model_path).name, repo=place.repo)
+    return str(replace(place, folder=entry.path)) if place and entry else location
+
+
+def is_inferred(location: str) -> bool:
+    """Whether the name of a folder on the hub is known from its authors' scripts only."""
+    place = HubLocation.parse(location)
+    entry = place and published_at(place)
+    return bool(entry and entry.inferred)
 
 
 def is_transform(config: dict[str, Any]) -> bool:
@@ -65,7 +86,7 @@ def shipped() -> list[tuple[Path, dict[str, Any]]]:
     folders = sorted(
         path.parent for path in zoo_folder().glob(f"*/{CONFIG_FILE}") if (path.parent / TENSOR_FILE).is_file()
     )
-    return [(folder, json.loads((folder / CONFIG_FILE).read_text())) for folder in folders]
+    return [(folder, parse_config(path := folder / CONFIG_FILE, path.read_bytes()).model_dump()) for folder in folders]
 
 
 def zoo_folder() -> Path:

@@ -25,14 +25,18 @@ def test_the_table_names_every_model_whole_in_80_columns(monkeypatch):
     assert all(any(row[:1] == [model] for row in rows) for model in models), output
     assert max(map(len, output.splitlines())) <= 80 and "…" not in output
     assert any(row == ["model", "for", "from", "here", "clip", "K", "clip", "V"] for row in rows)
-    assert ["Qwen3-8B", "oscar", "hub", "no"] in rows
+    assert ["Qwen3-8B", "oscar", "hub", "no"] in rows and ["Qwen3.5-4B", "oscar", "hub?", "no"] in rows
+    assert ["GLM-5.2-FP8", "none", "hub", "no"] in rows
 
 
 def test_details_have_locations_and_texts(monkeypatch):
     output = zoo(monkeypatch, "--verbose")
     for folder, config in shipped():
         assert f"shipped: {folder}" in output and config["corpus"] in output
-    assert "hub: Zhongzhu/OSCAR-RotationZoo/Qwen3-8B\n  not in the cache" in output
+    assert "hub: Zhongzhu/OSCAR-RotationZoo/Qwen3-8B/seq20000_prompt83_group128\n  not in the cache" in output
+    inferred = "  the folder's name is inferred from its authors' scripts, not confirmed\n"
+    assert f"hub: Zhongzhu/OSCAR-RotationZoo/Qwen3.5-4B\n{inferred}  not in the cache" in output
+    assert "GLM-5.2-FP8/c_kv_rcov_phblock_g128\n  not served: MLA\n" in output
 
 
 def test_each_methods_rotations_of_a_model_have_a_row(monkeypatch, tmp_path):
@@ -48,14 +52,17 @@ def test_each_methods_rotations_of_a_model_have_a_row(monkeypatch, tmp_path):
 
 
 def test_json(monkeypatch, tmp_path):
-    (tmp_path / "Qwen3-8B_seq32768").mkdir()
+    folder = tmp_path / "Qwen3-8B" / "seq20000_prompt83_group128"
+    folder.mkdir(parents=True)
     for name in ("k_rotation_qqt_r_h_pbr.pt", "v_rotation_sst_r_h_pbr.pt"):
-        (tmp_path / "Qwen3-8B_seq32768" / name).touch()
+        (folder / name).touch()
     entries = json.loads(zoo(monkeypatch, "--json", in_cache=tmp_path))
     found = {entry["model"]: entry for entry in entries if entry["method"] != "transform"}
     ours = found["HuggingFaceTB/SmolLM2-135M-Instruct"]
     assert ours["origin"] == "shipped" and ours["folder"].startswith(str(zoo_folder())) and len(ours["clip_k"]) == 30
     coded = {entry["model"]: entry for entry in entries if entry["method"] == "transform"}
     assert coded[ours["model"]]["origin"] == "shipped" and coded[ours["model"]]["clip_k"] is None
-    assert found["Qwen3-8B"]["folder"] == str(tmp_path / "Qwen3-8B_seq32768") and found["Qwen3-32B"]["folder"] is None
+    assert found["Qwen3-8B"]["folder"] == str(folder) and found["Qwen3-32B"]["folder"] is None
     assert found["Qwen3-8B"]["origin"] == "hub" and found["Qwen3-8B"]["clip_k"] is None
+    assert found["Qwen3.5-4B"]["location_inferred"] and not found["Qwen3-8B"]["location_inferred"]
+    assert found["GLM-5.2-FP8"]["method"] == "none" and found["GLM-5.2-FP8"]["refused"] == "MLA"

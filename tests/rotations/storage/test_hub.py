@@ -4,6 +4,7 @@ import hashlib
 import json
 import shutil
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
@@ -12,10 +13,13 @@ from sglang_kvq.cli import app
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.rotations import load_rotations, save_rotations
 from sglang_kvq.rotations.storage import hub as hub_module
+from sglang_kvq.rotations.storage import registry
 from sglang_kvq.rotations.storage.card import describe_gains, model_card
-from sglang_kvq.rotations.storage.hub import CONFIG_FILE, TENSOR_FILE, download, find_folder
+from sglang_kvq.rotations.storage.config_file import CONFIG_FILE
+from sglang_kvq.rotations.storage.hub import TENSOR_FILE, download, find_folder
+from sglang_kvq.rotations.storage.location import HubLocation
 from sglang_kvq.rotations.storage.published import K_FILE, V_FILE, save_published
-from sglang_kvq.rotations.storage.registry import PUBLISHED, Published
+from sglang_kvq.rotations.storage.registry import Published
 from tests.rotations.helpers import random_rotations, random_transform
 
 GEOMETRY = dict(layers=2, kv_heads=2, head_dim=64)
@@ -41,9 +45,10 @@ def hub(tmp_path, monkeypatch):
     fake.root.mkdir()
 
     class Api:
-        def list_repo_files(self, repo):
+        def model_info(self, repo, revision=None, timeout=None):
             fake.answer()
-            return [p.relative_to(fake.root).as_posix() for p in fake.root.rglob("*") if p.is_file()]
+            names = [p.relative_to(fake.root).as_posix() for p in fake.root.rglob("*") if p.is_file()]
+            return SimpleNamespace(siblings=[SimpleNamespace(rfilename=name) for name in names])
 
         def whoami(self):
             fake.answer()
@@ -62,7 +67,7 @@ def hub(tmp_path, monkeypatch):
             (fake.root / path_in_repo).write_bytes(path_or_fileobj)
             fake.uploads.append((repo_id, path_in_repo))
 
-    def snapshot(repo, allow_patterns=None, local_files_only=False):
+    def snapshot(repo, revision=None, allow_patterns=None, local_files_only=False):
         if not (fake.cached if local_files_only or not fake.online else True):
             raise ConnectionError("not cached")
         if not local_files_only:
@@ -147,21 +152,24 @@ def test_unreachable_hub_names_the_cache_and_the_fix(hub, monkeypatch):
         assert words in message
 
 
-def test_known_digests_are_checked(hub):
+def test_known_digests_are_checked(hub, monkeypatch):
     save_rotations(random_rotations(), hub.root / "mine", kv_heads=2)
     digest = hashlib.sha256((hub.root / "mine" / TENSOR_FILE).read_bytes()).hexdigest()
-    assert download("org/zoo/mine", sha256={TENSOR_FILE: digest}) == hub.root / "mine"
-    with pytest.raises(KVQuantError, match=f"sha256 of {TENSOR_FILE} is {digest}, the registry expects 00"):
-        download("org/zoo/mine", sha256={TENSOR_FILE: "00"})
+    place = HubLocation("org/zoo", "mine")
+    for expected in (digest, "00"):
+        entry = Published("tiny", "mine", repo="org/zoo", sha256={TENSOR_FILE: expected})
+        monkeypatch.setattr(registry, "PUBLISHED", (entry,))
+        if expected == digest:
+            assert download(place) == hub.root / "mine"
+            continue
+        with pytest.raises(KVQuantError, match=f"sha256 of {TENSOR_FILE} is {digest}, the registry expects 00"):
+            download(place)
 
 
 def test_the_registry_matches_names_and_revisions():
-    entry = Published("Qwen3-8B", "org/zoo", "x", revision="v1.*")
+    entry = Published("Qwen3-8B", "x", revision="v1.*")
     assert entry.fits("qwen3-8b") and entry.fits("Qwen3-8B-FP8", "v1.2") and not entry.fits("Qwen3-8B", "v2")
     assert not entry.fits("Qwen3-8B-Base") and not entry.fits("My-Qwen3-8B")
-    assert [e.model for e in PUBLISHED] == [
-        "Qwen3-4B-Thinking-2507", "Qwen3-8B", "Qwen3-32B", "GLM-4.7-FP8", "MiniMax-M2.7"
-    ]  # fmt: skip
 
 
 def test_card_of_transform_coding():

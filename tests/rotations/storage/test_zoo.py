@@ -61,7 +61,8 @@ def test_transform_codings_rotations_lie_beside_others(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("model", ["Qwen/Qwen3-8B", "/models/Qwen3-8B", "Qwen/Qwen3-4B-Thinking-2507"])
 def test_published_entries_go_by_name(model):
-    assert find_rotations(model, {}) == f"Zhongzhu/OSCAR-RotationZoo/{model.rsplit('/', 1)[-1]}"
+    folder = f"{model.rsplit('/', 1)[-1]}/seq20000_prompt83_group128"
+    assert find_rotations(model, {}) == f"Zhongzhu/OSCAR-RotationZoo/{folder}"
 
 
 @pytest.mark.parametrize("model", ["Qwen/Qwen3-8B-Base", "Qwen/Qwen3-80B", "org/My-Qwen3-8B"])

@@ -1,0 +1,90 @@
+"""``config.json`` of a rotation folder in our layout, checked against a schema."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError
+
+from sglang_kvq.errors import KVQuantError
+from sglang_kvq.rotations.base import RotationMeta
+from sglang_kvq.rotations.messages import shorten
+
+CONFIG_FILE = "config.json"
+#: ``format_version`` of rotations for transform coding.
+TRANSFORM_VERSION = 3
+#: Those that are read.
+VERSIONS = (1, 2, TRANSFORM_VERSION)
+
+_Size = Annotated[int, Field(ge=1, le=2**20)]
+#: Text that messages show.
+_Line = Annotated[str, Field(pattern=r"^[^\x00-\x1f\x7f-\x9f\u2028\u2029]*$")]
+
+
+class _Geometry(BaseModel):
+    model_config = ConfigDict(strict=True)
+
+    layers: _Size
+    kv_heads: _Size
+    head_dim: _Size
+
+
+class RotationConfig(BaseModel):
+    """Fields of the file. Those that ``RotationMeta`` has too are described there; others are kept as they are."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    format_version: _Size
+    geometry: _Geometry
+    sha256: str = Field(pattern="^[0-9a-f]{64}$")
+    granularity: str | None = None
+    objective: _Line = "unknown"
+    base_model: _Line | None = None
+    revision: _Line | None = None
+    model: dict[str, Any] = {}
+    # Numbers or lists; ``check_meta`` has the rest, which holds before a file is written, too.
+    clip_k: Any = None
+    clip_v: Any = None
+    corpus: str | None = None
+    tokens: int | None = None
+    seed: int | None = None
+    sensitivity: dict[Literal["k", "v"], dict[str, list[FiniteFloat]]] | None = None
+    sensitivity_unit: str | None = None
+    importance: dict[Literal["k", "v"], list[FiniteFloat]] | None = None
+    errors: dict[Literal["k", "v"], list[float]] | None = None
+
+    def meta(self, source: str, files: dict[str, str]) -> RotationMeta:
+        """What it says, for rotations from ``source``, whose ``files`` have these digests."""
+        names = set(RotationMeta.__dataclass_fields__) & set(type(self).model_fields)
+        values = {name: getattr(self, name) for name in names}
+        for name in ("clip_k", "clip_v"):
+            if isinstance(values[name], list):
+                values[name] = tuple(values[name])
+        return RotationMeta(**values, source=source, files=files)
+
+
+def parse_config(path: Path, data: bytes) -> RotationConfig:
+    """The config that ``data``, the content of the file at ``path``, holds.
+
+    Raises:
+        KVQuantError: no JSON; a field missing or of another kind; a version that is not read. Names the field.
+    """
+    try:
+        config = RotationConfig.model_validate_json(data)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        field = ".".join(str(part) for part in first["loc"])
+        problem = f"{field}: {first['msg']}" if field else first["msg"]
+        if field and first["type"] != "missing":
+            problem += f", not {shorten(first['input'])}"
+        raise KVQuantError(
+            f"{path}: not the config.json of rotations ({' '.join(problem.split())}); correct it, or recreate the "
+            "folder with `kvq calibrate`."
+        ) from error
+    if config.format_version not in VERSIONS:
+        raise KVQuantError(
+            f"{path}: format_version {config.format_version}, this sglang-kvq reads {', '.join(map(str, VERSIONS))}; "
+            "update sglang-kvq."
+        )
+    return config
