@@ -37,8 +37,8 @@ from sglang_kvq.attention.ragged import RaggedPrefill, workspace_tokens
 from sglang_kvq.attention.short_extend import ShortExtends
 from sglang_kvq.attention.triton_ops import TritonOps
 from sglang_kvq.config import PAGE_SIZE
-from sglang_kvq.kernels.extend import NARROW, ExtendLaunch
-from sglang_kvq.kernels.gather import PageRead, gather_pages
+from sglang_kvq.kernels.extend.extend_attention import NARROW, ExtendLaunch
+from sglang_kvq.kernels.extend.gather_pages import PageRead, gather_pages
 
 REQUESTS = (1, 4, 8, 16, 32, 64)
 NEW = (16, 32, 64, 128, 256, 512)

@@ -25,8 +25,8 @@ from benchmarks.kernel_bench.rows import row_of, show
 from benchmarks.kernel_bench.shapes import KV_HEADS, Q_HEADS, D, DecodeShape
 from benchmarks.kernel_bench.timer import Timer, copy_bandwidth
 from sglang_kvq.formats.page import PageFormat
-from sglang_kvq.kernels.codes import record_of
-from sglang_kvq.kernels.decode import DecodeLaunch, decode_launch
+from sglang_kvq.kernels.decode.decode_attention import DecodeLaunch, decode_launch
+from sglang_kvq.kernels.device.codes import record_of
 from sglang_kvq.methods import get_method
 
 SHAPES = [(64, 16384), (8, 32768)]

@@ -16,7 +16,7 @@ from sglang_kvq.attention.triton_ops import TritonOps
 from sglang_kvq.cache.pool import PagePool
 from sglang_kvq.config import PAGE_SIZE
 from sglang_kvq.formats.record import RecordFormat
-from sglang_kvq.kernels.decode import DecodeLaunch
+from sglang_kvq.kernels.decode.decode_attention import DecodeLaunch
 
 #: Requests and tokens of each.
 DECODE = [(64, 16384), (16, 98304), (8, 32768), (32, 8192), (1, 131072), (256, 4096), (1, 1 << 20)]

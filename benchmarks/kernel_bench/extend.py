@@ -17,7 +17,7 @@ from sglang_kvq.attention.ragged import RaggedPrefill
 from sglang_kvq.attention.reference import ReferenceOps
 from sglang_kvq.attention.triton_ops import TritonOps
 from sglang_kvq.config import PAGE_SIZE
-from sglang_kvq.kernels.extend import ExtendLaunch
+from sglang_kvq.kernels.extend.extend_attention import ExtendLaunch
 
 #: Stored prefix and new tokens.
 EXTEND = [(0, 8192), (8192, 8192), (32768, 2048), (65536, 1024), (8192, 512), (8192, 128), (32768, 64)]

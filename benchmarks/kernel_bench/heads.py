@@ -21,8 +21,8 @@ from benchmarks.kernel_bench.rows import row_of
 from benchmarks.kernel_bench.shapes import DecodeShape
 from benchmarks.kernel_bench.timer import Timer
 from sglang_kvq.formats.page import PageFormat
-from sglang_kvq.kernels.codes import record_of
-from sglang_kvq.kernels.decode import DecodeLaunch, decode_launch, suits_half
+from sglang_kvq.kernels.decode.decode_attention import DecodeLaunch, decode_launch, suits_half
+from sglang_kvq.kernels.device.codes import record_of
 
 
 @dataclass(frozen=True)

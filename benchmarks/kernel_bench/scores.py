@@ -16,7 +16,7 @@ from sglang_kvq.attention.base import ExtendBatch, LayerRotations
 from sglang_kvq.attention.scoring import KeyScores, plan_scoring
 from sglang_kvq.attention.triton_ops import TritonOps
 from sglang_kvq.config import PAGE_SIZE
-from sglang_kvq.kernels.key_scores import ScoreLaunch
+from sglang_kvq.kernels.extend.key_scores import ScoreLaunch
 
 #: Stored prefix, tokens of the block, and of the prompt.
 SCORES = [(4096, 2048, 1024), (4096, 2048, 256), (0, 2048, 1024), (6144, 0, 1024), (16384, 4096, 1024)]

@@ -17,7 +17,7 @@ from sglang_kvq.cache.pool import PagePool
 from sglang_kvq.config import PAGE_SIZE
 from sglang_kvq.formats.page import PageFormat
 from sglang_kvq.formats.record import RecordFormat
-from sglang_kvq.kernels.decode import DecodeLaunch
+from sglang_kvq.kernels.decode.decode_attention import DecodeLaunch
 
 Q_HEADS, KV_HEADS, D = 32, 8, 128
 SINK, RECENT = 64, 256

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from sglang_kvq.attention.ragged import TILE
-from sglang_kvq.kernels.extend import ExtendLaunch, extend_launch, schedule
-from sglang_kvq.kernels.shape import value_dims
+from sglang_kvq.kernels.device.shape import value_dims
+from sglang_kvq.kernels.extend.extend_attention import ExtendLaunch, extend_launch, schedule
 
 
 @dataclass(frozen=True)

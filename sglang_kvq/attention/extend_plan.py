@@ -10,8 +10,8 @@ import torch
 
 from sglang_kvq.cache.transfer import upload
 from sglang_kvq.config import PAGE_SIZE
-from sglang_kvq.kernels.flash import Tile
-from sglang_kvq.kernels.gather import PageRead
+from sglang_kvq.kernels.extend.flash_attention import Tile
+from sglang_kvq.kernels.extend.gather_pages import PageRead
 
 PlanTiles = Callable[[list[int], list[tuple[int, int]]], list[Tile]]
 

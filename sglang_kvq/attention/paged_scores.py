@@ -15,8 +15,8 @@ import torch
 from sglang_kvq.attention.scoring import ScoringPart
 from sglang_kvq.cache.transfer import upload
 from sglang_kvq.config import PAGE_SIZE
-from sglang_kvq.kernels.gather import FIELDS, PageRead
-from sglang_kvq.kernels.key_scores import merged, past_lse, raise_scores, score_launch, splits_of
+from sglang_kvq.kernels.extend.gather_pages import FIELDS, PageRead
+from sglang_kvq.kernels.extend.key_scores import merged, past_lse, raise_scores, score_launch, splits_of
 
 #: Fills rows of keys BF16 ``[n, kv_heads, D]`` from pages: ``(keys, pages)``.
 GatherKeys = Callable[[torch.Tensor, torch.Tensor], object]

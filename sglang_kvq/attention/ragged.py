@@ -23,8 +23,8 @@ import torch
 from sglang_kvq.attention.base import ExtendBatch
 from sglang_kvq.cache.transfer import upload
 from sglang_kvq.config import PAGE_SIZE
-from sglang_kvq.kernels.gather import PageRead
-from sglang_kvq.kernels.sinks import scale_by_sinks
+from sglang_kvq.kernels.decode.learned_sinks import scale_by_sinks
+from sglang_kvq.kernels.extend.gather_pages import PageRead
 
 #: What FlashInfer's prefill kernels are built for, of the sizes the cache serves.
 HEAD_DIMS = (64, 128, 256)

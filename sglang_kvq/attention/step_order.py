@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import Enum, auto
 
-from sglang_kvq.kernels.common import NO_OVERLAP, Overlap
+from sglang_kvq.kernels.device.common import NO_OVERLAP, Overlap
 
 
 class Launch(Enum):

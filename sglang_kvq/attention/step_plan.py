@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 
 from sglang_kvq.cache.pool import PagePool
-from sglang_kvq.kernels.decode import DecodeLaunch
-from sglang_kvq.kernels.plan import FIELDS, split_work
+from sglang_kvq.kernels.decode.decode_attention import DecodeLaunch
+from sglang_kvq.kernels.decode.split_work import FIELDS, split_work
 
 
 class StepPlans:

@@ -21,19 +21,19 @@ from sglang_kvq.cache.pool import PagePool
 from sglang_kvq.config import MAX_GQA_GROUP, PAGE_SIZE
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.formats.page import PageFormat
-from sglang_kvq.kernels.arguments import Stored
-from sglang_kvq.kernels.codes import PlaneRecord, Record, record_of
-from sglang_kvq.kernels.common import INTERPRETED, can_overlap
-from sglang_kvq.kernels.decode import DecodeLaunch, decode, decode_launch
-from sglang_kvq.kernels.extend import extend, is_cheap
-from sglang_kvq.kernels.firsts import restore_pages
-from sglang_kvq.kernels.flash import flash_attention, plan_tiles, rows_per_tile
-from sglang_kvq.kernels.gather import gather_pages
-from sglang_kvq.kernels.merge import merge_splits
-from sglang_kvq.kernels.quantize import quantize_slots, quantize_tokens
-from sglang_kvq.kernels.rotate import rotate, split_rotation
-from sglang_kvq.kernels.shape import value_dims
-from sglang_kvq.kernels.store import store_tokens
+from sglang_kvq.kernels.decode.decode_attention import DecodeLaunch, decode, decode_launch
+from sglang_kvq.kernels.decode.merge import merge_splits
+from sglang_kvq.kernels.device.arguments import Stored
+from sglang_kvq.kernels.device.codes import PlaneRecord, Record, record_of
+from sglang_kvq.kernels.device.common import INTERPRETED, can_overlap
+from sglang_kvq.kernels.device.shape import value_dims
+from sglang_kvq.kernels.extend.extend_attention import extend, is_cheap
+from sglang_kvq.kernels.extend.flash_attention import flash_attention, plan_tiles, rows_per_tile
+from sglang_kvq.kernels.extend.gather_pages import gather_pages
+from sglang_kvq.kernels.quantize.keep_firsts import restore_pages
+from sglang_kvq.kernels.quantize.quantize_pages import quantize_slots, quantize_tokens
+from sglang_kvq.kernels.quantize.rotate import rotate, split_rotation
+from sglang_kvq.kernels.quantize.store_tokens import store_tokens
 
 
 @dataclass

@@ -12,11 +12,11 @@ import torch
 from sglang_kvq.attention.drafts import DraftBatch
 from sglang_kvq.attention.step_plan import StepPlans
 from sglang_kvq.cache.pool import PagePool
-from sglang_kvq.kernels.arguments import Stored
-from sglang_kvq.kernels.codes import PlaneRecord, Record
-from sglang_kvq.kernels.decode import Drafts, decode, decode_launch
-from sglang_kvq.kernels.merge import merge_splits
-from sglang_kvq.kernels.shape import value_dims
+from sglang_kvq.kernels.decode.decode_attention import Drafts, decode, decode_launch
+from sglang_kvq.kernels.decode.merge import merge_splits
+from sglang_kvq.kernels.device.arguments import Stored
+from sglang_kvq.kernels.device.codes import PlaneRecord, Record
+from sglang_kvq.kernels.device.shape import value_dims
 
 #: Query heads, of all drafts, that a program attends for at once: what ``TritonOps`` takes of one token.
 MOST_COLUMNS = 16

@@ -8,13 +8,13 @@ from sglang_kvq.cache.fold import check_fold
 from sglang_kvq.cache.pool import PagePool
 from sglang_kvq.cache.tiers import SINK_BONUS, TierManager
 from sglang_kvq.config import PAGE_SIZE
-from sglang_kvq.kernels.codes import record_of
-from sglang_kvq.kernels.events import apply_events
-from sglang_kvq.kernels.firsts import keep_firsts
-from sglang_kvq.kernels.fold import fold_pages
-from sglang_kvq.kernels.overlays import give_overlays
-from sglang_kvq.kernels.ranges import set_ranges
-from sglang_kvq.kernels.tiers import TierTables
+from sglang_kvq.kernels.device.codes import record_of
+from sglang_kvq.kernels.quantize.fold_tokens import fold_pages
+from sglang_kvq.kernels.quantize.keep_firsts import keep_firsts
+from sglang_kvq.kernels.tiers.events import apply_events
+from sglang_kvq.kernels.tiers.overlays import give_overlays
+from sglang_kvq.kernels.tiers.ranges import set_ranges
+from sglang_kvq.kernels.tiers.tables import TierTables
 
 
 class TritonTierManager(TierManager):

@@ -57,7 +57,7 @@ DECODED: tuple[tuple[int, tuple[RecordFormat, ...]], ...] = (
 )
 DRAFTS = 2
 #: The kernel that they are routines of.
-_DECODE = "decode._decode"
+_DECODE = "decode_attention._decode"
 #: Kernels compile on the CPU: each check has a process of its own where there are so many cores for it.
 CORES_OF_A_WORKER = 2
 #: Largest relative error, in the 2-norm. Rounding makes less than a tenth of it, wrong bytes make it about 1.
@@ -67,7 +67,7 @@ BOUND = 0.05
 def modules() -> list[ModuleType]:
     """Every module of ``sglang_kvq.kernels``, imported."""
     package = import_module("sglang_kvq.kernels")
-    names = [found.name for found in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")]
+    names = [found.name for found in pkgutil.walk_packages(package.__path__, f"{package.__name__}.") if not found.ispkg]
     return [import_module(name) for name in names]
 
 
@@ -85,7 +85,7 @@ def kernels() -> dict[str, Any]:
 
 def routines() -> list[str]:
     """Ways to decode, by ``module.kernel: routine``, without and with drafts."""
-    names = import_module("sglang_kvq.kernels.decode").ROUTINES
+    names = import_module("sglang_kvq.kernels.decode.decode_attention").ROUTINES
     return [_routine(name, drafts) for name in names for drafts in (1, DRAFTS)]
 
 
@@ -243,7 +243,7 @@ class _Request:
 
     def finish_with_sinks(self) -> None:
         """What takes them up after FlashInfer's attention, which may not be installed here."""
-        from sglang_kvq.kernels.sinks import scale_by_sinks
+        from sglang_kvq.kernels.decode.learned_sinks import scale_by_sinks
 
         out, _, _ = self._activations(MORE)
         lse = torch.randn(out.shape[:2], device=self.device) * 4 + 6
@@ -278,7 +278,7 @@ class _Request:
     def restore(self) -> None:
         """A page's first token is kept and its overlay restored, bit for bit."""
         from sglang_kvq.attention.triton_ops import TritonOps
-        from sglang_kvq.kernels.firsts import keep_firsts
+        from sglang_kvq.kernels.quantize.keep_firsts import keep_firsts
 
         pool, plain, pages = self._pool((PLANES,)), self._pool((PLANES,)), self._int64(0, 2)
         plain.overlays.copy_(pool.overlays.normal_())

@@ -42,11 +42,11 @@ from sglang_kvq.attention.triton_ops import TritonOps
 from sglang_kvq.cache.triton_tiers import TritonTierManager
 from sglang_kvq.formats.page import PageFormat
 from sglang_kvq.formats.planes import PlaneCode, PlaneFormat
-from sglang_kvq.kernels.codes import record_of
-from sglang_kvq.kernels.decode import DecodeLaunch
-from sglang_kvq.kernels.firsts import keep_firsts
-from sglang_kvq.kernels.fold import fold_pages
-from sglang_kvq.kernels.sinks import scale_by_sinks
+from sglang_kvq.kernels.decode.decode_attention import DecodeLaunch
+from sglang_kvq.kernels.decode.learned_sinks import scale_by_sinks
+from sglang_kvq.kernels.device.codes import record_of
+from sglang_kvq.kernels.quantize.fold_tokens import fold_pages
+from sglang_kvq.kernels.quantize.keep_firsts import keep_firsts
 from tests.kernels import scene as scenes
 from tests.kernels.test_decode import HALF_HEADS
 from tests.kernels.test_extend import make_batch

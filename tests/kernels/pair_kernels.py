@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from sglang_kvq.kernels import pairs
+from sglang_kvq.kernels.device import bf16_pairs as pairs
 
 
 @triton.jit

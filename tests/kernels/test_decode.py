@@ -11,8 +11,8 @@ from sglang_kvq.attention.triton_ops import TritonOps
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.formats.code import CodeFormat
 from sglang_kvq.formats.page import PageFormat
-from sglang_kvq.kernels.decode import DecodeLaunch
-from sglang_kvq.kernels.plan import WorkCosts
+from sglang_kvq.kernels.decode.decode_attention import DecodeLaunch
+from sglang_kvq.kernels.decode.split_work import WorkCosts
 from tests.kernels.scene import DEVICE, HEADS, ON_GPU, Heads, Scene, assert_close, make_scene
 
 BOUND = 5e-3

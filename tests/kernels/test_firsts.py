@@ -15,7 +15,7 @@ from sglang_kvq.config import PAGE_SIZE as P
 from sglang_kvq.formats.page import PageFormat
 from sglang_kvq.formats.planes import PlaneCode, PlaneFormat
 from sglang_kvq.formats.record import RecordFormat
-from sglang_kvq.kernels import firsts
+from sglang_kvq.kernels.quantize import keep_firsts as firsts
 from tests.kernels.scene import DEVICE, ON_GPU, int64
 from tests.kernels.test_formats import make_format
 from tests.kernels.test_planes import WIDTHS
@@ -130,7 +130,7 @@ def test_pages_get_the_entries_that_they_get_in_torch(seed, block):
 
 def test_requests_of_a_batch_share_what_is_restored(monkeypatch):
     """In whichever block of rows they are; the first has it, as in torch."""
-    monkeypatch.setattr("sglang_kvq.kernels.overlays._ELEMENTS", 16)
+    monkeypatch.setattr("sglang_kvq.kernels.tiers.overlays._ELEMENTS", 16)
     tiers = twins(rows=6, pages_each=8, slots=40, format=planes(WIDTHS[0]))
     none = torch.empty(0, dtype=torch.int64)
     rows = torch.arange(1, 7)

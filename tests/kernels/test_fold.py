@@ -12,8 +12,8 @@ from sglang_kvq.config import PAGE_SIZE as P
 from sglang_kvq.formats.page import PageFormat
 from sglang_kvq.formats.planes import PlaneCode, PlaneFormat
 from sglang_kvq.formats.record import RecordFormat
-from sglang_kvq.kernels.codes import record_of
-from sglang_kvq.kernels.fold import fold_pages
+from sglang_kvq.kernels.device.codes import record_of
+from sglang_kvq.kernels.quantize.fold_tokens import fold_pages
 from tests.kernels.scene import DEVICE
 from tests.kernels.test_formats import KINDS, make_format
 from tests.kernels.test_planes import WIDTHS

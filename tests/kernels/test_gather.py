@@ -11,9 +11,9 @@ import torch
 
 from sglang_kvq.config import PAGE_SIZE
 from sglang_kvq.formats.pack import unpack_codes
-from sglang_kvq.kernels import gather_two_bits
-from sglang_kvq.kernels.decode import is_two_bit
-from sglang_kvq.kernels.gather import PageRead, gather_pages
+from sglang_kvq.kernels.decode.decode_attention import is_two_bit
+from sglang_kvq.kernels.extend import gather_two_bits
+from sglang_kvq.kernels.extend.gather_pages import PageRead, gather_pages
 from tests.kernels.scene import HEADS, Heads, int64, make_scene
 from tests.kernels.test_unpack import OPERATIONS, execute, words
 

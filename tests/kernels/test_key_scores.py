@@ -12,7 +12,15 @@ from sglang_kvq.attention.key_scores import key_scores
 from sglang_kvq.attention.scoring import KeyScores, plan_scoring
 from sglang_kvq.attention.triton_ops import TritonOps
 from sglang_kvq.formats.planes import PlaneCode, PlaneFormat
-from sglang_kvq.kernels.key_scores import NARROW, ScoreLaunch, merged, past_lse, raise_scores, score_launch, splits_of
+from sglang_kvq.kernels.extend.key_scores import (
+    NARROW,
+    ScoreLaunch,
+    merged,
+    past_lse,
+    raise_scores,
+    score_launch,
+    splits_of,
+)
 from tests import device_waits
 from tests.kernels.scene import DEVICE, HEADS, LAYERS, ON_GPU, Heads, Scene, make_scene, randn
 from tests.kernels.test_extend import make_batch

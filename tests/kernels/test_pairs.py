@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from sglang_kvq.kernels.common import has_pairs
+from sglang_kvq.kernels.device.common import has_pairs
 from tests.kernels.scene import DEVICE
 
 N = 4096

@@ -4,7 +4,15 @@ import pytest
 import torch
 
 from sglang_kvq.config import PAGE_SIZE
-from sglang_kvq.kernels.plan import FIELDS, HISTORY_COST, LEAST_WORK, OVERLAY_TILE, Item, WorkCosts, split_work
+from sglang_kvq.kernels.decode.split_work import (
+    FIELDS,
+    HISTORY_COST,
+    LEAST_WORK,
+    OVERLAY_TILE,
+    Item,
+    WorkCosts,
+    split_work,
+)
 from tests.kernels.scene import DEVICE
 
 TILE = OVERLAY_TILE.value

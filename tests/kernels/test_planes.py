@@ -13,9 +13,10 @@ from sglang_kvq.attention.triton_ops import TritonOps
 from sglang_kvq.config import PAGE_SIZE
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.formats.planes import PlaneCode, PlaneFormat, Widths
-from sglang_kvq.kernels import decode_half_planes, key_planes_int8
-from sglang_kvq.kernels.codes import PlaneCodes
-from sglang_kvq.kernels.decode import DecodeLaunch
+from sglang_kvq.kernels.decode import history_planes_fp16 as decode_half_planes
+from sglang_kvq.kernels.decode import key_planes_int8
+from sglang_kvq.kernels.decode.decode_attention import DecodeLaunch
+from sglang_kvq.kernels.device.codes import PlaneCodes
 from tests.kernels.scene import DEVICE, ON_GPU, Heads, Scene, assert_close, int64, make_scene
 from tests.kernels.test_decode import BOUND, decode, exact, half_a_bit
 from tests.kernels.test_unpack import execute, words

@@ -12,9 +12,10 @@ from sglang_kvq.attention.short_extend import ShortExtends
 from sglang_kvq.attention.triton_ops import BatchPlans
 from sglang_kvq.config import HEAD_DIMS, PAGE_SIZE
 from sglang_kvq.formats.planes import PlaneCode, Widths, gains_of
-from sglang_kvq.kernels import extend_planes, gather_planes
-from sglang_kvq.kernels.codes import PlaneCodes
-from sglang_kvq.kernels.gather import PageRead, gather_pages
+from sglang_kvq.kernels.device.codes import PlaneCodes
+from sglang_kvq.kernels.extend import gather_planes
+from sglang_kvq.kernels.extend import history_planes as extend_planes
+from sglang_kvq.kernels.extend.gather_pages import PageRead, gather_pages
 from tests.kernels.scene import Heads, Scene, int64, make_scene
 from tests.kernels.test_extend import make_batch
 from tests.kernels.test_formats import make_format

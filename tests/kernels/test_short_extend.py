@@ -15,8 +15,8 @@ from sglang_kvq.attention.short_extend import AS_MEASURED, ShortExtends
 from sglang_kvq.attention.triton_ops import TritonOps
 from sglang_kvq.config import PAGE_SIZE
 from sglang_kvq.formats.pack import unpack_codes
-from sglang_kvq.kernels import extend_history
-from sglang_kvq.kernels.extend import NARROW, WIDE, Item, extend_launch, plan_extend
+from sglang_kvq.kernels.extend import history as extend_history
+from sglang_kvq.kernels.extend.extend_attention import NARROW, WIDE, Item, extend_launch, plan_extend
 from tests import device_waits
 from tests.kernels.scene import HEADS, LAYERS, ON_GPU, Heads, Scene, assert_close, make_scene, randn
 from tests.kernels.test_extend import make_batch

@@ -14,7 +14,7 @@ from sglang_kvq.attention.reference import ReferenceOps
 from sglang_kvq.attention.triton_ops import TritonOps
 from sglang_kvq.config import PAGE_SIZE
 from sglang_kvq.formats.planes import PlaneCode, PlaneFormat
-from sglang_kvq.kernels.sinks import scale_by_sinks
+from sglang_kvq.kernels.decode.learned_sinks import scale_by_sinks
 from tests.kernels.scene import DEVICE, HEADS, ON_GPU, Heads, Scene, assert_close, make_scene, randn, rotations
 from tests.kernels.test_decode import decode as decode_step
 from tests.kernels.test_extend import BOUND as TWO_SOFTMAXES

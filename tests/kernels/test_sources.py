@@ -9,7 +9,7 @@ import pytest
 
 import sglang_kvq.kernels
 
-FILES = sorted(Path(sglang_kvq.kernels.__path__[0]).glob("*.py"))
+FILES = sorted(Path(sglang_kvq.kernels.__path__[0]).rglob("*.py"))
 
 
 def is_jitted(function: ast.FunctionDef) -> bool:

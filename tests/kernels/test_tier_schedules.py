@@ -11,7 +11,8 @@ from sglang_kvq.cache.pool import PagePool
 from sglang_kvq.config import PAGE_SIZE as P
 from sglang_kvq.formats.page import PageFormat
 from sglang_kvq.formats.record import RecordFormat
-from sglang_kvq.kernels import events, firsts, overlays, ranges
+from sglang_kvq.kernels.quantize import keep_firsts as firsts
+from sglang_kvq.kernels.tiers import events, overlays, ranges
 from tests.cache.scheduler_model import PLANES, Model
 from tests.cache.schedules import Driver, converse
 from tests.kernels.tier_twins import TwinTierManager

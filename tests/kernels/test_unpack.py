@@ -7,8 +7,9 @@ import re
 import numpy as np
 import pytest
 
-from sglang_kvq.kernels import decode_half_int8, unpack
-from sglang_kvq.kernels.codes import Codes, record_of
+from sglang_kvq.kernels.decode import history_k_int8_v_fp16 as decode_half_int8
+from sglang_kvq.kernels.device import unpack
+from sglang_kvq.kernels.device.codes import Codes, record_of
 from tests.kernels.test_formats import KINDS, make_format
 
 ALL = {(c.bits, c.levels): c for kind in KINDS for r in [record_of(make_format(kind, 128))] for c in (r.k, r.v)}

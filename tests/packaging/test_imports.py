@@ -14,7 +14,7 @@ from tests.packaging.conftest import empty_environment, pip, run, share_packages
 PROBE = """
 import importlib.util, json
 from importlib.resources import files
-import sglang_kvq, sglang_kvq.kernels.decode, sglang_kvq.kernels.probe, sglang_kvq.rotation_zoo
+import sglang_kvq, sglang_kvq.kernels.decode.decode_attention, sglang_kvq.kernels.probe, sglang_kvq.rotation_zoo
 spec = importlib.util.find_spec("triton_kernels")
 zoo = files("sglang_kvq.rotation_zoo") / "probes" / "probe-1.5b"
 print(json.dumps({

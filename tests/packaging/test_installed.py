@@ -18,7 +18,8 @@ import json
 from importlib.resources import files
 package = files("sglang_kvq")
 zoo = files("sglang_kvq.rotation_zoo")
-kernels = [path.name for path in files("sglang_kvq.kernels").iterdir() if path.name.endswith(".py")]
+folders = [path for path in files("sglang_kvq.kernels").iterdir() if path.is_dir()]
+kernels = [path.name for folder in folders for path in folder.iterdir() if path.name.endswith(".py")]
 print(json.dumps({
     "typed": (package / "py.typed").is_file(),
     "kernels": sorted(kernels),
@@ -45,7 +46,7 @@ def complete(python: Path) -> Path:
 def test_files_that_are_no_modules(python: Path, tmp_path: Path) -> None:
     found = json.loads(run([python, "-c", FILES], tmp_path))
     assert found["typed"]
-    assert found["kernels"] == sorted(path.name for path in (ROOT / "sglang_kvq" / "kernels").glob("*.py"))
+    assert found["kernels"] == sorted(path.name for path in (ROOT / "sglang_kvq" / "kernels").rglob("*.py"))
     assert found["rotations"] == [folder.name for folder, _ in shipped()] != []
 
 
@@ -57,7 +58,11 @@ def test_the_package_is_imported_from_there_and_needs_nothing(python: Path, tmp_
 
 
 def test_kernels_and_the_plugin_are_imported(complete: Path, tmp_path: Path) -> None:
-    modules = "sglang_kvq.kernels.decode", "sglang_kvq.sglang.plugin", "sglang_kvq.attention.triton_ops"
+    modules = (
+        "sglang_kvq.kernels.decode.decode_attention",
+        "sglang_kvq.sglang.plugin",
+        "sglang_kvq.attention.triton_ops",
+    )
     code = f"import sys, {', '.join(modules)}; print(*(sys.modules[name].__file__ for name in {modules}))"
     for path in run([complete, "-c", code], tmp_path).split():
         assert Path(path).is_relative_to(complete.parent.parent)

@@ -58,7 +58,7 @@ def test_json_says_the_same(monkeypatch):
 
 
 def test_every_module_of_the_kernels_is_looked_at(monkeypatch):
-    files = {path.stem for path in Path(sglang_kvq.kernels.__path__[0]).glob("*.py")}
+    files = {path.stem for path in Path(sglang_kvq.kernels.__path__[0]).rglob("[!_]*.py")}
     assert {module.__name__.rpartition(".")[2] for module in kernel_check.modules()} == files
     (line, _) = lines("kernels", monkeypatch)[1]
     launched = len(kernel_check.kernels())
@@ -67,9 +67,9 @@ def test_every_module_of_the_kernels_is_looked_at(monkeypatch):
 
 def decoded() -> set[str]:
     """The routines that the geometries of ``kernel_check`` take, as ``decode_launch`` launches them."""
-    from sglang_kvq.kernels.codes import record_of
-    from sglang_kvq.kernels.decode import decode_launch, decode_routine
-    from sglang_kvq.kernels.shape import shape_of
+    from sglang_kvq.kernels.decode.decode_attention import decode_launch, decode_routine
+    from sglang_kvq.kernels.device.codes import record_of
+    from sglang_kvq.kernels.device.shape import shape_of
 
     found = set()
     for heads, formats in kernel_check.DECODED:
@@ -88,9 +88,9 @@ def test_every_routine_to_decode_is_among_what_is_run():
 
 def test_every_served_geometry_decodes_by_such_a_routine():
     """And every routine serves some, so that none is run for nothing."""
-    from sglang_kvq.kernels.codes import record_of
-    from sglang_kvq.kernels.decode import ROUTINES, decode_launch, decode_routine
-    from sglang_kvq.kernels.shape import shape_of
+    from sglang_kvq.kernels.decode.decode_attention import ROUTINES, decode_launch, decode_routine
+    from sglang_kvq.kernels.device.codes import record_of
+    from sglang_kvq.kernels.device.shape import shape_of
 
     found = set()
     for head_dim, heads in itertools.product(HEAD_DIMS, range(1, 17)):
@@ -99,7 +99,7 @@ def test_every_served_geometry_decodes_by_such_a_routine():
             record = record_of(format)
             launch = decode_launch(head_dim, heads, record, kv_heads=1)
             found.add(decode_routine(record, shape_of(1, head_dim, heads), launch.half_pages))
-    assert found <= set(ROUTINES) and set(ROUTINES) - found == {"decode_general"}, "that reads other codes"
+    assert found <= set(ROUTINES) and set(ROUTINES) - found == {"history_general"}, "that reads other codes"
 
 
 @pytest.mark.slow

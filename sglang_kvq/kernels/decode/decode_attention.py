@@ -1,0 +1,540 @@
+"""Decode attention: split-KV partial results over INT2 records and BF16 overlays, in one launch.
+
+A program takes one KV head of one item of the plan (``plan.split_work``): some pages of one request's history,
+some of its overlays (sinks, window, the page being filled), seldom both. With codes c in 0..3, scale s and offset z
+per token, and queries q:
+
+    q k     = s_k (q c_k) + z_k sum(q)            the affine terms stay outside the product
+    sum p v = sum (p s_v) c_v + sum p z_v         s_v is folded into p, z_v is one number per query head
+
+Where a head has several groups, q k is a sum over them, and p, computed once, is multiplied by each group's s_v in
+turn.
+
+Both products run on INT8 tensor cores with tokens (then dims of V) on the 16-row side, where codes lie
+packed in memory the way the operand wants them in registers, and query heads on the 8-column side. Each
+head has two columns, the high and low part of its INT8 split: x = unit (high + low / 256), 15 bits.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from sglang_kvq.config import PAGE_SIZE
+from sglang_kvq.errors import KVQuantError
+from sglang_kvq.kernels.decode.history_fp16 import has_int8_keys, history_half
+from sglang_kvq.kernels.decode.history_general import history_general
+from sglang_kvq.kernels.decode.history_k_int8_v_fp16 import history_half_int8
+from sglang_kvq.kernels.decode.history_planes_fp16 import history_half_planes
+from sglang_kvq.kernels.decode.history_planes_int8 import history_planes
+from sglang_kvq.kernels.decode.split_work import OVERLAY_TILE, WorkCosts, load_item
+from sglang_kvq.kernels.device.arguments import Stored, View, view
+from sglang_kvq.kernels.device.codes import PlaneRecord, Record, scale_step
+from sglang_kvq.kernels.device.common import INTERPRETED, NO_OVERLAP, PAGE, Overlap, dot, page_of, to_bf16
+from sglang_kvq.kernels.device.int8 import (
+    MAGIC_BITS,
+    base_of,
+    empty_groups,
+    group_product,
+    group_scales,
+    join_parts,
+    query_operands,
+    spread_sum,
+    stack_groups,
+    tile_scales,
+    tokens_of_tile,
+    weight_operands,
+)
+from sglang_kvq.kernels.device.plane_codes import row_dims
+from sglang_kvq.kernels.device.shape import Shape, shape_of, value_dims
+from sglang_kvq.kernels.device.softmax import LOG2E, NEVER, Softmax, first_columns
+from sglang_kvq.kernels.device.unpack import two_bits
+
+#: Shared memory of an SM (Hopper), and what it reserves for each program.
+_SM_BYTES, _RESERVED_BYTES = 228 * 1024, 1024
+
+#: What ``decode_routine`` may return.
+ROUTINES = (
+    "decode_attention",
+    "history_general",
+    "history_fp16",
+    "history_k_int8_v_fp16",
+    "history_planes_int8",
+    "history_planes_fp16",
+)
+
+#: How much of the last wave of programs must be busy before another wave is tried.
+BUSY = 0.9
+
+
+@dataclass(frozen=True)
+class DecodeLaunch:
+    """How the kernel is compiled, and how many items the plan makes.
+
+    Attributes:
+        stages, registers: the compiler's.
+        programs_per_sm: one-warp programs that an SM holds at once.
+        half_pages: pages a turn of ``decode_half.history_half``, 1 or 2, of ``decode_half_planes``, 2; 0 for products
+            in INT8.
+        shared_weights: whether weights become operands of ``decode_half_planes`` through shared memory.
+        overlay_cost: ``WorkCosts.overlay``.
+    """
+
+    stages: int
+    registers: int
+    programs_per_sm: int
+    half_pages: int = 0
+    shared_weights: bool = False
+    overlay_cost: int = 5
+
+    @property
+    def costs(self) -> WorkCosts:
+        """For plans of its items."""
+        return WorkCosts(self.overlay_cost, turn=1 if self.half_pages == 1 else 2)
+
+    def items(self, batch: int, programs: int, sms: int) -> int:
+        """Items of a plan for ``batch`` requests, ``programs`` programs each.
+
+        As many as fill whole waves: the fewest waves of which a batch of equal requests keeps ``BUSY`` busy, or the
+        best of eight.
+        """
+        wave = max(sms * self.programs_per_sm // programs, 1)
+        least = -(-batch // wave)
+        busy = {waves: wave * waves // batch * batch / (wave * waves) for waves in range(least, least + 8)}
+        good = [waves for waves, share in busy.items() if share >= BUSY]
+        return wave * (good[0] if good else max(busy, key=busy.get))
+
+
+class Drafts(NamedTuple):
+    """Several query tokens of each request, its last ones, which see what is stored and some of each other.
+
+    Attributes:
+        seen: int64 ``[B, count]``, last axis contiguous, and row: its row's length in elements. Bit j of entry (i, t)
+            is whether draft t of request i sees its draft j.
+        count: drafts of a request, at most 63; of_chunk: those that a program attends for.
+    """
+
+    seen: torch.Tensor
+    row: int
+    count: int
+    of_chunk: int
+
+    @property
+    def chunks(self) -> int:
+        return -(-self.count // self.of_chunk)
+
+
+def decode_launch(head_dim: int, gqa_group: int, record: Record | PlaneRecord, kv_heads: int) -> DecodeLaunch:
+    """The launch for that geometry and those codes; ``gqa_group`` query heads share each of the worker's KV heads.
+
+    Twelve programs on an SM, or eight where the loop would spill much, as measured (``benchmarks/formats.py --sweep``,
+    ``benchmarks/kernels.py --sweep-heads``). Numbers between lose up to a half: an SM's four schedulers then have
+    unequal shares.
+    """
+    if suits_half(record, head_dim) and not isinstance(record, PlaneRecord):
+        if head_dim == 64 and gqa_group <= 8:
+            return DecodeLaunch(stages=3, registers=168, programs_per_sm=12, half_pages=2)
+        if head_dim == 128 and gqa_group > 4:
+            if gqa_group > 8:
+                return DecodeLaunch(4, registers=255, programs_per_sm=8, half_pages=1, overlay_cost=3)
+            if kv_heads == 1:  # programs have few pages each: fewer of them begin sooner
+                return DecodeLaunch(4, registers=255, programs_per_sm=8, half_pages=1, overlay_cost=4)
+            return DecodeLaunch(4, registers=168, programs_per_sm=12, half_pages=1, overlay_cost=4)
+    if isinstance(record, PlaneRecord):
+        # With up to four heads a product is half empty, which at 64 dims still takes fewer instructions.
+        if suits_half(record, head_dim) and (gqa_group > 4 or head_dim == 64):
+            return _half_planes_launch(head_dim, gqa_group, record)
+        return _planes_launch(head_dim, gqa_group, record)
+    if gqa_group > 8:  # spills all the same: more heads hold more accumulators
+        return DecodeLaunch(stages=3, registers=255, programs_per_sm=8)
+    wide = head_dim > 128 or (gqa_group > 4 and (head_dim > 64 or not is_fast(record)))
+    four_bits = any(codes.bits == 4 for codes in (record.k, record.v)) and not record.k.channel
+    if wide or (head_dim > 64 and (four_bits or record.k.centred)):
+        return DecodeLaunch(stages=2, registers=255, programs_per_sm=8)
+    return DecodeLaunch(
+        stages=2, registers=160 if is_two_bit(record, head_dim) and gqa_group <= 4 else 168, programs_per_sm=12
+    )
+
+
+def _planes_launch(head_dim: int, gqa_group: int, record: PlaneRecord) -> DecodeLaunch:
+    """Products in INT8 of records of planes.
+
+    A third stage hides more, where the copies of all programs find room in an SM's shared memory.
+    """
+    wide = head_dim > 128 or gqa_group > 4
+    programs, shape = 8 if wide else 12, shape_of(1, head_dim, gqa_group)
+    page = _page_bytes(record, shape.INT8_JP, shape.VP)
+    operands = 4 * shape.INT8_JP * 2 * shape.HEADS
+    stages = 3 if 4 * page + operands <= _program_bytes(programs) else 2
+    fitting = _most_programs(programs, 2 * (stages - 1) * page + operands)
+    return DecodeLaunch(stages, registers=255 if wide else 168, programs_per_sm=fitting)
+
+
+def _half_planes_launch(head_dim: int, gqa_group: int, record: PlaneRecord) -> DecodeLaunch:
+    """Products in FP16 of records of planes.
+
+    A third stage comes first where shared memory is short; weights do with more than eight heads, which spill else.
+    """
+    wide = gqa_group > 8 or head_dim > 64
+    programs = 8 if wide else 12
+    shape, room = shape_of(1, head_dim, gqa_group), _program_bytes(programs)
+    page = _page_bytes(record, shape.JP, shape.VP)
+    row = 2 * max(shape.HEADS, 8)  # bytes, of an operand's columns
+    operands = sum(cell.shares * len(cell.fields) for cell in record.k.cells) * shape.JP * row  # queries'
+    weights = 2 * PAGE_SIZE * row
+    stages = 3 if 4 * page + operands + (weights if gqa_group > 8 else 0) <= room else 2
+    copies = 2 * (stages - 1) * page + operands
+    fitting, shared_weights = _most_programs(programs, copies), copies + weights <= room
+    return DecodeLaunch(stages, 255 if wide else 168, fitting, half_pages=2, shared_weights=shared_weights)
+
+
+def _page_bytes(record: PlaneRecord, columns: int, dims: int) -> int:
+    """Shared memory for a copy of a page: whole tiles, of K's planes padded to ``columns`` and V's dims to ``dims``."""
+    return PAGE_SIZE * (columns * sum(record.k.widths) + dims // 4 * sum(record.v.widths)) // 8 + 2 * PAGE_SIZE
+
+
+def _program_bytes(programs: int) -> int:
+    """Shared memory of each of so many programs on an SM."""
+    return _SM_BYTES // programs - _RESERVED_BYTES
+
+
+def _most_programs(programs: int, used: int) -> int:
+    """So many programs on an SM, or as many as fit with that much shared memory each."""
+    return min(programs, _SM_BYTES // (used + _RESERVED_BYTES))
+
+
+def is_fast(record: Record | PlaneRecord) -> bool:
+    """Whether ``_history`` reads these records: uniform 2-bit codes, a scale and an offset per token and group only."""
+    if isinstance(record, PlaneRecord):
+        return False
+    k, v = record.k, record.v
+    plain = all(c.bits == 2 and c.uniform and c.has_offset and not c.channel for c in (k, v))
+    return plain and k.group == v.group and not k.centred
+
+
+def is_two_bit(record: Record | PlaneRecord, head_dim: int) -> bool:
+    """Whether they are fast and of the largest group: what ``extend_history.history_two_bits`` reads."""
+    return is_fast(record) and record.k.group == value_dims(head_dim)
+
+
+def suits_half(record: Record | PlaneRecord, head_dim: int) -> bool:
+    """Whether products in FP16 read these records: two bits, one group to a row, or planes."""
+    return head_dim <= value_dims(head_dim) and (isinstance(record, PlaneRecord) or is_two_bit(record, head_dim))
+
+
+def decode_routine(record: Record | PlaneRecord, shape: Shape, half_pages: int) -> str:
+    """The module whose loop reads these records, one of ``ROUTINES``; ``half_pages`` is the launch's."""
+    if isinstance(record, PlaneRecord):
+        return "history_planes_fp16" if half_pages else "history_planes_int8"
+    if half_pages:
+        return "history_k_int8_v_fp16" if has_int8_keys(shape) else "history_fp16"
+    return "decode_attention" if is_fast(record) else "history_general"
+
+
+def decode(
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    q: torch.Tensor,
+    items: torch.Tensor,
+    scale: float,
+    record: Record | PlaneRecord,
+    stored: Stored,
+    *,
+    launch: DecodeLaunch,
+    overlap: Overlap = NO_OVERLAP,
+    drafts: Drafts | None = None,
+    plain: bool = INTERPRETED,
+) -> None:
+    """Partial results of every item.
+
+    With drafts, those of a chunk are like further query heads of each KV head: heads below are
+    ``kv_heads * of_chunk * gqa_group``, each KV head's draft by draft, q has ``B * chunks`` tokens, and results are
+    ``[items, chunks * heads]``.
+
+    Args:
+        out: float32 ``[items, q_heads, D]``; unused items leave theirs untouched.
+        lse: float32 ``[items, q_heads]``, log2 of the softmax's denominator, likewise.
+        q: BF16 ``[B, q_heads, D]``, rotated; last axis contiguous.
+        items: from ``plan.split_work``.
+        record, stored: of one layer.
+        launch: from ``decode_launch``.
+        overlap: the launch before this one may write queries and overlays of new tokens; not items, which an early
+            start reads before that one has ended. The next one starts when programs of this one end.
+        drafts: None: one query token of each request.
+        plain: unpack codes without inline assembly, as the interpreter must.
+
+    Raises:
+        KVQuantError: a launch with products in FP16 for records that are not read so.
+    """
+    count, q_heads, d = len(out), q.shape[1], q.shape[2]
+    if launch.half_pages and not suits_half(record, d):
+        raise KVQuantError(
+            f"{launch}: products in FP16 need planes, or uniform 2-bit codes with one group a row, at most 128 dims; "
+            "use half_pages=0."
+        )
+    if launch.half_pages == 1 and isinstance(record, PlaneRecord):
+        raise KVQuantError(f"{launch}: records of planes are read two pages a turn; use half_pages=2.")
+    shape = shape_of(stored.records.shape[1], d, q_heads)
+    chunks = 1 if drafts is None else drafts.chunks
+    _decode[(shape.KV_HEADS * (d // shape.DIMS) * chunks, count)](
+        out, lse, view(q), items, scale * LOG2E, stored,
+        items if drafts is None else drafts.seen, 0 if drafts is None else drafts.row,
+        RECORD=record,
+        SHAPE=shape,
+        ROUTINE=decode_routine(record, shape, launch.half_pages),
+        HALF_PAGES=launch.half_pages,
+        SHARED_WEIGHTS=launch.shared_weights,
+        PLAIN=plain,
+        EARLY=overlap.early,
+        LETS_NEXT=overlap.lets_next,
+        CHUNKS=chunks,
+        DRAFTS=1 if drafts is None else drafts.count,
+        OF_CHUNK=1 if drafts is None else drafts.of_chunk,
+        num_warps=1,
+        num_stages=launch.stages,
+        maxnreg=launch.registers,
+        enable_fp_fusion=True,
+        launch_pdl=overlap.early,
+    )  # fmt: skip
+
+
+@triton.jit
+def _decode(
+    out, lse, q, items, scale_log2, stored, seen, seen_row,
+    RECORD: tl.constexpr, SHAPE: tl.constexpr, ROUTINE: tl.constexpr, HALF_PAGES: tl.constexpr, PLAIN: tl.constexpr,
+    EARLY: tl.constexpr, LETS_NEXT: tl.constexpr, CHUNKS: tl.constexpr, DRAFTS: tl.constexpr, OF_CHUNK: tl.constexpr,
+    SHARED_WEIGHTS: tl.constexpr,
+):  # fmt: skip
+    """Program ((kv_head * parts of V + part) * chunks + chunk, item): read the item; its records; its overlays; store.
+
+    A chunk's drafts are ``OF_CHUNK``, and count as heads (``decode``).
+    """
+    PARTS: tl.constexpr = SHAPE.D // SHAPE.DIMS
+    HEADS: tl.constexpr = SHAPE.HEADS
+    VP: tl.constexpr = SHAPE.VP
+    chunk = tl.program_id(0) % CHUNKS
+    head = tl.program_id(0) // (CHUNKS * PARTS)
+    v_first = tl.program_id(0) // CHUNKS % PARTS * SHAPE.DIMS  # this program's dims of V
+    item = load_item(items, tl.program_id(1))
+    if item.request >= 0:
+        table = stored.row_pages + item.row.to(tl.int64) * stored.pages_row
+        if EARLY:
+            tl.extra.cuda.gdc_wait()
+        first_head = head * SHAPE.GQA_GROUP
+        token = item.request.to(tl.int64) * CHUNKS + chunk
+        mine = View(q.data + token * q.token + first_head * q.head, q.token, q.head)
+        state = Softmax(
+            tl.zeros([VP, HEADS], tl.float32), tl.zeros([HEADS], tl.float32), tl.full([HEADS], NEVER, tl.float32)
+        )
+        if item.first_page < item.last_page:
+            records = stored.records + head * RECORD.bytes
+            if ROUTINE == "history_planes_fp16":
+                state = history_half_planes(
+                    mine, item, table, records, v_first, scale_log2, RECORD, SHAPE, PLAIN, SHARED_WEIGHTS
+                )
+            elif ROUTINE == "history_planes_int8":
+                state = history_planes(mine, item, table, records, v_first, scale_log2, RECORD, SHAPE, PLAIN)
+            elif ROUTINE == "history_k_int8_v_fp16":
+                state = history_half_int8(
+                    mine, item, table, records, v_first, scale_log2, RECORD, SHAPE, PLAIN, HALF_PAGES
+                )
+            elif ROUTINE == "history_fp16":
+                state = history_half(mine, item, table, records, v_first, scale_log2, RECORD, SHAPE, PLAIN, HALF_PAGES)
+            elif ROUTINE == "decode_attention":
+                state = _history(mine, item, table, records, v_first, scale_log2, RECORD, SHAPE, PLAIN)
+            else:
+                state = history_general(mine, item, table, records, v_first, scale_log2, RECORD, SHAPE, PLAIN)
+        dims, inside = row_dims(v_first, RECORD, SHAPE)
+        if item.first_tile < item.last_tile:
+            overlays = stored.overlays
+            hidden = _hidden(seen, seen_row, item.request, chunk, SHAPE, DRAFTS, OF_CHUNK)
+            other = _overlay(
+                mine, item, table, overlays, stored.page_slot, head, dims, inside, hidden, scale_log2, SHAPE, DRAFTS
+            )
+            state = _merged(state, other)
+        if LETS_NEXT:
+            tl.extra.cuda.gdc_launch_dependents()
+        h = tl.arange(0, HEADS)
+        result = ((tl.program_id(1) * CHUNKS + chunk) * SHAPE.Q_HEADS + first_head + h).to(tl.int64)  # [HEADS]
+        tl.store(lse + result, state.top + tl.log2(state.total), mask=h < SHAPE.GQA_GROUP)
+        address = out + result[None, :] * SHAPE.D + dims[:, None]
+        tl.store(address, state.acc / state.total[None, :], mask=inside[:, None] & (h < SHAPE.GQA_GROUP)[None, :])
+
+
+@triton.jit
+def _merged(a, b):
+    """One state of two, whose keys differ; heads are columns."""
+    top = tl.maximum(a.top, b.top)
+    decay_a, decay_b = tl.exp2(a.top - top), tl.exp2(b.top - top)
+    acc = a.acc * decay_a[None, :] + b.acc * decay_b[None, :]
+    return Softmax(acc, a.total * decay_a + b.total * decay_b, top)
+
+
+@triton.jit
+def _history(
+    q, item, table, records, v_first, scale_log2, RECORD: tl.constexpr, SHAPE: tl.constexpr, PLAIN: tl.constexpr
+):
+    """Records of the item's pages to a ``Softmax`` whose columns are heads: acc [VP, HEADS].
+
+    q: the first of the KV head's queries; records: its of page 0; acc are dims v_first .. v_first + DIMS.
+
+    A tile is two pages, 128 tokens. Its row n = (plane, page, half, i) is token plane * 16 + 2 i + half of that
+    page, as K's codes are stored: the tokens whose codes share a byte plane of V are 32 consecutive rows, and
+    rows n and n + 8, which one thread holds, are neighbours whose scales it reads at once.
+
+    Each turn: load a tile; scores, group by group; the softmax; V's product, group by group.
+    """
+    TILE: tl.constexpr = 2 * PAGE
+    D: tl.constexpr = SHAPE.D
+    D4: tl.constexpr = SHAPE.D4
+    JP: tl.constexpr = SHAPE.INT8_JP
+    HEADS: tl.constexpr = SHAPE.HEADS
+    COLUMNS: tl.constexpr = 2 * HEADS
+    QUARTER: tl.constexpr = PAGE // 4
+    GROUP: tl.constexpr = RECORD.k.group
+    SCALES: tl.constexpr = scale_step(RECORD)
+    PAGE_BYTES: tl.constexpr = SHAPE.KV_HEADS * RECORD.bytes
+    OWN: tl.constexpr = GROUP if GROUP < SHAPE.DIMS else SHAPE.DIMS  # dims of V that share a scale
+    GROUPS: tl.constexpr = SHAPE.DIMS // OWN
+    ROWS: tl.constexpr = SHAPE.VP if GROUPS == 1 else OWN
+
+    dim = tl.arange(0, SHAPE.DP)
+    # Planes 1 and 3 carry four times their code.
+    queries, q_all, unit = query_operands(q, 0.25, SHAPE)
+    unit = unit * scale_log2
+    row = tl.arange(0, TILE)
+    second, plane, token = tokens_of_tile()
+    fraction = tl.where(plane % 2 == 1, 0.25, 1.0)
+    j = tl.arange(0, JP)
+    k_row = plane * QUARTER + row % QUARTER  # which holds that token: ``common.key_row``
+    k_codes = RECORD.k.low + k_row[:, None] * D4 + j[None, :]
+    dim_v = tl.arange(0, ROWS)
+    v_codes = RECORD.v.low + (v_first + dim_v)[None, :, None] * QUARTER + tl.arange(0, QUARTER)[None, None, :]
+    # Scales and offsets, of K's first group and of this program's first of V, in one load: [page, kind, which, token].
+    which = tl.arange(0, 4)[None, :, None]
+    first_scales = which * SCALES + which // 2 * (v_first // GROUP * PAGE) + tl.arange(0, PAGE)[None, None, :]
+
+    accs, offsets = empty_groups(GROUPS, ROWS, HEADS)
+    top = tl.full([HEADS], NEVER, tl.float32)
+    total = tl.zeros([8, HEADS], tl.float32)
+    page_a, page_b = item.page_a.to(tl.int64), item.page_b.to(tl.int64)
+    last = item.last_page
+    for index in tl.range(item.first_page, last, 2):
+        base_a, base_b = page_a * PAGE_BYTES, page_b * PAGE_BYTES
+        page_a = page_of(table, tl.minimum(index + 2, last - 1))
+        page_b = page_of(table, tl.minimum(index + 3, last - 1))
+        base = records + base_of(second, base_a, base_b)  # [TILE]
+        if D4 == JP:
+            packed = tl.load(base[:, None] + k_codes)  # [TILE, JP]
+        else:
+            packed = tl.load(base[:, None] + k_codes, mask=(j < D4)[None, :], other=0)
+        both = records + base_of(tl.arange(0, 2) == 1, base_a, base_b)[:, None, None]  # [2, 1, 1]
+        # Page by page, so that neighbouring lanes read neighbouring bytes.
+        values = ()
+        for g in tl.static_range(GROUPS):
+            if ROWS == OWN:
+                v = tl.load(both + v_codes + g * (OWN * QUARTER))  # [2, ROWS, QUARTER]
+            else:
+                v = tl.load(both + v_codes, mask=(dim_v < OWN)[None, :, None], other=0)
+            values += (tl.reshape(tl.permute(v, (1, 0, 2)), [ROWS, 2 * QUARTER]),)
+        scales = (both + RECORD.k.scale).to(tl.pointer_type(tl.float16))
+        s_k, z_k, s_v, z_v = tile_scales(tl.load(scales + first_scales))  # [TILE] each
+
+        k = two_bits(packed, 3, PLAIN)
+        x = tl.zeros([TILE, HEADS], tl.float32)
+        for g in tl.static_range(D // GROUP):
+            if g > 0:
+                s_k, z_k = group_scales(scales + g * PAGE, SCALES)
+            products = tl.full([TILE, COLUMNS], MAGIC_BITS, tl.int32)
+            for n in tl.static_range(4):
+                products = group_product(k[n], queries[n], products, n, g, D4, GROUP)
+            q_sum = tl.sum(tl.where((dim // GROUP == g)[:, None], q_all, 0.0), 0) * scale_log2
+            x += join_parts(products, TILE, HEADS) * s_k[:, None] * unit[None, :] + z_k[:, None] * q_sum[None, :]
+        position = (index + second.to(tl.int32)) * PAGE + token
+        x = tl.where((position < tl.minimum(last * PAGE, item.length))[:, None], x, NEVER)
+
+        new_top = tl.maximum(top, tl.max(x, 0))
+        decay = tl.exp2(top - new_top)
+        top = new_top
+        p = tl.exp2(x - top[None, :])
+        total = total * decay[None, :] + spread_sum(p, HEADS)
+        old_accs, old_offsets = accs, offsets
+        accs, offsets = (), ()
+        for g in tl.static_range(GROUPS):
+            if g > 0:
+                s_v, z_v = group_scales(scales + (2 * SCALES + g * PAGE) + v_first // GROUP * PAGE, SCALES)
+            offsets += (old_offsets[g] * decay[None, :] + spread_sum(p * z_v[:, None], HEADS),)
+            weights, p_unit = weight_operands(p, s_v, fraction, HEADS)
+            v = two_bits(values[g], 3, PLAIN)
+            products = tl.full([ROWS, COLUMNS], MAGIC_BITS, tl.int32)
+            for n in tl.static_range(4):
+                products = tl.dot(v[n], weights[n], products, out_dtype=tl.int32)
+            accs += (old_accs[g] * decay[None, :] + join_parts(products, ROWS, HEADS) * p_unit[None, :],)
+    return Softmax(stack_groups(accs, offsets), tl.sum(total, 0), top)
+
+
+@triton.jit
+def _hidden(seen, row, request, chunk, SHAPE: tl.constexpr, DRAFTS: tl.constexpr, OF_CHUNK: tl.constexpr):
+    """Which drafts each column does not see, a bit each; columns as in ``_overlay``."""
+    COLUMNS: tl.constexpr = 8 if SHAPE.HEADS < 8 else SHAPE.HEADS
+    h = tl.arange(0, COLUMNS)
+    if DRAFTS == 1:
+        return tl.zeros([COLUMNS], tl.int64)
+    else:
+        draft = chunk * OF_CHUNK + h // (SHAPE.GQA_GROUP // OF_CHUNK)
+        live = (h < SHAPE.GQA_GROUP) & (draft < DRAFTS)
+        return ~tl.load(seen + request.to(tl.int64) * row + draft, mask=live, other=0)
+
+
+@triton.jit
+def _overlay(
+    q, item, table, overlays, page_slot, head, dims, in_dims, hidden, scale_log2,
+    SHAPE: tl.constexpr, DRAFTS: tl.constexpr,
+):  # fmt: skip
+    """Overlay tiles of the item's pages outside the history; results as ``_history``, of these dims."""
+    TILE: tl.constexpr = OVERLAY_TILE
+    TILES: tl.constexpr = PAGE // TILE
+    D: tl.constexpr = SHAPE.D
+    VP: tl.constexpr = SHAPE.VP
+    HEADS: tl.constexpr = SHAPE.HEADS
+    KV_HEADS: tl.constexpr = SHAPE.KV_HEADS
+    COLUMNS: tl.constexpr = 8 if HEADS < 8 else HEADS  # the smallest product has eight
+    h = tl.arange(0, COLUMNS)
+    dim = tl.arange(0, SHAPE.DP)
+    inside = (dim < D)[:, None] & (h < SHAPE.GQA_GROUP)[None, :]
+    q_all = tl.load(q.data + h[None, :] * q.head + dim[:, None], mask=inside, other=0.0)  # [DP, COLUMNS]
+    acc = tl.zeros([VP, COLUMNS], tl.float32)
+    top = tl.full([COLUMNS], NEVER, tl.float32)
+    total = tl.zeros([COLUMNS], tl.float32)
+    for step in tl.range(item.first_tile, item.last_tile):
+        index = step // TILES
+        token = (step - index * TILES) * TILE + tl.arange(0, TILE)
+        index = tl.where(index < item.history, index, index + item.history_end - item.history)
+        page = page_of(table, index)
+        slot = tl.maximum(tl.load(page_slot + page), 0).to(tl.int64)
+        live = index * PAGE + token < item.length
+        base = overlays + (slot * (2 * KV_HEADS) + head) * (PAGE * D) + token[:, None] * D  # [TILE, 1]
+        k = tl.load(base + dim[None, :], mask=live[:, None] & (dim < D)[None, :], other=0.0)
+        v = tl.load(
+            base + KV_HEADS * PAGE * D + dims[None, :],
+            mask=live[:, None] & in_dims[None, :],
+            other=0.0,
+        )
+        x = dot(k, q_all, tl.zeros([TILE, COLUMNS], tl.float32)) * scale_log2
+        if DRAFTS == 1:
+            x = tl.where(live[:, None], x, NEVER)
+        else:
+            # Which of the drafts a token is; those before them are seen by all. A column that sees nothing of a tile
+            # counts it with the weight 2^NEVER.
+            draft = index * PAGE + token - (item.length - DRAFTS)
+            bit = (hidden[None, :] >> tl.maximum(draft, 0).to(tl.int64)[:, None]) & 1
+            x = tl.where(live[:, None] & ((draft < 0)[:, None] | (bit == 0)), x, NEVER)
+        new_top = tl.maximum(top, tl.max(x, 0))
+        decay = tl.exp2(top - new_top)
+        top = new_top
+        p = tl.exp2(x - top[None, :])
+        total = total * decay + tl.sum(p, 0)
+        acc = dot(tl.trans(v), to_bf16(p), acc * decay[None, :])
+    return first_columns(Softmax(acc, total, top), COLUMNS, HEADS)

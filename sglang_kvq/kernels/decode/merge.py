@@ -1,0 +1,93 @@
+"""Merge the partial results of a decode step by their log-sum-exp.
+
+out = sum_i 2^(lse_i - max lse) o_i / sum_i 2^(lse_i - max lse)
+
+A learned sink is one more result in the sums, of which o is zero and lse is the sink.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from sglang_kvq.kernels.device.common import NO_OVERLAP, Overlap, to_bf16
+from sglang_kvq.kernels.device.softmax import load_sink
+
+#: Elements of the partial results that a warp holds.
+_PER_WARP = 2048
+#: Partial results that a program reads at a time, at most.
+_MOST = 256
+
+
+def merge_splits(
+    out: torch.Tensor,
+    partial: torch.Tensor,
+    lse: torch.Tensor,
+    spans: torch.Tensor,
+    overlap: Overlap = NO_OVERLAP,
+    least: int = 1,
+    sinks: torch.Tensor | None = None,
+) -> None:
+    """Each request's items to one row.
+
+    Args:
+        out: BF16 ``[B, q_heads, D]``.
+        partial: float32 ``[items, q_heads, D]``; lse: float32 ``[items, q_heads]``, base 2.
+        spans: int32 ``[B, 2]`` (``plan.split_work``): a request's first item and how many it has, at least one.
+        overlap: an early start reads the spans before the launch before this one has ended.
+        least: rows of fewer items are left alone.
+        sinks: float ``[q_heads]``; None for none.
+    """
+    batch, heads, d = out.shape
+    # What requests of equal length have; one that has more takes several turns.
+    chunk = min(_MOST, triton.next_power_of_2(-(-len(partial) // batch)))
+    columns = triton.next_power_of_2(d)
+    if chunk > 16:  # few rows, then: spread each over several programs
+        columns = min(columns, 32)
+    _merge[(batch * heads, triton.cdiv(d, columns))](
+        out, partial, lse, spans, lse if sinks is None else sinks,
+        HEADS=heads,
+        CHUNK=chunk,
+        D=d,
+        COLUMNS=columns,
+        EARLY=overlap.early,
+        LEAST=least,
+        SINKS=sinks is not None,
+        num_warps=min(8, max(1, chunk * columns // _PER_WARP)),
+        launch_pdl=overlap.early,
+    )  # fmt: skip
+
+
+@triton.jit
+def _merge(
+    out, partial, lse, spans, sinks,
+    HEADS: tl.constexpr, CHUNK: tl.constexpr, D: tl.constexpr, COLUMNS: tl.constexpr, EARLY: tl.constexpr,
+    LEAST: tl.constexpr, SINKS: tl.constexpr,
+):  # fmt: skip
+    """Program (request * HEADS + head, c): dims c * COLUMNS .. of that row."""
+    request, head = tl.program_id(0) // HEADS, tl.program_id(0) % HEADS
+    first, count = tl.load(spans + 2 * request), tl.load(spans + 2 * request + 1)
+    if count < LEAST:
+        return
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+    i, dim = tl.arange(0, CHUNK), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    acc = tl.zeros([COLUMNS], tl.float32)
+    total, top = 0.0, -1e30
+    for start in range(0, count, CHUNK):
+        row = ((first + start + i) * HEADS + head).to(tl.int64)
+        inside = start + i < count
+        x = tl.load(lse + row, mask=inside, other=float("-inf"))
+        o = tl.load(
+            partial + row[:, None] * D + dim[None, :], mask=inside[:, None] & (dim < D)[None, :], other=0.0
+        )  # [CHUNK, COLUMNS]
+        new_top = tl.maximum(top, tl.max(x, 0))
+        decay, weight = tl.exp2(top - new_top), tl.exp2(x - new_top)
+        acc = acc * decay + tl.sum(o * weight[:, None], 0)
+        total = total * decay + tl.sum(weight, 0)
+        top = new_top
+    if SINKS:
+        sink = load_sink(sinks, head)
+        new_top = tl.maximum(top, sink)
+        decay = tl.exp2(top - new_top)
+        acc, total = acc * decay, total * decay + tl.exp2(sink - new_top)
+    tl.store(out + tl.program_id(0).to(tl.int64) * D + dim, to_bf16(acc / total), mask=dim < D)

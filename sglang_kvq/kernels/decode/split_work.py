@@ -1,0 +1,181 @@
+"""Divide a decode batch among programs, once per step, from the lengths on the device.
+
+A request of H history pages and O overlay tiles costs
+
+    work = HISTORY_COST H + overlay O                  ``WorkCosts``
+
+and is cut into ceil(work / u) items, with the least u for which all requests together have at most as many items
+as were asked for. Items of a request follow each other; at most one covers the end of its history and its
+first overlays. So however lengths differ, programs end at about the same time.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from sglang_kvq.kernels.device.arguments import field_count, load_fields, store_fields
+from sglang_kvq.kernels.device.common import PAGE
+
+#: Tokens of an overlay tile: its shared memory stays below what a tile of records takes.
+OVERLAY_TILE = tl.constexpr(16)
+#: What a page of records takes, in the units of ``WorkCosts.overlay``.
+HISTORY_COST = tl.constexpr(4)
+#: Less work than this, four pages, is not worth an item.
+LEAST_WORK = tl.constexpr(16)
+#: int32 numbers that an item takes; it fills the first of them.
+FIELDS = tl.constexpr(16)
+_ITEMS = 32  # items that a program writes
+
+
+class WorkCosts(NamedTuple):
+    """What the programs of a launch take for their work, as measured.
+
+    Attributes:
+        overlay: a tile of overlays, where a page of records takes ``HISTORY_COST``; bytes alone say 7.
+        turn: pages of records that they read at a time; items have whole turns of them.
+    """
+
+    overlay: int = 5
+    turn: int = 2
+
+
+class Item(NamedTuple):
+    """An item's int32 fields, in this order.
+
+    Attributes:
+        request: of the batch, -1 for an unused item.
+        first_page, last_page: history pages of that request, the end exclusive.
+        first_tile, last_tile: overlay tiles, likewise, counted as if its history were not there.
+        history, history_end: where its history begins and ends, in pages.
+        row, length: the request's row and how many tokens it has.
+        page_a, page_b: ids of the item's first two history pages, one of them twice if it has one.
+    """
+
+    request: int
+    first_page: int
+    last_page: int
+    first_tile: int
+    last_tile: int
+    history: int
+    history_end: int
+    row: int
+    length: int
+    page_a: int
+    page_b: int
+
+
+ITEM_FIELDS = field_count(Item)
+
+
+def split_work(
+    items: torch.Tensor,
+    spans: torch.Tensor,
+    rows: torch.Tensor,
+    seq_lens: torch.Tensor,
+    row_pages: torch.Tensor,
+    row_sink_end: torch.Tensor,
+    row_history_end: torch.Tensor,
+    costs: WorkCosts,
+) -> None:
+    """Fill ``items`` and ``spans``.
+
+    Args:
+        items: int32 ``[n, FIELDS]``, n at least the batch: an ``Item`` each.
+        spans: int32 ``[batch, 2]``: each request's first item and how many it has.
+        rows, seq_lens: int ``[batch]``; the tables are ``PagePool``'s.
+        costs: of the launch that the items are for.
+    """
+    count, batch = len(items), len(rows)
+    _plan[(triton.cdiv(count, _ITEMS),)](
+        items, spans, rows, seq_lens, row_pages, row_sink_end, row_history_end,
+        row_pages.stride(0), count, batch,
+        BATCH=triton.next_power_of_2(batch),
+        ITEMS=_ITEMS,
+        OVERLAY=costs.overlay,
+        TURN=costs.turn,
+        num_warps=4,
+    )  # fmt: skip
+
+
+@triton.jit
+def _plan(
+    items, spans, rows, seq_lens, row_pages, row_sink_end, row_history_end,
+    table_row, count, batch, BATCH: tl.constexpr, ITEMS: tl.constexpr, OVERLAY: tl.constexpr, TURN: tl.constexpr,
+):  # fmt: skip
+    """Every program divides the whole batch, which takes less time than a launch, and writes its items."""
+    r = tl.arange(0, BATCH)
+    _, _, begin, end, tiles = _segments(r, rows, seq_lens, row_sink_end, row_history_end, batch)
+    work = (end - begin) * HISTORY_COST + tiles * OVERLAY
+
+    low, high = LEAST_WORK + 0, tl.maximum(tl.max(work), LEAST_WORK)
+    while low < high:
+        middle = (low + high) // 2
+        fits = tl.sum(tl.cdiv(work, middle)) <= count
+        high = tl.where(fits, middle, high)
+        low = tl.where(fits, low, middle + 1)
+    parts = tl.cdiv(work, low)
+    ends = tl.cumsum(parts)
+    if tl.program_id(0) == 0:
+        tl.store(spans + 2 * r, ends - parts, mask=r < batch)
+        tl.store(spans + 2 * r + 1, parts, mask=r < batch)
+
+    i = tl.program_id(0) * ITEMS + tl.arange(0, ITEMS)
+    before = ends[None, :] <= i[:, None]  # [ITEMS, BATCH]: requests whose items all come before
+    request = tl.sum(before.to(tl.int32), 1)
+    used = (request < batch) & (i < tl.sum(parts))
+    part = i - tl.sum(tl.where(before, parts[None, :], 0), 1)
+    row, length, begin, end, tiles = _segments(request, rows, seq_lens, row_sink_end, row_history_end, batch)
+    first, last = part * low, part * low + low
+    first_page, last_page = begin + _pages(first, end - begin, TURN), begin + _pages(last, end - begin, TURN)
+    address, inside = items + i * FIELDS, i < count
+    table = row_pages + row * table_row
+    some = used & (first_page < last_page)
+    item = Item(
+        request=tl.where(used, request, -1),
+        first_page=first_page,
+        last_page=last_page,
+        first_tile=_tiles(first, end - begin, tiles, OVERLAY),
+        last_tile=_tiles(last, end - begin, tiles, OVERLAY),
+        history=begin,
+        history_end=end,
+        row=row.to(tl.int32),
+        length=length,
+        page_a=tl.load(table + tl.minimum(first_page, last_page - 1), mask=some, other=0),
+        page_b=tl.load(table + tl.minimum(first_page + 1, last_page - 1), mask=some, other=0),
+    )
+    store_fields(address, item, inside)
+
+
+@triton.jit
+def load_item(items, index):
+    """The ``Item`` of that index."""
+    return Item(*load_fields(items + index * FIELDS, ITEM_FIELDS))
+
+
+@triton.jit
+def _segments(request, rows, seq_lens, row_sink_end, row_history_end, batch):
+    """Row and length, history pages begin .. end, and how many overlay tiles there are besides; 0 beyond the batch."""
+    live = request < batch
+    row = tl.load(rows + request, mask=live, other=0).to(tl.int64)
+    length = tl.load(seq_lens + request, mask=live, other=0).to(tl.int32)
+    pages = tl.cdiv(length, PAGE)
+    begin = tl.minimum(tl.cdiv(tl.load(row_sink_end + row, mask=live, other=0), PAGE), pages)
+    end = tl.cdiv(tl.load(row_history_end + row, mask=live, other=0), PAGE)
+    end = tl.minimum(tl.maximum(end, begin), pages)
+    tiles = (pages - (end - begin)) * (PAGE // OVERLAY_TILE)
+    empty = pages * (PAGE // OVERLAY_TILE) - tl.cdiv(length, OVERLAY_TILE)  # of the page being filled
+    return row, length, begin, end, tiles - tl.where((end < pages) | (begin == end), empty, 0)
+
+
+@triton.jit
+def _pages(work, history, TURN: tl.constexpr):
+    """How many history pages come before that much work: whole turns, or all."""
+    return tl.where(work >= history * HISTORY_COST, history, work // (TURN * HISTORY_COST) * TURN)
+
+
+@triton.jit
+def _tiles(work, history, tiles, OVERLAY: tl.constexpr):
+    """How many overlay tiles come before that much work."""
+    return tl.minimum(tl.maximum(work - history * HISTORY_COST, 0) // OVERLAY, tiles)

@@ -1,0 +1,142 @@
+"""Two FP16 numbers in a word, for two at a time, and how two BF16 numbers (``pairs``) become them.
+
+The first number, which comes first in memory, is in the lower half. Triton's interpreter has no assembly: there a pair
+is a tuple of two tensors, in float64, which holds what is rounded.
+"""
+
+import struct
+
+import triton
+import triton.language as tl
+
+from sglang_kvq.kernels.device.bf16_pairs import high_half, low_half
+from sglang_kvq.kernels.device.common import INTERPRETED
+
+_PLAIN = tl.constexpr(INTERPRETED)
+#: What exponents of BF16 are counted from, less what FP16's are.
+_UP = tl.constexpr(2.0 ** (127 - 15))
+#: Added and taken off again, rounds a float64 to steps of 2^-21.
+_ROUND = tl.constexpr(1.5 * 2.0 ** (52 - 21))
+
+
+@triton.constexpr_function
+def twice(x):
+    """Bits of that number in FP16, two times, as a word."""
+    return struct.Struct("<I").unpack(struct.Struct("<2e").pack(x, x))[0]
+
+
+@triton.constexpr_function
+def half(x):
+    """That number as FP16 holds it."""
+    return struct.Struct("<e").unpack(struct.Struct("<e").pack(x))[0]
+
+
+@triton.jit
+def number(X: tl.constexpr):
+    """A number two times, of any shape."""
+    if _PLAIN:
+        return half(X), half(X)
+    else:
+        return tl.full([1, 1], twice(X), tl.uint32).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def both(x):
+    """Float32 numbers, each two times."""
+    if _PLAIN:
+        return _rounded(x, x)
+    else:
+        return _joined(x, x)
+
+
+@triton.jit
+def words_of(pair):
+    """Words of both numbers' bits, int32."""
+    if _PLAIN:
+        return _joined(pair[0], pair[1])
+    else:
+        return pair
+
+
+@triton.jit
+def either(condition, a, b):
+    """a where the condition holds, b elsewhere."""
+    if _PLAIN:
+        return tl.where(condition, a[0], b[0]), tl.where(condition, a[1], b[1])
+    else:
+        return tl.where(condition, a, b)
+
+
+@triton.jit
+def fma(a, b, c, SATURATED: tl.constexpr = False):
+    """a b + c, rounded once; saturated: no less than 0 and no more than 1, and 0 for NaN."""
+    if _PLAIN:
+        low, high = a[0] * b[0] + c[0], a[1] * b[1] + c[1]
+        if SATURATED:
+            low, high = tl.minimum(tl.maximum(low, 0.0), 1.0), tl.minimum(tl.maximum(high, 0.0), 1.0)
+        return _rounded(low, high)
+    elif SATURATED:
+        return tl.inline_asm_elementwise(
+            "fma.rn.sat.f16x2 $0, $1, $2, $3;", "=r,r,r,r", [a, b, c], dtype=tl.int32, is_pure=True, pack=1
+        )
+    else:
+        return tl.inline_asm_elementwise(
+            "fma.rn.f16x2 $0, $1, $2, $3;", "=r,r,r,r", [a, b, c], dtype=tl.int32, is_pure=True, pack=1
+        )
+
+
+@triton.jit
+def times(a, b):
+    """a b, rounded."""
+    if _PLAIN:
+        return _rounded(a[0] * b[0], a[1] * b[1])
+    else:
+        return tl.inline_asm_elementwise(
+            "mul.rn.f16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1
+        )
+
+
+@triton.jit
+def scaled(pair, exponent, PACKED: tl.constexpr):
+    """FP16 pairs of BF16 pairs times 2^(exponent - 15), or 0 where the exponent is; what is small in steps of 2^-21.
+
+    exponent: int32, from 0 to 254; results are below 2^16. Infinity and NaN become NaN where it is 0. Magnitudes are
+    scaled in BF16 to where their exponents are FP16's; all but the three last bits of the significand are theirs then,
+    too. PACKED is ``common.has_pairs``.
+    """
+    if PACKED:
+        return tl.inline_asm_elementwise(
+            "{ .reg .b32 x; abs.bf16x2 x, $1; mul.rn.bf16x2 x, x, $2; shl.b32 x, x, 3;"
+            " lop3.b32 $0, x, $1, 0x80008000, 0xF8; }",  # x | ($1 & 0x80008000)
+            "=r,r,r",
+            [pair, (exponent << 7) * 0x10001],
+            dtype=tl.int32,
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        factor = (exponent << 23).to(tl.float32, bitcast=True) * _UP
+        low, high = _stepped(low_half(pair) * factor), _stepped(high_half(pair) * factor)
+        if _PLAIN:
+            return low, high
+        else:
+            return _joined(low, high)
+
+
+@triton.jit
+def _stepped(x):
+    """In steps of 2^-21, float64."""
+    return (x.to(tl.float64) + _ROUND) - _ROUND
+
+
+@triton.jit
+def _joined(low, high):
+    """Words of two numbers, rounded."""
+    low = low.to(tl.float16).to(tl.uint16, bitcast=True).to(tl.int32)
+    return low | (high.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32) << 16)
+
+
+@triton.jit
+def _rounded(low, high):
+    """To what FP16 holds, in float64."""
+    return low.to(tl.float16).to(tl.float64), high.to(tl.float16).to(tl.float64)

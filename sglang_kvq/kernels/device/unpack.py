@@ -1,0 +1,204 @@
+"""Packed codes of any width and table to INT8 tiles for tensor cores, four bytes at a time.
+
+A level is recovered in three ways, whichever takes the fewest instructions:
+
+    uniform levels       the code
+    2 bits, not uniform  levels 0, a, b, a + b:  2 level = b code + (2 a - b) (code & 1), put together as products
+    3 and 4 bits, not    a table in registers, of levels shifted by ``centre`` to fit INT8
+
+A plane may carry a multiple of that, where it saves a shift.
+"""
+
+import triton
+import triton.language as tl
+
+from sglang_kvq.kernels.device.codes import level_of
+
+
+@triton.constexpr_function
+def in_steps(codes):
+    """Whether products of codes and of odd codes make those of levels."""
+    return codes.bits == 2 and not codes.uniform
+
+
+@triton.constexpr_function
+def step(codes):
+    """What a code counts where an odd code counts 1: together twice the level."""
+    a, b, top = codes.levels[1:]
+    assert top == a + b and 2 * a - b == 1, codes
+    return b
+
+
+@triton.constexpr_function
+def centre(codes):
+    """What is taken off levels: half their range, where they come from a table."""
+    return 0 if codes.uniform or codes.bits == 2 else codes.levels[-1] // 2
+
+
+@triton.constexpr_function
+def multiple(codes, plane):
+    """What a plane's tile is multiplied by: 2-bit codes of odd planes stay where they lie in the byte."""
+    return 4 if codes.bits == 2 and plane % 2 else 1
+
+
+@triton.jit
+def unpack(low, high, shift, CODES: tl.constexpr, FIXED: tl.constexpr, PLAIN: tl.constexpr):
+    """INT8 tiles of the four planes: codes of 2 bits or of uniform levels, else level - centre.
+
+    low, high: uint8 tiles of equal shape, see ``formats.pack``; of 3-bit codes, shift says where in a byte of high the
+    row's bits begin: int32, likewise, or for all rows FIXED, 0 or 4. PLAIN: without inline assembly.
+    """
+    if PLAIN:
+        x0 = _plain(low, high, shift, 0, CODES)
+        x1 = _plain(low, high, shift, 1, CODES)
+        x2 = _plain(low, high, shift, 2, CODES)
+        x3 = _plain(low, high, shift, 3, CODES)
+    elif CODES.bits == 2:
+        x0, x1, x2, x3 = two_bits(low, 3, PLAIN)
+    elif CODES.bits == 3 and FIXED is None:
+        x0, x1, x2, x3 = tl.inline_asm_elementwise(
+            asm=_assembly(CODES, None),
+            constraints="=r,=r,=r,=r,r,r,r,r,r,r",
+            args=[low, high, shift],
+            dtype=(tl.int8, tl.int8, tl.int8, tl.int8),
+            is_pure=True,
+            pack=4,
+        )
+    else:
+        x0, x1, x2, x3 = tl.inline_asm_elementwise(
+            asm=_assembly(CODES, FIXED),
+            constraints="=r,=r,=r,=r,r,r",
+            args=[low, high],
+            dtype=(tl.int8, tl.int8, tl.int8, tl.int8),
+            is_pure=True,
+            pack=4,
+        )
+    return x0, x1, x2, x3
+
+
+@triton.jit
+def unpack_odd(low, CODES: tl.constexpr, PLAIN: tl.constexpr):
+    """INT8 tiles of the four planes: 1 where a 2-bit code is odd, times the plane's multiple."""
+    return two_bits(low, 1, PLAIN)
+
+
+@triton.jit
+def two_bits(low, MASK: tl.constexpr, PLAIN: tl.constexpr):
+    """INT8 tiles of the four planes' codes and MASK, times their multiples: 1, 4, 1, 4. These save half the shifts."""
+    if PLAIN:
+        x0, x1 = (low & MASK).to(tl.int8), (low & (4 * MASK)).to(tl.int8)
+        x2, x3 = ((low >> 4) & MASK).to(tl.int8), ((low >> 4) & (4 * MASK)).to(tl.int8)
+    else:
+        x0, x1, x2, x3 = tl.inline_asm_elementwise(
+            asm=_masks(MASK),
+            constraints="=r,=r,=r,=r,r",
+            args=[low],
+            dtype=(tl.int8, tl.int8, tl.int8, tl.int8),
+            is_pure=True,
+            pack=4,
+        )
+    return x0, x1, x2, x3
+
+
+@triton.jit
+def _plain(low, high, shift, plane: tl.constexpr, CODES: tl.constexpr):
+    code = (low.to(tl.int32) >> (2 * plane)) & 3
+    if CODES.bits == 4:
+        code |= ((high.to(tl.int32) >> (2 * plane)) & 3) << 2
+    elif CODES.bits == 3:
+        code |= ((high.to(tl.int32) >> (shift + plane)) & 1) << 2
+    if CODES.bits > 2:
+        code = level_of(code, CODES) - centre(CODES)
+    return (code * multiple(CODES, plane)).to(tl.int8)
+
+
+@triton.constexpr_function
+def _masks(mask):
+    """PTX of ``two_bits``: $0 to $3 are the planes, $4 is low; every line works on four bytes."""
+    even, odd = f"{mask * 0x01010101:#010x}", f"{mask * 0x04040404:#010x}"
+    return f"""{{
+        .reg .b32 upper;
+        and.b32 $0, $4, {even};
+        and.b32 $1, $4, {odd};
+        shr.u32 upper, $4, 4;
+        and.b32 $2, upper, {even};
+        and.b32 $3, upper, {odd};
+        }}"""
+
+
+@triton.constexpr_function
+def _assembly(codes, shift):
+    """PTX of ``unpack`` for 3 and 4 bits; every line works on four bytes.
+
+    $0 to $3 are the planes, $4 is low, $5 high, $6 shift unless it is given. First whole codes in nibbles: even holds
+    those of planes 0 and 2, odd of 1 and 3.
+    """
+    lines = ["{", ".reg .b32 even, odd, high, upper, first, second, sign;"]
+    if codes.bits == 4:
+        lines += [
+            "shl.b32 high, $5, 2;",
+            "and.b32 high, high, 0xcccccccc;",
+            "and.b32 upper, $5, 0xcccccccc;",
+        ]
+    else:  # a plane's bit n goes to bit 2 of its nibble; what else the factors move is masked
+        lines += [
+            f"shr.u32 upper, $5, {'$6' if shift is None else shift};",
+            "and.b32 high, upper, 0x05050505;",
+            "mul.lo.u32 high, high, 20;",
+            "and.b32 high, high, 0x44444444;",
+            "and.b32 upper, upper, 0x0a0a0a0a;",
+            "mul.lo.u32 upper, upper, 10;",
+            "and.b32 upper, upper, 0x44444444;",
+        ]
+    lines += [
+        "and.b32 even, $4, 0x33333333;",
+        "or.b32 even, even, high;",
+        "shr.u32 odd, $4, 2;",
+        "and.b32 odd, odd, 0x33333333;",
+        "or.b32 odd, odd, upper;",
+    ]
+    for nibbles, plane in (("even", 0), ("odd", 1)):
+        if codes.uniform:
+            lines.append(f"and.b32 ${plane}, {nibbles}, 0x0f0f0f0f;")
+            lines.append(f"shr.u32 {nibbles}, {nibbles}, 4;")
+            lines.append(f"and.b32 ${plane + 2}, {nibbles}, 0x0f0f0f0f;")
+        else:
+            lines += _look_up(codes, nibbles, plane)
+    return "\n".join([*lines, "}"])
+
+
+@triton.constexpr_function
+def _look_up(codes, nibbles, plane):
+    """Levels of a plane and the one after next from their codes in nibbles.
+
+    A byte permutation is a table of eight bytes, asked by four nibbles. With bit 3 set, a nibble asks for the sign of
+    an entry, eight times. Of 16 levels the lower half are negative; the upper half are stored with their sign bit set
+    too, so either half gives 0xFF for codes of the other, and the sign bit is taken off again.
+    """
+    middle = codes.levels[-1] // 2
+    table = [(level - middle) & 0xFF for level in codes.levels]
+    if codes.bits == 4:
+        assert all(level < middle for level in codes.levels[:8]), codes
+        table[8:] = [entry | 0x80 for entry in table[8:]]
+    words = [sum(entry << 8 * i for i, entry in enumerate(table[n : n + 4])) for n in range(0, len(table), 4)]
+    words = [f"{word:#010x}" for word in words]
+    lines = []
+    for half in ("first", "second"):
+        if half == "second":
+            lines.append(f"shr.u32 {nibbles}, {nibbles}, 16;")
+        if codes.bits == 3:
+            lines.append(f"prmt.b32 {half}, {words[0]}, {words[1]}, {nibbles};")
+        else:
+            lines += [
+                f"prmt.b32 {half}, {words[0]}, {words[1]}, {nibbles};",
+                f"xor.b32 sign, {nibbles}, 0x8888;",
+                f"prmt.b32 sign, {words[2]}, {words[3]}, sign;",
+                f"and.b32 {half}, {half}, sign;",
+            ]
+    lines.append(f"prmt.b32 ${plane}, first, second, 0x6420;")
+    lines.append(f"prmt.b32 ${plane + 2}, first, second, 0x7531;")
+    for n in (plane, plane + 2) if codes.bits == 4 else ():
+        lines.append(f"shl.b32 sign, $5, {6 - 2 * n};")
+        lines.append("and.b32 sign, sign, 0x80808080;")
+        lines.append(f"xor.b32 ${n}, ${n}, sign;")
+    return lines

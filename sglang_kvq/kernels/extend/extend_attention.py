@@ -1,0 +1,410 @@
+"""Attention of a few new tokens over a long stored prefix and over themselves (causally), straight from the pages.
+
+A program takes one KV head of one item (``plan_extend``): a tile of query rows, tokens times the heads that share the
+KV head, and a range of its request's units, 64 keys each: first the pages of the prefix, then the new tokens. Pages in
+the history are read as records (``extend_history``), others as BF16 overlays; the partial results of a tile's items
+are merged by log-sum-exp (``merge``). So one request keeps the GPU busy however few tokens it adds, and nothing of
+the prefix is written anywhere.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+
+from sglang_kvq.config import PAGE_SIZE
+from sglang_kvq.kernels.decode.decode_attention import is_two_bit
+from sglang_kvq.kernels.device.arguments import Stored, View, field_count, load_fields, view
+from sglang_kvq.kernels.device.codes import PlaneRecord, Record
+from sglang_kvq.kernels.device.common import INTERPRETED, PAGE, page_of, to_bf16
+from sglang_kvq.kernels.device.plane_codes import is_planes, row_dims
+from sglang_kvq.kernels.device.shape import shape_of
+from sglang_kvq.kernels.device.softmax import LOG2E, attend, load_sink, no_keys, with_sink
+from sglang_kvq.kernels.extend.history import Tile, history_any, history_two_bits, settled
+from sglang_kvq.kernels.extend.history_planes import history_planes
+
+#: What an item costs besides its units, in units: its queries, its result, the first loads (``extend_costs``: 13 at a
+#: time when overlays were read without copies ahead, as a part of it).
+ITEM_COST = 7
+
+
+@dataclass(frozen=True)
+class ExtendLaunch:
+    """How the kernel is compiled, and how the batch is divided.
+
+    Attributes:
+        rows: of a tile: tokens times the query heads of a KV head.
+        keys: BF16 keys a turn, at most 64.
+        warps: 4 or 8; stages: the compiler's; registers: its limit per thread, None for none.
+        programs_per_sm: that an SM holds at once.
+    """
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+    registers: int | None
+    programs_per_sm: int
+
+
+#: ``benchmarks/kernels.py --sweep-extend`` compares ways.
+NARROW = ExtendLaunch(rows=64, keys=32, warps=4, stages=3, registers=168, programs_per_sm=3)
+#: Heads of 256: a tile of keys takes twice the registers.
+WIDE = ExtendLaunch(rows=64, keys=32, warps=8, stages=2, registers=None, programs_per_sm=1)
+
+
+def is_cheap(record: Record | PlaneRecord, head_dim: int) -> bool:
+    """Whether codes become operands in few instructions: ``history_two_bits`` and, with hardly more of them,
+    ``history_planes``; not ``history_any``."""
+    return isinstance(record, PlaneRecord) or is_two_bit(record, head_dim)
+
+
+def extend_launch(head_dim: int) -> ExtendLaunch:
+    return WIDE if head_dim > 128 else NARROW
+
+
+class Item(NamedTuple):
+    """An item's int32 fields, in this order.
+
+    Attributes:
+        request: of the batch; start: its first token in the batch; new: how many it has.
+        first_row: of the tile, counted from the request's first.
+        first, last: units, the end exclusive.
+        prefix: the request's stored tokens.
+        begin: where the request's partial results begin; parts: into how many items its tiles are cut; part: which of
+            them this one is.
+    """
+
+    request: int
+    start: int
+    new: int
+    first_row: int
+    first: int
+    last: int
+    prefix: int
+    begin: int
+    parts: int
+    part: int
+
+
+FIELDS = field_count(Item)
+
+
+@dataclass(frozen=True)
+class ExtendPlan:
+    """Items on the host.
+
+    Attributes:
+        items: int32 ``[n, FIELDS]``, an ``Item`` each.
+        spans: int32 ``[tokens, 2]``: each token's first partial result and how many it has; one is none.
+        partials: in all.
+    """
+
+    items: np.ndarray
+    spans: np.ndarray
+    partials: int
+
+
+def plan_extend(prefix_lens: list[int], new_lens: list[int], gqa_group: int, rows: int, wave: int) -> ExtendPlan:
+    """Divide a batch so that its items end at about the same time.
+
+    Every tile's units are cut into equal parts of at most u, with the u whose whole waves take the least time.
+
+    Args:
+        prefix_lens, new_lens: tokens of each request.
+        gqa_group: query heads of a KV head.
+        rows: of a tile.
+        wave: items that run at once.
+    """
+    new, prefix = np.array(new_lens, np.int64), np.array(prefix_lens, np.int64)
+    starts = np.cumsum(new) - new
+    tiles = -(-new * gqa_group // rows)  # of each request
+    request = np.repeat(np.arange(len(new)), tiles)  # of each tile
+    first_row = (np.arange(len(request)) - np.repeat(np.cumsum(tiles) - tiles, tiles)) * rows
+    last_token = np.minimum(-(-(first_row + rows) // gqa_group), new[request])
+    units = -(-prefix[request] // PAGE_SIZE) + -(-last_token // PAGE_SIZE)
+    # All tiles of a request have as many parts as its last, which sees most: a token's heads may lie in two tiles.
+    most = -(-prefix // PAGE_SIZE) + -(-new // PAGE_SIZE)
+    per_request = -(-most // _schedule(most, tiles, wave)[1]) if len(units) else most
+    parts = per_request[request]
+    results = np.where(per_request > 1, new * per_request, 0)
+    begins = np.cumsum(results) - results
+    token_request = np.repeat(np.arange(len(new)), new)
+    token = np.arange(len(token_request)) - starts[token_request]
+    spans = np.stack([begins[token_request] + token * per_request[token_request], per_request[token_request]], axis=1)
+
+    tile = np.repeat(np.arange(len(request)), parts)  # of each item
+    part = np.arange(len(tile)) - np.repeat(np.cumsum(parts) - parts, parts)
+    bounds = (units[tile] * part // parts[tile], units[tile] * (part + 1) // parts[tile])
+    owner = request[tile]
+    fields = Item(
+        request=owner,
+        start=starts[owner],
+        new=new[owner],
+        first_row=first_row[tile],
+        first=bounds[0],
+        last=bounds[1],
+        prefix=prefix[owner],
+        begin=begins[owner],
+        parts=parts[tile],
+        part=part,
+    )
+    items = np.stack(fields, axis=1)
+    items = items[np.argsort(bounds[0] - bounds[1], kind="stable")]
+    return ExtendPlan(items.astype(np.int32), spans.astype(np.int32), int(results.sum()))
+
+
+def schedule(prefix_lens: list[int], new_lens: list[int], gqa_group: int, rows: int, wave: int) -> tuple[int, int]:
+    """(waves of items, units of an item at most) that ``plan_extend`` gives a batch; it takes the same arguments."""
+    prefix, new = np.array(prefix_lens, np.int64), np.array(new_lens, np.int64)
+    tiles = -(-new * gqa_group // rows)
+    return _schedule(-(-prefix // PAGE_SIZE) + -(-new // PAGE_SIZE), tiles, wave) if tiles.any() else (0, 0)
+
+
+def _schedule(units: np.ndarray, tiles: np.ndarray, wave: int) -> tuple[int, int]:
+    """Waves that end first, and the units of an item in them. units, tiles: of each request."""
+    count, total, most = int(tiles.sum()), int((tiles * units).sum()), int(units.max())
+    least = -(-count // wave)
+    best = (float("inf"), 0, 0)
+    for waves in range(least, least + 4):
+        # Between as if parts had no remainders, and as if every tile had one.
+        spare = waves * wave - count
+        high = most if spare == 0 else min(-(-total // spare), most)
+        low = min(-(-total // (waves * wave)), high)
+        while low < high:
+            middle = (low + high) // 2
+            fits = np.sum(tiles * -(-units // middle)) <= waves * wave
+            low, high = (low, middle) if fits else (middle + 1, high)
+        best = min(best, (waves * (low + ITEM_COST), waves, low))
+    return best[1:]
+
+
+def extend(
+    out: torch.Tensor,
+    partial: torch.Tensor,
+    lse: torch.Tensor,
+    q: torch.Tensor,
+    new: tuple[torch.Tensor, torch.Tensor],
+    items: torch.Tensor,
+    rows: torch.Tensor,
+    scale: float,
+    record: Record | PlaneRecord,
+    stored: Stored,
+    *,
+    launch: ExtendLaunch,
+    sinks: torch.Tensor | None = None,
+    plain: bool = INTERPRETED,
+) -> None:
+    """The result of every item: of a whole tile where that is one item, else partial.
+
+    Args:
+        out: BF16 ``[T, q_heads, D]``, contiguous; rows of requests whose tiles have several items are left to
+            ``merge_splits``.
+        partial: float32 ``[partials, q_heads, D]``.
+        lse: float32 ``[partials, q_heads]``, log2 of the softmax's denominator.
+        q: BF16 ``[T, q_heads, D]``; new: the new tokens' k and v, BF16 ``[T, kv_heads, D]``; rotated, last axes
+            contiguous.
+        items: of ``plan_extend`` with the launch's rows, on the device.
+        rows: int ``[batch]``.
+        record, stored: of one layer.
+        launch: from ``extend_launch``.
+        sinks: float ``[q_heads]``, of the rows that are whole; ``merge_splits`` takes them for the others. None: none.
+        plain: unpack codes without inline assembly, as the interpreter must.
+    """
+    k, v = new
+    q_heads, d = q.shape[1:]
+    shape = shape_of(k.shape[1], d, q_heads)
+    _extend[(shape.KV_HEADS * (d // shape.DIMS), len(items))](
+        out, partial, lse, view(q), view(k), view(v), items, rows, scale * LOG2E, stored,
+        lse if sinks is None else sinks,
+        RECORD=record,
+        SHAPE=shape,
+        FAST=is_two_bit(record, d),
+        ROWS=launch.rows,
+        KEYS=launch.keys,
+        SINKS=sinks is not None,
+        PLAIN=plain,
+        num_warps=launch.warps,
+        num_stages=launch.stages,
+        maxnreg=launch.registers,
+        enable_fp_fusion=True,
+    )  # fmt: skip
+
+
+class Pages(NamedTuple):
+    """The pages of an item, and of those outside the history the ones before and after it.
+
+    Attributes:
+        table: the request's row of ``row_pages``.
+        first, end: in the prefix; history, history_end: of these, the records.
+        tokens: of the whole prefix.
+    """
+
+    table: tl.tensor
+    first: tl.tensor
+    history: tl.tensor
+    history_end: tl.tensor
+    end: tl.tensor
+    tokens: tl.tensor
+
+
+class NewTokens(NamedTuple):
+    """The new tokens of an item's request.
+
+    Attributes:
+        k, v: ``View``s at the request's first and this KV head.
+        first, last: the item's units of them; count: all.
+    """
+
+    k: View
+    v: View
+    first: tl.tensor
+    last: tl.tensor
+    count: tl.tensor
+
+
+@triton.jit
+def _extend(
+    out, partial, lse, q, k, v, items, rows, scale_log2, stored, sinks,
+    RECORD: tl.constexpr, SHAPE: tl.constexpr, FAST: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+    SINKS: tl.constexpr, PLAIN: tl.constexpr,
+):  # fmt: skip
+    """Program (kv_head * parts of V + part, item): divide the item's pages; its records; what is in BF16; store."""
+    PARTS: tl.constexpr = SHAPE.D // SHAPE.DIMS
+    head = tl.program_id(0) // PARTS
+    v_first = tl.program_id(0) % PARTS * SHAPE.DIMS
+    item = Item(*load_fields(items + tl.program_id(1) * FIELDS, FIELDS))
+    pages = _pages_of(item, rows, stored)
+    prefix_units = tl.cdiv(item.prefix, PAGE)
+
+    token = (item.first_row + tl.arange(0, ROWS)) // SHAPE.GQA_GROUP  # of the request
+    q_head = head * SHAPE.GQA_GROUP + (item.first_row + tl.arange(0, ROWS)) % SHAPE.GQA_GROUP
+    start = item.start.to(tl.int64)
+    tile = Tile(q.data, (start + token) * q.token + q_head * q.head, token < item.new)
+    state = no_keys(ROWS, SHAPE.VP)
+    if pages.history < pages.history_end:
+        records = stored.records + head * RECORD.bytes
+        if is_planes(RECORD):
+            state = history_planes(tile, pages, records, v_first, scale_log2, RECORD, SHAPE, ROWS, PLAIN)
+        elif FAST:
+            state = history_two_bits(tile, pages, records, v_first, scale_log2, RECORD, SHAPE, ROWS, PLAIN)
+        else:
+            state = history_any(tile, pages, records, v_first, scale_log2, RECORD, SHAPE, ROWS)
+
+    new = NewTokens(
+        View(k.data + start * k.token + head * k.head, k.token, k.head),
+        View(v.data + start * v.token + head * v.head, v.token, v.head),
+        tl.maximum(item.first - prefix_units, 0),
+        tl.maximum(item.last - prefix_units, 0),
+        item.new,
+    )
+    overlays = stored.overlays + head * (PAGE * SHAPE.D)
+    dims = row_dims(v_first, RECORD, SHAPE)
+    state = _whole_keys(state, tile, token, pages, new, overlays, stored.page_slot, dims, scale_log2, SHAPE, KEYS, ROWS)
+    if SINKS:  # once for each row: of a row in parts the merge does it
+        state = with_sink(state, tl.where(item.parts == 1, load_sink(sinks, q_head), float("-inf")))
+    _store_result(out, partial, lse, state, item, token, q_head, dims, SHAPE)
+
+
+@triton.jit
+def _pages_of(item, rows, stored):
+    """The item's pages: overlays first .. history, records .. history_end, overlays .. end."""
+    row = tl.load(rows + item.request).to(tl.int64)
+    pages = tl.cdiv(item.prefix, PAGE)
+    history = tl.minimum(tl.cdiv(tl.load(stored.row_sink_end + row), PAGE), pages)
+    history_end = tl.minimum(tl.cdiv(tl.load(stored.row_history_end + row), PAGE), pages)
+    end = tl.minimum(item.last, pages)
+    history = tl.minimum(tl.maximum(history, item.first), end)
+    history_end = tl.minimum(tl.maximum(history_end, history), end)
+    table = stored.row_pages + row * stored.pages_row
+    return Pages(table, tl.minimum(item.first, end), history, history_end, end, item.prefix)
+
+
+@triton.jit
+def _store_result(out, partial, lse, state, item, token, q_head, dims, SHAPE: tl.constexpr):
+    """Rows of ``out`` if the tile is one item, else partial results."""
+    Q_HEADS: tl.constexpr = SHAPE.Q_HEADS
+    live = token < item.new
+    dim = dims[0][None, :]
+    wanted = live[:, None] & dims[1][None, :]
+    total = tl.maximum(state.total, 1e-30)
+    acc = state.acc * (1 / total)[:, None]
+    if item.parts == 1:
+        row = (item.start.to(tl.int64) + token) * Q_HEADS + q_head
+        tl.store(out + row[:, None] * SHAPE.D + dim, to_bf16(acc), mask=wanted)
+    else:  # of a row that saw nothing, the weight is 2^NEVER
+        result = (item.begin + token * item.parts + item.part).to(tl.int64) * Q_HEADS + q_head  # [ROWS]
+        tl.store(lse + result, state.top + tl.log2(total), mask=live)
+        tl.store(partial + result[:, None] * SHAPE.D + dim, acc, mask=wanted)
+
+
+@triton.jit
+def _whole_keys(
+    state, tile, token, pages, new, overlays, page_slot, dims, scale_log2,
+    SHAPE: tl.constexpr, KEYS: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Add what is in BF16: overlays of the pages outside the history, then the units of new tokens.
+
+    One loop, so that the compiler's copies ahead run on from the ones to the others. Each turn: load KEYS keys and
+    values; attend; look up a slot and a page of later turns.
+    """
+    TILES: tl.constexpr = PAGE // KEYS
+    dim = tl.arange(0, SHAPE.DP)
+    inside = tile.live[:, None] & (dim < SHAPE.D)[None, :]
+    queries = tl.load(tile.q + tile.row[:, None] + dim[None, :], mask=inside, other=0.0)  # [ROWS, DP]
+    stored_pages = pages.end - pages.first - (pages.history_end - pages.history)
+    stored = stored_pages * TILES
+    # A page's slot is looked up two turns ahead, its id three: otherwise the compiler makes loads wait for what they
+    # depend on.
+    slot = tl.maximum(tl.load(page_slot + _page_id(pages, 0, stored_pages)), 0)
+    next_slot = tl.load(page_slot + _page_id(pages, 1 // TILES, stored_pages))
+    page = _page_id(pages, 2 // TILES, stored_pages)
+    for step in tl.range(0, stored + (new.last - new.first) * TILES):
+        keys, values, seen = _load_keys(step, stored_pages, slot, token, pages, new, overlays, dims, SHAPE, KEYS)
+        state = attend(state, queries, keys, values, seen, scale_log2, ROWS, KEYS)
+        state = settled(state)
+        slot = tl.maximum(next_slot, 0)
+        next_slot = tl.load(page_slot + page)
+        page = _page_id(pages, (step + 3) // TILES, stored_pages)
+    return state
+
+
+@triton.jit
+def _load_keys(step, stored_pages, slot, token, pages, new, overlays, dims, SHAPE: tl.constexpr, KEYS: tl.constexpr):
+    """The keys [KEYS, DP] and values [KEYS, VP] of a turn, and which rows see them [ROWS, KEYS]."""
+    TILES: tl.constexpr = PAGE // KEYS
+    D: tl.constexpr = SHAPE.D
+    HEADS_BYTES: tl.constexpr = SHAPE.KV_HEADS * PAGE * D
+    n, dim = tl.arange(0, KEYS), tl.arange(0, SHAPE.DP)
+    is_stored = step < stored_pages * TILES
+    index = pages.first + step // TILES
+    index += tl.where(index < pages.history, 0, pages.history_end - pages.history)
+    in_page = (step - step // TILES * TILES) * KEYS
+    overlay = overlays + slot.to(tl.int64) * (2 * HEADS_BYTES) + in_page * D
+    key = tl.where(is_stored, index, new.first + step // TILES - stored_pages) * PAGE + in_page
+    key_new = tl.where(is_stored, 0, key).to(tl.int64)
+    k_base = tl.where(is_stored, overlay, new.k.data + key_new * new.k.token)
+    v_base = tl.where(is_stored, overlay + HEADS_BYTES, new.v.data + key_new * new.v.token)
+    k_stride, v_stride = tl.where(is_stored, D, new.k.token), tl.where(is_stored, D, new.v.token)
+    # Of keys that are not there the last one is read again: nobody sees them, but they must be numbers.
+    row = tl.minimum(n, tl.where(is_stored, pages.tokens, new.count) - key - 1)
+    k_address = k_base + row[:, None] * k_stride + dim[None, :]
+    v_address = v_base + row[:, None] * v_stride + dims[0][None, :]
+    keys = tl.load(k_address) if SHAPE.DP == D else tl.load(k_address, mask=(dim < D)[None, :], other=0.0)
+    if SHAPE.VP == SHAPE.DIMS:
+        values = tl.load(v_address)
+    else:
+        values = tl.load(v_address, mask=dims[1][None, :], other=0.0)
+    seen = n[None, :] < (tl.where(is_stored, pages.tokens, token + 1) - key)[:, None]
+    return keys, values, seen
+
+
+@triton.jit
+def _page_id(pages, count, stored_pages):
+    """Id of the ``count``-th page outside the history, or of the last; of any page, if there is none."""
+    index = pages.first + tl.minimum(count, stored_pages - 1)
+    index += tl.where(index < pages.history, 0, pages.history_end - pages.history)
+    return page_of(pages.table, tl.where(stored_pages > 0, index, 0))

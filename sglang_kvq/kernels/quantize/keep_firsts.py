@@ -1,0 +1,112 @@
+"""First tokens of sequences: kept when their pages' overlays are taken, and overlays that are restored with them.
+
+What ``cache.firsts.FirstTokens`` and ``ReferenceOps.restore_pages`` do in torch, bit for bit. Both are launched for
+every plan, and find on the device that there is nothing to do.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from sglang_kvq.kernels.decode.decode_attention import is_two_bit
+from sglang_kvq.kernels.device.codes import PlaneRecord, Record
+from sglang_kvq.kernels.device.common import PAGE
+from sglang_kvq.kernels.device.shape import shape_of
+from sglang_kvq.kernels.extend.gather_pages import read_record
+from sglang_kvq.kernels.extend.gather_two_bits import warps_for
+
+#: Rows (K or V of a head) that a program copies at a time; programs of a layer, which share the pages.
+_ROWS = 16
+_PROGRAMS = 8
+
+
+def keep_firsts(
+    slots: torch.Tensor, entries: torch.Tensor, count: torch.Tensor, overlays: torch.Tensor, firsts: torch.Tensor
+) -> None:
+    """Copy first tokens of overlays to their entries, while overlays that were taken are as they were.
+
+    slots: int64 ``[n]``, entries: int32 ``[n]``, 0 for none, of which the first ``count``, int64 ``[1]``, count.
+    overlays: BF16 ``[layers, slots + 1, 2, kv_heads, PAGE_SIZE, D]``. firsts: ``FirstTokens.tokens``.
+    """
+    layers, kv_heads, d = overlays.shape[0], overlays.shape[3], overlays.shape[-1]
+    _keep[(layers, _PROGRAMS)](
+        slots, entries, count, overlays, firsts, overlays.stride(0), firsts.stride(0),
+        SHAPE=shape_of(kv_heads, d),
+        ROWS=_ROWS,
+        num_warps=4,
+    )  # fmt: skip
+
+
+@triton.jit
+def _keep(
+    slots, entries, count, overlays, firsts, overlays_layer, firsts_layer, SHAPE: tl.constexpr, ROWS: tl.constexpr
+):
+    """Program (l, j): layer l of pages j, j + programs, ..."""
+    D: tl.constexpr = SHAPE.D
+    HEADS: tl.constexpr = 2 * SHAPE.KV_HEADS  # of K, then of V
+    layer = tl.program_id(0).to(tl.int64)
+    dim = tl.arange(0, SHAPE.DP)[None, :]
+    for i in range(tl.program_id(1), tl.load(count).to(tl.int32), tl.num_programs(1)):
+        entry = tl.load(entries + i).to(tl.int64)
+        if entry > 0:
+            slot = tl.load(slots + i)
+            for start in range(0, HEADS, ROWS):
+                row = start + tl.arange(0, ROWS)[:, None]
+                inside = (row < HEADS) & (dim < D)
+                source = overlays + layer * overlays_layer + (slot * HEADS + row) * (PAGE * D) + dim
+                target = firsts + layer * firsts_layer + (entry * HEADS + row) * D + dim
+                tl.store(target, tl.load(source, mask=inside), mask=inside)
+
+
+def restore_pages(
+    pages: torch.Tensor,
+    records: torch.Tensor,
+    record: Record | PlaneRecord,
+    layers: torch.Tensor,
+    page_slot: torch.Tensor,
+    overlays: torch.Tensor,
+    first_entry: torch.Tensor,
+    firsts: torch.Tensor,
+) -> None:
+    """Fill the overlays that pages int ``[n]`` have, 0 for none, from records of the layers of one store.
+
+    records: uint8 ``[m, pages + 1, kv_heads, record.bytes]`` of layers ``layers`` int64 ``[m]``; page_slot: int32
+    ``[pages + 1]``; first_entry, firsts: ``FirstTokens.entry`` and ``tokens``. Token 0 is the one that is kept.
+    """
+    m, kv_heads, d = records.shape[0], records.shape[2], overlays.shape[-1]
+    fast = is_two_bit(record, d)
+    _restore[(kv_heads, m, len(pages))](
+        pages, records, layers, page_slot, overlays, first_entry, firsts,
+        records.stride(0), overlays.stride(0), firsts.stride(0),
+        RECORD=record,
+        SHAPE=shape_of(kv_heads, d),
+        FAST=fast,
+        num_warps=warps_for(d) if fast or isinstance(record, PlaneRecord) else 4,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["pages"], do_not_specialize_on_alignment=["pages"])
+def _restore(
+    pages, records, layers, page_slot, overlays, first_entry, firsts, records_layer, overlays_layer, firsts_layer,
+    RECORD: tl.constexpr, SHAPE: tl.constexpr, FAST: tl.constexpr,
+):  # fmt: skip
+    """Program (h, l, i): KV head h of the store's layer l, page i."""
+    D: tl.constexpr = SHAPE.D
+    KV_HEADS: tl.constexpr = SHAPE.KV_HEADS
+    page = tl.load(pages + tl.program_id(2)).to(tl.int32)
+    slot = tl.load(page_slot + page).to(tl.int64)  # of page 0 it is 0
+    if slot > 0:
+        head = tl.program_id(0)
+        layer = tl.load(layers + tl.program_id(1))
+        record = records + tl.program_id(1).to(tl.int64) * records_layer
+        record += (page.to(tl.int64) * KV_HEADS + head) * RECORD.bytes
+        k = overlays + layer * overlays_layer + (slot * 2 * KV_HEADS + head) * (PAGE * D)
+        v = k + KV_HEADS * (PAGE * D)
+        read_record(k, v, PAGE, 1, record, RECORD, SHAPE, FAST, True)
+        entry = tl.load(first_entry + page).to(tl.int64)
+        if entry > 0:
+            dim = tl.arange(0, SHAPE.DP)
+            first = firsts + layer * firsts_layer + (entry * 2 * KV_HEADS + head) * D + dim
+            tl.debug_barrier()  # other threads wrote the record's token 0
+            tl.store(k + dim, tl.load(first, mask=dim < D), mask=dim < D)
+            tl.store(v + dim, tl.load(first + KV_HEADS * D, mask=dim < D), mask=dim < D)

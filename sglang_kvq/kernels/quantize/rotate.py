@@ -1,0 +1,206 @@
+"""Queries, keys and values into the rotated basis, optionally straight into the overlays.
+
+    out[t, h] = bf16(x[t, h] R[h] - m[h]),    x BF16 [T, heads, D], R float32 [kv_heads or 1, D, D]
+
+m float32 [kv_heads or 1, D] is the keys' mean, if they have one: subtracted from the float32 sum before it is rounded.
+R = R_hi + R_lo, two BF16 matrices: x is BF16 already, so two BF16 products summed in float32 lose
+nothing but R's bits below 2^-17, eight times finer than TF32 at the same cost.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from sglang_kvq.kernels.device.arguments import view
+from sglang_kvq.kernels.device.common import NO_OVERLAP, PAGE, Overlap, dot, to_bf16
+from sglang_kvq.kernels.device.shape import shape_of
+
+_TOKENS = 64  # rows of a tile, whatever the batch: a token's codes must not depend on its neighbours
+
+
+def split_rotation(rotation: torch.Tensor) -> torch.Tensor:
+    """float32 ``[..., heads, D, D]`` to BF16 ``[..., 2, heads, D, D]``, high and low parts."""
+    high = rotation.bfloat16()
+    low = (rotation - high.float()).bfloat16()
+    return torch.stack([high, low], dim=-4).contiguous()
+
+
+def rotate(
+    x: tuple[torch.Tensor, ...],
+    rotations: tuple[torch.Tensor | None, ...],
+    store: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
+    overlap: Overlap = NO_OVERLAP,
+    mean: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, ...]:
+    """Rotate up to three tensors in one launch.
+
+    Args:
+        x: q ``[T, q_heads, D]``, k and v ``[T, kv_heads, D]``, BF16; only the last axis must be contiguous.
+        rotations: for each, ``split_rotation``'s result for this layer, ``[2, kv_heads or 1, D, D]``, or
+            None for the identity.
+        store: (this layer's overlays ``[slots + 1, 2, kv_heads, PAGE_SIZE, D]``, page_slot, loc ``[T]``):
+            keys and values then go there and nowhere else.
+        overlap: an early start loads rotations and looks up where tokens go before the launch before this one has
+            ended. The next one starts with this one.
+        mean: taken off rotated keys, float32 ``[kv_heads or 1, D]``, contiguous; None for nothing.
+
+    Returns:
+        the rotated tensors, contiguous; an unrotated one is returned as it came.
+    """
+    q, k, _ = x
+    tokens, q_heads, d = q.shape
+    kv_heads = k.shape[1]
+    r_q, r_k, r_v = rotations
+    if mean is not None and r_k is None:
+        raise ValueError("a mean is taken off keys that are rotated")
+    out = [y if r is None else torch.empty(y.shape, dtype=y.dtype, device=y.device) for y, r in zip(x, rotations)]
+    # Heads are numbered q, k, v, and the launch covers those that have something to do (a model may rotate
+    # keys and not values: then values alone are left out, or only copied to the overlays).
+    busy = [r_q is not None, r_k is not None or store is not None, r_v is not None or store is not None]
+    bounds = [0, q_heads, q_heads + kv_heads, q_heads + 2 * kv_heads]
+    if tokens == 0 or not any(busy):
+        return tuple(out)
+    first, last = bounds[busy.index(True)], bounds[3 - busy[::-1].index(True)]
+    # Few tokens: latency is all, and more programs load less each. A column's bits do not depend on the block.
+    block = 32 if d == 96 or tokens <= 4 * _TOKENS else 64
+    grid = (min(triton.cdiv(tokens, _TOKENS), 16), (last - first) * (d // block))
+    _rotate[grid](
+        tuple(map(view, x)), tuple(out), tuple(q if r is None else r for r in rotations), Store(*(store or (q, q, q))),
+        q if mean is None else mean, tokens, first,
+        SHAPE=shape_of(kv_heads, d, q_heads),
+        ROTATIONS=tuple(0 if r is None else r.shape[1] for r in rotations),
+        MEANS=0 if mean is None else mean.shape[0],
+        STORE=store is not None,
+        EARLY=overlap.early,
+        LETS_NEXT=overlap.lets_next,
+        TOKENS=_TOKENS,
+        BLOCK=block,
+        num_warps=4,
+        num_stages=1,  # R's two parts and one tile of rows are 96 KiB at D = 256
+        launch_pdl=overlap.early,
+    )  # fmt: skip
+    return tuple(out)
+
+
+class Store(NamedTuple):
+    """Where keys and values go: ``rotate``'s ``store``."""
+
+    overlays: torch.Tensor
+    page_slot: torch.Tensor
+    loc: torch.Tensor
+
+
+class Head(NamedTuple):
+    """One head of q, k or v.
+
+    Attributes:
+        x, out: pointers to its first token's row; x_token, out_token: strides.
+        rotation: the high part of its matrix.
+        mean: what is taken off its rotated rows, if anything is.
+        overlay: its part of slot 0.
+    """
+
+    x: tl.tensor
+    x_token: tl.tensor
+    out: tl.tensor
+    out_token: tl.tensor
+    rotation: tl.tensor
+    mean: tl.tensor
+    overlay: tl.tensor
+
+
+@triton.jit
+def _rotate(
+    x, out, rotations, store, mean, tokens, first_head,
+    SHAPE: tl.constexpr, ROTATIONS: tl.constexpr, MEANS: tl.constexpr, STORE: tl.constexpr, EARLY: tl.constexpr,
+    LETS_NEXT: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Program (i, j): token tiles i, i + programs, ... of one head and one block of output columns."""
+    D: tl.constexpr = SHAPE.D
+    KV_HEADS: tl.constexpr = SHAPE.KV_HEADS
+    if LETS_NEXT:
+        tl.extra.cuda.gdc_launch_dependents()
+    head = first_head + tl.program_id(1) // (D // BLOCK)
+    column = tl.program_id(1) % (D // BLOCK) * BLOCK
+    q, k, v = x
+    if head < SHAPE.Q_HEADS:
+        _rotate_head(
+            _head(
+                q, head, out[0], SHAPE.Q_HEADS, rotations[0], head // SHAPE.GQA_GROUP, mean, store.overlays, D,
+                ROTATIONS[0], 0,
+            ),
+            store, tokens, column, SHAPE, ROTATIONS[0], 0, False, EARLY, TOKENS, BLOCK,
+        )  # fmt: skip
+    elif head < SHAPE.Q_HEADS + KV_HEADS:
+        head -= SHAPE.Q_HEADS
+        overlay = store.overlays + head * PAGE * D
+        _rotate_head(
+            _head(k, head, out[1], KV_HEADS, rotations[1], head, mean, overlay, D, ROTATIONS[1], MEANS),
+            store, tokens, column, SHAPE, ROTATIONS[1], MEANS, STORE, EARLY, TOKENS, BLOCK,
+        )  # fmt: skip
+    else:
+        head -= SHAPE.Q_HEADS + KV_HEADS
+        overlay = store.overlays + (KV_HEADS + head) * PAGE * D
+        _rotate_head(
+            _head(v, head, out[2], KV_HEADS, rotations[2], head, mean, overlay, D, ROTATIONS[2], 0),
+            store, tokens, column, SHAPE, ROTATIONS[2], 0, STORE, EARLY, TOKENS, BLOCK,
+        )  # fmt: skip
+
+
+@triton.jit
+def _head(
+    x, head, out, HEADS: tl.constexpr, rotation, kv_head, mean, overlay, D: tl.constexpr, ROTATIONS: tl.constexpr,
+    MEANS: tl.constexpr,
+):  # fmt: skip
+    """The ``Head`` of x and out, and of as many matrices and means as there are."""
+    if ROTATIONS > 1:
+        rotation += kv_head * D * D
+    if MEANS > 1:
+        mean += kv_head * D
+    return Head(x.data + head * x.head, x.token, out + head * D, HEADS * D, rotation, mean, overlay)
+
+
+@triton.jit
+def _rotate_head(
+    mine, store, tokens, column, SHAPE: tl.constexpr, ROTATIONS: tl.constexpr, MEANS: tl.constexpr,
+    STORE: tl.constexpr, EARLY: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Columns ``column .. column + BLOCK`` of x R - m for this program's tiles; mine: a ``Head``.
+
+    Load R and m; then for each tile look up where it goes, multiply and store.
+    """
+    D: tl.constexpr = SHAPE.D
+    if ROTATIONS > 0 or STORE:
+        inner = tl.arange(0, SHAPE.DP)
+        outer = column + tl.arange(0, BLOCK)
+        if ROTATIONS > 0:
+            r = mine.rotation + inner[:, None] * D + outer[None, :]  # [DP, BLOCK]
+            high = tl.load(r, mask=(inner < D)[:, None], other=0.0)
+            low = tl.load(r + ROTATIONS * D * D, mask=(inner < D)[:, None], other=0.0)
+        if MEANS > 0:
+            mean = tl.load(mine.mean + outer)
+        for start in range(tl.program_id(0) * TOKENS, tokens, tl.num_programs(0) * TOKENS):
+            token = (start + tl.arange(0, TOKENS)).to(tl.int64)
+            live = token < tokens
+            source = mine.x + token[:, None] * mine.x_token
+            if STORE:
+                location = tl.load(store.loc + token, mask=live, other=0)
+                slot = tl.load(store.page_slot + location // PAGE, mask=live, other=0)
+                slot = tl.maximum(slot, 0).to(tl.int64)
+                target = mine.overlay + slot * (2 * SHAPE.KV_HEADS * PAGE * D) + location % PAGE * D
+            else:
+                target = mine.out + token * mine.out_token
+            if EARLY:
+                tl.extra.cuda.gdc_wait()
+            if ROTATIONS > 0:
+                rows = tl.load(source + inner[None, :], mask=live[:, None] & (inner < D)[None, :], other=0.0)
+                acc = tl.zeros([TOKENS, BLOCK], tl.float32)
+                acc = dot(rows, high, dot(rows, low, acc))
+                if MEANS > 0:
+                    acc -= mean[None, :]
+                y = to_bf16(acc)
+            else:
+                y = tl.load(source + outer[None, :], mask=live[:, None], other=0.0)
+            tl.store(target[:, None] + outer[None, :], y, mask=live[:, None])

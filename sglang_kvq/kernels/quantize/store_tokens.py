@@ -1,0 +1,39 @@
+"""Keys and values of new tokens into the BF16 overlays of their pages."""
+
+import torch
+import triton
+import triton.language as tl
+
+from sglang_kvq.kernels.device.arguments import view
+from sglang_kvq.kernels.device.common import PAGE
+from sglang_kvq.kernels.device.shape import shape_of
+
+
+def store_tokens(
+    overlays: torch.Tensor, page_slot: torch.Tensor, loc: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+) -> None:
+    """Write rows k, v ``[T, kv_heads, D]`` (last axis contiguous) where ``loc`` int ``[T]`` says.
+
+    overlays: one layer's, BF16 ``[slots + 1, 2, kv_heads, PAGE_SIZE, D]``; page_slot int32 ``[pages + 1]``,
+    a page without an overlay (-1) writes to slot 0.
+    """
+    tokens, kv_heads, d = k.shape
+    if tokens == 0:
+        return
+    _store[(tokens,)](overlays, page_slot, loc, view(k), view(v), SHAPE=shape_of(kv_heads, d), num_warps=4)
+
+
+@triton.jit
+def _store(overlays, page_slot, loc, k, v, SHAPE: tl.constexpr):
+    """Program t: overlays[slot(loc[t]), :, :, loc[t] % PAGE] = k[t], v[t]."""
+    D: tl.constexpr = SHAPE.D
+    KV_HEADS: tl.constexpr = SHAPE.KV_HEADS
+    token = tl.program_id(0).to(tl.int64)
+    location = tl.load(loc + token)
+    slot = tl.maximum(tl.load(page_slot + location // PAGE), 0).to(tl.int64)
+    head, dim = tl.arange(0, SHAPE.HP)[:, None], tl.arange(0, SHAPE.DP)[None, :]
+    live = (head < KV_HEADS) & (dim < D)  # [HP, DP]
+    target = overlays + slot * (2 * KV_HEADS * PAGE * D) + location % PAGE * D + head * (PAGE * D) + dim
+    tl.store(target, tl.load(k.data + token * k.token + head * k.head + dim, mask=live), mask=live)
+    target += KV_HEADS * PAGE * D
+    tl.store(target, tl.load(v.data + token * v.token + head * v.head + dim, mask=live), mask=live)

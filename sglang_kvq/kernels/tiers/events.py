@@ -1,0 +1,81 @@
+"""What the scheduler did to pages and rows since the last plan, applied in its order by one program."""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from sglang_kvq.cache.pending import FREE, MOVE
+from sglang_kvq.kernels.device.arguments import field_count, load_fields
+from sglang_kvq.kernels.tiers.first_entries import entry_of
+from sglang_kvq.kernels.tiers.tables import TierTables
+
+#: Pages or rows that are handled at a time.
+_BLOCK = 1024
+
+
+class Span(NamedTuple):
+    """An event's int64 fields, as ``PendingOps.pack`` writes them: what happened to which ids, or rows."""
+
+    kind: int
+    first: int
+    count: int
+
+
+FIELDS = field_count(Span)
+
+
+def apply_events(tables: TierTables, spans: torch.Tensor, ids: torch.Tensor, events: int) -> None:
+    """What ``TierManager`` does in ``_apply_free``, ``_apply_move`` and ``_apply_rows``.
+
+    spans, ids: as ``PendingOps.pack`` gives them; events: how many spans there are.
+    """
+    kinds = {"FREE": FREE, "MOVE": MOVE, "FIRSTS": tables.keeps_firsts}
+    _apply[(1,)](spans, ids, events, tables.arguments, **kinds, BLOCK=_BLOCK, num_warps=8)
+
+
+@triton.jit(do_not_specialize=["spans", "ids", "events"], do_not_specialize_on_alignment=["spans", "ids"])
+def _apply(spans, ids, events, t, FREE: tl.constexpr, MOVE: tl.constexpr, FIRSTS: tl.constexpr, BLOCK: tl.constexpr):
+    """One program; t: ``Tables``. Pages repeat within an event at most: then some lanes do what is done already."""
+    for event in range(events):
+        span = Span(*load_fields(spans + event * FIELDS, FIELDS))
+        count = span.count.to(tl.int32)
+        for first in range(0, count, BLOCK):
+            i = first + tl.arange(0, BLOCK)
+            inside = i < count
+            if span.kind == FREE:
+                _free(t, tl.load(ids + span.first + i, mask=inside, other=0), FIRSTS, BLOCK)
+            elif span.kind == MOVE:
+                page = tl.load(ids + span.first + i, mask=inside, other=0)
+                kept = tl.load(ids + span.first + count + i, mask=inside, other=0)
+                _move(t, page, kept, BLOCK)
+            else:
+                row = tl.load(spans + span.first + i, mask=inside, other=0)
+                tl.store(t.row_len + row, tl.full([BLOCK], 0, tl.int64), mask=inside)
+        tl.debug_barrier()
+
+
+@triton.jit
+def _free(t, page, FIRSTS: tl.constexpr, BLOCK: tl.constexpr):
+    """Pages, 0 for none, give back overlays, records and the entries of their first tokens."""
+    slot = tl.load(t.page_slot + page, mask=page > 0, other=0)
+    tl.store(t.slot_page + slot, tl.full([BLOCK], 0, tl.int64), mask=slot > 0)
+    tl.store(t.page_slot + page, tl.full([BLOCK], -1, tl.int32), mask=page > 0)
+    tl.store(t.page_valid + page, tl.full([BLOCK], 0, tl.uint8), mask=page > 0)
+    if FIRSTS:
+        entry = entry_of(t, page, page > 0)
+        tl.store(t.first_page + entry, tl.full([BLOCK], 0, tl.int32), mask=entry > 0)
+        tl.store(t.first_entry + page, tl.full([BLOCK], 0, tl.int32), mask=page > 0)
+        tl.store(t.page_first + page, tl.full([BLOCK], 0, tl.uint8), mask=page > 0)
+
+
+@triton.jit
+def _move(t, page, kept, BLOCK: tl.constexpr):
+    """Overlays of pages go to those that are kept instead, where these have none."""
+    slot = tl.load(t.page_slot + page, mask=(page != kept) & (kept > 0), other=0)
+    moves = slot > 0
+    moves &= tl.load(t.page_slot + kept, mask=moves, other=0) < 0
+    tl.store(t.slot_page + slot, kept, mask=moves)
+    tl.store(t.page_slot + page, tl.full([BLOCK], -1, tl.int32), mask=moves)
+    tl.store(t.page_slot + kept, slot, mask=moves)

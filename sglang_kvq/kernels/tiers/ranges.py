@@ -1,0 +1,88 @@
+"""What a batch reads from records, and which of these records are missing: in parallel over rows and pages."""
+
+import torch
+import triton
+import triton.language as tl
+
+from sglang_kvq.kernels.device.common import PAGE
+from sglang_kvq.kernels.tiers.tables import TierTables, history_pages, page_at, window
+
+#: Pages that a program looks at.
+_PAGES = 1024
+
+
+def set_ranges(
+    tables: TierTables,
+    rows: torch.Tensor,
+    prefix_lens: torch.Tensor | None,
+    seq_lens: torch.Tensor,
+    max_len: int,
+    step: int,
+) -> None:
+    """What ``TierManager._set_ranges`` does; what is to be quantized is appended to the list.
+
+    rows, prefix_lens, seq_lens: int ``[batch]``; of a prefill, requests read the second's tokens, else (None) the
+    third's. max_len: none reads more. step: of the plan.
+    """
+    pages = triton.cdiv(max_len, PAGE.value)
+    grid = (len(rows), max(1, triton.cdiv(pages, _PAGES)))
+    lens, window = (seq_lens, tables.window) if prefix_lens is None else (prefix_lens, tables.prefill_window)
+    _ranges[grid](rows, lens, seq_lens, step, tables.arguments, WINDOW=window, PAGES=_PAGES, num_warps=4)
+
+
+@triton.jit(
+    do_not_specialize=["rows", "lens", "seq_lens", "step"],
+    do_not_specialize_on_alignment=["rows", "lens", "seq_lens"],
+)
+def _ranges(rows, lens, seq_lens, step, t, WINDOW: tl.constexpr, PAGES: tl.constexpr):
+    """Program (i, j): pages j PAGES .. of request i. Its range; a copy of the pages; which records are missing."""
+    row = tl.load(rows + tl.program_id(0)).to(tl.int32)
+    if row > 0:
+        length = tl.load(lens + tl.program_id(0)).to(tl.int32)
+        new = tl.load(seq_lens + tl.program_id(0)).to(tl.int32) - length
+        sink_end, history_end = _range_of(t, row, length, tl.where(new > 1, WINDOW.MORE, 0), WINDOW)
+        if tl.program_id(1) == 0:
+            tl.store(t.row_sink_end + row, sink_end * PAGE)
+            tl.store(t.row_history_end + row, history_end * PAGE)
+
+        index = tl.program_id(1) * PAGES + tl.arange(0, PAGES)
+        exists = index * PAGE < length
+        page = page_at(t, row, index, exists)
+        # The scheduler may rewrite the rows from here on; the layers read what is there now.
+        tl.store(t.row_pages + row.to(tl.int64) * t.pages_row + index, page, mask=exists)
+        inside = exists & (index >= sink_end) & (index < history_end)
+        missing = inside & (tl.load(t.page_valid + page, mask=inside, other=1) == 0)
+        if tl.sum(missing.to(tl.int32), 0) > 0:
+            _list_missing(t, page, missing, step, PAGES)
+
+
+@triton.jit
+def _range_of(t, row, length, more, WINDOW: tl.constexpr):
+    """Where the history begins and ends, in pages: extended to what of the window has lost its overlay."""
+    index, exists, page = window(t, row, length, WINDOW, more)
+    lost = tl.load(t.page_slot + page, mask=exists, other=0) < 0
+    sink_end = tl.minimum(tl.min(tl.min(tl.where(lost, index, WINDOW.SINK), 1), 0), WINDOW.SINK)
+    after_lost = tl.max(tl.max(tl.where(lost, index + 1, 0), 1), 0)
+    history = history_pages(length, WINDOW, more)
+    # No history proper while everything fits into sinks and window.
+    return sink_end, tl.maximum(tl.where(history > WINDOW.SINK, history, sink_end), after_lost)
+
+
+@triton.jit
+def _list_missing(t, page, missing, step, PAGES: tl.constexpr):
+    """Pages whose records are to be made from their overlays."""
+    slot = tl.load(t.page_slot + page, mask=missing, other=0)
+    failed = tl.sum((slot < 0).to(tl.int64), 0)
+    if failed > 0:
+        tl.atomic_add(t.errors, failed)
+    # Several requests may share a page: whoever marks its slot first lists it.
+    missing = slot > 0
+    now = tl.full([PAGES], 0, tl.int64) + step
+    before = tl.atomic_xchg(t.marked + slot, now, mask=missing)
+    fresh = missing & (before != now)
+    count = tl.sum(fresh.to(tl.int64), 0)
+    entry = tl.atomic_add(t.count, count) + tl.cumsum(fresh.to(tl.int32), 0) - 1
+    tl.store(t.slots + entry, slot.to(tl.int64), mask=fresh)
+    tl.store(t.pages + entry, page.to(tl.int64), mask=fresh)
+    tl.atomic_add(t.written, count)
+    tl.store(t.page_valid + page, tl.full([PAGES], 1, tl.uint8), mask=missing)

@@ -1,0 +1,190 @@
+"""What the kernels that plan tiers share: the tables they keep, and the window of a request.
+
+The rules are those of ``cache.tiers.TierManager``, which is their oracle.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from sglang_kvq.kernels.device.common import PAGE
+
+
+@dataclass(frozen=True)
+class TierTables:
+    """State of the tiers, and scratch memory of the plans. R rows, S overlay slots with slot 0, N pages with page 0.
+
+    Attributes:
+        req_to_token: int32 ``[R, context]``; row_pages: int32 ``[R, pages]``; their last axes contiguous.
+        page_slot: int32 ``[N]``; page_valid: uint8 ``[N]``.
+        slot_page, slot_stamp: int64 ``[S]``; row_len: int64 ``[R]``; as in ``TierManager``.
+        row_sink_end, row_history_end: int32 ``[R]``.
+        errors, written: int64, counters.
+        pinned, marked: int64 ``[S]``, the last step that pinned a slot, or found its page's record missing.
+        keys: int64 ``[S]``, what slots are chosen by.
+        wanted: int64 ``[R * window]``, pages that need an overlay.
+        page_first: uint8 ``[N]``, if first tokens are kept: pages that begin a sequence.
+        first_page: int32 ``[n + 1]``, first_entry: int32 ``[N]``, first_stamp: int64 ``[n + 1]``: ``FirstTokens``, if
+            they are kept. first_keys: int64 ``[n + 1]``, what entries are chosen by; claims: int64 ``[n + 1]``, of
+            which row of a batch, in which step, an entry's page is restored.
+        lost_slots, lost_pages: int64 ``[S]`` with lost_count int64 ``[1]``: pages that begin a sequence and have just
+            lost their overlay, which is still there; lost_entries: int32 ``[S]``, where their first tokens go.
+        entryless: int32 ``[S]``, which of them had no entry.
+        slots, pages: int64 ``[2 S]`` with count int64 ``[1]``: what is to be quantized.
+        sink_pages, recent_pages: the window; prefill_pages: before it, ``TierManager``'s.
+        sink_bonus: added to the stamp of a sink's overlay.
+        keeps_firsts: whether first tokens are kept.
+    """
+
+    req_to_token: torch.Tensor
+    row_pages: torch.Tensor
+    page_slot: torch.Tensor
+    page_valid: torch.Tensor
+    slot_page: torch.Tensor
+    slot_stamp: torch.Tensor
+    row_len: torch.Tensor
+    row_sink_end: torch.Tensor
+    row_history_end: torch.Tensor
+    errors: torch.Tensor
+    written: torch.Tensor
+    pinned: torch.Tensor
+    marked: torch.Tensor
+    keys: torch.Tensor
+    wanted: torch.Tensor
+    page_first: torch.Tensor
+    first_page: torch.Tensor
+    first_entry: torch.Tensor
+    first_stamp: torch.Tensor
+    first_keys: torch.Tensor
+    claims: torch.Tensor
+    lost_slots: torch.Tensor
+    lost_pages: torch.Tensor
+    lost_entries: torch.Tensor
+    lost_count: torch.Tensor
+    entryless: torch.Tensor
+    slots: torch.Tensor
+    pages: torch.Tensor
+    count: torch.Tensor
+    sink_pages: int
+    recent_pages: int
+    prefill_pages: int
+    sink_bonus: int
+    keeps_firsts: bool
+
+    @cached_property
+    def arguments(self) -> "Tables":
+        """What kernels take."""
+        tensors = {name: getattr(self, name) for name in Tables._fields if hasattr(self, name)}
+        return Tables(
+            context=self.req_to_token.stride(0),
+            pages_row=self.row_pages.stride(0),
+            slot_count=len(self.slot_page),
+            row_count=len(self.row_len),
+            first_count=len(self.first_page),
+            **tensors,
+        )
+
+    @cached_property
+    def window(self) -> "Window":
+        """What kernels are compiled for."""
+        return self._window(0)
+
+    @cached_property
+    def prefill_window(self) -> "Window":
+        """``window``, as wide as a prefill reads."""
+        return self._window(self.prefill_pages)
+
+    def _window(self, more: int) -> "Window":
+        width = triton.next_power_of_2(self.sink_pages + self.recent_pages + more + 1)
+        return Window(self.sink_pages, self.recent_pages, more, width, self.sink_bonus, self.keeps_firsts)
+
+
+class Tables(NamedTuple):
+    """``TierTables`` as an argument: its tensors, and what never changes about them.
+
+    Attributes:
+        context, pages_row: elements of a row of ``req_to_token``, of ``row_pages``.
+        slot_count: S; row_count: R; first_count: n + 1.
+    """
+
+    req_to_token: torch.Tensor
+    context: int
+    row_pages: torch.Tensor
+    pages_row: int
+    page_slot: torch.Tensor
+    page_valid: torch.Tensor
+    slot_page: torch.Tensor
+    slot_stamp: torch.Tensor
+    slot_count: int
+    row_len: torch.Tensor
+    row_count: int
+    row_sink_end: torch.Tensor
+    row_history_end: torch.Tensor
+    errors: torch.Tensor
+    written: torch.Tensor
+    pinned: torch.Tensor
+    marked: torch.Tensor
+    keys: torch.Tensor
+    wanted: torch.Tensor
+    page_first: torch.Tensor
+    first_page: torch.Tensor
+    first_count: int
+    first_entry: torch.Tensor
+    first_stamp: torch.Tensor
+    first_keys: torch.Tensor
+    claims: torch.Tensor
+    lost_slots: torch.Tensor
+    lost_pages: torch.Tensor
+    lost_entries: torch.Tensor
+    lost_count: torch.Tensor
+    entryless: torch.Tensor
+    slots: torch.Tensor
+    pages: torch.Tensor
+    count: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Window:
+    """The window of a request; capitals, as constants in kernels are.
+
+    Attributes:
+        SINK, RECENT: pages of it; MORE: further recent ones, at most; WIDTH: their number and the page being filled,
+            padded.
+        BONUS: added to the stamp of a sink's overlay.
+        FIRSTS: whether first tokens are kept.
+    """
+
+    SINK: int
+    RECENT: int
+    MORE: int
+    WIDTH: int
+    BONUS: int
+    FIRSTS: bool
+
+
+@triton.jit
+def history_pages(length, WINDOW: tl.constexpr, more=0):
+    """End of the history in pages of a request of that many tokens, were every overlay there; more: recent pages."""
+    return tl.maximum(length // PAGE - WINDOW.RECENT - more, WINDOW.SINK)
+
+
+@triton.jit
+def window(t, row, length, WINDOW: tl.constexpr, more=0):
+    """Page index, exists and page id of the window of rows at their lengths, [n, WIDTH]; row 0 has none.
+
+    t: ``Tables``; row, length, more: int32 [n, 1], or scalars for n = 1; of more at most MORE.
+    """
+    i = tl.arange(0, WINDOW.WIDTH)[None, :]
+    index = tl.where(i < WINDOW.SINK, i, history_pages(length, WINDOW, more) + i - WINDOW.SINK)
+    exists = (i <= WINDOW.SINK + WINDOW.RECENT + WINDOW.MORE) & (index * PAGE < tl.where(row > 0, length, 0))
+    return index, exists, page_at(t, row, index, exists)
+
+
+@triton.jit
+def page_at(t, row, index, exists):
+    """Page ids of the rows' page indices, 0 where they do not exist."""
+    return tl.load(t.req_to_token + row.to(tl.int64) * t.context + index * PAGE, mask=exists, other=0) // PAGE
