@@ -137,7 +137,7 @@ WINDOWED = (
 
 def with_window(config: Config) -> Config:
     """The config of a checkpoint that says that all its layers have a window."""
-    return {**config, "sliding_window": 64, "use_sliding_window": None}
+    return {**config, "sliding_window": 64}
 
 
 def write(config: Config) -> str:
