@@ -9,7 +9,7 @@ still has its overlay and needs the entry only after losing it. Otherwise it get
 first token is lost until more conversations idle than there are entries. Then the one idle longest loses its first
 token, and its record serves instead.
 
-This is the reference implementation; ``tiers.first_entries`` and ``quantize.keep_firsts`` in ``kernels`` do the same on a GPU.
+This is the reference implementation. In ``kernels``, ``tiers.first_entries`` and ``quantize.keep_firsts`` do the same.
 """
 
 from __future__ import annotations

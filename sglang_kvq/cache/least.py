@@ -1,4 +1,4 @@
-"""Selection of the least keys, to reuse overlays or first-token entries. On a GPU ``kernels.tiers.least`` does the same."""
+"""Selection of the least keys, to reuse overlays or first-token entries; ``kernels.tiers.least`` does the same."""
 
 from __future__ import annotations
 
