@@ -156,7 +156,7 @@ def _share(codes):
 
 @triton.jit
 def _keys(records, base_a, base_b, CODES: tl.constexpr, SHAPE: tl.constexpr, PLAIN: tl.constexpr):
-    """Loads two pages' K codes: INT8 tiles [2 PAGE, INT8_JP] of four planes, from ``unpack`` and ``unpack_odd`` or not."""
+    """Loads two pages' K codes as INT8 tiles [2 PAGE, INT8_JP] of the four planes."""
     D4: tl.constexpr = SHAPE.D4
     JP: tl.constexpr = SHAPE.INT8_JP
     ROWS: tl.constexpr = PAGE if CODES.bits == 3 else 2 * PAGE

@@ -38,7 +38,7 @@ def merge_splits(
         sinks: float ``[q_heads]``; None for none.
     """
     batch, heads, d = out.shape
-    # What requests of equal length have; one that has more takes several turns.
+    # Items of requests of equal length; a request with more items takes several iterations.
     chunk = min(_MOST, triton.next_power_of_2(-(-len(partial) // batch)))
     columns = triton.next_power_of_2(d)
     if chunk > 16:  # few rows: spread each over several programs
