@@ -153,7 +153,7 @@ def _value_pairs(out, records, step, source_pages, chosen, START: tl.constexpr, 
 
 @triton.jit
 def _value_bits(out, records, step, source_pages, chosen, START: tl.constexpr, SHAPE: tl.constexpr):
-    """Moves one bit of each element at START, [D / 2, PAGE / 4], like ``_value_pairs``; upper halves hold dims D / 2 on."""
+    """Moves one bit of each element at START, [D / 2, PAGE / 4], like ``_value_pairs``; high bits are of dims D / 2 on."""
     DIMS: tl.constexpr = SHAPE.DP // 2
     dim, i = tl.arange(0, DIMS)[:, None], tl.arange(0, PAGE // 4)[None, :]
     inside = dim < SHAPE.D // 2
@@ -174,7 +174,7 @@ def _value_byte(records, step, source_pages, chosen, token, dim, inside, START: 
 
 @triton.jit
 def _value_cell(out, records, step, source_pages, chosen, START: tl.constexpr, BITS: tl.constexpr, SHAPE: tl.constexpr):
-    """Moves a cell of BITS, at most 8, per column and token at START, [QUARTERS, D / 4, PAGE / 4] (``formats.planes``)."""
+    """Moves a cell of BITS, at most 8, per column and token at START, [QUARTERS, D / 4, PAGE / 4]."""
     D4: tl.constexpr = SHAPE.D4
     COLUMNS: tl.constexpr = SHAPE.JP
     QUARTER: tl.constexpr = PAGE // 4
