@@ -145,9 +145,9 @@ class TierManager:
     def decode_needs_plan(self, seq_lens: torch.Tensor) -> bool:
         """Tells if a decode batch must be planned; ``seq_lens`` int ``[batch]`` is on the host.
 
-        Ranges, windows and page ids change only when a page fills or the next one begins, after a prefill, or when the
-        scheduler moves or frees pages. Lengths below 2 are padding. A batch that does not continue the last one token
-        by token contains other requests.
+        Ranges, windows and page ids change only when a page fills or the next one begins. They also change after a
+        prefill, or when the scheduler moves or frees pages. Lengths below 2 are padding. A batch that does not continue
+        the last one token by token contains other requests.
         """
         lens = seq_lens.numpy()
         goes_on = self._next_lens is not None and np.array_equal(lens, self._next_lens)

@@ -21,7 +21,8 @@ class TritonTierManager(TierManager):
     """Plans in two launches, one more per record store, and two for formats that keep first tokens.
 
     1. ``give_overlays``: lengths, stamps, pins; overlays for pages about to be written; entries for first tokens of
-    pages that lost theirs. 2. ``set_ranges``: the ranges that the batch reads from records.
+       pages that lost theirs.
+    2. ``set_ranges``: the ranges that the batch reads from records.
     3. ``quantize_slots``: pages that both found to be without a record, for all layers.
     4. ``keep_firsts``: first tokens of pages that lost their overlay.
     5. ``restore_pages``: first pages that a prefill reads, in the overlays from step 1.

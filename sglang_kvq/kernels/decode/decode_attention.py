@@ -96,8 +96,8 @@ class DecodeLaunch:
     def items(self, batch: int, programs: int, sms: int) -> int:
         """Returns the number of items of a plan for ``batch`` requests, ``programs`` programs each.
 
-        The items fill whole waves. The result is the fewest waves of which a batch of equal requests keeps ``BUSY``
-        busy, or the best of eight.
+        The items fill whole waves: the fewest that a batch of equal requests keeps busy to ``BUSY``, or the best number
+        up to eight.
         """
         wave = max(sms * self.programs_per_sm // programs, 1)
         least = -(-batch // wave)
@@ -382,9 +382,9 @@ def _history(
 
     q: the first of the KV head's queries; records: those of page 0; acc are dims v_first .. v_first + DIMS.
 
-    A tile is two pages, 128 tokens. Its row n = (plane, page, half, i) is token plane * 16 + 2 i + half of that page,
-    in the order in which K's codes are stored. Tokens whose codes share a byte plane of V are 32 consecutive rows. Rows
-    n and n + 8, which one thread holds, are neighbours whose scales it reads at once.
+    A tile is two pages, 128 tokens. Its row n = (plane, page, half, i) is token plane * 16 + 2 i + half of that page:
+    the order of K's stored codes. Tokens whose codes share a byte plane of V are 32 consecutive rows. Rows n and n + 8,
+    which one thread holds, are neighbours whose scales it reads at once.
 
     Each iteration: load a tile; scores, group by group; the softmax; V's product, group by group.
     """

@@ -11,10 +11,10 @@ A byte's last field needs no AND: it is the whole byte (``is_whole``). The contr
 subtracted from their queries, or sums. If a plane's dims fill an INT8 product, K's products are in INT8
 (``key_planes_int8``).
 
-Scores are relative to the maximum when sums were last rescaled. Rescaling happens in the first iteration, and at a
-tile's end if a p would exceed the range of FP16 or a g_v is larger than any before (``softmax.have_risen``). One power
-of two for all heads, that of the largest g_v so far, keeps weights p g_v in range. This power and the unit of queries
-become part of the gains by an addition to the gain's byte.
+Scores are relative to the maximum when sums were last rescaled. The first iteration rescales. Others do so at a tile's
+end, if a p would exceed the range of FP16 or a g_v is the largest so far (``softmax.have_risen``). One power of two for
+all heads, that of the largest g_v so far, keeps weights p g_v in range. This power and the unit of queries become part
+of the gains by an addition to the gain's byte.
 """
 
 import triton

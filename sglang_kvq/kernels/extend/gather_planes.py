@@ -1,6 +1,6 @@
 """Dequantization of a record of planes to BF16, as fast as ``gather_two_bits`` does for two bits.
 
-A code c of w bits is moved to bit s of a BF16 number's significand, under its leading one and with a one behind it. The
+A code c of w bits is moved to bit s of a BF16 number's significand, under its leading one and before a one. The
 result is a multiple of the code's value plus a constant. One more instruction completes two values:
 
     x     = 2^(7 - s) + c + 1/2

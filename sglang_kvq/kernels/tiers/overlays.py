@@ -1,8 +1,8 @@
 """Overlays for the pages that a batch is about to write: one program, because each choice depends on earlier ones.
 
-Phases are separated by barriers, a function each: the batch's rows, the pinned windows, a key for every slot, the k-th
-least key by bisection, the exchange, and entries for first tokens of pages that lost their overlays. If no page needs
-an overlay, only the first phase runs.
+Each phase is a function, and barriers separate them: the batch's rows, the pinned windows, a key for every slot, the
+k-th least key by bisection, the exchange, and entries for lost first tokens. If no page needs an overlay, only the
+first phase runs.
 """
 
 import torch
