@@ -1,14 +1,15 @@
-"""First tokens of sequences, kept in BF16 after the overlay of their page was taken: small tables in torch.
+"""First tokens of sequences, kept in BF16 after another page took their overlay: small tables in torch.
 
-A sequence's first token gathers attention that belongs nowhere, and its key and value lie far from all others. What is
-calibrated for these codes it badly (``RecordFormat.keeps_first``), and every later token reads it. So one token of a
-first page is kept, all layers and KV heads, 1/64 of an overlay, until the page is freed.
+The first token is an attention sink: its key and value are outliers. Formats calibrated for the other tokens quantize
+it badly (``RecordFormat.keeps_first``), and every later token reads it. So the cache keeps one token of each first page
+until the page is freed: all layers and KV heads, 1/64 of an overlay.
 
-Any page may have any entry. One that needs an entry gets a free one, or one whose page has an overlay and does without
-until that is taken, or else the one that was kept longest ago. So nothing is lost before more conversations idle than
-there are entries; then it is what idled longest, and its record serves.
+Any page may have any entry. A page that needs one gets a free entry. If none is free, it gets the entry of a page that
+still has its overlay and needs the entry only after losing it. Otherwise it gets the entry kept longest ago. So no
+first token is lost until more conversations idle than there are entries. Then the one idle longest loses its first
+token, and its record serves instead.
 
-This is the plain statement; ``kernels.first_entries`` and ``kernels.firsts`` do the same on a GPU.
+This is the reference implementation. In ``kernels``, ``tiers.first_entries`` and ``quantize.keep_firsts`` do the same.
 """
 
 from __future__ import annotations
@@ -19,28 +20,28 @@ import torch
 
 from sglang_kvq.cache.least import NEVER, hand_out
 
-#: Pages that pay for an entry: conversations are many pages long.
+#: Pages per entry: conversations are many pages long.
 PAGES_PER_ENTRY = 8
-#: Of a small pool there are more, which take one overlay's memory that nobody counts.
+#: Minimum number of entries. In a small pool they exceed the page share; they take one overlay's memory, uncounted.
 LEAST_ENTRIES = 64
-#: Keys of entries, in the order in which they are taken: free ones, those of pages with overlays, then by stamp.
+#: Keys of entries, in the order of reuse: free ones, those of pages with overlays, then by stamp.
 FREE, UNUSED = 0, 1
 
 
 def entry_count(pages: int) -> int:
-    """Entries for a pool of that many pages, the reserved one counted."""
+    """Returns the number of entries for a pool of ``pages`` pages, the reserved one included."""
     return max(2, min(pages, LEAST_ENTRIES), pages // PAGES_PER_ENTRY)
 
 
 @dataclass
 class FirstTokens:
-    """The tables. Entry 0 is reserved, as page 0 is: what is not wanted is written there.
+    """Tables of kept first tokens. Entry 0 is reserved, like page 0: unwanted values are written there.
 
     Attributes:
         tokens: BF16 ``[layers, n + 1, 2, kv_heads, head_dim]``; axis 2 is K, V.
-        pages: int32 ``[n + 1]``, the page whose first token an entry has; 0: free.
-        entry: int32 ``[pages + 1]``, the entry of a page; 0: none.
-        stamp: int64 ``[n + 1]``, the step in which an entry's page last lost its overlay.
+        pages: int32 ``[n + 1]``, the page whose first token an entry holds, or 0 if free.
+        entry: int32 ``[pages + 1]``, the entry of a page; or 0.
+        stamp: int64 ``[n + 1]``, the plan step in which an entry's page last lost its overlay.
     """
 
     tokens: torch.Tensor
@@ -50,7 +51,7 @@ class FirstTokens:
 
     @classmethod
     def allocate(cls, layers: int, pages: int, kv_heads: int, head_dim: int, device: torch.device) -> FirstTokens:
-        """Free entries for a pool of so many pages."""
+        """Allocates free entries for a pool of ``pages`` pages."""
         n = entry_count(pages)
         return cls(
             tokens=torch.zeros(layers, n, 2, kv_heads, head_dim, dtype=torch.bfloat16, device=device),
@@ -61,19 +62,22 @@ class FirstTokens:
 
     @property
     def count(self) -> int:
-        """n: how many entries can be taken."""
+        """Number n of usable entries."""
         return len(self.pages) - 1
 
     def entries(self, pages: torch.Tensor) -> torch.Tensor:
-        """Entries int64 ``[m]`` of pages int64 ``[m]``, 0 for none."""
+        """Returns the entries int64 ``[m]`` of pages int64 ``[m]``, 0 for none."""
         return self.entry[pages].long()
 
     def kept(self, pages: torch.Tensor) -> torch.Tensor:
-        """bool ``[m]``: whose first token is here."""
+        """Returns bool ``[m]``: True where the page's first token is kept here."""
         return self.entry[pages] > 0
 
     def first_of_each(self, pages: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-        """Of pages int64 ``[m]`` that are ``wanted``, bool ``[m]``, and have an entry, the first mention of each."""
+        """Marks, bool ``[m]``, the first mention of each page that is ``wanted`` and has an entry.
+
+        pages: int64 ``[m]``; wanted: bool ``[m]``.
+        """
         order = torch.arange(len(pages), device=pages.device)
         found = torch.full_like(self.stamp, len(pages))
         wanted = wanted & self.kept(pages)
@@ -90,13 +94,13 @@ class FirstTokens:
         step: int,
         spared: torch.Tensor | None = None,
     ) -> None:
-        """Keep first tokens of the pages int64 ``[m]`` that are ``wanted``, each once; the first if not all fit.
+        """Keeps first tokens of the ``wanted`` pages, int64 ``[m]``, each once; the earlier ones if not all fit.
 
         Args:
             tokens: BF16 ``[layers, m, 2, kv_heads, head_dim]``.
             page_slot: int ``[pages + 1]``, above 0 for pages that have an overlay now.
-            step: of the plan; entries that were stamped in it are not taken.
-            spared: bool ``[n + 1]``, nor are these.
+            step: the plan's step; entries stamped in it are not taken.
+            spared: bool ``[n + 1]``, entries that are not taken either.
         """
         entries = torch.where(wanted, self.entries(pages), 0)
         # index_fill_: assigning a Python number by index waits for the device.
@@ -117,7 +121,7 @@ class FirstTokens:
         self.tokens[:, torch.where(given, new, entries)] = tokens
 
     def free(self, pages: torch.Tensor) -> None:
-        """The entries of these pages int64 ``[m]`` become free."""
+        """Frees the entries of pages int64 ``[m]``."""
         self.pages.index_fill_(0, self.entries(pages), 0)
         self.entry.index_fill_(0, pages, 0)
 

@@ -1,11 +1,11 @@
-"""Folding: of the tokens of some pages each layer and KV head keeps its own, moved into fewer pages as they are stored.
+"""Folding: each layer and KV head keeps its own selection of some pages' tokens, moved unchanged into fewer pages.
 
     target[l, h, j] = source[l, h, tokens[l, h, j]]        codes, scales and offsets, or gains
 
-Nothing is quantized again, so a token's values stay what they were to the bit. Keys carry their RoPE and attention does
-not ask for order: to whoever reads them, the new pages are a prefix like any other.
+Nothing is quantized again, so a token's values stay bit-identical. Keys carry their RoPE, and attention does not depend
+on the order of tokens. To its readers, the new pages are a prefix like any other.
 
-This is the plain statement in torch; ``kernels.fold`` does the same on a GPU.
+This is the reference implementation in torch; ``kernels.quantize.fold_tokens`` does the same on a GPU.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from sglang_kvq.methods import METHOD_NAMES, get_method
 
 
 def check_moves(method: str, formats: Sequence[RecordFormat]) -> None:
-    """Refuse, at start, what tokens cannot be moved of.
+    """Refuses, at start, formats whose tokens cannot be moved.
 
     Args:
         method: the value of ``--kv-quant``, for the message.
-        formats: one per layer.
+        formats: one for each layer.
 
     Raises:
-        KVQuantError: the tokens of a page share something that is stored; names the method and those that can.
+        KVQuantError: the tokens of a page share stored data; the message names the method and those that work.
     """
     for layer, format in enumerate(formats):
         if not format.per_token:
@@ -42,10 +42,10 @@ def check_moves(method: str, formats: Sequence[RecordFormat]) -> None:
 
 
 def check_fold(pool: PagePool, source_pages: torch.Tensor, target_pages: torch.Tensor, tokens: torch.Tensor) -> None:
-    """Whether these can be ``fold_pages``' arguments, as far as the host can tell.
+    """Checks the arguments of ``fold_pages``, as far as the host can tell.
 
     Raises:
-        KVQuantError: names the shape or dtype that does not fit, or the records whose tokens are not their own.
+        KVQuantError: names the shape or dtype that does not fit, or the records whose tokens share data.
     """
     for store in pool.stores:
         store.format.check_per_token()
@@ -67,14 +67,14 @@ def check_fold(pool: PagePool, source_pages: torch.Tensor, target_pages: torch.T
 
 
 def fold_pages(pool: PagePool, source_pages: torch.Tensor, target_pages: torch.Tensor, tokens: torch.Tensor) -> None:
-    """Fill the records of ``target_pages`` with chosen tokens of ``source_pages``.
+    """Fills the records of ``target_pages`` with chosen tokens of ``source_pages``.
 
     Args:
         source_pages: int64 ``[n]``, pages with valid records; target_pages: int64 ``[m]``, other pages.
         tokens: int64 ``[layers, kv_heads, m PAGE_SIZE]``, indices into the sources' tokens, below ``n PAGE_SIZE``.
 
     Raises:
-        KVQuantError: shapes that do not fit, or records whose tokens are not their own.
+        KVQuantError: a shape does not fit, or tokens of a record share data.
     """
     check_fold(pool, source_pages, target_pages, tokens)
     for layer, records in enumerate(pool.records):
@@ -84,7 +84,7 @@ def fold_pages(pool: PagePool, source_pages: torch.Tensor, target_pages: torch.T
 
 
 def _take(part: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """Tokens ``[kv_heads, m PAGE_SIZE]`` of a part ``[n, kv_heads, PAGE_SIZE, x]``, as pages."""
+    """Returns tokens ``[kv_heads, m PAGE_SIZE]`` of a part ``[n, kv_heads, PAGE_SIZE, x]``, as pages."""
     rows = part.transpose(0, 1).flatten(1, 2)  # [kv_heads, n PAGE_SIZE, x]
     taken = rows.gather(1, tokens[..., None].expand(-1, -1, rows.shape[-1]))
     pages: torch.Tensor = taken.unflatten(1, (-1, PAGE_SIZE)).transpose(0, 1)

@@ -1,6 +1,6 @@
-"""What must hold of the tiers' tables between batches, as one check: for tests, and for the server whenever it is idle.
+"""Check of the invariants of the tiers' tables between batches, for tests and for an idle server.
 
-docs/design.md lists the invariants and says what checks each of them. Synchronises with the device.
+docs/design.md lists the invariants and the check of each. Synchronises with the device.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from sglang_kvq.config import PAGE_SIZE
 
 
 def check_integrity(tiers: TierManager, free_pages: torch.Tensor | None = None, *, idle: bool = False) -> None:
-    """Raise ``RuntimeError`` naming the first invariant that does not hold.
+    """Raises ``RuntimeError`` that names the first violated invariant.
 
     Args:
-        tiers: the manager to look into; pending events are applied first, so no batch may be running on the device.
+        tiers: the manager to check. Pending events are applied first, so no batch may be running on the device.
         free_pages: int64, pages the allocator considers free; None skips the checks that need it.
-        idle: no request is running: then whatever page is not free has been written.
+        idle: True if no request is running; every page that is not free has then been written.
     """
     tiers.apply_pending()
     pool = tiers.pool

@@ -1,4 +1,4 @@
-"""How one memory budget is divided between quantized pages and BF16 overlays."""
+"""Division of one memory budget between quantized pages and BF16 overlays."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from sglang_kvq.formats.record import RecordFormat
 
 @dataclass(frozen=True)
 class KVGeometry:
-    """What a worker stores per token: its KV heads, and the format of a page in each of its layers.
+    """Storage per token on one worker: its KV heads, and the page format of each of its layers.
 
     Attributes:
-        draft_page_bytes: what a draft model's plain cache takes for a page beside it.
+        draft_page_bytes: bytes per page in a draft model's plain cache.
     """
 
     kv_heads: int
@@ -32,12 +32,12 @@ class KVGeometry:
 
     @property
     def record_bytes(self) -> int:
-        """Bytes of one page's records, all layers."""
+        """Bytes of one page's records in all layers."""
         return self.kv_heads * sum(f.record_bytes for f in self.formats)
 
     @property
     def first_bytes(self) -> int:
-        """A page's share of the first tokens that are kept (``cache.firsts``), all layers; 0 where none are."""
+        """A page's share of the kept first tokens (``cache.firsts``) in all layers; 0 if none are kept."""
         if not any(f.keeps_first for f in self.formats):
             return 0
         # Whole bytes of a token, as SGLang counts.
@@ -45,12 +45,12 @@ class KVGeometry:
 
     @property
     def page_bytes(self) -> int:
-        """What a page takes, all layers, unless it has an overlay too."""
+        """Bytes of a page in all layers, without an overlay."""
         return self.record_bytes + self.first_bytes
 
     @property
     def slot_bytes(self) -> int:
-        """BF16 bytes of one overlay, all layers: also what plain BF16 takes for a page."""
+        """BF16 bytes of one overlay in all layers; plain BF16 takes the same for a page."""
         return self.layers * self.kv_heads * 2 * PAGE_SIZE * self.head_dim * 2
 
     @property
@@ -61,12 +61,12 @@ class KVGeometry:
 
 @dataclass(frozen=True)
 class MemoryLayout:
-    """The two pools' sizes.
+    """Sizes of the two pools.
 
     Attributes:
-        pages: quantized pages, the reserved one not counted.
-        slots: BF16 overlays, the reserved one not counted.
-        max_requests: rows whose windows always fit: the bound on running requests.
+        pages: quantized pages, without the reserved one.
+        slots: BF16 overlays, without the reserved one.
+        max_requests: limit of running requests: the rows whose windows always fit.
     """
 
     geometry: KVGeometry
@@ -84,7 +84,7 @@ class MemoryLayout:
 
     @property
     def bf16_tokens(self) -> int:
-        """Tokens plain BF16 would hold in the same bytes, with the same draft model's cache beside it."""
+        """Tokens that plain BF16 would hold in the same bytes, with the same draft model's cache."""
         draft = self.geometry.draft_page_bytes
         return (self.total_bytes + self.pages * draft) * PAGE_SIZE // (self.geometry.slot_bytes + draft)
 
@@ -95,12 +95,12 @@ class MemoryLayout:
 
 
 def overlay_slots(config: KVQuantConfig, geometry: KVGeometry, budget_bytes: int) -> int:
-    """Overlays that ``--kv-quant-bf16-budget``'s share of the budget holds."""
+    """Returns how many overlays fit in the share of the budget that ``--kv-quant-bf16-budget`` sets."""
     return int(budget_bytes * config.bf16_budget) // geometry.slot_bytes
 
 
 def reserved_bytes(geometry: KVGeometry, slots: int) -> int:
-    """Bytes of the cache that hold no tokens: ``slots`` overlays, slot 0 and page 0."""
+    """Returns the bytes of the cache that hold no tokens: ``slots`` overlays, slot 0 and page 0."""
     return (slots + 1) * geometry.slot_bytes + geometry.page_bytes + geometry.draft_page_bytes
 
 
@@ -114,17 +114,17 @@ def divide(
     resumes: int = 1,
     chunk: int | None = None,
 ) -> MemoryLayout:
-    """Fix the layout for ``pages`` pages once SGLang has applied its own limits.
+    """Fixes the layout for ``pages`` pages after SGLang has applied its own limits.
 
     Args:
-        slots: overlays that the budget affords (``overlay_slots``). When ``--max-total-tokens`` leaves
-            fewer pages than the budget does, overlays shrink with them, but not below what ``wanted``
-            requests need, and the prefill's window.
+        slots: overlays that the budget affords (``overlay_slots``). If ``--max-total-tokens`` leaves fewer pages than
+            the budget does, overlays shrink with them. They never fall below the needs of ``wanted`` requests and the
+            prefill's window.
         wanted: ``--max-running-requests``; None counts as 8.
-        resumes: requests of one prefill batch that may continue in the middle of a page; each may
-            hold one overlay beyond its window while that batch runs.
-        chunk: tokens of a prompt that are computed at once; None: all. If all of a chunk gets overlays, as many as the
-            window of one prefill has are kept free of running requests' windows, unless ``wanted`` requests need them.
+        resumes: requests of one prefill batch that may continue in the middle of a page. Each may hold one overlay
+            beyond its window while that batch runs.
+        chunk: tokens of a prompt computed at once; None: all. If all tokens of a chunk get overlays, one prefill's
+            window of overlays stays free of running requests' windows, unless ``wanted`` requests need it.
 
     Raises:
         KVQuantError: the overlays cannot hold one request's window.
@@ -151,7 +151,7 @@ def divide(
 
 
 def fit(config: KVQuantConfig, geometry: KVGeometry, budget_bytes: int) -> MemoryLayout:
-    """The layout of a whole budget, as SGLang arrives at it when no flag limits tokens or requests.
+    """Returns the layout of a whole budget, equal to SGLang's result when no flag limits tokens or requests.
 
     Raises:
         KVQuantError: the overlays cannot hold one request's window.

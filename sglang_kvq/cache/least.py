@@ -1,22 +1,22 @@
-"""What is taken first, overlays or entries of first tokens: the least key. On a GPU ``kernels.least`` does the same."""
+"""Selection of the least keys, to reuse overlays or first-token entries; ``kernels.tiers.least`` does the same."""
 
 from __future__ import annotations
 
 import torch
 
-#: The key of what must not be taken.
+#: Key of an item that must not be taken.
 NEVER = 1 << 62
 
 
 def hand_out(keys: torch.Tensor, need: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Hand out the indices of the least keys, the first of equals, in their own order.
+    """Returns the indices of the least keys, the first among equals, in their own order.
 
     Args:
         keys: int64 ``[n]``; index 0 is reserved and has ``NEVER``.
-        need: bool ``[m]``, who gets one; the first where not all can.
+        need: bool ``[m]``, which items need an index; the earlier ones get one if not all can.
 
     Returns:
-        indices int64 ``[m]``, 0 for none; bool ``[m]``, who got one.
+        indices int64 ``[m]``, 0 for none; bool ``[m]``, True for items that got one.
     """
     order = torch.sort(keys, stable=True).indices
     taken = (torch.arange(len(order), device=keys.device) < need.sum()) & (keys[order] < NEVER)

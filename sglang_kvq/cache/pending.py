@@ -1,4 +1,4 @@
-"""What the scheduler did to pages and rows since the last forward pass, in order."""
+"""Events that the scheduler recorded on pages and rows since the last forward pass, in order."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ FREE, MOVE, ROWS = range(3)
 
 
 class FreedPages(NamedTuple):
-    """Pages int64 ``[n]`` went back to the allocator."""
+    """Pages int64 ``[n]`` that went back to the allocator."""
 
     pages: torch.Tensor
 
 
 class MovedOverlays(NamedTuple):
-    """The overlays of pages ``own`` int64 ``[n]`` go to the pages ``kept``, one to one, where those have none."""
+    """Overlays of pages ``own`` int64 ``[n]`` that move to the pages ``kept``, one to one, if those have none."""
 
     own: torch.Tensor
     kept: torch.Tensor
 
 
 class FreedRows(NamedTuple):
-    """Rows int64 ``[n]`` of ``req_to_token`` were given back; on the host until they are drained."""
+    """Rows int64 ``[n]`` of ``req_to_token`` that were given back; on the host until they are drained."""
 
     rows: torch.Tensor
 
 
 class CopiedPages(NamedTuple):
-    """Pages ``target`` int64 ``[n]``, just allocated, are to hold what the pages ``source`` hold, one to one.
+    """Pages ``target`` int64 ``[n]``, just allocated, that receive the content of the pages ``source``, one to one.
 
-    ``windows`` int64 ``[m]`` are indices of those that will be read in a window: they get overlays too if their sources
-    have them and there is room.
+    ``windows`` int64 ``[m]`` are indices of the pages that will be read in a window. These also get overlays if their
+    sources have them and there is room.
     """
 
     source: torch.Tensor
@@ -47,11 +47,11 @@ class CopiedPages(NamedTuple):
 
 
 class FoldedPages(NamedTuple):
-    """Pages ``target`` int64 ``[m]``, just allocated, are to hold chosen tokens of the pages ``source`` int64 ``[n]``.
+    """Pages ``target`` int64 ``[m]``, just allocated, that receive chosen tokens of the pages ``source`` int64 ``[n]``.
 
     ``tokens`` int64 ``[layers, kv_heads, 64 m]`` are indices into the sources' tokens (``cache.fold.fold_pages``).
-    ``sinks`` int64 ``[k]`` are indices of pages that are taken whole, to the same place of the target: they get
-    overlays too if their sources have them and there is room.
+    ``sinks`` int64 ``[k]`` are indices of pages that are copied whole, to the same place of the target. These also get
+    overlays if their sources have them and there is room.
     """
 
     source: torch.Tensor
@@ -60,7 +60,7 @@ class FoldedPages(NamedTuple):
     sinks: torch.Tensor
 
 
-#: What ``pack`` leaves alone: rare, and done in operations of their own.
+#: Events that ``pack`` leaves alone: they are rare and need operations of their own.
 Fill: TypeAlias = CopiedPages | FoldedPages
 Event: TypeAlias = FreedPages | MovedOverlays | FreedRows | Fill
 
@@ -72,7 +72,7 @@ class PendingOps:
     """
 
     def __init__(self) -> None:
-        self._events: list[Event | None] = []  # None: a reserved move that is not known yet, or turned out to be none
+        self._events: list[Event | None] = []  # None: a reserved move, still unknown or turned out empty
 
     def __bool__(self) -> bool:
         return bool(self._events)
@@ -81,58 +81,59 @@ class PendingOps:
         self._events.clear()
 
     def free_pages(self, pages: torch.Tensor) -> None:
-        """Pages ``[n]`` of any integer type went back to the allocator.
+        """Records that pages ``[n]`` of any integer type went back to the allocator.
 
-        Repeats are harmless, but each is work: name a page once, not once for each of its tokens.
+        Repeats are harmless but cost time: name a page once, not once for each of its tokens.
         """
         if pages.numel():
             self._events.append(FreedPages(pages.long()))
 
     def free_rows(self, rows: list[int]) -> None:
-        """Rows of ``req_to_token`` were given back: their windows are no longer pinned."""
+        """Records that rows of ``req_to_token`` were given back: their windows are no longer pinned."""
         if rows:
             self._events.append(FreedRows(torch.tensor(rows, dtype=torch.int64)))
 
     def copy_pages(self, source: torch.Tensor, target: torch.Tensor, windows: torch.Tensor) -> None:
-        """Pages ``target`` int64 ``[n]`` get what ``source`` hold when the next batch is planned; see ``CopiedPages``.
+        """Records that the next plan copies pages ``source`` to ``target`` int64 ``[n]``; see ``CopiedPages``.
 
-        Sources may be freed right after: that is a later event. A page is copied to one target at most per call.
+        Sources may be freed right after, because that is a later event. One call copies a page to at most one target.
         """
         if target.numel():
             self._events.append(CopiedPages(source, target, windows))
 
     def fold_pages(self, source: torch.Tensor, target: torch.Tensor, tokens: torch.Tensor, sinks: torch.Tensor) -> None:
-        """Pages ``target`` get chosen tokens of ``source`` when the next batch is planned; see ``FoldedPages``.
+        """Records that the next plan folds tokens of pages ``source`` into ``target``; see ``FoldedPages``.
 
-        Sources may be freed right after: that is a later event. No page is named twice.
+        Sources may be freed right after, because that is a later event. No page is named twice.
         """
         if target.numel():
             self._events.append(FoldedPages(source, target, tokens, sinks))
 
     def reserve_move(self) -> int:
-        """A ticket for a move that comes now in the order, but whose pages are known only after frees that follow."""
+        """Returns a ticket for a move at this place in the order, whose pages become known only after later frees."""
         self._events.append(None)
         return len(self._events) - 1
 
     def fill_move(self, ticket: int, own: torch.Tensor, kept: torch.Tensor) -> None:
-        """Row pages ``own`` int64 ``[n]`` were replaced by the equal pages ``kept`` of the tree, one to one."""
+        """Records that the tree's equal pages ``kept`` replaced row pages ``own`` int64 ``[n]``, one to one."""
         self._events[ticket] = MovedOverlays(own, kept)
 
     def drain(self, device: torch.device) -> Iterator[Event]:
-        """Yield and forget all events, their tensors on ``device`` and kept alive for its current stream."""
+        """Yields and forgets all events, their tensors on ``device`` and kept alive for its current stream."""
         for event in self._take():
             yield _on(event, device)
 
     def pack(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, int] | None:
-        """Forget all events before the next ``Fill`` and give them as two tensors, by one copy; None if there are none.
+        """Removes all events before the next ``Fill``; returns them as two tensors, by one copy, or None if none.
 
         Returns:
-            spans: int64 on ``device``: a triple (kind, first, count) per event, then all rows. Pages ``ids[first :
-                first + count]`` are freed (kind FREE), or give their overlays to the ``count`` ids that follow (MOVE);
-                rows ``spans[first : first + count]`` are given back (ROWS). The order is that of the events, but frees
-                in a row are one, and rows, of which pages know nothing, are together at the end.
+            spans: int64 on ``device``: a triple (kind, first, count) per event, then all rows. For kind FREE, pages
+                ``ids[first : first + count]`` are freed. For MOVE, they give their overlays to the ``count`` ids that
+                    follow. For ROWS, rows ``spans[first : first + count]`` are given back. Events keep their order,
+                    except that consecutive frees become one, and rows, which are independent of pages, come together at
+                    the end.
             ids: int64 on ``device``, page ids.
-            events: how many triples there are.
+            events: number of triples.
         """
         spans: list[list[int]] = []
         pages: list[torch.Tensor] = []
@@ -160,7 +161,7 @@ class PendingOps:
         return packed, ids, len(spans)
 
     def take_fill(self, device: torch.device) -> Fill | None:
-        """Forget the first event and give it, on ``device``, if it is a copy or a fold; ``pack`` stops there."""
+        """Removes and returns the first event, on ``device``, if it is a copy or a fold; ``pack`` stops there."""
         first = self._events[0] if self._events else None
         if not isinstance(first, Fill):
             return None
@@ -168,7 +169,7 @@ class PendingOps:
         return _on(first, device)
 
     def _take(self, *, until_fill: bool = False) -> list[Event]:
-        """Forget events and give them; those before the first copy or fold, or all."""
+        """Removes and returns all events, or those before the first copy or fold."""
         events, self._events = self._events, []
         if until_fill:
             end = next((i for i, event in enumerate(events) if isinstance(event, Fill)), len(events))
@@ -180,14 +181,14 @@ _Kind = TypeVar("_Kind", bound=Event)
 
 
 def _on(event: _Kind, device: torch.device) -> _Kind:
-    """The event with its tensors there, kept alive for the current stream."""
+    """Returns the event with its tensors on ``device``, kept alive for the current stream."""
     moved = [ids.to(device, non_blocking=True) for ids in event]
     _keep_alive(moved)
     return type(event)(*moved)
 
 
 def _keep_alive(tensors: list[torch.Tensor]) -> None:
-    """Tensors of the scheduler's stream are used on the current one. An eviction brings hundreds: ask once."""
+    """Keeps the scheduler stream's tensors alive for the current stream. One query serves an eviction's hundreds."""
     stream = None
     for t in tensors:
         if t.is_cuda:

@@ -1,7 +1,7 @@
-"""The memory of the cache: quantized records for every page, BF16 overlays for a few, and the tables between.
+"""Memory of the cache: quantized records for every page, BF16 overlays for a few, and the tables that link them.
 
-Pages and overlay slots number from 1; page 0 and slot 0 are reserved: padded rows of a CUDA-graph
-batch write there and nobody reads it.
+Pages and overlay slots are numbered from 1. Page 0 and slot 0 are reserved: padded rows of a CUDA-graph batch write
+there and nobody reads it.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from sglang_kvq.formats.record import RecordFormat
 
 @dataclass(frozen=True)
 class RecordStore:
-    """Records of all layers whose records lie alike, in one tensor: what one kernel launch over layers can cover.
+    """Records of all layers with one layout, in one tensor that a single kernel launch can cover.
 
     Attributes:
-        format: their layout; clipping, which may differ between them, is left out (``PagePool.ranks`` has it).
-        layers: their indices in the pool, ascending; on the device as int64 ``[n]`` in ``layer_ids``.
-        records: uint8 ``[n, pages + 1, kv_heads, record_bytes]``; ``records[i]`` is of layer ``layers[i]``.
+        format: the shared layout, without clipping, which may differ between layers (see ``PagePool.ranks``).
+        layers: the layers' indices in the pool, ascending; on the device as int64 ``[n]`` in ``layer_ids``.
+        records: uint8 ``[n, pages + 1, kv_heads, record_bytes]``; ``records[i]`` belongs to layer ``layers[i]``.
     """
 
     format: RecordFormat
@@ -35,7 +35,7 @@ class RecordStore:
 
 @dataclass
 class PagePool:
-    """Both pools of one attention worker.
+    """Quantized pages and BF16 overlays of one attention worker.
 
     Attributes:
         formats: layout and clipping of each layer's records.
@@ -43,16 +43,15 @@ class PagePool:
         ranks: int32 ``[layers, 2]``, each layer's clip ranks of keys and of values (``formats.quantize.clip_rank``, 0
             clips nothing): data, so that one compiled kernel serves layers with different calibrated clips.
         overlays: BF16 ``[layers, slots + 1, 2, kv_heads, PAGE_SIZE, head_dim]``; axis 2 is K, V.
-        page_slot: int32 ``[pages + 1]``, the overlay slot of a page, -1 for none; ``page_slot[0] == 0``.
+        page_slot: int32 ``[pages + 1]``, a page's overlay slot, -1 for none; ``page_slot[0] == 0``.
         req_to_token: int32 ``[rows, context]``, SGLang's token locations (page * PAGE_SIZE + offset). The scheduler may
             rewrite a row as soon as a batch is planned, while its layers still run: only plans read it.
-        row_pages: int32 ``[rows, context / PAGE_SIZE]``, the page ids that the last plan with a row in it found there.
-            Layers read these, and nothing but a plan writes them, on the stream that runs the layers.
-        row_sink_end, row_history_end: int32 ``[rows]``, token positions. For the batch about to run, a
-            request on a row reads BF16 overlays in ``[0, sink_end)``, records in ``[sink_end,
-            history_end)`` and BF16 overlays from ``history_end`` on. Both are multiples of
-            ``PAGE_SIZE`` unless they equal the request's length.
-        firsts: first tokens of pages whose overlays were taken; None where no layer's records need them.
+        row_pages: int32 ``[rows, context / PAGE_SIZE]``, a row's page ids at the last plan that included it. Layers
+            read these. Only plans write them, on the stream that runs the layers.
+        row_sink_end, row_history_end: int32 ``[rows]``, token positions. For the next batch, a row's request reads BF16
+            overlays in ``[0, sink_end)``, records in ``[sink_end, history_end)`` and BF16 overlays from ``history_end``
+            on. Both are multiples of ``PAGE_SIZE`` unless they equal the request's length.
+        firsts: first tokens of pages whose overlays were taken; None if no layer's records need them.
     """
 
     formats: tuple[RecordFormat, ...]
@@ -70,7 +69,10 @@ class PagePool:
     def allocate(
         cls, formats: Sequence[RecordFormat], *, kv_heads: int, pages: int, slots: int, req_to_token: torch.Tensor
     ) -> PagePool:
-        """Zeroed pools on ``req_to_token``'s device for ``pages`` pages and ``slots`` overlays; a format per layer."""
+        """Allocates zeroed pools on ``req_to_token``'s device for ``pages`` pages and ``slots`` overlays.
+
+        formats: one for each layer.
+        """
         device, (rows, context) = req_to_token.device, req_to_token.shape
         page_slot = torch.full((pages + 1,), -1, dtype=torch.int32, device=device)
         page_slot[0] = 0
@@ -98,17 +100,17 @@ class PagePool:
         )
 
     def read_rows(self) -> None:
-        """What plans do row by row, for all rows: for a pool that was filled by hand."""
+        """Copies page ids of all rows, like plans do row by row: for a pool that was filled by hand."""
         self.row_pages.copy_(self.req_to_token[:, ::PAGE_SIZE] // PAGE_SIZE)
 
     def move_tokens(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy tokens between overlays, all layers: int64 ``[n]`` token locations each; padding moves within slot 0."""
+        """Copies tokens, int64 ``[n]`` locations each, between overlays of all layers; padding moves within slot 0."""
         slot, old = (self.page_slot[x // PAGE_SIZE].clamp(min=0).long() for x in (target, source))
         self.overlays[:, slot, :, :, target % PAGE_SIZE] = self.overlays[:, old, :, :, source % PAGE_SIZE]
 
     @cached_property
     def records(self) -> tuple[torch.Tensor, ...]:
-        """Each layer's records, uint8 ``[pages + 1, kv_heads, record_bytes]``: views of the stores."""
+        """Records of each layer, uint8 ``[pages + 1, kv_heads, record_bytes]``: views of the stores."""
         views = {layer: view for store in self.stores for layer, view in zip(store.layers, store.records)}
         return tuple(views[layer] for layer in range(self.layers))
 

@@ -1,4 +1,4 @@
-"""Where the new tokens of a prefill batch go."""
+"""Destinations of the new tokens of a prefill batch."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from sglang_kvq.config import PAGE_SIZE
 def split_new_tokens(
     prefix_lens: list[int], new_lens: list[int], sink_pages: int, recent_pages: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Which new tokens go to overlays, and where pages quantized straight from activations begin.
+    """Returns the new tokens that go to overlays, and the starts of pages quantized directly from activations.
 
-    A page is quantized directly if this batch writes all of it and ends with it outside the
-    request's sinks and window. Returns int64 indices into the concatenated new tokens.
+    A page is quantized directly if this batch writes all of it and leaves it outside the request's sinks and window.
+    Returns int64 indices into the concatenated new tokens.
     """
     overlay: list[np.ndarray] = []
     direct: list[np.ndarray] = []

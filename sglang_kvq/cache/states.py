@@ -1,8 +1,8 @@
-"""How a hybrid model's memory is divided between recurrent states and its KV cache.
+"""Division of a hybrid model's memory between recurrent states and its KV cache.
 
-A request of a model with linear attention needs some states of fixed size, however long it is, and tokens in the cache
-of its layers of full attention. SGLang gives states a fixed multiple of the cache's memory (``SGLANG_RATIO``). That
-was chosen for a cache in BF16: with a smaller token the cache would hold more than the states admit requests for.
+In a model with linear attention, a request needs some states of fixed size, whatever its length. It also needs cache
+tokens in the full-attention layers. SGLang gives states a fixed multiple of the cache's memory (``SGLANG_RATIO``),
+chosen for a BF16 cache. With smaller tokens, the cache would hold more requests than the states admit.
 """
 
 from __future__ import annotations
@@ -12,28 +12,28 @@ from dataclasses import dataclass
 from sglang_kvq.cache.layout import KVGeometry
 from sglang_kvq.config import PAGE_SIZE, KVQuantConfig
 
-#: SGLang's ``--mamba-full-memory-ratio`` where none is given.
+#: SGLang's default ``--mamba-full-memory-ratio``.
 SGLANG_RATIO = 0.9
-#: Tokens that each request can have at least, if as many run as the user asked for.
+#: Minimum tokens per request, if as many requests run as the user asked for.
 LEAST_TOKENS = 2048
-#: Share of the memory that SGLang may be told is for states.
+#: Largest share of the memory that SGLang may be told is for states.
 _MOST_FOR_STATES = 0.99
 
 
 @dataclass(frozen=True)
 class RequestNeeds:
-    """What a running request takes.
+    """Memory needs of a running request.
 
     Attributes:
-        state_bytes: of one state, all layers of this worker.
-        states: of a request: its own, those that are being kept, SGLang's allowance for prefixes in the tree, and
-            one after each of its drafts.
-        token_bytes: of one token's records, all layers.
-        bf16_token_bytes: of one token in BF16.
-        window_bytes: of the overlays that a request may pin.
-        bf16_budget: share of the cache's memory that is for overlays.
-        context: most tokens of a request.
-        drafts: how many of ``states`` are of drafts: a request has them while it runs.
+        state_bytes: bytes of one state, all layers of this worker.
+        states: states per request: its own, those being kept, SGLang's allowance for prefixes in the tree, and one
+            after each draft.
+        token_bytes: bytes of one token's records, all layers.
+        bf16_token_bytes: bytes of one token in BF16.
+        window_bytes: bytes of the overlays that a request may pin.
+        bf16_budget: overlays' share of the cache's memory.
+        context: maximum tokens of a request.
+        drafts: how many of ``states`` belong to drafts; a request has them while it runs.
     """
 
     state_bytes: int
@@ -47,18 +47,18 @@ class RequestNeeds:
 
     @property
     def tokens(self) -> int:
-        """Tokens that a request could have in a BF16 cache, with all requests running that its states admit."""
+        """Tokens per request in a BF16 cache, with as many requests running as its states admit."""
         return min(self.context, int(self.states * self.state_bytes / SGLANG_RATIO / self.bf16_token_bytes))
 
     def cache_bytes(self, tokens: int) -> float:
-        """Of the cache, for a request of so many tokens to run: its records or its window, whichever needs more."""
+        """Returns the cache bytes of a running request of ``tokens`` tokens: its records or window, the larger."""
         return max(tokens * self.token_bytes / (1 - self.bf16_budget), self.window_bytes / self.bf16_budget)
 
 
 def needs_of(
     config: KVQuantConfig, geometry: KVGeometry, *, state_bytes: int, states: int, context: int, drafts: int = 0
 ) -> RequestNeeds:
-    """What a request takes of a cache of this geometry, a draft model's counted; arguments as its fields."""
+    """Returns the needs of a request in a cache of this geometry, a draft model's included; see ``RequestNeeds``."""
     draft_bytes = geometry.draft_page_bytes // PAGE_SIZE
     return RequestNeeds(
         state_bytes=state_bytes,
@@ -74,13 +74,13 @@ def needs_of(
 
 @dataclass(frozen=True)
 class StateShare:
-    """How it was divided.
+    """Result of the division.
 
     Attributes:
-        ratio: memory of states to that of the cache, as SGLang takes it: it reads the number of states from the former
-            as if there were drafts for all, then gives back what those have that cannot run.
-        requests: that may run at once, by both.
-        tokens: of the cache for each of them.
+        ratio: memory of states divided by that of the cache, in SGLang's sense. SGLang derives the number of states as
+            if all had drafts, then gives back the drafts of those that cannot run.
+        requests: requests that may run at once, within both limits.
+        tokens: cache tokens for each request.
     """
 
     ratio: float
@@ -89,11 +89,11 @@ class StateShare:
 
 
 def share_states(budget: float, needs: RequestNeeds, wanted: int | None = None) -> StateShare:
-    """Divide ``budget`` bytes so that states and tokens run out together, at ``needs.tokens`` for each request.
+    """Divides ``budget`` bytes so that states and tokens run out together, at ``needs.tokens`` for each request.
 
     Args:
-        wanted: requests that shall run at once. If fewer than fit, the rest is for cached conversations, each of one
-            state and ``needs.tokens``. If more, they get fewer tokens each, but not below ``LEAST_TOKENS``.
+        wanted: requests to run at once. If fewer than fit, the rest is for cached conversations, each with one state
+            and ``needs.tokens``. If more, they get fewer tokens each, but not below ``LEAST_TOKENS``.
 
     Raises:
         ValueError: the budget is not positive.

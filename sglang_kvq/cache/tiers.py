@@ -1,26 +1,24 @@
-"""Which pages have BF16 overlays, and which ranges of a request are read from which pool.
+"""Assignment of BF16 overlays to pages, and of each request's ranges to the pool they are read from.
 
-All state lives on the device and every decision is a tensor operation, so a step never waits for
-the host. The scheduler only *records* what happened to pages (``PendingOps``); the next forward
-pass applies it, in order, on the stream that runs the model. That makes demotion safe under
-overlap scheduling: a page's overlay cannot be taken while an earlier batch still reads it.
+All state lives on the device and every decision is a tensor operation, so a step never waits for the host. The
+scheduler only *records* events on pages (``PendingOps``). The next forward pass applies them, in order, on the stream
+that runs the model. So demotion is safe under overlap scheduling: no page loses its overlay while an earlier batch
+still reads it.
 
 Rules (docs/design.md has the reasons):
 
-* A request's *window* is its sink pages, its last ``recent_tokens`` (rounded up to whole pages) and
-  the page being filled. Window pages of rows in use are pinned; every other overlay is a cache
-  that a new window page may take, least recently used first, sinks last.
-* Taking an overlay quantizes its page first if the page has no valid record yet. So pressure
-  never loses a token.
-* A page that begins a sequence keeps its first token when its overlay is taken, where the format asks for it
-  (``cache.firsts``). A prefill that reads such a page gives it an overlay again: its record, and that token.
-* A request reads records in one range ``[sink_end, history_end)``. Whatever lies there without a
-  valid record is quantized before the batch runs. A window page whose overlay was taken (a prefix
-  hit long after) simply moves the range's end past it.
-* A prefill of more than one token looks for overlays ``prefill_pages`` further back: what left the window lately
-  mostly still has one, and is read as it was written. Nothing is pinned for that.
+* A request's *window* is its sink pages, its last ``recent_tokens`` (rounded up to whole pages) and the page being
+  filled. Window pages of rows in use are pinned. Every other overlay is a cache that a new window page may take, least
+  recently used first, sinks last.
+* Taking an overlay quantizes its page first if the page has no valid record yet. So pressure never loses a token.
+* A page that begins a sequence keeps its first token when its overlay is taken, if the format requires it
+  (``cache.firsts``). A prefill that reads such a page restores its overlay from its record and that token.
+* A request reads records in one range ``[sink_end, history_end)``. Pages in it without a valid record are quantized
+  before the batch runs. If a window page has lost its overlay (a prefix hit long after), the range's end moves past it.
+* A prefill of more than one token also reads overlays up to ``prefill_pages`` further back. Pages that recently left
+  the window mostly still have one, with the values as written. Nothing is pinned for that.
 
-This is a CPU's path, and the oracle of ``triton_tiers``, which decides the same on a GPU in a few launches.
+This is the CPU path and the oracle of ``triton_tiers``, which decides the same on a GPU in a few launches.
 """
 
 from __future__ import annotations
@@ -39,7 +37,7 @@ from sglang_kvq.cache.pending import CopiedPages, Fill, FoldedPages, FreedPages,
 from sglang_kvq.cache.pool import PagePool
 from sglang_kvq.config import PAGE_SIZE as P
 
-#: Added to the stamp of a sink's overlay: it goes after every window page.
+#: Added to the stamp of a sink's overlay, so that it is taken after every window page.
 SINK_BONUS = 1 << 40
 
 QuantizeSlots: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
@@ -55,15 +53,15 @@ class TierCounts:
     slots_total: int
     slots_used: int
     pages_quantized: int  #: pages that have a valid record now
-    records_written: int  #: since the start: each is one page quantized
+    records_written: int  #: pages quantized since the start
     errors: int
 
 
 @dataclass
 class _CopiedOverlays:
-    """What copies of pages int64 ``[n]`` may hold in BF16: ``overlays`` ``[layers, n, 2, kv_heads, PAGE_SIZE, D]``.
+    """BF16 content for copies of pages int64 ``[n]``: ``overlays`` ``[layers, n, 2, kv_heads, PAGE_SIZE, D]``.
 
-    wanted: bool ``[n]``; False where the source had none, or the page is no longer this copy. bonus: int64 ``[n]``,
+    wanted: bool ``[n]``; False if the source had none, or if the page no longer is this copy. bonus: int64 ``[n]``,
     added to the stamps of their overlays.
     """
 
@@ -75,9 +73,9 @@ class _CopiedOverlays:
 
 @dataclass
 class _CopiedFirst:
-    """A first token ``[layers, 1, 2, kv_heads, D]`` for the page ``pages`` int64 ``[1]``, should that get no overlay.
+    """A first token ``[layers, 1, 2, kv_heads, D]`` for the page ``pages`` int64 ``[1]``, in case it gets no overlay.
 
-    wanted: bool ``[1]``; False where the source's is not known, or the page is no longer this copy.
+    wanted: bool ``[1]``; False if the source's is unknown, or if the page no longer is this copy.
     """
 
     pages: torch.Tensor
@@ -86,14 +84,14 @@ class _CopiedFirst:
 
 
 class TierManager:
-    """Overlay assignment for one ``PagePool``.
+    """Assigns overlays in one ``PagePool``.
 
     Args:
-        pool: its ``page_slot``, ``row_sink_end`` and ``row_history_end`` are kept up to date here.
+        pool: the manager updates its ``page_slot``, ``row_sink_end`` and ``row_history_end``.
         sink_pages, recent_pages: the window, in pages.
         quantize_slots: ``AttentionOps.quantize_slots`` of the backend in use.
-        restore_pages: its ``restore_pages``; None keeps no first tokens.
-        prefill_pages: before the window, which a prefill reads from overlays where these are still there.
+        restore_pages: the backend's ``restore_pages``; None keeps no first tokens.
+        prefill_pages: pages before the window that a prefill reads from overlays if these still exist.
     """
 
     def __init__(
@@ -109,35 +107,35 @@ class TierManager:
         self.sink_pages, self.recent_pages, self.prefill_pages = sink_pages, recent_pages, prefill_pages
         self.quantize_slots = quantize_slots
         self.restore_pages = restore_pages
-        #: Where first tokens are kept; None where the format does without, or where the first page is no sink.
+        #: Kept first tokens; None if the format does not need them, or if the first page is no sink.
         self.firsts = pool.firsts if restore_pages is not None and sink_pages else None
         self.pending = PendingOps()
         device, rows = pool.device, pool.req_to_token.shape[0]
         self.slot_page = torch.zeros(pool.slots + 1, dtype=torch.int64, device=device)  # 0: free
         self.slot_stamp = torch.zeros(pool.slots + 1, dtype=torch.int64, device=device)
         self.page_valid = torch.zeros(pool.pages + 1, dtype=torch.bool, device=device)
-        #: Pages that begin a sequence, where first tokens are kept.
+        #: Pages that begin a sequence, if first tokens are kept.
         self.page_first = torch.zeros(1 if self.firsts is None else pool.pages + 1, dtype=torch.bool, device=device)
         self.row_len = torch.zeros(rows, dtype=torch.int64, device=device)
         self.errors = torch.zeros((), dtype=torch.int64, device=device)
         self.records_written = torch.zeros((), dtype=torch.int64, device=device)
         self.steps = 0
-        self._copies: list[_CopiedOverlays] = []  # of the events being applied
+        self._copies: list[_CopiedOverlays] = []  # from the events being applied
         self._copied_firsts: list[_CopiedFirst] = []
         self._dirty = True
-        self._forget = False  # everything, before the next plan
-        self._next_lens: np.ndarray | None = None  # of the last decode batch, if it goes on
+        self._forget = False  # forget everything before the next plan
+        self._next_lens: np.ndarray | None = None  # lengths that continue the last decode batch
         self._set_up()
 
     def _set_up(self) -> None:
-        """What a subclass has beside these."""
+        """Allocates the state that a subclass adds."""
 
     # -- the scheduler's side ------------------------------------------------------------------
 
     def reset(self) -> None:
-        """Forget everything before the next plan: the caller has dropped every page (``flush_cache``).
+        """Forgets everything before the next plan: the caller has dropped every page (``flush_cache``).
 
-        Like every other event it is only recorded here: a batch may still be running.
+        Like every other event it is only recorded here, because a batch may still be running.
         """
         self.pending.clear()
         self._forget = self._dirty = True
@@ -145,29 +143,30 @@ class TierManager:
     # -- the forward pass's side ---------------------------------------------------------------
 
     def decode_needs_plan(self, seq_lens: torch.Tensor) -> bool:
-        """Whether a decode batch must be planned; ``seq_lens`` int ``[batch]`` is on the host.
+        """Tells if a decode batch must be planned; ``seq_lens`` int ``[batch]`` is on the host.
 
-        Ranges, windows and page ids change only when a page fills or the next one begins, after a prefill, or when
-        the scheduler moved or freed pages. Lengths below 2 are padding. A batch that does not go on where the last one
-        ended, token by token, has other requests in it.
+        Ranges, windows and page ids change only when a page fills or the next one begins. They also change after a
+        prefill, or when the scheduler moves or frees pages. Lengths below 2 are padding. A batch that does not continue
+        the last one token by token contains other requests.
         """
         lens = seq_lens.numpy()
         goes_on = self._next_lens is not None and np.array_equal(lens, self._next_lens)
         self._next_lens = np.where(lens > 1, lens + 1, lens)
-        if self._dirty or self.pending or not goes_on:  # ``reset`` sets the first
+        if self._dirty or self.pending or not goes_on:  # ``reset`` sets ``_dirty``
             return True
         return bool(((lens % P <= 1) & (lens > 1)).any())
 
     def plan_decode(self, rows: torch.Tensor, seq_lens: torch.Tensor, max_len: int) -> None:
-        """Before a decode step. rows, seq_lens int64 ``[batch]`` (the new token counted); row 0 is padding."""
+        """Plans a decode step. rows, seq_lens int64 ``[batch]`` (the new token counted); row 0 is padding."""
         self._plan(rows, None, seq_lens, max_len, None)
         self._dirty = False
 
     def plan_drafts(self, rows: torch.Tensor, seq_lens: torch.Tensor, max_len: int, count: int) -> None:
-        """Before the target model verifies ``count`` drafts of each request, which ``seq_lens`` counts.
+        """Plans the verification of ``count`` drafts of each request, which ``seq_lens`` includes.
 
-        A decode step that writes as many tokens. Some may be rejected: they lie in the window, as no more are drafted
-        than tokens are recent (``attention.drafts.check_count``), and are written again before it leaves their page.
+        This is a decode step that writes ``count`` tokens. Rejected drafts stay in the window, because
+        ``attention.drafts.check_count`` limits drafts to the number of recent tokens. They are overwritten before the
+        window leaves their page.
         """
         self._plan(rows, None, seq_lens, max_len, None, count)
         self._dirty = True
@@ -180,7 +179,7 @@ class TierManager:
         max_len: int,
         direct_pages: torch.Tensor,
     ) -> None:
-        """Before a prefill. Tensors int64 ``[batch]``; ``direct_pages`` int64 ``[n]``: quantized from activations."""
+        """Plans a prefill. Tensors int64 ``[batch]``; ``direct_pages`` int64 ``[n]`` are quantized from activations."""
         self._plan(rows, prefix_lens, seq_lens, max_len, direct_pages)
         self._dirty = True
 
@@ -193,14 +192,16 @@ class TierManager:
         direct_pages: torch.Tensor | None,
         count: int = 1,
     ) -> None:
-        """A prefill reads what is stored before it; ``prefix_lens`` None is decoding, which reads ``count`` new tokens
-        too."""
+        """Plans a batch; ``prefix_lens`` None means decoding.
+
+        A prefill reads the tokens stored before it. Decoding also reads its ``count`` new tokens.
+        """
         stored, read_lens = (seq_lens - count, seq_lens) if prefix_lens is None else (prefix_lens, prefix_lens)
         self.apply_pending()
         self.steps += 1
         live = rows > 0
         self.row_len[rows] = torch.where(live, seq_lens, 0)
-        # Touch what this batch reads first: if its old window must give way, it does so last.
+        # Touch the pages that this batch reads first: its old window must then give way last.
         self._touch(self._window(rows, read_lens))
         window = self._window(rows, seq_lens)
         if self.firsts is not None:
@@ -209,14 +210,14 @@ class TierManager:
         self._touch(window)
         if direct_pages is not None:
             self.page_valid.index_fill_(0, direct_pages, True)
-            self.records_written += (direct_pages > 0).sum()  # 0 in a batch of padding alone
+            self.records_written += (direct_pages > 0).sum()  # 0 in a batch of padding only
         more = 0 if prefix_lens is None else torch.where(seq_lens - prefix_lens > 1, self.prefill_pages, 0)
         self._set_ranges(rows, live, read_lens, max_len, more)
         if self.restore_pages is not None and restored is not None and max_len >= P:
             self.restore_pages(restored)
 
     def apply_pending(self) -> None:
-        """Apply what the scheduler recorded since the last plan, in its order."""
+        """Applies the scheduler's events since the last plan, in their order."""
         self._apply_reset()
         for event in self.pending.drain(self.pool.device):
             if isinstance(event, FreedPages):
@@ -271,7 +272,7 @@ class TierManager:
             self._apply_fold(event)
 
     def _apply_copy(self, event: CopiedPages) -> None:
-        """Records now, so that a copy never needs its source again; overlays are kept for ``_place_copies``."""
+        """Copies records now, so that a copy never needs its source again; keeps overlays for ``_place_copies``."""
         source, target, windows = event
         slots = self._record_sources(source)
         for records in self.pool.records:
@@ -279,17 +280,17 @@ class TierManager:
         self._filled(source, target, windows, slots, torch.ones_like(source[:1], dtype=torch.bool))
 
     def _apply_fold(self, event: FoldedPages) -> None:
-        """Chosen tokens' records; the overlays of whole pages are kept for ``_place_copies``."""
+        """Moves chosen tokens' records; keeps the overlays of whole pages for ``_place_copies``."""
         source, target, tokens, sinks = event
         slots = self._record_sources(source)
         inside = (tokens >= 0) & (tokens < len(source) * P)
         whole = torch.arange(P, device=tokens.device) + sinks[:, None] * P
         self.errors += (~inside).sum() + (tokens.unflatten(-1, (-1, P))[:, :, sinks] != whole).sum()
         self._move_tokens(source, target, torch.where(inside, tokens, 0))
-        self._filled(source, target, sinks, slots, (sinks == 0).any().view(1))  # the first page, if it is taken whole
+        self._filled(source, target, sinks, slots, (sinks == 0).any().view(1))  # the first page, if copied whole
 
     def prepare_folds(self) -> None:
-        """Have whatever folds need compiled, so that no request waits for it. Changes nothing."""
+        """Compiles the kernels that folds need, so that no request waits for the compiler. Changes nothing."""
         pool = self.pool
         page, tokens = (torch.arange(n, device=pool.device) for n in (1, P))  # page 0 to itself
         self._move_tokens(page, page, tokens.expand(pool.layers, pool.kv_heads, P).contiguous())
@@ -298,7 +299,7 @@ class TierManager:
         fold_pages(self.pool, source, target, tokens)
 
     def _record_sources(self, source: torch.Tensor) -> torch.Tensor:
-        """Give pages int64 ``[n]`` records where they have none; returns their overlay slots, -1 for none."""
+        """Quantizes pages int64 ``[n]`` that have no records; returns their overlay slots, -1 for none."""
         slots = self.pool.page_slot[source].long()
         missing = ~self.page_valid[source]
         self.errors += (missing & (slots <= 0)).sum()
@@ -313,14 +314,14 @@ class TierManager:
         slots: torch.Tensor,
         first: torch.Tensor,
     ) -> None:
-        """Note what pages ``target``, which have records now, may hold in BF16.
+        """Notes the BF16 content that pages ``target``, which have records now, may receive.
 
-        Those at ``windows`` are whole copies of pages ``source``, whose overlay slots are ``slots``, -1 for none; where
-        ``first``, bool ``[1]``, is True the first one is too.
+        Pages at ``windows`` are whole copies of pages ``source``, whose overlay slots are ``slots``, -1 for none. So is
+        the first page if ``first``, bool ``[1]``, is True.
         """
         self.page_valid.index_fill_(0, target, True)
         copies: list[_CopiedOverlays | _CopiedFirst] = [*self._copies, *self._copied_firsts]
-        for copy in copies:  # of a page that was freed meanwhile, and is another's copy now
+        for copy in copies:  # a page may have been freed and be another copy now
             copy.wanted &= ~torch.isin(copy.pages, target)
         if self.firsts is not None:
             self._copy_first(self.firsts, source[:1], target[:1], slots[:1], first)
@@ -331,7 +332,7 @@ class TierManager:
     def _copy_first(
         self, firsts: FirstTokens, source: torch.Tensor, target: torch.Tensor, slot: torch.Tensor, wanted: torch.Tensor
     ) -> None:
-        """Note the first token of page ``source`` for ``target``: from its overlay in ``slot``, its entry or a copy.
+        """Notes the first token of page ``source`` for ``target``: from its overlay in ``slot``, its entry or a copy.
 
         Each int64 ``[1]``; wanted: bool ``[1]``.
         """
@@ -346,7 +347,7 @@ class TierManager:
         self.page_first.index_fill_(0, torch.where(wanted, target, 0), True)
 
     def _place_copies(self) -> None:
-        """Overlays for copies where that pins nothing: once all events are applied, so that what is pinned is known."""
+        """Gives copies overlays without pinning any; runs after all events, when the pinned slots are known."""
         copies, self._copies = self._copies, []
         for copy in copies:
             self._assign(copy.pages, copy.wanted & self.page_valid[copy.pages], self._pinned())
@@ -357,14 +358,14 @@ class TierManager:
             self._keep_copied(self.firsts)
 
     def _keep_copied(self, firsts: FirstTokens) -> None:
-        """Keep first tokens of copies that got no overlay. A copy that has one takes no entry from another page."""
+        """Keeps first tokens of copies without an overlay. A copy with an overlay takes no entry from another page."""
         copies, self._copied_firsts = self._copied_firsts, []
         for copy in copies:
             needed = copy.wanted & self.page_valid[copy.pages] & (self.pool.page_slot[copy.pages] < 0)
             firsts.keep(copy.pages, needed, copy.token, self.pool.page_slot, self.steps)
 
     def _quantize_in(self, slots: torch.Tensor) -> None:
-        """Quantize the pages in these overlays, int64 ``[n]``, 0 for none; each once, however often it is named."""
+        """Quantizes the pages in these overlays, int64 ``[n]``, 0 for none, each once even if it is repeated."""
         marked = torch.zeros_like(self.slot_page, dtype=torch.bool)
         marked.index_fill_(0, slots.clamp(min=0), True)
         marked[0].fill_(False)
@@ -374,16 +375,16 @@ class TierManager:
     # -- windows ---------------------------------------------------------------------------------
 
     def _history_pages(self, lens: torch.Tensor, more: torch.Tensor | int = 0) -> torch.Tensor:
-        """End of the history in pages for requests of ``lens`` tokens, were every overlay there; more: recent pages."""
+        """Returns the end of the history in pages for ``lens`` tokens, if every overlay exists; more: recent pages."""
         return torch.clamp((lens // P) - self.recent_pages - more, min=self.sink_pages)
 
     def _pages_at(self, rows: torch.Tensor, index: torch.Tensor, exists: torch.Tensor) -> torch.Tensor:
-        """Page ids of the rows' page indices ``[n, m]``, 0 where they do not exist."""
+        """Returns page ids of the rows' page indices ``[n, m]``, 0 where they do not exist."""
         token = torch.where(exists, index * P, 0)
         return torch.where(exists, self.pool.req_to_token[rows[:, None], token].long() // P, 0)
 
     def _window(self, rows: torch.Tensor, lens: torch.Tensor, more: torch.Tensor | int = 0) -> Window:
-        """The window of rows ``[n]`` at ``lens`` tokens: page index, exists, page id, each ``[n, window]``.
+        """Returns the window of rows ``[n]`` at ``lens`` tokens: page index, exists, page id, each ``[n, window]``.
 
         more: further recent pages; int64 ``[n]``, at most ``prefill_pages``, or 0.
         """
@@ -405,11 +406,11 @@ class TierManager:
     def _give_overlays(
         self, rows: torch.Tensor, prefix_lens: torch.Tensor, window: Window, prefilling: bool
     ) -> torch.Tensor | None:
-        """Overlays for what of the window the batch writes, and for first pages that a prefill reads.
+        """Assigns overlays to the window pages that the batch writes, and to first pages that a prefill reads.
 
         Returns:
-            These, int64 ``[batch]``, 0 for none: they are to be restored. They fit as well as pages that never lost
-            theirs, being pinned from now on like these. None where there can be none.
+            first pages to restore, int64 ``[batch]``, 0 for none; None if there can be none. They are pinned from now
+            on, like pages that never lost their overlay, so they fit as well.
         """
         index, exists, pages = window
         lost = self.pool.page_slot[pages] < 0
@@ -417,15 +418,15 @@ class TierManager:
         restored = spared = None
         if self.firsts is not None and prefilling:
             first = pages[:, 0]
-            back = self.firsts.first_of_each(first, (prefix_lens >= P) & lost[:, 0])  # requests may share it
+            back = self.firsts.first_of_each(first, (prefix_lens >= P) & lost[:, 0])  # requests may share a page
             need[:, 0] |= back
             restored = torch.where(back, first, 0)
             spared = torch.zeros_like(self.firsts.pages, dtype=torch.bool)
             spared.index_fill_(0, self.firsts.entries(restored), True)
         need, pages = need.flatten(), pages.flatten()
 
-        # A page resumed in its middle that this batch also pushes out of the window is written in
-        # BF16 once more, so it keeps its overlay until the next plan quantizes it.
+        # A page that this batch resumes in its middle and pushes out of the window is written in BF16 once more. It
+        # keeps its overlay until the next plan quantizes it.
         resumed = (prefix_lens // P)[:, None]
         is_resumed = (prefix_lens[:, None] % P > 0) & (rows > 0)[:, None]
         resumed_pages = self._pages_at(rows, resumed, is_resumed).flatten()
@@ -437,24 +438,24 @@ class TierManager:
         return restored
 
     def _pinned(self) -> torch.Tensor:
-        """Overlay slots int32 ``[n]`` of the windows of rows in use; -1 or 0 for none."""
+        """Returns the overlay slots int32 ``[n]`` of the windows of rows in use; -1 or 0 for none."""
         all_rows = torch.arange(len(self.row_len), device=self.row_len.device)
         return self.pool.page_slot[self._window(all_rows, self.row_len)[2]].flatten()
 
     def _assign(
         self, pages: torch.Tensor, need: torch.Tensor, pinned: torch.Tensor, spared: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Give overlays to the pages int64 ``[n]`` that ``need`` one, least recently used first, but no pinned slot.
+        """Gives overlays to pages int64 ``[n]`` that ``need`` one, least recently used first, never a pinned slot.
 
-        First tokens of the pages that lose theirs are kept, but not in entries that are ``spared``.
+        Keeps first tokens of the pages that lose their overlay, but not in entries that are ``spared``.
 
         Returns:
-            bool ``[n]``: those for which there was none.
+            bool ``[n]``: True for pages that got none.
         """
         priority = torch.where(self.slot_page > 0, self.slot_stamp, -1)
         priority.index_fill_(0, pinned.clamp(min=0).long(), NEVER)
         priority[0].fill_(NEVER)
-        # A page left without an overlay would be an error of the sizes that admitted its request.
+        # Admission sizes guarantee an overlay, so a page without one is an error.
         slots, given = hand_out(priority, need)
         old = torch.where(given, self.slot_page[slots], 0)
         self._quantize((old > 0) & ~self.page_valid[old], slots, old)
@@ -464,7 +465,7 @@ class TierManager:
         self.pool.page_slot[takers] = slots.int()
         self.pool.page_slot[0].fill_(0)
         self.slot_page[slots] = takers
-        if self.firsts is not None:  # what they lost is still in the overlays: the batch writes later
+        if self.firsts is not None:  # lost first tokens are still in the overlays: the batch writes later
             first, tokens = (old > 0) & self.page_first[old], self.pool.overlays[:, slots, :, :, 0]
             self.firsts.keep(old, first, tokens, self.pool.page_slot, self.steps, spared)
         return need & ~given
@@ -480,13 +481,13 @@ class TierManager:
         after_lost = torch.where(lost, index + 1, 0).amax(1)
         sink_end = first_lost.clamp(max=self.sink_pages)
         history = self._history_pages(lens, more)
-        # No history proper while everything fits into sinks and window.
+        # There is no history while everything fits into sinks and window.
         history_end = torch.maximum(torch.where(history > self.sink_pages, history, sink_end), after_lost)
 
         index = torch.arange(-(-max_len // P), device=rows.device).expand(len(rows), -1)
         exists = (index * P < lens[:, None]) & live[:, None]
         pages = self._pages_at(rows, index, exists)
-        # The scheduler may rewrite the rows from here on; the layers read what is there now.
+        # The scheduler may rewrite the rows from here on, so layers read this copy.
         known = self.pool.row_pages[rows, : index.shape[1]]
         self.pool.row_pages[rows, : index.shape[1]] = torch.where(exists, pages.int(), known)
         in_history = exists & (index >= sink_end[:, None]) & (index < history_end[:, None])
@@ -500,7 +501,7 @@ class TierManager:
         self.pool.row_history_end[rows] = torch.where(live, history_end * P, 0).int()
 
     def _quantize(self, mask: torch.Tensor, slots: torch.Tensor, pages: torch.Tensor) -> None:
-        """Quantize the masked (slot, page) pairs, compacted without asking the host how many there are."""
+        """Quantizes the masked (slot, page) pairs, compacted without asking the host for their number."""
         at = torch.where(mask, torch.cumsum(mask, 0) - 1, len(mask))
         compact = slots.new_zeros(2, len(mask) + 1)
         compact[0, at], compact[1, at] = slots, pages
@@ -511,10 +512,10 @@ class TierManager:
     # -- looking inside ---------------------------------------------------------------------------------
 
     def count(self) -> torch.Tensor:
-        """The fields of ``TierCounts`` but the first, int64 ``[4]`` on the device; does not wait for it."""
+        """Returns the fields of ``TierCounts`` except the first, int64 ``[4]`` on the device; does not wait for it."""
         used, valid = (self.slot_page > 0).sum(), self.page_valid[1:].sum()
         return torch.stack([used, valid, self.records_written, self.errors])
 
     def counts(self) -> TierCounts:
-        """Synchronises with the device."""
+        """Returns the counters. Synchronises with the device."""
         return TierCounts(self.pool.slots, *self.count().tolist())

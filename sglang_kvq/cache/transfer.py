@@ -1,4 +1,4 @@
-"""Small tables from the host to the device, and counters from the device to the host."""
+"""Copies of small tables from the host to the device, and of counters from the device to the host."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-_ALIGNED = 2  # int64s in the 16 bytes that kernels may take for granted
+_ALIGNED = 2  # int64s in the 16 bytes of alignment that kernels may assume
 
 
 def upload(numbers: np.ndarray, device: torch.device) -> torch.Tensor:
-    """The numbers as int32 on the device, by a copy that the host does not wait for."""
+    """Copies the numbers to the device as int32; the host does not wait."""
     host = torch.from_numpy(numbers.astype(np.int32))
     if device.type == "cuda":
         host = host.pin_memory()
@@ -19,7 +19,7 @@ def upload(numbers: np.ndarray, device: torch.device) -> torch.Tensor:
 
 
 def to_device(parts: list[np.ndarray], device: torch.device) -> list[torch.Tensor]:
-    """int64 vectors on the device, by one copy that the host does not wait for; each is aligned to 16 bytes."""
+    """Copies int64 vectors to the device at once, each aligned to 16 bytes; the host does not wait."""
     sizes = [len(part) for part in parts]
     room = [-(-size // _ALIGNED) * _ALIGNED for size in sizes]
     host = torch.zeros(sum(room), dtype=torch.int64, pin_memory=device.type == "cuda")
@@ -29,12 +29,12 @@ def to_device(parts: list[np.ndarray], device: torch.device) -> list[torch.Tenso
 
 
 class LateCopy:
-    """Counters on the device, read on the host a while after they were asked for, so that it never waits for them.
+    """Device counters that the host reads some time after asking for them, so that it never waits.
 
-    On a CPU what is read is what they are then.
+    On a CPU it reads the current values.
 
     Args:
-        source: gives them, int64 ``[n]`` on the device.
+        source: returns the counters, int64 ``[n]`` on the device.
     """
 
     def __init__(self, source: Callable[[], torch.Tensor], device: torch.device) -> None:
@@ -46,7 +46,7 @@ class LateCopy:
             self._host, self._copied = torch.zeros_like(source(), device="cpu", pin_memory=True), torch.cuda.Event()
 
     def ask(self) -> None:
-        """Begin a copy behind what the current stream does, unless one is under way."""
+        """Begins a copy behind the current stream's work, unless one is under way."""
         if self._asked:
             return
         self._asked = True
@@ -55,7 +55,7 @@ class LateCopy:
             self._copied.record()
 
     def arrived(self) -> list[int] | None:
-        """The counters that were asked for, once they are here; None before, and until they are asked for again."""
+        """Returns the counters once they have arrived; None before that, and until the next ``ask``."""
         if not self._asked or (self._copied is not None and not self._copied.query()):
             return None
         self._asked = False

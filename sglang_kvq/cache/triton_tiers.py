@@ -18,16 +18,16 @@ from sglang_kvq.kernels.tiers.tables import TierTables
 
 
 class TritonTierManager(TierManager):
-    """A plan is two launches, one more per record store, and two of formats that keep first tokens:
+    """Plans in two launches, one more per record store, and two for formats that keep first tokens.
 
-    1. ``give_overlays``: lengths, stamps, pins; the overlays that pages about to be written take; entries for first
-       tokens of pages that lost theirs.
-    2. ``set_ranges``: what the batch reads from records.
-    3. ``quantize_slots``: what both found to be without a record, for all layers.
-    4. ``keep_firsts``: these first tokens.
-    5. ``restore_pages``: first pages that a prefill reads, in the overlays that the first gave them.
+    1. ``give_overlays``: lengths, stamps, pins; overlays for pages about to be written; entries for first tokens of
+       pages that lost theirs.
+    2. ``set_ranges``: the ranges that the batch reads from records.
+    3. ``quantize_slots``: pages that both found to be without a record, for all layers.
+    4. ``keep_firsts``: first tokens of pages that lost their overlay.
+    5. ``restore_pages``: first pages that a prefill reads, in the overlays from step 1.
 
-    If the scheduler did something since the last plan, ``apply_events`` comes before, with its copies.
+    If the scheduler recorded events since the last plan, ``apply_events`` and its copies come first.
     """
 
     def _set_up(self) -> None:
@@ -77,7 +77,7 @@ class TritonTierManager(TierManager):
             self._compile()
 
     def _compile(self) -> None:
-        """Plan for padding, which changes nothing, so that the first request does not wait for the compiler."""
+        """Plans padding, which changes nothing, so that the first request does not wait for the compiler."""
         row = torch.zeros(1, dtype=torch.int64, device=self.pool.device)
         self.pending.free_rows([0])
         self.plan_extend(row, row, row + 1, PAGE_SIZE, row[:0])
@@ -123,7 +123,7 @@ class TritonTierManager(TierManager):
 
 
 def move_tokens(pool: PagePool, source_pages: torch.Tensor, target_pages: torch.Tensor, tokens: torch.Tensor) -> None:
-    """``cache.fold.fold_pages`` by a kernel: one launch for each kind of records."""
+    """Runs ``cache.fold.fold_pages`` as a kernel: one launch for each kind of records."""
     check_fold(pool, source_pages, target_pages, tokens)
     tokens = tokens.contiguous()
     for store in pool.stores:

@@ -1,7 +1,7 @@
-"""Models of which some layers see a window only: how memory is divided between these and the cache.
+"""Division of memory between sliding-window layers and the cache, for models that have both.
 
-The keys and values of layers with windows stay in BF16, in a pool of their own, and only as long as a window reaches
-them; those of the others, which the cache holds, stay as long as their request or its prefix in the radix tree.
+The keys and values of layers with windows stay in BF16, in a pool of their own, while a window reaches them. The cache
+holds those of the other layers, as long as their request or its prefix stays in the radix tree.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from sglang_kvq.cache.layout import KVGeometry, overlay_slots
 from sglang_kvq.config import PAGE_SIZE, KVQuantConfig
 
-#: Prefixes kept for each request that may run, where the user does not say: what SGLang keeps where it counts so.
+#: Default number of kept prefixes per request that may run; SGLang keeps as many where it counts this way.
 PREFIXES_PER_REQUEST = 4
-#: SGLang's own ratio of the pools' tokens; what is chosen here is never more.
+#: SGLang's own ratio of the pools' tokens, and the maximum chosen here.
 STOCK_RATIO = 0.8
-#: Requests that SGLang runs at most, whatever the memory.
+#: SGLang's limit of running requests, whatever the memory.
 MOST_REQUESTS = 4096
 
 
@@ -24,10 +24,10 @@ class WindowNeed:
     """Tokens that windows take in their pool.
 
     Attributes:
-        per_request: of one that runs: its window, what is behind it and not given back yet, and its next page.
-        per_prefix: of one in the radix tree, so that a request may go on from its end.
-        batches: of the prefill batches under way.
-        prefixes: that shall have theirs; None for ``PREFIXES_PER_REQUEST``.
+        per_request: tokens of a running request: its window, tokens behind it not yet given back, and its next page.
+        per_prefix: tokens of a prefix in the radix tree, so that a request may continue from its end.
+        batches: tokens of the prefill batches under way.
+        prefixes: how many prefixes keep their tokens; None for ``PREFIXES_PER_REQUEST``.
     """
 
     per_request: int
@@ -36,7 +36,7 @@ class WindowNeed:
     prefixes: int | None = None
 
     def tokens(self, requests: int) -> int:
-        """With that many requests running; whole pages."""
+        """Returns the tokens for that many running requests, in whole pages."""
         prefixes = PREFIXES_PER_REQUEST * requests if self.prefixes is None else self.prefixes
         tokens = self.per_request * requests + self.per_prefix * prefixes + self.batches
         return -(-tokens // PAGE_SIZE) * PAGE_SIZE
@@ -45,13 +45,15 @@ class WindowNeed:
 def need_of(
     window: int, *, kept_behind: int, drafts: int, chunk: int, batches: int, prefixes: int | None
 ) -> WindowNeed:
-    """
+    """Computes the tokens that windows need.
+
     Args:
         window: tokens.
         kept_behind: tokens after which SGLang gives back what has left a window.
         drafts: tokens that a decode step adds, at most.
-        chunk: tokens of a prefill batch; batches: that may be under way at once.
-        prefixes: as of ``WindowNeed``.
+        chunk: tokens of a prefill batch.
+        batches: prefill batches that may be under way at once.
+        prefixes: see ``WindowNeed``.
     """
     per_request = window + kept_behind * drafts + 2 * PAGE_SIZE + 2 * (drafts - 1)
     return WindowNeed(
@@ -61,11 +63,12 @@ def need_of(
 
 @dataclass(frozen=True)
 class WindowSplit:
-    """One memory budget, divided.
+    """One divided memory budget.
 
     Attributes:
-        overlay_budget: bytes of which BF16 overlays take their share, the rest being records.
-        tokens: of the cache; window_tokens: of the windows' pool.
+        overlay_budget: bytes of which BF16 overlays take their share and records the rest.
+        tokens: tokens of the cache.
+        window_tokens: tokens of the windows' pool.
     """
 
     overlay_budget: int
@@ -87,18 +90,19 @@ def split_windows(
     wanted: int,
     ratio: float | None = None,
 ) -> WindowSplit:
-    """
+    """Divides a budget between the cache and the windows' pool.
+
     Args:
         bf16_budget: ``--kv-quant-bf16-budget``.
-        window_bytes: of a token in the windows' pool, all its layers.
-        other_bytes: of a token of the cache, for what is neither: a draft model's own cache.
+        window_bytes: bytes of a token in the windows' pool, all its layers.
+        other_bytes: bytes of a cache token in neither pool, for a draft model's own cache.
         wanted: tokens that the windows need (``WindowNeed.tokens``).
-        ratio: of the pools' tokens, if it is given; None for as many tokens as are wanted, at ``STOCK_RATIO`` at most.
+        ratio: ratio of the pools' tokens; None for as many tokens as are wanted, at most ``STOCK_RATIO``.
     """
     token_bytes = geometry.page_bytes / PAGE_SIZE + other_bytes
 
     def at(ratio: float) -> float:
-        """Tokens of the cache, if the windows' pool has ``ratio`` as many."""
+        """Returns the tokens of the cache, if the windows' pool has ``ratio`` times as many."""
         return (1 - bf16_budget) * budget_bytes / (token_bytes + (1 - bf16_budget) * ratio * window_bytes)
 
     most = int(at(STOCK_RATIO if ratio is None else ratio) * (STOCK_RATIO if ratio is None else ratio))
@@ -119,10 +123,10 @@ def share_windows(
     requests: int | None = None,
     ratio: float | None = None,
 ) -> tuple[WindowSplit, int]:
-    """``split_windows`` for as many running requests as overlays are affordable for, and that number.
+    """Runs ``split_windows`` for the most requests with affordable overlays; returns the split and that number.
 
     Args:
-        window_bytes, ratio: as of ``split_windows``.
+        window_bytes, ratio: see ``split_windows``.
         requests: ``--max-running-requests`` of this worker; None for as many as fit.
     """
     affordable = overlay_slots(config, geometry, budget_bytes) // config.slots_per_request
@@ -140,5 +144,5 @@ def share_windows(
 
 
 def token_bytes(geometry: KVGeometry, window_bytes: int, ratio: float) -> float:
-    """What SGLang counts for a token of the cache: its records, a draft model's, and its share of the windows' pool."""
+    """Returns the bytes that SGLang counts for a cache token: records, a draft model's, and the windows' share."""
     return geometry.page_bytes / PAGE_SIZE + geometry.draft_page_bytes // PAGE_SIZE + ratio * window_bytes

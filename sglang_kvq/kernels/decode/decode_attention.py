@@ -1,18 +1,17 @@
 """Decode attention: split-KV partial results over INT2 records and BF16 overlays, in one launch.
 
-A program takes one KV head of one item of the plan (``plan.split_work``): some pages of one request's history,
-some of its overlays (sinks, window, the page being filled), seldom both. With codes c in 0..3, scale s and offset z
-per token, and queries q:
+A program takes one KV head of one item of the plan (``split_work.split_work``): some pages of one request's history,
+some of its overlays (sinks, window, the page being filled), rarely both. With codes c in 0..3, scale s and offset z per
+token, and queries q:
 
     q k     = s_k (q c_k) + z_k sum(q)            the affine terms stay outside the product
     sum p v = sum (p s_v) c_v + sum p z_v         s_v is folded into p, z_v is one number per query head
 
-Where a head has several groups, q k is a sum over them, and p, computed once, is multiplied by each group's s_v in
-turn.
+If a head has several groups, q k is a sum over them. p is computed once and multiplied by each group's s_v.
 
-Both products run on INT8 tensor cores with tokens (then dims of V) on the 16-row side, where codes lie
-packed in memory the way the operand wants them in registers, and query heads on the 8-column side. Each
-head has two columns, the high and low part of its INT8 split: x = unit (high + low / 256), 15 bits.
+Both products run on INT8 tensor cores, with tokens (then dims of V) on the 16-row side and query heads on the 8-column
+side. Codes are packed in memory in the order in which the operand needs them in registers. Each head has two columns,
+the high and low part of its INT8 split: x = unit (high + low / 256), 15 bits.
 """
 
 from dataclasses import dataclass
@@ -52,10 +51,10 @@ from sglang_kvq.kernels.device.shape import Shape, shape_of, value_dims
 from sglang_kvq.kernels.device.softmax import LOG2E, NEVER, Softmax, first_columns
 from sglang_kvq.kernels.device.unpack import two_bits
 
-#: Shared memory of an SM (Hopper), and what it reserves for each program.
+#: Shared memory of an SM (Hopper), and its reservation for each program.
 _SM_BYTES, _RESERVED_BYTES = 228 * 1024, 1024
 
-#: What ``decode_routine`` may return.
+#: Possible results of ``decode_routine``.
 ROUTINES = (
     "decode_attention",
     "history_general",
@@ -65,20 +64,20 @@ ROUTINES = (
     "history_planes_fp16",
 )
 
-#: How much of the last wave of programs must be busy before another wave is tried.
+#: Fraction of the last wave of programs that must be busy before another wave is tried.
 BUSY = 0.9
 
 
 @dataclass(frozen=True)
 class DecodeLaunch:
-    """How the kernel is compiled, and how many items the plan makes.
+    """Compile options of the kernel, and inputs of its plan.
 
     Attributes:
-        stages, registers: the compiler's.
+        stages, registers: compiler options.
         programs_per_sm: one-warp programs that an SM holds at once.
-        half_pages: pages a turn of ``decode_half.history_half``, 1 or 2, of ``decode_half_planes``, 2; 0 for products
-            in INT8.
-        shared_weights: whether weights become operands of ``decode_half_planes`` through shared memory.
+        half_pages: pages per iteration of ``history_fp16.history_half``, 1 or 2, or of ``history_planes_fp16``, 2; 0
+            for INT8 products.
+        shared_weights: True if weights become operands of ``history_planes_fp16`` through shared memory.
         overlay_cost: ``WorkCosts.overlay``.
     """
 
@@ -91,14 +90,14 @@ class DecodeLaunch:
 
     @property
     def costs(self) -> WorkCosts:
-        """For plans of its items."""
+        """Costs for plans of this launch's items."""
         return WorkCosts(self.overlay_cost, turn=1 if self.half_pages == 1 else 2)
 
     def items(self, batch: int, programs: int, sms: int) -> int:
-        """Items of a plan for ``batch`` requests, ``programs`` programs each.
+        """Returns the number of items of a plan for ``batch`` requests, ``programs`` programs each.
 
-        As many as fill whole waves: the fewest waves of which a batch of equal requests keeps ``BUSY`` busy, or the
-        best of eight.
+        The items fill whole waves: the fewest that a batch of equal requests keeps busy to ``BUSY``, or the best number
+        up to eight.
         """
         wave = max(sms * self.programs_per_sm // programs, 1)
         least = -(-batch // wave)
@@ -108,12 +107,14 @@ class DecodeLaunch:
 
 
 class Drafts(NamedTuple):
-    """Several query tokens of each request, its last ones, which see what is stored and some of each other.
+    """Several query tokens of each request, its last ones, which see the stored tokens and some of each other.
 
     Attributes:
-        seen: int64 ``[B, count]``, last axis contiguous, and row: its row's length in elements. Bit j of entry (i, t)
-            is whether draft t of request i sees its draft j.
-        count: drafts of a request, at most 63; of_chunk: those that a program attends for.
+        seen: int64 ``[B, count]``, last axis contiguous. Bit j of entry (i, t) is set if draft t of request i sees its
+            draft j.
+        row: elements of a row of ``seen``.
+        count: drafts of a request, at most 63.
+        of_chunk: drafts that a program attends for.
     """
 
     seen: torch.Tensor
@@ -127,11 +128,11 @@ class Drafts(NamedTuple):
 
 
 def decode_launch(head_dim: int, gqa_group: int, record: Record | PlaneRecord, kv_heads: int) -> DecodeLaunch:
-    """The launch for that geometry and those codes; ``gqa_group`` query heads share each of the worker's KV heads.
+    """Returns the launch for a geometry and its codes; ``gqa_group`` query heads share each of the worker's KV heads.
 
-    Twelve programs on an SM, or eight where the loop would spill much, as measured (``benchmarks/formats.py --sweep``,
-    ``benchmarks/kernels.py --sweep-heads``). Numbers between lose up to a half: an SM's four schedulers then have
-    unequal shares.
+    Measurements favour twelve programs on an SM, or eight if the loop would spill much
+    (``benchmarks/formats.py --sweep``, ``benchmarks/kernels.py --sweep-heads``). Numbers in between lose up to a half,
+    because an SM's four schedulers then have unequal shares.
     """
     if suits_half(record, head_dim) and not isinstance(record, PlaneRecord):
         if head_dim == 64 and gqa_group <= 8:
@@ -143,11 +144,11 @@ def decode_launch(head_dim: int, gqa_group: int, record: Record | PlaneRecord, k
                 return DecodeLaunch(4, registers=255, programs_per_sm=8, half_pages=1, overlay_cost=4)
             return DecodeLaunch(4, registers=168, programs_per_sm=12, half_pages=1, overlay_cost=4)
     if isinstance(record, PlaneRecord):
-        # With up to four heads a product is half empty, which at 64 dims still takes fewer instructions.
+        # With up to four heads a product is half empty, yet at 64 dims it takes fewer instructions.
         if suits_half(record, head_dim) and (gqa_group > 4 or head_dim == 64):
             return _half_planes_launch(head_dim, gqa_group, record)
         return _planes_launch(head_dim, gqa_group, record)
-    if gqa_group > 8:  # spills all the same: more heads hold more accumulators
+    if gqa_group > 8:  # spills either way: more heads hold more accumulators
         return DecodeLaunch(stages=3, registers=255, programs_per_sm=8)
     wide = head_dim > 128 or (gqa_group > 4 and (head_dim > 64 or not is_fast(record)))
     four_bits = any(codes.bits == 4 for codes in (record.k, record.v)) and not record.k.channel
@@ -159,9 +160,9 @@ def decode_launch(head_dim: int, gqa_group: int, record: Record | PlaneRecord, k
 
 
 def _planes_launch(head_dim: int, gqa_group: int, record: PlaneRecord) -> DecodeLaunch:
-    """Products in INT8 of records of planes.
+    """Returns the launch for records of planes with INT8 products.
 
-    A third stage hides more, where the copies of all programs find room in an SM's shared memory.
+    A third stage hides more latency, if the copies of all programs fit in an SM's shared memory.
     """
     wide = head_dim > 128 or gqa_group > 4
     programs, shape = 8 if wide else 12, shape_of(1, head_dim, gqa_group)
@@ -173,16 +174,17 @@ def _planes_launch(head_dim: int, gqa_group: int, record: PlaneRecord) -> Decode
 
 
 def _half_planes_launch(head_dim: int, gqa_group: int, record: PlaneRecord) -> DecodeLaunch:
-    """Products in FP16 of records of planes.
+    """Returns the launch for records of planes with FP16 products.
 
-    A third stage comes first where shared memory is short; weights do with more than eight heads, which spill else.
+    If shared memory is short, a third stage has priority. With more than eight heads, shared weights have priority,
+    because the loop would spill otherwise.
     """
     wide = gqa_group > 8 or head_dim > 64
     programs = 8 if wide else 12
     shape, room = shape_of(1, head_dim, gqa_group), _program_bytes(programs)
     page = _page_bytes(record, shape.JP, shape.VP)
-    row = 2 * max(shape.HEADS, 8)  # bytes, of an operand's columns
-    operands = sum(cell.shares * len(cell.fields) for cell in record.k.cells) * shape.JP * row  # queries'
+    row = 2 * max(shape.HEADS, 8)  # bytes of an operand's columns
+    operands = sum(cell.shares * len(cell.fields) for cell in record.k.cells) * shape.JP * row  # of queries
     weights = 2 * PAGE_SIZE * row
     stages = 3 if 4 * page + operands + (weights if gqa_group > 8 else 0) <= room else 2
     copies = 2 * (stages - 1) * page + operands
@@ -191,22 +193,22 @@ def _half_planes_launch(head_dim: int, gqa_group: int, record: PlaneRecord) -> D
 
 
 def _page_bytes(record: PlaneRecord, columns: int, dims: int) -> int:
-    """Shared memory for a copy of a page: whole tiles, of K's planes padded to ``columns`` and V's dims to ``dims``."""
+    """Returns the bytes of a page's copy in whole tiles: K's planes padded to ``columns``, V's dims to ``dims``."""
     return PAGE_SIZE * (columns * sum(record.k.widths) + dims // 4 * sum(record.v.widths)) // 8 + 2 * PAGE_SIZE
 
 
 def _program_bytes(programs: int) -> int:
-    """Shared memory of each of so many programs on an SM."""
+    """Returns the shared memory of each of ``programs`` programs on an SM."""
     return _SM_BYTES // programs - _RESERVED_BYTES
 
 
 def _most_programs(programs: int, used: int) -> int:
-    """So many programs on an SM, or as many as fit with that much shared memory each."""
+    """Returns ``programs``, or the most programs that fit on an SM with ``used`` bytes of shared memory each."""
     return min(programs, _SM_BYTES // (used + _RESERVED_BYTES))
 
 
 def is_fast(record: Record | PlaneRecord) -> bool:
-    """Whether ``_history`` reads these records: uniform 2-bit codes, a scale and an offset per token and group only."""
+    """Tells if ``_history`` reads these records: uniform 2-bit codes with one scale and offset per token and group."""
     if isinstance(record, PlaneRecord):
         return False
     k, v = record.k, record.v
@@ -215,17 +217,17 @@ def is_fast(record: Record | PlaneRecord) -> bool:
 
 
 def is_two_bit(record: Record | PlaneRecord, head_dim: int) -> bool:
-    """Whether they are fast and of the largest group: what ``extend_history.history_two_bits`` reads."""
+    """Tells if records are fast and of the largest group, so that ``extend.history.history_two_bits`` reads them."""
     return is_fast(record) and record.k.group == value_dims(head_dim)
 
 
 def suits_half(record: Record | PlaneRecord, head_dim: int) -> bool:
-    """Whether products in FP16 read these records: two bits, one group to a row, or planes."""
+    """Tells if FP16 products read these records: two bits with one group to a row, or planes."""
     return head_dim <= value_dims(head_dim) and (isinstance(record, PlaneRecord) or is_two_bit(record, head_dim))
 
 
 def decode_routine(record: Record | PlaneRecord, shape: Shape, half_pages: int) -> str:
-    """The module whose loop reads these records, one of ``ROUTINES``; ``half_pages`` is the launch's."""
+    """Returns the module whose loop reads these records, one of ``ROUTINES``; ``half_pages`` is the launch's."""
     if isinstance(record, PlaneRecord):
         return "history_planes_fp16" if half_pages else "history_planes_int8"
     if half_pages:
@@ -247,26 +249,26 @@ def decode(
     drafts: Drafts | None = None,
     plain: bool = INTERPRETED,
 ) -> None:
-    """Partial results of every item.
+    """Computes partial results of every item.
 
-    With drafts, those of a chunk are like further query heads of each KV head: heads below are
-    ``kv_heads * of_chunk * gqa_group``, each KV head's draft by draft, q has ``B * chunks`` tokens, and results are
+    The drafts of a chunk count as further query heads of each KV head. Heads below are then
+    ``kv_heads * of_chunk * gqa_group``, draft by draft within a KV head. q has ``B * chunks`` tokens, and results are
     ``[items, chunks * heads]``.
 
     Args:
         out: float32 ``[items, q_heads, D]``; unused items leave theirs untouched.
-        lse: float32 ``[items, q_heads]``, log2 of the softmax's denominator, likewise.
+        lse: float32 ``[items, q_heads]``, log2 of the softmax's denominator; unused items leave theirs untouched.
         q: BF16 ``[B, q_heads, D]``, rotated; last axis contiguous.
-        items: from ``plan.split_work``.
+        items: from ``split_work.split_work``.
         record, stored: of one layer.
         launch: from ``decode_launch``.
-        overlap: the launch before this one may write queries and overlays of new tokens; not items, which an early
-            start reads before that one has ended. The next one starts when programs of this one end.
-        drafts: None: one query token of each request.
-        plain: unpack codes without inline assembly, as the interpreter must.
+        overlap: with an early start, the previous launch may write queries and overlays of new tokens. It must not
+            write items, which are read before it has ended. The next launch starts when programs of this one end.
+        drafts: None for one query token of each request.
+        plain: unpacks codes without inline assembly, as the interpreter requires.
 
     Raises:
-        KVQuantError: a launch with products in FP16 for records that are not read so.
+        KVQuantError: the launch has FP16 products, but these records do not support them.
     """
     count, q_heads, d = len(out), q.shape[1], q.shape[2]
     if launch.half_pages and not suits_half(record, d):
@@ -309,7 +311,7 @@ def _decode(
 ):  # fmt: skip
     """Program ((kv_head * parts of V + part) * chunks + chunk, item): read the item; its records; its overlays; store.
 
-    A chunk's drafts are ``OF_CHUNK``, and count as heads (``decode``).
+    A chunk has ``OF_CHUNK`` drafts, which count as heads (see ``decode``).
     """
     PARTS: tl.constexpr = SHAPE.D // SHAPE.DIMS
     HEADS: tl.constexpr = SHAPE.HEADS
@@ -365,7 +367,7 @@ def _decode(
 
 @triton.jit
 def _merged(a, b):
-    """One state of two, whose keys differ; heads are columns."""
+    """Merges two softmax states over different keys; heads are columns."""
     top = tl.maximum(a.top, b.top)
     decay_a, decay_b = tl.exp2(a.top - top), tl.exp2(b.top - top)
     acc = a.acc * decay_a[None, :] + b.acc * decay_b[None, :]
@@ -376,15 +378,15 @@ def _merged(a, b):
 def _history(
     q, item, table, records, v_first, scale_log2, RECORD: tl.constexpr, SHAPE: tl.constexpr, PLAIN: tl.constexpr
 ):
-    """Records of the item's pages to a ``Softmax`` whose columns are heads: acc [VP, HEADS].
+    """Attends to records of the item's pages; returns a ``Softmax`` whose columns are heads: acc [VP, HEADS].
 
-    q: the first of the KV head's queries; records: its of page 0; acc are dims v_first .. v_first + DIMS.
+    q: the first of the KV head's queries; records: those of page 0; acc are dims v_first .. v_first + DIMS.
 
-    A tile is two pages, 128 tokens. Its row n = (plane, page, half, i) is token plane * 16 + 2 i + half of that
-    page, as K's codes are stored: the tokens whose codes share a byte plane of V are 32 consecutive rows, and
-    rows n and n + 8, which one thread holds, are neighbours whose scales it reads at once.
+    A tile is two pages, 128 tokens. Its row n = (plane, page, half, i) is token plane * 16 + 2 i + half of that page:
+    the order of K's stored codes. Tokens whose codes share a byte plane of V are 32 consecutive rows. Rows n and n + 8,
+    which one thread holds, are neighbours whose scales it reads at once.
 
-    Each turn: load a tile; scores, group by group; the softmax; V's product, group by group.
+    Each iteration: load a tile; scores, group by group; the softmax; V's product, group by group.
     """
     TILE: tl.constexpr = 2 * PAGE
     D: tl.constexpr = SHAPE.D
@@ -408,11 +410,12 @@ def _history(
     second, plane, token = tokens_of_tile()
     fraction = tl.where(plane % 2 == 1, 0.25, 1.0)
     j = tl.arange(0, JP)
-    k_row = plane * QUARTER + row % QUARTER  # which holds that token: ``common.key_row``
+    k_row = plane * QUARTER + row % QUARTER  # row of that token's codes: ``common.key_row``
     k_codes = RECORD.k.low + k_row[:, None] * D4 + j[None, :]
     dim_v = tl.arange(0, ROWS)
     v_codes = RECORD.v.low + (v_first + dim_v)[None, :, None] * QUARTER + tl.arange(0, QUARTER)[None, None, :]
-    # Scales and offsets, of K's first group and of this program's first of V, in one load: [page, kind, which, token].
+    # Scales and offsets of K's first group and of this program's first group of V, in one load: [page, kind, which,
+    # token].
     which = tl.arange(0, 4)[None, :, None]
     first_scales = which * SCALES + which // 2 * (v_first // GROUP * PAGE) + tl.arange(0, PAGE)[None, None, :]
 
@@ -431,7 +434,7 @@ def _history(
         else:
             packed = tl.load(base[:, None] + k_codes, mask=(j < D4)[None, :], other=0)
         both = records + base_of(tl.arange(0, 2) == 1, base_a, base_b)[:, None, None]  # [2, 1, 1]
-        # Page by page, so that neighbouring lanes read neighbouring bytes.
+        # Load page by page, so that neighbouring lanes read neighbouring bytes.
         values = ()
         for g in tl.static_range(GROUPS):
             if ROWS == OWN:
@@ -477,7 +480,7 @@ def _history(
 
 @triton.jit
 def _hidden(seen, row, request, chunk, SHAPE: tl.constexpr, DRAFTS: tl.constexpr, OF_CHUNK: tl.constexpr):
-    """Which drafts each column does not see, a bit each; columns as in ``_overlay``."""
+    """Returns the drafts that each column does not see, a bit each; columns are those of ``_overlay``."""
     COLUMNS: tl.constexpr = 8 if SHAPE.HEADS < 8 else SHAPE.HEADS
     h = tl.arange(0, COLUMNS)
     if DRAFTS == 1:
@@ -493,7 +496,7 @@ def _overlay(
     q, item, table, overlays, page_slot, head, dims, in_dims, hidden, scale_log2,
     SHAPE: tl.constexpr, DRAFTS: tl.constexpr,
 ):  # fmt: skip
-    """Overlay tiles of the item's pages outside the history; results as ``_history``, of these dims."""
+    """Attends to overlay tiles of the item's pages outside the history; returns a state like ``_history``."""
     TILE: tl.constexpr = OVERLAY_TILE
     TILES: tl.constexpr = PAGE // TILE
     D: tl.constexpr = SHAPE.D
@@ -526,7 +529,7 @@ def _overlay(
         if DRAFTS == 1:
             x = tl.where(live[:, None], x, NEVER)
         else:
-            # Which of the drafts a token is; those before them are seen by all. A column that sees nothing of a tile
+            # Draft index of a token; drafts before the first are seen by all. A column that sees nothing of a tile
             # counts it with the weight 2^NEVER.
             draft = index * PAGE + token - (item.length - DRAFTS)
             bit = (hidden[None, :] >> tl.maximum(draft, 0).to(tl.int64)[:, None]) & 1

@@ -1,23 +1,23 @@
-"""Decode attention over 2-bit records with products of V, or all of them, in FP16.
+"""Decode attention over 2-bit records, with FP16 products for V or for both K and V.
 
-``decode._history`` splits queries and weights into two INT8 columns, and splitting weights and joining products again
-takes ten instructions for each token and head. With more than four heads, or heads of 64, FP16 takes fewer, one column
-a query head:
+``decode_attention._history`` splits queries and weights into two INT8 columns. Splitting weights and joining products
+takes ten instructions for each token and head. With more than four heads, or heads of 64 dims, FP16 takes fewer, with
+one column per query head:
 
-- A code, cut out of a word by one AND for two codes, is a subnormal FP16 number, c 2^-24, times 4^plane. Tensor cores
-  multiply these exactly; queries and weights carry the rest.
-- A byte permutation brings the second and fourth byte of a word to the lower halves. That is an operand already, of all
-  four codes of a byte, c_0 + 4 c_1 + 16 c_2 + 64 c_3: it stands for plane 3, and what it adds of the others is taken
-  off their queries or weights.
-- Products of V are added to the sums of earlier tiles by the tensor cores themselves.
-- Weights are products of FP16 numbers, two an instruction: p, which is at most 2^13, and s_v, which a power of two, one
-  for all heads, brings below 1.
+- One AND cuts two codes out of a word. Each is a subnormal FP16 number, c 2^-24, times 4^plane. Tensor cores multiply
+  these exactly; queries and weights carry the remaining factor.
+- A byte permutation brings the second and fourth byte of a word to the lower halves. That is already an operand with
+  all four codes of a byte, c_0 + 4 c_1 + 16 c_2 + 64 c_3. It represents plane 3, and the contributions of the others
+  are subtracted from their queries or weights.
+- The tensor cores themselves add products of V to the sums of earlier tiles.
+- Weights are products of FP16 numbers, two per instruction: p, which is at most 2^13, and s_v, scaled below 1 by a
+  power of two that all heads share.
 
-Where a plane's dims fill an INT8 product, K's are in INT8 (``decode_half_int8``): cutting codes out takes five
-instructions a word, not eight. Those are logical, and an SM does half as many of them in a cycle as it adds.
+If a plane's dims fill an INT8 product, K's products are in INT8 (``history_k_int8_v_fp16``): extracting codes takes
+five instructions a word, not eight. Those are logical, and an SM runs half as many of them per cycle as additions.
 
-A turn is two pages, or one: that takes fewer registers and half the shared memory, which leaves room for another stage
-of copies. With two stages a program waits for what it has just asked for, and only other programs hide that.
+An iteration is two pages, or one. One page takes fewer registers and half the shared memory, which leaves room for
+another stage of copies. With two stages a program waits for its latest copy, and only other programs hide that.
 """
 
 import triton
@@ -28,12 +28,12 @@ from sglang_kvq.kernels.device.int8 import base_of, half_scales
 from sglang_kvq.kernels.device.softmax import NEVER, Softmax, first_columns
 from sglang_kvq.kernels.device.unpack import two_bits
 
-#: What a code counts: the least subnormal number of FP16.
+#: Value of one code: the least subnormal number of FP16.
 CODE = tl.constexpr(2.0**-24)
-#: The largest query element as an operand, and the largest p, as a power of two: weights p s_v are no larger.
+#: Largest query element as an operand, and largest p, as powers of two: weights p s_v are no larger.
 LARGEST_QUERY = tl.constexpr(2.0**14)
 _WEIGHT_LOG2 = tl.constexpr(13.0)
-#: Scales of V below it are as small as they look: its inverse has to be an FP16 number.
+#: Lower bound for scales of V in the common factor, whose inverse has to be an FP16 number.
 LEAST_SCALE = tl.constexpr(2.0**-15)
 
 
@@ -42,9 +42,9 @@ def history_half(
     q, item, table, records, v_first, scale_log2, RECORD: tl.constexpr, SHAPE: tl.constexpr, PLAIN: tl.constexpr,
     PAGES: tl.constexpr,
 ):  # fmt: skip
-    """What ``decode._history`` does, of records with one group a row (``decode.suits_half``); PAGES a turn.
+    """Attends like ``decode_attention._history``, for records with one group a row; PAGES per iteration.
 
-    Unless ``has_int8_keys``.
+    Requires that ``has_int8_keys`` is False.
     """
     TILE: tl.constexpr = PAGES * PAGE
     COLUMNS: tl.constexpr = columns_of(SHAPE)
@@ -53,11 +53,11 @@ def history_half(
 
     queries, q_sum, unit = _queries(q, SHAPE)
     unit = unit * scale_log2
-    # Rows are (plane, page, half, i), as ``int8.tokens_of_tile`` says.
+    # Rows are (plane, page, half, i), see ``int8.tokens_of_tile``.
     row = tl.arange(0, TILE)
     plane, second = row // (TILE // 4), row // (PAGE // 4) % PAGES == 1
     token = plane * (PAGE // 4) + row % 8 * 2 + row // 8 % 2
-    # By what a plane of V's codes is multiplied.
+    # Factor of each plane of V's codes.
     fraction = tl.where(plane // 2 == 1, 1 / 16, 1.0) * tl.where(plane % 2 == 1, 1 / 4, 1.0)
     dim = tl.arange(0, ROWS)
     scale_codes = RECORD.k.scale // 2 + tl.arange(0, 4)[None, :, None] * PAGE + tl.arange(0, PAGE)[None, None, :]
@@ -105,9 +105,9 @@ def history_half(
 
 @triton.jit
 def bases(records, second, base_a, base_b, PAGES: tl.constexpr):
-    """Where records of a turn's pages begin: of each row of the tile, and of each page, [PAGES, 1, 1].
+    """Returns where an iteration's records begin: for each row of the tile, and for each page, [PAGES, 1, 1].
 
-    second: which rows are of the second page; base_a, base_b: bytes from ``records`` to the pages'.
+    second: True for rows of the second page; base_a, base_b: bytes from ``records`` to the pages'.
     """
     if PAGES == 2:
         rows, pages = base_of(second, base_a, base_b), base_of(tl.arange(0, 2) == 1, base_a, base_b)[:, None, None]
@@ -118,13 +118,13 @@ def bases(records, second, base_a, base_b, PAGES: tl.constexpr):
 
 @triton.jit
 def power_of_two(x):
-    """The least power of two that is no less than x, a positive number or zero."""
+    """Returns the least power of two that is no less than x, a positive number or zero."""
     return ((x.to(tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def half_product(a, b, PLAIN: tl.constexpr):
-    """FP16 products, two elements an instruction."""
+    """Multiplies FP16 numbers, two elements per instruction."""
     a, b = tl.broadcast(a, b)
     if PLAIN:
         return (a.to(tl.float32) * b.to(tl.float32)).to(tl.float16)
@@ -136,13 +136,13 @@ def half_product(a, b, PLAIN: tl.constexpr):
 
 @triton.constexpr_function
 def has_int8_keys(shape):
-    """Whether products of K are in INT8: a plane's dims fill one."""
+    """Tells if products of K are in INT8, because a plane's dims fill one."""
     return shape.JP >= 32
 
 
 @triton.jit
 def _products(k, queries, TILE: tl.constexpr, COLUMNS: tl.constexpr, PLAIN: tl.constexpr):
-    """Codes of K times queries, float32 [TILE, COLUMNS]."""
+    """Multiplies codes of K by queries, float32 [TILE, COLUMNS]."""
     products = tl.zeros([TILE, COLUMNS], tl.float32)
     for n in tl.static_range(len(k)):
         products = half_dot(k[n], queries[n], products, PLAIN)
@@ -151,7 +151,7 @@ def _products(k, queries, TILE: tl.constexpr, COLUMNS: tl.constexpr, PLAIN: tl.c
 
 @triton.constexpr_function
 def columns_of(shape):
-    """Columns of a product: heads, but the smallest product has eight."""
+    """Returns the columns of a product: the heads, or eight, the smallest product."""
     return max(shape.HEADS, 8)
 
 
@@ -165,13 +165,13 @@ def half_dot(a, b, acc, PLAIN: tl.constexpr):
 
 @triton.jit
 def _spread_sum(x, TILE: tl.constexpr, HEADS: tl.constexpr):
-    """``int8.spread_sum`` of any tile."""
+    """Returns ``int8.spread_sum`` of a tile of any size."""
     return tl.sum(tl.reshape(x, [TILE // 8, 8, HEADS]), 0)
 
 
 @triton.jit
 def load_keys(base, plane, LOW: tl.constexpr, SHAPE: tl.constexpr, PLAIN: tl.constexpr):
-    """INT8 or FP16 tiles of K's codes; base: where their pages' records begin, of each row of the tile."""
+    """Loads INT8 or FP16 tiles of K's codes; base: where its page's record begins, for each row of the tile."""
     D4: tl.constexpr = SHAPE.D4
     QUARTER: tl.constexpr = PAGE // 4
     row = tl.arange(0, plane.shape[0])
@@ -192,9 +192,9 @@ def load_keys(base, plane, LOW: tl.constexpr, SHAPE: tl.constexpr, PLAIN: tl.con
 
 @triton.jit
 def load_values(records, dim, inside, SHAPE: tl.constexpr, PLAIN: tl.constexpr, PAGES: tl.constexpr):
-    """FP16 tiles of V's codes of those dims, [dims, tokens] each; records: where pages have them, [PAGES, 1, 1].
+    """Loads FP16 tiles of V's codes, [dims, tokens] each; records: where pages have these dims, [PAGES, 1, 1].
 
-    Page by page, so that neighbouring lanes read neighbouring bytes.
+    Loads page by page, so that neighbouring lanes read neighbouring bytes.
     """
     QUARTER: tl.constexpr = PAGE // 4
     ROWS: tl.constexpr = SHAPE.VP
@@ -219,10 +219,10 @@ def load_values(records, dim, inside, SHAPE: tl.constexpr, PLAIN: tl.constexpr, 
 
 @triton.jit
 def _queries(q, SHAPE: tl.constexpr):
-    """Queries of one KV head as operands.
+    """Converts queries of one KV head to operands.
 
     Returns:
-        for each tile of ``load_keys`` FP16 [its columns, heads]; sums of queries in what products count; that unit,
+        for each tile of ``load_keys`` FP16 [its columns, heads]; sums of queries in units of the products; that unit,
         [heads] each.
     """
     planes, largest, total = query_planes(q, columns_of(SHAPE), SHAPE)
@@ -240,7 +240,7 @@ def _queries(q, SHAPE: tl.constexpr):
 
 @triton.jit
 def query_planes(q, COLUMNS: tl.constexpr, SHAPE: tl.constexpr):
-    """Queries of one KV head, each read once: of each plane float32 [JP, COLUMNS]; heads' largest elements and sums."""
+    """Reads each query of a KV head once; returns each plane, float32 [JP, COLUMNS], and heads' maxima and sums."""
     JP: tl.constexpr = SHAPE.JP
     h, j = tl.arange(0, COLUMNS)[None, :], tl.arange(0, JP)[:, None]
     inside = (j < SHAPE.D4) & (h < SHAPE.GQA_GROUP)
@@ -256,7 +256,7 @@ def query_planes(q, COLUMNS: tl.constexpr, SHAPE: tl.constexpr):
 
 @triton.jit
 def _in_quad_order(x):
-    """Rows in the order of ``quad_order``."""
+    """Reorders rows by ``quad_order``."""
     ROWS: tl.constexpr = x.shape[0]
     x = tl.reshape(x, [ROWS // 4, 2, 2, x.shape[1]])
     return tl.reshape(tl.permute(x, (0, 2, 1, 3)), [ROWS, x.shape[3]])
@@ -264,7 +264,7 @@ def _in_quad_order(x):
 
 @triton.jit
 def _fields(words, PLAIN: tl.constexpr):
-    """int16 tile of eight codes each to eight FP16 tiles: planes 0 to 3 of the first byte, then those of the second.
+    """Splits an int16 tile of eight codes each into FP16 tiles: planes 0 to 3 of the first byte, then of the second.
 
     Plane n is 4^n times the code times ``CODE``.
     """
@@ -297,10 +297,10 @@ def _fields(words, PLAIN: tl.constexpr):
 
 @triton.jit
 def _quads(packed, PLAIN: tl.constexpr):
-    """uint8 tile of four codes each to four FP16 tiles, planes 0 to 3, as ``_fields``.
+    """Splits a uint8 tile of four codes each into four FP16 tiles, planes 0 to 3, with the factors of ``_fields``.
 
-    Of every four bytes the second and the third change places, so that two codes of a word take one instruction.
-    PLAIN: they were loaded that way.
+    The second and third of every four bytes change places, so that one instruction extracts two codes of a word. PLAIN:
+    they were loaded in that order.
     """
     if PLAIN:
         x0, x1 = subnormal(packed & 3), subnormal(packed & 12)
@@ -330,7 +330,7 @@ def _quads(packed, PLAIN: tl.constexpr):
 
 @triton.jit
 def _is_second(COUNT: tl.constexpr):
-    """Which columns of ``_quads``' tiles, or rows of what they are multiplied with, are of second and fourth bytes."""
+    """Marks columns of ``_quads``' tiles, or rows of the other operand, that belong to second and fourth bytes."""
     return tl.arange(0, COUNT) // 2 % 2 == 1
 
 
@@ -341,7 +341,7 @@ def subnormal(code):
 
 @triton.jit
 def token_planes(x, HEADS: tl.constexpr, PAGES: tl.constexpr):
-    """Rows (plane, page, half, i) to operands [16 tokens, HEADS] for each tile of ``load_values``."""
+    """Converts rows (plane, page, half, i) to operands [16 tokens, HEADS] for each tile of ``load_values``."""
     if PAGES == 2:
         x = split_planes(x, HEADS)
         return x[0][0], x[1][0], x[2][0], x[3][0], x[0][1], x[1][1], x[2][1], x[3][1]
@@ -355,7 +355,7 @@ def token_planes(x, HEADS: tl.constexpr, PAGES: tl.constexpr):
 
 @triton.jit
 def corrected(w, PAGES: tl.constexpr):
-    """``token_planes`` of weights, less what whole bytes have in other planes' products."""
+    """Returns ``token_planes`` of weights, minus the share of whole bytes in other planes' products."""
     if PAGES == 2:
         y = w[7]
         return w[0], w[1], w[2], w[3], w[4] - y, w[5] - y, w[6] - y, y
@@ -366,7 +366,7 @@ def corrected(w, PAGES: tl.constexpr):
 
 @triton.jit
 def split_planes(x, HEADS: tl.constexpr):
-    """Rows (plane, page, half, i) to [16 = (page, i), HEADS], for each plane that of either half."""
+    """Splits rows (plane, page, half, i) into [16 = (page, i), HEADS], for each plane that of either half."""
     x = tl.permute(tl.reshape(x, [2, 2, 2, 2, 8, HEADS]), (2, 4, 5, 3, 0, 1))
     a, b = tl.split(tl.reshape(x, [16, HEADS, 2, 2, 2]))
     x0, x2 = _halves(a)
@@ -376,6 +376,6 @@ def split_planes(x, HEADS: tl.constexpr):
 
 @triton.jit
 def _halves(x):
-    """[16, HEADS, half, upper plane] to its four parts."""
+    """Splits [16, HEADS, half, upper plane] into its four parts."""
     lower, upper = tl.split(x)
     return tl.split(lower), tl.split(upper)

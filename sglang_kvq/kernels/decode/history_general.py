@@ -1,12 +1,13 @@
-"""Decode attention over records of any format: what ``decode`` does for two bits, with more to unpack.
+"""Decode attention over records of any format: the computation of ``decode_attention``, with more to unpack.
 
-Levels of every table are small integers, so products run on INT8 tensor cores as there. With levels w about a centre c,
+Levels of every table are small integers, so products run on INT8 tensor cores, as in ``decode_attention``. With levels
+w about a centre c,
 
     q k     = s_k (q w_k) + (z_k + c s_k) sum(q)                 a scale per token
-            = sum((q s_k) w_k) + sum(q (z_k + c s_k))            a scale per channel: q s_k is split anew for each page
+            = sum((q s_k) w_k) + sum(q (z_k + c s_k))            a scale per channel: each page splits q s_k again
     sum p v = sum (p s_v) w_v + sum p (z_v + c s_v)
 
-where z = -middle s of codes without an offset. Centred keys add q mean, one number per page.
+where z = -middle s for codes without an offset. Centred keys add q mean, one number per page.
 """
 
 import triton
@@ -38,9 +39,9 @@ from sglang_kvq.kernels.device.unpack import centre, in_steps, multiple, step, u
 def history_general(
     q, item, table, records, v_first, scale_log2, RECORD: tl.constexpr, SHAPE: tl.constexpr, PLAIN: tl.constexpr
 ):
-    """What ``decode._history`` does, of any records; tiles, rows, arguments and result are as there.
+    """Attends like ``decode_attention._history``, with its tiles, rows, arguments and result, for any records.
 
-    Each turn: load K's codes and all scales; scores, by ``_channel_scores`` or ``_token_scores``; the softmax; V's
+    Each iteration: load K's codes and all scales; scores, by ``_channel_scores`` or ``_token_scores``; the softmax; V's
     product, group by group.
     """
     KEYS: tl.constexpr = RECORD.k
@@ -111,10 +112,10 @@ def history_general(
 def _token_scores(
     k, operands, first_scales, scales, page_records, second, scale_log2, CODES: tl.constexpr, SHAPE: tl.constexpr
 ):
-    """q k of a tile, float32 [2 PAGE, HEADS], of keys with a scale per token and group.
+    """Computes q k of a tile, float32 [2 PAGE, HEADS], for keys with a scale per token and group.
 
-    operands: of ``query_operands``; first_scales: the first group's scales and offsets; scales: the two pages' records,
-    FP16; page_records: bytes, one by one.
+    operands: from ``query_operands``; first_scales: the first group's scales and offsets; scales: the two pages'
+    records, FP16; page_records: bytes, one by one.
     """
     TILE: tl.constexpr = 2 * PAGE
     HEADS: tl.constexpr = SHAPE.HEADS
@@ -140,7 +141,7 @@ def _token_scores(
 
 @triton.jit
 def _mean_product(q_all, record, CODES: tl.constexpr, SHAPE: tl.constexpr):
-    """Queries [DP, HEADS] times the page's mean key: float32 [HEADS]."""
+    """Multiplies queries [DP, HEADS] by the page's mean key: float32 [HEADS]."""
     dim = tl.arange(0, SHAPE.DP)
     halves = record.to(tl.pointer_type(tl.float16)) + CODES.mean // 2 + dim
     mean = _load(halves, dim < SHAPE.D, SHAPE.D == SHAPE.DP).to(tl.float32)
@@ -149,13 +150,13 @@ def _mean_product(q_all, record, CODES: tl.constexpr, SHAPE: tl.constexpr):
 
 @triton.constexpr_function
 def _share(codes):
-    """What products are multiplied by to be those of levels."""
+    """Returns the factor that converts products to those of levels."""
     return 0.5 if in_steps(codes) else 1.0
 
 
 @triton.jit
 def _keys(records, base_a, base_b, CODES: tl.constexpr, SHAPE: tl.constexpr, PLAIN: tl.constexpr):
-    """Two pages' K codes: INT8 tiles [2 PAGE, INT8_JP] of the four planes, ``unpack``'s and ``unpack_odd``'s or any."""
+    """Loads two pages' K codes as INT8 tiles [2 PAGE, INT8_JP] of the four planes."""
     D4: tl.constexpr = SHAPE.D4
     JP: tl.constexpr = SHAPE.INT8_JP
     ROWS: tl.constexpr = PAGE if CODES.bits == 3 else 2 * PAGE
@@ -169,7 +170,7 @@ def _keys(records, base_a, base_b, CODES: tl.constexpr, SHAPE: tl.constexpr, PLA
     high = low
     if CODES.bits > 2:
         high = _load(address + CODES.high, inside, D4 == JP)
-    if CODES.bits == 3:  # tokens of planes 2 and 3 have their third bit beside those of planes 0 and 1
+    if CODES.bits == 3:  # planes 2 and 3 keep their third bit next to that of planes 0 and 1
         low_b = _load(address + CODES.low + (PAGE // 2 * D4), inside, D4 == JP)
         planes = _both_halves(low, low_b, high, CODES, PLAIN)
     else:
@@ -184,7 +185,7 @@ def _keys(records, base_a, base_b, CODES: tl.constexpr, SHAPE: tl.constexpr, PLA
 def _values(
     both, v_first, CODES: tl.constexpr, D: tl.constexpr, DIMS: tl.constexpr, VP: tl.constexpr, PLAIN: tl.constexpr
 ):
-    """Two pages' V codes of dims v_first .. v_first + DIMS, as ``_keys``: INT8 tiles [VP, PAGE / 2].
+    """Loads two pages' V codes of dims v_first .. v_first + DIMS, like ``_keys``: INT8 tiles [VP, PAGE / 2].
 
     Pages are loaded one by one, so that neighbouring lanes read neighbouring bytes.
     """
@@ -200,7 +201,7 @@ def _values(
     if CODES.bits == 4:
         high = _load(address + CODES.high + ((v_first + row) * QUARTER)[None, :, None], inside, DIMS == VP)
         high = _side_by_side(high, ROWS)
-    elif CODES.bits == 3:  # dims of the second half have their third bit beside those of the first
+    elif CODES.bits == 3:  # dims of the second half keep their third bit next to that of the first
         high_row = (v_first + row) % (D // 2)
         high = _load(address + CODES.high + (high_row * QUARTER)[None, :, None], inside, DIMS == VP)
         high = _side_by_side(high, ROWS)
@@ -230,13 +231,13 @@ def _load(address, inside, ALL: tl.constexpr):
 
 @triton.jit
 def _side_by_side(x, ROWS: tl.constexpr):
-    """[2, ROWS, PAGE/4] to [ROWS, PAGE/2]."""
+    """Reshapes [2, ROWS, PAGE/4] to [ROWS, PAGE/2]."""
     return tl.reshape(tl.permute(x, (1, 0, 2)), [ROWS, PAGE // 2])
 
 
 @triton.jit
 def _both_halves(low_a, low_b, high, CODES: tl.constexpr, PLAIN: tl.constexpr):
-    """3-bit codes of rows whose third bits lie in the same bytes, one above the other."""
+    """Joins 3-bit codes of rows whose third bits are in the same bytes, one above the other."""
     a = unpack(low_a, high, 0, CODES, 0, PLAIN)
     b = unpack(low_b, high, 4, CODES, 4, PLAIN)
     return stack(a[0], b[0]), stack(a[1], b[1]), stack(a[2], b[2]), stack(a[3], b[3])
@@ -247,9 +248,9 @@ def _products(
     codes, y, CODES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     g: tl.constexpr, GROUP: tl.constexpr, D4: tl.constexpr,
 ):  # fmt: skip
-    """Products of levels (``_share`` of them) on MAGIC_BITS, int32 [ROWS, COLUMNS], over the dims of group g.
+    """Adds products of levels (``_share`` of them) to MAGIC_BITS, int32 [ROWS, COLUMNS], over the dims of group g.
 
-    codes: of ``_keys`` or ``_values``; y: four planes, INT8 [JP, COLUMNS].
+    codes: from ``_keys`` or ``_values``; y: four planes, INT8 [JP, COLUMNS].
     """
     planes, odd = codes
     products = tl.zeros([ROWS, COLUMNS], tl.int32)
@@ -262,7 +263,7 @@ def _products(
 
 @triton.jit
 def _sum_planes(x, y, products, g: tl.constexpr, GROUP: tl.constexpr, D4: tl.constexpr):
-    """Add the four planes' products over the dims of group g."""
+    """Adds the four planes' products over the dims of group g."""
     for n in tl.static_range(4):
         products = group_product(x[n], y[n], products, n, g, D4, GROUP)
     return products
@@ -270,9 +271,9 @@ def _sum_planes(x, y, products, g: tl.constexpr, GROUP: tl.constexpr, D4: tl.con
 
 @triton.jit
 def _scale_addresses(v_first, RECORD: tl.constexpr, TOKENS: tl.constexpr):
-    """Where, in halves, a record has K's scales and offsets (first group) and V's (of dim v_first): [1, 4, TOKENS].
+    """Returns FP16 addresses in a record, [1, 4, TOKENS]: K's scales and offsets (first group) and V's (dim v_first).
 
-    For what it has not per token, V's scales stand in.
+    V's scales stand in for quantities that are not stored per token.
     """
     KEYS: tl.constexpr = RECORD.k
     VALUES: tl.constexpr = RECORD.v
@@ -290,19 +291,19 @@ def _scale_addresses(v_first, RECORD: tl.constexpr, TOKENS: tl.constexpr):
 
 @triton.constexpr_function
 def _offset_step(codes):
-    """Halves from a scale to its offset; without offsets, scales stand in."""
+    """Returns the FP16 elements from a scale to its offset; without offsets, scales stand in."""
     return (codes.offset - codes.scale) // 2 if codes.has_offset else 0
 
 
 @triton.constexpr_function
 def _needs_offset(codes):
-    """Whether a row has a term besides scale times product."""
+    """Tells if a row has a term in addition to scale times product."""
     return codes.has_offset or centre(codes) != codes.middle
 
 
 @triton.jit
 def _offset(scale, offset, CODES: tl.constexpr):
-    """What a level of ``centre`` stands for."""
+    """Returns the value of a level of ``centre``."""
     SHIFT: tl.constexpr = centre(CODES) - CODES.shift
     if CODES.has_offset and SHIFT == 0:
         return offset
@@ -314,7 +315,7 @@ def _offset(scale, offset, CODES: tl.constexpr):
 
 @triton.jit
 def _channel_scores(k, q, page_records, second, token, scale_log2, CODES: tl.constexpr, SHAPE: tl.constexpr):
-    """q k of a tile, float32 [2 PAGE, HEADS], of keys with a scale per channel and run of tokens."""
+    """Computes q k of a tile, float32 [2 PAGE, HEADS], for keys with a scale per channel and run of tokens."""
     TILE: tl.constexpr = 2 * PAGE
     RUN: tl.constexpr = CODES.group
     RUNS: tl.constexpr = CODES.runs
@@ -330,7 +331,7 @@ def _channel_scores(k, q, page_records, second, token, scale_log2, CODES: tl.con
 
 @triton.jit
 def _run_scores(k, q, halves, CODES: tl.constexpr, SHAPE: tl.constexpr):
-    """q k of the tile's rows, as if all had this run's scales; halves is one run's start."""
+    """Computes q k of the tile's rows as if all had this run's scales; halves points at a run's start."""
     TILE: tl.constexpr = 2 * PAGE
     HEADS: tl.constexpr = SHAPE.HEADS
     COLUMNS: tl.constexpr = 2 * HEADS
@@ -350,7 +351,7 @@ def _run_scores(k, q, halves, CODES: tl.constexpr, SHAPE: tl.constexpr):
 
 @triton.jit
 def _channel_plane(q, halves, plane: tl.constexpr, CODES: tl.constexpr, SHAPE: tl.constexpr):
-    """Queries of one plane's dims times their scales [INT8_JP, COLUMNS]; sums of queries times offsets [COLUMNS]."""
+    """Multiplies queries of a plane by their scales, [INT8_JP, COLUMNS]; sums queries times offsets, [COLUMNS]."""
     x = load_plane(q, plane, SHAPE)
     j = tl.arange(0, SHAPE.INT8_JP)
     dim, inside = plane * SHAPE.D4 + j, j < SHAPE.D4

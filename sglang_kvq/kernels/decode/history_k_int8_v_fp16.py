@@ -1,14 +1,14 @@
-"""Decode attention over 2-bit records: products of K in INT8, of V in FP16. For heads of more than 64 dims.
+"""Decode attention over 2-bit records, with INT8 products for K and FP16 for V, for heads of more than 64 dims.
 
-As in ``decode_half``, whose operands of V these are. What makes a turn short:
+The operands of V are those of ``history_fp16``. Four things keep an iteration short:
 
-- Query heads are the rows of scores, their high parts, then the low ones, and tokens the columns. That is how weights
-  have to lie as an operand: no lane needs what another has, and two neighbouring weights are two neighbouring tokens',
-  as their scales are.
-- Units of queries are powers of two, so that products of them and of what ``MAGIC`` leaves in sums are exact: from its
-  two parts a score takes four additions with multiplications, everything included that an exponent needs.
-- Scores are relative to what was the largest when sums were last scaled. They are scaled anew in the first turn, and
-  when a weight would be larger than FP16 holds: other turns compare all scores with one limit.
+- Query heads are the rows of scores, their high parts, then the low ones, and tokens the columns. Weights as an operand
+  have the same layout, so lanes exchange nothing. Two neighbouring weights belong to two neighbouring tokens, like
+  their scales.
+- Units of queries are powers of two, so products of them with the part that ``MAGIC`` leaves in sums are exact. A score
+  takes four multiply-adds from its two parts, including all that an exponent needs.
+- Scores are relative to the maximum when sums were last rescaled. Rescaling happens in the first iteration, and when a
+  weight would exceed the range of FP16. Other iterations compare all scores with one limit.
 - Sums of p and of p z_v are products of p, with ones and with V's offsets.
 """
 
@@ -32,7 +32,7 @@ from sglang_kvq.kernels.device.common import PAGE, page_of
 from sglang_kvq.kernels.device.int8 import MAGIC, MAGIC_BITS, half_scales, join_halves, rounded_halves
 from sglang_kvq.kernels.device.softmax import NEVER, Softmax, first_columns, have_risen, raised
 
-#: PTX of ``_split``: second bytes of $2 to $5 to one word, first bytes of $6 to $9 to another.
+#: PTX of ``_split``: packs second bytes of $2 to $5 into one word, first bytes of $6 to $9 into another.
 SPLIT = tl.constexpr("""{
     .reg .b32 first, second;
     prmt.b32 first, $2, $3, 0x0051;
@@ -49,7 +49,7 @@ def history_half_int8(
     q, item, table, records, v_first, scale_log2, RECORD: tl.constexpr, SHAPE: tl.constexpr, PLAIN: tl.constexpr,
     PAGES: tl.constexpr,
 ):  # fmt: skip
-    """What ``decode_half.history_half`` does where ``has_int8_keys``."""
+    """Attends like ``history_fp16.history_half``, if ``has_int8_keys``."""
     TILE: tl.constexpr = PAGES * PAGE
     COLUMNS: tl.constexpr = columns_of(SHAPE)
     ROWS: tl.constexpr = SHAPE.VP
@@ -58,11 +58,11 @@ def history_half_int8(
     queries, q_sum, unit = _queries(q, scale_log2, SHAPE, PLAIN)
     # Sums are MAGIC too large: ``int8.join_halves``, times the unit.
     start, low_unit = unit * -(MAGIC + MAGIC / 256), unit * (1 / 256)
-    # Columns are (plane, page, half, i), as ``int8.tokens_of_tile`` says.
+    # Columns are (plane, page, half, i), see ``int8.tokens_of_tile``.
     column = tl.arange(0, TILE)
     plane, second = column // (TILE // 4), column // (PAGE // 4) % PAGES == 1
     token = plane * (PAGE // 4) + column % 8 * 2 + column // 8 % 2
-    # By what a plane of V's codes is multiplied.
+    # Factor of each plane of V's codes.
     fraction = tl.where(plane // 2 == 1, 1 / 16, 1.0) * tl.where(plane % 2 == 1, 1 / 4, 1.0)
     dim = tl.arange(0, ROWS)
     scale_codes = RECORD.k.scale // 2 + tl.arange(0, 4)[None, :, None] * PAGE + tl.arange(0, PAGE)[None, None, :]
@@ -90,7 +90,7 @@ def history_half_int8(
         high, low = _products(queries, k, TILE, COLUMNS)
         x = low * low_unit[:, None] + (high * unit[:, None] + start[:, None])
         x = x * s_k[None, :] + (z_k[None, :] * q_sum[:, None] - top[:, None])
-        if have_risen(x, begins | ends | (most > largest_bits)):  # one branch: registers run out with two
+        if have_risen(x, begins | ends | (most > largest_bits)):  # one branch: two would run out of registers
             position = (index + second.to(tl.int32)) * PAGE + token
             x = tl.where((position < limit)[None, :], x, NEVER)
             rise = raised(x, begins, 1)
@@ -116,17 +116,17 @@ def history_half_int8(
 
 @triton.jit
 def _half_bits(x):
-    """A power of two as FP16, ``LEAST_SCALE`` or more."""
+    """Returns the FP16 bits of a power of two, ``LEAST_SCALE`` or more."""
     return tl.maximum(((x.to(tl.int32, bitcast=True) >> 23) - 112) << 10, 512)
 
 
 @triton.jit
 def _queries(q, scale_log2, SHAPE: tl.constexpr, PLAIN: tl.constexpr):
-    """Queries of one KV head times the softmax's scale.
+    """Multiplies queries of one KV head by the softmax's scale and converts them to operands.
 
     Returns:
-        operands INT8 [2 columns, JP] for the four planes: all heads' high parts, then the low ones; sums of queries,
-        and what their high parts count, a power of two, [columns] each.
+        operands INT8 [2 columns, JP] for the four planes: all heads' high parts, then the low ones; sums of queries;
+            the unit of their high parts, a power of two; [columns] each.
     """
     COLUMNS: tl.constexpr = columns_of(SHAPE)
     JP: tl.constexpr = SHAPE.JP
@@ -140,7 +140,7 @@ def _queries(q, scale_log2, SHAPE: tl.constexpr, PLAIN: tl.constexpr):
         largest = tl.maximum(largest, tl.abs(x))
     unit = power_of_two(tl.max(largest, 1) * (scale_log2 * (1 / 127)) + 1e-20)
     factor = scale_log2 * 256 / unit
-    # With a product here the compiler brings operands into its layout here, and not in every turn of the loop.
+    # A product here makes the compiler convert operands to its layout here, and not in every iteration of the loop.
     tiles, ones = (), ()
     for n in tl.static_range(4):
         high, low = _split(planes[n] * (factor * (0.25 if n % 2 == 1 else 1.0))[:, None], PLAIN)
@@ -152,7 +152,7 @@ def _queries(q, scale_log2, SHAPE: tl.constexpr, PLAIN: tl.constexpr):
 
 @triton.jit
 def _split(x, PLAIN: tl.constexpr):
-    """|x| <= 127 * 256 into INT8 (high, low) with x = 256 high + low, rounded."""
+    """Splits |x| <= 127 * 256 into INT8 (high, low) with x = 256 high + low, rounded."""
     high, low = rounded_halves(x)
     if PLAIN:
         return (high >> 8).to(tl.int8), low.to(tl.int8)
@@ -169,7 +169,7 @@ def _split(x, PLAIN: tl.constexpr):
 
 @triton.jit
 def _products(queries, k, TOKENS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Queries' high and their low parts times codes of K, ``MAGIC`` more, float32 [COLUMNS, TOKENS] each."""
+    """Multiplies queries' high and low parts by codes of K, plus ``MAGIC``, float32 [COLUMNS, TOKENS] each."""
     products = tl.full([2 * COLUMNS, TOKENS], MAGIC_BITS, tl.int32)
     for n in tl.static_range(4):
         products = tl.dot(queries[n], tl.trans(k[n]), products, out_dtype=tl.int32)
@@ -179,7 +179,7 @@ def _products(queries, k, TOKENS: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit
 def _weights(p, own, PLAIN: tl.constexpr):
-    """p [COLUMNS, TILE] in FP16, and that times own [TILE]."""
+    """Returns p [COLUMNS, TILE] in FP16, and its product with own [TILE]."""
     p, own = tl.broadcast(p, own[None, :])
     if PLAIN:
         p = p.to(tl.float16)
@@ -197,10 +197,10 @@ def _weights(p, own, PLAIN: tl.constexpr):
 
 @triton.jit
 def _no_sums(COLUMNS: tl.constexpr):
-    """What ``_with_sums`` adds to.
+    """Returns the zeros that ``_with_sums`` adds to.
 
-    Eight heads are columns of the products, and rows of one operand are ones or offsets. More heads are rows, which
-    leaves nothing of either product unused: each sum has its own.
+    Eight heads are columns of the products, and rows of one operand are ones or offsets. More heads are rows that use
+    each product fully, so each sum has its own.
     """
     if COLUMNS == 8:
         return (tl.zeros([16, COLUMNS], tl.float32),)
@@ -210,7 +210,7 @@ def _no_sums(COLUMNS: tl.constexpr):
 
 @triton.jit
 def _with_sums(sums, p, z_v, COLUMNS: tl.constexpr, PAGES: tl.constexpr, PLAIN: tl.constexpr):
-    """Add those over tokens of p, FP16 [COLUMNS, TILE], and of p z_v."""
+    """Adds the sums over tokens of p, FP16 [COLUMNS, TILE], and of p z_v."""
     if COLUMNS == 8:
         p, z_v = token_planes(tl.trans(p), COLUMNS, PAGES), token_planes(z_v[:, None], 1, PAGES)
         both = sums[0]
@@ -229,7 +229,7 @@ def _with_sums(sums, p, z_v, COLUMNS: tl.constexpr, PAGES: tl.constexpr, PLAIN: 
 
 @triton.jit
 def _scaled_sums(sums, factor, COLUMNS: tl.constexpr):
-    """Each head's times its factor, [COLUMNS]."""
+    """Multiplies each head's sums by its factor, [COLUMNS]."""
     if COLUMNS == 8:
         return (sums[0] * factor[None, :],)
     else:
@@ -238,7 +238,7 @@ def _scaled_sums(sums, factor, COLUMNS: tl.constexpr):
 
 @triton.jit
 def _sums(sums, COLUMNS: tl.constexpr):
-    """Both as [COLUMNS]; what is reduced are copies."""
+    """Returns both sums as [COLUMNS]; the reduction is over copies."""
     if COLUMNS == 8:
         total, offset = tl.split(tl.permute(tl.reshape(sums[0], [2, 8, COLUMNS]), (1, 2, 0)))
         return tl.max(total, 0), tl.max(offset, 0)
@@ -248,7 +248,7 @@ def _sums(sums, COLUMNS: tl.constexpr):
 
 @triton.jit
 def _tiles(x, ROWS: tl.constexpr):
-    """[ROWS, tokens] to tiles of 16 tokens."""
+    """Splits [ROWS, tokens] into tiles of 16 tokens."""
     tiles = (x,)
     for _ in tl.static_range(_log2(x.shape[1] // 16)):
         halves = ()

@@ -1,19 +1,20 @@
-"""Decode attention over records of planes with products in FP16: what ``decode_half`` does for two bits.
+"""Decode attention over records of planes with FP16 products; the counterpart of ``history_fp16`` for two bits.
 
-A field's code, cut out of its cell by one AND for two codes, is a subnormal FP16 number, c 2^(f - 24) for a field that
-lies f bits high. Queries and, at the end, sums carry the rest. As in ``decode_planes`` a row's gain is a factor of its
-score, V's are folded into p, and the middles are taken off once:
+One AND cuts two codes of a field out of a cell. Each is a subnormal FP16 number, c 2^(f - 24) for a field f bits high.
+Queries and, at the end, sums carry the remaining factor. As in ``history_planes_int8``, a row's gain is a factor of its
+score, V's gains are folded into p, and the middles are subtracted once:
 
-    q k     = g_k (sum q c - sum q m)          products begin at what the middles take off
+    q k     = g_k (sum q c - sum q m)          products begin at minus the middles' part
     sum p v = sum (p g_v) c - m sum (p g_v)
 
-A byte's last field comes out without an AND, as the whole byte (``is_whole``): what that adds of the other fields is
-taken off their queries, or sums. Where a plane's dims fill an INT8 product, K's are in INT8 (``key_planes_int8``).
+A byte's last field needs no AND: it is the whole byte (``is_whole``). The contribution of the other fields is
+subtracted from their queries, or sums. If a plane's dims fill an INT8 product, K's products are in INT8
+(``key_planes_int8``).
 
-Scores are relative to what was the largest when sums were last scaled: in the first turn, at a tile's end, where a p
-would be larger than FP16 holds, or a g_v is larger than any before (``softmax.have_risen``). Weights p g_v are kept in
-range by a power of two for all heads, that of the largest g_v so far. As it and the unit of queries are powers of two,
-gains become factors that include them by what is added to the byte.
+Scores are relative to the maximum when sums were last rescaled. The first iteration rescales. Others do so at a tile's
+end, if a p would exceed the range of FP16 or a g_v is the largest so far (``softmax.have_risen``). One power of two for
+all heads, that of the largest g_v so far, keeps weights p g_v in range. This power and the unit of queries become part
+of the gains by an addition to the gain's byte.
 """
 
 import triton
@@ -51,9 +52,9 @@ from sglang_kvq.kernels.device.plane_codes import (
 )
 from sglang_kvq.kernels.device.softmax import NEVER, Softmax, first_columns, have_risen, raised
 
-#: Whether an operand of joined tiles has two neighbours in each lane, not four: Triton 3.9, unlike 3.6.
+#: True if an operand of joined tiles has two neighbours in each lane, not four: Triton 3.9, unlike 3.6.
 _PAIRS = tl.constexpr(tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9))
-#: Of a gain's byte the exponent.
+#: Exponent bits of a gain's byte.
 _EXPONENT = tl.constexpr(0xF8)
 
 
@@ -62,11 +63,11 @@ def history_half_planes(
     q, item, table, records, v_first, scale_log2, RECORD: tl.constexpr, SHAPE: tl.constexpr, PLAIN: tl.constexpr,
     SHARED_WEIGHTS: tl.constexpr,
 ):  # fmt: skip
-    """``decode_planes.history_planes``, one column a query head; two pages a turn.
+    """Attends like ``history_planes_int8.history_planes``, one column per query head; two pages per iteration.
 
-    Weights become operands through shared memory, or lanes exchange them: as many instructions with eight columns,
-    fifty more with sixteen. Triton chooses by the narrowest load that an operand is made from: of gains' bytes, unless
-    a branch has them.
+    Weights become operands through shared memory, or lanes exchange them. Both take as many instructions with eight
+    columns; exchange takes fifty more with sixteen. Triton chooses by the narrowest load that an operand comes from:
+    that of gains' bytes, unless a branch loads them.
     """
     KEYS: tl.constexpr = RECORD.k
     VALUES: tl.constexpr = RECORD.v
@@ -80,7 +81,7 @@ def history_half_planes(
     else:
         queries, start, less = _queries(q, scale_log2, KEYS, SHAPE)
     second, _, token = tokens_of_tile()
-    # K's gains and V's, one behind the other: [page, which, token].
+    # K's gains, then V's: [page, which, token].
     gains = KEYS.gains + tl.arange(0, 2)[None, :, None] * PAGE + tl.arange(0, PAGE)[None, None, :]
 
     accs = ()
@@ -110,7 +111,7 @@ def history_half_planes(
         if have_risen(x, begins | ends | (most > largest)):
             seen = (index + second.to(tl.int32)) * PAGE + token < limit
             x = tl.where(seen[:, None], x, NEVER)
-            own = tl.where(seen, v_bytes, 0)  # another's may be the largest
+            own = tl.where(seen, v_bytes, 0)  # an unseen token's may be the largest
             if not SHARED_WEIGHTS:
                 v_bytes = own
             rise = raised(x, begins, 0)
@@ -132,7 +133,7 @@ def history_half_planes(
             weights += (((p[n][0] * g[n][0]).to(tl.float16), (p[n][1] * g[n][1]).to(tl.float16)),)
         weight += _sum(weights, COLUMNS, PLAIN)
         accs = _with_values(accs, both, v_first, weights, VALUES, SHAPE, PLAIN)
-    one = gain_of(largest)  # what a weight counts
+    one = gain_of(largest)  # unit of a weight
     tiles = _values(accs, tl.max(weight, 0) * one, one, VALUES)
     acc = stack(stack(tiles[0], tiles[1]), stack(tiles[2], tiles[3]))
     return first_columns(Softmax(acc, tl.sum(total, 0), top), COLUMNS, SHAPE.HEADS)
@@ -140,31 +141,31 @@ def history_half_planes(
 
 @triton.constexpr_function
 def _has_int8_keys(shape):
-    """Whether products of K are in INT8. More than eight heads' take too many registers."""
+    """Tells if products of K are in INT8. With more than eight heads, these take too many registers."""
     return has_int8_keys(shape) and shape.HEADS <= 8
 
 
 @triton.constexpr_function
 def has_words(shape):
-    """Whether a token's bytes of a plane of K are enough for a product when read two at a time."""
+    """Tells if a token's bytes of a plane of K fill a product when read two at a time."""
     return shape.JP >= 32
 
 
 @triton.constexpr_function
 def lies(codes, plane):
-    """How many bits high a plane's codes lie in their cell; 0 if it has none."""
+    """Returns how many bits high a plane's codes are in their cell; 0 if it has none."""
     return sum(field.shift for cell in codes.cells for field in cell.fields if field.plane == plane)
 
 
 @triton.constexpr_function
 def is_whole(codes, cell, field):
-    """Whether the whole byte stands for a field: the last of several that one token has."""
+    """Tells if the whole byte stands for a field: the last of several that one token has."""
     return codes.cells[cell].bits == 8 and field > 0 and field == len(codes.cells[cell].fields) - 1
 
 
 @triton.constexpr_function
 def whole_of(codes, plane):
-    """Which other plane is a whole byte that a plane's codes are part of; -1 if none is."""
+    """Returns the other plane whose whole byte includes a plane's codes; -1 if there is none."""
     for n, cell in enumerate(codes.cells):
         last = cell.fields[-1].plane
         if is_whole(codes, n, len(cell.fields) - 1) and last != plane and plane in [x.plane for x in cell.fields]:
@@ -174,7 +175,7 @@ def whole_of(codes, plane):
 
 @triton.constexpr_function
 def _cut(codes, cell, field, share):
-    """The bits of a byte that stand for the field of a share's token, where they lie."""
+    """Returns the mask of a byte's bits that represent the field of a share's token."""
     if is_whole(codes, cell, field):
         return 0xFF
     return cut_of(codes, cell, field, share)
@@ -182,20 +183,20 @@ def _cut(codes, cell, field, share):
 
 @triton.jit
 def _power(byte, less):
-    """2^((byte - less) / 8) of multiples of 8, float32; of other bytes what gains have between.
+    """Returns 2^((byte - less) / 8) for multiples of 8, float32; other bytes give gains' values in between.
 
-    Shifted one by one: with one number for all as ``less`` that is one instruction for each byte.
+    Bytes are shifted one by one: with the same ``less`` for all, that is one instruction per byte.
     """
     return ((byte << 20) + (((127 << 3) - less) << 20)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _queries(q, scale_log2, CODES: tl.constexpr, SHAPE: tl.constexpr):
-    """Operands of a KV head's queries.
+    """Converts a KV head's queries to operands.
 
     Returns:
-        the operands of each cell's shares' fields, see ``_query_tiles``, from the first cell's on; what products begin
-        at, and what one counts, [columns] each.
+        the operands of each cell's shares' fields, see ``_query_tiles``, from the first cell's on; the start of
+        products; their unit; [columns] each.
     """
     DP: tl.constexpr = SHAPE.DP
     h, dim = tl.arange(0, columns_of(SHAPE)), tl.arange(0, DP)
@@ -209,7 +210,7 @@ def _queries(q, scale_log2, CODES: tl.constexpr, SHAPE: tl.constexpr):
             for f in tl.static_range(field_count(CODES, c)):
                 operands = _query_tiles(q, scale_log2 / unit, c, share, f, CODES, SHAPE)
                 tiles += (operands,)
-                if share == 0:  # of what FP16 has made of queries: a code's distance from its middle is what counts
+                if share == 0:  # uses the FP16 values of queries: only a code's distance from its middle matters
                     for n in tl.static_range(len(operands)):
                         middles += tl.sum(operands[n].to(tl.float32), 0) * _cut_middle(CODES, c, f)
     unit *= 1 / CODE
@@ -218,7 +219,7 @@ def _queries(q, scale_log2, CODES: tl.constexpr, SHAPE: tl.constexpr):
 
 @triton.constexpr_function
 def _cut_middle(codes, cell, field):
-    """The middle of what is cut out for a field of the first share."""
+    """Returns the middle of the bits cut out for a field of the first share."""
     fields = codes.cells[cell].fields
     return sum(
         middle(codes, x.plane) * 2**x.shift for x in (fields if is_whole(codes, cell, field) else [fields[field]])
@@ -229,7 +230,7 @@ def _cut_middle(codes, cell, field):
 def _query_tiles(
     q, factor, CELL: tl.constexpr, SHARE: tl.constexpr, FIELD: tl.constexpr, CODES: tl.constexpr, SHAPE: tl.constexpr
 ):
-    """What ``_key_tiles`` of a field are multiplied by, FP16 [their columns, columns] each."""
+    """Returns the factors of a field's ``_key_tiles``, FP16 [their columns, columns] each."""
     if has_words(SHAPE):
         j = tl.arange(0, SHAPE.JP // 2) * 2
         lower = _query_tile(q, factor, j, CELL, SHARE, FIELD, CODES, SHAPE)
@@ -240,7 +241,7 @@ def _query_tiles(
 
 @triton.jit
 def _byte_order(JP: tl.constexpr):
-    """Which byte of a row comes where in the tile of ``_key_tiles`` that two bytes' codes are joined to."""
+    """Returns the order of a row's bytes in the tile of ``_key_tiles`` that joins two bytes' codes."""
     k = tl.arange(0, JP)
     if _PAIRS:
         return k % (JP // 2) * 2 + k // (JP // 2)
@@ -259,7 +260,7 @@ def _query_tile(
     CODES: tl.constexpr,
     SHAPE: tl.constexpr,
 ):
-    """Elements j of the field's plane times factor, divided by how high the share's codes lie."""
+    """Multiplies elements j of the field's plane by factor, divided by the bit position of the share's codes."""
     PLANE: tl.constexpr = plane_of(CODES, CELL, FIELD)
     x = _query_plane(q, j, PLANE, SHAPE) * 0.5 ** lies(CODES, PLANE)
     if whole_of(CODES, PLANE) >= 0:
@@ -277,10 +278,10 @@ def _query_plane(q, j, plane: tl.constexpr, SHAPE: tl.constexpr):
 
 @triton.jit
 def _products(records, base_a, base_b, queries, start, CODES: tl.constexpr, SHAPE: tl.constexpr, PLAIN: tl.constexpr):
-    """start and codes of two pages' keys times queries: FP32 [2 PAGE, columns].
+    """Adds products of two pages' key codes and queries to start: FP32 [2 PAGE, columns].
 
-    A share's tokens are rows of their own: cells that most tokens share come first, and the others' products begin at
-    what those have, one below the other.
+    A share's tokens are rows of their own. Cells that most tokens share come first, and the others' products begin at
+    their sums, one below the other.
     """
     LAST: tl.constexpr = cell_count(CODES) - 1
     ROWS: tl.constexpr = 2 * PAGE // shares_of(CODES, LAST)
@@ -297,7 +298,7 @@ def _products(records, base_a, base_b, queries, start, CODES: tl.constexpr, SHAP
 
 @triton.jit
 def _key_words(records, base_a, base_b, CELL: tl.constexpr, CODES: tl.constexpr, SHAPE: tl.constexpr):
-    """A cell of two pages' keys: int16 [2 PAGE / shares, JP / 2], two bytes each."""
+    """Loads a cell of two pages' keys: int16 [2 PAGE / shares, JP / 2], two bytes each."""
     address = key_address(records, base_a, base_b, CELL, CODES, SHAPE).to(tl.pointer_type(tl.int16))
     j = tl.arange(0, SHAPE.JP // 2)[None, :]
     if SHAPE.D4 == SHAPE.JP:
@@ -309,7 +310,7 @@ def _key_words(records, base_a, base_b, CELL: tl.constexpr, CODES: tl.constexpr,
 
 @triton.jit
 def _with_cell(parts, words, queries, CELL: tl.constexpr, CODES: tl.constexpr, PLAIN: tl.constexpr):
-    """The parts of a cell's shares, with its products added."""
+    """Returns the parts of a cell's shares, with its products added."""
     result = ()
     for share in tl.static_range(shares_of(CODES, CELL)):
         part = parts[share]
@@ -326,9 +327,10 @@ def _with_cell(parts, words, queries, CELL: tl.constexpr, CODES: tl.constexpr, P
 def _key_tiles(
     words, CODES: tl.constexpr, CELL: tl.constexpr, FIELD: tl.constexpr, SHARE: tl.constexpr, PLAIN: tl.constexpr
 ):
-    """FP16 tiles of a field's codes of one share, K's bytes in the order of ``_query_tiles``.
+    """Extracts FP16 tiles of a field's codes of one share, K's bytes in the order of ``_query_tiles``.
 
-    Bytes stay in the lanes that have their words, by releases that give a lane two columns side by side, or four.
+    Bytes stay in the lanes that have their words; a lane has two or four adjacent columns, depending on Triton's
+    release.
     """
     lower, upper = _of_words(words, CODES, CELL, FIELD, SHARE, PLAIN)
     if words.shape[1] >= 16:
@@ -346,7 +348,7 @@ def _key_tiles(
 
 @triton.jit
 def _scaled(accs, factor, CODES: tl.constexpr):
-    """The planes' sums times each column's factor."""
+    """Multiplies the planes' sums by each column's factor."""
     result = ()
     for n in tl.static_range(4):
         if is_coded(CODES, n):
@@ -358,12 +360,12 @@ def _scaled(accs, factor, CODES: tl.constexpr):
 
 @triton.jit
 def _with_values(accs, both, v_first, weights, CODES: tl.constexpr, SHAPE: tl.constexpr, PLAIN: tl.constexpr):
-    """The planes' sums [VP / 4, columns] with products of V's codes and weights added.
+    """Adds products of V's codes and weights to the planes' sums [VP / 4, columns].
 
     weights: FP16 [16 = (page, i), columns] of even and odd tokens of each plane of tokens.
     """
-    # A turn's sums begin at zero and are added in FP32. Products cut off what lies below their accumulator's last bit,
-    # and over 100K tokens that would be a hundredth of what is left once the middles are taken off.
+    # An iteration's sums begin at zero and are added in FP32. Products truncate below their accumulator's last bit.
+    # Over 100K tokens that would be a hundredth of the result after the middles are subtracted.
     sums = ()
     for n in tl.static_range(4):
         sums += (tl.zeros_like(accs[n]),)
@@ -386,7 +388,7 @@ def _with_values(accs, both, v_first, weights, CODES: tl.constexpr, SHAPE: tl.co
 
 @triton.jit
 def _divided(w, bits: tl.constexpr):
-    """Even and odd tokens' weights for codes that lie so many bits higher."""
+    """Divides even and odd tokens' weights, for codes that are ``bits`` bits higher."""
     if bits == 0:
         return w
     else:
@@ -395,7 +397,7 @@ def _divided(w, bits: tl.constexpr):
 
 @triton.jit
 def _sum(weights, COLUMNS: tl.constexpr, PLAIN: tl.constexpr):
-    """Over all tokens, in each of 8 rows: a product with ones, so that what V's middles add is what comes off."""
+    """Sums over all tokens, in each of 8 rows. A product with ones makes V's middles cancel exactly."""
     total = tl.zeros([16, COLUMNS], tl.float32)
     ones = tl.full([16, 16], 1.0, tl.float16)
     for n in tl.static_range(4):
@@ -406,9 +408,9 @@ def _sum(weights, COLUMNS: tl.constexpr, PLAIN: tl.constexpr):
 
 @triton.jit
 def _values(accs, weight, one, CODES: tl.constexpr):
-    """The planes' sums of values, [VP / 4, columns] each.
+    """Returns the planes' sums of values, [VP / 4, columns] each.
 
-    weight: sum p g_v, [columns]; one: what a weight counts.
+    weight: sum p g_v, [columns]; one: the unit of a weight.
     """
     sums = ()
     for n in tl.static_range(4):
@@ -427,7 +429,7 @@ def _values(accs, weight, one, CODES: tl.constexpr):
 
 @triton.jit
 def _added(sums, PLANE: tl.constexpr, even, odd, w, PLAIN: tl.constexpr):
-    """The sums with even [VP / 4, 16] w[0] and odd w[1] added to a plane's."""
+    """Adds even [VP / 4, 16] w[0] and odd w[1] to a plane's sums."""
     result = ()
     for n in tl.static_range(4):
         if n == PLANE:
@@ -439,7 +441,7 @@ def _added(sums, PLANE: tl.constexpr, even, odd, w, PLAIN: tl.constexpr):
 
 @triton.jit
 def _value_words(both, v_first, CELL: tl.constexpr, TOKENS: tl.constexpr, CODES: tl.constexpr, SHAPE: tl.constexpr):
-    """A cell of two pages' values, of one of its planes of tokens: int16 [VP / 4, 16 = (page, i)], two tokens each."""
+    """Loads one token plane of a cell of two pages' values: int16 [VP / 4, 16 = (page, i)], two tokens each."""
     ROWS: tl.constexpr = SHAPE.VP // 4
     QUARTER: tl.constexpr = PAGE // 4
     j, i = tl.arange(0, ROWS)[None, :, None], tl.arange(0, QUARTER // 2)[None, None, :]
@@ -456,7 +458,7 @@ def _value_words(both, v_first, CELL: tl.constexpr, TOKENS: tl.constexpr, CODES:
 def _of_words(
     words, CODES: tl.constexpr, CELL: tl.constexpr, FIELD: tl.constexpr, SHARE: tl.constexpr, PLAIN: tl.constexpr
 ):
-    """Two FP16 tiles, of the lower and of the upper byte of each word: a field's code of one of its tokens."""
+    """Extracts a field's code of one token as two FP16 tiles, from the lower and the upper byte of each word."""
     if PLAIN:
         cut = _cut(CODES, CELL, FIELD, SHARE)
         return subnormal(words & cut), subnormal((words.to(tl.int32) >> 8) & cut)
@@ -473,9 +475,9 @@ def _of_words(
 
 @triton.constexpr_function
 def words_ptx(codes, cell, field, share):
-    """PTX of ``_of_words``: two words $2 to $0, of their lower bytes, and $1, of the upper ones.
+    """Returns the PTX of ``_of_words``: two words $2 to $0, from their lower bytes, and $1, from the upper ones.
 
-    ptxas does once what fields and shares have in common.
+    ptxas merges the instructions that fields and shares have in common.
     """
     cut = _cut(codes, cell, field, share)
     lines = ["{", f"and.b32 $0, $2, {cut * 0x10001:#x};", "prmt.b32 $1, $2, 0, 0x4341;"]

@@ -1,12 +1,12 @@
-"""Decode attention over records of planes (``formats.planes``): what ``decode`` does for two bits, with one gain a row.
+"""Decode attention over records of planes (``formats.planes``) with INT8 products and one gain a row.
 
 With codes c, each plane's middle m and a row's gains g,
 
     q k     = g_k (sum q c - sum q m)          the second sum is one number per query head
     sum p v = sum (p g_v) c - m sum (p g_v)    g_v is folded into p
 
-Products run on INT8 tensor cores as there: keys as [tokens, dims of a plane], values as [dims of a plane, tokens]. A
-plane without bits takes no product.
+Products run on INT8 tensor cores: keys as [tokens, dims of a plane], values as [dims of a plane, tokens]. A plane
+without bits takes no product.
 """
 
 import triton
@@ -45,10 +45,10 @@ from sglang_kvq.kernels.device.softmax import NEVER, Softmax
 def history_planes(
     q, item, table, records, v_first, scale_log2, RECORD: tl.constexpr, SHAPE: tl.constexpr, PLAIN: tl.constexpr
 ):
-    """What ``decode._history`` does, of records of planes; tiles, tokens and arguments are as there.
+    """Attends like ``decode_attention._history``, with its tiles, tokens and arguments, for records of planes.
 
-    Rows of the result's acc are ``planes.plane_dims``. Each turn: load gains and codes; scores, plane by plane; the
-    softmax; V's products, plane by plane.
+    Rows of the result's acc are ``plane_codes.plane_dims``. Each iteration: load gains and codes; scores, plane by
+    plane; the softmax; V's products, plane by plane.
     """
     KEYS: tl.constexpr = RECORD.k
     VALUES: tl.constexpr = RECORD.v
@@ -61,7 +61,7 @@ def history_planes(
     queries, start, unit = _queries(q, scale_log2, KEYS, SHAPE)
     second, _, token = tokens_of_tile()
     ones = tl.full([TILE], 1.0, tl.float32)
-    # K's gains and V's, one behind the other: [page, which, token].
+    # K's gains, then V's: [page, which, token].
     gains = KEYS.gains + tl.arange(0, 2)[None, :, None] * PAGE + tl.arange(0, PAGE)[None, None, :]
 
     accs, _ = empty_groups(4, ROWS, HEADS)
@@ -119,15 +119,15 @@ def history_planes(
 
 @triton.jit
 def _queries(q, scale_log2, CODES: tl.constexpr, SHAPE: tl.constexpr):
-    """Operands of a KV head's queries, see ``int8.query_operands``, divided by each plane's multiple.
+    """Converts a KV head's queries to operands, see ``int8.query_operands``, divided by each plane's multiple.
 
     Returns:
-        the four planes, INT8 [INT8_JP, 2 HEADS]; what products begin at, int32 [2 HEADS]; and what they count, [HEADS].
+        the four planes, INT8 [INT8_JP, 2 HEADS]; the start of products, int32 [2 HEADS]; their unit, [HEADS].
     """
     n, dim = tl.arange(0, 2 * SHAPE.HEADS), tl.arange(0, SHAPE.DP)
     inside = (dim < SHAPE.D)[:, None] & (n // 2 < SHAPE.GQA_GROUP)[None, :]
     twice = tl.load(q.data + n[None, :] // 2 * q.head + dim[:, None], mask=inside, other=0.0).to(tl.float32)
-    # Never so small that NEVER, of which it is a factor, would count.
+    # Keep the unit large enough that NEVER times it does not count.
     unit = tl.max(tl.abs(twice), 0) * (1 / 127) + 1e-20  # [2 HEADS]
     planes = (
         query_plane(q, unit, 0, 1 / multiple(CODES, 0), SHAPE),
@@ -141,7 +141,7 @@ def _queries(q, scale_log2, CODES: tl.constexpr, SHAPE: tl.constexpr):
 
 @triton.jit
 def _start(planes, CODES: tl.constexpr, SHAPE: tl.constexpr):
-    """What the middles take off products: MAGIC_BITS less theirs with these operands, int32 [2 HEADS].
+    """Returns the start of products with these operands: MAGIC_BITS minus the middles' part, int32 [2 HEADS].
 
     A half of the high part's is 128 of the low part's.
     """
@@ -158,7 +158,7 @@ def _start(planes, CODES: tl.constexpr, SHAPE: tl.constexpr):
 
 @triton.jit
 def _key_codes(bytes, CODES: tl.constexpr, CELL: tl.constexpr, FIELD: tl.constexpr, PLAIN: tl.constexpr):
-    """INT8 [2 PAGE, INT8_JP] of a cell's bytes: a field's codes of every token."""
+    """Extracts a field's codes of every token from a cell's bytes: INT8 [2 PAGE, INT8_JP]."""
     x = field_codes(bytes, CODES, CELL, FIELD, 0, PLAIN)
     if shares_of(CODES, CELL) > 1:
         x = stack(x, field_codes(bytes, CODES, CELL, FIELD, 1, PLAIN))
@@ -170,7 +170,7 @@ def _key_codes(bytes, CODES: tl.constexpr, CELL: tl.constexpr, FIELD: tl.constex
 
 @triton.jit
 def _value_products(both, v_first, weights, CODES: tl.constexpr, SHAPE: tl.constexpr, PLAIN: tl.constexpr):
-    """The four planes' products of codes and weights on MAGIC_BITS, int32 [VP / 4, 2 HEADS].
+    """Adds the four planes' products of codes and weights to MAGIC_BITS, int32 [VP / 4, 2 HEADS].
 
     weights: of the four planes of tokens, INT8 [32 = (page, token), 2 HEADS] each.
     """
@@ -191,7 +191,7 @@ def _value_products(both, v_first, weights, CODES: tl.constexpr, SHAPE: tl.const
 
 @triton.jit
 def _added(sums, PLANE: tl.constexpr, v, weights):
-    """The sums with v [VP / 4, 32] weights added to a plane's."""
+    """Adds v [VP / 4, 32] times weights to a plane's sums."""
     result = ()
     for n in tl.static_range(4):
         if n == PLANE:
@@ -203,7 +203,7 @@ def _added(sums, PLANE: tl.constexpr, v, weights):
 
 @triton.jit
 def _value_bytes(both, v_first, CELL: tl.constexpr, TOKENS: tl.constexpr, CODES: tl.constexpr, SHAPE: tl.constexpr):
-    """A cell of two pages' values, of one of its planes of tokens: uint8 [VP / 4, 32 = (page, token)]."""
+    """Loads one token plane of a cell of two pages' values: uint8 [VP / 4, 32 = (page, token)]."""
     ROWS: tl.constexpr = SHAPE.VP // 4
     QUARTER: tl.constexpr = PAGE // 4
     j, i = tl.arange(0, ROWS)[None, :, None], tl.arange(0, QUARTER)[None, None, :]

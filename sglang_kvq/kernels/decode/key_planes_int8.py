@@ -1,9 +1,9 @@
-"""Products of queries with keys of planes in INT8, for ``decode_half_planes`` where a plane's dims fill such products.
+"""INT8 products of queries with keys of planes, for ``history_planes_fp16`` if a plane's dims fill such products.
 
-One instruction cuts four codes out of a word; FP16 takes one for two. Codes stay where they lie in their bytes, and
-queries are divided: a code that lies six bits high finds ten bits of its query, two less than ``planes`` allows where
-it has the choice. Only narrow codes lie so high, whose own error is a hundred times what that costs. A tile's bytes
-are signed: those that have the highest bit are cut out with that bit inverted, which takes 128 off the code.
+One instruction extracts four codes from a word; FP16 needs one for two. Codes keep their bit position, and queries are
+divided accordingly. A code six bits high meets ten bits of its query, two fewer than ``plane_codes`` allows where it
+can choose. Only narrow codes lie that high, and their own error is a hundred times larger. A tile's bytes are signed.
+Fields with the highest bit are cut out with that bit inverted, which subtracts 128 from the code.
 
 Queries are split into a high and a low part, x = unit (high + low / 256). A product's columns are all heads' high
 parts, then the low ones, so that both parts of a score are in one thread.
@@ -29,18 +29,18 @@ from sglang_kvq.kernels.device.plane_codes import (
 
 @triton.constexpr_function
 def _twice_middle(codes, cell, field, share):
-    """Twice the middle of what a tile has of a field of a share's token."""
+    """Returns twice the middle of a tile's values for a field of a share's token."""
     cut = cut_of(codes, cell, field, share)
     return cut - 256 * (cut >= 128)
 
 
 @triton.jit
 def int8_queries(q, scale_log2, CODES: tl.constexpr, SHAPE: tl.constexpr):
-    """Operands of a KV head's queries times the softmax's scale.
+    """Multiplies a KV head's queries by the softmax's scale and converts them to operands.
 
     Returns:
-        the operands INT8 [JP, 2 columns] of each cell's shares' fields, from the first cell's on; what products begin
-        at, INT32 [2 columns], for each share of the last cell; what one counts, powers of two [columns].
+        the operands INT8 [JP, 2 columns] of each cell's shares' fields, from the first cell's on; the start of
+        products, INT32 [2 columns], for each share of the last cell; their unit, powers of two [columns].
     """
     COUNT: tl.constexpr = shares_of(CODES, cell_count(CODES) - 1)
     planes, largest, _ = query_planes(q, columns_of(SHAPE), SHAPE)
@@ -64,7 +64,7 @@ def int8_queries(q, scale_log2, CODES: tl.constexpr, SHAPE: tl.constexpr):
 
 @triton.jit
 def _operand(x, SHAPE: tl.constexpr):
-    """|x| <= 127 * 256 as x = 256 high + low, rounded: INT8 [JP, 2 columns]."""
+    """Splits |x| <= 127 * 256 as x = 256 high + low, rounded: INT8 [JP, 2 columns]."""
     high, low = rounded_halves(x)
     both = tl.join((high >> 8).to(tl.int8), low.to(tl.int8))
     return tl.reshape(tl.permute(both, (0, 2, 1)), [SHAPE.JP, 2 * columns_of(SHAPE)])
@@ -72,7 +72,7 @@ def _operand(x, SHAPE: tl.constexpr):
 
 @triton.jit
 def _with_middle(sums, x, SHARE: tl.constexpr, SHARES: tl.constexpr):
-    """The sums with x added to those of a cell's share."""
+    """Adds x to the sums of a cell's share."""
     result = ()
     for n in tl.static_range(len(sums)):
         if n * SHARES // len(sums) == SHARE:
@@ -84,7 +84,7 @@ def _with_middle(sums, x, SHARE: tl.constexpr, SHARES: tl.constexpr):
 
 @triton.jit
 def _start(twice):
-    """What high and low parts begin at, ``MAGIC`` and less half of it, rounded."""
+    """Returns the start of high and low parts: ``MAGIC`` minus half of ``twice``, rounded."""
     x = -(twice >> 1)
     both = tl.join(x >> 8, x & 255) + MAGIC_BITS
     return tl.reshape(tl.permute(both, (1, 0)), [2 * x.shape[0]])
@@ -94,9 +94,9 @@ def _start(twice):
 def int8_products(
     records, base_a, base_b, queries, starts, unit, CODES: tl.constexpr, SHAPE: tl.constexpr, PLAIN: tl.constexpr
 ):
-    """Codes of two pages' keys, less their middles, times queries: FP32 [2 PAGE, columns].
+    """Multiplies codes of two pages' keys, minus their middles, by queries: FP32 [2 PAGE, columns].
 
-    A share's tokens are rows of their own, as in ``decode_half_planes``.
+    A share's tokens are rows of their own, as in ``history_planes_fp16``.
     """
     LAST: tl.constexpr = cell_count(CODES) - 1
     ROWS: tl.constexpr = 2 * PAGE // shares_of(CODES, LAST)
@@ -110,14 +110,14 @@ def int8_products(
         parts = _with_cell(parts, bytes, queries, LAST - n, CODES, PLAIN)
     products = tl.reshape(joined(parts, 1)[0].to(tl.float32, bitcast=True), [2 * PAGE, 2, COLUMNS])
     high, low = tl.split(tl.permute(products, (0, 2, 1)))
-    # ``int8.join_halves``, times the unit: exact, as that is a power of two.
+    # ``int8.join_halves``, times the unit: exact, because the unit is a power of two.
     high = high * unit[None, :] - (unit * (MAGIC + MAGIC / 256))[None, :]
     return low * (unit * (1 / 256))[None, :] + high
 
 
 @triton.jit
 def _with_cell(parts, bytes, queries, CELL: tl.constexpr, CODES: tl.constexpr, PLAIN: tl.constexpr):
-    """The parts of a cell's shares, with its products added."""
+    """Returns the parts of a cell's shares, with its products added."""
     result = ()
     for share in tl.static_range(shares_of(CODES, CELL)):
         part = parts[share]
@@ -132,7 +132,7 @@ def _with_cell(parts, bytes, queries, CELL: tl.constexpr, CODES: tl.constexpr, P
 def _codes(
     bytes, CODES: tl.constexpr, CELL: tl.constexpr, FIELD: tl.constexpr, SHARE: tl.constexpr, PLAIN: tl.constexpr
 ):
-    """INT8 tile of a field's codes of a share, where they lie in their bytes."""
+    """Extracts an INT8 tile of a field's codes of a share, at their bit position in the bytes."""
     if PLAIN:
         cut = cut_of(CODES, CELL, FIELD, SHARE)
         return ((bytes.to(tl.int32) & cut) ^ (cut & 128)).to(tl.int8)
@@ -149,7 +149,7 @@ def _codes(
 
 @triton.constexpr_function
 def bytes_ptx(codes, cell, field, share):
-    """PTX of ``_codes``, of four bytes."""
+    """Returns the PTX of ``_codes``, for four bytes."""
     cut = cut_of(codes, cell, field, share)
     if cut < 128:
         return f"and.b32 $0, $1, {cut * 0x01010101:#010x};"

@@ -1,4 +1,4 @@
-"""Learned sinks after the fact: scale finished attention by them, where its kernel knows nothing of them.
+"""Learned sinks for finished attention: scales the result of kernels that do not support sinks.
 
     out[t, h] *= sigmoid(lse[t, h] - sink[h]) = 1 / (1 + 2^(log2(e) sink[h] - lse2[t, h]))
 
@@ -12,11 +12,11 @@ import triton.language as tl
 from sglang_kvq.kernels.device.common import to_bf16
 from sglang_kvq.kernels.device.softmax import load_sink
 
-_ELEMENTS = 4096  # of a program
+_ELEMENTS = 4096  # elements of a program
 
 
 def scale_by_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> None:
-    """In place.
+    """Scales ``out`` in place.
 
     Args:
         out: BF16 ``[T, q_heads, D]``, contiguous.
@@ -38,7 +38,7 @@ def scale_by_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) ->
 
 @triton.jit(do_not_specialize=["count"])
 def _scale(out, lse, sinks, count, HEADS: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Rows, a token's head each, from program * ROWS on."""
+    """Scales rows from program * ROWS on; a row is one head of a token."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     dim = tl.arange(0, COLUMNS)
     live = row < count

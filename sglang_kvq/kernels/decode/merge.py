@@ -1,8 +1,8 @@
-"""Merge the partial results of a decode step by their log-sum-exp.
+"""Merge of the partial results of a decode step by their log-sum-exp.
 
-out = sum_i 2^(lse_i - max lse) o_i / sum_i 2^(lse_i - max lse)
+    out = sum_i 2^(lse_i - max lse) o_i / sum_i 2^(lse_i - max lse)
 
-A learned sink is one more result in the sums, of which o is zero and lse is the sink.
+A learned sink is one more result in the sums, with o zero and the sink as its lse.
 """
 
 import torch
@@ -14,7 +14,7 @@ from sglang_kvq.kernels.device.softmax import load_sink
 
 #: Elements of the partial results that a warp holds.
 _PER_WARP = 2048
-#: Partial results that a program reads at a time, at most.
+#: Maximum number of partial results that a program reads at a time.
 _MOST = 256
 
 
@@ -27,21 +27,21 @@ def merge_splits(
     least: int = 1,
     sinks: torch.Tensor | None = None,
 ) -> None:
-    """Each request's items to one row.
+    """Merges each request's items to one row.
 
     Args:
         out: BF16 ``[B, q_heads, D]``.
         partial: float32 ``[items, q_heads, D]``; lse: float32 ``[items, q_heads]``, base 2.
-        spans: int32 ``[B, 2]`` (``plan.split_work``): a request's first item and how many it has, at least one.
-        overlap: an early start reads the spans before the launch before this one has ended.
+        spans: int32 ``[B, 2]`` (``split_work.split_work``): a request's first item and number of items, at least one.
+        overlap: an early start reads the spans before the previous launch has ended.
         least: rows of fewer items are left alone.
         sinks: float ``[q_heads]``; None for none.
     """
     batch, heads, d = out.shape
-    # What requests of equal length have; one that has more takes several turns.
+    # Items of requests of equal length; a request with more items takes several iterations.
     chunk = min(_MOST, triton.next_power_of_2(-(-len(partial) // batch)))
     columns = triton.next_power_of_2(d)
-    if chunk > 16:  # few rows, then: spread each over several programs
+    if chunk > 16:  # few rows: spread each over several programs
         columns = min(columns, 32)
     _merge[(batch * heads, triton.cdiv(d, columns))](
         out, partial, lse, spans, lse if sinks is None else sinks,

@@ -1,12 +1,12 @@
-"""Divide a decode batch among programs, once per step, from the lengths on the device.
+"""Division of a decode batch among programs, once per step, from the lengths on the device.
 
 A request of H history pages and O overlay tiles costs
 
     work = HISTORY_COST H + overlay O                  ``WorkCosts``
 
-and is cut into ceil(work / u) items, with the least u for which all requests together have at most as many items
-as were asked for. Items of a request follow each other; at most one covers the end of its history and its
-first overlays. So however lengths differ, programs end at about the same time.
+and is cut into ceil(work / u) items. u is the least value for which all requests together fit in the given number of
+items. A request's items are consecutive. At most one covers the end of its history and its first overlays. So programs
+end at about the same time, however much lengths differ.
 """
 
 from typing import NamedTuple
@@ -18,23 +18,23 @@ import triton.language as tl
 from sglang_kvq.kernels.device.arguments import field_count, load_fields, store_fields
 from sglang_kvq.kernels.device.common import PAGE
 
-#: Tokens of an overlay tile: its shared memory stays below what a tile of records takes.
+#: Tokens of an overlay tile, whose shared memory stays below that of a tile of records.
 OVERLAY_TILE = tl.constexpr(16)
-#: What a page of records takes, in the units of ``WorkCosts.overlay``.
+#: Cost of a page of records, in the units of ``WorkCosts.overlay``.
 HISTORY_COST = tl.constexpr(4)
-#: Less work than this, four pages, is not worth an item.
+#: Minimum work of an item: four pages.
 LEAST_WORK = tl.constexpr(16)
-#: int32 numbers that an item takes; it fills the first of them.
+#: int32 fields reserved for each item; ``Item`` uses the first of them.
 FIELDS = tl.constexpr(16)
 _ITEMS = 32  # items that a program writes
 
 
 class WorkCosts(NamedTuple):
-    """What the programs of a launch take for their work, as measured.
+    """Measured costs of a launch's work.
 
     Attributes:
-        overlay: a tile of overlays, where a page of records takes ``HISTORY_COST``; bytes alone say 7.
-        turn: pages of records that they read at a time; items have whole turns of them.
+        overlay: cost of an overlay tile, if a page of records costs ``HISTORY_COST``; bytes alone would give 7.
+        turn: pages of records read per iteration; items have whole multiples of it.
     """
 
     overlay: int = 5
@@ -45,12 +45,12 @@ class Item(NamedTuple):
     """An item's int32 fields, in this order.
 
     Attributes:
-        request: of the batch, -1 for an unused item.
+        request: index in the batch, -1 for an unused item.
         first_page, last_page: history pages of that request, the end exclusive.
-        first_tile, last_tile: overlay tiles, likewise, counted as if its history were not there.
-        history, history_end: where its history begins and ends, in pages.
-        row, length: the request's row and how many tokens it has.
-        page_a, page_b: ids of the item's first two history pages, one of them twice if it has one.
+        first_tile, last_tile: overlay tiles, the end exclusive, counted as if the history did not exist.
+        history, history_end: begin and end of its history, in pages.
+        row, length: the request's row and its number of tokens.
+        page_a, page_b: ids of the item's first two history pages, the same twice if it has only one.
     """
 
     request: int
@@ -79,13 +79,13 @@ def split_work(
     row_history_end: torch.Tensor,
     costs: WorkCosts,
 ) -> None:
-    """Fill ``items`` and ``spans``.
+    """Fills ``items`` and ``spans``.
 
     Args:
         items: int32 ``[n, FIELDS]``, n at least the batch: an ``Item`` each.
-        spans: int32 ``[batch, 2]``: each request's first item and how many it has.
+        spans: int32 ``[batch, 2]``: each request's first item and number of items.
         rows, seq_lens: int ``[batch]``; the tables are ``PagePool``'s.
-        costs: of the launch that the items are for.
+        costs: of the launch that reads the items.
     """
     count, batch = len(items), len(rows)
     _plan[(triton.cdiv(count, _ITEMS),)](
@@ -104,7 +104,7 @@ def _plan(
     items, spans, rows, seq_lens, row_pages, row_sink_end, row_history_end,
     table_row, count, batch, BATCH: tl.constexpr, ITEMS: tl.constexpr, OVERLAY: tl.constexpr, TURN: tl.constexpr,
 ):  # fmt: skip
-    """Every program divides the whole batch, which takes less time than a launch, and writes its items."""
+    """Divides the whole batch in every program, which is faster than a launch, and writes the program's items."""
     r = tl.arange(0, BATCH)
     _, _, begin, end, tiles = _segments(r, rows, seq_lens, row_sink_end, row_history_end, batch)
     work = (end - begin) * HISTORY_COST + tiles * OVERLAY
@@ -150,13 +150,13 @@ def _plan(
 
 @triton.jit
 def load_item(items, index):
-    """The ``Item`` of that index."""
+    """Loads the ``Item`` of that index."""
     return Item(*load_fields(items + index * FIELDS, ITEM_FIELDS))
 
 
 @triton.jit
 def _segments(request, rows, seq_lens, row_sink_end, row_history_end, batch):
-    """Row and length, history pages begin .. end, and how many overlay tiles there are besides; 0 beyond the batch."""
+    """Returns row, length, history pages begin .. end and the number of other overlay tiles; 0 beyond the batch."""
     live = request < batch
     row = tl.load(rows + request, mask=live, other=0).to(tl.int64)
     length = tl.load(seq_lens + request, mask=live, other=0).to(tl.int32)
@@ -165,17 +165,17 @@ def _segments(request, rows, seq_lens, row_sink_end, row_history_end, batch):
     end = tl.cdiv(tl.load(row_history_end + row, mask=live, other=0), PAGE)
     end = tl.minimum(tl.maximum(end, begin), pages)
     tiles = (pages - (end - begin)) * (PAGE // OVERLAY_TILE)
-    empty = pages * (PAGE // OVERLAY_TILE) - tl.cdiv(length, OVERLAY_TILE)  # of the page being filled
+    empty = pages * (PAGE // OVERLAY_TILE) - tl.cdiv(length, OVERLAY_TILE)  # in the page being filled
     return row, length, begin, end, tiles - tl.where((end < pages) | (begin == end), empty, 0)
 
 
 @triton.jit
 def _pages(work, history, TURN: tl.constexpr):
-    """How many history pages come before that much work: whole turns, or all."""
+    """Returns how many history pages come before that much work: whole iterations, or all."""
     return tl.where(work >= history * HISTORY_COST, history, work // (TURN * HISTORY_COST) * TURN)
 
 
 @triton.jit
 def _tiles(work, history, tiles, OVERLAY: tl.constexpr):
-    """How many overlay tiles come before that much work."""
+    """Returns how many overlay tiles come before that much work."""
     return tl.minimum(tl.maximum(work - history * HISTORY_COST, 0) // OVERLAY, tiles)

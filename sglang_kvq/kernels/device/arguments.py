@@ -1,7 +1,7 @@
-"""Kernel arguments that belong together, each one named tuple: in a launch, in kernels and in what these call.
+"""Groups of kernel arguments, each a named tuple: in a launch, in kernels and in their device functions.
 
-A tuple's integers are specialised as arguments are, whatever ``do_not_specialize`` says: what varies from launch to
-launch and must not be compiled for is no member of one.
+A tuple's integers are specialised like arguments, whatever ``do_not_specialize`` says. So numbers that vary from launch
+to launch, and must not be compiled for, are no members of a tuple.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ class View(NamedTuple):
     """A tensor ``[tokens, heads, D]`` whose last axis is contiguous.
 
     Attributes:
-        data: its beginning; in kernels a pointer, perhaps advanced to what a program is about.
+        data: the tensor; in kernels a pointer, possibly advanced to a program's part.
         token, head: strides in elements.
     """
 
@@ -31,13 +31,13 @@ def view(x: torch.Tensor) -> View:
 
 
 class Stored(NamedTuple):
-    """What one layer has stored, and the tables that say where (``PagePool``'s).
+    """Stored keys and values of one layer, and the tables that locate them (``PagePool``'s).
 
     Attributes:
         records: uint8 ``[pages + 1, kv_heads, record.bytes]``.
         overlays: BF16 ``[slots + 1, 2, kv_heads, PAGE_SIZE, D]``.
         page_slot: int32 ``[pages + 1]``, -1 for a page without an overlay.
-        row_pages: int32 ``[rows, pages]``; pages_row: its row's length in elements.
+        row_pages: int32 ``[rows, pages]``; pages_row: elements of its rows.
         row_sink_end, row_history_end: int32 ``[rows]``.
     """
 
@@ -52,7 +52,7 @@ class Stored(NamedTuple):
 
 @triton.jit
 def load_fields(address, COUNT: tl.constexpr):
-    """COUNT integers one behind the other, as a tuple."""
+    """Loads COUNT consecutive integers as a tuple."""
     fields = ()
     for n in tl.static_range(COUNT):
         fields += (tl.load(address + n),)
@@ -61,11 +61,11 @@ def load_fields(address, COUNT: tl.constexpr):
 
 @triton.jit
 def store_fields(address, fields, mask):
-    """What ``load_fields`` reads; addresses and fields may be tensors."""
+    """Stores fields for ``load_fields``; addresses and fields may be tensors."""
     for n in tl.static_range(len(fields)):
         tl.store(address + n, fields[n], mask=mask)
 
 
 def field_count(kind: Any) -> tl.constexpr:
-    """How many fields a named tuple has, for kernels."""
+    """Returns the number of fields of a named tuple, for kernels."""
     return tl.constexpr(len(kind._fields))

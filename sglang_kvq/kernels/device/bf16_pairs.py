@@ -1,8 +1,8 @@
-"""Two BF16 numbers in a word, for two at a time: comparing one of them costs half an instruction.
+"""Pairs of BF16 numbers in a word, processed two at a time: a comparison costs half an instruction.
 
-Whether something holds is counted in *ones*, words whose halves are 0 or 1, and their sums: BF16 numbers, added by the
-same kind of instruction, if PACKED, which says that the device has these (``common.has_pairs``); else integers. Without
-them the halves are compared one by one, as float32, which holds them exactly.
+Results of comparisons are counted in *ones*, words whose halves are 0 or 1, and their sums. With PACKED they are BF16
+numbers, added by the same kind of instruction, if the device has it (``common.has_pairs``). Otherwise they are
+integers, and the halves are compared one by one as float32, which is exact.
 """
 
 import triton
@@ -11,7 +11,7 @@ import triton.language as tl
 #: Pairs of infinity and of minus infinity.
 INFINITY = tl.constexpr(0x7F807F80)
 MINUS_INFINITY = tl.constexpr(0xFF80FF80 - 2**32)
-#: Pair of 128: added to it, a whole number below 128 is in the last bits.
+#: Pair of 128: after adding it, a whole number below 128 is in the last bits.
 _WHOLE = tl.constexpr(0x43004300)
 _LOW = tl.constexpr(0xFFFF)
 _HIGH = tl.constexpr(-0x10000)
@@ -19,7 +19,7 @@ _HIGH = tl.constexpr(-0x10000)
 
 @triton.jit
 def low_half(pair):
-    """The number in the lower half, the one that comes first in memory: float32."""
+    """Returns the number in the lower half, the first in memory, as float32."""
     return (pair << 16).to(tl.float32, bitcast=True)
 
 
@@ -51,7 +51,7 @@ def pair_min(a, b, PACKED: tl.constexpr):
 
 @triton.jit
 def row_max(pairs, PACKED: tl.constexpr):
-    """Largest number of a row: float32 [ROWS]."""
+    """Returns the largest number of a row: float32 [ROWS]."""
     if PACKED:
         both = tl.reduce(pairs, 1, _max)
         return tl.maximum(low_half(both), high_half(both))
@@ -61,7 +61,7 @@ def row_max(pairs, PACKED: tl.constexpr):
 
 @triton.jit
 def row_largest(sizes, PACKED: tl.constexpr):
-    """Largest of a row's magnitudes, the bits of that float32: int32 [ROWS]. NaN is larger than any number."""
+    """Returns the largest of a row's magnitudes, as bits of a float32: int32 [ROWS]. NaN is larger than any number."""
     if PACKED:
         both = tl.reduce(sizes, 1, _max_or_nan)
         return tl.maximum(both << 16, both & _HIGH)
@@ -80,7 +80,7 @@ def row_min(pairs, PACKED: tl.constexpr):
 
 @triton.jit
 def above(pair, bound, PACKED: tl.constexpr):
-    """Ones where a number is above a bound, which is any float32."""
+    """Returns ones where a number is above a bound, which is any float32."""
     if PACKED:
         return _instruction("set.gt.bf16x2.bf16x2 $0, $1, $2;", pair, round_down(bound))
     else:
@@ -89,7 +89,7 @@ def above(pair, bound, PACKED: tl.constexpr):
 
 @triton.jit
 def round_down(bound):
-    """Twice the largest BF16 number that is not above a float32: BF16 numbers above the one are above the other."""
+    """Returns a pair of the largest BF16 number not above a float32; BF16 numbers above one are above both."""
     bits = bound.to(tl.int32, bitcast=True)
     bits += (bits >> 31) & _LOW  # magnitudes of negative numbers are rounded up
     return (bits & _HIGH) | ((bits >> 16) & _LOW)
@@ -97,7 +97,7 @@ def round_down(bound):
 
 @triton.jit
 def at_least(size, edge, PACKED: tl.constexpr):
-    """Ones where a magnitude is at least a BF16 number, given by its bits, int32, which are ordered as magnitudes."""
+    """Returns ones where a magnitude is at least a BF16 number, given by its bits, int32, in the same order."""
     if PACKED:
         return _instruction("set.ge.bf16x2.bf16x2 $0, $1, $2;", size, edge * 0x10001)
     else:
@@ -106,7 +106,7 @@ def at_least(size, edge, PACKED: tl.constexpr):
 
 @triton.jit
 def plus(a, b, PACKED: tl.constexpr):
-    """Sum of ones, at most 256 in each half."""
+    """Adds ones, at most 256 in each half."""
     if PACKED:
         return _add(a, b)
     else:
@@ -115,7 +115,7 @@ def plus(a, b, PACKED: tl.constexpr):
 
 @triton.jit
 def count(ones, PACKED: tl.constexpr):
-    """How many there are in a row: float32 [ROWS]."""
+    """Counts the ones of a row: float32 [ROWS]."""
     if PACKED:
         both = tl.reduce(ones, 1, _add)
         return low_half(both) + high_half(both)
@@ -126,19 +126,19 @@ def count(ones, PACKED: tl.constexpr):
 
 @triton.jit
 def none(SHAPE: tl.constexpr, PACKED: tl.constexpr):
-    """What up to 15 ones may be added to for ``integers_of``."""
+    """Returns the start of a sum of up to 15 ones, for ``integers_of``."""
     return tl.full(SHAPE, _WHOLE if PACKED else 0, tl.int32)
 
 
 @triton.jit
 def integers_of(ones):
-    """Ones added to ``none``, as integers in the halves of a word."""
+    """Converts ones added to ``none`` to integers in the halves of a word."""
     return ones & 0xF000F
 
 
 @triton.jit
 def _join(low, high):
-    """Two float32 that are BF16 numbers, as a pair."""
+    """Joins two float32 that are BF16 numbers to a pair."""
     return ((low.to(tl.int32, bitcast=True) >> 16) & _LOW) | (high.to(tl.int32, bitcast=True) & _HIGH)
 
 

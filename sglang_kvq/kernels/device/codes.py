@@ -1,7 +1,7 @@
-"""What kernels know of a record when they are compiled: one constant argument instead of twenty.
+"""Compile-time properties of a record: one constant argument instead of twenty.
 
-A ``Record`` prints all it holds, which is what Triton's caches of compiled kernels go by. Formats that differ only in
-clipping share one, hence one kernel.
+Triton's caches of compiled kernels are keyed by a ``Record``'s printed form, which includes all it holds. Formats that
+differ only in clipping share one, and so one kernel.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ class Codes:
     """Keys or values of a record.
 
     Attributes:
-        bits, statistic: ``CodeFormat``'s; channel: whether its axis is a channel.
-        levels: ``LevelTable.levels``; uniform: whether they are 0, 1, 2, ...
+        bits, statistic: ``CodeFormat``'s; channel: True if its axis is a channel.
+        levels: ``LevelTable.levels``; uniform: True if they are 0, 1, 2, ...
         group: elements that share a scale, along head_dim, or along tokens for a channel.
         has_offset, clips, centred: ``CodeFormat``'s.
-        factor: float32 that turns the statistic into the scale (``formats.quantize``); inverse: float32 1 / group.
-        low, high, scale, offset, mean: where each begins in the record, in bytes.
+        factor: float32 that converts the statistic to the scale (``formats.quantize``); inverse: float32 1 / group.
+        low, high, scale, offset, mean: start of each in the record, in bytes.
     """
 
     bits: int
@@ -57,7 +57,7 @@ class Codes:
 
     @property
     def shift(self) -> float:
-        """What is taken off every level: without an offset, levels are centred."""
+        """Constant subtracted from every level: without an offset, levels are centred."""
         return 0.0 if self.has_offset else self.middle
 
     @property
@@ -70,7 +70,7 @@ class Codes:
         return len(self.levels) - 1
 
 
-@dataclass(frozen=True, eq=False)  # there is one of each, see record_of: found by identity in every launch
+@dataclass(frozen=True, eq=False)  # one object per format, see record_of: launches find it by identity
 class Record:
     """A record of ``bytes`` bytes."""
 
@@ -85,7 +85,7 @@ class PlaneCodes:
 
     Attributes:
         widths, cells: ``PlaneCode``'s.
-        starts: where each cell begins in the record, in bytes; gains: where the gains do.
+        starts: start of each cell in the record, in bytes; gains: start of the gains.
     """
 
     widths: Widths
@@ -110,7 +110,7 @@ class PlaneRecord:
 
 @cache
 def record_of(format: PageFormat | PlaneFormat) -> Record | PlaneRecord:
-    """The constants of a format; the same object for formats that only clip differently."""
+    """Returns the constants of a format; the same object for formats that only clip differently."""
     if isinstance(format, PlaneFormat):
         planes = format.parts
         return PlaneRecord(
@@ -163,13 +163,13 @@ def _f32(x: float) -> float:
 
 @triton.constexpr_function
 def words_between(a, b):
-    """From one part of a record to another, in words."""
+    """Returns the distance from one part of a record to another, in words."""
     return (b - a) // 4
 
 
 @triton.constexpr_function
 def scale_step(record):
-    """Halves from K's scales to its offsets, from those to V's scales, and from these to V's offsets."""
+    """Returns the FP16 elements from K's scales to its offsets, from those to V's scales, and to V's offsets."""
     starts = (record.k.scale, record.k.offset, record.v.scale, record.v.offset)
     steps = {b - a for a, b in pairwise(starts)}
     assert len(steps) == 1, record
@@ -178,19 +178,19 @@ def scale_step(record):
 
 @triton.constexpr_function
 def bound(codes, i):
-    """Threshold between levels i and i + 1, in scales from the offset."""
+    """Returns the threshold between levels i and i + 1, in scales from the offset."""
     return (codes.levels[i] + codes.levels[i + 1]) / 2 - codes.shift
 
 
 @triton.constexpr_function
 def table_of(codes):
-    """Levels as bytes of a word: all of them, or the lower eight of sixteen, which are symmetric."""
+    """Returns levels as bytes of a word: all of them, or the lower eight of sixteen, which are symmetric."""
     return sum(level << 8 * i for i, level in enumerate(codes.levels[:8]))
 
 
 @triton.jit
 def level_of(code, CODES: tl.constexpr):
-    """Levels, int32, of codes int32."""
+    """Returns levels, int32, of codes int32."""
     if CODES.uniform:
         return code
     elif CODES.bits == 2:

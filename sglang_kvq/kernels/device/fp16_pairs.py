@@ -1,7 +1,7 @@
-"""Two FP16 numbers in a word, for two at a time, and how two BF16 numbers (``pairs``) become them.
+"""Pairs of FP16 numbers in a word, processed two at a time, and their conversion from BF16 pairs (``bf16_pairs``).
 
-The first number, which comes first in memory, is in the lower half. Triton's interpreter has no assembly: there a pair
-is a tuple of two tensors, in float64, which holds what is rounded.
+The first number in memory is in the lower half. Triton's interpreter has no assembly. There a pair is a tuple of two
+float64 tensors, which hold the rounded numbers.
 """
 
 import struct
@@ -13,27 +13,27 @@ from sglang_kvq.kernels.device.bf16_pairs import high_half, low_half
 from sglang_kvq.kernels.device.common import INTERPRETED
 
 _PLAIN = tl.constexpr(INTERPRETED)
-#: What exponents of BF16 are counted from, less what FP16's are.
+#: Ratio of the exponent biases of BF16 and FP16, as a power of two.
 _UP = tl.constexpr(2.0 ** (127 - 15))
-#: Added and taken off again, rounds a float64 to steps of 2^-21.
+#: Constant that, added and subtracted again, rounds a float64 to steps of 2^-21.
 _ROUND = tl.constexpr(1.5 * 2.0 ** (52 - 21))
 
 
 @triton.constexpr_function
 def twice(x):
-    """Bits of that number in FP16, two times, as a word."""
+    """Returns the bits of a number in FP16, two times, as a word."""
     return struct.Struct("<I").unpack(struct.Struct("<2e").pack(x, x))[0]
 
 
 @triton.constexpr_function
 def half(x):
-    """That number as FP16 holds it."""
+    """Returns the number rounded to FP16."""
     return struct.Struct("<e").unpack(struct.Struct("<e").pack(x))[0]
 
 
 @triton.jit
 def number(X: tl.constexpr):
-    """A number two times, of any shape."""
+    """Returns a pair of one constant, for any shape."""
     if _PLAIN:
         return half(X), half(X)
     else:
@@ -42,7 +42,7 @@ def number(X: tl.constexpr):
 
 @triton.jit
 def both(x):
-    """Float32 numbers, each two times."""
+    """Returns pairs of float32 numbers, each two times."""
     if _PLAIN:
         return _rounded(x, x)
     else:
@@ -51,7 +51,7 @@ def both(x):
 
 @triton.jit
 def words_of(pair):
-    """Words of both numbers' bits, int32."""
+    """Returns words of both numbers' bits, int32."""
     if _PLAIN:
         return _joined(pair[0], pair[1])
     else:
@@ -60,7 +60,7 @@ def words_of(pair):
 
 @triton.jit
 def either(condition, a, b):
-    """a where the condition holds, b elsewhere."""
+    """Returns a where the condition holds, b elsewhere."""
     if _PLAIN:
         return tl.where(condition, a[0], b[0]), tl.where(condition, a[1], b[1])
     else:
@@ -69,7 +69,7 @@ def either(condition, a, b):
 
 @triton.jit
 def fma(a, b, c, SATURATED: tl.constexpr = False):
-    """a b + c, rounded once; saturated: no less than 0 and no more than 1, and 0 for NaN."""
+    """Returns a b + c, rounded once; with SATURATED, clamped to 0 .. 1, and 0 for NaN."""
     if _PLAIN:
         low, high = a[0] * b[0] + c[0], a[1] * b[1] + c[1]
         if SATURATED:
@@ -87,7 +87,7 @@ def fma(a, b, c, SATURATED: tl.constexpr = False):
 
 @triton.jit
 def times(a, b):
-    """a b, rounded."""
+    """Returns a b, rounded."""
     if _PLAIN:
         return _rounded(a[0] * b[0], a[1] * b[1])
     else:
@@ -98,11 +98,11 @@ def times(a, b):
 
 @triton.jit
 def scaled(pair, exponent, PACKED: tl.constexpr):
-    """FP16 pairs of BF16 pairs times 2^(exponent - 15), or 0 where the exponent is; what is small in steps of 2^-21.
+    """Converts BF16 pairs to FP16 pairs times 2^(exponent - 15), or 0 if exponent is 0; small values in steps of 2^-21.
 
-    exponent: int32, from 0 to 254; results are below 2^16. Infinity and NaN become NaN where it is 0. Magnitudes are
-    scaled in BF16 to where their exponents are FP16's; all but the three last bits of the significand are theirs then,
-    too. PACKED is ``common.has_pairs``.
+    exponent: int32, from 0 to 254; results are below 2^16. Infinity and NaN become NaN if it is 0. Magnitudes are
+    scaled in BF16 to FP16's exponents. Then all but the three last bits of the significand agree, too. PACKED is
+    ``common.has_pairs``.
     """
     if PACKED:
         return tl.inline_asm_elementwise(
@@ -125,18 +125,18 @@ def scaled(pair, exponent, PACKED: tl.constexpr):
 
 @triton.jit
 def _stepped(x):
-    """In steps of 2^-21, float64."""
+    """Rounds to steps of 2^-21, float64."""
     return (x.to(tl.float64) + _ROUND) - _ROUND
 
 
 @triton.jit
 def _joined(low, high):
-    """Words of two numbers, rounded."""
+    """Returns words of two numbers, rounded."""
     low = low.to(tl.float16).to(tl.uint16, bitcast=True).to(tl.int32)
     return low | (high.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32) << 16)
 
 
 @triton.jit
 def _rounded(low, high):
-    """To what FP16 holds, in float64."""
+    """Rounds to FP16 values, in float64."""
     return low.to(tl.float16).to(tl.float64), high.to(tl.float16).to(tl.float64)

@@ -1,4 +1,4 @@
-"""Products on INT8 tensor cores at 15 bits: what both routines for a history share.
+"""INT8 tensor-core products at 15 bits, shared by the INT8 loops over a history.
 
 An operand that is not codes is split, x = unit (high + low / 256), into two INT8 columns.
 """
@@ -15,13 +15,13 @@ MAGIC_BITS = tl.constexpr(0x4B400000)
 
 @triton.jit
 def query_operands(q, ODD: tl.constexpr, SHAPE: tl.constexpr):
-    """Queries of one KV head for products with codes whose planes 1 and 3 come multiplied by 1 / ODD.
+    """Converts queries of one KV head to operands for codes whose planes 1 and 3 come multiplied by 1 / ODD.
 
     q: a ``View``, at the KV head's first query head of one token.
 
     Returns:
-        the four planes, INT8 [INT8_JP, 2 HEADS], see ``query_plane``; the queries in float32 [DP, HEADS]; and what a
-        product counts, [HEADS].
+        the four planes, INT8 [INT8_JP, 2 HEADS], see ``query_plane``; the queries in float32 [DP, HEADS]; and the unit
+        of a product, [HEADS].
     """
     COLUMNS: tl.constexpr = 2 * SHAPE.HEADS
     h, n, dim = tl.arange(0, SHAPE.HEADS), tl.arange(0, COLUMNS), tl.arange(0, SHAPE.DP)
@@ -41,13 +41,13 @@ def query_operands(q, ODD: tl.constexpr, SHAPE: tl.constexpr):
 
 @triton.jit
 def query_plane(q, unit, plane: tl.constexpr, factor: tl.constexpr, SHAPE: tl.constexpr):
-    """A plane's dims: column 2h is the high part of head h, column 2h + 1 the low one."""
+    """Returns a plane's dims: column 2h is the high part of head h, column 2h + 1 the low one."""
     return int8_columns(load_plane(q, plane, SHAPE), factor / unit, 2 * SHAPE.HEADS)
 
 
 @triton.jit
 def load_plane(q, plane: tl.constexpr, SHAPE: tl.constexpr):
-    """Queries' dims of a plane, float32 [INT8_JP, 2 HEADS], each head in two columns."""
+    """Loads queries' dims of a plane, float32 [INT8_JP, 2 HEADS], each head in two columns."""
     n, j = tl.arange(0, 2 * SHAPE.HEADS), tl.arange(0, SHAPE.INT8_JP)
     inside = (j < SHAPE.D4)[:, None] & (n // 2 < SHAPE.GQA_GROUP)[None, :]
     address = q.data + n[None, :] // 2 * q.head + plane * SHAPE.D4 + j[:, None]
@@ -56,14 +56,14 @@ def load_plane(q, plane: tl.constexpr, SHAPE: tl.constexpr):
 
 @triton.jit
 def int8_columns(x, factor, COLUMNS: tl.constexpr):
-    """x times factor [COLUMNS] as INT8: the high part in even columns, the low one in odd ones."""
+    """Returns x times factor [COLUMNS] as INT8: the high part in even columns, the low one in odd ones."""
     high, low = split_int8(x * factor[None, :])
     return tl.where((tl.arange(0, COLUMNS) % 2 == 0)[None, :], high, low)
 
 
 @triton.jit
 def tokens_of_tile():
-    """Rows of a tile of two pages (``decode``): (whether its page is the second, plane, token in its page)."""
+    """Returns (is on the second page, plane, token in its page) of the rows of a tile of two pages."""
     row = tl.arange(0, 2 * PAGE)
     plane = row // (PAGE // 2)
     return row // (PAGE // 4) % 2 == 1, plane, plane * (PAGE // 4) + row % 8 * 2 + row // 8 % 2
@@ -71,7 +71,7 @@ def tokens_of_tile():
 
 @triton.jit
 def base_of(second, base_a, base_b):
-    """base_b of rows whose page is the second, base_a of the others: a tensor like ``second``, of one axis.
+    """Returns base_b for rows of the second page, base_a for the others: a tensor like ``second``, of one axis.
 
     Both are multiples of 16. Triton 3.9 does not find that out, and would load records byte by byte, ten times as slow.
     """
@@ -80,7 +80,7 @@ def base_of(second, base_a, base_b):
 
 @triton.jit
 def split_int8(x):
-    """|x| <= 127 into INT8 (high, low) with x = high + low / 256; 254.9 keeps low <= 127."""
+    """Splits |x| <= 127 into INT8 (high, low) with x = high + low / 256; 254.9 keeps low <= 127."""
     rounded = x + MAGIC
     low = (x - (rounded - MAGIC)) * 254.9 + MAGIC
     return rounded.to(tl.int32, bitcast=True).to(tl.int8), low.to(tl.int32, bitcast=True).to(tl.int8)
@@ -88,13 +88,13 @@ def split_int8(x):
 
 @triton.jit
 def rounded_halves(x):
-    """|x| <= 127 * 256 as x = 256 high + low, rounded: int32 whose second byte is high, and whose first is low."""
+    """Rounds |x| <= 127 * 256 to x = 256 high + low: int32 whose second byte is high, and whose first is low."""
     return (x + (MAGIC + 128)).to(tl.int32, bitcast=True), (x + MAGIC).to(tl.int32, bitcast=True)
 
 
 @triton.jit
 def join_parts(products, ROWS: tl.constexpr, HEADS: tl.constexpr):
-    """Products of INT8 columns (high, low), accumulated on MAGIC_BITS, to float32 [ROWS, HEADS]."""
+    """Joins products of INT8 columns (high, low), accumulated on MAGIC_BITS, to float32 [ROWS, HEADS]."""
     parts = tl.reshape(products.to(tl.float32, bitcast=True), [ROWS, HEADS, 2])
     high, low = tl.split(parts)
     return join_halves(high, low)
@@ -102,20 +102,20 @@ def join_parts(products, ROWS: tl.constexpr, HEADS: tl.constexpr):
 
 @triton.jit
 def join_halves(high, low):
-    """MAGIC + an integer each to high + low / 256: exact, and no conversion instruction."""
+    """Joins MAGIC + an integer each to high + low / 256: exact, and without a conversion instruction."""
     return (high - (MAGIC + MAGIC / 256)) + low * (1 / 256)
 
 
 @triton.jit
 def tile_scales(x):
-    """FP16 [2 pages, 4, PAGE] to four float32 [128], rows in the tile's order."""
+    """Converts FP16 [2 pages, 4, PAGE] to four float32 [128], rows in the tile's order."""
     s_k, z_k, s_v, z_v = half_scales(x)
     return s_k.to(tl.float32), z_k.to(tl.float32), s_v.to(tl.float32), z_v.to(tl.float32)
 
 
 @triton.jit
 def half_scales(x):
-    """``tile_scales`` as FP16, of one page too."""
+    """Returns ``tile_scales`` as FP16, also for a single page."""
     PAGES: tl.constexpr = x.shape[0]
     x = tl.reshape(x, [PAGES, 2, 2, 4, 8, 2])  # page, kind, which, plane, i, half
     x = tl.reshape(tl.permute(x, (3, 0, 5, 4, 1, 2)), [PAGES * PAGE, 2, 2])
@@ -127,9 +127,9 @@ def half_scales(x):
 
 @triton.jit
 def group_scales(pages, step: tl.constexpr):
-    """One group's scales and offsets, which lie ``step`` halves after them: float32 [128] each, in the tile's order.
+    """Loads one group's scales, and offsets ``step`` FP16 elements after them: float32 [128] each, in the tile's order.
 
-    pages: where its scales begin in both pages, FP16 pointers [2, 1, 1].
+    pages: pointers to its scales in both pages, FP16 [2, 1, 1].
     """
     x = tl.load(pages + tl.arange(0, 2)[None, :, None] * step + tl.arange(0, PAGE)[None, None, :])
     x = tl.reshape(x, [2, 2, 4, 8, 2])  # page, which, plane, i, half
@@ -139,9 +139,9 @@ def group_scales(pages, step: tl.constexpr):
 
 @triton.jit
 def weight_operands(p, s_v, fraction, HEADS: tl.constexpr):
-    """Weights p [128, HEADS] times V's scales as operands: their ``token_planes``, and what a product counts, [HEADS].
+    """Multiplies weights p [128, HEADS] by V's scales; returns their ``token_planes`` and a product's unit, [HEADS].
 
-    fraction: what rows are multiplied by because of their plane.
+    fraction: factor of rows that depends on their plane.
     """
     p = p * s_v[:, None]
     unit = tl.max(p, 0) * (1 / 127) + 1e-30
@@ -152,13 +152,13 @@ def weight_operands(p, s_v, fraction, HEADS: tl.constexpr):
 
 @triton.jit
 def spread_sum(x, HEADS: tl.constexpr):
-    """Sums over [128, HEADS], spread over eight rows, which eight lanes hold: [8, HEADS]."""
+    """Sums [128, HEADS] into eight rows, which eight lanes hold: [8, HEADS]."""
     return tl.sum(tl.reshape(x, [2 * PAGE // 8, 8, HEADS]), 0)
 
 
 @triton.jit
 def empty_groups(GROUPS: tl.constexpr, ROWS: tl.constexpr, HEADS: tl.constexpr):
-    """What ``stack_groups`` takes, before the first token."""
+    """Returns the state of ``stack_groups`` before the first token."""
     accs, offsets = (), ()
     for _ in tl.static_range(GROUPS):
         accs += (tl.zeros([ROWS, HEADS], tl.float32),)
@@ -168,9 +168,9 @@ def empty_groups(GROUPS: tl.constexpr, ROWS: tl.constexpr, HEADS: tl.constexpr):
 
 @triton.jit
 def stack_groups(accs, offsets):
-    """Groups' products [ROWS, HEADS] and what their offsets add, ``spread_sum``s, one group below the other.
+    """Stacks groups' products [ROWS, HEADS], plus their offsets' part (``spread_sum``s), one group below the other.
 
-    Below three groups: zeros.
+    Pads fewer than three groups with zeros.
     """
     tiles = ()
     for g in tl.static_range(len(accs)):
@@ -186,14 +186,14 @@ def stack_groups(accs, offsets):
 
 @triton.jit
 def stack(a, b):
-    """[R, N] and [R, N] to [2 R, N]."""
+    """Stacks [R, N] and [R, N] to [2 R, N]."""
     ROWS: tl.constexpr = 2 * a.shape[0]
     return tl.reshape(tl.permute(tl.join(a, b), (2, 0, 1)), [ROWS, a.shape[1]])
 
 
 @triton.jit
 def joined(parts, COUNT: tl.constexpr):
-    """So many of one, two or four parts, neighbours one below the other."""
+    """Stacks the first COUNT parts, one, two or four, one below the other."""
     if len(parts) == COUNT:
         return parts
     elif len(parts) == 2:
@@ -204,10 +204,10 @@ def joined(parts, COUNT: tl.constexpr):
 
 @triton.jit
 def token_planes(x, COLUMNS: tl.constexpr):
-    """Rows [128 = (plane, page, half, i), COLUMNS] to the four planes' [32 = (page, 2 i + half), COLUMNS].
+    """Converts rows [128 = (plane, page, half, i), COLUMNS] to the four planes' [32 = (page, 2 i + half), COLUMNS].
 
-    Splitting off the halves and joining them again makes them neighbours in a thread's registers, hence
-    bytes of one word in the shared memory through which the operand goes.
+    Splitting off the halves and joining them again makes them neighbours in a thread's registers. So they are bytes of
+    one word in the shared memory through which the operand goes.
     """
     x = tl.permute(tl.reshape(x, [2, 2, 2, 2, 8, COLUMNS]), (2, 4, 5, 0, 1, 3))
     even, odd = tl.split(x)
@@ -221,7 +221,7 @@ def token_planes(x, COLUMNS: tl.constexpr):
 
 @triton.jit
 def group_product(k, q, products, plane: tl.constexpr, g: tl.constexpr, D4: tl.constexpr, GROUP: tl.constexpr):
-    """Add k [rows, J] q [J, columns] over the plane's dims that belong to group g."""
+    """Adds k [rows, J] q [J, columns] over the plane's dims that belong to group g."""
     if plane * D4 >= (g + 1) * GROUP or (plane + 1) * D4 <= g * GROUP:
         return products
     elif plane * D4 >= g * GROUP and (plane + 1) * D4 <= (g + 1) * GROUP:

@@ -1,8 +1,8 @@
 """Codes of rows on the device: the arithmetic of ``formats.quantize``, bit for bit.
 
-Rows of BF16 numbers come as four *planes*, words [ROWS, N] with dims ``plane * D/4 + 2 n`` and the one after it in
-their halves (``pairs``). Where statistics take float32, and of centred rows, a plane's halves are float32 tensors of
-their own. Codes are integers in the halves of words, too.
+Rows of BF16 numbers come as four *planes*, words [ROWS, N] with dims ``plane * D/4 + 2 n`` and the next one in their
+halves (``bf16_pairs``). If statistics take float32, and for centred rows, a plane's halves are separate float32
+tensors. Codes are integers in the halves of words, too.
 
 Per row and group, with the clip threshold (the rank-th largest magnitude, infinite without clipping):
 
@@ -11,9 +11,10 @@ Per row and group, with the clip threshold (the rank-th largest magnitude, infin
     others   from the exact sums of clamped elements as integers
     code     = #{bounds n : clamp(x, +-threshold) > offset + n scale}
 
-The threshold is found by bisecting BF16 magnitudes, ordered like the integers of their bits, between the row's
-largest and the least of its 2 N column maxima, which at least that many magnitudes reach: 8 or 9 steps on Gaussian rows
-instead of 15. Values are not clamped for their codes: ``threshold`` moves what they are compared with instead.
+The threshold is found by bisecting BF16 magnitudes, ordered like the integers of their bits. The upper bound is the
+row's largest. The lower bound is the least of its 2 N column maxima, which at least that many magnitudes reach. This
+takes 8 or 9 steps on Gaussian rows instead of 15. Values are not clamped for their codes: ``threshold`` moves the
+bounds instead.
 """
 
 import triton
@@ -49,7 +50,7 @@ ROUND_BITS = tl.constexpr(0x4B400000)
 
 @triton.jit
 def scale_offset(x, means, limit, g: tl.constexpr, CODES: tl.constexpr, D4: tl.constexpr, PACKED: tl.constexpr):
-    """Scale and offset, FP16 [ROWS], of the rows' group g. Without an offset the second result is meaningless.
+    """Returns scale and offset, FP16 [ROWS], of the rows' group g. Without an offset the second result is meaningless.
 
     x: four planes; means: see ``halves``; limit: float32 [ROWS].
     """
@@ -86,7 +87,7 @@ def scale_offset(x, means, limit, g: tl.constexpr, CODES: tl.constexpr, D4: tl.c
 
 @triton.jit
 def from_extremes(low, high, limit, CODES: tl.constexpr):
-    """Scale and offset of ``minmax``, FP16, from the least and the largest element, float32."""
+    """Returns scale and offset of ``minmax``, FP16, from the least and the largest element, float32."""
     if CODES.clips:
         low = tl.minimum(tl.maximum(low, -limit), limit)
         high = tl.minimum(tl.maximum(high, -limit), limit)
@@ -95,7 +96,7 @@ def from_extremes(low, high, limit, CODES: tl.constexpr):
 
 @triton.jit
 def from_sums(first, second, down, CODES: tl.constexpr):
-    """Scale and offset of ``moments`` and ``norm``, FP16, from the sums of ``integers`` and of their squares, int32."""
+    """Returns scale and offset of ``moments`` and ``norm``, FP16, from int32 sums of ``integers`` and their squares."""
     if CODES.statistic == "moments":
         wide = first.to(tl.int64)
         spread = (second.to(tl.int64) * CODES.group - wide * wide).to(tl.float32)
@@ -113,7 +114,7 @@ def to_half(x):
 
 @triton.jit
 def powers(most):
-    """2^s and 2^-s, float32, that bring a largest magnitude into [2^10, 2^11)."""
+    """Returns 2^s and 2^-s, float32, that bring a largest magnitude into [2^10, 2^11)."""
     exponent = tl.maximum(most.to(tl.int32, bitcast=True) >> 23, LEAST_EXPONENT)
     up = ((264 - exponent) << 23).to(tl.float32, bitcast=True)
     return up, ((exponent - 10) << 23).to(tl.float32, bitcast=True)
@@ -121,15 +122,15 @@ def powers(most):
 
 @triton.jit
 def integers(x, up):
-    """round(x up), int32, to nearest even."""
+    """Returns round(x up), int32, to nearest even."""
     return (x * up + ROUND).to(tl.int32, bitcast=True) - ROUND_BITS
 
 
 @triton.jit
 def halves(x, means, p: tl.constexpr, CODES: tl.constexpr):
-    """A plane's lower and upper halves, float32, less their channels' means if they are centred.
+    """Returns a plane's lower and upper halves, float32, minus their channels' means if they are centred.
 
-    means: of every plane's lower and upper halves, eight float32 [N]; None if they are not.
+    means: of every plane's lower and upper halves, eight float32 [N]; None if they are not centred.
     """
     low, high = low_half(x[p]), high_half(x[p])
     if CODES.centred:
@@ -140,7 +141,7 @@ def halves(x, means, p: tl.constexpr, CODES: tl.constexpr):
 
 @triton.jit
 def _clamped(x, means, limit, p: tl.constexpr, g: tl.constexpr, CODES: tl.constexpr, D4: tl.constexpr):
-    """A plane's halves, 0 outside the group."""
+    """Returns a plane's clamped halves, 0 outside the group."""
     low, high = halves(x, means, p, CODES)
     if CODES.clips:
         low = tl.minimum(tl.maximum(low, -limit[:, None]), limit[:, None])
@@ -150,7 +151,7 @@ def _clamped(x, means, limit, p: tl.constexpr, g: tl.constexpr, CODES: tl.conste
 
 @triton.jit
 def _in_group(x, p: tl.constexpr, g: tl.constexpr, other, GROUP: tl.constexpr, D4: tl.constexpr):
-    """A plane, with ``other`` where dims do not belong to group g, of which it has some."""
+    """Returns a plane with ``other`` where dims are not in group g; the plane has some dims of the group."""
     if 2 * x.shape[1] == D4 and p * D4 >= g * GROUP and (p + 1) * D4 <= (g + 1) * GROUP:
         return x
     else:
@@ -163,7 +164,7 @@ def plane_codes(
     codes, x, means, scale, offset, limit, p: tl.constexpr, g: tl.constexpr,
     CODES: tl.constexpr, D4: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """Codes of a plane, integers in the halves of its words: those of group g, and others' from ``codes``."""
+    """Returns codes of a plane, integers in the halves of its words: those of group g, and others' from ``codes``."""
     GROUP: tl.constexpr = CODES.group
     if p * D4 >= (g + 1) * GROUP or (p + 1) * D4 <= g * GROUP:
         return codes
@@ -187,7 +188,7 @@ def plane_codes(
 
 @triton.jit
 def threshold(step, offset, limit, i: tl.constexpr, CODES: tl.constexpr):
-    """What an unclamped element is compared with, to find out whether the clamped one lies above the i-th threshold."""
+    """Returns the bound for an unclamped element that tells if the clamped one is above the i-th threshold."""
     least = bound(CODES, i) * step
     if CODES.has_offset:
         least += offset
@@ -199,7 +200,7 @@ def threshold(step, offset, limit, i: tl.constexpr, CODES: tl.constexpr):
 
 @triton.jit
 def clip_threshold(x, rank, D4: tl.constexpr, PACKED: tl.constexpr):
-    """Each row's rank-th largest magnitude, float32 [ROWS]; x are four planes, 0 beyond a row's end."""
+    """Returns each row's rank-th largest magnitude, float32 [ROWS]; x are four planes, 0 beyond a row's end."""
     N: tl.constexpr = x[0].shape[1]
     x0, x1, x2, x3 = magnitudes(x[0]), magnitudes(x[1]), magnitudes(x[2]), magnitudes(x[3])
     columns = pair_max(pair_max(x0, x1, PACKED), pair_max(x2, x3, PACKED), PACKED)

@@ -1,6 +1,6 @@
-"""What kernels know of heads and head_dim when they are compiled: one constant argument, as ``codes.Record`` is.
+"""Compile-time heads and head_dim of kernels: one constant argument, like ``codes.Record``.
 
-Where such a constant's attribute stands in a tensor's shape or a tuple, Triton 3.6 wants it named first:
+If such a constant's attribute is part of a tensor's shape or a tuple, Triton 3.6 requires a name for it first:
 ``D: tl.constexpr = SHAPE.D``.
 """
 
@@ -12,9 +12,9 @@ from functools import cache
 import triton
 
 
-@dataclass(frozen=True, eq=False)  # there is one of each, see shape_of: found by identity in every launch
+@dataclass(frozen=True, eq=False)  # one object per geometry, see shape_of: launches find it by identity
 class Shape:
-    """Heads of an attention layer on one worker; capitals, as constants in kernels are.
+    """Heads of an attention layer on one worker; names in capitals, like constants in kernels.
 
     Attributes:
         Q_HEADS, KV_HEADS: of this worker.
@@ -47,7 +47,7 @@ class Shape:
 
     @property
     def D4(self) -> int:
-        """Dims of a plane (``formats.pack``), hence bytes of a token's two lower bits."""
+        """Dims of a plane (``formats.pack``), and so bytes of a token's two lower bits."""
         return self.D // 4
 
     @property
@@ -62,7 +62,7 @@ class Shape:
 
     @property
     def CP(self) -> int:
-        """A quarter of D4, padded: a plane's channels in a work item of ``quantize``."""
+        """A quarter of D4, padded: a plane's channels in a work item of ``quantize_pages``."""
         return triton.next_power_of_2(self.D4 // 4)
 
     @property
@@ -83,10 +83,10 @@ class Shape:
 
 @cache
 def shape_of(kv_heads: int, head_dim: int, q_heads: int | None = None) -> Shape:
-    """The constants of a geometry, one object of each; without q_heads for kernels that see no queries."""
+    """Returns the constants of a geometry, one object for each; without q_heads for kernels that see no queries."""
     return Shape(kv_heads if q_heads is None else q_heads, kv_heads, head_dim)
 
 
 def value_dims(head_dim: int) -> int:
-    """``Shape.DIMS``."""
+    """Returns ``Shape.DIMS``."""
     return min(head_dim, 128)

@@ -1,6 +1,6 @@
 """Packed codes of any width and table to INT8 tiles for tensor cores, four bytes at a time.
 
-A level is recovered in three ways, whichever takes the fewest instructions:
+A level is recovered in one of three ways, the one with the fewest instructions:
 
     uniform levels       the code
     2 bits, not uniform  levels 0, a, b, a + b:  2 level = b code + (2 a - b) (code & 1), put together as products
@@ -17,13 +17,13 @@ from sglang_kvq.kernels.device.codes import level_of
 
 @triton.constexpr_function
 def in_steps(codes):
-    """Whether products of codes and of odd codes make those of levels."""
+    """Tells if products of codes and of odd codes make those of levels."""
     return codes.bits == 2 and not codes.uniform
 
 
 @triton.constexpr_function
 def step(codes):
-    """What a code counts where an odd code counts 1: together twice the level."""
+    """Returns the value of a code if an odd code counts 1: together twice the level."""
     a, b, top = codes.levels[1:]
     assert top == a + b and 2 * a - b == 1, codes
     return b
@@ -31,22 +31,22 @@ def step(codes):
 
 @triton.constexpr_function
 def centre(codes):
-    """What is taken off levels: half their range, where they come from a table."""
+    """Returns the number subtracted from levels: half their range, if they come from a table."""
     return 0 if codes.uniform or codes.bits == 2 else codes.levels[-1] // 2
 
 
 @triton.constexpr_function
 def multiple(codes, plane):
-    """What a plane's tile is multiplied by: 2-bit codes of odd planes stay where they lie in the byte."""
+    """Returns the factor of a plane's tile: 2-bit codes of odd planes keep their position in the byte."""
     return 4 if codes.bits == 2 and plane % 2 else 1
 
 
 @triton.jit
 def unpack(low, high, shift, CODES: tl.constexpr, FIXED: tl.constexpr, PLAIN: tl.constexpr):
-    """INT8 tiles of the four planes: codes of 2 bits or of uniform levels, else level - centre.
+    """Unpacks INT8 tiles of the four planes: codes of 2 bits or of uniform levels, else level - centre.
 
-    low, high: uint8 tiles of equal shape, see ``formats.pack``; of 3-bit codes, shift says where in a byte of high the
-    row's bits begin: int32, likewise, or for all rows FIXED, 0 or 4. PLAIN: without inline assembly.
+    low, high: uint8 tiles of equal shape, see ``formats.pack``. For 3-bit codes, shift is the first bit of the row in a
+    byte of high: int32 of the same shape, or for all rows FIXED, 0 or 4. PLAIN: without inline assembly.
     """
     if PLAIN:
         x0 = _plain(low, high, shift, 0, CODES)
@@ -78,13 +78,13 @@ def unpack(low, high, shift, CODES: tl.constexpr, FIXED: tl.constexpr, PLAIN: tl
 
 @triton.jit
 def unpack_odd(low, CODES: tl.constexpr, PLAIN: tl.constexpr):
-    """INT8 tiles of the four planes: 1 where a 2-bit code is odd, times the plane's multiple."""
+    """Returns INT8 tiles of the four planes: 1 where a 2-bit code is odd, times the plane's multiple."""
     return two_bits(low, 1, PLAIN)
 
 
 @triton.jit
 def two_bits(low, MASK: tl.constexpr, PLAIN: tl.constexpr):
-    """INT8 tiles of the four planes' codes and MASK, times their multiples: 1, 4, 1, 4. These save half the shifts."""
+    """Returns INT8 tiles of the four planes' codes and MASK, times 1, 4, 1, 4, which saves half the shifts."""
     if PLAIN:
         x0, x1 = (low & MASK).to(tl.int8), (low & (4 * MASK)).to(tl.int8)
         x2, x3 = ((low >> 4) & MASK).to(tl.int8), ((low >> 4) & (4 * MASK)).to(tl.int8)
@@ -114,7 +114,7 @@ def _plain(low, high, shift, plane: tl.constexpr, CODES: tl.constexpr):
 
 @triton.constexpr_function
 def _masks(mask):
-    """PTX of ``two_bits``: $0 to $3 are the planes, $4 is low; every line works on four bytes."""
+    """Returns the PTX of ``two_bits``: $0 to $3 are the planes, $4 is low; every line works on four bytes."""
     even, odd = f"{mask * 0x01010101:#010x}", f"{mask * 0x04040404:#010x}"
     return f"""{{
         .reg .b32 upper;
@@ -128,7 +128,7 @@ def _masks(mask):
 
 @triton.constexpr_function
 def _assembly(codes, shift):
-    """PTX of ``unpack`` for 3 and 4 bits; every line works on four bytes.
+    """Returns the PTX of ``unpack`` for 3 and 4 bits; every line works on four bytes.
 
     $0 to $3 are the planes, $4 is low, $5 high, $6 shift unless it is given. First whole codes in nibbles: even holds
     those of planes 0 and 2, odd of 1 and 3.
@@ -140,7 +140,7 @@ def _assembly(codes, shift):
             "and.b32 high, high, 0xcccccccc;",
             "and.b32 upper, $5, 0xcccccccc;",
         ]
-    else:  # a plane's bit n goes to bit 2 of its nibble; what else the factors move is masked
+    else:  # moves a plane's bit n to bit 2 of its nibble; other moved bits are masked
         lines += [
             f"shr.u32 upper, $5, {'$6' if shift is None else shift};",
             "and.b32 high, upper, 0x05050505;",
@@ -169,11 +169,11 @@ def _assembly(codes, shift):
 
 @triton.constexpr_function
 def _look_up(codes, nibbles, plane):
-    """Levels of a plane and the one after next from their codes in nibbles.
+    """Returns PTX for the levels of a plane and the one after next, from their codes in nibbles.
 
-    A byte permutation is a table of eight bytes, asked by four nibbles. With bit 3 set, a nibble asks for the sign of
-    an entry, eight times. Of 16 levels the lower half are negative; the upper half are stored with their sign bit set
-    too, so either half gives 0xFF for codes of the other, and the sign bit is taken off again.
+    A byte permutation is a table of eight bytes, indexed by four nibbles. With bit 3 set, a nibble returns the sign of
+    an entry, eight times. The lower half of 16 levels is negative. The upper half is stored with its sign bit set too,
+    so either half gives 0xFF for codes of the other. The sign bit is removed at the end.
     """
     middle = codes.levels[-1] // 2
     table = [(level - middle) & 0xFF for level in codes.levels]

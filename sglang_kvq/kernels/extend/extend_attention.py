@@ -1,10 +1,10 @@
-"""Attention of a few new tokens over a long stored prefix and over themselves (causally), straight from the pages.
+"""Attention of a few new tokens over a long stored prefix and causally over themselves, directly from the pages.
 
-A program takes one KV head of one item (``plan_extend``): a tile of query rows, tokens times the heads that share the
-KV head, and a range of its request's units, 64 keys each: first the pages of the prefix, then the new tokens. Pages in
-the history are read as records (``extend_history``), others as BF16 overlays; the partial results of a tile's items
-are merged by log-sum-exp (``merge``). So one request keeps the GPU busy however few tokens it adds, and nothing of
-the prefix is written anywhere.
+A program takes one KV head of one item (``plan_extend``). An item is a tile of query rows and a range of its request's
+units, 64 keys each: first the pages of the prefix, then the new tokens. The rows are tokens times the heads that share
+the KV head. Pages in the history are read as records (``extend.history``), others as BF16 overlays. ``merge`` combines
+the partial results of a tile's items by log-sum-exp. So one request keeps the GPU busy however few tokens it adds, and
+no part of the prefix is written anywhere.
 """
 
 from dataclasses import dataclass
@@ -26,20 +26,20 @@ from sglang_kvq.kernels.device.softmax import LOG2E, attend, load_sink, no_keys,
 from sglang_kvq.kernels.extend.history import Tile, history_any, history_two_bits, settled
 from sglang_kvq.kernels.extend.history_planes import history_planes
 
-#: What an item costs besides its units, in units: its queries, its result, the first loads (``extend_costs``: 13 at a
-#: time when overlays were read without copies ahead, as a part of it).
+#: Fixed cost of an item in units: its queries, its result, the first loads. ``extend_costs`` had 13 when overlays were
+#: read without copies ahead, as a part of it.
 ITEM_COST = 7
 
 
 @dataclass(frozen=True)
 class ExtendLaunch:
-    """How the kernel is compiled, and how the batch is divided.
+    """Compile options of the kernel, and the division of the batch.
 
     Attributes:
         rows: of a tile: tokens times the query heads of a KV head.
-        keys: BF16 keys a turn, at most 64.
-        warps: 4 or 8; stages: the compiler's; registers: its limit per thread, None for none.
-        programs_per_sm: that an SM holds at once.
+        keys: BF16 keys per iteration, at most 64.
+        warps: 4 or 8; stages: a compiler option; registers: the compiler's limit per thread, None for none.
+        programs_per_sm: programs that an SM holds at once.
     """
 
     rows: int
@@ -50,15 +50,17 @@ class ExtendLaunch:
     programs_per_sm: int
 
 
-#: ``benchmarks/kernels.py --sweep-extend`` compares ways.
+#: ``benchmarks/kernels.py --sweep-extend`` compares launches.
 NARROW = ExtendLaunch(rows=64, keys=32, warps=4, stages=3, registers=168, programs_per_sm=3)
 #: Heads of 256: a tile of keys takes twice the registers.
 WIDE = ExtendLaunch(rows=64, keys=32, warps=8, stages=2, registers=None, programs_per_sm=1)
 
 
 def is_cheap(record: Record | PlaneRecord, head_dim: int) -> bool:
-    """Whether codes become operands in few instructions: ``history_two_bits`` and, with hardly more of them,
-    ``history_planes``; not ``history_any``."""
+    """Tells if codes become operands in few instructions, as in ``history_two_bits`` and ``history_planes``.
+
+    ``history_any`` takes many more.
+    """
     return isinstance(record, PlaneRecord) or is_two_bit(record, head_dim)
 
 
@@ -70,12 +72,11 @@ class Item(NamedTuple):
     """An item's int32 fields, in this order.
 
     Attributes:
-        request: of the batch; start: its first token in the batch; new: how many it has.
-        first_row: of the tile, counted from the request's first.
+        request: index in the batch; start: its first token in the batch; new: number of its new tokens.
+        first_row: first row of the tile, counted from the request's first.
         first, last: units, the end exclusive.
         prefix: the request's stored tokens.
-        begin: where the request's partial results begin; parts: into how many items its tiles are cut; part: which of
-            them this one is.
+        begin: index of the request's first partial result; parts: number of items per tile; part: index of this one.
     """
 
     request: int
@@ -99,8 +100,8 @@ class ExtendPlan:
 
     Attributes:
         items: int32 ``[n, FIELDS]``, an ``Item`` each.
-        spans: int32 ``[tokens, 2]``: each token's first partial result and how many it has; one is none.
-        partials: in all.
+        spans: int32 ``[tokens, 2]``: each token's first partial result and their number; 1 means no partial results.
+        partials: total number of partial results.
     """
 
     items: np.ndarray
@@ -109,9 +110,9 @@ class ExtendPlan:
 
 
 def plan_extend(prefix_lens: list[int], new_lens: list[int], gqa_group: int, rows: int, wave: int) -> ExtendPlan:
-    """Divide a batch so that its items end at about the same time.
+    """Divides a batch so that its items end at about the same time.
 
-    Every tile's units are cut into equal parts of at most u, with the u whose whole waves take the least time.
+    Every tile's units are cut into equal parts of at most u. u is chosen so that whole waves take the least time.
 
     Args:
         prefix_lens, new_lens: tokens of each request.
@@ -126,7 +127,7 @@ def plan_extend(prefix_lens: list[int], new_lens: list[int], gqa_group: int, row
     first_row = (np.arange(len(request)) - np.repeat(np.cumsum(tiles) - tiles, tiles)) * rows
     last_token = np.minimum(-(-(first_row + rows) // gqa_group), new[request])
     units = -(-prefix[request] // PAGE_SIZE) + -(-last_token // PAGE_SIZE)
-    # All tiles of a request have as many parts as its last, which sees most: a token's heads may lie in two tiles.
+    # All tiles of a request have as many parts as its last, which sees most: a token's heads may be in two tiles.
     most = -(-prefix // PAGE_SIZE) + -(-new // PAGE_SIZE)
     per_request = -(-most // _schedule(most, tiles, wave)[1]) if len(units) else most
     parts = per_request[request]
@@ -158,19 +159,19 @@ def plan_extend(prefix_lens: list[int], new_lens: list[int], gqa_group: int, row
 
 
 def schedule(prefix_lens: list[int], new_lens: list[int], gqa_group: int, rows: int, wave: int) -> tuple[int, int]:
-    """(waves of items, units of an item at most) that ``plan_extend`` gives a batch; it takes the same arguments."""
+    """Returns ``plan_extend``'s number of waves and maximum units per item, for the same arguments."""
     prefix, new = np.array(prefix_lens, np.int64), np.array(new_lens, np.int64)
     tiles = -(-new * gqa_group // rows)
     return _schedule(-(-prefix // PAGE_SIZE) + -(-new // PAGE_SIZE), tiles, wave) if tiles.any() else (0, 0)
 
 
 def _schedule(units: np.ndarray, tiles: np.ndarray, wave: int) -> tuple[int, int]:
-    """Waves that end first, and the units of an item in them. units, tiles: of each request."""
+    """Returns the number of waves that ends first, and its units per item. units, tiles: of each request."""
     count, total, most = int(tiles.sum()), int((tiles * units).sum()), int(units.max())
     least = -(-count // wave)
     best = (float("inf"), 0, 0)
     for waves in range(least, least + 4):
-        # Between as if parts had no remainders, and as if every tile had one.
+        # Search between the bounds for parts without remainders, and for a remainder in every tile.
         spare = waves * wave - count
         high = most if spare == 0 else min(-(-total // spare), most)
         low = min(-(-total // (waves * wave)), high)
@@ -198,21 +199,21 @@ def extend(
     sinks: torch.Tensor | None = None,
     plain: bool = INTERPRETED,
 ) -> None:
-    """The result of every item: of a whole tile where that is one item, else partial.
+    """Computes the result of every item: final if the item is a whole tile, else partial.
 
     Args:
-        out: BF16 ``[T, q_heads, D]``, contiguous; rows of requests whose tiles have several items are left to
-            ``merge_splits``.
+        out: BF16 ``[T, q_heads, D]``, contiguous; ``merge_splits`` writes rows of requests whose tiles have several
+            items.
         partial: float32 ``[partials, q_heads, D]``.
         lse: float32 ``[partials, q_heads]``, log2 of the softmax's denominator.
         q: BF16 ``[T, q_heads, D]``; new: the new tokens' k and v, BF16 ``[T, kv_heads, D]``; rotated, last axes
             contiguous.
-        items: of ``plan_extend`` with the launch's rows, on the device.
+        items: from ``plan_extend`` with the launch's rows, on the device.
         rows: int ``[batch]``.
         record, stored: of one layer.
         launch: from ``extend_launch``.
-        sinks: float ``[q_heads]``, of the rows that are whole; ``merge_splits`` takes them for the others. None: none.
-        plain: unpack codes without inline assembly, as the interpreter must.
+        sinks: float ``[q_heads]`` or None, applied to rows of whole tiles; ``merge_splits`` applies them to the others.
+        plain: unpacks codes without inline assembly, as the interpreter requires.
     """
     k, v = new
     q_heads, d = q.shape[1:]
@@ -235,12 +236,12 @@ def extend(
 
 
 class Pages(NamedTuple):
-    """The pages of an item, and of those outside the history the ones before and after it.
+    """The pages of an item: its records, and the overlays before and after them.
 
     Attributes:
         table: the request's row of ``row_pages``.
-        first, end: in the prefix; history, history_end: of these, the records.
-        tokens: of the whole prefix.
+        first, end: the item's pages in the prefix; history, history_end: the records among them.
+        tokens: number of tokens of the whole prefix.
     """
 
     table: tl.tensor
@@ -255,8 +256,8 @@ class NewTokens(NamedTuple):
     """The new tokens of an item's request.
 
     Attributes:
-        k, v: ``View``s at the request's first and this KV head.
-        first, last: the item's units of them; count: all.
+        k, v: ``View``s that begin at the request's first token and this KV head.
+        first, last: the item's units of new tokens; count: number of all new tokens.
     """
 
     k: View
@@ -272,7 +273,7 @@ def _extend(
     RECORD: tl.constexpr, SHAPE: tl.constexpr, FAST: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
     SINKS: tl.constexpr, PLAIN: tl.constexpr,
 ):  # fmt: skip
-    """Program (kv_head * parts of V + part, item): divide the item's pages; its records; what is in BF16; store."""
+    """Program (kv_head * parts of V + part, item): divide the item's pages; its records; its BF16 keys; store."""
     PARTS: tl.constexpr = SHAPE.D // SHAPE.DIMS
     head = tl.program_id(0) // PARTS
     v_first = tl.program_id(0) % PARTS * SHAPE.DIMS
@@ -304,14 +305,14 @@ def _extend(
     overlays = stored.overlays + head * (PAGE * SHAPE.D)
     dims = row_dims(v_first, RECORD, SHAPE)
     state = _whole_keys(state, tile, token, pages, new, overlays, stored.page_slot, dims, scale_log2, SHAPE, KEYS, ROWS)
-    if SINKS:  # once for each row: of a row in parts the merge does it
+    if SINKS:  # once for each row: the merge does it for a row in parts
         state = with_sink(state, tl.where(item.parts == 1, load_sink(sinks, q_head), float("-inf")))
     _store_result(out, partial, lse, state, item, token, q_head, dims, SHAPE)
 
 
 @triton.jit
 def _pages_of(item, rows, stored):
-    """The item's pages: overlays first .. history, records .. history_end, overlays .. end."""
+    """Returns the item's pages: overlays first .. history, records .. history_end, overlays .. end."""
     row = tl.load(rows + item.request).to(tl.int64)
     pages = tl.cdiv(item.prefix, PAGE)
     history = tl.minimum(tl.cdiv(tl.load(stored.row_sink_end + row), PAGE), pages)
@@ -325,7 +326,7 @@ def _pages_of(item, rows, stored):
 
 @triton.jit
 def _store_result(out, partial, lse, state, item, token, q_head, dims, SHAPE: tl.constexpr):
-    """Rows of ``out`` if the tile is one item, else partial results."""
+    """Writes rows of ``out`` if the tile is one item, else partial results."""
     Q_HEADS: tl.constexpr = SHAPE.Q_HEADS
     live = token < item.new
     dim = dims[0][None, :]
@@ -335,7 +336,7 @@ def _store_result(out, partial, lse, state, item, token, q_head, dims, SHAPE: tl
     if item.parts == 1:
         row = (item.start.to(tl.int64) + token) * Q_HEADS + q_head
         tl.store(out + row[:, None] * SHAPE.D + dim, to_bf16(acc), mask=wanted)
-    else:  # of a row that saw nothing, the weight is 2^NEVER
+    else:  # the weight is 2^NEVER if a row saw nothing
         result = (item.begin + token * item.parts + item.part).to(tl.int64) * Q_HEADS + q_head  # [ROWS]
         tl.store(lse + result, state.top + tl.log2(total), mask=live)
         tl.store(partial + result[:, None] * SHAPE.D + dim, acc, mask=wanted)
@@ -346,10 +347,10 @@ def _whole_keys(
     state, tile, token, pages, new, overlays, page_slot, dims, scale_log2,
     SHAPE: tl.constexpr, KEYS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Add what is in BF16: overlays of the pages outside the history, then the units of new tokens.
+    """Adds BF16 keys and values: overlays of the pages outside the history, then the units of new tokens.
 
-    One loop, so that the compiler's copies ahead run on from the ones to the others. Each turn: load KEYS keys and
-    values; attend; look up a slot and a page of later turns.
+    One loop covers both, so that the compiler's copies ahead continue across the boundary. Each iteration: load KEYS
+    keys and values; attend; look up a slot and a page of later iterations.
     """
     TILES: tl.constexpr = PAGE // KEYS
     dim = tl.arange(0, SHAPE.DP)
@@ -357,8 +358,8 @@ def _whole_keys(
     queries = tl.load(tile.q + tile.row[:, None] + dim[None, :], mask=inside, other=0.0)  # [ROWS, DP]
     stored_pages = pages.end - pages.first - (pages.history_end - pages.history)
     stored = stored_pages * TILES
-    # A page's slot is looked up two turns ahead, its id three: otherwise the compiler makes loads wait for what they
-    # depend on.
+    # A page's slot is looked up two iterations ahead, its id three. Otherwise the compiler makes loads wait for their
+    # dependencies.
     slot = tl.maximum(tl.load(page_slot + _page_id(pages, 0, stored_pages)), 0)
     next_slot = tl.load(page_slot + _page_id(pages, 1 // TILES, stored_pages))
     page = _page_id(pages, 2 // TILES, stored_pages)
@@ -374,7 +375,7 @@ def _whole_keys(
 
 @triton.jit
 def _load_keys(step, stored_pages, slot, token, pages, new, overlays, dims, SHAPE: tl.constexpr, KEYS: tl.constexpr):
-    """The keys [KEYS, DP] and values [KEYS, VP] of a turn, and which rows see them [ROWS, KEYS]."""
+    """Loads an iteration's keys [KEYS, DP] and values [KEYS, VP]; also returns which rows see them, [ROWS, KEYS]."""
     TILES: tl.constexpr = PAGE // KEYS
     D: tl.constexpr = SHAPE.D
     HEADS_BYTES: tl.constexpr = SHAPE.KV_HEADS * PAGE * D
@@ -389,7 +390,7 @@ def _load_keys(step, stored_pages, slot, token, pages, new, overlays, dims, SHAP
     k_base = tl.where(is_stored, overlay, new.k.data + key_new * new.k.token)
     v_base = tl.where(is_stored, overlay + HEADS_BYTES, new.v.data + key_new * new.v.token)
     k_stride, v_stride = tl.where(is_stored, D, new.k.token), tl.where(is_stored, D, new.v.token)
-    # Of keys that are not there the last one is read again: nobody sees them, but they must be numbers.
+    # Missing keys read the last one again: nobody sees them, but they must be numbers.
     row = tl.minimum(n, tl.where(is_stored, pages.tokens, new.count) - key - 1)
     k_address = k_base + row[:, None] * k_stride + dim[None, :]
     v_address = v_base + row[:, None] * v_stride + dims[0][None, :]
@@ -404,7 +405,7 @@ def _load_keys(step, stored_pages, slot, token, pages, new, overlays, dims, SHAP
 
 @triton.jit
 def _page_id(pages, count, stored_pages):
-    """Id of the ``count``-th page outside the history, or of the last; of any page, if there is none."""
+    """Returns the id of the ``count``-th page outside the history, or of the last; any page's id, if there is none."""
     index = pages.first + tl.minimum(count, stored_pages - 1)
     index += tl.where(index < pages.history, 0, pages.history_end - pages.history)
     return page_of(pages.table, tl.where(stored_pages > 0, index, 0))

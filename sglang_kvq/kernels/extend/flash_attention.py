@@ -2,8 +2,8 @@
 
     out[t, h] = softmax(scale q[t, h] k^T) v    over the keys that token t sees, online, base 2
 
-The stored keys may come in several slabs: then every launch but the last leaves its running softmax
-(acc, denominator, maximum) in float32 for the next.
+The stored keys may come in several slabs. Then every launch but the last leaves its running softmax (acc, denominator,
+maximum) in float32 for the next.
 """
 
 from typing import NamedTuple
@@ -22,8 +22,8 @@ class Tile(NamedTuple):
     """A tile's int32 fields in the plan, in this order.
 
     Attributes:
-        row: its first query row; rows: how many.
-        stored: its first stored key in the slab; stored_keys: how many.
+        row: its first query row; rows: their number.
+        stored: its first stored key in the slab; stored_keys: their number.
         new: its request's first new key.
         position: its first query, counted within its request.
     """
@@ -40,18 +40,18 @@ FIELDS = field_count(Tile)
 
 
 def rows_per_tile(head_dim: int, longest: int) -> int:
-    """Query rows of a tile, given the longest request's new tokens."""
+    """Returns the query rows of a tile, given the longest request's new tokens."""
     if INTERPRETED:
         return 32
     return 128 if longest > 64 and head_dim <= 128 else 64
 
 
 def plan_tiles(new_lens: list[int], stored: list[tuple[int, int]], rows: int) -> list[Tile]:
-    """The launch's tiles, heaviest first.
+    """Returns the launch's tiles, those with most work first.
 
     Args:
         new_lens: new tokens of each request.
-        stored: for each request, where its keys lie in the slab: (first token, tokens).
+        stored: for each request, the range of its keys in the slab: (first token, tokens).
         rows: from ``rows_per_tile``.
     """
     tiles, start = [], 0
@@ -75,15 +75,15 @@ def flash_attention(
     last: bool,
     sinks: torch.Tensor | None = None,
 ) -> None:
-    """One slab.
+    """Attends to one slab.
 
     Args:
         out: BF16 ``[T, q_heads, D]``, contiguous, written by the last launch.
-        state: float32 ``[T, q_heads, D]`` and ``[T, q_heads, 2]`` between launches; None if there is one only.
-        q: BF16 ``[T, q_heads, D]``; new: the new tokens' k and v, ``[T, kv_heads, D]``, seen in the last
-            launch only; stored: the slab's k and v ``[N, kv_heads, D]``. Last axes contiguous.
-        plan: int32 ``[tiles, FIELDS]`` of ``plan_tiles``, made with the same ``rows``.
-        sinks: float ``[q_heads]``, taken up by the last launch; None for none.
+        state: float32 ``[T, q_heads, D]`` and ``[T, q_heads, 2]`` between launches; None if there is only one.
+        q: BF16 ``[T, q_heads, D]``; new: the new tokens' k and v, ``[T, kv_heads, D]``, seen in the last launch only;
+            stored: the slab's k and v ``[N, kv_heads, D]``. Last axes contiguous.
+        plan: int32 ``[tiles, FIELDS]`` from ``plan_tiles``, with the same ``rows``.
+        sinks: float ``[q_heads]``, applied by the last launch; None for none.
     """
     q_heads, d = q.shape[1:]
     acc, sums = state or (q, q)
@@ -108,7 +108,7 @@ def _flash(
     SHAPE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr,
     SINKS: tl.constexpr,
 ):  # fmt: skip
-    """Program (query head, tile): take up the state; stored keys; new keys; leave the result or the state."""
+    """Program (query head, tile): load the state; stored keys; new keys; store the result or the state."""
     D: tl.constexpr = SHAPE.D
     DP: tl.constexpr = SHAPE.DP
     head = tl.program_id(0)
@@ -148,7 +148,7 @@ def _flash(
 
 @triton.jit
 def _head_of(x, token, head):
-    """The view from that token and head on."""
+    """Returns the view from that token and head on."""
     return View(x.data + token.to(tl.int64) * x.token + head * x.head, x.token, x.head)
 
 
@@ -156,7 +156,7 @@ def _head_of(x, token, head):
 def _attend(
     state, queries, k, v, count, position, scale_log2, SHAPE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr
 ):
-    """Add keys 0 .. count; row r sees keys up to position + r. Blocks that every row sees whole need no mask."""
+    """Adds keys 0 .. count; row r sees keys up to position + r. Blocks that every row sees whole need no mask."""
     whole = tl.minimum(position + 1, count) // KEYS * KEYS
     for start in tl.range(0, whole, KEYS):
         state = _block(state, queries, k, v, start, count, position, scale_log2, SHAPE, ROWS, KEYS, False)
@@ -170,7 +170,7 @@ def _block(
     state, queries, k, v, start, count, position, scale_log2,
     SHAPE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Online softmax over keys start .. start + KEYS."""
+    """Runs online softmax over keys start .. start + KEYS."""
     key, dim = start + tl.arange(0, KEYS), tl.arange(0, SHAPE.DP)
     inside = (dim < SHAPE.D)[None, :]
     if MASKED:

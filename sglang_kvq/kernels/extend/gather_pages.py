@@ -1,4 +1,4 @@
-"""Stored pages back to contiguous BF16 keys and values, for prefill over a stored prefix.
+"""Dequantization of stored pages to contiguous BF16 keys and values, for prefill over a stored prefix.
 
 k[first + t, h] = level * scale + offset (+ mean), or level * gain (a page of the history)   or its overlay's row t
 """
@@ -20,12 +20,12 @@ from sglang_kvq.kernels.extend.gather_two_bits import from_two_bits, warps_for
 
 
 class PageRead(NamedTuple):
-    """What is wanted of a page: four int32 fields, in this order.
+    """A page to read: four int32 fields, in this order.
 
     Attributes:
-        request: of the batch; index: the page's, in that request.
-        first: the row of k and v that its first token goes to.
-        count: how many of its tokens are wanted.
+        request: index in the batch; index: the page's index in that request.
+        first: the row of k and v for its first token.
+        count: how many of its tokens to read.
     """
 
     request: int
@@ -45,7 +45,7 @@ def gather_pages(
     record: Record | PlaneRecord,
     stored: Stored,
 ) -> None:
-    """Fill k, v BF16 ``[tokens, kv_heads, D]`` (contiguous) with pages of a batch.
+    """Fills k, v BF16 ``[tokens, kv_heads, D]`` (contiguous) with pages of a batch.
 
     plan: int32 ``[n, 4]``, a ``PageRead`` each; rows: int64 ``[batch]``; record, stored: of one layer. A page without
     an overlay outside the history reads slot 0. v: None for keys alone.
@@ -93,9 +93,9 @@ def _gather(
 def read_record(
     k, v, count, kv_heads, record, RECORD: tl.constexpr, SHAPE: tl.constexpr, FAST: tl.constexpr, VALUES: tl.constexpr
 ):
-    """Dequantize one record of any kind to the first ``count`` of PAGE rows of k and v, if VALUES.
+    """Dequantizes one record of any kind to the first ``count`` of PAGE rows of k, and of v if VALUES.
 
-    k, v: BF16 ``[PAGE, kv_heads, D]``, at this head. With ``warps_for`` warps, where it is of planes or FAST.
+    k, v: BF16 ``[PAGE, kv_heads, D]``, at this head. Records of planes, or with FAST, need ``warps_for`` warps.
     """
     if is_planes(RECORD):
         from_planes(k, v, count, kv_heads, record, RECORD, SHAPE, VALUES)
@@ -107,7 +107,7 @@ def read_record(
 
 @triton.jit
 def _from_record(k, v, count, token_stride, record, RECORD: tl.constexpr, SHAPE: tl.constexpr, VALUES: tl.constexpr):
-    """Dequantize one record to the first ``count`` of PAGE rows of k and v, ``token_stride`` apart."""
+    """Dequantizes one record to the first ``count`` of PAGE rows of k and v, ``token_stride`` apart."""
     K_CODES: tl.constexpr = RECORD.k
     V_CODES: tl.constexpr = RECORD.v
     D: tl.constexpr = SHAPE.D
@@ -132,7 +132,7 @@ def _from_record(k, v, count, token_stride, record, RECORD: tl.constexpr, SHAPE:
 
 @triton.jit
 def key_scale(token, dim, D: tl.constexpr, CODES: tl.constexpr):
-    """Where an element of K has its scale among the scales."""
+    """Returns the index of an element's scale among K's scales."""
     if CODES.channel:
         return token // CODES.group * D + dim
     else:
@@ -141,7 +141,7 @@ def key_scale(token, dim, D: tl.constexpr, CODES: tl.constexpr):
 
 @triton.jit
 def packed(record, row, column, ROWS: tl.constexpr, COLUMNS: tl.constexpr, mask, CODES: tl.constexpr):
-    """Bytes (row, column) of both parts as int32; planes of the high one, if there is one, in its low bits."""
+    """Loads bytes (row, column) of both parts as int32; the planes of the high part, if any, in its low bits."""
     low = tl.load(record + CODES.low + row * COLUMNS + column, mask=mask, other=0).to(tl.int32)
     high = low
     if CODES.bits == 4:
@@ -155,7 +155,7 @@ def packed(record, row, column, ROWS: tl.constexpr, COLUMNS: tl.constexpr, mask,
 
 @triton.jit
 def _copy(out, count, token_stride, rows, SHAPE: tl.constexpr):
-    """The first ``count`` of PAGE contiguous rows to rows ``token_stride`` apart."""
+    """Copies the first ``count`` of PAGE contiguous rows to rows ``token_stride`` apart."""
     D: tl.constexpr = SHAPE.D
     dim = tl.arange(0, SHAPE.DP)[None, :]
     for first in tl.range(0, PAGE, 16):
@@ -166,7 +166,7 @@ def _copy(out, count, token_stride, rows, SHAPE: tl.constexpr):
 
 @triton.jit
 def dequantize(low, high, plane: tl.constexpr, record, at, dim, mask, CODES: tl.constexpr):
-    """BF16 values of one plane of packed codes; ``at`` is where each element's scale is among the scales."""
+    """Returns BF16 values of one plane of packed codes; ``at`` is the index of each element's scale."""
     code = (low >> (2 * plane)) & 3
     if CODES.bits == 4:
         code |= ((high >> (2 * plane)) & 3) << 2

@@ -1,15 +1,15 @@
-"""A record of planes to BF16, as fast as ``gather_two_bits`` brings one of two bits.
+"""Dequantization of a record of planes to BF16, as fast as ``gather_two_bits`` does for two bits.
 
-A code c of w bits, brought to bit s of a BF16 number's significand, under its leading one and with a one behind it, is
-a multiple of what it stands for but for a constant; one instruction does the rest for two values:
+A code c of w bits is moved to bit s of a BF16 number's significand, under its leading one and before a one. The
+result is a multiple of the code's value plus a constant. One more instruction completes two values:
 
     x     = 2^(7 - s) + c + 1/2
     value = x g - (2^(7 - s) + 2^(w - 1)) g = (c - (2^w - 1) / 2) g        rounded once
 
-The subtrahend is exact, as s + w >= 4 and g has four bits. A code that lies where it may stay is not shifted.
+The subtrahend is exact, because s + w >= 4 and g has four bits. A code already in a usable position is not shifted.
 
-A permutation of bytes brings two columns' cells into one word. Each thread makes 16 bytes of a row of k or v at a time;
-nothing goes through shared memory and no thread waits for another.
+A byte permutation brings two columns' cells into one word. Each thread makes 16 bytes of a row of k or v at a time.
+Nothing goes through shared memory and no thread waits for another.
 """
 
 import triton
@@ -35,7 +35,7 @@ _PLAIN = tl.constexpr(INTERPRETED)
 
 @triton.jit
 def from_planes(k, v, count, kv_heads, record, RECORD: tl.constexpr, SHAPE: tl.constexpr, VALUES: tl.constexpr):
-    """Dequantize one record to the first ``count`` of PAGE rows of k and v, with ``gather_two_bits.warps_for`` warps.
+    """Dequantizes one record to the first ``count`` of PAGE rows of k and v, with ``gather_two_bits.warps_for`` warps.
 
     k, v: BF16 ``[PAGE, kv_heads, D]``, at this head. Keys first, then values, if VALUES.
     """
@@ -50,7 +50,7 @@ def from_planes(k, v, count, kv_heads, record, RECORD: tl.constexpr, SHAPE: tl.c
 
 @triton.jit
 def _keys(out, count, row_words, record, words, CODES: tl.constexpr, SHAPE: tl.constexpr):
-    """A thread has eight columns of a token."""
+    """Dequantizes keys; a thread has eight columns of a token."""
     D4: tl.constexpr = SHAPE.D4
     M: tl.constexpr = SHAPE.DP // 32
     x = tl.arange(0, M * PAGE)
@@ -75,11 +75,11 @@ def _keys(out, count, row_words, record, words, CODES: tl.constexpr, SHAPE: tl.c
 
 @triton.jit
 def _values(out, count, row_words, words, CODES: tl.constexpr, SHAPE: tl.constexpr):
-    """A thread has eight columns of four tokens."""
+    """Dequantizes values; a thread has eight columns of four tokens."""
     D4: tl.constexpr = SHAPE.D4
     M: tl.constexpr = SHAPE.DP // 32
     x = tl.arange(0, 16 * M)
-    i, g, t = x % 4, x // 4 % M, x // (4 * M)  # of a quarter of the tokens which four; of a plane which eight; quarter
+    i, g, t = x % 4, x // 4 % M, x // (4 * M)  # which four of a quarter's tokens; which eight of a plane; quarter
     inside = g < D4 // 8
     first = t * (PAGE // 4) + 4 * i
     gains = tl.load(words + (CODES.gains + first) // 4)
@@ -112,13 +112,13 @@ def _values(out, count, row_words, words, CODES: tl.constexpr, SHAPE: tl.constex
 
 @triton.jit
 def _twice(byte):
-    """A gain of its byte, int32: BF16, in both halves of a word."""
+    """Converts a gain's byte to BF16 in both halves of an int32 word."""
     return (byte + GAIN_BIAS) * 0x00100010
 
 
 @triton.jit
 def _halves(a, b, LOW: tl.constexpr, HIGH: tl.constexpr):
-    """Byte LOW of words a in words' lower half, byte HIGH of b in the upper one; above these lies anything."""
+    """Moves byte LOW of words a to the lower half, byte HIGH of b to the upper one; bits above each are undefined."""
     if _PLAIN:
         return ((a >> (8 * LOW)) & 0xFF) | (((b >> (8 * HIGH)) & 0xFF) << 16)
     else:
@@ -132,7 +132,7 @@ def _halves_ptx(low, high):
 
 @triton.jit
 def _expand(halves, gain, CODES: tl.constexpr, CELL: tl.constexpr, FIELD: tl.constexpr):
-    """Eight columns' cells, two to each of four words, to a field's values: four words in a last axis."""
+    """Expands eight columns' cells, two to each of four words, to a field's values: four words in a last axis."""
     if _PLAIN:
         x0, x1 = _plain(halves[0], gain, CODES, CELL, FIELD), _plain(halves[1], gain, CODES, CELL, FIELD)
         x2, x3 = _plain(halves[2], gain, CODES, CELL, FIELD), _plain(halves[3], gain, CODES, CELL, FIELD)
@@ -165,7 +165,7 @@ def _code(x, CODES: tl.constexpr, CELL: tl.constexpr, FIELD: tl.constexpr):
 
 @triton.constexpr_function
 def _expand_ptx(codes, cell, field):
-    """PTX of ``_expand``: $0 to $3 are the values, $4 to $7 the cells, $8 is the gain."""
+    """Returns the PTX of ``_expand``: $0 to $3 are the values, $4 to $7 the cells, $8 is the gain."""
     found = codes.cells[cell].fields[field]
     width, lies = found.width, found.shift
     bit = min(max(lies, 1, 4 - width), 7 - width)

@@ -1,12 +1,12 @@
-"""A uniform 2-bit record to BF16: the part of ``gather`` that has to keep up with the memory.
+"""Dequantization of a uniform 2-bit record to BF16: the part of ``gather_pages`` that has to keep up with the memory.
 
-A token has four values only (per group of dims): code c is c scale + offset. They lie in two words, two to a word, and
-a permutation of these words' bytes picks two values by two codes:
+A token has only four values per group of dims: code c is c scale + offset. They fill two words, two to a word. A
+permutation of these words' bytes picks two values by two codes:
 
     selector = 0x22 c + 0x10      the bytes 2c and 2c + 1, for each byte of a word of codes
 
-Each thread makes 16 bytes of a row of k or v at a time, out of two words of codes. V's codes lie dim by dim: eight
-dims' words are transposed byte by byte first. Nothing goes through shared memory and no thread waits for another.
+Each thread makes 16 bytes of a row of k or v at a time, from two words of codes. V's codes are stored dim by dim, so
+eight dims' words are transposed byte by byte first. Nothing goes through shared memory and no thread waits for another.
 """
 
 import triton
@@ -19,13 +19,13 @@ _PLAIN = tl.constexpr(INTERPRETED)
 
 
 def warps_for(head_dim: int) -> int:
-    """Warps of a program: a thread has eight dims of four tokens' codes of V."""
+    """Returns the warps of a program: a thread has eight dims of four tokens' codes of V."""
     return max(triton.next_power_of_2(head_dim) // 64, 1)
 
 
 @triton.jit
 def from_two_bits(k, v, count, kv_heads, record, RECORD: tl.constexpr, SHAPE: tl.constexpr, VALUES: tl.constexpr):
-    """Dequantize one record of ``decode.is_two_bit`` to the first ``count`` of PAGE rows of k and v.
+    """Dequantizes one record that ``is_two_bit`` accepts to the first ``count`` of PAGE rows of k and v.
 
     k, v: BF16 ``[PAGE, kv_heads, D]``, at this head. Keys first, then values, if VALUES.
     """
@@ -48,8 +48,8 @@ def _keys_of(k, count, kv_heads, record, RECORD: tl.constexpr, SHAPE: tl.constex
     words = record.to(tl.pointer_type(tl.int32))
     scales = words + RECORD.k.scale // 4
 
-    # Of one axis, so that the compiler has no choice which neighbouring lanes hold: four of them make 64 bytes of a row
-    # of k, or a word of each of four rows of v; and no tile is laid out anew.
+    # One axis fixes what neighbouring lanes hold: four of them make 64 bytes of a row of k, or a word of each of four
+    # rows of v. No tile changes its layout.
     M: tl.constexpr = DP // 32
     x = tl.arange(0, M * PAGE)
     token, m = x // M, x % M
@@ -76,7 +76,7 @@ def _values_of(v, count, kv_heads, record, RECORD: tl.constexpr, SHAPE: tl.const
     D: tl.constexpr = SHAPE.D
     DP: tl.constexpr = SHAPE.DP
     GROUP: tl.constexpr = RECORD.v.group
-    VECTOR: tl.constexpr = PAGE // 2  # as above
+    VECTOR: tl.constexpr = PAGE // 2
     V_OFFSETS: tl.constexpr = words_between(RECORD.v.scale, RECORD.v.offset)
     row_words = kv_heads * (D // 2)
     words = record.to(tl.pointer_type(tl.int32))
@@ -108,7 +108,7 @@ def _values_of(v, count, kv_heads, record, RECORD: tl.constexpr, SHAPE: tl.const
 
 @triton.jit
 def _store(out, a, b, s, z, row, count, c, row_words, inside, plane: tl.constexpr, n: tl.constexpr):
-    """Eight dims of tokens row + 4 c + n of V."""
+    """Stores eight dims of tokens row + 4 c + n of V."""
     lo, hi = _values(s, z, n % 2)
     tl.store(
         out + (row + n) * row_words, _expand(a, b, lo, hi, plane), mask=(inside & (row + 4 * c + n < count))[:, None]
@@ -117,7 +117,7 @@ def _store(out, a, b, s, z, row, count, c, row_words, inside, plane: tl.constexp
 
 @triton.jit
 def _values(s, z, upper):
-    """A token's four values, BF16, two to a word; s and z hold two tokens' FP16, of which ``upper`` says which."""
+    """Returns a token's four values, BF16, two to a word; ``upper`` selects one of the two FP16 tokens in s and z."""
     s, z = _half(s, upper), _half(z, upper)
     return _pair(0.0 * s + z, s + z), _pair(2.0 * s + z, 3.0 * s + z)
 
@@ -129,7 +129,7 @@ def _half(words, upper):
 
 @triton.jit
 def _pair(low, high):
-    """Two float32 to BF16 in one word."""
+    """Packs two float32 as BF16 in one word."""
     if _PLAIN:
         low, high = to_bf16(low).to(tl.uint16, bitcast=True), to_bf16(high).to(tl.uint16, bitcast=True)
         return low.to(tl.int32) | (high.to(tl.int32) << 16)
@@ -141,7 +141,7 @@ def _pair(low, high):
 
 @triton.jit
 def _expand(a, b, lo, hi, plane: tl.constexpr):
-    """Eight codes, ``plane`` of each byte of a and b, to values: four words in a last axis."""
+    """Expands eight codes, ``plane`` of each byte of a and b, to values: four words in a last axis."""
     if _PLAIN:
         x0, x1 = _pick(a, lo, hi, 2 * plane), _pick(a, lo, hi, 2 * plane + 16)
         x2, x3 = _pick(b, lo, hi, 2 * plane), _pick(b, lo, hi, 2 * plane + 16)
@@ -160,7 +160,7 @@ def _expand(a, b, lo, hi, plane: tl.constexpr):
 
 @triton.jit
 def _pick(codes, lo, hi, shift: tl.constexpr):
-    """The values of the codes at bits ``shift`` and ``shift`` + 8, in one word."""
+    """Returns the values of the codes at bits ``shift`` and ``shift`` + 8, in one word."""
     first, second = (codes >> shift) & 3, (codes >> (shift + 8)) & 3
     low = tl.where(first > 1, hi, lo) >> (first % 2 * 16)
     high = tl.where(second > 1, hi, lo) >> (second % 2 * 16)
@@ -179,7 +179,7 @@ def _expand_ptx(plane):
 
 @triton.jit
 def _transposed(w0, w1, w2, w3):
-    """Byte i of word j to byte j of word i."""
+    """Transposes bytes: byte i of word j becomes byte j of word i."""
     if _PLAIN:
         x0, x1 = _bytes(w0, w1, w2, w3, 0), _bytes(w0, w1, w2, w3, 8)
         x2, x3 = _bytes(w0, w1, w2, w3, 16), _bytes(w0, w1, w2, w3, 24)

@@ -1,15 +1,15 @@
-"""A tile of query rows over the records of one request: the loops of ``extend``.
+"""Attention of a tile of query rows over the records of one request: the loops of ``extend_attention``.
 
-With tens of rows per program, dequantizing a key or a value once costs less than correcting every score for scale and
-offset as ``decode`` does. FP16 holds c s + z with three bits more than BF16, and in the range that the stored scales,
-which are FP16 themselves, have. A code is AND-ed out of its byte into the mantissa of 1024, and made a number, then a
-key or value, by one FP16 instruction each for two of them:
+A program has tens of rows. So dequantizing a key or value once costs less than correcting every score for scale and
+offset, as ``decode_attention`` does. FP16 holds c s + z with three bits more than BF16. Its range suffices, because the
+stored scales are FP16 themselves. A code is AND-ed out of its byte into the mantissa of 1024. One FP16 instruction for
+two codes makes it a number, another a key or value:
 
     c = (1024 + 4^plane c) 4^-plane - 1024 4^-plane          exact
     k = c s + z                                              rounded once
 
-Q is brought into FP16's range by a power of two, which loses nothing, P by 2^15. Records of any other format are
-dequantized to BF16, as ``gather`` does.
+Q is scaled into FP16's range by a power of two, which loses nothing, P by 2^15. Records of any other format are
+dequantized to BF16, like in ``gather_pages``.
 """
 
 from typing import NamedTuple
@@ -23,9 +23,9 @@ from sglang_kvq.kernels.device.softmax import Softmax, attend, no_keys, scores
 from sglang_kvq.kernels.extend.gather_pages import dequantize, key_scale, packed
 
 _PLAIN = tl.constexpr(INTERPRETED)
-#: q is scaled to at most 2^12, of which 256 products with the largest FP16 number are far from float32's largest.
+#: q is scaled to at most 2^12: 256 products with the largest FP16 number are then far from float32's largest.
 _Q_SCALE = tl.constexpr(2.0**11)
-#: log2 of what p is multiplied by: the smallest p with all bits is 2^-29 of the largest.
+#: log2 of the factor of p: the smallest p with all bits is 2^-29 of the largest.
 _P_SHIFT = tl.constexpr(15.0)
 
 
@@ -33,8 +33,8 @@ class Tile(NamedTuple):
     """Query rows of an item.
 
     Attributes:
-        q: where the batch's queries begin; row: int64 [ROWS], where each row's query begins in it.
-        live: bool [ROWS], which rows are queries.
+        q: pointer to the batch's queries; row: int64 [ROWS], offset of each row's query from q.
+        live: bool [ROWS], True for rows that are queries.
     """
 
     q: tl.tensor
@@ -44,7 +44,7 @@ class Tile(NamedTuple):
 
 @triton.jit
 def queries_by_plane(tile, SHAPE: tl.constexpr, PLANES: tl.constexpr = 4):
-    """BF16 [ROWS, PLANES JP]: the first planes' dims, each padded, as ``join_planes`` has the keys'."""
+    """Loads BF16 [ROWS, PLANES JP]: the first planes' dims, each padded, in ``join_planes``'s order of keys."""
     c = tl.arange(0, PLANES * SHAPE.JP)
     dim = c // SHAPE.JP * SHAPE.D4 + c % SHAPE.JP
     inside = tile.live[:, None] & (c % SHAPE.JP < SHAPE.D4)[None, :]
@@ -56,10 +56,10 @@ def history_two_bits(
     tile, pages, records, v_first, scale_log2,
     RECORD: tl.constexpr, SHAPE: tl.constexpr, ROWS: tl.constexpr, PLAIN: tl.constexpr,
 ):  # fmt: skip
-    """Records of ``decode.is_two_bit`` of the pages history .. history_end: a ``Softmax`` with acc [ROWS, VP].
+    """Attends to ``is_two_bit`` records of the pages history .. history_end: a ``Softmax`` with acc [ROWS, VP].
 
-    records: the KV head's of page 0. One or two groups along D, whole planes of K's bytes each; acc are dims
-    v_first .. v_first + DIMS. Queries are scaled to FP16; then pages.
+    records: the KV head's of page 0. One or two groups along D, whole planes of K's bytes each; acc are dims v_first ..
+    v_first + DIMS. Queries are scaled to FP16; then pages.
     """
     PAGE_BYTES: tl.constexpr = SHAPE.KV_HEADS * RECORD.bytes
     x = queries_by_plane(tile, SHAPE).to(tl.float32)
@@ -70,8 +70,8 @@ def history_two_bits(
 
     state = no_keys(ROWS, SHAPE.VP)
     first, last = pages.history, pages.history_end
-    # Once. The compiler keeps an operand that it knows to be computed in registers, an argument of a loop in shared
-    # memory.
+    # The loop runs once. The compiler keeps an operand that it knows to be computed in registers, but a loop's argument
+    # in shared memory.
     for _ in tl.range(0, tl.minimum(last - first, 1)):
         next_page = page_of(pages.table, first)
         for index in tl.range(first, last):
@@ -87,7 +87,7 @@ def _page(
     state, queries, factor, record, v_first,
     RECORD: tl.constexpr, SHAPE: tl.constexpr, ROWS: tl.constexpr, PLAIN: tl.constexpr,
 ):  # fmt: skip
-    """Online softmax over a page: a record holds 64 tokens, and a history is whole pages.
+    """Runs online softmax over a page: a record holds 64 tokens, and a history is whole pages.
 
     Load codes and scales; dequantize K; dequantize V; attend.
     """
@@ -101,21 +101,21 @@ def _page(
     VECTOR: tl.constexpr = PAGE // 2  # words of scales, or offsets, of one group: two tokens each
 
     n, j, i = tl.arange(0, PAGE), tl.arange(0, JP), tl.arange(0, QUARTER)
-    # Rows are loaded in the order in which neighbouring lanes' 16 bytes of a dequantized row, as a product wants it in
-    # shared memory, lie in different banks; ``_banks`` puts them back.
+    # The order of loaded rows avoids bank conflicts: neighbouring lanes' 16 bytes of a dequantized row go to different
+    # banks, in the shared-memory layout of a product. ``_banks`` restores the order.
     token = n // 8 * 8 + n % 2 * 4 + n // 2 % 4
     dim = tl.arange(0, VP)
     dim = dim // 8 * 8 + dim % 4 * 2 + dim // 4 % 2
     k_codes = record + RECORD.k.low + key_row(token)[:, None] * D4 + j[None, :]
-    # Eight bytes a thread: where neighbouring lanes hold different dims only, the compiler stores the dequantized
+    # Eight bytes a thread: if neighbouring lanes held different dims only, the compiler would store the dequantized
     # tile dim by dim, two bytes at a time.
     v_codes = record + RECORD.v.low + (v_first + dim)[:, None] * QUARTER + i[None, :]
     v_codes = tl.max_contiguous(v_codes, [1, 8])
     k = tl.load(k_codes) if D4 == JP else tl.load(k_codes, mask=(j < D4)[None, :], other=0)  # [PAGE, JP]
     v = tl.load(v_codes) if GROUP == VP else tl.load(v_codes, mask=(dim < GROUP)[:, None], other=0)  # [VP, QUARTER]
     words = (record + RECORD.k.scale).to(tl.pointer_type(tl.int32))
-    # A word has two tokens. Loads of 256 words, so that there is one at least for each thread: the compiler copies them
-    # ahead, and does not repeat them in every thread as it does with smaller ones. K's words come once for each token.
+    # A word has two tokens. Loads have 256 words, at least one for each thread. The compiler copies such loads ahead,
+    # while it repeats smaller ones in every thread. K's words come once for each token.
     x = tl.arange(0, 4 * PAGE)
     of_key = x // PAGE * VECTOR + (x % PAGE // 8 * 8 + x % 2 * 4 + x // 2 % 4) // 2
     if GROUPS == 2:
@@ -146,7 +146,7 @@ def _page(
 def history_any(
     tile, pages, records, v_first, scale_log2, RECORD: tl.constexpr, SHAPE: tl.constexpr, ROWS: tl.constexpr
 ):
-    """``history_two_bits`` of records of any format."""
+    """Attends like ``history_two_bits``, for records of any format."""
     KEYS: tl.constexpr = RECORD.k
     VALUES: tl.constexpr = RECORD.v
     PAGE_BYTES: tl.constexpr = SHAPE.KV_HEADS * RECORD.bytes
@@ -183,7 +183,7 @@ def history_any(
 
 @triton.jit
 def settled(state):
-    """The state, of which the compiler leaves no product under way until the loop's next turn.
+    """Returns the state with all products finished before the loop's next iteration.
 
     Otherwise ptxas would wait after each product.
     """
@@ -195,9 +195,9 @@ def settled(state):
 
 
 def _affine_ptx(scales: list[list[str]], offsets: list[list[str]]) -> tl.constexpr:
-    """PTX of four bytes, $8, to $0 to $7, two words of each plane of two FP16 values each.
+    """Returns PTX that converts four bytes, $8, to $0 to $7: two words for each plane, two FP16 values each.
 
-    scales, offsets: of each plane, what its two words are multiplied by and what is added, as operands.
+    scales, offsets: operands that multiply, and are added to, the two words of each plane.
     """
     lines = ["{", ".reg .b32 even, odd, base, factor, less;", "mov.b32 base, 0x64006400;"]  # 1024
     lines += ["prmt.b32 even, $8, 0, 0x4140;", "prmt.b32 odd, $8, 0, 0x4342;"]  # two bytes, a zero above each
@@ -215,7 +215,7 @@ def _affine_ptx(scales: list[list[str]], offsets: list[list[str]]) -> tl.constex
     return tl.constexpr("\n".join([*lines, "}"]))
 
 
-# Every argument has an operand for each of four bytes: of a token's scale all are alike, of a pair's the first two.
+# Every argument has an operand for each of four bytes. All are equal for a token's scale, the first two for a pair's.
 _KEYS_PTX = _affine_ptx([["$9"] * 2] * 2 + [["$17"] * 2] * 2, [["$13"] * 2] * 2 + [["$21"] * 2] * 2)
 _KEYS_OPERANDS = tl.constexpr(",".join(["=r"] * 8 + ["r"] * 17))
 _VALUES_PTX = _affine_ptx(*([[f"${n + 4 * p}", f"${n + 4 * p + 2}"] for p in range(4)] for n in (9, 25)))
@@ -224,13 +224,13 @@ _VALUES_OPERANDS = tl.constexpr(",".join(["=r"] * 8 + ["r"] * 33))
 
 @triton.jit
 def split2(x, SIZE: tl.constexpr):
-    """[2 * SIZE] to its halves."""
+    """Splits [2 * SIZE] into its halves."""
     return tl.split(tl.permute(tl.reshape(x, [2, SIZE]), (1, 0)))
 
 
 @triton.jit
 def split8(x, SIZE: tl.constexpr):
-    """[8 * SIZE] to its eighths."""
+    """Splits [8 * SIZE] into its eighths."""
     x0, x1 = split2(x, 4 * SIZE)
     a0, a1, a2, a3 = split4(x0, SIZE)
     b0, b1, b2, b3 = split4(x1, SIZE)
@@ -239,7 +239,7 @@ def split8(x, SIZE: tl.constexpr):
 
 @triton.jit
 def split4(x, SIZE: tl.constexpr):
-    """[4 * SIZE] to its four quarters."""
+    """Splits [4 * SIZE] into its four quarters."""
     even, odd = tl.split(tl.permute(tl.reshape(x, [2, 2, SIZE]), (2, 0, 1)))
     x0, x2 = tl.split(even)
     x1, x3 = tl.split(odd)
@@ -258,14 +258,14 @@ def fp16_high(x):
 
 @triton.jit
 def _own(words, token):
-    """Words [PAGE] to [PAGE, 1]: the FP16 of a token, the upper one if it is odd, in both halves."""
+    """Converts words [PAGE] to [PAGE, 1]: the FP16 of a token, the upper one if it is odd, in both halves."""
     x = (words >> (token % 2 * 16)) & 0xFFFF
     return (x | (x << 16))[:, None]
 
 
 @triton.jit
 def _keys_of(bytes, s, z, s2, z2, PLAIN: tl.constexpr):
-    """Packed K [PAGE, JP] to FP16 tiles of the four planes, the last two with their own scales and offsets."""
+    """Unpacks K [PAGE, JP] to FP16 tiles of the four planes, the last two with their own scales and offsets."""
     if PLAIN:
         k0 = _affine(bytes & 3, s, z)
         k1 = _affine((bytes >> 2) & 3, s, z)
@@ -285,13 +285,13 @@ def _keys_of(bytes, s, z, s2, z2, PLAIN: tl.constexpr):
 
 @triton.jit
 def _affine(code, scale, offset):
-    """code scale + offset, rounded once; scale and offset are words' lower halves."""
+    """Returns code scale + offset, rounded once; scale and offset are words' lower halves."""
     return (code.to(tl.float32) * fp16_low(scale).to(tl.float32) + fp16_low(offset).to(tl.float32)).to(tl.float16)
 
 
 @triton.jit
 def _values_of(bytes, scale, offset, VECTOR: tl.constexpr, PLAIN: tl.constexpr):
-    """Packed V [VP, QUARTER] to FP16 tiles of the four planes."""
+    """Unpacks V [VP, QUARTER] to FP16 tiles of the four planes."""
     s0, s1, s2, s3 = split4(scale, VECTOR // 4)
     z0, z1, z2, z3 = split4(offset, VECTOR // 4)
     s0, s1, s2, s3 = _twice(s0, PLAIN), _twice(s1, PLAIN), _twice(s2, PLAIN), _twice(s3, PLAIN)
@@ -315,7 +315,7 @@ def _values_of(bytes, scale, offset, VECTOR: tl.constexpr, PLAIN: tl.constexpr):
 
 @triton.jit
 def _twice(x, PLAIN: tl.constexpr):
-    """Words [n] of two tokens each to [1, 2 n]: each token's word; if PLAIN, its FP16 in the lower half."""
+    """Expands words [n] of two tokens each to [1, 2 n]: each token's word; if PLAIN, its FP16 in the lower half."""
     if PLAIN:
         x = tl.join(x, x >> 16)
     else:
@@ -327,14 +327,14 @@ def _twice(x, PLAIN: tl.constexpr):
 def _keys(
     low, high, plane: tl.constexpr, record, token, j, mask, D4: tl.constexpr, D: tl.constexpr, CODES: tl.constexpr
 ):
-    """BF16 [PAGE, JP] of one plane of packed keys."""
+    """Returns BF16 [PAGE, JP] of one plane of packed keys."""
     dim = plane * D4 + j
     return dequantize(low, high, plane, record, key_scale(token, dim, D, CODES), dim, mask, CODES)
 
 
 @triton.jit
 def planes_last(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Two or four tiles [ROWS, COLUMNS] to one [ROWS, COLUMNS, planes]."""
+    """Joins two or four tiles [ROWS, COLUMNS] to one [ROWS, COLUMNS, planes]."""
     if len(x) == 2:
         return tl.join(x[0], x[1])
     else:  # a plane's number is two bits
@@ -343,5 +343,5 @@ def planes_last(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit
 def join_planes(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Two or four tiles [ROWS, COLUMNS] to one [ROWS, planes * COLUMNS], side by side."""
+    """Joins two or four tiles [ROWS, COLUMNS] to one [ROWS, planes * COLUMNS], side by side."""
     return tl.reshape(tl.permute(planes_last(x, ROWS, COLUMNS), (0, 2, 1)), [ROWS, len(x) * COLUMNS])

@@ -1,23 +1,23 @@
-"""A tile of query rows over records of planes (``formats.planes``): what ``extend_history`` does for two bits.
+"""Attention of a tile of query rows over records of planes (``formats.planes``), the counterpart of ``extend.history``.
 
-Tiles hold keys and values as FP16, times 2^-5 so that the largest, 31.5 of the largest gain, is not too large. The
-smallest is exact too, but for gains below 2^-15, whose elements may lose their last bit. A code is AND-ed out of its
-byte into the mantissa of 1024, as in ``extend_history``. Of w bits, from bit f of the byte on, with their middle m:
+Tiles hold keys and values as FP16, times 2^-5 so that the largest, 31.5 times the largest gain, is in range. The
+smallest is exact too, except for gains below 2^-15, whose elements may lose their last bit. A code is AND-ed out of its
+byte into the mantissa of 1024, as in ``extend.history``. For w bits, from bit f of the byte on, with their middle m:
 
     c - m       = (1024 + 2^f c) 2^-f - (1024 2^-f + m)
     c - m - 1/2 = (1024 + c) - (1024 + 2^(w - 1))               where f is 0: FP16 has no bit left for the half
     k           = (c - m) g  or  (c - m - 1/2) g + g / 2        all exact
 
-Gains have more exponents than FP16's normal numbers: they are made float32 numbers, and two of those FP16's. They are
-few, as a thread has one of K's tokens in its part of the tile and eight of V's; and no thread waits for another's.
+Gains have more exponents than FP16's normal numbers: they become float32 numbers, and pairs of those become FP16. They
+are few: in its part of the tile, a thread has one of K's tokens and eight of V's. No thread waits for another's gains.
 
-Words of four bytes are taken apart as they lie: bytes 0 and 2, each in a half of the word, then 1 and 3. In that order
-(``common.quad_order``) products have a plane's elements, of queries and keys, and tokens, of weights and values.
+Words of four bytes are split in place: bytes 0 and 2, each in a half of the word, then 1 and 3. Products take a plane's
+elements of queries and keys, and tokens of weights and values, in that order (``common.quad_order``).
 
-p stays without gains, as it does there: FP16 keeps all its bits down to 2^-29 of the row's largest, some down to 2^-39,
-so that of p g_v a row loses at most 2^-40 of its largest times what gains in it span, 2^32 in all.
+p stays without gains: FP16 keeps all its bits down to 2^-29 of the row's largest, some down to 2^-39. So a row of p g_v
+loses at most 2^-40 of its largest, times the span of gains in it, 2^32 in all.
 
-A plane without bits is zeros, and where the last two have none they are no part of a tile: products are half as long.
+A plane without bits is zeros. If the last two have none they are no part of a tile: products are half as long.
 """
 
 import triton
@@ -50,7 +50,7 @@ from sglang_kvq.kernels.extend.history import (
     split4,
 )
 
-#: Queries are scaled to at most 2^12, p to 2^15, as in ``extend_history``; tiles hold 2^-5 of keys and values.
+#: Queries are scaled to at most 2^12, p to 2^15, as in ``extend.history``; tiles hold 2^-5 of keys and values.
 _Q_SCALE = tl.constexpr(2.0**11)
 _P_SHIFT = tl.constexpr(15.0)
 _UNIT = tl.constexpr(2.0**-5)
@@ -62,7 +62,7 @@ def history_planes(
     tile, pages, records, v_first, scale_log2,
     RECORD: tl.constexpr, SHAPE: tl.constexpr, ROWS: tl.constexpr, PLAIN: tl.constexpr,
 ):  # fmt: skip
-    """``extend_history.history_two_bits`` of records of planes; columns of acc are ``planes.plane_dims``."""
+    """Attends like ``history.history_two_bits``, for records of planes; columns of acc are ``plane_dims``."""
     PAGE_BYTES: tl.constexpr = SHAPE.KV_HEADS * RECORD.bytes
     V_PLANES: tl.constexpr = tile_planes(RECORD.v)
     x = _queries(tile, SHAPE, ROWS, tile_planes(RECORD.k)).to(tl.float32)
@@ -81,14 +81,14 @@ def history_planes(
             state = _page(state, queries, factor, records + page * PAGE_BYTES, v_first, RECORD, SHAPE, ROWS, PLAIN)
         queries = tl.zeros(queries.shape, queries.dtype)
     acc = state.acc
-    if V_PLANES == 2:  # behind the first two planes' dims those of the others, which are zero
+    if V_PLANES == 2:  # after the first two planes' dims, the others' are zero
         acc = join_planes((acc, tl.zeros(acc.shape, tl.float32)), ROWS, SHAPE.VP // 2)
     return Softmax(acc, state.total * _UNIT, state.top - (_P_SHIFT + _UNIT_LOG2))
 
 
 @triton.jit
 def _queries(tile, SHAPE: tl.constexpr, ROWS: tl.constexpr, PLANES: tl.constexpr):
-    """``extend_history.queries_by_plane``, each plane's dims in ``quad_order``: put so once they are loaded."""
+    """Returns ``history.queries_by_plane`` with each plane's dims in ``quad_order``, reordered after loading."""
     COLUMNS: tl.constexpr = PLANES * SHAPE.JP
     x = tl.reshape(queries_by_plane(tile, SHAPE, PLANES), [ROWS, COLUMNS // 4, 2, 2])
     return tl.reshape(tl.permute(x, (0, 1, 3, 2)), [ROWS, COLUMNS])
@@ -99,7 +99,7 @@ def _page(
     state, queries, factor, record, v_first,
     RECORD: tl.constexpr, SHAPE: tl.constexpr, ROWS: tl.constexpr, PLAIN: tl.constexpr,
 ):  # fmt: skip
-    """Online softmax over a page: a record holds 64 tokens, and a history is whole pages.
+    """Runs online softmax over a page: a record holds 64 tokens, and a history is whole pages.
 
     Load gains; make K's tile; make V's; attend.
     """
@@ -120,8 +120,8 @@ def _page(
 
 @triton.jit
 def _gains(words, SHAPE: tl.constexpr):
-    """Words of four gains: K's [PAGE], each with that of ``_token_of_row``, and V's [PAGE / 4]."""
-    # As many loads as a program has threads, see ``extend_history._page``; eight warps take them twice.
+    """Returns words of four gains: K's [PAGE], each with that of ``_token_of_row``, and V's [PAGE / 4]."""
+    # As many loads as a program has threads, see ``history._page``; eight warps take them twice.
     x = tl.arange(0, 4 * PAGE if SHAPE.D > 128 else 2 * PAGE)
     of_key = _token_of_row(x % PAGE) // 4
     loaded = tl.load(words + tl.where(x % (2 * PAGE) < PAGE, of_key, PAGE // 4 + x % (PAGE // 4)))
@@ -134,18 +134,18 @@ def _gains(words, SHAPE: tl.constexpr):
 
 @triton.jit
 def _token_of_row(n):
-    """The token of the n-th row of K that is loaded: in this order because of banks, see ``extend_history._page``.
+    """Returns the token of the n-th loaded row of K; this order avoids bank conflicts, see ``history._page``.
 
-    Of eight rows the n-th becomes the tile's n // 2 + n % 2 * 4, which is this token in ``quad_order``.
+    The n-th of eight rows becomes the tile's n // 2 + n % 2 * 4, which is this token in ``quad_order``.
     """
     return n // 8 * 8 + n % 2 * 4 + n // 2 % 2 * 2 + n // 4 % 2
 
 
 @triton.jit
 def _key_tile(record, gains, CODES: tl.constexpr, SHAPE: tl.constexpr, PLAIN: tl.constexpr):
-    """FP16 [PAGE, planes * JP]: ``tile_planes`` side by side; tokens, and elements of a plane, are in ``quad_order``.
+    """Returns FP16 [PAGE, planes * JP]: ``tile_planes`` side by side, tokens and elements in ``quad_order``.
 
-    record: of words; gains: see ``_gains``.
+    record: in words; gains: see ``_gains``.
     """
     JP: tl.constexpr = SHAPE.JP
     ROW: tl.constexpr = SHAPE.D4 // 4
@@ -170,9 +170,9 @@ def _key_tile(record, gains, CODES: tl.constexpr, SHAPE: tl.constexpr, PLAIN: tl
 
 @triton.jit
 def _value_tile(record, gains, v_first, CODES: tl.constexpr, SHAPE: tl.constexpr, PLAIN: tl.constexpr):
-    """FP16 [planes * VP / 4, PAGE]: rows are the first of ``planes.plane_dims``, of ``tile_planes``.
+    """Returns FP16 [planes * VP / 4, PAGE]: rows are the first of ``plane_codes.plane_dims``, of ``tile_planes``.
 
-    Tokens are in ``quad_order``. record: of words; gains: see ``_gains``.
+    Tokens are in ``quad_order``. record: in words; gains: see ``_gains``.
     """
     WORDS: tl.constexpr = PAGE // 4
     QUARTER: tl.constexpr = WORDS // 4
@@ -182,8 +182,8 @@ def _value_tile(record, gains, v_first, CODES: tl.constexpr, SHAPE: tl.constexpr
     even, odd = _pairs(gains, PLAIN)
     planes = _no_planes(PLANES, ROWS, WORDS)
     for c in tl.static_range(cell_count(CODES)):
-        # In this order the compiler sees which words are neighbours; else it would load them one by one. Of two a
-        # thread, not four, it has the gains of eight tokens to decode.
+        # In this order the compiler sees which words are neighbours; otherwise it would load them one by one. With two
+        # words a thread, not four, it decodes the gains of eight tokens.
         quarter = word // QUARTER % (4 // shares_of(CODES, c))
         shift = word // (WORDS // shares_of(CODES, c)) * bits_of(CODES, c)
         columns = quarter * (SHAPE.D4 * QUARTER) + (v_first // 4 + j) * QUARTER + word % QUARTER
@@ -195,7 +195,7 @@ def _value_tile(record, gains, v_first, CODES: tl.constexpr, SHAPE: tl.constexpr
         for f in tl.static_range(field_count(CODES, c)):
             bytes = _elements(words, even[None, :], odd[None, :], shift, CODES, c, f, PLAIN)
             planes = _set(planes, plane_of(CODES, c, f), bytes)
-    # Tokens are joined last: otherwise the compiler takes planes for what a thread holds side by side, and stores the
+    # Tokens are joined last. Otherwise the compiler assumes that a thread holds planes side by side, and stores the
     # tile token by token.
     tokens = ()
     for n in tl.static_range(4):
@@ -205,7 +205,7 @@ def _value_tile(record, gains, v_first, CODES: tl.constexpr, SHAPE: tl.constexpr
 
 @triton.jit
 def _nth(x, N: tl.constexpr):
-    """The N-th of each tuple."""
+    """Returns the N-th of each tuple."""
     result = ()
     for n in tl.static_range(len(x)):
         result += (x[n][N],)
@@ -214,13 +214,13 @@ def _nth(x, N: tl.constexpr):
 
 @triton.jit
 def _stacked(x, ROWS: tl.constexpr):
-    """Two or four tiles [ROWS, PAGE / 4] to one, one above the other."""
+    """Stacks two or four tiles [ROWS, PAGE / 4] to one, one above the other."""
     return tl.reshape(tl.permute(planes_last(x, ROWS, PAGE // 4), (2, 0, 1)), [len(x) * ROWS, PAGE // 4])
 
 
 @triton.jit
 def _no_planes(PLANES: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.constexpr):
-    """Of each plane the zeros of four bytes of words [ROWS, WORDS]."""
+    """Returns for each plane the zeros of four bytes of words [ROWS, WORDS]."""
     zero = tl.zeros([ROWS, WORDS], tl.float16)
     planes = ()
     for _ in tl.static_range(PLANES):
@@ -230,7 +230,7 @@ def _no_planes(PLANES: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.constexpr):
 
 @triton.jit
 def _set(planes, PLANE: tl.constexpr, bytes):
-    """The planes with one replaced."""
+    """Returns the planes with one replaced."""
     result = ()
     for n in tl.static_range(len(planes)):
         if n == PLANE:
@@ -242,14 +242,14 @@ def _set(planes, PLANE: tl.constexpr, bytes):
 
 @triton.jit
 def _gain_bits(words, n):
-    """The n-th of a word's four gains, times 2^-5, as FP16, in the lower half of a word."""
+    """Returns the n-th of a word's four gains, times 2^-5, as FP16, in the lower half of a word."""
     gain = gain_of((words >> (8 * n)) & 0xFF) * _UNIT
     return gain.to(tl.float16).to(tl.uint16, bitcast=True).to(tl.int32)
 
 
 @triton.jit
 def _twice(words, n, PLAIN: tl.constexpr):
-    """Words whose halves are both the n-th of a word's four gains, see ``_gain_bits``."""
+    """Returns words whose halves are both the n-th of a word's four gains, see ``_gain_bits``."""
     if PLAIN:
         half = _gain_bits(words, n)
         return half | (half << 16)
@@ -261,7 +261,7 @@ def _twice(words, n, PLAIN: tl.constexpr):
 
 @triton.jit
 def _pairs(words, PLAIN: tl.constexpr):
-    """Words whose halves are gains of four in a word, see ``_gain_bits``: 0 and 2, and 1 and 3."""
+    """Returns words whose halves are gains of four in a word, see ``_gain_bits``: 0 and 2, and 1 and 3."""
     if PLAIN:
         even = _gain_bits(words, 0) | (_gain_bits(words, 2) << 16)
         return even, _gain_bits(words, 1) | (_gain_bits(words, 3) << 16)
@@ -271,12 +271,12 @@ def _pairs(words, PLAIN: tl.constexpr):
         )
 
 
-#: Of PTX's prmt.b32, with zero as its second word: the lowest byte to where it is 2^16 times as much, the others zero.
+#: Selector of PTX's prmt.b32, with zero as its second word: moves the lowest byte up by 2^16 and clears the others.
 _SELECTOR = tl.constexpr(0x4044)
 
 
 def _gain_ptx(target: str, word: str, selector: str) -> list[str]:
-    """float32 of a gain times 2^-5, of the byte that ``selector`` picks."""
+    """Returns PTX that converts the byte picked by ``selector`` to a gain times 2^-5 in float32."""
     bias = (_GAIN_BIAS + 8 * int(_UNIT_LOG2.value)) << 20
     return [f"prmt.b32 {target}, {word}, 0, {selector};", f"mad.lo.u32 {target}, {target}, 16, {bias:#x};"]
 
@@ -298,9 +298,10 @@ TWICE_PTX = tl.constexpr(
 def _elements(
     words, even, odd, shift, CODES: tl.constexpr, CELL: tl.constexpr, FIELD: tl.constexpr, PLAIN: tl.constexpr
 ):
-    """A field's elements times 2^-5, FP16: of words' bytes 0, 2, 1 and 3.
+    """Returns a field's elements times 2^-5, FP16: of words' bytes 0, 2, 1 and 3.
 
-    even, odd: gains of bytes 0 and 2, and of 1 and 3, see ``_pairs``; shift: where tokens' cells begin in their bytes.
+    even, odd: gains of bytes 0 and 2, and of 1 and 3, see ``_pairs``; shift: bit where tokens' cells begin in their
+    bytes.
     """
     if PLAIN:
         return (
@@ -329,9 +330,9 @@ def _element(words, byte, shift, gain, CODES: tl.constexpr, CELL: tl.constexpr, 
 
 @triton.constexpr_function
 def elements_ptx(codes, cell, field):
-    """PTX of ``_elements``: $0 to $3, of the word $4, gains $5 and $6, and the shift $7.
+    """Returns the PTX of ``_elements``: $0 to $3, from the word $4, gains $5 and $6, and the shift $7.
 
-    Halves of a register are one again where they are stored: ptxas moves nothing.
+    Halves of a register are one again when they are stored: ptxas moves nothing.
     """
     found = codes.cells[cell].fields[field]
     lowest = found.shift == 0  # no bit is left for the half

@@ -1,12 +1,12 @@
-"""The highest attention that a prompt's queries pay each past key (``attention.key_scores``), of keys in BF16.
+"""Highest attention of a prompt's queries to each past key (``attention.key_scores``), for keys in BF16.
 
     lse[t, g]   = log2 of the sum over past keys j of 2^x          x = q[t, g] k[j] scale log2 e
     score[h, j] = max over t and the heads g of KV head h of 2^(x - lse[t, g])
 
-Two passes, so that no matrix of products is kept: in the first a program owns queries and reads keys, in the second it
-owns keys and reads queries, so both reduce in registers. 2^x grows with x: the second pass takes the maximum of
-exponents, one multiply-add and one comparison a product, and one power of two a key. In either, the operand that is
-owned lies in shared memory and the other is copied ahead of its use.
+Two passes avoid storing a matrix of products. In the first a program owns queries and reads keys, in the second it owns
+keys and reads queries, so both reduce in registers. 2^x grows with x, so the second pass takes the maximum of
+exponents: one multiply-add and one comparison a product, and one power of two a key. In either pass, the owned operand
+is in shared memory and the other is copied ahead of its use.
 """
 
 from dataclasses import dataclass
@@ -22,12 +22,12 @@ from sglang_kvq.kernels.device.softmax import LOG2E, NEVER, scores
 
 @dataclass(frozen=True)
 class ScoreLaunch:
-    """How both kernels are compiled.
+    """Compile options of both kernels.
 
     Attributes:
-        owned: queries (first pass) or keys (second) of a program; a query is a token's of one head.
-        read: keys or queries a turn.
-        warps, stages: the compiler's.
+        owned: queries (first pass) or keys (second) of a program; a query is one head of a token.
+        read: keys or queries per iteration.
+        warps, stages: compiler options.
     """
 
     owned: int
@@ -36,13 +36,13 @@ class ScoreLaunch:
     stages: int
 
 
-#: Of 128 dims 80 KiB of shared memory: two programs an SM, whose 16 warps hide the copies. Not measured yet.
+#: 80 KiB of shared memory at 128 dims: two programs an SM, whose 16 warps hide the copies. Not measured yet.
 NARROW = ScoreLaunch(owned=128, read=64, warps=8, stages=3)
 #: Heads of 256: 128 KiB.
 WIDE = ScoreLaunch(owned=128, read=64, warps=8, stages=2)
-#: That run at once on an SM: what ``splits_of`` fills.
+#: Programs that run at once on an SM; ``splits_of`` fills them.
 PROGRAMS_PER_SM = 2
-#: Keys of a split, at least: a program's queries are loaded once for so many.
+#: Minimum keys of a split: a program loads its queries once for that many.
 LEAST_KEYS = 512
 
 
@@ -51,13 +51,13 @@ def score_launch(head_dim: int) -> ScoreLaunch:
 
 
 def splits_of(prompt: int, q_heads: int, kv_heads: int, past: int, sms: int, launch: ScoreLaunch) -> int:
-    """Into how many ranges of keys the first pass is divided: few queries would leave SMs without work."""
+    """Returns how many ranges of keys the first pass has: few queries would leave SMs without work."""
     tiles = -(-prompt * (q_heads // kv_heads) // launch.owned) * kv_heads
     return max(min(PROGRAMS_PER_SM * sms // tiles, past // LEAST_KEYS), 1)
 
 
 def past_lse(lse: torch.Tensor, q: torch.Tensor, k: torch.Tensor, scale: float, *, launch: ScoreLaunch) -> None:
-    """The first pass.
+    """Runs the first pass.
 
     Args:
         lse: float32 ``[splits, P, q_heads]``, contiguous, of each split's range of keys.
@@ -80,7 +80,7 @@ def past_lse(lse: torch.Tensor, q: torch.Tensor, k: torch.Tensor, scale: float, 
 
 
 def merged(lse: torch.Tensor) -> torch.Tensor:
-    """Of all keys, ``[P, q_heads]``, from those of ranges, ``[splits, P, q_heads]``, in base 2."""
+    """Merges LSEs of ranges, ``[splits, P, q_heads]``, to those of all keys, ``[P, q_heads]``, in base 2."""
     if len(lse) == 1:
         return lse[0]
     top = lse.amax(0)
@@ -90,11 +90,11 @@ def merged(lse: torch.Tensor) -> torch.Tensor:
 def raise_scores(
     values: torch.Tensor, q: torch.Tensor, k: torch.Tensor, lse: torch.Tensor, scale: float, *, launch: ScoreLaunch
 ) -> None:
-    """The second pass.
+    """Runs the second pass.
 
     Args:
         values: float32 ``[kv_heads, n]``, last axis contiguous, raised where a key's score is higher.
-        q, k: of ``past_lse``, k perhaps only some of the keys.
+        q, k: see ``past_lse``; k may be only some of the keys.
         lse: float32 ``[P, q_heads]``, contiguous, of all past keys.
     """
     prompt, q_heads = lse.shape
@@ -133,13 +133,13 @@ def _past_lse(
         x = tl.where((whole + tl.arange(0, KEYS) < end)[None, :], x, NEVER)
         top, total = _add(top, total, x, scale_log2)
     place = split.to(tl.int64) * (queries // SHAPE.GQA_GROUP * SHAPE.Q_HEADS) + _place(n, head, SHAPE)
-    # A range without keys, behind the last of them, counts for nothing.
+    # An empty range after the last keys counts for nothing.
     tl.store(lse + place, top + tl.log2(tl.maximum(total, 1e-30)), mask=n < queries)
 
 
 @triton.jit
 def _add(top, total, x, scale_log2):
-    """Online softmax of products x [QUERIES, KEYS]."""
+    """Updates an online softmax with products x [QUERIES, KEYS]."""
     higher = tl.maximum(top, tl.max(x, 1) * scale_log2)
     total = total * tl.exp2(top - higher) + tl.sum(tl.exp2(x * scale_log2 - higher[:, None]), 1)
     return higher, total
@@ -154,11 +154,11 @@ def _raise_scores(
     head = tl.program_id(0)
     first = tl.program_id(1) * KEYS
     keys = _keys(View(k.data + head * k.head, k.token, k.head), first, past, SHAPE, KEYS, True)
-    # The maximum of each place in a tile of products; their maximum once, at the end.
+    # Keep the maximum of each place in a tile of products; reduce once, at the end.
     best = tl.full([KEYS, QUERIES], float("-inf"), tl.float32)
     for start in tl.range(0, queries, QUERIES):
         n = start + tl.arange(0, QUERIES)
-        # Of a query that is not there, every exponent is -inf.
+        # Every exponent of a missing query is -inf.
         less = tl.load(lse + _place(n, head, SHAPE), mask=n < queries, other=float("inf"))
         x = scores(keys, _queries(q, n, queries, head, SHAPE), KEYS, QUERIES)
         best = tl.maximum(best, x * scale_log2 - less[None, :])
@@ -170,13 +170,13 @@ def _raise_scores(
 
 @triton.jit
 def _place(n, head, SHAPE: tl.constexpr):
-    """Where query n of a KV head, heads within tokens, is in [P, q_heads]."""
+    """Returns the place in [P, q_heads] of query n of a KV head, heads within tokens."""
     return n // SHAPE.GQA_GROUP * SHAPE.Q_HEADS + head * SHAPE.GQA_GROUP + n % SHAPE.GQA_GROUP
 
 
 @triton.jit
 def _queries(q, n, queries, head, SHAPE: tl.constexpr):
-    """BF16 [n, DP]; zeros for those that are not there."""
+    """Loads BF16 [n, DP]; zeros for missing queries."""
     dim = tl.arange(0, SHAPE.DP)
     token, q_head = n // SHAPE.GQA_GROUP, head * SHAPE.GQA_GROUP + n % SHAPE.GQA_GROUP
     address = q.data + token.to(tl.int64) * q.token + q_head * q.head
@@ -186,7 +186,7 @@ def _queries(q, n, queries, head, SHAPE: tl.constexpr):
 
 @triton.jit
 def _keys(k, first, past, SHAPE: tl.constexpr, KEYS: tl.constexpr, MASKED: tl.constexpr):
-    """BF16 [KEYS, DP] from the first on; MASKED: zeros for those that are not there."""
+    """Loads BF16 [KEYS, DP] from the first on; with MASKED, zeros for missing keys."""
     key, dim = first + tl.arange(0, KEYS), tl.arange(0, SHAPE.DP)
     address = (k.data + key.to(tl.int64) * k.token)[:, None] + dim[None, :]
     inside = (dim < SHAPE.D)[None, :]

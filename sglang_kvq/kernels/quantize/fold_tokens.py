@@ -1,10 +1,11 @@
-"""Chosen tokens of some pages into others, as they are stored: each layer and KV head has its own choice.
+"""Copy of chosen tokens of some pages to others, in stored form: each layer and KV head has its own choice.
 
-target[l, h, j] = source[l, h, tokens[l, h, j]]        codes, scales and offsets, or gains; nothing is quantized again
+    target[l, h, j] = source[l, h, tokens[l, h, j]]        codes, scales and offsets, or gains; nothing is quantized
+    again
 
-A token's row of K is whole bytes, or halves or quarters of them. Of V, a byte may have bits of two or four tokens too.
-These are put together anew in registers. Loads of V are bytes that lie as far apart as the tokens do; ascending choices
-find most of them in the L1 cache.
+A token's row of K is whole bytes, or halves or quarters of bytes. A byte of V may have bits of two or four tokens too;
+such bytes are reassembled in registers. Loads of V are single bytes, as far apart as the tokens. With ascending
+choices, most of them hit the L1 cache.
 """
 
 import torch
@@ -26,10 +27,10 @@ def fold_pages(
     tokens: torch.Tensor,
     head_dim: int,
 ) -> None:
-    """Fill ``target_pages`` int64 ``[m]`` of one store with tokens of ``source_pages`` int64 ``[n]``, other pages.
+    """Fills ``target_pages`` int64 ``[m]`` of one store with tokens of ``source_pages`` int64 ``[n]``, other pages.
 
-    records: uint8 ``[layers of the store, pages + 1, kv_heads, record.bytes]``; layer_ids: int64, of these layers in
-    tokens; tokens: int64 ``[layers, kv_heads, m * PAGE]``, contiguous, all from 0 to ``n * PAGE - 1``.
+    records: uint8 ``[layers of the store, pages + 1, kv_heads, record.bytes]``; layer_ids: int64, indices of these
+    layers in tokens; tokens: int64 ``[layers, kv_heads, m * PAGE]``, contiguous, all from 0 to ``n * PAGE - 1``.
     """
     layers, pages, kv_heads, _ = records.shape
     _fold[(len(target_pages), kv_heads, layers)](
@@ -42,7 +43,7 @@ def fold_pages(
 
 @triton.jit
 def _fold(records, layer_ids, source_pages, target_pages, tokens, pages, RECORD: tl.constexpr, SHAPE: tl.constexpr):
-    """Program (n, h, l): target page n of KV head h of the store's layer l. pages: of records, with page 0."""
+    """Program (n, h, l): target page n of KV head h of the store's layer l. pages: number of pages, with page 0."""
     KEYS: tl.constexpr = RECORD.k
     VALUES: tl.constexpr = RECORD.v
     n, head, layer = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
@@ -59,7 +60,7 @@ def _fold(records, layer_ids, source_pages, target_pages, tokens, pages, RECORD:
     else:
         _keys(out, records, step, source_pages, chosen, KEYS, SHAPE)
         _values(out, records, step, source_pages, chosen, VALUES, SHAPE)
-        # K's scales and offsets and V's lie one behind the other, to the record's end.
+        # K's scales and offsets, then V's, fill the rest of the record.
         _scales(out, records, step, source_pages, chosen, KEYS.scale, (RECORD.bytes - KEYS.scale) // (2 * PAGE))
 
 
@@ -98,14 +99,14 @@ def _value_cells(out, records, step, source_pages, chosen, CODES: tl.constexpr, 
 
 @triton.jit
 def _source(source_pages, chosen, token):
-    """Page, int64, and place in it, int32, of what the target's ``token`` is filled with."""
+    """Returns the source page, int64, and position in it, int32, of the target's ``token``."""
     index = tl.load(chosen + token)
     return tl.load(source_pages + index // PAGE), (index % PAGE).to(tl.int32)
 
 
 @triton.jit
 def _key_bytes(out, records, step, source_pages, chosen, START: tl.constexpr, SHAPE: tl.constexpr):
-    """Rows of D / 4 bytes at START, [PAGE, D / 4], moved as words."""
+    """Moves rows of D / 4 bytes at START, [PAGE, D / 4], as words."""
     WORDS: tl.constexpr = SHAPE.D4 // 4
     token, word = tl.arange(0, PAGE)[:, None], tl.arange(0, SHAPE.DP // 16)[None, :]
     page, place = _source(source_pages, chosen, token)
@@ -119,7 +120,7 @@ def _key_bytes(out, records, step, source_pages, chosen, START: tl.constexpr, SH
 def _shared_key_bytes(
     out, records, step, source_pages, chosen, START: tl.constexpr, BITS: tl.constexpr, SHAPE: tl.constexpr
 ):
-    """Rows of BITS a column at START, [ROWS, D / 4]: byte row r has rows r, r + ROWS, ..., lowest bits first."""
+    """Moves rows of BITS a column at START, [ROWS, D / 4]: byte row r has rows r, r + ROWS, ..., lowest bits first."""
     WORDS: tl.constexpr = SHAPE.D4 // 4
     ROWS: tl.constexpr = PAGE * BITS // 8
     WIDTH: tl.constexpr = SHAPE.DP // 16
@@ -139,7 +140,7 @@ def _shared_key_bytes(
 
 @triton.jit
 def _value_pairs(out, records, step, source_pages, chosen, START: tl.constexpr, SHAPE: tl.constexpr):
-    """Two bits of each element at START, [D, PAGE / 4]: a byte has tokens i, i + 16, i + 32, i + 48 of a dim."""
+    """Moves two bits of each element at START, [D, PAGE / 4]: a byte has tokens i, i + 16, i + 32, i + 48 of a dim."""
     DIMS: tl.constexpr = SHAPE.DP
     dim, i = tl.arange(0, DIMS)[:, None], tl.arange(0, PAGE // 4)[None, :]
     inside = dim < SHAPE.D
@@ -152,7 +153,7 @@ def _value_pairs(out, records, step, source_pages, chosen, START: tl.constexpr, 
 
 @triton.jit
 def _value_bits(out, records, step, source_pages, chosen, START: tl.constexpr, SHAPE: tl.constexpr):
-    """One bit of each element at START, [D / 2, PAGE / 4]: like ``_value_pairs``, dims D / 2 on in the upper half."""
+    """Moves one bit of each element at START, [D / 2, PAGE / 4], like ``_value_pairs``; high bits: dims D / 2 on."""
     DIMS: tl.constexpr = SHAPE.DP // 2
     dim, i = tl.arange(0, DIMS)[:, None], tl.arange(0, PAGE // 4)[None, :]
     inside = dim < SHAPE.D // 2
@@ -165,7 +166,7 @@ def _value_bits(out, records, step, source_pages, chosen, START: tl.constexpr, S
 
 @triton.jit
 def _value_byte(records, step, source_pages, chosen, token, dim, inside, START: tl.constexpr):
-    """The byte of a row of PAGE / 4 at START that has a token of a dim, int32, and which of its four tokens it is."""
+    """Loads the byte of a token's dim in rows of PAGE / 4 at START, int32; also returns its index among four tokens."""
     page, place = _source(source_pages, chosen, token)
     address = records + page * step + START + dim * (PAGE // 4) + place % (PAGE // 4)
     return tl.load(address, mask=inside, other=0).to(tl.int32), place // (PAGE // 4)
@@ -173,8 +174,7 @@ def _value_byte(records, step, source_pages, chosen, token, dim, inside, START: 
 
 @triton.jit
 def _value_cell(out, records, step, source_pages, chosen, START: tl.constexpr, BITS: tl.constexpr, SHAPE: tl.constexpr):
-    """A cell of BITS, 8 included, for each column and token at START, [QUARTERS, D / 4, PAGE / 4]: see
-    ``formats.planes``."""
+    """Moves a cell of BITS, at most 8, per column and token at START, [QUARTERS, D / 4, PAGE / 4]."""
     D4: tl.constexpr = SHAPE.D4
     COLUMNS: tl.constexpr = SHAPE.JP
     QUARTER: tl.constexpr = PAGE // 4
@@ -193,7 +193,7 @@ def _value_cell(out, records, step, source_pages, chosen, START: tl.constexpr, B
 
 @triton.jit
 def _scales(out, records, step, source_pages, chosen, START: tl.constexpr, ROWS: tl.constexpr):
-    """Rows of PAGE halves at START."""
+    """Moves rows of PAGE FP16 numbers at START."""
     token = tl.arange(0, PAGE)
     page, place = _source(source_pages, chosen, token)
     old = (records + page * step + START).to(tl.pointer_type(tl.int16)) + place
@@ -204,7 +204,7 @@ def _scales(out, records, step, source_pages, chosen, START: tl.constexpr, ROWS:
 
 @triton.jit
 def _gains(out, records, step, source_pages, chosen, START: tl.constexpr):
-    """A byte for each token at START."""
+    """Moves a byte for each token at START."""
     token = tl.arange(0, PAGE)
     page, place = _source(source_pages, chosen, token)
     tl.store(out + START + token, tl.load(records + page * step + START + place))

@@ -1,7 +1,7 @@
-"""First tokens of sequences: kept when their pages' overlays are taken, and overlays that are restored with them.
+"""First tokens of sequences: keeps them when their pages lose their overlays, and restores overlays with them.
 
-What ``cache.firsts.FirstTokens`` and ``ReferenceOps.restore_pages`` do in torch, bit for bit. Both are launched for
-every plan, and find on the device that there is nothing to do.
+``cache.firsts.FirstTokens`` and ``ReferenceOps.restore_pages`` do the same in torch, bit for bit. Both kernels are
+launched for every plan, and may find on the device that there is nothing to do.
 """
 
 import torch
@@ -23,9 +23,9 @@ _PROGRAMS = 8
 def keep_firsts(
     slots: torch.Tensor, entries: torch.Tensor, count: torch.Tensor, overlays: torch.Tensor, firsts: torch.Tensor
 ) -> None:
-    """Copy first tokens of overlays to their entries, while overlays that were taken are as they were.
+    """Copies first tokens from overlays to their entries, while reassigned overlays still have their old values.
 
-    slots: int64 ``[n]``, entries: int32 ``[n]``, 0 for none, of which the first ``count``, int64 ``[1]``, count.
+    slots: int64 ``[n]``; entries: int32 ``[n]``, 0 for none. Only the first ``count``, int64 ``[1]``, are read.
     overlays: BF16 ``[layers, slots + 1, 2, kv_heads, PAGE_SIZE, D]``. firsts: ``FirstTokens.tokens``.
     """
     layers, kv_heads, d = overlays.shape[0], overlays.shape[3], overlays.shape[-1]
@@ -68,10 +68,10 @@ def restore_pages(
     first_entry: torch.Tensor,
     firsts: torch.Tensor,
 ) -> None:
-    """Fill the overlays that pages int ``[n]`` have, 0 for none, from records of the layers of one store.
+    """Fills the overlays of pages int ``[n]``, 0 for none, from records of the layers of one store.
 
     records: uint8 ``[m, pages + 1, kv_heads, record.bytes]`` of layers ``layers`` int64 ``[m]``; page_slot: int32
-    ``[pages + 1]``; first_entry, firsts: ``FirstTokens.entry`` and ``tokens``. Token 0 is the one that is kept.
+    ``[pages + 1]``; first_entry, firsts: ``FirstTokens.entry`` and ``tokens``. Token 0 is the kept one.
     """
     m, kv_heads, d = records.shape[0], records.shape[2], overlays.shape[-1]
     fast = is_two_bit(record, d)
@@ -94,7 +94,7 @@ def _restore(
     D: tl.constexpr = SHAPE.D
     KV_HEADS: tl.constexpr = SHAPE.KV_HEADS
     page = tl.load(pages + tl.program_id(2)).to(tl.int32)
-    slot = tl.load(page_slot + page).to(tl.int64)  # of page 0 it is 0
+    slot = tl.load(page_slot + page).to(tl.int64)  # 0 for page 0
     if slot > 0:
         head = tl.program_id(0)
         layer = tl.load(layers + tl.program_id(1))

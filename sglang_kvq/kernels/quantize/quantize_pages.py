@@ -1,8 +1,8 @@
-"""Whole BF16 pages to records: clip, scale, round, pack. Bit for bit what formats/page.py gives.
+"""Quantization of whole BF16 pages to records: clip, scale, round, pack. Codes equal formats/page.py's bit for bit.
 
-One work item is ``TOKENS`` tokens of a page, one KV head, keys or values; of keys with a scale per channel, all
-tokens and a quarter of the channels. Where keys are centred, every item finds the means of all tokens itself. The
-arithmetic is in ``rows``.
+A work item is ``TOKENS`` tokens of a page, one KV head, keys or values. For keys with a scale per channel, it is all
+tokens and a quarter of the channels. If keys are centred, every item computes the means of all tokens itself. ``rows``
+has the arithmetic.
 """
 
 from typing import Any
@@ -31,7 +31,7 @@ from sglang_kvq.kernels.device.rows import (
 from sglang_kvq.kernels.device.shape import shape_of
 from sglang_kvq.kernels.quantize.quantize_planes import quantize_plane_keys, quantize_plane_values
 
-#: Tokens of a work item: a multiple of 16, of which V's bytes take as many from each quarter of the page.
+#: Tokens of a work item: a multiple of 16, because V's bytes take equally many from each quarter of the page.
 TOKENS = tl.constexpr(16)
 #: Work items of a page: its keys, then its values.
 PARTS = tl.constexpr(2 * PAGE_SIZE // TOKENS.value)
@@ -46,7 +46,7 @@ def quantize_tokens(
     k: torch.Tensor,
     v: torch.Tensor,
 ) -> None:
-    """Pages of activations, one layer.
+    """Quantizes pages of activations, one layer.
 
     records: uint8 ``[pages + 1, kv_heads, record.bytes]``; ranks: int32 ``[2]``, the layer's clip ranks of K and V;
     rows ``first[i] .. first[i] + PAGE_SIZE`` of k, v BF16 ``[T, kv_heads, D]`` (last axis contiguous, the others'
@@ -70,10 +70,10 @@ def quantize_slots(
     count: torch.Tensor,
     programs: int,
 ) -> None:
-    """Overlays of the layers of one store; ``count`` int64 ``[1]`` is only read on the device.
+    """Quantizes overlays of the layers of one store; ``count`` int64 ``[1]`` is only read on the device.
 
-    records: uint8 ``[n, pages + 1, kv_heads, record.bytes]`` of layers ``layers`` int64 ``[n]``; ranks: int32 ``[all
-    layers, 2]``; overlays: BF16 ``[all layers, slots + 1, 2, kv_heads, PAGE_SIZE, D]``. For i < count, overlay
+    records: uint8 ``[n, pages + 1, kv_heads, record.bytes]`` of layers ``layers`` int64 ``[n]``; ranks: int32
+    ``[all layers, 2]``; overlays: BF16 ``[all layers, slots + 1, 2, kv_heads, PAGE_SIZE, D]``. For i < count, overlay
     ``slots[i]`` becomes page ``pages[i]``'s record.
     """
     if slots.numel() == 0:
@@ -91,10 +91,10 @@ def _constants(record: Record | PlaneRecord, kv_heads: int, d: int, device: torc
     return {
         "RECORD": record,
         "SHAPE": shape_of(kv_heads, d),
-        # torch rounds each operation; of planes, none that could be fused is rounded
+        # torch rounds each operation; in planes no fusible operation rounds
         "enable_fp_fusion": is_planes(record),
         "PACKED": has_pairs(device),
-        # 64 elements to a lane, or 32 where all of them are in float32 at once.
+        # 64 elements per lane, or 32 if all of them are in float32 at once
         "num_warps": max(d // 128, 1 if is_planes(record) else 1 + record.k.centred),
     }
 
@@ -103,7 +103,7 @@ def _constants(record: Record | PlaneRecord, kv_heads: int, d: int, device: torc
 def _quantize_tokens(
     records, ranks, first, pages, k, v, RECORD: tl.constexpr, SHAPE: tl.constexpr, PACKED: tl.constexpr
 ):
-    """Program p does item p: heads fastest, then parts, then pages."""
+    """Program p processes item p: heads fastest, then parts, then pages."""
     KV_HEADS: tl.constexpr = SHAPE.KV_HEADS
     head, part, index = _item(tl.program_id(0), KV_HEADS)
     token = tl.load(first + index).to(tl.int64)
@@ -118,7 +118,7 @@ def _quantize_slots(
     records, layer_ids, ranks, overlays, slots, pages, count, record_layer, overlay_layer, layers,
     RECORD: tl.constexpr, SHAPE: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """Programs share the items of count * layers pages."""
+    """Shares the items of count * layers pages among the programs."""
     D: tl.constexpr = SHAPE.D
     KV_HEADS: tl.constexpr = SHAPE.KV_HEADS
     items = tl.load(count).to(tl.int32) * layers * (KV_HEADS * PARTS)
@@ -136,7 +136,7 @@ def _quantize_slots(
 
 @triton.jit
 def _item(item, KV_HEADS: tl.constexpr):
-    """(head, part, page index) of an item."""
+    """Returns (head, part, page index) of an item."""
     return item % KV_HEADS, item // KV_HEADS % PARTS, item // (KV_HEADS * PARTS)
 
 
@@ -144,7 +144,7 @@ def _item(item, KV_HEADS: tl.constexpr):
 def _quantize_part(
     k, k_token, v, v_token, record, ranks, part, RECORD: tl.constexpr, SHAPE: tl.constexpr, PACKED: tl.constexpr
 ):
-    """One item of a page and head into its record: the first parts are of K, the others of V."""
+    """Quantizes one item of a page and head into its record: the first parts are of K, the others of V."""
     KEYS: tl.constexpr = RECORD.k
     VALUES: tl.constexpr = RECORD.v
     if is_planes(RECORD):
@@ -163,9 +163,10 @@ def _quantize_part(
 
 @triton.jit
 def _quantize_keys(k, k_token, record, rank, part, CODES: tl.constexpr, SHAPE: tl.constexpr, PACKED: tl.constexpr):
-    """TOKENS tokens: a byte holds the four planes of one column.
+    """Quantizes TOKENS tokens of keys: a byte holds the four planes of one column.
 
-    They are consecutive, but with 3 bits half of them are the others' counterparts in the second half of the page.
+    Tokens are consecutive, except that with 3 bits, half of them are the others' counterparts in the second half of the
+    page.
     """
     HALF: tl.constexpr = TOKENS // 2
     N: tl.constexpr = SHAPE.WORDS
@@ -193,7 +194,7 @@ def _quantize_keys(k, k_token, record, rank, part, CODES: tl.constexpr, SHAPE: t
 
 @triton.jit
 def _key_token(i, part, CODES: tl.constexpr):
-    """Token of its page that is the i-th of that part."""
+    """Returns the page's token that is the i-th of that part."""
     HALF: tl.constexpr = TOKENS // 2
     if CODES.bits == 3:
         return i // HALF * (PAGE // 2) + part * HALF + i % HALF
@@ -203,7 +204,7 @@ def _key_token(i, part, CODES: tl.constexpr):
 
 @triton.jit
 def _load_rows(x, x_token, token, SHAPE: tl.constexpr):
-    """Planes of those tokens' rows, see ``rows``; 0 beyond a row's end."""
+    """Loads planes of those tokens' rows, see ``rows``; 0 beyond a row's end."""
     p0 = _load_plane(x, x_token, token, 0, SHAPE)
     p1 = _load_plane(x, x_token, token, 1, SHAPE)
     p2 = _load_plane(x, x_token, token, 2, SHAPE)
@@ -223,7 +224,7 @@ def _load_plane(x, x_token, token, plane: tl.constexpr, SHAPE: tl.constexpr):
 
 @triton.jit
 def _channel_means(k, k_token, record, part, CODES: tl.constexpr, SHAPE: tl.constexpr, PACKED: tl.constexpr):
-    """The page's mean of every channel, as ``rows.halves`` takes them; the first part stores them.
+    """Returns the page's mean of every channel, in the form of ``rows.halves``; the first part stores them.
 
     Tokens are read twice, a work item's at a time, the second time from a cache.
     """
@@ -262,7 +263,7 @@ def _plane_means(
 
 @triton.jit
 def _quantize_values(v, v_token, record, rank, part, CODES: tl.constexpr, SHAPE: tl.constexpr, PACKED: tl.constexpr):
-    """As many bytes of every dim as a quarter of TOKENS: row (n, i) is the token that byte i has as its plane n."""
+    """Quantizes TOKENS / 4 bytes of every dim: row (n, i) is the token that byte i has as its plane n."""
     BYTES: tl.constexpr = TOKENS // 4
     row = tl.arange(0, TOKENS)
     token = row // BYTES * (PAGE // 4) + part * BYTES + row % BYTES
@@ -281,7 +282,7 @@ def _quantize_values(v, v_token, record, rank, part, CODES: tl.constexpr, SHAPE:
 
 @triton.jit
 def _store_values(codes, WIDTH: tl.constexpr, out, plane: tl.constexpr, SHAPE: tl.constexpr):
-    """Bytes of tokens n, WIDTH bits each, of dims of that plane and the next one.
+    """Stores bytes of tokens n, WIDTH bits each, of dims of that plane and the next one.
 
     codes: [TOKENS, WORDS], each word with four bytes of one token: its two dims of the plane in bytes 0 and 2, of the
     next one in 1 and 3.
@@ -299,25 +300,25 @@ def _store_values(codes, WIDTH: tl.constexpr, out, plane: tl.constexpr, SHAPE: t
 
 @triton.jit
 def _low(codes, CODES: tl.constexpr):
-    """Two lower bits of the codes in a word's halves."""
+    """Returns the two lower bits of the codes in a word's halves."""
     return codes if CODES.bits == 2 else codes & 0x30003
 
 
 @triton.jit
 def _high(codes):
-    """What is above them."""
+    """Returns the bits above those of ``_low``."""
     return (codes >> 2) & 0x30003
 
 
 @triton.jit
 def _two_bytes(word):
-    """The lower bytes of its halves, uint16."""
+    """Returns the lower bytes of a word's halves, uint16."""
     return (word | (word >> 8)).to(tl.uint16)
 
 
 @triton.jit
 def _row_codes(x, means, token, record, rank, CODES: tl.constexpr, SHAPE: tl.constexpr, PACKED: tl.constexpr):
-    """The four planes' codes, see ``rows.plane_codes``; scales and offsets, [D / group, PAGE], are stored here.
+    """Returns the four planes' codes, see ``rows.plane_codes``; stores scales and offsets, [D / group, PAGE].
 
     rank points at the clip rank.
     """
@@ -346,7 +347,10 @@ def _row_codes(x, means, token, record, rank, CODES: tl.constexpr, SHAPE: tl.con
 
 @triton.jit
 def _quantize_channels(k, k_token, record, part, CODES: tl.constexpr, SHAPE: tl.constexpr):
-    """All tokens of columns part * D/16 .. of each plane; row (run, plane, column) is a channel's tokens of one run."""
+    """Quantizes all tokens of columns part * D/16 .. of each plane.
+
+    Row (run, plane, column) is a channel's tokens of one run.
+    """
     D4: tl.constexpr = SHAPE.D4
     CP: tl.constexpr = SHAPE.CP
     RUN: tl.constexpr = CODES.group
@@ -387,6 +391,6 @@ def _quantize_channels(k, k_token, record, part, CODES: tl.constexpr, SHAPE: tl.
 
 @triton.jit
 def _pack_channels(codes, shift, RUNS: tl.constexpr, CP: tl.constexpr, RUN: tl.constexpr):
-    """[RUNS * 4 * CP, RUN] to the four planes' bytes, uint8 [CP, PAGE]."""
+    """Packs [RUNS * 4 * CP, RUN] into the four planes' bytes, uint8 [CP, PAGE]."""
     packed = tl.sum(tl.reshape(codes, [RUNS, 4, CP, RUN]) << shift, 1)
     return tl.reshape(tl.permute(packed.to(tl.uint8), (1, 0, 2)), [CP, RUNS * RUN])

@@ -1,8 +1,8 @@
-"""Rows of BF16 to codes of planes and gains: the arithmetic of ``formats.planes``, bit for bit.
+"""Quantization of BF16 rows to codes of planes and gains: the arithmetic of ``formats.planes``, bit for bit.
 
-A work item is ``quantize``'s: TOKENS tokens of a page, one KV head, keys or values. A plane's rows are words [TOKENS,
-WORDS] of two elements that lie side by side: BF16 as they come (``pairs``), then FP16 (``half_pairs``), of which an
-instruction takes two at a time as well. Codes and the bits of columns lie in the halves of words, too.
+A work item is that of ``quantize_pages``: TOKENS tokens of a page, one KV head, keys or values. A plane's rows are
+words [TOKENS, WORDS] of two adjacent elements: first the BF16 input (``bf16_pairs``), then FP16 (``fp16_pairs``). An
+instruction also takes two FP16 numbers at a time. Codes and the bits of columns are in the halves of words, too.
 """
 
 import triton
@@ -34,12 +34,12 @@ BELOW = tl.constexpr(_BELOW)
 GAIN_BIAS = tl.constexpr(_GAIN_BIAS)
 TOO_LARGE = tl.constexpr(_TOO_LARGE)
 INFINITY = tl.constexpr(_INFINITY)
-#: Of a float32 that counts as UNITS: what a gain's byte is in ``GAIN_BIAS``.
+#: Exponent of the float32 number UNITS, in the units of a gain's byte (see ``GAIN_BIAS``).
 _UNITS_BIAS = tl.constexpr(int(_UNITS).bit_length() - 1 + 127 << 3)
-#: What is added to codes in FP16, so that they are rounded to integers and are in the last bits, and its bits.
+#: Constant added to FP16 codes, which rounds them to integers in the last bits; then its bits.
 MAGIC = tl.constexpr(_MAGIC)
 _MAGIC_BITS = twice(_MAGIC)
-#: Likewise of errors, which are integers from 0 to as many.
+#: The same for errors, which are integers from 0 to ERRORS.
 ERRORS = tl.constexpr(_ERRORS)
 ERROR_BITS = tl.constexpr(twice(_ERRORS))
 
@@ -48,7 +48,7 @@ ERROR_BITS = tl.constexpr(twice(_ERRORS))
 def quantize_plane_keys(
     k, k_token, record, part, CODES: tl.constexpr, SHAPE: tl.constexpr, TOKENS: tl.constexpr, PACKED: tl.constexpr
 ):
-    """TOKENS tokens of a page's keys, see ``_tokens``."""
+    """Quantizes TOKENS tokens of a page's keys, see ``_tokens``."""
     i, n = tl.arange(0, TOKENS), tl.arange(0, SHAPE.WORDS)[None, :]
     token = _tokens(i, part, CODES, TOKENS)
     codes, gains = _row_codes(k + token[:, None] * k_token, CODES, SHAPE, TOKENS, PACKED)
@@ -65,7 +65,7 @@ def quantize_plane_keys(
 def quantize_plane_values(
     v, v_token, record, part, CODES: tl.constexpr, SHAPE: tl.constexpr, TOKENS: tl.constexpr, PACKED: tl.constexpr
 ):
-    """As many tokens of a page's values, likewise; a token's column is one byte among its plane of tokens'."""
+    """Quantizes TOKENS tokens of a page's values; a token's column is one byte in its plane of tokens."""
     QUARTER: tl.constexpr = PAGE // 4
     i, half = tl.arange(0, TOKENS), tl.arange(0, 2)[None, None, :]
     j = 2 * tl.arange(0, SHAPE.WORDS)[None, :, None] + half
@@ -82,9 +82,10 @@ def quantize_plane_values(
 
 @triton.jit
 def _tokens(i, part, CODES: tl.constexpr, TOKENS: tl.constexpr):
-    """The page's tokens that are a program's i: as many from each run of tokens that share no byte.
+    """Returns the page's tokens that a program processes as i: equally many from each run of tokens that share no byte.
 
-    There are two runs at least, four where four tokens share one; what shares a byte is TOKENS / shares apart here.
+    There are at least two runs, four if four tokens share a byte. Tokens that share a byte are TOKENS / shares apart
+    here.
     """
     RUNS: tl.constexpr = runs_of(CODES)
     RUN: tl.constexpr = TOKENS // RUNS
@@ -93,7 +94,7 @@ def _tokens(i, part, CODES: tl.constexpr, TOKENS: tl.constexpr):
 
 @triton.jit
 def _shared(bits, CELL: tl.constexpr, CODES: tl.constexpr):
-    """A cell's bits of a program's tokens, int32 [TOKENS, WORDS], with those that share a byte put together."""
+    """Joins a cell's bits of tokens that share a byte, int32 [TOKENS, WORDS]."""
     SHARES: tl.constexpr = shares_of(CODES, CELL)
     if SHARES == 1:
         return bits
@@ -105,7 +106,7 @@ def _shared(bits, CELL: tl.constexpr, CODES: tl.constexpr):
 
 @triton.jit
 def _column_bits(codes, CELL: tl.constexpr, CODES: tl.constexpr):
-    """A cell's bits of every column in the halves of words, of ``_row_codes``."""
+    """Joins a cell's bits of every column, from ``_row_codes``, in the halves of words."""
     bits = tl.zeros(codes[0].shape, tl.int32) - offset(CODES, CELL)
     for f in tl.static_range(field_count(CODES, CELL)):
         bits += codes[plane_of(CODES, CELL, f)] << shift_of(CODES, CELL, f)
@@ -114,9 +115,9 @@ def _column_bits(codes, CELL: tl.constexpr, CODES: tl.constexpr):
 
 @triton.jit
 def _row_codes(rows, CODES: tl.constexpr, SHAPE: tl.constexpr, TOKENS: tl.constexpr, PACKED: tl.constexpr):
-    """MAGIC and codes of the four planes, FP16 pairs, and gains' bytes, uint8 [TOKENS], of rows at [TOKENS, 1].
+    """Returns MAGIC plus the four planes' codes, FP16 pairs, and gains' bytes, uint8 [TOKENS]; rows: [TOKENS, 1].
 
-    A column's codes are put together with what all of them have too much, which is taken off at once.
+    Callers join a column's codes first, then subtract the surplus of all of them at once.
     """
     x = ()
     for p in tl.static_range(4):
@@ -146,7 +147,7 @@ def _row_codes(rows, CODES: tl.constexpr, SHAPE: tl.constexpr, TOKENS: tl.conste
 
 @triton.jit
 def _load_plane(rows, p: tl.constexpr, CODES: tl.constexpr, SHAPE: tl.constexpr, TOKENS: tl.constexpr):
-    """A plane of rows at [TOKENS, 1], BF16 pairs; 0 beyond its end, and where it has no codes."""
+    """Loads a plane of rows at [TOKENS, 1], BF16 pairs; 0 beyond its end, and where it has no codes."""
     N: tl.constexpr = SHAPE.WORDS
     n = tl.arange(0, N)[None, :]
     words = (rows + p * SHAPE.D4).to(tl.pointer_type(tl.int32)) + n
@@ -160,9 +161,9 @@ def _load_plane(rows, p: tl.constexpr, CODES: tl.constexpr, SHAPE: tl.constexpr,
 
 @triton.jit
 def _least_gain(x, CODES: tl.constexpr, PACKED: tl.constexpr):
-    """Byte of the least gain that clips nothing, int32 [TOKENS]; above 255 it is only counted, up to TOO_LARGE.
+    """Returns the byte of the least gain that clips nothing, int32 [TOKENS]; above 255 only counted, up to TOO_LARGE.
 
-    Magnitudes are ordered as their bits are, infinity and NaN above all numbers.
+    Magnitudes are ordered like their bits, infinity and NaN above all numbers.
     """
     reach = 0
     for p in tl.static_range(4):
@@ -175,13 +176,13 @@ def _least_gain(x, CODES: tl.constexpr, PACKED: tl.constexpr):
 
 @triton.jit
 def _gain(stored, least):
-    """G of gains' bytes, float32."""
+    """Returns G of gains' bytes, float32."""
     return ((stored - (least & ~7) + _UNITS_BIAS) << 20).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _step(inverse, p: tl.constexpr, CODES: tl.constexpr):
-    """a of a plane, of fp16(1/G)."""
+    """Returns a of a plane, given fp16(1/G)."""
     if most(CODES, p) == 1.0:
         return inverse
     else:
@@ -190,7 +191,7 @@ def _step(inverse, p: tl.constexpr, CODES: tl.constexpr):
 
 @triton.jit
 def _error(units, inverse, CLIPS: tl.constexpr, CODES: tl.constexpr, SHAPE: tl.constexpr):
-    """E / G^2 of rows, float32 [TOKENS]: exact, as E is."""
+    """Returns E / G^2 of rows, float32 [TOKENS]: exact, because E is exact."""
     total = number(0.0)
     for p in tl.static_range(4):
         if is_coded(CODES, p):
@@ -210,30 +211,30 @@ def _error(units, inverse, CLIPS: tl.constexpr, CODES: tl.constexpr, SHAPE: tl.c
 
 @triton.constexpr_function
 def offset(codes, cell):
-    """What FP16's bits, put together as a cell's codes, have too much, modulo 2^32, as an int32."""
+    """Returns the surplus of a cell's joined FP16 bits over its codes, modulo 2^32, as an int32."""
     found = sum(_MAGIC_BITS << f.shift for f in codes.cells[cell].fields)
     return (found + 2**31) % 2**32 - 2**31
 
 
 @triton.constexpr_function
 def most(codes, plane):
-    """A plane's largest code."""
+    """Returns a plane's largest code."""
     return float(2 ** codes.widths[plane] - 1)
 
 
 @triton.constexpr_function
 def cap(codes):
-    """``PlaneCode.cap``."""
+    """Returns ``PlaneCode.cap``."""
     return codes.cap
 
 
 @triton.constexpr_function
 def is_last(codes, plane):
-    """Whether no plane after it has codes."""
+    """Tells if no plane after this one has codes."""
     return not any(codes.widths[plane + 1 :])
 
 
 @triton.constexpr_function
 def reach_of(codes, plane):
-    """What an element of the plane counts towards the least gain that clips nothing."""
+    """Returns an element's weight, in this plane, for the least gain that clips nothing."""
     return 2.0 ** (1 - codes.widths[plane])

@@ -1,10 +1,10 @@
-"""Queries, keys and values into the rotated basis, optionally straight into the overlays.
+"""Rotation of queries, keys and values, optionally stored directly in the overlays.
 
     out[t, h] = bf16(x[t, h] R[h] - m[h]),    x BF16 [T, heads, D], R float32 [kv_heads or 1, D, D]
 
-m float32 [kv_heads or 1, D] is the keys' mean, if they have one: subtracted from the float32 sum before it is rounded.
-R = R_hi + R_lo, two BF16 matrices: x is BF16 already, so two BF16 products summed in float32 lose
-nothing but R's bits below 2^-17, eight times finer than TF32 at the same cost.
+m float32 [kv_heads or 1, D] is the keys' mean, if they have one. It is subtracted from the float32 sum before rounding.
+R = R_hi + R_lo, two BF16 matrices. x is BF16 already, so two BF16 products summed in float32 lose only R's bits below
+2^-17. That is eight times finer than TF32 at the same cost.
 """
 
 from typing import NamedTuple
@@ -17,11 +17,11 @@ from sglang_kvq.kernels.device.arguments import view
 from sglang_kvq.kernels.device.common import NO_OVERLAP, PAGE, Overlap, dot, to_bf16
 from sglang_kvq.kernels.device.shape import shape_of
 
-_TOKENS = 64  # rows of a tile, whatever the batch: a token's codes must not depend on its neighbours
+_TOKENS = 64  # rows of a tile, for every batch: a token's codes must not depend on its neighbours
 
 
 def split_rotation(rotation: torch.Tensor) -> torch.Tensor:
-    """float32 ``[..., heads, D, D]`` to BF16 ``[..., 2, heads, D, D]``, high and low parts."""
+    """Splits float32 ``[..., heads, D, D]`` into BF16 ``[..., 2, heads, D, D]``, high and low parts."""
     high = rotation.bfloat16()
     low = (rotation - high.float()).bfloat16()
     return torch.stack([high, low], dim=-4).contiguous()
@@ -34,20 +34,20 @@ def rotate(
     overlap: Overlap = NO_OVERLAP,
     mean: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, ...]:
-    """Rotate up to three tensors in one launch.
+    """Rotates up to three tensors in one launch.
 
     Args:
         x: q ``[T, q_heads, D]``, k and v ``[T, kv_heads, D]``, BF16; only the last axis must be contiguous.
-        rotations: for each, ``split_rotation``'s result for this layer, ``[2, kv_heads or 1, D, D]``, or
-            None for the identity.
-        store: (this layer's overlays ``[slots + 1, 2, kv_heads, PAGE_SIZE, D]``, page_slot, loc ``[T]``):
-            keys and values then go there and nowhere else.
-        overlap: an early start loads rotations and looks up where tokens go before the launch before this one has
-            ended. The next one starts with this one.
-        mean: taken off rotated keys, float32 ``[kv_heads or 1, D]``, contiguous; None for nothing.
+        rotations: for each, ``split_rotation``'s result for this layer, ``[2, kv_heads or 1, D, D]``, or None for the
+            identity.
+        store: (this layer's overlays ``[slots + 1, 2, kv_heads, PAGE_SIZE, D]``, page_slot, loc ``[T]``): keys and
+            values then go only there.
+        overlap: an early start loads rotations and looks up destinations before the previous launch has ended. The next
+            launch starts with this one.
+        mean: subtracted from rotated keys, float32 ``[kv_heads or 1, D]``, contiguous; None for nothing.
 
     Returns:
-        the rotated tensors, contiguous; an unrotated one is returned as it came.
+        the rotated tensors, contiguous; an unrotated one is returned unchanged.
     """
     q, k, _ = x
     tokens, q_heads, d = q.shape
@@ -56,14 +56,14 @@ def rotate(
     if mean is not None and r_k is None:
         raise ValueError("a mean is taken off keys that are rotated")
     out = [y if r is None else torch.empty(y.shape, dtype=y.dtype, device=y.device) for y, r in zip(x, rotations)]
-    # Heads are numbered q, k, v, and the launch covers those that have something to do (a model may rotate
-    # keys and not values: then values alone are left out, or only copied to the overlays).
+    # Heads are numbered q, k, v, and the launch covers those with work. If a model rotates keys but not values, values
+    # are skipped, or only copied to the overlays.
     busy = [r_q is not None, r_k is not None or store is not None, r_v is not None or store is not None]
     bounds = [0, q_heads, q_heads + kv_heads, q_heads + 2 * kv_heads]
     if tokens == 0 or not any(busy):
         return tuple(out)
     first, last = bounds[busy.index(True)], bounds[3 - busy[::-1].index(True)]
-    # Few tokens: latency is all, and more programs load less each. A column's bits do not depend on the block.
+    # With few tokens latency dominates, and more programs load less each. A column's bits do not depend on the block.
     block = 32 if d == 96 or tokens <= 4 * _TOKENS else 64
     grid = (min(triton.cdiv(tokens, _TOKENS), 16), (last - first) * (d // block))
     _rotate[grid](
@@ -85,7 +85,7 @@ def rotate(
 
 
 class Store(NamedTuple):
-    """Where keys and values go: ``rotate``'s ``store``."""
+    """Destination of keys and values: ``rotate``'s ``store``."""
 
     overlays: torch.Tensor
     page_slot: torch.Tensor
@@ -98,7 +98,7 @@ class Head(NamedTuple):
     Attributes:
         x, out: pointers to its first token's row; x_token, out_token: strides.
         rotation: the high part of its matrix.
-        mean: what is taken off its rotated rows, if anything is.
+        mean: subtracted from its rotated rows, if given.
         overlay: its part of slot 0.
     """
 
@@ -154,7 +154,7 @@ def _head(
     x, head, out, HEADS: tl.constexpr, rotation, kv_head, mean, overlay, D: tl.constexpr, ROTATIONS: tl.constexpr,
     MEANS: tl.constexpr,
 ):  # fmt: skip
-    """The ``Head`` of x and out, and of as many matrices and means as there are."""
+    """Returns the ``Head`` of x and out, with as many matrices and means as there are."""
     if ROTATIONS > 1:
         rotation += kv_head * D * D
     if MEANS > 1:
@@ -167,9 +167,9 @@ def _rotate_head(
     mine, store, tokens, column, SHAPE: tl.constexpr, ROTATIONS: tl.constexpr, MEANS: tl.constexpr,
     STORE: tl.constexpr, EARLY: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Columns ``column .. column + BLOCK`` of x R - m for this program's tiles; mine: a ``Head``.
+    """Computes columns ``column .. column + BLOCK`` of x R - m for this program's tiles; mine: a ``Head``.
 
-    Load R and m; then for each tile look up where it goes, multiply and store.
+    Loads R and m; then looks up each tile's destination, multiplies and stores.
     """
     D: tl.constexpr = SHAPE.D
     if ROTATIONS > 0 or STORE:

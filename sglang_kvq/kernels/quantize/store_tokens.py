@@ -1,4 +1,4 @@
-"""Keys and values of new tokens into the BF16 overlays of their pages."""
+"""Writes keys and values of new tokens to the BF16 overlays of their pages."""
 
 import torch
 import triton
@@ -12,10 +12,10 @@ from sglang_kvq.kernels.device.shape import shape_of
 def store_tokens(
     overlays: torch.Tensor, page_slot: torch.Tensor, loc: torch.Tensor, k: torch.Tensor, v: torch.Tensor
 ) -> None:
-    """Write rows k, v ``[T, kv_heads, D]`` (last axis contiguous) where ``loc`` int ``[T]`` says.
+    """Writes rows k, v ``[T, kv_heads, D]`` (last axis contiguous) to the locations ``loc`` int ``[T]``.
 
-    overlays: one layer's, BF16 ``[slots + 1, 2, kv_heads, PAGE_SIZE, D]``; page_slot int32 ``[pages + 1]``,
-    a page without an overlay (-1) writes to slot 0.
+    overlays: one layer's, BF16 ``[slots + 1, 2, kv_heads, PAGE_SIZE, D]``; page_slot int32 ``[pages + 1]``. A page
+    without an overlay (-1) writes to slot 0.
     """
     tokens, kv_heads, d = k.shape
     if tokens == 0:

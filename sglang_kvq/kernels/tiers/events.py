@@ -1,4 +1,4 @@
-"""What the scheduler did to pages and rows since the last plan, applied in its order by one program."""
+"""Scheduler events on pages and rows since the last plan, applied in order by one program."""
 
 from typing import NamedTuple
 
@@ -11,12 +11,12 @@ from sglang_kvq.kernels.device.arguments import field_count, load_fields
 from sglang_kvq.kernels.tiers.first_entries import entry_of
 from sglang_kvq.kernels.tiers.tables import TierTables
 
-#: Pages or rows that are handled at a time.
+#: Pages or rows processed at a time.
 _BLOCK = 1024
 
 
 class Span(NamedTuple):
-    """An event's int64 fields, as ``PendingOps.pack`` writes them: what happened to which ids, or rows."""
+    """An event's int64 fields, in the order of ``PendingOps.pack``: its kind, and the range of its ids or rows."""
 
     kind: int
     first: int
@@ -27,9 +27,9 @@ FIELDS = field_count(Span)
 
 
 def apply_events(tables: TierTables, spans: torch.Tensor, ids: torch.Tensor, events: int) -> None:
-    """What ``TierManager`` does in ``_apply_free``, ``_apply_move`` and ``_apply_rows``.
+    """Applies events like ``TierManager``'s ``_apply_free``, ``_apply_move`` and ``_apply_rows``.
 
-    spans, ids: as ``PendingOps.pack`` gives them; events: how many spans there are.
+    spans, ids: from ``PendingOps.pack``; events: number of spans.
     """
     kinds = {"FREE": FREE, "MOVE": MOVE, "FIRSTS": tables.keeps_firsts}
     _apply[(1,)](spans, ids, events, tables.arguments, **kinds, BLOCK=_BLOCK, num_warps=8)
@@ -37,7 +37,7 @@ def apply_events(tables: TierTables, spans: torch.Tensor, ids: torch.Tensor, eve
 
 @triton.jit(do_not_specialize=["spans", "ids", "events"], do_not_specialize_on_alignment=["spans", "ids"])
 def _apply(spans, ids, events, t, FREE: tl.constexpr, MOVE: tl.constexpr, FIRSTS: tl.constexpr, BLOCK: tl.constexpr):
-    """One program; t: ``Tables``. Pages repeat within an event at most: then some lanes do what is done already."""
+    """One program; t: ``Tables``. Pages repeat only within an event: some lanes then repeat finished work."""
     for event in range(events):
         span = Span(*load_fields(spans + event * FIELDS, FIELDS))
         count = span.count.to(tl.int32)
@@ -58,7 +58,7 @@ def _apply(spans, ids, events, t, FREE: tl.constexpr, MOVE: tl.constexpr, FIRSTS
 
 @triton.jit
 def _free(t, page, FIRSTS: tl.constexpr, BLOCK: tl.constexpr):
-    """Pages, 0 for none, give back overlays, records and the entries of their first tokens."""
+    """Frees the overlays, records and first-token entries of pages, 0 for none."""
     slot = tl.load(t.page_slot + page, mask=page > 0, other=0)
     tl.store(t.slot_page + slot, tl.full([BLOCK], 0, tl.int64), mask=slot > 0)
     tl.store(t.page_slot + page, tl.full([BLOCK], -1, tl.int32), mask=page > 0)
@@ -72,7 +72,7 @@ def _free(t, page, FIRSTS: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _move(t, page, kept, BLOCK: tl.constexpr):
-    """Overlays of pages go to those that are kept instead, where these have none."""
+    """Moves overlays of pages to the pages that are kept instead, if those have none."""
     slot = tl.load(t.page_slot + page, mask=(page != kept) & (kept > 0), other=0)
     moves = slot > 0
     moves &= tl.load(t.page_slot + kept, mask=moves, other=0) < 0

@@ -1,5 +1,4 @@
-"""Which entry of the table of first tokens a page gets: ``cache.firsts.FirstTokens`` by the one program that plans
-overlays."""
+"""Assignment of first-token entries to pages: ``cache.firsts.FirstTokens`` in the one program that plans overlays."""
 
 import triton
 import triton.language as tl
@@ -12,21 +11,21 @@ _FREE, _UNUSED = tl.constexpr(FREE), tl.constexpr(UNUSED)
 
 @triton.jit
 def claim_of(i, step):
-    """The key by which row i, int64, claims an entry in a step: a later step's is less, and an earlier row's."""
+    """Returns row i's key, int64, to claim an entry in a step: smaller for later steps, and for earlier rows."""
     return i - (step.to(tl.int64) << 31)
 
 
 @triton.jit
 def entry_of(t, page, wanted):
-    """The entries of pages, 0 for none or where not ``wanted``."""
+    """Returns the entries of pages, 0 for none or where not ``wanted``."""
     return tl.load(t.first_entry + page, mask=wanted, other=0)
 
 
 @triton.jit
 def place_firsts(t, count, step, BLOCK: tl.constexpr):
-    """Entries for the first ``count`` of ``lost_pages``, in ``lost_entries``; 0 where there was none to take.
+    """Writes entries for the first ``count`` of ``lost_pages`` to ``lost_entries``; 0 where none could be taken.
 
-    Those that have one keep it, and it is not taken from them in this step.
+    Pages that have an entry keep it, and no other page takes it in this step.
     """
     needs = tl.zeros([], tl.int32)
     for start in range(0, count, BLOCK):
@@ -51,7 +50,7 @@ def place_firsts(t, count, step, BLOCK: tl.constexpr):
 
 @triton.jit
 def _key_entries(t, step, BLOCK: tl.constexpr):
-    """Keys of all entries, in the order in which they are taken.
+    """Writes keys of all entries, in the order of reuse.
 
     Returns:
         the least and the largest key of entries that may be taken; how many these are.
@@ -76,7 +75,7 @@ def _key_entries(t, step, BLOCK: tl.constexpr):
 
 @triton.jit
 def _exchange(t, bound, equals, step, BLOCK: tl.constexpr):
-    """Give the entries below the bound, and the first ``equals`` of those at it, to the pages without one."""
+    """Gives the entries below the bound, and the first ``equals`` of those at it, to the pages without one."""
     given = tl.zeros([], tl.int32)
     passed = tl.zeros([], tl.int32)
     for start in range(0, t.first_count, BLOCK):

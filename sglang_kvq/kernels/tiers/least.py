@@ -1,4 +1,4 @@
-"""The k least of int64 keys, by bisection: for one program that chooses slots or entries."""
+"""The k least of int64 keys, by bisection, for one program that chooses slots or entries."""
 
 import triton
 import triton.language as tl
@@ -10,8 +10,8 @@ NEVER = tl.constexpr(least.NEVER)
 
 @triton.jit
 def bisect(keys, count, takes, low, high, BLOCK: tl.constexpr):
-    """The least key, of low .. high, that at least ``takes`` of ``keys`` int64 [count] do not exceed."""
-    middle = low  # what is free, or the oldest, is often enough
+    """Returns the least key in low .. high with at least ``takes`` of ``keys`` int64 [count] at or below it."""
+    middle = low  # a free item, or the oldest, is often enough
     while low < high:
         enough = count_below(keys, count, middle + 1, BLOCK) >= takes
         high = tl.where(enough, middle, high)
@@ -22,7 +22,7 @@ def bisect(keys, count, takes, low, high, BLOCK: tl.constexpr):
 
 @triton.jit
 def count_below(keys, count, bound, BLOCK: tl.constexpr):
-    """How many keys are below that."""
+    """Returns how many keys are below ``bound``."""
     below = tl.full([BLOCK], 0, tl.int32)
     for start in range(0, count, BLOCK):
         i = start + tl.arange(0, BLOCK)
@@ -32,10 +32,10 @@ def count_below(keys, count, bound, BLOCK: tl.constexpr):
 
 @triton.jit
 def among_least(key, bound, passed, equals):
-    """Which of a block's keys are below the bound or among the first ``equals`` at it, of which ``passed`` came before.
+    """Marks a block's keys below the bound or among the first ``equals`` at it; ``passed`` of these came before.
 
     Returns:
-        int32, 1 or 0, of each key; how many of those at the bound have come now.
+        int32, 1 or 0, for each key; how many of those at the bound have come so far.
     """
     equal = (key == bound).to(tl.int32)
     take = (key < bound) | ((equal > 0) & (passed + tl.cumsum(equal, 0) <= equals))

@@ -1,8 +1,8 @@
-"""Overlays for the pages a batch is about to write: one program, because each choice depends on those before.
+"""Overlays for the pages that a batch is about to write: one program, because each choice depends on earlier ones.
 
-In phases with barriers between them, a function each: the batch's rows, the windows that are pinned, a key for every
-slot, the k-th least key by bisection, the exchange, and entries for first tokens of pages that lost their overlays.
-Without a page in need the first is all.
+Each phase is a function, and barriers separate them: the batch's rows, the pinned windows, a key for every slot, the
+k-th least key by bisection, the exchange, and entries for lost first tokens. If no page needs an overlay, only the
+first phase runs.
 """
 
 import torch
@@ -14,7 +14,7 @@ from sglang_kvq.kernels.tiers.first_entries import claim_of, entry_of, place_fir
 from sglang_kvq.kernels.tiers.least import NEVER, among_least, bisect, count_below
 from sglang_kvq.kernels.tiers.tables import TierTables, page_at, window
 
-#: Elements of a pass over rows' windows, and over slots; and entries of first tokens.
+#: Elements per pass over rows' windows, and over slots; and entries of first tokens.
 _ELEMENTS = 4096
 _ENTRIES = 1024
 
@@ -29,11 +29,11 @@ def give_overlays(
     new_tokens: int = 1,
     restored: torch.Tensor | None = None,
 ) -> None:
-    """What ``TierManager._plan`` does before it sets ranges; starts the list of what is to be quantized.
+    """Plans a batch like ``TierManager._plan``, before ranges are set; starts the list of pages to be quantized.
 
-    rows, prefix_lens, seq_lens: int ``[batch]``; prefix_lens None for decoding: all but the last
-    ``new_tokens``. direct_pages: int64 ``[n]`` or None. step: of the plan, from 1. restored: int32 ``[batch]``, filled
-    in a prefill where first tokens are kept: rows' first pages that got their overlay back.
+    rows, prefix_lens, seq_lens: int ``[batch]``; prefix_lens None for decoding: all but the last ``new_tokens``.
+    direct_pages: int64 ``[n]`` or None. step: of the plan, from 1. restored: int32 ``[batch]``, filled in a prefill if
+    first tokens are kept: rows' first pages that got their overlay back.
     """
     direct = rows[:0] if direct_pages is None else direct_pages
     _give[(1,)](
@@ -48,7 +48,7 @@ def give_overlays(
     )  # fmt: skip
 
 
-# Nothing that varies is specialised: plans run outside CUDA graphs, where a request would wait for the compiler.
+# Nothing that varies is specialised: plans run outside CUDA graphs, so a request would wait for the compiler.
 @triton.jit(
     do_not_specialize=[
         "rows", "prefix_lens", "seq_lens", "batch", "direct", "directs", "step", "new_tokens", "restored",
@@ -59,7 +59,7 @@ def _give(
     rows, prefix_lens, seq_lens, batch, direct, directs, step, new_tokens, restored, t,
     WINDOW: tl.constexpr, DECODING: tl.constexpr, ROWS: tl.constexpr, SLOTS: tl.constexpr, ENTRIES: tl.constexpr,
 ):  # fmt: skip
-    """One program; t: ``Tables``. Rows; direct pages; and if pages need overlays: pins, keys, bisection, exchange."""
+    """One program; t: ``Tables``. Rows; direct pages; if pages need overlays: pins, keys, bisection, exchange."""
     step = step.to(tl.int64)
     needs, failed = _begin_rows(
         rows, prefix_lens, seq_lens, batch, step, new_tokens, restored, t, WINDOW, DECODING, ROWS
@@ -77,9 +77,7 @@ def _give(
         failed += needs - takes
         if takes > 0:
             key = bisect(t.keys, t.slot_count, takes, least, most, SLOTS)
-            equals = takes - count_below(
-                t.keys, t.slot_count, key, SLOTS
-            )  # that many of those with this key, the first
+            equals = takes - count_below(t.keys, t.slot_count, key, SLOTS)  # how many with this key: the first ones
             quantized, lost = _exchange(t, key, equals, step, WINDOW, SLOTS)
             if WINDOW.FIRSTS:
                 tl.debug_barrier()
@@ -96,10 +94,10 @@ def _begin_rows(
     rows, prefix_lens, seq_lens, batch, step, new_tokens, restored, t,
     WINDOW: tl.constexpr, DECODING: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Lengths and stamps of the batch's rows; what of their windows needs an overlay is listed in ``wanted``.
+    """Writes lengths and stamps of the batch's rows; lists their window pages without an overlay in ``wanted``.
 
     Returns:
-        how many pages that is; how many resumed pages have lost their overlay, which must not be.
+        how many pages are wanted; how many resumed pages have lost their overlay, which is an error.
     """
     SIZE: tl.constexpr = ROWS * WINDOW.WIDTH
     failed = tl.zeros([], tl.int64)
@@ -111,7 +109,7 @@ def _begin_rows(
         prefix = length - new_tokens
         if not DECODING:
             prefix = tl.load(prefix_lens + i, mask=i < batch, other=0).to(tl.int32)
-            # What the batch reads is touched too: if its old window must give way, it does so last.
+            # Touch the pages that the batch reads too: its old window must then give way last.
             index, exists, page = window(t, row, prefix, WINDOW)
             _touch(t, index, _slot_of(t, page, exists), step, WINDOW)
         tl.store(t.row_len + row, length.to(tl.int64), mask=row > 0)
@@ -132,8 +130,8 @@ def _begin_rows(
         tl.store(t.wanted + needs + tl.cumsum(need, 0) - 1, entry, mask=need > 0)
         needs += tl.sum(need, 0)
 
-        # A page resumed in its middle that this batch also pushes out of the window is written in BF16 once more,
-        # so it keeps its overlay until the next plan quantizes it.
+        # A page that this batch resumes in its middle and pushes out of the window is written in BF16 once more. It
+        # keeps its overlay until the next plan quantizes it.
         resumed = (row > 0) & (prefix % PAGE > 0)
         slot = _slot_of(t, page_at(t, row, prefix // PAGE, resumed), resumed)
         failed += tl.sum(tl.sum((slot < 0).to(tl.int64), 1), 0)
@@ -143,7 +141,7 @@ def _begin_rows(
 
 @triton.jit
 def _claim(t, first, i, stored, step):
-    """Whether rows i [ROWS, 1] get back the overlays of their pages ``first``: of rows that share one, the first."""
+    """Tells if rows i [ROWS, 1] restore the overlays of pages ``first``; the first row does so for a shared page."""
     lost = stored & (first > 0) & (_slot_of(t, first, first > 0) < 0)
     entry = entry_of(t, first, lost)
     lost &= entry > 0
@@ -155,11 +153,11 @@ def _claim(t, first, i, stored, step):
 
 @triton.jit
 def _mark_direct(direct, directs, t, SLOTS: tl.constexpr):
-    """Pages that the batch quantizes from its activations have records; how many they are."""
+    """Marks pages that the batch quantizes from its activations as having records; returns their number."""
     given = tl.zeros([], tl.int64)
     for start in range(0, directs, SLOTS):
         i = start + tl.arange(0, SLOTS)
-        page = tl.load(direct + i, mask=i < directs, other=0)  # 0 is padding's
+        page = tl.load(direct + i, mask=i < directs, other=0)  # 0 is padding
         tl.store(t.page_valid + page, tl.full([SLOTS], 1, tl.uint8), mask=page > 0)
         given += tl.sum((page > 0).to(tl.int64), 0)
     return given
@@ -167,7 +165,7 @@ def _mark_direct(direct, directs, t, SLOTS: tl.constexpr):
 
 @triton.jit
 def _pin_windows(step, t, WINDOW: tl.constexpr, ROWS: tl.constexpr):
-    """Pin the windows of all rows in use."""
+    """Pins the windows of all rows in use."""
     for start in range(0, t.row_count, ROWS):
         row = start + tl.arange(0, ROWS)[:, None]
         length = tl.load(t.row_len + row, mask=row < t.row_count, other=0).to(tl.int32)
@@ -178,7 +176,7 @@ def _pin_windows(step, t, WINDOW: tl.constexpr, ROWS: tl.constexpr):
 
 @triton.jit
 def _key_slots(step, t, WINDOW: tl.constexpr, SLOTS: tl.constexpr):
-    """Keys of all slots, in the order in which they are taken: free ones, then by stamp, sinks behind all others.
+    """Writes keys of all slots, in the order of reuse: free ones, then by stamp, sinks behind all others.
 
     Returns:
         the least and the largest key of slots that may be taken; how many these are.
@@ -201,9 +199,9 @@ def _key_slots(step, t, WINDOW: tl.constexpr, SLOTS: tl.constexpr):
 
 @triton.jit
 def _exchange(t, bound, equals, step, WINDOW: tl.constexpr, SLOTS: tl.constexpr):
-    """Give the slots below the bound, and the first ``equals`` of those at it, to the wanted pages.
+    """Gives the slots below the bound, and the first ``equals`` of those at it, to the wanted pages.
 
-    Pages that lose theirs and have no record yet are listed to be quantized, and those that begin a sequence.
+    Lists the pages that lose their slot and have no record, which must be quantized, and those that begin a sequence.
 
     Returns:
         how many pages the two lists have.
@@ -245,11 +243,11 @@ def _exchange(t, bound, equals, step, WINDOW: tl.constexpr, SLOTS: tl.constexpr)
 
 @triton.jit
 def _slot_of(t, page, exists):
-    """Slots of pages: -1 for none, 0 where the page does not exist."""
+    """Returns slots of pages: -1 for none, 0 where the page does not exist."""
     return tl.load(t.page_slot + page, mask=exists, other=0)
 
 
 @triton.jit
 def _touch(t, index, slot, step, WINDOW: tl.constexpr):
-    """Stamp the slots that there are."""
+    """Stamps the slots that exist."""
     tl.store(t.slot_stamp + slot, step + (index < WINDOW.SINK).to(tl.int64) * WINDOW.BONUS, mask=slot > 0)

@@ -1,4 +1,4 @@
-"""What a batch reads from records, and which of these records are missing: in parallel over rows and pages."""
+"""Ranges that a batch reads from records, and the missing records among them: in parallel over rows and pages."""
 
 import torch
 import triton
@@ -7,7 +7,7 @@ import triton.language as tl
 from sglang_kvq.kernels.device.common import PAGE
 from sglang_kvq.kernels.tiers.tables import TierTables, history_pages, page_at, window
 
-#: Pages that a program looks at.
+#: Pages per program.
 _PAGES = 1024
 
 
@@ -19,10 +19,10 @@ def set_ranges(
     max_len: int,
     step: int,
 ) -> None:
-    """What ``TierManager._set_ranges`` does; what is to be quantized is appended to the list.
+    """Sets ranges like ``TierManager._set_ranges``; appends pages to be quantized to the list.
 
-    rows, prefix_lens, seq_lens: int ``[batch]``; of a prefill, requests read the second's tokens, else (None) the
-    third's. max_len: none reads more. step: of the plan.
+    rows, prefix_lens, seq_lens: int ``[batch]``. Requests of a prefill read ``prefix_lens`` tokens. If ``prefix_lens``
+    is None, they read ``seq_lens``. max_len: upper bound of these lengths. step: of the plan.
     """
     pages = triton.cdiv(max_len, PAGE.value)
     grid = (len(rows), max(1, triton.cdiv(pages, _PAGES)))
@@ -35,7 +35,7 @@ def set_ranges(
     do_not_specialize_on_alignment=["rows", "lens", "seq_lens"],
 )
 def _ranges(rows, lens, seq_lens, step, t, WINDOW: tl.constexpr, PAGES: tl.constexpr):
-    """Program (i, j): pages j PAGES .. of request i. Its range; a copy of the pages; which records are missing."""
+    """Program (i, j): pages j PAGES .. of request i. Its range; a copy of the pages; the missing records."""
     row = tl.load(rows + tl.program_id(0)).to(tl.int32)
     if row > 0:
         length = tl.load(lens + tl.program_id(0)).to(tl.int32)
@@ -48,7 +48,7 @@ def _ranges(rows, lens, seq_lens, step, t, WINDOW: tl.constexpr, PAGES: tl.const
         index = tl.program_id(1) * PAGES + tl.arange(0, PAGES)
         exists = index * PAGE < length
         page = page_at(t, row, index, exists)
-        # The scheduler may rewrite the rows from here on; the layers read what is there now.
+        # The scheduler may rewrite the rows from here on, so layers read this copy.
         tl.store(t.row_pages + row.to(tl.int64) * t.pages_row + index, page, mask=exists)
         inside = exists & (index >= sink_end) & (index < history_end)
         missing = inside & (tl.load(t.page_valid + page, mask=inside, other=1) == 0)
@@ -58,24 +58,24 @@ def _ranges(rows, lens, seq_lens, step, t, WINDOW: tl.constexpr, PAGES: tl.const
 
 @triton.jit
 def _range_of(t, row, length, more, WINDOW: tl.constexpr):
-    """Where the history begins and ends, in pages: extended to what of the window has lost its overlay."""
+    """Returns begin and end of the history, in pages: extended to window pages that have lost their overlay."""
     index, exists, page = window(t, row, length, WINDOW, more)
     lost = tl.load(t.page_slot + page, mask=exists, other=0) < 0
     sink_end = tl.minimum(tl.min(tl.min(tl.where(lost, index, WINDOW.SINK), 1), 0), WINDOW.SINK)
     after_lost = tl.max(tl.max(tl.where(lost, index + 1, 0), 1), 0)
     history = history_pages(length, WINDOW, more)
-    # No history proper while everything fits into sinks and window.
+    # There is no history while everything fits into sinks and window.
     return sink_end, tl.maximum(tl.where(history > WINDOW.SINK, history, sink_end), after_lost)
 
 
 @triton.jit
 def _list_missing(t, page, missing, step, PAGES: tl.constexpr):
-    """Pages whose records are to be made from their overlays."""
+    """Lists pages whose records have to be made from their overlays."""
     slot = tl.load(t.page_slot + page, mask=missing, other=0)
     failed = tl.sum((slot < 0).to(tl.int64), 0)
     if failed > 0:
         tl.atomic_add(t.errors, failed)
-    # Several requests may share a page: whoever marks its slot first lists it.
+    # Several requests may share a page: the first to mark its slot lists it.
     missing = slot > 0
     now = tl.full([PAGES], 0, tl.int64) + step
     before = tl.atomic_xchg(t.marked + slot, now, mask=missing)

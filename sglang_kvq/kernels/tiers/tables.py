@@ -1,4 +1,4 @@
-"""What the kernels that plan tiers share: the tables they keep, and the window of a request.
+"""Shared parts of the kernels that plan tiers: the tables they keep, and the window of a request.
 
 The rules are those of ``cache.tiers.TierManager``, which is their oracle.
 """
@@ -21,23 +21,25 @@ class TierTables:
     Attributes:
         req_to_token: int32 ``[R, context]``; row_pages: int32 ``[R, pages]``; their last axes contiguous.
         page_slot: int32 ``[N]``; page_valid: uint8 ``[N]``.
-        slot_page, slot_stamp: int64 ``[S]``; row_len: int64 ``[R]``; as in ``TierManager``.
+        slot_page, slot_stamp: int64 ``[S]``; row_len: int64 ``[R]``; see ``TierManager``.
         row_sink_end, row_history_end: int32 ``[R]``.
         errors, written: int64, counters.
         pinned, marked: int64 ``[S]``, the last step that pinned a slot, or found its page's record missing.
-        keys: int64 ``[S]``, what slots are chosen by.
+        keys: int64 ``[S]``, keys by which slots are chosen.
         wanted: int64 ``[R * window]``, pages that need an overlay.
         page_first: uint8 ``[N]``, if first tokens are kept: pages that begin a sequence.
         first_page: int32 ``[n + 1]``, first_entry: int32 ``[N]``, first_stamp: int64 ``[n + 1]``: ``FirstTokens``, if
-            they are kept. first_keys: int64 ``[n + 1]``, what entries are chosen by; claims: int64 ``[n + 1]``, of
-            which row of a batch, in which step, an entry's page is restored.
+            they are kept.
+        first_keys: int64 ``[n + 1]``, keys by which entries are chosen.
+        claims: int64 ``[n + 1]``, the row of a batch, and the step, that restores an entry's page.
         lost_slots, lost_pages: int64 ``[S]`` with lost_count int64 ``[1]``: pages that begin a sequence and have just
-            lost their overlay, which is still there; lost_entries: int32 ``[S]``, where their first tokens go.
+            lost their overlay, whose values are still there.
+        lost_entries: int32 ``[S]``, destinations of their first tokens.
         entryless: int32 ``[S]``, which of them had no entry.
-        slots, pages: int64 ``[2 S]`` with count int64 ``[1]``: what is to be quantized.
-        sink_pages, recent_pages: the window; prefill_pages: before it, ``TierManager``'s.
+        slots, pages: int64 ``[2 S]`` with count int64 ``[1]``: overlays and pages to be quantized.
+        sink_pages, recent_pages: the window; prefill_pages: pages before it, see ``TierManager``.
         sink_bonus: added to the stamp of a sink's overlay.
-        keeps_firsts: whether first tokens are kept.
+        keeps_firsts: True if first tokens are kept.
     """
 
     req_to_token: torch.Tensor
@@ -77,7 +79,7 @@ class TierTables:
 
     @cached_property
     def arguments(self) -> "Tables":
-        """What kernels take."""
+        """Arguments of the kernels."""
         tensors = {name: getattr(self, name) for name in Tables._fields if hasattr(self, name)}
         return Tables(
             context=self.req_to_token.stride(0),
@@ -90,7 +92,7 @@ class TierTables:
 
     @cached_property
     def window(self) -> "Window":
-        """What kernels are compiled for."""
+        """Compile-time window of the kernels."""
         return self._window(0)
 
     @cached_property
@@ -104,7 +106,7 @@ class TierTables:
 
 
 class Tables(NamedTuple):
-    """``TierTables`` as an argument: its tensors, and what never changes about them.
+    """``TierTables`` as an argument: its tensors, and its constants.
 
     Attributes:
         context, pages_row: elements of a row of ``req_to_token``, of ``row_pages``.
@@ -149,13 +151,13 @@ class Tables(NamedTuple):
 
 @dataclass(frozen=True)
 class Window:
-    """The window of a request; capitals, as constants in kernels are.
+    """The window of a request; names in capitals, like constants in kernels.
 
     Attributes:
-        SINK, RECENT: pages of it; MORE: further recent ones, at most; WIDTH: their number and the page being filled,
+        SINK, RECENT: its pages; MORE: maximum further recent pages; WIDTH: the sum of these and the page being filled,
             padded.
         BONUS: added to the stamp of a sink's overlay.
-        FIRSTS: whether first tokens are kept.
+        FIRSTS: True if first tokens are kept.
     """
 
     SINK: int
@@ -168,15 +170,15 @@ class Window:
 
 @triton.jit
 def history_pages(length, WINDOW: tl.constexpr, more=0):
-    """End of the history in pages of a request of that many tokens, were every overlay there; more: recent pages."""
+    """Returns the end of the history in pages for ``length`` tokens, if every overlay exists; more: recent pages."""
     return tl.maximum(length // PAGE - WINDOW.RECENT - more, WINDOW.SINK)
 
 
 @triton.jit
 def window(t, row, length, WINDOW: tl.constexpr, more=0):
-    """Page index, exists and page id of the window of rows at their lengths, [n, WIDTH]; row 0 has none.
+    """Returns page index, exists and page id of the window of rows at their lengths, [n, WIDTH]; row 0 has none.
 
-    t: ``Tables``; row, length, more: int32 [n, 1], or scalars for n = 1; of more at most MORE.
+    t: ``Tables``; row, length, more: int32 [n, 1], or scalars for n = 1; more is at most MORE.
     """
     i = tl.arange(0, WINDOW.WIDTH)[None, :]
     index = tl.where(i < WINDOW.SINK, i, history_pages(length, WINDOW, more) + i - WINDOW.SINK)
@@ -186,5 +188,5 @@ def window(t, row, length, WINDOW: tl.constexpr, more=0):
 
 @triton.jit
 def page_at(t, row, index, exists):
-    """Page ids of the rows' page indices, 0 where they do not exist."""
+    """Returns page ids of the rows' page indices, 0 where they do not exist."""
     return tl.load(t.req_to_token + row.to(tl.int64) * t.context + index * PAGE, mask=exists, other=0) // PAGE
