@@ -1,6 +1,6 @@
-"""The ``kvq`` command: a model's rotations made, converted, shown and shared; evaluation; a check of the environment.
+"""The ``kvq`` command: makes, converts, shows and shares a model's rotations; evaluates; checks the environment.
 
-Results go to stdout: a text or table, or with ``--json`` one JSON value. Everything else goes to stderr.
+Results go to stdout: text, a table, or with ``--json`` one JSON value. Everything else goes to stderr.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ console = Console(stderr=True, highlight=False)
 
 
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON value on stdout instead of text.")]
-Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Long texts whole, and what columns mean.")]
+Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Show long texts in full and explain columns.")]
 
 
 class Layout(str, Enum):
@@ -303,7 +303,7 @@ register_eval(app)
 
 
 def _say(text: str, style: str = "") -> None:
-    """A line on stderr, as it is: no markup in paths, no wrapping."""
+    """Prints a line on stderr unchanged: no markup in paths, no wrapping."""
     console.print(text, style=style, markup=False, soft_wrap=True)
 
 
@@ -312,7 +312,7 @@ def _show_json(value: Any) -> None:
 
 
 def _engine(name: str, tp: int, arguments: list[str]) -> dict[str, Any] | None:
-    """Keywords of ``sglang.Engine``, or None for transformers."""
+    """Returns the keywords of ``sglang.Engine``, or None for transformers."""
     if name not in ("transformers", "sglang"):
         raise KVQuantError(f"--engine {name}: unknown; choose transformers or sglang.")
     if name == "transformers":
@@ -332,7 +332,7 @@ def _engine(name: str, tp: int, arguments: list[str]) -> dict[str, Any] | None:
 
 
 class _Bars:
-    """A bar per pass, with contexts done and the time left; a ``Progress`` of ``rotations.calibration.run``."""
+    """A bar per pass, with finished contexts and the time left; a ``Progress`` of ``rotations.calibration.run``."""
 
     def __init__(self) -> None:
         from rich.progress import (
@@ -345,7 +345,7 @@ class _Bars:
         )
 
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        # A context may take minutes: estimate over a whole pass.
+        # A context may take minutes, so the time left is estimated over a whole pass.
         self._bars = Progress(*columns, TimeRemainingColumn(), console=console, speed_estimate_period=36000)
         self._tasks: dict[str, TaskID] = {}
 
@@ -366,7 +366,7 @@ class _Bars:
 
 
 def main() -> None:
-    """Entry point: a ``KVQuantError`` is one line and exit status 1, not a traceback."""
+    """Runs the command; a ``KVQuantError`` becomes one line and exit status 1, not a traceback."""
     try:
         app()
     except KVQuantError as error:

@@ -172,10 +172,10 @@ def parser() -> argparse.ArgumentParser:
 
 
 def tasks_of(options: argparse.Namespace) -> list[Task]:
-    """The tasks asked for, in their order.
+    """Returns the requested tasks, in the order of ``TASK_NAMES``.
 
     Raises:
-        KVQuantError: an unknown task, or a setting that is wrong or missing.
+        KVQuantError: a task is unknown, or a setting is wrong or missing.
     """
     names = options.tasks.split(",")
     if unknown := set(names) - set(TASK_NAMES):
@@ -248,7 +248,7 @@ def _gsm8k(options: argparse.Namespace) -> Task:
 
 
 def _given(path: Path | None, otherwise: str) -> Path:
-    """A file that a task cannot do without.
+    """Returns a file that a task requires.
 
     Raises:
         KVQuantError: it was not given; the message is ``otherwise``.
@@ -266,10 +266,10 @@ def _whole(flag: str, word: str) -> int:
 
 
 def main(words: Sequence[str]) -> int:
-    """Run the command; the exit status: 1 if a method or task gave no value.
+    """Runs the command and returns the exit status: 1 if a method or task gave no value.
 
     Raises:
-        KVQuantError: settings, files or servers that cannot be used.
+        KVQuantError: settings, files or servers cannot be used.
     """
     words = list(words)
     cut = words.index("--") if "--" in words else len(words)
@@ -299,7 +299,7 @@ def main(words: Sequence[str]) -> int:
 
 
 def _noted(command: list[str]) -> str:
-    """A command as results have it: without this machine's paths."""
+    """Formats a command for results, without this machine's paths."""
     return shlex.join(map(provenance.without_paths, command))
 
 
@@ -312,7 +312,7 @@ def model_label(options: argparse.Namespace, path: str) -> str:
 
 
 def evaluate_server(options: argparse.Namespace, tasks: list[Task], command: str) -> tuple[str, list[str]]:
-    """Mode (a): whatever runs there."""
+    """Measures on the given running server (``--server``)."""
     identity, facts = server_identity(options.server, options.name or "")
     label = options.name or facts.method
     model = model_label(options, facts.model_path)
@@ -344,10 +344,10 @@ def _slug(name: str) -> str:
 
 
 def specs_of(options: argparse.Namespace, tasks: list[Task], flags: list[str]) -> list[MethodSpec]:
-    """``--methods`` in each of the chunk sizes; BF16 first if a task needs it and it is not among them.
+    """Returns ``--methods`` in each of the chunk sizes; adds BF16 first if a task needs it.
 
     Raises:
-        KVQuantError: wrong specs or chunk sizes, or none in which a task can be measured.
+        KVQuantError: specs or chunk sizes are wrong, or no chunk size suits a task.
     """
     chunks = [chunk_size(word) for word in options.chunked_prefill_size.split(",")]
     if any(flag.startswith(CHUNK_FLAG) for flag in flags) and chunks != [CHUNK]:
@@ -366,10 +366,10 @@ def specs_of(options: argparse.Namespace, tasks: list[Task], flags: list[str]) -
 
 
 def gpus_of(options: argparse.Namespace) -> tuple[str, ...]:
-    """``--gpus``, each once.
+    """Returns ``--gpus``, each once.
 
     Raises:
-        KVQuantError: an empty name, or one twice.
+        KVQuantError: a name is empty or repeated.
     """
     gpus = tuple(options.gpus.split(",")) if options.gpus else ()
     if not all(gpus) or len(set(gpus)) < len(gpus):
@@ -380,7 +380,7 @@ def gpus_of(options: argparse.Namespace) -> tuple[str, ...]:
 def compare_methods(
     options: argparse.Namespace, tasks: list[Task], flags: list[str], command: str
 ) -> tuple[str, list[str]]:
-    """Mode (b): a server for each method."""
+    """Starts a server for each method and measures on it (``--model``)."""
     specs = specs_of(options, tasks, flags)
     model = model_label(options, options.model)
     where = str(Path(options.model).resolve()) if Path(options.model).is_dir() else options.model
@@ -404,7 +404,7 @@ def compare_methods(
 
 
 def finish(options: argparse.Namespace, model: str, command: list[str], failures: list[str]) -> int:
-    """The report of everything in the output folder."""
+    """Writes the report of everything in the output folder and returns the exit status."""
     content = report.collect(Store(options.out), model, command)
     path = report.write(options.out, content)
     drawn = plots.draw(content, path)
@@ -419,7 +419,7 @@ def finish(options: argparse.Namespace, model: str, command: list[str], failures
 
 
 def write_map(options: argparse.Namespace, command: list[str]) -> int:
-    """``--map``: the JSON file, its plot where matplotlib is there, and its block of Markdown on the screen."""
+    """Runs ``--map``: writes the JSON file and, with matplotlib, its plot; prints its block of Markdown."""
     path = options.out
     model = path.stem.removeprefix("precise_")
     if path.is_dir() or path.suffix != ".json" or model in ("", path.stem):
@@ -439,12 +439,12 @@ def write_map(options: argparse.Namespace, command: list[str]) -> int:
 
 
 def write_page(options: argparse.Namespace) -> int:
-    """``--report``: plots beside the files where matplotlib is there, then the page."""
+    """Runs ``--report``: draws plots next to the files, with matplotlib, then writes the page."""
     contents = {path: read(path) for path in options.report}
     mapped = [content.get("model") for content in contents.values() if is_map(content)]
     for path, content in contents.items():
         headed = not is_map(content) and content.get("model") in mapped
-        if headed:  # the first report of a model has the map's plot instead of its own
+        if headed:  # the first report of a model shows the map's plot instead of its own
             mapped.remove(content.get("model"))
         if plots.draw(content, path, with_map=not headed) is None:
             print(plots.MISSING, file=sys.stderr)
