@@ -50,9 +50,9 @@ def calibrate(
     tokens: Annotated[int, typer.Option(help="Tokens of the text to use.")] = 32768,
     context: Annotated[int, typer.Option(help="Tokens per context; the longer, the more history is measured.")] = 2048,
     positions: Annotated[
-        int, typer.Option(help="Spread contexts over so many positions; 0: the model's own, to 32768.")
+        int, typer.Option(help="Spread contexts over this many positions; 0: the model's own, up to 32768.")
     ] = 0,
-    seed: Annotated[int, typer.Option(help="Which contexts to draw; 0 spreads them evenly.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed that draws the contexts; 0 spreads them evenly.")] = 0,
     granularity: Annotated[str, typer.Option(help="per-head or per-layer.")] = "per-head",
     composition: Annotated[
         str, typer.Option(help="balanced, offset, or oscar for the paper's order; transform for --kv-quant transform.")
@@ -62,15 +62,15 @@ def calibrate(
     recommend: Annotated[
         bool, typer.Option(help="With --composition transform, measure budgets of bits and recommend one.")
     ] = True,
-    held_out_contexts: Annotated[int, typer.Option(help="Contexts to measure budgets on, of those not drawn.")] = 2,
-    held_out_length: Annotated[int, typer.Option(help="Tokens of each of them.")] = 1024,
+    held_out_contexts: Annotated[int, typer.Option(help="Contexts to measure budgets on, from the unused text.")] = 2,
+    held_out_length: Annotated[int, typer.Option(help="Tokens of each such context.")] = 1024,
     text_share: Annotated[float, typer.Option(help="Use only the first part of the text, 1 for all.")] = 1.0,
     base_model: Annotated[str | None, typer.Option(help="Name to record, if MODEL is a local folder.")] = None,
     revision: Annotated[str | None, typer.Option(help="Revision of the model on the hub.")] = None,
     device: Annotated[str, typer.Option(help="cuda, cpu or auto (all GPUs, needs accelerate).")] = "",
     dtype: Annotated[str, typer.Option(help="auto, bfloat16 or float32; on a CPU float32 unless given.")] = "",
     overwrite: Annotated[bool, typer.Option(help="Replace an existing output folder.")] = False,
-    restart: Annotated[bool, typer.Option(help="Discard what an interrupted run left, do not continue it.")] = False,
+    restart: Annotated[bool, typer.Option(help="Discard an interrupted run instead of continuing it.")] = False,
     engine: Annotated[
         str, typer.Option(help="transformers, or sglang for models that need several GPUs.")
     ] = "transformers",
@@ -81,7 +81,7 @@ def calibrate(
     push: Annotated[str | None, typer.Option(help="Then upload to the hub: ORG/REPO or ORG/REPO/FOLDER.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Calibrate rotations and clip ratios on a model and a text. Interrupted, the same command continues."""
+    """Calibrate rotations and clip ratios on a model and a text. If interrupted, the same command continues."""
     from sglang_kvq.rotations.calibration.settings import CalibrationSettings
     from sglang_kvq.rotations.calibration.to_folder import calibrate_to_folder, partial_folder
     from sglang_kvq.rotations.inspection.budget_tables import divergence_table, recommendation
@@ -186,7 +186,7 @@ def push(
 
 @app.command()
 def zoo(verbose: Verbose = False, as_json: AsJson = False) -> None:
-    """List the models whose rotations are known, and where these would come from."""
+    """List the models with known rotations, and where these come from."""
     from sglang_kvq.rotations.inspection.zoo_table import known_rotations, zoo_details, zoo_table
 
     entries = known_rotations()
@@ -203,7 +203,7 @@ def zoo(verbose: Verbose = False, as_json: AsJson = False) -> None:
 def inspect(
     folder: Annotated[str, typer.Argument(help="Rotation folder in either layout, or hub id org/name/folder.")],
     model: Annotated[str | None, typer.Option(help="Measure errors on this model: hub id or folder.")] = None,
-    text: Annotated[list[Path] | None, typer.Option(help="Text to measure on; not the one calibrated on.")] = None,
+    text: Annotated[list[Path] | None, typer.Option(help="Text to measure on; not the calibration text.")] = None,
     plot: Annotated[Path | None, typer.Option(help="PNG to write; needs matplotlib.")] = None,
     methods: Annotated[str, typer.Option(help="Methods to compare, with commas; empty for all.")] = "",
     contexts: Annotated[int, typer.Option(help="Contexts of the text to measure on.")] = 2,
@@ -272,13 +272,13 @@ def convert(
 @app.command()
 def doctor(
     model: Annotated[
-        str | None, typer.Option(help="Answer for this model instead, by its config alone: hub id or folder.")
+        str | None, typer.Option(help="Check this model instead, from its config alone: hub id or folder.")
     ] = None,
-    method: Annotated[str, typer.Option(help="With --model: the --kv-quant to answer for.")] = "oscar",
+    method: Annotated[str, typer.Option(help="With --model: the --kv-quant to check.")] = "oscar",
     bits: Annotated[str | None, typer.Option(help="With --model: its --kv-quant-bits.")] = None,
     rotations: Annotated[str | None, typer.Option(help="With --model: its --kv-quant-rotations.")] = None,
     memory: Annotated[
-        float | None, typer.Option(help="With --model: GiB of each GPU for the KV cache; else this GPU's, about.")
+        float | None, typer.Option(help="With --model: GiB per GPU for the KV cache; default: about what this GPU has.")
     ] = None,
     tp: Annotated[int, typer.Option(help="With --model: GPUs that share the heads.")] = 1,
     trust_remote_code: Annotated[bool, typer.Option(help="With --model: run the code of its config.")] = False,
@@ -289,7 +289,7 @@ def doctor(
         from sglang_kvq.sglang.doctor import report
 
         if memory is not None:
-            raise KVQuantError(f"--memory {memory:g}: tokens are of a model; add --model MODEL.")
+            raise KVQuantError(f"--memory {memory:g}: needs a model to count tokens for; add --model MODEL.")
         raise typer.Exit(report(as_json=as_json))
     from sglang_kvq.config import KVQuantConfig
     from sglang_kvq.sglang import doctor_model

@@ -84,14 +84,14 @@ class KVQuantConfig:
                 "model's head_dim; leave it out for min(head_dim, 128)."
             )
         if self.group_size is not None and self.group_size not in method.group_sizes:
-            sizes = " or ".join(map(str, method.group_sizes)) or "no such groups: its scale is of a token's whole row"
+            sizes = " or ".join(map(str, method.group_sizes)) or "no such groups: one scale covers a token's whole row"
             raise KVQuantError(
                 f"--kv-quant-group-size {self.group_size}: --kv-quant {self.method} has {sizes}; change it or leave it "
                 "out."
             )
         for axis, clip, code in (("k", self.clip_k, method.k), ("v", self.clip_v, method.v)):
             if clip is not None and (method.planes or not code.clips):
-                why = ": a row's gain of least error cuts what is worth cutting" if method.planes else ""
+                why = ": a row's gain of least error already clips where that helps" if method.planes else ""
                 raise KVQuantError(
                     f"--kv-quant-clip-{axis} {clip}: --kv-quant {self.method} does not clip these codes{why}; leave it "
                     "out."

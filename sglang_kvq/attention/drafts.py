@@ -49,8 +49,8 @@ def check_count(count: int, recent_tokens: int) -> None:
     most = min(MOST_DRAFTS, recent_tokens)
     if not 1 <= count <= most:
         raise KVQuantError(
-            f"--speculative-num-draft-tokens {count}: a request may have 1 to {most} drafts at once, which are written "
-            f"to its {recent_tokens} recent tokens (--kv-quant-recent); lower it or raise that."
+            f"--speculative-num-draft-tokens {count}: a request may have 1 to {most} drafts at once, because they "
+            f"must fit its {recent_tokens} recent tokens; lower it or raise --kv-quant-recent."
         )
 
 

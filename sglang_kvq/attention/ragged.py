@@ -391,4 +391,4 @@ def _try(prefill: RaggedPrefill) -> None:
     wanted = keys / (keys + math.exp(sink))
     error = float((out.float() - wanted[:, None, None]).abs().max())
     if not error <= 0.02:
-        raise RuntimeError(f"its attention is off by {error:.3f}, of values of 1")
+        raise RuntimeError(f"its attention is off by {error:.3f}, for values of 1")

@@ -42,7 +42,7 @@ examples:
       --text held_out.txt --out results
   kvq eval --map results more-results --out benchmarks/results/precise_M.json
   kvq eval --report benchmarks/results/accuracy_*.json --out docs/accuracy.md
-What follows -- goes to every server that is started. `kvq eval` runs again where it stopped.
+Words after -- go to every server that is started. The same `kvq eval` resumes where it stopped.
 """
 
 
@@ -69,22 +69,22 @@ def parser() -> argparse.ArgumentParser:
         nargs="+",
         type=Path,
         metavar="SOURCE",
-        help="write the accuracy map --out (precise_MODEL.json) out of folders of results and result files, and its "
-        "plot beside it",
+        help="write the accuracy map --out (precise_MODEL.json) from result folders and result files, and its plot "
+        "next to it",
     )
     what.add_argument(
         "--report",
         nargs="+",
         type=Path,
         metavar="FILE",
-        help="write the page --out out of accuracy_*.json and precise_*.json files, and their plots beside them; of "
-        "the latter alone, only their blocks in the page",
+        help="write the page --out from accuracy_*.json and precise_*.json files, and their plots next to them; from "
+        "precise_*.json files alone, only their blocks in the page",
     )
     what.add_argument(
         "--tasks", default="kl", metavar="TASK,...", help=f"some of {','.join(TASK_NAMES)}; default %(default)s"
     )
     what.add_argument(
-        "--out", type=Path, required=True, help="folder of results; of --map and --report: the file to write"
+        "--out", type=Path, required=True, help="folder of results; with --map and --report: the file to write"
     )
     what.add_argument(
         "--label", help="the model's name in file names (default: the last part of its path, in lower case)"
@@ -92,34 +92,39 @@ def parser() -> argparse.ArgumentParser:
 
     run = root.add_argument_group("how to run")
     run.add_argument(
-        "--gpus", default="", metavar="N,...", help="one server on each at the same time, as CUDA_VISIBLE_DEVICES says"
+        "--gpus",
+        default="",
+        metavar="N,...",
+        help="GPUs that run a server each at the same time, named as in CUDA_VISIBLE_DEVICES",
     )
     run.add_argument(
         "--parallel",
         type=int,
         default=1,
-        help="servers at once (of each of --gpus); give each a --max-total-tokens after --",
+        help="servers at once (per GPU of --gpus); limit each by --max-total-tokens after --",
     )
     run.add_argument(
         CHUNK_FLAG,
         default=str(CHUNK),
         metavar="N,...",
-        help=f"run each method with each: tokens, or {OWN_CHUNK} for SGLang's own choice; default %(default)s",
+        help=f"run each method with each of these: tokens, or {OWN_CHUNK} for SGLang's choice; default %(default)s",
     )
     run.add_argument("--concurrency", type=int, default=32, help="requests at once per server; default %(default)s")
     run.add_argument("--server-command", default="python -m sglang.launch_server", help="default: %(default)s")
-    run.add_argument("--plain-flags", default="", metavar="FLAGS", help="further flags of none and fp8 only")
+    run.add_argument("--plain-flags", default="", metavar="FLAGS", help="further flags for none and fp8 only")
     run.add_argument("--start-timeout", type=float, default=600.0, metavar="SECONDS")
     run.add_argument("--request-timeout", type=float, default=900.0, metavar="SECONDS")
     run.add_argument("--tokenizer", metavar="PATH", help="default: the model's, or else the server's own")
     run.add_argument("--json", action="store_true", help="print the results as one JSON value, not as a table")
-    run.add_argument("--overwrite", action="store_true", help="measure again what was measured with other settings")
+    run.add_argument("--overwrite", action="store_true", help="measure again if existing results have other settings")
 
     kl = root.add_argument_group("kl")
     kl.add_argument(
-        "--text", nargs="+", type=Path, default=[], metavar="FILE", help="held-out text: not what calibration used"
+        "--text", nargs="+", type=Path, default=[], metavar="FILE", help="held-out text, which calibration did not use"
     )
-    kl.add_argument("--text-skip", type=float, default=0.0, metavar="SHARE", help="of each text, at its beginning")
+    kl.add_argument(
+        "--text-skip", type=float, default=0.0, metavar="SHARE", help="share of each text to skip, at its beginning"
+    )
     kl.add_argument(
         "--kl-lengths", default="2048", metavar="N[xCOUNT],...", help="tokens per context; default %(default)s"
     )
@@ -139,7 +144,7 @@ def parser() -> argparse.ArgumentParser:
         "--needle-trials", type=int, default=5, help="per cell of length and depth; default %(default)s"
     )
     needle.add_argument(
-        "--needle-seed", type=int, default=0, help="of numbers and where filler begins; default %(default)s"
+        "--needle-seed", type=int, default=0, help="seed of the numbers and the filler's start; default %(default)s"
     )
 
     retrieval = root.add_argument_group(", ".join(KINDS))
@@ -147,7 +152,9 @@ def parser() -> argparse.ArgumentParser:
         "--retrieval-lengths", default="2048,4096,8192,16384", metavar="N,...", help="tokens; default %(default)s"
     )
     retrieval.add_argument("--retrieval-cases", type=int, default=40, help="per length; default %(default)s")
-    retrieval.add_argument("--retrieval-seed", type=int, default=0, help="of the generated texts; default %(default)s")
+    retrieval.add_argument(
+        "--retrieval-seed", type=int, default=0, help="seed of the generated texts; default %(default)s"
+    )
 
     tests = root.add_argument_group("humaneval and gsm8k")
     tests.add_argument(
@@ -155,17 +162,17 @@ def parser() -> argparse.ArgumentParser:
     )
     tests.add_argument("--humaneval", type=Path, metavar="FILE", help="HumanEval.jsonl or .jsonl.gz")
     tests.add_argument(
-        "--humaneval-problems", type=int, default=0, help="only the first so many; 0, the default, is all"
+        "--humaneval-problems", type=int, default=0, help="number of first problems to use; 0, the default, is all"
     )
     tests.add_argument("--humaneval-max-tokens", type=int, default=768, help="default %(default)s")
     tests.add_argument(
-        "--allow-unsandboxed", action="store_true", help="run generated programs even where they cannot be cut off"
+        "--allow-unsandboxed", action="store_true", help="run generated programs even if they cannot be sandboxed"
     )
     tests.add_argument("--gsm8k", type=Path, metavar="FILE", help="test.jsonl")
     tests.add_argument("--gsm8k-train", type=Path, metavar="FILE", help="for the worked examples")
     tests.add_argument("--gsm8k-shots", type=int, default=8, help="worked examples; 0 for none; default %(default)s")
     tests.add_argument(
-        "--gsm8k-problems", type=int, default=200, help="only the first so many; 0 is all; default %(default)s"
+        "--gsm8k-problems", type=int, default=200, help="number of first problems to use; 0 is all; default %(default)s"
     )
     tests.add_argument("--gsm8k-max-tokens", type=int, default=400, help="default %(default)s")
     return root
@@ -286,7 +293,7 @@ def main(words: Sequence[str]) -> int:
         raise KVQuantError(f"{' '.join(flags)}: flags after -- are for servers that --model starts.")
     for name in ("parallel", "concurrency"):
         if getattr(options, name) < 1:
-            raise KVQuantError(f"--{name} {getattr(options, name)}: at least 1.")
+            raise KVQuantError(f"--{name} {getattr(options, name)}: must be at least 1.")
     if options.server and (options.gpus or options.chunked_prefill_size != str(CHUNK)):
         raise KVQuantError(f"--gpus and {CHUNK_FLAG} are for servers that --model starts.")
     tasks = tasks_of(options)
@@ -351,7 +358,7 @@ def specs_of(options: argparse.Namespace, tasks: list[Task], flags: list[str]) -
     """
     chunks = [chunk_size(word) for word in options.chunked_prefill_size.split(",")]
     if any(flag.startswith(CHUNK_FLAG) for flag in flags) and chunks != [CHUNK]:
-        raise KVQuantError(f"{CHUNK_FLAG} before and after --: say it once, before.")
+        raise KVQuantError(f"{CHUNK_FLAG} before and after --: give it once, before --.")
     specs = parse_list(options.methods, chunks)
     for task in tasks:
         if isinstance(task, ReferenceTask) and not any(spec.is_reference for spec in specs):

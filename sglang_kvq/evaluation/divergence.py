@@ -54,7 +54,7 @@ def _array(positions: list[list[Any]]) -> np.ndarray:
     lengths = {len(position) for position in positions}
     if len(lengths) != 1:
         raise KVQuantError(
-            f"the server listed {sorted(lengths)} tokens at positions of one request, not as many at each."
+            f"the server listed different numbers of tokens, {sorted(lengths)}, at the positions of one request."
         )
     flat = chain.from_iterable(chain.from_iterable(positions))
     shape = (len(positions), lengths.pop(), 3)

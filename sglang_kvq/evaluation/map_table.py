@@ -123,9 +123,9 @@ def _how(content: dict[str, Any], chosen: Sequence[tuple[str, Cell]], link: str,
     dirty = " with uncommitted changes" if content["dirty"] else ""
     commits = ", ".join(sha[:10] for sha in content["commit"].split(", "))
     return (
-        "Bold marks the frontier: no method of fewer bits is as good, and none of as many is better. A number in "
-        "brackets counts the calibrations that mean and standard error are taken over; without one, the error is the "
-        f"task's own. {where}. "
+        "Bold: on the frontier, which no method of fewer bits matches and none of as many bits beats. In brackets: the "
+        "number of calibrations behind mean and standard error; without it, the error is the task's own. "
+        f"{where}. "
         f"{content['device']}, SGLang {content['versions'].get('sglang', 'unknown')}, {content['date']}, "
         f"commit {commits}{dirty}. From [{content['name']}.json]({link}) by "
         f"`kvq eval --report benchmarks/results/{content['name']}.json --out {page}`."

@@ -54,8 +54,8 @@ def _content(source: Path, model: str) -> dict[str, Any]:
         raise KVQuantError(f"{source}: neither a folder of results nor an accuracy_ or precise_ file of kvq eval.")
     if content["model"] != model:
         raise KVQuantError(
-            f"{source}: of {content['model']}, but --out names {model}; write precise_{content['model']}.json, or give "
-            "other files."
+            f"{source}: is for {content['model']}, but --out names {model}; write precise_{content['model']}.json, or "
+            "give other files."
         )
     return content
 

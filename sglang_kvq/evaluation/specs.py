@@ -135,7 +135,7 @@ def parse(text: str) -> MethodSpec:
     label = f"{head}@{Path(rotations).name}" if rotations else head
     spec = MethodSpec(" ".join([label, *map(_plain, words[1:])]), method, bits, rotations, tuple(words[1:]))
     if has_chunk and any(word.startswith(CHUNK_FLAG) for word in words[1:]):
-        raise KVQuantError(f"--methods {text!r}: its chunk size twice; leave {CHUNK_FLAG} out.")
+        raise KVQuantError(f"--methods {text!r}: gives its chunk size twice; leave {CHUNK_FLAG} out.")
     return in_chunks(spec, chunk_size(chunk)) if has_chunk else spec
 
 
@@ -190,7 +190,9 @@ def parse_list(text: str, chunks: Sequence[int | None] = (CHUNK,)) -> list[Metho
     labels = [spec.label for spec in specs]
     for label in labels:
         if labels.count(label) > 1:
-            raise KVQuantError(f"--methods: {label!r} twice; rotation folders are told apart by their last name only.")
+            raise KVQuantError(
+                f"--methods: {label!r} twice; only the last part of a rotation folder's path distinguishes it."
+            )
     return specs
 
 

@@ -52,9 +52,9 @@ class CodeFormat:
                 choices = ", ".join(map(str, known))
                 raise KVQuantError(f"code format: {name}={value!r} does not exist; choose one of {choices}.")
         if not 0.5 <= self.gain <= 2 or (self.gain != 1 and self.statistic == "minmax"):
-            raise KVQuantError(f"code format: gain={self.gain!r}: 0.5 to 2, and 1 for statistic 'minmax'.")
+            raise KVQuantError(f"code format: gain={self.gain!r}: must be 0.5 to 2, and 1 for statistic 'minmax'.")
         if self.axis == "channel" and self.statistic == "norm":
-            raise KVQuantError("code format: statistic 'norm' is of a token's whole row; use axis='token'.")
+            raise KVQuantError("code format: statistic 'norm' needs a token's whole row; use axis='token'.")
         if self.axis == "channel" and self.centred:
             raise KVQuantError(
                 "code format: centred=True: codes per channel have an offset of their own; use axis='token'."

@@ -83,7 +83,7 @@ class PageFormat:
             )
         if PAGE_SIZE % self.run:
             raise KVQuantError(
-                f"a scale per channel for runs of {self.run} tokens: they must divide the page of {PAGE_SIZE}; use "
+                f"runs of {self.run} tokens per scale: they must divide the page of {PAGE_SIZE}; use "
                 f"{PAGE_SIZE // 2} or {PAGE_SIZE}."
             )
         for flag, clip, code in (("k", self.clip_k, self.k), ("v", self.clip_v, self.v)):
@@ -94,8 +94,8 @@ class PageFormat:
                 )
         if self.v.centred:
             raise KVQuantError(
-                f"values in {self.v.describe()}: only keys are centred, their means being one product with the query; "
-                "use centred=False."
+                f"values in {self.v.describe()}: only keys can be centred, as their mean costs one product with the "
+                "query; use centred=False."
             )
 
     #: False: scales follow the stored data. Measured, a first token in a record costs no accuracy.
@@ -222,8 +222,8 @@ class PageFormat:
         """
         if not self.per_token:
             raise KVQuantError(
-                f"keys in {self.k.describe()}, values in {self.v.describe()}: tokens of a page share what is stored of "
-                "them, so that none can move to another; use codes per token that are not centred."
+                f"keys in {self.k.describe()}, values in {self.v.describe()}: tokens of a page share stored "
+                "data, so none can move to another page; use codes per token that are not centred."
             )
 
     def _quantize(

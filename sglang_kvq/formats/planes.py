@@ -159,9 +159,9 @@ class PlaneCode:
     def __post_init__(self) -> None:
         if len(self.widths) != PLANES or not all(0 <= w <= MOST_BITS for w in self.widths) or not self.cells:
             raise KVQuantError(
-                f"widths {self.widths}: four numbers from 0 to {MOST_BITS}, one for each plane of a row, of which some "
-                "fill each byte, half byte and quarter byte of a column: an even number of bits, 2 to "
-                f"{MOST_COLUMN_BITS} in all."
+                f"widths {self.widths}: must be four numbers from 0 to {MOST_BITS}, one per plane, with an even sum "
+                f"from 2 to {MOST_COLUMN_BITS}; some of them must exactly fill each byte, half byte and quarter byte "
+                "of a column."
             )
 
     @property

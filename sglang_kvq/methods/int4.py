@@ -9,7 +9,7 @@ from sglang_kvq.methods.base import Method, RotationKind
 
 METHOD = Method(
     name="int4",
-    summary="fixed Hadamard rotation, uniform INT4, keys less their page's mean: nearly lossless; needs no calibration",
+    summary="fixed Hadamard rotation, uniform INT4, keys minus their page mean: nearly lossless; needs no calibration",
     paper="QuaRot, arXiv 2404.00456; outlier channels of keys: KIVI, arXiv 2402.02750",
     rotation=RotationKind.HADAMARD,
     k=CodeFormat(4, centred=True),

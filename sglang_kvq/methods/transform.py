@@ -10,7 +10,7 @@ from sglang_kvq.methods.base import Method, RotationKind
 
 METHOD = Method(
     name="transform",
-    summary="bits by energy in a basis of independent channels, any number of them from 1.25 to 4 per element",
+    summary="bits by energy in a basis of independent channels; any budget from 1.25 to 4 bits per element",
     paper="Goyal, Theoretical foundations of transform coding, 2001; quantizers: Max 1960",
     rotation=RotationKind.LEARNED,
     widths=(2.5,),

@@ -244,7 +244,7 @@ def _check_transform(rotations: Rotations, where: str) -> None:
         return
     missing = [name for name in needed if getattr(rotations, name) is None]
     if missing:
-        raise KVQuantError(f"{where}: transform coding has {', '.join(needed)}, here {missing[0]} is missing; {fix}")
+        raise KVQuantError(f"{where}: transform coding needs {', '.join(needed)}; {missing[0]} is missing; {fix}")
     for name, like in (("k_mean", "k"), ("k_energies", "k"), ("v_energies", "v")):
         x, shape = getattr(rotations, name), list(getattr(rotations, like).shape[:3])
         if list(x.shape) != shape:
@@ -254,11 +254,11 @@ def _check_transform(rotations: Rotations, where: str) -> None:
         if name != "k_mean" and wrong.any():
             layer, head = wrong.nonzero()[0].tolist()
             raise KVQuantError(
-                f"{where}: {name} of layer {layer}, head {head} are not positive and descending, as a row's planes "
-                f"need them; {fix}"
+                f"{where}: {name} of layer {layer}, head {head} are not positive and descending, which planes "
+                f"require; {fix}"
             )
     if rotations.meta.importance is None:
-        raise KVQuantError(f"{where}: its config.json has no importance, by which bits are divided; {fix}")
+        raise KVQuantError(f"{where}: its config.json has no importance, which the division of bits requires; {fix}")
 
 
 def check_meta(meta: RotationMeta, *, layers: int) -> None:

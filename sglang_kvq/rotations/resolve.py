@@ -69,8 +69,8 @@ def check_kind(config: KVQuantConfig, rotations: Rotations) -> None:
     if wants:
         raise KVQuantError(
             f"{rotations.meta.source or 'these rotations'}: they are not for transform coding (objective "
-            f"{rotations.meta.objective}), as --kv-quant {config.method} needs them: make such with `kvq calibrate "
-            f"{model} --composition transform`, or serve these with --kv-quant oscar."
+            f"{rotations.meta.objective}), which --kv-quant {config.method} needs: make suitable ones with `kvq "
+            f"calibrate {model} --composition transform`, or serve these with --kv-quant oscar."
         )
     raise KVQuantError(
         f"{rotations.meta.source or 'these rotations'}: they are for transform coding, not for --kv-quant "

@@ -18,7 +18,7 @@ AVOIDED = re.compile(
     r"\b(as ever|anew|hardly|alike|likewise|taken off|the same of|(?:faster|slower|better|worse|more|less) beside)\b",
     re.I,
 )
-FOLDERS = sorted({path.parent.relative_to(ROOT) for path in (ROOT / "sglang_kvq").rglob("*.py")}) + [Path("launch")]
+FOLDERS = [*sorted({path.parent.relative_to(ROOT) for path in (ROOT / "sglang_kvq").rglob("*.py")}), Path("launch")]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 

@@ -227,7 +227,7 @@ def measure_budgets(
         if not torch.isfinite(divergence.kl).all():
             raise KVQuantError(
                 f"{name}: the model's divergence is not finite: it overflows in its dtype; pass --dtype float32. "
-                "The rotations are whole, and can be served with a budget of your own."
+                "The rotations are complete and can be served with a budget that you choose."
             )
     return BudgetDivergence(
         tuple(_measured(candidates[name], budget, found[name]) for budget, name in named.items()),
@@ -265,7 +265,7 @@ def store(found: BudgetDivergence, folder: Path) -> None:
         temporary.write_text(_text({**config, FIELD: found.to_json()}) + "\n")
         temporary.replace(path)
     except OSError as error:
-        raise KVQuantError(f"cannot write {path}: {error.strerror or error}; its rotations are whole.") from error
+        raise KVQuantError(f"cannot write {path}: {error.strerror or error}; its rotations are complete.") from error
 
 
 def stored(rotations: Rotations) -> BudgetDivergence | None:

@@ -31,10 +31,10 @@ def report(
     if verbose:
         if rotations.is_transform:
             at = f"at {_default_bits():g} bits per element"
-            yield f"gain: of bits by energy over equal bits. weight: importance. bits: of each plane {at}."
+            yield f"gain: bits by energy compared with equal bits. weight: importance. bits: of each plane {at}."
         else:
-            parts = "error: of the attention output. nats: sensitivity at 2 and 4 bits."
-            yield f"{parts} top 8: their share of the spectrum."
+            parts = "error: relative, of the attention output. nats: sensitivity at 2 and 4 bits."
+            yield f"{parts} top 8: share of the 8 largest eigenvalues."
     if rotations.is_transform:
         yield foreseen_table(foreseen(rotations), rotations.meta.sensitivity is not None)
         divergence = stored(rotations)
@@ -46,7 +46,7 @@ def report(
             yield from _errors(measured, part, name, width)
         if verbose:
             text = f"{measured.contexts} contexts of {measured.length} tokens"
-            yield f"Errors are of the attention output, {text}; worst head of {list(measured.errors)[-1]}."
+            yield f"Errors are those of the attention output, on {text}; worst head of {list(measured.errors)[-1]}."
 
 
 def to_json(rotations: Rotations, kv_heads: int | None, measured: Measured | None) -> dict[str, Any]:
@@ -101,8 +101,7 @@ def _default_bits() -> float:
 
 
 def top_share(eigenvalues: torch.Tensor, count: int = 8) -> torch.Tensor:
-    """Returns the share of the ``count`` largest eigenvalues ``[layers, heads, D]``, averaged over heads: ``[layers]``.
-    """
+    """Returns the share of the ``count`` largest eigenvalues ``[layers, heads, D]``, mean over heads: ``[layers]``."""
     sizes = eigenvalues.double().clamp(min=0).sort(-1, descending=True).values
     return (sizes[..., :count].sum(-1) / sizes.sum(-1).clamp(min=1e-30)).mean(-1)
 

@@ -76,8 +76,8 @@ def zoo_table(entries: Sequence[Known]) -> Table:
         clips = (clip_range(clip) for clip in entry.clips())
         table.add_row(entry.model, entry.method, entry.origin, "no" if entry.folder is None else "yes", *clips)
     table.caption = (
-        "for: what --kv-quant takes them. here: on this machine; others are fetched from\nthe hub when first served. "
-        "More with --verbose."
+        "for: the --kv-quant that uses them. here: on this machine; others are fetched\n"
+        "from the hub when first served. More with --verbose."
     )
     return table
 

@@ -71,9 +71,9 @@ def attended_moments(
 
 
 def _shares(weights: torch.Tensor, alike: torch.Tensor) -> torch.Tensor:
-    """Normalizes weights ``[kv_heads, n]`` to sum 1, ``[kv_heads, n, 1]``; all-zero rows weight ``alike`` equally.
+    """Normalizes weights ``[kv_heads, n]`` to sum 1, ``[kv_heads, n, 1]``.
 
-    ``alike`` is bool ``[n]``.
+    A row of zeros becomes equal weights of the tokens in the mask, the last argument, bool ``[n]``.
     """
     total = weights.sum(-1, keepdim=True)
     shares = torch.where(total > 0, weights / total.clamp(min=torch.finfo(total.dtype).tiny), alike / alike.sum())

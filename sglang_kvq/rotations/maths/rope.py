@@ -37,9 +37,8 @@ def turn_of(hf_config: Any, head_dim: int) -> Turn:
     if apply is None or len(classes) != 1:
         raise KVQuantError(
             f"{type(hf_config).__name__}: transformers has no rotary embedding of the usual form for this model, so "
-            "keys "
-            "far out cannot be foreseen; pass --positions equal to --context to calibrate for prompts of that length "
-            "only."
+            "keys at later positions cannot be computed; pass --positions equal to --context to calibrate for prompts "
+            "of that length only."
         )
     embedding = classes[0](hf_config)
 
