@@ -2,8 +2,8 @@
 
     python3 launch/cpu_env.py .venvs/sglang-VERSION VERSION
 
-A second run does nothing and takes a fraction of a second. A second SGLang version beside a finished environment
-shares its files by hard links and only installs its own SGLang.
+A second run does nothing and takes a fraction of a second. An environment with another SGLang version shares the files
+of a finished environment next to it by hard links and installs only its own SGLang.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from sglang_kvq.releases import described
 
 ROOT = Path(__file__).resolve().parent.parent
 CPU = ROOT / "launch" / "cpu"
-#: Works with every SGLang release we support; the suffix is what keeps pip from taking the CUDA build.
+#: Works with every SGLang release that we support; the suffix keeps pip from taking the CUDA build.
 TORCH = "torch==2.13.0+cpu"
 TORCHVISION = "torchvision==0.28.0"
 TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
@@ -31,7 +31,7 @@ MARK = "Appended by sglang-kvq's launch/cpu_env.py"
 
 
 def digest(*paths: Path, extra: str = "") -> str:
-    """One hash of files and a word: what an environment was made from."""
+    """Hashes files and a word, to identify what an environment was made from."""
     state = hashlib.sha256(extra.encode())
     for path in paths:
         for file in sorted(path.rglob("*.*")) if path.is_dir() else [path]:
@@ -41,12 +41,12 @@ def digest(*paths: Path, extra: str = "") -> str:
 
 
 def recipe() -> str:
-    """Of everything in an environment but SGLang's version and the plugin."""
+    """Hashes everything in an environment except SGLang's version and the plugin."""
     return digest(Path(__file__), CPU, extra=f"{sys.version_info[:3]}")
 
 
 class Environment:
-    """A virtual environment and the stamps that say what is in it."""
+    """A virtual environment, and the stamps that record its content."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder.absolute()
@@ -66,7 +66,7 @@ class Environment:
 
 
 def install_torch(env: Environment, index: str | None) -> None:
-    """The CPU build, from where pip looks anyway (a mirror, a local folder) or else from PyTorch's index."""
+    """Installs the CPU build from pip's configured sources (a mirror, a local folder), else from PyTorch's index."""
     try:
         env.pip(TORCH, *(["--index-url", index] if index else []))
     except StepFailed:
@@ -76,7 +76,7 @@ def install_torch(env: Environment, index: str | None) -> None:
 
 
 def add_standins(env: Environment) -> None:
-    """What the CUDA-built wheels lack on a CPU: SGLang's kernels and two of torchvision's schemas."""
+    """Adds what the CUDA-built wheels lack on a CPU: SGLang's kernels and two of torchvision's schemas."""
     shutil.copytree(CPU / "sgl_kernel", env.site / "sgl_kernel", dirs_exist_ok=True)
     extension = env.site / "torchvision" / "extension.py"
     if MARK not in extension.read_text():
@@ -85,7 +85,7 @@ def add_standins(env: Environment) -> None:
 
 
 def finished_sibling(env: Environment) -> Environment | None:
-    """An environment beside this one, made by the same recipe, whose files this one can share."""
+    """Returns an environment next to this one, made by the same recipe, whose files this one can share; or None."""
     for folder in sorted(env.folder.parent.glob("*")):
         sibling = Environment(folder)
         if folder != env.folder and sibling.stamp("recipe") == recipe() and sibling.site.is_dir():
@@ -94,7 +94,7 @@ def finished_sibling(env: Environment) -> Environment | None:
 
 
 def make(env: Environment, version: str, index: str | None) -> None:
-    """From nothing to a Python that can run ``python -m sglang.launch_server`` on a CPU."""
+    """Makes an environment whose Python can run ``python -m sglang.launch_server`` on a CPU."""
     shutil.rmtree(env.folder, ignore_errors=True)
     env.log.unlink(missing_ok=True)
     sibling = finished_sibling(env)
@@ -102,7 +102,7 @@ def make(env: Environment, version: str, index: str | None) -> None:
         call([sys.executable, "-m", "venv", *(["--without-pip"] if sibling else []), env.folder], env.log)
     if sibling:
         with step(f"sharing the files of {sibling.folder.name}"):
-            # pip replaces files by new ones and never writes into them, so the other environment stays as it is.
+            # pip replaces files by new ones and never writes into them, so the other environment is not affected.
             shutil.copytree(sibling.site, env.site, symlinks=True, copy_function=os.link, dirs_exist_ok=True)
     else:
         with step(f"{TORCH}"):
@@ -118,7 +118,7 @@ def make(env: Environment, version: str, index: str | None) -> None:
 
 
 def install_plugin(env: Environment) -> None:
-    """This repository, editable, with what its tests need."""
+    """Installs this repository, editable, with what its tests need."""
     state = digest(ROOT / "pyproject.toml", extra=str(ROOT))
     if env.stamp("plugin") == state:
         return
@@ -128,7 +128,7 @@ def install_plugin(env: Environment) -> None:
 
 
 def ensure(folder: Path, version: str, index: str | None = None) -> Path:
-    """The environment's Python; makes what is missing.
+    """Makes what is missing and returns the environment's Python.
 
     Raises:
         StepFailed: a command failed; the message has the end of its output.

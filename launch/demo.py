@@ -39,7 +39,7 @@ LONG = PASSAGE * 4 + "\n\nQuestion: who built the lighthouse on Gull Rock, and i
 
 @dataclass
 class Result:
-    """What one server said of itself and answered. Fields of ``kv_quant`` are those of its ``/server_info``."""
+    """One server's answers, memory and tokens; ``kv_quant`` has the fields of its ``/server_info``."""
 
     memory_gb: float | None
     tokens: int
@@ -69,7 +69,7 @@ def start(server: Server, title: str) -> Server:
 
 
 def table(method: str, plain: Result, kvq: Result) -> Table:
-    """The comparison. A figure that the server does not report shows as a dash, never as a guess."""
+    """Builds the comparison. A figure that the server does not report shows as a dash, never as a guess."""
 
     def number(value: Any, form: str = ",") -> str:
         return "–" if value is None else format(value, form)  # noqa: RUF001  (a dash in a table)
@@ -99,7 +99,7 @@ def run(options: argparse.Namespace, console: Console) -> None:
     if options.episodes:
         demo_episodes.run(model, options.method, options.flags, cpu, console)
         return
-    # On a CPU the share is of the machine's free memory: a tenth is enough to show the difference.
+    # On a CPU the share refers to the machine's free memory: a tenth is enough to show the difference.
     memory = ["--mem-fraction-static", "0.1"] if cpu else []
     with ExitStack() as servers:
         kvq_server = Server(model, "--kv-quant", options.method, *memory, *options.flags, cpu=cpu)
@@ -154,14 +154,14 @@ def main() -> None:
     parser.add_argument(
         "--episodes",
         action="store_true",
-        help="a conversation longer than what its requests may read, beside the full cache",
+        help="compare a long conversation, of which each request reads only a part, with the full cache",
     )
     parser.add_argument("--method", default="oscar", help="value of --kv-quant (default: %(default)s)")
     parser.add_argument("--model", help="folder or hub name (default: SmolLM2-135M-Instruct, fetched once)")
     parser.add_argument("flags", nargs="*", help="after --: more SGLang flags, for both servers")
     options = parser.parse_args()
     console = Console()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as Ctrl-C: unwind, so that servers stop
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # like Ctrl-C: unwinds, so that servers stop
     begin = time.monotonic()
     try:
         run(options, console)

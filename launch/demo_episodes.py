@@ -1,7 +1,7 @@
-"""``./demo --episodes``: one conversation, longer than what its requests may read, beside the full cache.
+"""``./demo --episodes``: a conversation longer than its requests may read, compared with the full cache.
 
-One server. Each question goes to it twice: without a session id the whole conversation is read, with one only the pages
-nearest to the question are (``--episodic-policy late``).
+One server gets each question twice. Without a session id it reads the whole conversation. With one it reads only the
+pages nearest to the question (``--episodic-policy late``).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ FLAGS = (
 )
 SESSION = "the-demo"
 
-#: What is talked about, a sitting each: what the user said in passing, and what else there was to say.
+#: Topics, one per sitting: a remark of the user, and further text about the topic.
 SITTINGS = (
     (
         "I adopted a parrot yesterday. Her name is Pixie and she is four years old.",
@@ -63,7 +63,7 @@ SITTINGS = (
         "and is worth it in any town. ",
     ),
 )
-#: Each with how the answer begins: so small a model finds what was said when it is to go on with it.
+#: Questions, each with the beginning of its answer: so small a model finds a remark only if it can continue it.
 QUESTIONS = (
     ("What is the name of my parrot?", "You said: I adopted a parrot yesterday. Her name is"),
     ("In which color do we paint the kitchen?", "You said: We paint the kitchen on Saturday. Martha wants it in"),
@@ -82,7 +82,7 @@ class Reply:
 
 
 def conversation() -> list[dict[str, str]]:
-    """Messages of all sittings, the later ones about what was said first in other words."""
+    """Returns the messages of all sittings; each sitting appears twice."""
     messages = []
     for number, (said, advice) in enumerate(SITTINGS):
         for _ in range(2):
@@ -96,7 +96,7 @@ def conversation() -> list[dict[str, str]]:
 def ask(
     server: Server, messages: list[dict[str, str]], question: str, session: str | None, beginning: str = ""
 ) -> Reply:
-    """Stream an answer to the question that ends a conversation; the model goes on with its beginning, if any."""
+    """Streams the answer to a question after a conversation; the model continues ``beginning``, if any."""
     begin, first, text, prompt = time.monotonic(), None, "", 0
     more: dict[str, Any] = {"session_id": session} if session else {}
     end = [{"role": "user", "content": question}]
@@ -125,7 +125,7 @@ def ask(
 
 
 def state(server: Server, session: str) -> dict[str, Any]:
-    """What the server says of a session, to the API key whose it is."""
+    """Returns the server's report on a session, which only the API key that owns it may read."""
     found: dict[str, Any] = server.openai().get(f"/sessions/{session}", cast_to=object)
     return found
 
@@ -144,7 +144,7 @@ def table(rows: list[tuple[str, Reply, Reply]]) -> Table:
 
 
 def run(model: str, method: str, flags: list[str], cpu: bool, console: Console) -> None:
-    """Start one server, hold the conversation, show both kinds of answers."""
+    """Starts one server, holds the conversation, and shows both kinds of answers."""
     folder = embedder.ensure()
     memory = ["--mem-fraction-static", "0.1"] if cpu else []
     own = ["--kv-quant", method, *memory, *FLAGS, "--episodic-embedder", str(folder), *flags]

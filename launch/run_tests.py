@@ -1,4 +1,4 @@
-"""Runs the whole suite: unit tests once, then what touches SGLang against the oldest and the newest release, at once.
+"""Runs the suite: unit tests once, then tests of SGLang with the oldest and the newest release in parallel.
 
 ./test                    everything
 ./test --quick            unit tests only
@@ -29,17 +29,17 @@ from sglang_kvq.releases import NEWEST, OLDEST
 
 ROOT = Path(__file__).resolve().parent.parent
 UNIT = "unit tests"
-#: What must be clean before any test runs: each a command of the newest release's environment.
+#: Checks that must pass before any test runs: commands of the newest release's environment.
 LINTERS = (("ruff", "format", "--check", "--quiet"), ("ruff", "check", "--quiet"), ("mypy",))
 #: Tests that run in both environments; all others are unit tests and run once.
 BOTH = (Path("tests/sglang"), Path("tests/e2e"))
-#: Unit tests run in as many processes as there are cores; the two releases run beside each other. Threads of one that
-#: wait for those of another cost far more than a second core brings, so each process has one.
+#: Unit tests run in one process per core; the two releases run in parallel. Each process has one thread: threads that
+#: wait for those of another process cost far more than a second core gains.
 SPREAD = ("--numprocesses=auto", "--dist=worksteal")
 ONE_CORE = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-#: How many of its slowest tests each run lists.
+#: Number of slowest tests that each run lists.
 SLOWEST = 12
-#: pytest's exit code for "no tests collected", which -k may well cause in one of the runs.
+#: pytest's exit code for "no tests collected", which -k may cause in one of the runs.
 NOTHING_COLLECTED = 5
 
 
@@ -53,13 +53,13 @@ class Run:
 
 
 def is_sglang(path: str) -> bool:
-    """Whether a path given on the command line lies in the folders that run in both environments."""
+    """Returns whether a path from the command line lies in the folders that run in both environments."""
     relative = Path(os.path.relpath(path.split("::")[0], ROOT))
     return any(folder == relative or folder in relative.parents for folder in BOTH)
 
 
 def plan(quick: bool, words: list[str]) -> list[Run]:
-    """The runs for a command line. Words that name existing files or folders are paths, the rest goes to pytest."""
+    """Returns the runs for a command line. Words that name existing files or folders are paths; others go to pytest."""
     paths = [word for word in words if not word.startswith("-") and Path(word.split("::")[0]).exists()]
     options = tuple(word for word in words if word not in paths)
     wide = [path for path in paths if path.rstrip("/") == "tests"]
@@ -75,7 +75,7 @@ def plan(quick: bool, words: list[str]) -> list[Run]:
 
 
 def counts(report: Path) -> Counter[str]:
-    """Tests by outcome, from a JUnit file."""
+    """Counts tests by outcome, from a JUnit file."""
     found: Counter[str] = Counter()
     if report.exists():
         for suite in ElementTree.parse(report).iter("testsuite"):
@@ -86,14 +86,14 @@ def counts(report: Path) -> Counter[str]:
 
 
 def lint() -> list[str]:
-    """The linters' commands that found something; what they say is shown."""
+    """Runs the linters and returns the commands that found something; shows their output."""
     bin = ROOT / ".venvs" / f"sglang-{NEWEST}" / "bin"
     print("\n=== ruff and mypy ===", flush=True)
     return [" ".join(words) for words in LINTERS if subprocess.run([bin / words[0], *words[1:]], cwd=ROOT).returncode]
 
 
 def execute(runs: list[Run], model: Path) -> list[tuple[int, Counter[str]]]:
-    """pytest's exit code and what it counted, of runs beside each other; only one's output is shown as it comes."""
+    """Executes runs in parallel; returns pytest's exit codes and counts. Only the first one's output is live."""
     running: list[subprocess.Popen[bytes]] = []
     with tempfile.TemporaryDirectory() as folder:
         logs = [Path(folder) / f"{n}.log" for n in range(len(runs))]
@@ -130,7 +130,7 @@ def execute(runs: list[Run], model: Path) -> list[tuple[int, Counter[str]]]:
 
 
 def prepare(runs: list[Run]) -> Path:
-    """Environments for these runs, and the model that servers and the test of rotations load."""
+    """Prepares the environments for these runs, and the model that servers and the test of rotations load."""
     for version in dict.fromkeys(run.version for run in runs):
         print(f"environment with SGLang {version}", flush=True)
         cpu_env.ensure(ROOT / ".venvs" / f"sglang-{version}", version)

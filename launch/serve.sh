@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The container's entry point: SGLang's server with the arguments given, in 2 bits unless they say otherwise.
-#   serve.sh --model-path Qwen/Qwen3-8B [--kv-quant METHOD] [any SGLang flag]
+# The container's entry point: runs SGLang's server with the given arguments, and --kv-quant oscar unless they name one.
 set -euo pipefail
 case " $* " in
   *" --kv-quant "* | *" --kv-quant="*) ;;

@@ -1,4 +1,4 @@
-"""A running SGLang server as a context manager: the demo and the end-to-end tests start it the same way."""
+"""A running SGLang server as a context manager, for the demo and the end-to-end tests."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any
 
 from sglang_kvq.server_process import OPENER, ServerFailed, ServerProcess, free_port
 
-#: What SGLang needs on a machine with no accelerator.
+#: Flags that SGLang needs on a machine without accelerator.
 CPU_FLAGS = (
     *("--device", "cpu", "--dtype", "bfloat16"),
     *("--sampling-backend", "pytorch", "--grammar-backend", "none"),
@@ -31,7 +31,7 @@ class ServerError(RuntimeError):
 
 
 def cpu_flags(flags: Sequence[str]) -> list[str]:
-    """``flags`` with the CPU's defaults before them, so that a flag given twice takes the caller's value."""
+    """Returns ``flags`` with the CPU's defaults before them, so that a flag given twice takes the caller's value."""
     chosen = flags[flags.index("--kv-quant") + 1] if "--kv-quant" in flags else "none"
     # With a method the plugin brings its own attention backend.
     backend = ["--attention-backend", "torch_native"] if chosen == "none" else []
@@ -40,9 +40,10 @@ def cpu_flags(flags: Sequence[str]) -> list[str]:
 
 
 def cpu_environment(flags: Sequence[str]) -> dict[str, str]:
-    """Variables of SGLang's CPU engine for these flags.
+    """Returns the environment variables of SGLang's CPU engine for these flags.
 
-    It binds each tensor-parallel rank to one NUMA node unless told to which cores; more ranks than nodes would stop it.
+    It binds each tensor-parallel rank to one NUMA node unless told which cores to use, and stops with more ranks than
+    nodes.
     """
     chosen = {"SGLANG_USE_CPU_ENGINE": "1"}
     if "--tp-size" in flags:
@@ -52,7 +53,7 @@ def cpu_environment(flags: Sequence[str]) -> dict[str, str]:
 
 
 class Server(ServerProcess):
-    """``python -m sglang.launch_server`` on a free loopback port, for as long as the ``with`` block lasts.
+    """``python -m sglang.launch_server`` on a free loopback port, for the duration of the ``with`` block.
 
     Args:
         model: folder or hub name.
@@ -60,10 +61,10 @@ class Server(ServerProcess):
         python: interpreter of the environment that has SGLang.
         cpu: run on the CPU engine.
         env: variables added to this process's own.
-        log_path: where stdout and stderr go; a temporary file if None.
+        log_path: file for stdout and stderr; a temporary file if None.
 
     Raises:
-        ServerError: by ``start``, when the process ends or is not ready in time.
+        ServerError: by ``start``, if the process ends or is not ready in time.
     """
 
     def __init__(
@@ -81,7 +82,7 @@ class Server(ServerProcess):
             *("--host", "127.0.0.1", "--port", str(port)),
             *(cpu_flags(flags) if cpu else flags),
         ]
-        # A test process may have asked for the CPU engine, for itself.
+        # A test process may have set the CPU engine for itself.
         own = cpu_environment(flags) if cpu else {"SGLANG_USE_CPU_ENGINE": "0"}
         if Path(model).is_dir():
             own["HF_HUB_OFFLINE"] = "1"
@@ -101,10 +102,10 @@ class Server(ServerProcess):
     # -- requests -----------------------------------------------------------------------------------------
 
     def request(self, path: str, body: Any = None, timeout: float = 300.0) -> bytes:
-        """GET, or POST of ``body`` as JSON.
+        """Sends a GET, or a POST of ``body`` as JSON; returns the body of the answer.
 
         Raises:
-            ServerError: any status but 2xx, with the server's words.
+            ServerError: the status is not 2xx; the message has the server's words.
         """
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json"})
@@ -121,9 +122,9 @@ class Server(ServerProcess):
         return json.loads(self.request(path, body, timeout))
 
     def generate(self, prompt: str | list[int], max_new_tokens: int = 16, **options: Any) -> dict[str, Any]:
-        """SGLang's own ``/generate``, greedy unless ``sampling_params`` says otherwise.
+        """Calls SGLang's own ``/generate``, greedy unless ``sampling_params`` says otherwise.
 
-        ``options`` go in as they are (``return_logprob=True``, ``session_params=…``). A list is token ids.
+        ``options`` are passed on unchanged (``return_logprob=True``, ``session_params=…``). A list is token ids.
         """
         sampling = {"temperature": 0, "max_new_tokens": max_new_tokens, **options.pop("sampling_params", {})}
         source = {"text": prompt} if isinstance(prompt, str) else {"input_ids": prompt}
@@ -131,13 +132,13 @@ class Server(ServerProcess):
         return answer
 
     def openai(self) -> Any:
-        """A client of the ``openai`` package for this server."""
+        """Returns a client of the ``openai`` package for this server."""
         import openai
 
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", timeout=300.0, max_retries=0)
 
     def chat(self, question: str, max_tokens: int = 64, **options: Any) -> str:
-        """The answer to one user message, greedy, through the ``openai`` client."""
+        """Returns the answer to one user message, greedy, through the ``openai`` client."""
         options.setdefault("temperature", 0)
         answer = self.openai().chat.completions.create(
             model="default", messages=[{"role": "user", "content": question}], max_tokens=max_tokens, **options
@@ -149,12 +150,12 @@ class Server(ServerProcess):
         return info
 
     def kv_quant(self) -> dict[str, Any]:
-        """The plugin's part of ``/server_info``: what is served, and how much of it is in use now.
+        """Returns the plugin's part of ``/server_info``: what is served, and how much of it is in use now.
 
         Raises:
             ServerError: the server reports none, so the plugin is not in use.
         """
-        # A part that is fixed at start and one of the scheduler's state; later ones are the more recent.
+        # One part is fixed at start and one is the scheduler's state; later parts are more recent.
         found = [part for part in _find(self.info(), "kv_quant") if isinstance(part, dict)]
         if not found:
             raise ServerError(f"/server_info has no kv_quant: the plugin is not in use\n{self.log_tail()}")
@@ -165,7 +166,7 @@ class Server(ServerProcess):
         self.request("/flush_cache", {})
 
     def drain(self, seconds: float = 60) -> None:
-        """Wait until nothing runs, then empty the prefix cache.
+        """Waits until nothing runs, then empties the prefix cache.
 
         Raises:
             ServerError: requests still run after that time.
@@ -182,7 +183,7 @@ class Server(ServerProcess):
 
 
 def _find(tree: Any, key: str) -> Iterator[Any]:
-    """Every value under ``key`` in nested dicts and lists, outermost first. SGLang moved the schedulers' part."""
+    """Yields every value under ``key`` in nested dicts and lists, outermost first; its place depends on the release."""
     if isinstance(tree, dict):
         if key in tree:
             yield tree[key]

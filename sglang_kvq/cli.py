@@ -1,6 +1,6 @@
-"""The ``kvq`` command: a model's rotations made, converted, shown and shared; evaluation; a check of the environment.
+"""The ``kvq`` command: makes, converts, shows and shares a model's rotations; evaluates; checks the environment.
 
-Results go to stdout: a text or table, or with ``--json`` one JSON value. Everything else goes to stderr.
+Results go to stdout: text, a table, or with ``--json`` one JSON value. Everything else goes to stderr.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ console = Console(stderr=True, highlight=False, emoji=False)
 
 
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON value on stdout instead of text.")]
-Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Long texts whole, and what columns mean.")]
+Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Show long texts in full and explain columns.")]
 
 
 class Layout(str, Enum):
@@ -52,9 +52,9 @@ def calibrate(
     tokens: Annotated[int, typer.Option(help="Tokens of the text to use.")] = 32768,
     context: Annotated[int, typer.Option(help="Tokens per context; the longer, the more history is measured.")] = 2048,
     positions: Annotated[
-        int, typer.Option(help="Spread contexts over so many positions; 0: the model's own, to 32768.")
+        int, typer.Option(help="Spread contexts over this many positions; 0: the model's own, up to 32768.")
     ] = 0,
-    seed: Annotated[int, typer.Option(help="Which contexts to draw; 0 spreads them evenly.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed that draws the contexts; 0 spreads them evenly.")] = 0,
     granularity: Annotated[str, typer.Option(help="per-head or per-layer.")] = "per-head",
     composition: Annotated[
         str, typer.Option(help="balanced, offset, or oscar for the paper's order; transform for --kv-quant transform.")
@@ -64,15 +64,15 @@ def calibrate(
     recommend: Annotated[
         bool, typer.Option(help="With --composition transform, measure budgets of bits and recommend one.")
     ] = True,
-    held_out_contexts: Annotated[int, typer.Option(help="Contexts to measure budgets on, of those not drawn.")] = 2,
-    held_out_length: Annotated[int, typer.Option(help="Tokens of each of them.")] = 1024,
+    held_out_contexts: Annotated[int, typer.Option(help="Contexts to measure budgets on, from the unused text.")] = 2,
+    held_out_length: Annotated[int, typer.Option(help="Tokens of each such context.")] = 1024,
     text_share: Annotated[float, typer.Option(help="Use only the first part of the text, 1 for all.")] = 1.0,
     base_model: Annotated[str | None, typer.Option(help="Name to record, if MODEL is a local folder.")] = None,
     revision: Annotated[str | None, typer.Option(help="Revision of the model on the hub.")] = None,
     device: Annotated[str, typer.Option(help="cuda, cpu or auto (all GPUs, needs accelerate).")] = "",
     dtype: Annotated[str, typer.Option(help="auto, bfloat16 or float32; on a CPU float32 unless given.")] = "",
     overwrite: Annotated[bool, typer.Option(help="Replace an existing output folder.")] = False,
-    restart: Annotated[bool, typer.Option(help="Discard what an interrupted run left, do not continue it.")] = False,
+    restart: Annotated[bool, typer.Option(help="Discard an interrupted run instead of continuing it.")] = False,
     engine: Annotated[
         str, typer.Option(help="transformers, or sglang for models that need several GPUs.")
     ] = "transformers",
@@ -83,7 +83,7 @@ def calibrate(
     push: Annotated[str | None, typer.Option(help="Then upload to the hub: ORG/REPO or ORG/REPO/FOLDER.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Calibrate rotations and clip ratios on a model and a text. Interrupted, the same command continues."""
+    """Calibrate rotations and clip ratios on a model and a text. If interrupted, the same command continues."""
     from sglang_kvq.rotations.calibration.settings import CalibrationSettings
     from sglang_kvq.rotations.calibration.to_folder import calibrate_to_folder, partial_folder
     from sglang_kvq.rotations.inspection.budget_tables import divergence_table, recommendation
@@ -194,7 +194,7 @@ def push(
 
 @app.command()
 def zoo(verbose: Verbose = False, as_json: AsJson = False) -> None:
-    """List the models whose rotations are known, and where these would come from."""
+    """List the models with known rotations, and where these come from."""
     from sglang_kvq.rotations.inspection.zoo_table import known_rotations, zoo_details, zoo_table
 
     entries = known_rotations()
@@ -211,7 +211,7 @@ def zoo(verbose: Verbose = False, as_json: AsJson = False) -> None:
 def inspect(
     folder: Annotated[str, typer.Argument(help="Rotation folder in either layout, or hub id org/name/folder.")],
     model: Annotated[str | None, typer.Option(help="Measure errors on this model: hub id or folder.")] = None,
-    text: Annotated[list[Path] | None, typer.Option(help="Text to measure on; not the one calibrated on.")] = None,
+    text: Annotated[list[Path] | None, typer.Option(help="Text to measure on; not the calibration text.")] = None,
     plot: Annotated[Path | None, typer.Option(help="PNG to write; needs matplotlib.")] = None,
     methods: Annotated[str, typer.Option(help="Methods to compare, with commas; empty for all.")] = "",
     contexts: Annotated[int, typer.Option(help="Contexts of the text to measure on.")] = 2,
@@ -287,7 +287,7 @@ def convert(
 @app.command()
 def doctor(
     model: Annotated[
-        str | None, typer.Option(help="Answer for this model instead, by its config alone: hub id or folder.")
+        str | None, typer.Option(help="Check this model instead, from its config alone: hub id or folder.")
     ] = None,
     method: Annotated[
         str | None, typer.Option(help="With --model: the --kv-quant to answer for; default oscar.")
@@ -328,7 +328,7 @@ register_eval(app)
 
 
 def _say(text: str, style: str = "") -> None:
-    """A line on stderr, as it is: no markup in paths, no wrapping."""
+    """Prints a line on stderr unchanged: no markup in paths, no wrapping."""
     console.print(text, style=style, markup=False, soft_wrap=True)
 
 
@@ -353,7 +353,7 @@ def _methods(names: str) -> list[str]:
 
 
 def _engine(name: str, tp: int, arguments: list[str]) -> dict[str, Any] | None:
-    """Keywords of ``sglang.Engine``, or None for transformers."""
+    """Returns the keywords of ``sglang.Engine``, or None for transformers."""
     if name not in ("transformers", "sglang"):
         raise unknown("--engine", name, ("transformers", "sglang"))
     check_least("--tp", tp, 1)
@@ -377,7 +377,7 @@ def _engine(name: str, tp: int, arguments: list[str]) -> dict[str, Any] | None:
 
 
 class _Bars:
-    """A bar per pass, with contexts done and the time left; a ``Progress`` of ``rotations.calibration.run``."""
+    """A bar per pass, with finished contexts and the time left; a ``Progress`` of ``rotations.calibration.run``."""
 
     def __init__(self) -> None:
         from rich.progress import (
@@ -390,7 +390,7 @@ class _Bars:
         )
 
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        # A context may take minutes: estimate over a whole pass.
+        # A context may take minutes, so the time left is estimated over a whole pass.
         self._bars = Progress(*columns, TimeRemainingColumn(), console=console, speed_estimate_period=36000)
         self._tasks: dict[str, TaskID] = {}
 

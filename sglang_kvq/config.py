@@ -17,13 +17,13 @@ PAGE_SIZE = 64
 #: head_dim values the page formats and kernels support.
 HEAD_DIMS = (64, 96, 128, 256)
 
-#: Query heads of a KV head that the kernels take.
+#: Most query heads per KV head that the kernels support.
 MAX_GQA_GROUP = 16
 
 
 @dataclass(frozen=True)
 class KVQuantConfig:
-    """What the ``--kv-quant*`` flags say, validated.
+    """The values of the ``--kv-quant*`` flags, validated.
 
     Attributes:
         method: name in the registry of ``sglang_kvq.methods``.
@@ -32,18 +32,18 @@ class KVQuantConfig:
         sink_tokens: first tokens of a request kept in BF16; a multiple of ``PAGE_SIZE``.
         recent_tokens: last tokens of a request kept in BF16; a multiple of ``PAGE_SIZE``.
         group_size: elements along head_dim (KIVI's keys: tokens) that share one scale and zero; None means
-            ``min(head_dim, 128)`` (the page).
+            ``min(head_dim, 128)`` (KIVI's keys: the page).
         clip_k, clip_v: quantile of ``|x|`` over a head's row beyond which keys/values are
             clipped, in (0, 1]; 1 clips nothing; None means the rotation file's or the
-            method's own. Given, they hold for codes of every width; else for INT2 codes only.
+            method's own. A given value applies to codes of every width, the default to INT2 codes only.
         bf16_budget: share of the KV memory that BF16 overlays may take, in (0, 1).
-        bits: ``--kv-quant-bits`` as given: a number, or ``auto:TARGET``; None is the method's default. Of codes, but of
-            ``transform`` allocated for an element.
-        seed: of random rotations; None is 0.
-        episodic: what the ``--episodic-*`` flags say; None without ``--episodic-policy``.
+        bits: ``--kv-quant-bits`` as given: bits per code, or ``auto:TARGET``; for ``transform``, allocated bits per
+            element. None is the method's default.
+        seed: seed of random rotations; None is 0.
+        episodic: the values of the ``--episodic-*`` flags; None without ``--episodic-policy``.
         capture: ``FOLDER:CONTEXT:SKIP`` of ``sglang.capture_backend``, for ``kvq calibrate --engine sglang`` only.
-        prefill_window: tokens before the recent ones that a prefill reads in BF16 too, as far as their overlays are
-            still there; a multiple of ``PAGE_SIZE``. 0 reads the same as decoding.
+        prefill_window: number of older tokens, before the recent ones, that a prefill may also read in BF16, while
+            their overlays still exist; a multiple of ``PAGE_SIZE``. With 0, prefill reads the same as decoding.
 
     Raises:
         KVQuantError: a value out of range; the message names it and the fix.
@@ -84,14 +84,14 @@ class KVQuantConfig:
                 "model's head_dim; leave it out for min(head_dim, 128)."
             )
         if self.group_size is not None and self.group_size not in method.group_sizes:
-            sizes = " or ".join(map(str, method.group_sizes)) or "no such groups: its scale is of a token's whole row"
+            sizes = " or ".join(map(str, method.group_sizes)) or "no such groups: one scale covers a token's whole row"
             raise KVQuantError(
                 f"--kv-quant-group-size {self.group_size}: --kv-quant {self.method} has {sizes}; change it or leave it "
                 "out."
             )
         for axis, clip, code in (("k", self.clip_k, method.k), ("v", self.clip_v, method.v)):
             if clip is not None and (method.planes or not code.clips):
-                why = ": a row's gain of least error cuts what is worth cutting" if method.planes else ""
+                why = ": a row's gain of least error already clips where that helps" if method.planes else ""
                 raise KVQuantError(
                     f"--kv-quant-clip-{axis} {clip}: --kv-quant {self.method} does not clip these codes{why}; leave it "
                     "out."
@@ -118,7 +118,7 @@ class KVQuantConfig:
 
     @property
     def width(self) -> Width:
-        """``--kv-quant-bits`` as the method reads it."""
+        """The parsed value of ``--kv-quant-bits``."""
         from sglang_kvq.methods import get_method
 
         return get_method(self.method).width(self.bits)
@@ -137,11 +137,11 @@ class KVQuantConfig:
 
     @property
     def slots_per_request(self) -> int:
-        """Overlay slots a running request can hold at once: sinks, window, and the page being filled."""
+        """Most overlay slots that a running request holds: sinks, window, and the page being filled."""
         return self.sink_pages + self.recent_pages + 1
 
     def describe(self) -> str:
-        """One line for logs: every field that is not at its default."""
+        """Returns one line for logs: every field that is not at its default."""
         parts = [
             f"{f.name}={getattr(self, f.name)}"
             for f in fields(self)

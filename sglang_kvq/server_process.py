@@ -1,4 +1,4 @@
-"""A server as a child process: started in a group of its own, waited for, and ended with all that it started."""
+"""A server as a child process: starts it in its own process group, waits for it, and ends it with its children."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from typing import TypeVar
 
 from sglang_kvq.errors import KVQuantError
 
-#: Names given here never go through a proxy: the server is on this machine.
+#: Hosts that never go through a proxy: the server is on this machine.
 LOCAL = "127.0.0.1,localhost"
 OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-#: Ends the server when this process is killed outright (PR_SET_PDEATHSIG), then becomes it. Not by ``preexec_fn``,
-#: which is unsafe in a process of several threads.
+#: Makes the kernel kill the server if this process is killed (PR_SET_PDEATHSIG), then becomes the server. Not done by
+#: ``preexec_fn``, which is unsafe in a process of several threads.
 _TIED = "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9); os.execvp(sys.argv[1], sys.argv[1:])"
-#: Below those that a system lends to connections: from 32768 on Linux, 49152 elsewhere.
+#: Below the ports that a system lends to connections: from 32768 on Linux, 49152 elsewhere.
 PORTS = range(20000, 32000)
 _ports: set[int] = set()
 _Self = TypeVar("_Self", bound="ServerProcess")
@@ -38,13 +38,13 @@ class ServerFailed(KVQuantError):
 
 
 def free_port() -> int:
-    """A loopback TCP port that nobody listens on and that this process has not given out before.
+    """Returns a loopback TCP port that nobody listens on and that this process has not given out before.
 
-    A server binds its port a minute after it was chosen. So it is one of ``PORTS``, which connections do not take
-    meanwhile, and a random one, which other processes that start servers do not choose too.
+    A server binds its port up to a minute after the choice. The port is therefore one of ``PORTS``, which connections
+    do not take meanwhile. It is random, so other processes that start servers are unlikely to choose it too.
 
     Raises:
-        ServerFailed: none is left.
+        ServerFailed: no port is left.
     """
     for port in random.SystemRandom().sample(PORTS, len(PORTS)):
         if port not in _ports and _is_free(port):
@@ -67,12 +67,12 @@ class ServerProcess:
 
     Args:
         command: its words; the first is looked up on the path. It must listen on ``port``.
-        log_path: file for what it prints; its folder is the server's working folder.
+        log_path: file for its output; its folder is the server's working folder.
         port: from ``free_port``.
         env: variables added to this process's own.
     """
 
-    #: Seconds until a server must be ready; how to give one that was not more of them.
+    #: Seconds until a server must be ready; the advice on how to extend them.
     start_timeout = 300.0
     more_time = ""
 
@@ -95,10 +95,10 @@ class ServerProcess:
         return self.process is not None and self.process.poll() is None
 
     def while_starting(self, passed: float) -> None:
-        """Called about twice a second while it starts, with the seconds passed; what it raises ends the server."""
+        """Called about twice a second during the start with the seconds passed; an exception ends the server."""
 
     def spawn(self) -> subprocess.Popen[bytes]:
-        """The running process, which prints to the log."""
+        """Starts the process, which prints to the log."""
         with self.log_path.open("wb") as log:
             return subprocess.Popen(
                 [sys.executable, "-I", "-c", _TIED, *self.command],
@@ -139,7 +139,7 @@ class ServerProcess:
         """Ends the server and everything it started. Safe to call twice.
 
         Args:
-            grace: seconds that it has to end by itself, before it is killed.
+            grace: seconds to end by itself before it is killed.
         """
         if self.process is None:
             return
@@ -152,8 +152,10 @@ class ServerProcess:
         self.process.wait()
 
     def check_alive(self) -> None:
-        """Raises:
-        ServerFailed: it stopped by itself.
+        """Checks that the server is still running.
+
+        Raises:
+            ServerFailed: it stopped by itself.
         """
         if self.process is not None and self.process.poll() is not None:
             raise ServerFailed(self._reason(), self.log_tail())
@@ -165,7 +167,7 @@ class ServerProcess:
         return "\n".join(self.log().splitlines()[-lines:])
 
     def _reason(self) -> str:
-        """Why it ended, in one line."""
+        """Returns why it ended, in one line."""
         return f"the server ended with code {self.process.returncode if self.process else None}"
 
     def _healthy(self) -> bool:

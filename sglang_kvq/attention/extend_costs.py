@@ -1,8 +1,8 @@
-"""What a batch of new tokens over stored prefixes takes either way: pages read directly, or dequantized first.
+"""Predicted time of attention for new tokens over stored prefixes: pages read directly, or dequantized first.
 
-Each way's microseconds are a sum of terms, numbers that follow from the batch and the geometry alone, times constants,
-which are fitted to measurements: ``python benchmarks/extends.py --fit FILE`` prints them. Terms extrapolate; the
-constants are of an H200, and what they decide is which of two times is less.
+Each way's time in microseconds is a sum of terms times constants. Terms follow from the batch and the geometry alone.
+``python benchmarks/extends.py --fit FILE`` fits the constants to measurements and prints them. The terms extrapolate.
+The constants are from an H200; only the comparison of the two times matters.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from sglang_kvq.kernels.extend.extend_attention import ExtendLaunch, extend_laun
 
 @dataclass(frozen=True)
 class Geometry:
-    """Heads of this worker, and streaming multiprocessors of its GPU."""
+    """Heads of this worker, and number of streaming multiprocessors of its GPU."""
 
     q_heads: int
     kv_heads: int
@@ -27,18 +27,18 @@ class Geometry:
 
     @property
     def gqa_group(self) -> int:
-        """Query heads of a KV head."""
+        """Number of query heads per KV head."""
         return self.q_heads // self.kv_heads
 
     def concurrent_items(self, launch: ExtendLaunch) -> int:
-        """Items of ``plan_extend`` that run at once."""
+        """Returns how many items of ``plan_extend`` run at once."""
         parts: int = self.head_dim // value_dims(self.head_dim)  # of V
         held: int = launch.programs_per_sm
         return max(self.sms * held // (self.kv_heads * parts), 1)
 
 
 def direct_terms(prefix_lens: list[int], new_lens: list[int], geometry: Geometry, launch: ExtendLaunch) -> np.ndarray:
-    """1; units of 64 keys one after the other, as if of 64 rows of 128 dims, three programs an SM; waves of items."""
+    """Returns 1; sequential units of 64 keys, scaled to 64 rows of 128 dims and three programs per SM; item waves."""
     wave = geometry.concurrent_items(launch)
     waves, units = schedule(prefix_lens, new_lens, geometry.gqa_group, launch.rows, wave)
     d = geometry.head_dim
@@ -47,8 +47,10 @@ def direct_terms(prefix_lens: list[int], new_lens: list[int], geometry: Geometry
 
 
 def dequantized_terms(prefix_lens: list[int], new_lens: list[int], geometry: Geometry, capacity: int) -> np.ndarray:
-    """1; MB of workspace written; keys one after the other, of 128 dims; the same where all SMs work; calls beyond the
-    first; MB of results that these leave to be merged.
+    """Returns the terms of dequantizing first.
+
+    They are 1; MB of workspace written; sequential keys of 128 dims; the same, scaled by the share of busy SMs; calls
+    beyond the first; MB of their results to merge.
 
     capacity: tokens of the workspace.
     """
@@ -58,7 +60,7 @@ def dequantized_terms(prefix_lens: list[int], new_lens: list[int], geometry: Geo
     more = -(-tokens // capacity) - 1
     programs = -(-new // TILE) * q_heads
     count = int(programs.sum())
-    # Whole rounds over the SMs, but no less than the longest request.
+    # Whole rounds over the SMs, but at least the longest request.
     mean = float((programs * (prefix + new)).sum()) / count
     keys = max(float((prefix + new).max()), -(-count // geometry.sms) * mean) * d / 128
     written = tokens * geometry.kv_heads * d * 4 / 1e6
@@ -72,9 +74,9 @@ class ExtendCosts:
     """Microseconds of each term.
 
     Attributes:
-        direct, dequantized: of ``direct_terms`` and ``dequantized_terms``, in their order.
-        unpacked: times as long does the direct kernel take for a unit of records that are not ``extend.is_cheap``.
-        own: times as long as FlashInfer's does our own attention over a workspace take.
+        direct, dequantized: constants of ``direct_terms`` and ``dequantized_terms``, in their order.
+        unpacked: factor on the direct kernel's time per unit for records that are not ``extend.is_cheap``.
+        own: time of our own attention over a workspace, divided by FlashInfer's.
     """
 
     direct: tuple[float, ...]
@@ -90,7 +92,7 @@ class ExtendCosts:
         cheap: bool = True,
         launch: ExtendLaunch | None = None,
     ) -> float:
-        """Pages read directly; cheap: whether ``extend.is_cheap`` of the records."""
+        """Predicts the time of reading pages directly; cheap: the records are ``extend.is_cheap``."""
         terms = direct_terms(prefix_lens, new_lens, geometry, launch or extend_launch(geometry.head_dim))
         terms[1] *= 1 if cheap else self.unpacked
         return float(terms @ self.direct)
@@ -98,13 +100,13 @@ class ExtendCosts:
     def dequantized_us(
         self, prefix_lens: list[int], new_lens: list[int], geometry: Geometry, capacity: int, flashinfer: bool = True
     ) -> float:
-        """Dequantized into a workspace of ``capacity`` tokens; flashinfer: who attends to it."""
+        """Predicts the time of dequantizing into ``capacity`` tokens; flashinfer: FlashInfer attends to them."""
         terms = dequantized_terms(prefix_lens, new_lens, geometry, capacity)
         terms[2:4] *= 1 if flashinfer else self.own
         return float(terms @ self.dequantized)
 
 
-#: Of an H200: benchmarks/extends.py --fit benchmarks/results/kernels_h200.json.
+#: Constants of an H200: benchmarks/extends.py --fit benchmarks/results/kernels_h200.json.
 H200 = ExtendCosts(
     direct=(8.664, 2.187, 10.34),
     dequantized=(17.27, 0.4571, 0.009209, 0.002958, 4.782, 0.5114),
@@ -112,7 +114,7 @@ H200 = ExtendCosts(
 
 
 def fit(terms: np.ndarray, microseconds: np.ndarray) -> tuple[float, ...]:
-    """Constants, none negative, with the least squares of relative errors. terms: ``[measurements, terms]``."""
+    """Fits non-negative constants by least squares of relative errors. terms: ``[measurements, terms]``."""
     terms, used = np.asarray(terms) / np.asarray(microseconds)[:, None], np.arange(np.shape(terms)[1])
     while True:
         found = np.linalg.lstsq(terms[:, used], np.ones(len(terms)), rcond=None)[0]

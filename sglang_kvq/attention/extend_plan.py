@@ -1,4 +1,4 @@
-"""How a prefill batch is divided: slabs of stored pages that fit the workspace, and tiles of queries."""
+"""Division of a prefill batch: slabs of stored pages that fit the workspace, and tiles of queries."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PlanTiles = Callable[[list[int], list[tuple[int, int]]], list[Tile]]
 
 @dataclass(frozen=True)
 class Slab:
-    """One launch of gather and attention.
+    """One launch of the gather kernel and of attention.
 
     Attributes:
         pages: int32 ``[n, 4]`` on the device, a ``gather.PageRead`` each.
@@ -32,9 +32,9 @@ class Slab:
 def plan_slabs(
     prefix_lens: list[int], new_lens: list[int], slab_pages: int, plan_tiles: PlanTiles, device: torch.device
 ) -> list[Slab]:
-    """At least one slab; the stored prefixes' pages in order, ``slab_pages`` at a time. One copy to the device."""
+    """Returns at least one slab, ``slab_pages`` stored pages each, in order. Copies to the device once."""
     counts = np.array([-(-prefix // PAGE_SIZE) for prefix in prefix_lens])
-    bounds = np.concatenate([[0], np.cumsum(counts)])  # of each request among all pages
+    bounds = np.concatenate([[0], np.cumsum(counts)])  # each request's range in all pages
     request = np.repeat(np.arange(len(counts)), counts)
     number = np.arange(len(request))
     reads = PageRead(

@@ -1,10 +1,10 @@
-"""How much attention a prompt pays the tokens before it: the scores by which EpiCache (arXiv 2509.17396) keeps tokens.
+"""Attention that a prompt pays to the tokens before it: the scores by which EpiCache (arXiv 2509.17396) keeps tokens.
 
     score[h, j] = max over queries t of the prompt and query heads g of KV head h of  softmax_j(scale q[t, g] k[h, j])
 
-The softmax runs over the past keys only, not over the prompt's own. A model's learned sinks are no part of it. Keys and
-queries may be in the rotated basis: a rotation leaves products as they are, and a mean taken off all keys shifts every
-score of a query alike.
+The softmax runs over the past keys only, without the prompt's own and without learned sinks. Keys and queries may be in
+the rotated basis: a rotation preserves products, and a mean subtracted from all keys shifts all scores of a query
+equally.
 """
 
 from __future__ import annotations
@@ -13,27 +13,27 @@ from collections.abc import Iterator
 
 import torch
 
-#: Products held at once.
+#: Number of products held at once.
 PRODUCTS = 1 << 24
 
 
 def key_scores(q: torch.Tensor, k: torch.Tensor, scale: float, products: int = PRODUCTS) -> torch.Tensor:
-    """The definition, in float32 and two passes over blocks of keys: each query's log-sum-exp, then the maxima.
+    """Computes the scores by definition, in float32 and two passes over blocks of keys: log-sum-exps, then maxima.
 
     Args:
-        q: the prompt's queries, ``[P, q_heads, D]``, any float.
+        q: the prompt's queries, ``[P, q_heads, D]``, any float dtype.
         k: the past keys, ``[n, kv_heads, D]``.
-        products: held at once, about.
+        products: approximate number of products to hold at once.
 
     Returns:
-        float32 ``[kv_heads, n]``; zeros without a query.
+        float32 ``[kv_heads, n]``; zeros if there is no query.
     """
     prompt, q_heads, _ = q.shape
     n, kv_heads, _ = k.shape
     scores = torch.zeros(kv_heads, n, device=k.device)
     if prompt == 0 or n == 0:
         return scores
-    # Rows are all queries that read one KV head.
+    # One row per query that reads the KV head.
     rows = q.float().unflatten(1, (kv_heads, q_heads // kv_heads)).permute(1, 2, 0, 3).flatten(1, 2)
     block = max(products // (q_heads * prompt), 1)
     lse = torch.full(rows.shape[:2], -torch.inf, device=q.device)
@@ -45,6 +45,6 @@ def key_scores(q: torch.Tensor, k: torch.Tensor, scale: float, products: int = P
 
 
 def _products(rows: torch.Tensor, k: torch.Tensor, scale: float, block: int) -> Iterator[tuple[int, torch.Tensor]]:
-    """Of each block of keys the first and ``scale q k``, float32 ``[kv_heads, rows, keys]``."""
+    """Yields, for each block of keys, its first index and ``scale q k``, float32 ``[kv_heads, rows, keys]``."""
     for first in range(0, len(k), block):
         yield first, rows @ k[first : first + block].float().permute(1, 2, 0) * scale

@@ -1,6 +1,6 @@
-"""Attention over a page pool in float64, on the codes as stored: what tests and benchmarks hold kernels against.
+"""Float64 attention over a page pool, on the stored codes: the reference for tests and benchmarks of kernels.
 
-Nothing is rounded, unlike in ``ReferenceOps``, whose stored keys and values are BF16.
+It rounds nothing. ``ReferenceOps``, in contrast, rounds stored keys and values to BF16.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from sglang_kvq.config import PAGE_SIZE
 def stored(
     pool: PagePool, layer: int, row: int, length: int, heads: slice = slice(None)
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """A row's first ``length`` keys and values, float64 ``[heads, length, D]``, of these KV heads.
+    """Reads a row's first ``length`` keys and values of these KV heads, float64 ``[heads, length, D]``.
 
-    A page without an overlay outside the history reads slot 0, as padding does.
+    For a page outside the history without an overlay it reads slot 0, like padding.
     """
     pages = pool.req_to_token[row, :length:PAGE_SIZE].long() // PAGE_SIZE
     start = torch.arange(len(pages), device=pool.device) * PAGE_SIZE
@@ -42,7 +42,7 @@ def decode(
     scale: float,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """``AttentionOps.decode``: q ``[B, q_heads, D]`` over everything its row stores; float64 ``[B, q_heads, D]``."""
+    """Computes ``AttentionOps.decode`` in float64: q ``[B, q_heads, D]``, result float64 ``[B, q_heads, D]``."""
     out = torch.empty(q.shape, dtype=torch.float64, device=q.device)
     for i, (row, length) in enumerate(zip(rows.tolist(), seq_lens.tolist())):
         out[i] = _attend(pool, layer, row, length, q[i : i + 1], None, None, scale, sinks)[0]
@@ -57,7 +57,7 @@ def verify(
     scale: float,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """``AttentionOps.verify``: float64 ``[batch * count, q_heads, D]``."""
+    """Computes ``AttentionOps.verify`` in float64: ``[batch * count, q_heads, D]``."""
     out, count = torch.empty(q.shape, dtype=torch.float64, device=q.device), drafts.count
     for i, (row, length) in enumerate(zip(drafts.rows.tolist(), drafts.seq_lens.tolist())):
         mine = slice(i * count, (i + 1) * count)
@@ -77,7 +77,7 @@ def extend(
     scale: float,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """``AttentionOps.extend``: float64 ``[T, q_heads, D]``."""
+    """Computes ``AttentionOps.extend`` in float64: ``[T, q_heads, D]``."""
     out, start = torch.empty(q.shape, dtype=torch.float64, device=q.device), 0
     for row, prefix, new in zip(batch.rows.tolist(), batch.prefix_lens, batch.new_lens):
         mine = slice(start, start + new)
@@ -97,7 +97,7 @@ def extend_row(
     scale: float,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """``extend`` of one request: q ``[new, q_heads, D]`` over its row's prefix and, causally, k and v."""
+    """Computes ``extend`` of one request: q ``[new, q_heads, D]`` over its row's prefix and, causally, k and v."""
     return _attend(pool, layer, row, prefix, q, k, v, scale, sinks)
 
 
@@ -113,9 +113,9 @@ def _attend(
     sinks: torch.Tensor | None,
     hidden: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Queries ``[n, q_heads, D]`` over the row's tokens and, causally, over new ones; head by head, to save memory.
+    """Attends with queries ``[n, q_heads, D]`` to the row's tokens and, causally, to new ones; saves memory by heads.
 
-    hidden: bool ``[n, tokens]``, what they do not see; None: what comes after them.
+    hidden: bool ``[n, tokens]``, tokens that queries do not see; None: those after them.
     """
     out = torch.empty(q.shape, dtype=torch.float64, device=q.device)
     if hidden is None:
@@ -127,7 +127,7 @@ def _attend(
             keys, values = torch.cat([keys, k[:, head].double()]), torch.cat([values, v[:, head].double()])
         for h in group.tolist():
             x = (q[:, h].double() @ keys.T * scale).masked_fill(hidden, float("-inf"))
-            if sinks is not None:  # one more key, of which nothing is the value
+            if sinks is not None:  # one more key, whose value is zero
                 x = torch.cat([x, sinks[h].double().expand(len(q), 1)], dim=1)
             out[:, h] = x.softmax(-1)[:, : len(values)] @ values
     return out

@@ -1,7 +1,7 @@
-"""Scores of past keys on a GPU: keys to BF16, as attention over a workspace reads them, then two passes over them.
+"""Scores of past keys on a GPU: dequantizes keys to a BF16 workspace, then passes over them twice.
 
-A prompt's queries are hundreds to thousands of rows a KV head. Were pages read where they lie, every tile of rows would
-dequantize them again; this way each is dequantized once.
+A prompt has hundreds to thousands of query rows per KV head. If pages were read where they lie, every tile of rows
+would dequantize them again. Here each page is dequantized at most once per pass.
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ GatherKeys = Callable[[torch.Tensor, torch.Tensor], object]
 
 @dataclass(frozen=True)
 class Stretch:
-    """Past keys that are in the workspace at once.
+    """Past keys that are in the workspace at the same time.
 
     Attributes:
-        first: past token; stored: from pages; new: of the batch, behind those.
+        first: index of its first past token.
+        stored: number of tokens from pages; new: number of the batch's tokens after them.
         pages: int32 ``[n, 4]`` on the device, a ``gather.PageRead`` each.
     """
 
@@ -50,7 +51,7 @@ class PlannedScores:
 
     @classmethod
     def of(cls, part: ScoringPart, most_pages: int, device: torch.device) -> PlannedScores:
-        """``most_pages`` stored pages are in the workspace at once; the batch's own keys join the last of them."""
+        """Plans stretches of at most ``most_pages`` stored pages; the batch's own keys join the last one."""
         pages = -(-part.stored // PAGE_SIZE)
         index = np.arange(pages)
         start = index * PAGE_SIZE
@@ -72,11 +73,11 @@ class PlannedScores:
     def run(
         self, values: torch.Tensor, q: torch.Tensor, k: torch.Tensor, scale: float, sms: int, gather: GatherKeys
     ) -> None:
-        """One layer: raise ``values`` float32 ``[kv_heads, past]``.
+        """Raises ``values``, float32 ``[kv_heads, past]``, in one layer.
 
         Args:
-            q, k: of ``AttentionOps.score_keys``.
-            sms: of the device.
+            q, k: see ``AttentionOps.score_keys``.
+            sms: number of the device's streaming multiprocessors.
         """
         queries, new_past = self.part.scoring(q), self.part.new_past(k)
         (prompt, q_heads, d), kv_heads = queries.shape, k.shape[1]

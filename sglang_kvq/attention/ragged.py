@@ -1,11 +1,10 @@
-"""Long prefill chunks through FlashInfer: prefixes in BF16, each followed by its new tokens, in one ragged buffer.
+"""Long prefill chunks through FlashInfer: each BF16 prefix is followed by its new tokens, in one ragged buffer.
 
     request i:  [prefix_i; new_i]      causal attention aligns the last tokens of both sides
 
-What fits the workspace is one call. What does not is read by further calls (all of it is visible, so they are not
-causal), whose results are merged by log-sum-exp. Each of them reads a part of every request's prefix, in proportion, so
-that it has work for the whole GPU, and all but the last few are equal in shape, so that they share one of FlashInfer's
-plans.
+One call reads what fits the workspace. Further calls read the rest. They are not causal, because all of the rest is
+visible, and their results are merged by log-sum-exp. Each call reads a proportional part of every request's prefix, so
+it has work for the whole GPU. All but the last few have equal shapes, so they share one FlashInfer plan.
 """
 
 from __future__ import annotations
@@ -26,23 +25,23 @@ from sglang_kvq.config import PAGE_SIZE
 from sglang_kvq.kernels.decode.learned_sinks import scale_by_sinks
 from sglang_kvq.kernels.extend.gather_pages import PageRead
 
-#: What FlashInfer's prefill kernels are built for, of the sizes the cache serves.
+#: The head_dims that the cache serves and FlashInfer's prefill kernels are built for.
 HEAD_DIMS = (64, 128, 256)
-#: Below this many new tokens per request (mean) or in all, our own kernel serves, which needs no plan. From here on
-#: FlashInfer is faster: 136 against 175 us for 128 tokens after 8,192 (benchmarks/results/kernels_h200.json).
+#: With fewer new tokens per request (mean) or in total, our own kernel serves, which needs no plan. From here on
+#: FlashInfer is faster: 136 us against 175 us for 128 tokens after 8,192 (benchmarks/results/kernels_h200.json).
 LEAST_PER_REQUEST, LEAST_TOKENS = 64, 64
 FLOAT_WORKSPACE = 256 << 20
-#: Bytes, and tokens, of stored prefixes in BF16 that are a call, at most: the more, the fuller it is and the fewer
-#: results are merged. A prefill allocates what it needs of that.
+#: Most stored prefixes in BF16 per call, in bytes and in tokens. Larger calls fill the GPU better and leave fewer
+#: results to merge. A prefill allocates only what it needs.
 WORKSPACE_BYTES, WORKSPACE_TOKENS = 256 << 20, 1 << 17
-#: New tokens of a request that one program attends for, of a head.
+#: New tokens of a request per program and head.
 TILE = 128
-#: Groups of requests in a batch, about: each takes up to three plans, of 8 MiB of tables each.
+#: Approximate limit on groups of requests per batch: each takes up to three plans, with 8 MiB of tables each.
 MOST_GROUPS = 6
 
 
 def workspace_tokens(kv_heads: int, head_dim: int) -> int:
-    """Stored tokens that prefill dequantizes at a time, whole pages; heads of this worker."""
+    """Returns how many stored tokens prefill dequantizes at a time, in whole pages; heads are this worker's."""
     return min(WORKSPACE_BYTES // (4 * kv_heads * head_dim), WORKSPACE_TOKENS) // PAGE_SIZE * PAGE_SIZE
 
 
@@ -57,13 +56,13 @@ class Call:
     """One FlashInfer call, planned on the host.
 
     Attributes:
-        q: the new tokens that attend, ``[begin, end)`` in the batch.
-        q_lens, kv_lens: of each request in the call.
+        q: range ``[begin, end)`` of the new tokens that attend, in the batch.
+        q_lens, kv_lens: lengths per request in the call.
         causal: False for the beginning of a longer prefix.
-        first: the first call about them; it gives every query a key.
-        last: no later call is about these queries, nor about others that the first one had.
-        pages: int32 ``[n, 4]``, a ``gather.PageRead`` each; none where no prefix is read.
-        positions: where the new tokens go in the workspace; None if they are not in this call, or are used in place.
+        first: True for the first call with these queries; it gives every query a key.
+        last: True if no later call has any of the queries of the first one.
+        pages: int32 ``[n, 4]``, a ``gather.PageRead`` each; empty if no prefix is read.
+        positions: rows of the new tokens in the workspace; None if this call lacks them or uses them in place.
     """
 
     q: tuple[int, int]
@@ -81,22 +80,22 @@ class Call:
 
     @property
     def alone(self) -> bool:
-        """No other call is about these queries."""
+        """True if no other call has these queries."""
         return self.first and self.last
 
     @property
     def shape(self) -> CallShape:
-        """Calls of the same shape share a plan."""
+        """Key of the plan: calls of the same shape share one."""
         return tuple(self.q_lens), tuple(self.kv_lens), self.causal
 
 
 def plan_calls(prefix_lens: list[int], new_lens: list[int], capacity: int, least_tiles: int = 1) -> list[Call]:
-    """Calls in order; ``capacity`` is the workspace in tokens, whole pages.
+    """Plans the calls, in order; ``capacity`` is the workspace in tokens, whole pages.
 
-    Consecutive requests are a group as long as they fit the workspace together, and beyond that until they have
-    ``least_tiles`` (``TILE`` new tokens of a request each; more if the batch has many): enough work for a call even
-    where it reads little of each prefix. A group's first call has the new tokens and what fits of the prefixes' ends.
-    New tokens that find no prefix beside them there are used in place.
+    Consecutive requests form a group while they fit the workspace together. Beyond that, a group grows until it has
+    ``least_tiles`` (``TILE`` new tokens of a request each; more if the batch has many). That is enough work for a call
+    even if it reads little of each prefix. A group's first call has the new tokens and as much as fits of the prefixes'
+    ends. New tokens without any prefix in that call are used in place.
     """
     calls: list[Call] = []
     tiles = [-(-new // TILE) for new in new_lens]
@@ -107,7 +106,7 @@ def plan_calls(prefix_lens: list[int], new_lens: list[int], capacity: int, least
         while end < len(new_lens):
             mine = slice(begin, end + 1)
             fits = sum(prefix_lens[mine]) + sum(new_lens[mine]) <= capacity
-            # New tokens leave room for prefixes; a page of each request is little of a call.
+            # New tokens must leave room for prefixes, and one page per request must be a small part of a call.
             room = sum(new_lens[mine]) <= capacity // 2 and (end - begin) * 4 * PAGE_SIZE < capacity
             if not (fits or (room and sum(tiles[begin:end]) < least_tiles)):
                 break
@@ -119,7 +118,7 @@ def plan_calls(prefix_lens: list[int], new_lens: list[int], capacity: int, least
 
 
 def _plan_group(request: int, prefix: np.ndarray, new: np.ndarray, query: int, capacity: int) -> list[Call]:
-    """Calls of requests ``request ...``, whose queries are ``query ...``."""
+    """Plans the calls of requests ``request ...``, whose queries are ``query ...``."""
     start = np.zeros_like(prefix)
     room = max(capacity - int(new.sum()), 0)
     parts: list[tuple[np.ndarray, np.ndarray]] = []  # bounds in each prefix
@@ -142,7 +141,7 @@ def _plan_group(request: int, prefix: np.ndarray, new: np.ndarray, query: int, c
 
 
 def _shares(pages: np.ndarray, rounds: int, room: int, capacity: int) -> np.ndarray:
-    """Pages of each prefix that each of ``rounds`` calls reads, so that about ``room`` are left of all."""
+    """Returns the pages of each prefix that each of ``rounds`` calls reads, leaving about ``room`` pages in total."""
     total = int(pages.sum())
     most = -(-(total - room) // rounds)
     share = np.minimum(-(-pages * most // total), pages // rounds)
@@ -150,7 +149,7 @@ def _shares(pages: np.ndarray, rounds: int, room: int, capacity: int) -> np.ndar
 
 
 def _causal(request: int, start: np.ndarray, prefix: np.ndarray, new: np.ndarray, query: int) -> Call:
-    """New tokens over themselves and the ends of their prefixes."""
+    """Plans the call of new tokens over themselves and the ends of their prefixes."""
     kv = prefix - start + new
     ends = np.cumsum(kv)
     pages = np.concatenate([_pages(request + i, *x) for i, x in enumerate(zip(start, prefix, ends - kv))])
@@ -159,7 +158,7 @@ def _causal(request: int, start: np.ndarray, prefix: np.ndarray, new: np.ndarray
 
 
 def _visible(request: int, start: np.ndarray, end: np.ndarray, new: np.ndarray, query: int) -> Call:
-    """New tokens over parts of their prefixes; requests at either end that have no part there stay out."""
+    """Plans a call of new tokens over parts of their prefixes; leaves out requests at either end without a part."""
     some = np.flatnonzero(end > start)
     mine = slice(some[0], some[-1] + 1)
     query += int(new[: mine.start].sum())
@@ -170,7 +169,7 @@ def _visible(request: int, start: np.ndarray, end: np.ndarray, new: np.ndarray, 
 
 
 def _pages(request: int, begin: int, end: int, at: int) -> np.ndarray:
-    """The pages of a request's tokens ``[begin, end)``, ``begin`` a page's first, to rows ``at ...``."""
+    """Returns the pages of a request's tokens ``[begin, end)``, to rows ``at ...``; ``begin`` starts a page."""
     index = np.arange(begin // PAGE_SIZE, -(-end // PAGE_SIZE) if end > begin else begin // PAGE_SIZE)
     start = index * PAGE_SIZE
     reads = PageRead(
@@ -184,7 +183,7 @@ def _pages(request: int, begin: int, end: int, at: int) -> np.ndarray:
 
 @dataclass
 class _Wrapper:
-    """A FlashInfer wrapper; its tables on the host are free again when ``copied`` has happened."""
+    """A FlashInfer wrapper; its tables on the host can be reused once ``copied`` has happened."""
 
     wrapper: Any  # FlashInfer's
     copied: torch.cuda.Event | None = None
@@ -211,7 +210,7 @@ class RaggedPrefill:
     Args:
         library: the ``flashinfer`` module, or a stand-in with the three names used here.
         capacity: tokens of the BF16 workspace.
-        choose: the backend for a call, of FlashInfer's names.
+        choose: returns FlashInfer's name of the backend for a call.
     """
 
     library: ModuleType
@@ -228,16 +227,16 @@ class RaggedPrefill:
         sms = torch.cuda.get_device_properties(self.device).multi_processor_count if self.device.type == "cuda" else 2
         self._least_tiles = -(-2 * sms // self.q_heads)
         self._floats = torch.empty(size, dtype=torch.uint8, device=self.device)
-        for _ in range(4):  # pinned memory is allocated now and not while requests run
+        for _ in range(4):  # allocates pinned memory now and not while requests run
             self._add("auto")
 
     def suits(self, new_lens: list[int]) -> bool:
-        """Whether a batch's chunks are long enough."""
+        """Returns whether a batch's chunks are long enough."""
         tokens = sum(new_lens)
         return min(new_lens) > 0 and tokens >= max(LEAST_TOKENS, LEAST_PER_REQUEST * len(new_lens))
 
     def plan(self, batch: ExtendBatch, scale: float) -> list[PlannedCall]:
-        """For all layers of a batch, never waiting for the device."""
+        """Plans a batch for all layers, never waiting for the device."""
         calls = plan_calls(batch.prefix_lens, batch.new_lens, self.capacity, self._least_tiles)
         parts = []
         for call in calls:
@@ -255,7 +254,7 @@ class RaggedPrefill:
         return planned
 
     def _planned(self, call: Call, scale: float, taken: list[_Wrapper]) -> _Wrapper:
-        """A wrapper that is free and none of ``taken``, planned for calls of that shape."""
+        """Returns a free wrapper that is not in ``taken``, planned for calls of that shape."""
         backend = self.choose(call)
         free = (w for w in self.wrappers.get(backend, []) if w.free and not any(w is x for x in taken))
         mine = next(free, None) or self._add(backend)
@@ -284,15 +283,15 @@ class RaggedPrefill:
         gather: Gather,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """One layer; ``gather(k, v, pages)`` fills rows of the workspace from stored pages.
+        """Runs one layer; ``gather(k, v, pages)`` fills rows of the workspace from stored pages.
 
-        sinks: of ``AttentionOps.decode``.
+        sinks: see ``AttentionOps.decode``.
         """
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
         out = torch.empty_like(q)
         size = max((sum(c.call.kv_lens) for c in calls if c.call.gathers), default=0)
         space = torch.empty(2, size, *k.shape[1:], dtype=k.dtype, device=k.device)
-        begin, lse = 0, torch.empty(0)  # of the queries of the first call of those that are merged
+        begin, lse = 0, torch.empty(0)  # of the first of the calls that are merged
         for planned in calls:
             call, mine = planned.call, slice(*planned.call.q)
             keys, values = k[mine], v[mine]
@@ -322,14 +321,14 @@ class RaggedPrefill:
         return wrapper
 
     def _indptr(self, lens: list[int]) -> torch.Tensor:
-        """Bounds on the host: FlashInfer plans there, and copies them itself."""
+        """Returns bounds on the host: FlashInfer plans there, and copies them itself."""
         bounds = torch.zeros(len(lens) + 1, dtype=torch.int32, pin_memory=self.device.type == "cuda")
         bounds[1:] = torch.tensor(lens).cumsum(0)
         return bounds
 
 
 def _append(stored: torch.Tensor, call: Call, positions: torch.Tensor, new: torch.Tensor) -> None:
-    """New tokens behind their prefixes."""
+    """Writes new tokens behind their prefixes."""
     if len(call.q_lens) == 1:
         stored[-len(new) :].copy_(new)
     else:
@@ -339,10 +338,10 @@ def _append(stored: torch.Tensor, call: Call, positions: torch.Tensor, new: torc
 def load(
     q_heads: int, kv_heads: int, head_dim: int, device: torch.device, capacity: int
 ) -> tuple[RaggedPrefill | None, str]:
-    """FlashInfer's prefill if this host has it, and one line that says what is used and why.
+    """Returns FlashInfer's prefill if this host has it, and one line that says what is used and why.
 
-    Its kernels are built and run once here: on a host that cannot build them the server must say so at
-    start, and serve with ours.
+    It builds and runs the kernels once here. On a host that cannot build them, the server must say so at
+    start and use our kernel.
     """
     if device.type != "cuda":
         return None, "triton (no GPU)"
@@ -368,7 +367,7 @@ def load(
 
 
 def _try(prefill: RaggedPrefill) -> None:
-    """A prefix that takes two calls and a merge, with sinks: all scores are 0 and all values 1."""
+    """Checks a prefix that takes two calls and a merge, with sinks: all scores are 0 and all values 1."""
     old = prefill.capacity
     prefill.capacity = 2 * PAGE_SIZE
     stored, new, sink = 3 * PAGE_SIZE, PAGE_SIZE, 5.0
@@ -392,4 +391,4 @@ def _try(prefill: RaggedPrefill) -> None:
     wanted = keys / (keys + math.exp(sink))
     error = float((out.float() - wanted[:, None, None]).abs().max())
     if not error <= 0.02:
-        raise RuntimeError(f"its attention is off by {error:.3f}, of values of 1")
+        raise RuntimeError(f"its attention is off by {error:.3f}, for values of 1")

@@ -1,4 +1,4 @@
-"""The plain PyTorch backend: what a CPU runs, and the oracle of every kernel test."""
+"""The plain PyTorch backend: the CPU's implementation, and the reference of every kernel test."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sglang_kvq.config import PAGE_SIZE
 
 
 class ReferenceOps(AttentionOps):
-    """``AttentionOps`` in a few readable lines each; loops over requests, any device."""
+    """Implements ``AttentionOps`` in a few readable lines each; loops over requests, runs on any device."""
 
     def rotate(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
@@ -125,7 +125,7 @@ class ReferenceOps(AttentionOps):
         torch.maximum(values, key_scores(part.scoring(q), past, scale), out=values)
 
     def _stored(self, layer: int, row: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The row's first ``length`` keys and values as BF16 ``[kv_heads, length, D]`` each."""
+        """Returns the row's first ``length`` keys and values, BF16 ``[kv_heads, length, D]`` each."""
         pool = self.pool
         sink_end, history_end = int(pool.row_sink_end[row]), int(pool.row_history_end[row])
         pages = pool.row_pages[row, : -(-length // PAGE_SIZE)].long()
@@ -146,9 +146,9 @@ class ReferenceOps(AttentionOps):
 
 
 def _rotate_rows(x: torch.Tensor, r: torch.Tensor, mean: torch.Tensor | None = None) -> torch.Tensor:
-    """x BF16 ``[T, heads, D]`` times r float32 ``[kv_heads, D, D]``; query heads share their KV head's rotation.
+    """Multiplies x BF16 ``[T, heads, D]`` by r float32 ``[kv_heads, D, D]``; query heads share their KV head's.
 
-    mean float32 ``[kv_heads or 1, D]`` is subtracted before the one rounding.
+    mean float32 ``[kv_heads or 1, D]`` is subtracted before the only rounding.
     """
     r = r.repeat_interleave(x.shape[1] // r.shape[0], dim=0)
     rotated = torch.einsum("thd,hde->the", x.float(), r)
@@ -163,9 +163,9 @@ def _attend(
     sinks: torch.Tensor | None,
     mask: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The last ``len(q)`` positions attend causally. q ``[n, q_heads, D]``, k, v ``[kv_heads, length, D]``.
+    """Attends causally with the last positions. q ``[n, q_heads, D]``, k, v ``[kv_heads, length, D]``.
 
-    mask: bool ``[n, length]``, what they see instead.
+    mask: bool ``[n, length]``, the keys that queries see instead.
     """
     if sinks is not None:
         return _attend_with_sinks(q, k, v, scale, sinks, mask)
@@ -181,7 +181,7 @@ def _attend(
 def _attend_with_sinks(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, sinks: torch.Tensor, mask: torch.Tensor | None
 ) -> torch.Tensor:
-    """``_attend`` in float32, rounded once: torch's own attention has no sinks."""
+    """Computes ``_attend`` in float32, rounded once: torch's own attention has no sinks."""
     n, length, group = q.shape[0], k.shape[1], q.shape[1] // k.shape[0]
     k, v = (x.float().repeat_interleave(group, dim=0) for x in (k, v))
     x = q.float().transpose(0, 1) @ k.transpose(1, 2) * scale  # [q_heads, n, length]

@@ -11,15 +11,15 @@ from sglang_kvq.errors import KVQuantError
 
 
 class KeyScores:
-    """One request's scores of its first ``past`` tokens, by the queries of all tokens behind them.
+    """One request's scores of its first ``past`` tokens, by the queries of all tokens after them.
 
-    They are maxima over the chunks that SGLang divides the request into, and stay so if some run again after a
-    retraction. Each query's softmax is exact: the past precedes the prompt, so all of it is there.
+    Scores are maxima over the chunks of the request, so repeating a chunk after a retraction is harmless. Each query's
+    softmax is exact, because all past tokens precede the prompt.
 
     Attributes:
-        past: tokens whose keys are scored, the first of the request, counted from 0 wherever they stand for RoPE.
-        values: float32 ``[layers, kv_heads, past]``, of this worker's layers and heads; 0 where nothing has scored.
-            Where several workers share a KV head, each has the maximum over its own query heads.
+        past: number of scored tokens, the first of the request, counted from 0 regardless of RoPE positions.
+        values: float32 ``[layers, kv_heads, past]`` of this worker's layers and heads; 0 before anything has scored.
+            Workers that share a KV head have the maximum over their own query heads each.
         seen: the queries of tokens ``past .. seen`` have scored, in launches that may still run.
     """
 
@@ -30,18 +30,18 @@ class KeyScores:
         self.values = torch.zeros(layers, kv_heads, past, device=device)
 
     def add(self, first: int, end: int) -> None:
-        """Queries of tokens ``first .. end`` score, on the current stream."""
+        """Records that queries of tokens ``first .. end`` score, on the current stream."""
         if first <= self.seen:
             self.seen = max(self.seen, end)
-        if self.values.is_cuda:  # whoever lets go of them meanwhile, they stay until that has happened
+        if self.values.is_cuda:  # keeps the memory until the stream is done, even if the owner drops it
             self.values.record_stream(torch.cuda.current_stream(self.values.device))
 
     def result(self, length: int) -> torch.Tensor:
-        """``values``, once all queries of a request of that length have scored.
+        """Returns ``values``, once all queries of a request of ``length`` tokens have scored.
 
         Raises:
-            KVQuantError: there are none, or the request found a part of its prompt in the prefix cache, whose queries
-                were not computed.
+            KVQuantError: there are no queries, or part of the prompt was in the prefix cache, so that its queries were
+                not computed.
         """
         if length <= self.past:
             raise KVQuantError(
@@ -57,14 +57,14 @@ class KeyScores:
 
 @dataclass(frozen=True)
 class ScoringPart:
-    """What one batch adds to one request's scores.
+    """One batch's contribution to one request's scores.
 
     Attributes:
         request: index in the batch.
-        stored: past tokens that are read from pages, the first of the request.
-        keys: past tokens among the batch's own, ``[begin, end)``; they follow those stored.
-        queries: tokens of the batch that score, ``[begin, end)``.
-        values: of ``KeyScores``.
+        stored: number of past tokens that are read from pages, the first of the request.
+        keys: range ``[begin, end)`` of past tokens in the batch; they follow the stored ones.
+        queries: range ``[begin, end)`` of the batch's tokens that score.
+        values: see ``KeyScores``.
     """
 
     request: int
@@ -78,25 +78,25 @@ class ScoringPart:
         return self.values.shape[-1]
 
     def new_past(self, k: torch.Tensor) -> torch.Tensor:
-        """The batch's keys ``[T, kv_heads, D]`` that are past: ``[n, kv_heads, D]``."""
+        """Selects the batch's past keys from ``[T, kv_heads, D]``: ``[n, kv_heads, D]``."""
         return k[slice(*self.keys)]
 
     def scoring(self, q: torch.Tensor) -> torch.Tensor:
-        """The queries ``[T, q_heads, D]`` that score: ``[P, q_heads, D]``."""
+        """Selects the queries that score from ``[T, q_heads, D]``: ``[P, q_heads, D]``."""
         return q[slice(*self.queries)]
 
 
 def plan_scoring(
     prefix_lens: Sequence[int], new_lens: Sequence[int], wanted: Mapping[int, KeyScores]
 ) -> list[ScoringPart]:
-    """What a batch adds to the scores of some of its requests; nothing for one that has no prompt tokens in it yet.
+    """Returns a batch's contributions to the requests in ``wanted``; none for a request without prompt tokens yet.
 
     Args:
-        prefix_lens, new_lens: of ``ExtendBatch``.
-        wanted: by index in the batch.
+        prefix_lens, new_lens: see ``ExtendBatch``.
+        wanted: scores by index in the batch.
 
     Raises:
-        KVQuantError: an index that is not of the batch.
+        KVQuantError: an index is not in the batch.
     """
     parts = []
     for request, scores in wanted.items():

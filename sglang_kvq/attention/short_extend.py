@@ -1,4 +1,4 @@
-"""Short extends over long prefixes: when the kernel that reads stored pages directly serves a batch, and its plan."""
+"""Short extends over long prefixes: chooses the batches whose stored pages a kernel reads directly, and plans them."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from sglang_kvq.kernels.extend.extend_attention import FIELDS, ExtendLaunch, ext
 
 @dataclass(frozen=True)
 class ShortExtends:
-    """Which batches the kernel serves: those that it is expected to serve sooner than a workspace.
+    """Chooses the batches that the direct kernel serves: those it should finish sooner than a workspace would.
 
     Attributes:
-        costs: what both ways take; None: whatever they take.
-        most_rows_unpacked: new tokens times query heads of a KV head in a request, at most, of records that are not
-            cheap to dequantize (``extend.is_cheap``): every tile of rows does it again.
-        least_prefix: stored tokens in the batch, at least.
-        launch: of the kernel; None chooses by head_dim.
+        costs: predicted times of both ways; None: serve regardless of time.
+        most_rows_unpacked: limit on new tokens times query heads per KV head in a request, for records that are not
+            cheap to dequantize (``extend.is_cheap``): every tile of rows dequantizes them again.
+        least_prefix: fewest stored tokens in the batch.
+        launch: the kernel's launch parameters; None chooses by head_dim.
     """
 
     costs: ExtendCosts | None = H200
@@ -39,10 +39,10 @@ class ShortExtends:
         capacity: int = 65536,
         flashinfer: bool = True,
     ) -> bool:
-        """Whether it serves a batch.
+        """Returns whether the kernel serves a batch.
 
-        cheap: whether ``extend.is_cheap`` of the layer's records; capacity: the workspace in tokens; flashinfer:
-        whether it would attend to one.
+        cheap: the layer's records are ``extend.is_cheap``; capacity: tokens of the workspace; flashinfer: FlashInfer
+        would attend to a workspace.
         """
         if sum(new_lens) == 0 or sum(prefix_lens) < self.least_prefix:
             return False
@@ -54,7 +54,7 @@ class ShortExtends:
         return direct <= self.costs.dequantized_us(prefix_lens, new_lens, geometry, capacity, flashinfer)
 
 
-#: As ``extend_costs`` models what was measured.
+#: The choice by measured times, as modelled in ``extend_costs``.
 AS_MEASURED = ShortExtends()
 
 
@@ -63,9 +63,9 @@ class PlannedExtend:
     """A batch's plan on the device, for all layers.
 
     Attributes:
-        launch: what it was made for.
-        items, spans: of ``kernels.extend.ExtendPlan``.
-        partials: results that the items leave.
+        launch: the launch parameters that it was made for.
+        items, spans: see ``kernels.extend.ExtendPlan``.
+        partials: number of partial results that the items leave.
     """
 
     launch: ExtendLaunch
@@ -75,7 +75,7 @@ class PlannedExtend:
 
 
 def plan_short(batch: ExtendBatch, short: ShortExtends, geometry: Geometry, device: torch.device) -> PlannedExtend:
-    """Plan on the host; one copy to the device, which nothing waits for."""
+    """Plans on the host; one copy to the device, which nothing waits for."""
     launch = short.launch or extend_launch(geometry.head_dim)
     wave = geometry.concurrent_items(launch)
     plan = plan_extend(batch.prefix_lens, batch.new_lens, geometry.gqa_group, launch.rows, wave)

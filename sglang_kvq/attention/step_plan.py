@@ -1,4 +1,4 @@
-"""How a decode step's batch is divided among programs, for layers that divide it alike."""
+"""Division of a decode step's batch among programs, shared by layers that divide it equally."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from sglang_kvq.kernels.decode.split_work import FIELDS, split_work
 
 
 class StepPlans:
-    """What the decode kernel's launches of all layers need: plans, which layers may share, and room for what it writes.
+    """Plans and output buffers for the decode kernel's launches of all layers.
 
     Args:
-        launches: of each layer; those whose programs are as many on an SM and cost alike share a plan.
-        programs, sms, max_batch: of ``StepPlan``.
-        heads: whose results an item has.
+        launches: one per layer; those with equal programs per SM and equal costs share a plan.
+        programs, sms, max_batch: see ``StepPlan``.
+        heads: number of heads whose results an item has.
 
     Attributes:
-        plans: each once; layers: of each layer.
+        plans: the distinct plans; layers: the plan of each layer.
         partial: float32 ``[items, heads, head_dim]``, and lse: float32 ``[items, heads]``.
     """
 
@@ -46,17 +46,17 @@ class StepPlans:
 
 
 class StepPlan:
-    """Items of work, made on the device once per step; buffers keep their addresses for CUDA graphs.
+    """Items of work, computed on the device once per step; buffers keep their addresses for CUDA graphs.
 
     Args:
-        launch: how many programs an SM holds at once, and what their work costs.
-        programs: of an item.
-        sms: of the device.
+        launch: programs that an SM holds at once, and costs of their work.
+        programs: programs per item.
+        sms: number of the device's streaming multiprocessors.
         max_batch: the most requests in one decode batch.
 
     Attributes:
-        most: items, at most.
-        spans: int32 ``[max_batch, 2]``, each request's first item and how many it has.
+        most: the most items of any batch.
+        spans: int32 ``[max_batch, 2]``, each request's first item and number of items.
     """
 
     def __init__(self, launch: DecodeLaunch, programs: int, sms: int, max_batch: int, device: torch.device) -> None:
@@ -66,12 +66,12 @@ class StepPlan:
         self.spans = torch.empty(max_batch, 2, dtype=torch.int32, device=device)
 
     def count(self, batch: int) -> int:
-        """Items that a batch of that size is divided into."""
+        """Returns the number of items for a batch of that size."""
         items: int = self.launch.items(batch, self.programs, self.sms)
         return items
 
     def items(self, batch: int) -> torch.Tensor:
-        """int32 ``[count(batch), FIELDS]``, a ``plan.Item`` each."""
+        """Returns the items, int32 ``[count(batch), FIELDS]``, a ``plan.Item`` each."""
         return self._items[: self.count(batch)]
 
     def make(self, rows: torch.Tensor, seq_lens: torch.Tensor, pool: PagePool) -> None:

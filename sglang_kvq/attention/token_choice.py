@@ -1,4 +1,4 @@
-"""From scores to the tokens that are kept: equally many of each head, each head its own."""
+"""Chooses the tokens to keep by their scores: the same number for each head, each head its own tokens."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from sglang_kvq.errors import KVQuantError
 
 
 def choose_tokens(scores: torch.Tensor, keep: int, pinned: int) -> torch.Tensor:
-    """The ``keep`` tokens of highest score of each layer and head, in ascending order.
+    """Returns the ``keep`` tokens of highest score of each layer and head, in ascending order.
 
-    The first ``pinned`` are always among them. Of equal scores the earlier token is kept: the choice depends on nothing
-    but the scores. The host does not wait for the device.
+    The first ``pinned`` tokens are always among them. At equal scores the earlier token is kept, so the choice depends
+    only on the scores. The host does not wait for the device.
 
     Args:
         scores: float ``[layers, kv_heads, n]``.
-        keep: how many, ``pinned .. n``.
-        pinned: first tokens that every head keeps.
+        keep: number of tokens to keep, ``pinned .. n``.
+        pinned: number of first tokens that every head keeps.
 
     Returns:
         int64 ``[layers, kv_heads, keep]``.
 
     Raises:
-        KVQuantError: more than there are, or fewer than are pinned.
+        KVQuantError: ``keep`` exceeds the number of tokens, or is below ``pinned``.
     """
     if scores.dim() != 3 or not scores.dtype.is_floating_point:
         raise KVQuantError(

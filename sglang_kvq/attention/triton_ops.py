@@ -38,12 +38,12 @@ from sglang_kvq.kernels.quantize.store_tokens import store_tokens
 
 @dataclass
 class BatchPlans:
-    """What is planned for a batch of new tokens: at its first layer, kept for the others.
+    """Plans for a batch of new tokens: made at its first layer, kept for the others.
 
     Attributes:
-        is_short: whether pages are read directly, for layers of cheap records (``extend.is_cheap``) and for others.
-        short, calls, slabs: the plan of either way: pages read directly; FlashInfer's calls; our own kernel's slabs.
-        scores: by request, where its past keys are scored.
+        is_short: True if pages are read directly, by whether the layer's records are cheap (``extend.is_cheap``).
+        short, calls, slabs: plans of the three ways: pages read directly, FlashInfer's calls, our own kernel's slabs.
+        scores: plans of scoring past keys, by request.
     """
 
     batch: ExtendBatch
@@ -55,17 +55,17 @@ class BatchPlans:
 
 
 class TritonOps(AttentionOps):
-    """Kernels of ``sglang_kvq.kernels`` over one ``PagePool``.
+    """Runs the kernels of ``sglang_kvq.kernels`` over one ``PagePool``.
 
-    Every buffer a decode step touches is allocated here, so CUDA graphs keep their addresses.
+    Every buffer that a decode step uses is allocated here, so CUDA graphs keep their addresses.
 
     Args:
-        q_heads: query heads of this worker, a multiple of the pool's KV heads, at most 16 to each.
+        q_heads: query heads of this worker, a multiple of the pool's KV heads, at most 16 per KV head.
         max_batch: the most requests in one decode batch; ``reserve`` raises it.
         slab_tokens: stored tokens that prefill dequantizes at a time; None for ``ragged.workspace_tokens``.
-        launch: of the decode kernel; None chooses by geometry.
+        launch: launch parameters of the decode kernel; None chooses by geometry.
         prefill: FlashInfer's attention for long chunks (``ragged.load``); None uses our own for all.
-        short: which batches the kernel that reads stored pages directly serves; None for none.
+        short: chooses the batches for the kernel that reads stored pages directly; None chooses none.
     """
 
     def __init__(
@@ -152,7 +152,7 @@ class TritonOps(AttentionOps):
     def rotate_and_store(
         self, layer: int, loc: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> torch.Tensor:
-        """One launch for both, whether K and V are rotated or not."""
+        """Rotates and stores in one launch, whether K and V are rotated or not."""
         store = (self.pool.overlays[layer], self.pool.page_slot, loc)
         overlap, mean = self.order.rotate(), self._mean_of(layer)
         out: torch.Tensor = rotate((q, k, v), self._rotations_of(layer), store, overlap, mean)[0]
@@ -242,7 +242,7 @@ class TritonOps(AttentionOps):
         return self._extend_plans
 
     def _is_short(self, layer: int, plans: BatchPlans, short: ShortExtends) -> bool:
-        """Whether the kernel that reads stored pages directly serves this layer."""
+        """Returns whether the kernel that reads stored pages directly serves this layer."""
         batch, cheap = plans.batch, is_cheap(self._records[layer], self.pool.head_dim)
         if cheap not in plans.is_short:
             capacity, flashinfer = self.slab_pages * PAGE_SIZE, False
@@ -263,7 +263,7 @@ class TritonOps(AttentionOps):
         scale: float,
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Stored pages read directly."""
+        """Attends to stored pages read directly."""
         if plans.short is None:
             plans.short = plan_short(plans.batch, short, self.geometry, self.pool.device)
         plan, rows = plans.short, plans.batch.rows
@@ -287,7 +287,7 @@ class TritonOps(AttentionOps):
         scale: float,
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Prefixes dequantized, then FlashInfer."""
+        """Dequantizes prefixes, then attends with FlashInfer."""
         if plans.calls is None:
             plans.calls = prefill.plan(plans.batch, scale)
 
@@ -306,7 +306,7 @@ class TritonOps(AttentionOps):
         scale: float,
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Prefixes dequantized slab by slab, and our own attention to each."""
+        """Dequantizes prefixes slab by slab and attends to each with our own kernel."""
         batch = plans.batch
         rows = rows_per_tile(self.pool.head_dim, max(batch.new_lens))
         if plans.slabs is None:
@@ -345,7 +345,7 @@ class TritonOps(AttentionOps):
         planned.run(part.values[layer], q, k, scale, self._sms, gather)
 
     def _stored(self, layer: int) -> tuple[Record | PlaneRecord, Stored]:
-        """What kernels that read stored pages take."""
+        """Returns the arguments of kernels that read stored pages."""
         pool = self.pool
         stored = Stored(
             records=pool.records[layer],
@@ -366,10 +366,10 @@ class TritonOps(AttentionOps):
 
 
 def _check_formats(pool: PagePool) -> None:
-    """Refuse what no method asks for and the kernels do not do.
+    """Refuses formats that the kernels do not support and no method uses.
 
     Raises:
-        KVQuantError: names the first such layer and its codes.
+        KVQuantError: the message names the first such layer and its codes.
     """
     for layer, format in enumerate(pool.formats):
         if not isinstance(format, PageFormat):

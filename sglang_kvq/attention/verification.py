@@ -1,8 +1,8 @@
-"""Drafts as further query heads of the decode kernel: each page is read once for all drafts of a request.
+"""Verifies drafts as further query heads of the decode kernel: each page is read once for all drafts of a request.
 
-Queries of several drafts that read one KV head are columns of the same product, as its query heads are. A program holds
-``MOST_COLUMNS`` of them; where drafts times heads are more, they are divided into *chunks*, which neighbouring programs
-take at about the same time, so that pages come from memory once and then from the L2 cache.
+Queries of several drafts that read one KV head are columns of the same matrix product, like its query heads. A program
+holds ``MOST_COLUMNS`` of them. If drafts times heads exceed that, drafts are divided into *chunks*. Neighbouring
+programs process a request's chunks at about the same time, so pages come from memory once and then from the L2 cache.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from sglang_kvq.kernels.device.arguments import Stored
 from sglang_kvq.kernels.device.codes import PlaneRecord, Record
 from sglang_kvq.kernels.device.shape import value_dims
 
-#: Query heads, of all drafts, that a program attends for at once: what ``TritonOps`` takes of one token.
+#: Query heads, over all drafts, that a program handles at once: as many as ``TritonOps`` allows for one token.
 MOST_COLUMNS = 16
 
 
 def drafts_of_chunk(count: int, gqa_group: int) -> int:
-    """As many as fit a program, spread evenly over as few chunks as there may be."""
+    """Returns the drafts per chunk: as many as fit a program, spread evenly over the fewest chunks."""
     most = max(MOST_COLUMNS // gqa_group, 1)
     chunks = -(-count // most)
     return -(-count // chunks)
 
 
 class Verification:
-    """Plans and buffers for batches of ``count`` drafts a request; CUDA graphs keep their addresses.
+    """Plans and buffers for batches of ``count`` drafts per request; CUDA graphs keep their addresses.
 
     Args:
-        records: of each layer.
+        records: one per layer.
         q_heads: query heads of this worker.
-        sms: of the device.
+        sms: number of the device's streaming multiprocessors.
         batch: the most requests.
     """
 
@@ -60,7 +60,7 @@ class Verification:
         self.plans, self.layer_plans, self.partial, self.lse = made.plans, made.layers, made.partial, made.lse
 
     def plan(self, drafts: DraftBatch) -> None:
-        """``AttentionOps.plan_drafts``."""
+        """Implements ``AttentionOps.plan_drafts``."""
         for plan in self.plans:
             plan.make(drafts.rows, drafts.seq_lens, self.pool)
 
@@ -73,7 +73,7 @@ class Verification:
         stored: Stored,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """``AttentionOps.verify``."""
+        """Implements ``AttentionOps.verify``."""
         batch, plan = len(drafts.rows), self.layer_plans[layer]
         items = plan.items(batch)
         partial, lse = self.partial[: len(items)], self.lse[: len(items)]
@@ -83,14 +83,14 @@ class Verification:
             partial, lse, columns, items, scale, self.records[layer], stored, launch=self.launches[layer], drafts=given
         )
         out = torch.empty(batch, *partial.shape[1:], dtype=q.dtype, device=q.device)
-        if sinks is not None:  # a head's, in each of its columns
+        if sinks is not None:  # each head's sink in each of its columns
             columns_of = (self.chunks, self.pool.kv_heads, self.of_chunk, self.group)
             sinks = sinks.view(1, self.pool.kv_heads, 1, self.group).expand(columns_of).flatten()
         merge_splits(out, partial, lse, plan.spans[:batch], sinks=sinks)
         return self.from_columns(out)
 
     def to_columns(self, q: torch.Tensor) -> torch.Tensor:
-        """``[batch * count, q_heads, D]`` to ``[batch * chunks, kv_heads * of_chunk * group, D]``."""
+        """Reorders ``[batch * count, q_heads, D]`` to ``[batch * chunks, kv_heads * of_chunk * group, D]``."""
         kv_heads, d = self.pool.kv_heads, q.shape[-1]
         x = q.reshape(-1, self.count, kv_heads, self.group, d)
         if missing := self.chunks * self.of_chunk - self.count:
@@ -100,7 +100,7 @@ class Verification:
         return columns
 
     def from_columns(self, out: torch.Tensor) -> torch.Tensor:
-        """The way back, of ``[batch, chunks * kv_heads * of_chunk * group, D]``."""
+        """Inverts ``to_columns`` for ``[batch, chunks * kv_heads * of_chunk * group, D]``."""
         x = out.view(len(out), self.chunks, self.pool.kv_heads, self.of_chunk, self.group, out.shape[-1])
         x = x.transpose(2, 3).flatten(1, 2)[:, : self.count]
         return x.reshape(-1, self.pool.kv_heads * self.group, out.shape[-1])

@@ -1,4 +1,4 @@
-"""``python -m sglang_kvq.evaluation``: ``kvq eval`` on hosts that lack typer."""
+"""``python -m sglang_kvq.evaluation``: ``kvq eval`` on hosts without typer."""
 
 import sys
 

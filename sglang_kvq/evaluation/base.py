@@ -1,4 +1,4 @@
-"""What a task is, what it returns, and what it works with."""
+"""Interfaces of tasks: a task, its outcome, and the bench it runs on."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one task measured on one server.
+    """The measurement of one task on one server.
 
     Attributes:
         value, se: the task's headline and its standard error (None from a single sample).
-        n: independent samples: contexts, problems.
+        n: number of independent samples: contexts, problems.
         row: columns of the accuracy table.
-        details: whatever else a reader may want, per length or item; plain values.
-        warnings: what makes the value less than it seems.
+        details: further plain values that a reader may want, per length or item.
+        warnings: reasons to trust the value less.
     """
 
     value: float | None
@@ -39,11 +39,12 @@ class Outcome:
 
 @dataclass
 class Bench:
-    """What a run lends its tasks.
+    """Resources that a run lends its tasks.
 
     Attributes:
         material: texts, contexts and reference distributions, shared by all methods of an output folder.
-        concurrency: requests at once per server.
+        concurrency: number of simultaneous requests per server.
+        progress: called with the number of a task's finished items, and their total.
         progress: told how many of a task's items are done, and of how many.
     """
 
@@ -52,7 +53,7 @@ class Bench:
     progress: Callable[[int, int], None] = lambda done, total: None
 
     def map(self, function: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
-        """``function`` of every item, many at once, in order. The first error ends it."""
+        """Applies ``function`` to every item, many at once, and keeps their order; stops at the first error."""
         items = list(items)
         with ThreadPoolExecutor(max(1, min(self.concurrency, len(items)))) as pool:
             futures = [pool.submit(function, item) for item in items]
@@ -70,16 +71,16 @@ class Bench:
 
 
 class Task(Protocol):
-    """One measurement. A frozen dataclass of its settings, in a file of its own."""
+    """A measurement: a frozen dataclass of its settings, in a file of its own."""
 
     @property
     def name(self) -> str: ...
 
     def identity(self) -> dict[str, Any]:
-        """The settings that decide the value, as plain JSON values: files by name and hash, no paths."""
+        """Returns the settings that determine the value, as plain JSON values: files by name and hash, no paths."""
 
     def run(self, client: Client, bench: Bench) -> Outcome:
-        """Measure.
+        """Measures on a running server.
 
         Raises:
             KVQuantError: the server cannot do it; the message says what would help.
@@ -91,20 +92,20 @@ class ReferenceTask(Task, Protocol):
     """A task that compares with BF16, which must be measured first.
 
     Attributes:
-        largest_chunk: the largest ``--chunked-prefill-size`` in which it sees the cache.
+        largest_chunk: the largest ``--chunked-prefill-size`` at which its values show the cache.
     """
 
     largest_chunk: ClassVar[int]
 
     def record_reference(self, client: Client, bench: Bench) -> None:
-        """Store what ``run`` on other servers compares with, of a server without ``--kv-quant``."""
+        """Stores what ``run`` on other servers compares with, from a server without ``--kv-quant``."""
 
 
 def file_identity(path: Path) -> dict[str, str]:
-    """A file's name and the hash of its content.
+    """Returns a file's name and the hash of its content.
 
     Raises:
-        KVQuantError: it cannot be read.
+        KVQuantError: the file cannot be read.
     """
     try:
         return {"file": path.name, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
@@ -113,10 +114,10 @@ def file_identity(path: Path) -> dict[str, str]:
 
 
 def read_text(path: Path, skip: float) -> str:
-    """A text file without the first ``skip`` of its characters, from a line's start.
+    """Reads a text file without its first ``skip`` (a share of its characters), from the start of a line.
 
     Raises:
-        KVQuantError: not readable, or not UTF-8.
+        KVQuantError: the file is not readable, or not UTF-8.
     """
     try:
         text = path.read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""What the tasks ask of a running server: SGLang's ``/generate`` for log-probabilities, the OpenAI API for text."""
+"""Client of a running server: SGLang's ``/generate`` for log-probabilities, the OpenAI API for text."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from typing import Any
 
 from sglang_kvq.errors import KVQuantError
 
-try:  # SGLang needs it, so it is there; log-probabilities of long contexts are tens of megabytes of JSON
+try:  # SGLang requires orjson, so it is there; log-probabilities of long contexts are tens of megabytes of JSON
     import orjson
 except ImportError:
     loads: Callable[[bytes], Any] = json.loads
 else:
     loads = orjson.loads
 
-#: The connection failed or a gateway said so: the request may be sent again, since none changes anything.
+#: Status codes after which a request is sent again: the connection to the server failed, and no request changes state.
 _AGAIN = (502, 503, 504)
 
 
@@ -47,13 +47,13 @@ class Answer:
 
 @dataclass(frozen=True)
 class ServerFacts:
-    """Of ``/server_info`` and ``/v1/models``, what results depend on.
+    """The parts of ``/server_info`` and ``/v1/models`` that results depend on.
 
     Attributes:
         context_length: most tokens of prompt and answer together.
         capacity: tokens that the KV cache holds.
         chunk: ``--chunked-prefill-size``; None if prompts are not chunked.
-        kv_quant: the plugin's part, None for a server without ``--kv-quant``.
+        kv_quant: the plugin's part; None for a server without ``--kv-quant``.
     """
 
     version: str
@@ -73,24 +73,24 @@ class ServerFacts:
 
     @property
     def allocated_bits(self) -> float:
-        """Bits that a stored element takes, scales and zeros included; BF16 windows are in ``pool_bits``."""
+        """Bits per stored element, scales and zeros included; ``pool_bits`` also counts BF16 windows."""
         if self.kv_quant:
             return float(self.kv_quant["record_bits_per_element"])
         return 8.0 if "fp8" in self.kv_cache_dtype else 16.0
 
     @property
     def pool_bits(self) -> float:
-        """Bits per element of this server's whole cache, BF16 overlays included: depends on its size."""
+        """Bits per element of this server's whole cache, BF16 overlays included; depends on the cache's size."""
         return float(self.kv_quant["bits_per_element"]) if self.kv_quant else self.allocated_bits
 
 
 class Client:
-    """Safe to use from many threads. ``retries`` counts requests sent again after a connection failed.
+    """Sends requests to one server; safe to use from many threads. ``retries`` counts requests sent again.
 
     Args:
-        url: of the server, with or without a final slash. The environment's OPENAI_API_KEY is sent if set.
+        url: the server's address. The environment's OPENAI_API_KEY is sent if set.
         timeout: seconds for one request.
-        attempts: how often to send a request whose connection fails.
+        attempts: number of times to send a request whose connection fails.
     """
 
     def __init__(self, url: str, *, timeout: float = 900.0, attempts: int = 3, pause: float = 2.0) -> None:
@@ -106,7 +106,7 @@ class Client:
     # -- HTTP ---------------------------------------------------------------------------------------------
 
     def request(self, path: str, body: Any = None, timeout: float | None = None) -> Any:
-        """GET, or POST of ``body``; the JSON answer.
+        """Sends a GET, or a POST of ``body``, and returns the JSON answer.
 
         Raises:
             RequestRefused: an error status, or no connection after all attempts.
@@ -123,7 +123,7 @@ class Client:
             except urllib.error.HTTPError as error:
                 problem = f"{path}: {error.code} {error.read().decode(errors='replace')[:500]}"
                 status: int | None = error.code
-            except TimeoutError:  # it may still be working on it: not again
+            except TimeoutError:  # not sent again: the server may still be working on it
                 raise RequestRefused(f"{path}: no answer within {timeout or self.timeout:.0f} s") from None
             except (OSError, http.client.HTTPException) as error:
                 problem, status = f"{path}: {getattr(error, 'reason', None) or error!r}", None
@@ -157,7 +157,7 @@ class Client:
 
     @functools.cached_property
     def has_chat_template(self) -> bool:
-        """Whether the server can turn messages into a prompt, found by asking once."""
+        """True if the server can turn messages into a prompt, found by asking once."""
         try:
             self.chat([{"role": "user", "content": "Hello"}], max_tokens=1)
         except RequestRefused as error:
@@ -181,16 +181,16 @@ class Client:
     # -- tokens and log-probabilities ---------------------------------------------------------------------
 
     def cache(self, ids: list[int]) -> None:
-        """Read a prompt, so that the next one that begins with it finds it in the server's cache."""
+        """Reads a prompt, so that the server's cache holds it for the next one that begins with it."""
         sampling = {"temperature": 0, "max_new_tokens": 1, "ignore_eos": True}
         self.request("/generate", {"input_ids": ids, "sampling_params": sampling})
 
     def prompt_logprobs(self, ids: list[int], first: int, top: int) -> dict[str, Any]:
-        """``meta_info`` of a prompt's log-probabilities from position ``first`` on.
+        """Returns the log-probabilities of a prompt from position ``first`` on, from ``meta_info``.
 
-        ``input_token_logprobs`` is a list of (log-probability, token, text) and ``input_top_logprobs`` one of such
-        lists; SGLang's first entry belongs to the token at ``logprob_start_len`` and is empty, so it starts one
-        earlier and is dropped here.
+        ``input_token_logprobs`` is a list of (log-probability, token, text), ``input_top_logprobs`` a list of such
+        lists. SGLang's first entry belongs to the token at ``logprob_start_len`` and is empty. The request therefore
+        starts one position earlier, and the entry is dropped here.
         """
         body = {
             "input_ids": ids,

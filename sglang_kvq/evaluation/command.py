@@ -57,7 +57,7 @@ examples:
       --text held_out.txt --out results
   kvq eval --map results more-results --out benchmarks/results/precise_M.json
   kvq eval --report benchmarks/results/accuracy_*.json --out docs/accuracy.md
-What follows -- goes to every server that is started. `kvq eval` runs again where it stopped.
+Words after -- go to every server that is started. The same `kvq eval` resumes where it stopped.
 """
 
 
@@ -84,22 +84,22 @@ def parser() -> argparse.ArgumentParser:
         nargs="+",
         type=Path,
         metavar="SOURCE",
-        help="write the accuracy map --out (precise_MODEL.json) out of folders of results and result files, and its "
-        "plot beside it",
+        help="write the accuracy map --out (precise_MODEL.json) from result folders and result files, and its plot "
+        "next to it",
     )
     what.add_argument(
         "--report",
         nargs="+",
         type=Path,
         metavar="FILE",
-        help="write the page --out out of accuracy_*.json and precise_*.json files, and their plots beside them; of "
-        "the latter alone, only their blocks in the page",
+        help="write the page --out from accuracy_*.json and precise_*.json files, and their plots next to them; from "
+        "precise_*.json files alone, only their blocks in the page",
     )
     what.add_argument(
         "--tasks", default="kl", metavar="TASK,...", help=f"some of {','.join(TASK_NAMES)}; default %(default)s"
     )
     what.add_argument(
-        "--out", type=Path, required=True, help="folder of results; of --map and --report: the file to write"
+        "--out", type=Path, required=True, help="folder of results; with --map and --report: the file to write"
     )
     what.add_argument(
         "--label", help="the model's name in file names (default: the last part of its path, in lower case)"
@@ -107,34 +107,39 @@ def parser() -> argparse.ArgumentParser:
 
     run = root.add_argument_group("how to run")
     run.add_argument(
-        "--gpus", default="", metavar="N,...", help="one server on each at the same time, as CUDA_VISIBLE_DEVICES says"
+        "--gpus",
+        default="",
+        metavar="N,...",
+        help="GPUs that run a server each at the same time, named as in CUDA_VISIBLE_DEVICES",
     )
     run.add_argument(
         "--parallel",
         type=int,
         default=1,
-        help="servers at once (of each of --gpus); give each a --max-total-tokens after --",
+        help="servers at once (per GPU of --gpus); limit each by --max-total-tokens after --",
     )
     run.add_argument(
         CHUNK_FLAG,
         default=str(CHUNK),
         metavar="N,...",
-        help=f"run each method with each: tokens, or {OWN_CHUNK} for SGLang's own choice; default %(default)s",
+        help=f"run each method with each of these: tokens, or {OWN_CHUNK} for SGLang's choice; default %(default)s",
     )
     run.add_argument("--concurrency", type=int, default=32, help="requests at once per server; default %(default)s")
     run.add_argument("--server-command", default="python -m sglang.launch_server", help="default: %(default)s")
-    run.add_argument("--plain-flags", default="", metavar="FLAGS", help="further flags of none and fp8 only")
+    run.add_argument("--plain-flags", default="", metavar="FLAGS", help="further flags for none and fp8 only")
     run.add_argument("--start-timeout", type=float, default=600.0, metavar="SECONDS")
     run.add_argument("--request-timeout", type=float, default=900.0, metavar="SECONDS")
     run.add_argument("--tokenizer", metavar="PATH", help="default: the model's, or else the server's own")
     run.add_argument("--json", action="store_true", help="print the results as one JSON value, not as a table")
-    run.add_argument("--overwrite", action="store_true", help="measure again what was measured with other settings")
+    run.add_argument("--overwrite", action="store_true", help="measure again if existing results have other settings")
 
     kl = root.add_argument_group("kl")
     kl.add_argument(
-        "--text", nargs="+", type=Path, default=[], metavar="FILE", help="held-out text: not what calibration used"
+        "--text", nargs="+", type=Path, default=[], metavar="FILE", help="held-out text, which calibration did not use"
     )
-    kl.add_argument("--text-skip", type=float, default=0.0, metavar="SHARE", help="of each text, at its beginning")
+    kl.add_argument(
+        "--text-skip", type=float, default=0.0, metavar="SHARE", help="share of each text to skip, at its beginning"
+    )
     kl.add_argument(
         "--kl-lengths", default="2048", metavar="N[xCOUNT],...", help="tokens per context; default %(default)s"
     )
@@ -154,7 +159,7 @@ def parser() -> argparse.ArgumentParser:
         "--needle-trials", type=int, default=5, help="per cell of length and depth; default %(default)s"
     )
     needle.add_argument(
-        "--needle-seed", type=int, default=0, help="of numbers and where filler begins; default %(default)s"
+        "--needle-seed", type=int, default=0, help="seed of the numbers and the filler's start; default %(default)s"
     )
 
     retrieval = root.add_argument_group(", ".join(KINDS))
@@ -162,7 +167,9 @@ def parser() -> argparse.ArgumentParser:
         "--retrieval-lengths", default="2048,4096,8192,16384", metavar="N,...", help="tokens; default %(default)s"
     )
     retrieval.add_argument("--retrieval-cases", type=int, default=40, help="per length; default %(default)s")
-    retrieval.add_argument("--retrieval-seed", type=int, default=0, help="of the generated texts; default %(default)s")
+    retrieval.add_argument(
+        "--retrieval-seed", type=int, default=0, help="seed of the generated texts; default %(default)s"
+    )
 
     tests = root.add_argument_group("humaneval and gsm8k")
     tests.add_argument(
@@ -170,27 +177,27 @@ def parser() -> argparse.ArgumentParser:
     )
     tests.add_argument("--humaneval", type=Path, metavar="FILE", help="HumanEval.jsonl or .jsonl.gz")
     tests.add_argument(
-        "--humaneval-problems", type=int, default=0, help="only the first so many; 0, the default, is all"
+        "--humaneval-problems", type=int, default=0, help="number of first problems to use; 0, the default, is all"
     )
     tests.add_argument("--humaneval-max-tokens", type=int, default=768, help="default %(default)s")
     tests.add_argument(
-        "--allow-unsandboxed", action="store_true", help="run generated programs even where they cannot be cut off"
+        "--allow-unsandboxed", action="store_true", help="run generated programs even if they cannot be sandboxed"
     )
     tests.add_argument("--gsm8k", type=Path, metavar="FILE", help="test.jsonl")
     tests.add_argument("--gsm8k-train", type=Path, metavar="FILE", help="for the worked examples")
     tests.add_argument("--gsm8k-shots", type=int, default=8, help="worked examples; 0 for none; default %(default)s")
     tests.add_argument(
-        "--gsm8k-problems", type=int, default=200, help="only the first so many; 0 is all; default %(default)s"
+        "--gsm8k-problems", type=int, default=200, help="number of first problems to use; 0 is all; default %(default)s"
     )
     tests.add_argument("--gsm8k-max-tokens", type=int, default=400, help="default %(default)s")
     return root
 
 
 def tasks_of(options: argparse.Namespace) -> list[Task]:
-    """The tasks asked for, in their order.
+    """Returns the requested tasks, in the order of ``TASK_NAMES``.
 
     Raises:
-        KVQuantError: an unknown task, or a setting that is wrong or missing.
+        KVQuantError: a task is unknown, or a setting is wrong or missing.
     """
     names = options.tasks.split(",")
     if wrong := set(names) - set(TASK_NAMES):
@@ -264,7 +271,7 @@ def _gsm8k(options: argparse.Namespace) -> Task:
 
 
 def _given(path: Path | None, otherwise: str) -> Path:
-    """A file that a task cannot do without.
+    """Returns a file that a task requires.
 
     Raises:
         KVQuantError: it was not given; the message is ``otherwise``.
@@ -282,10 +289,10 @@ def _whole(flag: str, word: str) -> int:
 
 
 def main(words: Sequence[str]) -> int:
-    """Run the command; the exit status: 1 if a method or task gave no value.
+    """Runs the command and returns the exit status: 1 if a method or task gave no value.
 
     Raises:
-        KVQuantError: settings, files or servers that cannot be used.
+        KVQuantError: settings, files or servers cannot be used.
     """
     words = list(words)
     cut = words.index("--") if "--" in words else len(words)
@@ -316,7 +323,7 @@ def main(words: Sequence[str]) -> int:
 
 
 def _noted(command: list[str]) -> str:
-    """A command as results have it: without this machine's paths."""
+    """Formats a command for results, without this machine's paths."""
     return shlex.join(map(provenance.without_paths, command))
 
 
@@ -329,7 +336,7 @@ def model_label(options: argparse.Namespace, path: str) -> str:
 
 
 def evaluate_server(options: argparse.Namespace, tasks: list[Task], command: str) -> tuple[str, list[str]]:
-    """Mode (a): whatever runs there."""
+    """Measures on the given running server (``--server``)."""
     identity, facts = server_identity(options.server, options.name or "")
     label = options.name or facts.method
     model = model_label(options, facts.model_path)
@@ -361,14 +368,14 @@ def _slug(name: str) -> str:
 
 
 def specs_of(options: argparse.Namespace, tasks: list[Task], flags: list[str]) -> list[MethodSpec]:
-    """``--methods`` in each of the chunk sizes; BF16 first if a task needs it and it is not among them.
+    """Returns ``--methods`` in each of the chunk sizes; adds BF16 first if a task needs it.
 
     Raises:
-        KVQuantError: wrong specs or chunk sizes, or none in which a task can be measured.
+        KVQuantError: specs or chunk sizes are wrong, or no chunk size suits a task.
     """
     chunks = [chunk_size(word) for word in options.chunked_prefill_size.split(",")]
     if any(flag.startswith(CHUNK_FLAG) for flag in flags) and chunks != [CHUNK]:
-        raise KVQuantError(f"{CHUNK_FLAG} before and after --: say it once, before.")
+        raise KVQuantError(f"{CHUNK_FLAG} before and after --: give it once, before --.")
     specs = parse_list(options.methods, chunks)
     for task in tasks:
         if isinstance(task, ReferenceTask) and not any(spec.is_reference for spec in specs):
@@ -383,10 +390,10 @@ def specs_of(options: argparse.Namespace, tasks: list[Task], flags: list[str]) -
 
 
 def gpus_of(options: argparse.Namespace) -> tuple[str, ...]:
-    """``--gpus``, each once.
+    """Returns ``--gpus``, each once.
 
     Raises:
-        KVQuantError: an empty name, or one twice.
+        KVQuantError: a name is empty or repeated.
     """
     gpus = tuple(options.gpus.split(",")) if options.gpus else ()
     if not all(gpus) or len(set(gpus)) < len(gpus):
@@ -409,7 +416,7 @@ def _split(flag: str, words: str) -> tuple[str, ...]:
 def compare_methods(
     options: argparse.Namespace, tasks: list[Task], flags: list[str], command: str
 ) -> tuple[str, list[str]]:
-    """Mode (b): a server for each method."""
+    """Starts a server for each method and measures on it (``--model``)."""
     specs = specs_of(options, tasks, flags)
     _split("--server-command", options.server_command)
     model = model_label(options, options.model)
@@ -434,7 +441,7 @@ def compare_methods(
 
 
 def finish(options: argparse.Namespace, model: str, command: list[str], failures: list[str]) -> int:
-    """The report of everything in the output folder."""
+    """Writes the report of everything in the output folder and returns the exit status."""
     content = report.collect(Store(options.out), model, command)
     path = report.write(options.out, content)
     drawn = plots.draw(content, path)
@@ -449,7 +456,7 @@ def finish(options: argparse.Namespace, model: str, command: list[str], failures
 
 
 def write_map(options: argparse.Namespace, command: list[str]) -> int:
-    """``--map``: the JSON file, its plot where matplotlib is there, and its block of Markdown on the screen."""
+    """Runs ``--map``: writes the JSON file and, with matplotlib, its plot; prints its block of Markdown."""
     path = options.out
     model = path.stem.removeprefix("precise_")
     if path.is_dir() or path.suffix != ".json" or model in ("", path.stem):
@@ -469,12 +476,12 @@ def write_map(options: argparse.Namespace, command: list[str]) -> int:
 
 
 def write_page(options: argparse.Namespace) -> int:
-    """``--report``: plots beside the files where matplotlib is there, then the page."""
+    """Runs ``--report``: draws plots next to the files, with matplotlib, then writes the page."""
     contents = {path: read(path) for path in options.report}
     mapped = [content.get("model") for content in contents.values() if is_map(content)]
     for path, content in contents.items():
         headed = not is_map(content) and content.get("model") in mapped
-        if headed:  # the first report of a model has the map's plot instead of its own
+        if headed:  # the first report of a model shows the map's plot instead of its own
             mapped.remove(content.get("model"))
         if plots.draw(content, path, with_map=not headed) is None:
             print(plots.MISSING, file=sys.stderr)

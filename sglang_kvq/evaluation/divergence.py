@@ -1,4 +1,4 @@
-"""KL divergence of two next-token distributions of which only the likeliest tokens are known."""
+"""KL divergence of two next-token distributions, known only for their likeliest tokens."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Distributions:
         tokens: int32 ``[P, K]``, the likeliest first.
         logprobs: float32 ``[P, K]``, natural logarithm.
         own_token: int32 ``[P]``, the text's own next token.
-        own_logprob: float32 ``[P]``, known even where it is not among the K.
+        own_logprob: float32 ``[P]``, known even if the token is not among the K.
     """
 
     tokens: np.ndarray
@@ -33,10 +33,10 @@ class Distributions:
 
     @classmethod
     def from_meta(cls, meta: dict[str, Any]) -> Distributions:
-        """Of ``Client.prompt_logprobs``.
+        """Parses the result of ``Client.prompt_logprobs``.
 
         Raises:
-            KVQuantError: a log-probability that is NaN or infinite.
+            KVQuantError: a log-probability is NaN.
         """
         top, own = _array(meta["input_top_logprobs"]), _array([meta["input_token_logprobs"]])[0]
         if np.isnan(top).any() or np.isnan(own).any():
@@ -50,11 +50,11 @@ class Distributions:
 
 
 def _array(positions: list[list[Any]]) -> np.ndarray:
-    """Lists of (log-probability, token, text) as float64 ``[P, N, 2]``; three times as fast as ``np.array``."""
+    """Converts lists of (log-probability, token, text) to float64 ``[P, N, 2]``, 3 times faster than ``np.array``."""
     lengths = {len(position) for position in positions}
     if len(lengths) != 1:
         raise KVQuantError(
-            f"the server listed {sorted(lengths)} tokens at positions of one request, not as many at each."
+            f"the server listed different numbers of tokens, {sorted(lengths)}, at the positions of one request."
         )
     flat = chain.from_iterable(chain.from_iterable(positions))
     shape = (len(positions), lengths.pop(), 3)
@@ -63,7 +63,7 @@ def _array(positions: list[list[Any]]) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Divergence:
-    """Per position: ``kl`` in nats, ``agree`` if the likeliest token is the same, ``rest`` of the reference's mass."""
+    """Values per position: ``kl`` in nats, ``agree`` (same likeliest token), ``rest`` of the reference's mass."""
 
     kl: np.ndarray
     agree: np.ndarray
@@ -71,14 +71,14 @@ class Divergence:
 
 
 def compare(reference: Distributions, other: Distributions, top: int) -> Divergence:
-    """KL(reference || other) over a partition of the vocabulary into single tokens and one bucket for all others.
+    """Computes KL(reference || other) over single tokens and one bucket for all other tokens.
 
-    Single tokens are the reference's ``top`` likeliest that ``other`` lists too, and the text's own token. Merging
-    outcomes can only lower a KL divergence (the log-sum inequality), so this is a lower bound of the true one. It
-    is the looser, the more of the reference's tokens ``other`` does not list: it favours the worse method.
+    Single tokens are the text's own token, and those of the reference's ``top`` likeliest that ``other`` also lists.
+    Merging outcomes can only lower a KL divergence (the log-sum inequality), so this is a lower bound. The more of the
+    reference's tokens ``other`` lacks, the looser it is. It therefore favours the worse method.
 
     Raises:
-        KVQuantError: not the same positions of the same text.
+        KVQuantError: the distributions are not of the same positions of the same text.
     """
     if not np.array_equal(reference.own_token, other.own_token):
         raise KVQuantError("distributions of two different texts: the stored reference does not belong to this one.")
@@ -87,7 +87,7 @@ def compare(reference: Distributions, other: Distributions, top: int) -> Diverge
     is_own = tokens == reference.own_token[:, None]
     q_log = np.where(is_own, other.own_logprob[:, None], q_log)
     known |= is_own
-    # The text's own token is one more column where the reference's top does not have it.
+    # The text's own token is one more column if the reference's top does not have it.
     extra = ~is_own.any(1)
     p_log = np.concatenate([p_log, reference.own_logprob[:, None]], 1)
     q_log = np.concatenate([q_log, other.own_logprob[:, None]], 1)
@@ -101,8 +101,8 @@ def compare(reference: Distributions, other: Distributions, top: int) -> Diverge
 
 
 def _look_up(other: Distributions, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """``other``'s log-probability of ``tokens`` ``[P, K]``, and where it lists them."""
-    # One sorted list for all positions: a token's key is its position and itself.
+    """Returns ``other``'s log-probability of ``tokens`` ``[P, K]``, and a mask of those that it lists."""
+    # One sorted list for all positions: a token's key combines its position and its id.
     base = np.arange(len(tokens), dtype=np.int64)[:, None] << 32
     keys = (base + other.tokens).ravel()
     order = np.argsort(keys)

@@ -1,4 +1,4 @@
-"""Families of methods and how plots draw them: one color and one marker each, which no other family has."""
+"""Families of methods and their style in plots: one color and one marker each, unique to the family."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Family:
-    """Methods that differ in width, calibration or chunks only, or that need no calibration.
+    """Methods that differ only in width, calibration or chunks, or that need no calibration.
 
     Attributes:
-        name: what the legend says.
+        name: text in the legend.
         color, marker: matplotlib's.
-        labelled: whether its points are several methods, each with its name beside it, and not one at several widths.
+        labelled: True if its points are different methods, each labelled, and not one method at several widths.
     """
 
     name: str
@@ -21,7 +21,7 @@ class Family:
     labelled: bool = False
 
 
-#: Hues that color-blind readers tell apart (Okabe and Ito), two of them in a lighter shade for mixed precision.
+#: Hues that color-blind readers can distinguish (Okabe and Ito); two have a lighter shade for mixed precision.
 FAMILIES = {
     "fixed": Family("hadamard, int2, int4", "#7f7f7f", "s", labelled=True),
     "kivi": Family("kivi", "#e69f00", "D"),
@@ -33,13 +33,13 @@ FAMILIES = {
     "transform": Family("transform", "#d55e00", "*"),
     "other": Family("other", "#000000", "h", labelled=True),
 }
-#: Drawn as horizontal lines: color and line style.
+#: Methods drawn as horizontal lines: name, color and line style.
 REFERENCES = {"none": ("BF16", "#000000", ":"), "fp8": ("FP8", "#000000", "--")}
 _FIXED = ("hadamard", "int2", "int4")
 
 
 def reference_of(method: str) -> tuple[str, str, str] | None:
-    """Name, color and line style of a method that is drawn as a line; None for the others."""
+    """Returns name, color and line style of a method that is drawn as a line; None for other methods."""
     return REFERENCES.get(_head(method))
 
 
@@ -48,9 +48,9 @@ def _head(method: str) -> str:
 
 
 def family_of(method: str) -> Family | None:
-    """Of a method as ``specs.method_of`` names it; None for those that are drawn as lines.
+    """Returns the family of a method, named as by ``specs.method_of``; None for methods drawn as lines.
 
-    ``oscar:auto:2.6`` is of ``oscar auto``; a name that ``--name`` gave is of ``other``.
+    ``oscar:auto:2.6`` is in ``oscar auto``; a name from ``--name`` is in ``other``.
     """
     head, width = _head(method), method.split(" ")[0].partition(":")[2]
     if head in REFERENCES:

@@ -1,4 +1,4 @@
-"""Points of the accuracy map: calibrations of a method as one, and which methods no other one beats."""
+"""Points of the accuracy map: merges a method's calibrations and finds the methods that no other one beats."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from sglang_kvq.evaluation.specs import REFERENCE
 from sglang_kvq.evaluation.stats import mean_and_error
 
-#: Tasks of which less is better.
+#: Tasks for which lower values are better.
 LOWER_IS_BETTER = ("kl", "exact_keys_nats")
 Row = dict[str, Any]
 
@@ -19,10 +19,10 @@ class Point:
     """A method in one task, context and chunk size.
 
     Attributes:
-        bits: allocated per element, the mean of its calibrations.
-        score, se: of several calibrations their mean and its standard error; of a single one its own, whose error is
-            that between contexts or problems.
-        calibrations: how many different ones.
+        bits: allocated bits per element, averaged over its calibrations.
+        score, se: for several calibrations, their mean and its standard error. For one, its score and standard error
+            between contexts or problems.
+        calibrations: number of different calibrations.
     """
 
     method: str
@@ -33,10 +33,10 @@ class Point:
 
 
 def points(rows: Iterable[Row]) -> list[Point]:
-    """A point per method, in the rows' order, out of rows of one task, context and chunk size."""
+    """Returns a point per method, in the rows' order, from rows of one task, context and chunk size."""
     by_method: dict[str, dict[Any, Row]] = {}
     for row in rows:
-        # Rotations that were measured under two names are one calibration.
+        # Rotations measured under two names are one calibration.
         which = row["rotations_sha256"] or (row["calibration"], row["seed"])
         by_method.setdefault(row["method"], {}).setdefault(which, row)
     return [_point(method, list(calibrated.values())) for method, calibrated in by_method.items()]
@@ -49,9 +49,9 @@ def _point(method: str, rows: Sequence[Row]) -> Point:
 
 
 def frontier(found: Iterable[Point], lower_is_better: bool) -> list[Point]:
-    """The points that no other one matches with fewer bits or beats with as many, by their bits.
+    """Returns the points that no other one matches with fewer bits or beats with as many, by their bits.
 
-    Quality improves strictly along them. Of points alike in both the first stays.
+    Quality improves strictly along them. Of points equal in both, the first stays.
     """
     sign = 1 if lower_is_better else -1
     best: list[Point] = []
@@ -62,12 +62,12 @@ def frontier(found: Iterable[Point], lower_is_better: bool) -> list[Point]:
 
 
 def select(rows: Iterable[Row], task: str, cell: tuple[int | None, int | None]) -> list[Row]:
-    """The rows of a task in one (context, chunk)."""
+    """Returns the rows of a task in one (context, chunk)."""
     return [row for row in rows if row["task"] == task and (row["context"], row["chunk"]) == cell]
 
 
 def cells(rows: Iterable[Row], task: str) -> list[tuple[int | None, int | None]]:
-    """(context, chunk) of a task's rows: small chunks first, then short contexts."""
+    """Returns the (context, chunk) pairs of a task's rows: small chunks first, then short contexts."""
     found = {(row["context"], row["chunk"]) for row in rows if row["task"] == task}
     return sorted(found, key=lambda cell: (_size(cell[1]), cell[0] or 0))
 
@@ -77,10 +77,10 @@ def _size(chunk: int | None) -> float:
 
 
 def representative(rows: Sequence[Row], task: str) -> tuple[int | None, int | None] | None:
-    """The (context, chunk) that stands for a task in a plot or table; None if it was not measured.
+    """Returns the (context, chunk) that represents a task in a plot or table; None if it was not measured.
 
-    Of those that most methods have: the smallest chunks, in which prompts read the most from the cache, and there the
-    longest context in which BF16 has at least half of its best score. Where BF16 fails, methods cannot differ.
+    Among the pairs with most methods it takes the smallest chunks, in which prompts read most from the cache. Of these
+    it takes the longest context in which BF16 reaches half of its best score: where BF16 fails, methods cannot differ.
     """
     found = {cell: select(rows, task, cell) for cell in cells(rows, task)}
     if not found:
@@ -97,7 +97,7 @@ def representative(rows: Sequence[Row], task: str) -> tuple[int | None, int | No
 
 
 def reference_score(rows: Iterable[Row]) -> float | None:
-    """BF16's, of rows of one (context, chunk): its own row's, or else what another row was compared with."""
+    """Returns BF16's score in one (context, chunk): from its own row, or else from a row compared with it."""
     own, noted = None, None
     for row in rows:
         own = row["score"] if row["method"] == REFERENCE else own

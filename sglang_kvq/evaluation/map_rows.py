@@ -1,4 +1,4 @@
-"""Rows of the accuracy map: one per task, context, method, calibration and chunk size, out of reports."""
+"""Rows of the accuracy map, from reports: one per task, context, method, calibration and chunk size."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from sglang_kvq.evaluation.specs import REFERENCE, method_of, spec_of
 from sglang_kvq.evaluation.tasks import KINDS
 from sglang_kvq.evaluation.tasks.needle import short
 
-#: In the order of a table's columns.
+#: Tasks, in the order of a table's columns.
 TASKS = ("kl", "top1", *KINDS, "exact_keys_nats", "needle", "humaneval", "gsm8k")
-#: Every row has these. ``spec`` tells calibrations apart; ``bf16_chunk`` are the chunks of ``bf16_score``.
+#: Columns of every row. ``spec`` distinguishes calibrations; ``bf16_chunk`` is the chunk size of ``bf16_score``.
 COLUMNS = (
     *("task", "context", "method", "allocated_bits", "chunk", "score", "score_se", "bf16_score", "bf16_chunk"),
     *("spec", "calibration", "seed", "rotations_sha256"),
@@ -23,12 +23,12 @@ _WITH_LENGTHS = (*KINDS, "needle")
 
 
 def is_map(content: dict[str, Any]) -> bool:
-    """Whether a result file is one of these, and not a report."""
+    """Returns whether a result file is a map, and not a report."""
     return str(content.get("name", "")).startswith("precise_")
 
 
 def rows_of(content: dict[str, Any]) -> list[Row]:
-    """The map's rows of a report (``accuracy_<model>.json``); of a map's own content its rows as they are."""
+    """Returns the map's rows of a report (``accuracy_<model>.json``), or the rows of a map unchanged."""
     if is_map(content):
         return list(content["rows"])
     rows = [row for measured in content["rows"] for row in _rows(measured, content["settings"])]
@@ -36,7 +36,7 @@ def rows_of(content: dict[str, Any]) -> list[Row]:
 
 
 def _rows(measured: dict[str, Any], settings: dict[str, Any]) -> Iterator[Row]:
-    """Of one method of a report."""
+    """Yields the rows of one method in a report."""
     label, server = measured["method"], measured.get("server") or {}
     seed = re.search(r"seed (\d+)$", measured["calibration"] or "")
     of_method = {
@@ -53,7 +53,7 @@ def _rows(measured: dict[str, Any], settings: dict[str, Any]) -> Iterator[Row]:
 
 
 def _scores(measured: dict[str, Any], settings: dict[str, Any]) -> Iterator[tuple[str, int | None, float, float]]:
-    """Task, context (None where there is none to choose), score and its standard error."""
+    """Yields task, context (None if the task has no choice of it), score and its standard error."""
     for length, found in (measured.get("kl_by_length") or {}).items():
         yield "kl", int(length), found["kl"], found["kl_se"]
         yield "top1", int(length), found["top1_agreement"], found["top1_agreement_se"]
@@ -69,7 +69,7 @@ def _scores(measured: dict[str, Any], settings: dict[str, Any]) -> Iterator[tupl
 
 
 def add_reference(rows: Sequence[Row]) -> list[Row]:
-    """Rows with BF16's score: in the same chunks, or else in the nearest size, since to BF16 they mean rounding."""
+    """Adds BF16's score to rows: with the same chunks, or else the nearest size, which only changes BF16's rounding."""
     bf16: dict[Any, dict[int | None, float]] = {}
     for row in rows:
         if row["spec"] == REFERENCE:
@@ -83,16 +83,16 @@ def add_reference(rows: Sequence[Row]) -> list[Row]:
 
 
 def _apart(a: int | None, b: int | None) -> float:
-    """How far two chunk sizes are apart; None is a whole prompt."""
+    """Returns the distance between two chunk sizes; None is a whole prompt."""
     return abs((1 / a if a else 0.0) - (1 / b if b else 0.0))
 
 
 def add_reference_where_missing(rows: Sequence[Row]) -> list[Row]:
-    """A source without BF16 is compared with that of the others."""
+    """Fills in BF16's score from other sources where a source has none."""
     return [filled if row["bf16_score"] is None else row for row, filled in zip(rows, add_reference(rows), strict=True)]
 
 
 def place(row: Row) -> tuple[Any, ...]:
-    """Sorts rows."""
+    """Returns the sort key of a row."""
     chunk = float("inf") if row["chunk"] is None else row["chunk"]
     return (TASKS.index(row["task"]), chunk, row["context"] or 0, -row["allocated_bits"], row["spec"])

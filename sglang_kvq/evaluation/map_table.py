@@ -1,4 +1,4 @@
-"""The accuracy map in words: a block of Markdown that a page holds between two markers."""
+"""The accuracy map as text: a block of Markdown that a page holds between two markers."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ Cell = tuple[int | None, int | None]
 
 
 def begin(name: str) -> str:
-    """The first line of a block; ``name`` is that of the map, ``precise_<model>``."""
+    """Returns the first line of a block; ``name`` is the map's, ``precise_<model>``."""
     return f"<!-- map: {name} -->"
 
 
 def block(content: dict[str, Any], link: str, plot: str | None, page: str) -> str:
-    """A map's block, markers included.
+    """Returns a map's block, markers included.
 
     Args:
-        link, plot: paths of the JSON and of the plot, from the page; None if there is no plot.
-        page: the page's path from the repository, for the command that writes the block again.
+        link, plot: paths of the JSON and of the plot, relative to the page; None if there is no plot.
+        page: the page's path in the repository, for the command that rewrites the block.
     """
     rows = content["rows"]
     chosen = [(task, cell) for task in TASKS if (cell := representative(rows, task)) is not None]
@@ -60,10 +60,10 @@ def title(task: str) -> str:
 
 
 def table(rows: Sequence[Row], columns: Sequence[tuple[str, Cell]], short_titles: bool = False) -> str:
-    """A row per method, a column per task and (context, chunk); what is on the frontier is bold.
+    """Returns a table with a row per method and a column per task and (context, chunk); the frontier is bold.
 
     Args:
-        short_titles: only contexts and chunks, where all columns are of one task.
+        short_titles: show only contexts and chunks, if all columns are of one task.
     """
     found = {column: {point.method: point for point in points(select(rows, *column))} for column in columns}
     best = {column: _best(_quantized(of.values()), column[0]) for column, of in found.items()}
@@ -91,7 +91,7 @@ def _quantized(found: Iterable[Point]) -> list[Point]:
 
 
 def _best(found: Sequence[Point], task: str) -> set[str]:
-    """Methods on the frontier, those that share a point on it too."""
+    """Returns the methods on the frontier, including those that share a point on it."""
     corners = {(point.bits, point.score) for point in frontier(found, task in LOWER_IS_BETTER)}
     return {point.method for point in found if (point.bits, point.score) in corners}
 
@@ -106,7 +106,7 @@ def _heading(task: str, cell: Cell, short_title: bool) -> str:
 
 
 def _value(point: Point | None, task: str, best: bool) -> str:
-    """Score ± standard error, and in brackets of how many calibrations."""
+    """Formats score ± standard error, with the number of calibrations in brackets."""
     if point is None:
         return ""
     factor, form = (1, ".4f") if task in LOWER_IS_BETTER else (100, ".1f")
@@ -123,8 +123,9 @@ def _how(content: dict[str, Any], chosen: Sequence[tuple[str, Cell]], link: str,
     dirty = " with uncommitted changes" if content["dirty"] else ""
     commits = ", ".join(sha[:10] for sha in content["commit"].split(", "))
     return (
-        "Bold: on the frontier: no method of fewer bits is as good, and none of as many is better. In brackets: of how "
-        f"many calibrations mean and standard error are given; else the error is that of the task. {where}. "
+        "Bold: on the frontier, which no method of fewer bits matches and none of as many bits beats. In brackets: the "
+        "number of calibrations behind mean and standard error; without it, the error is the task's own. "
+        f"{where}. "
         f"{content['device']}, SGLang {content['versions'].get('sglang', 'unknown')}, {content['date']}, "
         f"commit {commits}{dirty}. From [{content['name']}.json]({link}) by "
         f"`kvq eval --report benchmarks/results/{content['name']}.json --out {page}`."
@@ -132,7 +133,7 @@ def _how(content: dict[str, Any], chosen: Sequence[tuple[str, Cell]], link: str,
 
 
 def replace(text: str, name: str, new: str) -> str:
-    """A page with a map's block put in the place of its old one.
+    """Replaces a map's block in a page by a new one.
 
     Raises:
         KVQuantError: the page has no such block.
@@ -146,6 +147,6 @@ def replace(text: str, name: str, new: str) -> str:
 
 
 def blocks(text: str) -> dict[str, str]:
-    """All maps' blocks of a page by name, markers included."""
+    """Returns all maps' blocks of a page by name, markers included."""
     found = re.finditer(rf"<!-- map: (\S+) -->.*?{re.escape(END)}\n", text, re.DOTALL)
     return {match[1]: match[0] for match in found}

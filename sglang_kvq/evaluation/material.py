@@ -1,4 +1,4 @@
-"""What all methods of an output folder share: the tokenised text, and the reference's distributions."""
+"""Data that all methods of an output folder share: tokenised text and the reference's distributions."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from safetensors.numpy import load_file, save
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.evaluation.client import Client, RequestRefused
 
-#: Not NumPy's own format: its headers are parsed as Python, which CPython 3.11 cannot do in many threads at once
+#: Not NumPy's own format: its headers are parsed as Python, and CPython 3.11 cannot do that in many threads at once
 #: ("AST constructor recursion depth mismatch").
 SUFFIX = ".safetensors"
 
 
 def digest(value: Any) -> str:
-    """A short name for plain JSON values."""
+    """Returns a short hash of plain JSON values, to use as a name."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def write_whole(path: Path, write: Callable[[Any], None], mode: str = "w") -> None:
-    """Create or replace a file whole or not at all, however the process ends."""
+    """Creates or replaces a file atomically: whole or not at all, however the process ends."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
@@ -42,12 +42,12 @@ def write_whole(path: Path, write: Callable[[Any], None], mode: str = "w") -> No
 
 
 class Material:
-    """A folder of arrays by the hash of what they were made from; safe to use from many threads.
+    """Stores arrays in a folder by the hash of their origin; safe to use from many threads.
 
     Args:
         folder: created when something is stored.
+        model: the model's name, which keeps different models' arrays apart.
         tokeniser: folder or hub name of the model's tokeniser; None asks the server.
-        model: the model's name: another model's arrays are never taken for its own.
     """
 
     def __init__(self, folder: Path, model: str, tokeniser: str | None = None) -> None:
@@ -64,7 +64,7 @@ class Material:
         return self.folder / f"{kind}-{digest([self.model, key])}{SUFFIX}"
 
     def has(self, kind: str) -> bool:
-        """Whether anything of that kind is stored."""
+        """Returns whether anything of that kind is stored."""
         return any(self.folder.glob(f"{kind}-*{SUFFIX}"))
 
     def load(self, kind: str, key: Any) -> dict[str, np.ndarray] | None:
@@ -79,7 +79,7 @@ class Material:
     # -- tokens -------------------------------------------------------------------------------------------
 
     def tokens(self, key: Any, text: Callable[[], str], client: Client) -> np.ndarray:
-        """The ids of a text, int32 ``[n]``, without special tokens. ``key`` identifies the text."""
+        """Returns the ids of a text, int32 ``[n]``, without special tokens. ``key`` identifies the text."""
         with self._lock:
             arrays = self.load("tokens", key)
             if arrays is None:
@@ -88,12 +88,12 @@ class Material:
             return arrays["ids"]
 
     def begin_token(self, client: Client) -> list[int]:
-        """What the tokeniser puts before a text: Llama's BOS, or nothing."""
+        """Returns the tokens that the tokeniser puts before a text: Llama's BOS, or none."""
         with self._lock:
             arrays = self.load("begin", None)
             if arrays is None:
                 bare = self._load_tokeniser(client)("", add_special_tokens=True)["input_ids"]
-                # Some tokenisers add an end token as well, which must not stand before a text.
+                # Some tokenisers also add an end token, which must not precede a text.
                 arrays = {"ids": np.asarray(bare[:1], np.int32)}
                 self.store("begin", None, arrays)
             begin: list[int] = arrays["ids"].tolist()
@@ -104,7 +104,7 @@ class Material:
             return str(self._load_tokeniser(client).decode(ids.tolist()))
 
     def encode(self, text: str, client: Client) -> list[int]:
-        """The ids of a text that is not worth keeping, without special tokens."""
+        """Returns the ids of a text, without special tokens; does not store them."""
         with self._lock:
             return self._tokenise(text, client)
 
@@ -112,7 +112,7 @@ class Material:
         return list(self._load_tokeniser(client)(text, add_special_tokens=False, verbose=False)["input_ids"])
 
     def _load_tokeniser(self, client: Client) -> Any:
-        """The model's, loaded once; over HTTP where it is not to be had here."""
+        """Returns the model's tokeniser, loaded once; uses the server's over HTTP if it is not on this machine."""
         if self._loaded is None:
             name = self.tokeniser or client.facts.model_path
             try:
@@ -124,20 +124,20 @@ class Material:
                     reason = (str(error).splitlines() or ["?"])[0]
                     raise KVQuantError(f"--tokenizer {name}: transformers cannot load it ({reason}).") from error
                 self._loaded = _ServerTokeniser
-        # Of the server that is running now: the one asked first may be gone.
+        # The client of the current server: the first one may be gone.
         return self._loaded(client) if self._loaded is _ServerTokeniser else self._loaded
 
     # -- the reference ------------------------------------------------------------------------------------
 
     def settle_reference(self, problem: str = "") -> None:
-        """The reference's distributions are stored, or ``problem`` says why they will not be."""
+        """Records that the reference's distributions are stored, or that ``problem`` prevents it."""
         if not self.reference_settled.is_set():
             self.reference_problem = problem
             self.reference_settled.set()
 
 
 class _ServerTokeniser:
-    """A tokeniser's two calls, answered by a server."""
+    """Answers a tokeniser's two calls through a server."""
 
     def __init__(self, client: Client) -> None:
         self.client = client

@@ -1,4 +1,4 @@
-"""The report's pictures. Needs matplotlib (the ``eval`` extra); everything else works without."""
+"""The report's plots. Needs matplotlib (the ``eval`` extra); everything else works without it."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ ACROSS = 3
 
 
 def draw(content: dict[str, Any], path: Path, with_map: bool = True) -> list[Path] | None:
-    """The plots that a report or map has values for, beside ``path`` (its JSON file); None without matplotlib.
+    """Draws the plots that a report or map has values for, next to ``path`` (its JSON file); None without matplotlib.
 
     Args:
-        with_map: False for a report whose model has a map's file, which shows the same.
+        with_map: False for a report whose model has a map file, which shows the same plot.
     """
     try:
         import matplotlib
@@ -37,16 +37,16 @@ def draw(content: dict[str, Any], path: Path, with_map: bool = True) -> list[Pat
 
 
 def panels(rows: Sequence[Row]) -> list[tuple[str, Cell]]:
-    """The tasks that a map shows, each in its representative context and chunk size; KL, if measured, is the first.
+    """Returns the tasks that a map shows, each in its representative context and chunk size; KL comes first.
 
-    Top-1 agreement tells what KL tells, and is in the table. Only a task with a quantized method is shown.
+    Top-1 agreement says the same as KL and is only in the table. A task without a quantized method is left out.
     """
     chosen = [(task, cell) for task in TASKS if task != "top1" and (cell := representative(rows, task)) is not None]
     return [(task, cell) for task, cell in chosen if any(family_of(row["method"]) for row in select(rows, task, cell))]
 
 
 def _map(content: dict[str, Any], target: Path) -> Path | None:
-    """Quality against allocated bits: KL (logarithmic) large, every other task in a small panel below it."""
+    """Plots quality against allocated bits: KL (logarithmic) large, every other task in a small panel below."""
     from matplotlib import pyplot
 
     rows = rows_of(content)
@@ -74,7 +74,7 @@ def _map(content: dict[str, Any], target: Path) -> Path | None:
 
 
 def _panel(axes: Any, rows: Sequence[Row], task: str, cell: Cell, title: str) -> dict[str, Any]:
-    """One task; what its legend is made of, by name."""
+    """Plots one task; returns the handles of its legend by name."""
     factor = 1.0 if task in LOWER_IS_BETTER else 100.0
     legend: dict[str, Any] = {}
     found = points(rows)
@@ -115,11 +115,11 @@ def _panel(axes: Any, rows: Sequence[Row], task: str, cell: Cell, title: str) ->
 
 
 def _series(axes: Any, family: Family, found: Sequence[Point], factor: float, logarithmic: bool) -> Any:
-    """A family's points with their error bars; a thin line where they are one method at several widths."""
+    """Plots a family's points with error bars; joins them by a thin line if they are one method at several widths."""
     found = sorted(found, key=lambda point: point.bits)
     scores = [factor * point.score for point in found]
     errors = [factor * (point.se or 0.0) for point in found]
-    # Lower halves of error bars must not reach zero on a logarithmic axis.
+    # The lower halves of error bars must not reach zero on a logarithmic axis.
     lower = [min(error, 0.9 * score) if logarithmic else error for error, score in zip(errors, scores, strict=True)]
     return axes.errorbar(
         [point.bits for point in found],
@@ -138,8 +138,8 @@ def _series(axes: Any, family: Family, found: Sequence[Point], factor: float, lo
 
 
 def _label(axes: Any, family: Family, found: Sequence[Point], factor: float) -> None:
-    """Names beside points, on the side that is away from the edge; one label for points too close to each other."""
-    axes.autoscale_view()  # limits are settled only when something asks for them
+    """Writes names next to points, on the side away from the edge; points too close to each other share a label."""
+    axes.autoscale_view()  # limits are computed only when something requests them
     into_axes = axes.transData + axes.transAxes.inverted()
     labels: list[tuple[float, float, list[Point]]] = []
     for point in sorted(found, key=lambda point: (point.bits, point.score)):
@@ -161,7 +161,7 @@ def _label(axes: Any, family: Family, found: Sequence[Point], factor: float) -> 
 
 
 def _needles(report: dict[str, Any], target: Path) -> Path | None:
-    """Share found, by length and depth, a panel per method."""
+    """Plots the share of needles found, by length and depth, a panel per method."""
     from matplotlib import pyplot
 
     rows = [row for row in report["rows"] if row.get("needle_grid")]

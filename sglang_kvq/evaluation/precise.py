@@ -1,4 +1,4 @@
-"""``precise_<model>.json``: the accuracy map of one model, out of output folders, reports and other maps."""
+"""``precise_<model>.json``: the accuracy map of one model, from output folders, reports and other maps."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from sglang_kvq.evaluation.store import Store, differences, read
 
 
 def collect(sources: Sequence[Path], model: str, command: Sequence[str]) -> dict[str, Any]:
-    """``precise_<model>.json``'s content, out of output folders, reports and maps.
+    """Returns the content of ``precise_<model>.json`` from output folders, reports and maps.
 
-    What was measured in several sources is taken from the first of them.
+    If several sources have the same measurement, the first one counts.
 
     Raises:
-        KVQuantError: no results, another model's, or one task measured with different settings.
+        KVQuantError: no results, another model's results, or a task measured with different settings.
     """
     contents = [(source, _content(source, model)) for source in sources]
     settings: dict[str, Any] = {}
@@ -32,7 +32,7 @@ def collect(sources: Sequence[Path], model: str, command: Sequence[str]) -> dict
         raise KVQuantError(f"{', '.join(map(str, sources))}: nothing measured in it.")
     found = [content for _, content in contents]
     header = provenance.header(f"precise_{model}", command, _joined(content["device"] for content in found))
-    # What was measured, when and with what, not what wrote it down.
+    # Describes the measurements, not the command that wrote this file.
     measured = dict.fromkeys(part for content in found for part in content["command"].split("; "))
     header["command"] = "; ".join(dict.fromkeys([*measured, header["command"]]))
     header["commit"] = _joined(sha for content in found for sha in content["commit"].split(", "))
@@ -54,17 +54,17 @@ def _content(source: Path, model: str) -> dict[str, Any]:
         raise KVQuantError(f"{source}: neither a folder of results nor an accuracy_ or precise_ file of kvq eval.")
     if content["model"] != model:
         raise KVQuantError(
-            f"{source}: of {content['model']}, but --out names {model}; write precise_{content['model']}.json, or give "
-            "other files."
+            f"{source}: is for {content['model']}, but --out names {model}; write precise_{content['model']}.json, or "
+            "give other files."
         )
     return content
 
 
 def _merge_settings(into: dict[str, Any], new: dict[str, Any], source: Path) -> None:
-    """Lengths may differ between sources, since every row names its own; nothing else may.
+    """Merges the settings of a source; only lengths may differ between sources, because every row names its own.
 
     Raises:
-        KVQuantError: something else does.
+        KVQuantError: another setting differs.
     """
     for task, found in new.items():
         known = into.setdefault(task, found)
@@ -79,7 +79,7 @@ def _merge_settings(into: dict[str, Any], new: dict[str, Any], source: Path) -> 
 
 
 def _fixed(settings: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-    """Without lengths; of contexts those whose length both have, whose number must be the same."""
+    """Drops lengths, and contexts whose length is missing in ``other``; counts of the remaining contexts must match."""
     plain = {name: value for name, value in settings.items() if name not in ("lengths", "contexts")}
     theirs = {length for length, _ in other.get("contexts", ())}
     return {**plain, "contexts": sorted(pair for pair in settings.get("contexts", ()) if pair[0] in theirs)}

@@ -1,4 +1,4 @@
-"""What a run shows: a bar per method with rich, or plain lines where rich is missing or nobody watches."""
+"""Progress of a run: a bar per method with rich, or plain lines without rich or a terminal."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ except ImportError:
 
 
 class Display:
-    """Use as a context manager; safe to call from many threads."""
+    """Shows progress, as a context manager; safe to call from many threads."""
 
     def __init__(self) -> None:
         self._lock, self._begin = threading.Lock(), time.monotonic()
@@ -36,7 +36,7 @@ class Display:
             self._bars.stop()
 
     def say(self, text: str) -> None:
-        """A line that stays."""
+        """Prints a line that stays."""
         with self._lock:
             line = f"[{time.monotonic() - self._begin:5.0f} s] {text}"
             if self._bars:
@@ -45,7 +45,7 @@ class Display:
                 print(line, file=sys.stderr, flush=True)
 
     def status(self, method: str, text: str) -> None:
-        """What a method is at now."""
+        """Shows the current activity of a method."""
         if not self._bars:
             self.say(f"{method}: {text}")
             return
@@ -60,7 +60,7 @@ class Display:
                 self._bars.remove_task(self._rows.pop(method))
 
     def counter(self, method: str, task: str) -> Callable[[int, int], None]:
-        """A task's ``progress`` callback."""
+        """Returns a task's ``progress`` callback."""
 
         def tell(done: int, total: int) -> None:
             with self._lock:

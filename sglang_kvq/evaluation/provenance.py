@@ -1,4 +1,4 @@
-"""Where a result comes from: commit, device, versions and command, the same for every recorded figure."""
+"""Origin of a result: commit, device, versions and command, in the same form for every recorded figure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-#: Of the repository, when the package runs from one.
+#: The repository's root, if the package runs from a repository.
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 
@@ -26,7 +26,7 @@ def _git(*args: str) -> str:
 
 
 def commit() -> tuple[str, bool]:
-    """Commit and whether the tree differs from it. A host without git gets both from KVQ_COMMIT."""
+    """Returns the commit and whether the tree differs from it; KVQ_COMMIT replaces both on a host without git."""
     if "KVQ_COMMIT" in os.environ:
         return os.environ["KVQ_COMMIT"], False
     if not (ROOT / ".git").exists():
@@ -46,7 +46,7 @@ def versions() -> dict[str, str]:
 
 
 def device_name(device: str) -> str:
-    """The GPU's name for ``cuda``, CPU for ``cpu``, else as it is. Asks the driver, so that torch need not load."""
+    """Returns the GPU's name for ``cuda``, CPU for ``cpu``, else ``device``; asks the driver, without torch."""
     if device == "cuda" and shutil.which("nvidia-smi"):
         query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
         names = subprocess.run(query, capture_output=True, text=True).stdout.splitlines()
@@ -55,12 +55,12 @@ def device_name(device: str) -> str:
 
 
 def without_paths(text: str) -> str:
-    """Absolute paths are those of one machine: only their last part stays. URLs stay as they are."""
+    """Reduces absolute paths, which differ between machines, to their last part; keeps URLs."""
     return re.sub(r"(?<![\w.:/~-])~?/(?:[^\s/'\",:;()\[\]]+/)*([^\s/'\",:;()\[\]]+)/?", r"\1", text)
 
 
 def header(name: str, words: Sequence[str], device: str) -> dict[str, Any]:
-    """The fields that every result file begins with; ``words`` is the command."""
+    """Returns the fields that every result file begins with; ``words`` is the command."""
     sha, dirty = commit()
     return {
         "name": name,

@@ -1,4 +1,4 @@
-"""The accuracy report: rows out of a store, as JSON (the form of benchmarks/results) and as a Markdown table."""
+"""The accuracy report: rows from a store, as JSON (the form of benchmarks/results) and as a Markdown table."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sglang_kvq.evaluation.store import Store, read, write_json
 from sglang_kvq.evaluation.tasks import TASK_NAMES
 
 NO_VALUE = "–"  # noqa: RUF001  (a dash in a table)
-#: Every row has these, null where not run.
+#: Columns of every row, null where not measured.
 COLUMNS = (
     *("method", "allocated_bits", "pool_bits", "kl", "kl_se", "top1_agreement", "perplexity"),
     *("humaneval", "humaneval_se", "gsm8k", "gsm8k_se", "needle_16k", "needle_32k", "calibration", "seed"),
@@ -25,13 +25,13 @@ COLUMNS = (
 
 
 def collect(store: Store, model: str, command: Sequence[str] = ()) -> dict[str, Any]:
-    """The report of everything in an output folder: ``accuracy_<model>.json``'s content.
+    """Returns the report of everything in an output folder: the content of ``accuracy_<model>.json``.
 
     Args:
-        command: what is asking; none: the commands that measured, as they are noted beside the results.
+        command: the command that writes the report; if empty, the recorded commands of the measurements.
 
     Raises:
-        KVQuantError: nothing in it, or tasks of different settings in one column.
+        KVQuantError: the folder is empty, or a column mixes tasks of different settings.
     """
     methods = store.methods()
     if not methods:
@@ -39,7 +39,7 @@ def collect(store: Store, model: str, command: Sequence[str] = ()) -> dict[str, 
     settings = _common_settings(methods)
     references = {_label(files): files for files in methods.values() if method_of(_label(files)) == REFERENCE}
     rows = [_row(slug, files, references) for slug, files in methods.items()]
-    # The unquantized one first, then by size: what failed to start has no bits and comes last.
+    # The unquantized one first, then by size; a method that failed to start has no bits and comes last.
     worst = float("inf")
     rows.sort(key=lambda row: (-(row["allocated_bits"] or 0), worst if row["kl"] is None else row["kl"], row["method"]))
     devices = sorted(
@@ -47,7 +47,7 @@ def collect(store: Store, model: str, command: Sequence[str] = ()) -> dict[str, 
     )
     content = provenance.header(f"accuracy_{model}", command, ", ".join(devices) or "unknown")
     measured = [file for files in methods.values() for name, file in files.items() if name in TASK_NAMES]
-    if measured:  # of the measurements, not of whoever wrote the report
+    if measured:  # describes the measurements, not the command that wrote the report
         content["commit"] = ", ".join(sorted({file["commit"] for file in measured}))
         content["dirty"] = any(file["dirty"] for file in measured)
     if not command:
@@ -62,7 +62,7 @@ def collect(store: Store, model: str, command: Sequence[str] = ()) -> dict[str, 
 
 
 def _common_settings(methods: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Per task, the settings of all methods, which must be the same for a column to mean anything."""
+    """Returns, per task, the settings of all methods, which must be equal for a column to mean anything."""
     settings: dict[str, Any] = {}
     for slug, files in methods.items():
         for task in TASK_NAMES:
@@ -100,14 +100,14 @@ def _row(slug: str, files: dict[str, Any], references: dict[str, dict[str, Any]]
 
 
 def _reference(task: str, label: str, references: dict[str, dict[str, Any]]) -> dict[str, Any] | None:
-    """BF16's result of a task: in the same chunks, or else in others, which to BF16 mean rounding."""
+    """Returns BF16's result of a task: with the same chunks, or else others, which only change BF16's rounding."""
     suffix = label.removeprefix(spec_of(label)) if " " not in label else ""
     found = [references[name] for name in (f"{REFERENCE}{suffix}", *sorted(references)) if name in references]
     return next((files[task] for files in found if task in files), None)
 
 
 def _against(task: str, ours: dict[str, Any], reference: dict[str, Any] | None) -> dict[str, Any]:
-    """Difference from the reference, item by item, where both answered the same items."""
+    """Returns the difference from the reference, item by item, if both answered the same items."""
     items = ours["details"].get("items")
     theirs = (reference or {}).get("details", {}).get("items")
     if not items or not theirs or ours is reference or len(items) != len(theirs):
@@ -117,7 +117,7 @@ def _against(task: str, ours: dict[str, Any], reference: dict[str, Any] | None) 
 
 
 def write(folder: Path, content: dict[str, Any]) -> Path:
-    """``accuracy_<model>.json`` and ``.md`` in a folder; the JSON's path."""
+    """Writes ``accuracy_<model>.json`` and ``.md`` to a folder; returns the JSON's path."""
     path = folder / f"{content['name']}.json"
     write_json(path, content)
     path.with_suffix(".md").write_text(f"# Accuracy of {content['model']}\n\n{section(content)}")
@@ -128,7 +128,7 @@ def write(folder: Path, content: dict[str, Any]) -> Path:
 
 
 def section(content: dict[str, Any], plots: Sequence[tuple[str, str]] = ()) -> str:
-    """One model's table with how it was measured. ``plots`` are (caption, link)."""
+    """Returns one model's table and a description of its measurement. ``plots`` are (caption, link)."""
     rows = content["rows"]
     needles = sorted({key for row in rows for key in row if key.startswith("needle_") and _is_length(key)}, key=_length)
     needles = [key for key in needles if any(row.get(key) is not None for row in rows)]
@@ -162,7 +162,7 @@ def section(content: dict[str, Any], plots: Sequence[tuple[str, str]] = ()) -> s
 
 
 def _folded(title: str, text: str) -> str:
-    """What is there for whoever looks for it."""
+    """Returns text that is collapsed until the reader opens it."""
     return f"\n<details><summary>{title}</summary>\n\n{text}\n\n</details>\n"
 
 
@@ -187,7 +187,7 @@ def _with_error(row: dict[str, Any], key: str, form: str) -> str:
 
 
 def _percent(row: dict[str, Any], key: str) -> str:
-    """Score ± error, and the paired difference from BF16 in points."""
+    """Formats score ± error, and the paired difference from BF16 in points."""
     if row.get(key) is None:
         return ""
     text = f"{100 * row[key]:.1f}"
@@ -206,7 +206,7 @@ def _notes(row: dict[str, Any]) -> list[str]:
 
 
 def _how(content: dict[str, Any]) -> str:
-    """What was measured, in words, from the settings and the header; the command is folded away."""
+    """Describes the measurement from the settings and the header; the command is folded away."""
     settings, words = content["settings"], []
     if kl := settings.get("kl"):
         texts = ", ".join(text["file"] for text in kl["texts"])
@@ -236,23 +236,23 @@ INTRODUCTION = """# Accuracy
 Written by `kvq eval --report` from the files in benchmarks/results. [evaluation.md](evaluation.md) explains how each
 value is measured and what it does not show.
 
-- *bits*: what a stored element takes, scales and offsets included. The first and the most recent tokens of a request
-  are BF16.
+- *bits*: allocated bits per stored element, scales and offsets included. The first and the most recent tokens of a
+  request are BF16.
 - ±: one standard error, between contexts for KL and perplexity, between problems for scores.
 - In brackets: the difference from `none` (BF16), paired by problem.
-- A map (plot and first table of a model) counts several calibrations of a method as one, with the error between them.
-- The KL of `none` comes from a second run of the same server: it is the noise of the measurement.
+- A map (plot and first table of a model) merges several calibrations of a method and shows the error between them.
+- The KL of `none` compares two runs of the same server: it is the noise of the measurement.
 """
 
 
 def page(files: Sequence[Path], target: Path) -> str:
-    """``docs/accuracy.md`` out of report files, with links to the plots beside them.
+    """Returns ``docs/accuracy.md`` from report files, with links to the plots next to them.
 
-    Maps (``precise_<model>.json``) stand at the head of their model's section. Given alone, they replace their blocks
-    in the page as it is, and nothing else.
+    A map (``precise_<model>.json``) is at the head of its model's section. If all files are maps, they replace their
+    blocks in the existing page, and nothing else.
 
     Raises:
-        KVQuantError: a file is no report, or maps alone and a page without their blocks.
+        KVQuantError: a file is no report, or all files are maps and the page lacks their blocks.
     """
     contents = {path: read(path) for path in files}
     for path, content in contents.items():
@@ -283,7 +283,7 @@ def page(files: Sequence[Path], target: Path) -> str:
 
 
 def _block(path: Path, content: dict[str, Any], target: Path) -> str:
-    """A map's block with links to its files."""
+    """Returns a map's block with links to its files."""
     plot = path.with_suffix(".png")
     link = _relative(plot, target.parent) if plot.exists() else None
     name = _relative(target, provenance.ROOT)

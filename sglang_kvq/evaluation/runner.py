@@ -1,4 +1,4 @@
-"""Runs tasks on servers, its own or given ones, and keeps every result as it comes."""
+"""Runs tasks on servers, its own or given ones, and stores every result as soon as it is measured."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from sglang_kvq.server_process import ServerFailed
 
 @dataclass(frozen=True)
 class Launch:
-    """How servers are started.
+    """Settings for starting servers.
 
     Attributes:
-        flags: of all servers.
-        plain_flags: of those without ``--kv-quant`` only, for instance an attention backend.
-        parallel: servers at once, on the same devices; of each GPU if there are ``gpus``.
-        gpus: a server sees one of them, as CUDA_VISIBLE_DEVICES names it; none: every server sees all.
-        starting: servers that load at once: more of them read the disk and compile in each other's way.
+        flags: for all servers.
+        plain_flags: only for servers without ``--kv-quant``, for instance an attention backend.
+        parallel: simultaneous servers on the same devices; with ``gpus``, per GPU.
+        gpus: each server sees one of them, as CUDA_VISIBLE_DEVICES names it; empty: every server sees all.
+        starting: servers that load at the same time: more of them slow each other down at the disk and compiler.
     """
 
     model: str
@@ -45,22 +45,22 @@ class Launch:
     starting: int = 5
 
     def of(self, spec: MethodSpec) -> list[str]:
-        """All flags of a method's server but its address."""
+        """Returns all flags of a method's server except its address."""
         plain = spec.method in ("none", "fp8")
         flags = [*self.flags, *(self.plain_flags if plain else ()), *spec.flags]
         return [*spec.chunk_flags(flags), *flags]
 
     def identity(self, spec: MethodSpec) -> dict[str, Any]:
-        """Without paths and without what does not change values."""
+        """Returns the settings that determine values, without paths."""
         plain = self.plain_flags if spec.method in ("none", "fp8") else ()
         return {**spec.identity(), "flags": [provenance.without_paths(word) for word in (*self.flags, *plain)]}
 
 
 class Runner:
-    """One comparison.
+    """Runs one comparison.
 
     Args:
-        tasks: in the order to run them.
+        tasks: in execution order.
         material: shared by all methods.
         failures: filled by the run: one line per method or task that gave no value.
     """
@@ -86,13 +86,13 @@ class Runner:
     # -- servers of our own -------------------------------------------------------------------------------
 
     def compare(self, specs: Sequence[MethodSpec], launch: Launch) -> None:
-        """Start each method's server, run what is not finished yet, stop it. A failure leaves the others alone.
+        """Starts each method's server, measures what is missing, and stops it. A failure does not affect the others.
 
         Raises:
-            KVQuantError: before anything starts: results of other settings are in the way.
+            KVQuantError: before anything starts: existing results have other settings.
         """
         jobs = []
-        # The reference last: its distributions are needed again only if another method is still to be compared.
+        # The reference comes last: its distributions are needed again only if another method is still to be compared.
         compared: set[str] = set()
         for spec in sorted(specs, key=lambda spec: spec.is_reference):
             identity = launch.identity(spec)
@@ -131,14 +131,14 @@ class Runner:
             try:
                 for future in futures:
                     while not wait([future], timeout=0.5).done:
-                        pass  # Ctrl-C that the kernel hands to another thread is seen only when this one wakes
+                        pass  # a Ctrl-C that the kernel hands to another thread is seen only when this one wakes up
                     future.result()
             except BaseException:
                 self._stop.set()
                 self.material.settle_reference("interrupted")
                 for waiting in futures:
                     waiting.cancel()
-                for server in list(self._running):  # whoever waits for an answer then gets an error
+                for server in list(self._running):  # threads that wait for an answer then get an error
                     server.stop()
                 raise
 
@@ -182,7 +182,7 @@ class Runner:
         more: dict[str, Any] | None = None,
         is_reference: bool = False,
     ) -> None:
-        """Run tasks on a running server. A task that fails is recorded and leaves the others alone."""
+        """Runs tasks on a running server. Records a task's failure and goes on with the others."""
         client = Client(url, timeout=self.timeout)
         facts = client.facts
         self.store.save_server(slug, {"label": label, **server_record(facts), **_known(more or {})})
@@ -190,7 +190,7 @@ class Runner:
         while waiting:
             if self._stop.is_set():
                 return
-            # While BF16 is not measured, those that do not compare with it come first.
+            # Until BF16 is measured, tasks that do not compare with it come first.
             task = waiting.pop(0 if is_reference else self._next_task(waiting))
             self.display.status(label, task.name)
             bench = Bench(self.material, self.concurrency, self.display.counter(label, task.name))
@@ -200,7 +200,7 @@ class Runner:
                 retries = client.retries
                 outcome = task.run(client, bench)
                 retries = client.retries - retries
-            except Exception as error:  # whatever it is, it is recorded, and the other tasks and methods go on
+            except Exception as error:  # any error is recorded, and the other tasks and methods go on
                 if self._stop.is_set():
                     return
                 message = provenance.without_paths(str(error) if isinstance(error, KVQuantError) else repr(error))
@@ -218,7 +218,7 @@ class Runner:
                 self.display.say(f"{label}: {task.name}: {warning}")
 
     def record_reference(self, task: ReferenceTask, client: Client, bench: Bench) -> None:
-        """Store what other methods are compared with; lets those that wait for it go on, whatever happens."""
+        """Stores what other methods are compared with; releases the waiting methods even if it fails."""
         try:
             task.record_reference(client, bench)
         except BaseException as error:
@@ -229,7 +229,7 @@ class Runner:
     # -- small things -------------------------------------------------------------------------------------
 
     def _next_task(self, waiting: Sequence[Task]) -> int:
-        """The first task that needs not wait for the reference; if all must, the first."""
+        """Returns the index of the first task that need not wait for the reference; 0 if all must."""
         settled = self.material.reference_settled.is_set()
         ready = (i for i, task in enumerate(waiting) if settled or not isinstance(task, ReferenceTask))
         return next(ready, 0)
@@ -250,12 +250,12 @@ class Runner:
 
 
 def _sees_cache(task: Task, spec: MethodSpec) -> bool:
-    """Whether a task can be measured in a spec's chunks; the server has the last word where flags say them."""
+    """Returns whether a spec's chunks suit a task; the server checks again, because flags can change them."""
     return not isinstance(task, ReferenceTask) or spec.fits(task.largest_chunk)
 
 
 def server_record(facts: ServerFacts) -> dict[str, Any]:
-    """Of a server, what a reader of the results needs: no paths, no moving counters."""
+    """Returns the facts of a server that a reader of results needs: no paths, no changing counters."""
     plain = asdict(facts)
     plain["model_path"] = Path(facts.model_path).name
     if facts.kv_quant:
@@ -271,10 +271,10 @@ def server_record(facts: ServerFacts) -> dict[str, Any]:
 
 
 def server_identity(url: str, label: str) -> tuple[dict[str, Any], ServerFacts]:
-    """Of a server that somebody else started: what decides the values, from what it tells."""
+    """Returns the settings that determine values, as reported by a server that this program did not start."""
     facts = Client(url).facts
     record = server_record(facts)
-    # Sizes follow from the memory that happened to be free; they decide no value.
+    # Pool sizes depend on the free memory at start; they do not affect values.
     fixed = {
         name: record[name] for name in ("version", "model_path", "kv_cache_dtype", "chunk", "method", "allocated_bits")
     }

@@ -1,13 +1,13 @@
-"""Runs generated programs where they can do no harm, and says whether they passed.
+"""Runs generated programs in a sandbox and returns whether they passed.
 
-One program is one process tree in new PID, network, mount and IPC namespaces, in a root of its own: the interpreter,
-its standard library and shared libraries, all read-only, /dev/null and /dev/urandom, and an empty /tmp of bounded size.
-No other file of the machine, no other process, no network, no sockets; no environment variables; stdin at its end;
-``python -I``; no capabilities; a seccomp filter. CPU time, address space, file sizes, processes and open files are
-limited, and when the time is up the namespace's first process is killed and the kernel ends all others with it.
+One program is one process tree in new PID, network, mount and IPC namespaces. Its root holds only the interpreter, the
+standard library and shared libraries, all read-only, /dev/null and /dev/urandom, and an empty /tmp of bounded size. It
+has no other files, processes, network, sockets, environment variables, input or capabilities. It runs as ``python -I``
+under a seccomp filter. CPU time, address space, file sizes, processes and open files are limited. When the time is up,
+the namespace's first process is killed, and the kernel ends all others with it.
 
-What does what: sandbox_layout.py lists the root's content, sandbox_filter.py the system calls that are refused,
-sandbox_child.py closes the walls. docs/evaluation.md says where which mechanism is used.
+sandbox_layout.py lists the root's content, sandbox_filter.py the refused system calls, and sandbox_child.py sets the
+sandbox up. docs/evaluation.md says where which mechanism is used.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ from sglang_kvq.evaluation import sandbox_filter
 
 _CHILD = Path(__file__).with_name("sandbox_child.py")
 _LAYOUT = Path(__file__).with_name("sandbox_layout.py")
-#: The child's exit code when a wall could not be closed: nothing of the program has run.
+#: The child's exit code if the sandbox could not be set up: nothing of the program has run.
 _NOT_CLOSED = 97
-#: Users that no account has (systemd hands out the same range to services): one per program, so that limits on a
-#: user's processes count that program's alone.
+#: User ids that belong to no account (systemd lends out the same range). Each program gets its own, so limits on a
+#: user's processes count only that program's.
 _UIDS = range(61184, 65519)
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Of one program.
+    """Limits of one program.
 
     Attributes:
-        cpu_seconds, memory_bytes: of each process (RLIMIT_CPU, RLIMIT_AS).
-        wall_seconds: of all of them together; more than the CPU's, because programs share it.
-        processes: also threads; RLIMIT_NPROC, where the program has a user of its own.
+        cpu_seconds, memory_bytes: per process (RLIMIT_CPU, RLIMIT_AS).
+        wall_seconds: for all processes together; larger than the CPU limit, because programs share the CPU.
+        processes: processes and threads (RLIMIT_NPROC), if the program has a user of its own.
         file_bytes: per file, printed output included (RLIMIT_FSIZE).
-        disk_bytes: of /tmp altogether.
+        disk_bytes: total size of /tmp.
     """
 
     cpu_seconds: int = 10
@@ -60,13 +60,13 @@ class Limits:
 
 @dataclass(frozen=True)
 class Verdict:
-    """``passed``, and else why not: the last lines that the program printed, or the limit that ended it."""
+    """The result: ``passed``, or as the reason the program's last printed line or the limit that ended it."""
 
     passed: bool
     reason: str = ""
 
 
-#: Walls count as closed if this passes in them.
+#: The sandbox counts as closed if this program passes in it.
 _PROBE = f"""
 import os, socket, time
 seen = sorted(os.listdir("/dev") + os.listdir("/proc") + os.listdir("/proc/self"))
@@ -87,11 +87,11 @@ except BlockingIOError:
 
 @dataclass(frozen=True)
 class Walls:
-    """How programs are contained here.
+    """The way programs are contained on this machine.
 
     Attributes:
         kind: "root" (namespaces made with root's rights), "user" (through a user namespace), or None: neither works.
-        why_not: what was tried before, and how it failed.
+        why_not: the kinds that were tried before, and how they failed.
     """
 
     kind: str | None
@@ -100,7 +100,7 @@ class Walls:
 
 @functools.cache
 def walls() -> Walls:
-    """The first kind that works on this machine, by trying."""
+    """Returns the first kind that works on this machine, found by trying."""
     why_not: list[str] = []
     for kind in ("root", "user")[os.geteuid() != 0 :]:
         code, output = _start(_PROBE, Limits(), kind)
@@ -113,13 +113,13 @@ def walls() -> Walls:
 
 
 def require(allow_unsandboxed: bool) -> str | None:
-    """Check once, before anything is generated, that programs can be contained.
+    """Checks once, before anything is generated, that programs can be contained.
 
     Returns:
-        None, or with ``allow_unsandboxed`` the warning that goes into the report.
+        None, or with ``allow_unsandboxed`` the warning for the report.
 
     Raises:
-        KVQuantError: they cannot, and nobody allowed that.
+        KVQuantError: programs cannot be contained, and ``allow_unsandboxed`` is False.
     """
     here = walls()
     if here.kind is not None:
@@ -132,7 +132,7 @@ def require(allow_unsandboxed: bool) -> str | None:
     return "network and file system were not cut off (--allow-unsandboxed): limits on time and memory only"
 
 
-#: Settings that keep users from user namespaces, and the value that does.
+#: Kernel settings that keep users from making user namespaces: the value that forbids it, and one that allows it.
 _SETTINGS = {
     "user.max_user_namespaces": ("0", "15000"),
     "kernel.unprivileged_userns_clone": ("0", "1"),
@@ -141,7 +141,7 @@ _SETTINGS = {
 
 
 def _fix() -> str:
-    """What lets this machine make namespaces."""
+    """Returns the advice that lets this machine make namespaces."""
     for name, (closed, opened) in _SETTINGS.items():
         path = Path("/proc/sys", *name.split("."))
         if path.exists() and path.read_text(encoding="utf-8").strip() == closed:
@@ -157,16 +157,16 @@ def _fix() -> str:
 
 
 def run(program: str, limits: Limits = Limits()) -> Verdict:
-    """Run a Python program; it passed if it reached its end.
+    """Runs a Python program; it passed if it reached its end.
 
-    A line printed by the very end tells that from a program that merely exits with status 0.
+    A line that the program prints at its very end proves this; exit status 0 alone would not.
     """
     token = secrets.token_hex(16)
     program = f"{program}\n\nimport os as _os\n_os.write(1, b'\\n{token}')\n"
     code, output = _start(program, limits, walls().kind)
     if code == _NOT_CLOSED:
         raise KVQuantError(f"the sandbox could not be closed: {output.strip()}")
-    if code == 0 and token in output:  # what Python had buffered may come after it
+    if code == 0 and token in output:  # Python's buffered output may follow the token
         return Verdict(True)
     if code is None:
         return Verdict(False, f"timeout: {limits.wall_seconds:g} s")
@@ -178,7 +178,7 @@ def run(program: str, limits: Limits = Limits()) -> Verdict:
 
 @functools.cache
 def _layout() -> dict[str, Any]:
-    """What the root of a program holds: see sandbox_layout.py. Of the interpreter behind a virtual environment."""
+    """Returns the content of a program's root (sandbox_layout.py), for the interpreter behind a virtual environment."""
     interpreter = os.path.realpath(getattr(sys, "_base_executable", None) or sys.executable)
     command = [interpreter, "-I", "-S", str(_LAYOUT)]
     done = subprocess.run(command, capture_output=True, text=True, env={"PATH": os.defpath}, stdin=subprocess.DEVNULL)
@@ -192,12 +192,12 @@ def _layout() -> dict[str, Any]:
 
 
 def _start(program: str, limits: Limits, kind: str | None) -> tuple[int | None, str]:
-    """Exit status (None: out of time) and the end of what was printed."""
+    """Runs a program; returns its exit status (None: out of time) and the end of its output."""
     layout = _layout()
     order = {
         **layout,
         "program": program,
-        # Without walls: with what this environment has installed.
+        # Without a sandbox: the interpreter with this environment's packages.
         "interpreter": layout["interpreter"] if kind else sys.executable,
         "walls": kind,
         "uid": random.choice(_UIDS),
@@ -207,11 +207,11 @@ def _start(program: str, limits: Limits, kind: str | None) -> tuple[int | None, 
             "CPU": limits.cpu_seconds,
             "AS": limits.memory_bytes,
             "FSIZE": limits.file_bytes,
-            # Counts all processes of a user: only where the program has its own (or its own user namespace) can a
-            # small number be meant for it.
+            # Counts all processes of a user. A small number is right only if the program has its own user or user
+            # namespace.
             "NPROC": limits.processes if kind else None,
             "NOFILE": 64,
-            # 0 would still feed the machine's core handler; 1 keeps even that from starting.
+            # 0 would still run the machine's core handler; 1 prevents even that.
             "CORE": 1,
         },
     }

@@ -1,16 +1,16 @@
-"""Inside the sandbox: closes the walls, then becomes the program. Run as a script; imports nothing of the package.
+"""Sets up the sandbox from inside, then becomes the program. Run as a script; imports nothing of the package.
 
 Reads one JSON object from stdin:
 
     program: its source
-    interpreter: runs it
+    interpreter: path of the Python that runs it
     walls: "root" (namespaces made with root's rights), "user" (through a user namespace), or null: none
-    uid: of the program, inside; no account's
+    uid: the program's user id inside; belongs to no account
     binds, covered: see sandbox_layout.py
     filter: see sandbox_filter.py
-    disk_bytes, limits: of ``sandbox.Limits``
+    disk_bytes, limits: see ``sandbox.Limits``
 
-The working directory is an empty folder of the caller's.
+The working directory is an empty folder that the caller created.
 """
 
 import contextlib
@@ -36,9 +36,9 @@ SYS_PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
 PR_SET_PDEATHSIG, PR_SET_SECCOMP, PR_CAPBSET_DROP, PR_SET_NO_NEW_PRIVS = 1, 22, 24, 38
 SECCOMP_MODE_FILTER = 2
 NOT_CLOSED = 97
-#: urandom: of some builds (for an old C library) nothing else makes the hashes' seed, and they do not start without.
+#: Some Python builds (for an old C library) seed their hashes only from urandom and do not start without it.
 DEVICES = ("/dev/null", "/dev/urandom")
-#: By their names in the order, set in this one.
+#: Resources by their names in the order, set in this sequence.
 LIMITS = {
     "CPU": resource.RLIMIT_CPU,
     "AS": resource.RLIMIT_AS,
@@ -61,17 +61,17 @@ def mount(source: str, target: str, kind: str, flags: int, options: str = "") ->
 
 
 def set_attributes(path: str, attributes: int, recursive: int = 0) -> None:
-    """Of a mount, or of all below it too, at once (mount_setattr(2), Linux 5.12)."""
+    """Sets attributes on a mount, optionally recursively, in one call (mount_setattr(2), Linux 5.12)."""
     wanted = (ctypes.c_uint64 * 4)(attributes, 0, 0, 0)  # set, clear, propagation, userns
     arguments = (AT_FDCWD, ctypes.c_char_p(os.fsencode(path)), recursive, wanted, ctypes.c_size_t(32))
     check(LIBC.syscall(ctypes.c_long(SYS_MOUNT_SETATTR), *arguments), f"mount_setattr {path}")
 
 
 def enter_namespaces(walls: str, uid: int) -> bool:
-    """New namespaces; their first process is this one's next child.
+    """Enters new namespaces; this process's next child becomes their first process.
 
     Returns:
-        Whether the program can become ``uid``; if not, it is called that and stays the caller.
+        True if the program can become ``uid``; otherwise the caller's own user is shown inside as ``uid``.
     """
     others = CLONE_NEWNS | CLONE_NEWPID | CLONE_NEWNET | CLONE_NEWIPC
     free = is_mapped("uid", uid) and is_mapped("gid", uid)
@@ -81,7 +81,7 @@ def enter_namespaces(walls: str, uid: int) -> bool:
         check(LIBC.unshare(others), "unshare")
         return True
     me, my_group = os.geteuid(), os.getegid()
-    # Root must not stay root: the kernel does not count its processes, whatever the namespace.
+    # Root must not stay root: the kernel does not limit its processes in any namespace.
     if me == 0 and free:
         users, groups = f"0 0 1\n{uid} {uid} 1", f"{my_group} {my_group} 1\n{uid} {uid} 1"
         with by_another_process(lambda pid: write_maps(pid, users, groups)):
@@ -94,21 +94,21 @@ def enter_namespaces(walls: str, uid: int) -> bool:
 
 
 def is_mapped(kind: str, number: int) -> bool:
-    """In the user namespace that this process is in."""
+    """Returns whether the user namespace of this process maps the id."""
     with open(f"/proc/self/{kind}_map", encoding="utf-8") as file:
         ranges = [[int(word) for word in line.split()] for line in file]
     return any(first <= number < first + count for first, _, count in ranges)
 
 
 def write_maps(pid: "int | str", users: str, groups: str) -> None:
-    """One write each, "inside outside count" a line."""
+    """Writes each map in one write, with lines "inside outside count"."""
     write(f"/proc/{pid}/gid_map", groups)
     write(f"/proc/{pid}/uid_map", users)
 
 
 @contextlib.contextmanager
 def by_another_process(work: "Callable[[int], None]") -> "Iterator[None]":
-    """Have ``work(this process's id)`` done at the end by a child that stays in the present namespaces."""
+    """Runs ``work(this process's id)`` at the end, in a child that stays in the present namespaces."""
     me, (reader, writer) = os.getpid(), os.pipe()
     helper = os.fork()
     if helper == 0:
@@ -128,7 +128,7 @@ def by_another_process(work: "Callable[[int], None]") -> "Iterator[None]":
         os.close(writer)
         failed = os.waitpid(helper, 0)[1]
     if failed:
-        os._exit(NOT_CLOSED)  # the helper has said why
+        os._exit(NOT_CLOSED)  # the helper has printed the reason
 
 
 def write(path: str, text: str) -> None:
@@ -137,7 +137,7 @@ def write(path: str, text: str) -> None:
 
 
 def enter_root(interpreter: str, binds: "list[list[str]]", covered: "list[str]", disk_bytes: int) -> None:
-    """A root of what is listed, read-only, with two devices and a bounded /tmp; the machine's is out of reach."""
+    """Enters a read-only root with the listed files, two devices and a bounded /tmp; nothing else is reachable."""
     root = os.getcwd()
     temporary, empty = f"{root}/tmp", f"{root}/empty"
     mount("none", "/", "none", MS_REC | MS_PRIVATE)
@@ -148,7 +148,7 @@ def enter_root(interpreter: str, binds: "list[list[str]]", covered: "list[str]",
         make_mount_point(root + target, os.path.isdir(source))
         mount(source, root + target, "none", MS_BIND)
     os.makedirs(f"{root}/proc/self")
-    # By this name the loader finds out what $ORIGIN is in the interpreter's own library paths.
+    # The loader reads this link to resolve $ORIGIN in the interpreter's own library paths.
     os.symlink(interpreter, f"{root}/proc/self/exe")
     for device in DEVICES:
         make_mount_point(root + device, False)
@@ -157,25 +157,25 @@ def enter_root(interpreter: str, binds: "list[list[str]]", covered: "list[str]",
         if not stat.S_ISCHR(os.stat(device).st_mode):
             raise OSError(errno.ENODEV, f"{device} is no device")
         mount(device, root + device, "none", MS_BIND)
-        set_attributes(root + device, RDONLY | NOSUID | NOEXEC)  # a device takes what is written all the same
+        set_attributes(root + device, RDONLY | NOSUID | NOEXEC)  # a read-only mount does not stop writes to a device
     flags = MS_NOSUID | MS_NODEV | MS_NOEXEC
     mount("tmpfs", temporary, "tmpfs", flags, f"size={disk_bytes},nr_inodes=1k,mode=0700")
     os.chdir(root)
-    # The old root comes to lie over the new one, and goes with all that is mounted in it.
+    # The old root is now mounted over the new one; unmounting it also unmounts everything in it.
     check(LIBC.syscall(ctypes.c_long(SYS_PIVOT_ROOT[os.uname().machine]), b".", b"."), "pivot_root")
     check(LIBC.umount2(b".", MNT_DETACH), "umount the old root")
     os.chdir("/tmp")
 
 
 def make_mount_point(path: str, folder: bool) -> None:
-    """For a mount."""
+    """Creates the file or folder that a mount needs."""
     os.makedirs(path if folder else os.path.dirname(path), exist_ok=True)
     if not folder:
         os.close(os.open(path, os.O_CREAT | os.O_WRONLY, 0o644))
 
 
 def give_up_privileges(uid: "int | None") -> None:
-    """No capability, now or by what is executed; become ``uid``."""
+    """Drops all capabilities, also for executed programs; becomes ``uid``."""
     capability = 0
     while LIBC.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0) == 0:
         capability += 1
@@ -202,11 +202,11 @@ def install_filter(instructions: "list[list[int]]") -> None:
 
 
 def fork_and_follow() -> None:
-    """Returns in the child. This process stays, and exits as a shell would."""
+    """Forks and returns in the child. The parent waits and exits with the child's status, as a shell would."""
     child = os.fork()
     if child == 0:
         return
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # a namespace's first process takes no signal without a handler
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # a namespace's first process ignores signals without a handler
     while True:
         ended, status = os.wait()
         if ended == child:
@@ -236,7 +236,7 @@ def main() -> None:
     for name, number in LIMITS.items():
         value = order["limits"].get(name)
         if value is not None:
-            # SIGXCPU at the soft limit tells what happened; whoever ignores it dies a second later.
+            # SIGXCPU at the soft limit reports the reason; a program that ignores it is killed a second later.
             hard = value + 1 if name == "CPU" else value
             resource.setrlimit(number, (value, hard))
     if walls:

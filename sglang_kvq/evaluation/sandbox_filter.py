@@ -1,6 +1,6 @@
-"""The sandbox's second wall: system calls that its programs may not make, as a seccomp filter (classic BPF).
+"""The sandbox's second wall: a seccomp filter (classic BPF) of the system calls that programs may not make.
 
-The first wall leaves nothing to reach with them; this one also holds where the kernel's code behind them has a flaw.
+The first wall leaves nothing that these calls could reach. This one also holds if the kernel's code for them is flawed.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ import os
 
 from sglang_kvq.errors import KVQuantError
 
-#: AUDIT_ARCH_*, and the index into the numbers below.
+#: AUDIT_ARCH_* constants, and the index into the numbers below.
 _MACHINES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}
-#: Name: numbers on x86_64 and aarch64 (one where they agree). Refused with EPERM.
+#: System calls refused with EPERM: numbers on x86_64 and aarch64 (one if they agree).
 _REFUSED = {
     # sockets of any family; a datagram pair may send to a path, so pairs too
     "socket": (41, 198),
@@ -42,7 +42,7 @@ _REFUSED = {
     "add_key": (248, 217),
     "request_key": (249, 218),
     "keyctl": (250, 219),
-    # memory that neither RLIMIT_AS nor the temporary folder's size bounds
+    # memory that neither RLIMIT_AS nor the limit on /tmp covers
     "memfd_create": (319, 279),
     "memfd_secret": (447,),
     "shmget": (29, 194),
@@ -68,10 +68,10 @@ _ALLOW, _KILL, _EPERM, _ENOSYS = 0x7FFF0000, 0x80000000, 0x50000 | 1, 0x50000 | 
 
 
 def instructions(machine: str | None = None) -> list[tuple[int, int, int, int]]:
-    """The filter for this machine: (code, jump if true, jump if false, k) of each ``struct sock_filter``.
+    """Returns the filter for a machine: (code, jump if true, jump if false, k) of each ``struct sock_filter``.
 
     Raises:
-        KVQuantError: system calls of ``machine`` are not known.
+        KVQuantError: the machine's system call numbers are not known.
     """
     machine = machine or os.uname().machine
     if machine not in _MACHINES:
@@ -86,12 +86,12 @@ def instructions(machine: str | None = None) -> list[tuple[int, int, int, int]]:
         filter_ += _answer(_AT_LEAST, _X32, _ENOSYS)
     for numbers in _REFUSED.values():
         filter_ += _answer(_EQUAL, numbers[column % len(numbers)], _EPERM)
-    # Its flags lie in memory, out of the filter's sight; the C library then falls back to clone.
+    # clone3's flags are in memory, which the filter cannot read; the C library falls back to clone.
     filter_ += _answer(_EQUAL, _CLONE3, _ENOSYS)
     filter_ += [(_EQUAL, 1, 0, _CLONE[column]), (_RETURN, 0, 0, _ALLOW), (_LOAD, 0, 0, _FIRST_ARGUMENT)]
     return [*filter_, *_answer(_ANY_BIT, _NEW_NAMESPACES, _EPERM), (_RETURN, 0, 0, _ALLOW)]
 
 
 def _answer(test: int, value: int, result: int) -> list[tuple[int, int, int, int]]:
-    """Return ``result`` if the test holds, else go on."""
+    """Returns instructions that end with ``result`` if the test holds, else go on."""
     return [(test, 0, 1, value), (_RETURN, 0, 0, result)]

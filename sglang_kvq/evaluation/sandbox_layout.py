@@ -1,10 +1,10 @@
-"""What Python needs to start. Run as a script by the interpreter in question, with -I -S; imports only its library.
+"""Lists the files that Python needs to start. Run as a script with -I -S by the interpreter in question.
 
-Prints one JSON object:
+It imports only the standard library and prints one JSON object:
 
     interpreter: its path
     binds: [source, target] of each file or folder that it reads: itself, its standard library, shared libraries
-    covered: folders among those (site-packages) that are not the standard library
+    covered: folders in those (site-packages) that are not the standard library
 """
 
 import contextlib
@@ -14,14 +14,14 @@ import json
 import os
 import sys
 
-#: Names that the standard library opens without linking to them: threads end with the first.
+#: Libraries that the standard library opens by name without linking to them; ending a thread needs the first.
 OPENED_BY_NAME = ("libgcc_s.so.1",)
-#: Extension modules that nobody needs here, and that bring a desktop's libraries.
+#: Extension modules that programs do not need and that load a desktop's libraries.
 LEFT_OUT = ("_tkinter", "_test", "xx")
 
 
 def shared_objects() -> "list[str]":
-    """Paths of all that is loaded in this process, as the loader found them (its next search goes by these names)."""
+    """Returns paths of everything loaded in this process, as spelt by the loader, which will search for them again."""
 
     class Info(ctypes.Structure):
         _fields_ = [("address", ctypes.c_void_p), ("name", ctypes.c_char_p)]  # the rest is not read
@@ -34,7 +34,7 @@ def shared_objects() -> "list[str]":
 
     callback = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(Info), ctypes.c_size_t, ctypes.c_void_p)
     ctypes.CDLL(None).dl_iterate_phdr(callback(note), None)
-    return [name for name in found if name.startswith("/")]  # not the program itself, nor the kernel's vDSO
+    return [name for name in found if name.startswith("/")]  # excludes the program itself and the kernel's vDSO
 
 
 def main() -> None:
@@ -47,10 +47,10 @@ def main() -> None:
     for name in OPENED_BY_NAME:
         with contextlib.suppress(OSError):  # musl has none
             ctypes.CDLL(name)
-    # The cache tells the loader where libraries lie outside its standard folders.
+    # The loader's cache lists libraries outside its standard folders.
     single = [sys.executable, *shared_objects(), *filter(os.path.exists, ["/etc/ld.so.cache"])]
     binds: list[tuple[str, str]] = []
-    # In a root without symbolic links the kernel walks a path as it is spelt. A folder comes before what lies in it.
+    # A root without symbolic links needs paths as they are spelt. A folder comes before its content.
     for target in sorted({os.path.normpath(path): path for path in library + single}.items()):
         if not any(target[0].startswith(other + "/") for _, other in binds):
             binds.append((os.path.realpath(target[1]), target[0]))

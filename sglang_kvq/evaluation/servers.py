@@ -17,16 +17,16 @@ def _whole(word: str) -> str:
 
 
 class EvaluatedServer(ServerProcess):
-    """A server on a loopback port, for as long as the ``with`` block lasts.
+    """A server on a loopback port, for the duration of the ``with`` block.
 
     Args:
-        command: what starts a server, without model and address: ``python -m sglang.launch_server``.
+        command: starts a server, without model and address: ``python -m sglang.launch_server``.
         model: folder or hub name.
-        flags: everything else.
-        log: file for what it prints; its folder is the server's working folder.
+        flags: all other flags.
+        log: file for its output; its folder is the server's working folder.
         timeout: seconds until it must be ready.
-        stopped: asked twice a second while it starts; if true, starting is given up.
-        gpu: the one that it sees, as CUDA_VISIBLE_DEVICES names it; empty: all.
+        stopped: called twice a second while it starts; True aborts the start.
+        gpu: the GPU that it sees, as CUDA_VISIBLE_DEVICES names it; empty: all.
     """
 
     more_time = " (--start-timeout)"
@@ -48,16 +48,16 @@ class EvaluatedServer(ServerProcess):
             words[0] = sys.executable
         port = free_port()
         where = ("--host", "127.0.0.1", "--port", str(port))
-        # Servers that start side by side look for a port at the same time, and find the same one.
+        # Servers that start at the same time would look for a free port together, and find the same one.
         meeting = ("--nccl-port", str(free_port())) if gpu and not names(flags, "--nccl-port") else ()
         env: Mapping[str, str] = {"CUDA_VISIBLE_DEVICES": gpu} if gpu else {}
-        # The server runs in another folder, so what is a path from here must be a whole one.
+        # The server runs in another folder, so relative paths must become absolute.
         whole = [*map(_whole, words), "--model-path", model, *where, *meeting, *map(_whole, flags)]
         super().__init__(whole, log, port, env)
 
     @property
     def is_ours(self) -> bool:
-        """Whether it runs in this interpreter, and so with these versions of packages."""
+        """True if it runs in this interpreter, and so with these versions of packages."""
         return self.command[0] == sys.executable
 
     def while_starting(self, passed: float) -> None:
@@ -65,7 +65,7 @@ class EvaluatedServer(ServerProcess):
             raise ServerFailed(f"interrupted after {passed:.0f} s of starting", "")
 
     def _reason(self) -> str:
-        """Out of the log, the line that says why, as well as can be told."""
+        """Returns the line of the log that most likely gives the reason."""
         lines = [line.strip() for line in self.log().splitlines()]
         for pattern in (r"sglang-kvq: |KVQuantError", r"^[\w.]*(Error|Exception)\b.*:", r"\berror: "):
             if found := [line for line in lines if re.search(pattern, line)]:

@@ -1,4 +1,4 @@
-"""Method specs: what ``--methods`` lists, and the server flags that each stands for."""
+"""Method specs: the entries of ``--methods``, and the server flags that each stands for."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from typing import Any
 from sglang_kvq.errors import KVQuantError, unknown
 from sglang_kvq.evaluation.material import digest
 
-#: SGLang's own types, by what may follow ``fp8:``. e4m3 has the finer steps and is the usual meaning of FP8.
+#: SGLang's own types, by the suffix of ``fp8:``. e4m3 has finer steps and is the usual meaning of FP8.
 FP8 = {"": "fp8_e4m3", "e4m3": "fp8_e4m3", "e5m2": "fp8_e5m2"}
 REFERENCE = "none"
 CHUNK_FLAG = "--chunked-prefill-size"
-#: Small chunks: most of a prompt then attends to stored keys and values, which is what is measured.
+#: In small chunks most of a prompt attends to stored keys and values, which is what tasks measure.
 CHUNK = 128
-#: In larger ones too much of a prompt attends to itself for its log-probabilities to show the cache.
+#: In larger chunks too much of a prompt attends to itself: its log-probabilities would not show the cache.
 LARGEST_CHUNK = 256
-#: Prompts are to read what answers read: records up to the window.
+#: Set to 0, so that prompts read what answers read: records up to the window.
 PREFILL_FLAG = "--kv-quant-prefill-window"
-#: What stands for SGLang's own chunk size.
+#: Stands for SGLang's own chunk size.
 OWN_CHUNK = "own"
 _CHUNK_SUFFIX = re.compile(rf"#({OWN_CHUNK}|\d+)$")
 
 
 def names(flags: Sequence[str], name: str) -> bool:
-    """Whether a flag is among flags, its value after it or behind an equals sign."""
+    """Returns whether flags contain a flag, with its value as the next word or after an equals sign."""
     return any(flag.partition("=")[0] == name for flag in flags)
 
 
@@ -39,11 +39,11 @@ class MethodSpec:
     """One row of the comparison.
 
     Attributes:
-        label: what the table calls it: the spec, its rotation folder by name only, without ``#CHUNK`` if that is 128.
+        label: name in the table: the spec, with the rotation folder's name only, without ``#CHUNK`` if that is 128.
         method: ``none``, ``fp8``, or a name that ``--kv-quant`` takes.
-        bits: the value of ``--kv-quant-bits``, or of FP8 its type; empty if not given.
+        bits: the value of ``--kv-quant-bits``, or the type of FP8; empty if not given.
         rotations: folder, or location on the hub, for ``--kv-quant-rotations``.
-        extra: further server flags of this method alone.
+        extra: further server flags for this method only.
         chunk: tokens of a prompt that the server computes at once; None is SGLang's own choice.
     """
 
@@ -56,15 +56,15 @@ class MethodSpec:
 
     @property
     def is_reference(self) -> bool:
-        """Whether others are compared with its log-probabilities: BF16 in small chunks, as theirs are."""
+        """True if others are compared with its log-probabilities: BF16, in small chunks like theirs."""
         return self.method == REFERENCE and not self.extra and self.fits(LARGEST_CHUNK)
 
     def fits(self, largest_chunk: int) -> bool:
-        """Whether its chunks are at most that large, as far as the spec says."""
+        """Returns whether the spec's chunks are at most that large; False if the spec does not say."""
         return self.chunk is not None and self.chunk <= largest_chunk
 
     def chunk_flags(self, others: Sequence[str]) -> list[str]:
-        """``--chunked-prefill-size``, unless flags say it already or it is SGLang's own.
+        """Returns ``--chunked-prefill-size``, unless flags contain it or the choice is SGLang's own.
 
         Args:
             others: all flags of the server.
@@ -74,13 +74,13 @@ class MethodSpec:
 
     @property
     def slug(self) -> str:
-        """A folder name: readable, and different for different labels."""
+        """Folder name: readable, and different for different labels."""
         plain = re.sub(r"[^\w.@#-]+", "_", self.label)
         return plain if plain == self.label else f"{plain}-{digest(self.label)[:6]}"
 
     @property
     def flags(self) -> list[str]:
-        """The server flags, to follow those that all methods share."""
+        """Server flags of this method, to follow those that all methods share."""
         if self.method == REFERENCE:
             return list(self.extra)
         if self.method == "fp8":
@@ -93,21 +93,21 @@ class MethodSpec:
         return [*flags, *self.extra]
 
     def identity(self) -> dict[str, Any]:
-        """What decides the values, without paths: rotations by the hash of what describes them."""
+        """Returns the settings that determine values, without paths: rotations by a hash of their description."""
         return {"spec": self.label, "rotations": _rotation_digest(self.rotations)}
 
     def calibration(self) -> dict[str, Any]:
-        """``calibration`` (corpus, or the folder's name) and ``seed`` of a folder given in the spec."""
+        """Returns ``calibration`` (corpus, or the folder's name) and ``seed`` of the spec's rotation folder."""
         config = _rotation_config(self.rotations)
         name = Path(self.rotations).name if self.rotations else None
         return {"calibration": config.get("corpus") or name, "seed": config.get("seed")}
 
 
 def parse(text: str) -> MethodSpec:
-    """``NAME[:BITS][@ROTATIONS][#CHUNK] [--flag value ...]``, such as ``oscar:auto:2.5@rotations/wiki#own``.
+    """Parses ``NAME[:BITS][@ROTATIONS][#CHUNK] [--flag value ...]``, such as ``oscar:auto:2.5@rotations/wiki#own``.
 
     Raises:
-        KVQuantError: no such method or FP8 type, no such folder, or not a chunk size.
+        KVQuantError: the method, FP8 type or folder does not exist, or the chunk size is invalid.
     """
     from sglang_kvq.methods import METHOD_NAMES
 
@@ -135,15 +135,15 @@ def parse(text: str) -> MethodSpec:
     label = f"{head}@{Path(rotations).name}" if rotations else head
     spec = MethodSpec(" ".join([label, *map(_plain, words[1:])]), method, bits, rotations, tuple(words[1:]))
     if has_chunk and any(word.startswith(CHUNK_FLAG) for word in words[1:]):
-        raise KVQuantError(f"--methods {text!r}: its chunk size twice; leave {CHUNK_FLAG} out.")
+        raise KVQuantError(f"--methods {text!r}: gives its chunk size twice; leave {CHUNK_FLAG} out.")
     return in_chunks(spec, chunk_size(chunk)) if has_chunk else spec
 
 
 def chunk_size(word: str) -> int | None:
-    """``own`` (None: SGLang's choice) or a number of tokens.
+    """Parses ``own`` (None: SGLang's choice) or a number of tokens.
 
     Raises:
-        KVQuantError: neither.
+        KVQuantError: the word is neither.
     """
     if word == OWN_CHUNK:
         return None
@@ -153,7 +153,7 @@ def chunk_size(word: str) -> int | None:
 
 
 def in_chunks(spec: MethodSpec, chunk: int | None) -> MethodSpec:
-    """The same method on a server that computes prompts in such chunks."""
+    """Returns the same method on a server with another chunk size."""
     first, *rest = spec.label.split(" ")
     first = _CHUNK_SUFFIX.sub("", first)
     suffix = "" if chunk == CHUNK else f"#{OWN_CHUNK if chunk is None else chunk}"
@@ -161,7 +161,7 @@ def in_chunks(spec: MethodSpec, chunk: int | None) -> MethodSpec:
 
 
 def method_of(label: str) -> str:
-    """What labels of one method have in common: without rotations, chunks and seed.
+    """Reduces a label to its method: without rotations, chunks and seed.
 
     ``oscar:auto:2.6@wiki0#own`` is ``oscar:auto:2.6``, and ``turboquant:3 --kv-quant-seed 1`` is ``turboquant:3``.
     """
@@ -171,13 +171,13 @@ def method_of(label: str) -> str:
 
 
 def spec_of(label: str) -> str:
-    """A label without its chunks: what was run in several sizes of them."""
+    """Removes the chunk size from a label; the rest is the same for all chunk sizes."""
     first, *rest = label.split(" ")
     return " ".join([_CHUNK_SUFFIX.sub("", first), *rest])
 
 
 def parse_list(text: str, chunks: Sequence[int | None] = (CHUNK,)) -> list[MethodSpec]:
-    """Comma-separated specs, each once in each of the chunk sizes, unless it says its own.
+    """Parses comma-separated specs, each once per chunk size unless it has its own.
 
     Raises:
         KVQuantError: a spec is wrong, or two have the same label.
@@ -190,7 +190,9 @@ def parse_list(text: str, chunks: Sequence[int | None] = (CHUNK,)) -> list[Metho
     labels = [spec.label for spec in specs]
     for label in labels:
         if labels.count(label) > 1:
-            raise KVQuantError(f"--methods: {label!r} twice; rotation folders are told apart by their last name only.")
+            raise KVQuantError(
+                f"--methods: {label!r} twice; only the last part of a rotation folder's path distinguishes it."
+            )
     return specs
 
 
@@ -205,7 +207,7 @@ def _rotation_config(location: str) -> dict[str, Any]:
     try:
         config: dict[str, Any] = json.loads(path.read_text())
         return config
-    except ValueError:  # the server will say what is wrong with the folder
+    except ValueError:  # the server will report the problem with the folder
         return {}
 
 

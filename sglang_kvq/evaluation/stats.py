@@ -7,26 +7,26 @@ from collections.abc import Sequence
 
 
 def mean_and_error(values: Sequence[float]) -> tuple[float, float | None]:
-    """Mean and its standard error, ``s / sqrt(n)`` with s the sample standard deviation; no error from one value.
+    """Returns the mean and its standard error, ``s / sqrt(n)`` with s the sample standard deviation; None if n = 1.
 
     Raises:
-        ValueError: no values.
+        ValueError: there are no values.
     """
     return clustered(values, [1] * len(values))
 
 
 def clustered(sums: Sequence[float], counts: Sequence[float]) -> tuple[float, float | None]:
-    """Mean over all tokens of clusters (contexts), and its standard error between clusters.
+    """Returns the mean over all tokens of clusters (contexts), and its standard error between clusters.
 
-    Tokens of one context are not independent, so the error is that of a ratio of cluster totals:
+    Tokens of one context are not independent. The error is therefore that of a ratio of cluster totals:
     ``sqrt(n / (n - 1) * sum((s_i - m c_i)^2)) / sum(c_i)`` (Cochran, Sampling Techniques, 3rd ed., 6.3).
 
     Args:
-        sums: per cluster, the sum over its tokens.
-        counts: per cluster, its tokens.
+        sums: sum over each cluster's tokens.
+        counts: number of each cluster's tokens.
 
     Raises:
-        ValueError: no clusters, or lengths that differ.
+        ValueError: there are no clusters, or lengths differ.
     """
     total, n = sum(counts), len(sums)
     if not n or n != len(counts):
@@ -39,10 +39,12 @@ def clustered(sums: Sequence[float], counts: Sequence[float]) -> tuple[float, fl
 
 
 def paired_difference(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, float | None]:
-    """Mean of ``ours - theirs`` item by item, and its standard error: smaller than that of two separate means.
+    """Returns the mean of ``ours - theirs``, item by item, and its standard error.
+
+    The error is smaller than that of two separate means.
 
     Raises:
-        ValueError: none, or not the same number.
+        ValueError: there are no items, or not equally many.
     """
     if len(ours) != len(theirs):
         raise ValueError(f"{len(ours)} and {len(theirs)} items")

@@ -1,4 +1,4 @@
-"""An output folder: one file per (method, task), written when it is measured, so that a run can go on later."""
+"""An output folder: one file per (method, task), written when it is measured, so that a run can be resumed."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from sglang_kvq.evaluation.material import write_whole
 
 
 class Store:
-    """``FOLDER/runs/METHOD/TASK.json`` and ``server.json`` beside them.
+    """Stores results as ``FOLDER/runs/METHOD/TASK.json``, and ``server.json`` next to them.
 
     Args:
         overwrite: measure again what was measured with other settings, instead of refusing.
-        command: what measures, noted beside every result.
+        command: the measuring command, recorded with every result.
     """
 
     def __init__(self, folder: Path, overwrite: bool = False, command: str = "") -> None:
@@ -27,7 +27,7 @@ class Store:
         return self.folder / "runs" / slug
 
     def finished(self, slug: str, task: str, identity: dict[str, Any]) -> bool:
-        """Whether this was measured with these very settings.
+        """Returns whether this was measured with exactly these settings.
 
         Raises:
             KVQuantError: it was measured with others, and ``overwrite`` is False.
@@ -52,7 +52,7 @@ class Store:
         (self.runs(slug) / f"{task}.error.json").unlink(missing_ok=True)
 
     def save_error(self, slug: str, task: str, message: str, log: str = "") -> None:
-        """Why a task (or, as task ``server``, all of a method's) could not be measured."""
+        """Records why a task (or, as task ``server``, a whole method) could not be measured."""
         write_json(self.runs(slug) / f"{task}.error.json", {"error": message, "log": log.splitlines()})
 
     def save_server(self, slug: str, facts: dict[str, Any]) -> None:
@@ -60,7 +60,7 @@ class Store:
         (self.runs(slug) / "server.error.json").unlink(missing_ok=True)
 
     def methods(self) -> dict[str, dict[str, dict[str, Any]]]:
-        """Everything in the folder: per method its files by name (``server``, ``kl``, ``kl.error``, ...)."""
+        """Returns all files of the folder: per method, by name (``server``, ``kl``, ``kl.error``, ...)."""
         found = {}
         for folder in sorted((self.folder / "runs").glob("*")):
             files = {path.name.removesuffix(".json"): read(path) for path in sorted(folder.glob("*.json"))}
@@ -70,7 +70,7 @@ class Store:
 
 
 def differences(stored: dict[str, Any], wanted: dict[str, Any], prefix: str = "") -> str:
-    """The settings that differ, with both values, shortened."""
+    """Lists the settings that differ, with both values, shortened."""
     found = []
     for key in sorted({*stored, *wanted}):
         old, new = stored.get(key), wanted.get(key)
@@ -87,17 +87,17 @@ def _brief(value: Any) -> str:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """A JSON object.
+    """Reads a JSON object.
 
     Raises:
-        KVQuantError: it is not one.
+        KVQuantError: the file is not a JSON object.
     """
     try:
         value = json.loads(path.read_text())
     except (OSError, ValueError) as error:
-        raise KVQuantError(f"{path}: not a readable JSON file ({error}); delete it or mend it.") from error
+        raise KVQuantError(f"{path}: not a readable JSON file ({error}); delete it or repair it.") from error
     if not isinstance(value, dict):
-        raise KVQuantError(f"{path}: not a JSON object; delete it or mend it.")
+        raise KVQuantError(f"{path}: not a JSON object; delete it or repair it.")
     return value
 
 

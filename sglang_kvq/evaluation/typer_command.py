@@ -9,17 +9,17 @@ from typer.core import TyperCommand
 
 
 class _Words(TyperCommand):
-    """Takes every word as it is, ``--`` and ``--help`` too."""
+    """Passes every word on unchanged, including ``--`` and ``--help``."""
 
     def parse_args(
         self, ctx: Any, args: list[str]
-    ) -> list[str]:  # click's Context, or that of typer's own copy of click
+    ) -> list[str]:  # the context is click's, or that of typer's own copy of click
         ctx.args = list(args)
         return list(args)
 
 
 def register(app: typer.Typer) -> None:
-    """Add the command."""
+    """Adds the command to the app."""
 
     @app.command("eval", cls=_Words, add_help_option=False)
     def evaluate(ctx: typer.Context) -> None:

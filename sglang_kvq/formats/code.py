@@ -1,4 +1,4 @@
-"""How keys or values become codes: width, levels, where scale and offset come from, and along which axis."""
+"""The code of keys or values: width, levels, how scale and offset are computed, and the axis that shares them."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ class CodeFormat:
     Attributes:
         bits: 2, 3 or 4.
         levels: a name of ``formats.levels.LEVELS``.
-        statistic: of the elements that share a scale: ``minmax`` puts the outer levels on their extremes; ``moments``
-            centres the levels on their mean and scales by their standard deviation; ``norm`` centres on 0 and scales by
-            their Euclidean norm: no offset is stored.
+        statistic: how the elements that share a scale determine it. ``minmax`` puts the outer levels on their
+            extremes. ``moments`` centres the levels on their mean and scales by their standard deviation. ``norm``
+            centres on 0, scales by their Euclidean norm and stores no offset.
         axis: ``token``: a scale per token and group along head_dim (``norm``: per token). ``channel``: a scale per
             element of head_dim and run of tokens in the page.
-        gain: scale of ``moments`` and ``norm`` over the one of least mean squared error. That one shrinks rows, and
-            scores with them: by its own relative squared error, 12% at 2 bits on Gaussian rows (Max 1960).
-        centred: whether each channel's mean over the page's tokens is stored beside the codes, which are then of what
-            is left. Only per token, and only of keys (``PageFormat``). Keys have channels that hardly change from token
-            to token (KIVI, arXiv 2402.02750, figure 2): they would take up the range of every row.
+        gain: factor on the scale of least mean squared error, for ``moments`` and ``norm``. That scale shrinks rows,
+            and scores with them, by its relative squared error: 12% at 2 bits on Gaussian rows (Max 1960).
+        centred: subtract each channel's mean over the page's tokens before coding, and store the mean. Only for
+            keys (``PageFormat``), per token. Some channels of keys barely change from token to token (KIVI, arXiv
+            2402.02750, figure 2); uncentred, they would fill the range of every row.
 
     Raises:
-        KVQuantError: a value that does not exist, or values that exclude each other.
+        KVQuantError: a value does not exist, or values exclude each other.
     """
 
     bits: int = 2
@@ -52,9 +52,9 @@ class CodeFormat:
                 choices = ", ".join(map(str, known))
                 raise KVQuantError(f"code format: {name}={value!r} does not exist; choose one of {choices}.")
         if not 0.5 <= self.gain <= 2 or (self.gain != 1 and self.statistic == "minmax"):
-            raise KVQuantError(f"code format: gain={self.gain!r}: 0.5 to 2, and 1 for statistic 'minmax'.")
+            raise KVQuantError(f"code format: gain={self.gain!r}: must be 0.5 to 2, and 1 for statistic 'minmax'.")
         if self.axis == "channel" and self.statistic == "norm":
-            raise KVQuantError("code format: statistic 'norm' is of a token's whole row; use axis='token'.")
+            raise KVQuantError("code format: statistic 'norm' needs a token's whole row; use axis='token'.")
         if self.axis == "channel" and self.centred:
             raise KVQuantError(
                 "code format: centred=True: codes per channel have an offset of their own; use axis='token'."
@@ -62,27 +62,27 @@ class CodeFormat:
 
     @property
     def has_offset(self) -> bool:
-        """Whether an offset is stored beside each scale; else it is -middle * scale."""
+        """True if an offset is stored with each scale; otherwise the offset is -middle * scale."""
         return self.statistic != "norm"
 
     @property
     def clips(self) -> bool:
-        """Whether a row may be clipped before it is quantized: what centring leaves has hardly an outlier to clip."""
+        """True if rows may be clipped before quantization; centred rows have too few outliers to need it."""
         return self.axis == "token" and self.statistic != "norm" and not self.centred
 
     @property
     def per_token(self) -> bool:
-        """Whether all that is stored of a token is its own, so that it means the same in another page."""
+        """True if a token shares nothing stored with other tokens, so it can move to another page."""
         return self.axis == "token" and not self.centred
 
     def table(self, head_dim: int) -> LevelTable:
-        """Levels and unit, gain included."""
+        """Returns the levels and their unit, gain included."""
         return level_table(self.levels, self.bits, head_dim, self.gain)
 
     def describe(self) -> str:
-        """Such as ``2 bits uniform minmax per token``, for logs."""
+        """Returns a short description for logs, such as ``2 bits uniform minmax per token``."""
         return f"{self.bits} bits {self.levels} {self.statistic} per {self.axis}" + ", centred" * self.centred
 
 
-#: Asymmetric min-max INT2 per token: what the fast kernels were made for.
+#: Asymmetric min-max INT2 per token, the code that the fast kernels are written for.
 INT2 = CodeFormat()

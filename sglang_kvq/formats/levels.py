@@ -2,10 +2,10 @@
 
     value = level[code] * scale + offset,    code = #{t : x > offset + t * scale},    t = midpoints of levels
 
-Levels are integers below 256 and thresholds multiples of 0.5, so their products with an FP16 scale are exact in
-float32. Non-uniform levels are those of Lloyd and Max (Max, "Quantizing for minimum distortion", 1960) for a density,
-rounded to the coarsest integers that cost less than ``TOLERANCE`` of the distortion; symmetric about an integer, and at
-most 127 from it.
+Levels are integers below 256 and thresholds are multiples of 0.5: their products with an FP16 scale are exact in
+float32. Non-uniform levels are the Lloyd-Max levels of a density (Max, "Quantizing for minimum distortion", 1960). They
+are rounded to the coarsest integers that add less than ``TOLERANCE`` to the distortion. They are symmetric about an
+integer and at most 127 from it.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from functools import cache
 
 import numpy as np
 
-#: Names of tables, see ``level_table``.
+#: Names of the tables, see ``level_table``.
 LEVELS = ("uniform", "lloyd-max", "sphere")
 
-#: Distortion that rounding levels to integers may add, relative.
+#: Relative distortion that rounding levels to integers may add.
 TOLERANCE = 1e-3
 
 _POINTS = 1 << 14
@@ -28,13 +28,13 @@ _POINTS = 1 << 14
 
 @dataclass(frozen=True)
 class LevelTable:
-    """Levels, and how large a step is for a source of mean 0 and variance 1.
+    """Levels, and their scale for a source of mean 0 and variance 1.
 
     Attributes:
         levels: ascending integers from 0, ``levels[i] + levels[-1 - i] == levels[-1]``.
-        unit: the scale for the table's density at variance 1 (a Gaussian for uniform levels), of least mean squared
-            error at gain 1; of 12 significant bits, so that no libm's last bit shows.
-        distortion: its mean squared error.
+        unit: scale of least mean squared error at variance 1, times the gain. The density is the table's own, a
+            Gaussian for uniform levels. It has 12 significant bits, so that the last bit of a libm does not matter.
+        distortion: mean squared error at that scale.
     """
 
     levels: tuple[int, ...]
@@ -52,17 +52,18 @@ class LevelTable:
 
     @property
     def thresholds(self) -> tuple[float, ...]:
-        """Midpoints of neighbouring levels, multiples of 0.5; a value on one takes the lower code."""
+        """Midpoints of neighbouring levels, multiples of 0.5. A value on a midpoint takes the lower code."""
         return tuple((a + b) / 2 for a, b in zip(self.levels, self.levels[1:]))
 
 
 @cache
 def level_table(levels: str, bits: int, head_dim: int, gain: float = 1.0) -> LevelTable:
-    """The table of 2^bits levels; ``gain`` multiplies its unit.
+    """Returns the table of 2^bits levels; ``gain`` multiplies its unit.
 
-    ``uniform``: 0, 1, 2, ... ``lloyd-max``: best for a Gaussian. ``sphere``: best for sqrt(D) times one coordinate of
-    a point uniform on the unit sphere of R^D, D = head_dim, density (1 - x^2 / D)^((D - 3) / 2): what every coordinate
-    of a randomly rotated vector follows (TurboQuant, arXiv 2504.19874, lemma 1).
+    ``uniform`` is 0, 1, 2, ... ``lloyd-max`` is optimal for a Gaussian. ``sphere`` is optimal for sqrt(D) times one
+    coordinate of a uniform point on the unit sphere of R^D, with D = head_dim. Its density is
+    (1 - x^2 / D)^((D - 3) / 2). Every coordinate of a randomly rotated vector follows it (TurboQuant, arXiv
+    2504.19874, lemma 1).
     """
     density = _sphere(head_dim) if levels == "sphere" else _gaussian()
     if gain != 1.0:
@@ -85,7 +86,7 @@ def level_table(levels: str, bits: int, head_dim: int, gain: float = 1.0) -> Lev
 
 
 class _Density:
-    """A symmetric density of variance 1 on a grid: its mass and first moment below any point, by interpolation."""
+    """A symmetric density of variance 1 on a grid; interpolates its mass and first moment below any point."""
 
     def __init__(self, reach: float, log_density: Callable[[np.ndarray], np.ndarray]) -> None:
         edges = np.linspace(-reach, reach, _POINTS + 1)
@@ -97,7 +98,7 @@ class _Density:
         self._below = [np.concatenate([[0.0], np.cumsum(mass * power)]) for power in (np.ones_like(x), x)]
 
     def cells(self, thresholds: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Mass and first moment between neighbouring thresholds, the outer cells included."""
+        """Returns mass and first moment between neighbouring thresholds, the outer cells included."""
         t = np.concatenate([[self._edges[0]], thresholds, [self._edges[-1]]])
         return tuple(np.diff(np.interp(t, self._edges, below)) for below in self._below)
 
@@ -113,7 +114,7 @@ def _sphere(d: int) -> _Density:
 
 
 def _lloyd(count: int, density: _Density) -> np.ndarray:
-    """Lloyd's iteration, to convergence: thresholds to midpoints, levels to the cells' means."""
+    """Runs Lloyd's iteration to convergence: thresholds become midpoints, levels become the cells' means."""
     levels = np.linspace(-2.0, 2.0, count)
     for _ in range(5000):
         mass, moment = density.cells((levels[1:] + levels[:-1]) / 2)
@@ -124,13 +125,13 @@ def _lloyd(count: int, density: _Density) -> np.ndarray:
 
 
 def _distortion(values: np.ndarray, density: _Density) -> float:
-    """Mean squared error of rounding to the nearest of ``values``."""
+    """Returns the mean squared error of rounding to the nearest of ``values``."""
     mass, moment = density.cells((values[1:] + values[:-1]) / 2)
     return float(density.variance - 2 * (values * moment).sum() + (values**2 * mass).sum())
 
 
 def _table(levels: np.ndarray, density: _Density) -> LevelTable:
-    """The levels with their best unit, by the same alternation on one parameter."""
+    """Finds the best unit for these levels, by Lloyd's iteration on that one parameter."""
     centred, unit = levels - levels[-1] / 2, 4.0 / levels[-1]
     for _ in range(1000):
         mass, moment = density.cells(unit * (centred[1:] + centred[:-1]) / 2)
@@ -142,6 +143,6 @@ def _table(levels: np.ndarray, density: _Density) -> LevelTable:
 
 
 def _short(x: float) -> float:
-    """x to 12 significant bits."""
+    """Rounds x to 12 significant bits."""
     mantissa, exponent = math.frexp(x)
     return math.ldexp(round(mantissa * 4096), exponent - 12)

@@ -1,4 +1,4 @@
-"""Mixed precision: which layers' keys and values get 3 or 4 bits instead of 2, within a budget of allocated bits."""
+"""Mixed precision: chooses the layers whose keys or values get 3 or 4 bits instead of 2, within a bit budget."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from sglang_kvq.errors import KVQuantError
 from sglang_kvq.formats.code import BITS
 from sglang_kvq.formats.page import PageFormat
 
-#: By part ("k", "v") and width: the rise of each layer.
+#: The rise of the model's error per layer, by part ("k", "v") and width.
 Sensitivity: TypeAlias = Mapping[str, Mapping[str, Sequence[float]]]
 
-#: The widths that are mixed: a bit more each.
+#: The narrowest and the widest code that are mixed.
 NARROW, *_, WIDE = BITS
 
 
 def mixed_formats(
     formats: Sequence[PageFormat], sensitivity: Mapping[str, Mapping[str, Sequence[float]]], target: float, source: str
 ) -> tuple[PageFormat, ...]:
-    """Add a bit where the error falls most, until the next would exceed the target.
+    """Repeatedly adds a bit where the error falls most, until the next bit would exceed the target.
 
-    A bit costs the same bytes everywhere, and each bit more gains less than the one before: so this is the best choice
-    if the errors of layers add up.
+    A bit costs the same bytes everywhere, and each further bit gains less than the one before. The greedy choice is
+    therefore optimal if the errors of layers add up.
 
     Args:
         formats: one per layer, all of ``NARROW`` bits. A widened code is not clipped.
-        sensitivity: {"k": {"2": [..], "4": [..]}, "v": ...}: per layer, the rise of the model's error when only that
-            layer's keys (values) are coded at that width. Without a "3" it is taken as their geometric mean: a bit more
-            divides the error of a code by about the same factor each time.
+        sensitivity: {"k": {"2": [..], "4": [..]}, "v": ...}. Each list has, per layer, the rise of the model's error
+            when only that layer's keys (values) have that width. A missing "3" is the geometric mean of the two,
+            because each further bit divides a code's error by about the same factor.
         target: allocated record bits per element, scales and offsets included, averaged over layers, keys and values.
         source: where the sensitivities come from, for messages.
 
@@ -70,7 +70,7 @@ def mixed_formats(
 
 
 def widened(format: PageFormat, part: str, bits: int) -> PageFormat:
-    """The format with ``part``, "k" or "v", at that many bits and unclipped: clips are chosen for ``NARROW`` codes."""
+    """Sets ``part`` ("k" or "v") to ``bits`` and removes its clipping: clips are chosen for ``NARROW`` codes."""
     return replace(format, **{part: replace(getattr(format, part), bits=bits), f"clip_{part}": 1.0})
 
 
@@ -79,10 +79,10 @@ def _widest(format: PageFormat) -> PageFormat:
 
 
 def _rises(sensitivity: Sensitivity, part: str, layers: int, source: str) -> dict[int, Sequence[float]]:
-    """By width, the rise of each layer."""
+    """Returns the rise of each layer, by width."""
     known = {bits: sensitivity.get(part, {}).get(str(bits)) for bits in BITS}
     if known[3] is None and known[2] is not None and known[4] is not None:
-        # Where a measured rise is not positive it is noise about 0.
+        # A measured rise below 0 is noise.
         known[3] = [math.sqrt(max(a, 0.0) * max(b, 0.0)) for a, b in zip(known[2], known[4])]
     rises: dict[int, Sequence[float]] = {}
     for bits, values in known.items():

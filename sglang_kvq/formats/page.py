@@ -1,4 +1,4 @@
-"""How one quantized page of one KV head lies in memory: a record of bytes.
+"""Memory layout of one quantized page of one KV head: a record of bytes.
 
 For head_dim D and P tokens per page, a record is, without gaps,
 
@@ -7,11 +7,11 @@ For head_dim D and P tokens per page, a record is, without gaps,
     V codes   low, then high part of the matrix [D, P]
     K scale, K offset, V scale, V offset   FP16: [D / group, P] along a token's row, [P / run, D] along channels;
               ``norm`` has scales [1, P] and no offsets
-    K mean    FP16 [D], of centred keys only
+    K mean    FP16 [D], for centred keys only
 
-V is stored transposed so that both matrix products of a decode step read their codes along the reduced dimension. K's
-rows r and r + 8, which one thread of a matrix product holds, are neighbouring tokens, whose scales it reads at once.
-Every part starts on a multiple of 64 bytes and so does every record. INT2 per token with group 128 is 2.25 bits per
+V is stored transposed so that both matrix products of a decode step read codes along the reduced dimension. One thread
+of a matrix product holds K's rows r and r + 8. They are neighbouring tokens, so the thread reads both scales at once.
+Every part, and every record, starts on a multiple of 64 bytes. INT2 per token with group 128 takes 2.25 bits per
 element at D = 128.
 """
 
@@ -29,12 +29,12 @@ from sglang_kvq.formats.code import INT2, CodeFormat
 from sglang_kvq.formats.pack import pack_codes, packed_bytes, unpack_codes
 from sglang_kvq.formats.quantize import channel_means, clip_rank, dequantize_rows, quantize_rows
 
-#: Token in each row of a record's K codes: of each 16 tokens first the even ones, then the odd ones.
+#: Token in each row of a record's K codes: of each 16 tokens, the even ones and then the odd ones.
 KEY_TOKENS = torch.arange(PAGE_SIZE).view(-1, 8, 2).transpose(1, 2).flatten()
 
 
 class RecordParts(NamedTuple):
-    """Where the parts of a record begin, in bytes; an absent part takes no bytes. ``end`` is the record's size."""
+    """Byte offsets of a record's parts; an absent part takes no bytes. ``end`` is the record's size."""
 
     k_low: int
     k_high: int
@@ -50,17 +50,17 @@ class RecordParts(NamedTuple):
 
 @dataclass(frozen=True)
 class PageFormat:
-    """The record layout and the clipping that goes with it.
+    """The record layout, and the clipping that goes with it.
 
     Attributes:
         head_dim: D, one of ``HEAD_DIMS``, the same for keys and values.
-        group_size: elements along head_dim per scale and offset, where the axis is a token's row (``norm``: head_dim).
+        group_size: elements along head_dim per scale and offset, for codes per token (``norm``: head_dim).
         clip_k, clip_v: clip quantiles in (0, 1]; 1 clips nothing. Not part of the layout.
         k, v: codes of keys and of values.
-        run: tokens per scale and offset, where the axis is a channel; divides ``PAGE_SIZE``.
+        run: tokens per scale and offset, for codes per channel; divides ``PAGE_SIZE``.
 
     Raises:
-        KVQuantError: sizes that do not divide, clipping where there is none, or centred values.
+        KVQuantError: sizes do not divide, a code is clipped that cannot be, or values are centred.
     """
 
     head_dim: int
@@ -83,7 +83,7 @@ class PageFormat:
             )
         if PAGE_SIZE % self.run:
             raise KVQuantError(
-                f"a scale per channel for runs of {self.run} tokens: they must divide the page of {PAGE_SIZE}; use "
+                f"runs of {self.run} tokens per scale: they must divide the page of {PAGE_SIZE}; use "
                 f"{PAGE_SIZE // 2} or {PAGE_SIZE}."
             )
         for flag, clip, code in (("k", self.clip_k, self.k), ("v", self.clip_v, self.v)):
@@ -94,26 +94,26 @@ class PageFormat:
                 )
         if self.v.centred:
             raise KVQuantError(
-                f"values in {self.v.describe()}: only keys are centred, their means being one product with the query; "
-                "use centred=False."
+                f"values in {self.v.describe()}: only keys can be centred, as their mean costs one product with the "
+                "query; use centred=False."
             )
 
-    #: Scales follow what is stored: measured, a first token's record costs nothing.
+    #: False: scales follow the stored data. Measured, a first token in a record costs no accuracy.
     keeps_first = False
 
     @property
     def layout(self) -> PageFormat:
-        """This format without clipping: equal for all formats whose records lie alike."""
+        """This format without clipping, equal for all formats with the same record layout."""
         return replace(self, clip_k=1.0, clip_v=1.0)
 
     def group_of(self, code: CodeFormat) -> int:
-        """Elements of one scale: along head_dim, or along tokens for a channel."""
+        """Returns the number of elements per scale: along head_dim, or along tokens for codes per channel."""
         if code.axis == "channel":
             return self.run
         return self.head_dim if code.statistic == "norm" else self.group_size
 
     def scale_shape(self, code: CodeFormat) -> tuple[int, int]:
-        """Rows and columns of K's or V's scales as stored."""
+        """Returns the stored shape of K's or V's scales, rows and columns."""
         if code.axis == "channel":
             return PAGE_SIZE // self.run, self.head_dim
         return self.head_dim // self.group_of(code), PAGE_SIZE
@@ -136,7 +136,7 @@ class PageFormat:
 
     @property
     def elements(self) -> int:
-        """Keys' and values' elements in a record."""
+        """Number of keys' and values' elements in a record."""
         return 2 * PAGE_SIZE * self.head_dim
 
     @property
@@ -153,7 +153,7 @@ class PageFormat:
         return clip_rank(self.head_dim, self.clip_v)
 
     def quantize_pages(self, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """Whole pages to records.
+        """Quantizes whole pages into records.
 
         Args:
             k, v: BF16 ``[..., PAGE_SIZE, head_dim]``.
@@ -175,7 +175,7 @@ class PageFormat:
         return torch.cat(parts, dim=-1)
 
     def dequantize_pages(self, records: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Records ``[..., record_bytes]`` to keys and values, float32 ``[..., PAGE_SIZE, head_dim]`` each."""
+        """Dequantizes records ``[..., record_bytes]`` to keys and values, float32 ``[..., PAGE_SIZE, head_dim]``."""
         at = self.parts
         k_codes = unpack_codes(records[..., at.k_low : at.v_low], PAGE_SIZE, self.head_dim, self.k.bits)
         v_codes = unpack_codes(records[..., at.v_low : at.k_scale], self.head_dim, PAGE_SIZE, self.v.bits)
@@ -190,46 +190,46 @@ class PageFormat:
 
     @property
     def per_token(self) -> bool:
-        """Whether all that is stored of a token is its own: then ``split_tokens`` has parts to move."""
+        """True if tokens share nothing that is stored: ``split_tokens`` then returns movable parts."""
         return self.k.per_token and self.v.per_token
 
     def split_tokens(self, records: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """What records ``[..., record_bytes]`` hold of each token: parts uint8 ``[..., PAGE_SIZE, n]``.
+        """Splits records ``[..., record_bytes]`` into what each token stores: uint8 ``[..., PAGE_SIZE, n]`` each.
 
-        They are codes of K and V, a byte each, then the bytes of scales and offsets; ``join_tokens`` is the inverse.
+        The parts are codes of K and of V, a byte each, then the bytes of scales and offsets. ``join_tokens`` inverts.
 
         Raises:
-            KVQuantError: tokens share something stored (``per_token``).
+            KVQuantError: tokens share stored data (not ``per_token``).
         """
         self.check_per_token()
         at = self.parts
         k = unpack_codes(records[..., at.k_low : at.v_low], PAGE_SIZE, self.head_dim, self.k.bits)
         v = unpack_codes(records[..., at.v_low : at.k_scale], self.head_dim, PAGE_SIZE, self.v.bits)
-        rest = records[..., at.k_scale : at.k_mean].unflatten(-1, (-1, PAGE_SIZE, 2))  # rows of halves [.., rows, P, 2]
+        rest = records[..., at.k_scale : at.k_mean].unflatten(-1, (-1, PAGE_SIZE, 2))  # FP16 as bytes [.., rows, P, 2]
         return k[..., KEY_TOKENS.argsort(), :], v.transpose(-1, -2), rest.transpose(-2, -3).flatten(-2)
 
     def join_tokens(self, parts: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        """Records ``[..., record_bytes]`` of tokens that ``split_tokens`` gave, in any order and of any pages."""
+        """Builds records ``[..., record_bytes]`` from parts of ``split_tokens``, in any order and from any pages."""
         self.check_per_token()
         k, v, rest = parts
         codes = [pack_codes(k[..., KEY_TOKENS, :], self.k.bits), pack_codes(v.transpose(-1, -2), self.v.bits)]
         return torch.cat([*codes, rest.unflatten(-1, (-1, 2)).transpose(-2, -3).flatten(-3)], dim=-1)
 
     def check_per_token(self) -> None:
-        """
+        """Checks that tokens can move between pages.
         Raises:
             KVQuantError: not ``per_token``.
         """
         if not self.per_token:
             raise KVQuantError(
-                f"keys in {self.k.describe()}, values in {self.v.describe()}: tokens of a page share what is stored of "
-                "them, so that none can move to another; use codes per token that are not centred."
+                f"keys in {self.k.describe()}, values in {self.v.describe()}: tokens of a page share stored "
+                "data, so none can move to another page; use codes per token that are not centred."
             )
 
     def _quantize(
         self, x: torch.Tensor, code: CodeFormat, rank: int
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Codes ``[..., P, D]``, scale and offset as stored."""
+        """Returns codes ``[..., P, D]``, and scale and offset as stored."""
         rows = x.transpose(-1, -2) if code.axis == "channel" else x
         codes, scale, offset = quantize_rows(rows, self.group_of(code), rank, code, self.head_dim)
         if code.axis == "channel":
@@ -239,13 +239,13 @@ class PageFormat:
     def _dequantize(
         self, codes: torch.Tensor, scale: torch.Tensor, offset: torch.Tensor, code: CodeFormat
     ) -> torch.Tensor:
-        """Values ``[..., P, D]`` of codes ``[..., P, D]`` and of scales and offsets as bytes."""
+        """Dequantizes codes ``[..., P, D]`` to values ``[..., P, D]``; scales and offsets are bytes."""
         scales, offsets = self._halves(scale, code), self._halves(offset, code) if offset.shape[-1] else None
         if code.axis == "channel":
             return dequantize_rows(codes.transpose(-1, -2), scales, offsets, code, self.head_dim).transpose(-1, -2)
         return dequantize_rows(codes, scales, offsets, code, self.head_dim)
 
     def _halves(self, stored: torch.Tensor, code: CodeFormat) -> torch.Tensor:
-        """FP16 numbers of a row's scales or offsets from their bytes."""
+        """Reads a row's scales or offsets, as FP16, from their bytes."""
         halves: torch.Tensor = stored.contiguous().view(torch.float16).unflatten(-1, self.scale_shape(code))
         return halves.transpose(-1, -2)

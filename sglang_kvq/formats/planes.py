@@ -1,16 +1,18 @@
-"""Pages whose rows have a width for each quarter, and one gain of 8 bits: what transform coding stores.
+"""Pages for transform coding: each quarter of a row has its own code width, and each row one 8-bit gain.
 
-A row of D elements has four *planes* of D / 4. Elements come scaled so that a step of the quantizer is 1 in every one
-of them (``rotations.maths.transform``), most energy first; plane p has codes of ``widths[p]`` bits, 0 to 6. With w bits
-the levels are the 2^w half-integers about 0 times the row's gain g, a float with three bits behind its leading one:
+A row of D elements has four *planes* of D / 4 elements, the plane of most energy first. ``rotations.maths.transform``
+scales elements so that a quantizer step is 1 in every plane. Plane p has codes of ``widths[p]`` bits, 0 to 6. With w
+bits, the levels are the 2^w half-integers around 0 times the row's gain g. A gain is a float with a 3-bit fraction:
 
     code  = k + 2^(w - 1),  -2^(w - 1) <= k < 2^(w - 1)
     value = (k + 1/2) g,    0 where w is 0
 
-The gain is the least that clips no element, or one ``BELOW`` it, about a root of two. Clipping the row's largest may be
-worth finer steps for all others, so the one of less squared error is taken, of equals the first. All is computed in
-FP16, of which a GPU takes two numbers at a time. With u the power of two in the first gain, fp16(x) the number of FP16
-nearest to x (of two the even one) and N = 2^w - 1 for every plane with w > 0:
+There are two candidates for the gain: the least that clips no element, and the one ``BELOW`` it, about sqrt(2) lower.
+The lower one clips the row's largest elements but gives all others finer steps. The candidate of less squared error
+wins; at equal errors the first wins. All arithmetic is FP16, of which a GPU processes two numbers at a time.
+
+Let u be the power of two in the first gain and N = 2^w - 1. fp16(x) is the FP16 number nearest to x, ties to even. Then
+for every plane with w > 0:
 
     X_i   = 2^4 x_i / u,  G = 2^4 g / u
     a_p   = fp16(fp16(1/G) fp16(1/N))
@@ -20,23 +22,23 @@ nearest to x (of two the even one) and N = 2^w - 1 for every plane with w > 0:
     E_j   = fp16(e_3^2 + fp16(e_2^2 + fp16(e_1^2 + fp16(e_0^2)))) of column j's elements of planes 0 to 3
     E(G)  = G^2 sum over j of round(2^10 min(E_j, 1))
 
-y is the code's place between the plane's first and last. A column's errors are added in the planes' order, and those of
-columns as integers, so that their order does not matter; what is above c^2 in them, in steps, counts as much (c is 2, 4
-or 8 by the widest plane, ``PlaneCode.cap``). The first gain clips nothing, so in its E codes are round(N t_i), by
-adding ``MAGIC`` in FP16 and taking it off again.
+y is the code's position between the plane's first and last level. A column's errors are added in the order of planes.
+Columns are added as integers, so their order does not matter. An error above c^2, in steps, counts as c^2. The widest
+plane determines c: 2, 4 or 8 (``PlaneCode.cap``). The first gain clips nothing, so its codes in E are round(N t_i),
+computed by adding and subtracting ``MAGIC`` in FP16.
 
 X is exact, but for elements below 2^-18 u, in steps of 2^-25 u. Where the first gain is above all there are, u goes on.
 A row that would need a gain of 2^19 or more is stored as one of zeros, whose values are 2^-17 in magnitude, or 0 where
 w is 0. So is a row with an infinity or NaN in a plane that has codes; such an element has code 0, whose value is above
 -2^-11. Planes without codes are not looked at.
 
-A column, the four elements j, D / 4 + j, ..., has W = sum(widths) bits: 2, 4, 6, ... or 16. They lie in *cells*: for
-each eight bits a byte, which one token has; of what is left four bits, a half byte, and two bits, a quarter byte, whose
-bytes two and four tokens *share*. Each is filled exactly by the codes of some planes. A record of one KV head is,
-without gaps, for P tokens a page and cells of bytes that s tokens share:
+A column, the four elements j, D / 4 + j, ..., has W = sum(widths) bits: 2, 4, 6, ... or 16. They lie in *cells*. Each
+eight bits form a cell of a byte, which one token owns. Of the remainder, four bits form a half byte and two bits a
+quarter byte: two or four tokens *share* such a byte. The codes of some planes fill each cell exactly. A record of one
+KV head is, without gaps, for P tokens per page and cells whose bytes s tokens share:
 
     K cells   uint8 [P / s, D / 4]: row r has rows r, r + P / s, ... of the order ``page.KEY_TOKENS``, lowest bits first
-    V cells   uint8 [4 / s, D / 4, P / 4]: at [t, :, i] tokens t P / 4 + i, P / s later, ..., lowest bits first
+    V cells   uint8 [4 / s, D / 4, P / 4]: [t, :, i] has tokens t P / 4 + i, then each P / s later, lowest bits first
     K gains, V gains   uint8 [P]
 """
 
@@ -54,15 +56,15 @@ from sglang_kvq.formats.page import KEY_TOKENS
 
 PLANES = 4
 MOST_BITS = 6
-#: Of a column.
+#: Most bits of a column, all planes together.
 MOST_COLUMN_BITS = 16
 #: Bits of each plane's codes.
 Widths: TypeAlias = tuple[int, int, int, int]
 
-#: A gain's byte is what remains of its float32 bits, less this, without 20 bits of its significand: 128 is a gain of 1.
+#: A gain's byte is its float32 bit pattern shifted right by ``_SIGNIFICAND``, minus this bias: 128 is a gain of 1.
 GAIN_BIAS = (127 << 3) - 128
 _SIGNIFICAND = 20
-#: How far below the gain that clips nothing the other one is, in bytes, eight to a factor of two.
+#: Distance of the second candidate below the gain that clips nothing, in bytes; eight are a factor of two.
 BELOW = 4
 #: What the power of two in the first gain counts; what would be its byte, from which on rows are stored as zeros.
 UNITS, TOO_LARGE = 16.0, 280
@@ -74,7 +76,7 @@ MAGIC, ERRORS = 1536.0, 1024.0
 
 @dataclass(frozen=True)
 class Field:
-    """Where a plane's codes lie in a cell: at ``shift`` from the lowest bit."""
+    """Position of a plane's codes in a cell: at ``shift`` from the lowest bit."""
 
     plane: int
     shift: int
@@ -83,20 +85,20 @@ class Field:
 
 @dataclass(frozen=True)
 class Cell:
-    """Bits of a column that lie together: 8, 4 or 2."""
+    """Bits of a column that are stored together: 8, 4 or 2."""
 
     bits: int
     fields: tuple[Field, ...]
 
     @property
     def shares(self) -> int:
-        """Tokens that share a byte."""
+        """Number of tokens that share a byte."""
         return 8 // self.bits
 
 
 @cache
 def cells_of(widths: Widths) -> tuple[Cell, ...] | None:
-    """The cells of a column, bytes first; None if no choice of planes fills each exactly."""
+    """Returns the cells of a column, bytes first; None if no choice of planes fills each exactly."""
     total = sum(widths)
     if total == 0 or total % 2 or total > MOST_COLUMN_BITS:
         return None
@@ -112,7 +114,7 @@ def cells_of(widths: Widths) -> tuple[Cell, ...] | None:
 
 
 def _fill(planes: list[tuple[int, int]], sizes: list[int]) -> list[list[tuple[int, int]]] | None:
-    """Planes (width, number) to each cell, so that their widths are its size; the first such choice."""
+    """Assigns planes (width, number) to cells so that widths sum to the cell's size; returns the first solution."""
     if not planes:
         return [[] for _ in sizes] if not any(sizes) else None
     width = planes[0][0]
@@ -124,7 +126,7 @@ def _fill(planes: list[tuple[int, int]], sizes: list[int]) -> list[list[tuple[in
 
 
 def gain_bytes(least: torch.Tensor) -> torch.Tensor:
-    """uint8, the bytes of the least gains not below these positive float32 numbers; the nearest gain out of range."""
+    """Returns the uint8 bytes of the least gains not below these positive float32 numbers, clamped to the range."""
     return _gain_numbers(least).clamp(0, 255).to(torch.uint8)
 
 
@@ -136,13 +138,13 @@ def _gain_numbers(least: torch.Tensor) -> torch.Tensor:
 
 
 def _fp16(x: torch.Tensor) -> torch.Tensor:
-    """float64 rounded to what FP16 holds, once (torch's own conversion goes through float32)."""
+    """Rounds float64 to FP16 precision in one step (torch's own conversion goes through float32)."""
     last = ((torch.frexp(x)[1].clamp(min=-13) - 11 + 1023).long() << 52).view(torch.float64)  # its last bit, 2^n
     return (x / last).round() * last
 
 
 def gains_of(stored: torch.Tensor) -> torch.Tensor:
-    """float32 gains of bytes, integers of any kind: from 2^-16 to 1.875 * 2^15."""
+    """Decodes gains from their bytes, integers of any dtype: float32 from 2^-16 to 1.875 * 2^15."""
     return ((stored.int() + GAIN_BIAS) << _SIGNIFICAND).view(torch.float32)
 
 
@@ -154,7 +156,7 @@ class PlaneCode:
         widths: bits of each plane.
 
     Raises:
-        KVQuantError: widths that do not exist, or that fill no cells.
+        KVQuantError: widths do not exist, or fill no cells.
     """
 
     widths: Widths
@@ -162,9 +164,9 @@ class PlaneCode:
     def __post_init__(self) -> None:
         if len(self.widths) != PLANES or not all(0 <= w <= MOST_BITS for w in self.widths) or not self.cells:
             raise KVQuantError(
-                f"widths {self.widths}: four numbers from 0 to {MOST_BITS}, one for each plane of a row, of which some "
-                "fill each byte, half byte and quarter byte of a column: an even number of bits, 2 to "
-                f"{MOST_COLUMN_BITS} in all."
+                f"widths {self.widths}: must be four numbers from 0 to {MOST_BITS}, one per plane, with an even sum "
+                f"from 2 to {MOST_COLUMN_BITS}; some of them must exactly fill each byte, half byte and quarter byte "
+                "of a column."
             )
 
     @property
@@ -173,15 +175,15 @@ class PlaneCode:
 
     @property
     def total(self) -> int:
-        """Bits of one element of each plane together."""
+        """Bits of a column: one element of each plane."""
         return sum(self.widths)
 
     def describe(self) -> str:
-        """Such as ``4+3+1+0 bits``, for logs."""
+        """Returns a short description for logs, such as ``4+3+1+0 bits``."""
         return "+".join(map(str, self.widths)) + " bits"
 
     def quantize(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rows ``[..., D]`` that float32 holds exactly to codes uint8 ``[..., D]`` and gains' bytes uint8 ``[...]``."""
+        """Quantizes rows ``[..., D]``, exact in float32: codes uint8 ``[..., D]``, gains' bytes uint8 ``[...]``."""
         planes = x.float().unflatten(-1, (PLANES, -1))
         reach = [planes[..., p, :].abs().amax(-1) * 2.0 ** (1 - w) for p, w in enumerate(self.widths) if w]
         least = _gain_numbers(torch.stack(reach).amax(0)).clamp(0, TOO_LARGE)
@@ -201,11 +203,11 @@ class PlaneCode:
 
     @property
     def cap(self) -> float:
-        """c, from which on errors are not told apart, in steps."""
+        """c: in steps, the error from which on larger errors count the same."""
         return min(2.0 ** (max(self.widths) // 2 + 1), 8.0)
 
     def _codes(self, units: torch.Tensor, gain: torch.Tensor, clips: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        """Codes ``[..., D]`` and E ``[...]`` of X ``[..., PLANES, D / 4]`` at G ``[...]``, all in float64."""
+        """Returns codes ``[..., D]`` and E ``[...]`` of X ``[..., PLANES, D / 4]`` at G ``[...]``, all in float64."""
         inverse = _fp16(1.0 / gain.double())[..., None]
         total, codes = torch.zeros_like(units[..., 0, :]), torch.zeros_like(units)
         for p, width in enumerate(self.widths):
@@ -222,7 +224,7 @@ class PlaneCode:
         return codes.flatten(-2), error
 
     def dequantize(self, codes: torch.Tensor, stored: torch.Tensor) -> torch.Tensor:
-        """Values float32 ``[..., D]`` of codes ``[..., D]`` and gains' bytes ``[...]``, each exact."""
+        """Dequantizes codes ``[..., D]`` and gains' bytes ``[...]`` to exact float32 values ``[..., D]``."""
         widths = torch.tensor(self.widths, device=codes.device)
         middle = ((2.0**widths) - 1) / 2
         levels = (codes.unflatten(-1, (PLANES, -1)).float() - middle[:, None]) * (widths > 0)[:, None]
@@ -230,14 +232,14 @@ class PlaneCode:
         return values
 
     def columns(self, codes: torch.Tensor, cell: Cell) -> torch.Tensor:
-        """A cell's bits of every column, uint8 ``[..., D / 4]``, of codes ``[..., D]``."""
+        """Collects a cell's bits of every column, uint8 ``[..., D / 4]``, from codes ``[..., D]``."""
         planes, bits = codes.unflatten(-1, (PLANES, -1)), torch.zeros_like(codes[..., : codes.shape[-1] // PLANES])
         for field in cell.fields:
             bits = bits | planes[..., field.plane, :] << field.shift
         return bits
 
     def codes_of(self, columns: list[torch.Tensor]) -> torch.Tensor:
-        """``columns``' inverse: codes uint8 ``[..., D]`` of every cell's bits."""
+        """Inverts ``columns``: returns codes uint8 ``[..., D]`` from every cell's bits."""
         planes = [torch.zeros_like(columns[0])] * PLANES
         for cell, bits in zip(self.cells, columns):
             for field in cell.fields:
@@ -246,7 +248,7 @@ class PlaneCode:
 
 
 class PlaneParts(NamedTuple):
-    """Where the parts of a record begin, in bytes; ``end`` is the record's size."""
+    """Byte offsets of a record's parts; ``end`` is the record's size."""
 
     k_cells: int
     v_cells: int
@@ -257,21 +259,21 @@ class PlaneParts(NamedTuple):
 
 @dataclass(frozen=True)
 class PlaneFormat:
-    """A page of one KV head.
+    """The record layout of a page of one KV head.
 
     Attributes:
         head_dim: D, one of ``HEAD_DIMS``, the same for keys and values.
-        k, v: their codes.
+        k, v: codes of keys and of values.
 
     Raises:
-        KVQuantError: a head_dim that does not exist.
+        KVQuantError: head_dim is not supported.
     """
 
     head_dim: int
     k: PlaneCode
     v: PlaneCode
 
-    #: What ``PageFormat`` has, and these rows have not: nothing is clipped by rank.
+    #: Constants in place of ``PageFormat``'s clipping: these rows are never clipped by rank.
     clip_k = clip_v = 1.0
     rank_k = rank_v = 0
 
@@ -283,7 +285,7 @@ class PlaneFormat:
 
     @property
     def layout(self) -> PlaneFormat:
-        """Equal for all formats whose records lie alike."""
+        """This format: equal for all formats with the same record layout."""
         return self
 
     @cached_property
@@ -299,7 +301,7 @@ class PlaneFormat:
 
     @property
     def elements(self) -> int:
-        """Keys' and values' elements in a record."""
+        """Number of keys' and values' elements in a record."""
         return 2 * PAGE_SIZE * self.head_dim
 
     @property
@@ -308,13 +310,13 @@ class PlaneFormat:
         return self.record_bytes * 8 / self.elements
 
     def quantize_pages(self, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """Whole pages, BF16 ``[..., PAGE_SIZE, head_dim]`` each, to records uint8 ``[..., record_bytes]``."""
+        """Quantizes whole pages, BF16 ``[..., PAGE_SIZE, head_dim]`` each, into uint8 ``[..., record_bytes]``."""
         (k_codes, k_gains), (v_codes, v_gains) = self.k.quantize(k), self.v.quantize(v)
         columns = [code.columns(x, cell) for code, x in ((self.k, k_codes), (self.v, v_codes)) for cell in code.cells]
         return self.join_tokens((*columns, k_gains[..., None], v_gains[..., None]))
 
     def dequantize_pages(self, records: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Records ``[..., record_bytes]`` to keys and values, float32 ``[..., PAGE_SIZE, head_dim]`` each."""
+        """Dequantizes records ``[..., record_bytes]`` to keys and values, float32 ``[..., PAGE_SIZE, head_dim]``."""
         *columns, k_gains, v_gains = self.split_tokens(records)
         cut = len(self.k.cells)
         return (
@@ -322,19 +324,18 @@ class PlaneFormat:
             self.v.dequantize(self.v.codes_of(columns[cut:]), v_gains[..., 0]),
         )
 
-    #: Whether all that is stored of a token is its own, as ``PageFormat.per_token``.
+    #: True: tokens share nothing that is stored, see ``PageFormat.per_token``.
     per_token = True
-    #: Steps and widths are those that tokens in general need: a first one, which is like no other, is cut off.
+    #: True: steps and widths suit typical tokens. A sequence's first token is an outlier and would be clipped.
     keeps_first = True
 
     def check_per_token(self) -> None:
-        """Nothing to object to."""
+        """Does nothing: tokens can always move."""
 
     def split_tokens(self, records: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """What records ``[..., record_bytes]`` hold of each token: parts uint8 ``[..., PAGE_SIZE, n]``.
+        """Splits records ``[..., record_bytes]`` into what each token stores: uint8 ``[..., PAGE_SIZE, n]`` each.
 
-        They are the bits of K's cells and then V's, each of D / 4 columns, and both gains; ``join_tokens`` is the
-        inverse.
+        The parts are the bits of K's cells and then V's, D / 4 columns each, and both gains. ``join_tokens`` inverts.
         """
         quarter, first, parts = self.head_dim // PLANES, 0, []
         for cell in self.k.cells:
@@ -351,7 +352,7 @@ class PlaneFormat:
         return *parts, records[..., at.k_gains : at.v_gains, None], records[..., at.v_gains : at.end, None]
 
     def join_tokens(self, parts: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        """Records ``[..., record_bytes]`` of tokens that ``split_tokens`` gave, in any order and of any pages."""
+        """Builds records ``[..., record_bytes]`` from parts of ``split_tokens``, in any order and from any pages."""
         *columns, k_gains, v_gains = parts
         cut, stored = len(self.k.cells), []
         for cell, bits in zip(self.k.cells, columns[:cut]):
@@ -364,7 +365,7 @@ class PlaneFormat:
 
 
 def _together(x: torch.Tensor, cell: Cell, dim: int) -> torch.Tensor:
-    """A cell's bits, those along ``dim`` that share a byte put together."""
+    """Packs a cell's bits: those along ``dim`` that share a byte."""
     bytes = torch.zeros_like(x.narrow(dim, 0, x.shape[dim] // cell.shares))
     for n, part in enumerate(x.chunk(cell.shares, dim)):
         bytes = bytes | part << n * cell.bits
@@ -372,5 +373,5 @@ def _together(x: torch.Tensor, cell: Cell, dim: int) -> torch.Tensor:
 
 
 def _apart(bytes: torch.Tensor, cell: Cell, dim: int) -> torch.Tensor:
-    """``_together``'s inverse."""
+    """Inverts ``_together``."""
     return torch.cat([bytes >> n * cell.bits & (1 << cell.bits) - 1 for n in range(cell.shares)], dim)

@@ -1,8 +1,8 @@
-"""Clipping and quantization of head rows: the arithmetic every path shares.
+"""Clipping and quantization of head rows: the arithmetic that every path shares.
 
-Only additions, comparisons, multiplications, one correctly rounded square root, sums of integers, and roundings to FP16
-are used, each rounded by itself and none in an order that matters, so that torch on any device and the Triton kernels
-(``enable_fp_fusion=False``, ``tl.sqrt_rn``) give the same codes bit for bit. Per group of n elements x (after
+Torch on any device and the Triton kernels (``enable_fp_fusion=False``, ``tl.sqrt_rn``) give the same codes bit for bit.
+The formulas use only additions, comparisons, multiplications, correctly rounded square roots, sums of integers and
+roundings to FP16. Each is rounded by itself, and no order of operations matters. Per group of n elements x (after
 clipping):
 
     minmax   scale = fp16((max x - min x) * f32(1 / top)),              offset = fp16(min x)
@@ -10,13 +10,13 @@ clipping):
                                                                           - middle * scale)
     norm     scale = fp16(2^-s * (sqrt(S2) * f32(unit / sqrt(n)))),     no offset: the levels are centred on 0
     code     = #{t in thresholds : x > offset + t * scale},               norm: #{t : x > (t - middle) * scale}
-    mean     = fp16(2^-s * (S1 * f32(1 / n)))                           of centred codes: over a channel's
+    mean     = fp16(2^-s * (S1 * f32(1 / n)))                           for centred codes, over a channel's
                                                                         n tokens of a page;
                                                                         x above is then f32(x - mean)
 
-S1 and S2 are the exact sums of q and q^2, q = round(2^s x) to nearest even, with the power of two that brings the
-largest |q| into [2^10, 2^11]: q and both sums fit int32 for n <= 256, n S2 - S1^2 int64. ``level_table`` gives levels,
-thresholds, top, middle and unit. FP16 results are clamped to +-65504.
+S1 and S2 are the exact sums of q and q^2. Here q = round(2^s x), to nearest even, with the power of two that brings the
+largest |q| into [2^10, 2^11]. q and both sums fit int32 for n <= 256; n S2 - S1^2 fits int64. ``level_table`` gives
+levels, thresholds, top, middle and unit. FP16 results are clamped to +-65504.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ from sglang_kvq.formats.levels import LevelTable
 #: float32 nearest to 1/3: a multiplication, because GPU division is not always correctly rounded.
 THIRD = 0.3333333432674408
 FP16_MAX = 65504.0
-#: Adding and subtracting it rounds a float32 below 2^22 to an integer, to nearest even.
+#: Adding and subtracting it rounds a float32 below 2^22 to the nearest integer, ties to even.
 ROUND = 12582912.0
-#: Rows whose largest magnitude is below 2^-40 are scaled as if it were that; in FP16 their scale is 0 anyway.
+#: Exponent that bounds the scaling of tiny rows: below 2^-40 in magnitude their FP16 scale is 0 anyway.
 LEAST_EXPONENT = 127 - 40
 
 
 def clip_rank(head_dim: int, ratio: float) -> int:
-    """How many of a row's largest magnitudes lie at or above the clip threshold (0: no clipping).
+    """Returns how many of a row's largest magnitudes lie at or above the clip threshold (0: no clipping).
 
-    OSCAR (arXiv 2605.17757) clips at ``sort(|x|)[int(ratio * head_dim)]``; counted from the top
-    that is the ``head_dim - int(ratio * head_dim)``-th largest magnitude.
+    OSCAR (arXiv 2605.17757) clips at ``sort(|x|)[int(ratio * head_dim)]``. Counted from the top, this is the
+    ``head_dim - int(ratio * head_dim)``-th largest magnitude.
     """
     return head_dim - min(int(ratio * head_dim), head_dim)
 
 
 def clip_rows(x: torch.Tensor, rank: int) -> torch.Tensor:
-    """Clamp each row to its ``rank``-th largest magnitude. Shape ``[..., head_dim]``, kept."""
+    """Clamps each row ``[..., head_dim]`` to its ``rank``-th largest magnitude."""
     if rank == 0:
         return x
     threshold = x.abs().topk(rank, dim=-1).values[..., -1:]
@@ -58,14 +58,14 @@ def clip_rows(x: torch.Tensor, rank: int) -> torch.Tensor:
 def quantize_rows(
     x: torch.Tensor, group: int, rank: int, code: CodeFormat = INT2, head_dim: int | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Quantize rows to codes 0 .. 2^bits - 1.
+    """Quantizes rows to codes 0 .. 2^bits - 1.
 
     Args:
-        x: ``[..., n]``, values that float32 holds exactly: heads' rows, less their channels' means if they are centred,
-            or for ``axis="channel"`` one channel's tokens.
+        x: ``[..., n]``, values that float32 holds exactly: heads' rows (minus the channels' means if centred), or one
+            channel's tokens for ``axis="channel"``.
         group: elements along the row per scale and offset; divides n. ``norm`` takes n.
         rank: from ``clip_rank``; whole rows are clipped.
-        code: levels and statistic; its axis is the caller's business.
+        code: levels and statistic; the caller handles its axis.
         head_dim: D of a ``sphere`` table; None means n.
 
     Returns:
@@ -79,7 +79,7 @@ def quantize_rows(
     step = scale.float()
     codes = torch.zeros(x.shape, dtype=torch.uint8, device=x.device)
     for threshold in table.thresholds:
-        # The product of a half and a small multiple of 0.5 is exact in float32: only the sum is rounded.
+        # An FP16 number times a small multiple of 0.5 is exact in float32: only the sum is rounded.
         codes += x > (threshold - shift) * step + start
     return codes.flatten(-2), scale.squeeze(-1), None if offset is None else offset.squeeze(-1)
 
@@ -91,7 +91,7 @@ def dequantize_rows(
     code: CodeFormat = INT2,
     head_dim: int | None = None,
 ) -> torch.Tensor:
-    """Values of ``quantize_rows``'s codes, float32 ``[..., n]``: one rounding each, of ``level * scale + offset``."""
+    """Returns values of ``quantize_rows``'s codes, float32 ``[..., n]``: ``level * scale + offset``, rounded once."""
     table = code.table(head_dim or codes.shape[-1])
     group = codes.shape[-1] // scale.shape[-1]
     shift = 0.0 if code.has_offset else table.middle
@@ -103,8 +103,7 @@ def dequantize_rows(
 
 
 def channel_means(x: torch.Tensor) -> torch.Tensor:
-    """Each channel's mean over the tokens of a page ``[..., P, D]``: FP16 ``[..., D]``, the tokens' order making no
-    difference."""
+    """Averages each channel over a page's tokens ``[..., P, D]``: FP16 ``[..., D]``, independent of token order."""
     q, down = _integers(x.float().transpose(-1, -2))
     return _half(_mean(q.sum(-1, keepdim=True), x.shape[-2], down)).squeeze(-1)
 
@@ -141,7 +140,7 @@ _STATISTICS: dict[str, Callable[[torch.Tensor, LevelTable], tuple[torch.Tensor, 
 
 
 def _integers(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """q = round(2^s x) as int32 and 2^-s, float32 ``[..., 1]``, with max |q| in [2^10, 2^11]."""
+    """Returns q = round(2^s x) as int32, and 2^-s as float32 ``[..., 1]``, with max |q| in [2^10, 2^11]."""
     exponent = (x.abs().amax(-1, keepdim=True).view(torch.int32) >> 23).clamp(min=LEAST_EXPONENT)
     up = (264 - exponent << 23).view(torch.float32)  # 2^(10 - e), e = exponent - 127
     down = (exponent - 10 << 23).view(torch.float32)
@@ -149,9 +148,9 @@ def _integers(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _sqrt(x: torch.Tensor) -> torch.Tensor:
-    """Square root of float32(x), correctly rounded: MKL's float32 root, which torch takes on a CPU, is not.
+    """Correctly rounded square root of float32(x); MKL's float32 root, torch's choice on a CPU, is not.
 
-    A float64 root within an ulp cannot round to the wrong float32: none of a float32 is that near the middle of two.
+    A float64 root within an ulp cannot round to the wrong float32: no float32 has a root that close to a midpoint.
     """
     return x.float().double().sqrt().float()
 
@@ -161,5 +160,5 @@ def _half(x: torch.Tensor) -> torch.Tensor:
 
 
 def _f32(x: float) -> float:
-    """The float32 nearest to a constant, as torch and Triton will both take it."""
+    """Rounds a constant to float32, as both torch and Triton do."""
     return torch.tensor(x, dtype=torch.float32).item()

@@ -1,4 +1,4 @@
-"""What a record is to whoever stores, sizes and passes on pages: ``PageFormat`` and ``PlaneFormat`` alike."""
+"""Interface of ``PageFormat`` and ``PlaneFormat`` for code that stores, sizes and passes on pages."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from sglang_kvq.formats.planes import PLANES, PlaneCode
 
 
 class RecordCode(Protocol):
-    """How keys, or values, become integers."""
+    """The code that turns keys, or values, into integers."""
 
     def describe(self) -> str:
-        """A few words, for logs."""
+        """Returns a few words for logs."""
 
 
 class RecordFormat(Protocol):
-    """A page of one KV head, keys and values, in ``record_bytes`` bytes.
+    """A page of one KV head, keys and values, stored in ``record_bytes`` bytes.
 
     Attributes:
         head_dim: D.
         k, v: codes of keys and of values.
         clip_k, clip_v: clip quantiles; 1 clips nothing.
-        rank_k, rank_v: the same as ranks in a row, 0 for none.
-        elements: keys' and values' elements in a record.
-        bits_per_element: allocated, with all that is stored beside codes.
-        layout: equal for all formats whose records lie alike.
-        per_token: whether all that is stored of a token is its own, so that it can move to another page.
-        keeps_first: whether a sequence's first token is coded so badly that it is kept in BF16 (``cache.firsts``).
+        rank_k, rank_v: clipping as a rank in a row; 0 clips nothing.
+        elements: number of keys' and values' elements in a record.
+        bits_per_element: allocated bits, with everything stored besides codes.
+        layout: equal for all formats with the same record layout.
+        per_token: True if tokens share nothing that is stored, so a token can move to another page.
+        keeps_first: True if a sequence's first token is coded so badly that BF16 must hold it (``cache.firsts``).
     """
 
     @property
@@ -60,30 +60,30 @@ class RecordFormat(Protocol):
     def keeps_first(self) -> bool: ...
 
     def quantize_pages(self, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """Whole pages, BF16 ``[..., PAGE_SIZE, D]`` each, to records uint8 ``[..., record_bytes]``."""
+        """Quantizes whole pages, BF16 ``[..., PAGE_SIZE, D]`` each, into records uint8 ``[..., record_bytes]``."""
 
     def dequantize_pages(self, records: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Records ``[..., record_bytes]`` to keys and values, float32 ``[..., PAGE_SIZE, D]`` each."""
+        """Dequantizes records ``[..., record_bytes]`` to keys and values, float32 ``[..., PAGE_SIZE, D]`` each."""
 
     def check_per_token(self) -> None:
-        """
+        """Checks that tokens can move between pages.
         Raises:
             KVQuantError: not ``per_token``.
         """
 
     def split_tokens(self, records: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Of records ``[..., record_bytes]``, what each token has: parts uint8 ``[..., PAGE_SIZE, n]``.
+        """Splits records ``[..., record_bytes]`` into what each token stores: uint8 ``[..., PAGE_SIZE, n]`` each.
 
         Raises:
             KVQuantError: not ``per_token``.
         """
 
     def join_tokens(self, parts: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        """``split_tokens``' inverse, whatever pages the tokens came from."""
+        """Inverts ``split_tokens``; tokens may come from any pages."""
 
 
 def code_bits(code: RecordCode) -> float:
-    """Bits of one element's code, of planes their mean.
+    """Returns the bits of one element's code; for planes, their mean.
 
     Raises:
         TypeError: another kind of code.

@@ -9,13 +9,13 @@ from sglang_kvq.methods.base import Method, RotationKind, Width
 
 __all__ = ["METHOD_NAMES", "Method", "RotationKind", "Width", "get_method"]
 
-#: Every value of ``--kv-quant`` except ``none``; each is a module of this package holding ``METHOD``, dashes in its
-#: name written as underscores.
+#: Every value of ``--kv-quant`` except ``none``. Each is a module of this package that holds ``METHOD``; underscores
+#: replace dashes in the module's name.
 METHOD_NAMES = ("oscar", "oscar-lloyd-max", "transform", "turboquant", "kivi", "hadamard", "int2", "int4")
 
 
 def get_method(name: str) -> Method:
-    """The method of that name.
+    """Returns the method of that name.
 
     Raises:
         KVQuantError: no such method.

@@ -1,4 +1,4 @@
-"""What a quantization method declares. Data only: pools, pages and kernels are shared."""
+"""Declaration of a quantization method: data only, because pools, pages and kernels are shared."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from sglang_kvq.formats.code import INT2, CodeFormat
 
 _AUTO = "auto:"
 
-#: What ``--kv-quant-bits`` may be where pages are planes: allocated bits per element. Below, not every row has a code.
+#: Range of ``--kv-quant-bits`` for planes, in allocated bits per element. Below it some rows would have no code.
 PLANE_BITS = (1.25, 4.0)
 
 
 class RotationKind(Enum):
-    """Where a method's rotations of the head dimension come from."""
+    """Source of a method's rotations of the head dimension."""
 
     NONE = "none"  #: the identity
     HADAMARD = "hadamard"  #: a fixed orthonormal transform, needs no data
@@ -26,11 +26,11 @@ class RotationKind(Enum):
 
 @dataclass(frozen=True)
 class Width:
-    """What ``--kv-quant-bits`` says.
+    """The parsed value of ``--kv-quant-bits``.
 
     Attributes:
-        bits: of a code, keys and values averaged; a half goes to the keys. Of planes: allocated for an element, gains
-            included, averaged over keys, values and layers.
+        bits: bits of a code, averaged over keys and values; an extra half bit goes to the keys. For planes: allocated
+            bits per element, gains included, averaged over keys, values and layers.
         target: for ``auto:TARGET``, the allocated record bits per element that layers of 2 to 4 bits may average.
     """
 
@@ -40,20 +40,20 @@ class Width:
 
 @dataclass(frozen=True)
 class Method:
-    """A way to store the history of the KV cache.
+    """A way to store the history of the KV cache, named by ``--kv-quant``.
 
     Attributes:
-        name: the value of ``--kv-quant``; its module's name with dashes for underscores.
+        name: the value of ``--kv-quant``; underscores replace its dashes in the module's name.
         summary: one line for ``--help`` and the docs.
-        paper: where it comes from.
-        rotation: which rotations it needs.
+        paper: the source.
+        rotation: the kind of rotations it needs.
         clip_k, clip_v: default clip quantiles of INT2 codes (see ``KVQuantConfig``); 1 clips nothing.
-        k, v: how keys and values are coded, at the default width; means nothing with ``planes``.
-        widths: what ``--kv-quant-bits`` may say, the default first; with ``planes`` the default.
-        mixed: whether it may also say ``auto:TARGET`` (needs rotations with layer sensitivities).
-        group_sizes: what ``--kv-quant-group-size`` may say; empty: the method shares no scale within a row.
-        planes: whether pages are ``PlaneFormat``, their widths chosen by ``--kv-quant-bits``, which is then any number
-            in ``PLANE_BITS``, and what the rotations' file says of its channels' energies (so they must be learned).
+        k, v: codes of keys and of values at the default width; unused with ``planes``.
+        widths: allowed values of ``--kv-quant-bits``, the default first; with ``planes`` only the default.
+        mixed: True if ``--kv-quant-bits auto:TARGET`` is allowed (needs rotations with layer sensitivities).
+        group_sizes: allowed values of ``--kv-quant-group-size``; empty if the method shares no scale within a row.
+        planes: True if pages are ``PlaneFormat``. ``--kv-quant-bits`` is then any number in ``PLANE_BITS``. It and the
+            channel energies in the rotation file determine the planes' widths, so rotations must be learned.
     """
 
     name: str
@@ -71,14 +71,14 @@ class Method:
 
     @property
     def moves_tokens(self) -> bool:
-        """Whether tokens can be moved to other pages as they are stored (``RecordFormat.per_token``)."""
+        """True if stored tokens can be moved to other pages (``RecordFormat.per_token``)."""
         return self.planes or (self.k.per_token and self.v.per_token)
 
     def width(self, text: str | None) -> Width:
-        """What ``--kv-quant-bits`` means for this method; None is the default.
+        """Parses ``--kv-quant-bits`` for this method; None is the default.
 
         Raises:
-            KVQuantError: not a width of this method; names those it has.
+            KVQuantError: not a width of this method; the message names those it has.
         """
         if text is None:
             return Width(self.widths[0])
@@ -103,10 +103,10 @@ class Method:
         return Width(number)
 
     def codes(self, bits: float) -> tuple[CodeFormat, CodeFormat]:
-        """Codes of keys and of values at a width: keys take what is left of a half.
+        """Returns the codes of keys and of values at a width; keys get an extra half bit.
 
         Raises:
-            ValueError: pages are planes: ``rotations.resolve`` has their codes.
+            ValueError: pages are planes; ``rotations.resolve`` chooses their codes.
         """
         if self.planes:
             raise ValueError(f"{self.name} has planes, which are chosen for each layer")

@@ -1,7 +1,7 @@
-"""Four bits of everything, with nothing to calibrate.
+"""INT4 for keys and values; needs no calibration.
 
-Keys are centred: models with biased keys (Qwen2.5) have a part in every key that is far larger than what tells tokens
-apart. Rotated, it fills the range of every row, and sixteen levels are too coarse for the rest.
+Keys are centred. Models with biased keys (Qwen2.5) add a constant to every key, far larger than the differences between
+tokens. Rotated, this constant fills the range of every row and leaves too few of the sixteen levels for the rest.
 """
 
 from sglang_kvq.formats.code import CodeFormat
@@ -9,7 +9,7 @@ from sglang_kvq.methods.base import Method, RotationKind
 
 METHOD = Method(
     name="int4",
-    summary="fixed Hadamard rotation, uniform INT4, keys less their page's mean: nearly lossless; needs no calibration",
+    summary="fixed Hadamard rotation, uniform INT4, keys minus their page mean: nearly lossless; needs no calibration",
     paper="QuaRot, arXiv 2404.00456; outlier channels of keys: KIVI, arXiv 2402.02750",
     rotation=RotationKind.HADAMARD,
     k=CodeFormat(4, centred=True),

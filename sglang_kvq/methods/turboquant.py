@@ -1,11 +1,12 @@
-"""TurboQuant's MSE quantizer: a random rotation makes every vector uniform on its sphere, whatever the model.
+"""TurboQuant's MSE quantizer: a random rotation makes every vector uniform on its sphere, for any model.
 
 The paper reaches 2.5 and 3.5 bits by giving outlier channels one bit more than the others. After a rotation per head no
-channel is an outlier, and rows of mixed widths would need another record; so a half bit goes to the keys: 2.5 is keys
-at 3 bits and values at 2. Attention is the more sensitive to keys: their errors pass through the exponential.
+channel is an outlier, and rows of mixed widths would need another record layout. Here the half bit goes to the keys:
+2.5 means keys at 3 bits and values at 2. Attention is more sensitive to keys: their errors pass through the softmax's
+exponential.
 
-The paper's second quantizer, with a 1-bit QJL sketch of the residual on keys, is in ``benchmarks/qjl.py``;
-docs/methods.md has why it is not served.
+The paper's second quantizer, with a 1-bit QJL sketch of the residual on keys, is in ``benchmarks/qjl.py``.
+docs/methods.md says why it is not served.
 """
 
 from sglang_kvq.formats.code import CodeFormat

@@ -1,6 +1,6 @@
 """Rotations of the head dimension: fixed, loaded from files, or calibrated on a model.
 
-Nothing here imports sglang or transformers at import time; calibration and evaluation need transformers.
+This package does not import sglang or transformers at import time; calibration and evaluation need transformers.
 """
 
 from sglang_kvq.rotations.base import RotationMeta, Rotations

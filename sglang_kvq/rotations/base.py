@@ -1,4 +1,4 @@
-"""Rotations of a whole model, checked, and the slice of them that one worker needs."""
+"""Rotations of a whole model with their checks, and the slice that one worker needs."""
 
 from __future__ import annotations
 
@@ -11,39 +11,39 @@ import torch
 from sglang_kvq.attention.base import LayerRotations
 from sglang_kvq.errors import KVQuantError
 
-#: Largest |R R^T - I|, or |R_q R_k^T - I|, accepted. Float32 files of orthonormal matrices measure below 1e-6. Of exact
-#: inverses, entries are rounded by 2^-24 of themselves, so an entry of the product is off by at most 2^-23 times the
-#: product of two rows' lengths. For transform coding that is at most the condition of its basis: W^1/2 times its
-#: inverse, 1 / sqrt(maths.transform.FLOOR), which makes 4e-4.
+#: Largest accepted |R R^T - I|, or |R_q R_k^T - I|. Float32 files of orthonormal matrices measure below 1e-6. For exact
+#: inverses, entries are rounded by 2^-24 relative. An entry of the product is then off by at most 2^-23 times the
+#: product of two rows' lengths. For transform coding that product is at most the condition number of the basis: W^1/2
+#: times its inverse, 1 / sqrt(maths.transform.FLOOR). This gives 4e-4.
 ORTHOGONALITY_TOLERANCE = 1e-3
 
-#: What rotations of transform coding have beside k, v and q: all of them, others none.
+#: Tensors that rotations for transform coding have besides k, v and q. Other rotations have none of them.
 TRANSFORM_TENSORS = ("o", "k_mean", "k_energies", "v_energies")
 
-#: Clip quantiles accepted, as for ``--kv-quant-clip-k``.
+#: Accepted clip quantiles, the same range as for ``--kv-quant-clip-k``.
 CLIP_RANGE = (0.5, 1.0)
 
 
 @dataclass(frozen=True)
 class RotationMeta:
-    """Where rotations come from; what their ``config.json`` says besides the geometry.
+    """Origin of rotations: the fields of ``config.json`` besides the geometry.
 
     Attributes:
-        objective: how R was chosen, see ``rotations.calibration.run``.
+        objective: the criterion that chose R, see ``rotations.calibration.run``.
         base_model, revision: the model they were calibrated on.
         model: the identity fields of its config, see ``rotations.identity``.
-        clip_k, clip_v: clip quantiles measured best with these rotations: one for all layers, or a tuple of one per
-            layer; None if not measured.
-        corpus: what text was used, and which part of it.
-        tokens: how many tokens of it.
-        seed: which contexts of it were drawn, see ``rotations.calibration.run``.
+        clip_k, clip_v: the clip quantiles that measured best: one for all layers, or a tuple with one per layer; None
+            if not measured.
+        corpus: the calibration text, and the part of it that was used.
+        tokens: number of calibration tokens.
+        seed: seed that drew the contexts from the text, see ``rotations.calibration.run``.
         sensitivity: ``{"k": {"2": [...], "4": [...]}, "v": {...}}``: per layer, the model's loss when only this layer's
             keys (values) are quantized at that many bits; None if not measured.
-        sensitivity_unit: what these numbers are.
-        importance: ``{"k": [...], "v": [...]}``: per layer, by how many nats per token the model's output moves for
-            each unit of the transform coder's squared error (``rotations.maths.transform``); None if not measured.
-        errors: ``{"k": [...], "v": [...]}``: per layer, the relative error of the attention output at the clip ratios
-            chosen, by calibration's own measure; None if not measured.
+        sensitivity_unit: unit of the sensitivities.
+        importance: ``{"k": [...], "v": [...]}``: per layer, nats per token that the model's output moves for each unit
+            of the transform coder's squared error (``rotations.maths.transform``); None if not measured.
+        errors: ``{"k": [...], "v": [...]}``: per layer, calibration's relative error of the attention output at the
+            chosen clip ratios; None if not measured.
         source: the folder or hub repo they were loaded from.
         sha256: of the file they were loaded from, in hexadecimal; of the published pair, of K's and V's behind each
             other. None if they come from no file.
@@ -68,26 +68,26 @@ class RotationMeta:
     files: dict[str, str] | None = field(default=None, compare=False)
 
     def clips(self, layers: int) -> tuple[tuple[float | None, ...], tuple[float | None, ...]]:
-        """``clip_k`` and ``clip_v`` of each of ``layers`` layers."""
+        """Returns ``clip_k`` and ``clip_v`` of each of ``layers`` layers."""
         clip_k, clip_v = (c if isinstance(c, tuple) else (c,) * layers for c in (self.clip_k, self.clip_v))
         return clip_k, clip_v
 
 
 @dataclass(frozen=True)
 class Rotations:
-    """Rotations of every layer of a model: rows of keys times ``k[layer, head]``, likewise values.
+    """Rotations of every layer of a model: keys are multiplied by ``k[layer, head]``, values by ``v[layer, head]``.
 
     Attributes:
         k, v: float32 ``[layers, heads, D, D]``; heads is 1 (shared by a layer's heads) or the
-            model's KV heads. k and v may differ in heads. v is orthogonal without o, and so is k without q.
-        q: what queries are multiplied by, like k, with q kᵀ = 1 so that scores stay; None: k.
-        o: attention's outputs times its transpose are in the model's basis again: like v, with o vᵀ = 1; None: v.
-        k_mean: float32 ``[layers, heads, D]``, taken off keys before they are multiplied by k: the same in every score
-            of a query, it changes no attention. None: nothing.
-        k_energies, v_energies: float32 ``[layers, heads, D]``, descending: what an error of one standard deviation of a
-            channel costs, in the units of ``rotations.maths.transform``. Only of transform coding, whose channels have
-            variance 1 in the bases k and v; None: others.
-        meta: where they come from.
+            model's KV heads. k and v may differ in heads. v is orthogonal if o is None, and k if q is None.
+        q: like k, multiplies queries; q kᵀ = 1 keeps scores unchanged. None: k.
+        o: like v; its transpose returns attention's outputs to the model's basis, with o vᵀ = 1. None: v.
+        k_mean: float32 ``[layers, heads, D]``, subtracted from keys before they are multiplied by k. It shifts all
+            scores of a query equally, so attention does not change. None: subtract nothing.
+        k_energies, v_energies: float32 ``[layers, heads, D]``, descending: the cost of an error of one standard
+            deviation in each channel, in the units of ``rotations.maths.transform``. Only for transform coding, whose
+            channels have variance 1 in the bases k and v; else None.
+        meta: their origin.
         k_eigenvalues, v_eigenvalues: float32 ``[layers, heads, D]`` or None: the spectrum of the
             calibration covariances, ascending; for inspection only.
     """
@@ -105,17 +105,17 @@ class Rotations:
 
     @property
     def queries(self) -> torch.Tensor:
-        """What queries are multiplied by: ``q``, or ``k``."""
+        """The matrices that multiply queries: ``q``, or ``k`` if ``q`` is None."""
         return self.k if self.q is None else self.q
 
     @property
     def outputs(self) -> torch.Tensor:
-        """What attention's outputs are multiplied by the transpose of: ``o``, or ``v``."""
+        """The matrices whose transposes multiply attention's outputs: ``o``, or ``v`` if ``o`` is None."""
         return self.v if self.o is None else self.o
 
     @property
     def is_transform(self) -> bool:
-        """Whether they are for transform coding, and so for no other method."""
+        """True if they are for transform coding, which no other method can use."""
         return self.k_energies is not None
 
     @property
@@ -123,19 +123,19 @@ class Rotations:
         return "per-head" if max(self.k.shape[1], self.v.shape[1]) > 1 else "per-layer"
 
     def for_worker(self, layers: range, kv_heads_total: int, head_start: int, head_count: int) -> LayerRotations:
-        """The rotations of one tensor- and pipeline-parallel rank.
+        """Returns the rotations of one tensor- and pipeline-parallel rank.
 
         Args:
-            layers: where these rotations have the rank's layers.
+            layers: indices of the rank's layers in these rotations.
             kv_heads_total: KV heads of the model.
             head_start, head_count: the rank's KV heads; ranks that replicate a head pass the same ones.
 
         Returns:
-            ``LayerRotations`` with matrices contiguous float32 ``[len(layers), head_count, D, D]``, and their k_mean
-            in the rotated basis: k_mean k.
+            ``LayerRotations`` with matrices contiguous float32 ``[len(layers), head_count, D, D]`` and the mean in the
+            rotated basis: k_mean k.
 
         Raises:
-            KVQuantError: layers or heads that these rotations do not have.
+            KVQuantError: these rotations lack the layers or heads.
         """
         if len(layers) and not (min(layers) >= 0 and max(layers) < self.k.shape[0]):
             raise KVQuantError(
@@ -169,17 +169,17 @@ class Rotations:
         )
 
     def rotated_mean(self, layer: int) -> torch.Tensor | None:
-        """What is taken off a layer's rotated keys, float32 ``[heads, D]``; None for nothing."""
+        """Returns the mean that is subtracted from a layer's rotated keys, float32 ``[heads, D]``, or None."""
         return None if self.k_mean is None else _rows_times(self.k_mean[layer], self.k[layer])
 
 
 def _rows_times(rows: torch.Tensor, matrices: torch.Tensor) -> torch.Tensor:
-    """Rows ``[..., D]`` each times a matrix ``[..., D, D]``, float32: means are far larger than what they leave."""
+    """Multiplies rows ``[..., D]`` by matrices ``[..., D, D]`` in float64: means far exceed what remains of keys."""
     return (rows.double().unsqueeze(-2) @ matrices.double()).squeeze(-2).float()
 
 
 def check_rotations(rotations: Rotations, *, layers: int, kv_heads: int, head_dim: int) -> None:
-    """Refuse rotations that do not fit the model, are not orthonormal, or with ``q`` or ``o`` change attention.
+    """Refuses rotations that do not fit the model, are not orthonormal, or would change attention.
 
     Raises:
         KVQuantError: other layers, heads or head_dim; NaN or infinity; |R^T R - I|, or with a matrix that undoes it
@@ -245,7 +245,7 @@ def _check_finite(where: str, name: str, x: torch.Tensor) -> None:
 
 
 def _check_transform(rotations: Rotations, where: str) -> None:
-    """What only rotations of transform coding have: all of it, fitting their matrices, energies falling.
+    """Refuses rotations for transform coding that are incomplete, misshapen, or have energies that do not descend.
 
     Raises:
         KVQuantError: names the tensor, layer and head.
@@ -256,7 +256,7 @@ def _check_transform(rotations: Rotations, where: str) -> None:
         return
     missing = [name for name in needed if getattr(rotations, name) is None]
     if missing:
-        raise KVQuantError(f"{where}: transform coding has {', '.join(needed)}, here {missing[0]} is missing; {fix}")
+        raise KVQuantError(f"{where}: transform coding needs {', '.join(needed)}; {missing[0]} is missing; {fix}")
     for name, like in (("k_mean", "k"), ("k_energies", "k"), ("v_energies", "v")):
         x, shape = getattr(rotations, name), list(getattr(rotations, like).shape[:3])
         if list(x.shape) != shape:
@@ -266,11 +266,11 @@ def _check_transform(rotations: Rotations, where: str) -> None:
         if name != "k_mean" and wrong.any():
             layer, head = wrong.nonzero()[0].tolist()
             raise KVQuantError(
-                f"{where}: {name} of layer {layer}, head {head} are not positive and descending, as a row's planes "
-                f"need them; {fix}"
+                f"{where}: {name} of layer {layer}, head {head} are not positive and descending, which planes "
+                f"require; {fix}"
             )
     if rotations.meta.importance is None:
-        raise KVQuantError(f"{where}: its config.json has no importance, by which bits are divided; {fix}")
+        raise KVQuantError(f"{where}: its config.json has no importance, which the division of bits requires; {fix}")
 
 
 def _is_finite(x: Any) -> bool:
@@ -281,8 +281,8 @@ def check_meta(meta: RotationMeta, *, layers: int) -> None:
     """Refuse clip ratios, errors, sensitivities and importances that do not fit the layers.
 
     Raises:
-        KVQuantError: a clip ratio outside ``CLIP_RANGE``; a list of another length than ``layers``; a sensitivity
-            that is not a table of finite numbers; an importance that is not a positive one.
+        KVQuantError: a clip ratio is outside ``CLIP_RANGE``; a list does not have ``layers`` entries; a sensitivity
+            is not a table of finite numbers; an importance is not positive and finite.
     """
     where = meta.source or "rotations"
     low, high = CLIP_RANGE

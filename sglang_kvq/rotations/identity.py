@@ -1,11 +1,11 @@
-"""What a model's config tells about rotations: its geometry, and which model it is."""
+"""Geometry and identity of a model, read from its config, to match it with rotations."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-#: Config fields that tell one architecture and training run's shape from another; ``identity`` reads them.
+#: Config fields that distinguish architectures and sizes of models; ``identity`` reads them.
 IDENTITY_FIELDS = (
     "architectures",
     "hidden_size",
@@ -18,14 +18,14 @@ IDENTITY_FIELDS = (
 )
 
 
-#: Kinds of layers in a config's ``layer_types`` whose keys and values do not grow with the context, or that have none.
+#: Kinds in a config's ``layer_types`` that have no keys and values, or whose cache does not grow with the context.
 UNCACHED_LAYER_TYPES = frozenset(
     {"linear_attention", "mamba", "conv", "sliding_attention", "chunked_attention", "moe", "mlp"}
 )
 
 
 class Geometry(NamedTuple):
-    """What rotations must fit: the keywords of ``load_rotations``; ``layers`` counts ``cached_layers``."""
+    """The shape that rotations must fit, as keywords of ``load_rotations``; ``layers`` counts ``cached_layers``."""
 
     layers: int
     kv_heads: int
@@ -46,29 +46,29 @@ def layer_numbers(hf_config: Any) -> LayerNumbers:
 
 
 def geometry_of(hf_config: Any) -> Geometry:
-    """Of a transformers config or its dict."""
+    """Returns the geometry of a transformers config or its dict."""
     found = identity(hf_config)
     return Geometry(len(cached_layers(hf_config)), found["num_key_value_heads"], found["head_dim"])
 
 
 def cached_layers(hf_config: Any) -> tuple[int, ...]:
-    """Which of a model's layers the cache holds, ascending: those of full attention, whose keys and values all stay.
+    """Returns the indices of the layers that the cache holds, ascending: those of full attention.
 
-    The cache, rotation files and everything in them (clips, sensitivities) have one entry for each of these, in this
-    order. In most models they are all layers.
+    The cache and rotation files (with clips and sensitivities) have one entry per such layer, in this order. In most
+    models these are all layers.
 
     Args:
         hf_config: a transformers config or its dict, or SGLang's own config of a hybrid.
     """
     get = _getter(hf_config)
-    known = get("full_attention_layer_ids")  # of SGLang's configs
+    known = get("full_attention_layer_ids")  # in SGLang's configs
     if known is not None:
         return tuple(known)
     layers = range(get("num_hidden_layers") or 0)
     kinds = get("layer_types") or get("layers_block_type")
     if kinds:
         return tuple(i for i, kind in zip(layers, kinds) if kind not in UNCACHED_LAYER_TYPES)
-    interval = get("full_attention_interval") or 1  # every so many layers; the others are linear
+    interval = get("full_attention_interval") or 1  # the layers between are linear
     return tuple(i for i in layers if (i + 1) % interval == 0)
 
 
@@ -87,7 +87,7 @@ def unapplied_window(hf_config: Any) -> int | None:
 
 
 def identity(hf_config: Any) -> dict[str, Any]:
-    """The ``IDENTITY_FIELDS`` of a transformers config or its dict; defaults are filled in as transformers does."""
+    """Returns the ``IDENTITY_FIELDS`` of a transformers config or its dict, with transformers' defaults filled in."""
     get = _getter(hf_config)
     found = {name: get(name) for name in IDENTITY_FIELDS}
     found["num_key_value_heads"] = found["num_key_value_heads"] or found["num_attention_heads"]
@@ -100,7 +100,7 @@ def identity(hf_config: Any) -> dict[str, Any]:
 
 
 def _getter(hf_config: Any) -> Callable[[str], Any]:
-    """What looks up a field of a config or its dict, of the text model where there are several; None if not there."""
+    """Returns a function that looks up a field of the (text) config or its dict; it returns None if absent."""
     if isinstance(hf_config, dict):
         return (hf_config.get("text_config") or hf_config).get
     text = hf_config.get_text_config() if hasattr(hf_config, "get_text_config") else hf_config

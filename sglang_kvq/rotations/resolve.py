@@ -1,4 +1,4 @@
-"""From the flags and a model's config to the rotations, clip quantiles and page formats that will serve it."""
+"""Chooses rotations, clip quantiles and page formats from the flags and a model's config."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ from sglang_kvq.rotations.storage.zoo import find_rotations, with_folder
 
 
 def resolve_rotations(config: KVQuantConfig, model_path: str, hf_config: Any) -> Rotations | None:
-    """The rotations of ``--kv-quant`` for a model; None when the method rotates nothing.
+    """Returns the rotations of ``--kv-quant`` for a model; None if the method rotates nothing.
 
     Args:
         model_path: as the user gave it: hub id or folder.
         hf_config: the model's transformers config or its dict.
 
     Raises:
-        KVQuantError: none known, or the ones given do not fit; names the fix.
+        KVQuantError: none are known, or the given ones do not fit; the message names the fix.
 
-    Rotations of files are read once in a process and shared: do not write to them.
+    Rotations from files are read once per process and shared: do not write to them.
     """
     method = get_method(config.method)
     layers, kv_heads, head_dim = geometry_of(hf_config)
@@ -69,10 +69,10 @@ def locate_rotations(config: KVQuantConfig, model_path: str, hf_config: Any) -> 
 
 
 def check_kind(config: KVQuantConfig, rotations: Rotations) -> None:
-    """Refuse learned rotations that are for other methods than this one.
+    """Refuses learned rotations that are for other methods than ``config``'s.
 
     Raises:
-        KVQuantError: says which they are for, and how to make those that are wanted.
+        KVQuantError: the message says what they are for, and how to make suitable ones.
     """
     wants = get_method(config.method).planes
     if rotations.is_transform == wants:
@@ -81,8 +81,8 @@ def check_kind(config: KVQuantConfig, rotations: Rotations) -> None:
     if wants:
         raise KVQuantError(
             f"{rotations.meta.source or 'these rotations'}: they are not for transform coding (objective "
-            f"{rotations.meta.objective}), as --kv-quant {config.method} needs them: make such with `kvq calibrate "
-            f"{model} --composition transform`, or serve these with --kv-quant oscar."
+            f"{rotations.meta.objective}), which --kv-quant {config.method} needs: make suitable ones with `kvq "
+            f"calibrate {model} --composition transform`, or serve these with --kv-quant oscar."
         )
     raise KVQuantError(
         f"{rotations.meta.source or 'these rotations'}: they are for transform coding, not for --kv-quant "
@@ -98,10 +98,10 @@ def rotations_of_worker(
     head_start: int,
     head_count: int,
 ) -> LayerRotations:
-    """``Rotations.for_worker``, with the steps of its planes folded in.
+    """Returns ``Rotations.for_worker`` with the planes' quantizer steps folded in.
 
     Args:
-        formats: of ``layers``, from ``resolve_formats``.
+        formats: from ``resolve_formats``, for ``layers``.
     """
     worker = rotations.for_worker(layers, kv_heads_total, head_start, head_count)
     planes = [f for f in formats if isinstance(f, PlaneFormat)]
@@ -111,16 +111,18 @@ def rotations_of_worker(
 
 
 def resolve_formats(config: KVQuantConfig, rotations: Rotations | None, hf_config: Any) -> tuple[RecordFormat, ...]:
-    """The page format of every layer of a model: codes by method and ``--kv-quant-bits``, clips by ``resolve_clips``;
-    where pages are planes, ``plane_formats``.
+    """Returns the page format of every layer of a model.
+
+    ``PageFormat`` takes its codes from the method and ``--kv-quant-bits``, its clips from ``resolve_clips``. If pages
+    are planes, ``plane_formats`` chooses them.
 
     Args:
-        rotations: of ``resolve_rotations``; only their meta and energies are read, so methods without files may pass
+        rotations: from ``resolve_rotations``. Only their meta and energies are read, so methods without files may pass
             None.
 
     Raises:
-        KVQuantError: a group that does not divide head_dim, clips that do not fit, an ``auto`` target that the
-            rotations' sensitivities cannot serve, or planes for rotations that are not of transform coding.
+        KVQuantError: a group does not divide head_dim, clips do not fit, the sensitivities cannot serve an ``auto``
+            target, or planes lack rotations for transform coding.
     """
     method, width = get_method(config.method), config.width
     layers, _, head_dim = geometry_of(hf_config)
@@ -149,17 +151,17 @@ def resolve_formats(config: KVQuantConfig, rotations: Rotations | None, hf_confi
 
 
 def plane_formats(rotations: Rotations, bits: float) -> tuple[PlaneFormat, ...]:
-    """Each layer's pages: the widths of least error for the model among those that allocate at most ``bits``.
+    """Chooses each layer's widths: least model error among those that allocate at most ``bits``.
 
-    What keys and values of a layer cost at each pattern is the sum over all of the model's heads, whichever of them a
-    worker has: so all workers choose the same.
+    A pattern's cost in a layer is the sum over all of the model's heads, not only the worker's. All workers therefore
+    choose the same widths.
 
     Args:
         rotations: for transform coding.
-        bits: per element, gains included, averaged over layers, keys and values.
+        bits: allocated bits per element, gains included, averaged over layers, keys and values.
 
     Raises:
-        KVQuantError: costs that are not finite.
+        KVQuantError: costs are not finite.
     """
     r, importance = rotations, rotations.meta.importance
     if r.k_energies is None or r.v_energies is None or importance is None:
@@ -174,10 +176,9 @@ def plane_formats(rotations: Rotations, bits: float) -> tuple[PlaneFormat, ...]:
 
 
 def resolve_clips(config: KVQuantConfig, rotations: Rotations | None, layers: int) -> list[tuple[float, float]]:
-    """Clip quantiles for keys and values of each layer: the flags', else the calibration's, else the method's.
+    """Returns clip quantiles (keys, values) of each layer: the flags', else the calibration's, else the method's.
 
-    The latter two are for INT2 codes; where codes are wider or levels not uniform nothing is clipped unless a flag says
-    so.
+    Calibrations and methods specify clips for INT2 codes. Other codes are clipped only if a flag says so.
 
     Raises:
         KVQuantError: the calibration's list is not one number between 0.5 and 1 per layer.

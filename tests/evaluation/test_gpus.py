@@ -167,7 +167,7 @@ def test_chunk_sizes_are_run_and_recorded(text, tmp_path, gsm8k, capsys):
         (["--gpus", "0,0"], "--gpus 0,0: give each once"),
         (["--chunked-prefill-size", "128,small"], "'small': give a number of tokens, or own"),
         (["--chunked-prefill-size", "own"], "add 128 to --chunked-prefill-size"),
-        (["--chunked-prefill-size", "64", "--", "--chunked-prefill-size", "32"], "say it once"),
+        (["--chunked-prefill-size", "64", "--", "--chunked-prefill-size", "32"], "give it once"),
     ],
 )
 def test_what_cannot_be_run_is_refused_before_it_starts(text, tmp_path, more, message):

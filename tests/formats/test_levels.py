@@ -81,7 +81,7 @@ def test_gain_scales_the_unit_and_costs_little(bits):
             {"axis": "channel", "centred": True},
             "centred=True: codes per channel have an offset of their own; use axis='token'",
         ),
-        ({"gain": 3.0, "statistic": "moments"}, "gain=3.0: 0.5 to 2"),
+        ({"gain": 3.0, "statistic": "moments"}, "gain=3.0: must be 0.5 to 2"),
         ({"axis": "channel", "statistic": "norm"}, "norm.*use axis='token'"),
     ],
     ids=lambda x: "-".join(x) if isinstance(x, dict) else "",

@@ -163,7 +163,9 @@ def test_any_finite_page_is_centred(size):
 
 
 def test_only_keys_are_centred():
-    with pytest.raises(KVQuantError, match="values in 4 bits uniform minmax per token, centred: only keys are centred"):
+    with pytest.raises(
+        KVQuantError, match="values in 4 bits uniform minmax per token, centred: only keys can be centred"
+    ):
         PageFormat(64, 64, v=CodeFormat(4, centred=True))
 
 

@@ -251,7 +251,7 @@ def test_every_bit_of_a_record_is_one_codes_or_one_gains(k, v):
     "widths", [(4, 4, 0), (7, 1, 0, 0), (5, 3, 2, 1), (5, 1, 0, 0), (0, 0, 0, 0), (3, 3, 3, 3), (6, 6, 4, 4)]
 )
 def test_codes_that_do_not_exist_are_named(widths):
-    with pytest.raises(KVQuantError, match=re.escape(f"widths {widths}: four numbers from 0 to 6")):
+    with pytest.raises(KVQuantError, match=re.escape(f"widths {widths}: must be four numbers from 0 to 6")):
         PlaneCode(widths)
 
 

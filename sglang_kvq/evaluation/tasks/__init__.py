@@ -4,5 +4,5 @@ from sglang_kvq.evaluation.tasks.haystacks import KINDS
 
 __all__ = ["KINDS", "TASK_NAMES"]
 
-#: In the order they run: the divergence first, because the other methods' waits for the reference's.
+#: Names in execution order: the divergence first, because other methods wait for the reference's.
 TASK_NAMES = ("kl", "needle", *KINDS, "humaneval", "gsm8k")

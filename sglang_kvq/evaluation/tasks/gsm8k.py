@@ -18,13 +18,13 @@ _NUMBER = r"-?\$?\d[\d,]*(?:\.\d+)?"
 
 @dataclass(frozen=True)
 class GSM8KTask:
-    """Settings.
+    """Settings of GSM8K.
 
     Attributes:
         path: test.jsonl.
-        train: the file whose first ``shots`` problems are the worked examples; not needed for none.
-        problems: only the first so many; 0 for all.
-        style: ``chat`` (examples as turns), ``completion`` (as text), or ``auto``: chat if there is a template.
+        train: the file whose first ``shots`` problems are the worked examples; None if ``shots`` is 0.
+        problems: number of first problems to use; 0 for all.
+        style: ``chat`` (examples as messages), ``completion`` (as text), or ``auto``: chat if there is a template.
     """
 
     path: Path
@@ -77,7 +77,7 @@ class GSM8KTask:
 
 
 def worked(answer: str) -> str:
-    """A worked answer without the calculator's annotations, ``<<16-3=13>>``."""
+    """Removes the calculator's annotations, ``<<16-3=13>>``, from a worked answer."""
     return re.sub(r"<<.*?>>", "", answer)
 
 
@@ -98,9 +98,9 @@ def conversation(examples: list[dict[str, Any]], question: str) -> list[dict[str
 
 
 def final_number(text: str) -> Decimal | None:
-    """The number after the first ``####``, else the last one: the data set's convention and the usual fallback.
+    """Returns the number after the first ``####`` (the data set's convention), else the last number.
 
-    A few-shot model may go on to further problems after its answer, hence the first.
+    The first ``####`` counts because a few-shot model may go on to further problems after its answer.
     """
     marked = re.search(rf"####\s*({_NUMBER})", text)
     found = [marked.group(1)] if marked else re.findall(_NUMBER, text)

@@ -1,10 +1,10 @@
-"""Texts in which something must be found and copied exactly; drawn from a seed, made of nothing but the seed.
+"""Texts in which something must be found and copied exactly, generated from a seed alone.
 
-Each kind is a function ``(seed, size) -> Haystack`` that gives the same text for the same arguments on every machine.
-What is asked for lies in the first two thirds, so that a cache's window of recent tokens does not hold it.
+Each kind is a function ``(seed, size) -> Haystack``, with the same text for the same arguments on every machine. The
+answer lies in the first two thirds, outside the cache's window of recent tokens.
 
-``multi_key``, ``multi_value`` and ``tracking`` follow tasks of RULER (Hsieh et al., arXiv 2404.06654); ``exact_keys``
-is the retrieval from JSON of Liu et al., arXiv 2307.03172; ``tool_call`` is ours.
+``multi_key``, ``multi_value`` and ``tracking`` follow tasks of RULER (Hsieh et al., arXiv 2404.06654). ``exact_keys``
+is the retrieval from JSON of Liu et al., arXiv 2307.03172. ``tool_call`` is ours.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 
-#: What ``tool_call`` draws names from.
+#: First and last names for ``tool_call``.
 FIRST = (
     "Ada",
     "Boris",
@@ -54,7 +54,7 @@ SYLLABLES = (
     "tir",
     "vex",
 )
-#: Values of one key in ``multi_value``, and variables of one chain in ``tracking``.
+#: Number of values of one key in ``multi_value``, and of variables of one chain in ``tracking``.
 VALUES, CHAIN = 4, 5
 
 
@@ -63,12 +63,11 @@ class Haystack:
     """One case.
 
     Attributes:
-        text: what the model reads.
-        question: what a chat model is asked after it.
-        unfinished: what a base model continues after it; ends within a quotation if the answer is quoted.
+        text: the text to read.
+        question: the question to a chat model after the text.
+        unfinished: the text that a base model continues; ends within a quotation if the answer is quoted.
         expected: strings that the answer must contain, each one exactly.
-        pattern: what counts as one string in an answer, as a regular expression: a copy with a character too many is
-            wrong.
+        pattern: regular expression of one string in an answer: a copy with an extra character is wrong.
     """
 
     text: str
@@ -78,13 +77,13 @@ class Haystack:
     pattern: str
 
     def score(self, answer: str) -> float:
-        """The share of ``expected`` that the answer has; 0 to 1."""
+        """Returns the share of ``expected`` that the answer contains, 0 to 1."""
         found = set(re.findall(self.pattern, answer))
         return sum(value in found for value in self.expected) / len(self.expected)
 
 
 def exact_keys(seed: str, size: int) -> Haystack:
-    """A JSON object of ``size`` random UUIDs by random UUIDs; the value of one key."""
+    """Generates a JSON object of ``size`` random UUIDs by random UUIDs; asks for the value of one key."""
     source = random.Random(f"exact_keys/{seed}")
     pairs = [(_uuid(source), _uuid(source)) for _ in range(size)]
     key, value = pairs[_early(source, size)]
@@ -94,7 +93,7 @@ def exact_keys(seed: str, size: int) -> Haystack:
 
 
 def multi_key(seed: str, size: int) -> Haystack:
-    """``size`` sentences, each with a number of its own for a word of its own; the number of one word."""
+    """Generates ``size`` sentences, each with a word and its number; asks for the number of one word."""
     source = random.Random(f"multi_key/{seed}")
     words = _words(source, size)
     numbers = [_number(source) for _ in words]
@@ -106,7 +105,7 @@ def multi_key(seed: str, size: int) -> Haystack:
 
 
 def multi_value(seed: str, size: int) -> Haystack:
-    """As ``multi_key``, but one word has ``VALUES`` numbers, far from each other; all of them."""
+    """Like ``multi_key``, but one word has ``VALUES`` numbers, far from each other; asks for all of them."""
     source = random.Random(f"multi_value/{seed}")
     word, *words = _words(source, max(size - VALUES, 1) + 1)
     lines = [_sentence(other, _number(source)) for other in words]
@@ -124,12 +123,12 @@ def multi_value(seed: str, size: int) -> Haystack:
 
 
 def tracking(seed: str, size: int) -> Haystack:
-    """Assignments, ``size`` lines; one number is handed on along a chain of ``CHAIN`` variables: all their names."""
+    """Generates ``size`` assignments; asks for the ``CHAIN`` variables through which one number is passed on."""
     source = random.Random(f"tracking/{seed}")
     names = _names(source, max(size, 2 * CHAIN))
     chain, others = names[:CHAIN], names[CHAIN:]
     value, lines = _number(source), []
-    for n, name in enumerate(others):  # other chains, as long
+    for n, name in enumerate(others):  # other chains of the same length
         first = n % CHAIN == 0
         lines.append(f"VAR {name} = {_number(source)}" if first else f"VAR {name} = VAR {others[n - 1]}")
     end = max(len(lines) * 2 // 3, CHAIN)
@@ -145,7 +144,7 @@ def tracking(seed: str, size: int) -> Haystack:
 
 
 def tool_call(seed: str, size: int) -> Haystack:
-    """A transcript of ``size`` calls of a tool; one's arguments, by its order number, once more."""
+    """Generates a transcript of ``size`` tool calls; asks to repeat one call's arguments, given its order number."""
     source = random.Random(f"tool_call/{seed}")
     calls = [_order(source) for _ in range(size)]
     wanted = calls[_early(source, size)]
@@ -163,7 +162,7 @@ def tool_call(seed: str, size: int) -> Haystack:
     return Haystack("\n".join(lines), question, unfinished, expected, r'"([^"]*)"')
 
 
-#: By name; in the order of docs/evaluation.md.
+#: Kinds by name, in the order of docs/evaluation.md.
 KINDS: dict[str, Callable[[str, int], Haystack]] = {
     "exact_keys": exact_keys,
     "multi_key": multi_key,
@@ -174,7 +173,7 @@ KINDS: dict[str, Callable[[str, int], Haystack]] = {
 
 
 def _early(source: random.Random, size: int) -> int:
-    """A place in the first two thirds."""
+    """Returns a random index in the first two thirds."""
     return source.randrange(max(size * 2 // 3, 1))
 
 
@@ -191,7 +190,7 @@ def _sentence(word: str, number: str) -> str:
 
 
 def _words(source: random.Random, count: int) -> list[str]:
-    """Different words of three or four syllables."""
+    """Returns different words of three or four syllables."""
     found: dict[str, None] = {}
     while len(found) < count:
         found["".join(source.choices(SYLLABLES, k=source.randint(3, 4)))] = None
@@ -199,7 +198,7 @@ def _words(source: random.Random, count: int) -> list[str]:
 
 
 def _names(source: random.Random, count: int) -> list[str]:
-    """Different names of five capitals."""
+    """Returns different names of five capital letters."""
     found: dict[str, None] = {}
     while len(found) < count:
         found["".join(source.choices("ABCDEFGHIJKLMNOPQRSTUVWXYZ", k=5))] = None

@@ -14,21 +14,21 @@ from sglang_kvq.evaluation.base import Bench, Outcome, file_identity
 from sglang_kvq.evaluation.client import Client
 from sglang_kvq.evaluation.tasks.problems import read_json_lines, score, style_for
 
-#: Where a completed function ends (the same paper, section 2.1, and a new fence).
+#: Strings that end a completed function (the paper's, section 2.1, and a new fence).
 STOP = ("\nclass ", "\ndef ", "\n#", "\nif ", "\nprint", "\n```", "\nassert ")
-#: One for all servers: programs are measured in CPU seconds.
+#: One slot per core, shared by all servers, because programs are limited in CPU seconds.
 _CORES = threading.Semaphore(max(1, os.cpu_count() or 1))
 
 
 @dataclass(frozen=True)
 class HumanEvalTask:
-    """Settings.
+    """Settings of HumanEval.
 
     Attributes:
         path: HumanEval.jsonl or .jsonl.gz.
-        problems: only the first so many; 0 for all.
-        style: ``chat`` asks an instruct model for the whole function; ``completion`` lets a base or coder model go on;
-            ``auto`` is chat if the model has a template.
+        problems: number of first problems to use; 0 for all.
+        style: ``chat`` asks an instruct model for the whole function. ``completion`` lets a base or coder model
+            continue the prompt. ``auto`` is chat if the model has a template.
     """
 
     path: Path
@@ -81,11 +81,10 @@ def question(problem: dict[str, Any]) -> str:
 
 
 def extract(answer: str, problem: dict[str, Any]) -> str:
-    """The program in a chat model's answer.
+    """Extracts the program from a chat model's answer.
 
-    The first fenced block that defines the function, else the first block, else the whole answer as it is. What
-    stands before the function in the problem (imports, helpers) is put before it; a block without the function is
-    taken for its body.
+    It takes the first fenced block that defines the function, else the first block, else the whole answer. It prepends
+    the problem's text before the function (imports, helpers). A block without the function is taken for its body.
     """
     # A block that the token limit cut off has no closing fence.
     blocks = re.findall(r"```[^\n`]*\n(.*?)(?:\n[ \t]*```|$)", answer, re.DOTALL)

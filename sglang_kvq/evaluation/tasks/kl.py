@@ -1,7 +1,7 @@
 """Paired KL divergence, top-1 agreement and perplexity on held-out text, through the server's real cache.
 
-The server computes a prompt in chunks (``--chunked-prefill-size``), and a chunk attends to the stored keys and values
-of those before it: so a prompt's log-probabilities show what the quantized history does to the model.
+The server computes a prompt in chunks (``--chunked-prefill-size``). A chunk attends to the stored keys and values of
+earlier chunks. A prompt's log-probabilities therefore show the effect of the quantized history on the model.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from sglang_kvq.evaluation.stats import clustered
 
 @dataclass(frozen=True)
 class KLTask:
-    """Settings.
+    """Settings of the KL divergence.
 
     Attributes:
         texts: files to draw contexts from.
-        skip: share of each text to leave out at its beginning: what calibration used.
-        contexts: (tokens, how many) per length, evenly spaced over the texts.
-        first: first position measured. With 64 sink and 256 recent tokens in BF16, at 640 half of what a token
-            attends to is quantized, and more after it.
-        top: K, the reference's likeliest tokens that have a bucket of their own.
+        skip: share of each text to leave out at its beginning, which calibration used.
+        contexts: (tokens, count) per length, evenly spaced over the texts.
+        first: first position measured. With 64 sink and 256 recent tokens in BF16, half of the tokens that position 640
+            attends to are quantized, and more at later positions.
+        top: K, the number of the reference's likeliest tokens that are compared one by one.
     """
 
     texts: tuple[Path, ...]
@@ -70,12 +70,12 @@ class KLTask:
     # -- contexts -----------------------------------------------------------------------------------------
 
     def draw(self, client: Client, bench: Bench) -> Iterator[tuple[int, int, list[int]]]:
-        """Contexts that this server can take: length, number, and token ids ``[length - 1]``.
+        """Yields the contexts that this server can take: length, number, and token ids ``[length - 1]``.
 
-        The one token that a request generates makes up the length.
+        The one token that a request generates completes the length.
 
         Raises:
-            KVQuantError: the texts are too short for that many.
+            KVQuantError: the texts are too short for that many contexts.
         """
         whole = [
             bench.material.tokens(
@@ -106,7 +106,7 @@ class KLTask:
     # -- measuring ----------------------------------------------------------------------------------------
 
     def record_reference(self, client: Client, bench: Bench) -> None:
-        """Store the distributions that all methods are compared with, unless they are stored already."""
+        """Stores the distributions that all methods are compared with, unless they are already stored."""
 
         def record(context: tuple[int, int, list[int]]) -> None:
             length, _, ids = context
@@ -138,7 +138,7 @@ class KLTask:
                     f"no BF16 distributions of context {number} of {length} tokens in {bench.material.folder.name}: "
                     "run the method none with these settings first, or give --reference-server URL."
                 )
-            # Twice as many as are compared, since another server ranks them differently.
+            # Twice as many as are compared, because another server ranks them differently.
             found = Distributions.from_meta(client.prompt_logprobs(ids, self.first, 2 * self.top))
             result = compare(Distributions(**stored), found, self.top)
             return {
@@ -191,14 +191,14 @@ class KLTask:
 
 
 def room(client: Client) -> int:
-    """Tokens that one request may have on this server."""
+    """Returns how many tokens one request may have on this server."""
     facts = client.facts
-    # The page that a request's last token begins may have to be whole.
+    # The page of a request's last token may have to be allocated whole.
     return min(facts.context_length, facts.capacity - 64)
 
 
 def _summary(measured: list[dict[str, Any]]) -> dict[str, float | None]:
-    """Means over tokens with standard errors between contexts; perplexity's by the delta method."""
+    """Computes means over tokens with standard errors between contexts; perplexity's error by the delta method."""
     counts = [one["tokens"] for one in measured]
 
     def of(name: str) -> tuple[float, float | None]:

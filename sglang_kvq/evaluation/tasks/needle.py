@@ -1,4 +1,4 @@
-"""Needle in a haystack: a random number hidden in filler text, asked for at its end, by length and depth."""
+"""Needle in a haystack: a random number hidden in filler text and asked for at its end, by length and depth."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from sglang_kvq.evaluation.stats import mean_and_error
 from sglang_kvq.evaluation.tasks.kl import room
 
 CITIES = ("Lisbon", "Nairobi", "Oslo", "Lima", "Kyoto", "Dublin", "Havana", "Riga", "Hanoi", "Quito")
-#: Tokens of answer, question, needle and chat template, left free beside the filler.
+#: Tokens reserved for answer, question, needle and chat template.
 RESERVED = 160
 ANSWER_TOKENS = 32
 
 
 @dataclass(frozen=True)
 class NeedleTask:
-    """Settings.
+    """Settings of the needle task.
 
     Attributes:
-        text: file with the filler; it may be any text without numbers of seven digits.
+        text: file with the filler; any text without seven-digit numbers.
         skip: share of it to leave out at its beginning.
-        lengths: tokens of a whole request; those longer than the server takes are left out.
+        lengths: tokens of a whole request; lengths that the server cannot take are left out.
         depths: percent of the filler before the needle.
         trials: needles per cell, each with its own number and filler.
         style: ``chat``, ``completion``, or ``auto``: chat if the model has a template.
-        seed: of the numbers, the cities, and where in the text the filler begins.
+        seed: determines the numbers, the cities, and where in the text the filler begins.
     """
 
     text: Path
@@ -104,7 +104,7 @@ class NeedleTask:
     def _haystack(self, bench: Bench, client: Client, ids: np.ndarray, depth: float, needle: Needle) -> str:
         text = bench.material.text(ids, client)
         at = int(len(text) * depth / 100)
-        # Between words: at the next space, unless there is none.
+        # Inserts between words: at the next space, if there is one.
         at = text.find(" ", at) if " " in text[at:] else len(text)
         return f"{text[:at]} {needle.sentence}{text[at:]}"
 
@@ -135,7 +135,7 @@ class NeedleTask:
 
 
 class Needle:
-    """A number of seven digits that belongs to a city."""
+    """A seven-digit number that belongs to a city."""
 
     def __init__(self, city: str, number: int, source: random.Random) -> None:
         self.city, self.number, self.random = city, number, source
@@ -158,11 +158,11 @@ class Needle:
         return f"As the text above says, the magic number of {self.city} is"
 
     def found_in(self, answer: str) -> bool:
-        """Whether the first number of the answer is exactly this one; thousands separators do not matter."""
+        """Returns whether the answer's first number is exactly this one; thousands separators do not matter."""
         found = re.search(r"\d[\d,]*", answer)
         return found is not None and found.group().replace(",", "") == str(self.number)
 
 
 def short(length: int) -> str:
-    """16384 as 16k, 1500 as it is."""
+    """Formats 16384 as 16k, and 1500 as 1500."""
     return f"{length // 1024}k" if length % 1024 == 0 else str(length)

@@ -1,4 +1,4 @@
-"""What tasks of separate problems share: how a model is asked, and how solved problems become a score."""
+"""Shared by tasks of separate problems: the choice of style, the score, and reading problems."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from sglang_kvq.evaluation.stats import mean_and_error
 
 
 def style_for(style: str, client: Client) -> str:
-    """``chat`` or ``completion``: the one asked for, or for ``auto`` chat if the model has a template."""
+    """Returns ``chat`` or ``completion``; ``auto`` is chat if the model has a template."""
     return style if style != "auto" else ("chat" if client.has_chat_template else "completion")
 
 
 def score(name: str, style: str, solved: Sequence[dict[str, Any]], warnings: Sequence[str] = ()) -> Outcome:
-    """The share of problems with ``passed``; answers without ``complete`` were cut off."""
+    """Returns the share of problems with ``passed``; answers without ``complete`` were cut off."""
     items = [int(one["passed"]) for one in solved]
     value, se = mean_and_error(items)
     cut = sum(not one["complete"] for one in solved)
@@ -35,10 +35,10 @@ def score(name: str, style: str, solved: Sequence[dict[str, Any]], warnings: Seq
 
 
 def read_json_lines(path: Path, fields: tuple[str, ...]) -> list[dict[str, Any]]:
-    """The objects of a .jsonl file, which may be gzipped.
+    """Reads the objects of a .jsonl file, which may be gzipped.
 
     Raises:
-        KVQuantError: not readable, empty, or a line without one of ``fields``.
+        KVQuantError: the file is not readable or empty, or a line lacks one of ``fields``.
     """
     try:
         data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()

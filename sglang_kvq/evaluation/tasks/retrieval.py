@@ -1,12 +1,12 @@
-"""Finding and copying exactly, by length: keys, numbers, chains of variables, the arguments of a tool's call.
+"""Finding and copying exactly, by length: keys, numbers, chains of variables, arguments of a tool call.
 
-Prose hides what coarse keys cost: a needle in filler is unlike anything around it. Here the haystack is made of needles
-(``haystacks``), and an answer counts only if it is copied to the last character. What a model generates it reads from
-the cache, whatever the server's chunks; how it reads its prompt depends on ``--chunked-prefill-size``.
+Prose hides the cost of coarse keys, because a needle in filler differs from everything around it. Here the haystack
+consists of needles (``haystacks``), and an answer counts only if it is copied to the last character. A model reads its
+answer's context from the cache, for any chunk size. How it reads its prompt depends on ``--chunked-prefill-size``.
 
-``exact_keys`` also gives the log-likelihood of the right value, which tells methods apart where a small model's copies
-are all wrong: the prompt is cached first, then value tokens are scored behind it, so they read what decoding would
-    read.
+``exact_keys`` also gives the log-likelihood of the right value. It distinguishes methods even if a small model's copies
+are all wrong. The prompt is cached first and the value's tokens are scored behind it, so they read what decoding would
+read.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from sglang_kvq.evaluation.tasks.haystacks import KINDS, Haystack
 from sglang_kvq.evaluation.tasks.kl import room
 from sglang_kvq.evaluation.tasks.needle import short
 
-#: Tokens of answer, question and chat template, left free beside the haystack.
+#: Tokens reserved for answer, question and chat template.
 RESERVED = 384
 ANSWER_TOKENS = 256
-#: Lines of the haystack that a line's length is measured on.
+#: Number of lines from which the tokens per line are measured.
 SAMPLE = 40
 
 
 @dataclass(frozen=True)
 class RetrievalTask:
-    """Settings.
+    """Settings of a retrieval task.
 
     Attributes:
         name: a kind of ``haystacks.KINDS``.
-        lengths: tokens of a whole request; those longer than the server takes are left out.
+        lengths: tokens of a whole request; lengths that the server cannot take are left out.
         cases: haystacks per length.
         style: ``chat``, ``completion``, or ``auto``: chat if the model has a template.
     """
@@ -86,7 +86,7 @@ class RetrievalTask:
         return self._outcome(asked, style, fitting)
 
     def lines(self, length: int, client: Client, bench: Bench) -> int:
-        """The size of a haystack of that many tokens, the reserved ones left free.
+        """Returns the size of a haystack for a request of ``length`` tokens, without the reserved ones.
 
         Raises:
             KVQuantError: not even one line fits.
@@ -102,7 +102,7 @@ class RetrievalTask:
         return size
 
     def likelihood(self, case: Haystack, client: Client, bench: Bench) -> dict[str, Any]:
-        """``nats``: of the value's tokens, summed, given the prompt and those before; ``likeliest``: how many are."""
+        """Returns ``nats``, the value's negative log-likelihood, and ``likeliest``, its tokens that rank first."""
         prompt = [
             *bench.material.begin_token(client),
             *bench.material.encode(f"{case.text}\n\n{case.unfinished}", client),
@@ -144,5 +144,5 @@ class RetrievalTask:
 
 
 def _quoted(case: Haystack, answer: str, style: str) -> str:
-    """A completion begins within what ``unfinished`` begun."""
+    """Restores the quotation mark that ``unfinished`` opened before a completion."""
     return answer if style == "chat" else case.unfinished[-1] + answer if case.unfinished.endswith('"') else answer

@@ -1,1 +1,1 @@
-"""What rotations and methods do to a model: tables, pictures and the divergence of its answers."""
+"""Effects of rotations and methods on a model: tables, plots, and the divergence of its predictions."""

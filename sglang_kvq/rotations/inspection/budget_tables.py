@@ -12,7 +12,7 @@ from sglang_kvq.rotations.inspection.foreseen import Foreseen
 
 
 def divergence_table(found: BudgetDivergence) -> Table:
-    """A row for each budget and one for the reference; the recommended one is marked."""
+    """Builds a table with a row per budget and one for the reference; marks the recommended budget."""
     table = _table(f"Divergence from the unquantized model, {found.contexts} x {found.length} tokens held out")
     for name in ("--kv-quant-\nbits", "allocated\nbits", "tokens a\nGPU holds", "KL, nats\nper token", "top-1", ""):
         table.add_column(name, justify="right" if name else "left", no_wrap=True)
@@ -31,7 +31,7 @@ def divergence_table(found: BudgetDivergence) -> Table:
 
 
 def recommendation(found: BudgetDivergence) -> str:
-    """The rule, and what follows from it."""
+    """Returns the recommended budget with the rule behind it, as one line of text."""
     chosen = found.recommended
     limit = f"{found.limit:.3g} nats (the larger of {TOLERANCE:g} times {REFERENCE}'s and {SMALL:g})"
     if chosen is None:
@@ -48,10 +48,10 @@ def recommendation(found: BudgetDivergence) -> str:
 
 
 def foreseen_table(rows: Sequence[Foreseen], measured: bool) -> Table:
-    """What widths are foreseen to cost at each budget, and the bound.
+    """Builds a table of the predicted error at each budget, and its lower bound.
 
     Args:
-        measured: whether importances are, so that errors are in nats.
+        measured: True if importances were measured, so that errors are in nats.
     """
     table = _table("Foreseen error, and the bound for Gaussian channels")
     unit = "foreseen,\nnats" if measured else "foreseen,\nrelative"

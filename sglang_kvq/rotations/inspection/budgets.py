@@ -1,18 +1,18 @@
-"""Which budget of bits a model's transform coding should be served at: measured on text that calibration has not seen.
+"""Recommends a bit budget for a model's transform coding, measured on text that calibration has not seen.
 
-``kvq calibrate`` runs a few contexts of its corpus that it did not draw, once exactly and once with history through the
-records of each of ``BUDGETS``, and of ``int4``, which loses next to nothing and is what to compare with. What it finds
-goes to the folder's ``config.json`` as ``divergence``, for ``kvq inspect`` and for servers. For a folder that has none,
+``kvq calibrate`` runs a few contexts of its corpus that it did not draw. It runs each exactly, with history through the
+records of each of ``BUDGETS``, and with ``int4``, a nearly lossless reference. It writes the result to the folder's
+``config.json`` as ``divergence``, for ``kvq inspect`` and for servers. For a folder that has none, run
 
     python -m sglang_kvq.rotations.inspection.budgets MODEL FOLDER --text CORPUS [--contexts 2] [--length 1024]
 
-with the corpus that it was calibrated on. ``inspection.foreseen`` has what theory says of the same budgets.
+with the corpus of its calibration. ``inspection.foreseen`` predicts the errors of the same budgets from theory.
 
-The recommendation is the least budget whose divergence, with one standard error on top, is within a limit, as is that
-of every larger one. The limit is ``TOLERANCE`` times int4's divergence or ``SMALL``, whichever is larger: what int4
-loses has been acceptable, and below 0.02 nats the text that the model writes itself becomes at most 2% more perplexing
-to it. The error on top keeps a lucky measurement from being believed, and the larger budgets a lucky dip. Bends of the
-curve are not looked for: at a high rate half a bit less doubles the error wherever one stands, so there are none.
+The recommendation is the least budget whose divergence plus one standard error is within a limit. Every larger budget
+must be within the limit too. The limit is ``TOLERANCE`` times int4's divergence or ``SMALL``, whichever is larger.
+int4's loss has been acceptable. Below 0.02 nats, text that the model writes itself becomes at most 2% more perplexing
+to it. The standard error, and the condition on larger budgets, guard against lucky measurements. The rule looks for no
+bend in the curve: at high rates, half a bit less doubles the error everywhere, so there is none.
 """
 
 from __future__ import annotations
@@ -39,26 +39,26 @@ from sglang_kvq.rotations.storage.config_file import CONFIG_FILE
 
 #: Values of ``--kv-quant-bits`` that are measured.
 BUDGETS = (1.25, 1.6, 2.0, 2.25, 2.5, 3.0, 3.5)
-#: The method to compare with.
+#: The method that budgets are compared with.
 REFERENCE = "int4"
-#: A divergence so many times the reference's is as good, and so is one of so many nats per token.
+#: A divergence is acceptable up to this factor of the reference's, or up to this many nats per token.
 TOLERANCE, SMALL = 1.5, 0.02
 
-#: Under this name ``config.json`` has a ``BudgetDivergence``.
+#: Field of ``config.json`` that holds a ``BudgetDivergence``.
 FIELD = "divergence"
 
 
 @dataclass(frozen=True)
 class HeldOut:
-    """How much text to measure on.
+    """The amount of text to measure on.
 
     Attributes:
-        contexts: of the corpus, none of which overlaps one that calibration drew, or another.
-        length: tokens of each, a multiple of ``PAGE_SIZE``. Their second half counts; the first is mostly BF16.
+        contexts: number of contexts from the corpus; they overlap neither each other nor calibration's.
+        length: tokens per context, a multiple of ``PAGE_SIZE``. Only the second half counts; the first is mostly BF16.
         sink, recent: BF16 tokens at both ends.
 
     Raises:
-        KVQuantError: too few to measure anything.
+        KVQuantError: there are too few contexts or tokens to measure anything.
     """
 
     contexts: int = 2
@@ -78,7 +78,7 @@ class HeldOut:
 
     @property
     def first(self) -> int:
-        """Position from which on tokens count: the middle, or where a page of history is quantized."""
+        """First position that counts: the middle, or the first with a quantized page of history."""
         return max(self.length // 2 // PAGE_SIZE * PAGE_SIZE, self.sink + self.recent + PAGE_SIZE)
 
 
@@ -88,12 +88,11 @@ class Measured:
 
     Attributes:
         method: "transform" or ``REFERENCE``.
-        budget: of --kv-quant-bits; None for the method's only width.
-        bits: allocated per element of a page that has no overlay, all that it holds counted.
-        capacity: tokens in the memory that holds one in BF16, overlays by the default of --kv-quant-bf16-budget taken
-            off.
+        budget: value of --kv-quant-bits; None for the method's only width.
+        bits: allocated bits per element of a page without overlay, everything counted.
+        capacity: tokens per BF16 token at equal memory, minus overlays at the default --kv-quant-bf16-budget.
         kl, kl_error: mean divergence in nats per token, and its standard error.
-        top1, top1_error: share of tokens on whose most likely successor both agree.
+        top1, top1_error: share of tokens where both predict the same most likely successor, and its standard error.
     """
 
     method: str
@@ -108,12 +107,12 @@ class Measured:
 
 @dataclass(frozen=True)
 class BudgetDivergence:
-    """What was measured of a model.
+    """The measured divergences of a model.
 
     Attributes:
-        budgets: of transform coding, ascending.
+        budgets: transform coding at each budget, ascending.
         reference: ``REFERENCE``.
-        contexts, length, tokens: held-out contexts, tokens of each, and how many of these counted.
+        contexts, length, tokens: number of held-out contexts, tokens of each, and tokens that counted in total.
     """
 
     budgets: tuple[Measured, ...]
@@ -124,12 +123,12 @@ class BudgetDivergence:
 
     @property
     def limit(self) -> float:
-        """Nats per token that are acceptable."""
+        """Acceptable divergence in nats per token."""
         return max(SMALL, TOLERANCE * self.reference.kl)
 
     @cached_property
     def recommended(self) -> float | None:
-        """The least budget within the limit, as the module says; None: not even the largest is."""
+        """The least budget within the limit, see the module; None if not even the largest is."""
         found = None
         for row in sorted(self.budgets, key=lambda row: row.bits, reverse=True):
             if not row.kl + row.kl_error <= self.limit:
@@ -138,16 +137,16 @@ class BudgetDivergence:
         return found
 
     def to_json(self) -> dict[str, Any]:
-        """For ``config.json`` and ``--json``."""
+        """Returns the content for ``config.json`` and ``--json``."""
         return {"recommended_bits": self.recommended, "limit": self.limit, **asdict(self)}
 
 
 class BudgetPass:
-    """What ``kvq calibrate`` does when it has written its folder: measures budgets, and adds them to it.
+    """Last step of ``kvq calibrate``, after it wrote its folder: measures budgets and adds them to the folder.
 
     Attributes:
-        found: what was measured; None before.
-        started: whether the folder was written.
+        found: the measurements; None before ``run``.
+        started: True once the folder was written.
     """
 
     def __init__(self, held_out: HeldOut, settings: CalibrationSettings, progress: Progress | None = None) -> None:
@@ -156,15 +155,15 @@ class BudgetPass:
         self.started = False
 
     def check(self, ids: torch.Tensor) -> None:
-        """Before anything runs.
+        """Checks, before anything runs, that the corpus has room for held-out contexts.
 
         Raises:
-            KVQuantError: as ``held_out_starts``.
+            KVQuantError: the corpus is too short, see ``held_out_starts``.
         """
         held_out_starts(len(ids), self._settings, self._held_out)
 
     def run(self, model: Any, ids: torch.Tensor, rotations: Rotations, folder: Path) -> BudgetDivergence:
-        """Arguments: of ``check`` and ``measure_budgets``; the folder holds the rotations."""
+        """Measures budgets and stores them in ``folder``, which holds the rotations."""
         self.started = True
         starts = held_out_starts(len(ids), self._settings, self._held_out)
         contexts = [ids[start : start + self._held_out.length] for start in starts]
@@ -174,10 +173,10 @@ class BudgetPass:
 
 
 def held_out_starts(tokens: int, settings: CalibrationSettings, held_out: HeldOut) -> list[int]:
-    """First tokens of contexts that calibration with these settings does not draw from so many tokens, far apart.
+    """Returns the first tokens of contexts that calibration does not draw, spread over the corpus.
 
     Raises:
-        KVQuantError: there are not as many.
+        KVQuantError: there is no room for enough contexts.
     """
     drawn = draw_contexts(torch.arange(tokens), settings)
     begins = [0, *(drawn[:, -1] + 1).tolist()]
@@ -188,8 +187,8 @@ def held_out_starts(tokens: int, settings: CalibrationSettings, held_out: HeldOu
         room += [begin + i * held_out.length + spare * (i + 1) // (count + 1) for i in range(count)]
     if len(room) < held_out.contexts:
         raise KVQuantError(
-            f"the corpus has {tokens} tokens; beside the {drawn.numel()} that calibration draws there is room for "
-            f"{len(room)} contexts of {held_out.length} tokens, and to recommend a budget {held_out.contexts} are "
+            f"the corpus has {tokens} tokens; besides the {drawn.numel()} that calibration draws it has room for "
+            f"{len(room)} contexts of {held_out.length} tokens, but to recommend a budget {held_out.contexts} are "
             "needed: give more text, lower --tokens, --held-out-contexts or --held-out-length, or pass --no-recommend."
         )
     return [room[(2 * i + 1) * len(room) // (2 * held_out.contexts)] for i in range(held_out.contexts)]
@@ -204,15 +203,15 @@ def measure_budgets(
     budgets: Sequence[float] = BUDGETS,
     progress: Progress | None = None,
 ) -> BudgetDivergence:
-    """Run the model over every context exactly, with ``REFERENCE``, and with transform coding at each budget.
+    """Runs the model over every context exactly, with ``REFERENCE``, and with transform coding at each budget.
 
     Args:
-        model: as for ``divergences``.
+        model: see ``divergences``.
         contexts: int64 ``[held_out.length]`` each.
         rotations: for transform coding.
 
     Raises:
-        KVQuantError: a divergence that is not finite.
+        KVQuantError: a divergence is not finite.
     """
     named = {budget: f"transform:{budget:g}" for budget in sorted(budgets)}
     candidates = {name: candidate_of(name, rotations, model.config) for name in (REFERENCE, *named.values())}
@@ -228,7 +227,7 @@ def measure_budgets(
         if not torch.isfinite(divergence.kl).all():
             raise KVQuantError(
                 f"{name}: the model's divergence is not finite: it overflows in its dtype; pass --dtype float32. "
-                "The rotations are whole, and can be served with a budget of your own."
+                "The rotations are complete and can be served with a budget that you choose."
             )
     return BudgetDivergence(
         tuple(_measured(candidates[name], budget, found[name]) for budget, name in named.items()),
@@ -248,16 +247,16 @@ def _measured(candidate: Candidate, budget: float | None, divergence: TokenDiver
 
 
 def _mean(values: torch.Tensor) -> tuple[float, float]:
-    """The mean of ``[pages * PAGE_SIZE]``, and its standard error between pages: neighbors fail together."""
+    """Returns the mean of ``[pages * PAGE_SIZE]`` and its standard error between pages: neighbors fail together."""
     pages = values.unflatten(0, (-1, PAGE_SIZE)).mean(1)
     return float(pages.mean()), float(pages.std() / len(pages) ** 0.5)
 
 
 def store(found: BudgetDivergence, folder: Path) -> None:
-    """Add it to the folder's ``config.json``, or replace what was measured before.
+    """Adds measurements to the folder's ``config.json``, replacing earlier ones.
 
     Raises:
-        KVQuantError: it cannot be written.
+        KVQuantError: the file cannot be written.
     """
     path = folder / CONFIG_FILE
     temporary = path.with_suffix(".tmp")
@@ -266,14 +265,14 @@ def store(found: BudgetDivergence, folder: Path) -> None:
         temporary.write_text(_text({**config, FIELD: found.to_json()}) + "\n")
         temporary.replace(path)
     except OSError as error:
-        raise KVQuantError(f"cannot write {path}: {error.strerror or error}; its rotations are whole.") from error
+        raise KVQuantError(f"cannot write {path}: {error.strerror or error}; its rotations are complete.") from error
 
 
 def stored(rotations: Rotations) -> BudgetDivergence | None:
-    """What the folder that rotations were loaded from says of budgets; None if nothing.
+    """Reads the budgets stored in the folder that rotations were loaded from; None if there are none.
 
     Raises:
-        KVQuantError: it says something else.
+        KVQuantError: the field is malformed.
     """
     path = Path(rotations.meta.source or "") / CONFIG_FILE
     if not rotations.is_transform or rotations.meta.source is None or not path.is_file():
@@ -296,7 +295,7 @@ def stored(rotations: Rotations) -> BudgetDivergence | None:
 
 
 def _text(value: Any, indent: int = 0) -> str:
-    """JSON with a line for each field and for each table's row; lists of numbers are not spread."""
+    """Formats JSON with a line per field and per row of a table; lists of numbers stay on one line."""
     if isinstance(value, dict) and (indent < 4 or any(isinstance(x, (dict, list, tuple)) for x in value.values())):
         items = [f"{json.dumps(name)}: {_text(x, indent + 2)}" for name, x in value.items()]
         opening, closing = "{}"
@@ -310,7 +309,7 @@ def _text(value: Any, indent: int = 0) -> str:
 
 
 def main() -> None:
-    """Measure the budgets of a folder that is there, print them, and add them to it."""
+    """Measures the budgets of an existing folder, prints them, and adds them to the folder."""
     import argparse
 
     from rich.console import Console
@@ -323,9 +322,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("model")
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--text", type=Path, action="append", required=True, help="what it was calibrated on")
-    parser.add_argument("--text-share", type=float, default=1.0, help="as it was calibrated with")
-    parser.add_argument("--context", type=int, default=CalibrationSettings.context, help="likewise")
+    parser.add_argument("--text", type=Path, action="append", required=True, help="the corpus of its calibration")
+    parser.add_argument("--text-share", type=float, default=1.0, help="the --text-share of its calibration")
+    parser.add_argument("--context", type=int, default=CalibrationSettings.context, help="the --context of calibration")
     parser.add_argument("--contexts", type=int, default=HeldOut.contexts)
     parser.add_argument("--length", type=int, default=HeldOut.length, help="tokens per context")
     parser.add_argument("--device", default="")

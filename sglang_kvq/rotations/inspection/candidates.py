@@ -1,4 +1,4 @@
-"""Methods as a fake-quantized model sees them: rotations and page formats of every layer."""
+"""Methods as a fake-quantized model uses them: rotations and page formats of every layer."""
 
 from __future__ import annotations
 
@@ -30,15 +30,16 @@ class Candidate:
 
 
 def candidates_of(methods: Sequence[str], learned: Rotations, hf_config: Any) -> list[Candidate]:
-    """Candidates by name; those with learned rotations, which are ``learned``, come last.
+    """Returns candidates by name; those that use the learned rotations come last.
 
     Args:
-        methods: each ``NAME`` or ``NAME:BITS``, BITS as for ``--kv-quant-bits``; none means all that the rotations are
-            for, at their default width.
+        methods: each ``NAME`` or ``NAME:BITS``, with BITS as for ``--kv-quant-bits``. If empty: all methods that the
+            rotations suit, at their default width.
+        learned: the rotations to use for methods with learned rotations.
         hf_config: the model's transformers config.
 
     Raises:
-        KVQuantError: unknown method or width; rotations of another model, or for other methods.
+        KVQuantError: a method or width is unknown, or the rotations are for another model or other methods.
     """
     suited = [name for name in METHOD_NAMES if takes(name, learned)]
     candidates = [candidate_of(name, learned, hf_config) for name in methods or suited]
@@ -46,13 +47,13 @@ def candidates_of(methods: Sequence[str], learned: Rotations, hf_config: Any) ->
 
 
 def takes(spec: str, learned: Rotations) -> bool:
-    """Whether a method may be measured beside these rotations: it takes such, or no learned ones at all."""
+    """Returns whether a method can be measured with these rotations: it uses their kind, or no learned ones."""
     method = get_method(spec.partition(":")[0])
     return method.rotation is not RotationKind.LEARNED or method.planes == learned.is_transform
 
 
 def candidate_of(spec: str, learned: Rotations | None, hf_config: Any) -> Candidate:
-    """One method on one model; ``learned`` are the rotations if it takes such. Arguments as ``candidates_of``."""
+    """Returns one method on one model; only methods with learned rotations use ``learned``."""
     name, _, bits = spec.partition(":")
     config, geometry = KVQuantConfig(name, bits=bits or None), geometry_of(hf_config)
     if get_method(name).rotation is RotationKind.LEARNED:

@@ -1,9 +1,9 @@
-"""What a method costs in quality: per-token KL divergence of a model with a fake-quantized history.
+"""Quality cost of a method: per-token KL divergence of a model with a fake-quantized history.
 
     python -m sglang_kvq.rotations.inspection.divergence MODEL TEXT [--rotations FOLDER ...] [--skip 0.8] [--contexts 4]
 
-The model runs whole contexts through transformers. For every query, keys and values past the sink and
-older than the recent window go through the real records in the rotated basis; the rest are BF16.
+The model runs whole contexts through transformers. For every query, keys and values between the sink and the recent
+window go through the real records in the rotated basis. The rest are BF16.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ class FakeQuantAttention:
 
 @dataclass(frozen=True)
 class TokenDivergence:
-    """How far the model's next-token distributions move, token by token, contexts one after another.
+    """Change of the model's next-token distributions, token by token, contexts one after another.
 
     Attributes:
         kl: float64 ``[tokens]``, KL(BF16 || candidate) in nats.
-        agrees: bool ``[tokens]``: whether both think the same token the most likely.
+        agrees: bool ``[tokens]``: True if both predict the same most likely token.
     """
 
     kl: torch.Tensor
@@ -68,16 +68,16 @@ def divergences(
     first: int = 500,
     progress: Callable[[int, int], None] | None = None,
 ) -> dict[str, TokenDivergence]:
-    """Divergence of every token from ``first`` on.
+    """Measures the divergence of every token from position ``first`` on.
 
     Args:
         model: a transformers causal language model, best in float32 (only the cache is rounded to BF16).
         contexts: token ids int64 ``[T]`` each, T > first.
-        first: positions below it are left out: their history is hardly quantized.
-        progress: called with the passes over a context that are done, and how many there are.
+        first: earlier positions are left out, because little of their history is quantized.
+        progress: called with the number of finished passes over a context, and the total.
 
     Returns:
-        that of each candidate, by name, on the CPU.
+        the divergences of each candidate, by name, on the CPU.
     """
     found: dict[str, list[TokenDivergence]] = {name: [] for name in candidates}
     report, total = progress or (lambda done, total: None), len(contexts) * (1 + len(candidates))
@@ -98,13 +98,13 @@ def divergences(
 def mean_kl(
     model: Any, contexts: list[torch.Tensor], candidates: dict[str, FakeQuantAttention], *, first: int = 500
 ) -> dict[str, float]:
-    """Mean over tokens of ``divergences``' KL, by name of the candidate. Arguments likewise."""
+    """Averages the KL of ``divergences`` over tokens, by name of the candidate; same arguments."""
     found = divergences(model, contexts, candidates, first=first)
     return {name: float(divergence.kl.mean()) for name, divergence in found.items()}
 
 
 def _compare(logp: torch.Tensor, reference: torch.Tensor) -> TokenDivergence:
-    """Of log-probabilities ``[tokens, vocab]``; in parts, for a difference of vocabularies is as large as both."""
+    """Compares log-probabilities ``[tokens, vocab]``, in parts: a whole difference would need as much memory again."""
     kl = torch.cat(
         [
             torch.nn.functional.kl_div(a, b, reduction="none", log_target=True).sum(-1, dtype=torch.float64)
@@ -115,7 +115,7 @@ def _compare(logp: torch.Tensor, reference: torch.Tensor) -> TokenDivergence:
 
 
 def _log_probs(model: Any, ids: torch.Tensor, attention: FakeQuantAttention, first: int) -> torch.Tensor:
-    """Float32 ``[T - first, vocab]``."""
+    """Returns log-probabilities, float32 ``[T - first, vocab]``."""
     with attention_hook(model, attention):
         out = model(ids[None].to(model.device), use_cache=False, logits_to_keep=len(ids) - first)
     logits: torch.Tensor = out.logits[0]
@@ -123,7 +123,7 @@ def _log_probs(model: Any, ids: torch.Tensor, attention: FakeQuantAttention, fir
 
 
 def main() -> None:
-    """Print the mean KL of every method, and of every ``--rotations`` folder with the methods that take such."""
+    """Prints the mean KL of every method, with each ``--rotations`` folder if the method uses learned rotations."""
     import argparse
     from pathlib import Path
 

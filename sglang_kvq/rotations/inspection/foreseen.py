@@ -1,10 +1,11 @@
-"""What transform coding is foreseen to cost a model at each budget, beside the least that any code could.
+"""Predicted error of transform coding at each budget, compared with the least that any code could reach.
 
-By the model of ``maths.transform`` a channel of energy e in a layer of importance a costs a e d nats when it is coded
-with distortion d. Over all channels of all layers, keys and values together, no code of R bits per element costs less
-than reverse water-filling gives, if the channels are independent and Gaussian; with the same energies all others can be
-coded in fewer. What is between has three parts: scalar quantizers instead of long vectors (0.25 bits, 1.5 dB, at high
-rates), a gain for each row, and widths that are whole bits, at most 6, for a quarter of a row.
+In the model of ``maths.transform``, a channel of energy e in a layer of importance a costs a e d nats at distortion d.
+Reverse water-filling over all channels of all layers, keys and values together, gives a lower bound at R bits per
+element. It holds for independent Gaussian channels; other channels of the same energies need fewer bits.
+
+The gap has three causes. Scalar quantizers replace long vectors (0.25 bits, 1.5 dB, at high rates). Each row has a
+gain. Widths are whole bits, at most 6, per quarter of a row.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ from sglang_kvq.rotations.resolve import plane_formats
 
 @dataclass(frozen=True)
 class Foreseen:
-    """One budget.
+    """Predicted error at one budget.
 
     Attributes:
-        budget: allocated bits per element asked for.
-        bits: those of the widths chosen.
-        nats: foreseen of these; nats per token where importances are measured, else in units of their own.
-        bound: the least possible at ``budget``, in the same units, for Gaussian channels.
-        gap_bits: by how many bits per element fewer than ``budget`` the bound is where ``nats`` are.
+        budget: requested bits per element.
+        bits: allocated bits per element of the chosen widths.
+        nats: predicted error of these widths, in nats per token if importances are measured, else in their own units.
+        bound: least possible error of Gaussian channels at ``budget``, in the same units.
+        gap_bits: ``budget`` minus the bits per element at which the bound equals ``nats``.
     """
 
     budget: float
@@ -43,12 +44,12 @@ class Foreseen:
 
     @property
     def gap_db(self) -> float:
-        """By how much the chosen widths' error is larger than the bound."""
+        """Ratio of the chosen widths' error to the bound, in dB."""
         return 10 * log10(self.nats / self.bound)
 
 
 def foreseen(rotations: Rotations, budgets: Sequence[float] = BUDGETS) -> list[Foreseen]:
-    """Each budget's widths as a server would choose them, and the bound.
+    """Returns, for each budget, the error of the widths that a server would choose, and the bound.
 
     Args:
         rotations: for transform coding.
@@ -66,7 +67,7 @@ def foreseen(rotations: Rotations, budgets: Sequence[float] = BUDGETS) -> list[F
 
 
 def weighted_energies(rotations: Rotations) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of keys and of values, float64 ``[layers, heads, D]``: what losing each channel costs."""
+    """Returns the cost of losing each channel of keys and of values, float64 ``[layers, heads, D]`` each."""
     importance = rotations.meta.importance
     if rotations.k_energies is None or rotations.v_energies is None or importance is None:
         raise ValueError("transform coding has energies and importances")
@@ -78,16 +79,16 @@ def weighted_energies(rotations: Rotations) -> tuple[torch.Tensor, torch.Tensor]
 
 
 def rate_at(energies: torch.Tensor, error: float) -> float:
-    """``rate_distortion``'s inverse: bits per channel with which Gaussian channels have this error in sum.
+    """Inverts ``rate_distortion``: returns the bits per channel at which Gaussian channels have this total error.
 
     Args:
         energies: of any shape, positive.
-        error: positive; from the sum of energies on no bits are needed.
+        error: positive; at the sum of energies or above, 0 bits are needed.
     """
     x = np.sort(energies.double().flatten().numpy())
     if error >= x.sum():
         return 0.0
-    # Below the n-th smallest as water level, those under it lose all of themselves and the others the level each.
+    # At a water level of the n-th smallest energy, smaller channels lose all their energy, the others the level each.
     below = np.append(0.0, np.cumsum(x))[:-1]
     above = len(x) - np.arange(len(x))
     n = int(np.argmax(below + x * above >= error))
@@ -96,6 +97,6 @@ def rate_at(energies: torch.Tensor, error: float) -> float:
 
 
 def _error(energies: torch.Tensor, codes: Sequence[PlaneCode]) -> float:
-    """Of each layer's code on its channels ``[layers, heads, D]``, all together."""
+    """Returns the total error of each layer's code on its channels ``[layers, heads, D]``."""
     distortion = torch.tensor(DISTORTION, dtype=torch.float64)[torch.tensor([code.widths for code in codes])]
     return float((plane_energies(energies).sum(1) * distortion).sum())

@@ -1,4 +1,4 @@
-"""What each method does to the attention output of each layer of a model, by KV head."""
+"""Effect of each method on the attention output of each layer of a model, by KV head."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ SINK, RECENT = 64, 256
 
 @dataclass(frozen=True)
 class Measured:
-    """Errors of the attention output, relative to its size, when a layer's history keys or values are quantized.
+    """Relative errors of the attention output when the history's keys or values of a layer are quantized.
 
     Attributes:
         errors: by method, float64 ``[2, layers, kv_heads]``: keys, values.
-        contexts, length: what they were measured on.
+        contexts, length: number of contexts measured, and tokens of each.
     """
 
     errors: dict[str, torch.Tensor]
@@ -49,14 +49,14 @@ def measure(
     dtype: str = "",
     progress: Progress | None = None,
 ) -> Measured:
-    """Run the model over contexts of the text and quantize each layer's history with every method.
+    """Runs the model over contexts of the text and quantizes each layer's history with every method.
 
     Args:
-        methods: names of the methods registry; none means all that can be measured.
+        methods: names in the methods registry; empty means all that can be measured.
         length: tokens per context.
 
     Raises:
-        KVQuantError: model, text or method not usable; text too short; the rotations are of another model.
+        KVQuantError: the model, text or a method cannot be used, the text is too short, or the rotations do not fit.
     """
     least = SINK + RECENT + 2 * PAGE_SIZE
     if length < least or contexts < 1:
@@ -93,14 +93,14 @@ def measure(
 def layer_errors(
     candidate: Candidate, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, starts: list[int]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Errors of one method in one layer on one context; q, k, v and scale as an ``AttentionHook``'s.
+    """Measures one method in one layer on one context; q, k, v and scale as in an ``AttentionHook``.
 
     Args:
         starts: first positions of the pages of queries to measure.
 
     Returns:
-        squared error of the attention output per KV head with quantized keys, then values, float64 ``[2, kv_heads]``,
-        and the output's squared size, float64 ``[kv_heads]``. CPU.
+        squared error of the attention output per KV head, first with quantized keys, then with quantized values,
+        float64 ``[2, kv_heads]``; and the output's squared norm, float64 ``[kv_heads]``. Both on the CPU.
     """
     heads = k.shape[0]
     context = RotatedContext.of(candidate.rotations, layer, q, k, v, scale, sink=SINK, recent=RECENT)

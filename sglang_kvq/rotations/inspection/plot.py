@@ -1,4 +1,4 @@
-"""The picture of ``kvq inspect --plot``."""
+"""The plot of ``kvq inspect --plot``."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _Panel = Callable[[Any, Any, int], None]
 
 
 def need_matplotlib() -> None:
-    """
+    """Checks that matplotlib is installed.
     Raises:
         KVQuantError: matplotlib is not installed.
     """
     try:
-        import matplotlib  # noqa: F401 (only whether it is there)
+        import matplotlib  # noqa: F401 (only tests the import)
     except ImportError as error:
         raise KVQuantError(
             "--plot needs matplotlib: pip install 'sglang-kvq[plot]', or leave --plot out for tables only."
@@ -44,12 +44,12 @@ def check_name(path: Path) -> None:
 
 
 def draw(rotations: Rotations, measured: Measured | None, path: Path) -> None:
-    """Per layer for keys (left) and values (right): errors of each method, of each head, sensitivities, spectra.
+    """Plots, per layer, for keys (left) and values (right): errors by method and head, sensitivities, spectra.
 
-    Rows for which there are no data are left out.
+    Rows without data are left out.
 
     Raises:
-        KVQuantError: nothing to draw, or the file cannot be written.
+        KVQuantError: there is nothing to draw, or the file cannot be written.
     """
     need_matplotlib()
     from matplotlib.figure import Figure  # without pyplot: no display, no global state

@@ -1,4 +1,4 @@
-"""What ``kvq inspect`` shows: tables of at most the terminal's width, or the same as JSON."""
+"""Output of ``kvq inspect``: tables of at most the terminal's width, or the same as JSON."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from sglang_kvq.rotations.storage.card import coding_gains, describe_clips, desc
 def report(
     rotations: Rotations, kv_heads: int | None, measured: Measured | None, *, width: int = 80, verbose: bool = False
 ) -> Iterator[RenderableType]:
-    """Tables for a terminal of that many columns; with ``verbose`` long texts too, and what columns mean."""
+    """Yields tables for a terminal of ``width`` columns; ``verbose`` adds long texts and the columns' meanings."""
     yield _facts(rotations, kv_heads, verbose)
     yield _layers(rotations)
     if verbose:
         if rotations.is_transform:
             at = f"at {_default_bits():g} bits per element"
-            yield f"gain: of bits by energy over equal bits. weight: importance. bits: of each plane {at}."
+            yield f"gain: bits by energy compared with equal bits. weight: importance. bits: of each plane {at}."
         else:
-            parts = "error: of the attention output. nats: sensitivity at 2 and 4 bits."
-            yield f"{parts} top 8: their share of the spectrum."
+            parts = "error: relative, of the attention output. nats: sensitivity at 2 and 4 bits."
+            yield f"{parts} top 8: share of the 8 largest eigenvalues."
     if rotations.is_transform:
         yield foreseen_table(foreseen(rotations), rotations.meta.sensitivity is not None)
         divergence = stored(rotations)
@@ -46,11 +46,11 @@ def report(
             yield from _errors(measured, part, name, width)
         if verbose:
             text = f"{measured.contexts} contexts of {measured.length} tokens"
-            yield f"Errors are of the attention output, {text}; worst head of {list(measured.errors)[-1]}."
+            yield f"Errors are those of the attention output, on {text}; worst head of {list(measured.errors)[-1]}."
 
 
 def to_json(rotations: Rotations, kv_heads: int | None, measured: Measured | None) -> dict[str, Any]:
-    """All that ``report`` shows, unrounded: lists are by layer; measured errors by method, layer and KV head."""
+    """Returns all that ``report`` shows, unrounded: lists by layer; measured errors by method, layer and KV head."""
     meta, (layers, _, head_dim, _) = rotations.meta, rotations.k.shape
     spectra = {"k": rotations.k_eigenvalues, "v": rotations.v_eigenvalues}
     divergence = stored(rotations)
@@ -91,7 +91,7 @@ def to_json(rotations: Rotations, kv_heads: int | None, measured: Measured | Non
 
 
 def plane_widths(rotations: Rotations) -> dict[str, list[list[int]]]:
-    """Of transform coding: bits of each plane of a layer's keys and values, at the default of ``--kv-quant-bits``."""
+    """Returns the bits of each plane of every layer's keys and values at the default ``--kv-quant-bits``."""
     formats = plane_formats(rotations, _default_bits())
     return {"k": [list(f.k.widths) for f in formats], "v": [list(f.v.widths) for f in formats]}
 
@@ -101,14 +101,13 @@ def _default_bits() -> float:
 
 
 def top_share(eigenvalues: torch.Tensor, count: int = 8) -> torch.Tensor:
-    """Share of the largest ``count`` of eigenvalues ``[layers, heads, D]`` in their sum, mean over heads: "
-    "``[layers]``."""
+    """Returns the share of the ``count`` largest eigenvalues ``[layers, heads, D]``, mean over heads: ``[layers]``."""
     sizes = eigenvalues.double().clamp(min=0).sort(-1, descending=True).values
     return (sizes[..., :count].sum(-1) / sizes.sum(-1).clamp(min=1e-30)).mean(-1)
 
 
 def _table(gap: int, **options: Any) -> Table:
-    """Columns with ``gap`` spaces between them, no frame."""
+    """Returns a table with ``gap`` spaces between columns and no frame."""
     return Table(
         box=box.SIMPLE_HEAD,
         show_edge=False,
@@ -143,8 +142,9 @@ def _facts(rotations: Rotations, kv_heads: int | None, verbose: bool) -> Table:
 
 
 def _layers(rotations: Rotations) -> Table:
-    """Per layer: clips, calibration's errors, sensitivities, and how unequal the directions are; of transform coding
-    coding gains, importances and the widths that follow.
+    """Builds a table per layer: clips, calibration's errors, sensitivities, and how unequal the directions are.
+
+    For transform coding: coding gains, importances and the resulting widths.
     """
     meta, layers = rotations.meta, rotations.k.shape[0]
     table = _table(1, title="Per layer")
@@ -179,7 +179,7 @@ def _layers(rotations: Rotations) -> Table:
 
 
 def _errors(measured: Measured, part: int, name: str, width: int) -> list[Table]:
-    """Per layer the error of each method over all heads, and the worst head of the last one.
+    """Builds tables of each method's error per layer over all heads, and of the last method's worst head.
 
     Methods that do not fit the width go to further tables.
     """
@@ -207,7 +207,7 @@ def _errors(measured: Measured, part: int, name: str, width: int) -> list[Table]
 
 
 def _groups(widths: Sequence[int], most: int) -> list[list[int]]:
-    """Indices of columns in order, in groups that with two spaces before each fit ``most``; at least one each."""
+    """Groups columns, in order, to fit ``most`` with two spaces before each; returns indices, at least one a group."""
     groups: list[list[int]] = [[]]
     left = most
     for i, width in enumerate(widths):
@@ -220,7 +220,7 @@ def _groups(widths: Sequence[int], most: int) -> list[list[int]]:
 
 
 def _finite(values: Any) -> Any:
-    """Nested lists of numbers with None for NaN and infinity, which JSON does not have."""
+    """Replaces NaN and infinity, which JSON lacks, by None in nested lists of numbers."""
     if isinstance(values, list):
         return [_finite(value) for value in values]
     return values if isfinite(values) else None

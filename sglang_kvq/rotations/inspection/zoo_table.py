@@ -1,4 +1,4 @@
-"""The known rotations, for ``kvq zoo``: those shipped, and those that others publish. Looks at this machine only."""
+"""Known rotations for ``kvq zoo``: the shipped ones and those that others publish. Looks only at this machine."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from sglang_kvq.rotations.storage.zoo import is_transform, shipped
 
 @dataclass(frozen=True)
 class Known:
-    """Rotations of one model, for one kind of methods.
+    """Rotations of one model, for one kind of method.
 
     Attributes:
-        model: hub id of the model they were calibrated on; of published ones its last part.
+        model: hub id of the model they were calibrated on; for published ones, its last part.
         origin: "shipped" or "hub".
-        location: what to pass to --kv-quant-rotations.
-        folder: where they lie on this machine; None if they are to be fetched.
+        location: value for --kv-quant-rotations.
+        folder: their folder on this machine; None if they must be fetched.
         config: their ``config.json``; empty for the published layout, which has none.
         inferred: the folder's name is known from its authors' scripts only.
         refused: why ``--kv-quant`` does not serve the model; "" if it does.
@@ -40,7 +40,7 @@ class Known:
     refused: str = ""
 
     def clips(self) -> tuple[Any, Any]:
-        """``clip_k`` and ``clip_v``, as in ``RotationMeta``."""
+        """Returns ``clip_k`` and ``clip_v``, see ``RotationMeta``."""
         clip_k, clip_v = (
             tuple(c) if isinstance(c := self.config.get(name), list) else c for name in ("clip_k", "clip_v")
         )
@@ -54,7 +54,7 @@ class Known:
         return "transform" if is_transform(self.config) else "oscar"
 
     def to_json(self) -> dict[str, Any]:
-        """For ``kvq zoo --json``; what is not known is null."""
+        """Returns the entry for ``kvq zoo --json``; unknown fields are null."""
         known = ("granularity", "objective", "clip_k", "clip_v", "corpus", "tokens")
         return {
             "model": self.model,
@@ -69,7 +69,7 @@ class Known:
 
 
 def known_rotations() -> list[Known]:
-    """Every model whose rotations are known, the shipped ones first."""
+    """Returns the known rotations of all models, the shipped ones first."""
     ours = [Known(str(c.get("base_model")), "shipped", str(folder), folder, c) for folder, c in shipped()]
     return ours + [
         Known(entry.model, "hub", entry.location, _cached_folder(entry), {}, entry.inferred, entry.refused)
@@ -78,7 +78,7 @@ def known_rotations() -> list[Known]:
 
 
 def zoo_table(entries: Sequence[Known]) -> Table:
-    """One row for each model and method, at most 80 columns wide."""
+    """Builds a table with a row per model and method, at most 80 columns wide."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=0, caption_justify="left")
     table.add_column("model", overflow="fold")
     for name in ("for", "from", "here", "clip K", "clip V"):
@@ -95,7 +95,7 @@ def zoo_table(entries: Sequence[Known]) -> Table:
 
 
 def zoo_details(entries: Sequence[Known]) -> Iterator[str]:
-    """Lines with all that is known, for ``kvq zoo --verbose``."""
+    """Yields lines with everything known, for ``kvq zoo --verbose``."""
     for entry in entries:
         config, (clip_k, clip_v) = entry.config, entry.clips()
         here = "not in the cache: fetched from the hub when first served"

@@ -1,1 +1,1 @@
-"""Tensors only: Hadamard and random matrices, second moments and what follows from them, RoPE, fake-quant attention."""
+"""Tensor arithmetic only: Hadamard and random matrices, second moments, transform coding, RoPE, fake quantization."""

@@ -1,13 +1,13 @@
-"""Moments of the keys and values that attention reads, and of the queries that read them.
+"""Moments of keys and values, and of the queries that read them, weighted by attention.
 
-An error e of a key moves a query's output by p (q e) (v - o), with p the share of attention that the key has, v its
-value and o the output; an error of a value moves it by p e. Errors of different tokens are independent, so squares add
-up: a key's error costs
+An error e of a key moves a query's output by p (q e) (v - o). Here p is the share of attention that the key gets, v its
+value and o the output. An error of a value moves the output by p e. Errors of different tokens are independent, so
+squares add up. A key's error costs
 
     e^T (sum over q of p^2 |v - o|^2 q q^T) e
 
-and a value's |e|^2 sum over q of p^2. Most tokens hardly count, and those that do are unlike the rest. Of the sum over
-pairs of q q^T and k k^T only both marginals are kept, as one basis serves all tokens of a head.
+and a value's |e|^2 sum over q of p^2. Most tokens barely matter, and those that matter differ from the rest. The sum
+over pairs of q q^T and k k^T is kept as its two marginals, because one basis serves all tokens of a head.
 """
 
 from __future__ import annotations
@@ -17,27 +17,26 @@ import torch
 from sglang_kvq.config import PAGE_SIZE
 from sglang_kvq.rotations.maths.moments import Moments, group_queries
 
-#: Scores computed at a time.
+#: Number of scores computed at a time.
 MOST_SCORES = 1 << 22
 
 
 def attended_moments(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, *, sink: int, recent: int
 ) -> Moments:
-    """``moments.Moments`` of one context in one layer, weighted by what an error there costs.
+    """Returns ``moments.Moments`` of one context in one layer, weighted by the cost of an error.
 
-    Pairs of a query and a key that is in its BF16 sink or window count for nothing, as
-    ``fake_quant.RotatedContext`` has them. Weights of a head have a sum of 1. A head that pays its history no attention
-    has those of all tokens alike.
+    Pairs of a query and a key in its BF16 sink or window have weight 0, as in ``fake_quant.RotatedContext``. The
+    weights of a head sum to 1. If a head pays its history no attention, all tokens past the sink have equal weights.
 
     Args:
         q: ``[q_heads, T, D]`` after RoPE; k, v: ``[kv_heads, T, D]``. Any float dtype.
-        scale: of the scores.
+        scale: factor on the scores.
         sink, recent: BF16 tokens at both ends, multiples of ``PAGE_SIZE``.
 
     Returns:
-        qq of queries weighted by sum_k p^2 |v - o|^2; kk and k_mean of keys weighted by sum_q p^2 |v - o|^2 |q|^2; vv,
-        and vwv with it, of values weighted by sum_q p^2.
+        qq of queries weighted by sum_k p^2 |v - o|^2; kk and k_mean of keys weighted by sum_q p^2 |v - o|^2 |q|^2; vv
+        and vwv, which are equal, of values weighted by sum_q p^2.
     """
     kv_heads, length, _ = k.shape
     of_q = torch.zeros(q.shape[:2], device=q.device)
@@ -72,8 +71,9 @@ def attended_moments(
 
 
 def _shares(weights: torch.Tensor, alike: torch.Tensor) -> torch.Tensor:
-    """Weights ``[kv_heads, n]`` with a sum of 1, ``[kv_heads, n, 1]``; where all are 0, those of ``alike``, bool
-    ``[n]``.
+    """Normalizes weights ``[kv_heads, n]`` to sum 1, ``[kv_heads, n, 1]``.
+
+    A row of zeros becomes equal weights of the tokens in the mask, the last argument, bool ``[n]``.
     """
     total = weights.sum(-1, keepdim=True)
     shares = torch.where(total > 0, weights / total.clamp(min=torch.finfo(total.dtype).tiny), alike / alike.sum())

@@ -1,22 +1,22 @@
-"""From second moments to rotations: R = U H P, why we order U differently from OSCAR, and why keys need no rotation.
+"""Rotations from second moments: R = U H P. Explains our order of U, unlike OSCAR's, and non-orthogonal keys.
 
-With one scale per row of head_dim, an orthogonal R changes the quantization error only through each row's range.
-Two things shrink it. H spreads every direction over all coordinates, so no coordinate dominates. And H's
-row 0 is constant: whatever direction of U meets it becomes an offset common to the row, which the
-zero point of asymmetric quantization stores exactly. OSCAR takes eigenvectors in ascending order (the least
-important direction meets row 0) and then permutes columns by P, which changes no code when one group spans
-head_dim. ``offset`` puts the direction that carries most energy there instead.
+With one scale per row of head_dim, an orthogonal R changes the quantization error only through each row's range. Two
+things shrink the range. First, H spreads every direction over all coordinates, so no coordinate dominates. Second, H's
+row 0 is constant: the direction of U that meets it becomes an offset common to the row. The zero point of asymmetric
+quantization stores this offset exactly. OSCAR sorts eigenvectors in ascending order, so the least important direction
+meets row 0. It then permutes columns by P, which changes no code when one group spans head_dim. ``offset`` puts the
+direction of most energy at row 0 instead.
 
-``balanced`` goes further for keys. Scores need q k to stay, not the lengths of keys: with any invertible A, keys k A
-and queries q A^-T give the same. The error of codes is spread evenly over the coordinates of k A and proportional to
-its energy, so a score's is proportional to tr(A^T K A) tr(A^-1 Q A^-T), for K and Q the second moments of keys and
-queries. By Cauchy and Schwarz that is least where both have the same moment, A A^T = Q^1/2 (Q^1/2 K Q^1/2)^-1/2 Q^1/2,
-the geometric mean of Q and K^-1. What keys hold much of and queries ask little for, such as Qwen2.5's biases, then
-costs little. U and H follow as before, and what the zero point stores may be large at no cost: its direction is
-stretched (``stretch``), so that the codes' error there counts for less in a score. Values are weighted by attention,
-which no matrix of theirs changes: they are rotated as by ``offset``.
+``balanced`` goes further for keys. Attention needs the scores q k unchanged, not the lengths of keys. With any
+invertible A, keys k A and queries q A^-T give the same scores. The error of codes is spread evenly over the coordinates
+of k A and is proportional to its energy. A score's error is therefore proportional to tr(A^T K A) tr(A^-1 Q A^-T),
+for K and Q the second moments of keys and queries. By Cauchy-Schwarz this is least if both products have the same
+moment: A A^T = Q^1/2 (Q^1/2 K Q^1/2)^-1/2 Q^1/2, the geometric mean of Q and K^-1. Directions that are large in keys
+and small in queries, such as Qwen2.5's biases, then cost little. U and H follow as before. The direction that the zero
+point stores may be large at no cost, so it is stretched (``stretch``). Codes' errors along it then count less in a
+score. Values are weighted by attention, which their own matrices do not change. They are rotated as by ``offset``.
 
-``transform`` has no Hadamard matrix and another code: its bases are ``maths.transform``'s.
+``transform`` has no Hadamard matrix and another code; ``maths.transform`` computes its bases.
 """
 
 from __future__ import annotations
@@ -26,32 +26,32 @@ import torch
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.rotations.maths.hadamard import hadamard_matrix
 
-#: Compositions that ``kvq calibrate --composition`` knows, the default first.
+#: Values of ``kvq calibrate --composition``, the default first.
 COMPOSITIONS = ("balanced", "offset", "oscar", "transform")
 
-#: The ``objective`` recorded in config.json for each; OSCAR's is the name in its published files. Transform coding had
-#: "transform" while all tokens counted alike.
+#: The ``objective`` recorded in config.json for each; OSCAR's is the name in its published files. "transform" without
+#: a prefix is the older objective of transform coding, with equal weights for all tokens.
 OBJECTIVES = {"balanced": "balanced_h", "offset": "offset_h", "oscar": "qqt_r_h_pbr", "transform": "attended_transform"}
 
-#: Added to both moments before they are balanced, relative to their mean eigenvalue: what a short text says of the
-#: directions with least energy is noise, and keys are stored in BF16 in the basis that results.
+#: Added to both moments before balancing, relative to their mean eigenvalue. A short text gives only noise about the
+#: directions of least energy, and keys are stored in BF16 in the resulting basis.
 FLOOR = 1e-4
 
 
 def compose_keys(
     composition: str, queries: torch.Tensor, keys: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-    """Matrices of keys and queries.
+    """Returns the matrices of keys and queries.
 
     Args:
         queries, keys: float64 ``[..., D, D]``, mean QᵀQ of the queries that read a KV head, and KᵀK.
 
     Returns:
-        R_k float32 ``[..., D, D]``; R_q likewise with R_q R_kᵀ = 1, or None where R_k is orthogonal; and the
+        R_k float32 ``[..., D, D]``; R_q of equal shape with R_q R_kᵀ = 1, or None if R_k is orthogonal; and the
         eigenvalues of ``queries``, float32 ``[..., D]``, ascending.
 
     Raises:
-        KVQuantError: unknown composition.
+        KVQuantError: the composition is unknown.
     """
     if composition != "balanced":
         rotation, values = compose(composition, queries, keys)
@@ -65,25 +65,24 @@ def compose_keys(
 
 
 def compose_values(composition: str, weighted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The rotation of values from mean Vᵀ diag(w) V; results as ``compose``."""
+    """Returns the rotation of values from mean Vᵀ diag(w) V; results as ``compose``."""
     return compose("offset" if composition == "balanced" else composition, weighted, weighted)
 
 
 def balance(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """Symmetric A float64 ``[..., D, D]``: keys k A and queries q A^-1 have equal second moments, but for ``FLOOR``."""
+    """Returns symmetric A float64 ``[..., D, D]``: k A and q A^-1 have equal second moments, up to ``FLOOR``."""
     queries, keys = _floored(queries), _floored(keys)
     root = _power(queries, 0.5)
     return _power(root @ _power(root @ keys @ root, -0.5) @ root, 0.5)
 
 
 def stretch(energy: torch.Tensor) -> torch.Tensor:
-    """Eigenvectors of the balanced keys' moment C as columns, float64 ``[..., D, D]``, most energy first and stretched.
+    """Returns eigenvectors of the balanced keys' moment C as columns, float64 ``[..., D, D]``, the first stretched.
 
-    With s the first one's factor, e its energy and m the mean of the others', the error of a score is proportional to
-    (D - 1) m ((D - 1) m + e / s²): codes' steps follow from what varies, and queries meet the first direction divided
-    by s. At s² = e / 4m it adds no more than four of the others. Larger factors gain little, and cost keys that are
-    still BF16
-    precision: all coordinates of k R are rounded to 8 bits of what they then hold in common.
+    The first column has most energy. Let s be its factor, e its energy and m the mean of the others' energies. The
+    error of a score is proportional to (D - 1) m ((D - 1) m + e / s²): the varying directions determine codes' steps,
+    and queries meet the first direction divided by s. At s² = e / 4m it adds no more than four of the others. Larger
+    factors gain little and cost precision: BF16 rounds all coordinates of k R to 8 bits of their common part.
     """
     values, vectors = torch.linalg.eigh(energy)
     stretched: torch.Tensor = vectors.flip(-1).clone()
@@ -99,7 +98,7 @@ def _floored(moment: torch.Tensor) -> torch.Tensor:
 
 
 def _power(matrix: torch.Tensor, exponent: float) -> torch.Tensor:
-    """A symmetric positive definite matrix to that power."""
+    """Raises a symmetric positive definite matrix to a power."""
     values, vectors = torch.linalg.eigh(matrix)
     least = values.amax(-1, keepdim=True) * 1e-14  # rounding may leave the smallest below 0
     power: torch.Tensor = (vectors * values.clamp(min=least).pow(exponent)[..., None, :]) @ vectors.mT
@@ -107,18 +106,19 @@ def _power(matrix: torch.Tensor, exponent: float) -> torch.Tensor:
 
 
 def compose(composition: str, importance: torch.Tensor, energy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rotations from second moments.
+    """Returns rotations from second moments.
 
     Args:
         composition: ``offset`` or ``oscar``.
-        importance: float64 ``[..., D, D]``: what OSCAR diagonalises, mean QᵀQ for keys, mean Vᵀ diag(w) V for values.
-        energy: float64 ``[..., D, D]``: the second moment of the rows that are quantized (KᵀK, VᵀV), weighted or not.
+        importance: float64 ``[..., D, D]``, the matrix that OSCAR diagonalizes: mean QᵀQ for keys, mean Vᵀ diag(w) V
+            for values.
+        energy: float64 ``[..., D, D]``: the second moment of the quantized rows (KᵀK, VᵀV), weighted or not.
 
     Returns:
         R float32 ``[..., D, D]`` and the eigenvalues of ``importance``, float32 ``[..., D]``, ascending.
 
     Raises:
-        KVQuantError: unknown composition.
+        KVQuantError: the composition is unknown.
     """
     values, vectors = torch.linalg.eigh(importance)
     h = hadamard_matrix(importance.shape[-1]).to(importance.device)
@@ -132,9 +132,9 @@ def compose(composition: str, importance: torch.Tensor, energy: torch.Tensor) ->
 
 
 def oscar_permutation(n: int) -> torch.Tensor:
-    """OSCAR's P as column indices, int64 ``[n]``: ``perm[reverse_bits(i)] = argsort_descending[i]``.
+    """Returns OSCAR's P as column indices, int64 ``[n]``: ``perm[reverse_bits(i)] = argsort_descending[i]``.
 
-    Eigenvalues ascend here, so the i-th largest is n - 1 - i. For n not a power of two, gaps between the reversed
+    Eigenvalues ascend here, so the i-th largest is n - 1 - i. If n is not a power of two, gaps between the reversed
     numbers are closed.
     """
     bits = max(n - 1, 1).bit_length()

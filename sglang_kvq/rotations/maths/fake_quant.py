@@ -1,14 +1,14 @@
-"""Attention with rotated, fake-quantized keys and values: what a reader of the cache computes, in plain PyTorch.
+"""Attention with rotated, fake-quantized keys and values in plain PyTorch, as a reader of the cache computes it.
 
 ``RotatedContext`` is one context of one layer as the server holds it: in the rotated basis, keys and values in BF16. To
-measure what a quantizer costs, pass its keys or values through ``round_trip`` (uniform codes) or ``page_round_trip`` (a
-method's records) and let ``block`` or ``output`` read them as history:
+measure the cost of a quantizer, pass its keys or values through ``round_trip`` (uniform codes) or ``page_round_trip``
+(a method's records). Then ``block`` or ``output`` reads them as history:
 
     context = RotatedContext.of(rotations, layer, q, k, v, scale, sink=64, recent=256)
     change = context.output(k=round_trip(context.k, bits=2, clip=0.9)) - context.exact()
     context.to_model_basis(change)
 
-Clip ratios, sensitivities, ``kvq inspect`` and the divergence of a whole model are all measured with it.
+Clip ratios, sensitivities, ``kvq inspect`` and the divergence of a whole model are all measured this way.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from sglang_kvq.rotations.base import Rotations
 class LayerMatrices(Protocol):
     """``Rotations`` or ``LayerRotations``: matrices ``[layers, heads, D, D]``, heads 1 or the KV heads; None: identity.
 
-    ``k_mean`` ``[layers, heads, D]`` or None is in the model's basis in ``Rotations``, in the rotated one in others.
+    ``k_mean`` ``[layers, heads, D]`` or None is in the model's basis in ``Rotations``, else in the rotated basis.
     """
 
     @property
@@ -47,13 +47,13 @@ class LayerMatrices(Protocol):
 class RotatedContext:
     """One context of one layer in the rotated basis, with history between a BF16 sink and a BF16 window.
 
-    History is the tokens past the sink that were ``recent`` or more tokens behind when a page of queries began; the
-    server's pages leave the window whole.
+    History is the tokens past the sink that were at least ``recent`` tokens old when their page of queries began. The
+    server's window also moves by whole pages.
 
     Attributes:
         q: float32 ``[q_heads, T, D]``.
-        k, v: float32 ``[kv_heads, T, D]``, rounded to BF16 as they are stored.
-        scale: of the scores.
+        k, v: float32 ``[kv_heads, T, D]``, rounded to BF16, their stored precision.
+        scale: factor on the scores.
         sink, recent: BF16 tokens at both ends, multiples of ``PAGE_SIZE``.
         back: R_oᵀ of each query head, float32 ``[q_heads or 1, D, D]``; None for the identity.
     """
@@ -80,12 +80,12 @@ class RotatedContext:
         recent: int,
         round_queries: bool = False,
     ) -> RotatedContext:
-        """Rotate activations in the model's own basis.
+        """Rotates activations from the model's own basis.
 
         Args:
             q, k, v: ``[q_heads, T, D]``, ``[kv_heads, T, D]`` twice, after RoPE, of any float dtype.
-            round_queries: round rotated queries to BF16 too, as the server does. Measurements of what codes alone cost
-                leave them exact.
+            round_queries: round rotated queries to BF16 too, as the server does. Measurements of codes alone leave
+                them exact.
         """
         group = q.shape[0] // k.shape[0]
         q, k, v, back = q.float(), k.float(), v.float(), None
@@ -105,14 +105,15 @@ class RotatedContext:
         return cls(q, k.bfloat16().float(), v.bfloat16().float(), scale, sink, recent, back)
 
     def exact(self) -> torch.Tensor:
-        """Attention with nothing quantized, float32 ``[q_heads, T, D]`` in the rotated basis."""
+        """Computes attention with nothing quantized, float32 ``[q_heads, T, D]`` in the rotated basis."""
         return causal_attention(self.q, self.k, self.v, self.scale)
 
     def block(self, start: int, k: torch.Tensor | None = None, v: torch.Tensor | None = None) -> torch.Tensor:
-        """Output of the page of queries at ``start``, a multiple of ``PAGE_SIZE``, float32 ``[q_heads, n, D]``.
+        """Computes the output of the page of queries at ``start``, float32 ``[q_heads, n, D]``.
 
         Args:
-            k, v: what history is read as, like ``self.k``; None reads it exactly.
+            start: a multiple of ``PAGE_SIZE``.
+            k, v: the history's keys and values, shaped like ``self.k``; None reads them exactly.
         """
         q = self.q[:, start : start + PAGE_SIZE]
         end, history_end = start + q.shape[1], max(start - self.recent, self.sink)
@@ -128,27 +129,27 @@ class RotatedContext:
         )[0]
 
     def output(self, k: torch.Tensor | None = None, v: torch.Tensor | None = None) -> torch.Tensor:
-        """``block`` of every page of queries, float32 ``[q_heads, T, D]``."""
+        """Computes ``block`` for every page of queries, float32 ``[q_heads, T, D]``."""
         return torch.cat([self.block(start, k, v) for start in range(0, self.q.shape[1], PAGE_SIZE)], dim=1)
 
     def to_model_basis(self, output: torch.Tensor) -> torch.Tensor:
-        """An output (or a difference of two) in the model's own basis; same shape."""
+        """Transforms an output, or a difference of two, to the model's own basis; same shape."""
         return output if self.back is None else output @ self.back
 
 
 def causal_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
-    """Plain causal attention: q ``[q_heads, T, D]``, k and v ``[kv_heads, T, D]``; returns ``[q_heads, T, D]``."""
+    """Computes causal attention: q ``[q_heads, T, D]``, k and v ``[kv_heads, T, D]``; returns ``[q_heads, T, D]``."""
     return torch.nn.functional.scaled_dot_product_attention(
         q[None], k[None], v[None], is_causal=True, scale=scale, enable_gqa=True
     )[0]
 
 
 def round_trip(x: torch.Tensor, bits: int, clip: float) -> torch.Tensor:
-    """Rows as a reader of the cache sees them: uniform codes per token, one scale per min(head_dim, 128), clipped.
+    """Quantizes and dequantizes rows: uniform codes per token, one scale per min(head_dim, 128) elements, clipped.
 
     Args:
         x: BF16 values ``[..., D]`` in any float dtype.
-        bits: of a code, one of ``formats.code.BITS``.
+        bits: code width, one of ``formats.code.BITS``.
         clip: clip quantile.
 
     Returns:
@@ -160,9 +161,9 @@ def round_trip(x: torch.Tensor, bits: int, clip: float) -> torch.Tensor:
 
 
 def page_round_trip(format: RecordFormat, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Whole pages through a format's records and back, rounded to BF16 as the reference backend reads them.
+    """Quantizes whole pages into a format's records and dequantizes them, rounded to BF16 like the reference backend.
 
-    k, v and both results are float32 ``[kv_heads, T, D]``; a last partial page stays as it is.
+    k, v and both results are float32 ``[kv_heads, T, D]``. A last partial page is unchanged.
     """
     whole = k.shape[1] // PAGE_SIZE * PAGE_SIZE
     k_pages, v_pages = (x[:, :whole].unflatten(1, (-1, PAGE_SIZE)) for x in (k, v))
@@ -176,12 +177,12 @@ def _with_rest(pages: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 
 
 def _rotated_mean(rotations: LayerMatrices, layer: int) -> torch.Tensor | None:
-    """What is taken off a layer's rotated keys, float32 ``[heads, D]``."""
+    """Returns the mean that is subtracted from a layer's rotated keys, float32 ``[heads, D]``."""
     if isinstance(rotations, Rotations):
         return rotations.rotated_mean(layer)
     return None if rotations.k_mean is None else rotations.k_mean[layer]
 
 
 def _per_query_head(matrices: torch.Tensor, group: int) -> torch.Tensor:
-    """``[1 or kv_heads, D, D]`` for queries, of which ``group`` in turn read a KV head."""
+    """Repeats ``[1 or kv_heads, D, D]`` for query heads: ``group`` consecutive query heads read one KV head."""
     return matrices if matrices.shape[0] == 1 else matrices.repeat_interleave(group, 0)

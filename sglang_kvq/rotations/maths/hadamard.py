@@ -1,4 +1,4 @@
-"""Orthonormal Hadamard matrices: Sylvester's doubling of a Sylvester or Paley core."""
+"""Orthonormal Hadamard matrices: a Sylvester or Paley core, doubled by Sylvester's construction."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ import torch
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.rotations.base import RotationMeta, Rotations
 
-#: Orders that are not powers of two come from Paley's first construction, order = prime + 1, prime = 3 mod 4.
+#: Paley's first construction gives orders that are not powers of two: order = prime + 1, prime = 3 mod 4.
 _PALEY_PRIMES = {12: 11, 20: 19}
 
 
 def hadamard_matrix(n: int) -> torch.Tensor:
-    """A Hadamard matrix of order n divided by sqrt(n), float64 ``[n, n]``.
+    """Returns a Hadamard matrix of order n divided by sqrt(n), float64 ``[n, n]``.
 
-    Row 0 is constant: a row vector's component along axis 0 becomes, after ``x @ H``, a constant over
-    the row, which asymmetric quantization stores in the zero point at no cost.
+    Row 0 is constant: ``x @ H`` turns a row's component along axis 0 into a constant over the row.
+    Asymmetric quantization stores this constant in the zero point at no cost.
 
-    For n a power of two it is Sylvester's, symmetric. For 96 it is Paley's 12 doubled three times.
+    For a power of two the matrix is Sylvester's, symmetric. For 96 it is Paley's 12, doubled three times.
 
     Raises:
         KVQuantError: n is not 1, 12 or 20 times a power of two.
@@ -39,17 +39,17 @@ def hadamard_matrix(n: int) -> torch.Tensor:
 
 
 def hadamard_rotations(layers: int, head_dim: int) -> Rotations:
-    """The fixed rotation of ``--kv-quant hadamard``: one matrix for keys and values of every layer.
+    """Returns the fixed rotation of ``--kv-quant hadamard``: one matrix for keys and values of every layer.
 
     Raises:
-        KVQuantError: as ``hadamard_matrix``.
+        KVQuantError: ``hadamard_matrix`` has no matrix of this order.
     """
     shared = hadamard_matrix(head_dim).float().expand(layers, 1, head_dim, head_dim)
     return Rotations(k=shared, v=shared, meta=RotationMeta(objective="hadamard", source="fixed"))
 
 
 def _paley(prime: int) -> torch.Tensor:
-    """Paley I, order prime + 1, with row 0 and column 0 made positive. https://en.wikipedia.org/wiki/Paley_construction"""
+    """Returns Paley I, order prime + 1, row and column 0 positive. https://en.wikipedia.org/wiki/Paley_construction"""
     squares = {i * i % prime for i in range(1, prime)}
     h = torch.ones(prime + 1, prime + 1, dtype=torch.float64)
     for i in range(prime):

@@ -1,4 +1,4 @@
-"""The moments that rotations come from, summed over contexts: a few ``[kv_heads, D, D]`` matrices per layer."""
+"""Moments that rotations are computed from, summed over contexts: a few ``[kv_heads, D, D]`` matrices per layer."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from sglang_kvq.errors import KVQuantError
 
 
 class Moments(NamedTuple):
-    """Of one layer's KV heads, or of every layer's with a dimension before those below.
+    """Moments of one layer's KV heads; for all layers together, with the layer as an extra first dimension.
 
     Attributes:
         qq: mean QᵀQ over the queries that read a KV head, float64 ``[kv_heads, D, D]``.
-        kk, vv: mean KᵀK and VᵀV, likewise.
-        vwv: mean Vᵀ diag(w) V, likewise.
+        kk, vv: mean KᵀK and VᵀV, float64 ``[kv_heads, D, D]``.
+        vwv: mean Vᵀ diag(w) V, float64 ``[kv_heads, D, D]``.
         k_mean: the mean key, float64 ``[kv_heads, D]``.
     """
 
@@ -26,20 +26,20 @@ class Moments(NamedTuple):
     k_mean: torch.Tensor
 
 
-#: What ``Moments`` has, in order.
+#: Names of the fields of ``Moments``, in order.
 MOMENTS = Moments._fields
 
 
 def context_moments(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, skip: int) -> Moments:
-    """Moments of one context in one layer (OSCAR, arXiv 2605.17757).
+    """Computes the moments of one context in one layer (OSCAR, arXiv 2605.17757).
 
-    The weight of a token's value, w_t = k_tᵀ (QᵀQ/n) k_t normalised to mean 1, says how much attention scores vary
-    with the token. It takes QᵀQ of the same context, so that one pass over the text is enough: thousands of queries
-    per KV head determine a D x D matrix well.
+    The weight of a token's value is w_t = k_tᵀ (QᵀQ/n) k_t, normalized to mean 1. It says how much attention scores
+    vary with the token. QᵀQ comes from the same context, so one pass over the text is enough: thousands of queries per
+    KV head determine a D x D matrix well.
 
     Args:
         q: ``[q_heads, T, D]`` after RoPE; k, v: ``[kv_heads, T, D]``. Any float dtype.
-        skip: first tokens left out: they are never quantized, and their keys are unlike all others.
+        skip: number of first tokens to leave out: they are never quantized, and their keys are outliers.
     """
     q = group_queries(q[:, skip:], k.shape[0]).double()
     k, v = k[:, skip:].double(), v[:, skip:].double()
@@ -51,14 +51,14 @@ def context_moments(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, skip: int
 
 
 def group_queries(q: torch.Tensor, kv_heads: int) -> torch.Tensor:
-    """Queries ``[q_heads, T, D]`` by the KV head they read: ``[kv_heads, group * T, D]``."""
+    """Groups queries ``[q_heads, T, D]`` by the KV head they read: ``[kv_heads, group * T, D]``."""
     return q.reshape(kv_heads, -1, q.shape[-1])
 
 
 class MomentSums:
     """Sums of contexts' moments. Memory does not grow with the text.
 
-    ``state`` and ``restore`` carry them through a checkpoint; ``contexts`` counts each layer's.
+    ``state`` and ``restore`` carry the sums through a checkpoint.
     """
 
     def __init__(self, skip: int) -> None:
@@ -67,11 +67,11 @@ class MomentSums:
 
     @torch.no_grad()
     def add(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Add one context's layer; arguments as ``context_moments``."""
+        """Adds one context's layer; arguments as for ``context_moments``."""
         self.add_moments(layer, context_moments(q, k, v, self.skip))
 
     def add_moments(self, layer: int, moments: Moments) -> None:
-        """Add one context's layer, of whichever weights."""
+        """Adds one context's moments of a layer, with any weights."""
         held = self._sums.get(layer)
         self._sums[layer] = list(moments) if held is None else [a.to(b.device) + b for a, b in zip(held, moments)]
 
@@ -83,7 +83,7 @@ class MomentSums:
         self._sums = {layer: [state[f"{name}.{layer}"] for name in MOMENTS] for layer in layers}
 
     def mean(self, layers: int, contexts: int, *, shared: bool) -> Moments:
-        """Averaged over contexts, with layers as the first dimension, on the CPU; 1 for kv_heads if ``shared``.
+        """Averages over contexts, on the CPU, layers as the first dimension; 1 for kv_heads if ``shared``.
 
         Raises:
             KVQuantError: a layer was never seen, or its sums are not finite.

@@ -1,4 +1,4 @@
-"""Random rotations, one per layer and KV head: what TurboQuant needs instead of calibration."""
+"""Random rotations, one per layer and KV head; TurboQuant uses them instead of calibration."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from sglang_kvq.rotations.base import RotationMeta, Rotations
 
 
 def random_rotations(layers: int, kv_heads: int, head_dim: int, seed: int = 0) -> Rotations:
-    """Orthogonal matrices uniform over the orthogonal group (Haar), keys' and values' independent.
+    """Draws orthogonal matrices uniformly (Haar measure), independently for keys and values.
 
-    Q of the QR decomposition of a Gaussian matrix, its columns' signs those of R's diagonal (Mezzadri, arXiv
-    math-ph/0609050). The same in every process: each head's matrix depends on the seed, its layer and its index in the
-    whole model, so tensor-parallel ranks draw all and keep theirs.
+    Each is Q of the QR decomposition of a Gaussian matrix, with column signs from R's diagonal (Mezzadri, arXiv
+    math-ph/0609050). All processes draw the same: a head's matrix depends on the seed, its layer and its index in the
+    whole model. Tensor-parallel ranks draw all heads and keep their own.
 
     Args:
         seed: at least 0.

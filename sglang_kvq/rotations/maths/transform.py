@@ -1,16 +1,18 @@
-"""Transform coding: the basis in which errors are independent, and how many bits each of its channels is worth.
+"""Transform coding: a basis in which errors are independent, and the number of bits for each of its channels.
 
-A rotation by a Hadamard matrix spreads energy evenly over the coordinates and gives each as many bits. Coding theory
-does the opposite (Goyal, "Theoretical foundations of transform coding", 2001). With C the covariance of keys and W the
-second moment of the queries that read them, both weighted by what an error there does to attention's output
-(``maths.attended``), the mean squared error of a score is e^T W e for a key's error e. Let W^1/2 C W^1/2 = U L U^T.
-Then y = U^T W^1/2 (k - mean) has independent channels of variances L, and the score's error is y's plain squared error:
-bits go where L is large, by reverse water-filling, and the gain over equal bits in a mixed basis is the arithmetic over
-the geometric mean of L. The mean is the same number in every score of a query, which the softmax does not see, so it
-can be taken off all keys. Values are the same with W_o^T W_o for W and no mean.
+A Hadamard rotation spreads energy evenly over the coordinates and gives each as many bits. Coding theory does the
+opposite (Goyal, "Theoretical foundations of transform coding", 2001). Let C be the covariance of keys and W the second
+moment of the queries that read them. Both are weighted by the effect of an error on attention's output
+(``maths.attended``). For a key's error e, the mean squared error of a score is e^T W e.
 
-Channels are coded by a uniform quantizer whose step, for a Gaussian of variance 1, is ``STEPS``; ``encoder`` folds the
-steps into the basis, so that in ``formats.planes`` a step is 1.
+Let W^1/2 C W^1/2 = U L U^T. Then y = U^T W^1/2 (k - mean) has independent channels of variances L, and the score's
+error is y's plain squared error. Reverse water-filling assigns bits where L is large. The gain over equal bits in a
+mixed basis is the arithmetic mean of L over its geometric mean. The keys' mean adds the same number to every score of a
+query, which the softmax ignores, so it can be subtracted from all keys. Values work the same way, with W_o^T W_o for W
+and no mean.
+
+A uniform quantizer codes the channels. Its step, for a Gaussian of variance 1, is ``STEPS``. ``Basis.scaled`` folds the
+steps into the basis, so that a step is 1 in ``formats.planes``.
 """
 
 from __future__ import annotations
@@ -26,18 +28,18 @@ from sglang_kvq.attention.base import LayerRotations
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.formats.planes import MOST_BITS, PLANES, Widths, cells_of
 
-#: By bits, 0 to 6: mean squared error and step of the best uniform quantizer of a Gaussian of variance 1 (Max,
+#: Mean squared error and step of the best uniform quantizer of a Gaussian of variance 1, by bits, 0 to 6 (Max,
 #: "Quantizing for minimum distortion", 1960, table II; 0 bits give the mean).
 DISTORTION = (1.0, 0.3634, 0.1188, 0.03744, 0.01154, 0.003495, 0.001041)
 STEPS = (1.0, 1.596, 0.9957, 0.5860, 0.3352, 0.1881, 0.1041)
-#: Directions that queries ask less of than this share of the most are taken as asked for that much: what a short text
-#: says of them is noise, and the decoder divides by it.
+#: Smallest weight of a direction, relative to the largest. A short text gives only noise about directions below it, and
+#: the decoder divides by the weight.
 FLOOR = 1e-7
 
-#: Different pairs of keys' and values' patterns in a model, unless more are asked for: kernels are compiled for each.
+#: Default limit on different (keys, values) pattern pairs in a model: kernels are compiled for each pair.
 MOST_PAIRS = 8
 
-#: Every pattern that fills a column's cells and gives no plane more bits than the one before it.
+#: All patterns that fill a column's cells and give no plane more bits than the plane before it.
 PATTERNS: tuple[Widths, ...] = tuple(
     pattern
     for a, b, c, d in combinations_with_replacement(range(MOST_BITS, -1, -1), PLANES)
@@ -47,10 +49,10 @@ PATTERNS: tuple[Widths, ...] = tuple(
 
 @dataclass(frozen=True)
 class Basis:
-    """Where keys or values are coded, of any number of layers and heads.
+    """The coding basis of keys or values, for any number of layers and heads.
 
     Attributes:
-        encode: float64 ``[..., D, D]``: rows times it are in the basis, channels in the order of their energy.
+        encode: float64 ``[..., D, D]``: multiplies rows into the basis, channels in descending energy.
         decode: its inverse.
         energies: float64 ``[..., D]``, descending: each channel's variance, in units of the weighted squared error.
     """
@@ -61,15 +63,15 @@ class Basis:
 
     @property
     def coding_gain(self) -> torch.Tensor:
-        """``[...]``: arithmetic over geometric mean of the energies, in dB."""
+        """Arithmetic mean of the energies over their geometric mean, in dB, ``[...]``."""
         mean = self.energies.mean(-1).log10() - self.energies.log10().mean(-1)
         return 10 * mean
 
     def scaled(self, widths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """``encode`` and ``decode`` with the quantizers' steps folded in.
+        """Folds the quantizers' steps into ``encode`` and ``decode``.
 
         Args:
-            widths: int ``[..., PLANES]`` or what broadcasts to it.
+            widths: int ``[..., PLANES]``, or broadcastable to it.
 
         Returns:
             float32 ``[..., D, D]`` each, one the other's inverse.
@@ -81,14 +83,14 @@ class Basis:
 
 
 def fold_steps(rotations: LayerRotations, k_widths: torch.Tensor, v_widths: torch.Tensor) -> LayerRotations:
-    """Whitened bases with each channel's step folded in: what a server rotates by.
+    """Folds each channel's step into whitened bases; the server rotates by the result.
 
     Args:
         rotations: channels of variance 1; ``k_mean`` in the rotated basis.
         k_widths, v_widths: int ``[layers, PLANES]``.
 
     Returns:
-        the same scores and outputs, of keys and values in which a step of the quantizer is 1.
+        rotations with the same scores and outputs, in which a quantizer step of keys and values is 1.
     """
 
     def steps(widths: torch.Tensor, matrices: torch.Tensor) -> torch.Tensor:
@@ -105,14 +107,14 @@ def fold_steps(rotations: LayerRotations, k_widths: torch.Tensor, v_widths: torc
 
 
 def coding_basis(covariance: torch.Tensor, weight: torch.Tensor) -> Basis:
-    """The basis of one part of the cache.
+    """Computes the coding basis of keys or of values.
 
     Args:
         covariance: float64 ``[..., D, D]`` of keys, or the second moment of values.
         weight: float64 ``[..., D, D]``: an error e costs e^T weight e.
 
     Raises:
-        KVQuantError: moments that are not finite, or a part without energy.
+        KVQuantError: moments are not finite, or a head has no energy.
     """
     for name, x in (("covariance", covariance), ("weight", weight)):
         if not torch.isfinite(x).all():
@@ -128,7 +130,7 @@ def coding_basis(covariance: torch.Tensor, weight: torch.Tensor) -> Basis:
 
 
 def _root(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """x^1/2 and x^-1/2, eigenvalues below ``FLOOR`` raised to it."""
+    """Returns x^1/2 and x^-1/2, with eigenvalues below ``FLOOR`` (relative) raised to it."""
     values, vectors = torch.linalg.eigh(x)
     root = torch.maximum(values, FLOOR * values[..., -1:]).sqrt()
     return vectors * root[..., None, :] @ vectors.mT, vectors / root[..., None, :] @ vectors.mT
@@ -137,27 +139,27 @@ def _root(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def choose_widths(
     k_costs: torch.Tensor, v_costs: torch.Tensor, budget: float, most: int = MOST_PAIRS
 ) -> list[tuple[Widths, Widths]]:
-    """Each layer's patterns of keys and values, of least cost within a budget, of few different pairs.
+    """Chooses each layer's patterns of keys and values, of least cost within a budget, from few different pairs.
 
-    A layer takes the pair of least cost + price * bits (Shoham and Gersho, "Efficient bit allocation for an arbitrary
-    set of quantizers", 1988) for the price at which the budget is met. Kernels are compiled for each pair, so the pairs
-    that cost least to do without are given up one by one, and the others moved to what suits their layers best, as in
-    Lloyd's iteration; what the last step leaves over is spent where it helps most.
+    A layer takes the pair of least cost + price * bits, for the price that meets the budget (Shoham and Gersho,
+    "Efficient bit allocation for an arbitrary set of quantizers", 1988). Kernels are compiled for each pair. Therefore
+    the pairs that cost least to give up are removed one by one. The others move to what suits their layers best, as in
+    Lloyd's iteration. The remaining budget is spent where it helps most.
 
     Args:
-        k_costs, v_costs: float64 ``[layers, PATTERNS]``: what each pattern's error costs in each layer.
+        k_costs, v_costs: float64 ``[layers, PATTERNS]``: the cost of each pattern's error in each layer.
         budget: bits per element, gains not counted.
-        most: different pairs.
+        most: limit on different pairs.
 
     Raises:
-        KVQuantError: a budget outside of 1 to 4, or costs that are not finite.
+        KVQuantError: the budget is outside 1 to 4, or costs are not finite.
     """
     if not 1 <= budget <= 4:
         raise KVQuantError(f"a budget of {budget:g} bits per element, gains not counted: 1 to 4.")
     if not (torch.isfinite(k_costs).all() and torch.isfinite(v_costs).all()):
         raise KVQuantError("a layer's error has no finite cost; calibrate with another text or dtype.")
     k, v = k_costs.numpy(), v_costs.numpy()
-    bits = np.array([sum(p) for p in PATTERNS]) / (2 * PLANES)  # of a layer, keys or values
+    bits = np.array([sum(p) for p in PATTERNS]) / (2 * PLANES)  # a layer's keys or values
     layers = np.arange(len(k))
     best: tuple[float, np.ndarray] | None = None
     low, high = 0.0, float(max(k.max() - k.min(), v.max() - v.min())) * 16 * PLANES + 1.0
@@ -179,14 +181,14 @@ def choose_widths(
 
 
 def _few_pairs(k: np.ndarray, v: np.ndarray, most: int) -> np.ndarray:
-    """At most so many pairs of patterns, int ``[n, 2]``, of small total cost; k, v: ``[layers, PATTERNS]``."""
-    order = np.argsort([sum(p) for p in PATTERNS], kind="stable")  # of equals the narrower one
+    """Returns at most ``most`` pairs of patterns, int ``[n, 2]``, of small total cost; k, v: ``[layers, PATTERNS]``."""
+    order = np.argsort([sum(p) for p in PATTERNS], kind="stable")  # at equal costs, the narrower pattern wins
     first = np.stack([order[k[:, order].argmin(1)], order[v[:, order].argmin(1)]], axis=1)
     pairs = np.unique(first, axis=0)
     while len(pairs) > most:
         costs = k[:, pairs[:, 0]] + v[:, pairs[:, 1]]
         two = np.partition(costs, 1, axis=1)[:, :2]
-        # What giving a pair up adds, in the layers that it is best for.
+        # Cost of giving a pair up, in the layers that it suits best.
         added = [(two[:, 1] - two[:, 0])[costs.argmin(1) == n].sum() for n in range(len(pairs))]
         pairs = np.delete(pairs, int(np.argmin(added)), axis=0)
     for _ in range(10):
@@ -205,7 +207,7 @@ def _few_pairs(k: np.ndarray, v: np.ndarray, most: int) -> np.ndarray:
 
 
 def _spend(costs: np.ndarray, bits: np.ndarray, chosen: np.ndarray, budget: float) -> np.ndarray | None:
-    """The choice with what is left of the budget spent by steps of greatest use per bit; None if it is beyond.
+    """Spends the remaining budget by steps of greatest saving per bit; None if ``chosen`` already exceeds it.
 
     costs: ``[layers, pairs]``; bits: of a pair; chosen: int ``[layers]``.
     """
@@ -224,17 +226,17 @@ def _spend(costs: np.ndarray, bits: np.ndarray, chosen: np.ndarray, budget: floa
 
 
 def plane_energies(energies: torch.Tensor) -> torch.Tensor:
-    """The sum of each plane's energies ``[..., D]``: float64 ``[..., PLANES]``."""
+    """Sums each plane's energies ``[..., D]``: float64 ``[..., PLANES]``."""
     planes: torch.Tensor = energies.double().unflatten(-1, (PLANES, -1))
     return planes.sum(-1)
 
 
 def pattern_costs(energies: torch.Tensor, importance: torch.Tensor) -> torch.Tensor:
-    """``choose_widths``'s costs of one part of the cache.
+    """Returns ``choose_widths``'s costs for keys or for values.
 
     Args:
-        energies: ``[layers, heads, D]``, a ``Basis``'s.
-        importance: ``[layers]``, by how much the model's output moves per unit of a layer's weighted squared error.
+        energies: ``[layers, heads, D]``, from a ``Basis``.
+        importance: ``[layers]``, movement of the model's output per unit of a layer's weighted squared error.
 
     Returns:
         float64 ``[layers, PATTERNS]``.
@@ -244,8 +246,9 @@ def pattern_costs(energies: torch.Tensor, importance: torch.Tensor) -> torch.Ten
 
 
 def rate_distortion(energies: torch.Tensor, rates: Sequence[float]) -> list[float]:
-    """Least squared error of Gaussian channels at so many bits per channel: reverse water-filling (Cover and Thomas,
-    *Elements of Information Theory*, 10.3.3), over all channels together.
+    """Returns the least squared error of independent Gaussian channels at each rate.
+
+    Uses reverse water-filling over all channels (Cover and Thomas, *Elements of Information Theory*, 10.3.3).
 
     Args:
         energies: of any shape, positive.
@@ -256,7 +259,7 @@ def rate_distortion(energies: torch.Tensor, rates: Sequence[float]) -> list[floa
     """
     x = np.sort(energies.double().flatten().numpy())[::-1]
     found = []
-    # With the n largest above the water, its logarithm is (sum of their log2 - 2 R) / n.
+    # If the n largest are above the water level, its log2 is (sum of their log2 - 2 R) / n.
     logs, tails = np.cumsum(np.log2(x)), x.sum() - np.cumsum(x)
     counts = np.arange(1, len(x) + 1)
     for rate in rates:

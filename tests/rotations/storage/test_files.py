@@ -306,7 +306,7 @@ def test_energies_are_checked(tmp_path, part, change, message):
 @pytest.mark.parametrize("name", ["q", *TRANSFORM_TENSORS])
 def test_transform_coding_is_whole_or_not_at_all(tmp_path, name):
     whole = random_transform()
-    with pytest.raises(KVQuantError, match=f"here {name} is missing; .*--composition transform"):
+    with pytest.raises(KVQuantError, match=f"; {name} is missing; .*--composition transform"):
         check_rotations(replace(whole, **{name: None}), **GEOMETRY)
     if name in ("k_mean", "k_energies", "v_energies"):
         with pytest.raises(KVQuantError, match=f"{name} has shape"):

@@ -1,0 +1,54 @@
+"""Prose keeps the rules of CONTRIBUTING that a program can check: how docstrings begin, and words that they avoid."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT
+
+#: A docstring or ``#:`` comment that begins like this describes a clause, not a thing or an action.
+BEGINNINGS = re.compile(r"(Of|What|Which|Whether|That|As|How)\b")
+#: Words with a plainer equivalent; *beside* is fine for two things side by side, so only comparisons are found.
+AVOIDED = re.compile(
+    r"\b(as ever|anew|hardly|alike|likewise|taken off|the same of|(?:faster|slower|better|worse|more|less) beside)\b",
+    re.I,
+)
+FOLDERS = [*sorted({path.parent.relative_to(ROOT) for path in (ROOT / "sglang_kvq").rglob("*.py")}), Path("launch")]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+def prose(path: Path) -> Iterator[tuple[int, str]]:
+    """Line numbers and texts of a module's docstrings and ``#:`` comments."""
+    source = path.read_text()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            text = ast.get_docstring(node)
+            if text:
+                yield getattr(node, "lineno", 1), text
+    lines = source.splitlines()
+    for number, line in enumerate(lines):
+        if line.strip().startswith("#:") and not (number and lines[number - 1].strip().startswith("#:")):
+            yield number + 1, line.strip().removeprefix("#:").strip()
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=str)
+def test_docstrings(folder: Path) -> None:
+    found = []
+    for path in sorted((ROOT / folder).glob("*.py")):
+        for line, text in prose(path):
+            if BEGINNINGS.match(text) or AVOIDED.search(text):
+                found.append(f"{path.relative_to(ROOT)}:{line}: {text.splitlines()[0]}")
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
+def test_pages(page: Path) -> None:
+    rules = page.read_text().split("### English")[-1].split("\n## ")[0] if page.name == "CONTRIBUTING.md" else ""
+    text = page.read_text().replace(rules, "") if rules else page.read_text()
+    found = [line for line in text.splitlines() if AVOIDED.search(line)]
+    assert not found, "\n".join(found)
