@@ -1,4 +1,4 @@
-"""Requests that begin with chosen pages, through SGLang's own tree, allocator and admission: none is computed without."""
+"""Requests that begin with chosen pages, through SGLang's own tree, allocator and admission."""
 
 from __future__ import annotations
 
