@@ -19,6 +19,8 @@ PARAMETER = "kvq_selection"
 NAME_PREFIX = "kvq-late-"
 #: In the error of a request whose history was evicted: the router then has it computed again.
 GONE = "no longer cached"
+#: In the error of a request whose history and copies exceed the whole cache: the router then reads the prompt whole.
+TOO_SMALL = "is too small for"
 
 
 @dataclass(frozen=True, eq=False)

@@ -71,6 +71,13 @@ def calculate_pool_sizes(original: Original, self: Configurator, available_bytes
     return original(self, max(available_bytes - reserved_bytes(geometry, state.budget_slots), 0), page_size)
 
 
+def requests_per_worker(configurator: Configurator) -> int | None:
+    """``--max-running-requests`` of each data-parallel worker, among which SGLang divides them; None if not given."""
+    given: int | None = configurator.server_args.max_running_requests
+    workers: int = (configurator.ps if hasattr(configurator, "ps") else configurator).attn_dp_size
+    return None if given is None else max(given // workers, 1)
+
+
 def resolve_max_num_reqs(original: Original, self: Configurator, token_capacity: int) -> int:
     """AROUND ``KVCacheConfigurator.resolve_max_num_reqs``: as many requests as have windows."""
     requests: int = original(self, token_capacity)
@@ -84,7 +91,7 @@ def resolve_max_num_reqs(original: Original, self: Configurator, token_capacity:
             state.geometry,
             pages=token_capacity // PAGE_SIZE,
             slots=state.budget_slots,
-            wanted=self.server_args.max_running_requests,
+            wanted=requests_per_worker(self),
             resumes=requests if streaming else 1,
             chunk=compat.prefill_chunk(self.server_args),
         )

@@ -114,6 +114,7 @@ REFUSED_ENVIRONMENT = (
     ("SGLANG_EXPERIMENTAL_CPP_RADIX_TREE", "another prefix cache is not supported", ""),
     ("SGLANG_ENABLE_UNIFIED_RADIX_TREE", "another prefix cache is not supported", OLD_TREE),
     ("SGLANG_ENABLE_OVERLAP_PLAN_STREAM", "plans write the cache, so they run on the stream of the layers", ""),
+    ("SGLANG_ENABLE_METADATA_GLUE_GRAPH", "it captures a plan once and repeats it, so later pages are not planned", ""),
 )
 
 

@@ -55,6 +55,11 @@ def prefix_of(req: Req) -> FoldedPrefix | None:
     return prefix
 
 
+def forget_prefix(req: Req) -> None:
+    """A request that ends with an error goes on behind no episode."""
+    setattr(req, _ATTRIBUTE, None)
+
+
 def prepare(tree: PrefixCache, req: Req) -> None:
     """Right before SGLang matches a waiting request against its tree.
 

@@ -550,6 +550,15 @@ TABLE: tuple[Hook, ...] = (
         ),
         (
             Kind.AROUND,
+            "managers.schedule_policy.PrefillAdder.add_one_req",
+            "a request waits until what it begins with is there",
+            dict(params=("req", "has_chunked_req", "truncation_align_size"), handler="selection:around_add"),
+        ),
+        (Kind.READ, "managers.schedule_policy.AddReqResult.NO_TOKEN", "a request waits", {}),
+        (Kind.READ, "managers.schedule_policy.AddReqResult.OTHER", "a request waits", {}),
+        (Kind.CALL, "mem_cache.base_prefix_cache.BasePrefixCache.evictable_size", "room for copies", dict(params=())),
+        (
+            Kind.AROUND,
             "managers.schedule_batch.Req._compute_max_prefix_len",
             "prompts that score are computed, cached or not",
             dict(params=("input_len",), handler="episodes:around_longest_match"),

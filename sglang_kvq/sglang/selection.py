@@ -3,6 +3,7 @@
 A request says so in ``custom_params`` (``episodic.selection``). Its first tokens stand for the pages and are never
 computed: right before SGLang matches the request against its tree, the copies are put there under the request's own
 namespace. So they are an ordinary prefix, evicted and counted like any other; after a retraction they are made again.
+A request whose copies are not all there is not admitted (``around_add``): it waits, or ends if they can never fit.
 """
 
 from __future__ import annotations
@@ -12,13 +13,14 @@ from array import array
 from typing import Any
 
 import numpy as np
+import torch
 
 from sglang_kvq.cache.transfer import to_device
 from sglang_kvq.config import PAGE_SIZE
-from sglang_kvq.episodic.selection import GONE, PARAMETER, Selection
+from sglang_kvq.episodic.selection import GONE, PARAMETER, TOO_SMALL, Selection
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.sglang import episodes, runtime, tree_keys
-from sglang_kvq.sglang.types import ForwardBatch, Original, PrefixCache, Req
+from sglang_kvq.sglang.types import ForwardBatch, Original, PrefillAdder, PrefixCache, Req
 
 #: Set to 1 in tests of this file alone: without the router of ``sessions``, which knows whose a prefix is, whoever can
 #: reach the server may then read every prefix in its cache.
@@ -57,30 +59,51 @@ def around_next_round(
     """AROUND ``Req.init_next_round_input``, which matches a waiting request against the tree."""
     if runtime.tiers() is None or tree_cache is None:
         return original(self, tree_cache, *args, **kwargs)
+    there = False
     try:
         episodes.prepare(tree_cache, self)
         selection = selection_of(self)
         there = selection is None or _bring(tree_cache, self, selection)
     except KVQuantError as error:
-        setattr(self, _ATTRIBUTE, None)
-        self.set_finish_with_abort(f"sglang-kvq: {error}")
-        there = True
-    if there:
-        return original(self, tree_cache, *args, **kwargs)
-    # No room: what is not there must not be computed. In a namespace without a prefix the request needs more tokens
-    # than can be had, so that it waits.
-    name, self.extra_key = self.extra_key, f"{self.extra_key}-waits"
-    try:
-        return original(self, tree_cache, *args, **kwargs)
-    finally:
-        self.extra_key = name
+        _end(self, error)
+    result = original(self, tree_cache, *args, **kwargs)
+    found, needed = tree_keys.prefix_len(self), stand_ins(self)
+    if there and found < needed:  # it would wait forever
+        _end(self, KVQuantError(f"{needed} tokens stand for a history, and SGLang takes {found} of them as cached."))
+        result = original(self, tree_cache, *args, **kwargs)
+    return result
+
+
+def around_add(original: Original, self: PrefillAdder, req: Req, *args: Any, **kwargs: Any) -> Any:
+    """AROUND ``PrefillAdder.add_one_req``: a request waits until all tokens that stand for a history are cached."""
+    if runtime.tiers() is None or tree_keys.prefix_len(req) >= stand_ins(req):
+        return original(self, req, *args, **kwargs)
+    from sglang.srt.managers.schedule_policy import AddReqResult
+
+    # "No token" is only taken back when a running request ends.
+    busy = self.can_run_list or (self.running_batch is not None and self.running_batch.reqs)
+    return AddReqResult.NO_TOKEN if busy else AddReqResult.OTHER
+
+
+def stand_ins(req: Req) -> int:
+    """First tokens of a request that stand for others and so must never be computed; 0 for most requests."""
+    selection, prefix = selection_of(req), episodes.prefix_of(req)
+    return len(selection.pages) * PAGE_SIZE if selection else prefix.tokens if prefix else 0
+
+
+def _end(req: Req, error: KVQuantError) -> None:
+    """End a waiting request with an error; SGLang then replaces its prompt by one token."""
+    setattr(req, _ATTRIBUTE, None)
+    episodes.forget_prefix(req)
+    req.set_finish_with_abort(f"sglang-kvq: {error}")
 
 
 def _bring(tree: PrefixCache, req: Req, selection: Selection) -> bool:
-    """Copy the pages into the tree under the request's name, unless they are there; False if there is no room.
+    """Copy the pages into the tree under the request's name, unless they are there; False if there is no room now.
 
     Raises:
-        KVQuantError: the history is no longer cached, or the request does not begin with the pages' tokens.
+        KVQuantError: the history is no longer cached, the cache is too small for it and the copies, or the request does
+            not begin with the pages' tokens.
     """
     tokens = _ids(selection.tokens)
     if array("q", req.origin_input_ids[: len(tokens)]) != tokens or len(req.origin_input_ids) <= len(tokens):
@@ -96,16 +119,7 @@ def _bring(tree: PrefixCache, req: Req, selection: Selection) -> bool:
             f"{len(selection.history) - len(locations)} of {len(selection.history)} tokens of the history are {GONE}; "
             "send them again."
         )
-    allocator = tree.token_to_kv_pool_allocator
-    lock = tree_keys.lock(tree, node)
-    try:
-        if (missing := len(tokens) - allocator.available_size()) > 0:
-            from sglang.srt.mem_cache.base_prefix_cache import EvictParams
-
-            tree.evict(EvictParams(num_tokens=missing))
-        own = allocator.alloc(len(tokens))
-    finally:
-        tree_keys.unlock(tree, lock)
+    own = _room(tree, node, len(selection.history), len(tokens))
     if own is None:
         return False
     tiers = runtime.live_tiers()
@@ -116,6 +130,40 @@ def _bring(tree: PrefixCache, req: Req, selection: Selection) -> bool:
     tiers.pending.copy_pages(source, own[::PAGE_SIZE].long() // PAGE_SIZE, windows)
     tree_keys.insert(tree, key, own)
     return True
+
+
+def _room(tree: PrefixCache, node: Any, history: int, copies: int) -> torch.Tensor | None:
+    """Make room for copies beside their history.
+
+    Args:
+        node: where the history ends in the tree.
+        history, copies: tokens.
+
+    Returns:
+        Token locations, int64 ``[copies]``; None while running requests leave too few.
+
+    Raises:
+        KVQuantError: there are too few even when nothing runs.
+    """
+    allocator = tree.token_to_kv_pool_allocator
+    if history + copies > allocator.size:
+        raise KVQuantError(
+            f"the KV cache of {allocator.size} tokens {TOO_SMALL} a history of {history} tokens and copies of {copies} "
+            "of them; lower --episodic-budget, or give the cache more memory."
+        )
+    lock = tree_keys.lock(tree, node)
+    try:
+        missing = copies - allocator.available_size()
+        if missing > tree.evictable_size():
+            return None
+        if missing > 0:
+            from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+
+            tree.evict(EvictParams(num_tokens=missing))
+        locations: torch.Tensor | None = allocator.alloc(copies)
+        return locations
+    finally:
+        tree_keys.unlock(tree, lock)
 
 
 def _ids(tokens: np.ndarray) -> array[int]:

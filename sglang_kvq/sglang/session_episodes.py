@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
+from fastapi import HTTPException
 
 from sglang_kvq.config import PAGE_SIZE
 from sglang_kvq.episodic import fold as folds
@@ -26,6 +27,7 @@ from sglang_kvq.episodic.match import match
 from sglang_kvq.episodic.prefix import PARAMETER, FoldedPrefix
 from sglang_kvq.episodic.selection import GONE
 from sglang_kvq.errors import KVQuantError
+from sglang_kvq.sglang import session_answers as answers
 from sglang_kvq.sglang import session_requests as requests
 
 if TYPE_CHECKING:
@@ -36,6 +38,8 @@ if TYPE_CHECKING:
 REMEMBERED = 1 << 16
 #: Times that a fold is sent while the cache has no room for it, and seconds between them, growing.
 ATTEMPTS, PAUSE = 8, 0.1
+#: In the error of a fold without room.
+_AGAIN = "send the request again"
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,7 +118,9 @@ class EpisodeRouter:
         """Run the steps of a chain that are not known to be in the cache.
 
         Raises:
-            KVQuantError: aborted, or the cache has no room for an episode beside what runs.
+            KVQuantError: the cache has no room for an episode beside what runs.
+            Ended: the request was aborted.
+            HTTPException: what SGLang ended a request with.
         """
         for _ in range(3):  # what is known may have been evicted, and again while it is built
             known = [step.name in self._built for step in chosen.steps]
@@ -122,7 +128,7 @@ class EpisodeRouter:
             try:
                 for step in chosen.steps[first:]:
                     if turn.obj.rid in self.router.aborted:
-                        raise KVQuantError(f"request {turn.obj.rid}: aborted while its episode was built.")
+                        raise answers.aborted("Abort before its answer began")
                     await self._step(turn, chosen, step)
             except _Gone:
                 self._forget(chosen)
@@ -159,7 +165,7 @@ class EpisodeRouter:
                 break
             if GONE in problem:
                 raise _Gone
-            if "send the request again" not in problem or attempt == ATTEMPTS - 1:
+            if _AGAIN not in problem or attempt == ATTEMPTS - 1:
                 raise KVQuantError(f"folding tokens {step.start} to {step.end} of the conversation failed: {problem}")
             await asyncio.sleep(PAUSE * 2**attempt)
         self._built[step.name] = None
@@ -167,21 +173,27 @@ class EpisodeRouter:
             self._built.popitem(last=False)
 
     async def _run(self, turn: Turn, inner: GenerateRequest) -> str | None:
-        """Send one request inside; what went wrong, None if nothing did."""
+        """Send one request inside; what is wrong with it, None if nothing is.
+
+        Raises:
+            Ended: it was aborted.
+            HTTPException: as ``build``.
+        """
         reason: Any = None
         try:
             async for out in self.router.sent(turn, inner):
                 meta = out["meta_info"]
                 reason = meta["finish_reason"]
                 if reason is not None:
-                    turn.computed += meta["prompt_tokens"] - meta.get("cached_tokens", 0)
-        except asyncio.CancelledError:
-            raise
-        except Exception as error:  # SGLang raises what a request ended with: ValueError, HTTPException
-            return str(getattr(error, "detail", error))
-        if not isinstance(reason, dict):
-            return "it ended without a reason"
-        return str(reason.get("message")) if reason.get("type") == "abort" else None
+                    turn.computed += requests.computed_of(meta)
+                    answers.check_not_aborted(out)
+        except ValueError as error:  # what SGLang raises for status 400
+            return str(error)
+        except HTTPException as error:
+            if "sglang-kvq" not in str(error.detail):  # SGLang took no more requests, or gave this one up
+                raise
+            return str(error.detail)
+        return None if isinstance(reason, dict) else "it ended without a reason"
 
     def answer(self, turn: Turn, chosen: Chosen) -> FoldedAnswer:
         """What the answering request begins with."""

@@ -186,6 +186,11 @@ def _logprob_start(obj: GenerateRequest, plan: Plan, offset: int) -> int:
     return start - offset
 
 
+def computed_of(meta: dict[str, Any]) -> int:
+    """Prompt tokens that an ended request computed, by its ``meta_info``; 0 if it was aborted before it ran."""
+    return int(meta.get("prompt_tokens", 0)) - int(meta.get("cached_tokens") or 0)
+
+
 def answer_output(out: Output, obj: GenerateRequest, ids: np.ndarray, computed: int) -> Output:
     """An inner request's answer as the client's: usage counts the prompt that it sent.
 
@@ -193,7 +198,10 @@ def answer_output(out: Output, obj: GenerateRequest, ids: np.ndarray, computed: 
         computed: tokens that were computed for it before.
     """
     meta = out["meta_info"]
-    computed += meta["prompt_tokens"] - meta.get("cached_tokens", 0)
+    if "prompt_tokens" not in meta:  # aborted before it ran
+        meta |= {"prompt_tokens": len(ids), "cached_tokens": 0}
+        return out
+    computed += computed_of(meta)
     meta["prompt_tokens"] = len(ids)
     more = max(0, len(ids) - computed) - meta.get("cached_tokens", 0)
     meta["cached_tokens"] = meta.get("cached_tokens", 0) + more

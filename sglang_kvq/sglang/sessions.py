@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import numpy as np
+from fastapi import HTTPException
 
 from sglang_kvq.config import PAGE_SIZE, KVQuantConfig
 from sglang_kvq.episodic.config import EPICACHE, EpisodicConfig
@@ -30,11 +31,12 @@ from sglang_kvq.episodic.match import rank_windows
 from sglang_kvq.episodic.pages import choose_pages
 from sglang_kvq.episodic.plan import Plan, plan
 from sglang_kvq.episodic.question import occurrences, question_start, user_turn
-from sglang_kvq.episodic.selection import GONE, Selection
+from sglang_kvq.episodic.selection import TOO_SMALL, Selection
 from sglang_kvq.episodic.session import Match, Namespace, Session
 from sglang_kvq.episodic.store import SessionStore
 from sglang_kvq.episodic.windows import windows
 from sglang_kvq.errors import KVQuantError
+from sglang_kvq.sglang import session_answers as answers
 from sglang_kvq.sglang import session_requests as requests
 from sglang_kvq.sglang.runtime import config_of
 from sglang_kvq.sglang.session_episodes import EpisodeRouter, FoldedAnswer
@@ -128,6 +130,7 @@ class Turn:
         send: ``TokenizerManager.generate_request`` itself.
         obj: the client's request, normalized.
         ids: int32, its prompt.
+        delivery: what the client has of its answer.
         computed: tokens that were computed for it before its own request.
         output: of its answer.
     """
@@ -138,6 +141,7 @@ class Turn:
     session: Session
     ids: np.ndarray
     namespace: Namespace
+    delivery: answers.Delivery
     computed: int = 0
     output: list[int] = field(default_factory=list)
 
@@ -195,7 +199,8 @@ class Router:
         ids = np.asarray(given, np.int32)
         session = self.store.use(requests.tenant_of(request), session_id)
         session.requests += 1
-        turn = Turn(send, obj, request, session, ids, requests.namespace_of(obj))
+        delivery = answers.Delivery(obj, self.manager.incremental_streaming_output)
+        turn = Turn(send, obj, request, session, ids, requests.namespace_of(obj), delivery)
         self.metrics.known(len(self.store))
         if len(ids) <= self.episodic.budget:
             self.metrics.answered("whole")
@@ -205,10 +210,19 @@ class Router:
             self.manager._validate_one_request(obj, whole)  # with --allow-auto-truncate it shortens the prompt
             turn.ids = turn.ids[: len(whole)]
             outputs = self._chosen(turn)
-        with self.store.answering(session):
-            async with aclosing(outputs):
-                async for out in outputs:
-                    yield out
+        try:
+            with self.store.answering(session):
+                async with aclosing(outputs):
+                    async for out in outputs:
+                        yield out
+            return
+        except answers.Ended as error:
+            ended = error
+        except HTTPException as error:  # of a request inside; one that leaves a stream would break the connection
+            if not obj.stream:
+                raise
+            ended = answers.aborted(str(error.detail), error.status_code)
+        yield delivery.end(ended, len(turn.ids), getattr(self.manager.server_args, "weight_version", None))
 
     async def _whole(self, turn: Turn) -> Outputs:
         """Serve the prompt as it came, and remember the conversation."""
@@ -216,6 +230,8 @@ class Router:
         turn.output.clear()
         async with aclosing(self.sent(turn, turn.obj)) as outputs:
             async for out in outputs:
+                if not turn.delivery.passes(out):
+                    continue
                 self._note(turn, out)
                 if _ends(out):
                     self._remember(turn, out, whole=True)
@@ -226,13 +242,14 @@ class Router:
         rid = turn.obj.rid
         self.preparing.add(rid)
         try:
-            prepared = await (self._prepare(turn) if self.episodes is None else self._prepare_episode(turn))
+            work = self._prepare(turn) if self.episodes is None else self._prepare_episode(turn)
+            prepared = await answers.while_wanted(work, turn.request, turn.obj)
         finally:
             self.preparing.discard(rid)
             aborted = rid in self.aborted
             self.aborted.discard(rid)
         if aborted:
-            raise KVQuantError(f"request {rid}: aborted before its answer began.")
+            raise answers.aborted("Abort before its answer began")
         if prepared is None:
             async with aclosing(self._whole(turn)) as outputs:
                 async for out in outputs:
@@ -241,31 +258,38 @@ class Router:
         turn.session.selected += 1
         self.metrics.answered("chosen")
         for attempt in range(2):
-            gone = False
+            problem = None
             turn.output.clear()
             try:
                 async with aclosing(self.sent(turn, prepared.inner)) as outputs:
                     async for out in outputs:
-                        if gone := _is_gone(out):
+                        if problem := answers.problem_of((answers.abort_of(out) or {}).get("message")):
                             break
+                        if not turn.delivery.passes(out):
+                            continue
                         out = requests.answer_output(out, turn.obj, turn.ids, turn.computed)
                         self._note(turn, out)
                         if _ends(out):
                             self._remember(turn, out, whole=False)
                         yield out
             except ValueError as error:
-                if GONE not in str(error):
+                problem = answers.problem_of(error)
+                if problem is None:
                     raise
-                gone = True
-            if not gone:
+            if problem is None:
                 return
+            turn.delivery.begin_again()
+            if TOO_SMALL in problem:
+                break
             turn.session.rebuilt += 1
             self.metrics.rebuilt()
             turn.session.exact = 0
             if attempt == 0:
                 async with turn.session.computing:
-                    await prepared.again()
-        logger.warning("kv-quant: the history of a session is evicted as soon as it is computed; read whole instead.")
+                    await answers.while_wanted(prepared.again(), turn.request, turn.obj)
+        else:
+            problem = "its history is evicted as soon as it is computed."
+        logger.warning("kv-quant: the prompt of session %r is read whole: %s", turn.session.id, problem)
         async with aclosing(self._whole(turn)) as outputs:
             async for out in outputs:
                 yield out
@@ -390,7 +414,8 @@ class Router:
             rid: the client's request id where it waits for this: aborting it aborts this. None: an own one.
 
         Raises:
-            ValueError: SGLang refuses it, or it was aborted.
+            ValueError: SGLang refuses it.
+            Ended: it was aborted.
         """
         inner = requests.compute_request(turn.obj, history, turn.namespace, rid)
         inner.normalize_batch_and_arguments()
@@ -399,9 +424,10 @@ class Router:
             async for out in outputs:
                 meta = out["meta_info"]
                 reason = meta["finish_reason"]
-                turn.computed += meta["prompt_tokens"] - meta.get("cached_tokens", 0) if _ends(out) else 0
-        if not isinstance(reason, dict) or reason.get("type") == "abort":
-            raise KVQuantError(f"request {inner.rid}: aborted while its history was computed.")
+                turn.computed += requests.computed_of(meta) if _ends(out) else 0
+                answers.check_not_aborted(out)
+        if not isinstance(reason, dict):
+            raise KVQuantError(f"request {inner.rid}: ended while its history was computed.")
         turn.session.computed(history, turn.namespace)
 
     # -- what is known of sessions ------------------------------------------------------------------------
@@ -436,7 +462,7 @@ class Router:
     async def _afterwards(self, turn: Turn, said: np.ndarray, compute: bool) -> None:
         """Compute and embed what was said, so that the next turn finds it."""
         session = turn.session
-        after = Turn(turn.send, turn.obj, None, session, said, turn.namespace)
+        after = Turn(turn.send, turn.obj, None, session, said, turn.namespace, turn.delivery)
         try:
             if compute:
                 async with session.computing:
@@ -476,9 +502,3 @@ class Router:
 
 def _ends(out: Output) -> bool:
     return out["meta_info"].get("finish_reason") is not None
-
-
-def _is_gone(out: Output) -> bool:
-    """Whether a streamed answer is the scheduler's word that the history was evicted."""
-    reason = out["meta_info"].get("finish_reason")
-    return isinstance(reason, dict) and reason.get("type") == "abort" and GONE in str(reason.get("message"))

@@ -6,7 +6,7 @@ from sglang_kvq.cache.layout import KVGeometry
 from sglang_kvq.cache.states import StateShare, needs_of, share_states
 from sglang_kvq.config import KVQuantConfig
 from sglang_kvq.sglang import compat
-from sglang_kvq.sglang.capacity import model_formats
+from sglang_kvq.sglang.capacity import model_formats, requests_per_worker
 from sglang_kvq.sglang.drafts import draft_page_bytes
 from sglang_kvq.sglang.runtime import config_of, logger
 from sglang_kvq.sglang.types import Configurator, Original
@@ -62,9 +62,7 @@ def _choose(configurator: Configurator, config: KVQuantConfig, budget: int) -> S
         context=configurator.model_config.context_len,
         drafts=_drafts(configurator),
     )
-    wanted = configurator.server_args.max_running_requests
-    workers = (configurator.ps if hasattr(configurator, "ps") else configurator).attn_dp_size
-    return share_states(budget, needs, None if wanted is None else max(wanted // workers, 1))
+    return share_states(budget, needs, requests_per_worker(configurator))
 
 
 def _drafts(configurator: Configurator) -> int:

@@ -32,6 +32,11 @@ def match(tree: PrefixCache, key: Any) -> tuple[torch.Tensor, Any]:
     return (found.device_indices if _OLD else tree.path_device_indices(node)), node
 
 
+def prefix_len(req: Req) -> int:
+    """First tokens of a request that SGLang found cached when it last looked."""
+    return len(req.prefix_indices) if _OLD else int(req.prefix_len)
+
+
 def lock(tree: PrefixCache, node: Any) -> Any:
     if not _OLD:
         return tree.lock(node)

@@ -27,3 +27,5 @@ Configurator: TypeAlias = Any
 ReqToTokenPool: TypeAlias = Any
 KVCache: TypeAlias = Any
 PrefixCache: TypeAlias = Any
+#: Collects the requests of the next prefill.
+PrefillAdder: TypeAlias = Any

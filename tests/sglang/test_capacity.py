@@ -1,0 +1,49 @@
+"""How many requests run at once, where data-parallel workers share ``--max-running-requests``."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from sglang_kvq.cache.layout import KVGeometry
+from sglang_kvq.config import KVQuantConfig
+from sglang_kvq.formats.page import PageFormat
+from sglang_kvq.releases import OLD_TREE
+from sglang_kvq.sglang import capacity, compat, runtime
+from sglang_kvq.sglang.runtime import attach
+
+OLD = compat.applies(OLD_TREE, compat.sglang_version())
+
+
+@pytest.fixture
+def layout_of(monkeypatch):
+    """The layout of one worker whose pool ``--max-total-tokens`` has made small."""
+
+    def resolve(given: int | None, workers: int):
+        config = KVQuantConfig("int2")
+        state = runtime.Runtime(config, KVGeometry(1, (PageFormat(64, 64, 0.96, 0.92),)), (0,))
+        state.budget_slots = 4000
+        monkeypatch.setattr(runtime, "_current", state)
+        args = SimpleNamespace(max_running_requests=given, chunked_prefill_size=8192)
+        attach(config, args)
+        parallel = {"ps": SimpleNamespace(attn_dp_size=workers)} if OLD else {"attn_dp_size": workers}
+        configurator = SimpleNamespace(server_args=args, **parallel)
+        share = 100 if given is None else max(given // workers, 1)
+        requests = capacity.resolve_max_num_reqs(lambda self, tokens: share, configurator, 200 * 64)
+        return requests, state.layout
+
+    return resolve
+
+
+@pytest.mark.parametrize("given", [None, 16])
+def test_workers_share_the_running_requests(layout_of, given):
+    """Each has windows for its own share only: more would be taken from what idle conversations keep in BF16."""
+    requests, layout = layout_of(given, workers=4)
+    alone = layout_of(None if given is None else given // 4, workers=1)
+    assert (requests, layout.slots) == (alone[0], alone[1].slots)
+
+
+def test_fewer_requests_than_workers_are_one_each(layout_of):
+    requests, layout = layout_of(3, workers=8)
+    assert requests == 1 and layout.slots == layout_of(1, workers=1)[1].slots

@@ -1,0 +1,265 @@
+"""Requests that begin with chosen pages, through SGLang's own tree, allocator and admission."""
+
+from __future__ import annotations
+
+import random
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from sglang_kvq.config import PAGE_SIZE as P
+from sglang_kvq.episodic.selection import PARAMETER, Selection
+from sglang_kvq.sglang import selection as selections
+from sglang_kvq.sglang import tree_keys
+from tests.sglang.fold_model import FoldModel, sglang_request
+from tests.sglang.test_hybrid_tree import served
+from tests.sglang.tree_model import EVERYTHING, OLD
+
+__all__ = ["served"]
+
+TAIL = 40
+
+
+@pytest.fixture
+def model(served, monkeypatch):
+    monkeypatch.setenv(selections.ENABLED, "1")
+    return lambda pages: FoldModel(pages, 30, 6, sink_pages=1, recent_pages=2)
+
+
+def said(pages: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(10, 3000, pages * P, dtype=np.int32)
+
+
+def remember(model: FoldModel, history: np.ndarray) -> None:
+    """A request computes the history and ends: from then on it is cached, and may be evicted."""
+    request = model.start(history.tolist())
+    assert model.extend([(request, len(history) - request.stored)])
+    model.leave(request, publish=True)
+
+
+def run(model: FoldModel, pages: int):
+    """A request that holds so many pages until ``model.leave``."""
+    request = model.start([5 + i % 7 for i in range(pages * P)])
+    assert model.extend([(request, pages * P)])
+    return request
+
+
+def ask(history: np.ndarray, pages: int, name: str = "r", **options):
+    """A waiting request for the first so many pages of a history."""
+    selection = Selection(history, None, range(pages))
+    req = sglang_request(name, [*selection.tokens.tolist(), *range(TAIL)], selection.name)
+    req.sampling_params.max_new_tokens = 8
+    req.sampling_params.custom_params = {PARAMETER: selection.encode()}
+    req.problem, req.stand_ins = None, pages * P
+
+    def end(message: str) -> None:  # SGLang's own asks for this process's rank
+        req.problem, req.origin_input_ids = message, req.origin_input_ids[:1]
+        req.return_logprob, req.logprob_start_len = False, -1
+
+    req.set_finish_with_abort = end
+    for field, value in options.items():
+        setattr(req, field, value)
+    return req
+
+
+def schedule(model: FoldModel, *waiting):
+    """One round of the scheduler: the requests that it admits, and what it was told of the last that it looked at."""
+    from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder
+
+    running = SimpleNamespace(reqs=[request.req for request in model.running])
+    for req in running.reqs:
+        req.sampling_params.max_new_tokens = 1
+    adder = PrefillAdder(P, model.unified, model.allocator, running, 0.5, 1 << 20, None)
+    result = AddReqResult.CONTINUE
+    for req in waiting:
+        req.init_next_round_input(model.unified)
+        result = adder.add_one_req(req, has_chunked_req=False, truncation_align_size=None)
+        if result != AddReqResult.CONTINUE:
+            break
+    return adder.can_run_list, result.name
+
+
+def found(req) -> int:
+    """Tokens that SGLang took as cached."""
+    return len(req.prefix_indices) if OLD else req.prefix_len
+
+
+def end(model: FoldModel, req) -> None:
+    """An admitted request of which nothing was computed goes away."""
+    if OLD:
+        model.unified.dec_lock_ref(req.last_node)
+    else:
+        model.unified.unlock(req.lock)
+
+
+def cached(model: FoldModel, history: np.ndarray) -> int:
+    key = tree_keys.key(sglang_request("x", [1], None), selections._ids(history), None)
+    return len(tree_keys.match(model.unified, key)[0])
+
+
+def test_with_room_the_pages_are_copied_and_only_the_rest_is_computed(model):
+    model, history = model(40), said(20)
+    remember(model, history)
+    req = ask(history, 12)
+    admitted, _ = schedule(model, req)
+    assert admitted == [req] and found(req) == 12 * P and req.problem is None
+    assert len(req.get_fill_ids()) == 12 * P + TAIL
+    end(model, req)
+    model.check_empty()
+
+
+def test_without_room_it_waits_and_the_history_stays(model):
+    """Of 40 pages 20 are the history's and 15 of a running request: 12 do not fit until that ends."""
+    model, history = model(40), said(20)
+    remember(model, history)
+    busy, req = run(model, 15), ask(history, 12)
+    for _ in range(3):
+        assert schedule(model, req) == ([], "NO_TOKEN") and req.problem is None
+        assert cached(model, history) == len(history)
+        model.check()
+    model.leave(busy, publish=False)
+    admitted, _ = schedule(model, req)
+    assert admitted == [req] and found(req) == 12 * P
+    end(model, req)
+    model.check_empty()
+
+
+def test_waiting_evicts_nothing_in_vain(model):
+    model, history, other = model(40), said(20), said(4, seed=1)
+    remember(model, history)
+    remember(model, other)
+    busy, req = run(model, 14), ask(history, 12)
+    assert schedule(model, req) == ([], "NO_TOKEN") and cached(model, other) == len(other)
+    model.leave(busy, publish=False)
+    end(model, schedule(model, req)[0][0])
+    model.check_empty()
+
+
+def test_room_is_made_of_what_others_left(model):
+    model, history, other = model(40), said(20), said(15, seed=1)
+    remember(model, other)
+    remember(model, history)
+    req = ask(history, 12)
+    assert schedule(model, req)[0] == [req] and found(req) == 12 * P
+    assert cached(model, other) < len(other)
+    end(model, req)
+    model.check_empty()
+
+
+def test_what_never_fits_ends_with_an_error(model):
+    """On an idle server, where it would wait for nothing."""
+    model, history = model(30), said(20)
+    remember(model, history)
+    req = ask(history, 12)
+    admitted, _ = schedule(model, req)
+    assert req.problem == (
+        "sglang-kvq: the KV cache of 1920 tokens is too small for a history of 1280 tokens and copies of 768 of them; "
+        "lower --episodic-budget, or give the cache more memory."
+    )
+    assert admitted == [req] and len(req.get_fill_ids()) == 1 and selections.offset_of(req) == 0
+    end(model, req)
+    model.check_empty()
+
+
+def test_what_just_fits_is_served(model):
+    model, history = model(32), said(20)
+    remember(model, history)
+    req = ask(history, 12)
+    assert schedule(model, req)[0] == [req] and found(req) == 12 * P
+    end(model, req)
+    model.check_empty()
+
+
+def test_of_two_one_evicts_the_others_history_and_that_is_said(model):
+    """Nothing is pinned for who waits, so two never wait for each other."""
+    model, first, second = model(26), said(10), said(10, seed=1)
+    remember(model, second)
+    remember(model, first)
+    one, two = ask(first, 8, "one"), ask(second, 8, "two")
+    admitted, _ = schedule(model, one, two)
+    assert admitted == [one, two] and found(one) == 8 * P
+    assert "of 640 tokens of the history are no longer cached" in two.problem and len(two.get_fill_ids()) == 1
+    for req in admitted:
+        end(model, req)
+    model.check_empty()
+
+
+def test_an_idle_server_looks_again(model, monkeypatch):
+    """The older release never looks again after "no token" if nothing runs."""
+    model, history = model(40), said(20)
+    remember(model, history)
+    req = ask(history, 12)
+    with monkeypatch.context() as patch:
+        patch.setattr(selections, "_room", lambda *args: None)
+        assert schedule(model, req) == ([], "OTHER")
+    assert schedule(model, req)[0] == [req]
+    end(model, req)
+    model.check_empty()
+
+
+def test_after_a_retraction_copies_are_made_again(model):
+    model, history = model(40), said(20)
+    remember(model, history)
+    req = ask(history, 12)
+    assert schedule(model, req)[0] == [req]
+    end(model, req)
+    req.output_ids.extend([3, 4, 5])
+    model.evict(EVERYTHING // P)
+    remember(model, history)
+    assert schedule(model, req)[0] == [req]
+    assert found(req) == 12 * P and len(req.get_fill_ids()) == 12 * P + TAIL + 3
+    end(model, req)
+    model.check_empty()
+
+
+def test_scores_of_tokens_that_stand_for_others_are_refused(model):
+    """SGLang computes from where log-probabilities begin, cached or not."""
+    model, history = model(40), said(20)
+    remember(model, history)
+    req = ask(history, 12, return_logprob=True, logprob_start_len=3 * P)
+    schedule(model, req)
+    assert req.problem == "sglang-kvq: 768 tokens stand for a history, and SGLang takes 192 of them as cached."
+    end(model, req)
+    model.check_empty()
+
+
+def room(model: FoldModel) -> int:
+    """Pages that a request can get."""
+    return (model.allocator.available_size() + model.unified.evictable_size()) // P
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_random_rounds_never_compute_what_stands_for_a_history(model, seed):
+    """Conversations, selections and other requests in a pool too small for all."""
+    rng = random.Random(seed)
+    model = model(40)
+    histories = [said(rng.randint(6, 16), seed=n) for n in range(4)]
+    waiting, running, counts = [], [], {"admitted": 0, "waited": 0, "gone": 0}
+    for step in range(60):
+        if len(waiting) < 3:
+            history = rng.choice(histories)
+            waiting.append(ask(history, rng.randint(2, len(history) // P), f"r{step}"))
+            if rng.random() < 0.7 and room(model) > len(history) // P:
+                remember(model, history)
+        if len(model.running) < 3 and (most := min(room(model) - 1, 16)) > 1:
+            run(model, rng.randint(2, most))
+        admitted, result = schedule(model, *waiting)
+        counts["waited"] += result in ("NO_TOKEN", "OTHER")
+        for req in admitted:
+            assert req.problem or found(req) >= req.stand_ins
+            counts["gone" if req.problem else "admitted"] += 1
+            running.append(req)
+            waiting.remove(req)
+        for req in [req for req in running if rng.random() < 0.4]:
+            end(model, req)
+            running.remove(req)
+        if model.running and rng.random() < 0.4:
+            model.leave(model.running[0], publish=False)
+        model.check()
+    assert counts["admitted"] > 5 and counts["waited"] > 1, counts
+    for req in running:
+        end(model, req)
+    for request in list(model.running):
+        model.leave(request, publish=False)
+    model.check_empty()
