@@ -69,6 +69,7 @@ def calibrate(
     revision: Annotated[str | None, typer.Option(help="Revision of the model on the hub.")] = None,
     device: Annotated[str, typer.Option(help="cuda, cpu or auto (all GPUs, needs accelerate).")] = "",
     dtype: Annotated[str, typer.Option(help="auto, bfloat16 or float32; on a CPU float32 unless given.")] = "",
+    trust_remote_code: Annotated[bool, typer.Option(help="Run the code that comes with the model.")] = False,
     overwrite: Annotated[bool, typer.Option(help="Replace an existing output folder.")] = False,
     restart: Annotated[bool, typer.Option(help="Discard what an interrupted run left, do not continue it.")] = False,
     engine: Annotated[
@@ -117,6 +118,7 @@ def calibrate(
                 revision=revision,
                 device=device,
                 dtype=dtype,
+                trust_remote_code=trust_remote_code,
                 overwrite=overwrite,
                 restart=restart,
                 engine=_engine(engine, tp, engine_arg or []),
@@ -210,6 +212,7 @@ def inspect(
     length: Annotated[int, typer.Option(help="Tokens per context.")] = 2048,
     device: Annotated[str, typer.Option(help="cuda, cpu or auto.")] = "",
     dtype: Annotated[str, typer.Option(help="auto, bfloat16 or float32.")] = "",
+    trust_remote_code: Annotated[bool, typer.Option(help="Run the code that comes with the model.")] = False,
     verbose: Verbose = False,
     as_json: AsJson = False,
 ) -> None:
@@ -236,6 +239,7 @@ def inspect(
                 length=length,
                 device=device,
                 dtype=dtype,
+                trust_remote_code=trust_remote_code,
                 progress=bars,
             )
     if as_json:

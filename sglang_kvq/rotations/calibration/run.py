@@ -202,7 +202,7 @@ class _Run:
                     position=self.positions[i * step],
                     first=first,
                     draws=s.sensitivity_draws,
-                    generator=torch.Generator().manual_seed(i),
+                    seed=i,
                 )
                 self._keep("sensitivity", i + 1, count, sums)
         finally:

@@ -13,7 +13,7 @@ import torch
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.rotations.base import Rotations
 from sglang_kvq.rotations.calibration.checkpoint import Checkpoint, fingerprint
-from sglang_kvq.rotations.calibration.hf_model import load_config, load_model, tokenize
+from sglang_kvq.rotations.calibration.hf_model import embedding_rows, load_config, load_model, tokenize
 from sglang_kvq.rotations.calibration.run import Progress, calibrate
 from sglang_kvq.rotations.calibration.settings import CalibrationSettings
 from sglang_kvq.rotations.calibration.text import read_corpus
@@ -45,6 +45,7 @@ def calibrate_to_folder(
     revision: str | None = None,
     device: str = "",
     dtype: str = "",
+    trust_remote_code: bool = False,
     overwrite: bool = False,
     restart: bool = False,
     engine: dict[str, Any] | None = None,
@@ -59,7 +60,7 @@ def calibrate_to_folder(
         texts: files, or folders of text files, see ``text.read_corpus``.
         text_share: how much of the text, from its beginning, may be used; recorded with the corpus.
         base_model: name to record; None records ``model_path``, or a local folder's own name.
-        device, dtype: as for ``load_model``.
+        device, dtype, trust_remote_code: as for ``load_model``.
         restart: discard what an interrupted run left.
         engine: keywords of ``sglang.Engine``, to run the model there (no sensitivities, no checkpoint); None runs it
             with transformers.
@@ -75,8 +76,10 @@ def calibrate_to_folder(
     if restart:
         shutil.rmtree(kept, ignore_errors=True)
     if engine is None:
-        model, tokenizer = load_model(model_path, revision=revision, device=device, dtype=dtype)
-        config, ids = model.config, tokenize(tokenizer, corpus)
+        model, tokenizer = load_model(
+            model_path, revision=revision, device=device, dtype=dtype, trust_remote_code=trust_remote_code
+        )
+        config, ids = model.config, tokenize(tokenizer, corpus, embedding_rows(model))
         if last:
             last.check(ids)
         rotations = calibrate(
@@ -89,10 +92,15 @@ def calibrate_to_folder(
     else:
         from sglang_kvq.sglang.calibrate_engine import calibrate_on_engine
 
-        config, tokenizer = load_config(model_path, revision=revision)
-        given = {**engine, **({"revision": revision} if revision else {})}
+        config, tokenizer = load_config(model_path, revision=revision, trust_remote_code=trust_remote_code)
+        given = {"trust_remote_code": trust_remote_code, **engine, **({"revision": revision} if revision else {})}
         rotations = calibrate_on_engine(
-            model_path, config, tokenize(tokenizer, corpus), settings, progress or (lambda *done: None), **given
+            model_path,
+            config,
+            tokenize(tokenizer, corpus, embedding_rows(config)),
+            settings,
+            progress or (lambda *done: None),
+            **given,
         )
     meta = replace(
         rotations.meta,

@@ -315,7 +315,7 @@ def main() -> None:
 
     from rich.console import Console
 
-    from sglang_kvq.rotations.calibration.hf_model import load_model, tokenize
+    from sglang_kvq.rotations.calibration.hf_model import embedding_rows, load_model, tokenize
     from sglang_kvq.rotations.calibration.text import read_corpus
     from sglang_kvq.rotations.inspection.budget_tables import divergence_table, recommendation
     from sglang_kvq.rotations.storage.files import read_local
@@ -343,7 +343,7 @@ def main() -> None:
     corpus, _ = read_corpus(args.text, args.text_share)
     model, tokenizer = load_model(args.model, device=args.device, dtype=args.dtype)
     check_rotations(rotations, **geometry_of(model.config)._asdict())
-    ids = tokenize(tokenizer, corpus)
+    ids = tokenize(tokenizer, corpus, embedding_rows(model))
     measuring.check(ids)
     found = measuring.run(model, ids, rotations, args.folder)
     Console().print(divergence_table(found))
