@@ -9,16 +9,15 @@ import json
 import sys
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.evaluation.typer_command import register as register_eval
-
-if TYPE_CHECKING:
-    from rich.progress import TaskID
+from sglang_kvq.interruption import exit_status, terminable
+from sglang_kvq.phases import Phases
 
 app = typer.Typer(
     help="Tools around --kv-quant, SGLang's 2-bit KV cache.", no_args_is_help=True, pretty_exceptions_enable=False
@@ -79,13 +78,17 @@ def calibrate(
     engine_arg: Annotated[
         list[str] | None, typer.Option(help="KEY=VALUE for sglang.Engine; VALUE may be JSON. Repeatable.")
     ] = None,
+    timings: Annotated[bool, typer.Option(help="Show at the end the time that each phase took.")] = False,
     push: Annotated[str | None, typer.Option(help="Then upload to the hub: ORG/REPO or ORG/REPO/FOLDER.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Calibrate rotations and clip ratios on a model and a text. Interrupted, the same command continues."""
+    phases = Phases(console, timings=timings)
+    phases("importing", 0, 1)
     from sglang_kvq.rotations.calibration.settings import CalibrationSettings
     from sglang_kvq.rotations.calibration.to_folder import calibrate_to_folder, partial_folder
     from sglang_kvq.rotations.inspection.budget_tables import divergence_table, recommendation
+    from sglang_kvq.rotations.inspection.budgets import MODULE as BUDGETS_MODULE
     from sglang_kvq.rotations.inspection.budgets import BudgetPass, HeldOut
     from sglang_kvq.rotations.storage.card import describe_clips, describe_gains, model_card, served_by
     from sglang_kvq.rotations.storage.hub import check_push
@@ -105,9 +108,9 @@ def calibrate(
         check_push(push)
     budgets = None
     try:
-        with _Bars() as bars:
+        with terminable(), phases:
             if recommend and composition == "transform":
-                budgets = BudgetPass(HeldOut(held_out_contexts, held_out_length), settings, bars)
+                budgets = BudgetPass(HeldOut(held_out_contexts, held_out_length), settings, phases)
             rotations = calibrate_to_folder(
                 model,
                 text,
@@ -122,17 +125,19 @@ def calibrate(
                 overwrite=overwrite,
                 restart=restart,
                 engine=_engine(engine, tp, engine_arg or []),
-                progress=bars,
+                progress=phases,
                 last=budgets,
             )
-    except KeyboardInterrupt:
-        if budgets and budgets.started:
-            _say(f"interrupted; {output} is written, with no recommended budget.", style="yellow")
-            raise typer.Exit(130) from None
+    except KeyboardInterrupt as error:
         kept = partial_folder(output)
-        went = f"what was done is in {kept}: the same command continues from there" if kept.exists() else "nothing kept"
-        _say(f"interrupted; {output} was not written; {went}.", style="yellow")
-        raise typer.Exit(130) from None
+        if budgets and budgets.started:
+            went = f"{output} is written, with no recommended budget; python -m {BUDGETS_MODULE} measures it"
+        elif kept.exists():
+            went = f"{output} was not written; what was done is in {kept}: the same command continues from there"
+        else:
+            went = f"{output} was not written; nothing kept: the same command begins again"
+        _say(f"interrupted; {went}.", style="yellow")
+        raise typer.Exit(exit_status(error)) from None
     meta, divergence = rotations.meta, budgets and budgets.found
     address = None
     if push:
@@ -229,7 +234,7 @@ def inspect(
     if model:
         if not text:
             raise KVQuantError(f"--model {model}: errors are measured on a text: pass --text FILE.")
-        with _Bars() as bars:
+        with Phases(console) as phases:
             measured = measure(
                 model,
                 text,
@@ -240,7 +245,7 @@ def inspect(
                 device=device,
                 dtype=dtype,
                 trust_remote_code=trust_remote_code,
-                progress=bars,
+                progress=phases,
             )
     if as_json:
         _show_json(tables.to_json(rotations, kv_heads, measured))
@@ -333,40 +338,6 @@ def _engine(name: str, tp: int, arguments: list[str]) -> dict[str, Any] | None:
         except ValueError:  # a plain word
             keywords[key] = value
     return keywords
-
-
-class _Bars:
-    """A bar per pass, with contexts done and the time left; a ``Progress`` of ``rotations.calibration.run``."""
-
-    def __init__(self) -> None:
-        from rich.progress import (
-            BarColumn,
-            MofNCompleteColumn,
-            Progress,
-            TextColumn,
-            TimeElapsedColumn,
-            TimeRemainingColumn,
-        )
-
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        # A context may take minutes: estimate over a whole pass.
-        self._bars = Progress(*columns, TimeRemainingColumn(), console=console, speed_estimate_period=36000)
-        self._tasks: dict[str, TaskID] = {}
-
-    def __enter__(self) -> _Bars:
-        self._tasks["loading"] = self._bars.add_task("loading", total=None)
-        self._bars.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._bars.stop()
-
-    def __call__(self, name: str, done: int, total: int) -> None:
-        if "loading" in self._tasks:
-            self._bars.remove_task(self._tasks.pop("loading"))
-        if name not in self._tasks:
-            self._tasks[name] = self._bars.add_task(name, total=total)
-        self._bars.update(self._tasks[name], completed=done)
 
 
 def main() -> None:

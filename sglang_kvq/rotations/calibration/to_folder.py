@@ -71,14 +71,18 @@ def calibrate_to_folder(
     """
     if output.exists() and not overwrite:  # before the hour of work, not after
         raise KVQuantError(f"{output} exists; choose another --output, or pass --overwrite to replace it.")
+    report = progress or (lambda name, done, total: None)
+    report("reading the text", 0, 1)
     corpus, name = read_corpus(texts, text_share)
     kept = partial_folder(output)
     if restart:
         shutil.rmtree(kept, ignore_errors=True)
+    report("loading the model", 0, 1)
     if engine is None:
         model, tokenizer = load_model(
             model_path, revision=revision, device=device, dtype=dtype, trust_remote_code=trust_remote_code
         )
+        report("tokenizing", 0, 1)
         config, ids = model.config, tokenize(tokenizer, corpus, embedding_rows(model))
         if last:
             last.check(ids)
@@ -86,7 +90,7 @@ def calibrate_to_folder(
             model,
             ids,
             settings,
-            progress,
+            report,
             checkpoint=lambda *run: Checkpoint(kept, fingerprint(*run)),
         )
     else:
@@ -99,7 +103,7 @@ def calibrate_to_folder(
             config,
             tokenize(tokenizer, corpus, embedding_rows(config)),
             settings,
-            progress or (lambda *done: None),
+            report,
             **given,
         )
     meta = replace(
@@ -109,6 +113,7 @@ def calibrate_to_folder(
         corpus=name,
     )
     rotations = replace(rotations, meta=meta)
+    report("writing", 0, 1)
     save_rotations(rotations, output, kv_heads=meta.model["num_key_value_heads"], overwrite=overwrite)
     shutil.rmtree(kept, ignore_errors=True)
     if last and engine is None:

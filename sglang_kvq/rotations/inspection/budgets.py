@@ -44,6 +44,9 @@ REFERENCE = "int4"
 #: A divergence so many times the reference's is as good, and so is one of so many nats per token.
 TOLERANCE, SMALL = 1.5, 0.02
 
+#: What measures the budgets of a folder that has none: ``python -m MODULE``.
+MODULE = "sglang_kvq.rotations.inspection.budgets"
+
 #: Under this name ``config.json`` has a ``BudgetDivergence``.
 FIELD = "divergence"
 
@@ -214,13 +217,14 @@ def measure_budgets(
     Raises:
         KVQuantError: a divergence that is not finite.
     """
+    report = progress or (lambda name, done, total: None)
+    report("choosing widths", 0, 1)
     named = {budget: f"transform:{budget:g}" for budget in sorted(budgets)}
     candidates = {name: candidate_of(name, rotations, model.config) for name in (REFERENCE, *named.values())}
     attention = {
         name: FakeQuantAttention(c.formats, c.rotations.to(model.device), held_out.sink, held_out.recent)
         for name, c in candidates.items()
     }
-    report = progress or (lambda name, done, total: None)
     found = divergences(
         model, contexts, attention, first=held_out.first, progress=lambda *done: report("divergence", *done)
     )

@@ -62,6 +62,8 @@ def measure(
     least = SINK + RECENT + 2 * PAGE_SIZE
     if length < least or contexts < 1:
         raise KVQuantError(f"--contexts {contexts} --length {length}: at least 1 context of {least} tokens is needed.")
+    report = progress or (lambda name, done, total: None)
+    report("loading the model", 0, 1)
     corpus, _ = read_corpus(texts)
     model, tokenizer = load_model(
         model_path, device=device, dtype=dtype, trust_remote_code=trust_remote_code
@@ -84,7 +86,6 @@ def measure(
         sizes[layer] += size
 
     starts = torch.linspace(0, len(ids) - length, contexts).long().tolist()
-    report = progress or (lambda name, done, total: None)
     with torch.inference_mode(), attention_hook(model, hook):
         for i, start in enumerate(starts):
             report("measuring", i, contexts)
