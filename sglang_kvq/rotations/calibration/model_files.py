@@ -83,8 +83,9 @@ def _header(path: Path) -> dict[str, Any]:
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise KVQuantError(f"{path}: damaged or no safetensors file ({first_line(error)}); fetch it again.") from error
     if size != end:
-        raise KVQuantError(f"{path}: {size:,} bytes, and its header says {end:,}; the download ended early: fetch it "
-                           "again.")
+        raise KVQuantError(
+            f"{path}: {size:,} bytes, and its header says {end:,}; the download ended early: fetch it again."
+        )
     return header
 
 
@@ -125,4 +126,3 @@ def _unreadable(path: Path, error: OSError) -> KVQuantError:
     return KVQuantError(
         f"{path}: cannot be read ({error.strerror or error}); give this user the right to read it, or fetch it again."
     )
-

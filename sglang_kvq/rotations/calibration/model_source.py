@@ -44,9 +44,13 @@ def find_model(path: str, revision: str | None = None) -> dict[str, Any]:
             HfApi().model_info(path, revision=revision, timeout=TIMEOUT)
             return {"revision": revision}
         except RevisionNotFoundError:
-            raise KVQuantError(f"--revision {revision}: {path} has no such revision on the hub; leave it out.") from None
+            raise KVQuantError(
+                f"--revision {revision}: {path} has no such revision on the hub; leave it out."
+            ) from None
         except GatedRepoError as error:
-            raise KVQuantError(f"{path}: gated on the hub ({first_line(error)}); ask for access, and `hf auth login`.") from None
+            raise KVQuantError(
+                f"{path}: gated on the hub ({first_line(error)}); ask for access, and `hf auth login`."
+            ) from None
         except RepositoryNotFoundError:
             problem = "the hub has no model of this name that you may see"
         except HfHubHTTPError as error:

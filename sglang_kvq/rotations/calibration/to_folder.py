@@ -17,7 +17,8 @@ from sglang_kvq.rotations.calibration.hf_model import embedding_rows, load_confi
 from sglang_kvq.rotations.calibration.run import Progress, calibrate
 from sglang_kvq.rotations.calibration.settings import CalibrationSettings
 from sglang_kvq.rotations.calibration.text import read_corpus
-from sglang_kvq.rotations.storage.files import save_rotations
+from sglang_kvq.rotations.messages import first_line
+from sglang_kvq.rotations.storage.files import check_output, save_rotations
 
 
 class LastPass(Protocol):
@@ -69,8 +70,7 @@ def calibrate_to_folder(
     Raises:
         KVQuantError: model or text not loadable, output exists, or as ``calibrate`` or ``last``.
     """
-    if output.exists() and not overwrite:  # before the hour of work, not after
-        raise KVQuantError(f"{output} exists; choose another --output, or pass --overwrite to replace it.")
+    check_output(output, overwrite=overwrite)  # before the hour of work, not after
     report = progress or (lambda name, done, total: None)
     report("reading the text", 0, 1)
     corpus, name = read_corpus(texts, text_share)
@@ -86,13 +86,16 @@ def calibrate_to_folder(
         config, ids = model.config, tokenize(tokenizer, corpus, embedding_rows(model))
         if last:
             last.check(ids)
-        rotations = calibrate(
-            model,
-            ids,
-            settings,
-            report,
-            checkpoint=lambda *run: Checkpoint(kept, fingerprint(*run)),
-        )
+        try:
+            rotations = calibrate(
+                model, ids, settings, report, checkpoint=lambda *run: Checkpoint(kept, fingerprint(*run))
+            )
+        except torch.OutOfMemoryError as error:
+            raise KVQuantError(
+                f"--context {settings.context}: not enough GPU memory for contexts of that length "
+                f"({first_line(error)}); lower it, pass --no-sensitivity, or --device auto for all GPUs."
+                f"{_continues(kept)}"
+            ) from error
     else:
         from sglang_kvq.sglang.calibrate_engine import calibrate_on_engine
 
@@ -114,11 +117,19 @@ def calibrate_to_folder(
     )
     rotations = replace(rotations, meta=meta)
     report("writing", 0, 1)
-    save_rotations(rotations, output, kv_heads=meta.model["num_key_value_heads"], overwrite=overwrite)
+    try:
+        save_rotations(rotations, output, kv_heads=meta.model["num_key_value_heads"], overwrite=overwrite)
+    except KVQuantError as error:
+        raise KVQuantError(f"{error}{_continues(kept)}") from error
     shutil.rmtree(kept, ignore_errors=True)
     if last and engine is None:
         last.run(model, ids, rotations, output)
     return rotations
+
+
+def _continues(kept: Path) -> str:
+    """What an error adds if there is something to go on from."""
+    return f" What was measured is in {kept}: the same command continues from there." if kept.exists() else ""
 
 
 def partial_folder(output: Path) -> Path:

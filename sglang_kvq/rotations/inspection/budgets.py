@@ -270,6 +270,7 @@ def store(found: BudgetDivergence, folder: Path) -> None:
         temporary.write_text(_text({**config, FIELD: found.to_json()}) + "\n")
         temporary.replace(path)
     except OSError as error:
+        temporary.unlink(missing_ok=True)
         raise KVQuantError(f"cannot write {path}: {error.strerror or error}; its rotations are whole.") from error
 
 

@@ -65,9 +65,7 @@ def measure(
     report = progress or (lambda name, done, total: None)
     report("loading the model", 0, 1)
     corpus, _ = read_corpus(texts)
-    model, tokenizer = load_model(
-        model_path, device=device, dtype=dtype, trust_remote_code=trust_remote_code
-    )
+    model, tokenizer = load_model(model_path, device=device, dtype=dtype, trust_remote_code=trust_remote_code)
     layers, kv_heads, head_dim = geometry_of(model.config)
     check_rotations(rotations, layers=layers, kv_heads=kv_heads, head_dim=head_dim)
     ids = tokenize(tokenizer, corpus, embedding_rows(model))

@@ -23,7 +23,9 @@ TEXT = dict(
 )  # fmt: skip
 SECTIONS = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [8, 12, 12]}
 SIGHT = dict(depth=1, hidden_size=64, num_heads=2, intermediate_size=64, out_hidden_size=64)
-CODE = "from transformers import LlamaConfig, LlamaForCausalLM\n\n\nclass Config(LlamaConfig):\n    model_type = 'own'\n"
+CODE = (
+    "from transformers import LlamaConfig, LlamaForCausalLM\n\n\nclass Config(LlamaConfig):\n    model_type = 'own'\n"
+)
 
 
 def vision_config(kind):
@@ -36,7 +38,9 @@ def vision_config(kind):
         return AutoConfig.for_model(kind, text_config=text, vision_config=sight, image_token_index=90)
     more = {"embed_dim": 64} if kind == "qwen2_vl" else {"deepstack_visual_indexes": [0]} if kind == "qwen3_vl" else {}
     text = {**TEXT, "hidden_size": 256, "rope_parameters": SECTIONS, "rope_scaling": SECTIONS}
-    return AutoConfig.for_model(kind, text_config=text, vision_config={**SIGHT, "out_hidden_size": 256, **more}, image_token_id=90)
+    return AutoConfig.for_model(
+        kind, text_config=text, vision_config={**SIGHT, "out_hidden_size": 256, **more}, image_token_id=90
+    )
 
 
 @pytest.fixture

@@ -168,7 +168,9 @@ def test_a_file_that_this_user_may_not_read(folder, monkeypatch, name):
     refused(folder, f"{name}: cannot be read .Permission denied.")
 
 
-@pytest.mark.parametrize("name, why", [("config.json", "no config.json in this"), ("model.safetensors", "no weights in")])
+@pytest.mark.parametrize(
+    "name, why", [("config.json", "no config.json in this"), ("model.safetensors", "no weights in")]
+)
 def test_a_folder_without(folder, name, why):
     (folder / name).unlink()
     refused(folder, why)
@@ -189,7 +191,9 @@ def test_token_ids_beyond_the_embedding(folder):
     tokenizer["model"]["vocab"].update({f"w{i}": i for i in range(97, 120)})
     path.write_text(json.dumps(tokenizer))
     model, tokenizer = load_model(str(folder), device="cpu")
-    with pytest.raises(KVQuantError, match=rf"{folder}: .*token id 110 .'w110'., and the model's embedding has 97 rows"):
+    with pytest.raises(
+        KVQuantError, match=rf"{folder}: .*token id 110 .'w110'., and the model's embedding has 97 rows"
+    ):
         tokenize(tokenizer, "w5 w110 w100", embedding_rows(model))
     config, tokenizer = load_config(str(folder))
     with pytest.raises(KVQuantError, match="97 rows"):
@@ -220,7 +224,11 @@ def test_a_name_that_the_hub_does_not_know_takes_seconds(monkeypatch, answers):
 
 @pytest.mark.parametrize(
     "path, why",
-    [("no/such/folder/here", "no such folder, and no hub id"), ("./model", "no such folder, and no hub id"), ("", "no such")],
+    [
+        ("no/such/folder/here", "no such folder, and no hub id"),
+        ("./model", "no such folder, and no hub id"),
+        ("", "no such"),
+    ],
 )
 def test_paths_that_are_none(path, why):
     with pytest.raises(KVQuantError, match=why):
