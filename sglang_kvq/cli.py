@@ -9,7 +9,7 @@ import json
 import sys
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -18,9 +18,8 @@ from sglang_kvq import usage
 from sglang_kvq.arguments import check_device, check_dtype, check_least, check_new
 from sglang_kvq.errors import KVQuantError, unknown
 from sglang_kvq.evaluation.typer_command import register as register_eval
-
-if TYPE_CHECKING:
-    from rich.progress import TaskID
+from sglang_kvq.interruption import exit_status, terminable
+from sglang_kvq.phases import Phases
 
 app = typer.Typer(
     help="Tools around --kv-quant, SGLang's 2-bit KV cache.", no_args_is_help=True, pretty_exceptions_enable=False
@@ -71,6 +70,7 @@ def calibrate(
     revision: Annotated[str | None, typer.Option(help="Revision of the model on the hub.")] = None,
     device: Annotated[str, typer.Option(help="cuda, cpu or auto (all GPUs, needs accelerate).")] = "",
     dtype: Annotated[str, typer.Option(help="auto, bfloat16 or float32; on a CPU float32 unless given.")] = "",
+    trust_remote_code: Annotated[bool, typer.Option(help="Run the code that comes with the model.")] = False,
     overwrite: Annotated[bool, typer.Option(help="Replace an existing output folder.")] = False,
     restart: Annotated[bool, typer.Option(help="Discard an interrupted run instead of continuing it.")] = False,
     engine: Annotated[
@@ -80,13 +80,17 @@ def calibrate(
     engine_arg: Annotated[
         list[str] | None, typer.Option(help="KEY=VALUE for sglang.Engine; VALUE may be JSON. Repeatable.")
     ] = None,
+    timings: Annotated[bool, typer.Option(help="Show at the end the time that each phase took.")] = False,
     push: Annotated[str | None, typer.Option(help="Then upload to the hub: ORG/REPO or ORG/REPO/FOLDER.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Calibrate rotations and clip ratios on a model and a text. If interrupted, the same command continues."""
+    phases = Phases(console, timings=timings)
+    phases("importing", 0, 1)
     from sglang_kvq.rotations.calibration.settings import CalibrationSettings
     from sglang_kvq.rotations.calibration.to_folder import calibrate_to_folder, partial_folder
     from sglang_kvq.rotations.inspection.budget_tables import divergence_table, recommendation
+    from sglang_kvq.rotations.inspection.budgets import MODULE as BUDGETS_MODULE
     from sglang_kvq.rotations.inspection.budgets import BudgetPass, HeldOut
     from sglang_kvq.rotations.storage.card import describe_clips, describe_gains, model_card, served_by
     from sglang_kvq.rotations.storage.hub import check_push
@@ -112,9 +116,9 @@ def calibrate(
         check_push(push)
     budgets = None
     try:
-        with _Bars() as bars:
+        with terminable(), phases:
             if recommend and composition == "transform":
-                budgets = BudgetPass(held_out, settings, bars)
+                budgets = BudgetPass(held_out, settings, phases)
             rotations = calibrate_to_folder(
                 model,
                 text,
@@ -125,20 +129,23 @@ def calibrate(
                 revision=revision,
                 device=device,
                 dtype=dtype,
+                trust_remote_code=trust_remote_code,
                 overwrite=overwrite,
                 restart=restart,
                 engine=on_engine,
-                progress=bars,
+                progress=phases,
                 last=budgets,
             )
-    except KeyboardInterrupt:
-        if budgets and budgets.started:
-            _say(f"interrupted; {output} is written, with no recommended budget.", style="yellow")
-            raise typer.Exit(130) from None
+    except KeyboardInterrupt as error:
         kept = partial_folder(output)
-        went = f"what was done is in {kept}: the same command continues from there" if kept.exists() else "nothing kept"
-        _say(f"interrupted; {output} was not written; {went}.", style="yellow")
-        raise typer.Exit(130) from None
+        if budgets and budgets.started:
+            went = f"{output} is written, with no recommended budget; python -m {BUDGETS_MODULE} measures it"
+        elif kept.exists():
+            went = f"{output} was not written; what was done is in {kept}: the same command continues from there"
+        else:
+            went = f"{output} was not written; nothing kept: the same command begins again"
+        _say(f"interrupted; {went}.", style="yellow")
+        raise typer.Exit(exit_status(error)) from None
     meta, divergence = rotations.meta, budgets and budgets.found
     address = None
     if push:
@@ -218,6 +225,7 @@ def inspect(
     length: Annotated[int, typer.Option(help="Tokens per context.")] = 2048,
     device: Annotated[str, typer.Option(help="cuda, cpu or auto.")] = "",
     dtype: Annotated[str, typer.Option(help="auto, bfloat16 or float32.")] = "",
+    trust_remote_code: Annotated[bool, typer.Option(help="Run the code that comes with the model.")] = False,
     verbose: Verbose = False,
     as_json: AsJson = False,
 ) -> None:
@@ -239,7 +247,7 @@ def inspect(
     if model:
         if not text:
             raise KVQuantError(f"--model {model}: errors are measured on a text: pass --text FILE.")
-        with _Bars() as bars:
+        with Phases(console) as phases:
             measured = measure(
                 model,
                 text,
@@ -249,7 +257,8 @@ def inspect(
                 length=length,
                 device=device,
                 dtype=dtype,
-                progress=bars,
+                trust_remote_code=trust_remote_code,
+                progress=phases,
             )
     if as_json:
         _show_json(tables.to_json(rotations, kv_heads, measured))
@@ -374,40 +383,6 @@ def _engine(name: str, tp: int, arguments: list[str]) -> dict[str, Any] | None:
         except ValueError:  # a plain word
             keywords[key] = value
     return keywords
-
-
-class _Bars:
-    """A bar per pass, with finished contexts and the time left; a ``Progress`` of ``rotations.calibration.run``."""
-
-    def __init__(self) -> None:
-        from rich.progress import (
-            BarColumn,
-            MofNCompleteColumn,
-            Progress,
-            TextColumn,
-            TimeElapsedColumn,
-            TimeRemainingColumn,
-        )
-
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        # A context may take minutes, so the time left is estimated over a whole pass.
-        self._bars = Progress(*columns, TimeRemainingColumn(), console=console, speed_estimate_period=36000)
-        self._tasks: dict[str, TaskID] = {}
-
-    def __enter__(self) -> _Bars:
-        self._tasks["loading"] = self._bars.add_task("loading", total=None)
-        self._bars.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._bars.stop()
-
-    def __call__(self, name: str, done: int, total: int) -> None:
-        if "loading" in self._tasks:
-            self._bars.remove_task(self._tasks.pop("loading"))
-        if name not in self._tasks:
-            self._tasks[name] = self._bars.add_task(name, total=total)
-        self._bars.update(self._tasks[name], completed=done)
 
 
 def main() -> None:

@@ -19,6 +19,7 @@ from sglang_kvq.rotations.calibration.settings import (
     draw_contexts,
     first_positions,
 )
+from sglang_kvq.rotations.calibration.threads import limit_threads
 from sglang_kvq.rotations.calibration.worker_files import read_samples, read_sums
 from sglang_kvq.rotations.identity import geometry_of
 from sglang_kvq.rotations.maths.rope import roped_layers, turn_of
@@ -63,6 +64,7 @@ def calibrate_on_engine(
         raise KVQuantError(
             "--engine sglang needs SGLang in this environment: pip install 'sglang-kvq[sglang]'."
         ) from error
+    limit_threads()
     layers, kv_heads, head_dim = geometry_of(hf_config)
     check_head_dim(head_dim)
     contexts = draw_contexts(ids, settings)

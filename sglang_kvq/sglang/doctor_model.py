@@ -21,6 +21,8 @@ from sglang_kvq.config import PAGE_SIZE, KVQuantConfig
 from sglang_kvq.errors import KVQuantError, unknown
 from sglang_kvq.formats.record import RecordFormat
 from sglang_kvq.methods import METHOD_NAMES, RotationKind, get_method
+from sglang_kvq.rotations.calibration.eligible import needs_code, why_not
+from sglang_kvq.rotations.calibration.model_source import find_model
 from sglang_kvq.rotations.identity import cached_layers, unapplied_window
 from sglang_kvq.rotations.resolve import locate_rotations, resolve_formats, resolve_rotations
 from sglang_kvq.rotations.storage.location import HubLocation
@@ -211,6 +213,10 @@ def read_config(request: Request) -> tuple[ModelConfig, list[str]]:
         version = compat.sglang_version()
     except metadata.PackageNotFoundError:
         raise KVQuantError(f"--model {request.model}: SGLang reads it, and is not installed here.") from None
+    try:
+        find_model(request.model)
+    except KVQuantError as error:
+        raise KVQuantError(f"--model {error}") from None
     torch_and_gpus()  # chooses SGLang's engine
     import torch
 
@@ -226,6 +232,8 @@ def read_config(request: Request) -> tuple[ModelConfig, list[str]]:
                 return model, []
             return read("bfloat16"), ["--dtype", "bfloat16"]
         except Exception as error:  # whatever SGLang, transformers and the hub raise for a model that is not there
+            if "trust_remote_code" in str(error):
+                raise needs_code(request.model) from None
             text = str(error).strip().partition("\n")[0]
             raise KVQuantError(
                 f"--model {request.model}: SGLang {version} cannot read its config: {text or type(error).__name__}"
@@ -265,9 +273,15 @@ def _formats(found: Diagnosis, request: Request, model: ModelConfig) -> tuple[Re
             found.rotations = locate_rotations(config, request.model, model.hf_config)
             found.rotations_inferred = is_inferred(found.rotations)
         except KVQuantError:
-            composition = " --composition transform" if method.planes else ""
+            why = why_not(request.model, model.hf_config, request.trust_remote_code)
+            if why is not None and config.rotations is None:
+                _refuse(found, None, f"--kv-quant {config.method} needs rotations, and there are none: {why}")
+                found.lift = "--method hadamard or int4, which need none"
+                return None
+            options = " --composition transform" if method.planes else ""
+            options += " --trust-remote-code" if request.trust_remote_code else ""
             model_path = shlex.quote(request.model)
-            found.calibrate = f"kvq calibrate {model_path}{composition} --text FILE --output rotations"
+            found.calibrate = f"kvq calibrate {model_path}{options} --text FILE --output rotations"
             found.flags += ["--kv-quant-rotations", "rotations"]
         if config.rotations is not None:
             _check_place(config.rotations)

@@ -9,7 +9,7 @@ import torch
 
 from sglang_kvq.rotations import load_rotations
 from sglang_kvq.rotations.calibration.hf_attention import attention_hook
-from sglang_kvq.rotations.calibration.hf_model import load_model, tokenize
+from sglang_kvq.rotations.calibration.hf_model import embedding_rows, load_model, tokenize
 from sglang_kvq.rotations.calibration.settings import CalibrationSettings, draw_contexts
 from sglang_kvq.rotations.maths.moments import MomentSums
 from tests.e2e.client import held_out_text
@@ -45,7 +45,7 @@ def test_engine_and_transformers_see_the_same_moments(model, tmp_path):
     settings = CalibrationSettings(tokens=1024, context=512)
     sums = MomentSums(settings.sink)
     with torch.inference_mode(), attention_hook(network, lambda layer, q, k, v, scale: sums.add(layer, q, k, v)):
-        for ids in draw_contexts(tokenize(tokenizer, held_out_text()), settings):
+        for ids in draw_contexts(tokenize(tokenizer, held_out_text(), embedding_rows(network)), settings):
             network.base_model(ids[None])
     moments = sums.mean(LAYERS, 2, shared=False)
     for eigenvalues, expected in ((rotations.k_eigenvalues, moments.qq), (rotations.v_eigenvalues, moments.vwv)):

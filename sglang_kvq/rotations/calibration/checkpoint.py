@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.rotations.calibration.settings import CalibrationSettings
+from sglang_kvq.rotations.messages import first_line
 
 #: Seconds between checkpoints inside a pass; a finished pass is always kept.
 INTERVAL = 20.0
@@ -65,9 +66,10 @@ class Checkpoint:
                 temporary.rename(self.folder / f"{name}.safetensors")
             finally:
                 temporary.unlink(missing_ok=True)
-        except OSError as error:
+        except (OSError, SafetensorError) as error:
+            reason = getattr(error, "strerror", None) or first_line(error)
             raise KVQuantError(
-                f"cannot write the checkpoint {self.folder}: {error.strerror or error}; choose another --output."
+                f"cannot write the checkpoint {self.folder}: {reason}; free some space, or choose another --output."
             ) from error
         self._saved = time.monotonic()
 

@@ -64,7 +64,8 @@ def attention_modules(model: Any, ids: torch.Tensor) -> dict[int, torch.nn.Modul
         seen[index_of(module)] = module
 
     with _module_hook(model, note):
-        model.base_model(ids.to(model.device)[None], use_cache=False)
+        ids = ids.to(model.device)
+        model.base_model(ids[None], position_ids=positions(ids, 0), use_cache=False)
     return seen
 
 

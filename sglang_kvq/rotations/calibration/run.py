@@ -40,6 +40,7 @@ from sglang_kvq.rotations.calibration.settings import (
     draw_contexts,
     first_positions,
 )
+from sglang_kvq.rotations.calibration.threads import one_thread
 from sglang_kvq.rotations.calibration.transform import PlaneQuantizer, transform_rotations, with_importance
 from sglang_kvq.rotations.identity import geometry_of, identity
 from sglang_kvq.rotations.maths.attended import attended_moments
@@ -95,6 +96,8 @@ def calibrate(
     head_dim = geometry_of(model.config).head_dim
     check_head_dim(head_dim)
     contexts = draw_contexts(ids, settings)
+    progress = progress or (lambda name, done, total: None)
+    progress("looking at the model", 0, 1)
     run = _Run(model, contexts, settings, progress, checkpoint(model, contexts, settings) if checkpoint else None)
     sums = MomentSums(settings.sink)
     farthest = first_positions(settings, SPREAD, model.config)[-1]
@@ -111,6 +114,7 @@ def calibrate(
             sums.add_moments(layer, moments)
 
     run.through("moments", [0] * len(contexts), 1, add, sums)  # at position 0: others' moments follow
+    progress("rotations", 0, 1)
     if weights is not None:
         moments = averaged(sums, model.config, settings, len(contexts))
         rotations = transform_rotations(moments, weights, _meta(model.config, settings, len(contexts)))
@@ -123,8 +127,9 @@ def calibrate(
 def rotations_from(sums: MomentSums, hf_config: Any, settings: CalibrationSettings, contexts: int) -> Rotations:
     """Rotations from finished sums over ``contexts`` contexts that began at position 0; no clip ratios yet."""
     moments = averaged(sums, hf_config, settings, contexts)
-    k, q, k_eigenvalues = compose_keys(settings.composition, moments.qq, moments.kk)
-    v, v_eigenvalues = compose_values(settings.composition, moments.vwv)
+    with one_thread():
+        k, q, k_eigenvalues = compose_keys(settings.composition, moments.qq, moments.kk)
+        v, v_eigenvalues = compose_values(settings.composition, moments.vwv)
     return Rotations(k, v, _meta(hf_config, settings, contexts), k_eigenvalues, v_eigenvalues, q)
 
 
@@ -158,12 +163,12 @@ class _Run:
         model: Any,
         contexts: torch.Tensor,
         settings: CalibrationSettings,
-        progress: Progress | None,
+        progress: Progress,
         checkpoint: Checkpoint | None,
     ) -> None:
         self.model, self.contexts, self.settings, self.checkpoint = model, contexts, settings, checkpoint
         self.positions = first_positions(settings, len(contexts), model.config)
-        self.progress = progress or (lambda name, done, total: None)
+        self.progress = progress
 
     def with_clips(self, rotations: Rotations) -> Rotations:
         step, count = self._some(self.settings.clip_contexts)
@@ -202,7 +207,7 @@ class _Run:
                     position=self.positions[i * step],
                     first=first,
                     draws=s.sensitivity_draws,
-                    generator=torch.Generator().manual_seed(i),
+                    seed=i,
                 )
                 self._keep("sensitivity", i + 1, count, sums)
         finally:

@@ -99,7 +99,7 @@ def fisher_sums(
     position: int = 0,
     first: int,
     draws: int,
-    generator: torch.Generator,
+    seed: int,
 ) -> torch.Tensor:
     """½ Σ (g_tᵀδ_t)² over the tokens t of one context; only losses of the tokens from ``first`` on count.
 
@@ -108,6 +108,7 @@ def fisher_sums(
         ids: int64 ``[T]``.
         position: of the first token.
         draws: backward passes, each with newly drawn tokens.
+        seed: of these tokens, drawn on the model's device: on a CPU a vocabulary takes seconds for each context.
 
     Returns:
         float64 ``[layers, len(quantizer.variants)]`` on the CPU.
@@ -128,13 +129,14 @@ def fisher_sums(
     with torch.enable_grad(), attention_hook(model, hook):
         ids = ids.to(model.device)
         out = model(ids[None], position_ids=positions(ids, position), use_cache=False, logits_to_keep=len(ids) - first)
-        logits = out.logits[0].float()
+        logits = out.logits[0, first - len(ids) :].float()  # some models keep all
         logp = logits.log_softmax(-1)
     order = range(layers)
     sums = torch.zeros(layers, len(quantizer.variants), dtype=torch.float64)
+    generator = torch.Generator(logp.device).manual_seed(seed)
     for draw in range(draws):
         with torch.no_grad():
-            drawn = torch.multinomial(logp.exp().cpu(), 1, generator=generator).to(logp.device)
+            drawn = torch.multinomial(logp.exp(), 1, generator=generator)
         score = logp.gather(-1, drawn).sum()
         try:
             grads = torch.autograd.grad(score, [held[i] for i in order], retain_graph=draw + 1 < draws)
@@ -171,7 +173,7 @@ def exact_sums(
 
         with attention_hook(model, hook):
             out = model(ids[None].to(model.device), use_cache=False, logits_to_keep=len(ids) - first)
-        logits: torch.Tensor = out.logits[0]
+        logits: torch.Tensor = out.logits[0, first - len(ids) :]
         return logits.float().log_softmax(-1)
 
     reference = log_probs(None, quantizer.variants[0])

@@ -19,13 +19,15 @@ def read_corpus(paths: Sequence[Path], share: float = 1.0) -> tuple[str, str]:
         share: how much of each, from its beginning, to take.
 
     Raises:
-        KVQuantError: nothing there, not UTF-8, or a share that is none.
+        KVQuantError: nothing there or in it, not UTF-8, or a share that is none.
     """
     if not 0 < share <= 1:
         raise KVQuantError(f"--text-share {share}: must be above 0 and at most 1.")
     texts = []
     for path in paths:
         text = read_folder(path) if path.is_dir() else read_text(path)
+        if not text.strip():
+            raise KVQuantError(f"--text {path}: no text in it; give a text like what will be served.")
         texts.append(text[: int(len(text) * share)])
     name = ", ".join(f"{path.parent.name}/{path.name}" if path.parent.name else path.name for path in paths)
     return "\n\n".join(texts), name if share == 1 else f"{name}, first {share:.0%} of its characters"
@@ -47,5 +49,9 @@ def read_text(path: Path) -> str:
     """
     try:
         return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise KVQuantError(f"--text {path}: not readable as UTF-8 text ({error}); give a plain text file.") from error
+    except OSError as error:
+        raise KVQuantError(
+            f"--text {path}: {error.strerror or error}; give a text file that this user may read."
+        ) from error
+    except UnicodeDecodeError as error:
+        raise KVQuantError(f"--text {path}: not UTF-8 text ({error}); convert it, or give another file.") from error

@@ -13,11 +13,12 @@ import torch
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.rotations.base import Rotations
 from sglang_kvq.rotations.calibration.checkpoint import Checkpoint, fingerprint
-from sglang_kvq.rotations.calibration.hf_model import load_config, load_model, tokenize
+from sglang_kvq.rotations.calibration.hf_model import embedding_rows, load_config, load_model, tokenize
 from sglang_kvq.rotations.calibration.run import Progress, calibrate
 from sglang_kvq.rotations.calibration.settings import CalibrationSettings
 from sglang_kvq.rotations.calibration.text import read_corpus
-from sglang_kvq.rotations.storage.files import save_rotations
+from sglang_kvq.rotations.messages import first_line
+from sglang_kvq.rotations.storage.files import check_output, save_rotations
 
 
 class LastPass(Protocol):
@@ -45,6 +46,7 @@ def calibrate_to_folder(
     revision: str | None = None,
     device: str = "",
     dtype: str = "",
+    trust_remote_code: bool = False,
     overwrite: bool = False,
     restart: bool = False,
     engine: dict[str, Any] | None = None,
@@ -59,7 +61,7 @@ def calibrate_to_folder(
         texts: files, or folders of text files, see ``text.read_corpus``.
         text_share: how much of the text, from its beginning, may be used; recorded with the corpus.
         base_model: name to record; None records ``model_path``, or a local folder's own name.
-        device, dtype: as for ``load_model``.
+        device, dtype, trust_remote_code: as for ``load_model``.
         restart: discard what an interrupted run left.
         engine: keywords of ``sglang.Engine``, to run the model there (no sensitivities, no checkpoint); None runs it
             with transformers.
@@ -68,31 +70,44 @@ def calibrate_to_folder(
     Raises:
         KVQuantError: model or text not loadable, output exists, or as ``calibrate`` or ``last``.
     """
-    if output.exists() and not overwrite:  # before the hour of work, not after
-        raise KVQuantError(f"{output} exists; choose another --output, or pass --overwrite to replace it.")
+    check_output(output, overwrite=overwrite)  # before the hour of work, not after
+    report = progress or (lambda name, done, total: None)
+    report("reading the text", 0, 1)
     corpus, name = read_corpus(texts, text_share)
     kept = partial_folder(output)
     if restart:
         shutil.rmtree(kept, ignore_errors=True)
+    report("loading the model", 0, 1)
     if engine is None:
-        model, tokenizer = load_model(model_path, revision=revision, device=device, dtype=dtype)
-        config, ids = model.config, tokenize(tokenizer, corpus)
+        model, tokenizer = load_model(
+            model_path, revision=revision, device=device, dtype=dtype, trust_remote_code=trust_remote_code
+        )
+        report("tokenizing", 0, 1)
+        config, ids = model.config, tokenize(tokenizer, corpus, embedding_rows(model))
         if last:
             last.check(ids)
-        rotations = calibrate(
-            model,
-            ids,
-            settings,
-            progress,
-            checkpoint=lambda *run: Checkpoint(kept, fingerprint(*run)),
-        )
+        try:
+            rotations = calibrate(
+                model, ids, settings, report, checkpoint=lambda *run: Checkpoint(kept, fingerprint(*run))
+            )
+        except torch.OutOfMemoryError as error:
+            raise KVQuantError(
+                f"--context {settings.context}: not enough GPU memory for contexts of that length "
+                f"({first_line(error)}); lower it, pass --no-sensitivity, or --device auto for all GPUs."
+                f"{_continues(kept)}"
+            ) from error
     else:
         from sglang_kvq.sglang.calibrate_engine import calibrate_on_engine
 
-        config, tokenizer = load_config(model_path, revision=revision)
-        given = {**engine, **({"revision": revision} if revision else {})}
+        config, tokenizer = load_config(model_path, revision=revision, trust_remote_code=trust_remote_code)
+        given = {"trust_remote_code": trust_remote_code, **engine, **({"revision": revision} if revision else {})}
         rotations = calibrate_on_engine(
-            model_path, config, tokenize(tokenizer, corpus), settings, progress or (lambda *done: None), **given
+            model_path,
+            config,
+            tokenize(tokenizer, corpus, embedding_rows(config)),
+            settings,
+            report,
+            **given,
         )
     meta = replace(
         rotations.meta,
@@ -101,11 +116,20 @@ def calibrate_to_folder(
         corpus=name,
     )
     rotations = replace(rotations, meta=meta)
-    save_rotations(rotations, output, kv_heads=meta.model["num_key_value_heads"], overwrite=overwrite)
+    report("writing", 0, 1)
+    try:
+        save_rotations(rotations, output, kv_heads=meta.model["num_key_value_heads"], overwrite=overwrite)
+    except KVQuantError as error:
+        raise KVQuantError(f"{error}{_continues(kept)}") from error
     shutil.rmtree(kept, ignore_errors=True)
     if last and engine is None:
         last.run(model, ids, rotations, output)
     return rotations
+
+
+def _continues(kept: Path) -> str:
+    """What an error adds if there is something to go on from."""
+    return f" What was measured is in {kept}: the same command continues from there." if kept.exists() else ""
 
 
 def partial_folder(output: Path) -> Path:

@@ -16,6 +16,7 @@ from sglang_kvq.errors import KVQuantError
 from sglang_kvq.formats.planes import PLANES, PlaneCode, Widths
 from sglang_kvq.rotations.base import RotationMeta, Rotations
 from sglang_kvq.rotations.calibration.sensitivity import Variant, sensitivity_table
+from sglang_kvq.rotations.calibration.threads import one_thread
 from sglang_kvq.rotations.maths.fake_quant import RotatedContext
 from sglang_kvq.rotations.maths.moments import Moments
 from sglang_kvq.rotations.maths.transform import DISTORTION, Basis, coding_basis, fold_steps, plane_energies
@@ -46,8 +47,9 @@ def transform_rotations(moments: Moments, weights: torch.Tensor, meta: RotationM
     if moments.vv.shape[1] == 1:
         weights = weights.mean(1, keepdim=True)
     mean = moments.k_mean
-    keys = coding_basis(moments.kk - mean[..., :, None] * mean[..., None, :], moments.qq)
-    values = coding_basis(moments.vv, weights)
+    with one_thread():
+        keys = coding_basis(moments.kk - mean[..., :, None] * mean[..., None, :], moments.qq)
+        values = coding_basis(moments.vv, weights)
     (k, q), (v, o) = _whitened(keys), _whitened(values)
     importance = {
         part: _rounded(1 / basis.energies.sum((1, 2)), digits=6) for part, basis in (("k", keys), ("v", values))

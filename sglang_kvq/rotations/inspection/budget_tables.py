@@ -10,6 +10,9 @@ from rich.table import Table
 from sglang_kvq.rotations.inspection.budgets import REFERENCE, SMALL, TOLERANCE, BudgetDivergence
 from sglang_kvq.rotations.inspection.foreseen import Foreseen
 
+#: A recommendation from fewer tokens has a caveat.
+FEW_TOKENS = 4096
+
 
 def divergence_table(found: BudgetDivergence) -> Table:
     """Builds a table with a row per budget and one for the reference; marks the recommended budget."""
@@ -32,18 +35,29 @@ def divergence_table(found: BudgetDivergence) -> Table:
 
 def recommendation(found: BudgetDivergence) -> str:
     """Returns the recommended budget with the rule behind it, as one line of text."""
-    chosen = found.recommended
+    chosen, caveat = found.recommended, few_tokens(found)
     limit = f"{found.limit:.3g} nats (the larger of {TOLERANCE:g} times {REFERENCE}'s and {SMALL:g})"
     if chosen is None:
         most = max(found.budgets, key=lambda row: row.bits).budget
         return (
             f"no budget is recommended: not even at {most:g} bits is the divergence plus one standard error at most "
-            f"{limit}; --kv-quant {REFERENCE} is closer to the unquantized model."
+            f"{limit}; --kv-quant {REFERENCE} is closer to the unquantized model.{caveat}"
         )
     return (
         f"recommended: --kv-quant-bits {chosen:g}, the least budget at which the divergence plus one standard error is "
         f"at most {limit}, as it is at every larger one. Measured on contexts of {found.length} tokens; longer ones "
-        "lose more, which kvq eval measures."
+        f"lose more, which kvq eval measures.{caveat}"
+    )
+
+
+def few_tokens(found: BudgetDivergence) -> str:
+    """The caveat of a recommendation from little text, with a space before it; nothing from ``FEW_TOKENS`` on."""
+    if found.tokens >= FEW_TOKENS:
+        return ""
+    contexts = -(-FEW_TOKENS * found.contexts // max(found.tokens, 1))
+    return (
+        f" It rests on {found.tokens:,} tokens only, so another text may give another budget: --held-out-contexts "
+        f"{contexts} measures {FEW_TOKENS:,}."
     )
 
 

@@ -44,6 +44,9 @@ REFERENCE = "int4"
 #: A divergence is acceptable up to this factor of the reference's, or up to this many nats per token.
 TOLERANCE, SMALL = 1.5, 0.02
 
+#: ``python -m MODULE`` measures the budgets of a folder that has none.
+MODULE = "sglang_kvq.rotations.inspection.budgets"
+
 #: Field of ``config.json`` that holds a ``BudgetDivergence``.
 FIELD = "divergence"
 
@@ -213,13 +216,14 @@ def measure_budgets(
     Raises:
         KVQuantError: a divergence is not finite.
     """
+    report = progress or (lambda name, done, total: None)
+    report("choosing widths", 0, 1)
     named = {budget: f"transform:{budget:g}" for budget in sorted(budgets)}
     candidates = {name: candidate_of(name, rotations, model.config) for name in (REFERENCE, *named.values())}
     attention = {
         name: FakeQuantAttention(c.formats, c.rotations.to(model.device), held_out.sink, held_out.recent)
         for name, c in candidates.items()
     }
-    report = progress or (lambda name, done, total: None)
     found = divergences(
         model, contexts, attention, first=held_out.first, progress=lambda *done: report("divergence", *done)
     )
@@ -265,6 +269,7 @@ def store(found: BudgetDivergence, folder: Path) -> None:
         temporary.write_text(_text({**config, FIELD: found.to_json()}) + "\n")
         temporary.replace(path)
     except OSError as error:
+        temporary.unlink(missing_ok=True)
         raise KVQuantError(f"cannot write {path}: {error.strerror or error}; its rotations are complete.") from error
 
 
@@ -314,7 +319,7 @@ def main() -> None:
 
     from rich.console import Console
 
-    from sglang_kvq.rotations.calibration.hf_model import load_model, tokenize
+    from sglang_kvq.rotations.calibration.hf_model import embedding_rows, load_model, tokenize
     from sglang_kvq.rotations.calibration.text import read_corpus
     from sglang_kvq.rotations.inspection.budget_tables import divergence_table, recommendation
     from sglang_kvq.rotations.storage.files import read_local
@@ -342,7 +347,7 @@ def main() -> None:
     corpus, _ = read_corpus(args.text, args.text_share)
     model, tokenizer = load_model(args.model, device=args.device, dtype=args.dtype)
     check_rotations(rotations, **geometry_of(model.config)._asdict())
-    ids = tokenize(tokenizer, corpus)
+    ids = tokenize(tokenizer, corpus, embedding_rows(model))
     measuring.check(ids)
     found = measuring.run(model, ids, rotations, args.folder)
     Console(emoji=False).print(divergence_table(found))

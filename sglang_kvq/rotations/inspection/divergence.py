@@ -17,7 +17,7 @@ import torch
 from sglang_kvq.attention.base import LayerRotations
 from sglang_kvq.config import PAGE_SIZE
 from sglang_kvq.formats.record import RecordFormat
-from sglang_kvq.rotations.calibration.hf_attention import attention_hook
+from sglang_kvq.rotations.calibration.hf_attention import attention_hook, positions
 from sglang_kvq.rotations.maths.fake_quant import RotatedContext, page_round_trip
 
 
@@ -117,8 +117,9 @@ def _compare(logp: torch.Tensor, reference: torch.Tensor) -> TokenDivergence:
 def _log_probs(model: Any, ids: torch.Tensor, attention: FakeQuantAttention, first: int) -> torch.Tensor:
     """Returns log-probabilities, float32 ``[T - first, vocab]``."""
     with attention_hook(model, attention):
-        out = model(ids[None].to(model.device), use_cache=False, logits_to_keep=len(ids) - first)
-    logits: torch.Tensor = out.logits[0]
+        ids = ids.to(model.device)
+        out = model(ids[None], position_ids=positions(ids, 0), use_cache=False, logits_to_keep=len(ids) - first)
+    logits: torch.Tensor = out.logits[0, first - len(ids) :]  # some models keep all
     return logits.float().log_softmax(-1)
 
 
@@ -128,7 +129,7 @@ def main() -> None:
     from pathlib import Path
 
     from sglang_kvq.methods import RotationKind, get_method
-    from sglang_kvq.rotations.calibration.hf_model import load_model, tokenize
+    from sglang_kvq.rotations.calibration.hf_model import embedding_rows, load_model, tokenize
     from sglang_kvq.rotations.calibration.text import read_text
     from sglang_kvq.rotations.identity import geometry_of, layer_numbers
     from sglang_kvq.rotations.inspection.candidates import candidate_of, takes
@@ -147,7 +148,7 @@ def main() -> None:
     model, tokenizer = load_model(args.model)
     geometry, numbers = geometry_of(model.config)._asdict(), layer_numbers(model.config)
     text = read_text(args.text)
-    ids = tokenize(tokenizer, text[int(len(text) * args.skip) :])
+    ids = tokenize(tokenizer, text[int(len(text) * args.skip) :], embedding_rows(model))
     count = min(args.contexts, len(ids) // args.length)
     if count == 0:
         parser.error(f"{args.text}: {len(ids)} tokens, one context needs {args.length}")

@@ -12,8 +12,8 @@ from sglang_kvq.config import PAGE_SIZE
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.rotations.base import Rotations, check_rotations
 from sglang_kvq.rotations.calibration.clips import query_blocks
-from sglang_kvq.rotations.calibration.hf_attention import attention_hook
-from sglang_kvq.rotations.calibration.hf_model import load_model, tokenize
+from sglang_kvq.rotations.calibration.hf_attention import attention_hook, positions
+from sglang_kvq.rotations.calibration.hf_model import embedding_rows, load_model, tokenize
 from sglang_kvq.rotations.calibration.run import Progress
 from sglang_kvq.rotations.calibration.text import read_corpus
 from sglang_kvq.rotations.identity import geometry_of
@@ -47,6 +47,7 @@ def measure(
     length: int,
     device: str = "",
     dtype: str = "",
+    trust_remote_code: bool = False,
     progress: Progress | None = None,
 ) -> Measured:
     """Runs the model over contexts of the text and quantizes each layer's history with every method.
@@ -61,11 +62,13 @@ def measure(
     least = SINK + RECENT + 2 * PAGE_SIZE
     if length < least or contexts < 1:
         raise KVQuantError(f"--contexts {contexts} --length {length}: at least 1 context of {least} tokens is needed.")
+    report = progress or (lambda name, done, total: None)
+    report("loading the model", 0, 1)
     corpus, _ = read_corpus(texts)
-    model, tokenizer = load_model(model_path, device=device, dtype=dtype)
+    model, tokenizer = load_model(model_path, device=device, dtype=dtype, trust_remote_code=trust_remote_code)
     layers, kv_heads, head_dim = geometry_of(model.config)
     check_rotations(rotations, layers=layers, kv_heads=kv_heads, head_dim=head_dim)
-    ids = tokenize(tokenizer, corpus)
+    ids = tokenize(tokenizer, corpus, embedding_rows(model))
     if len(ids) < contexts * length:
         raise KVQuantError(f"the text has {len(ids)} tokens, {contexts} contexts of {length} need {contexts * length}.")
     candidates = candidates_of(methods, rotations, model.config)
@@ -81,11 +84,11 @@ def measure(
         sizes[layer] += size
 
     starts = torch.linspace(0, len(ids) - length, contexts).long().tolist()
-    report = progress or (lambda name, done, total: None)
     with torch.inference_mode(), attention_hook(model, hook):
         for i, start in enumerate(starts):
             report("measuring", i, contexts)
-            model.base_model(ids[None, start : start + length].to(model.device), use_cache=False)
+            context = ids[start : start + length].to(model.device)
+            model.base_model(context[None], position_ids=positions(context, 0), use_cache=False)
     report("measuring", contexts, contexts)
     return Measured({name: e / sizes for name, e in errors.items()}, contexts, length)
 

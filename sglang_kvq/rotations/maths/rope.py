@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -26,12 +27,9 @@ def turn_of(hf_config: Any, head_dim: int) -> Turn:
     Raises:
         KVQuantError: transformers has no rotary embedding of the usual form for the model.
     """
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
-
     hf_config = hf_config.get_text_config()
-    known = type(hf_config) in MODEL_FOR_CAUSAL_LM_MAPPING
-    module = sys.modules[MODEL_FOR_CAUSAL_LM_MAPPING[type(hf_config)].__module__] if known else None
-    apply = getattr(module, "apply_rotary_pos_emb", None)
+    module = _modeling(hf_config)
+    apply = getattr(module, "apply_rotary_pos_emb", None) or _apply_by_sections(module)
     names = [n for n in vars(module) if n.endswith("RotaryEmbedding") and "Vision" not in n] if module else []
     classes = [getattr(module, name) for name in names]
     if apply is None or len(classes) != 1:
@@ -43,8 +41,7 @@ def turn_of(hf_config: Any, head_dim: int) -> Turn:
     embedding = classes[0](hf_config)
 
     def turn(distance: int) -> torch.Tensor:
-        at = torch.tensor([[0, distance]])
-        cos, sin = (x.double() for x in embedding(torch.zeros(1), at))
+        cos, sin = _cos_and_sin(embedding, torch.tensor([[0, distance]]))
         n = cos.shape[-1]  # less than head_dim where RoPE covers a part of it
         basis = torch.eye(n, dtype=torch.float64)[None, None]
         (begin, _), (end, _) = (apply(basis, basis, cos[:, [i]], sin[:, [i]]) for i in (0, 1))
@@ -53,6 +50,36 @@ def turn_of(hf_config: Any, head_dim: int) -> Turn:
         return whole
 
     return turn
+
+
+def _modeling(hf_config: Any) -> ModuleType | None:
+    """The module with the classes of a model that is loaded or in transformers' list; None if there is none."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    if type(hf_config) in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return sys.modules[MODEL_FOR_CAUSAL_LM_MAPPING[type(hf_config)].__module__]
+    return sys.modules.get(type(hf_config).__module__.replace("configuration_", "modeling_"))
+
+
+def _apply_by_sections(module: ModuleType | None) -> Callable[..., Any] | None:
+    """What turns text in a model whose RoPE has sections for time, height and width: its positions are the same in all.
+
+    ``rope_check`` sees whether the model really does so.
+    """
+    half = getattr(module, "rotate_half", None)
+    if half is None or not hasattr(module, "apply_multimodal_rotary_pos_emb"):
+        return None
+    return lambda q, k, cos, sin: tuple(x * cos.unsqueeze(1) + half(x) * sin.unsqueeze(1) for x in (q, k))
+
+
+def _cos_and_sin(embedding: Any, at: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both of positions int64 ``[1, n]``, float64 ``[1, n, D]``."""
+    try:
+        found = embedding(torch.zeros(1), at)
+    except (IndexError, RuntimeError):  # it takes one for each of time, height and width
+        found = embedding(torch.zeros(1), at.expand(3, *at.shape))
+    cos, sin = (x.double() for x in found)
+    return (cos[0], sin[0]) if cos.dim() == 4 else (cos, sin)
 
 
 def mean_over_positions(moment: torch.Tensor, turn: Turn, positions: Sequence[int]) -> torch.Tensor:

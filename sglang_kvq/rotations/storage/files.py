@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load, save_file
 
 from sglang_kvq.errors import KVQuantError
@@ -157,23 +158,56 @@ def convert_rotations(
 
 @contextmanager
 def new_folder(folder: str | Path, *, overwrite: bool) -> Iterator[Path]:
-    """A temporary folder beside ``folder`` that takes its name when the block succeeds, and vanishes otherwise."""
+    """A temporary folder beside ``folder`` that takes its name when the block succeeds, and vanishes otherwise.
+
+    Raises:
+        KVQuantError: the folder exists, and may not or must not be replaced; or it cannot be written.
+    """
     folder = Path(folder)
-    if folder.exists() and not overwrite:
-        raise KVQuantError(f"{folder} exists; choose another --output, or pass --overwrite to replace it.")
+    check_output(folder, overwrite=overwrite)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
     except OSError as error:
-        raise KVQuantError(f"cannot write {folder}: {error.strerror}; choose another --output.") from error
+        raise _unwritable(folder, error) from error
     try:
         yield temporary
         temporary.chmod(0o755)  # mkdtemp makes it private
         if folder.is_dir():
             shutil.rmtree(folder)
         temporary.rename(folder)
+    except (OSError, SafetensorError, RuntimeError) as error:  # the last one is torch's, of a full disk too
+        raise _unwritable(folder, error) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def check_output(folder: Path, *, overwrite: bool) -> None:
+    """Refuse an output folder that exists, unless it may be replaced and holds rotations or nothing.
+
+    Raises:
+        KVQuantError: it names the folder and the fix.
+    """
+    try:
+        if not folder.exists():
+            return
+        if not overwrite:
+            raise KVQuantError(f"{folder} exists; choose another --output, or pass --overwrite to replace it.")
+        held = [path.name for path in folder.iterdir()]
+    except OSError as error:
+        raise _unwritable(folder, error) from error
+    if held and not any(
+        path.suffix in (".safetensors", ".pt") and "rotation" in path.name for path in folder.iterdir()
+    ):
+        raise KVQuantError(
+            f"{folder}: --overwrite replaces folders of rotations only, and this one holds {held[0]}; choose another "
+            "--output."
+        )
+
+
+def _unwritable(folder: Path, error: Exception) -> KVQuantError:
+    reason = getattr(error, "strerror", None) or first_line(error)
+    return KVQuantError(f"cannot write {folder}: {reason}; free some space, or choose another --output.")
 
 
 def _load_checked(place: Path, layers: int, kv_heads: int, head_dim: int, numbers: LayerNumbers | None) -> Rotations:

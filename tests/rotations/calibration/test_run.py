@@ -26,7 +26,7 @@ def test_calibration_gives_rotations_of_the_model(llama, ids, granularity, compo
     for clips in (rotations.meta.clip_k, rotations.meta.clip_v):
         assert len(clips) == 2 and set(clips) <= set(settings.clip_grid)
     assert rotations.meta.tokens == 1024 and rotations.meta.model["num_key_value_heads"] == 2
-    assert list(dict.fromkeys(seen)) == ["moments", "clips"]
+    assert list(dict.fromkeys(seen)) == ["looking at the model", "moments", "rotations", "clips"]
     assert llama.config._attn_implementation != "kvq_capture"
 
 

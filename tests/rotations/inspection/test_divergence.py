@@ -6,7 +6,7 @@ import torch
 from sglang_kvq.attention.base import LayerRotations
 from sglang_kvq.formats.page import PageFormat
 from sglang_kvq.rotations import find_rotations, load_rotations
-from sglang_kvq.rotations.calibration.hf_model import load_model, tokenize
+from sglang_kvq.rotations.calibration.hf_model import embedding_rows, load_model, tokenize
 from sglang_kvq.rotations.inspection.candidates import candidate_of
 from sglang_kvq.rotations.inspection.divergence import FakeQuantAttention, mean_kl
 from sglang_kvq.rotations.maths.hadamard import hadamard_matrix
@@ -34,7 +34,7 @@ def test_kl_of_oscar_hadamard_and_int2(model):
     from pydoc_data.topics import topics  # English text that every Python has and no calibration here has seen
 
     network, tokenizer = load_model(str(model), device="cpu")
-    ids = tokenize(tokenizer, "\n\n".join(topics[name] for name in sorted(topics)))[:1024]
+    ids = tokenize(tokenizer, "\n\n".join(topics[name] for name in sorted(topics)), embedding_rows(network))[:1024]
     geometry = dict(layers=30, kv_heads=3, head_dim=64)
     oscar = load_rotations(find_rotations(str(model), network.config), **geometry)
     candidates = [candidate_of(name, oscar, network.config) for name in ("int2", "hadamard", "oscar")]

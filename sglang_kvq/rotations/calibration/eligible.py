@@ -1,0 +1,97 @@
+"""Whether transformers can run a model for calibration, by its config alone.
+
+``kvq calibrate`` and ``kvq doctor --model`` both ask here, so that doctor never names a command that would be refused.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from sglang_kvq.errors import KVQuantError
+
+CAUSAL, VISION = "AutoModelForCausalLM", "AutoModelForImageTextToText"
+
+#: Where ModelOpt says what it did, if config.json does not; transformers does not read it.
+OTHER_QUANTIZATION = "hf_quant_config.json"
+
+
+def auto_class(path: str, hf_config: Any, trust_remote_code: bool) -> str:
+    """The name of the transformers class that loads a model for calibration.
+
+    A vision-language model is run on text alone: its text part gets the tokens as without images.
+
+    Args:
+        path: the model's name, for messages.
+        hf_config: a transformers config, or SGLang's own.
+        trust_remote_code: whether code that comes with the model may run.
+
+    Raises:
+        KVQuantError: no class fits, or only the model's own code has one; or weights of a format that transformers
+            does not read.
+    """
+    import transformers
+    from transformers.models.auto import modeling_auto
+
+    check_quantization(path, hf_config)
+    kind, code = getattr(hf_config, "model_type", None), getattr(hf_config, "auto_map", None) or {}
+    known = (
+        (CAUSAL, modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES),
+        (VISION, modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES),
+    )
+    for name, kinds in known:
+        if kind in kinds or (trust_remote_code and name in code):
+            return name
+    if CAUSAL in code or VISION in code:
+        raise needs_code(path)
+    raise KVQuantError(
+        f"{path}: transformers {transformers.__version__} has no class that generates text for model_type {kind}, so "
+        "it cannot be calibrated; use a newer transformers if there is one for it, or --kv-quant hadamard or int4, "
+        "which need no rotations."
+    )
+
+
+def why_not(path: str, hf_config: Any, trust_remote_code: bool) -> str | None:
+    """Why ``kvq calibrate`` would refuse this model; None if it would not. Arguments as ``auto_class``."""
+    try:
+        auto_class(path, hf_config, trust_remote_code)
+    except KVQuantError as error:
+        return str(error)
+    return None
+
+
+def needs_code(path: str) -> KVQuantError:
+    """The refusal of a model that brings its own code."""
+    return KVQuantError(
+        f"{path}: this model comes with code of its own; read it, and pass --trust-remote-code to run it."
+    )
+
+
+def check_quantization(path: str, hf_config: Any) -> None:
+    """Refuse a checkpoint whose quantization transformers would ignore.
+
+    Raises:
+        KVQuantError: transformers would take the codes for weights.
+    """
+    found = getattr(hf_config, "quantization_config", None)
+    if found is None:
+        if (Path(path) / OTHER_QUANTIZATION).is_file():
+            raise unread(path, f"quantized, by {OTHER_QUANTIZATION} alone")
+        return
+    from transformers.quantizers.auto import AutoHfQuantizer
+
+    fields = found if isinstance(found, dict) else found.to_dict()
+    try:
+        reads = AutoHfQuantizer.supports_quant_method(fields)
+    except ValueError:  # no method is named
+        reads = False
+    if not reads:
+        raise unread(path, f"quantized by {fields.get('quant_method', 'a method without a name')}")
+
+
+def unread(path: str, what: str) -> KVQuantError:
+    """The refusal of codes that transformers would take for weights."""
+    return KVQuantError(
+        f"{path}: its weights are {what}, which transformers does not read: it would take the codes for weights. "
+        "Calibrate the unquantized model; its rotations fit this one."
+    )
