@@ -90,7 +90,9 @@ def test_held_out_contexts_are_spread_over_the_corpus():
 
 def test_a_corpus_that_leaves_nothing_is_told():
     assert held_out_starts(1024, SETTINGS, HeldOut(1, 512)) == [512]
-    with pytest.raises(KVQuantError, match="1023 tokens; beside the 512 .* room for 0 contexts of 512.*--no-recommend"):
+    with pytest.raises(
+        KVQuantError, match="1023 tokens; besides the 512 .* room for 0 contexts of 512.*--no-recommend"
+    ):
         held_out_starts(1023, SETTINGS, HeldOut(1, 512))
     for wrong, said in (((0, 512), "--held-out-contexts 0"), ((1, 448), "length 448"), ((1, 1000), "multiple of 64")):
         with pytest.raises(KVQuantError, match=said):
