@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import time
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
@@ -129,3 +131,47 @@ def test_a_history_that_is_gone_is_said_to_be(servers, text):
     params = {"max_new_tokens": 4, "custom_params": {PARAMETER: selection.encode()}}
     response = client.post("/generate", **body, sampling_params=params)
     assert "no longer cached" in response.text and response.status_code == 400
+
+
+#: Pages of a pool that is soon full.
+SMALL = 20
+
+
+@pytest.fixture
+def small(servers):
+    client = Client(servers(*FLAGS, "--max-total-tokens", str(SMALL * P), env=ENVIRONMENT))
+    client.flush()
+    return client
+
+
+def test_without_room_a_selection_waits(small, model, text):
+    """The copies do not fit beside the history and another request: they are made when that has ended."""
+    history, tail = text[: PAGES * P], text[PAGES * P :]
+    small.generate(history)
+    selection, ended = Selection(tuple(history), None, (0, 2, 5, 9, 13)), {}
+
+    def other() -> None:
+        small.generate(text[100:250], 100)
+        ended["other"] = time.monotonic()
+
+    def chosen() -> dict:
+        time.sleep(1.0)
+        meta = ask(small, selection, tail)
+        ended["chosen"] = time.monotonic()
+        return meta
+
+    _, meta = together([other, chosen])
+    assert ended["chosen"] > ended["other"] and meta["cached_tokens"] == len(selection.pages) * P
+    differences = np.subtract(logprobs(meta), expected(model, selection, tail, answer_of(meta)))
+    assert np.abs(differences).mean() < CLOSE, differences
+
+
+def test_what_never_fits_ends_with_an_error(small, text):
+    history, tail = text[: PAGES * P], text[PAGES * P :]
+    small.generate(history)
+    selection = Selection(tuple(history), None, tuple(range(SMALL - PAGES + 1)))
+    body = {"input_ids": selection.tokens.tolist() + tail, "extra_key": selection.name}
+    params = {"max_new_tokens": 4, "custom_params": {PARAMETER: selection.encode()}}
+    response = small.post("/generate", **body, sampling_params=params)
+    assert response.status_code == 400 and "is too small for a history of 896 tokens and copies of 448" in response.text
+    assert small.generate(history)["meta_info"]["cached_tokens"] == len(history) - P

@@ -77,10 +77,10 @@ def server(servers, words):
     return serve(servers, words)
 
 
-def serve(servers, words):
+def serve(servers, words, *flags: str):
     path, folder = words
     paths = os.pathsep.join(filter(None, (path, os.environ.get("PYTHONPATH"))))
-    return servers(*FLAGS, "--episodic-embedder", folder, env={"PYTHONPATH": paths})
+    return servers(*FLAGS, *flags, "--episodic-embedder", folder, env={"PYTHONPATH": paths})
 
 
 @pytest.fixture
@@ -353,6 +353,49 @@ def test_other_bad_requests(client, text):
     plain = client.send(text[:100], None, sampling_params={"custom_params": {PARAMETER: "x"}})
     assert plain.status_code == 400 and "no client may choose what is read" in plain.text
     assert "longer than the model's context length" in client.send(text + text, "bad").text
+
+
+@pytest.fixture
+def small(servers, words):
+    """A server with a pool of 30 pages, in which two requests run at once."""
+    client = Sessions(serve(servers, words, "--max-total-tokens", str(30 * P), "--max-running-requests", "2"))
+    client.flush()
+    return client
+
+
+def test_a_pool_too_small_for_history_and_copies_reads_the_prompt_whole(small, model, text, question):
+    """Of 30 pages, 18 of history leave room for 10 copies; 22 do not."""
+    fits, exceeds = [*text[:1130], *question], text
+    assert_read(small, model, "fits", fits, small.turn(fits, "fits", 4))
+    small.flush()
+    answer = small.turn(exceeds, "exceeds", 4)
+    session = small.session("exceeds")
+    assert session["read"] == {"of_tokens": 0, "pages": []} and session["hot_tokens"] == len(exceeds)
+    plain = small.turn(exceeds, None, 4)
+    assert answer["output_ids"] == plain["output_ids"] and np.allclose(logprobs(answer), logprobs(plain), atol=CLOSE)
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+def test_an_abort_in_the_queue_is_sglangs_own(small, text, stream):
+    """Both of a request without a session, and of one whose history waits to be computed."""
+
+    def blocked(session: str | None):
+        time.sleep(1.5)
+        response = small.send(text[:1000], session, 4, rid=f"abort-{session}-{stream}", stream=stream)
+        return streamed(response)[-1] if stream else response.json()
+
+    def abort() -> None:
+        time.sleep(4)
+        for session in (None, "queued"):
+            small.post("/abort_request", rid=f"abort-{session}-{stream}")
+
+    def busy(start: int) -> None:
+        small.turn(text[start : start + 100], None, 250)
+
+    jobs = [lambda: busy(0), lambda: busy(300), lambda: blocked(None), lambda: blocked("queued"), abort]
+    _, _, plain, ours, _ = together(jobs)
+    assert ours["meta_info"]["finish_reason"] == plain["meta_info"]["finish_reason"]
+    assert ours["meta_info"]["finish_reason"]["type"] == "abort" and ours["output_ids"] == plain["output_ids"] == []
 
 
 def test_a_killed_scheduler_takes_its_server_along_and_text_is_enough(server, servers, words, text, question):
