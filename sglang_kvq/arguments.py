@@ -12,7 +12,7 @@ from sglang_kvq.errors import KVQuantError, unknown
 
 DEVICES = ("cuda", "cpu", "auto")
 DTYPES = ("auto", "bfloat16", "float16", "float32")
-#: What people and other tools call them.
+#: Names that people and other tools use, mapped to torch's.
 SHORT_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"}
 
 

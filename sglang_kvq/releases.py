@@ -17,8 +17,8 @@ OLDEST, NEWEST = RELEASES[0], RELEASES[-1]
 #: Releases between the generations: they keep prefixes in a tree that neither set of tree hooks knows.
 EXCLUDED = ("0.5.19", "0.5.20", "0.5.21")
 
-#: Of ``RELEASES`` those with which models with recurrent states, and those with sliding windows, are refused: SGLang
-#: builds their caches in ways of its own there, which no test has been through.
+#: Releases that refuse models with recurrent states, and with sliding windows. SGLang builds their caches differently
+#: there, and no test covers that.
 WITHOUT_STATES = ("0.5.17", "0.5.18")
 WITHOUT_WINDOWS = ("0.5.17", "0.5.18", "0.5.22")
 
@@ -36,5 +36,5 @@ def described(last: str = "or") -> str:
 
 
 def requirement() -> str:
-    """What pip may install for the extra ``sglang-kvq[sglang]``."""
+    """Returns the version specifier that pip may install for the extra ``sglang-kvq[sglang]``."""
     return ",".join([f"sglang>={OLDEST}", *(f"!={release}.*" for release in EXCLUDED)])

@@ -61,7 +61,7 @@ def described(error: Any, words: Sequence[str]) -> str:
 
 
 def _value_of(names: Sequence[str], words: Sequence[str]) -> str | None:
-    """What follows the last of these options on the command line, None if none of them is there."""
+    """Returns the word after the last of these options on the command line, or None without one."""
     found = None
     for word, following in zip(words, [*words[1:], ""]):
         name, equals, value = word.partition("=")

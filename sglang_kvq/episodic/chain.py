@@ -1,4 +1,4 @@
-"""How a history becomes an episode: block after block is folded into a prefix of fixed size, under names by content.
+"""Chain from a history to an episode: folds block after block into a prefix of fixed size, named by content.
 
 EpiCache's loop (arXiv 2509.17396), as a chain of ordinary requests ``[prefix | block | patched prompt]``. After each,
 of the tokens of prefix and block every layer and KV head keeps its own ``budget``, and these are a prefix cached

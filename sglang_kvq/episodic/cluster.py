@@ -15,7 +15,7 @@ STARTS = 10
 
 @dataclass(frozen=True)
 class Episodes:
-    """Which episode a segment belongs to.
+    """Assignment of segments to episodes.
 
     Attributes:
         labels: int64 ``[segments]``, from 0 to episodes - 1, each of which occurs.

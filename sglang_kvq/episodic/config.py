@@ -1,4 +1,4 @@
-"""What the ``--episodic-*`` flags say: how a conversation longer than its budget is served."""
+"""Configuration of the ``--episodic-*`` flags: serving of conversations longer than their budget."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from sglang_kvq.config import PAGE_SIZE
 from sglang_kvq.errors import KVQuantError
 
-#: What ``--episodic-policy`` may be, besides "off".
+#: Values of ``--episodic-policy`` besides "off".
 LATE, EPICACHE = POLICIES = ("late", "epicache")
 #: Clusters of a conversation (EpiCache, arXiv 2509.17396).
 EPISODES = 4
-#: Of an episode's patched prompt, at most.
+#: Largest number of tokens of an episode's patched prompt.
 PROMPT_TOKENS = 1024
 
 

@@ -14,7 +14,7 @@ from sglang_kvq.episodic.prompt import patched_prompt
 
 #: Segments that stand for an episode in its patched prompt, and the longest such prompt in tokens.
 MEDOIDS = 8
-#: A conversation is divided into episodes anew once it is so many times as long as it was.
+#: Growth after which a conversation is divided into episodes again.
 GROWTH = 2.0
 
 

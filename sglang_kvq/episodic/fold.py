@@ -1,4 +1,4 @@
-"""That a request ends as a fold: what the router tells the scheduler of it."""
+"""Router-to-scheduler message: when this request finishes, keep the selected tokens as a reusable prefix."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Fold:
             raise KVQuantError(f"a fold that keeps {self.kept} tokens, {self.pinned} of them pinned: pin fewer.")
 
     def encode(self) -> str:
-        """As one string: what survives the way to the scheduler."""
+        """Returns the message as one string, which survives the way to the scheduler."""
         return json.dumps(asdict(self))
 
     @classmethod

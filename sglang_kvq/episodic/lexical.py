@@ -12,7 +12,7 @@ from sglang_kvq.errors import KVQuantError
 LETTERS = 4
 #: Terms are hashed to numbers below this.
 TERMS = 1 << 20
-#: How soon a term's repetitions stop to count, and how much a long text's terms count less.
+#: Saturation of a term's repetitions, and discount of a long text's terms.
 SATURATION, LENGTH = 1.2, 0.75
 
 
@@ -75,7 +75,7 @@ class Lexical:
         self._lengths = self._lengths[:count].copy()
 
     def scores(self, question: str, run: int = 1) -> np.ndarray:
-        """How well each run of ``run`` consecutive texts matches, in which terms count as in one text.
+        """Scores each run of ``run`` consecutive texts, as one text.
 
         Returns:
             float64 ``[texts - run + 1]``, of fewer texts than ``run`` one number for all; 0 where nothing is shared.

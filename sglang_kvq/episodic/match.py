@@ -1,4 +1,4 @@
-"""Which episode, or which segments or windows, a question is about. Rows have length 1: dot products are cosines."""
+"""Search for the episode, segments or windows that a question is about. Rows have length 1: dot products are cosines."""
 
 from __future__ import annotations
 
@@ -105,5 +105,5 @@ def fuse(*scores: np.ndarray) -> np.ndarray:
 
 
 def _mean_of_best(similar: np.ndarray, best: int) -> np.ndarray:
-    """Of ``[questions, members]``: the mean of the ``best`` highest of each row."""
+    """Averages the ``best`` highest of each row of ``[questions, members]``."""
     return np.asarray(np.sort(similar, axis=1)[:, -best:].mean(1))

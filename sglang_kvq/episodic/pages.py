@@ -1,4 +1,4 @@
-"""Which pages of a stored history enter a request: sinks, the pages of the ranked segments, the recent tail."""
+"""Choice of the pages of a stored history that enter a request: sinks, ranked segments, the recent tail."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What to do with a session's prompt: serve it as it is, or compute its history first and read chosen pages of it."""
+"""Plan for a session's prompt: serve it as it is, or compute its history first and read chosen pages."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from sglang_kvq.config import PAGE_SIZE
 
 @dataclass(frozen=True)
 class Plan:
-    """How a prompt is served.
+    """Plan for one prompt.
 
     Attributes:
         tokens: of the prompt.

@@ -1,4 +1,4 @@
-"""That a request goes on behind an episode: what the router tells the scheduler of it."""
+"""Router-to-scheduler message: this request continues behind an episode."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class FoldedPrefix:
             )
 
     def encode(self) -> str:
-        """As one string: what survives the way to the scheduler."""
+        """Returns the message as one string, which survives the way to the scheduler."""
         return json.dumps(asdict(self))
 
     @classmethod

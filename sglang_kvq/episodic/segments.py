@@ -13,7 +13,7 @@ SEGMENT_TURNS = 4
 
 @dataclass(frozen=True)
 class Turn:
-    """What one party said.
+    """One party's turn.
 
     Attributes:
         session: number of the sitting it belongs to, not falling from turn to turn.

@@ -1,4 +1,4 @@
-"""Which whole pages of an earlier prefix a request begins with: what the router tells the scheduler."""
+"""Router-to-scheduler message: this request begins with chosen whole pages of an earlier prefix."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sglang_kvq.errors import KVQuantError
 
 #: The entry of a request's ``custom_params`` that holds ``Selection.encode``.
 PARAMETER = "kvq_selection"
-#: How the names of selections begin: no client may name such a namespace.
+#: Prefix of the names of selections; no client may use such a namespace.
 NAME_PREFIX = "kvq-late-"
 #: In the error of a request whose history was evicted: the router then has it computed again.
 GONE = "no longer cached"
@@ -78,7 +78,7 @@ class Selection:
         return f"{NAME_PREFIX}{digest.hexdigest()}"
 
     def encode(self) -> str:
-        """As one string: what survives the way to the scheduler."""
+        """Returns the message as one string, which survives the way to the scheduler."""
         fields = {"history": _encode(self.history), "pages": _encode(self.pages)}
         return json.dumps({**fields, "namespace": self.namespace, "owner": self.owner})
 

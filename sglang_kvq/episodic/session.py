@@ -14,7 +14,7 @@ from sglang_kvq.episodic.episodes import EpisodesOfSession
 from sglang_kvq.episodic.lexical import Lexical
 from sglang_kvq.episodic.question import common_length
 
-#: What tells apart the prefixes that SGLang caches of equal tokens: ``extra_key`` and ``cache_salt``.
+#: Key that separates cached prefixes of equal tokens: ``extra_key`` and ``cache_salt``.
 Namespace = tuple[str | None, str | None]
 
 

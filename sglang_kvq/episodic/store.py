@@ -12,7 +12,7 @@ from sglang_kvq.errors import KVQuantError
 
 
 class SessionStore:
-    """What one server remembers. Not for several threads at once.
+    """Sessions that one server remembers; not thread-safe.
 
     Args:
         sessions: at most.
@@ -60,7 +60,7 @@ class SessionStore:
             ) from None
 
     def holds(self, session: Session) -> bool:
-        """Whether it is still remembered."""
+        """Returns True if the session is still remembered."""
         return self._sessions.get((session.tenant, session.id)) is session
 
     def delete(self, tenant: str, session_id: str) -> None:

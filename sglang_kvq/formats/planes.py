@@ -66,7 +66,7 @@ GAIN_BIAS = (127 << 3) - 128
 _SIGNIFICAND = 20
 #: Distance of the second candidate below the gain that clips nothing, in bytes; eight are a factor of two.
 BELOW = 4
-#: What the power of two in the first gain counts; what would be its byte, from which on rows are stored as zeros.
+#: FP16 value of u in scaled units (2^4); the byte number from which rows are stored as zeros.
 UNITS, TOO_LARGE = 16.0, 280
 #: Bits of infinity in float32: those of a NaN are above.
 INFINITY = 0x7F800000

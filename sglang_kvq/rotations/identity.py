@@ -40,7 +40,7 @@ class LayerNumbers(NamedTuple):
 
 
 def layer_numbers(hf_config: Any) -> LayerNumbers:
-    """Of a transformers config or its dict."""
+    """Reads it from a transformers config or its dict."""
     cached = cached_layers(hf_config)
     return LayerNumbers(cached, max(_getter(hf_config)("num_hidden_layers") or 0, *(i + 1 for i in cached), 0))
 

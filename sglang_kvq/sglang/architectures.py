@@ -16,7 +16,7 @@ from functools import cache
 
 
 class Answer(str, Enum):
-    """Whether a family is served."""
+    """Answer to the question if a family is served."""
 
     SERVED = "served"
     IN_PART = "in part"
@@ -24,7 +24,7 @@ class Answer(str, Enum):
 
 
 class Evidence(str, Enum):
-    """How it is known that a family is served; each in docs/models.md's words."""
+    """Evidence that a family is served, in the words of docs/models.md."""
 
     GPU = "compared with plain SGLang on an H200"
     BUILT = "built without weights, each attention layer checked"
@@ -255,7 +255,7 @@ def family_of(architectures: list[str] | None) -> Family | None:
 
 
 def refusal_of(architectures: list[str] | None) -> str | None:
-    """What a model has that keeps all of its family from being served, None if some are."""
+    """Returns the property that keeps a whole family from being served, or None if some models are."""
     family = family_of(architectures)
     if family is None or family.answer is not Answer.REFUSED or family.reason is None:
         return None

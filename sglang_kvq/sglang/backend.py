@@ -34,12 +34,12 @@ class KVQuantBackend(AttentionBackend):
     token_to_kv_pool: Any = None
     req_to_token_pool: ReqToTokenPool = None
 
-    #: Of the prefill under way; set before its first layer, by ``init_forward_metadata_out_graph``.
+    #: State of the current prefill; set before its first layer, by ``init_forward_metadata_out_graph``.
     batch: ExtendBatch
     overlay_loc: torch.Tensor
     direct_pages: torch.Tensor
     scored: list[ScoringPart]
-    #: Of the drafts under verification; set in their first layer.
+    #: State of the drafts under verification; set in their first layer.
     drafts: DraftBatch
 
     def __init__(
@@ -76,7 +76,7 @@ class KVQuantBackend(AttentionBackend):
         self.watch.ask()
 
     def _plan_drafts(self, fb: ForwardBatch) -> None:
-        """How many drafts of the last batch were accepted is known on the device: its lengths are those committed."""
+        """Takes the lengths as committed: only the device knows how many drafts of the last batch were accepted."""
         count, lens = draft_count(fb), fb.seq_lens_cpu
         longest = self.max_context_len if lens is None else int(lens.max()) + count
         self.tiers.plan_drafts(fb.req_pool_indices.long(), fb.seq_lens.long() + count, longest, count)
@@ -173,7 +173,7 @@ class KVQuantBackend(AttentionBackend):
         fb: ForwardBatch,
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
-        """As ``forward_decode``, for the same number of new tokens of each request; in a CUDA graph, too."""
+        """Attends like ``forward_decode``, with the same number of new tokens per request; also in a CUDA graph."""
         if index == 0:
             count = draft_count(fb)
             seen = self.seen.of(len(fb.req_pool_indices), count)

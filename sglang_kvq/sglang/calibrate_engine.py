@@ -24,7 +24,7 @@ from sglang_kvq.rotations.calibration.worker_files import read_samples, read_sum
 from sglang_kvq.rotations.identity import geometry_of
 from sglang_kvq.rotations.maths.rope import roped_layers, turn_of
 
-#: What SGLang needs on a machine with no accelerator.
+#: Settings that SGLang needs on a machine without an accelerator.
 CPU = {"device": "cpu", "dtype": "bfloat16", "sampling_backend": "pytorch", "grammar_backend": "none"}
 
 

@@ -1,4 +1,4 @@
-"""What ``--kv-quant`` cannot be combined with: refused at start-up, with the fix, before any process is spawned.
+"""Refusals of settings that ``--kv-quant`` does not support, with the fix, before any process is spawned.
 
 Three moments, each as early as its facts are known: ``check_flags`` and ``check_named_model`` on what the user typed,
 ``check_resolved`` on what SGLang made of it, ``after_configure`` in each scheduler on the pool in use.
@@ -317,7 +317,7 @@ def check_model(model: ModelConfig, config: KVQuantConfig) -> None:
 
 
 def _unsupported(model: ModelConfig) -> Iterator[str]:
-    """What completes "this model has ...", the plainest first: later ones ask what SGLang sets for some models only."""
+    """Completions of "this model has ...", the plainest first: later ones ask what SGLang sets for some models only."""
     from sglang.srt.configs.model_config import AttentionArch, is_minimax_sparse
 
     text = model.hf_text_config
@@ -419,7 +419,7 @@ def attention_workers(server_args: ServerArgs) -> int:
 
 
 def _has_other_states(model: ModelConfig, layer_types: set[str]) -> bool:
-    """Whether a model has recurrent states and is none of ``HYBRIDS`` as the installed SGLang knows them."""
+    """Returns True if a model has recurrent states and is none of ``HYBRIDS`` as the installed SGLang knows them."""
     from sglang.srt.configs.hybrid_arch import mambaish_config
 
     if mambaish_config(model) is None:

@@ -1,4 +1,4 @@
-"""What differs between the SGLang releases served here, and between devices, asked in one place."""
+"""Differences between the supported SGLang releases, and between devices, in one place."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def sglang_version() -> Version:
 
 
 def applies(specifier: str, version: Version) -> bool:
-    """Whether a release is in ``specifier`` (``""`` is all); a pre-release counts as its release."""
+    """Returns True if a release is in ``specifier`` (``""`` is all); a pre-release counts as its release."""
     return SpecifierSet(specifier).contains(version.base_version, prereleases=True)
 
 
@@ -42,7 +42,7 @@ def prefill_chunk(server_args: ServerArgs) -> int | None:
 
 
 def typed(server_args: ServerArgs, field: str) -> bool:
-    """Whether a setting was given by the user: it is not what SGLang has where none is.
+    """Returns True if the user gave a setting: it differs from SGLang's default.
 
     Before ``NEW_TREE`` a setting may be given as what it would be anyway, and SGLang cannot tell either.
     """

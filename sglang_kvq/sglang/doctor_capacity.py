@@ -1,4 +1,4 @@
-"""How many tokens and requests a server of a model would hold, from its config.
+"""Capacity of a server in tokens and requests, from the model's config.
 
 The arithmetic is that of a server's hooks (``cache.layout``, ``cache.windows``, ``cache.states``), with the defaults of
 SGLang's flags.
@@ -23,7 +23,7 @@ STATES_PER_REQUEST = 5
 
 @dataclass(frozen=True)
 class Capacity:
-    """What fits.
+    """Capacity that fits the memory.
 
     Attributes:
         tokens_bf16: tokens of plain SGLang in the same memory.

@@ -1,4 +1,4 @@
-"""What ``kvq doctor`` looks at on the machine itself: what is missing here shows as other errors further up."""
+"""Checks of the machine itself for ``kvq doctor``. Their failures cause other errors in later checks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sglang_kvq.errors import KVQuantError
 GIB = 1 << 30
 #: Free bytes of each file system that caches are on.
 LEAST_DISK = GIB
-#: Of /dev/shm where several GPUs exchange data through it (NCCL), and at all. Docker gives 64 MiB.
+#: Least size of /dev/shm if several GPUs exchange data through it (NCCL), and otherwise. Docker gives 64 MiB.
 LEAST_SHARED, LEAST_SHARED_ALONE = GIB, 16 << 20
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -23,7 +23,7 @@ DRIVER_FILE = Path("/proc/driver/nvidia/version")
 
 
 def places() -> Iterator[tuple[str, Path, str]]:
-    """What is written there, the folder, and how to choose another."""
+    """A folder that must be writable: its content, its path, and how to choose another."""
     home = Path.home()
     yield "HOME", home, "set HOME to a folder of this user"
     triton = os.environ.get("TRITON_CACHE_DIR") or Path(os.environ.get("TRITON_HOME") or home, ".triton", "cache")

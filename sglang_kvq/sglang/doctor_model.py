@@ -33,13 +33,13 @@ from sglang_kvq.sglang.types import ModelConfig
 
 #: GiB; no GPU has as much.
 MOST_MEMORY = 1 << 20
-#: Of a GPU's memory, what SGLang gives to weights and KV cache, about; it chooses by GPU and flags.
+#: Approximate share of a GPU's memory that SGLang gives to weights and KV cache; it depends on GPU and flags.
 STATIC_SHARE = 0.88
 
 
 @dataclass(frozen=True)
 class Request:
-    """What is asked: the options of the command, named as the server's flags where they are such.
+    """Options of the command, named like the server's flags where those exist.
 
     Attributes:
         memory: GiB of each GPU for the KV cache; None guesses it, if there is a GPU.
@@ -63,7 +63,7 @@ class Request:
 
 
 def config_of(method: str, bits: str | None, rotations: str | None) -> KVQuantConfig:
-    """What the server's flags would make of the command's options.
+    """Builds the configuration that the server's flags would give.
 
     Raises:
         KVQuantError: a method that is none, or bits that it does not have.
@@ -126,7 +126,7 @@ class Diagnosis:
 
     @property
     def command(self) -> str:
-        """How to serve it."""
+        """Command that serves the model."""
         return shlex.join(["python", "-m", "sglang.launch_server", "--model-path", self.model, *self.flags])
 
 
@@ -261,7 +261,7 @@ def _refuse(found: Diagnosis, family: Family | None, why: str) -> Diagnosis:
 
 
 def _formats(found: Diagnosis, request: Request, model: ModelConfig) -> tuple[RecordFormat, ...] | None:
-    """Of all layers; None while rotations that decide them are missing. Notes where rotations come from.
+    """Returns the formats of all layers, or None while the rotations that decide them are missing. Notes their origin.
 
     Raises:
         KVQuantError: rotations that were given do not fit.

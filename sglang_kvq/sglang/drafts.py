@@ -19,7 +19,7 @@ SERVED = ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE", "NGRAM")
 BRANCHING = "NGRAM"
 #: Flags that verify drafts of recurrent states as a chain, whatever they are; the second replaced the first.
 AS_A_CHAIN = ("enable_gdn_replayssm_spec", "enable_linear_replayssm_spec")
-#: What ``--speculative-draft-kv-cache-dtype`` may say, and the dtype; None is the target's, BF16.
+#: Values of ``--speculative-draft-kv-cache-dtype`` with their dtypes; None is the target's, BF16.
 DRAFT_DTYPES = {
     None: None,
     "auto": None,
@@ -57,7 +57,7 @@ def check_speculation(server_args: ServerArgs, config: KVQuantConfig, model: Mod
 
 
 def keeps_states(model: ModelConfig) -> bool:
-    """Whether some layers have a recurrent state instead of a KV cache."""
+    """Returns True if some layers have a recurrent state instead of a KV cache."""
     from sglang.srt.configs.hybrid_arch import mambaish_config
 
     return mambaish_config(model) is not None
@@ -90,7 +90,7 @@ def draft_count(forward_batch: ForwardBatch) -> int:
 
 
 class SeenBuffers:
-    """Which drafts see which, at fixed addresses for CUDA graphs.
+    """Visibility between drafts, at fixed addresses for CUDA graphs.
 
     Args:
         rows: the most requests in a batch.
@@ -125,7 +125,7 @@ class SeenBuffers:
 
 
 def among_drafts(mask: torch.Tensor, stored_lens: torch.Tensor, count: int, full: bool) -> torch.Tensor:
-    """What drafts see of each other, bool ``[batch, count, count]``, of SGLang's mask.
+    """Extracts the visibility between drafts, bool ``[batch, count, count]``, from SGLang's mask.
 
     Args:
         mask: bool, flat, request by request and draft by draft: what it sees of the drafts, or if ``full`` of all
@@ -154,7 +154,7 @@ class _DraftConfigurator:
 
 
 def plain_price(kvc: Configurator, layers: int) -> int:
-    """What SGLang says that a token of a draft model takes: bytes of all layers, each as long as the pool."""
+    """Returns SGLang's bytes per token of a draft model, over all layers, each as long as the pool."""
     from sglang.srt.model_executor.pool_configurator import DefaultPoolConfigurator
 
     # Made, it would price the target too. Newer releases remember the flag there.
@@ -188,7 +188,7 @@ def after_sizes(result: None, configurator: Configurator, kvc: Configurator) -> 
 
 
 def _branches(server_args: ServerArgs) -> bool:
-    """Whether recurrent states meet drafts that branch.
+    """Returns True if recurrent states meet drafts that branch.
 
     SGLang takes n-grams of breadth 1 for a chain. But each suffix of what was said that occurred before begins a branch
     of its own: drafts of the second would be verified, and kept, with states that went through the first.

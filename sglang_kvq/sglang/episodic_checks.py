@@ -1,4 +1,4 @@
-"""What ``--episodic-policy`` cannot be combined with: refused at start, before any process is spawned."""
+"""Refusals of settings that ``--episodic-policy`` does not support, before any process is spawned."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def check(server_args: ServerArgs, model: ModelConfig, config: EpisodicConfig) -
 
 
 def unsupported(model: ModelConfig) -> Iterator[str]:
-    """What completes "this model has ...", of what its pages alone cannot be."""
+    """Completes "this model has ..." with state that pages alone do not hold."""
     from sglang.srt.configs.hybrid_arch import mambaish_config
 
     if _has_mrope(model):

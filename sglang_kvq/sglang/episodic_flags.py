@@ -98,7 +98,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def parse(values: Mapping[str, Any]) -> EpisodicConfig | None:
-    """What the flags say; None for ``--episodic-policy off``, the default.
+    """Returns the flags' configuration; None for ``--episodic-policy off``, the default.
 
     Raises:
         KVQuantError: a value is out of range, or a flag is given without ``--episodic-policy``.

@@ -116,7 +116,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _more_widths(method: Method) -> str:
-    """What ``--kv-quant-bits`` may say besides the listed widths."""
+    """Values of ``--kv-quant-bits`` besides the listed widths."""
     if method.planes:
         low, high = PLANE_BITS
         return f" or any number from {low:g} to {high:g}"

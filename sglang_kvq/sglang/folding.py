@@ -26,7 +26,7 @@ from sglang_kvq.releases import OLD_TREE
 from sglang_kvq.sglang import compat, runtime, tree_keys
 from sglang_kvq.sglang.types import Original, PrefixCache, Req
 
-#: Of a finished request, the tokens that each layer and KV head of this worker keeps: int64 ``[layers, kv_heads,
+#: Chooses the tokens of a finished request that each layer and KV head of this worker keeps: int64 ``[layers, kv_heads,
 #: kept]`` on the pool's device, indices below ``Fold.length``. The sinks' are first and in order. None if the request
 #: was never scored. Ascending ones are moved fastest.
 ChosenTokens: TypeAlias = Callable[[Req, Fold], torch.Tensor | None]
@@ -34,7 +34,7 @@ ChosenTokens: TypeAlias = Callable[[Req, Fold], torch.Tensor | None]
 #: On a request: its fold, once decoded.
 ATTRIBUTE = "_kvq_fold"
 _OLD = compat.applies(OLD_TREE, compat.sglang_version())
-#: What says whether a request's tokens enter the tree when it gives back its memory.
+#: Argument that says if a request's tokens enter the tree when it gives back its memory.
 _ENTERS = "is_insert" if _OLD else "checkpoint"
 
 
@@ -53,7 +53,7 @@ def serve(chosen: ChosenTokens) -> None:
 
 
 def fold_of(req: Req) -> Fold | None:
-    """How the request ends; None for most, and for those that were refused.
+    """Returns the request's fold; None for most requests, and for refused ones.
 
     Raises:
         KVQuantError: it cannot be read, or not be done here.

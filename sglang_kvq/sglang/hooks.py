@@ -20,7 +20,7 @@ from sglang_kvq.sglang import compat
 
 
 class Kind(Enum):
-    """How a symbol is used. The first five are patched, the rest only used."""
+    """Kinds of use of a symbol. The first five are patched, the rest only used."""
 
     AROUND = "around"  #: handler(original, *args, **kwargs) replaces the call
     BEFORE = "before"  #: handler(*args, **kwargs) runs first

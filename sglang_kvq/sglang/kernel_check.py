@@ -242,7 +242,7 @@ class _Request:
         return tuple(torch.randn(tokens, n, HEAD_DIM, device=self.device).bfloat16() for n in heads)
 
     def finish_with_sinks(self) -> None:
-        """What takes them up after FlashInfer's attention, which may not be installed here."""
+        """Checks the kernel that applies sinks after FlashInfer's attention, which may not be installed here."""
         from sglang_kvq.kernels.decode.learned_sinks import scale_by_sinks
 
         out, _, _ = self._activations(MORE)
@@ -327,7 +327,7 @@ class _Request:
     def _scores(
         self, ops: AttentionOps, layer: int, q: torch.Tensor, k: torch.Tensor, batch: ExtendBatch
     ) -> torch.Tensor:
-        """Of all tokens but the batch's last page."""
+        """Returns the scores of all tokens except the batch's last page."""
         scores = KeyScores(len(self.formats), KV_HEADS, batch.prefix_lens[0] + len(q) - PAGE_SIZE, self.device)
         for part in plan_scoring(batch.prefix_lens, batch.new_lens, {0: scores}):
             ops.score_keys(layer, q, k, batch, part, SCALE)

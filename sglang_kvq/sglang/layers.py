@@ -1,4 +1,4 @@
-"""What the cache asks of a model's attention layers: plain settings, a layer id of its own each, and plain calls."""
+"""Requirements of the cache on a model's attention layers: plain settings, distinct layer ids, and plain calls."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ def add_init_info(result: dict[str, Any], scheduler: Scheduler) -> dict[str, Any
 
 
 def fixed_state(state: runtime.Runtime) -> dict[str, Any]:
-    """What is served, sizes and bits of this worker, in plain types."""
+    """Returns method, sizes and bits of this worker, in plain types."""
     layout, config = state.layout, state.config
     return {
         **state.status,

@@ -23,7 +23,7 @@ from sglang_kvq.sglang.types import ModelRunner, Original, Scheduler, ServerArgs
 
 logger = logging.getLogger("sglang_kvq")
 
-#: What takes a hooked call; its arguments are the symbol's, and those that ``Kind`` puts before them.
+#: Handler of a hooked call. Its arguments are the symbol's, after those that ``Kind`` adds.
 Handler: TypeAlias = Callable[..., Any]
 
 #: Modules of the main process that take seconds to import.
@@ -34,7 +34,7 @@ _HEAVY = (
     "sglang.srt.managers.tokenizer_manager",
 )
 
-#: What was put in place for each entry that this process patched.
+#: Handlers put in place, for each entry that this process patched.
 _installed: dict[Hook, Handler] = {}
 #: Why this process patched nothing, or less than the table says.
 _problems: list[str] = []
@@ -130,20 +130,20 @@ def not_applied() -> list[str]:
 
 
 def hook_counts() -> dict[str, int]:
-    """How many of the scheduler's hooks are in place in this process, and how many the table asks for."""
+    """Returns the number of the scheduler's hooks in place in this process, and the number that the table has."""
     table = hooks.for_release(compat.sglang_version(), Process.SCHEDULER)
     wanted = [h for h in table if h.kind in PATCHED_KINDS]
     return {"applied": sum(h in _installed and _is_applied(h) for h in wanted), "expected": len(wanted)}
 
 
 def _is_applied(hook: Hook) -> bool:
-    """Whether a call of the symbol reaches our handler, through whatever other plugins wrapped around it."""
+    """Returns True if a call of the symbol reaches our handler, through any wrappers of other plugins."""
     symbol = inspect.unwrap(hooks.find(hook), stop=lambda f: _holds(f, _installed[hook]))
     return symbol is _installed[hook] or _holds(symbol, _installed[hook])
 
 
 def _holds(function: Any, handler: Handler) -> bool:
-    """Whether a wrapper made by HookRegistry calls this handler: it keeps it in its closure."""
+    """Returns True if a wrapper of HookRegistry calls this handler, which it keeps in its closure."""
     function = getattr(function, "__func__", function)
     return any(cell.cell_contents is handler for cell in getattr(function, "__closure__", None) or ())
 

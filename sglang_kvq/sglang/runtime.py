@@ -1,4 +1,4 @@
-"""What the hooks of one scheduler process share: one model worker, one cache."""
+"""State that the hooks of one scheduler process share: one model worker, one cache."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Checkable(Protocol):
 
 
 class Watch(Protocol):
-    """What tells errors of the tiers to the log."""
+    """Reports errors of the tiers to the log."""
 
     def look(self) -> None:
         """Log those that have become known."""

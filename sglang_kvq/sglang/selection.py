@@ -30,7 +30,7 @@ _ATTRIBUTE = "_kvq_selection"
 
 
 def enabled() -> bool:
-    """Whether requests may choose pages: with ``--episodic-policy``, whose router refuses it from clients."""
+    """Returns True if requests may choose pages: with ``--episodic-policy``, whose router refuses it from clients."""
     state = runtime.current()
     return (state is not None and state.config.episodic is not None) or os.environ.get(ENABLED) == "1"
 

@@ -13,7 +13,7 @@ from sglang_kvq.sglang.session_requests import GenerateRequest, HTTPRequest, Out
 
 #: Seconds between two looks at whether a client is still there; SGLang's own are 4.
 POLL = 1.0
-#: What SGLang adds to the chunks of a request that asks for log-probabilities.
+#: Fields that SGLang adds to the chunks of a request for log-probabilities.
 _LOGPROBS = ("input_token_logprobs", "output_token_logprobs", "input_top_logprobs", "output_top_logprobs")
 
 T = TypeVar("T")
@@ -86,7 +86,7 @@ async def while_wanted(work: Awaitable[T], request: HTTPRequest | None, obj: Gen
 
 
 class Delivery:
-    """What a client has of its answer.
+    """The part of its answer that a client has.
 
     An answer may have to be made again after a part of it was streamed: its request was retracted and what it begins
     with was evicted. What is said again is held back, and only an answer that goes on from it is sent.
@@ -97,7 +97,7 @@ class Delivery:
 
     def __init__(self, obj: GenerateRequest, incremental: bool) -> None:
         self.obj, self.incremental = obj, incremental
-        #: Of the last chunk.
+        #: Finish reason of the last chunk.
         self.text, self.ids, self.last = "", list[int](), dict[str, Any]()
         self.again = False
 

@@ -44,7 +44,7 @@ _AGAIN = "send the request again"
 
 @dataclass(frozen=True, eq=False)
 class Chosen:
-    """What a prompt is answered from.
+    """An episode that a prompt is answered from.
 
     Attributes:
         plan: sizes of the chain.
@@ -196,7 +196,7 @@ class EpisodeRouter:
         return None if isinstance(reason, dict) else "it ended without a reason"
 
     def answer(self, turn: Turn, chosen: Chosen) -> FoldedAnswer:
-        """What the answering request begins with."""
+        """Returns the beginning of the answering request."""
         prefix = FoldedPrefix(self.plan.budget, chosen.folded - self.plan.budget)
         return FoldedAnswer(stand_ins(turn.ids, self.plan), chosen.steps[-1].name, prefix)
 

@@ -45,7 +45,7 @@ _REFUSED = {
 
 
 class Beginning(Protocol):
-    """What stands for a history at the beginning of a request: ``Selection``, ``FoldedAnswer``."""
+    """Stand-in for a history at the beginning of a request: ``Selection``, ``FoldedAnswer``."""
 
     parameter: ClassVar[str]
 

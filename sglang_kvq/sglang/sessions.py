@@ -148,7 +148,7 @@ class Turn:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A prompt that is not served whole.
+    """A prompt that is served in part.
 
     Attributes:
         inner: the request that answers it.
@@ -174,14 +174,14 @@ class Router:
         self.thread = EncodingThread(embedder)
         self.marker = user_turn(manager.tokenizer)
         self.metrics = SessionMetrics() if getattr(manager, "enable_metrics", False) else NoMetrics()
-        #: Of the policy epicache; None of the others.
+        #: Router of the policy epicache, or None.
         self.episodes: EpisodeRouter | None = None
         if episodic.policy == EPICACHE:
             self.episodes = EpisodeRouter(self, episodic, config.method, max(config.sink_pages, 1) * PAGE_SIZE)
         #: Ids of requests that are looked at, and those of them that were aborted meanwhile.
         self.preparing: set[str] = set()
         self.aborted: set[str] = set()
-        #: What goes on after answers; the event loop itself keeps no reference.
+        #: Tasks that continue after answers; the event loop itself keeps no reference.
         self.background: set[asyncio.Task[None]] = set()
 
     # -- one request --------------------------------------------------------------------------------------
@@ -394,7 +394,7 @@ class Router:
     # -- requests inside ----------------------------------------------------------------------------------
 
     async def sent(self, turn: Turn, inner: GenerateRequest) -> Outputs:
-        """What SGLang answers to a request; one that is left before its end is aborted."""
+        """Yields SGLang's answer to a request; aborts the request if it is left before its end."""
         outputs = turn.send(inner, turn.request)
         ended = False
         try:

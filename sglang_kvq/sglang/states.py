@@ -47,7 +47,7 @@ def handle_max_mamba_cache(original: Original, self: Configurator, total_rest_me
 
 
 def _is_settled(configurator: Configurator) -> bool:
-    """Whether the number of states, or the ratio, was given, or SGLang takes it from another flag."""
+    """Returns True if the number of states or the ratio was given, or SGLang takes it from another flag."""
     args = configurator.server_args
     given = compat.typed(args, "mamba_full_memory_ratio") or args.max_mamba_cache_size is not None
     return bool(given or (args.disable_radix_cache and args.max_running_requests is not None))
@@ -71,7 +71,7 @@ def _drafts(configurator: Configurator) -> int:
 
 
 def _geometry(configurator: Configurator, config: KVQuantConfig) -> KVGeometry:
-    """What ``capacity`` will find a moment later: here SGLang has not counted the layers yet."""
+    """Anticipates the result of ``capacity``: SGLang has not counted the layers yet."""
     from sglang.srt.runtime_context import get_parallel
 
     model = configurator.model_config

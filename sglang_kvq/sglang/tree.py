@@ -46,7 +46,7 @@ class _WindowMove:
 
 
 def _inserted(tree: PrefixCache, states: Any, length: int) -> int:
-    """How many of a request's first ``length`` tokens enter the tree.
+    """Returns the number of a request's first ``length`` tokens that enter the tree.
 
     A hybrid model's prefix is of use only with the recurrent state at its end, so the tree takes tokens up to the last
     state that was kept. Of two, the older one serves a request that ends before the newer.

@@ -1,4 +1,4 @@
-"""What a prefix tree of either generation holds, by tokens and namespace: found, locked, put there."""
+"""Access to a prefix tree of either generation by tokens and namespace: find, lock, insert."""
 
 from __future__ import annotations
 

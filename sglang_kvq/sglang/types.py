@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
-#: What an AROUND handler replaces: called with the same arguments, bound object first.
+#: The function that an AROUND handler replaces; it takes the same arguments, bound object first.
 Original: TypeAlias = Callable[..., Any]
 
 ServerArgs: TypeAlias = Any

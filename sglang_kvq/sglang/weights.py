@@ -140,7 +140,7 @@ def fold(
 
 
 def folded() -> bool:
-    """Whether this worker's weights have the value rotation in them."""
+    """Returns True if this worker's weights contain the value rotation."""
     state = runtime.current()
     return state is not None and bool(state.status.get("v_rotation_folded"))
 
@@ -181,7 +181,7 @@ def refuse_saving(original: Original, self: Any, *args: Any, **kwargs: Any) -> A
 
 
 def is_folded_weight(name: str) -> bool:
-    """Whether folding changes the parameter of this name, as checkpoints or SGLang have it."""
+    """Returns True if folding changes the parameter of this name, in a checkpoint or in SGLang."""
     return not {"v_proj", "qkv_proj", "o_proj"}.isdisjoint(name.split("."))
 
 

@@ -113,7 +113,7 @@ class WindowedBackend(AttentionBackend):
 
 
 def create_window_backend(model_runner: ModelRunner) -> AttentionBackend:
-    """What serves the layers with windows: SGLang's Triton backend; on a CPU plain torch.
+    """Builds the backend for layers with windows: SGLang's Triton backend; plain torch on a CPU.
 
     SGLang's backend looks at the values of the first layer to see how long a head is, and that layer's may be ours.
     SGLang's own backend for a CPU takes locations of one of its pools for the other's.

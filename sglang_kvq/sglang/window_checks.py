@@ -1,4 +1,4 @@
-"""Which models with sliding windows are served."""
+"""Rules for models with sliding windows."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from sglang_kvq.sglang.types import ModelConfig
 
 
 def unsupported_windows(model: ModelConfig, layer_types: Collection[str]) -> str | None:
-    """What completes "this model has ..." if its windows are not served; None if they are, or if it has none.
+    """Completes "this model has ..." if its windows are not served; None if they are, or if it has none.
 
     Args:
         layer_types: the kinds of its layers, by its config.

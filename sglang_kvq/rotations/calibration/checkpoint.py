@@ -1,4 +1,4 @@
-"""What an interrupted calibration leaves behind, so that the next run of the same command goes on from there."""
+"""Checkpoint of an interrupted calibration, from which the same command continues."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from sglang_kvq.rotations.messages import first_line
 #: Seconds between checkpoints inside a pass; a finished pass is always kept.
 INTERVAL = 20.0
 
-#: Of what passes keep: an interrupted run of another version cannot be continued. 2 has the keys' mean, 3 moments of
+#: Version of the checkpoint; a run of another version cannot be continued. 2 has the keys' mean, 3 moments of
 #: what is attended to for transform coding.
 VERSION = "3"
 
@@ -97,7 +97,7 @@ class Checkpoint:
 
 
 def fingerprint(model: torch.nn.Module, contexts: torch.Tensor, settings: CalibrationSettings) -> dict[str, str]:
-    """What decides a calibration's numbers: digests of model, text (the tokens drawn from it) and settings; and
+    """Collects everything that decides a calibration's numbers: digests of model, text (the drawn tokens) and settings; and
     ``VERSION``.
 
     Of every parameter the first 64 elements are read: enough to tell two checkpoints apart, at no cost.

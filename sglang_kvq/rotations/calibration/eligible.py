@@ -1,4 +1,4 @@
-"""Whether transformers can run a model for calibration, by its config alone.
+"""Decides from its config if transformers can run a model for calibration.
 
 ``kvq calibrate`` and ``kvq doctor --model`` both ask here, so that doctor never names a command that would be refused.
 """

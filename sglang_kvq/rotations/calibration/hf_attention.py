@@ -70,7 +70,7 @@ def attention_modules(model: Any, ids: torch.Tensor) -> dict[int, torch.nn.Modul
 
 
 def _indices(model: Any) -> Callable[[Any], int]:
-    """What gives the layer of an attention's module, as ``AttentionHook`` counts them."""
+    """Returns a function from an attention module to its layer, as ``AttentionHook`` counts them."""
     layers = cached_layers(model.config)
 
     def index_of(module: Any) -> int:

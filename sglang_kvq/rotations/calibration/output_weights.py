@@ -1,4 +1,4 @@
-"""What the model makes of errors in values: the square of each layer's output projection."""
+"""Weights of errors in values: the square of each layer's output projection."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from sglang_kvq.errors import KVQuantError
 from sglang_kvq.rotations.calibration.hf_attention import attention_modules
 from sglang_kvq.rotations.identity import geometry_of, identity
 
-#: What transformers' models call the projection of heads' outputs to the residual stream.
+#: Names of the projection from heads to the residual stream, in transformers' models.
 NAMES = ("o_proj", "out_proj", "dense", "wo")
 
 #: Tokens that are run to see which modules attend.

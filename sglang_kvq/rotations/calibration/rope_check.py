@@ -1,4 +1,4 @@
-"""Whether a model turns its keys with their position as ``maths.rope`` foresees."""
+"""Check that a model rotates its keys with their position as ``maths.rope`` computes."""
 
 from __future__ import annotations
 

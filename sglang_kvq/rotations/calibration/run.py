@@ -64,7 +64,7 @@ Progress = Callable[[str, int, int], None]
 
 
 class _Sums(Protocol):
-    """What a pass has summed so far."""
+    """Sums of a pass so far."""
 
     def state(self) -> dict[str, torch.Tensor]: ...
     def restore(self, state: dict[str, torch.Tensor]) -> None: ...

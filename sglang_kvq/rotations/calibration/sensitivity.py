@@ -1,4 +1,4 @@
-"""How much each layer's keys and values matter: the model's loss when only they are quantized.
+"""Sensitivity of each layer's keys and values: the model's loss when only they are quantized.
 
 The loss is the KL divergence of the next-token distributions from the unquantized model's. Measured directly it takes a
 forward pass for every (layer, keys or values, width). To second order it is ½ E[(gᵀδ)²] instead (the Fisher
@@ -21,15 +21,15 @@ from sglang_kvq.rotations.calibration.hf_attention import attention_hook, positi
 from sglang_kvq.rotations.maths.fake_quant import RotatedContext, causal_attention, round_trip
 from sglang_kvq.rotations.messages import first_line
 
-#: What is quantized, keys or values, and at how many bits: of an element, or whatever a quantizer counts.
+#: A quantized part: keys or values, and bits per element or in the quantizer's own unit.
 Variant: TypeAlias = tuple[str, int]
 
 #: Widths measured, in bits.
 WIDTHS = (2, 4)
-#: Of ``LayerQuantizer``.
+#: Arguments of ``LayerQuantizer``.
 VARIANTS: tuple[Variant, ...] = tuple((part, bits) for part in ("k", "v") for bits in WIDTHS)
 
-#: What the numbers of ``sensitivity_table`` are.
+#: Unit of the numbers of ``sensitivity_table``.
 UNIT = "nats per token: KL divergence to second order (Fisher information); 2-bit codes clipped, 4-bit codes not"
 
 
@@ -155,7 +155,7 @@ def fisher_sums(
 def exact_sums(
     model: Any, ids: torch.Tensor, chosen: Sequence[int], quantizer: Quantizer, *, first: int
 ) -> torch.Tensor:
-    """What ``fisher_sums`` approximates, the slow way: the KL divergence summed over the tokens from ``first`` on.
+    """Computes directly what ``fisher_sums`` approximates: the KL divergence summed over the tokens from ``first`` on.
 
     Args:
         chosen: layers to measure.

@@ -1,4 +1,4 @@
-"""How to calibrate, and which parts of a text at which positions follow from it."""
+"""Settings of a calibration, and the parts and positions of a text that follow from them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MOST_POSITIONS = 32768
 
 @dataclass(frozen=True)
 class CalibrationSettings:
-    """How to calibrate.
+    """Settings of a calibration.
 
     Attributes:
         tokens: tokens of text to use, in contexts of ``context`` tokens that do not overlap.
@@ -97,7 +97,7 @@ def draw_contexts(ids: torch.Tensor, settings: CalibrationSettings) -> torch.Ten
 
 
 def first_positions(settings: CalibrationSettings, count: int, hf_config: Any) -> list[int]:
-    """Of ``count`` contexts' first tokens, from 0; doubling a prompt's length brings as many more of them.
+    """Returns positions of ``count`` contexts' first tokens, from 0; each doubling of the length has equally many.
 
     Short prompts have only the first positions, so evenly spread ones would be about the longest prompts alone.
     """
@@ -106,7 +106,7 @@ def first_positions(settings: CalibrationSettings, count: int, hf_config: Any) -
 
 
 def positions_of(hf_config: Any) -> int:
-    """As many as the model was made for, up to ``MOST_POSITIONS``; 0 if it does not say.
+    """Returns the positions that the model was made for, up to ``MOST_POSITIONS``; 0 if it does not say.
 
     Where RoPE itself changes beyond the length that it was trained with (longrope, dynamic), no more than those.
     """

@@ -24,7 +24,7 @@ from sglang_kvq.rotations.maths.transform import DISTORTION, Basis, coding_basis
 #: Patterns measured, by their bits of four channels, one of each plane.
 MEASURED: dict[int, Widths] = {4: (2, 1, 1, 0), 8: (4, 2, 1, 1), 12: (4, 4, 3, 1)}
 
-#: What ``meta.sensitivity``'s numbers are.
+#: Unit of ``meta.sensitivity``.
 UNIT = (
     "nats per token: KL divergence to second order (Fisher information), at 4, 8 and 12 bits for every four channels ("
     + ", ".join("+".join(map(str, widths)) for widths in MEASURED.values())

@@ -1,4 +1,4 @@
-"""What workers of a captured engine leave in a folder, and how it becomes one model's moments again.
+"""Files that workers of a captured engine leave in a folder, and their merge into one model's moments.
 
 ``rank{r}.stage{first layer}.safetensors``: the sums of ``MomentSums`` over the worker's KV heads; metadata: contexts,
 and as ``place`` the ``Worker``. ``rank{r}.layer{l}.sample.safetensors``: BF16 q, k, v ``[heads, T, D]`` of the last
@@ -22,7 +22,7 @@ from sglang_kvq.rotations.maths.moments import MomentSums
 
 @dataclass(frozen=True)
 class Worker:
-    """Which heads and layers of the model a worker holds.
+    """Heads and layers of the model that a worker holds.
 
     Attributes:
         rank, size: of the group that shards heads.

@@ -13,7 +13,7 @@ from sglang_kvq.errors import KVQuantError
 from sglang_kvq.rotations.base import Rotations
 from sglang_kvq.rotations.inspection.layer_errors import Measured
 
-#: What files to draw to may be called.
+#: Suffixes of files to draw to.
 SUFFIXES = (".png", ".pdf", ".svg")
 
 #: Fills matplotlib's axes in its figure with what there is of keys (part 0) or values (1).

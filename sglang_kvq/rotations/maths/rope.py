@@ -62,7 +62,9 @@ def _modeling(hf_config: Any) -> ModuleType | None:
 
 
 def _apply_by_sections(module: ModuleType | None) -> Callable[..., Any] | None:
-    """What turns text in a model whose RoPE has sections for time, height and width: its positions are the same in all.
+    """Returns the function that rotates text in a model whose RoPE has sections for time, height and width.
+
+    A text token has the same position in all three.
 
     ``rope_check`` sees whether the model really does so.
     """

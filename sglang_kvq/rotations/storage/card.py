@@ -85,7 +85,7 @@ def served_by(rotations: Rotations) -> str:
 
 
 def coding_gains(rotations: Rotations) -> dict[str, list[float]] | None:
-    """Of keys ("k") and values ("v"), per layer the mean of its heads: arithmetic over geometric mean of the channels'
+    """Computes for keys ("k") and values ("v"), per layer, the mean over heads of this: arithmetic over geometric mean of the channels'
     energies, in dB: what bits chosen by energy save over equal bits. None but for transform coding.
     """
     if rotations.k_energies is None or rotations.v_energies is None:

@@ -55,7 +55,7 @@ class RotationConfig(BaseModel):
     errors: dict[Literal["k", "v"], list[float]] | None = None
 
     def meta(self, source: str, files: dict[str, str]) -> RotationMeta:
-        """What it says, for rotations from ``source``, whose ``files`` have these digests."""
+        """Returns its content for rotations from ``source``, whose ``files`` have these digests."""
         names = set(RotationMeta.__dataclass_fields__) & set(type(self).model_fields)
         values = {name: getattr(self, name) for name in names}
         for name in ("clip_k", "clip_v"):

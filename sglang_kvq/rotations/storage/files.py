@@ -42,7 +42,7 @@ TENSORS = {1: ("k", "v"), 2: ("k", "v", "q"), TRANSFORM_VERSION: ("k", "v", "q",
 #: These may be there too.
 SPECTRA = ("k_eigenvalues", "v_eigenvalues")
 
-#: Of each file of a folder: where it really is, when it was written, and its size.
+#: Stamp of each file of a folder: real path, time of writing, size.
 _FileStamps = tuple[tuple[Path, int, int], ...]
 
 _NO_ROTATIONS = "Make them with `kvq calibrate MODEL`, or use --kv-quant hadamard, which needs none."
@@ -231,7 +231,7 @@ def _load_kept(
 
 
 def _stamp(place: Path) -> _FileStamps:
-    """What tells whether a folder's files are still the same."""
+    """Stamp that changes if a folder's files change."""
     folder = place if place.is_dir() else place.parent
     files = [folder / name for name in sorted(_names(folder)) if _is_ours(name)]
     return tuple((file.resolve(), (stat := file.stat()).st_mtime_ns, stat.st_size) for file in files)

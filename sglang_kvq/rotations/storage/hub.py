@@ -20,7 +20,7 @@ TENSOR_FILE = "rotations.safetensors"
 #: Seconds after which a hub that has not said what it holds counts as out of reach.
 TIMEOUT = 10.0
 
-#: What may follow a model's name in a folder that is about this model: its calibration, never a variant's name.
+#: Suffixes that may follow a model's name in its folder: of its calibration, never a variant's name.
 _TAIL = r"(?=$|[_@+/]|-(?:seq|prompt|group|fp8|bf16|int2|rot|oscar|calib))"
 _COMMIT = re.compile("[0-9a-f]{40}")
 _WITHOUT = (
@@ -74,7 +74,7 @@ def find_folder(files: list[str], wanted: str, repo: str, revision: str | None =
 
 
 def rotation_files(names: set[str], where: str, chosen: str | None = None) -> tuple[str, ...]:
-    """What is read of a folder with these files: both files of our layout, or a published pair and its config.json.
+    """Returns the files that are read: both files of our layout, or a published pair and its config.json.
 
     Raises:
         KVQuantError: none; or as ``published.choose_pair``.
@@ -136,7 +136,7 @@ class _Listing(NamedTuple):
 
 
 def _listing(location: HubLocation) -> _Listing:
-    """What the hub holds at a location's revision, or the cached snapshot where the hub does not answer."""
+    """Lists the hub's files at a location's revision, or those of the cached snapshot if the hub does not answer."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import RevisionNotFoundError
 

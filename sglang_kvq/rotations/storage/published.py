@@ -51,12 +51,12 @@ VERSIONS = (1, 2)
 
 
 def is_rotation_file(name: str) -> bool:
-    """Whether a file of this name holds published rotations of keys or values."""
+    """Returns True if a file of this name holds published rotations of keys or values."""
     return _ROTATION_FILE.fullmatch(name) is not None
 
 
 def holds_latents(folder: str, names: Iterable[str]) -> bool:
-    """Whether a folder with these files has rotations of MLA's latents: one matrix in a file for each layer."""
+    """Returns True if a folder with these files has rotations of MLA's latents: a file with one matrix per layer."""
     return Path(folder).name.startswith("c_kv") or any(_LATENT_FILE.fullmatch(name) for name in names)
 
 

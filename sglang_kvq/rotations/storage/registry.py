@@ -40,7 +40,7 @@ class Published:
         return f"{self.repo}/{self.path}"
 
     def fits(self, name: str, revision: str | None = None) -> bool:
-        """Whether a model of that name (the last component of its path or id) and revision is this one."""
+        """Returns True if a model of that name (the last component of its path or id) and revision is this one."""
         same = re.search(rf"^{re.escape(self.model)}(?=$|-fp8)", name, re.IGNORECASE) is not None
         return same and (revision is None or re.fullmatch(self.revision, revision) is not None)
 

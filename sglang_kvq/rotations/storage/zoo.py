@@ -1,4 +1,4 @@
-"""Which rotations belong to a model: those shipped in ``rotation_zoo/``, then the published ones.
+"""Search for a model's rotations: those shipped in ``rotation_zoo/``, then the published ones.
 
 A model is recognised by its config, not by its path: users serve local folders and conversions without a name.
 Rotations for transform coding have a folder of their own, NAME-transform beside NAME; their config.json tells them.
@@ -70,14 +70,14 @@ def with_folder(location: str, model_path: str) -> str:
 
 
 def is_inferred(location: str) -> bool:
-    """Whether the name of a folder on the hub is known from its authors' scripts only."""
+    """Returns True if the name of a folder on the hub is known from its authors' scripts only."""
     place = HubLocation.parse(location)
     entry = place and published_at(place)
     return bool(entry and entry.inferred)
 
 
 def is_transform(config: dict[str, Any]) -> bool:
-    """Whether the ``config.json`` of a folder is of rotations for transform coding."""
+    """Returns True if the ``config.json`` of a folder describes rotations for transform coding."""
     return config.get("format_version") == TRANSFORM_VERSION
 
 
