@@ -68,8 +68,6 @@ _SIGNIFICAND = 20
 BELOW = 4
 #: FP16 value of u in scaled units (2^4); the byte number from which rows are stored as zeros.
 UNITS, TOO_LARGE = 16.0, 280
-#: Bits of infinity in float32: those of a NaN are above.
-INFINITY = 0x7F800000
 #: Added to a code in FP16, rounds it to an integer; what the largest error of a column counts.
 MAGIC, ERRORS = 1536.0, 1024.0
 
@@ -132,8 +130,8 @@ def gain_bytes(least: torch.Tensor) -> torch.Tensor:
 
 def _gain_numbers(least: torch.Tensor) -> torch.Tensor:
     """Such bytes before they are cut off at 0 and 255: int32. A NaN counts as infinity."""
-    bits = least.float().contiguous().view(torch.int32).clamp(max=INFINITY)
-    rounded = (bits + ((1 << _SIGNIFICAND) - 1)) >> _SIGNIFICAND
+    numbers = least.float().nan_to_num(nan=torch.inf, posinf=torch.inf)
+    rounded = (numbers.contiguous().view(torch.int32) + ((1 << _SIGNIFICAND) - 1)) >> _SIGNIFICAND
     return rounded - GAIN_BIAS
 
 

@@ -58,7 +58,7 @@ def resolve_rotations(config: KVQuantConfig, model_path: str, hf_config: Any) ->
 
 
 def locate_rotations(config: KVQuantConfig, model_path: str, hf_config: Any) -> str:
-    """Where a method's learned rotations for a model come from: ``--kv-quant-rotations``, or those known for it.
+    """The location of a method's learned rotations for a model: ``--kv-quant-rotations``, or those known for it.
 
     Raises:
         KVQuantError: none known; names the fix.

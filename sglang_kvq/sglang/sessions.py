@@ -1,7 +1,7 @@
 """The router of ``--episodic-policy``: which pages of a session's history a request reads.
 
 AROUND ``TokenizerManager.generate_request``, through which chat, completions, ``/generate`` and ``Engine`` pass. The
-client sends its whole conversation as ever. A prompt within the budget goes on untouched. Of a longer one the history
+client sends its whole conversation . A prompt within the budget goes on untouched. Of a longer one the history
 is computed as an ordinary prefix, after the last answer or else first, and the request that answers begins with the
 pages of it that are nearest to its question (``sglang.selection``).
 
@@ -152,7 +152,7 @@ class Prepared:
 
     Attributes:
         inner: the request that answers it.
-        again: computes anew what the request begins with, if it turns out to be evicted.
+        again: computes again what the request begins with, if it turns out to be evicted.
     """
 
     inner: GenerateRequest

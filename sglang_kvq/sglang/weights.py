@@ -119,7 +119,7 @@ def fold(
     Args:
         layers: ids of this worker's layers.
         rotations: R_v float32 ``[layers, kv_heads or 1, D, D]`` of these.
-        outputs: R_o, likewise, with R_o R_v^T = 1; None where R_v is orthogonal and serves as both.
+        outputs: R_o, the same, with R_o R_v^T = 1; None where R_v is orthogonal and serves as both.
     """
     found = attention_layers(model)
     for layer, r, back in zip(layers, rotations, rotations if outputs is None else outputs, strict=True):

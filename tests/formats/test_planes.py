@@ -160,7 +160,7 @@ def test_rows_above_all_gains():
 @pytest.mark.parametrize("widths", WIDTHS, ids=str)
 def test_rows_that_no_gain_reaches_are_stored_as_zeros(widths):
     """From a gain of 2^19 on, and with an infinity or NaN of any sign where there are codes."""
-    code, x = PlaneCode(widths), torch.randn(10, 64)
+    code, x = PlaneCode(widths), torch.randn(10, 64)  # rows enough for vectors, of which amax makes other NaNs
     largest = 2.0 ** (widths[0] - 1) * 2.0**19
     nan = torch.tensor([0x7FC00000, -0x400000, 0x7F800001, 0x7FFFFFFF], dtype=torch.int32).view(torch.float32)
     x[:, 3] = torch.tensor([largest, -largest, 3e38, math.inf, -math.inf, *nan, largest * 0.9])

@@ -44,7 +44,9 @@ from sglang_kvq.formats.page import PageFormat
 from sglang_kvq.formats.planes import PlaneCode, PlaneFormat
 from sglang_kvq.kernels.decode.decode_attention import DecodeLaunch
 from sglang_kvq.kernels.decode.learned_sinks import scale_by_sinks
-from sglang_kvq.kernels.device.codes import record_of
+from sglang_kvq.kernels.device.codes import PlaneRecord, Record, record_of
+from sglang_kvq.kernels.extend.extend_attention import extend as triton_extend
+from sglang_kvq.kernels.extend.extend_attention import is_cheap
 from sglang_kvq.kernels.quantize.fold_tokens import fold_pages
 from sglang_kvq.kernels.quantize.keep_firsts import keep_firsts
 from tests.kernels import scene as scenes
@@ -136,10 +138,15 @@ def check_occupancy(name: str, registers: int, shared: int, warps: int, planned:
 
 
 def counted_on(function):
-    """The function, which launches kernels as its argument ``launch`` says, with that checked."""
+    """The function, which launches a kernel as its argument ``launch`` says, with that checked.
+
+    Not of extends over records that no costs are fitted for (``is_cheap``): two or one of them fit where three count.
+    """
 
     def run(*args, launch, **kwargs):
-        STATE.planned = launch.programs_per_sm if STATE.checked else None
+        record, head_dim = next(x for x in args if isinstance(x, (Record, PlaneRecord))), args[0].shape[-1]
+        counts = STATE.checked and (function is not triton_extend or is_cheap(record, head_dim))
+        STATE.planned = launch.programs_per_sm if counts else None
         try:
             return function(*args, launch=launch, **kwargs)
         finally:

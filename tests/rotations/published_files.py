@@ -41,7 +41,7 @@ def rotation(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def document(keys: Sequence[Any], *, heads: int | None = None, dim: int = 64, version: int = 1, seed: int = 0) -> dict:
-    """What a file holds for layers of these keys, with a matrix for each of ``heads`` or one for all."""
+    """The content of a file for layers of these keys, with a matrix for each of ``heads`` or one for all."""
     shape = (heads, dim) if heads else (dim,)
     layers = {key: {"layer_id": int(key), "rotation": rotation(*shape, seed=seed + 97 * int(key))} for key in keys}
     if version == 1:

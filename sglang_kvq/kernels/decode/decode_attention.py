@@ -149,7 +149,9 @@ def decode_launch(head_dim: int, gqa_group: int, record: Record | PlaneRecord, k
             return _half_planes_launch(head_dim, gqa_group, record)
         return _planes_launch(head_dim, gqa_group, record)
     if gqa_group > 8:  # spills either way: more heads hold more accumulators
-        return DecodeLaunch(stages=3, registers=255, programs_per_sm=8)
+        shape = shape_of(1, head_dim, gqa_group)
+        copies = 4 * record.bytes * shape.DP // head_dim + 8 * shape.INT8_JP * shape.HEADS
+        return DecodeLaunch(stages=3 if copies <= _program_bytes(8) else 2, registers=255, programs_per_sm=8)
     wide = head_dim > 128 or (gqa_group > 4 and (head_dim > 64 or not is_fast(record)))
     four_bits = any(codes.bits == 4 for codes in (record.k, record.v)) and not record.k.channel
     if wide or (head_dim > 64 and (four_bits or record.k.centred)):

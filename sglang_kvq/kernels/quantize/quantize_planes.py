@@ -11,7 +11,6 @@ import triton.language as tl
 from sglang_kvq.formats.planes import BELOW as _BELOW
 from sglang_kvq.formats.planes import ERRORS as _ERRORS
 from sglang_kvq.formats.planes import GAIN_BIAS as _GAIN_BIAS
-from sglang_kvq.formats.planes import INFINITY as _INFINITY
 from sglang_kvq.formats.planes import MAGIC as _MAGIC
 from sglang_kvq.formats.planes import TOO_LARGE as _TOO_LARGE
 from sglang_kvq.formats.planes import UNITS as _UNITS
@@ -33,7 +32,8 @@ from sglang_kvq.kernels.device.plane_codes import (
 BELOW = tl.constexpr(_BELOW)
 GAIN_BIAS = tl.constexpr(_GAIN_BIAS)
 TOO_LARGE = tl.constexpr(_TOO_LARGE)
-INFINITY = tl.constexpr(_INFINITY)
+#: Bits of infinity in float32; those of a NaN are larger.
+INFINITY = tl.constexpr(0x7F800000)
 #: Exponent of the float32 number UNITS, in the units of a gain's byte (see ``GAIN_BIAS``).
 _UNITS_BIAS = tl.constexpr(int(_UNITS).bit_length() - 1 + 127 << 3)
 #: Constant added to FP16 codes, which rounds them to integers in the last bits; then its bits.

@@ -97,10 +97,8 @@ def _folders(files: list[str]) -> dict[str, set[str]]:
 
 
 def _holds_rotations(folder: str, names: set[str]) -> bool:
-    pair = (
-        any(map(published.is_rotation_file, names)) and len({n[0] for n in names if published.is_rotation_file(n)}) == 2
-    )
-    return pair or {TENSOR_FILE, CONFIG_FILE} <= names or published.holds_latents(folder, names)
+    parts = {name[0] for name in names if published.is_rotation_file(name)}
+    return parts == {"k", "v"} or {TENSOR_FILE, CONFIG_FILE} <= names or published.holds_latents(folder, names)
 
 
 def _match(contents: dict[str, set[str]], wanted: str, repo: str, at: str) -> str:

@@ -59,7 +59,9 @@ def find_rotations(model_path: str, hf_config: Any, revision: str | None = None,
 
 
 def with_folder(location: str, model_path: str) -> str:
-    """``location``; of a repository alone, ``org/name[@revision]``, that publishes rotations for the model: its folder.
+    """Adds the model's folder to a repository that publishes rotations for it: ``org/name[@revision]``.
+
+    Other locations are returned as they are.
 
     Args:
         model_path: hub id or local folder, as the user gave it.

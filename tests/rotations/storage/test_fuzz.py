@@ -1,4 +1,4 @@
-"""Whatever a rotation folder holds: it is loaded and shown, or refused in one line; never a traceback."""
+"""Damaged and odd rotation folders: each is loaded and shown, or refused in one line, never with a traceback."""
 
 import copy
 import hashlib
