@@ -150,7 +150,7 @@ def test_a_config_that_is_no_json(folder):
 
 
 def test_a_shard_that_is_missing(folder):
-    index = {"metadata": {}, "weight_map": {name: "model-00001-of-00002.safetensors" for name in ("a", "b")}}
+    index = {"metadata": {}, "weight_map": dict.fromkeys(("a", "b"), "model-00001-of-00002.safetensors")}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     refused(folder, "model-00001-of-00002.safetensors: .*index.json names this file, and it is missing")
 
