@@ -30,7 +30,7 @@ class _Phase:
 
 
 class Phases:
-    """A ``Progress`` of ``rotations.calibration.run``: call it with a phase's name, its finished steps, and all of them.
+    """A ``Progress`` of ``rotations.calibration.run``: call it with a phase's name, the steps done, and all steps.
 
     A phase ends with its last step, or when the next one begins; one of a single step shows the time only. Where stderr
     is no terminal, each phase has a line when it begins, one every ``EVERY`` seconds, and one when it ends.

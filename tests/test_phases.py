@@ -1,9 +1,9 @@
 """What a long command shows of its phases: lines where nobody watches, bars on a terminal, times at the end."""
 
+import contextlib
 import io
 import time
 
-import pytest
 from rich.console import Console
 
 from sglang_kvq import phases as phases_module
@@ -44,9 +44,9 @@ def test_a_phase_that_takes_long_says_so_again(monkeypatch):
 
 def test_an_error_is_not_the_end_of_a_phase():
     file = io.StringIO()
-    with pytest.raises(ValueError), Phases(Console(file=file)) as phases:
+    with contextlib.suppress(ZeroDivisionError), Phases(Console(file=file)) as phases:
         phases("moments", 1, 3)
-        raise ValueError
+        raise ZeroDivisionError
     assert file.getvalue().splitlines() == ["moments: 0 of 3"]
 
 

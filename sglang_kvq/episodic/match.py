@@ -1,4 +1,4 @@
-"""Search for the episode, segments or windows that a question is about. Rows have length 1: dot products are cosines."""
+"""Search for the episode, segments or windows that a question is about. Rows have length 1."""
 
 from __future__ import annotations
 

@@ -15,8 +15,9 @@ from tests.conftest import ROOT
 BEGINNINGS = re.compile(r"(Of|What|Which|Whether|That|As|How)\b")
 #: Words with a plainer equivalent; *beside* is fine for two things side by side, so only comparisons are found.
 AVOIDED = re.compile(
-    r"(?<![-\w])(as ever|anew|hardly|alike|likewise|taken off|the same of|(?:faster|slower|better|worse|more|less) beside)\b",
-    re.I,
+    r"(?<![-\w])(as ever|anew|hardly|alike|likewise|taken off|the same of|"
+    r"(?:faster|slower|better|worse|more|less) beside)\b",
+    re.IGNORECASE,
 )
 FOLDERS = [*sorted({path.parent.relative_to(ROOT) for path in (ROOT / "sglang_kvq").rglob("*.py")}), Path("launch")]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]

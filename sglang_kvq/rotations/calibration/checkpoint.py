@@ -97,8 +97,7 @@ class Checkpoint:
 
 
 def fingerprint(model: torch.nn.Module, contexts: torch.Tensor, settings: CalibrationSettings) -> dict[str, str]:
-    """Collects everything that decides a calibration's numbers: digests of model, text (the drawn tokens) and settings; and
-    ``VERSION``.
+    """Collects what decides a calibration's numbers: digests of model, drawn tokens and settings; and ``VERSION``.
 
     Of every parameter the first 64 elements are read: enough to tell two checkpoints apart, at no cost.
     """

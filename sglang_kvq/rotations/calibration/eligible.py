@@ -78,11 +78,12 @@ def check_quantization(path: str, hf_config: Any) -> None:
         if (Path(path) / OTHER_QUANTIZATION).is_file():
             raise unread(path, f"quantized, by {OTHER_QUANTIZATION} alone")
         return
-    from transformers.quantizers.auto import AutoHfQuantizer
+    from transformers.quantizers import auto
 
+    quantizer: Any = auto.AutoHfQuantizer
     fields = found if isinstance(found, dict) else found.to_dict()
     try:
-        reads = AutoHfQuantizer.supports_quant_method(fields)
+        reads = quantizer.supports_quant_method(fields)
     except ValueError:  # no method is named
         reads = False
     if not reads:

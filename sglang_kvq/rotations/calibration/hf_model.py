@@ -79,16 +79,16 @@ def tokenize(tokenizer: Any, text: str, rows: int) -> torch.Tensor:
         worst = int(ids.max())
         raise KVQuantError(
             f"{tokenizer.name_or_path}: its tokenizer gives the text token id {worst} "
-            f"({tokenizer.convert_ids_to_tokens(worst)!r}), and the model's embedding has {rows} rows; the tokenizer is "
-            "another model's, or was extended: give the folder with the tokenizer that belongs to these weights."
+            f"({tokenizer.convert_ids_to_tokens(worst)!r}), and the model's embedding has {rows} rows; the tokenizer "
+            "is another model's, or was extended: give the folder with the tokenizer that belongs to these weights."
         )
     return ids
 
 
 def embedding_rows(model: Any) -> int:
-    """The token ids that a model knows; of a config those that it says."""
-    if isinstance(model, torch.nn.Module):
-        return int(model.get_input_embeddings().weight.shape[0])  # type: ignore[operator, union-attr]  (transformers')
+    """The number of token ids that a model knows, or that its config says."""
+    if hasattr(model, "get_input_embeddings"):
+        return int(model.get_input_embeddings().weight.shape[0])
     return int(model.get_text_config().vocab_size)
 
 
@@ -114,8 +114,9 @@ def _config(path: str, source: dict[str, Any]) -> tuple[Any, Any]:
 @contextmanager
 def _explained(path: str, source: dict[str, Any], what: str) -> Iterator[None]:
     """Turns whatever transformers raises into one line, and keeps its warnings and bars to itself."""
-    from transformers.utils import logging
+    import transformers
 
+    logging: Any = transformers.utils.logging
     before = logging.get_verbosity()
     folder = cached_folder(path, source["revision"])
     logging.set_verbosity_error()

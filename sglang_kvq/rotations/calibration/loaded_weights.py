@@ -56,6 +56,6 @@ def _remedy(info: dict[str, Any]) -> str:
     if info["mismatched_keys"]:
         return "config.json and the weights belong to different models: fetch both again."
     return (
-        "Fetch the whole model again. If these files are a part of a larger model, calibrate that one; or use a version "
-        "of transformers that reads them."
+        "Fetch the whole model again. If these files are a part of a larger model, calibrate that one; or use a "
+        "version of transformers that reads them."
     )

@@ -114,8 +114,8 @@ def _beginning(path: Path) -> bytes:
         raise _unreadable(path, error) from error
     if begin == _POINTER:
         raise KVQuantError(
-            f"{path}: a Git LFS pointer, not the file itself; run `git lfs pull` in its folder, or fetch the model with "
-            "`hf download`."
+            f"{path}: a Git LFS pointer, not the file itself; run `git lfs pull` in its folder, or fetch the model "
+            "with `hf download`."
         )
     if not begin:
         raise KVQuantError(f"{path}: an empty file; fetch it again.")

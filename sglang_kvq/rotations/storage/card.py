@@ -85,8 +85,10 @@ def served_by(rotations: Rotations) -> str:
 
 
 def coding_gains(rotations: Rotations) -> dict[str, list[float]] | None:
-    """Computes for keys ("k") and values ("v"), per layer, the mean over heads of this: arithmetic over geometric mean of the channels'
-    energies, in dB: what bits chosen by energy save over equal bits. None but for transform coding.
+    """Returns the coding gains of keys ("k") and values ("v") in dB, per layer, averaged over heads.
+
+    The gain is the arithmetic over the geometric mean of the channels' energies. It is what bits allocated by energy
+    save over equal bits. None except for transform coding.
     """
     if rotations.k_energies is None or rotations.v_energies is None:
         return None

@@ -56,7 +56,7 @@ def test_bad_texts(tmp_path):
     (tmp_path / "x.txt").write_bytes(b"\xff\xfe\x00")
     for path, message in (
         (tmp_path / "x.txt", "UTF-8"),
-        (tmp_path / "no", "not readable"),
+        (tmp_path / "no", "No such file"),
         (tmp_path / "e", "no .txt"),
     ):
         if path.name == "e":

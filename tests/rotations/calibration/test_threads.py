@@ -1,5 +1,6 @@
 """Threads for PyTorch's work on the CPU follow from what a container may use, not from its host's cores."""
 
+import contextlib
 import os
 
 import pytest
@@ -52,7 +53,7 @@ def test_no_limit_and_a_number_that_the_user_gave(tmp_path, monkeypatch):
 
 def test_one_thread_gives_the_others_back():
     torch.set_num_threads(3)
-    with pytest.raises(ValueError), one_thread():
+    with contextlib.suppress(ZeroDivisionError), one_thread():
         assert torch.get_num_threads() == 1
-        raise ValueError
+        raise ZeroDivisionError
     assert torch.get_num_threads() == 3
