@@ -74,16 +74,15 @@ def check_new(flag: str, path: Path, *, folder: bool = False) -> None:
     """See that a file, or a ``folder``, can be written before the work begins whose result it is to hold.
 
     Raises:
-        KVQuantError: it names the folder that is in the way, and why.
+        KVQuantError: it cannot be written; the message names the folder in the way.
     """
     where = path if folder else path.parent
-    while not where.exists():
-        where = where.parent
     try:
+        while not where.exists():
+            where = where.parent
         with tempfile.TemporaryFile(dir=where):
             pass
     except OSError as error:
         raise KVQuantError(
-            f"{flag} {path}: cannot be written, for {where} is not a folder that this user may write to "
-            f"({error.strerror}); choose another {flag}."
+            f"{flag} {path}: cannot be written ({error.strerror}: {where}); choose another {flag}."
         ) from error

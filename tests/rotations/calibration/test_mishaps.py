@@ -83,7 +83,7 @@ def test_texts_that_are_not_there_or_may_not_be_read(model, tmp_path, monkeypatc
 @pytest.mark.parametrize("name", ["file/below", "x" * 300])
 def test_outputs_that_cannot_be(model, tmp_path, name):
     (tmp_path / "file").write_text("")
-    refused(calibrate(model, tmp_path / name), "cannot write .*choose another --output")
+    refused(calibrate(model, tmp_path / name), "cannot be written .*choose another --output")
 
 
 @pytest.mark.parametrize("command", ["calibrate", "convert"])
