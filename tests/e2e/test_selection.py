@@ -151,7 +151,7 @@ def test_without_room_a_selection_waits(small, model, text):
     selection, ended = Selection(tuple(history), None, (0, 2, 5, 9, 13)), {}
 
     def other() -> None:
-        small.generate(text[100:250], 100)
+        small.generate(text[100:250], 80)
         ended["other"] = time.monotonic()
 
     def chosen() -> dict:

@@ -357,14 +357,14 @@ def test_other_bad_requests(client, text):
 
 @pytest.fixture
 def small(servers, words):
-    """A server with a pool of 30 pages, in which two requests run at once."""
-    client = Sessions(serve(servers, words, "--max-total-tokens", str(30 * P), "--max-running-requests", "2"))
+    """A server with a pool of 27 pages, in which two requests run at once."""
+    client = Sessions(serve(servers, words, "--max-total-tokens", str(27 * P), "--max-running-requests", "2"))
     client.flush()
     return client
 
 
 def test_a_pool_too_small_for_history_and_copies_reads_the_prompt_whole(small, model, text, question):
-    """Of 30 pages, 18 of history leave room for 10 copies; 22 do not."""
+    """Of 27 pages, 15 of history leave room for 7 copies; 21 do not."""
     fits, exceeds = [*text[:1130], *question], text
     assert_read(small, model, "fits", fits, small.turn(fits, "fits", 4))
     small.flush()
@@ -386,11 +386,12 @@ def test_an_abort_in_the_queue_is_sglangs_own(small, text, stream):
 
     def abort() -> None:
         time.sleep(4)
-        for session in (None, "queued"):
-            small.post("/abort_request", rid=f"abort-{session}-{stream}")
+        for rid in (f"abort-None-{stream}", f"abort-queued-{stream}", "busy-0", "busy-300"):
+            small.post("/abort_request", rid=rid)
+            time.sleep(0.5)
 
     def busy(start: int) -> None:
-        small.turn(text[start : start + 100], None, 250)
+        small.turn(text[start : start + 100], None, 500, rid=f"busy-{start}")
 
     jobs = [lambda: busy(0), lambda: busy(300), lambda: blocked(None), lambda: blocked("queued"), abort]
     _, _, plain, ours, _ = together(jobs)
