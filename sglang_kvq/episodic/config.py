@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from sglang_kvq.config import PAGE_SIZE
@@ -13,6 +14,9 @@ LATE, EPICACHE = POLICIES = ("late", "epicache")
 EPISODES = 4
 #: Largest number of tokens of an episode's patched prompt.
 PROMPT_TOKENS = 1024
+#: Headers that cannot name a tenant as well.
+TAKEN_HEADERS = ("authorization", "x-session-id")
+_HEADER_NAME = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
 
 
 @dataclass(frozen=True)
@@ -32,6 +36,9 @@ class EpisodicConfig:
         sessions: that are remembered at once; the one used longest ago is forgotten for a new one.
         idle_seconds: after which a session is forgotten; 0 is never.
         episodes: clusters of a conversation, of ``epicache``; None for ``EPISODES``.
+        state_memory: MiB that the state of all sessions takes at most.
+        tenant_share: of sessions and of state memory, that one tenant may hold; above 0, at most 1.
+        tenant_header: HTTP header that says whose request it is, beside its API key; None for the key alone.
 
     Raises:
         KVQuantError: a value out of range; the message names the flag and the fix.
@@ -46,6 +53,9 @@ class EpisodicConfig:
     idle_seconds: float = 86_400.0
     episodes: int | None = None
     embedder_device: str = "cpu"
+    state_memory: int = 1024
+    tenant_share: float = 1.0
+    tenant_header: str | None = None
 
     def __post_init__(self) -> None:
         if self.policy not in POLICIES:
@@ -72,6 +82,20 @@ class EpisodicConfig:
             raise KVQuantError(f"--episodic-sessions {self.sessions}: give 1 or more.")
         if not 0 <= self.idle_seconds < float("inf"):
             raise KVQuantError(f"--episodic-idle {self.idle_seconds}: give seconds, or 0 to forget no idle session.")
+        if self.state_memory < 1:
+            raise KVQuantError(f"--episodic-state-memory {self.state_memory}: give 1 MiB or more.")
+        if not 0 < self.tenant_share <= 1:
+            raise KVQuantError(f"--episodic-tenant-share {self.tenant_share}: give a share above 0, at most 1.")
+        self._check_tenant_header()
+
+    def _check_tenant_header(self) -> None:
+        name = self.tenant_header
+        if name is None:
+            return
+        if not _HEADER_NAME.fullmatch(name):
+            raise KVQuantError(f"--episodic-tenant-header {name!r}: not the name of a header; give one like X-Tenant.")
+        if name.lower() in TAKEN_HEADERS:
+            raise KVQuantError(f"--episodic-tenant-header {name}: it says something else already; give another header.")
 
     def check_windows(self, sink_tokens: int, recent_tokens: int) -> None:
         """Refuse a budget that leaves no page to choose beside the block and what is always read.

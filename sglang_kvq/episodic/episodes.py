@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -16,6 +16,8 @@ from sglang_kvq.episodic.prompt import patched_prompt
 MEDOIDS = 8
 #: Growth after which a conversation is divided into episodes again.
 GROWTH = 2.0
+#: Memory of a prompt beside its tokens.
+BYTES = 256
 
 
 @dataclass(eq=False)
@@ -26,32 +28,45 @@ class EpisodesOfSession:
 
     Attributes:
         segments: that were divided; 0 before.
+        tokens: of these segments.
         clusters, prompts: of them.
         answered: the episode that the last request read.
     """
 
     segments: int = 0
+    tokens: int = 0
     clusters: Episodes | None = None
     prompts: dict[int, np.ndarray] = field(default_factory=dict)
     answered: int | None = None
 
-    def keep(self, segments: int) -> None:
-        """Only the first ``segments`` are still what they were."""
-        if segments < self.segments:
-            self.segments, self.clusters, self.answered = 0, None, None
-            self.prompts.clear()
+    def keep(self, tokens: int) -> None:
+        """Only the first ``tokens`` of the conversation are still what they were."""
+        if tokens < self.tokens:
+            self.segments, self.tokens, self.clusters, self.answered = 0, 0, None, None
+            self.prompts = {}
 
-    def divide(self, rows: np.ndarray, count: int) -> Episodes:
+    def copy(self) -> EpisodesOfSession:
+        """The same, to be changed by itself."""
+        return replace(self, prompts=dict(self.prompts))
+
+    def divide(self, rows: np.ndarray, count: int, tokens: int) -> Episodes:
         """Clusters of the conversation's segments so far.
 
         Args:
             rows: float32 ``[segments, D]``, of length 1, one at least.
             count: episodes at most.
+            tokens: of these segments.
         """
         if self.clusters is None or len(rows) >= GROWTH * self.segments:
-            self.clusters, self.segments = cluster(rows, count), len(rows)
-            self.prompts.clear()
+            self.clusters, self.segments, self.tokens = cluster(rows, count), len(rows), tokens
+            self.prompts = {}
         return self.clusters
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of its arrays."""
+        clusters = 0 if self.clusters is None else self.clusters.labels.nbytes + self.clusters.centroids.nbytes
+        return clusters + sum(BYTES + prompt.nbytes for prompt in self.prompts.values())
 
     def prompt(
         self, number: int, rows: np.ndarray, text: Callable[[int], str], encode: Callable[[str], list[int]]

@@ -2,18 +2,74 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
+from sglang_kvq.episodic.blocks import Blocks
 from sglang_kvq.errors import KVQuantError
 
 #: Terms are runs of so many letters within a word: "painted" and "painting" share three of four.
 LETTERS = 4
-#: Terms are hashed to numbers below this.
-TERMS = 1 << 20
+#: Terms are hashed to numbers of so many bits. They share 32 bits with how often a term occurs in a text.
+TERM_BITS = 20
+COUNT_BITS = 32 - TERM_BITS
+#: A term that a text repeats more often counts as if it occurred so often, which saturation makes nearly the same.
+MOST = (1 << COUNT_BITS) - 1
 #: Saturation of a term's repetitions, and discount of a long text's terms.
 SATURATION, LENGTH = 1.2, 0.75
+#: Numbers of a table that is searched at once: 2 MB, so that other threads wait for a millisecond at most.
+TABLE = 1 << 18
+
+
+@dataclass(frozen=True, eq=False)
+class Terms:
+    """Terms of consecutive texts.
+
+    Attributes:
+        packed: uint32 ``[n]``, text after text: a term's number above ``COUNT_BITS`` bits, how often it occurs below.
+        ends: int32 ``[texts]``, where each text's terms end.
+        lengths: int32 ``[texts]``, how many terms each has, repetitions included.
+    """
+
+    packed: np.ndarray
+    ends: np.ndarray
+    lengths: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.ends)
+
+    @property
+    def nbytes(self) -> int:
+        return self.packed.nbytes + self.ends.nbytes + self.lengths.nbytes
+
+    def part(self, first: int, last: int) -> Terms:
+        """A copy of texts ``first`` to ``last``."""
+        start, end = (int(self.ends[at - 1]) if at else 0 for at in (first, last))
+        return Terms(
+            self.packed[start:end].copy(), self.ends[first:last] - np.int32(start), self.lengths[first:last].copy()
+        )
+
+    def joined(self, other: Terms) -> Terms:
+        """These texts and then ``other``'s."""
+        return Terms(
+            np.concatenate([self.packed, other.packed]),
+            np.concatenate([self.ends, other.ends + np.int32(len(self.packed))]),
+            np.concatenate([self.lengths, other.lengths]),
+        )
+
+    def found(self, number: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Where asked terms occur, by text: texts, terms as ``number`` has them, and how often each occurs.
+
+        Args:
+            number: int32 ``[1 << TERM_BITS]``, a number of each asked term, -1 of others.
+        """
+        numbers = number[self.packed >> COUNT_BITS]
+        at = np.flatnonzero(numbers >= 0)
+        return np.searchsorted(self.ends, at, side="right"), numbers[at], self.packed[at] & MOST
 
 
 class Lexical:
@@ -29,37 +85,23 @@ class Lexical:
     def __init__(self, letters: int = LETTERS) -> None:
         if letters < 0:
             raise KVQuantError(f"terms of {letters} letters: give 1 or more, or 0 for whole words.")
-        try:
-            from sklearn.feature_extraction.text import HashingVectorizer
-        except ImportError as error:
-            raise KVQuantError(
-                "matching a question's words needs scikit-learn: pip install 'sglang-kvq[episodes]'."
-            ) from error
-        self._hashing = HashingVectorizer(
-            analyzer="char_wb" if letters else "word",
-            ngram_range=(letters or 1, letters or 1),
-            n_features=TERMS,
-            alternate_sign=False,
-            norm=None,
-            dtype=np.float32,
-        )
-        # Row by row: terms, how often each occurs, where a text's terms begin, and how many it has.
-        self._terms = np.empty(0, np.int32)
-        self._counts = np.empty(0, np.float32)
-        self._starts = np.zeros(1, np.int64)
-        self._lengths = np.empty(0)
+        _hashing(letters)  # says at once what is missing
+        self.letters = letters
+        self.texts: Blocks[Terms] = Blocks()
 
     def __len__(self) -> int:
-        return len(self._starts) - 1
+        return len(self.texts)
 
     def add(self, texts: Sequence[str]) -> None:
-        """Append texts."""
+        """Append texts, in time linear in their length."""
         if texts:
-            terms, counts, starts = self._split(texts)
-            self._starts = np.concatenate([self._starts, len(self._terms) + starts[1:]])
-            self._terms, self._counts = np.concatenate([self._terms, terms]), np.concatenate([self._counts, counts])
-            ends = np.concatenate([[0.0], counts.cumsum(dtype=np.float64)])[starts]
-            self._lengths = np.concatenate([self._lengths, np.diff(ends)])
+            self.texts.add(split(texts, self.letters))
+
+    def first(self, count: int) -> Lexical:
+        """An index of the first ``count`` texts, which shares their memory and grows by itself."""
+        made = Lexical(self.letters)
+        made.texts = self.texts.first(count)
+        return made
 
     def truncate(self, count: int) -> None:
         """Keep the first ``count`` texts.
@@ -69,10 +111,7 @@ class Lexical:
         """
         if not 0 <= count <= len(self):
             raise KVQuantError(f"{count} of {len(self)} texts: give a number from 0 to {len(self)}.")
-        self._starts = self._starts[: count + 1].copy()
-        end = int(self._starts[-1])
-        self._terms, self._counts = self._terms[:end].copy(), self._counts[:end].copy()
-        self._lengths = self._lengths[:count].copy()
+        self.texts = self.texts.first(count)
 
     def scores(self, question: str, run: int = 1) -> np.ndarray:
         """Scores each run of ``run`` consecutive texts, as one text.
@@ -85,25 +124,77 @@ class Lexical:
         """
         if run < 1:
             raise KVQuantError(f"runs of {run} texts: give 1 or more.")
-        asked, _, _ = self._split([question])
-        number = np.full(TERMS, -1, np.int16)
-        number[asked] = np.arange(len(asked))
-        at = np.flatnonzero(number[self._terms] >= 0)
-        text = np.searchsorted(self._starts, at, side="right") - 1
-        counts = np.zeros((len(self), len(asked)))
-        counts[text, number[self._terms[at]]] = self._counts[at]
-        counts, lengths = runs(counts, run), runs(self._lengths, run)
-        if not counts.any():
-            return np.zeros(len(counts))
-        texts_with = np.count_nonzero(counts, axis=0)
-        weights = np.log1p((len(counts) - texts_with + 0.5) / (texts_with + 0.5))
+        lengths = runs(_concatenate([block.lengths for block in self.texts.blocks], np.int32).astype(float), run)
+        asked = split([question], self.letters).packed >> COUNT_BITS
+        at, term, count = self._occurrences(asked, run)
+        if not len(at):
+            return np.zeros(len(lengths))
+        runs_with = np.bincount(term, minlength=len(asked))
+        weights = np.log1p((len(lengths) - runs_with + 0.5) / (runs_with + 0.5))
         norms = SATURATION * (1 - LENGTH + LENGTH * lengths / lengths.mean())
-        return np.asarray((counts * (SATURATION + 1) / (counts + norms[:, None])) @ weights)
+        parts = weights[term] * count * (SATURATION + 1) / (count + norms[at])
+        return np.bincount(at, weights=parts, minlength=len(lengths))
 
-    def _split(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Different terms of each text, their counts, and where each text's begin."""
-        rows = self._hashing.transform(list(texts))
-        return rows.indices.astype(np.int32), rows.data, rows.indptr.astype(np.int64)
+    def _occurrences(self, asked: np.ndarray, run: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Returns runs, their asked terms and the terms' counts: three arrays ``[n]``, by run."""
+        number = np.full(1 << TERM_BITS, -1, np.int32)
+        number[asked] = np.arange(len(asked))
+        found, first = [], 0
+        for block in self.texts.blocks:
+            text, term, count = block.found(number)
+            found.append((text + first, term, count))
+            first += len(block)
+        text, term, count = (_concatenate([one[n] for one in found], np.int64) for n in range(3))
+        run = min(run, len(self))
+        step = max(1, TABLE // max(1, len(asked)))
+        parts = []
+        for first in range(0, len(self) - run + 1, step):
+            last = min(first + step + run - 1, len(self))
+            a, b = np.searchsorted(text, [first, last])
+            table = np.zeros((last - first, len(asked)))
+            table[text[a:b] - first, term[a:b]] = count[a:b]
+            table = runs(table, run)
+            at, of = np.nonzero(table)
+            parts.append((at + first, of, table[at, of]))
+        at, of, times = (_concatenate([one[n] for one in parts], np.int64) for n in range(3))
+        return at, of, times
+
+
+def split(texts: Sequence[str], letters: int = LETTERS) -> Terms:
+    """Terms of each text; see ``Lexical``.
+
+    Raises:
+        KVQuantError: scikit-learn is missing.
+    """
+    rows = _hashing(letters).transform(list(texts))
+    counts = np.minimum(rows.data, MOST).astype(np.uint32)
+    packed = (rows.indices.astype(np.uint32) << COUNT_BITS) | counts
+    lengths = np.asarray(rows.sum(1)).reshape(-1).astype(np.int32)
+    return Terms(packed, rows.indptr[1:].astype(np.int32), lengths)
+
+
+@functools.cache
+def _hashing(letters: int) -> Any:
+    """A scikit-learn vectorizer, which has no state."""
+    try:
+        from sklearn.feature_extraction.text import HashingVectorizer
+    except ImportError as error:
+        raise KVQuantError(
+            "matching a question's words needs scikit-learn: pip install 'sglang-kvq[episodes]'."
+        ) from error
+    return HashingVectorizer(
+        analyzer="char_wb" if letters else "word",
+        ngram_range=(letters or 1, letters or 1),
+        n_features=1 << TERM_BITS,
+        alternate_sign=False,
+        norm=None,
+        dtype=np.float32,
+    )
+
+
+def _concatenate(parts: Sequence[np.ndarray], dtype: Any) -> np.ndarray:
+    """One array; of no parts an empty one of ``dtype``."""
+    return np.concatenate(parts) if parts else np.empty(0, dtype)
 
 
 def runs(rows: np.ndarray, run: int) -> np.ndarray:

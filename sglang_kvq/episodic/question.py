@@ -9,6 +9,8 @@ import numpy as np
 
 #: Last tokens of a prompt that stand for its question when nothing better is known, and at most.
 QUESTION_TOKENS = 256
+#: Tokens that are compared at once: most conversations that part do so early.
+_COMPARED = 1 << 14
 
 _FIRST = [{"role": "user", "content": "What is one?"}, {"role": "assistant", "content": "A number."}]
 _LAST = ("Two, please.", "And the fourth one?")
@@ -73,6 +75,9 @@ def question_start(ids: np.ndarray, known: int, turns: np.ndarray) -> int:
 def common_length(a: Sequence[int] | np.ndarray, b: Sequence[int] | np.ndarray) -> int:
     """Tokens that two sequences have in common at their beginning."""
     n = min(len(a), len(b))
-    differs = np.asarray(a[:n]) != np.asarray(b[:n])
-    first = int(differs.argmax()) if n else 0
-    return first if n and differs[first] else n
+    for start in range(0, n, _COMPARED):
+        end = min(start + _COMPARED, n)
+        differs = np.asarray(a[start:end]) != np.asarray(b[start:end])
+        if differs[first := int(differs.argmax())]:
+            return start + first
+    return n

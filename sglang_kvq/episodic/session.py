@@ -1,21 +1,23 @@
-"""One session: what was said as tokens, its segments' embeddings, and how much of it is known to be cached."""
+"""One session: the branches of its conversation, and what its last request read."""
 
 from __future__ import annotations
 
 import asyncio
+import sys
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from sglang_kvq.config import PAGE_SIZE
+from sglang_kvq.episodic.branch import Branch, Namespace
 from sglang_kvq.episodic.episodes import EpisodesOfSession
-from sglang_kvq.episodic.lexical import Lexical
-from sglang_kvq.episodic.question import common_length
+from sglang_kvq.episodic.page_index import PageIndex
 
-#: Key that separates cached prefixes of equal tokens: ``extra_key`` and ``cache_salt``.
-Namespace = tuple[str | None, str | None]
+#: Branches of a conversation that are remembered.
+BRANCHES = 4
+#: Memory of a session, of each branch and of each block beside their arrays, and of each page or window that was read.
+SESSION_BYTES, BRANCH_BYTES, BLOCK_BYTES, READ_BYTES = 1200, 700, 360, 40
 
 
 @dataclass(frozen=True)
@@ -29,34 +31,28 @@ class Match:
 
 @dataclass(eq=False)
 class Session:
-    """State of one conversation of one tenant. Text is the only thing that lasts: everything else is made from it.
+    """State of one conversation of one tenant.
+
+    A request that goes on with no branch (a title, a summary, an edit, an older turn once more) makes one of its own
+    and leaves the others as they are. So the next request may go on with either.
 
     Attributes:
-        tenant: who it belongs to; "" where the server asks for no key.
+        tenant: who it belongs to; "" where no key is sent.
         id: the client's name for it.
-        tokens: int32, what was said last: a prompt, or a prompt and its answer.
-        rows: float32 ``[pages, D]``, embeddings of the first whole pages of ``tokens``; as many as are embedded.
-        letters: index of the same pages' texts.
-        exact: first tokens that were computed with all before them and entered SGLang's cache, under ``namespace``.
-            They may have been evicted since.
+        branches: the one used last first.
         hot: tokens that the last request read when its answer began.
         history: of its prompt, tokens of which pages were chosen; 0 if it was read whole.
         pages: of that history, those chosen.
         matches: windows that these hold, the nearest to its question first.
         requests, selected, rebuilt: requests; those with chosen pages; histories computed again as they were evicted.
         used: when its last answer began or ended; answering: requests whose answers are made.
-        episodes: of the policy epicache.
         planning: held while a prompt is looked at, so that requests of one session do so one after the other.
         computing: held while a history is computed, so that none is computed twice at once.
     """
 
     tenant: str
     id: str
-    tokens: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))
-    rows: np.ndarray = field(default_factory=lambda: np.empty((0, 0), np.float32))
-    letters: Lexical = field(default_factory=Lexical, repr=False)
-    exact: int = 0
-    namespace: Namespace = (None, None)
+    branches: list[Branch] = field(default_factory=lambda: [Branch()])
     hot: int = 0
     history: int = 0
     pages: tuple[int, ...] = ()
@@ -67,38 +63,79 @@ class Session:
     created: float = field(default_factory=time.time)
     used: float = field(default_factory=time.time)
     answering: int = 0
-    episodes: EpisodesOfSession = field(default_factory=EpisodesOfSession)
     planning: asyncio.Lock = field(default_factory=asyncio.Lock, repr=False)
     computing: asyncio.Lock = field(default_factory=asyncio.Lock, repr=False)
 
-    def common(self, ids: np.ndarray) -> int:
-        """First tokens that ``ids`` shares with what was said."""
-        return common_length(self.tokens, ids)
+    @property
+    def latest(self) -> Branch:
+        """The branch that was used last."""
+        return self.branches[0]
 
-    def follow(self, ids: np.ndarray, namespace: Namespace) -> int:
-        """Go on with ``ids``: what was said up to where they part from it, and then something else.
+    def nearest(self, ids: np.ndarray) -> Branch:
+        """The branch that shares most tokens with ``ids``, of several one that they go on with."""
+        return max(self.branches, key=lambda branch: ((same := branch.common(ids)), branch.goes_on(same)))
+
+    def follow(self, ids: np.ndarray, namespace: Namespace, asked: int | None = None) -> int:
+        """Go on with ``ids``, in the branch that they continue or in a new one.
+
+        Args:
+            asked: tokens of the prompt, where an answer follows it.
 
         Returns:
-            How many tokens are the same.
+            How many tokens were known.
         """
-        same = self.common(ids)
-        self.rows = self.rows[: same // PAGE_SIZE]
-        self.letters.truncate(len(self.rows))
-        self.exact = min(self.exact, same // PAGE_SIZE * PAGE_SIZE) if namespace == self.namespace else 0
-        self.tokens, self.namespace = ids.astype(np.int32, copy=True), namespace
+        branch, asked = self.nearest(ids), len(ids) if asked is None else asked
+        if branch.goes_on(same := branch.common(ids)):
+            self.branches.remove(branch)
+            branch.follow(ids, asked, namespace)
+        else:
+            branch = branch.fork(ids, asked, namespace)
+            if len(self.branches) == BRANCHES:
+                # The longest is what costs most to make again, however many titles were asked for since.
+                self.branches.remove(min(self.branches[-2:], key=lambda one: len(one.tokens)))
+        self.branches.insert(0, branch)
         return same
 
     def computed(self, ids: np.ndarray, namespace: Namespace) -> None:
         """``ids``, whole pages, are cached now; what of them was said in this session counts."""
-        if namespace == self.namespace:
-            self.exact = max(self.exact, self.common(ids) // PAGE_SIZE * PAGE_SIZE)
+        for branch in self.branches:
+            branch.computed(ids, namespace)
 
-    def rows_of(self, ids: np.ndarray) -> np.ndarray:
-        """Embeddings of the first pages of ``ids`` that are known: float32 ``[<= len(ids) // PAGE_SIZE, D]``."""
-        return self.rows[: self.common(ids) // PAGE_SIZE]
+    def exact_of(self, ids: np.ndarray, namespace: Namespace) -> int:
+        """First tokens of ``ids`` that are known to be computed, in whole pages."""
+        return max(branch.exact_of(ids, namespace) for branch in self.branches)
 
-    def add_rows(self, ids: np.ndarray, first: int, rows: np.ndarray, texts: Sequence[str]) -> None:
-        """Keep embeddings and texts of pages ``first`` and on of ``ids``, if they are the next ones of this session."""
-        if len(self.rows) == first and self.common(ids) >= (first + len(rows)) * PAGE_SIZE:
-            self.rows = np.concatenate([self.rows, rows]) if first else rows
-            self.letters.add(texts)
+    def said(self, ids: np.ndarray, namespace: Namespace) -> int:
+        """First tokens of ``ids`` that a branch of this namespace still says."""
+        return max((branch.common(ids) for branch in self.branches if branch.namespace == namespace), default=0)
+
+    def lost(self) -> None:
+        """Nothing is known to be cached any more."""
+        for branch in self.branches:
+            branch.exact = 0
+
+    def index_of(self, ids: np.ndarray) -> PageIndex:
+        """An index of the first pages of ``ids`` that are known, which later requests do not change."""
+        branch = self.nearest(ids)
+        return branch.index.first(branch.common(ids) // PAGE_SIZE)
+
+    def learn(self, ids: np.ndarray, index: PageIndex) -> None:
+        """Keep what was embedded of the first pages of ``ids``."""
+        for branch in self.branches:
+            branch.learn(ids, index)
+
+    def divided(self, ids: np.ndarray, episodes: EpisodesOfSession) -> None:
+        """Keep episodes of the first tokens of ``ids``, if those were said."""
+        if (branch := self.nearest(ids)).common(ids) >= episodes.tokens:
+            branch.episodes = episodes
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that forgetting this session frees."""
+        blocks = {id(block): block for branch in self.branches for block in branch.blocks()}
+        own = SESSION_BYTES + sys.getsizeof(self.id) + READ_BYTES * (len(self.pages) + 4 * len(self.matches))
+        return (
+            own
+            + sum(BRANCH_BYTES + branch.nbytes for branch in self.branches)
+            + sum(BLOCK_BYTES + block.nbytes for block in blocks.values())
+        )

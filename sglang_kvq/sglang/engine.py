@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from sglang_kvq.errors import KVQuantError
 from sglang_kvq.sglang import episodic_flags, flags, plugin
 from sglang_kvq.sglang.runtime import attach
 from sglang_kvq.sglang.types import ServerArgs
@@ -27,6 +28,8 @@ def server_args_from_kwargs(original: type, **kwargs: Any) -> ServerArgs:
     config = flags.prepare(kwargs)
     if config is None:
         return original(**kwargs)
+    if config.episodic is not None and (header := config.episodic.tenant_header) is not None:
+        raise KVQuantError(f"episodic_tenant_header {header}: requests of Engine have no headers; leave it out.")
     config = replace(config, capture=capture)
     plugin.stop_unless_in_place(config)
     server_args = original(**kwargs)

@@ -22,6 +22,9 @@ FIELDS = {
     "episodic_embedder_device": "embedder_device",
     "episodic_sessions": "sessions",
     "episodic_idle": "idle_seconds",
+    "episodic_state_memory": "state_memory",
+    "episodic_tenant_share": "tenant_share",
+    "episodic_tenant_header": "tenant_header",
 }
 _DEFAULTS = {field.name: field.default for field in fields(EpisodicConfig)}
 
@@ -94,6 +97,25 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "Forget a session that was idle for so long; 0 for never.",
         type=float,
         metavar="SECONDS",
+    )
+    add(
+        "--episodic-state-memory",
+        "MiB that embeddings, word indexes and tokens of all sessions take at most, in the process that serves HTTP; "
+        "sessions used longest ago are forgotten for others.",
+        type=int,
+        metavar="MIB",
+    )
+    add(
+        "--episodic-tenant-share",
+        "Share of --episodic-sessions and --episodic-state-memory that one tenant may hold.",
+        type=float,
+        metavar="SHARE",
+    )
+    add(
+        "--episodic-tenant-header",
+        "Header in which a trusted gateway says whose request it is; sessions of two values never meet. Without it the "
+        "API key alone tells tenants apart.",
+        metavar="NAME",
     )
 
 

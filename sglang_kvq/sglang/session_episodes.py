@@ -96,20 +96,26 @@ class EpisodeRouter:
         plan = replace(self.plan, pinned=pinned)
         router, session, ids = self.router, turn.session, turn.ids
         size = self.config.segment
-        count, pages = max(folded // size, session.episodes.segments), size // PAGE_SIZE
-        each = await router.rows(session, ids, count * pages)
-        rows = unit(each.reshape(count, pages, -1).mean(1))
+        episodes = session.nearest(ids).episodes.copy()
+        count, pages = max(folded // size, episodes.segments), size // PAGE_SIZE
+        index = await router.embedded(turn, count * pages)
         (asked,) = await router.embed_question(ids[question:])
-        # A quarter of a second for 64K tokens, in which other sessions' answers go on. ``session.planning`` is held.
-        clusters = await asyncio.to_thread(session.episodes.divide, rows, self.config.episodes or EPISODES)
-        number = int(match(asked[None], rows[: session.episodes.segments], clusters, "centroid")[0])
-        prompt = session.episodes.prompt(
+
+        def divide() -> tuple[np.ndarray, int]:
+            rows = unit(index.rows().reshape(count, pages, -1).mean(1))
+            clusters = episodes.divide(rows, self.config.episodes or EPISODES, count * size)
+            return rows, int(match(asked[None], rows[: episodes.segments], clusters, "centroid")[0])
+
+        # A quarter of a second for 64K tokens, in which other sessions' answers go on.
+        rows, number = await asyncio.to_thread(divide)
+        prompt = episodes.prompt(
             number,
             rows,
             lambda segment: router.text(ids[segment * size : (segment + 1) * size]),
             lambda text: router.manager.tokenizer.encode(text, add_special_tokens=False),
         )
-        session.episodes.answered = number
+        episodes.answered = number
+        session.divided(ids, episodes)
         namespace = turn.namespace[0]
         steps = chain(ids[:folded], prompt, plan, tenant=session.tenant, namespace=namespace, method=self.method)
         return Chosen(number, plan, steps, prompt, folded)

@@ -6,8 +6,8 @@ from __future__ import annotations
 class NoMetrics:
     """Counts nothing."""
 
-    def known(self, sessions: int) -> None:
-        """So many sessions are remembered."""
+    def known(self, sessions: int, state_bytes: int) -> None:
+        """So many sessions are remembered, in so much memory."""
 
     def answered(self, read: str) -> None:
         """A request of a session: "whole" or "chosen"."""
@@ -17,18 +17,20 @@ class NoMetrics:
 
 
 class SessionMetrics(NoMetrics):
-    """A gauge and two counters of the process that serves HTTP."""
+    """Two gauges and two counters of the process that serves HTTP."""
 
     def __init__(self) -> None:
         # Not before SGLang has set PROMETHEUS_MULTIPROC_DIR.
         from prometheus_client import Counter, Gauge
 
         self._known = Gauge("sglang_kvq:sessions", "Sessions that are remembered.", multiprocess_mode="mostrecent")
+        self._bytes = Gauge("sglang_kvq:session_state_bytes", "Their state.", multiprocess_mode="mostrecent")
         self._answered = Counter("sglang_kvq:session_requests", "Requests of sessions.", ["read"])
         self._rebuilt = Counter("sglang_kvq:session_rebuilds", "Histories computed again since they were evicted.")
 
-    def known(self, sessions: int) -> None:
+    def known(self, sessions: int, state_bytes: int) -> None:
         self._known.set(sessions)
+        self._bytes.set(state_bytes)
 
     def answered(self, read: str) -> None:
         self._answered.labels(read=read).inc()

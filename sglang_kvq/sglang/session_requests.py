@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import json
+from collections.abc import Sequence
 from typing import Any, ClassVar, Protocol, TypeAlias
 
 import numpy as np
 
 from sglang_kvq.episodic import fold, prefix, selection
+from sglang_kvq.episodic.branch import Namespace
 from sglang_kvq.episodic.plan import Plan
-from sglang_kvq.episodic.session import Namespace
 from sglang_kvq.errors import KVQuantError
 
 #: ``io_struct.GenerateReqInput``, ``fastapi.Request``.
@@ -91,10 +93,29 @@ def session_id_of(obj: GenerateRequest, request: HTTPRequest | None) -> str | No
     return found
 
 
-def tenant_of(request: HTTPRequest | None) -> str:
-    """Whose request it is: a hash of its API key, "" without one. Sessions of two tenants never meet."""
-    key = None if request is None else request.headers.get("Authorization")
-    return hashlib.sha256(key.encode()).hexdigest() if key else ""
+def tenant_of(request: HTTPRequest | None, header: str | None = None) -> str:
+    """Whose request it is: a hash of its API key, "" without one. Sessions of two tenants never meet.
+
+    Args:
+        header: of ``--episodic-tenant-header``, whose value counts as well.
+
+    Raises:
+        KVQuantError: that header is missing or empty, as it always is in native gRPC and in ``Engine``.
+    """
+    headers = {} if request is None else request.headers
+    key = headers.get("Authorization")
+    if header is None:
+        return _hash(key) if key else ""
+    if not (name := headers.get(header)):
+        raise KVQuantError(
+            f"--episodic-tenant-header {header}: this request has no such header; let the gateway set it in every "
+            "request of a session and of /v1/sessions."
+        )
+    return _hash(json.dumps([key or "", name]))
+
+
+def _hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def check_session(obj: GenerateRequest) -> None:
@@ -116,6 +137,19 @@ def check_session(obj: GenerateRequest) -> None:
             raise KVQuantError(f"{field} in a request of a session: {why}.")
 
 
+def token_ids(given: Sequence[int]) -> np.ndarray:
+    """A prompt's tokens: int32 ``[T]``.
+
+    Raises:
+        KVQuantError: one of them is no token of any model.
+    """
+    try:
+        return np.fromiter(given, np.int32, len(given))
+    except OverflowError:
+        worst = max(given, key=abs)
+        raise KVQuantError(f"input_ids {worst}: not a token; send ids of the model's vocabulary.") from None
+
+
 def namespace_of(obj: GenerateRequest) -> Namespace:
     """Under which names SGLang caches the request's tokens, once it is normalized."""
     return obj.extra_key or None, getattr(obj, "cache_salt", None) or None
@@ -133,6 +167,7 @@ def compute_request(obj: GenerateRequest, ids: np.ndarray, namespace: Namespace,
         sampling_params={"max_new_tokens": 1, "temperature": 0, "ignore_eos": True},
         extra_key=namespace[0],
         priority=obj.priority,
+        background=obj.background,  # SGLang aborts other requests whose client has left
         log_metrics=False,
         no_logs=True,
         **salt,

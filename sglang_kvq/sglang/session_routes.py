@@ -5,7 +5,7 @@ Registered before SGLang sets its middleware up, so that API keys apply as to an
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -57,25 +57,35 @@ def routes(manager: TokenizerManager, config: KVQuantConfig, token_bytes: tuple[
     def answer(session: Session) -> dict[str, Any]:
         return describe(session, config, token_bytes)
 
-    def unknown(error: KVQuantError) -> JSONResponse:
-        return JSONResponse({"object": "error", "message": str(error), "type": "NotFound", "code": 404}, 404)
+    def error(error: KVQuantError, kind: str, code: int) -> JSONResponse:
+        return JSONResponse({"object": "error", "message": str(error), "type": kind, "code": code}, code)
+
+    def of_tenant(request: Any, found: Callable[[str], Any]) -> Any:
+        """Returns what is found for the request's tenant, or an error with the reason."""
+        try:
+            tenant = tenant_of(request, router.episodic.tenant_header)
+        except KVQuantError as problem:
+            return error(problem, "BadRequest", 400)
+        try:
+            return found(tenant)
+        except KVQuantError as problem:
+            return error(problem, "NotFound", 404)
 
     # Annotations that FastAPI can resolve: this module's are strings, and Request is known in here only.
     async def every(request: Any) -> Any:
-        return {"object": "list", "data": [answer(session) for session in store.of(tenant_of(request))]}
+        return of_tenant(
+            request, lambda tenant: {"object": "list", "data": [answer(session) for session in store.of(tenant)]}
+        )
 
     async def one(session_id: str, request: Any) -> Any:
-        try:
-            return answer(store.get(tenant_of(request), session_id))
-        except KVQuantError as error:
-            return unknown(error)
+        return of_tenant(request, lambda tenant: answer(store.get(tenant, session_id)))
 
     async def delete(session_id: str, request: Any) -> Any:
-        try:
-            store.delete(tenant_of(request), session_id)
-        except KVQuantError as error:
-            return unknown(error)
-        return {"id": session_id, "object": "session.deleted", "deleted": True}
+        def forget(tenant: str) -> dict[str, Any]:
+            store.delete(tenant, session_id)
+            return {"id": session_id, "object": "session.deleted", "deleted": True}
+
+        return of_tenant(request, forget)
 
     for endpoint in (every, one, delete):
         endpoint.__annotations__["request"] = Request
@@ -89,9 +99,10 @@ def describe(session: Session, config: KVQuantConfig, token_bytes: tuple[float, 
     """A session in plain values, for JSON.
 
     ``hot_bytes`` is what the last request read when its answer began; ``total_bytes`` is with the rest of the history,
-    as far as it was computed, which SGLang may have evicted since.
+    as far as it was computed, which SGLang may have evicted since. ``state_bytes`` is memory of the process that serves
+    HTTP, of all branches; ``history_tokens`` and what is said of them are of the branch that was used last.
     """
-    quantized, bf16 = token_bytes
+    (quantized, bf16), branch = token_bytes, session.latest
     window = min(session.hot, config.slots_per_request * PAGE_SIZE)
     hot_bytes = session.hot * quantized + window * bf16
     return {
@@ -99,14 +110,16 @@ def describe(session: Session, config: KVQuantConfig, token_bytes: tuple[float, 
         "object": "session",
         "created": int(session.created),
         "last_used": int(session.used),
-        "history_tokens": len(session.tokens),
-        "computed_tokens": session.exact,
+        "history_tokens": len(branch.tokens),
+        "computed_tokens": branch.exact,
         "hot_tokens": session.hot,
         "hot_bytes": round(hot_bytes),
-        "total_bytes": round(session.exact * quantized + hot_bytes),
-        "embedded_pages": len(session.rows),
+        "total_bytes": round(branch.exact * quantized + hot_bytes),
+        "embedded_pages": len(branch.index),
+        "branches": len(session.branches),
+        "state_bytes": session.nbytes,
         "read": {"of_tokens": session.history, "pages": list(session.pages)},
-        "episodes": {"count": len(session.episodes.clusters or ()), "read": session.episodes.answered},
+        "episodes": {"count": len(branch.episodes.clusters or ()), "read": branch.episodes.answered},
         "matches": [asdict(match) for match in session.matches],
         "requests": session.requests,
         "requests_with_chosen_pages": session.selected,

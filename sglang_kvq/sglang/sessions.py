@@ -5,8 +5,9 @@ client sends its whole conversation . A prompt within the budget goes on untouch
 is computed as an ordinary prefix, after the last answer or else first, and the request that answers begins with the
 pages of it that are nearest to its question (``sglang.selection``).
 
-Everything here runs in the event loop of one process. Requests of one session are looked at one after the other and
-generate at once; the conversation goes on from the one that ended last.
+Everything here runs in the event loop of one process; what takes long runs in a thread (``episodic.encoding``).
+Requests of one session are looked at one after the other and generate at once. A request looks at an index of its own,
+which no other changes; those that do not go on with the conversation make branches (``episodic.session``).
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -23,18 +24,17 @@ import numpy as np
 from fastapi import HTTPException
 
 from sglang_kvq.config import PAGE_SIZE, KVQuantConfig
+from sglang_kvq.episodic.branch import Namespace
+from sglang_kvq.episodic.choice import Choice, Question, choose
 from sglang_kvq.episodic.config import EPICACHE, EpisodicConfig
-from sglang_kvq.episodic.embed import Embedder, unit
+from sglang_kvq.episodic.embed import Embedder
 from sglang_kvq.episodic.encoding import EncodingThread
-from sglang_kvq.episodic.lexical import Lexical
-from sglang_kvq.episodic.match import rank_windows
-from sglang_kvq.episodic.pages import choose_pages
+from sglang_kvq.episodic.page_index import PageIndex
 from sglang_kvq.episodic.plan import Plan, plan
 from sglang_kvq.episodic.question import occurrences, question_start, user_turn
 from sglang_kvq.episodic.selection import TOO_SMALL, Selection
-from sglang_kvq.episodic.session import Match, Namespace, Session
-from sglang_kvq.episodic.store import SessionStore
-from sglang_kvq.episodic.windows import windows
+from sglang_kvq.episodic.session import Session
+from sglang_kvq.episodic.store import MIB, SessionStore
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.sglang import session_answers as answers
 from sglang_kvq.sglang import session_requests as requests
@@ -52,8 +52,6 @@ Outputs: TypeAlias = AsyncGenerator[Output, None]
 
 #: On a TokenizerManager: its router.
 _ATTRIBUTE = "_kvq_router"
-#: Segments that ``Session.matches`` has at most.
-_MATCHES = 16
 
 
 @functools.lru_cache(maxsize=1)
@@ -133,6 +131,7 @@ class Turn:
         delivery: what the client has of its answer.
         computed: tokens that were computed for it before its own request.
         output: of its answer.
+        index: of its first pages, as far as they are known or were embedded for it.
     """
 
     send: Original
@@ -144,6 +143,7 @@ class Turn:
     delivery: answers.Delivery
     computed: int = 0
     output: list[int] = field(default_factory=list)
+    index: PageIndex = field(default_factory=PageIndex)
 
 
 @dataclass(frozen=True)
@@ -170,7 +170,8 @@ class Router:
         self, manager: TokenizerManager, config: KVQuantConfig, episodic: EpisodicConfig, embedder: Embedder
     ) -> None:
         self.manager, self.config, self.episodic = manager, config, episodic
-        self.store = SessionStore(episodic.sessions, episodic.idle_seconds)
+        memory, share = episodic.state_memory * MIB, episodic.tenant_share
+        self.store = SessionStore(episodic.sessions, episodic.idle_seconds, memory=memory, share=share)
         self.thread = EncodingThread(embedder)
         self.marker = user_turn(manager.tokenizer)
         self.metrics = SessionMetrics() if getattr(manager, "enable_metrics", False) else NoMetrics()
@@ -195,18 +196,27 @@ class Router:
             ValueError: as SGLang's own, or KVQuantError for what a session cannot serve.
         """
         obj.normalize_batch_and_arguments()
-        given = obj.input_ids if obj.input_ids is not None else (await self.manager._tokenize_texts(obj.text))[0]
-        ids = np.asarray(given, np.int32)
-        session = self.store.use(requests.tenant_of(request), session_id)
-        session.requests += 1
+        tenant = requests.tenant_of(request, self.episodic.tenant_header)
         delivery = answers.Delivery(obj, self.manager.incremental_streaming_output)
+        version = getattr(self.manager.server_args, "weight_version", None)
+        try:
+            with self._abortable(obj.rid):
+                given = (
+                    obj.input_ids if obj.input_ids is not None else (await self.manager._tokenize_texts(obj.text))[0]
+                )
+        except answers.Ended as error:
+            yield delivery.end(error, 0, version)
+            return
+        ids = requests.token_ids(given)
+        session = self.store.use(tenant, session_id)
+        session.requests += 1
         turn = Turn(send, obj, request, session, ids, requests.namespace_of(obj), delivery)
-        self.metrics.known(len(self.store))
+        self._show_state()
         if len(ids) <= self.episodic.budget:
             self.metrics.answered("whole")
             outputs = self._whole(turn)
         else:
-            whole = ids.tolist()
+            whole = list(given)
             self.manager._validate_one_request(obj, whole)  # with --allow-auto-truncate it shortens the prompt
             turn.ids = turn.ids[: len(whole)]
             outputs = self._chosen(turn)
@@ -215,6 +225,7 @@ class Router:
                 async with aclosing(outputs):
                     async for out in outputs:
                         yield out
+            self._show_state()
             return
         except answers.Ended as error:
             ended = error
@@ -222,7 +233,27 @@ class Router:
             if not obj.stream:
                 raise
             ended = answers.aborted(str(error.detail), error.status_code)
-        yield delivery.end(ended, len(turn.ids), getattr(self.manager.server_args, "weight_version", None))
+        yield delivery.end(ended, len(turn.ids), version)
+
+    def _show_state(self) -> None:
+        self.metrics.known(len(self.store), self.store.bytes)
+
+    @contextmanager
+    def _abortable(self, rid: str) -> Iterator[None]:
+        """While nothing is sent under a request's id, in which SGLang would not notice its abort.
+
+        Raises:
+            answers.Ended: at the end, if it was aborted meanwhile.
+        """
+        self.preparing.add(rid)
+        try:
+            yield
+        finally:
+            self.preparing.discard(rid)
+            aborted = rid in self.aborted
+            self.aborted.discard(rid)
+        if aborted:
+            raise answers.aborted("Abort before its answer began")
 
     async def _whole(self, turn: Turn) -> Outputs:
         """Serve the prompt as it came, and remember the conversation."""
@@ -239,17 +270,9 @@ class Router:
 
     async def _chosen(self, turn: Turn) -> Outputs:
         """Serve the prompt from chosen pages of its history, or behind an episode."""
-        rid = turn.obj.rid
-        self.preparing.add(rid)
-        try:
+        with self._abortable(turn.obj.rid):
             work = self._prepare(turn) if self.episodes is None else self._prepare_episode(turn)
             prepared = await answers.while_wanted(work, turn.request, turn.obj)
-        finally:
-            self.preparing.discard(rid)
-            aborted = rid in self.aborted
-            self.aborted.discard(rid)
-        if aborted:
-            raise answers.aborted("Abort before its answer began")
         if prepared is None:
             async with aclosing(self._whole(turn)) as outputs:
                 async for out in outputs:
@@ -283,10 +306,11 @@ class Router:
                 break
             turn.session.rebuilt += 1
             self.metrics.rebuilt()
-            turn.session.exact = 0
+            turn.session.lost()
             if attempt == 0:
-                async with turn.session.computing:
-                    await answers.while_wanted(prepared.again(), turn.request, turn.obj)
+                with self._abortable(turn.obj.rid):
+                    async with turn.session.computing:
+                        await answers.while_wanted(prepared.again(), turn.request, turn.obj)
         else:
             problem = "its history is evicted as soon as it is computed."
         logger.warning("kv-quant: the prompt of session %r is read whole: %s", turn.session.id, problem)
@@ -302,21 +326,22 @@ class Router:
             turns = occurrences(ids, self.marker)
             question = question_start(ids, known, turns)
             planned = self._plan(turn, question)
-            rows = asyncio.ensure_future(self.rows(session, ids, planned.history // PAGE_SIZE))
+            embedding = asyncio.ensure_future(self.embedded(turn, planned.history // PAGE_SIZE))
             try:
                 if planned.compute:
                     async with session.computing:
                         planned = self._plan(turn, question)  # what went on in the background may have done it
                         if planned.compute:
                             await self._compute(turn, ids[: planned.history], turn.obj.rid)
-                await rows
+                await embedding
             finally:
-                rows.cancel()
-            await self.rows(session, ids, planned.history // PAGE_SIZE)  # the history may have grown
-            pages = await self._choose(session, ids, planned, question, turns)
-            selection = Selection(ids[: planned.history], turn.namespace[0], pages, session.tenant)
+                embedding.cancel()
+            index = await self.embedded(turn, planned.history // PAGE_SIZE)  # the history may have grown
+            choice = await self._choose(ids, index, planned, question, int(turns[0]) if len(turns) else 0)
+            selection = Selection(ids[: planned.history], turn.namespace[0], choice.pages, session.tenant)
             inner = self._answer(turn, planned, selection)
-            session.hot, session.history, session.pages = planned.hot, planned.history, tuple(pages.tolist())
+            session.hot, session.history = planned.hot, planned.history
+            session.pages, session.matches = tuple(choice.pages.tolist()), choice.matches
         history = ids[: planned.history]
         return Prepared(inner, functools.partial(self._compute, turn, history, turn.obj.rid))
 
@@ -326,7 +351,6 @@ class Router:
         session, ids = turn.session, turn.ids
         async with session.planning:
             known = session.follow(ids, turn.namespace)
-            session.episodes.keep(known // self.episodic.segment)
             turns = occurrences(ids, self.marker)
             question = question_start(ids, known, turns)
             folded = self.episodes.folded(len(ids), question)
@@ -347,49 +371,24 @@ class Router:
 
     def _plan(self, turn: Turn, question: int) -> Plan:
         session, ids = turn.session, turn.ids
-        exact = min(session.exact, session.common(ids)) if session.namespace == turn.namespace else 0
+        exact = session.exact_of(ids, turn.namespace)
         return plan(len(ids), exact, question, budget=self.episodic.budget, block=self.episodic.block)
 
-    async def _choose(
-        self, session: Session, ids: np.ndarray, planned: Plan, question: int, turns: np.ndarray
-    ) -> np.ndarray:
-        """Pages of the history that are read: int64 ``[planned.pages]``, ascending.
+    async def _choose(self, ids: np.ndarray, index: PageIndex, planned: Plan, question: int, system: int) -> Choice:
+        """Pages of the history that are read.
 
-        Always read are sinks, what stands before the first user message as far as there is room, and the most recent
-        pages; then windows, the nearest to the question first (``rank_windows``).
+        Args:
+            index: of the history.
+            system: tokens before the first user message, which are read as far as there is room.
         """
-        size = self.episodic.segment
-        (asked,) = await self.embed_question(ids[question:])
-        spans = windows(planned.history, size // PAGE_SIZE)
-        rows, letters = self._known_pages(session, ids, planned.history // PAGE_SIZE)
-        # A question without words is near nothing: then the most recent pages are read.
-        order = np.empty(0, np.int64)
-        if asked.any() and spans:
-            order = rank_windows(self.text(ids[question:]), asked, rows, letters, size // PAGE_SIZE)
-            order = order[order < len(spans)]  # the session may be ahead of this prompt
-        recent = self.config.recent_pages
-        room = planned.pages - recent - size // PAGE_SIZE
-        system = -(-int(turns[0]) // PAGE_SIZE) if len(turns) else 0
-        sinks = min(max(self.config.sink_pages, 1, min(system, planned.pages // 4)), room)
-        pages = choose_pages(
-            [spans[i] for i in order],
-            planned.history,
-            planned.pages,
-            page=PAGE_SIZE,
-            sink_pages=sinks,
-            recent_pages=recent,
+        text = self.text(ids[question:])
+        (row,) = await asyncio.wrap_future(self.thread.question(text))
+        sinks = max(self.config.sink_pages, 1, min(-(-system // PAGE_SIZE), planned.pages // 4))
+        size = self.episodic.segment // PAGE_SIZE
+        choosing = functools.partial(
+            choose, Question(text, row), index, planned, size=size, sinks=sinks, recent=self.config.recent_pages
         )
-        read = set(pages.tolist())
-        shown = [spans[i] for i in order[:_MATCHES] if spans[i][0] // PAGE_SIZE in read]
-        near = (unit(rows[a // PAGE_SIZE : b // PAGE_SIZE].mean(0)) @ asked for a, b in shown)
-        session.matches = tuple(Match(a, b, float(score)) for (a, b), score in zip(shown, near))
-        return pages
-
-    def _known_pages(self, session: Session, ids: np.ndarray, count: int) -> tuple[np.ndarray, Lexical]:
-        """Embeddings and texts of at least the first ``count`` pages of ``ids``, which ``rows`` has made."""
-        if session.common(ids) >= count * PAGE_SIZE and len(session.rows) >= count:
-            return session.rows, session.letters
-        raise KVQuantError("the session went another way while this request was looked at; send it again.")
+        return await asyncio.wrap_future(self.thread.run(choosing))
 
     # -- requests inside ----------------------------------------------------------------------------------
 
@@ -449,7 +448,7 @@ class Router:
         """
         session = turn.session
         said = np.concatenate([turn.ids, np.asarray(turn.output, np.int32)])
-        session.follow(said, turn.namespace)
+        session.follow(said, turn.namespace, asked=len(turn.ids))
         reason = out["meta_info"]["finish_reason"]
         if isinstance(reason, dict) and reason.get("type") == "abort":
             return
@@ -462,34 +461,36 @@ class Router:
     async def _afterwards(self, turn: Turn, said: np.ndarray, compute: bool) -> None:
         """Compute and embed what was said, so that the next turn finds it."""
         session = turn.session
-        after = Turn(turn.send, turn.obj, None, session, said, turn.namespace, turn.delivery)
+        after = Turn(turn.send, turn.obj, None, session, said, turn.namespace, turn.delivery, index=turn.index)
         try:
-            if compute:
-                async with session.computing:
-                    ready = session.common(said) // PAGE_SIZE * PAGE_SIZE  # the session may have gone another way
-                    if session.exact < ready and self.store.holds(session) and session.namespace == turn.namespace:
-                        await self._compute(after, said[:ready], None)
-            if self.store.holds(session):
-                await self.rows(session, said, len(said) // PAGE_SIZE)
+            with self.store.answering(session):
+                if compute:
+                    async with session.computing:
+                        ready = session.said(said, turn.namespace) // PAGE_SIZE * PAGE_SIZE  # it may have been edited
+                        if session.exact_of(said, turn.namespace) < ready and self.store.holds(session):
+                            await self._compute(after, said[:ready], None)
+                if self.store.holds(session):
+                    await self.embedded(after, len(said) // PAGE_SIZE)
         except asyncio.CancelledError:
             raise
         except Exception as error:  # the next turn does it itself, and reports what is wrong
             logger.warning("kv-quant: preparing session %r for its next turn failed: %s", session.id, error)
 
-    async def rows(self, session: Session, ids: np.ndarray, count: int) -> np.ndarray:
-        """Embeddings of the first ``count`` pages of ``ids``: float32 ``[count, D]``; only new ones are made."""
-        size = PAGE_SIZE
-        rows = session.rows_of(ids)[:count]
-        while len(rows) < count:
-            first = len(rows)
-            last = min(first + self.thread.batch, count)
-            texts = [self.text(ids[i * size : (i + 1) * size]) for i in range(first, last)]
-            new = await asyncio.wrap_future(self.thread.segments(texts))
-            session.add_rows(ids, first, new, texts)
-            rows = np.concatenate([rows, new]) if first else new
-            if len(known := session.rows_of(ids)) > len(rows):  # another request of this session is ahead
-                rows = known[:count]
-        return rows
+    async def embedded(self, turn: Turn, pages: int) -> PageIndex:
+        """An index of the first ``pages`` of a prompt; what its session does not know is embedded."""
+        session, ids, size = turn.session, turn.ids, PAGE_SIZE
+        known = session.index_of(ids)
+        turn.index = max(turn.index, known, key=len)
+        while (first := len(turn.index)) < pages:
+            last = min(first + self.thread.batch, pages)
+            texts = [self.text(ids[at * size : (at + 1) * size]) for at in range(first, last)]
+            new = await asyncio.wrap_future(self.thread.pages(texts))
+            turn.index.add(new)
+            session.learn(ids, turn.index)
+            self.store.weigh(session)
+            # Another request of this session may be ahead.
+            turn.index = max(turn.index, session.index_of(ids), key=len)
+        return turn.index.first(pages)
 
     async def embed_question(self, ids: np.ndarray) -> np.ndarray:
         """Float32 ``[1, D]``, of length 1."""

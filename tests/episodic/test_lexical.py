@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from typing import Any
 
 import numpy as np
 import pytest
 
-from sglang_kvq.episodic.lexical import LENGTH, LETTERS, SATURATION, Lexical
+from sglang_kvq.episodic.lexical import LENGTH, LETTERS, MOST, SATURATION, Lexical
 from sglang_kvq.errors import KVQuantError
 
 TEXTS = [
@@ -99,3 +100,36 @@ def test_bad_numbers_are_refused() -> None:
         index(TEXTS).scores("lake", 0)
     with pytest.raises(KVQuantError, match="terms of -1 letters"):
         Lexical(letters=-1)
+
+
+def test_growth_takes_linear_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counted in bytes that are concatenated, a few texts at a time as a server embeds them."""
+    copied, concatenate = [0], np.concatenate
+
+    def counting(parts: Any, **options: Any) -> np.ndarray:
+        made = np.asarray(concatenate(parts, **options))
+        copied[0] += made.nbytes
+        return made
+
+    texts = [f"{TEXTS[n % 4]} {n}" for n in range(4000)]
+    monkeypatch.setattr(np, "concatenate", counting)
+    grown = Lexical()
+    for at in range(0, len(texts), 8):
+        grown.add(texts[at : at + 8])
+    assert copied[0] / len(texts) < 5000
+    np.testing.assert_array_equal(grown.scores("lakes 77"), index(texts).scores("lakes 77"))
+
+
+def test_an_index_of_the_first_texts_grows_by_itself() -> None:
+    texts = [f"{TEXTS[n % 4]} {n}" for n in range(200)]
+    whole = index(texts)
+    other = whole.first(150)
+    other.add(["lakes and kites"])
+    np.testing.assert_array_equal(whole.scores("kites 7"), index(texts).scores("kites 7"))
+    np.testing.assert_array_equal(other.scores("kites 7"), index([*texts[:150], "lakes and kites"]).scores("kites 7"))
+    assert sum(a is b for a, b in zip(whole.texts.blocks, other.texts.blocks)) == 2
+
+
+def test_a_term_without_end_counts_as_often_as_it_can() -> None:
+    texts = ["lake " * 3 * MOST, "kite"]
+    assert index(texts).scores("lake")[0] == pytest.approx(reference(texts, "lake")[0], rel=1e-3)

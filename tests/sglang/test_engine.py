@@ -58,10 +58,16 @@ def test_engine_without_kv_quant_is_untouched(build, keywords):
         (dict(kv_quant="int2", speculative_algorithm="DFLASH"), "--speculative-algorithm DFLASH"),
         (dict(kv_quant="int2", kv_quant_sink=1), "--kv-quant-sink 1"),
         (dict(kv_quant_recent=128), "no effect without --kv-quant"),
+        (
+            dict(
+                kv_quant="int2", episodic_policy="late", episodic_embedder="folder", episodic_tenant_header="X-Tenant"
+            ),
+            "episodic_tenant_header X-Tenant: requests of Engine have no headers",
+        ),
         (dict(episodic_policy="late", episodic_embedder="x"), "late chooses pages of the quantized cache"),
         (dict(kv_quant="int2", episodic_policy="late"), "late needs --episodic-embedder"),
     ],
-    ids=["method", "page size", "speculative", "sink", "no method", "sessions", "embedder"],
+    ids=["method", "page size", "speculative", "sink", "no method", "tenants", "sessions", "embedder"],
 )
 def test_engine_raises_what_the_command_line_prints(engine_class, model_folder, keywords, text):
     with pytest.raises(KVQuantError, match=text):

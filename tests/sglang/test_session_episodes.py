@@ -37,6 +37,7 @@ class Manager:
     """
 
     context_len, incremental_streaming_output, preferred_sampling_params = 8192, False, None
+    says = (7, 8)
 
     def __init__(self, *problems: Exception) -> None:
         self.server_args = SimpleNamespace()
@@ -66,7 +67,7 @@ class Manager:
             self.cached.add(Fold.decode(custom[fold.PARAMETER]).name)
         reason = {"type": "length"}
         meta = {"id": obj.rid, "prompt_tokens": len(obj.input_ids), "cached_tokens": 0, "finish_reason": reason}
-        yield {"text": "x", "output_ids": [7, 8], "meta_info": meta}
+        yield {"text": "x", "output_ids": list(self.says), "meta_info": meta}
 
     async def ask(self, ids, **fields):
         ask = sessions.around_generate_request(
@@ -113,7 +114,8 @@ def test_the_episode_is_the_questions():
         asyncio.run(manager.ask([*said, *[100 * subject + 5] * 20]))
         prompt = manager.sent[-2].input_ids[BUDGET + BLOCK :]
         assert np.mean(np.array(prompt) // 100 == subject) > 0.9, prompt
-    assert manager.session.episodes.clusters is not None and len(manager.session.episodes.clusters) == 2
+    clusters = manager.session.latest.episodes.clusters
+    assert clusters is not None and len(clusters) == 2
 
 
 def test_the_next_turn_folds_what_is_new_only():
@@ -210,6 +212,73 @@ def test_an_abort_ends_the_chain():
 
     asyncio.run(run())
     assert len(manager.sent) == 1
+
+
+def test_an_abort_ends_a_chain_that_is_built_again():
+    manager = Manager()
+
+    async def run():
+        await manager.ask(LONG)
+        manager.cached.clear()
+        before = len(manager.sent)
+        asked = asyncio.ensure_future(manager.ask(LONG, rid="client"))
+        while len(manager.sent) < before + 2:  # refused, and the first step again
+            await asyncio.sleep(0)
+        manager.abort_request("client")
+        assert (await asked)["meta_info"]["finish_reason"]["message"] == "Abort before its answer began"
+        return len(manager.sent) - before
+
+    assert asyncio.run(run()) == 2
+    assert not manager._kvq_router.preparing and not manager._kvq_router.aborted
+
+
+#: A title, an older turn, and something else that is long.
+SIDES = [[2000 + n for n in range(64)], LONG[: BUDGET + BLOCK], 2000 + np.arange(16 * P) % 90]
+
+
+@pytest.mark.parametrize("side", SIDES, ids=len)
+def test_a_request_between_two_turns_costs_no_episode(side):
+    manager = Manager()
+
+    async def run():
+        await manager.ask(LONG)
+        clusters = manager.session.latest.episodes.clusters
+        await manager.ask(side)
+        manager.sent.clear()
+        await manager.ask(np.concatenate([LONG, [7, 8], 500 + np.arange(2 * P + 10) % 90]))
+        assert manager.session.latest.episodes.clusters is clusters
+
+    asyncio.run(run())
+    assert len(manager.sent) == 2  # one block more, and the answer
+
+
+def test_requests_of_one_session_at_once_are_served():
+    manager = Manager()
+
+    async def run():
+        return await asyncio.gather(*(manager.ask(ids) for ids in (LONG, *SIDES, LONG[: 12 * P])))
+
+    assert [out["text"] for out in asyncio.run(run())] == ["x"] * 5
+
+
+def test_another_conversation_has_other_episodes():
+    """It begins within the budget, which divides nothing, and has become long by its first answer."""
+    manager = Manager()
+    short = np.arange(2000, 2000 + BUDGET)
+
+    async def run():
+        await manager.ask(LONG[: 10 * P + 1])
+        others = manager.session.latest.episodes.clusters
+        manager.says = list(range(2400, 2400 + 3 * P))
+        await manager.ask(short)
+        manager.sent.clear()
+        await manager.ask(long := np.concatenate([short, manager.says, np.arange(2600, 2600 + 5 * P)]))
+        assert others is not None and manager.session.latest.episodes.clusters is not others
+        return long
+
+    long = asyncio.run(run())
+    steps = manager.sent[:-1]
+    assert steps and all(set(step.input_ids) <= set(long.tolist()) for step in steps)
 
 
 def test_patched_prompts_stay_within_the_models_context():

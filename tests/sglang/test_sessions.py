@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import time
+from concurrent.futures import Future
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,6 +16,7 @@ from sglang_kvq.config import PAGE_SIZE as P
 from sglang_kvq.config import KVQuantConfig
 from sglang_kvq.episodic.config import EpisodicConfig
 from sglang_kvq.episodic.embed import Embedder
+from sglang_kvq.episodic.lexical import Lexical
 from sglang_kvq.episodic.plan import Plan
 from sglang_kvq.episodic.selection import PARAMETER, Selection
 from sglang_kvq.errors import KVQuantError
@@ -40,9 +45,13 @@ def http(**headers):
 
 
 class Words:
-    """Embeds a text of numbers by which hundreds they are of."""
+    """Embeds a text of numbers by which hundreds they are of; remembers the texts of whole pages."""
+
+    def __init__(self):
+        self.pages = []
 
     def encode(self, sentences, **options):
+        self.pages += [text for text in sentences if len(text.split()) == P]
         rows = np.zeros((len(sentences), 40), np.float32)
         for row, text in zip(rows, sentences):
             row[39] = 1e-3
@@ -58,12 +67,14 @@ class Manager:
     #: Seconds until a request is answered.
     pause = 0.0
 
-    def __init__(self, script=None):
+    def __init__(self, script=None, **episodic):
         self.server_args = SimpleNamespace()
-        attach(CONFIG, self.server_args)
+        config = replace(CONFIG, episodic=replace(EPISODIC, **episodic))
+        attach(config, self.server_args)
         self.tokenizer = SimpleNamespace(decode=lambda ids, **options: " ".join(map(str, ids)))
         self.script, self.sent, self.aborted, self.rid_to_state = script, [], [], {}
-        self._kvq_router = sessions.Router(self, CONFIG, EPISODIC, Embedder(Words()))
+        self.words = Words()
+        self._kvq_router = sessions.Router(self, config, config.episodic, Embedder(self.words))
 
     @property
     def router(self) -> sessions.Router:
@@ -90,7 +101,7 @@ class Manager:
             "output_ids": [7, 8],
             "meta_info": {
                 "id": obj.rid,
-                "prompt_tokens": len(obj.input_ids),
+                "prompt_tokens": len(obj.input_ids or ()),
                 "cached_tokens": len(Selection.decode(custom[PARAMETER]).pages) * P if custom else 0,
                 "finish_reason": {"type": "length"},
             },
@@ -125,8 +136,8 @@ def test_a_prompt_within_the_budget_is_the_clients_own_object():
     asyncio.run(manager.ask(obj, NAME))
     assert manager.sent == [obj] and obj.extra_key is None
     session = manager.router.store.get("", "a")
-    assert session.tokens.tolist() == [*LONG[:BUDGET], 7, 8] and session.exact == BUDGET
-    assert len(session.rows) == BUDGET // P
+    assert session.latest.tokens.tolist() == [*LONG[:BUDGET], 7, 8] and session.latest.exact == BUDGET
+    assert len(session.latest.index) == BUDGET // P
 
 
 def test_a_longer_prompt_is_computed_read_in_parts_and_computed_on():
@@ -146,7 +157,7 @@ def test_a_longer_prompt_is_computed_read_in_parts_and_computed_on():
     assert obj.input_ids == LONG.tolist() and obj.extra_key is None and PARAMETER not in str(obj.sampling_params)
     assert out["meta_info"]["prompt_tokens"] == len(LONG) and out["meta_info"]["cached_tokens"] == 0
     session = manager.router.store.get("", "a")
-    assert session.exact == len(behind.input_ids) and session.hot == len(answer.input_ids)
+    assert session.latest.exact == len(behind.input_ids) and session.hot == len(answer.input_ids)
 
 
 def test_the_next_turn_computes_its_tail_only():
@@ -251,6 +262,248 @@ def test_tenants_read_copies_of_their_own():
     asyncio.run(both())
     assert len({obj.extra_key for obj in manager.sent if obj.extra_key}) == 2
     assert len(manager.router.store) == 2 and "one" not in str(manager.router.store.of(requests.tenant_of(None)))
+
+
+async def beside(manager, side):
+    """A turn, and requests of the same session that end while the turn's question is embedded."""
+    question, waiting = manager.router.thread.question, Future()
+    manager.router.thread.question = lambda text: waiting
+    turn = asyncio.ensure_future(manager.ask(request_of(input_ids=LONG.tolist(), rid="turn"), NAME))
+    while len(manager.sent) < 1 or not manager.router.store.get("", "a").planning.locked():
+        await asyncio.sleep(0.01)
+    await asyncio.sleep(0.1)
+    assert not turn.done()
+    served = []
+    for number, ids in enumerate(side):
+        asked = request_of(input_ids=ids, rid=f"side {number}")
+        served += [
+            out async for out in sessions.around_generate_request(Manager.generate_request, manager, asked, NAME)
+        ]
+    manager.router.thread.question = question
+    waiting.set_result(question("450 451").result())
+    return await turn, served
+
+
+TITLE = [5000 + n for n in range(100)]
+
+
+@pytest.mark.parametrize(
+    "side",
+    [[TITLE], [LONG[:BUDGET].tolist()], [TITLE, [*LONG[:300].tolist(), *TITLE], *[[9000 + n] * 70 for n in range(9)]]],
+    ids=["title", "older turn", "many"],
+)
+def test_a_turn_is_served_beside_other_requests_of_its_session(side):
+    """Those that do not go on with the conversation: none fails, and nothing of it is embedded or computed again."""
+    manager = Manager()
+    (out,), served = asyncio.run(beside(manager, side))
+    assert out["output_ids"] == [7, 8] and len(served) == len(side)
+    session = manager.router.store.get("", "a")
+    assert len(session.index_of(LONG)) == len(LONG) // P and session.exact_of(LONG, (None, None)) == len(LONG) // P * P
+
+
+@pytest.mark.parametrize("side", [TITLE, LONG[:BUDGET].tolist(), [*LONG[:500].tolist(), *TITLE]], ids=len)
+def test_a_request_between_two_turns_costs_the_conversation_nothing(side):
+    manager = Manager()
+
+    async def run():
+        await manager.ask(request_of(input_ids=LONG.tolist()), NAME)
+        await manager.ask(request_of(input_ids=side), NAME)
+        manager.sent.clear()
+        manager.words.pages.clear()
+        await manager.ask(request_of(input_ids=[*LONG.tolist(), 7, 8, 450, 451]), NAME)
+
+    asyncio.run(run())
+    assert len(manager.sent) == 1 and manager.words.pages == []
+
+
+def test_an_older_turn_that_is_answered_again_becomes_the_conversation():
+    """With all that is known of what both have in common; and the first answer can still be gone on with."""
+    manager, older = Manager(), LONG[:1500].tolist()
+
+    async def run():
+        await manager.ask(request_of(input_ids=LONG.tolist()), NAME)
+        await manager.ask(request_of(input_ids=older), NAME)
+        manager.words.pages.clear()
+        await manager.ask(request_of(input_ids=[*older, 7, 8, *range(3000, 3100)]), NAME)
+        await manager.ask(request_of(input_ids=[*LONG.tolist(), 7, 8, *range(4000, 4100)]), NAME)
+
+    asyncio.run(run())
+    # On either way what is new: two pages of the one, one page of the other.
+    assert [text.split()[0] for text in manager.words.pages] == ["1473", "3034", "1985"]
+    history = Selection.decode(manager.sent[-2].sampling_params["custom_params"][PARAMETER]).history
+    assert len(history) > 1900 and history.tolist() == [*LONG.tolist(), 7, 8, 4000][: len(history)]
+
+
+def test_a_request_in_the_background_outlives_its_client():
+    """SGLang aborts what runs for a client that left, unless the request says that it may."""
+
+    async def left(self, obj, request=None):
+        if not obj.background:
+            raise ValueError("Request is disconnected from the client side (type 1).")
+        async for out in Manager.generate_request(self, obj, request):
+            yield out
+
+    async def run(manager):
+        obj = request_of(input_ids=LONG.tolist(), background=True)
+        return [out async for out in sessions.around_generate_request(left, manager, obj, NAME)]
+
+    manager = Manager()
+    (out,) = asyncio.run(run(manager))
+    assert out["output_ids"] == [7, 8] and len(manager.sent) >= 2
+
+
+def test_an_abort_while_the_prompt_becomes_tokens_ends_the_request():
+    manager = Manager()
+
+    async def tokenize(texts):
+        manager.abort_request("client")
+        return [LONG[:100].tolist()]
+
+    manager._tokenize_texts = tokenize
+    said = asyncio.run(manager.ask(request_of(text="x", input_ids=None, rid="client"), NAME))[-1]
+    assert said["meta_info"]["finish_reason"]["message"] == "Abort before its answer began"
+    assert manager.sent == []
+
+
+def test_an_abort_while_an_evicted_history_waits_to_be_computed_again_ends_the_request():
+    """Another request of the session computes; nothing is sent under this one's id, so SGLang notes no abort."""
+
+    async def run(manager):
+        def script(obj):
+            if obj.extra_key is None:
+                return None
+            with contextlib.suppress(StopIteration):
+                session.computing.acquire().send(None)  # at once
+            asyncio.get_running_loop().call_later(0.05, manager.abort_request, "client")
+            asyncio.get_running_loop().call_later(0.1, session.computing.release)
+            return KVQuantError("is no longer cached")
+
+        session = manager.router.store.use("", "a")
+        manager.script = script
+        said = (await manager.ask(request_of(input_ids=LONG.tolist(), rid="client"), NAME))[-1]
+        assert said["meta_info"]["finish_reason"]["message"] == "Abort before its answer began"
+
+    manager = Manager()
+    asyncio.run(run(manager))
+    assert not manager.router.preparing and not manager.router.aborted
+
+
+def test_tokens_that_are_none_are_refused():
+    with pytest.raises(KVQuantError, match=f"input_ids {1 << 40}: not a token"):
+        asyncio.run(Manager().ask(request_of(input_ids=[1, 1 << 40]), NAME))
+
+
+def test_a_tenant_that_asks_much_forgets_nobody_elses_session():
+    """Not the one that is answered, nor one that waits for its next turn."""
+
+    async def run(manager):
+        await manager.ask(request_of(input_ids=LONG.tolist()), http(X_Session_Id="a", Authorization="alice"))
+        for number in range(20):
+            key = http(X_Session_Id=str(number), Authorization="mallory")
+            await manager.ask(request_of(input_ids=LONG[:P].tolist()), key)
+
+    manager = Manager()
+    asyncio.run(run(manager))
+    store = manager.router.store
+    assert len(store.of(requests.tenant_of(http(Authorization="alice")))) == 1
+    assert len(store.of(requests.tenant_of(http(Authorization="mallory")))) == 2
+
+
+def test_states_memory_is_bounded_while_it_grows():
+    manager = Manager(state_memory=1, sessions=1000)
+    manager.context_len = 1 << 20
+
+    async def run():
+        for number in range(6):
+            said = (np.arange(20_000, dtype=np.int32) * 7919 % 50_000 + number).tolist()
+            await manager.ask(request_of(input_ids=said), http(X_Session_Id=str(number)))
+            assert 0 < manager.router.store.bytes <= 1 << 20
+
+    asyncio.run(run())
+    kept = manager.router.store.of("")
+    assert 1 <= len(kept) < 6 and kept[0].id == "5"
+    assert manager.router.store.bytes == sum(session.nbytes for session in kept)
+
+
+# -- tenants ------------------------------------------------------------------------------------------------
+
+
+def test_a_gateways_header_tells_tenants_apart():
+    """With one API key, as a gateway has it; and equal values of two keys are two tenants."""
+    manager = Manager(tenant_header="X-Tenant")
+    keys = {"k": {"Authorization": "Bearer k"}, "other": {"Authorization": "Bearer other"}, "none": {}}
+    several = [http(X_Session_Id="a", X_Tenant=name, **keys[key]) for key in keys for name in ("one", "two")]
+
+    async def run():
+        for request in several:
+            await manager.ask(request_of(input_ids=LONG[:P].tolist()), request)
+
+    manager.router.store.most = 9
+    asyncio.run(run())
+    tenants = {requests.tenant_of(request, "X-Tenant") for request in several}
+    assert len(tenants) == len(manager.router.store) == 6
+    assert "one" not in requests.tenant_of(http(X_Tenant="one"), "X-Tenant")
+
+
+@pytest.mark.parametrize("request_", [None, http(X_Session_Id="a"), http(X_Tenant="")], ids=["grpc", "none", "empty"])
+def test_a_request_without_the_gateways_header_is_refused(request_):
+    manager = Manager(tenant_header="X-Tenant")
+    with pytest.raises(KVQuantError, match="--episodic-tenant-header X-Tenant: this request has no such header"):
+        asyncio.run(manager.ask(request_of(session_id="a"), request_))
+    assert manager.sent == [] and len(manager.router.store) == 0
+    asyncio.run(manager.ask(request_of(), http()))  # of no session: SGLang's own
+    assert len(manager.sent) == 1
+
+
+# -- the event loop -----------------------------------------------------------------------------------------
+
+
+async def gaps_while(job, beat=0.001):
+    """Seconds that the event loop was late, the longest first, while ``job`` ran."""
+    asked, gaps, last = asyncio.ensure_future(job), [], time.perf_counter()
+    while not asked.done():
+        await asyncio.sleep(beat)
+        now = time.perf_counter()
+        gaps.append(now - last - beat)
+        last = now
+    await asked
+    return sorted(gaps, reverse=True)
+
+
+@pytest.mark.parametrize("slow", ["HashingVectorizer.transform", "Lexical.scores"])
+def test_other_sessions_go_on_while_one_is_searched_and_indexed(monkeypatch, slow):
+    from sklearn.feature_extraction.text import HashingVectorizer
+
+    owner, name = {"HashingVectorizer": HashingVectorizer, "Lexical": Lexical}[slow.split(".")[0]], slow.split(".")[1]
+    original, called = getattr(owner, name), []
+
+    def slowly(*args, **options):
+        called.append(name)
+        time.sleep(0.3)
+        return original(*args, **options)
+
+    async def run(manager):
+        await manager.ask(request_of(input_ids=LONG[: BUDGET + 2 * P].tolist()), NAME)
+        monkeypatch.setattr(owner, name, slowly)
+        return await gaps_while(manager.ask(request_of(input_ids=LONG[: BUDGET + 5 * P].tolist()), NAME))
+
+    assert asyncio.run(run(Manager()))[0] < 0.2 and called
+
+
+def test_a_long_conversation_stops_nobody():
+    """300,000 tokens, embedded, indexed and searched: 0.5 s of work, of which the loop feels 25 ms at most."""
+    manager = Manager()
+    manager.context_len = 1 << 20
+    said = (np.arange(300_000, dtype=np.int32) * 7919 % 50_000).tolist()
+
+    async def run():
+        await manager.ask(request_of(input_ids=LONG.tolist()), http(X_Session_Id="warm"))
+        first = request_of(input_ids=said)
+        await gaps_while(manager.ask(first, NAME))
+        after = request_of(input_ids=[*said, 7, 8, *said[1000:1200]])
+        return await gaps_while(manager.ask(after, NAME))
+
+    assert asyncio.run(run())[0] < 0.1
 
 
 # -- requests -----------------------------------------------------------------------------------------------
@@ -385,6 +638,26 @@ def test_routes_list_describe_and_forget(app):
     assert app.get("/v1/sessions").json()["data"] == []
 
 
+def test_routes_show_each_tenant_its_own():
+    from fastapi import FastAPI
+    from fastapi.testclient import TestClient
+
+    manager, app = Manager(tenant_header="X-Tenant"), FastAPI()
+    app.include_router(session_routes.routes(manager, CONFIG, (10.0, 100.0)))
+    client = TestClient(app)
+    asyncio.run(manager.ask(request_of(input_ids=LONG[:P].tolist()), http(X_Session_Id="a", X_Tenant="one")))
+    one, two = {"X-Tenant": "one"}, {"X-Tenant": "two"}
+    assert [found["id"] for found in client.get("/v1/sessions", headers=one).json()["data"]] == ["a"]
+    assert client.get("/v1/sessions", headers=two).json()["data"] == []
+    assert client.get("/v1/sessions/a", headers=one).json()["state_bytes"] > 4 * P
+    for method in ("GET", "DELETE"):
+        assert client.request(method, "/v1/sessions/a", headers=two).status_code == 404
+        assert client.request(method, "/v1/sessions/a").status_code == 400
+    refused = client.get("/v1/sessions")
+    assert refused.status_code == 400 and "X-Tenant: this request has no such header" in refused.json()["message"]
+    assert client.delete("/v1/sessions/a", headers=one).json()["deleted"]
+
+
 # -- start --------------------------------------------------------------------------------------------------
 
 
@@ -401,8 +674,15 @@ def parsed(*argv):
 
 def test_flags_reach_the_config():
     more = "--episodic-budget 4096 --episodic-block 512 --episodic-segment 256 --episodic-sessions 7 --episodic-idle 60"
-    more += " --episodic-embedder-device cuda:1"
-    expected = EpisodicConfig("late", 4096, 512, "folder", 256, 7, 60.0, embedder_device="cuda:1")
+    more += " --episodic-embedder-device cuda:1 --episodic-state-memory 99 --episodic-tenant-share 0.5"
+    more += " --episodic-tenant-header X-Tenant"
+    expected = EpisodicConfig(
+        *("late", 4096, 512, "folder", 256, 7, 60.0),
+        embedder_device="cuda:1",
+        state_memory=99,
+        tenant_share=0.5,
+        tenant_header="X-Tenant",
+    )
     assert parsed(*ON, *more.split()).episodic == expected
     assert parsed(*ON).episodic == EpisodicConfig("late", embedder="folder")
     assert parsed("--kv-quant", "int4", "--episodic-policy", "off").episodic is None
