@@ -103,4 +103,4 @@ def test_calibrate_command_then_lookup(tmp_path, monkeypatch):
     assert isinstance(result.exception, KVQuantError) and "--overwrite" in str(result.exception)
     shutil.rmtree(folder)
     result = CliRunner().invoke(app, [*arguments, "--overwrite"])
-    assert isinstance(result.exception, KVQuantError) and "cannot load this model" in str(result.exception)
+    assert isinstance(result.exception, KVQuantError) and "no such folder" in str(result.exception)
