@@ -128,7 +128,7 @@ def calibrate_to_folder(
 
 
 def _continues(kept: Path) -> str:
-    """What an error adds if there is something to go on from."""
+    """Ends an error message with how to resume, if there is something to resume from."""
     return f" What was measured is in {kept}: the same command continues from there." if kept.exists() else ""
 
 

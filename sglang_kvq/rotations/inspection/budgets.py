@@ -44,7 +44,7 @@ REFERENCE = "int4"
 #: A divergence so many times the reference's is as good, and so is one of so many nats per token.
 TOLERANCE, SMALL = 1.5, 0.02
 
-#: What measures the budgets of a folder that has none: ``python -m MODULE``.
+#: ``python -m MODULE`` measures the budgets of a folder that has none.
 MODULE = "sglang_kvq.rotations.inspection.budgets"
 
 #: Under this name ``config.json`` has a ``BudgetDivergence``.

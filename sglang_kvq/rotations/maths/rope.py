@@ -61,7 +61,7 @@ def _modeling(hf_config: Any) -> ModuleType | None:
 
 
 def _apply_by_sections(module: ModuleType | None) -> Callable[..., Any] | None:
-    """What turns text in a model whose RoPE has sections for time, height and width: its positions are the same in all.
+    """Turns text in a model whose RoPE has sections for time, height and width: its positions are the same in all.
 
     ``rope_check`` sees whether the model really does so.
     """
