@@ -1,4 +1,4 @@
-"""What a long command shows of its phases: lines where nobody watches, bars on a terminal, times at the end."""
+"""Phases of a long command: lines where nobody watches, bars on a terminal, times at the end."""
 
 import contextlib
 import io

@@ -1,4 +1,4 @@
-"""Decides from its config if transformers can run a model for calibration.
+"""Decides by a model's config alone whether transformers can run it for calibration.
 
 ``kvq calibrate`` and ``kvq doctor --model`` both ask here, so that doctor never names a command that would be refused.
 """

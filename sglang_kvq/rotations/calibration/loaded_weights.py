@@ -1,4 +1,4 @@
-"""Check that transformers found a weight for each parameter, and a parameter for each weight."""
+"""Checks that transformers found a weight for each parameter, and a parameter for each weight."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ def check_codes(path: str, folder: Path) -> None:
 
 
 def _is_code(name: str, tensor: dict[str, Any]) -> bool:
-    """Returns True if a tensor holds codes; old checkpoints have byte masks called ``bias``."""
+    """Tells a tensor of codes from others; old checkpoints have masks of bytes, called ``bias``."""
     return tensor["dtype"] in _CODES and len(tensor["shape"]) > 1 and not name.endswith("bias")
 
 

@@ -1,4 +1,4 @@
-"""Steps of ``kvq calibrate``: read model and text, calibrate, write the folder."""
+"""What ``kvq calibrate`` does: read model and text, calibrate, and write the folder."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from sglang_kvq.rotations.storage.files import check_output, save_rotations
 
 
 class LastPass(Protocol):
-    """A task that needs the model after its rotations are written."""
+    """What is still to do with the model when its rotations are written."""
 
     def check(self, ids: torch.Tensor) -> None:
         """See before anything runs that the corpus, int64 ``[tokens]``, will do.
@@ -128,7 +128,7 @@ def calibrate_to_folder(
 
 
 def _continues(kept: Path) -> str:
-    """Returns the words that an error adds if there is a checkpoint to continue from."""
+    """Ends an error message with how to resume, if there is something to resume from."""
     return f" What was measured is in {kept}: the same command continues from there." if kept.exists() else ""
 
 

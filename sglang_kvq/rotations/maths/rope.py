@@ -1,9 +1,8 @@
-"""RoPE's action on keys and queries, and on their second moments over all positions that will be served.
+"""How RoPE turns a model's keys and queries, and their second moments over all the positions that will be served.
 
-RoPE (arXiv 2104.09864) rotates keys by their absolute position, while attention depends only on differences of
-positions. Keys at the first positions therefore determine keys anywhere. Keys of a context that begins d tokens later
-are k T(d), with T(d) orthogonal and the same for all layers. One pass over the text gives the moments of prompts of any
-length.
+RoPE (arXiv 2104.09864) turns keys with their absolute position; attention sees differences of positions only. So
+whoever knows keys at the first positions knows them anywhere: those of a context that begins d tokens later are k T(d),
+T(d) orthogonal and the same for all layers. One pass over the text gives the moments of prompts of any length.
 """
 
 from __future__ import annotations
@@ -17,15 +16,15 @@ import torch
 
 from sglang_kvq.errors import KVQuantError
 
-#: ``turn(d)``: T(d), float64 ``[D, D]``. Rows of keys times T(d) are the keys of the same tokens d positions later.
+#: ``turn(d)``: T(d), float64 ``[D, D]``; rows of keys times it are those of the same tokens d positions later.
 Turn = Callable[[int], torch.Tensor]
 
 
 def turn_of(hf_config: Any, head_dim: int) -> Turn:
-    """Returns T from a transformers model's own rotary embedding: any layout, scaling or covered part of head_dim.
+    """T of a transformers model, by its own rotary embedding: any layout, scaling or part of head_dim that RoPE covers.
 
     Raises:
-        KVQuantError: transformers has no rotary embedding of the usual form for the model.
+        KVQuantError: transformers' code for the model has no rotary embedding of the usual form.
     """
     hf_config = hf_config.get_text_config()
     module = _modeling(hf_config)
@@ -35,8 +34,8 @@ def turn_of(hf_config: Any, head_dim: int) -> Turn:
     if apply is None or len(classes) != 1:
         raise KVQuantError(
             f"{type(hf_config).__name__}: transformers has no rotary embedding of the usual form for this model, so "
-            "keys at later positions cannot be computed; pass --positions equal to --context to calibrate for prompts "
-            "of that length only."
+            "keys far out cannot be foreseen; pass --positions equal to --context to calibrate for prompts of that "
+            "length only."
         )
     embedding = classes[0](hf_config)
 
@@ -62,9 +61,7 @@ def _modeling(hf_config: Any) -> ModuleType | None:
 
 
 def _apply_by_sections(module: ModuleType | None) -> Callable[..., Any] | None:
-    """Returns the function that rotates text in a model whose RoPE has sections for time, height and width.
-
-    A text token has the same position in all three.
+    """Turns text in a model whose RoPE has sections for time, height and width: its positions are the same in all.
 
     ``rope_check`` sees whether the model really does so.
     """
@@ -85,7 +82,7 @@ def _cos_and_sin(embedding: Any, at: torch.Tensor) -> tuple[torch.Tensor, torch.
 
 
 def mean_over_positions(moment: torch.Tensor, turn: Turn, positions: Sequence[int]) -> torch.Tensor:
-    """Averages T(d)ᵀ M T(d) over the positions d of contexts' first tokens; M is float64 ``[..., D, D]``."""
+    """The mean of T(d)ᵀ M T(d) over the positions d of contexts' first tokens, for M float64 ``[..., D, D]``."""
     total = torch.zeros_like(moment)
     for position in positions:
         t = turn(position)
@@ -94,7 +91,7 @@ def mean_over_positions(moment: torch.Tensor, turn: Turn, positions: Sequence[in
 
 
 def mean_row_over_positions(row: torch.Tensor, turn: Turn, positions: Sequence[int]) -> torch.Tensor:
-    """Averages m T(d) over the positions d of contexts' first tokens; m is the keys' mean, float64 ``[..., D]``."""
+    """Likewise for keys' mean, float64 ``[..., D]``: the mean of m T(d)."""
     total = torch.zeros_like(row)
     for position in positions:
         total += row @ turn(position)
@@ -102,6 +99,6 @@ def mean_row_over_positions(row: torch.Tensor, turn: Turn, positions: Sequence[i
 
 
 def roped_layers(hf_config: Any, layers: int) -> torch.Tensor:
-    """Returns the layers that use RoPE, bool ``[layers]``: some models leave it out in every few layers."""
+    """Which layers use RoPE at all, bool ``[layers]``: some models leave it out in every few layers."""
     given = getattr(hf_config.get_text_config(), "no_rope_layers", None)  # 1 where RoPE is used, despite its name
     return torch.tensor([bool(x) for x in given] if given else [True] * layers)

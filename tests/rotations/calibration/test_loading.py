@@ -62,7 +62,7 @@ def test_a_weight_that_is_missing(folder):
 
 
 def test_names_with_a_prefix(folder):
-    """As the text part of a larger model has them: nothing at all would be loaded."""
+    """The text part of a larger model has such names: nothing at all would be loaded."""
     change_weights(folder, lambda weights: {f"language_model.{name}": w for name, w in weights.items()})
     refused(folder, "weights not in its files.*; .* weights in its files without a place in the model .language_model")
 

@@ -1,4 +1,4 @@
-"""What can go wrong while ``kvq calibrate`` and its kin run: one line each, nothing lost, no traceback."""
+"""Mishaps while ``kvq calibrate`` and related commands run: one line each, nothing lost, no traceback."""
 
 import os
 import resource
