@@ -45,7 +45,8 @@ class Session:
         pages: of that history, those chosen.
         matches: windows that these hold, the nearest to its question first.
         requests, selected, rebuilt: requests; those with chosen pages; histories computed again as they were evicted.
-        used: when its last answer began or ended; answering: requests whose answers are made.
+        used: when its last answer began or ended; answering: requests whose answers are made; preparing: those whose
+            next turn is.
         planning: held while a prompt is looked at, so that requests of one session do so one after the other.
         computing: held while a history is computed, so that none is computed twice at once.
     """
@@ -63,6 +64,7 @@ class Session:
     created: float = field(default_factory=time.time)
     used: float = field(default_factory=time.time)
     answering: int = 0
+    preparing: int = 0
     planning: asyncio.Lock = field(default_factory=asyncio.Lock, repr=False)
     computing: asyncio.Lock = field(default_factory=asyncio.Lock, repr=False)
 

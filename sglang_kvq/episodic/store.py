@@ -43,7 +43,8 @@ class SessionStore:
     """Sessions that one server remembers; not thread-safe.
 
     Where a limit is exceeded, sessions are forgotten, the one used longest ago first: those of a tenant that exceeds
-    its share, otherwise those of the tenant that holds the most. None is forgotten while its answer is made.
+    its share, otherwise those of the tenant that holds the most. None is forgotten while its answer or its next turn is
+    made.
 
     Args:
         sessions: at most.
@@ -130,15 +131,15 @@ class SessionStore:
     def weigh(self, session: Session) -> None:
         """Count a session's memory again, which has changed, and forget others if it is too much.
 
-        Nothing is forgotten for a session that alone is too large; it goes itself when its answer has ended.
+        Nothing is forgotten for a session that alone is too large; it goes itself once nothing is made for it.
         """
         if not self.holds(session):
             return
         size, key = session.nbytes, (session.tenant, session.id)
         self._count(session, 0, size - self._bytes[key])
         if size <= self.memory * self.share:
-            self._make_room(session.tenant, session if session.answering else None)
-        elif not session.answering:
+            self._make_room(session.tenant, None)
+        elif not _is_busy(session):
             logger.warning(
                 "kv-quant: session %r is forgotten: it takes %.1f MiB of the %.1f MiB that one tenant may hold; raise "
                 "--episodic-state-memory or --episodic-tenant-share.",
@@ -161,6 +162,16 @@ class SessionStore:
             if self.holds(session):
                 self._touch(session)
                 self.weigh(session)
+
+    @contextmanager
+    def preparing(self, session: Session) -> Iterator[None]:
+        """While its next turn is prepared a session is not forgotten for others."""
+        session.preparing += 1
+        try:
+            yield
+        finally:
+            session.preparing -= 1
+            self.weigh(session)
 
     def expire(self) -> None:
         """Forget what was idle for too long."""
@@ -218,4 +229,8 @@ class SessionStore:
 
 def _oldest(tenant: _Tenant, kept: Session | None) -> Session | None:
     """The session used longest ago that may be forgotten."""
-    return next((one for one in tenant.sessions.values() if one is not kept and not one.answering), None)
+    return next((one for one in tenant.sessions.values() if one is not kept and not _is_busy(one)), None)
+
+
+def _is_busy(session: Session) -> bool:
+    return bool(session.answering or session.preparing)

@@ -225,7 +225,6 @@ class Router:
                 async with aclosing(outputs):
                     async for out in outputs:
                         yield out
-            self._show_state()
             return
         except answers.Ended as error:
             ended = error
@@ -463,7 +462,7 @@ class Router:
         session = turn.session
         after = Turn(turn.send, turn.obj, None, session, said, turn.namespace, turn.delivery, index=turn.index)
         try:
-            with self.store.answering(session):
+            with self.store.preparing(session):
                 if compute:
                     async with session.computing:
                         ready = session.said(said, turn.namespace) // PAGE_SIZE * PAGE_SIZE  # it may have been edited
@@ -475,6 +474,8 @@ class Router:
             raise
         except Exception as error:  # the next turn does it itself, and reports what is wrong
             logger.warning("kv-quant: preparing session %r for its next turn failed: %s", session.id, error)
+        finally:
+            self._show_state()
 
     async def embedded(self, turn: Turn, pages: int) -> PageIndex:
         """An index of the first ``pages`` of a prompt; what its session does not know is embedded."""

@@ -298,6 +298,8 @@ def test_metrics(client, text):
     after = counted()
     changes = {name: after[name] - before.get(name, 0) for name in after}
     assert after["sglang_kvq:sessions"] >= 2
+    state = sum(session["state_bytes"] for session in client.get().json()["data"])
+    assert after["sglang_kvq:session_state_bytes"] > state / 2  # embedding may go on
     assert changes['sglang_kvq:session_requests_total{read="whole"}'] == 2
     assert changes['sglang_kvq:session_requests_total{read="chosen"}'] == 1
 

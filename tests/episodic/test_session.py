@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import gc
 import tracemalloc
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -317,13 +319,14 @@ def test_a_tenant_holds_no_more_than_its_share() -> None:
     assert [session.id for session in store.of("much")] == ["4", "3"] and len(store.of("many")) == 25
 
 
-def test_what_is_answered_is_not_forgotten() -> None:
+@pytest.mark.parametrize("made", [SessionStore.answering, SessionStore.preparing], ids=["answer", "next turn"])
+def test_a_session_for_which_something_is_made_is_not_forgotten(made: Callable[..., Any]) -> None:
     store = SessionStore(2, 0, memory=2 * LARGE)
-    with contextlib.ExitStack() as answers:
+    with contextlib.ExitStack() as work:
         running = []
         for number in range(4):
             running.append(store.use("t", str(number)))
-            answers.enter_context(store.answering(running[-1]))
+            work.enter_context(made(store, running[-1]))
             say(store, running[-1], 100)
         assert all(store.holds(session) for session in running) and store.bytes == 4 * LARGE
     assert len(store) == 2 and store.bytes <= 2 * LARGE

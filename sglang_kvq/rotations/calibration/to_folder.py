@@ -1,4 +1,4 @@
-"""What ``kvq calibrate`` does: read model and text, calibrate, and write the folder."""
+"""Steps of ``kvq calibrate``: read model and text, calibrate, write the folder."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from sglang_kvq.rotations.storage.files import check_output, save_rotations
 
 
 class LastPass(Protocol):
-    """What is still to do with the model when its rotations are written."""
+    """A task that needs the model after its rotations are written."""
 
     def check(self, ids: torch.Tensor) -> None:
         """See before anything runs that the corpus, int64 ``[tokens]``, will do.

@@ -1,4 +1,4 @@
-"""How RoPE turns a model's keys and queries, and their second moments over all the positions that will be served.
+"""RoPE of a model's keys and queries, and their second moments over all the positions that will be served.
 
 RoPE (arXiv 2104.09864) turns keys with their absolute position; attention sees differences of positions only. So
 whoever knows keys at the first positions knows them anywhere: those of a context that begins d tokens later are k T(d),
@@ -91,7 +91,7 @@ def mean_over_positions(moment: torch.Tensor, turn: Turn, positions: Sequence[in
 
 
 def mean_row_over_positions(row: torch.Tensor, turn: Turn, positions: Sequence[int]) -> torch.Tensor:
-    """Likewise for keys' mean, float64 ``[..., D]``: the mean of m T(d)."""
+    """Averages m T(d) over the positions d of contexts' first tokens; m is the keys' mean, float64 ``[..., D]``."""
     total = torch.zeros_like(row)
     for position in positions:
         total += row @ turn(position)
@@ -99,6 +99,6 @@ def mean_row_over_positions(row: torch.Tensor, turn: Turn, positions: Sequence[i
 
 
 def roped_layers(hf_config: Any, layers: int) -> torch.Tensor:
-    """Which layers use RoPE at all, bool ``[layers]``: some models leave it out in every few layers."""
+    """Returns the layers that use RoPE, bool ``[layers]``: some models leave it out in every few layers."""
     given = getattr(hf_config.get_text_config(), "no_rope_layers", None)  # 1 where RoPE is used, despite its name
     return torch.tensor([bool(x) for x in given] if given else [True] * layers)
