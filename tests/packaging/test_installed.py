@@ -18,7 +18,7 @@ import json
 from importlib.resources import files
 package = files("sglang_kvq")
 zoo = files("sglang_kvq.rotation_zoo")
-folders = [path for path in files("sglang_kvq.kernels").iterdir() if path.is_dir()]
+folders = [path for path in files("sglang_kvq.kernels").iterdir() if path.is_dir() and path.name != "probe"]
 kernels = [path.name for folder in folders for path in folder.iterdir() if path.name.endswith(".py")]
 print(json.dumps({
     "typed": (package / "py.typed").is_file(),
