@@ -124,13 +124,13 @@ def test_version_of_a_driver(monkeypatch, tmp_path):
 
 def test_one_cause_is_not_told_once_for_each_symbol(monkeypatch):
     def closed(hook):
-        raise PermissionError(13, "Permission denied", "/root/.triton")
+        raise PermissionError(13, "Permission denied", "/home/kvq/.triton")
 
     monkeypatch.setattr(hooks, "find", closed)
     monkeypatch.setattr(doctor, "CHECKS", {"SGLang's symbols": doctor.CHECKS["SGLang's symbols"]})
     shown = CliRunner().invoke(app, ["doctor"]).stdout.splitlines()
     assert len(shown) == 2 and "SGLang cannot be imported" in shown[0], shown
-    assert "PermissionError: [Errno 13] Permission denied: '/root/.triton'" in shown[0]
+    assert "PermissionError: [Errno 13] Permission denied: '/home/kvq/.triton'" in shown[0]
 
 
 @pytest.mark.slow
