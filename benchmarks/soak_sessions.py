@@ -45,7 +45,7 @@ from sglang_kvq.config import PAGE_SIZE
 from sglang_kvq.server_process import OPENER, ServerFailed
 from tests.e2e import word_embeddings
 
-#: As in ``soak.py``: of thousands of answers the worst differ more than of the dozens that are measured.
+#: The same as in ``soak.py``: of thousands of answers the worst differ more than of the dozens that are measured.
 FACTOR, LEAST = 3.0, 0.04
 #: Statuses of answers that SGLang or the router gives up under pressure.
 GIVEN_UP = (500, 503)
@@ -84,7 +84,7 @@ GPU = Scale(16384, 1024, 256, (1500, 9000), 15800, (16, 160), 2048, 12, 16, 60, 
 
 @dataclass
 class Answer:
-    """What a client got.
+    """An answer as a client got it.
 
     Attributes:
         history, pages: what was chosen from, and what of it was read; 0 and none where the prompt was read whole.
@@ -108,7 +108,7 @@ class Reference:
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(self.device).eval()
 
     def logprobs(self, answer: Answer) -> list[float]:
-        """Of the answer's tokens, behind the pages that were read and the rest of the prompt."""
+        """Computes the likelihoods of the answer's tokens, behind the pages that were read and the rest of the prompt."""
         import torch
         from transformers import DynamicCache
 
@@ -427,7 +427,7 @@ def compared(
 
 
 def is_right(row: dict, least: int) -> bool:
-    """Whether nothing is wrong, lost or unexplained, and what was to happen did."""
+    """Returns True if nothing is wrong, lost or unexplained, and everything planned happened."""
     happened = row["compared"] >= least and row["retractions"] > 0 and row["histories_gone"] + row["read_whole"] > 0
     return happened and not (row["wrong_answers"] or row["errors"] or row["held"])
 

@@ -77,7 +77,7 @@ class Preloaded:
         self.channel.settimeout(None)
 
     def can_fork(self, server: Server) -> bool:
-        """Whether the server's variables for SGLang are those under which it was imported."""
+        """Returns True if the server's variables for SGLang are those under which it was imported."""
         return _sglangs(server) == self.variables
 
     def fork(self, server: Server) -> Forked:

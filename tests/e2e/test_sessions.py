@@ -366,7 +366,7 @@ def small(servers, words):
 
 
 def test_a_pool_too_small_for_history_and_copies_reads_the_prompt_whole(small, model, text, question):
-    """Of 27 pages, 15 of history leave room for 7 copies; 21 do not."""
+    """In 27 pages, 15 of history leave room for 7 copies; 21 do not."""
     fits, exceeds = [*text[:1130], *question], text
     assert_read(small, model, "fits", fits, small.turn(fits, "fits", 4))
     small.flush()

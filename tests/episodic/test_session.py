@@ -29,7 +29,7 @@ def ids(*parts: tuple[int, int]) -> np.ndarray:
 
 
 def sums(prompt: np.ndarray, count: int) -> np.ndarray:
-    """What stands for embeddings: of a page its sum, in hundreds."""
+    """Stand-ins for embeddings: a page's sum, in hundreds."""
     return prompt[: count * P].reshape(count, P).sum(1, keepdims=True).astype(np.float32) / 100
 
 
