@@ -108,7 +108,7 @@ class Reference:
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(self.device).eval()
 
     def logprobs(self, answer: Answer) -> list[float]:
-        """Computes the likelihoods of the answer's tokens, behind the pages that were read and the rest of the prompt."""
+        """Computes likelihoods of the answer's tokens, behind the pages that were read and the rest of the prompt."""
         import torch
         from transformers import DynamicCache
 
