@@ -185,18 +185,21 @@ def body(attempt: str, facts: dict) -> str:
 
 
 @contextlib.contextmanager
-def targets() -> Iterator[dict]:
-    """Sockets that listen and files that are there, all of them the present user's."""
-    home = Path.home() if os.access(Path.home(), os.W_OK) else Path("/var/tmp")
+def targets(tmp: str = "/tmp", var_tmp: str = "/var/tmp") -> Iterator[dict]:
+    """Sockets that listen and files that are there, all of them the present user's.
+
+    `tmp` and `var_tmp` are folders that this user may write to, in /tmp and outside it. Some machines deny users both.
+    """
+    home = Path.home() if os.access(Path.home(), os.W_OK) else Path(var_tmp)
     with contextlib.ExitStack() as stack:
         # Not in /tmp and open to everybody: what keeps a program out is the sandbox, not a permission.
-        folder = Path(tempfile.mkdtemp(prefix="kvq-targets-", dir="/var/tmp"))
+        folder = Path(tempfile.mkdtemp(prefix="kvq-targets-", dir=var_tmp))
         stack.callback(shutil.rmtree, folder)
         folder.chmod(0o755)
         home_secret = home / f".kvq-{secrets.token_hex(4)}"
-        tmp_secret = Path("/tmp") / home_secret.name
+        tmp_secret = Path(tmp) / home_secret.name
         for name in (home_secret, tmp_secret, folder / "readable"):
-            stack.callback(name.unlink)
+            stack.callback(name.unlink, missing_ok=True)
             name.write_text("secret")
             name.chmod(0o644 if name.name == "readable" else 0o600)
         listeners = [socket.socket(socket.AF_UNIX) for _ in range(2)] + [socket.socket()]
@@ -235,7 +238,7 @@ def _echo(udp: socket.socket) -> None:
 
 def main() -> None:
     sandbox.require(allow_unsandboxed=False)
-    with targets() as facts:
+    with targets(*sys.argv[1:]) as facts:
         programs = {name: program(name, facts) for name in (*SUCCEED_OUTSIDE, *NEVER_SUCCEED)}
         programs |= {name: textwrap.dedent(text) for name, text in ORDINARY.items()}
         verdicts = {name: sandbox.run(text) for name, text in programs.items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -9,6 +10,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -207,9 +209,16 @@ def readable_python() -> str:
 def test_another_user_is_contained_as_well(through):
     """The same attempts by a user without rights, whose files and sockets are there to be reached; then as that user's
     root in a container that maps nobody else."""
-    command = [*through, readable_python(), "-m", "tests.evaluation.hostile"]
     user = {"user": NOBODY, "group": NOBODY, "extra_groups": []}
-    done = subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY, **user)
+    with contextlib.ExitStack() as stack:
+        # Some machines deny other users /tmp and /var/tmp themselves.
+        parents = ("/tmp", "/var/tmp")
+        folders = [stack.enter_context(tempfile.TemporaryDirectory(prefix="hostile-", dir=one)) for one in parents]
+        for folder in folders:
+            os.chown(folder, NOBODY, NOBODY)
+        command = [*through, readable_python(), "-m", "tests.evaluation.hostile", *folders]
+        user |= {"env": {**os.environ, "TMPDIR": folders[0]}}
+        done = subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY, **user)
     assert done.returncode == 0, done.stderr
     verdicts = json.loads(done.stdout)
     assert len(verdicts) == len(hostile.SUCCEED_OUTSIDE) + len(hostile.NEVER_SUCCEED) + len(hostile.ORDINARY)
