@@ -19,7 +19,7 @@ from sglang_kvq.errors import KVQuantError
 from sglang_kvq.releases import OLD_TREE, RELEASES, WITHOUT_STATES, WITHOUT_WINDOWS
 from sglang_kvq.rotations.identity import unapplied_window
 from sglang_kvq.sglang import architectures, compat
-from sglang_kvq.sglang.drafts import BRANCHING, DRAFT_DTYPES, SERVED, check_speculation
+from sglang_kvq.sglang.attention.drafts import BRANCHING, DRAFT_DTYPES, SERVED, check_speculation
 from sglang_kvq.sglang.runtime import CLI_ATTRIBUTE, config_of, logger
 from sglang_kvq.sglang.types import Configurator, ModelConfig, ServerArgs
 from sglang_kvq.sglang.window_checks import unsupported_windows

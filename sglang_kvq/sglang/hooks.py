@@ -133,7 +133,7 @@ TABLE: tuple[Hook, ...] = (
             Kind.AROUND,
             "managers.tokenizer_control_mixin.TokenizerControlMixin.get_weights_by_name",
             "says why a folded weight is not given",
-            dict(params=("obj", "request"), handler="weights:explain_refusal", always=True),
+            dict(params=("obj", "request"), handler="attention.folded_weights:explain_refusal", always=True),
         ),
         # Sessions
         (
@@ -231,26 +231,27 @@ TABLE: tuple[Hook, ...] = (
             Kind.AROUND,
             f"{_SIZES}._compute_cell_size",
             "bytes per token",
-            dict(params=("kvc", "num_layers"), handler="capacity:compute_cell_size"),
+            dict(params=("kvc", "num_layers"), handler="memory.capacity:compute_cell_size"),
         ),
         (
             Kind.AFTER,
             f"{_SIZES}.__init__",
             "prices a draft model's cache",
-            dict(params=("kvc",), handler="drafts:after_sizes"),
+            dict(params=("kvc",), handler="attention.drafts:after_sizes"),
         ),
         (
             Kind.AFTER,
             "layers.attention.hybrid_linear_attn_backend.MambaAttnBackendBase.__init__",
             "recurrent states follow drafts that branch",
-            dict(params=("model_runner",), handler="drafts:after_states"),
+            dict(params=("model_runner",), handler="attention.drafts:after_states"),
         ),
         (
             Kind.AROUND,
             "mem_cache.memory_pool.conv_window_dedup_enabled",
             "drafts that branch do not share windows",
             dict(
-                params=("is_npu", "is_cpu", "speculative_eagle_topk", "is_kda"), handler="drafts:around_shared_windows"
+                params=("is_npu", "is_cpu", "speculative_eagle_topk", "is_kda"),
+                handler="attention.drafts:around_shared_windows",
             ),
         ),
         (
@@ -263,19 +264,19 @@ TABLE: tuple[Hook, ...] = (
             Kind.AROUND,
             f"{_SIZES}.calculate_pool_sizes",
             "takes the BF16 pages off the budget",
-            dict(params=("available_bytes", "page_size"), handler="capacity:calculate_pool_sizes"),
+            dict(params=("available_bytes", "page_size"), handler="memory.capacity:calculate_pool_sizes"),
         ),
         (
             Kind.AROUND,
             f"{_POOL}.resolve_max_num_reqs",
             "running requests follow from the BF16 pages",
-            dict(params=("token_capacity",), handler="capacity:resolve_max_num_reqs"),
+            dict(params=("token_capacity",), handler="memory.capacity:resolve_max_num_reqs"),
         ),
         (
             Kind.AROUND,
             f"{_POOL}._handle_max_mamba_cache",
             "memory of recurrent states beside a smaller cache",
-            dict(params=("total_rest_memory",), handler="states:handle_max_mamba_cache"),
+            dict(params=("total_rest_memory",), handler="memory.recurrent_states:handle_max_mamba_cache"),
         ),
         (Kind.CALL, f"{_POOL}._calculate_mamba_ratio", "states of a request", dict(params=())),
         (Kind.READ, f"{_POOL}.mambaish_config", "bytes of a state", {}),
@@ -322,7 +323,10 @@ TABLE: tuple[Hook, ...] = (
             Kind.AROUND,
             f"{_POOL}._build_mha_kv_pool",
             "builds the two-tier pool",
-            dict(params=("max_total_num_tokens", "mha_pool_class", "quant_method"), handler="pool:build_mha_kv_pool"),
+            dict(
+                params=("max_total_num_tokens", "mha_pool_class", "quant_method"),
+                handler="memory.pool:build_mha_kv_pool",
+            ),
         ),
         *(
             (
@@ -331,7 +335,7 @@ TABLE: tuple[Hook, ...] = (
                 "builds the two-tier pool beside recurrent states",
                 dict(
                     params=("max_total_num_tokens", "req_to_token_pool", "mha_pool_class", *more),
-                    handler="pool:build_hybrid_linear_kv_pool",
+                    handler="memory.pool:build_hybrid_linear_kv_pool",
                     versions=versions,
                 ),
             )
@@ -343,13 +347,13 @@ TABLE: tuple[Hook, ...] = (
             Kind.AROUND,
             f"{_WINDOWS}.__init__",
             "bytes per token of the layers that see all tokens",
-            dict(params=("kvc",), handler="window_sizes:around_init"),
+            dict(params=("kvc",), handler="memory.window_sizes:around_init"),
         ),
         (
             Kind.AROUND,
             f"{_WINDOWS}.calculate_pool_sizes",
             "divides memory between windows and the cache",
-            dict(params=("available_bytes", "page_size"), handler="window_sizes:calculate_pool_sizes"),
+            dict(params=("available_bytes", "page_size"), handler="memory.window_sizes:calculate_pool_sizes"),
         ),
         (
             Kind.AROUND,
@@ -357,7 +361,7 @@ TABLE: tuple[Hook, ...] = (
             "windows keep what they need",
             dict(
                 params=("max_total_num_tokens", "page_size"),
-                handler="window_sizes:calculate_pool_sizes_from_max_tokens",
+                handler="memory.window_sizes:calculate_pool_sizes_from_max_tokens",
             ),
         ),
         *(
@@ -365,7 +369,7 @@ TABLE: tuple[Hook, ...] = (
                 Kind.AROUND,
                 f"model_executor.pool_configurator.{name}.is_applicable",
                 "windows are sized in one way",
-                dict(params=("kvc",), handler="window_sizes:without_cap", versions=versions),
+                dict(params=("kvc",), handler="memory.window_sizes:without_cap", versions=versions),
             )
             for name, versions in (
                 ("SWAChunkCapPoolConfigurator", OLD_TREE),
@@ -384,7 +388,7 @@ TABLE: tuple[Hook, ...] = (
             "builds the two-tier pool beside that of the windows",
             dict(
                 params=("full_max_total_num_tokens", "swa_max_total_num_tokens", "mha_pool_class"),
-                handler="window_pool:build_hybrid_swa_kv_pool",
+                handler="memory.window_pool:build_hybrid_swa_kv_pool",
             ),
         ),
         (Kind.READ, "mem_cache.swa_memory_pool.SWAKVPool", "the pool of a model with windows", {}),
@@ -420,7 +424,7 @@ TABLE: tuple[Hook, ...] = (
                     "req_to_token_pool",
                     "token_to_kv_pool_allocator",
                 ),
-                handler="allocator:build_allocator",
+                handler="memory.allocator:build_allocator",
             ),
         ),
         (
@@ -498,26 +502,26 @@ TABLE: tuple[Hook, ...] = (
             Kind.AROUND,
             "mem_cache.memory_pool.ReqToTokenPool.free",
             "a row given back frees its window",
-            dict(params=("req",), handler="rows:around_free", versions=OLD_TREE),
+            dict(params=("req",), handler="prefix.rows:around_free", versions=OLD_TREE),
         ),
         (
             Kind.AROUND,
             "session.streaming_session.StreamingSession.release_session",
             "a session's row frees its window",
-            dict(params=("session_id",), handler="rows:around_release_session", versions=OLD_TREE),
+            dict(params=("session_id",), handler="prefix.rows:around_release_session", versions=OLD_TREE),
         ),
         (
             Kind.AROUND,
             "mem_cache.memory_pool.ReqToTokenPool.free_rows",
             "rows given back free their windows",
-            dict(params=("indices",), handler="rows:around_free_rows", versions=NEW_TREE),
+            dict(params=("indices",), handler="prefix.rows:around_free_rows", versions=NEW_TREE),
         ),
         *(
             (
                 Kind.AROUND,
                 f"mem_cache.{tree}.cache_{moment}_req",
                 "overlays follow the tree's pages",
-                dict(params=("req", *more), handler=f"tree:around_{moment}", versions=OLD_TREE),
+                dict(params=("req", *more), handler=f"prefix.tree:around_{moment}", versions=OLD_TREE),
             )
             for tree in ("radix_cache.RadixCache", "unified_radix_cache.UnifiedRadixCache")
             for moment, more in (("finished", ("is_insert", "kv_len_to_handle")), ("unfinished", ("chunked",)))
@@ -539,20 +543,20 @@ TABLE: tuple[Hook, ...] = (
             Kind.AROUND,
             "mem_cache.unified_radix_cache.UnifiedRadixCache.checkpoint_into_tree",
             "overlays follow the tree's pages",
-            dict(params=("req", "up_to"), handler="tree:around_checkpoint", versions=NEW_TREE),
+            dict(params=("req", "up_to"), handler="prefix.tree:around_checkpoint", versions=NEW_TREE),
         ),
         # Selected pages
         (
             Kind.AROUND,
             "managers.schedule_batch.Req.init_next_round_input",
             "brings the pages that a request begins with",
-            dict(params=("tree_cache", "cow_mamba"), handler="selection:around_next_round"),
+            dict(params=("tree_cache", "cow_mamba"), handler="prefix.selection:around_next_round"),
         ),
         (
             Kind.AROUND,
             "managers.schedule_policy.PrefillAdder.add_one_req",
             "a request waits until what it begins with is there",
-            dict(params=("req", "has_chunked_req", "truncation_align_size"), handler="selection:around_add"),
+            dict(params=("req", "has_chunked_req", "truncation_align_size"), handler="prefix.selection:around_add"),
         ),
         (Kind.READ, "managers.schedule_policy.AddReqResult.NO_TOKEN", "a request waits", {}),
         (Kind.READ, "managers.schedule_policy.AddReqResult.OTHER", "a request waits", {}),
@@ -561,13 +565,13 @@ TABLE: tuple[Hook, ...] = (
             Kind.AROUND,
             "managers.schedule_batch.Req._compute_max_prefix_len",
             "prompts that score are computed, cached or not",
-            dict(params=("input_len",), handler="episodes:around_longest_match"),
+            dict(params=("input_len",), handler="prefix.episodes:around_longest_match"),
         ),
         (
             Kind.AFTER,
             "model_executor.forward_batch_info.ForwardBatch.init_new",
             "positions behind the whole history",
-            dict(handler="selection:move_positions"),
+            dict(handler="prefix.selection:move_positions"),
         ),
         (
             Kind.READ,
@@ -588,7 +592,7 @@ TABLE: tuple[Hook, ...] = (
                 Kind.AROUND,
                 "mem_cache.common.release_kv_cache",
                 "chosen tokens stay when a request ends as a fold",
-                dict(params=("req", "tree_cache", enters), handler="folding:around_release", versions=versions),
+                dict(params=("req", "tree_cache", enters), handler="prefix.folding:around_release", versions=versions),
             )
             for enters, versions in (("is_insert", OLD_TREE), ("checkpoint", NEW_TREE))
         ),
@@ -655,13 +659,13 @@ TABLE: tuple[Hook, ...] = (
             Kind.BACKEND,
             "layers.attention.attention_registry.ATTENTION_BACKENDS.triton",
             "attention on a GPU",
-            dict(handler="worker:create_backend"),
+            dict(handler="attention.worker:create_backend"),
         ),
         (
             Kind.BACKEND,
             "layers.attention.attention_registry.ATTENTION_BACKENDS.torch_native",
             "attention on a CPU",
-            dict(handler="worker:create_backend"),
+            dict(handler="attention.worker:create_backend"),
         ),
         (
             Kind.SUBCLASS,
@@ -704,7 +708,7 @@ TABLE: tuple[Hook, ...] = (
                 Kind.AROUND,
                 f"{_WEIGHTS}.update_weights_from_{source}",
                 "refuses while V is folded into the weights",
-                dict(params=params, handler="weights:refuse_update", versions=versions),
+                dict(params=params, handler="attention.folded_weights:refuse_update", versions=versions),
             )
             for source, params, versions in (
                 ("disk", ("model_path", "load_format"), ""),
@@ -717,13 +721,13 @@ TABLE: tuple[Hook, ...] = (
             Kind.AROUND,
             f"{_WEIGHTS}.load_weights_from_distributed",
             "refuses while V is folded into the weights",
-            dict(params=("named_tensors",), handler="weights:refuse_update", versions=NEW_TREE),
+            dict(params=("named_tensors",), handler="attention.folded_weights:refuse_update", versions=NEW_TREE),
         ),
         (
             Kind.AROUND,
             "managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager.begin_weight_update",
             "refuses while V is folded into the weights",
-            dict(params=("recv_req",), handler="weights:refuse_update_session", versions=NEW_TREE),
+            dict(params=("recv_req",), handler="attention.folded_weights:refuse_update_session", versions=NEW_TREE),
         ),
         (
             Kind.CALL,
@@ -737,7 +741,7 @@ TABLE: tuple[Hook, ...] = (
                 Kind.AROUND,
                 f"{_EXPORTER}.{name}",
                 "refuses while V is folded into the weights",
-                dict(params=params, handler=f"weights:{handler}"),
+                dict(params=params, handler=f"attention.folded_weights:{handler}"),
             )
             for name, params, handler in (
                 (
@@ -756,7 +760,11 @@ TABLE: tuple[Hook, ...] = (
                 Kind.AROUND,
                 "utils.weight_checker.WeightChecker.handle",
                 "refuses while V is folded into the weights",
-                dict(params=("action", "allow_quant_error", *more), handler="weights:refuse_saving", versions=versions),
+                dict(
+                    params=("action", "allow_quant_error", *more),
+                    handler="attention.folded_weights:refuse_saving",
+                    versions=versions,
+                ),
             )
             for more, versions in (((), OLD_TREE), (("skip_tensor_list", "role"), NEW_TREE))
         ),

@@ -13,8 +13,8 @@ from sglang_kvq.config import PAGE_SIZE as P
 from sglang_kvq.config import KVQuantConfig
 from sglang_kvq.formats.page import PageFormat
 from sglang_kvq.sglang import runtime
-from sglang_kvq.sglang.allocator import build_allocator
-from sglang_kvq.sglang.pool import KVQuantPool
+from sglang_kvq.sglang.memory.allocator import build_allocator
+from sglang_kvq.sglang.memory.pool import KVQuantPool
 
 PAGES = 40
 CPU = torch.device("cpu")

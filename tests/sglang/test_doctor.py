@@ -22,7 +22,9 @@ from sglang_kvq.errors import KVQuantError
 from sglang_kvq.formats.page import PageFormat
 from sglang_kvq.formats.planes import PlaneFormat
 from sglang_kvq.rotations.storage import zoo
-from sglang_kvq.sglang import compat, doctor, hooks, kernel_check
+from sglang_kvq.sglang import compat, hooks
+from sglang_kvq.sglang.doctor import kernels as kernel_check
+from sglang_kvq.sglang.doctor import report as doctor
 from tests.conftest import ROOT
 
 

@@ -16,7 +16,8 @@ from sglang_kvq.episodic.fold import PARAMETER, Fold
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.formats.code import CodeFormat
 from sglang_kvq.formats.page import PageFormat
-from sglang_kvq.sglang import folding, runtime
+from sglang_kvq.sglang import runtime
+from sglang_kvq.sglang.prefix import folding
 from tests.cache.schedules import Driver
 from tests.sglang.fold_model import FoldModel, sglang_request
 from tests.sglang.test_hybrid_tree import served

@@ -37,7 +37,7 @@ class Worker:
     """A backend over a small pool, whose rows hold pages 1, 2, ... in order."""
 
     def __init__(self, recent_pages: int = 2) -> None:
-        from sglang_kvq.sglang.backend import KVQuantBackend
+        from sglang_kvq.sglang.attention.backend import KVQuantBackend
 
         table = torch.zeros(ROWS, PAGES // 2 * P, dtype=torch.int32)
         for row in (1, 2):

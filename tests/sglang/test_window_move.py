@@ -9,7 +9,7 @@ import torch
 
 from sglang_kvq.cache.pending import MovedOverlays, PendingOps
 from sglang_kvq.config import PAGE_SIZE
-from sglang_kvq.sglang.tree import _WindowMove
+from sglang_kvq.sglang.prefix.tree import _WindowMove
 from tests import device_waits
 
 

@@ -61,8 +61,8 @@ class TreeModel(Model):
     def __post_init__(self) -> None:
         from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool
 
-        from sglang_kvq.sglang.allocator import build_allocator
-        from sglang_kvq.sglang.pool import KVQuantPool
+        from sglang_kvq.sglang.memory.allocator import build_allocator
+        from sglang_kvq.sglang.memory.pool import KVQuantPool
 
         rows = HybridReqToTokenPool(
             size=self.rows,

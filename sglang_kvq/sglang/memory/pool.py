@@ -8,7 +8,8 @@ import torch
 from sglang.srt.mem_cache.memory_pool import KVCache
 
 from sglang_kvq.config import PAGE_SIZE
-from sglang_kvq.sglang import canary, runtime
+from sglang_kvq.sglang import runtime
+from sglang_kvq.sglang.memory import canary
 from sglang_kvq.sglang.runtime import config_of, logger
 from sglang_kvq.sglang.types import Configurator, Original
 

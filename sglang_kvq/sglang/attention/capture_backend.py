@@ -19,11 +19,11 @@ from sglang_kvq.cache.tiers import TierManager
 from sglang_kvq.rotations.calibration.worker_files import Worker, write_sample, write_sums
 from sglang_kvq.rotations.identity import geometry_of
 from sglang_kvq.rotations.maths.moments import MomentSums
-from sglang_kvq.sglang.backend import KVQuantBackend
-from sglang_kvq.sglang.layers import own_keys_and_values
+from sglang_kvq.sglang.attention.backend import KVQuantBackend
+from sglang_kvq.sglang.attention.layers import own_keys_and_values
+from sglang_kvq.sglang.attention.worker_rotations import stored_at, tensor_parallel
 from sglang_kvq.sglang.runtime import logger
 from sglang_kvq.sglang.types import AttentionLayer, ForwardBatch, ModelRunner
-from sglang_kvq.sglang.worker_rotations import stored_at, tensor_parallel
 
 
 class CaptureBackend(KVQuantBackend):

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
-from sglang_kvq.sglang.backend import KVQuantBackend
+from sglang_kvq.sglang.attention.backend import KVQuantBackend
 from sglang_kvq.sglang.types import AttentionLayer, ForwardBatch, KVCache, ModelRunner
 
 
@@ -120,7 +120,7 @@ def create_window_backend(model_runner: ModelRunner) -> AttentionBackend:
     """
     pool = model_runner.token_to_kv_pool
     if torch.device(model_runner.device).type == "cpu":
-        from sglang_kvq.sglang.window_reference import TorchWindows
+        from sglang_kvq.sglang.attention.window_reference import TorchWindows
 
         return TorchWindows(pool, model_runner.req_to_token_pool)
     from sglang.srt.layers.attention.triton_backend import TritonAttnBackend

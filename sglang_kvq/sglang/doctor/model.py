@@ -28,7 +28,7 @@ from sglang_kvq.rotations.resolve import locate_rotations, resolve_formats, reso
 from sglang_kvq.rotations.storage.location import HubLocation
 from sglang_kvq.rotations.storage.zoo import is_inferred
 from sglang_kvq.sglang.architectures import Answer, Family, family_of
-from sglang_kvq.sglang.doctor_capacity import capacity
+from sglang_kvq.sglang.doctor.capacity import capacity
 from sglang_kvq.sglang.types import ModelConfig
 
 #: GiB; no GPU has as much.
@@ -207,7 +207,7 @@ def read_config(request: Request) -> tuple[ModelConfig, list[str]]:
         KVQuantError: SGLang is not installed or cannot read the config.
     """
     from sglang_kvq.sglang import compat
-    from sglang_kvq.sglang.doctor import torch_and_gpus
+    from sglang_kvq.sglang.doctor.report import torch_and_gpus
 
     try:
         version = compat.sglang_version()

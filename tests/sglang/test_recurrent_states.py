@@ -9,7 +9,8 @@ import pytest
 from sglang_kvq.cache.states import SGLANG_RATIO
 from sglang_kvq.config import KVQuantConfig
 from sglang_kvq.releases import OLD_TREE
-from sglang_kvq.sglang import compat, states
+from sglang_kvq.sglang import compat
+from sglang_kvq.sglang.memory import recurrent_states
 from sglang_kvq.sglang.runtime import attach
 
 HYBRID = dict(
@@ -23,7 +24,9 @@ GIB = 4.0
 def log(monkeypatch):
     """Lines that the hook logs; SGLang's own set-up of logging may keep them from pytest."""
     lines: list[str] = []
-    monkeypatch.setattr(states, "logger", SimpleNamespace(info=lambda text, *words: lines.append(text % words)))
+    monkeypatch.setattr(
+        recurrent_states, "logger", SimpleNamespace(info=lambda text, *words: lines.append(text % words))
+    )
     return lines
 
 
@@ -73,7 +76,7 @@ def configured(applied, command_line, monkeypatch):
         from sglang.srt.runtime_context import get_parallel
 
         with get_parallel().override(attn_tp_size=1):
-            left = states.handle_max_mamba_cache(method, kvc, GIB)
+            left = recurrent_states.handle_max_mamba_cache(method, kvc, GIB)
         return server_args, left
 
     yield make
@@ -140,12 +143,12 @@ def test_geometry_is_that_of_the_layers_in_the_cache(configured):
     from sglang.srt.runtime_context import get_parallel
 
     with get_parallel().override(attn_tp_size=1):
-        geometry = states._geometry(kvc, KVQuantConfig("int2"))
+        geometry = recurrent_states._geometry(kvc, KVQuantConfig("int2"))
     assert geometry.layers == 2 and geometry.kv_heads == 2 and geometry.slot_bytes == 2 * 2 * 2 * 64 * 256 * 2
 
 
 def test_a_draft_model_takes_its_share_of_every_token(configured, monkeypatch):
-    monkeypatch.setattr(states, "draft_page_bytes", lambda configurator: 0)
+    monkeypatch.setattr(recurrent_states, "draft_page_bytes", lambda configurator: 0)
     without = configured("--max-running-requests", "4")[1]
-    monkeypatch.setattr(states, "draft_page_bytes", lambda configurator: 64 * 16384)
+    monkeypatch.setattr(recurrent_states, "draft_page_bytes", lambda configurator: 64 * 16384)
     assert configured("--max-running-requests", "4")[1] > 1.1 * without

@@ -11,7 +11,8 @@ from sglang_kvq.formats.record import RecordFormat
 from sglang_kvq.methods import RotationKind, get_method
 from sglang_kvq.rotations.identity import cached_layers
 from sglang_kvq.rotations.resolve import resolve_formats, resolve_rotations
-from sglang_kvq.sglang import compat, drafts, runtime
+from sglang_kvq.sglang import compat, runtime
+from sglang_kvq.sglang.attention import drafts
 from sglang_kvq.sglang.runtime import config_of, logger
 from sglang_kvq.sglang.types import Configurator, ModelConfig, Original
 

@@ -19,7 +19,8 @@ from sglang_kvq.cache.transfer import to_device
 from sglang_kvq.config import PAGE_SIZE
 from sglang_kvq.episodic.selection import GONE, PARAMETER, TOO_SMALL, Selection
 from sglang_kvq.errors import KVQuantError
-from sglang_kvq.sglang import episodes, runtime, tree_keys
+from sglang_kvq.sglang import runtime
+from sglang_kvq.sglang.prefix import episodes, tree_keys
 from sglang_kvq.sglang.types import ForwardBatch, Original, PrefillAdder, PrefixCache, Req
 
 #: Set to 1 in tests of this file alone: without the router of ``sessions``, which knows whose a prefix is, whoever can

@@ -17,7 +17,9 @@ from sglang_kvq.episodic.fold import Fold
 from sglang_kvq.episodic.prefix import PARAMETER, FoldedPrefix
 from sglang_kvq.episodic.selection import GONE
 from sglang_kvq.errors import KVQuantError
-from sglang_kvq.sglang import folding, runtime, scoring, tree_keys
+from sglang_kvq.sglang import runtime
+from sglang_kvq.sglang.attention import scoring
+from sglang_kvq.sglang.prefix import folding, tree_keys
 from sglang_kvq.sglang.types import Original, PrefixCache, Req
 
 #: On a request: its prefix, once decoded.

@@ -13,7 +13,7 @@ from sglang_kvq.cache.pool import PagePool
 from sglang_kvq.releases import OLD_TREE
 from sglang_kvq.sglang import compat, runtime
 from sglang_kvq.sglang.hooks import PER_TOKEN_FREES
-from sglang_kvq.sglang.pool import quantized_pool
+from sglang_kvq.sglang.memory.pool import quantized_pool
 from sglang_kvq.sglang.types import Configurator, Original, ReqToTokenPool
 
 _RELEASE = compat.sglang_version()

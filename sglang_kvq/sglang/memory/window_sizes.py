@@ -15,8 +15,8 @@ from sglang_kvq.cache.windows import STOCK_RATIO, WindowNeed, need_of, share_win
 from sglang_kvq.config import PAGE_SIZE
 from sglang_kvq.releases import OLD_TREE
 from sglang_kvq.sglang import compat, runtime
-from sglang_kvq.sglang.capacity import start_cache
-from sglang_kvq.sglang.drafts import draft_page_bytes
+from sglang_kvq.sglang.attention.drafts import draft_page_bytes
+from sglang_kvq.sglang.memory.capacity import start_cache
 from sglang_kvq.sglang.runtime import WindowLayers, config_of, logger
 from sglang_kvq.sglang.types import Configurator, Original, ServerArgs
 

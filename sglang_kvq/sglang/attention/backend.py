@@ -16,10 +16,10 @@ from sglang_kvq.cache.split import split_new_tokens
 from sglang_kvq.cache.tiers import TierManager
 from sglang_kvq.cache.transfer import to_device
 from sglang_kvq.config import PAGE_SIZE
-from sglang_kvq.sglang import scoring
-from sglang_kvq.sglang.drafts import SeenBuffers, draft_count
-from sglang_kvq.sglang.error_watch import ErrorWatch
-from sglang_kvq.sglang.layers import learned_sinks, own_keys_and_values
+from sglang_kvq.sglang.attention import scoring
+from sglang_kvq.sglang.attention.drafts import SeenBuffers, draft_count
+from sglang_kvq.sglang.attention.error_watch import ErrorWatch
+from sglang_kvq.sglang.attention.layers import learned_sinks, own_keys_and_values
 from sglang_kvq.sglang.types import AttentionLayer, ForwardBatch, ReqToTokenPool
 
 

@@ -8,8 +8,8 @@ import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
-from sglang_kvq.sglang.drafts import among_drafts, draft_count
-from sglang_kvq.sglang.layers import learned_sinks, own_keys_and_values
+from sglang_kvq.sglang.attention.drafts import among_drafts, draft_count
+from sglang_kvq.sglang.attention.layers import learned_sinks, own_keys_and_values
 from sglang_kvq.sglang.types import AttentionLayer, ForwardBatch, KVCache, ReqToTokenPool
 
 

@@ -13,7 +13,8 @@ from pathlib import Path
 
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.releases import SUPPORTED
-from sglang_kvq.sglang import compat, doctor_host, hooks
+from sglang_kvq.sglang import compat, hooks
+from sglang_kvq.sglang.doctor import host as doctor_host
 
 PLUGIN_GROUP, PLATFORM_GROUP = "sglang.srt.plugins", "sglang.srt.platforms"
 ENTRY_POINT = "kvq"
@@ -74,7 +75,7 @@ def our_kernels() -> str:
     """Every module of ``sglang_kvq.kernels`` is imported; on a GPU every kernel in them is compiled and run."""
     import torch
 
-    from sglang_kvq.sglang import kernel_check
+    from sglang_kvq.sglang.doctor import kernels as kernel_check
 
     modules, kernels = kernel_check.modules(), kernel_check.kernels()
     imported = f"all {len(modules)} modules can be imported"

@@ -18,7 +18,8 @@ from sglang_kvq.attention.base import LayerRotations
 from sglang_kvq.attention.reference import ReferenceOps
 from sglang_kvq.config import KVQuantConfig
 from sglang_kvq.errors import KVQuantError
-from sglang_kvq.sglang import compat, hooks, runtime, weights
+from sglang_kvq.sglang import compat, hooks, runtime
+from sglang_kvq.sglang.attention import folded_weights
 from sglang_kvq.sglang.runtime import CONFIG_ATTRIBUTE
 
 HIDDEN, Q_HEADS, KV_HEADS, D = 96, 6, 2, 64
@@ -79,7 +80,7 @@ def test_folding_equals_rotating_at_run_time(bias, heads):
             output(layer, x, lambda v, i=i: ops.rotate(i, empty, empty, v)[2], lambda o, i=i: ops.rotate_output(i, o))
             for i, layer in enumerate(model.layers)
         ]
-        weights.fold(model, (5, 6), rotations)
+        folded_weights.fold(model, (5, 6), rotations)
         folded = [output(layer, x) for layer in model.layers]
     for a, b, c in zip(plain, at_run_time, folded):
         assert torch.allclose(b, c, atol=1e-4) and torch.allclose(a, c, atol=1e-4)
@@ -103,12 +104,12 @@ def test_folding_takes_outputs_matrices_that_undo_the_values(heads):
             output(layer, x, lambda v, i=i: ops.rotate(i, empty, empty, v)[2], lambda o, i=i: ops.rotate_output(i, o))
             for i, layer in enumerate(model.layers)
         ]
-        weights.fold(model, (5, 6), v, o)
+        folded_weights.fold(model, (5, 6), v, o)
         folded = [output(layer, x) for layer in model.layers]
         for a, b, c in zip(plain, at_run_time, folded):
             torch.testing.assert_close(b, a, atol=1e-3, rtol=0)
             torch.testing.assert_close(c, a, atol=1e-3, rtol=0)
-        weights.fold(model, (5, 6), v)  # once more, and as if it were orthogonal
+        folded_weights.fold(model, (5, 6), v)  # once more, and as if it were orthogonal
         assert not torch.allclose(output(model.layers[0], x), plain[0], atol=0.1)
 
 
@@ -139,7 +140,7 @@ def test_folding_with_sinks_and_biases_leaves_layers_with_windows_alone(why):
     before = [{name: p.clone() for name, p in layer.named_parameters()} for layer in model.layers]
     with torch.no_grad():
         plain = [output_with_sinks(layer, x) for layer in model.layers]
-        weights.fold(model, (6,), torch.linalg.qr(torch.randn(1, KV_HEADS, D, D))[0])
+        folded_weights.fold(model, (6,), torch.linalg.qr(torch.randn(1, KV_HEADS, D, D))[0])
         for layer, wanted in zip(model.layers, plain):
             torch.testing.assert_close(output_with_sinks(layer, x), wanted, atol=1e-3, rtol=0)
     assert all(torch.equal(p, before[0][name]) for name, p in model.layers[0].named_parameters())
@@ -155,7 +156,7 @@ def why(command_line):
         server_args = command_line("--kv-quant", "hadamard", *flags)
         if hasattr(server_args, "resolve_once"):
             server_args.resolve_once()
-        return weights.why_not_foldable(model, layers, server_args, device)
+        return folded_weights.why_not_foldable(model, layers, server_args, device)
 
     return ask
 
@@ -260,7 +261,7 @@ def test_attention_classes_of_hybrids_say_that_they_gate(module, name):
 # -- weights that are folded neither leave nor change ------------------------------------------------------------------
 
 RELEASE = compat.sglang_version()
-REFUSING = [h for h in hooks.for_release(RELEASE) if (h.handler or "").startswith("weights:refuse")]
+REFUSING = [h for h in hooks.for_release(RELEASE) if (h.handler or "").startswith("attention.folded_weights:refuse")]
 COMPONENTS = "model_executor.model_runner_components"
 #: Methods of these classes that neither show nor change a weight by themselves.
 HARMLESS = {
@@ -300,10 +301,10 @@ def folded(applied, monkeypatch):
 def test_refused_while_folded(applied, folded, hook):
     """By the answer that SGLang's caller expects of a refusal, with the reason and the way out in it."""
     handler, words = applied._installed[hook], ["model.layers.0.self_attn.v_proj.weight"] * len(hook.params)
-    if hook.handler == "weights:refuse_saving":
+    if hook.handler == "attention.folded_weights:refuse_saving":
         with pytest.raises(KVQuantError, match="folded.*without --kv-quant"):
             handler(lambda *a: pytest.fail("ran"), None, *words)
-    elif hook.handler == "weights:refuse_reading":
+    elif hook.handler == "attention.folded_weights:refuse_reading":
         assert handler(lambda *a: pytest.fail("ran"), None, *words) is None
     else:
         answer = handler(lambda *a: pytest.fail("ran"), None, *words)
@@ -326,7 +327,7 @@ def test_refused_while_folded(applied, folded, hook):
 )
 def test_only_what_is_folded_cannot_be_read(folded, caplog, name, is_folded):
     with caplog.at_level("ERROR", logger="sglang_kvq"):
-        found = weights.refuse_reading(lambda self, name, size: [1.0], None, name, 100)
+        found = folded_weights.refuse_reading(lambda self, name, size: [1.0], None, name, 100)
     assert found == (None if is_folded else [1.0])
     assert (name in caplog.text) == is_folded
 
@@ -341,7 +342,7 @@ def test_a_client_is_told_why(found):
     name = "model.layers.0.self_attn.o_proj.weight"
     manager = SimpleNamespace(server_args=SimpleNamespace(**{CONFIG_ATTRIBUTE: KVQuantConfig("hadamard")}))
     with pytest.raises(KVQuantError, match=f"{name} is not available: --kv-quant folded"):
-        asyncio.run(weights.explain_refusal(original, manager, SimpleNamespace(name=name), None))
+        asyncio.run(folded_weights.explain_refusal(original, manager, SimpleNamespace(name=name), None))
     others = (manager, "lm_head.weight"), (SimpleNamespace(server_args=SimpleNamespace()), name)
     for other, asked in others:
-        assert asyncio.run(weights.explain_refusal(original, other, SimpleNamespace(name=asked))) == found
+        assert asyncio.run(folded_weights.explain_refusal(original, other, SimpleNamespace(name=asked))) == found

@@ -15,18 +15,20 @@ from sglang_kvq.cache.pool import PagePool
 from sglang_kvq.cache.tiers import TierManager
 from sglang_kvq.config import PAGE_SIZE, KVQuantConfig
 from sglang_kvq.episodic.config import EPICACHE
-from sglang_kvq.sglang import checks, compat, episodes, runtime, weights
-from sglang_kvq.sglang.backend import KVQuantBackend
-from sglang_kvq.sglang.drafts import BRANCHING
-from sglang_kvq.sglang.layers import check_layer_ids, check_layers
-from sglang_kvq.sglang.pool import quantized_pool
+from sglang_kvq.sglang import checks, compat, runtime
+from sglang_kvq.sglang.attention import folded_weights
+from sglang_kvq.sglang.attention.backend import KVQuantBackend
+from sglang_kvq.sglang.attention.drafts import BRANCHING
+from sglang_kvq.sglang.attention.layers import check_layer_ids, check_layers
+from sglang_kvq.sglang.memory.pool import quantized_pool
+from sglang_kvq.sglang.prefix import episodes
 from sglang_kvq.sglang.runtime import logger
 from sglang_kvq.sglang.types import ModelRunner
 
 
 def create_backend(model_runner: ModelRunner) -> AttentionBackend:
     """The backend of one worker: rotations resolved, V folded where possible, tiers connected."""
-    from sglang_kvq.sglang.worker_rotations import log_inferred, worker_rotations
+    from sglang_kvq.sglang.attention.worker_rotations import log_inferred, worker_rotations
 
     state = runtime.started()
     config, pool = state.config, state.pages
@@ -37,9 +39,11 @@ def create_backend(model_runner: ModelRunner) -> AttentionBackend:
     rotations, origin = worker_rotations(model_runner, config, state.geometry, state.layer_ids)
     folded = False
     if rotations.v is not None:
-        why_not = weights.why_not_foldable(model_runner.model, state.layer_ids, model_runner.server_args, pool.device)
+        why_not = folded_weights.why_not_foldable(
+            model_runner.model, state.layer_ids, model_runner.server_args, pool.device
+        )
         if why_not is None:
-            weights.fold(model_runner.model, state.layer_ids, rotations.v, rotations.outputs)
+            folded_weights.fold(model_runner.model, state.layer_ids, rotations.v, rotations.outputs)
             rotations, folded = replace(rotations, v=None, o=None), True
         else:
             logger.info("kv-quant rotates V at run time, not in the weights: %s", why_not)
@@ -66,7 +70,7 @@ def create_backend(model_runner: ModelRunner) -> AttentionBackend:
     log_inferred(model_runner, config)
     logger.info("kv-quant ready: %s", ", ".join(f"{k}={v}" for k, v in state.status.items()))
     if config.capture:
-        from sglang_kvq.sglang.capture_backend import capture_backend
+        from sglang_kvq.sglang.attention.capture_backend import capture_backend
 
         backend = capture_backend(model_runner, config.capture, ops, tiers, state.layer_ids)
     else:
@@ -78,7 +82,7 @@ def create_backend(model_runner: ModelRunner) -> AttentionBackend:
     backend.req_to_token_pool = model_runner.req_to_token_pool
     if state.windows is None:
         return backend
-    from sglang_kvq.sglang.window_backend import WindowedBackend, create_window_backend
+    from sglang_kvq.sglang.attention.window_backend import WindowedBackend, create_window_backend
 
     return WindowedBackend(backend, create_window_backend(model_runner))
 

@@ -23,7 +23,8 @@ from sglang_kvq.config import PAGE_SIZE
 from sglang_kvq.episodic.fold import PARAMETER, Fold
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.releases import OLD_TREE
-from sglang_kvq.sglang import compat, runtime, tree_keys
+from sglang_kvq.sglang import compat, runtime
+from sglang_kvq.sglang.prefix import tree_keys
 from sglang_kvq.sglang.types import Original, PrefixCache, Req
 
 #: Chooses the tokens of a finished request that each layer and KV head of this worker keeps: int64 ``[layers, kv_heads,

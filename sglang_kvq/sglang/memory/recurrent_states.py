@@ -6,8 +6,8 @@ from sglang_kvq.cache.layout import KVGeometry
 from sglang_kvq.cache.states import StateShare, needs_of, share_states
 from sglang_kvq.config import KVQuantConfig
 from sglang_kvq.sglang import compat
-from sglang_kvq.sglang.capacity import model_formats, requests_per_worker
-from sglang_kvq.sglang.drafts import draft_page_bytes
+from sglang_kvq.sglang.attention.drafts import draft_page_bytes
+from sglang_kvq.sglang.memory.capacity import model_formats, requests_per_worker
 from sglang_kvq.sglang.runtime import config_of, logger
 from sglang_kvq.sglang.types import Configurator, Original
 

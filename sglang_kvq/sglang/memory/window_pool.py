@@ -6,7 +6,7 @@ from typing import Any
 
 from sglang_kvq.releases import OLD_TREE
 from sglang_kvq.sglang import compat
-from sglang_kvq.sglang.pool import KVQuantPool, make_pool
+from sglang_kvq.sglang.memory.pool import KVQuantPool, make_pool
 from sglang_kvq.sglang.runtime import config_of
 from sglang_kvq.sglang.types import Configurator, KVCache, Original
 
