@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from sglang_kvq.config import HEAD_DIMS, MAX_GQA_GROUP, PAGE_SIZE, KVQuantConfig
+from sglang_kvq.config import MAX_GQA_GROUP, KVQuantConfig
+from sglang_kvq.constants import HEAD_DIMS, PAGE_SIZE
 from sglang_kvq.episodic.config import EPICACHE
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.releases import OLD_TREE, RELEASES, WITHOUT_STATES, WITHOUT_WINDOWS

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from sglang_kvq.cache import firsts
+from sglang_kvq.cache import sink_token_cache as firsts
 from tests.cache.scheduler_model import PLANES, Model
 from tests.cache.schedules import Driver, converse, random_model
 

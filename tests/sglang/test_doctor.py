@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 import sglang_kvq.kernels
 from sglang_kvq.cli import app
-from sglang_kvq.config import HEAD_DIMS
+from sglang_kvq.constants import HEAD_DIMS
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.formats.page import PageFormat
 from sglang_kvq.formats.planes import PlaneFormat

@@ -11,7 +11,8 @@ import torch
 from sglang_kvq.attention.drafts import chain, from_mask, mask_of
 from sglang_kvq.cache.layout import KVGeometry, divide
 from sglang_kvq.cache.pool import PagePool
-from sglang_kvq.config import PAGE_SIZE, KVQuantConfig
+from sglang_kvq.config import KVQuantConfig
+from sglang_kvq.constants import PAGE_SIZE
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.formats.page import PageFormat
 from sglang_kvq.sglang import compat, plugin, runtime

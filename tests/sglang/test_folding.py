@@ -10,8 +10,8 @@ import torch
 
 from sglang_kvq.cache.layout import KVGeometry
 from sglang_kvq.cache.pending import FoldedPages
-from sglang_kvq.config import PAGE_SIZE as P
 from sglang_kvq.config import KVQuantConfig
+from sglang_kvq.constants import PAGE_SIZE as P
 from sglang_kvq.episodic.fold import PARAMETER, Fold
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.formats.code import CodeFormat

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from sglang_kvq.cache.layout import KVGeometry, MemoryLayout
-from sglang_kvq.config import PAGE_SIZE as P
 from sglang_kvq.config import KVQuantConfig
+from sglang_kvq.constants import PAGE_SIZE as P
 from sglang_kvq.formats.page import PageFormat
 from sglang_kvq.sglang import checks, runtime
 from sglang_kvq.sglang.memory.allocator import build_allocator

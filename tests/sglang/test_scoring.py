@@ -11,11 +11,11 @@ from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
 from sglang_kvq.attention import oracle
 from sglang_kvq.attention.base import LayerRotations
-from sglang_kvq.attention.key_scores import key_scores
-from sglang_kvq.attention.scoring import KeyScores
+from sglang_kvq.attention.scores.key_scores import key_scores
+from sglang_kvq.attention.scores.scoring import KeyScores
 from sglang_kvq.cache.pool import PagePool
 from sglang_kvq.cache.tiers import TierManager
-from sglang_kvq.config import PAGE_SIZE as P
+from sglang_kvq.constants import PAGE_SIZE as P
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.formats.page import PageFormat
 from sglang_kvq.sglang import runtime

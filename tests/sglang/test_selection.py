@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from sglang_kvq.config import PAGE_SIZE as P
+from sglang_kvq.constants import PAGE_SIZE as P
 from sglang_kvq.episodic.selection import PARAMETER, Selection
 from sglang_kvq.sglang.prefix import selection as selections
 from sglang_kvq.sglang.prefix import tree_keys

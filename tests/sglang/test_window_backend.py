@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from sglang_kvq.config import PAGE_SIZE as P
+from sglang_kvq.constants import PAGE_SIZE as P
 from tests.sglang.test_hybrid_tree import served
 from tests.sglang.window_tree_model import WINDOW, WindowTreeModel
 

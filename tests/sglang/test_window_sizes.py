@@ -9,7 +9,8 @@ import torch
 
 from sglang_kvq.cache.layout import KVGeometry, overlay_slots
 from sglang_kvq.cache.windows import STOCK_RATIO, WindowNeed, need_of, split_windows
-from sglang_kvq.config import PAGE_SIZE, KVQuantConfig
+from sglang_kvq.config import KVQuantConfig
+from sglang_kvq.constants import PAGE_SIZE
 from sglang_kvq.formats.page import PageFormat
 from sglang_kvq.sglang import runtime
 from sglang_kvq.sglang.doctor import capacity as doctor_capacity

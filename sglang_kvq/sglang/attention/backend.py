@@ -11,11 +11,11 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
 from sglang_kvq.attention.base import AttentionOps, ExtendBatch
 from sglang_kvq.attention.drafts import DraftBatch
-from sglang_kvq.attention.scoring import ScoringPart, plan_scoring
-from sglang_kvq.cache.split import split_new_tokens
+from sglang_kvq.attention.planning.new_tokens import split_new_tokens
+from sglang_kvq.attention.scores.scoring import ScoringPart, plan_scoring
 from sglang_kvq.cache.tiers import TierManager
 from sglang_kvq.cache.transfer import to_device
-from sglang_kvq.config import PAGE_SIZE
+from sglang_kvq.constants import PAGE_SIZE
 from sglang_kvq.sglang.attention import scoring
 from sglang_kvq.sglang.attention.drafts import SeenBuffers, draft_count
 from sglang_kvq.sglang.attention.error_watch import ErrorWatch

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 
 from sglang_kvq.attention.drafts import chain, check_count, from_mask
-from sglang_kvq.config import PAGE_SIZE, KVQuantConfig
+from sglang_kvq.config import KVQuantConfig
+from sglang_kvq.constants import PAGE_SIZE
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.sglang import compat, runtime
 from sglang_kvq.sglang.runtime import config_of

@@ -8,7 +8,7 @@ tensor parallelism every worker does so for its own heads.
 
 from __future__ import annotations
 
-from sglang_kvq.attention.scoring import KeyScores
+from sglang_kvq.attention.scores.scoring import KeyScores
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.sglang import runtime
 from sglang_kvq.sglang.types import ForwardBatch

@@ -9,9 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from sglang_kvq.cache.layout import KVGeometry, divide, fit, overlay_slots, reserved_bytes
-from sglang_kvq.cache.states import SGLANG_RATIO, needs_of, share_states
+from sglang_kvq.cache.recurrent_states import SGLANG_RATIO, needs_of, share_states
 from sglang_kvq.cache.windows import STOCK_RATIO, need_of, share_windows, token_bytes
-from sglang_kvq.config import PAGE_SIZE, KVQuantConfig
+from sglang_kvq.config import KVQuantConfig
+from sglang_kvq.constants import PAGE_SIZE
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.sglang.types import ModelConfig
 

@@ -25,12 +25,13 @@ import torch
 
 from sglang_kvq.attention.base import AttentionOps, ExtendBatch, LayerRotations
 from sglang_kvq.attention.drafts import DraftBatch, chain
+from sglang_kvq.attention.planning.new_tokens import split_new_tokens
 from sglang_kvq.attention.reference import ReferenceOps
-from sglang_kvq.attention.scoring import KeyScores, plan_scoring
+from sglang_kvq.attention.scores.scoring import KeyScores, plan_scoring
 from sglang_kvq.cache.pool import PagePool
-from sglang_kvq.cache.split import split_new_tokens
 from sglang_kvq.cache.tiers import TierManager
-from sglang_kvq.config import PAGE_SIZE, KVQuantConfig
+from sglang_kvq.config import KVQuantConfig
+from sglang_kvq.constants import PAGE_SIZE
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.formats.code import CodeFormat
 from sglang_kvq.formats.page import PageFormat
@@ -210,7 +211,7 @@ class _Request:
     """One request on row 1 of two caches: one that kernels write and read, and one that torch does."""
 
     def __init__(self, device: torch.device, format: RecordFormat, sinks: bool) -> None:
-        from sglang_kvq.attention.short_extend import ShortExtends
+        from sglang_kvq.attention.planning.short_extend import ShortExtends
         from sglang_kvq.attention.triton_ops import TritonOps
         from sglang_kvq.cache.triton_tiers import TritonTierManager
 
@@ -278,7 +279,7 @@ class _Request:
     def restore(self) -> None:
         """A page's first token is kept and its overlay restored, bit for bit."""
         from sglang_kvq.attention.triton_ops import TritonOps
-        from sglang_kvq.kernels.quantize.keep_firsts import keep_firsts
+        from sglang_kvq.kernels.quantize.keep_sink_tokens import keep_firsts
 
         pool, plain, pages = self._pool((PLANES,)), self._pool((PLANES,)), self._int64(0, 2)
         plain.overlays.copy_(pool.overlays.normal_())

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from sglang_kvq.cache.layout import KVGeometry, divide, overlay_slots, reserved_bytes
-from sglang_kvq.config import PAGE_SIZE, KVQuantConfig
+from sglang_kvq.config import KVQuantConfig
+from sglang_kvq.constants import PAGE_SIZE
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.formats.record import RecordFormat
 from sglang_kvq.methods import RotationKind, get_method

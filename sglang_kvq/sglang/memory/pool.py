@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 import torch
 from sglang.srt.mem_cache.memory_pool import KVCache
 
-from sglang_kvq.config import PAGE_SIZE
+from sglang_kvq.constants import PAGE_SIZE
 from sglang_kvq.sglang import runtime
 from sglang_kvq.sglang.memory import canary
 from sglang_kvq.sglang.runtime import config_of, logger

@@ -12,7 +12,7 @@ from typing import Any
 
 from sglang_kvq.cache.layout import overlay_slots, reserved_bytes
 from sglang_kvq.cache.windows import STOCK_RATIO, WindowNeed, need_of, share_windows, token_bytes
-from sglang_kvq.config import PAGE_SIZE
+from sglang_kvq.constants import PAGE_SIZE
 from sglang_kvq.releases import OLD_TREE
 from sglang_kvq.sglang import compat, runtime
 from sglang_kvq.sglang.attention.drafts import draft_page_bytes

@@ -12,7 +12,7 @@ from array import array
 
 import torch
 
-from sglang_kvq.attention.token_choice import choose_tokens
+from sglang_kvq.attention.scores.token_choice import choose_tokens
 from sglang_kvq.episodic.fold import Fold
 from sglang_kvq.episodic.prefix import PARAMETER, FoldedPrefix
 from sglang_kvq.episodic.selection import GONE

@@ -19,7 +19,7 @@ from typing import Any, TypeAlias
 import torch
 
 from sglang_kvq.cache.fold import check_moves
-from sglang_kvq.config import PAGE_SIZE
+from sglang_kvq.constants import PAGE_SIZE
 from sglang_kvq.episodic.fold import PARAMETER, Fold
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.releases import OLD_TREE

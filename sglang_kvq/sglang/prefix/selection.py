@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from sglang_kvq.cache.transfer import to_device
-from sglang_kvq.config import PAGE_SIZE
+from sglang_kvq.constants import PAGE_SIZE
 from sglang_kvq.episodic.selection import GONE, PARAMETER, TOO_SMALL, Selection
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.sglang import runtime

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from sglang_kvq.cache.tiers import TierManager
-from sglang_kvq.config import PAGE_SIZE
+from sglang_kvq.constants import PAGE_SIZE
 from sglang_kvq.sglang import runtime
 from sglang_kvq.sglang.types import Original, PrefixCache, Req
 

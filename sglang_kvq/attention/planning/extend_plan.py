@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from sglang_kvq.cache.transfer import upload
-from sglang_kvq.config import PAGE_SIZE
+from sglang_kvq.constants import PAGE_SIZE
 from sglang_kvq.kernels.extend.flash_attention import Tile
 from sglang_kvq.kernels.extend.gather_pages import PageRead
 

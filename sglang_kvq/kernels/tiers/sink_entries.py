@@ -3,10 +3,10 @@
 import triton
 import triton.language as tl
 
-from sglang_kvq.cache.firsts import FREE, UNUSED
-from sglang_kvq.kernels.tiers.least import NEVER, among_least, bisect, count_below
+from sglang_kvq.constants import ENTRY_FREE, ENTRY_UNUSED
+from sglang_kvq.kernels.tiers.select_smallest import NEVER, among_least, bisect, count_below
 
-_FREE, _UNUSED = tl.constexpr(FREE), tl.constexpr(UNUSED)
+_FREE, _UNUSED = tl.constexpr(ENTRY_FREE), tl.constexpr(ENTRY_UNUSED)
 
 
 @triton.jit

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-#: Key of an item that must not be taken.
-NEVER = 1 << 62
+from sglang_kvq.constants import NEVER
 
 
 def hand_out(keys: torch.Tensor, need: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -3,9 +3,9 @@
 import triton
 import triton.language as tl
 
-from sglang_kvq.cache import least
+from sglang_kvq import constants
 
-NEVER = tl.constexpr(least.NEVER)
+NEVER = tl.constexpr(constants.NEVER)
 
 
 @triton.jit

@@ -18,14 +18,13 @@ from dataclasses import dataclass
 
 import torch
 
-from sglang_kvq.cache.least import NEVER, hand_out
+from sglang_kvq.cache.select_smallest import hand_out
+from sglang_kvq.constants import ENTRY_FREE, ENTRY_UNUSED, NEVER
 
 #: Pages per entry: conversations are many pages long.
 PAGES_PER_ENTRY = 8
 #: Minimum number of entries. In a small pool they exceed the page share; they take one overlay's memory, uncounted.
 LEAST_ENTRIES = 64
-#: Keys of entries, in the order of reuse: free ones, those of pages with overlays, then by stamp.
-FREE, UNUSED = 0, 1
 
 
 def entry_count(pages: int) -> int:
@@ -105,8 +104,8 @@ class FirstTokens:
         entries = torch.where(wanted, self.entries(pages), 0)
         # index_fill_: assigning a Python number by index waits for the device.
         self.stamp.index_fill_(0, entries, step)
-        key = torch.where(page_slot[self.pages.long()] > 0, UNUSED, UNUSED + 1 + self.stamp)
-        key = torch.where(self.pages == 0, FREE, key)
+        key = torch.where(page_slot[self.pages.long()] > 0, ENTRY_UNUSED, ENTRY_UNUSED + 1 + self.stamp)
+        key = torch.where(self.pages == 0, ENTRY_FREE, key)
         never = (self.pages > 0) & (self.stamp == step)
         never[0].fill_(True)
         key = torch.where(never if spared is None else never | spared, NEVER, key)

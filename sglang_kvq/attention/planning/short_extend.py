@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from sglang_kvq.attention.base import ExtendBatch
-from sglang_kvq.attention.extend_costs import H200, ExtendCosts, Geometry
+from sglang_kvq.attention.planning.extend_costs import H200, ExtendCosts, Geometry
 from sglang_kvq.cache.transfer import upload
 from sglang_kvq.kernels.extend.extend_attention import FIELDS, ExtendLaunch, extend_launch, plan_extend
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from sglang_kvq.cache.layout import KVGeometry
-from sglang_kvq.config import PAGE_SIZE, KVQuantConfig
+from sglang_kvq.config import KVQuantConfig
+from sglang_kvq.constants import PAGE_SIZE
 
 #: SGLang's default ``--mamba-full-memory-ratio``.
 SGLANG_RATIO = 0.9

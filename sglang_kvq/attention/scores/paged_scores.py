@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from sglang_kvq.attention.scoring import ScoringPart
+from sglang_kvq.attention.scores.scoring import ScoringPart
 from sglang_kvq.cache.transfer import upload
-from sglang_kvq.config import PAGE_SIZE
+from sglang_kvq.constants import PAGE_SIZE
 from sglang_kvq.kernels.extend.gather_pages import FIELDS, PageRead
 from sglang_kvq.kernels.extend.key_scores import merged, past_lse, raise_scores, score_launch, splits_of
 
