@@ -17,7 +17,7 @@ import pytest
 
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.evaluation import runner
-from sglang_kvq.evaluation.command import main
+from tests.evaluation.conftest import main
 from tests.evaluation.fake_server import OWN_CHUNK, FakeServer
 from tests.evaluation.test_runner import no_hub, rows, words  # noqa: F401  (a fixture)
 
@@ -110,7 +110,7 @@ def test_a_killed_run_keeps_what_was_measured(text, tmp_path):
     out = tmp_path / "out"
     asked = words(text, out, "--methods", "none,oscar,hadamard", "--gpus", "0,1,2")
     run = subprocess.Popen(
-        [sys.executable, "-m", "sglang_kvq.evaluation", *asked],
+        [sys.executable, "-m", "sglang_kvq.cli", "eval", *asked],
         stderr=subprocess.PIPE,
         text=True,
         env={**os.environ, "FAKE_HANG": "hadamard"},

@@ -12,13 +12,13 @@ import pytest
 
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.evaluation import map_table, plots, precise, report
-from sglang_kvq.evaluation.command import main
 from sglang_kvq.evaluation.families import FAMILIES, REFERENCES, family_of, reference_of
 from sglang_kvq.evaluation.frontier import Point, frontier, points, representative
 from sglang_kvq.evaluation.map_rows import COLUMNS, add_reference, rows_of
 from sglang_kvq.evaluation.store import read
 from sglang_kvq.methods import METHOD_NAMES
 from tests.conftest import ROOT
+from tests.evaluation.conftest import main
 
 RESULTS = ROOT / "benchmarks" / "results"
 MAPS = sorted(RESULTS.glob("precise_*.json"))

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from sglang_kvq.errors import KVQuantError
-from sglang_kvq.evaluation.command import main
+from tests.evaluation.conftest import main
 from tests.evaluation.fake_server import FakeServer
 
 FAKE = f"{sys.executable} {Path(__file__).with_name('fake_server.py')}"
@@ -90,7 +90,7 @@ def test_a_server_that_crashes_costs_only_its_method(text, tmp_path, monkeypatch
 
 def test_an_interrupted_run_stops_its_servers_and_goes_on_later(text, tmp_path):
     out = tmp_path / "out"
-    command = [sys.executable, "-m", "sglang_kvq.evaluation", *words(text, out, "--methods", "oscar,hadamard")]
+    command = [sys.executable, "-m", "sglang_kvq.cli", "eval", *words(text, out, "--methods", "oscar,hadamard")]
     run = subprocess.Popen(
         [*command, "--", "--hang", "hadamard"],
         stderr=subprocess.PIPE,
@@ -243,6 +243,10 @@ def test_a_reference_must_be_bf16(text, tmp_path):
             ],
             "after --",
         ),
+        (
+            ["--server", "http://x", "--out", "x", "--tasks", "humaneval", "--humaneval", "f", "--", "--tp"],
+            "--tp: flags",
+        ),
         (["--model", "m", "--out", "x", "--text", "nowhere.txt", "--kl-lengths", "1k"], "whole numbers"),
         (["--model", "m", "--out", "x", "--text", "nowhere.txt", "--kl-lengths", "600"], "longer than the first"),
         (["--model", "m", "--out", "x", "--text", "nowhere.txt"], "nowhere.txt: cannot be read"),
@@ -254,15 +258,3 @@ def test_wrong_command_lines(given, message, tmp_path, monkeypatch):
     with pytest.raises(KVQuantError, match=message):
         main(given)
     assert not list(tmp_path.iterdir())
-
-
-def test_the_kvq_command_passes_every_word_on(tmp_path):
-    from typer.testing import CliRunner
-
-    from sglang_kvq.cli import app
-
-    result = CliRunner().invoke(
-        app, ["eval", "--server", "http://x", "--out", "x", "--tasks", "humaneval", "--humaneval", "f", "--", "--tp"]
-    )
-    assert isinstance(result.exception, KVQuantError) and "--tp: flags after --" in str(result.exception)
-    assert "--kl-lengths" in CliRunner().invoke(app, ["eval", "--help"]).output

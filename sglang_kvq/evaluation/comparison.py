@@ -1,0 +1,314 @@
+"""What ``kvq eval`` does with its options: measures on servers, or writes a map or a page from results."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+
+from sglang_kvq.arguments import check_least, check_new
+from sglang_kvq.errors import KVQuantError, unknown
+from sglang_kvq.evaluation import map_table, plots, precise, provenance, report
+from sglang_kvq.evaluation.base import Bench, ReferenceTask, Task
+from sglang_kvq.evaluation.client import Client
+from sglang_kvq.evaluation.map_rows import is_map
+from sglang_kvq.evaluation.material import Material, write_whole
+from sglang_kvq.evaluation.progress import Display
+from sglang_kvq.evaluation.runner import Launch, Runner, server_identity
+from sglang_kvq.evaluation.specs import (
+    CHUNK,
+    CHUNK_FLAG,
+    REFERENCE,
+    MethodSpec,
+    chunk_size,
+    in_chunks,
+    parse,
+    parse_list,
+)
+from sglang_kvq.evaluation.store import Store, read, write_json
+from sglang_kvq.evaluation.tasks import KINDS, TASK_NAMES
+from sglang_kvq.evaluation.tasks.gsm8k import GSM8KTask
+from sglang_kvq.evaluation.tasks.humaneval import HumanEvalTask
+from sglang_kvq.evaluation.tasks.kl import KLTask
+from sglang_kvq.evaluation.tasks.needle import NeedleTask
+from sglang_kvq.evaluation.tasks.retrieval import RetrievalTask
+
+#: The least values of numbers that no task looks at before it runs.
+LEAST = {
+    "parallel": 1,
+    "concurrency": 1,
+    "start-timeout": 1e-3,
+    "request-timeout": 1e-3,
+    "humaneval-problems": 0,
+    "humaneval-max-tokens": 1,
+    "gsm8k-shots": 0,
+    "gsm8k-problems": 0,
+    "gsm8k-max-tokens": 1,
+}
+
+
+def run(options: SimpleNamespace, words: Sequence[str]) -> int:
+    """Runs the command and returns the exit status: 1 if a method or task gave no value.
+
+    Args:
+        words: the command line after ``kvq eval``; flags of servers follow ``--``.
+
+    Raises:
+        KVQuantError: settings, files or servers cannot be used.
+    """
+    flags = list(words[words.index("--") + 1 :]) if "--" in words else []
+    if sum(map(bool, (options.server, options.model, options.map, options.report))) != 1:
+        raise KVQuantError("give one of --server URL, --model PATH, --map SOURCE ... and --report FILE ....")
+    command = ["kvq", "eval", *words]
+    if options.report:
+        return write_page(options)
+    if options.map:
+        return write_map(options, command)
+    if flags and not options.model:
+        raise KVQuantError(f"{' '.join(flags)}: flags after -- are for servers that --model starts.")
+    for name, least in LEAST.items():
+        check_least(f"--{name}", getattr(options, name.replace("-", "_")), least)
+    check_new("--out", options.out, folder=True)
+    for flag, value in (("--gpus", options.gpus), (CHUNK_FLAG, options.chunked_prefill_size)):
+        if options.server and value not in ("", str(CHUNK)):
+            raise KVQuantError(f"{flag} {value}: it is for servers that --model starts; leave it out.")
+    tasks = tasks_of(options)
+    noted = shlex.join(map(provenance.without_paths, command))
+    if options.server:
+        model, failures = evaluate_server(options, tasks, noted)
+    else:
+        model, failures = compare_methods(options, tasks, flags, noted)
+    return finish(options, model, command, failures)
+
+
+def tasks_of(options: SimpleNamespace) -> list[Task]:
+    """Returns the requested tasks, in the order of ``TASK_NAMES``.
+
+    Raises:
+        KVQuantError: a task is unknown, or a setting is wrong or missing.
+    """
+    names = options.tasks.split(",")
+    if wrong := set(names) - set(TASK_NAMES):
+        raise unknown("--tasks", sorted(wrong)[0], TASK_NAMES)
+    return [_task(name, options) for name in TASK_NAMES if name in names]
+
+
+def _task(name: str, given: SimpleNamespace) -> Task:
+    if name == "kl":
+        contexts = tuple(_context(word, given.kl_contexts) for word in given.kl_lengths.split(","))
+        return KLTask(tuple(given.text), given.text_skip, contexts, given.kl_first, given.kl_top)
+    if name == "needle":
+        filler = given.needle_text or next(iter(given.text), None)
+        return NeedleTask(
+            _file(filler, "the needle task needs filler text: --text FILE or --needle-text FILE."),
+            0.0 if given.needle_text else given.text_skip,
+            _numbers("--needle-lengths", given.needle_lengths),
+            _numbers("--needle-depths", given.needle_depths),
+            given.needle_trials,
+            given.style,
+            given.needle_seed,
+        )
+    if name in KINDS:
+        lengths = _numbers("--retrieval-lengths", given.retrieval_lengths)
+        return RetrievalTask(name, lengths, given.retrieval_cases, given.style, given.retrieval_seed)
+    if name == "humaneval":
+        return HumanEvalTask(
+            _file(given.humaneval, "the humaneval task needs its problems: --humaneval HumanEval.jsonl.gz."),
+            given.humaneval_problems,
+            given.style,
+            given.humaneval_max_tokens,
+            allow_unsandboxed=given.allow_unsandboxed,
+        )
+    return GSM8KTask(
+        _file(given.gsm8k, "the gsm8k task needs its problems: --gsm8k test.jsonl."),
+        given.gsm8k_train,
+        given.gsm8k_shots,
+        given.gsm8k_problems,
+        given.style,
+        given.gsm8k_max_tokens,
+    )
+
+
+def _context(word: str, usual: int) -> tuple[int, int]:
+    """Parses ``N`` or ``NxCOUNT``: tokens, and the number of contexts."""
+    length, times, count = word.partition("x")
+    try:
+        return int(length), int(count) if times else usual
+    except ValueError:
+        raise KVQuantError(f"--kl-lengths {word}: give N or NxCOUNT, whole numbers, separated by commas.") from None
+
+
+def _numbers(flag: str, words: str) -> tuple[int, ...]:
+    try:
+        return tuple(map(int, words.split(",")))
+    except ValueError:
+        raise KVQuantError(f"{flag} {words!r}: give whole numbers separated by commas.") from None
+
+
+def _file(path: Path | None, otherwise: str) -> Path:
+    """Returns a file that a task requires, or raises ``otherwise``."""
+    if path is None:
+        raise KVQuantError(otherwise)
+    return path
+
+
+def model_label(options: SimpleNamespace, path: str) -> str:
+    return options.label or Path(path).name.lower() or "model"
+
+
+def evaluate_server(options: SimpleNamespace, tasks: list[Task], command: str) -> tuple[str, list[str]]:
+    """Measures on the given running server (``--server``)."""
+    identity, facts = server_identity(options.server, options.name)
+    label = options.name or facts.method
+    model = model_label(options, facts.model_path)
+    store = Store(options.out, options.overwrite, command)
+    material = Material(options.out / "material", model, options.tokenizer or None)
+    slug = MethodSpec(label, REFERENCE).slug
+    with Display() as display:
+        runner = Runner(
+            tasks, store, material, display, concurrency=options.concurrency, timeout=options.request_timeout
+        )
+        wanted = [task for task in tasks if not store.finished(slug, task.name, {**identity, "task": task.identity()})]
+        for task in wanted:
+            if options.reference_server and isinstance(task, ReferenceTask):
+                reference = Client(options.reference_server, timeout=options.request_timeout)
+                if reference.facts.method != REFERENCE:
+                    raise KVQuantError(
+                        f"--reference-server {options.reference_server} serves {reference.facts.method}, not BF16."
+                    )
+                runner.record_reference(task, reference, Bench(material, options.concurrency))
+        material.settle_reference()
+        runner.measure(options.server, slug, label, identity, wanted, is_reference=label == REFERENCE)
+    return model, runner.failures
+
+
+def specs_of(options: SimpleNamespace, tasks: list[Task], flags: list[str]) -> list[MethodSpec]:
+    """Returns ``--methods`` in each of the chunk sizes; adds BF16 first if a task needs it.
+
+    Raises:
+        KVQuantError: specs or chunk sizes are wrong, or no chunk size suits a task.
+    """
+    chunks = [chunk_size(word) for word in options.chunked_prefill_size.split(",")]
+    if any(flag.startswith(CHUNK_FLAG) for flag in flags) and chunks != [CHUNK]:
+        raise KVQuantError(f"{CHUNK_FLAG} before and after --: give it once, before --.")
+    specs = parse_list(options.methods, chunks)
+    for task in tasks:
+        if isinstance(task, ReferenceTask) and not any(spec.is_reference for spec in specs):
+            fitting = [spec.chunk for spec in specs if spec.fits(task.largest_chunk)]
+            if not fitting:
+                raise KVQuantError(
+                    f"{task.name} is measured in chunks of at most {task.largest_chunk}: add {CHUNK} to {CHUNK_FLAG}, "
+                    "or leave it out of --tasks."
+                )
+            specs.insert(0, in_chunks(parse(REFERENCE), fitting[0]))
+    return specs
+
+
+def gpus_of(options: SimpleNamespace) -> tuple[str, ...]:
+    """Returns ``--gpus``, each once.
+
+    Raises:
+        KVQuantError: a name is empty or repeated.
+    """
+    gpus = tuple(options.gpus.split(",")) if options.gpus else ()
+    if not all(gpus) or len(set(gpus)) < len(gpus):
+        raise KVQuantError(f"--gpus {options.gpus}: give each once, separated by single commas, such as 0,1,2,3.")
+    return gpus
+
+
+def _split(flag: str, words: str) -> tuple[str, ...]:
+    """The words of a command line that is one word of ours.
+
+    Raises:
+        KVQuantError: a quote that does not end.
+    """
+    try:
+        return tuple(shlex.split(words))
+    except ValueError as error:
+        raise KVQuantError(f"{flag} {words}: {error}; close every quote.") from None
+
+
+def compare_methods(
+    options: SimpleNamespace, tasks: list[Task], flags: list[str], command: str
+) -> tuple[str, list[str]]:
+    """Starts a server for each method and measures on it (``--model``)."""
+    specs = specs_of(options, tasks, flags)
+    _split("--server-command", options.server_command)
+    model = model_label(options, options.model)
+    where = str(Path(options.model).resolve()) if Path(options.model).is_dir() else options.model
+    launch = Launch(
+        where,
+        options.server_command,
+        tuple(flags),
+        _split("--plain-flags", options.plain_flags),
+        options.parallel,
+        options.start_timeout,
+        gpus_of(options),
+    )
+    store = Store(options.out, options.overwrite, command)
+    material = Material(options.out / "material", model, options.tokenizer or None)
+    with Display() as display:
+        runner = Runner(
+            tasks, store, material, display, concurrency=options.concurrency, timeout=options.request_timeout
+        )
+        runner.compare(specs, launch)
+    return model, runner.failures
+
+
+def finish(options: SimpleNamespace, model: str, command: list[str], failures: list[str]) -> int:
+    """Writes the report of everything in the output folder and returns the exit status."""
+    content = report.collect(Store(options.out), model, command)
+    path = report.write(options.out, content)
+    drawn = plots.draw(content, path)
+    print((path if options.json else path.with_suffix(".md")).read_text())
+    for written in (path, path.with_suffix(".md"), *(drawn or [])):
+        print(f"written: {written}", file=sys.stderr)
+    if drawn is None:
+        print(plots.MISSING, file=sys.stderr)
+    for failure in failures:
+        print(f"FAILED: {failure}", file=sys.stderr)
+    return 1 if failures else 0
+
+
+def write_map(options: SimpleNamespace, command: list[str]) -> int:
+    """Runs ``--map``: writes the JSON file and, with matplotlib, its plot; prints its block of Markdown."""
+    path = options.out
+    model = path.stem.removeprefix("precise_")
+    if path.is_dir() or path.suffix != ".json" or model in ("", path.stem):
+        raise KVQuantError(f"--out {path}: with --map, the file to write: precise_MODEL.json.")
+    content = precise.collect(options.map, model, command)
+    write_json(path, content)
+    drawn = plots.draw(content, path)
+    if options.json:
+        print(path.read_text())
+    else:
+        print(map_table.block(content, path.name, None, "docs/accuracy.md"))
+    for written in (path, *(drawn or [])):
+        print(f"written: {written}", file=sys.stderr)
+    if drawn is None:
+        print(plots.MISSING, file=sys.stderr)
+    return 0
+
+
+def write_page(options: SimpleNamespace) -> int:
+    """Runs ``--report``: draws plots next to the files, with matplotlib, then writes the page."""
+    contents = {path: read(path) for path in options.report}
+    mapped = [content.get("model") for content in contents.values() if is_map(content)]
+    for path, content in contents.items():
+        headed = not is_map(content) and content.get("model") in mapped
+        if headed:  # the first report of a model shows the map's plot instead of its own
+            mapped.remove(content.get("model"))
+        if plots.draw(content, path, with_map=not headed) is None:
+            print(plots.MISSING, file=sys.stderr)
+            break
+    if options.out.is_dir() or options.out.suffix != ".md":
+        raise KVQuantError(f"--out {options.out}: with --report, the page to write, such as docs/accuracy.md.")
+    text = report.page(options.report, options.out)
+    write_whole(options.out, lambda file: file.write(text))
+    print(f"written: {options.out}", file=sys.stderr)
+    if options.json:
+        print(json.dumps({"page": str(options.out)}))
+    return 0
