@@ -30,7 +30,7 @@ kvq eval --model M --methods none,oscar --gpus 0,1,2,3 --chunked-prefill-size 12
 
 kvq eval --map results more-results --out benchmarks/results/precise_M.json
 
-kvq eval --report benchmarks/results/accuracy_*.json --out docs/accuracy.md
+kvq eval --report benchmarks/results/accuracy_*.json --out docs/results/accuracy.md
 
 Words after -- go to every server that is started. The same `kvq eval` resumes where it stopped.
 """
@@ -91,7 +91,7 @@ def evaluate(
         _what(
             metavar="FILE...",
             help="Write the page --out from accuracy_*.json and precise_*.json files, and their plots next to them; "
-            "from precise_*.json files alone, only their blocks in the page.",
+            "the page begins each model with its map.",
         ),
     ] = None,
     tasks: Annotated[str, _what(metavar="TASK,...", help=f"Some of {','.join(TASK_NAMES)}.")] = "kl",

@@ -1,4 +1,4 @@
-"""What ``kvq eval`` does with its options: measures on servers, or writes a map or a page from results."""
+"""Runs ``kvq eval`` with its options: measures on servers, or writes a map or a page from results."""
 
 from __future__ import annotations
 
@@ -8,15 +8,18 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 from sglang_kvq.arguments import check_least, check_new
 from sglang_kvq.errors import KVQuantError, unknown
-from sglang_kvq.evaluation import map_table, plots, precise, provenance, report
-from sglang_kvq.evaluation.base import Bench, ReferenceTask, Task
+from sglang_kvq.evaluation import provenance
 from sglang_kvq.evaluation.client import Client
-from sglang_kvq.evaluation.map_rows import is_map
-from sglang_kvq.evaluation.material import Material, write_whole
+from sglang_kvq.evaluation.material import Material
 from sglang_kvq.evaluation.progress import Display
+from sglang_kvq.evaluation.report import plots
+from sglang_kvq.evaluation.report.page import page, section
+from sglang_kvq.evaluation.report.results import collect, collect_map, write
+from sglang_kvq.evaluation.report.rows import is_map
 from sglang_kvq.evaluation.runner import Launch, Runner, server_identity
 from sglang_kvq.evaluation.specs import (
     CHUNK,
@@ -28,8 +31,9 @@ from sglang_kvq.evaluation.specs import (
     parse,
     parse_list,
 )
-from sglang_kvq.evaluation.store import Store, read, write_json
+from sglang_kvq.evaluation.store import Store, read, write_json, write_whole
 from sglang_kvq.evaluation.tasks import KINDS, TASK_NAMES
+from sglang_kvq.evaluation.tasks.base import Bench, ReferenceTask, Task
 from sglang_kvq.evaluation.tasks.gsm8k import GSM8KTask
 from sglang_kvq.evaluation.tasks.humaneval import HumanEvalTask
 from sglang_kvq.evaluation.tasks.kl import KLTask
@@ -260,43 +264,44 @@ def compare_methods(
 
 def finish(options: SimpleNamespace, model: str, command: list[str], failures: list[str]) -> int:
     """Writes the report of everything in the output folder and returns the exit status."""
-    content = report.collect(Store(options.out), model, command)
-    path = report.write(options.out, content)
-    drawn = plots.draw(content, path)
+    content = collect(Store(options.out), model, command)
+    path = write(options.out, content)
     print((path if options.json else path.with_suffix(".md")).read_text())
-    for written in (path, path.with_suffix(".md"), *(drawn or [])):
-        print(f"written: {written}", file=sys.stderr)
-    if drawn is None:
-        print(plots.MISSING, file=sys.stderr)
+    _draw(content, path, path.with_suffix(".md"))
     for failure in failures:
         print(f"FAILED: {failure}", file=sys.stderr)
     return 1 if failures else 0
 
 
 def write_map(options: SimpleNamespace, command: list[str]) -> int:
-    """Runs ``--map``: writes the JSON file and, with matplotlib, its plot; prints its block of Markdown."""
+    """Runs ``--map``: writes the JSON file and, with matplotlib, its plot; prints its table."""
     path = options.out
     model = path.stem.removeprefix("precise_")
     if path.is_dir() or path.suffix != ".json" or model in ("", path.stem):
         raise KVQuantError(f"--out {path}: with --map, the file to write: precise_MODEL.json.")
-    content = precise.collect(options.map, model, command)
+    content = collect_map(options.map, model, command)
     write_json(path, content)
+    print(path.read_text() if options.json else section(content))
+    _draw(content, path)
+    return 0
+
+
+def _draw(content: dict[str, Any], path: Path, *others: Path) -> None:
+    """Draws the plots of a result file, with matplotlib, and names all files that were written."""
     drawn = plots.draw(content, path)
-    if options.json:
-        print(path.read_text())
-    else:
-        print(map_table.block(content, path.name, None, "docs/accuracy.md"))
-    for written in (path, *(drawn or [])):
+    for written in (path, *others, *(drawn or [])):
         print(f"written: {written}", file=sys.stderr)
     if drawn is None:
         print(plots.MISSING, file=sys.stderr)
-    return 0
 
 
 def write_page(options: SimpleNamespace) -> int:
     """Runs ``--report``: draws plots next to the files, with matplotlib, then writes the page."""
+    if options.out.is_dir() or options.out.suffix != ".md":
+        raise KVQuantError(f"--out {options.out}: with --report, the page to write, such as docs/results/accuracy.md.")
     contents = {path: read(path) for path in options.report}
     mapped = [content.get("model") for content in contents.values() if is_map(content)]
+    text = page(options.report, options.out)  # refuses other files before anything is drawn
     for path, content in contents.items():
         headed = not is_map(content) and content.get("model") in mapped
         if headed:  # the first report of a model shows the map's plot instead of its own
@@ -304,9 +309,8 @@ def write_page(options: SimpleNamespace) -> int:
         if plots.draw(content, path, with_map=not headed) is None:
             print(plots.MISSING, file=sys.stderr)
             break
-    if options.out.is_dir() or options.out.suffix != ".md":
-        raise KVQuantError(f"--out {options.out}: with --report, the page to write, such as docs/accuracy.md.")
-    text = report.page(options.report, options.out)
+    else:
+        text = page(options.report, options.out)  # with the plots
     write_whole(options.out, lambda file: file.write(text))
     print(f"written: {options.out}", file=sys.stderr)
     if options.json:

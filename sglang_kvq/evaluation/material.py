@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
-import os
-import tempfile
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -16,29 +12,11 @@ from safetensors.numpy import load_file, save
 
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.evaluation.client import Client, RequestRefused
+from sglang_kvq.evaluation.store import digest, write_whole
 
 #: Not NumPy's own format: its headers are parsed as Python, and CPython 3.11 cannot do that in many threads at once
 #: ("AST constructor recursion depth mismatch").
 SUFFIX = ".safetensors"
-
-
-def digest(value: Any) -> str:
-    """Returns a short hash of plain JSON values, to use as a name."""
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
-
-
-def write_whole(path: Path, write: Callable[[Any], None], mode: str = "w") -> None:
-    """Creates or replaces a file atomically: whole or not at all, however the process ends."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, mode) as file:
-            write(file)
-        os.chmod(name, 0o644)
-        os.replace(name, path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
 
 
 class Material:

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from sglang_kvq.cli import app
-from sglang_kvq.evaluation.base import Bench
 from sglang_kvq.evaluation.material import Material
+from sglang_kvq.evaluation.tasks.base import Bench
 
 PROBLEMS = [
     {

@@ -11,7 +11,6 @@ import sys
 import threading
 import time
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 
@@ -139,12 +138,8 @@ def test_chunk_sizes_are_run_and_recorded(text, tmp_path, gsm8k, capsys):
     asked = words(text, out, "--methods", "none,oscar", "--chunked-prefill-size", "128,own", *tasks)
     assert main(asked) == 0
     found = rows(out)
-    assert {name: row["server"]["chunk"] for name, row in found.items()} == {
-        "none": 128,
-        "oscar": 128,
-        "none#own": OWN_CHUNK,
-        "oscar#own": OWN_CHUNK,
-    }
+    chunks = {"none": 128, "oscar": 128, "none#own": OWN_CHUNK, "oscar#own": OWN_CHUNK}
+    assert {name: row["server"]["chunk"] for name, row in found.items()} == chunks
     # Divergence shows the cache in small chunks only, so it is not asked for in others.
     assert [found[name]["kl"] is None for name in ("none", "oscar", "none#own", "oscar#own")] == [0, 0, 1, 1]
     assert not [row for row in found.values() if row["error"]] and found["oscar#own"]["gsm8k_vs_none"] is not None
@@ -152,31 +147,9 @@ def test_chunk_sizes_are_run_and_recorded(text, tmp_path, gsm8k, capsys):
     assert main(["--map", str(out), "--out", str(precise)]) == 0
     measured = {(r["method"], r["task"], r["chunk"], r["bf16_chunk"]) for r in json.loads(precise.read_text())["rows"]}
     both = {(m, "gsm8k", chunk, chunk) for m in ("none", "oscar") for chunk in (128, OWN_CHUNK)}
-    assert measured == both | {(m, task, 128, 128) for m in ("none", "oscar") for task in ("kl", "top1")}
+    assert measured == both | {(m, task, 128, 128) for m in ("none", "oscar") for task in ("kl", "top1", "perplexity")}
     capsys.readouterr()
     assert main(asked) == 0 and capsys.readouterr().err.count("already measured") == 4
     only = words(text, out, "--methods", "none#own", "--tasks", "kl")
     with pytest.raises(KVQuantError, match="chunks of at most 256: add 128"):
         main(only)
-
-
-@pytest.mark.parametrize(
-    "more, message",
-    [
-        (["--gpus", "0,,1"], "--gpus 0,,1: give each once"),
-        (["--gpus", "0,0"], "--gpus 0,0: give each once"),
-        (["--chunked-prefill-size", "128,small"], "'small': give a number of tokens, or own"),
-        (["--chunked-prefill-size", "own"], "add 128 to --chunked-prefill-size"),
-        (["--chunked-prefill-size", "64", "--", "--chunked-prefill-size", "32"], "give it once"),
-    ],
-)
-def test_what_cannot_be_run_is_refused_before_it_starts(text, tmp_path, more, message):
-    with pytest.raises(KVQuantError, match=message):
-        main(words(text, tmp_path / "out", "--methods", "oscar", *more))
-    assert not (tmp_path / "out").exists()
-
-
-def test_gpus_and_chunks_are_not_for_running_servers(text, tmp_path):
-    for more in (["--gpus", "0"], ["--chunked-prefill-size", "own"]):
-        with pytest.raises(KVQuantError, match="servers that --model starts"):
-            main(["--server", "http://x", "--text", str(text), "--out", str(Path(tmp_path) / "out"), *more])

@@ -16,11 +16,10 @@ from typing import Any, ClassVar
 import numpy as np
 
 from sglang_kvq.errors import KVQuantError
-from sglang_kvq.evaluation.base import Bench, Outcome, file_identity, read_text
 from sglang_kvq.evaluation.client import Client
-from sglang_kvq.evaluation.divergence import Distributions, compare
 from sglang_kvq.evaluation.specs import LARGEST_CHUNK
-from sglang_kvq.evaluation.stats import clustered
+from sglang_kvq.evaluation.tasks.base import Bench, Outcome, file_identity, fitting, read_text, settings_of
+from sglang_kvq.evaluation.tasks.statistics import Distributions, clustered, compare
 
 
 @dataclass(frozen=True)
@@ -59,13 +58,7 @@ class KLTask:
                 )
 
     def identity(self) -> dict[str, Any]:
-        return {
-            "texts": [file_identity(path) for path in self.texts],
-            "skip": self.skip,
-            "contexts": [list(pair) for pair in self.contexts],
-            "first": self.first,
-            "top": self.top,
-        }
+        return settings_of(self)
 
     # -- contexts -----------------------------------------------------------------------------------------
 
@@ -85,7 +78,7 @@ class KLTask:
         ]
         begin = bench.material.begin_token(client)
         for length, count in self.contexts:
-            if length > room(client):
+            if length > client.facts.room:
                 continue
             need = length - 1 - len(begin)
             for text, of in enumerate(whole):
@@ -123,12 +116,8 @@ class KLTask:
         if bench.material.reference_problem:
             raise KVQuantError(f"nothing to compare with: {bench.material.reference_problem}")
         contexts = list(self.draw(client, bench))
-        left_out = [length for length, _ in self.contexts if length > room(client)]
-        if not contexts:
-            raise KVQuantError(
-                f"no context fits: --kl-lengths {','.join(map(str, left_out))}, but the server takes {room(client)} "
-                "tokens."
-            )
+        fit = fitting("--kl-lengths", [length for length, _ in self.contexts], client)
+        left_out = [length for length, _ in self.contexts if length not in fit]
 
         def measure(context: tuple[int, int, list[int]]) -> dict[str, Any]:
             length, number, ids = context
@@ -188,13 +177,6 @@ class KLTask:
                 f"the server's prompts read up to {window} tokens before the recent ones in BF16: start it with "
                 "--kv-quant-prefill-window 0 to measure its cache."
             )
-
-
-def room(client: Client) -> int:
-    """Returns how many tokens one request may have on this server."""
-    facts = client.facts
-    # The page of a request's last token may have to be allocated whole.
-    return min(facts.context_length, facts.capacity - 64)
 
 
 def _summary(measured: list[dict[str, Any]]) -> dict[str, float | None]:

@@ -14,10 +14,11 @@ import pytest
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.evaluation import comparison, sandbox
 from sglang_kvq.evaluation.client import Client
+from sglang_kvq.evaluation.tasks.base import short
 from sglang_kvq.evaluation.tasks.gsm8k import GSM8KTask, conversation, document, final_number
 from sglang_kvq.evaluation.tasks.humaneval import HumanEvalTask, extract
 from sglang_kvq.evaluation.tasks.kl import KLTask
-from sglang_kvq.evaluation.tasks.needle import Needle, NeedleTask, short
+from sglang_kvq.evaluation.tasks.needle import Needle, NeedleTask
 from sglang_kvq.evaluation.tasks.problems import read_json_lines
 from tests.evaluation.conftest import PROBLEMS, main
 from tests.evaluation.fake_server import FakeServer, log_probs
@@ -82,7 +83,7 @@ def test_kl_reference_is_stored_once(text, bench):
         ({}, {"chunk": -1}, "at most 256. to measure its cache"),
         ({}, {"window": 8192}, "--kv-quant-prefill-window 0"),
         ({}, {"nan": True}, "NaN"),
-        ({}, {"context": 150}, "no context fits"),
+        ({}, {"context": 150}, "no length fits: --kl-lengths 200,300"),
         ({"contexts": ((4000, 9),)}, {"context": 5000}, "fewer or shorter contexts"),
     ],
 )
@@ -205,10 +206,7 @@ def test_humaneval_runs_the_programs(humaneval, bench, style):
     "answer, code",
     [
         ("```python\ndef add(a, b):\n    return 1\n```", "import math\n\n\n\ndef add(a, b):\n    return 1"),
-        (
-            "Use\n```sh\nls\n```\nthen\n```python\ndef add(a, b): return 1\n```",
-            "import math\n\n\n\ndef add(a, b): return 1",
-        ),
+        ("A\n```sh\nls\n```\nB\n```python\ndef add(a, b): 1\n```", "import math\n\n\n\ndef add(a, b): 1"),
         ("```python\ndef add(a, b):\n    return 1", "import math\n\n\n\ndef add(a, b):\n    return 1"),
         ("def add(a, b):\n    return 1", "import math\n\n\n\ndef add(a, b):\n    return 1"),
         ("    return a + b", PROBLEMS[0]["prompt"] + "    return a + b"),
