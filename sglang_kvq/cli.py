@@ -404,24 +404,22 @@ def main() -> None:
 def _run(words: Sequence[str]) -> int:
     """Runs a command; returns its exit status: 1 if something cannot be used, 2 if words are no command line."""
     try:
-        status = app(args=list(words), prog_name="kvq", standalone_mode=False)
-        return status if isinstance(status, int) else 0
+        return app(args=list(words), prog_name="kvq", standalone_mode=False) or 0
     except KVQuantError as error:
-        _say(f"error: {error}", style="red")
-        return 1
+        status, problem = 1, str(error)
     except OSError as error:
         if error.filename is None:  # not about a file that was named
             raise
-        _say(f"error: {error.filename}: {error.strerror}; check the path and its permissions.", style="red")
-        return 1
+        status, problem = 1, f"{error.filename}: {error.strerror}; check the path and its permissions."
     except Exception as error:  # click's, or those of typer's own copy of click: they have no common base to name
         if not hasattr(error, "format_message"):
             raise
+        status, problem = int(getattr(error, "exit_code", 2)), _described(error, words)
         if "NoArgs" in type(error).__name__:  # its message is the help
             print(error.format_message(), file=sys.stderr)
-        else:
-            _say(f"error: {_described(error, words)}", style="red")
-        return int(getattr(error, "exit_code", 2))
+            return status
+    _say(f"error: {problem}", style="red")
+    return status
 
 
 def _described(error: Any, words: Sequence[str]) -> str:
@@ -437,12 +435,9 @@ def _described(error: Any, words: Sequence[str]) -> str:
 
 def _value_of(names: Sequence[str], words: Sequence[str]) -> str | None:
     """Returns the word after the last of these options on the command line, or None without one."""
-    found = None
-    for word, following in zip(words, [*words[1:], ""]):
-        name, equals, value = word.partition("=")
-        if name in names:
-            found = value if equals else following
-    return found
+    parts = [(*word.partition("="), following) for word, following in zip(words, [*words[1:], ""])]
+    found = [value if equals else following for name, equals, value, following in parts if name in names]
+    return found[-1] if found else None
 
 
 if __name__ == "__main__":

@@ -79,13 +79,14 @@ def run(options: SimpleNamespace, words: Sequence[str]) -> int:
     for flag, value in (("--gpus", options.gpus), (CHUNK_FLAG, options.chunked_prefill_size)):
         if options.server and value not in ("", str(CHUNK)):
             raise KVQuantError(f"{flag} {value}: it is for servers that --model starts; leave it out.")
-    tasks = tasks_of(options)
-    noted = shlex.join(map(provenance.without_paths, command))
-    if options.server:
-        model, failures = evaluate_server(options, tasks, noted)
-    else:
-        model, failures = compare_methods(options, tasks, flags, noted)
-    return finish(options, model, command, failures)
+    model, failures = measure(options, tasks_of(options), flags, shlex.join(map(provenance.without_paths, command)))
+    content = collect(Store(options.out), model, command)
+    path = write(options.out, content)
+    print((path if options.json else path.with_suffix(".md")).read_text())
+    _draw(content, path, path.with_suffix(".md"))
+    for failure in failures:
+        print(f"FAILED: {failure}", file=sys.stderr)
+    return 1 if failures else 0
 
 
 def tasks_of(options: SimpleNamespace) -> list[Task]:
@@ -159,34 +160,44 @@ def _file(path: Path | None, otherwise: str) -> Path:
     return path
 
 
-def model_label(options: SimpleNamespace, path: str) -> str:
-    return options.label or Path(path).name.lower() or "model"
+def measure(options: SimpleNamespace, tasks: list[Task], flags: list[str], command: str) -> tuple[str, list[str]]:
+    """Measures on the given server (``--server``), or on one that it starts for each method (``--model``).
 
-
-def evaluate_server(options: SimpleNamespace, tasks: list[Task], command: str) -> tuple[str, list[str]]:
-    """Measures on the given running server (``--server``)."""
-    identity, facts = server_identity(options.server, options.name)
-    label = options.name or facts.method
-    model = model_label(options, facts.model_path)
+    Returns:
+        The model's name, and a line per method or task that gave no value.
+    """
+    if options.server:
+        identity, facts = server_identity(options.server, options.name)
+        path = facts.model_path
+    else:
+        specs, launch, path = specs_of(options, tasks, flags), launch_of(options, flags), options.model
+    model = options.label or Path(path).name.lower() or "model"
     store = Store(options.out, options.overwrite, command)
     material = Material(options.out / "material", model, options.tokenizer or None)
-    slug = MethodSpec(label, REFERENCE).slug
     with Display() as display:
         runner = Runner(
             tasks, store, material, display, concurrency=options.concurrency, timeout=options.request_timeout
         )
-        wanted = [task for task in tasks if not store.finished(slug, task.name, {**identity, "task": task.identity()})]
-        for task in wanted:
-            if options.reference_server and isinstance(task, ReferenceTask):
-                reference = Client(options.reference_server, timeout=options.request_timeout)
-                if reference.facts.method != REFERENCE:
-                    raise KVQuantError(
-                        f"--reference-server {options.reference_server} serves {reference.facts.method}, not BF16."
-                    )
-                runner.record_reference(task, reference, Bench(material, options.concurrency))
-        material.settle_reference()
-        runner.measure(options.server, slug, label, identity, wanted, is_reference=label == REFERENCE)
+        if options.server:
+            _measure_running(options, runner, identity, options.name or facts.method)
+        else:
+            runner.compare(specs, launch)
     return model, runner.failures
+
+
+def _measure_running(options: SimpleNamespace, runner: Runner, identity: dict[str, Any], label: str) -> None:
+    slug = MethodSpec(label, REFERENCE).slug
+    wanted = [task for task in runner.tasks if not runner.finished(slug, identity, task)]
+    for task in wanted:
+        if options.reference_server and isinstance(task, ReferenceTask):
+            reference = Client(options.reference_server, timeout=options.request_timeout)
+            if reference.facts.method != REFERENCE:
+                raise KVQuantError(
+                    f"--reference-server {options.reference_server} serves {reference.facts.method}, not BF16."
+                )
+            runner.record_reference(task, reference, Bench(runner.material, options.concurrency))
+    runner.material.settle_reference()
+    runner.measure(options.server, slug, label, identity, wanted, is_reference=label == REFERENCE)
 
 
 def specs_of(options: SimpleNamespace, tasks: list[Task], flags: list[str]) -> list[MethodSpec]:
@@ -211,66 +222,30 @@ def specs_of(options: SimpleNamespace, tasks: list[Task], flags: list[str]) -> l
     return specs
 
 
-def gpus_of(options: SimpleNamespace) -> tuple[str, ...]:
-    """Returns ``--gpus``, each once.
+def launch_of(options: SimpleNamespace, flags: list[str]) -> Launch:
+    """Returns how servers are started.
 
     Raises:
-        KVQuantError: a name is empty or repeated.
+        KVQuantError: a GPU is empty or repeated, or a quote does not end.
     """
     gpus = tuple(options.gpus.split(",")) if options.gpus else ()
     if not all(gpus) or len(set(gpus)) < len(gpus):
         raise KVQuantError(f"--gpus {options.gpus}: give each once, separated by single commas, such as 0,1,2,3.")
-    return gpus
-
-
-def _split(flag: str, words: str) -> tuple[str, ...]:
-    """The words of a command line that is one word of ours.
-
-    Raises:
-        KVQuantError: a quote that does not end.
-    """
-    try:
-        return tuple(shlex.split(words))
-    except ValueError as error:
-        raise KVQuantError(f"{flag} {words}: {error}; close every quote.") from None
-
-
-def compare_methods(
-    options: SimpleNamespace, tasks: list[Task], flags: list[str], command: str
-) -> tuple[str, list[str]]:
-    """Starts a server for each method and measures on it (``--model``)."""
-    specs = specs_of(options, tasks, flags)
-    _split("--server-command", options.server_command)
-    model = model_label(options, options.model)
-    where = str(Path(options.model).resolve()) if Path(options.model).is_dir() else options.model
-    launch = Launch(
-        where,
+    words = {"--server-command": options.server_command, "--plain-flags": options.plain_flags}
+    for flag, given in words.items():
+        try:
+            shlex.split(given)
+        except ValueError as error:
+            raise KVQuantError(f"{flag} {given}: {error}; close every quote.") from None
+    return Launch(
+        str(Path(options.model).resolve()) if Path(options.model).is_dir() else options.model,
         options.server_command,
         tuple(flags),
-        _split("--plain-flags", options.plain_flags),
+        tuple(shlex.split(options.plain_flags)),
         options.parallel,
         options.start_timeout,
-        gpus_of(options),
+        gpus,
     )
-    store = Store(options.out, options.overwrite, command)
-    material = Material(options.out / "material", model, options.tokenizer or None)
-    with Display() as display:
-        runner = Runner(
-            tasks, store, material, display, concurrency=options.concurrency, timeout=options.request_timeout
-        )
-        runner.compare(specs, launch)
-    return model, runner.failures
-
-
-def finish(options: SimpleNamespace, model: str, command: list[str], failures: list[str]) -> int:
-    """Writes the report of everything in the output folder and returns the exit status."""
-    content = collect(Store(options.out), model, command)
-    path = write(options.out, content)
-    print((path if options.json else path.with_suffix(".md")).read_text())
-    _draw(content, path, path.with_suffix(".md"))
-    for failure in failures:
-        print(f"FAILED: {failure}", file=sys.stderr)
-    return 1 if failures else 0
 
 
 def write_map(options: SimpleNamespace, command: list[str]) -> int:

@@ -278,12 +278,21 @@ def test_prompts():
     assert [turn["role"] for turn in conversation(examples, "B?")] == ["user", "assistant", "user"]
 
 
+class NotMeasured(Exception):
+    pass
+
+
 def asked_for(words: str, monkeypatch) -> list:
     """The tasks that these words ask for."""
     asked = []
-    monkeypatch.setattr(comparison, "evaluate_server", lambda options, tasks, command: ("m", asked.extend(tasks) or []))
-    monkeypatch.setattr(comparison, "finish", lambda *_: 0)
-    main(["--server", "http://x", "--out", "x", "--tasks", *words.split()])
+
+    def measure(options, tasks, *more):
+        asked.extend(tasks)
+        raise NotMeasured
+
+    monkeypatch.setattr(comparison, "measure", measure)
+    with pytest.raises(NotMeasured):
+        main(["--server", "http://x", "--out", "x", "--tasks", *words.split()])
     return asked
 
 
