@@ -3,24 +3,16 @@
 from __future__ import annotations
 
 import functools
-import json
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import httpx
 
 from sglang_kvq.errors import KVQuantError
-
-try:  # SGLang requires orjson, so it is there; log-probabilities of long contexts are tens of megabytes of JSON
-    import orjson
-except ImportError:
-    loads: Callable[[bytes], Any] = json.loads
-else:
-    loads = orjson.loads
 
 #: Status codes after which a request is sent again: the connection to the server failed, and no request changes state.
 _AGAIN = (502, 503, 504)
@@ -128,7 +120,7 @@ class Client:
                     "GET" if body is None else "POST", self.url + path, json=body, timeout=self.timeout
                 )
                 if answer.is_success:
-                    return loads(answer.content)
+                    return answer.json()
                 problem, status = f"{answer.status_code} {answer.text[:500]}", answer.status_code
             except httpx.ReadTimeout:  # not sent again: the server may still be working on it
                 raise RequestRefused(f"{path}: no answer within {self.timeout:.0f} s") from None

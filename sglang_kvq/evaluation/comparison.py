@@ -20,7 +20,8 @@ from sglang_kvq.evaluation.report import plots
 from sglang_kvq.evaluation.report.page import page, section
 from sglang_kvq.evaluation.report.results import collect, collect_map, write
 from sglang_kvq.evaluation.report.rows import is_map
-from sglang_kvq.evaluation.runner import Launch, Runner, server_identity
+from sglang_kvq.evaluation.runner import Runner, server_identity
+from sglang_kvq.evaluation.servers import Launch
 from sglang_kvq.evaluation.specs import (
     CHUNK,
     CHUNK_FLAG,

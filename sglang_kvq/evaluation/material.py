@@ -58,24 +58,24 @@ class Material:
 
     def tokens(self, key: Any, text: Callable[[], str], client: Client) -> np.ndarray:
         """Returns the ids of a text, int32 ``[n]``, without special tokens. ``key`` identifies the text."""
-        with self._lock:
-            arrays = self.load("tokens", key)
-            if arrays is None:
-                arrays = {"ids": np.asarray(self._tokenise(text(), client), np.int32)}
-                self.store("tokens", key, arrays)
-            return arrays["ids"]
+        return self._kept("tokens", key, lambda: self._tokenise(text(), client))
 
     def begin_token(self, client: Client) -> list[int]:
         """Returns the tokens that the tokeniser puts before a text: Llama's BOS, or none."""
+        # Some tokenisers also add an end token, which must not precede a text.
+        ids = self._kept(
+            "begin", None, lambda: self._load_tokeniser(client)("", add_special_tokens=True)["input_ids"][:1]
+        )
+        return [int(token) for token in ids]
+
+    def _kept(self, kind: str, key: Any, make: Callable[[], list[int]]) -> np.ndarray:
+        """Returns stored ids, or makes and stores them."""
         with self._lock:
-            arrays = self.load("begin", None)
+            arrays = self.load(kind, key)
             if arrays is None:
-                bare = self._load_tokeniser(client)("", add_special_tokens=True)["input_ids"]
-                # Some tokenisers also add an end token, which must not precede a text.
-                arrays = {"ids": np.asarray(bare[:1], np.int32)}
-                self.store("begin", None, arrays)
-            begin: list[int] = arrays["ids"].tolist()
-            return begin
+                arrays = {"ids": np.asarray(make(), np.int32)}
+                self.store(kind, key, arrays)
+            return arrays["ids"]
 
     def text(self, ids: np.ndarray, client: Client) -> str:
         with self._lock:

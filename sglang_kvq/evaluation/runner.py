@@ -7,7 +7,7 @@ import queue
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from sglang_kvq.evaluation import provenance
 from sglang_kvq.evaluation.client import Client, ServerFacts
 from sglang_kvq.evaluation.material import Material
 from sglang_kvq.evaluation.progress import Display
-from sglang_kvq.evaluation.servers import EvaluatedServer
+from sglang_kvq.evaluation.servers import EvaluatedServer, Launch
 from sglang_kvq.evaluation.specs import MethodSpec
 from sglang_kvq.evaluation.store import Store, digest
 from sglang_kvq.evaluation.tasks.base import Bench, ReferenceTask, Task
@@ -24,39 +24,6 @@ from sglang_kvq.server_process import ServerFailed
 
 #: Servers that load at the same time; more of them slow each other down at the disk and compiler.
 STARTING = 5
-
-
-@dataclass(frozen=True)
-class Launch:
-    """Settings for starting servers.
-
-    Attributes:
-        flags: for all servers.
-        plain_flags: only for servers without ``--kv-quant``, for instance an attention backend.
-        parallel: simultaneous servers on the same devices; with ``gpus``, per GPU.
-        gpus: each server sees one of them, as CUDA_VISIBLE_DEVICES names it; empty: every server sees all.
-    """
-
-    model: str
-    command: str
-    flags: tuple[str, ...] = ()
-    plain_flags: tuple[str, ...] = ()
-    parallel: int = 1
-    start_timeout: float = 600.0
-    gpus: tuple[str, ...] = ()
-
-    def of(self, spec: MethodSpec) -> list[str]:
-        """Returns all flags of a method's server except its address."""
-        flags = [*self._shared(spec), *spec.flags]
-        return [*spec.chunk_flags(flags), *flags]
-
-    def identity(self, spec: MethodSpec) -> dict[str, Any]:
-        """Returns the settings that determine values, without paths."""
-        return {**spec.identity(), "flags": [provenance.without_paths(word) for word in self._shared(spec)]}
-
-    def _shared(self, spec: MethodSpec) -> tuple[str, ...]:
-        """Returns the flags that are not the spec's own."""
-        return (*self.flags, *(self.plain_flags if spec.method in ("none", "fp8") else ()))
 
 
 class Runner:
@@ -148,15 +115,7 @@ class Runner:
     ) -> None:
         log = self.store.runs(spec.slug) / "server.log"
         try:
-            command = EvaluatedServer(
-                launch.command,
-                launch.model,
-                launch.of(spec),
-                log,
-                timeout=launch.start_timeout,
-                stopped=self._stop.is_set,
-                gpu=gpu,
-            )
+            command = EvaluatedServer(launch, spec, log, self._stop.is_set, gpu)
             with contextlib.ExitStack() as running:
                 with self._starting:
                     if self._stop.is_set():

@@ -31,7 +31,7 @@ class Host:
         self.starting = self.most_starting = self.most_busy = 0
 
     @contextmanager
-    def server(self, command, model, flags, log, *, timeout, stopped, gpu):
+    def server(self, launch, spec, log, stopped, gpu):
         with self.lock:
             assert gpu not in self.busy, f"two servers on GPU {gpu}"
             self.busy.append(gpu)
@@ -42,8 +42,7 @@ class Host:
         with self.lock:
             self.starting -= 1
             self.most_busy = max(self.most_busy, len(self.busy))
-        method = flags[flags.index("--kv-quant") + 1] if "--kv-quant" in flags else "none"
-        with FakeServer(method) as fake:
+        with FakeServer(spec.method) as fake:
             fake.is_ours, fake.check_alive = True, lambda: None
             yield fake
         with self.lock:
@@ -93,8 +92,8 @@ def test_what_does_not_wait_for_the_reference_comes_first(text, tmp_path, monkey
     host = Host()
 
     @contextmanager
-    def late(command, model, flags, *args, **more):
-        with host.server(command, model, flags, *args, **more) as fake:
+    def late(*given):
+        with host.server(*given) as fake:
             if fake.method == "none":
                 assert measured.wait(30), "oscar waits for the reference though it has something else to do"
             yield fake

@@ -183,7 +183,7 @@ def _widen(axes: Any, logarithmic: bool) -> None:
         axes.set_ylim(low / missing, high * missing)
     elif high - low < LEAST_PERCENT:
         low = min(max((low + high - LEAST_PERCENT) / 2, 0.0), 100 - LEAST_PERCENT)
-        axes.set_ylim(low - 1, low + LEAST_PERCENT + 1)  # what lies on the edge is drawn whole
+        axes.set_ylim(low - 2, low + LEAST_PERCENT + 2)  # what lies on the edge is drawn whole
 
 
 def _series(axes: Any, family: Family, found: Sequence[Point], factor: float, logarithmic: bool) -> Any:

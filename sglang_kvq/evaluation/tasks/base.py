@@ -9,6 +9,8 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, TypeVar, runtime_checkable
 
+import numpy as np
+
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.evaluation.client import Client
 from sglang_kvq.evaluation.material import Material
@@ -126,8 +128,13 @@ def file_identity(path: Path) -> dict[str, str]:
         raise KVQuantError(f"{path}: cannot be read ({error.strerror}).") from error
 
 
-def read_text(path: Path, skip: float) -> str:
-    """Reads a text file without its first ``skip`` (a share of its characters), from the start of a line.
+def text_tokens(path: Path, skip: float, client: Client, bench: Bench) -> np.ndarray:
+    """Returns the tokens of a text file without its first ``skip`` (a share of its characters), int32 ``[n]``."""
+    return bench.material.tokens({**file_identity(path), "skip": skip}, lambda: _read_text(path, skip), client)
+
+
+def _read_text(path: Path, skip: float) -> str:
+    """Reads a text file from the start of the first line after ``skip``.
 
     Raises:
         KVQuantError: the file is not readable, or not UTF-8.

@@ -6,7 +6,6 @@ earlier chunks. A prompt's log-probabilities therefore show the effect of the qu
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -18,7 +17,7 @@ import numpy as np
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.evaluation.client import Client
 from sglang_kvq.evaluation.specs import LARGEST_CHUNK
-from sglang_kvq.evaluation.tasks.base import Bench, Outcome, file_identity, fitting, read_text, settings_of
+from sglang_kvq.evaluation.tasks.base import Bench, Outcome, fitting, settings_of, text_tokens
 from sglang_kvq.evaluation.tasks.statistics import Distributions, clustered, compare
 
 
@@ -70,12 +69,7 @@ class KLTask:
         Raises:
             KVQuantError: the texts are too short for that many contexts.
         """
-        whole = [
-            bench.material.tokens(
-                {**file_identity(path), "skip": self.skip}, functools.partial(read_text, path, self.skip), client
-            )
-            for path in self.texts
-        ]
+        whole = [text_tokens(path, self.skip, client, bench) for path in self.texts]
         begin = bench.material.begin_token(client)
         for length, count in self.contexts:
             if length > client.facts.room:
@@ -144,22 +138,12 @@ class KLTask:
     def _outcome(self, measured: list[dict[str, Any]], left_out: list[int]) -> Outcome:
         whole = _summary(measured)
         lengths = sorted({one["length"] for one in measured})
-        row = {
-            "kl": whole["kl"],
-            "kl_se": whole["kl_se"],
-            "kl_contexts": len(measured),
-            "kl_by_length": {n: _summary([one for one in measured if one["length"] == n]) for n in map(int, lengths)},
-            "top1_agreement": whole["top1_agreement"],
-            "top1_agreement_se": whole["top1_agreement_se"],
-            "perplexity": whole["perplexity"],
-            "perplexity_se": whole["perplexity_se"],
-        }
-        details = {
-            "per_context": [
-                {"length": one["length"], "tokens": one["tokens"], "kl": one["kl"] / one["tokens"]} for one in measured
-            ],
-            "rest_mass": whole["rest_mass"],
-        }
+        per_length = {n: _summary([one for one in measured if one["length"] == n]) for n in lengths}
+        row = {**whole, "kl_contexts": len(measured), "kl_by_length": per_length}
+        per_context = [
+            {"length": one["length"], "tokens": one["tokens"], "kl": one["kl"] / one["tokens"]} for one in measured
+        ]
+        details = {"per_context": per_context, "rest_mass": row.pop("rest_mass")}
         warnings = [f"no contexts of {length} tokens: longer than the server takes" for length in left_out]
         return Outcome(whole["kl"], whole["kl_se"], len(measured), row, details, warnings)
 

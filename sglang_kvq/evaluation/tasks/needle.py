@@ -12,7 +12,7 @@ import numpy as np
 
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.evaluation.client import Client
-from sglang_kvq.evaluation.tasks.base import Bench, Outcome, file_identity, fitting, read_text, settings_of, short
+from sglang_kvq.evaluation.tasks.base import Bench, Outcome, fitting, settings_of, short, text_tokens
 from sglang_kvq.evaluation.tasks.statistics import mean_and_error
 
 CITIES = ("Lisbon", "Nairobi", "Oslo", "Lima", "Kyoto", "Dublin", "Havana", "Riga", "Hanoi", "Quito")
@@ -58,8 +58,7 @@ class NeedleTask:
     def run(self, client: Client, bench: Bench) -> Outcome:
         style = client.style(self.style)
         lengths = fitting("--needle-lengths", self.lengths, client)
-        key = {**file_identity(self.text), "skip": self.skip}
-        ids = bench.material.tokens(key, lambda: read_text(self.text, self.skip), client)
+        ids = text_tokens(self.text, self.skip, client, bench)
         if len(ids) < max(lengths):
             raise KVQuantError(
                 f"{self.text.name}: {len(ids)} tokens after --text-skip {self.skip}, but a haystack of {max(lengths)} "
