@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,10 +15,10 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from sglang_kvq import usage
+from sglang_kvq import __version__
 from sglang_kvq.arguments import check_device, check_dtype, check_least, check_new
 from sglang_kvq.errors import KVQuantError, unknown
-from sglang_kvq.evaluation.typer_command import register as register_eval
+from sglang_kvq.evaluation.command import EPILOG, Words, evaluate
 from sglang_kvq.interruption import exit_status, terminable
 from sglang_kvq.phases import Phases
 
@@ -38,9 +39,19 @@ class Layout(str, Enum):
     pt = "pt"
 
 
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(__version__)
+        raise typer.Exit
+
+
 @app.callback()
-def kvq() -> None:
-    """Keeps subcommand names even while there is one command."""
+def kvq(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    pass
 
 
 @app.command()
@@ -333,7 +344,7 @@ def doctor(
     raise typer.Exit(doctor_model.report(request, as_json=as_json))
 
 
-register_eval(app)
+app.command("eval", cls=Words, epilog=EPILOG)(evaluate)
 
 
 def _say(text: str, style: str = "") -> None:
@@ -386,8 +397,47 @@ def _engine(name: str, tp: int, arguments: list[str]) -> dict[str, Any] | None:
 
 
 def main() -> None:
-    """Entry point: whatever a user got wrong is one line and an exit status, not a traceback."""
-    sys.exit(usage.run(app, sys.argv[1:], lambda line: _say(line, style="red")))
+    """Entry point: whatever a user got wrong is one line on stderr and an exit status, not a traceback."""
+    sys.exit(_run(sys.argv[1:]))
+
+
+def _run(words: Sequence[str]) -> int:
+    """Runs a command; returns its exit status: 1 if something cannot be used, 2 if words are no command line."""
+    try:
+        return app(args=list(words), prog_name="kvq", standalone_mode=False) or 0
+    except KVQuantError as error:
+        status, problem = 1, str(error)
+    except OSError as error:
+        if error.filename is None:  # not about a file that was named
+            raise
+        status, problem = 1, f"{error.filename}: {error.strerror}; check the path and its permissions."
+    except Exception as error:  # click's, or those of typer's own copy of click: they have no common base to name
+        if not hasattr(error, "format_message"):
+            raise
+        status, problem = int(getattr(error, "exit_code", 2)), _described(error, words)
+        if "NoArgs" in type(error).__name__:  # its message is the help
+            print(error.format_message(), file=sys.stderr)
+            return status
+    _say(f"error: {problem}", style="red")
+    return status
+
+
+def _described(error: Any, words: Sequence[str]) -> str:
+    """Returns click's message as ``flag value: problem``, on one line, and where to read more."""
+    message = " ".join(error.format_message().split())
+    names = list(getattr(getattr(error, "param", None), "opts", ()))
+    value = _value_of(names, words)
+    if value is not None and message.startswith("Invalid value for"):
+        message = f"{names[-1]} {value}: {' '.join(str(error.message).split())}"
+    context = getattr(error, "ctx", None)
+    return f"{message.rstrip('.')}; see `{context.command_path if context else 'kvq'} --help`."
+
+
+def _value_of(names: Sequence[str], words: Sequence[str]) -> str | None:
+    """Returns the word after the last of these options on the command line, or None without one."""
+    parts = [(*word.partition("="), following) for word, following in zip(words, [*words[1:], ""])]
+    found = [value if equals else following for name, equals, value, following in parts if name in names]
+    return found[-1] if found else None
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ The commands run in this process, through the entry point of the console script.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 from typing import NamedTuple
@@ -16,7 +15,6 @@ import typer.main
 
 from sglang_kvq import arguments, cli
 from sglang_kvq.errors import KVQuantError
-from sglang_kvq.evaluation.command import parser as evaluation_parser
 from sglang_kvq.rotations import save_rotations
 from tests.evaluation.fake_server import FakeServer
 from tests.rotations.helpers import random_rotations, tiny_model_folder
@@ -188,9 +186,6 @@ CASES = [
 
 def parameters(command: str) -> set[str]:
     """The options and arguments of a command that take a value."""
-    if command == "eval":
-        actions = evaluation_parser()._actions
-        return {a.option_strings[-1] for a in actions if isinstance(a, argparse._StoreAction)}
     known = typer.main.get_command(cli.app).commands[command].params
     return {p.opts[-1] if p.param_type_name == "option" else p.name for p in known if not getattr(p, "is_flag", False)}
 
@@ -279,6 +274,20 @@ def test_wrong_value_is_one_line(command, option, value, more, places, monkeypat
 def test_words_that_are_no_command_line(words, meant, monkeypatch, capsys):
     status, said = kvq(words, monkeypatch, capsys)
     assert status in (1, 2) and len(said) == 1 and said[0].startswith("error: ") and meant in said[0], said
+
+
+def test_version_and_completion(monkeypatch, capsys):
+    assert kvq(["--version"], monkeypatch, capsys)[0] == 0
+    for name, value in {
+        "_KVQ_COMPLETE": "complete_bash",
+        "COMP_WORDS": "kvq eval --needle-s",
+        "COMP_CWORD": "2",
+    }.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sys, "argv", ["kvq"])
+    with pytest.raises(SystemExit):
+        cli.main()
+    assert capsys.readouterr().out.split() == ["--needle-seed"]
 
 
 def test_help_is_no_error(monkeypatch, capsys):

@@ -3,26 +3,16 @@
 from __future__ import annotations
 
 import functools
-import http.client
-import json
 import os
 import threading
 import time
-import urllib.error
-import urllib.parse
-import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sglang_kvq.errors import KVQuantError
+import httpx
 
-try:  # SGLang requires orjson, so it is there; log-probabilities of long contexts are tens of megabytes of JSON
-    import orjson
-except ImportError:
-    loads: Callable[[bytes], Any] = json.loads
-else:
-    loads = orjson.loads
+from sglang_kvq.errors import KVQuantError
 
 #: Status codes after which a request is sent again: the connection to the server failed, and no request changes state.
 _AGAIN = (502, 503, 504)
@@ -83,6 +73,12 @@ class ServerFacts:
         """Bits per element of this server's whole cache, BF16 pages included; depends on the cache's size."""
         return float(self.kv_quant["bits_per_element"]) if self.kv_quant else self.allocated_bits
 
+    @property
+    def room(self) -> int:
+        """Tokens that one request may have."""
+        # The page of a request's last token may have to be allocated whole.
+        return min(self.context_length, self.capacity - 64)
+
 
 class Client:
     """Sends requests to one server; safe to use from many threads. ``retries`` counts requests sent again.
@@ -94,43 +90,46 @@ class Client:
     """
 
     def __init__(self, url: str, *, timeout: float = 900.0, attempts: int = 3, pause: float = 2.0) -> None:
-        self.url = url.rstrip("/")
-        if urllib.parse.urlsplit(self.url).scheme not in ("http", "https"):
+        try:
+            address = httpx.URL(url)
+        except httpx.InvalidURL:
+            address = httpx.URL()
+        if address.scheme not in ("http", "https"):
             raise KVQuantError(f"--server {url}: give a URL such as http://127.0.0.1:30000.")
+        self.url = url.rstrip("/")
         self.timeout, self.attempts, self.pause = timeout, attempts, pause
         self.retries = 0
         self._lock = threading.Lock()
-        local = urllib.parse.urlsplit(self.url).hostname in ("127.0.0.1", "localhost", "::1")
-        self._opener = urllib.request.build_opener(*([urllib.request.ProxyHandler({})] if local else []))
+        key = os.environ.get("OPENAI_API_KEY")
+        self._http = httpx.Client(
+            headers={"Authorization": f"Bearer {key}"} if key else {},
+            # A server may close an idle connection at the moment at which the next request uses it.
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
+            trust_env=address.host not in ("127.0.0.1", "localhost", "::1"),  # no proxy for this machine
+        )
 
-    # -- HTTP ---------------------------------------------------------------------------------------------
-
-    def request(self, path: str, body: Any = None, timeout: float | None = None) -> Any:
+    def request(self, path: str, body: Any = None) -> Any:
         """Sends a GET, or a POST of ``body``, and returns the JSON answer.
 
         Raises:
             RequestRefused: an error status, or no connection after all attempts.
         """
-        headers = {"Content-Type": "application/json"}
-        if key := os.environ.get("OPENAI_API_KEY"):
-            headers["Authorization"] = f"Bearer {key}"
-        data = None if body is None else json.dumps(body).encode()
         for attempt in range(1, self.attempts + 1):
             try:
-                request = urllib.request.Request(self.url + path, data, headers)
-                with self._opener.open(request, timeout=timeout or self.timeout) as response:
-                    return loads(response.read())
-            except urllib.error.HTTPError as error:
-                problem = f"{path}: {error.code} {error.read().decode(errors='replace')[:500]}"
-                status: int | None = error.code
-            except TimeoutError:  # not sent again: the server may still be working on it
-                raise RequestRefused(f"{path}: no answer within {timeout or self.timeout:.0f} s") from None
-            except (OSError, http.client.HTTPException) as error:
-                problem, status = f"{path}: {getattr(error, 'reason', None) or error!r}", None
+                answer = self._http.request(
+                    "GET" if body is None else "POST", self.url + path, json=body, timeout=self.timeout
+                )
+                if answer.is_success:
+                    return answer.json()
+                problem, status = f"{answer.status_code} {answer.text[:500]}", answer.status_code
+            except httpx.ReadTimeout:  # not sent again: the server may still be working on it
+                raise RequestRefused(f"{path}: no answer within {self.timeout:.0f} s") from None
+            except httpx.TransportError as error:
+                problem, status = str(error) or repr(error), None
             except ValueError as error:
                 raise RequestRefused(f"{path}: the answer is not JSON ({error})") from error
             if attempt == self.attempts or (status is not None and status not in _AGAIN):
-                raise RequestRefused(f"{self.url}{problem}", status)
+                raise RequestRefused(f"{self.url}{path}: {problem}", status)
             with self._lock:
                 self.retries += 1
             time.sleep(self.pause * attempt)
@@ -155,11 +154,15 @@ class Client:
             kv_quant=states[0].get("kv_quant"),
         )
 
+    def style(self, wanted: str) -> str:
+        """Returns ``chat`` or ``completion``; ``auto`` is chat if the model has a template."""
+        return wanted if wanted != "auto" else "chat" if self.has_chat_template else "completion"
+
     @functools.cached_property
     def has_chat_template(self) -> bool:
         """True if the server can turn messages into a prompt, found by asking once."""
         try:
-            self.chat([{"role": "user", "content": "Hello"}], max_tokens=1)
+            self.chat("Hello", max_tokens=1)
         except RequestRefused as error:
             if error.status and "template" in str(error):
                 return False
@@ -168,7 +171,10 @@ class Client:
 
     # -- generation, greedy -------------------------------------------------------------------------------
 
-    def chat(self, messages: list[dict[str, str]], max_tokens: int) -> Answer:
+    def chat(self, messages: str | list[dict[str, str]], max_tokens: int) -> Answer:
+        """Answers a conversation, or one message."""
+        if isinstance(messages, str):
+            messages = [{"role": "user", "content": messages}]
         body = {"model": "default", "messages": messages, "temperature": 0, "max_tokens": max_tokens}
         answer = self.request("/v1/chat/completions", body)
         return _answer(answer, answer["choices"][0]["message"]["content"])

@@ -1,496 +1,164 @@
-"""The command line of ``kvq eval``. Plain argparse: hosts without typer run ``python -m sglang_kvq.evaluation``."""
+"""The command line of ``kvq eval``."""
 
 from __future__ import annotations
 
-import argparse
-import json
-import shlex
-import signal
-import sys
-from collections.abc import Sequence
+import functools
+from enum import Enum
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Annotated, Any
 
-from sglang_kvq.arguments import check_least, check_new
-from sglang_kvq.errors import KVQuantError, unknown
-from sglang_kvq.evaluation import map_table, plots, precise, provenance, report
-from sglang_kvq.evaluation.base import Bench, ReferenceTask, Task
-from sglang_kvq.evaluation.client import Client
-from sglang_kvq.evaluation.map_rows import is_map
-from sglang_kvq.evaluation.material import Material, write_whole
-from sglang_kvq.evaluation.progress import Display
-from sglang_kvq.evaluation.runner import Launch, Runner, server_identity
-from sglang_kvq.evaluation.specs import (
-    CHUNK,
-    CHUNK_FLAG,
-    OWN_CHUNK,
-    REFERENCE,
-    MethodSpec,
-    chunk_size,
-    in_chunks,
-    parse,
-    parse_list,
-)
-from sglang_kvq.evaluation.store import Store, read, write_json
+import typer
+from typer.core import TyperCommand
+
 from sglang_kvq.evaluation.tasks import KINDS, TASK_NAMES
-from sglang_kvq.usage import Parser
+from sglang_kvq.interruption import exit_status, terminable
 
-#: The least values of numbers that no task looks at before it runs.
-LEAST = {
-    "parallel": 1,
-    "concurrency": 1,
-    "start-timeout": 1e-3,
-    "request-timeout": 1e-3,
-    "humaneval-problems": 0,
-    "humaneval-max-tokens": 1,
-    "gsm8k-shots": 0,
-    "gsm8k-problems": 0,
-    "gsm8k-max-tokens": 1,
-}
+#: Options that take several words, as a shell makes them of ``*``.
+SEVERAL = ("--map", "--report", "--text")
 
 EPILOG = """
-examples:
-  kvq eval --server http://127.0.0.1:30000 --reference-server http://127.0.0.1:30001 --out results --text held_out.txt
-  kvq eval --model M --methods none,hadamard,oscar@my-rotations --tasks kl,needle --text held_out.txt --out results \\
-      -- --mem-fraction-static 0.8
-  kvq eval --model M --methods none,oscar --gpus 0,1,2,3 --chunked-prefill-size 128,own --tasks kl,multi_key \\
-      --text held_out.txt --out results
-  kvq eval --map results more-results --out benchmarks/results/precise_M.json
-  kvq eval --report benchmarks/results/accuracy_*.json --out docs/accuracy.md
+Examples:
+
+kvq eval --server http://127.0.0.1:30000 --reference-server http://127.0.0.1:30001 --out results --text held_out.txt
+
+kvq eval --model M --methods none,hadamard,oscar@my-rotations --tasks kl,needle --text held_out.txt --out results
+-- --mem-fraction-static 0.8
+
+kvq eval --model M --methods none,oscar --gpus 0,1,2,3 --chunked-prefill-size 128,own --tasks kl,multi_key
+--text held_out.txt --out results
+
+kvq eval --map results more-results --out benchmarks/results/precise_M.json
+
+kvq eval --report benchmarks/results/accuracy_*.json --out docs/results/accuracy.md
+
 Words after -- go to every server that is started. The same `kvq eval` resumes where it stopped.
 """
 
 
-def parser() -> argparse.ArgumentParser:
-    root = Parser(
-        prog="kvq eval",
-        description="Compare methods on one model: divergence from BF16, retrieval, HumanEval, GSM8K.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    what = root.add_argument_group("what to do: one of --server, --model, --map, --report")
-    what.add_argument("--server", metavar="URL", help="a running server")
-    what.add_argument("--reference-server", metavar="URL", help="with --server: the same model in BF16, for kl")
-    what.add_argument("--name", help="with --server: the row's name (default: the server's own method)")
-    what.add_argument("--model", help="folder or hub name: start a server for each of --methods")
-    what.add_argument(
-        "--methods",
-        default="none,oscar,hadamard",
-        metavar="SPEC,...",
-        help="NAME[:BITS][@ROTATIONS][#CHUNK][ --flag value], fp8[:e5m2], none; default %(default)s",
-    )
-    what.add_argument(
-        "--map",
-        nargs="+",
-        type=Path,
-        metavar="SOURCE",
-        help="write the accuracy map --out (precise_MODEL.json) from result folders and result files, and its plot "
-        "next to it",
-    )
-    what.add_argument(
-        "--report",
-        nargs="+",
-        type=Path,
-        metavar="FILE",
-        help="write the page --out from accuracy_*.json and precise_*.json files, and their plots next to them; from "
-        "precise_*.json files alone, only their blocks in the page",
-    )
-    what.add_argument(
-        "--tasks", default="kl", metavar="TASK,...", help=f"some of {','.join(TASK_NAMES)}; default %(default)s"
-    )
-    what.add_argument(
-        "--out", type=Path, required=True, help="folder of results; with --map and --report: the file to write"
-    )
-    what.add_argument(
-        "--label", help="the model's name in file names (default: the last part of its path, in lower case)"
-    )
+class Style(str, Enum):
+    """Ways to ask a model."""
 
-    run = root.add_argument_group("how to run")
-    run.add_argument(
-        "--gpus",
-        default="",
-        metavar="N,...",
-        help="GPUs that run a server each at the same time, named as in CUDA_VISIBLE_DEVICES",
-    )
-    run.add_argument(
-        "--parallel",
-        type=int,
-        default=1,
-        help="servers at once (per GPU of --gpus); limit each by --max-total-tokens after --",
-    )
-    run.add_argument(
-        CHUNK_FLAG,
-        default=str(CHUNK),
-        metavar="N,...",
-        help=f"run each method with each of these: tokens, or {OWN_CHUNK} for SGLang's choice; default %(default)s",
-    )
-    run.add_argument("--concurrency", type=int, default=32, help="requests at once per server; default %(default)s")
-    run.add_argument("--server-command", default="python -m sglang.launch_server", help="default: %(default)s")
-    run.add_argument("--plain-flags", default="", metavar="FLAGS", help="further flags for none and fp8 only")
-    run.add_argument("--start-timeout", type=float, default=600.0, metavar="SECONDS")
-    run.add_argument("--request-timeout", type=float, default=900.0, metavar="SECONDS")
-    run.add_argument("--tokenizer", metavar="PATH", help="default: the model's, or else the server's own")
-    run.add_argument("--json", action="store_true", help="print the results as one JSON value, not as a table")
-    run.add_argument("--overwrite", action="store_true", help="measure again if existing results have other settings")
-
-    kl = root.add_argument_group("kl")
-    kl.add_argument(
-        "--text", nargs="+", type=Path, default=[], metavar="FILE", help="held-out text, which calibration did not use"
-    )
-    kl.add_argument(
-        "--text-skip", type=float, default=0.0, metavar="SHARE", help="share of each text to skip, at its beginning"
-    )
-    kl.add_argument(
-        "--kl-lengths", default="2048", metavar="N[xCOUNT],...", help="tokens per context; default %(default)s"
-    )
-    kl.add_argument(
-        "--kl-contexts", type=int, default=8, help="contexts per length without its own count; default %(default)s"
-    )
-    kl.add_argument("--kl-first", type=int, default=640, help="first position measured; default %(default)s")
-    kl.add_argument("--kl-top", type=int, default=64, help="tokens compared one by one; default %(default)s")
-
-    needle = root.add_argument_group("needle")
-    needle.add_argument("--needle-text", type=Path, metavar="FILE", help="filler; default: the first --text")
-    needle.add_argument(
-        "--needle-lengths", default="2048,4096,8192,16384,32768", metavar="N,...", help="default %(default)s"
-    )
-    needle.add_argument("--needle-depths", default="0,25,50,75,100", metavar="PERCENT,...", help="default %(default)s")
-    needle.add_argument(
-        "--needle-trials", type=int, default=5, help="per cell of length and depth; default %(default)s"
-    )
-    needle.add_argument(
-        "--needle-seed", type=int, default=0, help="seed of the numbers and the filler's start; default %(default)s"
-    )
-
-    retrieval = root.add_argument_group(", ".join(KINDS))
-    retrieval.add_argument(
-        "--retrieval-lengths", default="2048,4096,8192,16384", metavar="N,...", help="tokens; default %(default)s"
-    )
-    retrieval.add_argument("--retrieval-cases", type=int, default=40, help="per length; default %(default)s")
-    retrieval.add_argument(
-        "--retrieval-seed", type=int, default=0, help="seed of the generated texts; default %(default)s"
-    )
-
-    tests = root.add_argument_group("humaneval and gsm8k")
-    tests.add_argument(
-        "--style", choices=("auto", "chat", "completion"), default="auto", help="default: chat if there is a template"
-    )
-    tests.add_argument("--humaneval", type=Path, metavar="FILE", help="HumanEval.jsonl or .jsonl.gz")
-    tests.add_argument(
-        "--humaneval-problems", type=int, default=0, help="number of first problems to use; 0, the default, is all"
-    )
-    tests.add_argument("--humaneval-max-tokens", type=int, default=768, help="default %(default)s")
-    tests.add_argument(
-        "--allow-unsandboxed", action="store_true", help="run generated programs even if they cannot be sandboxed"
-    )
-    tests.add_argument("--gsm8k", type=Path, metavar="FILE", help="test.jsonl")
-    tests.add_argument("--gsm8k-train", type=Path, metavar="FILE", help="for the worked examples")
-    tests.add_argument("--gsm8k-shots", type=int, default=8, help="worked examples; 0 for none; default %(default)s")
-    tests.add_argument(
-        "--gsm8k-problems", type=int, default=200, help="number of first problems to use; 0 is all; default %(default)s"
-    )
-    tests.add_argument("--gsm8k-max-tokens", type=int, default=400, help="default %(default)s")
-    return root
+    auto = "auto"
+    chat = "chat"
+    completion = "completion"
 
 
-def tasks_of(options: argparse.Namespace) -> list[Task]:
-    """Returns the requested tasks, in the order of ``TASK_NAMES``.
+class Words(TyperCommand):
+    """Repeats an option of ``SEVERAL`` before each of its words; keeps all words in ``ctx.obj``."""
 
-    Raises:
-        KVQuantError: a task is unknown, or a setting is wrong or missing.
-    """
-    names = options.tasks.split(",")
-    if wrong := set(names) - set(TASK_NAMES):
-        raise unknown("--tasks", sorted(wrong)[0], TASK_NAMES)
-    makers = {"kl": _kl, "needle": _needle, "humaneval": _humaneval, "gsm8k": _gsm8k}
-    return [
-        makers[name](options) if name in makers else _retrieval(name, options) for name in TASK_NAMES if name in names
-    ]
-
-
-def _kl(options: argparse.Namespace) -> Task:
-    from sglang_kvq.evaluation.tasks.kl import KLTask
-
-    contexts = []
-    for word in options.kl_lengths.split(","):
-        length, times, count = word.partition("x")
-        try:
-            contexts.append((int(length), int(count) if times else options.kl_contexts))
-        except ValueError:
-            raise KVQuantError(f"--kl-lengths {word}: give N or NxCOUNT, whole numbers, separated by commas.") from None
-    return KLTask(tuple(options.text), options.text_skip, tuple(contexts), options.kl_first, options.kl_top)
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:  # click's context, or that of typer's copy of click
+        ctx.obj = list(args)
+        spread: list[str] = []
+        option = ""
+        for word in args[: args.index("--")] if "--" in args else args:
+            if word.startswith("--"):
+                option = word
+            elif option in SEVERAL and spread[-1] != option:
+                spread.append(option)
+            spread.append(word)
+        return super().parse_args(ctx, spread)
 
 
-def _needle(options: argparse.Namespace) -> Task:
-    from sglang_kvq.evaluation.tasks.needle import NeedleTask
+def _group(panel: str) -> Any:
+    return functools.partial(typer.Option, rich_help_panel=panel)
 
-    return NeedleTask(
-        _given(
-            options.needle_text or next(iter(options.text), None),
-            "the needle task needs filler text: --text FILE or --needle-text FILE.",
+
+_what, _run = _group("What to do: one of --server, --model, --map, --report"), _group("How to run")
+_kl, _needle, _retrieval = _group("kl"), _group("needle"), _group(", ".join(KINDS))
+_problems = _group("humaneval and gsm8k")
+
+
+def evaluate(
+    ctx: typer.Context,
+    server: Annotated[str, _what(metavar="URL", help="A running server.")] = "",
+    reference_server: Annotated[str, _what(metavar="URL", help="With --server: the same model in BF16, for kl.")] = "",
+    name: Annotated[str, _what(help="With --server: the row's name; default: the server's own method.")] = "",
+    model: Annotated[str, _what(help="Folder or hub name: start a server for each of --methods.")] = "",
+    methods: Annotated[
+        str,
+        _what(metavar="SPEC,...", help="NAME[:BITS]\\[@ROTATIONS]\\[#CHUNK][ --flag value], fp8[:e5m2], none."),
+    ] = "none,oscar,hadamard",
+    map: Annotated[
+        list[Path] | None,
+        _what(
+            metavar="SOURCE...",
+            help="Write the accuracy map --out (precise_MODEL.json) of result folders and files, and its plot.",
         ),
-        0.0 if options.needle_text else options.text_skip,
-        tuple(_whole("--needle-lengths", word) for word in options.needle_lengths.split(",")),
-        tuple(_whole("--needle-depths", word) for word in options.needle_depths.split(",")),
-        options.needle_trials,
-        options.style,
-        options.needle_seed,
-    )
+    ] = None,
+    report: Annotated[
+        list[Path] | None,
+        _what(
+            metavar="FILE...",
+            help="Write the page --out from accuracy_*.json and precise_*.json files, and their plots next to them; "
+            "the page begins each model with its map.",
+        ),
+    ] = None,
+    tasks: Annotated[str, _what(metavar="TASK,...", help=f"Some of {','.join(TASK_NAMES)}.")] = "kl",
+    *,
+    out: Annotated[Path, _what(help="Folder of results; with --map and --report: the file to write.")],
+    label: Annotated[
+        str, _what(help="The model's name in file names; default: the last part of its path, in lower case.")
+    ] = "",
+    gpus: Annotated[
+        str,
+        _run(metavar="N,...", help="GPUs that run a server each at once, named as in CUDA_VISIBLE_DEVICES."),
+    ] = "",
+    parallel: Annotated[
+        int, _run(help="Servers at once (per GPU of --gpus); limit each by --max-total-tokens after --.")
+    ] = 1,
+    chunked_prefill_size: Annotated[
+        str, _run(metavar="N,...", help="Run each method with each of these: tokens, or own for SGLang's choice.")
+    ] = "128",
+    concurrency: Annotated[int, _run(help="Requests at once per server.")] = 32,
+    server_command: Annotated[str, _run(help="Starts a server.")] = "python -m sglang.launch_server",
+    plain_flags: Annotated[str, _run(metavar="FLAGS", help="Further flags for none and fp8 only.")] = "",
+    start_timeout: Annotated[float, _run(metavar="SECONDS", help="For a server to be ready.")] = 600.0,
+    request_timeout: Annotated[float, _run(metavar="SECONDS", help="For one request.")] = 900.0,
+    tokenizer: Annotated[str, _run(metavar="PATH", help="Default: the model's, or else the server's own.")] = "",
+    json: Annotated[bool, _run("--json", help="Print the results as one JSON value, not as a table.")] = False,
+    overwrite: Annotated[
+        bool, _run("--overwrite", help="Measure again if existing results have other settings.")
+    ] = False,
+    text: Annotated[
+        list[Path] | None, _kl(metavar="FILE...", help="Held-out text, which calibration did not use.")
+    ] = None,
+    text_skip: Annotated[float, _kl(metavar="SHARE", help="Share of each text to skip, at its beginning.")] = 0.0,
+    kl_lengths: Annotated[str, _kl(metavar="N[xCOUNT],...", help="Tokens per context.")] = "2048",
+    kl_contexts: Annotated[int, _kl(help="Contexts per length without its own count.")] = 8,
+    kl_first: Annotated[int, _kl(help="First position measured.")] = 640,
+    kl_top: Annotated[int, _kl(help="Tokens compared one by one.")] = 64,
+    needle_text: Annotated[Path | None, _needle(metavar="FILE", help="Filler; default: the first --text.")] = None,
+    needle_lengths: Annotated[
+        str, _needle(metavar="N,...", help="Tokens of a request.")
+    ] = "2048,4096,8192,16384,32768",
+    needle_depths: Annotated[str, _needle(metavar="PERCENT,...", help="Filler before the needle.")] = "0,25,50,75,100",
+    needle_trials: Annotated[int, _needle(help="Per cell of length and depth.")] = 5,
+    needle_seed: Annotated[int, _needle(help="Seed of the numbers and the filler's start.")] = 0,
+    retrieval_lengths: Annotated[
+        str, _retrieval(metavar="N,...", help="Tokens of a request.")
+    ] = "2048,4096,8192,16384",
+    retrieval_cases: Annotated[int, _retrieval(help="Per length.")] = 40,
+    retrieval_seed: Annotated[int, _retrieval(help="Seed of the generated texts.")] = 0,
+    style: Annotated[Style, _problems(help="auto is chat if the model has a template.")] = Style.auto,
+    humaneval: Annotated[Path | None, _problems(metavar="FILE", help="HumanEval.jsonl or .jsonl.gz.")] = None,
+    humaneval_problems: Annotated[int, _problems(help="Number of first problems to use; 0 is all.")] = 0,
+    humaneval_max_tokens: Annotated[int, _problems(help="Tokens of an answer.")] = 768,
+    allow_unsandboxed: Annotated[
+        bool, _problems("--allow-unsandboxed", help="Run generated programs even if they cannot be sandboxed.")
+    ] = False,
+    gsm8k: Annotated[Path | None, _problems(metavar="FILE", help="test.jsonl.")] = None,
+    gsm8k_train: Annotated[Path | None, _problems(metavar="FILE", help="For the worked examples.")] = None,
+    gsm8k_shots: Annotated[int, _problems(help="Worked examples; 0 for none.")] = 8,
+    gsm8k_problems: Annotated[int, _problems(help="Number of first problems to use; 0 is all.")] = 200,
+    gsm8k_max_tokens: Annotated[int, _problems(help="Tokens of an answer.")] = 400,
+) -> None:
+    """Compare methods on one model through servers: divergence from BF16, retrieval, HumanEval, GSM8K."""
+    options = SimpleNamespace(**{**locals(), "style": style.value, "text": text or []})
+    from sglang_kvq.evaluation.comparison import run
 
-
-def _retrieval(name: str, options: argparse.Namespace) -> Task:
-    from sglang_kvq.evaluation.tasks.retrieval import RetrievalTask
-
-    lengths = tuple(_whole("--retrieval-lengths", word) for word in options.retrieval_lengths.split(","))
-    return RetrievalTask(name, lengths, options.retrieval_cases, options.style, options.retrieval_seed)
-
-
-def _humaneval(options: argparse.Namespace) -> Task:
-    from sglang_kvq.evaluation.tasks.humaneval import HumanEvalTask
-
-    return HumanEvalTask(
-        _given(options.humaneval, "the humaneval task needs its problems: --humaneval HumanEval.jsonl.gz."),
-        options.humaneval_problems,
-        options.style,
-        options.humaneval_max_tokens,
-        allow_unsandboxed=options.allow_unsandboxed,
-    )
-
-
-def _gsm8k(options: argparse.Namespace) -> Task:
-    from sglang_kvq.evaluation.tasks.gsm8k import GSM8KTask
-
-    return GSM8KTask(
-        _given(options.gsm8k, "the gsm8k task needs its problems: --gsm8k test.jsonl."),
-        options.gsm8k_train,
-        options.gsm8k_shots,
-        options.gsm8k_problems,
-        options.style,
-        options.gsm8k_max_tokens,
-    )
-
-
-def _given(path: Path | None, otherwise: str) -> Path:
-    """Returns a file that a task requires.
-
-    Raises:
-        KVQuantError: it was not given; the message is ``otherwise``.
-    """
-    if path is None:
-        raise KVQuantError(otherwise)
-    return path
-
-
-def _whole(flag: str, word: str) -> int:
     try:
-        return int(word)
-    except ValueError:
-        raise KVQuantError(f"{flag} {word!r}: give whole numbers separated by commas.") from None
-
-
-def main(words: Sequence[str]) -> int:
-    """Runs the command and returns the exit status: 1 if a method or task gave no value.
-
-    Raises:
-        KVQuantError: settings, files or servers cannot be used.
-    """
-    words = list(words)
-    cut = words.index("--") if "--" in words else len(words)
-    options, flags = parser().parse_args(words[:cut]), words[cut + 1 :]
-    chosen = [name for name in ("server", "model", "map", "report") if getattr(options, name)]
-    if len(chosen) != 1:
-        raise KVQuantError("give one of --server URL, --model PATH, --map SOURCE ... and --report FILE ....")
-    command = ["kvq", "eval", *words]
-    if options.report:
-        return write_page(options)
-    if options.map:
-        return write_map(options, command)
-    if flags and not options.model:
-        raise KVQuantError(f"{' '.join(flags)}: flags after -- are for servers that --model starts.")
-    for name, least in LEAST.items():
-        check_least(f"--{name}", getattr(options, name.replace("-", "_")), least)
-    check_new("--out", options.out, folder=True)
-    for flag, value in (("--gpus", options.gpus), (CHUNK_FLAG, options.chunked_prefill_size)):
-        if options.server and value not in ("", str(CHUNK)):
-            raise KVQuantError(f"{flag} {value}: it is for servers that --model starts; leave it out.")
-    tasks = tasks_of(options)
-    signal.signal(signal.SIGTERM, _interrupt)
-    if options.server:
-        model, failures = evaluate_server(options, tasks, _noted(command))
-    else:
-        model, failures = compare_methods(options, tasks, flags, _noted(command))
-    return finish(options, model, command, failures)
-
-
-def _noted(command: list[str]) -> str:
-    """Formats a command for results, without this machine's paths."""
-    return shlex.join(map(provenance.without_paths, command))
-
-
-def _interrupt(*_: Any) -> None:
-    raise KeyboardInterrupt
-
-
-def model_label(options: argparse.Namespace, path: str) -> str:
-    return options.label or Path(path).name.lower() or "model"
-
-
-def evaluate_server(options: argparse.Namespace, tasks: list[Task], command: str) -> tuple[str, list[str]]:
-    """Measures on the given running server (``--server``)."""
-    identity, facts = server_identity(options.server, options.name or "")
-    label = options.name or facts.method
-    model = model_label(options, facts.model_path)
-    store = Store(options.out, options.overwrite, command)
-    material = Material(options.out / "material", model, options.tokenizer)
-    slug = _slug(label)
-    with Display() as display:
-        runner = Runner(
-            tasks, store, material, display, concurrency=options.concurrency, timeout=options.request_timeout
-        )
-        wanted = [task for task in tasks if not store.finished(slug, task.name, {**identity, "task": task.identity()})]
-        for task in wanted:
-            if options.reference_server and isinstance(task, ReferenceTask):
-                reference = Client(options.reference_server, timeout=options.request_timeout)
-                if reference.facts.method != REFERENCE:
-                    raise KVQuantError(
-                        f"--reference-server {options.reference_server} serves {reference.facts.method}, not BF16."
-                    )
-                runner.record_reference(task, reference, Bench(material, options.concurrency))
-        material.settle_reference()
-        runner.measure(options.server, slug, label, identity, wanted, is_reference=label == REFERENCE)
-    return model, runner.failures
-
-
-def _slug(name: str) -> str:
-    from sglang_kvq.evaluation.specs import MethodSpec
-
-    return MethodSpec(name, "none").slug
-
-
-def specs_of(options: argparse.Namespace, tasks: list[Task], flags: list[str]) -> list[MethodSpec]:
-    """Returns ``--methods`` in each of the chunk sizes; adds BF16 first if a task needs it.
-
-    Raises:
-        KVQuantError: specs or chunk sizes are wrong, or no chunk size suits a task.
-    """
-    chunks = [chunk_size(word) for word in options.chunked_prefill_size.split(",")]
-    if any(flag.startswith(CHUNK_FLAG) for flag in flags) and chunks != [CHUNK]:
-        raise KVQuantError(f"{CHUNK_FLAG} before and after --: give it once, before --.")
-    specs = parse_list(options.methods, chunks)
-    for task in tasks:
-        if isinstance(task, ReferenceTask) and not any(spec.is_reference for spec in specs):
-            fitting = [spec.chunk for spec in specs if spec.fits(task.largest_chunk)]
-            if not fitting:
-                raise KVQuantError(
-                    f"{task.name} is measured in chunks of at most {task.largest_chunk}: add {CHUNK} to {CHUNK_FLAG}, "
-                    "or leave it out of --tasks."
-                )
-            specs.insert(0, in_chunks(parse(REFERENCE), fitting[0]))
-    return specs
-
-
-def gpus_of(options: argparse.Namespace) -> tuple[str, ...]:
-    """Returns ``--gpus``, each once.
-
-    Raises:
-        KVQuantError: a name is empty or repeated.
-    """
-    gpus = tuple(options.gpus.split(",")) if options.gpus else ()
-    if not all(gpus) or len(set(gpus)) < len(gpus):
-        raise KVQuantError(f"--gpus {options.gpus}: give each once, separated by single commas, such as 0,1,2,3.")
-    return gpus
-
-
-def _split(flag: str, words: str) -> tuple[str, ...]:
-    """The words of a command line that is one word of ours.
-
-    Raises:
-        KVQuantError: a quote that does not end.
-    """
-    try:
-        return tuple(shlex.split(words))
-    except ValueError as error:
-        raise KVQuantError(f"{flag} {words}: {error}; close every quote.") from None
-
-
-def compare_methods(
-    options: argparse.Namespace, tasks: list[Task], flags: list[str], command: str
-) -> tuple[str, list[str]]:
-    """Starts a server for each method and measures on it (``--model``)."""
-    specs = specs_of(options, tasks, flags)
-    _split("--server-command", options.server_command)
-    model = model_label(options, options.model)
-    where = str(Path(options.model).resolve()) if Path(options.model).is_dir() else options.model
-    launch = Launch(
-        where,
-        options.server_command,
-        tuple(flags),
-        _split("--plain-flags", options.plain_flags),
-        options.parallel,
-        options.start_timeout,
-        gpus_of(options),
-    )
-    store = Store(options.out, options.overwrite, command)
-    material = Material(options.out / "material", model, options.tokenizer)
-    with Display() as display:
-        runner = Runner(
-            tasks, store, material, display, concurrency=options.concurrency, timeout=options.request_timeout
-        )
-        runner.compare(specs, launch)
-    return model, runner.failures
-
-
-def finish(options: argparse.Namespace, model: str, command: list[str], failures: list[str]) -> int:
-    """Writes the report of everything in the output folder and returns the exit status."""
-    content = report.collect(Store(options.out), model, command)
-    path = report.write(options.out, content)
-    drawn = plots.draw(content, path)
-    print((path if options.json else path.with_suffix(".md")).read_text())
-    for written in (path, path.with_suffix(".md"), *(drawn or [])):
-        print(f"written: {written}", file=sys.stderr)
-    if drawn is None:
-        print(plots.MISSING, file=sys.stderr)
-    for failure in failures:
-        print(f"FAILED: {failure}", file=sys.stderr)
-    return 1 if failures else 0
-
-
-def write_map(options: argparse.Namespace, command: list[str]) -> int:
-    """Runs ``--map``: writes the JSON file and, with matplotlib, its plot; prints its block of Markdown."""
-    path = options.out
-    model = path.stem.removeprefix("precise_")
-    if path.is_dir() or path.suffix != ".json" or model in ("", path.stem):
-        raise KVQuantError(f"--out {path}: with --map, the file to write: precise_MODEL.json.")
-    content = precise.collect(options.map, model, command)
-    write_json(path, content)
-    drawn = plots.draw(content, path)
-    if options.json:
-        print(path.read_text())
-    else:
-        print(map_table.block(content, path.name, None, "docs/accuracy.md"))
-    for written in (path, *(drawn or [])):
-        print(f"written: {written}", file=sys.stderr)
-    if drawn is None:
-        print(plots.MISSING, file=sys.stderr)
-    return 0
-
-
-def write_page(options: argparse.Namespace) -> int:
-    """Runs ``--report``: draws plots next to the files, with matplotlib, then writes the page."""
-    contents = {path: read(path) for path in options.report}
-    mapped = [content.get("model") for content in contents.values() if is_map(content)]
-    for path, content in contents.items():
-        headed = not is_map(content) and content.get("model") in mapped
-        if headed:  # the first report of a model shows the map's plot instead of its own
-            mapped.remove(content.get("model"))
-        if plots.draw(content, path, with_map=not headed) is None:
-            print(plots.MISSING, file=sys.stderr)
-            break
-    if options.out.is_dir() or options.out.suffix != ".md":
-        raise KVQuantError(f"--out {options.out}: with --report, the page to write, such as docs/accuracy.md.")
-    text = report.page(options.report, options.out)
-    write_whole(options.out, lambda file: file.write(text))
-    print(f"written: {options.out}", file=sys.stderr)
-    if options.json:
-        print(json.dumps({"page": str(options.out)}))
-    return 0
+        with terminable():
+            raise typer.Exit(run(options, ctx.obj))
+    except KeyboardInterrupt as error:
+        raise typer.Exit(exit_status(error)) from None

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
-import os
-import tempfile
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -16,29 +12,11 @@ from safetensors.numpy import load_file, save
 
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.evaluation.client import Client, RequestRefused
+from sglang_kvq.evaluation.store import digest, write_whole
 
 #: Not NumPy's own format: its headers are parsed as Python, and CPython 3.11 cannot do that in many threads at once
 #: ("AST constructor recursion depth mismatch").
 SUFFIX = ".safetensors"
-
-
-def digest(value: Any) -> str:
-    """Returns a short hash of plain JSON values, to use as a name."""
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
-
-
-def write_whole(path: Path, write: Callable[[Any], None], mode: str = "w") -> None:
-    """Creates or replaces a file atomically: whole or not at all, however the process ends."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, mode) as file:
-            write(file)
-        os.chmod(name, 0o644)
-        os.replace(name, path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
 
 
 class Material:
@@ -80,24 +58,24 @@ class Material:
 
     def tokens(self, key: Any, text: Callable[[], str], client: Client) -> np.ndarray:
         """Returns the ids of a text, int32 ``[n]``, without special tokens. ``key`` identifies the text."""
-        with self._lock:
-            arrays = self.load("tokens", key)
-            if arrays is None:
-                arrays = {"ids": np.asarray(self._tokenise(text(), client), np.int32)}
-                self.store("tokens", key, arrays)
-            return arrays["ids"]
+        return self._kept("tokens", key, lambda: self._tokenise(text(), client))
 
     def begin_token(self, client: Client) -> list[int]:
         """Returns the tokens that the tokeniser puts before a text: Llama's BOS, or none."""
+        # Some tokenisers also add an end token, which must not precede a text.
+        ids = self._kept(
+            "begin", None, lambda: self._load_tokeniser(client)("", add_special_tokens=True)["input_ids"][:1]
+        )
+        return [int(token) for token in ids]
+
+    def _kept(self, kind: str, key: Any, make: Callable[[], list[int]]) -> np.ndarray:
+        """Returns stored ids, or makes and stores them."""
         with self._lock:
-            arrays = self.load("begin", None)
+            arrays = self.load(kind, key)
             if arrays is None:
-                bare = self._load_tokeniser(client)("", add_special_tokens=True)["input_ids"]
-                # Some tokenisers also add an end token, which must not precede a text.
-                arrays = {"ids": np.asarray(bare[:1], np.int32)}
-                self.store("begin", None, arrays)
-            begin: list[int] = arrays["ids"].tolist()
-            return begin
+                arrays = {"ids": np.asarray(make(), np.int32)}
+                self.store(kind, key, arrays)
+            return arrays["ids"]
 
     def text(self, ids: np.ndarray, client: Client) -> str:
         with self._lock:

@@ -1,18 +1,13 @@
-"""Progress of a run: a bar per method with rich, or plain lines without rich or a terminal."""
+"""Progress of a run on stderr: lines, and on a terminal a bar per method."""
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
 
-try:
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-except ImportError:
-    Console = None  # type: ignore[assignment, misc]
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 
 class Display:
@@ -20,35 +15,27 @@ class Display:
 
     def __init__(self) -> None:
         self._lock, self._begin = threading.Lock(), time.monotonic()
-        self._bars: Any = None
-        self._rows: dict[str, Any] = {}
-        self._told: dict[str, int] = {}
+        self._console = Console(stderr=True, highlight=False, emoji=False)
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        self._bars = Progress(*columns, console=self._console, disable=not self._console.is_terminal)
+        self._rows: dict[str, TaskID] = {}
 
     def __enter__(self) -> Display:
-        if Console is not None and sys.stderr.isatty():
-            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-            self._bars = Progress(*columns, console=Console(stderr=True, highlight=False, emoji=False))
-            self._bars.start()
+        self._bars.start()
         return self
 
     def __exit__(self, *exc: object) -> None:
-        if self._bars:
-            self._bars.stop()
+        self._bars.stop()
 
     def say(self, text: str) -> None:
         """Prints a line that stays."""
-        with self._lock:
-            line = f"[{time.monotonic() - self._begin:5.0f} s] {text}"
-            if self._bars:
-                self._bars.console.print(line, markup=False, soft_wrap=True)
-            else:
-                print(line, file=sys.stderr, flush=True)
+        line = f"[{time.monotonic() - self._begin:5.0f} s] {text}"
+        self._console.print(line, markup=False, soft_wrap=True)
 
     def status(self, method: str, text: str) -> None:
         """Shows the current activity of a method."""
-        if not self._bars:
+        if self._bars.disable:
             self.say(f"{method}: {text}")
-            return
         with self._lock:
             if method not in self._rows:
                 self._rows[method] = self._bars.add_task("", total=None)
@@ -56,7 +43,7 @@ class Display:
 
     def finish(self, method: str) -> None:
         with self._lock:
-            if self._bars and method in self._rows:
+            if method in self._rows:
                 self._bars.remove_task(self._rows.pop(method))
 
     def counter(self, method: str, task: str) -> Callable[[int, int], None]:
@@ -64,8 +51,7 @@ class Display:
 
         def tell(done: int, total: int) -> None:
             with self._lock:
-                if self._bars and method in self._rows:
-                    name = f"{method}: {task}"
-                    self._bars.update(self._rows[method], description=name, completed=done, total=total)
+                if method in self._rows:
+                    self._bars.update(self._rows[method], description=f"{method}: {task}", completed=done, total=total)
 
         return tell

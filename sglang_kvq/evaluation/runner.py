@@ -7,53 +7,23 @@ import queue
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.evaluation import provenance
-from sglang_kvq.evaluation.base import Bench, ReferenceTask, Task
 from sglang_kvq.evaluation.client import Client, ServerFacts
-from sglang_kvq.evaluation.material import Material, digest
+from sglang_kvq.evaluation.material import Material
 from sglang_kvq.evaluation.progress import Display
-from sglang_kvq.evaluation.servers import EvaluatedServer
+from sglang_kvq.evaluation.servers import EvaluatedServer, Launch
 from sglang_kvq.evaluation.specs import MethodSpec
-from sglang_kvq.evaluation.store import Store
+from sglang_kvq.evaluation.store import Store, digest
+from sglang_kvq.evaluation.tasks.base import Bench, ReferenceTask, Task
 from sglang_kvq.server_process import ServerFailed
 
-
-@dataclass(frozen=True)
-class Launch:
-    """Settings for starting servers.
-
-    Attributes:
-        flags: for all servers.
-        plain_flags: only for servers without ``--kv-quant``, for instance an attention backend.
-        parallel: simultaneous servers on the same devices; with ``gpus``, per GPU.
-        gpus: each server sees one of them, as CUDA_VISIBLE_DEVICES names it; empty: every server sees all.
-        starting: servers that load at the same time: more of them slow each other down at the disk and compiler.
-    """
-
-    model: str
-    command: str
-    flags: tuple[str, ...] = ()
-    plain_flags: tuple[str, ...] = ()
-    parallel: int = 1
-    start_timeout: float = 600.0
-    gpus: tuple[str, ...] = ()
-    starting: int = 5
-
-    def of(self, spec: MethodSpec) -> list[str]:
-        """Returns all flags of a method's server except its address."""
-        plain = spec.method in ("none", "fp8")
-        flags = [*self.flags, *(self.plain_flags if plain else ()), *spec.flags]
-        return [*spec.chunk_flags(flags), *flags]
-
-    def identity(self, spec: MethodSpec) -> dict[str, Any]:
-        """Returns the settings that determine values, without paths."""
-        plain = self.plain_flags if spec.method in ("none", "fp8") else ()
-        return {**spec.identity(), "flags": [provenance.without_paths(word) for word in (*self.flags, *plain)]}
+#: Servers that load at the same time; more of them slow each other down at the disk and compiler.
+STARTING = 5
 
 
 class Runner:
@@ -80,7 +50,7 @@ class Runner:
         self.failures: list[str] = []
         self._stop = threading.Event()
         self._running: set[EvaluatedServer] = set()
-        self._starting = threading.Semaphore(1)
+        self._starting = threading.Semaphore(STARTING)
         self._gpus: queue.Queue[str] = queue.Queue()
 
     # -- servers of our own -------------------------------------------------------------------------------
@@ -97,7 +67,7 @@ class Runner:
         for spec in sorted(specs, key=lambda spec: spec.is_reference):
             identity = launch.identity(spec)
             tasks = [task for task in self.tasks if _sees_cache(task, spec)]
-            open_tasks = [task for task in tasks if not self._finished(spec.slug, identity, task)]
+            open_tasks = [task for task in tasks if not self.finished(spec.slug, identity, task)]
             if spec.is_reference and not self.material.has("reference"):
                 open_tasks = [task for task in tasks if task in open_tasks or task.name in compared]
             compared |= {task.name for task in open_tasks if isinstance(task, ReferenceTask)}
@@ -121,8 +91,6 @@ class Runner:
                     self.material.settle_reference("the server of none did not get that far")
                 self.display.finish(spec.label)
 
-        self._starting = threading.Semaphore(launch.starting)
-        self._gpus = queue.Queue()
         for gpu in (launch.gpus or ("",)) * launch.parallel:
             self._gpus.put(gpu)
         with ThreadPoolExecutor(self._gpus.qsize()) as pool:
@@ -147,15 +115,7 @@ class Runner:
     ) -> None:
         log = self.store.runs(spec.slug) / "server.log"
         try:
-            command = EvaluatedServer(
-                launch.command,
-                launch.model,
-                launch.of(spec),
-                log,
-                timeout=launch.start_timeout,
-                stopped=self._stop.is_set,
-                gpu=gpu,
-            )
+            command = EvaluatedServer(launch, spec, log, self._stop.is_set, gpu)
             with contextlib.ExitStack() as running:
                 with self._starting:
                     if self._stop.is_set():
@@ -185,7 +145,8 @@ class Runner:
         """Runs tasks on a running server. Records a task's failure and goes on with the others."""
         client = Client(url, timeout=self.timeout)
         facts = client.facts
-        self.store.save_server(slug, {"label": label, **server_record(facts), **_known(more or {})})
+        known = {name: value for name, value in (more or {}).items() if value is not None}
+        self.store.save_server(slug, {"label": label, **server_record(facts), **known})
         waiting = list(tasks)
         while waiting:
             if self._stop.is_set():
@@ -234,7 +195,8 @@ class Runner:
         ready = (i for i, task in enumerate(waiting) if settled or not isinstance(task, ReferenceTask))
         return next(ready, 0)
 
-    def _finished(self, slug: str, identity: dict[str, Any], task: Task) -> bool:
+    def finished(self, slug: str, identity: dict[str, Any], task: Task) -> bool:
+        """Returns whether a task was measured with these settings; raises as ``Store.finished``."""
         return self.store.finished(slug, task.name, {**identity, "task": task.identity()})
 
     def _server_failed(self, spec: MethodSpec, reason: str, log: str) -> None:
@@ -256,18 +218,22 @@ def _sees_cache(task: Task, spec: MethodSpec) -> bool:
 
 def server_record(facts: ServerFacts) -> dict[str, Any]:
     """Returns the facts of a server that a reader of results needs: no paths, no changing counters."""
-    plain = asdict(facts)
-    plain["model_path"] = Path(facts.model_path).name
-    if facts.kv_quant:
-        kv = {name: value for name, value in facts.kv_quant.items() if name != "tiers"}
-        plain["kv_quant"] = {
-            name: provenance.without_paths(value) if isinstance(value, str) else value for name, value in kv.items()
-        }
-    plain |= {"method": facts.method, "allocated_bits": facts.allocated_bits, "pool_bits": round(facts.pool_bits, 3)}
-    kv_quant = plain["kv_quant"] or {}
-    plain |= {"calibration": kv_quant.get("rotations"), "seed": kv_quant.get("seed")}
-    plain["device_name"] = provenance.device_name(facts.device)
-    return plain
+    kv_quant = {
+        name: provenance.without_paths(value) if isinstance(value, str) else value
+        for name, value in (facts.kv_quant or {}).items()
+        if name != "tiers"
+    }
+    return {
+        **asdict(facts),
+        "model_path": Path(facts.model_path).name,
+        "kv_quant": kv_quant or None,
+        "method": facts.method,
+        "allocated_bits": facts.allocated_bits,
+        "pool_bits": round(facts.pool_bits, 3),
+        "calibration": kv_quant.get("rotations"),
+        "seed": kv_quant.get("seed"),
+        "device_name": provenance.device_name(facts.device),
+    }
 
 
 def server_identity(url: str, label: str) -> tuple[dict[str, Any], ServerFacts]:
@@ -275,13 +241,8 @@ def server_identity(url: str, label: str) -> tuple[dict[str, Any], ServerFacts]:
     facts = Client(url).facts
     record = server_record(facts)
     # Pool sizes depend on the free memory at start; they do not affect values.
-    fixed = {
-        name: record[name] for name in ("version", "model_path", "kv_cache_dtype", "chunk", "method", "allocated_bits")
-    }
+    names = ("version", "model_path", "kv_cache_dtype", "chunk", "method", "allocated_bits")
+    fixed = {name: record[name] for name in names}
     kept = ("rotations", "clip_k", "clip_v", "sink_tokens", "recent_tokens", "prefill_window", "seed", "sha256")
     fixed["kv_quant"] = {name: (record["kv_quant"] or {}).get(name) for name in kept}
     return {"label": label, "server": digest(fixed), "method": record["method"]}, facts
-
-
-def _known(values: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in values.items() if value is not None}

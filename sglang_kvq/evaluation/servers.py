@@ -5,10 +5,13 @@ from __future__ import annotations
 import re
 import shlex
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from sglang_kvq.evaluation.specs import names
+from sglang_kvq.evaluation import provenance
+from sglang_kvq.evaluation.specs import MethodSpec, names
 from sglang_kvq.server_process import ServerFailed, ServerProcess, free_port
 
 
@@ -16,34 +19,53 @@ def _whole(word: str) -> str:
     return str(Path(word).absolute()) if "/" in word and Path(word).exists() else word
 
 
+@dataclass(frozen=True)
+class Launch:
+    """Settings for starting servers.
+
+    Attributes:
+        flags: for all servers.
+        plain_flags: only for servers without ``--kv-quant``, for instance an attention backend.
+        parallel: simultaneous servers on the same devices; with ``gpus``, per GPU.
+        gpus: each server sees one of them, as CUDA_VISIBLE_DEVICES names it; empty: every server sees all.
+    """
+
+    model: str
+    command: str
+    flags: tuple[str, ...] = ()
+    plain_flags: tuple[str, ...] = ()
+    parallel: int = 1
+    start_timeout: float = 600.0
+    gpus: tuple[str, ...] = ()
+
+    def of(self, spec: MethodSpec) -> list[str]:
+        """Returns all flags of a method's server except its address."""
+        flags = [*self._shared(spec), *spec.flags]
+        return [*spec.chunk_flags(flags), *flags]
+
+    def identity(self, spec: MethodSpec) -> dict[str, Any]:
+        """Returns the settings that determine values, without paths."""
+        return {**spec.identity(), "flags": [provenance.without_paths(word) for word in self._shared(spec)]}
+
+    def _shared(self, spec: MethodSpec) -> tuple[str, ...]:
+        """Returns the flags that are not the spec's own."""
+        return (*self.flags, *(self.plain_flags if spec.method in ("none", "fp8") else ()))
+
+
 class EvaluatedServer(ServerProcess):
-    """A server on a loopback port, for the duration of the ``with`` block.
+    """A method's server on a loopback port, for the duration of the ``with`` block.
 
     Args:
-        command: starts a server, without model and address: ``python -m sglang.launch_server``.
-        model: folder or hub name.
-        flags: all other flags.
         log: file for its output; its folder is the server's working folder.
-        timeout: seconds until it must be ready.
         stopped: called twice a second while it starts; True aborts the start.
         gpu: the GPU that it sees, as CUDA_VISIBLE_DEVICES names it; empty: all.
     """
 
     more_time = " (--start-timeout)"
 
-    def __init__(
-        self,
-        command: str,
-        model: str,
-        flags: Sequence[str],
-        log: Path,
-        *,
-        timeout: float = 600.0,
-        stopped: Callable[[], bool] = lambda: False,
-        gpu: str = "",
-    ) -> None:
-        self.start_timeout, self.stopped = timeout, stopped
-        words = shlex.split(command) or [""]
+    def __init__(self, launch: Launch, spec: MethodSpec, log: Path, stopped: Callable[[], bool], gpu: str) -> None:
+        self.start_timeout, self.stopped = launch.start_timeout, stopped
+        words, flags = shlex.split(launch.command) or [""], launch.of(spec)
         if words[0] in ("python", "python3"):
             words[0] = sys.executable
         port = free_port()
@@ -52,7 +74,7 @@ class EvaluatedServer(ServerProcess):
         meeting = ("--nccl-port", str(free_port())) if gpu and not names(flags, "--nccl-port") else ()
         env: Mapping[str, str] = {"CUDA_VISIBLE_DEVICES": gpu} if gpu else {}
         # The server runs in another folder, so relative paths must become absolute.
-        whole = [*map(_whole, words), "--model-path", model, *where, *meeting, *map(_whole, flags)]
+        whole = [*map(_whole, words), "--model-path", launch.model, *where, *meeting, *map(_whole, flags)]
         super().__init__(whole, log, port, env)
 
     @property

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
 import re
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sglang_kvq.errors import KVQuantError
-from sglang_kvq.evaluation.base import Outcome
-from sglang_kvq.evaluation.material import write_whole
+
+if TYPE_CHECKING:
+    from sglang_kvq.evaluation.tasks.base import Outcome
 
 
 class Store:
@@ -103,3 +108,22 @@ def read(path: Path) -> dict[str, Any]:
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
     write_whole(path, lambda file: file.write(json.dumps(content, indent=1) + "\n"))
+
+
+def digest(value: Any) -> str:
+    """Returns a short hash of plain JSON values, to use as a name."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def write_whole(path: Path, write: Callable[[Any], None], mode: str = "w") -> None:
+    """Creates or replaces a file atomically: whole or not at all, however the process ends."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, mode) as file:
+            write(file)
+        os.chmod(name, 0o644)
+        os.replace(name, path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 
-from sglang_kvq.evaluation.command import main
 from tests.e2e.client import held_out_text
+from tests.evaluation.conftest import main
 
 CHUNKED = ("--chunked-prefill-size", "128")
 ALIKE = ("--kv-quant-prefill-window", "0")

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from sglang_kvq.evaluation.base import Bench
+from sglang_kvq.cli import app
 from sglang_kvq.evaluation.material import Material
+from sglang_kvq.evaluation.tasks.base import Bench
 
 PROBLEMS = [
     {
@@ -25,6 +26,11 @@ PROBLEMS = [
         "test": "def check(candidate):\n    candidate(1)\n",
     },
 ]
+
+
+def main(words: list[str]) -> int:
+    """The exit status of ``kvq eval``; errors of ours are raised."""
+    return app(args=["eval", *words], standalone_mode=False) or 0
 
 
 @pytest.fixture

@@ -101,15 +101,9 @@ class FakeServer:
                 "tiers": {"bf16_tokens": 0},
             }
             state = {"kv_quant": kv_quant} if self.method != "none" else {}
-            return {
-                "version": "0.5.23",
-                "model_path": "/models/fake",
-                "device": "cpu",
-                "kv_cache_dtype": "auto",
-                "chunked_prefill_size": self.chunk,
-                "max_total_num_tokens": 100_000,
-                "internal_states": [state],
-            }
+            fixed = {"version": "0.5.23", "model_path": "/models/fake", "device": "cpu", "kv_cache_dtype": "auto"}
+            sizes = {"chunked_prefill_size": self.chunk, "max_total_num_tokens": 100_000}
+            return {**fixed, **sizes, "internal_states": [state]}
         if path == "/v1/models":
             return {"data": [{"id": "fake", "max_model_len": self.context}]}
         if path == "/tokenize":
@@ -160,11 +154,8 @@ def answer_to(prompt: str) -> str:
         value = re.search(rf'"{key.group(1)}": "(.*?)"', prompt)
         return value.group(1) if value else "unknown"
     if "def add" in prompt:
-        return (
-            "Here it is:\n```python\ndef add(a, b):\n    return a + b\n```\n"
-            if "```" in prompt
-            else "    return a + b\n"
-        )
+        body = "    return a + b\n"
+        return f"Here it is:\n```python\ndef add(a, b):\n{body}```\n" if "```" in prompt else body
     if "def broken" in prompt:
         return "```python\ndef broken(a):\n    while True: pass\n```"
     return "Let me see. 40 + 2 = 42.\n#### 42"

@@ -11,13 +11,12 @@ import sys
 import threading
 import time
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.evaluation import runner
-from sglang_kvq.evaluation.command import main
+from tests.evaluation.conftest import main
 from tests.evaluation.fake_server import OWN_CHUNK, FakeServer
 from tests.evaluation.test_runner import no_hub, rows, words  # noqa: F401  (a fixture)
 
@@ -32,7 +31,7 @@ class Host:
         self.starting = self.most_starting = self.most_busy = 0
 
     @contextmanager
-    def server(self, command, model, flags, log, *, timeout, stopped, gpu):
+    def server(self, launch, spec, log, stopped, gpu):
         with self.lock:
             assert gpu not in self.busy, f"two servers on GPU {gpu}"
             self.busy.append(gpu)
@@ -43,8 +42,7 @@ class Host:
         with self.lock:
             self.starting -= 1
             self.most_busy = max(self.most_busy, len(self.busy))
-        method = flags[flags.index("--kv-quant") + 1] if "--kv-quant" in flags else "none"
-        with FakeServer(method) as fake:
+        with FakeServer(spec.method) as fake:
             fake.is_ours, fake.check_alive = True, lambda: None
             yield fake
         with self.lock:
@@ -94,8 +92,8 @@ def test_what_does_not_wait_for_the_reference_comes_first(text, tmp_path, monkey
     host = Host()
 
     @contextmanager
-    def late(command, model, flags, *args, **more):
-        with host.server(command, model, flags, *args, **more) as fake:
+    def late(*given):
+        with host.server(*given) as fake:
             if fake.method == "none":
                 assert measured.wait(30), "oscar waits for the reference though it has something else to do"
             yield fake
@@ -110,7 +108,7 @@ def test_a_killed_run_keeps_what_was_measured(text, tmp_path):
     out = tmp_path / "out"
     asked = words(text, out, "--methods", "none,oscar,hadamard", "--gpus", "0,1,2")
     run = subprocess.Popen(
-        [sys.executable, "-m", "sglang_kvq.evaluation", *asked],
+        [sys.executable, "-m", "sglang_kvq.cli", "eval", *asked],
         stderr=subprocess.PIPE,
         text=True,
         env={**os.environ, "FAKE_HANG": "hadamard"},
@@ -139,12 +137,8 @@ def test_chunk_sizes_are_run_and_recorded(text, tmp_path, gsm8k, capsys):
     asked = words(text, out, "--methods", "none,oscar", "--chunked-prefill-size", "128,own", *tasks)
     assert main(asked) == 0
     found = rows(out)
-    assert {name: row["server"]["chunk"] for name, row in found.items()} == {
-        "none": 128,
-        "oscar": 128,
-        "none#own": OWN_CHUNK,
-        "oscar#own": OWN_CHUNK,
-    }
+    chunks = {"none": 128, "oscar": 128, "none#own": OWN_CHUNK, "oscar#own": OWN_CHUNK}
+    assert {name: row["server"]["chunk"] for name, row in found.items()} == chunks
     # Divergence shows the cache in small chunks only, so it is not asked for in others.
     assert [found[name]["kl"] is None for name in ("none", "oscar", "none#own", "oscar#own")] == [0, 0, 1, 1]
     assert not [row for row in found.values() if row["error"]] and found["oscar#own"]["gsm8k_vs_none"] is not None
@@ -152,31 +146,9 @@ def test_chunk_sizes_are_run_and_recorded(text, tmp_path, gsm8k, capsys):
     assert main(["--map", str(out), "--out", str(precise)]) == 0
     measured = {(r["method"], r["task"], r["chunk"], r["bf16_chunk"]) for r in json.loads(precise.read_text())["rows"]}
     both = {(m, "gsm8k", chunk, chunk) for m in ("none", "oscar") for chunk in (128, OWN_CHUNK)}
-    assert measured == both | {(m, task, 128, 128) for m in ("none", "oscar") for task in ("kl", "top1")}
+    assert measured == both | {(m, task, 128, 128) for m in ("none", "oscar") for task in ("kl", "top1", "perplexity")}
     capsys.readouterr()
     assert main(asked) == 0 and capsys.readouterr().err.count("already measured") == 4
     only = words(text, out, "--methods", "none#own", "--tasks", "kl")
     with pytest.raises(KVQuantError, match="chunks of at most 256: add 128"):
         main(only)
-
-
-@pytest.mark.parametrize(
-    "more, message",
-    [
-        (["--gpus", "0,,1"], "--gpus 0,,1: give each once"),
-        (["--gpus", "0,0"], "--gpus 0,0: give each once"),
-        (["--chunked-prefill-size", "128,small"], "'small': give a number of tokens, or own"),
-        (["--chunked-prefill-size", "own"], "add 128 to --chunked-prefill-size"),
-        (["--chunked-prefill-size", "64", "--", "--chunked-prefill-size", "32"], "give it once"),
-    ],
-)
-def test_what_cannot_be_run_is_refused_before_it_starts(text, tmp_path, more, message):
-    with pytest.raises(KVQuantError, match=message):
-        main(words(text, tmp_path / "out", "--methods", "oscar", *more))
-    assert not (tmp_path / "out").exists()
-
-
-def test_gpus_and_chunks_are_not_for_running_servers(text, tmp_path):
-    for more in (["--gpus", "0"], ["--chunked-prefill-size", "own"]):
-        with pytest.raises(KVQuantError, match="servers that --model starts"):
-            main(["--server", "http://x", "--text", str(text), "--out", str(Path(tmp_path) / "out"), *more])

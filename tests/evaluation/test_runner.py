@@ -12,26 +12,16 @@ from pathlib import Path
 import pytest
 
 from sglang_kvq.errors import KVQuantError
-from sglang_kvq.evaluation.command import main
+from tests.evaluation.conftest import main
 from tests.evaluation.fake_server import FakeServer
 
+SMALL = "--kl-lengths 200x3 --kl-first 50"
 FAKE = f"{sys.executable} {Path(__file__).with_name('fake_server.py')}"
 
 
 def words(text: Path, out: Path, *more: str, command: str = FAKE) -> list[str]:
-    settings = [
-        "--text",
-        str(text),
-        "--kl-lengths",
-        "200x3",
-        "--kl-first",
-        "50",
-        "--kl-top",
-        "16",
-        "--start-timeout",
-        "60",
-    ]
-    return ["--model", "models/Fake-1B", "--out", str(out), "--server-command", command, *settings, *more]
+    settings = f"--model models/Fake-1B --text {text} {SMALL} --kl-top 16 --start-timeout 60 --out {out}".split()
+    return [*settings, "--server-command", command, *more]
 
 
 @pytest.fixture(autouse=True)
@@ -51,12 +41,9 @@ def test_methods_are_compared_and_a_second_run_does_nothing(text, tmp_path, caps
     found = rows(out)
     assert next(iter(found)) == "none" and set(found) == {"none", "oscar", "hadamard", "int2"}
     assert found["none"]["kl"] < found["oscar"]["kl"] < found["hadamard"]["kl"] < found["int2"]["kl"]
-    assert (found["none"]["allocated_bits"], found["oscar"]["allocated_bits"], found["oscar"]["pool_bits"]) == (
-        16,
-        2.5,
-        2.9,
-    )
-    assert found["oscar"]["needle_16k"] is None and found["oscar"]["calibration"] == "wiki"
+    oscar = found["oscar"]
+    assert (found["none"]["allocated_bits"], oscar["allocated_bits"], oscar["pool_bits"]) == (16, 2.5, 2.9)
+    assert oscar["needle_16k"] is None and oscar["calibration"] == "wiki"
     before = {path: path.stat().st_mtime_ns for path in out.glob("runs/*/kl.json")}
     begin = time.monotonic()
     assert main(words(text, out, "--methods", "hadamard,oscar,int2", command="false")) == 0
@@ -90,7 +77,7 @@ def test_a_server_that_crashes_costs_only_its_method(text, tmp_path, monkeypatch
 
 def test_an_interrupted_run_stops_its_servers_and_goes_on_later(text, tmp_path):
     out = tmp_path / "out"
-    command = [sys.executable, "-m", "sglang_kvq.evaluation", *words(text, out, "--methods", "oscar,hadamard")]
+    command = [sys.executable, "-m", "sglang_kvq.cli", "eval", *words(text, out, "--methods", "oscar,hadamard")]
     run = subprocess.Popen(
         [*command, "--", "--hang", "hadamard"],
         stderr=subprocess.PIPE,
@@ -140,27 +127,9 @@ def test_other_settings_are_refused_or_measured_again(text, tmp_path):
 
 def test_many_servers_at_once(text, tmp_path, humaneval, gsm8k):
     out = tmp_path / "out"
-    tasks = [
-        "--tasks",
-        "kl,humaneval,gsm8k,needle",
-        "--humaneval",
-        str(humaneval),
-        "--gsm8k",
-        str(gsm8k),
-        "--gsm8k-shots",
-        "0",
-    ]
-    methods = [
-        "--methods",
-        "none,oscar,hadamard",
-        "--parallel",
-        "3",
-        "--needle-lengths",
-        "400,1024",
-        "--humaneval-problems",
-        "1",
-    ]
-    assert main(words(text, out, *tasks, *methods)) == 0
+    tasks = f"--tasks kl,humaneval,gsm8k,needle --humaneval {humaneval} --gsm8k {gsm8k} --gsm8k-shots 0"
+    more = "--methods none,oscar,hadamard --parallel 3 --needle-lengths 400,1024 --humaneval-problems 1"
+    assert main(words(text, out, *tasks.split(), *more.split())) == 0
     for row in rows(out).values():
         assert row["humaneval"] == 1 and row["gsm8k"] == pytest.approx(2 / 3) and row["needle_1k"] == 1
     assert rows(out)["oscar"]["gsm8k_vs_none"] == 0
@@ -172,14 +141,8 @@ def test_no_path_of_this_machine_in_the_report(text, tmp_path):
     main(words(text, out, "--methods", "oscar", "--", "--fail", "oscar"))
     for path in out.glob("accuracy_*"):
         content = path.read_text() if path.suffix != ".png" else ""
-        for path_of_this_machine in (
-            str(tmp_path),
-            str(Path.home()),
-            str(Path(sys.executable).parent),
-            "/somewhere",
-            "/models",
-        ):
-            assert path_of_this_machine not in content, (path.name, path_of_this_machine)
+        for folder in (tmp_path, Path.home(), Path(sys.executable).parent, "/somewhere", "/models"):
+            assert str(folder) not in content, (path.name, folder)
 
 
 # -- running servers --------------------------------------------------------------------------------------
@@ -187,18 +150,7 @@ def test_no_path_of_this_machine_in_the_report(text, tmp_path):
 
 def test_running_servers(text, tmp_path, capsys):
     out = tmp_path / "out"
-    settings = [
-        "--text",
-        str(text),
-        "--kl-lengths",
-        "200x3",
-        "--kl-first",
-        "50",
-        "--out",
-        str(out),
-        "--label",
-        "fake-1b",
-    ]
+    settings = f"--text {text} {SMALL} --out {out} --label fake-1b".split()
     with FakeServer() as reference, FakeServer("oscar") as server:
         assert main(["--server", server.url, "--reference-server", reference.url, *settings]) == 0
         asked = len(server.requests)
@@ -222,47 +174,25 @@ def test_a_reference_must_be_bf16(text, tmp_path):
 @pytest.mark.parametrize(
     "given, message",
     [
-        (["--out", "x"], "give one of --server"),
-        (["--server", "http://x", "--model", "m", "--out", "x"], "give one of --server"),
-        (["--model", "m", "--out", "x", "--tasks", "kl,sing"], "sing: unknown; choose one of kl,"),
-        (
-            [
-                "--server",
-                "http://x",
-                "--out",
-                "x",
-                "--tasks",
-                "gsm8k",
-                "--gsm8k",
-                "f",
-                "--gsm8k-shots",
-                "0",
-                "--",
-                "--tp",
-                "2",
-            ],
-            "after --",
-        ),
-        (["--model", "m", "--out", "x", "--text", "nowhere.txt", "--kl-lengths", "1k"], "whole numbers"),
-        (["--model", "m", "--out", "x", "--text", "nowhere.txt", "--kl-lengths", "600"], "longer than the first"),
-        (["--model", "m", "--out", "x", "--text", "nowhere.txt"], "nowhere.txt: cannot be read"),
-        (["--report", "nowhere.json", "--out", "x.md"], "nowhere.json"),
+        ("", "give one of --server"),
+        ("--server http://x --model m", "give one of --server"),
+        ("--model m --tasks kl,sing", "sing: unknown; choose one of kl,"),
+        ("--server http://x --tasks gsm8k --gsm8k f --gsm8k-shots 0 -- --tp 2", "--tp 2: flags after --"),
+        ("--model m --text nowhere.txt --kl-lengths 1k", "whole numbers"),
+        ("--model m --text nowhere.txt --kl-lengths 600", "longer than the first"),
+        ("--model m --text nowhere.txt", "nowhere.txt: cannot be read"),
+        ("--report nowhere.json --out x.md", "nowhere.json"),
+        ("--model m --text f --gpus 0,,1", "--gpus 0,,1: give each once"),
+        ("--model m --text f --gpus 0,0", "--gpus 0,0: give each once"),
+        ("--model m --text f --chunked-prefill-size 128,small", "'small': give a number of tokens, or own"),
+        ("--model m --text f --methods oscar --chunked-prefill-size own", "add 128 to --chunked-prefill-size"),
+        ("--model m --text f --chunked-prefill-size 64 -- --chunked-prefill-size 32", "give it once"),
+        ("--server http://x --text f --gpus 0", "servers that --model starts"),
+        ("--server http://x --text f --chunked-prefill-size own", "servers that --model starts"),
     ],
 )
 def test_wrong_command_lines(given, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(KVQuantError, match=message):
-        main(given)
+        main(["--out", "x", *given.split()])
     assert not list(tmp_path.iterdir())
-
-
-def test_the_kvq_command_passes_every_word_on(tmp_path):
-    from typer.testing import CliRunner
-
-    from sglang_kvq.cli import app
-
-    result = CliRunner().invoke(
-        app, ["eval", "--server", "http://x", "--out", "x", "--tasks", "humaneval", "--humaneval", "f", "--", "--tp"]
-    )
-    assert isinstance(result.exception, KVQuantError) and "--tp: flags after --" in str(result.exception)
-    assert "--kl-lengths" in CliRunner().invoke(app, ["eval", "--help"]).output

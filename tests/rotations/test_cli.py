@@ -4,12 +4,12 @@ import json
 import sys
 
 import pytest
+import typer.main
 from typer.testing import CliRunner
 
 from sglang_kvq import cli
 from sglang_kvq.cli import _engine, app
 from sglang_kvq.errors import KVQuantError
-from sglang_kvq.evaluation.command import parser as evaluation_parser
 from sglang_kvq.rotations import load_rotations, save_rotations
 from sglang_kvq.rotations.inspection import budgets
 from tests.rotations.helpers import random_rotations, tiny_model_folder
@@ -66,12 +66,8 @@ def stdout_json(*arguments):
 
 
 def test_every_command_has_json():
-    own_parser = {"eval"}
-    assert "--json" in evaluation_parser().format_help()
-    for command in app.registered_commands:
-        name = command.name or command.callback.__name__
-        if name not in own_parser:
-            assert "as_json" in command.callback.__annotations__, name
+    for name, command in typer.main.get_command(app).commands.items():
+        assert "--json" in {flag for option in command.params for flag in option.opts}, name
 
 
 def test_calibrate_and_convert_as_json(tmp_path):

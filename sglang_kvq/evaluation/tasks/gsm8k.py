@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from sglang_kvq.errors import KVQuantError
-from sglang_kvq.evaluation.base import Bench, Outcome, file_identity
 from sglang_kvq.evaluation.client import Client
-from sglang_kvq.evaluation.tasks.problems import read_json_lines, score, style_for
+from sglang_kvq.evaluation.tasks.base import Bench, Outcome, file_identity, settings_of
+from sglang_kvq.evaluation.tasks.problems import read_json_lines, score
 
 _NUMBER = r"-?\$?\d[\d,]*(?:\.\d+)?"
 
@@ -40,14 +40,9 @@ class GSM8KTask:
             raise KVQuantError(f"--gsm8k-shots {self.shots} needs --gsm8k-train FILE; or give --gsm8k-shots 0.")
 
     def identity(self) -> dict[str, Any]:
-        return {
-            **file_identity(self.path),
-            "train": file_identity(self.train) if self.shots and self.train else None,
-            "shots": self.shots,
-            "problems": self.problems,
-            "style": self.style,
-            "max_tokens": self.max_tokens,
-        }
+        settings = settings_of(self, leave_out=["path"])
+        # A file that gives no examples does not matter.
+        return {**file_identity(self.path), **settings, "train": settings["train"] if self.shots else None}
 
     def run(self, client: Client, bench: Bench) -> Outcome:
         problems = read_json_lines(self.path, ("question", "answer"))[: self.problems or None]
@@ -56,7 +51,7 @@ class GSM8KTask:
             examples = read_json_lines(self.train, ("question", "answer"))[: self.shots]
         if len(examples) < self.shots:
             raise KVQuantError(f"{self.train}: {len(examples)} problems, but --gsm8k-shots is {self.shots}.")
-        style = style_for(self.style, client)
+        style = client.style(self.style)
 
         def solve(problem: dict[str, Any]) -> dict[str, Any]:
             if style == "chat":

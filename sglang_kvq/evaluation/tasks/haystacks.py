@@ -19,40 +19,14 @@ from dataclasses import dataclass
 
 #: First and last names for ``tool_call``.
 FIRST = (
-    "Ada",
-    "Boris",
-    "Chidi",
-    "Dana",
-    "Emeka",
-    "Farah",
-    "Goran",
-    "Hana",
-    "Ivo",
-    "Jude",
-    "Kira",
-    "Lena",
-    "Milo",
-    "Noor",
+    *("Ada", "Boris", "Chidi", "Dana", "Emeka", "Farah", "Goran"),
+    *("Hana", "Ivo", "Jude", "Kira", "Lena", "Milo", "Noor"),
 )
 LAST = ("Abara", "Brandt", "Costa", "Dimas", "Eriksen", "Fofana", "Garner", "Haddad", "Ibsen", "Jovic", "Kowal", "Lund")
 #: Syllables of the words that ``multi_key`` and ``multi_value`` use as keys.
 SYLLABLES = (
-    "ba",
-    "cor",
-    "del",
-    "fin",
-    "gor",
-    "hul",
-    "jan",
-    "kem",
-    "lor",
-    "mir",
-    "nes",
-    "pol",
-    "rud",
-    "sav",
-    "tir",
-    "vex",
+    *("ba", "cor", "del", "fin", "gor", "hul", "jan", "kem"),
+    *("lor", "mir", "nes", "pol", "rud", "sav", "tir", "vex"),
 )
 #: Number of values of one key in ``multi_value``, and of variables of one chain in ``tracking``.
 VALUES, CHAIN = 4, 5
@@ -164,11 +138,7 @@ def tool_call(seed: str, size: int) -> Haystack:
 
 #: Kinds by name, in the order of docs/evaluation.md.
 KINDS: dict[str, Callable[[str, int], Haystack]] = {
-    "exact_keys": exact_keys,
-    "multi_key": multi_key,
-    "multi_value": multi_value,
-    "tracking": tracking,
-    "tool_call": tool_call,
+    kind.__name__: kind for kind in (exact_keys, multi_key, multi_value, tracking, tool_call)
 }
 
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 import re
 import threading
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from sglang_kvq.evaluation import sandbox
-from sglang_kvq.evaluation.base import Bench, Outcome, file_identity
 from sglang_kvq.evaluation.client import Client
-from sglang_kvq.evaluation.tasks.problems import read_json_lines, score, style_for
+from sglang_kvq.evaluation.tasks.base import Bench, Outcome, file_identity, settings_of
+from sglang_kvq.evaluation.tasks.problems import read_json_lines, score
 
 #: Strings that end a completed function (the paper's, section 2.1, and a new fence).
 STOP = ("\nclass ", "\ndef ", "\n#", "\nif ", "\nprint", "\n```", "\nassert ")
@@ -40,23 +40,17 @@ class HumanEvalTask:
     name: str = "humaneval"
 
     def identity(self) -> dict[str, Any]:
-        return {
-            **file_identity(self.path),
-            "problems": self.problems,
-            "style": self.style,
-            "max_tokens": self.max_tokens,
-            "limits": asdict(self.limits),
-        }
+        return {**file_identity(self.path), **settings_of(self, leave_out=("path", "allow_unsandboxed"))}
 
     def run(self, client: Client, bench: Bench) -> Outcome:
         warning = sandbox.require(self.allow_unsandboxed)
         problems = read_json_lines(self.path, ("task_id", "prompt", "entry_point", "test"))
         problems = problems[: self.problems or None]
-        style = style_for(self.style, client)
+        style = client.style(self.style)
 
         def solve(problem: dict[str, Any]) -> dict[str, Any]:
             if style == "chat":
-                answer = client.chat([{"role": "user", "content": question(problem)}], self.max_tokens)
+                answer = client.chat(question(problem), self.max_tokens)
                 code = extract(answer.text, problem)
             else:
                 answer = client.complete(problem["prompt"], self.max_tokens, STOP)

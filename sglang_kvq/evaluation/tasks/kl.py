@@ -6,7 +6,6 @@ earlier chunks. A prompt's log-probabilities therefore show the effect of the qu
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -16,11 +15,10 @@ from typing import Any, ClassVar
 import numpy as np
 
 from sglang_kvq.errors import KVQuantError
-from sglang_kvq.evaluation.base import Bench, Outcome, file_identity, read_text
 from sglang_kvq.evaluation.client import Client
-from sglang_kvq.evaluation.divergence import Distributions, compare
 from sglang_kvq.evaluation.specs import LARGEST_CHUNK
-from sglang_kvq.evaluation.stats import clustered
+from sglang_kvq.evaluation.tasks.base import Bench, Outcome, fitting, settings_of, text_tokens
+from sglang_kvq.evaluation.tasks.statistics import Distributions, clustered, compare
 
 
 @dataclass(frozen=True)
@@ -59,13 +57,7 @@ class KLTask:
                 )
 
     def identity(self) -> dict[str, Any]:
-        return {
-            "texts": [file_identity(path) for path in self.texts],
-            "skip": self.skip,
-            "contexts": [list(pair) for pair in self.contexts],
-            "first": self.first,
-            "top": self.top,
-        }
+        return settings_of(self)
 
     # -- contexts -----------------------------------------------------------------------------------------
 
@@ -77,15 +69,10 @@ class KLTask:
         Raises:
             KVQuantError: the texts are too short for that many contexts.
         """
-        whole = [
-            bench.material.tokens(
-                {**file_identity(path), "skip": self.skip}, functools.partial(read_text, path, self.skip), client
-            )
-            for path in self.texts
-        ]
+        whole = [text_tokens(path, self.skip, client, bench) for path in self.texts]
         begin = bench.material.begin_token(client)
         for length, count in self.contexts:
-            if length > room(client):
+            if length > client.facts.room:
                 continue
             need = length - 1 - len(begin)
             for text, of in enumerate(whole):
@@ -123,12 +110,8 @@ class KLTask:
         if bench.material.reference_problem:
             raise KVQuantError(f"nothing to compare with: {bench.material.reference_problem}")
         contexts = list(self.draw(client, bench))
-        left_out = [length for length, _ in self.contexts if length > room(client)]
-        if not contexts:
-            raise KVQuantError(
-                f"no context fits: --kl-lengths {','.join(map(str, left_out))}, but the server takes {room(client)} "
-                "tokens."
-            )
+        fit = fitting("--kl-lengths", [length for length, _ in self.contexts], client)
+        left_out = [length for length, _ in self.contexts if length not in fit]
 
         def measure(context: tuple[int, int, list[int]]) -> dict[str, Any]:
             length, number, ids = context
@@ -155,22 +138,12 @@ class KLTask:
     def _outcome(self, measured: list[dict[str, Any]], left_out: list[int]) -> Outcome:
         whole = _summary(measured)
         lengths = sorted({one["length"] for one in measured})
-        row = {
-            "kl": whole["kl"],
-            "kl_se": whole["kl_se"],
-            "kl_contexts": len(measured),
-            "kl_by_length": {n: _summary([one for one in measured if one["length"] == n]) for n in map(int, lengths)},
-            "top1_agreement": whole["top1_agreement"],
-            "top1_agreement_se": whole["top1_agreement_se"],
-            "perplexity": whole["perplexity"],
-            "perplexity_se": whole["perplexity_se"],
-        }
-        details = {
-            "per_context": [
-                {"length": one["length"], "tokens": one["tokens"], "kl": one["kl"] / one["tokens"]} for one in measured
-            ],
-            "rest_mass": whole["rest_mass"],
-        }
+        per_length = {n: _summary([one for one in measured if one["length"] == n]) for n in lengths}
+        row = {**whole, "kl_contexts": len(measured), "kl_by_length": per_length}
+        per_context = [
+            {"length": one["length"], "tokens": one["tokens"], "kl": one["kl"] / one["tokens"]} for one in measured
+        ]
+        details = {"per_context": per_context, "rest_mass": row.pop("rest_mass")}
         warnings = [f"no contexts of {length} tokens: longer than the server takes" for length in left_out]
         return Outcome(whole["kl"], whole["kl_se"], len(measured), row, details, warnings)
 
@@ -188,13 +161,6 @@ class KLTask:
                 f"the server's prompts read up to {window} tokens before the recent ones in BF16: start it with "
                 "--kv-quant-prefill-window 0 to measure its cache."
             )
-
-
-def room(client: Client) -> int:
-    """Returns how many tokens one request may have on this server."""
-    facts = client.facts
-    # The page of a request's last token may have to be allocated whole.
-    return min(facts.context_length, facts.capacity - 64)
 
 
 def _summary(measured: list[dict[str, Any]]) -> dict[str, float | None]:

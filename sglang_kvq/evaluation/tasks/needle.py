@@ -11,10 +11,9 @@ from typing import Any
 import numpy as np
 
 from sglang_kvq.errors import KVQuantError
-from sglang_kvq.evaluation.base import Bench, Outcome, file_identity, read_text
 from sglang_kvq.evaluation.client import Client
-from sglang_kvq.evaluation.stats import mean_and_error
-from sglang_kvq.evaluation.tasks.kl import room
+from sglang_kvq.evaluation.tasks.base import Bench, Outcome, fitting, settings_of, short, text_tokens
+from sglang_kvq.evaluation.tasks.statistics import mean_and_error
 
 CITIES = ("Lisbon", "Nairobi", "Oslo", "Lima", "Kyoto", "Dublin", "Havana", "Riga", "Hanoi", "Quito")
 #: Tokens reserved for answer, question, needle and chat template.
@@ -54,32 +53,18 @@ class NeedleTask:
             raise KVQuantError(f"--needle-trials {self.trials}: at least 1.")
 
     def identity(self) -> dict[str, Any]:
-        return {
-            "text": file_identity(self.text),
-            "skip": self.skip,
-            "lengths": list(self.lengths),
-            "depths": list(self.depths),
-            "trials": self.trials,
-            "style": self.style,
-            "seed": self.seed,
-        }
+        return settings_of(self)
 
     def run(self, client: Client, bench: Bench) -> Outcome:
-        style = self.style if self.style != "auto" else ("chat" if client.has_chat_template else "completion")
-        fitting = [length for length in self.lengths if length <= room(client)]
-        left_out = [length for length in self.lengths if length not in fitting]
-        if not fitting:
+        style = client.style(self.style)
+        lengths = fitting("--needle-lengths", self.lengths, client)
+        ids = text_tokens(self.text, self.skip, client, bench)
+        if len(ids) < max(lengths):
             raise KVQuantError(
-                f"no length fits: --needle-lengths {self.lengths}, but the server takes {room(client)} tokens."
-            )
-        key = {**file_identity(self.text), "skip": self.skip}
-        ids = bench.material.tokens(key, lambda: read_text(self.text, self.skip), client)
-        if len(ids) < max(fitting):
-            raise KVQuantError(
-                f"{self.text.name}: {len(ids)} tokens after --text-skip {self.skip}, but a haystack of {max(fitting)} "
+                f"{self.text.name}: {len(ids)} tokens after --text-skip {self.skip}, but a haystack of {max(lengths)} "
                 "needs as many; give a longer text or shorter --needle-lengths."
             )
-        cells = [(n, depth, trial) for n in fitting for depth in self.depths for trial in range(self.trials)]
+        cells = [(n, depth, trial) for n in lengths for depth in self.depths for trial in range(self.trials)]
 
         def ask(cell: tuple[int, float, int]) -> dict[str, Any]:
             length, depth, trial = cell
@@ -87,7 +72,7 @@ class NeedleTask:
             start = needle.random.randrange(len(ids) - length + 1)
             haystack = self._haystack(bench, client, ids[start : start + length - RESERVED], depth, needle)
             if style == "chat":
-                answer = client.chat([{"role": "user", "content": f"{haystack}\n\n{needle.question}"}], ANSWER_TOKENS)
+                answer = client.chat(f"{haystack}\n\n{needle.question}", ANSWER_TOKENS)
             else:
                 answer = client.complete(f"{haystack}\n\n{needle.unfinished}", ANSWER_TOKENS, stop=["\n"])
             return {
@@ -98,8 +83,7 @@ class NeedleTask:
                 "answer": answer.text[:80],
             }
 
-        asked = bench.map(ask, cells)
-        return self._outcome(asked, style, fitting, left_out)
+        return self._outcome(bench.map(ask, cells), style, lengths)
 
     def _haystack(self, bench: Bench, client: Client, ids: np.ndarray, depth: float, needle: Needle) -> str:
         text = bench.material.text(ids, client)
@@ -108,28 +92,28 @@ class NeedleTask:
         at = text.find(" ", at) if " " in text[at:] else len(text)
         return f"{text[:at]} {needle.sentence}{text[at:]}"
 
-    def _outcome(self, asked: list[dict[str, Any]], style: str, fitting: list[int], left_out: list[int]) -> Outcome:
+    def _outcome(self, asked: list[dict[str, Any]], style: str, lengths: list[int]) -> Outcome:
         row: dict[str, Any] = {}
         for length in self.lengths:
             passed = [float(one["passed"]) for one in asked if one["length"] == length]
             column = f"needle_{short(length)}"
             row[column], row[f"{column}_se"] = mean_and_error(passed) if passed else (None, None)
-        grid = [
-            [
-                mean_and_error([float(c["passed"]) for c in asked if (c["length"], c["depth"]) == (length, depth)])
-                for length in fitting
-            ]
-            for depth in self.depths
-        ]
+
+        def cell(length: int, depth: float) -> tuple[float, float | None]:
+            found = (one for one in asked if (one["length"], one["depth"]) == (length, depth))
+            return mean_and_error([float(one["passed"]) for one in found])
+
+        grid = [[cell(length, depth) for length in lengths] for depth in self.depths]
         value, se = mean_and_error([float(one["passed"]) for one in asked])
         row |= {"needle": value, "needle_se": se, "needle_n": len(asked)}
         row["needle_grid"] = {
-            "lengths": fitting,
+            "lengths": lengths,
             "depths": list(self.depths),
             "passed": [[passed for passed, _ in line] for line in grid],
             "se": [[error for _, error in line] for line in grid],
         }
         details = {"style": style, "asked": asked, "items": [int(one["passed"]) for one in asked]}
+        left_out = [length for length in self.lengths if length not in lengths]
         warnings = [f"no haystack of {length} tokens: longer than the server takes" for length in left_out]
         return Outcome(value, se, len(asked), row, details, warnings)
 
@@ -161,8 +145,3 @@ class Needle:
         """Returns whether the answer's first number is exactly this one; thousands separators do not matter."""
         found = re.search(r"\d[\d,]*", answer)
         return found is not None and found.group().replace(",", "") == str(self.number)
-
-
-def short(length: int) -> str:
-    """Formats 16384 as 16k, and 1500 as 1500."""
-    return f"{length // 1024}k" if length % 1024 == 0 else str(length)

@@ -1,4 +1,4 @@
-"""Shared by tasks of separate problems: the choice of style, the score, and reading problems."""
+"""Shared by tasks of separate problems: the score, and reading problems."""
 
 from __future__ import annotations
 
@@ -9,14 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from sglang_kvq.errors import KVQuantError
-from sglang_kvq.evaluation.base import Outcome
-from sglang_kvq.evaluation.client import Client
-from sglang_kvq.evaluation.stats import mean_and_error
-
-
-def style_for(style: str, client: Client) -> str:
-    """Returns ``chat`` or ``completion``; ``auto`` is chat if the model has a template."""
-    return style if style != "auto" else ("chat" if client.has_chat_template else "completion")
+from sglang_kvq.evaluation.tasks.base import Outcome
+from sglang_kvq.evaluation.tasks.statistics import mean_and_error
 
 
 def score(name: str, style: str, solved: Sequence[dict[str, Any]], warnings: Sequence[str] = ()) -> Outcome:

@@ -16,12 +16,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from sglang_kvq.errors import KVQuantError
-from sglang_kvq.evaluation.base import Bench, Outcome
 from sglang_kvq.evaluation.client import Client
-from sglang_kvq.evaluation.stats import clustered, mean_and_error
+from sglang_kvq.evaluation.tasks.base import Bench, Outcome, fitting, settings_of, short
 from sglang_kvq.evaluation.tasks.haystacks import KINDS, Haystack
-from sglang_kvq.evaluation.tasks.kl import room
-from sglang_kvq.evaluation.tasks.needle import short
+from sglang_kvq.evaluation.tasks.statistics import clustered, mean_and_error
 
 #: Tokens reserved for answer, question and chat template.
 RESERVED = 384
@@ -56,22 +54,18 @@ class RetrievalTask:
             raise KVQuantError(f"--retrieval-cases {self.cases}: at least 1.")
 
     def identity(self) -> dict[str, Any]:
-        return {"lengths": list(self.lengths), "cases": self.cases, "style": self.style, "seed": self.seed}
+        return settings_of(self)
 
     def run(self, client: Client, bench: Bench) -> Outcome:
-        style = self.style if self.style != "auto" else ("chat" if client.has_chat_template else "completion")
-        fitting = [length for length in self.lengths if length <= room(client)]
-        if not fitting:
-            raise KVQuantError(
-                f"no length fits: --retrieval-lengths {self.lengths}, but the server takes {room(client)} tokens."
-            )
-        sizes = {length: self.lines(length, client, bench) for length in fitting}
+        style = client.style(self.style)
+        lengths = fitting("--retrieval-lengths", self.lengths, client)
+        sizes = {length: self.lines(length, client, bench) for length in lengths}
 
         def ask(cell: tuple[int, int]) -> dict[str, Any]:
             length, number = cell
             case = KINDS[self.name](f"{self.seed}/{length}/{number}", sizes[length])
             if style == "chat":
-                answer = client.chat([{"role": "user", "content": f"{case.text}\n\n{case.question}"}], ANSWER_TOKENS)
+                answer = client.chat(f"{case.text}\n\n{case.question}", ANSWER_TOKENS)
             else:
                 answer = client.complete(f"{case.text}\n\n{case.unfinished}", ANSWER_TOKENS, stop=["\n\n"])
             asked = {
@@ -82,8 +76,8 @@ class RetrievalTask:
             }
             return asked | (self.likelihood(case, client, bench) if self.name == "exact_keys" else {})
 
-        asked = bench.map(ask, [(length, number) for length in fitting for number in range(self.cases)])
-        return self._outcome(asked, style, fitting)
+        asked = bench.map(ask, [(length, number) for length in lengths for number in range(self.cases)])
+        return self._outcome(asked, style, lengths)
 
     def lines(self, length: int, client: Client, bench: Bench) -> int:
         """Returns the size of a haystack for a request of ``length`` tokens, without the reserved ones.
@@ -118,7 +112,7 @@ class RetrievalTask:
             "value_tokens": len(value),
         }
 
-    def _outcome(self, asked: list[dict[str, Any]], style: str, fitting: list[int]) -> Outcome:
+    def _outcome(self, asked: list[dict[str, Any]], style: str, lengths: list[int]) -> Outcome:
         row: dict[str, Any] = {}
         for length in self.lengths:
             of_length = [one for one in asked if one["length"] == length]
@@ -138,7 +132,7 @@ class RetrievalTask:
                     [one[name] for one in asked], counts
                 )
         details = {"style": style, "asked": asked, "items": [one["score"] for one in asked]}
-        left_out = [length for length in self.lengths if length not in fitting]
+        left_out = [length for length in self.lengths if length not in lengths]
         warnings = [f"{self.name}: nothing of {length} tokens: longer than the server takes" for length in left_out]
         return Outcome(value, se, len(asked), row, details, warnings)
 

@@ -12,15 +12,15 @@ import numpy as np
 import pytest
 
 from sglang_kvq.errors import KVQuantError
-from sglang_kvq.evaluation import sandbox
+from sglang_kvq.evaluation import comparison, sandbox
 from sglang_kvq.evaluation.client import Client
-from sglang_kvq.evaluation.command import parser, tasks_of
+from sglang_kvq.evaluation.tasks.base import short
 from sglang_kvq.evaluation.tasks.gsm8k import GSM8KTask, conversation, document, final_number
 from sglang_kvq.evaluation.tasks.humaneval import HumanEvalTask, extract
 from sglang_kvq.evaluation.tasks.kl import KLTask
-from sglang_kvq.evaluation.tasks.needle import Needle, NeedleTask, short
+from sglang_kvq.evaluation.tasks.needle import Needle, NeedleTask
 from sglang_kvq.evaluation.tasks.problems import read_json_lines
-from tests.evaluation.conftest import PROBLEMS
+from tests.evaluation.conftest import PROBLEMS, main
 from tests.evaluation.fake_server import FakeServer, log_probs
 
 
@@ -83,7 +83,7 @@ def test_kl_reference_is_stored_once(text, bench):
         ({}, {"chunk": -1}, "at most 256. to measure its cache"),
         ({}, {"window": 8192}, "--kv-quant-prefill-window 0"),
         ({}, {"nan": True}, "NaN"),
-        ({}, {"context": 150}, "no context fits"),
+        ({}, {"context": 150}, "no length fits: --kl-lengths 200,300"),
         ({"contexts": ((4000, 9),)}, {"context": 5000}, "fewer or shorter contexts"),
     ],
 )
@@ -167,9 +167,6 @@ def test_needle_trials_are_of_the_seed(text, bench):
     first = prompts(1)
     assert len(set(first)) == 3 and prompts(1) == first and not set(prompts(2)) & set(first)
     assert needle_task(text, seed=1).identity() != needle_task(text, seed=2).identity()
-    options = parser().parse_args(["--tasks", "needle", "--out", "x", "--text", str(text), "--needle-seed", "7"])
-    (task,) = tasks_of(options)
-    assert (task.seed, task.trials) == (7, 5)
 
 
 def test_needle_that_is_not_found(text, bench, monkeypatch):
@@ -209,10 +206,7 @@ def test_humaneval_runs_the_programs(humaneval, bench, style):
     "answer, code",
     [
         ("```python\ndef add(a, b):\n    return 1\n```", "import math\n\n\n\ndef add(a, b):\n    return 1"),
-        (
-            "Use\n```sh\nls\n```\nthen\n```python\ndef add(a, b): return 1\n```",
-            "import math\n\n\n\ndef add(a, b): return 1",
-        ),
+        ("A\n```sh\nls\n```\nB\n```python\ndef add(a, b): 1\n```", "import math\n\n\n\ndef add(a, b): 1"),
         ("```python\ndef add(a, b):\n    return 1", "import math\n\n\n\ndef add(a, b):\n    return 1"),
         ("def add(a, b):\n    return 1", "import math\n\n\n\ndef add(a, b):\n    return 1"),
         ("    return a + b", PROBLEMS[0]["prompt"] + "    return a + b"),
@@ -284,17 +278,50 @@ def test_prompts():
     assert [turn["role"] for turn in conversation(examples, "B?")] == ["user", "assistant", "user"]
 
 
-def asked_for(name: str) -> list:
-    return tasks_of(parser().parse_args(["--tasks", name, "--out", "results"]))
+class NotMeasured(Exception):
+    pass
 
 
-def test_missing_files_name_the_flag(tmp_path):
-    for make, flag in (
-        (lambda: KLTask(()), "--text"),
-        (lambda: asked_for("needle"), "--needle-text"),
-        (lambda: asked_for("humaneval"), "--humaneval"),
-        (lambda: asked_for("gsm8k"), "--gsm8k"),
-        (lambda: GSM8KTask(tmp_path / "x"), "--gsm8k-train"),
-    ):
-        with pytest.raises(KVQuantError, match=flag):
-            make()
+def asked_for(words: str, monkeypatch) -> list:
+    """The tasks that these words ask for."""
+    asked = []
+
+    def measure(options, tasks, *more):
+        asked.extend(tasks)
+        raise NotMeasured
+
+    monkeypatch.setattr(comparison, "measure", measure)
+    with pytest.raises(NotMeasured):
+        main(["--server", "http://x", "--out", "x", "--tasks", *words.split()])
+    return asked
+
+
+def test_options_become_settings(text, humaneval, gsm8k, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    words = (
+        f"needle,kl --text {text} {humaneval} --kl-lengths 700,800x1 --needle-seed 7 --needle-depths 0,9 --style chat"
+    )
+    kl, needle = asked_for(words, monkeypatch)
+    assert (kl.texts, kl.contexts) == ((text, humaneval), ((700, 8), (800, 1)))
+    assert (needle.seed, needle.trials, needle.depths, needle.style) == (7, 5, (0, 9), "chat")
+    problems = asked_for(f"gsm8k,humaneval --humaneval {humaneval} --gsm8k {gsm8k} --gsm8k-shots 0", monkeypatch)
+    assert [(task.name, task.path, task.problems) for task in problems] == [
+        ("humaneval", humaneval, 0),
+        ("gsm8k", gsm8k, 200),
+    ]
+
+
+@pytest.mark.parametrize(
+    "words, flag",
+    [
+        ("kl", "--text"),
+        ("needle", "--needle-text"),
+        ("humaneval", "--humaneval"),
+        ("gsm8k", "--gsm8k"),
+        ("gsm8k --gsm8k x", "--gsm8k-train"),
+    ],
+)
+def test_missing_files_name_the_flag(words, flag, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(KVQuantError, match=flag):
+        asked_for(words, monkeypatch)

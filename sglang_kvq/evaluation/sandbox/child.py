@@ -6,8 +6,8 @@ Reads one JSON object from stdin:
     interpreter: path of the Python that runs it
     walls: "root" (namespaces made with root's rights), "user" (through a user namespace), or null: none
     uid: the program's user id inside; belongs to no account
-    binds, covered: see sandbox_layout.py
-    filter: see sandbox_filter.py
+    binds, covered: see layout.py
+    filter: see filter.py
     disk_bytes, limits: see ``sandbox.Limits``
 
 The working directory is an empty folder that the caller created.

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, TypeVar, runtime_checkable
+
+import numpy as np
 
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.evaluation.client import Client
@@ -45,7 +47,6 @@ class Bench:
         material: texts, contexts and reference distributions, shared by all methods of an output folder.
         concurrency: number of simultaneous requests per server.
         progress: called with the number of a task's finished items, and their total.
-        progress: told how many of a task's items are done, and of how many.
     """
 
     material: Material
@@ -77,7 +78,7 @@ class Task(Protocol):
     def name(self) -> str: ...
 
     def identity(self) -> dict[str, Any]:
-        """Returns the settings that determine the value, as plain JSON values: files by name and hash, no paths."""
+        """Returns the settings that determine the value, as by ``settings_of``."""
 
     def run(self, client: Client, bench: Bench) -> Outcome:
         """Measures on a running server.
@@ -101,6 +102,20 @@ class ReferenceTask(Task, Protocol):
         """Stores what ``run`` on other servers compares with, from a server without ``--kv-quant``."""
 
 
+def settings_of(task: Any, leave_out: Sequence[str] = ()) -> dict[str, Any]:
+    """Returns a task's fields as plain JSON values, without its name: files by name and hash, no paths."""
+    names = [field.name for field in fields(task) if field.name not in ("name", *leave_out)]
+    return {name: _plain(getattr(task, name)) for name in names}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return [_plain(one) for one in value]
+    if is_dataclass(value):
+        return settings_of(value)
+    return file_identity(value) if isinstance(value, Path) else value
+
+
 def file_identity(path: Path) -> dict[str, str]:
     """Returns a file's name and the hash of its content.
 
@@ -113,8 +128,13 @@ def file_identity(path: Path) -> dict[str, str]:
         raise KVQuantError(f"{path}: cannot be read ({error.strerror}).") from error
 
 
-def read_text(path: Path, skip: float) -> str:
-    """Reads a text file without its first ``skip`` (a share of its characters), from the start of a line.
+def text_tokens(path: Path, skip: float, client: Client, bench: Bench) -> np.ndarray:
+    """Returns the tokens of a text file without its first ``skip`` (a share of its characters), int32 ``[n]``."""
+    return bench.material.tokens({**file_identity(path), "skip": skip}, lambda: _read_text(path, skip), client)
+
+
+def _read_text(path: Path, skip: float) -> str:
+    """Reads a text file from the start of the first line after ``skip``.
 
     Raises:
         KVQuantError: the file is not readable, or not UTF-8.
@@ -125,3 +145,22 @@ def read_text(path: Path, skip: float) -> str:
         raise KVQuantError(f"{path}: not readable as UTF-8 text ({error}).") from error
     text = text[int(len(text) * skip) :]
     return text[text.find("\n") + 1 :] if skip else text
+
+
+def short(length: int) -> str:
+    """Formats 16384 as 16k, and 1500 as 1500."""
+    return f"{length // 1024}k" if length % 1024 == 0 else str(length)
+
+
+def fitting(flag: str, lengths: Sequence[int], client: Client) -> list[int]:
+    """Returns the lengths of requests that the server takes.
+
+    Raises:
+        KVQuantError: it takes none of them.
+    """
+    found = [length for length in lengths if length <= client.facts.room]
+    if not found:
+        raise KVQuantError(
+            f"no length fits: {flag} {','.join(map(str, lengths))}, but the server takes {client.facts.room} tokens."
+        )
+    return found

@@ -2,21 +2,78 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sglang_kvq.evaluation import map_table
-from sglang_kvq.evaluation.families import FAMILIES, Family, family_of, reference_of
-from sglang_kvq.evaluation.frontier import LOWER_IS_BETTER, Point, Row, frontier, points, representative, select
-from sglang_kvq.evaluation.map_rows import TASKS, is_map, rows_of
-from sglang_kvq.evaluation.map_table import Cell
-from sglang_kvq.evaluation.tasks.needle import short
+from sglang_kvq.evaluation.report.page import title
+from sglang_kvq.evaluation.report.rows import (
+    LOWER_IS_BETTER,
+    TASKS,
+    Cell,
+    Point,
+    Row,
+    frontier,
+    is_map,
+    points,
+    representative,
+    rows_of,
+    select,
+)
+from sglang_kvq.evaluation.tasks.base import short
 
 MISSING = "no plots: matplotlib is not installed (pip install 'sglang-kvq[eval]'); later: kvq eval --report FILE"
 #: Eight inches make 800 pixels of a page; twice as many dots for fine screens.
 WIDTH, DOTS = 8.0, 160
 ACROSS = 3
+#: The least range of an axis: bits, percent, and the factor of a logarithmic one. Less would show noise as a trend.
+LEAST_BITS, LEAST_PERCENT, LEAST_FACTOR = 2.0, 20.0, 10.0
+
+
+@dataclass(frozen=True)
+class Family:
+    """Methods that differ only in width, calibration or chunks, or that need no calibration.
+
+    Attributes:
+        name: text in the legend.
+        color, marker: matplotlib's, unique to the family.
+        labelled: True if its points are different methods, each labelled, and not one method at several widths.
+    """
+
+    name: str
+    color: str
+    marker: str
+    labelled: bool = False
+
+
+#: Hues that color-blind readers can distinguish (Okabe and Ito); two have a lighter shade for mixed precision.
+FAMILIES = {
+    "fixed": Family("hadamard, int2, int4", "#7f7f7f", "s", labelled=True),
+    "kivi": Family("kivi", "#e69f00", "D"),
+    "turboquant": Family("turboquant", "#cc79a7", "^"),
+    "oscar": Family("oscar", "#0072b2", "o"),
+    "oscar auto": Family("oscar auto", "#56b4e9", "P"),
+    "oscar-lloyd-max": Family("oscar-lloyd-max", "#009e73", "v"),
+    "oscar-lloyd-max auto": Family("oscar-lloyd-max auto", "#8fd19e", "X"),
+    "transform": Family("transform", "#d55e00", "*"),
+    "other": Family("other", "#000000", "h", labelled=True),
+}
+#: Methods drawn as horizontal lines: name, color and line style.
+REFERENCES = {"none": ("BF16", "#000000", ":"), "fp8": ("FP8", "#000000", "--")}
+
+
+def family_of(method: str) -> Family:
+    """Returns the family of a quantized method, named as by ``specs.method_of``.
+
+    ``oscar:auto:2.6`` is in ``oscar auto``; a name from ``--name`` is in ``other``.
+    """
+    head, _, width = method.split(" ")[0].partition(":")
+    if head in ("hadamard", "int2", "int4"):
+        return FAMILIES["fixed"]
+    name = f"{head} auto" if width.startswith("auto") and f"{head} auto" in FAMILIES else head
+    return FAMILIES.get(name, FAMILIES["other"])
 
 
 def draw(content: dict[str, Any], path: Path, with_map: bool = True) -> list[Path] | None:
@@ -39,10 +96,12 @@ def draw(content: dict[str, Any], path: Path, with_map: bool = True) -> list[Pat
 def panels(rows: Sequence[Row]) -> list[tuple[str, Cell]]:
     """Returns the tasks that a map shows, each in its representative context and chunk size; KL comes first.
 
-    Top-1 agreement says the same as KL and is only in the table. A task without a quantized method is left out.
+    Top-1 agreement and perplexity say the same as KL and are only in the table. A task without a quantized method is
+    left out.
     """
-    chosen = [(task, cell) for task in TASKS if task != "top1" and (cell := representative(rows, task)) is not None]
-    return [(task, cell) for task, cell in chosen if any(family_of(row["method"]) for row in select(rows, task, cell))]
+    tasks = [task for task in TASKS if task not in ("top1", "perplexity")]
+    chosen = [(task, cell) for task in tasks if (cell := representative(rows, task)) is not None]
+    return [column for column in chosen if any(point.quantized for point in points(select(rows, *column)))]
 
 
 def _map(content: dict[str, Any], target: Path) -> Path | None:
@@ -55,8 +114,7 @@ def _map(content: dict[str, Any], target: Path) -> Path | None:
         return None
     large = [column for column in shown if column[0] == "kl"]
     small = [column for column in shown if column[0] != "kl"]
-    down = -(-len(small) // ACROSS)
-    heights = [3.8] * len(large) + [2.4] * down
+    heights = [3.8] * len(large) + [2.4] * -(-len(small) // ACROSS)
     pyplot.rcParams.update({"font.size": 9})
     figure = pyplot.figure(figsize=(WIDTH, sum(heights) + 0.9), layout="constrained")
     grid = figure.add_gridspec(len(heights), ACROSS, height_ratios=heights)
@@ -64,7 +122,14 @@ def _map(content: dict[str, Any], target: Path) -> Path | None:
     axes += [figure.add_subplot(grid[len(large) + at // ACROSS, at % ACROSS]) for at in range(len(small))]
     legend: dict[str, Any] = {}
     for at, (one, (task, cell)) in enumerate(zip(axes, [*large, *small], strict=True)):
-        legend |= _panel(one, select(rows, task, cell), task, cell, title=f"{content['model']}, {content['device']}, ")
+        legend |= panel(one, select(rows, task, cell), task)
+        where = ", ".join(filter(None, [short(cell[0]) if cell[0] else "", f"chunks of {cell[1]}" if cell[1] else ""]))
+        if task == "kl":
+            one.set_ylabel("KL from BF16, nats per token")
+            one.set_title(f"{content['model']}, {content['device']}, {where}", fontsize="medium")
+        else:
+            one.set_ylabel("nats per token" if task in LOWER_IS_BETTER else "%")
+            one.set_title(", ".join(filter(None, [title(task).partition(",")[0], where])), fontsize="small")
         if at >= len(axes) - ACROSS or task == "kl":
             one.set_xlabel("allocated bits per element")
     figure.legend(legend.values(), legend.keys(), loc="outside lower center", ncols=4, fontsize="small", frameon=False)
@@ -73,21 +138,21 @@ def _map(content: dict[str, Any], target: Path) -> Path | None:
     return target
 
 
-def _panel(axes: Any, rows: Sequence[Row], task: str, cell: Cell, title: str) -> dict[str, Any]:
+def panel(axes: Any, rows: Sequence[Row], task: str) -> dict[str, Any]:
     """Plots one task; returns the handles of its legend by name."""
-    factor = 1.0 if task in LOWER_IS_BETTER else 100.0
+    logarithmic = task in LOWER_IS_BETTER
+    factor = 1.0 if logarithmic else 100.0
     legend: dict[str, Any] = {}
-    found = points(rows)
     drawn: dict[Family, list[Point]] = {}
-    for point in found:
-        if family := family_of(point.method):
-            drawn.setdefault(family, []).append(point)
-        elif (line := reference_of(point.method)) and not (task in LOWER_IS_BETTER and point.score <= 0):
-            name, color, style = line
+    for point in points(rows):
+        if point.quantized:
+            drawn.setdefault(family_of(point.method), []).append(point)
+        elif not (logarithmic and point.score <= 0):
+            name, color, style = REFERENCES[re.split("[: ]", point.method)[0]]
             legend[name] = axes.axhline(factor * point.score, color=color, linestyle=style, linewidth=1)
     for family in sorted(drawn, key=list(FAMILIES.values()).index):
-        legend[family.name] = _series(axes, family, drawn[family], factor, task in LOWER_IS_BETTER)
-    best = frontier([point for of in drawn.values() for point in of], task in LOWER_IS_BETTER)
+        legend[family.name] = _series(axes, family, drawn[family], factor, logarithmic)
+    best = frontier([point for of in drawn.values() for point in of], logarithmic)
     (legend["frontier"],) = axes.step(
         [point.bits for point in best],
         [factor * point.score for point in best],
@@ -96,22 +161,29 @@ def _panel(axes: Any, rows: Sequence[Row], task: str, cell: Cell, title: str) ->
         linewidth=2.5,
         zorder=0,
     )
-    context, chunk = cell
-    where = ", ".join(filter(None, [short(context) if context else "", f"chunks of {chunk}" if chunk else ""]))
-    if task in LOWER_IS_BETTER:
+    if logarithmic:
         axes.set_yscale("log")
+    _widen(axes, logarithmic)
     for family in drawn:
         if family.labelled:
             _label(axes, family, drawn[family], factor)
-    if task == "kl":
-        axes.set_ylabel("KL from BF16, nats per token")
-        axes.set_title(f"{title}{where}", fontsize="medium")
-    else:
-        axes.set_ylabel("nats per token" if task in LOWER_IS_BETTER else "%")
-        name = map_table.title(task).partition(",")[0]
-        axes.set_title(f"{name}, {where}" if where else name, fontsize="small")
     axes.grid(alpha=0.25)
     return legend
+
+
+def _widen(axes: Any, logarithmic: bool) -> None:
+    """Gives few or nearly equal values axes of the least range, in the middle; percentages stay within 0 and 100."""
+    axes.autoscale_view()  # limits are computed only when something requests them
+    low, high = axes.get_xlim()
+    missing = max(0.0, LEAST_BITS - (high - low)) / 2
+    axes.set_xlim(low - missing, high + missing)
+    low, high = axes.get_ylim()
+    if logarithmic:
+        missing = max(1.0, LEAST_FACTOR / (high / low)) ** 0.5
+        axes.set_ylim(low / missing, high * missing)
+    elif high - low < LEAST_PERCENT:
+        low = min(max((low + high - LEAST_PERCENT) / 2, 0.0), 100 - LEAST_PERCENT)
+        axes.set_ylim(low - 2, low + LEAST_PERCENT + 2)  # what lies on the edge is drawn whole
 
 
 def _series(axes: Any, family: Family, found: Sequence[Point], factor: float, logarithmic: bool) -> Any:
@@ -139,7 +211,6 @@ def _series(axes: Any, family: Family, found: Sequence[Point], factor: float, lo
 
 def _label(axes: Any, family: Family, found: Sequence[Point], factor: float) -> None:
     """Writes names next to points, on the side away from the edge; points too close to each other share a label."""
-    axes.autoscale_view()  # limits are computed only when something requests them
     into_axes = axes.transData + axes.transAxes.inverted()
     labels: list[tuple[float, float, list[Point]]] = []
     for point in sorted(found, key=lambda point: (point.bits, point.score)):
@@ -169,16 +240,13 @@ def _needles(report: dict[str, Any], target: Path) -> Path | None:
         return None
     across = min(4, len(rows))
     down = -(-len(rows) // across)
-    figure, grid = pyplot.subplots(
-        down, across, figsize=(3.2 * across, 2.6 * down), squeeze=False, layout="constrained"
-    )
+    size = (3.2 * across, 2.6 * down)
+    figure, grid = pyplot.subplots(down, across, figsize=size, squeeze=False, layout="constrained")
     image: Any = None
     for axes, row in zip(grid.flat, rows):
         cells = row["needle_grid"]
         image = axes.imshow(cells["passed"], vmin=0, vmax=1, cmap="RdYlGn", aspect="auto")
-        axes.set_xticks(
-            range(len(cells["lengths"])), [str(n) for n in cells["lengths"]], rotation=45, fontsize="x-small"
-        )
+        axes.set_xticks(range(len(cells["lengths"])), list(map(str, cells["lengths"])), rotation=45, fontsize="x-small")
         axes.set_yticks(range(len(cells["depths"])), [f"{depth:g}%" for depth in cells["depths"]], fontsize="x-small")
         axes.set_title(f"{row['method']} ({row['needle']:.0%})", fontsize="small")
     for axes in list(grid.flat)[len(rows) :]:

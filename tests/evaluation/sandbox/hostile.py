@@ -2,7 +2,7 @@
 
 Imports only the standard library and the sandbox, so that it also runs as another user with another interpreter::
 
-    python -m tests.evaluation.hostile    # one JSON object: program -> [as it should be, reason]
+    python -m tests.evaluation.sandbox.hostile    # one JSON object: program -> [as it should be, reason]
 """
 
 from __future__ import annotations
@@ -160,10 +160,57 @@ ORDINARY = {
     """,
 }
 
+#: Ordinary programs that are about their own process tree.
+ALONE = ("sixteen processes and no more", "no standard input, environment or other processes")
+
+#: Runs programs one after another as children of one process, each in an empty folder of its own. Exit status 7 shows
+#: that a program reached its end; 0 would not.
+_TOGETHER = """
+import os, shutil, sys, traceback
+failed = {{}}
+for name, text in {programs!r}.items():
+    os.mkdir("its own")
+    said = os.open("its own/said", os.O_CREAT | os.O_RDWR)
+    child = os.fork()
+    if child == 0:
+        os.chdir("its own")
+        os.dup2(said, 1)
+        os.dup2(said, 2)
+        try:
+            exec(compile(text, name, "exec"), {{"__name__": "__main__"}})
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(7)
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if status != 7:
+        failed[name] = (status, os.pread(said, 4096, 0)[-200:])
+    os.close(said)
+    shutil.rmtree("its own")
+if failed:
+    sys.exit(str(failed))
+"""
+
 _NUMBERS = {
     "x86_64": {"keyctl": 250, "clone": 56, "memfd": 319},
     "aarch64": {"keyctl": 219, "clone": 220, "memfd": 279},
 }
+
+
+def together(programs: dict[str, str]) -> str:
+    """One program that passes exactly if all of these do; it names those that do not."""
+    return _TOGETHER.format(programs=programs)
+
+
+def attempts(facts: dict) -> str:
+    return together({name: program(name, facts) for name in (*SUCCEED_OUTSIDE, *NEVER_SUCCEED)})
+
+
+def ordinary() -> dict[str, str]:
+    """The ordinary programs: one for all that may be children of another, and the others."""
+    texts = {name: textwrap.dedent(text) for name, text in ORDINARY.items()}
+    alone = {name: texts.pop(name) for name in ALONE}
+    return {"together": together(texts), **alone}
 
 
 def program(attempt: str, facts: dict) -> str:
@@ -239,9 +286,7 @@ def _echo(udp: socket.socket) -> None:
 def main() -> None:
     sandbox.require(allow_unsandboxed=False)
     with targets(*sys.argv[1:]) as facts:
-        programs = {name: program(name, facts) for name in (*SUCCEED_OUTSIDE, *NEVER_SUCCEED)}
-        programs |= {name: textwrap.dedent(text) for name, text in ORDINARY.items()}
-        verdicts = {name: sandbox.run(text) for name, text in programs.items()}
+        verdicts = {name: sandbox.run(text) for name, text in {"attempts": attempts(facts), **ordinary()}.items()}
     json.dump({name: [one.passed, one.reason] for name, one in verdicts.items()}, sys.stdout)
 
 

@@ -72,5 +72,8 @@ def test_settings_that_make_no_sense_are_named(settings, words):
 
 
 def test_a_server_that_takes_no_length_is_named(bench):
-    with FakeServer(context=1500) as server, pytest.raises(KVQuantError, match="1500 tokens"):
+    with (
+        FakeServer(context=1500) as server,
+        pytest.raises(KVQuantError, match="--retrieval-lengths 2048,3072,9000, but the server takes 1500 tokens"),
+    ):
         task().run(Client(server.url), bench)

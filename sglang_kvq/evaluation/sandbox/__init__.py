@@ -6,8 +6,8 @@ has no other files, processes, network, sockets, environment variables, input or
 under a seccomp filter. CPU time, address space, file sizes, processes and open files are limited. When the time is up,
 the namespace's first process is killed, and the kernel ends all others with it.
 
-sandbox_layout.py lists the root's content, sandbox_filter.py the refused system calls, and sandbox_child.py sets the
-sandbox up. docs/evaluation.md says where which mechanism is used.
+layout.py lists the root's content, filter.py the refused system calls, and child.py sets the sandbox up.
+docs/evaluation.md says where which mechanism is used.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from pathlib import Path
 from typing import Any
 
 from sglang_kvq.errors import KVQuantError
-from sglang_kvq.evaluation import sandbox_filter
+from sglang_kvq.evaluation.sandbox.filter import instructions
 
-_CHILD = Path(__file__).with_name("sandbox_child.py")
-_LAYOUT = Path(__file__).with_name("sandbox_layout.py")
+_CHILD = Path(__file__).with_name("child.py")
+_LAYOUT = Path(__file__).with_name("layout.py")
 #: The child's exit code if the sandbox could not be set up: nothing of the program has run.
 _NOT_CLOSED = 97
 #: User ids that belong to no account (systemd lends out the same range). Each program gets its own, so limits on a
@@ -178,7 +178,7 @@ def run(program: str, limits: Limits = Limits()) -> Verdict:
 
 @functools.cache
 def _layout() -> dict[str, Any]:
-    """Returns the content of a program's root (sandbox_layout.py), for the interpreter behind a virtual environment."""
+    """Returns the content of a program's root (layout.py), for the interpreter behind a virtual environment."""
     interpreter = os.path.realpath(getattr(sys, "_base_executable", None) or sys.executable)
     command = [interpreter, "-I", "-S", str(_LAYOUT)]
     done = subprocess.run(command, capture_output=True, text=True, env={"PATH": os.defpath}, stdin=subprocess.DEVNULL)
@@ -201,7 +201,7 @@ def _start(program: str, limits: Limits, kind: str | None) -> tuple[int | None, 
         "interpreter": layout["interpreter"] if kind else sys.executable,
         "walls": kind,
         "uid": random.choice(_UIDS),
-        "filter": sandbox_filter.instructions() if kind else [],
+        "filter": instructions() if kind else [],
         "disk_bytes": limits.disk_bytes,
         "limits": {
             "CPU": limits.cpu_seconds,

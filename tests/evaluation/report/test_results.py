@@ -1,0 +1,163 @@
+"""Reports of an output folder: their JSON, their exact words, their plots."""
+
+from __future__ import annotations
+
+import json
+import sys
+from importlib.util import find_spec
+
+import pytest
+
+from sglang_kvq.errors import KVQuantError
+from sglang_kvq.evaluation import provenance
+from sglang_kvq.evaluation.report import plots
+from sglang_kvq.evaluation.report.page import page, section
+from sglang_kvq.evaluation.report.results import COLUMNS, collect, write
+from sglang_kvq.evaluation.store import Store, differences
+from sglang_kvq.evaluation.tasks.base import Outcome
+from tests.evaluation.conftest import main
+
+KL = {
+    "texts": [{"file": "held.txt", "sha256": "0" * 64}],
+    "skip": 0.8,
+    "contexts": [[2048, 8]],
+    "first": 640,
+    "top": 64,
+}
+
+
+@pytest.fixture
+def store(tmp_path):
+    store = Store(tmp_path / "out")
+    source = {"commit": "c" * 40, "dirty": False}
+    for label, bits, kl, items in (("none", 16.0, 0.0001, [1, 1, 0, 1]), ("oscar@wiki", 2.5, 0.05, [1, 0, 0, 1])):
+        calibration, seed = ("wikitext2", 1) if "oscar" in label else (None, None)
+        server = {"label": label, "allocated_bits": bits, "pool_bits": bits, "calibration": calibration, "seed": seed}
+        store.save_server(label, {**server, "device_name": "NVIDIA H200", "version": "0.5.16", "chunk": 128})
+        row = {"kl": kl, "kl_se": kl / 10, "top1_agreement": 0.9, "top1_agreement_se": 0.01}
+        row |= {"perplexity": 20.0, "perplexity_se": 1.0}
+        outcome = Outcome(kl, kl / 10, 8, {**row, "kl_by_length": {"2048": row}})
+        store.save(label, "kl", {"task": KL}, outcome, source)
+        score = {"gsm8k": sum(items) / 4, "gsm8k_se": 0.25, "gsm8k_n": 4}
+        store.save(label, "gsm8k", {"task": {"shots": 5}}, Outcome(0.5, 0.2, 4, score, {"items": items}), source)
+        grid = {"lengths": [2048, 16384], "depths": [0, 100], "passed": [[1, 0.5], [1, 0]]}
+        needle = {"needle_16k": 0.25, "needle_16k_se": 0.1, "needle_2k": 1.0, "needle_2k_se": 0.0, "needle_4k": None}
+        needle |= {"needle": 0.6, "needle_grid": grid}
+        outcome = Outcome(0.6, 0.1, 4, needle, {}, ["no haystack of 4096 tokens: longer than the server takes"])
+        settings = {"depths": [0, 100], "trials": 1, "lengths": [2048, 4096, 16384]}
+        store.save(label, "needle", {"task": settings}, outcome, source)
+    store.save_server("int2", {"label": "int2"})
+    store.save_error("int2", "server", "the server ended with code 1: out of memory", "many\nlines")
+    return store
+
+
+SECTION = """\
+| method | bits | KL 2k, nats | top-1 2k, % | perplexity 2k | needle 2k, % | GSM8K, % |
+| --- | --- | --- | --- | --- | --- | --- |
+| `none` | 16.00 | 0.0001 ± 0.0000 | 90.0 ± 1.0 | 20.00 ± 1.00 | 100.0 ± 0.0 | 75.0 ± 25.0 |
+| `oscar@wiki` | 2.50 | **0.0500** ± 0.0050 | **90.0** ± 1.0 | **20.00** ± 1.00 | **100.0** ± 0.0 | \
+**50.0** ± 25.0 (-25.0 ± 25.0) |
+
+KL, top-1 agreement and perplexity: 8 contexts of 2048 tokens from held.txt after its first 80%, from token 640 on. \
+GSM8K: 4 problems, 5 worked examples, greedy. Needle: 2 depths, 1 per cell. Chunks of 128. \
+NVIDIA H200, SGLang 0.5.16, 2026-01-02, commit cccccccccc.
+
+- `none`: needle: no haystack of 4096 tokens: longer than the server takes
+- `oscar@wiki`: needle: no haystack of 4096 tokens: longer than the server takes
+- `int2`: **not measured**: server: the server ended with code 1: out of memory
+
+<details><summary>Other contexts and chunk sizes (1 tasks)</summary>
+
+**needle, %**
+
+| method | bits | 16k, chunks of 128 |
+| --- | --- | --- |
+| `none` | 16.00 | 25.0 ± 10.0 |
+| `oscar@wiki` | 2.50 | **25.0** ± 10.0 |
+
+</details>
+
+<details><summary>Commands and rotations</summary>
+
+    kvq eval --model m
+
+- `oscar@wiki`: rotations: wikitext2, seed 1
+
+</details>
+"""
+
+
+def test_section(store):
+    content = collect(store, "fake", ["kvq", "eval", "--model", "/data/models/m"])
+    content["date"] = "2026-01-02"
+    assert section(content) == SECTION
+
+
+def test_calibrations_of_a_report_have_rows_of_their_own(store):
+    content = collect(store, "fake", ["kvq"])
+    twin = {**content["rows"][1], "method": "oscar@code"}
+    text = section({**content, "rows": [*content["rows"], twin]})
+    assert "| `oscar@wiki` | 2.50" in text and "| `oscar@code` | 2.50" in text
+
+
+def test_json_has_the_agreed_fields(store):
+    content = collect(store, "fake", ["kvq", "eval"])
+    assert {"name", "command", "commit", "dirty", "device", "date", "versions", "rows"} <= content.keys()
+    assert (content["name"], content["commit"], content["device"]) == ("accuracy_fake", "c" * 40, "NVIDIA H200")
+    assert all(set(COLUMNS) <= row.keys() for row in content["rows"])
+    oscar = content["rows"][1]
+    assert (oscar["seed"], oscar["needle_16k"], oscar["needle_32k"], oscar["humaneval"]) == (1, 0.25, None, None)
+    assert (oscar["gsm8k_vs_none"], oscar["gsm8k_vs_none_se"]) == (-0.25, 0.25)
+
+
+def test_plots_and_the_page_that_links_to_them(store, tmp_path, monkeypatch, capsys):
+    path, target = write(tmp_path / "results", collect(store, "fake", ["kvq"])), tmp_path / "docs" / "page.md"
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert main(["--report", str(path), "--out", str(target)]) == 0
+    assert plots.MISSING in capsys.readouterr().err
+    assert "## fake" in target.read_text() and ".png" not in target.read_text()
+    monkeypatch.undo()
+    if find_spec("matplotlib"):
+        assert main(["--report", str(path), "--out", str(target), "--json"]) == 0
+        for name in ("accuracy_fake.png", "accuracy_fake_needle.png"):
+            assert f"(../results/{name})" in target.read_text()
+            assert path.with_name(name).read_bytes()[:4] == b"\x89PNG"
+
+
+def test_columns_of_different_settings_are_refused(store):
+    path = store.runs("oscar@wiki") / "kl.json"
+    content = json.loads(path.read_text())
+    content["identity"]["task"]["first"] = 1
+    path.write_text(json.dumps(content))
+    with pytest.raises(KVQuantError, match="oscar@wiki/kl.json was measured with other settings"):
+        collect(store, "fake", [])
+
+
+def test_damaged_and_foreign_files(tmp_path, store):
+    (store.runs("none") / "kl.json").write_text("{")
+    with pytest.raises(KVQuantError, match="kl.json: not a readable JSON"):
+        collect(store, "fake", [])
+    (tmp_path / "other.json").write_text('{"rows": []}')
+    with pytest.raises(KVQuantError, match="other.json: not a report"):
+        page([tmp_path / "other.json"], tmp_path / "x.md")
+
+
+def test_differences_are_named():
+    old, new = {"a": {"b": 1, "c": "0" * 64}, "d": 2}, {"a": {"b": 1, "c": "1" * 64}, "d": 2}
+    assert differences(old, new) == f'a.c: "{"0" * 12}…", now "{"1" * 12}…"'
+
+
+@pytest.mark.parametrize(
+    "text, shown",
+    [
+        ("/data/models/m", "m"),
+        ("--x=/data/m", "--x=m"),
+        ("http://127.0.0.1:30000/v1", "http://127.0.0.1:30000/v1"),
+        ("benchmarks/results/a.json", "benchmarks/results/a.json"),
+        ("failed: /srv/x/y.py, line 3", "failed: y.py, line 3"),
+        ("org/name", "org/name"),
+        ("~/models/m", "m"),
+    ],
+)
+def test_paths_are_cut_to_their_names(text, shown):
+    assert provenance.without_paths(text) == shown
