@@ -89,9 +89,9 @@ def calibrate(
     phases("importing", 0, 1)
     from sglang_kvq.rotations.calibration.settings import CalibrationSettings
     from sglang_kvq.rotations.calibration.to_folder import calibrate_to_folder, partial_folder
-    from sglang_kvq.rotations.inspection.budget_tables import divergence_table, recommendation
-    from sglang_kvq.rotations.inspection.budgets import MODULE as BUDGETS_MODULE
     from sglang_kvq.rotations.inspection.budgets import BudgetPass, HeldOut
+    from sglang_kvq.rotations.inspection.recommend import MODULE as RECOMMEND_MODULE
+    from sglang_kvq.rotations.inspection.recommend import divergence_table, recommendation
     from sglang_kvq.rotations.storage.card import describe_clips, describe_gains, model_card, served_by
     from sglang_kvq.rotations.storage.hub import check_push
     from sglang_kvq.rotations.storage.hub import push as upload
@@ -139,7 +139,7 @@ def calibrate(
     except KeyboardInterrupt as error:
         kept = partial_folder(output)
         if budgets and budgets.started:
-            went = f"{output} is written, with no recommended budget; python -m {BUDGETS_MODULE} measures it"
+            went = f"{output} is written, with no recommended budget; python -m {RECOMMEND_MODULE} measures it"
         elif kept.exists():
             went = f"{output} was not written; what was done is in {kept}: the same command continues from there"
         else:

@@ -2,11 +2,8 @@
 
 ``kvq calibrate`` runs a few contexts of its corpus that it did not draw. It runs each exactly, with history through the
 records of each of ``BUDGETS``, and with ``int4``, a nearly lossless reference. It writes the result to the folder's
-``config.json`` as ``divergence``, for ``kvq inspect`` and for servers. For a folder that has none, run
-
-    python -m sglang_kvq.rotations.inspection.budgets MODEL FOLDER --text CORPUS [--contexts 2] [--length 1024]
-
-with the corpus of its calibration. ``inspection.foreseen`` predicts the errors of the same budgets from theory.
+``config.json`` as ``divergence``, for ``kvq inspect`` and for servers. ``inspection.recommend`` measures a folder that
+has none. ``inspection.foreseen`` predicts the errors of the same budgets from theory.
 
 The recommendation is the least budget whose divergence plus one standard error is within a limit. Every larger budget
 must be within the limit too. The limit is ``TOLERANCE`` times int4's divergence or ``SMALL``, whichever is larger.
@@ -29,10 +26,9 @@ import torch
 
 from sglang_kvq.config import PAGE_SIZE, KVQuantConfig
 from sglang_kvq.errors import KVQuantError
-from sglang_kvq.rotations.base import Rotations, check_rotations
+from sglang_kvq.rotations.base import Rotations
 from sglang_kvq.rotations.calibration.run import Progress
 from sglang_kvq.rotations.calibration.settings import CalibrationSettings, draw_contexts
-from sglang_kvq.rotations.identity import geometry_of
 from sglang_kvq.rotations.inspection.candidates import Candidate, candidate_of
 from sglang_kvq.rotations.inspection.divergence import FakeQuantAttention, TokenDivergence, divergences
 from sglang_kvq.rotations.storage.config_file import CONFIG_FILE
@@ -43,9 +39,6 @@ BUDGETS = (1.25, 1.6, 2.0, 2.25, 2.5, 3.0, 3.5)
 REFERENCE = "int4"
 #: A divergence is acceptable up to this factor of the reference's, or up to this many nats per token.
 TOLERANCE, SMALL = 1.5, 0.02
-
-#: ``python -m MODULE`` measures the budgets of a folder that has none.
-MODULE = "sglang_kvq.rotations.inspection.budgets"
 
 #: Field of ``config.json`` that holds a ``BudgetDivergence``.
 FIELD = "divergence"
@@ -311,48 +304,3 @@ def _text(value: Any, indent: int = 0) -> str:
         return json.dumps(value)
     lines = [f"\n{' ' * (indent + 2)}{item}" for item in items]
     return f"{opening}{','.join(lines)}\n{' ' * indent}{closing}" if items else opening + closing
-
-
-def main() -> None:
-    """Measures the budgets of an existing folder, prints them, and adds them to the folder."""
-    import argparse
-
-    from rich.console import Console
-
-    from sglang_kvq.rotations.calibration.hf_model import embedding_rows, load_model, tokenize
-    from sglang_kvq.rotations.calibration.text import read_corpus
-    from sglang_kvq.rotations.inspection.budget_tables import divergence_table, recommendation
-    from sglang_kvq.rotations.storage.files import read_local
-
-    parser = argparse.ArgumentParser(description=main.__doc__)
-    parser.add_argument("model")
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--text", type=Path, action="append", required=True, help="the corpus of its calibration")
-    parser.add_argument("--text-share", type=float, default=1.0, help="the --text-share of its calibration")
-    parser.add_argument("--context", type=int, default=CalibrationSettings.context, help="the --context of calibration")
-    parser.add_argument("--contexts", type=int, default=HeldOut.contexts)
-    parser.add_argument("--length", type=int, default=HeldOut.length, help="tokens per context")
-    parser.add_argument("--device", default="")
-    parser.add_argument("--dtype", default="")
-    args = parser.parse_args()
-
-    rotations, _ = read_local(args.folder)
-    meta = rotations.meta
-    if not rotations.is_transform or meta.tokens is None:
-        parser.error(f"{args.folder}: not what `kvq calibrate --composition transform` wrote")
-    settings = CalibrationSettings(
-        tokens=meta.tokens, context=args.context, seed=meta.seed or 0, composition="transform"
-    )
-    measuring = BudgetPass(HeldOut(args.contexts, args.length), settings)
-    corpus, _ = read_corpus(args.text, args.text_share)
-    model, tokenizer = load_model(args.model, device=args.device, dtype=args.dtype)
-    check_rotations(rotations, **geometry_of(model.config)._asdict())
-    ids = tokenize(tokenizer, corpus, embedding_rows(model))
-    measuring.check(ids)
-    found = measuring.run(model, ids, rotations, args.folder)
-    Console(emoji=False).print(divergence_table(found))
-    print(recommendation(found))
-
-
-if __name__ == "__main__":
-    main()

@@ -8,16 +8,15 @@ from math import isfinite
 from typing import Any
 
 import torch
-from rich import box
 from rich.console import RenderableType
 from rich.table import Table
 
 from sglang_kvq.methods import get_method
 from sglang_kvq.rotations.base import Rotations
-from sglang_kvq.rotations.inspection.budget_tables import divergence_table, foreseen_table, recommendation
 from sglang_kvq.rotations.inspection.budgets import stored
-from sglang_kvq.rotations.inspection.foreseen import foreseen
+from sglang_kvq.rotations.inspection.foreseen import Foreseen, foreseen
 from sglang_kvq.rotations.inspection.layer_errors import Measured
+from sglang_kvq.rotations.inspection.recommend import divergence_table, frameless, recommendation
 from sglang_kvq.rotations.resolve import plane_formats
 from sglang_kvq.rotations.storage.card import coding_gains, describe_clips, describe_gains
 
@@ -106,22 +105,32 @@ def top_share(eigenvalues: torch.Tensor, count: int = 8) -> torch.Tensor:
     return (sizes[..., :count].sum(-1) / sizes.sum(-1).clamp(min=1e-30)).mean(-1)
 
 
-def _table(gap: int, **options: Any) -> Table:
-    """Returns a table with ``gap`` spaces between columns and no frame."""
-    return Table(
-        box=box.SIMPLE_HEAD,
-        show_edge=False,
-        pad_edge=False,
-        padding=(0, gap - 1, 0, 0),  # the box has one
-        title_justify="left",
-        **options,
-    )
+def foreseen_table(rows: Sequence[Foreseen], measured: bool) -> Table:
+    """Builds a table of the predicted error at each budget, and its lower bound.
+
+    Args:
+        measured: True if importances were measured, so that errors are in nats.
+    """
+    table = frameless(title="Foreseen error, and the bound for Gaussian channels")
+    unit = "foreseen,\nnats" if measured else "foreseen,\nrelative"
+    for name in ("--kv-quant-\nbits", "allocated\nbits", unit, "bound", "gap, dB", "gap, bits"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in rows:
+        table.add_row(
+            f"{row.budget:g}",
+            f"{row.bits:.2f}",
+            f"{row.nats:.4g}",
+            f"{row.bound:.4g}",
+            f"{row.gap_db:.1f}",
+            f"{row.gap_bits:.2f}",
+        )
+    return table
 
 
 def _facts(rotations: Rotations, kv_heads: int | None, verbose: bool) -> Table:
     meta = rotations.meta
     (layers, _, dim, _), transform = rotations.k.shape, rotations.is_transform
-    table = _table(3, title=str(meta.source), show_header=False)
+    table = frameless(3, title=str(meta.source), show_header=False)
     table.add_column()
     table.add_column(no_wrap=not verbose, overflow="fold" if verbose else "ellipsis")
     rows = (
@@ -147,7 +156,7 @@ def _layers(rotations: Rotations) -> Table:
     For transform coding: coding gains, importances and the resulting widths.
     """
     meta, layers = rotations.meta, rotations.k.shape[0]
-    table = _table(1, title="Per layer")
+    table = frameless(1, title="Per layer")
     columns: list[Sequence[str]] = []
 
     def add(name: str, values: Sequence[str]) -> None:
@@ -196,7 +205,7 @@ def _errors(measured: Measured, part: int, name: str, width: int) -> list[Table]
     tables = []
     for i, group in enumerate(groups):
         number = f" ({i + 1} of {len(groups)})" if len(groups) > 1 else ""
-        table = _table(2, title=f"Error, quantized {name}{number}")
+        table = frameless(2, title=f"Error, quantized {name}{number}")
         shown = [columns[j] for j in group]
         for header in ("layer", *(header for header, _ in shown)):
             table.add_column(header, justify="right", no_wrap=True)
