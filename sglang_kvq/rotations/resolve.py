@@ -18,8 +18,7 @@ from sglang_kvq.formats.record import RecordFormat
 from sglang_kvq.methods import RotationKind, get_method
 from sglang_kvq.rotations.base import RotationMeta, Rotations
 from sglang_kvq.rotations.identity import geometry_of, layer_numbers
-from sglang_kvq.rotations.maths.hadamard import hadamard_rotations
-from sglang_kvq.rotations.maths.random import random_rotations
+from sglang_kvq.rotations.maths.fixed import hadamard_rotations, random_rotations
 from sglang_kvq.rotations.maths.transform import choose_widths, fold_steps, pattern_costs
 from sglang_kvq.rotations.storage.files import load_once
 from sglang_kvq.rotations.storage.zoo import find_rotations, with_folder

@@ -12,8 +12,7 @@ from sglang_kvq.errors import KVQuantError
 from sglang_kvq.formats.code import INT2, CodeFormat
 from sglang_kvq.methods import METHOD_NAMES, RotationKind, get_method
 from sglang_kvq.rotations.base import RotationMeta, Rotations
-from sglang_kvq.rotations.maths.hadamard import hadamard_rotations
-from sglang_kvq.rotations.maths.random import random_rotations
+from sglang_kvq.rotations.maths.fixed import hadamard_rotations, random_rotations
 from sglang_kvq.rotations.maths.transform import DISTORTION, PATTERNS, STEPS
 from sglang_kvq.rotations.resolve import resolve_clips, resolve_formats, resolve_rotations, rotations_of_worker
 from sglang_kvq.rotations.storage.files import save_rotations

@@ -14,9 +14,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from sglang_kvq.errors import KVQuantError
+from sglang_kvq.errors import KVQuantError, first_line
 from sglang_kvq.rotations.calibration.settings import CalibrationSettings
-from sglang_kvq.rotations.messages import first_line
 
 #: Seconds between checkpoints inside a pass; a finished pass is always kept.
 INTERVAL = 20.0

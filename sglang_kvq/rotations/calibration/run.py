@@ -9,7 +9,7 @@ Passes over the text, each layer keeping only a few ``[kv_heads, D, D]`` sums or
 3. "sensitivity": over a few short contexts, what quantizing one layer's keys or values costs the model
    (``calibration.sensitivity``).
 
-For transform coding moments are weighted by attention (``maths.attended``), there is no second pass, and sensitivities
+For transform coding moments are weighted by attention (``maths.moments``), there is no second pass, and sensitivities
 become importances (``calibration.transform``).
 """
 
@@ -25,8 +25,14 @@ from sglang_kvq.rotations.base import RotationMeta, Rotations
 from sglang_kvq.rotations.calibration.checkpoint import Checkpoint
 from sglang_kvq.rotations.calibration.clips import ClipErrors
 from sglang_kvq.rotations.calibration.hf_attention import AttentionHook, attention_hook, positions
-from sglang_kvq.rotations.calibration.output_weights import output_weights
-from sglang_kvq.rotations.calibration.rope_check import check_turn
+from sglang_kvq.rotations.calibration.hf_model import one_thread
+from sglang_kvq.rotations.calibration.rope import (
+    check_turn,
+    mean_over_positions,
+    mean_row_over_positions,
+    roped_layers,
+    turn_of,
+)
 from sglang_kvq.rotations.calibration.sensitivity import (
     UNIT,
     LayerQuantizer,
@@ -40,18 +46,15 @@ from sglang_kvq.rotations.calibration.settings import (
     draw_contexts,
     first_positions,
 )
-from sglang_kvq.rotations.calibration.threads import one_thread
-from sglang_kvq.rotations.calibration.transform import PlaneQuantizer, transform_rotations, with_importance
-from sglang_kvq.rotations.identity import geometry_of, identity
-from sglang_kvq.rotations.maths.attended import attended_moments
-from sglang_kvq.rotations.maths.compose import OBJECTIVES, compose_keys, compose_values
-from sglang_kvq.rotations.maths.moments import Moments, MomentSums
-from sglang_kvq.rotations.maths.rope import (
-    mean_over_positions,
-    mean_row_over_positions,
-    roped_layers,
-    turn_of,
+from sglang_kvq.rotations.calibration.transform import (
+    PlaneQuantizer,
+    output_weights,
+    transform_rotations,
+    with_importance,
 )
+from sglang_kvq.rotations.identity import geometry_of, identity
+from sglang_kvq.rotations.maths.compose import OBJECTIVES, compose_keys, compose_values
+from sglang_kvq.rotations.maths.moments import Moments, MomentSums, attended_moments
 
 #: First positions of contexts that moments are averaged over: among the farthest of them, less than a context apart.
 SPREAD = 64

@@ -15,11 +15,10 @@ from typing import Any, Protocol, TypeAlias
 
 import torch
 
-from sglang_kvq.errors import KVQuantError
+from sglang_kvq.errors import KVQuantError, first_line
 from sglang_kvq.rotations.base import Rotations
 from sglang_kvq.rotations.calibration.hf_attention import attention_hook, positions
 from sglang_kvq.rotations.maths.fake_quant import RotatedContext, causal_attention, round_trip
-from sglang_kvq.rotations.messages import first_line
 
 #: A quantized part: keys or values, and bits per element or in the quantizer's own unit.
 Variant: TypeAlias = tuple[str, int]

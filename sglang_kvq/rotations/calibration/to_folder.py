@@ -10,14 +10,12 @@ from typing import Any, Protocol
 
 import torch
 
-from sglang_kvq.errors import KVQuantError
+from sglang_kvq.errors import KVQuantError, first_line
 from sglang_kvq.rotations.base import Rotations
 from sglang_kvq.rotations.calibration.checkpoint import Checkpoint, fingerprint
 from sglang_kvq.rotations.calibration.hf_model import embedding_rows, load_config, load_model, tokenize
 from sglang_kvq.rotations.calibration.run import Progress, calibrate
-from sglang_kvq.rotations.calibration.settings import CalibrationSettings
-from sglang_kvq.rotations.calibration.text import read_corpus
-from sglang_kvq.rotations.messages import first_line
+from sglang_kvq.rotations.calibration.settings import CalibrationSettings, read_corpus
 from sglang_kvq.rotations.storage.files import check_output, save_rotations
 
 
@@ -58,7 +56,7 @@ def calibrate_to_folder(
     Interrupted, it leaves its sums in ``partial_folder(output)`` and continues from them the next time.
 
     Args:
-        texts: files, or folders of text files, see ``text.read_corpus``.
+        texts: files, or folders of text files, see ``settings.read_corpus``.
         text_share: how much of the text, from its beginning, may be used; recorded with the corpus.
         base_model: name to record; None records ``model_path``, or a local folder's own name.
         device, dtype, trust_remote_code: as for ``load_model``.

@@ -31,7 +31,7 @@ from sglang_kvq.rotations.calibration.run import Progress
 from sglang_kvq.rotations.calibration.settings import CalibrationSettings, draw_contexts
 from sglang_kvq.rotations.inspection.candidates import Candidate, candidate_of
 from sglang_kvq.rotations.inspection.divergence import FakeQuantAttention, TokenDivergence, divergences
-from sglang_kvq.rotations.storage.config_file import CONFIG_FILE
+from sglang_kvq.rotations.storage.schema import CONFIG_FILE
 
 #: Values of ``--kv-quant-bits`` that are measured.
 BUDGETS = (1.25, 1.6, 2.0, 2.25, 2.5, 3.0, 3.5)

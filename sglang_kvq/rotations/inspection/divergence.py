@@ -130,7 +130,7 @@ def main() -> None:
 
     from sglang_kvq.methods import RotationKind, get_method
     from sglang_kvq.rotations.calibration.hf_model import embedding_rows, load_model, tokenize
-    from sglang_kvq.rotations.calibration.text import read_text
+    from sglang_kvq.rotations.calibration.settings import read_text
     from sglang_kvq.rotations.identity import geometry_of, layer_numbers
     from sglang_kvq.rotations.inspection.candidates import candidate_of, takes
     from sglang_kvq.rotations.storage.files import load_rotations

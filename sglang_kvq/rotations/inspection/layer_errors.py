@@ -15,7 +15,7 @@ from sglang_kvq.rotations.calibration.clips import query_blocks
 from sglang_kvq.rotations.calibration.hf_attention import attention_hook, positions
 from sglang_kvq.rotations.calibration.hf_model import embedding_rows, load_model, tokenize
 from sglang_kvq.rotations.calibration.run import Progress
-from sglang_kvq.rotations.calibration.text import read_corpus
+from sglang_kvq.rotations.calibration.settings import read_corpus
 from sglang_kvq.rotations.identity import geometry_of
 from sglang_kvq.rotations.inspection.candidates import Candidate, candidates_of
 from sglang_kvq.rotations.maths.fake_quant import RotatedContext, page_round_trip

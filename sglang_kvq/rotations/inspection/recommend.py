@@ -19,8 +19,7 @@ from rich.table import Table
 
 from sglang_kvq.rotations.base import check_rotations
 from sglang_kvq.rotations.calibration.hf_model import embedding_rows, load_model, tokenize
-from sglang_kvq.rotations.calibration.settings import CalibrationSettings
-from sglang_kvq.rotations.calibration.text import read_corpus
+from sglang_kvq.rotations.calibration.settings import CalibrationSettings, read_corpus
 from sglang_kvq.rotations.identity import geometry_of
 from sglang_kvq.rotations.inspection.budgets import (
     REFERENCE,

@@ -24,7 +24,7 @@ from __future__ import annotations
 import torch
 
 from sglang_kvq.errors import KVQuantError
-from sglang_kvq.rotations.maths.hadamard import hadamard_matrix
+from sglang_kvq.rotations.maths.fixed import hadamard_matrix
 
 #: Values of ``kvq calibrate --composition``, the default first.
 COMPOSITIONS = ("balanced", "offset", "oscar", "transform")

@@ -3,7 +3,7 @@
 A Hadamard rotation spreads energy evenly over the coordinates and gives each as many bits. Coding theory does the
 opposite (Goyal, "Theoretical foundations of transform coding", 2001). Let C be the covariance of keys and W the second
 moment of the queries that read them. Both are weighted by the effect of an error on attention's output
-(``maths.attended``). For a key's error e, the mean squared error of a score is e^T W e.
+(``maths.moments``). For a key's error e, the mean squared error of a score is e^T W e.
 
 Let W^1/2 C W^1/2 = U L U^T. Then y = U^T W^1/2 (k - mean) has independent channels of variances L, and the score's
 error is y's plain squared error. Reverse water-filling assigns bits where L is large. The gain over equal bits in a

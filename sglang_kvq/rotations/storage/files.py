@@ -5,7 +5,7 @@ by a layer, else the KV heads) and, if known, ``k_eigenvalues`` and ``v_eigenval
 version 2 on there is ``q`` like ``k``; in version 3, for transform coding, also ``o`` like ``v``, and ``k_mean``,
 ``k_energies`` and ``v_energies`` ``[layers, heads, D]``: ``Rotations`` says what they are. ``config.json`` holds
 ``format_version``, ``geometry`` (layers, kv_heads, head_dim), ``granularity``, the fields of ``RotationMeta``, and
-``sha256`` of the tensor file; ``storage.config_file`` has its schema, ``storage.published`` the other layout.
+``sha256`` of the tensor file; ``storage.schema`` has its schema, ``storage.published`` the other layout.
 """
 
 from __future__ import annotations
@@ -26,15 +26,19 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load, save_file
 
-from sglang_kvq.errors import KVQuantError
+from sglang_kvq.errors import KVQuantError, first_line
 from sglang_kvq.rotations.base import TRANSFORM_TENSORS, Rotations, check_meta, check_rotations
 from sglang_kvq.rotations.identity import LayerNumbers
-from sglang_kvq.rotations.messages import first_line
 from sglang_kvq.rotations.storage import hub, published
-from sglang_kvq.rotations.storage.config_file import CONFIG_FILE, TRANSFORM_VERSION, RotationConfig, parse_config
 from sglang_kvq.rotations.storage.hub import TENSOR_FILE
-from sglang_kvq.rotations.storage.location import HubLocation
-from sglang_kvq.rotations.storage.tensors import plain_tensor
+from sglang_kvq.rotations.storage.registry import HubLocation
+from sglang_kvq.rotations.storage.schema import (
+    CONFIG_FILE,
+    TRANSFORM_VERSION,
+    RotationConfig,
+    parse_config,
+    plain_tensor,
+)
 
 #: The tensors of each format_version of config.json: keys and queries share a rotation; queries have their own; all
 #: that transform coding needs.

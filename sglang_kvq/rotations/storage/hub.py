@@ -9,12 +9,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
-from sglang_kvq.errors import KVQuantError
-from sglang_kvq.rotations.messages import first_line
+from sglang_kvq.errors import KVQuantError, first_line
 from sglang_kvq.rotations.storage import published
-from sglang_kvq.rotations.storage.config_file import CONFIG_FILE
-from sglang_kvq.rotations.storage.location import HubLocation
-from sglang_kvq.rotations.storage.registry import published_at
+from sglang_kvq.rotations.storage.registry import HubLocation, published_at
+from sglang_kvq.rotations.storage.schema import CONFIG_FILE
 
 TENSOR_FILE = "rotations.safetensors"
 #: Seconds after which a hub that has not said what it holds counts as out of reach.

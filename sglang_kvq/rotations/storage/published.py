@@ -22,12 +22,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from sglang_kvq.errors import KVQuantError
+from sglang_kvq.errors import KVQuantError, first_line, shorten
 from sglang_kvq.rotations.base import RotationMeta, Rotations
 from sglang_kvq.rotations.identity import LayerNumbers
-from sglang_kvq.rotations.messages import first_line, shorten
-from sglang_kvq.rotations.storage.config_file import CONFIG_FILE
-from sglang_kvq.rotations.storage.tensors import plain_tensor
+from sglang_kvq.rotations.storage.schema import CONFIG_FILE, plain_tensor
 
 
 class Pair(NamedTuple):

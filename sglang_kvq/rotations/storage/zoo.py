@@ -15,10 +15,9 @@ from typing import Any
 
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.rotations.identity import identity
-from sglang_kvq.rotations.storage.config_file import CONFIG_FILE, TRANSFORM_VERSION, parse_config
 from sglang_kvq.rotations.storage.hub import TENSOR_FILE
-from sglang_kvq.rotations.storage.location import HubLocation
-from sglang_kvq.rotations.storage.registry import published_at, published_for
+from sglang_kvq.rotations.storage.registry import HubLocation, published_at, published_for
+from sglang_kvq.rotations.storage.schema import CONFIG_FILE, TRANSFORM_VERSION, parse_config
 
 
 def find_rotations(model_path: str, hf_config: Any, revision: str | None = None, *, transform: bool = False) -> str:

@@ -13,7 +13,6 @@ from sglang_kvq.rotations.base import RotationMeta, Rotations
 from sglang_kvq.rotations.calibration import checkpoint as checkpoint_module
 from sglang_kvq.rotations.calibration.checkpoint import Checkpoint, fingerprint
 from sglang_kvq.rotations.calibration.hf_attention import attention_hook
-from sglang_kvq.rotations.calibration.output_weights import output_weights
 from sglang_kvq.rotations.calibration.run import calibrate
 from sglang_kvq.rotations.calibration.sensitivity import exact_sums, fisher_sums
 from sglang_kvq.rotations.calibration.settings import CalibrationSettings, draw_contexts
@@ -24,12 +23,12 @@ from sglang_kvq.rotations.calibration.transform import (
     PlaneQuantizer,
     foreseen_error,
     importance_of,
+    output_weights,
     transform_rotations,
     with_importance,
 )
-from sglang_kvq.rotations.maths.attended import attended_moments
 from sglang_kvq.rotations.maths.fake_quant import RotatedContext, causal_attention
-from sglang_kvq.rotations.maths.moments import Moments, MomentSums, context_moments
+from sglang_kvq.rotations.maths.moments import Moments, MomentSums, attended_moments, context_moments
 from sglang_kvq.rotations.maths.transform import PATTERNS, fold_steps, pattern_costs
 from tests.rotations.helpers import tiny_llama
 

@@ -19,7 +19,7 @@ from sglang_kvq.rotations.inspection.layer_errors import Measured
 from sglang_kvq.rotations.inspection.tables import report, to_json, top_share
 from sglang_kvq.rotations.maths.transform import Basis
 from sglang_kvq.rotations.storage import zoo
-from sglang_kvq.rotations.storage.config_file import CONFIG_FILE
+from sglang_kvq.rotations.storage.schema import CONFIG_FILE
 from sglang_kvq.rotations.storage.zoo import zoo_folder
 from tests.rotations.helpers import random_rotations, random_transform, tiny_llama, tiny_model_folder
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sglang_kvq.rotations.maths import attended
-from sglang_kvq.rotations.maths.attended import attended_moments
+from sglang_kvq.rotations.maths import moments as module
 from sglang_kvq.rotations.maths.fake_quant import RotatedContext
-from sglang_kvq.rotations.maths.moments import context_moments
+from sglang_kvq.rotations.maths.moments import attended_moments, context_moments
 
 SINK, RECENT, T, D = 64, 64, 320, 16
 SCALE = D**-0.5
@@ -56,7 +55,7 @@ def test_they_are_weighted_by_what_errors_cost(activations):
 
 def test_blocks_of_queries_add_up(activations, monkeypatch):
     whole = attended_moments(*activations, SCALE, sink=SINK, recent=RECENT)
-    monkeypatch.setattr(attended, "MOST_SCORES", 2 * T * 128)
+    monkeypatch.setattr(module, "MOST_SCORES", 2 * T * 128)
     for a, b in zip(whole, attended_moments(*activations, SCALE, sink=SINK, recent=RECENT), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
 

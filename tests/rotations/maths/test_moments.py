@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from sglang_kvq.errors import KVQuantError
+from sglang_kvq.rotations.calibration.rope import mean_over_positions, mean_row_over_positions, turn_of
 from sglang_kvq.rotations.maths.moments import MOMENTS, MomentSums
-from sglang_kvq.rotations.maths.rope import mean_over_positions, mean_row_over_positions, turn_of
 
 SKIP, T, D = 8, 96, 64
 

@@ -10,7 +10,7 @@ import torch
 
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.formats.planes import PLANES, PlaneCode, cells_of
-from sglang_kvq.rotations.maths.hadamard import hadamard_matrix
+from sglang_kvq.rotations.maths.fixed import hadamard_matrix
 from sglang_kvq.rotations.maths.transform import (
     DISTORTION,
     MOST_PAIRS,

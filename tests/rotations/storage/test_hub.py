@@ -15,11 +15,10 @@ from sglang_kvq.rotations import load_rotations, save_rotations
 from sglang_kvq.rotations.storage import hub as hub_module
 from sglang_kvq.rotations.storage import registry
 from sglang_kvq.rotations.storage.card import describe_gains, model_card
-from sglang_kvq.rotations.storage.config_file import CONFIG_FILE
 from sglang_kvq.rotations.storage.hub import TENSOR_FILE, download, find_folder
-from sglang_kvq.rotations.storage.location import HubLocation
 from sglang_kvq.rotations.storage.published import K_FILE, V_FILE, save_published
-from sglang_kvq.rotations.storage.registry import Published
+from sglang_kvq.rotations.storage.registry import HubLocation, Published
+from sglang_kvq.rotations.storage.schema import CONFIG_FILE
 from tests.rotations.helpers import random_rotations, random_transform
 
 GEOMETRY = dict(layers=2, kv_heads=2, head_dim=64)
