@@ -23,8 +23,9 @@ def unknown(flag: str, value: str, choices: Iterable[str]) -> KVQuantError:
 
 
 def first_line(error: Exception) -> str:
-    """Returns the first line of an exception's text, or its type's name if it has no text."""
-    return (str(error).splitlines() or [type(error).__name__])[0]
+    """Returns an exception's first line, of the system's errors without the path, or its type's name if it has none."""
+    text = getattr(error, "strerror", None) or str(error)
+    return (text.splitlines() or [type(error).__name__])[0]
 
 
 def shorten(value: object, most: int = 60) -> str:

@@ -14,17 +14,19 @@ from sglang_kvq.errors import KVQuantError, first_line
 from sglang_kvq.rotations.calibration.eligible import auto_class, needs_code
 from sglang_kvq.rotations.calibration.model_files import cached_folder, check_codes, check_files, find_model
 
+#: Names in a message.
+_NAMED = 3
+_CGROUPS = Path("/sys/fs/cgroup")
+
 
 def load_model(
     path: str, *, revision: str | None = None, device: str = "", dtype: str = "", trust_remote_code: bool = False
 ) -> tuple[Any, Any]:
-    """A causal language model in evaluation mode, and its tokenizer.
+    """A causal language model in evaluation mode, and its tokenizer; a vision-language model is loaded whole.
 
     Args:
-        path: hub id or folder. A vision-language model is loaded whole.
         device: "cuda", "cpu", "auto" (spread over all GPUs) or "" for a GPU if there is one.
         dtype: "auto", "bfloat16", "float32", or "" for the model's own on a GPU and float32 on a CPU.
-        trust_remote_code: run the code that comes with the model.
 
     Raises:
         KVQuantError: transformers is missing; the model is not found, is damaged, or is of a kind that transformers
@@ -52,23 +54,12 @@ def load_model(
 
 
 def load_config(path: str, *, revision: str | None = None, trust_remote_code: bool = False) -> tuple[Any, Any]:
-    """A model's config and tokenizer, without its weights.
-
-    Raises:
-        KVQuantError: as ``load_model``.
-    """
+    """A model's config and tokenizer, without its weights."""
     return _config(path, _source(path, revision, trust_remote_code))
 
 
 def tokenize(tokenizer: Any, text: str, rows: int) -> torch.Tensor:
-    """Token ids int64 ``[n]``, without the warning about the model's length: contexts are cut later.
-
-    Args:
-        rows: of the model's embedding, from ``embedding_rows``.
-
-    Raises:
-        KVQuantError: an id that has no row.
-    """
+    """Token ids int64 ``[n]``, each of which must have one of the embedding's ``rows``."""
     ids = torch.tensor(tokenizer(text, verbose=False)["input_ids"], dtype=torch.int64)
     if len(ids) and int(ids.max()) >= rows:
         worst = int(ids.max())
@@ -131,41 +122,21 @@ def _explained(path: str, source: dict[str, Any], what: str) -> Iterator[None]:
             raise needs_code(path) from error
         if folder := cached_folder(path, source["revision"]):
             check_files(folder)
-        raise KVQuantError(_cannot(path, what, error)) from error
+        fix = "fetch the whole model again, or use a version of transformers that knows it"
+        if what == "tokenizer":
+            fix = "give a folder that has the model's tokenizer files (tokenizer.json, tokenizer_config.json)"
+        reason = first_line(error).rstrip(".")
+        raise KVQuantError(f"{path}: transformers cannot load its {what} ({reason}); {fix}.") from error
     finally:
         logging.set_verbosity(before)
         logging.enable_progress_bar()
 
 
-def _cannot(path: str, what: str, error: Exception) -> str:
-    reason = first_line(error).rstrip(".")
-    if what == "tokenizer":
-        return (
-            f"{path}: transformers cannot load its tokenizer ({reason}); give a folder that has the model's "
-            "tokenizer files (tokenizer.json, tokenizer_config.json)."
-        )
-    return (
-        f"{path}: transformers cannot load its {what} ({reason}); fetch the whole model again, or use a version of "
-        "transformers that knows it."
-    )
-
-
-#: Names in a message.
-_NAMED = 3
-
-
 def check_loaded(path: str, info: dict[str, Any]) -> None:
     """Refuse a model that is not what its checkpoint holds.
 
-    transformers itself leaves out what is harmless: tied weights, RoPE's buffers, and what the model's class declares
-    that it ignores (``_keys_to_ignore_on_load_unexpected``), such as MTP heads.
-
-    Args:
-        path: the model's name, for messages.
-        info: what ``from_pretrained(..., output_loading_info=True)`` gives.
-
-    Raises:
-        KVQuantError: it names the weights, and the remedy.
+    ``info`` is that of ``from_pretrained``. transformers leaves out what is harmless: tied weights, RoPE's buffers, and
+    what the model's class declares that it ignores, such as MTP heads.
     """
     problems = list(_problems(info))
     if problems:
@@ -204,14 +175,10 @@ def _remedy(info: dict[str, Any]) -> str:
     )
 
 
-_CGROUPS = Path("/sys/fs/cgroup")
-
-
 def limit_threads(cgroups: Path = _CGROUPS) -> None:
     """Lowers PyTorch's threads to the CPUs that a container may use; ``OMP_NUM_THREADS`` overrules it.
 
-    PyTorch takes a thread for each core of the host. Where a container may use 16 of 200, the threads wait for each
-    other most of the time and use up the CPU time that the container has.
+    PyTorch takes a thread for each core of the host; in a small container they mostly wait for each other.
     """
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, min(torch.get_num_threads(), usable_cpus(cgroups))))

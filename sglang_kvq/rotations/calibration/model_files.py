@@ -7,28 +7,25 @@ import re
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError, safe_open
+
 from sglang_kvq.errors import KVQuantError, first_line
 from sglang_kvq.rotations.calibration.eligible import unread
 
 #: Seconds to wait for the hub; transformers asks it for one file after another, with retries: a minute in all.
 TIMEOUT = 4.0
-
-_CONFIG = "config.json"
 _HUB_ID = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?")
+_CONFIG, _INDEX = "config.json", "model.safetensors.index.json"
+_POINTER = b"version https://git-lfs"
+#: Names of dtypes in safetensors of which a weight is a code.
+_CODES = frozenset({"U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F6_E2M3", "F6_E3M2", "F4", "F8_E4M3FNUZ"})
 
 
 def find_model(path: str, revision: str | None = None) -> dict[str, Any]:
     """Look for a model before anything is loaded.
 
-    Args:
-        path: hub id or folder.
-
     Returns:
         keywords for every ``from_pretrained``: the revision, and ``local_files_only`` where the hub does not answer.
-
-    Raises:
-        KVQuantError: there is no such folder, no such model on the hub, or the hub does not answer and its cache has no
-            such model.
     """
     if path and Path(path).exists():
         if not Path(path).is_dir():
@@ -76,14 +73,6 @@ def cached_folder(path: str, revision: str | None = None) -> Path | None:
     return Path(found).parent if isinstance(found, str) else None
 
 
-_CONFIG, _INDEX = "config.json", "model.safetensors.index.json"
-_POINTER = b"version https://git-lfs"
-#: No header of a safetensors file is longer.
-_LONGEST_HEADER = 100_000_000
-#: Names of dtypes in safetensors of which a weight is a code.
-_CODES = frozenset({"U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F6_E2M3", "F6_E3M2", "F4", "F8_E4M3FNUZ"})
-
-
 def check_files(folder: Path) -> None:
     """Look at the beginning and the length of every file that loading reads.
 
@@ -96,7 +85,7 @@ def check_files(folder: Path) -> None:
         _check_json(path)
     weights = _shards(folder) or sorted(folder.glob("*.safetensors"))
     for path in weights:
-        _header(path)
+        _tensors(path)
     for path in [] if weights else sorted(folder.glob("*.bin")):
         _beginning(path)
     if not weights and not any(folder.glob("*.bin")):
@@ -104,24 +93,12 @@ def check_files(folder: Path) -> None:
 
 
 def check_codes(path: str, folder: Path) -> None:
-    """Refuse weights of 8 bits or less in a checkpoint whose config names no quantization.
-
-    Args:
-        path: the model's name, for messages.
-        folder: where its files are.
-
-    Raises:
-        KVQuantError: it names the first such tensor.
-    """
+    """Refuse weights of 8 bits or less in a checkpoint whose config names no quantization."""
     for file in _shards(folder) or sorted(folder.glob("*.safetensors")):
-        for name, tensor in _header(file).items():
-            if name != "__metadata__" and _is_code(name, tensor):
-                raise unread(path, f"{tensor['dtype']} codes ({name} in {file.name}), and no method is named")
-
-
-def _is_code(name: str, tensor: dict[str, Any]) -> bool:
-    """Tells a tensor of codes from others; old checkpoints have masks of bytes, called ``bias``."""
-    return tensor["dtype"] in _CODES and len(tensor["shape"]) > 1 and not name.endswith("bias")
+        for name, (dtype, shape) in _tensors(file).items():
+            # Old checkpoints have masks of bytes, called ``bias``.
+            if dtype in _CODES and len(shape) > 1 and not name.endswith("bias"):
+                raise unread(path, f"{dtype} codes ({name} in {file.name}), and no method is named")
 
 
 def _shards(folder: Path) -> list[Path]:
@@ -136,23 +113,17 @@ def _shards(folder: Path) -> list[Path]:
     return shards
 
 
-def _header(path: Path) -> dict[str, Any]:
-    """The header of a safetensors file whose length is what the header says."""
-    begin, size = _beginning(path), path.stat().st_size
-    length = int.from_bytes(begin[:8], "little")
+def _tensors(path: Path) -> dict[str, tuple[str, list[int]]]:
+    """Dtypes and shapes by a safetensors file's header, which must say the file's length."""
+    _beginning(path)
     try:
-        if len(begin) < 8 or length > min(size, _LONGEST_HEADER):
-            raise ValueError("no safetensors header")
-        with path.open("rb") as file:
-            header: dict[str, Any] = json.loads(file.read(8 + length)[8:])
-        end = 8 + length + max((x["data_offsets"][1] for n, x in header.items() if n != "__metadata__"), default=0)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise KVQuantError(f"{path}: damaged or no safetensors file ({first_line(error)}); fetch it again.") from error
-    if size != end:
+        with safe_open(path, "pt") as file:
+            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+            return {name: (x.get_dtype(), x.get_shape()) for name, x in slices.items()}
+    except (SafetensorError, OSError) as error:
         raise KVQuantError(
-            f"{path}: {size:,} bytes, and its header says {end:,}; the download ended early: fetch it again."
-        )
-    return header
+            f"{path}: the download ended early, or no safetensors file ({first_line(error)}); fetch it again."
+        ) from error
 
 
 def _exists(path: Path) -> bool:

@@ -1,9 +1,8 @@
 """RoPE of a model's keys and queries, and their second moments over all the positions that will be served.
 
-RoPE (arXiv 2104.09864) turns keys with their absolute position; attention sees differences of positions only. So
-whoever knows keys at the first positions knows them anywhere: those of a context that begins d tokens later are k T(d),
-T(d) orthogonal and the same for all layers. One pass over the text gives the moments of prompts of any length.
-``check_turn`` runs a few tokens to see that a model turns its keys so."""
+RoPE (arXiv 2104.09864) turns keys with their position: those of a context that begins d tokens later are k T(d), T(d)
+orthogonal and the same for all layers. So one pass over the text gives the moments of prompts of any length.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +15,10 @@ import torch
 
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.rotations.calibration.hf_attention import attention_hook, positions
+
+#: BF16 models round their way to the last layer differently at another position: some 2%. A wrong turn is off by about
+#: 1.
+TURN_TOLERANCE = 0.2
 
 #: ``turn(d)``: T(d), float64 ``[D, D]``; rows of keys times it are those of the same tokens d positions later.
 Turn = Callable[[int], torch.Tensor]
@@ -91,36 +94,15 @@ def mean_over_positions(moment: torch.Tensor, turn: Turn, positions: Sequence[in
     return total / len(positions)
 
 
-def mean_row_over_positions(row: torch.Tensor, turn: Turn, positions: Sequence[int]) -> torch.Tensor:
-    """Averages m T(d) over the positions d of contexts' first tokens; m is the keys' mean, float64 ``[..., D]``."""
-    total = torch.zeros_like(row)
-    for position in positions:
-        total += row @ turn(position)
-    return total / len(positions)
-
-
 def roped_layers(hf_config: Any, layers: int) -> torch.Tensor:
     """Returns the layers that use RoPE, bool ``[layers]``: some models leave it out in every few layers."""
     given = getattr(hf_config.get_text_config(), "no_rope_layers", None)  # 1 where RoPE is used, despite its name
     return torch.tensor([bool(x) for x in given] if given else [True] * layers)
 
 
-#: BF16 models round their way to the last layer differently at another position: some 2%. A wrong turn is off by about
-#: 1.
-TURN_TOLERANCE = 0.2
-
-
 @torch.inference_mode()
 def check_turn(model: Any, ids: torch.Tensor, turn: Turn, position: int) -> None:
-    """See the model turn its keys as foreseen.
-
-    Args:
-        model: as for ``attention_hook``.
-        ids: int64 ``[n]``; a hundred or so are enough.
-
-    Raises:
-        KVQuantError: the keys of these tokens from ``position`` on are not those from 0 on, turned.
-    """
+    """See the model turn its keys as foreseen."""
     near, far = (_keys(model, ids.to(model.device), first) for first in (0, position))
     t = turn(position)
     roped = roped_layers(model.config, len(near))

@@ -1,28 +1,28 @@
 """Transform coding's part of a calibration: the whitened bases of a model, and how much each layer's error matters.
 
-``maths.transform`` has the theory. Nothing is clipped. Errors in values are weighted by the square of each layer's
-output projection. The sensitivity pass quantizes one layer's keys or values with the codes that will be served, at a
-few patterns of widths; what that costs, by the squared error that the bases foresee of it, is the layer's importance.
-Its bits are then chosen at start, for any budget."""
+Errors in values are weighted by the square of each layer's output projection. The sensitivity pass quantizes one
+layer's keys or values with the codes that will be served, at a few patterns of widths; what that costs, by the squared
+error that the bases foresee of it, is the layer's importance. Its bits are chosen at start, for any budget.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
+from sglang_kvq.attention.base import LayerRotations
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.formats.planes import PLANES, PlaneCode, Widths
 from sglang_kvq.rotations.base import RotationMeta, Rotations
-from sglang_kvq.rotations.calibration.hf_attention import attention_modules
+from sglang_kvq.rotations.calibration.hf_attention import attention_hook, positions
 from sglang_kvq.rotations.calibration.hf_model import one_thread
-from sglang_kvq.rotations.calibration.sensitivity import Variant, sensitivity_table
+from sglang_kvq.rotations.calibration.sensitivity import Quantizer, sensitivity_table
 from sglang_kvq.rotations.identity import geometry_of, identity
-from sglang_kvq.rotations.maths.fake_quant import RotatedContext
 from sglang_kvq.rotations.maths.moments import Moments
-from sglang_kvq.rotations.maths.transform import DISTORTION, Basis, coding_basis, fold_steps, plane_energies
+from sglang_kvq.rotations.maths.transform import Basis, coded_error, coding_basis, fold_steps
+from sglang_kvq.rotations.resolve import coding_parts
 
 #: Names of the projection from heads to the residual stream, in transformers' models.
 PROJECTIONS = ("o_proj", "out_proj", "dense", "wo")
@@ -35,23 +35,16 @@ _FIX = "use another --composition than transform, or calibrate the unquantized m
 
 @torch.no_grad()
 def output_weights(model: Any, ids: torch.Tensor) -> torch.Tensor:
-    """An error e in a KV head's values, read with all attention by every query head, moves the residual stream by a
-    squared length of e W eᵀ.
+    """Weights W of values' errors e: read with all attention, they move the residual stream by a square of e W eᵀ.
 
-    Args:
-        model: a transformers causal language model.
-        ids: int64 ``[n]``, of which a few are run.
-
-    Returns:
-        W float64 ``[layers, kv_heads, D, D]`` on the CPU: for W_h the columns of a layer's output projection that
-        belong to query head h, the sum of W_hᵀ W_h over the query heads that read a KV head.
-
-    Raises:
-        KVQuantError: a layer without attention, or without such a projection.
+    W is float64 ``[layers, kv_heads, D, D]`` on the CPU: for W_h the columns of a layer's output projection that belong
+    to query head h, the sum of W_hᵀ W_h over the query heads that read a KV head.
     """
     heads = identity(model.config)["num_attention_heads"]
     layers, kv_heads, head_dim = geometry_of(model.config)
-    modules = attention_modules(model, ids[:SEEN])
+    ids = ids[:SEEN].to(model.device)
+    with attention_hook(model, lambda *_: None) as modules:
+        model.base_model(ids[None], position_ids=positions(ids, 0), use_cache=False)
     missing = [layer for layer in range(layers) if layer not in modules]
     if missing:
         raise KVQuantError(
@@ -111,12 +104,7 @@ LEAST_IMPORTANCE = 1e-9
 
 
 def transform_rotations(moments: Moments, weights: torch.Tensor, meta: RotationMeta) -> Rotations:
-    """Whitened bases, with importances for the case that no sensitivities are measured.
-
-    Args:
-        moments: averaged over positions; 1 for kv_heads gives one basis to all heads of a layer.
-        weights: float64 ``[layers, kv_heads, D, D]``, of ``output_weights``.
-    """
+    """Whitened bases, with importances for the case that no sensitivities are measured; weights: ``output_weights``."""
     if moments.vv.shape[1] == 1:
         weights = weights.mean(1, keepdim=True)
     mean = moments.k_mean
@@ -145,43 +133,23 @@ def _whitened(basis: Basis) -> tuple[torch.Tensor, torch.Tensor]:
     return (basis.encode / sigma[..., None, :]).float(), (basis.decode * sigma[..., :, None]).mT.float()
 
 
-class PlaneQuantizer:
-    """The ``sensitivity.Quantizer`` of transform coding, with the codes that are served.
+class PlaneQuantizer(Quantizer):
+    """The ``Quantizer`` of transform coding, with the codes that are served, at each of ``MEASURED``."""
 
-    Attributes:
-        variants: keys and values at each of ``MEASURED``.
-        sink, recent: BF16 tokens at both ends.
-    """
-
-    variants: tuple[Variant, ...] = tuple((part, bits) for part in ("k", "v") for bits in MEASURED)
+    variants = tuple((part, bits) for bits in MEASURED for part in ("k", "v"))
 
     def __init__(self, rotations: Rotations, sink: int, recent: int) -> None:
-        self.sink, self.recent = sink, recent
-        layers, heads = rotations.k.shape[:2]
-        whole = rotations.for_worker(range(layers), heads, 0, heads)
-        every = {bits: torch.tensor(widths).expand(layers, PLANES) for bits, widths in MEASURED.items()}
+        super().__init__(sink, recent)
+        whole = rotations.whole()
+        every = {bits: torch.tensor(widths).expand(len(rotations.k), PLANES) for bits, widths in MEASURED.items()}
         self._rotations = {bits: fold_steps(whole, widths, widths) for bits, widths in every.items()}
 
-    def delta(
-        self,
-        layer: int,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        scale: float,
-        variants: Sequence[Variant],
-    ) -> list[torch.Tensor]:
-        found: dict[Variant, torch.Tensor] = {}
-        for bits in dict.fromkeys(bits for _, bits in variants):
-            context = RotatedContext.of(
-                self._rotations[bits], layer, q, k, v, scale, sink=self.sink, recent=self.recent
-            )
-            exact, code = context.exact(), PlaneCode(MEASURED[bits])
-            for part in dict.fromkeys(part for part, n in variants if n == bits):
-                old = code.dequantize(*code.quantize(context.k if part == "k" else context.v)).bfloat16().float()
-                out = context.output(k=old) if part == "k" else context.output(v=old)
-                found[part, bits] = context.to_model_basis(out - exact)
-        return [found[variant] for variant in variants]
+    def matrices(self, bits: int) -> LayerRotations:
+        return self._rotations[bits]
+
+    def read(self, rows: torch.Tensor, layer: int, part: str, bits: int) -> torch.Tensor:
+        code = PlaneCode(MEASURED[bits])
+        return code.dequantize(*code.quantize(rows)).bfloat16().float()
 
 
 def with_importance(rotations: Rotations, nats: torch.Tensor) -> Rotations:
@@ -197,26 +165,14 @@ def with_importance(rotations: Rotations, nats: torch.Tensor) -> Rotations:
             "--no-sensitivity to do without."
         )
     importance = {}
-    for part, energies in (("k", rotations.k_energies), ("v", rotations.v_energies)):
-        foreseen = torch.stack([foreseen_error(energies, widths) for widths in MEASURED.values()], dim=1)
+    for part, (energies, _) in zip("kv", coding_parts(rotations)):
+        foreseen = torch.stack([coded_error(energies, torch.tensor(widths)) for widths in MEASURED.values()], dim=1)
         columns = [PlaneQuantizer.variants.index((part, bits)) for bits in MEASURED]
         importance[part] = _rounded(importance_of(nats[:, columns], foreseen), digits=6)
     table = sensitivity_table(nats, PlaneQuantizer.variants)
     return replace(
         rotations, meta=replace(rotations.meta, sensitivity=table, sensitivity_unit=UNIT, importance=importance)
     )
-
-
-def foreseen_error(energies: torch.Tensor | None, widths: Widths) -> torch.Tensor:
-    """The squared error of a row in the units of energies ``[layers, heads, D]``, all heads together: float64
-    ``[layers]``.
-    """
-    if energies is None:
-        raise ValueError("transform coding has energies")
-    foreseen: torch.Tensor = (
-        plane_energies(energies).sum(1) @ torch.tensor(DISTORTION, dtype=torch.float64)[torch.tensor(widths)]
-    )
-    return foreseen
 
 
 def importance_of(nats: torch.Tensor, foreseen: torch.Tensor) -> torch.Tensor:

@@ -26,8 +26,8 @@ from sglang_kvq.rotations.inspection.budgets import (
     SMALL,
     TOLERANCE,
     BudgetDivergence,
-    BudgetPass,
     HeldOut,
+    measure_held_out,
 )
 from sglang_kvq.rotations.storage.files import read_local
 
@@ -118,13 +118,12 @@ def main() -> None:
     settings = CalibrationSettings(
         tokens=meta.tokens, context=args.context, seed=meta.seed or 0, composition="transform"
     )
-    measuring = BudgetPass(HeldOut(args.contexts, args.length), settings)
+    held_out = HeldOut(args.contexts, args.length)
     corpus, _ = read_corpus(args.text, args.text_share)
     model, tokenizer = load_model(args.model, device=args.device, dtype=args.dtype)
     check_rotations(rotations, **geometry_of(model.config)._asdict())
     ids = tokenize(tokenizer, corpus, embedding_rows(model))
-    measuring.check(ids)
-    found = measuring.run(model, ids, rotations, args.folder)
+    found = measure_held_out(model, ids, rotations, args.folder, settings, held_out)
     Console(emoji=False).print(divergence_table(found))
     print(recommendation(found))
 

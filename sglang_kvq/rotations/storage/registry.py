@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+
+#: Repository of OSCAR's authors (arXiv 2605.17757).
+ROTATION_ZOO = "Zhongzhu/OSCAR-RotationZoo"
 
 _PART = r"[\w.+=,-]+"
 _HUB = re.compile(
@@ -13,12 +16,9 @@ _HUB = re.compile(
 
 @dataclass(frozen=True)
 class HubLocation:
-    """A folder of a repository on the hub.
+    """A folder of a repository ``org/name`` on the hub, at a branch, tag or commit.
 
-    Attributes:
-        repo: ``org/name``.
-        folder: path in the repository, or a model's name (``hub.find_folder``); "" for the root.
-        revision: branch, tag or commit; None for the default branch.
+    The folder is a path, a model's name (``hub.find_folder``), or "" for the root.
     """
 
     repo: str
@@ -36,10 +36,6 @@ class HubLocation:
         return f"{path}@{self.revision}" if self.revision else path
 
 
-#: Repository of OSCAR's authors (arXiv 2605.17757).
-ROTATION_ZOO = "Zhongzhu/OSCAR-RotationZoo"
-
-
 @dataclass(frozen=True)
 class Published:
     """One model's published rotations.
@@ -50,9 +46,6 @@ class Published:
         inferred: the folder's name comes from its authors' scripts; nobody has listed the repository to confirm it.
         refused: why ``--kv-quant`` does not serve the model; "" if it does.
         per_head: the folder holds one matrix per KV head beside older shared ones, which cost this model its accuracy.
-        repo: hub repository that holds the folder.
-        revision: regular expression of the model's revisions that they fit, if it matters.
-        sha256: digests of the files, by name, when known; a download that differs is refused.
     """
 
     model: str
@@ -60,18 +53,14 @@ class Published:
     inferred: bool = False
     refused: str = ""
     per_head: bool = False
-    repo: str = ROTATION_ZOO
-    revision: str = ".*"
-    sha256: dict[str, str] = field(default_factory=dict)
 
     @property
     def location(self) -> str:
-        return f"{self.repo}/{self.path}"
+        return f"{ROTATION_ZOO}/{self.path}"
 
-    def fits(self, name: str, revision: str | None = None) -> bool:
-        """Returns True if a model of that name (the last component of its path or id) and revision is this one."""
-        same = re.search(rf"^{re.escape(self.model)}(?=$|-fp8)", name, re.IGNORECASE) is not None
-        return same and (revision is None or re.fullmatch(self.revision, revision) is not None)
+    def fits(self, name: str) -> bool:
+        """Returns True if a model of that name (the last component of its path or id) is this one."""
+        return re.search(rf"^{re.escape(self.model)}(?=$|-fp8)", name, re.IGNORECASE) is not None
 
 
 #: The folders of ``ROTATION_ZOO``: those that have been seen there, then those that only its authors' scripts name.
@@ -93,9 +82,9 @@ PUBLISHED = (
 
 def published_at(location: HubLocation) -> Published | None:
     """The entry of a folder, at whatever revision; None if it has none."""
-    return next((e for e in PUBLISHED if (e.repo, e.path) == (location.repo, location.folder)), None)
+    return next((e for e in PUBLISHED if location.repo == ROTATION_ZOO and e.path == location.folder), None)
 
 
-def published_for(name: str, revision: str | None = None, repo: str = ROTATION_ZOO) -> Published | None:
-    """A repository's entry for a model of that name and revision; None if it has none."""
-    return next((e for e in PUBLISHED if e.repo == repo and e.fits(name, revision)), None)
+def published_for(name: str) -> Published | None:
+    """The entry for a model of that name; None if it has none."""
+    return next((entry for entry in PUBLISHED if entry.fits(name)), None)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -11,6 +13,9 @@ from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError
 
 from sglang_kvq.errors import KVQuantError, shorten
 from sglang_kvq.rotations.base import RotationMeta
+
+#: Accepted in files; everything is computed in the first.
+DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 CONFIG_FILE = "config.json"
 #: ``format_version`` of rotations for transform coding.
@@ -44,7 +49,7 @@ class RotationConfig(BaseModel):
     base_model: _Line | None = None
     revision: _Line | None = None
     model: dict[str, Any] = {}
-    # Numbers or lists; ``check_meta`` has the rest, which holds before a file is written, too.
+    # Numbers or lists; ``check_rotations`` checks the rest, which holds before a file is written, too.
     clip_k: Any = None
     clip_v: Any = None
     corpus: str | None = None
@@ -65,6 +70,16 @@ class RotationConfig(BaseModel):
         return RotationMeta(**values, source=source, files=files)
 
 
+def first_problem(error: ValidationError) -> str:
+    """Returns the first field that is wrong, with the reason and its value, on one line."""
+    first = error.errors(include_url=False)[0]
+    field = ".".join(str(part) for part in first["loc"])
+    problem = f"{field}: {first['msg']}" if field else first["msg"]
+    if field and first["type"] != "missing":
+        problem += f", not {shorten(first['input'])}"
+    return " ".join(problem.split())
+
+
 def parse_config(path: Path, data: bytes) -> RotationConfig:
     """The config that ``data``, the content of the file at ``path``, holds.
 
@@ -74,14 +89,9 @@ def parse_config(path: Path, data: bytes) -> RotationConfig:
     try:
         config = RotationConfig.model_validate_json(data)
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        field = ".".join(str(part) for part in first["loc"])
-        problem = f"{field}: {first['msg']}" if field else first["msg"]
-        if field and first["type"] != "missing":
-            problem += f", not {shorten(first['input'])}"
         raise KVQuantError(
-            f"{path}: not the config.json of rotations ({' '.join(problem.split())}); correct it, or recreate the "
-            "folder with `kvq calibrate`."
+            f"{path}: not the config.json of rotations ({first_problem(error)}); correct it, or recreate the folder "
+            "with `kvq calibrate`."
         ) from error
     if config.format_version not in VERSIONS:
         raise KVQuantError(
@@ -91,19 +101,10 @@ def parse_config(path: Path, data: bytes) -> RotationConfig:
     return config
 
 
-#: Accepted in files; everything is computed in the first.
-DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
-
-
 def plain_tensor(where: str, name: str, x: Any, shape: Sequence[int] | None = None) -> torch.Tensor:
     """``x`` in float32, if it is a dense tensor of floating-point numbers, all of which its file holds.
 
-    Args:
-        where, name: file and entry, for the message.
-        shape: expected; None accepts any without an empty dimension.
-
-    Raises:
-        KVQuantError: it is something else.
+    Its shape is the given one, or any without an empty dimension; ``where`` and ``name`` are for the refusal.
     """
     problem = _problem(x, shape)
     if problem is not None:
@@ -125,3 +126,11 @@ def _problem(x: Any, shape: Sequence[int] | None) -> str | None:
     if x.numel() * x.element_size() > x.untyped_storage().nbytes():
         return f"has shape {list(x.shape)}, more than the file holds"
     return None
+
+
+def dumps(config: dict[str, Any]) -> str:
+    """JSON with a line for each field and each row of a table; lists of numbers stay on one line."""
+    text = json.dumps(config, indent=2)
+    for numbers_or_row in (r"(\[)\n([-\d.e,\s]+)(\])", r"(\{)\n([^{}\[\]]+)(\})"):
+        text = re.sub(numbers_or_row, lambda m: m[1] + re.sub(r"\n\s*", " ", m[2]).strip() + m[3], text)
+    return text

@@ -21,10 +21,10 @@ from sglang_kvq.rotations.inspection.budgets import (
     stored,
 )
 from sglang_kvq.rotations.inspection.candidates import candidate_of
-from sglang_kvq.rotations.inspection.divergence import FakeQuantAttention, mean_kl
+from sglang_kvq.rotations.inspection.divergence import FakeQuantAttention
 from sglang_kvq.rotations.inspection.recommend import recommendation
 from sglang_kvq.rotations.storage.files import read_local
-from tests.rotations.helpers import random_rotations, random_transform
+from tests.rotations.helpers import mean_kl, random_rotations, random_transform
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SETTINGS = CalibrationSettings(
