@@ -11,7 +11,7 @@ from benchmarks.research.episodes.policies import NAMES, POLICIES, Outcome, chec
 from benchmarks.research.episodes.runner import Runner
 from benchmarks.research.episodes.segments import rank_segments
 from benchmarks.research.tests import helpers
-from sglang_kvq.config import PAGE_SIZE
+from sglang_kvq.constants import PAGE_SIZE
 from sglang_kvq.episodic.lexical import Lexical
 from sglang_kvq.episodic.match import rank_windows
 from sglang_kvq.episodic.pages import choose_pages

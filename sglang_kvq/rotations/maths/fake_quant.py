@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from sglang_kvq.attention.base import LayerRotations
-from sglang_kvq.config import PAGE_SIZE
+from sglang_kvq.constants import PAGE_SIZE
 from sglang_kvq.formats.code import CodeFormat
 from sglang_kvq.formats.quantize import clip_rank, dequantize_rows, quantize_rows
 from sglang_kvq.formats.record import RecordFormat

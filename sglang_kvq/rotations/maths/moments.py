@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from sglang_kvq.config import PAGE_SIZE
+from sglang_kvq.constants import PAGE_SIZE
 from sglang_kvq.errors import KVQuantError
 
 #: Number of scores computed at a time.
