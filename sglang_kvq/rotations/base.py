@@ -234,7 +234,7 @@ def _refuse_head(where: str, name: str, wrong: torch.Tensor, problem: str) -> No
 def _check_meta(meta: RotationMeta, *, layers: int) -> None:
     """Refuses measurements that are not one for each layer, and clip quantiles and importances out of range."""
     where, (low, high) = meta.source or "rotations", CLIP_RANGE
-    fix = f"recreate the folder with `kvq calibrate{' MODEL --composition transform' * bool(meta.importance)}`."
+    fix = f"recreate the folder with `kvq calibrate{' MODEL --composition transform' * (meta.importance is not None)}`."
     lists: dict[str, Any] = {
         name: clip for name in ("clip_k", "clip_v") if isinstance(clip := getattr(meta, name), tuple)
     }
@@ -255,5 +255,5 @@ def _check_meta(meta: RotationMeta, *, layers: int) -> None:
                     f"nothing). Correct config.json, or {fix}"
                 )
     for part in ("k", "v"):
-        if meta.importance and not all(0 < x < inf for x in meta.importance.get(part, [0.0])):
+        if meta.importance is not None and not all(0 < x < inf for x in meta.importance.get(part, [0.0])):
             raise KVQuantError(f"{where}: importance[{part!r}] must be a list of positive finite numbers; {fix}")
