@@ -1,8 +1,8 @@
-"""Writes the tables of docs/models.md from ``sglang_kvq/sglang/architectures.py``.
+"""Writes docs/results/models.md, the tables of architectures, from ``sglang_kvq/sglang/architectures.py``.
 
     python docs/models.py
 
-``tests/packaging/test_models_page.py`` fails while the page differs from the table.
+``tests/packaging/test_models_page.py`` fails while that page differs.
 """
 
 from __future__ import annotations
@@ -15,13 +15,19 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from sglang_kvq.sglang.architectures import FAMILIES, Answer, Evidence, Family, Reason
 
-PAGE = Path(__file__).parent / "models.md"
-BEGIN, END = "<!-- written by docs/models.py: begin -->\n", "<!-- written by docs/models.py: end -->\n"
+PAGE = Path(__file__).parent / "results" / "models.md"
+#: Begins the page.
+HEAD = """# Architectures
+
+`python docs/models.py` writes this page from [architectures.py](../../sglang_kvq/sglang/architectures.py).
+[models.md](../models.md) says how to check one model, and what else decides.
+
+"""
 
 #: The paragraph below each heading of *Served*.
 EVIDENCE = {
     Evidence.GPU: "`python -m tests.gpu` runs a tiny random model of the architecture on an H200. It compares "
-    "log-probabilities with plain SGLang's ([gpu_h200.json](../benchmarks/results/gpu_h200.json)). `tests/e2e` also "
+    "log-probabilities with plain SGLang's ([gpu_h200.json](../../benchmarks/results/gpu_h200.json)). `tests/e2e` also "
     "runs Llama on a CPU, with a real model.",
     Evidence.BUILT: "`tests/sglang/test_architectures.py` builds SGLang's class from a config, without weights. It "
     "puts each attention layer through the checks of a starting server. No model was run.",
@@ -44,7 +50,8 @@ def named(family: Family) -> tuple[str, str]:
 
 
 def tables() -> Iterator[str]:
-    """Yields the generated part in pieces."""
+    """Yields the page in pieces."""
+    yield HEAD
     counts = {
         answer: sum(len(family.architectures) for family in FAMILIES if family.answer is answer) for answer in Answer
     }
@@ -75,15 +82,13 @@ def tables() -> Iterator[str]:
         yield table(("family", "architectures", "note"), ((*named(family), family.note) for family in families)) + "\n"
 
 
-def written(page: str) -> str:
-    """Returns the page with up-to-date tables."""
-    before, rest = page.split(BEGIN)
-    _, after = rest.split(END)
-    return before + BEGIN + "".join(tables()) + END + after
+def written() -> str:
+    """Returns the up-to-date page."""
+    return "".join(tables()).rstrip("\n") + "\n"
 
 
 def main() -> None:
-    PAGE.write_text(written(PAGE.read_text()))
+    PAGE.write_text(written())
     print(PAGE)
 
 

@@ -100,9 +100,9 @@ def calibrate(
     phases("importing", 0, 1)
     from sglang_kvq.rotations.calibration.settings import CalibrationSettings
     from sglang_kvq.rotations.calibration.to_folder import calibrate_to_folder, partial_folder
-    from sglang_kvq.rotations.inspection.budget_tables import divergence_table, recommendation
-    from sglang_kvq.rotations.inspection.budgets import MODULE as BUDGETS_MODULE
-    from sglang_kvq.rotations.inspection.budgets import BudgetPass, HeldOut
+    from sglang_kvq.rotations.inspection.budgets import HeldOut, held_out_starts, measure_held_out
+    from sglang_kvq.rotations.inspection.recommend import MODULE as RECOMMEND_MODULE
+    from sglang_kvq.rotations.inspection.recommend import divergence_table, recommendation
     from sglang_kvq.rotations.storage.card import describe_clips, describe_gains, model_card, served_by
     from sglang_kvq.rotations.storage.hub import check_push
     from sglang_kvq.rotations.storage.hub import push as upload
@@ -125,12 +125,11 @@ def calibrate(
     check_new("--output", output, folder=True)
     if push:
         check_push(push)
-    budgets = None
+    recommend = recommend and composition == "transform"
+    made = divergence = None
     try:
         with terminable(), phases:
-            if recommend and composition == "transform":
-                budgets = BudgetPass(held_out, settings, phases)
-            rotations = calibrate_to_folder(
+            made = calibrate_to_folder(
                 model,
                 text,
                 output,
@@ -145,20 +144,22 @@ def calibrate(
                 restart=restart,
                 engine=on_engine,
                 progress=phases,
-                last=budgets,
+                check=(lambda ids: held_out_starts(len(ids), settings, held_out)) if recommend else None,
             )
+            rotations = made.rotations
+            if recommend:
+                divergence = measure_held_out(made.model, made.ids, rotations, output, settings, held_out, phases)
     except KeyboardInterrupt as error:
         kept = partial_folder(output)
-        if budgets and budgets.started:
-            went = f"{output} is written, with no recommended budget; python -m {BUDGETS_MODULE} measures it"
+        if made:
+            went = f"{output} is written, with no recommended budget; python -m {RECOMMEND_MODULE} measures it"
         elif kept.exists():
             went = f"{output} was not written; what was done is in {kept}: the same command continues from there"
         else:
             went = f"{output} was not written; nothing kept: the same command begins again"
         _say(f"interrupted; {went}.", style="yellow")
         raise typer.Exit(exit_status(error)) from None
-    meta, divergence = rotations.meta, budgets and budgets.found
-    address = None
+    meta, address = rotations.meta, None
     if push:
         address = upload(output, push, model_card(rotations, meta.model["num_key_value_heads"], push))
     if as_json:

@@ -1,4 +1,4 @@
-"""The one error type users see."""
+"""The one error type users see, and parts of its messages."""
 
 from __future__ import annotations
 
@@ -20,3 +20,18 @@ def unknown(flag: str, value: str, choices: Iterable[str]) -> KVQuantError:
     near = get_close_matches(value, known, 1)
     meant = f" did you mean {near[0]}?" if near else ""
     return KVQuantError(f"{flag} {value}: unknown;{meant} choose one of {', '.join(known)}.")
+
+
+def first_line(error: Exception) -> str:
+    """Returns an exception's first line, of the system's errors without the path, or its type's name if it has none."""
+    text = getattr(error, "strerror", None) or str(error)
+    return (text.splitlines() or [type(error).__name__])[0]
+
+
+def shorten(value: object, most: int = 60) -> str:
+    """The ``repr`` of a value that a file holds: on one line, and not longer than ``most`` characters."""
+    try:
+        text = " ".join(repr(value).split())
+    except Exception:  # integers of thousands of digits, tensors of odd types
+        text = f"a value of type {type(value).__name__}"
+    return text if len(text) <= most else f"{text[: most - 3]}..."

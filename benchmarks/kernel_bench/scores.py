@@ -8,10 +8,10 @@ import torch
 import triton
 
 from benchmarks import baseline
+from benchmarks.kernel_bench import oracle
 from benchmarks.kernel_bench.rows import row_of
 from benchmarks.kernel_bench.shapes import KV_HEADS, Q_HEADS, D, checked, make_pool
 from benchmarks.kernel_bench.timer import Timer
-from sglang_kvq.attention import oracle
 from sglang_kvq.attention.base import ExtendBatch, LayerRotations
 from sglang_kvq.attention.scores import paged_scores
 from sglang_kvq.attention.scores.scoring import KeyScores, plan_scoring

@@ -6,8 +6,8 @@ import time
 
 import torch
 
+from benchmarks.kernel_bench import oracle
 from benchmarks.kernel_bench.timer import Timer
-from sglang_kvq.attention import oracle
 from sglang_kvq.attention.base import ExtendBatch, LayerRotations
 from sglang_kvq.attention.planning.extend_costs import Geometry
 from sglang_kvq.attention.planning.short_extend import ShortExtends, plan_short

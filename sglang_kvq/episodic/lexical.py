@@ -103,16 +103,6 @@ class Lexical:
         made.texts = self.texts.first(count)
         return made
 
-    def truncate(self, count: int) -> None:
-        """Keep the first ``count`` texts.
-
-        Raises:
-            KVQuantError: there are not so many.
-        """
-        if not 0 <= count <= len(self):
-            raise KVQuantError(f"{count} of {len(self)} texts: give a number from 0 to {len(self)}.")
-        self.texts = self.texts.first(count)
-
     def scores(self, question: str, run: int = 1) -> np.ndarray:
         """Scores each run of ``run`` consecutive texts, as one text.
 

@@ -1,4 +1,4 @@
-"""Search for the episode, segments or windows that a question is about. Rows have length 1."""
+"""Search for the episode or windows that a question is about. Rows have length 1."""
 
 from __future__ import annotations
 
@@ -38,27 +38,6 @@ def match(
     else:
         raise KVQuantError(f"matching {matching!r}: choose {' or '.join(MATCHINGS)}.")
     return np.asarray(scores.argmax(1), dtype=np.int64)
-
-
-def rank_segments(
-    question: np.ndarray, embeddings: np.ndarray, episodes: Episodes | None = None, matching: str = "segments"
-) -> np.ndarray:
-    """All segments, the first to be read first: int64 ``[segments]``.
-
-    Args:
-        question: float32 ``[D]``.
-        matching: "segments": by their nearness to the question. "centroid": episode after episode by the nearness of
-            its centroid, within one by their nearness to the question; needs ``episodes``.
-
-    Raises:
-        KVQuantError: another matching, or no episodes where they are needed.
-    """
-    similar = embeddings @ question
-    if matching == "segments":
-        return np.argsort(-similar, kind="stable")
-    if matching != "centroid" or episodes is None:
-        raise KVQuantError(f"matching {matching!r}: choose {' or '.join(MATCHINGS)}; by centroid needs episodes.")
-    return np.lexsort((-similar, -(episodes.centroids @ question)[episodes.labels]))
 
 
 def rank_windows(

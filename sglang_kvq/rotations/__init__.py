@@ -4,7 +4,7 @@ This package does not import sglang or transformers at import time; calibration 
 """
 
 from sglang_kvq.rotations.base import RotationMeta, Rotations
-from sglang_kvq.rotations.maths.hadamard import hadamard_matrix, hadamard_rotations
+from sglang_kvq.rotations.maths.fixed import hadamard_matrix, hadamard_rotations
 from sglang_kvq.rotations.storage.files import load_rotations, save_rotations
 from sglang_kvq.rotations.storage.zoo import find_rotations
 

@@ -17,7 +17,6 @@ IDENTITY_FIELDS = (
     "rope_theta",
 )
 
-
 #: Kinds in a config's ``layer_types`` that have no keys and values, or whose cache does not grow with the context.
 UNCACHED_LAYER_TYPES = frozenset(
     {"linear_attention", "mamba", "conv", "sliding_attention", "chunked_attention", "moe", "mlp"}
@@ -52,14 +51,7 @@ def geometry_of(hf_config: Any) -> Geometry:
 
 
 def cached_layers(hf_config: Any) -> tuple[int, ...]:
-    """Returns the indices of the layers that the cache holds, ascending: those of full attention.
-
-    The cache and rotation files (with clips and sensitivities) have one entry per such layer, in this order. In most
-    models these are all layers.
-
-    Args:
-        hf_config: a transformers config or its dict, or SGLang's own config of a hybrid.
-    """
+    """Returns the indices of the layers that the cache and rotation files hold, ascending: those of full attention."""
     get = _getter(hf_config)
     known = get("full_attention_layer_ids")  # in SGLang's configs
     if known is not None:

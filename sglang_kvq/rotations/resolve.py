@@ -10,7 +10,7 @@ import torch
 from sglang_kvq.attention.base import LayerRotations
 from sglang_kvq.config import KVQuantConfig
 from sglang_kvq.errors import KVQuantError
-from sglang_kvq.formats.code import INT2, CodeFormat
+from sglang_kvq.formats.code import INT2
 from sglang_kvq.formats.mixed import mixed_formats
 from sglang_kvq.formats.page import PageFormat
 from sglang_kvq.formats.planes import PlaneCode, PlaneFormat
@@ -18,8 +18,7 @@ from sglang_kvq.formats.record import RecordFormat
 from sglang_kvq.methods import RotationKind, get_method
 from sglang_kvq.rotations.base import RotationMeta, Rotations
 from sglang_kvq.rotations.identity import geometry_of, layer_numbers
-from sglang_kvq.rotations.maths.hadamard import hadamard_rotations
-from sglang_kvq.rotations.maths.random import random_rotations
+from sglang_kvq.rotations.maths.fixed import hadamard_rotations, random_rotations
 from sglang_kvq.rotations.maths.transform import choose_widths, fold_steps, pattern_costs
 from sglang_kvq.rotations.storage.files import load_once
 from sglang_kvq.rotations.storage.zoo import find_rotations, with_folder
@@ -28,14 +27,10 @@ from sglang_kvq.rotations.storage.zoo import find_rotations, with_folder
 def resolve_rotations(config: KVQuantConfig, model_path: str, hf_config: Any) -> Rotations | None:
     """Returns the rotations of ``--kv-quant`` for a model; None if the method rotates nothing.
 
-    Args:
-        model_path: as the user gave it: hub id or folder.
-        hf_config: the model's transformers config or its dict.
+    Rotations from files are read once per process and shared: do not write to them.
 
     Raises:
-        KVQuantError: none are known, or the given ones do not fit; the message names the fix.
-
-    Rotations from files are read once per process and shared: do not write to them.
+        KVQuantError: none are known, or the given ones do not fit.
     """
     method = get_method(config.method)
     layers, kv_heads, head_dim = geometry_of(hf_config)
@@ -58,22 +53,14 @@ def resolve_rotations(config: KVQuantConfig, model_path: str, hf_config: Any) ->
 
 
 def locate_rotations(config: KVQuantConfig, model_path: str, hf_config: Any) -> str:
-    """The location of a method's learned rotations for a model: ``--kv-quant-rotations``, or those known for it.
-
-    Raises:
-        KVQuantError: none known; names the fix.
-    """
+    """The location of a method's learned rotations for a model: ``--kv-quant-rotations``, or those known for it."""
     if config.rotations is not None:
         return with_folder(config.rotations, model_path)
     return find_rotations(model_path, hf_config, transform=get_method(config.method).planes)
 
 
 def check_kind(config: KVQuantConfig, rotations: Rotations) -> None:
-    """Refuses learned rotations that are for other methods than ``config``'s.
-
-    Raises:
-        KVQuantError: the message says what they are for, and how to make suitable ones.
-    """
+    """Refuses learned rotations that are for other methods than ``config``'s."""
     wants = get_method(config.method).planes
     if rotations.is_transform == wants:
         return
@@ -98,11 +85,7 @@ def rotations_of_worker(
     head_start: int,
     head_count: int,
 ) -> LayerRotations:
-    """Returns ``Rotations.for_worker`` with the planes' quantizer steps folded in.
-
-    Args:
-        formats: from ``resolve_formats``, for ``layers``.
-    """
+    """Returns ``Rotations.for_worker`` with the planes' quantizer steps folded in."""
     worker = rotations.for_worker(layers, kv_heads_total, head_start, head_count)
     planes = [f for f in formats if isinstance(f, PlaneFormat)]
     if not planes:
@@ -113,16 +96,11 @@ def rotations_of_worker(
 def resolve_formats(config: KVQuantConfig, rotations: Rotations | None, hf_config: Any) -> tuple[RecordFormat, ...]:
     """Returns the page format of every layer of a model.
 
-    ``PageFormat`` takes its codes from the method and ``--kv-quant-bits``, its clips from ``resolve_clips``. If pages
-    are planes, ``plane_formats`` chooses them.
-
-    Args:
-        rotations: from ``resolve_rotations``. Only their meta and energies are read, so methods without files may pass
-            None.
+    Only the rotations' meta and energies are read, so methods without files may pass None.
 
     Raises:
-        KVQuantError: a group does not divide head_dim, clips do not fit, the sensitivities cannot serve an ``auto``
-            target, or planes lack rotations for transform coding.
+        KVQuantError: a group does not divide head_dim, the sensitivities cannot serve an ``auto`` target, or planes
+            lack rotations for transform coding.
     """
     method, width = get_method(config.method), config.width
     layers, _, head_dim = geometry_of(hf_config)
@@ -153,63 +131,36 @@ def resolve_formats(config: KVQuantConfig, rotations: Rotations | None, hf_confi
 def plane_formats(rotations: Rotations, bits: float) -> tuple[PlaneFormat, ...]:
     """Chooses each layer's widths: least model error among those that allocate at most ``bits``.
 
-    A pattern's cost in a layer is the sum over all of the model's heads, not only the worker's. All workers therefore
-    choose the same widths.
-
-    Args:
-        rotations: for transform coding.
-        bits: allocated bits per element, gains included, averaged over layers, keys and values.
+    ``bits`` are averaged over layers, keys and values, and include gains. A pattern's cost in a layer is the sum over
+    all of the model's heads, not only the worker's. All workers therefore choose the same widths.
 
     Raises:
         KVQuantError: costs are not finite.
     """
-    r, importance = rotations, rotations.meta.importance
-    if r.k_energies is None or r.v_energies is None or importance is None:
-        raise ValueError("planes are for rotations of transform coding")
-    head_dim = r.k.shape[-1]
-    k_costs, v_costs = (
-        pattern_costs(energies, torch.tensor(importance[part], dtype=torch.float64))
-        for part, energies in (("k", r.k_energies), ("v", r.v_energies))
-    )
+    head_dim = rotations.k.shape[-1]
+    k_costs, v_costs = (pattern_costs(energies, weights) for energies, weights in coding_parts(rotations))
     chosen = choose_widths(k_costs, v_costs, bits - 8 / head_dim)
     return tuple(PlaneFormat(head_dim, PlaneCode(k), PlaneCode(v)) for k, v in chosen)
+
+
+def coding_parts(rotations: Rotations) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Energies ``[layers, heads, D]`` and importances, float64 ``[layers]``, of keys and of values."""
+    importance, k, v = rotations.meta.importance, rotations.k_energies, rotations.v_energies
+    if k is None or v is None or importance is None:
+        raise ValueError("planes are for rotations of transform coding")
+    return [(x, torch.tensor(importance[part], dtype=torch.float64)) for part, x in (("k", k), ("v", v))]
 
 
 def resolve_clips(config: KVQuantConfig, rotations: Rotations | None, layers: int) -> list[tuple[float, float]]:
     """Returns clip quantiles (keys, values) of each layer: the flags', else the calibration's, else the method's.
 
     Calibrations and methods specify clips for INT2 codes. Other codes are clipped only if a flag says so.
-
-    Raises:
-        KVQuantError: the calibration's list is not one number between 0.5 and 1 per layer.
     """
     method = get_method(config.method)
-    k, v = method.codes(config.width.bits)
-    measured = (rotations.meta.clip_k, rotations.meta.clip_v) if rotations else (None, None)
-    columns = []
-    for name, flag, calibrated, default, code in (
-        ("clip_k", config.clip_k, measured[0], method.clip_k, k),
-        ("clip_v", config.clip_v, measured[1], method.clip_v, v),
-    ):
-        columns.append(_per_layer(name, _choose(flag, calibrated, default, code), layers, rotations))
+    calibrated = (rotations.meta if rotations else RotationMeta()).clips(layers)
+    flags, defaults = (config.clip_k, config.clip_v), (method.clip_k, method.clip_v)
+    columns: list[list[float]] = []
+    for flag, measured, default, code in zip(flags, calibrated, defaults, method.codes(config.width.bits)):
+        own = [default if x is None else x for x in measured] if code == INT2 else [1.0] * layers
+        columns.append(own if flag is None else [flag] * layers)
     return list(zip(*columns))
-
-
-def _choose(
-    flag: float | None, calibrated: float | tuple[float, ...] | None, default: float, code: CodeFormat
-) -> float | tuple[float, ...]:
-    if flag is not None:
-        return flag
-    if code != INT2:
-        return 1.0
-    return default if calibrated is None else calibrated
-
-
-def _per_layer(name: str, value: float | tuple[float, ...], layers: int, rotations: Rotations | None) -> list[float]:
-    values = list(value) if isinstance(value, (list, tuple)) else [value] * layers
-    if len(values) != layers or not all(isinstance(x, (int, float)) and 0.5 <= x <= 1 for x in values):
-        raise KVQuantError(
-            f"{rotations.meta.source if rotations else 'rotations'}: {name} is {value}, expected a number between 0.5 "
-            f"and 1 or a list of {layers}, one per layer; recreate the rotations with `kvq calibrate`."
-        )
-    return values

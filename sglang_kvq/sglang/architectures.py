@@ -2,8 +2,8 @@
 tested, or why not and what would lift it.
 
 One table for all releases: ``checks.py`` refuses by it what only the loaded model would show, ``kvq doctor --model``
-answers from it, and ``docs/models.py`` writes it to docs/models.md. ``tests/sglang/test_architectures.py`` compares it
-with SGLang and with what the checks say. A family is one line: to serve one, change its line. Imports no SGLang.
+answers from it, and ``docs/models.py`` writes it to docs/results/models.md. ``tests/sglang/test_architectures.py``
+compares it with SGLang and with what the checks say. A family is one line: to serve one, change its line. Imports no SGLang.
 """
 
 # ruff: noqa: E501  (one line a family, however long: changes to two families never meet)
@@ -24,7 +24,7 @@ class Answer(str, Enum):
 
 
 class Evidence(str, Enum):
-    """Evidence that a family is served, in the words of docs/models.md."""
+    """Evidence that a family is served, in the words of docs/results/models.md."""
 
     GPU = "compared with plain SGLang on an H200"
     BUILT = "built without weights, each attention layer checked"

@@ -12,6 +12,8 @@ import torch
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.rotations.base import Rotations
 from sglang_kvq.rotations.calibration.clips import ClipErrors
+from sglang_kvq.rotations.calibration.hf_model import limit_threads
+from sglang_kvq.rotations.calibration.rope import roped_layers, turn_of
 from sglang_kvq.rotations.calibration.run import Progress, rotations_from
 from sglang_kvq.rotations.calibration.settings import (
     CalibrationSettings,
@@ -19,10 +21,8 @@ from sglang_kvq.rotations.calibration.settings import (
     draw_contexts,
     first_positions,
 )
-from sglang_kvq.rotations.calibration.threads import limit_threads
 from sglang_kvq.rotations.calibration.worker_files import read_samples, read_sums
 from sglang_kvq.rotations.identity import geometry_of
-from sglang_kvq.rotations.maths.rope import roped_layers, turn_of
 
 #: Settings that SGLang needs on a machine without an accelerator.
 CPU = {"device": "cpu", "dtype": "bfloat16", "sampling_backend": "pytorch", "grammar_backend": "none"}

@@ -48,7 +48,7 @@ def test_engine_and_transformers_see_the_same_moments(model, tmp_path):
         for ids in draw_contexts(tokenize(tokenizer, held_out_text(), embedding_rows(network)), settings):
             network.base_model(ids[None])
     moments = sums.mean(LAYERS, 2, shared=False)
-    for eigenvalues, expected in ((rotations.k_eigenvalues, moments.qq), (rotations.v_eigenvalues, moments.vwv)):
+    for eigenvalues, expected in ((rotations.k_eigenvalues, moments.qq), (rotations.v_eigenvalues, moments.vv)):
         expected = torch.linalg.eigvalsh(expected)
         error = (eigenvalues.double() - expected).norm(dim=-1) / expected.norm(dim=-1)
         assert error.max() < 0.03, error.amax(-1)

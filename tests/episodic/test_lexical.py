@@ -85,17 +85,15 @@ def test_growth_and_cuts_are_the_index_of_what_is_left() -> None:
         grown.add([text])
     grown.add([])
     np.testing.assert_array_equal(grown.scores("lake group"), index(TEXTS).scores("lake group"))
-    grown.truncate(3)
+    grown = grown.first(3)
     np.testing.assert_array_equal(grown.scores("lake group"), index(TEXTS[:3]).scores("lake group"))
     grown.add(TEXTS[3:])
     np.testing.assert_array_equal(grown.scores("lake group"), index(TEXTS).scores("lake group"))
-    grown.truncate(0)
+    grown = grown.first(0)
     assert len(grown) == 0 and len(grown.scores("lake")) == 0
 
 
 def test_bad_numbers_are_refused() -> None:
-    with pytest.raises(KVQuantError, match="7 of 6 texts: give a number from 0 to 6"):
-        index(TEXTS).truncate(7)
     with pytest.raises(KVQuantError, match="runs of 0 texts"):
         index(TEXTS).scores("lake", 0)
     with pytest.raises(KVQuantError, match="terms of -1 letters"):

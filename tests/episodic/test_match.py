@@ -8,7 +8,7 @@ import pytest
 from sglang_kvq.episodic.cluster import Episodes
 from sglang_kvq.episodic.embed import unit
 from sglang_kvq.episodic.lexical import Lexical
-from sglang_kvq.episodic.match import fuse, match, rank_segments, rank_windows
+from sglang_kvq.episodic.match import fuse, match, rank_windows
 from sglang_kvq.errors import KVQuantError
 
 #: Episode 0 is narrow around x; episode 1 is wide around y and has one segment close to the question.
@@ -32,17 +32,6 @@ def test_questions_are_matched_one_by_one() -> None:
         together = match(questions, ROWS, EPISODES, matching)
         assert together.tolist() == [int(match(q[None], ROWS, EPISODES, matching)[0]) for q in questions]
         assert together[1:].tolist() == [0, 1]
-
-
-def test_rank_by_segments_is_by_cosine() -> None:
-    order = rank_segments(QUESTION, ROWS)
-    assert order[0] == 3 and (np.diff((ROWS @ QUESTION)[order]) <= 0).all()
-
-
-def test_rank_by_centroid_goes_episode_by_episode() -> None:
-    order = rank_segments(QUESTION, ROWS, EPISODES, "centroid")
-    assert LABELS[order].tolist() == [0, 0, 0, 1, 1, 1, 1]
-    assert order.tolist() == [1, 0, 2, 3, 4, 5, 6]
 
 
 def test_windows_by_meaning_and_letters() -> None:
@@ -82,5 +71,3 @@ def test_fusion_of_nothing_is_refused() -> None:
 def test_another_matching_is_refused() -> None:
     with pytest.raises(KVQuantError, match="matching 'nearest': choose centroid or segments"):
         match(QUESTION[None], ROWS, EPISODES, "nearest")
-    with pytest.raises(KVQuantError, match="by centroid needs episodes"):
-        rank_segments(QUESTION, ROWS, None, "centroid")

@@ -4,7 +4,7 @@ import pytest
 import torch
 import triton
 
-from sglang_kvq.attention import oracle
+from benchmarks.kernel_bench import oracle
 from sglang_kvq.attention.base import LayerRotations
 from sglang_kvq.attention.planning.step_plan import StepPlans
 from sglang_kvq.attention.triton_ops import TritonOps

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from sglang_kvq.attention import oracle
+from benchmarks.kernel_bench import oracle
 from sglang_kvq.attention.base import ExtendBatch
 from sglang_kvq.attention.drafts import DraftBatch, chain
 from sglang_kvq.constants import PAGE_SIZE

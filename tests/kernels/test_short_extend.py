@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from sglang_kvq.attention import oracle
+from benchmarks.kernel_bench import oracle
 from sglang_kvq.attention.planning.extend_costs import Geometry
 from sglang_kvq.attention.planning.short_extend import AS_MEASURED, ShortExtends
 from sglang_kvq.attention.triton_ops import TritonOps

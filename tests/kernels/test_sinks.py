@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from sglang_kvq.attention import oracle, ragged
+from benchmarks.kernel_bench import oracle
+from sglang_kvq.attention import ragged
 from sglang_kvq.attention.ragged import RaggedPrefill
 from sglang_kvq.attention.reference import ReferenceOps
 from sglang_kvq.attention.triton_ops import TritonOps

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from sglang_kvq.attention import oracle
+from benchmarks.kernel_bench import oracle
 from sglang_kvq.attention.drafts import MOST_DRAFTS, DraftBatch, chain, check_count, from_mask, mask_of
 from sglang_kvq.attention.triton_ops import TritonOps
 from sglang_kvq.attention.verification import MOST_COLUMNS, Verification, drafts_of_chunk

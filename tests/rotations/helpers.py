@@ -3,6 +3,9 @@
 import torch
 
 from sglang_kvq.rotations import RotationMeta, Rotations
+from sglang_kvq.rotations.calibration.hf_attention import attention_hook
+from sglang_kvq.rotations.inspection.divergence import divergences
+from sglang_kvq.rotations.maths.fake_quant import causal_attention
 from sglang_kvq.rotations.maths.transform import coding_basis
 
 
@@ -75,3 +78,34 @@ def tiny_model_folder(folder, tokens):
     text, generator = folder / "corpus.txt", torch.Generator().manual_seed(0)
     text.write_text(" ".join(words[i] for i in torch.randint(97, (tokens,), generator=generator).tolist()))
     return folder / "model", text
+
+
+def mean_kl(model, contexts, candidates, *, first=500):
+    """The mean KL of ``divergences`` over tokens, by name of the candidate."""
+    return {
+        name: float(found.kl.mean()) for name, found in divergences(model, contexts, candidates, first=first).items()
+    }
+
+
+@torch.no_grad()
+def exact_sums(model, ids, chosen, quantizer, *, first):
+    """Computes directly what ``fisher_sums`` approximates, of the chosen layers: the KL divergence itself."""
+
+    def log_probs(only, variant):
+        def hook(layer, q, k, v, scale):
+            if layer != only:
+                return None
+            (change,) = quantizer.delta(layer, q, k, v, scale, [variant])
+            return causal_attention(q, k, v, scale) + change.to(q.dtype)
+
+        with attention_hook(model, hook):
+            out = model(ids[None].to(model.device), use_cache=False, logits_to_keep=len(ids) - first)
+        return out.logits[0, first - len(ids) :].float().log_softmax(-1)
+
+    reference = log_probs(None, quantizer.variants[0])
+    sums = torch.zeros(len(chosen), len(quantizer.variants), dtype=torch.float64)
+    for i, layer in enumerate(chosen):
+        for j, variant in enumerate(quantizer.variants):
+            logp = log_probs(layer, variant)
+            sums[i, j] = float(torch.nn.functional.kl_div(logp, reference, reduction="sum", log_target=True))
+    return sums

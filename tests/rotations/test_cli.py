@@ -11,7 +11,7 @@ from sglang_kvq import cli
 from sglang_kvq.cli import _engine, app
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.rotations import load_rotations, save_rotations
-from sglang_kvq.rotations.inspection import budgets
+from sglang_kvq.rotations.inspection import budgets, recommend
 from tests.rotations.helpers import random_rotations, tiny_model_folder
 
 
@@ -162,9 +162,9 @@ def test_budgets_of_a_folder_that_is_there(tmp_path, monkeypatch, capsys):
     arguments = transform_arguments(tmp_path)
     expected = stdout_json(*arguments, "--output", tmp_path / "one")["divergence"]
     stdout_json(*arguments, "--no-recommend", "--output", tmp_path / "two")
-    given = ["budgets", arguments[1], tmp_path / "two", "--text", arguments[3], "--context", 512, "--contexts", 1]
+    given = ["recommend", arguments[1], tmp_path / "two", "--text", arguments[3], "--context", 512, "--contexts", 1]
     monkeypatch.setattr(sys, "argv", [*map(str, given), "--length", "512", "--device", "cpu"])
-    budgets.main()
+    recommend.main()
     assert "recommended: --kv-quant-bits 1.25" in capsys.readouterr().out
     assert json.loads((tmp_path / "two" / "config.json").read_text())["divergence"] == expected
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
-from sglang_kvq.attention import oracle
+from benchmarks.kernel_bench import oracle
 from sglang_kvq.attention.base import LayerRotations
 from sglang_kvq.attention.scores.key_scores import key_scores
 from sglang_kvq.attention.scores.scoring import KeyScores

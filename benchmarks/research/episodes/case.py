@@ -14,12 +14,12 @@ from benchmarks.research.episodes.conversations import Ask, Conversation, Histor
 from benchmarks.research.episodes.past import Past, RoundTrip
 from benchmarks.research.episodes.prefill import prefill
 from benchmarks.research.episodes.runner import Runner
+from benchmarks.research.episodes.segments import Segment, segment
 from sglang_kvq.constants import PAGE_SIZE
 from sglang_kvq.episodic.cluster import Episodes, cluster, medoids
 from sglang_kvq.episodic.lexical import Lexical
 from sglang_kvq.episodic.match import fuse, rank_windows
 from sglang_kvq.episodic.prompt import patched_prompt
-from sglang_kvq.episodic.segments import Segment, segment
 from sglang_kvq.episodic.windows import windows
 
 

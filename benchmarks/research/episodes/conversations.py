@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from sglang_kvq.episodic.segments import Turn
+from benchmarks.research.episodes.segments import Turn
 from sglang_kvq.errors import KVQuantError
 
 SYSTEM = "You answer questions about a long conversation. Answer in a few words, with what was said."

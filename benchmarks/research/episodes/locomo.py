@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.research.episodes.conversations import Conversation, Question
-from sglang_kvq.episodic.segments import Turn
+from benchmarks.research.episodes.segments import Turn
 from sglang_kvq.errors import KVQuantError
 
 FILE = "locomo/locomo_first5.json"

@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 
 from benchmarks.research.episodes.conversations import Conversation, Question
-from sglang_kvq.episodic.segments import Turn
+from benchmarks.research.episodes.segments import Turn
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.evaluation.tasks.problems import json_lines
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from benchmarks.research.episodes import longchat
 from benchmarks.research.episodes.conversations import Conversation, Question
-from sglang_kvq.episodic.segments import Turn
+from benchmarks.research.episodes.segments import Turn
 
 FILE = "longchat/5_topics.jsonl"
 #: (how it is said, how a change is said, how it is asked); {} is the answer.

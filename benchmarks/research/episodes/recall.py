@@ -27,13 +27,13 @@ from benchmarks.research.episodes.cached import CachedEmbedder
 from benchmarks.research.episodes.case import Embeds, Settings
 from benchmarks.research.episodes.conversations import Conversation, Writer, header
 from benchmarks.research.episodes.datasets import DATASETS, conversations
+from benchmarks.research.episodes.segments import rank_segments, segment
 from sglang_kvq.constants import PAGE_SIZE
 from sglang_kvq.episodic.cluster import cluster
 from sglang_kvq.episodic.embed import Embedder, unit
 from sglang_kvq.episodic.lexical import Lexical, runs
-from sglang_kvq.episodic.match import fuse, rank_segments
+from sglang_kvq.episodic.match import fuse
 from sglang_kvq.episodic.pages import choose_pages
-from sglang_kvq.episodic.segments import segment
 from sglang_kvq.episodic.windows import windows
 from sglang_kvq.errors import KVQuantError
 

@@ -9,10 +9,11 @@ import torch
 from benchmarks.research.episodes.case import Case, Settings
 from benchmarks.research.episodes.policies import NAMES, POLICIES, Outcome, check_names, epicache_layers
 from benchmarks.research.episodes.runner import Runner
+from benchmarks.research.episodes.segments import rank_segments
 from benchmarks.research.tests import helpers
 from sglang_kvq.constants import PAGE_SIZE
 from sglang_kvq.episodic.lexical import Lexical
-from sglang_kvq.episodic.match import rank_segments, rank_windows
+from sglang_kvq.episodic.match import rank_windows
 from sglang_kvq.episodic.pages import choose_pages
 from sglang_kvq.episodic.windows import windows
 from sglang_kvq.errors import KVQuantError

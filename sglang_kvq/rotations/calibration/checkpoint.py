@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import shutil
 import tempfile
 import time
 from dataclasses import asdict
@@ -14,16 +13,16 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from sglang_kvq.errors import KVQuantError
+from sglang_kvq.errors import KVQuantError, first_line
 from sglang_kvq.rotations.calibration.settings import CalibrationSettings
-from sglang_kvq.rotations.messages import first_line
 
 #: Seconds between checkpoints inside a pass; a finished pass is always kept.
 INTERVAL = 20.0
 
-#: Version of the checkpoint; a run of another version cannot be continued. 2 has the keys' mean, 3 moments of
-#: what is attended to for transform coding.
-VERSION = "3"
+#: Version of the checkpoint; a run of another version cannot be continued. 2 has the keys' mean, 3 moments of what
+#: is attended to for transform coding,
+#: 4 another order of sensitivities.
+VERSION = "4"
 
 
 class Checkpoint:
@@ -33,13 +32,7 @@ class Checkpoint:
     """
 
     def __init__(self, folder: Path, fingerprint: dict[str, str]) -> None:
-        """
-        Args:
-            fingerprint: what the run is made of, by name, from ``fingerprint``.
-
-        Raises:
-            KVQuantError: the folder holds another run's state, or cannot be read.
-        """
+        """Checks that the folder holds the state of the run with this ``fingerprint``, or nothing."""
         self.folder, self._fingerprint, self._saved = folder, fingerprint, 0.0
         for path in sorted(folder.glob("*.safetensors")):
             self._read(path)
@@ -49,39 +42,26 @@ class Checkpoint:
         path = self.folder / f"{name}.safetensors"
         if not path.is_file():
             return 0, {}
-        done, tensors = self._read(path)
-        return done, tensors
+        return self._read(path)
 
     def save(self, name: str, done: int, state: dict[str, torch.Tensor], *, last: bool) -> None:
         """Keep a pass's sums after ``done`` contexts: the last ones always, others ``INTERVAL`` apart."""
         if not last and time.monotonic() - self._saved < INTERVAL:
             return
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile(dir=self.folder, suffix=".tmp", delete=False) as file:
-                temporary = Path(file.name)
-            try:
-                metadata = {"done": str(done), "fingerprint": json.dumps(self._fingerprint)}
-                save_file({k: v.cpu().contiguous() for k, v in state.items()}, temporary, metadata=metadata)
-                temporary.rename(self.folder / f"{name}.safetensors")
-            finally:
-                temporary.unlink(missing_ok=True)
+            metadata = {"done": str(done), "fingerprint": json.dumps(self._fingerprint)}
+            write_tensors(self.folder / f"{name}.safetensors", state, metadata)
         except (OSError, SafetensorError) as error:
-            reason = getattr(error, "strerror", None) or first_line(error)
             raise KVQuantError(
-                f"cannot write the checkpoint {self.folder}: {reason}; free some space, or choose another --output."
+                f"cannot write the checkpoint {self.folder}: {first_line(error)}; free some space, or choose another "
+                "--output."
             ) from error
         self._saved = time.monotonic()
 
-    def remove(self) -> None:
-        shutil.rmtree(self.folder, ignore_errors=True)
-
     def _read(self, path: Path) -> tuple[int, dict[str, torch.Tensor]]:
         try:
-            with safe_open(path, "pt") as file:
-                metadata = file.metadata() or {}
-                found, done = json.loads(metadata["fingerprint"]), int(metadata["done"])
-                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+            tensors, metadata = read_tensors(path)
+            found, done = json.loads(metadata["fingerprint"]), int(metadata["done"])
         except (SafetensorError, OSError, KeyError, ValueError) as error:
             raise KVQuantError(
                 f"{path}: not the state of an interrupted calibration ({error}); delete {self.folder}, or pass "
@@ -94,6 +74,24 @@ class Checkpoint:
                 "Repeat that command to finish it, pass --restart to discard them, or choose another --output."
             )
         return done, tensors
+
+
+def write_tensors(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> None:
+    """Writes a safetensors file, whole or not at all, and its folder if there is none."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".tmp", delete=False) as file:
+        temporary = Path(file.name)
+    try:
+        save_file({name: x.cpu().contiguous() for name, x in tensors.items()}, temporary, metadata=metadata)
+        temporary.rename(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def read_tensors(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """Reads such a file's tensors and metadata."""
+    with safe_open(path, "pt") as file:
+        return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118 (not a dict)
 
 
 def fingerprint(model: torch.nn.Module, contexts: torch.Tensor, settings: CalibrationSettings) -> dict[str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -13,43 +14,33 @@ from sglang_kvq.rotations.maths.fake_quant import RotatedContext, round_trip
 
 
 class ClipErrors:
-    """Attention-output errors of every clip ratio, summed over contexts; each relative to its layer's output.
-
-    ``state`` and ``restore`` carry them through a checkpoint.
-    """
+    """Attention-output errors of every clip ratio, summed over contexts; each relative to its layer's output."""
 
     def __init__(self, rotations: Rotations, settings: CalibrationSettings) -> None:
         s = settings
         self.rotations, self.settings = rotations, s
-        self.errors = torch.zeros(rotations.k.shape[0], 2, len(s.clip_grid), dtype=torch.float64)
+        self._whole = rotations.whole()
+        self.state = {"errors": torch.zeros(rotations.k.shape[0], 2, len(s.clip_grid), dtype=torch.float64)}
         self.starts = query_blocks(s.context, s.sink, s.recent, s.clip_blocks)
 
     @torch.no_grad()
     def add(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> None:
         """Add one context's layer; arguments as an ``AttentionHook``'s, in the model's own basis."""
         s = self.settings
-        context = RotatedContext.of(self.rotations, layer, q, k, v, scale, sink=s.sink, recent=s.recent)
+        context = RotatedContext.of(self._whole, layer, q, k, v, scale, sink=s.sink, recent=s.recent)
         errors, size = clip_errors(context, grid=s.clip_grid, starts=self.starts)
-        self.errors[layer] += errors / size
-
-    def state(self) -> dict[str, torch.Tensor]:
-        return {"errors": self.errors}
-
-    def restore(self, state: dict[str, torch.Tensor]) -> None:
-        self.errors = state["errors"]
+        self.state["errors"][layer] += errors / size
 
     def chosen(self, contexts: int) -> Rotations:
         """The rotations with the best clip ratios in their meta."""
-        grid = self.settings.clip_grid
-        best = choose_clips(self.errors, grid, per_layer=self.settings.clips == "per-layer")
-        at_best = (self.errors / contexts).gather(-1, best[..., None])[..., 0]
+        grid, errors = self.settings.clip_grid, self.state["errors"]
+        best = choose_clips(errors, per_layer=self.settings.clips == "per-layer")
+        at_best = (errors / contexts).gather(-1, best[..., None])[..., 0]
         clip_k, clip_v = (tuple(grid[i] for i in best[:, part].tolist()) for part in (0, 1))
-        errors = {name: [round(e, 6) for e in at_best[:, part].tolist()] for part, name in enumerate("kv")}
-        if self.settings.clips == "global":
-            meta = replace(self.rotations.meta, clip_k=clip_k[0], clip_v=clip_v[0], errors=errors)
-        else:
-            meta = replace(self.rotations.meta, clip_k=clip_k, clip_v=clip_v, errors=errors)
-        return replace(self.rotations, meta=meta)
+        rounded = {name: [round(e, 6) for e in at_best[:, part].tolist()] for part, name in enumerate("kv")}
+        one = self.settings.clips == "global"
+        clips: dict[str, Any] = {"clip_k": clip_k[0] if one else clip_k, "clip_v": clip_v[0] if one else clip_v}
+        return replace(self.rotations, meta=replace(self.rotations.meta, errors=rounded, **clips))
 
 
 def query_blocks(context: int, sink: int, recent: int, count: int) -> list[int]:
@@ -63,13 +54,10 @@ def query_blocks(context: int, sink: int, recent: int, count: int) -> list[int]:
 def clip_errors(
     context: RotatedContext, *, grid: tuple[float, ...], starts: list[int]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Squared error of one layer's attention output for every clip ratio, with 2-bit history keys, then values.
-
-    Args:
-        starts: first positions of the pages of queries to measure.
+    """Squared error of one layer's attention output for every clip ratio, at the pages of queries from ``starts``.
 
     Returns:
-        errors float64 ``[2, len(grid)]`` (keys, values) and the output's own squared size, float64 scalar. CPU.
+        errors float64 ``[2, len(grid)]`` (2-bit history keys, then values) and the output's own squared size. CPU.
     """
     exact = [context.block(start) for start in starts]
     end = max(starts[-1] - context.recent, context.sink)  # what lies beyond is nobody's history
@@ -88,19 +76,11 @@ def clip_errors(
     return errors, torch.tensor(sum(float(b.square().sum()) for b in exact), dtype=torch.float64)
 
 
-def choose_clips(errors: torch.Tensor, grid: tuple[float, ...], *, per_layer: bool) -> torch.Tensor:
-    """The best ratio of each layer, for keys and values.
+def choose_clips(errors: torch.Tensor, *, per_layer: bool) -> torch.Tensor:
+    """The best ratio of each layer's keys and values, int64 ``[layers, 2]``, by errors float64 ``[layers, 2, grid]``.
 
-    A layer's own error is measured in the norm of its output, which is not quite what the model feels, and on few
-    queries: where it is alone in wanting a ratio, following it may cost more than it gains. So each layer minimises the
-    mean of its own relative error and that of all layers.
-
-    Args:
-        errors: float64 ``[layers, 2, len(grid)]``, relative to each layer's output.
-        per_layer: False gives all layers the ratio with the least sum.
-
-    Returns:
-        int64 ``[layers, 2]``, indices into the grid.
+    A layer's own error is not quite what the model feels, and comes from few queries. So each layer minimizes the mean
+    of its own relative error and that of all layers; without ``per_layer`` all get the ratio with the least sum.
     """
     if not per_layer:
         return errors.sum(0, keepdim=True).expand_as(errors).argmin(-1)

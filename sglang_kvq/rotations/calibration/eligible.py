@@ -19,12 +19,7 @@ OTHER_QUANTIZATION = "hf_quant_config.json"
 def auto_class(path: str, hf_config: Any, trust_remote_code: bool) -> str:
     """The name of the transformers class that loads a model for calibration.
 
-    A vision-language model is run on text alone: its text part gets the tokens as without images.
-
-    Args:
-        path: the model's name, for messages.
-        hf_config: a transformers config, or SGLang's own.
-        trust_remote_code: whether code that comes with the model may run.
+    A vision-language model is run on text alone. The config is transformers' or SGLang's own.
 
     Raises:
         KVQuantError: no class fits, or only the model's own code has one; or weights of a format that transformers
@@ -68,11 +63,7 @@ def needs_code(path: str) -> KVQuantError:
 
 
 def check_quantization(path: str, hf_config: Any) -> None:
-    """Refuse a checkpoint whose quantization transformers would ignore.
-
-    Raises:
-        KVQuantError: transformers would take the codes for weights.
-    """
+    """Refuse a checkpoint whose quantization transformers would ignore."""
     found = getattr(hf_config, "quantization_config", None)
     if found is None:
         if (Path(path) / OTHER_QUANTIZATION).is_file():

@@ -25,71 +25,17 @@ _NAME = "kvq_capture"
 
 
 @contextmanager
-def attention_hook(model: Any, hook: AttentionHook) -> Iterator[None]:
-    """Run ``hook`` in place of every attention of ``model`` (a transformers model) inside the block.
+def attention_hook(model: Any, hook: AttentionHook) -> Iterator[dict[int, torch.nn.Module]]:
+    """Runs ``hook`` in place of every attention of a transformers model; yields the modules that attend, by layer.
 
-    It goes through transformers' attention registry, so any architecture that uses the registry works. Sequences
-    must be unpadded and one per batch. Sliding windows that SGLang does not apply are left out here too.
-
-    Raises:
-        KVQuantError: (in the forward pass) an attention that is not plain causal softmax.
+    It goes through transformers' attention registry. Sequences must be unpadded and one per batch. Sliding windows that
+    SGLang does not apply are left out here too. Attention that is not plain causal softmax is refused.
     """
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    def of_layer(module: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor | None:
-        return hook(index_of(module), q, k, v, scale)
-
-    index_of = _indices(model)
+    layers, seen = cached_layers(model.config), dict[int, torch.nn.Module]()
     if (window := unapplied_window(model.config)) is not None:
         _say_once(window)
-    with _module_hook(model, of_layer):
-        yield
-
-
-@cache
-def _say_once(window: int) -> None:
-    logger.warning(
-        "the config's sliding_window of %d tokens is left out: SGLang does not apply it, and serves this model with "
-        "full attention",
-        window,
-    )
-
-
-@torch.inference_mode()
-def attention_modules(model: Any, ids: torch.Tensor) -> dict[int, torch.nn.Module]:
-    """The module that attends in each layer of ``AttentionHook``, seen as these tokens, int64 ``[n]``, run."""
-    seen: dict[int, torch.nn.Module] = {}
-    index_of = _indices(model)
-
-    def note(module: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> None:
-        seen[index_of(module)] = module
-
-    with _module_hook(model, note):
-        ids = ids.to(model.device)
-        model.base_model(ids[None], position_ids=positions(ids, 0), use_cache=False)
-    return seen
-
-
-def _indices(model: Any) -> Callable[[Any], int]:
-    """Returns a function from an attention module to its layer, as ``AttentionHook`` counts them."""
-    layers = cached_layers(model.config)
-
-    def index_of(module: Any) -> int:
-        if module.layer_idx not in layers:
-            raise KVQuantError(
-                f"layer {module.layer_idx} attends, but by the model's config only layers "
-                f"{', '.join(map(str, layers))} are of full attention: such models are not supported."
-            )
-        return layers.index(module.layer_idx)
-
-    return index_of
-
-
-@contextmanager
-def _module_hook(
-    model: Any, hook: Callable[[Any, torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor | None]
-) -> Iterator[None]:
-    """``attention_hook`` whose hook gets the attention's module in place of its layer."""
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     def attention(
         module: Any,
@@ -100,20 +46,27 @@ def _module_hook(
         scaling: float | None = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, None]:
-        layer = module.layer_idx
         # A window on a layer that the cache holds is one that SGLang does not apply; other layers are refused below.
         for option in ("softcap", "s_aux"):
             if kwargs.get(option) is not None:
                 raise KVQuantError(
-                    f"layer {layer} uses {option}={kwargs[option]}: --kv-quant serves plain causal attention only."
+                    f"layer {module.layer_idx} uses {option}={kwargs[option]}: --kv-quant serves plain causal "
+                    "attention only."
                 )
         q, k, v = query[0], key[0], value[0]
         if k.shape[-1] != v.shape[-1]:
             raise KVQuantError(
                 f"keys have head_dim {k.shape[-1]}, values {v.shape[-1]}: such models are not supported."
             )
+        if module.layer_idx not in layers:
+            raise KVQuantError(
+                f"layer {module.layer_idx} attends, but by the model's config only layers "
+                f"{', '.join(map(str, layers))} are of full attention: such models are not supported."
+            )
+        layer = layers.index(module.layer_idx)
+        seen[layer] = module
         scale = scaling if scaling is not None else q.shape[-1] ** -0.5
-        out = hook(module, q, k, v, scale)
+        out = hook(layer, q, k, v, scale)
         if out is None:
             out = causal_attention(q, k, v, scale)
         return out.to(query.dtype).transpose(0, 1)[None].contiguous(), None
@@ -122,9 +75,18 @@ def _module_hook(
     ALL_ATTENTION_FUNCTIONS.register(_NAME, attention)
     try:
         model.set_attn_implementation(_NAME)
-        yield
+        yield seen
     finally:
         model.set_attn_implementation(previous)
+
+
+@cache
+def _say_once(window: int) -> None:
+    logger.warning(
+        "the config's sliding_window of %d tokens is left out: SGLang does not apply it, and serves this model with "
+        "full attention",
+        window,
+    )
 
 
 def positions(ids: torch.Tensor, first: int) -> torch.Tensor:

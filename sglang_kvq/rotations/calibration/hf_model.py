@@ -1,35 +1,32 @@
-"""A transformers model, its config and its tokenizer, or an error that says what to do.
-
-Whatever runs a model with transformers loads it with ``load_model``, which sees that every weight was loaded.
-"""
+"""A transformers model with all of its weights, its config and its tokenizer, or an error that says what to do."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from sglang_kvq.errors import KVQuantError
+from sglang_kvq.errors import KVQuantError, first_line
 from sglang_kvq.rotations.calibration.eligible import auto_class, needs_code
-from sglang_kvq.rotations.calibration.loaded_weights import check_loaded
-from sglang_kvq.rotations.calibration.model_files import check_codes, check_files
-from sglang_kvq.rotations.calibration.model_source import cached_folder, find_model
-from sglang_kvq.rotations.calibration.threads import limit_threads
-from sglang_kvq.rotations.messages import first_line
+from sglang_kvq.rotations.calibration.model_files import cached_folder, check_codes, check_files, find_model
+
+#: Names in a message.
+_NAMED = 3
+_CGROUPS = Path("/sys/fs/cgroup")
 
 
 def load_model(
     path: str, *, revision: str | None = None, device: str = "", dtype: str = "", trust_remote_code: bool = False
 ) -> tuple[Any, Any]:
-    """A causal language model in evaluation mode, and its tokenizer.
+    """A causal language model in evaluation mode, and its tokenizer; a vision-language model is loaded whole.
 
     Args:
-        path: hub id or folder. A vision-language model is loaded whole.
         device: "cuda", "cpu", "auto" (spread over all GPUs) or "" for a GPU if there is one.
         dtype: "auto", "bfloat16", "float32", or "" for the model's own on a GPU and float32 on a CPU.
-        trust_remote_code: run the code that comes with the model.
 
     Raises:
         KVQuantError: transformers is missing; the model is not found, is damaged, or is of a kind that transformers
@@ -57,23 +54,12 @@ def load_model(
 
 
 def load_config(path: str, *, revision: str | None = None, trust_remote_code: bool = False) -> tuple[Any, Any]:
-    """A model's config and tokenizer, without its weights.
-
-    Raises:
-        KVQuantError: as ``load_model``.
-    """
+    """A model's config and tokenizer, without its weights."""
     return _config(path, _source(path, revision, trust_remote_code))
 
 
 def tokenize(tokenizer: Any, text: str, rows: int) -> torch.Tensor:
-    """Token ids int64 ``[n]``, without the warning about the model's length: contexts are cut later.
-
-    Args:
-        rows: of the model's embedding, from ``embedding_rows``.
-
-    Raises:
-        KVQuantError: an id that has no row.
-    """
+    """Token ids int64 ``[n]``, each of which must have one of the embedding's ``rows``."""
     ids = torch.tensor(tokenizer(text, verbose=False)["input_ids"], dtype=torch.int64)
     if len(ids) and int(ids.max()) >= rows:
         worst = int(ids.max())
@@ -136,20 +122,92 @@ def _explained(path: str, source: dict[str, Any], what: str) -> Iterator[None]:
             raise needs_code(path) from error
         if folder := cached_folder(path, source["revision"]):
             check_files(folder)
-        raise KVQuantError(_cannot(path, what, error)) from error
+        fix = "fetch the whole model again, or use a version of transformers that knows it"
+        if what == "tokenizer":
+            fix = "give a folder that has the model's tokenizer files (tokenizer.json, tokenizer_config.json)"
+        reason = first_line(error).rstrip(".")
+        raise KVQuantError(f"{path}: transformers cannot load its {what} ({reason}); {fix}.") from error
     finally:
         logging.set_verbosity(before)
         logging.enable_progress_bar()
 
 
-def _cannot(path: str, what: str, error: Exception) -> str:
-    reason = first_line(error).rstrip(".")
-    if what == "tokenizer":
-        return (
-            f"{path}: transformers cannot load its tokenizer ({reason}); give a folder that has the model's "
-            "tokenizer files (tokenizer.json, tokenizer_config.json)."
-        )
+def check_loaded(path: str, info: dict[str, Any]) -> None:
+    """Refuse a model that is not what its checkpoint holds.
+
+    ``info`` is that of ``from_pretrained``. transformers leaves out what is harmless: tied weights, RoPE's buffers, and
+    what the model's class declares that it ignores, such as MTP heads.
+    """
+    problems = list(_problems(info))
+    if problems:
+        raise KVQuantError(f"{path}: {'; '.join(problems)}. {_remedy(info)}")
+
+
+def _problems(info: dict[str, Any]) -> Iterator[str]:
+    missing, unexpected = sorted(info["missing_keys"]), sorted(info["unexpected_keys"])
+    other = sorted(map(_mismatch, info["mismatched_keys"]))
+    for names, what in (
+        (missing, "not in its files, so they would be random"),
+        (unexpected, "in its files without a place in the model"),
+        (other, "of another shape than config.json says"),
+    ):
+        if names:
+            more = f", and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+            yield f"{len(names)} weight{'s' * (len(names) > 1)} {what} ({', '.join(names[:_NAMED])}{more})"
+
+
+def _mismatch(found: str | tuple[str, Any, Any]) -> str:
+    """A weight's name, and its shapes if transformers tells them, which it does since version 5."""
+    if isinstance(found, str):
+        return found
+    name, in_file, in_model = found
+    return f"{name}: {list(in_file)}, not {list(in_model)}"
+
+
+def _remedy(info: dict[str, Any]) -> str:
+    if any("scale" in name or "zero_point" in name for name in info["unexpected_keys"]):
+        return "It is quantized in a way that transformers does not read: calibrate the unquantized model."
+    if info["mismatched_keys"]:
+        return "config.json and the weights belong to different models: fetch both again."
     return (
-        f"{path}: transformers cannot load its {what} ({reason}); fetch the whole model again, or use a version of "
-        "transformers that knows it."
+        "Fetch the whole model again. If these files are a part of a larger model, calibrate that one; or use a "
+        "version of transformers that reads them."
     )
+
+
+def limit_threads(cgroups: Path = _CGROUPS) -> None:
+    """Lowers PyTorch's threads to the CPUs that a container may use; ``OMP_NUM_THREADS`` overrules it.
+
+    PyTorch takes a thread for each core of the host; in a small container they mostly wait for each other.
+    """
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, min(torch.get_num_threads(), usable_cpus(cgroups))))
+
+
+def usable_cpus(cgroups: Path = _CGROUPS) -> int:
+    """CPUs that this process may run on, and a container's share of them, at least 1."""
+    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(cpus, int(_quota(cgroups) or cpus)))
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Runs small decompositions: with more threads, each step of one matrix of 128 x 128 waits for all of them."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _quota(cgroups: Path) -> float | None:
+    """CPUs' worth of time that a container gets, by cgroups 2 or 1; None without a limit."""
+    try:
+        if (cgroups / "cpu.max").is_file():
+            quota, period = (cgroups / "cpu.max").read_text().split()
+        else:
+            quota, period = ((cgroups / "cpu" / f"cpu.cfs_{x}_us").read_text() for x in ("quota", "period"))
+        return float(quota) / float(period) if quota != "max" and float(quota) > 0 else None
+    except (OSError, ValueError):
+        return None

@@ -1,21 +1,76 @@
-"""A model's files on this machine: what is missing, damaged, unreadable, or no weights but codes."""
+"""A model's files: found in a folder, on the hub or in its cache; none missing, damaged or unreadable."""
 
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
-from sglang_kvq.errors import KVQuantError
-from sglang_kvq.rotations.calibration.eligible import unread
-from sglang_kvq.rotations.messages import first_line
+from safetensors import SafetensorError, safe_open
 
+from sglang_kvq.errors import KVQuantError, first_line
+from sglang_kvq.rotations.calibration.eligible import unread
+
+#: Seconds to wait for the hub; transformers asks it for one file after another, with retries: a minute in all.
+TIMEOUT = 4.0
+_HUB_ID = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?")
 _CONFIG, _INDEX = "config.json", "model.safetensors.index.json"
 _POINTER = b"version https://git-lfs"
-#: No header of a safetensors file is longer.
-_LONGEST_HEADER = 100_000_000
 #: Names of dtypes in safetensors of which a weight is a code.
 _CODES = frozenset({"U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F6_E2M3", "F6_E3M2", "F4", "F8_E4M3FNUZ"})
+
+
+def find_model(path: str, revision: str | None = None) -> dict[str, Any]:
+    """Look for a model before anything is loaded.
+
+    Returns:
+        keywords for every ``from_pretrained``: the revision, and ``local_files_only`` where the hub does not answer.
+    """
+    if path and Path(path).exists():
+        if not Path(path).is_dir():
+            raise KVQuantError(f"{path}: a file, not the folder of a model; give its folder.")
+        return {"revision": revision}
+    if not _HUB_ID.fullmatch(path):
+        raise KVQuantError(f"{path}: no such folder, and no hub id ORG/NAME; check the path.")
+    from huggingface_hub import HfApi, constants
+    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
+
+    problem = "HF_HUB_OFFLINE is set"
+    if not constants.HF_HUB_OFFLINE:
+        try:
+            HfApi().model_info(path, revision=revision, timeout=TIMEOUT)
+            return {"revision": revision}
+        except RevisionNotFoundError:
+            raise KVQuantError(
+                f"--revision {revision}: {path} has no such revision on the hub; leave it out."
+            ) from None
+        except GatedRepoError as error:
+            raise KVQuantError(
+                f"{path}: gated on the hub ({first_line(error)}); ask for access, and `hf auth login`."
+            ) from None
+        except RepositoryNotFoundError:
+            problem = "the hub has no model of this name that you may see"
+        except HfHubHTTPError as error:
+            problem = f"the hub answers {first_line(error)}"
+        except Exception as error:  # of whichever HTTP library huggingface_hub uses
+            problem = f"the hub does not answer ({type(error).__name__}: {first_line(error)})"
+    if cached_folder(path, revision) is None:
+        raise KVQuantError(
+            f"{path}: no such folder, not in the hub's cache, and {problem}; check the name. Without a network: "
+            "download the model where there is one, and give its folder."
+        )
+    return {"revision": revision, "local_files_only": True}
+
+
+def cached_folder(path: str, revision: str | None = None) -> Path | None:
+    """The folder with a model's files on this machine: its own, or that in the hub's cache; None if not there."""
+    if Path(path).is_dir():
+        return Path(path)
+    from huggingface_hub import try_to_load_from_cache
+
+    found = try_to_load_from_cache(path, _CONFIG, revision=revision)
+    return Path(found).parent if isinstance(found, str) else None
 
 
 def check_files(folder: Path) -> None:
@@ -30,7 +85,7 @@ def check_files(folder: Path) -> None:
         _check_json(path)
     weights = _shards(folder) or sorted(folder.glob("*.safetensors"))
     for path in weights:
-        _header(path)
+        _tensors(path)
     for path in [] if weights else sorted(folder.glob("*.bin")):
         _beginning(path)
     if not weights and not any(folder.glob("*.bin")):
@@ -38,24 +93,12 @@ def check_files(folder: Path) -> None:
 
 
 def check_codes(path: str, folder: Path) -> None:
-    """Refuse weights of 8 bits or less in a checkpoint whose config names no quantization.
-
-    Args:
-        path: the model's name, for messages.
-        folder: where its files are.
-
-    Raises:
-        KVQuantError: it names the first such tensor.
-    """
+    """Refuse weights of 8 bits or less in a checkpoint whose config names no quantization."""
     for file in _shards(folder) or sorted(folder.glob("*.safetensors")):
-        for name, tensor in _header(file).items():
-            if name != "__metadata__" and _is_code(name, tensor):
-                raise unread(path, f"{tensor['dtype']} codes ({name} in {file.name}), and no method is named")
-
-
-def _is_code(name: str, tensor: dict[str, Any]) -> bool:
-    """Tells a tensor of codes from others; old checkpoints have masks of bytes, called ``bias``."""
-    return tensor["dtype"] in _CODES and len(tensor["shape"]) > 1 and not name.endswith("bias")
+        for name, (dtype, shape) in _tensors(file).items():
+            # Old checkpoints have masks of bytes, called ``bias``.
+            if dtype in _CODES and len(shape) > 1 and not name.endswith("bias"):
+                raise unread(path, f"{dtype} codes ({name} in {file.name}), and no method is named")
 
 
 def _shards(folder: Path) -> list[Path]:
@@ -70,23 +113,17 @@ def _shards(folder: Path) -> list[Path]:
     return shards
 
 
-def _header(path: Path) -> dict[str, Any]:
-    """The header of a safetensors file whose length is what the header says."""
-    begin, size = _beginning(path), path.stat().st_size
-    length = int.from_bytes(begin[:8], "little")
+def _tensors(path: Path) -> dict[str, tuple[str, list[int]]]:
+    """Dtypes and shapes by a safetensors file's header, which must say the file's length."""
+    _beginning(path)
     try:
-        if len(begin) < 8 or length > min(size, _LONGEST_HEADER):
-            raise ValueError("no safetensors header")
-        with path.open("rb") as file:
-            header: dict[str, Any] = json.loads(file.read(8 + length)[8:])
-        end = 8 + length + max((x["data_offsets"][1] for n, x in header.items() if n != "__metadata__"), default=0)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise KVQuantError(f"{path}: damaged or no safetensors file ({first_line(error)}); fetch it again.") from error
-    if size != end:
+        with safe_open(path, "pt") as file:
+            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+            return {name: (x.get_dtype(), x.get_shape()) for name, x in slices.items()}
+    except (SafetensorError, OSError) as error:
         raise KVQuantError(
-            f"{path}: {size:,} bytes, and its header says {end:,}; the download ended early: fetch it again."
-        )
-    return header
+            f"{path}: the download ended early, or no safetensors file ({first_line(error)}); fetch it again."
+        ) from error
 
 
 def _exists(path: Path) -> bool:

@@ -1,23 +1,18 @@
 """OSCAR's calibration (arXiv 2605.17757): rotations, clip ratios and sensitivities from a model's own activations.
 
-Passes over the text, each layer keeping only a few ``[kv_heads, D, D]`` sums or a row of errors:
+1. "moments" of queries, keys and values (``maths.moments``), from which the rotations follow (``maths.compose``);
+2. "clips": each layer's attention-output error for every clip ratio on a grid (``calibration.clips``);
+3. "sensitivity": the model's loss by one layer's quantized keys or values (``calibration.sensitivity``).
 
-1. "moments": QᵀQ of the queries that read each KV head, KᵀK, Vᵀ diag(w) V, VᵀV and the mean key (``maths.moments``);
-   the rotations follow from these (``maths.compose``);
-2. "clips": over a few contexts, each layer's attention-output error for every clip ratio on a grid, with the real
-   quantizer (``calibration.clips``);
-3. "sensitivity": over a few short contexts, what quantizing one layer's keys or values costs the model
-   (``calibration.sensitivity``).
-
-For transform coding moments are weighted by attention (``maths.attended``), there is no second pass, and sensitivities
-become importances (``calibration.transform``).
+For transform coding moments are weighted by attention, there is no second pass, and sensitivities become importances
+(``calibration.transform``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -25,8 +20,13 @@ from sglang_kvq.rotations.base import RotationMeta, Rotations
 from sglang_kvq.rotations.calibration.checkpoint import Checkpoint
 from sglang_kvq.rotations.calibration.clips import ClipErrors
 from sglang_kvq.rotations.calibration.hf_attention import AttentionHook, attention_hook, positions
-from sglang_kvq.rotations.calibration.output_weights import output_weights
-from sglang_kvq.rotations.calibration.rope_check import check_turn
+from sglang_kvq.rotations.calibration.hf_model import one_thread
+from sglang_kvq.rotations.calibration.rope import (
+    check_turn,
+    mean_over_positions,
+    roped_layers,
+    turn_of,
+)
 from sglang_kvq.rotations.calibration.sensitivity import (
     UNIT,
     LayerQuantizer,
@@ -40,18 +40,15 @@ from sglang_kvq.rotations.calibration.settings import (
     draw_contexts,
     first_positions,
 )
-from sglang_kvq.rotations.calibration.threads import one_thread
-from sglang_kvq.rotations.calibration.transform import PlaneQuantizer, transform_rotations, with_importance
-from sglang_kvq.rotations.identity import geometry_of, identity
-from sglang_kvq.rotations.maths.attended import attended_moments
-from sglang_kvq.rotations.maths.compose import OBJECTIVES, compose_keys, compose_values
-from sglang_kvq.rotations.maths.moments import Moments, MomentSums
-from sglang_kvq.rotations.maths.rope import (
-    mean_over_positions,
-    mean_row_over_positions,
-    roped_layers,
-    turn_of,
+from sglang_kvq.rotations.calibration.transform import (
+    PlaneQuantizer,
+    output_weights,
+    transform_rotations,
+    with_importance,
 )
+from sglang_kvq.rotations.identity import geometry_of, identity
+from sglang_kvq.rotations.maths.compose import OBJECTIVES, compose_keys, compose_values
+from sglang_kvq.rotations.maths.moments import Moments, MomentSums, attended_moments
 
 #: First positions of contexts that moments are averaged over: among the farthest of them, less than a context apart.
 SPREAD = 64
@@ -63,18 +60,15 @@ CHECKED = 128
 Progress = Callable[[str, int, int], None]
 
 
-class _Sums(Protocol):
-    """Sums of a pass so far."""
-
-    def state(self) -> dict[str, torch.Tensor]: ...
-    def restore(self, state: dict[str, torch.Tensor]) -> None: ...
+def silent(name: str, done: int, total: int) -> None:
+    """The ``Progress`` that nobody sees."""
 
 
 def calibrate(
     model: Any,
     ids: torch.Tensor,
     settings: CalibrationSettings,
-    progress: Progress | None = None,
+    progress: Progress = silent,
     *,
     checkpoint: Callable[[Any, torch.Tensor, CalibrationSettings], Checkpoint] | None = None,
 ) -> Rotations:
@@ -83,11 +77,10 @@ def calibrate(
     Args:
         model: a transformers causal language model; it runs where it lies and in its own dtype.
         ids: int64 ``[tokens]``, the tokenised corpus.
-        checkpoint: makes what keeps finished contexts, from model, contexts and settings; None keeps nothing.
+        checkpoint: makes what keeps finished contexts, from model, contexts and settings.
 
     Returns:
-        k, v float32 ``[layers, heads, D, D]`` on the CPU; ``meta`` has all that was measured and the model's identity;
-        corpus and model name are the caller's to add.
+        rotations on the CPU; corpus and model name are the caller's to add.
 
     Raises:
         KVQuantError: corpus too short; activations not finite; layers without plain attention, or for transform coding
@@ -96,7 +89,6 @@ def calibrate(
     head_dim = geometry_of(model.config).head_dim
     check_head_dim(head_dim)
     contexts = draw_contexts(ids, settings)
-    progress = progress or (lambda name, done, total: None)
     progress("looking at the model", 0, 1)
     run = _Run(model, contexts, settings, progress, checkpoint(model, contexts, settings) if checkpoint else None)
     sums = MomentSums(settings.sink)
@@ -113,7 +105,7 @@ def calibrate(
             moments = attended_moments(q, k, v, scale, sink=settings.sink, recent=settings.recent)
             sums.add_moments(layer, moments)
 
-    run.through("moments", [0] * len(contexts), 1, add, sums)  # at position 0: others' moments follow
+    run.through("moments", [0] * len(contexts), 1, add, sums.state)  # at position 0: others' moments follow
     progress("rotations", 0, 1)
     if weights is not None:
         moments = averaged(sums, model.config, settings, len(contexts))
@@ -129,7 +121,7 @@ def rotations_from(sums: MomentSums, hf_config: Any, settings: CalibrationSettin
     moments = averaged(sums, hf_config, settings, contexts)
     with one_thread():
         k, q, k_eigenvalues = compose_keys(settings.composition, moments.qq, moments.kk)
-        v, v_eigenvalues = compose_values(settings.composition, moments.vwv)
+        v, v_eigenvalues = compose_values(settings.composition, moments.vv)
     return Rotations(k, v, _meta(hf_config, settings, contexts), k_eigenvalues, v_eigenvalues, q)
 
 
@@ -142,7 +134,7 @@ def averaged(sums: MomentSums, hf_config: Any, settings: CalibrationSettings, co
         turn, roped = turn_of(hf_config, head_dim), roped_layers(hf_config, layers)
         for moment in (moments.qq, moments.kk):
             moment[roped] = mean_over_positions(moment[roped], turn, spread)
-        moments.k_mean[roped] = mean_row_over_positions(moments.k_mean[roped], turn, spread)
+        moments.k_mean[roped] = moments.k_mean[roped] @ (sum(map(turn, spread)) / len(spread))
     return moments
 
 
@@ -173,7 +165,7 @@ class _Run:
     def with_clips(self, rotations: Rotations) -> Rotations:
         step, count = self._some(self.settings.clip_contexts)
         errors = ClipErrors(rotations, self.settings)
-        self.through("clips", self.positions[::step][:count], step, errors.add, errors)
+        self.through("clips", self.positions[::step][:count], step, errors.add, errors.state)
         return errors.chosen(count)
 
     def with_sensitivity(self, rotations: Rotations) -> Rotations:
@@ -190,7 +182,7 @@ class _Run:
         s = self.settings
         length, first = min(s.sensitivity_context, s.context), s.sink + s.recent
         step, count = self._some(s.sensitivity_contexts)
-        sums = _Total(torch.zeros(layers, len(quantizer.variants), dtype=torch.float64))
+        sums = {"total": torch.zeros(layers, len(quantizer.variants), dtype=torch.float64)}
         done = self._restore("sensitivity", sums)
         gradients = [p for p in self.model.parameters() if p.requires_grad]
         self.model.requires_grad_(False)  # only the activations' gradients are wanted
@@ -199,7 +191,7 @@ class _Run:
                 self.progress("sensitivity", i, count)
                 if i < done:
                     continue
-                sums.total += fisher_sums(
+                sums["total"] += fisher_sums(
                     self.model,
                     self.contexts[i * step, :length],
                     layers,
@@ -214,15 +206,13 @@ class _Run:
             for p in gradients:
                 p.requires_grad_(True)
         self.progress("sensitivity", count, count)
-        return sums.total / (count * (length - first))
+        return sums["total"] / (count * (length - first))
 
     @torch.inference_mode()
-    def through(self, name: str, first: list[int], step: int, hook: AttentionHook, sums: _Sums) -> None:
-        """Run every ``step``-th context through the decoder layers; the vocabulary projection is not needed.
-
-        Args:
-            first: position of the first token of each of these contexts.
-        """
+    def through(
+        self, name: str, first: list[int], step: int, hook: AttentionHook, sums: dict[str, torch.Tensor]
+    ) -> None:
+        """Runs every ``step``-th context, the first token at a position of ``first``, through the decoder layers."""
         body, done, count = self.model.base_model, self._restore(name, sums), len(first)
         with attention_hook(self.model, hook):
             for i, position in enumerate(first):
@@ -237,25 +227,11 @@ class _Run:
         """Step and number of ``wanted`` contexts spread over all."""
         return max(len(self.contexts) // wanted, 1), min(wanted, len(self.contexts))
 
-    def _restore(self, name: str, sums: _Sums) -> int:
+    def _restore(self, name: str, sums: dict[str, torch.Tensor]) -> int:
         done, state = self.checkpoint.load(name) if self.checkpoint else (0, {})
-        if done:
-            sums.restore(state)
+        sums.update(state)
         return done
 
-    def _keep(self, name: str, done: int, total: int, sums: _Sums) -> None:
+    def _keep(self, name: str, done: int, total: int, sums: dict[str, torch.Tensor]) -> None:
         if self.checkpoint:
-            self.checkpoint.save(name, done, sums.state(), last=done == total)
-
-
-@dataclass
-class _Total:
-    """A tensor of sums for a checkpoint."""
-
-    total: torch.Tensor
-
-    def state(self) -> dict[str, torch.Tensor]:
-        return {"total": self.total}
-
-    def restore(self, state: dict[str, torch.Tensor]) -> None:
-        self.total = state["total"]
+            self.checkpoint.save(name, done, sums, last=done == total)

@@ -1,25 +1,26 @@
 """Sensitivity of each layer's keys and values: the model's loss when only they are quantized.
 
-The loss is the KL divergence of the next-token distributions from the unquantized model's. Measured directly it takes a
-forward pass for every (layer, keys or values, width). To second order it is ½ E[(gᵀδ)²] instead (the Fisher
-information): δ is the change of a layer's attention output, and g the gradient there of the log-probability of tokens
-drawn from the model's own distributions. One forward pass gives every δ, one backward pass every g. The products of
-different tokens are taken as independent, which costs a little bias and saves most of the noise;
-``tests/rotations/calibration/test_sensitivity.py`` compares with the divergence itself.
+The loss is the KL divergence of the next-token distributions from the unquantized model's, to second order ½ E[(gᵀδ)²]
+(the Fisher information): δ is the change of a layer's attention output, and g the gradient there of the log-probability
+of tokens drawn from the model's own distributions. One forward pass gives every δ, one backward pass every g. Products
+of different tokens count as independent: a little bias, much less noise.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, Protocol, TypeAlias
+from itertools import groupby
+from operator import itemgetter
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 
-from sglang_kvq.errors import KVQuantError
+from sglang_kvq.attention.base import LayerRotations
+from sglang_kvq.errors import KVQuantError, first_line
 from sglang_kvq.rotations.base import Rotations
 from sglang_kvq.rotations.calibration.hf_attention import attention_hook, positions
 from sglang_kvq.rotations.maths.fake_quant import RotatedContext, causal_attention, round_trip
-from sglang_kvq.rotations.messages import first_line
 
 #: A quantized part: keys or values, and bits per element or in the quantizer's own unit.
 Variant: TypeAlias = tuple[str, int]
@@ -27,67 +28,64 @@ Variant: TypeAlias = tuple[str, int]
 #: Widths measured, in bits.
 WIDTHS = (2, 4)
 #: Arguments of ``LayerQuantizer``.
-VARIANTS: tuple[Variant, ...] = tuple((part, bits) for part in ("k", "v") for bits in WIDTHS)
+VARIANTS: tuple[Variant, ...] = tuple((part, bits) for bits in WIDTHS for part in ("k", "v"))
 
 #: Unit of the numbers of ``sensitivity_table``.
 UNIT = "nats per token: KL divergence to second order (Fisher information); 2-bit codes clipped, 4-bit codes not"
 
 
-class Quantizer(Protocol):
-    """Changes of a layer's attention output when its history keys or values are quantized, in each of its variants."""
-
-    @property
-    def variants(self) -> Sequence[Variant]:
-        """The order of the second dimension of every result."""
-        ...
-
-    def delta(
-        self,
-        layer: int,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        scale: float,
-        variants: Sequence[Variant],
-    ) -> list[torch.Tensor]:
-        """Per variant, the change of the output in the model's own basis, float32 ``[q_heads, T, D]``."""
-        ...
-
-
-class LayerQuantizer:
-    """The ``Quantizer`` of codes with a scale and an offset.
+class Quantizer(ABC):
+    """Changes of a layer's attention output when its history keys or values are quantized.
 
     Attributes:
-        rotations: of all layers; 2-bit codes are clipped at their meta's clip quantiles.
+        variants: order of the second dimension of every result.
         sink, recent: BF16 tokens at both ends.
     """
+
+    variants: ClassVar[tuple[Variant, ...]]
+
+    def __init__(self, sink: int, recent: int) -> None:
+        self.sink, self.recent = sink, recent
+
+    @abstractmethod
+    def matrices(self, bits: int) -> LayerRotations:
+        """Returns the basis in which rows are quantized at a width."""
+
+    @abstractmethod
+    def read(self, rows: torch.Tensor, layer: int, part: str, bits: int) -> torch.Tensor:
+        """Quantizes rows of keys or values, float32 ``[kv_heads, T, D]`` in that basis, and dequantizes them."""
+
+    def delta(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, variants: Sequence[Variant]
+    ) -> list[torch.Tensor]:
+        """Returns per variant the change of the output in the model's own basis, float32 ``[q_heads, T, D]``."""
+        result = []
+        for bits, group in groupby(variants, key=itemgetter(1)):
+            context = RotatedContext.of(self.matrices(bits), layer, q, k, v, scale, sink=self.sink, recent=self.recent)
+            exact = context.exact()
+            for part, _ in group:
+                old = self.read(context.k if part == "k" else context.v, layer, part, bits)
+                out = context.output(k=old) if part == "k" else context.output(v=old)
+                result.append(context.to_model_basis(out - exact))
+        return result
+
+
+class LayerQuantizer(Quantizer):
+    """The ``Quantizer`` of codes with a scale and an offset, of which 2-bit ones are clipped."""
 
     variants = VARIANTS
 
     def __init__(self, rotations: Rotations, sink: int, recent: int) -> None:
-        self.rotations, self.sink, self.recent = rotations, sink, recent
-        clip_k, clip_v = rotations.meta.clips(rotations.k.shape[0])
-        self._clips = {"k": clip_k, "v": clip_v}
+        super().__init__(sink, recent)
+        self._rotations, self._clips = rotations.whole(), dict(zip("kv", rotations.meta.clips(rotations.k.shape[0])))
 
-    def delta(
-        self,
-        layer: int,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        scale: float,
-        variants: Sequence[Variant],
-    ) -> list[torch.Tensor]:
-        context = RotatedContext.of(self.rotations, layer, q, k, v, scale, sink=self.sink, recent=self.recent)
-        exact = context.exact()
-        result = []
-        for part, bits in variants:
-            # Clip ratios are measured for 2 bits; wider codes lose more by clipping than they gain.
-            clip = self._clips[part][layer] if bits == 2 else None
-            old = round_trip(context.k if part == "k" else context.v, bits, 1.0 if clip is None else clip)
-            out = context.output(k=old) if part == "k" else context.output(v=old)
-            result.append(context.to_model_basis(out - exact))
-        return result
+    def matrices(self, bits: int) -> LayerRotations:
+        return self._rotations
+
+    def read(self, rows: torch.Tensor, layer: int, part: str, bits: int) -> torch.Tensor:
+        # Clip ratios are measured for 2 bits; wider codes lose more by clipping than they gain.
+        clip = self._clips[part][layer] if bits == 2 else None
+        return round_trip(rows, bits, 1.0 if clip is None else clip)
 
 
 def fisher_sums(
@@ -104,9 +102,7 @@ def fisher_sums(
     """½ Σ (g_tᵀδ_t)² over the tokens t of one context; only losses of the tokens from ``first`` on count.
 
     Args:
-        model: a transformers causal language model.
-        ids: int64 ``[T]``.
-        position: of the first token.
+        ids: int64 ``[T]``, the first at ``position``.
         draws: backward passes, each with newly drawn tokens.
         seed: of these tokens, drawn on the model's device: on a CPU a vocabulary takes seconds for each context.
 
@@ -148,40 +144,6 @@ def fisher_sums(
         for layer, g in zip(order, grads):
             for j, delta in enumerate(deltas[layer]):
                 sums[layer, j] += float((g.float() * delta).sum((0, 2)).double().square().sum()) / (2 * draws)
-    return sums
-
-
-@torch.no_grad()
-def exact_sums(
-    model: Any, ids: torch.Tensor, chosen: Sequence[int], quantizer: Quantizer, *, first: int
-) -> torch.Tensor:
-    """Computes directly what ``fisher_sums`` approximates: the KL divergence summed over the tokens from ``first`` on.
-
-    Args:
-        chosen: layers to measure.
-
-    Returns:
-        float64 ``[len(chosen), len(quantizer.variants)]``.
-    """
-
-    def log_probs(only: int | None, variant: Variant) -> torch.Tensor:
-        def hook(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor | None:
-            if layer != only:
-                return None
-            (change,) = quantizer.delta(layer, q, k, v, scale, [variant])
-            return causal_attention(q, k, v, scale) + change.to(q.dtype)
-
-        with attention_hook(model, hook):
-            out = model(ids[None].to(model.device), use_cache=False, logits_to_keep=len(ids) - first)
-        logits: torch.Tensor = out.logits[0, first - len(ids) :]
-        return logits.float().log_softmax(-1)
-
-    reference = log_probs(None, quantizer.variants[0])
-    sums = torch.zeros(len(chosen), len(quantizer.variants), dtype=torch.float64)
-    for i, layer in enumerate(chosen):
-        for j, variant in enumerate(quantizer.variants):
-            logp = log_probs(layer, variant)
-            sums[i, j] = float(torch.nn.functional.kl_div(logp, reference, reduction="sum", log_target=True))
     return sums
 
 

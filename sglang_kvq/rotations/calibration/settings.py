@@ -1,18 +1,61 @@
-"""Settings of a calibration, and the parts and positions of a text that follow from them."""
+"""Settings of a calibration: its text, the parts of it that are used, and the positions that they stand at."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from sglang_kvq.constants import HEAD_DIMS, PAGE_SIZE
-from sglang_kvq.errors import KVQuantError
+from sglang_kvq.errors import KVQuantError, unknown
 from sglang_kvq.rotations.maths.compose import OBJECTIVES
 
 #: Positions that contexts are spread over at most, unless ``CalibrationSettings.positions`` says more.
 MOST_POSITIONS = 32768
+
+#: Files that a folder given as text contributes.
+SUFFIXES = (".txt", ".md", ".rst", ".py")
+
+
+def read_corpus(paths: Sequence[Path], share: float = 1.0) -> tuple[str, str]:
+    """The beginnings of files and folders, a ``share`` of each, one after another, and the name to record.
+
+    Raises:
+        KVQuantError: nothing there or in it, not UTF-8, or a share that is none.
+    """
+    if not 0 < share <= 1:
+        raise KVQuantError(f"--text-share {share}: must be above 0 and at most 1.")
+    texts = []
+    for path in paths:
+        text = read_folder(path) if path.is_dir() else read_text(path)
+        if not text.strip():
+            raise KVQuantError(f"--text {path}: no text in it; give a text like what will be served.")
+        texts.append(text[: int(len(text) * share)])
+    name = ", ".join(f"{path.parent.name}/{path.name}" if path.parent.name else path.name for path in paths)
+    return "\n\n".join(texts), name if share == 1 else f"{name}, first {share:.0%} of its characters"
+
+
+def read_folder(folder: Path) -> str:
+    """Every text file below a folder."""
+    files = sorted(path for path in folder.rglob("*") if path.suffix in SUFFIXES and path.is_file())
+    if not files:
+        raise KVQuantError(f"--text {folder}: no {', '.join(SUFFIXES)} file in this folder; give a text file.")
+    return "\n\n".join(read_text(path) for path in files)
+
+
+def read_text(path: Path) -> str:
+    """The file as UTF-8."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise KVQuantError(
+            f"--text {path}: {error.strerror or error}; give a text file that this user may read."
+        ) from error
+    except UnicodeDecodeError as error:
+        raise KVQuantError(f"--text {path}: not UTF-8 text ({error}); convert it, or give another file.") from error
 
 
 @dataclass(frozen=True)
@@ -21,15 +64,12 @@ class CalibrationSettings:
 
     Attributes:
         tokens: tokens of text to use, in contexts of ``context`` tokens that do not overlap.
-        context: tokens per context; more than sink + recent, so that some history is quantized.
-        positions: RoPE turns keys with their position, but attention sees only differences of positions: so the moments
-            are averaged over contexts that begin at positions spread over this many, and so are clips and
-            sensitivities. 0 means as many as the model was made for, up to ``MOST_POSITIONS``.
+        positions: everything is averaged over contexts that begin at positions spread over this many; 0 means as many
+            as the model was made for, up to ``MOST_POSITIONS``.
         seed: 0 spreads the contexts evenly over the corpus; any other number draws them at random.
         granularity: "per-head" (one rotation per layer and KV head) or "per-layer" (shared by a layer's heads).
-        composition: one of ``compose.COMPOSITIONS``.
-        clips: "per-layer", or "global" for one ratio for the keys of all layers and one for the values; with the
-            composition "transform" nothing is clipped.
+        composition: a key of ``compose.OBJECTIVES``.
+        clips: "per-layer", or "global" for one ratio for the keys of all layers and one for the values.
         clip_grid: clip quantiles to try.
         clip_contexts: contexts that the grid is measured on, ``clip_blocks`` pages of queries in each.
         sensitivity_contexts: contexts of at most ``sensitivity_context`` tokens that sensitivities are measured on;
@@ -55,12 +95,13 @@ class CalibrationSettings:
     recent: int = 256
 
     def __post_init__(self) -> None:
-        if self.granularity not in ("per-head", "per-layer"):
-            raise KVQuantError(f"--granularity {self.granularity}: unknown; choose per-head or per-layer.")
-        if self.composition not in OBJECTIVES:
-            raise KVQuantError(f"--composition {self.composition}: unknown; choose one of {', '.join(OBJECTIVES)}.")
-        if self.clips not in ("per-layer", "global"):
-            raise KVQuantError(f"--clips {self.clips}: unknown; choose per-layer or global.")
+        for flag, value, choices in (
+            ("--granularity", self.granularity, ("per-head", "per-layer")),
+            ("--composition", self.composition, tuple(OBJECTIVES)),
+            ("--clips", self.clips, ("per-layer", "global")),
+        ):
+            if value not in choices:
+                raise unknown(flag, value, choices)
         if self.clips != "per-layer" and self.composition == "transform":
             raise KVQuantError(f"--clips {self.clips}: --composition transform clips nothing; leave --clips out.")
         if self.seed < 0:
@@ -75,11 +116,7 @@ class CalibrationSettings:
 
 
 def draw_contexts(ids: torch.Tensor, settings: CalibrationSettings) -> torch.Tensor:
-    """Contexts of the corpus without overlap, int64 ``[n, context]``: evenly spread (seed 0) or drawn at random.
-
-    Raises:
-        KVQuantError: the corpus, ``ids`` int64 ``[tokens]``, is too short.
-    """
+    """Contexts of the corpus without overlap, int64 ``[n, context]``: evenly spread (seed 0) or drawn at random."""
     count = settings.tokens // settings.context
     slack = ids.numel() - count * settings.context
     if slack < 0:
@@ -119,11 +156,7 @@ def positions_of(hf_config: Any) -> int:
 
 
 def check_head_dim(head_dim: int) -> None:
-    """Refuse a head_dim that ``--kv-quant`` cannot serve.
-
-    Raises:
-        KVQuantError: it names the supported ones.
-    """
+    """Refuse a head_dim that ``--kv-quant`` cannot serve."""
     if head_dim not in HEAD_DIMS:
         raise KVQuantError(
             f"head_dim {head_dim} is not supported by --kv-quant; supported: {', '.join(map(str, HEAD_DIMS))}."

@@ -3,36 +3,28 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
-from sglang_kvq.errors import KVQuantError
+from sglang_kvq.errors import KVQuantError, first_line
 from sglang_kvq.rotations.base import Rotations
 from sglang_kvq.rotations.calibration.checkpoint import Checkpoint, fingerprint
 from sglang_kvq.rotations.calibration.hf_model import embedding_rows, load_config, load_model, tokenize
-from sglang_kvq.rotations.calibration.run import Progress, calibrate
-from sglang_kvq.rotations.calibration.settings import CalibrationSettings
-from sglang_kvq.rotations.calibration.text import read_corpus
-from sglang_kvq.rotations.messages import first_line
+from sglang_kvq.rotations.calibration.run import Progress, calibrate, silent
+from sglang_kvq.rotations.calibration.settings import CalibrationSettings, read_corpus
 from sglang_kvq.rotations.storage.files import check_output, save_rotations
 
 
-class LastPass(Protocol):
-    """A task that needs the model after its rotations are written."""
+class Calibrated(NamedTuple):
+    """A folder's rotations, with the model (None if an engine ran it) and the corpus that they were measured on."""
 
-    def check(self, ids: torch.Tensor) -> None:
-        """See before anything runs that the corpus, int64 ``[tokens]``, will do.
-
-        Raises:
-            KVQuantError: it will not.
-        """
-
-    def run(self, model: Any, ids: torch.Tensor, rotations: Rotations, folder: Path) -> object:
-        """Do it, with the rotations that ``folder`` holds."""
+    rotations: Rotations
+    model: Any
+    ids: torch.Tensor
 
 
 def calibrate_to_folder(
@@ -50,45 +42,47 @@ def calibrate_to_folder(
     overwrite: bool = False,
     restart: bool = False,
     engine: dict[str, Any] | None = None,
-    progress: Progress | None = None,
-    last: LastPass | None = None,
-) -> Rotations:
-    """Calibrate and write ``output``; returns what it wrote.
+    progress: Progress = silent,
+    check: Callable[[torch.Tensor], object] | None = None,
+) -> Calibrated:
+    """Calibrates and writes ``output``.
 
     Interrupted, it leaves its sums in ``partial_folder(output)`` and continues from them the next time.
 
     Args:
-        texts: files, or folders of text files, see ``text.read_corpus``.
-        text_share: how much of the text, from its beginning, may be used; recorded with the corpus.
+        texts, text_share: see ``settings.read_corpus``.
         base_model: name to record; None records ``model_path``, or a local folder's own name.
-        device, dtype, trust_remote_code: as for ``load_model``.
         restart: discard what an interrupted run left.
-        engine: keywords of ``sglang.Engine``, to run the model there (no sensitivities, no checkpoint); None runs it
-            with transformers.
-        last: follows when ``output`` is written, so that nothing is lost if it is interrupted; not with an engine.
+        engine: keywords of ``sglang.Engine``, to run the model there: no sensitivities, no checkpoint.
+        check: is called with the corpus, int64 ``[tokens]``, before anything runs; it raises if they will not do.
 
     Raises:
-        KVQuantError: model or text not loadable, output exists, or as ``calibrate`` or ``last``.
+        KVQuantError: model or text not loadable, output exists, or as ``calibrate`` or ``check``.
     """
     check_output(output, overwrite=overwrite)  # before the hour of work, not after
-    report = progress or (lambda name, done, total: None)
-    report("reading the text", 0, 1)
+    progress("reading the text", 0, 1)
     corpus, name = read_corpus(texts, text_share)
     kept = partial_folder(output)
     if restart:
         shutil.rmtree(kept, ignore_errors=True)
-    report("loading the model", 0, 1)
+    progress("loading the model", 0, 1)
     if engine is None:
         model, tokenizer = load_model(
             model_path, revision=revision, device=device, dtype=dtype, trust_remote_code=trust_remote_code
         )
-        report("tokenizing", 0, 1)
-        config, ids = model.config, tokenize(tokenizer, corpus, embedding_rows(model))
-        if last:
-            last.check(ids)
+        config, rows = model.config, embedding_rows(model)
+    else:
+        model = None
+        config, tokenizer = load_config(model_path, revision=revision, trust_remote_code=trust_remote_code)
+        rows = embedding_rows(config)
+    progress("tokenizing", 0, 1)
+    ids = tokenize(tokenizer, corpus, rows)
+    if check:
+        check(ids)
+    if engine is None:
         try:
             rotations = calibrate(
-                model, ids, settings, report, checkpoint=lambda *run: Checkpoint(kept, fingerprint(*run))
+                model, ids, settings, progress, checkpoint=lambda *run: Checkpoint(kept, fingerprint(*run))
             )
         except torch.OutOfMemoryError as error:
             raise KVQuantError(
@@ -99,16 +93,8 @@ def calibrate_to_folder(
     else:
         from sglang_kvq.sglang.calibrate_engine import calibrate_on_engine
 
-        config, tokenizer = load_config(model_path, revision=revision, trust_remote_code=trust_remote_code)
         given = {"trust_remote_code": trust_remote_code, **engine, **({"revision": revision} if revision else {})}
-        rotations = calibrate_on_engine(
-            model_path,
-            config,
-            tokenize(tokenizer, corpus, embedding_rows(config)),
-            settings,
-            report,
-            **given,
-        )
+        rotations = calibrate_on_engine(model_path, config, ids, settings, progress, **given)
     meta = replace(
         rotations.meta,
         base_model=base_model or (Path(model_path).name if Path(model_path).exists() else model_path),
@@ -116,15 +102,13 @@ def calibrate_to_folder(
         corpus=name,
     )
     rotations = replace(rotations, meta=meta)
-    report("writing", 0, 1)
+    progress("writing", 0, 1)
     try:
         save_rotations(rotations, output, kv_heads=meta.model["num_key_value_heads"], overwrite=overwrite)
     except KVQuantError as error:
         raise KVQuantError(f"{error}{_continues(kept)}") from error
     shutil.rmtree(kept, ignore_errors=True)
-    if last and engine is None:
-        last.run(model, ids, rotations, output)
-    return rotations
+    return Calibrated(rotations, model, ids)
 
 
 def _continues(kept: Path) -> str:

@@ -1,25 +1,91 @@
 """Transform coding's part of a calibration: the whitened bases of a model, and how much each layer's error matters.
 
-``maths.transform`` has the theory. Nothing is clipped. The sensitivity pass quantizes one layer's keys or values with
-the codes that will be served, at a few patterns of widths; what that costs, by the squared error that the bases foresee
-of it, is the layer's importance. Its bits are then chosen at start, for any budget.
+Errors in values are weighted by the square of each layer's output projection. The sensitivity pass quantizes one
+layer's keys or values with the codes that will be served, at a few patterns of widths; what that costs, by the squared
+error that the bases foresee of it, is the layer's importance. Its bits are chosen at start, for any budget.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
+from sglang_kvq.attention.base import LayerRotations
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.formats.planes import PLANES, PlaneCode, Widths
 from sglang_kvq.rotations.base import RotationMeta, Rotations
-from sglang_kvq.rotations.calibration.sensitivity import Variant, sensitivity_table
-from sglang_kvq.rotations.calibration.threads import one_thread
-from sglang_kvq.rotations.maths.fake_quant import RotatedContext
+from sglang_kvq.rotations.calibration.hf_attention import attention_hook, positions
+from sglang_kvq.rotations.calibration.hf_model import one_thread
+from sglang_kvq.rotations.calibration.sensitivity import Quantizer, sensitivity_table
+from sglang_kvq.rotations.identity import geometry_of, identity
 from sglang_kvq.rotations.maths.moments import Moments
-from sglang_kvq.rotations.maths.transform import DISTORTION, Basis, coding_basis, fold_steps, plane_energies
+from sglang_kvq.rotations.maths.transform import Basis, coded_error, coding_basis, fold_steps
+from sglang_kvq.rotations.resolve import coding_parts
+
+#: Names of the projection from heads to the residual stream, in transformers' models.
+PROJECTIONS = ("o_proj", "out_proj", "dense", "wo")
+
+#: Tokens that are run to see which modules attend.
+SEEN = 8
+
+_FIX = "use another --composition than transform, or calibrate the unquantized model"
+
+
+@torch.no_grad()
+def output_weights(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    """Weights W of values' errors e: read with all attention, they move the residual stream by a square of e W eᵀ.
+
+    W is float64 ``[layers, kv_heads, D, D]`` on the CPU: for W_h the columns of a layer's output projection that belong
+    to query head h, the sum of W_hᵀ W_h over the query heads that read a KV head.
+    """
+    heads = identity(model.config)["num_attention_heads"]
+    layers, kv_heads, head_dim = geometry_of(model.config)
+    ids = ids[:SEEN].to(model.device)
+    with attention_hook(model, lambda *_: None) as modules:
+        model.base_model(ids[None], position_ids=positions(ids, 0), use_cache=False)
+    missing = [layer for layer in range(layers) if layer not in modules]
+    if missing:
+        raise KVQuantError(
+            f"layers {missing} of those that should be of full attention have no standard one; --kv-quant needs it "
+            "there."
+        )
+    found = []
+    for layer in range(layers):
+        weight = _projection(model, modules[layer], layer, heads * head_dim).double()
+        of_heads = weight.unflatten(1, (kv_heads, -1, head_dim)).movedim(0, 2)  # [kv_heads, group, hidden, D]
+        found.append((of_heads.mT @ of_heads).sum(1).cpu())
+    return torch.stack(found)
+
+
+def _projection(model: Any, attention: torch.nn.Module, layer: int, width: int) -> torch.Tensor:
+    """The weight ``[hidden, width]`` of an attention's output projection."""
+    where = next((name for name, module in model.named_modules() if module is attention), type(attention).__name__)
+    name = next((name for name in PROJECTIONS if isinstance(getattr(attention, name, None), torch.nn.Module)), None)
+    if name is None:
+        raise KVQuantError(
+            f"layer {layer}: {where} ({type(attention).__name__}) has no output projection under any of the names "
+            f"{', '.join(PROJECTIONS)}; {_FIX}."
+        )
+    projection: torch.nn.Module = getattr(attention, name)
+    weight = getattr(projection, "weight", None)
+    if not isinstance(projection, torch.nn.Linear) or not isinstance(weight, torch.Tensor):
+        raise KVQuantError(
+            f"layer {layer}: {where}.{name} is a {type(projection).__name__}, not a plain linear layer; {_FIX}."
+        )
+    if weight.is_meta:
+        raise KVQuantError(
+            f"layer {layer}: the weight of {where}.{name} is not in memory, because the model was offloaded; pass "
+            "--device cpu, or --device auto with GPUs that hold the whole model."
+        )
+    if weight.dim() != 2 or weight.shape[1] != width or not weight.is_floating_point() or weight.itemsize < 2:
+        raise KVQuantError(
+            f"layer {layer}: the weight of {where}.{name} is {weight.dtype} {list(weight.shape)}, expected "
+            f"[hidden_size, {width}] (query heads times head_dim) in bfloat16, float16 or float32; {_FIX}."
+        )
+    return weight
+
 
 #: Patterns measured, by their bits of four channels, one of each plane.
 MEASURED: dict[int, Widths] = {4: (2, 1, 1, 0), 8: (4, 2, 1, 1), 12: (4, 4, 3, 1)}
@@ -38,12 +104,7 @@ LEAST_IMPORTANCE = 1e-9
 
 
 def transform_rotations(moments: Moments, weights: torch.Tensor, meta: RotationMeta) -> Rotations:
-    """Whitened bases, with importances for the case that no sensitivities are measured.
-
-    Args:
-        moments: averaged over positions; 1 for kv_heads gives one basis to all heads of a layer.
-        weights: float64 ``[layers, kv_heads, D, D]``, of ``output_weights``.
-    """
+    """Whitened bases, with importances for the case that no sensitivities are measured; weights: ``output_weights``."""
     if moments.vv.shape[1] == 1:
         weights = weights.mean(1, keepdim=True)
     mean = moments.k_mean
@@ -72,43 +133,23 @@ def _whitened(basis: Basis) -> tuple[torch.Tensor, torch.Tensor]:
     return (basis.encode / sigma[..., None, :]).float(), (basis.decode * sigma[..., :, None]).mT.float()
 
 
-class PlaneQuantizer:
-    """The ``sensitivity.Quantizer`` of transform coding, with the codes that are served.
+class PlaneQuantizer(Quantizer):
+    """The ``Quantizer`` of transform coding, with the codes that are served, at each of ``MEASURED``."""
 
-    Attributes:
-        variants: keys and values at each of ``MEASURED``.
-        sink, recent: BF16 tokens at both ends.
-    """
-
-    variants: tuple[Variant, ...] = tuple((part, bits) for part in ("k", "v") for bits in MEASURED)
+    variants = tuple((part, bits) for bits in MEASURED for part in ("k", "v"))
 
     def __init__(self, rotations: Rotations, sink: int, recent: int) -> None:
-        self.sink, self.recent = sink, recent
-        layers, heads = rotations.k.shape[:2]
-        whole = rotations.for_worker(range(layers), heads, 0, heads)
-        every = {bits: torch.tensor(widths).expand(layers, PLANES) for bits, widths in MEASURED.items()}
+        super().__init__(sink, recent)
+        whole = rotations.whole()
+        every = {bits: torch.tensor(widths).expand(len(rotations.k), PLANES) for bits, widths in MEASURED.items()}
         self._rotations = {bits: fold_steps(whole, widths, widths) for bits, widths in every.items()}
 
-    def delta(
-        self,
-        layer: int,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        scale: float,
-        variants: Sequence[Variant],
-    ) -> list[torch.Tensor]:
-        found: dict[Variant, torch.Tensor] = {}
-        for bits in dict.fromkeys(bits for _, bits in variants):
-            context = RotatedContext.of(
-                self._rotations[bits], layer, q, k, v, scale, sink=self.sink, recent=self.recent
-            )
-            exact, code = context.exact(), PlaneCode(MEASURED[bits])
-            for part in dict.fromkeys(part for part, n in variants if n == bits):
-                old = code.dequantize(*code.quantize(context.k if part == "k" else context.v)).bfloat16().float()
-                out = context.output(k=old) if part == "k" else context.output(v=old)
-                found[part, bits] = context.to_model_basis(out - exact)
-        return [found[variant] for variant in variants]
+    def matrices(self, bits: int) -> LayerRotations:
+        return self._rotations[bits]
+
+    def read(self, rows: torch.Tensor, layer: int, part: str, bits: int) -> torch.Tensor:
+        code = PlaneCode(MEASURED[bits])
+        return code.dequantize(*code.quantize(rows)).bfloat16().float()
 
 
 def with_importance(rotations: Rotations, nats: torch.Tensor) -> Rotations:
@@ -124,26 +165,14 @@ def with_importance(rotations: Rotations, nats: torch.Tensor) -> Rotations:
             "--no-sensitivity to do without."
         )
     importance = {}
-    for part, energies in (("k", rotations.k_energies), ("v", rotations.v_energies)):
-        foreseen = torch.stack([foreseen_error(energies, widths) for widths in MEASURED.values()], dim=1)
+    for part, (energies, _) in zip("kv", coding_parts(rotations)):
+        foreseen = torch.stack([coded_error(energies, torch.tensor(widths)) for widths in MEASURED.values()], dim=1)
         columns = [PlaneQuantizer.variants.index((part, bits)) for bits in MEASURED]
         importance[part] = _rounded(importance_of(nats[:, columns], foreseen), digits=6)
     table = sensitivity_table(nats, PlaneQuantizer.variants)
     return replace(
         rotations, meta=replace(rotations.meta, sensitivity=table, sensitivity_unit=UNIT, importance=importance)
     )
-
-
-def foreseen_error(energies: torch.Tensor | None, widths: Widths) -> torch.Tensor:
-    """The squared error of a row in the units of energies ``[layers, heads, D]``, all heads together: float64
-    ``[layers]``.
-    """
-    if energies is None:
-        raise ValueError("transform coding has energies")
-    foreseen: torch.Tensor = (
-        plane_energies(energies).sum(1) @ torch.tensor(DISTORTION, dtype=torch.float64)[torch.tensor(widths)]
-    )
-    return foreseen
 
 
 def importance_of(nats: torch.Tensor, foreseen: torch.Tensor) -> torch.Tensor:

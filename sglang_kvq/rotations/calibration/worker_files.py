@@ -13,21 +13,18 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from sglang_kvq.errors import KVQuantError
+from sglang_kvq.rotations.calibration.checkpoint import read_tensors, write_tensors
 from sglang_kvq.rotations.maths.moments import MomentSums
 
 
 @dataclass(frozen=True)
 class Worker:
-    """Heads and layers of the model that a worker holds.
+    """Heads and layers of the model that a worker holds: its rank among ``size`` that share the heads.
 
-    Attributes:
-        rank, size: of the group that shards heads.
-        kv_heads_total: KV heads of the model.
-        layers, first_layer: how many of the model's cached layers (``identity.cached_layers``) from which one on.
+    Layers are those of ``identity.cached_layers``: ``layers`` of them from ``first_layer`` on.
     """
 
     rank: int
@@ -40,18 +37,17 @@ class Worker:
 def write_sums(folder: Path, sums: MomentSums, contexts: int, worker: Worker) -> None:
     """One worker's sums over so many contexts."""
     metadata = {"contexts": str(contexts), "place": json.dumps(asdict(worker))}
-    _write(folder / f"rank{worker.rank}.stage{worker.first_layer}.safetensors", sums.state(), metadata)
+    write_tensors(folder / f"rank{worker.rank}.stage{worker.first_layer}.safetensors", sums.state, metadata)
 
 
 def write_sample(folder: Path, rank: int, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
     """One context's activations of one layer, ``[heads, T, D]``."""
     tensors = {name: x.to(torch.bfloat16) for name, x in (("q", q), ("k", k), ("v", v))}
-    _write(folder / f"rank{rank}.layer{layer}.sample.safetensors", tensors, None)
+    write_tensors(folder / f"rank{rank}.layer{layer}.sample.safetensors", tensors, {})
 
 
 def read_sums(folder: Path, contexts: int, skip: int) -> MomentSums:
-    """The whole model's sums: heads of all ranks side by side; a head that several ranks hold is their mean, for each
-    has seen other queries.
+    """The whole model's sums: heads of all ranks side by side; a head that several ranks hold is their mean.
 
     Raises:
         KVQuantError: a worker wrote nothing, or counted another number of contexts than ``contexts``.
@@ -60,9 +56,8 @@ def read_sums(folder: Path, contexts: int, skip: int) -> MomentSums:
     stages: dict[int, dict[int, dict[str, torch.Tensor]]] = {}
     workers: dict[int, Worker] = {}
     for path in folder.glob("rank*.stage*.safetensors"):
-        with safe_open(path, "pt") as file:
-            worker, done = Worker(**json.loads(file.metadata()["place"])), int(file.metadata()["contexts"])
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+        tensors, metadata = read_tensors(path)
+        worker, done = Worker(**json.loads(metadata["place"])), int(metadata["contexts"])
         if done != contexts:
             raise KVQuantError(
                 f"{path.name}: this worker has seen {done} of {contexts} contexts whole; a context must fit one "
@@ -81,9 +76,7 @@ def read_sums(folder: Path, contexts: int, skip: int) -> MomentSums:
             parts = torch.cat([ranks[r][name] for r in range(size)])
             # More ranks than heads: consecutive ranks hold the same one.
             state[name] = parts.unflatten(0, (kv_heads, -1)).mean(1)
-    sums = MomentSums(skip)
-    sums.restore(state)
-    return sums
+    return MomentSums(skip, state)
 
 
 def read_samples(
@@ -98,10 +91,3 @@ def read_samples(
         q, k, v = (torch.cat([part[name] for part in parts]) for name in "qkv")
         copies = k.shape[0] // kv_heads
         yield layer, q, k[::copies], v[::copies]
-
-
-def _write(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str] | None) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(".tmp")
-    save_file({name: x.cpu().contiguous() for name, x in tensors.items()}, temporary, metadata=metadata)
-    temporary.rename(path)

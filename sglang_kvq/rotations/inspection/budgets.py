@@ -1,18 +1,12 @@
 """Recommends a bit budget for a model's transform coding, measured on text that calibration has not seen.
 
-``kvq calibrate`` runs a few contexts of its corpus that it did not draw. It runs each exactly, with history through the
-records of each of ``BUDGETS``, and with ``int4``, a nearly lossless reference. It writes the result to the folder's
-``config.json`` as ``divergence``, for ``kvq inspect`` and for servers. For a folder that has none, run
+A model runs a few contexts exactly, with history through the records of each of ``BUDGETS``, and with ``REFERENCE``,
+which is nearly lossless. ``kvq calibrate`` writes the result to the folder's ``config.json`` as ``divergence``.
 
-    python -m sglang_kvq.rotations.inspection.budgets MODEL FOLDER --text CORPUS [--contexts 2] [--length 1024]
-
-with the corpus of its calibration. ``inspection.foreseen`` predicts the errors of the same budgets from theory.
-
-The recommendation is the least budget whose divergence plus one standard error is within a limit. Every larger budget
-must be within the limit too. The limit is ``TOLERANCE`` times int4's divergence or ``SMALL``, whichever is larger.
-int4's loss has been acceptable. Below 0.02 nats, text that the model writes itself becomes at most 2% more perplexing
-to it. The standard error, and the condition on larger budgets, guard against lucky measurements. The rule looks for no
-bend in the curve: at high rates, half a bit less doubles the error everywhere, so there is none.
+The recommendation is the least budget whose divergence plus one standard error is within a limit, as that of every
+larger one is: both guard against lucky measurements. The limit is ``TOLERANCE`` times the reference's divergence or
+``SMALL``, whichever is larger. There is no bend in the curve to look for: at high rates, half a bit less doubles the
+error everywhere.
 """
 
 from __future__ import annotations
@@ -21,22 +15,21 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from math import isfinite
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from pydantic import Field, FiniteFloat, TypeAdapter, ValidationError
 
 from sglang_kvq.config import KVQuantConfig
 from sglang_kvq.constants import PAGE_SIZE
 from sglang_kvq.errors import KVQuantError
-from sglang_kvq.rotations.base import Rotations, check_rotations
-from sglang_kvq.rotations.calibration.run import Progress
+from sglang_kvq.rotations.base import Rotations
+from sglang_kvq.rotations.calibration.run import Progress, silent
 from sglang_kvq.rotations.calibration.settings import CalibrationSettings, draw_contexts
-from sglang_kvq.rotations.identity import geometry_of
 from sglang_kvq.rotations.inspection.candidates import Candidate, candidate_of
 from sglang_kvq.rotations.inspection.divergence import FakeQuantAttention, TokenDivergence, divergences
-from sglang_kvq.rotations.storage.config_file import CONFIG_FILE
+from sglang_kvq.rotations.storage.schema import CONFIG_FILE, dumps, first_problem
 
 #: Values of ``--kv-quant-bits`` that are measured.
 BUDGETS = (1.25, 1.6, 2.0, 2.25, 2.5, 3.0, 3.5)
@@ -45,24 +38,15 @@ REFERENCE = "int4"
 #: A divergence is acceptable up to this factor of the reference's, or up to this many nats per token.
 TOLERANCE, SMALL = 1.5, 0.02
 
-#: ``python -m MODULE`` measures the budgets of a folder that has none.
-MODULE = "sglang_kvq.rotations.inspection.budgets"
-
 #: Field of ``config.json`` that holds a ``BudgetDivergence``.
 FIELD = "divergence"
 
 
 @dataclass(frozen=True)
 class HeldOut:
-    """The amount of text to measure on.
+    """The text to measure on: contexts of ``length`` tokens, between BF16 tokens ``sink`` and ``recent``.
 
-    Attributes:
-        contexts: number of contexts from the corpus; they overlap neither each other nor calibration's.
-        length: tokens per context, a multiple of ``PAGE_SIZE``. Only the second half counts; the first is mostly BF16.
-        sink, recent: BF16 tokens at both ends.
-
-    Raises:
-        KVQuantError: there are too few contexts or tokens to measure anything.
+    Only a context's second half counts, because the first is mostly BF16.
     """
 
     contexts: int = 2
@@ -91,7 +75,6 @@ class Measured:
     """One method at one width.
 
     Attributes:
-        method: "transform" or ``REFERENCE``.
         budget: value of --kv-quant-bits; None for the method's only width.
         bits: allocated bits per element of a page without BF16 copy, everything counted.
         capacity: tokens per BF16 token at equal memory, minus BF16 pages at the default --kv-quant-bf16-budget.
@@ -101,25 +84,19 @@ class Measured:
 
     method: str
     budget: float | None
-    bits: float
-    capacity: float
-    kl: float
-    kl_error: float
-    top1: float
-    top1_error: float
+    bits: FiniteFloat
+    capacity: FiniteFloat
+    kl: FiniteFloat
+    kl_error: FiniteFloat
+    top1: FiniteFloat
+    top1_error: FiniteFloat
 
 
 @dataclass(frozen=True)
 class BudgetDivergence:
-    """The measured divergences of a model.
+    """The measured divergences of a model, and of how many ``tokens`` in all; budgets ascend."""
 
-    Attributes:
-        budgets: transform coding at each budget, ascending.
-        reference: ``REFERENCE``.
-        contexts, length, tokens: number of held-out contexts, tokens of each, and tokens that counted in total.
-    """
-
-    budgets: tuple[Measured, ...]
+    budgets: Annotated[tuple[Measured, ...], Field(min_length=1)]
     reference: Measured
     contexts: int
     length: int
@@ -145,43 +122,28 @@ class BudgetDivergence:
         return {"recommended_bits": self.recommended, "limit": self.limit, **asdict(self)}
 
 
-class BudgetPass:
-    """Last step of ``kvq calibrate``, after it wrote its folder: measures budgets and adds them to the folder.
+def measure_held_out(
+    model: Any,
+    ids: torch.Tensor,
+    rotations: Rotations,
+    folder: Path,
+    settings: CalibrationSettings,
+    held_out: HeldOut,
+    progress: Progress = silent,
+) -> BudgetDivergence:
+    """Measures budgets on the part of a corpus, int64 ``[tokens]``, that calibration did not draw.
 
-    Attributes:
-        found: the measurements; None before ``run``.
-        started: True once the folder was written.
+    It adds them to ``folder``, which holds the rotations.
     """
-
-    def __init__(self, held_out: HeldOut, settings: CalibrationSettings, progress: Progress | None = None) -> None:
-        self._held_out, self._settings, self._progress = held_out, settings, progress
-        self.found: BudgetDivergence | None = None
-        self.started = False
-
-    def check(self, ids: torch.Tensor) -> None:
-        """Checks, before anything runs, that the corpus has room for held-out contexts.
-
-        Raises:
-            KVQuantError: the corpus is too short, see ``held_out_starts``.
-        """
-        held_out_starts(len(ids), self._settings, self._held_out)
-
-    def run(self, model: Any, ids: torch.Tensor, rotations: Rotations, folder: Path) -> BudgetDivergence:
-        """Measures budgets and stores them in ``folder``, which holds the rotations."""
-        self.started = True
-        starts = held_out_starts(len(ids), self._settings, self._held_out)
-        contexts = [ids[start : start + self._held_out.length] for start in starts]
-        self.found = measure_budgets(model, contexts, rotations, self._held_out, progress=self._progress)
-        store(self.found, folder)
-        return self.found
+    starts = held_out_starts(len(ids), settings, held_out)
+    contexts = [ids[start : start + held_out.length] for start in starts]
+    found = measure_budgets(model, contexts, rotations, held_out, progress=progress)
+    store(found, folder)
+    return found
 
 
 def held_out_starts(tokens: int, settings: CalibrationSettings, held_out: HeldOut) -> list[int]:
-    """Returns the first tokens of contexts that calibration does not draw, spread over the corpus.
-
-    Raises:
-        KVQuantError: there is no room for enough contexts.
-    """
+    """Returns the first tokens of contexts that calibration does not draw, spread over the corpus."""
     drawn = draw_contexts(torch.arange(tokens), settings)
     begins = [0, *(drawn[:, -1] + 1).tolist()]
     room = []
@@ -205,20 +167,14 @@ def measure_budgets(
     held_out: HeldOut,
     *,
     budgets: Sequence[float] = BUDGETS,
-    progress: Progress | None = None,
+    progress: Progress = silent,
 ) -> BudgetDivergence:
     """Runs the model over every context exactly, with ``REFERENCE``, and with transform coding at each budget.
-
-    Args:
-        model: see ``divergences``.
-        contexts: int64 ``[held_out.length]`` each.
-        rotations: for transform coding.
 
     Raises:
         KVQuantError: a divergence is not finite.
     """
-    report = progress or (lambda name, done, total: None)
-    report("choosing widths", 0, 1)
+    progress("choosing widths", 0, 1)
     named = {budget: f"transform:{budget:g}" for budget in sorted(budgets)}
     candidates = {name: candidate_of(name, rotations, model.config) for name in (REFERENCE, *named.values())}
     attention = {
@@ -226,7 +182,7 @@ def measure_budgets(
         for name, c in candidates.items()
     }
     found = divergences(
-        model, contexts, attention, first=held_out.first, progress=lambda *done: report("divergence", *done)
+        model, contexts, attention, first=held_out.first, progress=lambda *done: progress("divergence", *done)
     )
     for name, divergence in found.items():
         if not torch.isfinite(divergence.kl).all():
@@ -258,16 +214,12 @@ def _mean(values: torch.Tensor) -> tuple[float, float]:
 
 
 def store(found: BudgetDivergence, folder: Path) -> None:
-    """Adds measurements to the folder's ``config.json``, replacing earlier ones.
-
-    Raises:
-        KVQuantError: the file cannot be written.
-    """
+    """Adds measurements to the folder's ``config.json``, replacing earlier ones."""
     path = folder / CONFIG_FILE
     temporary = path.with_suffix(".tmp")
     try:
         config = json.loads(path.read_text())
-        temporary.write_text(_text({**config, FIELD: found.to_json()}) + "\n")
+        temporary.write_text(dumps({**config, FIELD: found.to_json()}) + "\n")
         temporary.replace(path)
     except OSError as error:
         temporary.unlink(missing_ok=True)
@@ -275,11 +227,7 @@ def store(found: BudgetDivergence, folder: Path) -> None:
 
 
 def stored(rotations: Rotations) -> BudgetDivergence | None:
-    """Reads the budgets stored in the folder that rotations were loaded from; None if there are none.
-
-    Raises:
-        KVQuantError: the field is malformed.
-    """
+    """Reads the budgets stored in the folder that rotations were loaded from; None if there are none."""
     path = Path(rotations.meta.source or "") / CONFIG_FILE
     if not rotations.is_transform or rotations.meta.source is None or not path.is_file():
         return None
@@ -287,73 +235,9 @@ def stored(rotations: Rotations) -> BudgetDivergence | None:
     if found is None:
         return None
     try:
-        rows = [Measured(**row) for row in (*found["budgets"], found["reference"])]
-        numbers = [x for row in rows for x in (row.bits, row.capacity, row.kl, row.kl_error, row.top1, row.top1_error)]
-        counts = [found[name] for name in ("contexts", "length", "tokens")]
-        if not all(isfinite(x) for x in (*numbers, *counts)):
-            raise ValueError("a number is not finite")
-        return BudgetDivergence(tuple(rows[:-1]), rows[-1], *counts)
-    except (ArithmeticError, KeyError, TypeError, ValueError) as error:
+        return TypeAdapter(BudgetDivergence).validate_python(found)
+    except ValidationError as error:
         raise KVQuantError(
-            f"{path}: {FIELD} is not what `kvq calibrate` writes ({error!r}); delete that field, or recreate the "
-            "folder."
+            f"{path}: {FIELD} is not what `kvq calibrate` writes ({first_problem(error)}); delete that field, or "
+            "recreate the folder."
         ) from error
-
-
-def _text(value: Any, indent: int = 0) -> str:
-    """Formats JSON with a line per field and per row of a table; lists of numbers stay on one line."""
-    if isinstance(value, dict) and (indent < 4 or any(isinstance(x, (dict, list, tuple)) for x in value.values())):
-        items = [f"{json.dumps(name)}: {_text(x, indent + 2)}" for name, x in value.items()]
-        opening, closing = "{}"
-    elif isinstance(value, (list, tuple)) and any(isinstance(x, dict) for x in value):
-        items = [_text(x, indent + 2) for x in value]
-        opening, closing = "[]"
-    else:
-        return json.dumps(value)
-    lines = [f"\n{' ' * (indent + 2)}{item}" for item in items]
-    return f"{opening}{','.join(lines)}\n{' ' * indent}{closing}" if items else opening + closing
-
-
-def main() -> None:
-    """Measures the budgets of an existing folder, prints them, and adds them to the folder."""
-    import argparse
-
-    from rich.console import Console
-
-    from sglang_kvq.rotations.calibration.hf_model import embedding_rows, load_model, tokenize
-    from sglang_kvq.rotations.calibration.text import read_corpus
-    from sglang_kvq.rotations.inspection.budget_tables import divergence_table, recommendation
-    from sglang_kvq.rotations.storage.files import read_local
-
-    parser = argparse.ArgumentParser(description=main.__doc__)
-    parser.add_argument("model")
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--text", type=Path, action="append", required=True, help="the corpus of its calibration")
-    parser.add_argument("--text-share", type=float, default=1.0, help="the --text-share of its calibration")
-    parser.add_argument("--context", type=int, default=CalibrationSettings.context, help="the --context of calibration")
-    parser.add_argument("--contexts", type=int, default=HeldOut.contexts)
-    parser.add_argument("--length", type=int, default=HeldOut.length, help="tokens per context")
-    parser.add_argument("--device", default="")
-    parser.add_argument("--dtype", default="")
-    args = parser.parse_args()
-
-    rotations, _ = read_local(args.folder)
-    meta = rotations.meta
-    if not rotations.is_transform or meta.tokens is None:
-        parser.error(f"{args.folder}: not what `kvq calibrate --composition transform` wrote")
-    settings = CalibrationSettings(
-        tokens=meta.tokens, context=args.context, seed=meta.seed or 0, composition="transform"
-    )
-    measuring = BudgetPass(HeldOut(args.contexts, args.length), settings)
-    corpus, _ = read_corpus(args.text, args.text_share)
-    model, tokenizer = load_model(args.model, device=args.device, dtype=args.dtype)
-    check_rotations(rotations, **geometry_of(model.config)._asdict())
-    ids = tokenize(tokenizer, corpus, embedding_rows(model))
-    measuring.check(ids)
-    found = measuring.run(model, ids, rotations, args.folder)
-    Console(emoji=False).print(divergence_table(found))
-    print(recommendation(found))
-
-
-if __name__ == "__main__":
-    main()

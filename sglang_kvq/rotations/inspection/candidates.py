@@ -17,12 +17,7 @@ from sglang_kvq.rotations.resolve import check_kind, resolve_formats, resolve_ro
 
 @dataclass(frozen=True)
 class Candidate:
-    """A method on one model.
-
-    Attributes:
-        rotations: float32 ``[layers, kv_heads, D, D]`` each, or None.
-        formats: one per layer.
-    """
+    """A method on one model, with rotations and formats of all layers."""
 
     name: str
     rotations: LayerRotations
@@ -32,11 +27,7 @@ class Candidate:
 def candidates_of(methods: Sequence[str], learned: Rotations, hf_config: Any) -> list[Candidate]:
     """Returns candidates by name; those that use the learned rotations come last.
 
-    Args:
-        methods: each ``NAME`` or ``NAME:BITS``, with BITS as for ``--kv-quant-bits``. If empty: all methods that the
-            rotations suit, at their default width.
-        learned: the rotations to use for methods with learned rotations.
-        hf_config: the model's transformers config.
+    Methods are ``NAME`` or ``NAME:BITS`` each; none means all that the rotations suit, at their default width.
 
     Raises:
         KVQuantError: a method or width is unknown, or the rotations are for another model or other methods.

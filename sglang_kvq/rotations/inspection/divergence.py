@@ -1,7 +1,5 @@
 """Quality cost of a method: per-token KL divergence of a model with a fake-quantized history.
 
-    python -m sglang_kvq.rotations.inspection.divergence MODEL TEXT [--rotations FOLDER ...] [--skip 0.8] [--contexts 4]
-
 The model runs whole contexts through transformers. For every query, keys and values between the sink and the recent
 window go through the real records in the rotated basis. The rest are BF16.
 """
@@ -25,10 +23,8 @@ from sglang_kvq.rotations.maths.fake_quant import RotatedContext, page_round_tri
 class FakeQuantAttention:
     """An ``AttentionHook``: causal attention over a quantized history and a BF16 sink and window.
 
-    Attributes:
-        format: record layout and clipping, one for all layers or one each; None rounds to BF16 only (the baseline).
-        rotations: per layer and KV head.
-        sink, recent: BF16 tokens at both ends, multiples of ``PAGE_SIZE``.
+    The format is one for all layers or one each; None rounds to BF16 only (the baseline). ``sink`` and ``recent`` are
+    multiples of ``PAGE_SIZE``.
     """
 
     format: RecordFormat | Sequence[RecordFormat] | None
@@ -50,9 +46,7 @@ class FakeQuantAttention:
 class TokenDivergence:
     """Change of the model's next-token distributions, token by token, contexts one after another.
 
-    Attributes:
-        kl: float64 ``[tokens]``, KL(BF16 || candidate) in nats.
-        agrees: bool ``[tokens]``: True if both predict the same most likely token.
+    ``kl`` is KL(BF16 || candidate) in nats, float64 ``[tokens]``; ``agrees`` says if the most likely token is the same.
     """
 
     kl: torch.Tensor
@@ -68,16 +62,12 @@ def divergences(
     first: int = 500,
     progress: Callable[[int, int], None] | None = None,
 ) -> dict[str, TokenDivergence]:
-    """Measures the divergence of every token from position ``first`` on.
+    """Measures the divergence of every token from position ``first`` on, by candidate's name, on the CPU.
 
     Args:
         model: a transformers causal language model, best in float32 (only the cache is rounded to BF16).
         contexts: token ids int64 ``[T]`` each, T > first.
-        first: earlier positions are left out, because little of their history is quantized.
         progress: called with the number of finished passes over a context, and the total.
-
-    Returns:
-        the divergences of each candidate, by name, on the CPU.
     """
     found: dict[str, list[TokenDivergence]] = {name: [] for name in candidates}
     report, total = progress or (lambda done, total: None), len(contexts) * (1 + len(candidates))
@@ -93,14 +83,6 @@ def divergences(
         name: TokenDivergence(torch.cat([d.kl for d in each]), torch.cat([d.agrees for d in each]))
         for name, each in found.items()
     }
-
-
-def mean_kl(
-    model: Any, contexts: list[torch.Tensor], candidates: dict[str, FakeQuantAttention], *, first: int = 500
-) -> dict[str, float]:
-    """Averages the KL of ``divergences`` over tokens, by name of the candidate; same arguments."""
-    found = divergences(model, contexts, candidates, first=first)
-    return {name: float(divergence.kl.mean()) for name, divergence in found.items()}
 
 
 def _compare(logp: torch.Tensor, reference: torch.Tensor) -> TokenDivergence:
@@ -121,53 +103,3 @@ def _log_probs(model: Any, ids: torch.Tensor, attention: FakeQuantAttention, fir
         out = model(ids[None], position_ids=positions(ids, 0), use_cache=False, logits_to_keep=len(ids) - first)
     logits: torch.Tensor = out.logits[0, first - len(ids) :]  # some models keep all
     return logits.float().log_softmax(-1)
-
-
-def main() -> None:
-    """Prints the mean KL of every method, with each ``--rotations`` folder if the method uses learned rotations."""
-    import argparse
-    from pathlib import Path
-
-    from sglang_kvq.methods import RotationKind, get_method
-    from sglang_kvq.rotations.calibration.hf_model import embedding_rows, load_model, tokenize
-    from sglang_kvq.rotations.calibration.text import read_text
-    from sglang_kvq.rotations.identity import geometry_of, layer_numbers
-    from sglang_kvq.rotations.inspection.candidates import candidate_of, takes
-    from sglang_kvq.rotations.storage.files import load_rotations
-
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("model")
-    parser.add_argument("text", type=Path)
-    parser.add_argument("--rotations", nargs="*", default=[], help="rotation folders to compare")
-    parser.add_argument("--methods", nargs="*", default=["int2", "hadamard", "oscar"], help="NAME or NAME:BITS")
-    parser.add_argument("--skip", type=float, default=0.0, help="share of the text to leave out: what calibration used")
-    parser.add_argument("--contexts", type=int, default=4)
-    parser.add_argument("--length", type=int, default=1536, help="tokens per context")
-    args = parser.parse_args()
-
-    model, tokenizer = load_model(args.model)
-    geometry, numbers = geometry_of(model.config)._asdict(), layer_numbers(model.config)
-    text = read_text(args.text)
-    ids = tokenize(tokenizer, text[int(len(text) * args.skip) :], embedding_rows(model))
-    count = min(args.contexts, len(ids) // args.length)
-    if count == 0:
-        parser.error(f"{args.text}: {len(ids)} tokens, one context needs {args.length}")
-    starts = torch.linspace(0, len(ids) - args.length, count).long().tolist()
-
-    candidates = {}
-    for spec in args.methods:
-        learned = get_method(spec.partition(":")[0]).rotation is RotationKind.LEARNED
-        for folder in args.rotations if learned else [None]:
-            rotations = load_rotations(folder, **geometry, numbers=numbers) if folder else None
-            if rotations and not takes(spec, rotations):
-                continue
-            candidate = candidate_of(spec, rotations, model.config)
-            name = f"{spec} {folder}" if folder else spec
-            candidates[name] = FakeQuantAttention(candidate.formats, candidate.rotations.to(model.device))
-    contexts = [ids[start : start + args.length] for start in starts]
-    for name, value in mean_kl(model, contexts, candidates).items():
-        print(f"{value:.4f} nats per token  {name}")
-
-
-if __name__ == "__main__":
-    main()

@@ -2,10 +2,7 @@
 
 In the model of ``maths.transform``, a channel of energy e in a layer of importance a costs a e d nats at distortion d.
 Reverse water-filling over all channels of all layers, keys and values together, gives a lower bound at R bits per
-element. It holds for independent Gaussian channels; other channels of the same energies need fewer bits.
-
-The gap has three causes. Scalar quantizers replace long vectors (0.25 bits, 1.5 dB, at high rates). Each row has a
-gain. Widths are whole bits, at most 6, per quarter of a row.
+element, for independent Gaussian channels.
 """
 
 from __future__ import annotations
@@ -17,11 +14,10 @@ from math import log10
 import numpy as np
 import torch
 
-from sglang_kvq.formats.planes import PlaneCode
 from sglang_kvq.rotations.base import Rotations
 from sglang_kvq.rotations.inspection.budgets import BUDGETS
-from sglang_kvq.rotations.maths.transform import DISTORTION, plane_energies, rate_distortion
-from sglang_kvq.rotations.resolve import plane_formats
+from sglang_kvq.rotations.maths.transform import coded_error, rate_distortion
+from sglang_kvq.rotations.resolve import coding_parts, plane_formats
 
 
 @dataclass(frozen=True)
@@ -29,9 +25,8 @@ class Foreseen:
     """Predicted error at one budget.
 
     Attributes:
-        budget: requested bits per element.
-        bits: allocated bits per element of the chosen widths.
-        nats: predicted error of these widths, in nats per token if importances are measured, else in their own units.
+        budget, bits: requested and allocated bits per element of the chosen widths.
+        nats: predicted error of these widths, in nats per token if importances are measured.
         bound: least possible error of Gaussian channels at ``budget``, in the same units.
         gap_bits: ``budget`` minus the bits per element at which the bound equals ``nats``.
     """
@@ -49,18 +44,14 @@ class Foreseen:
 
 
 def foreseen(rotations: Rotations, budgets: Sequence[float] = BUDGETS) -> list[Foreseen]:
-    """Returns, for each budget, the error of the widths that a server would choose, and the bound.
-
-    Args:
-        rotations: for transform coding.
-    """
+    """Returns, for each budget, the error of the widths that a server would choose, and the bound."""
     weighted = weighted_energies(rotations)
     channels = torch.cat([x.flatten() for x in weighted])
     rows = []
     for budget, bound in zip(budgets, rate_distortion(channels, budgets)):
         formats = plane_formats(rotations, budget)
-        codes = ([f.k for f in formats], [f.v for f in formats])
-        nats = sum(_error(energies, code) for energies, code in zip(weighted, codes))
+        widths = torch.tensor([f.k.widths for f in formats]), torch.tensor([f.v.widths for f in formats])
+        nats = sum(float(coded_error(*part).sum()) for part in zip(weighted, widths))
         bits = sum(f.bits_per_element for f in formats) / len(formats)
         rows.append(Foreseen(budget, bits, nats, bound, budget - rate_at(channels, nats)))
     return rows
@@ -68,23 +59,12 @@ def foreseen(rotations: Rotations, budgets: Sequence[float] = BUDGETS) -> list[F
 
 def weighted_energies(rotations: Rotations) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the cost of losing each channel of keys and of values, float64 ``[layers, heads, D]`` each."""
-    importance = rotations.meta.importance
-    if rotations.k_energies is None or rotations.v_energies is None or importance is None:
-        raise ValueError("transform coding has energies and importances")
-    k, v = (
-        energies.double() * torch.tensor(importance[part], dtype=torch.float64)[:, None, None]
-        for part, energies in (("k", rotations.k_energies), ("v", rotations.v_energies))
-    )
-    return k, v
+    (k_energies, k_weights), (v_energies, v_weights) = coding_parts(rotations)
+    return k_energies.double() * k_weights[:, None, None], v_energies.double() * v_weights[:, None, None]
 
 
 def rate_at(energies: torch.Tensor, error: float) -> float:
-    """Inverts ``rate_distortion``: returns the bits per channel at which Gaussian channels have this total error.
-
-    Args:
-        energies: of any shape, positive.
-        error: positive; at the sum of energies or above, 0 bits are needed.
-    """
+    """Inverts ``rate_distortion``: returns the bits per channel at which Gaussian channels have this total error."""
     x = np.sort(energies.double().flatten().numpy())
     if error >= x.sum():
         return 0.0
@@ -94,9 +74,3 @@ def rate_at(energies: torch.Tensor, error: float) -> float:
     n = int(np.argmax(below + x * above >= error))
     level = (error - below[n]) / above[n]
     return float(np.log2(x[n:] / level).sum() / 2 / len(x))
-
-
-def _error(energies: torch.Tensor, codes: Sequence[PlaneCode]) -> float:
-    """Returns the total error of each layer's code on its channels ``[layers, heads, D]``."""
-    distortion = torch.tensor(DISTORTION, dtype=torch.float64)[torch.tensor([code.widths for code in codes])]
-    return float((plane_energies(energies).sum(1) * distortion).sum())

@@ -14,8 +14,8 @@ from sglang_kvq.rotations.base import Rotations, check_rotations
 from sglang_kvq.rotations.calibration.clips import query_blocks
 from sglang_kvq.rotations.calibration.hf_attention import attention_hook, positions
 from sglang_kvq.rotations.calibration.hf_model import embedding_rows, load_model, tokenize
-from sglang_kvq.rotations.calibration.run import Progress
-from sglang_kvq.rotations.calibration.text import read_corpus
+from sglang_kvq.rotations.calibration.run import Progress, silent
+from sglang_kvq.rotations.calibration.settings import read_corpus
 from sglang_kvq.rotations.identity import geometry_of
 from sglang_kvq.rotations.inspection.candidates import Candidate, candidates_of
 from sglang_kvq.rotations.maths.fake_quant import RotatedContext, page_round_trip
@@ -25,12 +25,7 @@ SINK, RECENT = 64, 256
 
 @dataclass(frozen=True)
 class Measured:
-    """Relative errors of the attention output when the history's keys or values of a layer are quantized.
-
-    Attributes:
-        errors: by method, float64 ``[2, layers, kv_heads]``: keys, values.
-        contexts, length: number of contexts measured, and tokens of each.
-    """
+    """Relative errors of the attention output by method, float64 ``[2, layers, kv_heads]``: keys, values quantized."""
 
     errors: dict[str, torch.Tensor]
     contexts: int
@@ -48,13 +43,9 @@ def measure(
     device: str = "",
     dtype: str = "",
     trust_remote_code: bool = False,
-    progress: Progress | None = None,
+    progress: Progress = silent,
 ) -> Measured:
     """Runs the model over contexts of the text and quantizes each layer's history with every method.
-
-    Args:
-        methods: names in the methods registry; empty means all that can be measured.
-        length: tokens per context.
 
     Raises:
         KVQuantError: the model, text or a method cannot be used, the text is too short, or the rotations do not fit.
@@ -62,8 +53,7 @@ def measure(
     least = SINK + RECENT + 2 * PAGE_SIZE
     if length < least or contexts < 1:
         raise KVQuantError(f"--contexts {contexts} --length {length}: at least 1 context of {least} tokens is needed.")
-    report = progress or (lambda name, done, total: None)
-    report("loading the model", 0, 1)
+    progress("loading the model", 0, 1)
     corpus, _ = read_corpus(texts)
     model, tokenizer = load_model(model_path, device=device, dtype=dtype, trust_remote_code=trust_remote_code)
     layers, kv_heads, head_dim = geometry_of(model.config)
@@ -86,24 +76,21 @@ def measure(
     starts = torch.linspace(0, len(ids) - length, contexts).long().tolist()
     with torch.inference_mode(), attention_hook(model, hook):
         for i, start in enumerate(starts):
-            report("measuring", i, contexts)
+            progress("measuring", i, contexts)
             context = ids[start : start + length].to(model.device)
             model.base_model(context[None], position_ids=positions(context, 0), use_cache=False)
-    report("measuring", contexts, contexts)
+    progress("measuring", contexts, contexts)
     return Measured({name: e / sizes for name, e in errors.items()}, contexts, length)
 
 
 def layer_errors(
     candidate: Candidate, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, starts: list[int]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Measures one method in one layer on one context; q, k, v and scale as in an ``AttentionHook``.
-
-    Args:
-        starts: first positions of the pages of queries to measure.
+    """Measures one method in one layer on one context, at the pages of queries that begin at ``starts``.
 
     Returns:
-        squared error of the attention output per KV head, first with quantized keys, then with quantized values,
-        float64 ``[2, kv_heads]``; and the output's squared norm, float64 ``[kv_heads]``. Both on the CPU.
+        squared error of the attention output with quantized keys, then values, float64 ``[2, kv_heads]``; and the
+        output's squared norm, float64 ``[kv_heads]``. Both on the CPU.
     """
     heads = k.shape[0]
     context = RotatedContext.of(candidate.rotations, layer, q, k, v, scale, sink=SINK, recent=RECENT)

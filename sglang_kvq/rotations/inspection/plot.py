@@ -21,10 +21,7 @@ _Panel = Callable[[Any, Any, int], None]
 
 
 def need_matplotlib() -> None:
-    """Checks that matplotlib is installed.
-    Raises:
-        KVQuantError: matplotlib is not installed.
-    """
+    """Checks that matplotlib is installed."""
     try:
         import matplotlib  # noqa: F401 (only tests the import)
     except ImportError as error:
@@ -34,11 +31,7 @@ def need_matplotlib() -> None:
 
 
 def check_name(path: Path) -> None:
-    """Refuse a file to draw to that matplotlib would write under another name, or not at all.
-
-    Raises:
-        KVQuantError: its suffix is none of ``SUFFIXES``.
-    """
+    """Refuse a file to draw to that matplotlib would write under another name, or not at all."""
     if path.suffix.lower() not in SUFFIXES or path.is_dir():
         raise KVQuantError(f"--plot {path}: must be a file whose name ends in {', '.join(SUFFIXES)}.")
 
@@ -47,9 +40,6 @@ def draw(rotations: Rotations, measured: Measured | None, path: Path) -> None:
     """Plots, per layer, for keys (left) and values (right): errors by method and head, sensitivities, spectra.
 
     Rows without data are left out.
-
-    Raises:
-        KVQuantError: there is nothing to draw, or the file cannot be written.
     """
     need_matplotlib()
     from matplotlib.figure import Figure  # without pyplot: no display, no global state

@@ -8,18 +8,17 @@ from math import isfinite
 from typing import Any
 
 import torch
-from rich import box
 from rich.console import RenderableType
 from rich.table import Table
 
 from sglang_kvq.methods import get_method
 from sglang_kvq.rotations.base import Rotations
-from sglang_kvq.rotations.inspection.budget_tables import divergence_table, foreseen_table, recommendation
 from sglang_kvq.rotations.inspection.budgets import stored
-from sglang_kvq.rotations.inspection.foreseen import foreseen
+from sglang_kvq.rotations.inspection.foreseen import Foreseen, foreseen
 from sglang_kvq.rotations.inspection.layer_errors import Measured
+from sglang_kvq.rotations.inspection.recommend import divergence_table, frameless, recommendation
 from sglang_kvq.rotations.resolve import plane_formats
-from sglang_kvq.rotations.storage.card import coding_gains, describe_clips, describe_gains
+from sglang_kvq.rotations.storage.card import coding_gains, describe_clips, describe_gains, layer_columns
 
 
 def report(
@@ -53,30 +52,17 @@ def to_json(rotations: Rotations, kv_heads: int | None, measured: Measured | Non
     """Returns all that ``report`` shows, unrounded: lists by layer; measured errors by method, layer and KV head."""
     meta, (layers, _, head_dim, _) = rotations.meta, rotations.k.shape
     spectra = {"k": rotations.k_eigenvalues, "v": rotations.v_eigenvalues}
-    divergence = stored(rotations)
+    divergence, transform = stored(rotations), rotations.is_transform
+    described = ("source", "sha256", "base_model", "revision", "objective", "clip_k", "clip_v", "corpus", "tokens")
+    values = ("seed", "importance", "errors", "sensitivity", "sensitivity_unit")
     return {
-        "source": meta.source,
-        "sha256": meta.sha256,
-        "base_model": meta.base_model,
-        "revision": meta.revision,
+        **{name: getattr(meta, name) for name in (*described, *values)},
         "geometry": {"layers": layers, "kv_heads": kv_heads, "head_dim": head_dim},
         "granularity": rotations.granularity,
-        "objective": meta.objective,
-        "clip_k": meta.clip_k,
-        "clip_v": meta.clip_v,
-        "corpus": meta.corpus,
-        "tokens": meta.tokens,
-        "seed": meta.seed,
-        "importance": meta.importance,
         "coding_gain_db": coding_gains(rotations),
-        "widths": plane_widths(rotations) if rotations.is_transform else None,
-        "foreseen": [{**asdict(row), "gap_db": row.gap_db} for row in foreseen(rotations)]
-        if rotations.is_transform
-        else None,
+        "widths": plane_widths(rotations) if transform else None,
+        "foreseen": [{**asdict(row), "gap_db": row.gap_db} for row in foreseen(rotations)] if transform else None,
         "divergence": divergence and divergence.to_json(),
-        "errors": meta.errors,
-        "sensitivity": meta.sensitivity,
-        "sensitivity_unit": meta.sensitivity_unit,
         "top_8_share": {part: None if x is None else top_share(x).tolist() for part, x in spectra.items()},
         "measured": measured
         and {
@@ -106,22 +92,24 @@ def top_share(eigenvalues: torch.Tensor, count: int = 8) -> torch.Tensor:
     return (sizes[..., :count].sum(-1) / sizes.sum(-1).clamp(min=1e-30)).mean(-1)
 
 
-def _table(gap: int, **options: Any) -> Table:
-    """Returns a table with ``gap`` spaces between columns and no frame."""
-    return Table(
-        box=box.SIMPLE_HEAD,
-        show_edge=False,
-        pad_edge=False,
-        padding=(0, gap - 1, 0, 0),  # the box has one
-        title_justify="left",
-        **options,
-    )
+def foreseen_table(rows: Sequence[Foreseen], measured: bool) -> Table:
+    """Builds a table of the error at each budget, in nats if importances were ``measured``, and its lower bound."""
+    unit = "foreseen,\nnats" if measured else "foreseen,\nrelative"
+    cells = {
+        "--kv-quant-\nbits": [f"{row.budget:g}" for row in rows],
+        "allocated\nbits": [f"{row.bits:.2f}" for row in rows],
+        unit: [f"{row.nats:.4g}" for row in rows],
+        "bound": [f"{row.bound:.4g}" for row in rows],
+        "gap, dB": [f"{row.gap_db:.1f}" for row in rows],
+        "gap, bits": [f"{row.gap_bits:.2f}" for row in rows],
+    }
+    return _filled(frameless(title="Foreseen error, and the bound for Gaussian channels"), list(cells.items()))
 
 
 def _facts(rotations: Rotations, kv_heads: int | None, verbose: bool) -> Table:
     meta = rotations.meta
     (layers, _, dim, _), transform = rotations.k.shape, rotations.is_transform
-    table = _table(3, title=str(meta.source), show_header=False)
+    table = frameless(3, title=str(meta.source), show_header=False)
     table.add_column()
     table.add_column(no_wrap=not verbose, overflow="fold" if verbose else "ellipsis")
     rows = (
@@ -142,38 +130,24 @@ def _facts(rotations: Rotations, kv_heads: int | None, verbose: bool) -> Table:
 
 
 def _layers(rotations: Rotations) -> Table:
-    """Builds a table per layer: clips, calibration's errors, sensitivities, and how unequal the directions are.
-
-    For transform coding: coding gains, importances and the resulting widths.
-    """
-    meta, layers = rotations.meta, rotations.k.shape[0]
-    table = _table(1, title="Per layer")
-    columns: list[Sequence[str]] = []
-
-    def add(name: str, values: Sequence[str]) -> None:
-        table.add_column(name, justify="right", no_wrap=True)
-        columns.append(values)
-
-    add("layer", [str(layer) for layer in range(layers)])
-    for name, clips in zip("KV", meta.clips(layers)):
-        if clips[0] is not None:
-            add(f"clip\n{name}", [f"{c:g}" for c in clips])
-    for part, errors in (meta.errors or {}).items():
-        add(f"error\n{part.upper()}", [f"{e:.4f}" for e in errors])
+    """Builds a table per layer of what was measured, the widths of planes, and how unequal the directions are."""
+    columns = [("layer", [str(layer) for layer in range(rotations.k.shape[0])])]
+    for _, name, cells in layer_columns(rotations):
+        if not (rotations.is_transform and name.startswith("nats")):  # 80 columns hold no more
+            columns.append((name, cells))
     if rotations.is_transform:
-        for part, gains in (coding_gains(rotations) or {}).items():
-            add(f"gain\n{part.upper()} dB", [f"{x:.1f}" for x in gains])
-        for part, weights in (meta.importance or {}).items():
-            add(f"weight\n{part.upper()}", [f"{x:.2g}" for x in weights])
         for part, planes in plane_widths(rotations).items():
-            add(f"bits\n{part.upper()}", ["+".join(map(str, widths)) for widths in planes])
-    for part, widths in ({} if rotations.is_transform else meta.sensitivity or {}).items():
-        for bits, values in widths.items():
-            add(f"nats\n{part.upper()}{bits}", [f"{x:.2g}" for x in values])
+            columns.append((f"bits\n{part.upper()}", ["+".join(map(str, widths)) for widths in planes]))
     for name, eigenvalues in (("K", rotations.k_eigenvalues), ("V", rotations.v_eigenvalues)):
         if eigenvalues is not None:
-            add(f"top 8\n{name}", [f"{x:.0%}" for x in top_share(eigenvalues).tolist()])
-    for row in zip(*columns):
+            columns.append((f"top 8\n{name}", [f"{x:.0%}" for x in top_share(eigenvalues).tolist()]))
+    return _filled(frameless(1, title="Per layer"), columns)
+
+
+def _filled(table: Table, columns: Sequence[tuple[str, Sequence[str]]]) -> Table:
+    for name, _ in columns:
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in zip(*(cells for _, cells in columns)):
         table.add_row(*row)
     return table
 
@@ -196,13 +170,9 @@ def _errors(measured: Measured, part: int, name: str, width: int) -> list[Table]
     tables = []
     for i, group in enumerate(groups):
         number = f" ({i + 1} of {len(groups)})" if len(groups) > 1 else ""
-        table = _table(2, title=f"Error, quantized {name}{number}")
-        shown = [columns[j] for j in group]
-        for header in ("layer", *(header for header, _ in shown)):
-            table.add_column(header, justify="right", no_wrap=True)
-        for row, label in enumerate(labels):
-            table.add_row(label, *(cells[row] for _, cells in shown), style="bold" if label == "mean" else None)
-        tables.append(table)
+        table = frameless(2, title=f"Error, quantized {name}{number}")
+        tables.append(_filled(table, [("layer", labels), *(columns[j] for j in group)]))
+        table.rows[-1].style = "bold"
     return tables
 
 

@@ -12,8 +12,8 @@ from rich.table import Table
 
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.rotations.storage.card import clip_range, describe_clips
-from sglang_kvq.rotations.storage.hub import cached, find_folder
-from sglang_kvq.rotations.storage.registry import PUBLISHED, Published
+from sglang_kvq.rotations.storage.hub import cached, files_of, find_folder
+from sglang_kvq.rotations.storage.registry import PUBLISHED, ROTATION_ZOO, Published
 from sglang_kvq.rotations.storage.zoo import is_transform, shipped
 
 
@@ -27,8 +27,7 @@ class Known:
         location: value for --kv-quant-rotations.
         folder: their folder on this machine; None if they must be fetched.
         config: their ``config.json``; empty for the published layout, which has none.
-        inferred: the folder's name is known from its authors' scripts only.
-        refused: why ``--kv-quant`` does not serve the model; "" if it does.
+        location_inferred, refused: see ``Published``.
     """
 
     model: str
@@ -36,7 +35,7 @@ class Known:
     location: str
     folder: Path | None
     config: dict[str, Any]
-    inferred: bool = False
+    location_inferred: bool = False
     refused: str = ""
 
     def clips(self) -> tuple[Any, Any]:
@@ -55,14 +54,11 @@ class Known:
 
     def to_json(self) -> dict[str, Any]:
         """Returns the entry for ``kvq zoo --json``; unknown fields are null."""
+        own = ("model", "method", "origin", "location", "location_inferred")
         known = ("granularity", "objective", "clip_k", "clip_v", "corpus", "tokens")
         return {
-            "model": self.model,
-            "method": self.method,
+            **{name: getattr(self, name) for name in own},
             "refused": self.refused or None,
-            "origin": self.origin,
-            "location": self.location,
-            "location_inferred": self.inferred,
             "folder": self.folder and str(self.folder),
             **{name: self.config.get(name) for name in known},
         }
@@ -85,7 +81,7 @@ def zoo_table(entries: Sequence[Known]) -> Table:
         table.add_column(name, no_wrap=True)
     for entry in entries:
         clips = (clip_range(clip) for clip in entry.clips())
-        origin = f"{entry.origin}{'?' * entry.inferred}"
+        origin = f"{entry.origin}{'?' * entry.location_inferred}"
         table.add_row(entry.model, entry.method, origin, "no" if entry.folder is None else "yes", *clips)
     table.caption = (
         "for: what --kv-quant takes them. hub?: their folder's name is inferred, not\nconfirmed. here: on this "
@@ -101,7 +97,7 @@ def zoo_details(entries: Sequence[Known]) -> Iterator[str]:
         here = "not in the cache: fetched from the hub when first served"
         yield entry.model
         yield f"  {entry.origin}: {entry.location}"
-        if entry.inferred:
+        if entry.location_inferred:
             yield "  the folder's name is inferred from its authors' scripts, not confirmed"
         if entry.refused:
             yield f"  not served: {entry.refused}"
@@ -114,12 +110,11 @@ def zoo_details(entries: Sequence[Known]) -> Iterator[str]:
 
 
 def _cached_folder(entry: Published) -> Path | None:
-    snapshot = cached(entry.repo)
+    snapshot = cached(ROTATION_ZOO)
     if snapshot is None:
         return None
-    files = [path.relative_to(snapshot).as_posix() for path in snapshot.rglob("*") if path.is_file()]
     try:
-        folder, _ = find_folder(files, entry.path, entry.repo)
+        folder, _ = find_folder(files_of(snapshot), entry.path, ROTATION_ZOO)
     except KVQuantError:
         return None
     return snapshot / folder

@@ -1,36 +1,17 @@
-"""Rotations from second moments: R = U H P. Explains our order of U, unlike OSCAR's, and non-orthogonal keys.
+"""Rotations from second moments: R = U H P, or for keys any invertible matrix that leaves scores as they are.
 
-With one scale per row of head_dim, an orthogonal R changes the quantization error only through each row's range. Two
-things shrink the range. First, H spreads every direction over all coordinates, so no coordinate dominates. Second, H's
-row 0 is constant: the direction of U that meets it becomes an offset common to the row. The zero point of asymmetric
-quantization stores this offset exactly. OSCAR sorts eigenvectors in ascending order, so the least important direction
-meets row 0. It then permutes columns by P, which changes no code when one group spans head_dim. ``offset`` puts the
-direction of most energy at row 0 instead.
-
-``balanced`` goes further for keys. Attention needs the scores q k unchanged, not the lengths of keys. With any
-invertible A, keys k A and queries q A^-T give the same scores. The error of codes is spread evenly over the coordinates
-of k A and is proportional to its energy. A score's error is therefore proportional to tr(A^T K A) tr(A^-1 Q A^-T),
-for K and Q the second moments of keys and queries. By Cauchy-Schwarz this is least if both products have the same
-moment: A A^T = Q^1/2 (Q^1/2 K Q^1/2)^-1/2 Q^1/2, the geometric mean of Q and K^-1. Directions that are large in keys
-and small in queries, such as Qwen2.5's biases, then cost little. U and H follow as before. The direction that the zero
-point stores may be large at no cost, so it is stretched (``stretch``). Codes' errors along it then count less in a
-score. Values are weighted by attention, which their own matrices do not change. They are rotated as by ``offset``.
-
-``transform`` has no Hadamard matrix and another code; ``maths.transform`` computes its bases.
+docs/notes/calibration.md says what ``offset`` and ``balanced`` gain over OSCAR's order. ``transform`` has no
+Hadamard matrix and another code; ``maths.transform`` computes its bases.
 """
 
 from __future__ import annotations
 
 import torch
 
-from sglang_kvq.errors import KVQuantError
-from sglang_kvq.rotations.maths.hadamard import hadamard_matrix
+from sglang_kvq.rotations.maths.fixed import hadamard_matrix
 
-#: Values of ``kvq calibrate --composition``, the default first.
-COMPOSITIONS = ("balanced", "offset", "oscar", "transform")
-
-#: The ``objective`` recorded in config.json for each; OSCAR's is the name in its published files. "transform" without
-#: a prefix is the older objective of transform coding, with equal weights for all tokens.
+#: The ``objective`` recorded in config.json for each value of ``kvq calibrate --composition``; OSCAR's is the name in
+#: its published files. "transform" without a prefix is older: all tokens have equal weights.
 OBJECTIVES = {"balanced": "balanced_h", "offset": "offset_h", "oscar": "qqt_r_h_pbr", "transform": "attended_transform"}
 
 #: Added to both moments before balancing, relative to their mean eigenvalue. A short text gives only noise about the
@@ -49,9 +30,6 @@ def compose_keys(
     Returns:
         R_k float32 ``[..., D, D]``; R_q of equal shape with R_q R_kᵀ = 1, or None if R_k is orthogonal; and the
         eigenvalues of ``queries``, float32 ``[..., D]``, ascending.
-
-    Raises:
-        KVQuantError: the composition is unknown.
     """
     if composition != "balanced":
         rotation, values = compose(composition, queries, keys)
@@ -65,7 +43,7 @@ def compose_keys(
 
 
 def compose_values(composition: str, weighted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the rotation of values from mean Vᵀ diag(w) V; results as ``compose``."""
+    """Returns the rotation of values from mean Vᵀ diag(w) V, and its eigenvalues."""
     return compose("offset" if composition == "balanced" else composition, weighted, weighted)
 
 
@@ -79,10 +57,8 @@ def balance(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
 def stretch(energy: torch.Tensor) -> torch.Tensor:
     """Returns eigenvectors of the balanced keys' moment C as columns, float64 ``[..., D, D]``, the first stretched.
 
-    The first column has most energy. Let s be its factor, e its energy and m the mean of the others' energies. The
-    error of a score is proportional to (D - 1) m ((D - 1) m + e / s²): the varying directions determine codes' steps,
-    and queries meet the first direction divided by s. At s² = e / 4m it adds no more than four of the others. Larger
-    factors gain little and cost precision: BF16 rounds all coordinates of k R to 8 bits of their common part.
+    The first column has most energy, e; m is the mean of the others'. Stretched by s² = e / 4m, it adds no more to the
+    error of a score than four of the others. Larger factors cost precision in BF16.
     """
     values, vectors = torch.linalg.eigh(energy)
     stretched: torch.Tensor = vectors.flip(-1).clone()
@@ -106,28 +82,18 @@ def _power(matrix: torch.Tensor, exponent: float) -> torch.Tensor:
 
 
 def compose(composition: str, importance: torch.Tensor, energy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns rotations from second moments.
+    """Returns R float32 ``[..., D, D]`` for ``offset`` or ``oscar``, and the ascending eigenvalues of ``importance``.
 
     Args:
-        composition: ``offset`` or ``oscar``.
-        importance: float64 ``[..., D, D]``, the matrix that OSCAR diagonalizes: mean QᵀQ for keys, mean Vᵀ diag(w) V
-            for values.
+        importance: float64 ``[..., D, D]``, the matrix that OSCAR diagonalizes: mean QᵀQ or mean Vᵀ diag(w) V.
         energy: float64 ``[..., D, D]``: the second moment of the quantized rows (KᵀK, VᵀV), weighted or not.
-
-    Returns:
-        R float32 ``[..., D, D]`` and the eigenvalues of ``importance``, float32 ``[..., D]``, ascending.
-
-    Raises:
-        KVQuantError: the composition is unknown.
     """
     values, vectors = torch.linalg.eigh(importance)
     h = hadamard_matrix(importance.shape[-1]).to(importance.device)
     if composition == "oscar":
         rotation = (vectors @ h)[..., oscar_permutation(len(h)).to(h.device)]
-    elif composition == "offset":
-        rotation = torch.linalg.eigh(energy).eigenvectors.flip(-1) @ h
     else:
-        raise KVQuantError(f"--composition {composition}: unknown; choose one of {', '.join(COMPOSITIONS)}.")
+        rotation = torch.linalg.eigh(energy).eigenvectors.flip(-1) @ h
     return rotation.float(), values.float()
 
 

@@ -1,9 +1,5 @@
 """Attention with rotated, fake-quantized keys and values in plain PyTorch, as a reader of the cache computes it.
 
-``RotatedContext`` is one context of one layer as the server holds it: in the rotated basis, keys and values in BF16. To
-measure the cost of a quantizer, pass its keys or values through ``round_trip`` (uniform codes) or ``page_round_trip``
-(a method's records). Then ``block`` or ``output`` reads them as history:
-
     context = RotatedContext.of(rotations, layer, q, k, v, scale, sink=64, recent=256)
     change = context.output(k=round_trip(context.k, bits=2, clip=0.9)) - context.exact()
     context.to_model_basis(change)
@@ -14,33 +10,14 @@ Clip ratios, sensitivities, ``kvq inspect`` and the divergence of a whole model 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
+from sglang_kvq.attention.base import LayerRotations
 from sglang_kvq.constants import PAGE_SIZE
 from sglang_kvq.formats.code import CodeFormat
 from sglang_kvq.formats.quantize import clip_rank, dequantize_rows, quantize_rows
 from sglang_kvq.formats.record import RecordFormat
-from sglang_kvq.rotations.base import Rotations
-
-
-class LayerMatrices(Protocol):
-    """``Rotations`` or ``LayerRotations``: matrices ``[layers, heads, D, D]``, heads 1 or the KV heads; None: identity.
-
-    ``k_mean`` ``[layers, heads, D]`` or None is in the model's basis in ``Rotations``, else in the rotated basis.
-    """
-
-    @property
-    def queries(self) -> torch.Tensor | None: ...
-    @property
-    def k(self) -> torch.Tensor | None: ...
-    @property
-    def v(self) -> torch.Tensor | None: ...
-    @property
-    def outputs(self) -> torch.Tensor | None: ...
-    @property
-    def k_mean(self) -> torch.Tensor | None: ...
 
 
 @dataclass(frozen=True)
@@ -53,7 +30,6 @@ class RotatedContext:
     Attributes:
         q: float32 ``[q_heads, T, D]``.
         k, v: float32 ``[kv_heads, T, D]``, rounded to BF16, their stored precision.
-        scale: factor on the scores.
         sink, recent: BF16 tokens at both ends, multiples of ``PAGE_SIZE``.
         back: R_oᵀ of each query head, float32 ``[q_heads or 1, D, D]``; None for the identity.
     """
@@ -69,7 +45,7 @@ class RotatedContext:
     @classmethod
     def of(
         cls,
-        rotations: LayerMatrices,
+        rotations: LayerRotations,
         layer: int,
         q: torch.Tensor,
         k: torch.Tensor,
@@ -84,8 +60,7 @@ class RotatedContext:
 
         Args:
             q, k, v: ``[q_heads, T, D]``, ``[kv_heads, T, D]`` twice, after RoPE, of any float dtype.
-            round_queries: round rotated queries to BF16 too, as the server does. Measurements of codes alone leave
-                them exact.
+            round_queries: round rotated queries to BF16 too, as the server does.
         """
         group = q.shape[0] // k.shape[0]
         q, k, v, back = q.float(), k.float(), v.float(), None
@@ -93,9 +68,8 @@ class RotatedContext:
             q = q @ _per_query_head(rotations.queries[layer].to(q.device), group)
         if rotations.k is not None:
             k = k @ rotations.k[layer].to(k.device)
-        mean = _rotated_mean(rotations, layer)
-        if mean is not None:
-            k = k - mean.to(k.device)[:, None]
+        if rotations.k_mean is not None:
+            k = k - rotations.k_mean[layer].to(k.device)[:, None]
         if rotations.v is not None:
             v = v @ rotations.v[layer].to(v.device)
         if rotations.outputs is not None:
@@ -111,9 +85,7 @@ class RotatedContext:
     def block(self, start: int, k: torch.Tensor | None = None, v: torch.Tensor | None = None) -> torch.Tensor:
         """Computes the output of the page of queries at ``start``, float32 ``[q_heads, n, D]``.
 
-        Args:
-            start: a multiple of ``PAGE_SIZE``.
-            k, v: the history's keys and values, shaped like ``self.k``; None reads them exactly.
+        The history's k and v are shaped like ``self.k``; None reads them exactly.
         """
         q = self.q[:, start : start + PAGE_SIZE]
         end, history_end = start + q.shape[1], max(start - self.recent, self.sink)
@@ -145,15 +117,9 @@ def causal_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: f
 
 
 def round_trip(x: torch.Tensor, bits: int, clip: float) -> torch.Tensor:
-    """Quantizes and dequantizes rows: uniform codes per token, one scale per min(head_dim, 128) elements, clipped.
+    """Quantizes BF16 rows ``[..., D]`` in any float dtype and dequantizes them, float32 rounded to BF16.
 
-    Args:
-        x: BF16 values ``[..., D]`` in any float dtype.
-        bits: code width, one of ``formats.code.BITS``.
-        clip: clip quantile.
-
-    Returns:
-        float32 ``[..., D]``, rounded to BF16.
+    Codes are uniform, with one scale per min(head_dim, 128) elements of a token, clipped at a quantile.
     """
     code, dim = CodeFormat(bits=bits), x.shape[-1]
     codes, scale, offset = quantize_rows(x, min(dim, 128), clip_rank(dim, clip), code)
@@ -174,13 +140,6 @@ def page_round_trip(format: RecordFormat, k: torch.Tensor, v: torch.Tensor) -> t
 def _with_rest(pages: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     rows = pages.flatten(1, 2).bfloat16().float()
     return torch.cat([rows, x[:, rows.shape[1] :]], 1)
-
-
-def _rotated_mean(rotations: LayerMatrices, layer: int) -> torch.Tensor | None:
-    """Returns the mean that is subtracted from a layer's rotated keys, float32 ``[heads, D]``."""
-    if isinstance(rotations, Rotations):
-        return rotations.rotated_mean(layer)
-    return None if rotations.k_mean is None else rotations.k_mean[layer]
 
 
 def _per_query_head(matrices: torch.Tensor, group: int) -> torch.Tensor:

@@ -1,17 +1,10 @@
 """Transform coding: a basis in which errors are independent, and the number of bits for each of its channels.
 
-A Hadamard rotation spreads energy evenly over the coordinates and gives each as many bits. Coding theory does the
-opposite (Goyal, "Theoretical foundations of transform coding", 2001). Let C be the covariance of keys and W the second
-moment of the queries that read them. Both are weighted by the effect of an error on attention's output
-(``maths.attended``). For a key's error e, the mean squared error of a score is e^T W e.
+For C the covariance of keys and W the moment of the queries that read them, let W^1/2 C W^1/2 = U L U^T. Channels
+y = U^T W^1/2 (k - mean) are independent with variances L, and a score's squared error is y's (Goyal, "Theoretical
+foundations of transform coding", 2001). Values have W_o^T W_o for W and no mean. docs/notes/calibration.md has more.
 
-Let W^1/2 C W^1/2 = U L U^T. Then y = U^T W^1/2 (k - mean) has independent channels of variances L, and the score's
-error is y's plain squared error. Reverse water-filling assigns bits where L is large. The gain over equal bits in a
-mixed basis is the arithmetic mean of L over its geometric mean. The keys' mean adds the same number to every score of a
-query, which the softmax ignores, so it can be subtracted from all keys. Values work the same way, with W_o^T W_o for W
-and no mean.
-
-A uniform quantizer codes the channels. Its step, for a Gaussian of variance 1, is ``STEPS``. ``Basis.scaled`` folds the
+A uniform quantizer codes the channels. Its step, for a Gaussian of variance 1, is ``STEPS``. ``fold_steps`` folds the
 steps into the basis, so that a step is 1 in ``formats.planes``.
 """
 
@@ -49,48 +42,29 @@ PATTERNS: tuple[Widths, ...] = tuple(
 
 @dataclass(frozen=True)
 class Basis:
-    """The coding basis of keys or values, for any number of layers and heads.
+    """The coding basis of keys or values, float64; ``encode`` multiplies rows into it, ``decode`` is its inverse.
 
-    Attributes:
-        encode: float64 ``[..., D, D]``: multiplies rows into the basis, channels in descending energy.
-        decode: its inverse.
-        energies: float64 ``[..., D]``, descending: each channel's variance, in units of the weighted squared error.
+    ``energies`` ``[..., D]`` descend: each channel's variance, in units of the weighted squared error.
     """
 
     encode: torch.Tensor
     decode: torch.Tensor
     energies: torch.Tensor
 
-    @property
-    def coding_gain(self) -> torch.Tensor:
-        """Arithmetic mean of the energies over their geometric mean, in dB, ``[...]``."""
-        mean = self.energies.mean(-1).log10() - self.energies.log10().mean(-1)
-        return 10 * mean
 
-    def scaled(self, widths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Folds the quantizers' steps into ``encode`` and ``decode``.
+def coding_gain(energies: torch.Tensor) -> torch.Tensor:
+    """Returns the arithmetic mean of energies ``[..., D]`` over their geometric mean, in dB: float64 ``[...]``.
 
-        Args:
-            widths: int ``[..., PLANES]``, or broadcastable to it.
-
-        Returns:
-            float32 ``[..., D, D]`` each, one the other's inverse.
-        """
-        steps = torch.tensor(STEPS, dtype=torch.float64)[widths]
-        quarter = self.energies.shape[-1] // PLANES
-        unit = self.energies.sqrt() * steps.repeat_interleave(quarter, dim=-1)
-        return (self.encode / unit[..., None, :]).float(), (self.decode * unit[..., :, None]).float()
+    It is what bits allocated by energy save over equal bits.
+    """
+    energies = energies.double()
+    return 10 * (energies.mean(-1).log10() - energies.log10().mean(-1))
 
 
 def fold_steps(rotations: LayerRotations, k_widths: torch.Tensor, v_widths: torch.Tensor) -> LayerRotations:
-    """Folds each channel's step into whitened bases; the server rotates by the result.
+    """Folds the steps of widths int ``[layers, PLANES]`` into whitened bases; the server rotates by the result.
 
-    Args:
-        rotations: channels of variance 1; ``k_mean`` in the rotated basis.
-        k_widths, v_widths: int ``[layers, PLANES]``.
-
-    Returns:
-        rotations with the same scores and outputs, in which a quantizer step of keys and values is 1.
+    Scores and outputs stay the same, and a quantizer step of keys and values is 1.
     """
 
     def steps(widths: torch.Tensor, matrices: torch.Tensor) -> torch.Tensor:
@@ -107,11 +81,9 @@ def fold_steps(rotations: LayerRotations, k_widths: torch.Tensor, v_widths: torc
 
 
 def coding_basis(covariance: torch.Tensor, weight: torch.Tensor) -> Basis:
-    """Computes the coding basis of keys or of values.
+    """Computes the coding basis of keys by their covariance, or of values by their second moment, ``[..., D, D]``.
 
-    Args:
-        covariance: float64 ``[..., D, D]`` of keys, or the second moment of values.
-        weight: float64 ``[..., D, D]``: an error e costs e^T weight e.
+    An error e costs e^T weight e.
 
     Raises:
         KVQuantError: moments are not finite, or a head has no energy.
@@ -142,14 +114,12 @@ def choose_widths(
     """Chooses each layer's patterns of keys and values, of least cost within a budget, from few different pairs.
 
     A layer takes the pair of least cost + price * bits, for the price that meets the budget (Shoham and Gersho,
-    "Efficient bit allocation for an arbitrary set of quantizers", 1988). Kernels are compiled for each pair. Therefore
-    the pairs that cost least to give up are removed one by one. The others move to what suits their layers best, as in
-    Lloyd's iteration. The remaining budget is spent where it helps most.
+    "Efficient bit allocation for an arbitrary set of quantizers", 1988). The pairs that cost least to give up are
+    removed, others move to what suits their layers best (Lloyd), and the remaining budget is spent where it helps most.
 
     Args:
         k_costs, v_costs: float64 ``[layers, PATTERNS]``: the cost of each pattern's error in each layer.
         budget: bits per element, gains not counted.
-        most: limit on different pairs.
 
     Raises:
         KVQuantError: the budget is outside 1 to 4, or costs are not finite.
@@ -231,31 +201,25 @@ def plane_energies(energies: torch.Tensor) -> torch.Tensor:
     return planes.sum(-1)
 
 
-def pattern_costs(energies: torch.Tensor, importance: torch.Tensor) -> torch.Tensor:
-    """Returns ``choose_widths``'s costs for keys or for values.
+def coded_error(energies: torch.Tensor, widths: torch.Tensor) -> torch.Tensor:
+    """Predicts the squared error of rows, all heads together: float64 ``[layers]``.
 
-    Args:
-        energies: ``[layers, heads, D]``, from a ``Basis``.
-        importance: ``[layers]``, movement of the model's output per unit of a layer's weighted squared error.
-
-    Returns:
-        float64 ``[layers, PATTERNS]``.
+    Energies are ``[layers, heads, D]``, widths int ``[PLANES]`` or ``[layers, PLANES]``.
     """
-    errors = torch.tensor(DISTORTION, dtype=torch.float64)[torch.tensor(PATTERNS)]  # [PATTERNS, PLANES]
-    return importance.double()[:, None] * (plane_energies(energies).sum(1) @ errors.T)
+    distortion = torch.tensor(DISTORTION, dtype=torch.float64)[widths]
+    return (plane_energies(energies).sum(1) * distortion).sum(-1)
+
+
+def pattern_costs(energies: torch.Tensor, importance: torch.Tensor) -> torch.Tensor:
+    """Returns ``choose_widths``'s costs, float64 ``[layers, PATTERNS]``: importance ``[layers]`` times error."""
+    errors = torch.stack([coded_error(energies, torch.tensor(widths)) for widths in PATTERNS], dim=1)
+    return importance.double()[:, None] * errors
 
 
 def rate_distortion(energies: torch.Tensor, rates: Sequence[float]) -> list[float]:
     """Returns the least squared error of independent Gaussian channels at each rate.
 
     Uses reverse water-filling over all channels (Cover and Thomas, *Elements of Information Theory*, 10.3.3).
-
-    Args:
-        energies: of any shape, positive.
-        rates: bits per channel.
-
-    Returns:
-        the sum of the channels' errors at each rate.
     """
     x = np.sort(energies.double().flatten().numpy())[::-1]
     found = []

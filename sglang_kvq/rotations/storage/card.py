@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from sglang_kvq.rotations.base import Rotations
+from sglang_kvq.rotations.maths.transform import coding_gain
 
 
 def model_card(rotations: Rotations, kv_heads: int | None, target: str | None = None) -> str:
-    """Markdown with the hub's metadata block: where the rotations come from, and their measured errors.
-
-    Args:
-        target: hub location they will be served from; None leaves the command's argument open.
-    """
+    """Markdown with the hub's metadata block: where the rotations come from, their errors, and how to serve them."""
     meta = rotations.meta
     layers, _, dim, _ = rotations.k.shape
     hub_id = meta.base_model if meta.base_model and meta.base_model.count("/") == 1 else None
@@ -50,25 +47,37 @@ def model_card(rotations: Rotations, kv_heads: int | None, target: str | None = 
     return "\n".join([*front, "---", *body, *layer_table(rotations)]) + "\n"
 
 
-def layer_table(rotations: Rotations) -> list[str]:
-    """Markdown rows: per layer, clip ratios, relative errors of the attention output and sensitivities."""
+def layer_columns(rotations: Rotations) -> list[tuple[str, str, list[str]]]:
+    """Columns of what was measured per layer: heading in a model card, heading in a terminal, cells."""
     meta, layers = rotations.meta, rotations.k.shape[0]
-    columns: list[tuple[str, list[str]]] = []
-    for part, gains in (coding_gains(rotations) or {}).items():
-        columns.append((f"coding gain {part.upper()}, dB", [f"{x:.1f}" for x in gains]))
-    for part, values in (meta.importance or {}).items():
-        columns.append((f"importance {part.upper()}", [f"{x:.2g}" for x in values]))
-    for name, clips in zip("KV", meta.clips(layers)):
+    columns: list[tuple[str, str, list[str]]] = []
+    for part, clips in zip("KV", meta.clips(layers)):
         if clips[0] is not None:
-            columns.append((f"clip {name}", [f"{c:g}" for c in clips]))
+            columns.append((f"clip {part}", f"clip\n{part}", [f"{c:g}" for c in clips]))
     for part, errors in (meta.errors or {}).items():
-        columns.append((f"output error, 2-bit {part.upper()}", [f"{e:.4f}" for e in errors]))
+        name = part.upper()
+        columns.append((f"output error, 2-bit {name}", f"error\n{name}", [f"{e:.4f}" for e in errors]))
+    for part, gains in (coding_gains(rotations) or {}).items():
+        name = part.upper()
+        columns.append((f"coding gain {name}, dB", f"gain\n{name} dB", [f"{x:.1f}" for x in gains]))
+    for part, values in (meta.importance or {}).items():
+        name = part.upper()
+        columns.append((f"importance {name}", f"weight\n{name}", [f"{x:.2g}" for x in values]))
     for part, table in (meta.sensitivity or {}).items():
-        columns += [(f"sensitivity, {bits}-bit {part.upper()}", [f"{x:.2g}" for x in xs]) for bits, xs in table.items()]
+        for bits, values in table.items():
+            name = part.upper()
+            columns.append((f"sensitivity, {bits}-bit {name}", f"nats\n{name}{bits}", [f"{x:.2g}" for x in values]))
+    return columns
+
+
+def layer_table(rotations: Rotations) -> list[str]:
+    """Markdown rows of ``layer_columns``."""
+    meta, columns = rotations.meta, layer_columns(rotations)
     if not columns:
         return []
-    head = ["| layer | " + " | ".join(name for name, _ in columns) + " |", "|" + "---:|" * (len(columns) + 1)]
-    rows = [f"| {i} | " + " | ".join(values[i] for _, values in columns) + " |" for i in range(layers)]
+    head = ["| layer | " + " | ".join(name for name, _, _ in columns) + " |", "|" + "---:|" * (len(columns) + 1)]
+    cells = zip(*(values for _, _, values in columns))
+    rows = [f"| {layer} | {' | '.join(row)} |" for layer, row in enumerate(cells)]
     notes = []
     if meta.errors:
         notes.append(
@@ -87,13 +96,12 @@ def served_by(rotations: Rotations) -> str:
 def coding_gains(rotations: Rotations) -> dict[str, list[float]] | None:
     """Returns the coding gains of keys ("k") and values ("v") in dB, per layer, averaged over heads.
 
-    The gain is the arithmetic over the geometric mean of the channels' energies. It is what bits allocated by energy
-    save over equal bits. None except for transform coding.
+    None except for transform coding.
     """
     if rotations.k_energies is None or rotations.v_energies is None:
         return None
-    parts = (("k", rotations.k_energies.double()), ("v", rotations.v_energies.double()))
-    return {part: (10 * (e.mean(-1).log10() - e.log10().mean(-1))).mean(1).tolist() for part, e in parts}
+    parts = (("k", rotations.k_energies), ("v", rotations.v_energies))
+    return {part: coding_gain(energies).mean(1).tolist() for part, energies in parts}
 
 
 def describe_gains(rotations: Rotations) -> str:
@@ -103,13 +111,9 @@ def describe_gains(rotations: Rotations) -> str:
 
 
 def describe_clips(clip: float | tuple[float, ...] | None) -> str:
-    """One ratio, or the range of the layers' ratios."""
-    if clip is None:
-        return "not measured"
-    if isinstance(clip, tuple):
-        low, high = min(clip), max(clip)
-        return f"{low:g} to {high:g} by layer" if low != high else f"{low:g}"
-    return f"{clip:g}"
+    """One ratio, or the range of the layers' ratios, in words."""
+    found = clip_range(clip)
+    return f"{found.replace('-', ' to ')} by layer" if "-" in found else found or "not measured"
 
 
 def clip_range(clip: float | tuple[float, ...] | None) -> str:

@@ -1,18 +1,12 @@
 """Rotation folders: ``rotations.safetensors`` beside ``config.json``, or a published pair of ``.pt`` files.
 
-``rotations.safetensors`` holds float32 ``k`` and ``v`` ``[layers, heads, D, D]`` (heads is 1 for a rotation shared
-by a layer, else the KV heads) and, if known, ``k_eigenvalues`` and ``v_eigenvalues`` ``[layers, heads, D]``. From
-version 2 on there is ``q`` like ``k``; in version 3, for transform coding, also ``o`` like ``v``, and ``k_mean``,
-``k_energies`` and ``v_energies`` ``[layers, heads, D]``: ``Rotations`` says what they are. ``config.json`` holds
-``format_version``, ``geometry`` (layers, kv_heads, head_dim), ``granularity``, the fields of ``RotationMeta``, and
-``sha256`` of the tensor file; ``storage.config_file`` has its schema, ``storage.published`` the other layout.
+The tensors are those of ``Rotations``, float32, by ``TENSORS`` and ``SPECTRA``. ``config.json`` has the fields of
+``schema.RotationConfig``, ``sha256`` of the tensor file among them. ``storage.published`` has the other layout.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
-import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -20,21 +14,25 @@ from contextlib import contextmanager
 from dataclasses import asdict, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load, save_file
 
-from sglang_kvq.errors import KVQuantError
-from sglang_kvq.rotations.base import TRANSFORM_TENSORS, Rotations, check_meta, check_rotations
+from sglang_kvq.errors import KVQuantError, first_line
+from sglang_kvq.rotations.base import TRANSFORM_TENSORS, Rotations, check_rotations
 from sglang_kvq.rotations.identity import LayerNumbers
-from sglang_kvq.rotations.messages import first_line
 from sglang_kvq.rotations.storage import hub, published
-from sglang_kvq.rotations.storage.config_file import CONFIG_FILE, TRANSFORM_VERSION, RotationConfig, parse_config
 from sglang_kvq.rotations.storage.hub import TENSOR_FILE
-from sglang_kvq.rotations.storage.location import HubLocation
-from sglang_kvq.rotations.storage.tensors import plain_tensor
+from sglang_kvq.rotations.storage.registry import HubLocation
+from sglang_kvq.rotations.storage.schema import (
+    CONFIG_FILE,
+    TRANSFORM_VERSION,
+    RotationConfig,
+    dumps,
+    parse_config,
+    plain_tensor,
+)
 
 #: The tensors of each format_version of config.json: keys and queries share a rotation; queries have their own; all
 #: that transform coding needs.
@@ -54,10 +52,8 @@ def load_rotations(
     """Load and check rotations for a model of this geometry.
 
     Args:
-        location: a folder in either layout, a file of one, or a place on the hub, ``org/name[/folder][@revision]``,
-            which is downloaded (or taken from the local hub cache) when no such folder exists.
-        numbers: the model's numbers of its layers, by which published files may name them; None takes published
-            layers in the order of their numbers.
+        location: a folder in either layout, a file of one, or a place on the hub, ``org/name[/folder][@revision]``.
+        numbers: the model's numbers of its layers, by which published files may name them.
 
     Raises:
         KVQuantError: nothing there; hub unreachable; file missing, truncated, altered or refused; other
@@ -74,33 +70,24 @@ def load_once(
     The hub is asked once in a process. The tensors are shared by all callers; do not write to them.
     """
     place = _resolve(str(location), _download_once)
-    return _load_kept(place, _stamp(place), layers, kv_heads, head_dim, numbers)
+    return _load_kept(place, layers, kv_heads, head_dim, numbers, _stamp(place))
 
 
 def read_local(folder: Path) -> tuple[Rotations, int | None]:
-    """``read_rotations`` of a folder on this machine.
-
-    Raises:
-        KVQuantError: also if it is none.
-    """
+    """``read_rotations`` of a folder on this machine."""
     if not folder.is_dir():
         raise KVQuantError(f"{folder}: no such folder. {_NO_ROTATIONS}")
     return read_rotations(folder)
 
 
 def read_rotations(location: str | Path) -> tuple[Rotations, int | None]:
-    """Load rotations of whatever geometry they have, checked for orthogonality.
-
-    Returns:
-        the rotations, and the KV heads of their model if the files tell.
-    """
+    """Loads and checks rotations of whatever geometry, and the KV heads of their model if the files tell."""
     rotations, kv_heads = _load(_resolve(str(location)))
     heads = max(rotations.k.shape[1], rotations.v.shape[1])
     known_heads = kv_heads or (heads if heads > 1 else None)
     check_rotations(
         rotations, layers=rotations.k.shape[0], kv_heads=known_heads or heads, head_dim=rotations.k.shape[-1]
     )
-    check_meta(rotations.meta, layers=rotations.k.shape[0])
     return rotations, known_heads
 
 
@@ -112,7 +99,6 @@ def save_rotations(rotations: Rotations, folder: str | Path, *, kv_heads: int, o
     """
     layers, _, head_dim, _ = rotations.k.shape
     check_rotations(rotations, layers=layers, kv_heads=kv_heads, head_dim=head_dim)
-    check_meta(rotations.meta, layers=layers)
     version = TRANSFORM_VERSION if rotations.is_transform else 1 if rotations.q is None else 2
     tensors: dict[str, torch.Tensor] = {}
     for name in (*TENSORS[version], *SPECTRA):
@@ -134,7 +120,7 @@ def save_rotations(rotations: Rotations, folder: str | Path, *, kv_heads: int, o
             **meta,
             "sha256": _sha256((temporary / TENSOR_FILE).read_bytes()),
         }
-        (temporary / CONFIG_FILE).write_text(_dumps(config) + "\n")
+        (temporary / CONFIG_FILE).write_text(dumps(config) + "\n")
 
 
 def convert_rotations(
@@ -183,11 +169,7 @@ def new_folder(folder: str | Path, *, overwrite: bool) -> Iterator[Path]:
 
 
 def check_output(folder: Path, *, overwrite: bool) -> None:
-    """Refuse an output folder that exists, unless it may be replaced and holds rotations or nothing.
-
-    Raises:
-        KVQuantError: it names the folder and the fix.
-    """
+    """Refuse an output folder that exists, unless it may be replaced and holds rotations or nothing."""
     try:
         if not folder.exists():
             return
@@ -206,11 +188,12 @@ def check_output(folder: Path, *, overwrite: bool) -> None:
 
 
 def _unwritable(folder: Path, error: Exception) -> KVQuantError:
-    reason = getattr(error, "strerror", None) or first_line(error)
-    return KVQuantError(f"cannot write {folder}: {reason}; free some space, or choose another --output.")
+    return KVQuantError(f"cannot write {folder}: {first_line(error)}; free some space, or choose another --output.")
 
 
-def _load_checked(place: Path, layers: int, kv_heads: int, head_dim: int, numbers: LayerNumbers | None) -> Rotations:
+def _load_checked(
+    place: Path, layers: int, kv_heads: int, head_dim: int, numbers: LayerNumbers | None, stamp: _FileStamps = ()
+) -> Rotations:
     rotations, known_heads = _load(place, layers, numbers)
     # Shared rotations fit any number of heads in shape; the recorded geometry still tells another model.
     if known_heads is not None and known_heads != kv_heads:
@@ -219,15 +202,11 @@ def _load_checked(place: Path, layers: int, kv_heads: int, head_dim: int, number
             f"({rotations.meta.base_model}); this model has {kv_heads}. {_NO_ROTATIONS}"
         )
     check_rotations(rotations, layers=layers, kv_heads=kv_heads, head_dim=head_dim)
-    check_meta(rotations.meta, layers=layers)
     return rotations
 
 
-@lru_cache(maxsize=1)  # a large model's take some hundred megabytes
-def _load_kept(
-    place: Path, stamp: _FileStamps, layers: int, kv_heads: int, head_dim: int, numbers: LayerNumbers | None
-) -> Rotations:
-    return _load_checked(place, layers, kv_heads, head_dim, numbers)
+#: Keeps the last rotations, of which a large model's take some hundred megabytes, until their files' stamps differ.
+_load_kept = lru_cache(maxsize=1)(_load_checked)
 
 
 def _stamp(place: Path) -> _FileStamps:
@@ -335,27 +314,20 @@ def _resolve(location: str, download: Callable[[HubLocation], Path] = hub.downlo
         if path.is_dir() or path.is_file():
             return path
     except (OSError, RuntimeError, ValueError) as error:  # no such user, a name too long, a folder closed to us
-        reason = getattr(error, "strerror", None) or first_line(error)
-        raise KVQuantError(f"{location}: not a folder that can be read ({reason}). {_NO_ROTATIONS}") from error
+        raise KVQuantError(
+            f"{location}: not a folder that can be read ({first_line(error)}). {_NO_ROTATIONS}"
+        ) from error
     place = HubLocation.parse(location)
     if place is None:
         raise KVQuantError(f"{location}: no such folder. {_NO_ROTATIONS}")
     return download(place)
 
 
-@lru_cache(maxsize=8)
-def _download_once(place: HubLocation) -> Path:
-    return hub.download(place)
+_download_once = lru_cache(maxsize=8)(hub.download)
 
 
 def _digests(data: dict[str, bytes]) -> dict[str, str]:
     return {name: _sha256(content) for name, content in data.items()}
-
-
-def _dumps(config: dict[str, Any]) -> str:
-    """JSON with one line per field; lists of numbers are not spread over a line each."""
-    text = json.dumps(config, indent=2)
-    return re.sub(r"\[\s+([-\d.e,\s]+?)\s+\]", lambda m: "[" + re.sub(r"\s+", " ", m[1]) + "]", text)
 
 
 def _sha256(data: bytes) -> str:

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import hashlib
 import re
 import threading
+from collections import defaultdict
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
-from sglang_kvq.errors import KVQuantError
-from sglang_kvq.rotations.messages import first_line
+from sglang_kvq.errors import KVQuantError, first_line
 from sglang_kvq.rotations.storage import published
-from sglang_kvq.rotations.storage.config_file import CONFIG_FILE
-from sglang_kvq.rotations.storage.location import HubLocation
-from sglang_kvq.rotations.storage.registry import published_at
+from sglang_kvq.rotations.storage.registry import HubLocation, published_at
+from sglang_kvq.rotations.storage.schema import CONFIG_FILE
 
 TENSOR_FILE = "rotations.safetensors"
 #: Seconds after which a hub that has not said what it holds counts as out of reach.
@@ -36,8 +35,8 @@ def download(location: HubLocation) -> Path:
     The cache serves where the hub does not answer, and what is asked for by its commit.
 
     Raises:
-        KVQuantError: hub unreachable and nothing cached; no such repository, revision or folder; several folders; a
-            file of another digest than the registry's. Said within ``TIMEOUT`` seconds where the hub does not answer.
+        KVQuantError: hub unreachable and nothing cached; no such repository, revision or folder; several folders; only
+            shared files of a model that needs one matrix per KV head. It comes within ``TIMEOUT`` seconds.
     """
     listing = _cached_commit(location) or _listing(location)
     try:
@@ -46,7 +45,7 @@ def download(location: HubLocation) -> Path:
         raise _explained(error, location, listing) from error
     root = listing.snapshot or _fetch(location, [f"{folder}/{n}" if folder else n for n in names])
     found = root / folder
-    _check_registry(location, found, names)
+    _check_registry(location, names)
     chosen = location.folder.rpartition("/")[2]
     return found / chosen if chosen in names else found
 
@@ -58,11 +57,9 @@ def find_folder(files: list[str], wanted: str, repo: str, revision: str | None =
         files: paths of the repo's files.
         wanted: a folder's path, or a model's name: a folder whose path contains it, whole but for tags of the
             calibration after it; an exact name goes first. Or a rotation file's path.
-        revision: what to name in messages.
 
     Raises:
-        KVQuantError: none or several; several pairs of files in it; rotations of MLA's latents. The message lists what
-            there is.
+        KVQuantError: none or several; several pairs of files in it; rotations of MLA's latents.
     """
     at = f"@{revision}" if revision else ""
     contents = _folders(files)
@@ -74,11 +71,7 @@ def find_folder(files: list[str], wanted: str, repo: str, revision: str | None =
 
 
 def rotation_files(names: set[str], where: str, chosen: str | None = None) -> tuple[str, ...]:
-    """Returns the files that are read: both files of our layout, or a published pair and its config.json.
-
-    Raises:
-        KVQuantError: none; or as ``published.choose_pair``.
-    """
+    """Returns the files that are read: both files of our layout, or a published pair and its config.json."""
     if chosen is None and {TENSOR_FILE, CONFIG_FILE} <= names:
         return TENSOR_FILE, CONFIG_FILE
     pair = published.choose_pair(names, where, chosen)
@@ -89,10 +82,10 @@ def rotation_files(names: set[str], where: str, chosen: str | None = None) -> tu
 
 def _folders(files: list[str]) -> dict[str, set[str]]:
     """Names of files by folder."""
-    found: dict[str, set[str]] = {}
+    found: dict[str, set[str]] = defaultdict(set)
     for file in files:
         folder, _, name = file.rpartition("/")
-        found.setdefault(folder, set()).add(name)
+        found[folder].add(name)
     return found
 
 
@@ -151,7 +144,7 @@ def _listing(location: HubLocation) -> _Listing:
         snapshot = cached(location.repo, location.revision)
         if snapshot is None:
             raise _unreachable(location, error) from error
-        return _Listing(_files_of(snapshot), snapshot, error)
+        return _Listing(files_of(snapshot), snapshot, error)
 
 
 def _cached_commit(location: HubLocation) -> _Listing | None:
@@ -159,7 +152,7 @@ def _cached_commit(location: HubLocation) -> _Listing | None:
     if not _COMMIT.fullmatch(location.revision or ""):
         return None
     snapshot = cached(location.repo, location.revision)
-    files = _files_of(snapshot) if snapshot else []
+    files = files_of(snapshot) if snapshot else []
     try:
         find_folder(files, location.folder, location.repo, location.revision)
     except KVQuantError:
@@ -167,33 +160,25 @@ def _cached_commit(location: HubLocation) -> _Listing | None:
     return _Listing(files, snapshot)
 
 
-def _files_of(snapshot: Path) -> list[str]:
+def files_of(snapshot: Path) -> list[str]:
+    """Paths of a cached repo's files."""
     return [path.relative_to(snapshot).as_posix() for path in snapshot.rglob("*") if path.is_file()]
 
 
 def _within(seconds: float, call: Callable[[], _T]) -> _T:
-    """A call's result. A name server or an address that does not answer takes longer than the client's own timeout.
-
-    Raises:
-        TimeoutError: it takes longer; it is left to itself.
-    """
-    results: list[_T] = []
-    errors: list[Exception] = []
+    """A call's result. A name server or an address that does not answer takes longer than the client's own timeout."""
+    answer: Future[_T] = Future()
 
     def run() -> None:
         try:
-            results.append(call())
+            answer.set_result(call())
         except Exception as error:
-            errors.append(error)
+            answer.set_exception(error)
 
-    thread = threading.Thread(target=run, daemon=True, name="kvq-hub")
-    thread.start()
-    thread.join(seconds)
-    if errors:
-        raise errors[0]
-    if not results:
+    threading.Thread(target=run, daemon=True, name="kvq-hub").start()
+    if not wait([answer], seconds).done:
         raise TimeoutError(f"no answer within {seconds:g} seconds")
-    return results[0]
+    return answer.result()
 
 
 def _fetch(location: HubLocation, patterns: list[str]) -> Path:
@@ -205,25 +190,15 @@ def _fetch(location: HubLocation, patterns: list[str]) -> Path:
         raise _unreachable(location, error) from error
 
 
-def _check_registry(location: HubLocation, folder: Path, names: tuple[str, ...]) -> None:
-    """Refuse files that are not those that the registry knows at a location."""
+def _check_registry(location: HubLocation, names: tuple[str, ...]) -> None:
+    """Refuse shared rotations of a model that needs one matrix per KV head."""
     entry = published_at(location)
-    if entry is None:
-        return
-    if entry.per_head and not set(published.PER_HEAD) <= set(names):
+    if entry and entry.per_head and not set(published.PER_HEAD) <= set(names):
         raise KVQuantError(
             f"{location}: of this model's rotations only the shared ones are here ({', '.join(names)}), which cost it "
             f"most of its accuracy; {' and '.join(published.PER_HEAD)} are needed. Fetch them with a network, or make "
             "rotations with `kvq calibrate MODEL`."
         )
-    for file, wanted in entry.sha256.items():
-        digest = hashlib.sha256((folder / file).read_bytes()).hexdigest() if (folder / file).is_file() else "missing"
-        if digest != wanted:
-            raise KVQuantError(
-                f"{location}: sha256 of {file} is {digest}, the registry expects {wanted}; the repo changed or the "
-                f"download is damaged: delete {folder} to fetch it again, or pass rotations you trust to "
-                "--kv-quant-rotations."
-            )
 
 
 def _explained(error: KVQuantError, location: HubLocation, listing: _Listing) -> KVQuantError:

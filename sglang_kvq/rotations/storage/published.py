@@ -3,8 +3,7 @@
 Each is ``{"format_version": int, "objective": str, "source_grouping": str, "layers": {layer: {"layer_id": int,
 "rotation": float32, "eigenvalues": float32}}}``. In version 1 a layer's heads share a rotation ``[D, D]``, with
 eigenvalues ``[D]``; in version 2 each KV head has its own, ``[heads, D, D]`` and ``[heads, D]``. Eigenvalues may be
-missing. Layers have the model's own numbers, as integers or strings:
-those of its layers of full attention, or of all.
+missing. Layers have the model's own numbers, as integers or strings: those of full attention, or of all.
 
 A folder may hold several pairs. That of version 2, where there is one, is never passed over: see ``choose_pair``.
 We write version 1, for heads of their own with source_grouping "head", and number layers from 0.
@@ -22,12 +21,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from sglang_kvq.errors import KVQuantError
+from sglang_kvq.errors import KVQuantError, first_line, shorten
 from sglang_kvq.rotations.base import RotationMeta, Rotations
 from sglang_kvq.rotations.identity import LayerNumbers
-from sglang_kvq.rotations.messages import first_line, shorten
-from sglang_kvq.rotations.storage.config_file import CONFIG_FILE
-from sglang_kvq.rotations.storage.tensors import plain_tensor
+from sglang_kvq.rotations.storage.schema import CONFIG_FILE, plain_tensor
 
 
 class Pair(NamedTuple):
@@ -71,10 +68,7 @@ def latents_error(where: str) -> KVQuantError:
 def choose_pair(names: Collection[str], where: str, chosen: str | None = None) -> Pair | None:
     """The files that a folder's rotations are read from; None if it has none of this layout.
 
-    Args:
-        names: files of the folder.
-        where: its name, for messages.
-        chosen: one of them, if the user named it: then its pair is meant, whatever else there is.
+    If the user named one of the files, ``chosen``, its pair is meant, whatever else there is.
 
     Raises:
         KVQuantError: a file without its partner; several pairs, none of them ``PER_HEAD``.
@@ -117,7 +111,6 @@ def load_published(
     """Rotations of a pair of files; orthogonality is checked by the caller.
 
     Args:
-        folder: where they lie; only named in messages.
         data: contents of both files, by name, and of ``config.json`` if the folder has one.
         layers: how many the model's cache holds; None takes as many as the files have.
         numbers: the numbers that the model gives them; None takes the files' in order.
@@ -168,11 +161,7 @@ def _version_error(path: Path, version: Any) -> KVQuantError:
 
 
 class _File:
-    """One of the two files, its table of layers checked.
-
-    Attributes:
-        entries: a layer's ``rotation`` and ``eigenvalues``, by its number.
-    """
+    """One of the two files, with its table of layers, checked: ``entries`` by a layer's number."""
 
     def __init__(self, path: Path, data: bytes) -> None:
         document = _unpickle(path, data)
@@ -268,21 +257,14 @@ def _unpickle(path: Path, data: bytes) -> dict[Any, Any]:
 
 
 def save_published(rotations: Rotations, folder: Path) -> None:
-    """Write both files into the existing ``folder``. The clip ratios and corpus are not part of this layout.
-
-    Raises:
-        KVQuantError: queries are not rotated like keys, or they are for transform coding, which this layout cannot say.
-    """
-    if rotations.is_transform:
-        raise KVQuantError(
-            f"{rotations.meta.source or 'rotations'}: transform coding has matrices of queries and outputs, a mean and "
-            "energies (composition transform), which the published layout has no place for; calibrate with "
-            "--composition oscar or offset to convert."
-        )
+    """Write both files into the existing ``folder``. The clip ratios and corpus are not part of this layout."""
     if rotations.q is not None:
+        what = "queries and keys have different matrices (composition balanced)"
+        if rotations.is_transform:
+            what = "transform coding has matrices of queries and outputs, a mean and energies (composition transform)"
         raise KVQuantError(
-            f"{rotations.meta.source or 'rotations'}: queries and keys have different matrices (composition balanced), "
-            "which the published layout has no place for; calibrate with --composition oscar or offset to convert."
+            f"{rotations.meta.source or 'rotations'}: {what}, which the published layout has no place for; calibrate "
+            "with --composition oscar or offset to convert."
         )
     for name, r, eigen in (
         (K_FILE, rotations.k, rotations.k_eigenvalues),
@@ -299,11 +281,5 @@ def save_published(rotations: Rotations, folder: Path) -> None:
             }
             for i in range(r.shape[0])
         }
-        grouping = "layer" if shared else "head"
-        document = {
-            "format_version": 1,
-            "objective": rotations.meta.objective,
-            "source_grouping": grouping,
-            "layers": entries,
-        }
-        torch.save(document, folder / name)
+        about = {"objective": rotations.meta.objective, "source_grouping": "layer" if shared else "head"}
+        torch.save({"format_version": 1, **about, "layers": entries}, folder / name)

@@ -1,14 +1,39 @@
-"""Rotations that others publish on the Hugging Face hub, and the models they belong to."""
+"""Places on the Hugging Face hub, ``org/name[/folder][@revision]``, and the rotations that others publish there."""
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
-
-from sglang_kvq.rotations.storage.location import HubLocation
+from dataclasses import dataclass
 
 #: Repository of OSCAR's authors (arXiv 2605.17757).
 ROTATION_ZOO = "Zhongzhu/OSCAR-RotationZoo"
+
+_PART = r"[\w.+=,-]+"
+_HUB = re.compile(
+    rf"(?P<repo>\w[\w.-]*/\w[\w.-]*)(?:/(?P<folder>{_PART}(?:/{_PART})*))?(?:@(?P<revision>{_PART}(?:/{_PART})*))?"
+)
+
+
+@dataclass(frozen=True)
+class HubLocation:
+    """A folder of a repository ``org/name`` on the hub, at a branch, tag or commit.
+
+    The folder is a path, a model's name (``hub.find_folder``), or "" for the root.
+    """
+
+    repo: str
+    folder: str = ""
+    revision: str | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> HubLocation | None:
+        """The location that ``text`` names; None if it cannot be on the hub."""
+        found = _HUB.fullmatch(text)
+        return found and cls(found["repo"], found["folder"] or "", found["revision"])
+
+    def __str__(self) -> str:
+        path = f"{self.repo}/{self.folder}" if self.folder else self.repo
+        return f"{path}@{self.revision}" if self.revision else path
 
 
 @dataclass(frozen=True)
@@ -21,9 +46,6 @@ class Published:
         inferred: the folder's name comes from its authors' scripts; nobody has listed the repository to confirm it.
         refused: why ``--kv-quant`` does not serve the model; "" if it does.
         per_head: the folder holds one matrix per KV head beside older shared ones, which cost this model its accuracy.
-        repo: hub repository that holds the folder.
-        revision: regular expression of the model's revisions that they fit, if it matters.
-        sha256: digests of the files, by name, when known; a download that differs is refused.
     """
 
     model: str
@@ -31,18 +53,14 @@ class Published:
     inferred: bool = False
     refused: str = ""
     per_head: bool = False
-    repo: str = ROTATION_ZOO
-    revision: str = ".*"
-    sha256: dict[str, str] = field(default_factory=dict)
 
     @property
     def location(self) -> str:
-        return f"{self.repo}/{self.path}"
+        return f"{ROTATION_ZOO}/{self.path}"
 
-    def fits(self, name: str, revision: str | None = None) -> bool:
-        """Returns True if a model of that name (the last component of its path or id) and revision is this one."""
-        same = re.search(rf"^{re.escape(self.model)}(?=$|-fp8)", name, re.IGNORECASE) is not None
-        return same and (revision is None or re.fullmatch(self.revision, revision) is not None)
+    def fits(self, name: str) -> bool:
+        """Returns True if a model of that name (the last component of its path or id) is this one."""
+        return re.search(rf"^{re.escape(self.model)}(?=$|-fp8)", name, re.IGNORECASE) is not None
 
 
 #: The folders of ``ROTATION_ZOO``: those that have been seen there, then those that only its authors' scripts name.
@@ -64,9 +82,9 @@ PUBLISHED = (
 
 def published_at(location: HubLocation) -> Published | None:
     """The entry of a folder, at whatever revision; None if it has none."""
-    return next((e for e in PUBLISHED if (e.repo, e.path) == (location.repo, location.folder)), None)
+    return next((e for e in PUBLISHED if location.repo == ROTATION_ZOO and e.path == location.folder), None)
 
 
-def published_for(name: str, revision: str | None = None, repo: str = ROTATION_ZOO) -> Published | None:
-    """A repository's entry for a model of that name and revision; None if it has none."""
-    return next((e for e in PUBLISHED if e.repo == repo and e.fits(name, revision)), None)
+def published_for(name: str) -> Published | None:
+    """The entry for a model of that name; None if it has none."""
+    return next((entry for entry in PUBLISHED if entry.fits(name)), None)

@@ -15,20 +15,15 @@ from typing import Any
 
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.rotations.identity import identity
-from sglang_kvq.rotations.storage.config_file import CONFIG_FILE, TRANSFORM_VERSION, parse_config
 from sglang_kvq.rotations.storage.hub import TENSOR_FILE
-from sglang_kvq.rotations.storage.location import HubLocation
-from sglang_kvq.rotations.storage.registry import published_at, published_for
+from sglang_kvq.rotations.storage.registry import ROTATION_ZOO, HubLocation, published_at, published_for
+from sglang_kvq.rotations.storage.schema import CONFIG_FILE, TRANSFORM_VERSION, parse_config
 
 
-def find_rotations(model_path: str, hf_config: Any, revision: str | None = None, *, transform: bool = False) -> str:
+def find_rotations(model_path: str, hf_config: Any, *, transform: bool = False) -> str:
     """The location, for ``load_rotations``, of the rotations calibrated on this model.
 
-    Args:
-        model_path: hub id or local folder, as the user gave it.
-        hf_config: the model's transformers config (or its dict).
-        revision: the model's revision on the hub, if one was asked for.
-        transform: those for transform coding; others do without these.
+    ``model_path`` is as the user gave it. Rotations for transform coding and others are apart.
 
     Raises:
         KVQuantError: none known; the message says how to make or choose some.
@@ -48,7 +43,7 @@ def find_rotations(model_path: str, hf_config: Any, revision: str | None = None,
                 f"--kv-quant-rotations {folder}; better: `{calibrate}`."
             )
         return str(folder)
-    entry = None if transform else published_for(name, revision)
+    entry = None if transform else published_for(name)
     if entry is not None and not entry.refused:
         return entry.location
     raise KVQuantError(
@@ -62,12 +57,10 @@ def with_folder(location: str, model_path: str) -> str:
     """Adds the model's folder to a repository that publishes rotations for it: ``org/name[@revision]``.
 
     Other locations are returned as they are.
-
-    Args:
-        model_path: hub id or local folder, as the user gave it.
     """
     place = None if os.path.exists(location) else HubLocation.parse(location)
-    entry = place and not place.folder and published_for(Path(model_path).name, repo=place.repo)
+    known = place and place.repo == ROTATION_ZOO and not place.folder
+    entry = published_for(Path(model_path).name) if known else None
     return str(replace(place, folder=entry.path)) if place and entry else location
 
 
@@ -92,11 +85,7 @@ def shipped() -> list[tuple[Path, dict[str, Any]]]:
 
 
 def zoo_folder() -> Path:
-    """The shipped rotations: the installed package's data, or ``rotation_zoo/`` of a checkout.
-
-    Raises:
-        KVQuantError: neither exists: a broken installation.
-    """
+    """The shipped rotations: the installed package's data, or ``rotation_zoo/`` of a checkout."""
     spec = find_spec("sglang_kvq.rotation_zoo")
     installed = [Path(p) for p in (spec.submodule_search_locations or ())] if spec else []
     for folder in (*installed, Path(__file__).resolve().parents[3] / "rotation_zoo"):

@@ -23,10 +23,10 @@ from sglang_kvq.errors import KVQuantError, unknown
 from sglang_kvq.formats.record import RecordFormat
 from sglang_kvq.methods import METHOD_NAMES, RotationKind, get_method
 from sglang_kvq.rotations.calibration.eligible import needs_code, why_not
-from sglang_kvq.rotations.calibration.model_source import find_model
+from sglang_kvq.rotations.calibration.model_files import find_model
 from sglang_kvq.rotations.identity import cached_layers, unapplied_window
 from sglang_kvq.rotations.resolve import locate_rotations, resolve_formats, resolve_rotations
-from sglang_kvq.rotations.storage.location import HubLocation
+from sglang_kvq.rotations.storage.registry import HubLocation
 from sglang_kvq.rotations.storage.zoo import is_inferred
 from sglang_kvq.sglang.architectures import Answer, Family, family_of
 from sglang_kvq.sglang.doctor.capacity import capacity

@@ -159,8 +159,8 @@ def _import_error(table: list[hooks.Hook]) -> Exception | None:
 
 
 def shipped_rotations() -> str:
-    from sglang_kvq.rotations.storage.config_file import CONFIG_FILE
     from sglang_kvq.rotations.storage.files import read_rotations
+    from sglang_kvq.rotations.storage.schema import CONFIG_FILE
     from sglang_kvq.rotations.storage.zoo import zoo_folder
 
     folders = sorted(path.parent for path in zoo_folder().glob(f"*/{CONFIG_FILE}"))

@@ -22,17 +22,17 @@ def test_gaussian_rows_want_clipping_and_outliers_that_carry_the_row_none():
         error, size = clip_errors(context, grid=GRID, starts=[576])
         errors.append(error / size)
     errors += errors[:1] * 4  # most layers are like the first
-    best = choose_clips(torch.stack(errors), GRID, per_layer=True)
+    best = choose_clips(torch.stack(errors), per_layer=True)
     assert [GRID[i] for i in best[0].tolist()] == [0.88, 0.88] and [GRID[i] for i in best[1].tolist()] == [1.0, 1.0]
-    common = choose_clips(torch.stack(errors), GRID, per_layer=False)
+    common = choose_clips(torch.stack(errors), per_layer=False)
     assert (common == common[0]).all()
 
 
 def test_a_layer_departs_from_the_others_only_for_a_clear_gain():
     others, slight, clear = [4.0, 1.0, 2.0, 3.0], [4.0, 1.0, 0.98, 3.0], [4.0, 3.0, 0.2, 3.0]
     errors = torch.tensor([others] * 8 + [slight, clear], dtype=torch.float64)[:, None].expand(-1, 2, -1)
-    assert choose_clips(errors, GRID, per_layer=True)[:, 0].tolist() == [1] * 9 + [2]
-    assert choose_clips(1000 * errors, GRID, per_layer=True)[:, 0].tolist() == [1] * 9 + [2]
+    assert choose_clips(errors, per_layer=True)[:, 0].tolist() == [1] * 9 + [2]
+    assert choose_clips(1000 * errors, per_layer=True)[:, 0].tolist() == [1] * 9 + [2]
 
 
 def test_queries_are_past_the_window_and_within_the_context():

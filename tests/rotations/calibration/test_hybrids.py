@@ -8,11 +8,11 @@ import torch
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.rotations import load_rotations, save_rotations
 from sglang_kvq.rotations.calibration.hf_attention import attention_hook
-from sglang_kvq.rotations.calibration.output_weights import output_weights
+from sglang_kvq.rotations.calibration.rope import turn_of
 from sglang_kvq.rotations.calibration.run import calibrate
 from sglang_kvq.rotations.calibration.settings import CalibrationSettings
+from sglang_kvq.rotations.calibration.transform import output_weights
 from sglang_kvq.rotations.identity import cached_layers, geometry_of
-from sglang_kvq.rotations.maths.rope import turn_of
 
 SETTINGS = CalibrationSettings(
     context=512, tokens=1024, sink=64, recent=64, positions=4096, clip_contexts=1, sensitivity_contexts=1,

@@ -14,8 +14,8 @@ from sglang_kvq.cli import app
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.rotations import load_rotations, save_rotations
 from sglang_kvq.rotations.calibration import run, to_folder
-from sglang_kvq.rotations.inspection.budget_tables import FEW_TOKENS, recommendation
 from sglang_kvq.rotations.inspection.budgets import BudgetDivergence, Measured
+from sglang_kvq.rotations.inspection.recommend import FEW_TOKENS, recommendation
 from tests.rotations.helpers import random_rotations, tiny_model_folder
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -6,9 +6,9 @@ import torch
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.rotations.base import check_rotations
 from sglang_kvq.rotations.calibration.hf_attention import attention_hook
+from sglang_kvq.rotations.calibration.rope import roped_layers
 from sglang_kvq.rotations.calibration.run import calibrate
 from sglang_kvq.rotations.calibration.settings import CalibrationSettings
-from sglang_kvq.rotations.maths.rope import roped_layers
 from tests.rotations.helpers import tiny_llama
 
 pytestmark = pytest.mark.usefixtures("one_thread")

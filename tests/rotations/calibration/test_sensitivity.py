@@ -6,9 +6,9 @@ import torch
 from sglang_kvq.rotations import find_rotations, load_rotations
 from sglang_kvq.rotations.calibration.hf_model import embedding_rows, load_model, tokenize
 from sglang_kvq.rotations.calibration.run import calibrate
-from sglang_kvq.rotations.calibration.sensitivity import VARIANTS, LayerQuantizer, exact_sums, fisher_sums
+from sglang_kvq.rotations.calibration.sensitivity import VARIANTS, LayerQuantizer, fisher_sums
 from sglang_kvq.rotations.calibration.settings import CalibrationSettings
-from tests.rotations.helpers import tiny_llama
+from tests.rotations.helpers import exact_sums, tiny_llama
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -1,11 +1,77 @@
-"""Settings of a calibration, and the positions that follow from them."""
+"""Settings of a calibration: its text, the parts of it that are used, and the positions that follow."""
 
 from dataclasses import replace
 
 import pytest
+import torch
 
 from sglang_kvq.errors import KVQuantError
-from sglang_kvq.rotations.calibration.settings import CalibrationSettings, first_positions, positions_of
+from sglang_kvq.rotations.calibration.settings import (
+    CalibrationSettings,
+    draw_contexts,
+    first_positions,
+    positions_of,
+    read_corpus,
+)
+
+IDS = torch.arange(10_000)
+
+
+def drawn(seed, tokens=2048):
+    return draw_contexts(IDS, CalibrationSettings(tokens=tokens, context=512, seed=seed))
+
+
+def test_seed_0_spreads_contexts_evenly():
+    assert drawn(0)[:, 0].tolist() == [0, 3162, 6325, 9488]
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize("tokens", [512, 2048, 9728])
+def test_other_seeds_draw_without_overlap(seed, tokens):
+    contexts = drawn(seed, tokens)
+    assert len(contexts) == tokens // 512 and (contexts[:, 1:] == contexts[:, :-1] + 1).all()
+    assert (contexts[1:, 0] - contexts[:-1, 0] >= 512).all() and torch.equal(contexts, drawn(seed, tokens))
+
+
+def test_seeds_differ():
+    assert len({tuple(drawn(seed)[:, 0].tolist()) for seed in range(5)}) == 5
+
+
+def test_seeds_reach_the_whole_corpus():
+    starts = torch.cat([drawn(seed)[:, 0] for seed in range(1, 200)])
+    assert starts.min() < 100 and starts.max() > 10_000 - 512 - 100
+
+
+def test_negative_seed():
+    with pytest.raises(KVQuantError, match="--seed -1"):
+        CalibrationSettings(seed=-1)
+
+
+def test_files_and_folders(tmp_path):
+    (tmp_path / "code" / "sub").mkdir(parents=True)
+    (tmp_path / "code" / "b.py").write_text("bb")
+    (tmp_path / "code" / "sub" / "a.txt").write_text("aa")
+    (tmp_path / "code" / "skip.bin").write_bytes(b"\xff\xfe")
+    (tmp_path / "c.txt").write_text("cccc")
+    text, name = read_corpus([tmp_path / "code", tmp_path / "c.txt"])
+    assert text == "bb\n\naa\n\ncccc" and name.endswith("/code, " + f"{tmp_path.name}/c.txt")
+    text, name = read_corpus([tmp_path / "c.txt"], 0.5)
+    assert text == "cc" and name.endswith("first 50% of its characters")
+
+
+def test_bad_texts(tmp_path):
+    (tmp_path / "x.txt").write_bytes(b"\xff\xfe\x00")
+    for path, message in (
+        (tmp_path / "x.txt", "UTF-8"),
+        (tmp_path / "no", "No such file"),
+        (tmp_path / "e", "no .txt"),
+    ):
+        if path.name == "e":
+            path.mkdir()
+        with pytest.raises(KVQuantError, match=message):
+            read_corpus([path])
+    with pytest.raises(KVQuantError, match="--text-share 0"):
+        read_corpus([tmp_path / "x.txt"], 0.0)
 
 
 def test_contexts_spread_over_the_positions_served(llama):

@@ -13,25 +13,23 @@ from sglang_kvq.rotations.base import RotationMeta, Rotations
 from sglang_kvq.rotations.calibration import checkpoint as checkpoint_module
 from sglang_kvq.rotations.calibration.checkpoint import Checkpoint, fingerprint
 from sglang_kvq.rotations.calibration.hf_attention import attention_hook
-from sglang_kvq.rotations.calibration.output_weights import output_weights
 from sglang_kvq.rotations.calibration.run import calibrate
-from sglang_kvq.rotations.calibration.sensitivity import exact_sums, fisher_sums
+from sglang_kvq.rotations.calibration.sensitivity import fisher_sums
 from sglang_kvq.rotations.calibration.settings import CalibrationSettings, draw_contexts
 from sglang_kvq.rotations.calibration.transform import (
     MEASURED,
     UNIT,
     UNMEASURED,
     PlaneQuantizer,
-    foreseen_error,
     importance_of,
+    output_weights,
     transform_rotations,
     with_importance,
 )
-from sglang_kvq.rotations.maths.attended import attended_moments
 from sglang_kvq.rotations.maths.fake_quant import RotatedContext, causal_attention
-from sglang_kvq.rotations.maths.moments import Moments, MomentSums, context_moments
-from sglang_kvq.rotations.maths.transform import PATTERNS, fold_steps, pattern_costs
-from tests.rotations.helpers import tiny_llama
+from sglang_kvq.rotations.maths.moments import Moments, MomentSums, attended_moments, context_moments
+from sglang_kvq.rotations.maths.transform import PATTERNS, coded_error, fold_steps, pattern_costs
+from tests.rotations.helpers import exact_sums, tiny_llama
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SETTINGS = CalibrationSettings(
@@ -166,13 +164,13 @@ def test_the_error_of_scores_is_foreseen(widths):
     queries = q.unflatten(0, (2, -1)).flatten(1, 2) @ folded.queries[0].double()
     moment = queries.mT @ queries / queries.shape[1]
     of_scores = float((error @ moment * error).sum(-1).mean(-1).sum())
-    foreseen = float(foreseen_error(found.k_energies, widths))
+    foreseen = float(coded_error(found.k_energies, torch.tensor(widths)))
     assert 0.5 * foreseen < of_scores < 2 * foreseen
 
     rows = (v @ folded.v[0]).bfloat16()
     back = code.dequantize(*code.quantize(rows)).double() @ folded.outputs[0].double().mT
     of_values = float((back - v).square().sum(-1).mean(-1).sum())
-    foreseen = float(foreseen_error(found.v_energies, widths))
+    foreseen = float(coded_error(found.v_energies, torch.tensor(widths)))
     assert 0.5 * foreseen < of_values < 2 * foreseen
 
 
@@ -180,7 +178,7 @@ def test_foreseen_errors_are_those_that_widths_are_chosen_by(calibrated):
     energies = calibrated.k_energies.double()
     costs = pattern_costs(energies, torch.ones(2))
     for widths in MEASURED.values():
-        torch.testing.assert_close(foreseen_error(energies, widths), costs[:, PATTERNS.index(widths)])
+        torch.testing.assert_close(coded_error(energies, torch.tensor(widths)), costs[:, PATTERNS.index(widths)])
     assert [sum(widths) for widths in MEASURED.values()] == list(MEASURED)
 
 
@@ -245,15 +243,17 @@ def test_exact_attention_is_the_models_own(calibrated, llama, ids):
 def test_importance_is_cost_by_foreseen_error(calibrated):
     """Of three patterns their geometric mean; what costs nothing counts a little, not nothing."""
     wanted = torch.tensor([3.0, 0.02], dtype=torch.float64)
-    foreseen = torch.stack([foreseen_error(calibrated.k_energies, widths) for widths in MEASURED.values()], 1)
+    foreseen = torch.stack(
+        [coded_error(calibrated.k_energies, torch.tensor(widths)) for widths in MEASURED.values()], 1
+    )
     noise = torch.tensor([0.5, 1.0, 2.0], dtype=torch.float64)
     torch.testing.assert_close(importance_of(wanted[:, None] * foreseen * noise, foreseen), wanted)
     nothing = importance_of(wanted[:, None] * foreseen * torch.tensor([[1.0], [0.0]]), foreseen)
     assert float(nothing[0]) == pytest.approx(3.0) and 0 < float(nothing[1]) < 1e-6
     assert (importance_of(torch.zeros(2, 3).double(), foreseen) > 0).all()
 
-    of_v = torch.stack([foreseen_error(calibrated.v_energies, widths) for widths in MEASURED.values()], 1)
-    rotations = with_importance(calibrated, torch.cat([wanted[:, None] * foreseen, 5 * of_v], 1))
+    of_v = torch.stack([coded_error(calibrated.v_energies, torch.tensor(widths)) for widths in MEASURED.values()], 1)
+    rotations = with_importance(calibrated, torch.stack([wanted[:, None] * foreseen, 5 * of_v], -1).flatten(1))
     assert rotations.meta.importance["k"] == pytest.approx([3.0, 0.02])
     assert rotations.meta.importance["v"] == pytest.approx([5.0, 5.0])
 

@@ -11,7 +11,6 @@ from sglang_kvq.rotations import save_rotations
 from sglang_kvq.rotations.calibration.run import calibrate
 from sglang_kvq.rotations.calibration.settings import CalibrationSettings, draw_contexts
 from sglang_kvq.rotations.inspection import budgets as module
-from sglang_kvq.rotations.inspection.budget_tables import recommendation
 from sglang_kvq.rotations.inspection.budgets import (
     BudgetDivergence,
     HeldOut,
@@ -22,9 +21,10 @@ from sglang_kvq.rotations.inspection.budgets import (
     stored,
 )
 from sglang_kvq.rotations.inspection.candidates import candidate_of
-from sglang_kvq.rotations.inspection.divergence import FakeQuantAttention, mean_kl
+from sglang_kvq.rotations.inspection.divergence import FakeQuantAttention
+from sglang_kvq.rotations.inspection.recommend import recommendation
 from sglang_kvq.rotations.storage.files import read_local
-from tests.rotations.helpers import random_rotations, random_transform
+from tests.rotations.helpers import mean_kl, random_rotations, random_transform
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SETTINGS = CalibrationSettings(

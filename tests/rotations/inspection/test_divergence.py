@@ -8,8 +8,9 @@ from sglang_kvq.formats.page import PageFormat
 from sglang_kvq.rotations import find_rotations, load_rotations
 from sglang_kvq.rotations.calibration.hf_model import embedding_rows, load_model, tokenize
 from sglang_kvq.rotations.inspection.candidates import candidate_of
-from sglang_kvq.rotations.inspection.divergence import FakeQuantAttention, mean_kl
-from sglang_kvq.rotations.maths.hadamard import hadamard_matrix
+from sglang_kvq.rotations.inspection.divergence import FakeQuantAttention
+from sglang_kvq.rotations.maths.fixed import hadamard_matrix
+from tests.rotations.helpers import mean_kl
 
 
 @pytest.mark.usefixtures("one_thread")

@@ -17,9 +17,9 @@ from sglang_kvq.rotations import save_rotations
 from sglang_kvq.rotations.inspection.candidates import candidates_of
 from sglang_kvq.rotations.inspection.layer_errors import Measured
 from sglang_kvq.rotations.inspection.tables import report, to_json, top_share
-from sglang_kvq.rotations.maths.transform import Basis
+from sglang_kvq.rotations.maths.transform import coding_gain
 from sglang_kvq.rotations.storage import zoo
-from sglang_kvq.rotations.storage.config_file import CONFIG_FILE
+from sglang_kvq.rotations.storage.schema import CONFIG_FILE
 from sglang_kvq.rotations.storage.zoo import zoo_folder
 from tests.rotations.helpers import random_rotations, random_transform, tiny_llama, tiny_model_folder
 
@@ -80,7 +80,7 @@ def test_transform_coding_shows_gains_and_widths(tmp_path):
     found = json.loads(inspect(tmp_path / "mine", "--json", stream="stdout"))
     assert found["importance"] == rotations.meta.importance
     for part, energies in (("k", rotations.k_energies), ("v", rotations.v_energies)):
-        gains = Basis(energies, energies, energies.double()).coding_gain.mean(1)
+        gains = coding_gain(energies).mean(1)
         assert found["coding_gain_db"][part] == pytest.approx(gains.tolist()) and gains.min() > 0
         for layer, widths in enumerate(found["widths"][part]):
             assert "+".join(map(str, widths)) in output and f"{gains[layer]:.1f}" in output

@@ -6,7 +6,7 @@ import torch
 from sglang_kvq.formats.quantize import clip_rank, dequantize_rows, quantize_rows
 from sglang_kvq.rotations.base import Rotations, check_rotations
 from sglang_kvq.rotations.maths.compose import balance, compose, compose_keys, oscar_permutation
-from sglang_kvq.rotations.maths.hadamard import hadamard_matrix
+from sglang_kvq.rotations.maths.fixed import hadamard_matrix
 
 
 def test_oscar_composition_is_u_h_p():

@@ -44,35 +44,36 @@ def test_history_is_what_lies_between_sink_and_window():
 @pytest.mark.parametrize("balanced", [False, True], ids=["orthogonal", "balanced"])
 def test_rotations_change_nothing_but_rounding(heads, balanced):
     q, k, v = activations()
-    context = rotated(random_rotations(heads=heads, balanced=balanced))
+    context = rotated(random_rotations(heads=heads, balanced=balanced).whole())
     plain = causal_attention(q.float(), k.float(), v.float(), SCALE)
     torch.testing.assert_close(context.to_model_basis(context.exact()), plain, rtol=0.02, atol=0.02)
     torch.testing.assert_close(context.output(), context.exact(), rtol=1e-4, atol=1e-5)
 
 
-def test_rotations_of_a_model_and_of_a_worker_give_the_same():
-    rotations = random_rotations()
-    one, other = rotated(rotations), rotated(rotations.for_worker(range(2), 2, 0, 2))
-    for name in ("q", "k", "v", "back"):
+def test_heads_share_rotations_as_if_each_had_its_own():
+    rotations = random_rotations(heads=1)
+    one, other = rotated(rotations.whole()), rotated(rotations.for_worker(range(2), 2, 0, 2))
+    for name in ("q", "k", "v"):
         assert torch.equal(getattr(one, name), getattr(other, name)), name
+    assert torch.equal(one.to_model_basis(one.q), other.to_model_basis(other.q))
 
 
 def test_what_is_stored_is_bf16_and_queries_on_demand():
-    exact, rounded = rotated(random_rotations()), rotated(random_rotations(), round_queries=True)
+    rotations = random_rotations().whole()
+    exact, rounded = rotated(rotations), rotated(rotations, round_queries=True)
     assert all(torch.equal(x, x.bfloat16().float()) for x in (exact.k, exact.v, rounded.q))
     assert not torch.equal(exact.q, rounded.q) and torch.equal(exact.q.bfloat16().float(), rounded.q)
 
 
 def test_transform_coding_reads_what_plain_attention_does():
-    """Exact keys and values: a mean off all keys and matrices that undo each other change no output. As in a worker."""
-    rotations = random_transform()
+    """Exact keys and values: a mean off all keys and matrices that undo each other change no output."""
+    rotations = random_transform().whole()
     q, k, v = activations()
     want = causal_attention(*(x.float() for x in (q, k, v)), SCALE)
-    for r in (rotations, rotations.for_worker(range(2), 2, 0, 2)):
-        context = rotated(r)
-        got = context.to_model_basis(context.exact())
-        assert (got - want).norm() < 0.02 * want.norm()
-    no_mean = rotated(replace(rotations.for_worker(range(2), 2, 0, 2), k_mean=None))
+    context = rotated(rotations)
+    got = context.to_model_basis(context.exact())
+    assert (got - want).norm() < 0.02 * want.norm()
+    no_mean = rotated(replace(rotations, k_mean=None))
     assert float((no_mean.k - context.k).norm()) > 0.1 * float(context.k.norm()), "the mean is taken off"
 
 

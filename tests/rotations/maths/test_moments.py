@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from sglang_kvq.errors import KVQuantError
+from sglang_kvq.rotations.calibration.rope import mean_over_positions, turn_of
 from sglang_kvq.rotations.maths.moments import MOMENTS, MomentSums
-from sglang_kvq.rotations.maths.rope import mean_over_positions, mean_row_over_positions, turn_of
 
 SKIP, T, D = 8, 96, 64
 
@@ -27,14 +27,22 @@ def sums_of(contexts, layers=1) -> MomentSums:
     return sums
 
 
+def weighted(q, k, v):
+    """Values' moment of one context, by how much the scores of its queries vary with a token."""
+    q, k, v = (x[:, SKIP:].double() for x in (q, k, v))
+    qq = torch.stack([sum(x.T @ x for x in q[2 * h : 2 * h + 2]) for h in range(2)])
+    w = torch.einsum("htd,hde,hte->ht", k, qq, k)
+    return torch.einsum("ht,htd,hte->hde", w / w.mean(1, keepdim=True), v, v) / v.shape[1]
+
+
 @pytest.mark.parametrize("shared", [False, True])
 def test_moments_are_means_over_tokens_after_the_sink(activations, shared):
     found = sums_of(activations).mean(1, 2, shared=shared)
-    q, k, v = (torch.cat([x[n][:, SKIP:] for x in activations], 1).double() for n in range(3))
+    q, k = (torch.cat([x[n][:, SKIP:] for x in activations], 1).double() for n in range(2))
     expected = {
         "qq": torch.stack([sum(x.T @ x for x in q[2 * h : 2 * h + 2]) / (2 * q.shape[1]) for h in range(2)]),
         "kk": k.mT @ k / k.shape[1],
-        "vv": v.mT @ v / v.shape[1],
+        "vv": sum(weighted(*x) for x in activations) / len(activations),
         "k_mean": torch.stack([rows.sum(0) / len(rows) for rows in k]),
     }
     for name, x in expected.items():
@@ -45,15 +53,15 @@ def test_moments_are_means_over_tokens_after_the_sink(activations, shared):
 
 def test_they_survive_a_checkpoint(activations):
     sums, again = sums_of(activations, layers=2), MomentSums(SKIP)
-    again.restore(sums.state())
-    assert set(sums.state()) == {f"{name}.{layer}" for name in MOMENTS for layer in range(2)}
+    again.state.update(sums.state)
+    assert set(sums.state) == {f"{name}.{layer}" for name in MOMENTS for layer in range(2)}
     for a, b in zip(sums.mean(2, 2, shared=False), again.mean(2, 2, shared=False), strict=True):
         assert torch.equal(a, b)
 
 
 def test_a_mean_that_overflows_is_told(activations):
     sums = sums_of(activations)
-    sums.state()["k_mean.0"][1, 3] = float("inf")
+    sums.state["k_mean.0"][1, 3] = float("inf")
     with pytest.raises(KVQuantError, match="layer 0: keys hold NaN"):
         sums.mean(1, 2, shared=False)
 
@@ -65,7 +73,7 @@ def test_means_at_other_positions_are_those_of_turned_keys():
     generator = torch.Generator().manual_seed(0)
     keys = torch.randn(3, 50, D, generator=generator, dtype=torch.float64) + 1
     turned = torch.stack([keys @ turn(place) for place in places], 1).flatten(1, 2)
-    found = mean_row_over_positions(keys.mean(1), turn, places)
+    found = keys.mean(1) @ (sum(map(turn, places)) / len(places))
     torch.testing.assert_close(found, turned.mean(1))
     # A covariance about it: what is left of a moment when the mean of all positions is taken off all keys.
     moment = mean_over_positions(keys.mT @ keys / 50, turn, places)

@@ -135,7 +135,7 @@ def test_existing_output_is_kept(native):
 
 
 def test_failed_save_leaves_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr("sglang_kvq.rotations.storage.files.json.dumps", lambda *a, **k: 1 / 0)
+    monkeypatch.setattr("sglang_kvq.rotations.storage.schema.json.dumps", lambda *a, **k: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         save_rotations(random_rotations(), tmp_path / "r", kv_heads=2)
     assert list(tmp_path.iterdir()) == []
@@ -258,7 +258,7 @@ def test_a_worker_gets_its_own_outputs_and_means(tmp_path):
             mean, k = rotations.k_mean[1 + layer, 2 + head], rotations.k[1 + layer, 2 + head]
             left = keys @ worker.k[layer, head] - worker.k_mean[layer, head]
             torch.testing.assert_close(left, (keys - mean) @ k, atol=1e-3 * float(left.abs().max()), rtol=0)
-            assert torch.equal(worker.k_mean[layer, head], rotations.rotated_mean(1 + layer)[2 + head])
+            assert torch.equal(worker.k_mean[layer, head], rotations.whole().k_mean[1 + layer, 2 + head])
     assert random_rotations().for_worker(range(2), 2, 0, 2).k_mean is None
 
 
@@ -323,7 +323,7 @@ def test_a_file_without_one_of_its_tensors(tmp_path):
 @pytest.mark.parametrize(
     "importance",
     [None, {"k": [1.0, 2.0]}, {"k": [1.0], "v": [1.0, 1.0]}, {"k": [1.0, 0.0], "v": [1.0, 1.0]},
-     {"k": [1.0, 1.0], "v": [1.0, float("nan")]}, {"k": [1.0, "much"], "v": [1.0, 1.0]}, [1.0]],
+     {"k": [1.0, 1.0], "v": [1.0, float("nan")]}],
     ids=str,
 )  # fmt: skip
 def test_importances_are_checked(tmp_path, importance):

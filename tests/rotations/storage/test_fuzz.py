@@ -22,9 +22,9 @@ from sglang_kvq.rotations.identity import LayerNumbers
 from sglang_kvq.rotations.inspection import tables
 from sglang_kvq.rotations.resolve import resolve_formats
 from sglang_kvq.rotations.storage.card import model_card
-from sglang_kvq.rotations.storage.config_file import CONFIG_FILE
 from sglang_kvq.rotations.storage.files import read_rotations
 from sglang_kvq.rotations.storage.hub import TENSOR_FILE
+from sglang_kvq.rotations.storage.schema import CONFIG_FILE
 from tests.rotations.helpers import random_rotations, random_transform
 from tests.rotations.published_files import PER_HEAD, SHARED, document
 

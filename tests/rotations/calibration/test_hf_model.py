@@ -6,7 +6,7 @@ import os
 import pytest
 import torch
 
-from sglang_kvq.rotations.calibration.threads import limit_threads, one_thread, usable_cpus
+from sglang_kvq.rotations.calibration.hf_model import limit_threads, one_thread, usable_cpus
 
 
 @pytest.fixture(autouse=True)

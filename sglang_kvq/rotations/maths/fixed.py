@@ -1,4 +1,4 @@
-"""Orthonormal Hadamard matrices: a Sylvester or Paley core, doubled by Sylvester's construction."""
+"""Rotations that need no calibration: Hadamard matrices, and random ones per layer and KV head."""
 
 from __future__ import annotations
 
@@ -16,10 +16,8 @@ _PALEY_PRIMES = {12: 11, 20: 19}
 def hadamard_matrix(n: int) -> torch.Tensor:
     """Returns a Hadamard matrix of order n divided by sqrt(n), float64 ``[n, n]``.
 
-    Row 0 is constant: ``x @ H`` turns a row's component along axis 0 into a constant over the row.
-    Asymmetric quantization stores this constant in the zero point at no cost.
-
-    For a power of two the matrix is Sylvester's, symmetric. For 96 it is Paley's 12, doubled three times.
+    Row 0 is constant: ``x @ H`` turns a row's component along axis 0 into a constant over the row, which asymmetric
+    quantization stores in the zero point at no cost. A power of two has Sylvester's matrix, 96 Paley's 12, doubled.
 
     Raises:
         KVQuantError: n is not 1, 12 or 20 times a power of two.
@@ -39,20 +37,30 @@ def hadamard_matrix(n: int) -> torch.Tensor:
 
 
 def hadamard_rotations(layers: int, head_dim: int) -> Rotations:
-    """Returns the fixed rotation of ``--kv-quant hadamard``: one matrix for keys and values of every layer.
-
-    Raises:
-        KVQuantError: ``hadamard_matrix`` has no matrix of this order.
-    """
+    """Returns the fixed rotation of ``--kv-quant hadamard``: one matrix for keys and values of every layer."""
     shared = hadamard_matrix(head_dim).float().expand(layers, 1, head_dim, head_dim)
     return Rotations(k=shared, v=shared, meta=RotationMeta(objective="hadamard", source="fixed"))
 
 
 def _paley(prime: int) -> torch.Tensor:
     """Returns Paley I, order prime + 1, row and column 0 positive. https://en.wikipedia.org/wiki/Paley_construction"""
-    squares = {i * i % prime for i in range(1, prime)}
+    i = torch.arange(prime)
+    residues = torch.isin((i - i[:, None]) % prime, (i[1:] ** 2) % prime)
     h = torch.ones(prime + 1, prime + 1, dtype=torch.float64)
-    for i in range(prime):
-        for j in range(prime):
-            h[i + 1, j + 1] = 1.0 if (j - i) % prime in squares else -1.0
+    h[1:, 1:] = residues.double() * 2 - 1
     return h
+
+
+def random_rotations(layers: int, kv_heads: int, head_dim: int, seed: int = 0) -> Rotations:
+    """Draws orthogonal matrices uniformly (Haar measure), one per layer and KV head, for keys and values.
+
+    Each is Q of the QR decomposition of a Gaussian matrix, with column signs from R's diagonal (Mezzadri, arXiv
+    math-ph/0609050). All processes draw the same; tensor-parallel ranks draw all heads and keep their own.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    gauss = torch.randn(2, layers, kv_heads, head_dim, head_dim, generator=generator, dtype=torch.float64)
+    q, r = torch.linalg.qr(gauss)
+    q = (q * r.diagonal(dim1=-2, dim2=-1).sign().unsqueeze(-2)).float()
+    return Rotations(
+        q[0].contiguous(), q[1].contiguous(), RotationMeta(objective="random", source=f"random, seed {seed}")
+    )

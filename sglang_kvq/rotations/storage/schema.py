@@ -1,0 +1,136 @@
+"""Checks of a rotation folder's files, in which anything may be: ``config.json`` and single tensors."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError
+
+from sglang_kvq.errors import KVQuantError, shorten
+from sglang_kvq.rotations.base import RotationMeta
+
+#: Accepted in files; everything is computed in the first.
+DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+
+CONFIG_FILE = "config.json"
+#: ``format_version`` of rotations for transform coding.
+TRANSFORM_VERSION = 3
+#: Those that are read.
+VERSIONS = (1, 2, TRANSFORM_VERSION)
+
+_Size = Annotated[int, Field(ge=1, le=2**20)]
+#: Text that messages show.
+_Line = Annotated[str, Field(pattern=r"^[^\x00-\x1f\x7f-\x9f\u2028\u2029]*$")]
+
+
+class _Geometry(BaseModel):
+    model_config = ConfigDict(strict=True)
+
+    layers: _Size
+    kv_heads: _Size
+    head_dim: _Size
+
+
+class RotationConfig(BaseModel):
+    """Fields of the file. Those that ``RotationMeta`` has too are described there; others are kept as they are."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    format_version: _Size
+    geometry: _Geometry
+    sha256: str = Field(pattern="^[0-9a-f]{64}$")
+    granularity: str | None = None
+    objective: _Line = "unknown"
+    base_model: _Line | None = None
+    revision: _Line | None = None
+    model: dict[str, Any] = {}
+    # Numbers or lists; ``check_rotations`` checks the rest, which holds before a file is written, too.
+    clip_k: Any = None
+    clip_v: Any = None
+    corpus: str | None = None
+    tokens: int | None = None
+    seed: int | None = None
+    sensitivity: dict[Literal["k", "v"], dict[str, list[FiniteFloat]]] | None = None
+    sensitivity_unit: str | None = None
+    importance: dict[Literal["k", "v"], list[FiniteFloat]] | None = None
+    errors: dict[Literal["k", "v"], list[float]] | None = None
+
+    def meta(self, source: str, files: dict[str, str]) -> RotationMeta:
+        """Returns its content for rotations from ``source``, whose ``files`` have these digests."""
+        names = set(RotationMeta.__dataclass_fields__) & set(type(self).model_fields)
+        values = {name: getattr(self, name) for name in names}
+        for name in ("clip_k", "clip_v"):
+            if isinstance(values[name], list):
+                values[name] = tuple(values[name])
+        return RotationMeta(**values, source=source, files=files)
+
+
+def first_problem(error: ValidationError) -> str:
+    """Returns the first field that is wrong, with the reason and its value, on one line."""
+    first = error.errors(include_url=False)[0]
+    field = ".".join(str(part) for part in first["loc"])
+    problem = f"{field}: {first['msg']}" if field else first["msg"]
+    if field and first["type"] != "missing":
+        problem += f", not {shorten(first['input'])}"
+    return " ".join(problem.split())
+
+
+def parse_config(path: Path, data: bytes) -> RotationConfig:
+    """The config that ``data``, the content of the file at ``path``, holds.
+
+    Raises:
+        KVQuantError: no JSON; a field missing or of another kind; a version that is not read. Names the field.
+    """
+    try:
+        config = RotationConfig.model_validate_json(data)
+    except ValidationError as error:
+        raise KVQuantError(
+            f"{path}: not the config.json of rotations ({first_problem(error)}); correct it, or recreate the folder "
+            "with `kvq calibrate`."
+        ) from error
+    if config.format_version not in VERSIONS:
+        raise KVQuantError(
+            f"{path}: format_version {config.format_version}, this sglang-kvq reads {', '.join(map(str, VERSIONS))}; "
+            "update sglang-kvq."
+        )
+    return config
+
+
+def plain_tensor(where: str, name: str, x: Any, shape: Sequence[int] | None = None) -> torch.Tensor:
+    """``x`` in float32, if it is a dense tensor of floating-point numbers, all of which its file holds.
+
+    Its shape is the given one, or any without an empty dimension; ``where`` and ``name`` are for the refusal.
+    """
+    problem = _problem(x, shape)
+    if problem is not None:
+        raise KVQuantError(f"{where}: {name} {problem}; fetch the file again or recreate it with `kvq calibrate`.")
+    return x.detach().float()  # type: ignore[no-any-return]
+
+
+def _problem(x: Any, shape: Sequence[int] | None) -> str | None:
+    if not isinstance(x, torch.Tensor):
+        return f"is no tensor ({type(x).__name__})"
+    if x.layout is not torch.strided or x.is_quantized or x.device.type != "cpu":
+        return f"is no dense tensor in memory ({x.layout}, {x.device})"
+    if x.dtype not in DTYPES:
+        return f"has dtype {x.dtype}, expected {DTYPES[0]}"
+    if shape is not None and list(x.shape) != list(shape):
+        return f"has shape {list(x.shape)}, expected {list(shape)}"
+    if not x.numel():
+        return f"is empty (shape {list(x.shape)})"
+    if x.numel() * x.element_size() > x.untyped_storage().nbytes():
+        return f"has shape {list(x.shape)}, more than the file holds"
+    return None
+
+
+def dumps(config: dict[str, Any]) -> str:
+    """JSON with a line for each field and each row of a table; lists of numbers stay on one line."""
+    text = json.dumps(config, indent=2)
+    for numbers_or_row in (r"(\[)\n([-\d.e,\s]+)(\])", r"(\{)\n([^{}\[\]]+)(\})"):
+        text = re.sub(numbers_or_row, lambda m: m[1] + re.sub(r"\n\s*", " ", m[2]).strip() + m[3], text)
+    return text
