@@ -34,8 +34,7 @@ FILES = 12
 #: Folders where splitting would be worse, and their number of files.
 LARGER: dict[str, int] = {
     "sglang_kvq/episodic": 23,
-    "sglang_kvq/evaluation": 25,
-    "sglang_kvq/rotations/calibration": 18,
+    "sglang_kvq/rotations/calibration": 13,
     "sglang_kvq/sglang": 22,
 }
 
