@@ -14,11 +14,11 @@ from sglang_kvq.formats.page import PageFormat
 from sglang_kvq.kernels.decode.decode_attention import DecodeLaunch
 from sglang_kvq.kernels.decode.split_work import WorkCosts
 from tests.kernels.scene import DEVICE, HEADS, ON_GPU, Heads, Scene, assert_close, make_scene
+from tests.pairs import each, pairwise
 
 BOUND = 5e-3
 
 LENGTHS = {
-    "one-token": [1],
     "ragged": [1, 63, 64, 65, 190, 330, 0, 800],
     "odd-pages": [64 * 8 + 1, 64 * 9 + 1],
 }
@@ -54,8 +54,7 @@ def decode(ops: TritonOps, layer: int, q: torch.Tensor, scene: Scene) -> torch.T
     return ops.decode(layer, q, scene.rows, scene.seq_lens, scene.scale)
 
 
-@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
-@pytest.mark.parametrize("heads", HEADS, ids=str)
+@each(heads=HEADS, lengths=LENGTHS)
 def test_decode_agrees_with_float64(heads, lengths):
     scene = make_scene(heads, lengths)
     ops, _ = scene.ops(max_batch=len(lengths))
@@ -76,9 +75,7 @@ def half_ops(scene: Scene, pages: int, max_batch: int = 8) -> TritonOps:
     return TritonOps(scene.pool, LayerRotations(), scene.heads.q, max_batch, launch=launch)
 
 
-@pytest.mark.parametrize("lengths", [LENGTHS[x] for x in LENGTHS if x != "one-token"])
-@pytest.mark.parametrize("pages", [1, 2])
-@pytest.mark.parametrize("heads", HALF_HEADS, ids=str)
+@pairwise(heads=HALF_HEADS, lengths=LENGTHS, pages=[1, 2])
 def test_products_in_fp16_agree_with_float64(heads, pages, lengths):
     scene = make_scene(heads, lengths)
     ops = half_ops(scene, pages, len(lengths))
@@ -88,8 +85,7 @@ def test_products_in_fp16_agree_with_float64(heads, pages, lengths):
     assert_close("decode", decode(ops, 1, q, scene).double(), exact(scene, 1, q), BOUND)
 
 
-@pytest.mark.parametrize("pages", [1, 2])
-@pytest.mark.parametrize("kind", ["growing", "shrinking", "huge", "tiny", "dominant", "no-queries"])
+@each(kind=["growing", "shrinking", "huge", "tiny", "dominant", "no-queries"], pages=[1, 2])
 def test_products_in_fp16_keep_what_fp16_cannot_hold(kind, pages):
     """Values and queries far beyond FP16's range, and pages whose values differ by 2^20."""
     scene = make_scene(Heads(128, 128, 1, 8), [64 * 14 + 5], sink=0, recent=64)
@@ -110,9 +106,7 @@ def scale_pages(scene: Scene, start: int, end: int, factor: torch.Tensor) -> Non
     records[ids, :, start:end] = (halves.float() * factor.to(halves.device)[:, None, None]).half().view(torch.uint8)
 
 
-@pytest.mark.parametrize("pages", [1, 2])
-@pytest.mark.parametrize("group", [8, 12])
-@pytest.mark.parametrize("kind", ["rising", "falling", "both"])
+@pairwise(kind=["rising", "falling", "both"], group=[8, 12], pages=[1, 2])
 def test_products_in_fp16_follow_scores(kind, group, pages):
     """Of pages whose scores differ by far more than what one scale of FP16 weights holds.
 
@@ -214,10 +208,10 @@ def test_strided_queries_and_int32_indices():
     assert_close("decode", got.double(), exact(scene, 0, q), BOUND)
 
 
-def test_one_dominant_token():
+@pytest.mark.parametrize("length", [1, 64 * 14 + 5])
+def test_one_dominant_token(length):
     """A score far above the others, late in the history: the running maximum must rescale everything."""
-    heads = HEADS[1]
-    scene = make_scene(heads, [64 * 14 + 5])
+    scene = make_scene(HEADS[1], [length])
     ops, _ = scene.ops(max_batch=1)
     q = scene.queries(1) * 20
     assert_close("decode", decode(ops, 0, q, scene).double(), exact(scene, 0, q), BOUND)

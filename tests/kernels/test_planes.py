@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import pytest
 import torch
@@ -20,6 +18,7 @@ from sglang_kvq.kernels.device.codes import PlaneCodes
 from tests.kernels.scene import DEVICE, ON_GPU, Heads, Scene, assert_close, int64, make_scene
 from tests.kernels.test_decode import BOUND, decode, exact, half_a_bit
 from tests.kernels.test_unpack import execute, words
+from tests.pairs import each, label, pairwise
 
 HEADS = [Heads(64, 64, 3, 3), Heads(128, 128, 2, 4), Heads(96, 96, 1, 6), Heads(256, 128, 1, 5)]
 #: Keys' and values' widths: every kind of cell, fields that stay and that are shifted, planes without bits.
@@ -36,25 +35,12 @@ WIDTHS: list[tuple[Widths, Widths]] = [
 ]
 
 
-def crossed(heads: Sequence, widths: Sequence = WIDTHS) -> list[tuple]:
-    """Pairs to test: all of them on a GPU; in the interpreter, which takes seconds for one, all widths with the first
-    heads, and each with one of the others."""
-    others = heads[1:]
-    some = [(others[n % len(others)], x) for n, x in enumerate(widths)]
-    return [(h, x) for h in heads for x in widths] if ON_GPU else [*((heads[0], x) for x in widths), *some]
-
-
-def name(value: object) -> str:
-    """Of heads, or of keys' and values' widths: 6420-3221."""
-    return "-".join("".join(map(str, x)) for x in value) if isinstance(value, tuple) else str(value)
-
-
 def plane_scene(heads: Heads, widths: tuple[Widths, Widths], lengths: list[int], **windows: int) -> Scene:
     format = PlaneFormat(heads.head_dim, PlaneCode(widths[0]), PlaneCode(widths[1]))
     return make_scene(heads, lengths, formats=[format] * 2, **windows)
 
 
-@pytest.mark.parametrize(("heads", "widths"), crossed(HEADS), ids=name)
+@each(widths=WIDTHS, heads=HEADS)
 def test_decode_agrees_with_float64(heads, widths):
     scene = plane_scene(heads, widths, [1, 64 * 9 + 5, 330, 0])
     ops, _ = scene.ops()
@@ -73,7 +59,7 @@ def half_ops(scene: Scene, pages: int = 2, shared_weights: bool = True, programs
     return TritonOps(scene.pool, LayerRotations(), scene.heads.q, 4, launch=launch)
 
 
-@pytest.mark.parametrize(("heads", "widths"), crossed(HALF_HEADS), ids=name)
+@each(widths=WIDTHS, heads=HALF_HEADS)
 def test_products_in_fp16_agree_with_float64(heads, widths):
     scene = plane_scene(heads, widths, [1, 64 * 9 + 5, 330, 0])
     q = scene.queries(4)
@@ -101,9 +87,11 @@ def scale_pages(scene: Scene, first: int, exponents: torch.Tensor) -> None:
     records[ids, :, first : first + PAGE_SIZE] += (8 * exponents).to(records)[:, None, None]
 
 
-@pytest.mark.parametrize("shared_weights", [False, True])
-@pytest.mark.parametrize("heads", [Heads(64, 64, 1, 3), Heads(128, 128, 1, 8), Heads(128, 128, 1, 12)], ids=str)
-@pytest.mark.parametrize("kind", ["rising", "falling", "both"])
+@pairwise(
+    kind=["rising", "falling", "both"],
+    heads=[Heads(64, 64, 1, 3), Heads(128, 128, 1, 8), Heads(128, 128, 1, 12)],
+    shared_weights=[False, True],
+)
 def test_products_in_fp16_follow_scores(kind, heads, shared_weights):
     """Of pages whose scores, or gains of V as well, differ by far more than what one scale of FP16 weights holds.
 
@@ -160,7 +148,7 @@ def test_one_page_a_turn_is_refused():
         decode(half_ops(scene), 0, scene.queries(1), scene)
 
 
-@pytest.mark.parametrize("widths", sorted({x for pair in WIDTHS for x in pair}), ids=lambda x: "".join(map(str, x)))
+@pytest.mark.parametrize("widths", sorted({x for pair in WIDTHS for x in pair}), ids=label)
 def test_the_assembly_cuts_out_codes(widths):
     """Of any two words: each field's code, as many bits high as it and its share lie; a byte's last one as it is."""
     cells = PlaneCode(widths).cells
@@ -176,7 +164,7 @@ def test_the_assembly_cuts_out_codes(widths):
                 assert np.array_equal(upper.view(np.int16), np.stack(want[1::2], 1))
 
 
-@pytest.mark.parametrize("widths", sorted({x for pair in WIDTHS for x in pair}), ids=lambda x: "".join(map(str, x)))
+@pytest.mark.parametrize("widths", sorted({x for pair in WIDTHS for x in pair}), ids=label)
 def test_the_assembly_cuts_out_signed_codes(widths):
     """Of any four bytes: each field's code where it lies in its byte, less 128 if it has the highest bit."""
     cells = PlaneCode(widths).cells
@@ -231,7 +219,7 @@ def pages(heads: Heads, count: int) -> tuple[torch.Tensor, torch.Tensor]:
 RECORD_HEADS = HEADS if ON_GPU else [Heads(64, 64, 1, 3), *HEADS[1:]]
 
 
-@pytest.mark.parametrize(("heads", "widths"), crossed(RECORD_HEADS), ids=name)
+@each(widths=WIDTHS, heads=RECORD_HEADS)
 def test_records_are_the_references(heads, widths):
     scene = plane_scene(heads, widths, [64 * 2])
     ops, _ = scene.ops()

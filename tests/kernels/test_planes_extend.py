@@ -19,15 +19,16 @@ from sglang_kvq.kernels.extend.gather_pages import PageRead, gather_pages
 from tests.kernels.scene import Heads, Scene, int64, make_scene
 from tests.kernels.test_extend import make_batch
 from tests.kernels.test_formats import make_format
-from tests.kernels.test_planes import HEADS, WIDTHS, crossed, name, plane_scene
+from tests.kernels.test_planes import HEADS, WIDTHS, plane_scene
 from tests.kernels.test_short_extend import check, fma_f16x2
 from tests.kernels.test_unpack import OPERATIONS, execute, words
+from tests.pairs import each, label
 
 #: One of each cell and field.
 CODES = {x: PlaneCode(x) for pair in WIDTHS for x in pair}
 
 
-@pytest.mark.parametrize(("head_dim", "widths"), crossed(HEAD_DIMS), ids=name)
+@each(widths=WIDTHS, head_dim=HEAD_DIMS)
 def test_pages_are_what_they_hold(head_dim, widths):
     """Records of all bytes and gains, and an overlay; whole and in part, in any order; rows between are left alone."""
     heads = Heads(head_dim, min(head_dim, 128), 2, 1)
@@ -48,7 +49,7 @@ def test_pages_are_what_they_hold(head_dim, widths):
     assert torch.equal(out.view(torch.int16), want.view(torch.int16))
 
 
-@pytest.mark.parametrize(("heads", "widths"), crossed([replace(heads, kv=1) for heads in HEADS]), ids=name)
+@each(widths=WIDTHS, heads=[replace(heads, kv=1) for heads in HEADS])
 def test_short_extends_agree_with_float64(heads, widths):
     lens = [(64 * 5 + 9, 4), (64, 2)]
     check(plane_scene(heads, widths, [prefix for prefix, _ in lens]), lens, layers=[1])
@@ -145,7 +146,7 @@ def packed_operations(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("packed_operations")
-@pytest.mark.parametrize("widths", CODES, ids=lambda x: "".join(map(str, x)))
+@pytest.mark.parametrize("widths", CODES, ids=label)
 def test_the_assembly_gives_codes_times_gain(widths):
     """Cells in the lower bytes of halves, anything above them; every gain."""
     count, codes = 2000, plane_codes(widths)
@@ -192,7 +193,7 @@ def test_the_assembly_gives_gains():
 
 
 @pytest.mark.usefixtures("packed_operations")
-@pytest.mark.parametrize("widths", CODES, ids=lambda x: "".join(map(str, x)))
+@pytest.mark.parametrize("widths", CODES, ids=label)
 def test_the_assembly_gives_elements(widths):
     count, codes = 2048, plane_codes(widths)
     packed, stored = words(count, 1), np.arange(4 * count).reshape(-1, 4) * 5 % 256  # each gain at each byte

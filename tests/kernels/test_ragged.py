@@ -15,6 +15,7 @@ from sglang_kvq.config import PAGE_SIZE
 from tests import device_waits
 from tests.kernels.scene import HEADS, LAYERS, ON_GPU, assert_close, make_scene, randn
 from tests.kernels.test_extend import BATCHES, BOUND, make_batch
+from tests.pairs import each
 
 #: Relative error of rounding to BF16, root mean square of what is at most 2^-9.
 ROUNDING = 2**-9 / 3**0.5
@@ -130,8 +131,7 @@ def any_length(monkeypatch):
 
 
 @pytest.mark.skipif(ON_GPU, reason="the stand-in computes on a CPU; FlashInfer itself is tested instead")
-@pytest.mark.parametrize("capacity", [64, 192, 32768])
-@pytest.mark.parametrize("lens", [BATCHES["fresh"], BATCHES["whole-pages"], BATCHES["mid-page"]], ids=str)
+@each(lens=BATCHES, capacity=[64, 192, 32768])
 def test_extend_over_a_standin_agrees_with_the_reference(any_length, lens, capacity):
     compare(HEADS[1], lens, capacity, STANDIN, "cpu")
 

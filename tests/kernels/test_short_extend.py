@@ -22,6 +22,7 @@ from tests.kernels.scene import HEADS, LAYERS, ON_GPU, Heads, Scene, assert_clos
 from tests.kernels.test_extend import make_batch
 from tests.kernels.test_formats import make_format
 from tests.kernels.test_unpack import OPERATIONS, execute, words
+from tests.pairs import each
 
 BOUND = 5e-3
 #: The interpreter takes its time over rows: here a tile has as few as a product takes.
@@ -60,8 +61,7 @@ def check(scene: Scene, lens, short=ANY, layers=range(LAYERS), scale=1.0) -> Tri
     return ops
 
 
-@pytest.mark.parametrize("lens", BATCHES.values(), ids=BATCHES)
-@pytest.mark.parametrize("heads", [HEADS[0], HEADS[1]], ids=str)
+@each(lens=BATCHES, heads=HEADS[:2])
 def test_agrees_with_float64(heads, lens):
     check(make_scene(heads, [prefix for prefix, _ in lens]), lens)
 

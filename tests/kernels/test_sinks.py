@@ -23,6 +23,7 @@ from tests.kernels.test_formats import make_format
 from tests.kernels.test_ragged import ROUNDING, STANDIN, Wrapper
 from tests.kernels.test_short_extend import ANY
 from tests.kernels.test_verify import drafts_of, scene_of, verify
+from tests.pairs import each, pairwise
 
 BOUND = 5e-3
 #: gpt-oss's heads, one worker of eight.
@@ -102,9 +103,7 @@ FORMATS = {
 }
 
 
-@pytest.mark.parametrize("kind", FORMATS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("heads", [GPT_OSS, HEADS[1], HEADS[7]], ids=str)
+@pairwise(heads=[GPT_OSS, HEADS[1], HEADS[7]], kind=FORMATS.keys(), dtype=[torch.float32, torch.bfloat16])
 def test_decode(heads, dtype, kind):
     formats = FORMATS[kind] and [FORMATS[kind](heads)]
     scene = make_scene(heads, LENGTHS, formats=formats)
@@ -143,9 +142,7 @@ def test_layers_with_sinks_and_without_share_a_step():
     assert torch.equal(ops.decode(0, q, *at(scene), torch.full_like(sinks, float("-inf"))), without)
 
 
-@pytest.mark.parametrize("kind", FORMATS)
-@pytest.mark.parametrize("parts", [False, True], ids=["whole rows", "rows in parts"])
-@pytest.mark.parametrize("heads", [GPT_OSS, HEADS[1]], ids=str)
+@pairwise(kind=FORMATS.keys(), heads=[GPT_OSS, HEADS[1]], parts={"whole rows": False, "rows in parts": True})
 def test_pages_read_directly(heads, parts, kind):
     """Rows that are one item have their sinks at once, rows in parts when these are merged."""
     formats = FORMATS[kind] and [FORMATS[kind](heads)]
@@ -181,8 +178,7 @@ def compare(ops: TritonOps, scene: Scene, bound: float) -> None:
         assert_close("extend", got.double(), wanted, bound)
 
 
-@pytest.mark.parametrize("capacity", [64, 192, 32768])
-@pytest.mark.parametrize("heads", [GPT_OSS, HEADS[1]], ids=str)
+@each(capacity=[64, 192, 32768], heads=[GPT_OSS, HEADS[1]])
 def test_through_flashinfer(heads, capacity, monkeypatch):
     """Calls that are alone, and several about the same queries; a stand-in on a CPU."""
     library = pytest.importorskip("flashinfer") if ON_GPU else STANDIN
@@ -256,9 +252,9 @@ def test_sinks_do_not_care_for_rotations():
     q, k, v = (randn(tokens, n, heads.head_dim) for n in (heads.q, heads.kv, heads.kv))
     loc = pool.req_to_token[1, :tokens].long()
     plain = []
-    for each in (ReferenceOps(pool, replace(r, k=None, v=None)), ops):
-        x = each.rotate_and_store(0, loc, q, k, v)
-        if isinstance(each, TritonOps):
-            each.plan_attention(scene.rows, scene.seq_lens)
-        plain.append(each.rotate_output(0, each.decode(0, x[-1:], *at(scene), sinks)))
+    for backend in (ReferenceOps(pool, replace(r, k=None, v=None)), ops):
+        x = backend.rotate_and_store(0, loc, q, k, v)
+        if isinstance(backend, TritonOps):
+            backend.plan_attention(scene.rows, scene.seq_lens)
+        plain.append(backend.rotate_output(0, backend.decode(0, x[-1:], *at(scene), sinks)))
     assert_close("rotated", plain[1], plain[0], 2e-2)
