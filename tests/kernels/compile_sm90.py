@@ -51,7 +51,6 @@ from sglang_kvq.kernels.quantize.fold_tokens import fold_pages
 from sglang_kvq.kernels.quantize.keep_firsts import keep_firsts
 from tests.kernels import scene as scenes
 from tests.kernels.test_decode import HALF_HEADS
-from tests.kernels.test_extend import make_batch
 from tests.kernels.test_formats import KINDS, make_format
 
 TARGET = GPUTarget("cuda", 90, 32)
@@ -254,8 +253,8 @@ def extend_both_ways(ops, q, k, v, scene, sinks=None) -> None:
     lens = [(128, 100), (64, 30)]
     for short in (None, ANY):
         ops.short = short
-        ops.extend(0, q, k, v, make_batch(scene.rows, lens), scene.scale, sinks)
-    batch, scores = make_batch(scene.rows, lens), KeyScores(1, k.shape[1], 150, "cpu")
+        ops.extend(0, q, k, v, scenes.make_batch(scene.rows, lens), scene.scale, sinks)
+    batch, scores = scenes.make_batch(scene.rows, lens), KeyScores(1, k.shape[1], 150, "cpu")
     (part,) = plan_scoring(batch.prefix_lens, batch.new_lens, {0: scores})
     ops.score_keys(0, q, k, batch, part, scene.scale)
 

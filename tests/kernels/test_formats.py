@@ -13,9 +13,8 @@ from sglang_kvq.errors import KVQuantError
 from sglang_kvq.formats.code import INT2, CodeFormat
 from sglang_kvq.formats.page import PageFormat
 from sglang_kvq.kernels.extend.gather_pages import gather_pages
-from tests.kernels.scene import DEVICE, Heads, assert_close, int64, make_scene, randn
+from tests.kernels.scene import DEVICE, Heads, assert_close, int64, make_batch, make_scene, randn
 from tests.kernels.test_decode import BOUND, decode, exact
-from tests.kernels.test_extend import make_batch
 from tests.kernels.test_quantize import heavy, same_records
 from tests.pairs import each, pairwise
 

@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from sglang_kvq.attention.base import ExtendBatch
 from sglang_kvq.attention.key_scores import key_scores
 from sglang_kvq.attention.scoring import KeyScores, plan_scoring
 from sglang_kvq.attention.triton_ops import TritonOps
@@ -22,19 +21,11 @@ from sglang_kvq.kernels.extend.key_scores import (
     splits_of,
 )
 from tests import device_waits
-from tests.kernels.scene import DEVICE, HEADS, LAYERS, ON_GPU, Heads, Scene, make_scene, randn
-from tests.kernels.test_extend import make_batch
+from tests.kernels.scene import DEVICE, HEADS, LAYERS, ON_GPU, Heads, Scene, activations, make_batch, make_scene, randn
 from tests.kernels.test_formats import make_format
 
 #: Of the reference's float32 on BF16 keys: other orders of sums.
 CLOSE = {"rtol": 2e-4 if ON_GPU else 2e-5, "atol": 1e-12}
-
-
-def activations(scene: Scene, batch: ExtendBatch) -> tuple[torch.Tensor, torch.Tensor]:
-    """q and k of a batch as parts of one tensor, as models give them."""
-    sizes = [scene.heads.q, scene.heads.kv]
-    q, k = randn(sum(batch.new_lens), sum(sizes), scene.heads.head_dim).split(sizes, dim=1)
-    return q, k
 
 
 def check(scene: Scene, lens: list[tuple[int, int]], past: dict[int, int], layers=(0,), slab_tokens=None) -> None:
@@ -43,7 +34,7 @@ def check(scene: Scene, lens: list[tuple[int, int]], past: dict[int, int], layer
     ops = TritonOps(scene.pool, scene.ops()[0].rotations, scene.heads.q, 1, slab_tokens)
     _, reference = scene.ops()
     batch = make_batch(scene.rows, lens)
-    q, k = activations(scene, batch)
+    q, k, _ = activations(scene.heads, sum(batch.new_lens))
     prefix, new = zip(*lens)
     kv = scene.heads.kv
     got, want = ({n: KeyScores(LAYERS, kv, tokens, DEVICE) for n, tokens in past.items()} for _ in range(2))
@@ -154,7 +145,7 @@ def test_scoring_never_waits_for_the_device():
     scene = make_scene(heads, [5000, 64])
     ops = scene.ops()[0]
     batch = make_batch(scene.rows, [(5000, 900), (64, 10)])
-    q, k = activations(scene, batch)
+    q, k, _ = activations(scene.heads, sum(batch.new_lens))
     (part,) = plan_scoring([5000, 64], [900, 10], {0: KeyScores(LAYERS, heads.kv, 5100, DEVICE)})
     ops.score_keys(0, q, k, batch, part, scene.scale)
     batch = replace(batch)  # to be planned anew

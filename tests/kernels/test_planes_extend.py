@@ -16,8 +16,7 @@ from sglang_kvq.kernels.device.codes import PlaneCodes
 from sglang_kvq.kernels.extend import gather_planes
 from sglang_kvq.kernels.extend import history_planes as extend_planes
 from sglang_kvq.kernels.extend.gather_pages import PageRead, gather_pages
-from tests.kernels.scene import Heads, Scene, int64, make_scene
-from tests.kernels.test_extend import make_batch
+from tests.kernels.scene import Heads, Scene, int64, make_batch, make_scene
 from tests.kernels.test_formats import make_format
 from tests.kernels.test_planes import HEADS, WIDTHS, plane_scene
 from tests.kernels.test_short_extend import check, fma_f16x2
@@ -87,12 +86,12 @@ def test_gains_at_the_ends(first, which, scale):
     scene = plane_scene(replace(HEADS[0], kv=1), WIDTHS[5], [lens[0][0]])
     steps = torch.arange(PAGE_SIZE) * 7 % 16
     set_gains(scene, which, torch.where(steps < 8, first + steps, 240 + steps))
-    check(scene, lens, layers=[0], scale=scale)
+    check(scene, lens, layers=[0], size=scale)
 
 
 @pytest.mark.parametrize("scale", [0.0, 1e-28, 1e-3, 30.0, 3e4])
 def test_queries_of_any_size(scale):
-    check(plane_scene(replace(HEADS[0], kv=1), WIDTHS[0], [64 * 5]), [(64 * 5, 4)], layers=[0], scale=scale)
+    check(plane_scene(replace(HEADS[0], kv=1), WIDTHS[0], [64 * 5]), [(64 * 5, 4)], layers=[0], size=scale)
 
 
 def test_many_rows_are_read_directly():
