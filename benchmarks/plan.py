@@ -30,7 +30,7 @@ from sglang_kvq.attention.triton_ops import TritonOps
 from sglang_kvq.cache.pool import PagePool
 from sglang_kvq.cache.tiers import TierManager
 from sglang_kvq.cache.triton_tiers import TritonTierManager
-from sglang_kvq.config import PAGE_SIZE
+from sglang_kvq.constants import PAGE_SIZE
 
 LAYERS = 36
 SHAPES = [(1, 131072), (8, 32768), (64, 16384), (256, 4096)]

@@ -43,7 +43,8 @@ from benchmarks.tiny_hybrids import SERVER_FLAGS
 from benchmarks.tiny_models import MODELS, VOCABULARY
 from benchmarks.tiny_server import IDLE_CHECK, TinyServer, body, gpu_names, plugin_path, versions
 from launch.server import ServerError
-from sglang_kvq.config import PAGE_SIZE, KVQuantConfig
+from sglang_kvq.config import KVQuantConfig
+from sglang_kvq.constants import PAGE_SIZE
 from sglang_kvq.server_process import ServerFailed
 
 GPU = Scale(16, 12000, (4, 48), (200, 400), 32768, 2048, 16, 24, 24, 0.3, 60.0, 90)

@@ -5,17 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
+from sglang_kvq.constants import PAGE_SIZE
 from sglang_kvq.errors import KVQuantError
 
 if TYPE_CHECKING:
     from sglang_kvq.episodic.config import EpisodicConfig
     from sglang_kvq.methods import Width
-
-#: Tokens per page. Fixed: page formats, kernels and both pools are laid out for it.
-PAGE_SIZE = 64
-
-#: head_dim values the page formats and kernels support.
-HEAD_DIMS = (64, 96, 128, 256)
 
 #: Most query heads per KV head that the kernels support.
 MAX_GQA_GROUP = 16

@@ -14,7 +14,7 @@ from sglang_kvq.attention.base import LayerRotations
 from sglang_kvq.attention.reference import ReferenceOps
 from sglang_kvq.attention.triton_ops import TritonOps
 from sglang_kvq.cache.pool import PagePool
-from sglang_kvq.config import PAGE_SIZE
+from sglang_kvq.constants import PAGE_SIZE
 from sglang_kvq.formats.record import RecordFormat
 from sglang_kvq.kernels.decode.decode_attention import DecodeLaunch
 

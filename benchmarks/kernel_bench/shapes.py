@@ -9,12 +9,12 @@ import torch
 from benchmarks.kernel_bench.timer import Timer
 from sglang_kvq.attention import oracle
 from sglang_kvq.attention.base import ExtendBatch, LayerRotations
-from sglang_kvq.attention.extend_costs import Geometry
+from sglang_kvq.attention.planning.extend_costs import Geometry
+from sglang_kvq.attention.planning.short_extend import ShortExtends, plan_short
 from sglang_kvq.attention.ragged import RaggedPrefill
-from sglang_kvq.attention.short_extend import ShortExtends, plan_short
 from sglang_kvq.attention.triton_ops import TritonOps
 from sglang_kvq.cache.pool import PagePool
-from sglang_kvq.config import PAGE_SIZE
+from sglang_kvq.constants import PAGE_SIZE
 from sglang_kvq.formats.page import PageFormat
 from sglang_kvq.formats.record import RecordFormat
 from sglang_kvq.kernels.decode.decode_attention import DecodeLaunch

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from sglang_kvq.attention.drafts import DraftBatch
-from sglang_kvq.attention.scoring import ScoringPart
+from sglang_kvq.attention.scores.scoring import ScoringPart
 from sglang_kvq.cache.pool import PagePool
 
 

@@ -10,7 +10,7 @@ import torch
 from sglang_kvq.attention.base import ExtendBatch
 from sglang_kvq.attention.drafts import DraftBatch, mask_of
 from sglang_kvq.cache.pool import PagePool
-from sglang_kvq.config import PAGE_SIZE
+from sglang_kvq.constants import PAGE_SIZE
 
 
 def stored(

@@ -6,9 +6,9 @@ import torch
 
 from sglang_kvq.attention.base import AttentionOps, ExtendBatch
 from sglang_kvq.attention.drafts import DraftBatch, mask_of
-from sglang_kvq.attention.key_scores import key_scores
-from sglang_kvq.attention.scoring import ScoringPart
-from sglang_kvq.config import PAGE_SIZE
+from sglang_kvq.attention.scores.key_scores import key_scores
+from sglang_kvq.attention.scores.scoring import ScoringPart
+from sglang_kvq.constants import PAGE_SIZE
 
 
 class ReferenceOps(AttentionOps):

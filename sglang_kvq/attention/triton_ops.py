@@ -8,17 +8,18 @@ import torch
 
 from sglang_kvq.attention.base import AttentionOps, ExtendBatch, LayerRotations
 from sglang_kvq.attention.drafts import DraftBatch
-from sglang_kvq.attention.extend_costs import Geometry
-from sglang_kvq.attention.extend_plan import Slab, plan_slabs
-from sglang_kvq.attention.paged_scores import PlannedScores
+from sglang_kvq.attention.planning.extend_costs import Geometry
+from sglang_kvq.attention.planning.extend_plan import Slab, plan_slabs
+from sglang_kvq.attention.planning.short_extend import AS_MEASURED, PlannedExtend, ShortExtends, plan_short
+from sglang_kvq.attention.planning.step_order import StepOrder
+from sglang_kvq.attention.planning.step_plan import StepPlan, StepPlans
 from sglang_kvq.attention.ragged import PlannedCall, RaggedPrefill, workspace_tokens
-from sglang_kvq.attention.scoring import ScoringPart
-from sglang_kvq.attention.short_extend import AS_MEASURED, PlannedExtend, ShortExtends, plan_short
-from sglang_kvq.attention.step_order import StepOrder
-from sglang_kvq.attention.step_plan import StepPlan, StepPlans
+from sglang_kvq.attention.scores.paged_scores import PlannedScores
+from sglang_kvq.attention.scores.scoring import ScoringPart
 from sglang_kvq.attention.verification import Verification
 from sglang_kvq.cache.pool import PagePool
-from sglang_kvq.config import MAX_GQA_GROUP, PAGE_SIZE
+from sglang_kvq.config import MAX_GQA_GROUP
+from sglang_kvq.constants import PAGE_SIZE
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.formats.page import PageFormat
 from sglang_kvq.kernels.decode.decode_attention import DecodeLaunch, decode, decode_launch
@@ -30,7 +31,7 @@ from sglang_kvq.kernels.device.shape import value_dims
 from sglang_kvq.kernels.extend.extend_attention import extend, is_cheap
 from sglang_kvq.kernels.extend.flash_attention import flash_attention, plan_tiles, rows_per_tile
 from sglang_kvq.kernels.extend.gather_pages import gather_pages
-from sglang_kvq.kernels.quantize.keep_firsts import restore_pages
+from sglang_kvq.kernels.quantize.keep_sink_tokens import restore_pages
 from sglang_kvq.kernels.quantize.quantize_pages import quantize_slots, quantize_tokens
 from sglang_kvq.kernels.quantize.rotate import rotate, split_rotation
 from sglang_kvq.kernels.quantize.store_tokens import store_tokens

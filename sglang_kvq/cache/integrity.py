@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from sglang_kvq.cache.tiers import TierManager
-from sglang_kvq.config import PAGE_SIZE
+from sglang_kvq.constants import PAGE_SIZE
 
 
 def check_integrity(tiers: TierManager, free_pages: torch.Tensor | None = None, *, idle: bool = False) -> None:

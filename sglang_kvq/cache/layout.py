@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sglang_kvq.cache.firsts import PAGES_PER_ENTRY
-from sglang_kvq.config import PAGE_SIZE, KVQuantConfig
+from sglang_kvq.cache.sink_token_cache import PAGES_PER_ENTRY
+from sglang_kvq.config import KVQuantConfig
+from sglang_kvq.constants import PAGE_SIZE
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.formats.record import RecordFormat
 

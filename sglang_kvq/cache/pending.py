@@ -10,9 +10,7 @@ import numpy as np
 import torch
 
 from sglang_kvq.cache.transfer import to_device
-
-#: Kinds of events in the packed form.
-FREE, MOVE, ROWS = range(3)
+from sglang_kvq.constants import EVENT_FREE, EVENT_MOVE, EVENT_ROWS
 
 
 class FreedPages(NamedTuple):
@@ -127,11 +125,10 @@ class PendingOps:
         """Removes all events before the next ``Fill``; returns them as two tensors, by one copy, or None if none.
 
         Returns:
-            spans: int64 on ``device``: a triple (kind, first, count) per event, then all rows. For kind FREE, pages
-                ``ids[first : first + count]`` are freed. For MOVE, they give their overlays to the ``count`` ids that
-                    follow. For ROWS, rows ``spans[first : first + count]`` are given back. Events keep their order,
-                    except that consecutive frees become one, and rows, which are independent of pages, come together at
-                    the end.
+            spans: int64 on ``device``: a triple (kind, first, count) per event, then all rows. ``EVENT_FREE`` frees the
+                pages ``ids[first : first + count]``. ``EVENT_MOVE`` gives their overlays to the ``count`` ids that
+                follow. ``EVENT_ROWS`` gives back rows ``spans[first : first + count]``. Events keep their order, except
+                that consecutive frees become one, and rows, which are independent of pages, come together at the end.
             ids: int64 on ``device``, page ids.
             events: number of triples.
         """
@@ -143,15 +140,15 @@ class PendingOps:
             if isinstance(event, FreedRows):
                 rows += event.rows.tolist()
                 continue
-            kind, count = MOVE if isinstance(event, MovedOverlays) else FREE, len(event[0])
-            if kind == FREE and spans and spans[-1][0] == FREE:
+            kind, count = EVENT_MOVE if isinstance(event, MovedOverlays) else EVENT_FREE, len(event[0])
+            if kind == EVENT_FREE and spans and spans[-1][0] == EVENT_FREE:
                 spans[-1][2] += count
             else:
                 spans.append([kind, first, count])
             pages += event
             first += count * len(event)
         if rows:
-            spans.append([ROWS, 3 * (len(spans) + 1), len(rows)])
+            spans.append([EVENT_ROWS, 3 * (len(spans) + 1), len(rows)])
         if not spans:
             return None
         (packed,) = to_device([np.array([*chain(*spans), *rows], np.int64)], device)

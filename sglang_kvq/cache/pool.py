@@ -12,8 +12,8 @@ from functools import cached_property
 
 import torch
 
-from sglang_kvq.cache.firsts import FirstTokens
-from sglang_kvq.config import PAGE_SIZE
+from sglang_kvq.cache.sink_token_cache import FirstTokens
+from sglang_kvq.constants import PAGE_SIZE
 from sglang_kvq.formats.record import RecordFormat
 
 

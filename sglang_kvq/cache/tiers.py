@@ -30,12 +30,13 @@ from typing import TypeAlias
 import numpy as np
 import torch
 
-from sglang_kvq.cache.firsts import FirstTokens
 from sglang_kvq.cache.fold import fold_pages
-from sglang_kvq.cache.least import NEVER, hand_out
 from sglang_kvq.cache.pending import CopiedPages, Fill, FoldedPages, FreedPages, MovedOverlays, PendingOps
 from sglang_kvq.cache.pool import PagePool
-from sglang_kvq.config import PAGE_SIZE as P
+from sglang_kvq.cache.select_smallest import hand_out
+from sglang_kvq.cache.sink_token_cache import FirstTokens
+from sglang_kvq.constants import NEVER
+from sglang_kvq.constants import PAGE_SIZE as P
 
 #: Added to the stamp of a sink's overlay, so that it is taken after every window page.
 SINK_BONUS = 1 << 40

@@ -7,10 +7,10 @@ import torch
 from sglang_kvq.cache.fold import check_fold
 from sglang_kvq.cache.pool import PagePool
 from sglang_kvq.cache.tiers import SINK_BONUS, TierManager
-from sglang_kvq.config import PAGE_SIZE
+from sglang_kvq.constants import PAGE_SIZE
 from sglang_kvq.kernels.device.codes import record_of
 from sglang_kvq.kernels.quantize.fold_tokens import fold_pages
-from sglang_kvq.kernels.quantize.keep_firsts import keep_firsts
+from sglang_kvq.kernels.quantize.keep_sink_tokens import keep_firsts
 from sglang_kvq.kernels.tiers.events import apply_events
 from sglang_kvq.kernels.tiers.overlays import give_overlays
 from sglang_kvq.kernels.tiers.ranges import set_ranges

@@ -9,7 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from sglang_kvq.cache.layout import KVGeometry, overlay_slots
-from sglang_kvq.config import PAGE_SIZE, KVQuantConfig
+from sglang_kvq.config import KVQuantConfig
+from sglang_kvq.constants import PAGE_SIZE
 
 #: Default number of kept prefixes per request that may run; SGLang keeps as many where it counts this way.
 PREFIXES_PER_REQUEST = 4

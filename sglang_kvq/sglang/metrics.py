@@ -7,7 +7,7 @@ from typing import Any
 from sglang_kvq.cache.layout import MemoryLayout
 from sglang_kvq.cache.tiers import TierManager
 from sglang_kvq.cache.transfer import LateCopy
-from sglang_kvq.config import PAGE_SIZE
+from sglang_kvq.constants import PAGE_SIZE
 from sglang_kvq.sglang import runtime
 
 

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
-from sglang_kvq.attention.scoring import KeyScores
+from sglang_kvq.attention.scores.scoring import KeyScores
 from sglang_kvq.cache.layout import KVGeometry, MemoryLayout
 from sglang_kvq.cache.pool import PagePool
 from sglang_kvq.cache.tiers import TierManager

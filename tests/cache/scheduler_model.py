@@ -18,12 +18,12 @@ from dataclasses import dataclass, field
 import torch
 
 from sglang_kvq.attention.base import LayerRotations
+from sglang_kvq.attention.planning.new_tokens import split_new_tokens
 from sglang_kvq.attention.reference import ReferenceOps
 from sglang_kvq.cache.integrity import check_integrity
 from sglang_kvq.cache.pool import PagePool
-from sglang_kvq.cache.split import split_new_tokens
 from sglang_kvq.cache.tiers import TierManager
-from sglang_kvq.config import PAGE_SIZE as P
+from sglang_kvq.constants import PAGE_SIZE as P
 from sglang_kvq.formats.page import PageFormat
 from sglang_kvq.formats.planes import PlaneCode, PlaneFormat
 from sglang_kvq.formats.record import RecordFormat

@@ -9,12 +9,12 @@ import torch
 
 from sglang_kvq.attention.base import LayerRotations
 from sglang_kvq.attention.reference import ReferenceOps
-from sglang_kvq.cache.firsts import FirstTokens, entry_count
 from sglang_kvq.cache.integrity import check_integrity
 from sglang_kvq.cache.layout import KVGeometry
 from sglang_kvq.cache.pool import PagePool
+from sglang_kvq.cache.sink_token_cache import FirstTokens, entry_count
 from sglang_kvq.cache.tiers import TierManager
-from sglang_kvq.config import PAGE_SIZE as P
+from sglang_kvq.constants import PAGE_SIZE as P
 from sglang_kvq.formats.page import PageFormat
 from tests.cache.scheduler_model import PLANES, Model, Request
 from tests.cache.test_tier_folds import chosen, go_on
@@ -26,7 +26,7 @@ LAYERS, HEADS = 2, 2
 @pytest.fixture(autouse=True)
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
     """No more entries than pages pay for, however small the pool."""
-    monkeypatch.setattr("sglang_kvq.cache.firsts.LEAST_ENTRIES", 0)
+    monkeypatch.setattr("sglang_kvq.cache.sink_token_cache.LEAST_ENTRIES", 0)
 
 
 def ids(*values: int) -> torch.Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from sglang_kvq.cache import firsts
+from sglang_kvq.cache import sink_token_cache as firsts
 from tests.cache.scheduler_model import PLANES, Model
 from tests.cache.schedules import Driver, converse, random_model
 from tests.pairs import each

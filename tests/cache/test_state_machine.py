@@ -7,7 +7,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from sglang_kvq.config import PAGE_SIZE as P
+from sglang_kvq.constants import PAGE_SIZE as P
 from tests.cache.scheduler_model import PLANES, TWO_BITS, Model
 from tests.cache.schedules import Driver
 

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from sglang_kvq.config import PAGE_SIZE as P
+from sglang_kvq.constants import PAGE_SIZE as P
 from tests.cache.scheduler_model import Model, Request
 from tests.cache.test_tiers import model, prefill
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from sglang_kvq.cache.integrity import check_integrity
-from sglang_kvq.config import PAGE_SIZE as P
+from sglang_kvq.constants import PAGE_SIZE as P
 from tests.cache.scheduler_model import Model
 
 

@@ -128,7 +128,8 @@ def page_given_twice() -> None:
 def scored_requests() -> None:
     from pathlib import Path
 
-    from sglang_kvq.sglang import runtime, scoring
+    from sglang_kvq.sglang import runtime
+    from sglang_kvq.sglang.attention import scoring
 
     wanted, lengths = scoring.wanted, {}
 
@@ -151,7 +152,9 @@ def scored_requests() -> None:
 
 
 def folds() -> None:
-    from sglang_kvq.sglang import folding, runtime, worker
+    from sglang_kvq.sglang import runtime
+    from sglang_kvq.sglang.attention import worker
+    from sglang_kvq.sglang.prefix import folding
 
     create = worker.create_backend
 
@@ -178,7 +181,7 @@ def _is_long(out: torch.Tensor | None) -> bool:
 
 
 def _around_alloc_extend(handler) -> None:
-    from sglang_kvq.sglang.allocator import KVQuantAllocator, KVQuantCpuAllocator
+    from sglang_kvq.sglang.memory.allocator import KVQuantAllocator, KVQuantCpuAllocator
 
     def wrap(original):
         return lambda self, *args, **kwargs: handler(original, self, *args, **kwargs)

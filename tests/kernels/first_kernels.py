@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from sglang_kvq.kernels.tiers.first_entries import place_firsts
+from sglang_kvq.kernels.tiers.sink_entries import place_firsts
 
 
 @triton.jit(do_not_specialize=["step"])

@@ -12,7 +12,7 @@ from sglang_kvq.attention.base import ExtendBatch, LayerRotations
 from sglang_kvq.attention.reference import ReferenceOps
 from sglang_kvq.attention.triton_ops import TritonOps
 from sglang_kvq.cache.pool import PagePool
-from sglang_kvq.config import PAGE_SIZE
+from sglang_kvq.constants import PAGE_SIZE
 from sglang_kvq.formats.page import PageFormat
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

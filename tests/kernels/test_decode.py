@@ -6,7 +6,7 @@ import triton
 
 from sglang_kvq.attention import oracle
 from sglang_kvq.attention.base import LayerRotations
-from sglang_kvq.attention.step_plan import StepPlans
+from sglang_kvq.attention.planning.step_plan import StepPlans
 from sglang_kvq.attention.triton_ops import TritonOps
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.formats.code import CodeFormat

@@ -7,7 +7,7 @@ import torch
 
 from sglang_kvq.cache.pool import PagePool
 from sglang_kvq.cache.triton_tiers import TritonTierManager
-from sglang_kvq.config import PAGE_SIZE as P
+from sglang_kvq.constants import PAGE_SIZE as P
 from sglang_kvq.formats.page import PageFormat
 from tests.kernels.test_tier_schedules import twins
 

@@ -8,14 +8,14 @@ import torch
 from sglang_kvq.attention.base import LayerRotations
 from sglang_kvq.attention.reference import ReferenceOps
 from sglang_kvq.attention.triton_ops import TritonOps
-from sglang_kvq.cache.firsts import FirstTokens
 from sglang_kvq.cache.pool import PagePool
-from sglang_kvq.config import HEAD_DIMS
-from sglang_kvq.config import PAGE_SIZE as P
+from sglang_kvq.cache.sink_token_cache import FirstTokens
+from sglang_kvq.constants import HEAD_DIMS
+from sglang_kvq.constants import PAGE_SIZE as P
 from sglang_kvq.formats.page import PageFormat
 from sglang_kvq.formats.planes import PlaneCode, PlaneFormat
 from sglang_kvq.formats.record import RecordFormat
-from sglang_kvq.kernels.quantize import keep_firsts as firsts
+from sglang_kvq.kernels.quantize import keep_sink_tokens as firsts
 from tests.kernels.scene import DEVICE, int64
 from tests.kernels.test_formats import make_format
 from tests.kernels.test_planes import WIDTHS
@@ -26,7 +26,7 @@ from tests.pairs import each
 @pytest.fixture(autouse=True)
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
     """No more entries than pages pay for, however small the pool."""
-    monkeypatch.setattr("sglang_kvq.cache.firsts.LEAST_ENTRIES", 0)
+    monkeypatch.setattr("sglang_kvq.cache.sink_token_cache.LEAST_ENTRIES", 0)
 
 
 def planes(widths, head_dim: int = 64) -> PlaneFormat:

@@ -8,7 +8,7 @@ import torch
 from sglang_kvq.attention.base import LayerRotations
 from sglang_kvq.attention.triton_ops import TritonOps
 from sglang_kvq.cache.pool import PagePool
-from sglang_kvq.config import HEAD_DIMS, PAGE_SIZE
+from sglang_kvq.constants import HEAD_DIMS, PAGE_SIZE
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.formats.code import INT2, CodeFormat
 from sglang_kvq.formats.page import PageFormat

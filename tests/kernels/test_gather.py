@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from sglang_kvq.config import PAGE_SIZE
+from sglang_kvq.constants import PAGE_SIZE
 from sglang_kvq.formats.pack import unpack_codes
 from sglang_kvq.kernels.decode.decode_attention import is_two_bit
 from sglang_kvq.kernels.extend import gather_two_bits

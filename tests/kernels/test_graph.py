@@ -6,7 +6,7 @@ import torch
 from sglang_kvq.attention import oracle
 from sglang_kvq.attention.base import ExtendBatch
 from sglang_kvq.attention.drafts import DraftBatch, chain
-from sglang_kvq.config import PAGE_SIZE
+from sglang_kvq.constants import PAGE_SIZE
 from tests import device_waits
 from tests.kernels.scene import HEADS, Scene, assert_close, int64, make_scene, randn, rotations
 from tests.kernels.test_decode import BOUND, exact

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from sglang_kvq.config import PAGE_SIZE
+from sglang_kvq.constants import PAGE_SIZE
 from sglang_kvq.kernels.decode.split_work import (
     FIELDS,
     HISTORY_COST,

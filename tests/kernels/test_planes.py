@@ -8,7 +8,7 @@ import torch
 
 from sglang_kvq.attention.base import LayerRotations
 from sglang_kvq.attention.triton_ops import TritonOps
-from sglang_kvq.config import PAGE_SIZE
+from sglang_kvq.constants import PAGE_SIZE
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.formats.planes import PlaneCode, PlaneFormat, Widths
 from sglang_kvq.kernels.decode import history_planes_fp16 as decode_half_planes

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from sglang_kvq.attention.short_extend import ShortExtends
+from sglang_kvq.attention.planning.short_extend import ShortExtends
 from sglang_kvq.attention.triton_ops import BatchPlans
-from sglang_kvq.config import HEAD_DIMS, PAGE_SIZE
+from sglang_kvq.constants import HEAD_DIMS, PAGE_SIZE
 from sglang_kvq.formats.planes import PlaneCode, Widths, gains_of
 from sglang_kvq.kernels.device.codes import PlaneCodes
 from sglang_kvq.kernels.extend import gather_planes

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from sglang_kvq.config import PAGE_SIZE
+from sglang_kvq.constants import PAGE_SIZE
 from sglang_kvq.formats.page import PageFormat
 from tests.kernels.scene import DEVICE, HEADS, LAYERS, ON_GPU, int64, make_scene, randn
 from tests.pairs import each

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from sglang_kvq.attention.base import LayerRotations
-from sglang_kvq.config import PAGE_SIZE
+from sglang_kvq.constants import PAGE_SIZE
 from sglang_kvq.kernels.quantize.rotate import rotate, split_rotation
 from tests.kernels.scene import (
     DEVICE,

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from sglang_kvq.attention.extend_costs import Geometry
-from sglang_kvq.attention.short_extend import AS_MEASURED, ShortExtends
+from sglang_kvq.attention.planning.extend_costs import Geometry
+from sglang_kvq.attention.planning.short_extend import AS_MEASURED, ShortExtends
 from sglang_kvq.attention.triton_ops import TritonOps
-from sglang_kvq.config import PAGE_SIZE
+from sglang_kvq.constants import PAGE_SIZE
 from sglang_kvq.formats.pack import unpack_codes
 from sglang_kvq.kernels.extend import history as extend_history
 from sglang_kvq.kernels.extend.extend_attention import NARROW, WIDE, Item, extend_launch, plan_extend

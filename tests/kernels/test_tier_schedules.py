@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from sglang_kvq.cache.pool import PagePool
-from sglang_kvq.config import PAGE_SIZE as P
+from sglang_kvq.constants import PAGE_SIZE as P
 from sglang_kvq.formats.page import PageFormat
 from sglang_kvq.formats.record import RecordFormat
-from sglang_kvq.kernels.quantize import keep_firsts as firsts
+from sglang_kvq.kernels.quantize import keep_sink_tokens as firsts
 from sglang_kvq.kernels.tiers import events, overlays, ranges
 from tests.cache.scheduler_model import PLANES, Model
 from tests.cache.schedules import Driver, converse
@@ -64,8 +64,8 @@ def test_random_schedules_keep_first_tokens(overlap, monkeypatch):
     """With conversations enough, and overlays few enough, that sinks are taken and first pages restored."""
     use_blocks(monkeypatch, 32, 4)
     monkeypatch.setattr(firsts, "_ROWS", 2)
-    monkeypatch.setattr("sglang_kvq.cache.firsts.PAGES_PER_ENTRY", 14)
-    monkeypatch.setattr("sglang_kvq.cache.firsts.LEAST_ENTRIES", 0)
+    monkeypatch.setattr("sglang_kvq.cache.sink_token_cache.PAGES_PER_ENTRY", 14)
+    monkeypatch.setattr("sglang_kvq.cache.sink_token_cache.LEAST_ENTRIES", 0)
     model = Model(60, 7, 2, 1, 1, TwinTierManager, overlap=overlap, format=PLANES)
     kept, displaced = model.pool.firsts.keep, []
 

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import torch
 
-from sglang_kvq.cache.firsts import FirstTokens
 from sglang_kvq.cache.pending import Fill
 from sglang_kvq.cache.pool import PagePool
+from sglang_kvq.cache.sink_token_cache import FirstTokens
 from sglang_kvq.cache.tiers import QuantizeSlots, RestorePages, TierManager
 from sglang_kvq.cache.triton_tiers import TritonTierManager
 from tests.kernels.scene import DEVICE

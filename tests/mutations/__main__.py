@@ -37,12 +37,13 @@ class Fault:
 
     def put_into(self, tree: Path) -> tuple[Path, str]:
         """Changes the file; returns its path and what it was."""
-        (path,) = (tree / "sglang_kvq").glob(self.file)
-        text = path.read_text()
-        if text.count(self.old) != 1:
-            raise ValueError(f"{path.relative_to(tree)}: {text.count(self.old)} times {self.old!r}. Mend faults.yaml.")
-        path.write_text(text.replace(self.old, str(self.new)))
-        return path, text
+        places = {path: path.read_text() for path in (tree / "sglang_kvq").glob(self.file)}
+        times = {path: text.count(self.old) for path, text in places.items()}
+        if sum(times.values()) != 1:
+            raise ValueError(f"{self.file}: {sum(times.values())} times {self.old!r}. Mend faults.yaml.")
+        path = max(times, key=times.__getitem__)
+        path.write_text(places[path].replace(self.old, self.new))
+        return path, places[path]
 
 
 def load() -> list[Fault]:

@@ -15,12 +15,13 @@ FAULTS = load()
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.what)
 def test_a_fault_can_be_put_in(fault: Fault, tmp_path: Path) -> None:
-    (path,) = (ROOT / "sglang_kvq").glob(fault.file)
-    copy = tmp_path / path.relative_to(ROOT)
-    copy.parent.mkdir(parents=True)
-    shutil.copy(path, copy)
-    fault.put_into(tmp_path)
-    compile(copy.read_text(), str(copy), "exec")
+    for path in (ROOT / "sglang_kvq").glob(fault.file):
+        copy = tmp_path / path.relative_to(ROOT)
+        copy.parent.mkdir(parents=True)
+        shutil.copy(path, copy)
+    changed, before = fault.put_into(tmp_path)
+    assert changed.read_text() != before
+    compile(changed.read_text(), str(changed), "exec")
     assert (ROOT / fault.tests.split()[0]).exists()
 
 

@@ -19,8 +19,16 @@ if find_spec("sglang") is None:  # the rest of the package is tested without it
 #: generations do differently. The others test code of ours that SGLang's release cannot change.
 SEAMS = (
     *("allocator", "architectures", "capacity", "checks", "engine", "flags", "folding", "hooks", "hybrid_pool"),
-    *("hybrid_tree", "model_calls", "padding", "plan_users", "pool_users", "refusals", "rows", "serve_help", "states"),
-    *("tree_namespaces", "weights", "window_backend", "window_move", "window_sizes", "window_tree"),
+    *("hybrid_tree", "model_calls", "padding", "plan_users", "pool_users", "recurrent_states", "refusals", "rows"),
+    *(
+        "serve_help",
+        "tree_namespaces",
+        "folded_weights",
+        "window_backend",
+        "window_move",
+        "window_sizes",
+        "window_tree",
+    ),
 )
 
 LLAMA = dict(

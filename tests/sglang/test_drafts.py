@@ -11,12 +11,14 @@ import torch
 from sglang_kvq.attention.drafts import chain, from_mask, mask_of
 from sglang_kvq.cache.layout import KVGeometry, divide
 from sglang_kvq.cache.pool import PagePool
-from sglang_kvq.config import PAGE_SIZE, KVQuantConfig
+from sglang_kvq.config import KVQuantConfig
+from sglang_kvq.constants import PAGE_SIZE
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.formats.page import PageFormat
-from sglang_kvq.sglang import compat, drafts, plugin, runtime
-from sglang_kvq.sglang.drafts import SeenBuffers, among_drafts
-from sglang_kvq.sglang.tree import around_finished
+from sglang_kvq.sglang import compat, plugin, runtime
+from sglang_kvq.sglang.attention import drafts
+from sglang_kvq.sglang.attention.drafts import SeenBuffers, among_drafts
+from sglang_kvq.sglang.prefix.tree import around_finished
 from tests import ngrams
 
 CONFIG = KVQuantConfig("hadamard", recent_tokens=128)

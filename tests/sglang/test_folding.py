@@ -10,13 +10,14 @@ import torch
 
 from sglang_kvq.cache.layout import KVGeometry
 from sglang_kvq.cache.pending import FoldedPages
-from sglang_kvq.config import PAGE_SIZE as P
 from sglang_kvq.config import KVQuantConfig
+from sglang_kvq.constants import PAGE_SIZE as P
 from sglang_kvq.episodic.fold import PARAMETER, Fold
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.formats.code import CodeFormat
 from sglang_kvq.formats.page import PageFormat
-from sglang_kvq.sglang import folding, runtime
+from sglang_kvq.sglang import runtime
+from sglang_kvq.sglang.prefix import folding
 from tests.cache.schedules import Driver
 from tests.sglang.fold_model import FoldModel, sglang_request
 from tests.sglang.test_hybrid_tree import served

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from sglang_kvq.cache.pending import MovedOverlays
-from sglang_kvq.config import PAGE_SIZE as P
 from sglang_kvq.config import KVQuantConfig
+from sglang_kvq.constants import PAGE_SIZE as P
 from sglang_kvq.sglang import runtime
 from tests.cache.schedules import Driver
 from tests.sglang.tree_model import OLD, TreeModel

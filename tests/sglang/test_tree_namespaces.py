@@ -11,8 +11,8 @@ from types import SimpleNamespace
 import torch
 
 from sglang_kvq.cache.pending import MovedOverlays
-from sglang_kvq.config import PAGE_SIZE as P
 from sglang_kvq.config import KVQuantConfig
+from sglang_kvq.constants import PAGE_SIZE as P
 from sglang_kvq.releases import OLD_TREE
 from sglang_kvq.sglang import compat, runtime
 from tests.sglang.test_allocator import allocator, extend

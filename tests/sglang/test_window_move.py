@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from sglang_kvq.cache.pending import MovedOverlays, PendingOps
-from sglang_kvq.config import PAGE_SIZE
-from sglang_kvq.sglang.tree import _WindowMove
+from sglang_kvq.constants import PAGE_SIZE
+from sglang_kvq.sglang.prefix.tree import _WindowMove
 from tests import device_waits
 
 

@@ -9,9 +9,11 @@ import torch
 
 from sglang_kvq.cache.layout import KVGeometry, overlay_slots
 from sglang_kvq.cache.windows import STOCK_RATIO, WindowNeed, need_of, split_windows
-from sglang_kvq.config import PAGE_SIZE, KVQuantConfig
+from sglang_kvq.config import KVQuantConfig
+from sglang_kvq.constants import PAGE_SIZE
 from sglang_kvq.formats.page import PageFormat
-from sglang_kvq.sglang import doctor_capacity, runtime
+from sglang_kvq.sglang import runtime
+from sglang_kvq.sglang.doctor import capacity as doctor_capacity
 from sglang_kvq.sglang.runtime import CONFIG_ATTRIBUTE
 from sglang_kvq.sglang.window_checks import unsupported_windows
 
@@ -137,7 +139,8 @@ def configured(applied, monkeypatch):
     """``configured(**settings)``: SGLang's configurator, made as a scheduler makes it."""
     from sglang.srt.model_executor import pool_configurator
 
-    from sglang_kvq.sglang import plugin, window_sizes
+    from sglang_kvq.sglang import plugin
+    from sglang_kvq.sglang.memory import window_sizes
 
     parallel = SimpleNamespace(attn_tp_size=1, attn_dp_size=1, attn_dcp_size=1)
     monkeypatch.setattr(pool_configurator, "get_parallel", lambda: parallel)
@@ -205,7 +208,7 @@ def test_doctor_says_what_a_server_has(configured, gigabytes):
 
 def test_a_draft_model_is_priced_by_itself(configured, monkeypatch):
     """Its cache has as many tokens as that of the layers which see all, in BF16, and is paid for in the same budget."""
-    from sglang_kvq.sglang import window_sizes
+    from sglang_kvq.sglang.memory import window_sizes
 
     draft_bytes = 3 * BF16 // LAYERS  # of a token: three layers of the target's heads
     settings = dict(max_running_requests=16, speculative_num_draft_tokens=4)

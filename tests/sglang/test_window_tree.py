@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from sglang_kvq.config import PAGE_SIZE as P
+from sglang_kvq.constants import PAGE_SIZE as P
 from tests.cache.schedules import Driver
 from tests.sglang.test_hybrid_tree import moved, served
 from tests.sglang.window_tree_model import WindowTreeModel

@@ -17,8 +17,8 @@ from sglang_kvq.attention.base import LayerRotations
 from sglang_kvq.attention.reference import ReferenceOps
 from sglang_kvq.cache.integrity import check_integrity
 from sglang_kvq.cache.layout import KVGeometry
-from sglang_kvq.config import PAGE_SIZE as P
 from sglang_kvq.config import KVQuantConfig
+from sglang_kvq.constants import PAGE_SIZE as P
 from sglang_kvq.formats.page import PageFormat
 from sglang_kvq.releases import OLD_TREE
 from sglang_kvq.sglang import compat, runtime
@@ -61,8 +61,8 @@ class TreeModel(Model):
     def __post_init__(self) -> None:
         from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool
 
-        from sglang_kvq.sglang.allocator import build_allocator
-        from sglang_kvq.sglang.pool import KVQuantPool
+        from sglang_kvq.sglang.memory.allocator import build_allocator
+        from sglang_kvq.sglang.memory.pool import KVQuantPool
 
         rows = HybridReqToTokenPool(
             size=self.rows,

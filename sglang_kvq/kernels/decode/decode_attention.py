@@ -21,7 +21,7 @@ import torch
 import triton
 import triton.language as tl
 
-from sglang_kvq.config import PAGE_SIZE
+from sglang_kvq.constants import PAGE_SIZE
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.kernels.decode.history_fp16 import has_int8_keys, history_half
 from sglang_kvq.kernels.decode.history_general import history_general

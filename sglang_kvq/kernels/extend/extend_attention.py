@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from sglang_kvq.config import PAGE_SIZE
+from sglang_kvq.constants import PAGE_SIZE
 from sglang_kvq.kernels.decode.decode_attention import is_two_bit
 from sglang_kvq.kernels.device.arguments import Stored, View, field_count, load_fields, view
 from sglang_kvq.kernels.device.codes import PlaneRecord, Record

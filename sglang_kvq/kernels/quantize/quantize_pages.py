@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from sglang_kvq.config import PAGE_SIZE
+from sglang_kvq.constants import PAGE_SIZE
 from sglang_kvq.kernels.device.arguments import view
 from sglang_kvq.kernels.device.bf16_pairs import high_half, low_half, magnitudes, pair_max
 from sglang_kvq.kernels.device.codes import PlaneRecord, Record

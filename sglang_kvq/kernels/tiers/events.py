@@ -6,9 +6,9 @@ import torch
 import triton
 import triton.language as tl
 
-from sglang_kvq.cache.pending import FREE, MOVE
+from sglang_kvq.constants import EVENT_FREE, EVENT_MOVE
 from sglang_kvq.kernels.device.arguments import field_count, load_fields
-from sglang_kvq.kernels.tiers.first_entries import entry_of
+from sglang_kvq.kernels.tiers.sink_entries import entry_of
 from sglang_kvq.kernels.tiers.tables import TierTables
 
 #: Pages or rows processed at a time.
@@ -31,7 +31,7 @@ def apply_events(tables: TierTables, spans: torch.Tensor, ids: torch.Tensor, eve
 
     spans, ids: from ``PendingOps.pack``; events: number of spans.
     """
-    kinds = {"FREE": FREE, "MOVE": MOVE, "FIRSTS": tables.keeps_firsts}
+    kinds = {"FREE": EVENT_FREE, "MOVE": EVENT_MOVE, "FIRSTS": tables.keeps_firsts}
     _apply[(1,)](spans, ids, events, tables.arguments, **kinds, BLOCK=_BLOCK, num_warps=8)
 
 

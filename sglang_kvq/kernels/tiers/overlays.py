@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 
 from sglang_kvq.kernels.device.common import PAGE
-from sglang_kvq.kernels.tiers.first_entries import claim_of, entry_of, place_firsts
-from sglang_kvq.kernels.tiers.least import NEVER, among_least, bisect, count_below
+from sglang_kvq.kernels.tiers.select_smallest import NEVER, among_least, bisect, count_below
+from sglang_kvq.kernels.tiers.sink_entries import claim_of, entry_of, place_firsts
 from sglang_kvq.kernels.tiers.tables import TierTables, page_at, window
 
 #: Elements per pass over rows' windows, and over slots; and entries of first tokens.

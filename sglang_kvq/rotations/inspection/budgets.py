@@ -27,7 +27,8 @@ from typing import Any
 
 import torch
 
-from sglang_kvq.config import PAGE_SIZE, KVQuantConfig
+from sglang_kvq.config import KVQuantConfig
+from sglang_kvq.constants import PAGE_SIZE
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.rotations.base import Rotations, check_rotations
 from sglang_kvq.rotations.calibration.run import Progress
