@@ -59,7 +59,7 @@ def test_quick_jobs_exist_and_start_no_server() -> None:
 def test_words_of_a_command_line() -> None:
     """Options go to every job; paths run where they belong, and linters with neither."""
     assert all("-x" in words for job in plan(["-x"], everything=True) for words in job.commands if "--all" in words)
-    unit, newest, oldest = plan(["tests/cache", "tests/sglang/test_flags.py"])
+    unit, oldest, newest = plan(["tests/cache", "tests/sglang/test_flags.py"])
     assert "tests/cache" in unit.commands[0] and unit.version == newest.version == NEWEST
     assert "tests/cache" not in newest.commands[0] and oldest.version == OLDEST
     assert [job.title for job in plan(["tests/cache"])] == [unit.title]
