@@ -34,6 +34,12 @@ def test_the_workflow_runs_test() -> None:
     assert commands[-1] == "./test"
 
 
+def test_every_night_everything_runs() -> None:
+    steps = yaml.safe_load((ROOT / ".github/workflows/nightly.yml").read_text())["jobs"]["all"]["steps"]
+    commands = [step["run"] for step in steps if "run" in step]
+    assert "./test --all" in commands and commands[-1].endswith("python -m tests.mutations")
+
+
 def collected(words: tuple[str, ...]) -> set[Path]:
     """The files of tests in a job's paths, without those that it ignores."""
     ignored = {ROOT / word.removeprefix("--ignore=") for word in words if word.startswith("--ignore=")}

@@ -90,19 +90,14 @@ def test_a_past_that_does_not_fit_the_workspace(slab_tokens):
     check(make_scene(HEADS[1], [64 * 7 + 9]), [(64 * 7 + 9, 30)], {0: 64 * 7 + 20}, slab_tokens=slab_tokens)
 
 
-@pytest.mark.parametrize(
-    "kind", ["oscar-lloyd-max", "lloyd-max-4-3-g32", "uniform-3-3", "sphere-4-3", "channel-2", "centred-4"]
-)
-def test_records_of_every_kind(kind):
-    scene = make_scene(Heads(128, 128, 1, 2), [64 * 5], formats=[make_format(kind, 128)] * LAYERS)
-    check(scene, [(64 * 5, 9)], {0: 64 * 5 + 2})
+PLANES = [PlaneFormat(d, PlaneCode((6, 4, 2, 0)), PlaneCode((3, 2, 2, 1))) for d in (64, 128)]
+SOME = ("oscar-lloyd-max", "lloyd-max-4-3-g32", "uniform-3-3", "sphere-4-3", "channel-2", "centred-4")
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
-def test_records_of_planes(head_dim):
-    format = PlaneFormat(head_dim, PlaneCode((6, 4, 2, 0)), PlaneCode((3, 2, 2, 1)))
-    scene = make_scene(Heads(head_dim, head_dim, 1, 2), [64 * 5], formats=[format] * LAYERS)
-    check(scene, [(64 * 5, 9)], {0: 64 * 5 + 2})
+@pytest.mark.parametrize("format", [*(make_format(kind, 128) for kind in SOME), *PLANES], ids=[*SOME, "64", "128"])
+def test_records_of_every_kind(format):
+    heads = Heads(format.head_dim, format.head_dim, 1, 2)
+    check(make_scene(heads, [64 * 5], formats=[format] * LAYERS), [(64 * 5, 9)], {0: 64 * 5 + 2})
 
 
 def both_passes(q, k, scale, splits, launch) -> torch.Tensor:

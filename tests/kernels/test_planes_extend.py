@@ -15,9 +15,9 @@ from sglang_kvq.formats.planes import PlaneCode, Widths, gains_of
 from sglang_kvq.kernels.device.codes import PlaneCodes
 from sglang_kvq.kernels.extend import gather_planes
 from sglang_kvq.kernels.extend import history_planes as extend_planes
-from sglang_kvq.kernels.extend.gather_pages import PageRead, gather_pages
-from tests.kernels.scene import Heads, Scene, int64, make_batch, make_scene
+from tests.kernels.scene import Heads, Scene, make_batch, make_scene
 from tests.kernels.test_formats import make_format
+from tests.kernels.test_gather import GATHERED, check_pages
 from tests.kernels.test_planes import HEADS, WIDTHS, plane_scene
 from tests.kernels.test_short_extend import check, fma_f16x2
 from tests.kernels.test_unpack import OPERATIONS, execute, words
@@ -29,23 +29,10 @@ CODES = {x: PlaneCode(x) for pair in WIDTHS for x in pair}
 
 @each(widths=WIDTHS, head_dim=HEAD_DIMS)
 def test_pages_are_what_they_hold(head_dim, widths):
-    """Records of all bytes and gains, and an overlay; whole and in part, in any order; rows between are left alone."""
-    heads = Heads(head_dim, min(head_dim, 128), 2, 1)
-    scene = plane_scene(heads, widths, [64 * 6 + 5, 64 * 5])
-    pool, ops = scene.pool, scene.ops()[0]
-    pool.records[0].random_(0, 256)
-    plan = [PageRead(*x) for x in ((1, 2, 64, 64), (0, 3, 0, 64), (0, 0, 140, 20), (0, 2, 160, 33), (1, 1, 193, 1))]
-    out = torch.full((2, 256, heads.kv, head_dim), 7.0, dtype=torch.bfloat16, device=scene.rows.device)
-    gather_pages(*out, int64(1, 2), torch.tensor(plan, dtype=torch.int32, device=out.device), *ops._stored(0))
-    want = torch.full_like(out, 7.0)
-    for request, index, at, count in plan:
-        page = int(pool.req_to_token[request + 1, index * PAGE_SIZE]) // PAGE_SIZE
-        if index == 0:
-            kv = pool.overlays[0, int(pool.page_slot[page])]
-        else:
-            kv = torch.stack(pool.formats[0].dequantize_pages(pool.records[0][page])).bfloat16()
-        want[:, at : at + count] = kv.transpose(1, 2)[:, :count]
-    assert torch.equal(out.view(torch.int16), want.view(torch.int16))
+    """Records of all bytes and gains."""
+    scene = plane_scene(Heads(head_dim, min(head_dim, 128), 2, 1), widths, GATHERED)
+    scene.pool.records[0].random_(0, 256)
+    check_pages(scene)
 
 
 @each(widths=WIDTHS, heads=[replace(heads, kv=1) for heads in HEADS])
