@@ -14,7 +14,7 @@ from sglang_kvq.formats.code import INT2, CodeFormat
 from sglang_kvq.formats.page import PageFormat
 from sglang_kvq.kernels.extend.gather_pages import gather_pages
 from tests.kernels.scene import DEVICE, Heads, assert_close, int64, make_batch, make_scene, randn
-from tests.kernels.test_decode import BOUND, decode, exact
+from tests.kernels.test_decode import BOUND, check_decode, exact
 from tests.kernels.test_quantize import heavy, same_records
 from tests.pairs import each, pairwise
 
@@ -150,10 +150,7 @@ def test_overlays_of_mixed_layers():
 )
 def test_decode_agrees_with_float64(kind, heads):
     scene = make_scene(heads, [64 * 5 + 40, 64 * 8], formats=[make_format(kind, heads.head_dim)])
-    ops, _ = scene.ops()
-    q = scene.queries(2)
-    got = decode(ops, 0, q, scene)
-    assert_close(kind, got.double(), exact(scene, 0, q), BOUND)
+    check_decode(scene.ops()[0], scene)
 
 
 def test_layers_share_a_plan_if_they_divide_a_batch_alike():
@@ -203,8 +200,7 @@ def test_decode_of_keys_with_constant_channels():
         slot = int(pool.page_slot[page])
         if slot >= 0:
             pool.overlays[0, slot, 0] = (pool.overlays[0, slot, 0].float() + offset).bfloat16()
-    q = scene.queries(1)
-    assert_close("decode", decode(ops, 0, q, scene).double(), exact(scene, 0, q), BOUND)
+    check_decode(ops, scene)
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,8 @@ from sglang_kvq.kernels.decode import history_planes_fp16 as decode_half_planes
 from sglang_kvq.kernels.decode import key_planes_int8
 from sglang_kvq.kernels.decode.decode_attention import DecodeLaunch
 from sglang_kvq.kernels.device.codes import PlaneCodes
-from tests.kernels.scene import DEVICE, ON_GPU, Heads, Scene, assert_close, int64, make_scene
-from tests.kernels.test_decode import BOUND, decode, exact, half_a_bit
+from tests.kernels.scene import DEVICE, ON_GPU, Heads, Scene, int64, make_scene
+from tests.kernels.test_decode import BOUND, check_decode, check_heads, decode, half_a_bit
 from tests.kernels.test_unpack import execute, words
 from tests.pairs import each, label, pairwise
 
@@ -43,10 +43,7 @@ def plane_scene(heads: Heads, widths: tuple[Widths, Widths], lengths: list[int],
 @each(widths=WIDTHS, heads=HEADS)
 def test_decode_agrees_with_float64(heads, widths):
     scene = plane_scene(heads, widths, [1, 64 * 9 + 5, 330, 0])
-    ops, _ = scene.ops()
-    q = scene.queries(4)
-    got = decode(ops, 1, q, scene)
-    assert_close("decode", got.double(), exact(scene, 1, q), BOUND)
+    check_decode(scene.ops()[0], scene, layer=1)
 
 
 #: Padded columns and dims among them.
@@ -62,8 +59,7 @@ def half_ops(scene: Scene, pages: int = 2, shared_weights: bool = True, programs
 @each(widths=WIDTHS, heads=HALF_HEADS)
 def test_products_in_fp16_agree_with_float64(heads, widths):
     scene = plane_scene(heads, widths, [1, 64 * 9 + 5, 330, 0])
-    q = scene.queries(4)
-    assert_close("decode", decode(half_ops(scene), 1, q, scene).double(), exact(scene, 1, q), BOUND)
+    check_decode(half_ops(scene), scene, layer=1)
 
 
 @pytest.mark.parametrize("kind", ["growing", "shrinking", "dominant", "no-queries"])
@@ -78,7 +74,7 @@ def test_products_in_fp16_keep_what_fp16_cannot_hold(kind):
         scene.pool.records[0][pages, :, first : first + PAGE_SIZE] = gains.to(torch.uint8)[:, None, None]
     q = scene.queries(1) * {"dominant": 20.0, "no-queries": 0.0}.get(kind, 1.0)
     q[:, 1] *= 2.0**-20
-    assert_close(kind, decode(half_ops(scene, programs=1), 0, q, scene).double(), exact(scene, 0, q), BOUND)
+    check_decode(half_ops(scene, programs=1), scene, q)
 
 
 def scale_pages(scene: Scene, first: int, exponents: torch.Tensor) -> None:
@@ -105,18 +101,15 @@ def test_products_in_fp16_follow_scores(kind, heads, shared_weights):
     q = scene.queries(1) * 2.0 ** (torch.arange(heads.gqa_group, device=DEVICE) % 3 - 2.0)[None, :, None].to(
         torch.bfloat16
     )
-    got = decode(half_ops(scene, shared_weights=shared_weights, programs=1), 0, q, scene).double()
-    assert_close(kind, got, exact(scene, 0, q), BOUND + half_a_bit(scene, 0, q))
+    check_decode(
+        half_ops(scene, shared_weights=shared_weights, programs=1), scene, q, bound=BOUND + half_a_bit(scene, 0, q)
+    )
 
 
 @pytest.mark.parametrize("group", [5, 8, 13, 16])
 def test_products_in_fp16_tell_heads_apart(group):
-    """Each query head, of queries of its own magnitude, gets what it would get alone."""
     scene = plane_scene(Heads(128, 128, 1, group), ((6, 5, 3, 2), (3, 2, 1, 0)), [64 * 5 + 9], sink=0, recent=64)
-    q = scene.queries(1) * 2.0 ** (torch.arange(group, device=DEVICE) * 7 % 11 - 5.0)[None, :, None].to(torch.bfloat16)
-    got, want = decode(half_ops(scene), 0, q, scene).double(), exact(scene, 0, q)
-    for h in range(group):
-        assert_close(f"head {h}", got[:, h], want[:, h], BOUND)
+    check_heads(half_ops(scene), scene)
 
 
 @pytest.mark.parametrize("shared_weights", [False, True])
@@ -130,13 +123,7 @@ def test_half_a_tile_of_another_request_counts_for_nothing(shared_weights):
     scene.pool.records[0][mine[5:], :, first : first + PAGE_SIZE] = 255
     scene.pool.row_history_end[1] = 64 * 5
     scene.pool.row_sink_end[1] = 0
-    q = scene.queries(1)
-    assert_close(
-        "decode",
-        decode(half_ops(scene, shared_weights=shared_weights), 0, q, scene).double(),
-        exact(scene, 0, q),
-        BOUND,
-    )
+    check_decode(half_ops(scene, shared_weights=shared_weights), scene)
 
 
 def test_one_page_a_turn_is_refused():
@@ -185,14 +172,14 @@ def test_no_queries_see_their_own_tokens_alike(half):
     scene.pool.row_history_end[1] = 64 * 5
     scene.pool.row_sink_end[1] = 0
     ops, q = half_ops(scene) if half else scene.ops()[0], scene.queries(1) * 0.0
-    assert_close("decode", decode(ops, 0, q, scene).double(), exact(scene, 0, q), BOUND)
+    check_decode(ops, scene, q)
 
 
 def test_one_dominant_token():
     scene = plane_scene(HEADS[1], WIDTHS[0], [64 * 14 + 5])
     ops, _ = scene.ops()
     q = scene.queries(1) * 20
-    assert_close("decode", decode(ops, 0, q, scene).double(), exact(scene, 0, q), BOUND)
+    check_decode(ops, scene, q)
 
 
 def pages(heads: Heads, count: int) -> tuple[torch.Tensor, torch.Tensor]:
