@@ -31,14 +31,14 @@ class KVQuantConfig:
         clip_k, clip_v: quantile of ``|x|`` over a head's row beyond which keys/values are
             clipped, in (0, 1]; 1 clips nothing; None means the rotation file's or the
             method's own. A given value applies to codes of every width, the default to INT2 codes only.
-        bf16_budget: share of the KV memory that BF16 overlays may take, in (0, 1).
+        bf16_budget: share of the KV memory that BF16 pages may take, in (0, 1).
         bits: ``--kv-quant-bits`` as given: bits per code, or ``auto:TARGET``; for ``transform``, allocated bits per
             element. None is the method's default.
         seed: seed of random rotations; None is 0.
         episodic: the values of the ``--episodic-*`` flags; None without ``--episodic-policy``.
         capture: ``FOLDER:CONTEXT:SKIP`` of ``sglang.capture_backend``, for ``kvq calibrate --engine sglang`` only.
         prefill_window: number of older tokens, before the recent ones, that a prefill may also read in BF16, while
-            their overlays still exist; a multiple of ``PAGE_SIZE``. With 0, prefill reads the same as decoding.
+            their BF16 copies still exist; a multiple of ``PAGE_SIZE``. With 0, prefill reads the same as decoding.
 
     Raises:
         KVQuantError: a value out of range; the message names it and the fix.
@@ -132,7 +132,7 @@ class KVQuantConfig:
 
     @property
     def slots_per_request(self) -> int:
-        """Most overlay slots that a running request holds: sinks, window, and the page being filled."""
+        """Most BF16 slots that a running request holds: sinks, window, and the page being filled."""
         return self.sink_pages + self.recent_pages + 1
 
     def describe(self) -> str:

@@ -43,7 +43,7 @@ def make_pool(lengths: list[int], format: RecordFormat = FORMAT, kv_heads: int =
     some = torch.randn(2, 64, kv_heads, PAGE_SIZE, format.head_dim, device="cuda").bfloat16()
     records = format.quantize_pages(*some)
     pool.records[0][1:] = records[torch.randint(len(records), (sum(counts),), device="cuda")]
-    pool.overlays.normal_()
+    pool.bf16_pages.normal_()
     pool.page_slot[windows] = torch.randperm(pool.slots, device="cuda", dtype=torch.int32) + 1
     pool.row_sink_end[1:], pool.row_history_end[1:] = SINK, torch.tensor(ends, device="cuda")
     pool.read_rows()

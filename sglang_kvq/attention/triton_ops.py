@@ -148,13 +148,13 @@ class TritonOps(AttentionOps):
         return out
 
     def store_tokens(self, layer: int, loc: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        store_tokens(self.pool.overlays[layer], self.pool.page_slot, loc, k, v)
+        store_tokens(self.pool.bf16_pages[layer], self.pool.page_slot, loc, k, v)
 
     def rotate_and_store(
         self, layer: int, loc: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> torch.Tensor:
         """Rotates and stores in one launch, whether K and V are rotated or not."""
-        store = (self.pool.overlays[layer], self.pool.page_slot, loc)
+        store = (self.pool.bf16_pages[layer], self.pool.page_slot, loc)
         overlap, mean = self.order.rotate(), self._mean_of(layer)
         out: torch.Tensor = rotate((q, k, v), self._rotations_of(layer), store, overlap, mean)[0]
         return out
@@ -169,14 +169,14 @@ class TritonOps(AttentionOps):
         pool = self.pool
         for store in pool.stores:
             record = record_of(store.format)
-            rest = (pool.ranks, pool.overlays, slots, pages, count, self._sms * 16)
+            rest = (pool.ranks, pool.bf16_pages, slots, pages, count, self._sms * 16)
             quantize_slots(store.records, record, store.layer_ids, *rest)
 
     def restore_pages(self, pages: torch.Tensor) -> None:
         pool = self.pool
-        if pool.firsts is None:
+        if pool.sink_cache is None:
             return
-        tables = (pool.page_slot, pool.overlays, pool.firsts.entry, pool.firsts.tokens)
+        tables = (pool.page_slot, pool.bf16_pages, pool.sink_cache.entry, pool.sink_cache.tokens)
         for store in pool.stores:
             restore_pages(pages, store.records, record_of(store.format), store.layer_ids, *tables)
 
@@ -350,7 +350,7 @@ class TritonOps(AttentionOps):
         pool = self.pool
         stored = Stored(
             records=pool.records[layer],
-            overlays=pool.overlays[layer],
+            bf16_pages=pool.bf16_pages[layer],
             page_slot=pool.page_slot,
             row_pages=pool.row_pages,
             pages_row=pool.row_pages.stride(0),

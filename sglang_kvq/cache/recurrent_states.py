@@ -31,8 +31,8 @@ class RequestNeeds:
             after each draft.
         token_bytes: bytes of one token's records, all layers.
         bf16_token_bytes: bytes of one token in BF16.
-        window_bytes: bytes of the overlays that a request may pin.
-        bf16_budget: overlays' share of the cache's memory.
+        window_bytes: bytes of the BF16 pages that a request may pin.
+        bf16_budget: BF16 pages' share of the cache's memory.
         context: maximum tokens of a request.
         drafts: how many of ``states`` belong to drafts; a request has them while it runs.
     """

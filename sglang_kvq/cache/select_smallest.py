@@ -1,4 +1,5 @@
-"""Selection of the least keys, to reuse overlays or first-token entries; ``kernels.tiers.least`` does the same."""
+"""Selection of the least keys, to reuse BF16 pages or first-token entries; ``kernels.tiers.select_smallest`` does the
+same."""
 
 from __future__ import annotations
 

@@ -1,15 +1,16 @@
-"""First tokens of sequences, kept in BF16 after another page took their overlay: small tables in torch.
+"""First tokens of sequences, kept in BF16 after another page took their BF16 copy: small tables in torch.
 
 The first token is an attention sink: its key and value are outliers. Formats calibrated for the other tokens quantize
 it badly (``RecordFormat.keeps_first``), and every later token reads it. So the cache keeps one token of each first page
-until the page is freed: all layers and KV heads, 1/64 of an overlay.
+until the page is freed: all layers and KV heads, 1/64 of a BF16 page.
 
 Any page may have any entry. A page that needs one gets a free entry. If none is free, it gets the entry of a page that
-still has its overlay and needs the entry only after losing it. Otherwise it gets the entry kept longest ago. So no
+still has its BF16 copy and needs the entry only after losing it. Otherwise it gets the entry kept longest ago. So no
 first token is lost until more conversations idle than there are entries. Then the one idle longest loses its first
 token, and its record serves instead.
 
-This is the reference implementation. In ``kernels``, ``tiers.first_entries`` and ``quantize.keep_firsts`` do the same.
+This is the reference implementation. In ``kernels``, ``tiers.sink_entries`` and ``quantize.keep_sink_tokens`` do the
+same.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from sglang_kvq.constants import ENTRY_FREE, ENTRY_UNUSED, NEVER
 
 #: Pages per entry: conversations are many pages long.
 PAGES_PER_ENTRY = 8
-#: Minimum number of entries. In a small pool they exceed the page share; they take one overlay's memory, uncounted.
+#: Minimum number of entries. In a small pool they exceed the page share; they take one BF16 page's memory, uncounted.
 LEAST_ENTRIES = 64
 
 
@@ -33,14 +34,14 @@ def entry_count(pages: int) -> int:
 
 
 @dataclass
-class FirstTokens:
+class SinkTokenCache:
     """Tables of kept first tokens. Entry 0 is reserved, like page 0: unwanted values are written there.
 
     Attributes:
         tokens: BF16 ``[layers, n + 1, 2, kv_heads, head_dim]``; axis 2 is K, V.
         pages: int32 ``[n + 1]``, the page whose first token an entry holds, or 0 if free.
         entry: int32 ``[pages + 1]``, the entry of a page; or 0.
-        stamp: int64 ``[n + 1]``, the plan step in which an entry's page last lost its overlay.
+        stamp: int64 ``[n + 1]``, the plan step in which an entry's page last lost its BF16 copy.
     """
 
     tokens: torch.Tensor
@@ -49,7 +50,7 @@ class FirstTokens:
     stamp: torch.Tensor
 
     @classmethod
-    def allocate(cls, layers: int, pages: int, kv_heads: int, head_dim: int, device: torch.device) -> FirstTokens:
+    def allocate(cls, layers: int, pages: int, kv_heads: int, head_dim: int, device: torch.device) -> SinkTokenCache:
         """Allocates free entries for a pool of ``pages`` pages."""
         n = entry_count(pages)
         return cls(
@@ -97,7 +98,7 @@ class FirstTokens:
 
         Args:
             tokens: BF16 ``[layers, m, 2, kv_heads, head_dim]``.
-            page_slot: int ``[pages + 1]``, above 0 for pages that have an overlay now.
+            page_slot: int ``[pages + 1]``, above 0 for pages that have a BF16 copy now.
             step: the plan's step; entries stamped in it are not taken.
             spared: bool ``[n + 1]``, entries that are not taken either.
         """

@@ -87,7 +87,7 @@ class Runtime:
 
     Attributes:
         layer_ids: the model's numbers of the layers in the cache, in its order; others keep their state elsewhere.
-        budget_slots: overlays that ``--kv-quant-bf16-budget`` pays for.
+        budget_slots: BF16 pages that ``--kv-quant-bf16-budget`` pays for.
         tiers: None until the attention backend exists.
         status: what is served, in plain values, for the log and ``/server_info``.
         windows: None where every layer sees all tokens.

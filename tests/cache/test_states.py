@@ -42,7 +42,7 @@ def test_a_request_keeps_the_tokens_it_would_have_in_bf16():
 
 
 def test_bf16_itself_gets_sglangs_ratio():
-    """Where nothing is saved nothing changes, but for the overlays."""
+    """Where nothing is saved nothing changes, but for the BF16 pages."""
     plain = replace(QWEN3_NEXT, token_bytes=QWEN3_NEXT.bf16_token_bytes, window_bytes=1, bf16_budget=1e-6)
     assert share_states(64 * GIB, plain).ratio == pytest.approx(SGLANG_RATIO, rel=1e-3)
 

@@ -154,8 +154,8 @@ def make_scene(
     table = torch.zeros(len(lengths) + 1, (max(counts) + margin) * PAGE_SIZE, dtype=torch.int32, device=DEVICE)
     formats = formats or [heads.format] * LAYERS
     pool = PagePool.allocate(formats, kv_heads=heads.kv, pages=pages, slots=slots, req_to_token=table)
-    pool.overlays.fill_(float("nan"))
-    pool.overlays[:, 0] = 0  # padding reads it
+    pool.bf16_pages.fill_(float("nan"))
+    pool.bf16_pages[:, 0] = 0  # padding reads it
     for records in pool.records:
         records.fill_(0xFF)
     free_pages = (torch.randperm(pages) + 1).tolist()
@@ -178,7 +178,7 @@ def make_scene(
             else:
                 pool.page_slot[page] = slot = free_slots.pop()
                 live = min(length - start, PAGE_SIZE)
-                pool.overlays[:, slot, :, :, :live] = content[:, :, :, :live]
+                pool.bf16_pages[:, slot, :, :, :live] = content[:, :, :, :live]
     pool.read_rows()
     return Scene(heads, pool, int64(*rows), int64(*(max(n, 1) for n in lengths)))
 

@@ -22,7 +22,7 @@ GATHERED = [64 * 6 + 5, 64 * 5]
 
 
 def check_pages(scene: Scene) -> None:
-    """Records and overlays, whole and in part, in any order; rows between them are left alone."""
+    """Records and BF16 pages, whole and in part, in any order; rows between them are left alone."""
     pool, heads = scene.pool, scene.heads
     plan = [PageRead(*x) for x in ((1, 2, 64, 64), (0, 3, 0, 64), (0, 0, 140, 20), (0, 2, 160, 33), (1, 1, 193, 1))]
     out = torch.full((2, 256, heads.kv, heads.head_dim), 7.0, dtype=torch.bfloat16, device=scene.rows.device)
@@ -32,7 +32,7 @@ def check_pages(scene: Scene) -> None:
     for request, index, at, count in plan:
         page = int(pool.req_to_token[request + 1, index * PAGE_SIZE]) // PAGE_SIZE
         if index == 0:
-            kv = pool.overlays[0, int(pool.page_slot[page])]
+            kv = pool.bf16_pages[0, int(pool.page_slot[page])]
         else:
             kv = torch.stack(pool.formats[0].dequantize_pages(pool.records[0][page])).bfloat16()
         want[:, at : at + count] = kv.transpose(1, 2)[:, :count]

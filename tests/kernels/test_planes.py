@@ -218,7 +218,7 @@ def test_records_are_the_references(heads, widths):
     slots = int64(2, 1)
     for i, slot in enumerate(slots.tolist()):
         for kind, x in enumerate((k, v)):
-            scene.pool.overlays[:, slot, kind] = x[i * PAGE_SIZE :][:PAGE_SIZE].transpose(0, 1)
+            scene.pool.bf16_pages[:, slot, kind] = x[i * PAGE_SIZE :][:PAGE_SIZE].transpose(0, 1)
     scene.pool.records[0].zero_()
     scene.pool.records[1].zero_()
     ops.quantize_slots(slots, ids, int64(2))

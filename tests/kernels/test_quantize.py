@@ -73,20 +73,20 @@ def test_pages_of_activations(heads, clip):
 
 
 @pytest.mark.parametrize(("heads", "count"), [(HEADS[1], 0), *((heads, PAGES - 1) for heads in HEADS)], ids=str)
-def test_pages_of_overlays(heads, count):
+def test_pages_of_bf16_pages(heads, count):
     scene = make_scene(heads, [64], margin=PAGES + 2)
-    scene.pool.overlays.copy_(heavy(*scene.pool.overlays.shape))
+    scene.pool.bf16_pages.copy_(heavy(*scene.pool.bf16_pages.shape))
     slots, pages = some(scene.pool.slots), some(scene.pool.pages)
     check_written(scene, slice(None), pages[:count], lambda ops: ops.quantize_slots(slots, pages, int64(count)))
 
 
-def test_activations_and_overlays_give_the_same_record():
+def test_activations_and_bf16_pages_give_the_same_record():
     heads = HEADS[1]
     scene = make_scene(heads, [64], margin=4)
     ops, _ = scene.ops()
     k, v = (heavy(PAGE_SIZE, heads.kv, heads.head_dim) for _ in range(2))
     ops.quantize_tokens(0, int64(0), int64(2), k, v)
-    scene.pool.overlays[:, 3, 0], scene.pool.overlays[:, 3, 1] = k.transpose(0, 1), v.transpose(0, 1)
+    scene.pool.bf16_pages[:, 3, 0], scene.pool.bf16_pages[:, 3, 1] = k.transpose(0, 1), v.transpose(0, 1)
     ops.quantize_slots(int64(3), int64(1), int64(1))
     assert torch.equal(scene.pool.records[0][1], scene.pool.records[0][2])
 

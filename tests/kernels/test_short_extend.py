@@ -31,7 +31,7 @@ ANY = ShortExtends(costs=None, most_rows_unpacked=1 << 20, least_prefix=0, launc
 BATCHES = {
     "one-token": [(64 * 6 + 5, 1)],
     "ragged": [(64 * 9, 7), (0, 3), (64 * 4 + 63, 1), (5, 9)],
-    "overlays-only": [(100, 6), (64 * 3, 5)],
+    "bf16_pages-only": [(100, 6), (64 * 3, 5)],
     "no-prefix": [(0, 70), (0, 1)],
     "tail-of-one": [(64 * 7 + 1, 5), (64 * 7 - 1, 2)],
 }

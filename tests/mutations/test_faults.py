@@ -17,7 +17,7 @@ FAULTS = load()
 def test_a_fault_can_be_put_in(fault: Fault, tmp_path: Path) -> None:
     for path in (ROOT / "sglang_kvq").glob(fault.file):
         copy = tmp_path / path.relative_to(ROOT)
-        copy.parent.mkdir(parents=True)
+        copy.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(path, copy)
     changed, before = fault.put_into(tmp_path)
     assert changed.read_text() != before

@@ -60,7 +60,7 @@ class FoldModel(TreeModel):
             token_to_kv_pool_allocator=None,
         )
         self.pool = state.pages
-        self.pool.overlays.fill_(float("nan"))
+        self.pool.bf16_pages.fill_(float("nan"))
         self.ops = ReferenceOps(self.pool, LayerRotations())
         state.tiers = self.manager(self.pool, self.sink_pages, self.recent_pages, self.ops.quantize_slots)
         self.tiers, self.request_rows = state.tiers, rows

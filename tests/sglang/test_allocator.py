@@ -106,5 +106,5 @@ def test_integrity_of_a_cache_in_use(allocator):
     state.tiers.page_valid[records] = True
     allocator.check_integrity()
     allocator.free_pages = torch.cat([allocator.free_pages, torch.tensor([page])])
-    with pytest.raises(RuntimeError, match="a free page still has an overlay slot"):
+    with pytest.raises(RuntimeError, match="a free page still has a BF16 slot"):
         allocator.check_integrity()

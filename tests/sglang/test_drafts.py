@@ -262,18 +262,18 @@ def test_a_draft_model_keeps_sglangs_attention(monkeypatch):
     assert create(SimpleNamespace(is_draft_worker=False)) == "SGLang's"
 
 
-def test_accepted_drafts_move_between_overlays():
+def test_accepted_drafts_move_between_bf16_pages():
     table = torch.zeros(1, 4 * PAGE_SIZE, dtype=torch.int32)
     pool = PagePool.allocate(GEOMETRY.formats, kv_heads=2, pages=3, slots=3, req_to_token=table)
     pool.page_slot[1:] = torch.tensor([2, 3, 1])
-    pool.overlays.copy_(torch.randn(pool.overlays.shape))
-    before = pool.overlays.clone()
+    pool.bf16_pages.copy_(torch.randn(pool.bf16_pages.shape))
+    before = pool.bf16_pages.clone()
     source = torch.tensor([PAGE_SIZE + 63, 2 * PAGE_SIZE + 1, 2 * PAGE_SIZE + 2, 0])
     target = torch.tensor([PAGE_SIZE + 63, 2 * PAGE_SIZE, 2 * PAGE_SIZE + 1, 0])
     pool.move_tokens(target, source)
     want = before.clone()
     want[:, 3, :, :, 0], want[:, 3, :, :, 1] = before[:, 3, :, :, 1], before[:, 3, :, :, 2]
-    assert torch.equal(pool.overlays, want)
+    assert torch.equal(pool.bf16_pages, want)
 
 
 @pytest.mark.parametrize(("is_eagle", "moved"), [(False, [0, 1, 2]), (True, [0, 1])])

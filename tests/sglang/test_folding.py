@@ -58,7 +58,7 @@ def spread(count: int, length: int) -> list[int]:
 
 
 def test_what_it_made_is_a_prefix_and_its_own_pages_are_free(served):
-    """The request goes on from it reads the chosen tokens: sinks from overlays, the rest from records."""
+    """The request goes on from it reads the chosen tokens: sinks from BF16 pages, the rest from records."""
     model = FoldModel(40, 30, 3, sink_pages=1, recent_pages=2)
     request = computed(model, 8 * P + 5)
     chosen = spread(3 * P, 8 * P)

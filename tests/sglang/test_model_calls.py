@@ -140,7 +140,7 @@ def stored(backend, layer: int) -> torch.Tensor:
     pages = backend.tiers.pool
     slots = pages.page_slot[1:3].long()
     assert (slots > 0).all()
-    return pages.overlays[layer, slots, 0].transpose(1, 2).reshape(2 * PAGE_SIZE, HEADS, D)[:TOKENS]
+    return pages.bf16_pages[layer, slots, 0].transpose(1, 2).reshape(2 * PAGE_SIZE, HEADS, D)[:TOKENS]
 
 
 # -- what models find --------------------------------------------------------------------------------------------------
@@ -299,12 +299,12 @@ def test_attention_of_models_that_can_fuse(serving, on_cuda, monkeypatch, family
 )
 def test_a_call_that_would_be_answered_wrongly(backend, mode, changes, text):
     batch, (q, k, v) = prefill(backend), activations()
-    before = backend.tiers.pool.overlays.clone()
+    before = backend.tiers.pool.bf16_pages.clone()
     call = {**dict(q=q, k=k, v=v, layer=attention(1), forward_batch=batch, save_kv_cache=True), **changes}
     with pytest.raises(NotImplementedError, match="attention layer 1 asks for") as error:
         getattr(backend, mode)(**call)
     assert text.replace("\\", "") in str(error.value)
-    assert torch.equal(backend.tiers.pool.overlays, before)
+    assert torch.equal(backend.tiers.pool.bf16_pages, before)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -104,7 +104,7 @@ def test_padded_batches_answer_like_those_that_are_not(align):
         assert torch.equal(padded.decode(up(2), seed)[:2], plain.decode(2, seed))
     for worker in (plain, padded):
         check_integrity(worker.tiers)
-        assert not (worker.pool.overlays[:, 1:] == 99.0).any()
+        assert not (worker.pool.bf16_pages[:, 1:] == 99.0).any()
 
 
 def test_a_batch_of_padding_alone_changes_nothing():

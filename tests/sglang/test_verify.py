@@ -98,7 +98,9 @@ def test_accepted_drafts_are_what_decoding_gives(count, host_lens):
     check_integrity(drafting.tiers)
     for row, length in drafting.stored.items():
         loc = drafting.pool.req_to_token[row, :length].long()
-        got, stored = (w.pool.overlays[0, w.pool.page_slot[loc // P].long(), :, :, loc % P] for w in (drafting, plain))
+        got, stored = (
+            w.pool.bf16_pages[0, w.pool.page_slot[loc // P].long(), :, :, loc % P] for w in (drafting, plain)
+        )
         assert torch.equal(got, stored), f"row {row}: a rejected draft is stored"
 
 

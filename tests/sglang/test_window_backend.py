@@ -17,7 +17,7 @@ HEADS, D, TOKENS = 4, 64, 5 * P + 20
 
 @pytest.fixture
 def model(served):
-    """With windows of overlays that hold the whole request: nothing is quantized."""
+    """With windows of BF16 pages that hold the whole request: nothing is quantized."""
     return WindowTreeModel(20, 20, 2, sink_pages=1, recent_pages=12)
 
 

@@ -1,4 +1,4 @@
-"""Windows, records and overlays follow SGLang's unified tree of a model with sliding windows, on random schedules."""
+"""Windows, records and BF16 pages follow SGLang's unified tree of a model with sliding windows, on random schedules."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """``scheduler_model`` over SGLang's own allocator, rows, requests and unified tree, with recurrent states in the tree.
 
 The tree takes a request's tokens up to its last recurrent state, and matches only as far as there is one. Here states
-are nothing but their places in SGLang's pool; pages and overlays are checked as in ``scheduler_model``.
+are nothing but their places in SGLang's pool; pages and BF16 pages are checked as in ``scheduler_model``.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class TreeModel(Model):
             token_to_kv_pool_allocator=None,
         )
         self.pool = state.pages
-        self.pool.overlays.fill_(float("nan"))
+        self.pool.bf16_pages.fill_(float("nan"))
         self.ops = ReferenceOps(self.pool, LayerRotations())
         state.tiers = self.manager(self.pool, self.sink_pages, self.recent_pages, self.ops.quantize_slots)
         self.tiers, self.request_rows = state.tiers, rows

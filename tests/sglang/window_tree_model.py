@@ -1,6 +1,6 @@
 """``TreeModel`` of a model with sliding windows: SGLang's two pools, its allocator of both and its unified tree.
 
-Beside pages and overlays it checks windows: what a batch reads of SGLang's pool for them is what its tokens wrote
+Beside pages and BF16 pages it checks windows: what a batch reads of SGLang's pool for them is what its tokens wrote
 there.
 """
 
@@ -93,7 +93,7 @@ class WindowTreeModel(TreeModel):
         self.ours = state.allocator
         assert self.allocator.full_attn_allocator is self.ours
         self.pool = state.pages
-        self.pool.overlays.fill_(float("nan"))
+        self.pool.bf16_pages.fill_(float("nan"))
         self.ops = ReferenceOps(self.pool, LayerRotations())
         state.tiers = self.manager(self.pool, self.sink_pages, self.recent_pages, self.ops.quantize_slots)
         self.tiers, self.request_rows = state.tiers, rows

@@ -1,7 +1,7 @@
-"""First tokens of sequences: keeps them when their pages lose their overlays, and restores overlays with them.
+"""First tokens of sequences: keeps them when their pages lose their BF16 copies, and restores BF16 pages with them.
 
-``cache.firsts.FirstTokens`` and ``ReferenceOps.restore_pages`` do the same in torch, bit for bit. Both kernels are
-launched for every plan, and may find on the device that there is nothing to do.
+``cache.sink_token_cache.SinkTokenCache`` and ``ReferenceOps.restore_pages`` do the same in torch, bit for bit. Both
+kernels are launched for every plan, and may find on the device that there is nothing to do.
 """
 
 import torch
@@ -20,17 +20,17 @@ _ROWS = 16
 _PROGRAMS = 8
 
 
-def keep_firsts(
-    slots: torch.Tensor, entries: torch.Tensor, count: torch.Tensor, overlays: torch.Tensor, firsts: torch.Tensor
+def keep_sink_tokens(
+    slots: torch.Tensor, entries: torch.Tensor, count: torch.Tensor, bf16_pages: torch.Tensor, sink_cache: torch.Tensor
 ) -> None:
-    """Copies first tokens from overlays to their entries, while reassigned overlays still have their old values.
+    """Copies first tokens from BF16 pages to their entries, while reassigned BF16 pages still have their old values.
 
     slots: int64 ``[n]``; entries: int32 ``[n]``, 0 for none. Only the first ``count``, int64 ``[1]``, are read.
-    overlays: BF16 ``[layers, slots + 1, 2, kv_heads, PAGE_SIZE, D]``. firsts: ``FirstTokens.tokens``.
+    bf16_pages: BF16 ``[layers, slots + 1, 2, kv_heads, PAGE_SIZE, D]``. sink_cache: ``SinkTokenCache.tokens``.
     """
-    layers, kv_heads, d = overlays.shape[0], overlays.shape[3], overlays.shape[-1]
+    layers, kv_heads, d = bf16_pages.shape[0], bf16_pages.shape[3], bf16_pages.shape[-1]
     _keep[(layers, _PROGRAMS)](
-        slots, entries, count, overlays, firsts, overlays.stride(0), firsts.stride(0),
+        slots, entries, count, bf16_pages, sink_cache, bf16_pages.stride(0), sink_cache.stride(0),
         SHAPE=shape_of(kv_heads, d),
         ROWS=_ROWS,
         num_warps=4,
@@ -39,7 +39,7 @@ def keep_firsts(
 
 @triton.jit
 def _keep(
-    slots, entries, count, overlays, firsts, overlays_layer, firsts_layer, SHAPE: tl.constexpr, ROWS: tl.constexpr
+    slots, entries, count, bf16_pages, sink_cache, bf16_pages_layer, sink_layer, SHAPE: tl.constexpr, ROWS: tl.constexpr
 ):
     """Program (l, j): layer l of pages j, j + programs, ..."""
     D: tl.constexpr = SHAPE.D
@@ -53,8 +53,8 @@ def _keep(
             for start in range(0, HEADS, ROWS):
                 row = start + tl.arange(0, ROWS)[:, None]
                 inside = (row < HEADS) & (dim < D)
-                source = overlays + layer * overlays_layer + (slot * HEADS + row) * (PAGE * D) + dim
-                target = firsts + layer * firsts_layer + (entry * HEADS + row) * D + dim
+                source = bf16_pages + layer * bf16_pages_layer + (slot * HEADS + row) * (PAGE * D) + dim
+                target = sink_cache + layer * sink_layer + (entry * HEADS + row) * D + dim
                 tl.store(target, tl.load(source, mask=inside), mask=inside)
 
 
@@ -64,20 +64,20 @@ def restore_pages(
     record: Record | PlaneRecord,
     layers: torch.Tensor,
     page_slot: torch.Tensor,
-    overlays: torch.Tensor,
-    first_entry: torch.Tensor,
-    firsts: torch.Tensor,
+    bf16_pages: torch.Tensor,
+    sink_entry: torch.Tensor,
+    sink_cache: torch.Tensor,
 ) -> None:
-    """Fills the overlays of pages int ``[n]``, 0 for none, from records of the layers of one store.
+    """Fills the BF16 pages of pages int ``[n]``, 0 for none, from records of the layers of one store.
 
     records: uint8 ``[m, pages + 1, kv_heads, record.bytes]`` of layers ``layers`` int64 ``[m]``; page_slot: int32
-    ``[pages + 1]``; first_entry, firsts: ``FirstTokens.entry`` and ``tokens``. Token 0 is the kept one.
+    ``[pages + 1]``; sink_entry, sink_cache: ``SinkTokenCache.entry`` and ``tokens``. Token 0 is the kept one.
     """
-    m, kv_heads, d = records.shape[0], records.shape[2], overlays.shape[-1]
+    m, kv_heads, d = records.shape[0], records.shape[2], bf16_pages.shape[-1]
     fast = is_two_bit(record, d)
     _restore[(kv_heads, m, len(pages))](
-        pages, records, layers, page_slot, overlays, first_entry, firsts,
-        records.stride(0), overlays.stride(0), firsts.stride(0),
+        pages, records, layers, page_slot, bf16_pages, sink_entry, sink_cache,
+        records.stride(0), bf16_pages.stride(0), sink_cache.stride(0),
         RECORD=record,
         SHAPE=shape_of(kv_heads, d),
         FAST=fast,
@@ -87,7 +87,7 @@ def restore_pages(
 
 @triton.jit(do_not_specialize=["pages"], do_not_specialize_on_alignment=["pages"])
 def _restore(
-    pages, records, layers, page_slot, overlays, first_entry, firsts, records_layer, overlays_layer, firsts_layer,
+    pages, records, layers, page_slot, bf16_pages, sink_entry, sink_cache, records_layer, bf16_pages_layer, sink_layer,
     RECORD: tl.constexpr, SHAPE: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     """Program (h, l, i): KV head h of the store's layer l, page i."""
@@ -100,13 +100,13 @@ def _restore(
         layer = tl.load(layers + tl.program_id(1))
         record = records + tl.program_id(1).to(tl.int64) * records_layer
         record += (page.to(tl.int64) * KV_HEADS + head) * RECORD.bytes
-        k = overlays + layer * overlays_layer + (slot * 2 * KV_HEADS + head) * (PAGE * D)
+        k = bf16_pages + layer * bf16_pages_layer + (slot * 2 * KV_HEADS + head) * (PAGE * D)
         v = k + KV_HEADS * (PAGE * D)
         read_record(k, v, PAGE, 1, record, RECORD, SHAPE, FAST, True)
-        entry = tl.load(first_entry + page).to(tl.int64)
+        entry = tl.load(sink_entry + page).to(tl.int64)
         if entry > 0:
             dim = tl.arange(0, SHAPE.DP)
-            first = firsts + layer * firsts_layer + (entry * 2 * KV_HEADS + head) * D + dim
+            first = sink_cache + layer * sink_layer + (entry * 2 * KV_HEADS + head) * D + dim
             tl.debug_barrier()  # other threads wrote the record's token 0
             tl.store(k + dim, tl.load(first, mask=dim < D), mask=dim < D)
             tl.store(v + dim, tl.load(first + KV_HEADS * D, mask=dim < D), mask=dim < D)

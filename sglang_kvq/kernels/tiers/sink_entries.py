@@ -1,4 +1,5 @@
-"""Assignment of first-token entries to pages: ``cache.firsts.FirstTokens`` in the one program that plans overlays."""
+"""Assignment of first-token entries to pages: ``cache.sink_token_cache.SinkTokenCache`` in the one program that plans
+BF16 pages."""
 
 import triton
 import triton.language as tl
@@ -18,11 +19,11 @@ def claim_of(i, step):
 @triton.jit
 def entry_of(t, page, wanted):
     """Returns the entries of pages, 0 for none or where not ``wanted``."""
-    return tl.load(t.first_entry + page, mask=wanted, other=0)
+    return tl.load(t.sink_entry + page, mask=wanted, other=0)
 
 
 @triton.jit
-def place_firsts(t, count, step, BLOCK: tl.constexpr):
+def place_sink_tokens(t, count, step, BLOCK: tl.constexpr):
     """Writes entries for the first ``count`` of ``lost_pages`` to ``lost_entries``; 0 where none could be taken.
 
     Pages that have an entry keep it, and no other page takes it in this step.
@@ -62,8 +63,8 @@ def _key_entries(t, step, BLOCK: tl.constexpr):
         inside = (entry > 0) & (entry < t.first_count)
         page = tl.load(t.first_page + entry, mask=inside, other=0)
         stamp = tl.load(t.first_stamp + entry, mask=inside, other=0)
-        has_overlay = tl.load(t.page_slot + page, mask=page > 0, other=0) > 0
-        key = tl.where(page == 0, _FREE, tl.where(has_overlay, _UNUSED, _UNUSED + 1 + stamp))
+        has_bf16_page = tl.load(t.page_slot + page, mask=page > 0, other=0) > 0
+        key = tl.where(page == 0, _FREE, tl.where(has_bf16_page, _UNUSED, _UNUSED + 1 + stamp))
         may = inside & ((page == 0) | (stamp != step))
         may &= tl.load(t.claims + entry, mask=inside, other=0) >= claim_of(1 << 31, step)  # restored now
         tl.store(t.first_keys + entry, tl.where(may, key, NEVER), mask=entry < t.first_count)
@@ -87,8 +88,8 @@ def _exchange(t, bound, equals, step, BLOCK: tl.constexpr):
         given += tl.sum(chosen, 0)
         page = tl.load(t.lost_pages + i, mask=take, other=0)
         old = tl.load(t.first_page + entry, mask=take, other=0)
-        tl.store(t.first_entry + old, tl.full([BLOCK], 0, tl.int32), mask=old > 0)
+        tl.store(t.sink_entry + old, tl.full([BLOCK], 0, tl.int32), mask=old > 0)
         tl.store(t.first_page + entry, page.to(tl.int32), mask=take)
-        tl.store(t.first_entry + page, entry, mask=take)
+        tl.store(t.sink_entry + page, entry, mask=take)
         tl.store(t.first_stamp + entry, tl.full([BLOCK], 0, tl.int64) + step, mask=take)
         tl.store(t.lost_entries + i, entry, mask=take)

@@ -93,8 +93,8 @@ class Measured:
     Attributes:
         method: "transform" or ``REFERENCE``.
         budget: value of --kv-quant-bits; None for the method's only width.
-        bits: allocated bits per element of a page without overlay, everything counted.
-        capacity: tokens per BF16 token at equal memory, minus overlays at the default --kv-quant-bf16-budget.
+        bits: allocated bits per element of a page without BF16 copy, everything counted.
+        capacity: tokens per BF16 token at equal memory, minus BF16 pages at the default --kv-quant-bf16-budget.
         kl, kl_error: mean divergence in nats per token, and its standard error.
         top1, top1_error: share of tokens where both predict the same most likely successor, and its standard error.
     """

@@ -36,7 +36,7 @@ class KVQuantBackend(AttentionBackend):
 
     #: State of the current prefill; set before its first layer, by ``init_forward_metadata_out_graph``.
     batch: ExtendBatch
-    overlay_loc: torch.Tensor
+    bf16_page_loc: torch.Tensor
     direct_pages: torch.Tensor
     scored: list[ScoringPart]
     #: State of the drafts under verification; set in their first layer.
@@ -87,10 +87,10 @@ class KVQuantBackend(AttentionBackend):
         split = split_new_tokens(prefix, new, self.tiers.sink_pages, self.tiers.recent_pages)
         lens = np.array([prefix, new], np.int64)
         lens[1] += lens[0]
-        prefix_lens, seq_lens, overlay, direct = to_device([*lens, *split], fb.out_cache_loc.device)
+        prefix_lens, seq_lens, bf16_page, direct = to_device([*lens, *split], fb.out_cache_loc.device)
         loc = fb.out_cache_loc[: sum(new)].long()  # data-parallel attention and all-to-all MoE pad tokens
-        self.batch = ExtendBatch(fb.req_pool_indices.long(), prefix, new, loc, overlay, direct)
-        self.overlay_loc = loc[overlay]
+        self.batch = ExtendBatch(fb.req_pool_indices.long(), prefix, new, loc, bf16_page, direct)
+        self.bf16_page_loc = loc[bf16_page]
         self.direct_pages = loc[direct] // PAGE_SIZE
         self.scored = plan_scoring(prefix, new, scoring.wanted(fb))
         self.tiers.plan_extend(self.batch.rows, prefix_lens, seq_lens, max(prefix, default=0), self.direct_pages)
@@ -123,7 +123,7 @@ class KVQuantBackend(AttentionBackend):
 
         0. ``plan_attention``: lengths to items of work, in the first layer, for each way to launch 2.
 
-        1. ``rotate_and_store``: q into the rotated basis, k and v too and into their overlays.
+        1. ``rotate_and_store``: q into the rotated basis, k and v too and into their BF16 copies.
         2. ``decode``: partial results of every item.
         3. ``decode``: the merge of each request's items.
         4. ``rotate_output``: out of V's rotated basis, where the weights do not do it.
@@ -159,7 +159,7 @@ class KVQuantBackend(AttentionBackend):
         o[:tokens] = self.ops.extend(index, q[:tokens], k[:tokens], v[:tokens], batch, layer.scaling, sinks)
         for part in self.scored:
             self.ops.score_keys(index, q, k, batch, part, layer.scaling)
-        self.ops.store_tokens(index, self.overlay_loc, k[batch.overlay_tokens], v[batch.overlay_tokens])
+        self.ops.store_tokens(index, self.bf16_page_loc, k[batch.bf16_tokens], v[batch.bf16_tokens])
         self.ops.quantize_tokens(index, batch.direct_tokens, self.direct_pages, k, v)
         return self.ops.rotate_output(index, o).flatten(1)
 

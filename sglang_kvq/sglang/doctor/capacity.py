@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sglang_kvq.cache.layout import KVGeometry, divide, fit, overlay_slots, reserved_bytes
+from sglang_kvq.cache.layout import KVGeometry, bf16_slots, divide, fit, reserved_bytes
 from sglang_kvq.cache.recurrent_states import SGLANG_RATIO, needs_of, share_states
 from sglang_kvq.cache.windows import STOCK_RATIO, need_of, share_windows, token_bytes
 from sglang_kvq.config import KVQuantConfig
@@ -71,7 +71,7 @@ def _with_windows(config: KVQuantConfig, geometry: KVGeometry, model: ModelConfi
     layers, heads = len(model.swa_attention_layer_ids), model.get_swa_num_kv_heads(tp)
     window_bytes = heads * (model.swa_head_dim + model.swa_v_head_dim) * 2 * layers
     split, _ = share_windows(config, geometry, memory, window_bytes=window_bytes, need=need)
-    slots = overlay_slots(config, geometry, split.overlay_budget)
+    slots = bf16_slots(config, geometry, split.bf16_budget)
     left = max(memory - reserved_bytes(geometry, slots), 0)
     if split.tokens <= 0 or left == 0:
         raise KVQuantError(f"{memory / 2**20:.0f} MiB hold no page beside the sliding windows; give more --memory.")

@@ -174,7 +174,7 @@ def _recorded() -> Iterator[set[str]]:
 
 
 def decode_and_verify(q_heads: int, formats: tuple[RecordFormat, ...], device: torch.device) -> None:
-    """Decode one token, then drafts, over records and overlays that torch filled."""
+    """Decode one token, then drafts, over records and BF16 pages that torch filled."""
     from sglang_kvq.attention.triton_ops import TritonOps
 
     pool, head_dim = _allocate(formats, device), formats[0].head_dim
@@ -182,7 +182,7 @@ def decode_and_verify(q_heads: int, formats: tuple[RecordFormat, ...], device: t
     for format, records in zip(formats, pool.records):
         k, v = torch.randn(2, pages, KV_HEADS, PAGE_SIZE, head_dim, device=device).bfloat16()
         records[1:] = format.quantize_pages(k, v)
-    pool.overlays.normal_()
+    pool.bf16_pages.normal_()
     pool.page_slot.copy_(torch.arange(pages + 1, device=device))
     pool.row_sink_end[1], pool.row_history_end[1] = PAGE_SIZE, FIRST
     pool.read_rows()
@@ -277,24 +277,28 @@ class _Request:
                 )
 
     def restore(self) -> None:
-        """A page's first token is kept and its overlay restored, bit for bit."""
+        """A page's first token is kept and its BF16 copy restored, bit for bit."""
         from sglang_kvq.attention.triton_ops import TritonOps
-        from sglang_kvq.kernels.quantize.keep_sink_tokens import keep_firsts
+        from sglang_kvq.kernels.quantize.keep_sink_tokens import keep_sink_tokens
 
         pool, plain, pages = self._pool((PLANES,)), self._pool((PLANES,)), self._int64(0, 2)
-        plain.overlays.copy_(pool.overlays.normal_())
+        plain.bf16_pages.copy_(pool.bf16_pages.normal_())
         for mine, theirs in zip(pool.records, plain.records):
             theirs.copy_(mine.random_(256))
         for each in (pool, plain):
             each.page_slot[2] = 3
-        assert pool.firsts is not None and plain.firsts is not None
+        assert pool.sink_cache is not None and plain.sink_cache is not None
         slots = self._int64(3)
-        plain.firsts.keep(pages[1:], pages[1:] > 0, plain.overlays[:, slots, :, :, 0], plain.page_slot, 1)
-        pool.firsts.entry.copy_(plain.firsts.entry)
-        keep_firsts(slots, pool.firsts.entry[pages[1:]], self._int64(1), pool.overlays, pool.firsts.tokens)
+        plain.sink_cache.keep(pages[1:], pages[1:] > 0, plain.bf16_pages[:, slots, :, :, 0], plain.page_slot, 1)
+        pool.sink_cache.entry.copy_(plain.sink_cache.entry)
+        keep_sink_tokens(
+            slots, pool.sink_cache.entry[pages[1:]], self._int64(1), pool.bf16_pages, pool.sink_cache.tokens
+        )
         TritonOps(pool, LayerRotations(), Q_HEADS, max_batch=1).restore_pages(pages)
         ReferenceOps(plain, LayerRotations()).restore_pages(pages)
-        if not torch.equal(pool.overlays, plain.overlays) or not torch.equal(pool.firsts.tokens, plain.firsts.tokens):
+        if not torch.equal(pool.bf16_pages, plain.bf16_pages) or not torch.equal(
+            pool.sink_cache.tokens, plain.sink_cache.tokens
+        ):
             raise KVQuantError(
                 f"restoring a page with keys in {PLANES.k.describe()} and values in {PLANES.v.describe()} differs from "
                 "the same in torch; try another Triton release, and report this."
@@ -303,10 +307,10 @@ class _Request:
     def prefill(self, prefix: int, new: int) -> None:
         """A chunk of ``new`` tokens through every layer."""
         split = split_new_tokens([prefix], [new], SINK_PAGES, RECENT_PAGES)
-        overlay, direct = (torch.from_numpy(indices).to(self.device) for indices in split)
+        bf16_page, direct = (torch.from_numpy(indices).to(self.device) for indices in split)
         loc = self.tiers.pool.req_to_token[1, prefix : prefix + new].long()
         direct_pages = loc[direct] // PAGE_SIZE
-        batch = ExtendBatch(self._int64(1), [prefix], [new], loc, overlay, direct)
+        batch = ExtendBatch(self._int64(1), [prefix], [new], loc, bf16_page, direct)
         for tiers in (self.tiers, self.plain_tiers):
             tiers.pending.free_rows([2])
             tiers.plan_extend(batch.rows, self._int64(prefix), self._int64(prefix + new), prefix, direct_pages)
@@ -318,7 +322,7 @@ class _Request:
                     scores.append(self._scores(ops, layer, q, k, batch))
                 outputs.append(ops.rotate_output(layer, ops.extend(layer, q, k, v, batch, SCALE, self.sinks)))
                 if ops is not self.direct:  # which shares its cache with ``ops``
-                    ops.store_tokens(layer, loc[overlay], k[overlay], v[overlay])
+                    ops.store_tokens(layer, loc[bf16_page], k[bf16_page], v[bf16_page])
                     ops.quantize_tokens(layer, direct, direct_pages, k, v)
             for name, output in zip(("prefill", "prefill without a workspace"), outputs[1:]):
                 _compare(name, format, output, outputs[0])

@@ -20,7 +20,7 @@ _RELEASE = compat.sglang_version()
 
 
 class KVQuantAllocator(PagedTokenToKVPoolAllocator):
-    """Page ids exactly as SGLang hands them out; overlays follow in the next forward pass."""
+    """Page ids exactly as SGLang hands them out; BF16 pages follow in the next forward pass."""
 
     free_pages: torch.Tensor
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sglang_kvq.cache.layout import KVGeometry, divide, overlay_slots, reserved_bytes
+from sglang_kvq.cache.layout import KVGeometry, bf16_slots, divide, reserved_bytes
 from sglang_kvq.config import KVQuantConfig
 from sglang_kvq.constants import PAGE_SIZE
 from sglang_kvq.errors import KVQuantError
@@ -64,12 +64,12 @@ def start_cache(
 
 
 def calculate_pool_sizes(original: Original, self: Configurator, available_bytes: int, page_size: int) -> Any:
-    """AROUND ``DefaultPoolConfigurator.calculate_pool_sizes``: the overlays' share comes off first."""
+    """AROUND ``DefaultPoolConfigurator.calculate_pool_sizes``: the BF16 pages' share comes off first."""
     state = runtime.current()
     if state is None:
         return original(self, available_bytes, page_size)
     geometry = state.geometry
-    state.budget_slots = overlay_slots(state.config, geometry, available_bytes)
+    state.budget_slots = bf16_slots(state.config, geometry, available_bytes)
     return original(self, max(available_bytes - reserved_bytes(geometry, state.budget_slots), 0), page_size)
 
 

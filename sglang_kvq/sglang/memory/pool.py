@@ -50,7 +50,7 @@ class KVQuantPool(KVCache):
         return half, self.layout.total_bytes - half
 
     def move_kv_cache(self, tgt_loc: torch.Tensor, src_loc: torch.Tensor) -> None:
-        """Accepted drafts of a tree become a chain: all are in overlays, and no plan runs in between."""
+        """Accepted drafts of a tree become a chain: all are in BF16 pages, and no plan runs in between."""
         runtime.started().pages.move_tokens(tgt_loc, src_loc)
 
     def _no_buffer(self, *args: object, **kwargs: object) -> NoReturn:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sglang_kvq.cache.layout import overlay_slots, reserved_bytes
+from sglang_kvq.cache.layout import bf16_slots, reserved_bytes
 from sglang_kvq.cache.windows import STOCK_RATIO, WindowNeed, need_of, share_windows, token_bytes
 from sglang_kvq.constants import PAGE_SIZE
 from sglang_kvq.releases import OLD_TREE
@@ -90,7 +90,7 @@ def without_cap(original: Original, kvc: Configurator) -> bool:
 
 
 def calculate_pool_sizes(original: Original, self: Configurator, available_bytes: int, page_size: int) -> Any:
-    """AROUND ``HybridSWAPoolConfigurator.calculate_pool_sizes``: windows as needed, then overlays, then records."""
+    """AROUND ``HybridSWAPoolConfigurator.calculate_pool_sizes``: windows as needed, then BF16 pages, then records."""
     state = runtime.current()
     if state is None or state.windows is None:
         return original(self, available_bytes, page_size)
@@ -113,7 +113,7 @@ def calculate_pool_sizes(original: Original, self: Configurator, available_bytes
             f"sglang-kvq: {available_bytes / 2**20:.0f} MiB of KV memory hold no page beside the windows; raise "
             "--mem-fraction-static, or lower --max-running-requests or --swa-full-tokens-ratio."
         )
-    state.budget_slots = overlay_slots(config, geometry, split.overlay_budget)
+    state.budget_slots = bf16_slots(config, geometry, split.bf16_budget)
     self._swa_full_tokens_ratio = split.ratio
     self._cell_size = token_bytes(geometry, window_bytes, split.ratio)
     sizes = original(self, max(available_bytes - reserved_bytes(geometry, state.budget_slots), 0), page_size)

@@ -1,7 +1,7 @@
-"""Hooks on insertion into the radix tree: overlays move along when a request is repointed.
+"""Hooks on insertion into the radix tree: BF16 pages move along when a request is repointed.
 
 When the tree already holds a request's tokens, SGLang frees the request's own pages and uses the
-tree's. The own pages' overlays then belong on the tree's pages, or the window would be lost.
+tree's. The own pages' BF16 copy then belong on the tree's pages, or the window would be lost.
 """
 
 from __future__ import annotations

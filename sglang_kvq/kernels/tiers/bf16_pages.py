@@ -1,7 +1,7 @@
-"""Overlays for the pages that a batch is about to write: one program, because each choice depends on earlier ones.
+"""BF16 pages for the pages that a batch is about to write: one program, because each choice depends on earlier ones.
 
 Each phase is a function, and barriers separate them: the batch's rows, the pinned windows, a key for every slot, the
-k-th least key by bisection, the exchange, and entries for lost first tokens. If no page needs an overlay, only the
+k-th least key by bisection, the exchange, and entries for lost first tokens. If no page needs a BF16 copy, only the
 first phase runs.
 """
 
@@ -11,7 +11,7 @@ import triton.language as tl
 
 from sglang_kvq.kernels.device.common import PAGE
 from sglang_kvq.kernels.tiers.select_smallest import NEVER, among_least, bisect, count_below
-from sglang_kvq.kernels.tiers.sink_entries import claim_of, entry_of, place_firsts
+from sglang_kvq.kernels.tiers.sink_entries import claim_of, entry_of, place_sink_tokens
 from sglang_kvq.kernels.tiers.tables import TierTables, page_at, window
 
 #: Elements per pass over rows' windows, and over slots; and entries of first tokens.
@@ -19,7 +19,7 @@ _ELEMENTS = 4096
 _ENTRIES = 1024
 
 
-def give_overlays(
+def give_bf16_pages(
     tables: TierTables,
     rows: torch.Tensor,
     prefix_lens: torch.Tensor | None,
@@ -33,7 +33,7 @@ def give_overlays(
 
     rows, prefix_lens, seq_lens: int ``[batch]``; prefix_lens None for decoding: all but the last ``new_tokens``.
     direct_pages: int64 ``[n]`` or None. step: of the plan, from 1. restored: int32 ``[batch]``, filled in a prefill if
-    first tokens are kept: rows' first pages that got their overlay back.
+    first tokens are kept: rows' first pages that got their BF16 copy back.
     """
     direct = rows[:0] if direct_pages is None else direct_pages
     _give[(1,)](
@@ -59,7 +59,7 @@ def _give(
     rows, prefix_lens, seq_lens, batch, direct, directs, step, new_tokens, restored, t,
     WINDOW: tl.constexpr, DECODING: tl.constexpr, ROWS: tl.constexpr, SLOTS: tl.constexpr, ENTRIES: tl.constexpr,
 ):  # fmt: skip
-    """One program; t: ``Tables``. Rows; direct pages; if pages need overlays: pins, keys, bisection, exchange."""
+    """One program; t: ``Tables``. Rows; direct pages; if pages need BF16 pages: pins, keys, bisection, exchange."""
     step = step.to(tl.int64)
     needs, failed = _begin_rows(
         rows, prefix_lens, seq_lens, batch, step, new_tokens, restored, t, WINDOW, DECODING, ROWS
@@ -79,11 +79,11 @@ def _give(
             key = bisect(t.keys, t.slot_count, takes, least, most, SLOTS)
             equals = takes - count_below(t.keys, t.slot_count, key, SLOTS)  # how many with this key: the first ones
             quantized, lost = _exchange(t, key, equals, step, WINDOW, SLOTS)
-            if WINDOW.FIRSTS:
+            if WINDOW.SINK_CACHE:
                 tl.debug_barrier()
-                place_firsts(t, lost.to(tl.int32), step, ENTRIES)
+                place_sink_tokens(t, lost.to(tl.int32), step, ENTRIES)
     tl.store(t.count, quantized)
-    if WINDOW.FIRSTS:
+    if WINDOW.SINK_CACHE:
         tl.store(t.lost_count, lost)
     tl.store(t.written, tl.load(t.written) + quantized + given_directly)
     tl.store(t.errors, tl.load(t.errors) + failed)
@@ -94,10 +94,10 @@ def _begin_rows(
     rows, prefix_lens, seq_lens, batch, step, new_tokens, restored, t,
     WINDOW: tl.constexpr, DECODING: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Writes lengths and stamps of the batch's rows; lists their window pages without an overlay in ``wanted``.
+    """Writes lengths and stamps of the batch's rows; lists their window pages without a BF16 copy in ``wanted``.
 
     Returns:
-        how many pages are wanted; how many resumed pages have lost their overlay, which is an error.
+        how many pages are wanted; how many resumed pages have lost their BF16 copy, which is an error.
     """
     SIZE: tl.constexpr = ROWS * WINDOW.WIDTH
     failed = tl.zeros([], tl.int64)
@@ -118,7 +118,7 @@ def _begin_rows(
         _touch(t, index, slot, step, WINDOW)
 
         need = exists & (index >= prefix // PAGE) & (slot < 0)
-        if WINDOW.FIRSTS:
+        if WINDOW.SINK_CACHE:
             first = page_at(t, row, row * 0, (row > 0) & (length > 0))
             tl.store(t.page_first + first, tl.full([ROWS, 1], 1, tl.uint8), mask=first > 0)
             if not DECODING:
@@ -131,7 +131,7 @@ def _begin_rows(
         needs += tl.sum(need, 0)
 
         # A page that this batch resumes in its middle and pushes out of the window is written in BF16 once more. It
-        # keeps its overlay until the next plan quantizes it.
+        # keeps its BF16 copy until the next plan quantizes it.
         resumed = (row > 0) & (prefix % PAGE > 0)
         slot = _slot_of(t, page_at(t, row, prefix // PAGE, resumed), resumed)
         failed += tl.sum(tl.sum((slot < 0).to(tl.int64), 1), 0)
@@ -141,7 +141,7 @@ def _begin_rows(
 
 @triton.jit
 def _claim(t, first, i, stored, step):
-    """Tells if rows i [ROWS, 1] restore the overlays of pages ``first``; the first row does so for a shared page."""
+    """Tells if rows i [ROWS, 1] restore the BF16 pages of pages ``first``; the first row does so for a shared page."""
     lost = stored & (first > 0) & (_slot_of(t, first, first > 0) < 0)
     entry = entry_of(t, first, lost)
     lost &= entry > 0
@@ -225,7 +225,7 @@ def _exchange(t, bound, equals, step, WINDOW: tl.constexpr, SLOTS: tl.constexpr)
         tl.store(t.slots + listed, slot.to(tl.int64), mask=lost > 0)
         tl.store(t.pages + listed, old, mask=lost > 0)
         quantized += tl.sum(lost, 0)
-        if WINDOW.FIRSTS:
+        if WINDOW.SINK_CACHE:
             first = (tl.load(t.page_first + old, mask=old > 0, other=0) > 0).to(tl.int32)
             listed = begun + tl.cumsum(first, 0) - 1
             tl.store(t.lost_slots + listed, slot.to(tl.int64), mask=first > 0)
