@@ -1,8 +1,9 @@
-"""Runs the suite: unit tests once, then tests of SGLang with the oldest and the newest release in parallel.
+"""Runs the suite in jobs side by side, the longest first.
 
-./test                    everything
-./test --quick            unit tests only
-./test -k allocator -x    any pytest arguments, for each of the runs
+./test                    what every change must pass: SGLang's newest release, and the seams of the oldest
+./test --quick            linters and what is tested in three minutes, without servers
+./test --all              every parameter and every release: nightly, and before a release of ours
+./test -k allocator -x    any pytest arguments
 ./test tests/e2e          only these paths, each in the environments it belongs to
 """
 
@@ -17,7 +18,9 @@ import tempfile
 import time
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 
 if __package__ in (None, ""):
@@ -28,148 +31,196 @@ from launch.progress import StepFailed, call
 from sglang_kvq.releases import NEWEST, OLDEST
 
 ROOT = Path(__file__).resolve().parent.parent
-UNIT = "unit tests"
-#: Checks that must pass before any test runs: commands of the newest release's environment.
+#: Modules that the newest release's environment runs first; any that finds something fails the whole.
 LINTERS = (("ruff", "format", "--check", "--quiet"), ("ruff", "check", "--quiet"), ("mypy",))
-#: Tests that run in both environments; all others are unit tests and run once.
-BOTH = (Path("tests/sglang"), Path("tests/e2e"))
-#: Unit tests run in one process per core; the two releases run in parallel. Each process has one thread: threads that
-#: wait for those of another process cost far more than a second core gains.
+#: Folders of tests that run in both environments; all others are unit tests and run once.
+BOTH = ("tests/sglang", "tests/e2e")
+#: Jobs in the newest release's environment, the longest first. A last one runs all other tests.
+JOBS = {
+    "servers of the small model": ("tests/e2e/test_[bks]*.py", "tests/e2e/test_folded_weights.py"),
+    "kernels": ("tests/kernels",),
+    "other servers": ("tests/e2e",),
+    "SGLang": ("tests/sglang",),
+    "cache and rotations": ("tests/cache", "tests/rotations"),
+}
+#: Jobs of ``--quick``, without servers.
+QUICK = {
+    "cache and kernels": (
+        *("tests/cache", "tests/kernels/test_fold.py", "tests/kernels/test_gather.py", "tests/kernels/test_pairs.py"),
+        *("tests/kernels/test_plan.py", "tests/kernels/test_s[ot]*.py", "tests/kernels/test_unpack.py"),
+    ),
+    "formats, methods and rotations": (
+        *("tests/formats", "tests/methods", "tests/attention", "tests/episodic", "tests/test_config.py"),
+        *("tests/rotations/maths", "tests/rotations/storage/test_files.py", "tests/mutations"),
+        *("tests/packaging/test_english.py", "tests/packaging/test_figures.py", "tests/packaging/test_layers.py"),
+        *("tests/packaging/test_re*.py", "tests/contributing/test_checklists.py", "tests/contributing/test_tools.py"),
+    ),
+    "flags, checks and sessions": (
+        *("tests/sglang/test_allocator.py", "tests/sglang/test_capacity.py", "tests/sglang/test_checks.py"),
+        *("tests/sglang/test_flags.py", "tests/sglang/test_hooks.py", "tests/sglang/test_rows.py"),
+        "tests/sglang/test_session*.py",
+    ),
+}
+#: Unit tests that are named on a command line have a process for each core.
 SPREAD = ("--numprocesses=auto", "--dist=worksteal")
+#: Each process has one thread: threads that wait for those of another process cost far more than a core gains.
 ONE_CORE = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-#: Number of slowest tests that each run lists.
+#: Number of slowest tests that are listed.
 SLOWEST = 12
-#: pytest's exit code for "no tests collected", which -k may cause in one of the runs.
+#: pytest's exit code for "no tests collected", which -k may cause in one of the jobs.
 NOTHING_COLLECTED = 5
 
 
 @dataclass(frozen=True)
-class Run:
-    """One pytest process."""
+class Job:
+    """Commands that run one after the other: modules of a release's environment, with arguments."""
 
     title: str
     version: str
-    arguments: tuple[str, ...]
+    commands: tuple[tuple[str, ...], ...]
+
+
+@dataclass
+class Found:
+    """Outcomes and times of the tests that ended so far."""
+
+    counts: Counter[str] = field(default_factory=Counter)
+    seconds: dict[str, float] = field(default_factory=dict)
+    broken: list[str] = field(default_factory=list)
+
+    def read(self, report: Path, title: str) -> None:
+        """Adds a JUnit file's tests."""
+        for case in ElementTree.parse(report).iter("testcase"):
+            kinds = {child.tag for child in case}
+            outcome = "failed" if kinds & {"failure", "error"} else "skipped" if "skipped" in kinds else "passed"
+            self.counts[outcome] += 1
+            self.seconds[f"{case.get('classname')}::{case.get('name')} ({title})"] = float(case.get("time", 0))
+
+
+def pytest_job(title: str, version: str, words: Sequence[str]) -> Job:
+    return Job(title, version, (("pytest", *words, "-q", "-p", "no:cacheprovider"),))
 
 
 def is_sglang(path: str) -> bool:
     """Returns whether a path from the command line lies in the folders that run in both environments."""
     relative = Path(os.path.relpath(path.split("::")[0], ROOT))
-    return any(folder == relative or folder in relative.parents for folder in BOTH)
+    return any(Path(folder) == relative or Path(folder) in relative.parents for folder in BOTH)
 
 
-def plan(quick: bool, words: list[str]) -> list[Run]:
-    """Returns the runs for a command line. Words that name existing files or folders are paths; others go to pytest."""
+def without_earlier(groups: dict[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
+    """Returns pytest's paths for groups of patterns, of which each leaves out the files of those before it."""
+    words: dict[str, tuple[str, ...]] = {}
+    taken: list[str] = []
+    for title, patterns in groups.items():
+        found = {pattern: sorted(ROOT.glob(pattern)) for pattern in patterns}
+        if missing := [pattern for pattern, places in found.items() if not places]:
+            raise ValueError(f"{', '.join(missing)}: no such tests. Mend {Path(__file__).name}.")
+        paths = [str(place.relative_to(ROOT)) for places in found.values() for place in places]
+        words[title] = (*paths, *(f"--ignore={path}" for path in taken))
+        taken += paths
+    return words
+
+
+def plan(words: Sequence[str], quick: bool = False, everything: bool = False) -> list[Job]:
+    """Returns the jobs for a command line. Words that name existing files or folders are paths; others go to pytest."""
     paths = [word for word in words if not word.startswith("-") and Path(word.split("::")[0]).exists()]
-    options = tuple(word for word in words if word not in paths)
-    wide = [path for path in paths if path.rstrip("/") == "tests"]
-    unit = [path for path in paths if not is_sglang(path)] if paths else ["tests"]
-    both = [path for path in paths if is_sglang(path)]
-    if wide or not paths:
-        both = [str(folder) for folder in BOTH if (ROOT / folder).is_dir()]
-    ignored = tuple(f"--ignore={folder}" for folder in BOTH)
-    runs = [Run(UNIT, NEWEST, (*unit, *ignored, *SPREAD, *options))] if unit else []
-    if not quick and both:
-        runs += [Run(f"SGLang {version}", version, (*both, *options)) for version in (NEWEST, OLDEST)]
-    return runs
+    options = [*(word for word in words if word not in paths), *(["--all"] if everything else [])]
+    linters = [] if words else [Job("ruff and mypy", NEWEST, LINTERS)]
+    if quick and not paths:
+        groups = without_earlier(QUICK)
+        return [*(pytest_job(title, NEWEST, [*own, *options]) for title, own in groups.items()), *linters]
+    older: Sequence[str] = BOTH
+    if not paths or any(path.rstrip("/") == "tests" for path in paths):
+        groups = without_earlier({**JOBS, "other unit tests": ("tests",)})
+        jobs = [pytest_job(title, NEWEST, [*own, *options]) for title, own in groups.items()]
+    else:
+        unit, older = ([path for path in paths if is_sglang(path) == both] for both in (False, True))
+        jobs = [pytest_job("unit tests", NEWEST, [*unit, *SPREAD, *options])] if unit else []
+        jobs += [pytest_job(f"SGLang {NEWEST}", NEWEST, [*older, *options])] if older else []
+    if older and not quick:
+        # Second, so that it ends before other servers start: memory is enough for those of two jobs.
+        jobs.insert(1, pytest_job(f"SGLang {OLDEST}", OLDEST, [*older, *options]))
+    return [*jobs, *linters]
 
 
-def counts(report: Path) -> Counter[str]:
-    """Counts tests by outcome, from a JUnit file."""
-    found: Counter[str] = Counter()
-    if report.exists():
-        for suite in ElementTree.parse(report).iter("testsuite"):
-            bad = int(suite.get("failures", 0)) + int(suite.get("errors", 0))
-            skipped = int(suite.get("skipped", 0))
-            found.update(failed=bad, skipped=skipped, passed=int(suite.get("tests", 0)) - bad - skipped)
-    return found
+class Runner:
+    """Executes jobs side by side: one more than there are cores, since those with servers also wait."""
 
+    def __init__(self, model: Path, folder: Path) -> None:
+        self.model, self.folder, self.found = model, folder, Found()
+        self._running: list[subprocess.Popen[str]] = []
 
-def lint() -> list[str]:
-    """Runs the linters and returns the commands that found something; shows their output."""
-    bin = ROOT / ".venvs" / f"sglang-{NEWEST}" / "bin"
-    print("\n=== ruff and mypy ===", flush=True)
-    return [" ".join(words) for words in LINTERS if subprocess.run([bin / words[0], *words[1:]], cwd=ROOT).returncode]
-
-
-def execute(runs: list[Run], model: Path) -> list[tuple[int, Counter[str]]]:
-    """Executes runs in parallel; returns pytest's exit codes and counts. Only the first one's output is live."""
-    running: list[subprocess.Popen[bytes]] = []
-    with tempfile.TemporaryDirectory() as folder:
-        logs = [Path(folder) / f"{n}.log" for n in range(len(runs))]
-        reports = [Path(folder) / f"{n}.xml" for n in range(len(runs))]
+    def execute(self, jobs: Sequence[Job]) -> Found:
+        pool = ThreadPoolExecutor(1 + (os.cpu_count() or 1))
         try:
-            for run, log, report in zip(runs, logs, reports):
-                python = ROOT / ".venvs" / f"sglang-{run.version}" / "bin" / "python"
-                command = [
-                    str(python),
-                    "-m",
-                    "pytest",
-                    *run.arguments,
-                    f"--junitxml={report}",
-                    "-p",
-                    "no:cacheprovider",
-                ]
-                command += ["--model", str(model), f"--durations={SLOWEST}"]
-                output = log.open("wb") if running else None
-                running.append(
-                    subprocess.Popen(command, cwd=ROOT, env={**os.environ, **ONE_CORE}, stdout=output, stderr=output)
-                )
-            for run, process, log in zip(runs, running, logs):
-                shown = process is running[0]
-                print(f"\n=== {run.title} ===", flush=True)
-                process.wait()
-                if not shown:
-                    print(log.read_text(errors="replace"), flush=True)
+            for _ in pool.map(self._execute, jobs):
+                pass
         finally:
-            for process in running:
-                if process.poll() is None:
-                    process.terminate()
-                    process.wait()
-        return [(process.returncode, counts(report)) for process, report in zip(running, reports)]
+            pool.shutdown(wait=False, cancel_futures=True)
+            for process in self._running:
+                process.terminate()
+            pool.shutdown()
+        return self.found
+
+    def _execute(self, job: Job) -> None:
+        begin, output, codes = time.monotonic(), "", []
+        report = self.folder / f"{job.title}.xml"
+        python = ROOT / ".venvs" / f"sglang-{job.version}" / "bin" / "python"
+        print(f"begun: {job.title}", flush=True)
+        for words in job.commands:
+            more = ("--model", str(self.model), f"--junitxml={report}") if words[0] == "pytest" else ()
+            process = subprocess.Popen(
+                [python, "-m", *words, *more], cwd=ROOT, env={**os.environ, **ONE_CORE}, text=True, errors="replace",
+                stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            )  # fmt: skip
+            self._running.append(process)
+            output += process.communicate()[0]
+            self._running.remove(process)
+            if process.returncode not in (0, NOTHING_COLLECTED):
+                codes.append(f"{job.title} ({words[0]} exited with {process.returncode})")
+        print(f"\n=== {job.title}: {time.monotonic() - begin:.0f} s ===\n{output}", flush=True)
+        self.found.broken += codes
+        if report.exists():
+            self.found.read(report, job.title)
 
 
-def prepare(runs: list[Run]) -> Path:
-    """Prepares the environments for these runs, and the model that servers and the test of rotations load."""
-    for version in dict.fromkeys(run.version for run in runs):
+def prepare(versions: Iterable[str]) -> Path:
+    """Prepares these releases' environments, and the model that servers and the test of rotations load."""
+    for version in dict.fromkeys(versions):
         print(f"environment with SGLang {version}", flush=True)
         cpu_env.ensure(ROOT / ".venvs" / f"sglang-{version}", version)
     # Converting the model needs packages that only the environment has.
     target = ROOT / ".models" / "SmolLM2-135M-Instruct"
     if not (target / "config.json").exists():
         print("the small model that tests load", flush=True)
-        call(
-            [ROOT / ".venvs" / f"sglang-{runs[0].version}" / "bin" / "python", ROOT / "launch" / "model.py"],
-            ROOT / ".models" / "fetch.log",
-        )
+        python = ROOT / ".venvs" / f"sglang-{version}" / "bin" / "python"
+        call([python, ROOT / "launch" / "model.py"], ROOT / ".models" / "fetch.log")
     return target
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--quick", action="store_true", help="linters and unit tests only, in the newest release's environment"
-    )
+    amount = parser.add_mutually_exclusive_group()
+    amount.add_argument("--quick", action="store_true", help="linters and fast tests, in the newest environment")
+    amount.add_argument("--all", action="store_true", help="every value with every other, and every release")
     options, words = parser.parse_known_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     begin = time.monotonic()
-    runs = plan(options.quick, words)
+    jobs = plan(words, options.quick, options.all)
     try:
-        model = prepare(runs)
+        model = prepare(job.version for job in jobs)
     except StepFailed as error:
         print(f"could not prepare the tests: {error}", flush=True)
         return 1
-    total: Counter[str] = Counter()
-    broken = [] if words else lint()
-    for together in ([runs[0]], runs[1:]) if runs[0].title == UNIT else (runs,):
-        for run, (code, found) in zip(together, execute(together, model)):
-            total.update(found)
-            if code not in (0, NOTHING_COLLECTED):
-                broken.append(f"{run.title} (pytest exited with {code})")
-    if not total["passed"] + total["failed"]:
+    with tempfile.TemporaryDirectory() as folder:
+        found = Runner(model, Path(folder)).execute(jobs)
+    for name, seconds in sorted(found.seconds.items(), key=lambda item: -item[1])[:SLOWEST]:
+        print(f"{seconds:7.1f} s  {name}")
+    counts, broken = found.counts, found.broken
+    if not counts["passed"] + counts["failed"]:
         broken.append("no test ran")
     print(f"\n{time.monotonic() - begin:.0f} s; " + (f"FAILED: {', '.join(broken)}" if broken else "all good"))
-    print(f"{total['passed']} passed, {total['failed']} failed, {total['skipped']} skipped", flush=True)
+    print(f"{counts['passed']} passed, {counts['failed']} failed, {counts['skipped']} skipped", flush=True)
     return 1 if broken else 0
 
 

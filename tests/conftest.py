@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import benchmarks  # noqa: F401  (a GPU host's checkout is not installed)
+from tests import pairs
 
 if not torch.cuda.is_available() and importlib.util.find_spec("triton"):
     # Triton's own functions are made for the interpreter or not when it is first imported, by whatever library comes
@@ -30,10 +31,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="folder of the small model that servers in tests load (default: where ./demo and ./test keep it)",
     )
     parser.addoption(
-        "--every-release",
+        "--all",
         action="store_true",
-        help="end-to-end tests that one release is enough for (tests/e2e/conftest.py: ONCE) run with each",
+        help="every value of parameters with every other (tests/pairs.py), and every test with each release",
     )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    pairs.everything |= config.getoption("--all")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

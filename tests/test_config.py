@@ -29,7 +29,7 @@ def test_every_method_declares_itself(name):
         ({"clip_k": 1.5}, "--kv-quant-clip-k 1.5"),
         ({"clip_v": 0.0}, "--kv-quant-clip-v 0.0"),
         ({"bf16_budget": 0.0}, "--kv-quant-bf16-budget 0.0"),
-        ({"bf16_budget": 0.95}, "--kv-quant-bf16-budget 0.95"),
+        ({"bf16_budget": 0.9}, "--kv-quant-bf16-budget 0.9"),
     ],
     ids=lambda x: "-".join(map(str, x.items() if isinstance(x, dict) else [])) or None,
 )

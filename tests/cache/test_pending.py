@@ -37,6 +37,16 @@ def test_frees_in_a_row_are_one_and_rows_come_last():
     assert spans[12:].tolist() == [7, 8, 9]
 
 
+def test_moves_in_a_row_stay_apart():
+    """A later one may name pages of an earlier one."""
+    pending = PendingOps()
+    for own, kept in ((ids(1, 2), ids(3, 4)), (ids(3), ids(5))):
+        pending.fill_move(pending.reserve_move(), own, kept)
+    spans, pages, events = pending.pack(CPU)
+    assert spans.view(-1, 3).tolist() == [[EVENT_MOVE, 0, 2], [EVENT_MOVE, 4, 1]] and events == 2
+    assert pages.tolist() == [1, 2, 3, 4, 3, 5]
+
+
 def test_nothing_and_a_move_that_was_none_pack_to_nothing():
     pending = PendingOps()
     assert pending.pack(CPU) is None

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import random
 
-import pytest
-
 from sglang_kvq.cache import sink_token_cache as sink_cache
 from tests.cache.scheduler_model import PLANES, Model
 from tests.cache.schedules import Driver, converse, random_model
+from tests.pairs import each
+
+OVERLAP = {"in-flight": True, "alone": False}
 
 
-@pytest.mark.parametrize("overlap", [False, True], ids=["alone", "in-flight"])
-@pytest.mark.parametrize("seed", range(6))
+@each(seed=range(6), overlap=OVERLAP)
 def test_random_schedules(seed, overlap):
     rng = random.Random(100 + seed)
     driver = Driver(random_model(rng, overlap), rng)
@@ -22,8 +22,7 @@ def test_random_schedules(seed, overlap):
     assert driver.model.copied and driver.model.folded
 
 
-@pytest.mark.parametrize("overlap", [False, True], ids=["alone", "in-flight"])
-@pytest.mark.parametrize("pages_per_entry", [1, 8])
+@each(pages_per_entry=[1, 8], overlap=OVERLAP)
 def test_random_schedules_keep_first_tokens(pages_per_entry, overlap, monkeypatch):
     """Whatever takes BF16 pages, a first page is read with its first token as it was written, while there are
     entries."""
@@ -39,11 +38,10 @@ def test_random_schedules_keep_first_tokens(pages_per_entry, overlap, monkeypatc
     assert restored > 20 and (unkept == 0 or pages_per_entry > 1)
 
 
-@pytest.mark.parametrize("overlap", [False, True], ids=["alone", "in-flight"])
-@pytest.mark.parametrize(("seed", "drafts"), [(0, 2), (1, 4), (2, 4), (3, 7), (4, 64)])
-def test_random_schedules_with_drafts(seed, drafts, overlap):
+@each(drafts=[2, 4, 5, 7, 64], overlap=OVERLAP)
+def test_random_schedules_with_drafts(drafts, overlap):
     """Whatever is rejected, pages hold committed tokens once they are records, or belong to the tree."""
-    rng = random.Random(200 + seed)
+    rng = random.Random(200 + drafts)
     driver = Driver(random_model(rng, overlap, look_every=4), rng, drafts=drafts)
     driver.run(90)
     driver.finish()

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import yaml
 
-from launch.run_tests import LINTERS
+from launch.run_tests import BOTH, LINTERS, plan
+from sglang_kvq.releases import NEWEST, OLDEST
 from tests.conftest import ROOT
 
 HOOKS = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"][0]["hooks"]
@@ -30,3 +32,41 @@ def test_hooks_have_the_versions_of_test() -> None:
 def test_the_workflow_runs_test() -> None:
     commands = [step["run"] for step in WORKFLOW["jobs"]["test"]["steps"] if "run" in step]
     assert commands[-1] == "./test"
+
+
+def test_every_night_everything_runs() -> None:
+    steps = yaml.safe_load((ROOT / ".github/workflows/nightly.yml").read_text())["jobs"]["all"]["steps"]
+    commands = [step["run"] for step in steps if "run" in step]
+    assert "./test --all" in commands and commands[-1].endswith("python -m tests.mutations")
+
+
+def collected(words: tuple[str, ...]) -> set[Path]:
+    """The files of tests in a job's paths, without those that it ignores."""
+    ignored = {ROOT / word.removeprefix("--ignore=") for word in words if word.startswith("--ignore=")}
+    paths = [ROOT / word for word in words if word.startswith("tests")]
+    files = {file for path in paths for file in ([path] if path.is_file() else path.rglob("test_*.py"))}
+    return {file for file in files if ignored.isdisjoint({file, *file.parents})}
+
+
+def test_every_test_is_in_one_job_of_the_newest_release() -> None:
+    jobs = [job for job in plan([]) if job.version == NEWEST and job.commands[0][0] == "pytest"]
+    files = [file for job in jobs for file in collected(job.commands[0])]
+    assert len(files) == len(set(files)) and set(files) == set((ROOT / "tests").rglob("test_*.py"))
+    (oldest,) = (job for job in plan([]) if job.version == OLDEST)
+    assert collected(oldest.commands[0]) == {file for folder in BOTH for file in (ROOT / folder).rglob("test_*.py")}
+
+
+def test_quick_jobs_exist_and_start_no_server() -> None:
+    files = [file for job in plan([], quick=True) for words in job.commands for file in collected(words)]
+    assert len(files) > 30 and len(files) == len(set(files))
+    assert not any(ROOT / "tests/e2e" in file.parents for file in files)
+
+
+def test_words_of_a_command_line() -> None:
+    """Options go to every job; paths run where they belong, and linters with neither."""
+    assert all("-x" in words for job in plan(["-x"], everything=True) for words in job.commands if "--all" in words)
+    unit, oldest, newest = plan(["tests/cache", "tests/sglang/test_flags.py"])
+    assert "tests/cache" in unit.commands[0] and unit.version == newest.version == NEWEST
+    assert "tests/cache" not in newest.commands[0] and oldest.version == OLDEST
+    assert [job.title for job in plan(["tests/cache"])] == [unit.title]
+    assert [job.version for job in plan(["tests/sglang"], quick=True)] == [NEWEST]

@@ -5,18 +5,26 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+from itertools import product
 from pathlib import Path
 
 import pytest
 
-from tests import newcomer
+from tests import newcomer, pairs
 from tests.conftest import ROOT
 from tests.e2e.conftest import ON_GPU
 
 README = (ROOT / "README.md").read_text()
 
 
-@pytest.fixture(scope="module", params=newcomer.INSTALLS)
+#: Ways to install the package and folders to use it from; with ``--all`` each with each.
+CASES = [("installed", "clone"), ("wheel", "elsewhere")]
+if pairs.everything:
+    CASES = list(product(newcomer.INSTALLS, ("clone", "elsewhere")))
+INSTALLS = list(dict(CASES))
+
+
+@pytest.fixture(scope="module")
 def node(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> newcomer.Node:
     """A host on which a newcomer has just installed the package, in one of the ways there are."""
     made = newcomer.Node(tmp_path_factory.mktemp("node"), cpu=not ON_GPU).prepare()
@@ -31,12 +39,13 @@ def test_readme_says_how_to_install_serve_and_ask() -> None:
     assert any(command.startswith("curl") and '"messages"' in command for command in commands[server:])
 
 
-@pytest.mark.parametrize("place", ["clone", "elsewhere"])
+@pytest.mark.parametrize(("node", "place"), CASES, indirect=["node"])
 def test_quick_start(node: newcomer.Node, place: str, tmp_path: Path) -> None:
     where = node.clone if place == "clone" else tmp_path
     assert newcomer.use(node, where, README)["usage"]["completion_tokens"] > 0
 
 
+@pytest.mark.parametrize("node", INSTALLS, indirect=True)
 def test_doctor_of_the_clone_sees_what_a_server_there_sees(node: newcomer.Node) -> None:
     """``python -m`` puts the current folder on the path, as a server does; a console script does not."""
     assert "checks passed" in node.run("python -m sglang_kvq.cli doctor", node.clone)

@@ -16,7 +16,7 @@ CHUNKED = ("--chunked-prefill-size", "128")
 QUANTIZED = (*CHUNKED, "--kv-quant-prefill-window", "0")
 #: Each takes a server; the last serves the tests below and ``test_parallel``.
 METHODS = ("int4", "transform", "oscar")
-#: Measured too with ``--every-release``.
+#: Measured too with ``--all``.
 MORE = ("turboquant", "kivi", "hadamard", "int2")
 
 
@@ -29,7 +29,7 @@ def prompts(model) -> list[list[int]]:
 @pytest.mark.timeout(600)  # as many servers as methods
 def test_divergence_from_bf16_falls_with_better_methods(servers, prompts, request):
     """Per-token KL on held-out text through the real cache."""
-    more = MORE if request.config.getoption("--every-release") else ()
+    more = MORE if request.config.getoption("--all") else ()
     reference = [Client(servers(*CHUNKED)).distributions(ids, 32) for ids in prompts]
 
     def divergence(method: str, *flags: str) -> float:

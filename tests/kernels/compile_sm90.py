@@ -4,7 +4,7 @@
 
 The interpreter accepts programs that the compiler refuses, so tests run this too. Prints registers, bytes
 of stack (spills), shared memory, instructions and how many of these load less than 4 bytes, are products of
-warpgroups and wait for them: of every kernel for three geometries, and of those that touch records for some kinds of
+warpgroups and wait for them: of every kernel for two geometries, and of those that touch records for some kinds of
 codes; or for all that tests use. A kernel that another launch has compiled is not shown again. ``PARTS`` can be
 compiled alone. Disassembling takes as long as all else once Triton has cached its kernels: ``--sass`` limits it to one
 scene, as it is printed, or with ``none`` leaves it out.
@@ -51,18 +51,17 @@ from sglang_kvq.kernels.quantize.fold_tokens import fold_pages
 from sglang_kvq.kernels.quantize.keep_sink_tokens import keep_sink_tokens
 from tests.kernels import scene as scenes
 from tests.kernels.test_decode import HALF_HEADS
-from tests.kernels.test_extend import make_batch
 from tests.kernels.test_formats import KINDS, make_format
 
 TARGET = GPUTarget("cuda", 90, 32)
 #: Kinds of codes that between them take every branch.
 SOME = ("oscar-lloyd-max", "lloyd-max-4-3-g32", "uniform-3-3", "sphere-4-3", "channel-2", "centred-4")
-#: Widths of planes: two bits, the widest, planes without bits, halves and quarters of bytes.
+#: Widths of planes: two bits, the widest, planes without bits, halves and quarters of bytes; without ``--all`` two.
 PLANES = ("4321-2211", "6532-5443", "6420-2110", "3210-4321", "5300-4200")
 #: Widths that ``choose_widths`` gives layers of the models in ``rotation_zoo``, from 4 to 1.25 bits, the widest first.
 PRODUCTION = ("6442-6442", "6532-5443", "6321-4332", "5320-4321", "5210-3210", "4110-2110", "3100-2000", "2000-2000")
 #: Of these, what is compiled without ``--all``.
-SOME_PRODUCTION = ("6532-5443", "5320-4321", "2000-2000")
+SOME_PRODUCTION = ("6532-5443", "5320-4321")
 #: Geometries (head_dim, query heads to a KV head, KV heads) that between them get every launch of ``decode_launch``.
 DECODED = [(64, 3, 1), (64, 12, 1), (96, 4, 1), (96, 6, 1), (96, 12, 1), (128, 4, 1), (128, 6, 1), (128, 12, 2),
            (128, 12, 1), (256, 4, 1), (256, 8, 1), (256, 12, 1)]  # fmt: skip
@@ -254,8 +253,8 @@ def extend_both_ways(ops, q, k, v, scene, sinks=None) -> None:
     lens = [(128, 100), (64, 30)]
     for short in (None, ANY):
         ops.short = short
-        ops.extend(0, q, k, v, make_batch(scene.rows, lens), scene.scale, sinks)
-    batch, scores = make_batch(scene.rows, lens), KeyScores(1, k.shape[1], 150, "cpu")
+        ops.extend(0, q, k, v, scenes.make_batch(scene.rows, lens), scene.scale, sinks)
+    batch, scores = scenes.make_batch(scene.rows, lens), KeyScores(1, k.shape[1], 150, "cpu")
     (part,) = plan_scoring(batch.prefix_lens, batch.new_lens, {0: scores})
     ops.score_keys(0, q, k, batch, part, scene.scale)
 
@@ -321,10 +320,10 @@ def compile_tiers(kind: str | None = None) -> None:
 
 
 def geometries(all_of_them: bool) -> None:
-    for heads in scenes.HEADS if all_of_them else [scenes.HEADS[i] for i in (1, 3, 7)]:
+    for heads in scenes.HEADS if all_of_them else [scenes.HEADS[i] for i in (1, 7)]:
         compile_all(heads)
     compile_sinks()
-    for heads in HALF_HEADS if all_of_them else HALF_HEADS[:3]:
+    for heads in HALF_HEADS if all_of_them else HALF_HEADS[:1]:
         compile_half(heads)
     compile_tiers()
 
@@ -335,11 +334,12 @@ def codes(all_of_them: bool) -> None:
 
 
 def planes(all_of_them: bool) -> None:
-    for widths in PLANES:
+    for widths in PLANES if all_of_them else PLANES[:2]:
         compile_records(widths)
-    for head_dim in (64, 96, 256):
+    for head_dim in (64, 96, 256) if all_of_them else (256,):
         compile_records(PLANES[0], head_dim)
-    for heads in (scenes.Heads(64, 64, 1, 8), scenes.Heads(128, 128, 1, 8), scenes.Heads(128, 128, 1, 16)):
+    halves = (scenes.Heads(128, 128, 1, 8), scenes.Heads(128, 128, 1, 16), scenes.Heads(64, 64, 1, 8))
+    for heads in halves if all_of_them else halves[:1]:
         compile_half(heads, PLANES[0])
     compile_tiers(PLANES[0])
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from sglang_kvq.attention.base import LayerRotations
+from benchmarks.kernel_bench import oracle
+from sglang_kvq.attention.base import ExtendBatch, LayerRotations
 from sglang_kvq.attention.reference import ReferenceOps
 from sglang_kvq.attention.triton_ops import TritonOps
 from sglang_kvq.cache.pool import PagePool
@@ -74,6 +75,55 @@ class Scene:
     @property
     def scale(self) -> float:
         return self.heads.head_dim**-0.5
+
+
+#: Prefix and new tokens of each request of a prefill.
+Lens = Sequence[tuple[int, int]]
+
+
+def make_batch(rows: torch.Tensor, lens: Lens) -> ExtendBatch:
+    prefix, new = ([int(x) for x in column] for column in zip(*lens))
+    return ExtendBatch(rows, prefix, new, int64(*range(sum(new))), int64(), int64())
+
+
+def activations(heads: Heads, tokens: int) -> list[torch.Tensor]:
+    """q, k, v as views of one projection's output, the way a model passes them."""
+    sizes = [heads.q, heads.kv, heads.kv]
+    return list(randn(tokens, sum(sizes), heads.head_dim).split(sizes, dim=1))
+
+
+def check_extend(
+    scene: Scene,
+    lens: Lens,
+    bound: float | Callable[[TritonOps], float],
+    *,
+    layers: Sequence[int] = range(LAYERS),
+    size: float = 1.0,
+    sinks: torch.Tensor | None = None,
+    **more,
+) -> TritonOps:
+    """Compares a prefill on rows 1, 2, ... with float64.
+
+    Args:
+        bound: relative error, or what gives it once the batch was planned.
+        size: factor of the queries.
+        more: of ``TritonOps``.
+    """
+    ops = TritonOps(scene.pool, LayerRotations(), scene.heads.q, 1, **more)
+    batch = make_batch(torch.arange(1, len(lens) + 1, device=DEVICE), lens)  # a prefix of 0 is no padding here
+    q, k, v = activations(scene.heads, sum(batch.new_lens))
+    q = q * size
+    for layer in layers:
+        got = ops.extend(layer, q, k, v, batch, scene.scale, sinks)
+        assert got.dtype == torch.bfloat16
+        want = oracle.extend(scene.pool, layer, q, k, v, batch, scene.scale, sinks)
+        assert_close(f"extend, layer {layer}", got.double(), want, bound if isinstance(bound, float) else bound(ops))
+    return ops
+
+
+def prefix_scene(heads: Heads, lens: Lens, *windows: int, **more) -> Scene:
+    """Returns a scene in which each request has stored its prefix."""
+    return make_scene(heads, [prefix for prefix, _ in lens], *windows, **more)
 
 
 def randn(*shape: int) -> torch.Tensor:

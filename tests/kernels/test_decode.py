@@ -14,11 +14,11 @@ from sglang_kvq.formats.page import PageFormat
 from sglang_kvq.kernels.decode.decode_attention import DecodeLaunch
 from sglang_kvq.kernels.decode.split_work import WorkCosts
 from tests.kernels.scene import DEVICE, HEADS, ON_GPU, Heads, Scene, assert_close, make_scene
+from tests.pairs import each, pairwise
 
 BOUND = 5e-3
 
 LENGTHS = {
-    "one-token": [1],
     "ragged": [1, 63, 64, 65, 190, 330, 0, 800],
     "odd-pages": [64 * 8 + 1, 64 * 9 + 1],
 }
@@ -54,8 +54,26 @@ def decode(ops: TritonOps, layer: int, q: torch.Tensor, scene: Scene) -> torch.T
     return ops.decode(layer, q, scene.rows, scene.seq_lens, scene.scale)
 
 
-@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
-@pytest.mark.parametrize("heads", HEADS, ids=str)
+def check_decode(
+    ops: TritonOps, scene: Scene, q: torch.Tensor | None = None, layer: int = 0, bound: float = BOUND
+) -> None:
+    """Compares a step of one layer with float64; by default with queries for every request."""
+    q = scene.queries(len(scene.rows)) if q is None else q
+    got = decode(ops, layer, q, scene)
+    assert got.dtype == torch.bfloat16
+    assert_close("decode", got.double(), exact(scene, layer, q), bound)
+
+
+def check_heads(ops: TritonOps, scene: Scene) -> None:
+    """Each query head, of queries of its own magnitude, gets what it would get alone."""
+    size = 2.0 ** (torch.arange(scene.heads.q, device=DEVICE) * 7 % 11 - 5.0)
+    q = scene.queries(1) * size[None, :, None].to(torch.bfloat16)
+    got, want = decode(ops, 0, q, scene).double(), exact(scene, 0, q)
+    for h in range(scene.heads.q):
+        assert_close(f"head {h}", got[:, h], want[:, h], BOUND)
+
+
+@each(heads=HEADS, lengths=LENGTHS)
 def test_decode_agrees_with_float64(heads, lengths):
     scene = make_scene(heads, lengths)
     ops, _ = scene.ops(max_batch=len(lengths))
@@ -64,10 +82,7 @@ def test_decode_agrees_with_float64(heads, lengths):
     (plan,) = ops.plans
     plan.items(len(lengths)).fill_(1 << 20)
     plan.spans.fill_(1 << 20)
-    q = scene.queries(len(lengths))
-    got = decode(ops, 1, q, scene)
-    assert got.dtype == torch.bfloat16
-    assert_close("decode", got.double(), exact(scene, 1, q), BOUND)
+    check_decode(ops, scene, layer=1)
 
 
 def half_ops(scene: Scene, pages: int, max_batch: int = 8) -> TritonOps:
@@ -76,20 +91,16 @@ def half_ops(scene: Scene, pages: int, max_batch: int = 8) -> TritonOps:
     return TritonOps(scene.pool, LayerRotations(), scene.heads.q, max_batch, launch=launch)
 
 
-@pytest.mark.parametrize("lengths", [LENGTHS[x] for x in LENGTHS if x != "one-token"])
-@pytest.mark.parametrize("pages", [1, 2])
-@pytest.mark.parametrize("heads", HALF_HEADS, ids=str)
+@pairwise(heads=HALF_HEADS, lengths=LENGTHS, pages=[1, 2])
 def test_products_in_fp16_agree_with_float64(heads, pages, lengths):
     scene = make_scene(heads, lengths)
     ops = half_ops(scene, pages, len(lengths))
     ops._partial.fill_(float("nan"))
     ops._lse.fill_(float("nan"))
-    q = scene.queries(len(lengths))
-    assert_close("decode", decode(ops, 1, q, scene).double(), exact(scene, 1, q), BOUND)
+    check_decode(ops, scene, layer=1)
 
 
-@pytest.mark.parametrize("pages", [1, 2])
-@pytest.mark.parametrize("kind", ["growing", "shrinking", "huge", "tiny", "dominant", "no-queries"])
+@each(kind=["growing", "shrinking", "huge", "tiny", "dominant", "no-queries"], pages=[1, 2])
 def test_products_in_fp16_keep_what_fp16_cannot_hold(kind, pages):
     """Values and queries far beyond FP16's range, and pages whose values differ by 2^20."""
     scene = make_scene(Heads(128, 128, 1, 8), [64 * 14 + 5], sink=0, recent=64)
@@ -99,8 +110,7 @@ def test_products_in_fp16_keep_what_fp16_cannot_hold(kind, pages):
     scale_pages(scene, parts.v_scale, parts.k_mean, factor)
     q = scene.queries(1) * {"dominant": 20.0, "no-queries": 0.0}.get(kind, 1.0)
     q[:, 1] *= 2.0**-20
-    got, want = decode(half_ops(scene, pages), 0, q, scene).double(), exact(scene, 0, q)
-    assert_close(kind, got, want, BOUND)
+    check_decode(half_ops(scene, pages), scene, q)
 
 
 def scale_pages(scene: Scene, start: int, end: int, factor: torch.Tensor) -> None:
@@ -110,9 +120,7 @@ def scale_pages(scene: Scene, start: int, end: int, factor: torch.Tensor) -> Non
     records[ids, :, start:end] = (halves.float() * factor.to(halves.device)[:, None, None]).half().view(torch.uint8)
 
 
-@pytest.mark.parametrize("pages", [1, 2])
-@pytest.mark.parametrize("group", [8, 12])
-@pytest.mark.parametrize("kind", ["rising", "falling", "both"])
+@pairwise(kind=["rising", "falling", "both"], group=[8, 12], pages=[1, 2])
 def test_products_in_fp16_follow_scores(kind, group, pages):
     """Of pages whose scores differ by far more than what one scale of FP16 weights holds.
 
@@ -125,18 +133,13 @@ def test_products_in_fp16_follow_scores(kind, group, pages):
     if kind == "both":
         scale_pages(scene, parts.v_scale, parts.k_mean, torch.logspace(-8, 8, 9, 2).roll(3))
     q = scene.queries(1) * 4.0 ** (torch.arange(group, device=DEVICE) % 3)[None, :, None].to(torch.bfloat16)
-    got, want = decode(half_ops(scene, pages), 0, q, scene).double(), exact(scene, 0, q)
-    assert_close(kind, got, want, BOUND + half_a_bit(scene, 0, q))
+    check_decode(half_ops(scene, pages), scene, q, bound=BOUND + half_a_bit(scene, 0, q))
 
 
 @pytest.mark.parametrize("group", [5, 8, 9, 10, 13, 16])
 def test_products_in_fp16_tell_heads_apart(group):
-    """Each query head, of queries of its own magnitude, gets what it would get alone."""
     scene = make_scene(Heads(128, 128, 1, group), [64 * 5 + 9], sink=0, recent=64)
-    q = scene.queries(1) * 2.0 ** (torch.arange(group, device=DEVICE) * 7 % 11 - 5.0)[None, :, None].to(torch.bfloat16)
-    got, want = decode(half_ops(scene, 1), 0, q, scene).double(), exact(scene, 0, q)
-    for h in range(group):
-        assert_close(f"head {h}", got[:, h], want[:, h], BOUND)
+    check_heads(half_ops(scene, 1), scene)
 
 
 def test_products_in_fp16_are_refused_for_other_records():
@@ -154,9 +157,9 @@ def test_windows_of_all_sizes(sink, recent):
     scene = make_scene(heads, [64 * 7 + 3, 64 * 6, 40], sink, recent)
     ops, reference = scene.ops()
     q = scene.queries(3)
-    got = decode(ops, 0, q, scene)
-    assert_close("decode", got.double(), exact(scene, 0, q), BOUND)
-    assert_close("reference", reference.decode(0, q, scene.rows, scene.seq_lens, scene.scale), got, 2 * BOUND)
+    check_decode(ops, scene, q)
+    got = reference.decode(0, q, scene.rows, scene.seq_lens, scene.scale)
+    assert_close("reference", got.double(), exact(scene, 0, q), BOUND)
 
 
 def test_launches_whose_programs_cost_alike_share_a_plan():
@@ -214,13 +217,13 @@ def test_strided_queries_and_int32_indices():
     assert_close("decode", got.double(), exact(scene, 0, q), BOUND)
 
 
-def test_one_dominant_token():
+@pytest.mark.parametrize("length", [1, 64 * 14 + 5])
+def test_one_dominant_token(length):
     """A score far above the others, late in the history: the running maximum must rescale everything."""
-    heads = HEADS[1]
-    scene = make_scene(heads, [64 * 14 + 5])
+    scene = make_scene(HEADS[1], [length])
     ops, _ = scene.ops(max_batch=1)
     q = scene.queries(1) * 20
-    assert_close("decode", decode(ops, 0, q, scene).double(), exact(scene, 0, q), BOUND)
+    check_decode(ops, scene, q)
 
 
 @pytest.mark.parametrize("kind", ["uniform", "lloyd-max"])

@@ -1,11 +1,9 @@
-"""Prefill over a stored prefix, dequantized first, against the reference."""
+"""Prefill over a stored prefix, dequantized first, against float64."""
 
 import pytest
-import torch
 
-from sglang_kvq.attention.base import ExtendBatch
-from sglang_kvq.attention.triton_ops import TritonOps
-from tests.kernels.scene import HEADS, LAYERS, ON_GPU, assert_close, int64, make_scene, randn
+from tests.kernels.scene import HEADS, ON_GPU, check_extend, prefix_scene
+from tests.pairs import each
 
 BOUND = 1e-2  # two BF16 softmaxes
 
@@ -23,28 +21,12 @@ if ON_GPU:
     }
 
 
-def make_batch(rows: torch.Tensor, lens: list[tuple[int, int]]) -> ExtendBatch:
-    prefix, new = ([int(x) for x in column] for column in zip(*lens))
-    return ExtendBatch(rows, prefix, new, int64(*range(sum(new))), int64(), int64())
-
-
 def run(heads, lens, slab_tokens):
-    scene = make_scene(heads, [prefix for prefix, _ in lens])
-    scene.rows = torch.arange(1, len(lens) + 1, device=scene.rows.device)  # a prefix of 0 is no padding here
-    ops = TritonOps(scene.pool, scene.ops()[0].rotations, heads.q, 1, slab_tokens, short=None)
-    _, reference = scene.ops()
-    batch = make_batch(scene.rows, lens)
-    tokens = sum(batch.new_lens)
-    sizes = [heads.q, heads.kv, heads.kv]
-    q, k, v = randn(tokens, sum(sizes), heads.head_dim).split(sizes, dim=1)
-    for layer in range(LAYERS):
-        got = ops.extend(layer, q, k, v, batch, scene.scale)
-        assert_close(f"extend, layer {layer}", got, reference.extend(layer, q, k, v, batch, scene.scale), BOUND)
+    check_extend(prefix_scene(heads, lens), lens, BOUND, slab_tokens=slab_tokens, short=None)
 
 
-@pytest.mark.parametrize("lens", BATCHES.values(), ids=BATCHES)
-@pytest.mark.parametrize("heads", [HEADS[0], HEADS[1]], ids=str)
-def test_extend_agrees_with_the_reference(heads, lens):
+@each(lens=BATCHES, heads=HEADS[:2])
+def test_extend_agrees_with_float64(heads, lens):
     run(heads, lens, 32768)
 
 

@@ -16,10 +16,11 @@ from sglang_kvq.formats.page import PageFormat
 from sglang_kvq.formats.planes import PlaneCode, PlaneFormat
 from sglang_kvq.formats.record import RecordFormat
 from sglang_kvq.kernels.quantize import keep_sink_tokens as sink_cache
-from tests.kernels.scene import DEVICE, ON_GPU, int64
+from tests.kernels.scene import DEVICE, int64
 from tests.kernels.test_formats import make_format
 from tests.kernels.test_planes import WIDTHS
 from tests.kernels.test_tier_schedules import twins
+from tests.pairs import each
 
 
 @pytest.fixture(autouse=True)
@@ -54,8 +55,7 @@ def restore_both_ways(pool: PagePool, pages: torch.Tensor) -> None:
     assert not len(different), f"layer, slot, K or V, head, token, dim: {different[:8].tolist()}"
 
 
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
-@pytest.mark.parametrize("widths", WIDTHS[:: 1 if ON_GPU else 3], ids=str)
+@each(widths=WIDTHS, head_dim=HEAD_DIMS)
 def test_bf16_pages_are_restored_from_planes(widths, head_dim):
     pool = make_pool([planes(widths, head_dim)], kv_heads=3 if head_dim == 64 else 1)
     pool.page_slot[int64(7, 9, 20)] = int64(3, 12, 1).int()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
 from sglang_kvq.cache import fold
@@ -17,6 +16,7 @@ from sglang_kvq.kernels.quantize.fold_tokens import fold_pages
 from tests.kernels.scene import DEVICE
 from tests.kernels.test_formats import KINDS, make_format
 from tests.kernels.test_planes import WIDTHS
+from tests.pairs import each
 
 MOVED = [kind for kind in KINDS if make_format(kind, 128).per_token]
 
@@ -54,14 +54,12 @@ def compare(formats: list[RecordFormat], kv_heads: int = 1, sources: int = 3, ta
         assert torch.equal(got, right), f"layer {layer}: bytes {(got != right).nonzero()[:8].tolist()}"
 
 
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
-@pytest.mark.parametrize("kind", MOVED)
+@each(kind=MOVED, head_dim=HEAD_DIMS)
 def test_codes(kind, head_dim):
     compare([make_format(kind, head_dim)], kv_heads=2 if head_dim == 96 else 1)
 
 
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
-@pytest.mark.parametrize("widths", WIDTHS, ids=lambda w: "-".join("".join(map(str, x)) for x in w))
+@each(widths=WIDTHS, head_dim=HEAD_DIMS)
 def test_planes(widths, head_dim):
     compare([PlaneFormat(head_dim, PlaneCode(widths[0]), PlaneCode(widths[1]))], kv_heads=2 if head_dim == 96 else 1)
 

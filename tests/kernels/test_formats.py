@@ -8,15 +8,15 @@ import torch
 from sglang_kvq.attention.base import LayerRotations
 from sglang_kvq.attention.triton_ops import TritonOps
 from sglang_kvq.cache.pool import PagePool
-from sglang_kvq.constants import PAGE_SIZE
+from sglang_kvq.constants import HEAD_DIMS, PAGE_SIZE
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.formats.code import INT2, CodeFormat
 from sglang_kvq.formats.page import PageFormat
 from sglang_kvq.kernels.extend.gather_pages import gather_pages
-from tests.kernels.scene import DEVICE, Heads, assert_close, int64, make_scene, randn
-from tests.kernels.test_decode import BOUND, decode, exact
-from tests.kernels.test_extend import make_batch
+from tests.kernels.scene import DEVICE, Heads, assert_close, int64, make_batch, make_scene, randn
+from tests.kernels.test_decode import BOUND, check_decode, exact
 from tests.kernels.test_quantize import heavy, same_records
+from tests.pairs import each, pairwise
 
 LLOYD = CodeFormat(2, "lloyd-max", "moments")
 SPHERE = CodeFormat(3, "sphere", "norm")
@@ -62,8 +62,7 @@ def make_format(kind: str, head_dim: int) -> PageFormat:
     return PageFormat(head_dim, more.pop("group", min(head_dim, 128)), k=k, v=v, **more)
 
 
-@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
-@pytest.mark.parametrize("kind", KINDS)
+@each(kind=KINDS.keys(), head_dim=HEAD_DIMS)
 def test_activations_and_back(kind, head_dim):
     """quantize_tokens against the reference, then gather_pages of what it wrote, both bit for bit."""
     format, pages = make_format(kind, head_dim), 2
@@ -151,10 +150,7 @@ def test_bf16_pages_of_mixed_layers():
 )
 def test_decode_agrees_with_float64(kind, heads):
     scene = make_scene(heads, [64 * 5 + 40, 64 * 8], formats=[make_format(kind, heads.head_dim)])
-    ops, _ = scene.ops()
-    q = scene.queries(2)
-    got = decode(ops, 0, q, scene)
-    assert_close(kind, got.double(), exact(scene, 0, q), BOUND)
+    check_decode(scene.ops()[0], scene)
 
 
 def test_layers_share_a_plan_if_they_divide_a_batch_alike():
@@ -175,9 +171,7 @@ def test_layers_share_a_plan_if_they_divide_a_batch_alike():
         assert_close(f"extend, layer {layer}", got, reference.extend(layer, q, k, v, batch, scene.scale), 2 * BOUND)
 
 
-@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
-@pytest.mark.parametrize("size", [200.0, 6e4, 3e38], ids="{:g}".format)
-@pytest.mark.parametrize("kind", ["centred-4", "centred-lloyd-max", "centred-sphere"])
+@pairwise(head_dim=HEAD_DIMS, size=[200.0, 6e4, 3e38], kind=["centred-4", "centred-lloyd-max", "centred-sphere"])
 def test_channels_of_any_mean(kind, head_dim, size):
     """Means far above what is left, and beyond FP16, which clamps them: what is left is no BF16 value any more."""
     format, heads = make_format(kind, head_dim), Heads(head_dim, min(head_dim, 128), 1, 1)
@@ -206,8 +200,7 @@ def test_decode_of_keys_with_constant_channels():
         slot = int(pool.page_slot[page])
         if slot >= 0:
             pool.bf16_pages[0, slot, 0] = (pool.bf16_pages[0, slot, 0].float() + offset).bfloat16()
-    q = scene.queries(1)
-    assert_close("decode", decode(ops, 0, q, scene).double(), exact(scene, 0, q), BOUND)
+    check_decode(ops, scene)
 
 
 @pytest.mark.parametrize(

@@ -14,28 +14,37 @@ from sglang_kvq.formats.pack import unpack_codes
 from sglang_kvq.kernels.decode.decode_attention import is_two_bit
 from sglang_kvq.kernels.extend import gather_two_bits
 from sglang_kvq.kernels.extend.gather_pages import PageRead, gather_pages
-from tests.kernels.scene import HEADS, Heads, int64, make_scene
+from tests.kernels.scene import HEADS, Heads, Scene, int64, make_scene
 from tests.kernels.test_unpack import OPERATIONS, execute, words
 
+#: Tokens of the requests whose pages ``check_pages`` reads.
+GATHERED = [64 * 6 + 5, 64 * 5]
 
-@pytest.mark.parametrize("heads", [HEADS[0], HEADS[1], HEADS[2], HEADS[7], Heads(128, 32, 2, 1)], ids=str)
-def test_pages_are_what_they_hold(heads):
+
+def check_pages(scene: Scene) -> None:
     """Records and BF16 pages, whole and in part, in any order; rows between them are left alone."""
-    scene = make_scene(heads, [64 * 6 + 5, 64 * 5])
-    pool, ops = scene.pool, scene.ops()[0]
-    assert is_two_bit(ops._records[0], heads.head_dim) == (heads.group == min(heads.head_dim, 128))
+    pool, heads = scene.pool, scene.heads
     plan = [PageRead(*x) for x in ((1, 2, 64, 64), (0, 3, 0, 64), (0, 0, 140, 20), (0, 2, 160, 33), (1, 1, 193, 1))]
     out = torch.full((2, 256, heads.kv, heads.head_dim), 7.0, dtype=torch.bfloat16, device=scene.rows.device)
-    gather_pages(*out, int64(1, 2), torch.tensor(plan, dtype=torch.int32, device=out.device), *ops._stored(0))
+    stored = scene.ops()[0]._stored(0)
+    gather_pages(*out, int64(1, 2), torch.tensor(plan, dtype=torch.int32, device=out.device), *stored)
     want = torch.full_like(out, 7.0)
     for request, index, at, count in plan:
         page = int(pool.req_to_token[request + 1, index * PAGE_SIZE]) // PAGE_SIZE
-        if slot := int(pool.page_slot[page]) if index == 0 else 0:
-            kv = pool.bf16_pages[0, slot]
+        if index == 0:
+            kv = pool.bf16_pages[0, int(pool.page_slot[page])]
         else:
             kv = torch.stack(pool.formats[0].dequantize_pages(pool.records[0][page])).bfloat16()
         want[:, at : at + count] = kv.transpose(1, 2)[:, :count]
     assert torch.equal(out.view(torch.int16), want.view(torch.int16))
+
+
+@pytest.mark.parametrize("heads", [HEADS[0], HEADS[1], HEADS[2], HEADS[7], Heads(128, 32, 2, 1)], ids=str)
+def test_pages_are_what_they_hold(heads):
+    scene = make_scene(heads, GATHERED)
+    record = scene.ops()[0]._records[0]
+    assert is_two_bit(record, heads.head_dim) == (heads.group == min(heads.head_dim, 128))
+    check_pages(scene)
 
 
 @pytest.mark.parametrize("heads", [HEADS[1], HEADS[3]], ids=str)

@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from sglang_kvq.attention.base import ExtendBatch
 from sglang_kvq.attention.scores.key_scores import key_scores
 from sglang_kvq.attention.scores.scoring import KeyScores, plan_scoring
 from sglang_kvq.attention.triton_ops import TritonOps
@@ -22,19 +21,11 @@ from sglang_kvq.kernels.extend.key_scores import (
     splits_of,
 )
 from tests import device_waits
-from tests.kernels.scene import DEVICE, HEADS, LAYERS, ON_GPU, Heads, Scene, make_scene, randn
-from tests.kernels.test_extend import make_batch
+from tests.kernels.scene import DEVICE, HEADS, LAYERS, ON_GPU, Heads, Scene, activations, make_batch, make_scene, randn
 from tests.kernels.test_formats import make_format
 
 #: Of the reference's float32 on BF16 keys: other orders of sums.
 CLOSE = {"rtol": 2e-4 if ON_GPU else 2e-5, "atol": 1e-12}
-
-
-def activations(scene: Scene, batch: ExtendBatch) -> tuple[torch.Tensor, torch.Tensor]:
-    """q and k of a batch as parts of one tensor, as models give them."""
-    sizes = [scene.heads.q, scene.heads.kv]
-    q, k = randn(sum(batch.new_lens), sum(sizes), scene.heads.head_dim).split(sizes, dim=1)
-    return q, k
 
 
 def check(scene: Scene, lens: list[tuple[int, int]], past: dict[int, int], layers=(0,), slab_tokens=None) -> None:
@@ -43,7 +34,7 @@ def check(scene: Scene, lens: list[tuple[int, int]], past: dict[int, int], layer
     ops = TritonOps(scene.pool, scene.ops()[0].rotations, scene.heads.q, 1, slab_tokens)
     _, reference = scene.ops()
     batch = make_batch(scene.rows, lens)
-    q, k = activations(scene, batch)
+    q, k, _ = activations(scene.heads, sum(batch.new_lens))
     prefix, new = zip(*lens)
     kv = scene.heads.kv
     got, want = ({n: KeyScores(LAYERS, kv, tokens, DEVICE) for n, tokens in past.items()} for _ in range(2))
@@ -99,19 +90,14 @@ def test_a_past_that_does_not_fit_the_workspace(slab_tokens):
     check(make_scene(HEADS[1], [64 * 7 + 9]), [(64 * 7 + 9, 30)], {0: 64 * 7 + 20}, slab_tokens=slab_tokens)
 
 
-@pytest.mark.parametrize(
-    "kind", ["oscar-lloyd-max", "lloyd-max-4-3-g32", "uniform-3-3", "sphere-4-3", "channel-2", "centred-4"]
-)
-def test_records_of_every_kind(kind):
-    scene = make_scene(Heads(128, 128, 1, 2), [64 * 5], formats=[make_format(kind, 128)] * LAYERS)
-    check(scene, [(64 * 5, 9)], {0: 64 * 5 + 2})
+PLANES = [PlaneFormat(d, PlaneCode((6, 4, 2, 0)), PlaneCode((3, 2, 2, 1))) for d in (64, 128)]
+SOME = ("oscar-lloyd-max", "lloyd-max-4-3-g32", "uniform-3-3", "sphere-4-3", "channel-2", "centred-4")
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
-def test_records_of_planes(head_dim):
-    format = PlaneFormat(head_dim, PlaneCode((6, 4, 2, 0)), PlaneCode((3, 2, 2, 1)))
-    scene = make_scene(Heads(head_dim, head_dim, 1, 2), [64 * 5], formats=[format] * LAYERS)
-    check(scene, [(64 * 5, 9)], {0: 64 * 5 + 2})
+@pytest.mark.parametrize("format", [*(make_format(kind, 128) for kind in SOME), *PLANES], ids=[*SOME, "64", "128"])
+def test_records_of_every_kind(format):
+    heads = Heads(format.head_dim, format.head_dim, 1, 2)
+    check(make_scene(heads, [64 * 5], formats=[format] * LAYERS), [(64 * 5, 9)], {0: 64 * 5 + 2})
 
 
 def both_passes(q, k, scale, splits, launch) -> torch.Tensor:
@@ -154,7 +140,7 @@ def test_scoring_never_waits_for_the_device():
     scene = make_scene(heads, [5000, 64])
     ops = scene.ops()[0]
     batch = make_batch(scene.rows, [(5000, 900), (64, 10)])
-    q, k = activations(scene, batch)
+    q, k, _ = activations(scene.heads, sum(batch.new_lens))
     (part,) = plan_scoring([5000, 64], [900, 10], {0: KeyScores(LAYERS, heads.kv, 5100, DEVICE)})
     ops.score_keys(0, q, k, batch, part, scene.scale)
     batch = replace(batch)  # to be planned anew

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import pytest
 import torch
@@ -17,9 +15,10 @@ from sglang_kvq.kernels.decode import history_planes_fp16 as decode_half_planes
 from sglang_kvq.kernels.decode import key_planes_int8
 from sglang_kvq.kernels.decode.decode_attention import DecodeLaunch
 from sglang_kvq.kernels.device.codes import PlaneCodes
-from tests.kernels.scene import DEVICE, ON_GPU, Heads, Scene, assert_close, int64, make_scene
-from tests.kernels.test_decode import BOUND, decode, exact, half_a_bit
+from tests.kernels.scene import DEVICE, ON_GPU, Heads, Scene, int64, make_scene
+from tests.kernels.test_decode import BOUND, check_decode, check_heads, decode, half_a_bit
 from tests.kernels.test_unpack import execute, words
+from tests.pairs import each, label, pairwise
 
 HEADS = [Heads(64, 64, 3, 3), Heads(128, 128, 2, 4), Heads(96, 96, 1, 6), Heads(256, 128, 1, 5)]
 #: Keys' and values' widths: every kind of cell, fields that stay and that are shifted, planes without bits.
@@ -36,31 +35,15 @@ WIDTHS: list[tuple[Widths, Widths]] = [
 ]
 
 
-def crossed(heads: Sequence, widths: Sequence = WIDTHS) -> list[tuple]:
-    """Pairs to test: all of them on a GPU; in the interpreter, which takes seconds for one, all widths with the first
-    heads, and each with one of the others."""
-    others = heads[1:]
-    some = [(others[n % len(others)], x) for n, x in enumerate(widths)]
-    return [(h, x) for h in heads for x in widths] if ON_GPU else [*((heads[0], x) for x in widths), *some]
-
-
-def name(value: object) -> str:
-    """Of heads, or of keys' and values' widths: 6420-3221."""
-    return "-".join("".join(map(str, x)) for x in value) if isinstance(value, tuple) else str(value)
-
-
 def plane_scene(heads: Heads, widths: tuple[Widths, Widths], lengths: list[int], **windows: int) -> Scene:
     format = PlaneFormat(heads.head_dim, PlaneCode(widths[0]), PlaneCode(widths[1]))
     return make_scene(heads, lengths, formats=[format] * 2, **windows)
 
 
-@pytest.mark.parametrize(("heads", "widths"), crossed(HEADS), ids=name)
+@each(widths=WIDTHS, heads=HEADS)
 def test_decode_agrees_with_float64(heads, widths):
     scene = plane_scene(heads, widths, [1, 64 * 9 + 5, 330, 0])
-    ops, _ = scene.ops()
-    q = scene.queries(4)
-    got = decode(ops, 1, q, scene)
-    assert_close("decode", got.double(), exact(scene, 1, q), BOUND)
+    check_decode(scene.ops()[0], scene, layer=1)
 
 
 #: Padded columns and dims among them.
@@ -73,11 +56,10 @@ def half_ops(scene: Scene, pages: int = 2, shared_weights: bool = True, programs
     return TritonOps(scene.pool, LayerRotations(), scene.heads.q, 4, launch=launch)
 
 
-@pytest.mark.parametrize(("heads", "widths"), crossed(HALF_HEADS), ids=name)
+@each(widths=WIDTHS, heads=HALF_HEADS)
 def test_products_in_fp16_agree_with_float64(heads, widths):
     scene = plane_scene(heads, widths, [1, 64 * 9 + 5, 330, 0])
-    q = scene.queries(4)
-    assert_close("decode", decode(half_ops(scene), 1, q, scene).double(), exact(scene, 1, q), BOUND)
+    check_decode(half_ops(scene), scene, layer=1)
 
 
 @pytest.mark.parametrize("kind", ["growing", "shrinking", "dominant", "no-queries"])
@@ -92,7 +74,7 @@ def test_products_in_fp16_keep_what_fp16_cannot_hold(kind):
         scene.pool.records[0][pages, :, first : first + PAGE_SIZE] = gains.to(torch.uint8)[:, None, None]
     q = scene.queries(1) * {"dominant": 20.0, "no-queries": 0.0}.get(kind, 1.0)
     q[:, 1] *= 2.0**-20
-    assert_close(kind, decode(half_ops(scene, programs=1), 0, q, scene).double(), exact(scene, 0, q), BOUND)
+    check_decode(half_ops(scene, programs=1), scene, q)
 
 
 def scale_pages(scene: Scene, first: int, exponents: torch.Tensor) -> None:
@@ -101,9 +83,11 @@ def scale_pages(scene: Scene, first: int, exponents: torch.Tensor) -> None:
     records[ids, :, first : first + PAGE_SIZE] += (8 * exponents).to(records)[:, None, None]
 
 
-@pytest.mark.parametrize("shared_weights", [False, True])
-@pytest.mark.parametrize("heads", [Heads(64, 64, 1, 3), Heads(128, 128, 1, 8), Heads(128, 128, 1, 12)], ids=str)
-@pytest.mark.parametrize("kind", ["rising", "falling", "both"])
+@pairwise(
+    kind=["rising", "falling", "both"],
+    heads=[Heads(64, 64, 1, 3), Heads(128, 128, 1, 8), Heads(128, 128, 1, 12)],
+    shared_weights=[False, True],
+)
 def test_products_in_fp16_follow_scores(kind, heads, shared_weights):
     """Of pages whose scores, or gains of V as well, differ by far more than what one scale of FP16 weights holds.
 
@@ -117,18 +101,15 @@ def test_products_in_fp16_follow_scores(kind, heads, shared_weights):
     q = scene.queries(1) * 2.0 ** (torch.arange(heads.gqa_group, device=DEVICE) % 3 - 2.0)[None, :, None].to(
         torch.bfloat16
     )
-    got = decode(half_ops(scene, shared_weights=shared_weights, programs=1), 0, q, scene).double()
-    assert_close(kind, got, exact(scene, 0, q), BOUND + half_a_bit(scene, 0, q))
+    check_decode(
+        half_ops(scene, shared_weights=shared_weights, programs=1), scene, q, bound=BOUND + half_a_bit(scene, 0, q)
+    )
 
 
 @pytest.mark.parametrize("group", [5, 8, 13, 16])
 def test_products_in_fp16_tell_heads_apart(group):
-    """Each query head, of queries of its own magnitude, gets what it would get alone."""
     scene = plane_scene(Heads(128, 128, 1, group), ((6, 5, 3, 2), (3, 2, 1, 0)), [64 * 5 + 9], sink=0, recent=64)
-    q = scene.queries(1) * 2.0 ** (torch.arange(group, device=DEVICE) * 7 % 11 - 5.0)[None, :, None].to(torch.bfloat16)
-    got, want = decode(half_ops(scene), 0, q, scene).double(), exact(scene, 0, q)
-    for h in range(group):
-        assert_close(f"head {h}", got[:, h], want[:, h], BOUND)
+    check_heads(half_ops(scene), scene)
 
 
 @pytest.mark.parametrize("shared_weights", [False, True])
@@ -142,13 +123,7 @@ def test_half_a_tile_of_another_request_counts_for_nothing(shared_weights):
     scene.pool.records[0][mine[5:], :, first : first + PAGE_SIZE] = 255
     scene.pool.row_history_end[1] = 64 * 5
     scene.pool.row_sink_end[1] = 0
-    q = scene.queries(1)
-    assert_close(
-        "decode",
-        decode(half_ops(scene, shared_weights=shared_weights), 0, q, scene).double(),
-        exact(scene, 0, q),
-        BOUND,
-    )
+    check_decode(half_ops(scene, shared_weights=shared_weights), scene)
 
 
 def test_one_page_a_turn_is_refused():
@@ -160,7 +135,7 @@ def test_one_page_a_turn_is_refused():
         decode(half_ops(scene), 0, scene.queries(1), scene)
 
 
-@pytest.mark.parametrize("widths", sorted({x for pair in WIDTHS for x in pair}), ids=lambda x: "".join(map(str, x)))
+@pytest.mark.parametrize("widths", sorted({x for pair in WIDTHS for x in pair}), ids=label)
 def test_the_assembly_cuts_out_codes(widths):
     """Of any two words: each field's code, as many bits high as it and its share lie; a byte's last one as it is."""
     cells = PlaneCode(widths).cells
@@ -176,7 +151,7 @@ def test_the_assembly_cuts_out_codes(widths):
                 assert np.array_equal(upper.view(np.int16), np.stack(want[1::2], 1))
 
 
-@pytest.mark.parametrize("widths", sorted({x for pair in WIDTHS for x in pair}), ids=lambda x: "".join(map(str, x)))
+@pytest.mark.parametrize("widths", sorted({x for pair in WIDTHS for x in pair}), ids=label)
 def test_the_assembly_cuts_out_signed_codes(widths):
     """Of any four bytes: each field's code where it lies in its byte, less 128 if it has the highest bit."""
     cells = PlaneCode(widths).cells
@@ -197,14 +172,14 @@ def test_no_queries_see_their_own_tokens_alike(half):
     scene.pool.row_history_end[1] = 64 * 5
     scene.pool.row_sink_end[1] = 0
     ops, q = half_ops(scene) if half else scene.ops()[0], scene.queries(1) * 0.0
-    assert_close("decode", decode(ops, 0, q, scene).double(), exact(scene, 0, q), BOUND)
+    check_decode(ops, scene, q)
 
 
 def test_one_dominant_token():
     scene = plane_scene(HEADS[1], WIDTHS[0], [64 * 14 + 5])
     ops, _ = scene.ops()
     q = scene.queries(1) * 20
-    assert_close("decode", decode(ops, 0, q, scene).double(), exact(scene, 0, q), BOUND)
+    check_decode(ops, scene, q)
 
 
 def pages(heads: Heads, count: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -231,7 +206,7 @@ def pages(heads: Heads, count: int) -> tuple[torch.Tensor, torch.Tensor]:
 RECORD_HEADS = HEADS if ON_GPU else [Heads(64, 64, 1, 3), *HEADS[1:]]
 
 
-@pytest.mark.parametrize(("heads", "widths"), crossed(RECORD_HEADS), ids=name)
+@each(widths=WIDTHS, heads=RECORD_HEADS)
 def test_records_are_the_references(heads, widths):
     scene = plane_scene(heads, widths, [64 * 2])
     ops, _ = scene.ops()

@@ -15,40 +15,27 @@ from sglang_kvq.formats.planes import PlaneCode, Widths, gains_of
 from sglang_kvq.kernels.device.codes import PlaneCodes
 from sglang_kvq.kernels.extend import gather_planes
 from sglang_kvq.kernels.extend import history_planes as extend_planes
-from sglang_kvq.kernels.extend.gather_pages import PageRead, gather_pages
-from tests.kernels.scene import Heads, Scene, int64, make_scene
-from tests.kernels.test_extend import make_batch
+from tests.kernels.scene import Heads, Scene, make_batch, make_scene
 from tests.kernels.test_formats import make_format
-from tests.kernels.test_planes import HEADS, WIDTHS, crossed, name, plane_scene
+from tests.kernels.test_gather import GATHERED, check_pages
+from tests.kernels.test_planes import HEADS, WIDTHS, plane_scene
 from tests.kernels.test_short_extend import check, fma_f16x2
 from tests.kernels.test_unpack import OPERATIONS, execute, words
+from tests.pairs import each, label
 
 #: One of each cell and field.
 CODES = {x: PlaneCode(x) for pair in WIDTHS for x in pair}
 
 
-@pytest.mark.parametrize(("head_dim", "widths"), crossed(HEAD_DIMS), ids=name)
+@each(widths=WIDTHS, head_dim=HEAD_DIMS)
 def test_pages_are_what_they_hold(head_dim, widths):
-    """Records of all bytes and gains, and a BF16 copy; whole and in part, in any order; rows between are left alone."""
-    heads = Heads(head_dim, min(head_dim, 128), 2, 1)
-    scene = plane_scene(heads, widths, [64 * 6 + 5, 64 * 5])
-    pool, ops = scene.pool, scene.ops()[0]
-    pool.records[0].random_(0, 256)
-    plan = [PageRead(*x) for x in ((1, 2, 64, 64), (0, 3, 0, 64), (0, 0, 140, 20), (0, 2, 160, 33), (1, 1, 193, 1))]
-    out = torch.full((2, 256, heads.kv, head_dim), 7.0, dtype=torch.bfloat16, device=scene.rows.device)
-    gather_pages(*out, int64(1, 2), torch.tensor(plan, dtype=torch.int32, device=out.device), *ops._stored(0))
-    want = torch.full_like(out, 7.0)
-    for request, index, at, count in plan:
-        page = int(pool.req_to_token[request + 1, index * PAGE_SIZE]) // PAGE_SIZE
-        if index == 0:
-            kv = pool.bf16_pages[0, int(pool.page_slot[page])]
-        else:
-            kv = torch.stack(pool.formats[0].dequantize_pages(pool.records[0][page])).bfloat16()
-        want[:, at : at + count] = kv.transpose(1, 2)[:, :count]
-    assert torch.equal(out.view(torch.int16), want.view(torch.int16))
+    """Records of all bytes and gains."""
+    scene = plane_scene(Heads(head_dim, min(head_dim, 128), 2, 1), widths, GATHERED)
+    scene.pool.records[0].random_(0, 256)
+    check_pages(scene)
 
 
-@pytest.mark.parametrize(("heads", "widths"), crossed([replace(heads, kv=1) for heads in HEADS]), ids=name)
+@each(widths=WIDTHS, heads=[replace(heads, kv=1) for heads in HEADS])
 def test_short_extends_agree_with_float64(heads, widths):
     lens = [(64 * 5 + 9, 4), (64, 2)]
     check(plane_scene(heads, widths, [prefix for prefix, _ in lens]), lens, layers=[1])
@@ -86,12 +73,12 @@ def test_gains_at_the_ends(first, which, scale):
     scene = plane_scene(replace(HEADS[0], kv=1), WIDTHS[5], [lens[0][0]])
     steps = torch.arange(PAGE_SIZE) * 7 % 16
     set_gains(scene, which, torch.where(steps < 8, first + steps, 240 + steps))
-    check(scene, lens, layers=[0], scale=scale)
+    check(scene, lens, layers=[0], size=scale)
 
 
 @pytest.mark.parametrize("scale", [0.0, 1e-28, 1e-3, 30.0, 3e4])
 def test_queries_of_any_size(scale):
-    check(plane_scene(replace(HEADS[0], kv=1), WIDTHS[0], [64 * 5]), [(64 * 5, 4)], layers=[0], scale=scale)
+    check(plane_scene(replace(HEADS[0], kv=1), WIDTHS[0], [64 * 5]), [(64 * 5, 4)], layers=[0], size=scale)
 
 
 def test_many_rows_are_read_directly():
@@ -145,7 +132,7 @@ def packed_operations(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("packed_operations")
-@pytest.mark.parametrize("widths", CODES, ids=lambda x: "".join(map(str, x)))
+@pytest.mark.parametrize("widths", CODES, ids=label)
 def test_the_assembly_gives_codes_times_gain(widths):
     """Cells in the lower bytes of halves, anything above them; every gain."""
     count, codes = 2000, plane_codes(widths)
@@ -192,7 +179,7 @@ def test_the_assembly_gives_gains():
 
 
 @pytest.mark.usefixtures("packed_operations")
-@pytest.mark.parametrize("widths", CODES, ids=lambda x: "".join(map(str, x)))
+@pytest.mark.parametrize("widths", CODES, ids=label)
 def test_the_assembly_gives_elements(widths):
     count, codes = 2048, plane_codes(widths)
     packed, stored = words(count, 1), np.arange(4 * count).reshape(-1, 4) * 5 % 256  # each gain at each byte

@@ -13,8 +13,9 @@ from sglang_kvq.attention.ragged import RaggedPrefill, plan_calls
 from sglang_kvq.attention.triton_ops import TritonOps
 from sglang_kvq.constants import PAGE_SIZE
 from tests import device_waits
-from tests.kernels.scene import HEADS, LAYERS, ON_GPU, assert_close, make_scene, randn
-from tests.kernels.test_extend import BATCHES, BOUND, make_batch
+from tests.kernels.scene import HEADS, ON_GPU, check_extend, make_batch, make_scene, prefix_scene, randn
+from tests.kernels.test_extend import BATCHES, BOUND
+from tests.pairs import each
 
 #: Relative error of rounding to BF16, root mean square of what is at most 2^-9.
 ROUNDING = 2**-9 / 3**0.5
@@ -106,21 +107,15 @@ def test_every_query_meets_every_key_once(seed):
 
 
 def compare(heads, lens, capacity, library, device, choose=lambda call: "auto"):
-    scene = make_scene(heads, [prefix for prefix, _ in lens])
-    scene.rows = torch.arange(1, len(lens) + 1, device=scene.rows.device)
     prefill = RaggedPrefill(library, heads.q, heads.kv, heads.head_dim, torch.device(device), capacity, choose)
-    ops = TritonOps(scene.pool, scene.ops()[0].rotations, heads.q, 1, prefill=prefill, short=None)
-    _, reference = scene.ops()
-    batch = make_batch(scene.rows, lens)
-    sizes = [heads.q, heads.kv, heads.kv]
-    q, k, v = randn(sum(batch.new_lens), sum(sizes), heads.head_dim).split(sizes, dim=1)
-    for layer in range(LAYERS):
-        got = ops.extend(layer, q, k, v, batch, scene.scale)
+
+    def bound(ops: TritonOps) -> float:
+        """Each call's result is merged into the BF16 output of those before it, which is rounded again."""
         calls = ops._extend_plans.calls
         assert ops._extend_plans.slabs is None and calls, "our own kernel was used"
-        # Each call's result is merged into the BF16 output of those before it, which is rounded again.
-        bound = BOUND + ROUNDING * len(calls) ** 0.5
-        assert_close(f"extend, layer {layer}", got, reference.extend(layer, q, k, v, batch, scene.scale), bound)
+        return BOUND + ROUNDING * len(calls) ** 0.5
+
+    check_extend(prefix_scene(heads, lens), lens, bound, prefill=prefill, short=None)
 
 
 @pytest.fixture
@@ -130,8 +125,7 @@ def any_length(monkeypatch):
 
 
 @pytest.mark.skipif(ON_GPU, reason="the stand-in computes on a CPU; FlashInfer itself is tested instead")
-@pytest.mark.parametrize("capacity", [64, 192, 32768])
-@pytest.mark.parametrize("lens", [BATCHES["fresh"], BATCHES["whole-pages"], BATCHES["mid-page"]], ids=str)
+@each(lens=BATCHES, capacity=[64, 192, 32768])
 def test_extend_over_a_standin_agrees_with_the_reference(any_length, lens, capacity):
     compare(HEADS[1], lens, capacity, STANDIN, "cpu")
 

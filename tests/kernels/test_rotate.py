@@ -6,7 +6,18 @@ import torch
 from sglang_kvq.attention.base import LayerRotations
 from sglang_kvq.constants import PAGE_SIZE
 from sglang_kvq.kernels.quantize.rotate import rotate, split_rotation
-from tests.kernels.scene import DEVICE, HEADS, LAYERS, ON_GPU, Heads, assert_close, int64, make_scene, randn
+from tests.kernels.scene import (
+    DEVICE,
+    HEADS,
+    LAYERS,
+    ON_GPU,
+    Heads,
+    activations,
+    assert_close,
+    int64,
+    make_scene,
+    randn,
+)
 from tests.kernels.scene import rotations as orthogonal_rotations
 
 KINDS = ["shared", "per-head", "balanced", "keys-only", "identity", "transform"]
@@ -24,13 +35,6 @@ def rotations(kind: str, heads: Heads) -> LayerRotations:
     u, w = (torch.linalg.qr(torch.randn(shape, device=DEVICE)).Q for _ in range(2))
     scale = torch.logspace(-1, 1, heads.head_dim, device=DEVICE)
     return LayerRotations(u * scale, w / scale, u / scale, w * scale, torch.randn(shape[:3], device=DEVICE))
-
-
-def activations(heads: Heads, tokens: int) -> list[torch.Tensor]:
-    """q, k, v as views of one projection's output, the way a model passes them."""
-    sizes = [heads.q, heads.kv, heads.kv]
-    qkv = randn(tokens, sum(sizes), heads.head_dim)
-    return list(qkv.split(sizes, dim=1))
 
 
 @pytest.mark.parametrize("tokens", [1, 67, 3000] if ON_GPU else [67])

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.kernel_bench import oracle
 from sglang_kvq.attention.planning.extend_costs import Geometry
 from sglang_kvq.attention.planning.short_extend import AS_MEASURED, ShortExtends
 from sglang_kvq.attention.triton_ops import TritonOps
@@ -18,10 +17,10 @@ from sglang_kvq.formats.pack import unpack_codes
 from sglang_kvq.kernels.extend import history as extend_history
 from sglang_kvq.kernels.extend.extend_attention import NARROW, WIDE, Item, extend_launch, plan_extend
 from tests import device_waits
-from tests.kernels.scene import HEADS, LAYERS, ON_GPU, Heads, Scene, assert_close, make_scene, randn
-from tests.kernels.test_extend import make_batch
+from tests.kernels.scene import HEADS, ON_GPU, Heads, Scene, check_extend, make_batch, make_scene, prefix_scene, randn
 from tests.kernels.test_formats import make_format
 from tests.kernels.test_unpack import OPERATIONS, execute, words
+from tests.pairs import each
 
 BOUND = 5e-3
 #: The interpreter takes its time over rows: here a tile has as few as a product takes.
@@ -44,52 +43,41 @@ if ON_GPU:
     }
 
 
-def check(scene: Scene, lens, short=ANY, layers=range(LAYERS), scale=1.0) -> TritonOps:
-    scene.rows = torch.arange(1, len(lens) + 1, device=scene.rows.device)  # a prefix of 0 is no padding here
-    ops = TritonOps(scene.pool, scene.ops()[0].rotations, scene.heads.q, 1, short=short)
-    batch = make_batch(scene.rows, lens)
-    sizes = [scene.heads.q, scene.heads.kv, scene.heads.kv]
-    q, k, v = randn(sum(batch.new_lens), sum(sizes), scene.heads.head_dim).split(sizes, dim=1)
-    q = q * scale
-    for layer in layers:
-        got = ops.extend(layer, q, k, v, batch, scene.scale)
-        assert got.dtype == torch.bfloat16
-        want = oracle.extend(scene.pool, layer, q, k, v, batch, scene.scale)
-        assert_close(f"layer {layer}", got.double(), want, BOUND)
+def check(scene: Scene, lens, short=ANY, **more) -> TritonOps:
+    ops = check_extend(scene, lens, BOUND, short=short, **more)
     assert ops._extend_plans.short is not None and ops._extend_plans.slabs is None, "another kernel was used"
     return ops
 
 
-@pytest.mark.parametrize("lens", BATCHES.values(), ids=BATCHES)
-@pytest.mark.parametrize("heads", [HEADS[0], HEADS[1]], ids=str)
+@each(lens=BATCHES, heads=HEADS[:2])
 def test_agrees_with_float64(heads, lens):
-    check(make_scene(heads, [prefix for prefix, _ in lens]), lens)
+    check(prefix_scene(heads, lens), lens)
 
 
 @pytest.mark.parametrize("heads", [*HEADS[2:], Heads(64, 64, 1, 16), Heads(128, 128, 1, 1)], ids=str)
 def test_all_geometries(heads):
     lens = [(64 * 5 + 9, 4), (64, 2)]
-    check(make_scene(heads, [prefix for prefix, _ in lens]), lens, layers=[1])
+    check(prefix_scene(heads, lens), lens, layers=[1])
 
 
 @pytest.mark.parametrize("launch", [NARROW, WIDE], ids=lambda x: f"rows{x.rows}-warps{x.warps}")
 def test_tiles_of_all_sizes(launch):
     heads = HEADS[7] if launch is WIDE else HEADS[1]
     lens = [(64 * 4 + 3, 40), (64 * 6, 3)]
-    check(make_scene(heads, [prefix for prefix, _ in lens]), lens, replace(ANY, launch=launch), layers=[0])
+    check(prefix_scene(heads, lens), lens, replace(ANY, launch=launch), layers=[0])
 
 
 @pytest.mark.parametrize("sink,recent", [(0, 0), (0, 64), (64, 0), (192, 128), (64, 10_000), (320, 0)])
 def test_history_begins_and_ends_anywhere(sink, recent):
     lens = [(64 * 5 + 17, 3), (64 * 5, 3)]
-    check(make_scene(HEADS[1], [prefix for prefix, _ in lens], sink, recent), lens, layers=[0])
+    check(prefix_scene(HEADS[1], lens, sink, recent), lens, layers=[0])
 
 
 @pytest.mark.parametrize("scale", [0.0, 1e-28, 1e-3, 30.0, 3e4])
 def test_queries_of_any_size(scale):
     """FP16 holds them by a power of two; large ones make scores that differ by thousands."""
     heads = replace(HEADS[0], kv=1)
-    check(make_scene(heads, [64 * 5]), [(64 * 5, 4)], layers=[0], scale=scale)
+    check(make_scene(heads, [64 * 5]), [(64 * 5, 4)], layers=[0], size=scale)
 
 
 @pytest.mark.parametrize(

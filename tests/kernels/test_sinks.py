@@ -16,14 +16,28 @@ from sglang_kvq.attention.triton_ops import TritonOps
 from sglang_kvq.constants import PAGE_SIZE
 from sglang_kvq.formats.planes import PlaneCode, PlaneFormat
 from sglang_kvq.kernels.decode.learned_sinks import scale_by_sinks
-from tests.kernels.scene import DEVICE, HEADS, ON_GPU, Heads, Scene, assert_close, make_scene, randn, rotations
+from tests.kernels.scene import (
+    DEVICE,
+    HEADS,
+    ON_GPU,
+    Heads,
+    Scene,
+    activations,
+    assert_close,
+    check_extend,
+    make_batch,
+    make_scene,
+    prefix_scene,
+    randn,
+    rotations,
+)
 from tests.kernels.test_decode import decode as decode_step
 from tests.kernels.test_extend import BOUND as TWO_SOFTMAXES
-from tests.kernels.test_extend import make_batch
 from tests.kernels.test_formats import make_format
 from tests.kernels.test_ragged import ROUNDING, STANDIN, Wrapper
 from tests.kernels.test_short_extend import ANY
 from tests.kernels.test_verify import drafts_of, scene_of, verify
+from tests.pairs import each, pairwise
 
 BOUND = 5e-3
 #: gpt-oss's heads, one worker of eight.
@@ -73,27 +87,21 @@ def test_the_oracle_extends_as_it_decodes():
     torch.testing.assert_close(got[2:], wanted)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_reference(dtype):
-    heads = HEADS[1]
+@each(heads=HEADS, dtype=[torch.float32, torch.bfloat16])
+def test_the_reference(heads, dtype):
     scene = make_scene(heads, [prefix or 70 for prefix, _ in LENS])
     reference, sinks = scene.ops()[1], draw(heads.q, dtype)
     q = scene.queries(len(LENS))
     got = reference.decode(0, q, scene.rows, scene.seq_lens, scene.scale, sinks)
     assert_close("decode", got.double(), oracle.decode(scene.pool, 0, q, *at(scene), sinks), BOUND)
     batch = make_batch(scene.rows, LENS)
-    q, k, v = activations(heads, batch)
+    q, k, v = activations(heads, sum(batch.new_lens))
     got = reference.extend(0, q, k, v, batch, scene.scale, sinks)
     assert_close("extend", got.double(), oracle.extend(scene.pool, 0, q, k, v, batch, scene.scale, sinks), BOUND)
 
 
 def at(scene: Scene) -> tuple[torch.Tensor, torch.Tensor, float]:
     return scene.rows, scene.seq_lens, scene.scale
-
-
-def activations(heads: Heads, batch) -> tuple[torch.Tensor, ...]:
-    sizes = [heads.q, heads.kv, heads.kv]
-    return randn(sum(batch.new_lens), sum(sizes), heads.head_dim).split(sizes, dim=1)
 
 
 FORMATS = {
@@ -103,9 +111,7 @@ FORMATS = {
 }
 
 
-@pytest.mark.parametrize("kind", FORMATS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("heads", [GPT_OSS, HEADS[1], HEADS[7]], ids=str)
+@pairwise(heads=[GPT_OSS, HEADS[1], HEADS[7]], kind=FORMATS.keys(), dtype=[torch.float32, torch.bfloat16])
 def test_decode(heads, dtype, kind):
     formats = FORMATS[kind] and [FORMATS[kind](heads)]
     scene = make_scene(heads, LENGTHS, formats=formats)
@@ -144,55 +150,40 @@ def test_layers_with_sinks_and_without_share_a_step():
     assert torch.equal(ops.decode(0, q, *at(scene), torch.full_like(sinks, float("-inf"))), without)
 
 
-@pytest.mark.parametrize("kind", FORMATS)
-@pytest.mark.parametrize("parts", [False, True], ids=["whole rows", "rows in parts"])
-@pytest.mark.parametrize("heads", [GPT_OSS, HEADS[1]], ids=str)
+@pairwise(kind=FORMATS.keys(), heads=[GPT_OSS, HEADS[1]], parts={"whole rows": False, "rows in parts": True})
 def test_pages_read_directly(heads, parts, kind):
     """Rows that are one item have their sinks at once, rows in parts when these are merged."""
     formats = FORMATS[kind] and [FORMATS[kind](heads)]
     # Rows are whole where there are more of them than a GPU has multiprocessors.
     lens = [(64 * 9 + 5, 2), (3, 1)] if parts else [(64 * 3 + 5, 3)] * (140 if ON_GPU else 7)
-    scene = make_scene(heads, [prefix for prefix, _ in lens], formats=formats)
     short = replace(ANY, launch=replace(ANY.launch, programs_per_sm=1)) if not parts else ANY
-    ops = TritonOps(scene.pool, scene.ops()[0].rotations, heads.q, 1, short=short)
-    batch = make_batch(torch.arange(1, len(lens) + 1, device=DEVICE), lens)
-    q, k, v = activations(heads, batch)
-    sinks = draw(heads.q)
-    got = ops.extend(0, q, k, v, batch, scene.scale, sinks)
-    wanted = oracle.extend(scene.pool, 0, q, k, v, batch, scene.scale, sinks)
-    assert_close("extend", got.double(), wanted, BOUND)
+    scene = prefix_scene(heads, lens, formats=formats)
+    ops = check_extend(scene, lens, BOUND, layers=[0], sinks=draw(heads.q), short=short)
     assert (ops._extend_plans.short.partials > 0) == parts
 
 
 @pytest.mark.parametrize("slab_tokens", [64, 32768])
 @pytest.mark.parametrize("heads", [GPT_OSS, HEADS[1]], ids=str)
 def test_prefixes_dequantized_first(heads, slab_tokens):
-    scene = make_scene(heads, [prefix for prefix, _ in LENS])
-    ops = TritonOps(scene.pool, scene.ops()[0].rotations, heads.q, 1, slab_tokens, short=None)
-    compare(ops, scene, TWO_SOFTMAXES)
+    ops = compare(heads, TWO_SOFTMAXES, slab_tokens=slab_tokens)
     assert len(ops._extend_plans.slabs) == (1 if slab_tokens == 32768 else 11)
 
 
-def compare(ops: TritonOps, scene: Scene, bound: float) -> None:
-    batch = make_batch(torch.arange(1, len(LENS) + 1, device=DEVICE), LENS)
-    q, k, v = activations(scene.heads, batch)
-    for sinks in (draw(scene.heads.q), draw(scene.heads.q, torch.bfloat16)):
-        got = ops.extend(0, q, k, v, batch, scene.scale, sinks)
-        wanted = oracle.extend(scene.pool, 0, q, k, v, batch, scene.scale, sinks)
-        assert_close("extend", got.double(), wanted, bound)
+def compare(heads: Heads, bound: float, **more) -> TritonOps:
+    scene = prefix_scene(heads, LENS)
+    for dtype in (torch.float32, torch.bfloat16):
+        ops = check_extend(scene, LENS, bound, layers=[0], sinks=draw(heads.q, dtype), short=None, **more)
+    return ops
 
 
-@pytest.mark.parametrize("capacity", [64, 192, 32768])
-@pytest.mark.parametrize("heads", [GPT_OSS, HEADS[1]], ids=str)
+@each(capacity=[64, 192, 32768], heads=[GPT_OSS, HEADS[1]])
 def test_through_flashinfer(heads, capacity, monkeypatch):
     """Calls that are alone, and several about the same queries; a stand-in on a CPU."""
     library = pytest.importorskip("flashinfer") if ON_GPU else STANDIN
     monkeypatch.setattr(ragged, "LEAST_TOKENS", 0)
     monkeypatch.setattr(ragged, "LEAST_PER_REQUEST", 0)
-    scene = make_scene(heads, [prefix for prefix, _ in LENS])
     prefill = RaggedPrefill(library, heads.q, heads.kv, heads.head_dim, torch.device(DEVICE), capacity)
-    ops = TritonOps(scene.pool, scene.ops()[0].rotations, heads.q, 1, prefill=prefill, short=None)
-    compare(ops, scene, TWO_SOFTMAXES + ROUNDING * 12**0.5)
+    ops = compare(heads, TWO_SOFTMAXES + ROUNDING * 12**0.5, prefill=prefill)
     calls = [planned.call for planned in ops._extend_plans.calls]
     assert any(call.alone for call in calls) and (capacity > 192) == all(call.alone for call in calls)
 
@@ -202,17 +193,12 @@ def test_a_group_whose_last_request_has_no_prefix(monkeypatch):
     if ON_GPU:
         pytest.skip("the stand-in computes on a CPU")
     heads, lens = HEADS[1], [(64 * 9, 20), (0, 3)]
-    scene = make_scene(heads, [prefix for prefix, _ in lens])
     prefill = RaggedPrefill(STANDIN, heads.q, heads.kv, heads.head_dim, torch.device(DEVICE), 512)
     prefill._least_tiles = 9
     monkeypatch.setattr(prefill, "suits", lambda new_lens: True)
-    ops = TritonOps(scene.pool, scene.ops()[0].rotations, heads.q, 1, prefill=prefill, short=None)
-    batch = make_batch(torch.arange(1, 3, device=DEVICE), lens)
-    q, k, v = activations(heads, batch)
     for sinks in (None, draw(heads.q)):
-        got = ops.extend(0, q, k, v, batch, scene.scale, sinks)
-        wanted = oracle.extend(scene.pool, 0, q, k, v, batch, scene.scale, sinks)
-        assert_close("extend", got.double(), wanted, TWO_SOFTMAXES)
+        scene = prefix_scene(heads, lens)
+        ops = check_extend(scene, lens, TWO_SOFTMAXES, layers=[0], sinks=sinks, prefill=prefill, short=None)
     calls = [planned.call for planned in ops._extend_plans.calls]
     assert [call.q for call in calls] == [(0, 23), (0, 20)] and [call.last for call in calls] == [False, True]
 
@@ -257,9 +243,9 @@ def test_sinks_do_not_care_for_rotations():
     q, k, v = (randn(tokens, n, heads.head_dim) for n in (heads.q, heads.kv, heads.kv))
     loc = pool.req_to_token[1, :tokens].long()
     plain = []
-    for each in (ReferenceOps(pool, replace(r, k=None, v=None)), ops):
-        x = each.rotate_and_store(0, loc, q, k, v)
-        if isinstance(each, TritonOps):
-            each.plan_attention(scene.rows, scene.seq_lens)
-        plain.append(each.rotate_output(0, each.decode(0, x[-1:], *at(scene), sinks)))
+    for backend in (ReferenceOps(pool, replace(r, k=None, v=None)), ops):
+        x = backend.rotate_and_store(0, loc, q, k, v)
+        if isinstance(backend, TritonOps):
+            backend.plan_attention(scene.rows, scene.seq_lens)
+        plain.append(backend.rotate_output(0, backend.decode(0, x[-1:], *at(scene), sinks)))
     assert_close("rotated", plain[1], plain[0], 2e-2)

@@ -12,6 +12,7 @@ import torch
 
 from sglang_kvq.cache.pending import PendingOps
 from sglang_kvq.config import KVQuantConfig
+from sglang_kvq.releases import OLD_TREE
 from sglang_kvq.sglang import compat, hooks, runtime
 
 SOURCE = Path(next(iter(sglang.srt.__path__)))
@@ -119,6 +120,13 @@ def test_request(pending, pool):
     pool.free(SimpleNamespace(req_pool_idx=3, kv=on_request))
     assert freed_rows(pending) == [3]
     assert pool.free_slots[-1] == 3
+
+
+if not compat.applies(OLD_TREE, RELEASE):  # rows came back one by one
+
+    def test_several_requests(pending, pool):
+        pool.free_rows([3, 1])
+        assert freed_rows(pending) == [3, 1]
 
 
 def test_session(pending, pool):

@@ -8,6 +8,7 @@ import math
 import pytest
 import torch
 
+from sglang_kvq.attention.base import LayerRotations
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.formats.planes import PLANES, PlaneCode, cells_of
 from sglang_kvq.rotations.maths.fixed import hadamard_matrix
@@ -20,10 +21,12 @@ from sglang_kvq.rotations.maths.transform import (
     choose_widths,
     coding_basis,
     coding_gain,
+    fold_steps,
     pattern_costs,
     plane_energies,
     rate_distortion,
 )
+from tests.rotations.helpers import random_transform
 
 D = 64
 
@@ -37,6 +40,19 @@ def moment(*shape: int, spread: float = 2.0) -> torch.Tensor:
 @pytest.fixture(autouse=True)
 def seed() -> None:
     torch.manual_seed(0)
+
+
+def test_folded_steps_change_neither_scores_nor_outputs():
+    plain = random_transform().for_worker(range(2), 2, 0, 2)
+    folded = fold_steps(plain, torch.tensor([[4, 3, 1, 0], [2, 2, 1, 1]]), torch.tensor([[3, 2, 2, 1], [4, 0, 0, 0]]))
+    q, k, v = torch.randn(3, 2, 1, 5, D)
+
+    def attention(r: LayerRotations) -> tuple[torch.Tensor, torch.Tensor]:
+        return (q @ r.q) @ (k @ r.k - r.k_mean[:, :, None]).mT, v @ r.v @ r.o.mT
+
+    for got, want in zip(attention(folded), attention(plain)):
+        torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-3)
+    assert not torch.equal(folded.k, plain.k)
 
 
 def gaussian(covariance: torch.Tensor, count: int) -> torch.Tensor:

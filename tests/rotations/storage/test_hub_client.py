@@ -9,6 +9,7 @@ import time
 
 import pytest
 
+from tests import pairs
 from tests.conftest import ROOT
 from tests.rotations.hub_cache import COMMIT, lay_out
 from tests.rotations.hub_server import REPOSITORY, hub_server
@@ -46,8 +47,10 @@ def inspect(location, cache, endpoint="http://127.0.0.1:1", offline=False):
     return lines[0]
 
 
-@pytest.mark.parametrize("revision, granularity", [("", "per-head"), ("@v1", "per-layer"), ("@feature/x", "per-layer"),
-                                                   (f"@{OLD}", "per-layer"), ("@main", "per-head")])  # fmt: skip
+REVISIONS = {"": "per-head", "@v1": "per-layer", f"@{OLD}": "per-layer", "@feature/x": "per-layer", "@main": "per-head"}
+
+
+@pytest.mark.parametrize("revision, granularity", list(REVISIONS.items())[: None if pairs.everything else 3])
 def test_a_revision_is_fetched_and_then_served_without_a_network(hub, tmp_path, revision, granularity):
     endpoint, asked = hub
     location = f"{REPOSITORY}/model/tagged{revision}"

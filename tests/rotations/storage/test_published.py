@@ -109,15 +109,6 @@ def test_numbers_of_a_config():
     assert layer_numbers({"num_hidden_layers": 3}) == ((0, 1, 2), 3)
 
 
-def test_an_entry_that_names_another_layer_is_refused(tmp_path):
-    content = document([0, 1])
-    content["layers"][1]["layer_id"] = 0
-    for name in SHARED:
-        torch.save(content, tmp_path / name)
-    with pytest.raises(KVQuantError, match="the entry of layer 1 is damaged"):
-        load_rotations(tmp_path, **GEOMETRY)
-
-
 def test_keys_and_values_of_other_layers_are_refused(tmp_path):
     write(tmp_path, SHARED, [2, 5])
     torch.save(document([2, 4]), tmp_path / SHARED[1])
@@ -197,16 +188,6 @@ def test_a_file_of_version_2_with_shared_matrices_is_refused(tmp_path, part):
         load_rotations(tmp_path, **GEOMETRY)
 
 
-@pytest.mark.parametrize("version", [0, 3, -1, "2", 2.0, True, None, [2], 10**400], ids=lambda v: str(type(v).__name__))
-def test_versions_that_are_not_read(tmp_path, version):
-    write(tmp_path, SHARED, [0, 1])
-    torch.save({**document([0, 1]), "format_version": version}, tmp_path / SHARED[0])
-    with pytest.raises(
-        KVQuantError, match="format_version .*; of published rotations, this sglang-kvq reads versions 1"
-    ):
-        load_rotations(tmp_path, **GEOMETRY)
-
-
 def test_several_pairs_are_refused_until_one_is_named(tmp_path):
     write(tmp_path, SHARED, [0, 1])
     write(tmp_path, HADAMARD, [0, 1], seed=7)
@@ -275,26 +256,33 @@ def test_tensors_are_checked(tmp_path, change, problem):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("change, problem", [
-    (lambda x: x[:5], r"eigenvalues of layer 1 has shape \[5\], expected \[64\]"),
-    (lambda x: x.int(), "eigenvalues of layer 1 has dtype torch.int32"),
-    (lambda x: x / 0, "eigenvalues of layer 1, head 0 holds NaN or infinity"),
-])  # fmt: skip
-def test_spectra_are_checked(tmp_path, change, problem):
+SPECTRA = {
+    "short": (lambda x: x[:5], r"eigenvalues of layer 1 has shape \[5\], expected \[64\]"),
+    "integers": (lambda x: x.int(), "eigenvalues of layer 1 has dtype torch.int32"),
+    "infinite": (lambda x: x / 0, "eigenvalues of layer 1, head 0 holds NaN or infinity"),
+}
+SHAPE = r"rotation of layer 1 has shape \[32, 32\], expected \[64, 64\]"
+VERSION = "format_version .*; of published rotations, this sglang-kvq reads versions 1"
+#: Changed fields of layer 1's entry or of the whole document, and what is said of them.
+DOCUMENTS = {
+    **{name: ({}, dict(eigenvalues=change), problem) for name, (change, problem) in SPECTRA.items()},
+    "another shape": ({}, dict(rotation=lambda r: rotation(32)), SHAPE),
+    "another layer": ({}, dict(layer_id=lambda number: 0), "the entry of layer 1 is damaged"),
+    **{
+        f"version {type(version).__name__} {n}": (dict(format_version=version), {}, VERSION)
+        for n, version in enumerate((0, 3, -1, "2", 2.0, True, None, [2], 10**400))
+    },
+}
+
+
+@pytest.mark.parametrize("fields, changes, problem", DOCUMENTS.values(), ids=DOCUMENTS)
+def test_documents_are_checked(tmp_path, fields, changes, problem):
     write(tmp_path, SHARED, [0, 1])
-    content = document([0, 1])
-    content["layers"][1]["eigenvalues"] = change(content["layers"][1]["eigenvalues"])
+    content = {**document([0, 1]), **fields}
+    for name, change in changes.items():
+        content["layers"][1][name] = change(content["layers"][1][name])
     torch.save(content, tmp_path / SHARED[0])
     with pytest.raises(KVQuantError, match=problem):
-        load_rotations(tmp_path, **GEOMETRY)
-
-
-def test_layers_of_other_shapes_are_refused(tmp_path):
-    write(tmp_path, SHARED, [0, 1])
-    content = document([0, 1])
-    content["layers"][1]["rotation"] = rotation(32)
-    torch.save(content, tmp_path / SHARED[0])
-    with pytest.raises(KVQuantError, match=r"rotation of layer 1 has shape \[32, 32\], expected \[64, 64\]"):
         load_rotations(tmp_path, **GEOMETRY)
 
 
