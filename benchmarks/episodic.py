@@ -6,7 +6,7 @@
 Qwen3-8B's geometry with dummy weights and random rotations, and any model's tokenizer of no larger vocabulary. Servers
 run one after the other and differ in their cache alone; with some of ``--servers`` the others' figures are read from
 ``--out``. Histories are random tokens, no two alike. ``--plain-within`` spares ``oscar``'s server, and its prefill of
-all histories: they lie in the cache of ``late``'s whole, where requests without a session read them as those of a
+all histories: they lie in the cache of ``retrieve``'s whole, where requests without a session read them as those of a
 server without sessions do.
 
 decode_step       ms per decode step of all sessions at once, each with a history that is in the cache: the median time
@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import statistics
 import sys
 import tempfile
@@ -42,8 +43,9 @@ from launch.server import Server
 from sglang_kvq.constants import PAGE_SIZE
 from sglang_kvq.evaluation import provenance
 from sglang_kvq.rotations.identity import geometry_of
+from sglang_kvq.sessions.config import ALIASES
 
-SERVERS = ("bf16", "oscar", "late", "epicache", "epicache_flat")
+SERVERS = ("bf16", "oscar", "retrieve", "epicache", "epicache_flat")
 QUESTION = 40
 #: A BPE's first tokens have few letters. Random ones of all are several times as long as those of text, and embedding
 #: them takes as much longer.
@@ -110,7 +112,7 @@ def measure(client: Sessions, name: str, args: argparse.Namespace, bf16_token_by
     token_bytes = bf16_token_bytes if name == "bf16" else client.server.kv_quant()["token_bytes"]
     client.run([client.prompt("warm", 0, 2 * args.chunk + 70)], 2)
     client.run([client.prompt("warm", 1 + i, 70 + 30 * i) for i in range(4)], 70)
-    within = ["oscar"] if name == "late" and args.plain_within else []
+    within = ["oscar"] if name == "retrieve" and args.plain_within else []
     if name != "epicache_flat":
         for each in [name, *within]:
             client.named = each in SERVERS[2:]
@@ -140,7 +142,7 @@ def resident(client: Sessions, name: str, args: argparse.Namespace, token_bytes:
         sessions = min(sessions, int(room * 0.98) // (args.history + args.tokens + 128))
     prompts = [client.prompt("history", i, args.history) for i in range(sessions)]
     client.cache(prompts)
-    if name == "late":
+    if name == "retrieve":
         client.settle()
     count = {"sessions": sessions}
     # The first turn of all at once begins what is measured after it; the better of two.
@@ -157,7 +159,7 @@ def resident(client: Sessions, name: str, args: argparse.Namespace, token_bytes:
             ids = [*prompt, *client.prompt(scenario, i, QUESTION)]
             if name == "epicache":  # the first call folds what is new
                 client.run([ids], 1)
-            if scenario == "turn_overhead_ms" and name == "late":
+            if scenario == "turn_overhead_ms" and name == "retrieve":
                 client.settle()
             waits.append(1e3 * client.run([[*ids, 5]], 2)[0].ttft)
         yield scenario, args.history, "ms", statistics.median(waits), {}
@@ -184,7 +186,7 @@ def main() -> None:
     )
     parser.add_argument("--embedder-device", default="cpu", help="--episodic-embedder-device")
     parser.add_argument("--servers", default=",".join(SERVERS))
-    parser.add_argument("--plain-within", action="store_true", help="oscar's figures from late's server")
+    parser.add_argument("--plain-within", action="store_true", help="oscar's figures from retrieve's server")
     parser.add_argument("--model", type=existing_folder, default=MODEL)
     parser.add_argument("--sessions", type=int, default=16)
     parser.add_argument("--history", type=int, default=100_000)
@@ -198,13 +200,15 @@ def main() -> None:
     parser.add_argument("--plain-backend", default="flashinfer", help="--attention-backend of the BF16 server")
     parser.add_argument("--cpu", action="store_true", help="servers on the CPU engine: only shows that this works")
     args = parser.parse_args()
-    servers = args.servers.split(",")
+    servers = [ALIASES.get(name, name) for name in args.servers.split(",")]
     if unknown := set(servers) - set(SERVERS):
         parser.error(f"{', '.join(sorted(unknown))}: not one of {', '.join(SERVERS)}")
     config = json.loads((args.model / "config.json").read_text())
     geometry = geometry_of(config)
     bf16_token_bytes = 2 * geometry.layers * geometry.kv_heads * geometry.head_dim * 2
-    rows = {(row["scenario"], row["history_tokens"]): row for row in record.read_rows(args.out)}
+    rows = {}
+    for row in record.read_rows(args.out):
+        rows[row["scenario"], row["history_tokens"]] = {re.sub("^late", "retrieve", key): row[key] for key in row}
     with tempfile.TemporaryDirectory() as temporary:
         rotations = random_rotations(Path(temporary) / "rotations", *geometry)
         context = max(args.history, *args.building, 0) + args.tokens + 1024
@@ -219,7 +223,7 @@ def main() -> None:
         own = {
             "bf16": [] if args.cpu else ["--attention-backend", args.plain_backend],
             "oscar": oscar,
-            "late": [*episodic, "--episodic-policy", "late"],
+            "retrieve": [*episodic, "--episodic-policy", "retrieve"],
             "epicache": [*episodic, "--episodic-policy", "epicache"],
         }
         own["epicache_flat"] = [*own["epicache"], "--max-total-tokens", str(args.small)]

@@ -5,8 +5,9 @@
 The router's own code runs, beside a stand-in for SGLang's TokenizerManager that answers at once. ``router`` is from the
 prompt's tokens to the request that is sent, embedding the question included; ``question`` is the embedding alone;
 ``scheduler`` is what the scheduler does with the request before it asks its prefix tree; ``loop`` is the longest that
-a turn kept the event loop from other requests. ``state_megabytes`` is memory of the session. Histories are random
-tokens of the more frequent half of the vocabulary. Without ``--embedder`` the question's embedding is left out.
+a turn, and what the router does after its answer, kept the event loop from other requests. ``state_megabytes`` is
+memory of the session. Histories are random tokens of the more frequent half of the vocabulary. Without ``--embedder``
+the question's embedding is left out.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import argparse
 import asyncio
 import sys
 import time
+from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +26,11 @@ import numpy as np
 
 from benchmarks import record
 from sglang_kvq.config import KVQuantConfig
-from sglang_kvq.episodic.config import EpisodicConfig
-from sglang_kvq.episodic.embed import Embedder, unit
-from sglang_kvq.episodic.page_index import NewPages, PageIndex
-from sglang_kvq.episodic.selection import PARAMETER, Selection
-from sglang_kvq.sglang import session_requests, sessions
+from sglang_kvq.sessions.config import EpisodicConfig
+from sglang_kvq.sessions.embedding import Embedder, unit
+from sglang_kvq.sessions.index import NewPages, PageIndex
+from sglang_kvq.sessions.messages import SELECTION, Selection
+from sglang_kvq.sglang import session_router
 
 WIDTH = 384
 #: Seconds between looks at the event loop.
@@ -43,33 +45,46 @@ class Nothing:
 
 
 class Manager:
-    """What the router uses of a TokenizerManager."""
+    """What the router uses of a TokenizerManager. Answers at once, and notes when it was asked to."""
 
-    incremental_streaming_output, preferred_sampling_params = False, None
+    incremental_streaming_output, preferred_sampling_params, server_args = False, None, None
 
     def __init__(self, tokenizer: Any, context: int) -> None:
         self.tokenizer, self.context_len, self.rid_to_state = tokenizer, context, {}
+        #: The last request with chosen pages, and when it came.
+        self.answered, self.at = None, 0.0
+
+    def _validate_one_request(self, obj: Any, ids: list[int]) -> None:
+        assert len(ids) < self.context_len
+
+    async def generate_request(self, obj: Any, request: Any = None) -> AsyncGenerator[dict[str, Any], None]:
+        obj.normalize_batch_and_arguments()
+        if obj.extra_key is not None:
+            self.answered, self.at = obj, time.perf_counter()
+        await asyncio.sleep(0)  # SGLang answers from another process
+        meta = {"prompt_tokens": len(obj.input_ids), "cached_tokens": 0, "finish_reason": {"type": "length"}}
+        yield {"output_ids": [7] * 24, "meta_info": meta}
 
 
 def measure(tokens: int, budget: int, embedder: Embedder, tokenizer: Any, turns: int) -> tuple[dict[str, float], float]:
     """Medians in milliseconds over turns, each with another question of 40 tokens; megabytes of the session."""
     from sglang.srt.managers.io_struct import GenerateReqInput
 
-    episodic = EpisodicConfig("late", budget, embedder="-")
+    episodic = EpisodicConfig("retrieve", budget, embedder="-")
     config = KVQuantConfig("int4", episodic=episodic)
     manager = Manager(tokenizer, 2 * tokens)
-    router = sessions.Router(manager, config, episodic, embedder)
+    router = session_router.Router(manager, config, episodic, embedder)
     rng = np.random.default_rng(0)
     words = max(tokenizer.vocab_size // 2, 2)
-    history = rng.integers(1, words, tokens).astype(np.int32)
+    said = rng.integers(1, words, tokens).astype(np.int32)
     session = router.store.use("", "a")
-    session.follow(history, (None, None))
-    session.computed(history[: tokens // 64 * 64], (None, None))
+    session.follow(said, (None, None))
+    session.computed(said[: tokens // 64 * 64], (None, None))
     rows = unit(rng.standard_normal((tokens // 64, WIDTH)).astype(np.float32))
-    texts = [tokenizer.decode(page) for page in history[: tokens // 64 * 64].reshape(-1, 64)]
+    texts = [tokenizer.decode(page) for page in said[: tokens // 64 * 64].reshape(-1, 64)]
     index = PageIndex()
     index.add(NewPages.made(rows, texts))
-    session.learn(history, index)
+    session.learn(said, index)
     times: dict[str, list[float]] = {"router": [], "question": [], "scheduler": [], "loop": []}
 
     async def latest() -> None:
@@ -80,33 +95,36 @@ def measure(tokens: int, budget: int, embedder: Embedder, tokenizer: Any, turns:
             await asyncio.sleep(BEAT)
             times["loop"][-1] = max(times["loop"][-1], time.perf_counter() - start - BEAT)
 
-    async def turn() -> None:
-        prompt = np.concatenate([history, rng.integers(1, words, 40).astype(np.int32)])
+    async def turn(said: np.ndarray) -> np.ndarray:
+        """One request and what the router does after its answer; returns the conversation with both."""
+        prompt = np.concatenate([said, rng.integers(1, words, 40).astype(np.int32)])
         obj = GenerateReqInput(input_ids=prompt.tolist(), sampling_params={"max_new_tokens": 64})
         obj.normalize_batch_and_arguments()
-        start = time.perf_counter()
-        ids = np.asarray(obj.input_ids, np.int32)
-        one = sessions.Turn(None, obj, None, session, ids, session_requests.namespace_of(obj))  # type: ignore[arg-type]
         late = asyncio.ensure_future(latest())
-        inner = (await router._prepare(one)).inner
-        times["router"].append(time.perf_counter() - start)
-        late.cancel()
-        text = router.text(ids[-40:])
+        await asyncio.sleep(2 * BEAT)
         start = time.perf_counter()
-        await asyncio.wrap_future(router.thread.question(text))
+        (out,) = [out async for out in router.serve(manager.generate_request, obj, None, "a")]
+        times["router"].append(manager.at - start)
+        while router.background:
+            await asyncio.sleep(BEAT)
+        late.cancel()
+        text = router.workers.text(prompt[-40:])
+        start = time.perf_counter()
+        await asyncio.wrap_future(router.workers.thread.question(text))
         times["question"].append(time.perf_counter() - start)
         start = time.perf_counter()
-        selection = Selection.decode(inner.sampling_params["custom_params"][PARAMETER])
+        selection = Selection.decode(manager.answered.sampling_params["custom_params"][SELECTION])
         for part in (selection.tokens, selection.history):
             session_ids(part)
         times["scheduler"].append(time.perf_counter() - start)
+        return np.append(prompt, np.int32(out["output_ids"]))
 
-    async def run() -> None:
+    async def run(said: np.ndarray) -> None:
         for _ in range(turns):
-            await turn()
+            said = await turn(said)
 
-    asyncio.run(run())
-    router.thread.close()
+    asyncio.run(run(said))
+    router.workers.thread.close()
     milliseconds = {name: round(1e3 * float(np.median(seconds)), 2) for name, seconds in times.items()}
     return milliseconds, round(session.nbytes / 1e6, 2)
 

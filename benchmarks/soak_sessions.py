@@ -3,10 +3,10 @@
     python benchmarks/soak_sessions.py --minutes 2 --out benchmarks/results/soak_sessions_h200.json
     python benchmarks/soak_sessions.py --device cpu --minutes 1.5 --out FILE
 
-Clients hold conversations with ``--episodic-policy late``, streamed or not, greedy or sampled, some of which they leave
-or abort; others ask without a session. The pool holds a few histories, so copies of pages wait, histories are evicted
-and computed again, and some conversations with their copies exceed the whole pool. SGLang's own knob retracts requests
-as if memory had run out.
+Clients hold conversations with ``--episodic-policy retrieve``, streamed or not, greedy or sampled, some of which they
+leave or abort; others ask without a session. The pool holds a few histories, so copies of pages wait, histories are
+evicted and computed again, and some conversations with their copies exceed the whole pool. SGLang's own knob retracts
+requests as if memory had run out.
 
 After each answer the server says which pages it read. Afterwards transformers reads these, and no others, in float32,
 and says how likely the answer's tokens are. By how much the two differ alone is measured first and bounds the rest: an
@@ -296,14 +296,14 @@ def write_tokenizer(folder: Path) -> None:
 
 
 class SessionServer(TinyServer):
-    """A server with ``--episodic-policy late``, which needs a tokenizer."""
+    """A server with ``--episodic-policy retrieve``, which needs a tokenizer."""
 
     def __init__(self, model: Path, scale: Scale, folder: Path, method: str, cpu: bool) -> None:
         path, embedder = word_embeddings.install(folder / "embedder")
         plugin = plugin_path(folder)
         paths = [path, *filter(None, [plugin.get("PYTHONPATH")])]
         flags = [
-            *("--kv-quant", method, "--kv-quant-recent", "128", "--episodic-policy", "late"),
+            *("--kv-quant", method, "--kv-quant-recent", "128", "--episodic-policy", "retrieve"),
             *("--episodic-budget", str(scale.budget), "--episodic-block", str(scale.block)),
             *("--episodic-embedder", embedder, "--max-total-tokens", str(scale.pool)),
             *("--context-length", str(scale.longest + 1000), "--max-running-requests", str(scale.requests)),

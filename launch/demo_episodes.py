@@ -1,7 +1,7 @@
 """``./demo --episodes``: a conversation longer than its requests may read, compared with the full cache.
 
 One server gets each question twice. Without a session id it reads the whole conversation. With one it reads only the
-pages nearest to the question (``--episodic-policy late``).
+pages nearest to the question (``--episodic-policy retrieve``).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from launch.server import Server, ServerError
 
 BUDGET, BLOCK = 1024, 256
 FLAGS = (
-    *("--episodic-policy", "late", "--episodic-budget", str(BUDGET), "--episodic-block", str(BLOCK)),
+    *("--episodic-policy", "retrieve", "--episodic-budget", str(BUDGET), "--episodic-block", str(BLOCK)),
     *("--context-length", "8192", "--max-total-tokens", "16384", "--max-running-requests", "4"),
 )
 SESSION = "the-demo"
@@ -132,7 +132,7 @@ def state(server: Server, session: str) -> dict[str, Any]:
 
 def table(rows: list[tuple[str, Reply, Reply]]) -> Table:
     out = Table(title="One conversation, read whole and by the question", show_lines=True)
-    for heading in ("question", "full cache", "--episodic-policy late"):
+    for heading in ("question", "full cache", "--episodic-policy retrieve"):
         out.add_column(heading, overflow="fold")
     for question, *replies in rows:
         shown = (

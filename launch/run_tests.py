@@ -50,7 +50,7 @@ QUICK = {
         *("tests/kernels/test_plan.py", "tests/kernels/test_s[ot]*.py", "tests/kernels/test_unpack.py"),
     ),
     "formats, methods and rotations": (
-        *("tests/formats", "tests/methods", "tests/attention", "tests/episodic", "tests/test_config.py"),
+        *("tests/formats", "tests/methods", "tests/attention", "tests/sessions", "tests/test_config.py"),
         *("tests/rotations/maths", "tests/rotations/storage/test_files.py", "tests/mutations"),
         *("tests/packaging/test_english.py", "tests/packaging/test_figures.py", "tests/packaging/test_layers.py"),
         *("tests/packaging/test_re*.py", "tests/contributing/test_checklists.py", "tests/contributing/test_tools.py"),

@@ -9,8 +9,8 @@ from sglang_kvq.constants import PAGE_SIZE
 from sglang_kvq.errors import KVQuantError
 
 if TYPE_CHECKING:
-    from sglang_kvq.episodic.config import EpisodicConfig
     from sglang_kvq.methods import Width
+    from sglang_kvq.sessions.config import EpisodicConfig
 
 #: Most query heads per KV head that the kernels support.
 MAX_GQA_GROUP = 16

@@ -15,10 +15,10 @@ import torch
 
 from sglang_kvq.config import MAX_GQA_GROUP, KVQuantConfig
 from sglang_kvq.constants import HEAD_DIMS, PAGE_SIZE
-from sglang_kvq.episodic.config import EPICACHE
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.releases import OLD_TREE, RELEASES, WITHOUT_STATES, WITHOUT_WINDOWS
 from sglang_kvq.rotations.identity import unapplied_window
+from sglang_kvq.sessions.config import EPICACHE
 from sglang_kvq.sglang import architectures, compat
 from sglang_kvq.sglang.attention.drafts import BRANCHING, DRAFT_DTYPES, SERVED, check_speculation
 from sglang_kvq.sglang.runtime import CLI_ATTRIBUTE, config_of, logger
@@ -256,10 +256,10 @@ def check_resolved(server_args: ServerArgs, config: KVQuantConfig) -> None:
     if device == "cuda":  # on a CPU SGLang pads the heads
         check_division(model, attention_workers(server_args))
     if config.episodic is not None:
-        from sglang_kvq.sglang import episodic_checks, sessions
+        from sglang_kvq.sglang import episodic_checks, session_router
 
         episodic_checks.check(server_args, model, config.episodic)
-        sessions.load_embedder(config.episodic.embedder, config.episodic.embedder_device)
+        session_router.load_embedder(config.episodic.embedder, config.episodic.embedder_device)
     from sglang_kvq.rotations.resolve import resolve_formats, resolve_rotations
 
     rotations = resolve_rotations(config, model.model_path, model.hf_config)

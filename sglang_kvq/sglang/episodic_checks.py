@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from sglang_kvq.constants import PAGE_SIZE
-from sglang_kvq.episodic.config import EpisodicConfig
 from sglang_kvq.errors import KVQuantError
+from sglang_kvq.sessions.config import EpisodicConfig
 from sglang_kvq.sglang import compat
 from sglang_kvq.sglang.types import ModelConfig, ServerArgs
 

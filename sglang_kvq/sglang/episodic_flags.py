@@ -8,8 +8,8 @@ from dataclasses import fields
 from typing import Any
 
 from sglang_kvq.constants import PAGE_SIZE
-from sglang_kvq.episodic.config import EPISODES, POLICIES, EpisodicConfig
 from sglang_kvq.errors import KVQuantError
+from sglang_kvq.sessions.config import ALIASES, EPISODES, POLICIES, EpisodicConfig
 
 #: Flag (as an attribute name) and the ``EpisodicConfig`` field that it sets.
 FIELDS = {
@@ -45,9 +45,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
     add(
         "--episodic-policy",
-        "What a request with a session id reads of a conversation longer than the budget. late: the pages nearest to "
-        "its question, beside sinks and the most recent ones. epicache: the episode nearest to it, of which each KV "
-        "head keeps tokens of its own. Default: off.",
+        "What a request with a session id reads of a conversation longer than the budget. retrieve (formerly late): "
+        "the pages nearest to its question, beside sinks and the most recent ones. epicache: the episode nearest to "
+        "it, of which each KV head keeps tokens of its own. Default: off.",
+        type=lambda name: ALIASES.get(name, name),
         choices=("off", *POLICIES),
     )
     add(
@@ -130,8 +131,8 @@ def parse(values: Mapping[str, Any]) -> EpisodicConfig | None:
         for flag, field in FIELDS.items():
             if field in given:
                 raise KVQuantError(
-                    f"--{flag.replace('_', '-')} has no effect without --episodic-policy; add --episodic-policy late "
-                    "or leave it out."
+                    f"--{flag.replace('_', '-')} has no effect without --episodic-policy; add --episodic-policy "
+                    "retrieve or leave it out."
                 )
         return None
     return EpisodicConfig(policy=values["episodic_policy"], **given)

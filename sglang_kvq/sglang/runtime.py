@@ -15,7 +15,7 @@ from sglang_kvq.cache.pool import PagePool
 from sglang_kvq.cache.tiers import TierManager
 from sglang_kvq.cache.windows import WindowNeed
 from sglang_kvq.config import KVQuantConfig
-from sglang_kvq.episodic.fold import Fold
+from sglang_kvq.sessions.messages import Fold
 from sglang_kvq.sglang.types import Req, ServerArgs
 
 logger = logging.getLogger("sglang_kvq")

@@ -7,8 +7,8 @@ from collections.abc import Awaitable
 from http import HTTPStatus
 from typing import Any, TypeVar
 
-from sglang_kvq.episodic.selection import GONE, TOO_SMALL
 from sglang_kvq.errors import KVQuantError
+from sglang_kvq.sessions.messages import GONE, TOO_SMALL
 from sglang_kvq.sglang.session_requests import GenerateRequest, HTTPRequest, Output
 
 #: Seconds between two looks at whether a client is still there; SGLang's own are 4.
@@ -59,10 +59,15 @@ def check_not_aborted(out: Output) -> None:
         raise Ended(reason)
 
 
-def problem_of(message: object) -> str | None:
-    """An error's message, if it refuses a request for the history that it begins with; None for others."""
+class Unreadable(Exception):
+    """A request cannot read the history that it begins with, as its message says."""
+
+
+def check_readable(message: object) -> None:
+    """Raises ``Unreadable`` for an error that refuses a request for the history that it begins with."""
     text = str(message)
-    return text if GONE in text or TOO_SMALL in text else None
+    if GONE in text or TOO_SMALL in text:
+        raise Unreadable(text)
 
 
 async def while_wanted(work: Awaitable[T], request: HTTPRequest | None, obj: GenerateRequest) -> T:
@@ -77,7 +82,7 @@ async def while_wanted(work: Awaitable[T], request: HTTPRequest | None, obj: Gen
     try:
         while not (await asyncio.wait({task}, timeout=POLL))[0]:
             if request is not None and not getattr(obj, "background", False) and await request.is_disconnected():
-                raise KVQuantError(f"request {obj.rid}: its client has left.")
+                raise KVQuantError(f"request {obj.rid}: its client has left; send it again if its answer is wanted.")
         return task.result()
     finally:
         if not task.done():

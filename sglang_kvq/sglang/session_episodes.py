@@ -2,7 +2,7 @@
 
 EpiCache (arXiv 2509.17396) over ordinary requests. A conversation's whole blocks but the last ones are folded into an
 episode when it is asked for first: a chain of prefill-only requests, each of which ends as a fold
-(``episodic.chain``). The request that answers begins with the episode whose centroid is nearest to its question, and
+(``sessions.episodes``). The request that answers begins with the episode whose centroid is nearest to its question, and
 goes on with the rest of the prompt as an ordinary suffix. What of a chain was evicted is built again.
 """
 
@@ -11,28 +11,21 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any
 
 import numpy as np
 from fastapi import HTTPException
 
 from sglang_kvq.constants import PAGE_SIZE
-from sglang_kvq.episodic import fold as folds
-from sglang_kvq.episodic.chain import ChainPlan, Step, chain, stand_ins
-from sglang_kvq.episodic.config import EPISODES, PROMPT_TOKENS, EpisodicConfig
-from sglang_kvq.episodic.embed import unit
-from sglang_kvq.episodic.episodes import step_ids
-from sglang_kvq.episodic.fold import Fold
-from sglang_kvq.episodic.match import match
-from sglang_kvq.episodic.prefix import PARAMETER, FoldedPrefix
-from sglang_kvq.episodic.selection import GONE
 from sglang_kvq.errors import KVQuantError
+from sglang_kvq.sessions.config import EPISODES, PROMPT_TOKENS, EpisodicConfig
+from sglang_kvq.sessions.embedding import unit
+from sglang_kvq.sessions.episodes import ChainPlan, Step, chain, stand_ins, step_ids
+from sglang_kvq.sessions.messages import FOLD, GONE, PREFIX, Fold, FoldedPrefix
 from sglang_kvq.sglang import session_answers as answers
 from sglang_kvq.sglang import session_requests as requests
-
-if TYPE_CHECKING:
-    from sglang_kvq.sglang.session_requests import GenerateRequest
-    from sglang_kvq.sglang.sessions import Router, Turn
+from sglang_kvq.sglang.session_requests import GenerateRequest
+from sglang_kvq.sglang.session_turns import Turn, Workers
 
 #: Names of folds that are remembered as built; an older one is tried from its chain's beginning.
 REMEMBERED = 1 << 16
@@ -67,8 +60,8 @@ class EpisodeRouter:
         sinks: first tokens of a conversation that every episode keeps.
     """
 
-    def __init__(self, router: Router, config: EpisodicConfig, method: str, sinks: int) -> None:
-        self.router, self.config, self.method = router, config, method
+    def __init__(self, workers: Workers, config: EpisodicConfig, method: str, sinks: int) -> None:
+        self.workers, self.config, self.method = workers, config, method
         self.plan = ChainPlan(config.budget, config.block, sinks)
         self._built: OrderedDict[str, None] = OrderedDict()
         #: One fold at a time: several would each hold its pages while it waits for room for what they become.
@@ -83,7 +76,7 @@ class EpisodeRouter:
             question: where the question begins.
         """
         end = min(max(question, tokens - self.config.block), tokens - 1)
-        return self.plan.folded(min(end, max(self.router.manager.context_len - PROMPT_TOKENS, 0)))
+        return self.plan.folded(min(end, max(self.workers.manager.context_len - PROMPT_TOKENS, 0)))
 
     async def choose(self, turn: Turn, question: int, folded: int, system: int) -> Chosen:
         """The episode nearest to a prompt's question.
@@ -94,25 +87,25 @@ class EpisodeRouter:
         most = self.config.budget // 4 // PAGE_SIZE
         pinned = max(self.plan.pinned, min(-(-system // PAGE_SIZE), most) * PAGE_SIZE)
         plan = replace(self.plan, pinned=pinned)
-        router, session, ids = self.router, turn.session, turn.ids
+        workers, session, ids = self.workers, turn.session, turn.ids
         size = self.config.segment
-        episodes = session.nearest(ids).episodes.copy()
+        episodes = session.nearest(ids)[0].episodes.copy()
         count, pages = max(folded // size, episodes.segments), size // PAGE_SIZE
-        index = await router.embedded(turn, count * pages)
-        (asked,) = await router.embed_question(ids[question:])
+        index = await workers.embedded(turn, count * pages)
+        (asked,) = await workers.embed_question(ids[question:])
 
         def divide() -> tuple[np.ndarray, int]:
             rows = unit(index.rows().reshape(count, pages, -1).mean(1))
             clusters = episodes.divide(rows, self.config.episodes or EPISODES, count * size)
-            return rows, int(match(asked[None], rows[: episodes.segments], clusters, "centroid")[0])
+            return rows, clusters.nearest(asked)
 
         # A quarter of a second for 64K tokens, in which other sessions' answers go on.
         rows, number = await asyncio.to_thread(divide)
         prompt = episodes.prompt(
             number,
             rows,
-            lambda segment: router.text(ids[segment * size : (segment + 1) * size]),
-            lambda text: router.manager.tokenizer.encode(text, add_special_tokens=False),
+            lambda segment: workers.text(ids[segment * size : (segment + 1) * size]),
+            lambda text: workers.manager.tokenizer.encode(text, add_special_tokens=False),
         )
         episodes.answered = number
         session.divided(ids, episodes)
@@ -133,7 +126,7 @@ class EpisodeRouter:
             first = len(known) - known[::-1].index(True) if True in known else 0
             try:
                 for step in chosen.steps[first:]:
-                    if turn.obj.rid in self.router.aborted:
+                    if turn.obj.rid in self.workers.aborted:
                         raise answers.aborted("Abort before its answer began")
                     await self._step(turn, chosen, step)
             except _Gone:
@@ -158,9 +151,9 @@ class EpisodeRouter:
     async def _step(self, turn: Turn, chosen: Chosen, step: Step) -> None:
         ids = step_ids(step, turn.ids, chosen.prompt, chosen.plan)
         fold = Fold(step.name, step.prefix + step.end - step.start, chosen.plan.budget, chosen.plan.pinned)
-        params = {folds.PARAMETER: fold.encode()}
+        params = {FOLD: fold.encode()}
         if step.offset:
-            params[PARAMETER] = FoldedPrefix(step.prefix, step.offset).encode()
+            params[PREFIX] = FoldedPrefix(step.prefix, step.offset).encode()
         for attempt in range(ATTEMPTS):
             inner = requests.compute_request(turn.obj, ids, (step.before, turn.namespace[1]), None)
             inner.sampling_params["custom_params"] = params
@@ -187,7 +180,7 @@ class EpisodeRouter:
         """
         reason: Any = None
         try:
-            async for out in self.router.sent(turn, inner):
+            async for out in self.workers.sent(turn, inner):
                 meta = out["meta_info"]
                 reason = meta["finish_reason"]
                 if reason is not None:
@@ -201,28 +194,11 @@ class EpisodeRouter:
             return str(error.detail)
         return None if isinstance(reason, dict) else "it ended without a reason"
 
-    def answer(self, turn: Turn, chosen: Chosen) -> FoldedAnswer:
+    def answer(self, turn: Turn, chosen: Chosen) -> requests.Beginning:
         """Returns the beginning of the answering request."""
-        prefix = FoldedPrefix(self.plan.budget, chosen.folded - self.plan.budget)
-        return FoldedAnswer(stand_ins(turn.ids, self.plan), chosen.steps[-1].name, prefix)
-
-
-@dataclass(frozen=True, eq=False)
-class FoldedAnswer:
-    """An episode as ``session_requests.answer_request`` puts it before a prompt's tail, like a ``Selection``."""
-
-    tokens: np.ndarray
-    name: str
-    prefix: FoldedPrefix
-
-    parameter: ClassVar[str] = PARAMETER
-
-    @property
-    def offset(self) -> int:
-        return self.prefix.offset
-
-    def encode(self) -> str:
-        return self.prefix.encode()
+        offset = chosen.folded - self.plan.budget
+        message = FoldedPrefix(self.plan.budget, offset).encode()
+        return requests.Beginning(stand_ins(turn.ids, self.plan), chosen.steps[-1].name, offset, PREFIX, message)
 
 
 class _Gone(Exception):

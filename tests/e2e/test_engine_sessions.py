@@ -19,13 +19,13 @@ IDLE = 2.0
 PROGRAM = """
 import json, sys, time
 import sglang
-from sglang_kvq.sglang.sessions import router_of
+from sglang_kvq.sglang.session_router import router_of
 
 
 def main():
     model, embedder, prompts = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
     engine = sglang.Engine(
-        model_path=model, kv_quant="int4", kv_quant_recent=128, episodic_policy="late", episodic_budget=BUDGET,
+        model_path=model, kv_quant="int4", kv_quant_recent=128, episodic_policy="retrieve", episodic_budget=BUDGET,
         episodic_block=192, episodic_idle=IDLE, episodic_embedder=embedder, device="cpu", dtype="bfloat16",
         sampling_backend="pytorch", grammar_backend="none", disable_cuda_graph=True, disable_overlap_schedule=True,
         max_running_requests=4, context_length=2048, max_total_tokens=8192, log_level="error",

@@ -12,11 +12,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from benchmarks.research.episodes.blocks import Budget, build
 from benchmarks.research.episodes.runner import Runner
 from sglang_kvq.constants import PAGE_SIZE as P
-from sglang_kvq.episodic.cluster import cluster, medoids
-from sglang_kvq.episodic.config import PROMPT_TOKENS
-from sglang_kvq.episodic.embed import unit
-from sglang_kvq.episodic.episodes import MEDOIDS
-from sglang_kvq.episodic.prompt import patched_prompt
+from sglang_kvq.sessions.config import PROMPT_TOKENS
+from sglang_kvq.sessions.embedding import unit
+from sglang_kvq.sessions.episodes import MEDOIDS, cluster, medoids, patched_prompt
 from tests.e2e import word_embeddings
 from tests.e2e.client import held_out_text, together
 from tests.e2e.test_serving import assert_empties

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 from sglang_kvq.constants import PAGE_SIZE as P
-from sglang_kvq.episodic.fold import PARAMETER, Fold
+from sglang_kvq.sessions.messages import FOLD, Fold
 from tests.e2e.client import Client, held_out_text, together
 from tests.e2e.server_faults import chosen_tokens
 from tests.e2e.test_serving import assert_empties
@@ -47,7 +47,7 @@ def client(servers, faulty) -> Client:
 def fold(client: Client, ids: list[int], kept: int = KEPT, length: int = LENGTH, seed: int = 0, **more):
     """A request that ends as a fold of its first tokens; the name of what it made, and the answer."""
     name = f"fold-{length}-{kept}-{P}-{seed}"
-    params = {"max_new_tokens": 1, "custom_params": {PARAMETER: Fold(name, length, kept).encode()}}
+    params = {"max_new_tokens": 1, "custom_params": {FOLD: Fold(name, length, kept).encode()}}
     return name, client.post("/generate", input_ids=ids, rid=name, sampling_params=params, **more)
 
 
@@ -114,6 +114,6 @@ def test_without_room_it_can_be_sent_again(client, text):
 
 
 def test_what_is_no_fold_is_a_bad_request(client, text):
-    params = {"max_new_tokens": 1, "custom_params": {PARAMETER: '{"name": "n", "length": 100, "kept": 64}'}}
+    params = {"max_new_tokens": 1, "custom_params": {FOLD: '{"name": "n", "length": 100, "kept": 64}'}}
     answer = client.post("/generate", input_ids=text[:200], sampling_params=params)
     assert answer.status_code == 400 and "a fold of 100 tokens into 64" in answer.text

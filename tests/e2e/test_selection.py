@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 from sglang_kvq.constants import PAGE_SIZE as P
-from sglang_kvq.episodic.selection import PARAMETER, Selection
+from sglang_kvq.sessions.messages import SELECTION, Selection
 from tests.e2e.client import Client, held_out_text, together
 
 FLAGS = ("--kv-quant", "int4")
@@ -37,7 +37,7 @@ def ask(client: Client, selection: Selection, tail: list[int], tokens: int = 6, 
             "temperature": 0,
             "max_new_tokens": tokens,
             "ignore_eos": True,
-            "custom_params": {PARAMETER: selection.encode()},
+            "custom_params": {SELECTION: selection.encode()},
         },
     }
     response = client.post("/generate", **body)
@@ -133,7 +133,7 @@ def test_a_history_that_is_gone_is_said_to_be(servers, text):
     client.flush()
     selection = Selection(tuple(text[: PAGES * P]), None, (0, 3))
     body = {"input_ids": selection.tokens.tolist() + text[PAGES * P :], "extra_key": selection.name}
-    params = {"max_new_tokens": 4, "custom_params": {PARAMETER: selection.encode()}}
+    params = {"max_new_tokens": 4, "custom_params": {SELECTION: selection.encode()}}
     response = client.post("/generate", **body, sampling_params=params)
     assert "no longer cached" in response.text and response.status_code == 400
 
@@ -176,7 +176,7 @@ def test_what_never_fits_ends_with_an_error(small, text):
     small.generate(history)
     selection = Selection(tuple(history), None, tuple(range(SMALL - PAGES + 1)))
     body = {"input_ids": selection.tokens.tolist() + tail, "extra_key": selection.name}
-    params = {"max_new_tokens": 4, "custom_params": {PARAMETER: selection.encode()}}
+    params = {"max_new_tokens": 4, "custom_params": {SELECTION: selection.encode()}}
     response = small.post("/generate", **body, sampling_params=params)
     assert response.status_code == 400 and "is too small for a history of 896 tokens and copies of 448" in response.text
     assert small.generate(history)["meta_info"]["cached_tokens"] == len(history) - P

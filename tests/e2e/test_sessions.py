@@ -14,7 +14,7 @@ import requests
 from transformers import AutoTokenizer
 
 from sglang_kvq.constants import PAGE_SIZE as P
-from sglang_kvq.episodic.selection import PARAMETER, Selection
+from sglang_kvq.sessions.messages import SELECTION, Selection
 from tests.e2e import word_embeddings
 from tests.e2e.client import Client, held_out_text, together
 from tests.e2e.test_selection import CLOSE, expected
@@ -22,7 +22,7 @@ from tests.e2e.test_serving import assert_empties
 
 BUDGET, BLOCK = 640, 192
 FLAGS = (
-    *("--kv-quant", "int4", "--kv-quant-recent", "128", "--episodic-policy", "late"),
+    *("--kv-quant", "int4", "--kv-quant-recent", "128", "--episodic-policy", "retrieve"),
     *("--episodic-budget", str(BUDGET), "--episodic-block", str(BLOCK), "--enable-metrics"),
 )
 FACT = "The password of the lighthouse keeper is walrus seventeen."
@@ -333,8 +333,8 @@ def client_stream(client: Sessions, prompt: list[int]):
 @pytest.mark.parametrize(
     "options,message",
     [
-        ({"sampling_params": {"custom_params": {PARAMETER: "x"}}}, "no client may choose what is read"),
-        ({"extra_key": "kvq-late-0"}, "are the server's"),
+        ({"sampling_params": {"custom_params": {SELECTION: "x"}}}, "no client may choose what is read"),
+        ({"extra_key": "kvq-pages-0"}, "are the server's"),
         ({"sampling_params": {"n": 2}}, "n 2: a session goes on with one answer"),
         ({"session_id": "another"}, "give one of them"),
         ({"session_params": {"id": "x"}}, "session_params in a request of a session"),
@@ -352,7 +352,7 @@ def test_what_a_session_cannot_serve_is_said(client, text, options, message):
 def test_other_bad_requests(client, text):
     assert client.send([text[:100], text[:90]], "bad").status_code == 400
     assert "give 1 to 256" in client.send(text, "x" * 257).text
-    plain = client.send(text[:100], None, sampling_params={"custom_params": {PARAMETER: "x"}})
+    plain = client.send(text[:100], None, sampling_params={"custom_params": {SELECTION: "x"}})
     assert plain.status_code == 400 and "no client may choose what is read" in plain.text
     assert "longer than the model's context length" in client.send(text + text, "bad").text
 

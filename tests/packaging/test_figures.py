@@ -183,9 +183,10 @@ def test_figures_of_the_readme() -> None:
 
 def test_sessions() -> None:
     (row,) = (row for row in results("episodic_h200") if row["scenario"] == "decode_step")
+    row = {re.sub("^late", "retrieve", key): value for key, value in row.items()}  # its former name
     found = [cells for cells in tables(README, "## Long conversations\n") if len(cells) == 3]
     assert f"{row['history_tokens']:,}-token sessions" in README
-    fields = (("bf16_sessions", "bf16"), ("late_sessions", "oscar"), ("late_sessions", "late"))
+    fields = (("bf16_sessions", "bf16"), ("retrieve_sessions", "oscar"), ("retrieve_sessions", "retrieve"))
     for (_, sessions, time), names in zip(found, fields, strict=True):
         assert agrees(sessions, row[names[0]]) and agrees(time, row[names[1]]), (found, row)
 

@@ -14,8 +14,8 @@ from sglang_kvq.attention.reference import ReferenceOps
 from sglang_kvq.cache.layout import KVGeometry
 from sglang_kvq.config import KVQuantConfig
 from sglang_kvq.constants import PAGE_SIZE as P
-from sglang_kvq.episodic.fold import PARAMETER, Fold
 from sglang_kvq.formats.page import PageFormat
+from sglang_kvq.sessions.messages import FOLD, Fold
 from sglang_kvq.sglang import runtime
 from sglang_kvq.sglang.prefix import folding
 from tests.cache.scheduler_model import Request, row_indices
@@ -157,7 +157,7 @@ class FoldModel(TreeModel):
         self.clock += 1
         names = [-(self.clock * 10**6 + i) for i in range(len(chosen))]
         fold = Fold(f"fold-{self.clock}", length, len(chosen))
-        request.req.sampling_params.custom_params = {PARAMETER: fold.encode()}
+        request.req.sampling_params.custom_params = {FOLD: fold.encode()}
         del request.req._kvq_fold  # read when it began
         assert folding.fold_of(request.req) == fold
         sinks = min(self.sink_pages * P, len(chosen))

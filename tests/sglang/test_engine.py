@@ -3,8 +3,8 @@
 import pytest
 
 from sglang_kvq.config import KVQuantConfig
-from sglang_kvq.episodic.config import EpisodicConfig
 from sglang_kvq.errors import KVQuantError
+from sglang_kvq.sessions.config import EpisodicConfig
 from sglang_kvq.sglang import compat
 from sglang_kvq.sglang.runtime import config_of
 
@@ -38,8 +38,10 @@ def test_keywords_become_the_config(build):
 
 
 def test_keywords_of_sessions_become_the_config(build):
-    server_args = build(kv_quant="hadamard", episodic_policy="late", episodic_embedder="folder", episodic_budget=2048)
-    expected = EpisodicConfig("late", 2048, embedder="folder")
+    server_args = build(
+        kv_quant="hadamard", episodic_policy="retrieve", episodic_embedder="folder", episodic_budget=2048
+    )
+    expected = EpisodicConfig("retrieve", 2048, embedder="folder")
     assert config_of(server_args) == KVQuantConfig("hadamard", episodic=expected)
 
 
@@ -60,12 +62,15 @@ def test_engine_without_kv_quant_is_untouched(build, keywords):
         (dict(kv_quant_recent=128), "no effect without --kv-quant"),
         (
             dict(
-                kv_quant="int2", episodic_policy="late", episodic_embedder="folder", episodic_tenant_header="X-Tenant"
+                kv_quant="int2",
+                episodic_policy="retrieve",
+                episodic_embedder="folder",
+                episodic_tenant_header="X-Tenant",
             ),
             "episodic_tenant_header X-Tenant: requests of Engine have no headers",
         ),
-        (dict(episodic_policy="late", episodic_embedder="x"), "late chooses pages of the quantized cache"),
-        (dict(kv_quant="int2", episodic_policy="late"), "late needs --episodic-embedder"),
+        (dict(episodic_policy="retrieve", episodic_embedder="x"), "retrieve chooses pages of the quantized cache"),
+        (dict(kv_quant="int2", episodic_policy="retrieve"), "retrieve needs --episodic-embedder"),
     ],
     ids=["method", "page size", "speculative", "sink", "no method", "tenants", "sessions", "embedder"],
 )

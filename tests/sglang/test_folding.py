@@ -12,10 +12,10 @@ from sglang_kvq.cache.layout import KVGeometry
 from sglang_kvq.cache.pending import FoldedPages
 from sglang_kvq.config import KVQuantConfig
 from sglang_kvq.constants import PAGE_SIZE as P
-from sglang_kvq.episodic.fold import PARAMETER, Fold
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.formats.code import CodeFormat
 from sglang_kvq.formats.page import PageFormat
+from sglang_kvq.sessions.messages import FOLD, Fold
 from sglang_kvq.sglang import runtime
 from sglang_kvq.sglang.prefix import folding
 from tests.cache.schedules import Driver
@@ -125,7 +125,7 @@ def test_a_part_of_it_that_is_cached_is_not_mixed_with_it(served):
     model = FoldModel(40, 30, 3, sink_pages=1, recent_pages=2)
     request, again = computed(model, 6 * P), computed(model, 6 * P)
     model.fold(request, spread(2 * P, 5 * P), publish=False)
-    name = Fold.decode(request.req.sampling_params.custom_params[PARAMETER]).name
+    name = Fold.decode(request.req.sampling_params.custom_params[FOLD]).name
     model.ask(again, spread(3 * P, 5 * P), 5 * P)
     again.req._kvq_fold = Fold(name, 5 * P, 3 * P)
     reason = fail(model, again)
@@ -182,7 +182,7 @@ def test_the_tiers_count_tokens_that_are_none_or_sinks_that_are_not_whole(served
 
 def refused(model: FoldModel, fold: str, tokens: int = 6 * P, **more):
     req = sglang_request("r", list(range(tokens)), None)
-    req.sampling_params.custom_params = {PARAMETER: fold}
+    req.sampling_params.custom_params = {FOLD: fold}
     for name, value in more.items():
         setattr(req, name, value)
     said = []

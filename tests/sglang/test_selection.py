@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from sglang_kvq.constants import PAGE_SIZE as P
-from sglang_kvq.episodic.selection import PARAMETER, Selection
+from sglang_kvq.sessions.messages import SELECTION, Selection
 from sglang_kvq.sglang.prefix import selection as selections
 from sglang_kvq.sglang.prefix import tree_keys
 from tests.sglang.fold_model import FoldModel, sglang_request
@@ -50,7 +50,7 @@ def ask(history: np.ndarray, pages: int, name: str = "r", **options):
     selection = Selection(history, None, range(pages))
     req = sglang_request(name, [*selection.tokens.tolist(), *range(TAIL)], selection.name)
     req.sampling_params.max_new_tokens = 8
-    req.sampling_params.custom_params = {PARAMETER: selection.encode()}
+    req.sampling_params.custom_params = {SELECTION: selection.encode()}
     req.problem, req.stand_ins = None, pages * P
 
     def end(message: str) -> None:  # SGLang's own asks for this process's rank

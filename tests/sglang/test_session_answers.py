@@ -9,11 +9,11 @@ from types import SimpleNamespace
 import fastapi
 import pytest
 
-from sglang_kvq.episodic.selection import GONE, PARAMETER, TOO_SMALL
 from sglang_kvq.errors import KVQuantError
-from sglang_kvq.sglang import session_answers, sessions
+from sglang_kvq.sessions.messages import GONE, SELECTION, TOO_SMALL
+from sglang_kvq.sglang import session_answers
 from tests.sglang import test_session_episodes as episodes
-from tests.sglang.test_sessions import LONG, NAME, Manager, http, request_of
+from tests.sglang.session_model import LONG, Manager, http, request_of
 
 EVICTED = f"sglang-kvq: 64 of 1600 tokens of the history are {GONE}; send them again."
 SENTENCE = ["The ", "capital ", "is ", "Paris."]
@@ -38,7 +38,7 @@ class Scripted(Manager):
         self.runs, self.answers, self.incremental_streaming_output = list(runs), answers, incremental
 
     async def generate_request(self, obj, request=None):
-        chosen = PARAMETER in (obj.sampling_params or {}).get("custom_params", {})
+        chosen = SELECTION in (obj.sampling_params or {}).get("custom_params", {})
         if chosen != self.answers or not self.runs:
             async for out in Manager.generate_request(self, obj, request):
                 yield out
@@ -71,16 +71,9 @@ class Scripted(Manager):
                 },
             }
 
-    async def ask(self, obj, request=None):
-        ask = sessions.around_generate_request(type(self).generate_request, self, obj, request)
-        found = [out async for out in ask]
-        while self.router.background:
-            await asyncio.sleep(0.01)
-        return found
-
 
 def ask(manager, **fields):
-    return asyncio.run(manager.ask(request_of(input_ids=LONG.tolist(), rid="client", **fields), NAME))
+    return manager.ask(LONG, rid="client", **fields)
 
 
 def heard(outs: list[dict]) -> str:
@@ -104,7 +97,7 @@ def test_the_same_answer_goes_on_where_it_stopped():
     texts = [out["text"] for out in outs]
     assert texts == ["The ", "The capital ", "The capital is ", "The capital is Paris."]
     assert [out["meta_info"]["completion_tokens"] for out in outs] == [1, 2, 3, 4] and ending(outs) == {"type": "stop"}
-    assert manager.router.store.get("", "a").rebuilt == 1
+    assert manager.session.rebuilt == 1
 
 
 @pytest.mark.parametrize("other", [["Sure! ", "It ", "might ", "be ", "Lyon."], ["The ", "capital "], ["The "] * 9])
@@ -145,7 +138,7 @@ def test_a_cache_too_small_for_history_and_copies_reads_the_prompt_whole(stream,
     manager = Scripted([reason(small, HTTPStatus.BAD_REQUEST)] if stream else KVQuantError(small))
     outs = ask(manager, stream=stream)
     assert ending(outs) == {"type": "length"} and manager.sent[-1].rid == "client"
-    assert manager.sent[-1].input_ids == LONG.tolist() and manager.router.store.get("", "a").rebuilt == 0
+    assert manager.sent[-1].input_ids == LONG.tolist() and manager.session.rebuilt == 0
     assert "the prompt of session 'a' is read whole: sglang-kvq: the KV cache of 1920 tokens is too" in caplog.text
 
 
@@ -186,11 +179,11 @@ def test_a_fold_that_sglang_ends_keeps_its_status(stream):
     with_status = fastapi.HTTPException(503, "The request queue is full.")
     manager = episodes.Manager(with_status)
     if stream:
-        out = asyncio.run(manager.ask(episodes.LONG, stream=True))
+        out = manager.ask(episodes.LONG, stream=True)[-1]
         assert out["meta_info"]["finish_reason"] == reason("The request queue is full.", HTTPStatus.SERVICE_UNAVAILABLE)
     else:
         with pytest.raises(fastapi.HTTPException, match="The request queue is full"):
-            asyncio.run(manager.ask(episodes.LONG))
+            manager.ask(episodes.LONG)
 
 
 def test_a_fold_that_is_aborted_in_the_queue_ends_the_request():
@@ -199,11 +192,8 @@ def test_a_fold_that_is_aborted_in_the_queue_ends_the_request():
         meta = {"id": obj.rid, "finish_reason": reason("Abort in waiting queue")}
         yield {"text": "", "output_ids": [], "meta_info": meta}
 
-    async def run():
-        obj, manager = request_of(input_ids=episodes.LONG.tolist(), rid="client"), episodes.Manager()
-        return [out async for out in sessions.around_generate_request(aborting, manager, obj, NAME)]
-
-    (out,) = asyncio.run(run())
+    obj = request_of(input_ids=episodes.LONG.tolist(), rid="client")
+    (out,) = asyncio.run(episodes.Manager().heard(obj, send=aborting))
     assert out["meta_info"]["finish_reason"] == reason("Abort in waiting queue") and out["meta_info"]["id"] == "client"
 
 
@@ -235,10 +225,7 @@ def test_a_client_that_leaves_stops_a_chain(monkeypatch, background):
     async def run():
         obj = request_of(input_ids=episodes.LONG.tolist(), rid="client")
         obj.background = background
-        found = [out async for out in sessions.around_generate_request(slow, manager, obj, leaving(2))]
-        while manager._kvq_router.background:
-            await asyncio.sleep(0.01)
-        return found
+        return await manager.heard(obj, leaving(2), send=slow)
 
     if background:  # nobody waits for it, and it is to be made
         assert len(asyncio.run(run())) == 1 and len(manager.sent) == 5

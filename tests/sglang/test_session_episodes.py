@@ -4,23 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import time
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from sglang_kvq.config import KVQuantConfig
 from sglang_kvq.constants import PAGE_SIZE as P
-from sglang_kvq.episodic import fold, prefix
-from sglang_kvq.episodic.cluster import cluster
-from sglang_kvq.episodic.config import PROMPT_TOKENS, EpisodicConfig
-from sglang_kvq.episodic.embed import Embedder
-from sglang_kvq.episodic.fold import Fold
-from sglang_kvq.episodic.prefix import FoldedPrefix
 from sglang_kvq.errors import KVQuantError
-from sglang_kvq.sglang import sessions
-from sglang_kvq.sglang.runtime import attach
-from tests.sglang.test_sessions import NAME, Words, http, request_of
+from sglang_kvq.sessions.config import PROMPT_TOKENS, EpisodicConfig
+from sglang_kvq.sessions.episodes import cluster
+from sglang_kvq.sessions.messages import FOLD, PREFIX, Fold, FoldedPrefix
+from tests.sglang import session_model
+from tests.sglang.session_model import http, request_of
 
 BUDGET, BLOCK = 6 * P, 2 * P
 EPISODIC = EpisodicConfig("epicache", BUDGET, BLOCK, "folder", 2 * P, sessions=3, idle_seconds=0, episodes=2)
@@ -29,30 +24,19 @@ CONFIG = KVQuantConfig("oscar", recent_tokens=2 * P, episodic=EPISODIC)
 LONG = np.concatenate([100 + np.arange(8 * P) % 90, 500 + np.arange(8 * P) % 90]).astype(np.int32)
 
 
-class Manager:
+class Manager(session_model.Manager):
     """Answers requests; folds are cached under their names, and what goes on behind an episode needs it there.
 
     Args:
         problems: raised by the requests that are sent first, one each.
     """
 
-    context_len, incremental_streaming_output, preferred_sampling_params = 8192, False, None
-    says = (7, 8)
+    context_len, says = 8192, (7, 8)
 
     def __init__(self, *problems: Exception) -> None:
-        self.server_args = SimpleNamespace()
-        attach(CONFIG, self.server_args)
-        encode = lambda text, **options: [int(word) % 3000 for word in text.split() if word.isdigit()]  # noqa: E731
-        decode = lambda ids, **options: " ".join(map(str, ids))  # noqa: E731
-        self.tokenizer = SimpleNamespace(decode=decode, encode=encode)
-        self.problems, self.sent, self.cached, self.rid_to_state = list(problems), [], set(), {}
-        self._kvq_router = sessions.Router(self, CONFIG, EPISODIC, Embedder(Words()))
-
-    def _validate_one_request(self, obj, ids):
-        pass
-
-    def abort_request(self, rid="", abort_all=False):
-        sessions.before_abort(self, rid, abort_all)
+        super().__init__(config=CONFIG)
+        self.tokenizer.encode = lambda text, **options: [int(word) % 3000 for word in text.split() if word.isdigit()]
+        self.problems, self.cached = list(problems), set()
 
     async def generate_request(self, obj, request=None):
         self.sent.append(obj)
@@ -61,26 +45,13 @@ class Manager:
         if self.problems:
             raise self.problems.pop(0)
         custom = obj.sampling_params.get("custom_params", {})
-        if prefix.PARAMETER in custom and obj.extra_key not in self.cached:
+        if PREFIX in custom and obj.extra_key not in self.cached:
             raise KVQuantError("320 of 384 tokens of the episode are no longer cached.")
-        if fold.PARAMETER in custom:
-            self.cached.add(Fold.decode(custom[fold.PARAMETER]).name)
+        if FOLD in custom:
+            self.cached.add(Fold.decode(custom[FOLD]).name)
         reason = {"type": "length"}
         meta = {"id": obj.rid, "prompt_tokens": len(obj.input_ids), "cached_tokens": 0, "finish_reason": reason}
         yield {"text": "x", "output_ids": list(self.says), "meta_info": meta}
-
-    async def ask(self, ids, **fields):
-        ask = sessions.around_generate_request(
-            Manager.generate_request, self, request_of(input_ids=list(map(int, ids)), **fields), NAME
-        )
-        found = [out async for out in ask]
-        while self._kvq_router.background:
-            await asyncio.sleep(0.01)
-        return found[-1]
-
-    @property
-    def session(self):
-        return self._kvq_router.store.get("", "a")
 
     def custom(self, at, parameter):
         return self.sent[at].sampling_params.get("custom_params", {}).get(parameter)
@@ -88,30 +59,30 @@ class Manager:
 
 def test_a_chain_is_built_and_answered_from():
     manager = Manager()
-    out = asyncio.run(manager.ask(LONG))
+    (out,) = manager.ask(LONG)
     *steps, answer = manager.sent
     # 16 pages, of which at most a block is not folded, even of a question: blocks end at pages 8, 10, 12 and 14.
-    assert [Fold.decode(manager.custom(i, fold.PARAMETER)).length for i in range(len(steps))] == [8 * P] * 4
-    behind = [FoldedPrefix.decode(manager.custom(i, prefix.PARAMETER)) for i in (1, 2, 3)]
-    assert manager.custom(0, prefix.PARAMETER) is None and [one.offset for one in behind] == [2 * P, 4 * P, 6 * P]
+    assert [Fold.decode(manager.custom(i, FOLD)).length for i in range(len(steps))] == [8 * P] * 4
+    behind = [FoldedPrefix.decode(manager.custom(i, PREFIX)) for i in (1, 2, 3)]
+    assert manager.custom(0, PREFIX) is None and [one.offset for one in behind] == [2 * P, 4 * P, 6 * P]
     for step, end in zip(steps, (8 * P, 10 * P, 12 * P, 14 * P)):
-        assert step.input_ids[:BUDGET] == LONG[:BUDGET].tolist()
-        assert step.input_ids[BUDGET : BUDGET + BLOCK] == LONG[end - BLOCK : end].tolist()
+        assert step.input_ids[:BUDGET].tolist() == LONG[:BUDGET].tolist()
+        assert step.input_ids[BUDGET : BUDGET + BLOCK].tolist() == LONG[end - BLOCK : end].tolist()
         assert 0 < len(step.input_ids) - BUDGET - BLOCK <= PROMPT_TOKENS
-    assert steps[1].extra_key == Fold.decode(manager.custom(0, fold.PARAMETER)).name
-    assert answer.extra_key == Fold.decode(manager.custom(3, fold.PARAMETER)).name
+    assert steps[1].extra_key == Fold.decode(manager.custom(0, FOLD)).name
+    assert answer.extra_key == Fold.decode(manager.custom(3, FOLD)).name
     assert answer.input_ids == [*LONG[:BUDGET], *LONG[14 * P :]]
-    assert FoldedPrefix.decode(manager.custom(-1, prefix.PARAMETER)) == FoldedPrefix(BUDGET, 8 * P)
+    assert FoldedPrefix.decode(manager.custom(-1, PREFIX)) == FoldedPrefix(BUDGET, 8 * P)
     assert out["meta_info"]["prompt_tokens"] == len(LONG) and manager.session.hot == BUDGET + 2 * P
 
 
 def test_the_episode_is_the_questions():
     """Prompts of the two subjects' episodes are of their own segments."""
     manager = Manager()
-    asyncio.run(manager.ask(LONG))
+    manager.ask(LONG)
     said = np.append(LONG, [7, 8])
     for subject in (1, 5):
-        asyncio.run(manager.ask([*said, *[100 * subject + 5] * 20]))
+        manager.ask([*said, *[100 * subject + 5] * 20])
         prompt = manager.sent[-2].input_ids[BUDGET + BLOCK :]
         assert np.mean(np.array(prompt) // 100 == subject) > 0.9, prompt
     clusters = manager.session.latest.episodes.clusters
@@ -120,15 +91,15 @@ def test_the_episode_is_the_questions():
 
 def test_the_next_turn_folds_what_is_new_only():
     manager = Manager()
-    asyncio.run(manager.ask(LONG))
+    manager.ask(LONG)
     before = len(manager.sent)
     more = np.concatenate([LONG, [7, 8], 500 + np.arange(2 * P + 10) % 90])
-    asyncio.run(manager.ask(more))
+    manager.ask(more)
     # The same episode: its chain goes on from page 14 with one block, and the answer.
     assert len(manager.sent) - before == 2
     assert manager.sent[before].extra_key == manager.sent[before - 1].extra_key
     again = len(manager.sent)
-    asyncio.run(manager.ask(more))
+    manager.ask(more)
     assert len(manager.sent) == again + 1
 
 
@@ -142,73 +113,75 @@ def test_other_sessions_go_on_while_one_is_divided(monkeypatch):
         return cluster(rows, count, seed)
 
     async def run():
-        asked = asyncio.ensure_future(manager.ask(LONG))
+        asked = asyncio.ensure_future(manager.turn(LONG))
         while not asked.done():
             beats.append(None)
             await asyncio.sleep(0.01)
         return await asked
 
-    monkeypatch.setattr("sglang_kvq.episodic.episodes.cluster", slow)
+    monkeypatch.setattr("sglang_kvq.sessions.episodes.cluster", slow)
     manager = Manager()
-    assert asyncio.run(run())["text"] == "x"
+    assert asyncio.run(run())[0]["text"] == "x"
 
 
 def test_an_edit_divides_anew():
     manager = Manager()
-    asyncio.run(manager.ask(LONG))
+    manager.ask(LONG)
     names = set(manager.cached)
     edited = LONG.copy()
     edited[100:200] = 900
-    asyncio.run(manager.ask(edited))
+    manager.ask(edited)
     assert len(manager.cached) == 2 * len(names)
 
 
 def test_a_short_prompt_is_the_clients_own():
     manager = Manager()
     for tokens in (BUDGET, BUDGET + BLOCK):  # the second has a question, and no whole block too much before it
-        asyncio.run(manager.ask(LONG[:tokens]))
+        manager.ask(LONG[:tokens])
         assert manager.sent[-1].input_ids == LONG[:tokens].tolist() and manager.sent[-1].extra_key is None
     assert len(manager.sent) == 2
 
 
 def test_what_was_evicted_is_built_again():
     manager = Manager()
-    asyncio.run(manager.ask(LONG))
+    manager.ask(LONG)
     manager.cached.clear()
     before = len(manager.sent)
-    asyncio.run(manager.ask(LONG))
+    manager.ask(LONG)
     assert len(manager.sent) - before == 1 + 4 + 1 and manager.session.rebuilt == 1  # refused, built, answered
     # In the middle of a chain: the steps before it are tried from the beginning.
     manager.cached.clear()
     before = len(manager.sent)
-    asyncio.run(manager.ask([*LONG, 7, 8, *LONG[-300:]]))
-    assert manager.session.rebuilt == 2 and manager.custom(before, prefix.PARAMETER)
+    manager.ask([*LONG, 7, 8, *LONG[-300:]])
+    assert manager.session.rebuilt == 2 and manager.custom(before, PREFIX)
 
 
 def test_no_room_waits_and_then_says_so(monkeypatch):
     monkeypatch.setattr("sglang_kvq.sglang.session_episodes.PAUSE", 1e-4)
     full = [ValueError("sglang-kvq: no room for the 384 tokens of a fold; send the request again.") for _ in range(20)]
     manager = Manager(*full[:3])
-    asyncio.run(manager.ask(LONG))
+    manager.ask(LONG)
     assert len(manager.sent) == 3 + 4 + 1
     with pytest.raises(KVQuantError, match="folding tokens 384 to 512 of the conversation failed: .*no room"):
-        asyncio.run(Manager(*full).ask(LONG))
+        Manager(*full).ask(LONG)
 
 
 def test_other_problems_are_the_clients():
-    with pytest.raises(KVQuantError, match="folding tokens 384 to 512 of the conversation failed: something else"):
-        asyncio.run(Manager(ValueError("something else")).ask(LONG))
+    with pytest.raises(
+        KVQuantError, match="^session 'a': folding tokens 384 to 512 of the conversation failed: something else"
+    ):
+        Manager(ValueError("something else")).ask(LONG)
 
 
 def test_an_abort_ends_the_chain():
     manager = Manager()
 
     async def run():
-        asked = asyncio.ensure_future(manager.ask(LONG, rid="client"))
+        asked = asyncio.ensure_future(manager.turn(LONG, rid="client"))
         while not manager.sent:
             await asyncio.sleep(0)
         manager.abort_request("client")
-        assert (await asked)["meta_info"]["finish_reason"]["message"] == "Abort before its answer began"
+        assert (await asked)[0]["meta_info"]["finish_reason"]["message"] == "Abort before its answer began"
 
     asyncio.run(run())
     assert len(manager.sent) == 1
@@ -218,18 +191,18 @@ def test_an_abort_ends_a_chain_that_is_built_again():
     manager = Manager()
 
     async def run():
-        await manager.ask(LONG)
+        await manager.turn(LONG)
         manager.cached.clear()
         before = len(manager.sent)
-        asked = asyncio.ensure_future(manager.ask(LONG, rid="client"))
+        asked = asyncio.ensure_future(manager.turn(LONG, rid="client"))
         while len(manager.sent) < before + 2:  # refused, and the first step again
             await asyncio.sleep(0)
         manager.abort_request("client")
-        assert (await asked)["meta_info"]["finish_reason"]["message"] == "Abort before its answer began"
+        assert (await asked)[0]["meta_info"]["finish_reason"]["message"] == "Abort before its answer began"
         return len(manager.sent) - before
 
     assert asyncio.run(run()) == 2
-    assert not manager._kvq_router.preparing and not manager._kvq_router.aborted
+    assert not manager.router.workers.preparing and not manager.router.workers.aborted
 
 
 #: A title, an older turn, and something else that is long.
@@ -241,11 +214,11 @@ def test_a_request_between_two_turns_costs_no_episode(side):
     manager = Manager()
 
     async def run():
-        await manager.ask(LONG)
+        await manager.turn(LONG)
         clusters = manager.session.latest.episodes.clusters
-        await manager.ask(side)
+        await manager.turn(side)
         manager.sent.clear()
-        await manager.ask(np.concatenate([LONG, [7, 8], 500 + np.arange(2 * P + 10) % 90]))
+        await manager.turn(np.concatenate([LONG, [7, 8], 500 + np.arange(2 * P + 10) % 90]))
         assert manager.session.latest.episodes.clusters is clusters
 
     asyncio.run(run())
@@ -256,9 +229,9 @@ def test_requests_of_one_session_at_once_are_served():
     manager = Manager()
 
     async def run():
-        return await asyncio.gather(*(manager.ask(ids) for ids in (LONG, *SIDES, LONG[: 12 * P])))
+        return await asyncio.gather(*(manager.turn(ids) for ids in (LONG, *SIDES, LONG[: 12 * P])))
 
-    assert [out["text"] for out in asyncio.run(run())] == ["x"] * 5
+    assert [out["text"] for (out,) in asyncio.run(run())] == ["x"] * 5
 
 
 def test_another_conversation_has_other_episodes():
@@ -267,12 +240,12 @@ def test_another_conversation_has_other_episodes():
     short = np.arange(2000, 2000 + BUDGET)
 
     async def run():
-        await manager.ask(LONG[: 10 * P + 1])
+        await manager.turn(LONG[: 10 * P + 1])
         others = manager.session.latest.episodes.clusters
         manager.says = list(range(2400, 2400 + 3 * P))
-        await manager.ask(short)
+        await manager.turn(short)
         manager.sent.clear()
-        await manager.ask(long := np.concatenate([short, manager.says, np.arange(2600, 2600 + 5 * P)]))
+        await manager.turn(long := np.concatenate([short, manager.says, np.arange(2600, 2600 + 5 * P)]))
         assert others is not None and manager.session.latest.episodes.clusters is not others
         return long
 
@@ -284,7 +257,7 @@ def test_another_conversation_has_other_episodes():
 def test_patched_prompts_stay_within_the_models_context():
     manager = Manager()
     manager.context_len = 10 * P + PROMPT_TOKENS
-    asyncio.run(manager.ask(LONG))
+    manager.ask(LONG)
     assert manager.session.history == 10 * P
 
 
@@ -294,15 +267,14 @@ def test_one_fold_at_a_time():
 
     async def counted(self, obj, request=None):
         nonlocal running, most
-        running += fold.PARAMETER in obj.sampling_params.get("custom_params", {})
+        running += FOLD in obj.sampling_params.get("custom_params", {})
         most = max(most, running)
         async for out in original(self, obj, request):
             yield out
-        running -= fold.PARAMETER in obj.sampling_params.get("custom_params", {})
+        running -= FOLD in obj.sampling_params.get("custom_params", {})
 
     async def one(name):
-        obj = request_of(input_ids=LONG.tolist())
-        return [out async for out in sessions.around_generate_request(counted, manager, obj, http(X_Session_Id=name))]
+        return await manager.heard(request_of(input_ids=LONG.tolist()), http(X_Session_Id=name), send=counted)
 
     async def run():
         return await asyncio.gather(one("a"), one("b"))
@@ -315,10 +287,7 @@ def test_tenants_build_their_own():
 
     async def run():
         for key in ("one", "two"):
-            obj = request_of(input_ids=LONG.tolist())
-            request = http(X_Session_Id="a", Authorization=f"Bearer {key}")
-            async for _ in sessions.around_generate_request(Manager.generate_request, manager, obj, request):
-                pass
+            await manager.turn(LONG, http(X_Session_Id="a", Authorization=f"Bearer {key}"))
 
     asyncio.run(run())
     assert len(manager.cached) == 8

@@ -24,13 +24,13 @@ from benchmarks.research.episodes.case import Case, Embeds, Settings
 from benchmarks.research.episodes.conversations import Writer
 from benchmarks.research.episodes.datasets import DATASETS, conversations
 from benchmarks.research.episodes.measure import Measured, comparisons, measure_case, rows
-from benchmarks.research.episodes.policies import NAMES, VARIANTS, check_names
+from benchmarks.research.episodes.policies import NAMES, VARIANTS, known_names
 from benchmarks.research.episodes.quant import bits_per_element, round_trip_of
 from benchmarks.research.episodes.runner import Runner
 from benchmarks.research.episodes.sensitivity import SHARPNESS, layer_budgets, similarities
 from sglang_kvq.constants import PAGE_SIZE
-from sglang_kvq.episodic.embed import Embedder
 from sglang_kvq.errors import KVQuantError
+from sglang_kvq.sessions.embedding import Embedder
 
 #: Positions behind a history that prompts and questions take.
 ROOM = 1152
@@ -38,7 +38,7 @@ ROOM = 1152
 LONGEST = 24576
 SAMPLE = "shakespeare"
 #: What is measured with quantized pages unless --quant-policies says otherwise.
-QUANT_POLICIES = "full,late,epicache"
+QUANT_POLICIES = "full,retrieve,epicache"
 
 
 def arguments(words: list[str] | None = None) -> argparse.Namespace:
@@ -104,8 +104,7 @@ class LayerBudgets:
 def run(args: argparse.Namespace, runner: Runner, writer: Writer, embedder: Embeds) -> tuple[Measured, dict[str, Any]]:
     """Everything that the arguments name; also what the file says of the run."""
     start = time.perf_counter()
-    policies, quant_policies = (text.split(",") for text in (args.policies, args.quant_policies))
-    check_names([*policies, *quant_policies])
+    policies, quant_policies = (known_names(text.split(",")) for text in (args.policies, args.quant_policies))
     kinds, compressions = args.kv_quant.split(","), _numbers(args.compressions)
     if kinds[0] != "none":
         raise KVQuantError(f"--kv-quant {args.kv_quant}: give none first, by which the others are measured.")

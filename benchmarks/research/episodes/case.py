@@ -16,11 +16,9 @@ from benchmarks.research.episodes.prefill import prefill
 from benchmarks.research.episodes.runner import Runner
 from benchmarks.research.episodes.segments import Segment, segment
 from sglang_kvq.constants import PAGE_SIZE
-from sglang_kvq.episodic.cluster import Episodes, cluster, medoids
-from sglang_kvq.episodic.lexical import Lexical
-from sglang_kvq.episodic.match import fuse, rank_windows
-from sglang_kvq.episodic.prompt import patched_prompt
-from sglang_kvq.episodic.windows import windows
+from sglang_kvq.sessions.episodes import Episodes, cluster, medoids, patched_prompt
+from sglang_kvq.sessions.index import Lexical
+from sglang_kvq.sessions.search import fuse, rank_windows, windows
 
 
 @dataclass(frozen=True)
@@ -34,7 +32,7 @@ class Settings:
         chunk: tokens of a prefill's chunks.
         repeat: tokens that KVzip repeats at once.
         sinks: first tokens that every policy keeps; the system prompt too.
-        recent_pages: most recent pages that ``late`` keeps.
+        recent_pages: most recent pages that ``retrieve`` keeps.
         batch: questions answered at once.
         batch_tokens: of prompts with texts of their own.
         seed: of k-means.
@@ -54,7 +52,7 @@ class Settings:
 
 
 class Embeds(Protocol):
-    """``sglang_kvq.episodic.embed.Embedder``."""
+    """``sglang_kvq.sessions.embedding.Embedder``."""
 
     def encode(self, texts: Sequence[str]) -> np.ndarray: ...
 

@@ -12,14 +12,14 @@ from benchmarks.research.episodes import scores
 from benchmarks.research.episodes.ask import after_texts, likelihoods
 from benchmarks.research.episodes.blocks import Budget, build
 from benchmarks.research.episodes.case import Case
+from benchmarks.research.episodes.matching import MATCHINGS, match, rank_segments
 from benchmarks.research.episodes.past import Kept, Past
 from benchmarks.research.episodes.prefill import prefill
-from benchmarks.research.episodes.segments import rank_segments
 from benchmarks.research.episodes.select import pin, top_of_heads, top_of_layer
 from sglang_kvq.constants import PAGE_SIZE
-from sglang_kvq.episodic.match import MATCHINGS, match
-from sglang_kvq.episodic.pages import choose_pages
 from sglang_kvq.errors import KVQuantError
+from sglang_kvq.sessions.config import ALIASES
+from sglang_kvq.sessions.search import choose_pages
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ def snapkv(case: Case, tokens: int) -> Iterator[Outcome]:
     yield Outcome("snapkv", "question", found, recalls, None, tokens, len(case.history))
 
 
-def late(case: Case, tokens: int) -> Iterator[Outcome]:
+def retrieve(case: Case, tokens: int) -> Iterator[Outcome]:
     """The question chooses pages of the full cache: sinks, pages of what is nearest to it, the recent tail.
 
     By segments of turns and their embeddings, and by windows of pages, embeddings and letters: what can be served.
@@ -165,7 +165,7 @@ def late(case: Case, tokens: int) -> Iterator[Outcome]:
             rows = index[some][:, None].expand(-1, case.runner.kv_heads, -1)
             return Kept([rows] * case.runner.layers, [None] * case.runner.layers).of(case.full)
 
-        yield Outcome("late", matching, _answers(case, past_of), case.recall(coverage), None, index.shape[1], size)
+        yield Outcome("retrieve", matching, _answers(case, past_of), case.recall(coverage), None, index.shape[1], size)
 
 
 def text(case: Case, tokens: int) -> Iterator[Outcome]:
@@ -272,7 +272,7 @@ POLICIES: dict[str, Policy] = {
     "window": window,
     "text": text,
     "text_recent": text_recent,
-    "late": late,
+    "retrieve": retrieve,
     "epicache": epicache,
     "epicache_heads": epicache_heads,
     "snapkv": snapkv,
@@ -285,8 +285,14 @@ NAMES = (*POLICIES, "epicache_layers")
 VARIANTS = ("epicache_heads", "epicache_layers")
 
 
-def check_names(names: list[str]) -> None:
-    """Raises KVQuantError for a name that is not a policy's."""
-    for name in names:
+def known_names(names: list[str]) -> list[str]:
+    """Policies as they are called now.
+
+    Raises:
+        KVQuantError: one of them is no policy.
+    """
+    found = [ALIASES.get(name, name) for name in names]
+    for name in found:
         if name not in NAMES:
             raise KVQuantError(f"policy {name}: choose some of {', '.join(NAMES)}.")
+    return found

@@ -27,15 +27,14 @@ from benchmarks.research.episodes.cached import CachedEmbedder
 from benchmarks.research.episodes.case import Embeds, Settings
 from benchmarks.research.episodes.conversations import Conversation, Writer, header
 from benchmarks.research.episodes.datasets import DATASETS, conversations
-from benchmarks.research.episodes.segments import rank_segments, segment
+from benchmarks.research.episodes.matching import rank_segments
+from benchmarks.research.episodes.segments import segment
 from sglang_kvq.constants import PAGE_SIZE
-from sglang_kvq.episodic.cluster import cluster
-from sglang_kvq.episodic.embed import Embedder, unit
-from sglang_kvq.episodic.lexical import Lexical, runs
-from sglang_kvq.episodic.match import fuse
-from sglang_kvq.episodic.pages import choose_pages
-from sglang_kvq.episodic.windows import windows
 from sglang_kvq.errors import KVQuantError
+from sglang_kvq.sessions.embedding import Embedder, unit
+from sglang_kvq.sessions.episodes import cluster
+from sglang_kvq.sessions.index import Lexical, runs
+from sglang_kvq.sessions.search import choose_pages, fuse, windows
 
 #: Longest history.
 LONGEST = 24576

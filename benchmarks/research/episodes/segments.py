@@ -5,10 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
-from sglang_kvq.episodic.cluster import Episodes
-from sglang_kvq.episodic.match import MATCHINGS
 from sglang_kvq.errors import KVQuantError
 
 #: Turns of a segment (EpiCache, arXiv 2509.17396).
@@ -70,24 +66,3 @@ def segment(turns: Sequence[Turn], size: int = SEGMENT_TURNS) -> list[Segment]:
             segments.append(Segment(first, at, "".join(t.line() for t in turns[first : at + 1])))
             first = at + 1
     return segments
-
-
-def rank_segments(
-    question: np.ndarray, embeddings: np.ndarray, episodes: Episodes | None = None, matching: str = "segments"
-) -> np.ndarray:
-    """All segments, the first to be read first: int64 ``[segments]``.
-
-    Args:
-        question: float32 ``[D]``.
-        matching: "segments": by their nearness to the question. "centroid": episode after episode by the nearness of
-            its centroid, within one by their nearness to the question; needs ``episodes``.
-
-    Raises:
-        KVQuantError: another matching, or no episodes where they are needed.
-    """
-    similar = embeddings @ question
-    if matching == "segments":
-        return np.argsort(-similar, kind="stable")
-    if matching != "centroid" or episodes is None:
-        raise KVQuantError(f"matching {matching!r}: choose {' or '.join(MATCHINGS)}; by centroid needs episodes.")
-    return np.lexsort((-similar, -(episodes.centroids @ question)[episodes.labels]))

@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from sglang_kvq.sessions.config import ALIASES
+
 #: Below this difference between full cache and none, in nats per answer token, there is hardly a gain to keep.
 LEAST_GAIN = 0.2
 
@@ -38,7 +40,7 @@ def tables(result: dict[str, Any]) -> Iterator[str]:
     yield "|---" * (3 + len(shown) * len(compressions)) + "|"
     named: dict[tuple[str, str | None, str], dict[tuple[str, float | None], Any]] = {}
     for row in rows:
-        name = row["policy"], row["matching"], row["kv_quant"]
+        name = ALIASES.get(row["policy"], row["policy"]), row["matching"], row["kv_quant"]
         named.setdefault(name, {})[row["dataset"], row["compression"]] = row
     for (policy, matching, kv_quant), of in sorted(named.items(), key=lambda item: item[0][2] != "none"):
         if policy in ("full", "none") and kv_quant == "none":

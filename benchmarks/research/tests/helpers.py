@@ -16,7 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from benchmarks.research.episodes.conversations import Conversation, Question, Writer
 from benchmarks.research.episodes.runner import Runner
 from benchmarks.research.episodes.segments import Turn
-from sglang_kvq.episodic.embed import Embedder
+from sglang_kvq.sessions.embedding import Embedder
 
 LAYERS, HEADS, KV_HEADS, VOCABULARY = 3, 4, 2, 256
 TEMPLATE = (

@@ -49,20 +49,20 @@ def test_rows_of_all_policies(data: Path, capsys: pytest.CaptureFixture[str]) ->
     assert all(set(row) >= COLUMNS for row in found)
     named = {(row["policy"], row["matching"]) for row in found if row["kv_quant"] == "none"}
     assert {policy for policy, _ in named} == {*args.policies.split(","), "kvzip_heads"}
-    assert {("late", "centroid"), ("late", "segments"), ("epicache", "evidence"), ("text", "segments")} <= named
+    assert {("retrieve", "centroid"), ("retrieve", "segments"), ("epicache", "evidence"), ("text", "segments")} <= named
     ends = {row["policy"]: row for row in found if row["compression"] is None and row["kv_quant"] == "none"}
     assert ends["full"]["gain_kept"] == 1 and ends["none"]["gain_kept"] == 0
     assert all(math.isfinite(row["gain_kept"]) and row["conversations"] == 2 for row in found)
     quantized = {row["policy"] for row in found if row["kv_quant"] == "int4"}
-    assert quantized == {"full", "late", "epicache"}
+    assert quantized == {"full", "retrieve", "epicache"}
     full = next(row for row in found if row["policy"] == "full" and row["kv_quant"] == "int4")
     assert full["gain_kept"] != 1 and full["total_bytes"] == pytest.approx(full["hot_tokens"] * 4)
     compared = comparisons(measured)
-    assert any(one["theirs"] == "late by segments without kv_quant" for one in compared)
-    same = next(r for r in compared if r["ours"] == "late by segments" and r["theirs"] == "text by segments")
+    assert any(one["theirs"] == "retrieve by segments without kv_quant" for one in compared)
+    same = next(r for r in compared if r["ours"] == "retrieve by segments" and r["theirs"] == "text by segments")
     gains = {row["policy"]: row["gain_kept"] for row in found if row["matching"] == "segments" and
              (row["dataset"], row["kv_quant"]) == (same["dataset"], same["kv_quant"])}  # fmt: skip
-    assert same["gain_difference"] == pytest.approx(gains["late"] - gains["text"], abs=1e-3)
+    assert same["gain_difference"] == pytest.approx(gains["retrieve"] - gains["text"], abs=1e-3)
     record.write(data / "out.json", "episodes_tiny", found, comparisons=command.rounded(compared), **more)
     assert json.loads((data / "out.json").read_text())["conversations_left_out"] == 0
     assert len(command.table(found).splitlines()) == len(found) + 1
@@ -98,7 +98,7 @@ def test_tables_leave_out_data_sets_without_a_gain(data: Path) -> None:
         found += [own | {"policy": "late", "matching": "windows", "compression": 4.0, "gain_kept": 0.9, "logprob": -1}]
     lines = list(tables({"model": "tiny", "rows": found}))
     assert "| gained over no history | 1.00 | 0.10 |" in lines
-    assert lines[-1] == "| `late` | windows | BF16 | 0.90 ± 0.00 |" and "| policy | by | pages | talk 4x |" in lines
+    assert lines[-1] == "| `retrieve` | windows | BF16 | 0.90 ± 0.00 |" and "| policy | by | pages | talk 4x |" in lines
 
 
 def test_variants_are_measured_at_the_first_compression(data: Path) -> None:

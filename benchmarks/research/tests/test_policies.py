@@ -7,16 +7,14 @@ import pytest
 import torch
 
 from benchmarks.research.episodes.case import Case, Settings
-from benchmarks.research.episodes.policies import NAMES, POLICIES, Outcome, check_names, epicache_layers
+from benchmarks.research.episodes.matching import rank_segments
+from benchmarks.research.episodes.policies import NAMES, POLICIES, Outcome, epicache_layers, known_names
 from benchmarks.research.episodes.runner import Runner
-from benchmarks.research.episodes.segments import rank_segments
 from benchmarks.research.tests import helpers
 from sglang_kvq.constants import PAGE_SIZE
-from sglang_kvq.episodic.lexical import Lexical
-from sglang_kvq.episodic.match import rank_windows
-from sglang_kvq.episodic.pages import choose_pages
-from sglang_kvq.episodic.windows import windows
 from sglang_kvq.errors import KVQuantError
+from sglang_kvq.sessions.index import Lexical
+from sglang_kvq.sessions.search import choose_pages, rank_windows, windows
 
 SETTINGS = Settings(medoids=1, block=128, chunk=256, repeat=128, recent_pages=1, episodes=3)
 
@@ -64,7 +62,7 @@ def test_it_keeps_within_its_budget_and_loses_something(case: Case, policy: str)
         if not policy.startswith("text"):
             assert one.hot > tokens - PAGE_SIZE
     stored = {one.total for one in found}
-    if policy in ("late", "snapkv"):
+    if policy in ("retrieve", "snapkv"):
         assert stored == {len(case.history)}
     elif policy.startswith("epicache"):
         assert stored == {one.hot * 3 for one in found}
@@ -85,7 +83,7 @@ def test_window_keeps_both_ends(case: Case) -> None:
 def test_text_and_late_find_what_is_asked_for(case: Case) -> None:
     """Words of the questions stand in their sessions only, so retrieval by segments has all evidence."""
     texts = {one.matching: one for one in outcomes(case, "text", case.budget(3))}
-    late = {one.matching: one for one in outcomes(case, "late", case.budget(2))}
+    late = {one.matching: one for one in outcomes(case, "retrieve", case.budget(2))}
     assert set(texts) == {"segments", "fused"} and set(late) == {"centroid", "segments", "windows"}
     for text in texts.values():
         assert text.recall.tolist() == [1] * 6
@@ -99,7 +97,7 @@ def test_text_and_late_find_what_is_asked_for(case: Case) -> None:
 @pytest.mark.parametrize("matching", ["segments", "windows"])
 def test_late_reads_pages_in_place(case: Case, matching: str) -> None:
     """Against one question's answer with a mask over the full cache."""
-    (found,) = (one for one in outcomes(case, "late", case.budget(3)) if one.matching == matching)
+    (found,) = (one for one in outcomes(case, "retrieve", case.budget(3)) if one.matching == matching)
     number = 1
     if matching == "segments":
         ranked = [case.spans[n] for n in rank_segments(case.question_rows[number], case.embeddings)]
@@ -166,13 +164,13 @@ def test_all_run_in_bf16(policy: str) -> None:
     for found, wanted in zip(outcomes(case, policy, case.budget(2)), outcomes(exact, policy, case.budget(2))):
         assert found.policy == wanted.policy and found.hot == wanted.hot
         assert np.isfinite(found.likelihoods).all()
-        if policy in ("full", "none", "window", "text", "text_recent", "late"):
+        if policy in ("full", "none", "window", "text", "text_recent", "retrieve"):
             assert np.abs(found.likelihoods - wanted.likelihoods).max() < 0.5
     past = case.full
     assert {x.dtype for x in (*past.k, *past.v)} == {torch.bfloat16}
 
 
 def test_unknown_names_are_refused() -> None:
-    check_names(["late", "epicache_layers"])
+    assert known_names(["late", "retrieve", "epicache_layers"]) == ["retrieve", "retrieve", "epicache_layers"]
     with pytest.raises(KVQuantError, match="policy lat: choose some of full, none"):
-        check_names(["lat"])
+        known_names(["lat"])

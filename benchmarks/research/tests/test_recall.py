@@ -22,10 +22,9 @@ from benchmarks.research.episodes.recall import (
 )
 from benchmarks.research.tests import helpers
 from sglang_kvq.constants import PAGE_SIZE
-from sglang_kvq.episodic.lexical import Lexical
-from sglang_kvq.episodic.match import rank_windows
-from sglang_kvq.episodic.pages import choose_pages
 from sglang_kvq.errors import KVQuantError
+from sglang_kvq.sessions.index import Lexical
+from sglang_kvq.sessions.search import choose_pages, rank_windows
 
 SETTINGS = Settings(recent_pages=1)
 
@@ -109,7 +108,7 @@ def test_the_served_search_is_rank_windows(searched: Searched) -> None:
 
 
 def test_centroids_go_episode_by_episode(searched: Searched) -> None:
-    from sglang_kvq.episodic.cluster import cluster
+    from sglang_kvq.sessions.episodes import cluster
 
     labels = cluster(searched.embeddings("4 turns", False), 4).labels
     for of_question in searched.scores("4 turns", False, "centroid_4"):

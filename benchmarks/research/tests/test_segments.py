@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
-from benchmarks.research.episodes.segments import Turn, rank_segments, segment
+from benchmarks.research.episodes.segments import Turn, segment
 from sglang_kvq.errors import KVQuantError
-from tests.episodic.test_match import EPISODES, LABELS, QUESTION, ROWS
 
 
 def turns(*lengths: int) -> list[Turn]:
@@ -43,19 +41,3 @@ def test_bad_input_is_refused() -> None:
     with pytest.raises(KVQuantError, match="turn 1 is of session 2, the one before it of session 3"):
         segment([Turn("A", "x", 3), Turn("B", "y", 2)])
     assert segment([]) == []
-
-
-def test_rank_by_segments_is_by_cosine() -> None:
-    order = rank_segments(QUESTION, ROWS)
-    assert order[0] == 3 and (np.diff((ROWS @ QUESTION)[order]) <= 0).all()
-
-
-def test_rank_by_centroid_goes_episode_by_episode() -> None:
-    order = rank_segments(QUESTION, ROWS, EPISODES, "centroid")
-    assert LABELS[order].tolist() == [0, 0, 0, 1, 1, 1, 1]
-    assert order.tolist() == [1, 0, 2, 3, 4, 5, 6]
-
-
-def test_rank_by_centroid_needs_episodes() -> None:
-    with pytest.raises(KVQuantError, match="by centroid needs episodes"):
-        rank_segments(QUESTION, ROWS, None, "centroid")

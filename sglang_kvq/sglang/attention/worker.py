@@ -15,7 +15,7 @@ from sglang_kvq.cache.pool import PagePool
 from sglang_kvq.cache.tiers import TierManager
 from sglang_kvq.config import KVQuantConfig
 from sglang_kvq.constants import PAGE_SIZE
-from sglang_kvq.episodic.config import EPICACHE
+from sglang_kvq.sessions.config import EPICACHE
 from sglang_kvq.sglang import checks, compat, runtime
 from sglang_kvq.sglang.attention import folded_weights
 from sglang_kvq.sglang.attention.backend import KVQuantBackend

@@ -1,8 +1,8 @@
 """Requests over episodes, in the scheduler: a prefix that must be there, positions behind it, blocks that are folded.
 
-A request that goes on behind an episode says so in ``custom_params`` (``episodic.prefix``): if the episode is not
+A request that goes on behind an episode says so in ``custom_params`` (``sessions.messages``): if the episode is not
 cached whole it ends with an error, since the tokens that stand for it mean nothing, and the router builds it again. One
-that ends as a fold (``episodic.fold``) is scored while its patched prompt runs.
+that ends as a fold (``sessions.messages``) is scored while its patched prompt runs.
 """
 
 from __future__ import annotations
@@ -13,10 +13,8 @@ from array import array
 import torch
 
 from sglang_kvq.attention.scores.token_choice import choose_tokens
-from sglang_kvq.episodic.fold import Fold
-from sglang_kvq.episodic.prefix import PARAMETER, FoldedPrefix
-from sglang_kvq.episodic.selection import GONE
 from sglang_kvq.errors import KVQuantError
+from sglang_kvq.sessions.messages import GONE, PREFIX, Fold, FoldedPrefix
 from sglang_kvq.sglang import runtime
 from sglang_kvq.sglang.attention import scoring
 from sglang_kvq.sglang.prefix import folding, tree_keys
@@ -46,12 +44,12 @@ def prefix_of(req: Req) -> FoldedPrefix | None:
         return known
     setattr(req, _ATTRIBUTE, None)  # unless it is found to be right
     params = getattr(req.sampling_params, "custom_params", None)
-    text = params.get(PARAMETER) if isinstance(params, dict) else None
+    text = params.get(PREFIX) if isinstance(params, dict) else None
     if text is None:
         return None
     state = runtime.current()
     if state is None or state.chosen_tokens is None:
-        raise KVQuantError(f"custom_params {PARAMETER}: this server lets no client go on behind an episode.")
+        raise KVQuantError(f"custom_params {PREFIX}: this server lets no client go on behind an episode.")
     prefix = FoldedPrefix.decode(text)
     setattr(req, _ATTRIBUTE, prefix)
     return prefix

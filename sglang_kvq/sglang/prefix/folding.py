@@ -1,9 +1,9 @@
 """Requests that end as a fold: chosen ones of their tokens become a prefix of their own in the tree.
 
-A request says so in ``custom_params`` (``episodic.fold``). When it has finished, before SGLang takes back its pages,
-pages for the chosen tokens are allocated, an event says what goes into them (``cache.pending.FoldedPages``), and they
-enter the tree under the new name: an ordinary prefix from then on, evicted and counted like any other. The request's
-own pages are freed; what of them is not in the tree yet does not enter it.
+A request says so in ``custom_params`` (``sessions.messages``). When it has finished, before SGLang takes back its
+pages, pages for the chosen tokens are allocated, an event says what goes into them (``cache.pending.FoldedPages``), and
+they enter the tree under the new name: an ordinary prefix from then on, evicted and counted like any other. The
+request's own pages are freed; what of them is not in the tree yet does not enter it.
 
 A request that is retracted or aborted folds nothing. Without room it ends with status 503: send it again.
 """
@@ -20,9 +20,9 @@ import torch
 
 from sglang_kvq.cache.fold import check_moves
 from sglang_kvq.constants import PAGE_SIZE
-from sglang_kvq.episodic.fold import PARAMETER, Fold
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.releases import OLD_TREE
+from sglang_kvq.sessions.messages import FOLD, Fold
 from sglang_kvq.sglang import compat, runtime
 from sglang_kvq.sglang.prefix import tree_keys
 from sglang_kvq.sglang.types import Original, PrefixCache, Req
@@ -64,12 +64,12 @@ def fold_of(req: Req) -> Fold | None:
         return known
     setattr(req, ATTRIBUTE, None)  # unless it is found to be right
     params = getattr(req.sampling_params, "custom_params", None)
-    text = params.get(PARAMETER) if isinstance(params, dict) else None
+    text = params.get(FOLD) if isinstance(params, dict) else None
     if text is None:
         return None
     state = runtime.current()
     if state is None or state.chosen_tokens is None:
-        raise KVQuantError(f"custom_params {PARAMETER}: this server lets no client fold a request.")
+        raise KVQuantError(f"custom_params {FOLD}: this server lets no client fold a request.")
     fold = Fold.decode(text)
     if len(req.origin_input_ids) < fold.length:
         raise KVQuantError(

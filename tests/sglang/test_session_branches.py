@@ -1,0 +1,144 @@
+"""Requests of a session at once, beside each other and between its turns; the event loop stays free."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from concurrent.futures import Future
+
+import numpy as np
+import pytest
+
+from sglang_kvq.constants import PAGE_SIZE as P
+from sglang_kvq.sessions.index import Lexical
+from sglang_kvq.sessions.messages import SELECTION, Selection
+from tests.sglang.session_model import BUDGET, LONG, Manager, http, request_of
+
+
+async def beside(manager, side):
+    """A turn, and requests of the same session that end while the turn's question is embedded."""
+    question, waiting = manager.router.workers.thread.question, Future()
+    manager.router.workers.thread.question = lambda text: waiting
+    turn = asyncio.ensure_future(manager.turn(LONG, rid="turn"))
+    while len(manager.sent) < 1 or not manager.session.planning.locked():
+        await asyncio.sleep(0.01)
+    await asyncio.sleep(0.1)
+    assert not turn.done()
+    served = []
+    for number, ids in enumerate(side):
+        asked = request_of(input_ids=ids, rid=f"side {number}")
+        served += await manager.heard(asked)
+    manager.router.workers.thread.question = question
+    waiting.set_result(question("450 451").result())
+    return await turn, served
+
+
+TITLE = [5000 + n for n in range(100)]
+
+
+@pytest.mark.parametrize(
+    "side",
+    [[TITLE], [LONG[:BUDGET].tolist()], [TITLE, [*LONG[:300].tolist(), *TITLE], *[[9000 + n] * 70 for n in range(9)]]],
+    ids=["title", "older turn", "many"],
+)
+def test_a_turn_is_served_beside_other_requests_of_its_session(side):
+    """Those that do not go on with the conversation: none fails, and nothing of it is embedded or computed again."""
+    manager = Manager()
+    (out,), served = asyncio.run(beside(manager, side))
+    assert out["output_ids"] == [7, 8] and len(served) == len(side)
+    session = manager.session
+    assert len(session.index_of(LONG)) == len(LONG) // P and session.exact_of(LONG, (None, None)) == len(LONG) // P * P
+
+
+@pytest.mark.parametrize("side", [TITLE, LONG[:BUDGET].tolist(), [*LONG[:500].tolist(), *TITLE]], ids=len)
+def test_a_request_between_two_turns_costs_the_conversation_nothing(side):
+    manager = Manager()
+
+    async def run():
+        await manager.turn(LONG)
+        await manager.turn(side)
+        manager.sent.clear()
+        manager.words.pages.clear()
+        await manager.turn([*LONG.tolist(), 7, 8, 450, 451])
+
+    asyncio.run(run())
+    assert len(manager.sent) == 1 and manager.words.pages == []
+
+
+def test_an_older_turn_that_is_answered_again_becomes_the_conversation():
+    """With all that is known of what both have in common; and the first answer can still be gone on with."""
+    manager, older = Manager(), LONG[:1500].tolist()
+
+    async def run():
+        await manager.turn(LONG)
+        await manager.turn(older)
+        manager.words.pages.clear()
+        await manager.turn([*older, 7, 8, *range(3000, 3100)])
+        await manager.turn([*LONG.tolist(), 7, 8, *range(4000, 4100)])
+
+    asyncio.run(run())
+    # On either way what is new: two pages of the one, one page of the other.
+    assert [text.split()[0] for text in manager.words.pages] == ["1473", "3034", "1985"]
+    history = Selection.decode(manager.sent[-2].sampling_params["custom_params"][SELECTION]).history
+    assert len(history) > 1900 and history.tolist() == [*LONG.tolist(), 7, 8, 4000][: len(history)]
+
+
+def test_two_requests_of_one_session_compute_its_history_once():
+    async def both(manager):
+        requests_ = [request_of(input_ids=[*LONG.tolist(), *more]) for more in ([450], [1250])]
+        return await asyncio.gather(*(manager.heard(obj) for obj in requests_))
+
+    manager = Manager()
+    first, second = asyncio.run(both(manager))
+    assert first[0]["output_ids"] == second[0]["output_ids"] == [7, 8]
+    # Up to the block of the first; what it said, by either of them.
+    assert [len(obj.input_ids) for obj in manager.sent if obj.extra_key is None] == [30 * P, 31 * P]
+    assert len([obj for obj in manager.sent if obj.extra_key]) == 2
+
+
+async def gaps_while(job, beat=0.001):
+    """Seconds that the event loop was late, the longest first, while ``job`` ran."""
+    asked, gaps, last = asyncio.ensure_future(job), [], time.perf_counter()
+    while not asked.done():
+        await asyncio.sleep(beat)
+        now = time.perf_counter()
+        gaps.append(now - last - beat)
+        last = now
+    await asked
+    return sorted(gaps, reverse=True)
+
+
+@pytest.mark.parametrize("slow", ["HashingVectorizer.transform", "Lexical.scores"])
+def test_other_sessions_go_on_while_one_is_searched_and_indexed(monkeypatch, slow):
+    from sklearn.feature_extraction.text import HashingVectorizer
+
+    owner, name = {"HashingVectorizer": HashingVectorizer, "Lexical": Lexical}[slow.split(".")[0]], slow.split(".")[1]
+    original, called = getattr(owner, name), []
+
+    def slowly(*args, **options):
+        called.append(name)
+        time.sleep(0.3)
+        return original(*args, **options)
+
+    async def run(manager):
+        await manager.turn(LONG[: BUDGET + 2 * P])
+        monkeypatch.setattr(owner, name, slowly)
+        return await gaps_while(manager.turn(LONG[: BUDGET + 5 * P]))
+
+    assert asyncio.run(run(Manager()))[0] < 0.2 and called
+
+
+def test_a_long_conversation_stops_nobody():
+    """300,000 tokens, embedded, indexed and searched: 0.5 s of work, of which the loop feels 25 ms at most."""
+    manager = Manager()
+    manager.context_len = 1 << 20
+    said = (np.arange(300_000, dtype=np.int32) * 7919 % 50_000).tolist()
+
+    async def run():
+        await manager.turn(LONG, http(X_Session_Id="warm"))
+        first = request_of(input_ids=said)
+        await gaps_while(manager.heard(first))
+        after = request_of(input_ids=[*said, 7, 8, *said[1000:1200]])
+        return await gaps_while(manager.heard(after))
+
+    assert asyncio.run(run())[0] < 0.1

@@ -1,0 +1,113 @@
+"""Requests of sessions as SGLang's own objects, and what a session has no place for."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from sglang_kvq.constants import PAGE_SIZE as P
+from sglang_kvq.errors import KVQuantError
+from sglang_kvq.sessions.messages import SELECTION, Selection
+from sglang_kvq.sessions.planning import Plan
+from sglang_kvq.sglang import session_requests as requests
+from tests.sglang.session_model import LONG, Manager, request_of
+
+
+def made(obj, plan=None, room=1000):
+    plan = plan or Plan(20 * P, 18 * P, False, 3)
+    obj.normalize_batch_and_arguments()
+    selection = Selection(LONG[: plan.history], None, [0, 5, 17])
+    start = requests.Beginning.of_pages(selection)
+    return requests.answer_request(obj, LONG[: plan.tokens], plan, start, {}, room)
+
+
+@pytest.mark.parametrize(
+    "given,expected",
+    [({}, 128), ({"max_new_tokens": 5}, 5), ({"max_new_tokens": 5000}, 1000), ({"max_new_tokens": None}, 1000)],
+)
+def test_answers_end_where_the_models_context_does(given, expected):
+    inner = made(request_of(sampling_params={**given, "min_new_tokens": 3000, "custom_params": {"mine": 1}}))
+    assert inner.sampling_params["max_new_tokens"] == expected
+    assert inner.sampling_params["min_new_tokens"] == min(3000, expected)
+    assert set(inner.sampling_params["custom_params"]) == {"mine", SELECTION}
+
+
+def test_positions_of_log_probabilities():
+    assert made(request_of(return_logprob=True)).logprob_start_len == -1
+    assert made(request_of(logprob_start_len=3)).logprob_start_len == -1  # nothing was asked for
+    assert made(request_of(return_logprob=True, logprob_start_len=18 * P)).logprob_start_len == 3 * P
+    assert made(request_of(return_logprob=True, logprob_start_len=19 * P)).logprob_start_len == 4 * P
+    for start in (0, 18 * P - 1, 20 * P):
+        with pytest.raises(KVQuantError, match=f"logprob_start_len {start}: .* possible are 1152 to 1279, and -1"):
+            made(request_of(return_logprob=True, logprob_start_len=start))
+
+
+def test_usage_counts_the_clients_prompt():
+    obj = request_of(return_prompt_token_ids=True)
+    meta = {"prompt_tokens": 300, "cached_tokens": 192, "cached_tokens_details": {"device": 192, "host": 0}}
+    out = requests.answer_output({"meta_info": meta}, obj, LONG, computed=100)
+    assert out["meta_info"]["prompt_tokens"] == len(LONG)
+    assert out["meta_info"]["cached_tokens"] == len(LONG) - 100 - 108
+    assert out["meta_info"]["cached_tokens_details"] == {"device": len(LONG) - 208, "host": 0}
+    assert out["prompt_token_ids"] == LONG.tolist()
+
+
+@pytest.mark.parametrize(
+    "fields,message",
+    [
+        ({"sampling_params": {"custom_params": {SELECTION: "x"}}}, "no client may choose what is read"),
+        ({"sampling_params": [{}, {"custom_params": {SELECTION: None}}]}, "no client may choose what is read"),
+        ({"extra_key": "kvq-pages-1"}, "extra_key kvq-pages-1"),
+        ({"extra_key": ["x", "kvq-pages-1"]}, "extra_key kvq-pages-1"),
+    ],
+    ids=str,
+)
+def test_what_only_the_router_may_say_is_refused_from_everybody(fields, message):
+    manager = Manager()
+    with pytest.raises(KVQuantError, match=message):
+        asyncio.run(manager.heard(request_of(**fields), None))
+    assert manager.sent == []
+
+
+@pytest.mark.parametrize(
+    "fields,message",
+    [
+        ({"text": ["a", "b"], "input_ids": None}, "several prompts"),
+        ({"input_ids": [[1], [2]]}, "several prompts"),
+        ({"sampling_params": {"n": 2}}, "n 2: a session goes on with one answer"),
+        ({"sampling_params": {"beam_width": 4}}, "beam_width 4"),
+        ({"session_params": {"id": "x"}}, "session_params in a request of a session"),
+        ({"input_embeds": [[0.0]], "input_ids": None}, "input_embeds in a request of a session"),
+        ({"image_data": "x"}, "image_data in"),
+        ({"video_data": ["x"]}, "video_data in"),
+        ({"audio_data": "x"}, "audio_data in"),
+        ({"lora_path": "x"}, "lora_path in"),
+        ({"return_hidden_states": True}, "return_hidden_states in"),
+        ({"return_routed_experts": True}, "return_routed_experts in"),
+        ({"session_id": "b"}, "session_id 'b' and X-Session-Id 'a': give one of them"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_what_a_session_has_no_place_for_is_refused(fields, message):
+    manager = Manager()
+    with pytest.raises(KVQuantError, match=message):
+        asyncio.run(manager.heard(request_of(**fields)))
+    assert manager.sent == [] and len(manager.router.store) == 0
+
+
+@pytest.mark.parametrize("name", ["", "x" * 257], ids=["empty", "long"])
+def test_names_of_sessions(name):
+    with pytest.raises(KVQuantError, match="a session id of .* characters"):
+        asyncio.run(Manager().heard(request_of(session_id=name), None))
+
+
+@pytest.mark.parametrize("before", [1, requests.TOKENS_AT_ONCE, requests.TOKENS_AT_ONCE + 1])
+def test_tokens_that_are_none_are_refused(before):
+    with pytest.raises(KVQuantError, match=f"^session 'a': input_ids {1 << 40}: not a token"):
+        Manager().ask([1] * before + [1 << 40])
+
+
+@pytest.mark.parametrize("count", [0, 1, requests.TOKENS_AT_ONCE, 2 * requests.TOKENS_AT_ONCE + 5])
+def test_prompts_become_arrays_in_parts(count):
+    assert asyncio.run(requests.token_ids(list(range(count)))).tolist() == list(range(count))

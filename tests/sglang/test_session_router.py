@@ -1,0 +1,178 @@
+"""Turns of a session: what is computed, what is read, and what happens to what was evicted or aborted."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+import pytest
+
+from sglang_kvq.constants import PAGE_SIZE as P
+from sglang_kvq.errors import KVQuantError
+from sglang_kvq.sessions.messages import SELECTION, Selection
+from tests.sglang.session_model import BUDGET, EPISODIC, LONG, Manager, http, request_of
+
+
+def test_without_a_session_a_request_is_sglangs():
+    manager, obj = Manager(), request_of(input_ids=LONG.tolist())
+    asyncio.run(manager.heard(obj, http()))
+    assert manager.sent == [obj] and len(manager.router.store) == 0
+
+
+def test_a_prompt_within_the_budget_is_the_clients_own_object():
+    manager, obj = Manager(), request_of(input_ids=LONG[:BUDGET].tolist())
+    asyncio.run(manager.heard(obj))
+    assert manager.sent == [obj] and obj.extra_key is None
+    session = manager.session
+    assert session.latest.tokens.tolist() == [*LONG[:BUDGET], 7, 8] and session.latest.exact == BUDGET
+    assert len(session.latest.index) == BUDGET // P
+
+
+def test_a_longer_prompt_is_computed_read_in_parts_and_computed_on():
+    manager, obj = Manager(), request_of(input_ids=LONG.tolist(), rid="client")
+    (out,) = asyncio.run(manager.heard(obj))
+    history, answer, behind = manager.sent
+    assert history.rid == answer.rid == "client" and behind.rid != "client"
+    # The last 256 tokens stand for the question; what is before them is history up to the block.
+    folded = len(history.input_ids)
+    assert LONG[:folded].tolist() == history.input_ids.tolist() and 0 < len(LONG) - folded <= EPISODIC.block
+    assert history.extra_key is None and history.sampling_params["max_new_tokens"] == 1
+    chosen = Selection.decode(answer.sampling_params["custom_params"][SELECTION])
+    assert chosen.history.tolist() == history.input_ids.tolist() and answer.extra_key == chosen.name
+    assert answer.input_ids == [*chosen.tokens, *LONG[folded:]] and len(answer.input_ids) <= BUDGET
+    assert {0, folded // P - 1, folded // P - 2} <= set(chosen.pages.tolist())
+    assert behind.input_ids.tolist() == [*LONG, 7, 8][: (len(LONG) + 2) // P * P]
+    assert obj.input_ids == LONG.tolist() and obj.extra_key is None and SELECTION not in str(obj.sampling_params)
+    assert out["meta_info"]["prompt_tokens"] == len(LONG) and out["meta_info"]["cached_tokens"] == 0
+    session = manager.session
+    assert session.latest.exact == len(behind.input_ids) and session.hot == len(answer.input_ids)
+
+
+def test_the_next_turn_computes_its_tail_only():
+    manager = Manager()
+    asyncio.run(two_turns(manager, [450, 451, 452]))
+    answer = manager.sent[-1]
+    chosen = Selection.decode(answer.sampling_params["custom_params"][SELECTION])
+    assert len(manager.sent) == 4  # history, answer, what comes after; answer, after which no page is new
+    assert len(chosen.history) == (len(LONG) + 2) // P * P
+    # Tokens 400 to 500 are in the segment of pages 6 and 7; the question names them.
+    assert {6, 7} <= set(chosen.pages.tolist())
+    session = manager.session
+    assert (session.matches[0].start, session.matches[0].end) == (384, 512)
+
+
+async def two_turns(manager, question):
+    await manager.turn(LONG)
+    return await manager.turn([*LONG.tolist(), 7, 8, *question])
+
+
+def test_an_evicted_history_is_computed_again_once():
+    errors = iter([KVQuantError("64 of 64 tokens of the history are no longer cached")])
+
+    def script(obj):
+        return next(errors, None) if obj.extra_key else None
+
+    manager = Manager(script)
+    (out,) = manager.ask(LONG)
+    kinds = ["answer" if obj.extra_key else len(obj.input_ids) for obj in manager.sent]
+    assert kinds == [kinds[0], "answer", kinds[0], "answer", (len(LONG) + 2) // P * P]
+    assert out["output_ids"] == [7, 8] and manager.session.rebuilt == 1
+
+
+def test_a_history_that_does_not_stay_is_read_whole(caplog):
+    manager = Manager(lambda obj: KVQuantError("is no longer cached") if obj.extra_key else None)
+    obj = request_of(input_ids=LONG.tolist())
+    (out,) = asyncio.run(manager.heard(obj))
+    assert manager.sent[-1] is obj and out["meta_info"]["prompt_tokens"] == len(LONG)
+    assert "evicted as soon as it is computed" in caplog.text
+
+
+def test_other_errors_are_the_clients():
+    manager = Manager(lambda obj: ValueError("no such grammar") if obj.extra_key else None)
+    with pytest.raises(ValueError, match="^no such grammar"):
+        manager.ask(LONG)
+
+
+def test_a_prompt_beyond_the_context_is_refused_before_anything_is_computed():
+    manager = Manager()
+    with pytest.raises(ValueError, match="longer than the model's context length"):
+        manager.ask([1] * 4096)
+    assert manager.sent == []
+
+
+def test_an_abort_while_the_history_is_computed_ends_the_request():
+    manager = Manager(lambda obj: manager.abort_request("client"))
+    (out,) = manager.ask(LONG, rid="client")
+    assert out["meta_info"]["finish_reason"]["type"] == "abort" and out["meta_info"]["id"] == "client"
+    assert len(manager.sent) == 1 and not manager.router.workers.preparing and not manager.router.workers.aborted
+
+
+def test_a_client_that_leaves_aborts_what_runs_for_it():
+    async def leave(manager):
+        manager.pause = 60
+        job = asyncio.ensure_future(manager.turn(LONG, rid="client"))
+        while "client" not in manager.rid_to_state:
+            await asyncio.sleep(0)
+        job.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await job
+
+    manager = Manager()
+    asyncio.run(leave(manager))
+    assert manager.aborted == ["client"]
+    session = manager.session
+    assert not session.planning.locked() and not session.computing.locked()
+
+
+def test_a_request_in_the_background_outlives_its_client():
+    """SGLang aborts what runs for a client that left, unless the request says that it may."""
+
+    async def left(self, obj, request=None):
+        if not obj.background:
+            raise ValueError("Request is disconnected from the client side (type 1).")
+        async for out in Manager.generate_request(self, obj, request):
+            yield out
+
+    async def run(manager):
+        obj = request_of(input_ids=LONG.tolist(), background=True)
+        return await manager.heard(obj, send=left)
+
+    manager = Manager()
+    (out,) = asyncio.run(run(manager))
+    assert out["output_ids"] == [7, 8] and len(manager.sent) >= 2
+
+
+def test_an_abort_while_the_prompt_becomes_tokens_ends_the_request():
+    manager = Manager()
+
+    async def tokenize(texts):
+        manager.abort_request("client")
+        return LONG[:100].tolist(), None
+
+    manager._tokenize_texts = tokenize
+    said = asyncio.run(manager.heard(request_of(text="x", input_ids=None, rid="client")))[-1]
+    assert said["meta_info"]["finish_reason"]["message"] == "Abort before its answer began"
+    assert manager.sent == []
+
+
+def test_an_abort_while_an_evicted_history_waits_to_be_computed_again_ends_the_request():
+    """Another request of the session computes; nothing is sent under this one's id, so SGLang notes no abort."""
+
+    async def run(manager):
+        def script(obj):
+            if obj.extra_key is None:
+                return None
+            with contextlib.suppress(StopIteration):
+                session.computing.acquire().send(None)  # at once
+            asyncio.get_running_loop().call_later(0.05, manager.abort_request, "client")
+            asyncio.get_running_loop().call_later(0.1, session.computing.release)
+            return KVQuantError("is no longer cached")
+
+        session = manager.router.store.use("", "a")
+        manager.script = script
+        said = (await manager.turn(LONG, rid="client"))[-1]
+        assert said["meta_info"]["finish_reason"]["message"] == "Abort before its answer began"
+
+    manager = Manager()
+    asyncio.run(run(manager))
+    assert not manager.router.workers.preparing and not manager.router.workers.aborted

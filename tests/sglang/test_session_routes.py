@@ -1,0 +1,142 @@
+"""The routes behind SGLang's API keys; each tenant has sessions and memory of its own."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from sglang_kvq.constants import PAGE_SIZE as P
+from sglang_kvq.errors import KVQuantError
+from sglang_kvq.sglang import session_requests as requests
+from sglang_kvq.sglang import session_routes
+from tests.sglang.session_model import BUDGET, CONFIG, LONG, Manager, http, request_of
+
+
+def test_tenants_read_copies_of_their_own():
+    manager = Manager()
+
+    async def both():
+        for key in ("Bearer one", "Bearer two"):
+            await manager.turn(LONG, http(X_Session_Id="a", Authorization=key))
+
+    asyncio.run(both())
+    assert len({obj.extra_key for obj in manager.sent if obj.extra_key}) == 2
+    assert len(manager.router.store) == 2 and "one" not in str(manager.router.store.of(requests.tenant_of(None)))
+
+
+def test_a_tenant_that_asks_much_forgets_nobody_elses_session():
+    """Not the one that is answered, nor one that waits for its next turn."""
+
+    async def run(manager):
+        await manager.turn(LONG, http(X_Session_Id="a", Authorization="alice"))
+        for number in range(20):
+            key = http(X_Session_Id=str(number), Authorization="mallory")
+            await manager.turn(LONG[:P], key)
+
+    manager = Manager()
+    asyncio.run(run(manager))
+    store = manager.router.store
+    assert len(store.of(requests.tenant_of(http(Authorization="alice")))) == 1
+    assert len(store.of(requests.tenant_of(http(Authorization="mallory")))) == 2
+
+
+def test_states_memory_is_bounded_while_it_grows():
+    manager = Manager(state_memory=1, sessions=1000)
+    manager.context_len = 1 << 20
+
+    async def run():
+        for number in range(6):
+            said = (np.arange(20_000, dtype=np.int32) * 7919 % 50_000 + number).tolist()
+            await manager.turn(said, http(X_Session_Id=str(number)))
+            assert 0 < manager.router.store.bytes <= 1 << 20
+
+    asyncio.run(run())
+    kept = manager.router.store.of("")
+    assert 1 <= len(kept) < 6 and kept[0].id == "5"
+    assert manager.router.store.bytes == sum(session.nbytes for session in kept)
+
+
+def test_a_gateways_header_tells_tenants_apart():
+    """With one API key, as a gateway has it; and equal values of two keys are two tenants."""
+    manager = Manager(tenant_header="X-Tenant")
+    keys = {"k": {"Authorization": "Bearer k"}, "other": {"Authorization": "Bearer other"}, "none": {}}
+    several = [http(X_Session_Id="a", X_Tenant=name, **keys[key]) for key in keys for name in ("one", "two")]
+
+    async def run():
+        for request in several:
+            await manager.turn(LONG[:P], request)
+
+    manager.router.store.most = 9
+    asyncio.run(run())
+    tenants = {requests.tenant_of(request, "X-Tenant") for request in several}
+    assert len(tenants) == len(manager.router.store) == 6
+    assert "one" not in requests.tenant_of(http(X_Tenant="one"), "X-Tenant")
+
+
+@pytest.mark.parametrize("request_", [None, http(X_Session_Id="a"), http(X_Tenant="")], ids=["grpc", "none", "empty"])
+def test_a_request_without_the_gateways_header_is_refused(request_):
+    manager = Manager(tenant_header="X-Tenant")
+    with pytest.raises(KVQuantError, match="--episodic-tenant-header X-Tenant: this request has no such header"):
+        asyncio.run(manager.heard(request_of(session_id="a"), request_))
+    assert manager.sent == [] and len(manager.router.store) == 0
+    asyncio.run(manager.heard(request_of(), http()))  # of no session: SGLang's own
+    assert len(manager.sent) == 1
+
+
+@pytest.fixture
+def app():
+    """The routes behind SGLang's middleware for API keys."""
+    from fastapi import FastAPI
+    from fastapi.testclient import TestClient
+    from sglang.srt.utils.auth import add_api_key_middleware
+
+    manager, app = Manager(), FastAPI()
+    app.include_router(session_routes.routes(manager, CONFIG, (10.0, 100.0)))
+    add_api_key_middleware(app, api_key="secret", admin_api_key=None)
+    asyncio.run(manager.turn(LONG, http(X_Session_Id="a/b", Authorization="Bearer secret")))
+    return TestClient(app)
+
+
+def test_routes_ask_for_the_api_key(app):
+    for method, path in (("GET", ""), ("GET", "/a/b"), ("DELETE", "/a/b")):
+        assert app.request(method, f"/v1/sessions{path}").status_code == 401
+        wrong = app.request(method, f"/v1/sessions{path}", headers={"Authorization": "Bearer other"})
+        assert wrong.status_code == 401
+
+
+def test_routes_list_describe_and_forget(app):
+    app.headers["Authorization"] = "Bearer secret"
+    (listed,) = app.get("/v1/sessions").json()["data"]
+    one = app.get("/v1/sessions/a/b").json()
+    assert one == listed and one["history_tokens"] == len(LONG) + 2 and one["computed_tokens"] == 31 * P
+    tail = len(LONG) - one["read"]["of_tokens"]
+    assert one["hot_tokens"] == len(one["read"]["pages"]) * P + tail <= BUDGET
+    window = CONFIG.slots_per_request * P
+    assert one["hot_bytes"] == 10 * one["hot_tokens"] + 100 * window
+    assert one["total_bytes"] == one["hot_bytes"] + 10 * 31 * P
+    assert {"start", "end", "score"} == set(one["matches"][0])
+    assert app.delete("/v1/sessions/a/b").json() == {"id": "a/b", "object": "session.deleted", "deleted": True}
+    assert app.get("/v1/sessions/a/b").status_code == app.delete("/v1/sessions/a/b").status_code == 404
+    assert app.get("/v1/sessions").json()["data"] == []
+
+
+def test_routes_show_each_tenant_its_own():
+    from fastapi import FastAPI
+    from fastapi.testclient import TestClient
+
+    manager, app = Manager(tenant_header="X-Tenant"), FastAPI()
+    app.include_router(session_routes.routes(manager, CONFIG, (10.0, 100.0)))
+    client = TestClient(app)
+    manager.ask(LONG[:P], http(X_Session_Id="a", X_Tenant="one"))
+    one, two = {"X-Tenant": "one"}, {"X-Tenant": "two"}
+    assert [found["id"] for found in client.get("/v1/sessions", headers=one).json()["data"]] == ["a"]
+    assert client.get("/v1/sessions", headers=two).json()["data"] == []
+    assert client.get("/v1/sessions/a", headers=one).json()["state_bytes"] > 4 * P
+    for method in ("GET", "DELETE"):
+        assert client.request(method, "/v1/sessions/a", headers=two).status_code == 404
+        assert client.request(method, "/v1/sessions/a").status_code == 400
+    refused = client.get("/v1/sessions")
+    assert refused.status_code == 400 and "X-Tenant: this request has no such header" in refused.json()["message"]
+    assert client.delete("/v1/sessions/a", headers=one).json()["deleted"]
