@@ -30,7 +30,7 @@ from sglang_kvq.sessions.config import EpisodicConfig
 from sglang_kvq.sessions.embedding import Embedder, unit
 from sglang_kvq.sessions.index import NewPages, PageIndex
 from sglang_kvq.sessions.messages import SELECTION, Selection
-from sglang_kvq.sglang import session_router
+from sglang_kvq.sglang.router import router as session_router
 
 WIDTH = 384
 #: Seconds between looks at the event loop.

@@ -14,6 +14,7 @@ from sglang_kvq.arguments import check_least, check_new
 from sglang_kvq.errors import KVQuantError, unknown
 from sglang_kvq.evaluation import provenance
 from sglang_kvq.evaluation.client import Client
+from sglang_kvq.evaluation.files import read, write_json, write_whole
 from sglang_kvq.evaluation.material import Material
 from sglang_kvq.evaluation.progress import Display
 from sglang_kvq.evaluation.report import plots
@@ -32,7 +33,7 @@ from sglang_kvq.evaluation.specs import (
     parse,
     parse_list,
 )
-from sglang_kvq.evaluation.store import Store, read, write_json, write_whole
+from sglang_kvq.evaluation.store import Store
 from sglang_kvq.evaluation.tasks import KINDS, TASK_NAMES
 from sglang_kvq.evaluation.tasks.base import Bench, ReferenceTask, Task
 from sglang_kvq.evaluation.tasks.gsm8k import GSM8KTask

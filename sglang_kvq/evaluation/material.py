@@ -12,7 +12,7 @@ from safetensors.numpy import load_file, save
 
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.evaluation.client import Client, RequestRefused
-from sglang_kvq.evaluation.store import digest, write_whole
+from sglang_kvq.evaluation.files import digest, write_whole
 
 #: Not NumPy's own format: its headers are parsed as Python, and CPython 3.11 cannot do that in many threads at once
 #: ("AST constructor recursion depth mismatch").

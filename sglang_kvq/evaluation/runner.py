@@ -14,11 +14,12 @@ from typing import Any
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.evaluation import provenance
 from sglang_kvq.evaluation.client import Client, ServerFacts
+from sglang_kvq.evaluation.files import digest
 from sglang_kvq.evaluation.material import Material
 from sglang_kvq.evaluation.progress import Display
 from sglang_kvq.evaluation.servers import EvaluatedServer, Launch
 from sglang_kvq.evaluation.specs import MethodSpec
-from sglang_kvq.evaluation.store import Store, digest
+from sglang_kvq.evaluation.store import Store
 from sglang_kvq.evaluation.tasks.base import Bench, ReferenceTask, Task
 from sglang_kvq.server_process import ServerFailed
 

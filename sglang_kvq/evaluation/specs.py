@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang_kvq.errors import KVQuantError, unknown
-from sglang_kvq.evaluation.store import digest
+from sglang_kvq.evaluation.files import digest
 
 #: SGLang's own types, by the suffix of ``fp8:``. e4m3 has finer steps and is the usual meaning of FP8.
 FP8 = {"": "fp8_e4m3", "e4m3": "fp8_e4m3", "e5m2": "fp8_e5m2"}

@@ -20,10 +20,10 @@ from sglang_kvq.releases import OLD_TREE, RELEASES, WITHOUT_STATES, WITHOUT_WIND
 from sglang_kvq.rotations.identity import unapplied_window
 from sglang_kvq.sessions.config import EPICACHE
 from sglang_kvq.sglang import architectures, compat
+from sglang_kvq.sglang.architectures import unsupported_windows
 from sglang_kvq.sglang.attention.drafts import BRANCHING, DRAFT_DTYPES, SERVED, check_speculation
 from sglang_kvq.sglang.runtime import CLI_ATTRIBUTE, config_of, logger
 from sglang_kvq.sglang.types import Configurator, ModelConfig, ServerArgs
-from sglang_kvq.sglang.window_checks import unsupported_windows
 
 
 @dataclass(frozen=True)
@@ -256,7 +256,8 @@ def check_resolved(server_args: ServerArgs, config: KVQuantConfig) -> None:
     if device == "cuda":  # on a CPU SGLang pads the heads
         check_division(model, attention_workers(server_args))
     if config.episodic is not None:
-        from sglang_kvq.sglang import episodic_checks, session_router
+        from sglang_kvq.sglang.router import checks as episodic_checks
+        from sglang_kvq.sglang.router import router as session_router
 
         episodic_checks.check(server_args, model, config.episodic)
         session_router.load_embedder(config.episodic.embedder, config.episodic.embedder_device)

@@ -10,7 +10,8 @@ from dataclasses import replace
 from typing import Any
 
 from sglang_kvq.errors import KVQuantError
-from sglang_kvq.sglang import episodic_flags, flags, plugin
+from sglang_kvq.sglang import flags, plugin
+from sglang_kvq.sglang.router import flags as episodic_flags
 from sglang_kvq.sglang.runtime import attach
 from sglang_kvq.sglang.types import ServerArgs
 
@@ -24,7 +25,7 @@ def server_args_from_kwargs(original: type, **kwargs: Any) -> ServerArgs:
     """
     if not any(flag in kwargs for flag in (*flags.FIELDS, *episodic_flags.FIELDS)):
         return original(**kwargs)
-    capture = kwargs.pop("kv_quant_capture", None)  # of ``sglang.calibrate_engine``, not a flag
+    capture = kwargs.pop("kv_quant_capture", None)  # of ``attention.calibrate_engine``, not a flag
     config = flags.prepare(kwargs)
     if config is None:
         return original(**kwargs)

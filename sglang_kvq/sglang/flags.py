@@ -12,7 +12,8 @@ from sglang_kvq.constants import PAGE_SIZE
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.methods import METHOD_NAMES, Method, get_method
 from sglang_kvq.methods.base import PLANE_BITS
-from sglang_kvq.sglang import compat, episodic_flags
+from sglang_kvq.sglang import compat
+from sglang_kvq.sglang.router import flags as episodic_flags
 from sglang_kvq.sglang.runtime import CLI_ATTRIBUTE, attach
 from sglang_kvq.sglang.types import Original, ServerArgs
 

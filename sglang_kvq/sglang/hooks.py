@@ -124,13 +124,13 @@ _MAIN: tuple[Hook, ...] = (
          "attention.folded_weights:explain_refusal", "says why a folded weight is not given", always=True),
     # Sessions
     around(f"{_MANAGER}.generate_request(obj, request)",
-         "session_router:around_generate_request", "chooses what a request of a session reads", always=True),
+         "router.router:around_generate_request", "chooses what a request of a session reads", always=True),
     before(f"{_MANAGER}.abort_request(rid, abort_all)",
-         "session_router:before_abort", "aborts a request of a session that is not sent yet", always=True),
+         "router.router:before_abort", "aborts a request of a session that is not sent yet", always=True),
     call(f"{_MANAGER}._tokenize_texts(texts, is_cross_encoder)", "a session's prompt as tokens"),
     call(f"{_MANAGER}._validate_one_request(obj, input_ids)", "whether a session's prompt fits the model's context"),
     before("entrypoints.http_server._setup_and_run_http_server(server_args, tokenizer_manager)",
-         "session_routes:before_http_server", "/v1/sessions", always=True),
+         "router.routes:before_http_server", "/v1/sessions", always=True),
     read("entrypoints.http_server.app", "/v1/sessions"),
     # Facts about the device and the model
     call("utils.common.get_device(device_id)", "which device SGLang will choose"),

@@ -19,7 +19,7 @@ IDLE = 2.0
 PROGRAM = """
 import json, sys, time
 import sglang
-from sglang_kvq.sglang.session_router import router_of
+from sglang_kvq.sglang.router.router import router_of
 
 
 def main():

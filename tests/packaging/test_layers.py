@@ -18,7 +18,7 @@ LAYERS = (
     ("arguments", "usage", "server_process"),
     ("formats",),
     ("methods", "kernels"),
-    ("episodic", "evaluation"),
+    ("sessions", "evaluation"),
     ("config",),
     ("cache",),
     ("attention",),
@@ -33,9 +33,7 @@ UPWARDS = {"sglang_kvq.rotations.calibration.to_folder": "sglang"}
 FILES = 12
 #: Folders where splitting would be worse, and their number of files.
 LARGER: dict[str, int] = {
-    "sglang_kvq/episodic": 23,
     "sglang_kvq/rotations/calibration": 13,
-    "sglang_kvq/sglang": 22,
 }
 
 

@@ -13,7 +13,7 @@ from sglang_kvq.constants import PAGE_SIZE as P
 from sglang_kvq.sessions.config import EpisodicConfig
 from sglang_kvq.sessions.embedding import Embedder
 from sglang_kvq.sessions.messages import SELECTION, Selection
-from sglang_kvq.sglang import session_router
+from sglang_kvq.sglang.router import router as session_router
 from sglang_kvq.sglang.runtime import attach
 
 BUDGET = 10 * P

@@ -11,7 +11,7 @@ import pytest
 
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.sessions.messages import GONE, SELECTION, TOO_SMALL
-from sglang_kvq.sglang import session_answers
+from sglang_kvq.sglang.router import answers as session_answers
 from tests.sglang import test_session_episodes as episodes
 from tests.sglang.session_model import LONG, Manager, http, request_of
 

@@ -10,7 +10,7 @@ from sglang_kvq.constants import PAGE_SIZE as P
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.sessions.messages import SELECTION, Selection
 from sglang_kvq.sessions.planning import Plan
-from sglang_kvq.sglang import session_requests as requests
+from sglang_kvq.sglang.router import requests
 from tests.sglang.session_model import LONG, Manager, request_of
 
 

@@ -9,8 +9,8 @@ import pytest
 
 from sglang_kvq.constants import PAGE_SIZE as P
 from sglang_kvq.errors import KVQuantError
-from sglang_kvq.sglang import session_requests as requests
-from sglang_kvq.sglang import session_routes
+from sglang_kvq.sglang.router import requests
+from sglang_kvq.sglang.router import routes as session_routes
 from tests.sglang.session_model import BUDGET, CONFIG, LONG, Manager, http, request_of
 
 

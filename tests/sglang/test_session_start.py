@@ -6,7 +6,9 @@ import pytest
 
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.sessions.config import EpisodicConfig
-from sglang_kvq.sglang import episodic_checks, flags, session_router
+from sglang_kvq.sglang import flags
+from sglang_kvq.sglang.router import checks as episodic_checks
+from sglang_kvq.sglang.router import router as session_router
 from tests.sglang.test_checks import GPT_OSS, HYBRID
 
 ON = ("--kv-quant", "int4", "--episodic-policy", "retrieve", "--episodic-embedder", "folder")

@@ -13,9 +13,9 @@ from sglang_kvq.config import KVQuantConfig
 from sglang_kvq.constants import PAGE_SIZE
 from sglang_kvq.formats.page import PageFormat
 from sglang_kvq.sglang import runtime
+from sglang_kvq.sglang.architectures import unsupported_windows
 from sglang_kvq.sglang.doctor import capacity as doctor_capacity
 from sglang_kvq.sglang.runtime import CONFIG_ATTRIBUTE
-from sglang_kvq.sglang.window_checks import unsupported_windows
 
 #: gpt-oss-120b on one GPU: 18 layers of each kind, 8 KV heads of 64.
 LAYERS, KV_HEADS, D = 18, 8, 64

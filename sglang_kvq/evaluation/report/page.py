@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang_kvq.errors import KVQuantError
+from sglang_kvq.evaluation.files import read
 from sglang_kvq.evaluation.report.rows import (
     LOWER_IS_BETTER,
     TASKS,
@@ -22,7 +23,6 @@ from sglang_kvq.evaluation.report.rows import (
     rows_of,
     select,
 )
-from sglang_kvq.evaluation.store import read
 from sglang_kvq.evaluation.tasks.base import short
 
 TITLES = {

@@ -8,10 +8,11 @@ from typing import Any
 
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.evaluation import provenance
+from sglang_kvq.evaluation.files import read, write_json
 from sglang_kvq.evaluation.report.page import LEGEND, section
 from sglang_kvq.evaluation.report.rows import Row, add_reference, place, rows_of
 from sglang_kvq.evaluation.specs import REFERENCE, method_of, spec_of
-from sglang_kvq.evaluation.store import Store, differences, read, write_json
+from sglang_kvq.evaluation.store import Store, differences
 from sglang_kvq.evaluation.tasks import TASK_NAMES
 from sglang_kvq.evaluation.tasks.statistics import paired_difference
 

@@ -91,7 +91,7 @@ def calibrate_to_folder(
                 f"{_continues(kept)}"
             ) from error
     else:
-        from sglang_kvq.sglang.calibrate_engine import calibrate_on_engine
+        from sglang_kvq.sglang.attention.calibrate_engine import calibrate_on_engine
 
         given = {"trust_remote_code": trust_remote_code, **engine, **({"revision": revision} if revision else {})}
         rotations = calibrate_on_engine(model_path, config, ids, settings, progress, **given)

@@ -12,12 +12,12 @@ from statistics import mean, stdev
 import pytest
 
 from sglang_kvq.errors import KVQuantError
+from sglang_kvq.evaluation.files import read
 from sglang_kvq.evaluation.report import plots
 from sglang_kvq.evaluation.report.page import page, section
 from sglang_kvq.evaluation.report.plots import FAMILIES, REFERENCES, family_of
 from sglang_kvq.evaluation.report.results import collect_map
 from sglang_kvq.evaluation.report.rows import COLUMNS, Point, add_reference, frontier, points, representative, rows_of
-from sglang_kvq.evaluation.store import read
 from sglang_kvq.methods import METHOD_NAMES
 from tests.conftest import ROOT
 from tests.evaluation.conftest import main

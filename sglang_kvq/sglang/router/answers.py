@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.sessions.messages import GONE, TOO_SMALL
-from sglang_kvq.sglang.session_requests import GenerateRequest, HTTPRequest, Output
+from sglang_kvq.sglang.router.requests import GenerateRequest, HTTPRequest, Output
 
 #: Seconds between two looks at whether a client is still there; SGLang's own are 4.
 POLL = 1.0

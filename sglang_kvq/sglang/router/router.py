@@ -32,13 +32,12 @@ from sglang_kvq.sessions.messages import TOO_SMALL, Selection
 from sglang_kvq.sessions.planning import Plan, occurrences, plan, question_start, user_turn
 from sglang_kvq.sessions.search import Choice, Question, choose
 from sglang_kvq.sessions.store import MIB, SessionStore
-from sglang_kvq.sglang import session_answers as answers
-from sglang_kvq.sglang import session_requests as requests
+from sglang_kvq.sglang.router import answers, requests
+from sglang_kvq.sglang.router.episodes import EpisodeRouter
+from sglang_kvq.sglang.router.metrics import NoMetrics, SessionMetrics
+from sglang_kvq.sglang.router.requests import GenerateRequest, HTTPRequest, Output
+from sglang_kvq.sglang.router.turns import Outputs, TokenizerManager, Turn, Workers, ends
 from sglang_kvq.sglang.runtime import config_of
-from sglang_kvq.sglang.session_episodes import EpisodeRouter
-from sglang_kvq.sglang.session_metrics import NoMetrics, SessionMetrics
-from sglang_kvq.sglang.session_requests import GenerateRequest, HTTPRequest, Output
-from sglang_kvq.sglang.session_turns import Outputs, TokenizerManager, Turn, Workers, ends
 from sglang_kvq.sglang.types import Original
 
 logger = logging.getLogger("sglang_kvq")

@@ -22,10 +22,9 @@ from sglang_kvq.sessions.config import EPISODES, PROMPT_TOKENS, EpisodicConfig
 from sglang_kvq.sessions.embedding import unit
 from sglang_kvq.sessions.episodes import ChainPlan, Step, chain, stand_ins, step_ids
 from sglang_kvq.sessions.messages import FOLD, GONE, PREFIX, Fold, FoldedPrefix
-from sglang_kvq.sglang import session_answers as answers
-from sglang_kvq.sglang import session_requests as requests
-from sglang_kvq.sglang.session_requests import GenerateRequest
-from sglang_kvq.sglang.session_turns import Turn, Workers
+from sglang_kvq.sglang.router import answers, requests
+from sglang_kvq.sglang.router.requests import GenerateRequest
+from sglang_kvq.sglang.router.turns import Turn, Workers
 
 #: Names of folds that are remembered as built; an older one is tried from its chain's beginning.
 REMEMBERED = 1 << 16

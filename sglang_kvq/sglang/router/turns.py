@@ -16,9 +16,8 @@ from sglang_kvq.sessions.embedding import Embedder, EncodingThread
 from sglang_kvq.sessions.index import PageIndex
 from sglang_kvq.sessions.session import Namespace, Session
 from sglang_kvq.sessions.store import SessionStore
-from sglang_kvq.sglang import session_answers as answers
-from sglang_kvq.sglang import session_requests as requests
-from sglang_kvq.sglang.session_requests import GenerateRequest, HTTPRequest, Output
+from sglang_kvq.sglang.router import answers, requests
+from sglang_kvq.sglang.router.requests import GenerateRequest, HTTPRequest, Output
 from sglang_kvq.sglang.types import Original
 
 #: ``managers.tokenizer_manager.TokenizerManager``.

@@ -14,10 +14,10 @@ from sglang_kvq.constants import PAGE_SIZE
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.sessions.session import Session
 from sglang_kvq.sglang import checks
+from sglang_kvq.sglang.router.requests import tenant_of
+from sglang_kvq.sglang.router.router import router_of
+from sglang_kvq.sglang.router.turns import TokenizerManager
 from sglang_kvq.sglang.runtime import config_of
-from sglang_kvq.sglang.session_requests import tenant_of
-from sglang_kvq.sglang.session_router import router_of
-from sglang_kvq.sglang.session_turns import TokenizerManager
 from sglang_kvq.sglang.types import ServerArgs
 
 
