@@ -370,17 +370,11 @@ class Soak:
         self.write()
 
     def retractions(self) -> int:
-        logged = sum(map(int, re.findall(r"#retracted_reqs: (\d+)", self.server.log())))
-        return max(logged, self.traffic.counts.retractions if self.traffic else 0)
+        return max(retractions(self.server.log()), self.traffic.counts.retractions if self.traffic else 0)
 
     def row(self) -> dict:
         c, k = self.traffic.counts if self.traffic else None, self.checker
         latencies = sorted(c.latencies) if c else []
-
-        def at(share: float) -> float | None:
-            place = min(int(share * len(latencies)), len(latencies) - 1)
-            return round(1e3 * latencies[place], 1) if latencies else None
-
         return {
             "seconds": round(self.seconds, 1),
             "requests": c.requests if c else 0,
@@ -389,8 +383,8 @@ class Soak:
             "retractions": self.retractions() if self.server else 0,
             "leaked_tokens": self.leaked,
             "wrong_answers": k.wrong if k else None,
-            "p50_ms": at(0.5),
-            "p99_ms": at(0.99),
+            "p50_ms": at_share(latencies, 0.5),
+            "p99_ms": at_share(latencies, 0.99),
             "model": self.model.name,
             "kv_quant": self.args.method,
             "pool_tokens": self.scale.pool,
@@ -442,6 +436,17 @@ class Soak:
         )
         print("passed" if passed else "FAILED", self.args.out, f"{time.monotonic() - self.begin:.0f} s", flush=True)
         return passed
+
+
+def at_share(latencies: Sequence[float], share: float) -> float | None:
+    """Milliseconds that this share of the ascending seconds does not exceed; None without any."""
+    place = min(int(share * len(latencies)), len(latencies) - 1)
+    return round(1e3 * latencies[place], 1) if latencies else None
+
+
+def retractions(log: str) -> int:
+    """Requests that SGLang retracted, by its log."""
+    return sum(map(int, re.findall(r"#retracted_reqs: (\d+)", log)))
 
 
 def _used(server: TinyServer) -> int:

@@ -8,7 +8,7 @@ import random
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from benchmarks.tiny_models import VOCABULARY
@@ -242,21 +242,24 @@ class Traffic:
         self._offer("parallel", prompt, rng.choice(replies))
 
     def _disconnect(self, rng: random.Random, talk: list[int]) -> None:
+        self._leave(rng, body(self._prompt(rng), self._length(rng), stream=True))
+
+    def _leave(self, rng: random.Random, asked: dict, headers: Mapping[str, str] | None = None) -> None:
         """The client goes away: in its queue, in mid-prefill or while tokens arrive."""
-        asked = body(self._prompt(rng), self._length(rng), stream=True)
         events = rng.choice((0, 0, 1, 5))
-        with self.server.stream("/generate", asked) as response:
+        with self.server.stream("/generate", asked, headers=headers) as response:
             if events == 0:
                 time.sleep(rng.uniform(0, self.scale.wait))
             for _ in range(events):
                 response.readline()
-        with self.counts.lock:
-            self.counts.kinds["disconnect"] += 1
-            self.counts.aborted += 1
+        self._given_up("disconnect")
 
     def _abort(self, rng: random.Random, talk: list[int]) -> None:
+        self._cancel(rng, body(self._prompt(rng), self._length(rng), stream=True))
+
+    def _cancel(self, rng: random.Random, asked: dict, headers: Mapping[str, str] | None = None) -> None:
+        """A streaming request that is aborted by its id after a while."""
         rid = f"soak-{rng.getrandbits(64):x}"
-        asked = body(self._prompt(rng), self._length(rng), stream=True, rid=rid)
 
         def cancel() -> None:
             try:
@@ -266,12 +269,15 @@ class Traffic:
 
         timer = threading.Timer(rng.uniform(0, self.scale.wait), cancel)
         timer.start()
-        with self.server.stream("/generate", asked) as response:
+        with self.server.stream("/generate", {**asked, "rid": rid}, headers=headers) as response:
             while response.readline():
                 pass
         timer.join()
+        self._given_up("abort")
+
+    def _given_up(self, kind: str) -> None:
         with self.counts.lock:
-            self.counts.kinds["abort"] += 1
+            self.counts.kinds[kind] += 1
             self.counts.aborted += 1
 
     def _session(self, rng: random.Random, talk: list[int], streaming: bool = False) -> None:

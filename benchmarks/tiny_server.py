@@ -22,7 +22,7 @@ GPU_FLAGS = (
     *("--dtype", "bfloat16", "--sampling-backend", "pytorch", "--grammar-backend", "none"),
     *("--mem-fraction-static", "0.3", "--watchdog-timeout", "120"),
 )
-FLAGS = ("--skip-tokenizer-init", "--random-seed", "0", "--skip-server-warmup")
+FLAGS = ("--random-seed", "0", "--skip-server-warmup")
 #: Plain BF16 beside it attends with Triton kernels too, which need no compiler at start.
 PLAIN_ON_GPU = ("--attention-backend", "triton", "--cuda-graph-backend-prefill", "disabled")
 #: Any leak that SGLang or the plugin finds when idle or between steps ends the server.
@@ -96,6 +96,7 @@ class TinyServer(Server):
         cpu: on the CPU engine.
         gpus: indices of the GPUs that it may use.
         env: more variables.
+        tokenizer: whether the model's folder has one.
     """
 
     def __init__(
@@ -107,21 +108,23 @@ class TinyServer(Server):
         log: Path,
         env: Mapping[str, str],
         gpus: Sequence[int] = (0,),
+        tokenizer: bool = False,
     ) -> None:
-        own = [*FLAGS, *flags] if cpu else [*FLAGS, *GPU_FLAGS, *flags]
+        own = [*([] if tokenizer else ["--skip-tokenizer-init"]), *FLAGS, *([] if cpu else GPU_FLAGS), *flags]
         if "--kv-quant" not in flags and not cpu:
             own += PLAIN_ON_GPU
         self.cpu = cpu
         more = {} if cpu else {"CUDA_VISIBLE_DEVICES": ",".join(map(str, _visible(gpus)))}
         super().__init__(model, *own, cpu=cpu, env={**ENV, **more, **env}, log_path=log)
 
-    def stream(self, path: str, asked: dict, timeout: float = 120):
+    def stream(self, path: str, asked: dict, timeout: float = 120, headers: Mapping[str, str] | None = None):
         """An open response of a POST; closing it before its end is a client that went away.
 
         Raises:
             OSError: refused, or no answer in time.
         """
-        request = urllib.request.Request(self.url + path, dumps(asked), {"Content-Type": "application/json"})
+        all_headers = {"Content-Type": "application/json", **(headers or {})}
+        request = urllib.request.Request(self.url + path, dumps(asked), all_headers)
         return OPENER.open(request, timeout=timeout)
 
     def states(self) -> list[dict]:

@@ -53,7 +53,7 @@ class FakeServer:
             self.sessions[name] = []
         return json.dumps(name).encode()
 
-    def stream(self, path: str, asked: dict, timeout: float = 60) -> io.BytesIO:
+    def stream(self, path: str, asked: dict, timeout: float = 60, headers: dict | None = None) -> io.BytesIO:
         return io.BytesIO(b"data: {}\n" * 6)
 
     @staticmethod
