@@ -35,7 +35,7 @@ def test_flags() -> None:
     parser = argparse.ArgumentParser(add_help=False)
     flags.add_flags(parser)
     known = {action.option_strings[0]: action.default for action in parser._actions}
-    written = {**rows("Flags", REFERENCE), **rows("Serving", (ROOT / "docs" / "episodes.md").read_text())}
+    written = {**rows("Flags", REFERENCE), **rows("Flags", (ROOT / "docs" / "sessions.md").read_text())}
     assert set(written) == set(known)
     for flag, default in known.items():
         if default is not None:
