@@ -77,6 +77,11 @@ PAGES = [
 ]
 
 
+def test_the_index_of_docs_links_to_every_page() -> None:
+    linked = set(re.findall(r"\]\(([^)#]+)\)", (ROOT / "docs" / "README.md").read_text()))
+    assert {page.removeprefix("docs/") for page in PAGES if page.startswith("docs/")} - linked == {"README.md"}
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_links_lead_somewhere(page: str) -> None:
     path = ROOT / page
