@@ -35,7 +35,7 @@ def test_flags() -> None:
     parser = argparse.ArgumentParser(add_help=False)
     flags.add_flags(parser)
     known = {action.option_strings[0]: action.default for action in parser._actions}
-    written = {**rows("Flags", REFERENCE), **rows("Serving", (ROOT / "docs" / "episodes.md").read_text())}
+    written = {**rows("Flags", REFERENCE), **rows("Flags", (ROOT / "docs" / "sessions.md").read_text())}
     assert set(written) == set(known)
     for flag, default in known.items():
         if default is not None:
@@ -75,6 +75,11 @@ PAGES = [
     "CHANGELOG.md",
     *(path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "docs").rglob("*.md"))),
 ]
+
+
+def test_the_index_of_docs_links_to_every_page() -> None:
+    linked = set(re.findall(r"\]\(([^)#]+)\)", (ROOT / "docs" / "README.md").read_text()))
+    assert {page.removeprefix("docs/") for page in PAGES if page.startswith("docs/")} - linked == {"README.md"}
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -1,4 +1,4 @@
-"""Gains kept, out of result files of the oracle, as the tables of docs/episodes.md.
+"""Gains kept, out of result files of the oracle, as the tables of docs/notes/episodes.md.
 
 python -m benchmarks.research.episodes.table benchmarks/results/episodes_*.json
 """

@@ -1,0 +1,37 @@
+"""Every message that docs/troubleshooting.md quotes still occurs in the sources."""
+
+from __future__ import annotations
+
+import ast
+import re
+from functools import cache
+
+import pytest
+
+from tests.conftest import ROOT
+
+PAGE = (ROOT / "docs" / "troubleshooting.md").read_text()
+#: Rows of the tables whose first column is headed "message"; "…" stands for any text.
+QUOTES = [
+    quote
+    for table in re.findall(r"^\| message \|.*\n\|.*\n((?:\|.*\n)+)", PAGE, re.MULTILINE)
+    for quote in re.findall(r"^\| `([^`]+)` \|", table, re.MULTILINE)
+]
+
+
+@cache
+def texts() -> str:
+    """Every string of the package, one a line; "…" replaces the values of an f-string."""
+    nodes = [n for path in (ROOT / "sglang_kvq").rglob("*.py") for n in ast.walk(ast.parse(path.read_text()))]
+    strings = [n.values if isinstance(n, ast.JoinedStr) else [n] for n in nodes if isinstance(n, ast.expr)]
+    joined = ("".join(str(p.value) if isinstance(p, ast.Constant) else "…" for p in parts) for parts in strings)
+    return "\n".join(text.replace("\n", " ") for text in joined)
+
+
+@pytest.mark.parametrize("quote", QUOTES)
+def test_the_message_is_in_the_sources(quote: str) -> None:
+    assert re.search(".*".join(map(re.escape, quote.split("…"))), texts()), quote
+
+
+def test_every_table_of_messages_is_read() -> None:
+    assert len(QUOTES) == len(re.findall(r"^\| `", PAGE, re.MULTILINE)) - 3  # the three of other programs
