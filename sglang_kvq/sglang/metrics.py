@@ -36,7 +36,7 @@ class TierMetrics:
         from prometheus_client import Counter, Gauge
 
         def gauge(name: str, what: str, *more: str) -> Gauge:
-            return Gauge(f"sglang_kvq:{name}", what, [*labels, *more], multiprocess_mode="mostrecent")
+            return Gauge(f"sglang_kvq_{name}", what, [*labels, *more], multiprocess_mode="mostrecent")
 
         gauge("bits_per_element", "Allocated bits per element of the KV cache, BF16 pages included.").labels(
             **labels
@@ -48,7 +48,7 @@ class TierMetrics:
         self.held_quantized, self.held_bf16 = (held.labels(**labels, tier=tier) for tier in ("quantized", "bf16"))
 
         def counter(name: str, what: str) -> Counter:
-            return Counter(f"sglang_kvq:{name}", what, list(labels)).labels(**labels)
+            return Counter(f"sglang_kvq_{name}", what, list(labels)).labels(**labels)
 
         self.quantized_pages = counter("quantized_pages", "Pages quantized since the server started.")
         self.errors = counter("errors", "Errors of the cache since the server started; answers may be wrong.")

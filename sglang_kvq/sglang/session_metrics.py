@@ -23,10 +23,10 @@ class SessionMetrics(NoMetrics):
         # Not before SGLang has set PROMETHEUS_MULTIPROC_DIR.
         from prometheus_client import Counter, Gauge
 
-        self._known = Gauge("sglang_kvq:sessions", "Sessions that are remembered.", multiprocess_mode="mostrecent")
-        self._bytes = Gauge("sglang_kvq:session_state_bytes", "Their state.", multiprocess_mode="mostrecent")
-        self._answered = Counter("sglang_kvq:session_requests", "Requests of sessions.", ["read"])
-        self._rebuilt = Counter("sglang_kvq:session_rebuilds", "Histories computed again since they were evicted.")
+        self._known = Gauge("sglang_kvq_sessions", "Sessions that are remembered.", multiprocess_mode="mostrecent")
+        self._bytes = Gauge("sglang_kvq_session_state_bytes", "Their state.", multiprocess_mode="mostrecent")
+        self._answered = Counter("sglang_kvq_session_requests", "Requests of sessions.", ["read"])
+        self._rebuilt = Counter("sglang_kvq_session_rebuilds", "Histories computed again since they were evicted.")
 
     def known(self, sessions: int, state_bytes: int) -> None:
         self._known.set(sessions)

@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 
 
 def value(name: str, **more: str) -> float | None:
-    return prometheus_client.REGISTRY.get_sample_value(f"sglang_kvq:{name}", {**LABELS, **more})
+    return prometheus_client.REGISTRY.get_sample_value(f"sglang_kvq_{name}", {**LABELS, **more})
 
 
 def test_figures(monkeypatch: pytest.MonkeyPatch) -> None:
