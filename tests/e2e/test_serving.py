@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import threading
 import time
 from itertools import pairwise
@@ -80,6 +81,11 @@ def test_server_info_tells_what_is_allocated(chat):
     assert state["rotations"] == "fixed" and state["rotations_sha256"] is None
     assert state["tokens"] == 4096 and state["bf16_pages"] >= 8 * 3
     assert state["bits_per_element"] == pytest.approx(16 * state["bf16_tokens_same_memory"] / state["tokens"], rel=1e-2)
+
+
+def test_log_says_how_many_requests_fit(servers):
+    log = servers(*CHAT, env=STRICT).log()
+    assert re.search(r"kv-quant at 4K: BF16 \d+ → 1 requests", log), "the model's contexts end at 8K"
 
 
 def test_sessions_that_are_not_streaming_reuse_whole_pages(chat):
