@@ -181,7 +181,7 @@ class Planner:
     def _formats(self, config: KVQuantConfig) -> tuple[RecordFormat, ...]:
         """Returns the page formats of all layers.
 
-        The widths of planes depend on rotations. Their sum hardly does, so these have energies that fall as measured
+        Widths of planes depend on the rotations, their sum only a little. So these have energies that fall as measured
         ones do.
         """
         if not get_method(config.method).planes:
