@@ -175,6 +175,7 @@ class EpisodeRouter:
                 raise KVQuantError(f"folding tokens {step.start} to {step.end} of the conversation failed: {problem}")
             await asyncio.sleep(PAUSE * 2**attempt)
         self._built[step.name] = None
+        self.router.metrics.folded()
         while len(self._built) > REMEMBERED:
             self._built.popitem(last=False)
 

@@ -77,6 +77,9 @@ def test_figures_of_a_running_request_and_of_an_idle_server(client):
 
     state = client.state()
     assert idle["sglang_kvq_bits_per_element"] == pytest.approx(state["bits_per_element"], abs=1e-3)
+    assert idle["sglang_kvq_info"] == 1
+    assert idle["sglang_kvq_bf16_equivalent_tokens"] == state["bf16_tokens_same_memory"]
+    assert idle["sglang_kvq_lost_window_pages"] == idle["sglang_kvq_held_back_requests"] == 0
     assert idle["sglang_kvq_pool_tokens[quantized]"] == state["tokens"] == TOKENS
     assert idle["sglang_kvq_pool_tokens[bf16]"] == state["bf16_pages"] * 64
     assert idle["sglang_kvq_held_tokens[quantized]"] == state["tiers"]["quantized_tokens"]

@@ -85,7 +85,7 @@ def test_server_info_tells_what_is_allocated(chat):
 
 def test_log_says_how_many_requests_fit(servers):
     log = servers(*CHAT, env=STRICT).log()
-    assert re.search(r"kv-quant at 4K: BF16 \d+ → 1 requests", log), "the model's contexts end at 8K"
+    assert re.search(r"kv-quant at 2K: BF16 \d+ → 2 requests", log), "the server's contexts end at 2K"
 
 
 def test_sessions_that_are_not_streaming_reuse_whole_pages(chat):
