@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from sglang_kvq.errors import KVQuantError, unknown
 
 GIB = 1 << 30
-#: Bytes that the driver and a CUDA context take before a server loads anything, as on an H200 with SGLang 0.5.23.
+#: Bytes that the driver and a CUDA context take before a server loads anything.
 CONTEXT_BYTES = int(1.4 * GIB)
 #: MiB that ``nvidia-smi`` shows, and the data sheet's TB/s.
 KNOWN = {

@@ -618,6 +618,7 @@ TABLE: tuple[Hook, ...] = (
             "tiers in /metrics",
             dict(params=("stats",), handler="metrics:after_log_stats"),
         ),
+        (Kind.READ, "observability.metrics_collector.QueueCount.total", "requests that run and wait", {}),
         # The KV canary
         (
             Kind.CALL,
