@@ -146,6 +146,7 @@ def main() -> None:
     parser.add_argument("--model", type=Path, default=ROOT / ".models" / "SmolLM2-135M-Instruct")
     parser.add_argument("--picture", type=Path, help="PNG to draw")
     parser.add_argument("--seconds", type=float, default=120, help="of load; default %(default)s")
+    parser.add_argument("--start", type=float, default=300, help="seconds until the server must be ready")
     args = parser.parse_args()
     if shutil.which("prometheus") is None:
         sys.exit("prometheus is not installed: apt-get install prometheus")
@@ -153,7 +154,9 @@ def main() -> None:
         folder = Path(temporary)
         path, embedder = word_embeddings.install(folder)
         env = {"PYTHONPATH": os.pathsep.join([path, str(ROOT)])}
-        with Server(args.model, *FLAGS, "--episodic-embedder", embedder, env=env) as server:
+        server = Server(args.model, *FLAGS, "--episodic-embedder", embedder, env=env)
+        server.start_timeout = args.start
+        with server:
             print(*[line for line in server.log().splitlines() if "kv-quant" in line], sep="\n")
             with Prometheus(folder, server.port) as prometheus:
                 begin = time.time()
