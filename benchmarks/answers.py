@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from benchmarks.tiny_server import TinyServer, body
-from sglang_kvq.config import PAGE_SIZE
+from sglang_kvq.constants import PAGE_SIZE
 
 #: Counted for a token that a server did not list among its likely ones: beyond every bound.
 UNLISTED = 99.0

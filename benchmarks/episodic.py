@@ -39,7 +39,7 @@ from benchmarks import record
 from benchmarks.capacity import MODEL, existing_folder, random_rotations
 from benchmarks.serving import EVENT, Client, Failed, Stream, step_ms
 from launch.server import Server
-from sglang_kvq.config import PAGE_SIZE
+from sglang_kvq.constants import PAGE_SIZE
 from sglang_kvq.evaluation import provenance
 from sglang_kvq.rotations.identity import geometry_of
 

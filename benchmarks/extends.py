@@ -3,7 +3,7 @@
     python benchmarks/extends.py --out benchmarks/results/kernels_h200.json  # the whole grid, as routed (4 minutes)
     python benchmarks/extends.py --quick --out quick.json                    # some points (1 minute)
     python benchmarks/extends.py --sweep --out sweep.json                    # some points, every way (4 minutes)
-    python benchmarks/extends.py --fit quick.json                            # constants of attention/extend_costs.py
+    python benchmarks/extends.py --fit quick.json                            # constants of extend_costs.py
     python benchmarks/extends.py --fit benchmarks/results/kernels_h200.json  # those in use
 
 Where FlashInfer is not installed, --quick does without it. A way whose result differs from float64 on the same codes
@@ -32,11 +32,11 @@ from benchmarks.kernel_bench.rows import row_of
 from benchmarks.kernel_bench.shapes import ANY_EXTEND, KV_HEADS, Q_HEADS, D, ShortShape, make_pool
 from benchmarks.kernel_bench.timer import Timer
 from sglang_kvq.attention.base import LayerRotations
-from sglang_kvq.attention.extend_costs import Geometry, dequantized_terms, direct_terms, fit
+from sglang_kvq.attention.planning.extend_costs import Geometry, dequantized_terms, direct_terms, fit
+from sglang_kvq.attention.planning.short_extend import ShortExtends
 from sglang_kvq.attention.ragged import RaggedPrefill, workspace_tokens
-from sglang_kvq.attention.short_extend import ShortExtends
 from sglang_kvq.attention.triton_ops import TritonOps
-from sglang_kvq.config import PAGE_SIZE
+from sglang_kvq.constants import PAGE_SIZE
 from sglang_kvq.kernels.extend.extend_attention import NARROW, ExtendLaunch
 from sglang_kvq.kernels.extend.gather_pages import PageRead, gather_pages
 

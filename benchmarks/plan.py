@@ -3,7 +3,7 @@
     python benchmarks/plan.py --out benchmarks/results/kernels_h200.json
 
 A step is planned if some request fills a page or begins one. Here one of the batch does, in each step: it takes the
-overlay that was used least recently, and the page that leaves its window is quantized for all layers. All overlays
+BF16 copy that was used least recently, and the page that leaves its window is quantized for all layers. All BF16 pages
 are in use. Both planners must agree first, in every table and every record. Host time is what the call takes while
 the device is idle; device time is that of all kernels and copies, from torch's profiler. Under a minute on one GPU;
 rows replace those of the same name in the file.
@@ -30,11 +30,11 @@ from sglang_kvq.attention.triton_ops import TritonOps
 from sglang_kvq.cache.pool import PagePool
 from sglang_kvq.cache.tiers import TierManager
 from sglang_kvq.cache.triton_tiers import TritonTierManager
-from sglang_kvq.config import PAGE_SIZE
+from sglang_kvq.constants import PAGE_SIZE
 
 LAYERS = 36
 SHAPES = [(1, 131072), (8, 32768), (64, 16384), (256, 4096)]
-#: Steps until every overlay is in use, then those that are timed, and profiled.
+#: Steps until every BF16 copy is in use, then those that are timed, and profiled.
 FILL, TIMED, PROFILED = 40, 41, 10
 STEPS = FILL + TIMED + PROFILED
 KINDS = {"plan_step (triton)": TritonTierManager, "plan_step (torch)": TierManager}
@@ -59,13 +59,13 @@ class Batch:
         self.table[1:] = (order[:, :, None] * PAGE_SIZE + torch.arange(PAGE_SIZE, device="cuda")).flatten(1)
 
     def manager(self, kind: type[TierManager]) -> TierManager:
-        """All requests prefilled; ``FILL`` overlays are still free."""
+        """All requests prefilled; ``FILL`` BF16 pages are still free."""
         windows = SINK // PAGE_SIZE + RECENT // PAGE_SIZE + 1
         pages, slots = self.batch * self.pages_each, self.batch * windows + FILL
         pool = PagePool.allocate(
             [FORMAT] * LAYERS, kv_heads=KV_HEADS, pages=pages, slots=slots, req_to_token=self.table
         )
-        for layer in pool.overlays:
+        for layer in pool.bf16_pages:
             layer.normal_(generator=torch.Generator("cuda").manual_seed(1))
         ops = TritonOps(pool, LayerRotations(), Q_HEADS, self.batch)
         tiers = kind(pool, SINK // PAGE_SIZE, RECENT // PAGE_SIZE, ops.quantize_slots)
@@ -98,7 +98,7 @@ def check(ours: TierManager, theirs: TierManager, shape: str) -> None:
                 f"plan_step {shape}: {name} differs from the reference; no speed is reported for a wrong result."
             )
     if int(ours.errors) or int(theirs.errors) or (ours.slot_page[1:] == 0).any():
-        raise SystemExit(f"plan_step {shape}: {int(ours.errors)} errors, or overlays that should be in use are not.")
+        raise SystemExit(f"plan_step {shape}: {int(ours.errors)} errors, or BF16 pages that should be in use are not.")
 
 
 def measure(batch: Batch, tiers: TierManager) -> dict[str, float]:

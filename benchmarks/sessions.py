@@ -113,7 +113,7 @@ def measure(tokens: int, budget: int, embedder: Embedder, tokenizer: Any, turns:
 
 def session_ids(part: np.ndarray) -> Any:
     """As ``sglang.selection`` hands tokens to the tree."""
-    from sglang_kvq.sglang.selection import _ids
+    from sglang_kvq.sglang.prefix.selection import _ids
 
     return _ids(part)
 

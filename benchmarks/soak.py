@@ -43,7 +43,8 @@ from benchmarks.tiny_hybrids import SERVER_FLAGS
 from benchmarks.tiny_models import MODELS, VOCABULARY
 from benchmarks.tiny_server import IDLE_CHECK, TinyServer, body, gpu_names, plugin_path, versions
 from launch.server import ServerError
-from sglang_kvq.config import PAGE_SIZE, KVQuantConfig
+from sglang_kvq.config import KVQuantConfig
+from sglang_kvq.constants import PAGE_SIZE
 from sglang_kvq.server_process import ServerFailed
 
 GPU = Scale(16, 12000, (4, 48), (200, 400), 32768, 2048, 16, 24, 24, 0.3, 60.0, 90)
@@ -99,7 +100,7 @@ class Checker:
         ``resumed`` goes on after a part of its answer. ``beside another`` begins as a longer prompt does that was there
         before: what it finds cached of that one lies outside the longer one's window, so it reads quantized what a
         request with a prompt of its own would read in BF16. ``late`` finds its whole prompt cached, but by then others
-        have taken all its overlays, those of its sinks too.
+        have taken all its BF16 copies, those of its sinks too.
         """
         rng = random.Random(7)
         answers = []

@@ -41,7 +41,7 @@ from benchmarks.answers import Bound, Difference, token_difference
 from benchmarks.tiny_models import MODELS, VOCABULARY
 from benchmarks.tiny_server import GPU_FLAGS, IDLE_CHECK, TinyServer, dumps, plugin_path, versions
 from launch.server import Server, ServerError
-from sglang_kvq.config import PAGE_SIZE
+from sglang_kvq.constants import PAGE_SIZE
 from sglang_kvq.server_process import OPENER, ServerFailed
 from tests.e2e import word_embeddings
 

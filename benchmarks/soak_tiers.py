@@ -24,7 +24,7 @@ from tests.cache.schedules import Driver, random_model
 
 
 def soak(operations: int, seed: int, look_every: int) -> dict:
-    """A row; a wrong read, a lost page or an overlay that is held at the end raises."""
+    """A row; a wrong read, a lost page or a BF16 copy that is held at the end raises."""
     begin = shown = time.monotonic()
     done = models = plans = quantized = 0
     while done < operations:

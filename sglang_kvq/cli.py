@@ -314,7 +314,7 @@ def doctor(
 ) -> None:
     """Check that --kv-quant can work in this environment, or that it serves a model; exit status 1 if not."""
     if model is None:
-        from sglang_kvq.sglang.doctor import report
+        from sglang_kvq.sglang.doctor.report import report
 
         given = {"--method": method, "--bits": bits, "--rotations": rotations, "--memory": memory, "--tp": tp}
         for flag, value in {**given, "--trust-remote-code": trust_remote_code or None}.items():
@@ -322,7 +322,7 @@ def doctor(
                 named = flag if value is True else f"{flag} {value}"
                 raise KVQuantError(f"{named}: it is about a model; add --model MODEL, or leave it out.")
         raise typer.Exit(report(as_json=as_json))
-    from sglang_kvq.sglang import doctor_model
+    from sglang_kvq.sglang.doctor import model as doctor_model
 
     request = doctor_model.Request(
         model,

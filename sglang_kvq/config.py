@@ -5,17 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
+from sglang_kvq.constants import PAGE_SIZE
 from sglang_kvq.errors import KVQuantError
 
 if TYPE_CHECKING:
     from sglang_kvq.episodic.config import EpisodicConfig
     from sglang_kvq.methods import Width
-
-#: Tokens per page. Fixed: page formats, kernels and both pools are laid out for it.
-PAGE_SIZE = 64
-
-#: head_dim values the page formats and kernels support.
-HEAD_DIMS = (64, 96, 128, 256)
 
 #: Most query heads per KV head that the kernels support.
 MAX_GQA_GROUP = 16
@@ -36,14 +31,14 @@ class KVQuantConfig:
         clip_k, clip_v: quantile of ``|x|`` over a head's row beyond which keys/values are
             clipped, in (0, 1]; 1 clips nothing; None means the rotation file's or the
             method's own. A given value applies to codes of every width, the default to INT2 codes only.
-        bf16_budget: share of the KV memory that BF16 overlays may take, in (0, 1).
+        bf16_budget: share of the KV memory that BF16 pages may take, in (0, 1).
         bits: ``--kv-quant-bits`` as given: bits per code, or ``auto:TARGET``; for ``transform``, allocated bits per
             element. None is the method's default.
         seed: seed of random rotations; None is 0.
         episodic: the values of the ``--episodic-*`` flags; None without ``--episodic-policy``.
         capture: ``FOLDER:CONTEXT:SKIP`` of ``sglang.capture_backend``, for ``kvq calibrate --engine sglang`` only.
         prefill_window: number of older tokens, before the recent ones, that a prefill may also read in BF16, while
-            their overlays still exist; a multiple of ``PAGE_SIZE``. With 0, prefill reads the same as decoding.
+            their BF16 copies still exist; a multiple of ``PAGE_SIZE``. With 0, prefill reads the same as decoding.
 
     Raises:
         KVQuantError: a value out of range; the message names it and the fix.
@@ -137,7 +132,7 @@ class KVQuantConfig:
 
     @property
     def slots_per_request(self) -> int:
-        """Most overlay slots that a running request holds: sinks, window, and the page being filled."""
+        """Most BF16 slots that a running request holds: sinks, window, and the page being filled."""
         return self.sink_pages + self.recent_pages + 1
 
     def describe(self) -> str:

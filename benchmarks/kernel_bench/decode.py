@@ -14,7 +14,7 @@ from sglang_kvq.attention.base import LayerRotations
 from sglang_kvq.attention.reference import ReferenceOps
 from sglang_kvq.attention.triton_ops import TritonOps
 from sglang_kvq.cache.pool import PagePool
-from sglang_kvq.config import PAGE_SIZE
+from sglang_kvq.constants import PAGE_SIZE
 from sglang_kvq.formats.record import RecordFormat
 from sglang_kvq.kernels.decode.decode_attention import DecodeLaunch
 
@@ -73,16 +73,16 @@ def sweep(timer: Timer) -> None:
 def quantize_rows(
     timer: Timer, bandwidth: float, format: RecordFormat = FORMAT, label: str = "", tokens: int = 8192, **more: int
 ) -> Iterator[dict]:
-    """Pages of ``tokens`` tokens, from activations (one layer) and from overlays.
+    """Pages of ``tokens`` tokens, from activations (one layer) and from BF16 pages.
 
     label: added to the rows' names; more: to what they say.
     """
     pages, d = tokens // PAGE_SIZE, format.head_dim
     table = torch.zeros(1, PAGE_SIZE, dtype=torch.int32, device="cuda")
     pool = PagePool.allocate([format], kv_heads=KV_HEADS, pages=pages, slots=pages, req_to_token=table)
-    pool.overlays.normal_()
+    pool.bf16_pages.normal_()
     ops, reference = TritonOps(pool, LayerRotations(), Q_HEADS, 1), ReferenceOps(pool, LayerRotations())
-    k, v = (pool.overlays[0, 1:, i].transpose(1, 2).flatten(0, 1).contiguous() for i in range(2))
+    k, v = (pool.bf16_pages[0, 1:, i].transpose(1, 2).flatten(0, 1).contiguous() for i in range(2))
     ids = torch.arange(1, pages + 1, device="cuda")
     first, count = (ids - 1) * PAGE_SIZE, torch.tensor([pages], device="cuda")
     reference.quantize_slots(ids, ids, count)

@@ -16,7 +16,7 @@ from sglang_kvq.attention.base import ExtendBatch, LayerRotations
 from sglang_kvq.attention.ragged import RaggedPrefill
 from sglang_kvq.attention.reference import ReferenceOps
 from sglang_kvq.attention.triton_ops import TritonOps
-from sglang_kvq.config import PAGE_SIZE
+from sglang_kvq.constants import PAGE_SIZE
 from sglang_kvq.kernels.extend.extend_attention import ExtendLaunch
 
 #: Stored prefix and new tokens.

@@ -13,7 +13,7 @@ from benchmarks.kernel_bench.timer import Timer
 from sglang_kvq.cache.fold import fold_pages
 from sglang_kvq.cache.pool import PagePool
 from sglang_kvq.cache.triton_tiers import move_tokens
-from sglang_kvq.config import PAGE_SIZE
+from sglang_kvq.constants import PAGE_SIZE
 from sglang_kvq.formats.code import CodeFormat
 from sglang_kvq.formats.page import PageFormat
 from sglang_kvq.formats.record import RecordFormat

@@ -213,7 +213,7 @@ def _measure(
             "registers": launch.registers,
             "programs_per_sm": launch.programs_per_sm,
             "half_pages": launch.half_pages,
-            "overlay_cost": launch.overlay_cost,
+            "bf16_page_cost": launch.bf16_page_cost,
             "in_use": n == 0,
             "us": round(us, 2),
             "bandwidth_fraction": round(share, 3),

@@ -11,11 +11,12 @@ from benchmarks import baseline
 from benchmarks.kernel_bench.rows import row_of
 from benchmarks.kernel_bench.shapes import KV_HEADS, Q_HEADS, D, checked, make_pool
 from benchmarks.kernel_bench.timer import Timer
-from sglang_kvq.attention import oracle, paged_scores
+from sglang_kvq.attention import oracle
 from sglang_kvq.attention.base import ExtendBatch, LayerRotations
-from sglang_kvq.attention.scoring import KeyScores, plan_scoring
+from sglang_kvq.attention.scores import paged_scores
+from sglang_kvq.attention.scores.scoring import KeyScores, plan_scoring
 from sglang_kvq.attention.triton_ops import TritonOps
-from sglang_kvq.config import PAGE_SIZE
+from sglang_kvq.constants import PAGE_SIZE
 from sglang_kvq.kernels.extend.key_scores import ScoreLaunch
 
 #: Stored prefix, tokens of the block, and of the prompt.

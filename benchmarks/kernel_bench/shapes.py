@@ -9,12 +9,12 @@ import torch
 from benchmarks.kernel_bench.timer import Timer
 from sglang_kvq.attention import oracle
 from sglang_kvq.attention.base import ExtendBatch, LayerRotations
-from sglang_kvq.attention.extend_costs import Geometry
+from sglang_kvq.attention.planning.extend_costs import Geometry
+from sglang_kvq.attention.planning.short_extend import ShortExtends, plan_short
 from sglang_kvq.attention.ragged import RaggedPrefill
-from sglang_kvq.attention.short_extend import ShortExtends, plan_short
 from sglang_kvq.attention.triton_ops import TritonOps
 from sglang_kvq.cache.pool import PagePool
-from sglang_kvq.config import PAGE_SIZE
+from sglang_kvq.constants import PAGE_SIZE
 from sglang_kvq.formats.page import PageFormat
 from sglang_kvq.formats.record import RecordFormat
 from sglang_kvq.kernels.decode.decode_attention import DecodeLaunch
@@ -43,7 +43,7 @@ def make_pool(lengths: list[int], format: RecordFormat = FORMAT, kv_heads: int =
     some = torch.randn(2, 64, kv_heads, PAGE_SIZE, format.head_dim, device="cuda").bfloat16()
     records = format.quantize_pages(*some)
     pool.records[0][1:] = records[torch.randint(len(records), (sum(counts),), device="cuda")]
-    pool.overlays.normal_()
+    pool.bf16_pages.normal_()
     pool.page_slot[windows] = torch.randperm(pool.slots, device="cuda", dtype=torch.int32) + 1
     pool.row_sink_end[1:], pool.row_history_end[1:] = SINK, torch.tensor(ends, device="cuda")
     pool.read_rows()

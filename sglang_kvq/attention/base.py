@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from sglang_kvq.attention.drafts import DraftBatch
-from sglang_kvq.attention.scoring import ScoringPart
+from sglang_kvq.attention.scores.scoring import ScoringPart
 from sglang_kvq.cache.pool import PagePool
 
 
@@ -61,7 +61,7 @@ class ExtendBatch:
         prefix_lens, new_lens: per request, on the host: tokens stored before this batch, and
             tokens in it.
         loc: int64 ``[sum(new_lens)]``, SGLang's location of each new token, without padding.
-        overlay_tokens: int64 ``[n]`` indices of the new tokens that go to BF16 overlays.
+        bf16_tokens: int64 ``[n]`` indices of the new tokens that go to BF16 pages.
         direct_tokens: int64 ``[m]`` indices of the first token of each page that is quantized
             directly from the activations (whole pages, consecutive tokens).
     """
@@ -70,7 +70,7 @@ class ExtendBatch:
     prefix_lens: list[int]
     new_lens: list[int]
     loc: torch.Tensor
-    overlay_tokens: torch.Tensor
+    bf16_tokens: torch.Tensor
     direct_tokens: torch.Tensor
 
 
@@ -105,9 +105,9 @@ class AttentionOps(ABC):
 
     @abstractmethod
     def store_tokens(self, layer: int, loc: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Writes rows k, v ``[T, kv_heads, D]`` to the overlays of the pages of ``loc``, int64 ``[T]``.
+        """Writes rows k, v ``[T, kv_heads, D]`` to the BF16 pages of the pages of ``loc``, int64 ``[T]``.
 
-        A page without an overlay (only page 0's padding should reach here) writes to slot 0.
+        A page without a BF16 copy (only page 0's padding should reach here) writes to slot 0.
         Safe inside a CUDA graph.
         """
 
@@ -131,18 +131,18 @@ class AttentionOps(ABC):
 
     @abstractmethod
     def quantize_slots(self, slots: torch.Tensor, pages: torch.Tensor, count: torch.Tensor) -> None:
-        """Quantizes overlays into records, in all layers of all stores.
+        """Quantizes BF16 pages into records, in all layers of all stores.
 
-        For ``i < count``, overlay ``slots[i]`` becomes page ``pages[i]``'s record. ``slots`` and ``pages``
+        For ``i < count``, BF16 copy ``slots[i]`` becomes page ``pages[i]``'s record. ``slots`` and ``pages``
         are int64 ``[n]``; ``count`` is int64 ``[1]`` on the device and is not read on the host of a GPU.
         """
 
     @abstractmethod
     def restore_pages(self, pages: torch.Tensor) -> None:
-        """Fills the overlays of pages from their records, all layers, and first tokens from ``pool.firsts``.
+        """Fills the BF16 pages of pages from their records, all layers, and first tokens from ``pool.sink_cache``.
 
         pages: int ``[n]`` on the device, distinct whole pages with a record and a kept first token. 0, or a page
-        without an overlay, is skipped. Values are those that attention reads from records, rounded to BF16.
+        without a BF16 copy, is skipped. Values are those that attention reads from records, rounded to BF16.
         """
 
     def reserve(self, batch: int) -> None:  # noqa: B027
@@ -193,7 +193,7 @@ class AttentionOps(ABC):
         """Attends with each draft to everything stored before its request's drafts, and to the drafts it sees.
 
         q BF16 ``[batch * count, q_heads, D]``, request by request; keys and values of all drafts are stored in
-        overlays. Returns BF16 like q. Safe inside a CUDA graph. With one draft it equals ``decode``. sinks: see
+        BF16 pages. Returns BF16 like q. Safe inside a CUDA graph. With one draft it equals ``decode``. sinks: see
         ``decode``.
         """
 
@@ -221,5 +221,5 @@ class AttentionOps(ABC):
         """Raises ``part.values[layer]`` to ``key_scores.key_scores`` of a request's past keys, where that is higher.
 
         q, k: activations of the whole batch, see ``extend``, before its tokens are stored. Past keys are read like in
-        ``extend``: new ones as they are, stored ones from overlays, or from records and rounded to BF16.
+        ``extend``: new ones as they are, stored ones from BF16 pages, or from records and rounded to BF16.
         """

@@ -10,7 +10,7 @@ import torch
 from sglang_kvq.attention.base import ExtendBatch
 from sglang_kvq.attention.drafts import DraftBatch, mask_of
 from sglang_kvq.cache.pool import PagePool
-from sglang_kvq.config import PAGE_SIZE
+from sglang_kvq.constants import PAGE_SIZE
 
 
 def stored(
@@ -18,16 +18,16 @@ def stored(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Reads a row's first ``length`` keys and values of these KV heads, float64 ``[heads, length, D]``.
 
-    For a page outside the history without an overlay it reads slot 0, like padding.
+    For a page outside the history without a BF16 copy it reads slot 0, like padding.
     """
     pages = pool.req_to_token[row, :length:PAGE_SIZE].long() // PAGE_SIZE
     start = torch.arange(len(pages), device=pool.device) * PAGE_SIZE
     coded = ((start >= pool.row_sink_end[row]) & (start < pool.row_history_end[row]))[:, None, None, None]
     slots = pool.page_slot[pages].clamp(min=0).long()
-    overlays = pool.overlays[layer][:, :, heads][slots]  # [n, 2, heads, PAGE, D]
+    bf16_pages = pool.bf16_pages[layer][:, :, heads][slots]  # [n, 2, heads, PAGE, D]
     values = pool.formats[layer].dequantize_pages(pool.records[layer][:, heads][pages])
     k, v = (
-        torch.where(coded, x.double(), overlays[:, i].double()).transpose(0, 1).flatten(1, 2)[:, :length]
+        torch.where(coded, x.double(), bf16_pages[:, i].double()).transpose(0, 1).flatten(1, 2)[:, :length]
         for i, x in enumerate(values)
     )
     return k, v

@@ -21,7 +21,7 @@ import torch
 
 from sglang_kvq.attention.base import ExtendBatch
 from sglang_kvq.cache.transfer import upload
-from sglang_kvq.config import PAGE_SIZE
+from sglang_kvq.constants import PAGE_SIZE
 from sglang_kvq.kernels.decode.learned_sinks import scale_by_sinks
 from sglang_kvq.kernels.extend.gather_pages import PageRead
 

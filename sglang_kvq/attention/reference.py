@@ -6,9 +6,9 @@ import torch
 
 from sglang_kvq.attention.base import AttentionOps, ExtendBatch
 from sglang_kvq.attention.drafts import DraftBatch, mask_of
-from sglang_kvq.attention.key_scores import key_scores
-from sglang_kvq.attention.scoring import ScoringPart
-from sglang_kvq.config import PAGE_SIZE
+from sglang_kvq.attention.scores.key_scores import key_scores
+from sglang_kvq.attention.scores.scoring import ScoringPart
+from sglang_kvq.constants import PAGE_SIZE
 
 
 class ReferenceOps(AttentionOps):
@@ -31,8 +31,8 @@ class ReferenceOps(AttentionOps):
 
     def store_tokens(self, layer: int, loc: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         slot = self.pool.page_slot[loc // PAGE_SIZE].clamp(min=0).long()
-        self.pool.overlays[layer, slot, 0, :, loc % PAGE_SIZE] = k
-        self.pool.overlays[layer, slot, 1, :, loc % PAGE_SIZE] = v
+        self.pool.bf16_pages[layer, slot, 0, :, loc % PAGE_SIZE] = k
+        self.pool.bf16_pages[layer, slot, 1, :, loc % PAGE_SIZE] = v
 
     def quantize_tokens(
         self, layer: int, first: torch.Tensor, pages: torch.Tensor, k: torch.Tensor, v: torch.Tensor
@@ -47,22 +47,22 @@ class ReferenceOps(AttentionOps):
     def quantize_slots(self, slots: torch.Tensor, pages: torch.Tensor, count: torch.Tensor) -> None:
         n = int(count)  # a device-to-host copy: fine here, the GPU backend reads it in the kernel
         for layer in range(self.pool.layers if n else 0):
-            overlays = self.pool.overlays[layer, slots[:n]]
-            records = self.pool.formats[layer].quantize_pages(overlays[:, 0], overlays[:, 1])
+            bf16_pages = self.pool.bf16_pages[layer, slots[:n]]
+            records = self.pool.formats[layer].quantize_pages(bf16_pages[:, 0], bf16_pages[:, 1])
             self.pool.records[layer][pages[:n]] = records
 
     def restore_pages(self, pages: torch.Tensor) -> None:
-        pool, firsts = self.pool, self.pool.firsts
-        if firsts is None:
+        pool, sink_cache = self.pool, self.pool.sink_cache
+        if sink_cache is None:
             return
         pages = pages.long()
         slots = pool.page_slot[pages].clamp(min=0).long()
         pages, slots = pages[slots > 0], slots[slots > 0]  # waits for the device, which the GPU backend does not
         for layer in range(pool.layers):
             values = pool.formats[layer].dequantize_pages(pool.records[layer][pages])
-            pool.overlays[layer, slots] = torch.stack(values, 1).bfloat16()
-        kept = firsts.kept(pages)
-        pool.overlays[:, slots[kept], :, :, 0] = firsts.tokens[:, firsts.entries(pages[kept])]
+            pool.bf16_pages[layer, slots] = torch.stack(values, 1).bfloat16()
+        kept = sink_cache.kept(pages)
+        pool.bf16_pages[:, slots[kept], :, :, 0] = sink_cache.tokens[:, sink_cache.entries(pages[kept])]
 
     def decode(
         self,
@@ -139,8 +139,8 @@ class ReferenceOps(AttentionOps):
         )
         slots = pool.page_slot[pages[~quantized]].long()
         if (slots < 0).any():
-            raise RuntimeError(f"row {row}: a page outside the history [{sink_end}, {history_end}) has no overlay")
-        both[:, ~quantized] = pool.overlays[layer, slots].transpose(0, 1)
+            raise RuntimeError(f"row {row}: a page outside the history [{sink_end}, {history_end}) has no BF16 copy")
+        both[:, ~quantized] = pool.bf16_pages[layer, slots].transpose(0, 1)
         k, v = both.transpose(1, 2).flatten(2, 3)[:, :, :length]
         return k, v
 

@@ -8,17 +8,18 @@ import torch
 
 from sglang_kvq.attention.base import AttentionOps, ExtendBatch, LayerRotations
 from sglang_kvq.attention.drafts import DraftBatch
-from sglang_kvq.attention.extend_costs import Geometry
-from sglang_kvq.attention.extend_plan import Slab, plan_slabs
-from sglang_kvq.attention.paged_scores import PlannedScores
+from sglang_kvq.attention.planning.extend_costs import Geometry
+from sglang_kvq.attention.planning.extend_plan import Slab, plan_slabs
+from sglang_kvq.attention.planning.short_extend import AS_MEASURED, PlannedExtend, ShortExtends, plan_short
+from sglang_kvq.attention.planning.step_order import StepOrder
+from sglang_kvq.attention.planning.step_plan import StepPlan, StepPlans
 from sglang_kvq.attention.ragged import PlannedCall, RaggedPrefill, workspace_tokens
-from sglang_kvq.attention.scoring import ScoringPart
-from sglang_kvq.attention.short_extend import AS_MEASURED, PlannedExtend, ShortExtends, plan_short
-from sglang_kvq.attention.step_order import StepOrder
-from sglang_kvq.attention.step_plan import StepPlan, StepPlans
+from sglang_kvq.attention.scores.paged_scores import PlannedScores
+from sglang_kvq.attention.scores.scoring import ScoringPart
 from sglang_kvq.attention.verification import Verification
 from sglang_kvq.cache.pool import PagePool
-from sglang_kvq.config import MAX_GQA_GROUP, PAGE_SIZE
+from sglang_kvq.config import MAX_GQA_GROUP
+from sglang_kvq.constants import PAGE_SIZE
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.formats.page import PageFormat
 from sglang_kvq.kernels.decode.decode_attention import DecodeLaunch, decode, decode_launch
@@ -30,7 +31,7 @@ from sglang_kvq.kernels.device.shape import value_dims
 from sglang_kvq.kernels.extend.extend_attention import extend, is_cheap
 from sglang_kvq.kernels.extend.flash_attention import flash_attention, plan_tiles, rows_per_tile
 from sglang_kvq.kernels.extend.gather_pages import gather_pages
-from sglang_kvq.kernels.quantize.keep_firsts import restore_pages
+from sglang_kvq.kernels.quantize.keep_sink_tokens import restore_pages
 from sglang_kvq.kernels.quantize.quantize_pages import quantize_slots, quantize_tokens
 from sglang_kvq.kernels.quantize.rotate import rotate, split_rotation
 from sglang_kvq.kernels.quantize.store_tokens import store_tokens
@@ -147,13 +148,13 @@ class TritonOps(AttentionOps):
         return out
 
     def store_tokens(self, layer: int, loc: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        store_tokens(self.pool.overlays[layer], self.pool.page_slot, loc, k, v)
+        store_tokens(self.pool.bf16_pages[layer], self.pool.page_slot, loc, k, v)
 
     def rotate_and_store(
         self, layer: int, loc: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> torch.Tensor:
         """Rotates and stores in one launch, whether K and V are rotated or not."""
-        store = (self.pool.overlays[layer], self.pool.page_slot, loc)
+        store = (self.pool.bf16_pages[layer], self.pool.page_slot, loc)
         overlap, mean = self.order.rotate(), self._mean_of(layer)
         out: torch.Tensor = rotate((q, k, v), self._rotations_of(layer), store, overlap, mean)[0]
         return out
@@ -168,14 +169,14 @@ class TritonOps(AttentionOps):
         pool = self.pool
         for store in pool.stores:
             record = record_of(store.format)
-            rest = (pool.ranks, pool.overlays, slots, pages, count, self._sms * 16)
+            rest = (pool.ranks, pool.bf16_pages, slots, pages, count, self._sms * 16)
             quantize_slots(store.records, record, store.layer_ids, *rest)
 
     def restore_pages(self, pages: torch.Tensor) -> None:
         pool = self.pool
-        if pool.firsts is None:
+        if pool.sink_cache is None:
             return
-        tables = (pool.page_slot, pool.overlays, pool.firsts.entry, pool.firsts.tokens)
+        tables = (pool.page_slot, pool.bf16_pages, pool.sink_cache.entry, pool.sink_cache.tokens)
         for store in pool.stores:
             restore_pages(pages, store.records, record_of(store.format), store.layer_ids, *tables)
 
@@ -349,7 +350,7 @@ class TritonOps(AttentionOps):
         pool = self.pool
         stored = Stored(
             records=pool.records[layer],
-            overlays=pool.overlays[layer],
+            bf16_pages=pool.bf16_pages[layer],
             page_slot=pool.page_slot,
             row_pages=pool.row_pages,
             pages_row=pool.row_pages.stride(0),

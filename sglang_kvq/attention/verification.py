@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from sglang_kvq.attention.drafts import DraftBatch
-from sglang_kvq.attention.step_plan import StepPlans
+from sglang_kvq.attention.planning.step_plan import StepPlans
 from sglang_kvq.cache.pool import PagePool
 from sglang_kvq.kernels.decode.decode_attention import Drafts, decode, decode_launch
 from sglang_kvq.kernels.decode.merge import merge_splits

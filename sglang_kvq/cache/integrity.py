@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from sglang_kvq.cache.tiers import TierManager
-from sglang_kvq.config import PAGE_SIZE
+from sglang_kvq.constants import PAGE_SIZE
 
 
 def check_integrity(tiers: TierManager, free_pages: torch.Tensor | None = None, *, idle: bool = False) -> None:
@@ -32,28 +32,29 @@ def check_integrity(tiers: TierManager, free_pages: torch.Tensor | None = None, 
     require(page_slot[0] == 0 and slot_page[0] == 0, "page 0 or slot 0 is not reserved")
     require(tiers.row_len[0] == 0 and not pool.row_pages[0].any(), "row 0, which is padding's, holds tokens")
     owners = (page_slot[1:] > 0).nonzero().flatten() + 1
-    require(
-        torch.equal(slot_page[page_slot[owners]], owners), "a page points at an overlay slot that belongs to another"
-    )
+    require(torch.equal(slot_page[page_slot[owners]], owners), "a page points at a BF16 slot that belongs to another")
     used = int((slot_page > 0).sum())
-    require(used == len(owners), f"{used} overlay slots are used but {len(owners)} pages have one")
+    require(used == len(owners), f"{used} BF16 slots are used but {len(owners)} pages have one")
     kept = torch.zeros(0, dtype=torch.int64)
-    if pool.firsts is not None:
-        firsts = pool.firsts.pages.long()
-        at = firsts.nonzero().flatten()
-        kept = firsts[at].cpu()
+    if pool.sink_cache is not None:
+        sink_cache = pool.sink_cache.pages.long()
+        at = sink_cache.nonzero().flatten()
+        kept = sink_cache[at].cpu()
         require(
-            torch.equal(pool.firsts.entries(firsts[at]), at), "a first token is kept in an entry that is not its page's"
+            torch.equal(pool.sink_cache.entries(sink_cache[at]), at),
+            "a first token is kept in an entry that is not its page's",
         )
-        require(int((pool.firsts.entry > 0).sum()) == len(at), "a page has an entry for its first token that is free")
+        require(
+            int((pool.sink_cache.entry > 0).sum()) == len(at), "a page has an entry for its first token that is free"
+        )
     if free_pages is None:
         return
     free = free_pages.cpu()
     require(len(free.unique()) == len(free), "a page is in the free list twice")
-    require(not (page_slot[free] >= 0).any(), "a free page still has an overlay slot")
+    require(not (page_slot[free] >= 0).any(), "a free page still has a BF16 slot")
     require(not valid[free].any(), "a free page still counts as quantized")
     require(not torch.isin(kept, free).any(), "the first token of a free page is still kept")
-    if tiers.firsts is not None:
+    if tiers.sink_cache is not None:
         require(not tiers.page_first[free_pages].any(), "a free page still counts as the first of a sequence")
     taken = torch.ones(len(valid), dtype=torch.bool)
     taken[0], taken[free] = False, False

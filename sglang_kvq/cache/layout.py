@@ -1,11 +1,12 @@
-"""Division of one memory budget between quantized pages and BF16 overlays."""
+"""Division of one memory budget between quantized pages and BF16 pages."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sglang_kvq.cache.firsts import PAGES_PER_ENTRY
-from sglang_kvq.config import PAGE_SIZE, KVQuantConfig
+from sglang_kvq.cache.sink_token_cache import PAGES_PER_ENTRY
+from sglang_kvq.config import KVQuantConfig
+from sglang_kvq.constants import PAGE_SIZE
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.formats.record import RecordFormat
 
@@ -45,7 +46,7 @@ class KVGeometry:
 
     @property
     def first_bytes(self) -> int:
-        """A page's share of the kept first tokens (``cache.firsts``) in all layers; 0 if none are kept."""
+        """A page's share of the kept first tokens (``cache.sink_token_cache``) in all layers; 0 if none are kept."""
         if not any(f.keeps_first for f in self.formats):
             return 0
         # Whole bytes of a token, as SGLang counts.
@@ -53,12 +54,12 @@ class KVGeometry:
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of a page in all layers, without an overlay."""
+        """Bytes of a page in all layers, without a BF16 copy."""
         return self.record_bytes + self.first_bytes
 
     @property
     def slot_bytes(self) -> int:
-        """BF16 bytes of one overlay in all layers; plain BF16 takes the same for a page."""
+        """BF16 bytes of one BF16 page in all layers; plain BF16 takes the same for a page."""
         return self.layers * self.kv_heads * 2 * PAGE_SIZE * self.head_dim * 2
 
     @property
@@ -73,7 +74,7 @@ class MemoryLayout:
 
     Attributes:
         pages: quantized pages, without the reserved one.
-        slots: BF16 overlays, without the reserved one.
+        slots: BF16 pages, without the reserved one.
         max_requests: limit of running requests: the rows whose windows always fit.
     """
 
@@ -102,17 +103,17 @@ class MemoryLayout:
 
     @property
     def bits_per_element(self) -> float:
-        """Allocated bits per element of capacity, overlays included."""
+        """Allocated bits per element of capacity, BF16 pages included."""
         return 16 * self.total_bytes / (self.pages * self.geometry.slot_bytes)
 
 
-def overlay_slots(config: KVQuantConfig, geometry: KVGeometry, budget_bytes: int) -> int:
-    """Returns how many overlays fit in the share of the budget that ``--kv-quant-bf16-budget`` sets."""
+def bf16_slots(config: KVQuantConfig, geometry: KVGeometry, budget_bytes: int) -> int:
+    """Returns how many BF16 pages fit in the share of the budget that ``--kv-quant-bf16-budget`` sets."""
     return int(budget_bytes * config.bf16_budget) // geometry.slot_bytes
 
 
 def reserved_bytes(geometry: KVGeometry, slots: int) -> int:
-    """Returns the bytes of the cache that hold no tokens: ``slots`` overlays, slot 0 and page 0."""
+    """Returns the bytes of the cache that hold no tokens: ``slots`` BF16 pages, slot 0 and page 0."""
     return (slots + 1) * geometry.slot_bytes + geometry.page_bytes + geometry.draft_page_bytes
 
 
@@ -129,17 +130,17 @@ def divide(
     """Fixes the layout for ``pages`` pages after SGLang has applied its own limits.
 
     Args:
-        slots: overlays that the budget affords (``overlay_slots``). If ``--max-total-tokens`` leaves fewer pages than
-            the budget does, overlays shrink with them. They never fall below the needs of ``wanted`` requests and the
+        slots: BF16 pages that the budget affords (``bf16_slots``). If ``--max-total-tokens`` leaves fewer pages than
+            the budget does, BF16 pages shrink with them. They never fall below the needs of ``wanted`` requests and the
             prefill's window.
         wanted: ``--max-running-requests``; None counts as 8.
-        resumes: requests of one prefill batch that may continue in the middle of a page. Each may hold one overlay
+        resumes: requests of one prefill batch that may continue in the middle of a page. Each may hold one BF16 page
             beyond its window while that batch runs.
-        chunk: tokens of a prompt computed at once; None: all. If all tokens of a chunk get overlays, one prefill's
-            window of overlays stays free of running requests' windows, unless ``wanted`` requests need it.
+        chunk: tokens of a prompt computed at once; None: all. If all tokens of a chunk get BF16 copies, one prefill's
+            window of BF16 pages stays free of running requests' windows, unless ``wanted`` requests need it.
 
     Raises:
-        KVQuantError: the overlays cannot hold one request's window.
+        KVQuantError: the BF16 pages cannot hold one request's window.
     """
     need = config.slots_per_request
     if resumes > 1:  # streaming sessions: every row may resume at once
@@ -148,7 +149,7 @@ def divide(
     share = int(pages * page_bytes * config.bf16_budget / (1 - config.bf16_budget)) // geometry.slot_bytes
     least = (8 if wanted is None else wanted) * need + resumes
     prefill = config.prefill_pages if chunk is not None and chunk <= config.recent_tokens else 0
-    slots = min(slots, pages, max(share, least + prefill))  # a page never needs two overlays
+    slots = min(slots, pages, max(share, least + prefill))  # a page never needs two BF16 pages
     spare = min(prefill, max(slots - least, 0))
     requests = (slots - resumes - spare) // need
     if requests < 1:
@@ -166,8 +167,8 @@ def fit(config: KVQuantConfig, geometry: KVGeometry, budget_bytes: int) -> Memor
     """Returns the layout of a whole budget, equal to SGLang's result when no flag limits tokens or requests.
 
     Raises:
-        KVQuantError: the overlays cannot hold one request's window.
+        KVQuantError: the BF16 pages cannot hold one request's window.
     """
-    slots = overlay_slots(config, geometry, budget_bytes)
+    slots = bf16_slots(config, geometry, budget_bytes)
     left = budget_bytes - reserved_bytes(geometry, slots)
     return divide(config, geometry, pages=max(left, 0) // geometry.page_bytes, slots=slots)

@@ -10,9 +10,7 @@ import numpy as np
 import torch
 
 from sglang_kvq.cache.transfer import to_device
-
-#: Kinds of events in the packed form.
-FREE, MOVE, ROWS = range(3)
+from sglang_kvq.constants import EVENT_FREE, EVENT_MOVE, EVENT_ROWS
 
 
 class FreedPages(NamedTuple):
@@ -21,8 +19,8 @@ class FreedPages(NamedTuple):
     pages: torch.Tensor
 
 
-class MovedOverlays(NamedTuple):
-    """Overlays of pages ``own`` int64 ``[n]`` that move to the pages ``kept``, one to one, if those have none."""
+class MovedBF16Pages(NamedTuple):
+    """BF16 pages of pages ``own`` int64 ``[n]`` that move to the pages ``kept``, one to one, if those have none."""
 
     own: torch.Tensor
     kept: torch.Tensor
@@ -37,8 +35,8 @@ class FreedRows(NamedTuple):
 class CopiedPages(NamedTuple):
     """Pages ``target`` int64 ``[n]``, just allocated, that receive the content of the pages ``source``, one to one.
 
-    ``windows`` int64 ``[m]`` are indices of the pages that will be read in a window. These also get overlays if their
-    sources have them and there is room.
+    ``windows`` int64 ``[m]`` are indices of the pages that will be read in a window. These also get BF16 copies if
+    their sources have them and there is room.
     """
 
     source: torch.Tensor
@@ -51,7 +49,7 @@ class FoldedPages(NamedTuple):
 
     ``tokens`` int64 ``[layers, kv_heads, 64 m]`` are indices into the sources' tokens (``cache.fold.fold_pages``).
     ``sinks`` int64 ``[k]`` are indices of pages that are copied whole, to the same place of the target. These also get
-    overlays if their sources have them and there is room.
+    BF16 copies if their sources have them and there is room.
     """
 
     source: torch.Tensor
@@ -62,7 +60,7 @@ class FoldedPages(NamedTuple):
 
 #: Events that ``pack`` leaves alone: they are rare and need operations of their own.
 Fill: TypeAlias = CopiedPages | FoldedPages
-Event: TypeAlias = FreedPages | MovedOverlays | FreedRows | Fill
+Event: TypeAlias = FreedPages | MovedBF16Pages | FreedRows | Fill
 
 
 class PendingOps:
@@ -116,7 +114,7 @@ class PendingOps:
 
     def fill_move(self, ticket: int, own: torch.Tensor, kept: torch.Tensor) -> None:
         """Records that the tree's equal pages ``kept`` replaced row pages ``own`` int64 ``[n]``, one to one."""
-        self._events[ticket] = MovedOverlays(own, kept)
+        self._events[ticket] = MovedBF16Pages(own, kept)
 
     def drain(self, device: torch.device) -> Iterator[Event]:
         """Yields and forgets all events, their tensors on ``device`` and kept alive for its current stream."""
@@ -127,11 +125,10 @@ class PendingOps:
         """Removes all events before the next ``Fill``; returns them as two tensors, by one copy, or None if none.
 
         Returns:
-            spans: int64 on ``device``: a triple (kind, first, count) per event, then all rows. For kind FREE, pages
-                ``ids[first : first + count]`` are freed. For MOVE, they give their overlays to the ``count`` ids that
-                    follow. For ROWS, rows ``spans[first : first + count]`` are given back. Events keep their order,
-                    except that consecutive frees become one, and rows, which are independent of pages, come together at
-                    the end.
+            spans: int64 on ``device``: a triple (kind, first, count) per event, then all rows. ``EVENT_FREE`` frees the
+                pages ``ids[first : first + count]``. ``EVENT_MOVE`` gives their BF16 copies to the ``count`` ids that
+                follow. ``EVENT_ROWS`` gives back rows ``spans[first : first + count]``. Events keep their order, except
+                that consecutive frees become one, and rows, which are independent of pages, come together at the end.
             ids: int64 on ``device``, page ids.
             events: number of triples.
         """
@@ -143,15 +140,15 @@ class PendingOps:
             if isinstance(event, FreedRows):
                 rows += event.rows.tolist()
                 continue
-            kind, count = MOVE if isinstance(event, MovedOverlays) else FREE, len(event[0])
-            if kind == FREE and spans and spans[-1][0] == FREE:
+            kind, count = EVENT_MOVE if isinstance(event, MovedBF16Pages) else EVENT_FREE, len(event[0])
+            if kind == EVENT_FREE and spans and spans[-1][0] == EVENT_FREE:
                 spans[-1][2] += count
             else:
                 spans.append([kind, first, count])
             pages += event
             first += count * len(event)
         if rows:
-            spans.append([ROWS, 3 * (len(spans) + 1), len(rows)])
+            spans.append([EVENT_ROWS, 3 * (len(spans) + 1), len(rows)])
         if not spans:
             return None
         (packed,) = to_device([np.array([*chain(*spans), *rows], np.int64)], device)

@@ -1,6 +1,6 @@
-"""Memory of the cache: quantized records for every page, BF16 overlays for a few, and the tables that link them.
+"""Memory of the cache: quantized records for every page, BF16 pages for a few, and the tables that link them.
 
-Pages and overlay slots are numbered from 1. Page 0 and slot 0 are reserved: padded rows of a CUDA-graph batch write
+Pages and BF16 slots are numbered from 1. Page 0 and slot 0 are reserved: padded rows of a CUDA-graph batch write
 there and nobody reads it.
 """
 
@@ -12,8 +12,8 @@ from functools import cached_property
 
 import torch
 
-from sglang_kvq.cache.firsts import FirstTokens
-from sglang_kvq.config import PAGE_SIZE
+from sglang_kvq.cache.sink_token_cache import SinkTokenCache
+from sglang_kvq.constants import PAGE_SIZE
 from sglang_kvq.formats.record import RecordFormat
 
 
@@ -35,41 +35,41 @@ class RecordStore:
 
 @dataclass
 class PagePool:
-    """Quantized pages and BF16 overlays of one attention worker.
+    """Quantized pages and BF16 pages of one attention worker.
 
     Attributes:
         formats: layout and clipping of each layer's records.
         stores: the records, by layout; every layer is in one.
         ranks: int32 ``[layers, 2]``, each layer's clip ranks of keys and of values (``formats.quantize.clip_rank``, 0
             clips nothing): data, so that one compiled kernel serves layers with different calibrated clips.
-        overlays: BF16 ``[layers, slots + 1, 2, kv_heads, PAGE_SIZE, head_dim]``; axis 2 is K, V.
-        page_slot: int32 ``[pages + 1]``, a page's overlay slot, -1 for none; ``page_slot[0] == 0``.
+        bf16_pages: BF16 ``[layers, slots + 1, 2, kv_heads, PAGE_SIZE, head_dim]``; axis 2 is K, V.
+        page_slot: int32 ``[pages + 1]``, a page's BF16 slot, -1 for none; ``page_slot[0] == 0``.
         req_to_token: int32 ``[rows, context]``, SGLang's token locations (page * PAGE_SIZE + offset). The scheduler may
             rewrite a row as soon as a batch is planned, while its layers still run: only plans read it.
         row_pages: int32 ``[rows, context / PAGE_SIZE]``, a row's page ids at the last plan that included it. Layers
             read these. Only plans write them, on the stream that runs the layers.
         row_sink_end, row_history_end: int32 ``[rows]``, token positions. For the next batch, a row's request reads BF16
-            overlays in ``[0, sink_end)``, records in ``[sink_end, history_end)`` and BF16 overlays from ``history_end``
+            pages in ``[0, sink_end)``, records in ``[sink_end, history_end)`` and BF16 pages from ``history_end``
             on. Both are multiples of ``PAGE_SIZE`` unless they equal the request's length.
-        firsts: first tokens of pages whose overlays were taken; None if no layer's records need them.
+        sink_cache: first tokens of pages whose BF16 copies were taken; None if no layer's records need them.
     """
 
     formats: tuple[RecordFormat, ...]
     stores: tuple[RecordStore, ...]
     ranks: torch.Tensor
-    overlays: torch.Tensor
+    bf16_pages: torch.Tensor
     page_slot: torch.Tensor
     req_to_token: torch.Tensor
     row_pages: torch.Tensor
     row_sink_end: torch.Tensor
     row_history_end: torch.Tensor
-    firsts: FirstTokens | None = None
+    sink_cache: SinkTokenCache | None = None
 
     @classmethod
     def allocate(
         cls, formats: Sequence[RecordFormat], *, kv_heads: int, pages: int, slots: int, req_to_token: torch.Tensor
     ) -> PagePool:
-        """Allocates zeroed pools on ``req_to_token``'s device for ``pages`` pages and ``slots`` overlays.
+        """Allocates zeroed pools on ``req_to_token``'s device for ``pages`` pages and ``slots`` BF16 pages.
 
         formats: one for each layer.
         """
@@ -82,21 +82,21 @@ class PagePool:
             shape = (len(layers), pages + 1, kv_heads, layout.record_bytes)
             ids = torch.tensor(layers, dtype=torch.int64, device=device)
             stores.append(RecordStore(layout, layers, ids, torch.zeros(shape, dtype=torch.uint8, device=device)))
-        overlays = (len(formats), slots + 1, 2, kv_heads, PAGE_SIZE, formats[0].head_dim)
-        firsts = None
+        bf16_pages = (len(formats), slots + 1, 2, kv_heads, PAGE_SIZE, formats[0].head_dim)
+        sink_cache = None
         if any(f.keeps_first for f in formats):
-            firsts = FirstTokens.allocate(len(formats), pages, kv_heads, formats[0].head_dim, device)
+            sink_cache = SinkTokenCache.allocate(len(formats), pages, kv_heads, formats[0].head_dim, device)
         return cls(
             formats=tuple(formats),
             stores=tuple(stores),
             ranks=torch.tensor([(f.rank_k, f.rank_v) for f in formats], dtype=torch.int32, device=device),
-            overlays=torch.zeros(overlays, dtype=torch.bfloat16, device=device),
+            bf16_pages=torch.zeros(bf16_pages, dtype=torch.bfloat16, device=device),
             page_slot=page_slot,
             req_to_token=req_to_token,
             row_pages=torch.zeros(rows, -(-context // PAGE_SIZE), dtype=torch.int32, device=device),
             row_sink_end=torch.zeros(rows, dtype=torch.int32, device=device),
             row_history_end=torch.zeros(rows, dtype=torch.int32, device=device),
-            firsts=firsts,
+            sink_cache=sink_cache,
         )
 
     def read_rows(self) -> None:
@@ -104,9 +104,10 @@ class PagePool:
         self.row_pages.copy_(self.req_to_token[:, ::PAGE_SIZE] // PAGE_SIZE)
 
     def move_tokens(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copies tokens, int64 ``[n]`` locations each, between overlays of all layers; padding moves within slot 0."""
+        """Copies tokens, int64 ``[n]`` locations each, between BF16 pages of all layers; padding moves within slot
+        0."""
         slot, old = (self.page_slot[x // PAGE_SIZE].clamp(min=0).long() for x in (target, source))
-        self.overlays[:, slot, :, :, target % PAGE_SIZE] = self.overlays[:, old, :, :, source % PAGE_SIZE]
+        self.bf16_pages[:, slot, :, :, target % PAGE_SIZE] = self.bf16_pages[:, old, :, :, source % PAGE_SIZE]
 
     @cached_property
     def records(self) -> tuple[torch.Tensor, ...]:
@@ -116,7 +117,7 @@ class PagePool:
 
     @property
     def device(self) -> torch.device:
-        return self.overlays.device
+        return self.bf16_pages.device
 
     @property
     def layers(self) -> int:
@@ -124,7 +125,7 @@ class PagePool:
 
     @property
     def head_dim(self) -> int:
-        return self.overlays.shape[-1]
+        return self.bf16_pages.shape[-1]
 
     @property
     def pages(self) -> int:
@@ -132,8 +133,8 @@ class PagePool:
 
     @property
     def slots(self) -> int:
-        return self.overlays.shape[1] - 1
+        return self.bf16_pages.shape[1] - 1
 
     @property
     def kv_heads(self) -> int:
-        return self.overlays.shape[3]
+        return self.bf16_pages.shape[3]

@@ -1,21 +1,22 @@
-"""Assignment of BF16 overlays to pages, and of each request's ranges to the pool they are read from.
+"""Assignment of BF16 pages to pages, and of each request's ranges to the pool they are read from.
 
 All state lives on the device and every decision is a tensor operation, so a step never waits for the host. The
 scheduler only *records* events on pages (``PendingOps``). The next forward pass applies them, in order, on the stream
-that runs the model. So demotion is safe under overlap scheduling: no page loses its overlay while an earlier batch
+that runs the model. So demotion is safe under overlap scheduling: no page loses its BF16 copy while an earlier batch
 still reads it.
 
 Rules (docs/design.md has the reasons):
 
 * A request's *window* is its sink pages, its last ``recent_tokens`` (rounded up to whole pages) and the page being
-  filled. Window pages of rows in use are pinned. Every other overlay is a cache that a new window page may take, least
-  recently used first, sinks last.
-* Taking an overlay quantizes its page first if the page has no valid record yet. So pressure never loses a token.
-* A page that begins a sequence keeps its first token when its overlay is taken, if the format requires it
-  (``cache.firsts``). A prefill that reads such a page restores its overlay from its record and that token.
+  filled. Window pages of rows in use are pinned. Every other BF16 copy is a cache that a new window page may take,
+  least recently used first, sinks last.
+* Taking a BF16 copy quantizes its page first if the page has no valid record yet. So pressure never loses a token.
+* A page that begins a sequence keeps its first token when its BF16 copy is taken, if the format requires it
+  (``cache.sink_token_cache``). A prefill that reads such a page restores its BF16 copy from its record and that token.
 * A request reads records in one range ``[sink_end, history_end)``. Pages in it without a valid record are quantized
-  before the batch runs. If a window page has lost its overlay (a prefix hit long after), the range's end moves past it.
-* A prefill of more than one token also reads overlays up to ``prefill_pages`` further back. Pages that recently left
+  before the batch runs. If a window page has lost its BF16 copy (a prefix hit long after), the range's end moves past
+  it.
+* A prefill of more than one token also reads BF16 pages up to ``prefill_pages`` further back. Pages that recently left
   the window mostly still have one, with the values as written. Nothing is pinned for that.
 
 This is the CPU path and the oracle of ``triton_tiers``, which decides the same on a GPU in a few launches.
@@ -30,14 +31,15 @@ from typing import TypeAlias
 import numpy as np
 import torch
 
-from sglang_kvq.cache.firsts import FirstTokens
 from sglang_kvq.cache.fold import fold_pages
-from sglang_kvq.cache.least import NEVER, hand_out
-from sglang_kvq.cache.pending import CopiedPages, Fill, FoldedPages, FreedPages, MovedOverlays, PendingOps
+from sglang_kvq.cache.pending import CopiedPages, Fill, FoldedPages, FreedPages, MovedBF16Pages, PendingOps
 from sglang_kvq.cache.pool import PagePool
-from sglang_kvq.config import PAGE_SIZE as P
+from sglang_kvq.cache.select_smallest import hand_out
+from sglang_kvq.cache.sink_token_cache import SinkTokenCache
+from sglang_kvq.constants import NEVER
+from sglang_kvq.constants import PAGE_SIZE as P
 
-#: Added to the stamp of a sink's overlay, so that it is taken after every window page.
+#: Added to the stamp of a sink's BF16 copy, so that it is taken after every window page.
 SINK_BONUS = 1 << 40
 
 QuantizeSlots: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
@@ -55,28 +57,28 @@ class TierCounts:
     pages_quantized: int  #: pages that have a valid record now
     records_written: int  #: pages quantized since the start
     errors: int
-    pages_lost: int  #: pages of running requests' windows that are read from records: their overlays were taken
-    prefix_bf16: int  #: tokens before their own that prefills have read from overlays since the start
+    pages_lost: int  #: pages of running requests' windows that are read from records: their BF16 pages were taken
+    prefix_bf16: int  #: tokens before their own that prefills have read in BF16 since the start
     prefix_quantized: int  #: and from records
 
 
 @dataclass
-class _CopiedOverlays:
-    """BF16 content for copies of pages int64 ``[n]``: ``overlays`` ``[layers, n, 2, kv_heads, PAGE_SIZE, D]``.
+class _CopiedBF16Pages:
+    """BF16 content for copies of pages int64 ``[n]``: ``bf16_pages`` ``[layers, n, 2, kv_heads, PAGE_SIZE, D]``.
 
     wanted: bool ``[n]``; False if the source had none, or if the page no longer is this copy. bonus: int64 ``[n]``,
-    added to the stamps of their overlays.
+    added to the stamps of their BF16 copies.
     """
 
     pages: torch.Tensor
     wanted: torch.Tensor
-    overlays: torch.Tensor
+    bf16_pages: torch.Tensor
     bonus: torch.Tensor
 
 
 @dataclass
-class _CopiedFirst:
-    """A first token ``[layers, 1, 2, kv_heads, D]`` for the page ``pages`` int64 ``[1]``, in case it gets no overlay.
+class _CopiedSinkToken:
+    """A first token ``[layers, 1, 2, kv_heads, D]`` for the page ``pages`` int64 ``[1]``, in case it gets no BF16 copy.
 
     wanted: bool ``[1]``; False if the source's is unknown, or if the page no longer is this copy.
     """
@@ -87,14 +89,14 @@ class _CopiedFirst:
 
 
 class TierManager:
-    """Assigns overlays in one ``PagePool``.
+    """Assigns BF16 pages in one ``PagePool``.
 
     Args:
         pool: the manager updates its ``page_slot``, ``row_sink_end`` and ``row_history_end``.
         sink_pages, recent_pages: the window, in pages.
         quantize_slots: ``AttentionOps.quantize_slots`` of the backend in use.
         restore_pages: the backend's ``restore_pages``; None keeps no first tokens.
-        prefill_pages: pages before the window that a prefill reads from overlays if these still exist.
+        prefill_pages: pages before the window that a prefill reads from BF16 pages if these still exist.
     """
 
     def __init__(
@@ -111,22 +113,22 @@ class TierManager:
         self.quantize_slots = quantize_slots
         self.restore_pages = restore_pages
         #: Kept first tokens; None if the format does not need them, or if the first page is no sink.
-        self.firsts = pool.firsts if restore_pages is not None and sink_pages else None
+        self.sink_cache = pool.sink_cache if restore_pages is not None and sink_pages else None
         self.pending = PendingOps()
         device, rows = pool.device, pool.req_to_token.shape[0]
         self.slot_page = torch.zeros(pool.slots + 1, dtype=torch.int64, device=device)  # 0: free
         self.slot_stamp = torch.zeros(pool.slots + 1, dtype=torch.int64, device=device)
         self.page_valid = torch.zeros(pool.pages + 1, dtype=torch.bool, device=device)
         #: Pages that begin a sequence, if first tokens are kept.
-        self.page_first = torch.zeros(1 if self.firsts is None else pool.pages + 1, dtype=torch.bool, device=device)
+        self.page_first = torch.zeros(1 if self.sink_cache is None else pool.pages + 1, dtype=torch.bool, device=device)
         self.row_len = torch.zeros(rows, dtype=torch.int64, device=device)
         self.errors = torch.zeros((), dtype=torch.int64, device=device)
         self.records_written = torch.zeros((), dtype=torch.int64, device=device)
-        #: Tokens before their own that prefills have read: from overlays, from records.
+        #: Tokens before their own that prefills have read: in BF16, from records.
         self.prefix_read = torch.zeros(2, dtype=torch.int64, device=device)
         self.steps = 0
-        self._copies: list[_CopiedOverlays] = []  # from the events being applied
-        self._copied_firsts: list[_CopiedFirst] = []
+        self._copies: list[_CopiedBF16Pages] = []  # from the events being applied
+        self._copied_sink_tokens: list[_CopiedSinkToken] = []
         self._dirty = True
         self._forget = False  # forget everything before the next plan
         self._next_lens: np.ndarray | None = None  # lengths that continue the last decode batch
@@ -212,9 +214,9 @@ class TierManager:
         # Touch the pages that this batch reads first: its old window must then give way last.
         self._touch(self._window(rows, read_lens))
         window = self._window(rows, seq_lens)
-        if self.firsts is not None:
+        if self.sink_cache is not None:
             self.page_first.index_fill_(0, window[2][:, 0], True)
-        restored = self._give_overlays(rows, stored, window, prefix_lens is not None)
+        restored = self._give_bf16_pages(rows, stored, window, prefix_lens is not None)
         self._touch(window)
         if direct_pages is not None:
             self.page_valid.index_fill_(0, direct_pages, True)
@@ -230,7 +232,7 @@ class TierManager:
         for event in self.pending.drain(self.pool.device):
             if isinstance(event, FreedPages):
                 self._apply_free(event.pages)
-            elif isinstance(event, MovedOverlays):
+            elif isinstance(event, MovedBF16Pages):
                 self._apply_move(event.own, event.kept)
             elif isinstance(event, Fill):
                 self._apply_fill(event)
@@ -242,8 +244,8 @@ class TierManager:
         if not self._forget:
             return
         self._forget = False
-        if self.firsts is not None:
-            self.firsts.clear()
+        if self.sink_cache is not None:
+            self.sink_cache.clear()
             self.page_first.fill_(False)
         for tensor in (self.slot_page, self.slot_stamp, self.row_len):
             tensor.zero_()
@@ -260,8 +262,8 @@ class TierManager:
         self.pool.page_slot.index_fill_(0, pages, -1)
         self.pool.page_slot[0].fill_(0)
         self.page_valid.index_fill_(0, pages, False)
-        if self.firsts is not None:
-            self.firsts.free(pages)
+        if self.sink_cache is not None:
+            self.sink_cache.free(pages)
             self.page_first.index_fill_(0, pages, False)
 
     def _apply_move(self, own: torch.Tensor, kept: torch.Tensor) -> None:
@@ -280,7 +282,7 @@ class TierManager:
             self._apply_fold(event)
 
     def _apply_copy(self, event: CopiedPages) -> None:
-        """Copies records now, so that a copy never needs its source again; keeps overlays for ``_place_copies``."""
+        """Copies records now, so that a copy never needs its source again; keeps BF16 copies for ``_place_copies``."""
         source, target, windows = event
         slots = self._record_sources(source)
         for records in self.pool.records:
@@ -288,7 +290,7 @@ class TierManager:
         self._filled(source, target, windows, slots, torch.ones_like(source[:1], dtype=torch.bool))
 
     def _apply_fold(self, event: FoldedPages) -> None:
-        """Moves chosen tokens' records; keeps the overlays of whole pages for ``_place_copies``."""
+        """Moves chosen tokens' records; keeps the BF16 pages of whole pages for ``_place_copies``."""
         source, target, tokens, sinks = event
         slots = self._record_sources(source)
         inside = (tokens >= 0) & (tokens < len(source) * P)
@@ -307,7 +309,7 @@ class TierManager:
         fold_pages(self.pool, source, target, tokens)
 
     def _record_sources(self, source: torch.Tensor) -> torch.Tensor:
-        """Quantizes pages int64 ``[n]`` that have no records; returns their overlay slots, -1 for none."""
+        """Quantizes pages int64 ``[n]`` that have no records; returns their BF16 slots, -1 for none."""
         slots = self.pool.page_slot[source].long()
         missing = ~self.page_valid[source]
         self.errors += (missing & (slots <= 0)).sum()
@@ -324,56 +326,62 @@ class TierManager:
     ) -> None:
         """Notes the BF16 content that pages ``target``, which have records now, may receive.
 
-        Pages at ``windows`` are whole copies of pages ``source``, whose overlay slots are ``slots``, -1 for none. So is
+        Pages at ``windows`` are whole copies of pages ``source``, whose BF16 slots are ``slots``, -1 for none. So is
         the first page if ``first``, bool ``[1]``, is True.
         """
         self.page_valid.index_fill_(0, target, True)
-        copies: list[_CopiedOverlays | _CopiedFirst] = [*self._copies, *self._copied_firsts]
+        copies: list[_CopiedBF16Pages | _CopiedSinkToken] = [*self._copies, *self._copied_sink_tokens]
         for copy in copies:  # a page may have been freed and be another copy now
             copy.wanted &= ~torch.isin(copy.pages, target)
-        if self.firsts is not None:
-            self._copy_first(self.firsts, source[:1], target[:1], slots[:1], first)
+        if self.sink_cache is not None:
+            self._copy_first(self.sink_cache, source[:1], target[:1], slots[:1], first)
         slots = slots[windows].clamp(min=0)
         bonus = torch.where(windows < self.sink_pages, SINK_BONUS, 0)
-        self._copies.append(_CopiedOverlays(target[windows], slots > 0, self.pool.overlays[:, slots], bonus))
+        self._copies.append(_CopiedBF16Pages(target[windows], slots > 0, self.pool.bf16_pages[:, slots], bonus))
 
     def _copy_first(
-        self, firsts: FirstTokens, source: torch.Tensor, target: torch.Tensor, slot: torch.Tensor, wanted: torch.Tensor
+        self,
+        sink_cache: SinkTokenCache,
+        source: torch.Tensor,
+        target: torch.Tensor,
+        slot: torch.Tensor,
+        wanted: torch.Tensor,
     ) -> None:
-        """Notes the first token of page ``source`` for ``target``: from its overlay in ``slot``, its entry or a copy.
+        """Notes the first token of page ``source`` for ``target``: from its BF16 copy in ``slot``, its entry or a copy.
 
         Each int64 ``[1]``; wanted: bool ``[1]``.
         """
         there = slot > 0
-        overlay = self.pool.overlays[:, slot.clamp(min=0), :, :, 0]
-        token = torch.where(there, overlay, firsts.tokens[:, firsts.entries(source)])
-        known = there | firsts.kept(source)
-        for copy in self._copied_firsts:
+        bf16_page = self.pool.bf16_pages[:, slot.clamp(min=0), :, :, 0]
+        token = torch.where(there, bf16_page, sink_cache.tokens[:, sink_cache.entries(source)])
+        known = there | sink_cache.kept(source)
+        for copy in self._copied_sink_tokens:
             mine = copy.wanted & (copy.pages == source)
             token, known = torch.where(mine, copy.token, token), known | mine
-        self._copied_firsts.append(_CopiedFirst(target, wanted & known, token))
+        self._copied_sink_tokens.append(_CopiedSinkToken(target, wanted & known, token))
         self.page_first.index_fill_(0, torch.where(wanted, target, 0), True)
 
     def _place_copies(self) -> None:
-        """Gives copies overlays without pinning any; runs after all events, when the pinned slots are known."""
+        """Gives copies BF16 pages without pinning any; runs after all events, when the pinned slots are known."""
         copies, self._copies = self._copies, []
         for copy in copies:
             self._assign(copy.pages, copy.wanted & self.page_valid[copy.pages], self._pinned())
             slots = torch.where(copy.wanted, self.pool.page_slot[copy.pages].clamp(min=0).long(), 0)
-            self.pool.overlays[:, slots] = copy.overlays
+            self.pool.bf16_pages[:, slots] = copy.bf16_pages
             self.slot_stamp[slots] = self.steps + copy.bonus
-        if self.firsts is not None:
-            self._keep_copied(self.firsts)
+        if self.sink_cache is not None:
+            self._keep_copied(self.sink_cache)
 
-    def _keep_copied(self, firsts: FirstTokens) -> None:
-        """Keeps first tokens of copies without an overlay. A copy with an overlay takes no entry from another page."""
-        copies, self._copied_firsts = self._copied_firsts, []
+    def _keep_copied(self, sink_cache: SinkTokenCache) -> None:
+        """Keeps first tokens of copies without a BF16 copy. A copy with a BF16 copy takes no entry from another
+        page."""
+        copies, self._copied_sink_tokens = self._copied_sink_tokens, []
         for copy in copies:
             needed = copy.wanted & self.page_valid[copy.pages] & (self.pool.page_slot[copy.pages] < 0)
-            firsts.keep(copy.pages, needed, copy.token, self.pool.page_slot, self.steps)
+            sink_cache.keep(copy.pages, needed, copy.token, self.pool.page_slot, self.steps)
 
     def _quantize_in(self, slots: torch.Tensor) -> None:
-        """Quantizes the pages in these overlays, int64 ``[n]``, 0 for none, each once even if it is repeated."""
+        """Quantizes the pages in these BF16 pages, int64 ``[n]``, 0 for none, each once even if it is repeated."""
         marked = torch.zeros_like(self.slot_page, dtype=torch.bool)
         marked.index_fill_(0, slots.clamp(min=0), True)
         marked[0].fill_(False)
@@ -383,7 +391,8 @@ class TierManager:
     # -- windows ---------------------------------------------------------------------------------
 
     def _history_pages(self, lens: torch.Tensor, more: torch.Tensor | int = 0) -> torch.Tensor:
-        """Returns the end of the history in pages for ``lens`` tokens, if every overlay exists; more: recent pages."""
+        """Returns the end of the history in pages for ``lens`` tokens, if every BF16 copy exists; more: recent
+        pages."""
         return torch.clamp((lens // P) - self.recent_pages - more, min=self.sink_pages)
 
     def _pages_at(self, rows: torch.Tensor, index: torch.Tensor, exists: torch.Tensor) -> torch.Tensor:
@@ -409,32 +418,32 @@ class TierManager:
         slots = self.pool.page_slot[pages].clamp(min=0).long()
         self.slot_stamp[slots] = torch.where(index < self.sink_pages, self.steps + SINK_BONUS, self.steps)
 
-    # -- giving overlays to pages about to be written ---------------------------------------------
+    # -- giving BF16 pages to pages about to be written ---------------------------------------------
 
-    def _give_overlays(
+    def _give_bf16_pages(
         self, rows: torch.Tensor, prefix_lens: torch.Tensor, window: Window, prefilling: bool
     ) -> torch.Tensor | None:
-        """Assigns overlays to the window pages that the batch writes, and to first pages that a prefill reads.
+        """Assigns BF16 pages to the window pages that the batch writes, and to first pages that a prefill reads.
 
         Returns:
             first pages to restore, int64 ``[batch]``, 0 for none; None if there can be none. They are pinned from now
-            on, like pages that never lost their overlay, so they fit as well.
+            on, like pages that never lost their BF16 copy, so they fit as well.
         """
         index, exists, pages = window
         lost = self.pool.page_slot[pages] < 0
         need = exists & (index >= (prefix_lens // P)[:, None]) & lost
         restored = spared = None
-        if self.firsts is not None and prefilling:
+        if self.sink_cache is not None and prefilling:
             first = pages[:, 0]
-            back = self.firsts.first_of_each(first, (prefix_lens >= P) & lost[:, 0])  # requests may share a page
+            back = self.sink_cache.first_of_each(first, (prefix_lens >= P) & lost[:, 0])  # requests may share a page
             need[:, 0] |= back
             restored = torch.where(back, first, 0)
-            spared = torch.zeros_like(self.firsts.pages, dtype=torch.bool)
-            spared.index_fill_(0, self.firsts.entries(restored), True)
+            spared = torch.zeros_like(self.sink_cache.pages, dtype=torch.bool)
+            spared.index_fill_(0, self.sink_cache.entries(restored), True)
         need, pages = need.flatten(), pages.flatten()
 
         # A page that this batch resumes in its middle and pushes out of the window is written in BF16 once more. It
-        # keeps its overlay until the next plan quantizes it.
+        # keeps its BF16 copy until the next plan quantizes it.
         resumed = (prefix_lens // P)[:, None]
         is_resumed = (prefix_lens[:, None] % P > 0) & (rows > 0)[:, None]
         resumed_pages = self._pages_at(rows, resumed, is_resumed).flatten()
@@ -446,16 +455,16 @@ class TierManager:
         return restored
 
     def _pinned(self) -> torch.Tensor:
-        """Returns the overlay slots int32 ``[n]`` of the windows of rows in use; -1 or 0 for none."""
+        """Returns the BF16 slots int32 ``[n]`` of the windows of rows in use; -1 or 0 for none."""
         all_rows = torch.arange(len(self.row_len), device=self.row_len.device)
         return self.pool.page_slot[self._window(all_rows, self.row_len)[2]].flatten()
 
     def _assign(
         self, pages: torch.Tensor, need: torch.Tensor, pinned: torch.Tensor, spared: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Gives overlays to pages int64 ``[n]`` that ``need`` one, least recently used first, never a pinned slot.
+        """Gives BF16 pages to pages int64 ``[n]`` that ``need`` one, least recently used first, never a pinned slot.
 
-        Keeps first tokens of the pages that lose their overlay, but not in entries that are ``spared``.
+        Keeps first tokens of the pages that lose their BF16 copy, but not in entries that are ``spared``.
 
         Returns:
             bool ``[n]``: True for pages that got none.
@@ -463,7 +472,7 @@ class TierManager:
         priority = torch.where(self.slot_page > 0, self.slot_stamp, -1)
         priority.index_fill_(0, pinned.clamp(min=0).long(), NEVER)
         priority[0].fill_(NEVER)
-        # Admission sizes guarantee an overlay, so a page without one is an error.
+        # Admission sizes guarantee a BF16 copy, so a page without one is an error.
         slots, given = hand_out(priority, need)
         old = torch.where(given, self.slot_page[slots], 0)
         self._quantize((old > 0) & ~self.page_valid[old], slots, old)
@@ -473,9 +482,9 @@ class TierManager:
         self.pool.page_slot[takers] = slots.int()
         self.pool.page_slot[0].fill_(0)
         self.slot_page[slots] = takers
-        if self.firsts is not None:  # lost first tokens are still in the overlays: the batch writes later
-            first, tokens = (old > 0) & self.page_first[old], self.pool.overlays[:, slots, :, :, 0]
-            self.firsts.keep(old, first, tokens, self.pool.page_slot, self.steps, spared)
+        if self.sink_cache is not None:  # lost first tokens are still in the BF16 pages: the batch writes later
+            first, tokens = (old > 0) & self.page_first[old], self.pool.bf16_pages[:, slots, :, :, 0]
+            self.sink_cache.keep(old, first, tokens, self.pool.page_slot, self.steps, spared)
         return need & ~given
 
     # -- what the batch reads ------------------------------------------------------------------------

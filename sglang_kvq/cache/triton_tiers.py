@@ -7,12 +7,12 @@ import torch
 from sglang_kvq.cache.fold import check_fold
 from sglang_kvq.cache.pool import PagePool
 from sglang_kvq.cache.tiers import SINK_BONUS, TierManager
-from sglang_kvq.config import PAGE_SIZE
+from sglang_kvq.constants import PAGE_SIZE
 from sglang_kvq.kernels.device.codes import record_of
 from sglang_kvq.kernels.quantize.fold_tokens import fold_pages
-from sglang_kvq.kernels.quantize.keep_firsts import keep_firsts
+from sglang_kvq.kernels.quantize.keep_sink_tokens import keep_sink_tokens
+from sglang_kvq.kernels.tiers.bf16_pages import give_bf16_pages
 from sglang_kvq.kernels.tiers.events import apply_events
-from sglang_kvq.kernels.tiers.overlays import give_overlays
 from sglang_kvq.kernels.tiers.ranges import set_ranges
 from sglang_kvq.kernels.tiers.tables import TierTables
 
@@ -20,23 +20,27 @@ from sglang_kvq.kernels.tiers.tables import TierTables
 class TritonTierManager(TierManager):
     """Plans in two launches, one more per record store, and two for formats that keep first tokens.
 
-    1. ``give_overlays``: lengths, stamps, pins; overlays for pages about to be written; entries for first tokens of
+    1. ``give_bf16_pages``: lengths, stamps, pins; BF16 pages for pages about to be written; entries for first tokens of
        pages that lost theirs.
     2. ``set_ranges``: the ranges that the batch reads from records.
     3. ``quantize_slots``: pages that both found to be without a record, for all layers.
-    4. ``keep_firsts``: first tokens of pages that lost their overlay.
-    5. ``restore_pages``: first pages that a prefill reads, in the overlays from step 1.
+    4. ``keep_sink_tokens``: first tokens of pages that lost their BF16 copy.
+    5. ``restore_pages``: first pages that a prefill reads, in the BF16 pages from step 1.
 
     If the scheduler recorded events since the last plan, ``apply_events`` and its copies come first.
     """
 
     def _set_up(self) -> None:
-        pool, firsts, slots, rows = self.pool, self.firsts, len(self.slot_page), len(self.row_len)
+        pool, sink_cache, slots, rows = self.pool, self.sink_cache, len(self.slot_page), len(self.row_len)
 
         def zeros(n: int) -> torch.Tensor:
             return torch.zeros(n, dtype=torch.int64, device=pool.device)
 
-        none, entries, lost = zeros(1), 1 if firsts is None else len(firsts.pages), 1 if firsts is None else slots
+        none, entries, lost = (
+            zeros(1),
+            1 if sink_cache is None else len(sink_cache.pages),
+            1 if sink_cache is None else slots,
+        )
         self.tables = TierTables(
             req_to_token=pool.req_to_token,
             row_pages=pool.row_pages,
@@ -54,9 +58,9 @@ class TritonTierManager(TierManager):
             keys=zeros(slots),
             wanted=zeros(rows * (self.sink_pages + self.recent_pages + 1)),
             page_first=self.page_first.view(torch.uint8),
-            first_page=none.int() if firsts is None else firsts.pages,
-            first_entry=none.int() if firsts is None else firsts.entry,
-            first_stamp=none if firsts is None else firsts.stamp,
+            first_page=none.int() if sink_cache is None else sink_cache.pages,
+            sink_entry=none.int() if sink_cache is None else sink_cache.entry,
+            first_stamp=none if sink_cache is None else sink_cache.stamp,
             first_keys=zeros(entries),
             claims=zeros(entries),
             lost_slots=zeros(lost),
@@ -71,7 +75,7 @@ class TritonTierManager(TierManager):
             recent_pages=self.recent_pages,
             prefill_pages=self.prefill_pages,
             sink_bonus=SINK_BONUS,
-            keeps_firsts=firsts is not None,
+            keeps_sink_tokens=sink_cache is not None,
         )
         if pool.device.type == "cuda":
             self._compile()
@@ -97,15 +101,15 @@ class TritonTierManager(TierManager):
         self.steps += 1
         tables = self.tables
         restored = None
-        if self.firsts is not None and prefix_lens is not None:
+        if self.sink_cache is not None and prefix_lens is not None:
             restored = torch.empty(len(rows), dtype=torch.int32, device=rows.device)
-        give_overlays(tables, rows, prefix_lens, seq_lens, direct_pages, self.steps, count, restored)
+        give_bf16_pages(tables, rows, prefix_lens, seq_lens, direct_pages, self.steps, count, restored)
         set_ranges(tables, rows, prefix_lens, seq_lens, max_len, self.steps)
-        # Pages whose overlays were just given away are still in them: the batch writes later.
+        # Pages whose BF16 copies were just given away are still in them: the batch writes later.
         self.quantize_slots(tables.slots, tables.pages, tables.count)
-        if self.firsts is not None:
+        if self.sink_cache is not None:
             lost = (tables.lost_slots, tables.lost_entries, tables.lost_count)
-            keep_firsts(*lost, self.pool.overlays, self.firsts.tokens)
+            keep_sink_tokens(*lost, self.pool.bf16_pages, self.sink_cache.tokens)
         if self.restore_pages is not None and restored is not None and max_len >= PAGE_SIZE:
             self.restore_pages(restored)
 

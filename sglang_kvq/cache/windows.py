@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sglang_kvq.cache.layout import KVGeometry, overlay_slots
-from sglang_kvq.config import PAGE_SIZE, KVQuantConfig
+from sglang_kvq.cache.layout import KVGeometry, bf16_slots
+from sglang_kvq.config import KVQuantConfig
+from sglang_kvq.constants import PAGE_SIZE
 
 #: Default number of kept prefixes per request that may run; SGLang keeps as many where it counts this way.
 PREFIXES_PER_REQUEST = 4
@@ -66,12 +67,12 @@ class WindowSplit:
     """One divided memory budget.
 
     Attributes:
-        overlay_budget: bytes of which BF16 overlays take their share and records the rest.
+        bf16_budget: bytes of which BF16 pages take their share and records the rest.
         tokens: tokens of the cache.
         window_tokens: tokens of the windows' pool.
     """
 
-    overlay_budget: int
+    bf16_budget: int
     tokens: int
     window_tokens: int
 
@@ -123,13 +124,13 @@ def share_windows(
     requests: int | None = None,
     ratio: float | None = None,
 ) -> tuple[WindowSplit, int]:
-    """Runs ``split_windows`` for the most requests with affordable overlays; returns the split and that number.
+    """Runs ``split_windows`` for the most requests with affordable BF16 pages; returns the split and that number.
 
     Args:
         window_bytes, ratio: see ``split_windows``.
         requests: ``--max-running-requests`` of this worker; None for as many as fit.
     """
-    affordable = overlay_slots(config, geometry, budget_bytes) // config.slots_per_request
+    affordable = bf16_slots(config, geometry, budget_bytes) // config.slots_per_request
     running = max(1, min(requests or MOST_REQUESTS, affordable))
     split = split_windows(
         budget_bytes,

@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from sglang_kvq.config import PAGE_SIZE
+from sglang_kvq.constants import PAGE_SIZE
 from sglang_kvq.episodic.blocks import Block
 from sglang_kvq.episodic.episodes import EpisodesOfSession
 from sglang_kvq.episodic.page_index import PageIndex

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sglang_kvq.config import PAGE_SIZE
+from sglang_kvq.constants import PAGE_SIZE
 from sglang_kvq.errors import KVQuantError
 
 

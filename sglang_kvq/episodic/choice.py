@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sglang_kvq.config import PAGE_SIZE
+from sglang_kvq.constants import PAGE_SIZE
 from sglang_kvq.episodic.embed import unit
 from sglang_kvq.episodic.match import rank_windows
 from sglang_kvq.episodic.page_index import PageIndex

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from sglang_kvq.config import PAGE_SIZE
+from sglang_kvq.constants import PAGE_SIZE
 from sglang_kvq.episodic.branch import Branch, Namespace
 from sglang_kvq.episodic.episodes import EpisodesOfSession
 from sglang_kvq.episodic.page_index import PageIndex

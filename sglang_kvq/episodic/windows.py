@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sglang_kvq.config import PAGE_SIZE
+from sglang_kvq.constants import PAGE_SIZE
 from sglang_kvq.errors import KVQuantError
 
 #: Pages of a window.

@@ -80,7 +80,7 @@ class ServerFacts:
 
     @property
     def pool_bits(self) -> float:
-        """Bits per element of this server's whole cache, BF16 overlays included; depends on the cache's size."""
+        """Bits per element of this server's whole cache, BF16 pages included; depends on the cache's size."""
         return float(self.kv_quant["bits_per_element"]) if self.kv_quant else self.allocated_bits
 
 

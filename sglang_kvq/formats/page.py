@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 import torch
 
-from sglang_kvq.config import HEAD_DIMS, PAGE_SIZE
+from sglang_kvq.constants import HEAD_DIMS, PAGE_SIZE
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.formats.code import INT2, CodeFormat
 from sglang_kvq.formats.pack import pack_codes, packed_bytes, unpack_codes

@@ -50,7 +50,7 @@ from typing import NamedTuple, TypeAlias
 
 import torch
 
-from sglang_kvq.config import HEAD_DIMS, PAGE_SIZE
+from sglang_kvq.constants import HEAD_DIMS, PAGE_SIZE
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.formats.page import KEY_TOKENS
 

@@ -29,7 +29,8 @@ class RecordFormat(Protocol):
         bits_per_element: allocated bits, with everything stored besides codes.
         layout: equal for all formats with the same record layout.
         per_token: True if tokens share nothing that is stored, so a token can move to another page.
-        keeps_first: True if a sequence's first token is coded so badly that BF16 must hold it (``cache.firsts``).
+        keeps_first: True if a sequence's first token is coded so badly that BF16 must hold it
+        (``cache.sink_token_cache``).
     """
 
     @property

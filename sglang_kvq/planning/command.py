@@ -43,7 +43,7 @@ def plan(
     from sglang_kvq.planning import plan as planning
     from sglang_kvq.planning.gpus import GIB, find_gpu
     from sglang_kvq.planning.weights import Weights, find_weights
-    from sglang_kvq.sglang import doctor_model
+    from sglang_kvq.sglang.doctor import model as doctor_model
 
     place = planning.Place(find_gpu(gpu), tp if count is None else count, tp, mem_fraction_static)
     if (context is None) != (concurrency is None):

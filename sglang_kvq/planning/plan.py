@@ -1,6 +1,6 @@
 """Computes what fits on some GPUs, for each way to keep the cache, and finds the way that serves a wish.
 
-The arithmetic is a server's own: ``cache.layout`` and ``sglang.doctor_capacity`` divide the memory.
+The arithmetic is a server's own: ``cache.layout`` and ``sglang.doctor.capacity`` divide the memory.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from sglang_kvq.cache.layout import KVGeometry, contexts_within
-from sglang_kvq.config import PAGE_SIZE, KVQuantConfig
+from sglang_kvq.config import KVQuantConfig
+from sglang_kvq.constants import PAGE_SIZE
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.formats.record import RecordFormat
 from sglang_kvq.methods import METHOD_NAMES, RotationKind, get_method
@@ -20,7 +21,7 @@ from sglang_kvq.planning.weights import Weights
 from sglang_kvq.rotations.base import RotationMeta, Rotations
 from sglang_kvq.rotations.identity import geometry_of
 from sglang_kvq.rotations.resolve import locate_rotations, plane_formats, resolve_formats
-from sglang_kvq.sglang.doctor_capacity import Capacity, capacity, state_bytes, window_bytes
+from sglang_kvq.sglang.doctor.capacity import Capacity, capacity, state_bytes, window_bytes
 from sglang_kvq.sglang.types import ModelConfig
 
 #: Widths of transform coding that are tried for a wish.

@@ -13,13 +13,14 @@ from typing import Any
 
 import torch
 
-from sglang_kvq.config import HEAD_DIMS, MAX_GQA_GROUP, PAGE_SIZE, KVQuantConfig
+from sglang_kvq.config import MAX_GQA_GROUP, KVQuantConfig
+from sglang_kvq.constants import HEAD_DIMS, PAGE_SIZE
 from sglang_kvq.episodic.config import EPICACHE
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.releases import OLD_TREE, RELEASES, WITHOUT_STATES, WITHOUT_WINDOWS
 from sglang_kvq.rotations.identity import unapplied_window
 from sglang_kvq.sglang import architectures, compat
-from sglang_kvq.sglang.drafts import BRANCHING, DRAFT_DTYPES, SERVED, check_speculation
+from sglang_kvq.sglang.attention.drafts import BRANCHING, DRAFT_DTYPES, SERVED, check_speculation
 from sglang_kvq.sglang.runtime import CLI_ATTRIBUTE, config_of, logger
 from sglang_kvq.sglang.types import Configurator, ModelConfig, ServerArgs
 from sglang_kvq.sglang.window_checks import unsupported_windows

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-from sglang_kvq.config import PAGE_SIZE
+from sglang_kvq.constants import PAGE_SIZE
 from sglang_kvq.episodic.config import EpisodicConfig
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.sglang import compat

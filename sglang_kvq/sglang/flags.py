@@ -7,7 +7,8 @@ from collections.abc import Mapping, MutableMapping
 from dataclasses import MISSING, fields
 from typing import Any
 
-from sglang_kvq.config import PAGE_SIZE, KVQuantConfig
+from sglang_kvq.config import KVQuantConfig
+from sglang_kvq.constants import PAGE_SIZE
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.methods import METHOD_NAMES, Method, get_method
 from sglang_kvq.methods.base import PLANE_BITS

@@ -6,10 +6,11 @@ anything is patched, so a release that moved or changed one is reported by name.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import pkgutil
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
@@ -47,7 +48,7 @@ class Hook:
     """One symbol.
 
     Attributes:
-        target: dotted path below ``sglang.srt``; for ``Kind.BACKEND`` the last part is the dict's key.
+        target: dotted path below ``sglang.srt``. For ``Kind.BACKEND`` the last part is the dict's key.
         why: what it is needed for.
         params: parameter names in order, without self or cls. The symbol must begin with these and may go on with
             optional ones. None: only its existence is checked.
@@ -70,9 +71,23 @@ class Hook:
         return f"sglang.srt.{self.target}"
 
 
-def _hooks(process: Process, *rows: tuple[Kind, str, str, dict[str, Any]]) -> tuple[Hook, ...]:
-    return tuple(Hook(kind, process, target, why, **more) for kind, target, why, more in rows)
+def _hook(kind: Kind, target: str, *words: str, only: str = "", always: bool = False) -> Hook:
+    """One entry of the scheduler's table.
 
+    Args:
+        target: a path, with the names of its parameters in brackets where they matter.
+        words: the handler, if the kind has one; then why.
+        only: ``Hook.versions``.
+    """
+    path, bracket, names = target.partition("(")
+    params = tuple(filter(None, names.rstrip(")").split(", "))) if bracket else None
+    handler = words[0] if kind in PATCHED_KINDS else None
+    return Hook(kind, Process.SCHEDULER, path, words[-1], params, handler, only, always)
+
+
+around, before, after = (functools.partial(_hook, kind) for kind in REGISTRY_KINDS)
+backend, factory = functools.partial(_hook, Kind.BACKEND), functools.partial(_hook, Kind.FACTORY)
+call, subclass, read = (functools.partial(_hook, kind) for kind in (Kind.CALL, Kind.SUBCLASS, Kind.READ))
 
 # ``OLD_TREE`` and ``NEW_TREE`` are the two generations of SGLang's prefix cache, and of much that changed with it.
 # Between them nothing is supported, so these are also the only words for what changed somewhere in the gap.
@@ -92,677 +107,244 @@ _PAGED = "mem_cache.allocator.paged"
 _BACKEND = "layers.attention.base_attn_backend.AttentionBackend"
 _CANARY = "kv_canary.pool_patcher"
 
-TABLE: tuple[Hook, ...] = (
-    *_hooks(
-        Process.MAIN,
-        (
-            Kind.AFTER,
-            "server_args.ServerArgs.add_cli_args",
-            "adds the --kv-quant flags",
-            dict(params=("parser",), handler="flags:add_cli_args", always=True),
-        ),
-        (
-            Kind.AROUND,
-            "server_args.ServerArgs.from_cli_args",
-            "checks and completes the flags, attaches the config",
-            dict(params=("args",), handler="flags:from_cli_args", always=True),
-        ),
-        (
-            Kind.AFTER,
-            "server_args.ServerArgs.check_server_args",
-            "last check before processes are spawned",
-            dict(params=(), handler="checks:after_check_server_args", always=True),
-        ),
-        (
-            Kind.FACTORY,
-            "entrypoints.engine.Engine.server_args_class",
-            "Engine(kv_quant=...)",
-            dict(handler="engine:server_args_from_kwargs", always=True),
-        ),
-        (
-            Kind.AROUND,
-            "entrypoints.engine.Engine._launch_scheduler_processes",
-            "schedulers start only with the plugin",
-            dict(
-                params=("server_args", "port_args", "run_scheduler_process_func"),
-                handler="plugin:launch_schedulers",
-                always=True,
-            ),
-        ),
-        (
-            Kind.AROUND,
-            "managers.tokenizer_control_mixin.TokenizerControlMixin.get_weights_by_name",
-            "says why a folded weight is not given",
-            dict(params=("obj", "request"), handler="weights:explain_refusal", always=True),
-        ),
-        # Sessions
-        (
-            Kind.AROUND,
-            f"{_MANAGER}.generate_request",
-            "chooses what a request of a session reads",
-            dict(params=("obj", "request"), handler="sessions:around_generate_request", always=True),
-        ),
-        (
-            Kind.BEFORE,
-            f"{_MANAGER}.abort_request",
-            "aborts a request of a session that is not sent yet",
-            dict(params=("rid", "abort_all"), handler="sessions:before_abort", always=True),
-        ),
-        (
-            Kind.CALL,
-            f"{_MANAGER}._tokenize_texts",
-            "a session's prompt as tokens",
-            dict(params=("texts", "is_cross_encoder")),
-        ),
-        (
-            Kind.CALL,
-            f"{_MANAGER}._validate_one_request",
-            "whether a session's prompt fits the model's context",
-            dict(params=("obj", "input_ids")),
-        ),
-        (
-            Kind.BEFORE,
-            "entrypoints.http_server._setup_and_run_http_server",
-            "/v1/sessions",
-            dict(params=("server_args", "tokenizer_manager"), handler="session_routes:before_http_server", always=True),
-        ),
-        (Kind.READ, "entrypoints.http_server.app", "/v1/sessions", {}),
-        (Kind.CALL, "utils.common.get_device", "which device SGLang will choose", dict(params=("device_id",))),
-        (
-            Kind.CALL,
-            "configs.hybrid_arch.mambaish_config",
-            "recognises models with recurrent state",
-            dict(params=("model_config",)),
-        ),
-        (Kind.READ, "configs.model_config.AttentionArch.MHA", "recognises MLA", {}),
-        (Kind.CALL, "configs.model_config.is_minimax_sparse", "recognises sparse attention", dict(params=("config",))),
-        (
-            Kind.CALL,
-            "configs.model_config.ModelConfig.__init__",
-            "the model's shapes, before SGLang settles its flags",
-            dict(
-                params=(
-                    "model_path",
-                    "trust_remote_code",
-                    "revision",
-                    "context_length",
-                    "model_override_args",
-                    "is_embedding",
-                    "enable_multimodal",
-                    "dtype",
-                )
-            ),
-        ),
-        (
-            Kind.CALL,
-            "server_args.ServerArgs.get_model_config",
-            "the model's shapes",
-            dict(params=(), versions=OLD_TREE),
-        ),
-        (
-            Kind.CALL,
-            "arg_groups.overrides.model_config_of",
-            "the model's shapes",
-            dict(params=("server_args",), versions=NEW_TREE),
-        ),
-        (
-            Kind.CALL,
-            "arg_groups.overrides.resolution_result",
-            "settings as SGLang decided them",
-            dict(params=("server_args", "field", "default"), versions=NEW_TREE),
-        ),
-    ),
-    *_hooks(
-        Process.SCHEDULER,
-        (
-            Kind.BEFORE,
-            "managers.scheduler.Scheduler.__init__",
-            "all hooks are in place, or the server stops",
-            dict(params=("server_args", "port_args"), handler="plugin:before_scheduler_init", always=True),
-        ),
-        (
-            Kind.AFTER,
-            "managers.scheduler.Scheduler.get_init_info",
-            "method and rotations in /server_info",
-            dict(params=(), handler="observe:add_init_info"),
-        ),
-        # Capacity
-        (
-            Kind.AROUND,
-            f"{_SIZES}._compute_cell_size",
-            "bytes per token",
-            dict(params=("kvc", "num_layers"), handler="capacity:compute_cell_size"),
-        ),
-        (
-            Kind.AFTER,
-            f"{_SIZES}.__init__",
-            "prices a draft model's cache",
-            dict(params=("kvc",), handler="drafts:after_sizes"),
-        ),
-        (
-            Kind.AFTER,
-            "layers.attention.hybrid_linear_attn_backend.MambaAttnBackendBase.__init__",
-            "recurrent states follow drafts that branch",
-            dict(params=("model_runner",), handler="drafts:after_states"),
-        ),
-        (
-            Kind.AROUND,
-            "mem_cache.memory_pool.conv_window_dedup_enabled",
-            "drafts that branch do not share windows",
-            dict(
-                params=("is_npu", "is_cpu", "speculative_eagle_topk", "is_kda"), handler="drafts:around_shared_windows"
-            ),
-        ),
-        (
-            Kind.CALL,
-            "configs.model_config.ModelConfig.from_server_args",
-            "a draft model's shapes",
-            dict(params=("server_args", "model_path", "model_revision", "is_draft_model")),
-        ),
-        (
-            Kind.AROUND,
-            f"{_SIZES}.calculate_pool_sizes",
-            "takes the BF16 pages off the budget",
-            dict(params=("available_bytes", "page_size"), handler="capacity:calculate_pool_sizes"),
-        ),
-        (
-            Kind.AROUND,
-            f"{_POOL}.resolve_max_num_reqs",
-            "running requests follow from the BF16 pages",
-            dict(params=("token_capacity",), handler="capacity:resolve_max_num_reqs"),
-        ),
-        (
-            Kind.AROUND,
-            f"{_POOL}._handle_max_mamba_cache",
-            "memory of recurrent states beside a smaller cache",
-            dict(params=("total_rest_memory",), handler="states:handle_max_mamba_cache"),
-        ),
-        (Kind.CALL, f"{_POOL}._calculate_mamba_ratio", "states of a request", dict(params=())),
-        (Kind.READ, f"{_POOL}.mambaish_config", "bytes of a state", {}),
-        (Kind.READ, f"{_POOL}.ps", "data-parallel workers", dict(versions=OLD_TREE)),
-        (Kind.READ, f"{_POOL}.attn_dp_size", "data-parallel workers", dict(versions=NEW_TREE)),
-        (
-            Kind.CALL,
-            "configs.model_config.ModelConfig.get_num_kv_heads",
-            "this worker's KV heads",
-            dict(params=("tensor_parallel_size",)),
-        ),
-        (
-            Kind.CALL,
-            "configs.model_config.ModelConfig.get_total_num_kv_heads",
-            "whether workers can share them",
-            dict(params=()),
-        ),
-        (
-            Kind.CALL,
-            "configs.model_config.ModelConfig.get_swa_num_kv_heads",
-            "bytes of windows, for kvq doctor",
-            dict(params=("tensor_parallel_size",)),
-        ),
-        (
-            Kind.CALL,
-            "server_args.ServerArgs.override",
-            "sets the ratio of memory",
-            dict(params=("source",), versions=SETS_ARGUMENTS),
-        ),
-        (
-            Kind.CALL,
-            "runtime_context.RuntimeContext.override",
-            "sets the ratio of memory",
-            dict(params=("source",), versions=SETS_CONTEXT),
-        ),
-        (
-            Kind.CALL,
-            "runtime_context.RuntimeContext.config_leaf",
-            "reads what SGLang sized",
-            dict(params=("name",), versions=SETS_CONTEXT),
-        ),
-        # Pool and allocator
-        (
-            Kind.AROUND,
-            f"{_POOL}._build_mha_kv_pool",
-            "builds the two-tier pool",
-            dict(params=("max_total_num_tokens", "mha_pool_class", "quant_method"), handler="pool:build_mha_kv_pool"),
-        ),
-        *(
-            (
-                Kind.AROUND,
-                f"{_POOL}._build_hybrid_linear_kv_pool",
-                "builds the two-tier pool beside recurrent states",
-                dict(
-                    params=("max_total_num_tokens", "req_to_token_pool", "mha_pool_class", *more),
-                    handler="pool:build_hybrid_linear_kv_pool",
-                    versions=versions,
-                ),
-            )
-            for more, versions in (((), OLD_TREE), (("mla_pool_class", "dsa_pool_class"), NEW_TREE))
-        ),
-        (Kind.READ, "mem_cache.memory_pool.HybridLinearKVPool", "the pool of a hybrid", {}),
-        # Sliding windows
-        (
-            Kind.AROUND,
-            f"{_WINDOWS}.__init__",
-            "bytes per token of the layers that see all tokens",
-            dict(params=("kvc",), handler="window_sizes:around_init"),
-        ),
-        (
-            Kind.AROUND,
-            f"{_WINDOWS}.calculate_pool_sizes",
-            "divides memory between windows and the cache",
-            dict(params=("available_bytes", "page_size"), handler="window_sizes:calculate_pool_sizes"),
-        ),
-        (
-            Kind.AROUND,
-            f"{_WINDOWS}.calculate_pool_sizes_from_max_tokens",
-            "windows keep what they need",
-            dict(
-                params=("max_total_num_tokens", "page_size"),
-                handler="window_sizes:calculate_pool_sizes_from_max_tokens",
-            ),
-        ),
-        *(
-            (
-                Kind.AROUND,
-                f"model_executor.pool_configurator.{name}.is_applicable",
-                "windows are sized in one way",
-                dict(params=("kvc",), handler="window_sizes:without_cap", versions=versions),
-            )
-            for name, versions in (
-                ("SWAChunkCapPoolConfigurator", OLD_TREE),
-                ("SWARequestCapPoolConfigurator", NEW_TREE),
-            )
-        ),
-        (
-            Kind.READ,
-            f"{_POOL}.sliding_window_size",
-            "how far windows reach",
-            {},
-        ),
-        (
-            Kind.AROUND,
-            f"{_POOL}._build_hybrid_swa_kv_pool",
-            "builds the two-tier pool beside that of the windows",
-            dict(
-                params=("full_max_total_num_tokens", "swa_max_total_num_tokens", "mha_pool_class"),
-                handler="window_pool:build_hybrid_swa_kv_pool",
-            ),
-        ),
-        (Kind.READ, "mem_cache.swa_memory_pool.SWAKVPool", "the pool of a model with windows", {}),
-        (
-            Kind.CALL,
-            "mem_cache.swa_memory_pool.SWAKVPool.translate_loc_from_full_to_swa",
-            "windows on a CPU",
-            dict(params=("kv_indices",)),
-        ),
-        (Kind.CALL, "mem_cache.memory_pool.KVWriteLoc", "windows on a CPU", dict(params=("loc", "swa_loc"))),
-        (
-            Kind.READ,
-            "mem_cache.allocator.swa.SWATokenToKVPoolAllocator",
-            "hands out pages of both pools",
-            {},
-        ),
-        (
-            Kind.CALL,
-            "layers.attention.triton_backend.TritonAttnBackend",
-            "attention of the layers with windows",
-            dict(params=("model_runner",)),
-        ),
-        (Kind.READ, "environ.envs.SGLANG_SWA_EVICTION_INTERVAL", "how long what left a window is kept", {}),
-        (
-            Kind.AROUND,
-            f"{_POOL}._build_token_to_kv_pool_allocator",
-            "builds the allocator",
-            dict(
-                params=(
-                    "sizes",
-                    "token_to_kv_pool",
-                    "is_dsv4_model",
-                    "req_to_token_pool",
-                    "token_to_kv_pool_allocator",
-                ),
-                handler="allocator:build_allocator",
-            ),
-        ),
-        (
-            Kind.AFTER,
-            f"{_POOL}.configure",
-            "no other pool may serve instead",
-            dict(params=("pre_model_load_memory",), handler="checks:after_configure", always=True),
-        ),
-        *(
-            (Kind.READ, f"{_POOL}.{field}", "the worker being configured", {})
-            for field in ("server_args", "model_config", "layer_info", "kv_cache_dtype", "device", "is_draft_worker")
-        ),
-        (
-            Kind.SUBCLASS,
-            "mem_cache.memory_pool.KVCache.__init__",
-            "the pool",
-            dict(
-                params=(
-                    "size",
-                    "page_size",
-                    "dtype",
-                    "layer_num",
-                    "device",
-                    "enable_memory_saver",
-                    "start_layer",
-                    "end_layer",
-                )
-            ),
-        ),
-        (
-            Kind.SUBCLASS,
-            "mem_cache.memory_pool.MHATokenToKVPool.move_kv_cache",
-            "accepted drafts move together",
-            dict(params=("tgt_loc", "src_loc")),
-        ),
-        (
-            Kind.SUBCLASS,
-            f"{_PAGED}.PagedTokenToKVPoolAllocator.__init__",
-            "the allocator",
-            dict(params=("size", "page_size", "dtype", "device", "kvcache", "need_sort")),
-        ),
-        (Kind.SUBCLASS, f"{_PAGED}.PagedTokenToKVPoolAllocator.clear", "forgets every page", dict(params=())),
-        (
-            Kind.SUBCLASS,
-            f"{_PAGED}.PagedTokenToKVPoolAllocator.free",
-            "pages coming back",
-            dict(params=("free_index",), versions=PER_TOKEN_FREES),
-        ),
-        (
-            Kind.SUBCLASS,
-            f"{_PAGED}.PagedTokenToKVPoolAllocator._release_page_ids",
-            "pages coming back",
-            dict(versions=RELEASES_PAGES),
-        ),
-        (
-            Kind.CALL,
-            f"{_PAGED}.PagedTokenToKVPoolAllocator.get_all_free_pages",
-            "which pages are free",
-            dict(params=(), versions=NEW_TREE),
-        ),
-        (
-            Kind.CALL,
-            f"{_PAGED}.alloc_extend_naive",
-            "page allocation on a CPU",
-            dict(params=("prefix_lens", "seq_lens", "last_loc", "free_pages", "out_indices", "page_size", "device")),
-        ),
-        (
-            Kind.CALL,
-            "utils.get_num_new_pages",
-            "page allocation on a CPU",
-            dict(params=("seq_lens", "page_size", "prefix_lens", "decode")),
-        ),
-        # Rows and tree
-        (
-            Kind.AROUND,
-            "mem_cache.memory_pool.ReqToTokenPool.free",
-            "a row given back frees its window",
-            dict(params=("req",), handler="rows:around_free", versions=OLD_TREE),
-        ),
-        (
-            Kind.AROUND,
-            "session.streaming_session.StreamingSession.release_session",
-            "a session's row frees its window",
-            dict(params=("session_id",), handler="rows:around_release_session", versions=OLD_TREE),
-        ),
-        (
-            Kind.AROUND,
-            "mem_cache.memory_pool.ReqToTokenPool.free_rows",
-            "rows given back free their windows",
-            dict(params=("indices",), handler="rows:around_free_rows", versions=NEW_TREE),
-        ),
-        *(
-            (
-                Kind.AROUND,
-                f"mem_cache.{tree}.cache_{moment}_req",
-                "overlays follow the tree's pages",
-                dict(params=("req", *more), handler=f"tree:around_{moment}", versions=OLD_TREE),
-            )
-            for tree in ("radix_cache.RadixCache", "unified_radix_cache.UnifiedRadixCache")
-            for moment, more in (("finished", ("is_insert", "kv_len_to_handle")), ("unfinished", ("chunked",)))
-        ),
-        (
-            Kind.CALL,
-            "mem_cache.base_prefix_cache.BasePrefixCache.supports_mamba",
-            "whether the tree ends prefixes at recurrent states",
-            dict(params=()),
-        ),
-        (
-            Kind.READ,
-            "mem_cache.base_prefix_cache.MatchPrefixParams",
-            "looks up what is cached",
-            {},
-        ),
-        (Kind.READ, "mem_cache.radix_cache.RadixKey", "looks up what is cached", {}),
-        (
-            Kind.AROUND,
-            "mem_cache.unified_radix_cache.UnifiedRadixCache.checkpoint_into_tree",
-            "overlays follow the tree's pages",
-            dict(params=("req", "up_to"), handler="tree:around_checkpoint", versions=NEW_TREE),
-        ),
-        # Selected pages
-        (
-            Kind.AROUND,
-            "managers.schedule_batch.Req.init_next_round_input",
-            "brings the pages that a request begins with",
-            dict(params=("tree_cache", "cow_mamba"), handler="selection:around_next_round"),
-        ),
-        (
-            Kind.AROUND,
-            "managers.schedule_policy.PrefillAdder.add_one_req",
-            "a request waits until what it begins with is there",
-            dict(params=("req", "has_chunked_req", "truncation_align_size"), handler="selection:around_add"),
-        ),
-        (Kind.READ, "managers.schedule_policy.AddReqResult.NO_TOKEN", "a request waits", {}),
-        (Kind.READ, "managers.schedule_policy.AddReqResult.OTHER", "a request waits", {}),
-        (Kind.CALL, "mem_cache.base_prefix_cache.BasePrefixCache.evictable_size", "room for copies", dict(params=())),
-        (
-            Kind.AROUND,
-            "managers.schedule_batch.Req._compute_max_prefix_len",
-            "prompts that score are computed, cached or not",
-            dict(params=("input_len",), handler="episodes:around_longest_match"),
-        ),
-        (
-            Kind.AFTER,
-            "model_executor.forward_batch_info.ForwardBatch.init_new",
-            "positions behind the whole history",
-            dict(handler="selection:move_positions"),
-        ),
-        (
-            Kind.READ,
-            "model_executor.forward_batch_info.ForwardBatch.rids",
-            "which requests of a batch are scored",
-            {},
-        ),
-        (
-            Kind.CALL,
-            "mem_cache.base_prefix_cache.InsertParams",
-            "copies of pages enter the tree",
-            dict(params=("key", "value")),
-        ),
-        (Kind.CALL, "mem_cache.base_prefix_cache.EvictParams", "room for copies", dict(params=("num_tokens",))),
-        # Folds
-        *(
-            (
-                Kind.AROUND,
-                "mem_cache.common.release_kv_cache",
-                "chosen tokens stay when a request ends as a fold",
-                dict(params=("req", "tree_cache", enters), handler="folding:around_release", versions=versions),
-            )
-            for enters, versions in (("is_insert", OLD_TREE), ("checkpoint", NEW_TREE))
-        ),
-        (Kind.READ, "managers.schedule_batch.FINISH_ABORT", "a fold without room", {}),
-        # Looking inside
-        (
-            Kind.AROUND,
-            "managers.scheduler_components.invariant_checker.SchedulerInvariantChecker._check_tree_cache",
-            "checks the tiers when idle",
-            dict(params=(), handler="observe:check_when_idle"),
-        ),
-        (
-            Kind.CALL,
-            "managers.scheduler_components.invariant_checker.SchedulerInvariantChecker._report_leak",
-            "reports a failed check",
-            dict(params=("pool_name", "token_msg")),
-        ),
-        (
-            Kind.AROUND,
-            "managers.scheduler.Scheduler.get_internal_state",
-            "tiers in /server_info",
-            dict(params=("recv_req",), handler="observe:add_internal_state"),
-        ),
-        (
-            Kind.AFTER,
-            "observability.metrics_collector.SchedulerMetricsCollector.log_stats",
-            "tiers in /metrics",
-            dict(params=("stats",), handler="metrics:after_log_stats"),
-        ),
-        (Kind.READ, "observability.metrics_collector.QueueCount.total", "requests that run and wait", {}),
-        # The KV canary
-        (
-            Kind.CALL,
-            f"{_CANARY}.api.register_pool_attacher",
-            "--kv-canary over the two-tier pool",
-            dict(params=("pool_class", "attacher")),
-        ),
-        (
-            Kind.CALL,
-            f"{_CANARY}.buffer_alloc.alloc_canary_buf",
-            "the canary's buffers",
-            dict(params=("num_slots", "device")),
-        ),
-        (
-            Kind.CALL,
-            "kv_canary.buffer_group.CanaryBufferGroup",
-            "the canary's buffers",
-            dict(
-                params=(
-                    "kind",
-                    "k_head",
-                    "k_tail",
-                    "v_head",
-                    "v_tail",
-                    "real_kv_sources_k",
-                    "real_kv_sources_v",
-                    "swa_index_lut",
-                    "kv_token_id_vs_position_offset",
-                )
-            ),
-        ),
-        (Kind.READ, "kv_canary.buffer_group.PoolKind.FULL", "the canary's buffers", {}),
-        # Attention
-        (
-            Kind.BACKEND,
-            "layers.attention.attention_registry.ATTENTION_BACKENDS.triton",
-            "attention on a GPU",
-            dict(handler="worker:create_backend"),
-        ),
-        (
-            Kind.BACKEND,
-            "layers.attention.attention_registry.ATTENTION_BACKENDS.torch_native",
-            "attention on a CPU",
-            dict(handler="worker:create_backend"),
-        ),
-        (
-            Kind.SUBCLASS,
-            f"{_BACKEND}.init_forward_metadata_out_graph",
-            "plans a batch",
-            dict(params=("forward_batch", "in_capture")),
-        ),
-        (Kind.SUBCLASS, f"{_BACKEND}.init_cuda_graph_state", "CUDA graphs", dict(params=("max_bs", "max_num_tokens"))),
-        (
-            Kind.SUBCLASS,
-            f"{_BACKEND}.update_verify_buffers_to_fill_after_draft",
-            "verifies drafts",
-            dict(params=("spec_info", "cuda_graph_bs")),
-        ),
-        (Kind.SUBCLASS, f"{_BACKEND}.needs_cpu_seq_lens", "verifies drafts", {}),
-        (
-            Kind.READ,
-            "model_executor.forward_batch_info.ForwardMode.is_target_verify",
-            "verifies drafts",
-            dict(params=()),
-        ),
-        (Kind.SUBCLASS, f"{_BACKEND}.get_cuda_graph_seq_len_fill_value", "CUDA graphs", dict(params=())),
-        *(
-            (
-                Kind.SUBCLASS,
-                f"{_BACKEND}.forward_{mode}",
-                "attention of one layer",
-                dict(params=("q", "k", "v", "layer", "forward_batch", "save_kv_cache")),
-            )
-            for mode in ("decode", "extend")
-        ),
-        (Kind.READ, "layers.radix_attention.RadixAttention", "what a layer asks of attention", {}),
-        (Kind.READ, "layers.quantization.unquant.UnquantizedLinearMethod", "recognises plain weights", {}),
-        (Kind.READ, "layers.radix_attention.AttentionType.DECODER", "what a layer asks of attention", {}),
-        (Kind.CALL, "runtime_context.get_parallel", "this worker's rank and heads", dict(params=())),
-        (Kind.CALL, "runtime_context.get_server_args", "whether drafts branch", dict(params=())),
-        # Weights: new ones would lack the value rotation folded into those loaded
-        *(
-            (
-                Kind.AROUND,
-                f"{_WEIGHTS}.update_weights_from_{source}",
-                "refuses while V is folded into the weights",
-                dict(params=params, handler="weights:refuse_update", versions=versions),
-            )
-            for source, params, versions in (
-                ("disk", ("model_path", "load_format"), ""),
-                ("tensor", ("named_tensors", "load_format"), ""),
-                ("ipc", ("recv_req",), ""),
-                ("distributed", ("names", "dtypes", "shapes", "group_name", "load_format"), OLD_TREE),
-            )
-        ),
-        (
-            Kind.AROUND,
-            f"{_WEIGHTS}.load_weights_from_distributed",
-            "refuses while V is folded into the weights",
-            dict(params=("named_tensors",), handler="weights:refuse_update", versions=NEW_TREE),
-        ),
-        (
-            Kind.AROUND,
-            "managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager.begin_weight_update",
-            "refuses while V is folded into the weights",
-            dict(params=("recv_req",), handler="weights:refuse_update_session", versions=NEW_TREE),
-        ),
-        (
-            Kind.CALL,
-            "managers.io_struct.BeginWeightUpdateReqOutput",
-            "refuses while V is folded into the weights",
-            dict(versions=NEW_TREE),
-        ),
-        # ... and elsewhere these would lack what undoes it
-        *(
-            (
-                Kind.AROUND,
-                f"{_EXPORTER}.{name}",
-                "refuses while V is folded into the weights",
-                dict(params=params, handler=f"weights:{handler}"),
-            )
-            for name, params, handler in (
-                (
-                    "init_weights_send_group_for_remote_instance",
-                    ("master_address", "ports", "group_rank", "world_size", "group_name", "backend"),
-                    "refuse_sending",
-                ),
-                ("send_weights_to_remote_instance", ("master_address", "ports", "group_name"), "refuse_sending"),
-                ("save_remote_model", ("url",), "refuse_saving"),
-                ("save_sharded_model", ("path", "pattern", "max_size"), "refuse_saving"),
-                ("get_weights_by_name", ("name", "truncate_size"), "refuse_reading"),
-            )
-        ),
-        *(
-            (
-                Kind.AROUND,
-                "utils.weight_checker.WeightChecker.handle",
-                "refuses while V is folded into the weights",
-                dict(params=("action", "allow_quant_error", *more), handler="weights:refuse_saving", versions=versions),
-            )
-            for more, versions in (((), OLD_TREE), (("skip_tensor_list", "role"), NEW_TREE))
-        ),
-    ),
+# fmt: off
+_MAIN: tuple[Hook, ...] = (
+    # Flags and processes
+    after("server_args.ServerArgs.add_cli_args(parser)",
+         "flags:add_cli_args", "adds the --kv-quant flags", always=True),
+    around("server_args.ServerArgs.from_cli_args(args)",
+         "flags:from_cli_args", "checks and completes the flags, attaches the config", always=True),
+    after("server_args.ServerArgs.check_server_args()",
+         "checks:after_check_server_args", "last check before processes are spawned", always=True),
+    factory("entrypoints.engine.Engine.server_args_class",
+         "engine:server_args_from_kwargs", "Engine(kv_quant=...)", always=True),
+    around("entrypoints.engine.Engine._launch_scheduler_processes(server_args, port_args, run_scheduler_process_func)",
+         "plugin:launch_schedulers", "schedulers start only with the plugin", always=True),
+    around("managers.tokenizer_control_mixin.TokenizerControlMixin.get_weights_by_name(obj, request)",
+         "attention.folded_weights:explain_refusal", "says why a folded weight is not given", always=True),
+    # Sessions
+    around(f"{_MANAGER}.generate_request(obj, request)",
+         "sessions:around_generate_request", "chooses what a request of a session reads", always=True),
+    before(f"{_MANAGER}.abort_request(rid, abort_all)",
+         "sessions:before_abort", "aborts a request of a session that is not sent yet", always=True),
+    call(f"{_MANAGER}._tokenize_texts(texts, is_cross_encoder)", "a session's prompt as tokens"),
+    call(f"{_MANAGER}._validate_one_request(obj, input_ids)", "whether a session's prompt fits the model's context"),
+    before("entrypoints.http_server._setup_and_run_http_server(server_args, tokenizer_manager)",
+         "session_routes:before_http_server", "/v1/sessions", always=True),
+    read("entrypoints.http_server.app", "/v1/sessions"),
+    # Facts about the device and the model
+    call("utils.common.get_device(device_id)", "which device SGLang will choose"),
+    call("configs.hybrid_arch.mambaish_config(model_config)", "recognises models with recurrent state"),
+    read("configs.model_config.AttentionArch.MHA", "recognises MLA"),
+    call("configs.model_config.is_minimax_sparse(config)", "recognises sparse attention"),
+    call("configs.model_config.ModelConfig.__init__("
+         "model_path, trust_remote_code, revision, context_length, model_override_args, is_embedding, "
+         "enable_multimodal, dtype)",
+         "the model's shapes, before SGLang settles its flags"),
+    call("server_args.ServerArgs.get_model_config()", "the model's shapes", only=OLD_TREE),
+    call("arg_groups.overrides.model_config_of(server_args)", "the model's shapes", only=NEW_TREE),
+    call("arg_groups.overrides.resolution_result(server_args, field, default)",
+         "settings as SGLang decided them", only=NEW_TREE),
 )
+
+_SCHEDULER: tuple[Hook, ...] = (
+    # Processes
+    before("managers.scheduler.Scheduler.__init__(server_args, port_args)",
+         "plugin:before_scheduler_init", "all hooks are in place, or the server stops", always=True),
+    after("managers.scheduler.Scheduler.get_init_info()",
+         "observe:add_init_info", "method and rotations in /server_info"),
+    # Capacity
+    around(f"{_SIZES}._compute_cell_size(kvc, num_layers)", "memory.capacity:compute_cell_size", "bytes per token"),
+    after(f"{_SIZES}.__init__(kvc)", "attention.drafts:after_sizes", "prices a draft model's cache"),
+    after("layers.attention.hybrid_linear_attn_backend.MambaAttnBackendBase.__init__(model_runner)",
+         "attention.drafts:after_states", "recurrent states follow drafts that branch"),
+    around("mem_cache.memory_pool.conv_window_dedup_enabled(is_npu, is_cpu, speculative_eagle_topk, is_kda)",
+         "attention.drafts:around_shared_windows", "drafts that branch do not share windows"),
+    call("configs.model_config.ModelConfig.from_server_args(server_args, model_path, model_revision, is_draft_model)",
+         "a draft model's shapes"),
+    around(f"{_SIZES}.calculate_pool_sizes(available_bytes, page_size)",
+         "memory.capacity:calculate_pool_sizes", "takes the BF16 pages off the budget"),
+    around(f"{_POOL}.resolve_max_num_reqs(token_capacity)",
+         "memory.capacity:resolve_max_num_reqs", "running requests follow from the BF16 pages"),
+    around(f"{_POOL}._handle_max_mamba_cache(total_rest_memory)",
+         "memory.recurrent_states:handle_max_mamba_cache", "memory of recurrent states beside a smaller cache"),
+    call(f"{_POOL}._calculate_mamba_ratio()", "states of a request"),
+    read(f"{_POOL}.mambaish_config", "bytes of a state"),
+    read(f"{_POOL}.ps", "data-parallel workers", only=OLD_TREE),
+    read(f"{_POOL}.attn_dp_size", "data-parallel workers", only=NEW_TREE),
+    call("configs.model_config.ModelConfig.get_num_kv_heads(tensor_parallel_size)", "this worker's KV heads"),
+    call("configs.model_config.ModelConfig.get_total_num_kv_heads()", "whether workers can share them"),
+    call("configs.model_config.ModelConfig.get_swa_num_kv_heads(tensor_parallel_size)",
+         "bytes of windows, for kvq doctor"),
+    call("server_args.ServerArgs.override(source)", "sets the ratio of memory", only=SETS_ARGUMENTS),
+    call("runtime_context.RuntimeContext.override(source)", "sets the ratio of memory", only=SETS_CONTEXT),
+    call("runtime_context.RuntimeContext.config_leaf(name)", "reads what SGLang sized", only=SETS_CONTEXT),
+    # Pool
+    around(f"{_POOL}._build_mha_kv_pool(max_total_num_tokens, mha_pool_class, quant_method)",
+         "memory.pool:build_mha_kv_pool", "builds the two-tier pool"),
+    around(f"{_POOL}._build_hybrid_linear_kv_pool(max_total_num_tokens, req_to_token_pool, mha_pool_class)",
+         "memory.pool:build_hybrid_linear_kv_pool", "builds the two-tier pool beside recurrent states", only=OLD_TREE),
+    around(f"{_POOL}._build_hybrid_linear_kv_pool("
+         "max_total_num_tokens, req_to_token_pool, mha_pool_class, mla_pool_class, dsa_pool_class)",
+         "memory.pool:build_hybrid_linear_kv_pool", "builds the two-tier pool beside recurrent states", only=NEW_TREE),
+    read("mem_cache.memory_pool.HybridLinearKVPool", "the pool of a hybrid"),
+    # Sliding windows
+    around(f"{_WINDOWS}.__init__(kvc)",
+         "memory.window_sizes:around_init", "bytes per token of the layers that see all tokens"),
+    around(f"{_WINDOWS}.calculate_pool_sizes(available_bytes, page_size)",
+         "memory.window_sizes:calculate_pool_sizes", "divides memory between windows and the cache"),
+    around(f"{_WINDOWS}.calculate_pool_sizes_from_max_tokens(max_total_num_tokens, page_size)",
+         "memory.window_sizes:calculate_pool_sizes_from_max_tokens", "windows keep what they need"),
+    around("model_executor.pool_configurator.SWAChunkCapPoolConfigurator.is_applicable(kvc)",
+         "memory.window_sizes:without_cap", "windows are sized in one way", only=OLD_TREE),
+    around("model_executor.pool_configurator.SWARequestCapPoolConfigurator.is_applicable(kvc)",
+         "memory.window_sizes:without_cap", "windows are sized in one way", only=NEW_TREE),
+    read(f"{_POOL}.sliding_window_size", "how far windows reach"),
+    around(f"{_POOL}._build_hybrid_swa_kv_pool(full_max_total_num_tokens, swa_max_total_num_tokens, mha_pool_class)",
+         "memory.window_pool:build_hybrid_swa_kv_pool", "builds the two-tier pool beside that of the windows"),
+    read("mem_cache.swa_memory_pool.SWAKVPool", "the pool of a model with windows"),
+    call("mem_cache.swa_memory_pool.SWAKVPool.translate_loc_from_full_to_swa(kv_indices)", "windows on a CPU"),
+    call("mem_cache.memory_pool.KVWriteLoc(loc, swa_loc)", "windows on a CPU"),
+    read("mem_cache.allocator.swa.SWATokenToKVPoolAllocator", "hands out pages of both pools"),
+    call("layers.attention.triton_backend.TritonAttnBackend(model_runner)", "attention of the layers with windows"),
+    read("environ.envs.SGLANG_SWA_EVICTION_INTERVAL", "how long what left a window is kept"),
+    # Allocator
+    around(f"{_POOL}._build_token_to_kv_pool_allocator("
+         "sizes, token_to_kv_pool, is_dsv4_model, req_to_token_pool, token_to_kv_pool_allocator)",
+         "memory.allocator:build_allocator", "builds the allocator"),
+    after(f"{_POOL}.configure(pre_model_load_memory)",
+         "checks:after_configure", "no other pool may serve instead", always=True),
+    read(f"{_POOL}.server_args", "the worker being configured"),
+    read(f"{_POOL}.model_config", "the worker being configured"),
+    read(f"{_POOL}.layer_info", "the worker being configured"),
+    read(f"{_POOL}.kv_cache_dtype", "the worker being configured"),
+    read(f"{_POOL}.device", "the worker being configured"),
+    read(f"{_POOL}.is_draft_worker", "the worker being configured"),
+    subclass("mem_cache.memory_pool.KVCache.__init__("
+         "size, page_size, dtype, layer_num, device, enable_memory_saver, start_layer, end_layer)",
+         "the pool"),
+    subclass("mem_cache.memory_pool.MHATokenToKVPool.move_kv_cache(tgt_loc, src_loc)", "accepted drafts move together"),
+    subclass(f"{_PAGED}.PagedTokenToKVPoolAllocator.__init__(size, page_size, dtype, device, kvcache, need_sort)",
+         "the allocator"),
+    subclass(f"{_PAGED}.PagedTokenToKVPoolAllocator.clear()", "forgets every page"),
+    subclass(f"{_PAGED}.PagedTokenToKVPoolAllocator.free(free_index)", "pages coming back", only=PER_TOKEN_FREES),
+    subclass(f"{_PAGED}.PagedTokenToKVPoolAllocator._release_page_ids", "pages coming back", only=RELEASES_PAGES),
+    call(f"{_PAGED}.PagedTokenToKVPoolAllocator.get_all_free_pages()", "which pages are free", only=NEW_TREE),
+    call(f"{_PAGED}.alloc_extend_naive(prefix_lens, seq_lens, last_loc, free_pages, out_indices, page_size, device)",
+         "page allocation on a CPU"),
+    call("utils.get_num_new_pages(seq_lens, page_size, prefix_lens, decode)", "page allocation on a CPU"),
+    # Rows and tree
+    around("mem_cache.memory_pool.ReqToTokenPool.free(req)",
+         "prefix.rows:around_free", "a row given back frees its window", only=OLD_TREE),
+    around("session.streaming_session.StreamingSession.release_session(session_id)",
+         "prefix.rows:around_release_session", "a session's row frees its window", only=OLD_TREE),
+    around("mem_cache.memory_pool.ReqToTokenPool.free_rows(indices)",
+         "prefix.rows:around_free_rows", "rows given back free their windows", only=NEW_TREE),
+    around("mem_cache.radix_cache.RadixCache.cache_finished_req(req, is_insert, kv_len_to_handle)",
+         "prefix.tree:around_finished", "BF16 pages follow the tree's pages", only=OLD_TREE),
+    around("mem_cache.radix_cache.RadixCache.cache_unfinished_req(req, chunked)",
+         "prefix.tree:around_unfinished", "BF16 pages follow the tree's pages", only=OLD_TREE),
+    around("mem_cache.unified_radix_cache.UnifiedRadixCache.cache_finished_req(req, is_insert, kv_len_to_handle)",
+         "prefix.tree:around_finished", "BF16 pages follow the tree's pages", only=OLD_TREE),
+    around("mem_cache.unified_radix_cache.UnifiedRadixCache.cache_unfinished_req(req, chunked)",
+         "prefix.tree:around_unfinished", "BF16 pages follow the tree's pages", only=OLD_TREE),
+    call("mem_cache.base_prefix_cache.BasePrefixCache.supports_mamba()",
+         "whether the tree ends prefixes at recurrent states"),
+    read("mem_cache.base_prefix_cache.MatchPrefixParams", "looks up what is cached"),
+    read("mem_cache.radix_cache.RadixKey", "looks up what is cached"),
+    around("mem_cache.unified_radix_cache.UnifiedRadixCache.checkpoint_into_tree(req, up_to)",
+         "prefix.tree:around_checkpoint", "BF16 pages follow the tree's pages", only=NEW_TREE),
+    # Selected pages
+    around("managers.schedule_batch.Req.init_next_round_input(tree_cache, cow_mamba)",
+         "prefix.selection:around_next_round", "brings the pages that a request begins with"),
+    around("managers.schedule_policy.PrefillAdder.add_one_req(req, has_chunked_req, truncation_align_size)",
+         "prefix.selection:around_add", "a request waits until what it begins with is there"),
+    read("managers.schedule_policy.AddReqResult.NO_TOKEN", "a request waits"),
+    read("managers.schedule_policy.AddReqResult.OTHER", "a request waits"),
+    call("mem_cache.base_prefix_cache.BasePrefixCache.evictable_size()", "room for copies"),
+    around("managers.schedule_batch.Req._compute_max_prefix_len(input_len)",
+         "prefix.episodes:around_longest_match", "prompts that score are computed, cached or not"),
+    after("model_executor.forward_batch_info.ForwardBatch.init_new",
+         "prefix.selection:move_positions", "positions behind the whole history"),
+    read("model_executor.forward_batch_info.ForwardBatch.rids", "which requests of a batch are scored"),
+    call("mem_cache.base_prefix_cache.InsertParams(key, value)", "copies of pages enter the tree"),
+    call("mem_cache.base_prefix_cache.EvictParams(num_tokens)", "room for copies"),
+    # Folds
+    around("mem_cache.common.release_kv_cache(req, tree_cache, is_insert)",
+         "prefix.folding:around_release", "chosen tokens stay when a request ends as a fold", only=OLD_TREE),
+    around("mem_cache.common.release_kv_cache(req, tree_cache, checkpoint)",
+         "prefix.folding:around_release", "chosen tokens stay when a request ends as a fold", only=NEW_TREE),
+    read("managers.schedule_batch.FINISH_ABORT", "a fold without room"),
+    # Looking inside
+    around("managers.scheduler_components.invariant_checker.SchedulerInvariantChecker._check_tree_cache()",
+         "observe:check_when_idle", "checks the tiers when idle"),
+    call("managers.scheduler_components.invariant_checker.SchedulerInvariantChecker._report_leak(pool_name, token_msg)",
+         "reports a failed check"),
+    around("managers.scheduler.Scheduler.get_internal_state(recv_req)",
+         "observe:add_internal_state", "tiers in /server_info"),
+    after("observability.metrics_collector.SchedulerMetricsCollector.log_stats(stats)",
+         "metrics:after_log_stats", "tiers in /metrics"),
+    read("observability.metrics_collector.QueueCount.total", "requests that run and wait"),
+    # The KV canary
+    call(f"{_CANARY}.api.register_pool_attacher(pool_class, attacher)", "--kv-canary over the two-tier pool"),
+    call(f"{_CANARY}.buffer_alloc.alloc_canary_buf(num_slots, device)", "the canary's buffers"),
+    call("kv_canary.buffer_group.CanaryBufferGroup("
+         "kind, k_head, k_tail, v_head, v_tail, real_kv_sources_k, real_kv_sources_v, swa_index_lut, "
+         "kv_token_id_vs_position_offset)",
+         "the canary's buffers"),
+    read("kv_canary.buffer_group.PoolKind.FULL", "the canary's buffers"),
+    # Attention
+    backend("layers.attention.attention_registry.ATTENTION_BACKENDS.triton",
+         "attention.worker:create_backend", "attention on a GPU"),
+    backend("layers.attention.attention_registry.ATTENTION_BACKENDS.torch_native",
+         "attention.worker:create_backend", "attention on a CPU"),
+    subclass(f"{_BACKEND}.init_forward_metadata_out_graph(forward_batch, in_capture)", "plans a batch"),
+    subclass(f"{_BACKEND}.init_cuda_graph_state(max_bs, max_num_tokens)", "CUDA graphs"),
+    subclass(f"{_BACKEND}.update_verify_buffers_to_fill_after_draft(spec_info, cuda_graph_bs)", "verifies drafts"),
+    subclass(f"{_BACKEND}.needs_cpu_seq_lens", "verifies drafts"),
+    read("model_executor.forward_batch_info.ForwardMode.is_target_verify()", "verifies drafts"),
+    subclass(f"{_BACKEND}.get_cuda_graph_seq_len_fill_value()", "CUDA graphs"),
+    subclass(f"{_BACKEND}.forward_decode(q, k, v, layer, forward_batch, save_kv_cache)", "attention of one layer"),
+    subclass(f"{_BACKEND}.forward_extend(q, k, v, layer, forward_batch, save_kv_cache)", "attention of one layer"),
+    read("layers.radix_attention.RadixAttention", "what a layer asks of attention"),
+    read("layers.quantization.unquant.UnquantizedLinearMethod", "recognises plain weights"),
+    read("layers.radix_attention.AttentionType.DECODER", "what a layer asks of attention"),
+    call("runtime_context.get_parallel()", "this worker's rank and heads"),
+    call("runtime_context.get_server_args()", "whether drafts branch"),
+    # Weights: new ones would lack the value rotation folded into those loaded
+    around(f"{_WEIGHTS}.update_weights_from_disk(model_path, load_format)",
+         "attention.folded_weights:refuse_update", "refuses while V is folded into the weights"),
+    around(f"{_WEIGHTS}.update_weights_from_tensor(named_tensors, load_format)",
+         "attention.folded_weights:refuse_update", "refuses while V is folded into the weights"),
+    around(f"{_WEIGHTS}.update_weights_from_ipc(recv_req)",
+         "attention.folded_weights:refuse_update", "refuses while V is folded into the weights"),
+    around(f"{_WEIGHTS}.update_weights_from_distributed(names, dtypes, shapes, group_name, load_format)",
+         "attention.folded_weights:refuse_update", "refuses while V is folded into the weights", only=OLD_TREE),
+    around(f"{_WEIGHTS}.load_weights_from_distributed(named_tensors)",
+         "attention.folded_weights:refuse_update", "refuses while V is folded into the weights", only=NEW_TREE),
+    around("managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager.begin_weight_update(recv_req)",
+         "attention.folded_weights:refuse_update_session", "refuses while V is folded into the weights", only=NEW_TREE),
+    call("managers.io_struct.BeginWeightUpdateReqOutput", "refuses while V is folded into the weights", only=NEW_TREE),
+    # ... and elsewhere these would lack what undoes it
+    around(f"{_EXPORTER}.init_weights_send_group_for_remote_instance("
+         "master_address, ports, group_rank, world_size, group_name, backend)",
+         "attention.folded_weights:refuse_sending", "refuses while V is folded into the weights"),
+    around(f"{_EXPORTER}.send_weights_to_remote_instance(master_address, ports, group_name)",
+         "attention.folded_weights:refuse_sending", "refuses while V is folded into the weights"),
+    around(f"{_EXPORTER}.save_remote_model(url)",
+         "attention.folded_weights:refuse_saving", "refuses while V is folded into the weights"),
+    around(f"{_EXPORTER}.save_sharded_model(path, pattern, max_size)",
+         "attention.folded_weights:refuse_saving", "refuses while V is folded into the weights"),
+    around(f"{_EXPORTER}.get_weights_by_name(name, truncate_size)",
+         "attention.folded_weights:refuse_reading", "refuses while V is folded into the weights"),
+    around("utils.weight_checker.WeightChecker.handle(action, allow_quant_error)",
+         "attention.folded_weights:refuse_saving", "refuses while V is folded into the weights", only=OLD_TREE),
+    around("utils.weight_checker.WeightChecker.handle(action, allow_quant_error, skip_tensor_list, role)",
+         "attention.folded_weights:refuse_saving", "refuses while V is folded into the weights", only=NEW_TREE),
+)
+# fmt: on
+
+TABLE = (*(replace(hook, process=Process.MAIN) for hook in _MAIN), *_SCHEDULER)
 
 
 def for_release(version: Version, process: Process | None = None, table: Iterable[Hook] = TABLE) -> list[Hook]:

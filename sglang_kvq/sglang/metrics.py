@@ -8,7 +8,7 @@ from typing import Any
 import sglang_kvq
 from sglang_kvq.cache.tiers import TierManager
 from sglang_kvq.cache.transfer import LateCopy
-from sglang_kvq.config import PAGE_SIZE
+from sglang_kvq.constants import PAGE_SIZE
 from sglang_kvq.sglang import runtime
 
 

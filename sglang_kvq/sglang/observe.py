@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sglang_kvq.config import PAGE_SIZE
+from sglang_kvq.constants import PAGE_SIZE
 from sglang_kvq.formats.record import code_bits
 from sglang_kvq.sglang import plugin, runtime
 from sglang_kvq.sglang.types import Original, Scheduler

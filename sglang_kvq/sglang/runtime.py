@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
-from sglang_kvq.attention.scoring import KeyScores
+from sglang_kvq.attention.scores.scoring import KeyScores
 from sglang_kvq.cache.layout import KVGeometry, MemoryLayout
 from sglang_kvq.cache.pool import PagePool
 from sglang_kvq.cache.tiers import TierManager
@@ -87,7 +87,7 @@ class Runtime:
 
     Attributes:
         layer_ids: the model's numbers of the layers in the cache, in its order; others keep their state elsewhere.
-        budget_slots: overlays that ``--kv-quant-bf16-budget`` pays for.
+        budget_slots: BF16 pages that ``--kv-quant-bf16-budget`` pays for.
         tiers: None until the attention backend exists.
         status: what is served, in plain values, for the log and ``/server_info``.
         windows: None where every layer sees all tokens.

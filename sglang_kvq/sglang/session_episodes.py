@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 from fastapi import HTTPException
 
-from sglang_kvq.config import PAGE_SIZE
+from sglang_kvq.constants import PAGE_SIZE
 from sglang_kvq.episodic import fold as folds
 from sglang_kvq.episodic.chain import ChainPlan, Step, chain, stand_ins
 from sglang_kvq.episodic.config import EPISODES, PROMPT_TOKENS, EpisodicConfig

@@ -9,7 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from sglang_kvq.config import PAGE_SIZE, KVQuantConfig
+from sglang_kvq.config import KVQuantConfig
+from sglang_kvq.constants import PAGE_SIZE
 from sglang_kvq.episodic.session import Session
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.sglang import checks

@@ -23,7 +23,8 @@ from typing import Any, TypeAlias
 import numpy as np
 from fastapi import HTTPException
 
-from sglang_kvq.config import PAGE_SIZE, KVQuantConfig
+from sglang_kvq.config import KVQuantConfig
+from sglang_kvq.constants import PAGE_SIZE
 from sglang_kvq.episodic.branch import Namespace
 from sglang_kvq.episodic.choice import Choice, Question, choose
 from sglang_kvq.episodic.config import EPICACHE, EpisodicConfig

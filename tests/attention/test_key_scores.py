@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from benchmarks.research.episodes.scores import highest
-from sglang_kvq.attention.key_scores import key_scores
+from sglang_kvq.attention.scores.key_scores import key_scores
 
 
 def drawn(prompt: int, past: int, kv_heads: int, group: int, head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sglang_kvq.attention.scoring import KeyScores, ScoringPart, plan_scoring
+from sglang_kvq.attention.scores.scoring import KeyScores, ScoringPart, plan_scoring
 from sglang_kvq.errors import KVQuantError
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from benchmarks.research.episodes.select import pin, top_of_heads
-from sglang_kvq.attention.token_choice import choose_tokens
+from sglang_kvq.attention.scores.token_choice import choose_tokens
 from sglang_kvq.errors import KVQuantError
 from tests import device_waits
 

@@ -18,12 +18,12 @@ from dataclasses import dataclass, field
 import torch
 
 from sglang_kvq.attention.base import LayerRotations
+from sglang_kvq.attention.planning.new_tokens import split_new_tokens
 from sglang_kvq.attention.reference import ReferenceOps
 from sglang_kvq.cache.integrity import check_integrity
 from sglang_kvq.cache.pool import PagePool
-from sglang_kvq.cache.split import split_new_tokens
 from sglang_kvq.cache.tiers import TierManager
-from sglang_kvq.config import PAGE_SIZE as P
+from sglang_kvq.constants import PAGE_SIZE as P
 from sglang_kvq.formats.page import PageFormat
 from sglang_kvq.formats.planes import PlaneCode, PlaneFormat
 from sglang_kvq.formats.record import RecordFormat
@@ -104,7 +104,7 @@ class Model:
     unkept: int = 0  # reads of such pages from records, where first tokens are kept
     begins: set[int] = field(default_factory=set)  # first tokens of ``named`` whose first page is a prompt's
     begun: dict[int, bool] = field(default_factory=dict)  # pages that begin a sequence: whether a prompt began with it
-    idle: set[int] = field(default_factory=set)  # of these, in entries and without overlays after the last plan
+    idle: set[int] = field(default_factory=set)  # of these, in entries and without BF16 copies after the last plan
     lost: set[int] = field(default_factory=set)  # of these, without its first token, as more idled than have entries
     prefill_pages: int = 0
     reached: int = 0  # pages before their window that prefills read in BF16
@@ -112,7 +112,7 @@ class Model:
     def __post_init__(self) -> None:
         r2t = torch.zeros(self.rows + 1, (self.pages + 2) * P, dtype=torch.int32)
         self.pool = PagePool.allocate([self.format], kv_heads=1, pages=self.pages, slots=self.slots, req_to_token=r2t)
-        self.pool.overlays.fill_(float("nan"))
+        self.pool.bf16_pages.fill_(float("nan"))
         self.ops = ReferenceOps(self.pool, LayerRotations())
         operations = (self.ops.quantize_slots, self.ops.restore_pages)
         self.tiers = self.manager(self.pool, self.sink_pages, self.recent_pages, *operations, self.prefill_pages)
@@ -251,13 +251,13 @@ class Model:
             request.stored += n
         prefix = [r.stored - n for r, n in requests]
         new = [n for _, n in requests]
-        overlay, direct = split_new_tokens(prefix, new, self.sink_pages, self.recent_pages)
+        bf16_page, direct = split_new_tokens(prefix, new, self.sink_pages, self.recent_pages)
         rows = torch.tensor([r.row for r, _ in requests])
         loc = torch.cat([self.pool.req_to_token[r.row, p : p + n] for (r, n), p in zip(requests, prefix)]).long()
-        overlay, direct = torch.from_numpy(overlay), torch.from_numpy(direct)
+        bf16_page, direct = torch.from_numpy(bf16_page), torch.from_numpy(direct)
         seq = torch.tensor([p + n for p, n in zip(prefix, new)])
         self.tiers.plan_extend(rows, torch.tensor(prefix), seq, max(prefix), loc[direct] // P)
-        self.check_firsts([request for request, _ in requests])
+        self.check_sink_tokens([request for request, _ in requests])
         for (request, n), p in zip(requests, prefix):
             self.check_reach(request.row, p, self.prefill_pages if n > 1 else 0)
         kv = torch.cat([r.expected(p, p + n) for (r, n), p in zip(requests, prefix)])
@@ -267,7 +267,7 @@ class Model:
         def layers() -> None:
             for check in reads:
                 check()
-            self.ops.store_tokens(0, loc[overlay], k[overlay], v[overlay])
+            self.ops.store_tokens(0, loc[bf16_page], k[bf16_page], v[bf16_page])
             self.ops.quantize_tokens(0, direct, loc[direct] // P, k, v)
 
         return self.fly(layers)
@@ -284,7 +284,7 @@ class Model:
         planned = self.tiers.decode_needs_plan(seq)
         if planned:
             self.tiers.plan_decode(rows, seq, int(seq.max()))
-            self.check_firsts(requests)
+            self.check_sink_tokens(requests)
         loc = torch.cat(
             [self.pool.req_to_token[r.row, r.stored - 1 : r.stored] for r in requests]
             + [torch.zeros(padding, dtype=torch.int32)]
@@ -323,7 +323,7 @@ class Model:
         rows = torch.tensor([r.row for r in requests] + [0] * padding)
         seq = torch.tensor([r.stored + count for r in requests] + [1 + count] * padding)
         self.tiers.plan_drafts(rows, seq, int(seq.max()), count)
-        self.check_firsts(requests)
+        self.check_sink_tokens(requests)
         loc = torch.cat(
             [self.pool.req_to_token[r.row, r.stored : r.stored + count] for r in requests]
             + [torch.zeros(padding * count, dtype=torch.int32)]
@@ -410,7 +410,7 @@ class Model:
             want, length = torch.cat([want, own]), length + len(own)
         want = want.permute(1, 0, 2)  # [2, length, 64]
         first = self.first_page(row)
-        kept = self.tiers.firsts is not None and length > 0 and bool(self.pool.firsts.kept(first))
+        kept = self.tiers.sink_cache is not None and length > 0 and bool(self.pool.sink_cache.kept(first))
         lost = not self.is_first(request.tokens) or int(first) in self.lost
 
         def check() -> None:
@@ -423,11 +423,11 @@ class Model:
                 page = want[:, span]
                 if sink_end <= i * P < history_end:
                     page = self.rounded(page)
-                    if i == 0 and self.tiers.firsts is not None:
+                    if i == 0 and self.tiers.sink_cache is not None:
                         assert not kept, f"row {row} reads a record's first token, and a better one is kept"
                         assert lost, f"row {row} reads a record's first token, and no more idle than there are entries"
                         self.unkept += self.is_first(request.tokens)
-                elif i == 0 and self.tiers.firsts is not None and not torch.equal(got[:, span], page):
+                elif i == 0 and self.tiers.sink_cache is not None and not torch.equal(got[:, span], page):
                     page = torch.cat([page[:, :1], self.rounded(page)[:, 1:]], dim=1)
                     self.restored += 1
                 assert torch.equal(got[:, span], page), (
@@ -443,34 +443,34 @@ class Model:
         return check
 
     def check_reach(self, row: int, length: int, more: int) -> None:
-        """A prefill's history ends as early as overlays allow, but no more than ``more`` pages before its window."""
+        """A prefill's history ends as early as BF16 pages allow, but no more than ``more`` pages before its window."""
         lost = (self.pool.page_slot[self.pool.row_pages[row, : -(-length // P)].long()] < 0).tolist()
         window = max(length // P - self.recent_pages, self.sink_pages)
         earliest = max(length // P - self.recent_pages - more, self.sink_pages)
         end = int(self.pool.row_history_end[row]) // P
-        assert not any(lost[max(end, self.sink_pages) :]), f"row {row} reads overlays from page {end}: {lost}"
+        assert not any(lost[max(end, self.sink_pages) :]), f"row {row} reads BF16 pages from page {end}: {lost}"
         assert end <= earliest or lost[end - 1], f"row {row} reads page {end - 1} from its record: {lost}"
         assert end >= min(earliest, len(lost)) or end <= self.sink_pages, (end, earliest)
         self.reached += max(window - max(end, self.sink_pages), 0)
 
-    def check_firsts(self, requests: Sequence[Request]) -> None:
-        """Invariant 12, after a plan for these: a first token is in an overlay, or kept unless more idle than entries.
+    def check_sink_tokens(self, requests: Sequence[Request]) -> None:
+        """Invariant 12, after a plan for these: a first token is in a BF16 copy, or kept unless more idle than entries.
 
         Of those that idled before or do so now: what a plan restores leaves its entry to others in the next one.
         """
-        firsts = self.tiers.firsts
-        if firsts is None:
+        sink_cache = self.tiers.sink_cache
+        if sink_cache is None:
             return
         for request in requests:
             self.begun[self.row_pages(request, 1)[0]] = self.is_first(request.tokens)
-        slots, entries = self.pool.page_slot.tolist(), firsts.entry.tolist()
+        slots, entries = self.pool.page_slot.tolist(), sink_cache.entry.tolist()
         idle = {page for page in self.begun if slots[page] < 0}
         kept = {page for page in idle if entries[page] > 0}
         unkept = {page for page in idle - kept if self.begun[page]}
         wanted = kept | (unkept - self.lost) | (self.idle & self.begun.keys())
         for page in unkept - self.lost:
-            assert len(wanted) > firsts.count, (
-                f"the first token of page {page} is lost: {len(wanted)} idle, {firsts.count} entries"
+            assert len(wanted) > sink_cache.count, (
+                f"the first token of page {page} is lost: {len(wanted)} idle, {sink_cache.count} entries"
             )
         self.idle, self.lost = kept, unkept
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 
-from sglang_kvq.config import PAGE_SIZE as P
+from sglang_kvq.constants import PAGE_SIZE as P
 from tests.cache.scheduler_model import Model, Request
 
 
 def random_model(rng: random.Random, overlap: bool = True, **more) -> Model:
-    """A small pool under pressure: few overlays beyond those that rows may pin."""
+    """A small pool under pressure: few BF16 pages beyond those that rows may pin."""
     rows, sinks, recent = rng.randint(1, 5), rng.randint(0, 2), rng.randint(1, 3)
-    # One overlay per row beyond its window: every row may resume in the middle of a page.
+    # One BF16 page per row beyond its window: every row may resume in the middle of a page.
     slots = rows * (sinks + recent + 2) + rng.randint(0, 6)
     more.setdefault("prefill_pages", rng.choice([0, 1, 4, 20]))
     return Model(rng.randint(30, 60), slots, rows, sinks, recent, overlap=overlap, **more)
@@ -195,7 +195,7 @@ class Driver:
 
 
 def converse(model: Model, rng: random.Random, turns: int) -> None:
-    """More conversations than there are overlays for, idle in turn: each loses its sinks and begins where it was.
+    """More conversations than there are BF16 pages for, idle in turn: each loses its sinks and begins where it was.
 
     Some go on twice at once, from copies of their own pages, or as a fold; some are evicted. Ends with nothing held.
     """

@@ -7,8 +7,8 @@ import torch
 
 from sglang_kvq.cache.fold import check_moves, fold_pages
 from sglang_kvq.cache.pool import PagePool
-from sglang_kvq.config import HEAD_DIMS
-from sglang_kvq.config import PAGE_SIZE as P
+from sglang_kvq.constants import HEAD_DIMS
+from sglang_kvq.constants import PAGE_SIZE as P
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.formats.code import INT2, CodeFormat
 from sglang_kvq.formats.page import PageFormat

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from sglang_kvq import KVQuantConfig, KVQuantError
-from sglang_kvq.cache.layout import KVGeometry, divide, overlay_slots
+from sglang_kvq.cache.layout import KVGeometry, bf16_slots, divide
 from sglang_kvq.formats.page import PageFormat
 
 QWEN3_8B = KVGeometry(8, (PageFormat(128, 128),) * 36)
@@ -15,7 +15,7 @@ GIB = 2**30
 
 
 def layout_of(config: KVQuantConfig, budget: int, geometry: KVGeometry = QWEN3_8B):
-    slots = overlay_slots(config, geometry, budget)
+    slots = bf16_slots(config, geometry, budget)
     pages = (budget - (slots + 1) * geometry.slot_bytes - geometry.page_bytes) // geometry.page_bytes
     return divide(config, geometry, pages=pages, slots=slots)
 
@@ -42,11 +42,11 @@ def test_streaming_sessions_reserve_a_page_more_for_each_request():
     assert divide(config, QWEN3_8B, pages=700, slots=70, wanted=99, resumes=8).max_requests == 10
 
 
-def test_overlays_never_exceed_pages():
+def test_bf16_pages_never_exceed_pages():
     assert divide(KVQuantConfig("oscar"), QWEN3_8B, pages=64, slots=5000, wanted=100).slots == 64
 
 
-def test_overlays_shrink_with_a_capped_pool_but_serve_the_requests_asked_for():
+def test_bf16_pages_shrink_with_a_capped_pool_but_serve_the_requests_asked_for():
     config = KVQuantConfig("oscar")
     assert divide(config, QWEN3_8B, pages=1000, slots=5000, wanted=2).slots == 15  # a tenth of the bytes
     assert divide(config, QWEN3_8B, pages=1000, slots=5000, wanted=10).slots == 61
@@ -69,7 +69,7 @@ def test_the_requests_asked_for_come_before_the_window_of_a_prefill():
     assert divide(replace(config, prefill_window=0), QWEN3_8B, pages=50_000, slots=200, chunk=128).max_requests == 33
 
 
-def test_overlays_are_not_counted_as_token_room():
+def test_bf16_pages_are_not_counted_as_token_room():
     """Predecessors admitted requests into BF16 slots: capacity is INT2 pages only."""
     few = divide(KVQuantConfig("oscar"), QWEN3_8B, pages=100, slots=20)
     many = divide(KVQuantConfig("oscar"), QWEN3_8B, pages=100, slots=90)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from sglang_kvq.cache.pending import FREE, MOVE, ROWS, CopiedPages, FoldedPages, PendingOps
+from sglang_kvq.cache.pending import CopiedPages, FoldedPages, PendingOps
 from sglang_kvq.cache.transfer import to_device
+from sglang_kvq.constants import EVENT_FREE, EVENT_MOVE, EVENT_ROWS
 
 CPU = torch.device("cpu")
 
@@ -26,7 +27,12 @@ def test_frees_in_a_row_are_one_and_rows_come_last():
     pending.fill_move(place, ids(5, 6), ids(15, 16))
     spans, pages, events = pending.pack(CPU)
     assert none and not pending and pages.dtype == torch.int64
-    assert spans[: 3 * events].view(-1, 3).tolist() == [[FREE, 0, 3], [MOVE, 3, 2], [FREE, 7, 1], [ROWS, 12, 3]]
+    assert spans[: 3 * events].view(-1, 3).tolist() == [
+        [EVENT_FREE, 0, 3],
+        [EVENT_MOVE, 3, 2],
+        [EVENT_FREE, 7, 1],
+        [EVENT_ROWS, 12, 3],
+    ]
     assert pages.tolist() == [1, 2, 3, 5, 6, 15, 16, 4]
     assert spans[12:].tolist() == [7, 8, 9]
 
@@ -44,7 +50,7 @@ def test_rows_alone():
     pending = PendingOps()
     pending.free_rows([3, 4])
     spans, pages, events = pending.pack(CPU)
-    assert spans.tolist() == [ROWS, 3, 2, 3, 4] and not pages.numel() and events == 1
+    assert spans.tolist() == [EVENT_ROWS, 3, 2, 3, 4] and not pages.numel() and events == 1
 
 
 def test_parts_of_one_copy_start_where_kernels_expect_them():
@@ -61,11 +67,11 @@ def test_a_copy_waits_for_what_came_before_it():
     pending.free_pages(ids(2))
     assert pending.take_fill(CPU) is None
     spans, pages, _ = pending.pack(CPU)
-    assert spans.tolist() == [FREE, 0, 1] and pages.tolist() == [1]
+    assert spans.tolist() == [EVENT_FREE, 0, 1] and pages.tolist() == [1]
     copy = pending.take_fill(CPU)
     assert [x.tolist() for x in copy] == [[2, 3], [12, 13], [0]]
     spans, pages, _ = pending.pack(CPU)
-    assert spans.tolist() == [FREE, 0, 1] and pages.tolist() == [2] and not pending
+    assert spans.tolist() == [EVENT_FREE, 0, 1] and pages.tolist() == [2] and not pending
 
 
 def test_a_fold_waits_for_what_came_before_it_and_keeps_its_shape():
@@ -75,7 +81,7 @@ def test_a_fold_waits_for_what_came_before_it_and_keeps_its_shape():
     pending.copy_pages(ids(4), ids(14), ids())
     assert pending.take_fill(CPU) is None
     spans, _, _ = pending.pack(CPU)
-    assert spans.tolist() == [ROWS, 3, 1, 3] and pending.pack(CPU) is None
+    assert spans.tolist() == [EVENT_ROWS, 3, 1, 3] and pending.pack(CPU) is None
     fold = pending.take_fill(CPU)
     assert isinstance(fold, FoldedPages) and fold.tokens.shape == (1, 2, 64)
     assert [x.tolist() for x in (fold.source, fold.target, fold.sinks)] == [[2, 3], [12], [0]]

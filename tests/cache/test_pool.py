@@ -11,7 +11,7 @@ from sglang_kvq.attention.base import LayerRotations
 from sglang_kvq.attention.reference import ReferenceOps
 from sglang_kvq.cache.layout import KVGeometry
 from sglang_kvq.cache.pool import PagePool
-from sglang_kvq.config import PAGE_SIZE
+from sglang_kvq.constants import PAGE_SIZE
 from sglang_kvq.formats.code import CodeFormat
 from sglang_kvq.formats.page import PageFormat
 from sglang_kvq.formats.planes import PlaneCode, PlaneFormat
@@ -50,7 +50,7 @@ def test_layers_share_a_store_by_layout_not_by_clip():
 def test_geometry_counts_every_layers_own_bytes():
     geometry, pool = KVGeometry(2, FORMATS), pool_of(FORMATS)
     assert geometry.page_bytes == sum(store.records[:, 0].numel() for store in pool.stores)
-    assert geometry.slot_bytes == pool.overlays[:, 0].numel() * 2
+    assert geometry.slot_bytes == pool.bf16_pages[:, 0].numel() * 2
     assert geometry.record_bits_per_element == pytest.approx(sum(f.bits_per_element for f in FORMATS) / 5)
     assert geometry.page_bytes % PAGE_SIZE == 0, "SGLang counts bytes per token"
 
@@ -61,18 +61,20 @@ def test_planes_share_a_store_by_their_widths_and_are_counted():
     pool, geometry = pool_of(formats), KVGeometry(2, formats)
     assert [store.layers for store in pool.stores] == [(0, 2), (1,)] and pool.ranks.tolist() == [[0, 0]] * 3
     assert geometry.record_bytes == sum(store.records[:, 0].numel() for store in pool.stores)
-    assert geometry.page_bytes - geometry.record_bytes == pool.firsts.tokens[:, 0].nbytes // 8, "eight pages share one"
+    assert geometry.page_bytes - geometry.record_bytes == pool.sink_cache.tokens[:, 0].nbytes // 8, (
+        "eight pages share one"
+    )
     assert geometry.record_bits_per_element == pytest.approx((4 * 5 + 12) / 4 / 6 + 8 / 64)
 
 
-def test_overlays_become_records_of_each_layers_own_format():
+def test_bf16_pages_become_records_of_each_layers_own_format():
     pool = pool_of(FORMATS)
-    pool.overlays.copy_(rows(*pool.overlays.shape))
+    pool.bf16_pages.copy_(rows(*pool.bf16_pages.shape))
     slots, pages = torch.tensor([3, 1, 2]), torch.tensor([2, 5, 4])
     ReferenceOps(pool, LayerRotations()).quantize_slots(slots, pages, torch.tensor([2]))
     for layer, format in enumerate(FORMATS):
         want = torch.zeros_like(pool.records[layer])
-        want[[2, 5]] = format.quantize_pages(*pool.overlays[layer, [3, 1]].unbind(1))
+        want[[2, 5]] = format.quantize_pages(*pool.bf16_pages[layer, [3, 1]].unbind(1))
         assert torch.equal(pool.records[layer], want)
 
 

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from sglang_kvq.cache import firsts
+from sglang_kvq.cache import sink_token_cache as sink_cache
 from tests.cache.scheduler_model import PLANES, Model
 from tests.cache.schedules import Driver, converse, random_model
 
@@ -25,15 +25,16 @@ def test_random_schedules(seed, overlap):
 @pytest.mark.parametrize("overlap", [False, True], ids=["alone", "in-flight"])
 @pytest.mark.parametrize("pages_per_entry", [1, 8])
 def test_random_schedules_keep_first_tokens(pages_per_entry, overlap, monkeypatch):
-    """Whatever takes overlays, a first page is read with its first token as it was written, while there are entries."""
-    monkeypatch.setattr(firsts, "PAGES_PER_ENTRY", pages_per_entry)
+    """Whatever takes BF16 pages, a first page is read with its first token as it was written, while there are
+    entries."""
+    monkeypatch.setattr(sink_cache, "PAGES_PER_ENTRY", pages_per_entry)
     restored = unkept = 0
     for seed in range(4):
         rng = random.Random(300 + seed)
         rows, sinks = rng.randint(1, 3), rng.randint(1, 2)
         model = Model(70, rows * (sinks + 2) + 1, rows, sinks, 1, overlap=overlap, format=PLANES)
         converse(model, rng, 40)
-        assert not model.pool.firsts.pages.any()
+        assert not model.pool.sink_cache.pages.any()
         restored, unkept = restored + model.restored, unkept + model.unkept
     assert restored > 20 and (unkept == 0 or pages_per_entry > 1)
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from sglang_kvq.config import PAGE_SIZE as P
+from sglang_kvq.constants import PAGE_SIZE as P
 from tests.cache.scheduler_model import PLANES, TWO_BITS, Model
 from tests.cache.schedules import Driver
 
@@ -34,7 +34,7 @@ class Scheduler(RuleBasedStateMachine):
         rng=st.randoms(use_true_random=False),
     )
     def build(self, rows, sinks, recent, spare, pages, overlap, drafts, format, prefill_pages, rng):
-        # One overlay per row beyond its window: every row may resume in the middle of a page.
+        # One BF16 page per row beyond its window: every row may resume in the middle of a page.
         slots = rows * (sinks + recent + 2) + spare
         more = {"overlap": overlap, "format": format, "prefill_pages": prefill_pages}
         model = Model(pages, slots, rows, sinks, recent, **more)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from sglang_kvq.cache.states import LEAST_TOKENS, SGLANG_RATIO, RequestNeeds, share_states
+from sglang_kvq.cache.recurrent_states import LEAST_TOKENS, SGLANG_RATIO, RequestNeeds, share_states
 
 GIB = 1 << 30
 #: Qwen3-Next-80B-A3B at 2 bits: 36 layers with states in FP32, 12 with 2 KV heads of 256.
@@ -42,7 +42,7 @@ def test_a_request_keeps_the_tokens_it_would_have_in_bf16():
 
 
 def test_bf16_itself_gets_sglangs_ratio():
-    """Where nothing is saved nothing changes, but for the overlays."""
+    """Where nothing is saved nothing changes, but for the BF16 pages."""
     plain = replace(QWEN3_NEXT, token_bytes=QWEN3_NEXT.bf16_token_bytes, window_bytes=1, bf16_budget=1e-6)
     assert share_states(64 * GIB, plain).ratio == pytest.approx(SGLANG_RATIO, rel=1e-3)
 

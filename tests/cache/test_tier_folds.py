@@ -1,4 +1,4 @@
-"""Pages that are filled with chosen tokens: what the plan after it makes of records and overlays."""
+"""Pages that are filled with chosen tokens: what the plan after it makes of records and BF16 pages."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from sglang_kvq.config import PAGE_SIZE as P
+from sglang_kvq.constants import PAGE_SIZE as P
 from tests.cache.scheduler_model import Model, Request
 from tests.cache.test_tiers import model, prefill
 
@@ -31,7 +31,7 @@ def target(m: Model, names: list[int]) -> list[int]:
     return [m.tree[tuple(names[:end])] for end in range(P, len(names) + 1, P)]
 
 
-def test_sinks_are_overlays_and_the_rest_is_records():
+def test_sinks_are_bf16_pages_and_the_rest_is_records():
     m = model(slots=14, rows=2)
     request = prefill(m, list(range(600)), publish=False)
     names = m.fold(request, chosen(4 * P, 8 * P), publish=False)
@@ -44,7 +44,7 @@ def test_sinks_are_overlays_and_the_rest_is_records():
     m.check()
 
 
-def test_without_room_for_an_overlay_the_record_serves():
+def test_without_room_for_an_bf16_page_the_record_serves():
     """While windows pin every slot; whose they are makes no difference."""
     m = model(slots=8, rows=2)
     request = prefill(m, list(range(600)), publish=False)
@@ -59,8 +59,8 @@ def test_without_room_for_an_overlay_the_record_serves():
 
 
 @pytest.mark.parametrize("kind", ["fold", "copy"])
-def test_the_sink_of_a_fold_or_copy_keeps_its_overlay_longer_than_window_pages(kind):
-    """Other conversations idle with younger window pages, and a new one takes overlays."""
+def test_the_sink_of_a_fold_or_copy_keeps_its_bf16_page_longer_than_window_pages(kind):
+    """Other conversations idle with younger window pages, and a new one takes BF16 pages."""
     m = Model(60, 8, 2, 1, 2)
     source = prefill(m, list(range(5 * P)), publish=kind == "copy")
     if kind == "fold":
@@ -72,7 +72,7 @@ def test_the_sink_of_a_fold_or_copy_keeps_its_overlay_longer_than_window_pages(k
         m.leave(source, publish=False)
     m.tiers.apply_pending()
     (page, *_), own = target(m, names), [7] * (5 * P)
-    assert int(m.pool.page_slot[page]) > 0, "the setting: the sink has an overlay"
+    assert int(m.pool.page_slot[page]) > 0, "the setting: the sink has a BF16 copy"
     if kind == "copy":
         m.release([m.tree.pop(key) for key in [key for key in m.tree if key[0] == 0]])
     for text in (own, [8] * (5 * P)):
@@ -125,7 +125,7 @@ def test_a_fold_of_a_fold_moves_the_same_codes():
     m.check()
 
 
-def test_a_target_that_is_freed_before_the_plan_keeps_no_overlay():
+def test_a_target_that_is_freed_before_the_plan_keeps_no_bf16_page():
     m = model(slots=14, rows=2)
     names = m.fold(prefill(m, list(range(600)), publish=False), chosen(2 * P, 8 * P), publish=False)
     for end in (2 * P, P):

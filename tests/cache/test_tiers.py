@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from sglang_kvq.cache.integrity import check_integrity
-from sglang_kvq.config import PAGE_SIZE as P
+from sglang_kvq.constants import PAGE_SIZE as P
 from tests.cache.scheduler_model import Model
 
 
@@ -90,7 +90,7 @@ def test_codes_are_the_same_whichever_path_wrote_them():
         assert torch.equal(records[0], other)
 
 
-def test_a_prefill_reads_bf16_as_far_back_as_overlays_are_left():
+def test_a_prefill_reads_bf16_as_far_back_as_bf16_pages_are_left():
     m = model(prefill_pages=4)
     request = prefill(m, list(range(10 * P)), [P] * 10)
     prefix = 9 * P  # of the last chunk, whose window begins at page 7
@@ -102,7 +102,7 @@ def test_a_prefill_reads_bf16_as_far_back_as_overlays_are_left():
     assert ranges(m, request) == (P, 8 * P), "a request that decodes in a prefill's batch, too"
     assert m.extend([(request, 2)])
     assert ranges(m, request) == (P, (8 - 4) * P)
-    other = prefill(m, list(range(1000, 1000 + 21 * P)), [P] * 21)  # takes the overlays used the longest ago
+    other = prefill(m, list(range(1000, 1000 + 21 * P)), [P] * 21)  # takes the BF16 pages used the longest ago
     request.tokens += [8, 9]
     assert m.extend([(request, 2)])
     assert ranges(m, request) == (P, 8 * P)
@@ -111,11 +111,11 @@ def test_a_prefill_reads_bf16_as_far_back_as_overlays_are_left():
     m.check_empty()
 
 
-def test_a_prefill_reads_records_up_to_the_last_overlay_that_was_lost():
+def test_a_prefill_reads_records_up_to_the_last_bf16_page_that_was_lost():
     m = model(prefill_pages=50)
     request = prefill(m, list(range(4 * P)), [2 * P, 2 * P])
     request.tokens += list(range(500, 500 + 6 * P))
-    assert m.extend([(request, 6 * P)])  # pages 4 to 7 are quantized directly and never have overlays
+    assert m.extend([(request, 6 * P)])  # pages 4 to 7 are quantized directly and never have BF16 copies
     request.tokens += [1, 2]
     assert m.extend([(request, 2)])
     assert ranges(m, request) == (P, 8 * P)
@@ -136,7 +136,7 @@ def test_a_window_taken_by_others_is_read_as_history_and_loses_nothing():
     m = model(slots=8, rows=2)
     first = prefill(m, [i % 50 for i in range(500)])
     m.leave(first, publish=True)
-    for kind in range(2):  # two running requests pin every overlay there is room for
+    for kind in range(2):  # two running requests pin every BF16 copy there is room for
         prefill(m, [(i * 3 + kind + 100) % 250 for i in range(400)])
     m.leave(m.running[0], publish=False)
     again = m.start(first.tokens + [1] * 10)
@@ -146,7 +146,7 @@ def test_a_window_taken_by_others_is_read_as_history_and_loses_nothing():
 
 
 def test_two_requests_computing_the_same_prompt_keep_one_copy_and_their_windows():
-    """A request repointed to the tree's pages takes its overlays along."""
+    """A request repointed to the tree's pages takes its BF16 copies along."""
     m = model(slots=24)
     tokens = [i % 70 for i in range(450)]
     one, two = m.start(tokens), m.start(tokens)
@@ -204,7 +204,7 @@ def test_whatever_leaves_while_a_batch_runs_stays_readable_until_it_ends():
     m.check_empty()
 
 
-def test_overlays_move_when_the_tree_kept_pages_without_them():
+def test_bf16_pages_move_when_the_tree_kept_pages_without_them():
     m = model(slots=8, rows=2)
     tokens = [i % 70 for i in range(450)]
     one = prefill(m, tokens)
@@ -215,7 +215,7 @@ def test_overlays_move_when_the_tree_kept_pages_without_them():
             m.leave(m.running[0], publish=False)
     m.tiers.apply_pending()
     kept = [m.tree[tuple(tokens[: (i + 1) * P])] for i in range(7)]
-    assert (m.pool.page_slot[kept[5:]] < 0).all(), "the setting: the tree's pages lost their overlays"
+    assert (m.pool.page_slot[kept[5:]] < 0).all(), "the setting: the tree's pages lost their BF16 copies"
     # Computes the same tokens again without having hit the tree (as when both were admitted at once).
     twin = m.start([0])
     m.running.remove(twin)
@@ -245,7 +245,7 @@ def test_reads_of_prefixes_and_lost_windows_are_counted():
     counts = m.tiers.counts()
     assert (counts.pages_lost, counts.prefix_bf16, counts.prefix_quantized) == (0, 0, 0), "it had no prefix"
     m.leave(first, publish=True)
-    for kind in (100, 150):  # take every overlay
+    for kind in (100, 150):  # take every BF16 page
         m.leave(prefill(m, [(i * 3 + kind) % 250 for i in range(400)]), publish=True)
     again = m.start([*tokens, 7, 8])
     cached = again.stored
@@ -266,18 +266,18 @@ def test_windows_are_taken_before_sinks():
     m.leave(first, publish=True)  # sink and window stay as a cache
     m.tiers.apply_pending()
     sink = m.tree[tuple(first.tokens[:P])]
-    prefill(m, [(i * 3 + 100) % 250 for i in range(400)])  # needs overlays: 4 of 7
+    prefill(m, [(i * 3 + 100) % 250 for i in range(400)])  # needs BF16 pages: 4 of 7
     assert m.pool.page_slot[sink] > 0
 
 
 def test_padding_writes_only_to_the_reserved_page():
     m = model()
     request = prefill(m, list(range(100)))
-    m.pool.overlays[:, 0] = 0
+    m.pool.bf16_pages[:, 0] = 0
     generate(m, request, 80, padding=3)  # padding rows write 99.0
-    live = m.pool.overlays[0, 1:]
+    live = m.pool.bf16_pages[0, 1:]
     assert not (live == 99.0).any()
-    assert (m.pool.overlays[0, 0] == 99.0).any()
+    assert (m.pool.bf16_pages[0, 0] == 99.0).any()
     assert int(m.pool.page_slot[0]) == 0 and int(m.tiers.row_len[0]) == 0
 
 

@@ -56,7 +56,7 @@ ONCE = {
     "test_kits.py::test_turns_decode_what_a_prefill_computes[ours]": NEWEST,
     "test_kits.py::test_turns_decode_what_a_prefill_computes[wide]": OLDEST,
     "test_sessions.py::test_a_killed_scheduler_takes_its_server_along_and_text_is_enough": NEWEST,
-    "test_kits.py::test_a_lost_overlay_is_found_when_idle": NEWEST,
+    "test_kits.py::test_a_lost_bf16_page_is_found_when_idle": NEWEST,
     "test_kits.py::test_requests_that_run_into_their_time_limit": NEWEST,
     "test_kits.py::test_a_lost_page_is_found_while_requests_run": OLDEST,
     "test_folded_weights.py": NEWEST,

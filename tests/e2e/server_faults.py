@@ -4,7 +4,7 @@ Names in the variable ``KVQ_TEST_FAULTS``, separated by commas, say what it does
 
 - ``canary_on_cpu``: SGLang's KV canary runs its own torch references, without streams, events and pinned memory.
 - ``lost_page``: the allocator forgets one page that comes back.
-- ``lost_overlay``: the tiers are not told of one page that comes back.
+- ``lost_bf16_page``: the tiers are not told of one page that comes back.
 - ``counted_error``: a plan of decode steps counts an error, once, after a long prompt.
 - ``page_given_twice``: the allocator hands a page out again that a request or the tree still holds.
 - ``scored_requests``: of requests ``scored-PAST-LENGTH`` the first tokens are scored; once all of one has run, its
@@ -93,7 +93,7 @@ def lost_page() -> None:
         _once(Allocator, "free", free_tokens)
 
 
-def lost_overlay() -> None:
+def lost_bf16_page() -> None:
     from sglang_kvq.cache.pending import PendingOps
 
     _once(PendingOps, "free_pages", lambda original, self, pages: None)
@@ -128,7 +128,8 @@ def page_given_twice() -> None:
 def scored_requests() -> None:
     from pathlib import Path
 
-    from sglang_kvq.sglang import runtime, scoring
+    from sglang_kvq.sglang import runtime
+    from sglang_kvq.sglang.attention import scoring
 
     wanted, lengths = scoring.wanted, {}
 
@@ -151,7 +152,9 @@ def scored_requests() -> None:
 
 
 def folds() -> None:
-    from sglang_kvq.sglang import folding, runtime, worker
+    from sglang_kvq.sglang import runtime
+    from sglang_kvq.sglang.attention import worker
+    from sglang_kvq.sglang.prefix import folding
 
     create = worker.create_backend
 
@@ -178,7 +181,7 @@ def _is_long(out: torch.Tensor | None) -> bool:
 
 
 def _around_alloc_extend(handler) -> None:
-    from sglang_kvq.sglang.allocator import KVQuantAllocator, KVQuantCpuAllocator
+    from sglang_kvq.sglang.memory.allocator import KVQuantAllocator, KVQuantCpuAllocator
 
     def wrap(original):
         return lambda self, *args, **kwargs: handler(original, self, *args, **kwargs)

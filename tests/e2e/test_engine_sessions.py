@@ -10,7 +10,7 @@ import sys
 import pytest
 from transformers import AutoTokenizer
 
-from sglang_kvq.config import PAGE_SIZE
+from sglang_kvq.constants import PAGE_SIZE
 from tests.e2e import word_embeddings
 from tests.e2e.client import held_out_text
 from tests.e2e.test_sessions import BUDGET, FACT, QUESTION

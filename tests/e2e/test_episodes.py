@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.research.episodes.blocks import Budget, build
 from benchmarks.research.episodes.runner import Runner
-from sglang_kvq.config import PAGE_SIZE as P
+from sglang_kvq.constants import PAGE_SIZE as P
 from sglang_kvq.episodic.cluster import cluster, medoids
 from sglang_kvq.episodic.config import PROMPT_TOKENS
 from sglang_kvq.episodic.embed import unit

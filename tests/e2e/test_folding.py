@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
-from sglang_kvq.config import PAGE_SIZE as P
+from sglang_kvq.constants import PAGE_SIZE as P
 from sglang_kvq.episodic.fold import PARAMETER, Fold
 from tests.e2e.client import Client, held_out_text, together
 from tests.e2e.server_faults import chosen_tokens

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from benchmarks.research.episodes.prefill import prefill
 from benchmarks.research.episodes.runner import Runner
 from benchmarks.research.episodes.scores import by_prompts
-from sglang_kvq.attention.token_choice import choose_tokens
+from sglang_kvq.attention.scores.token_choice import choose_tokens
 from tests.e2e.client import Client, held_out_text
 
 #: Tokens scored, and the prompt's behind them: of chunks of 128 it is in two, and so is what it scores.

@@ -86,7 +86,7 @@ def test_a_lost_page_is_found_while_requests_run(servers, faulty):
     assert "Full Pool Mem Leak Detected!" in log and "self_check_during_busy" in log
 
 
-def test_a_lost_overlay_is_found_when_idle(servers, faulty):
-    server = servers(*OURS, env=faulty("lost_overlay"), fresh=True)
+def test_a_lost_bf16_page_is_found_when_idle(servers, faulty):
+    server = servers(*OURS, env=faulty("lost_bf16_page"), fresh=True)
     log = _log_of_the_end(server, (list(range(100, 230)), 4))
-    assert "kv-quant memory leak detected! KV cache integrity: a free page still has an overlay slot" in log
+    assert "kv-quant memory leak detected! KV cache integrity: a free page still has a BF16 slot" in log

@@ -9,7 +9,7 @@ import pytest
 import requests
 from prometheus_client.parser import text_string_to_metric_families
 
-from sglang_kvq.config import PAGE_SIZE
+from sglang_kvq.constants import PAGE_SIZE
 from tests.e2e.client import Client
 from tests.e2e.conftest import ON_GPU
 from tests.e2e.test_serving import CHAT, STRICT

@@ -13,7 +13,7 @@ import pytest
 import requests
 from transformers import AutoTokenizer
 
-from sglang_kvq.config import PAGE_SIZE as P
+from sglang_kvq.constants import PAGE_SIZE as P
 from sglang_kvq.episodic.selection import PARAMETER, Selection
 from tests.e2e import word_embeddings
 from tests.e2e.client import Client, held_out_text, together

@@ -7,7 +7,7 @@ import json
 import numpy as np
 import pytest
 
-from sglang_kvq.config import PAGE_SIZE as P
+from sglang_kvq.constants import PAGE_SIZE as P
 from sglang_kvq.episodic.selection import NAME_PREFIX, Selection
 from sglang_kvq.errors import KVQuantError
 

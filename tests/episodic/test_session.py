@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_kvq.config import PAGE_SIZE as P
+from sglang_kvq.constants import PAGE_SIZE as P
 from sglang_kvq.episodic.lexical import Lexical
 from sglang_kvq.episodic.page_index import NewPages, PageIndex
 from sglang_kvq.episodic.session import BRANCHES, Session

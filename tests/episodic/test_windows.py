@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sglang_kvq.config import PAGE_SIZE
+from sglang_kvq.constants import PAGE_SIZE
 from sglang_kvq.episodic.windows import windows
 from sglang_kvq.errors import KVQuantError
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from sglang_kvq.config import HEAD_DIMS
+from sglang_kvq.constants import HEAD_DIMS
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.formats.code import BITS, CodeFormat
 from sglang_kvq.formats.levels import LEVELS, TOLERANCE, level_table

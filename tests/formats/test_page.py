@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from sglang_kvq.config import PAGE_SIZE
+from sglang_kvq.constants import PAGE_SIZE
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.formats.code import BITS, CodeFormat
 from sglang_kvq.formats.pack import pack_codes, packed_bytes, unpack_codes

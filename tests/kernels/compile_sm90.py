@@ -36,8 +36,8 @@ from triton.compiler import ASTSource
 from sglang_kvq.attention import triton_ops, verification
 from sglang_kvq.attention.base import LayerRotations
 from sglang_kvq.attention.drafts import DraftBatch, chain
-from sglang_kvq.attention.scoring import KeyScores, plan_scoring
-from sglang_kvq.attention.short_extend import ShortExtends
+from sglang_kvq.attention.planning.short_extend import ShortExtends
+from sglang_kvq.attention.scores.scoring import KeyScores, plan_scoring
 from sglang_kvq.attention.triton_ops import TritonOps
 from sglang_kvq.cache.triton_tiers import TritonTierManager
 from sglang_kvq.formats.page import PageFormat
@@ -48,7 +48,7 @@ from sglang_kvq.kernels.device.codes import PlaneRecord, Record, record_of
 from sglang_kvq.kernels.extend.extend_attention import extend as triton_extend
 from sglang_kvq.kernels.extend.extend_attention import is_cheap
 from sglang_kvq.kernels.quantize.fold_tokens import fold_pages
-from sglang_kvq.kernels.quantize.keep_firsts import keep_firsts
+from sglang_kvq.kernels.quantize.keep_sink_tokens import keep_sink_tokens
 from tests.kernels import scene as scenes
 from tests.kernels.test_decode import HALF_HEADS
 from tests.kernels.test_extend import make_batch
@@ -224,11 +224,11 @@ def compile_all(heads: scenes.Heads) -> None:
 
 
 def restore(ops) -> None:
-    """What keeps first tokens and restores overlays, if this pool's records ask for it."""
+    """What keeps first tokens and restores BF16 pages, if this pool's records ask for it."""
     pool = ops.pool
-    if pool.firsts is not None:
+    if pool.sink_cache is not None:
         one = scenes.int64(1)
-        keep_firsts(one, one.int(), one, pool.overlays, pool.firsts.tokens)
+        keep_sink_tokens(one, one.int(), one, pool.bf16_pages, pool.sink_cache.tokens)
         ops.restore_pages(one.int())
 
 

@@ -3,9 +3,9 @@
 import triton
 import triton.language as tl
 
-from sglang_kvq.kernels.tiers.first_entries import place_firsts
+from sglang_kvq.kernels.tiers.sink_entries import place_sink_tokens
 
 
 @triton.jit(do_not_specialize=["step"])
 def place(t, count, step, BLOCK: tl.constexpr):
-    place_firsts(t, count, step.to(tl.int64), BLOCK)
+    place_sink_tokens(t, count, step.to(tl.int64), BLOCK)

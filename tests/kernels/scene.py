@@ -11,7 +11,7 @@ from sglang_kvq.attention.base import LayerRotations
 from sglang_kvq.attention.reference import ReferenceOps
 from sglang_kvq.attention.triton_ops import TritonOps
 from sglang_kvq.cache.pool import PagePool
-from sglang_kvq.config import PAGE_SIZE
+from sglang_kvq.constants import PAGE_SIZE
 from sglang_kvq.formats.page import PageFormat
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -104,8 +104,8 @@ def make_scene(
     table = torch.zeros(len(lengths) + 1, (max(counts) + margin) * PAGE_SIZE, dtype=torch.int32, device=DEVICE)
     formats = formats or [heads.format] * LAYERS
     pool = PagePool.allocate(formats, kv_heads=heads.kv, pages=pages, slots=slots, req_to_token=table)
-    pool.overlays.fill_(float("nan"))
-    pool.overlays[:, 0] = 0  # padding reads it
+    pool.bf16_pages.fill_(float("nan"))
+    pool.bf16_pages[:, 0] = 0  # padding reads it
     for records in pool.records:
         records.fill_(0xFF)
     free_pages = (torch.randperm(pages) + 1).tolist()
@@ -128,7 +128,7 @@ def make_scene(
             else:
                 pool.page_slot[page] = slot = free_slots.pop()
                 live = min(length - start, PAGE_SIZE)
-                pool.overlays[:, slot, :, :, :live] = content[:, :, :, :live]
+                pool.bf16_pages[:, slot, :, :, :live] = content[:, :, :, :live]
     pool.read_rows()
     return Scene(heads, pool, int64(*rows), int64(*(max(n, 1) for n in lengths)))
 

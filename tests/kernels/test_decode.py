@@ -6,7 +6,7 @@ import triton
 
 from sglang_kvq.attention import oracle
 from sglang_kvq.attention.base import LayerRotations
-from sglang_kvq.attention.step_plan import StepPlans
+from sglang_kvq.attention.planning.step_plan import StepPlans
 from sglang_kvq.attention.triton_ops import TritonOps
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.formats.code import CodeFormat
@@ -164,7 +164,7 @@ def test_launches_whose_programs_cost_alike_share_a_plan():
         DecodeLaunch(2, 160, 12),
         DecodeLaunch(3, 168, 12, half_pages=2),
         DecodeLaunch(4, 168, 12, half_pages=1),
-        DecodeLaunch(4, 168, 12, half_pages=1, overlay_cost=4),
+        DecodeLaunch(4, 168, 12, half_pages=1, bf16_page_cost=4),
         DecodeLaunch(3, 255, 8),
     ]
     made = StepPlans(launches, programs=1, sms=2, max_batch=4, heads=1, head_dim=64, device=torch.device(DEVICE))
@@ -233,7 +233,7 @@ def test_groups_of_different_size(kind):
     pool, small = scene.pool, slice(32, 64)
     for where in (pool.formats[0].parts.v_scale, pool.formats[0].parts.v_offset):
         pool.records[0][..., where + 128 : where + 256].view(torch.float16).mul_(2**-10)
-    pool.overlays[:, :, 1, :, :, small] *= 2**-10
+    pool.bf16_pages[:, :, 1, :, :, small] *= 2**-10
     q = scene.queries(1)
     got, want = decode(ops, 0, q, scene).double(), exact(scene, 0, q)
     assert want[..., small].norm() < 2**-8 * want.norm()

@@ -7,7 +7,7 @@ import torch
 
 from sglang_kvq.cache.pool import PagePool
 from sglang_kvq.cache.triton_tiers import TritonTierManager
-from sglang_kvq.config import PAGE_SIZE as P
+from sglang_kvq.constants import PAGE_SIZE as P
 from sglang_kvq.formats.page import PageFormat
 from tests.kernels.test_tier_schedules import twins
 
@@ -23,7 +23,7 @@ def test_more_pages_than_a_block(repeats):
     assert int((tiers.slot_page > 0).sum()) == 300 * 6
     ticket = tiers.pending.reserve_move()
     tiers.pending.free_pages(pages[1:281].flatten().repeat(repeats))
-    tiers.pending.fill_move(ticket, pages[1, 4:], pages[295, :5])  # the first and the last of these have overlays
+    tiers.pending.fill_move(ticket, pages[1, 4:], pages[295, :5])  # the first and the last of these have BF16 copies
     tiers.pending.free_pages(pages[279:290].flatten().repeat(repeats))
     tiers.pending.free_rows(rows[:289].tolist())
     tiers.apply_pending()

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from sglang_kvq.attention.extend_costs import H200, Geometry, dequantized_terms, direct_terms, fit
-from sglang_kvq.attention.short_extend import ShortExtends
+from sglang_kvq.attention.planning.extend_costs import H200, Geometry, dequantized_terms, direct_terms, fit
+from sglang_kvq.attention.planning.short_extend import ShortExtends
 from sglang_kvq.kernels.extend.extend_attention import NARROW
 
 QWEN = Geometry(32, 8, 128, 132)

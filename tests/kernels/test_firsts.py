@@ -1,4 +1,4 @@
-"""First tokens kept and overlays restored by kernels as in torch, bit for bit."""
+"""First tokens kept and BF16 pages restored by kernels as in torch, bit for bit."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import torch
 from sglang_kvq.attention.base import LayerRotations
 from sglang_kvq.attention.reference import ReferenceOps
 from sglang_kvq.attention.triton_ops import TritonOps
-from sglang_kvq.cache.firsts import FirstTokens
 from sglang_kvq.cache.pool import PagePool
-from sglang_kvq.config import HEAD_DIMS
-from sglang_kvq.config import PAGE_SIZE as P
+from sglang_kvq.cache.sink_token_cache import SinkTokenCache
+from sglang_kvq.constants import HEAD_DIMS
+from sglang_kvq.constants import PAGE_SIZE as P
 from sglang_kvq.formats.page import PageFormat
 from sglang_kvq.formats.planes import PlaneCode, PlaneFormat
 from sglang_kvq.formats.record import RecordFormat
-from sglang_kvq.kernels.quantize import keep_firsts as firsts
+from sglang_kvq.kernels.quantize import keep_sink_tokens as sink_cache
 from tests.kernels.scene import DEVICE, ON_GPU, int64
 from tests.kernels.test_formats import make_format
 from tests.kernels.test_planes import WIDTHS
@@ -25,7 +25,7 @@ from tests.kernels.test_tier_schedules import twins
 @pytest.fixture(autouse=True)
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
     """No more entries than pages pay for, however small the pool."""
-    monkeypatch.setattr("sglang_kvq.cache.firsts.LEAST_ENTRIES", 0)
+    monkeypatch.setattr("sglang_kvq.cache.sink_token_cache.LEAST_ENTRIES", 0)
 
 
 def planes(widths, head_dim: int = 64) -> PlaneFormat:
@@ -33,10 +33,10 @@ def planes(widths, head_dim: int = 64) -> PlaneFormat:
 
 
 def make_pool(formats: list[RecordFormat], kv_heads: int, pages: int = 40, slots: int = 12) -> PagePool:
-    """Overlays are drawn, and every page has the record of another such page."""
+    """BF16 pages are drawn, and every page has the record of another such page."""
     table = torch.zeros(1, P, dtype=torch.int32, device=DEVICE)
     pool = PagePool.allocate(formats, kv_heads=kv_heads, pages=pages, slots=slots, req_to_token=table)
-    pool.overlays.copy_(torch.randn(pool.overlays.shape, device=DEVICE))
+    pool.bf16_pages.copy_(torch.randn(pool.bf16_pages.shape, device=DEVICE))
     drawn = torch.randn(2, pages + 1, kv_heads, P, pool.head_dim, device=DEVICE).bfloat16()
     for format, records in zip(formats, pool.records):
         records.copy_(format.quantize_pages(*drawn))
@@ -44,35 +44,35 @@ def make_pool(formats: list[RecordFormat], kv_heads: int, pages: int = 40, slots
 
 
 def restore_both_ways(pool: PagePool, pages: torch.Tensor) -> None:
-    before = pool.overlays.clone()
+    before = pool.bf16_pages.clone()
     ReferenceOps(pool, LayerRotations()).restore_pages(pages)
-    want = pool.overlays.clone()
+    want = pool.bf16_pages.clone()
     assert not torch.equal(want, before)
-    pool.overlays.copy_(before)
+    pool.bf16_pages.copy_(before)
     TritonOps(pool, LayerRotations(), pool.kv_heads, max_batch=1).restore_pages(pages)
-    different = (pool.overlays.view(torch.int16) != want.view(torch.int16)).nonzero()
+    different = (pool.bf16_pages.view(torch.int16) != want.view(torch.int16)).nonzero()
     assert not len(different), f"layer, slot, K or V, head, token, dim: {different[:8].tolist()}"
 
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize("widths", WIDTHS[:: 1 if ON_GPU else 3], ids=str)
-def test_overlays_are_restored_from_planes(widths, head_dim):
+def test_bf16_pages_are_restored_from_planes(widths, head_dim):
     pool = make_pool([planes(widths, head_dim)], kv_heads=3 if head_dim == 64 else 1)
     pool.page_slot[int64(7, 9, 20)] = int64(3, 12, 1).int()
-    pool.firsts.entry[7] = 3  # 9's and 20's tokens come from their records
-    pool.firsts.tokens.copy_(torch.randn(pool.firsts.tokens.shape, device=DEVICE))
+    pool.sink_cache.entry[7] = 3  # 9's and 20's tokens come from their records
+    pool.sink_cache.tokens.copy_(torch.randn(pool.sink_cache.tokens.shape, device=DEVICE))
     restore_both_ways(pool, int64(7, 0, 20, 11, 9).int())
 
 
-def test_overlays_are_restored_from_layers_of_different_formats():
+def test_bf16_pages_are_restored_from_layers_of_different_formats():
     """Layers of a store lie apart in the pool, and those that need no first token get it too."""
     narrow, wide = planes(((2, 1, 1, 0), (2, 2, 1, 1))), planes(((4, 4, 3, 1), (5, 3, 3, 1)))
     two, sphere, channel = PageFormat(64, 64), make_format("sphere-4-3", 64), make_format("channel-2", 64)
     formats = [narrow, two, wide, sphere, narrow, channel, wide]
     pool = make_pool(formats, kv_heads=2)
     pool.page_slot[int64(33, 40)] = int64(12, 5).int()
-    pool.firsts.entry[40] = 2
-    pool.firsts.tokens.copy_(torch.randn(pool.firsts.tokens.shape, device=DEVICE))
+    pool.sink_cache.entry[40] = 2
+    pool.sink_cache.tokens.copy_(torch.randn(pool.sink_cache.tokens.shape, device=DEVICE))
     restore_both_ways(pool, int64(33, 40))
 
 
@@ -80,20 +80,20 @@ def test_overlays_are_restored_from_layers_of_different_formats():
 @pytest.mark.parametrize("kv_heads, layers", [(1, 1), (3, 5)])
 def test_first_tokens_are_copied_to_their_entries(kv_heads, layers, rows, monkeypatch):
     """More than there are programs; some have no entry, and what is beyond the count is not read."""
-    monkeypatch.setattr(firsts, "_ROWS", rows)
+    monkeypatch.setattr(sink_cache, "_ROWS", rows)
     pool = make_pool([planes(WIDTHS[0])] * layers, kv_heads, pages=80)
     entries, slots = int64(3, 0, 9, 1, 2, 0, 4, 8, 7, 5, 6, 6), int64(*range(1, 13))
-    want = pool.firsts.tokens.clone()
-    want[:, entries[:10]] = pool.overlays[:, slots[:10], :, :, 0]
+    want = pool.sink_cache.tokens.clone()
+    want[:, entries[:10]] = pool.bf16_pages[:, slots[:10], :, :, 0]
     want[:, 0] = 0
-    firsts.keep_firsts(slots, entries.int(), int64(10), pool.overlays, pool.firsts.tokens)
-    assert torch.equal(pool.firsts.tokens, want) and want.any()
+    sink_cache.keep_sink_tokens(slots, entries.int(), int64(10), pool.bf16_pages, pool.sink_cache.tokens)
+    assert torch.equal(pool.sink_cache.tokens, want) and want.any()
 
 
 @pytest.mark.parametrize("block", [4, 64])
 @pytest.mark.parametrize("seed", range(6))
 def test_pages_get_the_entries_that_they_get_in_torch(seed, block):
-    """Of a table in any state: free entries or none, pages with overlays, restored now, with an entry already."""
+    """Of a table in any state: free entries or none, pages with BF16 pages, restored now, with an entry already."""
     from tests.kernels.first_kernels import place  # defined while Triton's switch is set, see conftest.py
 
     generator = torch.Generator().manual_seed(seed)
@@ -108,7 +108,7 @@ def test_pages_get_the_entries_that_they_get_in_torch(seed, block):
     held = some((6, n - 1)[seed % 2], n - 1) + 1
     pages = some(60, 160) + 1
     owners, lost = pages[: len(held)], pages[len(held) - 3 :]  # three have an entry already
-    t.first_page[held], t.first_entry[owners] = owners.int(), held.int()
+    t.first_page[held], t.sink_entry[owners] = owners.int(), held.int()
     t.first_stamp[held] = torch.randint(0, step, held.shape, generator=generator).to(DEVICE)
     t.page_slot[owners[: seed * 2]] = 1
     t.claims[held[1::3]] = 5 - (step - 1 << 31)  # the step before
@@ -117,20 +117,22 @@ def test_pages_get_the_entries_that_they_get_in_torch(seed, block):
     lost = lost[torch.randperm(len(lost), generator=generator).to(DEVICE)][: (8, 28)[seed // 3]]
     t.lost_pages[: len(lost)] = lost
 
-    want = FirstTokens(pool.firsts.tokens.clone(), *(x.clone() for x in (t.first_page, t.first_entry, t.first_stamp)))
+    want = SinkTokenCache(
+        pool.sink_cache.tokens.clone(), *(x.clone() for x in (t.first_page, t.sink_entry, t.first_stamp))
+    )
     spared = torch.zeros(n, dtype=torch.bool, device=DEVICE)
     spared[restored] = True
     tokens = torch.zeros(1, len(lost), 2, 1, 64, dtype=torch.bfloat16, device=DEVICE)
     want.keep(lost, lost > 0, tokens, t.page_slot, step, spared)
     place[(1,)](t.arguments, len(lost), step, BLOCK=block)
-    for got, table in ((t.first_page, want.pages), (t.first_entry, want.entry), (t.first_stamp, want.stamp)):
+    for got, table in ((t.first_page, want.pages), (t.sink_entry, want.entry), (t.first_stamp, want.stamp)):
         assert torch.equal(got, table)
     assert torch.equal(t.lost_entries[: len(lost)].long(), want.entries(lost))
 
 
 def test_requests_of_a_batch_share_what_is_restored(monkeypatch):
     """In whichever block of rows they are; the first has it, as in torch."""
-    monkeypatch.setattr("sglang_kvq.kernels.tiers.overlays._ELEMENTS", 16)
+    monkeypatch.setattr("sglang_kvq.kernels.tiers.bf16_pages._ELEMENTS", 16)
     tiers = twins(rows=6, pages_each=8, slots=40, format=planes(WIDTHS[0]))
     none = torch.empty(0, dtype=torch.int64)
     rows = torch.arange(1, 7)
@@ -141,14 +143,14 @@ def test_requests_of_a_batch_share_what_is_restored(monkeypatch):
         table[row, : 5 * P] = table[2 - row % 2, : 5 * P]
     tiers.pending.free_rows([1, 2])
     tiers.apply_pending()
-    for manager in (tiers, tiers.kernels):  # their overlays went to others
+    for manager in (tiers, tiers.kernels):  # their BF16 copies went to others
         gone = pages[1:3, 0].to(manager.slot_page.device)
-        first = manager.pool.overlays[:, manager.pool.page_slot[gone].long(), :, :, 0]
+        first = manager.pool.bf16_pages[:, manager.pool.page_slot[gone].long(), :, :, 0]
         manager.slot_page[manager.pool.page_slot[gone].long()] = 0
         manager.pool.page_slot[gone] = -1
-        manager.pool.firsts.keep(gone, gone > 0, first, manager.pool.page_slot, manager.steps)
+        manager.pool.sink_cache.keep(gone, gone > 0, first, manager.pool.page_slot, manager.steps)
         manager.page_valid[pages[1:3, :5].flatten().to(manager.slot_page.device)] = True
-    kept = [int(page) for page in pages[1:3, 0] if tiers.pool.firsts.kept(page.view(1))]
+    kept = [int(page) for page in pages[1:3, 0] if tiers.pool.sink_cache.kept(page.view(1))]
     assert kept
     tiers.plan_extend(rows[2:], rows[2:] * 0 + 5 * P, rows[2:] * 0 + 6 * P, 5 * P, none)
     assert [page for page in tiers.to_restore if page] == kept

@@ -7,8 +7,8 @@ import torch
 
 from sglang_kvq.cache import fold
 from sglang_kvq.cache.pool import PagePool
-from sglang_kvq.config import HEAD_DIMS
-from sglang_kvq.config import PAGE_SIZE as P
+from sglang_kvq.constants import HEAD_DIMS
+from sglang_kvq.constants import PAGE_SIZE as P
 from sglang_kvq.formats.page import PageFormat
 from sglang_kvq.formats.planes import PlaneCode, PlaneFormat
 from sglang_kvq.formats.record import RecordFormat

@@ -8,7 +8,7 @@ import torch
 from sglang_kvq.attention.base import LayerRotations
 from sglang_kvq.attention.triton_ops import TritonOps
 from sglang_kvq.cache.pool import PagePool
-from sglang_kvq.config import PAGE_SIZE
+from sglang_kvq.constants import PAGE_SIZE
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.formats.code import INT2, CodeFormat
 from sglang_kvq.formats.page import PageFormat
@@ -91,7 +91,7 @@ def test_activations_and_back(kind, head_dim):
         assert not got[81:].any()
 
 
-def test_overlays_of_mixed_layers():
+def test_bf16_pages_of_mixed_layers():
     """Layers of five layouts in one pool, each with clips of its own, some without."""
     a, b, c = make_format("lloyd-max", 64), PageFormat(64, 64, 0.96, 0.92), make_format("channel-2", 64)
     formats = [a, b, replace(a, clip_k=0.9, clip_v=1.0), c, replace(b, clip_k=0.9), replace(b, clip_k=1.0, clip_v=1.0)]
@@ -101,7 +101,7 @@ def test_overlays_of_mixed_layers():
     ops, reference = scene.ops()
     pool = scene.pool
     assert len(pool.stores) == 5
-    pool.overlays.copy_(heavy(*pool.overlays.shape))
+    pool.bf16_pages.copy_(heavy(*pool.bf16_pages.shape))
     slots, pages = int64(3, 1, 4), int64(2, 5, 1)
     before = [records.clone() for records in pool.records]
     reference.quantize_slots(slots, pages, int64(2))
@@ -205,7 +205,7 @@ def test_decode_of_keys_with_constant_channels():
         pool.records[0][page] = pool.formats[0].quantize_pages((k.float() + offset).bfloat16(), v)
         slot = int(pool.page_slot[page])
         if slot >= 0:
-            pool.overlays[0, slot, 0] = (pool.overlays[0, slot, 0].float() + offset).bfloat16()
+            pool.bf16_pages[0, slot, 0] = (pool.bf16_pages[0, slot, 0].float() + offset).bfloat16()
     q = scene.queries(1)
     assert_close("decode", decode(ops, 0, q, scene).double(), exact(scene, 0, q), BOUND)
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from sglang_kvq.config import PAGE_SIZE
+from sglang_kvq.constants import PAGE_SIZE
 from sglang_kvq.formats.pack import unpack_codes
 from sglang_kvq.kernels.decode.decode_attention import is_two_bit
 from sglang_kvq.kernels.extend import gather_two_bits
@@ -20,7 +20,7 @@ from tests.kernels.test_unpack import OPERATIONS, execute, words
 
 @pytest.mark.parametrize("heads", [HEADS[0], HEADS[1], HEADS[2], HEADS[7], Heads(128, 32, 2, 1)], ids=str)
 def test_pages_are_what_they_hold(heads):
-    """Records and overlays, whole and in part, in any order; rows between them are left alone."""
+    """Records and BF16 pages, whole and in part, in any order; rows between them are left alone."""
     scene = make_scene(heads, [64 * 6 + 5, 64 * 5])
     pool, ops = scene.pool, scene.ops()[0]
     assert is_two_bit(ops._records[0], heads.head_dim) == (heads.group == min(heads.head_dim, 128))
@@ -31,7 +31,7 @@ def test_pages_are_what_they_hold(heads):
     for request, index, at, count in plan:
         page = int(pool.req_to_token[request + 1, index * PAGE_SIZE]) // PAGE_SIZE
         if slot := int(pool.page_slot[page]) if index == 0 else 0:
-            kv = pool.overlays[0, slot]
+            kv = pool.bf16_pages[0, slot]
         else:
             kv = torch.stack(pool.formats[0].dequantize_pages(pool.records[0][page])).bfloat16()
         want[:, at : at + count] = kv.transpose(1, 2)[:, :count]

@@ -6,7 +6,7 @@ import torch
 from sglang_kvq.attention import oracle
 from sglang_kvq.attention.base import ExtendBatch
 from sglang_kvq.attention.drafts import DraftBatch, chain
-from sglang_kvq.config import PAGE_SIZE
+from sglang_kvq.constants import PAGE_SIZE
 from tests import device_waits
 from tests.kernels.scene import HEADS, Scene, assert_close, int64, make_scene, randn, rotations
 from tests.kernels.test_decode import BOUND, exact
@@ -129,10 +129,10 @@ def test_verifying_waits_for_nothing():
 
 def test_padding_rows_write_only_to_page_zero():
     step = warmed(Step(make_scene(HEADS[1], [700, 0, 0])))
-    before = step.scene.pool.overlays.clone()
+    before = step.scene.pool.bf16_pages.clone()
     step.k.normal_()
     step.run()
-    changed = (step.scene.pool.overlays != before) & ~before.isnan()
+    changed = (step.scene.pool.bf16_pages != before) & ~before.isnan()
     layer, slot = changed.flatten(2).any(-1).nonzero().unbind(1)
     page = step.loc[0] // PAGE_SIZE
     assert set(layer.tolist()) == {1} and set(slot.tolist()) <= {0, int(step.scene.pool.page_slot[page])}

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from sglang_kvq.attention.base import ExtendBatch
-from sglang_kvq.attention.key_scores import key_scores
-from sglang_kvq.attention.scoring import KeyScores, plan_scoring
+from sglang_kvq.attention.scores.key_scores import key_scores
+from sglang_kvq.attention.scores.scoring import KeyScores, plan_scoring
 from sglang_kvq.attention.triton_ops import TritonOps
 from sglang_kvq.formats.planes import PlaneCode, PlaneFormat
 from sglang_kvq.kernels.extend.key_scores import (

@@ -3,19 +3,19 @@
 import pytest
 import torch
 
-from sglang_kvq.config import PAGE_SIZE
+from sglang_kvq.constants import PAGE_SIZE
 from sglang_kvq.kernels.decode.split_work import (
+    BF16_PAGE_TILE,
     FIELDS,
     HISTORY_COST,
     LEAST_WORK,
-    OVERLAY_TILE,
     Item,
     WorkCosts,
     split_work,
 )
 from tests.kernels.scene import DEVICE
 
-TILE = OVERLAY_TILE.value
+TILE = BF16_PAGE_TILE.value
 
 
 def plan(lengths, sinks, ends, count, costs):
@@ -36,7 +36,7 @@ def plan(lengths, sinks, ends, count, costs):
 
 
 def work(length: int, sink: int, end: int) -> tuple[range, int]:
-    """A request's history pages and how many overlay tiles it has."""
+    """A request's history pages and how many BF16 tiles it has."""
     pages = -(-length // PAGE_SIZE)
     begin = min(-(-sink // PAGE_SIZE), pages)
     history = range(begin, min(max(-(-end // PAGE_SIZE), begin), pages))
@@ -49,7 +49,7 @@ CASES = {
     "one-long": ([64 * 999 + 5], [64], [64 * 995], 100),
     "equal": ([64 * 40] * 5, [64] * 5, [64 * 36] * 5, 33),
     "as-many-items-as-requests": ([700, 5, 3000], [64, 5, 64], [448, 5, 2688], 3),
-    "no-overlays": ([64 * 50, 64 * 3], [0, 0], [64 * 50, 64 * 3], 20),
+    "no-bf16_pages": ([64 * 50, 64 * 3], [0, 0], [64 * 50, 64 * 3], 20),
     "no-history": ([300, 10, 64], [64, 10, 64], [64, 10, 64], 16),
 }
 
@@ -67,7 +67,7 @@ def random_case(seed: int):
 CASES |= {f"random{seed}": random_case(seed) for seed in range(12)}
 
 
-@pytest.mark.parametrize("costs", [WorkCosts(), WorkCosts(overlay=2, turn=1)], ids=["turns-of-two", "turns-of-one"])
+@pytest.mark.parametrize("costs", [WorkCosts(), WorkCosts(bf16_page=2, turn=1)], ids=["turns-of-two", "turns-of-one"])
 @pytest.mark.parametrize(("lengths", "sinks", "ends", "count"), CASES.values(), ids=CASES)
 def test_every_page_is_in_one_item(lengths, sinks, ends, count, costs):
     items, spans, rows, ids = plan(lengths, sinks, ends, count, costs)
@@ -76,7 +76,7 @@ def test_every_page_is_in_one_item(lengths, sinks, ends, count, costs):
     expected = 0  # the next item
     for request, ((first, parts), (history, tiles)) in enumerate(zip(spans, shapes)):
         assert first == expected and parts >= 1
-        pages, overlays = [], []
+        pages, bf16_pages = [], []
         for item in items[first : first + parts]:
             assert item.request == request
             assert (item.history, item.history_end) == (history.start, history.stop)
@@ -88,15 +88,15 @@ def test_every_page_is_in_one_item(lengths, sinks, ends, count, costs):
             assert mine or tiles_of_item, "an item without work"
             assert len(mine) % costs.turn == 0 or mine[-1] + 1 == history.stop, "part of a turn"
             pages += mine
-            overlays += tiles_of_item
-            work_of_items.append(HISTORY_COST.value * len(mine) + costs.overlay * len(tiles_of_item))
-        assert pages == list(history) and overlays == list(range(tiles))
+            bf16_pages += tiles_of_item
+            work_of_items.append(HISTORY_COST.value * len(mine) + costs.bf16_page * len(tiles_of_item))
+        assert pages == list(history) and bf16_pages == list(range(tiles))
         expected += parts
     assert expected <= count and all(item.request == -1 for item in items[expected:])
 
     # The least unit of work that fits: one less would take more items than there are.
-    total = [HISTORY_COST.value * len(history) + costs.overlay * tiles for history, tiles in shapes]
+    total = [HISTORY_COST.value * len(history) + costs.bf16_page * tiles for history, tiles in shapes]
     fits = lambda unit: sum(-(-x // unit) for x in total) <= count  # noqa: E731
     unit = next(unit for unit in range(LEAST_WORK.value, max(*total, LEAST_WORK.value, 0) + 1) if fits(unit))
     assert expected == sum(-(-x // unit) for x in total)
-    assert max(work_of_items) <= unit + costs.turn * HISTORY_COST.value + costs.overlay
+    assert max(work_of_items) <= unit + costs.turn * HISTORY_COST.value + costs.bf16_page

@@ -10,7 +10,7 @@ import torch
 
 from sglang_kvq.attention.base import LayerRotations
 from sglang_kvq.attention.triton_ops import TritonOps
-from sglang_kvq.config import PAGE_SIZE
+from sglang_kvq.constants import PAGE_SIZE
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.formats.planes import PlaneCode, PlaneFormat, Widths
 from sglang_kvq.kernels.decode import history_planes_fp16 as decode_half_planes
@@ -243,7 +243,7 @@ def test_records_are_the_references(heads, widths):
     slots = int64(2, 1)
     for i, slot in enumerate(slots.tolist()):
         for kind, x in enumerate((k, v)):
-            scene.pool.overlays[:, slot, kind] = x[i * PAGE_SIZE :][:PAGE_SIZE].transpose(0, 1)
+            scene.pool.bf16_pages[:, slot, kind] = x[i * PAGE_SIZE :][:PAGE_SIZE].transpose(0, 1)
     scene.pool.records[0].zero_()
     scene.pool.records[1].zero_()
     ops.quantize_slots(slots, ids, int64(2))

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from sglang_kvq.attention.short_extend import ShortExtends
+from sglang_kvq.attention.planning.short_extend import ShortExtends
 from sglang_kvq.attention.triton_ops import BatchPlans
-from sglang_kvq.config import HEAD_DIMS, PAGE_SIZE
+from sglang_kvq.constants import HEAD_DIMS, PAGE_SIZE
 from sglang_kvq.formats.planes import PlaneCode, Widths, gains_of
 from sglang_kvq.kernels.device.codes import PlaneCodes
 from sglang_kvq.kernels.extend import gather_planes
@@ -29,7 +29,7 @@ CODES = {x: PlaneCode(x) for pair in WIDTHS for x in pair}
 
 @pytest.mark.parametrize(("head_dim", "widths"), crossed(HEAD_DIMS), ids=name)
 def test_pages_are_what_they_hold(head_dim, widths):
-    """Records of all bytes and gains, and an overlay; whole and in part, in any order; rows between are left alone."""
+    """Records of all bytes and gains, and a BF16 copy; whole and in part, in any order; rows between are left alone."""
     heads = Heads(head_dim, min(head_dim, 128), 2, 1)
     scene = plane_scene(heads, widths, [64 * 6 + 5, 64 * 5])
     pool, ops = scene.pool, scene.ops()[0]
@@ -41,7 +41,7 @@ def test_pages_are_what_they_hold(head_dim, widths):
     for request, index, at, count in plan:
         page = int(pool.req_to_token[request + 1, index * PAGE_SIZE]) // PAGE_SIZE
         if index == 0:
-            kv = pool.overlays[0, int(pool.page_slot[page])]
+            kv = pool.bf16_pages[0, int(pool.page_slot[page])]
         else:
             kv = torch.stack(pool.formats[0].dequantize_pages(pool.records[0][page])).bfloat16()
         want[:, at : at + count] = kv.transpose(1, 2)[:, :count]

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from sglang_kvq.config import PAGE_SIZE
+from sglang_kvq.constants import PAGE_SIZE
 from sglang_kvq.formats.page import PageFormat
 from tests.kernels.scene import DEVICE, HEADS, LAYERS, ON_GPU, int64, make_scene, randn
 
@@ -62,11 +62,11 @@ def test_pages_of_activations(heads, clip):
 
 @pytest.mark.parametrize("heads", HEADS, ids=str)
 @pytest.mark.parametrize("count", [0, PAGES - 1])
-def test_pages_of_overlays(heads, count):
+def test_pages_of_bf16_pages(heads, count):
     scene = make_scene(heads, [64], margin=PAGES + 2)
     ops, reference = scene.ops()
     pool = scene.pool
-    pool.overlays.copy_(heavy(LAYERS, pool.slots + 1, 2, heads.kv, PAGE_SIZE, heads.head_dim))
+    pool.bf16_pages.copy_(heavy(LAYERS, pool.slots + 1, 2, heads.kv, PAGE_SIZE, heads.head_dim))
     slots = (torch.randperm(pool.slots)[:PAGES] + 1).to(DEVICE)
     pages = (torch.randperm(pool.pages)[:PAGES] + 1).to(DEVICE)
     records = pool.stores[0].records
@@ -80,13 +80,13 @@ def test_pages_of_overlays(heads, count):
     assert torch.equal(records, before), "wrote outside its pages"
 
 
-def test_activations_and_overlays_give_the_same_record():
+def test_activations_and_bf16_pages_give_the_same_record():
     heads = HEADS[1]
     scene = make_scene(heads, [64], margin=4)
     ops, _ = scene.ops()
     k, v = (heavy(PAGE_SIZE, heads.kv, heads.head_dim) for _ in range(2))
     ops.quantize_tokens(0, int64(0), int64(2), k, v)
-    scene.pool.overlays[:, 3, 0], scene.pool.overlays[:, 3, 1] = k.transpose(0, 1), v.transpose(0, 1)
+    scene.pool.bf16_pages[:, 3, 0], scene.pool.bf16_pages[:, 3, 1] = k.transpose(0, 1), v.transpose(0, 1)
     ops.quantize_slots(int64(3), int64(1), int64(1))
     assert torch.equal(scene.pool.records[0][1], scene.pool.records[0][2])
 

@@ -11,7 +11,7 @@ import torch
 from sglang_kvq.attention import ragged
 from sglang_kvq.attention.ragged import RaggedPrefill, plan_calls
 from sglang_kvq.attention.triton_ops import TritonOps
-from sglang_kvq.config import PAGE_SIZE
+from sglang_kvq.constants import PAGE_SIZE
 from tests import device_waits
 from tests.kernels.scene import HEADS, LAYERS, ON_GPU, assert_close, make_scene, randn
 from tests.kernels.test_extend import BATCHES, BOUND, make_batch

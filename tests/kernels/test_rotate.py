@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from sglang_kvq.attention.base import LayerRotations
-from sglang_kvq.config import PAGE_SIZE
+from sglang_kvq.constants import PAGE_SIZE
 from sglang_kvq.kernels.quantize.rotate import rotate, split_rotation
 from tests.kernels.scene import DEVICE, HEADS, LAYERS, ON_GPU, Heads, assert_close, int64, make_scene, randn
 from tests.kernels.scene import rotations as orthogonal_rotations
@@ -60,13 +60,13 @@ def test_the_mean_is_taken_off_before_the_one_rounding(stored, shared):
     loc = scene.pool.req_to_token[1, :70].long()
     # Slots of both pages, whatever the scene made of them.
     scene.pool.page_slot[loc[::PAGE_SIZE] // PAGE_SIZE] = torch.tensor([1, 2], dtype=torch.int32, device=DEVICE)
-    overlays = scene.pool.overlays[1]
-    store = (overlays, scene.pool.page_slot, loc) if stored else None
+    bf16_pages = scene.pool.bf16_pages[1]
+    store = (bf16_pages, scene.pool.page_slot, loc) if stored else None
     plain = rotate(x, matrices)
     q, k, v = rotate(x, matrices, store, mean=mean)
     if stored:
         slot = scene.pool.page_slot[loc // PAGE_SIZE].long()
-        k, v = overlays[slot, 0, :, loc % PAGE_SIZE], overlays[slot, 1, :, loc % PAGE_SIZE]
+        k, v = bf16_pages[slot, 0, :, loc % PAGE_SIZE], bf16_pages[slot, 1, :, loc % PAGE_SIZE]
     assert torch.equal(k, want)
     assert torch.equal(q, plain[0]) and torch.equal(v, plain[2]), "only keys have a mean"
 
@@ -97,13 +97,13 @@ def test_rotate_and_store_is_rotate_then_store(heads, kind):
     loc = torch.stack([pool.req_to_token[1, 129], pool.req_to_token[2, 3], pool.req_to_token[3, 63]]).long()
     loc = torch.cat([loc, int64(0, 5)])  # padding
     q, k, v = activations(heads, len(loc))
-    before = pool.overlays.clone()
+    before = pool.bf16_pages.clone()
     rotated = ops.rotate(1, q, k, v)
     ops.store_tokens(1, loc, *rotated[1:])
-    want = pool.overlays.clone()
-    pool.overlays.copy_(before)
+    want = pool.bf16_pages.clone()
+    pool.bf16_pages.copy_(before)
     assert torch.equal(ops.rotate_and_store(1, loc, q, k, v), rotated[0])
-    assert torch.equal(pool.overlays.view(torch.int16), want.view(torch.int16))
+    assert torch.equal(pool.bf16_pages.view(torch.int16), want.view(torch.int16))
 
 
 @pytest.mark.parametrize("heads", HEADS[:3], ids=str)
@@ -114,12 +114,12 @@ def test_store_tokens_is_the_references(heads):
     pool.page_slot[pool.req_to_token[2, 0] // PAGE_SIZE] = -1  # must land in slot 0
     loc = torch.cat([pool.req_to_token[1, 60:130].long(), pool.req_to_token[2, :1].long(), int64(7)])
     _, k, v = activations(heads, len(loc))
-    before = pool.overlays.clone()
+    before = pool.bf16_pages.clone()
     reference.store_tokens(1, loc, k, v)
-    want = pool.overlays.clone()
-    pool.overlays.copy_(before)
+    want = pool.bf16_pages.clone()
+    pool.bf16_pages.copy_(before)
     ops.store_tokens(1, loc, k, v)
-    assert torch.equal(pool.overlays.view(torch.int16), want.view(torch.int16))
+    assert torch.equal(pool.bf16_pages.view(torch.int16), want.view(torch.int16))
 
 
 def test_store_of_no_tokens():

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from sglang_kvq.attention import oracle
-from sglang_kvq.attention.extend_costs import Geometry
-from sglang_kvq.attention.short_extend import AS_MEASURED, ShortExtends
+from sglang_kvq.attention.planning.extend_costs import Geometry
+from sglang_kvq.attention.planning.short_extend import AS_MEASURED, ShortExtends
 from sglang_kvq.attention.triton_ops import TritonOps
-from sglang_kvq.config import PAGE_SIZE
+from sglang_kvq.constants import PAGE_SIZE
 from sglang_kvq.formats.pack import unpack_codes
 from sglang_kvq.kernels.extend import history as extend_history
 from sglang_kvq.kernels.extend.extend_attention import NARROW, WIDE, Item, extend_launch, plan_extend
@@ -32,7 +32,7 @@ ANY = ShortExtends(costs=None, most_rows_unpacked=1 << 20, least_prefix=0, launc
 BATCHES = {
     "one-token": [(64 * 6 + 5, 1)],
     "ragged": [(64 * 9, 7), (0, 3), (64 * 4 + 63, 1), (5, 9)],
-    "overlays-only": [(100, 6), (64 * 3, 5)],
+    "bf16_pages-only": [(100, 6), (64 * 3, 5)],
     "no-prefix": [(0, 70), (0, 1)],
     "tail-of-one": [(64 * 7 + 1, 5), (64 * 7 - 1, 2)],
 }

@@ -12,7 +12,7 @@ from sglang_kvq.attention import oracle, ragged
 from sglang_kvq.attention.ragged import RaggedPrefill
 from sglang_kvq.attention.reference import ReferenceOps
 from sglang_kvq.attention.triton_ops import TritonOps
-from sglang_kvq.config import PAGE_SIZE
+from sglang_kvq.constants import PAGE_SIZE
 from sglang_kvq.formats.planes import PlaneCode, PlaneFormat
 from sglang_kvq.kernels.decode.learned_sinks import scale_by_sinks
 from tests.kernels.scene import DEVICE, HEADS, ON_GPU, Heads, Scene, assert_close, make_scene, randn, rotations

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sglang_kvq.attention.step_order import StepOrder
+from sglang_kvq.attention.planning.step_order import StepOrder
 from sglang_kvq.kernels.device.common import NO_OVERLAP, Overlap
 
 BOTH = Overlap(early=True, lets_next=True)

@@ -10,7 +10,7 @@ from sglang_kvq.attention.triton_ops import TritonOps
 from sglang_kvq.cache.pool import PagePool
 from sglang_kvq.cache.tiers import TierManager
 from sglang_kvq.cache.triton_tiers import TritonTierManager
-from sglang_kvq.config import PAGE_SIZE as P
+from sglang_kvq.constants import PAGE_SIZE as P
 from sglang_kvq.formats.page import PageFormat
 from tests import device_waits
 
@@ -27,7 +27,7 @@ def manager(device: str, kind: type[TierManager] = TierManager, quantize=None) -
     table = (order[:, :, None] * P + torch.arange(P)).flatten(1).int()
     pool.req_to_token[1:, : 40 * P] = table.to(device)
     torch.manual_seed(2)
-    pool.overlays.copy_(torch.randn(pool.overlays.shape).bfloat16())
+    pool.bf16_pages.copy_(torch.randn(pool.bf16_pages.shape).bfloat16())
     if quantize is None:
         quantize = TritonOps(pool, LayerRotations(), q_heads=4, max_batch=5).quantize_slots
     return kind(pool, 1, 4, quantize)

@@ -8,11 +8,12 @@ import pytest
 import torch
 
 from sglang_kvq.cache.pool import PagePool
-from sglang_kvq.config import PAGE_SIZE as P
+from sglang_kvq.constants import PAGE_SIZE as P
 from sglang_kvq.formats.page import PageFormat
 from sglang_kvq.formats.record import RecordFormat
-from sglang_kvq.kernels.quantize import keep_firsts as firsts
-from sglang_kvq.kernels.tiers import events, overlays, ranges
+from sglang_kvq.kernels.quantize import keep_sink_tokens as sink_cache
+from sglang_kvq.kernels.tiers import bf16_pages as bf16_pages
+from sglang_kvq.kernels.tiers import events, ranges
 from tests.cache.scheduler_model import PLANES, Model
 from tests.cache.schedules import Driver, converse
 from tests.kernels.tier_twins import TwinTierManager
@@ -20,8 +21,8 @@ from tests.kernels.tier_twins import TwinTierManager
 
 def use_blocks(monkeypatch: pytest.MonkeyPatch, elements: int, pages: int) -> None:
     """Small ones, so that every loop over blocks turns more than once."""
-    monkeypatch.setattr(overlays, "_ELEMENTS", elements)
-    monkeypatch.setattr(overlays, "_ENTRIES", pages)
+    monkeypatch.setattr(bf16_pages, "_ELEMENTS", elements)
+    monkeypatch.setattr(bf16_pages, "_ENTRIES", pages)
     monkeypatch.setattr(ranges, "_PAGES", pages)
     monkeypatch.setattr(events, "_BLOCK", pages)
 
@@ -44,7 +45,7 @@ def test_random_schedules(seed, drafts, monkeypatch):
 
 @pytest.mark.parametrize("pages", [1, 3, 40])
 def test_prefills_read_what_left_the_window_lately(pages, monkeypatch):
-    """With overlays to spare, which later prompts take."""
+    """With BF16 pages to spare, which later prompts take."""
     use_blocks(monkeypatch, 32, 4)
     model = Model(60, 16, 2, 1, 1, TwinTierManager, overlap=True, prefill_pages=pages)
     for n in range(4):
@@ -61,20 +62,20 @@ def test_prefills_read_what_left_the_window_lately(pages, monkeypatch):
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["alone", "in-flight"])
 def test_random_schedules_keep_first_tokens(overlap, monkeypatch):
-    """With conversations enough, and overlays few enough, that sinks are taken and first pages restored."""
+    """With conversations enough, and BF16 pages few enough, that sinks are taken and first pages restored."""
     use_blocks(monkeypatch, 32, 4)
-    monkeypatch.setattr(firsts, "_ROWS", 2)
-    monkeypatch.setattr("sglang_kvq.cache.firsts.PAGES_PER_ENTRY", 14)
-    monkeypatch.setattr("sglang_kvq.cache.firsts.LEAST_ENTRIES", 0)
+    monkeypatch.setattr(sink_cache, "_ROWS", 2)
+    monkeypatch.setattr("sglang_kvq.cache.sink_token_cache.PAGES_PER_ENTRY", 14)
+    monkeypatch.setattr("sglang_kvq.cache.sink_token_cache.LEAST_ENTRIES", 0)
     model = Model(60, 7, 2, 1, 1, TwinTierManager, overlap=overlap, format=PLANES)
-    kept, displaced = model.pool.firsts.keep, []
+    kept, displaced = model.pool.sink_cache.keep, []
 
     def keep(*given):
-        before = model.pool.firsts.pages.clone()
+        before = model.pool.sink_cache.pages.clone()
         kept(*given)
-        displaced.extend(before[(before > 0) & (before != model.pool.firsts.pages)].tolist())
+        displaced.extend(before[(before > 0) & (before != model.pool.sink_cache.pages)].tolist())
 
-    monkeypatch.setattr(model.pool.firsts, "keep", keep)
+    monkeypatch.setattr(model.pool.sink_cache, "keep", keep)
     converse(model, random.Random(3), 30)
     assert displaced and model.unkept, "no page took another's entry"
     assert model.tiers.plans > 20 and model.tiers.restored > 3 and model.restored > 3
@@ -94,7 +95,7 @@ def twins(
 
 
 def test_many_rows_and_slots(monkeypatch):
-    """Overlays of earlier batches, freed and not, give way to later ones, dozens at a time."""
+    """BF16 pages of earlier batches, freed and not, give way to later ones, dozens at a time."""
     use_blocks(monkeypatch, 256, 64)
     tiers = twins(rows=80, pages_each=9, slots=270)
     everyone = torch.randperm(80) + 1
@@ -114,7 +115,7 @@ def test_many_rows_and_slots(monkeypatch):
     assert tiers.quantized > 100 and tiers.plans == 12
 
 
-def test_overlays_that_are_too_few_are_counted_and_none_in_use_is_taken():
+def test_bf16_pages_that_are_too_few_are_counted_and_none_in_use_is_taken():
     tiers = twins(rows=4, pages_each=8, slots=7)
     ids = lambda *x: torch.tensor(x)  # noqa: E731
     tiers.plan_extend(ids(1), ids(0), ids(200), 0, ids().long())
@@ -129,7 +130,7 @@ def test_events_keep_their_order():
     tiers.plan_extend(torch.tensor([1, 2]), torch.tensor([0, 0]), torch.tensor([300, 300]), 0, torch.empty(0).long())
     pages = tiers.pool.req_to_token[:, ::P].long() // P
     ticket = tiers.pending.reserve_move()
-    tiers.pending.free_pages(pages[1, :3])  # after the move they have no overlays
+    tiers.pending.free_pages(pages[1, :3])  # after the move they have no BF16 copies
     tiers.pending.free_rows([1])
     tiers.pending.free_pages(pages[1, 2:6])  # one of them again
     tiers.pending.reserve_move()  # that turned out to be none

@@ -122,7 +122,7 @@ def test_a_draft_does_not_see_what_follows_it(attend):
     last = scene.pool.req_to_token[scene.rows, scene.seq_lens - 1].long()
     slot = scene.pool.page_slot[last // 64].long()
     for one_slot, token in zip(slot, last % 64):
-        scene.pool.overlays[0, one_slot, :, :, token] += 3
+        scene.pool.bf16_pages[0, one_slot, :, :, token] += 3
     changed = (run() != before).flatten(1).any(1).view(2, count)
     assert changed[:, -1].all() and not changed[:, :-1].any()
 

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import torch
 
-from sglang_kvq.cache.firsts import FirstTokens
 from sglang_kvq.cache.pending import Fill
 from sglang_kvq.cache.pool import PagePool
+from sglang_kvq.cache.sink_token_cache import SinkTokenCache
 from sglang_kvq.cache.tiers import QuantizeSlots, RestorePages, TierManager
 from sglang_kvq.cache.triton_tiers import TritonTierManager
 from tests.kernels.scene import DEVICE
@@ -29,10 +29,14 @@ def tables(tiers: TierManager) -> dict[str, torch.Tensor]:
         "errors": tiers.errors,
         "records_written": tiers.records_written,
     }
-    if pool.firsts is not None:
-        kept = pool.firsts.pages
-        state |= {"first_page": kept, "first_entry": pool.firsts.entry, "firsts": pool.firsts.tokens[:, kept > 0]}
-        state |= {"first_stamp": pool.firsts.stamp[kept > 0], "page_first": tiers.page_first[1:]}
+    if pool.sink_cache is not None:
+        kept = pool.sink_cache.pages
+        state |= {
+            "first_page": kept,
+            "sink_entry": pool.sink_cache.entry,
+            "sink_cache": pool.sink_cache.tokens[:, kept > 0],
+        }
+        state |= {"first_stamp": pool.sink_cache.stamp[kept > 0], "page_first": tiers.page_first[1:]}
     return {name: tensor.cpu() for name, tensor in state.items()}
 
 
@@ -60,7 +64,7 @@ class TwinTierManager(TierManager):
         prefill_pages: int = 0,
     ) -> None:
         wanted, got = [], []  # (slot, page) that this plan quantizes
-        to_restore, restored = [], []  # pages, at the end of a plan, as what is in their overlays may be quantized
+        to_restore, restored = [], []  # pages, at the end of a plan, as what is in their BF16 copies may be quantized
         self._restore = restore_pages
 
         def pairs(slots: torch.Tensor, pages: torch.Tensor, count: torch.Tensor) -> list[tuple[int, int]]:
@@ -79,13 +83,13 @@ class TwinTierManager(TierManager):
         restore = (lambda pages: to_restore.extend(pages.tolist())) if keeps else None
         plan = (sink_pages, recent_pages, lambda *batch: wanted.extend(pairs(*batch)), restore, prefill_pages)
         super().__init__(pool, *plan)
-        names = ("overlays", "req_to_token", "row_pages", "page_slot", "row_sink_end", "row_history_end")
+        names = ("bf16_pages", "req_to_token", "row_pages", "page_slot", "row_sink_end", "row_history_end")
         own = {name: getattr(pool, name).to(DEVICE, copy=True) for name in names}
         stores = tuple(
             replace(x, layer_ids=x.layer_ids.to(DEVICE), records=x.records.to(DEVICE, copy=True)) for x in pool.stores
         )
-        if pool.firsts is not None:
-            own["firsts"] = FirstTokens(*(x.to(DEVICE, copy=True) for x in vars(pool.firsts).values()))
+        if pool.sink_cache is not None:
+            own["sink_cache"] = SinkTokenCache(*(x.to(DEVICE, copy=True) for x in vars(pool.sink_cache).values()))
         theirs = replace(pool, stores=stores, **own)
         restore = (lambda pages: restored.extend(pages.tolist())) if keeps else None
         self.kernels = TritonTierManager(theirs, sink_pages, recent_pages, quantize, restore, prefill_pages)
@@ -103,8 +107,8 @@ class TwinTierManager(TierManager):
         if fills:  # from the same records, each in its own
             for own, ours in zip(self.kernels.pool.stores, self.pool.stores):
                 own.records.copy_(ours.records)
-        if self.firsts is not None:  # what batches have written
-            self.kernels.pool.overlays.copy_(self.pool.overlays)
+        if self.sink_cache is not None:  # what batches have written
+            self.kernels.pool.bf16_pages.copy_(self.pool.bf16_pages)
         self.kernels.apply_pending()
         super().apply_pending()
         assert_same(self.kernels, self)

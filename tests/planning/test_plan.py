@@ -17,7 +17,7 @@ from sglang_kvq.planning.command import parse_tokens
 from sglang_kvq.planning.gpus import KNOWN, find_gpu
 from sglang_kvq.planning.plan import Place, Planner, Wish
 from sglang_kvq.planning.weights import Weights, find_weights
-from sglang_kvq.sglang.doctor_model import Request, read_config
+from sglang_kvq.sglang.doctor.model import Request, read_config
 from tests.conftest import ROOT
 
 MODELS = ROOT / "benchmarks" / "models"

@@ -156,7 +156,8 @@ def ask(config: Config) -> Said:
     from sglang_kvq.config import KVQuantConfig
     from sglang_kvq.errors import KVQuantError
     from sglang_kvq.rotations.identity import cached_layers, geometry_of
-    from sglang_kvq.sglang import architectures, checks, layers
+    from sglang_kvq.sglang import architectures, checks
+    from sglang_kvq.sglang.attention import layers
 
     said, kv_quant = Said(), KVQuantConfig("hadamard")
     try:

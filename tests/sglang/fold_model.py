@@ -12,11 +12,12 @@ import torch
 from sglang_kvq.attention.base import LayerRotations
 from sglang_kvq.attention.reference import ReferenceOps
 from sglang_kvq.cache.layout import KVGeometry
-from sglang_kvq.config import PAGE_SIZE as P
 from sglang_kvq.config import KVQuantConfig
+from sglang_kvq.constants import PAGE_SIZE as P
 from sglang_kvq.episodic.fold import PARAMETER, Fold
 from sglang_kvq.formats.page import PageFormat
-from sglang_kvq.sglang import folding, runtime
+from sglang_kvq.sglang import runtime
+from sglang_kvq.sglang.prefix import folding
 from tests.cache.scheduler_model import Request, row_indices
 from tests.sglang.tree_model import EVERYTHING, OLD, SglangRequest, TreeModel
 
@@ -39,8 +40,8 @@ class FoldModel(TreeModel):
     def __post_init__(self) -> None:
         from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 
-        from sglang_kvq.sglang.allocator import build_allocator
-        from sglang_kvq.sglang.pool import KVQuantPool
+        from sglang_kvq.sglang.memory.allocator import build_allocator
+        from sglang_kvq.sglang.memory.pool import KVQuantPool
 
         rows = ReqToTokenPool(
             size=self.rows, max_context_len=(self.pages + 2) * P, device="cpu", enable_memory_saver=False
@@ -59,7 +60,7 @@ class FoldModel(TreeModel):
             token_to_kv_pool_allocator=None,
         )
         self.pool = state.pages
-        self.pool.overlays.fill_(float("nan"))
+        self.pool.bf16_pages.fill_(float("nan"))
         self.ops = ReferenceOps(self.pool, LayerRotations())
         state.tiers = self.manager(self.pool, self.sink_pages, self.recent_pages, self.ops.quantize_slots)
         self.tiers, self.request_rows = state.tiers, rows

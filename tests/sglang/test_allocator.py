@@ -7,14 +7,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from sglang_kvq.cache.pending import FREE
 from sglang_kvq.cache.tiers import TierManager
-from sglang_kvq.config import PAGE_SIZE as P
 from sglang_kvq.config import KVQuantConfig
+from sglang_kvq.constants import EVENT_FREE
+from sglang_kvq.constants import PAGE_SIZE as P
 from sglang_kvq.formats.page import PageFormat
 from sglang_kvq.sglang import runtime
-from sglang_kvq.sglang.allocator import build_allocator
-from sglang_kvq.sglang.pool import KVQuantPool
+from sglang_kvq.sglang.memory.allocator import build_allocator
+from sglang_kvq.sglang.memory.pool import KVQuantPool
 
 PAGES = 40
 CPU = torch.device("cpu")
@@ -54,7 +54,7 @@ def recorded() -> list[int]:
     if packed is None:
         return []
     spans, ids, events = packed
-    assert spans[: 3 * events].view(-1, 3)[:, 0].tolist() == [FREE] * events
+    assert spans[: 3 * events].view(-1, 3)[:, 0].tolist() == [EVENT_FREE] * events
     return ids.tolist()
 
 
@@ -106,5 +106,5 @@ def test_integrity_of_a_cache_in_use(allocator):
     state.tiers.page_valid[records] = True
     allocator.check_integrity()
     allocator.free_pages = torch.cat([allocator.free_pages, torch.tensor([page])])
-    with pytest.raises(RuntimeError, match="a free page still has an overlay slot"):
+    with pytest.raises(RuntimeError, match="a free page still has a BF16 slot"):
         allocator.check_integrity()

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from sglang_kvq.config import PAGE_SIZE
+from sglang_kvq.constants import PAGE_SIZE
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.sglang import checks
 
@@ -14,7 +14,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def pool():
-    from sglang_kvq.sglang.pool import KVQuantPool
+    from sglang_kvq.sglang.memory.pool import KVQuantPool
 
     pool = KVQuantPool.__new__(KVQuantPool)  # its sizes are all that the canary asks for
     pool.size, pool.page_size = 6 * PAGE_SIZE, PAGE_SIZE
@@ -31,8 +31,8 @@ def _attach(pool, mode: str):
 
 
 def test_sglang_finds_the_attacher_by_the_pools_class(pool):
-    from sglang_kvq.sglang import canary
-    from sglang_kvq.sglang.pool import KVQuantPool
+    from sglang_kvq.sglang.memory import canary
+    from sglang_kvq.sglang.memory.pool import KVQuantPool
 
     canary.register(KVQuantPool)
     (group,) = _attach(pool, "NONE")
@@ -46,8 +46,8 @@ def test_sglang_finds_the_attacher_by_the_pools_class(pool):
 
 @pytest.mark.parametrize("mode", ["PARTIAL", "ALL"])
 def test_cached_bytes_are_not_hashed(pool, mode):
-    from sglang_kvq.sglang import canary
-    from sglang_kvq.sglang.pool import KVQuantPool
+    from sglang_kvq.sglang.memory import canary
+    from sglang_kvq.sglang.memory.pool import KVQuantPool
 
     canary.register(KVQuantPool)
     with pytest.raises(KVQuantError, match="--kv-canary-real-data.*leave the flag out"):

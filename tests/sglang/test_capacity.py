@@ -10,7 +10,8 @@ from sglang_kvq.cache.layout import KVGeometry
 from sglang_kvq.config import KVQuantConfig
 from sglang_kvq.formats.page import PageFormat
 from sglang_kvq.releases import OLD_TREE
-from sglang_kvq.sglang import capacity, compat, runtime
+from sglang_kvq.sglang import compat, runtime
+from sglang_kvq.sglang.memory import capacity
 from sglang_kvq.sglang.runtime import attach
 
 OLD = compat.applies(OLD_TREE, compat.sglang_version())

@@ -13,7 +13,7 @@ from sglang.srt.mem_cache.kv_cache_dtype import configure_kv_cache_dtype
 
 from sglang_kvq.config import KVQuantConfig
 from sglang_kvq.sglang import checks, compat, flags
-from sglang_kvq.sglang.pool import build_mha_kv_pool
+from sglang_kvq.sglang.memory.pool import build_mha_kv_pool
 from sglang_kvq.sglang.runtime import CONFIG_ATTRIBUTE
 
 SECTION = {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8", "exclude_modules": ["lm_head"]}

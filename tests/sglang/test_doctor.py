@@ -17,12 +17,14 @@ from typer.testing import CliRunner
 
 import sglang_kvq.kernels
 from sglang_kvq.cli import app
-from sglang_kvq.config import HEAD_DIMS
+from sglang_kvq.constants import HEAD_DIMS
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.formats.page import PageFormat
 from sglang_kvq.formats.planes import PlaneFormat
 from sglang_kvq.rotations.storage import zoo
-from sglang_kvq.sglang import compat, doctor, hooks, kernel_check
+from sglang_kvq.sglang import compat, hooks
+from sglang_kvq.sglang.doctor import kernels as kernel_check
+from sglang_kvq.sglang.doctor import report as doctor
 from tests.conftest import ROOT
 
 

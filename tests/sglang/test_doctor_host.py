@@ -13,7 +13,9 @@ from typer.testing import CliRunner
 
 from sglang_kvq.cli import app
 from sglang_kvq.errors import KVQuantError
-from sglang_kvq.sglang import doctor, doctor_host, hooks
+from sglang_kvq.sglang import hooks
+from sglang_kvq.sglang.doctor import host as doctor_host
+from sglang_kvq.sglang.doctor import report as doctor
 from tests.conftest import ROOT
 
 Usage = namedtuple("Usage", "total used free")

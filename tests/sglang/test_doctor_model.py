@@ -11,9 +11,12 @@ from typer.testing import CliRunner
 from benchmarks.capacity import random_rotations
 from benchmarks.tiny_models import MODELS
 from sglang_kvq.cli import app
-from sglang_kvq.config import PAGE_SIZE, KVQuantConfig
+from sglang_kvq.config import KVQuantConfig
+from sglang_kvq.constants import PAGE_SIZE
 from sglang_kvq.errors import KVQuantError
-from sglang_kvq.sglang import capacity, checks, compat, doctor_model, runtime
+from sglang_kvq.sglang import checks, compat, runtime
+from sglang_kvq.sglang.doctor import model as doctor_model
+from sglang_kvq.sglang.memory import capacity
 from tests.conftest import ROOT
 
 QWEN3 = str(ROOT / "benchmarks" / "models" / "qwen3-8b")

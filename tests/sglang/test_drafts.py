@@ -11,12 +11,14 @@ import torch
 from sglang_kvq.attention.drafts import chain, from_mask, mask_of
 from sglang_kvq.cache.layout import KVGeometry, divide
 from sglang_kvq.cache.pool import PagePool
-from sglang_kvq.config import PAGE_SIZE, KVQuantConfig
+from sglang_kvq.config import KVQuantConfig
+from sglang_kvq.constants import PAGE_SIZE
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.formats.page import PageFormat
-from sglang_kvq.sglang import compat, drafts, plugin, runtime
-from sglang_kvq.sglang.drafts import SeenBuffers, among_drafts
-from sglang_kvq.sglang.tree import around_finished
+from sglang_kvq.sglang import compat, plugin, runtime
+from sglang_kvq.sglang.attention import drafts
+from sglang_kvq.sglang.attention.drafts import SeenBuffers, among_drafts
+from sglang_kvq.sglang.prefix.tree import around_finished
 from tests import ngrams
 
 CONFIG = KVQuantConfig("hadamard", recent_tokens=128)
@@ -260,18 +262,18 @@ def test_a_draft_model_keeps_sglangs_attention(monkeypatch):
     assert create(SimpleNamespace(is_draft_worker=False)) == "SGLang's"
 
 
-def test_accepted_drafts_move_between_overlays():
+def test_accepted_drafts_move_between_bf16_pages():
     table = torch.zeros(1, 4 * PAGE_SIZE, dtype=torch.int32)
     pool = PagePool.allocate(GEOMETRY.formats, kv_heads=2, pages=3, slots=3, req_to_token=table)
     pool.page_slot[1:] = torch.tensor([2, 3, 1])
-    pool.overlays.copy_(torch.randn(pool.overlays.shape))
-    before = pool.overlays.clone()
+    pool.bf16_pages.copy_(torch.randn(pool.bf16_pages.shape))
+    before = pool.bf16_pages.clone()
     source = torch.tensor([PAGE_SIZE + 63, 2 * PAGE_SIZE + 1, 2 * PAGE_SIZE + 2, 0])
     target = torch.tensor([PAGE_SIZE + 63, 2 * PAGE_SIZE, 2 * PAGE_SIZE + 1, 0])
     pool.move_tokens(target, source)
     want = before.clone()
     want[:, 3, :, :, 0], want[:, 3, :, :, 1] = before[:, 3, :, :, 1], before[:, 3, :, :, 2]
-    assert torch.equal(pool.overlays, want)
+    assert torch.equal(pool.bf16_pages, want)
 
 
 @pytest.mark.parametrize(("is_eagle", "moved"), [(False, [0, 1, 2]), (True, [0, 1])])

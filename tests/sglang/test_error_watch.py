@@ -11,7 +11,7 @@ import torch
 from sglang_kvq.cache.transfer import LateCopy
 from sglang_kvq.config import KVQuantConfig
 from sglang_kvq.sglang import observe, runtime
-from sglang_kvq.sglang.error_watch import ErrorWatch
+from sglang_kvq.sglang.attention.error_watch import ErrorWatch
 from tests import device_waits
 from tests.sglang.test_padding import Worker
 

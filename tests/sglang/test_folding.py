@@ -10,13 +10,14 @@ import torch
 
 from sglang_kvq.cache.layout import KVGeometry
 from sglang_kvq.cache.pending import FoldedPages
-from sglang_kvq.config import PAGE_SIZE as P
 from sglang_kvq.config import KVQuantConfig
+from sglang_kvq.constants import PAGE_SIZE as P
 from sglang_kvq.episodic.fold import PARAMETER, Fold
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.formats.code import CodeFormat
 from sglang_kvq.formats.page import PageFormat
-from sglang_kvq.sglang import folding, runtime
+from sglang_kvq.sglang import runtime
+from sglang_kvq.sglang.prefix import folding
 from tests.cache.schedules import Driver
 from tests.sglang.fold_model import FoldModel, sglang_request
 from tests.sglang.test_hybrid_tree import served
@@ -57,7 +58,7 @@ def spread(count: int, length: int) -> list[int]:
 
 
 def test_what_it_made_is_a_prefix_and_its_own_pages_are_free(served):
-    """The request goes on from it reads the chosen tokens: sinks from overlays, the rest from records."""
+    """The request goes on from it reads the chosen tokens: sinks from BF16 pages, the rest from records."""
     model = FoldModel(40, 30, 3, sink_pages=1, recent_pages=2)
     request = computed(model, 8 * P + 5)
     chosen = spread(3 * P, 8 * P)

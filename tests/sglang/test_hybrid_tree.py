@@ -7,9 +7,9 @@ import random
 import pytest
 import torch
 
-from sglang_kvq.cache.pending import MovedOverlays
-from sglang_kvq.config import PAGE_SIZE as P
+from sglang_kvq.cache.pending import MovedBF16Pages
 from sglang_kvq.config import KVQuantConfig
+from sglang_kvq.constants import PAGE_SIZE as P
 from sglang_kvq.sglang import runtime
 from tests.cache.schedules import Driver
 from tests.sglang.tree_model import OLD, TreeModel
@@ -55,7 +55,7 @@ def computed_alone(model: TreeModel, tokens: int, kept: int | None):
 
 def moved(model: TreeModel) -> list[tuple[list[int], list[int]]]:
     """Moves recorded since the last plan that change something."""
-    events = [e for e in model.tiers.pending.drain(model.pool.device) if isinstance(e, MovedOverlays)]
+    events = [e for e in model.tiers.pending.drain(model.pool.device) if isinstance(e, MovedBF16Pages)]
     return [(own.tolist(), kept.tolist()) for own, kept in events if not torch.equal(own, kept)]
 
 

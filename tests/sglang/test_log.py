@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sglang_kvq.sglang.worker import MOST_SHOWN, describe
+from sglang_kvq.sglang.attention.worker import MOST_SHOWN, describe
 
 FILES = {f"layer_{i}.pt": f"{i:064x}" for i in range(36)}
 

@@ -10,7 +10,8 @@ import torch
 
 import sglang_kvq
 from sglang_kvq.cache.layout import KVGeometry, MemoryLayout
-from sglang_kvq.config import PAGE_SIZE, KVQuantConfig
+from sglang_kvq.config import KVQuantConfig
+from sglang_kvq.constants import PAGE_SIZE
 from sglang_kvq.formats.page import PageFormat
 from sglang_kvq.sglang import metrics, runtime
 

@@ -14,7 +14,8 @@ import torch
 
 from sglang_kvq.cache.layout import KVGeometry, MemoryLayout
 from sglang_kvq.cache.pool import PagePool
-from sglang_kvq.config import PAGE_SIZE, KVQuantConfig
+from sglang_kvq.config import KVQuantConfig
+from sglang_kvq.constants import PAGE_SIZE
 from sglang_kvq.formats.page import PageFormat
 from sglang_kvq.sglang import runtime
 from sglang_kvq.sglang.runtime import CONFIG_ATTRIBUTE
@@ -40,7 +41,7 @@ def attention(layer_id: int, **more):
 @pytest.fixture
 def make_runner(applied, monkeypatch):
     """SGLang's ModelRunner as ``create_backend`` sees it: ``make_runner(model)``; its pool is made by our hook."""
-    from sglang_kvq.sglang.pool import build_mha_kv_pool
+    from sglang_kvq.sglang.memory.pool import build_mha_kv_pool
 
     server_args = SimpleNamespace(**{CONFIG_ATTRIBUTE: CONFIG}, enable_lora=False, lora_paths=None)
 
@@ -82,7 +83,7 @@ def make_runner(applied, monkeypatch):
 
 @pytest.fixture
 def backend(make_runner):
-    from sglang_kvq.sglang.worker import create_backend
+    from sglang_kvq.sglang.attention.worker import create_backend
 
     return create_backend(make_runner(Model(*(attention(i) for i in range(LAYERS)))))
 
@@ -139,7 +140,7 @@ def stored(backend, layer: int) -> torch.Tensor:
     pages = backend.tiers.pool
     slots = pages.page_slot[1:3].long()
     assert (slots > 0).all()
-    return pages.overlays[layer, slots, 0].transpose(1, 2).reshape(2 * PAGE_SIZE, HEADS, D)[:TOKENS]
+    return pages.bf16_pages[layer, slots, 0].transpose(1, 2).reshape(2 * PAGE_SIZE, HEADS, D)[:TOKENS]
 
 
 # -- what models find --------------------------------------------------------------------------------------------------
@@ -148,7 +149,7 @@ def stored(backend, layer: int) -> torch.Tensor:
 def test_models_find_the_pools(serving):
     from sglang.srt.model_executor.forward_context import get_req_to_token_pool, get_token_to_kv_pool
 
-    from sglang_kvq.sglang.pool import KVQuantPool
+    from sglang_kvq.sglang.memory.pool import KVQuantPool
 
     assert isinstance(get_token_to_kv_pool(), KVQuantPool)
     assert get_req_to_token_pool().req_to_token is serving.tiers.pool.req_to_token
@@ -298,12 +299,12 @@ def test_attention_of_models_that_can_fuse(serving, on_cuda, monkeypatch, family
 )
 def test_a_call_that_would_be_answered_wrongly(backend, mode, changes, text):
     batch, (q, k, v) = prefill(backend), activations()
-    before = backend.tiers.pool.overlays.clone()
+    before = backend.tiers.pool.bf16_pages.clone()
     call = {**dict(q=q, k=k, v=v, layer=attention(1), forward_batch=batch, save_kv_cache=True), **changes}
     with pytest.raises(NotImplementedError, match="attention layer 1 asks for") as error:
         getattr(backend, mode)(**call)
     assert text.replace("\\", "") in str(error.value)
-    assert torch.equal(backend.tiers.pool.overlays, before)
+    assert torch.equal(backend.tiers.pool.bf16_pages, before)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -350,7 +351,7 @@ def test_layers_are_found_by_their_ids(make_runner):
     """As in a hybrid: every fourth layer is in the cache, and its second layer is the model's eighth."""
     from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 
-    from sglang_kvq.sglang.worker import create_backend
+    from sglang_kvq.sglang.attention.worker import create_backend
 
     layers = [attention(i) for i in (3, 7)]
     backend = create_backend(make_runner(Model(*layers), layer_ids=(3, 7), full_attention_interval=4))
@@ -375,7 +376,7 @@ def test_layers_are_found_by_their_ids(make_runner):
     ids=["shared", "out of range"],
 )
 def test_layers_without_a_place_of_their_own(make_runner, layers, text):
-    from sglang_kvq.sglang.worker import create_backend
+    from sglang_kvq.sglang.attention.worker import create_backend
 
     with pytest.raises(SystemExit, match=text):
         create_backend(make_runner(Model(*(attention(i) for i in layers))))
@@ -394,7 +395,7 @@ def test_layers_without_a_place_of_their_own(make_runner, layers, text):
 def test_a_layer_that_attends_in_another_way_is_refused(attribute, value, said):
     from sglang.srt.layers.radix_attention import RadixAttention
 
-    from sglang_kvq.sglang.layers import check_layers
+    from sglang_kvq.sglang.attention.layers import check_layers
 
     model = torch.nn.Module()
     model.attn = RadixAttention(4, 64, 0.125, num_kv_heads=2, layer_id=0)

@@ -12,7 +12,7 @@ from sglang_kvq.attention.reference import ReferenceOps
 from sglang_kvq.cache.integrity import check_integrity
 from sglang_kvq.cache.pool import PagePool
 from sglang_kvq.cache.tiers import TierManager
-from sglang_kvq.config import PAGE_SIZE as P
+from sglang_kvq.constants import PAGE_SIZE as P
 from sglang_kvq.formats.page import PageFormat
 
 Q_HEADS, KV_HEADS, D, ROWS, PAGES = 4, 2, 64, 6, 30
@@ -37,7 +37,7 @@ class Worker:
     """A backend over a small pool, whose rows hold pages 1, 2, ... in order."""
 
     def __init__(self, recent_pages: int = 2) -> None:
-        from sglang_kvq.sglang.backend import KVQuantBackend
+        from sglang_kvq.sglang.attention.backend import KVQuantBackend
 
         table = torch.zeros(ROWS, PAGES // 2 * P, dtype=torch.int32)
         for row in (1, 2):
@@ -104,7 +104,7 @@ def test_padded_batches_answer_like_those_that_are_not(align):
         assert torch.equal(padded.decode(up(2), seed)[:2], plain.decode(2, seed))
     for worker in (plain, padded):
         check_integrity(worker.tiers)
-        assert not (worker.pool.overlays[:, 1:] == 99.0).any()
+        assert not (worker.pool.bf16_pages[:, 1:] == 99.0).any()
 
 
 def test_a_batch_of_padding_alone_changes_nothing():

@@ -85,7 +85,7 @@ def givers() -> set[str]:
 
 
 def test_every_place_that_gives_rows_back_is_hooked():
-    hooked = {h.target for h in hooks.for_release(RELEASE) if (h.handler or "").startswith("rows:")}
+    hooked = {h.target for h in hooks.for_release(RELEASE) if (h.handler or "").startswith("prefix.rows:")}
     assert givers() == hooked
 
 

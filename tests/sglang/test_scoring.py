@@ -11,14 +11,15 @@ from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
 from sglang_kvq.attention import oracle
 from sglang_kvq.attention.base import LayerRotations
-from sglang_kvq.attention.key_scores import key_scores
-from sglang_kvq.attention.scoring import KeyScores
+from sglang_kvq.attention.scores.key_scores import key_scores
+from sglang_kvq.attention.scores.scoring import KeyScores
 from sglang_kvq.cache.pool import PagePool
 from sglang_kvq.cache.tiers import TierManager
-from sglang_kvq.config import PAGE_SIZE as P
+from sglang_kvq.constants import PAGE_SIZE as P
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.formats.page import PageFormat
-from sglang_kvq.sglang import runtime, scoring
+from sglang_kvq.sglang import runtime
+from sglang_kvq.sglang.attention import scoring
 from tests.sglang.test_padding import KV_HEADS, PAGES, Q_HEADS, ROWS, D, StrictOps, mode
 
 LAYERS = [SimpleNamespace(head_dim=D, layer_id=n, scaling=D**-0.5, k_scale=None, v_scale=None) for n in (3, 7)]
@@ -50,7 +51,7 @@ class Worker:
     """A backend of two layers, to which batches come as SGLang builds them."""
 
     def __init__(self, recent_pages: int) -> None:
-        from sglang_kvq.sglang.backend import KVQuantBackend
+        from sglang_kvq.sglang.attention.backend import KVQuantBackend
 
         table = torch.zeros(ROWS, PAGES // 2 * P, dtype=torch.int32)
         for row in (ROW, OTHER):

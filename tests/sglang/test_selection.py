@@ -8,10 +8,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from sglang_kvq.config import PAGE_SIZE as P
+from sglang_kvq.constants import PAGE_SIZE as P
 from sglang_kvq.episodic.selection import PARAMETER, Selection
-from sglang_kvq.sglang import selection as selections
-from sglang_kvq.sglang import tree_keys
+from sglang_kvq.sglang.prefix import selection as selections
+from sglang_kvq.sglang.prefix import tree_keys
 from tests.sglang.fold_model import FoldModel, sglang_request
 from tests.sglang.test_hybrid_tree import served
 from tests.sglang.tree_model import EVERYTHING, OLD

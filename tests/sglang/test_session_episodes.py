@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from sglang_kvq.config import PAGE_SIZE as P
 from sglang_kvq.config import KVQuantConfig
+from sglang_kvq.constants import PAGE_SIZE as P
 from sglang_kvq.episodic import fold, prefix
 from sglang_kvq.episodic.cluster import cluster
 from sglang_kvq.episodic.config import PROMPT_TOKENS, EpisodicConfig

@@ -12,8 +12,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from sglang_kvq.config import PAGE_SIZE as P
 from sglang_kvq.config import KVQuantConfig
+from sglang_kvq.constants import PAGE_SIZE as P
 from sglang_kvq.episodic.config import EpisodicConfig
 from sglang_kvq.episodic.embed import Embedder
 from sglang_kvq.episodic.lexical import Lexical

@@ -1,4 +1,4 @@
-"""Requests of the same tokens that SGLang keeps apart in its tree: none takes the other's overlays.
+"""Requests of the same tokens that SGLang keeps apart in its tree: none takes the other's BF16 pages.
 
 For ``OLD_TREE``, where a finished request's pages are looked up again; later ones rewrite the row themselves.
 """
@@ -10,9 +10,9 @@ from types import SimpleNamespace
 
 import torch
 
-from sglang_kvq.cache.pending import MovedOverlays
-from sglang_kvq.config import PAGE_SIZE as P
+from sglang_kvq.cache.pending import MovedBF16Pages
 from sglang_kvq.config import KVQuantConfig
+from sglang_kvq.constants import PAGE_SIZE as P
 from sglang_kvq.releases import OLD_TREE
 from sglang_kvq.sglang import compat, runtime
 from tests.sglang.test_allocator import allocator, extend
@@ -41,7 +41,7 @@ def finish(tree, allocator, row: int, tokens: list[int], **names) -> torch.Tenso
 def moves() -> list[tuple[list[int], list[int]]]:
     """Moves recorded since the last call that change something."""
     events = runtime.tiers().pending.drain(torch.device("cpu"))
-    found = [(ids[0].tolist(), ids[1].tolist()) for ids in events if isinstance(ids, MovedOverlays)]
+    found = [(ids[0].tolist(), ids[1].tolist()) for ids in events if isinstance(ids, MovedBF16Pages)]
     return [(own, kept) for own, kept in found if own != kept]
 
 
@@ -72,4 +72,4 @@ if compat.applies(OLD_TREE, compat.sglang_version()):
             finish(tree, allocator, 3, tokens, **{name: "other"})
             kept_apart = held - allocator.available_size() == 2 * P  # up to 0.5.17 the salt is part of extra_key
             assert kept_apart or name == "cache_salt"
-            assert bool(moves()) is not kept_apart, f"{name}: its pages are in the tree and their overlays are taken"
+            assert bool(moves()) is not kept_apart, f"{name}: its pages are in the tree and their BF16 copies are taken"

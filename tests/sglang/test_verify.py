@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from sglang_kvq.cache.integrity import check_integrity
-from sglang_kvq.config import PAGE_SIZE as P
-from sglang_kvq.sglang.drafts import SeenBuffers
+from sglang_kvq.constants import PAGE_SIZE as P
+from sglang_kvq.sglang.attention.drafts import SeenBuffers
 from tests.sglang.test_padding import KV_HEADS, LAYER, PAGES, Q_HEADS, D, Worker, mode
 
 PROMPT = {1: 150, 2: 70}
@@ -98,7 +98,9 @@ def test_accepted_drafts_are_what_decoding_gives(count, host_lens):
     check_integrity(drafting.tiers)
     for row, length in drafting.stored.items():
         loc = drafting.pool.req_to_token[row, :length].long()
-        got, stored = (w.pool.overlays[0, w.pool.page_slot[loc // P].long(), :, :, loc % P] for w in (drafting, plain))
+        got, stored = (
+            w.pool.bf16_pages[0, w.pool.page_slot[loc // P].long(), :, :, loc % P] for w in (drafting, plain)
+        )
         assert torch.equal(got, stored), f"row {row}: a rejected draft is stored"
 
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from sglang_kvq.config import PAGE_SIZE as P
+from sglang_kvq.constants import PAGE_SIZE as P
 from tests.sglang.test_hybrid_tree import served
 from tests.sglang.window_tree_model import WINDOW, WindowTreeModel
 
@@ -17,14 +17,14 @@ HEADS, D, TOKENS = 4, 64, 5 * P + 20
 
 @pytest.fixture
 def model(served):
-    """With windows of overlays that hold the whole request: nothing is quantized."""
+    """With windows of BF16 pages that hold the whole request: nothing is quantized."""
     return WindowTreeModel(20, 20, 2, sink_pages=1, recent_pages=12)
 
 
 @pytest.fixture
 def backend(model):
-    from sglang_kvq.sglang.backend import KVQuantBackend
-    from sglang_kvq.sglang.window_backend import WindowedBackend, create_window_backend
+    from sglang_kvq.sglang.attention.backend import KVQuantBackend
+    from sglang_kvq.sglang.attention.window_backend import WindowedBackend, create_window_backend
 
     ours = KVQuantBackend(model.ops, model.tiers, (1,))
     ours.token_to_kv_pool, ours.req_to_token_pool = model.both.full_kv_pool, model.request_rows
@@ -165,7 +165,7 @@ def test_what_sglang_asks_of_it(model, backend):
 
 def test_what_speculation_asks_of_it(backend):
     """Lengths on the host are needed if either needs them; masks are made where SGLang's backend wants them."""
-    from sglang_kvq.sglang.window_backend import WindowedBackend
+    from sglang_kvq.sglang.attention.window_backend import WindowedBackend
 
     class Windows:
         token_to_kv_pool = None
@@ -207,7 +207,7 @@ def test_models_do_not_store_themselves(backend, monkeypatch):
 
 def test_any_layer_of_the_pool_may_be_looked_at(model):
     """SGLang's Triton backend looks at the first, whichever that is; of ours there is nothing to see."""
-    from sglang_kvq.sglang.window_backend import windows_only
+    from sglang_kvq.sglang.attention.window_backend import windows_only
 
     with pytest.raises(NotImplementedError, match="keeps no plain K and V buffers"):
         model.both.get_value_buffer(1)

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from sglang_kvq.cache.pending import MovedOverlays, PendingOps
-from sglang_kvq.config import PAGE_SIZE
-from sglang_kvq.sglang.tree import _WindowMove
+from sglang_kvq.cache.pending import MovedBF16Pages, PendingOps
+from sglang_kvq.constants import PAGE_SIZE
+from sglang_kvq.sglang.prefix.tree import _WindowMove
 from tests import device_waits
 
 
@@ -45,7 +45,7 @@ def test_sinks_and_window_are_moved(tiers, length, expected):
         return
     ((own, kept),) = moves
     assert (
-        isinstance(moves[0], MovedOverlays)
+        isinstance(moves[0], MovedBF16Pages)
         and own.tolist() == [100 + i for i in expected]
         and kept.tolist() == [500 + i for i in expected]
     )

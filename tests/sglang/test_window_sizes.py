@@ -7,11 +7,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from sglang_kvq.cache.layout import KVGeometry, overlay_slots
+from sglang_kvq.cache.layout import KVGeometry, bf16_slots
 from sglang_kvq.cache.windows import STOCK_RATIO, WindowNeed, need_of, split_windows
-from sglang_kvq.config import PAGE_SIZE, KVQuantConfig
+from sglang_kvq.config import KVQuantConfig
+from sglang_kvq.constants import PAGE_SIZE
 from sglang_kvq.formats.page import PageFormat
-from sglang_kvq.sglang import doctor_capacity, runtime
+from sglang_kvq.sglang import runtime
+from sglang_kvq.sglang.doctor import capacity as doctor_capacity
 from sglang_kvq.sglang.runtime import CONFIG_ATTRIBUTE
 from sglang_kvq.sglang.window_checks import unsupported_windows
 
@@ -29,8 +31,8 @@ def split(budget: int = 60 * GB, **changes):
 
 def taken(found) -> float:
     """Bytes of all three parts."""
-    overlays = found.overlay_budget * 0.1
-    return found.window_tokens * BF16 + overlays + found.tokens * GEOMETRY.page_bytes / PAGE_SIZE
+    bf16_pages = found.bf16_budget * 0.1
+    return found.window_tokens * BF16 + bf16_pages + found.tokens * GEOMETRY.page_bytes / PAGE_SIZE
 
 
 @pytest.mark.parametrize("changes", [{}, dict(ratio=0.8), dict(ratio=0.02), dict(wanted=10**9)], ids=str)
@@ -137,7 +139,8 @@ def configured(applied, monkeypatch):
     """``configured(**settings)``: SGLang's configurator, made as a scheduler makes it."""
     from sglang.srt.model_executor import pool_configurator
 
-    from sglang_kvq.sglang import plugin, window_sizes
+    from sglang_kvq.sglang import plugin
+    from sglang_kvq.sglang.memory import window_sizes
 
     parallel = SimpleNamespace(attn_tp_size=1, attn_dp_size=1, attn_dcp_size=1)
     monkeypatch.setattr(pool_configurator, "get_parallel", lambda: parallel)
@@ -174,13 +177,13 @@ def test_sglang_divides_as_we_say(configured):
     state = runtime.current()
     assert state.layer_ids == tuple(range(1, 2 * LAYERS, 2))
     assert state.windows.layer_ids == frozenset(range(0, 2 * LAYERS, 2))
-    requests = overlay_slots(CONFIG, GEOMETRY, 60 * GB) // CONFIG.slots_per_request
+    requests = bf16_slots(CONFIG, GEOMETRY, 60 * GB) // CONFIG.slots_per_request
     need = state.windows.need.tokens(requests)
     assert need - 2 * PAGE_SIZE <= sizes.swa_max_total_num_tokens <= need
     assert state.windows.tokens == sizes.swa_max_total_num_tokens
-    overlays = (state.budget_slots + 1) * GEOMETRY.slot_bytes + GEOMETRY.page_bytes
+    bf16_pages = (state.budget_slots + 1) * GEOMETRY.slot_bytes + GEOMETRY.page_bytes
     records = sizes.full_max_total_num_tokens * GEOMETRY.page_bytes / PAGE_SIZE
-    used = overlays + records + sizes.swa_max_total_num_tokens * BF16
+    used = bf16_pages + records + sizes.swa_max_total_num_tokens * BF16
     assert 0.999 * 60 * GB < used <= 60 * GB
     plain = 60 * GB / (BF16 * 1.8)
     assert sizes.max_total_num_tokens > 6 * plain
@@ -205,16 +208,16 @@ def test_doctor_says_what_a_server_has(configured, gigabytes):
 
 def test_a_draft_model_is_priced_by_itself(configured, monkeypatch):
     """Its cache has as many tokens as that of the layers which see all, in BF16, and is paid for in the same budget."""
-    from sglang_kvq.sglang import window_sizes
+    from sglang_kvq.sglang.memory import window_sizes
 
     draft_bytes = 3 * BF16 // LAYERS  # of a token: three layers of the target's heads
     settings = dict(max_running_requests=16, speculative_num_draft_tokens=4)
     sizes = configured(draft_layers=3, **settings).calculate_pool_sizes(60 * GB, PAGE_SIZE)
     state = runtime.current()
     assert sizes.swa_max_total_num_tokens == pytest.approx(16 * (127 + 512 + 134 + 4 * 192) + 2 * 8192, rel=0.02)
-    overlays = (state.budget_slots + 1) * GEOMETRY.slot_bytes + GEOMETRY.page_bytes
+    bf16_pages = (state.budget_slots + 1) * GEOMETRY.slot_bytes + GEOMETRY.page_bytes
     records = sizes.full_max_total_num_tokens * (GEOMETRY.page_bytes / PAGE_SIZE + draft_bytes)
-    used = overlays + records + sizes.swa_max_total_num_tokens * BF16
+    used = bf16_pages + records + sizes.swa_max_total_num_tokens * BF16
     assert 0.999 * 60 * GB < used <= 60 * GB
     monkeypatch.setattr(runtime, "_current", None)
     monkeypatch.setattr(window_sizes, "draft_page_bytes", lambda kvc: 0)
@@ -244,7 +247,7 @@ def test_fewer_tokens_need_no_smaller_windows(configured):
 
 
 def test_without_a_radix_tree_ours_is_used_too(configured):
-    """SGLang has a configurator of its own for that, which knows nothing of overlays."""
+    """SGLang has a configurator of its own for that, which knows nothing of BF16 pages."""
     sizes = configured(max_running_requests=16, disable_radix_cache=True).calculate_pool_sizes(60 * GB, PAGE_SIZE)
     assert sizes.swa_max_total_num_tokens == pytest.approx(16 * 383 + 2 * 8192, rel=0.02)
     assert runtime.current().budget_slots > 0

@@ -1,4 +1,4 @@
-"""Windows, records and overlays follow SGLang's unified tree of a model with sliding windows, on random schedules."""
+"""Windows, records and BF16 pages follow SGLang's unified tree of a model with sliding windows, on random schedules."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from sglang_kvq.config import PAGE_SIZE as P
+from sglang_kvq.constants import PAGE_SIZE as P
 from tests.cache.schedules import Driver
 from tests.sglang.test_hybrid_tree import moved, served
 from tests.sglang.window_tree_model import WindowTreeModel

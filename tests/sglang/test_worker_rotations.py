@@ -11,7 +11,7 @@ from sglang_kvq.formats.page import PageFormat
 from sglang_kvq.rotations import load_rotations, save_rotations
 from sglang_kvq.rotations.maths.transform import STEPS
 from sglang_kvq.rotations.resolve import resolve_formats, resolve_rotations
-from sglang_kvq.sglang import worker_rotations as worker
+from sglang_kvq.sglang.attention import worker_rotations as worker
 from tests.rotations.helpers import random_rotations, random_transform
 
 HEADS, LAYERS, D = 6, 4, 64
@@ -90,7 +90,8 @@ def test_files_have_the_cached_layers_only(runner, monkeypatch):
 @pytest.mark.parametrize("linear", [True, False])
 def test_the_cache_is_sized_for_the_layers_in_it(runner, monkeypatch, linear):
     """SGLang counts the layers of its pool; if the config says otherwise, formats would be of other layers."""
-    from sglang_kvq.sglang import capacity, runtime
+    from sglang_kvq.sglang import runtime
+    from sglang_kvq.sglang.memory import capacity
 
     monkeypatch.setattr(runtime, "_current", None)
     hybrid = MODEL | dict(num_hidden_layers=2 * LAYERS, layer_types=["linear_attention", "full_attention"] * LAYERS)
@@ -141,7 +142,8 @@ def test_every_worker_folds_the_same_steps(runner, monkeypatch, tmp_path, size):
 def test_a_start_reads_the_file_once(applied, command_line, tmp_path, monkeypatch):
     """Checked in whole, asked for its clips when the cache is sized, given to the worker: one process, one read."""
     from sglang_kvq.rotations.storage import files
-    from sglang_kvq.sglang import capacity, checks, compat, runtime
+    from sglang_kvq.sglang import checks, compat, runtime
+    from sglang_kvq.sglang.memory import capacity
 
     save_rotations(random_rotations(), tmp_path / "r", kv_heads=2)
     reads, original = [], files._load

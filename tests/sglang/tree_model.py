@@ -1,7 +1,7 @@
 """``scheduler_model`` over SGLang's own allocator, rows, requests and unified tree, with recurrent states in the tree.
 
 The tree takes a request's tokens up to its last recurrent state, and matches only as far as there is one. Here states
-are nothing but their places in SGLang's pool; pages and overlays are checked as in ``scheduler_model``.
+are nothing but their places in SGLang's pool; pages and BF16 pages are checked as in ``scheduler_model``.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from sglang_kvq.attention.base import LayerRotations
 from sglang_kvq.attention.reference import ReferenceOps
 from sglang_kvq.cache.integrity import check_integrity
 from sglang_kvq.cache.layout import KVGeometry
-from sglang_kvq.config import PAGE_SIZE as P
 from sglang_kvq.config import KVQuantConfig
+from sglang_kvq.constants import PAGE_SIZE as P
 from sglang_kvq.formats.page import PageFormat
 from sglang_kvq.releases import OLD_TREE
 from sglang_kvq.sglang import compat, runtime
@@ -61,8 +61,8 @@ class TreeModel(Model):
     def __post_init__(self) -> None:
         from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool
 
-        from sglang_kvq.sglang.allocator import build_allocator
-        from sglang_kvq.sglang.pool import KVQuantPool
+        from sglang_kvq.sglang.memory.allocator import build_allocator
+        from sglang_kvq.sglang.memory.pool import KVQuantPool
 
         rows = HybridReqToTokenPool(
             size=self.rows,
@@ -89,7 +89,7 @@ class TreeModel(Model):
             token_to_kv_pool_allocator=None,
         )
         self.pool = state.pages
-        self.pool.overlays.fill_(float("nan"))
+        self.pool.bf16_pages.fill_(float("nan"))
         self.ops = ReferenceOps(self.pool, LayerRotations())
         state.tiers = self.manager(self.pool, self.sink_pages, self.recent_pages, self.ops.quantize_slots)
         self.tiers, self.request_rows = state.tiers, rows

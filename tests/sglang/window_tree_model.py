@@ -1,6 +1,6 @@
 """``TreeModel`` of a model with sliding windows: SGLang's two pools, its allocator of both and its unified tree.
 
-Beside pages and overlays it checks windows: what a batch reads of SGLang's pool for them is what its tokens wrote
+Beside pages and BF16 pages it checks windows: what a batch reads of SGLang's pool for them is what its tokens wrote
 there.
 """
 
@@ -16,8 +16,8 @@ import torch
 from sglang_kvq.attention.base import LayerRotations
 from sglang_kvq.attention.reference import ReferenceOps
 from sglang_kvq.cache.layout import KVGeometry, MemoryLayout
-from sglang_kvq.config import PAGE_SIZE as P
 from sglang_kvq.config import KVQuantConfig
+from sglang_kvq.constants import PAGE_SIZE as P
 from sglang_kvq.formats.page import PageFormat
 from sglang_kvq.sglang import runtime
 from sglang_kvq.sglang.runtime import CONFIG_ATTRIBUTE, WindowLayers
@@ -45,8 +45,8 @@ class WindowTreeModel(TreeModel):
         from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
         from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
-        from sglang_kvq.sglang.allocator import build_allocator
-        from sglang_kvq.sglang.window_pool import build_hybrid_swa_kv_pool
+        from sglang_kvq.sglang.memory.allocator import build_allocator
+        from sglang_kvq.sglang.memory.window_pool import build_hybrid_swa_kv_pool
 
         rows = ReqToTokenPool(
             size=self.rows, max_context_len=(self.pages + 2) * P, device="cpu", enable_memory_saver=False
@@ -93,7 +93,7 @@ class WindowTreeModel(TreeModel):
         self.ours = state.allocator
         assert self.allocator.full_attn_allocator is self.ours
         self.pool = state.pages
-        self.pool.overlays.fill_(float("nan"))
+        self.pool.bf16_pages.fill_(float("nan"))
         self.ops = ReferenceOps(self.pool, LayerRotations())
         state.tiers = self.manager(self.pool, self.sink_pages, self.recent_pages, self.ops.quantize_slots)
         self.tiers, self.request_rows = state.tiers, rows

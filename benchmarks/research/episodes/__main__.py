@@ -28,7 +28,7 @@ from benchmarks.research.episodes.policies import NAMES, VARIANTS, check_names
 from benchmarks.research.episodes.quant import bits_per_element, round_trip_of
 from benchmarks.research.episodes.runner import Runner
 from benchmarks.research.episodes.sensitivity import SHARPNESS, layer_budgets, similarities
-from sglang_kvq.config import PAGE_SIZE
+from sglang_kvq.constants import PAGE_SIZE
 from sglang_kvq.episodic.embed import Embedder
 from sglang_kvq.errors import KVQuantError
 

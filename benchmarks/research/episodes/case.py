@@ -14,7 +14,7 @@ from benchmarks.research.episodes.conversations import Ask, Conversation, Histor
 from benchmarks.research.episodes.past import Past, RoundTrip
 from benchmarks.research.episodes.prefill import prefill
 from benchmarks.research.episodes.runner import Runner
-from sglang_kvq.config import PAGE_SIZE
+from sglang_kvq.constants import PAGE_SIZE
 from sglang_kvq.episodic.cluster import Episodes, cluster, medoids
 from sglang_kvq.episodic.lexical import Lexical
 from sglang_kvq.episodic.match import fuse, rank_windows

@@ -15,7 +15,7 @@ from benchmarks.research.episodes.case import Case
 from benchmarks.research.episodes.past import Kept, Past
 from benchmarks.research.episodes.prefill import prefill
 from benchmarks.research.episodes.select import pin, top_of_heads, top_of_layer
-from sglang_kvq.config import PAGE_SIZE
+from sglang_kvq.constants import PAGE_SIZE
 from sglang_kvq.episodic.match import MATCHINGS, match, rank_segments
 from sglang_kvq.episodic.pages import choose_pages
 from sglang_kvq.errors import KVQuantError

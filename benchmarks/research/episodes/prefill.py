@@ -6,7 +6,8 @@ import torch
 
 from benchmarks.research.episodes.past import Past, RoundTrip, attend_new, attention, group_rows
 from benchmarks.research.episodes.runner import Runner
-from sglang_kvq.config import PAGE_SIZE, KVQuantConfig
+from sglang_kvq.config import KVQuantConfig
+from sglang_kvq.constants import PAGE_SIZE
 
 #: Tokens that a server keeps in BF16 behind the queries.
 RECENT = KVQuantConfig.recent_tokens

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 
 from benchmarks.research.episodes.past import RoundTrip
-from sglang_kvq.config import PAGE_SIZE, KVQuantConfig
+from sglang_kvq.config import KVQuantConfig
+from sglang_kvq.constants import PAGE_SIZE
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.formats.page import PageFormat
 from sglang_kvq.rotations.inspection.candidates import Candidate, candidate_of

@@ -27,7 +27,7 @@ from benchmarks.research.episodes.cached import CachedEmbedder
 from benchmarks.research.episodes.case import Embeds, Settings
 from benchmarks.research.episodes.conversations import Conversation, Writer, header
 from benchmarks.research.episodes.datasets import DATASETS, conversations
-from sglang_kvq.config import PAGE_SIZE
+from sglang_kvq.constants import PAGE_SIZE
 from sglang_kvq.episodic.cluster import cluster
 from sglang_kvq.episodic.embed import Embedder, unit
 from sglang_kvq.episodic.lexical import Lexical, runs

@@ -10,7 +10,7 @@ from benchmarks.research.episodes.case import Case, Settings
 from benchmarks.research.episodes.policies import NAMES, POLICIES, Outcome, check_names, epicache_layers
 from benchmarks.research.episodes.runner import Runner
 from benchmarks.research.tests import helpers
-from sglang_kvq.config import PAGE_SIZE
+from sglang_kvq.constants import PAGE_SIZE
 from sglang_kvq.episodic.lexical import Lexical
 from sglang_kvq.episodic.match import rank_segments, rank_windows
 from sglang_kvq.episodic.pages import choose_pages

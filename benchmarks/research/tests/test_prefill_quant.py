@@ -7,7 +7,7 @@ import torch
 
 from benchmarks.research.episodes.prefill import RECENT, prefill
 from benchmarks.research.tests import helpers
-from sglang_kvq.config import PAGE_SIZE
+from sglang_kvq.constants import PAGE_SIZE
 
 HISTORY = helpers.tokens(900)
 

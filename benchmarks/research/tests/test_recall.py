@@ -21,7 +21,7 @@ from benchmarks.research.episodes.recall import (
     with_neighbours,
 )
 from benchmarks.research.tests import helpers
-from sglang_kvq.config import PAGE_SIZE
+from sglang_kvq.constants import PAGE_SIZE
 from sglang_kvq.episodic.lexical import Lexical
 from sglang_kvq.episodic.match import rank_windows
 from sglang_kvq.episodic.pages import choose_pages

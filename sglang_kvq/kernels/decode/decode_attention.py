@@ -1,8 +1,8 @@
-"""Decode attention: split-KV partial results over INT2 records and BF16 overlays, in one launch.
+"""Decode attention: split-KV partial results over INT2 records and BF16 pages, in one launch.
 
 A program takes one KV head of one item of the plan (``split_work.split_work``): some pages of one request's history,
-some of its overlays (sinks, window, the page being filled), rarely both. With codes c in 0..3, scale s and offset z per
-token, and queries q:
+some of its BF16 copies (sinks, window, the page being filled), rarely both. With codes c in 0..3, scale s and offset z
+per token, and queries q:
 
     q k     = s_k (q c_k) + z_k sum(q)            the affine terms stay outside the product
     sum p v = sum (p s_v) c_v + sum p z_v         s_v is folded into p, z_v is one number per query head
@@ -21,14 +21,14 @@ import torch
 import triton
 import triton.language as tl
 
-from sglang_kvq.config import PAGE_SIZE
+from sglang_kvq.constants import PAGE_SIZE
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.kernels.decode.history_fp16 import has_int8_keys, history_half
 from sglang_kvq.kernels.decode.history_general import history_general
 from sglang_kvq.kernels.decode.history_k_int8_v_fp16 import history_half_int8
 from sglang_kvq.kernels.decode.history_planes_fp16 import history_half_planes
 from sglang_kvq.kernels.decode.history_planes_int8 import history_planes
-from sglang_kvq.kernels.decode.split_work import OVERLAY_TILE, WorkCosts, load_item
+from sglang_kvq.kernels.decode.split_work import BF16_PAGE_TILE, WorkCosts, load_item
 from sglang_kvq.kernels.device.arguments import Stored, View, view
 from sglang_kvq.kernels.device.codes import PlaneRecord, Record, scale_step
 from sglang_kvq.kernels.device.common import INTERPRETED, NO_OVERLAP, PAGE, Overlap, dot, page_of, to_bf16
@@ -78,7 +78,7 @@ class DecodeLaunch:
         half_pages: pages per iteration of ``history_fp16.history_half``, 1 or 2, or of ``history_planes_fp16``, 2; 0
             for INT8 products.
         shared_weights: True if weights become operands of ``history_planes_fp16`` through shared memory.
-        overlay_cost: ``WorkCosts.overlay``.
+        bf16_page_cost: ``WorkCosts.bf16_page``.
     """
 
     stages: int
@@ -86,12 +86,12 @@ class DecodeLaunch:
     programs_per_sm: int
     half_pages: int = 0
     shared_weights: bool = False
-    overlay_cost: int = 5
+    bf16_page_cost: int = 5
 
     @property
     def costs(self) -> WorkCosts:
         """Costs for plans of this launch's items."""
-        return WorkCosts(self.overlay_cost, turn=1 if self.half_pages == 1 else 2)
+        return WorkCosts(self.bf16_page_cost, turn=1 if self.half_pages == 1 else 2)
 
     def items(self, batch: int, programs: int, sms: int) -> int:
         """Returns the number of items of a plan for ``batch`` requests, ``programs`` programs each.
@@ -139,10 +139,10 @@ def decode_launch(head_dim: int, gqa_group: int, record: Record | PlaneRecord, k
             return DecodeLaunch(stages=3, registers=168, programs_per_sm=12, half_pages=2)
         if head_dim == 128 and gqa_group > 4:
             if gqa_group > 8:
-                return DecodeLaunch(4, registers=255, programs_per_sm=8, half_pages=1, overlay_cost=3)
+                return DecodeLaunch(4, registers=255, programs_per_sm=8, half_pages=1, bf16_page_cost=3)
             if kv_heads == 1:  # programs have few pages each: fewer of them begin sooner
-                return DecodeLaunch(4, registers=255, programs_per_sm=8, half_pages=1, overlay_cost=4)
-            return DecodeLaunch(4, registers=168, programs_per_sm=12, half_pages=1, overlay_cost=4)
+                return DecodeLaunch(4, registers=255, programs_per_sm=8, half_pages=1, bf16_page_cost=4)
+            return DecodeLaunch(4, registers=168, programs_per_sm=12, half_pages=1, bf16_page_cost=4)
     if isinstance(record, PlaneRecord):
         # With up to four heads a product is half empty, yet at 64 dims it takes fewer instructions.
         if suits_half(record, head_dim) and (gqa_group > 4 or head_dim == 64):
@@ -264,7 +264,7 @@ def decode(
         items: from ``split_work.split_work``.
         record, stored: of one layer.
         launch: from ``decode_launch``.
-        overlap: with an early start, the previous launch may write queries and overlays of new tokens. It must not
+        overlap: with an early start, the previous launch may write queries and BF16 pages of new tokens. It must not
             write items, which are read before it has ended. The next launch starts when programs of this one end.
         drafts: None for one query token of each request.
         plain: unpacks codes without inline assembly, as the interpreter requires.
@@ -311,7 +311,8 @@ def _decode(
     EARLY: tl.constexpr, LETS_NEXT: tl.constexpr, CHUNKS: tl.constexpr, DRAFTS: tl.constexpr, OF_CHUNK: tl.constexpr,
     SHARED_WEIGHTS: tl.constexpr,
 ):  # fmt: skip
-    """Program ((kv_head * parts of V + part) * chunks + chunk, item): read the item; its records; its overlays; store.
+    """Program ((kv_head * parts of V + part) * chunks + chunk, item): read the item; its records; its BF16 copies;
+    store.
 
     A chunk has ``OF_CHUNK`` drafts, which count as heads (see ``decode``).
     """
@@ -352,10 +353,10 @@ def _decode(
                 state = history_general(mine, item, table, records, v_first, scale_log2, RECORD, SHAPE, PLAIN)
         dims, inside = row_dims(v_first, RECORD, SHAPE)
         if item.first_tile < item.last_tile:
-            overlays = stored.overlays
+            bf16_pages = stored.bf16_pages
             hidden = _hidden(seen, seen_row, item.request, chunk, SHAPE, DRAFTS, OF_CHUNK)
-            other = _overlay(
-                mine, item, table, overlays, stored.page_slot, head, dims, inside, hidden, scale_log2, SHAPE, DRAFTS
+            other = _bf16_page(
+                mine, item, table, bf16_pages, stored.page_slot, head, dims, inside, hidden, scale_log2, SHAPE, DRAFTS
             )
             state = _merged(state, other)
         if LETS_NEXT:
@@ -482,7 +483,7 @@ def _history(
 
 @triton.jit
 def _hidden(seen, row, request, chunk, SHAPE: tl.constexpr, DRAFTS: tl.constexpr, OF_CHUNK: tl.constexpr):
-    """Returns the drafts that each column does not see, a bit each; columns are those of ``_overlay``."""
+    """Returns the drafts that each column does not see, a bit each; columns are those of ``_bf16_page``."""
     COLUMNS: tl.constexpr = 8 if SHAPE.HEADS < 8 else SHAPE.HEADS
     h = tl.arange(0, COLUMNS)
     if DRAFTS == 1:
@@ -494,12 +495,12 @@ def _hidden(seen, row, request, chunk, SHAPE: tl.constexpr, DRAFTS: tl.constexpr
 
 
 @triton.jit
-def _overlay(
-    q, item, table, overlays, page_slot, head, dims, in_dims, hidden, scale_log2,
+def _bf16_page(
+    q, item, table, bf16_pages, page_slot, head, dims, in_dims, hidden, scale_log2,
     SHAPE: tl.constexpr, DRAFTS: tl.constexpr,
 ):  # fmt: skip
-    """Attends to overlay tiles of the item's pages outside the history; returns a state like ``_history``."""
-    TILE: tl.constexpr = OVERLAY_TILE
+    """Attends to BF16 tiles of the item's pages outside the history; returns a state like ``_history``."""
+    TILE: tl.constexpr = BF16_PAGE_TILE
     TILES: tl.constexpr = PAGE // TILE
     D: tl.constexpr = SHAPE.D
     VP: tl.constexpr = SHAPE.VP
@@ -520,7 +521,7 @@ def _overlay(
         page = page_of(table, index)
         slot = tl.maximum(tl.load(page_slot + page), 0).to(tl.int64)
         live = index * PAGE + token < item.length
-        base = overlays + (slot * (2 * KV_HEADS) + head) * (PAGE * D) + token[:, None] * D  # [TILE, 1]
+        base = bf16_pages + (slot * (2 * KV_HEADS) + head) * (PAGE * D) + token[:, None] * D  # [TILE, 1]
         k = tl.load(base + dim[None, :], mask=live[:, None] & (dim < D)[None, :], other=0.0)
         v = tl.load(
             base + KV_HEADS * PAGE * D + dims[None, :],

@@ -1,12 +1,12 @@
 """Division of a decode batch among programs, once per step, from the lengths on the device.
 
-A request of H history pages and O overlay tiles costs
+A request of H history pages and O BF16 tiles costs
 
-    work = HISTORY_COST H + overlay O                  ``WorkCosts``
+    work = HISTORY_COST H + bf16_page O                  ``WorkCosts``
 
 and is cut into ceil(work / u) items. u is the least value for which all requests together fit in the given number of
-items. A request's items are consecutive. At most one covers the end of its history and its first overlays. So programs
-end at about the same time, however much lengths differ.
+items. A request's items are consecutive. At most one covers the end of its history and its first BF16 pages. So
+programs end at about the same time, however much lengths differ.
 """
 
 from typing import NamedTuple
@@ -18,9 +18,9 @@ import triton.language as tl
 from sglang_kvq.kernels.device.arguments import field_count, load_fields, store_fields
 from sglang_kvq.kernels.device.common import PAGE
 
-#: Tokens of an overlay tile, whose shared memory stays below that of a tile of records.
-OVERLAY_TILE = tl.constexpr(16)
-#: Cost of a page of records, in the units of ``WorkCosts.overlay``.
+#: Tokens of a BF16 tile, whose shared memory stays below that of a tile of records.
+BF16_PAGE_TILE = tl.constexpr(16)
+#: Cost of a page of records, in the units of ``WorkCosts.bf16_page``.
 HISTORY_COST = tl.constexpr(4)
 #: Minimum work of an item: four pages.
 LEAST_WORK = tl.constexpr(16)
@@ -33,11 +33,11 @@ class WorkCosts(NamedTuple):
     """Measured costs of a launch's work.
 
     Attributes:
-        overlay: cost of an overlay tile, if a page of records costs ``HISTORY_COST``; bytes alone would give 7.
+        bf16_page: cost of a BF16 tile, if a page of records costs ``HISTORY_COST``; bytes alone would give 7.
         turn: pages of records read per iteration; items have whole multiples of it.
     """
 
-    overlay: int = 5
+    bf16_page: int = 5
     turn: int = 2
 
 
@@ -47,7 +47,7 @@ class Item(NamedTuple):
     Attributes:
         request: index in the batch, -1 for an unused item.
         first_page, last_page: history pages of that request, the end exclusive.
-        first_tile, last_tile: overlay tiles, the end exclusive, counted as if the history did not exist.
+        first_tile, last_tile: BF16 tiles, the end exclusive, counted as if the history did not exist.
         history, history_end: begin and end of its history, in pages.
         row, length: the request's row and its number of tokens.
         page_a, page_b: ids of the item's first two history pages, the same twice if it has only one.
@@ -93,7 +93,7 @@ def split_work(
         row_pages.stride(0), count, batch,
         BATCH=triton.next_power_of_2(batch),
         ITEMS=_ITEMS,
-        OVERLAY=costs.overlay,
+        BF16_PAGE=costs.bf16_page,
         TURN=costs.turn,
         num_warps=4,
     )  # fmt: skip
@@ -102,12 +102,12 @@ def split_work(
 @triton.jit
 def _plan(
     items, spans, rows, seq_lens, row_pages, row_sink_end, row_history_end,
-    table_row, count, batch, BATCH: tl.constexpr, ITEMS: tl.constexpr, OVERLAY: tl.constexpr, TURN: tl.constexpr,
+    table_row, count, batch, BATCH: tl.constexpr, ITEMS: tl.constexpr, BF16_PAGE: tl.constexpr, TURN: tl.constexpr,
 ):  # fmt: skip
     """Divides the whole batch in every program, which is faster than a launch, and writes the program's items."""
     r = tl.arange(0, BATCH)
     _, _, begin, end, tiles = _segments(r, rows, seq_lens, row_sink_end, row_history_end, batch)
-    work = (end - begin) * HISTORY_COST + tiles * OVERLAY
+    work = (end - begin) * HISTORY_COST + tiles * BF16_PAGE
 
     low, high = LEAST_WORK + 0, tl.maximum(tl.max(work), LEAST_WORK)
     while low < high:
@@ -136,8 +136,8 @@ def _plan(
         request=tl.where(used, request, -1),
         first_page=first_page,
         last_page=last_page,
-        first_tile=_tiles(first, end - begin, tiles, OVERLAY),
-        last_tile=_tiles(last, end - begin, tiles, OVERLAY),
+        first_tile=_tiles(first, end - begin, tiles, BF16_PAGE),
+        last_tile=_tiles(last, end - begin, tiles, BF16_PAGE),
         history=begin,
         history_end=end,
         row=row.to(tl.int32),
@@ -156,7 +156,7 @@ def load_item(items, index):
 
 @triton.jit
 def _segments(request, rows, seq_lens, row_sink_end, row_history_end, batch):
-    """Returns row, length, history pages begin .. end and the number of other overlay tiles; 0 beyond the batch."""
+    """Returns row, length, history pages begin .. end and the number of other BF16 tiles; 0 beyond the batch."""
     live = request < batch
     row = tl.load(rows + request, mask=live, other=0).to(tl.int64)
     length = tl.load(seq_lens + request, mask=live, other=0).to(tl.int32)
@@ -164,8 +164,8 @@ def _segments(request, rows, seq_lens, row_sink_end, row_history_end, batch):
     begin = tl.minimum(tl.cdiv(tl.load(row_sink_end + row, mask=live, other=0), PAGE), pages)
     end = tl.cdiv(tl.load(row_history_end + row, mask=live, other=0), PAGE)
     end = tl.minimum(tl.maximum(end, begin), pages)
-    tiles = (pages - (end - begin)) * (PAGE // OVERLAY_TILE)
-    empty = pages * (PAGE // OVERLAY_TILE) - tl.cdiv(length, OVERLAY_TILE)  # in the page being filled
+    tiles = (pages - (end - begin)) * (PAGE // BF16_PAGE_TILE)
+    empty = pages * (PAGE // BF16_PAGE_TILE) - tl.cdiv(length, BF16_PAGE_TILE)  # in the page being filled
     return row, length, begin, end, tiles - tl.where((end < pages) | (begin == end), empty, 0)
 
 
@@ -176,6 +176,6 @@ def _pages(work, history, TURN: tl.constexpr):
 
 
 @triton.jit
-def _tiles(work, history, tiles, OVERLAY: tl.constexpr):
-    """Returns how many overlay tiles come before that much work."""
-    return tl.minimum(tl.maximum(work - history * HISTORY_COST, 0) // OVERLAY, tiles)
+def _tiles(work, history, tiles, BF16_PAGE: tl.constexpr):
+    """Returns how many BF16 tiles come before that much work."""
+    return tl.minimum(tl.maximum(work - history * HISTORY_COST, 0) // BF16_PAGE, tiles)

@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from sglang_kvq.config import PAGE_SIZE
+from sglang_kvq.constants import PAGE_SIZE
 from sglang_kvq.formats.code import CodeFormat
 from sglang_kvq.formats.page import PageFormat
 from sglang_kvq.formats.planes import PLANES, Cell, PlaneCode, PlaneFormat, Widths

@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from sglang_kvq.config import PAGE_SIZE
+from sglang_kvq.constants import PAGE_SIZE
 
 #: True if kernels run in Triton's interpreter: decided when this module is imported.
 INTERPRETED = bool(triton.knobs.runtime.interpret)

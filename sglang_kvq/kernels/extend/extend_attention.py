@@ -2,7 +2,7 @@
 
 A program takes one KV head of one item (``plan_extend``). An item is a tile of query rows and a range of its request's
 units, 64 keys each: first the pages of the prefix, then the new tokens. The rows are tokens times the heads that share
-the KV head. Pages in the history are read as records (``extend.history``), others as BF16 overlays. ``merge`` combines
+the KV head. Pages in the history are read as records (``extend.history``), others as BF16 pages. ``merge`` combines
 the partial results of a tile's items by log-sum-exp. So one request keeps the GPU busy however few tokens it adds, and
 no part of the prefix is written anywhere.
 """
@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from sglang_kvq.config import PAGE_SIZE
+from sglang_kvq.constants import PAGE_SIZE
 from sglang_kvq.kernels.decode.decode_attention import is_two_bit
 from sglang_kvq.kernels.device.arguments import Stored, View, field_count, load_fields, view
 from sglang_kvq.kernels.device.codes import PlaneRecord, Record
@@ -26,8 +26,8 @@ from sglang_kvq.kernels.device.softmax import LOG2E, attend, load_sink, no_keys,
 from sglang_kvq.kernels.extend.history import Tile, history_any, history_two_bits, settled
 from sglang_kvq.kernels.extend.history_planes import history_planes
 
-#: Fixed cost of an item in units: its queries, its result, the first loads. ``extend_costs`` had 13 when overlays were
-#: read without copies ahead, as a part of it.
+#: Fixed cost of an item in units: its queries, its result, the first loads. ``extend_costs`` had 13 when BF16 pages
+#: were read without copies ahead, as a part of it.
 ITEM_COST = 7
 
 
@@ -236,7 +236,7 @@ def extend(
 
 
 class Pages(NamedTuple):
-    """The pages of an item: its records, and the overlays before and after them.
+    """The pages of an item: its records, and the BF16 pages before and after them.
 
     Attributes:
         table: the request's row of ``row_pages``.
@@ -302,9 +302,11 @@ def _extend(
         tl.maximum(item.last - prefix_units, 0),
         item.new,
     )
-    overlays = stored.overlays + head * (PAGE * SHAPE.D)
+    bf16_pages = stored.bf16_pages + head * (PAGE * SHAPE.D)
     dims = row_dims(v_first, RECORD, SHAPE)
-    state = _whole_keys(state, tile, token, pages, new, overlays, stored.page_slot, dims, scale_log2, SHAPE, KEYS, ROWS)
+    state = _whole_keys(
+        state, tile, token, pages, new, bf16_pages, stored.page_slot, dims, scale_log2, SHAPE, KEYS, ROWS
+    )
     if SINKS:  # once for each row: the merge does it for a row in parts
         state = with_sink(state, tl.where(item.parts == 1, load_sink(sinks, q_head), float("-inf")))
     _store_result(out, partial, lse, state, item, token, q_head, dims, SHAPE)
@@ -312,7 +314,7 @@ def _extend(
 
 @triton.jit
 def _pages_of(item, rows, stored):
-    """Returns the item's pages: overlays first .. history, records .. history_end, overlays .. end."""
+    """Returns the item's pages: BF16 pages first .. history, records .. history_end, BF16 pages .. end."""
     row = tl.load(rows + item.request).to(tl.int64)
     pages = tl.cdiv(item.prefix, PAGE)
     history = tl.minimum(tl.cdiv(tl.load(stored.row_sink_end + row), PAGE), pages)
@@ -344,10 +346,10 @@ def _store_result(out, partial, lse, state, item, token, q_head, dims, SHAPE: tl
 
 @triton.jit
 def _whole_keys(
-    state, tile, token, pages, new, overlays, page_slot, dims, scale_log2,
+    state, tile, token, pages, new, bf16_pages, page_slot, dims, scale_log2,
     SHAPE: tl.constexpr, KEYS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Adds BF16 keys and values: overlays of the pages outside the history, then the units of new tokens.
+    """Adds BF16 keys and values: BF16 pages of the pages outside the history, then the units of new tokens.
 
     One loop covers both, so that the compiler's copies ahead continue across the boundary. Each iteration: load KEYS
     keys and values; attend; look up a slot and a page of later iterations.
@@ -364,7 +366,7 @@ def _whole_keys(
     next_slot = tl.load(page_slot + _page_id(pages, 1 // TILES, stored_pages))
     page = _page_id(pages, 2 // TILES, stored_pages)
     for step in tl.range(0, stored + (new.last - new.first) * TILES):
-        keys, values, seen = _load_keys(step, stored_pages, slot, token, pages, new, overlays, dims, SHAPE, KEYS)
+        keys, values, seen = _load_keys(step, stored_pages, slot, token, pages, new, bf16_pages, dims, SHAPE, KEYS)
         state = attend(state, queries, keys, values, seen, scale_log2, ROWS, KEYS)
         state = settled(state)
         slot = tl.maximum(next_slot, 0)
@@ -374,7 +376,7 @@ def _whole_keys(
 
 
 @triton.jit
-def _load_keys(step, stored_pages, slot, token, pages, new, overlays, dims, SHAPE: tl.constexpr, KEYS: tl.constexpr):
+def _load_keys(step, stored_pages, slot, token, pages, new, bf16_pages, dims, SHAPE: tl.constexpr, KEYS: tl.constexpr):
     """Loads an iteration's keys [KEYS, DP] and values [KEYS, VP]; also returns which rows see them, [ROWS, KEYS]."""
     TILES: tl.constexpr = PAGE // KEYS
     D: tl.constexpr = SHAPE.D
@@ -384,11 +386,11 @@ def _load_keys(step, stored_pages, slot, token, pages, new, overlays, dims, SHAP
     index = pages.first + step // TILES
     index += tl.where(index < pages.history, 0, pages.history_end - pages.history)
     in_page = (step - step // TILES * TILES) * KEYS
-    overlay = overlays + slot.to(tl.int64) * (2 * HEADS_BYTES) + in_page * D
+    bf16_page = bf16_pages + slot.to(tl.int64) * (2 * HEADS_BYTES) + in_page * D
     key = tl.where(is_stored, index, new.first + step // TILES - stored_pages) * PAGE + in_page
     key_new = tl.where(is_stored, 0, key).to(tl.int64)
-    k_base = tl.where(is_stored, overlay, new.k.data + key_new * new.k.token)
-    v_base = tl.where(is_stored, overlay + HEADS_BYTES, new.v.data + key_new * new.v.token)
+    k_base = tl.where(is_stored, bf16_page, new.k.data + key_new * new.k.token)
+    v_base = tl.where(is_stored, bf16_page + HEADS_BYTES, new.v.data + key_new * new.v.token)
     k_stride, v_stride = tl.where(is_stored, D, new.k.token), tl.where(is_stored, D, new.v.token)
     # Missing keys read the last one again: nobody sees them, but they must be numbers.
     row = tl.minimum(n, tl.where(is_stored, pages.tokens, new.count) - key - 1)

@@ -1,6 +1,6 @@
 """Dequantization of stored pages to contiguous BF16 keys and values, for prefill over a stored prefix.
 
-k[first + t, h] = level * scale + offset (+ mean), or level * gain (a page of the history)   or its overlay's row t
+k[first + t, h] = level * scale + offset (+ mean), or level * gain (a page of the history)   or its BF16 copy's row t
 """
 
 from typing import NamedTuple
@@ -48,7 +48,7 @@ def gather_pages(
     """Fills k, v BF16 ``[tokens, kv_heads, D]`` (contiguous) with pages of a batch.
 
     plan: int32 ``[n, 4]``, a ``PageRead`` each; rows: int64 ``[batch]``; record, stored: of one layer. A page without
-    an overlay outside the history reads slot 0. v: None for keys alone.
+    a BF16 copy outside the history reads slot 0. v: None for keys alone.
     """
     kv_heads, d = k.shape[1:]
     fast = is_two_bit(record, d)
@@ -67,7 +67,7 @@ def _gather(
     k, v, rows, plan, stored,
     RECORD: tl.constexpr, SHAPE: tl.constexpr, FAST: tl.constexpr, VALUES: tl.constexpr,
 ):  # fmt: skip
-    """Program (h, n): page n of the plan, KV head h, from its record or its overlay."""
+    """Program (h, n): page n of the plan, KV head h, from its record or its BF16 copy."""
     D: tl.constexpr = SHAPE.D
     head, kv_heads = tl.program_id(0), tl.num_programs(0)
     read = PageRead(*load_fields(plan + tl.program_id(1).to(tl.int64) * FIELDS, FIELDS))
@@ -83,10 +83,10 @@ def _gather(
         read_record(k, v, read.count, kv_heads, record, RECORD, SHAPE, FAST, VALUES)
     else:
         slot = tl.maximum(tl.load(stored.page_slot + page), 0).to(tl.int64)
-        overlay = stored.overlays + (slot * 2 * kv_heads + head) * (PAGE * D)
-        _copy(k, read.count, token_stride, overlay, SHAPE)
+        bf16_page = stored.bf16_pages + (slot * 2 * kv_heads + head) * (PAGE * D)
+        _copy(k, read.count, token_stride, bf16_page, SHAPE)
         if VALUES:
-            _copy(v, read.count, token_stride, overlay + kv_heads * (PAGE * D), SHAPE)
+            _copy(v, read.count, token_stride, bf16_page + kv_heads * (PAGE * D), SHAPE)
 
 
 @triton.jit

@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from sglang_kvq.config import PAGE_SIZE
+from sglang_kvq.constants import PAGE_SIZE
 from sglang_kvq.kernels.device.arguments import view
 from sglang_kvq.kernels.device.bf16_pairs import high_half, low_half, magnitudes, pair_max
 from sglang_kvq.kernels.device.codes import PlaneRecord, Record
@@ -64,16 +64,17 @@ def quantize_slots(
     record: Record | PlaneRecord,
     layers: torch.Tensor,
     ranks: torch.Tensor,
-    overlays: torch.Tensor,
+    bf16_pages: torch.Tensor,
     slots: torch.Tensor,
     pages: torch.Tensor,
     count: torch.Tensor,
     programs: int,
 ) -> None:
-    """Quantizes overlays of the layers of one store; ``count`` int64 ``[1]`` is only read on the device.
+    """Quantizes BF16 pages of the layers of one store; ``count`` int64 ``[1]`` is only read on the device.
 
     records: uint8 ``[n, pages + 1, kv_heads, record.bytes]`` of layers ``layers`` int64 ``[n]``; ranks: int32
-    ``[all layers, 2]``; overlays: BF16 ``[all layers, slots + 1, 2, kv_heads, PAGE_SIZE, D]``. For i < count, overlay
+    ``[all layers, 2]``; BF16 pages: BF16 ``[all layers, slots + 1, 2, kv_heads, PAGE_SIZE, D]``. For i < count, BF16
+    copy
     ``slots[i]`` becomes page ``pages[i]``'s record.
     """
     if slots.numel() == 0:
@@ -81,9 +82,9 @@ def quantize_slots(
     n, kv_heads = records.shape[0], records.shape[2]
     grid = (min(programs, slots.numel() * n * kv_heads * PARTS.value),)
     _quantize_slots[grid](
-        records, layers, ranks, overlays, slots, pages, count,
-        records.stride(0), overlays.stride(0), n,
-        **_constants(record, kv_heads, overlays.shape[-1], overlays.device),
+        records, layers, ranks, bf16_pages, slots, pages, count,
+        records.stride(0), bf16_pages.stride(0), n,
+        **_constants(record, kv_heads, bf16_pages.shape[-1], bf16_pages.device),
     )  # fmt: skip
 
 
@@ -115,7 +116,7 @@ def _quantize_tokens(
 
 @triton.jit
 def _quantize_slots(
-    records, layer_ids, ranks, overlays, slots, pages, count, record_layer, overlay_layer, layers,
+    records, layer_ids, ranks, bf16_pages, slots, pages, count, record_layer, bf16_page_layer, layers,
     RECORD: tl.constexpr, SHAPE: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """Shares the items of count * layers pages among the programs."""
@@ -129,7 +130,7 @@ def _quantize_slots(
         layer = tl.load(layer_ids + nth)
         slot = tl.load(slots + index).to(tl.int64)
         page = tl.load(pages + index).to(tl.int64)
-        k = overlays + layer * overlay_layer + (slot * 2 * KV_HEADS + head) * (PAGE * D)
+        k = bf16_pages + layer * bf16_page_layer + (slot * 2 * KV_HEADS + head) * (PAGE * D)
         record = records + nth.to(tl.int64) * record_layer + (page * KV_HEADS + head) * RECORD.bytes
         _quantize_part(k, D, k + KV_HEADS * PAGE * D, D, record, ranks + 2 * layer, part, RECORD, SHAPE, PACKED)
 

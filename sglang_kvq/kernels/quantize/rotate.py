@@ -1,4 +1,4 @@
-"""Rotation of queries, keys and values, optionally stored directly in the overlays.
+"""Rotation of queries, keys and values, optionally stored directly in the BF16 pages.
 
     out[t, h] = bf16(x[t, h] R[h] - m[h]),    x BF16 [T, heads, D], R float32 [kv_heads or 1, D, D]
 
@@ -40,7 +40,7 @@ def rotate(
         x: q ``[T, q_heads, D]``, k and v ``[T, kv_heads, D]``, BF16; only the last axis must be contiguous.
         rotations: for each, ``split_rotation``'s result for this layer, ``[2, kv_heads or 1, D, D]``, or None for the
             identity.
-        store: (this layer's overlays ``[slots + 1, 2, kv_heads, PAGE_SIZE, D]``, page_slot, loc ``[T]``): keys and
+        store: (this layer's BF16 pages ``[slots + 1, 2, kv_heads, PAGE_SIZE, D]``, page_slot, loc ``[T]``): keys and
             values then go only there.
         overlap: an early start loads rotations and looks up destinations before the previous launch has ended. The next
             launch starts with this one.
@@ -57,7 +57,7 @@ def rotate(
         raise ValueError("a mean is taken off keys that are rotated")
     out = [y if r is None else torch.empty(y.shape, dtype=y.dtype, device=y.device) for y, r in zip(x, rotations)]
     # Heads are numbered q, k, v, and the launch covers those with work. If a model rotates keys but not values, values
-    # are skipped, or only copied to the overlays.
+    # are skipped, or only copied to the BF16 pages.
     busy = [r_q is not None, r_k is not None or store is not None, r_v is not None or store is not None]
     bounds = [0, q_heads, q_heads + kv_heads, q_heads + 2 * kv_heads]
     if tokens == 0 or not any(busy):
@@ -87,7 +87,7 @@ def rotate(
 class Store(NamedTuple):
     """Destination of keys and values: ``rotate``'s ``store``."""
 
-    overlays: torch.Tensor
+    bf16_pages: torch.Tensor
     page_slot: torch.Tensor
     loc: torch.Tensor
 
@@ -99,7 +99,7 @@ class Head(NamedTuple):
         x, out: pointers to its first token's row; x_token, out_token: strides.
         rotation: the high part of its matrix.
         mean: subtracted from its rotated rows, if given.
-        overlay: its part of slot 0.
+        bf16_page: its part of slot 0.
     """
 
     x: tl.tensor
@@ -108,7 +108,7 @@ class Head(NamedTuple):
     out_token: tl.tensor
     rotation: tl.tensor
     mean: tl.tensor
-    overlay: tl.tensor
+    bf16_page: tl.tensor
 
 
 @triton.jit
@@ -128,30 +128,30 @@ def _rotate(
     if head < SHAPE.Q_HEADS:
         _rotate_head(
             _head(
-                q, head, out[0], SHAPE.Q_HEADS, rotations[0], head // SHAPE.GQA_GROUP, mean, store.overlays, D,
+                q, head, out[0], SHAPE.Q_HEADS, rotations[0], head // SHAPE.GQA_GROUP, mean, store.bf16_pages, D,
                 ROTATIONS[0], 0,
             ),
             store, tokens, column, SHAPE, ROTATIONS[0], 0, False, EARLY, TOKENS, BLOCK,
         )  # fmt: skip
     elif head < SHAPE.Q_HEADS + KV_HEADS:
         head -= SHAPE.Q_HEADS
-        overlay = store.overlays + head * PAGE * D
+        bf16_page = store.bf16_pages + head * PAGE * D
         _rotate_head(
-            _head(k, head, out[1], KV_HEADS, rotations[1], head, mean, overlay, D, ROTATIONS[1], MEANS),
+            _head(k, head, out[1], KV_HEADS, rotations[1], head, mean, bf16_page, D, ROTATIONS[1], MEANS),
             store, tokens, column, SHAPE, ROTATIONS[1], MEANS, STORE, EARLY, TOKENS, BLOCK,
         )  # fmt: skip
     else:
         head -= SHAPE.Q_HEADS + KV_HEADS
-        overlay = store.overlays + (KV_HEADS + head) * PAGE * D
+        bf16_page = store.bf16_pages + (KV_HEADS + head) * PAGE * D
         _rotate_head(
-            _head(v, head, out[2], KV_HEADS, rotations[2], head, mean, overlay, D, ROTATIONS[2], 0),
+            _head(v, head, out[2], KV_HEADS, rotations[2], head, mean, bf16_page, D, ROTATIONS[2], 0),
             store, tokens, column, SHAPE, ROTATIONS[2], 0, STORE, EARLY, TOKENS, BLOCK,
         )  # fmt: skip
 
 
 @triton.jit
 def _head(
-    x, head, out, HEADS: tl.constexpr, rotation, kv_head, mean, overlay, D: tl.constexpr, ROTATIONS: tl.constexpr,
+    x, head, out, HEADS: tl.constexpr, rotation, kv_head, mean, bf16_page, D: tl.constexpr, ROTATIONS: tl.constexpr,
     MEANS: tl.constexpr,
 ):  # fmt: skip
     """Returns the ``Head`` of x and out, with as many matrices and means as there are."""
@@ -159,7 +159,7 @@ def _head(
         rotation += kv_head * D * D
     if MEANS > 1:
         mean += kv_head * D
-    return Head(x.data + head * x.head, x.token, out + head * D, HEADS * D, rotation, mean, overlay)
+    return Head(x.data + head * x.head, x.token, out + head * D, HEADS * D, rotation, mean, bf16_page)
 
 
 @triton.jit
@@ -189,7 +189,7 @@ def _rotate_head(
                 location = tl.load(store.loc + token, mask=live, other=0)
                 slot = tl.load(store.page_slot + location // PAGE, mask=live, other=0)
                 slot = tl.maximum(slot, 0).to(tl.int64)
-                target = mine.overlay + slot * (2 * SHAPE.KV_HEADS * PAGE * D) + location % PAGE * D
+                target = mine.bf16_page + slot * (2 * SHAPE.KV_HEADS * PAGE * D) + location % PAGE * D
             else:
                 target = mine.out + token * mine.out_token
             if EARLY:

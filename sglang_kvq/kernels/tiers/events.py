@@ -6,9 +6,9 @@ import torch
 import triton
 import triton.language as tl
 
-from sglang_kvq.cache.pending import FREE, MOVE
+from sglang_kvq.constants import EVENT_FREE, EVENT_MOVE
 from sglang_kvq.kernels.device.arguments import field_count, load_fields
-from sglang_kvq.kernels.tiers.first_entries import entry_of
+from sglang_kvq.kernels.tiers.sink_entries import entry_of
 from sglang_kvq.kernels.tiers.tables import TierTables
 
 #: Pages or rows processed at a time.
@@ -31,12 +31,14 @@ def apply_events(tables: TierTables, spans: torch.Tensor, ids: torch.Tensor, eve
 
     spans, ids: from ``PendingOps.pack``; events: number of spans.
     """
-    kinds = {"FREE": FREE, "MOVE": MOVE, "FIRSTS": tables.keeps_firsts}
+    kinds = {"FREE": EVENT_FREE, "MOVE": EVENT_MOVE, "SINK_CACHE": tables.keeps_sink_tokens}
     _apply[(1,)](spans, ids, events, tables.arguments, **kinds, BLOCK=_BLOCK, num_warps=8)
 
 
 @triton.jit(do_not_specialize=["spans", "ids", "events"], do_not_specialize_on_alignment=["spans", "ids"])
-def _apply(spans, ids, events, t, FREE: tl.constexpr, MOVE: tl.constexpr, FIRSTS: tl.constexpr, BLOCK: tl.constexpr):
+def _apply(
+    spans, ids, events, t, FREE: tl.constexpr, MOVE: tl.constexpr, SINK_CACHE: tl.constexpr, BLOCK: tl.constexpr
+):
     """One program; t: ``Tables``. Pages repeat only within an event: some lanes then repeat finished work."""
     for event in range(events):
         span = Span(*load_fields(spans + event * FIELDS, FIELDS))
@@ -45,7 +47,7 @@ def _apply(spans, ids, events, t, FREE: tl.constexpr, MOVE: tl.constexpr, FIRSTS
             i = first + tl.arange(0, BLOCK)
             inside = i < count
             if span.kind == FREE:
-                _free(t, tl.load(ids + span.first + i, mask=inside, other=0), FIRSTS, BLOCK)
+                _free(t, tl.load(ids + span.first + i, mask=inside, other=0), SINK_CACHE, BLOCK)
             elif span.kind == MOVE:
                 page = tl.load(ids + span.first + i, mask=inside, other=0)
                 kept = tl.load(ids + span.first + count + i, mask=inside, other=0)
@@ -57,22 +59,22 @@ def _apply(spans, ids, events, t, FREE: tl.constexpr, MOVE: tl.constexpr, FIRSTS
 
 
 @triton.jit
-def _free(t, page, FIRSTS: tl.constexpr, BLOCK: tl.constexpr):
-    """Frees the overlays, records and first-token entries of pages, 0 for none."""
+def _free(t, page, SINK_CACHE: tl.constexpr, BLOCK: tl.constexpr):
+    """Frees the BF16 pages, records and first-token entries of pages, 0 for none."""
     slot = tl.load(t.page_slot + page, mask=page > 0, other=0)
     tl.store(t.slot_page + slot, tl.full([BLOCK], 0, tl.int64), mask=slot > 0)
     tl.store(t.page_slot + page, tl.full([BLOCK], -1, tl.int32), mask=page > 0)
     tl.store(t.page_valid + page, tl.full([BLOCK], 0, tl.uint8), mask=page > 0)
-    if FIRSTS:
+    if SINK_CACHE:
         entry = entry_of(t, page, page > 0)
         tl.store(t.first_page + entry, tl.full([BLOCK], 0, tl.int32), mask=entry > 0)
-        tl.store(t.first_entry + page, tl.full([BLOCK], 0, tl.int32), mask=page > 0)
+        tl.store(t.sink_entry + page, tl.full([BLOCK], 0, tl.int32), mask=page > 0)
         tl.store(t.page_first + page, tl.full([BLOCK], 0, tl.uint8), mask=page > 0)
 
 
 @triton.jit
 def _move(t, page, kept, BLOCK: tl.constexpr):
-    """Moves overlays of pages to the pages that are kept instead, if those have none."""
+    """Moves BF16 pages of pages to the pages that are kept instead, if those have none."""
     slot = tl.load(t.page_slot + page, mask=(page != kept) & (kept > 0), other=0)
     moves = slot > 0
     moves &= tl.load(t.page_slot + kept, mask=moves, other=0) < 0

@@ -58,7 +58,7 @@ def _ranges(rows, lens, seq_lens, step, t, WINDOW: tl.constexpr, PAGES: tl.const
 
 @triton.jit
 def _range_of(t, row, length, more, WINDOW: tl.constexpr):
-    """Returns begin and end of the history, in pages: extended to window pages that have lost their overlay."""
+    """Returns begin and end of the history, in pages: extended to window pages that have lost their BF16 copy."""
     index, exists, page = window(t, row, length, WINDOW, more)
     lost = tl.load(t.page_slot + page, mask=exists, other=0) < 0
     sink_end = tl.minimum(tl.min(tl.min(tl.where(lost, index, WINDOW.SINK), 1), 0), WINDOW.SINK)
@@ -70,7 +70,7 @@ def _range_of(t, row, length, more, WINDOW: tl.constexpr):
 
 @triton.jit
 def _list_missing(t, page, missing, step, PAGES: tl.constexpr):
-    """Lists pages whose records have to be made from their overlays."""
+    """Lists pages whose records have to be made from their BF16 copies."""
     slot = tl.load(t.page_slot + page, mask=missing, other=0)
     failed = tl.sum((slot < 0).to(tl.int64), 0)
     if failed > 0:

@@ -16,7 +16,7 @@ from sglang_kvq.kernels.device.common import PAGE
 
 @dataclass(frozen=True)
 class TierTables:
-    """State of the tiers, and scratch memory of the plans. R rows, S overlay slots with slot 0, N pages with page 0.
+    """State of the tiers, and scratch memory of the plans. R rows, S BF16 slots with slot 0, N pages with page 0.
 
     Attributes:
         req_to_token: int32 ``[R, context]``; row_pages: int32 ``[R, pages]``; their last axes contiguous.
@@ -26,20 +26,20 @@ class TierTables:
         errors, written: int64, counters.
         pinned, marked: int64 ``[S]``, the last step that pinned a slot, or found its page's record missing.
         keys: int64 ``[S]``, keys by which slots are chosen.
-        wanted: int64 ``[R * window]``, pages that need an overlay.
+        wanted: int64 ``[R * window]``, pages that need a BF16 copy.
         page_first: uint8 ``[N]``, if first tokens are kept: pages that begin a sequence.
-        first_page: int32 ``[n + 1]``, first_entry: int32 ``[N]``, first_stamp: int64 ``[n + 1]``: ``FirstTokens``, if
+        first_page: int32 ``[n + 1]``, sink_entry: int32 ``[N]``, first_stamp: int64 ``[n + 1]``: ``SinkTokenCache``, if
             they are kept.
         first_keys: int64 ``[n + 1]``, keys by which entries are chosen.
         claims: int64 ``[n + 1]``, the row of a batch, and the step, that restores an entry's page.
         lost_slots, lost_pages: int64 ``[S]`` with lost_count int64 ``[1]``: pages that begin a sequence and have just
-            lost their overlay, whose values are still there.
+            lost their BF16 copy, whose values are still there.
         lost_entries: int32 ``[S]``, destinations of their first tokens.
         entryless: int32 ``[S]``, which of them had no entry.
-        slots, pages: int64 ``[2 S]`` with count int64 ``[1]``: overlays and pages to be quantized.
+        slots, pages: int64 ``[2 S]`` with count int64 ``[1]``: BF16 pages and pages to be quantized.
         sink_pages, recent_pages: the window; prefill_pages: pages before it, see ``TierManager``.
-        sink_bonus: added to the stamp of a sink's overlay.
-        keeps_firsts: True if first tokens are kept.
+        sink_bonus: added to the stamp of a sink's BF16 copy.
+        keeps_sink_tokens: True if first tokens are kept.
     """
 
     req_to_token: torch.Tensor
@@ -59,7 +59,7 @@ class TierTables:
     wanted: torch.Tensor
     page_first: torch.Tensor
     first_page: torch.Tensor
-    first_entry: torch.Tensor
+    sink_entry: torch.Tensor
     first_stamp: torch.Tensor
     first_keys: torch.Tensor
     claims: torch.Tensor
@@ -75,7 +75,7 @@ class TierTables:
     recent_pages: int
     prefill_pages: int
     sink_bonus: int
-    keeps_firsts: bool
+    keeps_sink_tokens: bool
 
     @cached_property
     def arguments(self) -> "Tables":
@@ -102,7 +102,7 @@ class TierTables:
 
     def _window(self, more: int) -> "Window":
         width = triton.next_power_of_2(self.sink_pages + self.recent_pages + more + 1)
-        return Window(self.sink_pages, self.recent_pages, more, width, self.sink_bonus, self.keeps_firsts)
+        return Window(self.sink_pages, self.recent_pages, more, width, self.sink_bonus, self.keeps_sink_tokens)
 
 
 class Tables(NamedTuple):
@@ -135,7 +135,7 @@ class Tables(NamedTuple):
     page_first: torch.Tensor
     first_page: torch.Tensor
     first_count: int
-    first_entry: torch.Tensor
+    sink_entry: torch.Tensor
     first_stamp: torch.Tensor
     first_keys: torch.Tensor
     claims: torch.Tensor
@@ -156,8 +156,8 @@ class Window:
     Attributes:
         SINK, RECENT: its pages; MORE: maximum further recent pages; WIDTH: the sum of these and the page being filled,
             padded.
-        BONUS: added to the stamp of a sink's overlay.
-        FIRSTS: True if first tokens are kept.
+        BONUS: added to the stamp of a sink's BF16 copy.
+        SINK_CACHE: True if first tokens are kept.
     """
 
     SINK: int
@@ -165,12 +165,12 @@ class Window:
     MORE: int
     WIDTH: int
     BONUS: int
-    FIRSTS: bool
+    SINK_CACHE: bool
 
 
 @triton.jit
 def history_pages(length, WINDOW: tl.constexpr, more=0):
-    """Returns the end of the history in pages for ``length`` tokens, if every overlay exists; more: recent pages."""
+    """Returns the end of the history in pages for ``length`` tokens, if every BF16 copy exists; more: recent pages."""
     return tl.maximum(length // PAGE - WINDOW.RECENT - more, WINDOW.SINK)
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from sglang_kvq.config import PAGE_SIZE
+from sglang_kvq.constants import PAGE_SIZE
 from sglang_kvq.rotations.base import Rotations
 from sglang_kvq.rotations.calibration.settings import CalibrationSettings
 from sglang_kvq.rotations.maths.fake_quant import RotatedContext, round_trip

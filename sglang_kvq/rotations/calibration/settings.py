@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from sglang_kvq.config import HEAD_DIMS, PAGE_SIZE
+from sglang_kvq.constants import HEAD_DIMS, PAGE_SIZE
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.rotations.maths.compose import OBJECTIVES
 

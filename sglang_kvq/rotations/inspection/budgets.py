@@ -27,7 +27,8 @@ from typing import Any
 
 import torch
 
-from sglang_kvq.config import PAGE_SIZE, KVQuantConfig
+from sglang_kvq.config import KVQuantConfig
+from sglang_kvq.constants import PAGE_SIZE
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.rotations.base import Rotations, check_rotations
 from sglang_kvq.rotations.calibration.run import Progress
@@ -92,8 +93,8 @@ class Measured:
     Attributes:
         method: "transform" or ``REFERENCE``.
         budget: value of --kv-quant-bits; None for the method's only width.
-        bits: allocated bits per element of a page without overlay, everything counted.
-        capacity: tokens per BF16 token at equal memory, minus overlays at the default --kv-quant-bf16-budget.
+        bits: allocated bits per element of a page without BF16 copy, everything counted.
+        capacity: tokens per BF16 token at equal memory, minus BF16 pages at the default --kv-quant-bf16-budget.
         kl, kl_error: mean divergence in nats per token, and its standard error.
         top1, top1_error: share of tokens where both predict the same most likely successor, and its standard error.
     """

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from sglang_kvq.config import PAGE_SIZE
+from sglang_kvq.constants import PAGE_SIZE
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.rotations.base import Rotations, check_rotations
 from sglang_kvq.rotations.calibration.clips import query_blocks

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import torch
 
-from sglang_kvq.config import PAGE_SIZE
+from sglang_kvq.constants import PAGE_SIZE
 from sglang_kvq.rotations.maths.moments import Moments, group_queries
 
 #: Number of scores computed at a time.

@@ -18,7 +18,7 @@ from typing import Protocol
 
 import torch
 
-from sglang_kvq.config import PAGE_SIZE
+from sglang_kvq.constants import PAGE_SIZE
 from sglang_kvq.formats.code import CodeFormat
 from sglang_kvq.formats.quantize import clip_rank, dequantize_rows, quantize_rows
 from sglang_kvq.formats.record import RecordFormat

@@ -3,7 +3,7 @@
 import torch
 
 from sglang_kvq.attention.base import LayerRotations
-from sglang_kvq.config import PAGE_SIZE
+from sglang_kvq.constants import PAGE_SIZE
 from sglang_kvq.rotations.calibration.clips import choose_clips, clip_errors, query_blocks
 from sglang_kvq.rotations.maths.fake_quant import RotatedContext
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from sglang_kvq.attention.base import LayerRotations
-from sglang_kvq.config import PAGE_SIZE
+from sglang_kvq.constants import PAGE_SIZE
 from sglang_kvq.formats.page import PageFormat
 from sglang_kvq.formats.planes import PlaneCode, PlaneFormat
 from sglang_kvq.rotations.maths.fake_quant import RotatedContext, causal_attention, page_round_trip, round_trip

@@ -1,0 +1,84 @@
+"""Short extends over long prefixes: chooses the batches whose stored pages a kernel reads directly, and plans them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from sglang_kvq.attention.base import ExtendBatch
+from sglang_kvq.attention.planning.extend_costs import H200, ExtendCosts, Geometry
+from sglang_kvq.cache.transfer import upload
+from sglang_kvq.kernels.extend.extend_attention import FIELDS, ExtendLaunch, extend_launch, plan_extend
+
+
+@dataclass(frozen=True)
+class ShortExtends:
+    """Chooses the batches that the direct kernel serves: those it should finish sooner than a workspace would.
+
+    Attributes:
+        costs: predicted times of both ways; None: serve regardless of time.
+        most_rows_unpacked: limit on new tokens times query heads per KV head in a request, for records that are not
+            cheap to dequantize (``extend.is_cheap``): every tile of rows dequantizes them again.
+        least_prefix: fewest stored tokens in the batch.
+        launch: the kernel's launch parameters; None chooses by head_dim.
+    """
+
+    costs: ExtendCosts | None = H200
+    most_rows_unpacked: int = 128
+    least_prefix: int = 512
+    launch: ExtendLaunch | None = None
+
+    def suits(
+        self,
+        prefix_lens: list[int],
+        new_lens: list[int],
+        geometry: Geometry,
+        cheap: bool,
+        capacity: int = 65536,
+        flashinfer: bool = True,
+    ) -> bool:
+        """Returns whether the kernel serves a batch.
+
+        cheap: the layer's records are ``extend.is_cheap``; capacity: tokens of the workspace; flashinfer: FlashInfer
+        would attend to a workspace.
+        """
+        if sum(new_lens) == 0 or sum(prefix_lens) < self.least_prefix:
+            return False
+        if not cheap and max(new_lens) * geometry.gqa_group > self.most_rows_unpacked:
+            return False
+        if self.costs is None:
+            return True
+        direct = self.costs.direct_us(prefix_lens, new_lens, geometry, cheap, self.launch)
+        return direct <= self.costs.dequantized_us(prefix_lens, new_lens, geometry, capacity, flashinfer)
+
+
+#: The choice by measured times, as modelled in ``extend_costs``.
+AS_MEASURED = ShortExtends()
+
+
+@dataclass(frozen=True)
+class PlannedExtend:
+    """A batch's plan on the device, for all layers.
+
+    Attributes:
+        launch: the launch parameters that it was made for.
+        items, spans: see ``kernels.extend.ExtendPlan``.
+        partials: number of partial results that the items leave.
+    """
+
+    launch: ExtendLaunch
+    items: torch.Tensor
+    spans: torch.Tensor
+    partials: int
+
+
+def plan_short(batch: ExtendBatch, short: ShortExtends, geometry: Geometry, device: torch.device) -> PlannedExtend:
+    """Plans on the host; one copy to the device, which nothing waits for."""
+    launch = short.launch or extend_launch(geometry.head_dim)
+    wave = geometry.concurrent_items(launch)
+    plan = plan_extend(batch.prefix_lens, batch.new_lens, geometry.gqa_group, launch.rows, wave)
+    tables = np.concatenate([plan.items.ravel(), plan.spans.ravel()])
+    items, spans = upload(tables, device).split([plan.items.size, plan.spans.size])
+    return PlannedExtend(launch, items.view(-1, FIELDS.value), spans.view(-1, 2), plan.partials)

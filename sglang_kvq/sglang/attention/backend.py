@@ -1,0 +1,199 @@
+"""SGLang's attention backend: plans tiers before a batch, then rotates, stores and attends per layer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+
+from sglang_kvq.attention.base import AttentionOps, ExtendBatch
+from sglang_kvq.attention.drafts import DraftBatch
+from sglang_kvq.attention.planning.new_tokens import split_new_tokens
+from sglang_kvq.attention.scores.scoring import ScoringPart, plan_scoring
+from sglang_kvq.cache.tiers import TierManager
+from sglang_kvq.cache.transfer import to_device
+from sglang_kvq.constants import PAGE_SIZE
+from sglang_kvq.sglang.attention import scoring
+from sglang_kvq.sglang.attention.drafts import SeenBuffers, draft_count
+from sglang_kvq.sglang.attention.error_watch import ErrorWatch
+from sglang_kvq.sglang.attention.layers import learned_sinks, own_keys_and_values
+from sglang_kvq.sglang.types import AttentionLayer, ForwardBatch, ReqToTokenPool
+
+
+class KVQuantBackend(AttentionBackend):
+    """One worker's attention over the two-tier cache."""
+
+    #: Read by SGLang: with speculation its scheduler need not wait for lengths on the host.
+    needs_cpu_seq_lens = False
+    #: Read by SGLang, to bound what is not known on the host.
+    max_context_len: int
+    #: SGLang's pools of this worker: models ask the backend for them (``model_executor.forward_context``).
+    token_to_kv_pool: Any = None
+    req_to_token_pool: ReqToTokenPool = None
+
+    #: State of the current prefill; set before its first layer, by ``init_forward_metadata_out_graph``.
+    batch: ExtendBatch
+    bf16_page_loc: torch.Tensor
+    direct_pages: torch.Tensor
+    scored: list[ScoringPart]
+    #: State of the drafts under verification; set in their first layer.
+    drafts: DraftBatch
+
+    def __init__(
+        self, ops: AttentionOps, tiers: TierManager, layer_ids: Sequence[int], branching: bool = False
+    ) -> None:
+        """
+        Args:
+            layer_ids: the model's numbers of the pool's layers, in the pool's order.
+            branching: drafts come with masks, see ``drafts.BRANCHING``.
+        """
+        super().__init__()
+        self.ops, self.tiers, self.watch = ops, tiers, ErrorWatch(tiers)
+        self.index_of = {layer_id: index for index, layer_id in enumerate(layer_ids)}
+        rows, self.max_context_len = tiers.pool.req_to_token.shape
+        self.seen = SeenBuffers(2 * rows, branching, tiers.pool.device)  # batches are padded to more rows than may run
+
+    # -- once per batch -------------------------------------------------------------------------
+
+    def init_forward_metadata_out_graph(self, forward_batch: ForwardBatch, in_capture: bool = False) -> None:
+        if in_capture or forward_batch.forward_mode.is_idle():
+            return
+        self.watch.look()
+        if forward_batch.forward_mode.is_decode():
+            lens = forward_batch.seq_lens_cpu
+            if not self.tiers.decode_needs_plan(lens):
+                return
+            self.tiers.plan_decode(
+                forward_batch.req_pool_indices.long(), forward_batch.seq_lens.long(), int(lens.max())
+            )
+        elif forward_batch.forward_mode.is_target_verify():
+            self._plan_drafts(forward_batch)
+        else:
+            self._plan_extend(forward_batch)
+        self.watch.ask()
+
+    def _plan_drafts(self, fb: ForwardBatch) -> None:
+        """Takes the lengths as committed: only the device knows how many drafts of the last batch were accepted."""
+        count, lens = draft_count(fb), fb.seq_lens_cpu
+        longest = self.max_context_len if lens is None else int(lens.max()) + count
+        self.tiers.plan_drafts(fb.req_pool_indices.long(), fb.seq_lens.long() + count, longest, count)
+        self.seen.fill(fb)
+
+    def _plan_extend(self, fb: ForwardBatch) -> None:
+        prefix, new = list(map(int, fb.extend_prefix_lens_cpu)), list(map(int, fb.extend_seq_lens_cpu))
+        split = split_new_tokens(prefix, new, self.tiers.sink_pages, self.tiers.recent_pages)
+        lens = np.array([prefix, new], np.int64)
+        lens[1] += lens[0]
+        prefix_lens, seq_lens, bf16_page, direct = to_device([*lens, *split], fb.out_cache_loc.device)
+        loc = fb.out_cache_loc[: sum(new)].long()  # data-parallel attention and all-to-all MoE pad tokens
+        self.batch = ExtendBatch(fb.req_pool_indices.long(), prefix, new, loc, bf16_page, direct)
+        self.bf16_page_loc = loc[bf16_page]
+        self.direct_pages = loc[direct] // PAGE_SIZE
+        self.scored = plan_scoring(prefix, new, scoring.wanted(fb))
+        self.tiers.plan_extend(self.batch.rows, prefix_lens, seq_lens, max(prefix, default=0), self.direct_pages)
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        self.ops.reserve(max_bs)  # batches are padded to more rows than requests may run
+        if (count := max_num_tokens // max_bs) > 1:
+            self.ops.reserve_drafts(max_bs, count)
+            self.seen.of(max_bs, count)
+
+    def get_cuda_graph_seq_len_fill_value(self) -> int:
+        return 1
+
+    def get_cpu_graph_seq_len_fill_value(self) -> int:
+        return 1  # SGLang also pads a batch with it where there is no graph
+
+    # -- once per layer ---------------------------------------------------------------------------
+
+    def forward_decode(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        layer: AttentionLayer,
+        forward_batch: ForwardBatch,
+        save_kv_cache: bool = True,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """On a GPU 3 launches per layer, 4 if V's rotation is not folded into the weights, and one or two per step:
+
+        0. ``plan_attention``: lengths to items of work, in the first layer, for each way to launch 2.
+
+        1. ``rotate_and_store``: q into the rotated basis, k and v too and into their BF16 copies.
+        2. ``decode``: partial results of every item.
+        3. ``decode``: the merge of each request's items.
+        4. ``rotate_output``: out of V's rotated basis, where the weights do not do it.
+        """
+        sinks = learned_sinks(layer, kwargs)
+        k, v = own_keys_and_values(layer, k, v, save_kv_cache, kwargs)
+        q, k, v, index = self._heads(q, k, v, layer)
+        if index == 0:
+            self.ops.plan_attention(forward_batch.req_pool_indices, forward_batch.seq_lens)
+        q = self.ops.rotate_and_store(index, forward_batch.out_cache_loc, q, k, v)
+        o = self.ops.decode(index, q, forward_batch.req_pool_indices, forward_batch.seq_lens, layer.scaling, sinks)
+        return self.ops.rotate_output(index, o).flatten(1)
+
+    def forward_extend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        layer: AttentionLayer,
+        forward_batch: ForwardBatch,
+        save_kv_cache: bool = True,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        sinks = learned_sinks(layer, kwargs)
+        k, v = own_keys_and_values(layer, k, v, save_kv_cache, kwargs)
+        q, k, v, index = self._heads(q, k, v, layer)
+        if forward_batch.forward_mode.is_target_verify():
+            return self._verify(index, q, k, v, layer.scaling, forward_batch, sinks)
+        q, k, v = self.ops.rotate(index, q, k, v)
+        batch = self.batch
+        tokens = len(batch.loc)  # what SGLang padded attends to nothing
+        o = torch.zeros_like(q)
+        o[:tokens] = self.ops.extend(index, q[:tokens], k[:tokens], v[:tokens], batch, layer.scaling, sinks)
+        for part in self.scored:
+            self.ops.score_keys(index, q, k, batch, part, layer.scaling)
+        self.ops.store_tokens(index, self.bf16_page_loc, k[batch.bf16_tokens], v[batch.bf16_tokens])
+        self.ops.quantize_tokens(index, batch.direct_tokens, self.direct_pages, k, v)
+        return self.ops.rotate_output(index, o).flatten(1)
+
+    def _verify(
+        self,
+        index: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scale: float,
+        fb: ForwardBatch,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Attends like ``forward_decode``, with the same number of new tokens per request; also in a CUDA graph."""
+        if index == 0:
+            count = draft_count(fb)
+            seen = self.seen.of(len(fb.req_pool_indices), count)
+            self.drafts = DraftBatch(fb.req_pool_indices, fb.seq_lens + count, seen)
+            self.ops.plan_drafts(self.drafts)
+        drafts = self.drafts
+        tokens = len(drafts.rows) * drafts.count  # what SGLang padded attends to nothing
+        loc = fb.out_cache_loc[:tokens]
+        x = self.ops.rotate_and_store(index, loc, q[:tokens], k[:tokens], v[:tokens])
+        o = self.ops.rotate_output(index, self.ops.verify(index, x, drafts, scale, sinks)).flatten(1)
+        if tokens == len(q):
+            return o
+        return torch.cat([o, o.new_zeros(len(q) - tokens, o.shape[1])])
+
+    def update_verify_buffers_to_fill_after_draft(self, spec_info: Any, cuda_graph_bs: int | None) -> None:
+        """Nothing is planned before drafts are known (``SGLANG_ENABLE_OVERLAP_PLAN_STREAM`` is refused)."""
+
+    def _heads(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayer
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
+        """The three as ``[T, heads, D]``, views where possible, and the layer's index in the pool."""
+        q, k, v = (x.reshape(x.shape[0], -1, layer.head_dim) for x in (q, k, v))
+        return q, k, v, self.index_of[layer.layer_id]

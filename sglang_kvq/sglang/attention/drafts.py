@@ -1,0 +1,219 @@
+"""Speculative decoding: which of it is served, what a batch to verify says, what the draft model's cache costs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from sglang_kvq.attention.drafts import chain, check_count, from_mask
+from sglang_kvq.config import KVQuantConfig
+from sglang_kvq.constants import PAGE_SIZE
+from sglang_kvq.errors import KVQuantError
+from sglang_kvq.sglang import compat, runtime
+from sglang_kvq.sglang.runtime import config_of
+from sglang_kvq.sglang.types import Configurator, ForwardBatch, ModelConfig, ModelRunner, Original, ServerArgs
+
+#: Algorithms that verify equally many drafts of every request in one batch, in a chain or with a mask; NEXTN is EAGLE.
+SERVED = ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE", "NGRAM")
+#: Drafts of this one are looked up, and may branch: it says with a mask which see which.
+BRANCHING = "NGRAM"
+#: Flags that verify drafts of recurrent states as a chain, whatever they are; the second replaced the first.
+AS_A_CHAIN = ("enable_gdn_replayssm_spec", "enable_linear_replayssm_spec")
+#: Values of ``--speculative-draft-kv-cache-dtype`` with their dtypes; None is the target's, BF16.
+DRAFT_DTYPES = {
+    None: None,
+    "auto": None,
+    "bf16": torch.bfloat16,
+    "bfloat16": torch.bfloat16,
+    "fp8_e4m3": torch.float8_e4m3fn,
+    "fp8_e5m2": torch.float8_e5m2,
+}
+
+
+def check_speculation(server_args: ServerArgs, config: KVQuantConfig, model: ModelConfig) -> None:
+    """Refuse what SGLang made of the flags for speculation, and draft models that were not tried.
+
+    Raises:
+        KVQuantError: names the setting and the fix.
+    """
+    algorithm = compat.resolved(server_args, "speculative_algorithm")
+    if algorithm is None:
+        return
+    count = compat.resolved(server_args, "speculative_num_draft_tokens")
+    check_count(int(count), config.recent_tokens)
+    if getattr(server_args, "enable_streaming_session", False):
+        raise KVQuantError(
+            "--enable-streaming-session: speculative decoding in sessions that keep their rows was not tried with "
+            "--kv-quant; leave out one of the two."
+        )
+    chained = next((name for name in AS_A_CHAIN if getattr(server_args, name, False)), None)
+    if algorithm == BRANCHING and chained is not None:
+        raise KVQuantError(
+            f"--{chained.replace('_', '-')}: it verifies a chain of drafts, and those of {BRANCHING} branch; leave it "
+            "out, or take another --speculative-algorithm."
+        )
+    if algorithm == "STANDALONE":
+        _check_draft(draft_model(server_args, model))
+
+
+def keeps_states(model: ModelConfig) -> bool:
+    """Returns True if some layers have a recurrent state instead of a KV cache."""
+    from sglang.srt.configs.hybrid_arch import mambaish_config
+
+    return mambaish_config(model) is not None
+
+
+def _check_draft(model: ModelConfig) -> None:
+    """Refuse a whole model as draft that keeps more than a KV cache: nothing undoes what rejected drafts did to it."""
+    beside = "sliding windows" if model.is_hybrid_swa else "recurrent states" if keeps_states(model) else None
+    if beside is not None:
+        raise KVQuantError(
+            f"--speculative-draft-model-path {model.model_path}: a draft model that keeps {beside} beside its KV cache "
+            "was not tried with --kv-quant; take one without, or another --speculative-algorithm."
+        )
+
+
+def draft_model(server_args: ServerArgs, model: ModelConfig) -> ModelConfig:
+    """The draft model's config; ``model``, the target's, where its own layers draft."""
+    path = compat.resolved(server_args, "speculative_draft_model_path")
+    if path is None:
+        return model
+    from sglang.srt.configs.model_config import ModelConfig
+
+    revision = compat.resolved(server_args, "speculative_draft_model_revision")
+    return ModelConfig.from_server_args(server_args, model_path=path, model_revision=revision, is_draft_model=True)
+
+
+def draft_count(forward_batch: ForwardBatch) -> int:
+    """Drafts of each request in a batch to verify."""
+    return int(forward_batch.spec_info.draft_token_num)
+
+
+class SeenBuffers:
+    """Visibility between drafts, at fixed addresses for CUDA graphs.
+
+    Args:
+        rows: the most requests in a batch.
+        branching: whether batches bring masks; else all are chains.
+    """
+
+    def __init__(self, rows: int, branching: bool, device: torch.device) -> None:
+        self.rows, self.branching, self.device = rows, branching, device
+        self._buffers: dict[int, torch.Tensor] = {}
+
+    def of(self, batch: int, count: int) -> torch.Tensor:
+        """``DraftBatch.seen`` of the last batch that was filled, int64 ``[batch, count]``; chains at first.
+
+        Raises:
+            RuntimeError: the batch is larger than any can be.
+        """
+        if batch > self.rows:
+            raise RuntimeError(f"kv-quant: {batch} requests to verify, but at most {self.rows}; please report this.")
+        if count not in self._buffers:
+            self._buffers[count] = chain(count, self.device).expand(self.rows, -1).contiguous()
+        return self._buffers[count][:batch]
+
+    def fill(self, forward_batch: ForwardBatch) -> None:
+        """Take over a batch's mask. Waits for nothing."""
+        if not self.branching:
+            return
+        count, lens = draft_count(forward_batch), forward_batch.seq_lens
+        # SGLang's n-grams say less on a CPU (``ngram_worker.USE_FULL_MASK``).
+        full = self.device.type != "cpu"
+        mask = among_drafts(forward_batch.spec_info.custom_mask, lens, count, full)
+        self.of(len(mask), count).copy_(from_mask(mask))
+
+
+def among_drafts(mask: torch.Tensor, stored_lens: torch.Tensor, count: int, full: bool) -> torch.Tensor:
+    """Extracts the visibility between drafts, bool ``[batch, count, count]``, from SGLang's mask.
+
+    Args:
+        mask: bool, flat, request by request and draft by draft: what it sees of the drafts, or if ``full`` of all
+            tokens, stored ones first. There may be fewer requests than in the batch, which is padded then; the result
+            of the others is missing, or means nothing.
+        stored_lens: int ``[batch]``.
+    """
+    if not full:
+        return mask[: len(stored_lens) * count**2].view(-1, count, count)
+    row = stored_lens.long() + count
+    first = torch.cumsum(row * count, 0) - row * count
+    i = torch.arange(count, device=mask.device)
+    at = first[:, None, None] + i[:, None] * row[:, None, None] + stored_lens.long()[:, None, None] + i
+    return mask[at.clamp(max=len(mask) - 1)]
+
+
+class _DraftConfigurator:
+    """SGLang's configurator as it is for the draft model."""
+
+    def __init__(self, kvc: Configurator, model: Any, dtype: torch.dtype) -> None:
+        self.kvc, self.model_config, self.kv_cache_dtype = kvc, model, dtype
+        self.is_draft_worker = True
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.kvc, name)
+
+
+def plain_price(kvc: Configurator, layers: int) -> int:
+    """Returns SGLang's bytes per token of a draft model, over all layers, each as long as the pool."""
+    from sglang.srt.model_executor.pool_configurator import DefaultPoolConfigurator
+
+    # Made, it would price the target too. Newer releases remember the flag there.
+    configurator = object.__new__(DefaultPoolConfigurator)
+    configurator.kv_cache_dtype_str = "auto"
+    return int(configurator._compute_cell_size(kvc, layers))
+
+
+def draft_page_bytes(kvc: Configurator, price: Original = plain_price) -> int:
+    """Bytes that the draft model's own cache takes for a page, in its own dtype; 0 without one."""
+    algorithm = kvc.spec_algorithm
+    if not (algorithm.is_eagle() or algorithm.is_standalone()):
+        return 0
+    layers = int(kvc.spec_aux_config.eagle_draft_num_layers or 0)
+    if not layers and compat.resolved(kvc.server_args, "speculative_draft_model_path") is None:
+        layers = 1  # the checkpoint's own (NEXTN), which SGLang leaves out of its budget for some models
+    if not layers:
+        return 0
+    args, model = kvc.server_args, draft_model(kvc.server_args, kvc.model_config)
+    dtype = DRAFT_DTYPES[compat.resolved(args, "speculative_draft_kv_cache_dtype")] or kvc.kv_cache_dtype
+    return int(price(_DraftConfigurator(kvc, model, dtype), layers)) * PAGE_SIZE
+
+
+def after_sizes(result: None, configurator: Configurator, kvc: Configurator) -> None:
+    """AFTER ``DefaultPoolConfigurator.__init__``: SGLang prices a draft's layer like one of the target's, in 2 bits."""
+    state = runtime.current()
+    if state is None or config_of(kvc.server_args) is None or kvc.is_draft_worker:
+        return
+    geometry = state.geometry
+    configurator._cell_size = (geometry.page_bytes + geometry.draft_page_bytes) // PAGE_SIZE
+
+
+def _branches(server_args: ServerArgs) -> bool:
+    """Returns True if recurrent states meet drafts that branch.
+
+    SGLang takes n-grams of breadth 1 for a chain. But each suffix of what was said that occurred before begins a branch
+    of its own: drafts of the second would be verified, and kept, with states that went through the first.
+    """
+    return config_of(server_args) is not None and compat.resolved(server_args, "speculative_algorithm") == BRANCHING
+
+
+def after_states(result: None, backend: Any, model_runner: ModelRunner) -> None:
+    """AFTER ``MambaAttnBackendBase.__init__``: recurrent states are computed along the tree that n-grams make."""
+    if _branches(model_runner.server_args):
+        backend.topk = max(int(backend.topk), 2)
+
+
+def around_shared_windows(
+    original: Original, is_npu: bool, is_cpu: bool, speculative_eagle_topk: int | None, is_kda: bool
+) -> bool:
+    """AROUND ``conv_window_dedup_enabled``: drafts that branch keep windows of their own.
+
+    On a GPU a convolution's window after each draft of a chain shares its memory with the next one's; two that follow
+    the same draft would write over each other.
+    """
+    from sglang.srt.runtime_context import get_server_args
+
+    if _branches(get_server_args()):
+        speculative_eagle_topk = max(speculative_eagle_topk or 0, 2)
+    shared: bool = original(is_npu, is_cpu, speculative_eagle_topk, is_kda)
+    return shared

@@ -1,0 +1,121 @@
+"""Capacity of a server in tokens and requests, from the model's config.
+
+The arithmetic is that of a server's hooks (``cache.layout``, ``cache.windows``, ``cache.states``), with the defaults of
+SGLang's flags.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sglang_kvq.cache.layout import KVGeometry, bf16_slots, divide, fit, reserved_bytes
+from sglang_kvq.cache.recurrent_states import SGLANG_RATIO, needs_of, share_states
+from sglang_kvq.cache.windows import STOCK_RATIO, need_of, share_windows, token_bytes
+from sglang_kvq.config import KVQuantConfig
+from sglang_kvq.constants import PAGE_SIZE
+from sglang_kvq.errors import KVQuantError
+from sglang_kvq.sglang.types import ModelConfig
+
+#: ``--chunked-prefill-size`` of GPUs with 60 to 160 GiB.
+CHUNK = 8192
+#: States of a running request with a prefix cache: its own, two that are being kept, and SGLang's allowance for others.
+STATES_PER_REQUEST = 5
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """Capacity that fits the memory.
+
+    Attributes:
+        tokens_bf16: tokens of plain SGLang in the same memory.
+        requests_bf16: requests that plain SGLang's recurrent states admit at once; None for a model without such.
+        tokens, requests: of a server with ``--kv-quant``: tokens of its cache, requests that run at once.
+        beside: what else the memory holds, in words; None where that is nothing.
+    """
+
+    tokens_bf16: int
+    tokens: int
+    requests: int
+    beside: str | None = None
+    requests_bf16: int | None = None
+
+
+def capacity(config: KVQuantConfig, geometry: KVGeometry, model: ModelConfig, tp: int, memory: int) -> Capacity:
+    """Divide the memory as a server would.
+
+    Args:
+        geometry: of one worker's part of the layers that the cache holds.
+        tp: workers that share the heads.
+        memory: bytes of one GPU for all that requests take: the cache, windows and states.
+
+    Raises:
+        KVQuantError: it does not hold one request's window.
+    """
+    if model.is_hybrid_swa:
+        return _with_windows(config, geometry, model, tp, memory)
+    if state := state_bytes(model, tp):
+        return _with_states(config, geometry, model, state, memory)
+    layout = fit(config, geometry, memory)
+    return Capacity(memory // geometry.slot_bytes * PAGE_SIZE, layout.tokens, layout.max_requests)
+
+
+def _with_windows(config: KVQuantConfig, geometry: KVGeometry, model: ModelConfig, tp: int, memory: int) -> Capacity:
+    from sglang.srt.environ import envs
+
+    need = need_of(
+        int(model.sliding_window_size),
+        kept_behind=max(1, envs.SGLANG_SWA_EVICTION_INTERVAL.get()),
+        drafts=1,
+        chunk=CHUNK,
+        batches=2,
+        prefixes=None,
+    )
+    of_token = window_bytes(model, tp)
+    split, _ = share_windows(config, geometry, memory, window_bytes=of_token, need=need)
+    slots = bf16_slots(config, geometry, split.bf16_budget)
+    left = max(memory - reserved_bytes(geometry, slots), 0)
+    if split.tokens <= 0 or left == 0:
+        raise KVQuantError(f"{memory / 2**20:.0f} MiB hold no page beside the sliding windows; give more --memory.")
+    pages = int(left / token_bytes(geometry, of_token, split.ratio)) // PAGE_SIZE
+    layout = divide(config, geometry, pages=pages, slots=slots)
+    plain = memory / (geometry.slot_bytes / PAGE_SIZE + STOCK_RATIO * of_token)
+    in_windows = int(layout.tokens * split.ratio) // PAGE_SIZE * PAGE_SIZE
+    windows = f"{in_windows:,} tokens of the {len(model.swa_attention_layer_ids)} layers with windows, in BF16"
+    return Capacity(int(plain) // PAGE_SIZE * PAGE_SIZE, layout.tokens, layout.max_requests, windows)
+
+
+def _with_states(config: KVQuantConfig, geometry: KVGeometry, model: ModelConfig, state: int, memory: int) -> Capacity:
+    needs = needs_of(config, geometry, state_bytes=state, states=STATES_PER_REQUEST, context=model.context_len)
+    ratio = share_states(memory, needs).ratio
+    states = int(memory * ratio / (1 + ratio)) // state
+    layout = fit(config, geometry, memory - states * state)
+    plain_states = int(memory * SGLANG_RATIO / (1 + SGLANG_RATIO)) // state
+    plain = memory - plain_states * state
+    return Capacity(
+        plain // geometry.slot_bytes * PAGE_SIZE,
+        layout.tokens,
+        min(layout.max_requests, states // STATES_PER_REQUEST),
+        f"{states:,} recurrent states of {state / 2**20:.1f} MiB",
+        plain_states // STATES_PER_REQUEST,
+    )
+
+
+def window_bytes(model: ModelConfig, tp: int) -> int:
+    """Bytes of a token in the layers with sliding windows, on one of ``tp`` workers."""
+    elements = model.get_swa_num_kv_heads(tp) * (model.swa_head_dim + model.swa_v_head_dim)
+    return int(elements * 2 * len(model.swa_attention_layer_ids))
+
+
+def state_bytes(model: ModelConfig, tp: int) -> int:
+    """Bytes of a recurrent state of all layers on one of ``tp`` workers; 0 of a model without such."""
+    from sglang.srt import runtime_context
+    from sglang.srt.configs.hybrid_arch import mambaish_config
+
+    config = mambaish_config(model)
+    if config is None:
+        return 0
+    sizes: dict[str, object] = {"attn_tp_size": tp}
+    if hasattr(runtime_context, "linear_attn_parallel_group"):  # which asks whether that is the group
+        sizes["enable_cp_tp_group_sharing"] = False
+    with runtime_context.get_parallel().override(**sizes):
+        return int(config.mamba2_cache_params.mamba_cache_per_req)

@@ -1,0 +1,362 @@
+"""Every kernel of the package, found and run: what ``kvq doctor`` says of them.
+
+No list is kept here. A kernel is a jitted function that a module of ``sglang_kvq.kernels`` launches. For each kind of
+records that a method asks for, a check runs a prefill, its continuation with scores of keys, and a decode step on a
+small cache. The decode kernel has several routines (``decode.ROUTINES``), chosen by geometry. Each runs for one token
+and for drafts. Kernels and routines that no check launched are reported by name.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import math
+import os
+import pkgutil
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from importlib import import_module
+from multiprocessing import get_context
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from sglang_kvq.attention.base import AttentionOps, ExtendBatch, LayerRotations
+from sglang_kvq.attention.drafts import DraftBatch, chain
+from sglang_kvq.attention.planning.new_tokens import split_new_tokens
+from sglang_kvq.attention.reference import ReferenceOps
+from sglang_kvq.attention.scores.scoring import KeyScores, plan_scoring
+from sglang_kvq.cache.pool import PagePool
+from sglang_kvq.cache.tiers import TierManager
+from sglang_kvq.config import KVQuantConfig
+from sglang_kvq.constants import PAGE_SIZE
+from sglang_kvq.errors import KVQuantError
+from sglang_kvq.formats.code import CodeFormat
+from sglang_kvq.formats.page import PageFormat
+from sglang_kvq.formats.planes import PlaneCode, PlaneFormat
+from sglang_kvq.formats.record import RecordFormat
+from sglang_kvq.methods import METHOD_NAMES, get_method
+from sglang_kvq.rotations.resolve import resolve_formats
+
+HEAD_DIM, KV_HEADS, Q_HEADS, SCALE = 128, 1, 4, 128**-0.5
+#: One request: tokens prefilled, then tokens that continue them; a decode step follows. One page of sinks and one of
+#: window leave history to both.
+FIRST, MORE = 4 * PAGE_SIZE, PAGE_SIZE + 6
+SINK_PAGES = RECENT_PAGES = 1
+#: Planes with every kind of cell.
+PLANES = PlaneFormat(HEAD_DIM, PlaneCode((5, 3, 3, 1)), PlaneCode((2, 1, 1, 0)))
+#: Formats that between them take every routine to decode with ``DECODED``: two bits, other codes, planes.
+TWO_BITS, THREE_BITS = PageFormat(HEAD_DIM, HEAD_DIM), PageFormat(HEAD_DIM, HEAD_DIM, k=CodeFormat(3), v=CodeFormat(3))
+NARROW = (PageFormat(64, 64), PlaneFormat(64, PLANES.k, PLANES.v))
+#: Query heads of the one KV head, and formats of the layers; ``DRAFTS`` drafts are as many times the heads.
+DECODED: tuple[tuple[int, tuple[RecordFormat, ...]], ...] = (
+    (2, (TWO_BITS, THREE_BITS, PLANES)),
+    (4, NARROW),
+    (8, (TWO_BITS, PLANES)),
+)
+DRAFTS = 2
+#: The kernel that they are routines of.
+_DECODE = "decode_attention._decode"
+#: Kernels compile on the CPU: each check has a process of its own where there are so many cores for it.
+CORES_OF_A_WORKER = 2
+#: Largest relative error, in the 2-norm. Rounding makes less than a tenth of it, wrong bytes make it about 1.
+BOUND = 0.05
+
+
+def modules() -> list[ModuleType]:
+    """Every module of ``sglang_kvq.kernels``, imported."""
+    package = import_module("sglang_kvq.kernels")
+    names = [found.name for found in pkgutil.walk_packages(package.__path__, f"{package.__name__}.") if not found.ispkg]
+    return [import_module(name) for name in names]
+
+
+def kernels() -> dict[str, Any]:
+    """Jitted functions that are launched somewhere in these modules (``kernel[grid](...)``), by ``module.name``."""
+    found: dict[str, Any] = {}
+    for module in modules():
+        for node in ast.walk(ast.parse(inspect.getsource(module))):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript):
+                kernel: Any = getattr(module, ast.unparse(node.func.value), None)
+                if hasattr(kernel, "add_pre_run_hook"):
+                    found[f"{kernel.fn.__module__.rpartition('.')[2]}.{kernel.__name__}"] = kernel
+    return found
+
+
+def routines() -> list[str]:
+    """Ways to decode, by ``module.kernel: routine``, without and with drafts."""
+    names = import_module("sglang_kvq.kernels.decode.decode_attention").ROUTINES
+    return [_routine(name, drafts) for name in names for drafts in (1, DRAFTS)]
+
+
+def _routine(name: str, drafts: int) -> str:
+    return f"{_DECODE}: {name}{' of drafts' if drafts > 1 else ''}"
+
+
+def formats() -> tuple[RecordFormat, ...]:
+    """Every layout of records that some method has at its default width.
+
+    Those of planes depend on a model's rotations: here they are ``PLANES``.
+    """
+    model = {
+        "architectures": ["Qwen3ForCausalLM"], "num_hidden_layers": 1, "hidden_size": Q_HEADS * HEAD_DIM,
+        "vocab_size": 1, "num_attention_heads": Q_HEADS, "num_key_value_heads": KV_HEADS, "head_dim": HEAD_DIM,
+    }  # fmt: skip
+    names = [name for name in METHOD_NAMES if not get_method(name).planes]
+    chosen = [resolve_formats(KVQuantConfig(name), None, model)[0] for name in names]
+    return (*{format.layout: format for format in chosen}.values(), PLANES)
+
+
+def run_all(device: torch.device) -> tuple[list[str], list[str]]:
+    """Compile and run the kernels on a GPU (or interpret them), beside the same arithmetic in torch.
+
+    Returns:
+        Names of the kernels that ran, and of those that nothing here launched.
+
+    Raises:
+        KVQuantError: a result is not the reference's; names the operation and the layer's codes.
+    """
+    parts = [(check, n) for check, count in ((_serve, len(formats())), (_decode, len(DECODED))) for n in range(count)]
+    workers = min(len(parts), (os.cpu_count() or 1) // CORES_OF_A_WORKER)
+    if device.type == "cuda" and workers > 1:
+        with ProcessPoolExecutor(workers, get_context("spawn")) as pool:
+            done = [pool.submit(_ran, check, n, device) for check, n in parts]
+            ran = set().union(*(part.result() for part in done))
+    else:
+        ran = set().union(*(_ran(check, n, device) for check, n in parts))
+    known = [*kernels(), *routines()]
+    return [name for name in known if name in ran], [name for name in known if name not in ran]
+
+
+def _ran(check: Callable[[int, torch.device], None], number: int, device: torch.device) -> set[str]:
+    """Runs one check; returns the names of the kernels and routines that it launched."""
+    with _recorded() as ran, torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(0)
+        check(number, device)
+    return ran
+
+
+def _serve(number: int, device: torch.device) -> None:
+    """Serves a request with one kind of records, and whatever else is done to its pages."""
+    request = _Request(device, formats()[number], sinks=number % 2 == 1)
+    request.prefill(0, FIRST)
+    request.prefill(FIRST, MORE)
+    request.decode(FIRST + MORE + 1)
+    request.fold()
+    if number == 0:
+        request.finish_with_sinks()
+        request.restore()
+
+
+def _decode(number: int, device: torch.device) -> None:
+    decode_and_verify(*DECODED[number], device)
+
+
+@contextmanager
+def _recorded() -> Iterator[set[str]]:
+    """The names of the kernels launched meanwhile, and of the routines that they decoded by."""
+    ran: set[str] = set()
+
+    def recorder(name: str) -> Callable[..., None]:
+        if name == _DECODE:
+            return lambda *args, **kwargs: ran.update((name, _routine(kwargs["ROUTINE"], kwargs["DRAFTS"])))
+        return lambda *args, **kwargs: ran.add(name)
+
+    hooks = [(kernel, recorder(name)) for name, kernel in kernels().items()]
+    for kernel, hook in hooks:
+        kernel.add_pre_run_hook(hook)
+    try:
+        yield ran
+    finally:
+        for kernel, hook in hooks:
+            kernel.pre_run_hooks.remove(hook)
+
+
+def decode_and_verify(q_heads: int, formats: tuple[RecordFormat, ...], device: torch.device) -> None:
+    """Decode one token, then drafts, over records and BF16 pages that torch filled."""
+    from sglang_kvq.attention.triton_ops import TritonOps
+
+    pool, head_dim = _allocate(formats, device), formats[0].head_dim
+    pages, length = pool.pages, FIRST + MORE
+    for format, records in zip(formats, pool.records):
+        k, v = torch.randn(2, pages, KV_HEADS, PAGE_SIZE, head_dim, device=device).bfloat16()
+        records[1:] = format.quantize_pages(k, v)
+    pool.bf16_pages.normal_()
+    pool.page_slot.copy_(torch.arange(pages + 1, device=device))
+    pool.row_sink_end[1], pool.row_history_end[1] = PAGE_SIZE, FIRST
+    pool.read_rows()
+    ops, reference = TritonOps(pool, LayerRotations(), q_heads, max_batch=1), ReferenceOps(pool, LayerRotations())
+    rows, lens = torch.ones(1, dtype=torch.int64, device=device), torch.full((1,), length, device=device)
+    drafts = DraftBatch(rows, lens, chain(DRAFTS, device)[None].contiguous())
+    ops.plan_attention(rows, lens)
+    ops.plan_drafts(drafts)
+    for layer, format in enumerate(formats):
+        q = torch.randn(DRAFTS, q_heads, head_dim, device=device).bfloat16()
+        one, several = ((layer, q[:1], rows, lens, SCALE), (layer, q, drafts, SCALE))
+        _compare("decode", format, ops.decode(*one), reference.decode(*one))
+        _compare("verifying drafts", format, ops.verify(*several), reference.verify(*several))
+
+
+def _allocate(formats: tuple[RecordFormat, ...], device: torch.device) -> PagePool:
+    """A pool for one request on row 1, whose pages are not in order."""
+    pages = -(-(FIRST + MORE + 1) // PAGE_SIZE)
+    table = torch.zeros(3, pages * PAGE_SIZE, dtype=torch.int32)
+    shuffled = torch.arange(pages, 0, -1)
+    table[1] = (shuffled[:, None] * PAGE_SIZE + torch.arange(PAGE_SIZE)).flatten()
+    return PagePool.allocate(formats, kv_heads=KV_HEADS, pages=pages, slots=pages, req_to_token=table.to(device))
+
+
+class _Request:
+    """One request on row 1 of two caches: one that kernels write and read, and one that torch does."""
+
+    def __init__(self, device: torch.device, format: RecordFormat, sinks: bool) -> None:
+        from sglang_kvq.attention.planning.short_extend import ShortExtends
+        from sglang_kvq.attention.triton_ops import TritonOps
+        from sglang_kvq.cache.triton_tiers import TritonTierManager
+
+        self.device, self.formats = device, (format,)
+        #: Learned sinks.
+        self.sinks = torch.linspace(2, 8, Q_HEADS).to(device) if sinks else None
+        rotation = torch.linalg.qr(torch.randn(HEAD_DIM, HEAD_DIM))[0].to(device)
+        rotation = rotation.expand(len(self.formats), 1, HEAD_DIM, HEAD_DIM).contiguous()
+        rotations = LayerRotations(rotation, rotation)
+        pool, plain = self._pool(), self._pool()
+        #: Prefixes are dequantized first; or always read where they lie.
+        self.ops, self.direct = (
+            TritonOps(pool, rotations, Q_HEADS, max_batch=1, slab_tokens=FIRST, short=short)
+            for short in (None, ShortExtends(costs=None, most_rows_unpacked=MORE * Q_HEADS, least_prefix=0))
+        )
+        self.reference = ReferenceOps(plain, rotations)
+        operations = ((ops.quantize_slots, ops.restore_pages) for ops in (self.ops, self.reference))
+        self.tiers = TritonTierManager(pool, SINK_PAGES, RECENT_PAGES, *next(operations))
+        self.plain_tiers = TierManager(plain, SINK_PAGES, RECENT_PAGES, *next(operations))
+
+    def _pool(self, formats: tuple[RecordFormat, ...] | None = None) -> PagePool:
+        return _allocate(formats or self.formats, self.device)
+
+    def _int64(self, *values: int) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=self.device)
+
+    def _activations(self, tokens: int) -> tuple[torch.Tensor, ...]:
+        heads = (Q_HEADS, KV_HEADS, KV_HEADS)
+        return tuple(torch.randn(tokens, n, HEAD_DIM, device=self.device).bfloat16() for n in heads)
+
+    def finish_with_sinks(self) -> None:
+        """Checks the kernel that applies sinks after FlashInfer's attention, which may not be installed here."""
+        from sglang_kvq.kernels.decode.learned_sinks import scale_by_sinks
+
+        out, _, _ = self._activations(MORE)
+        lse = torch.randn(out.shape[:2], device=self.device) * 4 + 6
+        sinks = torch.linspace(2, 8, Q_HEADS).to(self.device)
+        want = out.float() * torch.sigmoid(lse * math.log(2) - sinks)[..., None]
+        scale_by_sinks(out, lse, sinks)
+        _compare("scaling by sinks", self.formats[0], out, want)
+
+    def fold(self) -> None:
+        """Tokens of three pages into two, of all records whose tokens can move; these are compared byte by byte."""
+        from sglang_kvq.cache.fold import fold_pages
+        from sglang_kvq.cache.triton_tiers import move_tokens
+
+        formats = tuple(format for format in self.formats if format.per_token)
+        if not formats:
+            return
+        pool, plain = self._pool(formats), self._pool(formats)
+        for mine, theirs in zip(pool.records, plain.records):
+            theirs.copy_(mine.random_(256))
+        chosen = torch.rand(len(formats), KV_HEADS, 3 * PAGE_SIZE, device=self.device).argsort(-1)
+        fold = (self._int64(2, 5, 1), self._int64(4, 3), chosen[..., : 2 * PAGE_SIZE])
+        move_tokens(pool, *fold)
+        fold_pages(plain, *fold)
+        for format, got, want in zip(formats, pool.records, plain.records):
+            if not torch.equal(got, want):
+                raise KVQuantError(
+                    f"moving tokens with keys in {format.k.describe()} and values in {format.v.describe()} is wrong: "
+                    f"{int((got != want).sum())} bytes differ from the same in torch; try another Triton release, and "
+                    "report this."
+                )
+
+    def restore(self) -> None:
+        """A page's first token is kept and its BF16 copy restored, bit for bit."""
+        from sglang_kvq.attention.triton_ops import TritonOps
+        from sglang_kvq.kernels.quantize.keep_sink_tokens import keep_sink_tokens
+
+        pool, plain, pages = self._pool((PLANES,)), self._pool((PLANES,)), self._int64(0, 2)
+        plain.bf16_pages.copy_(pool.bf16_pages.normal_())
+        for mine, theirs in zip(pool.records, plain.records):
+            theirs.copy_(mine.random_(256))
+        for each in (pool, plain):
+            each.page_slot[2] = 3
+        assert pool.sink_cache is not None and plain.sink_cache is not None
+        slots = self._int64(3)
+        plain.sink_cache.keep(pages[1:], pages[1:] > 0, plain.bf16_pages[:, slots, :, :, 0], plain.page_slot, 1)
+        pool.sink_cache.entry.copy_(plain.sink_cache.entry)
+        keep_sink_tokens(
+            slots, pool.sink_cache.entry[pages[1:]], self._int64(1), pool.bf16_pages, pool.sink_cache.tokens
+        )
+        TritonOps(pool, LayerRotations(), Q_HEADS, max_batch=1).restore_pages(pages)
+        ReferenceOps(plain, LayerRotations()).restore_pages(pages)
+        if not torch.equal(pool.bf16_pages, plain.bf16_pages) or not torch.equal(
+            pool.sink_cache.tokens, plain.sink_cache.tokens
+        ):
+            raise KVQuantError(
+                f"restoring a page with keys in {PLANES.k.describe()} and values in {PLANES.v.describe()} differs from "
+                "the same in torch; try another Triton release, and report this."
+            )
+
+    def prefill(self, prefix: int, new: int) -> None:
+        """A chunk of ``new`` tokens through every layer."""
+        split = split_new_tokens([prefix], [new], SINK_PAGES, RECENT_PAGES)
+        bf16_page, direct = (torch.from_numpy(indices).to(self.device) for indices in split)
+        loc = self.tiers.pool.req_to_token[1, prefix : prefix + new].long()
+        direct_pages = loc[direct] // PAGE_SIZE
+        batch = ExtendBatch(self._int64(1), [prefix], [new], loc, bf16_page, direct)
+        for tiers in (self.tiers, self.plain_tiers):
+            tiers.pending.free_rows([2])
+            tiers.plan_extend(batch.rows, self._int64(prefix), self._int64(prefix + new), prefix, direct_pages)
+        for layer, format in enumerate(self.formats):
+            given, outputs, scores = self._activations(new), [], []
+            for ops in (self.reference, self.ops, self.direct):
+                q, k, v = ops.rotate(layer, *given)
+                if prefix:
+                    scores.append(self._scores(ops, layer, q, k, batch))
+                outputs.append(ops.rotate_output(layer, ops.extend(layer, q, k, v, batch, SCALE, self.sinks)))
+                if ops is not self.direct:  # which shares its cache with ``ops``
+                    ops.store_tokens(layer, loc[bf16_page], k[bf16_page], v[bf16_page])
+                    ops.quantize_tokens(layer, direct, direct_pages, k, v)
+            for name, output in zip(("prefill", "prefill without a workspace"), outputs[1:]):
+                _compare(name, format, output, outputs[0])
+            if prefix:
+                _compare("scoring keys", format, scores[1], scores[0])
+
+    def _scores(
+        self, ops: AttentionOps, layer: int, q: torch.Tensor, k: torch.Tensor, batch: ExtendBatch
+    ) -> torch.Tensor:
+        """Returns the scores of all tokens except the batch's last page."""
+        scores = KeyScores(len(self.formats), KV_HEADS, batch.prefix_lens[0] + len(q) - PAGE_SIZE, self.device)
+        for part in plan_scoring(batch.prefix_lens, batch.new_lens, {0: scores}):
+            ops.score_keys(layer, q, k, batch, part, SCALE)
+        return scores.values[layer]
+
+    def decode(self, length: int) -> None:
+        """One token through every layer; it makes the request that long."""
+        rows, lens = self._int64(1), self._int64(length)
+        loc = self.tiers.pool.req_to_token[1, length - 1 : length].long()
+        for ops, tiers in ((self.ops, self.tiers), (self.reference, self.plain_tiers)):
+            tiers.plan_decode(rows, lens, length)
+            ops.plan_attention(rows, lens)
+        for layer, format in enumerate(self.formats):
+            given, outputs = self._activations(1), []
+            for ops in (self.ops, self.reference):
+                q = ops.rotate_and_store(layer, loc, *given)
+                outputs.append(ops.rotate_output(layer, ops.decode(layer, q, rows, lens, SCALE, self.sinks)))
+            _compare("decode", format, *outputs)
+
+
+def _compare(operation: str, format: RecordFormat, got: torch.Tensor, want: torch.Tensor) -> None:
+    error = ((got.double() - want.double()).norm() / want.double().norm()).item()
+    if not error <= BOUND:  # NaN too
+        raise KVQuantError(
+            f"{operation} over keys in {format.k.describe()} and values in {format.v.describe()} is wrong: relative "
+            f"error {error:.2g} to the same in torch; try another Triton release, and report this."
+        )

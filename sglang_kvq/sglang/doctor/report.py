@@ -1,0 +1,188 @@
+"""``kvq doctor``: whether ``--kv-quant`` can work in this environment, one line per check."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import warnings
+from collections.abc import Callable, Iterator
+from importlib import import_module, metadata
+from importlib.util import find_spec
+from pathlib import Path
+
+from sglang_kvq.errors import KVQuantError
+from sglang_kvq.releases import SUPPORTED
+from sglang_kvq.sglang import compat, hooks
+from sglang_kvq.sglang.doctor import host as doctor_host
+
+PLUGIN_GROUP, PLATFORM_GROUP = "sglang.srt.plugins", "sglang.srt.platforms"
+ENTRY_POINT = "kvq"
+
+
+class Failed(Exception):
+    """A check that failed; the message says what is wrong and the fix."""
+
+
+def diagnose() -> Iterator[tuple[str, bool, str]]:
+    """Run every check: its name, whether it passed, and what was found. Later ones run whatever earlier ones found."""
+    for name, check in CHECKS.items():
+        try:
+            yield name, True, check()
+        except Exception as error:  # whatever breaks in a broken environment is what this command reports
+            known = isinstance(error, (Failed, KVQuantError))
+            yield name, False, str(error) if known else f"{type(error).__name__}: {error}"
+
+
+def report(show: Callable[[str], None] = print, *, as_json: bool = False) -> int:
+    """Show one line per check, or one JSON object of all, and return the exit status: 1 if any failed."""
+    found = []
+    for name, passed, text in diagnose():
+        found.append({"check": name, "passed": passed, "found": text})
+        if not as_json:
+            show(f"{'ok  ' if passed else 'FAIL'} {name}: {text}")
+    failed = sum(not check["passed"] for check in found)
+    if as_json:
+        show(json.dumps({"passed": not failed, "checks": found}, indent=1))
+    else:
+        show(f"{failed} of {len(CHECKS)} checks failed" if failed else f"all {len(CHECKS)} checks passed")
+    return int(failed > 0)
+
+
+def versions() -> str:
+    import sglang_kvq
+
+    return f"{sglang_kvq.__version__} in {Path(sglang_kvq.__file__).parent}, Python {platform.python_version()}"
+
+
+def torch_and_gpus() -> str:
+    import torch
+
+    if not torch.cuda.is_available():
+        # As the server's own tests do: on a machine without a GPU SGLang can only be imported for its CPU engine.
+        os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
+        return f"{torch.__version__}, no CUDA GPU: only tests and the demo run here"
+    found = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+    names = ", ".join(f"{gpu.name} (sm_{gpu.major}{gpu.minor}, {gpu.total_memory / 2**30:.0f} GiB)" for gpu in found)
+    return f"{torch.__version__}, {names}"
+
+
+def triton() -> str:
+    return str(import_module("triton").__version__)
+
+
+def our_kernels() -> str:
+    """Every module of ``sglang_kvq.kernels`` is imported; on a GPU every kernel in them is compiled and run."""
+    import torch
+
+    from sglang_kvq.sglang.doctor import kernels as kernel_check
+
+    modules, kernels = kernel_check.modules(), kernel_check.kernels()
+    imported = f"all {len(modules)} modules can be imported"
+    if not torch.cuda.is_available():
+        return f"{imported}; without a GPU none of the {len(kernels)} kernels was compiled or run"
+    ran, left_out = kernel_check.run_all(torch.device("cuda", torch.cuda.current_device()))
+    rest = f"; not run: {', '.join(left_out)}" if left_out else ""
+    routines = kernel_check.routines()
+    ways = len(set(routines) & set(ran))
+    return (
+        f"{imported}; {len(ran) - ways} of {len(kernels)} kernels, and {ways} of {len(routines)} routines to decode, "
+        f"were compiled, run and compared with torch{rest}"
+    )
+
+
+def other_kernels() -> str:
+    """Finds SGLang's own module ``triton_kernels``, which a clone's link of that name must not hide."""
+    spec = find_spec("triton_kernels")
+    if spec is None or spec.origin is None:  # no module, or a folder that any package of that name takes precedence of
+        return "none is installed, so none is hidden"
+    ours = Path(next(iter(import_module("sglang_kvq.kernels").__path__))).resolve()
+    if Path(spec.origin).resolve().parent == ours:
+        raise Failed(f"{ours} hides the module of SGLang's kernels; remove its __init__.py and reinstall sglang-kvq.")
+    return str(Path(spec.origin).parent)
+
+
+def plugin_is_visible() -> str:
+    for group in (PLUGIN_GROUP, PLATFORM_GROUP):
+        found = [e for e in metadata.entry_points(group=group) if e.name == ENTRY_POINT]
+        if not found:
+            raise Failed(f"no entry point {ENTRY_POINT} in group {group}; pip install sglang-kvq in this environment.")
+        found[0].load()
+    allowed = {name.strip() for name in os.environ.get("SGLANG_PLUGINS", "").split(",") if name.strip()}
+    if allowed and ENTRY_POINT not in allowed:
+        raise Failed(f"SGLANG_PLUGINS={os.environ['SGLANG_PLUGINS']} leaves it out; add {ENTRY_POINT}, or unset it.")
+    if os.environ.get("SGLANG_PLATFORM", ENTRY_POINT) not in ("", ENTRY_POINT):
+        raise Failed(f"SGLANG_PLATFORM={os.environ['SGLANG_PLATFORM']} makes SGLang skip this plugin; unset it.")
+    return f"entry point {ENTRY_POINT} in {PLUGIN_GROUP} and {PLATFORM_GROUP}"
+
+
+def sglang_release() -> str:
+    try:
+        version = compat.sglang_version()
+    except metadata.PackageNotFoundError:
+        raise Failed(
+            "not installed in this environment; pip install 'sglang-kvq[sglang]', or use SGLang's image."
+        ) from None
+    if not compat.is_supported(version):
+        raise Failed(f"{version} is not supported; install one of {' and '.join(SUPPORTED)}.")
+    return str(version)
+
+
+def sglang_symbols() -> str:
+    table = hooks.for_release(compat.sglang_version())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # SGLang's modules tell what this machine lacks, needed or not
+        if (error := _import_error(table)) is not None:
+            raise Failed(
+                f"SGLang cannot be imported, so none of {len(table)} could be looked at: {type(error).__name__}: "
+                f"{error}. Mend that first: of a path, its permissions; of a library, its installation."
+            )
+        wrong = hooks.problems(table)
+    if wrong:
+        raise Failed("\n  ".join([f"{len(wrong)} of {len(table)} are not as expected:", *wrong]))
+    return f"all {len(table)} are as expected"
+
+
+def _import_error(table: list[hooks.Hook]) -> Exception | None:
+    """Returns what keeps SGLang's modules from being imported and is no symbol of SGLang's that is not there."""
+    for hook in table:
+        try:
+            hooks.find(hook)
+        except (AttributeError, KeyError):
+            continue
+        except ImportError as error:
+            if not (error.name or "").startswith("sglang"):
+                return error
+        except Exception as error:
+            return error
+    return None
+
+
+def shipped_rotations() -> str:
+    from sglang_kvq.rotations.storage.config_file import CONFIG_FILE
+    from sglang_kvq.rotations.storage.files import read_rotations
+    from sglang_kvq.rotations.storage.zoo import zoo_folder
+
+    folders = sorted(path.parent for path in zoo_folder().glob(f"*/{CONFIG_FILE}"))
+    for folder in folders:
+        read_rotations(folder)  # hash and orthogonality
+    return f"{', '.join(folder.name for folder in folders)}: undamaged"
+
+
+#: In the order shown, causes before what they cause. ``torch_and_gpus`` comes before SGLang is imported: it chooses the
+#: engine.
+CHECKS: dict[str, Callable[[], str]] = {
+    "sglang-kvq": versions,
+    "folders": doctor_host.folders,
+    "disk": doctor_host.disk,
+    "/dev/shm": doctor_host.shared_memory,
+    "driver": doctor_host.driver,
+    "torch": torch_and_gpus,
+    "triton": triton,
+    "kernels": our_kernels,
+    "triton_kernels": other_kernels,
+    "plugin": plugin_is_visible,
+    "SGLang": sglang_release,
+    "SGLang's symbols": sglang_symbols,
+    "rotations": shipped_rotations,
+}

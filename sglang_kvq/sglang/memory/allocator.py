@@ -1,0 +1,151 @@
+"""SGLang's paged allocator, telling the tier manager which pages came back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator, alloc_extend_naive
+from sglang.srt.utils import get_num_new_pages
+
+from sglang_kvq.cache.integrity import check_integrity
+from sglang_kvq.cache.pool import PagePool
+from sglang_kvq.releases import OLD_TREE
+from sglang_kvq.sglang import compat, runtime
+from sglang_kvq.sglang.hooks import PER_TOKEN_FREES
+from sglang_kvq.sglang.memory.pool import quantized_pool
+from sglang_kvq.sglang.types import Configurator, Original, ReqToTokenPool
+
+_RELEASE = compat.sglang_version()
+
+
+class KVQuantAllocator(PagedTokenToKVPoolAllocator):
+    """Page ids exactly as SGLang hands them out; BF16 pages follow in the next forward pass."""
+
+    free_pages: torch.Tensor
+
+    def clear(self) -> None:
+        super().clear()
+        tiers = runtime.tiers()
+        if tiers is not None:
+            tiers.reset()
+
+    def check_integrity(self) -> None:
+        """Raise RuntimeError if pool and allocator disagree. Waits for the device."""
+        if compat.applies(OLD_TREE, _RELEASE):
+            free = torch.cat((self.free_pages, self.release_pages))
+        else:
+            free = self.get_all_free_pages()
+        check_integrity(runtime.live_tiers(), free, idle=True)
+
+    if compat.applies(PER_TOKEN_FREES, _RELEASE):
+
+        def free(self, free_index: torch.Tensor) -> None:
+            """SGLang finds the pages of these tokens and puts each once at the head of ``free_pages``."""
+            before = len(self.free_pages)
+            super().free(free_index)
+            if freed := len(self.free_pages) - before:  # none while SGLang collects a group
+                # A copy: an event would keep the whole list until the next forward pass.
+                runtime.live_tiers().pending.free_pages(self.free_pages[:freed].clone())
+
+    else:
+
+        def _release_page_ids(self, *page_ids: torch.Tensor) -> None:
+            for pages in page_ids:
+                runtime.live_tiers().pending.free_pages(pages)
+            super()._release_page_ids(*page_ids)
+
+
+class _OnCpu(PagedTokenToKVPoolAllocator):
+    """For releases (``OLD_TREE``) whose paged allocator knows only Triton kernels: the same in torch."""
+
+    free_pages: torch.Tensor
+
+    def alloc_extend(
+        self,
+        prefix_lens: torch.Tensor,
+        prefix_lens_cpu: torch.Tensor,
+        seq_lens: torch.Tensor,
+        seq_lens_cpu: torch.Tensor,
+        last_loc: torch.Tensor,
+        extend_num_tokens: int,
+        num_new_pages: int | None = None,
+    ) -> torch.Tensor | None:
+        if num_new_pages is None:
+            num_new_pages = get_num_new_pages(
+                seq_lens=seq_lens_cpu, page_size=self.page_size, prefix_lens=prefix_lens_cpu
+            )
+        if num_new_pages > len(self.free_pages):
+            return None
+        out = torch.empty(extend_num_tokens, dtype=torch.int64)
+        alloc_extend_naive(prefix_lens, seq_lens, last_loc.long(), self.free_pages, out, self.page_size, self.device)
+        self.free_pages = self.free_pages[num_new_pages:]
+        return out
+
+    def alloc_decode(
+        self, seq_lens: torch.Tensor, seq_lens_cpu: torch.Tensor, last_loc: torch.Tensor
+    ) -> torch.Tensor | None:
+        begins_page = (seq_lens - 1) % self.page_size == 0
+        needed = int(begins_page.sum())
+        if needed > len(self.free_pages):
+            return None
+        out = last_loc.long() + 1
+        out[begins_page] = self.free_pages[:needed] * self.page_size
+        self.free_pages = self.free_pages[needed:]
+        return out
+
+
+class KVQuantCpuAllocator(_OnCpu, KVQuantAllocator):
+    """``KVQuantAllocator`` where the release's own knows only Triton kernels."""
+
+
+def build_allocator(
+    original: Original,
+    self: Configurator,
+    *,
+    sizes: Any,
+    token_to_kv_pool: Any,
+    req_to_token_pool: ReqToTokenPool,
+    token_to_kv_pool_allocator: Any,
+    **rest: Any,
+) -> Any:
+    """AROUND ``KVCacheConfigurator._build_token_to_kv_pool_allocator``: both pools are allocated here.
+
+    Where a model has sliding windows, SGLang's allocator hands out pages of two pools; one of its parts becomes ours.
+    """
+    ours = quantized_pool(token_to_kv_pool)
+
+    def theirs() -> Any:
+        return original(
+            self,
+            sizes=sizes,
+            token_to_kv_pool=token_to_kv_pool,
+            req_to_token_pool=req_to_token_pool,
+            token_to_kv_pool_allocator=token_to_kv_pool_allocator,
+            **rest,
+        )
+
+    if ours is None:
+        return theirs()
+    state, layout = runtime.started(), ours.layout
+    state.pages = PagePool.allocate(
+        layout.geometry.formats,
+        kv_heads=layout.geometry.kv_heads,
+        pages=layout.pages,
+        slots=layout.slots,
+        req_to_token=req_to_token_pool.req_to_token,
+    )
+    in_torch = torch.device(self.device).type == "cpu" and compat.applies(OLD_TREE, _RELEASE)
+    common = {"page_size": ours.page_size, "dtype": self.kv_cache_dtype, "device": self.device, "need_sort": False}
+    kind = KVQuantCpuAllocator if in_torch else KVQuantAllocator
+    has_windows = state.windows is not None
+    kvcache = ours if has_windows else token_to_kv_pool
+    state.allocator = kind(sizes.max_total_num_tokens, kvcache=kvcache, **common)
+    if not has_windows:
+        return state.allocator
+    both = theirs()
+    both.full_attn_allocator = state.allocator
+    if in_torch:
+        size, kvcache = sizes.swa_max_total_num_tokens, token_to_kv_pool.swa_kv_pool
+        both.swa_attn_allocator = _OnCpu(size, kvcache=kvcache, **common)
+    return both

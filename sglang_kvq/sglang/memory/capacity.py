@@ -1,0 +1,113 @@
+"""Hooks that size the cache: tokens and running requests from the bytes of both pools."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sglang_kvq.cache.layout import KVGeometry, bf16_slots, divide, reserved_bytes
+from sglang_kvq.config import KVQuantConfig
+from sglang_kvq.constants import PAGE_SIZE
+from sglang_kvq.errors import KVQuantError
+from sglang_kvq.formats.record import RecordFormat
+from sglang_kvq.methods import RotationKind, get_method
+from sglang_kvq.rotations.identity import cached_layers
+from sglang_kvq.rotations.resolve import resolve_formats, resolve_rotations
+from sglang_kvq.sglang import compat, runtime
+from sglang_kvq.sglang.attention import drafts
+from sglang_kvq.sglang.runtime import config_of, logger
+from sglang_kvq.sglang.types import Configurator, ModelConfig, Original
+
+
+def compute_cell_size(original: Original, self: Configurator, kvc: Configurator, num_layers: int) -> int:
+    """AROUND ``DefaultPoolConfigurator._compute_cell_size``: bytes of one token, all layers."""
+    plain: int = original(self, kvc, num_layers)
+    config = config_of(kvc.server_args)
+    if config is None or kvc.is_draft_worker:
+        return plain
+    # SGLang's own figure already knows tensor parallelism: heads per worker follow from it.
+    kv_heads = plain // (2 * kvc.model_config.head_dim * num_layers * kvc.kv_cache_dtype.itemsize)
+    draft = drafts.draft_page_bytes(kvc)
+    # ``drafts.after_sizes`` adds the draft's to what is returned here.
+    return start_cache(kvc, config, kv_heads, num_layers, draft).geometry.page_bytes // PAGE_SIZE
+
+
+def model_formats(config: KVQuantConfig, model: ModelConfig) -> tuple[RecordFormat, ...]:
+    """The page format of each layer that the cache holds."""
+    rotations = None
+    if get_method(config.method).rotation is RotationKind.LEARNED:  # clips and sensitivities come with the rotations
+        rotations = resolve_rotations(config, model.model_path, model.hf_config)
+    return resolve_formats(config, rotations, model.hf_config)
+
+
+def start_cache(
+    kvc: Configurator, config: KVQuantConfig, kv_heads: int, num_layers: int, draft_page_bytes: int = 0
+) -> runtime.Runtime:
+    """Begin this process's cache.
+
+    Args:
+        kv_heads: of this worker.
+        num_layers: of this worker that SGLang counts among those of full attention.
+
+    Raises:
+        SystemExit: the model's config says that there are more or fewer.
+    """
+    model = kvc.model_config
+    formats = dict(zip(cached_layers(model.hf_config), model_formats(config, model)))
+    layer_ids = tuple(i for i in formats if kvc.layer_info.start_layer <= i < kvc.layer_info.end_layer)
+    if len(layer_ids) != num_layers:
+        raise SystemExit(
+            f"sglang-kvq: SGLang keeps {num_layers} layers of {model.model_path} in its KV cache, but by the model's "
+            f"config {len(layer_ids)} are of full attention; serve it without --kv-quant."
+        )
+    geometry = KVGeometry(kv_heads, tuple(formats[i] for i in layer_ids), draft_page_bytes)
+    return runtime.start(config, geometry, layer_ids)
+
+
+def calculate_pool_sizes(original: Original, self: Configurator, available_bytes: int, page_size: int) -> Any:
+    """AROUND ``DefaultPoolConfigurator.calculate_pool_sizes``: the BF16 pages' share comes off first."""
+    state = runtime.current()
+    if state is None:
+        return original(self, available_bytes, page_size)
+    geometry = state.geometry
+    state.budget_slots = bf16_slots(state.config, geometry, available_bytes)
+    return original(self, max(available_bytes - reserved_bytes(geometry, state.budget_slots), 0), page_size)
+
+
+def requests_per_worker(configurator: Configurator) -> int | None:
+    """``--max-running-requests`` of each data-parallel worker, among which SGLang divides them; None if not given."""
+    given: int | None = configurator.server_args.max_running_requests
+    workers: int = (configurator.ps if hasattr(configurator, "ps") else configurator).attn_dp_size
+    return None if given is None else max(given // workers, 1)
+
+
+def resolve_max_num_reqs(original: Original, self: Configurator, token_capacity: int) -> int:
+    """AROUND ``KVCacheConfigurator.resolve_max_num_reqs``: as many requests as have windows."""
+    requests: int = original(self, token_capacity)
+    state = runtime.current()
+    if state is None or config_of(self.server_args) is None:
+        return requests
+    streaming = getattr(self.server_args, "enable_streaming_session", False)
+    try:
+        layout = divide(
+            state.config,
+            state.geometry,
+            pages=token_capacity // PAGE_SIZE,
+            slots=state.budget_slots,
+            wanted=requests_per_worker(self),
+            resumes=requests if streaming else 1,
+            chunk=compat.prefill_chunk(self.server_args),
+        )
+    except KVQuantError as error:  # here nothing but SystemExit ends the process without SGLang's traceback
+        raise SystemExit(f"sglang-kvq: {error}") from None
+    state.layout = layout
+    if self.server_args.max_running_requests is not None and layout.max_requests < requests:
+        logger.warning(
+            "--max-running-requests %d is lowered to %d: each running request keeps %d BF16 pages and "
+            "--kv-quant-bf16-budget %s holds %d. Raise the budget to run more at once.",
+            requests,
+            layout.max_requests,
+            state.config.slots_per_request,
+            state.config.bf16_budget,
+            layout.slots,
+        )
+    return min(requests, layout.max_requests)

@@ -1,0 +1,121 @@
+"""SGLang's view of the cache: a KVCache whose buffers only our attention backend understands."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import torch
+from sglang.srt.mem_cache.memory_pool import KVCache
+
+from sglang_kvq.cache.layout import MemoryLayout, contexts_within
+from sglang_kvq.constants import PAGE_SIZE
+from sglang_kvq.sglang import runtime
+from sglang_kvq.sglang.memory import canary
+from sglang_kvq.sglang.runtime import config_of, logger
+from sglang_kvq.sglang.types import Configurator, Original
+
+
+class KVQuantPool(KVCache):
+    """Two-tier pool. SGLang sees its size and bytes; tokens are written by the attention backend.
+
+    Its dtype is what records are made of. Where a pool is of bfloat16, SGLang's models write keys and values into its
+    buffers themselves, in one kernel with RoPE (``models.utils.enable_fused_set_kv_buffer``), and attention does not
+    get to see that they are new.
+    """
+
+    def __init__(self, size: int, page_size: int, state: runtime.Runtime, device: str) -> None:
+        layout, self.layer_ids = state.layout, state.layer_ids
+        first, last = self.layer_ids[0], self.layer_ids[-1]
+        super().__init__(size, page_size, torch.uint8, layout.geometry.layers, device, False, first, last + 1)
+        self.layout = layout
+        self.head_num, self.head_dim = layout.geometry.kv_heads, layout.geometry.head_dim
+        self._finalize_allocation_log(size)
+        logger.info(
+            "kv-quant %s: %d tokens (BF16 would hold %d in the same %.2f GiB: %.2fx), %.2f allocated bits per element "
+            "(%.3f in records), %d BF16 pages (%d tokens), at most %d running requests",
+            state.config.describe(),
+            layout.tokens,
+            layout.bf16_tokens,
+            layout.total_bytes / 2**30,
+            layout.tokens / layout.bf16_tokens,
+            layout.bits_per_element,
+            layout.geometry.record_bits_per_element,
+            layout.slots,
+            layout.slots * page_size,
+            layout.max_requests,
+        )
+
+    def get_kv_size_bytes(self) -> tuple[int, int]:
+        """In two parts, as SGLang's pools have keys and values: whoever asks adds them up."""
+        half = self.layout.total_bytes // 2
+        return half, self.layout.total_bytes - half
+
+    def move_kv_cache(self, tgt_loc: torch.Tensor, src_loc: torch.Tensor) -> None:
+        """Accepted drafts of a tree become a chain: all are in BF16 pages, and no plan runs in between."""
+        runtime.started().pages.move_tokens(tgt_loc, src_loc)
+
+    def _no_buffer(self, *args: object, **kwargs: object) -> NoReturn:
+        raise NotImplementedError(
+            "--kv-quant keeps no plain K and V buffers; a feature that reads them cannot be used with it"
+        )
+
+    get_key_buffer = get_value_buffer = get_kv_buffer = set_kv_buffer = _no_buffer
+
+
+def quantized_pool(pool: KVCache) -> KVQuantPool | None:
+    """The two-tier pool: ``pool`` itself, or a hybrid model's of full attention in it; None if there is none."""
+    inner = getattr(pool, "full_kv_pool", pool)
+    return inner if isinstance(inner, KVQuantPool) else None
+
+
+def build_mha_kv_pool(
+    original: Original,
+    self: Configurator,
+    *,
+    max_total_num_tokens: int,
+    mha_pool_class: type,
+    quant_method: object = None,
+) -> Any:
+    """AROUND ``KVCacheConfigurator._build_mha_kv_pool``."""
+    if config_of(self.server_args) is None or self.is_draft_worker:
+        return original(
+            self, max_total_num_tokens=max_total_num_tokens, mha_pool_class=mha_pool_class, quant_method=quant_method
+        )
+    return make_pool(self, max_total_num_tokens)
+
+
+def build_hybrid_linear_kv_pool(original: Original, self: Configurator, *, mha_pool_class: type, **rest: Any) -> Any:
+    """AROUND ``KVCacheConfigurator._build_hybrid_linear_kv_pool``: SGLang's pool of a model with recurrent states.
+
+    It holds the states and, made by ``mha_pool_class``, the pool of the layers of full attention.
+    """
+    if config_of(self.server_args) is None or self.is_draft_worker:
+        return original(self, mha_pool_class=mha_pool_class, **rest)
+    return original(self, mha_pool_class=lambda *, size, **_: make_pool(self, size), **rest)
+
+
+def make_pool(configurator: Configurator, tokens: int) -> KVQuantPool:
+    """The two-tier pool of what was sized.
+
+    Raises:
+        SystemExit: the model runs in another type than windows are kept in.
+    """
+    for dtype in (configurator.model_config.dtype, configurator.kv_cache_dtype):
+        if dtype != torch.bfloat16:
+            raise SystemExit(
+                f"--kv-quant keeps windows in bfloat16, but the model runs in {dtype}: add --dtype bfloat16."
+            )
+    canary.register(KVQuantPool)
+    state = runtime.started()
+    pool = KVQuantPool(tokens, PAGE_SIZE, state, configurator.device)
+    contexts = contexts_within(configurator.model_config.context_len)
+    logger.info("kv-quant %s", describe_requests(state.layout, contexts))
+    return pool
+
+
+def describe_requests(layout: MemoryLayout, contexts: Sequence[int]) -> str:
+    """Returns ``at 4K/32K: BF16 182/22 → 195/146 requests``."""
+    plain, ours = zip(*(layout.requests_at(context) for context in contexts))
+    named = "/".join(f"{context / 1024:g}K" for context in contexts)
+    return f"at {named}: BF16 {'/'.join(map(str, plain))} → {'/'.join(map(str, ours))} requests"

@@ -1,0 +1,190 @@
+"""Requests that begin with chosen pages of another prefix: copied before the scheduler looks for what is cached.
+
+A request says so in ``custom_params`` (``episodic.selection``). Its first tokens stand for the pages and are never
+computed: right before SGLang matches the request against its tree, the copies are put there under the request's own
+namespace. So they are an ordinary prefix, evicted and counted like any other; after a retraction they are made again.
+A request whose copies are not all there is not admitted (``around_add``): it waits, or ends if they can never fit.
+"""
+
+from __future__ import annotations
+
+import os
+from array import array
+from typing import Any
+
+import numpy as np
+import torch
+
+from sglang_kvq.cache.transfer import to_device
+from sglang_kvq.constants import PAGE_SIZE
+from sglang_kvq.episodic.selection import GONE, PARAMETER, TOO_SMALL, Selection
+from sglang_kvq.errors import KVQuantError
+from sglang_kvq.sglang import runtime
+from sglang_kvq.sglang.prefix import episodes, tree_keys
+from sglang_kvq.sglang.types import ForwardBatch, Original, PrefillAdder, PrefixCache, Req
+
+#: Set to 1 in tests of this file alone: without the router of ``sessions``, which knows whose a prefix is, whoever can
+#: reach the server may then read every prefix in its cache.
+ENABLED = "KVQ_PAGE_SELECTION"
+#: On a request: its selection, once decoded.
+_ATTRIBUTE = "_kvq_selection"
+
+
+def enabled() -> bool:
+    """Returns True if requests may choose pages: with ``--episodic-policy``, whose router refuses it from clients."""
+    state = runtime.current()
+    return (state is not None and state.config.episodic is not None) or os.environ.get(ENABLED) == "1"
+
+
+def selection_of(req: Req) -> Selection | None:
+    """The request's selection; None for the others, and for those that were aborted.
+
+    Raises:
+        KVQuantError: it has one that cannot be read.
+    """
+    if hasattr(req, _ATTRIBUTE):
+        known: Selection | None = getattr(req, _ATTRIBUTE)
+        return known
+    params = getattr(req.sampling_params, "custom_params", None)
+    text = params.get(PARAMETER) if isinstance(params, dict) else None
+    if text is not None and not enabled():
+        raise KVQuantError(f"custom_params {PARAMETER}: this server lets no client choose pages.")
+    selection = None if text is None else Selection.decode(text)
+    setattr(req, _ATTRIBUTE, selection)
+    return selection
+
+
+def around_next_round(
+    original: Original, self: Req, tree_cache: PrefixCache | None = None, *args: Any, **kwargs: Any
+) -> Any:
+    """AROUND ``Req.init_next_round_input``, which matches a waiting request against the tree."""
+    if runtime.tiers() is None or tree_cache is None:
+        return original(self, tree_cache, *args, **kwargs)
+    there = False
+    try:
+        episodes.prepare(tree_cache, self)
+        selection = selection_of(self)
+        there = selection is None or _bring(tree_cache, self, selection)
+    except KVQuantError as error:
+        _end(self, error)
+    result = original(self, tree_cache, *args, **kwargs)
+    found, needed = tree_keys.prefix_len(self), stand_ins(self)
+    if there and found < needed:  # it would wait forever
+        _end(self, KVQuantError(f"{needed} tokens stand for a history, and SGLang takes {found} of them as cached."))
+        result = original(self, tree_cache, *args, **kwargs)
+    return result
+
+
+def around_add(original: Original, self: PrefillAdder, req: Req, *args: Any, **kwargs: Any) -> Any:
+    """AROUND ``PrefillAdder.add_one_req``: a request waits until all tokens that stand for a history are cached."""
+    if runtime.tiers() is None or tree_keys.prefix_len(req) >= stand_ins(req):
+        return original(self, req, *args, **kwargs)
+    from sglang.srt.managers.schedule_policy import AddReqResult
+
+    # "No token" is only taken back when a running request ends.
+    busy = self.can_run_list or (self.running_batch is not None and self.running_batch.reqs)
+    return AddReqResult.NO_TOKEN if busy else AddReqResult.OTHER
+
+
+def stand_ins(req: Req) -> int:
+    """First tokens of a request that stand for others and so must never be computed; 0 for most requests."""
+    selection, prefix = selection_of(req), episodes.prefix_of(req)
+    return len(selection.pages) * PAGE_SIZE if selection else prefix.tokens if prefix else 0
+
+
+def _end(req: Req, error: KVQuantError) -> None:
+    """End a waiting request with an error; SGLang then replaces its prompt by one token."""
+    setattr(req, _ATTRIBUTE, None)
+    episodes.forget_prefix(req)
+    req.set_finish_with_abort(f"sglang-kvq: {error}")
+
+
+def _bring(tree: PrefixCache, req: Req, selection: Selection) -> bool:
+    """Copy the pages into the tree under the request's name, unless they are there; False if there is no room now.
+
+    Raises:
+        KVQuantError: the history is no longer cached, the cache is too small for it and the copies, or the request does
+            not begin with the pages' tokens.
+    """
+    tokens = _ids(selection.tokens)
+    if array("q", req.origin_input_ids[: len(tokens)]) != tokens or len(req.origin_input_ids) <= len(tokens):
+        raise KVQuantError(
+            "the prompt does not begin with the chosen pages' tokens and go on; only the router sets it."
+        )
+    key = tree_keys.key(req, tokens, req.extra_key)
+    if len(tree_keys.match(tree, key)[0]) >= len(tokens):
+        return True
+    locations, node = tree_keys.match(tree, tree_keys.key(req, _ids(selection.history), selection.namespace))
+    if len(locations) < len(selection.history):
+        raise KVQuantError(
+            f"{len(selection.history) - len(locations)} of {len(selection.history)} tokens of the history are {GONE}; "
+            "send them again."
+        )
+    own = _room(tree, node, len(selection.history), len(tokens))
+    if own is None:
+        return False
+    tiers = runtime.live_tiers()
+    count = len(selection.pages)
+    near = [i for i in range(count) if i < tiers.sink_pages or i >= count - tiers.recent_pages]
+    chosen, windows = to_device([selection.pages.astype(np.int64), np.array(near)], locations.device)
+    source = locations[::PAGE_SIZE].long()[chosen] // PAGE_SIZE
+    tiers.pending.copy_pages(source, own[::PAGE_SIZE].long() // PAGE_SIZE, windows)
+    tree_keys.insert(tree, key, own)
+    return True
+
+
+def _room(tree: PrefixCache, node: Any, history: int, copies: int) -> torch.Tensor | None:
+    """Make room for copies beside their history.
+
+    Args:
+        node: where the history ends in the tree.
+        history, copies: tokens.
+
+    Returns:
+        Token locations, int64 ``[copies]``; None while running requests leave too few.
+
+    Raises:
+        KVQuantError: there are too few even when nothing runs.
+    """
+    allocator = tree.token_to_kv_pool_allocator
+    if history + copies > allocator.size:
+        raise KVQuantError(
+            f"the KV cache of {allocator.size} tokens {TOO_SMALL} a history of {history} tokens and copies of {copies} "
+            "of them; lower --episodic-budget, or give the cache more memory."
+        )
+    lock = tree_keys.lock(tree, node)
+    try:
+        missing = copies - allocator.available_size()
+        if missing > tree.evictable_size():
+            return None
+        if missing > 0:
+            from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+
+            tree.evict(EvictParams(num_tokens=missing))
+        locations: torch.Tensor | None = allocator.alloc(copies)
+        return locations
+    finally:
+        tree_keys.unlock(tree, lock)
+
+
+def _ids(tokens: np.ndarray) -> array[int]:
+    return array("q", tokens.astype(np.int64).tobytes())
+
+
+def offset_of(req: Req) -> int:
+    """Positions by which a request's new tokens stand further than their place in it."""
+    selection, prefix = selection_of(req), episodes.prefix_of(req)
+    return selection.offset if selection else prefix.offset if prefix else 0
+
+
+def move_positions(result: ForwardBatch, cls: type, batch: Any, *args: Any, **kwargs: Any) -> ForwardBatch:
+    """AFTER ``ForwardBatch.init_new``: tokens stand where they would behind the whole history."""
+    if runtime.tiers() is None or not enabled() or batch.forward_mode.is_idle():
+        return result
+    offsets = [offset_of(req) for req in batch.reqs]
+    if any(offsets):
+        each = [1] * len(offsets) if batch.forward_mode.is_decode() else list(map(int, batch.extend_lens))
+        (moved,) = to_device([np.repeat(offsets, each)], result.positions.device)
+        result.positions = result.positions + 0  # SGLang's own tensor may be another's view
+        result.positions[: len(moved)] += moved.to(result.positions.dtype)
+    return result
