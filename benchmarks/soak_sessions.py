@@ -3,9 +3,8 @@
     python benchmarks/soak_sessions.py --minutes 2 --out benchmarks/results/soak_sessions_h200.json
     python benchmarks/soak_sessions.py --device cpu --minutes 1.5 --out FILE
 
-
 Clients, each a tenant, hold conversations with ``--episodic-policy retrieve``. They edit what was said, leave, abort
-and sometimes ask without a session. Tenants give their sessions the same names. The pool holds a few histories, so copies
+and sometimes ask without a session. Tenants use the same names for sessions. The pool holds a few histories, so copies
 of pages wait and histories are evicted and computed again. Some conversations and their copies exceed the whole pool.
 SGLang's own knob retracts requests as if memory had run out.
 

@@ -21,6 +21,7 @@ from sglang_kvq.errors import KVQuantError, unknown
 from sglang_kvq.evaluation.command import EPILOG, Words, evaluate
 from sglang_kvq.interruption import exit_status, terminable
 from sglang_kvq.phases import Phases
+from sglang_kvq.planning.command import register as register_plan
 
 app = typer.Typer(
     help="Tools around --kv-quant, SGLang's 2-bit KV cache.", no_args_is_help=True, pretty_exceptions_enable=False
@@ -345,6 +346,7 @@ def doctor(
     raise typer.Exit(doctor_model.report(request, as_json=as_json))
 
 
+register_plan(app)
 app.command("eval", cls=Words, epilog=EPILOG)(evaluate)
 
 

@@ -10,6 +10,14 @@ from sglang_kvq.constants import PAGE_SIZE
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.formats.record import RecordFormat
 
+#: Contexts for which logs and plans say how many requests fit.
+CONTEXTS = (4 << 10, 32 << 10, 128 << 10)
+
+
+def contexts_within(most: int) -> tuple[int, ...]:
+    """Returns those of ``CONTEXTS`` that a model of so many tokens can have, or just its longest."""
+    return tuple(context for context in CONTEXTS if context <= most) or (most,)
+
 
 @dataclass(frozen=True)
 class KVGeometry:
@@ -88,6 +96,10 @@ class MemoryLayout:
         """Tokens that plain BF16 would hold in the same bytes, with the same draft model's cache."""
         draft = self.geometry.draft_page_bytes
         return (self.total_bytes + self.pages * draft) * PAGE_SIZE // (self.geometry.slot_bytes + draft)
+
+    def requests_at(self, context: int) -> tuple[int, int]:
+        """Returns how many requests of so many tokens fit: in plain BF16 of the same bytes, and in this layout."""
+        return self.bf16_tokens // context, min(self.tokens // context, self.max_requests)
 
     @property
     def bits_per_element(self) -> float:

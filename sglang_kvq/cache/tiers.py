@@ -57,6 +57,9 @@ class TierCounts:
     pages_quantized: int  #: pages that have a valid record now
     records_written: int  #: pages quantized since the start
     errors: int
+    pages_lost: int  #: pages of running requests' windows that are read from records: their BF16 pages were taken
+    prefix_bf16: int  #: tokens before their own that prefills have read in BF16 since the start
+    prefix_quantized: int  #: and from records
 
 
 @dataclass
@@ -121,6 +124,8 @@ class TierManager:
         self.row_len = torch.zeros(rows, dtype=torch.int64, device=device)
         self.errors = torch.zeros((), dtype=torch.int64, device=device)
         self.records_written = torch.zeros((), dtype=torch.int64, device=device)
+        #: Tokens before their own that prefills have read: in BF16, from records.
+        self.prefix_read = torch.zeros(2, dtype=torch.int64, device=device)
         self.steps = 0
         self._copies: list[_CopiedBF16Pages] = []  # from the events being applied
         self._copied_sink_tokens: list[_CopiedSinkToken] = []
@@ -184,6 +189,9 @@ class TierManager:
         """Plans a prefill. Tensors int64 ``[batch]``; ``direct_pages`` int64 ``[n]`` are quantized from activations."""
         self._plan(rows, prefix_lens, seq_lens, max_len, direct_pages)
         self._dirty = True
+        stored = torch.where(rows > 0, prefix_lens, 0)
+        in_records = torch.where(rows > 0, self.pool.row_history_end[rows] - self.pool.row_sink_end[rows], 0)
+        self.prefix_read += torch.stack([(stored - in_records).sum(), in_records.sum()])
 
     def _plan(
         self,
@@ -521,9 +529,18 @@ class TierManager:
     # -- looking inside ---------------------------------------------------------------------------------
 
     def count(self) -> torch.Tensor:
-        """Returns the fields of ``TierCounts`` except the first, int64 ``[4]`` on the device; does not wait for it."""
+        """Returns the fields of ``TierCounts`` except the first, int64 ``[7]`` on the device; does not wait for it."""
         used, valid = (self.slot_page > 0).sum(), self.page_valid[1:].sum()
-        return torch.stack([used, valid, self.records_written, self.errors])
+        counts = torch.stack([used, valid, self.records_written, self.errors, self._pages_lost()])
+        return torch.cat([counts, self.prefix_read])
+
+    def _pages_lost(self) -> torch.Tensor:
+        """Returns how many pages of rows' windows are read from records."""
+        history = self._history_pages(self.row_len)
+        whole = self.row_len // P
+        sinks = (whole.clamp(max=self.sink_pages) - self.pool.row_sink_end // P).clamp(min=0)
+        recent = (self.pool.row_history_end // P - history).clamp(min=0)
+        return torch.where(self.row_len > 0, sinks + recent, 0).sum()
 
     def counts(self) -> TierCounts:
         """Returns the counters. Synchronises with the device."""

@@ -31,6 +31,8 @@ FIELDS = {
     "kv_quant_bits": "bits",
     "kv_quant_seed": "seed",
 }
+#: Paths whose requests are not logged, unless ``--uvicorn-access-log-exclude-prefixes`` names others.
+UNLOGGED = ("/metrics", "/health")
 DEFAULTS = {field.name: field.default for field in fields(KVQuantConfig) if field.default is not MISSING}
 
 
@@ -167,6 +169,8 @@ def complete(values: MutableMapping[str, Any], device: str) -> None:
     # A prefill graph would freeze a batch's layout; decode graphs stay.
     values["disable_prefill_cuda_graph"] = True
     values["cuda_graph_backend_prefill"] = None
+    # Else every scrape and every probe is a line of the log.
+    values["uvicorn_access_log_exclude_prefixes"] = values.get("uvicorn_access_log_exclude_prefixes") or [*UNLOGGED]
 
 
 def prepare(values: MutableMapping[str, Any]) -> KVQuantConfig | None:

@@ -284,6 +284,7 @@ _SCHEDULER: tuple[Hook, ...] = (
          "observe:add_internal_state", "tiers in /server_info"),
     after("observability.metrics_collector.SchedulerMetricsCollector.log_stats(stats)",
          "metrics:after_log_stats", "tiers in /metrics"),
+    read("observability.metrics_collector.QueueCount.total", "requests that run and wait"),
     # The KV canary
     call(f"{_CANARY}.api.register_pool_attacher(pool_class, attacher)", "--kv-canary over the two-tier pool"),
     call(f"{_CANARY}.buffer_alloc.alloc_canary_buf(num_slots, device)", "the canary's buffers"),

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
-from sglang_kvq.cache.layout import MemoryLayout
+import sglang_kvq
 from sglang_kvq.cache.tiers import TierManager
 from sglang_kvq.cache.transfer import LateCopy
 from sglang_kvq.constants import PAGE_SIZE
 from sglang_kvq.sglang import runtime
 
 
-def after_log_stats(result: None, collector: Any, *args: Any, **kwargs: Any) -> None:
+def after_log_stats(result: None, collector: Any, stats: Any, *args: Any, **kwargs: Any) -> None:
     """AFTER ``SchedulerMetricsCollector.log_stats``, which only the ranks that report call."""
     state = runtime.current()
     if state is None or state.tiers is None:
         return
     if state.metrics is None:
-        state.metrics = TierMetrics(state.tiers, state.layout, collector.labels)
-    state.metrics.report()
+        state.metrics = TierMetrics(state, state.tiers, collector.labels)
+    state.metrics.report(running=stats.num_running_reqs.total, queued=stats.num_queue_reqs.total)
 
 
 class TierMetrics:
@@ -31,40 +32,84 @@ class TierMetrics:
         labels: SGLang's, of this worker.
     """
 
-    def __init__(self, tiers: TierManager, layout: MemoryLayout, labels: dict[str, str]) -> None:
+    def __init__(self, state: runtime.Runtime, tiers: TierManager, labels: dict[str, str]) -> None:
         # Not before SGLang has set PROMETHEUS_MULTIPROC_DIR.
         from prometheus_client import Counter, Gauge
 
         def gauge(name: str, what: str, *more: str) -> Gauge:
-            return Gauge(f"sglang_kvq:{name}", what, [*labels, *more], multiprocess_mode="mostrecent")
+            return Gauge(f"sglang_kvq_{name}", what, [*labels, *more], multiprocess_mode="mostrecent")
 
+        def counter(name: str, what: str, *more: str) -> Counter:
+            return Counter(f"sglang_kvq_{name}", what, [*labels, *more])
+
+        def per_tier(name: str, what: str, kind: Callable[..., Any] = gauge) -> tuple[Any, Any]:
+            family = kind(name, what, "tier")
+            return tuple(family.labels(**labels, tier=tier) for tier in ("quantized", "bf16"))  # type: ignore[return-value]  # two
+
+        layout = self.layout = state.layout
+        info = {
+            "method": state.config.method,
+            "bits": f"{layout.geometry.record_bits_per_element:.2f}",
+            "rotations_sha256": state.status.get("rotations_sha256") or "",
+            "version": sglang_kvq.__version__,
+        }
+        gauge("info", "What is served; always 1.", *info).labels(**labels, **info).set(1)
         gauge("bits_per_element", "Allocated bits per element of the KV cache, BF16 pages included.").labels(
             **labels
         ).set(layout.bits_per_element)
-        pool = gauge("pool_tokens", "Tokens that a tier of the KV cache can hold.", "tier")
-        pool.labels(**labels, tier="quantized").set(layout.tokens)
-        pool.labels(**labels, tier="bf16").set(layout.slots * PAGE_SIZE)
-        held = gauge("held_tokens", "Tokens of the pages that a tier holds; a page may be in both.", "tier")
-        self.held_quantized, self.held_bf16 = (held.labels(**labels, tier=tier) for tier in ("quantized", "bf16"))
-
-        def counter(name: str, what: str) -> Counter:
-            return Counter(f"sglang_kvq:{name}", what, list(labels)).labels(**labels)
-
-        self.quantized_pages = counter("quantized_pages", "Pages quantized since the server started.")
-        self.errors = counter("errors", "Errors of the cache since the server started; answers may be wrong.")
-        self.published = {self.quantized_pages: 0, self.errors: 0}
+        gauge("bf16_equivalent_tokens", "Tokens that plain BF16 would hold in the same memory.").labels(**labels).set(
+            layout.bf16_tokens
+        )
+        self.page_bytes = layout.geometry.page_bytes, layout.geometry.slot_bytes
+        for size, tokens, pages, page_bytes in zip(
+            per_tier("pool_bytes", "Bytes of a tier of the KV cache."),
+            per_tier("pool_tokens", "Tokens that a tier of the KV cache can hold."),
+            (layout.pages, layout.slots),
+            self.page_bytes,
+        ):
+            size.set(pages * page_bytes)
+            tokens.set(pages * PAGE_SIZE)
+        self.held_tokens = per_tier("held_tokens", "Tokens of the pages that a tier holds; a page may be in both.")
+        self.held_bytes = per_tier("held_bytes", "Bytes of the pages that a tier holds.")
+        lost = gauge("lost_window_pages", "Window pages of running requests that are read in few bits, not in BF16.")
+        held_back = gauge("held_back_requests", "Requests that wait since no more windows fit into the BF16 pages.")
+        self.lost_pages, self.held_back = lost.labels(**labels), held_back.labels(**labels)
+        self.counters = [
+            counter("quantized_pages", "Pages quantized since the server started.").labels(**labels),
+            counter("errors", "Errors of the cache since the server started; answers may be wrong.").labels(**labels),
+            *per_tier("prefix_tokens", "Tokens before its own that a prefill reads, cached or of a chunk.", counter),
+        ]
+        self.published = [0] * len(self.counters)
         self.counts = LateCopy(tiers.count, tiers.pool.device)
         self.counts.ask()
 
-    def report(self) -> None:
-        """Publish the latest counts that have arrived, and ask for the next."""
+    def report(self, *, running: int, queued: int) -> None:
+        """Publish the latest counts that have arrived, and ask for the next.
+
+        Args:
+            running, queued: requests.
+        """
+        self.held_back.set(queued if running >= self.layout.max_requests else 0)
         if (found := self.counts.arrived()) is not None:
             self._publish(*found)
             self.counts.ask()
 
-    def _publish(self, slots_used: int, pages_quantized: int, records_written: int, errors: int) -> None:
-        self.held_bf16.set(slots_used * PAGE_SIZE)
-        self.held_quantized.set(pages_quantized * PAGE_SIZE)
-        for counter, count in ((self.quantized_pages, records_written), (self.errors, errors)):
-            counter.inc(count - self.published[counter])
-            self.published[counter] = count
+    def _publish(
+        self,
+        slots_used: int,
+        pages_quantized: int,
+        records_written: int,
+        errors: int,
+        pages_lost: int,
+        prefix_bf16: int,
+        prefix_quantized: int,
+    ) -> None:
+        held = zip(self.held_tokens, self.held_bytes, (pages_quantized, slots_used), self.page_bytes)
+        for tokens, size, pages, page_bytes in held:
+            tokens.set(pages * PAGE_SIZE)
+            size.set(pages * page_bytes)
+        self.lost_pages.set(pages_lost)
+        totals = [records_written, errors, prefix_quantized, prefix_bf16]
+        for counter, total, before in zip(self.counters, totals, self.published):
+            counter.inc(total - before)
+        self.published = totals

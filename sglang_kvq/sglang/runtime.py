@@ -54,8 +54,8 @@ class Watch(Protocol):
 class Reporter(Protocol):
     """The worker's metrics."""
 
-    def report(self) -> None:
-        """Publish the figures of now, or of the last call."""
+    def report(self, *, running: int, queued: int) -> None:
+        """Publish the figures of now, or of the last call, while so many requests run and wait."""
 
 
 @dataclass(eq=False)

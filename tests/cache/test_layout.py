@@ -79,3 +79,10 @@ def test_bf16_pages_are_not_counted_as_token_room():
 def test_a_budget_too_small_for_one_request_names_the_flags():
     with pytest.raises(KVQuantError, match=r"room for 5 BF16 pages, but one request needs 7.*--kv-quant-bf16-budget"):
         divide(KVQuantConfig("oscar"), QWEN3_8B, pages=100, slots=5)
+
+
+def test_requests_are_limited_by_tokens_and_by_windows():
+    layout = layout_of(KVQuantConfig("oscar"), 100 * GIB)
+    long, short = layout.requests_at(32768), layout.requests_at(64)
+    assert long == (layout.bf16_tokens // 32768, layout.tokens // 32768) and long[1] > 6 * long[0]
+    assert short == (layout.bf16_tokens // 64, layout.max_requests)

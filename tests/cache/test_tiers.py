@@ -237,6 +237,29 @@ def test_many_distinct_prompts_cannot_exhaust_the_sinks():
     assert not m.tiers.counts().errors
 
 
+def test_reads_of_prefixes_and_lost_windows_are_counted():
+    m = model(slots=7, rows=1)
+    tokens = [i % 50 for i in range(400)]
+    first = prefill(m, tokens)
+    generate(m, first, 1)
+    counts = m.tiers.counts()
+    assert (counts.pages_lost, counts.prefix_bf16, counts.prefix_quantized) == (0, 0, 0), "it had no prefix"
+    m.leave(first, publish=True)
+    for kind in (100, 150):  # take every BF16 page
+        m.leave(prefill(m, [(i * 3 + kind) % 250 for i in range(400)]), publish=True)
+    again = m.start([*tokens, 7, 8])
+    cached = again.stored
+    assert cached and m.extend([(again, len(again.tokens) - cached)])
+    generate(m, again, 1)
+    counts, (sink_end, history_end) = m.tiers.counts(), ranges(m, again)
+    window = len(again.tokens) // P - 2
+    assert counts.pages_lost == (P - sink_end) // P + max(history_end // P - window, 0) > 0
+    assert counts.prefix_bf16 + counts.prefix_quantized == cached and counts.prefix_quantized > cached / 2
+    m.leave(again, publish=True)
+    m.tiers.apply_pending()
+    assert m.tiers.counts().pages_lost == 0, "nothing runs"
+
+
 def test_windows_are_taken_before_sinks():
     m = model(slots=7, rows=1)
     first = prefill(m, [i % 50 for i in range(400)])

@@ -50,7 +50,7 @@ def eventually(client: Client, holds, timeout: float = 60) -> dict[str, float]:
 
 
 def test_figures_of_a_running_request_and_of_an_idle_server(client):
-    written = scrape(client).get("sglang_kvq:quantized_pages_total", 0)
+    written = scrape(client).get("sglang_kvq_quantized_pages_total", 0)
     prompt = list(range(200, 900))
     job = threading.Thread(target=client.generate, args=(prompt, ANSWER))
     job.start()
@@ -69,20 +69,23 @@ def test_figures_of_a_running_request_and_of_an_idle_server(client):
     # On a GPU our figures are one report late, and an idle server reports every 30 seconds.
     stored = len(prompt) + ANSWER - 1
     old = (stored - RECENT) // PAGE_SIZE - 1
-    name = "sglang_kvq:quantized_pages_total"
+    name = "sglang_kvq_quantized_pages_total"
     idle = eventually(client, lambda v: v["sglang:num_running_reqs"] == 0 and v[name] - written == old, timeout=100)
     assert idle["sglang:kv_used_tokens"] == 0 and idle["sglang:token_usage"] == 0
     whole = stored // PAGE_SIZE * PAGE_SIZE
     assert idle["sglang:kv_evictable_tokens"] == whole and idle["sglang:kv_available_tokens"] == TOKENS - whole
 
     state = client.state()
-    assert idle["sglang_kvq:bits_per_element"] == pytest.approx(state["bits_per_element"], abs=1e-3)
-    assert idle["sglang_kvq:pool_tokens[quantized]"] == state["tokens"] == TOKENS
-    assert idle["sglang_kvq:pool_tokens[bf16]"] == state["bf16_pages"] * 64
-    assert idle["sglang_kvq:held_tokens[quantized]"] == state["tiers"]["quantized_tokens"]
-    held = lambda v: v["sglang_kvq:held_tokens[bf16]"] == state["tiers"]["bf16_tokens"]  # noqa: E731
+    assert idle["sglang_kvq_bits_per_element"] == pytest.approx(state["bits_per_element"], abs=1e-3)
+    assert idle["sglang_kvq_info"] == 1
+    assert idle["sglang_kvq_bf16_equivalent_tokens"] == state["bf16_tokens_same_memory"]
+    assert idle["sglang_kvq_lost_window_pages"] == idle["sglang_kvq_held_back_requests"] == 0
+    assert idle["sglang_kvq_pool_tokens[quantized]"] == state["tokens"] == TOKENS
+    assert idle["sglang_kvq_pool_tokens[bf16]"] == state["bf16_pages"] * 64
+    assert idle["sglang_kvq_held_tokens[quantized]"] == state["tiers"]["quantized_tokens"]
+    held = lambda v: v["sglang_kvq_held_tokens[bf16]"] == state["tiers"]["bf16_tokens"]  # noqa: E731
     eventually(client, held, timeout=100)  # what the request gave back is in the next report
-    assert idle["sglang_kvq:held_tokens[quantized]"] == old * PAGE_SIZE
+    assert idle["sglang_kvq_held_tokens[quantized]"] == old * PAGE_SIZE
 
 
 def test_an_error_that_a_plan_counts_is_logged_while_the_request_runs(servers, faulty):
@@ -97,7 +100,7 @@ def test_an_error_that_a_plan_counts_is_logged_while_the_request_runs(servers, f
         assert job.is_alive(), "the request ended first"
         assert time.time() < deadline, server.log_tail()
         time.sleep(0.05)
-    eventually(client, lambda v: v.get("sglang_kvq:errors_total") == 1, timeout=100)
+    eventually(client, lambda v: v.get("sglang_kvq_errors_total") == 1, timeout=100)
     job.join()
     assert client.state()["errors"] == 1
     assert server.log().count(line) == 1

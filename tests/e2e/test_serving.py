@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import threading
 import time
 from itertools import pairwise
@@ -80,6 +81,16 @@ def test_server_info_tells_what_is_allocated(chat):
     assert state["rotations"] == "fixed" and state["rotations_sha256"] is None
     assert state["tokens"] == 4096 and state["bf16_pages"] >= 8 * 3
     assert state["bits_per_element"] == pytest.approx(16 * state["bf16_tokens_same_memory"] / state["tokens"], rel=1e-2)
+
+
+def test_log_says_how_many_requests_fit_and_is_short(servers):
+    server = servers(*CHAT, env=STRICT)
+    for path in ("/health", "/metrics"):
+        assert requests.get(f"{server.url}{path}", timeout=60).status_code == 200
+    log = server.log()
+    assert "GET /health" not in log and "GET /metrics" not in log
+    assert all(len(line) < 400 for line in log.splitlines() if "kv-quant" in line)
+    assert re.search(r"kv-quant at 2K: BF16 \d+ → 2 requests", log), "the server's contexts end at 2K"
 
 
 def test_sessions_that_are_not_streaming_reuse_whole_pages(chat):

@@ -289,7 +289,7 @@ def test_metrics(client, text):
     def counted() -> dict[str, float]:
         lines = requests.get(f"{client.url}/metrics", timeout=60).text.splitlines()
         return {
-            line.split(" ")[0]: float(line.split(" ")[1]) for line in lines if line.startswith("sglang_kvq:session")
+            line.split(" ")[0]: float(line.split(" ")[1]) for line in lines if line.startswith("sglang_kvq_session")
         }
 
     before = counted()
@@ -297,11 +297,11 @@ def test_metrics(client, text):
         client.turn(prompt, name, 1)
     after = counted()
     changes = {name: after[name] - before.get(name, 0) for name in after}
-    assert after["sglang_kvq:sessions"] >= 2
+    assert after["sglang_kvq_sessions"] >= 2
     state = sum(session["state_bytes"] for session in client.get().json()["data"])
-    assert after["sglang_kvq:session_state_bytes"] > state / 2  # embedding may go on
-    assert changes['sglang_kvq:session_requests_total{read="whole"}'] == 2
-    assert changes['sglang_kvq:session_requests_total{read="chosen"}'] == 1
+    assert after["sglang_kvq_session_state_bytes"] > state / 2  # embedding may go on
+    assert changes['sglang_kvq_session_requests_total{read="whole"}'] == 2
+    assert changes['sglang_kvq_session_requests_total{read="chosen"}'] == 1
 
 
 def test_deleted_and_aborted_sessions_leave_nothing(client, text, question):

@@ -24,6 +24,7 @@ LAYERS = (
     ("attention",),
     ("rotations",),
     ("sglang",),
+    ("planning",),
     ("cli",),
 )
 FLOOR = {name: floor for floor, names in enumerate(LAYERS) for name in names}

@@ -112,6 +112,14 @@ def test_implied_settings_survive_sglangs_own_resolution(command_line):
     assert getattr(prefill, "value", prefill) == "disabled"
 
 
+def test_scrapes_and_probes_are_not_logged_unless_other_paths_are_named(command_line):
+    flag, name = "--uvicorn-access-log-exclude-prefixes", "uvicorn_access_log_exclude_prefixes"
+    quiet = compat.resolved(command_line("--kv-quant", "int2"), name)
+    assert any("/metrics".startswith(p) for p in quiet) and any("/health_generate".startswith(p) for p in quiet)
+    assert not any("/v1/chat/completions".startswith(p) for p in quiet)
+    assert compat.resolved(command_line("--kv-quant", "int2", flag, "/metrics"), name) == ["/metrics"]
+
+
 def test_attention_backend_follows_the_device():
     assert compat.attention_backend("cpu") == "torch_native"
     assert compat.attention_backend("cuda") == "triton"

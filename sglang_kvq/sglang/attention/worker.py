@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -25,6 +26,9 @@ from sglang_kvq.sglang.memory.pool import quantized_pool
 from sglang_kvq.sglang.prefix import episodes
 from sglang_kvq.sglang.runtime import logger
 from sglang_kvq.sglang.types import ModelRunner
+
+#: Different values of the layers that the log lists.
+MOST_SHOWN = 6
 
 
 def create_backend(model_runner: ModelRunner) -> AttentionBackend:
@@ -69,7 +73,8 @@ def create_backend(model_runner: ModelRunner) -> AttentionBackend:
     if state.windows is not None:
         state.status |= {"window_tokens": state.windows.tokens, "swa_full_tokens_ratio": round(state.windows.ratio, 4)}
     log_inferred(model_runner, config)
-    logger.info("kv-quant ready: %s", ", ".join(f"{k}={v}" for k, v in state.status.items()))
+    for line in describe(state.status):
+        logger.info("kv-quant %s", line)
     if config.capture:
         from sglang_kvq.sglang.attention.capture_backend import capture_backend
 
@@ -98,6 +103,22 @@ def create_tiers(pool: PagePool, config: KVQuantConfig, ops: AttentionOps) -> Ti
     return kind(
         pool, config.sink_pages, config.recent_pages, ops.quantize_slots, ops.restore_pages, config.prefill_pages
     )
+
+
+def describe(status: Mapping[str, Any]) -> Iterator[str]:
+    """Yields lines for the log: what all layers share, then files of rotations and what differs by layer, one each."""
+    longer = {name: value for name, value in status.items() if isinstance(value, (dict, list))}
+    yield "ready: " + ", ".join(f"{name}={value}" for name, value in status.items() if name not in longer)
+    for name, value in longer.items():
+        if isinstance(value, dict):
+            yield from (f"{name}: {key}={entry}" for key, entry in value.items())
+        else:
+            counted = Counter(value).most_common()
+            yield (
+                f"{name} by layer: "
+                + ", ".join(f"{count} x {entry}" for entry, count in counted[:MOST_SHOWN])
+                + (f", {len(counted) - MOST_SHOWN} others: see /server_info" if len(counted) > MOST_SHOWN else "")
+            )
 
 
 def _per_layer(values: list[Any]) -> object:

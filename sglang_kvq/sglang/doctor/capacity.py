@@ -28,6 +28,7 @@ class Capacity:
 
     Attributes:
         tokens_bf16: tokens of plain SGLang in the same memory.
+        requests_bf16: requests that plain SGLang's recurrent states admit at once; None for a model without such.
         tokens, requests: of a server with ``--kv-quant``: tokens of its cache, requests that run at once.
         beside: what else the memory holds, in words; None where that is nothing.
     """
@@ -36,6 +37,7 @@ class Capacity:
     tokens: int
     requests: int
     beside: str | None = None
+    requests_bf16: int | None = None
 
 
 def capacity(config: KVQuantConfig, geometry: KVGeometry, model: ModelConfig, tp: int, memory: int) -> Capacity:
@@ -68,18 +70,17 @@ def _with_windows(config: KVQuantConfig, geometry: KVGeometry, model: ModelConfi
         batches=2,
         prefixes=None,
     )
-    layers, heads = len(model.swa_attention_layer_ids), model.get_swa_num_kv_heads(tp)
-    window_bytes = heads * (model.swa_head_dim + model.swa_v_head_dim) * 2 * layers
-    split, _ = share_windows(config, geometry, memory, window_bytes=window_bytes, need=need)
+    of_token = window_bytes(model, tp)
+    split, _ = share_windows(config, geometry, memory, window_bytes=of_token, need=need)
     slots = bf16_slots(config, geometry, split.bf16_budget)
     left = max(memory - reserved_bytes(geometry, slots), 0)
     if split.tokens <= 0 or left == 0:
         raise KVQuantError(f"{memory / 2**20:.0f} MiB hold no page beside the sliding windows; give more --memory.")
-    pages = int(left / token_bytes(geometry, window_bytes, split.ratio)) // PAGE_SIZE
+    pages = int(left / token_bytes(geometry, of_token, split.ratio)) // PAGE_SIZE
     layout = divide(config, geometry, pages=pages, slots=slots)
-    plain = memory / (geometry.slot_bytes / PAGE_SIZE + STOCK_RATIO * window_bytes)
+    plain = memory / (geometry.slot_bytes / PAGE_SIZE + STOCK_RATIO * of_token)
     in_windows = int(layout.tokens * split.ratio) // PAGE_SIZE * PAGE_SIZE
-    windows = f"{in_windows:,} tokens of the {layers} layers with windows, in BF16"
+    windows = f"{in_windows:,} tokens of the {len(model.swa_attention_layer_ids)} layers with windows, in BF16"
     return Capacity(int(plain) // PAGE_SIZE * PAGE_SIZE, layout.tokens, layout.max_requests, windows)
 
 
@@ -88,13 +89,21 @@ def _with_states(config: KVQuantConfig, geometry: KVGeometry, model: ModelConfig
     ratio = share_states(memory, needs).ratio
     states = int(memory * ratio / (1 + ratio)) // state
     layout = fit(config, geometry, memory - states * state)
-    plain = memory - int(memory * SGLANG_RATIO / (1 + SGLANG_RATIO)) // state * state
+    plain_states = int(memory * SGLANG_RATIO / (1 + SGLANG_RATIO)) // state
+    plain = memory - plain_states * state
     return Capacity(
         plain // geometry.slot_bytes * PAGE_SIZE,
         layout.tokens,
         min(layout.max_requests, states // STATES_PER_REQUEST),
         f"{states:,} recurrent states of {state / 2**20:.1f} MiB",
+        plain_states // STATES_PER_REQUEST,
     )
+
+
+def window_bytes(model: ModelConfig, tp: int) -> int:
+    """Bytes of a token in the layers with sliding windows, on one of ``tp`` workers."""
+    elements = model.get_swa_num_kv_heads(tp) * (model.swa_head_dim + model.swa_v_head_dim)
+    return int(elements * 2 * len(model.swa_attention_layer_ids))
 
 
 def state_bytes(model: ModelConfig, tp: int) -> int:

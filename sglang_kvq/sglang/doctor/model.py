@@ -37,6 +37,8 @@ MOST_MEMORY = 1 << 20
 #: Approximate share of a GPU's memory that SGLang gives to weights and KV cache; it depends on GPU and flags.
 STATIC_SHARE = 0.88
 
+UNKNOWN_CLASS = "SGLang has no class for it that this release of sglang-kvq knows"
+
 
 @dataclass(frozen=True)
 class Request:
@@ -154,21 +156,16 @@ def diagnose(request: Request) -> Diagnosis:
     Raises:
         KVQuantError: SGLang is not installed, the config cannot be read, or a setting is wrong.
     """
-    from sglang_kvq.sglang import checks
-
     check_readable(Path(request.model))
     model, flags = read_config(request)
     names = list(model.hf_config.architectures or [])
     family = family_of(names)
     found = Diagnosis(request.model, request.config.method, Answer.SERVED.value, names)
     if family is None:
-        return _refuse(found, None, "SGLang has no class for it that this release of sglang-kvq knows")
+        return _refuse(found, None, UNKNOWN_CLASS)
     found.family, found.note = family.name, family.note or None
     try:
-        checks.check_model(model, request.config)
-        checks.check_division(model, request.tp)
-        checks.check_query_heads(model, request.tp)
-        check_layers_agree(model)
+        check_served(model, request.config, request.tp)
     except KVQuantError as error:
         return _refuse(found, family, str(error))
     found.evidence = family.evidence.value if family.evidence else None
@@ -185,6 +182,25 @@ def diagnose(request: Request) -> Diagnosis:
     if formats is not None:
         _count(found, request, KVGeometry(model.get_num_kv_heads(request.tp), formats), model)
     return found
+
+
+def check_served(model: ModelConfig, config: KVQuantConfig, tp: int) -> None:
+    """Refuse a model that a server would refuse, by its config.
+
+    Args:
+        tp: workers that share the heads.
+
+    Raises:
+        KVQuantError: the first reason.
+    """
+    from sglang_kvq.sglang import checks
+
+    if family_of(model.hf_config.architectures or []) is None:
+        raise KVQuantError(f"{model.model_path}: {UNKNOWN_CLASS}.")
+    checks.check_model(model, config)
+    checks.check_division(model, tp)
+    checks.check_query_heads(model, tp)
+    check_layers_agree(model)
 
 
 def check_layers_agree(model: ModelConfig) -> None:

@@ -23,6 +23,7 @@ from sglang_kvq.sessions.embedding import unit
 from sglang_kvq.sessions.episodes import ChainPlan, Step, chain, stand_ins, step_ids
 from sglang_kvq.sessions.messages import FOLD, GONE, PREFIX, Fold, FoldedPrefix
 from sglang_kvq.sglang.router import answers, requests
+from sglang_kvq.sglang.router.metrics import NoMetrics
 from sglang_kvq.sglang.router.requests import GenerateRequest
 from sglang_kvq.sglang.router.turns import Turn, Workers
 
@@ -59,8 +60,8 @@ class EpisodeRouter:
         sinks: first tokens of a conversation that every episode keeps.
     """
 
-    def __init__(self, workers: Workers, config: EpisodicConfig, method: str, sinks: int) -> None:
-        self.workers, self.config, self.method = workers, config, method
+    def __init__(self, workers: Workers, metrics: NoMetrics, config: EpisodicConfig, method: str, sinks: int) -> None:
+        self.workers, self.metrics, self.config, self.method = workers, metrics, config, method
         self.plan = ChainPlan(config.budget, config.block, sinks)
         self._built: OrderedDict[str, None] = OrderedDict()
         #: One fold at a time: several would each hold its pages while it waits for room for what they become.
@@ -167,6 +168,7 @@ class EpisodeRouter:
                 raise KVQuantError(f"folding tokens {step.start} to {step.end} of the conversation failed: {problem}")
             await asyncio.sleep(PAUSE * 2**attempt)
         self._built[step.name] = None
+        self.metrics.folded()
         while len(self._built) > REMEMBERED:
             self._built.popitem(last=False)
 

@@ -15,18 +15,22 @@ class NoMetrics:
     def rebuilt(self) -> None:
         """A history was computed again."""
 
+    def folded(self) -> None:
+        """A block of a history was folded into an episode."""
+
 
 class SessionMetrics(NoMetrics):
-    """Two gauges and two counters of the process that serves HTTP."""
+    """Two gauges and three counters of the process that serves HTTP."""
 
     def __init__(self) -> None:
         # Not before SGLang has set PROMETHEUS_MULTIPROC_DIR.
         from prometheus_client import Counter, Gauge
 
-        self._known = Gauge("sglang_kvq:sessions", "Sessions that are remembered.", multiprocess_mode="mostrecent")
-        self._bytes = Gauge("sglang_kvq:session_state_bytes", "Their state.", multiprocess_mode="mostrecent")
-        self._answered = Counter("sglang_kvq:session_requests", "Requests of sessions.", ["read"])
-        self._rebuilt = Counter("sglang_kvq:session_rebuilds", "Histories computed again since they were evicted.")
+        self._known = Gauge("sglang_kvq_sessions", "Sessions that are remembered.", multiprocess_mode="mostrecent")
+        self._bytes = Gauge("sglang_kvq_session_state_bytes", "Their state.", multiprocess_mode="mostrecent")
+        self._answered = Counter("sglang_kvq_session_requests", "Requests of sessions.", ["read"])
+        self._rebuilt = Counter("sglang_kvq_session_rebuilds", "Histories computed again since they were evicted.")
+        self._folded = Counter("sglang_kvq_episode_blocks", "Blocks of histories folded into episodes.")
 
     def known(self, sessions: int, state_bytes: int) -> None:
         self._known.set(sessions)
@@ -37,3 +41,6 @@ class SessionMetrics(NoMetrics):
 
     def rebuilt(self) -> None:
         self._rebuilt.inc()
+
+    def folded(self) -> None:
+        self._folded.inc()

@@ -144,7 +144,8 @@ class Router:
         #: Router of the policy epicache, or None.
         self.episodes: EpisodeRouter | None = None
         if episodic.policy == EPICACHE:
-            self.episodes = EpisodeRouter(self.workers, episodic, config.method, max(config.sink_pages, 1) * PAGE_SIZE)
+            sinks = max(config.sink_pages, 1) * PAGE_SIZE
+            self.episodes = EpisodeRouter(self.workers, self.metrics, episodic, config.method, sinks)
         #: Tasks that continue after answers; the event loop itself keeps no reference.
         self.background: set[asyncio.Task[None]] = set()
 

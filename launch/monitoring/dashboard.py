@@ -1,0 +1,137 @@
+"""Writes the Grafana dashboard: ``python -m launch.monitoring.dashboard`` after a change of ``PANELS``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+FILE = Path(__file__).parent / "grafana" / "sglang-kvq.json"
+#: Of 24 columns; and rows of Grafana's grid.
+WIDTH, HEIGHT = 8, 7
+#: Grafana puts a suitable range here.
+INTERVAL = "$__rate_interval"
+
+
+@dataclass(frozen=True)
+class Panel:
+    """A panel of curves.
+
+    Attributes:
+        queries: PromQL and the legend of its curves.
+        unit: Grafana's name of it.
+        sessions: its metrics exist with ``--episodic-policy`` only.
+    """
+
+    title: str
+    queries: tuple[tuple[str, str], ...]
+    unit: str = "short"
+    sessions: bool = False
+
+    @property
+    def about(self) -> str:
+        """Text of the panel's tooltip."""
+        return "With --episodic-policy only." if self.sessions else ""
+
+
+def rate(metric: str) -> str:
+    """Returns the query of a counter's increase per second."""
+    return f"rate({metric}[{INTERVAL}])"
+
+
+def of_sglang(metric: str) -> str:
+    """Returns SGLang's metric, whose colon some releases of Prometheus store as an underscore."""
+    return f'{{__name__=~"sglang[:_]{metric}"}}'
+
+
+_TTFT = f"sum by (le) (rate({of_sglang('time_to_first_token_seconds_bucket')}[{INTERVAL}]))"
+
+PANELS = (
+    Panel("Served", (("sglang_kvq_info", "{{method}}, {{bits}} bits, {{version}}, rotations {{rotations_sha256}}"),)),
+    Panel(
+        "Capacity",
+        (
+            ('sglang_kvq_pool_tokens{tier="quantized"}', "tokens that fit"),
+            ("sglang_kvq_bf16_equivalent_tokens", "BF16 would hold"),
+        ),
+    ),
+    Panel("Errors of the cache", (("sglang_kvq_errors_total", "errors"),)),
+    Panel("Tokens held", (("sglang_kvq_held_tokens", "{{tier}}"),)),
+    Panel("Bytes held", (("sglang_kvq_held_bytes", "{{tier}}"),), "bytes"),
+    Panel(
+        "Part of each tier that is held",
+        (("sglang_kvq_held_tokens / sglang_kvq_pool_tokens", "{{tier}}"),),
+        "percentunit",
+    ),
+    Panel(
+        "Requests",
+        (
+            (of_sglang("num_running_reqs"), "running"),
+            (of_sglang("num_queue_reqs"), "queued"),
+            ("sglang_kvq_held_back_requests", "held back by BF16 pages"),
+        ),
+    ),
+    Panel("Window pages read in few bits", (("sglang_kvq_lost_window_pages", "pages"),)),
+    Panel("Pages quantized per second", ((rate("sglang_kvq_quantized_pages_total"), "pages"),)),
+    Panel("Prefix tokens read per second", ((rate("sglang_kvq_prefix_tokens_total"), "{{tier}}"),)),
+    Panel("Generated tokens per second", ((of_sglang("gen_throughput"), "tokens"),)),
+    Panel(
+        "Time to first token",
+        tuple((f"histogram_quantile({q}, {_TTFT})", f"{q:.0%}") for q in (0.5, 0.95)),
+        "s",
+    ),
+    Panel("Sessions", (("sglang_kvq_sessions", "remembered"),), sessions=True),
+    Panel("Memory of sessions", (("sglang_kvq_session_state_bytes", "bytes"),), "bytes", sessions=True),
+    Panel(
+        "Requests of sessions per second",
+        (
+            (rate("sglang_kvq_session_requests_total"), "read {{read}}"),
+            (rate("sglang_kvq_session_rebuilds_total"), "histories computed again"),
+            (rate("sglang_kvq_episode_blocks_total"), "blocks folded into episodes"),
+        ),
+        sessions=True,
+    ),
+)
+
+
+def build() -> str:
+    """Returns the dashboard's JSON."""
+    from grafana_foundation_sdk.builders import common, dashboard, prometheus, timeseries
+    from grafana_foundation_sdk.cog.encoder import JSONEncoder
+    from grafana_foundation_sdk.models.common import LegendDisplayMode, LegendPlacement
+    from grafana_foundation_sdk.models.dashboard import DataSourceRef, GridPos
+
+    source = DataSourceRef(type_val="prometheus", uid="${source}")
+    board = (
+        dashboard.Dashboard("sglang-kvq")
+        .uid("sglang-kvq")
+        .tags(["sglang"])
+        .refresh("10s")
+        .time("now-30m", "now")
+        .with_variable(dashboard.DatasourceVariable("source").label("Prometheus").type("prometheus"))
+    )
+    legend_below = (
+        common.VizLegendOptions()
+        .show_legend(True)
+        .display_mode(LegendDisplayMode.LIST)
+        .placement(LegendPlacement.BOTTOM)
+    )
+    for number, panel in enumerate(PANELS):
+        row, column = divmod(number, 24 // WIDTH)
+        drawn = (
+            timeseries.Panel()
+            .title(panel.title)
+            .description(panel.about)
+            .unit(panel.unit)
+            .min(0)
+            .legend(legend_below)
+            .datasource(source)
+            .grid_pos(GridPos(h=HEIGHT, w=WIDTH, x=column * WIDTH, y=row * HEIGHT))
+        )
+        for letter, (query, legend) in zip("ABC", panel.queries):
+            drawn = drawn.with_target(prometheus.Dataquery().expr(query).legend_format(legend).ref_id(letter))
+        board = board.with_panel(drawn)
+    return f"{JSONEncoder(sort_keys=True, indent=2).encode(board.build())}\n"
+
+
+if __name__ == "__main__":
+    FILE.write_text(build())

@@ -1,0 +1,168 @@
+"""The command ``kvq plan``: its options, and the plan in words or as JSON."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from sglang_kvq.errors import KVQuantError
+
+if TYPE_CHECKING:
+    from sglang_kvq.planning.plan import Planner, Row
+
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20}
+
+
+def register(app: typer.Typer) -> None:
+    """Adds the command to the app."""
+    app.command("plan")(plan)
+
+
+def plan(
+    model: Annotated[str, typer.Argument(help="Hub id, or folder with a config.json; no weights are read.")],
+    gpu: Annotated[str, typer.Option(help="h100, h200 or another known name, or GIB:TB/S, such as 80:3.35.")],
+    count: Annotated[int | None, typer.Option(help="GPUs in all; default --tp.")] = None,
+    tp: Annotated[int, typer.Option(help="GPUs that hold one copy of the model.")] = 1,
+    context: Annotated[str | None, typer.Option(help="The wish: tokens of a request, such as 32K.")] = None,
+    concurrency: Annotated[int | None, typer.Option(help="The wish: requests at once.")] = None,
+    mem_fraction_static: Annotated[float, typer.Option(help="The server's flag.")] = 0.85,
+    weights: Annotated[float | None, typer.Option(help="GiB of the weights, if nothing tells them.")] = None,
+    trust_remote_code: Annotated[bool, typer.Option(help="Run the code of the model's config.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON value on stdout instead of text.")] = False,
+) -> None:
+    """Show what fits on GPUs that need not be here, and what serves a wish; exit status 1 if nothing does."""
+    from sglang_kvq.planning import plan as planning
+    from sglang_kvq.planning.gpus import GIB, find_gpu
+    from sglang_kvq.planning.weights import Weights, find_weights
+    from sglang_kvq.sglang.doctor import model as doctor_model
+
+    place = planning.Place(find_gpu(gpu), tp if count is None else count, tp, mem_fraction_static)
+    if (context is None) != (concurrency is None):
+        named = f"--context {context}" if concurrency is None else f"--concurrency {concurrency}"
+        raise KVQuantError(f"{named}: a wish has both; add {'--concurrency' if concurrency is None else '--context'}.")
+    tokens = None if context is None else parse_tokens("--context", context)
+    if concurrency is not None and concurrency < 1:
+        raise KVQuantError(f"--concurrency {concurrency}: must be at least 1.")
+    if weights is not None and not 0 < weights < 1 << 20:
+        raise KVQuantError(f"--weights {weights:g}: must be the GiB of the model's weights, above 0.")
+    request = doctor_model.Request(model, doctor_model.config_of("hadamard", None, None), None, tp, trust_remote_code)
+    read, flags = doctor_model.read_config(request)
+    doctor_model.check_served(read, request.config, tp)
+    if tokens is not None and tokens > read.context_len:
+        raise KVQuantError(
+            f"--context {context}: the config of {model} ends at {read.context_len:,}; choose at most that."
+        )
+    if weights is None:
+        found = find_weights(model, read.hf_config, trust_remote_code=trust_remote_code)
+    else:
+        found = Weights(int(weights * GIB), 0, 0, "--weights")
+    wish = None if tokens is None or concurrency is None else planning.Wish(tokens, concurrency)
+    planner = planning.Planner(model, read, found, place, wish)
+    rows, best = [*planner.plain_rows(), *planner.method_rows()], planner.best() if wish else None
+    if as_json:
+        typer.echo(json.dumps(_to_json(planner, rows, best, flags), indent=2))
+    else:
+        _show(planner, rows, best, flags)
+    raise typer.Exit(int(wish is not None and best is None))
+
+
+def parse_tokens(flag: str, text: str) -> int:
+    """Returns a number of tokens: ``32768``, ``32K``, ``1M``.
+
+    Raises:
+        KVQuantError: not such a number, or 0.
+    """
+    match = re.fullmatch(r"(\d{1,12})([KM]?)", text.upper())
+    tokens = int(match[1]) * _UNITS[match[2]] if match else 0
+    if not tokens:
+        raise KVQuantError(f"{flag} {text}: must be a number of tokens, at least 1, such as 32K or 32768.")
+    return tokens
+
+
+def short(tokens: int) -> str:
+    """Returns a context in thousands, as ``parse_tokens`` takes it."""
+    return f"{tokens >> 10}K" if tokens % 1024 == 0 else f"{tokens:,}"
+
+
+def serving(planner: Planner, row: Row, flags: list[str]) -> list[str]:
+    """Returns the commands that serve a row: to calibrate, if no rotations are known, then to serve."""
+    place, commands = planner.place, []
+    words = ["python", "-m", "sglang.launch_server", "--model-path", planner.path, *flags, "--kv-quant", row.name]
+    if row.setting is not None:
+        words += ["--kv-quant-bits", row.setting]
+    if row.rotations == "":
+        composition = ["--composition", "transform"] if row.name == "transform" else []
+        make = ["kvq", "calibrate", planner.path, *composition, "--text", "FILE", "--output", "rotations"]
+        commands.append(shlex.join(make))
+        words += ["--kv-quant-rotations", "rotations"]
+    words += ["--kv-quant-bf16-budget", f"{row.budget:g}", "--mem-fraction-static", f"{place.fraction:g}"]
+    words += [w for name, n in (("--tp", place.tp), ("--dp", place.copies)) if n > 1 for w in (name, str(n))]
+    return [*commands, shlex.join(words)]
+
+
+def _to_json(planner: Planner, rows: list[Row], best: Row | None, flags: list[str]) -> dict[str, Any]:
+    return {
+        "model": planner.path,
+        **asdict(planner.place),
+        "weights": asdict(planner.weights),
+        "cache_bytes": planner.memory,
+        "wish": planner.wish and asdict(planner.wish),
+        "rows": [asdict(row) for row in rows],
+        "best": best and {**asdict(best), "commands": serving(planner, best, flags)},
+    }
+
+
+def _show(planner: Planner, rows: list[Row], best: Row | None, flags: list[str]) -> None:
+    place, gib = planner.place, 1 << 30
+    copies = f", {place.copies} copies on {place.count} GPUs" if place.copies > 1 else ""
+    typer.echo(
+        f"{planner.path} on {place.tp} x {place.gpu.name}{copies}: of each GPU's {place.gpu.memory / gib:.1f} GiB, "
+        f"--mem-fraction-static {place.fraction:g} gives {planner.weights.total / place.tp / gib:.1f} to the weights "
+        f"({planner.weights.source}) and {planner.memory / gib:.1f} to the cache"
+    )
+    Console(emoji=False).print(_table(planner, rows))
+    for line in _advice(planner, best, flags):
+        typer.echo(line)
+
+
+def _table(planner: Planner, rows: list[Row]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    table.add_column("")
+    wish = planner.wish
+    columns = ["bits", "tokens", *(f"at {short(context)}" for context in planner.contexts)]
+    columns += [f"{wish.concurrency} x {short(wish.context)}", "step, ms"] if wish else []
+    for name in columns:
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in rows:
+        cells = [f"{row.bits:.2f}", f"{row.tokens:,}", *(f"{n:,}" for n in row.at.values())]
+        if wish:
+            budget = "yes" if row.budget is None else f"budget {row.budget:g}"
+            cells += [budget if row.serves else "no", "" if row.step_ms is None else f"> {row.step_ms:.1f}"]
+        table.add_row(row.name, *cells)
+    return table
+
+
+def _advice(planner: Planner, best: Row | None, flags: list[str]) -> Iterator[str]:
+    """Says what the columns mean, what serves the wish, and with which command."""
+    yield "bits: of an element of the history. at: requests of so many tokens at once, with the table's BF16 budget."
+    wish = planner.wish
+    if wish is None:
+        yield "--context and --concurrency add what serves a wish, and the command."
+        return
+    yield "step: a decode step takes longer than reading weights and cache once, at the data sheet's bandwidth."
+    name = f"{wish.concurrency} requests of {short(wish.context)} tokens"
+    if best is None:
+        yield f"No method serves {name}; add GPUs (--count), or wish for less."
+        return
+    yield f"Most bits that serve {name}: {best.name} at {best.bits:.2f}, --kv-quant-bf16-budget {best.budget:g}:"
+    for command in serving(planner, best, flags):
+        yield f"  {command}"

@@ -1,0 +1,263 @@
+"""Computes what fits on some GPUs, for each way to keep the cache, and finds the way that serves a wish.
+
+The arithmetic is a server's own: ``cache.layout`` and ``sglang.doctor.capacity`` divide the memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+
+from sglang_kvq.cache.layout import KVGeometry, contexts_within
+from sglang_kvq.config import KVQuantConfig
+from sglang_kvq.constants import PAGE_SIZE
+from sglang_kvq.errors import KVQuantError
+from sglang_kvq.formats.record import RecordFormat
+from sglang_kvq.methods import METHOD_NAMES, RotationKind, get_method
+from sglang_kvq.planning.gpus import GIB, Gpu
+from sglang_kvq.planning.weights import Weights
+from sglang_kvq.rotations.base import RotationMeta, Rotations
+from sglang_kvq.rotations.identity import geometry_of
+from sglang_kvq.rotations.resolve import locate_rotations, plane_formats, resolve_formats
+from sglang_kvq.sglang.doctor.capacity import Capacity, capacity, state_bytes, window_bytes
+from sglang_kvq.sglang.types import ModelConfig
+
+#: Widths of transform coding that are tried for a wish.
+PLANE_WIDTHS = tuple(4 - 0.25 * i for i in range(12))
+#: Shares of the KV memory for BF16 pages that are tried for a wish, in percent.
+BUDGETS = range(2, 90)
+#: Methods that are advised; of equal bits, the first. README says why.
+ADVISED = ("int4", "transform", "oscar", "turboquant", "hadamard")
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the model is to run.
+
+    Attributes:
+        count: GPUs in all; each ``tp`` of them hold one copy of the model.
+        fraction: ``--mem-fraction-static``.
+    """
+
+    gpu: Gpu
+    count: int = 1
+    tp: int = 1
+    fraction: float = 0.85
+
+    def __post_init__(self) -> None:
+        if self.tp < 1:
+            raise KVQuantError(f"--tp {self.tp}: must be the GPUs that hold one copy of the model, at least 1.")
+        if self.count < 1 or self.count % self.tp:
+            raise KVQuantError(f"--count {self.count}: must be a multiple of --tp {self.tp}, at least that.")
+        if not 0 < self.fraction < 1:
+            raise KVQuantError(f"--mem-fraction-static {self.fraction:g}: must be above 0 and below 1.")
+
+    @property
+    def copies(self) -> int:
+        """Copies of the model, each with a cache of its own."""
+        return self.count // self.tp
+
+    def cache_memory(self, weights: Weights) -> int:
+        """Returns bytes of each GPU that a server divides among requests: what its fraction leaves of the weights.
+
+        Raises:
+            KVQuantError: nothing is left.
+        """
+        mine = weights.total // self.tp
+        left = int(self.gpu.memory * self.fraction) - mine
+        if left <= 0:
+            raise KVQuantError(
+                f"--gpu {self.gpu.name}: {self.fraction:g} of its {self.gpu.memory / GIB:.1f} GiB do not hold "
+                f"{mine / GIB:.1f} GiB of weights; raise --tp, or choose a larger one."
+            )
+        return left
+
+
+@dataclass(frozen=True)
+class Wish:
+    """So many requests at once, of so many tokens each, prompt and answer."""
+
+    context: int
+    concurrency: int
+
+
+@dataclass(frozen=True)
+class Row:
+    """One way to keep the cache on these GPUs.
+
+    Attributes:
+        name: ``BF16``, ``FP8`` or a method.
+        bits: allocated bits per element of the history; without BF16 pages.
+        setting: ``--kv-quant-bits``, None for the method's default or no method.
+        budget: ``--kv-quant-bf16-budget``; None without a method.
+        tokens, requests: of all copies together; no limit of requests is None.
+        at: requests at some contexts.
+        rotations: the method needs rotations, and this is where they are; "" if none are known.
+        serves: whether it serves the wish.
+        step_ms: least time of a decode step that serves the wish, by the bandwidth of the memory alone.
+    """
+
+    name: str
+    bits: float
+    setting: str | None
+    budget: float | None
+    tokens: int
+    requests: int | None
+    at: dict[int, int]
+    rotations: str | None = None
+    serves: bool = False
+    step_ms: float | None = None
+
+
+class Planner:
+    """Rows for one model on one place.
+
+    Args:
+        path: hub id or folder, as the user gave it.
+        wish: None for none.
+    """
+
+    def __init__(self, path: str, model: ModelConfig, weights: Weights, place: Place, wish: Wish | None) -> None:
+        self.path, self.model, self.weights, self.place, self.wish = path, model, weights, place, wish
+        self.memory = place.cache_memory(weights)
+        self.contexts = contexts_within(model.context_len)
+        geometry = self._geometry(KVQuantConfig("hadamard"))  # any method: BF16 is the same beside all
+        self.token_bytes = geometry.slot_bytes / PAGE_SIZE
+        self.other_bytes = 2 * state_bytes(model, place.tp)  # of a request in a step: its state is read and written
+        if wish is not None and model.is_hybrid_swa:
+            self.other_bytes += min(int(model.sliding_window_size), wish.context) * window_bytes(model, place.tp)
+        self._rotations: dict[bool, str | None] = {}
+
+    def plain_rows(self) -> Iterator[Row]:
+        """SGLang without the plugin: its BF16 cache, and its FP8 one."""
+        config = KVQuantConfig("hadamard")
+        held = self._capacity(config, self._geometry(config))
+        for name, bits in (("BF16", 16), ("FP8", 8)):
+            tokens = held.tokens_bf16 * 16 // bits
+            yield self._row(name, bits, None, None, tokens, held.requests_bf16, bits / 16)
+
+    def method_rows(self) -> Iterator[Row]:
+        """Every method at its default width and budget, or at the nearest budget that serves the wish."""
+        for name in METHOD_NAMES:
+            yield self.row_of(name, None)
+
+    def row_of(self, name: str, setting: str | None) -> Row:
+        """A method at a width, as ``method_rows`` has it."""
+        config = KVQuantConfig(name, bits=setting)
+        geometry = self._geometry(config)
+        row = self._method_row(config, geometry)
+        if self.wish is None or row.serves or self._is_hopeless(self.wish, geometry):
+            return row
+        for percent in sorted(BUDGETS, key=lambda percent: abs(percent / 100 - config.bf16_budget)):
+            try:
+                other = self._method_row(replace(config, bf16_budget=percent / 100), geometry)
+            except KVQuantError:  # too small for one request's window
+                continue
+            if other.serves:
+                return other
+        return row
+
+    def best(self) -> Row | None:
+        """The row of most bits that serves the wish; None if none does."""
+        found = None
+        for name in ADVISED:
+            method = get_method(name)
+            for bits in sorted(PLANE_WIDTHS if method.planes else method.widths, reverse=True):
+                row = self.row_of(name, None if bits == method.widths[0] else f"{bits:g}")
+                if row.serves:
+                    found = row if found is None or row.bits > found.bits else found
+                    break
+        return found
+
+    def _is_hopeless(self, wish: Wish, geometry: KVGeometry) -> bool:
+        """Tells if even all memory, without BF16 pages, holds too few tokens."""
+        tokens = self.memory // geometry.page_bytes * PAGE_SIZE
+        return self.place.copies * (tokens // wish.context) < wish.concurrency
+
+    def _geometry(self, config: KVQuantConfig) -> KVGeometry:
+        return KVGeometry(self.model.get_num_kv_heads(self.place.tp), self._formats(config))
+
+    def _formats(self, config: KVQuantConfig) -> tuple[RecordFormat, ...]:
+        """Returns the page formats of all layers.
+
+        Widths of planes depend on the rotations, their sum only a little. So these have energies that fall as measured
+        ones do.
+        """
+        if not get_method(config.method).planes:
+            return resolve_formats(config, None, self.model.hf_config)
+        layers, heads, head_dim = geometry_of(self.model.hf_config)
+        energies = torch.logspace(0, -4, head_dim).expand(layers, heads, head_dim)
+        matrix = torch.eye(head_dim).expand(layers, 1, head_dim, head_dim)
+        importance = torch.logspace(0, -1, 2 * layers).tolist()  # layers differ, so that all of a budget can be spent
+        meta = RotationMeta("transform", importance={"k": importance[::2], "v": importance[1::2]})
+        rotations = Rotations(matrix, matrix, meta, k_energies=energies, v_energies=energies)
+        return plane_formats(rotations, config.width.bits)
+
+    def _capacity(self, config: KVQuantConfig, geometry: KVGeometry) -> Capacity:
+        return capacity(config, geometry, self.model, self.place.tp, self.memory)
+
+    def _method_row(self, config: KVQuantConfig, geometry: KVGeometry) -> Row:
+        held = self._capacity(config, geometry)
+        row = self._row(
+            config.method,
+            16 * geometry.page_bytes / geometry.slot_bytes,
+            config.bits,
+            config.bf16_budget,
+            held.tokens,
+            held.requests,
+            geometry.page_bytes / geometry.slot_bytes,
+            bf16_tokens=config.slots_per_request * PAGE_SIZE,
+        )
+        return replace(row, rotations=self._known_rotations(config))
+
+    def _row(
+        self,
+        name: str,
+        bits: float,
+        setting: str | None,
+        budget: float | None,
+        tokens: int,
+        requests: int | None,
+        share: float,
+        bf16_tokens: int = 0,
+    ) -> Row:
+        """Args: of one copy; share: of a token's bytes in BF16; bf16_tokens: of a request, in BF16 instead."""
+
+        def fitting(context: int) -> int:
+            found = tokens // context
+            return found if requests is None else min(found, requests)
+
+        copies, wish = self.place.copies, self.wish
+        serves = wish is not None and copies * fitting(wish.context) >= wish.concurrency
+        return Row(
+            name,
+            bits,
+            setting,
+            budget,
+            copies * tokens,
+            None if requests is None else copies * requests,
+            {context: copies * fitting(context) for context in self.contexts},
+            serves=serves,
+            step_ms=self._step_ms(wish, share, bf16_tokens) if wish is not None and serves else None,
+        )
+
+    def _step_ms(self, wish: Wish, share: float, bf16_tokens: int) -> float:
+        """Divides what a GPU reads in a step, for its copy's part of the requests, by its bandwidth."""
+        window = min(bf16_tokens, wish.context)
+        history = (wish.context - window) * share + window
+        requests = -(-wish.concurrency // self.place.copies)
+        weights = self.weights.read_by(requests, self.model.hf_text_config) / self.place.tp
+        return 1e3 * (weights + requests * (history * self.token_bytes + self.other_bytes)) / self.place.gpu.bandwidth
+
+    def _known_rotations(self, config: KVQuantConfig) -> str | None:
+        method = get_method(config.method)
+        if method.rotation is not RotationKind.LEARNED:
+            return None
+        if method.planes not in self._rotations:
+            try:
+                self._rotations[method.planes] = locate_rotations(config, self.path, self.model.hf_config)
+            except KVQuantError:  # none are known: `kvq calibrate` makes them
+                self._rotations[method.planes] = ""
+        return self._rotations[method.planes]

@@ -1,0 +1,132 @@
+"""The size of a model's weights, without reading them: from headers of safetensors, or from the config alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sglang_kvq.errors import KVQuantError, first_line
+
+#: Bytes of an element in a server that runs in bfloat16.
+_ELEMENT = {"F64": 2, "F32": 2, "F16": 2, "BF16": 2, "I64": 8, "U64": 8, "I32": 4, "U32": 4, "I16": 2, "U16": 2}
+#: Dtypes of two elements to a byte.
+_HALF_BYTES = ("F4",)
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Bytes of a model.
+
+    Attributes:
+        total: of all tensors.
+        experts: of those that only the tokens read that are routed to them.
+        lookup: of the input embedding, of which a step reads a few rows; 0 if it is the output layer too.
+        source: where these figures come from.
+    """
+
+    total: int
+    experts: int
+    lookup: int
+    source: str
+
+    def read_by(self, tokens: int, model: Any) -> float:
+        """Returns the bytes that a decode step of ``tokens`` tokens reads, if experts are chosen at random.
+
+        Args:
+            model: the text part of its config.
+        """
+        count = next((getattr(model, n) for n in ("num_experts", "num_local_experts") if hasattr(model, n)), None)
+        share = 1.0
+        if self.experts and count:
+            share = 1 - (1 - getattr(model, "num_experts_per_tok", count) / count) ** tokens
+        return self.total - self.lookup - self.experts * (1 - share)
+
+
+def find_weights(path: str, hf_config: Any, *, trust_remote_code: bool = False) -> Weights:
+    """Finds the size of a model's weights.
+
+    Args:
+        path: hub id or folder.
+        hf_config: its transformers config.
+
+    Raises:
+        KVQuantError: neither files nor the config tell.
+    """
+    folder = Path(path)
+    if not folder.is_dir():
+        return _sum(_on_hub(path), "headers on the hub")
+    files = sorted(folder.glob("*.safetensors"))
+    if files:
+        return _sum(_in_files(files), "headers of its files")
+    return _sum(_by_config(path, hf_config, trust_remote_code), "its config, in bfloat16")
+
+
+def _sum(tensors: Iterable[tuple[str, str, Sequence[int]]], source: str) -> Weights:
+    """Adds up tensors: name, dtype as safetensors writes it, shape."""
+    sizes = {name: _bytes(dtype, shape) for name, dtype, shape in tensors}
+    ends_apart = any(name.endswith("lm_head.weight") for name in sizes)
+    return Weights(
+        sum(sizes.values()),
+        sum(size for name, size in sizes.items() if ".experts." in name),
+        sum(size for name, size in sizes.items() if name.endswith("embed_tokens.weight")) if ends_apart else 0,
+        source,
+    )
+
+
+def _bytes(dtype: str, shape: Sequence[int]) -> int:
+    elements = math.prod(shape)
+    return elements // 2 if dtype in _HALF_BYTES else elements * _ELEMENT.get(dtype, 1)
+
+
+def _on_hub(path: str) -> Iterator[tuple[str, str, Sequence[int]]]:
+    from huggingface_hub import get_safetensors_metadata
+
+    try:
+        found = get_safetensors_metadata(path)
+    except Exception as error:  # of whichever HTTP library huggingface_hub uses
+        raise KVQuantError(
+            f"{path}: the hub does not tell the size of its weights ({type(error).__name__}: {first_line(error)}); "
+            "pass --weights GIB."
+        ) from None
+    for file in found.files_metadata.values():
+        for name, tensor in file.tensors.items():
+            yield name, tensor.dtype, tensor.shape
+
+
+def _in_files(files: Sequence[Path]) -> Iterator[tuple[str, str, Sequence[int]]]:
+    from safetensors import SafetensorError, safe_open
+
+    for path in files:
+        try:
+            with safe_open(path, "np") as file:
+                for name in file.keys():  # noqa: SIM118  (not a dict)
+                    tensor = file.get_slice(name)
+                    yield name, tensor.get_dtype(), tensor.get_shape()
+        except SafetensorError as error:
+            raise KVQuantError(f"{path}: damaged ({first_line(error)}); download it again.") from None
+
+
+def _by_config(path: str, hf_config: Any, trust_remote_code: bool) -> Iterator[tuple[str, str, Sequence[int]]]:
+    """Builds the model without memory for its weights."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    if getattr(hf_config, "quantization_config", None):
+        raise KVQuantError(
+            f"{path}: it has no weights here, and its config says they are quantized; pass --weights GIB."
+        )
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]  # transformers'
+                hf_config, trust_remote_code=trust_remote_code
+            )
+    except Exception as error:  # whatever transformers raises for a class that it does not have
+        raise KVQuantError(
+            f"{path}: it has no weights here, and transformers cannot build it from its config ({first_line(error)}); "
+            "pass --weights GIB."
+        ) from None
+    for name, tensor in model.named_parameters():  # shared ones once
+        yield name, "BF16", tuple(tensor.shape)

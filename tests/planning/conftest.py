@@ -1,0 +1,6 @@
+"""A process in which SGLang reads configs of models without a GPU."""
+
+import os
+
+os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")

@@ -1,0 +1,219 @@
+"""``kvq plan``: its figures are those of measured servers, its advice serves the wish, its errors are one line."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from itertools import pairwise
+
+import pytest
+from typer.testing import CliRunner
+
+from sglang_kvq.cache.layout import contexts_within
+from sglang_kvq.cli import app
+from sglang_kvq.config import KVQuantConfig
+from sglang_kvq.errors import KVQuantError
+from sglang_kvq.planning.command import parse_tokens
+from sglang_kvq.planning.gpus import KNOWN, find_gpu
+from sglang_kvq.planning.plan import Place, Planner, Wish
+from sglang_kvq.planning.weights import Weights, find_weights
+from sglang_kvq.sglang.doctor.model import Request, read_config
+from tests.conftest import ROOT
+
+MODELS = ROOT / "benchmarks" / "models"
+QWEN3 = str(MODELS / "qwen3-8b")
+RESULTS = json.loads((ROOT / "benchmarks" / "results" / "serving_h200.json").read_text())
+
+
+def measured(scenario: str) -> dict:
+    return next(row for row in RESULTS["rows"] if row["scenario"] == scenario)
+
+
+def planner(name: str, gpu: str = "h200", wish: Wish | None = None, weights: Weights | None = None, **place) -> Planner:
+    path = str(MODELS / name)
+    model, _ = read_config(Request(path, KVQuantConfig("hadamard")))
+    return Planner(path, model, weights or find_weights(path, model.hf_config), Place(find_gpu(gpu), **place), wish)
+
+
+def ask(*argv: str) -> tuple[int, str]:
+    result = CliRunner().invoke(app, ["plan", *argv])
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result.exit_code, result.stdout
+
+
+def found(*argv: str) -> dict:
+    return json.loads(ask(*argv, "--json")[1])
+
+
+def row_of(plan: dict, name: str) -> dict:
+    return next(row for row in plan["rows"] if row["name"] == name)
+
+
+@pytest.mark.parametrize(
+    ("model", "scenario", "method", "bits"),
+    [
+        ("qwen3-8b", "capacity", "oscar", None),
+        ("qwen3-8b", "capacity transform 1.6", "transform", "1.6"),
+        ("qwen3-30b-a3b", "qwen3-30b-a3b/tokens", "oscar", None),
+    ],
+)
+def test_figures_are_those_of_servers_on_an_h200(model, scenario, method, bits):
+    """Within 2%, from the GPU's name and the config alone: both servers ran with --mem-fraction-static 0.85."""
+    assert RESULTS["device"] == "NVIDIA H200"
+    server, plan = measured(scenario), planner(model)
+    plain, ours = next(plan.plain_rows()), plan.row_of(method, bits)
+    assert plain.tokens == pytest.approx(server["none"], rel=0.02)
+    assert ours.tokens == pytest.approx(server[method], rel=0.02)
+    if "max_running_requests" in server:
+        assert ours.requests == pytest.approx(server["max_running_requests"], rel=0.02)
+
+
+@pytest.mark.parametrize("method", ["none", "oscar"])
+@pytest.mark.parametrize("scenario", ["decode_4x8k", "decode_4x16k", "decode_4x32k"])
+def test_a_step_takes_longer_than_its_bound_but_not_much(scenario, method):
+    batch, context = scenario.removeprefix("decode_").split("x")
+    plan = planner("qwen3-8b", wish=Wish(parse_tokens("", context), int(batch)))
+    row = next(plan.plain_rows()) if method == "none" else plan.row_of(method, None)
+    assert 0.5 < row.step_ms / measured(scenario)[method] < 1
+
+
+def test_eight_bits_hold_twice_the_tokens_of_sixteen():
+    bf16, fp8 = planner("qwen3-8b").plain_rows()
+    assert (fp8.name, fp8.tokens) == ("FP8", 2 * bf16.tokens) and fp8.at[4096] == fp8.tokens // 4096
+
+
+def test_advice_serves_the_wish_with_the_most_bits():
+    plan = found(QWEN3, "--gpu", "h200", "--context", "32K", "--concurrency", "100")
+    best = plan["best"]
+    assert best["serves"] and best["at"]["32768"] >= 100 and best["name"] == "transform" and best["rotations"] == ""
+    calibrate, serve = map(shlex.split, best["commands"])
+    assert calibrate[:3] == ["kvq", "calibrate", QWEN3] and "transform" in calibrate
+    flags = dict(pairwise(serve))
+    assert flags["--kv-quant"] == "transform" and flags["--kv-quant-bits"] == best["setting"]
+    assert flags["--kv-quant-bf16-budget"] == f"{best['budget']:g}" and flags["--mem-fraction-static"] == "0.85"
+    wider = planner("qwen3-8b", wish=Wish(32768, 100)).row_of("transform", f"{float(best['setting']) + 0.25:g}")
+    assert not wider.serves
+    assert not row_of(plan, "int4")["serves"] and row_of(plan, "int4")["bits"] > best["bits"]
+
+
+def test_budget_is_raised_for_many_requests_and_left_alone_otherwise():
+    few, many = (planner("qwen3-8b", wish=Wish(4096, n)).row_of("hadamard", None) for n in (150, 300))
+    assert few.serves and few.budget == 0.1
+    assert many.serves and 0.1 < many.budget < 0.3 and many.at[4096] >= 300 and many.tokens < few.tokens
+    plan = planner("qwen3-8b", wish=Wish(4096, 300))
+    config = KVQuantConfig("hadamard", bf16_budget=round(many.budget - 0.01, 2))
+    assert not plan._method_row(config, plan._geometry(config)).serves, "a smaller budget would do"
+
+
+def test_wish_that_nothing_serves():
+    status, shown = ask(QWEN3, "--gpu", "h100", "--context", "32K", "--concurrency", "9000")
+    assert status == 1 and "No method serves 9000 requests of 32K tokens; add GPUs (--count)" in shown
+    assert all(
+        not row["serves"] for row in found(QWEN3, "--gpu", "h100", "--context", "32K", "--concurrency", "9000")["rows"]
+    )
+
+
+def test_gpus_that_share_a_model_and_copies_of_it():
+    one, copies, shared = (
+        found(QWEN3, "--gpu", "h100", *more) for more in ((), ("--count", "2"), ("--count", "2", "--tp", "2"))
+    )
+    bf16 = [row_of(plan, "BF16")["tokens"] for plan in (one, copies, shared)]
+    assert bf16[1] == 2 * bf16[0]
+    assert bf16[2] > 2 * bf16[0], "the weights are held once"
+    wish = ("--context", "4K", "--concurrency", "8")
+    for more, flag in ((("--count", "2"), "--dp 2"), (("--tp", "2"), "--tp 2")):
+        assert found(QWEN3, "--gpu", "h100", *more, *wish)["best"]["commands"][-1].endswith(flag)
+
+
+def test_text_has_a_row_each_and_the_command():
+    status, shown = ask(QWEN3, "--gpu", "h200", "--context", "16K", "--concurrency", "32")
+    assert status == 0
+    for name in ("BF16", "FP8", "oscar", "transform", "int4", "at 4K", "at 32K", "32 x 16K"):
+        assert name in shown
+    assert "at 128K" not in shown, "beyond the model's context"
+    assert shown.splitlines()[-1].startswith("  python -m sglang.launch_server --model-path")
+
+
+def test_contexts_are_those_that_the_model_can_have():
+    assert contexts_within(40960) == (4096, 32768) and contexts_within(1 << 20) == (4096, 32768, 131072)
+    assert contexts_within(2048) == (2048,)
+
+
+def test_hybrid_counts_states_and_experts():
+    weights = Weights(160 << 30, 150 << 30, 0, "given")
+    plan = planner("qwen3-next-80b-a3b", wish=Wish(32768, 64), weights=weights, tp=2, count=2)
+    bf16, ours = next(plan.plain_rows()), plan.row_of("oscar", None)
+    assert bf16.requests is not None and ours.requests > bf16.requests, "memory goes from the cache to states"
+    small, large = (weights.read_by(n, plan.model.hf_text_config) for n in (1, 64))
+    assert small == pytest.approx((10 + 150 * 10 / 512) * 2**30) and small < large < weights.total
+
+
+def test_weights_of_files_and_of_the_config_agree(model):
+    read, _ = read_config(Request(str(model), KVQuantConfig("hadamard")))
+    files = find_weights(str(model), read.hf_config)
+    size = sum(path.stat().st_size for path in model.glob("*.safetensors"))
+    assert files.total == pytest.approx(size, rel=1e-3) and files.lookup == 0, "its embedding is its output layer"
+
+
+def test_weights_are_counted_as_served(tmp_path):
+    import torch
+    from safetensors.torch import save_file
+
+    tensors = {
+        "model.embed_tokens.weight": torch.zeros(8, 4),
+        "lm_head.weight": torch.zeros(8, 4, dtype=torch.bfloat16),
+        "model.layers.0.mlp.experts.0.up_proj.weight": torch.zeros(16, dtype=torch.uint8),
+    }
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert find_weights(str(tmp_path), None) == Weights(64 + 64 + 16, 16, 64, "headers of its files")
+    (tmp_path / "model.safetensors").write_bytes(b"no header")
+    with pytest.raises(KVQuantError, match="model.safetensors: damaged .*; download it again"):
+        find_weights(str(tmp_path), None)
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["--gpu", "h300"], "--gpu h300: unknown; did you mean"),
+        (["--gpu", "80:fast"], "--gpu 80:fast: must be its GiB and its TB/s"),
+        (["--gpu", "1:1"], "--gpu 1:1: must be its GiB and its TB/s"),
+        (["--gpu", "20:1", "--mem-fraction-static", "0.5"], "do not hold 15.3 GiB of weights; raise --tp"),
+        (["--gpu", "h100", "--tp", "3", "--count", "3"], "--tp 3: .* has 32 query heads, which 3 GPUs cannot share"),
+        (["--gpu", "h100", "--tp", "2", "--count", "3"], "--count 3: must be a multiple of --tp 2"),
+        (["--gpu", "h100", "--tp", "0"], "--tp 0: must be"),
+        (["--gpu", "h100", "--mem-fraction-static", "85"], "--mem-fraction-static 85: must be above 0 and below 1"),
+        (["--gpu", "h100", "--context", "32K"], "--context 32K: a wish has both; add --concurrency"),
+        (["--gpu", "h100", "--concurrency", "3"], "--concurrency 3: a wish has both; add --context"),
+        (["--gpu", "h100", "--context", "32Q", "--concurrency", "3"], "--context 32Q: must be a number of tokens"),
+        (["--gpu", "h100", "--context", "1M", "--concurrency", "3"], "--context 1M: the config of .* ends at 40,960"),
+        (["--gpu", "h100", "--context", "1K", "--concurrency", "0"], "--concurrency 0: must be at least 1"),
+        (["--gpu", "h100", "--weights", "0"], "--weights 0: must be the GiB"),
+    ],
+    ids=lambda x: " ".join(x) if isinstance(x, list) else "",
+)
+def test_errors_are_one_line(argv, said):
+    with pytest.raises(KVQuantError, match=said) as error:
+        ask(QWEN3, *argv)
+    assert "\n" not in str(error.value)
+
+
+def test_models_that_are_not_served_or_not_known(tmp_path):
+    config = json.loads((MODELS / "qwen3-8b" / "config.json").read_text())
+    for number, (changes, said) in enumerate((
+        (dict(architectures=["SomethingElse"]), "SGLang has no class for it"),
+        (dict(head_dim=80), "heads of 80 elements"),
+        (dict(quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]}), "pass --weights GIB"),
+    )):  # fmt: skip
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(config | changes))
+        with pytest.raises(KVQuantError, match=said):
+            ask(str(folder), "--gpu", "h100")
+    with pytest.raises(KVQuantError, match="no such folder"):
+        ask(str(tmp_path / "nowhere"), "--gpu", "h100")
+
+
+def test_gpus_are_known_by_name_or_described():
+    assert set(KNOWN) >= {"h100", "h200"} and find_gpu("H100") == find_gpu("h100")
+    assert find_gpu("80:3.35").bandwidth == 3.35e12 and find_gpu("80:3.35").memory < 80 << 30
