@@ -22,6 +22,7 @@ FIELDS = {
     "kv_quant_rotations": "rotations",
     "kv_quant_sink": "sink_tokens",
     "kv_quant_recent": "recent_tokens",
+    "kv_quant_recent_min": "recent_min",
     "kv_quant_prefill_window": "prefill_window",
     "kv_quant_group_size": "group_size",
     "kv_quant_clip_k": "clip_k",
@@ -81,6 +82,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         type=int,
         metavar="TOKENS",
         help=f"Last tokens of a request kept in BF16; a multiple of {PAGE_SIZE}. Default: %(default)s.",
+    )
+    add(
+        "--kv-quant-recent-min",
+        type=int,
+        metavar="TOKENS",
+        help="Of the recent tokens, those that every running request keeps in BF16 when BF16 pages run short; a multiple "
+        f"of {PAGE_SIZE}. With fewer, more requests run at once. Default: all.",
     )
     add(
         "--kv-quant-prefill-window",
