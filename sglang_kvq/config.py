@@ -26,8 +26,8 @@ class KVQuantConfig:
             None lets the method choose (learned rotations come from the RotationZoo).
         sink_tokens: first tokens of a request kept in BF16; a multiple of ``PAGE_SIZE``.
         recent_tokens: last tokens of a request kept in BF16; a multiple of ``PAGE_SIZE``.
-        recent_min: of the recent tokens, those that every running request keeps when BF16 pages run short; a multiple of
-            ``PAGE_SIZE``. None is all: no request starts without room for its whole window.
+        recent_min: of the recent tokens, those that every running request keeps when BF16 pages run short; a multiple
+            of ``PAGE_SIZE``. None is all: no request starts without room for its whole window.
         group_size: elements along head_dim (KIVI's keys: tokens) that share one scale and zero; None means
             ``min(head_dim, 128)`` (KIVI's keys: the page).
         clip_k, clip_v: quantile of ``|x|`` over a head's row beyond which keys/values are

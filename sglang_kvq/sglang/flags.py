@@ -87,8 +87,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--kv-quant-recent-min",
         type=int,
         metavar="TOKENS",
-        help="Of the recent tokens, those that every running request keeps in BF16 when BF16 pages run short; a multiple "
-        f"of {PAGE_SIZE}. With fewer, more requests run at once. Default: all.",
+        help="Recent tokens that every running request keeps in BF16 when BF16 pages run short; a multiple of "
+        f"{PAGE_SIZE}. With fewer, more requests run at once. Default: all.",
     )
     add(
         "--kv-quant-prefill-window",
