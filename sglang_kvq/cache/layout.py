@@ -152,8 +152,8 @@ def divide(
         raise KVQuantError(
             f"The KV cache has room for {slots} BF16 pages, but one request needs {need + resumes} "
             f"({one / 2**20:.0f} MiB: {config.sink_tokens} sink and {config.kept_pages * PAGE_SIZE} recent tokens). "
-            f"Raise --kv-quant-bf16-budget (now {config.bf16_budget}), --mem-fraction-static or --max-total-tokens, or lower "
-            "--kv-quant-recent."
+            f"Raise --kv-quant-bf16-budget (now {config.bf16_budget}), --mem-fraction-static or --max-total-tokens, or "
+            "lower --kv-quant-recent."
         )
     return MemoryLayout(geometry, pages, slots, requests)
 

@@ -443,9 +443,7 @@ class Model:
                 target = max(after // P - self.recent_pages, self.sink_pages) * P
                 assert sink_end >= min(self.sink_pages * P, length)
                 self.shortened += history_end > max(target, sink_end)
-                pinned = (after - self.written) // P - (
-                    self.recent_pages if self.kept_pages is None else self.kept_pages
-                )
+                pinned = (after - self.written) // P - self.tiers.kept_pages
                 assert history_end <= max(target, pinned * P, sink_end), (history_end, target, pinned)
 
         return check
