@@ -26,6 +26,8 @@ class KVQuantConfig:
             None lets the method choose (learned rotations come from the RotationZoo).
         sink_tokens: first tokens of a request kept in BF16; a multiple of ``PAGE_SIZE``.
         recent_tokens: last tokens of a request kept in BF16; a multiple of ``PAGE_SIZE``.
+        recent_min: of the recent tokens, those that every running request keeps when BF16 pages run short; a multiple
+            of ``PAGE_SIZE``. None is all: no request starts without room for its whole window.
         group_size: elements along head_dim (KIVI's keys: tokens) that share one scale and zero; None means
             ``min(head_dim, 128)`` (KIVI's keys: the page).
         clip_k, clip_v: quantile of ``|x|`` over a head's row beyond which keys/values are
@@ -57,6 +59,7 @@ class KVQuantConfig:
     episodic: EpisodicConfig | None = None
     capture: str | None = None
     prefill_window: int = 8192
+    recent_min: int | None = None
 
     def __post_init__(self) -> None:
         from sglang_kvq.methods import RotationKind, get_method  # the registry needs this module's constants
@@ -73,6 +76,13 @@ class KVQuantConfig:
                     f"{flag} {tokens}: must be a multiple of the page size {PAGE_SIZE}, at least "
                     f"{least}; the nearest valid value is {max(least, round(tokens / PAGE_SIZE) * PAGE_SIZE)}."
                 )
+        if self.recent_min is not None and not (
+            0 <= self.recent_min <= self.recent_tokens and self.recent_min % PAGE_SIZE == 0
+        ):
+            raise KVQuantError(
+                f"--kv-quant-recent-min {self.recent_min}: must be a multiple of the page size {PAGE_SIZE}, from 0 to "
+                f"--kv-quant-recent {self.recent_tokens}; leave it out to keep them all."
+            )
         if self.group_size is not None and self.group_size not in (32, 64, 96, 128):
             raise KVQuantError(
                 f"--kv-quant-group-size {self.group_size}: must be 32, 64, 96 or 128 and divide the "
@@ -131,9 +141,19 @@ class KVQuantConfig:
         return self.prefill_window // PAGE_SIZE
 
     @property
+    def kept_pages(self) -> int:
+        """Recent pages that a running request never loses."""
+        return (self.recent_tokens if self.recent_min is None else self.recent_min) // PAGE_SIZE
+
+    @property
     def slots_per_request(self) -> int:
         """Most BF16 slots that a running request holds: sinks, window, and the page being filled."""
         return self.sink_pages + self.recent_pages + 1
+
+    def pinned_slots(self, written: int = 1) -> int:
+        """Returns the BF16 slots that a running request never loses, if its steps write ``written`` tokens."""
+        filled = 1 + -(-(written - 1) // PAGE_SIZE)
+        return min(self.sink_pages + self.kept_pages + filled, self.slots_per_request)
 
     def describe(self) -> str:
         """Returns one line for logs: every field that is not at its default."""

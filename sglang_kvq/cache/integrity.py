@@ -37,16 +37,12 @@ def check_integrity(tiers: TierManager, free_pages: torch.Tensor | None = None, 
     require(used == len(owners), f"{used} BF16 slots are used but {len(owners)} pages have one")
     kept = torch.zeros(0, dtype=torch.int64)
     if pool.sink_cache is not None:
-        sink_cache = pool.sink_cache.pages.long()
-        at = sink_cache.nonzero().flatten()
-        kept = sink_cache[at].cpu()
-        require(
-            torch.equal(pool.sink_cache.entries(sink_cache[at]), at),
-            "a first token is kept in an entry that is not its page's",
-        )
-        require(
-            int((pool.sink_cache.entry > 0).sum()) == len(at), "a page has an entry for its first token that is free"
-        )
+        cache = pool.sink_cache
+        at = cache.pages.nonzero().flatten()
+        held = cache.pages[at].long()
+        kept = held.cpu()
+        require(torch.equal(cache.entries(held), at), "a first token is kept in an entry that is not its page's")
+        require(int((cache.entry > 0).sum()) == len(at), "a page has an entry for its first token that is free")
     if free_pages is None:
         return
     free = free_pages.cpu()

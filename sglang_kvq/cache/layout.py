@@ -126,6 +126,8 @@ def divide(
     wanted: int | None = None,
     resumes: int = 1,
     chunk: int | None = None,
+    batch: int | None = None,
+    written: int = 1,
 ) -> MemoryLayout:
     """Fixes the layout for ``pages`` pages after SGLang has applied its own limits.
 
@@ -138,13 +140,18 @@ def divide(
             beyond its window while that batch runs.
         chunk: tokens of a prompt computed at once; None: all. If all tokens of a chunk get BF16 copies, one prefill's
             window of BF16 pages stays free of running requests' windows, unless ``wanted`` requests need it.
+        batch: most tokens of a prefill batch. If requests may lose recent pages (``config.recent_min``), what such a
+            batch writes needs room besides the pages that they keep.
+        written: tokens that a step writes, 1 or the number of drafts.
 
     Raises:
         KVQuantError: the BF16 pages cannot hold one request's window.
     """
-    need = config.slots_per_request
+    need = config.pinned_slots(written)
     if resumes > 1:  # streaming sessions: every row may resume at once
         need, resumes = need + 1, 0
+    if config.pinned_slots(written) < config.slots_per_request:
+        resumes += max(config.slots_per_request, -(-(batch or 0) // PAGE_SIZE))
     page_bytes = geometry.page_bytes + geometry.draft_page_bytes
     share = int(pages * page_bytes * config.bf16_budget / (1 - config.bf16_budget)) // geometry.slot_bytes
     least = (8 if wanted is None else wanted) * need + resumes
@@ -156,9 +163,9 @@ def divide(
         one = (need + resumes) * geometry.slot_bytes
         raise KVQuantError(
             f"The KV cache has room for {slots} BF16 pages, but one request needs {need + resumes} "
-            f"({one / 2**20:.0f} MiB: {config.sink_tokens} sink and {config.recent_tokens} recent tokens). Raise "
-            f"--kv-quant-bf16-budget (now {config.bf16_budget}), --mem-fraction-static or --max-total-tokens, or lower "
-            "--kv-quant-recent."
+            f"({one / 2**20:.0f} MiB: {config.sink_tokens} sink and {config.kept_pages * PAGE_SIZE} recent tokens). "
+            f"Raise --kv-quant-bf16-budget (now {config.bf16_budget}), --mem-fraction-static or --max-total-tokens, or "
+            "lower --kv-quant-recent."
         )
     return MemoryLayout(geometry, pages, slots, requests)
 

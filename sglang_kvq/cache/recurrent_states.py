@@ -66,7 +66,7 @@ def needs_of(
         states=states,
         token_bytes=geometry.page_bytes // PAGE_SIZE + draft_bytes,
         bf16_token_bytes=geometry.slot_bytes // PAGE_SIZE + draft_bytes,
-        window_bytes=config.slots_per_request * geometry.slot_bytes,
+        window_bytes=config.pinned_slots(max(drafts, 1)) * geometry.slot_bytes,
         bf16_budget=config.bf16_budget,
         context=context,
         drafts=drafts,

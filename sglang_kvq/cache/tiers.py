@@ -8,8 +8,9 @@ still reads it.
 Rules (docs/design.md has the reasons):
 
 * A request's *window* is its sink pages, its last ``recent_tokens`` (rounded up to whole pages) and the page being
-  filled. Window pages of rows in use are pinned. Every other BF16 copy is a cache that a new window page may take,
-  least recently used first, sinks last.
+  filled. Of rows in use, sinks, the last ``kept_pages`` recent pages and the pages being written are pinned. Every
+  other BF16 copy may be taken: first those in no window, least recently used first, sinks last; then recent pages of
+  rows in use, those farthest from the end first, so that all windows shrink evenly.
 * Taking a BF16 copy quantizes its page first if the page has no valid record yet. So pressure never loses a token.
 * A page that begins a sequence keeps its first token when its BF16 copy is taken, if the format requires it
   (``cache.sink_token_cache``). A prefill that reads such a page restores its BF16 copy from its record and that token.
@@ -41,6 +42,8 @@ from sglang_kvq.constants import PAGE_SIZE as P
 
 #: Added to the stamp of a sink's BF16 copy, so that it is taken after every window page.
 SINK_BONUS = 1 << 40
+#: Added once for each step towards the end of a window, to the key of a page in the window of a row in use.
+SOFT_BONUS = 1 << 41
 
 QuantizeSlots: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
 RestorePages: TypeAlias = Callable[[torch.Tensor], None]
@@ -97,6 +100,8 @@ class TierManager:
         quantize_slots: ``AttentionOps.quantize_slots`` of the backend in use.
         restore_pages: the backend's ``restore_pages``; None keeps no first tokens.
         prefill_pages: pages before the window that a prefill reads from BF16 pages if these still exist.
+        kept_pages: recent pages that a row in use never loses; None: all.
+        written: tokens that a step writes, 1 or the number of drafts; their pages are never lost.
     """
 
     def __init__(
@@ -107,9 +112,12 @@ class TierManager:
         quantize_slots: QuantizeSlots,
         restore_pages: RestorePages | None = None,
         prefill_pages: int = 0,
+        kept_pages: int | None = None,
+        written: int = 1,
     ) -> None:
         self.pool = pool
         self.sink_pages, self.recent_pages, self.prefill_pages = sink_pages, recent_pages, prefill_pages
+        self.kept_pages, self.written = recent_pages if kept_pages is None else kept_pages, written
         self.quantize_slots = quantize_slots
         self.restore_pages = restore_pages
         #: Kept first tokens; None if the format does not need them, or if the first page is no sink.
@@ -365,7 +373,7 @@ class TierManager:
         """Gives copies BF16 pages without pinning any; runs after all events, when the pinned slots are known."""
         copies, self._copies = self._copies, []
         for copy in copies:
-            self._assign(copy.pages, copy.wanted & self.page_valid[copy.pages], self._pinned())
+            self._assign(copy.pages, copy.wanted & self.page_valid[copy.pages], self._held()[0])
             slots = torch.where(copy.wanted, self.pool.page_slot[copy.pages].clamp(min=0).long(), 0)
             self.pool.bf16_pages[:, slots] = copy.bf16_pages
             self.slot_stamp[slots] = self.steps + copy.bonus
@@ -450,26 +458,48 @@ class TierManager:
         resumed_slots = self.pool.page_slot[resumed_pages]
         self.errors += (resumed_slots < 0).sum()
 
-        unmet = self._assign(pages, need, torch.cat([self._pinned(), resumed_slots]), spared)
+        slots, levels = self._held()
+        pinned = torch.cat([torch.where(levels > self._soft_pages, slots, 0), resumed_slots.long()])
+        unmet = self._assign(pages, need, pinned, torch.stack([slots, levels * SOFT_BONUS]), spared)
         self.errors += unmet.sum()
         return restored
 
-    def _pinned(self) -> torch.Tensor:
-        """Returns the BF16 slots int32 ``[n]`` of the windows of rows in use; -1 or 0 for none."""
+    @property
+    def _soft_pages(self) -> int:
+        """Recent pages of a row that others may take."""
+        return self.recent_pages - self.kept_pages
+
+    def _held(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the BF16 slots of the windows of rows in use, and how hard they are to take; int64 ``[n]`` each.
+
+        Levels rise with the pages towards the end of a window. Those above ``_soft_pages`` are pinned. Slot 0 is none.
+        """
         all_rows = torch.arange(len(self.row_len), device=self.row_len.device)
-        return self.pool.page_slot[self._window(all_rows, self.row_len)[2]].flatten()
+        lens = self.row_len[:, None]
+        index, _, pages = self._window(all_rows, self.row_len)
+        pinned = (index < self.sink_pages) | (index >= (lens - self.written).clamp(min=0) // P - self.kept_pages)
+        levels = torch.where(pinned, self._soft_pages, index - lens // P + self.recent_pages) + 1
+        return self.pool.page_slot[pages].clamp(min=0).long().flatten(), levels.flatten()
 
     def _assign(
-        self, pages: torch.Tensor, need: torch.Tensor, pinned: torch.Tensor, spared: torch.Tensor | None = None
+        self,
+        pages: torch.Tensor,
+        need: torch.Tensor,
+        pinned: torch.Tensor,
+        held: torch.Tensor | None = None,
+        spared: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Gives BF16 pages to pages int64 ``[n]`` that ``need`` one, least recently used first, never a pinned slot.
 
-        Keeps first tokens of the pages that lose their BF16 copy, but not in entries that are ``spared``.
+        Keeps first tokens of the pages that lose their BF16 copy, but not in entries that are ``spared``. held: int64
+        ``[2, m]``, slots of windows and what to add to their keys; the largest of a slot counts.
 
         Returns:
             bool ``[n]``: True for pages that got none.
         """
         priority = torch.where(self.slot_page > 0, self.slot_stamp, -1)
+        if held is not None:
+            priority += torch.zeros_like(priority).scatter_reduce_(0, held[0], held[1], "amax")
         priority.index_fill_(0, pinned.clamp(min=0).long(), NEVER)
         priority[0].fill_(NEVER)
         # Admission sizes guarantee a BF16 copy, so a page without one is an error.

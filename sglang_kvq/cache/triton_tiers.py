@@ -53,7 +53,7 @@ class TritonTierManager(TierManager):
             row_history_end=pool.row_history_end,
             errors=self.errors,
             written=self.records_written,
-            pinned=zeros(slots),
+            held=zeros(slots),
             marked=zeros(slots),
             keys=zeros(slots),
             wanted=zeros(rows * (self.sink_pages + self.recent_pages + 1)),
@@ -74,6 +74,8 @@ class TritonTierManager(TierManager):
             sink_pages=self.sink_pages,
             recent_pages=self.recent_pages,
             prefill_pages=self.prefill_pages,
+            soft_pages=self._soft_pages,
+            written_tokens=self.written,
             sink_bonus=SINK_BONUS,
             keeps_sink_tokens=sink_cache is not None,
         )

@@ -130,7 +130,7 @@ def share_windows(
         window_bytes, ratio: see ``split_windows``.
         requests: ``--max-running-requests`` of this worker; None for as many as fit.
     """
-    affordable = bf16_slots(config, geometry, budget_bytes) // config.slots_per_request
+    affordable = bf16_slots(config, geometry, budget_bytes) // config.pinned_slots()
     running = max(1, min(requests or MOST_REQUESTS, affordable))
     split = split_windows(
         budget_bytes,

@@ -41,6 +41,16 @@ def prefill_chunk(server_args: ServerArgs) -> int | None:
     return None if chunk is None or chunk <= 0 else int(chunk)
 
 
+def prefill_batch(server_args: ServerArgs) -> int:
+    """Most tokens of a prefill batch of several requests."""
+    return prefill_chunk(server_args) or int(resolved(server_args, "max_prefill_tokens"))
+
+
+def step_tokens(server_args: ServerArgs) -> int:
+    """Tokens that a decode step writes for each request: one, or the drafts."""
+    return int(resolved(server_args, "speculative_num_draft_tokens") or 1)
+
+
 def typed(server_args: ServerArgs, field: str) -> bool:
     """Returns True if the user gave a setting: it differs from SGLang's default.
 

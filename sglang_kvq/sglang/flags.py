@@ -23,6 +23,7 @@ FIELDS = {
     "kv_quant_rotations": "rotations",
     "kv_quant_sink": "sink_tokens",
     "kv_quant_recent": "recent_tokens",
+    "kv_quant_recent_min": "recent_min",
     "kv_quant_prefill_window": "prefill_window",
     "kv_quant_group_size": "group_size",
     "kv_quant_clip_k": "clip_k",
@@ -84,6 +85,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         type=int,
         metavar="TOKENS",
         help=f"Last tokens of a request kept in BF16; a multiple of {PAGE_SIZE}. Default: %(default)s.",
+    )
+    add(
+        "--kv-quant-recent-min",
+        type=int,
+        metavar="TOKENS",
+        help="Recent tokens that every running request keeps in BF16 when BF16 pages run short; a multiple of "
+        f"{PAGE_SIZE}. With fewer, more requests run at once. Default: all.",
     )
     add(
         "--kv-quant-prefill-window",

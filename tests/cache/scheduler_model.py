@@ -108,6 +108,9 @@ class Model:
     lost: set[int] = field(default_factory=set)  # of these, without its first token, as more idled than have entries
     prefill_pages: int = 0
     reached: int = 0  # pages before their window that prefills read in BF16
+    kept_pages: int | None = None  # recent pages that a running request never loses; None: all
+    written: int = 1  # tokens that a step writes
+    shortened: int = 0  # reads of requests that had lost recent pages
 
     def __post_init__(self) -> None:
         r2t = torch.zeros(self.rows + 1, (self.pages + 2) * P, dtype=torch.int32)
@@ -115,7 +118,8 @@ class Model:
         self.pool.bf16_pages.fill_(float("nan"))
         self.ops = ReferenceOps(self.pool, LayerRotations())
         operations = (self.ops.quantize_slots, self.ops.restore_pages)
-        self.tiers = self.manager(self.pool, self.sink_pages, self.recent_pages, *operations, self.prefill_pages)
+        soft = (self.kept_pages, self.written)
+        self.tiers = self.manager(self.pool, self.sink_pages, self.recent_pages, *operations, self.prefill_pages, *soft)
         self.free = list(range(1, self.pages + 1))
         self.free_rows = list(range(1, self.rows + 1))
 
@@ -438,7 +442,9 @@ class Model:
                 # batch runs, the window it leaves behind may already have given way to the next.
                 target = max(after // P - self.recent_pages, self.sink_pages) * P
                 assert sink_end >= min(self.sink_pages * P, length)
-                assert history_end <= max(target, sink_end), (history_end, target)
+                self.shortened += history_end > max(target, sink_end)
+                pinned = (after - self.written) // P - self.tiers.kept_pages
+                assert history_end <= max(target, pinned * P, sink_end), (history_end, target, pinned)
 
         return check
 

@@ -18,6 +18,16 @@ def random_model(rng: random.Random, overlap: bool = True, **more) -> Model:
     return Model(rng.randint(30, 60), slots, rows, sinks, recent, overlap=overlap, **more)
 
 
+def soft_model(rng: random.Random, drafts: int = 1, **more) -> Model:
+    """Room for what rows must keep, and for what a prefill of one request writes: it takes others' recent pages."""
+    rows, sinks, recent = rng.randint(3, 5), rng.randint(0, 1), rng.randint(3, 5)
+    kept = rng.randint(0, 1)
+    # Drafts may lie in two pages, and a row that a prefill resumes in the middle of a page needs one more.
+    slots = rows * (sinks + kept + 1 + (drafts > 1)) + recent - kept + 1
+    more = {"kept_pages": kept, "written": drafts, "prefill_pages": rng.choice([0, 1, 4]), **more}
+    return Model(16 * rows, slots, rows, sinks, recent, **more)
+
+
 @dataclass
 class Driver:
     """Random events of every kind, decoding most of all; prompts share prefixes, fork and are computed twice.
@@ -192,6 +202,23 @@ class Driver:
         if request in self.prefilling + self.decoding:
             self.model.publish(request, finished=False, length=length)
             self.operations += 1
+
+
+def crowd(model: Model, rng: random.Random, turns: int, drafts: int = 1) -> None:
+    """Every row runs, with some pages each; one request in turn leaves and another begins. Ends with nothing held."""
+    driver = Driver(model, rng, drafts=drafts)
+    for _ in range(turns):
+        while model.free_rows:
+            kind = rng.randint(0, 3)
+            driver.start([(i * 3 + kind * 29) % 241 for i in range(rng.randint(3 * P, 7 * P))])
+        while driver.prefilling:
+            driver.prefill(driver.prefilling[:1])
+        for _ in range(P // drafts + 3):
+            driver.decode(padding=rng.randint(0, 1))
+        if driver.decoding:
+            driver.leave(rng.choice(driver.decoding), publish=rng.random() < 0.5)
+        model.check()
+    driver.finish()
 
 
 def converse(model: Model, rng: random.Random, turns: int) -> None:

@@ -86,3 +86,17 @@ def test_requests_are_limited_by_tokens_and_by_windows():
     long, short = layout.requests_at(32768), layout.requests_at(64)
     assert long == (layout.bf16_tokens // 32768, layout.tokens // 32768) and long[1] > 6 * long[0]
     assert short == (layout.bf16_tokens // 64, layout.max_requests)
+
+
+def test_requests_that_may_lose_recent_pages_are_more():
+    """Each keeps its sink and the page being filled; what one prefill batch writes has room besides."""
+    config, whole = KVQuantConfig("oscar", recent_min=0), KVQuantConfig("oscar")
+    assert config.slots_per_request == 6
+    assert [config.pinned_slots(n) for n in (1, 2, 65, 66, 900)] == [2, 3, 3, 4, 6]
+    more = {"pages": 4000, "slots": 600, "wanted": 999, "batch": 2048}
+    most = divide(config, QWEN3_8B, **more)
+    assert most.max_requests == (most.slots - 1 - 2048 // 64) // 2
+    assert divide(config, QWEN3_8B, **more, written=4).max_requests < most.max_requests
+    assert divide(replace(config, recent_min=256), QWEN3_8B, **more) == divide(whole, QWEN3_8B, **more)
+    some = divide(replace(config, recent_min=128), QWEN3_8B, **more)
+    assert divide(whole, QWEN3_8B, **more).max_requests < some.max_requests < most.max_requests

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import random
 
-from sglang_kvq.cache import sink_token_cache as sink_cache
+import pytest
+import torch
+
+from sglang_kvq.cache import sink_token_cache
 from tests.cache.scheduler_model import PLANES, Model
-from tests.cache.schedules import Driver, converse, random_model
+from tests.cache.schedules import Driver, converse, crowd, random_model, soft_model
 from tests.pairs import each
 
 OVERLAP = {"in-flight": True, "alone": False}
@@ -22,11 +25,41 @@ def test_random_schedules(seed, overlap):
     assert driver.model.copied and driver.model.folded
 
 
+@each(drafts=[1, 4], overlap=OVERLAP)
+def test_random_schedules_of_soft_windows(drafts, overlap):
+    """With BF16 pages for fewer windows than run, recent pages give way, and nothing else changes."""
+    shortened = 0
+    for seed in range(3):
+        rng = random.Random(400 + seed)
+        model = soft_model(rng, drafts, overlap=overlap, look_every=8)
+        crowd(model, rng, 5, drafts)
+        shortened += model.shortened
+    assert shortened > 20
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_windows_are_whole_where_there_is_room(seed):
+    """Bit for bit what they are without ``kept_pages``."""
+    tables = []
+    for kept in (None, 0):
+        rng = random.Random(500 + seed)
+        driver = Driver(random_model(rng, kept_pages=kept), rng)
+        for _ in range(80):
+            driver.event()
+            tiers = driver.model.tiers
+            shown = (tiers.slot_page, tiers.slot_stamp, tiers.pool.page_slot, tiers.pool.row_history_end)
+            tables.append([x.clone() for x in shown])
+        driver.finish()
+    half = len(tables) // 2
+    for hard, soft in zip(tables[:half], tables[half:]):
+        assert all(torch.equal(a, b) for a, b in zip(hard, soft))
+
+
 @each(pages_per_entry=[1, 8], overlap=OVERLAP)
 def test_random_schedules_keep_first_tokens(pages_per_entry, overlap, monkeypatch):
     """Whatever takes BF16 pages, a first page is read with its first token as it was written, while there are
     entries."""
-    monkeypatch.setattr(sink_cache, "PAGES_PER_ENTRY", pages_per_entry)
+    monkeypatch.setattr(sink_token_cache, "PAGES_PER_ENTRY", pages_per_entry)
     restored = unkept = 0
     for seed in range(4):
         rng = random.Random(300 + seed)

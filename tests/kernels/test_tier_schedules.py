@@ -11,11 +11,10 @@ from sglang_kvq.cache.pool import PagePool
 from sglang_kvq.constants import PAGE_SIZE as P
 from sglang_kvq.formats.page import PageFormat
 from sglang_kvq.formats.record import RecordFormat
-from sglang_kvq.kernels.quantize import keep_sink_tokens as sink_cache
-from sglang_kvq.kernels.tiers import bf16_pages as bf16_pages
-from sglang_kvq.kernels.tiers import events, ranges
+from sglang_kvq.kernels.quantize import keep_sink_tokens
+from sglang_kvq.kernels.tiers import bf16_pages, events, ranges
 from tests.cache.scheduler_model import PLANES, Model
-from tests.cache.schedules import Driver, converse
+from tests.cache.schedules import Driver, converse, crowd
 from tests.kernels.tier_twins import TwinTierManager
 
 
@@ -43,6 +42,16 @@ def test_random_schedules(seed, drafts, monkeypatch):
     assert model.copied and model.folded and model.tiers.filled
 
 
+@pytest.mark.parametrize("drafts", [1, 4])
+def test_random_schedules_of_soft_windows(drafts, monkeypatch):
+    use_blocks(monkeypatch, 32, 4)
+    slots = 3 * (1 + 1 + (drafts > 1)) + 5
+    more = {"overlap": True, "look_every": 8, "kept_pages": 0, "written": drafts}
+    model = Model(48, slots, 3, 1, 4, TwinTierManager, **more)
+    crowd(model, random.Random(1), 2, drafts)
+    assert model.tiers.plans > 10 and model.shortened
+
+
 @pytest.mark.parametrize("pages", [1, 3, 40])
 def test_prefills_read_what_left_the_window_lately(pages, monkeypatch):
     """With BF16 pages to spare, which later prompts take."""
@@ -64,7 +73,7 @@ def test_prefills_read_what_left_the_window_lately(pages, monkeypatch):
 def test_random_schedules_keep_first_tokens(overlap, monkeypatch):
     """With conversations enough, and BF16 pages few enough, that sinks are taken and first pages restored."""
     use_blocks(monkeypatch, 32, 4)
-    monkeypatch.setattr(sink_cache, "_ROWS", 2)
+    monkeypatch.setattr(keep_sink_tokens, "_ROWS", 2)
     monkeypatch.setattr("sglang_kvq.cache.sink_token_cache.PAGES_PER_ENTRY", 14)
     monkeypatch.setattr("sglang_kvq.cache.sink_token_cache.LEAST_ENTRIES", 0)
     model = Model(60, 7, 2, 1, 1, TwinTierManager, overlap=overlap, format=PLANES)

@@ -62,6 +62,8 @@ class TwinTierManager(TierManager):
         quantize_slots: QuantizeSlots,
         restore_pages: RestorePages | None = None,
         prefill_pages: int = 0,
+        kept_pages: int | None = None,
+        written: int = 1,
     ) -> None:
         wanted, got = [], []  # (slot, page) that this plan quantizes
         to_restore, restored = [], []  # pages, at the end of a plan, as what is in their BF16 copies may be quantized
@@ -81,8 +83,8 @@ class TwinTierManager(TierManager):
         self.plans = self.quantized = self.filled = self.restored = 0
         keeps = restore_pages is not None
         restore = (lambda pages: to_restore.extend(pages.tolist())) if keeps else None
-        plan = (sink_pages, recent_pages, lambda *batch: wanted.extend(pairs(*batch)), restore, prefill_pages)
-        super().__init__(pool, *plan)
+        more = (prefill_pages, kept_pages, written)
+        super().__init__(pool, sink_pages, recent_pages, lambda *x: wanted.extend(pairs(*x)), restore, *more)
         names = ("bf16_pages", "req_to_token", "row_pages", "page_slot", "row_sink_end", "row_history_end")
         own = {name: getattr(pool, name).to(DEVICE, copy=True) for name in names}
         stores = tuple(
@@ -92,7 +94,7 @@ class TwinTierManager(TierManager):
             own["sink_cache"] = SinkTokenCache(*(x.to(DEVICE, copy=True) for x in vars(pool.sink_cache).values()))
         theirs = replace(pool, stores=stores, **own)
         restore = (lambda pages: restored.extend(pages.tolist())) if keeps else None
-        self.kernels = TritonTierManager(theirs, sink_pages, recent_pages, quantize, restore, prefill_pages)
+        self.kernels = TritonTierManager(theirs, sink_pages, recent_pages, quantize, restore, *more)
         self.wanted, self.got = wanted, got
         self.to_restore, self.restored_there = to_restore, restored
 

@@ -69,7 +69,7 @@ def _give(
     given_directly = _mark_direct(direct, directs, t, SLOTS)
     if needs > 0:
         tl.debug_barrier()
-        _pin_windows(step, t, WINDOW, ROWS)
+        _hold_windows(step, t, WINDOW, ROWS)
         tl.debug_barrier()
         least, most, available = _key_slots(step, t, WINDOW, SLOTS)
         tl.debug_barrier()
@@ -135,7 +135,7 @@ def _begin_rows(
         resumed = (row > 0) & (prefix % PAGE > 0)
         slot = _slot_of(t, page_at(t, row, prefix // PAGE, resumed), resumed)
         failed += tl.sum(tl.sum((slot < 0).to(tl.int64), 1), 0)
-        tl.store(t.pinned + slot, tl.full([ROWS, 1], 0, tl.int64) + step, mask=slot > 0)
+        tl.atomic_max(t.held + slot, _hold(step, WINDOW.SOFT, WINDOW) + row * 0, mask=slot > 0)
     return needs, failed
 
 
@@ -164,19 +164,28 @@ def _mark_direct(direct, directs, t, SLOTS: tl.constexpr):
 
 
 @triton.jit
-def _pin_windows(step, t, WINDOW: tl.constexpr, ROWS: tl.constexpr):
-    """Pins the windows of all rows in use."""
+def _hold_windows(step, t, WINDOW: tl.constexpr, ROWS: tl.constexpr):
+    """Notes for the windows of all rows in use how hard they are to take, like ``TierManager._held``."""
     for start in range(0, t.row_count, ROWS):
         row = start + tl.arange(0, ROWS)[:, None]
         length = tl.load(t.row_len + row, mask=row < t.row_count, other=0).to(tl.int32)
-        _, exists, page = window(t, row, length, WINDOW)
+        index, exists, page = window(t, row, length, WINDOW)
         slot = _slot_of(t, page, exists)
-        tl.store(t.pinned + slot, tl.full(slot.shape, 0, tl.int64) + step, mask=slot > 0)
+        kept = tl.maximum(length - WINDOW.WRITTEN, 0) // PAGE - (WINDOW.RECENT - WINDOW.SOFT)
+        pinned = (index < WINDOW.SINK) | (index >= kept)
+        level = tl.where(pinned, WINDOW.SOFT, index - length // PAGE + WINDOW.RECENT)
+        tl.atomic_max(t.held + slot, _hold(step, level, WINDOW), mask=slot > 0)
+
+
+@triton.jit
+def _hold(step, level, WINDOW: tl.constexpr):
+    """Returns what ``Tables.held`` has for a level, SOFT if pinned; those of later steps are larger."""
+    return step * (WINDOW.SOFT + 1) + level
 
 
 @triton.jit
 def _key_slots(step, t, WINDOW: tl.constexpr, SLOTS: tl.constexpr):
-    """Writes keys of all slots, in the order of reuse: free ones, then by stamp, sinks behind all others.
+    """Writes keys of all slots, in the order of reuse: free ones, by stamp, sinks, windows of rows in use by level.
 
     Returns:
         the least and the largest key of slots that may be taken; how many these are.
@@ -189,7 +198,9 @@ def _key_slots(step, t, WINDOW: tl.constexpr, SLOTS: tl.constexpr):
         stamp = tl.load(t.slot_stamp + slot, mask=inside, other=0) + 1
         stamp = tl.where(stamp > WINDOW.BONUS, stamp - WINDOW.BONUS + step + 1, stamp)
         key = tl.where(tl.load(t.slot_page + slot, mask=inside, other=0) > 0, stamp, 0)
-        free = inside & (slot > 0) & (tl.load(t.pinned + slot, mask=inside, other=0) != step)
+        level = tl.load(t.held + slot, mask=inside, other=0) - _hold(step, 0, WINDOW)  # below 0: in no window
+        key += tl.where(level >= 0, (level + 2) * (step + 2), 0)
+        free = inside & (slot > 0) & (level < WINDOW.SOFT)
         tl.store(t.keys + slot, tl.where(free, key, NEVER), mask=inside)
         least = tl.where(free, tl.minimum(least, key), least)
         most = tl.where(free, tl.maximum(most, key), most)

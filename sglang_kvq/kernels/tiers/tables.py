@@ -24,7 +24,8 @@ class TierTables:
         slot_page, slot_stamp: int64 ``[S]``; row_len: int64 ``[R]``; see ``TierManager``.
         row_sink_end, row_history_end: int32 ``[R]``.
         errors, written: int64, counters.
-        pinned, marked: int64 ``[S]``, the last step that pinned a slot, or found its page's record missing.
+        held: int64 ``[S]``, the last step that found a slot in a window, with how hard it is to take.
+        marked: int64 ``[S]``, the last step that found the record of a slot's page missing.
         keys: int64 ``[S]``, keys by which slots are chosen.
         wanted: int64 ``[R * window]``, pages that need a BF16 copy.
         page_first: uint8 ``[N]``, if first tokens are kept: pages that begin a sequence.
@@ -37,7 +38,8 @@ class TierTables:
         lost_entries: int32 ``[S]``, destinations of their first tokens.
         entryless: int32 ``[S]``, which of them had no entry.
         slots, pages: int64 ``[2 S]`` with count int64 ``[1]``: BF16 pages and pages to be quantized.
-        sink_pages, recent_pages: the window; prefill_pages: pages before it, see ``TierManager``.
+        sink_pages, recent_pages: the window; prefill_pages: pages before it; soft_pages: recent pages that others may
+            take; written_tokens: tokens that a step writes; see ``TierManager``.
         sink_bonus: added to the stamp of a sink's BF16 copy.
         keeps_sink_tokens: True if first tokens are kept.
     """
@@ -53,7 +55,7 @@ class TierTables:
     row_history_end: torch.Tensor
     errors: torch.Tensor
     written: torch.Tensor
-    pinned: torch.Tensor
+    held: torch.Tensor
     marked: torch.Tensor
     keys: torch.Tensor
     wanted: torch.Tensor
@@ -74,6 +76,8 @@ class TierTables:
     sink_pages: int
     recent_pages: int
     prefill_pages: int
+    soft_pages: int
+    written_tokens: int
     sink_bonus: int
     keeps_sink_tokens: bool
 
@@ -102,7 +106,16 @@ class TierTables:
 
     def _window(self, more: int) -> "Window":
         width = triton.next_power_of_2(self.sink_pages + self.recent_pages + more + 1)
-        return Window(self.sink_pages, self.recent_pages, more, width, self.sink_bonus, self.keeps_sink_tokens)
+        return Window(
+            SINK=self.sink_pages,
+            RECENT=self.recent_pages,
+            MORE=more,
+            WIDTH=width,
+            SOFT=self.soft_pages,
+            WRITTEN=self.written_tokens,
+            BONUS=self.sink_bonus,
+            SINK_CACHE=self.keeps_sink_tokens,
+        )
 
 
 class Tables(NamedTuple):
@@ -128,7 +141,7 @@ class Tables(NamedTuple):
     row_history_end: torch.Tensor
     errors: torch.Tensor
     written: torch.Tensor
-    pinned: torch.Tensor
+    held: torch.Tensor
     marked: torch.Tensor
     keys: torch.Tensor
     wanted: torch.Tensor
@@ -156,6 +169,7 @@ class Window:
     Attributes:
         SINK, RECENT: its pages; MORE: maximum further recent pages; WIDTH: the sum of these and the page being filled,
             padded.
+        SOFT: recent pages that others may take; WRITTEN: tokens that a step writes.
         BONUS: added to the stamp of a sink's BF16 copy.
         SINK_CACHE: True if first tokens are kept.
     """
@@ -164,6 +178,8 @@ class Window:
     RECENT: int
     MORE: int
     WIDTH: int
+    SOFT: int
+    WRITTEN: int
     BONUS: int
     SINK_CACHE: bool
 

@@ -53,7 +53,7 @@ def create_backend(model_runner: ModelRunner) -> AttentionBackend:
         else:
             logger.info("kv-quant rotates V at run time, not in the weights: %s", why_not)
     ops = create_ops(model_runner, pool, rotations, state.layer_ids)
-    state.tiers = tiers = create_tiers(pool, config, ops)
+    state.tiers = tiers = create_tiers(pool, config, ops, compat.step_tokens(model_runner.server_args))
     if config.episodic is not None:
         config.episodic.check_cache(pool.pages * PAGE_SIZE)
         if config.episodic.policy == EPICACHE:
@@ -93,15 +93,22 @@ def create_backend(model_runner: ModelRunner) -> AttentionBackend:
     return WindowedBackend(backend, create_window_backend(model_runner))
 
 
-def create_tiers(pool: PagePool, config: KVQuantConfig, ops: AttentionOps) -> TierManager:
-    """Planned by kernels on a GPU, in torch on a CPU."""
+def create_tiers(pool: PagePool, config: KVQuantConfig, ops: AttentionOps, written: int) -> TierManager:
+    """Planned by kernels on a GPU, in torch on a CPU. written: tokens that a step writes."""
     kind = TierManager
     if pool.device.type != "cpu":
         from sglang_kvq.cache.triton_tiers import TritonTierManager
 
         kind = TritonTierManager
     return kind(
-        pool, config.sink_pages, config.recent_pages, ops.quantize_slots, ops.restore_pages, config.prefill_pages
+        pool,
+        config.sink_pages,
+        config.recent_pages,
+        ops.quantize_slots,
+        ops.restore_pages,
+        config.prefill_pages,
+        config.kept_pages,
+        written,
     )
 
 

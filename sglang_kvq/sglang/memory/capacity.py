@@ -96,6 +96,8 @@ def resolve_max_num_reqs(original: Original, self: Configurator, token_capacity:
             wanted=requests_per_worker(self),
             resumes=requests if streaming else 1,
             chunk=compat.prefill_chunk(self.server_args),
+            batch=compat.prefill_batch(self.server_args),
+            written=compat.step_tokens(self.server_args),
         )
     except KVQuantError as error:  # here nothing but SystemExit ends the process without SGLang's traceback
         raise SystemExit(f"sglang-kvq: {error}") from None
@@ -106,7 +108,7 @@ def resolve_max_num_reqs(original: Original, self: Configurator, token_capacity:
             "--kv-quant-bf16-budget %s holds %d. Raise the budget to run more at once.",
             requests,
             layout.max_requests,
-            state.config.slots_per_request,
+            state.config.pinned_slots(compat.step_tokens(self.server_args)),
             state.config.bf16_budget,
             layout.slots,
         )

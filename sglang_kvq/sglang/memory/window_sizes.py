@@ -65,12 +65,12 @@ def given_ratio(server_args: ServerArgs) -> float | None:
 def _need(server_args: ServerArgs, window: int) -> WindowNeed:
     from sglang.srt.environ import envs
 
-    chunk = compat.prefill_chunk(server_args) or compat.resolved(server_args, "max_prefill_tokens")
+    chunk = compat.prefill_batch(server_args)
     prefixes = compat.resolved(server_args, "swa_prefix_tails")
     return need_of(
         window,
         kept_behind=max(1, envs.SGLANG_SWA_EVICTION_INTERVAL.get()),
-        drafts=compat.resolved(server_args, "speculative_num_draft_tokens") or 1,
+        drafts=compat.step_tokens(server_args),
         chunk=chunk,
         batches=1 if compat.resolved(server_args, "disable_overlap_schedule") else 2,
         prefixes=0 if compat.resolved(server_args, "disable_radix_cache") else prefixes,

@@ -1,0 +1,38 @@
+"""``--kv-quant-recent-min`` on a server: many more requests run than have whole windows, and nothing is lost."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.e2e.client import Client, together
+from tests.e2e.test_serving import STRICT, assert_empties
+
+#: Sixteen requests, whose windows have six BF16 pages each.
+FLAGS = (
+    *("--kv-quant", "hadamard", "--max-total-tokens", "16384", "--max-running-requests", "16"),
+    *("--chunked-prefill-size", "512"),
+)
+STREAMS = 16
+
+
+def prompt(index: int) -> list[int]:
+    return [200 + (7 * i + 31 * index) % 5000 for i in range(420)]
+
+
+@pytest.fixture
+def soft(servers) -> Client:
+    return Client(servers(*FLAGS, "--kv-quant-recent-min", "0", env=STRICT))
+
+
+def test_requests_run_at_once_whose_windows_do_not_fit(soft, servers):
+    whole = Client(servers(*FLAGS, env=STRICT)).state()
+    state = soft.state()
+    assert state["max_running_requests"] == STREAMS
+    assert state["bf16_pages"] < 3 * STREAMS < 6 * STREAMS <= whole["bf16_pages"]
+    alone = soft.generate(prompt(3), 40)["output_ids"]
+    soft.flush()
+    answers = together([lambda i=i: soft.generate(prompt(i), 100)["output_ids"] for i in range(STREAMS)])
+    assert [len(answer) for answer in answers] == [100] * STREAMS
+    assert answers[3][:2] == alone[:2]  # later ones read recent pages from records
+    assert soft.state()["errors"] == 0
+    assert_empties(soft)
