@@ -3,7 +3,11 @@
 # method, it is int4, which needs no rotations.
 set -euo pipefail
 case " $* " in
-  *" --kv-quant"[=\ ]* | *" --config"[=\ ]*) ;;
+  *" --config="*)
+    echo "sglang-kvq: --config=FILE: SGLang ignores the file when it is given so. Write --config FILE." >&2
+    exit 2
+    ;;
+  *" --kv-quant"[=\ ]* | *" --config "*) ;;
   *) set -- --kv-quant int4 "$@" ;;
 esac
 python3 -m sglang_kvq.sglang.doctor.host

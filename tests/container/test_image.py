@@ -83,7 +83,7 @@ def test_broken_weights_end_the_container_with_an_error(container: Make, readabl
 def test_termination_finishes_what_runs_and_a_config_file_chooses_the_method(container: Make, tmp_path: Path) -> None:
     chosen = tmp_path / "serve.yaml"
     chosen.write_text("kv-quant: hadamard\n")
-    with container("config", "--config=/serve.yaml", options=("-v", f"{chosen}:/serve.yaml:ro")) as server:
+    with container("config", "--config", "/serve.yaml", options=("-v", f"{chosen}:/serve.yaml:ro")) as server:
         assert ask(server, "/server_info")["kv_quant"]["method"] == "hadamard"
         answers: list[int] = []
         asking = threading.Thread(target=lambda: answers.append(generate(server, 200)))
@@ -105,3 +105,10 @@ def test_unwritable_cache_is_named_before_the_server_starts(container: Make, tmp
     assert refused.status() == 1
     for named in ("user 123456 cannot write", "HOME /home/kvq", "/home/kvq/.triton/cache", "/.cache/flashinfer"):
         assert named in refused.log()
+
+
+def test_form_of_config_that_sglang_ignores_is_refused(container: Make) -> None:
+    refused = container("ignored", "--config=/serve.yaml")
+    with pytest.raises(ServerFailed):
+        refused.start()
+    assert refused.status() == 2 and "Write --config FILE." in refused.log()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -16,7 +16,10 @@ from sglang_kvq.server_process import ServerProcess, free_port
 from tests.e2e import word_embeddings
 
 pytestmark = pytest.mark.timeout(900)
-FLAGS = ("--kv-quant", "int4", "--episodic-policy", "late", "--episodic-budget", "640", "--enable-metrics")
+FLAGS = (
+    *("--kv-quant", "int4", "--kv-quant-recent", "128", "--enable-metrics"),
+    *("--episodic-policy", "late", "--episodic-budget", "640", "--episodic-block", "192"),
+)
 SESSIONS = [f"conversation-{n}" for n in range(6)]
 TURNS = 3
 
@@ -26,13 +29,17 @@ def servers(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[l
     folder = tmp_path_factory.mktemp("replicas")
     path, embedder = word_embeddings.install(folder)
     env = {"PYTHONPATH": os.pathsep.join(filter(None, (path, os.environ.get("PYTHONPATH"))))}
-    with ExitStack() as stack:
-        yield [
-            stack.enter_context(
-                Server(model, *FLAGS, "--episodic-embedder", embedder, env=env, log_path=folder / f"{name}.log")
-            )
-            for name in ("first", "second")
-        ]
+    servers = [
+        Server(model, *FLAGS, "--episodic-embedder", embedder, env=env, log_path=folder / f"{name}.log")
+        for name in ("first", "second")
+    ]
+    try:
+        with ThreadPoolExecutor() as pool:
+            list(pool.map(Server.start, servers))
+        yield servers
+    finally:
+        for server in servers:
+            server.stop()
 
 
 @pytest.fixture(scope="module")
