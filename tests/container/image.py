@@ -131,7 +131,8 @@ class Container(ServerProcess):
     def __init__(
         self, images: Images, log: Path, model: Path, arguments: Sequence[str] = (), options: Sequence[str] = ()
     ) -> None:
-        self.images, self.name, port = images, log.stem, free_port()
+        port = free_port()
+        self.images, self.name = images, f"kvq-{log.stem}-{port}"
         served = [] if any(word.startswith("--model-path") for word in arguments) else ["--model-path=/model"]
         command = images.podman(
             *("run", "--rm", "--name", self.name, "--network", "host", "--no-healthcheck", "--shm-size", "1g"),

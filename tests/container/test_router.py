@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -35,7 +36,7 @@ def servers(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[l
     ]
     try:
         with ThreadPoolExecutor() as pool:
-            list(pool.map(Server.start, servers))
+            list(pool.map(lambda server: server.start(600), servers))
         yield servers
     finally:
         for server in servers:
@@ -51,6 +52,10 @@ def router(servers: list[Server], tmp_path_factory: pytest.TempPathFactory) -> I
         *("--worker-urls", *(server.url for server in servers)),
     ]
     with ServerProcess(command, tmp_path_factory.mktemp("router") / "router.log", port) as router:
+        # It is healthy before it knows its servers.
+        while sum(one["is_healthy"] for one in requests.get(f"{router.url}/workers", timeout=60).json()["workers"]) < 2:
+            router.check_alive()
+            time.sleep(0.5)
         yield router
 
 
