@@ -37,7 +37,11 @@ def hub_server(revisions: dict[str, tuple[str, Path]]) -> Iterator[tuple[str, li
             asked.append(path)
             if path.startswith(f"/api/models/{REPOSITORY}"):
                 kind, _, rest = path.removeprefix(f"/api/models/{REPOSITORY}").strip("/").partition("/")
-                self.api(kind, rest or "main")
+                revision, _, subfolder = (rest or "main").partition("/")
+                if subfolder:
+                    self.answer(404, X_Error_Code="EntryNotFound")
+                else:
+                    self.api(kind, revision)
             elif path.startswith(f"/{REPOSITORY}/resolve/"):
                 self.file(*path.removeprefix(f"/{REPOSITORY}/resolve/").split("/", 1))
             else:
