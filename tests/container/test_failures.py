@@ -96,10 +96,10 @@ def test_two_replicas_fill_one_volume(container: Make, readable: Path, tmp_path:
         hub = ("--env", "HF_HUB_OFFLINE=0", "--env", f"HF_ENDPOINT={address}", "-v", f"{volume}:/home/kvq")
         servers = [container(n, f"--model-path={REPOSITORY}", options=(*RESTRICTED, *hub)) for n in ("one", "two")]
         try:
-            with ThreadPoolExecutor() as pool:
+            with ThreadPoolExecutor() as pool:  # until the end: a server ends with the thread that started it
                 list(pool.map(lambda server: server.start(), servers))
-            for server in servers:
-                assert refusal(server, key=None, text="Hello")[0] == 200
+                for server in servers:
+                    assert refusal(server, key=None, text="Hello")[0] == 200
         finally:
             for server in servers:
                 server.stop()

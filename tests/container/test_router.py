@@ -35,9 +35,9 @@ def servers(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[l
         for name in ("first", "second")
     ]
     try:
-        with ThreadPoolExecutor() as pool:
+        with ThreadPoolExecutor() as pool:  # until the end: a server ends with the thread that started it
             list(pool.map(lambda server: server.start(600), servers))
-        yield servers
+            yield servers
     finally:
         for server in servers:
             server.stop()
