@@ -1,9 +1,14 @@
 #!/usr/bin/env bash
-# The container's entry point: SGLang's server with the arguments given, in 2 bits unless they say otherwise.
-# The container's entry point: runs SGLang's server with the given arguments, and --kv-quant oscar unless they name one.
+# The container's entry point: runs SGLang's server with the given arguments. Unless they or a --config file choose the
+# method, it is int4, which needs no rotations.
 set -euo pipefail
 case " $* " in
-  *" --kv-quant "* | *" --kv-quant="*) ;;
-  *) set -- "$@" --kv-quant oscar ;;
+  *" --config="*)
+    echo "sglang-kvq: --config=FILE: SGLang ignores the file when it is given so. Write --config FILE." >&2
+    exit 2
+    ;;
+  *" --kv-quant"[=\ ]* | *" --config "*) ;;
+  *) set -- --kv-quant int4 "$@" ;;
 esac
-exec python3 -m sglang.launch_server --host 0.0.0.0 --port "${PORT:-30000}" "$@"
+python3 -m sglang_kvq.sglang.doctor.host
+exec sglang serve --host 0.0.0.0 --port "${PORT:-30000}" "$@"

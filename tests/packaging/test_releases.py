@@ -89,8 +89,8 @@ def test_requirement_of_the_extra() -> None:
     [
         ("README.md", f"SGLang {releases.described()}"),
         ("README.md", f"SGLang releases {EXCLUDED[0]} to {EXCLUDED[-1]}"),
-        ("Dockerfile", f"ARG SGLANG_TAG=v{NEWEST}\n"),
-        ("docs/deploying.md", f"`--build-arg SGLANG_TAG=v{OLDEST}`"),
+        ("Dockerfile", f"ARG BASE=docker.io/lmsysorg/sglang:v{NEWEST}\n"),
+        ("docs/deploying.md", f"`--build-arg BASE=lmsysorg/sglang:v{OLDEST}`"),
         ("tests/sglang/pool_users_reviewed.py", f"SGLang {releases.described('and')}"),
     ],
 )

@@ -37,7 +37,10 @@ def hub_server(revisions: dict[str, tuple[str, Path]]) -> Iterator[tuple[str, li
             asked.append(path)
             if path.startswith(f"/api/models/{REPOSITORY}"):
                 kind, _, rest = path.removeprefix(f"/api/models/{REPOSITORY}").strip("/").partition("/")
-                self.api(kind, rest or "main")
+                if kind == "tree" and rest.rpartition("/")[0] in revisions:  # a folder, and none has any
+                    self.answer(404, X_Error_Code="EntryNotFound")
+                else:
+                    self.api(kind, rest or "main")
             elif path.startswith(f"/{REPOSITORY}/resolve/"):
                 self.file(*path.removeprefix(f"/{REPOSITORY}/resolve/").split("/", 1))
             else:

@@ -1,4 +1,9 @@
-"""Checks of the machine itself for ``kvq doctor``. Their failures cause other errors in later checks."""
+"""Checks of the machine itself for ``kvq doctor``. Their failures cause other errors in later checks.
+
+    python -m sglang_kvq.sglang.doctor.host
+
+makes those that take no time, before a container starts its server.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +11,7 @@ import ctypes
 import os
 import re
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -156,3 +162,11 @@ def driver_cuda() -> tuple[int, int] | None:
     if library.cuDriverGetVersion(ctypes.byref(number)) != 0:
         return None
     return number.value // 1000, number.value % 1000 // 10
+
+
+if __name__ == "__main__":
+    try:
+        folders()
+        shared_memory()
+    except KVQuantError as error:
+        sys.exit(f"sglang-kvq: {error}")

@@ -1,0 +1,170 @@
+"""Builds the image of the repository's Dockerfile on a small stand-in for SGLang's image, and runs it.
+
+The stand-in is Debian with the Python of the newest release's test environment, whose packages are mounted at run time.
+It needs root, Debian's packages ``buildah mmdebstrap podman runc``, and no container registry.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from launch.server import CPU_CAPACITY, CPU_FLAGS
+from sglang_kvq import __version__
+from sglang_kvq.releases import NEWEST
+from sglang_kvq.server_process import ServerFailed, ServerProcess, free_port
+
+ROOT = Path(__file__).resolve().parents[2]
+#: Debian's release that has this Python: compiled packages of the environment are made for it.
+DEBIAN = {(3, 11): "bookworm", (3, 13): "trixie"}
+PACKAGES = "python3,python3-pip,curl,ca-certificates,libgomp1,libnuma1"
+BASE, IMAGE = f"docker.io/lmsysorg/sglang:v{NEWEST}", "localhost/sglang-kvq"
+SITE = "/opt/sglang-cpu"
+STAND_IN = f"""
+FROM scratch
+ADD root.tar /
+ENV PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin SGLANG_USE_CPU_ENGINE=1 HF_HUB_OFFLINE=1
+RUN echo {SITE} > /usr/lib/python3/dist-packages/sglang-cpu.pth
+COPY --chmod=755 sglang /usr/local/bin/
+"""
+COMMAND = """\
+#!/usr/bin/python3
+from sglang.cli.main import main
+
+if __name__ == "__main__":
+    main()
+"""
+#: podman's own are above what a sandbox may ask for.
+LIMITS = ("--ulimit", "nofile=4096:4096", "--ulimit", "nproc=4096:4096")
+#: Docker's --read-only and Kubernetes' restricted profile, with a user that the image does not know.
+RESTRICTED = (
+    *("--read-only", "--read-only-tmpfs=false", "--tmpfs", "/tmp", "--user", "123456:0"),
+    *("--cap-drop", "all", "--security-opt", "no-new-privileges"),
+)
+
+
+class Images:
+    """Storage of images and containers in one folder.
+
+    Args:
+        folder: on a file system that overlays can be made on.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._storage = ["--root", str(folder / "storage"), "--runroot", str(folder / "run")]
+        self._storage += ["--storage-driver", "overlay"]
+        (folder / "empty").mkdir(exist_ok=True)
+        site = Path(sysconfig.get_paths()["purelib"])
+        # The environment's editable install of the plugin is hidden: the image has its own.
+        self.site = ["-v", f"{site}:{SITE}:ro"]
+        for info in site.glob("sglang_kvq-*.dist-info"):
+            self.site += ["-v", f"{folder / 'empty'}:{SITE}/{info.name}:ro"]
+
+    def podman(self, *words: str) -> list[str]:
+        """Returns a command for podman."""
+        own = ["--cgroup-manager", "cgroupfs", "--events-backend", "none", "--runtime", "runc"]
+        return ["podman", *self._storage, *own, *words]
+
+    def build(self) -> None:
+        """Builds the stand-in and the image.
+
+        Raises:
+            KeyError: no Debian release has this Python.
+            subprocess.CalledProcessError: a build failed; its output was shown.
+        """
+        base = self.folder / "base"
+        base.mkdir()
+        (base / "Containerfile").write_text(STAND_IN)
+        (base / "sglang").write_text(COMMAND)
+        suite = DEBIAN[sys.version_info[:2]]
+        _run(
+            *("mmdebstrap", "--quiet", "--variant=minbase", f"--include={PACKAGES}", "--dpkgopt=force-unsafe-io"),
+            *(suite, str(base / "root.tar")),
+            env={"TMPDIR": str(self.folder)},
+        )
+        self._build("--tag", BASE, str(base))
+        shutil.rmtree(base)
+        mounts = [word for path in _pip_files() for word in ("-v", f"{path}:{path}:ro")]
+        self._build(*mounts, *self.site, "--build-arg", f"VERSION={__version__}", "--tag", IMAGE, str(ROOT))
+
+    def _build(self, *words: str) -> None:
+        _run(
+            *("buildah", *self._storage, "build", "--quiet", "--isolation", "chroot", "--format", "docker"),
+            *("--pull-never", *words),
+        )
+
+
+def _run(*command: str, env: Mapping[str, str] | None = None) -> None:
+    begin = time.monotonic()
+    subprocess.run(command, env={**os.environ, **(env or {})}, check=True, stdin=subprocess.DEVNULL)
+    print(f"{command[0]}: {time.monotonic() - begin:.0f} s", flush=True)
+
+
+def _pip_files() -> list[str]:
+    """Returns the files that configure pip on this machine, and the certificates that it trusts."""
+    asked = subprocess.run([sys.executable, "-m", "pip", "config", "debug"], capture_output=True, text=True, check=True)
+    files = [line.split(", exists:")[0].strip() for line in asked.stdout.splitlines() if ", exists: True" in line]
+    # A file in a folder of its own may name others there.
+    places = {file if Path(file).parent == Path("/etc") else str(Path(file).parent) for file in files}
+    return sorted(places) + [path for path in ("/etc/ssl/certs/ca-certificates.crt",) if Path(path).exists()]
+
+
+class Container(ServerProcess):
+    """The image as a running server, for the duration of the ``with`` block.
+
+    Args:
+        images: where the image is.
+        model: folder that the container sees as ``/model``.
+        arguments: the container's; after the CPU's flags and, unless they name a model, ``/model``.
+        options: of ``podman run``.
+    """
+
+    start_timeout = 600.0
+
+    def __init__(
+        self, images: Images, log: Path, model: Path, arguments: Sequence[str] = (), options: Sequence[str] = ()
+    ) -> None:
+        port = free_port()
+        self.images, self.name = images, f"kvq-{log.stem}-{port}"
+        served = [] if any(word.startswith("--model-path") for word in arguments) else ["--model-path=/model"]
+        command = images.podman(
+            *("run", "--rm", "--name", self.name, "--network", "host", "--no-healthcheck", "--shm-size", "1g"),
+            *(*LIMITS, *images.site, "-v", f"{model}:/model:ro", "--env", "OMP_NUM_THREADS=1"),
+            *(*options, IMAGE, *served, *CPU_FLAGS, *CPU_CAPACITY),
+            *(f"--port={port}", *arguments),
+        )
+        super().__init__(command, log, port)
+
+    def start(self, timeout: float | None = None) -> Container:
+        try:
+            return super().start(timeout)
+        except ServerFailed as error:
+            raise ServerFailed(f"{error}\n{error.log}", error.log) from None
+
+    def execute(self, *words: str) -> subprocess.CompletedProcess[str]:
+        """Runs a command inside and returns its status and output."""
+        return subprocess.run(self.images.podman("exec", self.name, *words), capture_output=True, text=True)
+
+    def pid(self, title: str) -> int:
+        """Returns this machine's id of the process whose command line has ``title``."""
+        listed = subprocess.run(
+            self.images.podman("top", self.name, "hpid", "args"), capture_output=True, text=True, check=True
+        )
+        (found,) = (line.split()[0] for line in listed.stdout.splitlines() if title in line)
+        return int(found)
+
+    def status(self, seconds: float = 120) -> int:
+        """Waits until the container has ended and returns its exit status."""
+        assert self.process is not None
+        return self.process.wait(seconds)
+
+    def stop(self, grace: float = 0) -> None:
+        subprocess.run(self.images.podman("rm", "--force", "--time", "0", "--ignore", self.name), capture_output=True)
+        super().stop(grace)

@@ -1,0 +1,122 @@
+"""Every overlay of launch/kubernetes renders to objects that the API accepts, and that keep to what the image needs.
+
+``schemas`` has those of three custom resources, as their projects published them in August 2026: without descriptions,
+and without the pods of a LeaderWorkerSet, which are checked as pods.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import kubernetes_validate
+import pytest
+import yaml
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDER = ROOT / "launch" / "kubernetes"
+OVERLAYS = ("base", "tensor-parallel", "multi-node", "replicas", "autoscale")
+VERSION = "1.37"
+CUSTOM = {path.stem: path for path in (Path(__file__).parent / "schemas").glob("*.json")}
+
+
+@cache
+def objects(overlay: str) -> list[Any]:
+    """Returns what an overlay renders to."""
+    done = subprocess.run(["kubectl", "kustomize", str(FOLDER / overlay)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return list(yaml.safe_load_all(done.stdout))
+
+
+def closed(schema: Any) -> Any:
+    """Returns the schema, refusing fields that it does not name: the API drops them silently."""
+    if isinstance(schema, list):
+        return [closed(part) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    inner = {key: closed(value) for key, value in schema.items()}
+    return {"additionalProperties": False, **inner} if isinstance(inner.get("properties"), dict) else inner
+
+
+def pods(found: list[Any]) -> Iterator[dict[str, Any]]:
+    """Yields the pod templates of these objects."""
+    for one in found:
+        group = one["spec"].get("leaderWorkerTemplate", {}) if "spec" in one else {}
+        yield from (group[key] for key in ("leaderTemplate", "workerTemplate") if key in group)
+        if one["kind"] == "Deployment":
+            yield one["spec"]["template"]
+
+
+def check(one: dict[str, Any]) -> None:
+    """Compares an object with its schema."""
+    if one["kind"] in CUSTOM:
+        jsonschema.validate(one, closed(json.loads(CUSTOM[one["kind"]].read_text())))
+        templates = pods([one])
+        for template in templates:
+            kubernetes_validate.validate({"apiVersion": "v1", "kind": "Pod", **template}, VERSION, strict=True)
+    else:
+        kubernetes_validate.validate(one, VERSION, strict=True)
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_the_api_accepts_it(overlay: str) -> None:
+    found = objects(overlay)
+    assert len({(one["kind"], one["metadata"]["name"]) for one in found}) == len(found) > 3
+    for one in found:
+        check(one)
+
+
+@pytest.mark.parametrize("kind", sorted(CUSTOM))
+def test_a_misspelt_field_is_seen(kind: str) -> None:
+    (one,) = (one for overlay in OVERLAYS for one in objects(overlay) if one["kind"] == kind)
+    with pytest.raises(jsonschema.ValidationError, match="misspelt"):
+        check({**one, "spec": {**one["spec"], "misspelt": 1}})
+
+
+def test_every_folder_is_checked() -> None:
+    assert {path.parent.name for path in FOLDER.rglob("kustomization.yaml")} == {*OVERLAYS, "monitoring"}
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_pods_are_restricted_and_drain(overlay: str) -> None:
+    found = list(pods(objects(overlay)))
+    assert found
+    for pod in found:
+        spec = pod["spec"]
+        (server,) = spec["containers"]
+        assert spec["securityContext"]["runAsNonRoot"] and spec["securityContext"]["seccompProfile"]
+        assert server["securityContext"] == {
+            "allowPrivilegeEscalation": False,
+            "readOnlyRootFilesystem": True,
+            "capabilities": {"drop": ["ALL"]},
+        }
+        assert re.search(r":\d+\.\d+\.\d+$", server["image"]), "a tag that does not move"
+        assert spec["terminationGracePeriodSeconds"] >= 60 and server["lifecycle"]["preStop"]
+        assert server["resources"]["requests"] and server["resources"]["limits"]["memory"]
+        written = {mount["mountPath"] for mount in server["volumeMounts"]}
+        assert written >= ({"/home/kvq", "/tmp", "/dev/shm"} if server["name"] == "server" else {"/tmp"})
+        assert {mount["name"] for mount in server["volumeMounts"]} == {volume["name"] for volume in spec["volumes"]}
+
+
+def test_overlays_differ_where_they_say() -> None:
+    (tensor,) = pods(objects("tensor-parallel"))
+    assert "--tp=4" in tensor["spec"]["containers"][0]["args"]
+    assert tensor["spec"]["containers"][0]["resources"]["limits"]["nvidia.com/gpu"] == 4
+    assert not [one for one in objects("multi-node") if one["kind"] == "Deployment"]
+    for overlay in ("multi-node", "replicas", "autoscale"):
+        (claim,) = (one for one in objects(overlay) if one["kind"] == "PersistentVolumeClaim")
+        assert claim["spec"]["accessModes"] == ["ReadWriteMany"], overlay
+
+
+def test_defaults_need_no_download_of_rotations() -> None:
+    servers = [pod["spec"]["containers"][0] for overlay in OVERLAYS for pod in pods(objects(overlay))]
+    assert {server["name"] for server in servers} == {"server", "router"}
+    assert all("--kv-quant=int4" in server["args"] for server in servers if server["name"] == "server")
+    compose = yaml.safe_load((ROOT / "launch" / "docker-compose.yaml").read_text())
+    assert "--kv-quant=int4" in compose["services"]["sglang-kvq"]["command"]
