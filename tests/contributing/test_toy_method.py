@@ -20,7 +20,7 @@ NAME = "toy-channels"
 MODULE = NAME.replace("-", "_")
 #: Folders that a contributor edits or that find files from their own place; a link to the others is enough.
 COPIED = ("sglang_kvq", "tests", "docs")
-LINKED = ("launch", "benchmarks")
+LINKED = (".github", "launch", "benchmarks")
 
 METHOD = """\
 from sglang_kvq.formats.code import CodeFormat
