@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -122,7 +123,8 @@ def calibrate(
         clips=clips,
         sensitivity_contexts=CalibrationSettings.sensitivity_contexts if sensitivity else 0,
     )
-    held_out, on_engine = HeldOut(held_out_contexts, held_out_length), _engine(engine, tp, engine_arg or [])
+    held_out = HeldOut(held_out_contexts, held_out_length)
+    on_engine = _engine(engine, tp, engine_arg or [], trust_remote_code=trust_remote_code, revision=revision)
     check_new("--output", output, folder=True)
     if push:
         check_push(push)
@@ -375,8 +377,11 @@ def _methods(names: str) -> list[str]:
     return found
 
 
-def _engine(name: str, tp: int, arguments: list[str]) -> dict[str, Any] | None:
-    """Returns the keywords of ``sglang.Engine``, or None for transformers."""
+def _engine(name: str, tp: int, arguments: list[str], **model: Any) -> Callable[..., Any] | None:
+    """Returns what calibrates on ``sglang.Engine``, or None for transformers.
+
+    model: keywords of the engine that say how to load the model.
+    """
     if name not in ("transformers", "sglang"):
         raise unknown("--engine", name, ("transformers", "sglang"))
     check_least("--tp", tp, 1)
@@ -387,7 +392,7 @@ def _engine(name: str, tp: int, arguments: list[str]) -> dict[str, Any] | None:
                 f"{given[0]}: --tp and --engine-arg belong to --engine sglang; add it, or use --device auto."
             )
         return None
-    keywords: dict[str, Any] = {"tp_size": tp}
+    keywords: dict[str, Any] = {key: value for key, value in model.items() if value} | {"tp_size": tp}
     for argument in arguments:
         key, equals, value = argument.partition("=")
         if not equals or not key.isidentifier():
@@ -396,7 +401,9 @@ def _engine(name: str, tp: int, arguments: list[str]) -> dict[str, Any] | None:
             keywords[key] = json.loads(value)
         except ValueError:  # a plain word
             keywords[key] = value
-    return keywords
+    from sglang_kvq.sglang.attention.calibrate_engine import calibrate_on_engine
+
+    return partial(calibrate_on_engine, **keywords)
 
 
 def main() -> None:

@@ -28,8 +28,6 @@ LAYERS = (
     ("cli",),
 )
 FLOOR = {name: floor for floor, names in enumerate(LAYERS) for name in names}
-#: Imports that run back up, by the importing module: each defers it to the one call that needs it.
-UPWARDS = {"sglang_kvq.rotations.calibration.to_folder": "sglang"}
 #: Most files of a folder, without its __init__.py.
 FILES = 12
 #: Folders where splitting would be worse, and their number of files.
@@ -74,13 +72,8 @@ def test_imports_go_down(name):
     assert name in FLOOR, f"sglang_kvq/{name} stands on no floor: add it to LAYERS"
     for module in (one for one in MODULES if package(one) == name):
         above = {package(one) for one in graph()[module] if package(one) not in ("", name)}
-        above = {one for one in above if FLOOR[one] >= FLOOR[name]} - {UPWARDS.get(module)}
+        above = {one for one in above if FLOOR[one] >= FLOOR[name]}
         assert not above, f"{module} imports {sorted(above)}, which stand no lower"
-
-
-def test_exceptions_are_needed():
-    for module, name in UPWARDS.items():
-        assert name in {package(one) for one in graph()[module]}
 
 
 def test_only_one_package_imports_sglang():

@@ -41,7 +41,7 @@ def calibrate_to_folder(
     trust_remote_code: bool = False,
     overwrite: bool = False,
     restart: bool = False,
-    engine: dict[str, Any] | None = None,
+    engine: Callable[..., Rotations] | None = None,
     progress: Progress = silent,
     check: Callable[[torch.Tensor], object] | None = None,
 ) -> Calibrated:
@@ -53,7 +53,7 @@ def calibrate_to_folder(
         texts, text_share: see ``settings.read_corpus``.
         base_model: name to record; None records ``model_path``, or a local folder's own name.
         restart: discard what an interrupted run left.
-        engine: keywords of ``sglang.Engine``, to run the model there: no sensitivities, no checkpoint.
+        engine: runs the model instead of transformers, without sensitivities and checkpoint: ``calibrate_on_engine``.
         check: is called with the corpus, int64 ``[tokens]``, before anything runs; it raises if they will not do.
 
     Raises:
@@ -91,10 +91,7 @@ def calibrate_to_folder(
                 f"{_continues(kept)}"
             ) from error
     else:
-        from sglang_kvq.sglang.attention.calibrate_engine import calibrate_on_engine
-
-        given = {"trust_remote_code": trust_remote_code, **engine, **({"revision": revision} if revision else {})}
-        rotations = calibrate_on_engine(model_path, config, ids, settings, progress, **given)
+        rotations = engine(model_path, config, ids, settings, progress)
     meta = replace(
         rotations.meta,
         base_model=base_model or (Path(model_path).name if Path(model_path).exists() else model_path),
