@@ -33,6 +33,6 @@ def test_faults_are_of_all_packages() -> None:
         "cache",
         "kernels",
         "attention",
-        "episodic",
+        "sessions",
         "sglang",
     }
