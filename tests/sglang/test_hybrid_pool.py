@@ -34,7 +34,7 @@ def configurator(**changes) -> SimpleNamespace:
         server_args=SimpleNamespace(**{CONFIG_ATTRIBUTE: CONFIG}),
         is_draft_worker=False,
         kv_cache_dtype=torch.bfloat16,
-        model_config=SimpleNamespace(dtype=torch.bfloat16),
+        model_config=SimpleNamespace(dtype=torch.bfloat16, context_len=4096),
         device="cpu",
     )
     return SimpleNamespace(**(known | changes))

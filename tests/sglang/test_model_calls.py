@@ -55,7 +55,7 @@ def make_runner(applied, monkeypatch):
             is_draft_worker=False,
             kv_cache_dtype=torch.bfloat16,
             device="cpu",
-            model_config=SimpleNamespace(dtype=torch.bfloat16),
+            model_config=SimpleNamespace(dtype=torch.bfloat16, context_len=4096),
         )
         pool = build_mha_kv_pool(
             pytest.fail, configurator, max_total_num_tokens=16 * PAGE_SIZE, mha_pool_class=None, quant_method=None

@@ -76,7 +76,7 @@ class WindowTreeModel(TreeModel):
             server_args=SimpleNamespace(**{CONFIG_ATTRIBUTE: CONFIG}),
             is_draft_worker=False,
             kv_cache_dtype=torch.bfloat16,
-            model_config=SimpleNamespace(dtype=torch.bfloat16),
+            model_config=SimpleNamespace(dtype=torch.bfloat16, context_len=4096),
             device="cpu",
         )
         self.both = build_hybrid_swa_kv_pool(theirs, configurator, mha_pool_class=MHATokenToKVPool)
