@@ -96,16 +96,15 @@ def test_two_requests_of_one_session_compute_its_history_once():
     assert len([obj for obj in manager.sent if obj.extra_key]) == 2
 
 
-async def gaps_while(job, beat=0.001):
-    """Seconds that the event loop was late, the longest first, while ``job`` ran."""
-    asked, gaps, last = asyncio.ensure_future(job), [], time.perf_counter()
+async def longest_gap(job, clock=time.perf_counter):
+    """The longest time by ``clock`` that the event loop did not come back, while ``job`` ran, in seconds."""
+    asked, longest, last = asyncio.ensure_future(job), 0.0, clock()
     while not asked.done():
-        await asyncio.sleep(beat)
-        now = time.perf_counter()
-        gaps.append(now - last - beat)
-        last = now
+        await asyncio.sleep(0.001)
+        now = clock()
+        longest, last = max(longest, now - last), now
     await asked
-    return sorted(gaps, reverse=True)
+    return longest
 
 
 @pytest.mark.parametrize("slow", ["HashingVectorizer.transform", "Lexical.scores"])
@@ -117,19 +116,19 @@ def test_other_sessions_go_on_while_one_is_searched_and_indexed(monkeypatch, slo
 
     def slowly(*args, **options):
         called.append(name)
-        time.sleep(0.3)
+        time.sleep(1)
         return original(*args, **options)
 
     async def run(manager):
         await manager.turn(LONG[: BUDGET + 2 * P])
         monkeypatch.setattr(owner, name, slowly)
-        return await gaps_while(manager.turn(LONG[: BUDGET + 5 * P]))
+        return await longest_gap(manager.turn(LONG[: BUDGET + 5 * P]))
 
-    assert asyncio.run(run(Manager()))[0] < 0.2 and called
+    assert asyncio.run(run(Manager())) < 0.7 and called
 
 
 def test_a_long_conversation_stops_nobody():
-    """300,000 tokens, embedded, indexed and searched: 0.5 s of work, of which the loop feels 25 ms at most."""
+    """300,000 tokens, embedded, indexed and searched: 0.5 s of work, of which the loop does less than 10 ms."""
     manager = Manager()
     manager.context_len = 1 << 20
     said = (np.arange(300_000, dtype=np.int32) * 7919 % 50_000).tolist()
@@ -137,8 +136,8 @@ def test_a_long_conversation_stops_nobody():
     async def run():
         await manager.turn(LONG, http(X_Session_Id="warm"))
         first = request_of(input_ids=said)
-        await gaps_while(manager.heard(first))
+        await manager.heard(first)
         after = request_of(input_ids=[*said, 7, 8, *said[1000:1200]])
-        return await gaps_while(manager.heard(after))
+        return await longest_gap(manager.heard(after), time.thread_time)  # whatever else the machine does
 
-    assert asyncio.run(run())[0] < 0.1
+    assert asyncio.run(run()) < 0.03
