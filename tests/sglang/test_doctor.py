@@ -109,7 +109,7 @@ def test_every_kernel_is_launched_and_right():
     """What a GPU runs, in the interpreter; of one method's records, which take every kernel."""
     code = (
         "import torch\n"
-        "from sglang_kvq.sglang import kernel_check\n"
+        "from sglang_kvq.sglang.doctor import kernels as kernel_check\n"
         "first = kernel_check.formats()[:1]\n"
         "kernel_check.formats = lambda: first\n"
         "print(*kernel_check.run_all(torch.device('cpu')))"
