@@ -38,8 +38,9 @@ BOTH = ("tests/sglang", "tests/e2e")
 #: Jobs in the newest release's environment, the longest first. A last one runs all other tests.
 JOBS = {
     "servers of the small model": ("tests/e2e/test_[bks]*.py", "tests/e2e/test_folded_weights.py"),
-    "kernels": ("tests/kernels",),
     "other servers": ("tests/e2e",),
+    "kernels": ("tests/kernels/test_[a-f]*.py",),
+    "more kernels": ("tests/kernels",),
     "SGLang": ("tests/sglang",),
     "cache and rotations": ("tests/cache", "tests/rotations"),
 }

@@ -114,6 +114,19 @@ COMMANDS = {
             "--tp": (wrong(*NOT_POSITIVE),),
         },
     ),
+    "plan": Command(
+        "{it} --gpu h100",
+        {
+            "model": (wrong(NOWHERE, TEXT, EMPTY, "no-such-org/no-model"),),
+            "--gpu": (wrong(WORD, "80:", "0:1", "nan:1", "1:-2"),),
+            "--count": (wrong(*NOT_POSITIVE), wrong("3", more="--tp 2")),
+            "--tp": (wrong(*NOT_POSITIVE),),
+            "--context": (wrong(*NOT_POSITIVE, "32Q", HUGE, more="--concurrency 1"), wrong("1K")),
+            "--concurrency": (wrong(*NOT_POSITIVE, more="--context 64"), wrong("4")),
+            "--mem-fraction-static": (wrong(*NOT_POSITIVE, "1.5", "nan"),),
+            "--weights": (wrong(*NOT_POSITIVE, "nan", HUGE),),
+        },
+    ),
     "eval": Command(
         "--server {server} --out {tmp}/out --text {text} --kl-lengths 700x1",
         {
@@ -167,7 +180,13 @@ COMMANDS = {
 }
 
 #: What stands for an argument where an option is wrong.
-RIGHT = {"calibrate": "{model}", "inspect": "{rotations}", "convert": "{rotations}", "push": "{rotations}"}
+RIGHT = {
+    "calibrate": "{model}",
+    "inspect": "{rotations}",
+    "convert": "{rotations}",
+    "push": "{rotations}",
+    "plan": "{model}",
+}
 
 #: Options that any text is right for, or that only a hub can say no to.
 FREE = {"--base-model", "--revision", "--name", "--label"}
