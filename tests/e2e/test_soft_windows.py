@@ -31,8 +31,8 @@ def test_requests_run_at_once_whose_windows_do_not_fit(soft, servers):
     assert state["bf16_pages"] < 3 * STREAMS < 6 * STREAMS <= whole["bf16_pages"]
     alone = soft.generate(prompt(3), 40)["output_ids"]
     soft.flush()
-    answers = together([lambda i=i: soft.generate(prompt(i), 100)["output_ids"] for i in range(STREAMS)])
-    assert [len(answer) for answer in answers] == [100] * STREAMS
+    answers = together([lambda i=i: soft.generate(prompt(i), 70)["output_ids"] for i in range(STREAMS)])
+    assert [len(answer) for answer in answers] == [70] * STREAMS
     assert answers[3][:2] == alone[:2]  # later ones read recent pages from records
     assert soft.state()["errors"] == 0
     assert_empties(soft)
