@@ -45,7 +45,7 @@ class Nothing:
 
 
 class Manager:
-    """What the router uses of a TokenizerManager. Answers at once, and notes when it was asked to."""
+    """Stand-in for a TokenizerManager. Answers at once, and notes when it was asked to."""
 
     incremental_streaming_output, preferred_sampling_params, server_args = False, None, None
 

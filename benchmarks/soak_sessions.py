@@ -49,7 +49,7 @@ from tests.e2e import word_embeddings
 FACTOR = 2.0
 #: Statuses of answers that SGLang or the router gives up under pressure.
 GIVEN_UP = (500, 503)
-#: How often each kind of turn is drawn.
+#: Weights with which each kind of turn is drawn.
 TURNS = {"ask": 62, "edit": 12, "disconnect": 10, "abort": 8, "plain": 8}
 
 

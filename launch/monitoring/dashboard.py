@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 FILE = Path(__file__).parent / "grafana" / "sglang-kvq.json"
-#: Of 24 columns; and rows of Grafana's grid.
+#: A panel's size on Grafana's grid: columns of 24, and rows.
 WIDTH, HEIGHT = 8, 7
 #: Grafana puts a suitable range here.
 INTERVAL = "$__rate_interval"

@@ -148,9 +148,10 @@ def divide(
         KVQuantError: the BF16 pages cannot hold one request's window.
     """
     need = config.pinned_slots(written)
+    shrinks = need < config.slots_per_request
     if resumes > 1:  # streaming sessions: every row may resume at once
         need, resumes = need + 1, 0
-    if config.pinned_slots(written) < config.slots_per_request:
+    if shrinks:
         resumes += max(config.slots_per_request, -(-(batch or 0) // PAGE_SIZE))
     page_bytes = geometry.page_bytes + geometry.draft_page_bytes
     share = int(pages * page_bytes * config.bf16_budget / (1 - config.bf16_budget)) // geometry.slot_bytes

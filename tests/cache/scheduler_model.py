@@ -32,7 +32,7 @@ TABLE = torch.randn(4096, 2, 64, generator=torch.Generator().manual_seed(0)).bfl
 
 
 TWO_BITS = PageFormat(64, 64, 0.96, 0.92)
-#: What keeps first tokens.
+#: A format that keeps first tokens.
 PLANES = PlaneFormat(64, PlaneCode((4, 3, 1, 0)), PlaneCode((3, 2, 2, 1)))
 
 

@@ -84,7 +84,7 @@ def again(m: Model, text: list[int], tail: int = 30) -> Request:
 def keep(
     sink_cache: SinkTokenCache, pages: list[int], given: torch.Tensor, step: int, bf16_pages: Sequence[int] = (), **more
 ):
-    """Of pages, 0 for those that are not wanted, while some have BF16 copies."""
+    """Keeps tokens of pages, 0 for those that are not wanted, while some have BF16 copies."""
     slots = torch.full((len(sink_cache.entry),), -1, dtype=torch.int32)
     slots[ids(*bf16_pages)] = 1
     sink_cache.keep(ids(*pages), ids(*pages) > 0, given, slots, step, **more)

@@ -1,4 +1,4 @@
-"""What goes wrong in operation, brought about: docs/operations.md says what these tests see."""
+"""Failures in operation, brought about; docs/operations.md describes them."""
 
 from __future__ import annotations
 

@@ -40,10 +40,10 @@ ORDER = (
     *("test_transform.py", "test_evaluation.py", "test_numbers.py", "test_parallel.py"),
     *("test_canary.py", "test_capture.py", "test_refusals.py"),
 )
-#: What the oldest release runs without ``--all``: one server under load. ``tests/sglang`` tests what differs from
+#: Tests that the oldest release runs without ``--all``: one server under load. ``tests/sglang`` tests what differs from
 #: the newest, symbol by symbol.
 OLDEST_TOO = re.compile(r"test_serving\.py::(?!test_streaming_sessions)")
-#: What only ``--all`` runs, since another test or ``tests/sglang`` shows the same, by what follows ``test_``.
+#: Tests that only ``--all`` runs, by what follows ``test_``: another test or ``tests/sglang`` shows the same.
 NIGHTLY = re.compile(
     r"hybrid\.py.*\[no radix cache\]"  # differs from the other in a lookup
     r"|kits\.py.*\[(plain|wide|streaming_sessions)"  # SGLang alone; BF16 pages; test_serving has these sessions

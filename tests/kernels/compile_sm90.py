@@ -223,7 +223,7 @@ def compile_all(heads: scenes.Heads) -> None:
 
 
 def restore(ops) -> None:
-    """What keeps first tokens and restores BF16 pages, if this pool's records ask for it."""
+    """Compiles the kernels that keep first tokens and restore BF16 pages, if this pool's records ask for them."""
     pool = ops.pool
     if pool.sink_cache is not None:
         one = scenes.int64(1)

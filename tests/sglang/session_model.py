@@ -57,7 +57,7 @@ class Words:
 
 
 class Manager:
-    """What the router uses of a TokenizerManager: answers by ``script``, and remembers what it was sent."""
+    """Stand-in for a TokenizerManager: answers by ``script``, and remembers what it was sent."""
 
     context_len, incremental_streaming_output, preferred_sampling_params = 4096, False, None
     #: Seconds until a request is answered.
