@@ -53,8 +53,9 @@ def test_an_unknown_model_with_no_hub(tmp_path, monkeypatch):
 
 def test_engine_keywords():
     assert _engine("transformers", 1, []) is None
-    assert _engine("sglang", 4, ["mem_fraction_static=0.8", "dtype=bfloat16", "trust_remote_code=true"]) == {
-        "tp_size": 4, "mem_fraction_static": 0.8, "dtype": "bfloat16", "trust_remote_code": True,
+    given = ["mem_fraction_static=0.8", "dtype=bfloat16", "trust_remote_code=true"]
+    assert _engine("sglang", 4, given, revision="main").keywords == {
+        "tp_size": 4, "mem_fraction_static": 0.8, "dtype": "bfloat16", "trust_remote_code": True, "revision": "main",
     }  # fmt: skip
 
 
