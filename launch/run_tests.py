@@ -3,6 +3,7 @@
 ./test                    what every change must pass: SGLang's newest release, and the seams of the oldest
 ./test --quick            linters and what is tested in three minutes, without servers
 ./test --all              every parameter and every release: nightly, and before a release of ours
+./test --container        builds the container image and runs it: needs root and Debian's packages
 ./test -k allocator -x    any pytest arguments
 ./test tests/e2e          only these paths, each in the environments it belongs to
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -62,6 +64,8 @@ QUICK = {
         "tests/sglang/test_session*.py",
     ),
 }
+#: Programs of ``--container``; packages have the same names, kubectl's in a package source of Kubernetes' own.
+CONTAINER_TOOLS = ("buildah", "kubectl", "mmdebstrap", "podman", "runc")
 #: Unit tests that are named on a command line have a process for each core.
 SPREAD = ("--numprocesses=auto", "--dist=worksteal")
 #: Each process has one thread: threads that wait for those of another process cost far more than a core gains.
@@ -100,6 +104,24 @@ class Found:
 
 def pytest_job(title: str, version: str, words: Sequence[str]) -> Job:
     return Job(title, version, (("pytest", *words, "-q", "-p", "no:cacheprovider"),))
+
+
+def container_job(options: Sequence[str]) -> Job:
+    """Returns the job of ``--container``, which first installs what only these tests need.
+
+    Raises:
+        StepFailed: this machine cannot build or run images.
+    """
+    if missing := [tool for tool in CONTAINER_TOOLS if not shutil.which(tool)]:
+        raise StepFailed(f"--container: {', '.join(missing)}: not found. Run apt-get install {' '.join(missing)}.")
+    if os.geteuid():
+        raise StepFailed("--container: needs root. Run sudo ./test --container.")
+    import tomllib  # from Python 3.11 on, like the stand-in for SGLang's image
+
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    install = ("pip", "install", "--quiet", *extras["container"])
+    tests = pytest_job("container", NEWEST, ["tests/container", *options])
+    return Job(tests.title, NEWEST, (install, *tests.commands))
 
 
 def is_sglang(path: str) -> bool:
@@ -204,11 +226,12 @@ def main() -> int:
     amount = parser.add_mutually_exclusive_group()
     amount.add_argument("--quick", action="store_true", help="linters and fast tests, in the newest environment")
     amount.add_argument("--all", action="store_true", help="every value with every other, and every release")
+    amount.add_argument("--container", action="store_true", help="builds and runs the container image; as root")
     options, words = parser.parse_known_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     begin = time.monotonic()
-    jobs = plan(words, options.quick, options.all)
     try:
+        jobs = [container_job(words)] if options.container else plan(words, options.quick, options.all)
         model = prepare(job.version for job in jobs)
     except StepFailed as error:
         print(f"could not prepare the tests: {error}", flush=True)

@@ -197,9 +197,6 @@ class TierManager:
         """Plans a prefill. Tensors int64 ``[batch]``; ``direct_pages`` int64 ``[n]`` are quantized from activations."""
         self._plan(rows, prefix_lens, seq_lens, max_len, direct_pages)
         self._dirty = True
-        stored = torch.where(rows > 0, prefix_lens, 0)
-        in_records = torch.where(rows > 0, self.pool.row_history_end[rows] - self.pool.row_sink_end[rows], 0)
-        self.prefix_read += torch.stack([(stored - in_records).sum(), in_records.sum()])
 
     def _plan(
         self,
@@ -231,6 +228,10 @@ class TierManager:
             self.records_written += (direct_pages > 0).sum()  # 0 in a batch of padding only
         more = 0 if prefix_lens is None else torch.where(seq_lens - prefix_lens > 1, self.prefill_pages, 0)
         self._set_ranges(rows, live, read_lens, max_len, more)
+        if prefix_lens is not None:
+            in_records = torch.where(live, self.pool.row_history_end[rows] - self.pool.row_sink_end[rows], 0)
+            in_bf16 = torch.where(live, prefix_lens, 0) - in_records
+            self.prefix_read += torch.stack([in_bf16.sum(), in_records.sum()])
         if self.restore_pages is not None and restored is not None and max_len >= P:
             self.restore_pages(restored)
 

@@ -14,7 +14,7 @@ from sglang_kvq.kernels.quantize.keep_sink_tokens import keep_sink_tokens
 from sglang_kvq.kernels.tiers.bf16_pages import give_bf16_pages
 from sglang_kvq.kernels.tiers.events import apply_events
 from sglang_kvq.kernels.tiers.ranges import set_ranges
-from sglang_kvq.kernels.tiers.tables import TierTables
+from sglang_kvq.kernels.tiers.tables import Tables, TierTables
 
 
 class TritonTierManager(TierManager):
@@ -41,7 +41,7 @@ class TritonTierManager(TierManager):
             1 if sink_cache is None else len(sink_cache.pages),
             1 if sink_cache is None else slots,
         )
-        self.tables = TierTables(
+        tables = Tables(
             req_to_token=pool.req_to_token,
             row_pages=pool.row_pages,
             page_slot=pool.page_slot,
@@ -53,6 +53,7 @@ class TritonTierManager(TierManager):
             row_history_end=pool.row_history_end,
             errors=self.errors,
             written=self.records_written,
+            prefix_read=self.prefix_read,
             held=zeros(slots),
             marked=zeros(slots),
             keys=zeros(slots),
@@ -71,6 +72,14 @@ class TritonTierManager(TierManager):
             slots=zeros(2 * slots),
             pages=zeros(2 * slots),
             count=zeros(1),
+            context=pool.req_to_token.stride(0),
+            pages_row=pool.row_pages.stride(0),
+            slot_count=slots,
+            row_count=rows,
+            first_count=entries,
+        )
+        self.tables = TierTables(
+            tables,
             sink_pages=self.sink_pages,
             recent_pages=self.recent_pages,
             prefill_pages=self.prefill_pages,
@@ -101,16 +110,16 @@ class TritonTierManager(TierManager):
     ) -> None:
         self.apply_pending()
         self.steps += 1
-        tables = self.tables
+        tables, found = self.tables, self.tables.arguments
         restored = None
         if self.sink_cache is not None and prefix_lens is not None:
             restored = torch.empty(len(rows), dtype=torch.int32, device=rows.device)
         give_bf16_pages(tables, rows, prefix_lens, seq_lens, direct_pages, self.steps, count, restored)
         set_ranges(tables, rows, prefix_lens, seq_lens, max_len, self.steps)
         # Pages whose BF16 copies were just given away are still in them: the batch writes later.
-        self.quantize_slots(tables.slots, tables.pages, tables.count)
+        self.quantize_slots(found.slots, found.pages, found.count)
         if self.sink_cache is not None:
-            lost = (tables.lost_slots, tables.lost_entries, tables.lost_count)
+            lost = (found.lost_slots, found.lost_entries, found.lost_count)
             keep_sink_tokens(*lost, self.pool.bf16_pages, self.sink_cache.tokens)
         if self.restore_pages is not None and restored is not None and max_len >= PAGE_SIZE:
             self.restore_pages(restored)

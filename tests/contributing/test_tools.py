@@ -5,9 +5,12 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
 import yaml
 
-from launch.run_tests import BOTH, LINTERS, plan
+from launch import run_tests
+from launch.progress import StepFailed
+from launch.run_tests import BOTH, LINTERS, container_job, plan
 from sglang_kvq.releases import NEWEST, OLDEST
 from tests.conftest import ROOT
 
@@ -38,6 +41,20 @@ def test_every_night_everything_runs() -> None:
     steps = yaml.safe_load((ROOT / ".github/workflows/nightly.yml").read_text())["jobs"]["all"]["steps"]
     commands = [step["run"] for step in steps if "run" in step]
     assert "./test --all" in commands and commands[-1].endswith("python -m tests.mutations")
+
+
+def test_the_container_is_tested_as_root_where_its_tools_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_tests.os, "geteuid", lambda: 0)
+    monkeypatch.setattr(run_tests.shutil, "which", lambda tool: f"/usr/bin/{tool}")
+    install, tests = container_job(["-x"]).commands
+    assert install[:2] == ("pip", "install") and tests[:3] == ("pytest", "tests/container", "-x")
+    assert any(word.startswith("kubernetes-validate") for word in install)
+    monkeypatch.setattr(run_tests.os, "geteuid", lambda: 1000)
+    with pytest.raises(StepFailed, match="needs root"):
+        container_job([])
+    monkeypatch.setattr(run_tests.shutil, "which", lambda tool: None if tool == "podman" else tool)
+    with pytest.raises(StepFailed, match="podman: not found. Run apt-get install podman"):
+        container_job([])
 
 
 def collected(words: tuple[str, ...]) -> set[Path]:

@@ -28,6 +28,7 @@ def tables(tiers: TierManager) -> dict[str, torch.Tensor]:
         "row_pages": pool.row_pages,
         "errors": tiers.errors,
         "records_written": tiers.records_written,
+        "prefix_read": tiers.prefix_read,
     }
     if pool.sink_cache is not None:
         kept = pool.sink_cache.pages

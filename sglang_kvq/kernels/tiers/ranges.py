@@ -27,14 +27,17 @@ def set_ranges(
     pages = triton.cdiv(max_len, PAGE.value)
     grid = (len(rows), max(1, triton.cdiv(pages, _PAGES)))
     lens, window = (seq_lens, tables.window) if prefix_lens is None else (prefix_lens, tables.prefill_window)
-    _ranges[grid](rows, lens, seq_lens, step, tables.arguments, WINDOW=window, PAGES=_PAGES, num_warps=4)
+    prefill = prefix_lens is not None
+    _ranges[grid](
+        rows, lens, seq_lens, step, tables.arguments, WINDOW=window, PAGES=_PAGES, PREFILL=prefill, num_warps=4
+    )
 
 
 @triton.jit(
     do_not_specialize=["rows", "lens", "seq_lens", "step"],
     do_not_specialize_on_alignment=["rows", "lens", "seq_lens"],
 )
-def _ranges(rows, lens, seq_lens, step, t, WINDOW: tl.constexpr, PAGES: tl.constexpr):
+def _ranges(rows, lens, seq_lens, step, t, WINDOW: tl.constexpr, PAGES: tl.constexpr, PREFILL: tl.constexpr):
     """Program (i, j): pages j PAGES .. of request i. Its range; a copy of the pages; the missing records."""
     row = tl.load(rows + tl.program_id(0)).to(tl.int32)
     if row > 0:
@@ -44,6 +47,10 @@ def _ranges(rows, lens, seq_lens, step, t, WINDOW: tl.constexpr, PAGES: tl.const
         if tl.program_id(1) == 0:
             tl.store(t.row_sink_end + row, sink_end * PAGE)
             tl.store(t.row_history_end + row, history_end * PAGE)
+            if PREFILL:
+                in_records = (history_end - sink_end) * PAGE
+                tl.atomic_add(t.prefix_read, (length - in_records).to(tl.int64))
+                tl.atomic_add(t.prefix_read + 1, in_records.to(tl.int64))
 
         index = tl.program_id(1) * PAGES + tl.arange(0, PAGES)
         exists = index * PAGE < length

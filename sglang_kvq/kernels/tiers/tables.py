@@ -14,16 +14,17 @@ import triton.language as tl
 from sglang_kvq.kernels.device.common import PAGE
 
 
-@dataclass(frozen=True)
-class TierTables:
-    """State of the tiers, and scratch memory of the plans. R rows, S BF16 slots with slot 0, N pages with page 0.
+class Tables(NamedTuple):
+    """State of the tiers, and scratch memory of the plans, as one argument of the kernels.
+
+    R rows, S BF16 slots with slot 0, N pages with page 0.
 
     Attributes:
         req_to_token: int32 ``[R, context]``; row_pages: int32 ``[R, pages]``; their last axes contiguous.
         page_slot: int32 ``[N]``; page_valid: uint8 ``[N]``.
         slot_page, slot_stamp: int64 ``[S]``; row_len: int64 ``[R]``; see ``TierManager``.
         row_sink_end, row_history_end: int32 ``[R]``.
-        errors, written: int64, counters.
+        errors, written: int64, counters; prefix_read: int64 ``[2]``, tokens read in BF16 and from records.
         held: int64 ``[S]``, the last step that found a slot in a window, with how hard it is to take.
         marked: int64 ``[S]``, the last step that found the record of a slot's page missing.
         keys: int64 ``[S]``, keys by which slots are chosen.
@@ -38,29 +39,33 @@ class TierTables:
         lost_entries: int32 ``[S]``, destinations of their first tokens.
         entryless: int32 ``[S]``, which of them had no entry.
         slots, pages: int64 ``[2 S]`` with count int64 ``[1]``: BF16 pages and pages to be quantized.
-        sink_pages, recent_pages: the window; prefill_pages: pages before it; soft_pages: recent pages that others may
-            take; written_tokens: tokens that a step writes; see ``TierManager``.
-        sink_bonus: added to the stamp of a sink's BF16 copy.
-        keeps_sink_tokens: True if first tokens are kept.
+        context, pages_row: elements of a row of ``req_to_token``, of ``row_pages``.
+        slot_count: S; row_count: R; first_count: n + 1.
     """
 
     req_to_token: torch.Tensor
+    context: int
     row_pages: torch.Tensor
+    pages_row: int
     page_slot: torch.Tensor
     page_valid: torch.Tensor
     slot_page: torch.Tensor
     slot_stamp: torch.Tensor
+    slot_count: int
     row_len: torch.Tensor
+    row_count: int
     row_sink_end: torch.Tensor
     row_history_end: torch.Tensor
     errors: torch.Tensor
     written: torch.Tensor
+    prefix_read: torch.Tensor
     held: torch.Tensor
     marked: torch.Tensor
     keys: torch.Tensor
     wanted: torch.Tensor
     page_first: torch.Tensor
     first_page: torch.Tensor
+    first_count: int
     sink_entry: torch.Tensor
     first_stamp: torch.Tensor
     first_keys: torch.Tensor
@@ -73,6 +78,21 @@ class TierTables:
     slots: torch.Tensor
     pages: torch.Tensor
     count: torch.Tensor
+
+
+@dataclass(frozen=True)
+class TierTables:
+    """The tables, and the window in pages.
+
+    Attributes:
+        arguments: of the kernels.
+        sink_pages, recent_pages: the window; prefill_pages: pages before it; soft_pages: recent pages that others may
+            take; written_tokens: tokens that a step writes; see ``TierManager``.
+        sink_bonus: added to the stamp of a sink's BF16 copy.
+        keeps_sink_tokens: True if first tokens are kept.
+    """
+
+    arguments: Tables
     sink_pages: int
     recent_pages: int
     prefill_pages: int
@@ -80,19 +100,6 @@ class TierTables:
     written_tokens: int
     sink_bonus: int
     keeps_sink_tokens: bool
-
-    @cached_property
-    def arguments(self) -> "Tables":
-        """Arguments of the kernels."""
-        tensors = {name: getattr(self, name) for name in Tables._fields if hasattr(self, name)}
-        return Tables(
-            context=self.req_to_token.stride(0),
-            pages_row=self.row_pages.stride(0),
-            slot_count=len(self.slot_page),
-            row_count=len(self.row_len),
-            first_count=len(self.first_page),
-            **tensors,
-        )
 
     @cached_property
     def window(self) -> "Window":
@@ -116,50 +123,6 @@ class TierTables:
             BONUS=self.sink_bonus,
             SINK_CACHE=self.keeps_sink_tokens,
         )
-
-
-class Tables(NamedTuple):
-    """``TierTables`` as an argument: its tensors, and its constants.
-
-    Attributes:
-        context, pages_row: elements of a row of ``req_to_token``, of ``row_pages``.
-        slot_count: S; row_count: R; first_count: n + 1.
-    """
-
-    req_to_token: torch.Tensor
-    context: int
-    row_pages: torch.Tensor
-    pages_row: int
-    page_slot: torch.Tensor
-    page_valid: torch.Tensor
-    slot_page: torch.Tensor
-    slot_stamp: torch.Tensor
-    slot_count: int
-    row_len: torch.Tensor
-    row_count: int
-    row_sink_end: torch.Tensor
-    row_history_end: torch.Tensor
-    errors: torch.Tensor
-    written: torch.Tensor
-    held: torch.Tensor
-    marked: torch.Tensor
-    keys: torch.Tensor
-    wanted: torch.Tensor
-    page_first: torch.Tensor
-    first_page: torch.Tensor
-    first_count: int
-    sink_entry: torch.Tensor
-    first_stamp: torch.Tensor
-    first_keys: torch.Tensor
-    claims: torch.Tensor
-    lost_slots: torch.Tensor
-    lost_pages: torch.Tensor
-    lost_entries: torch.Tensor
-    lost_count: torch.Tensor
-    entryless: torch.Tensor
-    slots: torch.Tensor
-    pages: torch.Tensor
-    count: torch.Tensor
 
 
 @dataclass(frozen=True)
