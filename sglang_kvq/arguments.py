@@ -17,7 +17,7 @@ SHORT_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32"
 
 
 def check_device(device: str) -> None:
-    """Refuse a ``--device`` that is not on this machine; empty chooses one later.
+    """Refuses a ``--device`` that is not on this machine; empty chooses one later.
 
     Raises:
         KVQuantError: not ``cuda``, ``cuda:N``, ``cpu`` or ``auto``; no such GPU; ``auto`` without accelerate.
@@ -48,7 +48,7 @@ def check_device(device: str) -> None:
 
 
 def check_dtype(dtype: str) -> None:
-    """Refuse a ``--dtype`` that is not torch's name of one; empty chooses one later.
+    """Refuses a ``--dtype`` that is not torch's name of one; empty chooses one later.
 
     Raises:
         KVQuantError: it names the right one.
@@ -60,7 +60,7 @@ def check_dtype(dtype: str) -> None:
 
 
 def check_least(flag: str, value: float, least: float, most: float = float("inf")) -> None:
-    """Refuse a number below ``least`` or above ``most``, and NaN.
+    """Refuses a number below ``least`` or above ``most``, and NaN.
 
     Raises:
         KVQuantError: it names the range.
@@ -71,7 +71,7 @@ def check_least(flag: str, value: float, least: float, most: float = float("inf"
 
 
 def check_new(flag: str, path: Path, *, folder: bool = False) -> None:
-    """See that a file, or a ``folder``, can be written before the work begins whose result it is to hold.
+    """Checks that a file, or a ``folder``, can be written before the work begins whose result it is to hold.
 
     Raises:
         KVQuantError: it cannot be written; the message names the folder in the way.

@@ -10,7 +10,7 @@ from typing import NoReturn
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM has come."""
+    """SIGTERM arrived."""
 
 
 @contextmanager

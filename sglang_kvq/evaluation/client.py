@@ -75,7 +75,7 @@ class ServerFacts:
 
     @property
     def room(self) -> int:
-        """Tokens that one request may have."""
+        """Maximum number of tokens of one request."""
         # The page of a request's last token may have to be allocated whole.
         return min(self.context_length, self.capacity - 64)
 

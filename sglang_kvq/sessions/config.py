@@ -101,7 +101,7 @@ class EpisodicConfig:
             raise KVQuantError(f"--episodic-tenant-header {name}: it says something else already; give another header.")
 
     def check_windows(self, sink_tokens: int, recent_tokens: int) -> None:
-        """Refuse a budget that leaves no page to choose beside the block and what is always read.
+        """Refuses a budget that leaves no page to choose beside the block and what is always read.
 
         Args:
             sink_tokens, recent_tokens: of the history, always read.
@@ -129,7 +129,7 @@ class EpisodicConfig:
             )
 
     def check_cache(self, tokens: int) -> None:
-        """Refuse a cache of so many tokens if it is too small for the shortest conversation beyond the budget.
+        """Refuses a cache of so many tokens if it is too small for the shortest conversation beyond the budget.
 
         An episode that is built stands beside the one before it, a block and a patched prompt; pages that ``retrieve``
         chose are copies beside the history. A request that can never fit would wait forever.

@@ -130,7 +130,7 @@ class EncodingThread:
         return self._put(_QUESTION, function)
 
     def close(self) -> None:
-        """End the thread once it has done what it was asked."""
+        """Ends the thread once it has done what it was asked."""
         self._put(_END, lambda: None)
         self._thread.join()
 

@@ -133,7 +133,7 @@ class EpisodesOfSession:
             self.prompts = {}
 
     def copy(self) -> EpisodesOfSession:
-        """The same, to be changed by itself."""
+        """A copy that may change independently."""
         return replace(self, prompts=dict(self.prompts))
 
     def divide(self, rows: np.ndarray, count: int, tokens: int) -> Episodes:

@@ -60,7 +60,7 @@ class Blocks(Generic[T]):
         return (len(self.blocks) - 1) * SIZE + len(self.blocks[-1]) if self.blocks else 0
 
     def add(self, items: T) -> None:
-        """Append items."""
+        """Appends items."""
         if not len(items):
             return
         if len(self) % SIZE:
@@ -104,7 +104,7 @@ class Terms:
         )
 
     def joined(self, other: Terms) -> Terms:
-        """These texts and then ``other``'s."""
+        """A copy with ``other``'s texts appended."""
         return Terms(
             np.concatenate([self.packed, other.packed]),
             np.concatenate([self.ends, other.ends + np.int32(len(self.packed))]),
@@ -143,7 +143,7 @@ class Lexical:
         return len(self.texts)
 
     def add(self, texts: Sequence[str]) -> None:
-        """Append texts, in time linear in their length."""
+        """Appends texts, in time linear in their length."""
         if texts:
             self.texts.add(split(texts, self.letters))
 
@@ -261,7 +261,7 @@ class Rows:
         return Rows(self.values[first:last].copy())
 
     def joined(self, other: Rows) -> Rows:
-        """These rows and then ``other``'s."""
+        """A copy with ``other``'s rows appended."""
         return Rows(np.concatenate([self.values, other.values]))
 
 
@@ -289,7 +289,7 @@ class PageIndex:
         return len(self._rows)
 
     def add(self, pages: NewPages) -> None:
-        """Append pages."""
+        """Appends pages."""
         self._rows.add(pages.rows)
         self.letters.texts.add(pages.terms)
 

@@ -137,5 +137,5 @@ def common_length(a: Sequence[int] | np.ndarray, b: Sequence[int] | np.ndarray) 
 
 
 def whole(tokens: int) -> int:
-    """Tokens in the whole pages of so many."""
+    """Rounds a number of tokens down to whole pages."""
     return tokens // PAGE_SIZE * PAGE_SIZE

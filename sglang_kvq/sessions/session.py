@@ -59,7 +59,7 @@ class Branch:
         return same >= self.asked - PAGE_SIZE
 
     def follow(self, ids: np.ndarray, same: int, asked: int, namespace: Namespace) -> None:
-        """Go on with ``ids``: the ``same`` first tokens that this branch shares with them, and then something else."""
+        """Goes on with ``ids``: first the ``same`` tokens that this branch shares with them, then others."""
         if len(self.index) > same // PAGE_SIZE:
             self.index = self.index.first(same // PAGE_SIZE)
         self.episodes.keep(same)
@@ -82,7 +82,7 @@ class Branch:
         return whole(min(self.exact, self.common(ids))) if namespace == self.namespace else 0
 
     def learn(self, ids: np.ndarray, index: PageIndex) -> None:
-        """Take over the index of the first pages of ``ids`` as far as it is longer and they were said here."""
+        """Takes over the index of the first pages of ``ids`` as far as it is longer and they were said here."""
         if len(index) > len(self.index) and (pages := min(self.common(ids) // PAGE_SIZE, len(index))) > len(self.index):
             self.index = index.first(pages)
 
@@ -146,7 +146,7 @@ class Session:
         return max(found, key=lambda one: (one[1], one[0].goes_on(one[1])))
 
     def follow(self, ids: np.ndarray, namespace: Namespace, asked: int | None = None) -> int:
-        """Go on with ``ids``, in the branch that they continue or in a new one.
+        """Goes on with ``ids``, in the branch that they continue or in a new one.
 
         Args:
             asked: tokens of the prompt, where an answer follows it.
@@ -190,12 +190,12 @@ class Session:
         return branch.index.first(same // PAGE_SIZE)
 
     def learn(self, ids: np.ndarray, index: PageIndex) -> None:
-        """Keep what was embedded of the first pages of ``ids``."""
+        """Keeps what was embedded of the first pages of ``ids``."""
         for branch in self.branches:
             branch.learn(ids, index)
 
     def divided(self, ids: np.ndarray, episodes: EpisodesOfSession) -> None:
-        """Keep episodes of the first tokens of ``ids``, if those were said."""
+        """Keeps episodes of the first tokens of ``ids``, if those were said."""
         branch, same = self.nearest(ids)
         if same >= episodes.tokens:
             branch.episodes = episodes

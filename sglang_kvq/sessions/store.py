@@ -116,7 +116,7 @@ class SessionStore:
         return self._sessions.get((session.tenant, session.id)) is session
 
     def delete(self, tenant: str, session_id: str) -> None:
-        """Forget it; a request under way goes on.
+        """Forgets it; a request under way goes on.
 
         Raises:
             KVQuantError: as ``get``.
@@ -129,7 +129,7 @@ class SessionStore:
         return list(reversed(self._tenants[tenant].sessions.values())) if tenant in self._tenants else []
 
     def weigh(self, session: Session) -> None:
-        """Count a session's memory again, which has changed, and forget others if it is too much.
+        """Counts a session's memory again, which has changed, and forgets others if it is too much.
 
         Nothing is forgotten for a session that alone is too large; it goes itself once nothing is made for it.
         """
@@ -174,7 +174,7 @@ class SessionStore:
             self.weigh(session)
 
     def expire(self) -> None:
-        """Forget what was idle for too long."""
+        """Forgets what was idle for too long."""
         if not self.idle_seconds:
             return
         for session in list(self._sessions.values()):
@@ -202,7 +202,7 @@ class SessionStore:
             del self._tenants[session.tenant]
 
     def _make_room(self, tenant: str, kept: Session | None) -> None:
-        """Forget sessions until the limits hold, or nothing may be forgotten.
+        """Forgets sessions until the limits hold, or nothing may be forgotten.
 
         Args:
             tenant: whose sessions have become more.

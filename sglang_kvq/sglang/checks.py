@@ -146,7 +146,7 @@ def device_of(values: Mapping[str, Any]) -> str:
 
 
 def check_flags(values: Mapping[str, Any], device: str) -> None:
-    """Refuse settings by what the user typed.
+    """Refuses settings by what the user typed.
 
     Raises:
         KVQuantError: lists every one, with the fix.
@@ -216,7 +216,7 @@ def after_check_server_args(result: None, server_args: ServerArgs) -> None:
 
 
 def check_resolved(server_args: ServerArgs, config: KVQuantConfig) -> None:
-    """Refuse what SGLang derived from the flags and the model, and load the rotations once to see that they fit.
+    """Refuses what SGLang derived from the flags and the model, and loads the rotations once to check that they fit.
 
     Raises:
         KVQuantError: names the setting, the model's property or the rotation file.
@@ -295,7 +295,7 @@ def check_named_model(values: Mapping[str, Any], config: KVQuantConfig) -> None:
 
 
 def check_model(model: ModelConfig, config: KVQuantConfig) -> None:
-    """Refuse attention that the cache does not hold, by SGLang's ModelConfig; layers are checked again once loaded.
+    """Refuses attention that the cache does not hold, by SGLang's ModelConfig; layers are checked again once loaded.
 
     Raises:
         KVQuantError: the model's first unsupported property.
@@ -358,7 +358,7 @@ def _unsupported(model: ModelConfig) -> Iterator[str]:
 
 
 def check_query_heads(model: ModelConfig, workers: int) -> None:
-    """Refuse more query heads of a KV head than the kernels take.
+    """Refuses more query heads of a KV head than the kernels take.
 
     Args:
         workers: that share the attention heads.
@@ -380,7 +380,7 @@ def check_query_heads(model: ModelConfig, workers: int) -> None:
 
 
 def check_division(model: ModelConfig, workers: int) -> None:
-    """Refuse a number of GPUs that cannot share the model's heads: SGLang's layers assert so once they are built.
+    """Refuses a number of GPUs that cannot share the model's heads: SGLang's layers assert so once they are built.
 
     Query heads are divided. KV heads are divided too, or each is kept by as many workers, if there are fewer of them.
 
@@ -456,7 +456,7 @@ def after_configure(result: Any, configurator: Configurator, *args: Any, **kwarg
 
 
 def log_checkpoint_cache(model: torch.nn.Module) -> None:
-    """Say so if the checkpoint asks for a cache in another format, as ModelOpt's do: ``flags.complete`` decides."""
+    """Logs if the checkpoint asks for a cache in another format, as ModelOpt's do: ``flags.complete`` decides."""
     wanted = getattr(getattr(model, "quant_config", None), "kv_cache_quant_algo", None)
     if wanted and str(wanted).lower() not in ("auto", "none"):
         logger.info("kv-quant decides how the cache is kept, not this checkpoint's kv_cache_quant_algo %s", wanted)

@@ -38,7 +38,7 @@ DEFAULTS = {field.name: field.default for field in fields(KVQuantConfig) if fiel
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags to a parser; nothing if it has them already."""
+    """Adds the flags to a parser; nothing if it has them already."""
     if any(action.dest == "kv_quant" for action in parser._actions):
         return
     methods = "; ".join(f"{name}: {get_method(name).summary} ({get_method(name).paper})" for name in METHOD_NAMES)
@@ -169,7 +169,7 @@ def parse_config(values: Mapping[str, Any]) -> KVQuantConfig | None:
 
 
 def complete(values: MutableMapping[str, Any], device: str) -> None:
-    """Set the SGLang settings that ``--kv-quant`` implies. ``checks.check_flags`` has refused other choices."""
+    """Sets the SGLang settings that ``--kv-quant`` implies. ``checks.check_flags`` has refused other choices."""
     values["page_size"] = PAGE_SIZE
     values["attention_backend"] = compat.attention_backend(device)
     # At "auto" SGLang takes FP8 from checkpoints that ask for it (ModelOpt's kv_cache_quant_algo), once loaded.
@@ -182,7 +182,7 @@ def complete(values: MutableMapping[str, Any], device: str) -> None:
 
 
 def prepare(values: MutableMapping[str, Any]) -> KVQuantConfig | None:
-    """Take the flags out of ``values`` (a Namespace's dict or Engine's keywords), check and complete the rest.
+    """Takes the flags out of ``values`` (a Namespace's dict or Engine's keywords), checks and completes the rest.
 
     Raises:
         KVQuantError: something in ``values`` that ``--kv-quant`` cannot be combined with.

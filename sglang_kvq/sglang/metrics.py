@@ -84,7 +84,7 @@ class TierMetrics:
         self.counts.ask()
 
     def report(self, *, running: int, queued: int) -> None:
-        """Publish the latest counts that have arrived, and ask for the next.
+        """Publishes the latest counts that have arrived, and asks for the next.
 
         Args:
             running, queued: requests.

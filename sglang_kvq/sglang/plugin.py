@@ -76,7 +76,7 @@ def _reports(hook: Hook) -> bool:
 
 
 def install(table: Iterable[Hook]) -> None:
-    """Hand the entries to SGLang's HookRegistry (which applies them after this returns) or patch them here."""
+    """Hands the entries to SGLang's HookRegistry (which applies them after this returns) or patches them here."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     for hook in table:
@@ -149,7 +149,7 @@ def _holds(function: Any, handler: Handler) -> bool:
 
 
 def stop_unless_in_place(config: KVQuantConfig, found: Iterable[str] = ()) -> None:
-    """Stop this process unless everything that ``--kv-quant`` needs here is patched.
+    """Stops this process unless everything that ``--kv-quant`` needs here is patched.
 
     Raises:
         SystemExit: lists what is wrong and the fix.

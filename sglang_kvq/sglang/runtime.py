@@ -33,7 +33,7 @@ def config_of(server_args: ServerArgs) -> KVQuantConfig | None:
 
 
 def attach(config: KVQuantConfig, server_args: ServerArgs) -> None:
-    """Make ``config_of`` find it."""
+    """Makes ``config_of`` find the runtime."""
     setattr(server_args, CONFIG_ATTRIBUTE, config)
 
 
@@ -41,21 +41,21 @@ class Checkable(Protocol):
     """The allocator, as ``observe`` uses it."""
 
     def check_integrity(self) -> None:
-        """Raise RuntimeError if pool and allocator disagree."""
+        """Raises RuntimeError if pool and allocator disagree."""
 
 
 class Watch(Protocol):
     """Reports errors of the tiers to the log."""
 
     def look(self) -> None:
-        """Log those that have become known."""
+        """Logs the times that have become known."""
 
 
 class Reporter(Protocol):
     """The worker's metrics."""
 
     def report(self, *, running: int, queued: int) -> None:
-        """Publish the figures of now, or of the last call, while so many requests run and wait."""
+        """Publishes the figures of now, or of the last call, while so many requests run and wait."""
 
 
 @dataclass(eq=False)
@@ -119,7 +119,7 @@ _current: Runtime | None = None
 
 
 def start(config: KVQuantConfig, geometry: KVGeometry, layer_ids: tuple[int, ...]) -> Runtime:
-    """Begin (or, when SGLang sizes twice, begin again) this process's cache."""
+    """Begins (or, when SGLang sizes twice, begins again) this process's cache."""
     global _current  # noqa: PLW0603  (SGLang's hooks share nothing but the process)
     if _current is None or (_current.config, _current.geometry, _current.layer_ids) != (config, geometry, layer_ids):
         _current = Runtime(config, geometry, layer_ids)

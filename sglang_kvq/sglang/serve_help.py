@@ -20,7 +20,7 @@ def activate() -> None:
 
 
 def _list_flags(server_args: ModuleType) -> None:
-    """Wrap ``ServerArgs.add_cli_args`` of the module just imported; adding the flags twice is harmless."""
+    """Wraps ``ServerArgs.add_cli_args`` of the module just imported; adding the flags twice is harmless."""
     from sglang_kvq.sglang.flags import add_flags
 
     add_upstream = server_args.ServerArgs.add_cli_args

@@ -13,6 +13,12 @@ from tests.conftest import ROOT
 
 #: A docstring or ``#:`` comment that begins like this describes a clause, not a thing or an action.
 BEGINNINGS = re.compile(r"(Of|What|Which|Whether|That|As|How)\b")
+#: A function's docstring says what it does; only a command's help, which typer shows, gives orders.
+ORDERS = re.compile(
+    r"(Add|Append|Ask|Begin|Build|Check|Choose|Collect|Compute|Convert|Create|Divide|Drop|Fetch|Fill|Find|Forget|Go|"
+    r"Have|Keep|Load|Look|Make|Move|Open|Parse|Prepare|Print|Publish|Put|Raise|Read|Refuse|Remove|Replace|Restore|"
+    r"Return|Rewrite|Run|Save|Say|See|Send|Serve|Set|Show|Start|Store|Take|Tell|Try|Update|Use|Warn|Wrap|Write)\b"
+)
 #: Words with a plainer equivalent; *beside* is fine for two things side by side, so only comparisons are found.
 AVOIDED = re.compile(
     r"(?<![-\w])(as ever|anew|hardly|alike|likewise|taken off|the same of|"
@@ -23,26 +29,28 @@ FOLDERS = [*sorted({path.parent.relative_to(ROOT) for path in (ROOT / "sglang_kv
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
-def prose(path: Path) -> Iterator[tuple[int, str]]:
-    """Line numbers and texts of a module's docstrings and ``#:`` comments."""
+def prose(path: Path) -> Iterator[tuple[int, str, bool]]:
+    """Line numbers and texts of a module's docstrings and ``#:`` comments, and whether they are of a function."""
     source = path.read_text()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             text = ast.get_docstring(node)
             if text:
-                yield getattr(node, "lineno", 1), text
+                is_function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+                is_command = is_function and "typer." in ast.unparse(node.args)
+                yield getattr(node, "lineno", 1), text, is_function and not is_command
     lines = source.splitlines()
     for number, line in enumerate(lines):
         if line.strip().startswith("#:") and not (number and lines[number - 1].strip().startswith("#:")):
-            yield number + 1, line.strip().removeprefix("#:").strip()
+            yield number + 1, line.strip().removeprefix("#:").strip(), False
 
 
 @pytest.mark.parametrize("folder", FOLDERS, ids=str)
 def test_docstrings(folder: Path) -> None:
     found = []
     for path in sorted((ROOT / folder).glob("*.py")):
-        for line, text in prose(path):
-            if BEGINNINGS.match(text) or AVOIDED.search(text):
+        for line, text, is_function in prose(path):
+            if BEGINNINGS.match(text) or AVOIDED.search(text) or (is_function and ORDERS.match(text)):
                 found.append(f"{path.relative_to(ROOT)}:{line}: {text.splitlines()[0]}")
     assert not found, "\n".join(found)
 

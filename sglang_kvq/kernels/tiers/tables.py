@@ -103,7 +103,7 @@ class TierTables:
 
     @cached_property
     def window(self) -> "Window":
-        """Compile-time window of the kernels."""
+        """The compile-time window of the kernels."""
         return self._window(0)
 
     @cached_property

@@ -45,7 +45,7 @@ class Checkpoint:
         return self._read(path)
 
     def save(self, name: str, done: int, state: dict[str, torch.Tensor], *, last: bool) -> None:
-        """Keep a pass's sums after ``done`` contexts: the last ones always, others ``INTERVAL`` apart."""
+        """Keeps a pass's sums after ``done`` contexts: the last ones always, others ``INTERVAL`` apart."""
         if not last and time.monotonic() - self._saved < INTERVAL:
             return
         try:

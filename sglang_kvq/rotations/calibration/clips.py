@@ -25,7 +25,7 @@ class ClipErrors:
 
     @torch.no_grad()
     def add(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> None:
-        """Add one context's layer; arguments as an ``AttentionHook``'s, in the model's own basis."""
+        """Adds one context's layer; arguments as an ``AttentionHook``'s, in the model's own basis."""
         s = self.settings
         context = RotatedContext.of(self._whole, layer, q, k, v, scale, sink=s.sink, recent=s.recent)
         errors, size = clip_errors(context, grid=s.clip_grid, starts=self.starts)

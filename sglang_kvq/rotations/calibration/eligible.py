@@ -63,7 +63,7 @@ def needs_code(path: str) -> KVQuantError:
 
 
 def check_quantization(path: str, hf_config: Any) -> None:
-    """Refuse a checkpoint whose quantization transformers would ignore."""
+    """Refuses a checkpoint whose quantization transformers would ignore."""
     found = getattr(hf_config, "quantization_config", None)
     if found is None:
         if (Path(path) / OTHER_QUANTIZATION).is_file():

@@ -133,7 +133,7 @@ def _explained(path: str, source: dict[str, Any], what: str) -> Iterator[None]:
 
 
 def check_loaded(path: str, info: dict[str, Any]) -> None:
-    """Refuse a model that is not what its checkpoint holds.
+    """Refuses a model that is not what its checkpoint holds.
 
     ``info`` is that of ``from_pretrained``. transformers leaves out what is harmless: tied weights, RoPE's buffers, and
     what the model's class declares that it ignores, such as MTP heads.

@@ -22,7 +22,7 @@ _CODES = frozenset({"U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F6_E2M3", "F6_
 
 
 def find_model(path: str, revision: str | None = None) -> dict[str, Any]:
-    """Look for a model before anything is loaded.
+    """Looks for a model before anything is loaded.
 
     Returns:
         keywords for every ``from_pretrained``: the revision, and ``local_files_only`` where the hub does not answer.
@@ -74,7 +74,7 @@ def cached_folder(path: str, revision: str | None = None) -> Path | None:
 
 
 def check_files(folder: Path) -> None:
-    """Look at the beginning and the length of every file that loading reads.
+    """Looks at the beginning and the length of every file that loading reads.
 
     Raises:
         KVQuantError: the first file that is missing, cannot be read, is a Git LFS pointer, or is damaged.
@@ -93,7 +93,7 @@ def check_files(folder: Path) -> None:
 
 
 def check_codes(path: str, folder: Path) -> None:
-    """Refuse weights of 8 bits or less in a checkpoint whose config names no quantization."""
+    """Refuses weights of 8 bits or less in a checkpoint whose config names no quantization."""
     for file in _shards(folder) or sorted(folder.glob("*.safetensors")):
         for name, (dtype, shape) in _tensors(file).items():
             # Old checkpoints have masks of bytes, called ``bias``.

@@ -76,7 +76,7 @@ def _apply_by_sections(module: ModuleType | None) -> Callable[..., Any] | None:
 
 
 def _cos_and_sin(embedding: Any, at: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Both of positions int64 ``[1, n]``, float64 ``[1, n, D]``."""
+    """Cosines and sines, float64 ``[1, n, D]``, of positions int64 ``[1, n]``."""
     try:
         found = embedding(torch.zeros(1), at)
     except (IndexError, RuntimeError):  # it takes one for each of time, height and width
@@ -102,7 +102,7 @@ def roped_layers(hf_config: Any, layers: int) -> torch.Tensor:
 
 @torch.inference_mode()
 def check_turn(model: Any, ids: torch.Tensor, turn: Turn, position: int) -> None:
-    """See the model turn its keys as foreseen."""
+    """Checks that the model turns its keys as foreseen."""
     near, far = (_keys(model, ids.to(model.device), first) for first in (0, position))
     t = turn(position)
     roped = roped_layers(model.config, len(near))

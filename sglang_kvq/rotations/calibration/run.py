@@ -61,7 +61,7 @@ Progress = Callable[[str, int, int], None]
 
 
 def silent(name: str, done: int, total: int) -> None:
-    """The ``Progress`` that nobody sees."""
+    """A ``Progress`` that prints nothing."""
 
 
 def calibrate(

@@ -156,7 +156,7 @@ def positions_of(hf_config: Any) -> int:
 
 
 def check_head_dim(head_dim: int) -> None:
-    """Refuse a head_dim that ``--kv-quant`` cannot serve."""
+    """Refuses a head_dim that ``--kv-quant`` cannot serve."""
     if head_dim not in HEAD_DIMS:
         raise KVQuantError(
             f"head_dim {head_dim} is not supported by --kv-quant; supported: {', '.join(map(str, HEAD_DIMS))}."

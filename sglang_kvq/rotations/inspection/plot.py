@@ -31,7 +31,7 @@ def need_matplotlib() -> None:
 
 
 def check_name(path: Path) -> None:
-    """Refuse a file to draw to that matplotlib would write under another name, or not at all."""
+    """Refuses a file to draw to that matplotlib would write under another name, or not at all."""
     if path.suffix.lower() not in SUFFIXES or path.is_dir():
         raise KVQuantError(f"--plot {path}: must be a file whose name ends in {', '.join(SUFFIXES)}.")
 

@@ -49,7 +49,7 @@ _NO_ROTATIONS = "Make them with `kvq calibrate MODEL`, or use --kv-quant hadamar
 def load_rotations(
     location: str | Path, *, layers: int, kv_heads: int, head_dim: int, numbers: LayerNumbers | None = None
 ) -> Rotations:
-    """Load and check rotations for a model of this geometry.
+    """Loads and checks rotations for a model of this geometry.
 
     Args:
         location: a folder in either layout, a file of one, or a place on the hub, ``org/name[/folder][@revision]``.
@@ -92,7 +92,7 @@ def read_rotations(location: str | Path) -> tuple[Rotations, int | None]:
 
 
 def save_rotations(rotations: Rotations, folder: str | Path, *, kv_heads: int, overwrite: bool = False) -> None:
-    """Write ``folder`` in our layout, whole or not at all.
+    """Writes ``folder`` in our layout, whole or not at all.
 
     Raises:
         KVQuantError: the rotations are not valid, or the folder exists and ``overwrite`` is False.
@@ -126,7 +126,7 @@ def save_rotations(rotations: Rotations, folder: str | Path, *, kv_heads: int, o
 def convert_rotations(
     source: str | Path, output: str | Path, *, to: str, kv_heads: int | None = None, overwrite: bool = False
 ) -> None:
-    """Rewrite rotations in the layout ``to``: "safetensors" or "pt". Arguments as ``kvq convert``.
+    """Rewrites rotations in the layout ``to``: "safetensors" or "pt". Arguments as ``kvq convert``.
 
     Raises:
         KVQuantError: as ``load_rotations`` and ``save_rotations``; or KV heads needed and not known.
@@ -169,7 +169,7 @@ def new_folder(folder: str | Path, *, overwrite: bool) -> Iterator[Path]:
 
 
 def check_output(folder: Path, *, overwrite: bool) -> None:
-    """Refuse an output folder that exists, unless it may be replaced and holds rotations or nothing."""
+    """Refuses an output folder that exists, unless it may be replaced and holds rotations or nothing."""
     try:
         if not folder.exists():
             return
@@ -210,7 +210,7 @@ _load_kept = lru_cache(maxsize=1)(_load_checked)
 
 
 def _stamp(place: Path) -> _FileStamps:
-    """Stamp that changes if a folder's files change."""
+    """A stamp that changes if a folder's files change."""
     folder = place if place.is_dir() else place.parent
     files = [folder / name for name in sorted(_names(folder)) if _is_ours(name)]
     return tuple((file.resolve(), (stat := file.stat()).st_mtime_ns, stat.st_size) for file in files)

@@ -191,7 +191,7 @@ def _fetch(location: HubLocation, patterns: list[str]) -> Path:
 
 
 def _check_registry(location: HubLocation, names: tuple[str, ...]) -> None:
-    """Refuse shared rotations of a model that needs one matrix per KV head."""
+    """Refuses shared rotations of a model that needs one matrix per KV head."""
     entry = published_at(location)
     if entry and entry.per_head and not set(published.PER_HEAD) <= set(names):
         raise KVQuantError(
@@ -212,7 +212,7 @@ def _explained(error: KVQuantError, location: HubLocation, listing: _Listing) ->
 
 
 def push(folder: Path, target: str, card: str) -> str:
-    """Upload a rotation folder and its card; ``target`` is ``org/name[/folder]``. Returns its address.
+    """Uploads a rotation folder and its card; ``target`` is ``org/name[/folder]``. Returns its address.
 
     Raises:
         KVQuantError: as ``check_push``; the upload failed (the local folder stays as it is).
@@ -246,7 +246,7 @@ def push(folder: Path, target: str, card: str) -> str:
 
 
 def check_push(target: str) -> tuple[str, list[str]]:
-    """Refuse a push that cannot work, before hours of calibration. Returns the repo id and the folder's parts.
+    """Refuses a push that cannot work, before hours of calibration. Returns the repo id and the folder's parts.
 
     Raises:
         KVQuantError: not ``org/name[/folder]``; no token, or one that the hub refuses; hub unreachable.

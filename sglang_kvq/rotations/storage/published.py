@@ -58,7 +58,7 @@ def holds_latents(folder: str, names: Iterable[str]) -> bool:
 
 
 def latents_error(where: str) -> KVQuantError:
-    """For a folder that ``holds_latents``."""
+    """The error for a folder that ``holds_latents``."""
     return KVQuantError(
         f"{where}: these rotations are of MLA's latents (c_kv), not of keys and values; --kv-quant does not serve MLA. "
         "Serve the model without --kv-quant."
@@ -209,7 +209,7 @@ class _File:
         )
 
     def check_per_head(self) -> None:
-        """Refuse matrices that a layer's heads share."""
+        """Refuses matrices that a layer's heads share."""
         for number, entry in self.entries.items():
             rotation = entry.get("rotation")
             if isinstance(rotation, torch.Tensor) and rotation.dim() != 3:
@@ -257,7 +257,7 @@ def _unpickle(path: Path, data: bytes) -> dict[Any, Any]:
 
 
 def save_published(rotations: Rotations, folder: Path) -> None:
-    """Write both files into the existing ``folder``. The clip ratios and corpus are not part of this layout."""
+    """Writes both files into the existing ``folder``. The clip ratios and corpus are not part of this layout."""
     if rotations.q is not None:
         what = "queries and keys have different matrices (composition balanced)"
         if rotations.is_transform:

@@ -32,7 +32,7 @@ DRAFT_DTYPES = {
 
 
 def check_speculation(server_args: ServerArgs, config: KVQuantConfig, model: ModelConfig) -> None:
-    """Refuse what SGLang made of the flags for speculation, and draft models that were not tried.
+    """Refuses what SGLang made of the flags for speculation, and draft models that were not tried.
 
     Raises:
         KVQuantError: names the setting and the fix.
@@ -65,7 +65,7 @@ def keeps_states(model: ModelConfig) -> bool:
 
 
 def _check_draft(model: ModelConfig) -> None:
-    """Refuse a whole model as draft that keeps more than a KV cache: nothing undoes what rejected drafts did to it."""
+    """Refuses a whole model as draft that keeps more than a KV cache: nothing undoes what rejected drafts did to it."""
     beside = "sliding windows" if model.is_hybrid_swa else "recurrent states" if keeps_states(model) else None
     if beside is not None:
         raise KVQuantError(
@@ -115,7 +115,7 @@ class SeenBuffers:
         return self._buffers[count][:batch]
 
     def fill(self, forward_batch: ForwardBatch) -> None:
-        """Take over a batch's mask. Waits for nothing."""
+        """Takes over a batch's mask. Waits for nothing."""
         if not self.branching:
             return
         count, lens = draft_count(forward_batch), forward_batch.seq_lens

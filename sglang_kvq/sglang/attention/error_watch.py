@@ -19,12 +19,12 @@ class ErrorWatch:
         self._logged = False
 
     def ask(self) -> None:
-        """Ask for the count of the plan that has just been launched."""
+        """Asks for the count of the plan that has just been launched."""
         if not self._logged:
             self._errors.ask()
 
     def look(self) -> None:
-        """Log the error if the count that was asked for has arrived and is not zero."""
+        """Logs the error if the count that was asked for has arrived and is not zero."""
         found = self._errors.arrived()
         if found and found[0]:
             self._logged = True

@@ -11,7 +11,7 @@ from sglang_kvq.sglang.types import AttentionLayer
 
 
 def check_layers(model: torch.nn.Module, head_dim: int, elsewhere: Collection[int] = ()) -> None:
-    """Refuse attention that the cache does not serve, layer by layer.
+    """Refuses attention that the cache does not serve, layer by layer.
 
     Args:
         elsewhere: ids of layers that SGLang serves itself.
@@ -44,7 +44,7 @@ def check_layers(model: torch.nn.Module, head_dim: int, elsewhere: Collection[in
 
 
 def check_layer_ids(model: torch.nn.Module, ids: Collection[int], elsewhere: Collection[int] = ()) -> None:
-    """Refuse layers that share a layer of the cache, or have none.
+    """Refuses layers that share a layer of the cache, or have none.
 
     Args:
         ids: layer ids that this worker's pool holds.

@@ -15,7 +15,7 @@ from sglang_kvq.sglang.types import ForwardBatch
 
 
 def collect(rid: str, past: int) -> KeyScores:
-    """Score the first ``past`` tokens of the request with that id by the queries of all tokens behind them.
+    """Scores the first ``past`` tokens of the request with that id by the queries of all tokens behind them.
 
     The request must not find its prompt in the prefix cache: it should have a namespace (``extra_key``) of its own.
 
@@ -31,7 +31,7 @@ def collect(rid: str, past: int) -> KeyScores:
 
 
 def forget(rid: str) -> None:
-    """Score that request no more; nothing if it is not."""
+    """Stops scoring that request, if it is scored."""
     if (current := runtime.current()) is not None:
         current.scores.pop(rid, None)
 

@@ -22,7 +22,7 @@ class TorchWindows(AttentionBackend):
         self.token_to_kv_pool, self.req_to_token_pool = token_to_kv_pool, req_to_token_pool
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        """A CPU has none."""
+        """Does nothing: a CPU has no graphs."""
 
     def forward_decode(
         self,

@@ -42,7 +42,7 @@ def worker_rotations(
 
 
 def log_inferred(model_runner: ModelRunner, config: KVQuantConfig) -> None:
-    """Warn if rotations come from a folder of the hub whose name nobody has confirmed."""
+    """Warns if rotations come from a folder of the hub whose name nobody has confirmed."""
     model = model_runner.model_config
     if get_method(config.method).rotation is not RotationKind.LEARNED:
         return

@@ -41,7 +41,7 @@ class Capacity:
 
 
 def capacity(config: KVQuantConfig, geometry: KVGeometry, model: ModelConfig, tp: int, memory: int) -> Capacity:
-    """Divide the memory as a server would.
+    """Divides the memory as a server would.
 
     Args:
         geometry: of one worker's part of the layers that the cache holds.

@@ -44,7 +44,7 @@ def places() -> Iterator[tuple[str, Path, str]]:
 
 
 def folders() -> str:
-    """See that every folder that a server writes to can be written.
+    """Checks that every folder that a server writes to can be written.
 
     Raises:
         KVQuantError: names those that cannot, why, and the variables that move them.
@@ -73,7 +73,7 @@ def _existing(folder: Path) -> Path:
 
 
 def disk() -> str:
-    """See that there is room on the file systems of these folders.
+    """Checks that there is room on the file systems of these folders.
 
     Raises:
         KVQuantError: names those that are full.
@@ -92,7 +92,7 @@ def disk() -> str:
 
 
 def shared_memory() -> str:
-    """See that /dev/shm is as large as the processes of a server need.
+    """Checks that /dev/shm is as large as the processes of a server need.
 
     Raises:
         KVQuantError: it is smaller.
@@ -114,7 +114,7 @@ def _gpu_count() -> int:
 
 
 def driver() -> str:
-    """See that the NVIDIA driver is new enough for this build of torch.
+    """Checks that the NVIDIA driver is new enough for this build of torch.
 
     Raises:
         KVQuantError: torch is a CPU build on a machine with a driver, or is built for a newer CUDA.

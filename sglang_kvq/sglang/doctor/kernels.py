@@ -109,7 +109,7 @@ def formats() -> tuple[RecordFormat, ...]:
 
 
 def run_all(device: torch.device) -> tuple[list[str], list[str]]:
-    """Compile and run the kernels on a GPU (or interpret them), beside the same arithmetic in torch.
+    """Compiles and runs the kernels on a GPU (or interpret them), beside the same arithmetic in torch.
 
     Returns:
         Names of the kernels that ran, and of those that nothing here launched.

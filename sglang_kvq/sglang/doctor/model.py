@@ -134,7 +134,7 @@ class Diagnosis:
 
 
 def report(request: Request, show: Callable[[str], None] = print, *, as_json: bool = False) -> int:
-    """Show the diagnosis, as lines or one JSON object, and return the exit status: 1 if the model is refused.
+    """Shows the diagnosis, as lines or one JSON object, and returns the exit status: 1 if the model is refused.
 
     Raises:
         KVQuantError: SGLang is not installed, the config cannot be read, or a setting is wrong.
@@ -151,7 +151,7 @@ def report(request: Request, show: Callable[[str], None] = print, *, as_json: bo
 
 
 def diagnose(request: Request) -> Diagnosis:
-    """Answer for one model.
+    """Diagnoses one model.
 
     Raises:
         KVQuantError: SGLang is not installed, the config cannot be read, or a setting is wrong.
@@ -185,7 +185,7 @@ def diagnose(request: Request) -> Diagnosis:
 
 
 def check_served(model: ModelConfig, config: KVQuantConfig, tp: int) -> None:
-    """Refuse a model that a server would refuse, by its config.
+    """Refuses a model that a server would refuse, by its config.
 
     Args:
         tp: workers that share the heads.
@@ -204,7 +204,7 @@ def check_served(model: ModelConfig, config: KVQuantConfig, tp: int) -> None:
 
 
 def check_layers_agree(model: ModelConfig) -> None:
-    """Refuse a model of which SGLang and the config name different layers of full attention, as a server does.
+    """Refuses a model of which SGLang and the config name different layers of full attention, as a server does.
 
     Raises:
         KVQuantError: names both.
@@ -313,7 +313,7 @@ def _formats(found: Diagnosis, request: Request, model: ModelConfig) -> tuple[Re
 
 
 def _check_place(rotations: str) -> None:
-    """Refuse rotations that are neither here nor, by their name, on the hub."""
+    """Refuses rotations that are neither here nor, by their name, on the hub."""
     if not Path(rotations).exists() and not HubLocation.parse(rotations):
         raise KVQuantError(f"--rotations {rotations}: no such folder; give one, or org/name/folder on the hub.")
 
@@ -348,7 +348,7 @@ def _guess_memory(found: Diagnosis, request: Request, model: ModelConfig) -> Non
 
 
 def check_readable(folder: Path) -> None:
-    """Refuse a local model with a file that this user may not read: readers of weights call such a file missing.
+    """Refuses a local model with a file that this user may not read: readers of weights call such a file missing.
 
     Raises:
         KVQuantError: names the file, its owner and the fix.

@@ -25,7 +25,7 @@ class Failed(Exception):
 
 
 def diagnose() -> Iterator[tuple[str, bool, str]]:
-    """Run every check: its name, whether it passed, and what was found. Later ones run whatever earlier ones found."""
+    """Runs every check: its name, whether it passed, and what was found. Later ones run whatever earlier ones found."""
     for name, check in CHECKS.items():
         try:
             yield name, True, check()
@@ -35,7 +35,7 @@ def diagnose() -> Iterator[tuple[str, bool, str]]:
 
 
 def report(show: Callable[[str], None] = print, *, as_json: bool = False) -> int:
-    """Show one line per check, or one JSON object of all, and return the exit status: 1 if any failed."""
+    """Shows one line per check, or one JSON object of all, and returns the exit status: 1 if any failed."""
     found = []
     for name, passed, text in diagnose():
         found.append({"check": name, "passed": passed, "found": text})

@@ -31,7 +31,7 @@ class KVQuantAllocator(PagedTokenToKVPoolAllocator):
             tiers.reset()
 
     def check_integrity(self) -> None:
-        """Raise RuntimeError if pool and allocator disagree. Waits for the device."""
+        """Raises RuntimeError if pool and allocator disagree. Waits for the device."""
         if compat.applies(OLD_TREE, _RELEASE):
             free = torch.cat((self.free_pages, self.release_pages))
         else:

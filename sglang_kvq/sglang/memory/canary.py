@@ -49,5 +49,5 @@ def attach_kv_quant(
 
 
 def register(pool_class: type) -> None:
-    """Make ``attach_kv_quant`` what ``--kv-canary`` uses for this class of pools."""
+    """Makes ``attach_kv_quant`` what ``--kv-canary`` uses for this class of pools."""
     register_pool_attacher(pool_class, attach_kv_quant)

@@ -42,7 +42,7 @@ def model_formats(config: KVQuantConfig, model: ModelConfig) -> tuple[RecordForm
 def start_cache(
     kvc: Configurator, config: KVQuantConfig, kv_heads: int, num_layers: int, draft_page_bytes: int = 0
 ) -> runtime.Runtime:
-    """Begin this process's cache.
+    """Begins this process's cache.
 
     Args:
         kv_heads: of this worker.

@@ -96,7 +96,7 @@ def around_release(original: Original, req: Req, tree_cache: PrefixCache, *args:
 
 
 def _fold(tree: PrefixCache, req: Req, fold: Fold) -> str | None:
-    """Record the event and put its pages into the tree; else what is in the way now.
+    """Records the event and puts its pages into the tree; otherwise returns what is in the way now.
 
     Raises:
         KVQuantError: no tokens were chosen for this request, or not those of one.

@@ -93,14 +93,14 @@ def stand_ins(req: Req) -> int:
 
 
 def _end(req: Req, error: KVQuantError) -> None:
-    """End a waiting request with an error; SGLang then replaces its prompt by one token."""
+    """Ends a waiting request with an error; SGLang then replaces its prompt by one token."""
     setattr(req, _ATTRIBUTE, None)
     episodes.forget_prefix(req)
     req.set_finish_with_abort(f"sglang-kvq: {error}")
 
 
 def _bring(tree: PrefixCache, req: Req, selection: Selection) -> bool:
-    """Copy the pages into the tree under the request's name, unless they are there; False if there is no room now.
+    """Copies the pages into the tree under the request's name, unless they are there; False if there is no room now.
 
     Raises:
         KVQuantError: the history is no longer cached, the cache is too small for it and the copies, or the request does
@@ -134,7 +134,7 @@ def _bring(tree: PrefixCache, req: Req, selection: Selection) -> bool:
 
 
 def _room(tree: PrefixCache, node: Any, history: int, copies: int) -> torch.Tensor | None:
-    """Make room for copies beside their history.
+    """Makes room for copies beside their history.
 
     Args:
         node: where the history ends in the tree.

@@ -71,7 +71,7 @@ def check_readable(message: object) -> None:
 
 
 async def while_wanted(work: Awaitable[T], request: HTTPRequest | None, obj: GenerateRequest) -> T:
-    """Do what comes before an answer, unless the client leaves meanwhile.
+    """Does what comes before an answer, unless the client leaves meanwhile.
 
     SGLang looks after its own requests only, and notices nothing between many short ones.
 
@@ -117,7 +117,7 @@ class Delivery:
             raise self._another()
 
     def passes(self, out: Output) -> bool:
-        """Tell whether a chunk goes out; one that says only what the client has does not.
+        """Tells whether a chunk goes out; one that says only what the client has does not.
 
         Raises:
             Ended: the answer made again is another one.

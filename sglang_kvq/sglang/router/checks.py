@@ -27,7 +27,7 @@ REFUSED: tuple[tuple[str, tuple[object, ...], str], ...] = (
 
 
 def check(server_args: ServerArgs, model: ModelConfig, config: EpisodicConfig) -> None:
-    """Refuse settings and models whose requests cannot begin with chosen pages.
+    """Refuses settings and models whose requests cannot begin with chosen pages.
 
     Raises:
         KVQuantError: lists every one.

@@ -114,7 +114,7 @@ class EpisodeRouter:
         return Chosen(number, plan, steps, prompt, folded)
 
     async def build(self, turn: Turn, chosen: Chosen) -> None:
-        """Run the steps of a chain that are not known to be in the cache.
+        """Runs the steps of a chain that are not known to be in the cache.
 
         Raises:
             KVQuantError: the cache has no room for an episode beside what runs.
@@ -173,7 +173,7 @@ class EpisodeRouter:
             self._built.popitem(last=False)
 
     async def _run(self, turn: Turn, inner: GenerateRequest) -> str | None:
-        """Send one request inside; what is wrong with it, None if nothing is.
+        """Sends one request inside; what is wrong with it, None if nothing is.
 
         Raises:
             Ended: it was aborted.

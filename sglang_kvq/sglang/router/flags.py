@@ -30,7 +30,7 @@ _DEFAULTS = {field.name: field.default for field in fields(EpisodicConfig)}
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags to a parser."""
+    """Adds the flags to a parser."""
     group = parser.add_argument_group("Sessions longer than what a request reads (sglang-kvq)")
 
     def add(flag: str, help: str, **options: Any) -> None:

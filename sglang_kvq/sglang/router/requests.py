@@ -76,7 +76,7 @@ class Beginning:
 
 
 def check_client(obj: GenerateRequest) -> None:
-    """Refuse from every client what only the router may say.
+    """Refuses from every client what only the router may say.
 
     Raises:
         KVQuantError: the request chooses pages, or names a namespace of chosen pages.
@@ -134,7 +134,7 @@ def _hash(text: str) -> str:
 
 
 def check_session(obj: GenerateRequest) -> None:
-    """Refuse what cannot be part of a session.
+    """Refuses what cannot be part of a session.
 
     Raises:
         KVQuantError: names the field.

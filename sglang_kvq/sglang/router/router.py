@@ -198,7 +198,7 @@ class Router:
         self.metrics.known(len(self.store), self.store.bytes)
 
     async def _serve_whole(self, turn: Turn) -> Outputs:
-        """Serve the prompt as it came, and remember the conversation."""
+        """Serves the prompt as it came, and remembers the conversation."""
         turn.session.hot, turn.session.history, turn.session.pages, turn.session.matches = len(turn.ids), 0, (), ()
         turn.output.clear()
         async with aclosing(self.workers.sent(turn, turn.obj)) as outputs:
@@ -211,7 +211,7 @@ class Router:
                 yield out
 
     async def _serve_selected(self, turn: Turn) -> Outputs:
-        """Serve the prompt from chosen pages of its history, or behind an episode; whole if neither stays cached."""
+        """Serves the prompt from chosen pages of its history, or behind an episode; whole if neither stays cached."""
         with self.workers.abortable(turn.obj.rid):
             work = self._prepare_pages(turn) if self.episodes is None else self._prepare_episode(turn)
             prepared = await answers.while_wanted(work, turn.request, turn.obj)
@@ -266,7 +266,7 @@ class Router:
             raise
 
     def _follow(self, turn: Turn) -> tuple[int, int]:
-        """Take a prompt into its session.
+        """Takes a prompt into its session.
 
         Returns:
             Where its question begins, and where its first user message does; 0 if that is unknown.
@@ -276,7 +276,7 @@ class Router:
         return question_start(turn.ids, known, turns), int(turns[0]) if len(turns) else 0
 
     async def _prepare_pages(self, turn: Turn) -> Prepared:
-        """Plan a prompt, have its history computed where it is not, and choose its pages."""
+        """Plans a prompt, has its history computed where it is not, and chooses its pages."""
         session, ids = turn.session, turn.ids
         async with session.planning:
             question, system = self._follow(turn)
@@ -299,7 +299,7 @@ class Router:
         return Prepared(inner, functools.partial(self.workers.compute, turn, ids[: planned.history], turn.obj.rid))
 
     async def _prepare_episode(self, turn: Turn) -> Prepared | None:
-        """Build the episode that a prompt asks for, as far as it is not built; None if there is nothing to fold yet."""
+        """Builds the episode that a prompt asks for, unless it is built; None if there is nothing to fold yet."""
         assert self.episodes is not None
         session = turn.session
         async with session.planning:
@@ -348,7 +348,7 @@ class Router:
         return await asyncio.wrap_future(self.workers.thread.run(work))
 
     def _keep_tokens(self, turn: Turn, out: Output) -> None:
-        """Keep the answer's tokens: a chunk has all so far, with --incremental-streaming-output the new ones only."""
+        """Keeps the answer's tokens: a chunk has all so far, with --incremental-streaming-output the new ones only."""
         ids = out.get("output_ids") or []
         if turn.obj.stream and self.manager.incremental_streaming_output:
             turn.output.extend(ids)
@@ -356,7 +356,7 @@ class Router:
             turn.output[:] = ids
 
     def _remember(self, turn: Turn, out: Output, whole: bool) -> None:
-        """Take the answer into the session, and go on with it in the background.
+        """Takes the answer into the session, and goes on with it in the background.
 
         Args:
             out: the last chunk.
@@ -375,7 +375,7 @@ class Router:
         task.add_done_callback(self.background.discard)
 
     async def _prepare_next_turn(self, turn: Turn, said: np.ndarray, compute: bool) -> None:
-        """Compute and embed what was said, so that the next turn finds it."""
+        """Computes and embeds what was said, so that the next turn finds it."""
         session = turn.session
         after = Turn(turn.send, turn.obj, None, session, said, turn.namespace, turn.delivery, index=turn.index)
         try:

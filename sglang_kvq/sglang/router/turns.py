@@ -95,7 +95,7 @@ class Workers:
             await outputs.aclose()
 
     async def compute(self, turn: Turn, history: np.ndarray, rid: str | None) -> None:
-        """Have a history computed, or found in SGLang's cache.
+        """Has a history computed, or found in SGLang's cache.
 
         Args:
             rid: the client's request id where it waits for this: aborting it aborts this. None: an own one.
