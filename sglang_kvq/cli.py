@@ -176,6 +176,7 @@ def calibrate(
                 "tokens": meta.tokens,
                 "divergence": divergence and divergence.to_json(),
                 "uploaded": address,
+                "timings": phases.timings() if timings else None,
             }
         )
         return

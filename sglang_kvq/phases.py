@@ -104,10 +104,15 @@ class Phases:
                     steps = f"{last.done} of {last.total} after " if last.total > 1 else ""
                     self._say(f"{last.name}: {steps}{time.monotonic() - last.seconds:.0f} s")
 
+    def timings(self) -> dict[str, tuple[float, float]]:
+        """Returns the seconds and the CPU seconds of the phases that ended, and of this process so far ("in all")."""
+        ended = self._phases[:-1] if self._open else self._phases
+        found = {phase.name: (phase.seconds, phase.cpu_seconds) for phase in ended}
+        return {**found, "in all": (_age(), time.process_time())}
+
     def _show_timings(self) -> None:
-        for phase in self._phases:
-            self._say(f"{phase.name:<24}{phase.seconds:8.1f} s{phase.cpu_seconds:10.1f} CPU s")
-        self._say(f"{'in all':<24}{_age():8.1f} s{time.process_time():10.1f} CPU s")
+        for name, (seconds, cpu_seconds) in self.timings().items():
+            self._say(f"{name:<24}{seconds:8.1f} s{cpu_seconds:10.1f} CPU s")
 
     def _say(self, text: str) -> None:
         self._console.print(text, markup=False, soft_wrap=True)
