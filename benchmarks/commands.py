@@ -2,7 +2,7 @@
 
     python benchmarks/commands.py --model FOLDER --text FILE --out benchmarks/results/commands_h100.json
 
-A folder that has a config.json and a tokenizer, but no weights, gets random ones in a copy: time does not depend on them.
+A folder with a config.json and a tokenizer but no weights gets random ones in a copy: time does not depend on them.
 Ends with status 1 if a command fails; the doctor does if a kernel or routine is wrong or was not reached.
 """
 
