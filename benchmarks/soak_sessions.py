@@ -53,6 +53,7 @@ from tests.e2e import word_embeddings
 #: distances of right and wrong answers.
 BOUND = 1.0
 RECENT = 128  #: ``--kv-quant-recent``
+PATIENCE = 600  #: Seconds until an answer counts as lost: a CPU may be shared with much else.
 #: Statuses of answers that SGLang or the router gives up under pressure.
 GIVEN_UP = (500, 503)
 #: Weights with which each kind of turn is drawn.
@@ -181,7 +182,7 @@ class SessionTraffic(Traffic):
             GaveUp, ValueError: it ends with an error.
         """
         try:
-            with self.server.stream("/generate", asked, timeout=180, headers=self.headers(tenant)) as response:
+            with self.server.stream("/generate", asked, timeout=PATIENCE, headers=self.headers(tenant)) as response:
                 for line in response:
                     text = line.removeprefix(b"data: ").strip()
                     if not text.startswith(b"{"):
@@ -293,7 +294,7 @@ def serve(
     while server.running and not is_enough(found, scale, (time.monotonic() - begin) / (60 * minutes)):
         time.sleep(min(5, 30 * minutes))
         print(f"{len(found)} answers, {counts.errors} errors, {dict(counts.kinds)}", flush=True)
-    held = [] if traffic.stop(180) else ["requests were still running after the traffic ended"]
+    held = [] if traffic.stop(PATIENCE) else ["requests were still running after the traffic ended"]
     seconds = time.monotonic() - begin
     try:
         held += server.held_when_empty()
