@@ -55,9 +55,14 @@ class Readings:
     between: float
 
     @property
+    def nearest(self) -> float:
+        """Distance to the nearer end, in nats."""
+        return min(self.exact, self.quantized)
+
+    @property
     def distance(self) -> float:
-        """Distance to the nearer end, as a share of what lies between them."""
-        return min(self.exact, self.quantized) / max(self.between, LEAST)
+        """The same as a share of what lies between the ends."""
+        return self.nearest / max(self.between, LEAST)
 
     def __str__(self) -> str:
         return f"distance {self.distance:.2f}: {self.exact:.3f}, {self.quantized:.3f} of {self.between:.3f} nats"

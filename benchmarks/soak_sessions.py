@@ -49,8 +49,9 @@ from sglang_kvq.constants import PAGE_SIZE
 from sglang_kvq.server_process import ServerFailed
 from tests.e2e import word_embeddings
 
-#: Largest distance of an answer from the nearer end, as a share of what lies between the ends. docs/testing.md has the
-#: distances of right and wrong answers.
+#: Largest distance of an answer from the nearer end, as a share of what lies between the ends. Measured with INT4 on a
+#: CPU: 26 answers alone and under pressure had 0.54 on average (standard deviation 0.13), 0.83 at most. Of 42 controls
+#: with another page, 40 had more than 1, and the median 1.85.
 BOUND = 1.0
 RECENT = 128  #: ``--kv-quant-recent``
 PATIENCE = 600  #: Seconds until an answer counts as lost: a CPU may be shared with much else.
