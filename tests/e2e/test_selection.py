@@ -64,13 +64,19 @@ def both_ends(model) -> Reference:
     return Reference(model, "cpu", KVQuantConfig("int4"), PAGES * P)
 
 
+@functools.lru_cache(maxsize=1)
+def computed(model, history: tuple[int, ...]) -> DynamicCache:
+    """The model's own cache of a history."""
+    return both_ends(model).model(torch.tensor([history]), use_cache=True, logits_to_keep=1).past_key_values
+
+
 def expected(model, selection: Selection, tail: list[int], answer: list[int]) -> list[float]:
     """The same with the model's own cache of the whole history, all but the chosen pages taken out."""
     network = both_ends(model).model
     kept = torch.cat([torch.arange(page * P, (page + 1) * P) for page in selection.pages])
     new = torch.tensor([tail + answer])
     with torch.no_grad():
-        whole = network(torch.from_numpy(selection.history.astype(int))[None], use_cache=True).past_key_values
+        whole = computed(model, tuple(selection.history.tolist()))
         cache = DynamicCache()
         for i, layer in enumerate(whole.layers):
             cache.update(layer.keys[:, :, kept], layer.values[:, :, kept], i)
@@ -112,27 +118,28 @@ def test_chosen_pages_are_all_that_is_read(servers, model, text, pages):
     assert sum(abs(a - b) for a, b in zip(logprobs(meta), wrong)) / len(wrong) > 2 * CLOSE
 
 
-def exchanged(pages: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """These pages with one of them exchanged for another, once for each."""
-    other = next(page for page in range(PAGES - 1, 0, -1) if page not in pages)
-    return [tuple(sorted({*pages, other} - {page})) for page in pages]
+def exchanged(pages: tuple[int, ...]) -> tuple[int, ...]:
+    """These pages with another one instead of the last."""
+    return tuple(sorted({*pages[:-1], next(page for page in range(PAGES - 1, 0, -1) if page not in pages)}))
 
 
-def readings(model, selection: Selection, tail: list[int], meta: dict) -> tuple[Readings, list[Readings]]:
-    """An answer against what its pages give, and against what they give with one of them exchanged."""
-    history, said = selection.history.tolist(), tail[1:] + answer_of(meta)
-    top = [{token: found} for token, found in zip(said, logprobs(meta), strict=True)]
-    answer = SessionAnswer("", history + tail[:1], said, [], 0, top, len(history), selection.pages.tolist())
-    wrong = [replace(answer, pages=pages) for pages in exchanged(tuple(answer.pages))]
-    own, *others = both_ends(model).several([answer, *wrong])
-    return own, others
+def readings(model, chosen: list[Selection], tail: list[int], metas: list[dict]) -> list[tuple[Readings, Readings]]:
+    """Each answer against what its pages give, and against what they give with one of them exchanged."""
+    answers = []
+    for selection, meta in zip(chosen, metas):
+        history, said = selection.history.tolist(), tail[1:] + answer_of(meta)
+        top = [{token: found} for token, found in zip(said, logprobs(meta), strict=True)]
+        answer = SessionAnswer("", history + tail[:1], said, [], 0, top, len(history), tuple(selection.pages.tolist()))
+        answers += [answer, replace(answer, pages=exchanged(answer.pages))]
+    found = both_ends(model).several(answers)
+    return list(zip(found[::2], found[1::2]))
 
 
 def test_several_at_once_beside_plain_requests(servers, model, text):
     """Copies and what they are made of may be evicted and made again; each answer reads its own pages.
 
     A copy that had to wait may find its windows' BF16 pages given to others, so an answer reads anything between both
-    ends of precision. With a single page exchanged it would be nearer to neither.
+    ends of precision, which are 0.12 to 0.15 apart here. A single page exchanged moves both by 0.18 and more.
     """
     client = Client(servers(*FLAGS, env=ENVIRONMENT))
     client.flush()
@@ -142,9 +149,8 @@ def test_several_at_once_beside_plain_requests(servers, model, text):
     plain = [[(i * 37 + j) % 3000 + 10 for j in range(400)] for i in range(4)]
     jobs = [lambda s=s: ask(client, s, tail, 4) for s in chosen]
     got = together([*jobs, *(lambda ids=ids: client.generate(ids, 8) for ids in plain)])
-    for selection, meta in zip(chosen, got):
-        own, others = readings(model, selection, tail, meta)
-        assert own.nearest < min(other.nearest for other in others) / 2, (own, others)
+    for own, other in readings(model, chosen, tail, got):
+        assert own.distance < 1 < other.distance, (own, other)
 
 
 def test_a_history_that_is_gone_is_said_to_be(servers, text):
