@@ -2,8 +2,8 @@
 
 A server reads a stored page from its record or in BF16, as BF16 pages are left, so two answers to one prompt differ.
 ``Reference`` computes both ends of that. An answer that read its pages lies between them: it is no farther from the
-nearer end than some share of what lies between the ends (``Readings.distance``). Pages exchanged move both ends by
-several times that.
+nearer end than some share of what lies between the ends (``Readings.distance``). Exchanging a page moves both ends
+farther.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class Reference:
     """A model in transformers, in float32.
 
     Args:
-        chunk: tokens of a prompt that the server computes at once.
+        chunk: tokens of a prompt that the server computes at once; whole pages.
     """
 
     def __init__(self, folder: Path, device: str, config: KVQuantConfig, chunk: int) -> None:
@@ -101,13 +101,9 @@ class Reference:
         self.formats = resolve_formats(config, rotations, self.model.config)
         self.rotations = (None, None) if rotations is None else (rotations.k.to(device), rotations.v.to(device))
 
-    def readings(self, answer: SessionAnswer) -> Readings:
-        """Compares an answer with both ends."""
-        return self.several([answer])[0]
-
     @torch.no_grad()
     def several(self, answers: Sequence[SessionAnswer]) -> list[Readings]:
-        """The same for answers to one prompt that read different pages."""
+        """Compares answers to one prompt with both ends; they may have read different pages."""
         prompt, history = answers[0].prompt, answers[0].history
         # What is read whole is stored up to its last page's end, and read from there.
         stored = history or (len(prompt) - 1) // PAGE_SIZE * PAGE_SIZE
@@ -117,17 +113,17 @@ class Reference:
     def _readings(self, answer: SessionAnswer, stored: int, stores: list[Store]) -> Readings:
         new = answer.prompt[stored:] + answer.tokens
         chosen = [store.taken(answer.pages) if answer.history else store for store in stores]
-        ends = [self._forward(store, new, stored, quantized, answer) for quantized, store in enumerate(chosen)]
+        ends = [self._forward(store, new, stored, quantized, answer) for quantized, store in zip((False, True), chosen)]
         found = torch.tensor([logprob for step in answer.top for logprob in step.values()])
         distance = [(end - found).abs().mean().item() for end in ends]
         return Readings(*distance, (ends[0] - ends[1]).abs().mean().item())
 
     def _forward(
-        self, store: Store, new: list[int], start: int, quantized: bool | int, answer: SessionAnswer
+        self, store: Store, new: list[int], start: int, quantized: bool, answer: SessionAnswer
     ) -> torch.Tensor:
         """Log-probabilities of the answer's likely tokens behind a store, one after the other."""
         count = len(answer.tokens)
-        logits, _ = self._extend(store, new, start, bool(quantized), count + 1)
+        logits, _ = self._extend(store, new, start, quantized, count + 1)
         scores = torch.log_softmax(logits[:-1], -1).cpu()
         at = [(step, token) for step, top in enumerate(answer.top) for token in top]
         return scores[tuple(torch.tensor(at).T)]
