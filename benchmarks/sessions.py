@@ -5,9 +5,9 @@
 The router's own code runs, beside a stand-in for SGLang's TokenizerManager that answers at once. ``router`` is from the
 prompt's tokens to the request that is sent, embedding the question included; ``question`` is the embedding alone;
 ``scheduler`` is what the scheduler does with the request before it asks its prefix tree; ``loop`` is the longest that
-a turn, and what the router does after its answer, kept the event loop from other requests. ``state_megabytes`` is
-memory of the session. Histories are random tokens of the more frequent half of the vocabulary. Without ``--embedder``
-the question's embedding is left out.
+a turn, and what the router does after its answer, kept the event loop from other requests. ``loop_cpu`` is the longest
+in CPU time of the loop's own thread. ``state_megabytes`` is memory of the session. Histories are random tokens of the
+more frequent half of the vocabulary. Without ``--embedder`` the question's embedding is left out.
 """
 
 from __future__ import annotations
@@ -85,15 +85,17 @@ def measure(tokens: int, budget: int, embedder: Embedder, tokenizer: Any, turns:
     index = PageIndex()
     index.add(NewPages.made(rows, texts))
     session.learn(said, index)
-    times: dict[str, list[float]] = {"router": [], "question": [], "scheduler": [], "loop": []}
+    times: dict[str, list[float]] = {"router": [], "question": [], "scheduler": [], "loop": [], "loop_cpu": []}
 
     async def latest() -> None:
-        """Notes by how much the loop was late at most."""
+        """Notes by how much the loop was late at most, and how long it worked at once."""
         times["loop"].append(0.0)
+        times["loop_cpu"].append(0.0)
         while True:
-            start = time.perf_counter()
+            start, worked = time.perf_counter(), time.thread_time()
             await asyncio.sleep(BEAT)
             times["loop"][-1] = max(times["loop"][-1], time.perf_counter() - start - BEAT)
+            times["loop_cpu"][-1] = max(times["loop_cpu"][-1], time.thread_time() - worked)
 
     async def turn(said: np.ndarray) -> np.ndarray:
         """One request and what the router does after its answer; returns the conversation with both."""

@@ -117,14 +117,14 @@ class TinyServer(Server):
         more = {} if cpu else {"CUDA_VISIBLE_DEVICES": ",".join(map(str, _visible(gpus)))}
         super().__init__(model, *own, cpu=cpu, env={**ENV, **more, **env}, log_path=log)
 
-    def stream(self, path: str, asked: dict, timeout: float = 120, headers: Mapping[str, str] | None = None):
-        """An open response of a POST; closing it before its end is a client that went away.
+    def stream(self, path: str, asked: dict | None, timeout: float = 120, headers: Mapping[str, str] | None = None):
+        """An open response of a POST, or of a GET without ``asked``; closing it early is a client that went away.
 
         Raises:
             OSError: refused, or no answer in time.
         """
         all_headers = {"Content-Type": "application/json", **(headers or {})}
-        request = urllib.request.Request(self.url + path, dumps(asked), all_headers)
+        request = urllib.request.Request(self.url + path, None if asked is None else dumps(asked), all_headers)
         return OPENER.open(request, timeout=timeout)
 
     def states(self) -> list[dict]:

@@ -12,9 +12,11 @@ from sglang_kvq.constants import PAGE_SIZE
 
 #: Last tokens of a prompt that stand for its question when nothing better is known, and at most.
 QUESTION_TOKENS = 256
-#: Tokens that are compared first, then twice as many: most conversations that part do so early, and each comparison
-#: lets another thread run.
-_COMPARED = 1 << 14
+#: Tokens that are compared first, then twice as many: most conversations that part do so early.
+_COMPARED = 1 << 12
+#: Tokens that are compared at once, at most. Results of this size fit into memory in use; new memory takes longer than
+#: comparing.
+_AT_ONCE = 1 << 16
 _FIRST = [{"role": "user", "content": "What is one?"}, {"role": "assistant", "content": "A number."}]
 _LAST = ("Two, please.", "And the fourth one?")
 
@@ -101,7 +103,9 @@ def occurrences(ids: np.ndarray, marker: np.ndarray) -> np.ndarray:
     """Where ``marker`` begins in ``ids``, ascending: int64 ``[n]``."""
     if not len(marker) or len(marker) > len(ids):
         return np.empty(0, np.int64)
-    starts = np.flatnonzero(ids[: len(ids) - len(marker) + 1] == marker[0])
+    last = len(ids) - len(marker) + 1
+    parts = ((at, ids[at : min(at + _AT_ONCE, last)]) for at in range(0, last, _AT_ONCE))
+    starts = np.concatenate([at + np.flatnonzero(part == marker[0]) for at, part in parts])
     for at in range(1, len(marker)):
         starts = starts[ids[starts + at] == marker[at]]
     return starts
@@ -132,7 +136,7 @@ def common_length(a: Sequence[int] | np.ndarray, b: Sequence[int] | np.ndarray) 
         differs = np.asarray(a[start:end]) != np.asarray(b[start:end])
         if differs[first := int(differs.argmax())]:
             return start + first
-        start, length = end, 2 * length
+        start, length = end, min(2 * length, _AT_ONCE)
     return n
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TypeAlias
@@ -45,10 +46,20 @@ class Branch:
     exact: int = 0
     index: PageIndex = field(default_factory=PageIndex, repr=False)
     episodes: EpisodesOfSession = field(default_factory=EpisodesOfSession)
+    #: The last array that was compared, and how many first tokens it shares. A turn asks several times.
+    _compared: tuple[weakref.ref[np.ndarray], int] | None = field(default=None, repr=False)
 
     def common(self, ids: np.ndarray) -> int:
-        """First tokens that ``ids`` shares with what was said."""
-        return common_length(self.tokens, ids)
+        """First tokens that ``ids`` shares with what was said. Arrays of tokens are never written to again."""
+        if _begin_alike(self.tokens, ids):
+            return min(len(self.tokens), len(ids))
+        if self._compared is not None and (other := self._compared[0]()) is not None and _begin_alike(other, ids):
+            same = self._compared[1]
+            if same < len(other) or len(ids) <= len(other):
+                return min(same, len(ids))
+        same = common_length(self.tokens, ids)
+        self._compared = weakref.ref(ids), same
+        return same
 
     def goes_on(self, same: int) -> bool:
         """Returns True if a prompt that shares ``same`` tokens continues this branch.
@@ -65,6 +76,7 @@ class Branch:
         self.episodes.keep(same)
         self.exact = min(self.exact, whole(same)) if namespace == self.namespace else 0
         self.tokens, self.asked, self.namespace = np.asarray(ids, np.int32), asked, namespace
+        self._compared = None
 
     def fork(self, ids: np.ndarray, same: int, asked: int, namespace: Namespace) -> Branch:
         """Another branch that says ``ids`` and knows what this one knows of them."""
@@ -94,6 +106,13 @@ class Branch:
     def nbytes(self) -> int:
         """Memory of its own: without ``blocks``."""
         return self.tokens.nbytes + self.episodes.nbytes
+
+
+def _begin_alike(a: np.ndarray, b: np.ndarray) -> bool:
+    """Returns True if one array is the beginning of the other, in the same memory."""
+    places = (a.__array_interface__, b.__array_interface__)
+    first, second = ((place["data"], place["typestr"], place["strides"]) for place in places)
+    return bool(len(a) and len(b)) and first == second
 
 
 @dataclass(eq=False)

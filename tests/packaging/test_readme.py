@@ -42,6 +42,38 @@ def test_flags() -> None:
             assert written[flag][0].strip("`") == str(default)
 
 
+def test_keywords_of_engine() -> None:
+    """Every flag, with its type; other keywords of ``FIELDS`` are refused or unknown."""
+    from sglang_kvq.sglang import flags
+    from sglang_kvq.sglang.router import flags as episodic_flags
+
+    parser = argparse.ArgumentParser(add_help=False)
+    flags.add_flags(parser)
+    options = {action.dest: action for action in parser._actions}
+    written = rows("Keywords of Engine", REFERENCE)
+    assert set(written) == set(options) == {*flags.FIELDS, *episodic_flags.FIELDS}
+    for keyword, (kind, flag) in written.items():
+        option = options[keyword]
+        assert re.findall("`(.+?)`", flag)[0] == option.option_strings[0]
+        type_ = option.type if isinstance(option.type, type) else str
+        assert kind == "refused" or re.findall("`(.+?)`", kind)[0] == type_.__name__, keyword
+
+
+def test_routes_and_fields_of_sessions() -> None:
+    from sglang_kvq.sglang.router.routes import describe, routes
+    from tests.sglang.session_model import CONFIG, Manager
+
+    manager = Manager()
+    api = routes(manager, CONFIG, (10.0, 100.0))
+    known = {f"{method} {route.path.replace(':path', '')}" for route in api.routes for method in route.methods}
+    assert {cell.strip("`") for cell in rows("Routes of sessions", REFERENCE)} == known
+    fields = describe(manager.router.store.use("", "a"), CONFIG, (10.0, 100.0))
+    assert {name for cell in rows("Fields of a session", REFERENCE) for name in re.findall(r"\w+", cell)} == set(fields)
+    guide = (ROOT / "docs" / "sessions.md").read_text().split("| field | meaning |\n")[1].split("\n\n")[0]
+    told = {name for line in guide.splitlines()[1:] for name in re.findall(r"`(\w+)`", line.split("|")[1])}
+    assert {"read", "rebuilt"} <= told <= set(fields)
+
+
 def test_commands() -> None:
     from sglang_kvq.cli import app
 

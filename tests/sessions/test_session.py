@@ -8,8 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_kvq.constants import PAGE_SIZE as P
+from sglang_kvq.sessions import session as session_module
 from sglang_kvq.sessions.index import NewPages
-from sglang_kvq.sessions.session import BRANCHES, Session
+from sglang_kvq.sessions.planning import common_length
+from sglang_kvq.sessions.session import BRANCHES, Branch, Session
 
 NAMES = (None, None)
 
@@ -53,6 +55,25 @@ def test_a_conversation_that_grows() -> None:
     embed(session, grown, 6)
     assert_indexed(session, grown, 6)
     assert len(session.branches) == 1
+
+
+def test_what_a_turn_asks_several_times_is_compared_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also its first tokens alone, and after the conversation went on; and never what came in other memory."""
+    compared = []
+
+    def counted(a: np.ndarray, b: np.ndarray) -> int:
+        compared.append(len(b))
+        return common_length(a, b)
+
+    monkeypatch.setattr(session_module, "common_length", counted)
+    branch, said = Branch(ids((1, 500)), 500), ids((1, 300), (2, 400))
+    assert [branch.common(part) for part in (said, said[:400], said[:200], said)] == [300, 300, 200, 300]
+    assert branch.common(branch.tokens[:450]) == 450 and compared == [700]
+    assert branch.common(said[1:]) == 299  # the same memory, from another place on
+    whole = ids((1, 500))
+    assert branch.common(whole[:100]) == 100 and branch.common(whole) == 500  # more than was compared before
+    branch.follow(said, 300, 700, NAMES)
+    assert branch.common(said[:600]) == 600 and branch.common(whole) == 300
 
 
 def known() -> tuple[Session, np.ndarray]:

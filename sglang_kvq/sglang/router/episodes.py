@@ -155,7 +155,8 @@ class EpisodeRouter:
         if step.offset:
             params[PREFIX] = FoldedPrefix(step.prefix, step.offset).encode()
         for attempt in range(ATTEMPTS):
-            inner = requests.compute_request(turn.obj, ids, (step.before, turn.namespace[1]), None)
+            tokens = await requests.token_array(ids)
+            inner = requests.compute_request(turn.obj, tokens, (step.before, turn.namespace[1]), None)
             inner.sampling_params["custom_params"] = params
             inner.normalize_batch_and_arguments()
             async with self._folding:

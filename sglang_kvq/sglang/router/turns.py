@@ -104,7 +104,8 @@ class Workers:
             ValueError: SGLang refuses it.
             Ended: it was aborted.
         """
-        inner = requests.compute_request(turn.obj, history, turn.namespace, rid)
+        tokens = await requests.token_array(history)
+        inner = requests.compute_request(turn.obj, tokens, turn.namespace, rid)
         inner.normalize_batch_and_arguments()
         reason: Any = None
         async with aclosing(self.sent(turn, inner)) as outputs:

@@ -1,0 +1,213 @@
+"""The bookkeeping of the soak of sessions, with functions for a server and a model; its reference, with a tiny one."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import random
+import threading
+import zlib
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+
+from benchmarks import soak_sessions as soak
+from benchmarks.session_reference import TOP, Readings, Reference, SessionAnswer, another_page
+from benchmarks.tiny_models import MODELS, VOCABULARY
+from sglang_kvq.config import KVQuantConfig
+from sglang_kvq.constants import PAGE_SIZE as P
+
+SCALE = replace(soak.CPU, clients=3, wait=0.01, calibration=6, compared=40)
+
+
+def value(read: int, step: int, token: int, part: str = "") -> float:
+    """A number of [0, 1) that follows from what was read."""
+    return zlib.crc32(f"{read} {step} {token} {part}".encode()) / 2**32
+
+
+def logprob(read: int, step: int, token: int, quantized: float) -> float:
+    """What follows from all that was read, less what quantizing it costs."""
+    return -5 * value(read, step, token) - 0.2 * quantized * value(read, step, token, "quantized")
+
+
+def read_of(prompt: list[int], history: int, pages: Sequence[int]) -> int:
+    """A number of the tokens that are read."""
+    return zlib.crc32(
+        str([token for page in pages for token in prompt[page * P : (page + 1) * P]] + prompt[history:]).encode()
+    )
+
+
+class FakeServer:
+    """Log-probabilities are a function of what is read, some of it quantized.
+
+    Args:
+        wrong_every: so many answers from chosen pages, of which one reads another page.
+        takes_back: whether a stream says something else in the end.
+    """
+
+    def __init__(self, wrong_every: int = 0, takes_back: bool = False) -> None:
+        self.wrong_every, self.takes_back = wrong_every, takes_back
+        self.running, self.lock, self.rng, self.count = True, threading.Lock(), random.Random(2), 0
+        self.read: dict[tuple[str, str], dict] = {}
+
+    def drain(self) -> None: ...
+
+    def held_when_empty(self) -> list[str]:
+        return []
+
+    def log(self) -> str:
+        return "Retract requests. #retracted_reqs: 2, new_token_ratio\n9 tokens are no longer cached\nit is read whole"
+
+    log_tail = lambda self, lines=40: self.log()  # noqa: E731
+
+    def request(self, path: str, asked: dict, timeout: float = 60) -> bytes:
+        return b""
+
+    def stream(self, path: str, asked: dict | None, timeout: float = 60, headers: dict | None = None) -> io.BytesIO:
+        tenant = (headers or {}).get("Authorization", "")
+        with self.lock:
+            if asked is None:
+                return io.BytesIO(json.dumps({"read": self.read[tenant, path.rsplit("/", 1)[1]]}).encode())
+            chunks = self._answer(tenant, asked)
+        return io.BytesIO(b"".join(b"data: " + json.dumps(chunk).encode() + b"\n\n" for chunk in chunks))
+
+    def _answer(self, tenant: str, asked: dict) -> list[dict]:
+        prompt, name, rng = asked["input_ids"], asked.get("session_id"), self.rng
+        history, pages = 0, []
+        if name and len(prompt) > SCALE.budget and rng.random() < 0.9:
+            history = (len(prompt) - 1) // P * P
+            pages = sorted(rng.sample(range(history // P), SCALE.budget // P - 1))
+        if name:
+            self.read[tenant, name] = {"of_tokens": history, "pages": pages}
+        if tenant != "Bearer alone" and rng.random() < 0.05:
+            reason = {"type": "abort", "message": "evicted", "status_code": 503}
+            return [{"output_ids": [], "text": "", "meta_info": {"finish_reason": reason}}]
+        self.count += history > 0
+        if history and self.wrong_every and self.count % self.wrong_every == 0:
+            answer = SessionAnswer("", prompt, [], [], 0, history=history, pages=pages)
+            pages = another_page(answer, rng).pages
+        read, quantized = read_of(prompt, history, pages), rng.random()
+        steps = range(asked["sampling_params"]["max_new_tokens"])
+        tokens = [rng.randrange(2, VOCABULARY) for _ in steps]
+        tops = [[token, *(n for n in range(2, 2 * TOP) if n != token)][:TOP] for token in tokens]
+        likely = [[[logprob(read, n, t, quantized), t, None] for t in top] for n, top in enumerate(tops)]
+        meta = {
+            "finish_reason": {"type": "length"},
+            "output_token_logprobs": [step[0] for step in likely],
+            "output_top_logprobs": likely,
+        }
+        last = {"output_ids": tokens, "text": " ".join(map(soak.word, tokens)), "meta_info": meta}
+        first = {"output_ids": tokens[:2], "text": "", "meta_info": {"finish_reason": None}}
+        if self.takes_back:
+            first["output_ids"] = [tokens[0] - 1]
+        return [first, last] if asked["stream"] else [last]
+
+
+class FakeReference:
+    """Both ends of what ``FakeServer`` reads."""
+
+    def several(self, answers: Sequence[SessionAnswer]) -> list[Readings]:
+        return [self._one(answer) for answer in answers]
+
+    @staticmethod
+    def _one(answer: SessionAnswer) -> Readings:
+        read = read_of(answer.prompt, answer.history, answer.pages)
+        at = [(step, token, said) for step, top in enumerate(answer.top) for token, said in top.items()]
+        ends = [[logprob(read, step, token, quantized) for step, token, _ in at] for quantized in (0, 1)]
+        sums = [math.fsum(abs(a - b[2]) for a, b in zip(end, at)) for end in ends]
+        return Readings(*(one / len(at) for one in sums), math.fsum(abs(a - b) for a, b in zip(*ends)) / len(at))
+
+
+def soaked(server: FakeServer, fault: bool = False) -> tuple[bool, dict]:
+    measured, found, row = soak.serve(server, SCALE, 0.03, 1)
+    row |= soak.compared(FakeReference(), measured, found, SCALE.compared, fault)
+    return soak.is_right(row, SCALE.least), row
+
+
+def test_a_sound_server_passes_at_whatever_precision_it_reads():
+    passed, row = soaked(FakeServer())
+    assert passed, row
+    assert SCALE.least <= row["chosen_pages"] <= row["compared"] <= SCALE.compared
+    assert row["wrong_answers"] == row["errors"] == 0 and row["worst_distance"] <= 0.51 < 1 < row["wrong_page_distance"]
+    assert row["wrong_page_seen"] == 1 and row["aborted"] > 0
+    assert set(row["kinds"]) >= {"ask", "edit", "abort", "disconnect", "plain", "given_up"}
+
+
+def test_answers_from_another_page_are_counted():
+    passed, row = soaked(FakeServer(wrong_every=4))
+    assert not passed and 0 < row["wrong_answers"] < row["chosen_pages"]
+
+
+def test_exchanged_pages_are_counted():
+    passed, row = soaked(FakeServer(), fault=True)
+    assert not passed and row["wrong_answers"] == row["chosen_pages"] // 2 and "distance" in row["notes"][0]
+
+
+def test_a_stream_that_takes_back_what_it_said_is_an_error():
+    with pytest.raises(ValueError, match="took back"):  # alone, before the traffic
+        soaked(FakeServer(takes_back=True))
+
+
+def test_an_answer_alone_must_be_right_too():
+    _, row = soaked(FakeServer())
+    assert not soak.is_right(row | {"alone_distance": 1.01}, SCALE.least)
+
+
+def test_traffic_goes_on_until_enough_was_answered_from_chosen_pages():
+    few = [SessionAnswer("session", [], [], [], 0, history=P)] * (SCALE.least - 1)
+    assert not soak.is_enough(few, SCALE, 4.9) and soak.is_enough(few, SCALE, 5)
+    assert soak.is_enough([*few, few[0]], SCALE, 1) and not soak.is_enough([*few, few[0]], SCALE, 0.9)
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    folder = MODELS["llama"].write(tmp_path_factory.mktemp("model"))
+    return Reference(folder, "cpu", KVQuantConfig("int4"), 2 * P)
+
+
+@pytest.fixture(scope="module")
+def answer() -> SessionAnswer:
+    rng = random.Random(4)
+    prompt = [rng.randrange(2, VOCABULARY) for _ in range(8 * P + 20)]
+    return SessionAnswer("session", prompt, [5, 6, 7, 8], [], 0, history=8 * P, pages=[0, 3, 4, 7])
+
+
+@torch.no_grad()
+def by_mask(model: torch.nn.Module, answer: SessionAnswer) -> list[dict[int, float]]:
+    """The likely tokens of each step, in one pass over everything, with a mask that hides what is not read."""
+    ids = torch.tensor([answer.prompt + answer.tokens])
+    length, history = ids.shape[1], answer.history
+    seen = torch.ones(length, length, dtype=torch.bool).tril()
+    for page in set(range(history // P)) - set(answer.pages) if history else ():
+        seen[history:, page * P : (page + 1) * P] = False
+    hidden = torch.zeros(1, 1, length, length).masked_fill(~seen, torch.finfo(torch.float32).min)
+    scores = torch.log_softmax(model(ids, attention_mask=hidden).logits[0], -1)[-len(answer.tokens) - 1 : -1]
+    values, tokens = scores.topk(TOP)
+    return [dict(zip(*step)) for step in zip(tokens.tolist(), values.tolist())]
+
+
+@pytest.mark.parametrize("chosen", [True, False], ids=["chosen pages", "read whole"])
+def test_the_exact_end_is_the_model_with_a_mask(reference, answer, chosen):
+    """And the other end is a little away from it: further pages are several times as far."""
+    answer = answer if chosen else replace(answer, history=0, pages=())
+    answer = replace(answer, top=by_mask(reference.model, answer))
+    (found,) = reference.several([answer])
+    assert found.exact < 1e-4 and found.distance < 0.01
+    assert found.quantized == pytest.approx(found.between, abs=1e-4) and 0.02 < found.between < 0.3
+    if chosen:
+        rng = random.Random(1)
+        others = reference.several([another_page(answer, rng) for _ in range(4)])
+        assert min(other.distance for other in others) > soak.BOUND
+
+
+def test_the_quantized_end_reads_whole_pages_from_records(reference):
+    """What is stored of a layer goes through the format, in the rotated basis; the chunk under way does not."""
+    pages = torch.randn(2, 1, 2, P + 9, 128, generator=torch.Generator().manual_seed(0))
+    keys, values = reference._quantized(1, *pages)
+    for x, read in zip(pages, (keys, values)):
+        error = ((read - x)[:, :, :P].norm() / x[:, :, :P].norm()).item()
+        assert 0.02 < error < 0.15  # of 4 bits
+        assert (read - x)[:, :, P:].abs().max() < 0.05  # BF16's
