@@ -197,6 +197,7 @@ class Driver:
         late, self.late = self.late, []
         for request, length in late:
             self.publish(request, length)
+        self.model.submit_backups()
 
     def publish(self, request: Request, length: int) -> None:
         if request in self.prefilling + self.decoding:

@@ -1,0 +1,176 @@
+"""Host memory behind random schedules: whatever happens while copies are under way, every page holds what it must.
+
+The faults at the end show that orders which would corrupt a cache now and then are found.
+"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from sglang_kvq.cache import sink_token_cache
+from sglang_kvq.cache.tiers import TierManager
+from sglang_kvq.constants import PAGE_SIZE as P
+from tests.cache.host_model import Host
+from tests.cache.scheduler_model import PLANES, Model
+from tests.cache.schedules import Driver, converse, random_model
+from tests.pairs import each
+
+POLICIES = {"write-through": False, "write-back": True}
+OVERLAP = {"in-flight": True, "alone": False}
+
+
+def hosted(rng: random.Random, write_back: bool, overlap: bool = True, **more) -> Model:
+    """A pool under pressure, before a host of half to twice its pages."""
+    model = random_model(rng, overlap, **more)
+    return model.add_host(rng.randint(model.pages // 2, 2 * model.pages), rng, write_back=write_back)
+
+
+def run(seed: int, write_back: bool, overlap: bool, events: int = 150, drafts: int = 1, **more) -> Model:
+    rng = random.Random(seed)
+    driver = Driver(hosted(rng, write_back, overlap, **more), rng, drafts=drafts)
+    driver.run(events)
+    driver.finish()
+    assert int(driver.model.tiers.errors) == 0
+    return driver.model
+
+
+@each(seed=range(4), write_back=POLICIES, overlap=OVERLAP)
+def test_random_schedules(seed, write_back, overlap):
+    model = run(700 + seed, write_back, overlap)
+    assert model.host.loads > 5 and model.host.backups > 10
+
+
+@each(drafts=[2, 7], write_back=POLICIES)
+def test_random_schedules_with_drafts(drafts, write_back):
+    run(800 + drafts, write_back, True, 60, drafts)
+
+
+def test_copies_folds_and_aborts_meet_loads():
+    """In the schedules above, and a few more, every kind of event finds copies under way."""
+    copied = folded = aborted = 0
+    for seed in range(2):
+        model = run(720 + seed, seed % 2 == 1, True)
+        copied, folded, aborted = copied + model.copied, folded + model.folded, aborted + model.host.aborted
+    assert copied and folded and aborted
+
+
+@each(write_back=POLICIES, overlap=OVERLAP)
+def test_random_conversations_keep_first_tokens(write_back, overlap, monkeypatch):
+    """A first page that comes from the host has its first token from the record; others keep theirs."""
+    monkeypatch.setattr(sink_token_cache, "PAGES_PER_ENTRY", 8)
+    rng = random.Random(900 + write_back)
+    model = Model(40, 2 * 3 + 1, 2, 1, 1, overlap=overlap, format=PLANES).add_host(60, rng, write_back=write_back)
+    converse(model, rng, 40)
+    assert model.host.loads and model.restored
+
+
+@pytest.mark.parametrize("write_back", POLICIES.values(), ids=POLICIES)
+def test_a_prefix_that_was_evicted_comes_back_from_the_host(write_back):
+    rng = random.Random(0)
+    model = Model(20, 9, 2, 1, 2, overlap=True).add_host(20, rng, write_back=write_back)
+    tokens = [i % 97 for i in range(6 * P + 5)]
+    request = model.start(tokens)
+    assert model.extend([(request, len(tokens))])
+    model.land()
+    model.leave(request, publish=True)
+    model.submit_backups()
+    model.host.settle()
+    model.evict(20)
+    assert not model.tree and len(model.host.held) == 6
+    rng.random = lambda: 0.5  # load
+    again = model.start(tokens)
+    assert again.stored == 6 * P
+    assert model.extend([(again, 5)])  # reads all of it, and compares
+    model.land()
+    again.tokens.append(3)
+    assert model.decode([again])
+    model.land()
+    model.leave(again, publish=False)
+    model.check_empty()
+    assert model.host.loads == 6
+
+
+class NothingFirst(TierManager):
+    """Events still wait when pages are copied."""
+
+    def _apply_for_copy(self, what: str, pages: torch.Tensor) -> None:
+        pass
+
+
+class Late(TierManager):
+    """Work that the next plan does, after its own."""
+
+    def _set_up(self) -> None:
+        self.later = []
+
+    def _plan(self, *batch) -> None:
+        super()._plan(*batch)
+        later, self.later = self.later, []
+        for work, pages in later:
+            work(self, pages)
+
+
+class LateMarks(Late):
+    """Loaded pages count as quantized only after the next plan."""
+
+    def before_load(self, pages: torch.Tensor) -> None:
+        self._apply_for_copy("before_load", pages)
+        self.later.append((lambda self, pages: self.page_valid.index_fill_(0, pages, True), pages))
+
+
+class LateRecords(Late):
+    """Pages are quantized after the copy."""
+
+    def before_backup(self, pages: torch.Tensor) -> None:
+        self._apply_for_copy("before_backup", pages)
+        self.later.append((TierManager._record_sources, pages))
+
+
+class NoMarks(TierManager):
+    """Pages are quantized for the host and do not count as quantized, so that plans do it again."""
+
+    def before_load(self, pages: torch.Tensor) -> None:
+        self._apply_for_copy("before_load", pages)
+
+
+class Forgotten(TierManager):
+    """What was applied for a copy makes no plan."""
+
+    def _apply_for_copy(self, what: str, pages: torch.Tensor) -> None:
+        self.apply_pending()
+
+
+def found(write_back: bool, manager: type[TierManager] = TierManager) -> bool:
+    """Whether one of some schedules fails."""
+    for seed in range(12):
+        try:
+            run(1000 + seed, write_back, seed % 2 == 0, 120, manager=manager)
+        except (AssertionError, RuntimeError):
+            return True
+    return False
+
+
+@pytest.mark.parametrize("manager", [NothingFirst, LateMarks, LateRecords, NoMarks])
+@pytest.mark.parametrize("write_back", POLICIES.values(), ids=POLICIES)
+def test_tiers_that_do_their_work_late_are_found(manager, write_back):
+    assert found(write_back, manager)
+
+
+def never(*_) -> None:
+    """Nothing."""
+
+
+FAULTS = {
+    "layers-do-not-wait": ("wait", never),
+    "plans-do-not-wait": ("before_plan", never),
+    "pages-are-freed-while-they-are-copied": ("locked", lambda self: set()),
+}
+
+
+@pytest.mark.parametrize("name, instead", FAULTS.values(), ids=FAULTS)
+def test_schedulers_that_do_not_wait_are_found(name, instead, monkeypatch):
+    monkeypatch.setattr(Host, name, instead)
+    assert found(False) or found(True)
