@@ -155,7 +155,6 @@ def never(*_) -> None:
 FAULTS = {
     "layers-do-not-wait": ("wait", never),
     "plans-do-not-wait": ("before_plan", never),
-    "pages-are-freed-while-they-are-copied": ("locked", lambda self: {*self.to_write, *self.to_load}),
 }
 
 
