@@ -19,7 +19,8 @@ same command again, which keeps the rows that the file has. Row ``bench WORKLOAD
 
 output_tokens_per_s, input_tokens_per_s   of all requests, from the first one's begin to the last one's end
 ttft_pN_ms, tpot_pN_ms     percentiles of the time to the first token, and of the time per later token
-running, queued            the most at once, by the server's metrics
+decoding                   requests at once, at most, that had their first token and not their last one
+running, queued            the same by the server's metrics, which it updates now and then only
 lost_window_pages          the most window pages at once that running requests read in few bits, not in BF16
 goodput_per_s              requests a second whose whole answer met both limits
 completed, cut, waited, unsent   requests with a whole answer; cut by the time; of these without a token; never sent

@@ -38,6 +38,17 @@ def check(workload: Workload, measured: Sequence[Measured]) -> list[Request]:
     return requests
 
 
+def most_at_once(requests: Sequence[Request]) -> int:
+    """Returns how many requests had their first token and not their last one at the same time, at most."""
+    changes = [(one.begin + one.ttft, 1) for one in requests if one.ttft]
+    changes += [(one.begin + one.latency, -1) for one in requests if one.ttft]
+    most = now = 0
+    for _, change in sorted(changes):
+        now += change
+        most = max(most, now)
+    return most
+
+
 def measurements(workload: Workload, measured: Sequence[Measured]) -> dict[str, Any]:
     """Returns the figures of a row.
 
@@ -64,6 +75,7 @@ def measurements(workload: Workload, measured: Sequence[Measured]) -> dict[str, 
         "cut": len(requests) - len(done),
         "waited": len(requests) - len(answered),
         "unsent": sum(load.unsent for load in measured),
+        "decoding": most_at_once(requests),
         "output_tokens": sum(one.tokens for one in requests),
         "output_tokens_per_s": round(sum(one.tokens for one in requests) / seconds, 2),
         "input_tokens_per_s": round(sum(one.prompt for one in answered) / seconds, 2),

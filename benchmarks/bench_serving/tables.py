@@ -44,7 +44,7 @@ def _tokens(row: Row, plain: Row | None) -> str:
 
 def _running(row: Row, plain: Row | None) -> str:
     lost = row.get("lost_window_pages")
-    return f"{row['running']:.0f}" + (f" ({lost:.0f} pages)" if lost else "")
+    return f"{row['decoding']}" + (f" ({lost:.0f} pages)" if lost else "")
 
 
 #: Tables: a title, and the text of a cell from its row and BF16's.
@@ -58,7 +58,7 @@ TABLES: tuple[tuple[str, Callable[[Row, Row | None], str]], ...] = (
         "Time per later token in ms: median, 99th percentile",
         lambda row, plain: "" if row["tpot_p50_ms"] is None else f"{row['tpot_p50_ms']:.1f}, {row['tpot_p99_ms']:.1f}",
     ),
-    ("Most requests at once, and most window pages that these had lost", _running),
+    ("Requests decoded at once, at most; window pages that they had lost, at most", _running),
     ("Goodput: requests a second within the limits", lambda row, plain: f"{row['goodput_per_s']:.2f}"),
 )
 
@@ -93,7 +93,7 @@ def _model(row: Row) -> str:
 
 HEAD = (
     f"{'workload':10} {'method':24} {'s':>6} {'out tok/s':>10} {'TTFT p50':>9} {'p99 ms':>10} {'TPOT p50':>9} "
-    f"{'running':>8} {'lost':>6} {'goodput':>8} {'done':>6} {'cut':>5}"
+    f"{'at once':>8} {'lost':>6} {'goodput':>8} {'done':>6} {'cut':>5}"
 )
 
 
@@ -103,6 +103,6 @@ def line(row: Row) -> str:
     lost = row.get("lost_window_pages")
     return (
         f"{row['workload']:10} {row['method'][:24]:24} {row['seconds']:6.1f} {row['output_tokens_per_s']:10.1f} "
-        f"{least(row, 'ttft_p50_ms'):>9} {least(row, 'ttft_p99_ms'):>10} {tpot:9.1f} {row['running']:8.0f} "
+        f"{least(row, 'ttft_p50_ms'):>9} {least(row, 'ttft_p99_ms'):>10} {tpot:9.1f} {row['decoding']:8} "
         f"{'-' if lost is None else f'{lost:.0f}':>6} {row['goodput_per_s']:8.2f} {row['completed']:6} {row['cut']:5}"
     )

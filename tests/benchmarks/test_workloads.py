@@ -129,6 +129,7 @@ def test_figures_of_whole_requests() -> None:
     found = [request(100, 1.0, 2.1, 12), request(101, 1.0, 3.2, 12), request(102, 2.0, 3.1, 12)]
     row = measurements(WORKLOAD, [Measured(found[:2], 0, {}), Measured(found[2:], 0, {})])
     assert row["seconds"] == pytest.approx(5.1) and row["whole"] is True
+    assert row["decoding"] == 2, "the second and third, from 104 on; the first had ended"
     assert row["output_tokens_per_s"] == pytest.approx(36 / 5.1, abs=0.01)
     assert (row["ttft_p50_ms"], row["tpot_p50_ms"]) == (1000.0, 100.0)
     assert row["goodput_per_s"] == pytest.approx(1 / 5.1, abs=1e-4) and row["good_share"] == pytest.approx(
@@ -142,7 +143,7 @@ def test_requests_that_the_time_cuts_count_with_what_they_have() -> None:
     assert (row["completed"], row["cut"], row["waited"], row["unsent"], row["whole"]) == (1, 2, 1, 3, False)
     assert row["output_tokens"] == 19 and row["seconds"] == 10
     assert row["ttft_p99_ms"] > 5800, "it waits for 6 s at least"
-    assert "≥ " in line({"workload": "x", "method": "none", "running": 2, **row})
+    assert "≥ " in line({"workload": "x", "method": "none", **row})
 
 
 @pytest.mark.parametrize(
@@ -230,7 +231,7 @@ def rows() -> list[dict]:
                 "method": method,
                 **measurements(WORKLOAD, [Measured(given, 0, {})]),
                 "output_tokens_per_s": rate,
-                "running": 2.0,
+                "decoding": 2,
                 **({"lost_window_pages": 5.0} if method == "oscar" else {}),
             }
         )
