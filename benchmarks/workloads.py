@@ -184,6 +184,11 @@ def main() -> None:
 FAILED: list[str] = []
 
 
+def failed(text: str) -> None:
+    FAILED.append(text)
+    print(f"FAILED: {text}", flush=True)
+
+
 def serve(
     spec: MethodSpec,
     wanted: Sequence[Workload],
@@ -219,7 +224,7 @@ def serve(
                 try:
                     row = measure(running, spec, workload, setup, tokenizer, folder)
                 except (KVQuantError, ServerError) as error:
-                    FAILED.append(f"{workload.name} of {label}: {error}")
+                    failed(f"{workload.name} of {label}: {error}")
                     running.check_alive()
                 else:
                     # After every figure, so that a run cut short keeps what it has.
@@ -227,7 +232,7 @@ def serve(
                     print(line(row), flush=True)
                 left.remove(f"{workload.name} of {label}")
     except (KVQuantError, ServerError, OSError) as error:
-        FAILED.append(f"{label}: {error}")
+        failed(f"{label}: {error}")
     return left
 
 

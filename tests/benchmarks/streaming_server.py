@@ -35,13 +35,22 @@ class Handler(BaseHTTPRequestHandler):
         elif self.path == "/v1/models":
             self.reply({"data": [{"id": "words"}]})
         else:
-            self.reply({"internal_states": [{}]})
+            state = {"effective_max_running_requests_per_dp": 8}
+            self.reply({"internal_states": [state], "max_total_num_tokens": 1000, "kv_cache_dtype": "auto"})
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])) or b"{}")
         if self.path == "/abort_request":
             aborted.set()
             self.reply({})
+            return
+        if self.path == "/flush_cache":
+            aborted.clear()
+            self.reply({})
+            return
+        if self.path == "/generate" and not body.get("stream"):
+            tokens = body["sampling_params"]["max_new_tokens"]
+            self.reply([{"meta_info": {"completion_tokens": tokens}} for _ in body["input_ids"]])
             return
         self.send_response(200)
         self.end_headers()

@@ -21,9 +21,10 @@ from benchmarks.bench_serving.stock import Measured, Request
 from benchmarks.bench_serving.tables import bench_rows, line, markdown
 from benchmarks.bench_serving.words import write_tokenizer
 from benchmarks.bench_serving.workloads import TINY, WORKLOADS, Load, Workload, chosen
+from launch.server import Server
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.evaluation.specs import parse as parse_method
-from sglang_kvq.server_process import free_port
+from sglang_kvq.server_process import ServerProcess, free_port
 
 RESULTS = record.ROOT / "benchmarks" / "results"
 LOAD = Load(2, 6, 40, 12)
@@ -214,6 +215,53 @@ def test_benchmark_of_several_loads(streaming: str, tmp_path: Path) -> None:
 
     with pytest.raises(KVQuantError, match="ended with status"):
         stock.run([["--backend", "unknown"]], streaming, tokenizer, 1.0, tmp_path)
+
+
+class Streaming(Server):
+    """The stand-in, as the script starts servers."""
+
+    def __init__(self, log: Path, pace: float) -> None:
+        port = free_port()
+        script = Path(__file__).with_name("streaming_server.py")
+        ServerProcess.__init__(self, [sys.executable, str(script), str(port), str(pace)], log, port, {})
+
+
+def run_script(words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["workloads", *words.split()])
+    monkeypatch.setattr(workloads, "FAILED", [])
+    workloads.main()
+
+
+def test_the_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """It measures, goes on where it was stopped, and keeps nothing of a server whose cache is another."""
+    out, started = tmp_path / "serving_x.json", []
+
+    def server(spec, setup, tokenizer, context, folder):
+        started.append(spec.label)
+        return Streaming(folder / "log", 0.01)
+
+    monkeypatch.setattr(workloads.servers, "server", server)
+    asked = f"--cpu --tiny --layers 2 --out {out} --methods none"
+    run_script(f"{asked} --workloads 200 --minutes 1.9", monkeypatch)
+    assert [row["scenario"] for row in record.read_rows(out)] == ["bench 200, none"]
+    run_script(f"{asked} --workloads 200,1k,mix --minutes 0.1", monkeypatch)
+    shown = capsys.readouterr().out
+    assert (
+        started == ["none"]
+        and "bench 200, none: kept" in shown
+        and "left, for the same command again: 1k of none" in shown
+    )
+    run_script(f"{asked} --workloads 200,mix --minutes 9", monkeypatch)
+    found = {row["workload"]: row for row in record.read_rows(out)}
+    assert list(found) == ["200", "mix"] and started == ["none", "none"]
+    assert found["200"]["output_tokens"] == 72 and found["mix"]["output_tokens"] == 72 + 27 + 54
+    assert found["mix"]["cache_tokens"] == 1000 and found["mix"]["allocated_bits"] == 16
+    assert (tmp_path / "serving_x_workloads.png").exists()
+    run_script(f"--table --out {out}", monkeypatch)
+    assert "| 40 + 12 tokens, 4 clients |" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="FAILED: int4: --methods int4: the server's cache is none"):
+        run_script(f"--cpu --tiny --layers 2 --out {out} --methods int4 --workloads 200", monkeypatch)
+    assert len(record.read_rows(out)) == 2
 
 
 # -- result files -----------------------------------------------------------------------------------------
