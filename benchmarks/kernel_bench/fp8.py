@@ -15,8 +15,9 @@ import torch
 
 PAGE = 64
 FP8 = torch.float8_e4m3fn
-#: The largest relative error: queries and probabilities may be FP8 too.
-BOUND = 0.15
+#: The largest relative error. These kernels round queries and probabilities to FP8 too, which costs random inputs about a
+#: tenth at 100 tokens and more at many; the attention of other tokens would be wrong by about 1.4.
+BOUND = 0.7
 #: Splits of a request's tokens that are tried with SGLang's Triton kernel; the fastest counts.
 SPLITS = (4, 8, 16, 32)
 Timing = Callable[[Callable[[], object]], float]
@@ -154,13 +155,13 @@ def _triton(scene: Scene) -> list[Callable[[], torch.Tensor]]:
 KERNELS: dict[str, Callable[[Scene], list[Callable[[], torch.Tensor]]]] = {"fa3": _fa3, "xqa": _xqa, "triton": _triton}
 
 
-def measure(scene: Scene, name: str, timer: Timing) -> float:
-    """Returns the microseconds of a kernel's fastest way, after a check of each.
+def measure(scene: Scene, name: str, timer: Timing) -> tuple[float, float]:
+    """Returns the microseconds of a kernel's fastest way, after a check of each, and the largest relative error.
 
     Raises:
         Unavailable: it is not there, does not run, or is wrong.
     """
-    times = []
+    times, errors = [], []
     try:
         for run in KERNELS[name](scene):
             got = run()
@@ -169,25 +170,27 @@ def measure(scene: Scene, name: str, timer: Timing) -> float:
                 error = ((got[row].float() - want).norm() / want.norm()).item()
                 if not error <= BOUND:
                     raise Unavailable(f"its result is wrong by {error:.2f}")
+                errors.append(error)
             times.append(timer(run))
     except Unavailable:
         raise
     except Exception as error:  # other people's kernels: whatever they raise, ours are measured
         raise Unavailable(f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}") from error
-    return min(times)
+    return min(times), max(errors)
 
 
 def columns(
     timer: Timing, q: torch.Tensor, lengths: Sequence[int], kv_heads: int, names: Sequence[str]
 ) -> dict[str, float | str | None]:
-    """Returns ``fp8_NAME_us`` of each kernel, None where it is unavailable, and ``fp8_skipped``, the reasons."""
+    """Returns ``fp8_NAME_us`` and ``fp8_NAME_error`` of each kernel; ``fp8_skipped`` has the reasons of those without."""
     found: dict[str, float | str | None] = {}
     skipped = []
     scene = Scene.make(q, lengths, kv_heads) if names else None
     for name in names:
         assert scene is not None
         try:
-            found[f"fp8_{name}_us"] = round(measure(scene, name, timer), 2)
+            us, error = measure(scene, name, timer)
+            found |= {f"fp8_{name}_us": round(us, 2), f"fp8_{name}_error": round(error, 3)}
         except Unavailable as reason:
             found[f"fp8_{name}_us"] = None
             skipped.append(f"{name}: {reason}")

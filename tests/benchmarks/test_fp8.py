@@ -45,13 +45,14 @@ def test_columns(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
         "fa3": missing,
         "xqa": broken,
         "triton": lambda scene: [lambda: dense(scene)] * 2,
-        "wrong": lambda scene: [lambda: dense(scene) + 1],
+        "wrong": lambda scene: [lambda: dense(scene).roll(1, 0)],
     }
     monkeypatch.setattr(fp8, "KERNELS", kernels)
     times = iter((7.125, 5.0))
     monkeypatch.setattr(Scene, "make", lambda *_: scene)
     row = columns(lambda run: next(times), scene.q, LENGTHS, 2, list(kernels))
     assert (row["fp8_fa3_us"], row["fp8_xqa_us"], row["fp8_triton_us"], row["fp8_wrong_us"]) == (None, None, 5.0, None)
+    assert row["fp8_triton_error"] < 1e-3
     reasons = row["fp8_skipped"].split("; ")
     assert reasons[0] == "fa3: No module named 'no_such_module'" and "xqa: RuntimeError: needs sm_100" in reasons
     assert reasons[-1].startswith("wrong: its result is wrong by")
