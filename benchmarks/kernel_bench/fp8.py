@@ -15,8 +15,8 @@ import torch
 
 PAGE = 64
 FP8 = torch.float8_e4m3fn
-#: The largest relative error. These kernels round queries and probabilities to FP8 too, which costs random inputs about a
-#: tenth at 100 tokens and more at many; the attention of other tokens would be wrong by about 1.4.
+#: The largest relative error. These kernels round queries and probabilities to FP8 too, which costs random inputs about
+#: a tenth at 100 tokens and more at many. The attention of other tokens would be wrong by about 1.4.
 BOUND = 0.7
 #: Splits of a request's tokens that are tried with SGLang's Triton kernel; the fastest counts.
 SPLITS = (4, 8, 16, 32)
@@ -182,7 +182,7 @@ def measure(scene: Scene, name: str, timer: Timing) -> tuple[float, float]:
 def columns(
     timer: Timing, q: torch.Tensor, lengths: Sequence[int], kv_heads: int, names: Sequence[str]
 ) -> dict[str, float | str | None]:
-    """Returns ``fp8_NAME_us`` and ``fp8_NAME_error`` of each kernel; ``fp8_skipped`` has the reasons of those without."""
+    """Returns ``fp8_NAME_us`` and ``fp8_NAME_error`` of each kernel; ``fp8_skipped`` says why some have none."""
     found: dict[str, float | str | None] = {}
     skipped = []
     scene = Scene.make(q, lengths, kv_heads) if names else None
