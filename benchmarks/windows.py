@@ -276,13 +276,13 @@ def main() -> None:
         if "kl" in tasks and row.setdefault("kl_settings", settings) != settings:
             parser.error(f"--out {args.out}: its row {case.name!r} has other settings. Give another file.")
 
-    def save(names: Iterable[str]) -> None:
+    def save(names: Sequence[str]) -> None:
         for name in names:
             for field in record.SOURCE:
                 rows[name].pop(field, None)  # a row measured again has a new source
         record.merge(args.out, NAME, [rows[name] for name in names], key="case", model=Path(args.model).name)
 
-    save(case.name for case in cases)
+    save([case.name for case in cases])
     whole = True
     if "kl" in tasks:
         text = read_text(args.text)

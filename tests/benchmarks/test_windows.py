@@ -75,6 +75,24 @@ def test_divergence_falls_with_the_window_and_a_stopped_run_goes_on(model, tmp_p
     assert not run({case.name: {} for case in cases}, deadline=0.0) and saved == []
 
 
+def test_the_command_writes_bytes_first_and_goes_on(model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out, text = tmp_path / "x.json", tmp_path / "text.txt"
+    text.write_text("held out")
+    monkeypatch.setattr(windows, "load_model", lambda path: (model, None))
+    monkeypatch.setattr(windows, "tokenize", lambda *_: torch.arange(1200) % 128)
+    words = f"windows m --text {text} --methods int4 --sinks 0 --recents 64,128 --length 300 --measured 32 --contexts 2"
+    monkeypatch.setattr(sys, "argv", [*words.split(), "--out", str(out), "--minutes", "0"])
+    windows.main()
+    assert [("bytes_4k" in row, "kl" in row) for row in record.read_rows(out)] == [(True, False)] * 2
+    monkeypatch.setattr(sys, "argv", [*words.split(), "--out", str(out)])
+    windows.main()
+    found = record.read_rows(out)
+    assert [(row["case"], len(row["kl_contexts"])) for row in found] == [("int4, 0 + 64", 2), ("int4, 0 + 128", 2)]
+    monkeypatch.setattr(sys, "argv", [*words.split(), "--out", str(out), "--skip", "0.5"])
+    with pytest.raises(SystemExit):
+        windows.main()
+
+
 def test_scores_of_kvq_eval() -> None:
     case = Case("oscar", 0, 64)
     rows = {case.name: {"case": case.name}}
