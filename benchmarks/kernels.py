@@ -20,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 
 from benchmarks import baseline, record
+from benchmarks.kernel_bench import fp8
 from benchmarks.kernel_bench.decode import decode_rows, quantize_rows, step_rows, sweep
 from benchmarks.kernel_bench.extend import extend_rows, short_rows, sweep_extend
 from benchmarks.kernel_bench.folds import fold_rows
@@ -31,7 +32,7 @@ from benchmarks.kernel_bench.planes import (
     extend_planes_rows,
     quantize_planes_rows,
 )
-from benchmarks.kernel_bench.rows import show
+from benchmarks.kernel_bench.rows import HEAD, show
 from benchmarks.kernel_bench.scores import score_rows, sweep_scores
 from benchmarks.kernel_bench.shapes import KV_HEADS, Q_HEADS, D
 from benchmarks.kernel_bench.timer import Timer, copy_bandwidth
@@ -59,6 +60,14 @@ def main() -> None:
     parser.add_argument(
         "--heads", action="store_true", help="only decoding with 5 to 16 heads to a KV head, or heads of 64"
     )
+    parser.add_argument(
+        "--fp8",
+        nargs="?",
+        const=",".join(fp8.KERNELS),
+        default="",
+        help=f"in rows of decoding, also other kernels over FP8: {', '.join(fp8.KERNELS)}, or some of these. "
+        "One that is unavailable is left out, with the reason",
+    )
     parser.add_argument("--folds", action="store_true", help="only moving tokens into other pages")
     parser.add_argument("--short", action="store_true", help="with --extend, only short ones")
     parser.add_argument(
@@ -75,6 +84,9 @@ def main() -> None:
     chosen_planes = args.planes.split(",") if args.planes else PLANES
     if unknown := set(chosen_planes) - set(PLANES):
         parser.error(f"--planes {', '.join(unknown)}: not one of {', '.join(PLANES)}")
+    others = args.fp8.split(",") if args.fp8 else []
+    if unknown := set(others) - set(fp8.KERNELS):
+        parser.error(f"--fp8 {', '.join(unknown)}: not one of {', '.join(fp8.KERNELS)}")
     torch.manual_seed(0)
     timer = Timer(args.repeats)
     bandwidth = copy_bandwidth(timer)
@@ -111,13 +123,12 @@ def main() -> None:
         "decode": decode_planes_rows(timer, bandwidth, *some, compare=not args.alone),
     }
     planes = [of_planes[name] for name in chosen_planes]
-    folds, heads = [fold_rows(timer, bandwidth)], [heads_rows(timer, bandwidth)]
-    parts = [decode_rows(timer, bandwidth), quantize_rows(timer, bandwidth), step_rows(timer), *planes]
+    folds, heads = [fold_rows(timer, bandwidth)], [heads_rows(timer, bandwidth, others)]
+    parts = [decode_rows(timer, bandwidth, others), quantize_rows(timer, bandwidth), step_rows(timer), *planes]
     scores = [score_rows(timer)]
-    print(
-        f"{'kernel':19} {'shape':>12} {'ours us':>9} {'BF16 us':>9} {'ratio':>7} {'to FP8*':>7} {'bandw.':>6}   error"
-    )
+    print(HEAD)
     print("* of short extends: to the prefix dequantized first")
+    print("** the fastest kernel over FP8, and an ideal one at the bandwidth")
     chosen = [*parts, *heads, *folds, *extends, *scores]
     alone = ((args.scores, scores), (args.folds, folds), (args.heads, heads), (args.planes, planes))
     for given, some in (*alone, (args.extend, extends)):

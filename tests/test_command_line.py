@@ -175,6 +175,10 @@ COMMANDS = {
             ),
             "--gsm8k-problems": (wrong(WORD, NEGATIVE, more=GSM8K),),
             "--gsm8k-max-tokens": (wrong(*NOT_POSITIVE, more=GSM8K),),
+            "--math": (wrong(NOWHERE, EMPTY, BINARY, TEXT, more="--tasks math"),),
+            "--math-problems": (wrong(WORD, NEGATIVE, HUGE, more="--tasks math"),),
+            "--math-seed": (wrong(WORD),),
+            "--math-max-tokens": (wrong(*NOT_POSITIVE, more="--tasks math"),),
         },
     ),
 }

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 
 from benchmarks import baseline
+from benchmarks.kernel_bench import fp8
 from benchmarks.kernel_bench.rows import row_of
 from benchmarks.kernel_bench.shapes import FORMAT, KV_HEADS, Q_HEADS, D, DecodeShape, checked, make_pool
 from benchmarks.kernel_bench.timer import Timer
@@ -33,8 +34,11 @@ LAUNCHES = [
 ]
 
 
-def decode_rows(timer: Timer, bandwidth: float) -> Iterator[dict]:
-    """A row per shape of ``DECODE``, and one of a batch whose lengths differ by two orders of magnitude."""
+def decode_rows(timer: Timer, bandwidth: float, others: Sequence[str] = ()) -> Iterator[dict]:
+    """A row per shape of ``DECODE``, and one of a batch whose lengths differ by two orders of magnitude.
+
+    others: kernels of ``fp8.KERNELS``, measured too.
+    """
     ragged = [int(1024 * 128 ** (i / 63)) for i in range(64)]
     after_writes = Timer(timer.repeats, writes=True)
     for name, lengths in [*(("decode", [context] * batch) for batch, context in DECODE), ("decode (ragged)", ragged)]:
@@ -43,9 +47,14 @@ def decode_rows(timer: Timer, bandwidth: float) -> Iterator[dict]:
         dirty, _ = shape.measure(after_writes)
         q, size = shape.q, shape.size
         del shape
-        theirs, fp8 = (baseline.decode_us(timer, q, lengths, KV_HEADS, dtype) for dtype in baseline.DTYPES)
+        theirs, over_fp8 = (baseline.decode_us(timer, q, lengths, KV_HEADS, dtype) for dtype in baseline.DTYPES)
         theirs_dirty = baseline.decode_us(after_writes, q, lengths, KV_HEADS, torch.bfloat16)
-        more = {"flashinfer_fp8_us": fp8 and round(fp8, 2), "ratio_fp8": fp8 and round(fp8 / ours, 3)}
+        more = {
+            "flashinfer_fp8_us": over_fp8 and round(over_fp8, 2),
+            "ratio_fp8": over_fp8 and round(over_fp8 / ours, 3),
+        }
+        more |= fp8.columns(timer, q, lengths, KV_HEADS, others)
+        more |= fp8.compared({**more, "ours_us": ours}, fp8.bound_us(lengths, KV_HEADS, D, bandwidth))
         more |= {
             "after_writes_us": round(dirty, 2),
             "flashinfer_bf16_after_writes_us": theirs_dirty and round(theirs_dirty, 2),

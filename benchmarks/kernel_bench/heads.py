@@ -10,13 +10,14 @@ from __future__ import annotations
 import multiprocessing
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass, replace
 
 import torch
 
 from benchmarks import baseline
+from benchmarks.kernel_bench import fp8
 from benchmarks.kernel_bench.rows import row_of
 from benchmarks.kernel_bench.shapes import DecodeShape
 from benchmarks.kernel_bench.timer import Timer
@@ -102,8 +103,11 @@ NARROW = [
 SECONDS, BESIDE = 130.0, 20.0
 
 
-def heads_rows(timer: Timer, bandwidth: float) -> Iterator[dict]:
-    """Every geometry at each shape as it is launched, beside FlashInfer over BF16."""
+def heads_rows(timer: Timer, bandwidth: float, others: Sequence[str] = ()) -> Iterator[dict]:
+    """Every geometry at each shape as it is launched, beside FlashInfer over BF16 and FP8.
+
+    others: kernels of ``fp8.KERNELS``, measured too.
+    """
     for geometry in GEOMETRIES:
         for batch, context in SHAPES:
             lengths = [context] * batch
@@ -111,10 +115,15 @@ def heads_rows(timer: Timer, bandwidth: float) -> Iterator[dict]:
             us, error = shape.measure(timer)
             q, share = shape.q, shape.size / us / bandwidth
             del shape
-            theirs = baseline.decode_us(timer, q, lengths, geometry.kv_heads, torch.bfloat16)
+            theirs, over_fp8 = (baseline.decode_us(timer, q, lengths, geometry.kv_heads, x) for x in baseline.DTYPES)
+            more = {"flashinfer_fp8_us": over_fp8 and round(over_fp8, 2)}
+            more |= {"ratio_fp8": over_fp8 and round(over_fp8 / us, 3)}
+            more |= fp8.columns(timer, q, lengths, geometry.kv_heads, others)
+            bound = fp8.bound_us(lengths, geometry.kv_heads, geometry.head_dim, bandwidth)
+            more |= fp8.compared({**more, "ours_us": us}, bound)
             name = f"decode ({geometry.q_heads} over {geometry.kv_heads} heads of {geometry.head_dim})"
             heads = {"q_heads": geometry.q_heads, "kv_heads": geometry.kv_heads, "head_dim": geometry.head_dim}
-            yield row_of(name, batch, context, us, theirs, error, share, **heads, floor=geometry.floor)
+            yield row_of(name, batch, context, us, theirs, error, share, **heads, floor=geometry.floor, **more)
 
 
 def describe(launch: DecodeLaunch) -> str:

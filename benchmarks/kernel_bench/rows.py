@@ -34,12 +34,23 @@ def row_of(
     }
 
 
+HEAD = (
+    f"{'kernel':19} {'shape':>12} {'ours us':>9} {'BF16 us':>9} {'ratio':>7} {'to FP8*':>7} {'bandw.':>6} {'error':>9}"
+    f" {'FP8 best**':>18} {'bound us, ratio':>17}"
+)
+
+
 def show(row: dict) -> None:
     beside = f"{row['flashinfer_bf16_us']:9.1f} {row['ratio']:6.2f}x" if row["ratio"] else f"{'-':>9} {'-':>7}"
     other = row.get("ratio_fp8") or row.get("ratio_dequantized_first")
     beside += f" {other:6.2f}x" if other else f" {'-':>7}"
     fraction = f"{row['bandwidth_fraction']:6.1%}" if row["bandwidth_fraction"] else f"{'-':>6}"
     shape = f"{row['batch']} x {row['context']}"
-    print(
-        f"{row['kernel']:19} {shape:>12} {row['ours_us']:9.1f} {beside} {fraction}   {row['rel_error']:.1e}", flush=True
-    )
+    more = ""
+    if row.get("fp8_bound_us"):
+        best = f"{row['fp8_best']} {row['fp8_best_us']:.1f}" if row["fp8_best"] else "-"
+        more = f" {best:>18} {row['fp8_bound_us']:9.1f} {row['ratio_fp8_bound']:6.2f}x"
+    error = f"{row['rel_error']:9.1e}"
+    print(f"{row['kernel']:19} {shape:>12} {row['ours_us']:9.1f} {beside} {fraction} {error}{more}", flush=True)
+    if row.get("fp8_skipped"):
+        print(f"  left out: {row['fp8_skipped']}", flush=True)

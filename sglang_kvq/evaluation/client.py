@@ -28,11 +28,12 @@ class RequestRefused(KVQuantError):
 
 @dataclass(frozen=True)
 class Answer:
-    """Generated text; ``complete`` is False if the token limit cut it off."""
+    """Generated text; ``complete`` is False if the token limit cut it off, after ``tokens`` of them."""
 
     text: str
     complete: bool
     prompt_tokens: int
+    tokens: int
 
 
 @dataclass(frozen=True)
@@ -214,4 +215,5 @@ class Client:
 
 
 def _answer(body: dict[str, Any], text: str | None) -> Answer:
-    return Answer(text or "", body["choices"][0]["finish_reason"] != "length", body["usage"]["prompt_tokens"])
+    usage, complete = body["usage"], body["choices"][0]["finish_reason"] != "length"
+    return Answer(text or "", complete, usage["prompt_tokens"], usage["completion_tokens"])

@@ -66,7 +66,7 @@ def _group(panel: str) -> Any:
 
 _what, _run = _group("What to do: one of --server, --model, --map, --report"), _group("How to run")
 _kl, _needle, _retrieval = _group("kl"), _group("needle"), _group(", ".join(KINDS))
-_problems = _group("humaneval and gsm8k")
+_problems = _group("humaneval, gsm8k and math")
 
 
 def evaluate(
@@ -152,8 +152,14 @@ def evaluate(
     gsm8k_shots: Annotated[int, _problems(help="Worked examples; 0 for none.")] = 8,
     gsm8k_problems: Annotated[int, _problems(help="Number of first problems to use; 0 is all.")] = 200,
     gsm8k_max_tokens: Annotated[int, _problems(help="Tokens of an answer.")] = 400,
+    math: Annotated[
+        Path | None, _problems(metavar="FILE", help="test.jsonl of MATH-500; default: generated problems.")
+    ] = None,
+    math_problems: Annotated[int, _problems(help="Number of first problems to use; 0 is all.")] = 120,
+    math_seed: Annotated[int, _problems(help="Seed of generated problems.")] = 0,
+    math_max_tokens: Annotated[int, _problems(help="Tokens of an answer.")] = 1024,
 ) -> None:
-    """Compare methods on one model through servers: divergence from BF16, retrieval, HumanEval, GSM8K."""
+    """Compare methods on one model through servers: divergence from BF16, retrieval, HumanEval, GSM8K, MATH."""
     options = SimpleNamespace(**{**locals(), "style": style.value, "text": text or []})
     from sglang_kvq.evaluation.comparison import run
 

@@ -39,6 +39,7 @@ from sglang_kvq.evaluation.tasks.base import Bench, ReferenceTask, Task
 from sglang_kvq.evaluation.tasks.gsm8k import GSM8KTask
 from sglang_kvq.evaluation.tasks.humaneval import HumanEvalTask
 from sglang_kvq.evaluation.tasks.kl import KLTask
+from sglang_kvq.evaluation.tasks.mathematics import MathTask
 from sglang_kvq.evaluation.tasks.needle import NeedleTask
 from sglang_kvq.evaluation.tasks.retrieval import RetrievalTask
 
@@ -53,6 +54,8 @@ LEAST = {
     "gsm8k-shots": 0,
     "gsm8k-problems": 0,
     "gsm8k-max-tokens": 1,
+    "math-problems": 0,
+    "math-max-tokens": 1,
 }
 
 
@@ -129,6 +132,8 @@ def _task(name: str, given: SimpleNamespace) -> Task:
             given.humaneval_max_tokens,
             allow_unsandboxed=given.allow_unsandboxed,
         )
+    if name == "math":
+        return MathTask(given.math, given.math_problems, given.math_seed, given.style, given.math_max_tokens)
     return GSM8KTask(
         _file(given.gsm8k, "the gsm8k task needs its problems: --gsm8k test.jsonl."),
         given.gsm8k_train,

@@ -113,12 +113,12 @@ class FakeServer:
         if path == "/generate":
             return self.generate(body)
         if path == "/v1/completions":
-            return self.text("text", answer_to(body["prompt"]), len(body["prompt"]))
+            return self.text("text", answer_to(body["prompt"]), len(body["prompt"]), body["max_tokens"])
         if path == "/v1/chat/completions":
             if not self.template:
                 raise ValueError("tokenizer.chat_template is not set")
             prompt = body["messages"][-1]["content"]
-            return self.text("message", {"content": answer_to(prompt)}, len(prompt))
+            return self.text("message", answer_to(prompt), len(prompt), body["max_tokens"])
         raise ValueError(f"no {path}")
 
     def die(self, body):
@@ -127,8 +127,11 @@ class FakeServer:
         os._exit(3)
 
     @staticmethod
-    def text(field, value, prompt_tokens):
-        return {"choices": [{field: value, "finish_reason": "stop"}], "usage": {"prompt_tokens": prompt_tokens}}
+    def text(field, answer, prompt_tokens, most):
+        usage = {"prompt_tokens": prompt_tokens, "completion_tokens": min(len(answer), most)}
+        value = answer[:most] if field == "text" else {"content": answer[:most]}
+        reason = "length" if len(answer) > most else "stop"
+        return {"choices": [{field: value, "finish_reason": reason}], "usage": usage}
 
     def generate(self, body):
         if "return_logprob" not in body:

@@ -11,6 +11,7 @@ from sglang_kvq.errors import KVQuantError
 from sglang_kvq.evaluation.files import read
 from sglang_kvq.evaluation.report.rows import (
     LOWER_IS_BETTER,
+    PROBLEMS,
     TASKS,
     Cell,
     Point,
@@ -32,6 +33,7 @@ TITLES = {
     "exact_keys_nats": "exact_keys, nats",
     "humaneval": "HumanEval, %",
     "gsm8k": "GSM8K, %",
+    "math": "MATH, %",
 }
 LEGEND = """\
 - *bits*: allocated bits per stored element, scales and offsets included. The first and the most recent tokens of a
@@ -94,6 +96,7 @@ def section(content: dict[str, Any], plots: Sequence[str] = ()) -> str:
     parts = [
         *(f"![{Path(link).stem}]({link})" for link in plots),
         table(rows, list(chosen.items()), by) if chosen else "",
+        lengths(rows, list(chosen.items()), by),
         _how(content, chosen),
         "\n".join(f"- `{row['method']}`: {note}" for row in content["rows"] for note in _notes(row)),
         _folded(f"Other contexts and chunk sizes ({len(more)} tasks)", *more) if more else "",
@@ -146,6 +149,38 @@ def table(
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
+def lengths(rows: Sequence[Row], columns: Sequence[tuple[str, Cell]], by: str = "method") -> str:
+    """Returns a table of the answers' lengths, for the tasks that generate; empty if no row has any.
+
+    A cell has the mean tokens of an answer ± standard error, its difference from BF16 paired by problem, and the share
+    of answers that the limit cut off. Of several calibrations it has their mean.
+    """
+    found = {column: [row for row in select(rows, *column) if row["tokens"] is not None] for column in columns}
+    found = {column: of for column, of in found.items() if of}
+    if not found:
+        return ""
+    bits = {row[by]: row["allocated_bits"] for of in reversed(found.values()) for row in of}
+    lines = [["method", *(_heading(task, cell, False).removesuffix(", %") for task, cell in found)]]
+    lines.append(["---"] * len(lines[0]))
+    for method in sorted(bits, key=lambda name: (-bits[name], name)):
+        lines.append([f"`{method}`", *(_length([row for row in of if row[by] == method]) for of in found.values())])
+    text = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return f"Tokens of an answer (difference from `none`), and the share that the limit cut off:\n\n{text}"
+
+
+def _length(rows: Sequence[Row]) -> str:
+    if not rows:
+        return ""
+    tokens, cut = (sum(row[name] for row in rows) / len(rows) for name in ("tokens", "cut"))
+    text = f"{tokens:.1f}"
+    if len(rows) == 1:
+        (row,) = rows
+        text += "" if row["tokens_se"] is None else f" ± {row['tokens_se']:.1f}"
+        if row["tokens_difference"] is not None:
+            text += f" ({row['tokens_difference']:+.1f} ± {row['tokens_difference_se'] or 0.0:.1f})"
+    return f"{text}, {100 * cut:.1f}% cut"
+
+
 def _best(found: Iterable[Point], task: str) -> set[str]:
     """Returns the methods on the frontier, including those that share a point on it."""
     quantized = [point for point in found if point.quantized]
@@ -185,12 +220,14 @@ def _how(content: dict[str, Any], chosen: dict[str, Cell]) -> str:
         words.append(f"KL, top-1 agreement and perplexity: {counts} from {texts}{share}, from token {kl['first']} on.")
     counted = {
         task: next((f"{row[f'{task}_n']} problems, " for row in content["rows"] if row.get(f"{task}_n")), "")
-        for task in ("humaneval", "gsm8k")
+        for task in PROBLEMS
     }
     if "humaneval" in settings:
         words.append(f"HumanEval: pass@1, {counted['humaneval']}greedy.")
     if "gsm8k" in settings:
         words.append(f"GSM8K: {counted['gsm8k']}{settings['gsm8k']['shots']} worked examples, greedy.")
+    if "math" in settings:
+        words.append(f"MATH: {counted['math']}greedy.")
     if needle := settings.get("needle"):
         words.append(f"Needle: {len(needle['depths'])} depths, {needle['trials']} per cell.")
     chunks: dict[int | None, list[str]] = {}

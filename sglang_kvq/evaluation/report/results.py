@@ -19,7 +19,18 @@ from sglang_kvq.evaluation.tasks.statistics import paired_difference
 #: Columns of every row of a report, null where not measured.
 COLUMNS = (
     *("method", "allocated_bits", "pool_bits", "kl", "kl_se", "top1_agreement", "perplexity"),
-    *("humaneval", "humaneval_se", "gsm8k", "gsm8k_se", "needle_16k", "needle_32k", "calibration", "seed"),
+    *(
+        "humaneval",
+        "humaneval_se",
+        "gsm8k",
+        "gsm8k_se",
+        "math",
+        "math_se",
+        "needle_16k",
+        "needle_32k",
+        "calibration",
+        "seed",
+    ),
 )
 
 # -- reports ----------------------------------------------------------------------------------------------
@@ -106,13 +117,17 @@ def _reference(task: str, label: str, references: dict[str, dict[str, Any]]) -> 
 
 
 def _against(task: str, ours: dict[str, Any], reference: dict[str, Any] | None) -> dict[str, Any]:
-    """Returns the difference from the reference, item by item, if both answered the same items."""
-    items = ours["details"].get("items")
-    theirs = (reference or {}).get("details", {}).get("items")
-    if not items or not theirs or ours is reference or len(items) != len(theirs):
-        return {}
-    difference, error = paired_difference(items, theirs)
-    return {f"{task}_vs_none": difference, f"{task}_vs_none_se": error}
+    """Returns the differences from the reference, item by item, if both answered the same items.
+
+    Differences are those of scores and of the answers' lengths.
+    """
+    found: dict[str, Any] = {}
+    for column, name in ((task, "items"), (f"{task}_tokens", "tokens")):
+        mine = ours["details"].get(name)
+        theirs = (reference or {}).get("details", {}).get(name)
+        if mine and theirs and ours is not reference and len(mine) == len(theirs):
+            found[f"{column}_vs_none"], found[f"{column}_vs_none_se"] = paired_difference(mine, theirs)
+    return found
 
 
 def write(folder: Path, content: dict[str, Any]) -> Path:

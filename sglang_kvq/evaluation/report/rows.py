@@ -13,14 +13,18 @@ from sglang_kvq.evaluation.tasks.base import short
 from sglang_kvq.evaluation.tasks.statistics import mean_and_error
 
 #: Tasks, in the order of a table's columns.
-TASKS = ("kl", "top1", "perplexity", *KINDS, "exact_keys_nats", "needle", "humaneval", "gsm8k")
+TASKS = ("kl", "top1", "perplexity", *KINDS, "exact_keys_nats", "needle", "humaneval", "gsm8k", "math")
+#: Tasks of separate problems, without a length of their own.
+PROBLEMS = ("humaneval", "gsm8k", "math")
 #: Tasks for which lower values are better.
 LOWER_IS_BETTER = ("kl", "perplexity", "exact_keys_nats")
 #: Columns of every row. ``spec`` distinguishes calibrations; ``bf16_chunk`` is the chunk size of ``bf16_score``.
-#: ``difference`` from BF16 is paired by problem.
+#: ``difference`` from BF16 is paired by problem. ``tokens`` is the mean length of answers, ``cut`` the share of those
+#: that the limit cut off.
 COLUMNS = (
     *("task", "context", "method", "allocated_bits", "chunk", "score", "score_se", "bf16_score", "bf16_chunk"),
     *("spec", "calibration", "seed", "rotations_sha256", "difference", "difference_se"),
+    *("tokens", "tokens_se", "tokens_difference", "tokens_difference_se", "cut", "cut_se"),
 )
 Row = dict[str, Any]
 #: Context and chunk size; None where the task, or the server, has no choice of it.
@@ -58,6 +62,10 @@ def _rows(measured: dict[str, Any], settings: dict[str, Any]) -> Iterator[Row]:
             if context is None:
                 values["difference"] = source.get(f"{column}_vs_none")
                 values["difference_se"] = source.get(f"{column}_vs_none_se")
+                values["tokens_difference"] = source.get(f"{column}_tokens_vs_none")
+                values["tokens_difference_se"] = source.get(f"{column}_tokens_vs_none_se")
+            for name in ("tokens", "tokens_se", "cut", "cut_se"):
+                values[name] = source.get(f"{column}_{name}")
             yield {**dict.fromkeys(COLUMNS), "task": task, "context": context, **of_method, **values}
 
 
@@ -72,7 +80,7 @@ def _columns(
         for length in settings.get(task, {}).get("lengths", ()):
             yield task, length, measured, f"{task}_{short(length)}"
             yield f"{task}_nats", length, measured, f"{task}_{short(length)}_nats"
-    for task in ("humaneval", "gsm8k"):
+    for task in PROBLEMS:
         yield task, None, measured, task
 
 

@@ -5,4 +5,4 @@ from sglang_kvq.evaluation.tasks.haystacks import KINDS
 __all__ = ["KINDS", "TASK_NAMES"]
 
 #: Names in execution order: the divergence first, because other methods wait for the reference's.
-TASK_NAMES = ("kl", "needle", *KINDS, "humaneval", "gsm8k")
+TASK_NAMES = ("kl", "needle", *KINDS, "humaneval", "gsm8k", "math")

@@ -66,6 +66,7 @@ class GSM8KTask:
                 "found": None if found is None else f"{found:f}",
                 "wanted": f"{wanted:f}",
                 "complete": answer.complete,
+                "tokens": answer.tokens,
             }
 
         return score("gsm8k", style, bench.map(solve, problems))

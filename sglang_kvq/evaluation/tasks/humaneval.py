@@ -62,6 +62,7 @@ class HumanEvalTask:
                 "passed": verdict.passed,
                 "reason": verdict.reason,
                 "complete": answer.complete,
+                "tokens": answer.tokens,
             }
 
         return score("humaneval", style, bench.map(solve, problems), [warning] if warning else [])

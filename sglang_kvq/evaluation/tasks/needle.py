@@ -13,6 +13,7 @@ import numpy as np
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.evaluation.client import Client
 from sglang_kvq.evaluation.tasks.base import Bench, Outcome, fitting, settings_of, short, text_tokens
+from sglang_kvq.evaluation.tasks.problems import answer_lengths
 from sglang_kvq.evaluation.tasks.statistics import mean_and_error
 
 CITIES = ("Lisbon", "Nairobi", "Oslo", "Lima", "Kyoto", "Dublin", "Havana", "Riga", "Hanoi", "Quito")
@@ -80,6 +81,8 @@ class NeedleTask:
                 "depth": depth,
                 "passed": needle.found_in(answer.text),
                 "prompt_tokens": answer.prompt_tokens,
+                "complete": answer.complete,
+                "tokens": answer.tokens,
                 "answer": answer.text[:80],
             }
 
@@ -95,9 +98,11 @@ class NeedleTask:
     def _outcome(self, asked: list[dict[str, Any]], style: str, lengths: list[int]) -> Outcome:
         row: dict[str, Any] = {}
         for length in self.lengths:
-            passed = [float(one["passed"]) for one in asked if one["length"] == length]
+            of_length = [one for one in asked if one["length"] == length]
             column = f"needle_{short(length)}"
+            passed = [float(one["passed"]) for one in of_length]
             row[column], row[f"{column}_se"] = mean_and_error(passed) if passed else (None, None)
+            row |= answer_lengths(column, of_length) if of_length else {}
 
         def cell(length: int, depth: float) -> tuple[float, float | None]:
             found = (one for one in asked if (one["length"], one["depth"]) == (length, depth))
@@ -105,7 +110,7 @@ class NeedleTask:
 
         grid = [[cell(length, depth) for length in lengths] for depth in self.depths]
         value, se = mean_and_error([float(one["passed"]) for one in asked])
-        row |= {"needle": value, "needle_se": se, "needle_n": len(asked)}
+        row |= {"needle": value, "needle_se": se, "needle_n": len(asked), **answer_lengths("needle", asked)}
         row["needle_grid"] = {
             "lengths": lengths,
             "depths": list(self.depths),

@@ -1,4 +1,4 @@
-"""Shared by tasks of separate problems: the score, and reading problems."""
+"""Shared by tasks that generate: the score, how long answers are, and reading problems."""
 
 from __future__ import annotations
 
@@ -14,18 +14,34 @@ from sglang_kvq.evaluation.tasks.statistics import mean_and_error
 
 
 def score(name: str, style: str, solved: Sequence[dict[str, Any]], warnings: Sequence[str] = ()) -> Outcome:
-    """Returns the share of problems with ``passed``; answers without ``complete`` were cut off."""
+    """Returns the share of problems with ``passed``, and ``answer_lengths``."""
     items = [int(one["passed"]) for one in solved]
     value, se = mean_and_error(items)
-    cut = sum(not one["complete"] for one in solved)
     return Outcome(
         value,
         se,
         len(items),
-        {name: value, f"{name}_se": se, f"{name}_n": len(items)},
-        {"style": style, "items": items, "cut_off_answers": cut, "problems": solved},
+        {name: value, f"{name}_se": se, f"{name}_n": len(items), **answer_lengths(name, solved)},
+        {"style": style, "items": items, "tokens": [one["tokens"] for one in solved], "problems": solved},
         list(warnings),
     )
+
+
+def answer_lengths(column: str, asked: Sequence[dict[str, Any]]) -> dict[str, float | None]:
+    """Returns ``COLUMN_tokens``, the mean length of answers, and ``COLUMN_cut``, the share that the limit cut off.
+
+    Each has its standard error under ``_se``. An answer that was cut off counts with the tokens that it had, so the
+    mean is a lower bound if any was. Coarser caches make some models answer at greater length, and what the limit cuts
+    off looks like a wrong answer.
+
+    Args:
+        column: the score's.
+        asked: answers with ``tokens`` and ``complete``.
+    """
+    tokens, tokens_se = mean_and_error([one["tokens"] for one in asked])
+    cut, cut_se = mean_and_error([float(not one["complete"]) for one in asked])
+    names = ("tokens", "tokens_se", "cut", "cut_se")
+    return {f"{column}_{name}": value for name, value in zip(names, (tokens, tokens_se, cut, cut_se))}
 
 
 def read_json_lines(path: Path, fields: tuple[str, ...]) -> list[dict[str, Any]]:

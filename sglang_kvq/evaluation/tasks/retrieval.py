@@ -19,6 +19,7 @@ from sglang_kvq.errors import KVQuantError
 from sglang_kvq.evaluation.client import Client
 from sglang_kvq.evaluation.tasks.base import Bench, Outcome, fitting, settings_of, short
 from sglang_kvq.evaluation.tasks.haystacks import KINDS, Haystack
+from sglang_kvq.evaluation.tasks.problems import answer_lengths
 from sglang_kvq.evaluation.tasks.statistics import clustered, mean_and_error
 
 #: Tokens reserved for answer, question and chat template.
@@ -72,6 +73,8 @@ class RetrievalTask:
                 "length": length,
                 "score": case.score(_quoted(case, answer.text, style)),
                 "prompt_tokens": answer.prompt_tokens,
+                "complete": answer.complete,
+                "tokens": answer.tokens,
                 "answer": answer.text[:200],
             }
             return asked | (self.likelihood(case, client, bench) if self.name == "exact_keys" else {})
@@ -119,12 +122,14 @@ class RetrievalTask:
             scores = [one["score"] for one in of_length]
             column = f"{self.name}_{short(length)}"
             row[column], row[f"{column}_se"] = mean_and_error(scores) if scores else (None, None)
+            row |= answer_lengths(column, of_length) if of_length else {}
             if self.name == "exact_keys" and of_length:
                 row[f"{column}_nats"], row[f"{column}_nats_se"] = clustered(
                     [one["nats"] for one in of_length], [one["value_tokens"] for one in of_length]
                 )
         value, se = mean_and_error([one["score"] for one in asked])
         row |= {self.name: value, f"{self.name}_se": se, f"{self.name}_n": len(asked)}
+        row |= answer_lengths(self.name, asked)
         if self.name == "exact_keys":
             counts = [one["value_tokens"] for one in asked]
             for name in ("nats", "likeliest"):

@@ -12,7 +12,7 @@ from sglang_kvq.errors import KVQuantError
 from sglang_kvq.evaluation import provenance
 from sglang_kvq.evaluation.report import plots
 from sglang_kvq.evaluation.report.page import page, section
-from sglang_kvq.evaluation.report.results import COLUMNS, collect, write
+from sglang_kvq.evaluation.report.results import COLUMNS, collect, collect_map, write
 from sglang_kvq.evaluation.store import Store, differences
 from sglang_kvq.evaluation.tasks.base import Outcome
 from tests.evaluation.conftest import main
@@ -39,7 +39,10 @@ def store(tmp_path):
         outcome = Outcome(kl, kl / 10, 8, {**row, "kl_by_length": {"2048": row}})
         store.save(label, "kl", {"task": KL}, outcome, source)
         score = {"gsm8k": sum(items) / 4, "gsm8k_se": 0.25, "gsm8k_n": 4}
-        store.save(label, "gsm8k", {"task": {"shots": 5}}, Outcome(0.5, 0.2, 4, score, {"items": items}), source)
+        tokens = [100, 120, 140, 400] if label == "none" else [100, 130, 150, 400]
+        score |= {"gsm8k_tokens": sum(tokens) / 4, "gsm8k_tokens_se": 70.0, "gsm8k_cut": 0.25, "gsm8k_cut_se": 0.25}
+        outcome = Outcome(0.5, 0.2, 4, score, {"items": items, "tokens": tokens})
+        store.save(label, "gsm8k", {"task": {"shots": 5}}, outcome, source)
         grid = {"lengths": [2048, 16384], "depths": [0, 100], "passed": [[1, 0.5], [1, 0]]}
         needle = {"needle_16k": 0.25, "needle_16k_se": 0.1, "needle_2k": 1.0, "needle_2k_se": 0.0, "needle_4k": None}
         needle |= {"needle": 0.6, "needle_grid": grid}
@@ -57,6 +60,13 @@ SECTION = """\
 | `none` | 16.00 | 0.0001 ± 0.0000 | 90.0 ± 1.0 | 20.00 ± 1.00 | 100.0 ± 0.0 | 75.0 ± 25.0 |
 | `oscar@wiki` | 2.50 | **0.0500** ± 0.0050 | **90.0** ± 1.0 | **20.00** ± 1.00 | **100.0** ± 0.0 | \
 **50.0** ± 25.0 (-25.0 ± 25.0) |
+
+Tokens of an answer (difference from `none`), and the share that the limit cut off:
+
+| method | GSM8K |
+| --- | --- |
+| `none` | 190.0 ± 70.0, 25.0% cut |
+| `oscar@wiki` | 195.0 ± 70.0 (+5.0 ± 2.9), 25.0% cut |
 
 KL, top-1 agreement and perplexity: 8 contexts of 2048 tokens from held.txt after its first 80%, from token 640 on. \
 GSM8K: 4 problems, 5 worked examples, greedy. Needle: 2 depths, 1 per cell. Chunks of 128. \
@@ -98,6 +108,17 @@ def test_calibrations_of_a_report_have_rows_of_their_own(store):
     twin = {**content["rows"][1], "method": "oscar@code"}
     text = section({**content, "rows": [*content["rows"], twin]})
     assert "| `oscar@wiki` | 2.50" in text and "| `oscar@code` | 2.50" in text
+
+
+def test_calibrations_of_a_map_have_their_mean_length(store, tmp_path):
+    path = write(tmp_path, collect(store, "fake", ["kvq"]))
+    found = collect_map([path], "fake", ["kvq"])
+    (row,) = (row for row in found["rows"] if (row["task"], row["spec"]) == ("gsm8k", "oscar@wiki"))
+    assert (row["tokens"], row["cut"], row["tokens_difference"]) == (195, 0.25, 5)
+    twin = {**row, "spec": "oscar@code", "calibration": "code", "tokens": 205.0, "cut": 0.75}
+    assert "| `oscar` | 200.0, 50.0% cut |" in section({**found, "rows": [*found["rows"], twin]})
+    old = [{name: value for name, value in row.items() if "tokens" not in name} for row in found["rows"]]
+    assert "Tokens of an answer" not in section({**found, "rows": old})
 
 
 def test_json_has_the_agreed_fields(store):

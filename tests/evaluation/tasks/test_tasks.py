@@ -19,7 +19,7 @@ from sglang_kvq.evaluation.tasks.gsm8k import GSM8KTask, conversation, document,
 from sglang_kvq.evaluation.tasks.humaneval import HumanEvalTask, extract
 from sglang_kvq.evaluation.tasks.kl import KLTask
 from sglang_kvq.evaluation.tasks.needle import Needle, NeedleTask
-from sglang_kvq.evaluation.tasks.problems import read_json_lines
+from sglang_kvq.evaluation.tasks.problems import answer_lengths, read_json_lines
 from tests.evaluation.conftest import PROBLEMS, main
 from tests.evaluation.fake_server import FakeServer, log_probs
 
@@ -137,6 +137,7 @@ def test_needle_is_found_at_every_depth(text, bench, template):
         prompts = [str(body) for body in server.asked(path) if "magic number" in str(body)]
     assert outcome.value == 1 and outcome.n == 12 and outcome.details["style"] == ("chat" if template else "completion")
     assert outcome.row["needle_1k"] == 1 and outcome.row["needle_9000"] is None
+    assert outcome.row["needle_1k_tokens"] == len("It is 1234567.") and outcome.row["needle_cut"] == 0
     grid = {"lengths": [400, 1024], "depths": [0, 50, 100], "passed": [[1, 1]] * 3, "se": [[0, 0]] * 3}
     assert outcome.row["needle_grid"] == grid
     assert "9000" in outcome.warnings[0]
@@ -255,6 +256,23 @@ def test_gsm8k(gsm8k, bench, style):
     assert "Q0?" in asked and "Q1?" in asked and "<<" not in asked
 
 
+def test_answers_have_lengths_and_the_limit_cuts_some_off(gsm8k, bench):
+    """Tokens of the fake server are characters: each answer has 32."""
+    with FakeServer() as server:
+        whole = GSM8KTask(gsm8k, shots=0).run(Client(server.url), bench)
+        cut = GSM8KTask(gsm8k, shots=0, max_tokens=20).run(Client(server.url), bench)
+    assert (whole.row["gsm8k_tokens"], whole.row["gsm8k_cut"]) == (32, 0) and whole.details["tokens"] == [32] * 3
+    assert (cut.row["gsm8k_tokens"], cut.row["gsm8k_cut"]) == (20, 1)
+    assert not any(one["complete"] for one in cut.details["problems"]) and cut.value == 0
+
+
+def test_lengths_have_standard_errors():
+    asked = [{"tokens": tokens, "complete": tokens < 30} for tokens in (10, 20, 30, 30)]
+    found = answer_lengths("x", asked)
+    assert found["x_tokens"] == 22.5 and found["x_tokens_se"] == pytest.approx((275 / 3) ** 0.5 / 2)
+    assert found["x_cut"] == 0.5 and found["x_cut_se"] == pytest.approx((1 / 3) ** 0.5 / 2)
+
+
 @pytest.mark.parametrize(
     "text, number",
     [
@@ -304,6 +322,8 @@ def test_options_become_settings(text, humaneval, gsm8k, tmp_path, monkeypatch):
     kl, needle = asked_for(words, monkeypatch)
     assert (kl.texts, kl.contexts) == ((text, humaneval), ((700, 8), (800, 1)))
     assert (needle.seed, needle.trials, needle.depths, needle.style) == (7, 5, (0, 9), "chat")
+    (math,) = asked_for("math --math-problems 7 --math-seed 3 --math-max-tokens 99", monkeypatch)
+    assert (math.path, math.problems, math.seed, math.max_tokens) == (None, 7, 3, 99)
     problems = asked_for(f"gsm8k,humaneval --humaneval {humaneval} --gsm8k {gsm8k} --gsm8k-shots 0", monkeypatch)
     assert [(task.name, task.path, task.problems) for task in problems] == [
         ("humaneval", humaneval, 0),

@@ -1,0 +1,70 @@
+"""What a server says of itself while a workload runs: gauges of ``/metrics``, read twice a second."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections import defaultdict
+
+from sglang_kvq.server_process import OPENER
+
+#: Gauges by what a row calls them. Their values are summed over a server's workers.
+GAUGES = {
+    "running": "sglang:num_running_reqs",
+    "queued": "sglang:num_queue_reqs",
+    "lost_window_pages": "sglang_kvq_lost_window_pages",
+    "held_back": "sglang_kvq_held_back_requests",
+}
+ERRORS = "sglang_kvq_errors_total"
+PAUSE = 0.5
+_LINE = re.compile(r"^([\w:]+)(?:\{[^}]*\})? (\S+)$", re.MULTILINE)
+
+
+def parse(text: str) -> dict[str, float]:
+    """Returns the values of a page of Prometheus metrics by name, summed over their labels."""
+    found: dict[str, float] = defaultdict(float)
+    for name, value in _LINE.findall(text):
+        found[name] += float(value)
+    return dict(found)
+
+
+class Sampler:
+    """Reads the gauges of a server while its ``with`` block lasts.
+
+    Attributes:
+        most: the largest value of each gauge that the server has.
+        errors: of the cache, since the server started.
+    """
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self.most: dict[str, float] = {}
+        self.errors = 0.0
+        self.samples = 0
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+
+    def __enter__(self) -> Sampler:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+        self.sample()
+
+    def _watch(self) -> None:
+        while not self._stop.wait(PAUSE):
+            self.sample()
+
+    def sample(self) -> None:
+        try:
+            with OPENER.open(f"{self.url}/metrics", timeout=10) as response:
+                found = parse(response.read().decode())
+        except OSError:  # a busy server answers the next time; a row without a sample is refused
+            return
+        self.samples += 1
+        self.errors = found.get(ERRORS, 0.0)
+        for name, gauge in GAUGES.items():
+            if gauge in found:
+                self.most[name] = max(self.most.get(name, 0.0), found[gauge])

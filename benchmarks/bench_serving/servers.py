@@ -1,0 +1,166 @@
+"""The servers that are compared: one model with different caches, and flags that are otherwise the same."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.bench_serving.words import write_tokenizer
+from benchmarks.capacity import geometry_and_flags, random_rotations, random_transform
+from benchmarks.tiny_server import plugin_path
+from launch.server import Server
+from sglang_kvq.errors import KVQuantError
+from sglang_kvq.evaluation.specs import FP8, REFERENCE, MethodSpec, parse
+from sglang_kvq.methods import get_method
+from sglang_kvq.methods.base import RotationKind
+
+#: Tokens of a stream's event: neither the server's Python nor the client's must be what is measured.
+EVENT = 8
+RECENT_MIN = "--kv-quant-recent-min"
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A model, and what all its servers have in common.
+
+    Attributes:
+        layers: only so many of the model's.
+        shared: further flags of all servers.
+        plain: further flags of servers without ``--kv-quant``.
+        recent_min: ``--kv-quant-recent-min`` of the others; None for the default.
+    """
+
+    model: Path
+    layers: int | None
+    shared: tuple[str, ...]
+    plain: tuple[str, ...]
+    recent_min: int | None
+    cpu: bool
+
+    @property
+    def config(self) -> dict[str, Any]:
+        config: dict[str, Any] = json.loads((self.model / "config.json").read_text())
+        return config
+
+    @property
+    def has_weights(self) -> bool:
+        return any(self.model.glob("*.safetensors"))
+
+    def tokenizer(self, folder: Path) -> Path:
+        """Returns the model's tokenizer, or one of words in a folder if the model has none."""
+        if (self.model / "tokenizer_config.json").exists():
+            return self.model
+        return write_tokenizer(folder / "tokenizer", self.config["vocab_size"])
+
+
+def label(spec: MethodSpec, setup: Setup) -> str:
+    """Returns a method's name in the result file, which has all that sets it apart."""
+    if setup.recent_min is None or spec.method in (REFERENCE, "fp8"):
+        return spec.label
+    return f"{spec.label} {RECENT_MIN} {setup.recent_min}"
+
+
+def specs_of(words: str) -> list[MethodSpec]:
+    """Parses ``--methods``.
+
+    Raises:
+        KVQuantError: one is unknown, or names a chunk size.
+    """
+    for word in words.split(","):
+        if "#" in word:
+            raise KVQuantError(f"--methods {word}: every server has SGLang's own chunk size. Leave out what follows #.")
+    return [parse(word.strip()) for word in words.split(",")]
+
+
+def method_flags(spec: MethodSpec, setup: Setup, folder: Path) -> list[str]:
+    """Returns the flags of a method; rotations are random ones if the model's weights are."""
+    if spec.method == REFERENCE:
+        return [*setup.plain, *spec.extra]
+    if spec.method == "fp8":
+        return ["--kv-cache-dtype", FP8[spec.bits], *setup.plain, *spec.extra]
+    flags = ["--kv-quant", spec.method, *(["--kv-quant-bits", spec.bits] if spec.bits else [])]
+    rotations = spec.rotations
+    if not rotations and not setup.has_weights and get_method(spec.method).rotation is RotationKind.LEARNED:
+        geometry, _ = geometry_and_flags(setup.model, setup.layers)
+        make = random_transform if spec.method == "transform" else random_rotations
+        rotations = str(make(folder / f"rotations-{spec.method}", *geometry))
+    flags += ["--kv-quant-rotations", rotations] if rotations else []
+    flags += [RECENT_MIN, str(setup.recent_min)] if setup.recent_min is not None else []
+    return [*flags, *spec.extra]
+
+
+def server(spec: MethodSpec, setup: Setup, tokenizer: Path, context: int, folder: Path) -> Server:
+    """Returns the server of a method, not yet started; its log is in ``folder``.
+
+    Args:
+        context: tokens of the longest request with its answer.
+    """
+    _, cut = geometry_and_flags(setup.model, setup.layers)
+    flags = ["--tokenizer-path", str(tokenizer), "--enable-metrics", "--stream-interval", str(EVENT)]
+    flags += ["--random-seed", "0", "--skip-server-warmup", "--context-length", str(context + 64), *cut]
+    flags += [] if setup.has_weights else ["--load-format", "dummy"]
+    flags += [*setup.shared, *method_flags(spec, setup, folder)]
+    env = {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1", "HF_HUB_OFFLINE": "1"} | plugin_path(folder / "plugin")
+    return Server(setup.model, *flags, cpu=setup.cpu, env=env, log_path=folder / f"{spec.slug}.log")
+
+
+def facts(running: Server, spec: MethodSpec) -> dict[str, Any]:
+    """Returns what a row says of its server, after a check that it serves what was asked for.
+
+    Raises:
+        KVQuantError: its cache is another.
+    """
+    info = running.info()
+    state = info["internal_states"][0]
+    plugin = state.get("kv_quant")
+    dtype = str(info.get("kv_cache_dtype", "auto"))
+    served = plugin["method"] if plugin else "fp8" if "fp8" in dtype else REFERENCE
+    if served != spec.method:
+        raise KVQuantError(f"--methods {spec.label}: the server's cache is {served}. Read its log.")
+    plain_bits = 8.0 if spec.method == "fp8" else 16.0
+    return {
+        "cache_tokens": info["max_total_num_tokens"],
+        "most_requests": state.get("effective_max_running_requests_per_dp"),
+        "allocated_bits": plugin["record_bits_per_element"] if plugin else plain_bits,
+        "attention_backend": info.get("attention_backend"),
+    }
+
+
+def warm_up(running: Server, lengths: Sequence[int], vocabulary: int) -> None:
+    """Makes kernels compile that the workloads need: of prompts of these lengths, new and cached, and of a few streams.
+
+    Raises:
+        KVQuantError: an answer has another length than asked for.
+    """
+    generator = np.random.default_rng(0)
+    for length in sorted({*lengths, 64}):
+        prompts = generator.integers(0, vocabulary, (2, length)).tolist()
+        for asked in (prompts, [[*prompt, 5] for prompt in prompts]):
+            body = {"temperature": 0, "max_new_tokens": 12, "ignore_eos": True}
+            answers = running.json("/generate", {"input_ids": asked, "sampling_params": body})
+            found = {one["meta_info"]["completion_tokens"] for one in answers}
+            if found != {12}:
+                raise KVQuantError(
+                    f"a prompt of {length} tokens: answers of {found} tokens instead of 12. {running.log_tail()}"
+                )
+    running.drain()
+
+
+def held(running: Server) -> dict[str, int]:
+    """Returns what the tiers of an idle server with an empty prefix cache hold: nothing, if no page was lost.
+
+    The cache is emptied twice around a tiny request, because what a request gives back is applied by the next batch.
+    """
+    running.drain()
+    sampling = {"temperature": 0, "max_new_tokens": 2, "ignore_eos": True}
+    running.json("/generate", {"input_ids": [[5, 6, 7 + n] for n in range(8)], "sampling_params": sampling})
+    running.drain()
+    time.sleep(1.0)
+    tiers = (running.info()["internal_states"][0].get("kv_quant") or {}).get("tiers", {})
+    return {name: value for name, value in tiers.items() if value}

@@ -1,0 +1,167 @@
+"""Named workloads, as arguments of SGLang's serving benchmark.
+
+A workload is one load, or several at the same time. A load is a number of clients that each send a request, wait for
+its answer and send the next one (closed loop), or requests that arrive at a rate whatever the server does (open loop).
+Prompts, their order and their arrivals depend on the load and its seed only, so they are the same for all servers.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from sglang_kvq.errors import KVQuantError
+
+SEED = 1
+
+
+@dataclass(frozen=True)
+class Load:
+    """Requests of one kind. Lengths are in tokens.
+
+    Attributes:
+        clients: requests (or conversations) at once.
+        requests: all of them; conversations if ``turns`` is more than 1.
+        prompt: of a request; of a conversation's turn.
+        shared: tokens that all conversations of a group begin with.
+        group: conversations that share them.
+        rate: requests that arrive in a second; None is a closed loop of ``clients``.
+    """
+
+    clients: int
+    requests: int
+    prompt: int
+    output: int
+    turns: int = 1
+    shared: int = 0
+    group: int = 1
+    rate: float | None = None
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest request with its answer."""
+        return self.shared + self.turns * (self.prompt + self.output)
+
+    def arguments(self, seed: int) -> list[str]:
+        """Returns the arguments of ``sglang.benchmark.serving`` for this load, without those of a server."""
+        words = ["--seed", str(seed), "--warmup-requests", "0"]
+        words += ["--max-concurrency", str(self.clients)] if self.rate is None else ["--request-rate", str(self.rate)]
+        if self.turns == 1:
+            words += ["--backend", "sglang", "--dataset-name", "random-ids", "--tokenize-prompt"]
+            words += ["--random-input-len", str(self.prompt), "--random-output-len", str(self.output)]
+            return [*words, "--random-range-ratio", "1", "--num-prompts", str(self.requests)]
+        words += ["--backend", "sglang-oai-chat", "--dataset-name", "generated-shared-prefix"]
+        words += ["--gsp-num-groups", str(self.requests // self.group), "--gsp-prompts-per-group", str(self.group)]
+        words += ["--gsp-system-prompt-len", str(self.shared), "--gsp-question-len", str(self.prompt)]
+        return [*words, "--gsp-output-len", str(self.output), "--gsp-num-turns", str(self.turns)]
+
+    def smaller(self, share: float) -> Load:
+        """Returns this load with a share of its clients and requests."""
+        group = max(1, round(self.group * share)) if self.turns > 1 else 1
+        requests = max(group, round(self.requests * share))
+        return replace(
+            self, clients=max(1, round(self.clients * share)), requests=requests // group * group, group=group
+        )
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Loads that run at the same time.
+
+    Attributes:
+        title: what a table says.
+        seconds: after which the measurement ends, whatever is left.
+        ttft, tpot: limits of goodput, in milliseconds.
+    """
+
+    name: str
+    title: str
+    loads: tuple[Load, ...]
+    seconds: float
+    ttft: float
+    tpot: float = 50.0
+
+    @property
+    def longest(self) -> int:
+        return max(load.longest for load in self.loads)
+
+    def arguments(self) -> list[list[str]]:
+        """Returns the arguments of each load; seeds differ, so that no two loads have the same prompts."""
+        return [load.arguments(SEED + number) for number, load in enumerate(self.loads)]
+
+
+def _chats(clients: int) -> Load:
+    """Conversations that end at 12,000 tokens: 3,000 shared by four, then six turns of 1,250 and answers of 250."""
+    return Load(clients, clients, 1250, 250, turns=6, shared=3000, group=4)
+
+
+_SINGLE = {
+    "200": Load(1024, 4096, 200, 200),
+    "1k": Load(512, 2048, 1024, 256),
+    "8k": Load(256, 512, 8192, 512),
+    "48k": Load(48, 96, 49152, 512),
+}
+_PARTS = (*(load.smaller(0.25) for load in _SINGLE.values()), _chats(16))
+WORKLOADS = {
+    workload.name: workload
+    for workload in (
+        Workload("200", "200 + 200 tokens, 1,024 clients", (_SINGLE["200"],), 40, 1000),
+        Workload("1k", "1K + 256, 512 clients", (_SINGLE["1k"],), 60, 2000),
+        Workload("8k", "8K + 512, 256 clients", (_SINGLE["8k"],), 120, 10_000),
+        Workload("48k", "48K + 512, 48 clients", (_SINGLE["48k"],), 150, 30_000),
+        Workload("chats", "64 chats to 12K, six rounds", (_chats(64),), 90, 5000),
+        Workload("mix", "all of these, a quarter each", _PARTS, 90, 10_000),
+    )
+}
+#: The same in small, which a CPU serves: only shows that everything works.
+_TINY_SINGLE = (Load(4, 6, 40, 12), Load(2, 3, 300, 9))
+_TINY_CHATS = Load(2, 2, 70, 9, turns=3, shared=70, group=2)
+TINY = {
+    workload.name: workload
+    for workload in (
+        Workload("200", "40 + 12 tokens, 4 clients", _TINY_SINGLE[:1], 60, 60_000, 60_000),
+        Workload("1k", "300 + 9, 2 clients", _TINY_SINGLE[1:], 60, 60_000, 60_000),
+        Workload("chats", "2 chats, three rounds", (_TINY_CHATS,), 60, 60_000, 60_000),
+        Workload("mix", "all of these", (*_TINY_SINGLE, _TINY_CHATS), 60, 60_000, 60_000),
+    )
+}
+
+
+def at_rate(workload: Workload, rate: float) -> Workload:
+    """Returns a workload of one load as an open loop: its requests arrive at a rate, for as long as it is measured."""
+    (load,) = workload.loads
+    requests = max(load.group, math.ceil(rate * workload.seconds / load.group) * load.group)
+    title = f"{workload.title.rpartition(',')[0]}, {rate:g} a second"
+    loads = (replace(load, rate=rate, requests=requests),)
+    return replace(workload, name=f"{workload.name}@{rate:g}", title=title, loads=loads)
+
+
+def chosen(words: str, known: dict[str, Workload], seconds: float | None = None) -> list[Workload]:
+    """Parses ``--workloads``: names, each with ``@RATE`` for arrivals at a rate.
+
+    Args:
+        seconds: after which each ends; None for its own limit.
+
+    Raises:
+        KVQuantError: a name or a rate is none.
+    """
+    found = []
+    for word in words.split(","):
+        name, at, rate = word.partition("@")
+        if name not in known:
+            raise KVQuantError(f"--workloads {word}: not a workload. Choose from {', '.join(known)}.")
+        workload = known[name] if seconds is None else replace(known[name], seconds=seconds)
+        if at:
+            if len(workload.loads) > 1:
+                raise KVQuantError(f"--workloads {word}: {name} has several loads. Give a rate to one of the others.")
+            try:
+                number = float(rate)
+            except ValueError:
+                number = 0.0
+            if not 0 < number < math.inf:
+                raise KVQuantError(
+                    f"--workloads {word}: {rate!r} is no rate. Give requests a second, such as {name}@2."
+                )
+            workload = at_rate(workload, number)
+        found.append(workload)
+    return found
