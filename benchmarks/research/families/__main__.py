@@ -22,7 +22,7 @@ from benchmarks import record
 from benchmarks.research.families.cases import Case, draw
 from benchmarks.research.families.catalog import BUDGETS, Calibration, Entry, catalog
 from benchmarks.research.families.judge import Judge, rows
-from benchmarks.research.families.model import Prefilled, prefill
+from benchmarks.research.families.model import Prefilled
 from sglang_kvq.evaluation import provenance
 from sglang_kvq.rotations.calibration.hf_model import embedding_rows, load_model, tokenize
 

@@ -20,18 +20,11 @@ from sglang_kvq.rotations.calibration.rope import turn_of
 from sglang_kvq.rotations.identity import geometry_of
 
 BUDGETS = (2.0, 2.5, 4.0)
-#: The widest setting of each served method within a budget, where heads have 64 and 128 dims.
-SERVED: dict[int, dict[float, tuple[str, ...]]] = {
-    64: {
-        2.0: ("transform:2",),
-        2.5: ("transform:2.5", "oscar:2", "turboquant:2", "kivi:2"),
-        4.0: ("transform:4", "oscar:3.5", "turboquant:3.5", "kivi:2/32"),
-    },
-    128: {
-        2.0: ("transform:2",),
-        2.5: ("transform:2.5", "oscar:2", "turboquant:2", "kivi:2"),
-        4.0: ("transform:4", "oscar:3.5", "turboquant:3.5", "kivi:2/32"),
-    },
+#: The widest setting of each served method within a budget, with heads of 64 and of 128 dims.
+SERVED: dict[float, tuple[str, ...]] = {
+    2.0: ("transform:2",),
+    2.5: ("transform:2.5", "oscar:2", "turboquant:2", "kivi:2"),
+    4.0: ("transform:4", "oscar:3.5", "turboquant:3.5", "kivi:2/32"),
 }
 
 
@@ -109,11 +102,11 @@ def catalog(
 ) -> Iterator[Entry]:
     """Generates all entries, BF16 first; ``rotations`` are folders of ``transform`` and ``oscar``, else the zoo's."""
     given = rotations or {}
-    dim, bases = geometry_of(hf_config).head_dim, calibration.bases(hf_config)
+    bases = calibration.bases(hf_config)
     sample = calibration.histories()[0][1]
     yield Entry(16.0, "none", "bf16", None)
     for budget in budgets:
-        for spec in SERVED[dim][budget]:
+        for spec in SERVED[budget]:
             name = spec.partition(":")[0]
             yield Entry(budget, name, spec, served(spec, model_path, hf_config, given.get(name)))
         chosen = calibration.best(gear.settings(budget, sample))

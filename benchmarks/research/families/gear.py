@@ -2,9 +2,9 @@
 
     S = outliers(X),  C = quantize(X - S),  L = rank-r approximation of X - S - C,  X ~ C + L + S
 
-Keys are quantized per channel and values per token, over ``group`` elements or all (the paper's KCVT). The share
-``outliers`` of each such vector, half its largest and half its smallest elements, is stored exactly with its index. L is
-of each head. Elements that S holds do not stretch the scale, which favours the method.
+Keys are quantized per channel and values per token, over ``group`` elements or all (the paper's KCVT). Of each such
+vector, the share ``outliers`` is stored exactly with indices: half largest, half smallest elements. L belongs to one
+head. Elements that S holds do not stretch the scale, which favours the method.
 """
 
 from __future__ import annotations

@@ -67,8 +67,8 @@ class Judge:
 def rows(outcomes: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """Summarizes outcomes ``{model, budget, method, setting, case, bits, ...}``: one row a model, method and task.
 
-    ``score`` is KL in nats a token, or the share of answers copied to the last token. A copied answer is one whose every
-    token is the likeliest behind the right ones before it, which is what greedy decoding writes.
+    ``score`` is KL in nats a token, or the share of answers copied to the last token. An answer is copied if each
+    of its tokens is the likeliest one behind the right tokens before it, which is what greedy decoding writes.
     """
     groups: dict[tuple[str, float, str], list[dict[str, Any]]] = defaultdict(list)
     for one in outcomes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -65,7 +66,7 @@ def prefill(model: Any, ids: torch.Tensor, before: Prefilled | None = None) -> P
             mass[:, :first] = before.mass[layer]
         start_observing = max(total - OBSERVED, first)
         borders = sorted({*range(first, total, BLOCK), start_observing, total})
-        for start, end in zip(borders, borders[1:]):
+        for start, end in pairwise(borders):
             scores = torch.einsum("hgqd,hkd->hgqk", rows[:, :, start - first : end - first], k[:, :end].float()) * scale
             later = torch.ones(end - start, end, dtype=torch.bool, device=k.device).triu(start + 1)
             p = scores.masked_fill_(later, -torch.inf).softmax(-1)

@@ -1,13 +1,13 @@
 """Palu (Chang et al., "Palu: KV-Cache Compression with Low-Rank Projection", arXiv 2407.21118): low rank, then codes.
 
-Palu factors the projections of keys and values and caches the narrow product. With its whitening by the inputs, the best
-factors of given rank project the outputs onto their principal directions, so the moments of keys before RoPE and of
-values, all heads of a layer together, are enough. Ranks go where they remove most of each matrix's energy (the paper
+Palu factors the projections of keys and values and caches the narrow product. With its whitening by the inputs, the
+best factors of given rank project the outputs onto their principal directions. So the moments of keys before RoPE and
+of values, all heads of a layer together, are enough. Ranks go where they remove most of each matrix's energy (the paper
 weighs by Fisher information). A fixed rotation evens out the narrow vectors (the paper's Hadamard matrix). Each is
 quantized per token with one scale and offset, or stays in 16 bits.
 
 In ``transform`` this is a preset: channels in order of energy, equal widths for the first and 0 bits for the others
-(``Preset``). What ``transform`` adds are a basis that weighs keys by the queries that read them, widths that differ, and
+(``served.PRESETS``). ``transform`` adds a basis that weighs keys by the queries that read them, widths that differ, and
 one gain in place of scale and offset.
 """
 
@@ -51,9 +51,9 @@ class Bases:
     def ranks(self, share: float) -> torch.Tensor:
         """Divides a share of all dimensions: int64 ``[2, layers]``, of keys and values; at least one each."""
         energies = torch.stack([self.k_energies, self.v_energies])
-        count = int(share * energies.numel())
-        least = energies.flatten().topk(count).values[-1]
-        return (energies >= least).sum(-1).clamp(min=1)
+        taken = torch.zeros(energies.numel(), dtype=torch.int64, device=energies.device)
+        taken[energies.flatten().topk(int(share * energies.numel())).indices] = 1
+        return taken.view_as(energies).sum(-1).clamp(min=1)
 
 
 def before_rope(k: torch.Tensor, positions: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
@@ -94,7 +94,7 @@ def _rotation(size: int) -> torch.Tensor:
 
 def settings(bases: Bases, budget: float) -> list[Palu]:
     """Returns the largest share of dimensions for each width within ``budget`` bits per element."""
-    layers, size = bases.k_energies.shape
+    size = bases.k_energies.shape[-1]
     found = []
     for width in WIDTHS:
         scales = 0.0 if width == NUMBER else 2 * SCALE / size
