@@ -14,6 +14,7 @@ from benchmarks.research.families.served import Served, served
 from benchmarks.research.scalar.__main__ import bits_of, gained
 from benchmarks.research.scalar.coding import Coding, channel_widths, plane_widths, transform_of, weighted_error
 from benchmarks.research.scalar.lattice import Lattice, in_ball, largest_norm, nearest
+from benchmarks.research.scalar.loops import PER_LANE, conflicts, counted
 from benchmarks.research.scalar.prediction import Predicted, Predictor, value_widths
 from benchmarks.research.scalar.trellis import Trellis, circular_paths, paths
 from benchmarks.research.scalar.uniform import Levels, TwoGains, row_gain, uniform
@@ -218,3 +219,9 @@ def test_bits_gained() -> None:
     ]
     found, error = gained(outcomes, "x", 2.0, "uniform", lambda one: (one["error"], 1))
     assert found == pytest.approx(0.3) and error == pytest.approx(0, abs=1e-6)
+
+
+def test_a_look_up_costs_instructions_and_cycles() -> None:
+    scalar, pairs = counted("scalar"), counted("pairs")
+    assert pairs["instructions"] > scalar["instructions"] + PER_LANE
+    assert conflicts(1) == 1 and 3.3 < conflicts(1024) < 3.7
