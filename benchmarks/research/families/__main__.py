@@ -3,8 +3,9 @@
     python -m benchmarks.research.families .models/SmolLM2-135M-Instruct --text HELD_OUT ... --calibration TEXT ...
     python -m benchmarks.research.families --report --out benchmarks/results/families.json
 
-A run continues where an earlier one stopped: outcomes are kept in ``--work``, one line each. ``--report`` summarizes
-those of all models there.
+On a GPU add ``--device cuda``; a model without rotations in the zoo takes ``--transform DIR --oscar DIR``, and 2K to 8K
+tokens with ``--length``. A run continues where an earlier one stopped: outcomes are kept in ``--work``, one line each.
+``--report`` summarizes those of all models there.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any
 import torch
 
 from benchmarks import record
-from benchmarks.research.families.cases import Case, draw
+from benchmarks.research.families.cases import draw
 from benchmarks.research.families.catalog import BUDGETS, Calibration, Entry, catalog
 from benchmarks.research.families.judge import Judge, rows
 from benchmarks.research.families.model import Prefilled
@@ -60,6 +61,7 @@ def main() -> None:
 def run(args: argparse.Namespace) -> None:
     """Judges every method on every case that has no outcome yet."""
     model, tokenizer = load_model(args.model, device=args.device)
+    torch.set_default_device(model.device)
     name = Path(args.model).name.lower()
     log = args.work / f"{name}.jsonl"
     done = {(one["case"], one["key"]) for one in read(log)}
@@ -75,7 +77,7 @@ def run(args: argparse.Namespace) -> None:
         left = [one for one in entries if (case.name, one.key) not in done]
         if not left:
             continue
-        judge = Judge(model, moved(case, model.device), kept(args.work / name, case.name))
+        judge = Judge(model, case, kept(args.work / name, case.name))
         keep_prefilled(args.work / name, case.name, judge.prefilled)
         for entry in left:
             start = time.process_time()
@@ -101,7 +103,7 @@ def calibrated(model: Any, tokenizer: Any, args: argparse.Namespace, name: str) 
     """Reads one context of each calibration text, or takes what an earlier run read."""
     file = args.work / name / "calibration.pt"
     if file.exists():
-        return Calibration(*torch.load(file, weights_only=False))
+        return Calibration(*torch.load(file, weights_only=False, map_location=model.device))
     contexts = [tokens(tokenizer, model, path)[: args.length].to(model.device) for path in args.calibration]
     found = Calibration.of(model, contexts)
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -109,14 +111,10 @@ def calibrated(model: Any, tokenizer: Any, args: argparse.Namespace, name: str) 
     return found
 
 
-def moved(case: Case, device: torch.device) -> Case:
-    questions = {task: type(q)(q.ids.to(device), q.answer.to(device)) for task, q in case.questions.items()}
-    return Case(case.name, case.ids.to(device), case.following.to(device), questions)
-
-
 def kept(folder: Path, case: str) -> Prefilled | None:
     file = folder / f"{case.replace('/', '_')}.pt"
-    return torch.load(file, weights_only=False) if file.exists() else None
+    where = torch.get_default_device()
+    return torch.load(file, weights_only=False, map_location=where) if file.exists() else None
 
 
 def keep_prefilled(folder: Path, case: str, prefilled: Prefilled) -> None:

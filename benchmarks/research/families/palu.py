@@ -88,8 +88,8 @@ class Palu:
 
 def _rotation(size: int) -> torch.Tensor:
     """Returns the same random orthogonal matrix for a size, float32."""
-    q, _ = torch.linalg.qr(torch.randn(size, size, generator=torch.Generator().manual_seed(size)))
-    return q
+    drawn = torch.randn(size, size, generator=torch.Generator().manual_seed(size), device="cpu")
+    return torch.linalg.qr(drawn)[0].to(torch.get_default_device())
 
 
 def settings(bases: Bases, budget: float) -> list[Palu]:

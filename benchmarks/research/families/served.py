@@ -14,6 +14,7 @@ from sglang_kvq.config import KVQuantConfig
 from sglang_kvq.constants import PAGE_SIZE
 from sglang_kvq.formats.planes import PlaneCode, PlaneFormat, Widths
 from sglang_kvq.formats.record import RecordFormat
+from sglang_kvq.rotations.base import Rotations
 from sglang_kvq.rotations.identity import geometry_of
 from sglang_kvq.rotations.maths.fake_quant import page_round_trip
 from sglang_kvq.rotations.resolve import resolve_formats, resolve_rotations, rotations_of_worker
@@ -62,7 +63,14 @@ def served(spec: str, model_path: str, hf_config: Any, folder: str | None = None
     if rotations is None:
         return Served(LayerRotations(), formats)
     layers, heads, _ = geometry_of(hf_config)
-    return Served(rotations_of_worker(rotations, formats, range(layers), heads, 0, heads), formats)
+    return Served(_worker(rotations, formats, layers, heads), formats)
+
+
+def _worker(rotations: Rotations | None, formats: Sequence[RecordFormat], layers: int, heads: int) -> LayerRotations:
+    """Returns the rotations of all heads, on the default device."""
+    if rotations is None:
+        raise ValueError("a method with learned rotations has some")
+    return rotations_of_worker(rotations, formats, range(layers), heads, 0, heads).to(torch.get_default_device())
 
 
 #: Palu as a preset of ``transform``: the same widths of keys and of values in every layer, with 0-bit planes.
@@ -80,4 +88,4 @@ def preset(budget: float, model_path: str, hf_config: Any, folder: str | None = 
     layers, heads, dim = geometry_of(hf_config)
     k, v = PRESETS[budget]
     formats = [PlaneFormat(dim, PlaneCode(k), PlaneCode(v))] * layers
-    return Served(rotations_of_worker(rotations, formats, range(layers), heads, 0, heads), formats)
+    return Served(_worker(rotations, formats, layers, heads), formats)

@@ -3,9 +3,9 @@
     python -m benchmarks.research.scalar .models/SmolLM2-135M-Instruct --work families-work --cases 4
     python -m benchmarks.research.scalar --report --work families-work --out benchmarks/results/below_scalar.json
 
-Contexts and calibration are those that ``benchmarks.research.families`` read into the folder ``--work``, run first.
-``error`` is the squared error as the calibration weighs it. Bits gained are those at which the product's codes, between
-the measured budgets, would err, or diverge, as much, less those that are used.
+Contexts and calibration are those that ``benchmarks.research.families`` read into the folder ``--work``, run first. The
+model runs on the CPU. ``error`` is the squared error as the calibration weighs it. Bits gained are those at which the
+product's codes, between the measured budgets, would err, or diverge, as much, minus those that are used.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import torch
 from benchmarks import record
 from benchmarks.research.families import __main__ as families
 from benchmarks.research.families.base import Method
-from benchmarks.research.families.cases import draw
+from benchmarks.research.families.cases import Case, draw
 from benchmarks.research.families.catalog import Calibration
 from benchmarks.research.families.judge import Judge
 from benchmarks.research.families.served import served
@@ -74,12 +74,12 @@ def variants(rotations: Rotations, coders: dict[str, Coder], bits: float) -> dic
     two = plane_widths(rotations, bits, gains=2)
     return {
         "uniform": Coding(whole, *planes, uniform),
-        "levels": Coding(whole, *planes, coders["levels"]),
-        "lattice": Coding(whole, *planes, coders["lattice"]),
         "trellis": Coding(whole, *planes, coders["trellis"]),
-        "channels": Coding(whole, *channels, uniform),
         "channels-heads": Coding(whole, *heads, uniform),
+        "channels": Coding(whole, *channels, uniform),
+        "lattice": Coding(whole, *planes, coders["lattice"]),
         "two-gains": Coding(whole, *two, TwoGains(), gains=2),
+        "levels": Coding(whole, *planes, coders["levels"]),
         "trellis-channels-heads": Coding(whole, *heads, coders["trellis"]),
     }
 
@@ -120,8 +120,9 @@ def main() -> None:
     parser.add_argument("--cases", type=int, default=4)
     parser.add_argument("--of", type=int, default=8, help="cases that families drew")
     parser.add_argument("--length", type=int, default=1024)
-    parser.add_argument("--following", type=int, default=24)
+    parser.add_argument("--following", type=int, default=96, help="tokens whose divergence is measured")
     parser.add_argument("--transform", help="rotations of transform, if the zoo has none")
+    parser.add_argument("--tried", nargs="*", type=float, default=list(TRIED), help="budgets of the variants")
     parser.add_argument("--only", nargs="*", default=[], help="names of variants")
     parser.add_argument("--errors", action="store_true", help="squared errors only: the model reads nothing")
     parser.add_argument("--work", type=Path, default=Path("families-work"))
@@ -142,7 +143,7 @@ def run(args: argparse.Namespace) -> None:
     """Measures every variant on every context that families has read and that has no outcome yet."""
     model, tokenizer = load_model(args.model, device="cpu")
     name = Path(args.model).name.lower()
-    calibration = Calibration(*torch.load(args.work / name / "calibration.pt", weights_only=False))
+    calibration = Calibration(*torch.load(args.work / name / "calibration.pt", weights_only=False, map_location="cpu"))
     rotations = transform_of(args.model, model.config, args.transform)
     methods = all_methods(args, model.config, rotations, calibration)
     log = args.work / f"{name}.scalar"
@@ -182,9 +183,12 @@ def run(args: argparse.Namespace) -> None:
         families.say(f"{name}: errors of case {case.name}")
         if args.errors:
             continue
-        left = {key: method for key, method in methods.items() if (case.name, *key, "outcome") not in done}
+        # Uniform codes are what is served, but for rounding.
+        left = {key: one for key, one in methods.items() if (case.name, *key, "outcome") not in done}
+        left = {key: one for key, one in left.items() if key[0] != "uniform"}
         if left:
-            judge = Judge(model, case, prefilled)
+            asked = {"exact_keys": case.questions["exact_keys"]}
+            judge = Judge(model, Case(case.name, case.ids, case.following, asked), prefilled)
             for key, method in left.items():
                 write("outcome", case.name, key, judge.outcome(method))
             families.say(f"{name}: outcomes of case {case.name}")
@@ -207,7 +211,7 @@ def all_methods(
     for bits in CURVE:
         found["served", bits] = served(f"transform:{bits:g}", args.model, hf_config, args.transform)
         found["uniform", bits] = variants(rotations, coders, bits)["uniform"]
-    for bits in TRIED:
+    for bits in args.tried:
         found |= {(name, bits): one for name, one in variants(rotations, coders, bits).items() if name != "uniform"}
         found |= {(name, bits): one for name, one in predicted(rotations, calibration, turns, bits).items()}
     return {key: one for key, one in found.items() if not args.only or key[0] in args.only}
