@@ -16,6 +16,7 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,9 @@ from benchmarks.research.families.served import served
 from benchmarks.research.scalar.coding import (
     Coder,
     Coding,
+    bits_of,
     channel_widths,
+    foreseen,
     plane_widths,
     transform_of,
     weighted_error,
@@ -49,6 +52,8 @@ from sglang_kvq.rotations.resolve import coding_parts
 
 #: Budgets of the product's own codes, between which others are placed, and those of the others.
 CURVE, TRIED = (1.6, 2.0, 2.25, 2.5, 3.0), (2.0, 2.5)
+#: Budgets at which the calibration foresees errors, of the product's codes and of finer widths.
+FORESEEN_CURVE, FORESEEN = (1.25, 1.4, 1.6, 1.8, 2.0, 2.25, 2.5, 2.75, 3.0, 3.5, 4.0), (1.6, 2.0, 2.5, 3.0)
 #: Bits of a trellis's window, and rows that tables are trained on.
 MEMORY, TRAINED = 8, 512
 
@@ -96,6 +101,23 @@ def predicted(rotations: Rotations, calibration: Calibration, turns: torch.Tenso
         fitted = Predictor.fitted(rotations, texts, turns, predicts=predicts)
         v_widths = value_widths(fitted.energies, importance, share)
         found[name] = Predicted(rotations.whole(), fitted, k_widths, v_widths, uniform)
+    return found
+
+
+def foreseen_gains(rotations: Rotations) -> list[dict[str, Any]]:
+    """Returns what finer widths gain by the calibration's own energies: channels that share a width, and their heads."""
+    curve = []
+    for bits in FORESEEN_CURVE:
+        widths = plane_widths(rotations, bits)
+        curve.append((bits_of(rotations, widths), foreseen(rotations, widths)))
+    found = []
+    dim = rotations.k.shape[-1]
+    for bits, parts, per_head in product(FORESEEN, (4, 8, 16, dim), (False, True)):
+        widths = channel_widths(rotations, bits, per_head=per_head, group=dim // parts)
+        used = bits_of(rotations, widths)
+        gain = bits_at(curve, foreseen(rotations, widths)) - used
+        name = f"{parts} widths a row{', of each head' if per_head else ''}"
+        found.append({"variant": name, "budget": bits, "bits": used, "bits_gained": gain})
     return found
 
 
@@ -161,6 +183,9 @@ def run(args: argparse.Namespace) -> None:
     if ("all", "predicted", 0.0, "energy") not in done:
         turns = turns_of(model.config, rotations, calibration)
         write("energy", "all", ("predicted", 0.0), {"bits_saved": energy_saved(rotations, calibration, turns)})
+    if not any(one["kind"] == "foreseen" for one in families.read(log)):
+        for one in foreseen_gains(rotations):
+            write("foreseen", "all", (one["variant"], one["budget"]), one)
     for case in list(cases)[: args.cases]:
         prefilled = families.kept(args.work / name, case.name)
         if prefilled is None:
@@ -217,7 +242,7 @@ def all_methods(
     return {key: one for key, one in found.items() if not args.only or key[0] in args.only}
 
 
-def bits_of(curve: Sequence[tuple[float, float]], value: float) -> float:
+def bits_at(curve: Sequence[tuple[float, float]], value: float) -> float:
     """Returns the bits at which a curve of (bits, error) has this error: linear in log error, extended at both ends."""
     points = sorted(curve)
     logs = [math.log2(error) for _, error in points]
@@ -242,7 +267,7 @@ def gained(outcomes: Sequence[dict[str, Any]], variant: str, budget: float, base
 
         curve = [found for at in CURVE if (found := mean(base, at))]
         bits, value = mean(variant, budget) or (math.nan, math.nan)
-        return bits_of(curve, value) - bits
+        return bits_at(curve, value) - bits
 
     whole = over(cases)
     if len(cases) < 3:
@@ -267,6 +292,11 @@ def report(work: Path, out: Path) -> None:
         groups[one["model"]].append(one)
     for model, of in groups.items():
         for one in of:
+            if one["kind"] == "foreseen":
+                found.append(
+                    {"model": model, "variant": one["variant"], "budget": one["budget"], "measure": "foreseen"}
+                    | {"allocated_bits": one["bits"], "bits_gained": one["bits_gained"]}
+                )
             if one["kind"] == "energy":
                 found.append(
                     {"model": model, "variant": "predicted", "measure": "energy", "bits_gained": one["bits_saved"]}

@@ -84,24 +84,25 @@ def plane_widths(rotations: Rotations, bits: float, gains: int = 1) -> tuple[tor
 
 
 def channel_widths(
-    rotations: Rotations, bits: float, *, per_head: bool, gains: int = 1
+    rotations: Rotations, bits: float, *, per_head: bool, group: int = 1, gains: int = 1
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns each channel's widths of least foreseen error at ``bits`` per element, over keys, values and layers.
+    """Returns widths of least foreseen error at ``bits`` per element, over keys, values and layers.
 
-    The error of each further bit falls, so the bits that save most are the best ones. Without ``per_head`` all heads of
-    a layer have the same widths.
+    Each further bit saves less error, so the bits that save most are the best ones. ``group`` neighbouring channels
+    have the same width. Without ``per_head`` all heads of a layer have the same widths.
     """
     heads, dim = rotations.k.shape[1:3]
     weights = torch.stack([x.double() * importance[:, None, None] for x, importance in coding_parts(rotations)])
     if not per_head:
         weights = weights.mean(2, keepdim=True)
+    weights = weights.unflatten(-1, (-1, group)).mean(-1)
     saved = -torch.tensor(DISTORTION, dtype=torch.float64).diff()
     gain = weights[..., None] * saved
     count = int((bits - gains * GAIN_BITS / dim) * weights.numel())
     order = gain.flatten().argsort(descending=True)[:count]
     taken = torch.zeros(gain.numel(), dtype=torch.int64)
     taken[order] = 1
-    widths = taken.view_as(gain).sum(-1).expand(-1, -1, heads, -1)
+    widths = taken.view_as(gain).sum(-1).repeat_interleave(group, -1).expand(-1, -1, heads, -1)
     assert int(widths.max()) <= MOST_BITS
     return widths[0], widths[1]
 
@@ -113,3 +114,15 @@ def weighted_error(rotations: Rotations, coding: Coding, layer: int, history: Hi
         squares = (x - read).double().square().mean(1)
         total += float((squares * energies[layer]).sum() * importance[layer])
     return total
+
+
+def foreseen(rotations: Rotations, widths: tuple[torch.Tensor, torch.Tensor]) -> float:
+    """Returns the error that the calibration foresees of the best uniform quantizer, in ``weighted_error``'s units."""
+    table = torch.tensor(DISTORTION, dtype=torch.float64)
+    parts = zip(coding_parts(rotations), widths)
+    return sum(float((energies * importance[:, None, None] * table[w]).sum()) for (energies, importance), w in parts)
+
+
+def bits_of(rotations: Rotations, widths: tuple[torch.Tensor, torch.Tensor], gains: int = 1) -> float:
+    """Returns bits per element of such widths, gains included."""
+    return sum(float(w.double().mean()) for w in widths) / 2 + gains * GAIN_BITS / rotations.k.shape[-1]

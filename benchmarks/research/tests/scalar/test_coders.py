@@ -11,8 +11,16 @@ import torch
 from benchmarks.capacity import random_transform
 from benchmarks.research.families.base import History
 from benchmarks.research.families.served import Served, served
-from benchmarks.research.scalar.__main__ import bits_of, gained
-from benchmarks.research.scalar.coding import Coding, channel_widths, plane_widths, transform_of, weighted_error
+from benchmarks.research.scalar.__main__ import bits_at, gained
+from benchmarks.research.scalar.coding import (
+    Coding,
+    bits_of,
+    channel_widths,
+    foreseen,
+    plane_widths,
+    transform_of,
+    weighted_error,
+)
 from benchmarks.research.scalar.lattice import Lattice, in_ball, largest_norm, nearest
 from benchmarks.research.scalar.loops import PER_LANE, conflicts, counted
 from benchmarks.research.scalar.prediction import Predicted, Predictor, value_widths
@@ -21,8 +29,7 @@ from benchmarks.research.scalar.uniform import Levels, TwoGains, row_gain, unifo
 from benchmarks.research.tests import helpers
 from sglang_kvq.formats.planes import PlaneCode
 from sglang_kvq.rotations.identity import geometry_of
-from sglang_kvq.rotations.maths.transform import DISTORTION, STEPS
-from sglang_kvq.rotations.resolve import coding_parts
+from sglang_kvq.rotations.maths.transform import STEPS
 
 WIDTHS = (4, 3, 1, 0)
 
@@ -166,16 +173,10 @@ def test_widths_of_channels_spend_the_budget_best(folder: Path, per_head: bool) 
     rotations = transform_of("tiny", config(), str(folder))
     planes, channels = plane_widths(rotations, 2.0), channel_widths(rotations, 2.0, per_head=per_head)
 
-    def foreseen(widths: tuple[torch.Tensor, torch.Tensor]) -> float:
-        table = torch.tensor(DISTORTION, dtype=torch.float64)
-        parts = zip(coding_parts(rotations), widths)
-        return sum(
-            float((energies * importance[:, None, None] * table[w]).sum()) for (energies, importance), w in parts
-        )
-
-    used = [sum(float(w.double().mean()) / 2 for w in widths) + 8 / 64 for widths in (planes, channels)]
-    assert used[0] <= 2.0 and 1.99 < used[1] <= 2.0
-    assert foreseen(channels) < foreseen(planes)
+    eighths = channel_widths(rotations, 2.0, per_head=False, group=8)
+    assert bits_of(rotations, planes) <= 2.0 and 1.99 < bits_of(rotations, channels) <= 2.0
+    assert foreseen(rotations, channels) < foreseen(rotations, eighths) < foreseen(rotations, planes)
+    assert (eighths[0].unflatten(-1, (-1, 8)).diff(dim=-1) == 0).all()
     assert per_head or torch.equal(channels[0][:, 0], channels[0][:, 1])
     coding = Coding(rotations.whole(), *channels, uniform)
     assert weighted_error(rotations, coding, 0, history()) > 0
@@ -209,8 +210,8 @@ def test_prediction_is_exact_where_values_are_keys(folder: Path) -> None:
 
 
 def test_bits_gained() -> None:
-    assert bits_of([(2, 0.04), (3, 0.01)], 0.02) == pytest.approx(2.5)
-    assert bits_of([(2, 0.04), (3, 0.01)], 0.005) == pytest.approx(3.5)
+    assert bits_at([(2, 0.04), (3, 0.01)], 0.02) == pytest.approx(2.5)
+    assert bits_at([(2, 0.04), (3, 0.01)], 0.005) == pytest.approx(3.5)
     places = [("uniform", 2.0, 2.0), ("uniform", 3.0, 3.0), ("x", 2.0, 2.3)]
     outcomes = [
         {"case": str(n), "variant": variant, "budget": bits, "bits": bits, "error": 2.0 ** (-2 * at) * (1 + n)}
