@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from itertools import product
@@ -105,7 +104,7 @@ def predicted(rotations: Rotations, calibration: Calibration, turns: torch.Tenso
 
 
 def foreseen_gains(rotations: Rotations) -> list[dict[str, Any]]:
-    """Returns what finer widths gain by the calibration's own energies: channels that share a width, and their heads."""
+    """Returns what finer widths gain by the calibration's energies: by how many a row has, of each head or not."""
     curve = []
     for bits in FORESEEN_CURVE:
         widths = plane_widths(rotations, bits)
@@ -192,19 +191,12 @@ def run(args: argparse.Namespace) -> None:
             families.say(f"{case.name}: not read by benchmarks.research.families yet")
             continue
         for key, method in methods.items():
-            if isinstance(method, Coding) and (case.name, *key, "error") not in done:
-                layers = range(len(prefilled.k))
-                histories = [prefilled.history(layer) for layer in layers]
-                start = time.process_time()
-                errors = [weighted_error(rotations, method, layer, histories[layer]) for layer in layers]
-                bits = sum(method.bits(layer, histories[layer]) for layer in layers)
-                bits /= sum(one.elements for one in histories)
-                write(
-                    "error",
-                    case.name,
-                    key,
-                    {"bits": bits, "error": sum(errors), "seconds": time.process_time() - start},
-                )
+            if key[0] == "served" or (case.name, *key, "error") in done:
+                continue
+            histories = [prefilled.history(layer) for layer in range(len(prefilled.k))]
+            parts = [weighted_error(rotations, method, layer, one) for layer, one in enumerate(histories)]
+            bits = sum(used for _, used in parts) / sum(one.elements for one in histories)
+            write("error", case.name, key, {"bits": bits, "error": sum(error for error, _ in parts)})
         families.say(f"{name}: errors of case {case.name}")
         if args.errors:
             continue

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.research.families.base import History, Stored
+from benchmarks.research.families.base import History, Method, Stored
 from benchmarks.research.families.served import to_model, to_stored
 from sglang_kvq.attention.base import LayerRotations
 from sglang_kvq.config import KVQuantConfig
@@ -107,13 +107,21 @@ def channel_widths(
     return widths[0], widths[1]
 
 
-def weighted_error(rotations: Rotations, coding: Coding, layer: int, history: History) -> float:
-    """Returns the squared error of a layer's rows as the calibration weighs it: importance times energy."""
+def weighted_error(rotations: Rotations, method: Method, layer: int, history: History) -> tuple[float, float]:
+    """Returns the squared error of a layer's rows in the units of ``foreseen``, importance times energy; and bits.
+
+    As in calibration, a token counts by what an error there changes in attention's output: by the square of the
+    attention paid to it, on average 1.
+    """
+    whole, found = rotations.whole(), method(layer, history)
+    weights = history.mass.double().square()
+    weights = weights / weights.mean(1, keepdim=True)
+    pairs = zip(to_stored(whole, layer, history.k, history.v), to_stored(whole, layer, found.k, found.v))
     total = 0.0
-    for (x, read), (energies, importance) in zip(coding.read(layer, history), coding_parts(rotations)):
-        squares = (x - read).double().square().mean(1)
+    for (x, read), (energies, importance) in zip(pairs, coding_parts(rotations)):
+        squares = ((x - read).double().square() * weights[..., None]).mean(1)
         total += float((squares * energies[layer]).sum() * importance[layer])
-    return total
+    return total, found.bits
 
 
 def foreseen(rotations: Rotations, widths: tuple[torch.Tensor, torch.Tensor]) -> float:

@@ -153,7 +153,7 @@ def config() -> object:
 
 def history(seed: int = 0) -> History:
     k, v = (gauss(helpers.KV_HEADS, 128, 64, seed=seed + n).bfloat16().float() for n in (1, 2))
-    return History(k, v, torch.arange(64, 192), torch.zeros(k.shape[:2]), torch.zeros(k.shape[:2]))
+    return History(k, v, torch.arange(64, 192), torch.ones(k.shape[:2]), torch.ones(k.shape[:2]))
 
 
 def test_codes_of_planes_are_what_is_served(folder: Path) -> None:
@@ -179,7 +179,13 @@ def test_widths_of_channels_spend_the_budget_best(folder: Path, per_head: bool) 
     assert (eighths[0].unflatten(-1, (-1, 8)).diff(dim=-1) == 0).all()
     assert per_head or torch.equal(channels[0][:, 0], channels[0][:, 1])
     coding = Coding(rotations.whole(), *channels, uniform)
-    assert weighted_error(rotations, coding, 0, history()) > 0
+    given = history()
+    once, bits = weighted_error(rotations, coding, 0, given)
+    given.mass[:, :64] = 0  # tokens that nobody attends to cost nothing, the others twice as much
+    half = History(given.k[:, 64:], given.v[:, 64:], given.positions[64:], given.mass[:, 64:], given.mass[:, 64:])
+    assert once > 0 and bits == coding.bits(0, given)
+    ours, theirs = (weighted_error(rotations, coding, 0, one)[0] for one in (given, half))
+    assert ours == pytest.approx(theirs, rel=1e-3)
     assert coding(0, history()).bits == coding.bits(0, history())
 
 
