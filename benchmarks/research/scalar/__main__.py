@@ -23,7 +23,7 @@ import torch
 
 from benchmarks import record
 from benchmarks.research.families import __main__ as families
-from benchmarks.research.families.base import Method
+from benchmarks.research.families.base import History, Method
 from benchmarks.research.families.cases import Case, draw
 from benchmarks.research.families.catalog import Calibration
 from benchmarks.research.families.judge import Judge
@@ -45,7 +45,7 @@ from benchmarks.research.scalar.uniform import Levels, TwoGains, row_gain, unifo
 from sglang_kvq.evaluation import provenance
 from sglang_kvq.evaluation.tasks.statistics import clustered
 from sglang_kvq.rotations.base import Rotations
-from sglang_kvq.rotations.calibration.hf_model import load_model
+from sglang_kvq.rotations.calibration.hf_model import embedding_rows, load_config, load_model, tokenize
 from sglang_kvq.rotations.calibration.rope import turn_of
 from sglang_kvq.rotations.resolve import coding_parts
 
@@ -146,6 +146,7 @@ def main() -> None:
     parser.add_argument("--tried", nargs="*", type=float, default=list(TRIED), help="budgets of the variants")
     parser.add_argument("--only", nargs="*", default=[], help="names of variants")
     parser.add_argument("--errors", action="store_true", help="squared errors only: the model reads nothing")
+    parser.add_argument("--every", type=int, default=2, help="squared errors of each so manieth token")
     parser.add_argument("--work", type=Path, default=Path("families-work"))
     parser.add_argument("--report", action="store_true")
     parser.add_argument("--out", type=Path)
@@ -162,14 +163,20 @@ def main() -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Measures every variant on every context that families has read and that has no outcome yet."""
-    model, tokenizer = load_model(args.model, device="cpu")
+    model, tokenizer = None, None
+    if args.errors:
+        config, tokenizer = load_config(args.model)
+    else:
+        model, tokenizer = load_model(args.model, device="cpu")
+        config = model.config
     name = Path(args.model).name.lower()
     calibration = Calibration(*torch.load(args.work / name / "calibration.pt", weights_only=False, map_location="cpu"))
-    rotations = transform_of(args.model, model.config, args.transform)
-    methods = all_methods(args, model.config, rotations, calibration)
+    rotations = transform_of(args.model, config, args.transform)
+    methods = all_methods(args, config, rotations, calibration)
     log = args.work / f"{name}.scalar"
     done = {(one["case"], one["variant"], one["budget"], one["kind"]) for one in families.read(log)}
-    texts = [families.tokens(tokenizer, model, path) for path in args.text]
+    rows = embedding_rows(model or config)
+    texts = [tokenize(tokenizer, path.read_text()[: families.MOST], rows) for path in args.text]
     commit, dirty = provenance.commit()
     cases = draw(lambda s: tokenizer(s, add_special_tokens=False)["input_ids"], tokenizer.decode, texts, args.of,
                  args.length, args.following)  # fmt: skip
@@ -180,7 +187,7 @@ def run(args: argparse.Namespace) -> None:
             file.write(json.dumps(line | {"commit": commit, "dirty": dirty} | found) + "\n")
 
     if ("all", "predicted", 0.0, "energy") not in done:
-        turns = turns_of(model.config, rotations, calibration)
+        turns = turns_of(config, rotations, calibration)
         write("energy", "all", ("predicted", 0.0), {"bits_saved": energy_saved(rotations, calibration, turns)})
     if not any(one["kind"] == "foreseen" for one in families.read(log)):
         for one in foreseen_gains(rotations):
@@ -193,7 +200,7 @@ def run(args: argparse.Namespace) -> None:
         for key, method in methods.items():
             if key[0] == "served" or (case.name, *key, "error") in done:
                 continue
-            histories = [prefilled.history(layer) for layer in range(len(prefilled.k))]
+            histories = [every(prefilled.history(layer), args.every) for layer in range(len(prefilled.k))]
             parts = [weighted_error(rotations, method, layer, one) for layer, one in enumerate(histories)]
             bits = sum(used for _, used in parts) / sum(one.elements for one in histories)
             write("error", case.name, key, {"bits": bits, "error": sum(error for error, _ in parts)})
@@ -209,6 +216,12 @@ def run(args: argparse.Namespace) -> None:
             for key, method in left.items():
                 write("outcome", case.name, key, judge.outcome(method))
             families.say(f"{name}: outcomes of case {case.name}")
+
+
+def every(history: History, step: int) -> History:
+    """Returns each ``step``-th token of a history."""
+    k, v, mass, observed = (x[:, ::step] for x in (history.k, history.v, history.mass, history.observed))
+    return History(k, v, history.positions[::step], mass, observed)
 
 
 def turns_of(hf_config: Any, rotations: Rotations, calibration: Calibration) -> torch.Tensor:

@@ -9,6 +9,7 @@ favours it.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cache
 
 import torch
 
@@ -17,6 +18,7 @@ from benchmarks.research.scalar.uniform import row_gain
 DIM = 8
 
 
+@cache
 def largest_norm(width: int) -> int:
     """Returns the largest squared length at which all of E8's points within have names of ``width`` bits a value."""
     names, points, m = 1 << (DIM * width), 1, 0
