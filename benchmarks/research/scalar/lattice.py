@@ -13,7 +13,7 @@ from functools import cache
 
 import torch
 
-from benchmarks.research.scalar.uniform import row_gain
+from benchmarks.research.scalar.uniform import row_gain, with_best_gain
 
 DIM = 8
 
@@ -87,4 +87,4 @@ class Lattice:
             if width:
                 part, scale = slice(number * DIM, (number + 1) * DIM), self.scales[width]
                 read[:, part] = in_ball(x[:, part] / gain / scale, largest_norm(width)) * scale
-        return read * gain
+        return with_best_gain(x, read)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from benchmarks.research.scalar.uniform import row_gain
+from benchmarks.research.scalar.uniform import row_gain, with_best_gain
 
 #: Rows that are coded at a time.
 ROWS = 1024
@@ -51,7 +51,7 @@ class Trellis:
             states = circular_paths(z[part], of, self.tables, self.memory)
             values = torch.stack([self.tables[w][states[:, t]] for t, w in enumerate(of)], 1)
             read[part, coded] = values
-        return read * gain
+        return with_best_gain(x, read)
 
 
 def circular_paths(x: torch.Tensor, widths: list[int], tables: dict[int, torch.Tensor], memory: int) -> torch.Tensor:

@@ -51,6 +51,17 @@ def row_gain(x: torch.Tensor, widths: torch.Tensor) -> torch.Tensor:
     return gains_of(gain_bytes(mean.sqrt().clamp(min=2.0**-16)))[:, None]
 
 
+def with_best_gain(x: torch.Tensor, units: torch.Tensor) -> torch.Tensor:
+    """Returns what is read of rows ``[n, D]`` coded as ``units``: times the gain of 8 bits next to the best one."""
+    squares = units.square().sum(-1, keepdim=True).clamp(min=1e-12)
+    best = ((x * units).sum(-1, keepdim=True) / squares).clamp(min=2.0**-16)
+    above = gain_bytes(best)
+    below = (above.int() - 1).clamp(min=0)
+    pair = torch.stack([gains_of(above), gains_of(below)])
+    nearest = (pair - best).abs().argmin(0, keepdim=True)
+    return units * pair.gather(0, nearest)[0]
+
+
 @dataclass(frozen=True)
 class Levels:
     """Levels trained for each width, at the row's root mean square: what a trellis is compared with."""
@@ -79,4 +90,4 @@ class Levels:
             at = (widths == width).nonzero()[:, 0]
             if len(at):
                 read[:, at] = levels[torch.bucketize(z[:, at].contiguous(), (levels[1:] + levels[:-1]) / 2)]
-        return read * gain
+        return with_best_gain(x, read)

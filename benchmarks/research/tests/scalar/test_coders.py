@@ -25,7 +25,7 @@ from benchmarks.research.scalar.lattice import Lattice, in_ball, largest_norm, n
 from benchmarks.research.scalar.loops import PER_LANE, conflicts, counted
 from benchmarks.research.scalar.prediction import Predicted, Predictor, value_widths
 from benchmarks.research.scalar.trellis import Trellis, circular_paths, paths
-from benchmarks.research.scalar.uniform import Levels, TwoGains, row_gain, uniform
+from benchmarks.research.scalar.uniform import Levels, TwoGains, row_gain, uniform, with_best_gain
 from benchmarks.research.tests import helpers
 from sglang_kvq.formats.planes import PlaneCode
 from sglang_kvq.rotations.identity import geometry_of
@@ -52,6 +52,15 @@ def test_uniform_codes_are_the_products() -> None:
     assert same > 0.9
     assert mse(x, ours) == pytest.approx(mse(x, theirs), rel=0.02)
     assert not ours[:, 48:].any()
+
+
+def test_the_gain_next_to_the_best_is_taken() -> None:
+    """In least squares, and among gains an eighth of a power of two apart."""
+    units, gains = gauss(50, 64), torch.linspace(0.3, 3, 50)[:, None]
+    read = with_best_gain(units * gains, units)
+    taken = (read / units)[:, :1]
+    assert ((taken / gains - 1).abs() < 0.0626).all()
+    assert torch.equal(taken * 8 / 2 ** taken.log2().floor(), (taken * 8 / 2 ** taken.log2().floor()).round())
 
 
 def test_levels_reach_the_literature() -> None:
