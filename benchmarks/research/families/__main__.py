@@ -135,8 +135,9 @@ def report(work: Path, out: Path) -> None:
         raise SystemExit(f"--work {work}: no outcomes. Run it with a model first.")
     found = []
     for row in rows(outcomes):
-        commits = sorted({one["commit"] for one in outcomes if one["model"] == row["model"]})
-        found.append({**row, "measured_at": commits, "device": outcomes[0]["device"]})
+        mine = [one for one in outcomes if (one["model"], one["method"]) == (row["model"], row["method"])]
+        at = {"measured_at": sorted({one["commit"] for one in mine}), "measured_dirty": any(o["dirty"] for o in mine)}
+        found.append({**row, **at, "device": mine[0]["device"]})
     record.write(out, out.stem, found)
     say(f"{len(found)} rows of {len(outcomes)} outcomes in {out}")
 

@@ -36,7 +36,7 @@ from benchmarks.research.scalar.coding import (
     foreseen,
     plane_widths,
     transform_of,
-    weighted_error,
+    weighted_errors,
 )
 from benchmarks.research.scalar.lattice import Lattice
 from benchmarks.research.scalar.prediction import Predicted, Predictor, value_widths
@@ -201,9 +201,14 @@ def run(args: argparse.Namespace) -> None:
             if key[0] == "served" or (case.name, *key, "error") in done:
                 continue
             histories = [every(prefilled.history(layer), args.every) for layer in range(len(prefilled.k))]
-            parts = [weighted_error(rotations, method, layer, one) for layer, one in enumerate(histories)]
-            bits = sum(used for _, used in parts) / sum(one.elements for one in histories)
-            write("error", case.name, key, {"bits": bits, "error": sum(error for error, _ in parts)})
+            parts = [weighted_errors(rotations, method, layer, one) for layer, one in enumerate(histories)]
+            total = sum(float(error.sum()) for errors, _ in parts for error in errors)
+            found = {"bits": sum(bits for _, bits in parts) / sum(one.elements for one in histories), "error": total}
+            if isinstance(method, Coding):
+                widths = list(zip(method.k_widths, method.v_widths))
+                without = [e[w == 0].sum() for (errors, _), of in zip(parts, widths) for e, w in zip(errors, of)]
+                found["share_without_codes"] = float(torch.stack(without).sum()) / total
+            write("error", case.name, key, found)
         families.say(f"{name}: errors of case {case.name}")
         if args.errors:
             continue
@@ -233,6 +238,12 @@ def all_methods(
     args: argparse.Namespace, hf_config: Any, rotations: Rotations, calibration: Calibration
 ) -> dict[tuple[str, float], Method]:
     """Returns methods by variant and budget, the product's curve first."""
+    if args.only and set(args.only) <= {"served", "uniform"}:
+        curve: dict[tuple[str, float], Method] = {}
+        for bits in CURVE:
+            curve["served", bits] = served(f"transform:{bits:g}", args.model, hf_config, args.transform)
+            curve["uniform", bits] = Coding(rotations.whole(), *plane_widths(rotations, bits), uniform)
+        return {key: one for key, one in curve.items() if key[0] in args.only}
     rows = samples(rotations, calibration, 2.0)
     coders: dict[str, Coder] = {"levels": Levels.trained(rows.flatten(), 6), "lattice": Lattice.trained(rows, 6)}
     coders["trellis"] = Trellis.trained(rows, MEMORY, 6)
@@ -314,6 +325,9 @@ def report(work: Path, out: Path) -> None:
                 score, se = clustered(*zip(*(value(one) for one in mine)))
                 row = {"model": model, "variant": variant, "budget": budget, "measure": measure, "score": score,
                        "score_se": se, "allocated_bits": mine[0]["bits"], "cases": len(mine)}  # fmt: skip
+                shares = [one["share_without_codes"] for one in mine if "share_without_codes" in one]
+                if shares:
+                    row["share_without_codes"] = sum(shares) / len(shares)
                 row["bits_gained"], row["bits_gained_se"] = gained(outcomes, variant, budget, base, value)
                 if measure == "kl":
                     keys_ = [one["exact_keys"] for one in mine]

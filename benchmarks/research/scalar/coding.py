@@ -107,21 +107,23 @@ def channel_widths(
     return widths[0], widths[1]
 
 
-def weighted_error(rotations: Rotations, method: Method, layer: int, history: History) -> tuple[float, float]:
-    """Returns the squared error of a layer's rows in the units of ``foreseen``, importance times energy; and bits.
+def weighted_errors(
+    rotations: Rotations, method: Method, layer: int, history: History
+) -> tuple[list[torch.Tensor], float]:
+    """Returns squared errors of keys' and of values' channels, float64 ``[kv_heads, D]`` each, and bits.
 
-    As in calibration, a token counts by what an error there changes in attention's output: by the square of the
-    attention paid to it, on average 1.
+    Their unit is that of ``foreseen``: importance times energy. As in calibration, a token counts by what an error there
+    changes in attention's output: by the square of the attention paid to it, on average 1.
     """
     whole, found = rotations.whole(), method(layer, history)
     weights = history.mass.double().square()
     weights = weights / weights.mean(1, keepdim=True)
     pairs = zip(to_stored(whole, layer, history.k, history.v), to_stored(whole, layer, found.k, found.v))
-    total = 0.0
-    for (x, read), (energies, importance) in zip(pairs, coding_parts(rotations)):
-        squares = ((x - read).double().square() * weights[..., None]).mean(1)
-        total += float((squares * energies[layer]).sum() * importance[layer])
-    return total, found.bits
+    errors = [
+        ((x - read).double().square() * weights[..., None]).mean(1) * energies[layer] * importance[layer]
+        for (x, read), (energies, importance) in zip(pairs, coding_parts(rotations))
+    ]
+    return errors, found.bits
 
 
 def foreseen(rotations: Rotations, widths: tuple[torch.Tensor, torch.Tensor]) -> float:
