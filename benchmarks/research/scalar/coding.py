@@ -112,8 +112,8 @@ def weighted_errors(
 ) -> tuple[list[torch.Tensor], float]:
     """Returns squared errors of keys' and of values' channels, float64 ``[kv_heads, D]`` each, and bits.
 
-    Their unit is that of ``foreseen``: importance times energy. As in calibration, a token counts by what an error there
-    changes in attention's output: by the square of the attention paid to it, on average 1.
+    Their unit is that of ``foreseen``: importance times energy. As in calibration, a token counts by what an error
+    there changes in attention's output: by the square of the attention paid to it, on average 1.
     """
     whole, found = rotations.whole(), method(layer, history)
     weights = history.mass.double().square()
@@ -127,7 +127,7 @@ def weighted_errors(
 
 
 def foreseen(rotations: Rotations, widths: tuple[torch.Tensor, torch.Tensor]) -> float:
-    """Returns the error that the calibration foresees of the best uniform quantizer, in ``weighted_error``'s units."""
+    """Returns the error that the calibration foresees of the best uniform quantizer: importance times energy."""
     table = torch.tensor(DISTORTION, dtype=torch.float64)
     parts = zip(coding_parts(rotations), widths)
     return sum(float((energies * importance[:, None, None] * table[w]).sum()) for (energies, importance), w in parts)
