@@ -17,7 +17,7 @@ from pathlib import Path
 from launch.server import Server
 
 #: Seconds until a preloaded process answers; it imports SGLang first.
-PRELOAD = 120
+PRELOAD = 400
 
 
 class Forked:
