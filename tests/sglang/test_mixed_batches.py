@@ -1,4 +1,4 @@
-"""Batches of ``--enable-mixed-chunk``: prefills, then decoding requests, answer like two batches one after the other."""
+"""Batches of ``--enable-mixed-chunk``, prefills before decoding requests: they answer like two batches in turn."""
 
 from __future__ import annotations
 

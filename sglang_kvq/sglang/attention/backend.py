@@ -225,7 +225,7 @@ class KVQuantBackend(AttentionBackend):
         decoding: Decoding,
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Attends like ``forward_decode``, without dequantizing a history; returns BF16 like q, in the rotated basis."""
+        """Attends like ``forward_decode``, which dequantizes no history; returns BF16 like q, in the rotated basis."""
         if index == 0:
             self.ops.plan_attention(decoding.rows, decoding.seq_lens)
         q = self.ops.rotate_and_store(index, decoding.loc, q, k, v)

@@ -41,8 +41,8 @@ def check_layers(model: torch.nn.Module, head_dim: int, kv_heads: int, elsewhere
             (layer.head_dim != head_dim or layer.v_head_dim != head_dim, "key and value heads of different sizes"),
             (
                 (layer.tp_k_head_num, layer.tp_v_head_num) != (kv_heads, kv_heads),
-                f"{layer.tp_k_head_num} KV heads on this worker, where SGLang sized the cache for {kv_heads}. Some models "
-                "divide their heads over all workers whatever --enable-dp-attention says: leave that flag out",
+                f"{layer.tp_k_head_num} KV heads on this worker, where SGLang sized the cache for {kv_heads}. Some "
+                "models divide their heads over all workers whatever --enable-dp-attention says: leave that flag out",
             ),
         ):
             if unsupported:

@@ -50,7 +50,9 @@ def server(one_worker, start) -> Server:
 def test_each_worker_answers_like_one_alone_while_the_other_idles(server, one_worker):
     wrong = after_windows(one_worker["wrong page"], one_worker["long"]).mean
     for rank in range(WORKERS):
-        short, long = (read(server, prompt(name, n), routed_dp_rank=rank) for name, n in (("short", SHORT), ("long", LONG)))
+        short, long = (
+            read(server, prompt(name, n), routed_dp_rank=rank) for name, n in (("short", SHORT), ("long", LONG))
+        )
         found = token_difference(short, one_worker["short"]), after_windows(long, one_worker["long"])
         print(f"worker {rank}: {found[0]}; with a history {found[1]}, a wrong page {wrong:.3f}")
         assert found[0].mean < ROUNDING and found[1].mean < wrong / 4

@@ -52,7 +52,11 @@ def write(folder: Path, seed: int = 0) -> Path:
 def config() -> dict:
     text = {name: value for name, value in TEXT.config().items() if name != "architectures"}
     text |= {"model_type": "qwen2_5_vl_text", "tie_word_embeddings": False}
-    text["rope_parameters"] = {"rope_type": "default", "mrope_section": [8, 12, 12], "rope_theta": text.pop("rope_theta")}
+    text["rope_parameters"] = {
+        "rope_type": "default",
+        "mrope_section": [8, 12, 12],
+        "rope_theta": text.pop("rope_theta"),
+    }
     ids = {"vision_start": START, "vision_end": END, "image": IMAGE, "video": VIDEO}
     return {
         "architectures": ["Qwen2_5_VLForConditionalGeneration"],
