@@ -164,3 +164,18 @@ def another_page(prompt: list[int], page: int, seed: int, vocabulary: int) -> li
     for at in range(begin, min(begin + PAGE_SIZE, len(prompt))):
         changed[at] = rng.randrange(2, vocabulary)
     return changed
+
+
+def behind(server: Server, prompt: list[int], answer: list[int]) -> Difference:
+    """How far an answer's tokens are behind the likeliest ones, by a server that serves nobody else now.
+
+    For answers of requests that did not ask for log-probabilities: a greedy answer is behind by rounding only.
+    """
+    server.drain()
+    server.json("/generate", body(prompt, 1))  # the answer's prompt is cached, as it was when it was decoded
+    asked = body(prompt + answer, 1, return_logprob=True, logprob_start_len=len(prompt) - 1, top_logprobs_num=1)
+    meta = server.json("/generate", asked)["meta_info"]
+    pairs = list(zip(meta["input_token_logprobs"][1:], meta["input_top_logprobs"][1:]))
+    if [own[1] for own, _ in pairs] != answer:
+        raise ValueError("the log-probabilities are not of the answer's tokens")
+    return Difference.of(top[0][0] - own[0] for own, top in pairs)

@@ -6,13 +6,9 @@ own basis. A server that folded it would answer wrongly, with adapters only.
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import pytest
-import torch
-from safetensors.torch import save_file
 
+from benchmarks import tiny_adapters
 from benchmarks.answers import another_page, check, greedy, steps, token_difference
 from benchmarks.tiny_models import MODELS, VOCABULARY
 from launch.server import Server
@@ -22,33 +18,8 @@ from tests.e2e.modes.tiny import FLAGS, LONG, OURS, SHORT, after_windows, read, 
 from tests.e2e.test_serving import assert_empties
 from tests.gpu.families import ROUNDING, prompt
 
-RANK = 8
 NAMES = (None, "first", "second")
-LORA = (
-    *("--enable-lora", "--max-lora-rank", str(RANK), "--max-loras-per-batch", "3"),
-    *(() if ON_GPU else ("--lora-backend", "torch_native")),
-)
-
-
-def write_adapter(folder: Path, seed: int) -> Path:
-    """An adapter as PEFT writes it, that adds about as much to each projection as half of the projection gives."""
-    model, draw = MODELS["llama"], torch.Generator().manual_seed(seed)
-    q_rows, kv_rows = model.heads * model.head_dim, model.kv_heads * model.head_dim
-    shapes = {"q": (q_rows, model.hidden), "k": (kv_rows, model.hidden), "v": (kv_rows, model.hidden)}
-    shapes["o"] = (model.hidden, q_rows)
-    base, tensors = model.tensors(), {}
-    for layer in range(model.layers):
-        for name, (rows, columns) in shapes.items():
-            at = f"model.layers.{layer}.self_attn.{name}_proj"
-            size = float(base[f"{at}.weight"].float().std()) * (columns / RANK) ** 0.5 / 2
-            for part, shape, std in (("A", (RANK, columns), columns**-0.5), ("B", (rows, RANK), size)):
-                tensors[f"base_model.model.{at}.lora_{part}.weight"] = torch.randn(*shape, generator=draw) * std
-    folder.mkdir()
-    save_file(tensors, folder / "adapter_model.safetensors")
-    config = {"peft_type": "LORA", "r": RANK, "lora_alpha": RANK, "bias": "none", "task_type": "CAUSAL_LM"}
-    config["target_modules"] = [f"{name}_proj" for name in shapes]
-    (folder / "adapter_config.json").write_text(json.dumps(config))
-    return folder
+LORA = (*tiny_adapters.FLAGS, *(() if ON_GPU else ("--lora-backend", "torch_native")))
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +27,8 @@ def serve(servers, plugins, tmp_path_factory):
     """``serve(*flags)``: a server with two adapters."""
     folder, env = tmp_path_factory.mktemp("adapters"), {} if ON_GPU else plugins("lora_on_cpu")
     model = write(folder)
-    paths = [f"{name}={write_adapter(folder / name, seed)}" for seed, name in enumerate(NAMES) if name]
+    adapters = [(name, tiny_adapters.write(folder / name, MODELS["llama"], n)) for n, name in enumerate(NAMES) if name]
+    paths = [f"{name}={path}" for name, path in adapters]
     return lambda *flags: servers(*FLAGS, *flags, *LORA, "--lora-paths", *paths, model=model, env=env)
 
 

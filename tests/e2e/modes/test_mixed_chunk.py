@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from benchmarks.answers import another_page
+from benchmarks.answers import another_page, behind
 from benchmarks.tiny_models import VOCABULARY
 from benchmarks.tiny_server import body
 from launch.server import Server
@@ -39,22 +39,11 @@ def test_answers_in_mixed_batches_are_those_of_separate_ones(server):
 
     answers = together([lambda n=n: ask(n) for n in range(len(prompts))])
     assert [len(answer) for answer in answers] == [ANSWER] * len(prompts)
-    missed = [behind(server, ids, answer) for ids, answer in zip(prompts, answers)]
-    wrong = behind(server, another_page(prompts[0], 1, 0, VOCABULARY), answers[0])
+    missed = [behind(server, ids, answer).mean for ids, answer in zip(prompts, answers)]
+    wrong = behind(server, another_page(prompts[0], 1, 0, VOCABULARY), answers[0]).mean
     print(f"behind the likeliest by {missed}, after a wrong page by {wrong}")
     assert max(missed) < ROUNDING < 0.3 < wrong
     mixed = re.findall(r"mixed batch: (\d+) prefills, (\d+) decoding", server.log())
     assert len(mixed) >= 5 and max(int(decoding) for _, decoding in mixed) > 1, mixed
     assert Client(server).state()["errors"] == 0
     assert_empties(Client(server))
-
-
-def behind(server: Server, ids: list[int], answer: list[int]) -> float:
-    """How far an answer's tokens are behind the likeliest ones on average, in nats, by a server at rest."""
-    server.drain()
-    server.json("/generate", body(ids, 1))  # the answer's prompt is cached, as it was when it was decoded
-    asked = body(ids + answer, 1, return_logprob=True, logprob_start_len=len(ids) - 1, top_logprobs_num=1)
-    meta = server.json("/generate", asked)["meta_info"]
-    pairs = list(zip(meta["input_token_logprobs"][1:], meta["input_top_logprobs"][1:]))
-    assert [own[1] for own, _ in pairs] == answer
-    return sum(top[0][0] - own[0] for own, top in pairs) / len(answer)
