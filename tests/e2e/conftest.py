@@ -16,7 +16,7 @@ import torch
 
 from launch.server import Server
 from sglang_kvq.releases import OLDEST
-from tests.e2e.preloaded import Preloaded
+from tests.e2e.preloaded import MODEL_MODULES, Preloaded
 
 #: On a GPU machine the same tests run there, decoding inside CUDA graphs.
 ON_GPU = torch.cuda.is_available()
@@ -54,13 +54,13 @@ NIGHTLY = re.compile(
 
 
 @cache
-def other_models(kept: str = "llama") -> str:
-    """SGLang's model modules but Llama's, which ``model`` is of: importing them all is a tenth of a server's start."""
+def other_models() -> str:
+    """SGLang's model modules but ``MODEL_MODULES``: importing them all is a tenth of a server's start."""
     spec = find_spec("sglang.srt.models")
     assert spec and spec.submodule_search_locations
     found = {path.stem for path in Path(spec.submodule_search_locations[0]).glob("*.py")}
-    assert kept in found
-    return ",".join(sorted(found - {kept, "registry", "utils", "__init__"}))
+    assert found >= set(MODEL_MODULES)
+    return ",".join(sorted(found - {*MODEL_MODULES, "registry", "utils", "__init__"}))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -102,7 +102,7 @@ class Servers:
             env: variables; they may undo those of ``STRICT``.
             fresh: one that served nobody before.
             alone: stop all others first, for a server of several workers.
-            model: another one than most tests', of Llama's class unless ``env`` says otherwise.
+            model: another one than most tests', of a class in ``MODEL_MODULES``.
         """
         model = model or self.model
         env = {**STRICT, "SGLANG_DISABLED_MODEL_ARCHS": other_models(), **(env or {})}

@@ -20,6 +20,10 @@ from launch.server import Server
 PRELOAD = 400
 
 
+#: SGLang's modules of the models that servers in tests load.
+MODEL_MODULES = ("llama", "qwen3", "qwen2_5_vl")
+
+
 class Forked:
     """A server's process, with what is used of ``subprocess.Popen``: the preloading process is its parent and waits."""
 
@@ -127,7 +131,8 @@ def _main(channel: socket.socket) -> None:
     import setproctitle
 
     setproctitle.setproctitle("tests.e2e.preloaded")  # it cannot find its place once a child has other variables
-    for name in ("entrypoints.http_server", "managers.scheduler", "managers.detokenizer_manager", "models.llama"):
+    names = ("entrypoints.http_server", "managers.scheduler", "managers.detokenizer_manager")
+    for name in (*names, *(f"models.{model}" for model in MODEL_MODULES)):
         importlib.import_module(f"sglang.srt.{name}")
     multiprocessing.context.SpawnProcess._Popen = staticmethod(multiprocessing.popen_fork.Popen)
     wake, waker = os.pipe()

@@ -456,8 +456,8 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--only",
         default="",
-        help="some of: newcomer, model names, families, crowd, pressed, windows, hybrid, cases, speculation, "
-        "spec_gpt_oss, spec_qwen3_next, parallel; comma-separated",
+        help="some of: newcomer, model names, families, crowd, pressed, windows, hybrid, mixed, adapters, cases, "
+        "speculation, spec_gpt_oss, spec_qwen3_next, parallel; comma-separated",
     )
     parser.add_argument("--gpus", type=int, help="use this many; default all")
     parser.add_argument("--minutes", type=float, default=8.0, help="stop then, whatever is left; default %(default)s")

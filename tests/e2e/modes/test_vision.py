@@ -9,7 +9,6 @@ import pytest
 from benchmarks.answers import greedy_difference, input_logprobs, steps, token_difference
 from launch.server import Server
 from tests.e2e.client import Client
-from tests.e2e.conftest import other_models
 from tests.e2e.modes import tiny_vision
 from tests.e2e.modes.tiny import OURS
 from tests.e2e.test_serving import assert_empties
@@ -20,7 +19,6 @@ FLAGS = (
     *("--chunked-prefill-size", "128", "--context-length", "1024", "--max-total-tokens", "4096"),
 )
 RECENT = 512
-ENV = {"SGLANG_DISABLED_MODEL_ARCHS": other_models("qwen2_5_vl")}
 #: A prompt of 338 tokens lies in sinks and window. Of one of 818, the last words read a history with most of the image.
 WORDS = {"short": (20, 60), "long": (90, 470)}
 #: Tokens of the long prompt that read no history: sinks, window and a chunk.
@@ -42,7 +40,7 @@ def ask(server: Server, name: str, image: int, tokens: int = 1, start: int = 0) 
 @pytest.fixture(scope="module")
 def start(servers, tmp_path_factory) -> Callable[..., Server]:
     model = tiny_vision.write(tmp_path_factory.mktemp("images"))
-    return lambda *flags: servers(*FLAGS, *flags, model=model, env=ENV)
+    return lambda *flags: servers(*FLAGS, *flags, model=model)
 
 
 @pytest.fixture(scope="module")
