@@ -279,9 +279,12 @@ def check_mixed(server_args: ServerArgs, model: ModelConfig) -> None:
     """
     if not compat.resolved(server_args, "enable_mixed_chunk", False):
         return
-    beside = "speculative decoding" if compat.resolved(server_args, "speculative_algorithm") is not None else None
-    if keeps_states(model):
-        beside = "a model with recurrent states"
+    untried = {
+        "speculative decoding": compat.resolved(server_args, "speculative_algorithm") is not None,
+        "a model with sliding windows": model.is_hybrid_swa,
+        "a model with recurrent states": keeps_states(model),
+    }
+    beside = next((what for what, there in untried.items() if there), None)
     if beside is not None:
         raise KVQuantError(f"--enable-mixed-chunk: mixed batches of {beside} were not tried; leave the flag out.")
 

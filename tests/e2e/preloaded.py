@@ -20,6 +20,8 @@ from launch.server import Server
 PRELOAD = 400
 
 
+#: Variables that SGLang reads when it uses them, and not when it is imported.
+READ_LATE = ("SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY", "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE")
 #: SGLang's modules of the models that servers in tests load.
 MODEL_MODULES = ("llama", "qwen3", "qwen2_5_vl")
 
@@ -96,7 +98,8 @@ class Preloaded:
 
 def _sglangs(server: Server) -> dict[str, str]:
     """Variables of which SGLang may read some while it is imported."""
-    return {name: value for name, value in server.env.items() if name.startswith("SGLANG_")}
+    found = {name: value for name, value in server.env.items() if name.startswith("SGLANG_")}
+    return {name: value for name, value in found.items() if name not in READ_LATE}
 
 
 def _serve(request: dict) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 
 import pytest
@@ -15,7 +16,7 @@ from tests.e2e.test_serving import assert_empties
 from tests.gpu.families import ROUNDING, prompt
 
 #: Two run at a time, so that an urgent request needs another's row.
-PRIORITIES = ("--max-running-requests", "2", "--enable-priority-scheduling")
+PRIORITIES = ("--max-running-requests", "2", "--enable-priority-scheduling", "--decode-log-interval", "4")
 #: SGLang's check between steps counts the tokens of two batches, and a request that was pushed out is in neither.
 ENV = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "0"}
 ANSWER = 120
@@ -33,7 +34,10 @@ def test_preempted_requests_come_back_with_their_answers(server):
     high = [prompt(f"high {n}", 300 + 64 * n) for n in range(3)]
 
     def later(n: int) -> dict:
-        time.sleep(1.0 + 0.5 * n)
+        deadline = time.monotonic() + 120
+        while not re.search("Decode batch, #running-req: 2", server.log()):
+            assert time.monotonic() < deadline, "two requests never ran at once"
+            time.sleep(0.05)
         return greedy(server, high[n], ANSWER // 4, priority=10)
 
     replies = together(
