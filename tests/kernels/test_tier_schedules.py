@@ -124,6 +124,18 @@ def test_many_rows_and_slots(monkeypatch):
     assert tiers.quantized > 100 and tiers.plans == 12
 
 
+def test_a_request_with_one_new_token_reads_it_like_a_decode_step():
+    """Its token begins a page, completes one; the third request prefills."""
+    tiers = twins(rows=3, pages_each=9, slots=24)
+    ids, none = lambda *x: torch.tensor(x), torch.empty(0, dtype=torch.int64)
+    tiers.plan_extend(ids(1, 2, 3), ids(0, 0, 0), ids(320, 447, 130), 0, none)
+    tiers.plan_extend(ids(1, 2, 3), ids(320, 447, 130), ids(321, 448, 400), 448, none)
+    pages = tiers.pool.req_to_token[:, ::P] // P
+    assert torch.equal(tiers.pool.row_pages[1, :6], pages[1, :6]) and int(tiers.pool.row_history_end[2]) == 3 * P
+    tiers.plan_decode(ids(1, 2), ids(321, 448), 448)
+    assert torch.equal(tiers.pool.row_history_end[:3], ids(0, P, 3 * P).int()) and int(tiers.errors) == 0
+
+
 def test_bf16_pages_that_are_too_few_are_counted_and_none_in_use_is_taken():
     tiers = twins(rows=4, pages_each=8, slots=7)
     ids = lambda *x: torch.tensor(x)  # noqa: E731

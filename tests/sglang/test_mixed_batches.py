@@ -12,7 +12,7 @@ from sglang_kvq.cache.integrity import check_integrity
 from sglang_kvq.constants import PAGE_SIZE as P
 from sglang_kvq.sglang.attention import backend as backends
 from sglang_kvq.sglang.attention import scoring
-from tests.sglang.test_padding import LAYER, Q_HEADS, StrictOps, Worker, mode
+from tests.sglang.test_padding import LAYER, StrictOps, Worker, mode
 
 #: Lengths before a mixed batch: the request that goes on with its prompt, the one that decodes. Its token completes a
 #: page, begins one, and does neither; its history is empty at first.
@@ -158,23 +158,3 @@ def test_rows_hold_the_page_that_a_decoding_request_begins():
     mixed.extend({2: 4 * P}, 4 * P, 0)
     mixed.extend({1: 10, 2: 1}, 11, 1)
     assert int(mixed.pool.row_pages[2, 4]) == int(mixed.pool.req_to_token[2, 4 * P]) // P
-
-
-def test_kernels_compute_a_mixed_batch_like_plain_torch():
-    from sglang_kvq.attention.triton_ops import TritonOps
-    from sglang_kvq.cache.triton_tiers import TritonTierManager
-
-    reference, kernels = worker(True), worker(True)
-    ops = TritonOps(kernels.pool, kernels.backend.ops.rotations, q_heads=Q_HEADS, max_batch=4)
-    kernels.tiers = TritonTierManager(kernels.pool, 1, 2, ops.quantize_slots)
-    kernels.backend.ops, kernels.backend.tiers = ops, kernels.tiers
-    for seed, new in enumerate(({1: 130, 2: 448}, {1: 70, 2: 1}, {1: 30, 2: 1})):
-        tokens = sum(new.values())
-        want, got = (each.extend(new, tokens + 3, seed) for each in (reference, kernels))
-        torch.testing.assert_close(got, want, atol=0.02, rtol=0.02)
-    tables = [
-        (each.pool.row_history_end, each.pool.row_sink_end, each.pool.page_slot, each.pool.row_pages[:3, :8])
-        for each in (reference, kernels)
-    ]
-    assert all(torch.equal(a, b) for a, b in zip(*tables))
-    assert int(kernels.tiers.errors) == 0
