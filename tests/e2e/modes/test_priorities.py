@@ -38,7 +38,7 @@ def test_preempted_requests_come_back_with_their_answers(server):
         while not re.search("Decode batch, #running-req: 2", server.log()):
             assert time.monotonic() < deadline, "two requests never ran at once"
             time.sleep(0.05)
-        return greedy(server, high[n], ANSWER // 4, priority=10)
+        return greedy(server, high[n], ANSWER // 4, priority=100)  # above the threshold of 10
 
     replies = together(
         [lambda ids=ids: greedy(server, ids, ANSWER, priority=0) for ids in low]
