@@ -25,9 +25,9 @@ SHORT, LONG = 190, 520
 BEFORE = 448
 
 
-def write(folder: Path, name: str = "llama") -> Path:
+def write(folder: Path) -> Path:
     """The model's folder."""
-    return MODELS[name].write(folder)
+    return MODELS["llama"].write(folder)
 
 
 def read(server: Server, ids: list[int], start: int = 0, **options) -> list[float]:
