@@ -12,7 +12,8 @@ import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from benchmarks.tiny_server import TinyServer, body
+from benchmarks.tiny_server import body
+from launch.server import Server
 from sglang_kvq.constants import PAGE_SIZE
 
 #: Counted for a token that a server did not list among its likely ones: beyond every bound.
@@ -106,33 +107,35 @@ def greedy_difference(ours: Sequence[Step], theirs: Sequence[Step]) -> Differenc
     return Difference.of(values)
 
 
-def greedy(server: TinyServer, prompt: list, tokens: int, **options) -> list:
+def greedy(server: Server, prompt: list, tokens: int, **options) -> list:
     """Replies (a list of them for a list of prompts) with what ``steps`` needs."""
     asked = body(prompt, tokens, return_logprob=True, top_logprobs_num=TOP, **options)
     return server.json("/generate", asked, timeout=180)
 
 
 def forced(
-    server: TinyServer,
+    server: Server,
     prompt: list[int],
     answer: list[int],
     cached: int = 0,
     timeout: float = 120,
     tail: Sequence[int] = (),
+    **options,
 ) -> list[float]:
     """Log-probability of each answered token, by a server that serves nobody else now.
 
     Args:
         cached: tokens of the prompt that were found in the cache when it was answered; here they come first too.
         tail: what follows them there. Without one they end a prompt, and its window over them stays in BF16.
+        options: of each request, such as its adapter.
     """
     server.drain()
     prefix = cached // PAGE_SIZE * PAGE_SIZE
     if 0 < prefix < len(prompt):
-        server.json("/generate", body([*prompt[:prefix], *tail], 1), timeout=timeout)
-    server.json("/generate", body(prompt, 1), timeout=timeout)
+        server.json("/generate", body([*prompt[:prefix], *tail], 1, **options), timeout=timeout)
+    server.json("/generate", body(prompt, 1, **options), timeout=timeout)
     # The first entry is about the prompt's last token and has no log-probability.
-    asked = body(prompt + answer, 1, return_logprob=True, logprob_start_len=len(prompt) - 1)
+    asked = body(prompt + answer, 1, return_logprob=True, logprob_start_len=len(prompt) - 1, **options)
     found = input_logprobs(server.json("/generate", asked, timeout=timeout))
     if len(found) != len(answer):
         raise ValueError(f"{len(found)} log-probabilities for {len(answer)} tokens")
@@ -145,11 +148,11 @@ def answered(reply: dict) -> tuple[list[int], list[float]]:
     return [pair[1] for pair in pairs], [pair[0] for pair in pairs]
 
 
-def check(server: TinyServer, prompt: list[int], reply: dict, cached: int | None = None) -> Difference:
+def check(server: Server, prompt: list[int], reply: dict, cached: int | None = None, **options) -> Difference:
     """How far an answer's log-probabilities are from the same tokens' when forced."""
     tokens, logprobs = answered(reply)
     known = reply["meta_info"].get("cached_tokens", 0) if cached is None else cached
-    return token_difference(logprobs, forced(server, prompt, tokens, known))
+    return token_difference(logprobs, forced(server, prompt, tokens, known, **options))
 
 
 def another_page(prompt: list[int], page: int, seed: int, vocabulary: int) -> list[int]:
@@ -161,3 +164,18 @@ def another_page(prompt: list[int], page: int, seed: int, vocabulary: int) -> li
     for at in range(begin, min(begin + PAGE_SIZE, len(prompt))):
         changed[at] = rng.randrange(2, vocabulary)
     return changed
+
+
+def behind(server: Server, prompt: list[int], answer: list[int]) -> Difference:
+    """How far an answer's tokens are behind the likeliest ones, by a server that serves nobody else now.
+
+    For answers of requests that did not ask for log-probabilities: a greedy answer is behind by rounding only.
+    """
+    server.drain()
+    server.json("/generate", body(prompt, 1))  # the answer's prompt is cached, as it was when it was decoded
+    asked = body(prompt + answer, 1, return_logprob=True, logprob_start_len=len(prompt) - 1, top_logprobs_num=1)
+    meta = server.json("/generate", asked)["meta_info"]
+    pairs = list(zip(meta["input_token_logprobs"][1:], meta["input_top_logprobs"][1:]))
+    if [own[1] for own, _ in pairs] != answer:
+        raise ValueError("the log-probabilities are not of the answer's tokens")
+    return Difference.of(top[0][0] - own[0] for own, top in pairs)

@@ -75,13 +75,15 @@ class MemoryLayout:
     Attributes:
         pages: quantized pages, without the reserved one.
         slots: BF16 pages, without the reserved one.
-        max_requests: limit of running requests: the rows whose windows always fit.
+        max_requests: limit of running requests: the rows whose windows always fit, as far as they are never lost.
+        whole_windows: running requests whose whole windows fit at once; with more, all windows shrink.
     """
 
     geometry: KVGeometry
     pages: int
     slots: int
     max_requests: int
+    whole_windows: int
 
     @property
     def tokens(self) -> int:
@@ -147,10 +149,11 @@ def divide(
     Raises:
         KVQuantError: the BF16 pages cannot hold one request's window.
     """
-    need = config.pinned_slots(written)
-    shrinks = need < config.slots_per_request
+    need, whole = config.pinned_slots(written), config.slots_per_request
+    shrinks = need < whole
     if resumes > 1:  # streaming sessions: every row may resume at once
-        need, resumes = need + 1, 0
+        need, whole, resumes = need + 1, whole + 1, 0
+    resumed = resumes
     if shrinks:
         resumes += max(config.slots_per_request, -(-(batch or 0) // PAGE_SIZE))
     page_bytes = geometry.page_bytes + geometry.draft_page_bytes
@@ -168,7 +171,7 @@ def divide(
             f"Raise --kv-quant-bf16-budget (now {config.bf16_budget}), --mem-fraction-static or --max-total-tokens, or "
             "lower --kv-quant-recent."
         )
-    return MemoryLayout(geometry, pages, slots, requests)
+    return MemoryLayout(geometry, pages, slots, requests, min((slots - resumed - spare) // whole, requests))
 
 
 def fit(config: KVQuantConfig, geometry: KVGeometry, budget_bytes: int) -> MemoryLayout:

@@ -60,6 +60,11 @@ RestorePages: TypeAlias = Callable[[torch.Tensor], None]
 Window: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
+def read_lens(prefix_lens: torch.Tensor | None, seq_lens: torch.Tensor) -> torch.Tensor:
+    """Returns the lengths that a batch reads from pages; int ``[batch]`` each. See ``TierManager._plan``."""
+    return seq_lens if prefix_lens is None else torch.where(seq_lens - prefix_lens == 1, seq_lens, prefix_lens)
+
+
 @dataclass
 class TierCounts:
     """A snapshot for metrics and tests, read on the host."""
@@ -203,7 +208,10 @@ class TierManager:
         max_len: int,
         direct_pages: torch.Tensor,
     ) -> None:
-        """Plans a prefill. Tensors int64 ``[batch]``; ``direct_pages`` int64 ``[n]`` are quantized from activations."""
+        """Plans a prefill. Tensors int64 ``[batch]``; ``direct_pages`` int64 ``[n]`` are quantized from activations.
+
+        max_len: an upper bound of ``read_lens``.
+        """
         self._plan(rows, prefix_lens, seq_lens, max_len, direct_pages)
         self._dirty = True
 
@@ -218,15 +226,16 @@ class TierManager:
     ) -> None:
         """Plans a batch; ``prefix_lens`` None means decoding.
 
-        A prefill reads the tokens stored before it. Decoding also reads its ``count`` new tokens.
+        A prefill reads the tokens stored before it. Decoding also reads its ``count`` new tokens, and so may a request
+        of a prefill with one new token, because ``--enable-mixed-chunk`` puts decoding requests among them.
         """
-        stored, read_lens = (seq_lens - count, seq_lens) if prefix_lens is None else (prefix_lens, prefix_lens)
+        stored, touched = (seq_lens - count, seq_lens) if prefix_lens is None else (prefix_lens, prefix_lens)
         self.apply_pending()
         self.steps += 1
         live = rows > 0
         self.row_len[rows] = torch.where(live, seq_lens, 0)
         # Touch the pages that this batch reads first: its old window must then give way last.
-        self._touch(self._window(rows, read_lens))
+        self._touch(self._window(rows, touched))
         window = self._window(rows, seq_lens)
         if self.sink_cache is not None:
             self.page_first.index_fill_(0, window[2][:, 0], True)
@@ -236,7 +245,7 @@ class TierManager:
             self.page_valid.index_fill_(0, direct_pages, True)
             self.records_written += (direct_pages > 0).sum()  # 0 in a batch of padding only
         more = 0 if prefix_lens is None else torch.where(seq_lens - prefix_lens > 1, self.prefill_pages, 0)
-        self._set_ranges(rows, live, read_lens, max_len, more)
+        self._set_ranges(rows, live, read_lens(prefix_lens, seq_lens), max_len, more)
         if prefix_lens is not None:
             in_records = torch.where(live, self.pool.row_history_end[rows] - self.pool.row_sink_end[rows], 0)
             in_bf16 = torch.where(live, prefix_lens, 0) - in_records

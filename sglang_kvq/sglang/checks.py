@@ -21,7 +21,7 @@ from sglang_kvq.rotations.identity import unapplied_window
 from sglang_kvq.sessions.config import EPICACHE
 from sglang_kvq.sglang import architectures, compat
 from sglang_kvq.sglang.architectures import unsupported_windows
-from sglang_kvq.sglang.attention.drafts import BRANCHING, DRAFT_DTYPES, SERVED, check_speculation
+from sglang_kvq.sglang.attention.drafts import BRANCHING, DRAFT_DTYPES, SERVED, check_speculation, keeps_states
 from sglang_kvq.sglang.runtime import CLI_ATTRIBUTE, config_of, logger
 from sglang_kvq.sglang.types import Configurator, ModelConfig, ServerArgs
 
@@ -81,7 +81,6 @@ REFUSED: tuple[Refused, ...] = (
     Refused("enable_kv_cache_sharding", _SPLIT),
     Refused("enable_two_batch_overlap", "two half batches at once would share one plan of pages"),
     Refused("enable_pdmux", "prefill and decode at once would share one plan of pages"),
-    Refused("enable_mixed_chunk", "a batch is either prefill or decode"),
     Refused("dllm_algorithm", "diffusion models rewrite tokens that are already quantized"),
     Refused("enable_memory_saver", "the memory saver would release pages that it does not know"),
     Refused("enable_page_major_kv_layout", "the cache has its own layout"),
@@ -252,6 +251,7 @@ def check_resolved(server_args: ServerArgs, config: KVQuantConfig) -> None:
         raise KVQuantError(
             f"--kv-canary {canary}: it knows no pool of sliding windows beside ours; leave the flag out."
         )
+    check_mixed(server_args, model)
     check_query_heads(model, attention_workers(server_args))
     if device == "cuda":  # on a CPU SGLang pads the heads
         check_division(model, attention_workers(server_args))
@@ -269,6 +269,24 @@ def check_resolved(server_args: ServerArgs, config: KVQuantConfig) -> None:
         from sglang_kvq.cache.fold import check_moves
 
         check_moves(config.method, formats)
+
+
+def check_mixed(server_args: ServerArgs, model: ModelConfig) -> None:
+    """Refuse mixed batches where they were not tried.
+
+    Raises:
+        KVQuantError: names the other setting, or what the model keeps.
+    """
+    if not compat.resolved(server_args, "enable_mixed_chunk", False):
+        return
+    untried = {
+        "speculative decoding": compat.resolved(server_args, "speculative_algorithm") is not None,
+        "a model with sliding windows": model.is_hybrid_swa,
+        "a model with recurrent states": keeps_states(model),
+    }
+    beside = next((what for what, there in untried.items() if there), None)
+    if beside is not None:
+        raise KVQuantError(f"--enable-mixed-chunk: mixed batches of {beside} were not tried; leave the flag out.")
 
 
 def check_named_model(values: Mapping[str, Any], config: KVQuantConfig) -> None:

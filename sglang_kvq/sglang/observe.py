@@ -64,6 +64,7 @@ def fixed_state(state: runtime.Runtime) -> dict[str, Any]:
         "bf16_token_bytes": layout.geometry.slot_bytes / PAGE_SIZE,
         "bf16_pages": layout.slots,
         "max_running_requests": layout.max_requests,
+        "requests_with_whole_windows": layout.whole_windows,
         "hooks": plugin.hook_counts(),
     }
 

@@ -289,11 +289,12 @@ class Model:
         loc = torch.cat([self.pool.req_to_token[r.row, p : p + n] for (r, n), p in zip(requests, prefix)]).long()
         bf16_page, direct = torch.from_numpy(bf16_page), torch.from_numpy(direct)
         seq = torch.tensor([p + n for p, n in zip(prefix, new)])
+        longest = max(p + (n == 1) for p, n in zip(prefix, new))
         loads = self.before_plan()
-        self.tiers.plan_extend(rows, torch.tensor(prefix), seq, max(prefix), loc[direct] // P)
+        self.tiers.plan_extend(rows, torch.tensor(prefix), seq, longest, loc[direct] // P)
         self.check_sink_tokens([request for request, _ in requests])
         for (request, n), p in zip(requests, prefix):
-            self.check_reach(request.row, p, self.prefill_pages if n > 1 else 0)
+            self.check_reach(request.row, p + (n == 1), self.prefill_pages if n > 1 else 0)
         kv = torch.cat([r.expected(p, p + n) for (r, n), p in zip(requests, prefix)])
         k, v = kv[:, :1], kv[:, 1:]
         reads = [self.read(r, p, p + n) for (r, n), p in zip(requests, prefix)]

@@ -100,3 +100,19 @@ def test_requests_that_may_lose_recent_pages_are_more():
     assert divide(replace(config, recent_min=256), QWEN3_8B, **more) == divide(whole, QWEN3_8B, **more)
     some = divide(replace(config, recent_min=128), QWEN3_8B, **more)
     assert divide(whole, QWEN3_8B, **more).max_requests < some.max_requests < most.max_requests
+    assert most.whole_windows == some.whole_windows == divide(whole, QWEN3_8B, **more).max_requests
+
+
+def test_whole_windows_are_all_where_none_may_be_lost():
+    for resumes in (1, 8):
+        layout = divide(KVQuantConfig("oscar"), QWEN3_8B, pages=700, slots=70, wanted=99, resumes=resumes)
+        assert layout.whole_windows == layout.max_requests
+    soft = divide(KVQuantConfig("oscar", recent_min=0), QWEN3_8B, pages=700, slots=70, wanted=99, resumes=8)
+    assert soft.whole_windows == layout.max_requests < soft.max_requests
+
+
+def test_few_bf16_pages_may_hold_no_whole_window():
+    layout = divide(KVQuantConfig("oscar", recent_min=0), QWEN3_8B, pages=40, slots=9, wanted=1)
+    assert (layout.max_requests, layout.whole_windows) == (1, 1)
+    tight = divide(KVQuantConfig("oscar", recent_min=0, recent_tokens=512), QWEN3_8B, pages=40, slots=13, wanted=1)
+    assert tight.max_requests == tight.whole_windows == 1

@@ -16,7 +16,7 @@ import torch
 
 from launch.server import Server
 from sglang_kvq.releases import OLDEST
-from tests.e2e.preloaded import Preloaded
+from tests.e2e.preloaded import MODEL_MODULES, Preloaded
 
 #: On a GPU machine the same tests run there, decoding inside CUDA graphs.
 ON_GPU = torch.cuda.is_available()
@@ -55,12 +55,12 @@ NIGHTLY = re.compile(
 
 @cache
 def other_models() -> str:
-    """SGLang's model modules but Llama's, which ``model`` is of: importing them all is a tenth of a server's start."""
+    """SGLang's model modules but ``MODEL_MODULES``: importing them all is a tenth of a server's start."""
     spec = find_spec("sglang.srt.models")
     assert spec and spec.submodule_search_locations
     found = {path.stem for path in Path(spec.submodule_search_locations[0]).glob("*.py")}
-    assert "llama" in found
-    return ",".join(sorted(found - {"llama", "registry", "utils", "__init__"}))
+    assert found >= set(MODEL_MODULES)
+    return ",".join(sorted(found - {*MODEL_MODULES, "registry", "utils", "__init__"}))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -87,7 +87,12 @@ class Servers:
         self._preloaded: Preloaded | None = None
 
     def __call__(
-        self, *flags: str, env: dict[str, str] | None = None, fresh: bool = False, alone: bool = False
+        self,
+        *flags: str,
+        env: dict[str, str] | None = None,
+        fresh: bool = False,
+        alone: bool = False,
+        model: Path | None = None,
     ) -> Server:
         """A server with these flags, ready; its pools are checked as ``STRICT`` says.
 
@@ -97,9 +102,11 @@ class Servers:
             env: variables; they may undo those of ``STRICT``.
             fresh: one that served nobody before.
             alone: stop all others first, for a server of several workers.
+            model: another one than most tests', of a class in ``MODEL_MODULES``.
         """
+        model = model or self.model
         env = {**STRICT, "SGLANG_DISABLED_MODEL_ARCHS": other_models(), **(env or {})}
-        key = (flags, tuple(sorted(env.items())))
+        key = (model, flags, tuple(sorted(env.items())))
         for other in [k for k in self._running if alone and k != key]:
             self._running.pop(other).stop(grace=0)
         server = self._running.pop(key, None)
@@ -114,7 +121,7 @@ class Servers:
                 # Plain BF16 attends with Triton kernels too, so that differences are the cache's.
                 backend = () if "--kv-quant" in flags else ("--attention-backend", "triton")
                 flags = (*GPU_FLAGS, *backend, *flags)
-            server = Server(self.model, *flags, cpu=not ON_GPU, env=env, log_path=log)
+            server = Server(model, *flags, cpu=not ON_GPU, env=env, log_path=log)
             if not ON_GPU:
                 self._preloaded = self._preloaded or Preloaded(server)
                 if self._preloaded.can_fork(server):

@@ -17,7 +17,13 @@ from pathlib import Path
 from launch.server import Server
 
 #: Seconds until a preloaded process answers; it imports SGLang first.
-PRELOAD = 120
+PRELOAD = 300
+
+
+#: Variables that SGLang reads when it uses them, and not when it is imported.
+READ_LATE = ("SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY", "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE")
+#: SGLang's modules of the models that servers in tests load.
+MODEL_MODULES = ("llama",)
 
 
 class Forked:
@@ -92,7 +98,8 @@ class Preloaded:
 
 def _sglangs(server: Server) -> dict[str, str]:
     """Variables of which SGLang may read some while it is imported."""
-    return {name: value for name, value in server.env.items() if name.startswith("SGLANG_")}
+    found = {name: value for name, value in server.env.items() if name.startswith("SGLANG_")}
+    return {name: value for name, value in found.items() if name not in READ_LATE}
 
 
 def _serve(request: dict) -> None:
@@ -127,7 +134,8 @@ def _main(channel: socket.socket) -> None:
     import setproctitle
 
     setproctitle.setproctitle("tests.e2e.preloaded")  # it cannot find its place once a child has other variables
-    for name in ("entrypoints.http_server", "managers.scheduler", "managers.detokenizer_manager", "models.llama"):
+    names = ("entrypoints.http_server", "managers.scheduler", "managers.detokenizer_manager")
+    for name in (*names, *(f"models.{model}" for model in MODEL_MODULES)):
         importlib.import_module(f"sglang.srt.{name}")
     multiprocessing.context.SpawnProcess._Popen = staticmethod(multiprocessing.popen_fork.Popen)
     wake, waker = os.pipe()

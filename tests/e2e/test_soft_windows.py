@@ -29,6 +29,10 @@ def test_requests_run_at_once_whose_windows_do_not_fit(soft, servers):
     state = soft.state()
     assert state["max_running_requests"] == STREAMS
     assert state["bf16_pages"] < 3 * STREAMS < 6 * STREAMS <= whole["bf16_pages"]
+    whole_windows = state["requests_with_whole_windows"]
+    assert 0 < whole_windows < STREAMS == whole["requests_with_whole_windows"]
+    log = servers(*FLAGS, "--kv-quant-recent-min", "0", env=STRICT).log()
+    assert f"at most {STREAMS} running requests, {whole_windows} of them with whole windows" in log
     alone = soft.generate(prompt(3), 40)["output_ids"]
     soft.flush()
     answers = together([lambda i=i: soft.generate(prompt(i), 70)["output_ids"] for i in range(STREAMS)])

@@ -37,7 +37,7 @@ from benchmarks.tiny_hybrids import SERVER_FLAGS
 from benchmarks.tiny_models import MODELS, TinyModel
 from benchmarks.tiny_server import BUSY_CHECK, STRICT, TinyServer, gpu_names, plugin_path, versions
 from tests import newcomer
-from tests.gpu import crowd, families, speculation
+from tests.gpu import adapters, crowd, families, speculation
 
 #: Servers that start at once: each compiles kernels and loads torch in three processes. Cores that one keeps busy
 #: meanwhile, and how many start whatever the host.
@@ -47,6 +47,7 @@ RESERVE = 15
 #: Every batch is decoded in a graph. More would only make the start longer.
 GRAPHS = ("--cuda-graph-max-bs-decode",)
 CASE_MODEL, HYBRID_MODEL, NEWCOMER = "qwen3", "qwen3_next", newcomer.STANDIN.name
+ADAPTED = "llama"
 #: The row of a task of which nothing is known.
 NOT_ENDED = {
     "model": "",
@@ -281,6 +282,17 @@ class Suite:
             for case, passed, found, bound, more in speculation.compare(self.drafted[name, other], plain, other, least):
                 self.add(model.name, case, ONE, passed, said.seconds, found, bound, more)
 
+    def adapters(self) -> None:
+        """Two servers with LoRA adapters, one after the other."""
+        begin, said, model = time.monotonic(), {}, MODELS[ADAPTED]
+        more = adapters.flags(self.folder / "adapters", model, self.cpu)
+        for name, own in (("none", ()), ("turboquant", adapters.OURS)):
+            flags = [*self.families.flags(), *own, *more]
+            ask = lambda server: adapters.ask(server, self.families)  # noqa: E731
+            said[name] = self.serve(f"adapters-{name}", model, flags, ask)
+        for case, passed, found, bound, detail in adapters.compare(said["turboquant"], said["none"], self.families):
+            self.add(model.name, case, ONE, passed, time.monotonic() - begin, found, bound, detail)
+
     def newcomer(self) -> None:
         """README's own lines on this host, before anything else is: its server takes the GPU's memory."""
         begin, page = time.monotonic(), (newcomer.ROOT / "README.md").read_text()
@@ -306,6 +318,7 @@ class Suite:
                 crowd.PRESSED,
             ),
             "hybrid": ([*self.cases.pressed_flags(), *SERVER_FLAGS], crowd.hybrid, crowd.PRESSED),
+            "mixed": (self.cases.mixed_flags(), crowd.mixed, {}),
         }[name]
         family = self.case_model(name)
         few, many = (6, 18) if family == HYBRID_MODEL else (4, 16)  # a hybrid's layers repeat after some
@@ -343,9 +356,11 @@ class Suite:
                     later.append((model.name, "int2", task("int2")))
         cases = [
             (self.case_model(name), name, lambda name=name: self.case(name))
-            for name in ("crowd", "pressed", "windows", "hybrid")
+            for name in ("crowd", "pressed", "windows", "hybrid", "mixed")
             if wanted(name, "cases")
         ]
+        if wanted("adapters", "cases") and not self.cpu:  # there SGLang pins memory: see tests/e2e/modes
+            cases.append((ADAPTED, "adapters", self.adapters))
         for called, name in (DRAFTED_ON_CPU if self.cpu else DRAFTED).items():
             if wanted(called, "speculation"):
                 task = lambda way, name=name: lambda: self.drafts(way, name)  # noqa: E731
@@ -441,8 +456,8 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--only",
         default="",
-        help="some of: newcomer, model names, families, crowd, pressed, windows, hybrid, cases, speculation, "
-        "spec_gpt_oss, spec_qwen3_next, parallel; comma-separated",
+        help="some of: newcomer, model names, families, crowd, pressed, windows, hybrid, mixed, adapters, cases, "
+        "speculation, spec_gpt_oss, spec_qwen3_next, parallel; comma-separated",
     )
     parser.add_argument("--gpus", type=int, help="use this many; default all")
     parser.add_argument("--minutes", type=float, default=8.0, help="stop then, whatever is left; default %(default)s")

@@ -15,6 +15,7 @@ from benchmarks.answers import (
     Bound,
     Difference,
     another_page,
+    behind,
     check,
     forced,
     greedy,
@@ -80,6 +81,14 @@ class Scale:
             *(["--enable-streaming-session"] if sessions else []),
         ]
 
+    def mixed_flags(self) -> list[str]:
+        """Of a server that prefills and decodes in one batch."""
+        return [
+            *("--kv-quant", "int4", "--chunked-prefill-size", str(self.chunk), "--context-length", str(self.huge)),
+            *("--max-total-tokens", str(self.pool), "--max-running-requests", str(self.answers)),
+            "--enable-mixed-chunk",
+        ]
+
     def window_flags(self) -> list[str]:
         """Of a server with little room in both pools, where a model has sliding windows."""
         flags = [flag for flag in self.pressed_flags() if flag != "--enable-streaming-session"]
@@ -125,6 +134,13 @@ def pressed_windows(server: TinyServer, scale: Scale, deadline: float) -> Iterat
     yield _aborted(server, scale, bound)
     yield _prioritised(server, scale, bound)
     yield _sessions(server, scale, streaming=False)
+    yield _empty(server)
+
+
+def mixed(server: TinyServer, scale: Scale, deadline: float) -> Iterator[Row]:
+    """Cases of ``mixed_flags``."""
+    greedy(server, [prompt(f"warm {i}", 3 * scale.chunk + 70 * i) for i in range(2)], 3)
+    yield from _mixed(server, scale)
     yield _empty(server)
 
 
@@ -343,3 +359,26 @@ def _prioritised(server: TinyServer, scale: Scale, bound: Bound) -> Row:
     wider = Bound(2 * bound.mean, 3 * bound.max)
     moved = sum(reply["meta_info"].get("num_retractions", 0) for reply in replies)
     return "priority preemption", wider.holds(seen), seen, wider, f"{moved} retractions and preemptions"
+
+
+def _mixed(server: TinyServer, scale: Scale) -> Iterator[Row]:
+    """Prompts that come while others decode. SGLang mixes no batch that returns log-probabilities: see ``behind``."""
+    prompts = [prompt(f"mixed {n}", 2 * scale.chunk + 90 * n) for n in range(scale.answers)]
+
+    def ask(n: int) -> list[int]:
+        time.sleep((0.7 if server.cpu else 0.03) * n)
+        return server.json("/generate", body(prompts[n], scale.length), timeout=240)["output_ids"]
+
+    noise = behind(server, prompts[0], ask(0))
+    bound = Bound.above([noise], 3, 0.04)
+    yield "an answer alone, behind the likeliest", noise.mean < 0.1, noise, bound, "sets the bound"
+    server.drain()
+    before = len(server.log())
+    answers = together([lambda n=n: ask(n) for n in range(scale.answers)])
+    lines = [line for line in server.log()[before:].splitlines() if "Prefill batch" in line]
+    beside = sum("#running-req: 0" not in line for line in lines)
+    seen = joined([behind(server, ids, answer) for ids, answer in zip(prompts, answers)])
+    more = f"{beside} of {len(lines)} prefill batches beside running requests"
+    yield "mixed batches", beside > 2 and bound.holds(seen), seen, bound, more
+    wrong = behind(server, another_page(prompts[1], 1, 1, VOCABULARY), answers[1])
+    yield "control: a wrong page, mixed", wrong.mean > 3 * bound.mean, wrong, bound, "must be far outside"

@@ -124,7 +124,7 @@ def test_many_rows_and_slots(monkeypatch):
     for rows in (everyone[:40], everyone[40:], everyone[20:60]):
         lens = torch.randint(2, 9 * P - 70, (40,))
         prefix = (lens * torch.randint(0, 2, (40,)) // 2).clamp(min=1)
-        tiers.plan_extend(rows, prefix * 0, prefix, 0, none)
+        tiers.plan_extend(rows, prefix * 0, prefix, 1, none)  # a prompt of one token reads it
         tiers.plan_extend(rows, prefix, lens, 9 * P, none)
         for _ in range(2):
             lens += 33
@@ -134,6 +134,18 @@ def test_many_rows_and_slots(monkeypatch):
         tiers.pending.free_pages(tiers.pool.req_to_token[rows[19:23], ::P].flatten() // P)
     tiers.apply_pending()
     assert tiers.quantized > 100 and tiers.plans == 12
+
+
+def test_a_request_with_one_new_token_reads_it_like_a_decode_step():
+    """Its token begins a page, completes one; the third request prefills."""
+    tiers = twins(rows=3, pages_each=9, slots=24)
+    ids, none = lambda *x: torch.tensor(x), torch.empty(0, dtype=torch.int64)
+    pages = tiers.pool.req_to_token[:, ::P] // P
+    tiers.plan_extend(ids(1, 2, 3), ids(0, 0, 0), ids(320, 447, 130), 0, pages[2, 1:2].long())
+    tiers.plan_extend(ids(1, 2, 3), ids(320, 447, 130), ids(321, 448, 400), 448, none)
+    assert torch.equal(tiers.pool.row_pages[1, :6], pages[1, :6]) and int(tiers.pool.row_history_end[2]) == 3 * P
+    tiers.plan_decode(ids(1, 2), ids(321, 448), 448)
+    assert torch.equal(tiers.pool.row_history_end[:3], ids(0, P, 3 * P).int()) and int(tiers.errors) == 0
 
 
 def test_bf16_pages_that_are_too_few_are_counted_and_none_in_use_is_taken():

@@ -184,7 +184,7 @@ def ask(config: Config) -> Said:
     try:
         geometry = geometry_of(model.hf_config)
         windows = model.swa_attention_layer_ids if model.is_hybrid_swa else ()
-        layers.check_layers(built, geometry.head_dim, windows)
+        layers.check_layers(built, geometry.head_dim, model.get_num_kv_heads(1), windows)
         layers.check_layer_ids(built, cached_layers(model.hf_config), windows)
     except SystemExit as error:
         said.layers = str(error)

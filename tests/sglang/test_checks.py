@@ -315,6 +315,21 @@ def test_last_check_passes_a_plain_model(applied, command_line):
     checks.after_check_server_args(None, _resolved(command_line("--kv-quant", "hadamard")))
 
 
+def test_mixed_batches_are_refused_where_they_were_not_tried(applied, command_line, monkeypatch):
+    server_args = _resolved(command_line("--kv-quant", "hadamard", "--enable-mixed-chunk"))
+    checks.after_check_server_args(None, server_args)
+    resolved = compat.resolved
+    with monkeypatch.context() as patch:
+        drafts = {"speculative_algorithm": "NGRAM"}
+        patch.setattr(compat, "resolved", lambda args, field, d=None: drafts.get(field) or resolved(args, field, d))
+        with pytest.raises(KVQuantError, match="--enable-mixed-chunk: mixed batches of speculative decoding were not"):
+            checks.check_mixed(server_args, compat.model_config(server_args))
+    monkeypatch.setattr(checks, "keeps_states", lambda model: True)
+    with pytest.raises(SystemExit, match="--enable-mixed-chunk: mixed batches of a model with recurrent states were"):
+        checks.after_check_server_args(None, server_args)
+    checks.check_mixed(_resolved(command_line("--kv-quant", "hadamard")), compat.model_config(server_args))
+
+
 def test_last_check_refuses_the_model_without_traceback(applied, command_line, model_folder, monkeypatch):
     from sglang.srt.configs.model_config import ModelConfig
 

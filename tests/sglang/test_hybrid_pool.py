@@ -24,7 +24,7 @@ LAYERS = (3, 7)
 def state(monkeypatch):
     geometry = KVGeometry(HEADS, (PageFormat(D, 128),) * len(LAYERS))
     state = runtime.Runtime(CONFIG, geometry, LAYERS)
-    state.layout = MemoryLayout(geometry, pages=PAGES, slots=6, max_requests=1)
+    state.layout = MemoryLayout(geometry, pages=PAGES, slots=6, max_requests=1, whole_windows=1)
     monkeypatch.setattr(runtime, "_current", state)
     return state
 

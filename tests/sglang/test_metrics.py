@@ -26,7 +26,7 @@ def value(name: str, **more: str) -> float | None:
 def test_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     geometry = KVGeometry(2, (PageFormat(64, 64),) * 2)
     state = runtime.Runtime(KVQuantConfig("int2"), geometry, (0, 1))
-    state.layout = MemoryLayout(geometry, pages=16, slots=5, max_requests=2)
+    state.layout = MemoryLayout(geometry, pages=16, slots=5, max_requests=2, whole_windows=2)
     monkeypatch.setattr(runtime, "_current", state)
     collector = SimpleNamespace(labels=LABELS)
     stats = SimpleNamespace(num_running_reqs=SimpleNamespace(total=1), num_queue_reqs=SimpleNamespace(total=4))

@@ -48,7 +48,7 @@ def make_runner(applied, monkeypatch):
     def make(model, layer_ids=tuple(range(LAYERS)), **hf):
         geometry = KVGeometry(HEADS, (PageFormat(D, D),) * LAYERS)
         state = runtime.Runtime(CONFIG, geometry, layer_ids)
-        state.layout = MemoryLayout(geometry, pages=16, slots=16, max_requests=2)
+        state.layout = MemoryLayout(geometry, pages=16, slots=16, max_requests=2, whole_windows=2)
         monkeypatch.setattr(runtime, "_current", state)
         configurator = SimpleNamespace(
             server_args=server_args,
@@ -390,6 +390,7 @@ def test_layers_without_a_place_of_their_own(make_runner, layers, text):
         ("xai_temperature_len", 1024, "a temperature that depends on the position"),
         ("is_cross_attention", True, "cross attention"),
         ("v_head_dim", 128, "different sizes"),
+        ("tp_k_head_num", 1, "1 KV heads on this worker, where SGLang sized the cache for 2. .*--enable-dp-attention"),
     ],
 )
 def test_a_layer_that_attends_in_another_way_is_refused(attribute, value, said):
@@ -399,7 +400,7 @@ def test_a_layer_that_attends_in_another_way_is_refused(attribute, value, said):
 
     model = torch.nn.Module()
     model.attn = RadixAttention(4, 64, 0.125, num_kv_heads=2, layer_id=0)
-    check_layers(model, 64)
+    check_layers(model, 64, 2)
     setattr(model.attn, attribute, value)
     with pytest.raises(SystemExit, match=f"attn has .*{said}"):
-        check_layers(model, 64)
+        check_layers(model, 64, 2)

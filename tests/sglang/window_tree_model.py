@@ -54,7 +54,9 @@ class WindowTreeModel(TreeModel):
         geometry = KVGeometry(1, (PageFormat(64, 64, 0.96, 0.92),))
         state = runtime._current = runtime.Runtime(CONFIG, geometry, (1,))
         state.windows = WindowLayers(frozenset({0}), need=None)
-        state.layout = MemoryLayout(geometry, pages=self.pages, slots=self.slots, max_requests=self.rows)
+        state.layout = MemoryLayout(
+            geometry, pages=self.pages, slots=self.slots, max_requests=self.rows, whole_windows=self.rows
+        )
         full, windows = self.pages * P, self.window_pages * P
 
         def theirs(configurator: Any, *, mha_pool_class: Callable) -> Any:

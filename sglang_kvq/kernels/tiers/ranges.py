@@ -21,8 +21,9 @@ def set_ranges(
 ) -> None:
     """Sets ranges like ``TierManager._set_ranges``; appends pages to be quantized to the list.
 
-    rows, prefix_lens, seq_lens: int ``[batch]``. Requests of a prefill read ``prefix_lens`` tokens. If ``prefix_lens``
-    is None, they read ``seq_lens``. max_len: upper bound of these lengths. step: of the plan.
+    rows, prefix_lens, seq_lens: int ``[batch]``. Requests of a prefill read ``prefix_lens`` tokens, and those with one
+    new token ``seq_lens``. If ``prefix_lens`` is None, all read ``seq_lens``. max_len: upper bound of what they read.
+    step: of the plan.
     """
     pages = triton.cdiv(max_len, PAGE.value)
     grid = (len(rows), max(1, triton.cdiv(pages, _PAGES)))
@@ -41,15 +42,16 @@ def _ranges(rows, lens, seq_lens, step, t, WINDOW: tl.constexpr, PAGES: tl.const
     """Program (i, j): pages j PAGES .. of request i. Its range; a copy of the pages; the missing records."""
     row = tl.load(rows + tl.program_id(0)).to(tl.int32)
     if row > 0:
-        length = tl.load(lens + tl.program_id(0)).to(tl.int32)
-        new = tl.load(seq_lens + tl.program_id(0)).to(tl.int32) - length
+        stored = tl.load(lens + tl.program_id(0)).to(tl.int32)
+        new = tl.load(seq_lens + tl.program_id(0)).to(tl.int32) - stored
+        length = stored + tl.where(new == 1, 1, 0)
         sink_end, history_end = _range_of(t, row, length, tl.where(new > 1, WINDOW.MORE, 0), WINDOW)
         if tl.program_id(1) == 0:
             tl.store(t.row_sink_end + row, sink_end * PAGE)
             tl.store(t.row_history_end + row, history_end * PAGE)
             if PREFILL:
                 in_records = (history_end - sink_end) * PAGE
-                tl.atomic_add(t.prefix_read, (length - in_records).to(tl.int64))
+                tl.atomic_add(t.prefix_read, (stored - in_records).to(tl.int64))
                 tl.atomic_add(t.prefix_read + 1, in_records.to(tl.int64))
 
         index = tl.program_id(1) * PAGES + tl.arange(0, PAGES)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,22 @@ from sglang_kvq.sglang.attention.layers import learned_sinks, own_keys_and_value
 from sglang_kvq.sglang.types import AttentionLayer, ForwardBatch, ReqToTokenPool
 
 
+@dataclass(frozen=True)
+class Decoding:
+    """The decoding requests of a mixed batch, which are its last ones; one token each.
+
+    Attributes:
+        rows, seq_lens: int64 ``[n]``, as ``AttentionOps.decode`` takes them.
+        loc: int64 ``[n]``, SGLang's location of each token.
+        tokens: their places among the batch's tokens.
+    """
+
+    rows: torch.Tensor
+    seq_lens: torch.Tensor
+    loc: torch.Tensor
+    tokens: slice
+
+
 class KVQuantBackend(AttentionBackend):
     """One worker's attention over the two-tier cache."""
 
@@ -39,19 +56,26 @@ class KVQuantBackend(AttentionBackend):
     bf16_page_loc: torch.Tensor
     direct_pages: torch.Tensor
     scored: list[ScoringPart]
+    decoding: Decoding | None
     #: State of the drafts under verification; set in their first layer.
     drafts: DraftBatch
 
     def __init__(
-        self, ops: AttentionOps, tiers: TierManager, layer_ids: Sequence[int], branching: bool = False
+        self,
+        ops: AttentionOps,
+        tiers: TierManager,
+        layer_ids: Sequence[int],
+        branching: bool = False,
+        mixed: bool = False,
     ) -> None:
         """
         Args:
             layer_ids: the model's numbers of the pool's layers, in the pool's order.
             branching: drafts come with masks, see ``drafts.BRANCHING``.
+            mixed: prefill batches may end with decoding requests (``--enable-mixed-chunk``).
         """
         super().__init__()
-        self.ops, self.tiers, self.watch = ops, tiers, ErrorWatch(tiers)
+        self.ops, self.tiers, self.watch, self.mixed = ops, tiers, ErrorWatch(tiers), mixed
         self.index_of = {layer_id: index for index, layer_id in enumerate(layer_ids)}
         rows, self.max_context_len = tiers.pool.req_to_token.shape
         self.seen = SeenBuffers(2 * rows, branching, tiers.pool.device)  # batches are padded to more rows than may run
@@ -84,16 +108,28 @@ class KVQuantBackend(AttentionBackend):
 
     def _plan_extend(self, fb: ForwardBatch) -> None:
         prefix, new = list(map(int, fb.extend_prefix_lens_cpu)), list(map(int, fb.extend_seq_lens_cpu))
-        split = split_new_tokens(prefix, new, self.tiers.sink_pages, self.tiers.recent_pages)
+        scored = scoring.wanted(fb)
+        prefills = len(new)
+        if self.mixed:  # no request decodes whose prompt's queries score
+            prefills = max(prefills - decoding_requests(prefix, new), 1 + max(scored, default=-1))
+        longest = max((p + (n == 1) for p, n in zip(prefix, new)), default=0)
+        first, tokens = (prefix[:prefills], new[:prefills]), sum(new)
+        split = split_new_tokens(*first, self.tiers.sink_pages, self.tiers.recent_pages)
         lens = np.array([prefix, new], np.int64)
         lens[1] += lens[0]
         prefix_lens, seq_lens, bf16_page, direct = to_device([*lens, *split], fb.out_cache_loc.device)
-        loc = fb.out_cache_loc[: sum(new)].long()  # data-parallel attention and all-to-all MoE pad tokens
-        self.batch = ExtendBatch(fb.req_pool_indices.long(), prefix, new, loc, bf16_page, direct)
-        self.bf16_page_loc = loc[bf16_page]
-        self.direct_pages = loc[direct] // PAGE_SIZE
-        self.scored = plan_scoring(prefix, new, scoring.wanted(fb))
-        self.tiers.plan_extend(self.batch.rows, prefix_lens, seq_lens, max(prefix, default=0), self.direct_pages)
+        rows = fb.req_pool_indices.long()
+        loc = fb.out_cache_loc[:tokens].long()  # data-parallel attention and all-to-all MoE pad tokens
+        own = loc[: sum(first[1])]
+        self.batch = ExtendBatch(rows[:prefills], *first, own, bf16_page, direct)
+        self.bf16_page_loc = own[bf16_page]
+        self.direct_pages = own[direct] // PAGE_SIZE
+        self.scored = plan_scoring(*first, scored)
+        self.decoding = None
+        if prefills < len(new):
+            here = slice(len(own), tokens)
+            self.decoding = Decoding(rows[prefills:], seq_lens[prefills:], loc[here], here)
+        self.tiers.plan_extend(rows, prefix_lens, seq_lens, longest, self.direct_pages)
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         self.ops.reserve(max_bs)  # batches are padded to more rows than requests may run
@@ -152,16 +188,48 @@ class KVQuantBackend(AttentionBackend):
         q, k, v, index = self._heads(q, k, v, layer)
         if forward_batch.forward_mode.is_target_verify():
             return self._verify(index, q, k, v, layer.scaling, forward_batch, sinks)
-        q, k, v = self.ops.rotate(index, q, k, v)
+        batch, o = self.batch, q.new_zeros(q.shape)  # what SGLang padded attends to nothing
+        if (tokens := len(batch.loc)) > 0:
+            o[:tokens] = self._prefill(index, q[:tokens], k[:tokens], v[:tokens], layer.scaling, sinks)
+        if self.decoding is not None:
+            here = self.decoding.tokens
+            o[here] = self._decode(index, q[here], k[here], v[here], layer.scaling, self.decoding, sinks)
+        return self.ops.rotate_output(index, o).flatten(1)
+
+    def _prefill(
+        self,
+        index: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scale: float,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Attends with the tokens of ``batch``, and stores them; returns BF16 like q, in the rotated basis."""
         batch = self.batch
-        tokens = len(batch.loc)  # what SGLang padded attends to nothing
-        o = torch.zeros_like(q)
-        o[:tokens] = self.ops.extend(index, q[:tokens], k[:tokens], v[:tokens], batch, layer.scaling, sinks)
+        q, k, v = self.ops.rotate(index, q, k, v)
+        o = self.ops.extend(index, q, k, v, batch, scale, sinks)
         for part in self.scored:
-            self.ops.score_keys(index, q, k, batch, part, layer.scaling)
+            self.ops.score_keys(index, q, k, batch, part, scale)
         self.ops.store_tokens(index, self.bf16_page_loc, k[batch.bf16_tokens], v[batch.bf16_tokens])
         self.ops.quantize_tokens(index, batch.direct_tokens, self.direct_pages, k, v)
-        return self.ops.rotate_output(index, o).flatten(1)
+        return o
+
+    def _decode(
+        self,
+        index: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scale: float,
+        decoding: Decoding,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Attends like ``forward_decode``, which dequantizes no history; returns BF16 like q, in the rotated basis."""
+        if index == 0:
+            self.ops.plan_attention(decoding.rows, decoding.seq_lens)
+        q = self.ops.rotate_and_store(index, decoding.loc, q, k, v)
+        return self.ops.decode(index, q, decoding.rows, decoding.seq_lens, scale, sinks)
 
     def _verify(
         self,
@@ -197,3 +265,17 @@ class KVQuantBackend(AttentionBackend):
         """The three as ``[T, heads, D]``, views where possible, and the layer's index in the pool."""
         q, k, v = (x.reshape(x.shape[0], -1, layer.head_dim) for x in (q, k, v))
         return q, k, v, self.index_of[layer.layer_id]
+
+
+def decoding_requests(prefix_lens: Sequence[int], new_lens: Sequence[int]) -> int:
+    """Returns how many of a batch's last requests may decode: one new token each, after stored ones.
+
+    In a mixed batch SGLang's decoding requests come last. A prefill of one token before them decodes too: by then its
+    other tokens are stored, and both ways compute the same.
+    """
+    count = 0
+    for prefix, new in zip(reversed(prefix_lens), reversed(new_lens)):
+        if new != 1 or prefix == 0:
+            break
+        count += 1
+    return count

@@ -10,10 +10,11 @@ from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang_kvq.sglang.types import AttentionLayer
 
 
-def check_layers(model: torch.nn.Module, head_dim: int, elsewhere: Collection[int] = ()) -> None:
+def check_layers(model: torch.nn.Module, head_dim: int, kv_heads: int, elsewhere: Collection[int] = ()) -> None:
     """Refuses attention that the cache does not serve, layer by layer.
 
     Args:
+        kv_heads: of this worker, as SGLang sized the cache.
         elsewhere: ids of layers that SGLang serves itself.
 
     Raises:
@@ -38,6 +39,11 @@ def check_layers(model: torch.nn.Module, head_dim: int, elsewhere: Collection[in
             (layer.is_cross_attention, "cross attention"),
             (layer.attn_type != AttentionType.DECODER, f"attention of type {layer.attn_type}"),
             (layer.head_dim != head_dim or layer.v_head_dim != head_dim, "key and value heads of different sizes"),
+            (
+                (layer.tp_k_head_num, layer.tp_v_head_num) != (kv_heads, kv_heads),
+                f"{layer.tp_k_head_num} KV heads on this worker, where SGLang sized the cache for {kv_heads}. Some "
+                "models divide their heads over all workers whatever --enable-dp-attention says: leave that flag out",
+            ),
         ):
             if unsupported:
                 raise SystemExit(f"--kv-quant does not support this model: {name} has {why}.")

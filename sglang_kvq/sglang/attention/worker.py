@@ -38,7 +38,7 @@ def create_backend(model_runner: ModelRunner) -> AttentionBackend:
     state = runtime.started()
     config, pool = state.config, state.pages
     windows = state.windows.layer_ids if state.windows else ()
-    check_layers(model_runner.model, pool.head_dim, windows)
+    check_layers(model_runner.model, pool.head_dim, pool.kv_heads, windows)
     check_layer_ids(model_runner.model, state.layer_ids, windows)
     checks.log_checkpoint_cache(model_runner.model)
     rotations, origin = worker_rotations(model_runner, config, state.geometry, state.layer_ids)
@@ -81,7 +81,8 @@ def create_backend(model_runner: ModelRunner) -> AttentionBackend:
         backend = capture_backend(model_runner, config.capture, ops, tiers, state.layer_ids)
     else:
         algorithm = compat.resolved(model_runner.server_args, "speculative_algorithm")
-        backend = KVQuantBackend(ops, tiers, state.layer_ids, branching=algorithm == BRANCHING)
+        mixed = bool(compat.resolved(model_runner.server_args, "enable_mixed_chunk", False))
+        backend = KVQuantBackend(ops, tiers, state.layer_ids, branching=algorithm == BRANCHING, mixed=mixed)
     state.watch = backend.watch
     # Models look at this pool's dtype; the one that SGLang puts around it in a hybrid says bfloat16.
     backend.token_to_kv_pool = quantized_pool(model_runner.token_to_kv_pool)

@@ -33,7 +33,7 @@ class KVQuantPool(KVCache):
         self._finalize_allocation_log(size)
         logger.info(
             "kv-quant %s: %d tokens (BF16 would hold %d in the same %.2f GiB: %.2fx), %.2f allocated bits per element "
-            "(%.3f in records), %d BF16 pages (%d tokens), at most %d running requests",
+            "(%.3f in records), %d BF16 pages (%d tokens), %s",
             state.config.describe(),
             layout.tokens,
             layout.bf16_tokens,
@@ -43,7 +43,7 @@ class KVQuantPool(KVCache):
             layout.geometry.record_bits_per_element,
             layout.slots,
             layout.slots * page_size,
-            layout.max_requests,
+            describe_windows(layout),
         )
 
     def get_kv_size_bytes(self) -> tuple[int, int]:
@@ -112,6 +112,14 @@ def make_pool(configurator: Configurator, tokens: int) -> KVQuantPool:
     contexts = contexts_within(configurator.model_config.context_len)
     logger.info("kv-quant %s", describe_requests(state.layout, contexts))
     return pool
+
+
+def describe_windows(layout: MemoryLayout) -> str:
+    """Returns ``at most 195 running requests``; with fewer whole windows than that, how many have them."""
+    most = f"at most {layout.max_requests} running requests"
+    if layout.whole_windows == layout.max_requests:
+        return most
+    return f"{most}, {layout.whole_windows} of them with whole windows"
 
 
 def describe_requests(layout: MemoryLayout, contexts: Sequence[int]) -> str:

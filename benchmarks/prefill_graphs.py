@@ -1,0 +1,131 @@
+"""What CUDA graphs for prefill are worth: the time to the first token of short prompts, with and without them.
+
+    python benchmarks/prefill_graphs.py --out benchmarks/results/prefill_graphs_h100.json
+    python benchmarks/prefill_graphs.py --layers 8 --out FILE     # a small model: launches are most of the time
+    python benchmarks/prefill_graphs.py --ours --out FILE         # and --kv-quant with graphs, once it serves them
+
+Qwen3-8B's geometry (``--model`` takes another of ``benchmarks/models``) with dummy weights: nothing is downloaded.
+Servers run one after the other on one GPU and differ in the flags of ``SERVERS`` only. Prompts are random and share no
+prefix.
+
+ttft_TxN        ms to the first token of N prompts of T tokens that arrive at once: the median of the later half of
+                twenty rounds, of each round's slowest.
+logprobs        with --ours: the mean and the largest difference of log-probabilities of a tiny model's prompts, with
+                and without graphs (``difference``), and of two servings without (``noise``). The command fails if the
+                first is above three times the second, and above what rounding moves.
+
+docs/notes/prefill-graphs.md says what serving with graphs needs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks import record
+from benchmarks.answers import Bound, Difference, input_logprobs, token_difference
+from benchmarks.capacity import FLAGS, MODEL, existing_folder, geometry_and_flags, random_rotations
+from benchmarks.serving import Client
+from benchmarks.tiny_models import MODELS, VOCABULARY
+from benchmarks.tiny_server import TinyServer, body, plugin_path
+from launch.server import Server
+
+TOKENS, AT_ONCE, ROUNDS = (64, 128, 256, 512, 1024), (1, 8), 20
+#: A server's flags by its name; ours also has rotations.
+GRAPHS, NO_GRAPHS = ("--cuda-graph-backend-prefill", "breakable"), ("--disable-prefill-cuda-graph",)
+PLAIN = ("--attention-backend", "flashinfer")
+SERVERS = {
+    "plain": (*PLAIN, *GRAPHS),
+    "plain_eager": (*PLAIN, *NO_GRAPHS),
+    "oscar_eager": ("--kv-quant", "oscar"),
+    "oscar": ("--kv-quant", "oscar", *GRAPHS),
+}
+#: Prompts of the tiny model: within windows, with a history, and several at once.
+CHECKED = (70, 300, 1000, 1500)
+ROUNDING = 0.04
+
+
+def times(client: Client) -> Iterator[tuple[str, float]]:
+    client.run([client.prompt("warm", i, 300) for i in range(max(AT_ONCE))], 2)
+    for tokens in TOKENS:
+        for count in AT_ONCE:
+            slowest = []
+            for turn in range(ROUNDS):
+                prompts = [client.prompt(f"{tokens}x{count} {turn}", i, tokens) for i in range(count)]
+                slowest.append(max(stream.ttft for stream in client.run(prompts, 1)))
+            yield f"ttft_{tokens}x{count}", 1e3 * statistics.median(slowest[ROUNDS // 2 :])
+
+
+def logprobs(folder: Path, flags: tuple[str, ...]) -> list[list[float]]:
+    """What a tiny model says of its prompts: each alone, then all at once."""
+    model, env = MODELS["qwen3"].write(folder), plugin_path(folder)
+    log = folder / f"tiny-{len(flags)}.log"
+    more = ("--kv-quant", "int4", "--chunked-prefill-size", "512", "--context-length", "2048")
+    with TinyServer(model, [*more, *flags], cpu=False, log=log, env=env) as server:
+        ids = [[2 + (7 * i + 31 * n) % (VOCABULARY - 2) for i in range(tokens)] for n, tokens in enumerate(CHECKED)]
+        asked = [body(each, 1, return_logprob=True, logprob_start_len=0) for each in ids]
+        alone = [input_logprobs(server.json("/generate", each)) for each in asked]
+        server.drain()
+        together = server.json("/generate", body(ids, 1, return_logprob=True, logprob_start_len=0))
+        return alone + [input_logprobs(reply) for reply in together]
+
+
+def compare(folder: Path) -> dict:
+    """The row ``logprobs``."""
+    graphs, eager = logprobs(folder, GRAPHS), logprobs(folder, ())
+    half = len(CHECKED)
+    noise = _difference(eager[:half], eager[half:])
+    found, bound = _difference(graphs, eager), Bound.above([noise], 3, ROUNDING)
+    return {
+        "scenario": "logprobs",
+        "unit": "nats",
+        "difference": round(found.mean, 5),
+        "largest": round(found.max, 4),
+        "noise": round(noise.mean, 5),
+        "passed": bound.holds(found),
+    }
+
+
+def _difference(a: list[list[float]], b: list[list[float]]) -> Difference:
+    return token_difference([x for each in a for x in each], [x for each in b for x in each])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", required=True, type=Path, help="JSON file; its rows of other scenarios stay")
+    parser.add_argument("--model", type=existing_folder, default=MODEL, help="another of benchmarks/models")
+    parser.add_argument("--layers", type=int, help="only so many of the model's")
+    parser.add_argument("--ours", action="store_true", help="also --kv-quant with graphs, which must be served")
+    args = parser.parse_args()
+    geometry, cut = geometry_and_flags(args.model, args.layers)
+    flags = [*FLAGS, *cut, "--context-length", "4096", "--chunked-prefill-size", "8192", "--mem-fraction-static", "0.7"]
+    flags += ["--cuda-graph-max-bs-decode", str(max(AT_ONCE))]
+    rows: dict[str, dict] = {}
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        rotations = random_rotations(folder / "rotations", *geometry)
+        for name, own in SERVERS.items():
+            if name == "oscar" and not args.ours:
+                continue
+            more = ("--kv-quant-rotations", str(rotations)) if "--kv-quant" in own else ()
+            with Server(args.model, *flags, *own, *more, cpu=False, log_path=folder / f"{name}.log") as server:
+                client = Client(server, VOCABULARY, geometry.layers)
+                for scenario, ms in times(client):
+                    rows.setdefault(scenario, {"scenario": scenario, "unit": "ms"})[name] = round(ms, 3)
+                    print(f"{name:12} {scenario:14} {ms:8.2f} ms", flush=True)
+        if args.ours:
+            rows["logprobs"] = compare(folder)
+            print(rows["logprobs"], flush=True)
+    record.merge(args.out, "prefill_graphs", list(rows.values()), key="scenario")
+    if not rows.get("logprobs", {"passed": True})["passed"]:
+        raise SystemExit("log-probabilities with graphs differ from those without by more than rounding")
+
+
+if __name__ == "__main__":
+    main()

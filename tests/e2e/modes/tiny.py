@@ -1,0 +1,41 @@
+"""A tiny model whose answers depend on the cache, for servers in a mode of SGLang's that ``--kv-quant`` only allows.
+
+Every such server is compared with one of SGLang's own cache in that mode, or with itself at rest. Bounds are those of
+``tests.gpu.families``: BF16 alone moves a log-probability by 0.04 on average, a wrong page by 0.8.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from benchmarks.answers import Difference, input_logprobs, token_difference
+from benchmarks.tiny_models import MODELS
+from benchmarks.tiny_server import body
+from launch.server import Server
+
+#: Of every server; a prompt of 190 tokens lies in sinks and window, one of 520 does not.
+FLAGS = (
+    *("--skip-tokenizer-init", "--skip-server-warmup", "--random-seed", "0"),
+    *("--chunked-prefill-size", "128", "--context-length", "1024", "--max-total-tokens", "4096"),
+)
+#: Four bits are nearly lossless, so that a wrong page stands out; the values' rotation must be undone somewhere.
+OURS = ("--kv-quant", "turboquant", "--kv-quant-bits", "4", "--kv-quant-prefill-window", "0")
+SHORT, LONG = 190, 520
+#: Tokens of a long prompt that read no history: sinks, window and a chunk.
+BEFORE = 448
+
+
+def write(folder: Path) -> Path:
+    """The model's folder."""
+    return MODELS["llama"].write(folder)
+
+
+def read(server: Server, ids: list[int], start: int = 0, **options) -> list[float]:
+    """Log-probabilities of a prompt's tokens after ``start``."""
+    asked = body(ids, 1, return_logprob=True, logprob_start_len=start, **options)
+    return input_logprobs(server.json("/generate", asked))
+
+
+def after_windows(ours: list[float], theirs: list[float]) -> Difference:
+    """The difference of a long prompt's tokens that read a history."""
+    return token_difference(ours[BEFORE:], theirs[BEFORE:])
