@@ -1,0 +1,118 @@
+"""Quantized pages outside the pool: one row of bytes for each page, with the records of all layers.
+
+A host page is, with layers of any widths,
+
+    layer 0's records of the page, [kv_heads, record_bytes]
+    layer 1's, ...
+    a tail that belongs to the caller, if its buffer is wider than ``page_bytes``
+
+Every layer's part begins at a multiple of 16 bytes. Copies move bytes and nothing else: which pages may be copied, and
+when, is up to ``TierManager.before_backup`` and ``before_load``.
+
+The copies are in torch and work between any devices.
+"""
+
+from __future__ import annotations
+
+from itertools import accumulate
+
+import torch
+
+from sglang_kvq.cache.pool import PagePool
+from sglang_kvq.errors import KVQuantError
+
+#: Bytes to which each layer's part of a host page is aligned.
+ALIGNED = 16
+
+
+class HostLayout:
+    """Places of a pool's records in a host page.
+
+    Args:
+        pool: the pool that is copied from and to. Others may be given later, if their records have the same sizes.
+
+    Attributes:
+        row_bytes: bytes of each layer's records of one page, ``kv_heads * record_bytes``.
+        offsets: where each layer's records begin in a host page.
+        page_bytes: bytes of a host page, without the caller's tail; a multiple of ``ALIGNED``.
+    """
+
+    def __init__(self, pool: PagePool) -> None:
+        self.row_bytes = _row_bytes(pool)
+        *starts, end = accumulate((-(-size // ALIGNED) * ALIGNED for size in self.row_bytes), initial=0)
+        self.offsets, self.page_bytes = tuple(starts), end
+        self._pool = pool
+
+    def backup(self, pool: PagePool, pages: torch.Tensor, host: torch.Tensor, host_pages: torch.Tensor) -> None:
+        """Copies records of ``pages``, all layers, to the rows ``host_pages`` of ``host``. Bytes between and behind
+        them stay as they are.
+
+        Args:
+            pages: int64 ``[n]``, pages with valid records (``TierManager.before_backup``).
+            host: uint8 ``[host pages, page_bytes or more]``, last axis contiguous.
+            host_pages: int64 ``[n]``, each once.
+
+        Both id tensors may be on any device. Ids are trusted: the host does not wait to look at them.
+
+        Raises:
+            KVQuantError: a shape, dtype or stride does not fit, or the pool's records have other sizes.
+        """
+        if not self._check(pool, pages, host, host_pages):
+            return
+        there, pages = host_pages.to(host.device), pages.to(pool.device)
+        for records, start, size in zip(pool.records, self.offsets, self.row_bytes):
+            host[there, start : start + size] = records[pages].flatten(1).to(host.device)
+
+    def load_layer(
+        self, pool: PagePool, layer: int, host: torch.Tensor, host_pages: torch.Tensor, pages: torch.Tensor
+    ) -> None:
+        """Copies one layer's records from the rows ``host_pages`` of ``host`` to ``pages``. Nothing else changes.
+
+        Args:
+            layer: index in the pool.
+            host: uint8 ``[host pages, page_bytes or more]``, last axis contiguous.
+            host_pages: int64 ``[n]``.
+            pages: int64 ``[n]``, each once; pages without valid records until ``TierManager.before_load``.
+
+        Both id tensors may be on any device. Ids are trusted: the host does not wait to look at them.
+
+        Raises:
+            KVQuantError: a shape, dtype or stride does not fit, or the pool's records have other sizes.
+        """
+        if not 0 <= layer < len(self.row_bytes):
+            raise KVQuantError(f"layer {layer}: the pool has {len(self.row_bytes)}. Name one of them, from 0.")
+        if not self._check(pool, pages, host, host_pages):
+            return
+        records, start, size = pool.records[layer], self.offsets[layer], self.row_bytes[layer]
+        rows = host[host_pages.to(host.device), start : start + size].to(pool.device)
+        records[pages.to(pool.device)] = rows.unflatten(1, records.shape[1:])
+
+    def _check(self, pool: PagePool, pages: torch.Tensor, host: torch.Tensor, host_pages: torch.Tensor) -> bool:
+        """Checks what can be checked without the device; returns if there is anything to copy."""
+        self._connect(pool)
+        for name, ids in (("pages", pages), ("host_pages", host_pages)):
+            if ids.dim() != 1 or ids.dtype != torch.int64:
+                raise KVQuantError(f"{name}: {ids.dtype} {list(ids.shape)}; must be int64 [n].")
+        if len(pages) != len(host_pages):
+            raise KVQuantError(f"host_pages: {len(host_pages)} for {len(pages)} pages; must be as many.")
+        if host.dtype != torch.uint8 or host.dim() != 2 or host.shape[1] < self.page_bytes or host.stride(1) != 1:
+            raise KVQuantError(
+                f"host: {host.dtype} {list(host.shape)} with strides {list(host.stride())}; must be uint8 [host pages, "
+                f"{self.page_bytes} or more], its last axis contiguous."
+            )
+        return len(pages) > 0
+
+    def _connect(self, pool: PagePool) -> None:
+        """Makes this pool the one that is copied from and to."""
+        if pool is self._pool:
+            return
+        if (given := _row_bytes(pool)) != self.row_bytes:
+            raise KVQuantError(
+                f"pool: its layers have {list(given)} bytes a page, not {list(self.row_bytes)}; make a HostLayout of "
+                "it."
+            )
+        self._pool = pool
+
+
+def _row_bytes(pool: PagePool) -> tuple[int, ...]:
+    return tuple(records[0].numel() for records in pool.records)
