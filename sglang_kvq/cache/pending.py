@@ -75,6 +75,11 @@ class PendingOps:
     def __bool__(self) -> bool:
         return bool(self._events)
 
+    @property
+    def has_open_move(self) -> bool:
+        """Tells if a move was reserved and is not filled yet: no event may be applied until then."""
+        return None in self._events
+
     def clear(self) -> None:
         self._events.clear()
 

@@ -248,6 +248,35 @@ class TierManager:
                 self.row_len.index_fill_(0, event.rows, 0)
         self._place_copies()
 
+    def before_backup(self, pages: torch.Tensor) -> None:
+        """Makes records of pages int64 ``[n]`` that only have a BF16 copy, before records are copied elsewhere.
+
+        The copies begin behind this, in the order of the stream. Pages keep their BF16 copies.
+        """
+        self._apply_between_plans()
+        self._record_sources(pages)
+
+    def before_load(self, pages: torch.Tensor) -> None:
+        """Counts just allocated pages int64 ``[n]`` as quantized, before their records are copied from elsewhere.
+
+        The copies begin behind this, in the order of the stream. Nothing may read the records before they end.
+        """
+        self._apply_between_plans()
+        self.errors += self.page_valid[pages].sum()
+        self.page_valid.index_fill_(0, pages, True)
+
+    def _apply_between_plans(self) -> None:
+        """Applies events without a plan; the next decode batch is planned although none of them is left."""
+        self._dirty |= bool(self.pending)
+        self.apply_pending()
+
+    def keep_first_tokens(self, pages: torch.Tensor, tokens: torch.Tensor) -> None:
+        """Keeps first tokens BF16 ``[layers, n, 2, kv_heads, D]`` of pages int64 ``[n]`` that come from elsewhere."""
+        if self.sink_cache is not None:
+            self.sink_cache.keep(
+                pages, torch.ones_like(pages, dtype=torch.bool), tokens, self.pool.page_slot, self.steps
+            )
+
     def _apply_reset(self) -> None:
         if not self._forget:
             return
