@@ -59,9 +59,16 @@ class Reporter(Protocol):
 
 
 class HostPages(Protocol):
-    """Quantized pages in host memory."""
+    """Quantized pages in host memory, as ``observe`` and ``metrics`` use them.
 
-    #: Of storage, since the start.
+    Attributes:
+        size: tokens.
+        page_bytes: bytes of a page.
+        damaged_pages: pages of storage that were not as they had been written, since the start.
+    """
+
+    size: int
+    page_bytes: int
     damaged_pages: int
 
 

@@ -1,69 +1,139 @@
-"""Quantized pages go to host memory and to storage, and come back as they were."""
+"""Quantized pages go to host memory and to storage, and answers after that are those of pages that stayed."""
 
 from __future__ import annotations
 
+import json
 import random
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import requests
 
+from sglang_kvq.constants import PAGE_SIZE
 from tests.e2e.client import Client
+from tests.e2e.test_server_metrics import eventually
 
-#: 64 pages on the device and BF16 copies for one request: a few prompts of 700 tokens take the BF16 copies of the
-#: first, a few more evict it.
+#: 24 pages, of which four prompts take all, and BF16 pages for one request: the next prompt takes those of the last.
 FLAGS = (
     *("--enable-hierarchical-cache", "--hicache-ratio", "3", "--hicache-storage-backend", "file"),
-    *("--hicache-storage-prefetch-policy", "wait_complete", "--max-running-requests", "1"),
+    *("--hicache-storage-prefetch-policy", "wait_complete", "--kv-quant-recent", "64"),
+    *("--max-total-tokens", str(24 * PAGE_SIZE), "--max-running-requests", "1"),
     *("--enable-cache-report", "--enable-metrics", "--decode-log-interval", "1"),
 )
-#: A prompt's whole pages.
-CACHED = 640
+#: Whole pages of a prompt, and tokens after them.
+PAGES, MORE = 5, 20
+CACHED = PAGES * PAGE_SIZE
+PLACES = ("device", "host", "storage")
 
 
 def prompt(index: int) -> list[int]:
     numbers = random.Random(index)
-    return [numbers.randrange(100, 40000) for _ in range(700)]
+    return [numbers.randrange(100, 500) for _ in range(CACHED + MORE)]
 
 
 def ask(client: Client, index: int) -> tuple[dict[str, int], list[float]]:
-    """Returns where a prompt's tokens were cached, and the answer's log-probabilities."""
-    meta = client.generate(prompt(index), 4, return_logprob=True)["meta_info"]
+    """Returns where a prompt's tokens were cached, and the log-probabilities of its last tokens and of the answer."""
+    meta = client.generate(prompt(index), 3, return_logprob=True, logprob_start_len=CACHED + 1)["meta_info"]
     found = meta.get("cached_tokens_details") or {}
-    return {place: found.get(place, 0) for place in ("device", "host", "storage")}, [
-        entry[0] for entry in meta["output_token_logprobs"]
-    ]
+    logprobs = [entry[0] for entry in meta["input_token_logprobs"][1:] + meta["output_token_logprobs"]]
+    return {place: found.get(place) or 0 for place in PLACES}, logprobs
 
 
 def at(place: str, tokens: int = CACHED) -> dict[str, int]:
-    return {"device": 0, "host": 0, "storage": 0, place: tokens}
+    return {**dict.fromkeys(PLACES, 0), place: tokens}
+
+
+def push_out(client: Client) -> None:
+    """Other prompts take all pages of the device."""
+    for index in range(10, 15):
+        ask(client, index)
+
+
+@pytest.fixture(scope="module")
+def storage(tmp_path_factory) -> Path:
+    """The folder with pages of all servers here."""
+    return tmp_path_factory.mktemp("storage")
 
 
 @pytest.fixture
-def start(servers, plugins, tmp_path) -> Callable[..., tuple[Client, Path]]:
-    """``start(*flags)``: a client of a server with an empty storage, and the storage's folder."""
+def start(servers, plugins, storage) -> Callable[..., Client]:
+    """``start(*flags)``: a client of a server with an empty cache."""
 
-    def go(*flags: str) -> tuple[Client, Path]:
-        env = {**plugins("small_host"), "SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": str(tmp_path / "storage")}
-        return Client(servers(*flags, *FLAGS, env=env)), tmp_path / "storage"
+    def go(*flags: str) -> Client:
+        config = ("--hicache-storage-backend-extra-config", json.dumps({"file_storage_path": str(storage)}))
+        client = Client(servers(*flags, *FLAGS, *config, env=plugins("small_host")))
+        client.flush()
+        return client
 
     return go
 
 
-@pytest.mark.parametrize("method", ["int2", "hadamard"])
-def test_pages_come_back_from_host_and_storage(start, method):
-    client, storage = start("--kv-quant", method)
-    print(ask(client, 0))
-    print(ask(client, 0))
-    for index in (1, 2):
-        print(ask(client, index))
-    place, stayed = ask(client, 0)
-    print(place, stayed, client.state()["tiers"])
-    for index in range(3, 10):
-        ask(client, index)
-    print(ask(client, 0))
+def stayed(client: Client) -> list[float]:
+    """The answer to prompt 0 from pages that stayed on the device while another prompt took their BF16 pages."""
+    for index in (0, 1, 2):
+        place, _ = ask(client, index)
+        assert place == at("device", 0), "nothing is cached yet"
+    place, logprobs = ask(client, 0)
+    assert place == at("device")
+    return logprobs
+
+
+def wait_for(holds: Callable[[], bool], what: str) -> None:
+    deadline = time.time() + 120
+    while not holds():
+        assert time.time() < deadline, what
+        time.sleep(0.2)
+
+
+def test_answers_from_host_and_storage_are_those_of_pages_that_stayed(start, storage):
+    client = start("--kv-quant", "int2")
+    want = stayed(client)
+    push_out(client)
+    place, logprobs = ask(client, 0)
+    assert place == at("host") and logprobs == want
     client.flush()
-    print(ask(client, 0))
-    print(len(list(storage.iterdir())), next(storage.iterdir()).name, client.state())
-    assert 0
+    place, logprobs = ask(client, 0)
+    assert place == at("storage") and logprobs == want
+
+    files, state = list(storage.glob("*.bin")), client.state()
+    assert len(files) >= PAGES and all("-kvq1-int2-" in file.name for file in files)
+    assert {file.stat().st_size for file in files} == {state["host_page_bytes"]}
+    assert state["host_page_bytes"] < PAGE_SIZE * state["bf16_token_bytes"] / 5
+    assert state["errors"] == 0 and state["damaged_pages"] == 0
+
+
+def test_a_damaged_file_is_a_miss_and_is_written_again(start, storage):
+    from sglang.srt.mem_cache.utils import get_hash_str
+
+    client, mine = start("--kv-quant", "int2"), 50
+    ask(client, mine)
+    name, names = None, []
+    for page in range(PAGES):
+        name = get_hash_str(prompt(mine)[page * PAGE_SIZE : (page + 1) * PAGE_SIZE], name)
+        names.append(name)
+    wait_for(lambda: all(list(storage.glob(f"{name}*.bin")) for name in names), "pages do not arrive in storage")
+
+    (file,) = storage.glob(f"{names[3]}*.bin")
+    good = file.read_bytes()
+    file.write_bytes(good[:1000] + bytes([good[1000] ^ 4]) + good[1001:])
+    client.flush()
+    assert ask(client, mine)[0] == at("storage", 3 * PAGE_SIZE)
+    eventually(client, lambda values: values.get("sglang_kvq_damaged_pages_total") == 1)
+    wait_for(file.exists, "the page is not written again")
+
+    (file,) = storage.glob(f"{names[1]}*.bin")
+    file.write_bytes(good[:-1])
+    client.flush()
+    assert ask(client, mine)[0] == at("storage", PAGE_SIZE)
+    assert client.state()["damaged_pages"] == 2 and client.state()["errors"] == 0
+
+
+def test_write_back(start):
+    """Pages go to the host when they are evicted, not before."""
+    client = start("--kv-quant", "int4", "--hicache-write-policy", "write_back")
+    want = stayed(client)
+    push_out(client)
+    place, logprobs = ask(client, 0)
+    assert place == at("host") and logprobs == want
+    assert client.state()["errors"] == 0

@@ -295,7 +295,7 @@ def test_a_damaged_file_is_removed(controller, found, tmp_path):
 
 def state(**changes) -> SimpleNamespace:
     """What a page's bytes depend on."""
-    config = KVQuantConfig(changes.pop("method", "oscar"), seed=changes.pop("seed", 0))
+    config = KVQuantConfig(changes.pop("method", "oscar"), seed=changes.pop("seed", None))
     formats = changes.pop("formats", (PageFormat(64, 64, 0.96, 0.92),) * 2)
     geometry = KVGeometry(changes.pop("kv_heads", 2), formats)
     status = {"rotations_sha256": changes.pop("sha", "ab12"), "rotations": changes.pop("folder", "/one")}
@@ -311,7 +311,8 @@ def test_names_differ_with_all_that_the_bytes_depend_on():
     others = [
         format_tag(state(), True),
         format_tag(state(method="hadamard"), False),
-        format_tag(state(seed=1), False),
+        format_tag(state(method="turboquant", seed=1), False),
+        format_tag(state(method="turboquant", seed=2), False),
         format_tag(state(sha="cd34"), False),
         format_tag(state(kv_heads=1), False),
         format_tag(state(layers=(2, 3)), False),

@@ -19,7 +19,7 @@ class KVQuantHostPool(HostKVCache):
     SGLang counts it in tokens and names places by tokens; those of a page follow each other.
 
     Attributes:
-        page: where things are in a row.
+        page: where things are in a row of ``page_bytes``.
         kv_buffer: uint8 ``[pages, page.page_bytes]``, pinned if the cache is on a GPU.
         gathered: first tokens of the backup that begins next, and the rows that they belong to.
         damaged_pages: pages of storage that were not as they had been written, since the start.
@@ -46,6 +46,7 @@ class KVQuantHostPool(HostKVCache):
         """
         self.pool = tiers.pool
         self.page = HostPage(tiers.pool, tiers.sink_cache is not None)
+        self.page_bytes = self.page.page_bytes
         self.gathered: tuple[list[int], torch.Tensor] | None = None
         self.damaged_pages = 0
         self.layer_num = self.target_layer_num = tiers.pool.layers
