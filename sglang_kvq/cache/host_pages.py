@@ -9,7 +9,8 @@ A host page is, with layers of any widths,
 Every layer's part begins at a multiple of 16 bytes. Copies move bytes and nothing else: which pages may be copied, and
 when, is up to ``TierManager.before_backup`` and ``before_load``.
 
-The copies are in torch and work between any devices.
+Here are the copies in torch, between any devices. If the pool is on a GPU that can address the host's memory, the
+kernel ``kernels.tiers.host_rows`` does the same, in one launch. It needs host rows that begin at multiples of 16 bytes.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class HostLayout:
         self.row_bytes = _row_bytes(pool)
         *starts, end = accumulate((-(-size // ALIGNED) * ALIGNED for size in self.row_bytes), initial=0)
         self.offsets, self.page_bytes = tuple(starts), end
-        self._pool = pool
+        self._connect(pool)
 
     def backup(self, pool: PagePool, pages: torch.Tensor, host: torch.Tensor, host_pages: torch.Tensor) -> None:
         """Copies records of ``pages``, all layers, to the rows ``host_pages`` of ``host``. Bytes between and behind
@@ -58,6 +59,9 @@ class HostLayout:
             KVQuantError: a shape, dtype or stride does not fit, or the pool's records have other sizes.
         """
         if not self._check(pool, pages, host, host_pages):
+            return
+        if self._kernel is not None and _is_mapped(host, pool.device):
+            self._kernel.backup(pages.to(pool.device), host, host_pages.to(pool.device))
             return
         there, pages = host_pages.to(host.device), pages.to(pool.device)
         for records, start, size in zip(pool.records, self.offsets, self.row_bytes):
@@ -83,13 +87,17 @@ class HostLayout:
             raise KVQuantError(f"layer {layer}: the pool has {len(self.row_bytes)}. Name one of them, from 0.")
         if not self._check(pool, pages, host, host_pages):
             return
+        if self._kernel is not None and _is_mapped(host, pool.device):
+            self._kernel.load(layer, pages.to(pool.device), host, host_pages.to(pool.device))
+            return
         records, start, size = pool.records[layer], self.offsets[layer], self.row_bytes[layer]
         rows = host[host_pages.to(host.device), start : start + size].to(pool.device)
         records[pages.to(pool.device)] = rows.unflatten(1, records.shape[1:])
 
     def _check(self, pool: PagePool, pages: torch.Tensor, host: torch.Tensor, host_pages: torch.Tensor) -> bool:
         """Checks what can be checked without the device; returns if there is anything to copy."""
-        self._connect(pool)
+        if pool is not self._pool:
+            self._connect(pool)
         for name, ids in (("pages", pages), ("host_pages", host_pages)):
             if ids.dim() != 1 or ids.dtype != torch.int64:
                 raise KVQuantError(f"{name}: {ids.dtype} {list(ids.shape)}; must be int64 [n].")
@@ -104,15 +112,43 @@ class HostLayout:
 
     def _connect(self, pool: PagePool) -> None:
         """Makes this pool the one that is copied from and to."""
-        if pool is self._pool:
-            return
         if (given := _row_bytes(pool)) != self.row_bytes:
             raise KVQuantError(
                 f"pool: its layers have {list(given)} bytes a page, not {list(self.row_bytes)}; make a HostLayout of "
                 "it."
             )
         self._pool = pool
+        self._kernel = _Kernel(pool, self.offsets, self.page_bytes) if _has_kernel(pool.device) else None
+
+
+class _Kernel:
+    """The kernel's copies from and to one pool; arguments in its order."""
+
+    def __init__(self, pool: PagePool, offsets: tuple[int, ...], page_bytes: int) -> None:
+        from sglang_kvq.kernels.tiers import host_rows  # Triton, which a CPU does not need
+
+        self._rows, self._table = host_rows, host_rows.row_table(pool.records, offsets)
+        # Compiles both copies, so that no request waits for it: of the reserved page to itself.
+        page = torch.zeros(1, dtype=torch.int64, device=pool.device)
+        host = torch.zeros(1, page_bytes, dtype=torch.uint8, device=pool.device)
+        self.backup(page, host, page)
+        self.load(0, page, host, page)
+
+    def backup(self, pages: torch.Tensor, host: torch.Tensor, host_pages: torch.Tensor) -> None:
+        self._rows.backup_rows(self._table, pages, host, host_pages)
+
+    def load(self, layer: int, pages: torch.Tensor, host: torch.Tensor, host_pages: torch.Tensor) -> None:
+        self._rows.load_rows(self._table, layer, pages, host, host_pages)
 
 
 def _row_bytes(pool: PagePool) -> tuple[int, ...]:
     return tuple(records[0].numel() for records in pool.records)
+
+
+def _has_kernel(device: torch.device) -> bool:
+    return device.type == "cuda"
+
+
+def _is_mapped(host: torch.Tensor, device: torch.device) -> bool:
+    """Tells if the GPU ``device`` can address ``host``: it is there itself, or in pinned memory."""
+    return host.device == device or (host.device.type == "cpu" and host.is_pinned())

@@ -77,8 +77,8 @@ class PendingOps:
 
     @property
     def has_open_move(self) -> bool:
-        """Tells if a move was reserved and is not filled yet: no event may be applied until then."""
-        return None in self._events
+        """True while a reserved move waits for its pages: nothing may be drained before ``fill_move``."""
+        return any(event is None for event in self._events)
 
     def clear(self) -> None:
         self._events.clear()
@@ -158,7 +158,7 @@ class PendingOps:
             return None
         (packed,) = to_device([np.array([*chain(*spans), *rows], np.int64)], device)
         pages = [ids.to(device, non_blocking=True) for ids in pages]
-        _keep_alive(pages)
+        keep_alive(pages)
         ids = packed[:0] if not pages else pages[0] if len(pages) == 1 else torch.cat(pages)
         return packed, ids, len(spans)
 
@@ -185,11 +185,11 @@ _Kind = TypeVar("_Kind", bound=Event)
 def _on(event: _Kind, device: torch.device) -> _Kind:
     """Returns the event with its tensors on ``device``, kept alive for the current stream."""
     moved = [ids.to(device, non_blocking=True) for ids in event]
-    _keep_alive(moved)
+    keep_alive(moved)
     return type(event)(*moved)
 
 
-def _keep_alive(tensors: list[torch.Tensor]) -> None:
+def keep_alive(tensors: list[torch.Tensor]) -> None:
     """Keeps the scheduler stream's tensors alive for the current stream. One query serves an eviction's hundreds."""
     stream = None
     for t in tensors:

@@ -33,12 +33,21 @@ import numpy as np
 import torch
 
 from sglang_kvq.cache.fold import fold_pages
-from sglang_kvq.cache.pending import CopiedPages, Fill, FoldedPages, FreedPages, MovedBF16Pages, PendingOps
+from sglang_kvq.cache.pending import (
+    CopiedPages,
+    Fill,
+    FoldedPages,
+    FreedPages,
+    MovedBF16Pages,
+    PendingOps,
+    keep_alive,
+)
 from sglang_kvq.cache.pool import PagePool
 from sglang_kvq.cache.select_smallest import hand_out
 from sglang_kvq.cache.sink_token_cache import SinkTokenCache
 from sglang_kvq.constants import NEVER
 from sglang_kvq.constants import PAGE_SIZE as P
+from sglang_kvq.errors import KVQuantError
 
 #: Added to the stamp of a sink's BF16 copy, so that it is taken after every window page.
 SINK_BONUS = 1 << 40
@@ -248,35 +257,6 @@ class TierManager:
                 self.row_len.index_fill_(0, event.rows, 0)
         self._place_copies()
 
-    def before_backup(self, pages: torch.Tensor) -> None:
-        """Makes records of pages int64 ``[n]`` that only have a BF16 copy, before records are copied elsewhere.
-
-        The copies begin behind this, in the order of the stream. Pages keep their BF16 copies.
-        """
-        self._apply_between_plans()
-        self._record_sources(pages)
-
-    def before_load(self, pages: torch.Tensor) -> None:
-        """Counts just allocated pages int64 ``[n]`` as quantized, before their records are copied from elsewhere.
-
-        The copies begin behind this, in the order of the stream. Nothing may read the records before they end.
-        """
-        self._apply_between_plans()
-        self.errors += self.page_valid[pages].sum()
-        self.page_valid.index_fill_(0, pages, True)
-
-    def _apply_between_plans(self) -> None:
-        """Applies events without a plan; the next decode batch is planned although none of them is left."""
-        self._dirty |= bool(self.pending)
-        self.apply_pending()
-
-    def keep_first_tokens(self, pages: torch.Tensor, tokens: torch.Tensor) -> None:
-        """Keeps first tokens BF16 ``[layers, n, 2, kv_heads, D]`` of pages int64 ``[n]`` that come from elsewhere."""
-        if self.sink_cache is not None:
-            self.sink_cache.keep(
-                pages, torch.ones_like(pages, dtype=torch.bool), tokens, self.pool.page_slot, self.steps
-            )
-
     def _apply_reset(self) -> None:
         if not self._forget:
             return
@@ -424,6 +404,64 @@ class TierManager:
         marked[0].fill_(False)
         self._quantize(marked, torch.arange(len(marked), device=slots.device), self.slot_page)
         self.page_valid.index_fill_(0, torch.where(marked, self.slot_page, 0), True)
+
+    # -- copies to and from host memory ----------------------------------------------------------
+
+    def before_backup(self, pages: torch.Tensor) -> None:
+        """Prepares pages for a copy of their records to host memory.
+
+        Call it on the stream that runs the model, once, before the copy is submitted to another stream. That stream
+        must then wait for this one. Until the copy is done, the caller keeps the pages from being freed.
+
+        Pending events come first: a page may be the target of a copy or fold that waits among them. Then pages that
+        exist only in BF16 are quantized. They keep their BF16 copies, so that nothing reads other values than before.
+
+        Args:
+            pages: int64 ``[n]`` on the pool's device, whole pages of committed tokens.
+
+        Raises:
+            KVQuantError: pages of a move are not known yet (``PendingOps.has_open_move``). Nothing has changed.
+        """
+        self._apply_for_copy("before_backup", pages)
+        self._record_sources(pages)
+
+    def before_load(self, pages: torch.Tensor) -> None:
+        """Prepares pages for a copy of their records from host memory.
+
+        Call it on the stream that runs the model, once, before the copy is submitted to another stream. That stream
+        must then wait for this one. Whatever reads the pages' records waits for the copy: attention, and plans that
+        apply a copy or fold of them or restore their BF16 pages.
+
+        Pending events come first: the pages may just have been freed, with a copy of their old records still waiting.
+        Then they count as quantized. Pages that already have records or a BF16 copy are in use: ``errors`` counts them.
+
+        Args:
+            pages: int64 ``[n]`` on the pool's device, just allocated.
+
+        Raises:
+            KVQuantError: pages of a move are not known yet (``PendingOps.has_open_move``). Nothing has changed.
+        """
+        self._apply_for_copy("before_load", pages)
+        self.errors += (self.page_valid[pages] | (self.pool.page_slot[pages] >= 0)).sum()
+        self.page_valid.index_fill_(0, pages, True)
+
+    def keep_first_tokens(self, pages: torch.Tensor, tokens: torch.Tensor) -> None:
+        """Keeps first tokens BF16 ``[layers, n, 2, kv_heads, D]`` of pages int64 ``[n]`` that come from elsewhere."""
+        if self.sink_cache is not None:
+            self.sink_cache.keep(
+                pages, torch.ones_like(pages, dtype=torch.bool), tokens, self.pool.page_slot, self.steps
+            )
+
+    def _apply_for_copy(self, what: str, pages: torch.Tensor) -> None:
+        """Applies pending events between plans; the next decode step is planned, as if they were still pending."""
+        if self.pending.has_open_move:
+            raise KVQuantError(
+                f"{what}: an insertion into the tree is under way, whose pages are not known yet. Submit copies after "
+                "it."
+            )
+        keep_alive([pages])
+        self._dirty |= bool(self.pending)
+        self.apply_pending()
 
     # -- windows ---------------------------------------------------------------------------------
 

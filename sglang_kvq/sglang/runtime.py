@@ -11,9 +11,9 @@ import torch
 
 from sglang_kvq.attention.scores.scoring import KeyScores
 from sglang_kvq.cache.layout import KVGeometry, MemoryLayout
+from sglang_kvq.cache.memory.windows import WindowNeed
 from sglang_kvq.cache.pool import PagePool
 from sglang_kvq.cache.tiers import TierManager
-from sglang_kvq.cache.windows import WindowNeed
 from sglang_kvq.config import KVQuantConfig
 from sglang_kvq.sessions.messages import Fold
 from sglang_kvq.sglang.types import Req, ServerArgs

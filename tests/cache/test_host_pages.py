@@ -28,9 +28,9 @@ def ids(pages: list[int]) -> torch.Tensor:
     return torch.tensor(pages, dtype=torch.int64)
 
 
-def pool_of(formats, kv_heads: int = 3) -> PagePool:
+def pool_of(formats, kv_heads: int = 3, device: str = "cpu") -> PagePool:
     """Records of random bytes."""
-    table = torch.zeros(1, PAGES * PAGE_SIZE, dtype=torch.int32)
+    table = torch.zeros(1, PAGES * PAGE_SIZE, dtype=torch.int32, device=device)
     pool = PagePool.allocate(formats, kv_heads=kv_heads, pages=PAGES, slots=1, req_to_token=table)
     for store in pool.stores:
         store.records.random_(POISON)  # all but the poison

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from sglang_kvq.cache.recurrent_states import LEAST_TOKENS, SGLANG_RATIO, RequestNeeds, share_states
+from sglang_kvq.cache.memory.recurrent_states import LEAST_TOKENS, SGLANG_RATIO, RequestNeeds, share_states
 
 GIB = 1 << 30
 #: Qwen3-Next-80B-A3B at 2 bits: 36 layers with states in FP32, 12 with 2 KV heads of 256.

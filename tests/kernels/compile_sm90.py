@@ -39,6 +39,7 @@ from sglang_kvq.attention.drafts import DraftBatch, chain
 from sglang_kvq.attention.planning.short_extend import ShortExtends
 from sglang_kvq.attention.scores.scoring import KeyScores, plan_scoring
 from sglang_kvq.attention.triton_ops import TritonOps
+from sglang_kvq.cache.host_pages import HostLayout
 from sglang_kvq.cache.triton_tiers import TritonTierManager
 from sglang_kvq.formats.page import PageFormat
 from sglang_kvq.formats.planes import PlaneCode, PlaneFormat
@@ -49,6 +50,7 @@ from sglang_kvq.kernels.extend.extend_attention import extend as triton_extend
 from sglang_kvq.kernels.extend.extend_attention import is_cheap
 from sglang_kvq.kernels.quantize.fold_tokens import fold_pages
 from sglang_kvq.kernels.quantize.keep_sink_tokens import keep_sink_tokens
+from sglang_kvq.kernels.tiers import host_rows
 from tests.kernels import scene as scenes
 from tests.kernels.test_decode import HALF_HEADS
 from tests.kernels.test_formats import KINDS, make_format
@@ -126,6 +128,13 @@ def check_operands(name: str, ttgir: str) -> None:
         assert k >= 4 * int(width), f"{name}: operand {index} of {rows} x {columns} is laid out for {width} x 4 of K"
 
 
+def check_vectors(name: str, ptx: str) -> None:
+    """Rows go to and from host memory 16 bytes at a time, on both sides: the bus carries whole requests."""
+    if name == "_copy_rows":
+        moved = re.findall(r"(ld|st)\.global\S*?(\.v\d)?\.b32", ptx)
+        assert {("ld", ".v4"), ("st", ".v4")} == set(moved), f"{name}: moves {moved}"
+
+
 def check_occupancy(name: str, registers: int, shared: int, warps: int, planned: int) -> None:
     """An SM holds as many programs as the plan counts on, or the rest of them waits for a second turn."""
     by_registers = SM_REGISTERS // (-(-registers // 8) * 8 * 32 * warps)
@@ -180,6 +189,7 @@ def compile_launch(self, *args, grid, warmup=False, **kwargs) -> None:
     )
     kernel = triton.compile(source, target=TARGET, options=options)
     check_operands(self.__name__, kernel.asm["ttgir"])
+    check_vectors(self.__name__, kernel.asm["ptx"])
     if kernel.hash in STATE.shown:
         return
     STATE.shown.add(kernel.hash)
@@ -317,6 +327,16 @@ def compile_tiers(kind: str | None = None) -> None:
     tiers.pending.free_rows([2])
     tiers.plan_extend(scene.rows, scene.seq_lens - 10, scene.seq_lens, 200, scene.rows[:1])
     tiers.plan_decode(scene.rows, scene.seq_lens, 200)
+    copy_to_host(scene.pool)
+
+
+def copy_to_host(pool) -> None:
+    """Copies of records to host memory and back; the same kernel for every kind of records."""
+    layout, page = HostLayout(pool), scenes.int64(1)
+    host = torch.zeros(2, layout.page_bytes, dtype=torch.uint8)
+    table = host_rows.row_table(pool.records, layout.offsets)
+    host_rows.backup_rows(table, page, host, page)
+    host_rows.load_rows(table, 0, page, host, page)
 
 
 def geometries(all_of_them: bool) -> None:

@@ -15,7 +15,8 @@ if not ON_GPU:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_INTERPRET", "1")
         import sglang_kvq.attention.triton_ops
-        import sglang_kvq.cache.triton_tiers  # noqa: F401
+        import sglang_kvq.cache.triton_tiers
+        import sglang_kvq.kernels.tiers.host_rows  # noqa: F401
 
         if importlib.util.find_spec("triton.experimental.gluon"):
             import triton.experimental.gluon  # noqa: F401  (imported by the first launch otherwise)

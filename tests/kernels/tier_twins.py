@@ -119,6 +119,16 @@ class TwinTierManager(TierManager):
                 assert torch.equal(own.records.cpu(), ours.records), "records of pages that were filled"
         self.filled += fills
 
+    def before_backup(self, pages: torch.Tensor) -> None:
+        super().before_backup(pages)
+        self.kernels.before_backup(pages.to(DEVICE))
+        assert_same(self.kernels, self)
+
+    def before_load(self, pages: torch.Tensor) -> None:
+        super().before_load(pages)
+        self.kernels.before_load(pages.to(DEVICE))
+        assert_same(self.kernels, self)
+
     def _plan(self, rows, prefix_lens, seq_lens, max_len, direct_pages, count=1) -> None:
         for found in (self.wanted, self.got, self.to_restore, self.restored_there):
             found.clear()

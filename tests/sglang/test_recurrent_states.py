@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from sglang_kvq.cache.recurrent_states import SGLANG_RATIO
+from sglang_kvq.cache.memory.recurrent_states import SGLANG_RATIO
 from sglang_kvq.config import KVQuantConfig
 from sglang_kvq.releases import OLD_TREE
 from sglang_kvq.sglang import compat

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from sglang_kvq.cache.layout import KVGeometry, bf16_slots
-from sglang_kvq.cache.windows import STOCK_RATIO, WindowNeed, need_of, split_windows
+from sglang_kvq.cache.memory.windows import STOCK_RATIO, WindowNeed, need_of, split_windows
 from sglang_kvq.config import KVQuantConfig
 from sglang_kvq.constants import PAGE_SIZE
 from sglang_kvq.formats.page import PageFormat

@@ -1,6 +1,6 @@
 """Capacity of a server in tokens and requests, from the model's config.
 
-The arithmetic is that of a server's hooks (``cache.layout``, ``cache.windows``, ``cache.states``), with the defaults of
+The arithmetic is that of a server's hooks (``cache.layout``, ``cache.memory``), with the defaults of
 SGLang's flags.
 """
 
@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from sglang_kvq.cache.layout import KVGeometry, bf16_slots, divide, fit, reserved_bytes
-from sglang_kvq.cache.recurrent_states import SGLANG_RATIO, needs_of, share_states
-from sglang_kvq.cache.windows import STOCK_RATIO, need_of, share_windows, token_bytes
+from sglang_kvq.cache.memory.recurrent_states import SGLANG_RATIO, needs_of, share_states
+from sglang_kvq.cache.memory.windows import STOCK_RATIO, need_of, share_windows, token_bytes
 from sglang_kvq.config import KVQuantConfig
 from sglang_kvq.constants import PAGE_SIZE
 from sglang_kvq.errors import KVQuantError

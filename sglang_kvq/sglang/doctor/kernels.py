@@ -147,6 +147,7 @@ def _serve(number: int, device: torch.device) -> None:
     if number == 0:
         request.finish_with_sinks()
         request.restore()
+        request.copy_to_host()
 
 
 def _decode(number: int, device: torch.device) -> None:
@@ -275,6 +276,29 @@ class _Request:
                     f"{int((got != want).sum())} bytes differ from the same in torch; try another Triton release, and "
                     "report this."
                 )
+
+    def copy_to_host(self) -> None:
+        """Pages go to host memory and come back to others, bit for bit; of layers of different widths."""
+        from sglang_kvq.cache.host_pages import HostLayout
+        from sglang_kvq.kernels.tiers import host_rows
+
+        pool, on_gpu = self._pool((TWO_BITS, PLANES)), self.device.type == "cuda"
+        for records in pool.records:
+            records.random_(256)
+        want = [records.clone() for records in pool.records]
+        layout, pages, there = HostLayout(pool), self._int64(4, 2), self._int64(0, 2)
+        table = host_rows.row_table(pool.records, layout.offsets)
+        host = torch.zeros(3, layout.page_bytes, dtype=torch.uint8, pin_memory=on_gpu)
+        host_rows.backup_rows(table, pages, host, there)
+        for layer, records in enumerate(want):
+            host_rows.load_rows(table, layer, pages - 1, host, there)
+            records[pages - 1] = records[pages]
+        wrong = sum(int((got != records).sum()) for got, records in zip(pool.records, want))
+        if wrong:
+            raise KVQuantError(
+                f"copying pages to host memory and back is wrong: {wrong} bytes differ; try another Triton release, "
+                "and report this."
+            )
 
     def restore(self) -> None:
         """A page's first token is kept and its BF16 copy restored, bit for bit."""

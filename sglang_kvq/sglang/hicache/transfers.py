@@ -16,9 +16,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 
 from sglang_kvq.cache.tiers import TierManager
+from sglang_kvq.cache.transfer import to_device
 from sglang_kvq.sglang import runtime
 from sglang_kvq.sglang.hicache.host_pool import KVQuantHostPool, pages_of
 from sglang_kvq.sglang.types import CacheController
@@ -29,7 +31,7 @@ def before_start_writing(controller: CacheController) -> None:
     host, queue = host_pool_of(controller), controller.write_queue
     if host is None or not queue:
         return
-    tiers = _tiers_at_rest()
+    tiers = runtime.live_tiers()
     with _layers_stream(controller, queue):
         tiers.before_backup(torch.cat([pages_of(operation.device_indices) for operation in queue]))
         if host.page.token_bytes:
@@ -51,7 +53,7 @@ def before_start_loading(controller: CacheController) -> None:
     host, queue = host_pool_of(controller), controller.load_queue
     if host is None or not queue:
         return
-    tiers = _tiers_at_rest()
+    tiers = runtime.live_tiers()
     with _layers_stream(controller, queue):
         tiers.before_load(torch.cat([pages_of(operation.device_indices) for operation in queue]))
         begins = [o for o in queue if host.page.token_bytes and host.page.has_token(host.kv_buffer, _first_page(o))]
@@ -70,8 +72,9 @@ def _keep_first_tokens(tiers: TierManager, host: KVQuantHostPool, begins: list[A
     pages = torch.cat([pages_of(operation.device_indices[:1]) for operation in begins])
     tokens = [host.page.token_of(host.kv_buffer, row).to(device, non_blocking=True) for row in rows]
     tiers.keep_first_tokens(pages, torch.stack(tokens, 1))
+    (places,) = to_device([np.array(rows)], device)
     for layer in range(tiers.pool.layers):
-        host.page.layout.load_layer(tiers.pool, layer, host.kv_buffer, torch.tensor(rows), pages)
+        host.page.layout.load_layer(tiers.pool, layer, host.kv_buffer, places, pages)
 
 
 def host_pool_of(controller: CacheController) -> KVQuantHostPool | None:
@@ -84,18 +87,6 @@ def host_pool_of(controller: CacheController) -> KVQuantHostPool | None:
 def _first_page(operation: Any) -> int:
     """The host page of an operation's first page."""
     return int(pages_of(operation.host_indices[:1]))
-
-
-def _tiers_at_rest() -> TierManager:
-    """The tiers, of which no event is half recorded.
-
-    Raises:
-        RuntimeError: a request is being inserted into the tree: its window has not moved yet.
-    """
-    tiers = runtime.live_tiers()
-    if tiers.pending.has_open_move:
-        raise RuntimeError("kv-quant: pages move to or from the host while a window moves; please report this.")
-    return tiers
 
 
 def _stream_of_layers(controller: CacheController) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from sglang_kvq.cache.layout import KVGeometry
-from sglang_kvq.cache.recurrent_states import StateShare, needs_of, share_states
+from sglang_kvq.cache.memory.recurrent_states import StateShare, needs_of, share_states
 from sglang_kvq.config import KVQuantConfig
 from sglang_kvq.sglang import compat
 from sglang_kvq.sglang.attention.drafts import draft_page_bytes

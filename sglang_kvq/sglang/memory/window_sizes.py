@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 from sglang_kvq.cache.layout import bf16_slots, reserved_bytes
-from sglang_kvq.cache.windows import STOCK_RATIO, WindowNeed, need_of, share_windows, token_bytes
+from sglang_kvq.cache.memory.windows import STOCK_RATIO, WindowNeed, need_of, share_windows, token_bytes
 from sglang_kvq.constants import PAGE_SIZE
 from sglang_kvq.releases import OLD_TREE
 from sglang_kvq.sglang import compat, runtime

@@ -1,0 +1,140 @@
+"""Copies of quantized pages between the pool and host memory that the GPU can address, one launch for all layers.
+
+    host[host_pages[i], offset(l) :][: bytes(l)]  =  records(l)[pages[i]]       backup: every layer l
+    records(l)[pages[i]]  =  host[host_pages[i], offset(l) :][: bytes(l)]       load: one layer l
+
+A page's records of one layer lie together on both sides. They are opaque bytes, moved 16 at a time. A table on the
+device says where each layer's records are, so that layers of different widths need no launch of their own.
+
+The bus limits these copies, not the GPU. A few programs keep it busy, and more would only take multiprocessors from the
+attention that runs meanwhile. So ``_PROGRAMS`` programs share the rows (page, layer).
+
+The host's side is a tensor in pinned memory: Triton asks the driver for the device's address of what it is given, and
+refuses memory that the device cannot reach.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from sglang_kvq.errors import KVQuantError
+from sglang_kvq.kernels.device.arguments import field_count, load_fields
+
+#: Bytes of a vector, and alignment of all rows.
+VECTOR = 16
+#: 4-byte words of a row that a program moves at a time: 16 KiB in flight.
+_WORDS = 4096
+#: Programs of a launch, at most: half a MiB in flight, several times what the bus holds.
+_PROGRAMS = 32
+
+
+class Row(NamedTuple):
+    """One layer's records, int64 each, in the order of ``row_table``.
+
+    Attributes:
+        address: of page 0's records; those of page p follow p * bytes later.
+        bytes: of a page's records, all KV heads.
+        offset: in a host page.
+    """
+
+    address: int
+    bytes: int
+    offset: int
+
+
+FIELDS = field_count(Row)
+
+
+def row_table(records: Sequence[torch.Tensor], offsets: Sequence[int]) -> torch.Tensor:
+    """Returns where the layers' rows are, int64 ``[layers, 3]`` on the records' device; waits for the device.
+
+    records: uint8 ``[pages + 1, kv_heads, record_bytes]`` of each layer, contiguous; they must outlive the table.
+    offsets: where each layer's records begin in a host page.
+
+    Raises:
+        KVQuantError: a row does not begin or end at a multiple of 16 bytes.
+    """
+    rows = [Row(x.data_ptr(), x[0].numel(), offset) for x, offset in zip(records, offsets, strict=True)]
+    for layer, row in enumerate(rows):
+        if any(n % VECTOR for n in row):
+            raise KVQuantError(
+                f"layer {layer}: {row.bytes} bytes a page, at {row.offset} of a host page; the kernel moves {VECTOR} "
+                "at a time. Align both."
+            )
+    return torch.tensor(rows, dtype=torch.int64).to(records[0].device)
+
+
+def backup_rows(table: torch.Tensor, pages: torch.Tensor, host: torch.Tensor, host_pages: torch.Tensor) -> None:
+    """Copies all layers' records of ``pages`` to rows of ``host``.
+
+    table: from ``row_table``. pages, host_pages: int64 ``[n]`` on the device. host: uint8 ``[host pages, page bytes or
+    more]``, on the device or pinned; its rows begin at multiples of 16 bytes.
+
+    Raises:
+        KVQuantError: rows of ``host`` are not aligned.
+    """
+    _launch(table, pages, host, host_pages, first=0, layers=len(table), backup=True)
+
+
+def load_rows(
+    table: torch.Tensor, layer: int, pages: torch.Tensor, host: torch.Tensor, host_pages: torch.Tensor
+) -> None:
+    """Copies one layer's records of ``pages`` from rows of ``host``; see ``backup_rows``."""
+    _launch(table, pages, host, host_pages, first=layer, layers=1, backup=False)
+
+
+def _launch(
+    table: torch.Tensor,
+    pages: torch.Tensor,
+    host: torch.Tensor,
+    host_pages: torch.Tensor,
+    *,
+    first: int,
+    layers: int,
+    backup: bool,
+) -> None:
+    if host.data_ptr() % VECTOR or host.stride(0) % VECTOR:
+        raise KVQuantError(
+            f"host: rows of {host.stride(0)} bytes from address {host.data_ptr():#x}; the kernel moves {VECTOR} at a "
+            f"time. Align both to {VECTOR}."
+        )
+    rows = len(pages) * layers
+    _copy_rows[(min(rows, _PROGRAMS),)](
+        table, first, layers, rows, pages, host, host_pages, host.stride(0),
+        BACKUP=backup,
+        WORDS=_WORDS,
+        num_warps=8,
+    )  # fmt: skip
+
+
+# Nothing is specialised: a copy must not wait for the compiler because of the number of its pages.
+@triton.jit(
+    do_not_specialize=["table", "first", "layers", "rows", "pages", "host", "host_pages", "host_bytes"],
+    do_not_specialize_on_alignment=["table", "pages", "host", "host_pages"],
+)  # fmt: skip
+def _copy_rows(
+    table, first, layers, rows, pages, host, host_pages, host_bytes, BACKUP: tl.constexpr, WORDS: tl.constexpr
+):
+    """Program p: rows p, p + programs, ...; row r is layer first + r % layers of page r // layers.
+
+    host_bytes: from one host page to the next.
+    """
+    VECTOR: tl.constexpr = 16
+    for r in range(tl.program_id(0), rows, tl.num_programs(0)):
+        row = Row(*load_fields(table + (first + r % layers) * FIELDS, FIELDS))
+        page, there = tl.load(pages + r // layers), tl.load(host_pages + r // layers)
+        mine, theirs = row.address + page * row.bytes, host + there * host_bytes + row.offset
+        # The compiler cannot see that all are multiples of a vector.
+        mine = tl.multiple_of(mine.to(tl.pointer_type(tl.int32)), VECTOR)
+        theirs = tl.multiple_of(theirs.to(tl.pointer_type(tl.int32)), VECTOR)
+        words = row.bytes.to(tl.int32) // VECTOR * (VECTOR // 4)
+        for start in range(0, words, WORDS):
+            word = start + tl.arange(0, WORDS)
+            inside = word < words
+            if BACKUP:
+                tl.store(theirs + word, tl.load(mine + word, mask=inside), mask=inside)
+            else:
+                tl.store(mine + word, tl.load(theirs + word, mask=inside), mask=inside)
