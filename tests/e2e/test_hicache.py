@@ -56,13 +56,19 @@ def storage(tmp_path_factory) -> Path:
     return tmp_path_factory.mktemp("storage")
 
 
+@pytest.fixture(scope="module")
+def small_host(plugins) -> dict[str, str]:
+    """Variables of a server that takes host memory although there is little."""
+    return plugins("small_host")
+
+
 @pytest.fixture
-def start(servers, plugins, storage) -> Callable[..., Client]:
+def start(servers, small_host, storage) -> Callable[..., Client]:
     """``start(*flags)``: a client of a server with an empty cache."""
 
     def go(*flags: str) -> Client:
         config = ("--hicache-storage-backend-extra-config", json.dumps({"file_storage_path": str(storage)}))
-        client = Client(servers(*flags, *FLAGS, *config, env=plugins("small_host")))
+        client = Client(servers(*flags, *FLAGS, *config, env=small_host))
         client.flush()
         return client
 
@@ -80,7 +86,7 @@ def stayed(client: Client) -> list[float]:
 
 
 def wait_for(holds: Callable[[], bool], what: str) -> None:
-    deadline = time.time() + 120
+    deadline = time.time() + 300
     while not holds():
         assert time.time() < deadline, what
         time.sleep(0.2)
