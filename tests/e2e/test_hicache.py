@@ -11,8 +11,10 @@ from pathlib import Path
 import pytest
 
 from sglang_kvq.constants import PAGE_SIZE
+from sglang_kvq.rotations import save_rotations
 from tests.e2e.client import Client
 from tests.e2e.test_server_metrics import eventually
+from tests.rotations.helpers import random_transform
 
 #: 24 pages, of which four prompts take all, and BF16 pages for one request: the next prompt takes those of the last.
 FLAGS = (
@@ -142,4 +144,22 @@ def test_write_back(start):
     push_out(client)
     place, logprobs = ask(client, 0)
     assert place == at("host") and logprobs == want
+    assert client.state()["errors"] == 0
+
+
+def test_first_tokens_come_along(start, model, tmp_path):
+    """Transform coding needs them in BF16: the answer is that of pages that stayed only if the host has kept them."""
+    config = json.loads((model / "config.json").read_text())
+    heads = config["num_key_value_heads"]
+    dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    rotations = random_transform(config["num_hidden_layers"], heads, dim)
+    save_rotations(rotations, tmp_path / "rotations", kv_heads=heads)
+    client = start("--kv-quant", "transform", "--kv-quant-rotations", str(tmp_path / "rotations"))
+    want = stayed(client)
+    push_out(client)
+    place, logprobs = ask(client, 0)
+    assert place == at("host") and logprobs == want
+    client.flush()
+    place, logprobs = ask(client, 0)
+    assert place == at("storage") and logprobs == want
     assert client.state()["errors"] == 0
