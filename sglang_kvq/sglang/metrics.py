@@ -82,8 +82,8 @@ class TierMetrics:
         self.published = [0] * len(self.counters)
         self.host, self.damaged, self.damaged_before = state.host, None, 0
         if self.host is not None:
-            what = "Pages of HiCache's storage that were damaged, and so computed again."
-            self.damaged = counter("damaged_pages", what).labels(**labels)
+            damaged = counter("damaged_pages", "Pages of HiCache's storage that were damaged, and so computed again.")
+            self.damaged = damaged.labels(**labels)
         self.counts = LateCopy(tiers.count, tiers.pool.device)
         self.counts.ask()
 

@@ -43,7 +43,7 @@ def before_start_writing(controller: CacheController) -> None:
                 tokens.record_stream(controller.l2_transfer_engine.device_to_host_stream)
     for operation in queue:
         host.page.clear_flags(host.kv_buffer, pages_of(operation.host_indices))
-    if tiers.pool.device.type == "cuda":  # 0.5.22 lets the copies wait for the scheduler's stream only
+    if tiers.pool.device.type == "cuda":  # not all releases let the copies wait for this stream
         copies = controller.l2_transfer_engine.device_to_host_stream
         copies.wait_stream(_stream_of_layers(controller))
 
