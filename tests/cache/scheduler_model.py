@@ -8,10 +8,13 @@ scheduler does in between (publish, repoint, free, retract, evict, flush) must n
 
 With drafts, the device knows how many of a batch in flight are accepted, the scheduler only when it has landed; so
 pages are allocated for as many as there may be, and what is published is what the scheduler knows.
+
+With host memory (``add_host``), pages are backed up and loaded by copies that happen late (``host_model``).
 """
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -27,6 +30,7 @@ from sglang_kvq.constants import PAGE_SIZE as P
 from sglang_kvq.formats.page import PageFormat
 from sglang_kvq.formats.planes import PlaneCode, PlaneFormat
 from sglang_kvq.formats.record import RecordFormat
+from tests.cache.host_model import Copy, Host
 
 TABLE = torch.randn(4096, 2, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
 
@@ -111,6 +115,7 @@ class Model:
     kept_pages: int | None = None  # recent pages that a running request never loses; None: all
     written: int = 1  # tokens that a step writes
     shortened: int = 0  # reads of requests that had lost recent pages
+    host: Host | None = None
 
     def __post_init__(self) -> None:
         r2t = torch.zeros(self.rows + 1, (self.pages + 2) * P, dtype=torch.int32)
@@ -125,14 +130,21 @@ class Model:
 
     # -- memory, as SGLang's allocator and tree -----------------------------------------------------
 
+    def add_host(self, pages: int, rng: random.Random, **more) -> Model:
+        """This, with so many pages of host memory; more: of ``Host``."""
+        self.host = Host(self, pages, rng, **more)
+        return self
+
     def release(self, pages: list[int]) -> None:
+        self.happen()
         self.free += pages
         for page in pages:
             self.begun.pop(page, None)
         self.tiers.pending.free_pages(torch.tensor(pages, dtype=torch.int64))
 
     def locked(self) -> set[tuple]:
-        return {tuple(r.tokens[: n * P]) for r in self.running for n in range(1, r.protected // P + 1)}
+        prefixes = {tuple(r.tokens[: n * P]) for r in self.running for n in range(1, r.protected // P + 1)}
+        return prefixes | (self.host.locked() if self.host else set())
 
     def evict(self, count: int) -> None:
         """Free up to ``count`` unlocked leaf pages of the tree, least recently used first."""
@@ -143,6 +155,8 @@ class Model:
             if not leaves:
                 return
             key = min(leaves, key=self.used.__getitem__)
+            if self.host:
+                self.host.demote(key)
             self.release([self.tree.pop(key)])
 
     def take_pages(self, count: int) -> list[int] | None:
@@ -151,6 +165,7 @@ class Model:
         if count > len(self.free):
             return None
         taken, self.free = self.free[:count], self.free[count:]
+        self.happen()
         return taken
 
     def row_pages(self, request: Request, upto: int) -> list[int]:
@@ -173,6 +188,8 @@ class Model:
             request.stored = request.protected = end
             request.fresh = False
         self.running.append(request)
+        if self.host:
+            self.host.load(request)
         return request
 
     def select(self, source: tuple[int, ...], chosen: list[int], tail: list[int]) -> Request | None:
@@ -184,7 +201,7 @@ class Model:
         if target is None:
             return None
         keys = [source[: (i + 1) * P] for i in chosen]
-        if any(key not in self.tree for key in keys):
+        if any(key not in self.tree for key in keys) or not self.may_copy([self.tree[key] for key in keys]):
             self.release(target)
             return None
         names = self._enter(target)
@@ -205,14 +222,14 @@ class Model:
         Without room it only ends. Returns the tokens that stand for those chosen, which are found nowhere else.
         """
         full = (request.stored if length is None else length) // P
-        target = self.take_pages(len(chosen) // P)
+        own = self.row_pages(request, full * P)
+        target = self.take_pages(len(chosen) // P) if self.may_copy(own) else None
         if target is None:
             self.leave(request, publish, length)
             return None
         names = self._enter(target)
         whole = [i for i in range(len(target)) if chosen[i * P : (i + 1) * P] == list(range(i * P, (i + 1) * P))]
         sinks = [i for i in whole if i < self.sink_pages]
-        own = self.row_pages(request, full * P)
         if 0 in sinks and self.is_first(request.tokens):
             self._begin(names, own[0], target[0])
         source, target, sinks = (torch.tensor(ids, dtype=torch.int64) for ids in (own, target, sinks))
@@ -230,7 +247,17 @@ class Model:
         for i, page in enumerate(pages):
             key = tuple(names[: (i + 1) * P])
             self.tree[key], self.used[key] = page, self.clock
+        self.back_up(names, len(names))
         return names
+
+    def may_copy(self, pages: list[int]) -> bool:
+        """False while the scheduler takes a load of these pages, under way or to come, for missing room."""
+        return self.host is None or self.host.offers(pages)
+
+    def back_up(self, tokens: list[int], length: int) -> None:
+        """Whole pages of the first ``length`` tokens are in the tree."""
+        if self.host:
+            self.host.insert([tuple(tokens[:end]) for end in range(P, length + 1, P)])
 
     def _begin(self, names: list[int], source: int, target: int) -> None:
         """A copy of the page that a prompt began with: its first token is there if the source's is."""
@@ -245,6 +272,8 @@ class Model:
     def extend(self, requests: list[tuple[Request, int]]) -> bool:
         """One prefill batch: each request stores its next ``n`` tokens. False if memory ran out."""
         self.land()
+        if self.host:
+            self.host.submit_loads()
         for request, n in requests:
             have, want = request.held, -(-(request.stored + n) // P)
             pages = self.take_pages(max(want - have, 0))
@@ -260,6 +289,7 @@ class Model:
         loc = torch.cat([self.pool.req_to_token[r.row, p : p + n] for (r, n), p in zip(requests, prefix)]).long()
         bf16_page, direct = torch.from_numpy(bf16_page), torch.from_numpy(direct)
         seq = torch.tensor([p + n for p, n in zip(prefix, new)])
+        loads = self.before_plan()
         self.tiers.plan_extend(rows, torch.tensor(prefix), seq, max(prefix), loc[direct] // P)
         self.check_sink_tokens([request for request, _ in requests])
         for (request, n), p in zip(requests, prefix):
@@ -269,6 +299,8 @@ class Model:
         reads = [self.read(r, p, p + n) for (r, n), p in zip(requests, prefix)]
 
         def layers() -> None:
+            if self.host:
+                self.host.wait(loads)
             for check in reads:
                 check()
             self.ops.store_tokens(0, loc[bf16_page], k[bf16_page], v[bf16_page])
@@ -287,6 +319,7 @@ class Model:
         seq = torch.tensor([r.stored for r in requests] + [1] * padding)
         planned = self.tiers.decode_needs_plan(seq)
         if planned:
+            self.before_plan()
             self.tiers.plan_decode(rows, seq, int(seq.max()))
             self.check_sink_tokens(requests)
         loc = torch.cat(
@@ -326,6 +359,7 @@ class Model:
             return False
         rows = torch.tensor([r.row for r in requests] + [0] * padding)
         seq = torch.tensor([r.stored + count for r in requests] + [1 + count] * padding)
+        self.before_plan()
         self.tiers.plan_drafts(rows, seq, int(seq.max()), count)
         self.check_sink_tokens(requests)
         loc = torch.cat(
@@ -356,13 +390,32 @@ class Model:
         self.flying = layers
         if not self.overlap:
             self.land()
+        self.happen()
         return True
 
     def land(self) -> None:
         """The layers of the batch in flight, with all that the scheduler did since it launched it."""
         layers, self.flying = self.flying, None
         if layers is not None:
+            self.happen()
             layers()
+
+    def happen(self) -> None:
+        """Copies to and from the host that were submitted may happen now."""
+        if self.host:
+            self.host.happen()
+
+    def before_plan(self) -> list[Copy]:
+        """Waits for loads that the plan reads itself. Returns those under way, for which a prefill's layers wait."""
+        if self.host is None:
+            return []
+        self.host.before_plan()
+        return list(self.host.loading)
+
+    def submit_backups(self) -> None:
+        """The results of a batch were processed."""
+        if self.host:
+            self.host.submit_backups()
 
     def publish(self, request: Request, finished: bool, length: int | None = None) -> None:
         """Insert whole pages of the first ``length`` tokens (default: all stored) into the tree.
@@ -384,10 +437,13 @@ class Model:
         if not finished:
             self.write_row(request.row, 0, kept)
         request.protected = max(full * P, request.protected)
+        self.back_up(request.tokens, full * P)
 
     def leave(self, request: Request, publish: bool, length: int | None = None) -> None:
         """Finish (publish) or abort/retract (do not): the row and private pages are given back."""
         own = self.row_pages(request, request.held * P)
+        if self.host:
+            self.host.left(request)
         if publish:
             self.publish(request, finished=True, length=length)
         self.release(own[request.protected // P :])
@@ -397,6 +453,8 @@ class Model:
 
     def flush(self) -> None:
         assert not self.running
+        if self.host:
+            self.host.reset()
         self.tree.clear()
         self.free = list(range(1, self.pages + 1))
         self.begun.clear()
@@ -447,6 +505,11 @@ class Model:
                 assert history_end <= max(target, pinned * P, sink_end), (history_end, target, pinned)
 
         return check
+
+    def page_of(self, key: tuple[int, ...]) -> torch.Tensor:
+        """BF16 ``[2, P, 64]``: K and V of the last page of a prefix."""
+        states = row_indices(list(key), self.named.get(key[0], [])[: len(key)])
+        return TABLE[torch.tensor(states[-P:], dtype=torch.int64)].permute(1, 0, 2)
 
     def check_reach(self, row: int, length: int, more: int) -> None:
         """A prefill's history ends as early as BF16 pages allow, but no more than ``more`` pages before its window."""
@@ -500,8 +563,12 @@ class Model:
     def check(self) -> None:
         """Every page is in one place; with no batch in flight also that the device agrees."""
         if self.flying is None:
+            self.before_plan()
             free = torch.tensor(self.free, dtype=torch.int64)
-            check_integrity(self.tiers, free, idle=not self.running)
+            loading = self.host and self.host.to_load
+            check_integrity(self.tiers, free, idle=not (self.running or loading))
+        if self.host:
+            self.host.check_all()
         owned = [p for r in self.running for p in self.row_pages(r, r.held * P)[r.protected // P :]]
         everything = self.free + owned + list(self.tree.values())
         assert sorted(everything) == list(range(1, self.pages + 1)), "a page is lost or owned twice"
@@ -509,6 +576,8 @@ class Model:
     def check_empty(self) -> None:
         """After everything finished and the tree is flushed, both pools are empty."""
         self.land()
+        if self.host:
+            self.host.settle()
         self.evict(self.pages)
         self.check()
         assert len(self.free) == self.pages and not self.tree

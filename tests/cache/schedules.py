@@ -197,11 +197,39 @@ class Driver:
         late, self.late = self.late, []
         for request, length in late:
             self.publish(request, length)
+        self.model.submit_backups()
 
     def publish(self, request: Request, length: int) -> None:
         if request in self.prefilling + self.decoding:
             self.model.publish(request, finished=False, length=length)
             self.operations += 1
+
+
+@dataclass
+class Returning(Driver):
+    """A driver whose tree gives way often, and whose prompts come back: what host memory is for."""
+
+    prompts: list[list[int]] = field(default_factory=list)
+
+    def event(self) -> None:
+        rng, running = self.rng, self.prefilling + self.decoding
+        if rng.random() < 0.6 or not self.prompts:
+            super().event()
+            if rng.random() < 0.5:
+                self.model.submit_backups()
+            return
+        if not self.model.free_rows:
+            self.leave(rng.choice(running), publish=True)
+        if rng.random() < 0.3:
+            self.select()  # whose sources may go before they are copied
+        self.evict(rng.choice((0, 5, 20, 40)))
+        self.start(rng.choice(self.prompts) + [7] * rng.randint(0, 40))
+        if rng.random() < 0.5 and self.prefilling:
+            self.prefill(self.prefilling[-1:])
+
+    def start(self, tokens: list[int]) -> None:
+        super().start(tokens)
+        self.prompts = [*self.prompts[-5:], tokens]
 
 
 def crowd(model: Model, rng: random.Random, turns: int, drafts: int = 1) -> None:

@@ -31,13 +31,16 @@ class Scheduler(RuleBasedStateMachine):
         drafts=st.sampled_from([1, 1, 2, 4, 9]),
         format=st.sampled_from([TWO_BITS, PLANES]),
         prefill_pages=st.sampled_from([0, 1, 5]),
+        host=st.sampled_from([None, "write-through", "write-back"]),
         rng=st.randoms(use_true_random=False),
     )
-    def build(self, rows, sinks, recent, spare, pages, overlap, drafts, format, prefill_pages, rng):
+    def build(self, rows, sinks, recent, spare, pages, overlap, drafts, format, prefill_pages, host, rng):
         # One BF16 page per row beyond its window: every row may resume in the middle of a page.
         slots = rows * (sinks + recent + 2) + spare
         more = {"overlap": overlap, "format": format, "prefill_pages": prefill_pages}
         model = Model(pages, slots, rows, sinks, recent, **more)
+        if host is not None:
+            model.add_host(pages + 5 * spare, rng, write_back=host == "write-back")
         self.driver = Driver(model, rng, drafts=drafts)
 
     def running(self):
@@ -84,6 +87,11 @@ class Scheduler(RuleBasedStateMachine):
     @rule(count=st.integers(1, 5))
     def evict(self, count):
         self.driver.evict(count)
+
+    @rule()
+    def submit_backups(self):
+        """Before the results of a batch are processed, whose end usually does."""
+        self.driver.model.submit_backups()
 
     @rule()
     def land(self):

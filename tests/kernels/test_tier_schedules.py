@@ -14,7 +14,7 @@ from sglang_kvq.formats.record import RecordFormat
 from sglang_kvq.kernels.quantize import keep_sink_tokens
 from sglang_kvq.kernels.tiers import bf16_pages, events, ranges
 from tests.cache.scheduler_model import PLANES, Model
-from tests.cache.schedules import Driver, converse, crowd
+from tests.cache.schedules import Driver, Returning, converse, crowd
 from tests.kernels.tier_twins import TwinTierManager
 
 
@@ -40,6 +40,18 @@ def test_random_schedules(seed, drafts, monkeypatch):
     driver.finish()
     assert model.tiers.plans > 20 and model.tiers.quantized > 5
     assert model.copied and model.folded and model.tiers.filled
+
+
+@pytest.mark.parametrize("write_back", [False, True], ids=["write-through", "write-back"])
+def test_random_schedules_with_host_memory(write_back, monkeypatch):
+    """Tables are equal before every copy, too."""
+    use_blocks(monkeypatch, 32, 4)
+    rng = random.Random(1)
+    model = Model(40, 3 * 5 + 2, 3, 1, 2, TwinTierManager, overlap=True).add_host(50, rng, write_back=write_back)
+    driver = Returning(model, rng)
+    driver.run(25)
+    driver.finish()
+    assert model.host.loads and model.host.backups and model.tiers.quantized
 
 
 @pytest.mark.parametrize("drafts", [1, 4])

@@ -1,0 +1,176 @@
+"""Bandwidth of pages on their way to host memory and back, at Qwen3-8B's geometry, beside torch's copies.
+
+    python benchmarks/host_rows.py --out benchmarks/results/host_rows_h100.json
+    python benchmarks/host_rows.py --device cpu --pages 4 --layers 3          # no kernel: the copies in torch alone
+
+Shuffled pages of all layers, to and from shuffled rows of pinned host memory. Every copy is checked byte by byte first;
+a wrong one has no speed. ``torch`` makes the same copies through a staging tensor, and the host waits. ``whole`` is one
+copy of as many consecutive bytes: what the bus carries. ``--programs`` sets how many programs share the work, to choose
+``kernels.tiers.host_rows._PROGRAMS``. Times are medians, launches included. About a minute on one GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+
+from benchmarks import record
+from sglang_kvq.cache.host_pages import HostLayout
+from sglang_kvq.cache.pool import PagePool
+from sglang_kvq.constants import PAGE_SIZE
+from sglang_kvq.formats.code import CodeFormat
+from sglang_kvq.formats.page import PageFormat
+from sglang_kvq.formats.record import RecordFormat
+
+LAYERS, KV_HEADS, D = 36, 8, 128
+TWO, THREE, FOUR = (PageFormat(D, D, k=CodeFormat(bits), v=CodeFormat(bits)) for bits in (2, 3, 4))
+#: Formats of consecutive layers, repeated. Mixed widths need a table where equal ones would need a stride.
+FORMATS: dict[str, tuple[RecordFormat, ...]] = {"2.25 bits": (TWO,), "mixed widths": (TWO, FOUR, TWO, THREE)}
+
+
+class Scene:
+    """Pages in a pool, and twice as many rows of host memory; ``reference`` copies in torch."""
+
+    def __init__(self, formats: tuple[RecordFormat, ...], layers: int, pages: int, device: torch.device) -> None:
+        table = torch.zeros(1, PAGE_SIZE, dtype=torch.int32, device=device)
+        some = [formats[i % len(formats)] for i in range(layers)]
+        self.pool = PagePool.allocate(some, kv_heads=KV_HEADS, pages=2 * pages, slots=1, req_to_token=table)
+        for store in self.pool.stores:
+            store.records.random_(256)
+        self.layout, self.device = HostLayout(self.pool), device
+        shape = (2 * pages, self.layout.page_bytes)
+        self.host = torch.zeros(shape, dtype=torch.uint8, pin_memory=device.type == "cuda")
+        order = torch.randperm(2 * pages, device=device) + 1
+        self.source, self.target = order[:pages].contiguous(), order[pages:].contiguous()
+        self.there = torch.randperm(2 * pages, device=device)[:pages].contiguous()
+        self.bytes = pages * self.layout.page_bytes
+
+    def backup(self) -> None:
+        self.layout.backup(self.pool, self.source, self.host, self.there)
+
+    def load(self) -> None:
+        for layer in range(self.pool.layers):
+            self.layout.load_layer(self.pool, layer, self.host, self.there, self.target)
+
+    def backup_in_torch(self) -> None:
+        rows = [records[self.source].flatten(1) for records in self.pool.records]
+        self.host[self.there.cpu()] = torch.cat(rows, dim=1).cpu()
+
+    def load_in_torch(self) -> None:
+        rows = self.host[self.there.cpu()].to(self.device)
+        for records, part in zip(self.pool.records, rows.split(list(self.layout.row_bytes), dim=1)):
+            records[self.target] = part.unflatten(1, records.shape[1:])
+
+    def check(self) -> None:
+        """Both ways, against what the rows and pages must hold.
+
+        Raises:
+            SystemExit: a byte is wrong.
+        """
+        want = [records[self.source].clone() for records in self.pool.records]
+        self.backup()
+        _wait(self.device)
+        rows = torch.cat([x.flatten(1) for x in want], dim=1).cpu()
+        if not torch.equal(self.host[self.there.cpu()], rows):
+            raise SystemExit("backup: rows of the host differ from the records; no speed for a wrong result.")
+        self.load()
+        _wait(self.device)
+        if not all(torch.equal(records[self.target], x) for records, x in zip(self.pool.records, want)):
+            raise SystemExit("load: records differ from those backed up; no speed for a wrong result.")
+
+    def whole(self, back: bool) -> Callable[[], object]:
+        """One copy of as many bytes, consecutive on both sides."""
+        device = torch.empty(self.bytes, dtype=torch.uint8, device=self.device)
+        host = self.host.flatten()[: self.bytes]
+        return (lambda: device.copy_(host, non_blocking=True)) if back else lambda: host.copy_(device, True)
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def median_us(run: Callable[[], object], device: torch.device, repeats: int) -> float:
+    """Median microseconds from a launch on an idle device to the end of its work."""
+    run()
+    spans = []
+    for _ in range(repeats):
+        _wait(device)
+        begin = time.perf_counter()
+        run()
+        _wait(device)
+        spans.append(1e6 * (time.perf_counter() - begin))
+    return sorted(spans)[repeats // 2]
+
+
+def rows_of(args: argparse.Namespace) -> Iterator[dict]:
+    device = torch.device(args.device)
+    for name, formats in FORMATS.items():
+        for pages in args.pages:
+            scene = Scene(formats, args.layers, pages, device)
+            ways = {"backup": (scene.backup, scene.backup_in_torch), "load": (scene.load, scene.load_in_torch)}
+            beside = {
+                way: (
+                    median_us(torchs, device, args.repeats),
+                    median_us(scene.whole(way == "load"), device, args.repeats),
+                )
+                for way, (_, torchs) in ways.items()
+            }
+            for programs in args.programs if device.type == "cuda" else [None]:
+                _use(programs)
+                scene.check()
+                for way, (ours, _) in ways.items():
+                    us, (torch_us, whole_us) = median_us(ours, device, args.repeats), beside[way]
+                    yield {
+                        "case": f"{way}, {name}, {pages} pages" + (f", {programs} programs" if programs else ""),
+                        "direction": way, "formats": name, "pages": pages, "programs": programs,
+                        "layers": args.layers, "kv_heads": KV_HEADS, "page_bytes": scene.layout.page_bytes,
+                        "us": round(us, 1), "gb_per_s": _four_digits(scene.bytes / us / 1e3),
+                        "torch_gb_per_s": _four_digits(scene.bytes / torch_us / 1e3),
+                        "whole_gb_per_s": _four_digits(scene.bytes / whole_us / 1e3),
+                        "ratio_torch": _four_digits(torch_us / us), "ratio_whole": _four_digits(whole_us / us),
+                    }  # fmt: skip
+
+
+def _four_digits(x: float) -> float:
+    return float(f"{x:.4g}")
+
+
+def _use(programs: int | None) -> None:
+    if programs is not None:
+        from sglang_kvq.kernels.tiers import host_rows
+
+        host_rows._PROGRAMS = programs
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", help="JSON file to write")
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--pages", type=int, nargs="+", default=[16, 256, 1024], help="default %(default)s")
+    parser.add_argument("--layers", type=int, default=LAYERS, help="default %(default)s")
+    parser.add_argument("--programs", type=int, nargs="+", default=[8, 16, 32, 64, 132], help="default %(default)s")
+    parser.add_argument("--repeats", type=int, default=21)
+    args = parser.parse_args()
+    if args.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: there is no GPU. Use --device cpu for the copies in torch alone.")
+    torch.manual_seed(0)
+    print(f"{'case':>46} {'us':>10} {'GB/s':>7} {'torch':>7} {'whole':>7}")
+    rows = []
+    for row in rows_of(args):
+        rows.append(row)
+        figures = " ".join(f"{row[key]:7.2f}" for key in ("gb_per_s", "torch_gb_per_s", "whole_gb_per_s"))
+        print(f"{row['case']:>46} {row['us']:10.1f} {figures}", flush=True)
+    if args.out:
+        record.write(args.out, "host_rows", rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,165 @@
+"""Host memory behind random schedules: whatever happens while copies are under way, every page holds what it must.
+
+The faults at the end show that orders which would corrupt a cache now and then are found.
+"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from sglang_kvq.cache import sink_token_cache
+from sglang_kvq.cache.tiers import TierManager
+from sglang_kvq.constants import PAGE_SIZE as P
+from tests.cache.host_model import Host
+from tests.cache.scheduler_model import PLANES, Model
+from tests.cache.schedules import Returning, converse, random_model
+from tests.pairs import each
+
+POLICIES = {"write-through": False, "write-back": True}
+OVERLAP = {"in-flight": True, "alone": False}
+
+
+def hosted(rng: random.Random, write_back: bool, overlap: bool = True, **more) -> Model:
+    """A pool under pressure, before a host of half to twice its pages."""
+    model = random_model(rng, overlap, **more)
+    return model.add_host(rng.randint(model.pages // 2, 2 * model.pages), rng, write_back=write_back)
+
+
+def run(seed: int, write_back: bool, overlap: bool, events: int = 80, drafts: int = 1, **more) -> Model:
+    rng = random.Random(seed)
+    driver = Returning(hosted(rng, write_back, overlap, **more), rng, drafts=drafts)
+    driver.run(events)
+    driver.finish()
+    assert int(driver.model.tiers.errors) == 0
+    return driver.model
+
+
+@pytest.mark.parametrize("write_back", POLICIES.values(), ids=POLICIES)
+@pytest.mark.parametrize("overlap", OVERLAP.values(), ids=OVERLAP)
+def test_random_schedules(overlap, write_back):
+    """Loads and backups meet copies, folds, evictions, flushes, and requests that leave before their load is done."""
+    seed = {(False, False): 700, (True, False): 702, (False, True): 703, (True, True): 707}[overlap, write_back]
+    model = run(seed, write_back, overlap)
+    assert model.host.loads > 30 and model.host.backups > 30
+    assert model.copied and model.folded
+    assert model.host.aborted or not overlap
+
+
+@each(drafts=[2, 7], write_back=POLICIES)
+def test_random_schedules_with_drafts(drafts, write_back):
+    model = run(800 + drafts, write_back, True, 60, drafts)
+    assert model.host.loads and model.host.backups
+
+
+@each(write_back=POLICIES, overlap=OVERLAP)
+def test_random_conversations_keep_first_tokens(write_back, overlap, monkeypatch):
+    """A first page that comes from the host has its first token from the record; others keep theirs."""
+    monkeypatch.setattr(sink_token_cache, "PAGES_PER_ENTRY", 8)
+    rng = random.Random(900 + write_back)
+    model = Model(40, 2 * 3 + 1, 2, 1, 1, overlap=overlap, format=PLANES).add_host(60, rng, write_back=write_back)
+    converse(model, rng, 40)
+    assert model.host.loads and model.restored
+
+
+@pytest.mark.parametrize("write_back", POLICIES.values(), ids=POLICIES)
+def test_a_prefix_that_was_evicted_comes_back_from_the_host(write_back):
+    rng = random.Random(0)
+    model = Model(20, 9, 2, 1, 2, overlap=True).add_host(20, rng, write_back=write_back)
+    tokens = [i % 97 for i in range(6 * P + 5)]
+    request = model.start(tokens)
+    assert model.extend([(request, len(tokens))])
+    model.land()
+    model.leave(request, publish=True)
+    model.submit_backups()
+    model.host.settle()
+    model.evict(20)
+    assert not model.tree and len(model.host.held) == 6
+    rng.random = lambda: 0.5  # load
+    again = model.start(tokens)
+    assert again.stored == 6 * P
+    assert model.extend([(again, 5)])  # reads all of it, and compares
+    model.land()
+    again.tokens.append(3)
+    assert model.decode([again])
+    model.land()
+    model.leave(again, publish=False)
+    model.check_empty()
+    assert model.host.loads == 6
+
+
+class NothingFirst(TierManager):
+    """Events still wait when pages are copied."""
+
+    def _apply_for_copy(self, what: str, pages: torch.Tensor) -> None:
+        pass
+
+
+class Late(TierManager):
+    """Work that the next plan does, after its own."""
+
+    def _set_up(self) -> None:
+        self.later = []
+
+    def _plan(self, *batch) -> None:
+        super()._plan(*batch)
+        later, self.later = self.later, []
+        for work, pages in later:
+            work(self, pages)
+
+
+class LateMarks(Late):
+    """Loaded pages count as quantized only after the next plan."""
+
+    def before_load(self, pages: torch.Tensor) -> None:
+        self._apply_for_copy("before_load", pages)
+        self.later.append((lambda self, pages: self.page_valid.index_fill_(0, pages, True), pages))
+
+
+class LateRecords(Late):
+    """Pages are quantized after the copy."""
+
+    def before_backup(self, pages: torch.Tensor) -> None:
+        self._apply_for_copy("before_backup", pages)
+        self.later.append((TierManager._record_sources, pages))
+
+
+class NoMarks(TierManager):
+    """Loaded pages never count as quantized."""
+
+    def before_load(self, pages: torch.Tensor) -> None:
+        self._apply_for_copy("before_load", pages)
+
+
+def found(write_back: bool, manager: type[TierManager] = TierManager) -> bool:
+    """Whether one of some schedules fails."""
+    for seed in range(12):
+        try:
+            run(1000 + seed, write_back, seed % 2 == 0, 60, manager=manager)
+        except (AssertionError, RuntimeError):
+            return True
+    return False
+
+
+@pytest.mark.parametrize("manager", [NothingFirst, LateMarks, NoMarks, LateRecords])
+def test_tiers_that_do_their_work_late_are_found(manager):
+    assert found(False, manager) or found(True, manager)
+
+
+def never(*_) -> None:
+    """Nothing."""
+
+
+FAULTS = {
+    "layers-do-not-wait": ("wait", never),
+    "plans-do-not-wait": ("before_plan", never),
+    "pages-are-freed-while-they-are-copied": ("locked", lambda self: {*self.to_write, *self.to_load}),
+}
+
+
+@pytest.mark.parametrize("name, instead", FAULTS.values(), ids=FAULTS)
+def test_schedulers_that_do_not_wait_are_found(name, instead, monkeypatch):
+    monkeypatch.setattr(Host, name, instead)
+    assert found(False) or found(True)
