@@ -144,14 +144,13 @@ def test_first_tokens_come_from_where_they_are(m, controller):
     row = m.tiers.pool.bf16_pages
     idle_page = idle(m, old)
     m.leave(prefill(m, fresh), publish=True)
-    page = pages_in_tree(m, fresh)[0]
+    page, second, third = pages_in_tree(m, fresh)[:3]
     want = row[:, int(m.pool.page_slot[page]), :, :, 0].clone()
     kept = m.tiers.sink_cache.tokens[:, int(m.tiers.sink_cache.entry[idle_page])].clone()
-    middle = pages_in_tree(m, fresh)[1]
     controller.host.kv_buffer.fill_(0xAA)  # whatever was there before
-    controller.write(([page], [4]), ([middle], [6]), ([idle_page], [8]))
+    controller.write(([page, second], [4, 6]), ([third], [7]), ([idle_page], [8]))
     page_of, buffer = controller.host.page, controller.host.kv_buffer
-    assert [page_of.has_token(buffer, i) for i in (4, 6, 8)] == [True, False, True]
+    assert [page_of.has_token(buffer, i) for i in (4, 6, 7, 8)] == [True, False, False, True]
     assert torch.equal(page_of.token_of(buffer, 4), want)
     assert torch.equal(page_of.token_of(buffer, 8), kept)
 
