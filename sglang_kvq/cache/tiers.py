@@ -445,13 +445,6 @@ class TierManager:
         self.errors += (self.page_valid[pages] | (self.pool.page_slot[pages] >= 0)).sum()
         self.page_valid.index_fill_(0, pages, True)
 
-    def keep_first_tokens(self, pages: torch.Tensor, tokens: torch.Tensor) -> None:
-        """Keeps first tokens BF16 ``[layers, n, 2, kv_heads, D]`` of pages int64 ``[n]`` that come from elsewhere."""
-        if self.sink_cache is not None:
-            self.sink_cache.keep(
-                pages, torch.ones_like(pages, dtype=torch.bool), tokens, self.pool.page_slot, self.steps
-            )
-
     def _apply_for_copy(self, what: str, pages: torch.Tensor) -> None:
         """Applies pending events between plans; the next decode step is planned, as if they were still pending."""
         if self.pending.has_open_move:
@@ -462,6 +455,13 @@ class TierManager:
         keep_alive([pages])
         self._dirty |= bool(self.pending)
         self.apply_pending()
+
+    def keep_first_tokens(self, pages: torch.Tensor, tokens: torch.Tensor) -> None:
+        """Keeps first tokens BF16 ``[layers, n, 2, kv_heads, D]`` of pages int64 ``[n]`` that come from elsewhere."""
+        if self.sink_cache is not None:
+            self.sink_cache.keep(
+                pages, torch.ones_like(pages, dtype=torch.bool), tokens, self.pool.page_slot, self.steps
+            )
 
     # -- windows ---------------------------------------------------------------------------------
 

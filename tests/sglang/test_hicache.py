@@ -339,3 +339,35 @@ def test_sizes(m, controller):
     assert controller.host.get_size_per_token() * P == page.page_bytes
     pointers, sizes = controller.host.get_page_buffer_meta(indices([2, 5]))
     assert sizes == [page.page_bytes] * 2 and pointers[1] - pointers[0] == 3 * page.page_bytes
+
+
+# -- where SGLang builds its host pools --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def device_pool(m):
+    from sglang_kvq.sglang.memory.pool import KVQuantPool
+
+    pool = KVQuantPool.__new__(KVQuantPool)
+    pool.layout = SimpleNamespace(pages=m.pool.pages)
+    return pool
+
+
+def test_host_memory_is_sized_by_host_pages(m, controller, device_pool):
+    from sglang_kvq.sglang.hicache.build import estimate_bytes
+
+    def params(pool) -> SimpleNamespace:
+        return SimpleNamespace(token_to_kv_pool_allocator=SimpleNamespace(get_kvcache=lambda: pool))
+
+    assert estimate_bytes(None, params(device_pool), None) == m.pool.pages * controller.host.page.page_bytes
+    other = params("another pool")
+    assert estimate_bytes(lambda given, plan: (given is other, plan), other, "plan") == (True, "plan")
+
+
+def test_other_caches_get_their_own_host_pool_and_drafts_none(device_pool):
+    from sglang_kvq.sglang.hicache.build import build_kv_host_pool
+
+    given = dict(page_size=P, host_size=None, mtp_draft_device_pools=(), pool_label="kv", use_mla=False)
+    assert build_kv_host_pool(lambda **kwargs: kwargs, kv_pool="other", **given) == {"kv_pool": "other", **given}
+    with pytest.raises(SystemExit, match="a draft model's pages are not kept on the host yet"):
+        build_kv_host_pool(None, kv_pool=device_pool, page_size=P, mtp_draft_device_pools=("draft",))
