@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from types import SimpleNamespace
 
 import pytest
@@ -261,6 +262,18 @@ def test_a_short_file_is_a_miss_and_the_pages_before_it_are_not(controller, foun
     found["c"] = found["c"][:100]
     assert fetch(controller, found, KEYS, [6, 7, 8, 9]) == 2
     assert controller.host.damaged_pages == 1
+
+
+def test_an_error_of_the_system_is_not_a_damaged_page(controller):
+    """Its file is kept: it may be read next time."""
+    from sglang_kvq.sglang.hicache.storage import around_page_get
+
+    def original(*args):
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with pytest.raises(OSError, match="Too many open files"):
+        around_page_get(original, controller, None, ["a"], indices([1]))
+    assert controller.host.damaged_pages == 0
 
 
 def test_a_damaged_file_is_removed(controller, found, tmp_path):

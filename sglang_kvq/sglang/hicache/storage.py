@@ -65,6 +65,8 @@ def around_page_get(
     try:
         count = original(self, operation, hash_values, host_indices, *args, **kwargs)
     except OSError as error:
+        if error.errno is not None:  # the system failed, and the page may be sound: SGLang logs it, and it is a miss
+            raise
         if len(hash_values) == 1:
             return _damaged(self, hash_values[0], str(error))
         count, size = 0, self.page_size
