@@ -466,6 +466,13 @@ class TierManager:
         self._dirty |= bool(self.pending)
         self.apply_pending()
 
+    def keep_first_tokens(self, pages: torch.Tensor, tokens: torch.Tensor) -> None:
+        """Keeps first tokens BF16 ``[layers, n, 2, kv_heads, D]`` of pages int64 ``[n]`` that come from elsewhere."""
+        if self.sink_cache is not None:
+            self.sink_cache.keep(
+                pages, torch.ones_like(pages, dtype=torch.bool), tokens, self.pool.page_slot, self.steps
+            )
+
     # -- windows ---------------------------------------------------------------------------------
 
     def _history_pages(self, lens: torch.Tensor, more: torch.Tensor | int = 0) -> torch.Tensor:

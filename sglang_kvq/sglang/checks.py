@@ -22,6 +22,7 @@ from sglang_kvq.sessions.config import EPICACHE
 from sglang_kvq.sglang import architectures, compat
 from sglang_kvq.sglang.architectures import unsupported_windows
 from sglang_kvq.sglang.attention.drafts import BRANCHING, DRAFT_DTYPES, SERVED, check_speculation, keeps_states
+from sglang_kvq.sglang.hicache import checks as hicache_checks
 from sglang_kvq.sglang.runtime import CLI_ATTRIBUTE, config_of, logger
 from sglang_kvq.sglang.types import Configurator, ModelConfig, ServerArgs
 
@@ -60,11 +61,9 @@ REFUSED: tuple[Refused, ...] = (
     Refused("speculative_draft_kv_cache_dtype", "its price is not known; use auto", tuple(DRAFT_DTYPES)),
     Refused("enable_multi_layer_eagle", _SPEC),
     Refused("decoupled_spec_role", _SPEC, (None, "null")),
-    Refused("enable_hierarchical_cache", _HOST),
     Refused("enable_lmcache", _HOST),
     Refused("enable_flexkv", _HOST),
     Refused("enable_unified_cache_external_linker", _HOST),
-    Refused("hicache_storage_backend", _HOST),
     Refused("enable_hisparse", _HOST),
     Refused("radix_cache_backend", "another prefix cache is not supported"),
     Refused("disaggregation_mode", "prefill/decode disaggregation sends plain BF16 pages", (None, "null")),
@@ -177,6 +176,7 @@ def check_flags(values: Mapping[str, Any], device: str) -> None:
         on = os.environ.get(name, "").lower() not in ("", "0", "false", "no", "off")
         if on and compat.applies(versions, compat.sglang_version()):
             found.append(f"{name}={os.environ[name]}: {why}; unset it.")
+    found += hicache_checks.refused_flags(values)
     _raise(found)
 
 
@@ -247,6 +247,7 @@ def check_resolved(server_args: ServerArgs, config: KVQuantConfig) -> None:
     if (window := unapplied_window(model.hf_config)) is not None:
         logger.info("SGLang does not apply the config's sliding_window of %d tokens: all layers see all tokens", window)
     check_speculation(server_args, config, model)
+    hicache_checks.check_resolved(server_args, config, model)
     if model.is_hybrid_swa and (canary := compat.resolved(server_args, "kv_canary", "none")) not in (None, "none"):
         raise KVQuantError(
             f"--kv-canary {canary}: it knows no pool of sliding windows beside ours; leave the flag out."

@@ -106,6 +106,8 @@ _EXPORTER = "model_executor.model_runner_components.weight_exporter.WeightExport
 _PAGED = "mem_cache.allocator.paged"
 _BACKEND = "layers.attention.base_attn_backend.AttentionBackend"
 _CANARY = "kv_canary.pool_patcher"
+_CONTROLLER = "managers.cache_controller.HiCacheController"
+_ASSEMBLER = "mem_cache.hybrid_cache.hybrid_pool_assembler"
 
 # fmt: off
 _MAIN: tuple[Hook, ...] = (
@@ -275,6 +277,49 @@ _SCHEDULER: tuple[Hook, ...] = (
     around("mem_cache.common.release_kv_cache(req, tree_cache, checkpoint)",
          "prefix.folding:around_release", "chosen tokens stay when a request ends as a fold", only=NEW_TREE),
     read("managers.schedule_batch.FINISH_ABORT", "a fold without room"),
+    # HiCache
+    around(f"{_ASSEMBLER}.build_kv_host_pool("
+         "kv_pool, page_size, use_mla, override_kv_cache_dim, host_size, mtp_draft_device_pools, pool_label)",
+         "hicache.build:build_kv_host_pool", "builds the pool of quantized pages in host memory", only=NEW_TREE),
+    around("mem_cache.hicache_auto_size._estimate_hicache_bytes(params, draft_plan)",
+         "hicache.build:estimate_bytes", "sizes host memory", only=NEW_TREE),
+    subclass("mem_cache.pool_host.base.HostKVCache.__init__("
+         "dtype, device_capacity_tokens, size_per_token, start_layer, end_layer, host_to_device_ratio, host_size, "
+         "page_size, layout, pin_memory, device, allocator_type)",
+         "the pool in host memory", only=NEW_TREE),
+    subclass("mem_cache.pool_host.base.HostKVCache.prepare_transfer_indices("
+         "host_indices, device_indices, io_backend)", "which pages move", only=NEW_TREE),
+    subclass("mem_cache.pool_host.base.HostKVCache.backup_from_device_all_layer_physical("
+         "device_pool, host_indices, device_indices, io_backend)", "pages to the host", only=NEW_TREE),
+    subclass("mem_cache.pool_host.base.HostKVCache.load_to_device_per_layer_physical("
+         "device_pool, host_indices, device_indices, layer_id, io_backend, is_draft)",
+         "pages from the host", only=NEW_TREE),
+    subclass("mem_cache.pool_host.base.HostKVCache.storage_format_tag", "names of pages in storage", only=NEW_TREE),
+    subclass("mem_cache.pool_host.base.HostKVCache.get_data_page(index, flat)", "pages to storage", only=NEW_TREE),
+    subclass("mem_cache.pool_host.base.HostKVCache.set_from_flat_data_page(index, data_page)",
+         "pages from storage", only=NEW_TREE),
+    read("mem_cache.pool_host.common.ALLOC_MEMORY_FUNCS", "host memory", only=NEW_TREE),
+    call("mem_cache.pool_host.common.get_allocator_type()", "host memory", only=NEW_TREE),
+    call("runtime_context.get_memory()", "how much host memory", only=NEW_TREE),
+    call("runtime_context.get_schedule()", "the stream of the layers", only=NEW_TREE),
+    before(f"{_CONTROLLER}.start_writing()",
+         "hicache.transfers:before_start_writing", "records of pages that go to the host", only=NEW_TREE),
+    before(f"{_CONTROLLER}.start_loading()",
+         "hicache.transfers:before_start_loading", "pages that come from the host are quantized ones", only=NEW_TREE),
+    read("managers.cache_controller.CacheOperation.__init__(host_indices, device_indices, node_id)",
+         "which pages move", only=NEW_TREE),
+    call("managers.cache_controller.LayerDoneCounter.wait_until(threshold)",
+         "a layer's pages have come from the host", only=NEW_TREE),
+    subclass("mem_cache.memory_pool.KVCache.register_layer_transfer_counter(layer_transfer_counter)",
+         "a layer's pages have come from the host"),
+    before(f"{_CONTROLLER}._generic_page_set(hash_values, host_indices, extra_info)",
+         "hicache.storage:before_page_set", "checksums of pages in storage", only=NEW_TREE),
+    around(f"{_CONTROLLER}._generic_page_get(operation, hash_values, host_indices, extra_info)",
+         "hicache.storage:around_page_get", "a damaged page is computed again", only=NEW_TREE),
+    call("mem_cache.hicache_storage.HiCacheFile._get_suffixed_key(key)", "removes a damaged page", only=NEW_TREE),
+    before(f"{_CONTROLLER}.attach_storage_backend("
+         "storage_backend, prefetch_threshold, model_name, storage_backend_extra_config)",
+         "hicache.storage:before_attach", "refuses storage that does not fit", only=NEW_TREE),
     # Looking inside
     around("managers.scheduler_components.invariant_checker.SchedulerInvariantChecker._check_tree_cache()",
          "observe:check_when_idle", "checks the tiers when idle"),

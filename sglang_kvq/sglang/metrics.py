@@ -80,6 +80,10 @@ class TierMetrics:
             *per_tier("prefix_tokens", "Tokens before its own that a prefill reads, cached or of a chunk.", counter),
         ]
         self.published = [0] * len(self.counters)
+        self.host, self.damaged, self.damaged_before = state.host, None, 0
+        if self.host is not None:
+            damaged = counter("damaged_pages", "Pages of HiCache's storage that were damaged, and so computed again.")
+            self.damaged = damaged.labels(**labels)
         self.counts = LateCopy(tiers.count, tiers.pool.device)
         self.counts.ask()
 
@@ -90,6 +94,10 @@ class TierMetrics:
             running, queued: requests.
         """
         self.held_back.set(queued if running >= self.layout.max_requests else 0)
+        if self.host is not None and self.damaged is not None:
+            now = self.host.damaged_pages
+            self.damaged.inc(now - self.damaged_before)
+            self.damaged_before = now
         if (found := self.counts.arrived()) is not None:
             self._publish(*found)
             self.counts.ask()

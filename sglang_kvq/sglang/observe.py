@@ -66,6 +66,7 @@ def fixed_state(state: runtime.Runtime) -> dict[str, Any]:
         "max_running_requests": layout.max_requests,
         "requests_with_whole_windows": layout.whole_windows,
         "hooks": plugin.hook_counts(),
+        **({} if state.host is None else {"host_tokens": state.host.size, "host_page_bytes": state.host.page_bytes}),
     }
 
 
@@ -76,4 +77,6 @@ def live_state() -> dict[str, Any]:
         "bf16_tokens": counts.slots_used * PAGE_SIZE,
         "quantized_tokens": counts.pages_quantized * PAGE_SIZE,
     }
-    return {"tiers": held, "errors": counts.errors}
+    host = runtime.started().host
+    damaged = {} if host is None else {"damaged_pages": host.damaged_pages}
+    return {"tiers": held, "errors": counts.errors, **damaged}

@@ -58,6 +58,20 @@ class Reporter(Protocol):
         """Publishes the figures of now, or of the last call, while so many requests run and wait."""
 
 
+class HostPages(Protocol):
+    """Quantized pages in host memory, as ``observe`` and ``metrics`` use them.
+
+    Attributes:
+        size: tokens.
+        page_bytes: bytes of a page.
+        damaged_pages: pages of storage that were not as they had been written, since the start.
+    """
+
+    size: int
+    page_bytes: int
+    damaged_pages: int
+
+
 @dataclass(eq=False)
 class WindowLayers:
     """The layers of a model that see a window only: SGLang keeps their keys and values itself, in BF16.
@@ -91,6 +105,7 @@ class Runtime:
         tiers: None until the attention backend exists.
         status: what is served, in plain values, for the log and ``/server_info``.
         windows: None where every layer sees all tokens.
+        host: pages in host memory; None without HiCache.
         metrics: None until SGLang reports its own for the first time.
         watch: None until the attention backend exists.
         chosen_tokens: what a request keeps that ends as a fold (``folding.ChosenTokens``); None where none does.
@@ -107,6 +122,7 @@ class Runtime:
     allocator: Checkable = field(init=False)
     tiers: TierManager | None = None
     windows: WindowLayers | None = None
+    host: HostPages | None = None
     status: dict[str, Any] = field(default_factory=dict)
     metrics: Reporter | None = None
     watch: Watch | None = None

@@ -29,3 +29,5 @@ KVCache: TypeAlias = Any
 PrefixCache: TypeAlias = Any
 #: Collects the requests of the next prefill.
 PrefillAdder: TypeAlias = Any
+#: Queues and submits HiCache's transfers, ``managers.cache_controller.HiCacheController``.
+CacheController: TypeAlias = Any

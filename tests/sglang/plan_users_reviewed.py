@@ -79,7 +79,7 @@ VARIABLES = {
     ),
     "--pp-size is refused": ("SGLANG_ENABLE_PP_SPEC", "SGLANG_PP_PARALLEL_DEEPGEMM_WARMUP"),
     "--enable-memory-saver is refused": ("SGLANG_MEMORY_SAVER_CUDA_GRAPH",),
-    "--enable-hierarchical-cache is refused": (
+    "what HiCache remembers of its files": (
         "SGLANG_HICACHE_FILE_BACKEND_ENABLE_METADATA_CACHE",
         "SGLANG_HICACHE_FILE_BACKEND_METADATA_TTL",
     ),

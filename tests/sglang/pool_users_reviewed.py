@@ -32,16 +32,36 @@ NOT_SERVED = {
     "model_executor/runner/row_bucket_graph_runner.py": "DeepSeek-V4's encoder",
     "model_executor/runner/prefill_cuda_graph_runner.py": "--cuda-graph-backend-prefill: prefill runs without graphs",
     "hardware_backend/": "--device: cuda without ROCm, and cpu",
-    # HiCache and other offloading
-    "managers/cache_controller.py": "--enable-hierarchical-cache",
-    "mem_cache/pool_host/": "--enable-hierarchical-cache",
-    "mem_cache/memory_pool_host.py": "--enable-hierarchical-cache",
-    "mem_cache/hybrid_cache/": "--enable-hierarchical-cache",
-    "mem_cache/hi": "--enable-hierarchical-cache",
-    "mem_cache/l2_transfer.py": "--enable-hierarchical-cache",
-    "mem_cache/mla_host_dedup.py": "--enable-hierarchical-cache",
-    "mem_cache/buffer_mode/": "--enable-hierarchical-cache",
-    "mem_cache/storage/": "--hicache-storage-backend and the connectors' flags",
+    # HiCache: in place of SGLang's host pools stands ours (hicache/build.py), and of storage only files are served
+    **{
+        f"mem_cache/pool_host/{name}": "another cache's host pool"
+        for name in (
+            "common.py",
+            "dsa.py",
+            "hisparse.py",
+            "host_pool_decl.py",
+            "mamba.py",
+            "mha",
+            "minimax_m3_",
+            "mla.py",
+        )
+    },
+    **{
+        f"mem_cache/pool_host/{name}": "another cache's host pool"
+        for name in ("npu_memfabric.py", "page_", "qsa.py", "unified.py")
+    },
+    "mem_cache/memory_pool_host.py": "another cache's host pools",
+    "mem_cache/hybrid_cache/hybrid_pool_assembler.py": (
+        "strategies of other caches; the plain one asks ours for layer_num, host_pool_decls and "
+        "register_layer_transfer_counter, which KVCache has, and builds the host pool by a function that is hooked"
+    ),
+    "mem_cache/hybrid_cache/linker_pool_assembler.py": "--enable-unified-cache-external-linker",
+    "mem_cache/hiradix_cache.py": "--enable-hierarchical-cache, before 0.5.22",
+    "mem_cache/hicache_key_scheme.py": "slices pages of plain keys and values; no flag turns it on",
+    "mem_cache/hisparse": "--enable-hisparse",
+    "mem_cache/mla_host_dedup.py": "MLA",
+    "mem_cache/buffer_mode/": "--hicache-host-memory-mode buffer_only",
+    "mem_cache/storage/": "--hicache-storage-backend: but for files, which are bytes, and the connectors' flags",
     "mem_cache/sparsity/": "--enable-hisparse",
     # Another pool's or allocator's own code; after_configure stops a server that has one
     "mem_cache/memory_pool.py": "SGLang's pools; what KVCache itself does is inherited",
@@ -159,6 +179,33 @@ REVIEWED = {
         "mem_cache/kv_index_translator.py": (
             "is BaseSWAKVPool, is DeepSeekV4TokenToKVPool, request_window, translate_loc_from_full_to_swa",
             _OTHER_POOL,
+        ),
+        "managers/cache_controller.py": (
+            "is HybridLinearKVPool, full_kv_pool, is MLATokenToKVPool, is DeepSeekV4TokenToKVPool, layer_num, "
+            "register_layer_transfer_counter, storage_format_tag, type()",
+            "HiCache: KVCache has what is used of it, and our host pool the tag",
+        ),
+        "mem_cache/l2_transfer.py": (
+            "host_transfer_translate?",
+            "KVCache has it: None, as our pages have their own ids",
+        ),
+        "mem_cache/pool_host/base.py": (
+            "_owned_local_layer_range, layer_num, layer_shard_enabled, layer_shard_size, is HostKVCache, end_layer, "
+            "start_layer, store_dtype",
+            "layers that are sharded over workers, for host pools that ask; ours does not",
+        ),
+        "mem_cache/pool_host/group.py": (
+            "is HostKVCache, is MHATokenToKVPool",
+            "the host pool is one; the other test is behind --disaggregation-mode decode",
+        ),
+        "mem_cache/hybrid_cache/hybrid_cache_controller.py": (
+            "alloc, free",
+            "side pools of hybrids, which are refused",
+        ),
+        "mem_cache/hybrid_cache/host_pool_config.py": ("is MLATokenToKVPool, layer_num", _OTHER_POOL),
+        "mem_cache/hicache_auto_size.py": (
+            "is BaseSWAKVPool, is HybridLinearKVPool, is SWAKVPool, type()",
+            "hicache/build.py estimates the bytes of ours before",
         ),
         "mem_cache/registry.py": ("register_layer_transfer_counter", _HICACHE),
         "mem_cache/unified_radix_cache.py": (

@@ -33,7 +33,7 @@ def test_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     metrics.after_log_stats(None, collector, stats)
     assert state.metrics is None, "nothing to publish before the backend exists"
 
-    state.status = {"rotations_sha256": "ab12"}
+    state.status, state.host = {"rotations_sha256": "ab12"}, SimpleNamespace(damaged_pages=2)
     counts = [3, 7, 9, 0, 2, 128, 640]  # as ``TierCounts`` names them
     state.tiers = SimpleNamespace(pool=SimpleNamespace(device=CPU), count=lambda: torch.tensor(counts))
     metrics.after_log_stats(None, collector, stats)
@@ -43,7 +43,7 @@ def test_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     assert value("held_tokens", tier="bf16") == 3 * PAGE_SIZE
     assert value("held_tokens", tier="quantized") == 7 * PAGE_SIZE
     assert value("quantized_pages_total") == 9
-    assert value("errors_total") == 0
+    assert value("errors_total") == 0 and value("damaged_pages_total") == 2
     assert value("lost_window_pages") == 2
     assert value("prefix_tokens_total", tier="bf16") == 128 and value("prefix_tokens_total", tier="quantized") == 640
     assert value("pool_bytes", tier="quantized") + value("pool_bytes", tier="bf16") == state.layout.total_bytes
@@ -57,7 +57,9 @@ def test_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     stats.num_running_reqs.total = 2
 
     counts[:] = [1, 2, 11, 3, 0, 128, 704]
+    state.host.damaged_pages = 5
     metrics.after_log_stats(None, collector, stats)
+    assert value("damaged_pages_total") == 5
     assert value("held_tokens", tier="quantized") == 2 * PAGE_SIZE
     assert value("quantized_pages_total") == 11, "pages since the start, not of this report"
     assert value("errors_total") == 3

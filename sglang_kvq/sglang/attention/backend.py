@@ -262,9 +262,15 @@ class KVQuantBackend(AttentionBackend):
     def _heads(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayer
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
-        """The three as ``[T, heads, D]``, views where possible, and the layer's index in the pool."""
+        """The three as ``[T, heads, D]``, views where possible, and the layer's index in the pool.
+
+        Waits, on the device, until pages of this layer that come from the host are there.
+        """
         q, k, v = (x.reshape(x.shape[0], -1, layer.head_dim) for x in (q, k, v))
-        return q, k, v, self.index_of[layer.layer_id]
+        index = self.index_of[layer.layer_id]
+        if (loaded := getattr(self.token_to_kv_pool, "layer_transfer_counter", None)) is not None:
+            loaded.wait_until(index)
+        return q, k, v, index
 
 
 def decoding_requests(prefix_lens: Sequence[int], new_lens: Sequence[int]) -> int:

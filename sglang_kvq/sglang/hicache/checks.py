@@ -1,0 +1,100 @@
+"""Refusals of what HiCache cannot be combined with under ``--kv-quant``, each with its reason."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from sglang_kvq.config import KVQuantConfig
+from sglang_kvq.errors import KVQuantError
+from sglang_kvq.releases import NEW_TREE, NEW_TREE_RELEASES
+from sglang_kvq.sglang import compat
+from sglang_kvq.sglang.prefix.selection import ENABLED
+from sglang_kvq.sglang.types import ModelConfig, ServerArgs
+
+#: Storage that has been tried with quantized pages. ``dynamic`` is a class of the user's.
+STORAGE = ("file", "dynamic")
+
+#: Settings of HiCache: field, values that work, why others do not.
+_SETTINGS = (
+    ("hicache_io_backend", ("kernel",), "pages are copied by kernels, as their width differs by layer; leave it out"),
+    ("hicache_mem_layout", ("page_first",), "quantized pages have one layout in host memory; leave it out"),
+    ("hicache_host_memory_mode", ("cache",), "host memory as a buffer of storage is not served yet; use cache"),
+)
+
+
+def refused_flags(values: Mapping[str, Any]) -> Iterator[str]:
+    """Yields a text for each setting that was typed and cannot be served with HiCache."""
+    if not values.get("enable_hierarchical_cache"):
+        return
+    release = compat.sglang_version()
+    if not compat.applies(NEW_TREE, release):
+        yield (
+            f"--enable-hierarchical-cache: SGLang {release} has a prefix cache that keeps plain BF16 rows on the host; "
+            f"use SGLang {' or '.join(NEW_TREE_RELEASES)}."
+        )
+        return
+    for field, allowed, why in _SETTINGS:
+        if values.get(field) not in (None, *allowed):
+            yield f"--{field.replace('_', '-')} {values[field]}: {why}."
+    if (backend := values.get("hicache_storage_backend")) is not None:
+        yield from refused_storage(backend, {})
+    if os.environ.get(ENABLED) == "1":
+        yield f"{ENABLED}=1: copies of pages that are still being loaded would be empty; unset it."
+
+
+def refused_storage(backend: str, extra_config: Mapping[str, Any]) -> Iterator[str]:
+    """Yields a text if pages cannot be stored there.
+
+    Args:
+        extra_config: SGLang's ``--hicache-storage-backend-extra-config``, parsed; empty if it is not known yet.
+    """
+    if backend not in STORAGE:
+        yield (
+            f"--hicache-storage-backend {backend}: {_WHY_NOT.get(backend, 'it has not been tried with these pages')}; "
+            f"use {' or '.join(STORAGE)}."
+        )
+    elif backend == "dynamic" and extra_config.get("interface_v1"):
+        yield (
+            "--hicache-storage-backend dynamic: interface_v1 passes the bytes by, so they have no checksum; leave "
+            "interface_v1 out of --hicache-storage-backend-extra-config."
+        )
+
+
+_TWO = "it stores keys and values of a page apart, and has not been tried with pages that are one"
+_WHY_NOT = {
+    **dict.fromkeys(("mooncake", "nixl", "hf3fs", "eic", "simm", "mori", "tensorcast", "seaweedfs"), _TWO),
+    "aibrix": "it wants the shapes of plain keys and values, which quantized pages do not have",
+    "npu_memcache": "it is for NPUs",
+}
+
+
+def check_resolved(server_args: ServerArgs, config: KVQuantConfig, model: ModelConfig) -> None:
+    """Refuse HiCache with a model or with features of which it would move a part only.
+
+    Raises:
+        KVQuantError: names the flag and the reason.
+    """
+    if not compat.resolved(server_args, "enable_hierarchical_cache", False):
+        return
+    from sglang.srt.configs.hybrid_arch import mambaish_config
+
+    for wrong, why in (
+        (mambaish_config(model) is not None, "this model's recurrent states are not moved to the host yet"),
+        (model.is_hybrid_swa, "this model's sliding windows are not moved to the host yet"),
+        (
+            compat.resolved(server_args, "speculative_algorithm") is not None,
+            "drafts are not tried with pages that come from the host; leave out --speculative-algorithm",
+        ),
+        (
+            config.episodic is not None,
+            "pages of a history that is still being loaded cannot be chosen or folded; leave out --episodic-policy",
+        ),
+        (
+            compat.resolved(server_args, "kv_canary", "none") not in (None, "none"),
+            "the canary's notes about a page are not moved with it; leave out --kv-canary",
+        ),
+    ):
+        if wrong:
+            raise KVQuantError(f"--enable-hierarchical-cache: {why}.")

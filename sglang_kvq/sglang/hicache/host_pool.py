@@ -1,0 +1,160 @@
+"""SGLang's view of quantized pages in host memory: a host pool whose bytes only we understand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from sglang.srt.mem_cache.pool_host.base import HostKVCache
+from sglang.srt.mem_cache.pool_host.common import ALLOC_MEMORY_FUNCS
+
+from sglang_kvq.cache.tiers import TierManager
+from sglang_kvq.constants import PAGE_SIZE
+from sglang_kvq.sglang.hicache.host_page import HostPage
+
+
+class KVQuantHostPool(HostKVCache):
+    """One row of bytes per page, whatever the width of a layer's records.
+
+    SGLang counts it in tokens and names places by tokens; those of a page follow each other.
+
+    Attributes:
+        page: where things are in a row of ``page_bytes``.
+        kv_buffer: uint8 ``[pages, page.page_bytes]``, pinned if the cache is on a GPU.
+        gathered: first tokens of the backup that begins next, and the rows that they belong to.
+        damaged_pages: pages of storage that were not as they had been written, since the start.
+    """
+
+    kv_buffer: torch.Tensor
+
+    def __init__(
+        self,
+        tiers: TierManager,
+        *,
+        start_layer: int,
+        end_layer: int,
+        ratio: float,
+        size: float,
+        tag: str,
+        allocator_type: str,
+        pool_label: str,
+    ) -> None:
+        """
+        Args:
+            ratio: of its tokens and those of the pool on the device; ``size`` counts if it is not 0, in 10^9 bytes.
+            tag: what storage adds to the names of pages.
+        """
+        self.pool = tiers.pool
+        self.page = HostPage(tiers.pool, tiers.sink_cache is not None)
+        self.page_bytes = self.page.page_bytes
+        self.gathered: tuple[list[int], torch.Tensor] | None = None
+        self.damaged_pages = 0
+        self.layer_num = self.target_layer_num = tiers.pool.layers
+        super().__init__(
+            dtype=torch.uint8,
+            device_capacity_tokens=tiers.pool.pages * PAGE_SIZE,
+            size_per_token=self.get_size_per_token(),
+            start_layer=start_layer,
+            end_layer=end_layer,
+            host_to_device_ratio=ratio,
+            host_size=size,
+            page_size=PAGE_SIZE,
+            layout="page_first",
+            pin_memory=tiers.pool.device.type == "cuda",
+            device="cpu",
+            allocator_type=allocator_type,
+            pool_label=pool_label,
+        )
+        self.storage_format_tag = tag
+
+    # -- sizes -----------------------------------------------------------------------------------------
+
+    def get_size_per_token(self) -> int:
+        return self.page.page_bytes // PAGE_SIZE
+
+    def get_ksize_per_token(self) -> int:
+        return self.get_size_per_token() // 2
+
+    def init_kv_buffer(self) -> torch.Tensor:
+        allocate = ALLOC_MEMORY_FUNCS[self.pool.device.type]
+        buffer: torch.Tensor = allocate(
+            (self.page_num, self.page.page_bytes),
+            dtype=torch.uint8,
+            device="cpu",
+            pin_memory=self.pin_memory,
+            allocator=self.allocator,
+        )
+        return buffer
+
+    def is_stride_page_aligned(self, page_size_bytes: int = 4096) -> bool:
+        return self.page.page_bytes % page_size_bytes == 0
+
+    # -- between device and host, on SGLang's transfer streams ---------------------------------------------
+
+    def prepare_transfer_indices(
+        self, host_indices: torch.Tensor, device_indices: torch.Tensor, io_backend: str
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Pages instead of tokens."""
+        return pages_of(host_indices), pages_of(device_indices)
+
+    def backup_from_device_all_layer(
+        self, device_pool: Any, host_indices: torch.Tensor, device_indices: torch.Tensor, io_backend: str
+    ) -> None:
+        pages = self.prepare_transfer_indices(host_indices, device_indices, io_backend)
+        self.backup_from_device_all_layer_physical(device_pool, *pages, io_backend)
+
+    def backup_from_device_all_layer_physical(
+        self, device_pool: Any, host_indices: torch.Tensor, device_indices: torch.Tensor, io_backend: str
+    ) -> None:
+        """Indices are of pages here. ``transfers.before_start_writing`` has made their records."""
+        self.page.layout.backup(self.pool, device_indices, self.kv_buffer, host_indices)
+        if self.gathered is not None:
+            self.page.put_tokens(self.kv_buffer, *self.gathered)
+            self.gathered = None
+
+    def load_to_device_per_layer(
+        self,
+        device_pool: Any,
+        host_indices: torch.Tensor,
+        device_indices: torch.Tensor,
+        layer_id: int,
+        io_backend: str,
+        *,
+        is_draft: bool = False,
+    ) -> None:
+        pages = self.prepare_transfer_indices(host_indices, device_indices, io_backend)
+        self.load_to_device_per_layer_physical(device_pool, *pages, layer_id, io_backend, is_draft=is_draft)
+
+    def load_to_device_per_layer_physical(
+        self,
+        device_pool: Any,
+        host_indices: torch.Tensor,
+        device_indices: torch.Tensor,
+        layer_id: int,
+        io_backend: str,
+        *,
+        is_draft: bool = False,
+    ) -> None:
+        """Indices are of pages here. ``transfers.before_start_loading`` has prepared the pages on the device."""
+        self.page.layout.load_layer(self.pool, layer_id, self.kv_buffer, host_indices, device_indices)
+
+    # -- between host and storage, on SGLang's threads -----------------------------------------------------
+
+    def get_data_page(self, index: int, flat: bool = True) -> torch.Tensor:
+        return self.kv_buffer[int(index) // PAGE_SIZE]
+
+    def get_dummy_flat_data_page(self) -> torch.Tensor:
+        return torch.empty(self.page.page_bytes, dtype=torch.uint8)
+
+    def set_from_flat_data_page(self, index: int, data_page: torch.Tensor) -> None:
+        self.kv_buffer[int(index) // PAGE_SIZE] = data_page
+
+    def get_page_buffer_meta(self, indices: torch.Tensor) -> tuple[list[int], list[int]]:
+        pages: list[int] = pages_of(indices).tolist()
+        size = self.page.page_bytes
+        return [self.kv_buffer.data_ptr() + page * size for page in pages], [size] * len(pages)
+
+
+def pages_of(indices: torch.Tensor) -> torch.Tensor:
+    """Returns the pages int64 ``[n]`` of token indices of whole pages ``[64 n]``."""
+    return indices[::PAGE_SIZE].long() // PAGE_SIZE

@@ -1,0 +1,111 @@
+"""Pages in storage: names that no other format shares, and checksums."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sglang_kvq.sglang.hicache.host_page import FORMAT
+from sglang_kvq.sglang.hicache.host_pool import KVQuantHostPool, pages_of
+from sglang_kvq.sglang.runtime import Runtime, logger
+from sglang_kvq.sglang.types import CacheController, Original
+
+
+def format_tag(state: Runtime, first_tokens: bool) -> str:
+    """Returns what distinguishes these pages from all others of a model, whose name alone is in the names of pages.
+
+    SGLang appends it to the model's name. It is the method, for people, and a hash of all that the bytes depend on.
+    """
+    geometry = state.geometry
+    parts = (
+        FORMAT,
+        state.config.method,
+        state.config.seed,
+        state.status["rotations_sha256"] or state.status["rotations"],
+        geometry.kv_heads,
+        state.layer_ids,
+        geometry.formats,
+        first_tokens,
+    )
+    return f"kvq{FORMAT}-{state.config.method}-{hashlib.sha256(repr(parts).encode()).hexdigest()[:16]}"
+
+
+def before_page_set(
+    controller: CacheController, hash_values: Sequence[str], host_indices: torch.Tensor, *args: Any, **kwargs: Any
+) -> None:
+    """BEFORE ``HiCacheController._generic_page_set``: pages go to storage with a checksum."""
+    host = controller.storage_host_pool
+    if isinstance(host, KVQuantHostPool):
+        for key, page in zip(hash_values, pages_of(host_indices).tolist()):
+            host.page.seal(host.kv_buffer, page, key)
+
+
+def around_page_get(
+    original: Original,
+    self: CacheController,
+    operation: Any,
+    hash_values: Sequence[str],
+    host_indices: torch.Tensor,
+    *args: Any,
+    **kwargs: Any,
+) -> int:
+    """AROUND ``HiCacheController._generic_page_get``: returns how many pages have come, up to the first damaged one.
+
+    SGLang computes what is missing. A file that is too short raises, also for the pages before it: they are read again,
+    one by one.
+    """
+    host = self.storage_host_pool
+    if not isinstance(host, KVQuantHostPool):
+        count: int = original(self, operation, hash_values, host_indices, *args, **kwargs)
+        return count
+    try:
+        count = original(self, operation, hash_values, host_indices, *args, **kwargs)
+    except OSError as error:
+        if error.errno is not None:  # the system failed, and the page may be sound: SGLang logs it, and it is a miss
+            raise
+        if len(hash_values) == 1:
+            return _damaged(self, hash_values[0], str(error))
+        count, size = 0, self.page_size
+        for i, key in enumerate(hash_values):
+            one = host_indices[i * size : (i + 1) * size]
+            if not around_page_get(original, self, operation, [key], one, *args, **kwargs):
+                break
+            count += 1
+        return count
+    for i, (key, page) in enumerate(zip(hash_values[:count], pages_of(host_indices).tolist())):
+        if not host.page.is_sound(host.kv_buffer, page, key):
+            return i + _damaged(self, key, "its checksum does not fit")
+    return count
+
+
+def _damaged(controller: CacheController, key: str, why: str) -> int:
+    """Counts a damaged page and removes its file; returns 0, the number of pages that came with it.
+
+    SGLang never writes a page again that storage has. It has no way to remove one, so other storage keeps it.
+    """
+    from sglang.srt.mem_cache.hicache_storage import HiCacheFile
+
+    controller.storage_host_pool.damaged_pages += 1
+    logger.warning("kv-quant: page %s of the storage is damaged and is computed again: %s", key, why)
+    backend = controller.storage_backend
+    if isinstance(backend, HiCacheFile):
+        Path(backend.file_path, f"{backend._get_suffixed_key(key)}.bin").unlink(missing_ok=True)
+    return 0
+
+
+def before_attach(controller: CacheController, storage_backend: str, *args: Any, **kwargs: Any) -> None:
+    """BEFORE ``HiCacheController.attach_storage_backend``, also by a request to a running server.
+
+    Raises:
+        ValueError: these pages have not been tried with it.
+    """
+    from sglang_kvq.sglang.hicache.checks import refused_storage
+
+    config = kwargs.get("storage_backend_extra_config") or {}
+    if isinstance(controller.storage_host_pool, KVQuantHostPool):
+        for problem in refused_storage(storage_backend, config):
+            raise ValueError(problem)

@@ -1,0 +1,111 @@
+"""Work of the tiers before pages move between device and host, on the stream that runs the layers.
+
+SGLang queues transfers and submits them at two places of the scheduler's loop, which these hooks precede. It then lets
+the stream of the copies wait for the layers' stream. So the order there is: layers of the batch in flight, the work
+here, the next plan. The copies start behind the work:
+
+* Events that the scheduler has recorded are applied: a freed page may be what a load is written to, and a copy of it
+  may still be due.
+* A page that exists only in BF16 gets its record before a backup. It keeps its BF16 copy.
+* A page that is loaded counts as quantized from here on. Attention waits for each layer's part of the copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+from sglang_kvq.cache.tiers import TierManager
+from sglang_kvq.cache.transfer import to_device
+from sglang_kvq.sglang import runtime
+from sglang_kvq.sglang.hicache.host_pool import KVQuantHostPool, pages_of
+from sglang_kvq.sglang.types import CacheController
+
+
+def before_start_writing(controller: CacheController) -> None:
+    """BEFORE ``HiCacheController.start_writing``, which copies the pages of its queue to the host."""
+    host, queue = host_pool_of(controller), controller.write_queue
+    if host is None or not queue:
+        return
+    tiers = runtime.live_tiers()
+    with _layers_stream(controller, queue):
+        tiers.before_backup(torch.cat([pages_of(operation.device_indices) for operation in queue]))
+        if host.page.token_bytes:
+            # Only the first page of what one node of the tree holds may begin a sequence.
+            pages = torch.cat([pages_of(operation.device_indices[:1]) for operation in queue])
+            tokens = host.page.gather_tokens(tiers, pages)
+            host.gathered = [_first_page(operation) for operation in queue], tokens
+            if tokens.is_cuda:
+                tokens.record_stream(controller.l2_transfer_engine.device_to_host_stream)
+    for operation in queue:
+        host.page.clear_flags(host.kv_buffer, pages_of(operation.host_indices))
+    if tiers.pool.device.type == "cuda":  # not all releases let the copies wait for this stream
+        copies = controller.l2_transfer_engine.device_to_host_stream
+        copies.wait_stream(_stream_of_layers(controller))
+
+
+def before_start_loading(controller: CacheController) -> None:
+    """BEFORE ``HiCacheController.start_loading``, which copies the pages of its queue to the device."""
+    host, queue = host_pool_of(controller), controller.load_queue
+    if host is None or not queue:
+        return
+    tiers = runtime.live_tiers()
+    with _layers_stream(controller, queue):
+        tiers.before_load(torch.cat([pages_of(operation.device_indices) for operation in queue]))
+        begins = [o for o in queue if host.page.token_bytes and host.page.has_token(host.kv_buffer, _first_page(o))]
+        if begins:
+            _keep_first_tokens(tiers, host, begins)
+
+
+def _keep_first_tokens(tiers: TierManager, host: KVQuantHostPool, begins: list[Any]) -> None:
+    """Keeps the first tokens of loaded pages that begin a sequence, so that the next plan restores their BF16 pages.
+
+    That plan reads the records of these pages, before any layer waits. So they are copied here; SGLang's own copy later
+    writes the same bytes.
+    """
+    device = tiers.pool.device
+    rows = [_first_page(operation) for operation in begins]
+    pages = torch.cat([pages_of(operation.device_indices[:1]) for operation in begins])
+    tokens = [host.page.token_of(host.kv_buffer, row).to(device, non_blocking=True) for row in rows]
+    tiers.keep_first_tokens(pages, torch.stack(tokens, 1))
+    (places,) = to_device([np.array(rows)], device)
+    for layer in range(tiers.pool.layers):
+        host.page.layout.load_layer(tiers.pool, layer, host.kv_buffer, places, pages)
+
+
+def host_pool_of(controller: CacheController) -> KVQuantHostPool | None:
+    """The host pool of the cache; None if this controller moves another's pages."""
+    anchor = getattr(controller.mem_pool_host, "anchor_entry", None)
+    pool = getattr(anchor, "host_pool", controller.mem_pool_host)
+    return pool if isinstance(pool, KVQuantHostPool) else None
+
+
+def _first_page(operation: Any) -> int:
+    """The host page of an operation's first page."""
+    return int(pages_of(operation.host_indices[:1]))
+
+
+def _stream_of_layers(controller: CacheController) -> Any:
+    """The stream on which plans and layers run: SGLang uses one of its own only with overlap scheduling."""
+    from sglang.srt.runtime_context import get_schedule
+
+    own = controller.load_fence_stream
+    return torch.cuda.current_stream() if own is None or get_schedule().disable_overlap_schedule else own
+
+
+@contextmanager
+def _layers_stream(controller: CacheController, queue: list[Any]) -> Iterator[None]:
+    """Work on the layers' stream, behind what the scheduler's has done: the pages in ``queue`` come from there."""
+    if runtime.live_tiers().pool.device.type != "cuda":
+        yield
+        return
+    stream = _stream_of_layers(controller)
+    for operation in queue:
+        operation.device_indices.record_stream(stream)
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        yield

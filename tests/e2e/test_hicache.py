@@ -1,0 +1,165 @@
+"""Quantized pages go to host memory and to storage, and answers after that are those of pages that stayed."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from sglang_kvq.constants import PAGE_SIZE
+from sglang_kvq.rotations import save_rotations
+from tests.e2e.client import Client
+from tests.e2e.test_server_metrics import eventually
+from tests.rotations.helpers import random_transform
+
+#: 24 pages, of which four prompts take all, and BF16 pages for one request: the next prompt takes those of the last.
+FLAGS = (
+    *("--enable-hierarchical-cache", "--hicache-ratio", "3", "--hicache-storage-backend", "file"),
+    *("--hicache-storage-prefetch-policy", "wait_complete", "--kv-quant-recent", "64"),
+    *("--max-total-tokens", str(24 * PAGE_SIZE), "--max-running-requests", "1"),
+    *("--enable-cache-report", "--enable-metrics", "--decode-log-interval", "1"),
+)
+#: Whole pages of a prompt, and tokens after them.
+PAGES, MORE = 5, 20
+CACHED = PAGES * PAGE_SIZE
+PLACES = ("device", "host", "storage")
+
+
+def prompt(index: int) -> list[int]:
+    numbers = random.Random(index)
+    return [numbers.randrange(100, 500) for _ in range(CACHED + MORE)]
+
+
+def ask(client: Client, index: int) -> tuple[dict[str, int], list[float]]:
+    """Returns where a prompt's tokens were cached, and the log-probabilities of its last tokens and of the answer."""
+    meta = client.generate(prompt(index), 3, return_logprob=True, logprob_start_len=CACHED + 1)["meta_info"]
+    found = meta.get("cached_tokens_details") or {}
+    logprobs = [entry[0] for entry in meta["input_token_logprobs"][1:] + meta["output_token_logprobs"]]
+    return {place: found.get(place) or 0 for place in PLACES}, logprobs
+
+
+def at(place: str, tokens: int = CACHED) -> dict[str, int]:
+    return {**dict.fromkeys(PLACES, 0), place: tokens}
+
+
+def push_out(client: Client) -> None:
+    """Other prompts take all pages of the device."""
+    for index in range(10, 15):
+        ask(client, index)
+
+
+@pytest.fixture(scope="module")
+def storage(tmp_path_factory) -> Path:
+    """The folder with pages of all servers here."""
+    return tmp_path_factory.mktemp("storage")
+
+
+@pytest.fixture(scope="module")
+def small_host(plugins) -> dict[str, str]:
+    """Variables of a server that takes host memory although there is little."""
+    return plugins("small_host")
+
+
+@pytest.fixture
+def start(servers, small_host, storage) -> Callable[..., Client]:
+    """``start(*flags)``: a client of a server with an empty cache."""
+
+    def go(*flags: str) -> Client:
+        config = ("--hicache-storage-backend-extra-config", json.dumps({"file_storage_path": str(storage)}))
+        client = Client(servers(*flags, *FLAGS, *config, env=small_host))
+        client.flush()
+        return client
+
+    return go
+
+
+def stayed(client: Client) -> list[float]:
+    """The answer to prompt 0 from pages that stayed on the device while another prompt took their BF16 pages."""
+    for index in (0, 1, 2):
+        place, _ = ask(client, index)
+        assert place == at("device", 0), "nothing is cached yet"
+    place, logprobs = ask(client, 0)
+    assert place == at("device")
+    return logprobs
+
+
+def wait_for(holds: Callable[[], bool], what: str) -> None:
+    deadline = time.time() + 300
+    while not holds():
+        assert time.time() < deadline, what
+        time.sleep(0.2)
+
+
+def test_answers_from_host_and_storage_are_those_of_pages_that_stayed(start, storage):
+    client = start("--kv-quant", "int2")
+    want = stayed(client)
+    push_out(client)
+    place, logprobs = ask(client, 0)
+    assert place == at("host") and logprobs == want
+    client.flush()
+    place, logprobs = ask(client, 0)
+    assert place == at("storage") and logprobs == want
+
+    files, state = list(storage.glob("*.bin")), client.state()
+    assert len(files) >= PAGES and all("-kvq1-int2-" in file.name for file in files)
+    assert {file.stat().st_size for file in files} == {state["host_page_bytes"]}
+    assert state["host_page_bytes"] < PAGE_SIZE * state["bf16_token_bytes"] / 5
+    assert state["errors"] == 0 and state["damaged_pages"] == 0
+
+
+def test_a_damaged_file_is_a_miss_and_is_written_again(start, storage):
+    from sglang.srt.mem_cache.utils import get_hash_str
+
+    client, mine = start("--kv-quant", "int2"), 50
+    ask(client, mine)
+    name, names = None, []
+    for page in range(PAGES):
+        name = get_hash_str(prompt(mine)[page * PAGE_SIZE : (page + 1) * PAGE_SIZE], name)
+        names.append(name)
+    wait_for(lambda: all(list(storage.glob(f"{name}*.bin")) for name in names), "pages do not arrive in storage")
+
+    (file,) = storage.glob(f"{names[3]}*.bin")
+    good = file.read_bytes()
+    file.write_bytes(good[:1000] + bytes([good[1000] ^ 4]) + good[1001:])
+    client.flush()
+    assert ask(client, mine)[0] == at("storage", 3 * PAGE_SIZE)
+    eventually(client, lambda values: values.get("sglang_kvq_damaged_pages_total") == 1)
+    wait_for(file.exists, "the page is not written again")
+
+    (file,) = storage.glob(f"{names[1]}*.bin")
+    file.write_bytes(good[:-1])
+    client.flush()
+    assert ask(client, mine)[0] == at("storage", PAGE_SIZE)
+    assert client.state()["damaged_pages"] == 2 and client.state()["errors"] == 0
+
+
+def test_write_back(start):
+    """Pages go to the host when they are evicted, not before."""
+    client = start("--kv-quant", "int4", "--hicache-write-policy", "write_back")
+    want = stayed(client)
+    push_out(client)
+    place, logprobs = ask(client, 0)
+    assert place == at("host") and logprobs == want
+    assert client.state()["errors"] == 0
+
+
+def test_first_tokens_come_along(start, model, tmp_path):
+    """Transform coding needs them in BF16: the answer is that of pages that stayed only if the host has kept them."""
+    config = json.loads((model / "config.json").read_text())
+    heads = config["num_key_value_heads"]
+    dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    rotations = random_transform(config["num_hidden_layers"], heads, dim)
+    save_rotations(rotations, tmp_path / "rotations", kv_heads=heads)
+    client = start("--kv-quant", "transform", "--kv-quant-rotations", str(tmp_path / "rotations"))
+    want = stayed(client)
+    push_out(client)
+    place, logprobs = ask(client, 0)
+    assert place == at("host") and logprobs == want
+    client.flush()
+    place, logprobs = ask(client, 0)
+    assert place == at("storage") and logprobs == want
+    assert client.state()["errors"] == 0

@@ -1,0 +1,386 @@
+"""Pages between device, host and storage, with the tiers on one side and stand-ins for SGLang's queues on the other."""
+
+from __future__ import annotations
+
+import errno
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from sglang_kvq.cache.layout import KVGeometry
+from sglang_kvq.cache.pending import FreedPages
+from sglang_kvq.config import KVQuantConfig
+from sglang_kvq.constants import PAGE_SIZE as P
+from sglang_kvq.errors import KVQuantError
+from sglang_kvq.formats.page import PageFormat
+from sglang_kvq.sglang import runtime
+from tests.cache.scheduler_model import PLANES, TWO_BITS, Model
+from tests.cache.test_firsts import again, prompt
+from tests.cache.test_tiers import prefill
+
+RATIO = 2.0
+
+
+@pytest.fixture(autouse=True)
+def small_host(monkeypatch):
+    """SGLang leaves 10 GiB of host memory alone."""
+    from sglang.srt.mem_cache.pool_host import base
+
+    monkeypatch.setattr(base, "HICACHE_HOST_MEMORY_RESERVE_BYTES", 0)
+
+
+def indices(pages: list[int]) -> torch.Tensor:
+    """Of their tokens, as SGLang names places."""
+    return (torch.tensor(pages)[:, None] * P + torch.arange(P)).flatten()
+
+
+class Controller(SimpleNamespace):
+    """SGLang's queues, and its order: our hook, then the copies."""
+
+    def __init__(self, m: Model) -> None:
+        from sglang_kvq.sglang.hicache.host_pool import KVQuantHostPool
+
+        sizes = dict(start_layer=0, end_layer=1, ratio=RATIO, size=0, allocator_type="default", pool_label="kv")
+        self.host = KVQuantHostPool(m.tiers, tag="kvq-test", **sizes)
+        super().__init__(write_queue=[], load_queue=[], load_fence_stream=None)
+        self.mem_pool_host = SimpleNamespace(anchor_entry=SimpleNamespace(host_pool=self.host))
+        self.storage_host_pool, self.storage_backend, self.page_size = self.host, None, P
+
+    def write(self, *nodes: tuple[list[int], list[int]]) -> None:
+        """Pages of nodes of the tree to rows of the host."""
+        from sglang_kvq.sglang.hicache.transfers import before_start_writing
+
+        self.write_queue = [_operation(pages, rows) for pages, rows in nodes]
+        before_start_writing(self)
+        host, device = _merged(self.write_queue)
+        self.write_queue = []
+        self.host.backup_from_device_all_layer(None, host, device, "kernel")
+
+    def load(self, *nodes: tuple[list[int], list[int]]) -> None:
+        from sglang_kvq.sglang.hicache.transfers import before_start_loading
+
+        self.load_queue = [_operation(pages, rows) for pages, rows in nodes]
+        before_start_loading(self)
+        host, device = _merged(self.load_queue)
+        self.load_queue = []
+        for layer in range(self.host.layer_num):
+            self.host.load_to_device_per_layer(None, host, device, layer, "kernel")
+
+
+def _operation(pages: list[int], rows: list[int]) -> SimpleNamespace:
+    return SimpleNamespace(device_indices=indices(pages), host_indices=indices(rows))
+
+
+def _merged(queue: list[SimpleNamespace]) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.cat([o.host_indices for o in queue]), torch.cat([o.device_indices for o in queue])
+
+
+@pytest.fixture(params=[TWO_BITS, PLANES], ids=["two bits", "first tokens"])
+def m(request, monkeypatch) -> Model:
+    made = Model(60, 8, 2, 1, 2, format=request.param)
+    monkeypatch.setattr(runtime, "_current", SimpleNamespace(tiers=made.tiers))
+    return made
+
+
+@pytest.fixture
+def controller(m) -> Controller:
+    return Controller(m)
+
+
+def pages_in_tree(m: Model, text: list[int]) -> list[int]:
+    return [m.tree[tuple(text[:end])] for end in range(P, len(text) + 1, P) if tuple(text[:end]) in m.tree]
+
+
+def evicted(m: Model, text: list[int]) -> None:
+    """The tree forgets a conversation; SGLang keeps its node on the host."""
+    m.evict(len(m.tree))
+    assert not pages_in_tree(m, text)
+
+
+def loaded(m: Model, controller: Controller, text: list[int], rows: list[int]) -> list[int]:
+    """The conversation's pages are back on the device, in other pages than before."""
+    pages = m.take_pages(len(rows))
+    controller.load((pages, rows))
+    for i, page in enumerate(pages):
+        m.tree[tuple(text[: (i + 1) * P])] = page
+        m.used[tuple(text[: (i + 1) * P])] = m.clock
+    m.begun[pages[0]] = True
+    return pages
+
+
+def test_a_conversation_comes_back_as_it_was(m, controller):
+    """The model compares what is read with what was written: codes, and first tokens where they are kept."""
+    text = prompt(1)
+    m.leave(prefill(m, text), publish=True)
+    pages = pages_in_tree(m, text)
+    assert len(pages) == 5
+    assert not bool(m.tiers.page_valid[pages].all()), "the setting: some pages exist in BF16 only"
+    before = m.pool.page_slot[pages].clone()
+    controller.write((pages, [3, 9, 2, 7, 5]))
+    assert bool(m.tiers.page_valid[pages].all()) and torch.equal(m.pool.page_slot[pages], before)
+    records = m.pool.records[0][pages].clone()
+
+    evicted(m, text)
+    back = loaded(m, controller, text, [3, 9, 2, 7, 5])
+    assert set(back).isdisjoint(pages)
+    assert torch.equal(m.pool.records[0][back], records)
+    request = again(m, text)
+    m.check()
+    assert int(m.tiers.errors) == 0
+    first = int(m.pool.page_slot[back[0]]) > 0
+    assert first is (m.tiers.sink_cache is not None), "a first token that came along has its BF16 page again"
+    assert m.restored == first
+    m.leave(request, publish=True)
+
+
+def test_first_tokens_come_from_where_they_are(m, controller):
+    """From the BF16 copy, or from where one without a copy is kept; a page in the middle has none."""
+    if m.tiers.sink_cache is None:
+        assert controller.host.page.token_bytes == 0
+        return
+    from tests.cache.test_firsts import idle
+
+    fresh, old = prompt(1), prompt(2)
+    row = m.tiers.pool.bf16_pages
+    idle_page = idle(m, old)
+    m.leave(prefill(m, fresh), publish=True)
+    page, second, third = pages_in_tree(m, fresh)[:3]
+    want = row[:, int(m.pool.page_slot[page]), :, :, 0].clone()
+    kept = m.tiers.sink_cache.tokens[:, int(m.tiers.sink_cache.entry[idle_page])].clone()
+    controller.host.kv_buffer.fill_(0xAA)  # whatever was there before
+    controller.write(([page, second], [4, 6]), ([third], [7]), ([idle_page], [8]))
+    page_of, buffer = controller.host.page, controller.host.kv_buffer
+    assert [page_of.has_token(buffer, i) for i in (4, 6, 7, 8)] == [True, False, False, True]
+    assert torch.equal(page_of.token_of(buffer, 4), want)
+    assert torch.equal(page_of.token_of(buffer, 8), kept)
+
+
+def test_recorded_events_come_first(m, controller):
+    """A page was freed and is allocated for a load before any plan: the load must find it without record and copy."""
+    text = prompt(1)
+    m.leave(prefill(m, text), publish=True)
+    pages = pages_in_tree(m, text)
+    controller.write((pages, [1, 2, 3, 4, 5]))
+    evicted(m, text)
+    m.free = sorted(m.free, key=pages.__contains__, reverse=True)  # the same pages again
+    assert any(isinstance(event, FreedPages) for event in m.tiers.pending._events)
+    back = loaded(m, controller, text, [1, 2, 3, 4, 5])
+    assert set(back) == set(pages) and not m.tiers.pending and int(m.tiers.errors) == 0
+    assert not bool((m.pool.page_slot[back] > 0).any()) and bool(m.tiers.page_valid[back].all())
+    again(m, text)
+    m.check()
+
+
+def test_a_page_that_counts_as_quantized_is_not_loaded_into(m, controller):
+    text = prompt(1)
+    m.leave(prefill(m, text), publish=True)
+    pages = pages_in_tree(m, text)
+    controller.write((pages, [1, 2, 3, 4, 5]))
+    controller.load((pages[:1], [1]))
+    assert int(m.tiers.errors) == 1
+
+
+@pytest.mark.parametrize("way", ["write", "load"])
+def test_nothing_moves_while_a_window_moves(m, controller, way):
+    ticket = m.tiers.pending.reserve_move()
+    with pytest.raises(KVQuantError, match="an insertion into the tree is under way"):
+        getattr(controller, way)(([1], [1]))
+    m.tiers.pending.fill_move(ticket, torch.tensor([1]), torch.tensor([2]))
+    assert not m.tiers.pending.has_open_move
+
+
+def test_other_pools_are_left_alone(m):
+    from sglang_kvq.sglang.hicache import transfers
+
+    other = SimpleNamespace(mem_pool_host=SimpleNamespace(), write_queue=[1], load_queue=[1])
+    transfers.before_start_writing(other)
+    transfers.before_start_loading(other)
+
+
+# -- storage -----------------------------------------------------------------------------------------------------------
+
+
+def stored(controller: Controller, keys: list[str], rows: list[int]) -> dict[str, torch.Tensor]:
+    """What storage has after SGLang wrote these rows."""
+    from sglang_kvq.sglang.hicache.storage import before_page_set
+
+    before_page_set(controller, keys, indices(rows))
+    return {key: controller.host.get_data_page(row * P).clone() for key, row in zip(keys, rows)}
+
+
+def fetch(controller: Controller, found: dict[str, torch.Tensor], keys: list[str], rows: list[int]) -> int:
+    """How many pages come, as SGLang's own function reads them one after another."""
+    from sglang_kvq.sglang.hicache.storage import around_page_get
+
+    def original(self, operation, hashes, places):
+        for i, key in enumerate(hashes):
+            if len(found[key]) != controller.host.page.page_bytes:
+                raise OSError("Short read")
+            self.storage_host_pool.set_from_flat_data_page(int(places[i * P]), found[key])
+        return len(hashes)
+
+    return around_page_get(original, controller, None, keys, indices(rows))
+
+
+KEYS = ["a", "b", "c", "d"]
+
+
+@pytest.fixture
+def found(m, controller) -> dict[str, torch.Tensor]:
+    m.leave(prefill(m, prompt(1)), publish=True)
+    controller.write((pages_in_tree(m, prompt(1))[:4], [1, 2, 3, 4]))
+    return stored(controller, KEYS, [1, 2, 3, 4])
+
+
+def test_stored_pages_come_back(controller, found):
+    assert fetch(controller, found, KEYS, [6, 7, 8, 9]) == 4
+    assert controller.host.damaged_pages == 0
+    assert torch.equal(controller.host.kv_buffer[6:10], controller.host.kv_buffer[1:5])
+
+
+@pytest.mark.parametrize("damage", ["first bit", "last byte", "two words exchanged", "zeros", "another page"])
+def test_a_damaged_page_is_a_miss(controller, found, damage, caplog):
+    page = found["c"]
+    if damage == "first bit":
+        page[0] ^= 1
+    elif damage == "last byte":
+        page[-1] ^= 0x80
+    elif damage == "two words exchanged":
+        words = page.view(torch.int64)
+        different = int((words != words[0]).nonzero()[0])
+        words[[0, different]] = words[[different, 0]]
+    elif damage == "zeros":
+        page.zero_()
+    else:
+        page.copy_(found["d"])
+    assert fetch(controller, found, KEYS, [6, 7, 8, 9]) == 2
+    assert controller.host.damaged_pages == 1 and "page c of the storage is damaged" in caplog.text
+
+
+def test_a_short_file_is_a_miss_and_the_pages_before_it_are_not(controller, found):
+    found["c"] = found["c"][:100]
+    assert fetch(controller, found, KEYS, [6, 7, 8, 9]) == 2
+    assert controller.host.damaged_pages == 1
+
+
+def test_an_error_of_the_system_is_not_a_damaged_page(controller):
+    """Its file is kept: it may be read next time."""
+    from sglang_kvq.sglang.hicache.storage import around_page_get
+
+    def original(*args):
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with pytest.raises(OSError, match="Too many open files"):
+        around_page_get(original, controller, None, ["a"], indices([1]))
+    assert controller.host.damaged_pages == 0
+
+
+def test_a_damaged_file_is_removed(controller, found, tmp_path):
+    """Else SGLang would never write it again."""
+    from sglang.srt.mem_cache.hicache_storage import HiCacheFile, HiCacheStorageConfig
+
+    rank = dict(tp_rank=0, tp_size=1, pp_rank=0, pp_size=1, attn_cp_rank=0, attn_cp_size=1, is_mla_model=False)
+    config = HiCacheStorageConfig(
+        **rank, enable_storage_metrics=False, is_page_first_layout=True, model_name="a/model-kvq-test"
+    )
+    backend = controller.storage_backend = HiCacheFile(config, str(tmp_path))
+    assert backend.batch_set(KEYS, [found[key] for key in KEYS])
+    (damaged,) = tmp_path.glob("c_*.bin")
+    damaged.write_bytes(bytes(controller.host.page.page_bytes))
+    assert [backend.exists(key) for key in KEYS] == [True] * 4
+    found["c"].zero_()
+    assert fetch(controller, found, KEYS, [6, 7, 8, 9]) == 2
+    assert [backend.exists(key) for key in KEYS] == [True, True, False, True]
+
+
+def state(**changes) -> SimpleNamespace:
+    """What a page's bytes depend on."""
+    config = KVQuantConfig(changes.pop("method", "oscar"), seed=changes.pop("seed", None))
+    formats = changes.pop("formats", (PageFormat(64, 64, 0.96, 0.92),) * 2)
+    geometry = KVGeometry(changes.pop("kv_heads", 2), formats)
+    status = {"rotations_sha256": changes.pop("sha", "ab12"), "rotations": changes.pop("folder", "/one")}
+    return SimpleNamespace(config=config, geometry=geometry, status=status, layer_ids=changes.pop("layers", (0, 1)))
+
+
+def test_names_differ_with_all_that_the_bytes_depend_on():
+    from sglang_kvq.sglang.hicache.storage import format_tag
+
+    tag = format_tag(state(), False)
+    assert tag.startswith("kvq1-oscar-") and len(tag) < 40, "file names have 255 characters"
+    assert tag == format_tag(state(folder="/two"), False), "the same rotations in another folder"
+    others = [
+        format_tag(state(), True),
+        format_tag(state(method="hadamard"), False),
+        format_tag(state(method="turboquant", seed=1), False),
+        format_tag(state(method="turboquant", seed=2), False),
+        format_tag(state(sha="cd34"), False),
+        format_tag(state(kv_heads=1), False),
+        format_tag(state(layers=(2, 3)), False),
+        format_tag(state(formats=(PageFormat(64, 64, 0.96, 0.93),) * 2), False),
+        format_tag(state(formats=(PageFormat(64, 32, 0.96, 0.92),) * 2), False),
+        format_tag(state(formats=(PLANES,) * 2), False),
+    ]
+    assert len({tag, *others}) == len(others) + 1
+
+
+@pytest.mark.parametrize(
+    ("backend", "config", "text"),
+    [
+        ("mooncake", {}, "stores keys and values of a page apart"),
+        ("aibrix", {}, "shapes of plain keys and values"),
+        ("sim", {}, "has not been tried"),
+        ("dynamic", {"interface_v1": 1}, "interface_v1 passes the bytes by"),
+        ("file", {}, None),
+        ("dynamic", {"backend_name": "mine"}, None),
+    ],
+)
+def test_storage_that_is_attached_later_is_checked_too(controller, backend, config, text):
+    from sglang_kvq.sglang.hicache.storage import before_attach
+
+    if text is None:
+        before_attach(controller, backend, storage_backend_extra_config=config)
+        return
+    with pytest.raises(ValueError, match=f"--hicache-storage-backend {backend}: .*{text}"):
+        before_attach(controller, backend, storage_backend_extra_config=config)
+
+
+def test_sizes(m, controller):
+    page = controller.host.page
+    assert controller.host.size == m.pool.pages * RATIO * P + P
+    assert page.page_bytes % 4096 == 0 and controller.host.is_stride_page_aligned()
+    assert controller.host.get_size_per_token() * P == page.page_bytes
+    pointers, sizes = controller.host.get_page_buffer_meta(indices([2, 5]))
+    assert sizes == [page.page_bytes] * 2 and pointers[1] - pointers[0] == 3 * page.page_bytes
+
+
+# -- where SGLang builds its host pools --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def device_pool(m):
+    from sglang_kvq.sglang.memory.pool import KVQuantPool
+
+    pool = KVQuantPool.__new__(KVQuantPool)
+    pool.layout = SimpleNamespace(pages=m.pool.pages)
+    return pool
+
+
+def test_host_memory_is_sized_by_host_pages(m, controller, device_pool):
+    from sglang_kvq.sglang.hicache.build import estimate_bytes
+
+    def params(pool) -> SimpleNamespace:
+        return SimpleNamespace(token_to_kv_pool_allocator=SimpleNamespace(get_kvcache=lambda: pool))
+
+    assert estimate_bytes(None, params(device_pool), None) == m.pool.pages * controller.host.page.page_bytes
+    other = params("another pool")
+    assert estimate_bytes(lambda given, plan: (given is other, plan), other, "plan") == (True, "plan")
+
+
+def test_other_caches_get_their_own_host_pool_and_drafts_none(device_pool):
+    from sglang_kvq.sglang.hicache.build import build_kv_host_pool
+
+    given = dict(page_size=P, host_size=None, mtp_draft_device_pools=(), pool_label="kv", use_mla=False)
+    assert build_kv_host_pool(lambda **kwargs: kwargs, kv_pool="other", **given) == {"kv_pool": "other", **given}
+    with pytest.raises(SystemExit, match="a draft model's pages are not kept on the host yet"):
+        build_kv_host_pool(None, kv_pool=device_pool, page_size=P, mtp_draft_device_pools=("draft",))

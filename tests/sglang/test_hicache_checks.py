@@ -1,0 +1,106 @@
+"""What HiCache cannot be combined with is refused by name and reason; what it can be passes."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+from packaging.version import Version
+
+from sglang_kvq.config import KVQuantConfig
+from sglang_kvq.errors import KVQuantError
+from sglang_kvq.sglang import compat
+from sglang_kvq.sglang.hicache import checks
+
+CONFIG = KVQuantConfig("hadamard")
+ON = {"enable_hierarchical_cache": True}
+
+
+@pytest.fixture(autouse=True)
+def release(monkeypatch):
+    """``release("0.5.18")``: as if that was installed."""
+
+    def set_to(version: str) -> None:
+        monkeypatch.setattr(compat, "sglang_version", lambda: Version(version))
+
+    set_to("0.5.23")
+    return set_to
+
+
+def refused(**values) -> str:
+    return "\n".join(checks.refused_flags({**ON, **values}))
+
+
+@pytest.mark.parametrize(
+    ("values", "text"),
+    [
+        ({"hicache_io_backend": "direct"}, "--hicache-io-backend direct: pages are copied by kernels"),
+        ({"hicache_io_backend": "kernel_ascend"}, "--hicache-io-backend kernel_ascend: pages are copied by kernels"),
+        ({"hicache_mem_layout": "layer_first"}, "--hicache-mem-layout layer_first: quantized pages have one layout"),
+        ({"hicache_mem_layout": "page_head"}, "--hicache-mem-layout page_head: quantized pages have one layout"),
+        ({"hicache_host_memory_mode": "buffer_only"}, "--hicache-host-memory-mode buffer_only: "),
+        ({"hicache_storage_backend": "mooncake"}, "--hicache-storage-backend mooncake: it stores keys and values of"),
+        ({"hicache_storage_backend": "nixl"}, "--hicache-storage-backend nixl: it stores keys and values of a page"),
+        ({"hicache_storage_backend": "aibrix"}, "--hicache-storage-backend aibrix: it wants the shapes of plain keys"),
+        ({"hicache_storage_backend": "shm"}, "--hicache-storage-backend shm: it has not been tried"),
+    ],
+)
+def test_setting(values, text):
+    assert text in refused(**values)
+    assert not list(checks.refused_flags(values)), "without HiCache nobody reads it"
+
+
+def test_chosen_pages(monkeypatch):
+    monkeypatch.setenv("KVQ_PAGE_SELECTION", "1")
+    assert "KVQ_PAGE_SELECTION=1: " in refused()
+
+
+def test_what_passes():
+    kernel = dict(hicache_io_backend="kernel", hicache_mem_layout="page_first", hicache_host_memory_mode="cache")
+    policies = dict(hicache_write_policy="write_back", hicache_ratio=3.0, hicache_storage_prefetch_policy="timeout")
+    for storage in (None, "file", "dynamic"):
+        assert not refused(**kernel, **policies, hicache_storage_backend=storage)
+    assert not refused()
+
+
+@pytest.mark.parametrize("version", ["0.5.16", "0.5.18"])
+def test_older_releases_say_which_to_use(release, version):
+    release(version)
+    assert f"SGLang {version} has a prefix cache that keeps plain BF16 rows" in refused()
+    assert "use SGLang 0.5.22 or 0.5.23" in refused()
+
+
+@pytest.fixture
+def resolved(monkeypatch):
+    """``resolved(config, is_hybrid_swa=True, kv_canary="raise")``: the last check, on these settings and this model."""
+    from sglang.srt.configs import hybrid_arch
+
+    def check(config: KVQuantConfig = CONFIG, states: bool = False, is_hybrid_swa: bool = False, **settings) -> None:
+        settings = {**ON, **settings}
+        monkeypatch.setattr(compat, "resolved", lambda server_args, field, default=None: settings.get(field, default))
+        monkeypatch.setattr(hybrid_arch, "mambaish_config", lambda model: object() if states else None)
+        checks.check_resolved(None, config, SimpleNamespace(is_hybrid_swa=is_hybrid_swa))
+
+    return check
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"states": True}, "recurrent states are not moved"),
+        ({"is_hybrid_swa": True}, "sliding windows are not moved"),
+        ({"speculative_algorithm": "NGRAM"}, "leave out --speculative-algorithm"),
+        ({"kv_canary": "raise"}, "leave out --kv-canary"),
+        ({"config": SimpleNamespace(episodic=object())}, "leave out --episodic-policy"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_model_or_feature(resolved, settings, text):
+    with pytest.raises(KVQuantError, match=f"--enable-hierarchical-cache: .*{text}"):
+        resolved(**settings)
+    resolved(**settings, enable_hierarchical_cache=False)
+
+
+def test_a_plain_model_passes(resolved):
+    resolved()
+    resolved(kv_canary="none")
