@@ -322,6 +322,7 @@ class TierManager:
 
         Its row is in use from here on, and rows in use have room for their windows.
         """
+        self._dirty = True
         self.row_len[event.rows] = event.lens
         self.page_valid.index_fill_(0, event.pages, True)
         if self.sink_cache is not None:
@@ -337,8 +338,12 @@ class TierManager:
         event.done()
 
     def record_pages(self, pages: torch.Tensor) -> None:
-        """Quantizes whole pages int64 ``[n]`` that have no records, so that these can be copied out."""
+        """Quantizes whole pages int64 ``[n]`` that have no records, so that these can be copied out.
+
+        Events may have been applied for it, so the next batch is planned.
+        """
         self._record_sources(pages)
+        self._dirty = True
 
     def prepare_folds(self) -> None:
         """Compiles the kernels that folds need, so that no request waits for the compiler. Changes nothing."""
