@@ -302,9 +302,10 @@ def test_a_window_of_another_length_is_refused():
     handover.staged_rows(1, 100)
     with pytest.raises(RuntimeError, match="100"):
         handover.staged_rows(1, 101)
+    for row in range(2, 1 + ENTRIES):
+        handover.staged_rows(row, 100)
     with pytest.raises(RuntimeError, match="without room"):
-        for row in range(2, 3 + ENTRIES):
-            handover.staged_rows(row, 100)
+        handover.staged_rows(1 + ENTRIES, 100)
 
 
 def test_a_flush_gives_back_what_has_arrived():
