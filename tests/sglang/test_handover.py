@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
+from sglang_kvq.cache.tiers import TierManager
 from sglang_kvq.constants import PAGE_SIZE as P
 from sglang_kvq.sglang.disaggregation.handover import Handover
 from sglang_kvq.sglang.disaggregation.staging import MOST_ENTRIES, entries_for, window_of
@@ -42,9 +43,11 @@ class Sent:
 class Pair:
     """A prefill server and a decode server; bytes move as SGLang moves them, by pointers and bytes of a page."""
 
-    def __init__(self, rng: random.Random, overlap: bool, format=TWO_BITS, radix: bool = False) -> None:
+    def __init__(
+        self, rng: random.Random, overlap: bool, format=TWO_BITS, radix: bool = False, manager=TierManager
+    ) -> None:
         rows, sinks, recent = rng.randint(2, 4), rng.randint(0, 2), rng.randint(1, 3)
-        slots, more = rows * (sinks + recent + 1), {"overlap": overlap, "format": format}
+        slots, more = rows * (sinks + recent + 1), {"overlap": overlap, "format": format, "manager": manager}
         self.rng, self.radix = rng, radix
         self.p = Model(60, slots + rows, rows, sinks, recent, prefill_pages=2, **more)
         self.d = Model(60, slots, rows + 2, sinks, recent, **more)

@@ -15,11 +15,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from sglang_kvq.cache.pending import ArrivedRequest
 from sglang_kvq.cache.pool import PagePool
 from sglang_kvq.cache.tiers import TierManager
+from sglang_kvq.cache.transfer import to_device
 from sglang_kvq.constants import PAGE_SIZE as P
 from sglang_kvq.sglang import runtime
 from sglang_kvq.sglang.disaggregation.staging import Staging, window_of
@@ -180,7 +182,8 @@ class Handover:
 
     @staticmethod
     def _at(pages: torch.Tensor, places: Sequence[int]) -> torch.Tensor:
-        return pages[torch.tensor(places, dtype=torch.int64, device=pages.device)]
+        (index,) = to_device([np.array(places, np.int64)], pages.device)
+        return pages[index]
 
 
 def _nothing() -> None:
