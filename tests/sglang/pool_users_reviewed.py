@@ -4,7 +4,25 @@ One table for all releases: what is gone from one is harmless there. A look that
 ``test_pool_users``, which says where it is. Read the code around it, then enter it here, or make it right.
 """
 
+from sglang_kvq.sglang import compat, hooks
 from tests.sglang.pool_users import BACKEND, POOL
+
+#: Parts of prefill/decode disaggregation, all of which older releases refuse.
+_TRANSFERS = (
+    {
+        **dict.fromkeys(("ascend/", "fake/", "mori/", "nixl/"), "--disaggregation-transfer-backend"),
+        "encoder/": "--encoder-only",
+        "checksum.py": "--disaggregation-enable-kv-checksum",
+        "common/dcp_pack.py": "--dcp-size",
+        "common/staging_": "SGLANG_DISAGG_STAGING_BUFFER",
+        "decode_hicache_mixin.py": "--enable-hierarchical-cache",
+        "decode_kvcache_offload_manager.py": "--disaggregation-decode-enable-offload-kvcache",
+        "minimax.py": "another pool",
+        "role_switch.py": "--enable-pd-role-switch",
+    }
+    if compat.applies(hooks.TRANSFERS, compat.sglang_version())
+    else {"": "--disaggregation-mode"}
+)
 
 #: Beginnings of paths that are not read, because a server with --kv-quant never runs what is in them.
 NOT_SERVED = {
@@ -17,20 +35,7 @@ NOT_SERVED = {
     "speculative/adaptive": "--speculative-adaptive",
     "speculative/pp_": "--pp-size",
     "speculative/eagle_draft_": "graphs of the draft model, whose pool and attention are SGLang's",
-    **{
-        f"disaggregation/{name}": why
-        for name, why in {
-            **dict.fromkeys(("ascend/", "fake/", "mori/", "nixl/"), "--disaggregation-transfer-backend"),
-            "encoder/": "--encoder-only",
-            "checksum.py": "--disaggregation-enable-kv-checksum",
-            "common/dcp_pack.py": "--dcp-size",
-            "common/staging_": "SGLANG_DISAGG_STAGING_BUFFER",
-            "decode_hicache_mixin.py": "--enable-hierarchical-cache",
-            "decode_kvcache_offload_manager.py": "--disaggregation-decode-enable-offload-kvcache",
-            "minimax.py": "another pool",
-            "role_switch.py": "--enable-pd-role-switch",
-        }.items()
-    },
+    **{f"disaggregation/{name}": why for name, why in _TRANSFERS.items()},
     "dllm/": "--dllm-algorithm",
     "batch_overlap/": "--enable-two-batch-overlap",
     "kernel_plugins/": "--enable-nvidia-megakernel and --enable-amd-monokernel",
