@@ -68,7 +68,10 @@ class Pair:
         return requests.post(f"{server.url}/generate", json=body, timeout=600)
 
     def answer(self, ids: list[int], tokens: int) -> list[tuple[float, int]]:
-        """Log-probability and token, of each that the decode server gives; both servers get the request."""
+        """Log-probability and token, of each that the decode server gives; both servers get the request.
+
+        A prompt that ``expected`` has must be computed from its beginning: a cached prefix is read from records.
+        """
         room = random.getrandbits(30)
         _, response = together([lambda s=s: self.post(s, ids, tokens, room) for s in (self.prefill, self.decode)])
         assert response.status_code == 200, response.text
@@ -117,10 +120,12 @@ def test_answers_are_those_of_one_server(pair, expected):
 
 def test_a_cached_prefix_is_not_sent_again(pair, expected):
     """The decode server has the pages of the last answer to this prompt in its tree, and answers the same."""
+    pair.prefill.drain()
     assert_same(pair.answer(prompt(700), LENGTHS[700]), expected[700])
 
 
 def test_requests_are_retracted_and_go_on_where_they_were(pair, expected):
+    pair.prefill.drain()
     before = pair.decode.log().count(RETRACTED)
     lengths = [n for n in LENGTHS if n > 200]
     answers = together([lambda n=n: pair.answer(prompt(n), 16) for n in lengths])
@@ -139,6 +144,7 @@ def test_requests_that_wait_for_their_cache_can_be_aborted(pair, expected):
         while waiting.is_alive():
             requests.post(f"{pair.decode.url}/abort_request", json={"rid": rid}, timeout=30)
             waiting.join(0.5)
+    pair.prefill.drain()
     assert_same(pair.answer(prompt(310), LENGTHS[310]), expected[310])
 
 
@@ -164,6 +170,7 @@ def test_a_server_with_another_cache_is_refused(pair, expected):
         threading.Thread(target=other.serve_forever, daemon=True).start()
         response = pair.post(pair.decode, prompt(200), 4, 77, bootstrap_port=other.server_port)
         other.shutdown()
+    pair.prefill.drain()
     assert response.status_code == 400
     assert name in response.text and "kvq1-int4-codes:" in response.text and "Give both servers" in response.text
     assert_same(pair.answer(prompt(310), LENGTHS[310]), expected[310])
