@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import chain
-from typing import NamedTuple, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 import torch
@@ -58,8 +58,27 @@ class FoldedPages(NamedTuple):
     sinks: torch.Tensor
 
 
+class ArrivedRequest(NamedTuple):
+    """The cache of a request that was computed elsewhere: its records lie in its pages, its window in ``source``.
+
+    ``rows`` and ``lens`` int64 ``[1]`` are its row and its tokens. ``pages`` int64 ``[n]`` are the whole pages whose
+    records came with it. ``window`` int64 ``[w]`` are the pages of its window, ``places`` int64 ``[w]`` theirs
+    in the request, and ``at`` int64 ``[w]`` theirs in ``source``, as ``PagePool.read_bf16`` packs them. ``done`` is
+    called once a plan has read the source.
+    """
+
+    rows: torch.Tensor
+    lens: torch.Tensor
+    pages: torch.Tensor
+    window: torch.Tensor
+    places: torch.Tensor
+    at: torch.Tensor
+    source: torch.Tensor
+    done: Callable[[], None]
+
+
 #: Events that ``pack`` leaves alone: they are rare and need operations of their own.
-Fill: TypeAlias = CopiedPages | FoldedPages
+Fill: TypeAlias = CopiedPages | FoldedPages | ArrivedRequest
 Event: TypeAlias = FreedPages | MovedBF16Pages | FreedRows | Fill
 
 
@@ -81,6 +100,9 @@ class PendingOps:
         return any(event is None for event in self._events)
 
     def clear(self) -> None:
+        for event in self._events:
+            if isinstance(event, ArrivedRequest):
+                event.done()
         self._events.clear()
 
     def free_pages(self, pages: torch.Tensor) -> None:
@@ -111,6 +133,10 @@ class PendingOps:
         """
         if target.numel():
             self._events.append(FoldedPages(source, target, tokens, sinks))
+
+    def arrive(self, event: ArrivedRequest) -> None:
+        """Records a request whose cache was computed elsewhere."""
+        self._events.append(event)
 
     def reserve_move(self) -> int:
         """Returns a ticket for a move at this place in the order, whose pages become known only after later frees."""
@@ -150,7 +176,7 @@ class PendingOps:
                 spans[-1][2] += count
             else:
                 spans.append([kind, first, count])
-            pages += event
+            pages += [ids for ids in event if isinstance(ids, torch.Tensor)]
             first += count * len(event)
         if rows:
             spans.append([EVENT_ROWS, 3 * (len(spans) + 1), len(rows)])
@@ -163,7 +189,7 @@ class PendingOps:
         return packed, ids, len(spans)
 
     def take_fill(self, device: torch.device) -> Fill | None:
-        """Removes and returns the first event, on ``device``, if it is a copy or a fold; ``pack`` stops there."""
+        """Removes and returns the first event, on ``device``, if it is a ``Fill``; ``pack`` stops there."""
         first = self._events[0] if self._events else None
         if not isinstance(first, Fill):
             return None
@@ -171,7 +197,7 @@ class PendingOps:
         return _on(first, device)
 
     def _take(self, *, until_fill: bool = False) -> list[Event]:
-        """Removes and returns all events, or those before the first copy or fold."""
+        """Removes and returns all events, or those before the first ``Fill``."""
         events, self._events = self._events, []
         if until_fill:
             end = next((i for i, event in enumerate(events) if isinstance(event, Fill)), len(events))
@@ -184,8 +210,8 @@ _Kind = TypeVar("_Kind", bound=Event)
 
 def _on(event: _Kind, device: torch.device) -> _Kind:
     """Returns the event with its tensors on ``device``, kept alive for the current stream."""
-    moved = [ids.to(device, non_blocking=True) for ids in event]
-    keep_alive(moved)
+    moved: list[Any] = [x.to(device, non_blocking=True) if isinstance(x, torch.Tensor) else x for x in event]
+    keep_alive([x for x in moved if isinstance(x, torch.Tensor)])
     return type(event)(*moved)
 
 

@@ -16,6 +16,9 @@ from sglang_kvq.cache.sink_token_cache import SinkTokenCache
 from sglang_kvq.constants import PAGE_SIZE
 from sglang_kvq.formats.record import RecordFormat
 
+#: Elements behind a packed BF16 page, of which the first is 1 if the page had a BF16 copy: 16 bytes keep alignment.
+PACKED_TAIL = 8
+
 
 @dataclass(frozen=True)
 class RecordStore:
@@ -108,6 +111,24 @@ class PagePool:
         0."""
         slot, old = (self.page_slot[x // PAGE_SIZE].clamp(min=0).long() for x in (target, source))
         self.bf16_pages[:, slot, :, :, target % PAGE_SIZE] = self.bf16_pages[:, old, :, :, source % PAGE_SIZE]
+
+    def read_bf16(self, slots: torch.Tensor) -> torch.Tensor:
+        """Packs BF16 pages of slots int64 ``[n]``, 0 for none, into BF16 ``[2, n, packed_elements]``: K, then V."""
+        content = self.bf16_pages[:, slots].permute(2, 1, 0, 3, 4, 5).flatten(2)
+        tail = content.new_zeros(*content.shape[:2], PACKED_TAIL)
+        tail[..., 0] = (slots > 0).to(tail.dtype)
+        return torch.cat([content, tail], dim=2)
+
+    def write_bf16(self, slots: torch.Tensor, packed: torch.Tensor) -> None:
+        """Unpacks ``read_bf16``'s result into BF16 pages of slots int64 ``[n]``; slot 0 takes what nobody reads."""
+        shape = (self.layers, self.kv_heads, PAGE_SIZE, self.head_dim)
+        content = packed[..., :-PACKED_TAIL].unflatten(2, shape)
+        self.bf16_pages[:, slots] = content.permute(2, 1, 0, 3, 4, 5)
+
+    @property
+    def packed_elements(self) -> int:
+        """BF16 elements of one page's keys, or values, in all layers, and ``PACKED_TAIL``."""
+        return self.layers * self.kv_heads * PAGE_SIZE * self.head_dim + PACKED_TAIL
 
     @cached_property
     def records(self) -> tuple[torch.Tensor, ...]:

@@ -34,6 +34,7 @@ import torch
 
 from sglang_kvq.cache.fold import fold_pages
 from sglang_kvq.cache.pending import (
+    ArrivedRequest,
     CopiedPages,
     Fill,
     FoldedPages,
@@ -42,7 +43,7 @@ from sglang_kvq.cache.pending import (
     PendingOps,
     keep_alive,
 )
-from sglang_kvq.cache.pool import PagePool
+from sglang_kvq.cache.pool import PACKED_TAIL, PagePool
 from sglang_kvq.cache.select_smallest import hand_out
 from sglang_kvq.cache.sink_token_cache import SinkTokenCache
 from sglang_kvq.constants import NEVER
@@ -305,8 +306,10 @@ class TierManager:
     def _apply_fill(self, event: Fill) -> None:
         if isinstance(event, CopiedPages):
             self._apply_copy(event)
-        else:
+        elif isinstance(event, FoldedPages):
             self._apply_fold(event)
+        else:
+            self._apply_arrival(event)
 
     def _apply_copy(self, event: CopiedPages) -> None:
         """Copies records now, so that a copy never needs its source again; keeps BF16 copies for ``_place_copies``."""
@@ -325,6 +328,34 @@ class TierManager:
         self.errors += (~inside).sum() + (tokens.unflatten(-1, (-1, P))[:, :, sinks] != whole).sum()
         self._move_tokens(source, target, torch.where(inside, tokens, 0))
         self._filled(source, target, sinks, slots, (sinks == 0).any().view(1))  # the first page, if copied whole
+
+    def _apply_arrival(self, event: ArrivedRequest) -> None:
+        """Takes a request over: its window gets BF16 pages at once, for a page being filled lies nowhere else.
+
+        Its row is in use from here on, and rows in use have room for their windows.
+        """
+        self._dirty = True
+        self.row_len[event.rows] = event.lens
+        self.page_valid.index_fill_(0, event.pages, True)
+        if self.sink_cache is not None:
+            self.page_first.index_fill_(0, torch.where(event.places == 0, event.window, 0), True)
+        packed = event.source[:, event.at]
+        filling = (event.places + 1) * P > event.lens
+        need = ((packed[0, :, -PACKED_TAIL] > 0) | filling) & (self.pool.page_slot[event.window] < 0)
+        unmet = self._assign(event.window, need, self._held()[0])
+        self.errors += unmet.sum()
+        slots = torch.where(need & ~unmet, self.pool.page_slot[event.window].clamp(min=0).long(), 0)
+        self.pool.write_bf16(slots, packed)
+        self.slot_stamp[slots] = self.steps + torch.where(event.places < self.sink_pages, SINK_BONUS, 0)
+        event.done()
+
+    def record_pages(self, pages: torch.Tensor) -> None:
+        """Quantizes whole pages int64 ``[n]`` that have no records, so that these can be copied out.
+
+        Events may have been applied for it, so the next batch is planned.
+        """
+        self._record_sources(pages)
+        self._dirty = True
 
     def prepare_folds(self) -> None:
         """Compiles the kernels that folds need, so that no request waits for the compiler. Changes nothing."""

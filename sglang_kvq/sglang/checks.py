@@ -22,6 +22,7 @@ from sglang_kvq.sessions.config import EPICACHE
 from sglang_kvq.sglang import architectures, compat
 from sglang_kvq.sglang.architectures import unsupported_windows
 from sglang_kvq.sglang.attention.drafts import BRANCHING, DRAFT_DTYPES, SERVED, check_speculation, keeps_states
+from sglang_kvq.sglang.disaggregation import checks as transfers
 from sglang_kvq.sglang.hicache import checks as hicache_checks
 from sglang_kvq.sglang.runtime import CLI_ATTRIBUTE, config_of, logger
 from sglang_kvq.sglang.types import Configurator, ModelConfig, ServerArgs
@@ -66,10 +67,9 @@ REFUSED: tuple[Refused, ...] = (
     Refused("enable_unified_cache_external_linker", _HOST),
     Refused("enable_hisparse", _HOST),
     Refused("radix_cache_backend", "another prefix cache is not supported"),
-    Refused("disaggregation_mode", "prefill/decode disaggregation sends plain BF16 pages", (None, "null")),
     Refused("disaggregation_decode_enable_offload_kvcache", _HOST),
     Refused("disaggregation_decode_retraction_backup", _HOST, (None, "none", "cpu_tensor")),
-    Refused("enable_pd_role_switch", "prefill/decode disaggregation sends plain BF16 pages"),
+    Refused("enable_pd_role_switch", "room for transfers is divided for one role"),
     Refused("encoder_only", "an encoder has no KV cache"),
     Refused("pp_size", _SPLIT, _ONE),
     Refused("dcp_size", _SPLIT, _ONE),
@@ -176,8 +176,7 @@ def check_flags(values: Mapping[str, Any], device: str) -> None:
         on = os.environ.get(name, "").lower() not in ("", "0", "false", "no", "off")
         if on and compat.applies(versions, compat.sglang_version()):
             found.append(f"{name}={os.environ[name]}: {why}; unset it.")
-    found += hicache_checks.refused_flags(values)
-    _raise(found)
+    _raise([*found, *hicache_checks.refused_flags(values), *transfers.refused_flags(values)])
 
 
 def _typed(flag: str, value: Any) -> str:
@@ -244,6 +243,7 @@ def check_resolved(server_args: ServerArgs, config: KVQuantConfig) -> None:
     _raise(found)
     model = compat.model_config(server_args)
     check_model(model, config)
+    _raise(transfers.refused_settings(server_args, config, model))
     if (window := unapplied_window(model.hf_config)) is not None:
         logger.info("SGLang does not apply the config's sliding_window of %d tokens: all layers see all tokens", window)
     check_speculation(server_args, config, model)

@@ -97,6 +97,9 @@ PER_TOKEN_FREES, RELEASES_PAGES = "<0.5.17", ">=0.5.17"
 #: Where settings are changed in a running process: in ServerArgs, or in the runtime's context.
 SETS_ARGUMENTS, SETS_CONTEXT = "<0.5.18", ">=0.5.18"
 
+#: Where transfers between servers carry state of our own.
+NO_TRANSFERS, TRANSFERS = "<0.5.23", ">=0.5.23"
+
 _MANAGER = "managers.tokenizer_manager.TokenizerManager"
 _POOL = "mem_cache.kv_cache_configurator.KVCacheConfigurator"
 _SIZES = "model_executor.pool_configurator.DefaultPoolConfigurator"
@@ -256,6 +259,34 @@ _SCHEDULER: tuple[Hook, ...] = (
     read("mem_cache.radix_cache.RadixKey", "looks up what is cached"),
     around("mem_cache.unified_radix_cache.UnifiedRadixCache.checkpoint_into_tree(req, up_to)",
          "prefix.tree:around_checkpoint", "BF16 pages follow the tree's pages", only=NEW_TREE),
+    # Transfers between servers
+    around("disaggregation.utils.ReqToMetadataIdxAllocator.__init__(size)",
+         "disaggregation.seam:around_slots", "room for windows on their way", only=TRANSFERS),
+    around("disaggregation.utils.ReqToMetadataIdxAllocator.available_size()",
+         "disaggregation.seam:around_available", "requests wait until their window has room", only=TRANSFERS),
+    after("disaggregation.utils.setup_state_kv_args(kv_args, token_to_kv_pool)",
+         "disaggregation.seam:after_state", "windows are sent, layouts compared", only=TRANSFERS),
+    around("managers.tp_worker.TpModelWorker.forward_batch_generation(batch)",
+         "disaggregation.seam:around_forward", "quantizes and packs what is sent", only=TRANSFERS),
+    after("disaggregation.decode.SchedulerDisaggregationDecodeMixin._get_new_prebuilt_batch(running_batch)",
+         "disaggregation.seam:after_prebuilt", "takes over requests that have arrived", only=TRANSFERS),
+    around("disaggregation.decode.DecodeReqToTokenPool.free(req)",
+         "disaggregation.seam:around_free", "a row given back frees its window", only=TRANSFERS),
+    around("disaggregation.common.conn.CommonKVManager.try_ensure_parallel_info(bootstrap_addr)",
+         "disaggregation.seam:around_parallel_info", "refuses servers with another layout", only=TRANSFERS),
+    around("disaggregation.decode.DecodePreallocQueue._ensure_prefill_info(addr_to_reqs)",
+         "disaggregation.seam:around_prefill_info", "ends requests to such a server", only=TRANSFERS),
+    read("disaggregation.base.conn.StateType.DSV4_REQUEST_STATE", "windows are sent once per request", only=TRANSFERS),
+    call("disaggregation.utils.append_state_component(kv_args, state_type, data_ptrs, data_lens, item_lens)",
+         "windows are sent once per request", only=TRANSFERS),
+    call("disaggregation.utils.prepare_abort(req, error_message, status_code)",
+         "ends requests to another layout", only=TRANSFERS),
+    call("runtime_context.get_disagg()", "whether this server prefills or decodes", only=TRANSFERS),
+    call("mem_cache.allocator.paged.PagedTokenToKVPoolAllocator.get_cpu_copy(indices, mamba_indices, req_pool_index)",
+         "retraction on a decode server", only=TRANSFERS),
+    call("mem_cache.allocator.paged.PagedTokenToKVPoolAllocator.load_cpu_copy("
+         "kv_cache_cpu, indices, mamba_indices, req_pool_index)",
+         "retraction on a decode server", only=TRANSFERS),
     # Selected pages
     around("managers.schedule_batch.Req.init_next_round_input(tree_cache, cow_mamba)",
          "prefix.selection:around_next_round", "brings the pages that a request begins with"),

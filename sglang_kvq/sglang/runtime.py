@@ -72,6 +72,22 @@ class HostPages(Protocol):
     damaged_pages: int
 
 
+class Transfers(Protocol):
+    """This worker's part in transfers between servers (``disaggregation.handover``), as SGLang's pool needs it."""
+
+    def buffers(self) -> tuple[list[int], list[int], list[int]]:
+        """Return pointers, bytes, and bytes of a page, of what is sent page by page."""
+
+    def staged_rows(self, row: int, tokens: int) -> list[int]:
+        """Return where a request's window is staged."""
+
+    def save(self, locations: torch.Tensor, tiers: TierManager) -> Any:
+        """Copy a retracted request to host memory."""
+
+    def restore(self, saved: Any, locations: torch.Tensor, row: int) -> None:
+        """Copy it back."""
+
+
 @dataclass(eq=False)
 class WindowLayers:
     """The layers of a model that see a window only: SGLang keeps their keys and values itself, in BF16.
@@ -111,6 +127,8 @@ class Runtime:
         chosen_tokens: what a request keeps that ends as a fold (``folding.ChosenTokens``); None where none does.
         checked: the step of ``tiers`` at which the cache was last looked at while idle.
         scores: of the requests whose past is scored, by id (``scoring``).
+        staged_windows: windows that may be on their way to or from another server at a time; 0 on its own.
+        handover: None on a server of its own, and until SGLang prepares transfers.
     """
 
     config: KVQuantConfig
@@ -129,6 +147,8 @@ class Runtime:
     chosen_tokens: Callable[[Req, Fold], torch.Tensor | None] | None = None
     checked: int = -1
     scores: dict[str, KeyScores] = field(default_factory=dict)
+    staged_windows: int = 0
+    handover: Transfers | None = None
 
 
 _current: Runtime | None = None
@@ -156,6 +176,18 @@ def started() -> Runtime:
     if _current is None:
         raise RuntimeError("kv-quant: SGLang builds a part of the cache that was never sized; please report this.")
     return _current
+
+
+def transfers() -> Transfers:
+    """This worker's part in transfers between servers.
+
+    Raises:
+        RuntimeError: it has none.
+    """
+    found = started().handover
+    if found is None:
+        raise RuntimeError("kv-quant: SGLang moves a cache without --disaggregation-mode; please report this.")
+    return found
 
 
 def tiers() -> TierManager | None:

@@ -4,7 +4,25 @@ One table for all releases: what is gone from one is harmless there. A look that
 ``test_pool_users``, which says where it is. Read the code around it, then enter it here, or make it right.
 """
 
+from sglang_kvq.sglang import compat, hooks
 from tests.sglang.pool_users import BACKEND, POOL
+
+#: Parts of prefill/decode disaggregation, all of which older releases refuse.
+_TRANSFERS = (
+    {
+        **dict.fromkeys(("ascend/", "fake/", "mori/", "nixl/"), "--disaggregation-transfer-backend"),
+        "encoder/": "--encoder-only",
+        "checksum.py": "--disaggregation-enable-kv-checksum",
+        "common/dcp_pack.py": "--dcp-size",
+        "common/staging_": "SGLANG_DISAGG_STAGING_BUFFER",
+        "decode_hicache_mixin.py": "--enable-hierarchical-cache",
+        "decode_kvcache_offload_manager.py": "--disaggregation-decode-enable-offload-kvcache",
+        "minimax.py": "another pool",
+        "role_switch.py": "--enable-pd-role-switch",
+    }
+    if compat.applies(hooks.TRANSFERS, compat.sglang_version())
+    else {"": "--disaggregation-mode"}
+)
 
 #: Beginnings of paths that are not read, because a server with --kv-quant never runs what is in them.
 NOT_SERVED = {
@@ -17,7 +35,7 @@ NOT_SERVED = {
     "speculative/adaptive": "--speculative-adaptive",
     "speculative/pp_": "--pp-size",
     "speculative/eagle_draft_": "graphs of the draft model, whose pool and attention are SGLang's",
-    "disaggregation/": "--disaggregation-mode",
+    **{f"disaggregation/{name}": why for name, why in _TRANSFERS.items()},
     "dllm/": "--dllm-algorithm",
     "batch_overlap/": "--enable-two-batch-overlap",
     "kernel_plugins/": "--enable-nvidia-megakernel and --enable-amd-monokernel",
@@ -119,6 +137,12 @@ SERVED = {
         "move_kv_cache",
         "post_capture_active",
         "cpu_copy_carries_mamba",
+        # Of transfers
+        "get_contiguous_buf_infos",
+        "request_state_transfer_indices",
+        "get_cpu_copy",
+        "load_cpu_copy",
+        "head_num",
     },
     BACKEND: {
         "token_to_kv_pool",
@@ -160,9 +184,34 @@ _HICACHE = "HiCache"
 REVIEWED = {
     POOL: {
         "kv_canary/pool_patcher/api.py": ("type()", "attachers are found by class; canary.py registers ours"),
-        "mem_cache/allocator/paged.py": (
-            "get_cpu_copy, load_cpu_copy",
-            "retraction to the CPU, with disaggregation only: KVCache raises",
+        "disaggregation/decode.py": (
+            "clear_request_scoped_state?, full_kv_pool, full_kv_pool?, head_num?, is DeepSeekV4TokenToKVPool, "
+            "is SWAKVPool, swa_kv_pool, unified_swa_ring_size, unified_swa_window",
+            f"SGLANG_DISAGG_STAGING_BUFFER, which is refused, and {_OTHER_POOL}",
+        ),
+        "disaggregation/prefill.py": (
+            "end_layer?, full_kv_pool, full_kv_pool?, is DeepSeekV4TokenToKVPool, is HybridLinearKVPool, "
+            "layer_shard_enabled?, layer_shard_rank?, layer_shard_size?, layer_shard_start?, request_window, "
+            "sliding_window, start_layer, unified_swa_ring_size, unified_swa_window",
+            f"KV sharding and SGLANG_DISAGG_STAGING_BUFFER, which are refused, and {_OTHER_POOL}",
+        ),
+        "disaggregation/utils.py": (
+            "_unified_kv, _unified_kv?, compression_ratios, full_kv_pool, full_to_swa_index_mapping, "
+            "get_c128_kv_buf_infos, get_c4_state_buf_infos, get_compress_tail_buf_infos, get_dense_kv_state_buf_infos, "
+            "get_index_k_state_buf_infos, get_kv_layer_ids, get_kv_scale_buf_infos, "
+            "get_qsa_compressed_state_buf_infos, get_qsa_compressed_state_layer_ids, get_qsa_pending_state_buf_infos, "
+            "get_qsa_pending_state_layer_ids, get_request_state_buf_infos, get_request_state_buf_infos?, "
+            "get_state_buf_infos, get_state_buf_infos?, get_state_conv_shard_groups, get_state_conv_shard_groups?, "
+            "get_state_dim_per_tensor, get_state_dim_per_tensor?, get_state_layer_ids, get_state_slice_outer_counts, "
+            "get_state_slice_outer_counts?, get_swa_valid_from_buf_infos, get_unified_swa_ring_buf_infos, "
+            "get_unified_swa_ring_buf_infos?, index_head_dim, index_k_pool, index_kpool, index_kv_pool, "
+            "is BaseSWAKVPool, is DSATokenToKVPool, is DSV4NPUTokenToKVPool, is DeepSeekV4TokenToKVPool, "
+            "is HybridLinearKVPool, is MHATokenToKVPool, is MHATokenToKVPoolMXFP8, is MLATokenToKVPool, "
+            "is MiniMaxM3Nvfp4KVPool, is MiniMaxSparseKVPool, is NPUMLATokenToKVPool, is QSATokenToKVPool, "
+            "is SWAKVPool, k_buffer, kpool_use_compress, kv_cache_layout, layer_num, pd_kv_layout, request_window, "
+            "sliding_window, swa_kv_pool, swa_req_ring_size, tail_extra_slots?, unified_swa_pages, "
+            "unified_swa_ring_size, unified_swa_window, use_dsa?, v_buffer",
+            f"state of other pools, {_OTHER_POOL} or of what only these have; ours is added by disaggregation.seam",
         ),
         "mem_cache/common.py": ("is DeepSeekV4TokenToKVPool", _DSV4),
         "mem_cache/kv_cache_builder.py": (

@@ -97,6 +97,7 @@ def test_releases_of_entries_are_named_once():
         (OLD_TREE, NEW_TREE),
         (hooks.PER_TOKEN_FREES, hooks.RELEASES_PAGES),
         (hooks.SETS_ARGUMENTS, hooks.SETS_CONTEXT),
+        (hooks.NO_TRANSFERS, hooks.TRANSFERS),
     )
     assert {h.versions for h in hooks.TABLE} <= {"", *(word for pair in pairs for word in pair)}
     for release in RELEASES:

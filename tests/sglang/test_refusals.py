@@ -44,7 +44,10 @@ def test_what_fits_is_not_refused(start, tmp_path):
         (["--speculative-algorithm", "DFLASH"], "--speculative-algorithm DFLASH: this way of drafting is not served"),
         (["--speculative-algorithm", "NGRAM"], "--speculative-ngram-max-bfs-breadth 10: wider trees"),
         (["--enable-lmcache"], "--enable-lmcache: "),
-        (["--disaggregation-mode", "prefill"], "--disaggregation-mode prefill: "),
+        (
+            ["--disaggregation-mode", "prefill", "--disaggregation-transfer-backend", "nixl"],
+            "--disaggregation-mode prefill: ",
+        ),
         (["--attention-backend", "flashinfer"], "--attention-backend flashinfer: --kv-quant brings its own"),
         (["--kv-cache-dtype", "fp8_e4m3"], "--kv-cache-dtype fp8_e4m3: "),
         (["--page-size", "16"], "--page-size 16: pages hold 64 tokens"),

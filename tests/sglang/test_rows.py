@@ -18,6 +18,12 @@ from sglang_kvq.sglang import compat, hooks, runtime
 SOURCE = Path(next(iter(sglang.srt.__path__)))
 RELEASE = compat.sglang_version()
 ROWS = "ReqToTokenPool"
+#: A pool of its own, of a decode server's rows.
+DECODE_ROWS = "DecodeReqToTokenPool"
+#: Releases that are refused on a decode server.
+REFUSES_TRANSFERS = compat.applies(hooks.NO_TRANSFERS, RELEASE)
+#: Hooks on rows, which call the same event.
+HANDLERS = ("prefix.rows:", "disaggregation.seam:around_free")
 #: Methods of the pool that set its list of rows up; ``clear`` comes with the allocator's, which resets the tiers.
 SETS_UP = {"__init__", "clear"}
 
@@ -27,7 +33,7 @@ def trees() -> dict[str, ast.Module]:
     found = {}
     for path in SOURCE.rglob("*.py"):
         name = ".".join(path.relative_to(SOURCE).with_suffix("").parts)
-        if name.startswith("disaggregation."):  # its pools are other classes, and ``checks`` refuses it
+        if name.startswith("disaggregation.") and REFUSES_TRANSFERS:
             continue
         text = path.read_text()
         if "free_slots" in text or ROWS in text:
@@ -59,7 +65,7 @@ def pools(modules: dict[str, ast.Module]) -> set[str]:
         for node in ast.walk(tree)
         if isinstance(node, ast.ClassDef)
     }
-    known = {ROWS}
+    known = {ROWS} if REFUSES_TRANSFERS else {ROWS, DECODE_ROWS}
     while more := {name for name, of in bases.items() if of & known} - known:
         known |= more
     return known
@@ -86,7 +92,7 @@ def givers() -> set[str]:
 
 
 def test_every_place_that_gives_rows_back_is_hooked():
-    hooked = {h.target for h in hooks.for_release(RELEASE) if (h.handler or "").startswith("prefix.rows:")}
+    hooked = {h.target for h in hooks.for_release(RELEASE) if (h.handler or "").startswith(HANDLERS)}
     assert givers() == hooked
 
 

@@ -14,6 +14,8 @@ from sglang_kvq.rotations.identity import cached_layers
 from sglang_kvq.rotations.resolve import resolve_formats, resolve_rotations
 from sglang_kvq.sglang import compat, runtime
 from sglang_kvq.sglang.attention import drafts
+from sglang_kvq.sglang.disaggregation.checks import mode_of
+from sglang_kvq.sglang.disaggregation.staging import entries_for, staging_bytes
 from sglang_kvq.sglang.runtime import config_of, logger
 from sglang_kvq.sglang.types import Configurator, ModelConfig, Original
 
@@ -60,7 +62,10 @@ def start_cache(
             f"config {len(layer_ids)} are of full attention; serve it without --kv-quant."
         )
     geometry = KVGeometry(kv_heads, tuple(formats[i] for i in layer_ids), draft_page_bytes)
-    return runtime.start(config, geometry, layer_ids)
+    state = runtime.start(config, geometry, layer_ids)
+    if mode_of(kvc.server_args) is not None:
+        state.staged_windows = entries_for(requests_per_worker(kvc))
+    return state
 
 
 def calculate_pool_sizes(original: Original, self: Configurator, available_bytes: int, page_size: int) -> Any:
@@ -69,6 +74,7 @@ def calculate_pool_sizes(original: Original, self: Configurator, available_bytes
     if state is None:
         return original(self, available_bytes, page_size)
     geometry = state.geometry
+    available_bytes -= staging_bytes(geometry, state.config.slots_per_request, state.staged_windows)
     state.budget_slots = bf16_slots(state.config, geometry, available_bytes)
     return original(self, max(available_bytes - reserved_bytes(geometry, state.budget_slots), 0), page_size)
 

@@ -55,6 +55,31 @@ class KVQuantPool(KVCache):
         """Accepted drafts of a tree become a chain: all are in BF16 pages, and no plan runs in between."""
         runtime.started().pages.move_tokens(tgt_loc, src_loc)
 
+    # -- between servers: ``disaggregation.handover`` ------------------------------------------
+
+    def get_contiguous_buf_infos(self) -> tuple[list[int], list[int], list[int]]:
+        """Pointers, bytes, and bytes of a page, of what SGLang sends page by page."""
+        return runtime.transfers().buffers()
+
+    def request_state_transfer_indices(self, req_pool_idx: int, seq_len: int) -> list[int]:
+        """Where SGLang finds what it sends once per request."""
+        return runtime.transfers().staged_rows(req_pool_idx, seq_len)
+
+    def get_cpu_copy(
+        self, indices: torch.Tensor, mamba_indices: object = None, req_pool_index: int | None = None
+    ) -> Any:
+        """A retracted request of a decode server, in host memory. Waits for the device."""
+        torch.get_device_module(self.device).synchronize()
+        return runtime.transfers().save(indices, runtime.live_tiers())
+
+    def load_cpu_copy(
+        self, kv_cache_cpu: Any, indices: torch.Tensor, mamba_indices: object = None, req_pool_index: int | None = None
+    ) -> None:
+        """The same request, back in other pages."""
+        if req_pool_index is None:
+            raise RuntimeError("kv-quant: SGLang restores a request without its row; please report this.")
+        runtime.transfers().restore(kv_cache_cpu, indices, req_pool_index)
+
     def _no_buffer(self, *args: object, **kwargs: object) -> NoReturn:
         raise NotImplementedError(
             "--kv-quant keeps no plain K and V buffers; a feature that reads them cannot be used with it"

@@ -1,0 +1,102 @@
+"""Refusals of settings that a server in ``--disaggregation-mode`` cannot have with ``--kv-quant``."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from sglang_kvq.config import KVQuantConfig
+from sglang_kvq.sglang import compat
+from sglang_kvq.sglang.hooks import TRANSFERS
+from sglang_kvq.sglang.types import ModelConfig, ServerArgs
+
+#: Back ends whose entries may differ in size, and whose state travels with the last chunk; the second is the first over
+#: TCP, which SGLang resolves.
+BACKENDS = ("mooncake", "mooncake_tcp")
+
+_UNTRIED = "not tried with --kv-quant and --disaggregation-mode yet"
+_PLAIN = "it expects plain keys and values"
+_OFF = (None, False, "")
+
+#: Field of ServerArgs, why it is refused, and its harmless values.
+REFUSED: tuple[tuple[str, str, tuple[object, ...]], ...] = (
+    ("disaggregation_transfer_backend", f"{' and '.join(BACKENDS)} carry quantized pages", (None, *BACKENDS)),
+    ("speculative_algorithm", f"drafts are {_UNTRIED}", (None,)),
+    ("enable_hierarchical_cache", f"the pair is {_UNTRIED}", _OFF),
+    ("enable_dp_attention", _UNTRIED, _OFF),
+    ("enable_mixed_chunk", _UNTRIED, _OFF),
+    ("disaggregation_enable_kv_checksum", "it is taken before the last pages are quantized", _OFF),
+    ("disaggregation_decode_host_receive_threshold", _PLAIN, (None, 1, 1.0)),
+    ("disaggregation_decode_allocation_policy", _UNTRIED, (None, "early")),
+    ("optimistic_prefill_attempts", _UNTRIED, (None, 0)),
+    ("enable_streaming_session", _UNTRIED, _OFF),
+    ("kv_canary", "what it checks is not sent", (None, "none")),
+)
+
+#: Switches of SGLang that are environment variables.
+REFUSED_ENVIRONMENT = (
+    ("SGLANG_DISAGG_STAGING_BUFFER", _PLAIN),
+    ("SGLANG_DISAGG_PREFILL_EARLY_SEND_CACHED_PREFIX", "a cached prefix is quantized with the batch that reads it"),
+)
+
+
+def mode_of(server_args: ServerArgs) -> str | None:
+    """Returns ``prefill`` or ``decode``; None on a server that does both."""
+    return _mode(compat.resolved(server_args, "disaggregation_mode"))
+
+
+def _mode(value: object) -> str | None:
+    return None if value in (None, "null", "") else str(value)
+
+
+def refused_flags(values: Mapping[str, Any]) -> list[str]:
+    """Returns what is wrong with the settings that the user typed, each with the fix."""
+    mode = _mode(values.get("disaggregation_mode"))
+    if mode is None:
+        return []
+    if not compat.applies(TRANSFERS, compat.sglang_version()):
+        return [
+            f"--disaggregation-mode {mode}: SGLang {compat.sglang_version()} sends plain BF16 pages only; install "
+            f"SGLang {TRANSFERS.removeprefix('>=')} or newer."
+        ]
+    found = _found(mode, values)
+    for name, why in REFUSED_ENVIRONMENT:
+        if os.environ.get(name, "").lower() not in ("", "0", "false", "no", "off"):
+            found.append(f"{name}={os.environ[name]} and --disaggregation-mode {mode}: {why}; unset it.")
+    return found
+
+
+def refused_settings(server_args: ServerArgs, config: KVQuantConfig, model: ModelConfig) -> list[str]:
+    """Returns what is wrong with the settings as SGLang decided them, with the config's, and with the model."""
+    mode = mode_of(server_args)
+    if mode is None:
+        return []
+    found = _found(mode, {field: compat.resolved(server_args, field) for field, _, _ in REFUSED})
+    with_mode = f"and --disaggregation-mode {mode}"
+    if config.episodic is not None:
+        found.append(f"--episodic-policy {config.episodic.policy} {with_mode}: {_UNTRIED}.")
+    if config.recent_min is not None:
+        found.append(
+            f"--kv-quant-recent-min {config.recent_min} {with_mode}: windows travel whole; leave --kv-quant-recent-min "
+            "out."
+        )
+    for what, has in (("sliding windows", model.is_hybrid_swa), ("recurrent states", _has_states(model))):
+        if has:
+            found.append(f"a model with {what} {with_mode}: {_UNTRIED}.")
+    return found
+
+
+def _found(mode: str, values: Mapping[str, Any]) -> list[str]:
+    return [
+        f"--{field.replace('_', '-')}{'' if values[field] is True else f' {values[field]}'} and --disaggregation-mode "
+        f"{mode}: {why}."
+        for field, why, allowed in REFUSED
+        if field in values and values[field] not in allowed
+    ]
+
+
+def _has_states(model: ModelConfig) -> bool:
+    from sglang.srt.configs.hybrid_arch import mambaish_config
+
+    return mambaish_config(model) is not None

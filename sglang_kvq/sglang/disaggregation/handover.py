@@ -1,0 +1,209 @@
+"""Requests that a prefill server computes and a decode server goes on with: what is sent, and where it lies.
+
+Whole pages travel as records, straight from one server's page to the other's. The page being filled has no record, and
+the rest of the window is better in BF16. So windows travel through an entry of ``Staging`` on both sides.
+
+*Prefill*: when the layers of a chunk are done, and on their stream, its whole pages are recorded; after the last chunk
+the window is packed into the entry. SGLang sends a chunk after the result of its batch has arrived, hence later.
+
+*Decode*: SGLang allocates pages and a row, and asks for the entry's addresses. The row holds the entry until the
+request begins to run. Then its arrival is an event like any other: the next plan gives its window BF16 pages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from sglang_kvq.cache.pending import ArrivedRequest
+from sglang_kvq.cache.pool import PagePool
+from sglang_kvq.cache.tiers import TierManager
+from sglang_kvq.cache.transfer import to_device
+from sglang_kvq.constants import PAGE_SIZE as P
+from sglang_kvq.sglang import runtime
+from sglang_kvq.sglang.disaggregation.staging import Staging, window_of
+
+#: Bytes per page of the entry that makes the number of SGLang's transfer entries even.
+_FILLER = 16
+
+
+@dataclass(frozen=True)
+class SavedRow:
+    """A retracted request in host memory: records by store, its packed window, and how many tokens these are."""
+
+    records: list[torch.Tensor]
+    window: torch.Tensor
+    tokens: int
+
+
+@dataclass(frozen=True)
+class ComputedRow:
+    """A request of a prefill batch: its pages int64 ``[n]``, its tokens, and the entry for its window, if it ends."""
+
+    row: int
+    pages: torch.Tensor
+    tokens: int
+    entry: int | None
+
+
+class Handover:
+    """One worker's part in a transfer.
+
+    Args:
+        pool: whose pages are sent, or received.
+        decode: True on a server that decodes.
+        sink_pages, recent_pages: the window, in pages.
+        entries: windows that may be on their way at a time.
+
+    Attributes:
+        refused: what is wrong with prefill servers, by their address.
+    """
+
+    def __init__(self, pool: PagePool, *, decode: bool, sink_pages: int, recent_pages: int, entries: int) -> None:
+        self.pool, self.decode = pool, decode
+        self.sink_pages, self.recent_pages = sink_pages, recent_pages
+        self.staging = Staging(pool, sink_pages + recent_pages + 1, entries)
+        self.refused: dict[str, str] = {}
+        self._filler = torch.zeros(pool.pages + 1, _FILLER, dtype=torch.uint8, device=pool.device)
+        self._entries: dict[int, tuple[int, int]] = {}  # by row: the entry, and the tokens it was taken for
+        self._restored: dict[int, SavedRow] = {}  # by row: requests that come back after a retraction
+
+    # -- what SGLang registers ---------------------------------------------------------------------
+
+    def buffers(self) -> tuple[list[int], list[int], list[int]]:
+        """Returns pointers, bytes, and bytes of a page, of each layer's records.
+
+        SGLang pairs the first half of the entries, and the second, with the other server's: it takes them for keys and
+        values. So their number is even.
+        """
+        entries = [*self.pool.records, *([self._filler] if self.pool.layers % 2 else [])]
+        return [x.data_ptr() for x in entries], [x.nbytes for x in entries], [x[0].nbytes for x in entries]
+
+    def staged_rows(self, row: int, tokens: int) -> list[int]:
+        """Returns where the window of a row's request is staged; on a decode server its entry is taken now."""
+        if self.decode and row not in self._entries:
+            self._entries[row] = self.staging.take(), tokens
+        entry, staged = self._entries.get(row, (0, -1))
+        if staged != tokens:
+            raise RuntimeError(f"kv-quant: a request of {tokens} tokens is sent with the window of {staged}.")
+        return list(self.staging.rows(entry, len(self._window(tokens))))
+
+    def _window(self, tokens: int) -> list[int]:
+        return window_of(tokens, self.sink_pages, self.recent_pages)
+
+    # -- prefill -----------------------------------------------------------------------------------
+
+    def computing(self, row: int, tokens: int, entry: int | None) -> ComputedRow:
+        """Reads the pages of a row whose next chunk ends at ``tokens``: before its layers run.
+
+        Later the scheduler may have replaced some by pages of the tree with the same tokens.
+        """
+        return ComputedRow(row, self._pages(row, tokens), tokens, entry)
+
+    def computed(self, done: ComputedRow, tiers: TierManager) -> None:
+        """Prepares what the row's next transfer sends; after the layers, on their stream."""
+        tiers.record_pages(done.pages[: done.tokens // P])
+        if done.entry is None:
+            return
+        self._entries[done.row] = done.entry, done.tokens
+        window = self._window(done.tokens)
+        rows = self.staging.rows(done.entry, len(window))
+        slots = self.pool.page_slot[self._at(done.pages, window)].clamp(min=0).long()
+        if done.tokens % P:
+            tiers.errors += slots[-1] == 0  # the page being filled lies nowhere else
+        self.staging.table[:, rows.start : rows.stop] = self.pool.read_bf16(slots)
+
+    # -- decode ------------------------------------------------------------------------------------
+
+    def arrive(self, row: int, tokens: int, prefix: int, tiers: TierManager) -> None:
+        """Records that a row's request begins to run with ``tokens`` tokens, of which ``prefix`` were cached here."""
+        pages, window = self._pages(row, tokens), self._window(tokens)
+        saved = self._restored.pop(row, None)
+        if saved is not None:
+            source, first, done, prefix = saved.window, 0, _nothing, 0
+            expected = saved.tokens
+        else:
+            entry, expected = self._entries.pop(row)
+            source, first = self.staging.table, self.staging.rows(entry, len(window)).start
+
+            def done() -> None:
+                self.staging.give_back(entry)
+
+        if expected != tokens:
+            raise RuntimeError(f"kv-quant: a request of {tokens} tokens arrived with the window of {expected}.")
+        tiers.pending.arrive(
+            ArrivedRequest(
+                rows=torch.tensor([row]),
+                lens=torch.tensor([tokens]),
+                pages=pages[prefix // P : tokens // P],
+                window=self._at(pages, window),
+                places=torch.tensor(window),
+                at=first + torch.arange(len(window)),
+                source=source,
+                done=done,
+            )
+        )
+
+    def free_row(self, row: int) -> None:
+        """Forgets a row that was given back before its request ran; the other server writes to it no more."""
+        self._restored.pop(row, None)
+        entry = self._entries.pop(row, None)
+        if entry is not None and self.decode:
+            self.staging.give_back(entry[0])
+
+    def save(self, locations: torch.Tensor, tiers: TierManager) -> SavedRow:
+        """Copies a request's tokens, int64 ``[n]`` locations, to host memory. Nothing may run on the device."""
+        tokens, pages = len(locations), locations[::P].long() // P
+        tiers.apply_pending()
+        whole = pages[: tokens // P]
+        tiers.record_pages(whole)
+        slots = self.pool.page_slot[self._at(pages, self._window(tokens))].clamp(min=0).long()
+        if tokens % P:
+            tiers.errors += slots[-1] == 0
+        records = [store.records[:, whole].cpu() for store in self.pool.stores]
+        return SavedRow(records, self.pool.read_bf16(slots).cpu(), tokens)
+
+    def restore(self, saved: SavedRow, locations: torch.Tensor, row: int) -> None:
+        """Copies a saved request's records to its new pages; its window follows when it runs."""
+        if len(locations) != saved.tokens:
+            raise RuntimeError(f"kv-quant: {saved.tokens} tokens are restored to a row of {len(locations)}.")
+        whole = locations[::P].long()[: saved.tokens // P] // P
+        for store, records in zip(self.pool.stores, saved.records):
+            store.records[:, whole] = records.to(whole.device)
+        self._restored[row] = saved
+
+    # -- helpers -----------------------------------------------------------------------------------
+
+    def _pages(self, row: int, tokens: int) -> torch.Tensor:
+        return self.pool.req_to_token[row, :tokens:P].long() // P
+
+    @staticmethod
+    def _at(pages: torch.Tensor, places: Sequence[int]) -> torch.Tensor:
+        (index,) = to_device([np.array(places, np.int64)], pages.device)
+        return pages[index]
+
+
+def _nothing() -> None:
+    """A window in host memory is freed with its event."""
+
+
+def current() -> Handover | None:
+    """Returns this process's part in transfers; None on a server that prefills and decodes."""
+    state = runtime.current()
+    found = state.handover if state is not None else None
+    return found if isinstance(found, Handover) else None
+
+
+def started() -> Handover:
+    """Returns this process's part in transfers.
+
+    Raises:
+        RuntimeError: it has none.
+    """
+    found = current()
+    if found is None:
+        raise RuntimeError("kv-quant: SGLang transfers a cache without --disaggregation-mode; please report this.")
+    return found

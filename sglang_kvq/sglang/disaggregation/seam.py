@@ -1,0 +1,146 @@
+"""Hooks on SGLang's prefill/decode disaggregation; ``handover`` does the work."""
+
+from __future__ import annotations
+
+from http import HTTPStatus
+from typing import Any
+
+from sglang_kvq.sglang import runtime
+from sglang_kvq.sglang.disaggregation.handover import Handover, current, started
+from sglang_kvq.sglang.disaggregation.layout import layout_name
+from sglang_kvq.sglang.runtime import logger
+from sglang_kvq.sglang.types import Original, Scheduler
+
+#: Completes the error of a decode server that meets a prefill server with another layout.
+_FIX = "Give both servers the same model, --kv-quant flags, rotations and --tp."
+
+
+# -- starting ---------------------------------------------------------------------------------------
+
+
+def around_slots(original: Original, self: Any, size: int) -> None:
+    """AROUND ``ReqToMetadataIdxAllocator.__init__``, the first thing that SGLang builds for transfers.
+
+    On a prefill server a request's metadata slot is its entry for the window, so there are as many of both.
+    """
+    from sglang.srt.runtime_context import get_disagg
+
+    state = runtime.started()
+    state.handover = handover = Handover(
+        state.pages,
+        decode=get_disagg().disaggregation_mode == "decode",
+        sink_pages=state.config.sink_pages,
+        recent_pages=state.config.recent_pages,
+        entries=state.staged_windows,
+    )
+    logger.info(
+        "kv-quant transfers: at most %d windows on their way, %.1f MiB",
+        handover.staging.entries,
+        handover.staging.table.nbytes / 2**20,
+    )
+    original(self, size if handover.decode else min(size, handover.staging.entries))
+
+
+def after_state(result: None, kv_args: Any, *args: Any, **kwargs: Any) -> None:
+    """AFTER ``setup_state_kv_args``: windows travel once per request, under a name that tells layouts apart.
+
+    SGLang compares the name of the cache's dtype, also with a server that runs without ``--kv-quant``.
+    """
+    from sglang.srt.disaggregation.base.conn import StateType
+    from sglang.srt.disaggregation.utils import append_state_component
+    from sglang.srt.runtime_context import get_parallel
+
+    # The one kind whose places SGLang asks the pool for: ``KVQuantPool.request_state_transfer_indices``.
+    append_state_component(kv_args, StateType.DSV4_REQUEST_STATE, *started().staging.buffers())
+    kv_args.kv_cache_dtype_str = layout_name(runtime.started(), get_parallel().attn_tp_size)
+    logger.info("kv-quant transfers as %s", kv_args.kv_cache_dtype_str)
+
+
+# -- prefill ----------------------------------------------------------------------------------------
+
+
+def around_forward(original: Original, self: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+    """AROUND ``TpModelWorker.forward_batch_generation``, on the stream of the layers.
+
+    What is enqueued here is done when SGLang has the batch's result, and only then it sends.
+    """
+    handover = current()
+    if handover is None or handover.decode or batch is None or not batch.forward_mode.is_extend():
+        return original(self, batch, *args, **kwargs)
+    rows = []
+    for req in batch.reqs:
+        length = len(req.origin_input_ids)
+        tokens = min(req.extend_end, length)
+        rows.append(handover.computing(req.kv.req_pool_idx, tokens, _entry(req) if tokens == length else None))
+    result = original(self, batch, *args, **kwargs)
+    for row in rows:
+        handover.computed(row, runtime.live_tiers())
+    return result
+
+
+def _entry(req: Any) -> int:
+    if req.metadata_buffer_index < 0:
+        raise RuntimeError("kv-quant: SGLang prefills a request that it cannot send yet; please report this.")
+    return int(req.metadata_buffer_index)
+
+
+# -- decode -----------------------------------------------------------------------------------------
+
+
+def around_available(original: Original, self: Any) -> int:
+    """AROUND ``ReqToMetadataIdxAllocator.available_size``: a request is asked for once its window has room, too."""
+    handover = started()
+    free: int = original(self)
+    return min(free, handover.staging.available()) if handover.decode else free
+
+
+def after_prebuilt(batch: Any, self: Scheduler, running_batch: Any) -> None:
+    """AFTER ``Scheduler._get_new_prebuilt_batch``: requests whose cache has arrived, or was restored, begin to run."""
+    if batch is None:
+        return
+    handover, tiers = started(), runtime.live_tiers()
+    for req, tokens in zip(batch.reqs, batch.seq_lens_cpu.tolist()):
+        handover.arrive(req.kv.req_pool_idx, tokens, req.kv.cache_protected_len, tiers)
+
+
+def around_free(original: Original, self: Any, req: Any) -> None:
+    """AROUND ``DecodeReqToTokenPool.free``: a row given back frees its window, and its entry if it never ran."""
+    row = req.kv.req_pool_idx
+    original(self, req)
+    started().free_row(row)
+    runtime.live_tiers().pending.free_rows([row])
+
+
+def around_parallel_info(original: Original, self: Any, bootstrap_addr: str) -> bool:
+    """AROUND ``CommonKVManager.try_ensure_parallel_info``, where SGLang compares two servers.
+
+    It raises in the scheduler's loop if they differ. That would end this server because of a request's address, so the
+    address is refused instead.
+    """
+    refused = started().refused
+    try:
+        known: bool = original(self, bootstrap_addr)
+    except RuntimeError as error:
+        text = f"The prefill server at {bootstrap_addr} keeps its cache in another way. {error} {_FIX}"
+        if refused.get(bootstrap_addr) != text:
+            logger.error("kv-quant: %s", text)
+        refused[bootstrap_addr] = text
+        return False
+    if known:
+        refused.pop(bootstrap_addr, None)
+    return known
+
+
+def around_prefill_info(original: Original, self: Any, addr_to_reqs: Any) -> Any:
+    """AROUND ``DecodePreallocQueue._ensure_prefill_info``: requests to a refused address end with the reason."""
+    from sglang.srt.disaggregation.utils import prepare_abort
+
+    ready, remaining = original(self, addr_to_reqs)
+    refused, waiting = started().refused, []
+    for waits in remaining:
+        address = f"{waits.req.bootstrap_host}:{waits.req.bootstrap_port}"
+        if address in refused:
+            prepare_abort(waits.req, refused[address], status_code=HTTPStatus.BAD_REQUEST)
+        else:
+            waiting.append(waits)
+    return ready, waiting

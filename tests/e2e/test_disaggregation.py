@@ -1,0 +1,189 @@
+"""A prefill server and a decode server on one machine: Mooncake over TCP, pages quantized on the wire."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from functools import cache
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+import requests
+
+from launch.server import Server
+from sglang_kvq.server_process import free_port
+from sglang_kvq.sglang import compat, hooks
+from tests.e2e.client import Client, together
+from tests.e2e.conftest import ON_GPU
+from tests.e2e.test_serving import CHAT, STRICT
+
+#: Of ``test_serving`` too, whose server gives the answers to compare with.
+QUANT = ("--kv-quant", "hadamard", "--kv-quant-recent", "64")
+#: Both begin at a time when the other has taken memory.
+ROOM = ("--mem-fraction-static", "0.9", "--max-total-tokens", "4096")
+#: Steps after which the decode server retracts a request, if two run.
+RETRACTS = "5"
+RETRACTED = "#retracted_reqs: 1"
+#: Lengths of prompts and of their answers: with and without history; a page ends and another fills.
+LENGTHS = {40: 4, 128: 4, 310: 12, 700: 8}
+#: More than twice BF16's rounding of these log-probabilities, less than another page's.
+NOISE = 0.3
+
+
+@cache
+def why_not() -> str | None:
+    """Returns what is missing: a package of 46 MB, and RDMA libraries of the distribution, which TCP needs as well."""
+    if not compat.applies(hooks.TRANSFERS, compat.sglang_version()):
+        return "this SGLang release sends plain pages only"
+    run = subprocess.run([sys.executable, "-c", "import mooncake.engine"], capture_output=True, text=True)
+    if run.returncode:
+        reason = run.stderr.strip().splitlines()[-1]
+        return (
+            f"needs pip install mooncake-transfer-engine-non-cuda, libibverbs1, librdmacm1, libnl-route-3-200: {reason}"
+        )
+    return None
+
+
+pytestmark = [
+    pytest.mark.skipif(bool(why_not()), reason=str(why_not())),
+    pytest.mark.skipif(ON_GPU, reason="the servers of this test run on CPUs"),
+]
+
+
+@dataclass
+class Pair:
+    prefill: Server
+    decode: Server
+    port: int  # of the prefill server's bootstrap
+
+    def post(self, server: Server, ids: list[int], tokens: int, room: int, **more) -> requests.Response:
+        sampling = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
+        where = {"bootstrap_host": "127.0.0.1", "bootstrap_port": self.port, "bootstrap_room": room}
+        body = {"input_ids": ids, "sampling_params": sampling, "return_logprob": True, **where, **more}
+        return requests.post(f"{server.url}/generate", json=body, timeout=600)
+
+    def answer(self, ids: list[int], tokens: int) -> list[tuple[float, int]]:
+        """Log-probability and token, of each that the decode server gives; both servers get the request.
+
+        A prompt that ``expected`` has must be computed from its beginning: a cached prefix is read from records.
+        """
+        room = random.getrandbits(30)
+        _, response = together([lambda s=s: self.post(s, ids, tokens, room) for s in (self.prefill, self.decode)])
+        assert response.status_code == 200, response.text
+        return [(x[0], x[1]) for x in response.json()["meta_info"]["output_token_logprobs"]]
+
+
+def prompt(length: int) -> list[int]:
+    rng = random.Random(length)
+    return [rng.randrange(100, 40000) for _ in range(length)]
+
+
+@pytest.fixture(scope="module")
+def expected(servers) -> dict[int, list[tuple[float, int]]]:
+    """What one server answers."""
+    client = Client(servers(*CHAT, env=STRICT))
+    answers = {n: client.generate(prompt(n), tokens, return_logprob=True) for n, tokens in LENGTHS.items()}
+    return {n: [(x[0], x[1]) for x in a["meta_info"]["output_token_logprobs"]] for n, a in answers.items()}
+
+
+@pytest.fixture(scope="module")
+def pair(servers, expected, plugins) -> Pair:
+    """Both servers; ``expected`` comes first, for two are kept at a time."""
+    port, env = free_port(), {**STRICT, **plugins("transfers_on_cpu")}
+    common = (*QUANT, *ROOM, "--disaggregation-transfer-backend", "mooncake_tcp", "--disaggregation-mode")
+    prefill = servers(*common, "prefill", "--disaggregation-bootstrap-port", str(port), env=env)
+    more = {"KVQ_TEST_RETRACT": RETRACTS}
+    decode = servers(*common, "decode", "--disaggregation-decode-enable-radix-cache", env={**env, **more})
+    return Pair(prefill, decode, port)
+
+
+def assert_same(found: list[tuple[float, int]], wanted: list[tuple[float, int]]) -> None:
+    """Equal greedy tokens; after a near tie everything may differ."""
+    for at, ((logprob, token), (other, right)) in enumerate(zip(found, wanted, strict=True)):
+        if token != right:
+            assert at > 0 and abs(logprob - other) < NOISE, f"token {at}: {token} at {logprob}, {right} at {other}"
+            return
+        assert abs(logprob - other) < NOISE, f"token {at}: {logprob} and {other}"
+
+
+def test_answers_are_those_of_one_server(pair, expected):
+    for length, tokens in LENGTHS.items():
+        assert_same(pair.answer(prompt(length), tokens), expected[length])
+    for server in (pair.prefill, pair.decode):
+        assert server.kv_quant()["errors"] == 0
+
+
+def test_a_cached_prefix_is_not_sent_again(pair, expected):
+    """The decode server has the pages of the last answer to this prompt in its tree, and answers the same."""
+    pair.prefill.drain()
+    assert_same(pair.answer(prompt(700), LENGTHS[700]), expected[700])
+
+
+def test_requests_are_retracted_and_go_on_where_they_were(pair, expected):
+    pair.prefill.drain()
+    before = pair.decode.log().count(RETRACTED)
+    lengths = [n for n in LENGTHS if n > 200]
+    answers = together([lambda n=n: pair.answer(prompt(n), 16) for n in lengths])
+    assert pair.decode.log().count(RETRACTED) > before
+    for n, found in zip(lengths, answers):
+        assert_same(found[: LENGTHS[n]], expected[n])
+
+
+def test_requests_that_wait_for_their_cache_can_be_aborted(pair, expected):
+    """More than there are entries; the prefill server never hears of them."""
+    for room in range(10):
+        rid = f"waiting-{room}"
+        waiting = threading.Thread(target=pair.post, args=(pair.decode, prompt(200), 4, room), kwargs={"rid": rid})
+        waiting.start()
+        time.sleep(0.2)
+        while waiting.is_alive():
+            requests.post(f"{pair.decode.url}/abort_request", json={"rid": rid}, timeout=30)
+            waiting.join(0.5)
+    pair.prefill.drain()
+    assert_same(pair.answer(prompt(310), LENGTHS[310]), expected[310])
+
+
+def test_a_server_with_another_cache_is_refused(pair, expected):
+    """A bootstrap server that says what this prefill server says, but for the method."""
+    where = "/route?prefill_dp_rank=-1&prefill_cp_rank=-1&target_tp_rank=-1&target_pp_rank=-1"
+    route = requests.get(f"http://127.0.0.1:{pair.port}{where}", timeout=30).json()
+    name = route["kv_cache_dtype"]
+    assert name.startswith("kvq1-hadamard-codes:")
+
+    class Other(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            body = json.dumps({**route, "kv_cache_dtype": name.replace("hadamard", "int4", 1)}).encode()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *args: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Other) as other:
+        threading.Thread(target=other.serve_forever, daemon=True).start()
+        response = pair.post(pair.decode, prompt(200), 4, 77, bootstrap_port=other.server_port)
+        other.shutdown()
+    pair.prefill.drain()
+    assert response.status_code == 400
+    assert name in response.text and "kvq1-int4-codes:" in response.text and "Give both servers" in response.text
+    assert_same(pair.answer(prompt(310), LENGTHS[310]), expected[310])
+
+
+def test_both_caches_are_empty_in_the_end(pair):
+    """Idle, flushed and checked: a leak ends a server."""
+    for server in (pair.prefill, pair.decode):
+        server.drain(120)
+    assert len(pair.answer(prompt(3), 2)) == 2  # the next plan applies what was recorded
+    for server in (pair.prefill, pair.decode):
+        server.drain(120)
+        time.sleep(1)  # SGLang's idle check runs, and ours
+        state = server.kv_quant()
+        assert state["tiers"] == {"bf16_tokens": 0, "quantized_tokens": 0} and state["errors"] == 0
+        assert server.running
