@@ -273,7 +273,7 @@ def check_resolved(server_args: ServerArgs, config: KVQuantConfig) -> None:
 
 
 def check_mixed(server_args: ServerArgs, model: ModelConfig) -> None:
-    """Refuse mixed batches where they were not tried.
+    """Refuses mixed batches where they were not tried.
 
     Raises:
         KVQuantError: names the other setting, or what the model keeps.

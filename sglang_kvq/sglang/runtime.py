@@ -76,16 +76,16 @@ class Transfers(Protocol):
     """This worker's part in transfers between servers (``disaggregation.handover``), as SGLang's pool needs it."""
 
     def buffers(self) -> tuple[list[int], list[int], list[int]]:
-        """Return pointers, bytes, and bytes of a page, of what is sent page by page."""
+        """Returns pointers, bytes, and bytes of a page, of what is sent page by page."""
 
     def staged_rows(self, row: int, tokens: int) -> list[int]:
-        """Return where a request's window is staged."""
+        """Returns where a request's window is staged."""
 
     def save(self, locations: torch.Tensor, tiers: TierManager) -> Any:
-        """Copy a retracted request to host memory."""
+        """Copies a retracted request to host memory."""
 
     def restore(self, saved: Any, locations: torch.Tensor, row: int) -> None:
-        """Copy it back."""
+        """Copies it back."""
 
 
 @dataclass(eq=False)

@@ -71,7 +71,7 @@ _WHY_NOT = {
 
 
 def check_resolved(server_args: ServerArgs, config: KVQuantConfig, model: ModelConfig) -> None:
-    """Refuse HiCache with a model or with features of which it would move a part only.
+    """Refuses HiCache with a model or with features of which it would move a part only.
 
     Raises:
         KVQuantError: names the flag and the reason.
