@@ -75,6 +75,7 @@ NOT_SERVED = {
     ),
     "mem_cache/hybrid_cache/linker_pool_assembler.py": "--enable-unified-cache-external-linker",
     "mem_cache/hiradix_cache.py": "--enable-hierarchical-cache, before 0.5.22",
+    "mem_cache/hi_mamba_radix_cache.py": "--enable-hierarchical-cache, before 0.5.22",
     "mem_cache/hicache_key_scheme.py": "slices pages of plain keys and values; no flag turns it on",
     "mem_cache/hisparse": "--enable-hisparse",
     "mem_cache/mla_host_dedup.py": "MLA",
