@@ -32,7 +32,8 @@ EVIDENCE = {
     Evidence.BUILT: "`tests/sglang/test_architectures.py` builds SGLang's class from a config, without weights. It "
     "puts each attention layer through the checks of a starting server. No model was run.",
     Evidence.READ: "The tests' environment cannot build these. The checks accept a config of each. "
-    "`tests/sglang/test_pool_users.py` found nothing in their code that the cache does not know. No model was run.",
+    "`tests/sglang/memory/test_pool_users.py` found nothing in their code that the cache does not know. No model was "
+    "run.",
 }
 
 

@@ -59,9 +59,13 @@ QUICK = {
         *("tests/packaging/test_re*.py", "tests/contributing/test_checklists.py", "tests/contributing/test_tools.py"),
     ),
     "flags, checks and sessions": (
-        *("tests/sglang/test_allocator.py", "tests/sglang/test_capacity.py", "tests/sglang/test_checks.py"),
-        *("tests/sglang/test_flags.py", "tests/sglang/test_hooks.py", "tests/sglang/test_rows.py"),
-        "tests/sglang/test_session*.py",
+        *(
+            "tests/sglang/memory/test_allocator.py",
+            "tests/sglang/memory/test_capacity.py",
+            "tests/sglang/test_checks.py",
+        ),
+        *("tests/sglang/test_flags.py", "tests/sglang/test_hooks.py", "tests/sglang/memory/test_rows.py"),
+        "tests/sglang/router",
     ),
 }
 #: Programs of ``--container``; packages have the same names, kubectl's in a package source of Kubernetes' own.

@@ -49,7 +49,7 @@ NIGHTLY = re.compile(
     r"|kits\.py.*\[(plain|wide|streaming_sessions)"  # SGLang alone; BF16 pages; test_serving has these sessions
     r"|kits\.py::test_a_lost_"  # tests/cache/test_tiers.py damages tables in every way that the checks find
     r"|canary\.py::test_a_"  # that the canary finds faults is SGLang's to show; tests/sglang, that it is attached
-    r"|hicache\.py::test_(write_back|first_)"  # tests/sglang/test_hicache.py has what is ours of it
+    r"|hicache\.py::test_(write_back|first_)"  # tests/sglang/hicache/test_hicache.py has what is ours of it
     r"|speculation\.py::test_answers"  # test_speculation_families verifies answers, by a stricter measure
 )
 

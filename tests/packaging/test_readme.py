@@ -61,7 +61,7 @@ def test_keywords_of_engine() -> None:
 
 def test_routes_and_fields_of_sessions() -> None:
     from sglang_kvq.sglang.router.routes import describe, routes
-    from tests.sglang.session_model import CONFIG, Manager
+    from tests.sglang.router.session_model import CONFIG, Manager
 
     manager = Manager()
     api = routes(manager, CONFIG, (10.0, 100.0))

@@ -21,7 +21,7 @@ NUMBER = re.compile(r"\b0\.5\.(?:1[0-9]|[2-9][0-9])\b")
 TEXTS = ("README.md", "CONTRIBUTING.md", "Dockerfile", "demo", "test", "pyproject.toml")
 FOLDERS = ("docs", "launch", "sglang_kvq", "tests", "benchmarks", ".ci", ".github")
 #: Their numbers are examples of releases that are not served.
-EXAMPLES = ("tests/sglang/test_hooks.py", "tests/sglang/test_doctor.py", "tests/packaging/test_releases.py")
+EXAMPLES = ("tests/sglang/test_hooks.py", "tests/sglang/doctor/test_doctor.py", "tests/packaging/test_releases.py")
 
 
 def texts() -> Iterator[tuple[str, str]]:
@@ -91,7 +91,7 @@ def test_requirement_of_the_extra() -> None:
         ("README.md", f"SGLang releases {EXCLUDED[0]} to {EXCLUDED[-1]}"),
         ("Dockerfile", f"ARG BASE=docker.io/lmsysorg/sglang:v{NEWEST}\n"),
         ("docs/deploying.md", f"`--build-arg BASE=lmsysorg/sglang:v{OLDEST}`"),
-        ("tests/sglang/pool_users_reviewed.py", f"SGLang {releases.described('and')}"),
+        ("tests/sglang/memory/pool_users_reviewed.py", f"SGLang {releases.described('and')}"),
     ],
 )
 def test_text_that_cannot_ask(name: str, wanted: str) -> None:

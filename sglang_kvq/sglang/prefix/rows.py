@@ -1,6 +1,6 @@
 """Hooks on SGLang's table of request rows: a row given back no longer pins its window.
 
-``hooks.TABLE`` says which release has which of these; ``tests/sglang/test_rows.py`` that there are no others.
+``hooks.TABLE`` says which release has which of these; ``tests/sglang/memory/test_rows.py`` that there are no others.
 """
 
 from __future__ import annotations

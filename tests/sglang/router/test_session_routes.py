@@ -11,7 +11,7 @@ from sglang_kvq.constants import PAGE_SIZE as P
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.sglang.router import requests
 from sglang_kvq.sglang.router import routes as session_routes
-from tests.sglang.session_model import BUDGET, CONFIG, LONG, Manager, http, request_of
+from tests.sglang.router.session_model import BUDGET, CONFIG, LONG, Manager, http, request_of
 
 
 def test_tenants_read_copies_of_their_own():

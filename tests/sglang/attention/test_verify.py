@@ -11,7 +11,7 @@ import torch
 from sglang_kvq.cache.integrity import check_integrity
 from sglang_kvq.constants import PAGE_SIZE as P
 from sglang_kvq.sglang.attention.drafts import SeenBuffers
-from tests.sglang.test_padding import KV_HEADS, LAYER, PAGES, Q_HEADS, D, Worker, mode
+from tests.sglang.attention.test_padding import KV_HEADS, LAYER, PAGES, Q_HEADS, D, Worker, mode
 
 PROMPT = {1: 150, 2: 70}
 

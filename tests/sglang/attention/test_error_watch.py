@@ -13,7 +13,7 @@ from sglang_kvq.config import KVQuantConfig
 from sglang_kvq.sglang import observe, runtime
 from sglang_kvq.sglang.attention.error_watch import ErrorWatch
 from tests import device_waits
-from tests.sglang.test_padding import Worker
+from tests.sglang.attention.test_padding import Worker
 
 
 def errors_of(caplog: pytest.LogCaptureFixture) -> list[str]:

@@ -12,7 +12,7 @@ import pytest
 from sglang_kvq.constants import PAGE_SIZE as P
 from sglang_kvq.sessions.index import Lexical, NewPages, PageIndex, Rows, Terms, split
 from sglang_kvq.sessions.messages import SELECTION, Selection
-from tests.sglang.session_model import BUDGET, LONG, Manager, http, request_of
+from tests.sglang.router.session_model import BUDGET, LONG, Manager, http, request_of
 
 
 async def beside(manager, side):

@@ -5,7 +5,7 @@ One table for all releases: what is gone from one is harmless there. A look that
 """
 
 from sglang_kvq.sglang import compat, hooks
-from tests.sglang.pool_users import BACKEND, POOL
+from tests.sglang.memory.pool_users import BACKEND, POOL
 
 #: Parts of prefill/decode disaggregation, all of which older releases refuse.
 _TRANSFERS = (

@@ -12,7 +12,7 @@ from sglang_kvq.config import KVQuantConfig
 from sglang_kvq.constants import PAGE_SIZE as P
 from sglang_kvq.sglang import runtime
 from tests.cache.schedules import Driver
-from tests.sglang.tree_model import OLD, TreeModel
+from tests.sglang.prefix.tree_model import OLD, TreeModel
 
 
 @pytest.fixture

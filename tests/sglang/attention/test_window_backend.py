@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from sglang_kvq.constants import PAGE_SIZE as P
-from tests.sglang.test_hybrid_tree import served
-from tests.sglang.window_tree_model import WINDOW, WindowTreeModel
+from tests.sglang.prefix.test_hybrid_tree import served
+from tests.sglang.prefix.window_tree_model import WINDOW, WindowTreeModel
 
 __all__ = ["served"]
 HEADS, D, TOKENS = 4, 64, 5 * P + 20

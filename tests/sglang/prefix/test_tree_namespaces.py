@@ -15,7 +15,7 @@ from sglang_kvq.config import KVQuantConfig
 from sglang_kvq.constants import PAGE_SIZE as P
 from sglang_kvq.releases import OLD_TREE
 from sglang_kvq.sglang import compat, runtime
-from tests.sglang.test_allocator import allocator, extend
+from tests.sglang.memory.test_allocator import allocator, extend
 
 __all__ = ["allocator"]
 

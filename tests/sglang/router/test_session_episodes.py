@@ -14,8 +14,8 @@ from sglang_kvq.errors import KVQuantError
 from sglang_kvq.sessions.config import PROMPT_TOKENS, EpisodicConfig
 from sglang_kvq.sessions.episodes import cluster
 from sglang_kvq.sessions.messages import FOLD, PREFIX, Fold, FoldedPrefix
-from tests.sglang import session_model
-from tests.sglang.session_model import http, request_of
+from tests.sglang.router import session_model
+from tests.sglang.router.session_model import http, request_of
 
 BUDGET, BLOCK = 6 * P, 2 * P
 EPISODIC = EpisodicConfig("epicache", BUDGET, BLOCK, "folder", 2 * P, sessions=3, idle_seconds=0, episodes=2)

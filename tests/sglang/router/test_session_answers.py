@@ -12,8 +12,8 @@ import pytest
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.sessions.messages import GONE, SELECTION, TOO_SMALL
 from sglang_kvq.sglang.router import answers as session_answers
-from tests.sglang import test_session_episodes as episodes
-from tests.sglang.session_model import LONG, Manager, http, request_of
+from tests.sglang.router import test_session_episodes as episodes
+from tests.sglang.router.session_model import LONG, Manager, http, request_of
 
 EVICTED = f"sglang-kvq: 64 of 1600 tokens of the history are {GONE}; send them again."
 SENTENCE = ["The ", "capital ", "is ", "Paris."]

@@ -8,8 +8,8 @@ import pytest
 
 from sglang_kvq.constants import PAGE_SIZE as P
 from tests.cache.schedules import Driver
-from tests.sglang.test_hybrid_tree import moved, served
-from tests.sglang.window_tree_model import WindowTreeModel
+from tests.sglang.prefix.test_hybrid_tree import moved, served
+from tests.sglang.prefix.window_tree_model import WindowTreeModel
 
 __all__ = ["served"]
 

@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 
 from sglang_kvq.sglang import compat
-from tests.sglang import pool_users_reviewed as reviewed
-from tests.sglang.pool_users import BACKEND, POOL, Call, Look, calls, looks
-from tests.sglang.test_model_calls import backend, make_runner  # noqa: F401  (fixtures)
+from tests.sglang.attention.test_model_calls import backend, make_runner  # noqa: F401  (fixtures)
+from tests.sglang.memory import pool_users_reviewed as reviewed
+from tests.sglang.memory.pool_users import BACKEND, POOL, Call, Look, calls, looks
 
-ENTER = "read the code there; make it right, or say in tests/sglang/pool_users_reviewed.py why it is harmless"
+ENTER = "read the code there; make it right, or say in tests/sglang/memory/pool_users_reviewed.py why it is harmless"
 
 
 @pytest.fixture(scope="module")

@@ -5,12 +5,12 @@ from argparse import ArgumentParser
 import pytest
 
 from sglang_kvq.sglang import checks, compat
-from tests.sglang import plan_users_reviewed as reviewed
-from tests.sglang.plan_users import Plan, flags, plans, variables
-from tests.sglang.pool_users_reviewed import NOT_SERVED
-from tests.sglang.test_pool_users import source  # noqa: F401  (a fixture)
+from tests.sglang.attention import plan_users_reviewed as reviewed
+from tests.sglang.attention.plan_users import Plan, flags, plans, variables
+from tests.sglang.memory.pool_users_reviewed import NOT_SERVED
+from tests.sglang.memory.test_pool_users import source  # noqa: F401  (a fixture)
 
-ENTER = "read the code there; refuse it in checks.py, or say in tests/sglang/plan_users_reviewed.py why it is harmless"
+ENTER = "read the code there; refuse it in checks.py, or say why it is harmless in plan_users_reviewed.py"
 
 
 @pytest.fixture(scope="module")

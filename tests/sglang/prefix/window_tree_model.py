@@ -22,7 +22,7 @@ from sglang_kvq.formats.page import PageFormat
 from sglang_kvq.sglang import runtime
 from sglang_kvq.sglang.runtime import CONFIG_ATTRIBUTE, WindowLayers
 from tests.cache.scheduler_model import Request, row_indices
-from tests.sglang.tree_model import EVERYTHING, OLD, SglangRequest, TreeModel, sglang_request
+from tests.sglang.prefix.tree_model import EVERYTHING, OLD, SglangRequest, TreeModel, sglang_request
 
 #: Tokens that one sees besides itself.
 WINDOW = 100

@@ -20,7 +20,7 @@ from sglang_kvq.errors import KVQuantError
 from sglang_kvq.formats.page import PageFormat
 from sglang_kvq.sglang import runtime
 from sglang_kvq.sglang.attention import scoring
-from tests.sglang.test_padding import KV_HEADS, PAGES, Q_HEADS, ROWS, D, StrictOps, mode
+from tests.sglang.attention.test_padding import KV_HEADS, PAGES, Q_HEADS, ROWS, D, StrictOps, mode
 
 LAYERS = [SimpleNamespace(head_dim=D, layer_id=n, scaling=D**-0.5, k_scale=None, v_scale=None) for n in (3, 7)]
 #: Of the scored request and of another one in its batches; scored tokens of the first, and its length.

@@ -11,7 +11,7 @@ from sglang_kvq.errors import KVQuantError
 from sglang_kvq.sessions.messages import SELECTION, Selection
 from sglang_kvq.sessions.planning import Plan
 from sglang_kvq.sglang.router import requests
-from tests.sglang.session_model import LONG, Manager, request_of
+from tests.sglang.router.session_model import LONG, Manager, request_of
 
 
 def made(obj, plan=None, room=1000):

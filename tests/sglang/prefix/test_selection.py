@@ -12,9 +12,9 @@ from sglang_kvq.constants import PAGE_SIZE as P
 from sglang_kvq.sessions.messages import SELECTION, Selection
 from sglang_kvq.sglang.prefix import selection as selections
 from sglang_kvq.sglang.prefix import tree_keys
-from tests.sglang.fold_model import FoldModel, sglang_request
-from tests.sglang.test_hybrid_tree import served
-from tests.sglang.tree_model import EVERYTHING, OLD
+from tests.sglang.prefix.fold_model import FoldModel, sglang_request
+from tests.sglang.prefix.test_hybrid_tree import served
+from tests.sglang.prefix.tree_model import EVERYTHING, OLD
 
 __all__ = ["served"]
 

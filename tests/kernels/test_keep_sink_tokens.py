@@ -94,7 +94,7 @@ def test_first_tokens_are_copied_to_their_entries(kv_heads, layers, rows, monkey
 @pytest.mark.parametrize("seed", range(6))
 def test_pages_get_the_entries_that_they_get_in_torch(seed, block):
     """Of a table in any state: free entries or none, pages with BF16 pages, restored now, with an entry already."""
-    from tests.kernels.first_kernels import place  # defined while Triton's switch is set, see conftest.py
+    from tests.kernels.sink_token_kernels import place  # defined while Triton's switch is set, see conftest.py
 
     generator = torch.Generator().manual_seed(seed)
 

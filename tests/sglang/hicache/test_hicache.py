@@ -16,7 +16,7 @@ from sglang_kvq.errors import KVQuantError
 from sglang_kvq.formats.page import PageFormat
 from sglang_kvq.sglang import runtime
 from tests.cache.scheduler_model import PLANES, TWO_BITS, Model
-from tests.cache.test_firsts import again, prompt
+from tests.cache.test_sink_token_cache import again, prompt
 from tests.cache.test_tiers import prefill
 
 RATIO = 2.0
@@ -139,7 +139,7 @@ def test_first_tokens_come_from_where_they_are(m, controller):
     if m.tiers.sink_cache is None:
         assert controller.host.page.token_bytes == 0
         return
-    from tests.cache.test_firsts import idle
+    from tests.cache.test_sink_token_cache import idle
 
     fresh, old = prompt(1), prompt(2)
     row = m.tiers.pool.bf16_pages

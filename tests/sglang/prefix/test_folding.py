@@ -19,9 +19,9 @@ from sglang_kvq.sessions.messages import FOLD, Fold
 from sglang_kvq.sglang import runtime
 from sglang_kvq.sglang.prefix import folding
 from tests.cache.schedules import Driver
-from tests.sglang.fold_model import FoldModel, sglang_request
-from tests.sglang.test_hybrid_tree import served
-from tests.sglang.tree_model import OLD
+from tests.sglang.prefix.fold_model import FoldModel, sglang_request
+from tests.sglang.prefix.test_hybrid_tree import served
+from tests.sglang.prefix.tree_model import OLD
 
 __all__ = ["served"]
 

@@ -10,7 +10,7 @@ import pytest
 from sglang_kvq.constants import PAGE_SIZE as P
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.sessions.messages import SELECTION, Selection
-from tests.sglang.session_model import BUDGET, EPISODIC, LONG, Manager, http, request_of
+from tests.sglang.router.session_model import BUDGET, EPISODIC, LONG, Manager, http, request_of
 
 
 def test_without_a_session_a_request_is_sglangs():

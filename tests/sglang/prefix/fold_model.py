@@ -19,7 +19,7 @@ from sglang_kvq.sessions.messages import FOLD, Fold
 from sglang_kvq.sglang import runtime
 from sglang_kvq.sglang.prefix import folding
 from tests.cache.scheduler_model import Request, row_indices
-from tests.sglang.tree_model import EVERYTHING, OLD, SglangRequest, TreeModel
+from tests.sglang.prefix.tree_model import EVERYTHING, OLD, SglangRequest, TreeModel
 
 
 @dataclass

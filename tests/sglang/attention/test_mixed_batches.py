@@ -12,7 +12,7 @@ from sglang_kvq.cache.integrity import check_integrity
 from sglang_kvq.constants import PAGE_SIZE as P
 from sglang_kvq.sglang.attention import backend as backends
 from sglang_kvq.sglang.attention import scoring
-from tests.sglang.test_padding import LAYER, StrictOps, Worker, mode
+from tests.sglang.attention.test_padding import LAYER, StrictOps, Worker, mode
 
 #: Lengths before a mixed batch: the request that goes on with its prompt, the one that decodes. Its token completes a
 #: page, begins one, and does neither; its history is empty at first.
