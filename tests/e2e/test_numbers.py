@@ -26,7 +26,7 @@ def prompts(model) -> list[list[int]]:
     return [ids[at : at + 1000] for at in (0, 6000)]
 
 
-@pytest.mark.timeout(600)  # as many servers as methods
+@pytest.mark.timeout(1500)  # as many servers as methods
 def test_divergence_from_bf16_falls_with_better_methods(servers, prompts, request):
     """Per-token KL on held-out text through the real cache."""
     more = MORE if request.config.getoption("--all") else ()
