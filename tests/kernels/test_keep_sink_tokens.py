@@ -103,7 +103,7 @@ def test_pages_get_the_entries_that_they_get_in_torch(seed, block):
 
     step, n = 9, 20
     tiers = twins(rows=4, pages_each=10 * 4, slots=30, format=planes(WIDTHS[0]))
-    t, pool = tiers.kernels.tables, tiers.kernels.pool
+    t, pool = tiers.kernels.tables.arguments, tiers.kernels.pool
     assert len(t.first_page) == n
     held = some((6, n - 1)[seed % 2], n - 1) + 1
     pages = some(60, 160) + 1
@@ -124,7 +124,7 @@ def test_pages_get_the_entries_that_they_get_in_torch(seed, block):
     spared[restored] = True
     tokens = torch.zeros(1, len(lost), 2, 1, 64, dtype=torch.bfloat16, device=DEVICE)
     want.keep(lost, lost > 0, tokens, t.page_slot, step, spared)
-    place[(1,)](t.arguments, len(lost), step, BLOCK=block)
+    place[(1,)](t, len(lost), step, BLOCK=block)
     for got, table in ((t.first_page, want.pages), (t.sink_entry, want.entry), (t.first_stamp, want.stamp)):
         assert torch.equal(got, table)
     assert torch.equal(t.lost_entries[: len(lost)].long(), want.entries(lost))
