@@ -148,7 +148,8 @@ class SessionTraffic(Traffic):
             ValueError: the answer contradicts itself.
         """
         count, begin = self._length(rng), time.monotonic()
-        sampling = {"temperature": rng.choice((0.0, 1.0))}
+        # Two words of the vocabulary are special tokens, which a text would not have.
+        sampling = {"temperature": rng.choice((0.0, 1.0)), "skip_special_tokens": False}
         logprobs = {"return_logprob": True, "top_logprobs_num": TOP}
         asked = body(prompt, count, stream=rng.random() < 0.6, sampling_params=sampling, **logprobs)
         said: list[int] = []

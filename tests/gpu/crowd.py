@@ -370,7 +370,7 @@ def _mixed(server: TinyServer, scale: Scale) -> Iterator[Row]:
         return server.json("/generate", body(prompts[n], scale.length), timeout=240)["output_ids"]
 
     noise = behind(server, prompts[0], ask(0))
-    bound = Bound.above([noise], 3, 0.04)
+    bound = Bound.above([noise], 3)
     yield "an answer alone, behind the likeliest", noise.mean < 0.1, noise, bound, "sets the bound"
     server.drain()
     before = len(server.log())
@@ -380,5 +380,7 @@ def _mixed(server: TinyServer, scale: Scale) -> Iterator[Row]:
     seen = joined([behind(server, ids, answer) for ids, answer in zip(prompts, answers)])
     more = f"{beside} of {len(lines)} prefill batches beside running requests"
     yield "mixed batches", beside > 2 and bound.holds(seen), seen, bound, more
-    wrong = behind(server, another_page(prompts[1], 1, 1, VOCABULARY), answers[1])
+    # Of all: a random model may fall into repeating a few tokens, which no page changes.
+    read = [another_page(ids, 1, 1, VOCABULARY) for ids in prompts]
+    wrong = joined([behind(server, ids, answer) for ids, answer in zip(read, answers)])
     yield "control: a wrong page, mixed", wrong.mean > 3 * bound.mean, wrong, bound, "must be far outside"

@@ -30,33 +30,17 @@ from sglang_kvq.kernels.decode.history_planes_fp16 import history_half_planes
 from sglang_kvq.kernels.decode.history_planes_int8 import history_planes
 from sglang_kvq.kernels.decode.split_work import BF16_PAGE_TILE, WorkCosts, load_item
 from sglang_kvq.kernels.device.arguments import Stored, View, view
-from sglang_kvq.kernels.device.codes import PlaneRecord, Record, scale_step
+from sglang_kvq.kernels.device.codes import PlaneRecord, Record
 from sglang_kvq.kernels.device.common import INTERPRETED, NO_OVERLAP, PAGE, Overlap, dot, page_of, to_bf16
-from sglang_kvq.kernels.device.int8 import (
-    MAGIC_BITS,
-    base_of,
-    empty_groups,
-    group_product,
-    group_scales,
-    join_parts,
-    query_operands,
-    spread_sum,
-    stack_groups,
-    tile_scales,
-    tokens_of_tile,
-    weight_operands,
-)
 from sglang_kvq.kernels.device.plane_codes import row_dims
 from sglang_kvq.kernels.device.shape import Shape, shape_of, value_dims
 from sglang_kvq.kernels.device.softmax import LOG2E, NEVER, Softmax, first_columns
-from sglang_kvq.kernels.device.unpack import two_bits
 
 #: Shared memory of an SM (Hopper), and its reservation for each program.
 _SM_BYTES, _RESERVED_BYTES = 228 * 1024, 1024
 
 #: Possible results of ``decode_routine``.
 ROUTINES = (
-    "decode_attention",
     "history_general",
     "history_fp16",
     "history_k_int8_v_fp16",
@@ -210,7 +194,7 @@ def _most_programs(programs: int, used: int) -> int:
 
 
 def is_fast(record: Record | PlaneRecord) -> bool:
-    """Tells if ``_history`` reads these records: uniform 2-bit codes with one scale and offset per token and group."""
+    """Tells if records hold uniform 2-bit codes with one scale and offset per token and group."""
     if isinstance(record, PlaneRecord):
         return False
     k, v = record.k, record.v
@@ -234,7 +218,7 @@ def decode_routine(record: Record | PlaneRecord, shape: Shape, half_pages: int) 
         return "history_planes_fp16" if half_pages else "history_planes_int8"
     if half_pages:
         return "history_k_int8_v_fp16" if has_int8_keys(shape) else "history_fp16"
-    return "decode_attention" if is_fast(record) else "history_general"
+    return "history_general"
 
 
 def decode(
@@ -347,8 +331,6 @@ def _decode(
                 )
             elif ROUTINE == "history_fp16":
                 state = history_half(mine, item, table, records, v_first, scale_log2, RECORD, SHAPE, PLAIN, HALF_PAGES)
-            elif ROUTINE == "decode_attention":
-                state = _history(mine, item, table, records, v_first, scale_log2, RECORD, SHAPE, PLAIN)
             else:
                 state = history_general(mine, item, table, records, v_first, scale_log2, RECORD, SHAPE, PLAIN)
         dims, inside = row_dims(v_first, RECORD, SHAPE)
@@ -378,110 +360,6 @@ def _merged(a, b):
 
 
 @triton.jit
-def _history(
-    q, item, table, records, v_first, scale_log2, RECORD: tl.constexpr, SHAPE: tl.constexpr, PLAIN: tl.constexpr
-):
-    """Attends to records of the item's pages; returns a ``Softmax`` whose columns are heads: acc [VP, HEADS].
-
-    q: the first of the KV head's queries; records: those of page 0; acc are dims v_first .. v_first + DIMS.
-
-    A tile is two pages, 128 tokens. Its row n = (plane, page, half, i) is token plane * 16 + 2 i + half of that page:
-    the order of K's stored codes. Tokens whose codes share a byte plane of V are 32 consecutive rows. Rows n and n + 8,
-    which one thread holds, are neighbours whose scales it reads at once.
-
-    Each iteration: load a tile; scores, group by group; the softmax; V's product, group by group.
-    """
-    TILE: tl.constexpr = 2 * PAGE
-    D: tl.constexpr = SHAPE.D
-    D4: tl.constexpr = SHAPE.D4
-    JP: tl.constexpr = SHAPE.INT8_JP
-    HEADS: tl.constexpr = SHAPE.HEADS
-    COLUMNS: tl.constexpr = 2 * HEADS
-    QUARTER: tl.constexpr = PAGE // 4
-    GROUP: tl.constexpr = RECORD.k.group
-    SCALES: tl.constexpr = scale_step(RECORD)
-    PAGE_BYTES: tl.constexpr = SHAPE.KV_HEADS * RECORD.bytes
-    OWN: tl.constexpr = GROUP if GROUP < SHAPE.DIMS else SHAPE.DIMS  # dims of V that share a scale
-    GROUPS: tl.constexpr = SHAPE.DIMS // OWN
-    ROWS: tl.constexpr = SHAPE.VP if GROUPS == 1 else OWN
-
-    dim = tl.arange(0, SHAPE.DP)
-    # Planes 1 and 3 carry four times their code.
-    queries, q_all, unit = query_operands(q, 0.25, SHAPE)
-    unit = unit * scale_log2
-    row = tl.arange(0, TILE)
-    second, plane, token = tokens_of_tile()
-    fraction = tl.where(plane % 2 == 1, 0.25, 1.0)
-    j = tl.arange(0, JP)
-    k_row = plane * QUARTER + row % QUARTER  # row of that token's codes: ``common.key_row``
-    k_codes = RECORD.k.low + k_row[:, None] * D4 + j[None, :]
-    dim_v = tl.arange(0, ROWS)
-    v_codes = RECORD.v.low + (v_first + dim_v)[None, :, None] * QUARTER + tl.arange(0, QUARTER)[None, None, :]
-    # Scales and offsets of K's first group and of this program's first group of V, in one load: [page, kind, which,
-    # token].
-    which = tl.arange(0, 4)[None, :, None]
-    first_scales = which * SCALES + which // 2 * (v_first // GROUP * PAGE) + tl.arange(0, PAGE)[None, None, :]
-
-    accs, offsets = empty_groups(GROUPS, ROWS, HEADS)
-    top = tl.full([HEADS], NEVER, tl.float32)
-    total = tl.zeros([8, HEADS], tl.float32)
-    page_a, page_b = item.page_a.to(tl.int64), item.page_b.to(tl.int64)
-    last = item.last_page
-    for index in tl.range(item.first_page, last, 2):
-        base_a, base_b = page_a * PAGE_BYTES, page_b * PAGE_BYTES
-        page_a = page_of(table, tl.minimum(index + 2, last - 1))
-        page_b = page_of(table, tl.minimum(index + 3, last - 1))
-        base = records + base_of(second, base_a, base_b)  # [TILE]
-        if D4 == JP:
-            packed = tl.load(base[:, None] + k_codes)  # [TILE, JP]
-        else:
-            packed = tl.load(base[:, None] + k_codes, mask=(j < D4)[None, :], other=0)
-        both = records + base_of(tl.arange(0, 2) == 1, base_a, base_b)[:, None, None]  # [2, 1, 1]
-        # Load page by page, so that neighbouring lanes read neighbouring bytes.
-        values = ()
-        for g in tl.static_range(GROUPS):
-            if ROWS == OWN:
-                v = tl.load(both + v_codes + g * (OWN * QUARTER))  # [2, ROWS, QUARTER]
-            else:
-                v = tl.load(both + v_codes, mask=(dim_v < OWN)[None, :, None], other=0)
-            values += (tl.reshape(tl.permute(v, (1, 0, 2)), [ROWS, 2 * QUARTER]),)
-        scales = (both + RECORD.k.scale).to(tl.pointer_type(tl.float16))
-        s_k, z_k, s_v, z_v = tile_scales(tl.load(scales + first_scales))  # [TILE] each
-
-        k = two_bits(packed, 3, PLAIN)
-        x = tl.zeros([TILE, HEADS], tl.float32)
-        for g in tl.static_range(D // GROUP):
-            if g > 0:
-                s_k, z_k = group_scales(scales + g * PAGE, SCALES)
-            products = tl.full([TILE, COLUMNS], MAGIC_BITS, tl.int32)
-            for n in tl.static_range(4):
-                products = group_product(k[n], queries[n], products, n, g, D4, GROUP)
-            q_sum = tl.sum(tl.where((dim // GROUP == g)[:, None], q_all, 0.0), 0) * scale_log2
-            x += join_parts(products, TILE, HEADS) * s_k[:, None] * unit[None, :] + z_k[:, None] * q_sum[None, :]
-        position = (index + second.to(tl.int32)) * PAGE + token
-        x = tl.where((position < tl.minimum(last * PAGE, item.length))[:, None], x, NEVER)
-
-        new_top = tl.maximum(top, tl.max(x, 0))
-        decay = tl.exp2(top - new_top)
-        top = new_top
-        p = tl.exp2(x - top[None, :])
-        total = total * decay[None, :] + spread_sum(p, HEADS)
-        old_accs, old_offsets = accs, offsets
-        accs, offsets = (), ()
-        for g in tl.static_range(GROUPS):
-            if g > 0:
-                s_v, z_v = group_scales(scales + (2 * SCALES + g * PAGE) + v_first // GROUP * PAGE, SCALES)
-            offsets += (old_offsets[g] * decay[None, :] + spread_sum(p * z_v[:, None], HEADS),)
-            weights, p_unit = weight_operands(p, s_v, fraction, HEADS)
-            v = two_bits(values[g], 3, PLAIN)
-            products = tl.full([ROWS, COLUMNS], MAGIC_BITS, tl.int32)
-            for n in tl.static_range(4):
-                products = tl.dot(v[n], weights[n], products, out_dtype=tl.int32)
-            accs += (old_accs[g] * decay[None, :] + join_parts(products, ROWS, HEADS) * p_unit[None, :],)
-    return Softmax(stack_groups(accs, offsets), tl.sum(total, 0), top)
-
-
-@triton.jit
 def _hidden(seen, row, request, chunk, SHAPE: tl.constexpr, DRAFTS: tl.constexpr, OF_CHUNK: tl.constexpr):
     """Returns the drafts that each column does not see, a bit each; columns are those of ``_bf16_page``."""
     COLUMNS: tl.constexpr = 8 if SHAPE.HEADS < 8 else SHAPE.HEADS
@@ -499,7 +377,7 @@ def _bf16_page(
     q, item, table, bf16_pages, page_slot, head, dims, in_dims, hidden, scale_log2,
     SHAPE: tl.constexpr, DRAFTS: tl.constexpr,
 ):  # fmt: skip
-    """Attends to BF16 tiles of the item's pages outside the history; returns a state like ``_history``."""
+    """Attends to BF16 tiles of the item's pages outside the history; returns a state like ``history_general``."""
     TILE: tl.constexpr = BF16_PAGE_TILE
     TILES: tl.constexpr = PAGE // TILE
     D: tl.constexpr = SHAPE.D

@@ -1,6 +1,6 @@
 """Decode attention over 2-bit records, with FP16 products for V or for both K and V.
 
-``decode_attention._history`` splits queries and weights into two INT8 columns. Splitting weights and joining products
+``history_general`` splits queries and weights into two INT8 columns. Splitting weights and joining products
 takes ten instructions for each token and head. With more than four heads, or heads of 64 dims, FP16 takes fewer, with
 one column per query head:
 
@@ -42,7 +42,7 @@ def history_half(
     q, item, table, records, v_first, scale_log2, RECORD: tl.constexpr, SHAPE: tl.constexpr, PLAIN: tl.constexpr,
     PAGES: tl.constexpr,
 ):  # fmt: skip
-    """Attends like ``decode_attention._history``, for records with one group a row; PAGES per iteration.
+    """Attends like ``history_general``, for records with one group a row; PAGES per iteration.
 
     Requires that ``has_int8_keys`` is False.
     """

@@ -1,7 +1,7 @@
-"""Decode attention over records of any format: the computation of ``decode_attention``, with more to unpack.
+"""Decode attention over records of any format but planes.
 
-Levels of every table are small integers, so products run on INT8 tensor cores, as in ``decode_attention``. With levels
-w about a centre c,
+Levels of every table are small integers, so products run on INT8 tensor cores, as ``decode_attention`` says. With
+levels w about a centre c,
 
     q k     = s_k (q w_k) + (z_k + c s_k) sum(q)                 a scale per token
             = sum((q s_k) w_k) + sum(q (z_k + c s_k))            a scale per channel: each page splits q s_k again
@@ -39,7 +39,13 @@ from sglang_kvq.kernels.device.unpack import centre, in_steps, multiple, step, u
 def history_general(
     q, item, table, records, v_first, scale_log2, RECORD: tl.constexpr, SHAPE: tl.constexpr, PLAIN: tl.constexpr
 ):
-    """Attends like ``decode_attention._history``, with its tiles, rows, arguments and result, for any records.
+    """Attends to records of the item's pages; returns a ``Softmax`` whose columns are heads: acc [VP, HEADS].
+
+    q: the first of the KV head's queries; records: those of page 0; acc are dims v_first .. v_first + DIMS.
+
+    A tile is two pages, 128 tokens. Its row n = (plane, page, half, i) is token plane * 16 + 2 i + half of that page:
+    the order of K's stored codes. Tokens whose codes share a byte plane of V are 32 consecutive rows. Rows n and n + 8,
+    which one thread holds, are neighbours whose scales it reads at once.
 
     Each iteration: load K's codes and all scales; scores, by ``_channel_scores`` or ``_token_scores``; the softmax; V's
     product, group by group.

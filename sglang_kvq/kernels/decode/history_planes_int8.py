@@ -45,7 +45,7 @@ from sglang_kvq.kernels.device.softmax import NEVER, Softmax
 def history_planes(
     q, item, table, records, v_first, scale_log2, RECORD: tl.constexpr, SHAPE: tl.constexpr, PLAIN: tl.constexpr
 ):
-    """Attends like ``decode_attention._history``, with its tiles, tokens and arguments, for records of planes.
+    """Attends like ``history_general``, with its tiles, tokens and arguments, for records of planes.
 
     Rows of the result's acc are ``plane_codes.plane_dims``. Each iteration: load gains and codes; scores, plane by
     plane; the softmax; V's products, plane by plane.

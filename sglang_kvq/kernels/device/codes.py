@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cache
-from itertools import pairwise
 
 import torch
 import triton
@@ -165,15 +164,6 @@ def _f32(x: float) -> float:
 def words_between(a, b):
     """Returns the distance from one part of a record to another, in words."""
     return (b - a) // 4
-
-
-@triton.constexpr_function
-def scale_step(record):
-    """Returns the FP16 elements from K's scales to its offsets, from those to V's scales, and to V's offsets."""
-    starts = (record.k.scale, record.k.offset, record.v.scale, record.v.offset)
-    steps = {b - a for a, b in pairwise(starts)}
-    assert len(steps) == 1, record
-    return steps.pop() // 2
 
 
 @triton.constexpr_function

@@ -75,6 +75,8 @@ def create_backend(model_runner: ModelRunner) -> AttentionBackend:
     log_inferred(model_runner, config)
     for line in describe(state.status):
         logger.info("kv-quant %s", line)
+    if pool.device.type == "cuda":
+        logger.info("kv-quant compiles kernels that are not in %s yet: a minute on a new host", triton_cache())
     if config.capture:
         from sglang_kvq.sglang.attention.capture_backend import capture_backend
 
@@ -111,6 +113,13 @@ def create_tiers(pool: PagePool, config: KVQuantConfig, ops: AttentionOps, writt
         config.kept_pages,
         written,
     )
+
+
+def triton_cache() -> str:
+    """Returns the folder in which Triton keeps compiled kernels."""
+    from triton import knobs
+
+    return str(knobs.cache.dir)
 
 
 def describe(status: Mapping[str, Any]) -> Iterator[str]:
