@@ -87,7 +87,7 @@ CPU = SessionScale(
     least=8,
 )
 GPU = SessionScale(
-    *(1500, 15800, (16, 80), (100, 160), 16384, 2048, 12, 16, 0, 0.5, 0.0, 24),
+    *(1500, 15800, (16, 80), (100, 160), 65536, 2048, 12, 16, 0, 0.5, 0.0, 24),
     budget=1024,
     block=256,
     retract=60,
@@ -295,7 +295,8 @@ def serve(
     traffic.start()
     while server.running and not is_enough(found, scale, (time.monotonic() - begin) / (60 * minutes)):
         time.sleep(min(5, 30 * minutes))
-        print(f"{len(found)} answers, {counts.errors} errors, {dict(counts.kinds)}", flush=True)
+        chosen = sum(bool(answer.history) for answer in list(found))
+        print(f"{len(found)} answers, {chosen} from chosen pages, {counts.errors} errors", flush=True)
     held = [] if traffic.stop(PATIENCE) else ["requests were still running after the traffic ended"]
     seconds = time.monotonic() - begin
     try:

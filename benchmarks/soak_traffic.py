@@ -107,6 +107,7 @@ class Counts:
             self.errors += 1
             if len(self.messages) < 8:
                 self.messages.append(message[:2000])
+                print(f"error: {message[:400]}", flush=True)
 
 
 class Traffic:
