@@ -12,7 +12,8 @@ After each answer the server says which pages it read. Afterwards transformers r
 nothing quantized, and with everything that can be (``benchmarks/session_reference.py``). Under pressure a server reads
 in between. An answer is wrong if its likely tokens are farther from both ends than the ends are from each other.
 ``alone_distance`` is the worst of answers alone, which must hold too. A stream that takes back what it said is an
-error. An answer that the server ends with an error is not wrong, but counted. ``wrong_page_seen`` is the share of
+error. An answer that the server ends with an error is not wrong, but counted; so is one that lacks a log-probability
+(``incomplete``), as SGLang 0.5.16's sometimes do after a retraction. ``wrong_page_seen`` is the share of
 answers from chosen pages that are found wrong with another page. ``--fault`` exchanges a page of every second such
 answer, and must fail.
 
@@ -87,12 +88,12 @@ CPU = SessionScale(
     least=8,
 )
 GPU = SessionScale(
-    *(1500, 15800, (16, 80), (100, 160), 65536, 2048, 12, 16, 0, 0.5, 0.0, 24),
+    *(1500, 15000, (16, 80), (100, 160), 16384, 2048, 4, 5, 0, 0.5, 0.0, 24),
     budget=1024,
     block=256,
     retract=60,
-    compared=1500,
-    least=100,
+    compared=600,
+    least=60,
 )
 
 
@@ -131,7 +132,7 @@ class SessionTraffic(Traffic):
                 continue
             with self.counts.lock:
                 self.counts.kinds[kind] += 1
-            if kind == "plain" or key not in self.left:
+            if answer.top and (kind == "plain" or key not in self.left):
                 self.checked(answer)
             self.left -= {key} if kind != "plain" else set()
             said = said + answer.tokens
@@ -161,13 +162,19 @@ class SessionTraffic(Traffic):
         pairs = out["meta_info"]["output_token_logprobs"]
         top = [{pair[1]: pair[0] for pair in likely} for likely in out["meta_info"]["output_top_logprobs"]]
         if [pair[1] for pair in pairs] != said or len(said) != count or list(map(len, top)) != [TOP] * count:
-            raise ValueError(
-                f"{len(said)} tokens of {count}, log-probabilities of {len(pairs)} and of {len(top)} steps"
-            )
+            retracted = out["meta_info"].get("num_retractions")
+            if not retracted or len(said) != count:
+                raise ValueError(
+                    f"{len(said)} tokens of {count}, log-probabilities of {len(pairs)} and of {len(top)} steps, "
+                    f"retracted {retracted} times"
+                )
+            # SGLang 0.5.16 sometimes leaves out one log-probability of a retracted request, with all of its tokens.
+            pairs, top = [], []
         if (words := " ".join(map(word, said))) != " ".join(out["text"].split()):
             raise ValueError(f"the text is {out['text']!r}, its tokens' {words!r}")
         with self.counts.lock:
             self.counts.requests += 1
+            self.counts.incomplete += not top
             self.counts.latencies.append(time.monotonic() - begin)
         kind = "session" if name else "plain"
         answer = SessionAnswer(kind, list(prompt), said, [pair[0] for pair in pairs], 0, top=top)
@@ -311,6 +318,7 @@ def serve(
             "seconds": round(seconds, 1),
             "requests": counts.requests,
             "errors": counts.errors,
+            "incomplete": counts.incomplete,
             "aborted": counts.aborted,
             "retractions": retractions(log),
             "leaked_tokens": sum(int(n) for line in held for n in re.findall(r"(\d+) tokens? leaked", line)),
