@@ -92,7 +92,7 @@ GPU = SessionScale(
     budget=1024,
     block=256,
     retract=60,
-    compared=600,
+    compared=300,
     least=60,
 )
 
