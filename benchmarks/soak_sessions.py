@@ -10,8 +10,8 @@ SGLang's own knob retracts requests as if memory had run out.
 
 After each answer the server says which pages it read. Afterwards transformers reads these, and no others, twice: with
 nothing quantized, and with everything that can be (``benchmarks/session_reference.py``). Under pressure a server reads
-in between. An answer is wrong if its likely tokens are farther from both ends than the ends are from each other.
-``alone_distance`` is the worst of answers alone, which must hold too. A stream that takes back what it said is an
+in between, and rounds to BF16. An answer is wrong if its likely tokens are more than twice as far from the nearer end,
+as a share of what lies between the ends, as the worst of the answers alone (``alone_distance``, at most 1). A stream that takes back what it said is an
 error. An answer that the server ends with an error is not wrong, but counted; so is one that lacks a log-probability
 (``incomplete``), as SGLang 0.5.16's sometimes do after a retraction. ``wrong_page_seen`` is the share of
 answers from chosen pages that are found wrong with another page. ``--fault`` exchanges a page of every second such
@@ -50,10 +50,9 @@ from sglang_kvq.constants import PAGE_SIZE
 from sglang_kvq.server_process import ServerFailed
 from tests.e2e import word_embeddings
 
-#: Largest distance of an answer from the nearer end, as a share of what lies between the ends. Measured with INT4 on a
-#: CPU: 26 answers alone and under pressure had 0.54 on average (standard deviation 0.13), 0.83 at most. Of 42 controls
-#: with another page, 40 had more than 1, and the median 1.85.
-BOUND = 1.0
+#: Largest distance of an answer from the nearer end, as a share of what lies between the ends, in worst distances of
+#: answers alone: 8 on a CPU and 24 on an H100 had 0.83 at most. With another page half the answers have 1.9 or more.
+BOUND = 2.0
 RECENT = 128  #: ``--kv-quant-recent``
 PATIENCE = 600  #: Seconds until an answer counts as lost: a CPU may be shared with much else.
 #: Statuses of answers that SGLang or the router gives up under pressure.
@@ -263,7 +262,8 @@ def compared(
 ) -> dict:
     """Fields of the row: answers, or a random choice of them, against the reference."""
     rng = random.Random(9)
-    alone = [reference.several([answer])[0] for answer in measured]
+    alone = max(reference.several([answer])[0].distance for answer in measured)
+    bound = BOUND * alone
     rng.shuffle(found)
     readings, controls, notes = list[Readings](), list[Readings](), list[str]()
     for answer in found[:most]:
@@ -271,7 +271,7 @@ def compared(
         own, *other = reference.several([answer, *others])
         controls += other
         readings.append(other[0] if fault and other and len(controls) % 2 == 0 else own)
-        if readings[-1].distance > BOUND:
+        if readings[-1].distance > bound:
             read = f"{len(answer.pages)} pages of {answer.history} tokens"
             notes.append(f"{answer.kind}: {readings[-1]}: prompt of {len(answer.prompt)}, {read}")
     distances = [control.distance for control in controls]
@@ -280,11 +280,11 @@ def compared(
         "compared": len(readings),
         "chosen_pages": len(controls),
         "wrong_answers": len(notes),
-        "bound": BOUND,
-        "alone_distance": round(max(one.distance for one in alone), 3),
+        "bound": round(bound, 3),
+        "alone_distance": round(alone, 3),
         "worst_distance": round(max((one.distance for one in readings), default=0.0), 3),
         "wrong_page_distance": round(statistics.median(distances), 3) if distances else None,
-        "wrong_page_seen": round(statistics.fmean(d > BOUND for d in distances), 3) if distances else None,
+        "wrong_page_seen": round(statistics.fmean(d > bound for d in distances), 3) if distances else None,
         "notes": notes[:6],
     }
 
@@ -343,7 +343,7 @@ def is_right(row: dict, least: int) -> bool:
     """Returns True if nothing is wrong, lost or unexplained, and everything planned happened."""
     happened = row["retractions"] > 0 and row["histories_gone"] > 0 and row["read_whole"] > 0 and row["aborted"] > 0
     seen = row["chosen_pages"] >= least and (row["wrong_page_seen"] or 0) >= 0.5
-    alone = row["alone_distance"] <= BOUND
+    alone = row["alone_distance"] <= 1
     return happened and seen and alone and not (row["wrong_answers"] or row["errors"] or row["held"])
 
 
