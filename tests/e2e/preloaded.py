@@ -15,6 +15,7 @@ import sys
 from pathlib import Path
 
 from launch.server import Server
+from tests.e2e import products
 
 #: Seconds until a preloaded process answers; it imports SGLang first.
 PRELOAD = 300
@@ -137,6 +138,7 @@ def _main(channel: socket.socket) -> None:
     names = ("entrypoints.http_server", "managers.scheduler", "managers.detokenizer_manager")
     for name in (*names, *(f"models.{model}" for model in MODEL_MODULES)):
         importlib.import_module(f"sglang.srt.{name}")
+    products.install()
     multiprocessing.context.SpawnProcess._Popen = staticmethod(multiprocessing.popen_fork.Popen)
     wake, waker = os.pipe()
     os.set_blocking(waker, False)

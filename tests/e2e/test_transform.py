@@ -45,9 +45,14 @@ def divergences(client: Client, plain: Client, prompt: list[int]) -> list[float]
     return [coarse_kl(p, q) for p, q in zip(want, got)]
 
 
-def test_four_bits_answer_as_plain_bf16_does(client, servers, ids):
+@pytest.fixture
+def plain(servers) -> Client:
+    """The server that ``test_bf16`` leaves."""
+    return Client(servers())
+
+
+def test_four_bits_answer_as_plain_bf16_does(plain, client, ids):
     """Where windows hold all, bases that undo each other and a mean off all keys leave BF16's rounding; then 4 bits."""
-    plain = Client(servers(*CHUNKED))
     covered = divergences(client, plain, ids[:COVERED])
     history = divergences(client, plain, ids[:1200])[512:]
     means = [sum(kl) / len(kl) for kl in (covered, history)]
