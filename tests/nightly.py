@@ -15,8 +15,8 @@ NIGHTLY = {
     r"e2e/test_canary\.py": "tests/sglang/memory/test_canary.py: the canary is attached; its checks are SGLang's",
     r"e2e/test_evaluation\.py": "tests/evaluation: the command, over a stand-in; tests/e2e/test_transform.py: the KL",
     r"e2e/test_numbers\.py": "tests/e2e/test_transform.py: the KL of one method; tests/methods, tests/formats: others",
-    r"e2e/test_parallel\.py": "tests/sglang/attention/test_worker_rotations.py and tests/sglang/memory/test_capacity.py: "
-    "what each worker holds",
+    r"e2e/test_parallel\.py": "tests/sglang/attention/test_worker_rotations.py and "
+    "tests/sglang/memory/test_capacity.py: what each worker holds",
     r"e2e/test_engine_sessions\.py": "tests/sglang/test_engine.py: keywords; tests/e2e/test_sessions.py: sessions",
     r"e2e/test_episodes\.py": "tests/sessions/test_episodes.py and tests/sglang/router/test_session_episodes.py",
     r"e2e/test_folding\.py": "tests/sglang/prefix/test_folding.py",
@@ -32,7 +32,7 @@ NIGHTLY = {
     # Servers: of a file, what its other tests show too.
     r"e2e/test_hybrid\.py.*\[no radix cache\]": "tests/e2e/test_hybrid.py: differs from the other in a lookup",
     r"e2e/test_hicache\.py::test_(write_back|first_)": "tests/sglang/hicache/test_hicache.py: what is ours of it",
-    r"e2e/test_newcomer\.py::test_demo": "tests/e2e/test_demo.py: the program; tests/packaging/test_releases.py: ./demo",
+    r"e2e/test_newcomer\.py::test_demo": "tests/e2e/test_demo.py: the program",
     r"e2e/test_newcomer\.py::test_doctor.*\[wheel\]": "tests/e2e/test_newcomer.py: the quick start calls kvq doctor",
     r"e2e/test_serving\.py::test_streaming_sessions_find": "tests/e2e/test_serving.py: the same numbers, written down",
     r"e2e/test_selection\.py::test_(several|without_room|what_never)": "tests/sglang/prefix/test_selection.py",

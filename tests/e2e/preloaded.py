@@ -74,7 +74,8 @@ class Preloaded:
     def __init__(self, server: Server) -> None:
         self.variables = _sglangs(server)
         self.channel, theirs = socket.socketpair()
-        words = [server.command[0], "-m", "tests.e2e.preloaded", str(theirs.fileno())]
+        model = server.command[server.command.index("--model-path") + 1]
+        words = [server.command[0], "-m", "tests.e2e.preloaded", str(theirs.fileno()), model]
         root = str(Path(__file__).resolve().parents[2])
         self.process = subprocess.Popen(words, env=server.env, cwd=root, pass_fds=[theirs.fileno()])
         theirs.close()
@@ -124,7 +125,23 @@ def _serve(request: dict) -> None:
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
-def _main(channel: socket.socket) -> None:
+def _keep_tokenizer(model: str) -> None:
+    """Loads a model's tokenizer once for all servers: each loads it four times, which is half of its start."""
+    from sglang.srt.managers import scheduler
+
+    load = scheduler.get_tokenizer
+    kept = load(model)
+
+    def get_tokenizer(name: str, *args, **options):
+        usual = not args and set(options.values()) <= {"auto", False, None, "huggingface"}
+        return kept if name == model and usual else load(name, *args, **options)
+
+    for module in list(sys.modules.values()):
+        if vars(module).get("get_tokenizer") is load:
+            module.get_tokenizer = get_tokenizer
+
+
+def _main(channel: socket.socket, model: str) -> None:
     """Forks servers until the other end closes, and tells each one's channel its pid and its end."""
     import importlib
     import multiprocessing.context
@@ -139,6 +156,7 @@ def _main(channel: socket.socket) -> None:
     for name in (*names, *(f"models.{model}" for model in MODEL_MODULES)):
         importlib.import_module(f"sglang.srt.{name}")
     products.install()
+    _keep_tokenizer(model)
     multiprocessing.context.SpawnProcess._Popen = staticmethod(multiprocessing.popen_fork.Popen)
     wake, waker = os.pipe()
     os.set_blocking(waker, False)
@@ -176,4 +194,4 @@ def _main(channel: socket.socket) -> None:
 
 
 if __name__ == "__main__":
-    _main(socket.socket(fileno=int(sys.argv[1])))
+    _main(socket.socket(fileno=int(sys.argv[1])), sys.argv[2])
