@@ -2,7 +2,7 @@
 
 ./test                    what every change must pass: SGLang's newest release, and the seams of the oldest
 ./test --quick            linters and what is tested in three minutes, without servers
-./test --all              every parameter and every release: nightly, and before a release of ours
+./test --all              every test (tests/nightly.py), parameter and release: nightly, and before a release of ours
 ./test --container        builds the container image and runs it: needs root and Debian's packages
 ./test -k allocator -x    any pytest arguments
 ./test tests/e2e          only these paths, each in the environments it belongs to
