@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
 from collections.abc import Callable, Iterator
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 
 from launch.server import Server
 from sglang_kvq.releases import OLDEST
@@ -33,6 +36,8 @@ STRICT = {
 }
 #: Idle servers are kept this many at a time: each holds about 2.5 GB.
 KEPT = 2
+#: Layers of ``Servers.shallow``.
+SHALLOW = 4
 #: Files in an order in which most find a server with their flags running: of one line, each leaves what the next uses.
 ORDER = (
     *("test_bf16.py", "test_demo.py", "test_kits.py", "test_transform.py"),
@@ -68,6 +73,24 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if version("sglang") == OLDEST and not config.getoption("--all"):
         ours = [item for item in ours if OLDEST_TOO.search(item.nodeid)]
     items[:] = [*(item for item in items if here not in item.path.parents), *ours]
+
+
+def cut(model: Path, folder: Path) -> Path:
+    """Writes a model's first ``SHALLOW`` layers to a folder that does not exist; other files are links."""
+    folder.mkdir()
+    config = json.loads((model / "config.json").read_text())
+    for path in model.iterdir():
+        if path.suffix != ".safetensors" and path.name != "config.json":
+            (folder / path.name).symlink_to(path)
+    (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": SHALLOW}))
+    weights = {}
+    for path in model.glob("*.safetensors"):
+        with safe_open(path, "pt") as file:
+            names = (name.split(".") for name in file.keys())  # noqa: SIM118  (it is no dictionary)
+            kept = (name for name in names if "layers" not in name or int(name[name.index("layers") + 1]) < SHALLOW)
+            weights |= {name: file.get_tensor(name) for name in map(".".join, kept)}
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    return folder
 
 
 class Servers:
@@ -121,6 +144,12 @@ class Servers:
             server.start(READY)
         self._running[key] = server
         return server
+
+    @cached_property
+    def shallow(self) -> Path:
+        """The model's first layers, for tests of how a server behaves: on a CPU, decoding takes a fifth as long."""
+        folder = self.logs.with_name("shallow")
+        return self.model if ON_GPU else cut(self.model, folder)
 
     def stop(self) -> None:
         for server in self._running.values():

@@ -130,11 +130,12 @@ def _keep_tokenizer(model: str) -> None:
     from sglang.srt.managers import scheduler
 
     load = scheduler.get_tokenizer
-    kept = load(model)
+    kept, file = load(model), os.path.realpath(os.path.join(model, "tokenizer.json"))
 
     def get_tokenizer(name: str, *args, **options):
         usual = not args and set(options.values()) <= {"auto", False, None, "huggingface"}
-        return kept if name == model and usual else load(name, *args, **options)
+        same = usual and os.path.realpath(os.path.join(name, "tokenizer.json")) == file
+        return kept if same else load(name, *args, **options)
 
     for module in list(sys.modules.values()):
         if vars(module).get("get_tokenizer") is load:

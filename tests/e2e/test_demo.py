@@ -35,6 +35,7 @@ def test_both_servers_are_asked_and_compared(servers, model, monkeypatch):
         return Running(servers(*(() if "none" in flags else WIDE)))
 
     monkeypatch.setattr(demo, "Server", server)
+    monkeypatch.setattr(demo, "LONG", f"{demo.PASSAGE}Question: who built the lighthouse?")
     shown = io.StringIO()
     options = argparse.Namespace(model=str(model), method="int2", flags=[], serve=False, episodes=False)
     demo.run(options, Console(file=shown, width=160))

@@ -23,7 +23,7 @@ ANSWER = 1200 if ON_GPU else 60
 
 @pytest.fixture
 def client(servers) -> Client:
-    client = Client(servers(*CHAT, env=STRICT))
+    client = Client(servers(*CHAT, env=STRICT, model=servers.shallow))
     client.flush()
     return client
 
@@ -91,7 +91,7 @@ def test_figures_of_a_running_request_and_of_an_idle_server(client):
 def test_an_error_that_a_plan_counts_is_logged_while_the_request_runs(servers, faulty):
     """And counted in ``/metrics`` and ``/server_info``. The check when idle, which would end the server, is off."""
     env = {**faulty("counted_error"), "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "0"}
-    server = servers(*CHAT, env=env, fresh=True)
+    server = servers(*CHAT, env=env, fresh=True, model=servers.shallow)
     client, line = Client(server), "the cache counted errors on the device, 1 so far"
     job = threading.Thread(target=client.generate, args=(list(range(200, 900)), ANSWER))
     job.start()

@@ -32,12 +32,12 @@ PRESSED = {**STRICT, "SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL":
 
 @pytest.fixture
 def chat(servers) -> Client:
-    return Client(servers(*CHAT, env=STRICT))
+    return Client(servers(*CHAT, env=STRICT, model=servers.shallow))
 
 
 @pytest.fixture
 def tiny(servers) -> Client:
-    return Client(servers(*TINY, env=PRESSED))
+    return Client(servers(*TINY, env=PRESSED, model=servers.shallow))
 
 
 def assert_empties(client: Client) -> None:
@@ -86,7 +86,7 @@ def test_server_info_tells_what_is_allocated(chat):
 
 
 def test_log_says_how_many_requests_fit_and_is_short(servers):
-    server = servers(*CHAT, env=STRICT)
+    server = servers(*CHAT, env=STRICT, model=servers.shallow)
     for path in ("/health", "/metrics"):
         assert requests.get(f"{server.url}{path}", timeout=300).status_code == 200
     log = server.log()
@@ -137,7 +137,7 @@ def test_many_streams_with_shared_prefixes_aborts_and_no_room(tiny, servers):
     results = together([lambda i=i: stream(i) for i in range(8)])
     assert sorted(set(results)) == ["aborted", "finished"], results
     assert_empties(tiny)
-    log = servers(*TINY, env=PRESSED).log()
+    log = servers(*TINY, env=PRESSED, model=servers.shallow).log()
     assert "#retracted_reqs" in log, "no request was retracted"
 
 
@@ -199,4 +199,4 @@ def test_streaming_sessions_resume_in_the_middle_of_a_page(chat):
 
 
 def test_streaming_sessions_find_as_much_as_in_plain_sglang(servers):
-    assert streaming_turns(Client(servers("--enable-streaming-session", env=STRICT))) == STREAMED
+    assert streaming_turns(Client(servers("--enable-streaming-session", env=STRICT, model=servers.shallow))) == STREAMED
