@@ -23,6 +23,8 @@ PRELOAD = 300
 
 #: Variables that SGLang reads when it uses them, and not when it is imported.
 READ_LATE = ("SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY", "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE")
+#: Variables that SGLang's scheduler reads when it is imported, as constants that a forked server sets again.
+CONSTANTS = ("SGLANG_TEST_RETRACT", "SGLANG_TEST_RETRACT_INTERVAL")
 #: SGLang's modules of the models that servers in tests load.
 MODEL_MODULES = ("llama",)
 
@@ -101,13 +103,16 @@ class Preloaded:
 def _sglangs(server: Server) -> dict[str, str]:
     """Variables of which SGLang may read some while it is imported."""
     found = {name: value for name, value in server.env.items() if name.startswith("SGLANG_")}
-    return {name: value for name, value in found.items() if name not in READ_LATE}
+    return {name: value for name, value in found.items() if name not in READ_LATE + CONSTANTS}
 
 
 def _serve(request: dict) -> None:
     """Becomes the server: a session of its own, its own log, SGLang's ``__main__``."""
     import ctypes
     import runpy
+
+    from sglang.srt import environ
+    from sglang.srt.managers import scheduler
 
     ctypes.CDLL(None).prctl(1, 9)  # dies with the preloading process
     os.setsid()
@@ -120,6 +125,8 @@ def _serve(request: dict) -> None:
     os.chdir(Path(request["log"]).parent)
     sys.path[0] = ""
     sys.path[1:1] = list(filter(None, request["env"].get("PYTHONPATH", "").split(os.pathsep)))
+    for name in CONSTANTS:
+        setattr(scheduler, name.removeprefix("SGLANG_"), getattr(environ.envs, name).get())
     module, *words = request["argv"]
     sys.argv = [module, *words]
     runpy.run_module(module, run_name="__main__", alter_sys=True)
@@ -157,7 +164,8 @@ def _main(channel: socket.socket, model: str) -> None:
     for name in (*names, *(f"models.{model}" for model in MODEL_MODULES)):
         importlib.import_module(f"sglang.srt.{name}")
     products.install()
-    _keep_tokenizer(model)
+    if Path(model, "tokenizer.json").exists():
+        _keep_tokenizer(model)
     multiprocessing.context.SpawnProcess._Popen = staticmethod(multiprocessing.popen_fork.Popen)
     wake, waker = os.pipe()
     os.set_blocking(waker, False)
