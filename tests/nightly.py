@@ -12,7 +12,7 @@ NIGHTLY = {
     # Servers: SGLang's own behaviour, models of other kinds, several workers.
     r"e2e/test_kits\.py": "tests/e2e/test_serving.py: turns, sessions, retraction and aborts, under the same checks; "
     "tests/cache/test_tiers.py damages tables in every way that the checks find",
-    r"e2e/test_capture\.py": "tests/rotations/calibration/test_run.py: the sums; tests/rotations/test_cli.py: the command",
+    r"e2e/test_capture\.py": "tests/rotations/calibration/test_run.py: sums; tests/rotations/test_cli.py: the command",
     r"e2e/test_canary\.py": "tests/sglang/memory/test_canary.py: the canary is attached; its checks are SGLang's",
     r"e2e/test_evaluation\.py": "tests/evaluation: the command, over a stand-in; tests/e2e/test_transform.py: the KL",
     r"e2e/test_numbers\.py": "tests/e2e/test_transform.py: the KL of one method; tests/methods, tests/formats: others",

@@ -136,13 +136,17 @@ class Servers:
                 # Plain BF16 attends with Triton kernels too, so that differences are the cache's.
                 backend = () if "--kv-quant" in flags else ("--attention-backend", "triton")
                 flags = (*GPU_FLAGS, *backend, *flags)
-            server = Server(model, *flags, cpu=not ON_GPU, env=env, log_path=log)
-            if not ON_GPU:
-                self._preloaded = self._preloaded or Preloaded(server)
-                if self._preloaded.can_fork(server):
-                    server.spawn = partial(self._preloaded.fork, server)
+            server = self.forked(Server(model, *flags, cpu=not ON_GPU, env=env, log_path=log))
             server.start(READY)
         self._running[key] = server
+        return server
+
+    def forked(self, server: Server) -> Server:
+        """The server, whose process will come from one that has imported SGLang, if its variables allow."""
+        if not ON_GPU:
+            self._preloaded = self._preloaded or Preloaded(server)
+            if self._preloaded.can_fork(server):
+                server.spawn = partial(self._preloaded.fork, server)
         return server
 
     @cached_property
@@ -206,11 +210,12 @@ def plugin(plugins: Callable[..., dict[str, str]]) -> dict[str, str]:
 
 
 @pytest.fixture
-def refused(model: Path, tmp_path: Path) -> Callable[..., str]:
+def refused(servers: Servers, tmp_path: Path) -> Callable[..., str]:
     """``refused(*flags)``: starts a server that must refuse to, and gives its log."""
 
     def start(*flags: str, env: dict[str, str] | None = None) -> str:
-        server = Server(model, *flags, env=env, log_path=tmp_path / "server.log")
+        variables = {**STRICT, "SGLANG_DISABLED_MODEL_ARCHS": other_models(), **(env or {})}
+        server = servers.forked(Server(servers.shallow, *flags, env=variables, log_path=tmp_path / "server.log"))
         try:
             server.start(READY)
         except Exception:

@@ -13,13 +13,13 @@ from sglang_kvq.rotations.calibration.hf_model import embedding_rows, load_model
 from sglang_kvq.rotations.calibration.settings import CalibrationSettings, draw_contexts
 from sglang_kvq.rotations.maths.moments import MomentSums
 from tests.e2e.client import held_out_text
-from tests.e2e.conftest import SHALLOW
 
 KV_HEADS, DIM = 3, 64
 
 
 def test_engine_and_transformers_see_the_same_moments(servers, tmp_path):
-    model, layers = servers.shallow, SHALLOW
+    model = servers.shallow
+    layers = json.loads((model / "config.json").read_text())["num_hidden_layers"]
     (tmp_path / "corpus.txt").write_text(held_out_text())
     command = [
         "calibrate", str(model), "--text", str(tmp_path / "corpus.txt"), "--output", str(tmp_path / "out"),
