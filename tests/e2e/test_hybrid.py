@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from functools import partial
 
 import pytest
 
@@ -16,7 +15,6 @@ from benchmarks.tiny_hybrids import SERVER_FLAGS
 from benchmarks.tiny_models import MODELS, VOCABULARY
 from benchmarks.tiny_server import STRICT, TinyServer, body
 from tests.e2e.conftest import ON_GPU, READY
-from tests.e2e.preloaded import Preloaded
 from tests.gpu.families import ROUNDING, prompt
 
 FLAGS = (
@@ -35,21 +33,15 @@ def said(request, plugin, tmp_path_factory) -> Iterator[dict[str, dict]]:
         more = ("--disable-radix-cache",)
     model = MODELS["qwen3_next"].write(folder)
     found: dict[str, dict] = {"expected": {"cached": 0 if more else 512}}
-    preloaded = None
     for name, flags in (("plain", FLAGS), ("ours", (*FLAGS, *OURS))):
         server = TinyServer(
             model, [*flags, *more], cpu=not ON_GPU, log=folder / f"{name}.log", env={**STRICT, **plugin}
         )
-        if not ON_GPU:
-            preloaded = preloaded or Preloaded(server)
-            server.spawn = partial(preloaded.fork, server)
         server.start(READY)
         try:
             found[name] = ask(server)
         finally:
             server.stop(grace=0)
-    if preloaded:
-        preloaded.stop()
     return found
 
 
