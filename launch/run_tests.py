@@ -2,7 +2,7 @@
 
 ./test                    what every change must pass: SGLang's newest release, and the seams of the oldest
 ./test --quick            linters and what is tested in three minutes, without servers
-./test --all              every parameter and every release: nightly, and before a release of ours
+./test --all              every test (tests/nightly.py), parameter and release: nightly, and before a release of ours
 ./test --container        builds the container image and runs it: needs root and Debian's packages
 ./test -k allocator -x    any pytest arguments
 ./test tests/e2e          only these paths, each in the environments it belongs to
@@ -39,8 +39,7 @@ LINTERS = (("ruff", "format", "--check", "--quiet"), ("ruff", "check", "--quiet"
 BOTH = ("tests/sglang", "tests/e2e")
 #: Jobs in the newest release's environment, the longest first. A last one runs all other tests.
 JOBS = {
-    "servers of the small model": ("tests/e2e/test_[bks]*.py", "tests/e2e/test_folded_weights.py"),
-    "other servers": ("tests/e2e",),
+    "servers": ("tests/e2e",),
     "kernels": ("tests/kernels/test_[a-f]*.py",),
     "more kernels": ("tests/kernels",),
     "SGLang": ("tests/sglang",),
@@ -165,7 +164,7 @@ def plan(words: Sequence[str], quick: bool = False, everything: bool = False) ->
         jobs = [pytest_job("unit tests", NEWEST, [*unit, *SPREAD, *options])] if unit else []
         jobs += [pytest_job(f"SGLang {NEWEST}", NEWEST, [*older, *options])] if older else []
     if older and not quick:
-        # Second, so that it ends before other servers start: memory is enough for those of two jobs.
+        # Second: memory is enough for the servers of two jobs.
         jobs.insert(1, pytest_job(f"SGLang {OLDEST}", OLDEST, [*older, *options]))
     return [*jobs, *linters]
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import benchmarks  # noqa: F401  (a GPU host's checkout is not installed)
-from tests import pairs
+from tests import nightly, pairs
 
 if not torch.cuda.is_available() and importlib.util.find_spec("triton"):
     # Triton's own functions are made for the interpreter or not when it is first imported, by whatever library comes
@@ -33,7 +33,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--all",
         action="store_true",
-        help="every value of parameters with every other (tests/pairs.py), and every test with each release",
+        help="every value of parameters with every other (tests/pairs.py), every test with each release, and those of "
+        "tests/nightly.py",
     )
 
 
@@ -41,7 +42,11 @@ def pytest_configure(config: pytest.Config) -> None:
     pairs.everything |= config.getoption("--all")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    left_out = [] if config.getoption("--all") else [item for item in items if nightly.is_nightly(item.nodeid)]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in {*left_out}]
     for item in items:
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))

@@ -13,6 +13,11 @@ from allpairspy import AllPairs
 everything = torch.cuda.is_available()
 
 
+def few(values: Iterable, count: int) -> list:
+    """The first of these values; with ``--all`` and on a GPU all."""
+    return list(values) if everything else list(values)[:count]
+
+
 def label(value: object) -> str:
     """A value in a test's id: its keys where it came from a dictionary, widths of planes as digits."""
     if isinstance(value, tuple):

@@ -15,6 +15,7 @@ from sglang_kvq.formats.page import PageFormat
 from sglang_kvq.formats.planes import PlaneCode, PlaneFormat
 from sglang_kvq.formats.record import RecordFormat
 from sglang_kvq.methods import METHOD_NAMES, get_method
+from tests.pairs import each
 
 HEADS = 2
 CENTRED = PageFormat(64, 64, k=CodeFormat(4, centred=True))
@@ -66,8 +67,7 @@ def seed() -> None:
     torch.manual_seed(0)
 
 
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
-@pytest.mark.parametrize("kind", formats_of(64))
+@each(kind=formats_of(64).keys(), head_dim=HEAD_DIMS)
 def test_tokens_and_back_is_every_bit_of_a_record(kind, head_dim):
     format = formats_of(head_dim)[kind]
     records = torch.randint(256, (3, HEADS, format.record_bytes), dtype=torch.uint8)
@@ -76,8 +76,7 @@ def test_tokens_and_back_is_every_bit_of_a_record(kind, head_dim):
     assert torch.equal(format.join_tokens(parts), records)
 
 
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
-@pytest.mark.parametrize("kind", formats_of(64))
+@each(kind=formats_of(64).keys(), head_dim=HEAD_DIMS)
 def test_moved_tokens_are_what_they_would_be_quantized_there(kind, head_dim):
     """Against quantizing the chosen tokens themselves: the same bytes. Layers of one layout choose differently."""
     format = formats_of(head_dim)[kind]

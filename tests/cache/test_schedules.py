@@ -10,12 +10,12 @@ import torch
 from sglang_kvq.cache import sink_token_cache
 from tests.cache.scheduler_model import PLANES, Model
 from tests.cache.schedules import Driver, converse, crowd, random_model, soft_model
-from tests.pairs import each
+from tests.pairs import each, few
 
 OVERLAP = {"in-flight": True, "alone": False}
 
 
-@each(seed=range(6), overlap=OVERLAP)
+@each(seed=few(range(6), 3), overlap=OVERLAP)
 def test_random_schedules(seed, overlap):
     rng = random.Random(100 + seed)
     driver = Driver(random_model(rng, overlap), rng)
@@ -28,16 +28,16 @@ def test_random_schedules(seed, overlap):
 @each(drafts=[1, 4], overlap=OVERLAP)
 def test_random_schedules_of_soft_windows(drafts, overlap):
     """With BF16 pages for fewer windows than run, recent pages give way, and nothing else changes."""
-    shortened = 0
-    for seed in range(3):
+    shortened, seeds = 0, few(range(3), 1)
+    for seed in seeds:
         rng = random.Random(400 + seed)
         model = soft_model(rng, drafts, overlap=overlap, look_every=8)
         crowd(model, rng, 5, drafts)
         shortened += model.shortened
-    assert shortened > 20
+    assert shortened > (20 if len(seeds) > 1 else 1)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", few(range(3), 1))
 def test_windows_are_whole_where_there_is_room(seed):
     """Bit for bit what they are without ``kept_pages``."""
     tables = []
@@ -60,15 +60,15 @@ def test_random_schedules_keep_first_tokens(pages_per_entry, overlap, monkeypatc
     """Whatever takes BF16 pages, a first page is read with its first token as it was written, while there are
     entries."""
     monkeypatch.setattr(sink_token_cache, "PAGES_PER_ENTRY", pages_per_entry)
-    restored = unkept = 0
-    for seed in range(4):
+    restored, unkept, seeds = 0, 0, few(range(4), 1)
+    for seed in seeds:
         rng = random.Random(300 + seed)
         rows, sinks = rng.randint(1, 3), rng.randint(1, 2)
         model = Model(70, rows * (sinks + 2) + 1, rows, sinks, 1, overlap=overlap, format=PLANES)
         converse(model, rng, 40)
         assert not model.pool.sink_cache.pages.any()
         restored, unkept = restored + model.restored, unkept + model.unkept
-    assert restored > 20 and (unkept == 0 or pages_per_entry > 1)
+    assert restored > (20 if len(seeds) > 1 else 2) and (unkept == 0 or pages_per_entry > 1)
 
 
 @each(drafts=[2, 4, 5, 7, 64], overlap=OVERLAP)

@@ -8,6 +8,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from sglang_kvq.constants import PAGE_SIZE as P
+from tests import pairs
 from tests.cache.scheduler_model import PLANES, TWO_BITS, Model
 from tests.cache.schedules import Driver
 
@@ -116,7 +117,7 @@ class Scheduler(RuleBasedStateMachine):
 
 
 Scheduler.TestCase.settings = settings(
-    max_examples=60,
+    max_examples=60 if pairs.everything else 15,
     stateful_step_count=40,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],

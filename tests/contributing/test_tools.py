@@ -12,6 +12,7 @@ from launch import run_tests
 from launch.progress import StepFailed
 from launch.run_tests import BOTH, LINTERS, container_job, plan
 from sglang_kvq.releases import NEWEST, OLDEST
+from tests import nightly
 from tests.conftest import ROOT
 
 HOOKS = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"][0]["hooks"]
@@ -71,6 +72,15 @@ def test_every_test_is_in_one_job_of_the_newest_release() -> None:
     assert len(files) == len(set(files)) and set(files) == set((ROOT / "tests").rglob("test_*.py"))
     (oldest,) = (job for job in plan([]) if job.version == OLDEST)
     assert collected(oldest.commands[0]) == {file for folder in BOTH for file in (ROOT / folder).rglob("test_*.py")}
+
+
+@pytest.mark.parametrize("pattern", nightly.NIGHTLY)
+def test_what_runs_at_night_is_shown_by_tests_of_every_day(pattern: str) -> None:
+    shown = [path.rstrip(".") for path in re.findall(r"tests/[\w/.]+", nightly.NIGHTLY[pattern])]
+    assert shown and [path for path in shown if not (ROOT / path).exists() or nightly.is_nightly(path)] == []
+    file, _, test = (part.split(".*")[0] for part in pattern.partition("::"))
+    named = [path for path in (ROOT / "tests").rglob("test_*.py") if re.search(file, str(path))]
+    assert named and any(re.search(test, path.read_text()) for path in named)
 
 
 def test_quick_jobs_exist_and_start_no_server() -> None:

@@ -51,7 +51,7 @@ class Client:
 
     def states(self) -> list[dict]:
         """``kv_quant`` of each data-parallel worker."""
-        response = requests.get(f"{self.url}/server_info", timeout=60)
+        response = requests.get(f"{self.url}/server_info", timeout=300)
         return [state["kv_quant"] for state in response.json()["internal_states"]]
 
     def state(self) -> dict:
@@ -59,7 +59,7 @@ class Client:
 
     def flush(self) -> None:
         """Empty the prefix cache, as soon as the server is idle."""
-        deadline = time.time() + 120
+        deadline = time.time() + 300
         while self.post("/flush_cache").status_code != 200:
             assert time.time() < deadline, "requests are still running"
             time.sleep(0.5)

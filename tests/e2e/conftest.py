@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
 from collections.abc import Callable, Iterator
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 
 from launch.server import Server
 from sglang_kvq.releases import OLDEST
@@ -33,25 +36,20 @@ STRICT = {
 }
 #: Idle servers are kept this many at a time: each holds about 2.5 GB.
 KEPT = 2
+#: Layers of ``Servers.shallow``.
+SHALLOW = 4
 #: Files in an order in which most find a server with their flags running: of one line, each leaves what the next uses.
 ORDER = (
-    *("test_bf16.py", "test_kits.py"),
+    *("test_bf16.py", "test_demo.py", "test_kits.py", "test_transform.py"),
     *("test_server_metrics.py", "test_folded_weights.py", "test_serving.py"),
-    *("test_transform.py", "test_evaluation.py", "test_numbers.py", "test_parallel.py"),
+    *("test_evaluation.py", "test_numbers.py", "test_parallel.py"),
     *("test_canary.py", "test_capture.py", "test_refusals.py"),
 )
 #: Tests that the oldest release runs without ``--all``: one server under load. ``tests/sglang`` tests what differs from
 #: the newest, symbol by symbol.
-OLDEST_TOO = re.compile(r"test_serving\.py::(?!test_streaming_sessions)")
-#: Tests that only ``--all`` runs, by what follows ``test_``: another test or ``tests/sglang`` shows the same.
-NIGHTLY = re.compile(
-    r"hybrid\.py.*\[no radix cache\]"  # differs from the other in a lookup
-    r"|kits\.py.*\[(plain|wide|streaming_sessions)"  # SGLang alone; BF16 pages; test_serving has these sessions
-    r"|kits\.py::test_a_lost_"  # tests/cache/test_tiers.py damages tables in every way that the checks find
-    r"|canary\.py::test_a_"  # that the canary finds faults is SGLang's to show; tests/sglang, that it is attached
-    r"|hicache\.py::test_(write_back|first_)"  # tests/sglang/hicache/test_hicache.py has what is ours of it
-    r"|speculation\.py::test_answers"  # test_speculation_families verifies answers, by a stricter measure
-)
+OLDEST_TOO = re.compile(r"test_serving\.py::")
+#: Seconds until a server must be ready: beside other jobs on two slow cores one took three minutes.
+READY = 900
 
 
 @cache
@@ -70,13 +68,29 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     ours = [item for item in items if here in item.path.parents]
     for item in ours:
         if not item.get_closest_marker("timeout"):
-            item.add_marker(pytest.mark.timeout(900))
+            item.add_marker(pytest.mark.timeout(2 * READY))
     ours.sort(key=lambda item: (*ORDER, item.path.name).index(item.path.name))
-    if not config.getoption("--all"):
-        ours = [item for item in ours if not NIGHTLY.search(item.nodeid)]
-        if version("sglang") == OLDEST:
-            ours = [item for item in ours if OLDEST_TOO.search(item.nodeid)]
+    if version("sglang") == OLDEST and not config.getoption("--all"):
+        ours = [item for item in ours if OLDEST_TOO.search(item.nodeid)]
     items[:] = [*(item for item in items if here not in item.path.parents), *ours]
+
+
+def cut(model: Path, folder: Path) -> Path:
+    """Writes a model's first ``SHALLOW`` layers to a folder that does not exist; other files are links."""
+    folder.mkdir()
+    config = json.loads((model / "config.json").read_text())
+    for path in model.iterdir():
+        if path.suffix != ".safetensors" and path.name != "config.json":
+            (folder / path.name).symlink_to(path)
+    (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": SHALLOW}))
+    weights = {}
+    for path in model.glob("*.safetensors"):
+        with safe_open(path, "pt") as file:
+            names = (name.split(".") for name in file.keys())  # noqa: SIM118  (it is no dictionary)
+            kept = (name for name in names if "layers" not in name or int(name[name.index("layers") + 1]) < SHALLOW)
+            weights |= {name: file.get_tensor(name) for name in map(".".join, kept)}
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    return folder
 
 
 class Servers:
@@ -122,14 +136,24 @@ class Servers:
                 # Plain BF16 attends with Triton kernels too, so that differences are the cache's.
                 backend = () if "--kv-quant" in flags else ("--attention-backend", "triton")
                 flags = (*GPU_FLAGS, *backend, *flags)
-            server = Server(model, *flags, cpu=not ON_GPU, env=env, log_path=log)
-            if not ON_GPU:
-                self._preloaded = self._preloaded or Preloaded(server)
-                if self._preloaded.can_fork(server):
-                    server.spawn = partial(self._preloaded.fork, server)
-            server.start()
+            server = self.forked(Server(model, *flags, cpu=not ON_GPU, env=env, log_path=log))
+            server.start(READY)
         self._running[key] = server
         return server
+
+    def forked(self, server: Server) -> Server:
+        """The server, whose process will come from one that has imported SGLang, if its variables allow."""
+        if not ON_GPU:
+            self._preloaded = self._preloaded or Preloaded(server)
+            if self._preloaded.can_fork(server):
+                server.spawn = partial(self._preloaded.fork, server)
+        return server
+
+    @cached_property
+    def shallow(self) -> Path:
+        """The model's first layers, for tests of how a server behaves: on a CPU, decoding takes a fifth as long."""
+        folder = self.logs.with_name("shallow")
+        return self.model if ON_GPU else cut(self.model, folder)
 
     def stop(self) -> None:
         for server in self._running.values():
@@ -186,13 +210,14 @@ def plugin(plugins: Callable[..., dict[str, str]]) -> dict[str, str]:
 
 
 @pytest.fixture
-def refused(model: Path, tmp_path: Path) -> Callable[..., str]:
+def refused(servers: Servers, tmp_path: Path) -> Callable[..., str]:
     """``refused(*flags)``: starts a server that must refuse to, and gives its log."""
 
     def start(*flags: str, env: dict[str, str] | None = None) -> str:
-        server = Server(model, *flags, env=env, log_path=tmp_path / "server.log")
+        variables = {**STRICT, "SGLANG_DISABLED_MODEL_ARCHS": other_models(), **(env or {})}
+        server = servers.forked(Server(servers.shallow, *flags, env=variables, log_path=tmp_path / "server.log"))
         try:
-            server.start()
+            server.start(READY)
         except Exception:
             assert server.process is not None and server.process.returncode not in (None, 0), server.log_tail()
             return server.log()

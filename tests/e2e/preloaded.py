@@ -15,6 +15,7 @@ import sys
 from pathlib import Path
 
 from launch.server import Server
+from tests.e2e import products
 
 #: Seconds until a preloaded process answers; it imports SGLang first.
 PRELOAD = 300
@@ -22,6 +23,8 @@ PRELOAD = 300
 
 #: Variables that SGLang reads when it uses them, and not when it is imported.
 READ_LATE = ("SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY", "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE")
+#: Variables that SGLang's scheduler reads when it is imported, as constants that a forked server sets again.
+CONSTANTS = ("SGLANG_TEST_RETRACT", "SGLANG_TEST_RETRACT_INTERVAL")
 #: SGLang's modules of the models that servers in tests load.
 MODEL_MODULES = ("llama",)
 
@@ -73,7 +76,8 @@ class Preloaded:
     def __init__(self, server: Server) -> None:
         self.variables = _sglangs(server)
         self.channel, theirs = socket.socketpair()
-        words = [server.command[0], "-m", "tests.e2e.preloaded", str(theirs.fileno())]
+        model = server.command[server.command.index("--model-path") + 1]
+        words = [server.command[0], "-m", "tests.e2e.preloaded", str(theirs.fileno()), model]
         root = str(Path(__file__).resolve().parents[2])
         self.process = subprocess.Popen(words, env=server.env, cwd=root, pass_fds=[theirs.fileno()])
         theirs.close()
@@ -99,13 +103,16 @@ class Preloaded:
 def _sglangs(server: Server) -> dict[str, str]:
     """Variables of which SGLang may read some while it is imported."""
     found = {name: value for name, value in server.env.items() if name.startswith("SGLANG_")}
-    return {name: value for name, value in found.items() if name not in READ_LATE}
+    return {name: value for name, value in found.items() if name not in READ_LATE + CONSTANTS}
 
 
 def _serve(request: dict) -> None:
     """Becomes the server: a session of its own, its own log, SGLang's ``__main__``."""
     import ctypes
     import runpy
+
+    from sglang.srt import environ
+    from sglang.srt.managers import scheduler
 
     ctypes.CDLL(None).prctl(1, 9)  # dies with the preloading process
     os.setsid()
@@ -118,12 +125,31 @@ def _serve(request: dict) -> None:
     os.chdir(Path(request["log"]).parent)
     sys.path[0] = ""
     sys.path[1:1] = list(filter(None, request["env"].get("PYTHONPATH", "").split(os.pathsep)))
+    for name in CONSTANTS:
+        setattr(scheduler, name.removeprefix("SGLANG_"), getattr(environ.envs, name).get())
     module, *words = request["argv"]
     sys.argv = [module, *words]
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
-def _main(channel: socket.socket) -> None:
+def _keep_tokenizer(model: str) -> None:
+    """Loads a model's tokenizer once for all servers: each loads it four times, which is half of its start."""
+    from sglang.srt.managers import scheduler
+
+    load = scheduler.get_tokenizer
+    kept, file = load(model), os.path.realpath(os.path.join(model, "tokenizer.json"))
+
+    def get_tokenizer(name: str, *args, **options):
+        usual = not args and set(options.values()) <= {"auto", False, None, "huggingface"}
+        same = usual and os.path.realpath(os.path.join(name, "tokenizer.json")) == file
+        return kept if same else load(name, *args, **options)
+
+    for module in list(sys.modules.values()):
+        if vars(module).get("get_tokenizer") is load:
+            module.get_tokenizer = get_tokenizer
+
+
+def _main(channel: socket.socket, model: str) -> None:
     """Forks servers until the other end closes, and tells each one's channel its pid and its end."""
     import importlib
     import multiprocessing.context
@@ -137,6 +163,9 @@ def _main(channel: socket.socket) -> None:
     names = ("entrypoints.http_server", "managers.scheduler", "managers.detokenizer_manager")
     for name in (*names, *(f"models.{model}" for model in MODEL_MODULES)):
         importlib.import_module(f"sglang.srt.{name}")
+    products.install()
+    if Path(model, "tokenizer.json").exists():
+        _keep_tokenizer(model)
     multiprocessing.context.SpawnProcess._Popen = staticmethod(multiprocessing.popen_fork.Popen)
     wake, waker = os.pipe()
     os.set_blocking(waker, False)
@@ -174,4 +203,4 @@ def _main(channel: socket.socket) -> None:
 
 
 if __name__ == "__main__":
-    _main(socket.socket(fileno=int(sys.argv[1])))
+    _main(socket.socket(fileno=int(sys.argv[1])), sys.argv[2])

@@ -7,6 +7,9 @@ from transformers import AutoTokenizer
 
 from tests.e2e.client import Client, held_out_text
 
+#: All that is asked is read in BF16.
+WIDE = ("--kv-quant", "int2", "--kv-quant-recent", "1024")
+
 
 def test_without_rotation_and_with_every_page_in_bf16_nothing_changes(servers, model):
     """Log-probabilities are plain BF16's; on a GPU, as near as those of two of SGLang's own backends are."""
@@ -16,7 +19,7 @@ def test_without_rotation_and_with_every_page_in_bf16_nothing_changes(servers, m
         return torch.tensor(Client(servers(*flags)).token_logprobs(ids, 20))[: len(ids) - 1]
 
     plain = logprobs()
-    ours = (logprobs("--kv-quant", "int2", "--kv-quant-recent", "1024") - plain).abs()
+    ours = (logprobs(*WIDE) - plain).abs()
     print(f"{len(plain)} log-probabilities differ by {ours.mean():.2e} on average, {ours.max():.2e} at most")
     assert len(plain) >= 500
     if torch.cuda.is_available():

@@ -14,10 +14,12 @@ from sglang_kvq.rotations.calibration.settings import CalibrationSettings, draw_
 from sglang_kvq.rotations.maths.moments import MomentSums
 from tests.e2e.client import held_out_text
 
-LAYERS, KV_HEADS, DIM = 30, 3, 64
+KV_HEADS, DIM = 3, 64
 
 
-def test_engine_and_transformers_see_the_same_moments(model, tmp_path):
+def test_engine_and_transformers_see_the_same_moments(servers, tmp_path):
+    model = servers.shallow
+    layers = json.loads((model / "config.json").read_text())["num_hidden_layers"]
     (tmp_path / "corpus.txt").write_text(held_out_text())
     command = [
         "calibrate", str(model), "--text", str(tmp_path / "corpus.txt"), "--output", str(tmp_path / "out"),
@@ -37,8 +39,8 @@ def test_engine_and_transformers_see_the_same_moments(model, tmp_path):
         text=True,
     )
     assert run.returncode == 0, run.stderr[-4000:]
-    rotations = load_rotations(tmp_path / "out", layers=LAYERS, kv_heads=KV_HEADS, head_dim=DIM)
-    assert len(rotations.meta.clip_k) == LAYERS and rotations.meta.tokens == 1024
+    rotations = load_rotations(tmp_path / "out", layers=layers, kv_heads=KV_HEADS, head_dim=DIM)
+    assert len(rotations.meta.clip_k) == layers and rotations.meta.tokens == 1024
     assert json.loads((tmp_path / "out" / "config.json").read_text())["sensitivity"] is None
 
     network, tokenizer = load_model(str(model), device="cpu", dtype="bfloat16")
@@ -47,7 +49,7 @@ def test_engine_and_transformers_see_the_same_moments(model, tmp_path):
     with torch.inference_mode(), attention_hook(network, lambda layer, q, k, v, scale: sums.add(layer, q, k, v)):
         for ids in draw_contexts(tokenize(tokenizer, held_out_text(), embedding_rows(network)), settings):
             network.base_model(ids[None])
-    moments = sums.mean(LAYERS, 2, shared=False)
+    moments = sums.mean(layers, 2, shared=False)
     for eigenvalues, expected in ((rotations.k_eigenvalues, moments.qq), (rotations.v_eigenvalues, moments.vv)):
         expected = torch.linalg.eigvalsh(expected)
         error = (eigenvalues.double() - expected).norm(dim=-1) / expected.norm(dim=-1)

@@ -142,7 +142,7 @@ def test_requests_that_wait_for_their_cache_can_be_aborted(pair, expected):
         waiting.start()
         time.sleep(0.2)
         while waiting.is_alive():
-            requests.post(f"{pair.decode.url}/abort_request", json={"rid": rid}, timeout=30)
+            requests.post(f"{pair.decode.url}/abort_request", json={"rid": rid}, timeout=300)
             waiting.join(0.5)
     pair.prefill.drain()
     assert_same(pair.answer(prompt(310), LENGTHS[310]), expected[310])
@@ -151,7 +151,7 @@ def test_requests_that_wait_for_their_cache_can_be_aborted(pair, expected):
 def test_a_server_with_another_cache_is_refused(pair, expected):
     """A bootstrap server that says what this prefill server says, but for the method."""
     where = "/route?prefill_dp_rank=-1&prefill_cp_rank=-1&target_tp_rank=-1&target_pp_rank=-1"
-    route = requests.get(f"http://127.0.0.1:{pair.port}{where}", timeout=30).json()
+    route = requests.get(f"http://127.0.0.1:{pair.port}{where}", timeout=300).json()
     name = route["kv_cache_dtype"]
     assert name.startswith("kvq1-hadamard-codes:")
 

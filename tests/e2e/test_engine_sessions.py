@@ -75,7 +75,7 @@ def found(model, tmp_path_factory) -> dict:
     paths = os.pathsep.join(filter(None, (path, os.environ.get("PYTHONPATH"))))
     env = {**os.environ, "PYTHONPATH": paths, "SGLANG_USE_CPU_ENGINE": "1"}
     command = [sys.executable, str(program), str(model), embedder, json.dumps(prompts)]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=280)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=900)
     line = next((line for line in done.stdout.splitlines() if line.startswith("FOUND ")), None)
     assert line is not None, done.stdout[-2000:] + done.stderr[-4000:]
     return json.loads(line.removeprefix("FOUND ")) | {"lengths": {name: len(ids) for name, ids in prompts.items()}}

@@ -10,7 +10,7 @@ from tests.e2e.test_serving import CHAT, STRICT
 
 @pytest.fixture
 def chat(servers) -> Client:
-    return Client(servers(*CHAT, env=STRICT))
+    return Client(servers(*CHAT, env=STRICT, model=servers.shallow))
 
 
 def test_folded_weights_are_refused_with_the_reason(chat):

@@ -70,7 +70,7 @@ def start(servers, small_host, storage) -> Callable[..., Client]:
 
     def go(*flags: str) -> Client:
         config = ("--hicache-storage-backend-extra-config", json.dumps({"file_storage_path": str(storage)}))
-        client = Client(servers(*flags, *FLAGS, *config, env=small_host))
+        client = Client(servers(*flags, *FLAGS, *config, env=small_host, model=servers.shallow))
         client.flush()
         return client
 
@@ -147,9 +147,9 @@ def test_write_back(start):
     assert client.state()["errors"] == 0
 
 
-def test_first_tokens_come_along(start, model, tmp_path):
+def test_first_tokens_come_along(start, servers, tmp_path):
     """Transform coding needs them in BF16: the answer is that of pages that stayed only if the host has kept them."""
-    config = json.loads((model / "config.json").read_text())
+    config = json.loads((servers.shallow / "config.json").read_text())
     heads = config["num_key_value_heads"]
     dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     rotations = random_transform(config["num_hidden_layers"], heads, dim)

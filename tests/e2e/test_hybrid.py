@@ -14,7 +14,7 @@ from benchmarks.answers import another_page, greedy, input_logprobs, steps, toke
 from benchmarks.tiny_hybrids import SERVER_FLAGS
 from benchmarks.tiny_models import MODELS, VOCABULARY
 from benchmarks.tiny_server import STRICT, TinyServer, body
-from tests.e2e.conftest import ON_GPU
+from tests.e2e.conftest import ON_GPU, READY
 from tests.gpu.families import ROUNDING, prompt
 
 FLAGS = (
@@ -37,7 +37,7 @@ def said(request, plugin, tmp_path_factory) -> Iterator[dict[str, dict]]:
         server = TinyServer(
             model, [*flags, *more], cpu=not ON_GPU, log=folder / f"{name}.log", env={**STRICT, **plugin}
         )
-        server.start()
+        server.start(READY)
         try:
             found[name] = ask(server)
         finally:

@@ -31,7 +31,7 @@ def served(servers, faulty, folder: Path, ids: list[int]) -> torch.Tensor:
     name = f"scored-{PAST}-{len(ids)}"
     client.generate(ids, rid=name)
     client.generate(ids[:5])  # another prefill, before which scores are written
-    file, deadline = folder / f"{name}.pt", time.time() + 60
+    file, deadline = folder / f"{name}.pt", time.time() + 300
     while not file.exists():
         assert time.time() < deadline, "no scores were written"
         time.sleep(0.2)

@@ -11,12 +11,11 @@ import pytest
 import requests
 
 from tests.e2e.client import Client
+from tests.e2e.test_bf16 import WIDE
 from tests.gpu import kits
 
 #: Everything but sinks and 64 recent tokens is read in 4 bits.
 OURS = ("--kv-quant", "int4", "--kv-quant-recent", "64", "--enable-streaming-session", "--allow-auto-truncate")
-#: Everything is read in BF16.
-WIDE = ("--kv-quant", "int2", "--kv-quant-recent", "1024")
 SERVERS = {"plain": (), "wide": WIDE, "ours": OURS}  # ``test_bf16`` leaves the first two
 #: Decoding against prefilling, as the kits measure it: BF16's own noise, and with that of 4 bits.
 MOST_KL = {"plain": 0.005, "wide": 0.005, "ours": 0.02}
@@ -56,12 +55,13 @@ def test_kit(target, kit):
 
 
 def test_requests_that_run_into_their_time_limit(servers):
-    server = servers(*OURS, env={"SGLANG_REQ_RUNNING_TIMEOUT": "3"})
+    # SGLang's own warm-up would run into the limit on a slow machine, and end the server.
+    server = servers(*OURS, "--skip-server-warmup", env={"SGLANG_REQ_RUNNING_TIMEOUT": "3"})
     print(kits.running_timeout(kits.Target(server.url, kits.CPU)))
     client = Client(server)
     client.flush()  # what ran into its limit holds nothing
     time.sleep(1)
-    assert requests.get(f"{client.url}/health", timeout=60).status_code == 200
+    assert requests.get(f"{client.url}/health", timeout=300).status_code == 200
 
 
 def _log_of_the_end(server, *work) -> str:
@@ -71,7 +71,7 @@ def _log_of_the_end(server, *work) -> str:
             Client(server).generate(ids, tokens)
         except (requests.RequestException, AssertionError):
             break
-    deadline = time.time() + 60
+    deadline = time.time() + 300
     while server.running:
         assert time.time() < deadline, f"the server still runs\n{server.log_tail()}"
         time.sleep(0.2)

@@ -23,14 +23,14 @@ ANSWER = 1200 if ON_GPU else 60
 
 @pytest.fixture
 def client(servers) -> Client:
-    client = Client(servers(*CHAT, env=STRICT))
+    client = Client(servers(*CHAT, env=STRICT, model=servers.shallow))
     client.flush()
     return client
 
 
 def scrape(client: Client) -> dict[str, float]:
     """Values by name, with the tier in brackets where there is one; there is one worker."""
-    response = requests.get(f"{client.url}/metrics", timeout=60)
+    response = requests.get(f"{client.url}/metrics", timeout=300)
     assert response.status_code == 200
     found = {}
     for family in text_string_to_metric_families(response.text):
@@ -40,7 +40,7 @@ def scrape(client: Client) -> dict[str, float]:
     return found
 
 
-def eventually(client: Client, holds, timeout: float = 60) -> dict[str, float]:
+def eventually(client: Client, holds, timeout: float = 300) -> dict[str, float]:
     """The first scrape for which ``holds(values)``: SGLang writes figures every few steps and when it turns idle."""
     deadline = time.time() + timeout
     while not holds(values := scrape(client)):
@@ -70,7 +70,7 @@ def test_figures_of_a_running_request_and_of_an_idle_server(client):
     stored = len(prompt) + ANSWER - 1
     old = (stored - RECENT) // PAGE_SIZE - 1
     name = "sglang_kvq_quantized_pages_total"
-    idle = eventually(client, lambda v: v["sglang:num_running_reqs"] == 0 and v[name] - written == old, timeout=100)
+    idle = eventually(client, lambda v: v["sglang:num_running_reqs"] == 0 and v[name] - written == old, timeout=300)
     assert idle["sglang:kv_used_tokens"] == 0 and idle["sglang:token_usage"] == 0
     whole = stored // PAGE_SIZE * PAGE_SIZE
     assert idle["sglang:kv_evictable_tokens"] == whole and idle["sglang:kv_available_tokens"] == TOKENS - whole
@@ -84,23 +84,23 @@ def test_figures_of_a_running_request_and_of_an_idle_server(client):
     assert idle["sglang_kvq_pool_tokens[bf16]"] == state["bf16_pages"] * 64
     assert idle["sglang_kvq_held_tokens[quantized]"] == state["tiers"]["quantized_tokens"]
     held = lambda v: v["sglang_kvq_held_tokens[bf16]"] == state["tiers"]["bf16_tokens"]  # noqa: E731
-    eventually(client, held, timeout=100)  # what the request gave back is in the next report
+    eventually(client, held, timeout=300)  # what the request gave back is in the next report
     assert idle["sglang_kvq_held_tokens[quantized]"] == old * PAGE_SIZE
 
 
 def test_an_error_that_a_plan_counts_is_logged_while_the_request_runs(servers, faulty):
     """And counted in ``/metrics`` and ``/server_info``. The check when idle, which would end the server, is off."""
     env = {**faulty("counted_error"), "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "0"}
-    server = servers(*CHAT, env=env, fresh=True)
+    server = servers(*CHAT, env=env, fresh=True, model=servers.shallow)
     client, line = Client(server), "the cache counted errors on the device, 1 so far"
     job = threading.Thread(target=client.generate, args=(list(range(200, 900)), ANSWER))
     job.start()
-    deadline = time.time() + 60
+    deadline = time.time() + 300
     while line not in server.log():
         assert job.is_alive(), "the request ended first"
         assert time.time() < deadline, server.log_tail()
         time.sleep(0.05)
-    eventually(client, lambda v: v.get("sglang_kvq_errors_total") == 1, timeout=100)
+    eventually(client, lambda v: v.get("sglang_kvq_errors_total") == 1, timeout=300)
     job.join()
     assert client.state()["errors"] == 1
     assert server.log().count(line) == 1

@@ -23,7 +23,7 @@ def rotations(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("calibrated")
     text = folder / "text.txt"
     text.write_text(held_out_text(everything=True).replace(held_out_text(), "")[-120_000:])
-    settings = CalibrationSettings(tokens=4096, context=1024, composition="transform", sensitivity_contexts=0)
+    settings = CalibrationSettings(tokens=2048, context=512, composition="transform", sensitivity_contexts=0)
     calibrate_to_folder(str(model), [text], folder / "transform", settings, device="cpu")
     return folder / "transform"
 
@@ -41,15 +41,20 @@ def ids(model) -> list[int]:
 
 def divergences(client: Client, plain: Client, prompt: list[int]) -> list[float]:
     """KL from plain BF16's distribution after each token of a prompt."""
-    want, got = plain.distributions(prompt, 32), client.distributions(prompt, 128)
+    want, got = plain.distributions(prompt, 32), client.distributions(prompt, 64)
     return [coarse_kl(p, q) for p, q in zip(want, got)]
 
 
-def test_four_bits_answer_as_plain_bf16_does(client, servers, ids):
+@pytest.fixture
+def plain(servers) -> Client:
+    """The server that ``test_bf16`` leaves."""
+    return Client(servers())
+
+
+def test_four_bits_answer_as_plain_bf16_does(plain, client, ids):
     """Where windows hold all, bases that undo each other and a mean off all keys leave BF16's rounding; then 4 bits."""
-    plain = Client(servers(*CHUNKED))
     covered = divergences(client, plain, ids[:COVERED])
-    history = divergences(client, plain, ids[:1200])[512:]
+    history = divergences(client, plain, ids[:832])[512:]
     means = [sum(kl) / len(kl) for kl in (covered, history)]
     print(f"KL {means[0]:.5f} nats per token in windows, {means[1]:.5f} over 4-bit history")
     assert means[0] < 0.002 and max(covered) < 0.05

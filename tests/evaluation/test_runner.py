@@ -89,7 +89,7 @@ def test_an_interrupted_run_stops_its_servers_and_goes_on_later(text, tmp_path):
         if "hadamard: kl" in line:
             break
     run.send_signal(signal.SIGINT)
-    assert run.wait(timeout=30) == 130
+    assert run.wait(timeout=200) == 130
     shown = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
     assert not [line for line in shown.splitlines() if "fake_server.py" in line and "--hang" in line]
     assert (out / "runs/oscar/kl.json").exists() and not list(out.glob("runs/hadamard/kl*.json"))

@@ -53,7 +53,7 @@ def test_kernels_compile_for_sm90(part):
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1780)
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     kernel = "_decode" if part == "launches" else "_quantize_tokens"
-    assert len(re.findall(rf"^  {kernel} ", done.stdout, re.MULTILINE)) >= (3 if pairs.everything else 2), done.stdout
+    assert len(re.findall(rf"^  {kernel} ", done.stdout, re.MULTILINE)) >= (3 if pairs.everything else 1), done.stdout
     if part in SCENES:
         shown = re.search(rf"^{SCENES[part]}\n((?:  .*\n)+)", done.stdout, re.MULTILINE)[1]
         check_sizes(shown, MOST[part], BYTES[part])

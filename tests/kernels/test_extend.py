@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.kernels.scene import HEADS, ON_GPU, check_extend, prefix_scene
+from tests.kernels.scene import HEADS, ON_GPU, SOME_HEADS, check_extend, prefix_scene
 from tests.pairs import each
 
 BOUND = 1e-2  # two BF16 softmaxes
@@ -30,7 +30,7 @@ def test_extend_agrees_with_float64(heads, lens):
     run(heads, lens, 32768)
 
 
-@pytest.mark.parametrize("heads", HEADS[2:], ids=str)
+@pytest.mark.parametrize("heads", [heads for heads in SOME_HEADS if heads not in HEADS[:2]], ids=str)
 def test_extend_of_all_geometries(heads):
     run(heads, BATCHES["mid-page"][:2], 32768)
 

@@ -18,7 +18,7 @@ from sglang_kvq.kernels.device.codes import PlaneCodes
 from tests.kernels.scene import DEVICE, ON_GPU, Heads, Scene, int64, make_scene
 from tests.kernels.test_decode import BOUND, check_decode, check_heads, decode, half_a_bit
 from tests.kernels.test_unpack import execute, words
-from tests.pairs import each, label, pairwise
+from tests.pairs import each, few, label
 
 HEADS = [Heads(64, 64, 3, 3), Heads(128, 128, 2, 4), Heads(96, 96, 1, 6), Heads(256, 128, 1, 5)]
 #: Keys' and values' widths: every kind of cell, fields that stay and that are shifted, planes without bits.
@@ -40,7 +40,7 @@ def plane_scene(heads: Heads, widths: tuple[Widths, Widths], lengths: list[int],
     return make_scene(heads, lengths, formats=[format] * 2, **windows)
 
 
-@each(widths=WIDTHS, heads=HEADS)
+@each(widths=few(WIDTHS, 6), heads=HEADS)
 def test_decode_agrees_with_float64(heads, widths):
     scene = plane_scene(heads, widths, [1, 64 * 9 + 5, 330, 0])
     check_decode(scene.ops()[0], scene, layer=1)
@@ -56,7 +56,7 @@ def half_ops(scene: Scene, pages: int = 2, shared_weights: bool = True, programs
     return TritonOps(scene.pool, LayerRotations(), scene.heads.q, 4, launch=launch)
 
 
-@each(widths=WIDTHS, heads=HALF_HEADS)
+@each(widths=few(WIDTHS, 6), heads=HALF_HEADS)
 def test_products_in_fp16_agree_with_float64(heads, widths):
     scene = plane_scene(heads, widths, [1, 64 * 9 + 5, 330, 0])
     check_decode(half_ops(scene), scene, layer=1)
@@ -83,7 +83,7 @@ def scale_pages(scene: Scene, first: int, exponents: torch.Tensor) -> None:
     records[ids, :, first : first + PAGE_SIZE] += (8 * exponents).to(records)[:, None, None]
 
 
-@pairwise(
+@each(
     kind=["rising", "falling", "both"],
     heads=[Heads(64, 64, 1, 3), Heads(128, 128, 1, 8), Heads(128, 128, 1, 12)],
     shared_weights=[False, True],
@@ -106,7 +106,7 @@ def test_products_in_fp16_follow_scores(kind, heads, shared_weights):
     )
 
 
-@pytest.mark.parametrize("group", [5, 8, 13, 16])
+@pytest.mark.parametrize("group", few([5, 13, 8, 16], 2))
 def test_products_in_fp16_tell_heads_apart(group):
     scene = plane_scene(Heads(128, 128, 1, group), ((6, 5, 3, 2), (3, 2, 1, 0)), [64 * 5 + 9], sink=0, recent=64)
     check_heads(half_ops(scene), scene)
@@ -206,7 +206,7 @@ def pages(heads: Heads, count: int) -> tuple[torch.Tensor, torch.Tensor]:
 RECORD_HEADS = HEADS if ON_GPU else [Heads(64, 64, 1, 3), *HEADS[1:]]
 
 
-@each(widths=WIDTHS, heads=RECORD_HEADS)
+@each(widths=few(WIDTHS, 6), heads=RECORD_HEADS)
 def test_records_are_the_references(heads, widths):
     scene = plane_scene(heads, widths, [64 * 2])
     ops, _ = scene.ops()

@@ -9,7 +9,7 @@ import torch
 from sglang_kvq.attention.base import AttentionOps
 from sglang_kvq.constants import PAGE_SIZE
 from sglang_kvq.formats.page import PageFormat
-from tests.kernels.scene import DEVICE, HEADS, ON_GPU, Scene, int64, make_scene, randn
+from tests.kernels.scene import DEVICE, HEADS, ON_GPU, SOME_HEADS, Scene, int64, make_scene, randn
 from tests.pairs import each
 
 PAGES = 40 if ON_GPU else 3
@@ -59,7 +59,7 @@ def some(count: int) -> torch.Tensor:
     return (torch.randperm(count)[:PAGES] + 1).to(DEVICE)
 
 
-@each(heads=HEADS, clip=[True, False])
+@each(heads=SOME_HEADS, clip=[True, False])
 def test_pages_of_activations(heads, clip):
     if not clip:
         heads = replace(heads, clip_k=1.0, clip_v=1.0)
@@ -72,7 +72,7 @@ def test_pages_of_activations(heads, clip):
     check_written(scene, slice(1, 2), pages, lambda ops: ops.quantize_tokens(1, first, pages, k, v))
 
 
-@pytest.mark.parametrize(("heads", "count"), [(HEADS[1], 0), *((heads, PAGES - 1) for heads in HEADS)], ids=str)
+@pytest.mark.parametrize(("heads", "count"), [(HEADS[1], 0), *((heads, PAGES - 1) for heads in SOME_HEADS)], ids=str)
 def test_pages_of_bf16_pages(heads, count):
     scene = make_scene(heads, [64], margin=PAGES + 2)
     scene.pool.bf16_pages.copy_(heavy(*scene.pool.bf16_pages.shape))

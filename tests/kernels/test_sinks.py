@@ -20,6 +20,7 @@ from tests.kernels.scene import (
     DEVICE,
     HEADS,
     ON_GPU,
+    SOME_HEADS,
     Heads,
     Scene,
     activations,
@@ -37,7 +38,7 @@ from tests.kernels.test_formats import make_format
 from tests.kernels.test_ragged import ROUNDING, STANDIN, Wrapper
 from tests.kernels.test_short_extend import ANY
 from tests.kernels.test_verify import drafts_of, scene_of, verify
-from tests.pairs import each, pairwise
+from tests.pairs import each
 
 BOUND = 5e-3
 #: gpt-oss's heads, one worker of eight.
@@ -87,7 +88,7 @@ def test_the_oracle_extends_as_it_decodes():
     torch.testing.assert_close(got[2:], wanted)
 
 
-@each(heads=HEADS, dtype=[torch.float32, torch.bfloat16])
+@each(heads=SOME_HEADS, dtype=[torch.float32, torch.bfloat16])
 def test_the_reference(heads, dtype):
     scene = make_scene(heads, [prefix or 70 for prefix, _ in LENS])
     reference, sinks = scene.ops()[1], draw(heads.q, dtype)
@@ -111,7 +112,7 @@ FORMATS = {
 }
 
 
-@pairwise(heads=[GPT_OSS, HEADS[1], HEADS[7]], kind=FORMATS.keys(), dtype=[torch.float32, torch.bfloat16])
+@each(heads=[GPT_OSS, HEADS[1], HEADS[7]], kind=FORMATS.keys(), dtype=[torch.float32, torch.bfloat16])
 def test_decode(heads, dtype, kind):
     formats = FORMATS[kind] and [FORMATS[kind](heads)]
     scene = make_scene(heads, LENGTHS, formats=formats)
@@ -122,8 +123,12 @@ def test_decode(heads, dtype, kind):
     assert_close("decode", got.double(), oracle.decode(scene.pool, 0, q, *at(scene), sinks), BOUND)
 
 
-@pytest.mark.parametrize(("kind", "tree"), [("two-bits", False), ("general", True), ("planes", False)])
-@pytest.mark.parametrize(("heads", "dtype"), [(GPT_OSS, torch.bfloat16), (HEADS[1], torch.float32)], ids=str)
+@each(
+    kind=FORMATS.keys(),
+    heads=[GPT_OSS, HEADS[1]],
+    dtype=[torch.bfloat16, torch.float32],
+    tree={"chain": False, "tree": True},
+)
 def test_drafts(heads, dtype, kind, tree):
     """Every draft's query heads have them; of 7 drafts of 8 heads a KV head, they lie in columns of several chunks."""
     formats, count = FORMATS[kind] and [FORMATS[kind](heads)], 7
@@ -150,7 +155,7 @@ def test_layers_with_sinks_and_without_share_a_step():
     assert torch.equal(ops.decode(0, q, *at(scene), torch.full_like(sinks, float("-inf"))), without)
 
 
-@pairwise(kind=FORMATS.keys(), heads=[GPT_OSS, HEADS[1]], parts={"whole rows": False, "rows in parts": True})
+@each(kind=FORMATS.keys(), heads=[GPT_OSS, HEADS[1]], parts={"whole rows": False, "rows in parts": True})
 def test_pages_read_directly(heads, parts, kind):
     """Rows that are one item have their sinks at once, rows in parts when these are merged."""
     formats = FORMATS[kind] and [FORMATS[kind](heads)]
@@ -162,8 +167,7 @@ def test_pages_read_directly(heads, parts, kind):
     assert (ops._extend_plans.short.partials > 0) == parts
 
 
-@pytest.mark.parametrize("slab_tokens", [64, 32768])
-@pytest.mark.parametrize("heads", [GPT_OSS, HEADS[1]], ids=str)
+@each(slab_tokens=[64, 32768], heads=[GPT_OSS, HEADS[1]])
 def test_prefixes_dequantized_first(heads, slab_tokens):
     ops = compare(heads, TWO_SOFTMAXES, slab_tokens=slab_tokens)
     assert len(ops._extend_plans.slabs) == (1 if slab_tokens == 32768 else 11)

@@ -16,6 +16,7 @@ from sglang_kvq.kernels.tiers import bf16_pages, events, ranges
 from tests.cache.scheduler_model import PLANES, Model
 from tests.cache.schedules import Driver, Returning, converse, crowd
 from tests.kernels.tier_twins import TwinTierManager
+from tests.pairs import each, few
 
 
 def use_blocks(monkeypatch: pytest.MonkeyPatch, elements: int, pages: int) -> None:
@@ -26,8 +27,7 @@ def use_blocks(monkeypatch: pytest.MonkeyPatch, elements: int, pages: int) -> No
     monkeypatch.setattr(events, "_BLOCK", pages)
 
 
-@pytest.mark.parametrize("drafts", [1, 5])
-@pytest.mark.parametrize("seed", range(3))
+@each(seed=range(3), drafts=[1, 5])
 def test_random_schedules(seed, drafts, monkeypatch):
     use_blocks(monkeypatch, 32, 4)
     rng = random.Random(seed)
@@ -64,7 +64,7 @@ def test_random_schedules_of_soft_windows(drafts, monkeypatch):
     assert model.tiers.plans > 10 and model.shortened
 
 
-@pytest.mark.parametrize("pages", [1, 3, 40])
+@pytest.mark.parametrize("pages", few([3, 1, 40], 1))
 def test_prefills_read_what_left_the_window_lately(pages, monkeypatch):
     """With BF16 pages to spare, which later prompts take."""
     use_blocks(monkeypatch, 32, 4)
@@ -81,7 +81,7 @@ def test_prefills_read_what_left_the_window_lately(pages, monkeypatch):
     assert model.reached >= 4 * min(pages, 3)
 
 
-@pytest.mark.parametrize("overlap", [False, True], ids=["alone", "in-flight"])
+@pytest.mark.parametrize("overlap", few([True, False], 1), ids=few(["in-flight", "alone"], 1))
 def test_random_schedules_keep_first_tokens(overlap, monkeypatch):
     """With conversations enough, and BF16 pages few enough, that sinks are taken and first pages restored."""
     use_blocks(monkeypatch, 32, 4)

@@ -23,7 +23,7 @@ def plan(model: str, cache: Path, endpoint: str) -> dict:
         "HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_HUB_DISABLE_XET": "1", "SGLANG_USE_CPU_ENGINE": "1",
     }  # fmt: skip
     command = [sys.executable, "-m", "sglang_kvq.cli", "plan", "--json", "--gpu", "h100", model]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=800)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 

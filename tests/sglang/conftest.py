@@ -20,7 +20,7 @@ elif version("sglang") in OLD_TREE_RELEASES:
 #: Files in which the oldest release runs without ``--all``: what SGLang calls, or is called by, and what its
 #: generations do differently. The others test code of ours that SGLang's release cannot change.
 SEAMS = (
-    *("allocator", "architectures", "capacity", "checks", "engine", "flags", "folding", "hooks", "hybrid_pool"),
+    *("allocator", "capacity", "checks", "engine", "flags", "folding", "hooks", "hybrid_pool"),
     *("hybrid_tree", "model_calls", "padding", "plan_users", "pool_users", "recurrent_states", "refusals", "rows"),
     *(
         "serve_help",

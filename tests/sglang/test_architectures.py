@@ -61,7 +61,7 @@ DRAFTS = ("eagle", "nextn", "mtp", "dflash", "dspark", "lilicorr")
 @pytest.fixture(scope="session")
 def probed() -> dict[str, dict[str, Said]]:
     done = subprocess.run(
-        [sys.executable, "-m", "tests.sglang.architecture_probe"], cwd=ROOT, capture_output=True, text=True, timeout=550
+        [sys.executable, "-m", "tests.sglang.architecture_probe"], cwd=ROOT, capture_output=True, text=True, timeout=800
     )
     assert done.returncode == 0, done.stderr
     return {kind: {name: Said(**said) for name, said in all_.items()} for kind, all_ in json.loads(done.stdout).items()}

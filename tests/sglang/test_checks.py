@@ -398,7 +398,7 @@ def test_command_ends_before_any_process_starts(model_folder, more, text):
     argv = ["--model-path", model_folder(head_dim=80), "--device", "cpu", "--sampling-backend", "pytorch"]
     argv += ["--grammar-backend", "none", "--skip-tokenizer-init", "--kv-quant", "hadamard", *more]
     run = subprocess.run(
-        [sys.executable, "-m", "sglang.launch_server", *argv], capture_output=True, text=True, timeout=200
+        [sys.executable, "-m", "sglang.launch_server", *argv], capture_output=True, text=True, timeout=800
     )
     assert run.returncode == 1
     assert text in run.stderr

@@ -39,7 +39,7 @@ def inspect(location, cache, endpoint="http://127.0.0.1:1", offline=False):
         "HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_HUB_DISABLE_XET": "1",
     }  # fmt: skip
     command = [sys.executable, "-m", "sglang_kvq.cli", "inspect", "--json", location]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
     if done.returncode == 0:
         return json.loads(done.stdout)
     lines = done.stderr.strip().splitlines()

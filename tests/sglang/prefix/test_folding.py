@@ -19,6 +19,8 @@ from sglang_kvq.sessions.messages import FOLD, Fold
 from sglang_kvq.sglang import runtime
 from sglang_kvq.sglang.prefix import folding
 from tests.cache.schedules import Driver
+from tests.cache.test_schedules import OVERLAP
+from tests.pairs import each
 from tests.sglang.prefix.fold_model import FoldModel, sglang_request
 from tests.sglang.prefix.test_hybrid_tree import served
 from tests.sglang.prefix.tree_model import OLD
@@ -26,8 +28,7 @@ from tests.sglang.prefix.tree_model import OLD
 __all__ = ["served"]
 
 
-@pytest.mark.parametrize("overlap", [False, True], ids=["alone", "in-flight"])
-@pytest.mark.parametrize("seed", range(3))
+@each(seed=range(3), overlap=OVERLAP)
 def test_random_schedules(served, seed, overlap):
     rng = random.Random(400 + seed)
     rows, sinks, recent = rng.randint(2, 5), rng.randint(0, 2), rng.randint(1, 3)

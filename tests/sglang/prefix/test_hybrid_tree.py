@@ -12,6 +12,8 @@ from sglang_kvq.config import KVQuantConfig
 from sglang_kvq.constants import PAGE_SIZE as P
 from sglang_kvq.sglang import runtime
 from tests.cache.schedules import Driver
+from tests.cache.test_schedules import OVERLAP
+from tests.pairs import each
 from tests.sglang.prefix.tree_model import OLD, TreeModel
 
 
@@ -30,8 +32,7 @@ def served(applied, command_line, monkeypatch):
     runtime_context.reset_context()
 
 
-@pytest.mark.parametrize("overlap", [False, True], ids=["alone", "in-flight"])
-@pytest.mark.parametrize("seed", range(2))
+@each(seed=range(2), overlap=OVERLAP)
 def test_random_schedules(served, seed, overlap):
     rng = random.Random(300 + seed)
     rows, sinks, recent = rng.randint(2, 5), rng.randint(0, 2), rng.randint(1, 3)

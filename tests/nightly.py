@@ -1,0 +1,48 @@
+"""Tests that only ``./test --all`` runs, and for each the cheaper test that finds the same kind of fault.
+
+A GPU's kernels are tested in full without ``--all``: there the tests are fast.
+"""
+
+from __future__ import annotations
+
+import re
+
+#: By a pattern of test ids behind ``tests/``: what the default suite has instead. The first words of it are paths.
+NIGHTLY = {
+    # Servers: SGLang's own behaviour, models of other kinds, several workers.
+    r"e2e/test_kits\.py": "tests/e2e/test_serving.py: turns, sessions, retraction and aborts, under the same checks; "
+    "tests/cache/test_tiers.py damages tables in every way that the checks find",
+    r"e2e/test_capture\.py": "tests/rotations/calibration/test_run.py: sums; tests/rotations/test_cli.py: the command",
+    r"e2e/test_canary\.py": "tests/sglang/memory/test_canary.py: the canary is attached; its checks are SGLang's",
+    r"e2e/test_evaluation\.py": "tests/evaluation: the command, over a stand-in; tests/e2e/test_transform.py: the KL",
+    r"e2e/test_numbers\.py": "tests/e2e/test_transform.py: the KL of one method; tests/methods, tests/formats: others",
+    r"e2e/test_parallel\.py": "tests/sglang/attention/test_worker_rotations.py and "
+    "tests/sglang/memory/test_capacity.py: what each worker holds",
+    r"e2e/test_engine_sessions\.py": "tests/sglang/test_engine.py: keywords; tests/e2e/test_sessions.py: sessions",
+    r"e2e/test_episodes\.py": "tests/sessions/test_episodes.py and tests/sglang/router/test_session_episodes.py",
+    r"e2e/test_folding\.py": "tests/sglang/prefix/test_folding.py",
+    r"e2e/test_key_scores\.py": "tests/attention/test_key_scores.py and tests/sglang/attention/test_scoring.py",
+    r"e2e/test_soft_windows\.py": "tests/cache/test_soft_windows.py and tests/sglang/memory/test_capacity.py",
+    r"e2e/test_windows\.py": "tests/sglang/attention/test_window_backend.py, tests/sglang/prefix/test_window_tree.py "
+    "and tests/sglang/memory/test_window_sizes.py",
+    r"e2e/test_speculation": "tests/sglang/attention/test_verify.py and tests/sglang/attention/test_drafts.py",
+    r"e2e/test_disaggregation\.py": "tests/sglang/disaggregation",
+    r"e2e/modes/test_lora": "tests/sglang/attention/test_folded_weights.py",
+    r"e2e/modes/test_mixed_chunk": "tests/sglang/attention/test_mixed_batches.py",
+    r"e2e/modes/test_priorities": "tests/e2e/test_serving.py: retraction",
+    # Servers: of a file, what its other tests show too.
+    r"e2e/test_hybrid\.py.*\[no radix cache\]": "tests/e2e/test_hybrid.py: differs from the other in a lookup",
+    r"e2e/test_hicache\.py::test_(write_back|first_)": "tests/sglang/hicache/test_hicache.py: what is ours of it",
+    r"e2e/test_newcomer\.py::test_demo": "tests/e2e/test_demo.py: the program",
+    r"e2e/test_newcomer\.py::test_doctor.*\[wheel\]": "tests/e2e/test_newcomer.py: the quick start calls kvq doctor",
+    r"e2e/test_serving\.py::test_streaming_sessions_find": "tests/e2e/test_serving.py: the same numbers, written down",
+    r"e2e/test_selection\.py::test_(several|without_room|what_never)": "tests/sglang/prefix/test_selection.py",
+    r"e2e/test_sessions\.py::test_(a_flushed|log_prob|metrics|sessions_and_plain|a_pool_too|an_abort|a_killed|turns_grow"
+    r"|an_edited)": "tests/sglang/router",
+    r"e2e/test_server_metrics\.py::test_an_error": "tests/sglang/attention/test_error_watch.py",
+}
+
+
+def is_nightly(test: str) -> bool:
+    """Returns whether only ``--all`` runs a test, by its id."""
+    return any(re.match(f"tests/{pattern}", test) for pattern in NIGHTLY)
