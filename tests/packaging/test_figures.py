@@ -121,17 +121,31 @@ def fp8_bound(row: dict[str, Any]) -> float:
     return bound_us(lengths, row["kv_heads"], row["head_dim"], bandwidth)
 
 
+def decode_row(file: str, shape: str) -> dict[str, Any]:
+    """The row of decoding by its first cell: ``64 × 16,384``, or the lengths of the ragged batch."""
+    if shape == "64 from 1,024 to 131,072":
+        (row,) = (row for row in results(file) if row["kernel"] == "decode (ragged)")
+        return row
+    size = tuple(int(word.replace(",", "")) for word in re.findall(r"[\d,]+", shape))
+    (row,) = (row for row in results(file) if row["kernel"] == "decode" and (row["batch"], row["context"]) == size)
+    return row
+
+
 @pytest.mark.parametrize("cells", tables(PERFORMANCE, "## Decode attention\n"), ids=lambda cells: cells[0])
 def test_decode(cells: list[str]) -> None:
-    if cells[0] == "64 from 1,024 to 131,072":
-        (row,) = (row for row in results("kernels_h200") if row["kernel"] == "decode (ragged)")
-    else:
-        batch, context = (int(word.replace(",", "")) for word in re.findall(r"[\d,]+", cells[0]))
-        rows = (row for row in results("kernels_h200") if row["kernel"] == "decode")
-        (row,) = (row for row in rows if (row["batch"], row["context"]) == (batch, context))
+    row = decode_row("kernels_h200", cells[0])
     bound = fp8_bound(row)
     fields = ("flashinfer_bf16_us", "flashinfer_fp8_us", "bound", "ours_us", "ratio", "ratio_fp8", "over", "percent")
     row |= {"bound": bound, "over": bound / row["ours_us"], "percent": 100 * row["bandwidth_fraction"]}
+    assert all(agrees(cell, row[field]) for cell, field in zip(cells[1:], fields, strict=True)), (cells, row)
+
+
+@pytest.mark.parametrize("cells", tables(PERFORMANCE, "## Decode attention on an H100\n"), ids=lambda cells: cells[0])
+def test_decode_on_an_h100(cells: list[str]) -> None:
+    row = decode_row("kernels_h100", cells[0])
+    fields = ("flashinfer_bf16_us", "fp8_best_us", "fp8_bound_us", "ours_us")
+    fields += ("ratio", "ratio_fp8_best", "ratio_fp8_bound", "percent")
+    row |= {"percent": 100 * row["bandwidth_fraction"]}
     assert all(agrees(cell, row[field]) for cell, field in zip(cells[1:], fields, strict=True)), (cells, row)
 
 
