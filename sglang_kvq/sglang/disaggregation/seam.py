@@ -62,7 +62,7 @@ def after_state(result: None, kv_args: Any, *args: Any, **kwargs: Any) -> None:
 def around_forward(original: Original, self: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
     """AROUND ``TpModelWorker.forward_batch_generation``, on the stream of the layers.
 
-    What is enqueued here is done when SGLang has the batch's result, and only then it sends.
+    SGLang sends pages only after it has the batch's result, so what is enqueued here is done by then.
     """
     handover = current()
     if handover is None or handover.decode or batch is None or not batch.forward_mode.is_extend():
