@@ -34,11 +34,13 @@ class SessionAnswer(Answer):
     Attributes:
         top: log-probabilities of the likely tokens of each step.
         history, pages: what was chosen from, and what of it was read; 0 and none if the prompt was read whole.
+        retracted: how often it gave its memory up and began again.
     """
 
     top: list[dict[int, float]] = field(default_factory=list)
     history: int = 0
     pages: Sequence[int] = ()
+    retracted: int = 0
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,11 @@ SGLang's own knob retracts requests as if memory had run out.
 After each answer the server says which pages it read. Afterwards transformers reads these, and no others, twice: with
 nothing quantized, and with everything that can be (``benchmarks/session_reference.py``). Under pressure a server reads
 in between, and rounds to BF16. An answer is wrong if its likely tokens are more than twice as far from the nearer end,
-as a share of what lies between the ends, as the worst of the answers alone (``alone_distance``, at most 1). A stream that takes back what it said is an
-error. An answer that the server ends with an error is not wrong, but counted; so is one that lacks a log-probability
-(``incomplete``), as SGLang 0.5.16's sometimes do after a retraction. ``wrong_page_seen`` is the share of
-answers from chosen pages that are found wrong with another page. ``--fault`` exchanges a page of every second such
-answer, and must fail.
+as a share of what lies between the ends, as the worst of the answers alone (``alone_distance``, at most 1). A stream
+that takes back what it said is an error. Two kinds of answers are not wrong, but counted: those that the server ends
+with an error, and those that lack a log-probability (``incomplete``), as SGLang 0.5.16's sometimes do after a
+retraction. ``wrong_page_seen`` is the share of answers from chosen pages that are found wrong with another page.
+``--fault`` exchanges a page of every second such answer, and must fail.
 
 ``--minutes`` is of traffic. It goes on, for five times as long at most, until enough was answered from chosen pages.
 """
@@ -160,8 +160,8 @@ class SessionTraffic(Traffic):
             said = out["output_ids"]
         pairs = out["meta_info"]["output_token_logprobs"]
         top = [{pair[1]: pair[0] for pair in likely} for likely in out["meta_info"]["output_top_logprobs"]]
+        retracted = out["meta_info"].get("num_retractions") or 0
         if [pair[1] for pair in pairs] != said or len(said) != count or list(map(len, top)) != [TOP] * count:
-            retracted = out["meta_info"].get("num_retractions")
             if not retracted or len(said) != count:
                 raise ValueError(
                     f"{len(said)} tokens of {count}, log-probabilities of {len(pairs)} and of {len(top)} steps, "
@@ -176,7 +176,8 @@ class SessionTraffic(Traffic):
             self.counts.incomplete += not top
             self.counts.latencies.append(time.monotonic() - begin)
         kind = "session" if name else "plain"
-        answer = SessionAnswer(kind, list(prompt), said, [pair[0] for pair in pairs], 0, top=top)
+        own = [pair[0] for pair in pairs]
+        answer = SessionAnswer(kind, list(prompt), said, own, 0, top=top, retracted=retracted)
         if name:
             with self.server.stream(f"/v1/sessions/{name}", None, timeout=60, headers=self.headers(tenant)) as response:
                 read = json.loads(response.read())["read"]
@@ -272,7 +273,7 @@ def compared(
         controls += other
         readings.append(other[0] if fault and other and len(controls) % 2 == 0 else own)
         if readings[-1].distance > bound:
-            read = f"{len(answer.pages)} pages of {answer.history} tokens"
+            read = f"{len(answer.pages)} pages of {answer.history} tokens, retracted {answer.retracted} times"
             notes.append(f"{answer.kind}: {readings[-1]}: prompt of {len(answer.prompt)}, {read}")
     distances = [control.distance for control in controls]
     return {
