@@ -55,6 +55,7 @@ from tests.e2e import word_embeddings
 BOUND = 2.0
 RECENT = 128  #: ``--kv-quant-recent``
 PATIENCE = 600  #: Seconds until an answer counts as lost: a CPU may be shared with much else.
+LONGER = 5.0  #: Times that the traffic may take if too little was answered from chosen pages.
 #: Statuses of answers that SGLang or the router gives up under pressure.
 GIVEN_UP = (500, 503)
 #: Weights with which each kind of turn is drawn.
@@ -337,7 +338,7 @@ def serve(
 def is_enough(found: list[SessionAnswer], scale: SessionScale, share: float) -> bool:
     """Returns True once the traffic may end, after a share of its time: a slow machine is given more of it."""
     chosen = sum(bool(answer.history) for answer in list(found))
-    return share >= (1 if chosen >= scale.least else 5)
+    return share >= (1 if chosen >= scale.least else LONGER)
 
 
 def is_right(row: dict, least: int) -> bool:
