@@ -28,13 +28,13 @@ def test_random_schedules(seed, overlap):
 @each(drafts=[1, 4], overlap=OVERLAP)
 def test_random_schedules_of_soft_windows(drafts, overlap):
     """With BF16 pages for fewer windows than run, recent pages give way, and nothing else changes."""
-    shortened, seeds = 0, few(range(3), 1)
-    for seed in seeds:
+    shortened = 0
+    for seed in few([1, 2, 0], 1):
         rng = random.Random(400 + seed)
         model = soft_model(rng, drafts, overlap=overlap, look_every=8)
         crowd(model, rng, 5, drafts)
         shortened += model.shortened
-    assert shortened > (20 if len(seeds) > 1 else 1)
+    assert shortened > 20
 
 
 @pytest.mark.parametrize("seed", few(range(3), 1))

@@ -137,8 +137,16 @@ def test_a_gpu_without_the_memory(model, tmp_path, monkeypatch):
     refused(calibrate(model, tmp_path / "out"), "--context 512: not enough GPU memory .*lower it")
 
 
+@pytest.fixture
+def interruptible():
+    """As at a terminal: a shell's background job ignores SIGINT, and so do its children."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.parametrize("number, status", [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_signals_say_what_is_kept(model, tmp_path, monkeypatch, number, status):
+def test_signals_say_what_is_kept(model, tmp_path, monkeypatch, number, status, interruptible):
     whole = tmp_path / "whole"
     assert calibrate(model, whole).exit_code == 0
     with monkeypatch.context() as patch:
