@@ -122,7 +122,7 @@ def fp8_bound(row: dict[str, Any]) -> float:
 
 
 def decode_row(file: str, shape: str) -> dict[str, Any]:
-    """The row of decoding by its first cell: ``64 × 16,384``, or the lengths of the ragged batch."""
+    """The row of decoding by its first cell: a batch and a context, or the lengths of the ragged batch."""
     if shape == "64 from 1,024 to 131,072":
         (row,) = (row for row in results(file) if row["kernel"] == "decode (ragged)")
         return row
