@@ -76,17 +76,17 @@ class FakeServer:
 
     def _answer(self, tenant: str, asked: dict) -> list[dict]:
         prompt, name, rng = asked["input_ids"], asked.get("session_id"), self.rng
-        history, pages = 0, []
+        alone, history, pages = tenant == "Bearer alone", 0, []
         if name and len(prompt) > SCALE.budget and rng.random() < 0.9:
             history = (len(prompt) - 1) // P * P
             pages = sorted(rng.sample(range(history // P), SCALE.budget // P - 1))
         if name:
             self.read[tenant, name] = {"of_tokens": history, "pages": pages}
-        if tenant != "Bearer alone" and rng.random() < 0.05:
+        if not alone and rng.random() < 0.05:
             reason = {"type": "abort", "message": "evicted", "status_code": 503}
             return [{"output_ids": [], "text": "", "meta_info": {"finish_reason": reason}}]
         self.count += history > 0
-        if history and self.wrong_every and self.count % self.wrong_every == 0:
+        if history and not alone and self.wrong_every and self.count % self.wrong_every == 0:
             answer = SessionAnswer("", prompt, [], [], 0, history=history, pages=pages)
             pages = another_page(answer, rng).pages
         read, quantized = read_of(prompt, history, pages), rng.random()
