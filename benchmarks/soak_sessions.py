@@ -10,9 +10,8 @@ SGLang's own knob retracts requests as if memory had run out.
 
 After each answer the server says which pages it read. Afterwards transformers reads these, and no others, twice: with
 nothing quantized, and with everything that can be (``benchmarks/session_reference.py``). Under pressure a server reads
-in between, and rounds to BF16. An answer is wrong if its likely tokens are more than twice as far from the nearer end,
-as a share of what lies between the ends, as the worst of the answers alone (``alone_distance``, at most 1). A stream
-that takes back what it said is an error. Two kinds of answers are not wrong, but counted: those that the server ends
+in between, and rounds to BF16. An answer is wrong if its likely tokens are farther from both ends than the ends
+are from each other. ``alone_distance`` is the worst of answers alone, which must hold too. A stream that takes back what it said is an error. Two kinds of answers are not wrong, but counted: those that the server ends
 with an error, and those that lack a log-probability (``incomplete``), as SGLang 0.5.16's sometimes do after a
 retraction. ``wrong_page_seen`` is the share of answers from chosen pages that are found wrong with another page.
 ``--fault`` exchanges a page of every second such answer, and must fail.
@@ -50,9 +49,10 @@ from sglang_kvq.constants import PAGE_SIZE
 from sglang_kvq.server_process import ServerFailed
 from tests.e2e import word_embeddings
 
-#: Largest distance of an answer from the nearer end, as a share of what lies between the ends, in worst distances of
-#: answers alone: 8 on a CPU and 24 on an H100 had 0.83 at most. With another page half the answers have 1.9 or more.
-BOUND = 2.0
+#: Largest distance of an answer from the nearer end, as a share of what lies between the ends. On a CPU 144 answers under
+#: pressure and 8 alone had 0.83 at most; with another page half have 2 or more. On an H100 24 alone had 0.83 at most, but
+#: 6 of 300 under pressure had 1.03 to 1.45 (soak_sessions_h100.json). Why is not known yet, so such a run fails.
+BOUND = 1.0
 RECENT = 128  #: ``--kv-quant-recent``
 PATIENCE = 600  #: Seconds until an answer counts as lost: a CPU may be shared with much else.
 LONGER = 5.0  #: Times that the traffic may take if too little was answered from chosen pages.
@@ -265,7 +265,6 @@ def compared(
     """Fields of the row: answers, or a random choice of them, against the reference."""
     rng = random.Random(9)
     alone = max(reference.several([answer])[0].distance for answer in measured)
-    bound = BOUND * alone
     rng.shuffle(found)
     readings, controls, notes = list[Readings](), list[Readings](), list[str]()
     for answer in found[:most]:
@@ -273,7 +272,7 @@ def compared(
         own, *other = reference.several([answer, *others])
         controls += other
         readings.append(other[0] if fault and other and len(controls) % 2 == 0 else own)
-        if readings[-1].distance > bound:
+        if readings[-1].distance > BOUND:
             read = f"{len(answer.pages)} pages of {answer.history} tokens, retracted {answer.retracted} times"
             notes.append(f"{answer.kind}: {readings[-1]}: prompt of {len(answer.prompt)}, {read}")
     distances = [control.distance for control in controls]
@@ -282,11 +281,11 @@ def compared(
         "compared": len(readings),
         "chosen_pages": len(controls),
         "wrong_answers": len(notes),
-        "bound": round(bound, 3),
+        "bound": BOUND,
         "alone_distance": round(alone, 3),
         "worst_distance": round(max((one.distance for one in readings), default=0.0), 3),
         "wrong_page_distance": round(statistics.median(distances), 3) if distances else None,
-        "wrong_page_seen": round(statistics.fmean(d > bound for d in distances), 3) if distances else None,
+        "wrong_page_seen": round(statistics.fmean(d > BOUND for d in distances), 3) if distances else None,
         "notes": notes[:6],
     }
 
@@ -345,7 +344,7 @@ def is_right(row: dict, least: int) -> bool:
     """Returns True if nothing is wrong, lost or unexplained, and everything planned happened."""
     happened = row["retractions"] > 0 and row["histories_gone"] > 0 and row["read_whole"] > 0 and row["aborted"] > 0
     seen = row["chosen_pages"] >= least and (row["wrong_page_seen"] or 0) >= 0.5
-    alone = row["alone_distance"] <= 1
+    alone = row["alone_distance"] <= BOUND
     return happened and seen and alone and not (row["wrong_answers"] or row["errors"] or row["held"])
 
 
