@@ -10,11 +10,12 @@ SGLang's own knob retracts requests as if memory had run out.
 
 After each answer the server says which pages it read. Afterwards transformers reads these, and no others, twice: with
 nothing quantized, and with everything that can be (``benchmarks/session_reference.py``). Under pressure a server reads
-in between, and rounds to BF16. An answer is wrong if its likely tokens are farther from both ends than the ends
-are from each other. ``alone_distance`` is the worst of answers alone, which must hold too. A stream that takes back what it said is an error. Two kinds of answers are not wrong, but counted: those that the server ends
-with an error, and those that lack a log-probability (``incomplete``), as SGLang 0.5.16's sometimes do after a
-retraction. ``wrong_page_seen`` is the share of answers from chosen pages that are found wrong with another page.
-``--fault`` exchanges a page of every second such answer, and must fail.
+in between. An answer is wrong if its likely tokens are farther from both ends than the ends are from each other.
+``alone_distance`` is the worst of answers alone, which must hold too. A stream that takes back what it said is an
+error. Two kinds of answers are not wrong, but counted: those that the server ends with an error, and those that lack a
+log-probability (``incomplete``), as SGLang 0.5.16's sometimes do after a retraction. ``wrong_page_seen`` is the share
+of answers from chosen pages that are found wrong with another page. ``--fault`` exchanges a page of every second such
+answer, and must fail.
 
 ``--minutes`` is of traffic. It goes on, for five times as long at most, until enough was answered from chosen pages.
 """
@@ -49,9 +50,9 @@ from sglang_kvq.constants import PAGE_SIZE
 from sglang_kvq.server_process import ServerFailed
 from tests.e2e import word_embeddings
 
-#: Largest distance of an answer from the nearer end, as a share of what lies between the ends. On a CPU 144 answers under
-#: pressure and 8 alone had 0.83 at most; with another page half have 2 or more. On an H100 24 alone had 0.83 at most, but
-#: 6 of 300 under pressure had 1.03 to 1.45 (soak_sessions_h100.json). Why is not known yet, so such a run fails.
+#: Largest distance of an answer from the nearer end, as a share of what lies between the ends. On a CPU 144 answers
+#: under pressure and 8 alone had 0.83 at most; with another page half have 2 or more. On an H100 24 alone had 0.83 at
+#: most, but 6 of 300 under pressure had 1.03 to 1.45 (soak_sessions_h100.json). Why is not known: such a run fails.
 BOUND = 1.0
 RECENT = 128  #: ``--kv-quant-recent``
 PATIENCE = 600  #: Seconds until an answer counts as lost: a CPU may be shared with much else.
