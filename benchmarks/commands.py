@@ -22,6 +22,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import record
+from sglang_kvq.evaluation.provenance import without_paths
 
 
 def timed(name: str, words: Sequence[str | Path], env: Mapping[str, str]) -> tuple[dict, dict]:
@@ -68,7 +69,7 @@ def main(words: Sequence[str] | None = None) -> None:
         cache = {"TRITON_CACHE_DIR": str(folder / "triton")}
         for state in ("cold", "warm"):
             answer, row = timed(f"kvq doctor, {state}", ["doctor"], cache)
-            rows.append({**row, **{check["check"]: check["found"] for check in answer["checks"]}})
+            rows.append({**row, **{check["check"]: without_paths(check["found"]) for check in answer["checks"]}})
         model = with_weights(args.model, folder)
         words = ["calibrate", model, "--text", args.text, "--output", folder / "rotations", "--tokens", args.tokens]
         words += ["--composition", "transform", "--device", args.device, "--timings"]
