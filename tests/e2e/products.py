@@ -1,4 +1,4 @@
-"""Products of BF16 matrices on CPUs without instructions for them: in FP32, eight times as fast, and rounded once."""
+"""Products of BF16 matrices on CPUs without instructions for them: in FP32, which is faster there, and rounded once."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ PRODUCTION = ("6442-6442", "6532-5443", "6321-4332", "5320-4321", "5210-3210", "
 #: Geometries (head_dim, query heads to a KV head, KV heads) that between them get every launch of ``decode_launch``.
 DECODED = [(64, 3, 1), (64, 12, 1), (96, 4, 1), (96, 6, 1), (96, 12, 1), (128, 4, 1), (128, 6, 1), (128, 12, 2),
            (128, 12, 1), (256, 4, 1), (256, 8, 1), (256, 12, 1)]  # fmt: skip
-#: What is compiled of both without ``--all``: two bits of each number of dims that models have, and planes of one.
+#: Compiled without ``--all``: two bits of each number of dims that models have, and planes of one.
 SOME_DECODED = [((64, 12, 1), None), ((96, 4, 1), None), ((128, 4, 1), None), ((128, 12, 1), None),
                 ((128, 4, 1), "5320-4321")]  # fmt: skip
 #: Of an SM: bytes of shared memory, of which each program takes some for itself, and registers, given to warps.

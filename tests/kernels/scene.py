@@ -55,7 +55,7 @@ HEADS = [
     Heads(256, 128, 1, 5),
     Heads(256, 64, 2, 2),
 ]
-#: What the interpreter goes through without ``--all``: every number of dims, and groups of all kinds.
+#: Heads for the interpreter without ``--all``: every number of dims, and groups of all kinds.
 SOME_HEADS = HEADS if pairs.everything else [HEADS[i] for i in (1, 0, 3, 5, 7)]
 
 

@@ -139,7 +139,7 @@ def test_a_gpu_without_the_memory(model, tmp_path, monkeypatch):
 
 @pytest.fixture
 def interruptible():
-    """As at a terminal: a shell's background job ignores SIGINT, and so do its children."""
+    """Makes SIGINT interrupt, as at a terminal. A shell's background job ignores it, and so do its children."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
