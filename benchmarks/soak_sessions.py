@@ -304,8 +304,7 @@ def serve(
     traffic.start()
     while server.running and not is_enough(found, scale, (time.monotonic() - begin) / (60 * minutes)):
         time.sleep(min(5, 30 * minutes))
-        chosen = sum(bool(answer.history) for answer in list(found))
-        print(f"{len(found)} answers, {chosen} from chosen pages, {counts.errors} errors", flush=True)
+        print(f"{len(found)} answers, {from_chosen_pages(found)} from chosen pages, {counts.errors} errors", flush=True)
     held = [] if traffic.stop(PATIENCE) else ["requests were still running after the traffic ended"]
     seconds = time.monotonic() - begin
     try:
@@ -335,10 +334,14 @@ def serve(
     )
 
 
+def from_chosen_pages(found: list[SessionAnswer]) -> int:
+    """Counts answers that read chosen pages, while clients add more."""
+    return sum(bool(answer.history) for answer in list(found))
+
+
 def is_enough(found: list[SessionAnswer], scale: SessionScale, share: float) -> bool:
     """Returns True once the traffic may end, after a share of its time: a slow machine is given more of it."""
-    chosen = sum(bool(answer.history) for answer in list(found))
-    return share >= (1 if chosen >= scale.least else LONGER)
+    return share >= (1 if from_chosen_pages(found) >= scale.least else LONGER)
 
 
 def is_right(row: dict, least: int) -> bool:

@@ -121,13 +121,10 @@ class FakeReference:
         return Readings(*(one / len(at) for one in sums), math.fsum(abs(a - b) for a, b in zip(*ends)) / len(at))
 
 
-@pytest.fixture(autouse=True)
-def on_a_busy_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(soak, "LONGER", 100.0)
-
-
 def soaked(server: FakeServer, fault: bool = False) -> tuple[bool, dict]:
-    measured, found, row = soak.serve(server, SCALE, 0.03, 1)
+    with pytest.MonkeyPatch.context() as patch:  # a busy machine answers less in its time
+        patch.setattr(soak, "LONGER", 100.0)
+        measured, found, row = soak.serve(server, SCALE, 0.03, 1)
     row |= soak.compared(FakeReference(), measured, found, SCALE.compared, fault)
     return soak.is_right(row, SCALE.least), row
 
@@ -163,7 +160,7 @@ def test_an_answer_alone_must_be_right_too():
 
 def test_traffic_goes_on_until_enough_was_answered_from_chosen_pages():
     few = [SessionAnswer("session", [], [], [], 0, history=P)] * (SCALE.least - 1)
-    assert not soak.is_enough(few, SCALE, 99) and soak.is_enough(few, SCALE, 100)
+    assert not soak.is_enough(few, SCALE, 4.9) and soak.is_enough(few, SCALE, 5)
     assert soak.is_enough([*few, few[0]], SCALE, 1) and not soak.is_enough([*few, few[0]], SCALE, 0.9)
 
 
@@ -205,7 +202,7 @@ def test_the_exact_end_is_the_model_with_a_mask(reference, answer, chosen):
     if chosen:
         rng = random.Random(1)
         others = reference.several([another_page(answer, rng) for _ in range(4)])
-        assert min(other.distance for other in others) > 1.0
+        assert min(other.distance for other in others) > soak.BOUND
 
 
 def test_the_quantized_end_reads_whole_pages_from_records(reference):

@@ -8,6 +8,9 @@ from dataclasses import dataclass, field
 from sglang_kvq.constants import PAGE_SIZE as P
 from tests.cache.scheduler_model import Model, Request
 
+#: Values of a model's ``overlap``, by what a test's id calls them.
+OVERLAP = {"in-flight": True, "alone": False}
+
 
 def random_model(rng: random.Random, overlap: bool = True, **more) -> Model:
     """A small pool under pressure: few BF16 pages beyond those that rows may pin."""

@@ -15,11 +15,10 @@ from sglang_kvq.cache.tiers import TierManager
 from sglang_kvq.constants import PAGE_SIZE as P
 from tests.cache.host_model import Host
 from tests.cache.scheduler_model import PLANES, Model
-from tests.cache.schedules import Returning, converse, random_model
+from tests.cache.schedules import OVERLAP, Returning, converse, random_model
 from tests.pairs import each
 
 POLICIES = {"write-through": False, "write-back": True}
-OVERLAP = {"in-flight": True, "alone": False}
 
 
 def hosted(rng: random.Random, write_back: bool, overlap: bool = True, **more) -> Model:

@@ -62,6 +62,11 @@ def other_models() -> str:
     return ",".join(sorted(found - {*MODEL_MODULES, "registry", "utils", "__init__"}))
 
 
+def variables(env: dict[str, str] | None) -> dict[str, str]:
+    """Environment variables of a test's server: ``STRICT``, only the models that tests load, and ``env``'s own."""
+    return {**STRICT, "SGLANG_DISABLED_MODEL_ARCHS": other_models(), **(env or {})}
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Order files by ``ORDER``, then others. A test's limit includes its servers; two on a busy CPU take minutes."""
     here = Path(__file__).parent
@@ -120,7 +125,7 @@ class Servers:
             model: another one than most tests', of a class in ``MODEL_MODULES``.
         """
         model = model or self.model
-        env = {**STRICT, "SGLANG_DISABLED_MODEL_ARCHS": other_models(), **(env or {})}
+        env = variables(env)
         key = (model, flags, tuple(sorted(env.items())))
         for other in [k for k in self._running if alone and k != key]:
             self._running.pop(other).stop(grace=0)
@@ -214,8 +219,8 @@ def refused(servers: Servers, tmp_path: Path) -> Callable[..., str]:
     """``refused(*flags)``: starts a server that must refuse to, and gives its log."""
 
     def start(*flags: str, env: dict[str, str] | None = None) -> str:
-        variables = {**STRICT, "SGLANG_DISABLED_MODEL_ARCHS": other_models(), **(env or {})}
-        server = servers.forked(Server(servers.shallow, *flags, env=variables, log_path=tmp_path / "server.log"))
+        log = tmp_path / "server.log"
+        server = servers.forked(Server(servers.shallow, *flags, env=variables(env), log_path=log))
         try:
             server.start(READY)
         except Exception:

@@ -22,6 +22,7 @@ from sglang_kvq.sglang.attention import folded_weights
 from sglang_kvq.sglang.attention.backend import KVQuantBackend
 from sglang_kvq.sglang.attention.drafts import BRANCHING
 from sglang_kvq.sglang.attention.layers import check_layer_ids, check_layers
+from sglang_kvq.sglang.doctor.host import triton_cache
 from sglang_kvq.sglang.memory.pool import quantized_pool
 from sglang_kvq.sglang.prefix import episodes
 from sglang_kvq.sglang.runtime import logger
@@ -113,13 +114,6 @@ def create_tiers(pool: PagePool, config: KVQuantConfig, ops: AttentionOps, writt
         config.kept_pages,
         written,
     )
-
-
-def triton_cache() -> str:
-    """Returns the folder in which Triton keeps compiled kernels."""
-    from triton import knobs
-
-    return str(knobs.cache.dir)
 
 
 def describe(status: Mapping[str, Any]) -> Iterator[str]:

@@ -28,12 +28,17 @@ SHARED_MEMORY = Path("/dev/shm")
 DRIVER_FILE = Path("/proc/driver/nvidia/version")
 
 
+def triton_cache() -> Path:
+    """Returns the folder in which Triton keeps compiled kernels, whether Triton is installed or not."""
+    named = os.environ.get("TRITON_CACHE_DIR")
+    return Path(named or Path(os.environ.get("TRITON_HOME") or Path.home(), ".triton", "cache"))
+
+
 def places() -> Iterator[tuple[str, Path, str]]:
     """A folder that must be writable: its content, its path, and how to choose another."""
     home = Path.home()
     yield "HOME", home, "set HOME to a folder of this user"
-    triton = os.environ.get("TRITON_CACHE_DIR") or Path(os.environ.get("TRITON_HOME") or home, ".triton", "cache")
-    yield "Triton's cache", Path(triton), "set TRITON_CACHE_DIR"
+    yield "Triton's cache", triton_cache(), "set TRITON_CACHE_DIR"
     flashinfer = Path(os.environ.get("FLASHINFER_WORKSPACE_BASE") or home, ".cache", "flashinfer")
     yield "FlashInfer's cache", flashinfer, "set FLASHINFER_WORKSPACE_BASE"
     from huggingface_hub import constants

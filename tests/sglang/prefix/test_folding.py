@@ -18,8 +18,7 @@ from sglang_kvq.formats.page import PageFormat
 from sglang_kvq.sessions.messages import FOLD, Fold
 from sglang_kvq.sglang import runtime
 from sglang_kvq.sglang.prefix import folding
-from tests.cache.schedules import Driver
-from tests.cache.test_schedules import OVERLAP
+from tests.cache.schedules import OVERLAP, Driver
 from tests.pairs import each
 from tests.sglang.prefix.fold_model import FoldModel, sglang_request
 from tests.sglang.prefix.test_hybrid_tree import served

@@ -11,8 +11,7 @@ from sglang_kvq.cache.pending import MovedBF16Pages
 from sglang_kvq.config import KVQuantConfig
 from sglang_kvq.constants import PAGE_SIZE as P
 from sglang_kvq.sglang import runtime
-from tests.cache.schedules import Driver
-from tests.cache.test_schedules import OVERLAP
+from tests.cache.schedules import OVERLAP, Driver
 from tests.pairs import each
 from tests.sglang.prefix.tree_model import OLD, TreeModel
 
