@@ -1,13 +1,18 @@
-"""Reading chosen pages of a conversation in transformers, with nothing quantized and with all that can be.
+"""Which pages of a conversation an answer read: transformers reads the same, and then all but each one of them.
 
-A server reads a stored page from its record or in BF16, as BF16 pages are left, so two answers to one prompt differ.
-``Reference`` computes both ends of that. An answer that read its pages lies between them: it is no farther from the
-nearer end than some share of what lies between the ends (``Readings.distance``). Exchanging a page moves both ends
-farther.
+A server reads a stored page from its record or in BF16, as BF16 pages are left, and computes a prompt in pieces that
+fit its batches. So two right answers to one prompt differ. ``Reference`` finds two faults among such differences:
+
+- A page was not read (``Readings.missing``). How the likely tokens change without a page is known. Least squares say
+  how much of each page's change an answer has: none if the page was read, all if it was not, or another in its place.
+- An answer is far from every reading of these pages (``Readings.distance``). One end is the prompt computed at once
+  with nothing quantized. The other is computed in small pieces that read all but sinks and recent tokens from records.
+  A right answer is no farther from the nearer end than the ends are from each other.
 """
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -25,6 +30,10 @@ from sglang_kvq.rotations.resolve import resolve_formats, resolve_rotations
 TOP = 24
 #: Least distance of the ends, in nats: what BF16's rounding alone does.
 LEAST = 0.04
+#: Pieces in which the quantized end is computed, in tokens. Smaller ones are hardly farther from the exact end.
+PIECE = 4 * PAGE_SIZE
+#: Parts of a prompt that is read whole. A single page of it changes too little.
+PARTS = 8
 
 
 @dataclass
@@ -39,7 +48,7 @@ class SessionAnswer(Answer):
 
     top: list[dict[int, float]] = field(default_factory=list)
     history: int = 0
-    pages: Sequence[int] = ()
+    pages: Sequence[int] = field(default_factory=list)
     retracted: int = 0
 
 
@@ -48,13 +57,15 @@ class Readings:
     """The likely tokens of an answer as the ends read them: mean absolute differences in nats.
 
     Attributes:
-        exact, quantized: of the answer to the end with nothing, and to the one with everything quantized.
+        exact, quantized: of the answer to the end with nothing, and to the one with all quantized that can be.
         between: of the two ends.
+        missing: of each page (or part of what was read whole), the share that the answer lacks.
     """
 
     exact: float
     quantized: float
     between: float
+    missing: Sequence[float]
 
     @property
     def nearest(self) -> float:
@@ -66,38 +77,43 @@ class Readings:
         """The same as a share of what lies between the ends."""
         return self.nearest / max(self.between, LEAST)
 
+    @property
+    def most_missing(self) -> float:
+        """The largest share."""
+        return max(self.missing)
+
     def __str__(self) -> str:
-        return f"distance {self.distance:.2f}: {self.exact:.3f}, {self.quantized:.3f} of {self.between:.3f} nats"
+        nats = f"{self.exact:.3f}, {self.quantized:.3f} of {self.between:.3f} nats"
+        return f"distance {self.distance:.2f}: {nats}, {self.most_missing:.2f} of a page missing"
 
 
-class Store:
-    """Keys and values of a sequence's tokens, ``[1, kv_heads, tokens, D]`` for each layer, exact and quantized."""
+#: Keys and values of tokens, ``[1, kv_heads, tokens, D]`` for each layer; empty for no tokens.
+Pairs = list[tuple[torch.Tensor, torch.Tensor]]
 
-    def __init__(self, layers: list[tuple[torch.Tensor, torch.Tensor]], read: list[tuple[torch.Tensor, ...]]) -> None:
-        self.layers, self.read = layers, read
 
-    def __len__(self) -> int:
-        return self.layers[0][0].shape[2] if self.layers else 0
+def joined(first: Pairs, second: Pairs) -> Pairs:
+    """Keys and values of tokens one after the other."""
+    if not (first and second):
+        return first or second
+    return [(torch.cat([a, c], 2), torch.cat([b, d], 2)) for (a, b), (c, d) in zip(first, second)]
 
-    def taken(self, pages: Sequence[int]) -> Store:
-        """These pages alone, as one sequence."""
-        at = torch.cat([torch.arange(page * PAGE_SIZE, (page + 1) * PAGE_SIZE) for page in pages])
-        at = at.to(self.layers[0][0].device)
-        both = ([tuple(x[:, :, at] for x in pair) for pair in side] for side in (self.layers, self.read))
-        return Store(*both)
+
+def taken(layers: Pairs, at: torch.Tensor | slice) -> Pairs:
+    """Keys and values of some tokens."""
+    return [(keys[:, :, at], values[:, :, at]) for keys, values in layers]
 
 
 class Reference:
     """A model in transformers, in float32.
 
     Args:
-        chunk: tokens of a prompt that the server computes at once; whole pages.
+        piece: tokens in which the quantized end computes a prompt.
     """
 
-    def __init__(self, folder: Path, device: str, config: KVQuantConfig, chunk: int) -> None:
+    def __init__(self, folder: Path, device: str, config: KVQuantConfig, piece: int = PIECE) -> None:
         from transformers import AutoModelForCausalLM
 
-        self.device, self.chunk = device, chunk
+        self.device, self.config, self.piece = device, config, piece
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(device).eval()
         rotations = resolve_rotations(config, str(folder), self.model.config)
         self.formats = resolve_formats(config, rotations, self.model.config)
@@ -109,60 +125,77 @@ class Reference:
         prompt, history = answers[0].prompt, answers[0].history
         # What is read whole is stored up to its last page's end, and read from there.
         stored = history or (len(prompt) - 1) // PAGE_SIZE * PAGE_SIZE
-        stores = [self._store(prompt[:stored], quantized) for quantized in (False, True)]
-        return [self._readings(answer, stored, stores) for answer in answers]
+        pieces = [self.piece] * math.ceil(stored / self.piece)
+        exact, quantized = self.whole(prompt[:stored]), self.in_pieces(prompt[:stored], pieces)
+        return [self._readings(answer, stored, exact, quantized) for answer in answers]
 
-    def _readings(self, answer: SessionAnswer, stored: int, stores: list[Store]) -> Readings:
-        new = answer.prompt[stored:] + answer.tokens
-        chosen = [store.taken(answer.pages) if answer.history else store for store in stores]
-        ends = [self._forward(store, new, stored, quantized, answer) for quantized, store in zip((False, True), chosen)]
+    def _readings(self, answer: SessionAnswer, stored: int, exact: Pairs, quantized: Pairs) -> Readings:
+        parts = self._parts(answer, stored)
+
+        def read(layers: Pairs, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+            return self.likely(answer, taken(layers, torch.cat(list(parts)).to(self.device)), stored)
+
+        ends = torch.stack([read(exact, parts), read(quantized, parts)])
+        without = torch.stack([read(exact, [*parts[:n], *parts[n + 1 :]]) for n in range(len(parts))])
         found = torch.tensor([logprob for step in answer.top for logprob in step.values()])
-        distance = [(end - found).abs().mean().item() for end in ends]
-        return Readings(*distance, (ends[0] - ends[1]).abs().mean().item())
+        distances = (ends - found).abs().mean(1).tolist()
+        # What quantizing does is a direction of its own, or it would be taken for a bit of every page.
+        changes = torch.cat([without, ends[1:]]) - ends[0]
+        shares = torch.linalg.lstsq(changes.T.double(), (found - ends[0]).double()[:, None]).solution[:-1, 0]
+        return Readings(*distances, (ends[0] - ends[1]).abs().mean().item(), shares.tolist())
 
-    def _forward(
-        self, store: Store, new: list[int], start: int, quantized: bool, answer: SessionAnswer
-    ) -> torch.Tensor:
-        """Log-probabilities of the answer's likely tokens behind a store, one after the other."""
-        count = len(answer.tokens)
-        logits, _ = self._extend(store, new, start, quantized, count + 1)
-        scores = torch.log_softmax(logits[:-1], -1).cpu()
+    @staticmethod
+    def _parts(answer: SessionAnswer, stored: int) -> list[torch.Tensor]:
+        """Positions of the tokens of each page that was read, or of each part if all were."""
+        if answer.history:
+            return [torch.arange(page * PAGE_SIZE, (page + 1) * PAGE_SIZE) for page in answer.pages]
+        return list(torch.arange(stored).tensor_split(min(PARTS, stored // PAGE_SIZE)))
+
+    def likely(self, answer: SessionAnswer, layers: Pairs, start: int) -> torch.Tensor:
+        """Log-probabilities of the answer's likely tokens behind stored ones, one step after the other."""
+        logits, _ = self._extend(layers, answer.prompt[start:] + answer.tokens, start, len(answer.tokens) + 1)
         at = [(step, token) for step, top in enumerate(answer.top) for token in top]
-        return scores[tuple(torch.tensor(at).T)]
+        return torch.log_softmax(logits[:-1], -1).cpu()[tuple(torch.tensor(at).T)]
 
-    def _store(self, tokens: list[int], quantized: bool) -> Store:
-        """Computes a sequence chunk by chunk, each with what is stored of those before it."""
-        store = Store([], [])
-        for begin in range(0, len(tokens), self.chunk):
-            part = tokens[begin : begin + self.chunk]
-            _, made = self._extend(store, part, begin, quantized, 1)
-            read = [self._quantized(index, *pair) for index, pair in enumerate(made)] if quantized else made
-            if not len(store):
-                store = Store(made, read)
-                continue
-            joined = (
-                [tuple(torch.cat([a, b], 2) for a, b in zip(old, more)) for old, more in zip(before, after)]
-                for before, after in ((store.layers, made), (store.read, read))
-            )
-            store = Store(*joined)
-        return store
+    def whole(self, tokens: list[int]) -> Pairs:
+        """Keys and values of tokens that are computed at once."""
+        return self._extend([], tokens, 0, 1)[1]
 
-    def _extend(
-        self, store: Store, tokens: list[int], start: int, quantized: bool, logits: int
-    ) -> tuple[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]]]:
+    @torch.no_grad()
+    def in_pieces(self, tokens: list[int], pieces: Sequence[int]) -> Pairs:
+        """Keys and values as they are read from records, of tokens computed piece by piece.
+
+        Args:
+            pieces: lengths, of all tokens together. Each piece reads sinks and recent tokens of those before it
+                exactly, and the rest from records.
+        """
+        exact, records, begin = Pairs(), Pairs(), 0
+        for piece in pieces:
+            recent = max(0, begin - self.config.recent_tokens) // PAGE_SIZE * PAGE_SIZE
+            sinks = min(self.config.sink_tokens, recent)
+            stored = joined(taken(exact, slice(sinks)), taken(records, slice(sinks, recent)))
+            before = joined(stored, taken(exact, slice(recent, None)))
+            _, made = self._extend(before, tokens[begin : begin + piece], begin, 1)
+            exact, whole = joined(exact, made), begin // PAGE_SIZE * PAGE_SIZE
+            begin += piece
+            full = taken(exact, slice(whole, begin // PAGE_SIZE * PAGE_SIZE))
+            records = joined(records, [self._quantized(layer, *pair) for layer, pair in enumerate(full)])
+        return records
+
+    def _extend(self, before: Pairs, tokens: list[int], start: int, logits: int) -> tuple[torch.Tensor, Pairs]:
         """Logits of the last tokens, and keys and values of all of them."""
         from transformers import DynamicCache
 
         cache, new = DynamicCache(), torch.tensor([tokens], device=self.device)
-        for index, (keys, values) in enumerate(store.read if quantized else store.layers):
-            cache.update(keys, values, index)
+        for index, pair in enumerate(before):
+            cache.update(*pair, index)
         positions = start + torch.arange(len(tokens), device=self.device)[None]
         out = self.model(new, past_key_values=cache, position_ids=positions, logits_to_keep=logits)
-        made = [(layer.keys[:, :, len(store) :], layer.values[:, :, len(store) :]) for layer in cache.layers]
-        return out.logits[0], made
+        length = before[0][0].shape[2] if before else 0
+        return out.logits[0], [(layer.keys[:, :, length:], layer.values[:, :, length:]) for layer in cache.layers]
 
     def _quantized(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values as they are read from records."""
+        """Keys and values of whole pages as they are read from records."""
         both = [
             x[0] if matrices is None else x[0] @ matrices[layer] for x, matrices in zip((keys, values), self.rotations)
         ]
