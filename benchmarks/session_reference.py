@@ -7,7 +7,7 @@ fit its batches. So two right answers to one prompt differ. ``Reference`` finds 
   how much of each page's change an answer has: none if the page was read, all if it was not, or another in its place.
 - An answer is far from every reading of these pages (``Readings.distance``). One end is the prompt computed at once
   with nothing quantized. The other is computed in small pieces that read all but sinks and recent tokens from records.
-  A right answer is no farther from the nearer end than the ends are from each other.
+  A right answer is no farther from the nearer end than the ends are from each other and rounding moves it.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from sglang_kvq.rotations.resolve import resolve_formats, resolve_rotations
 
 #: Likely tokens of each step whose log-probabilities are compared. One token's say little: an answer may repeat it.
 TOP = 24
-#: Least distance of the ends, in nats: what BF16's rounding alone does.
-LEAST = 0.04
+#: What BF16's rounding alone does, in nats: ``docs/testing.md`` has 0.015 to 0.042.
+ROUNDING = 0.042
 #: Pieces in which the quantized end is computed, in tokens. Smaller ones are hardly farther from the exact end.
 PIECE = 4 * PAGE_SIZE
 #: Parts of a prompt that is read whole. A single page of it changes too little.
@@ -74,8 +74,8 @@ class Readings:
 
     @property
     def distance(self) -> float:
-        """The same as a share of what lies between the ends."""
-        return self.nearest / max(self.between, LEAST)
+        """The same as a share of what lies between the ends and of rounding, which are independent of each other."""
+        return self.nearest / math.hypot(self.between, ROUNDING)
 
     @property
     def most_missing(self) -> float:
@@ -131,18 +131,16 @@ class Reference:
 
     def _readings(self, answer: SessionAnswer, stored: int, exact: Pairs, quantized: Pairs) -> Readings:
         parts = self._parts(answer, stored)
-
-        def read(layers: Pairs, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-            return self.likely(answer, taken(layers, torch.cat(list(parts)).to(self.device)), stored)
-
-        ends = torch.stack([read(exact, parts), read(quantized, parts)])
-        without = torch.stack([read(exact, [*parts[:n], *parts[n + 1 :]]) for n in range(len(parts))])
+        at = torch.cat(parts).to(self.device)
+        hidden = torch.stack([at < 0, *(torch.isin(at, part.to(self.device)) for part in parts)])
+        end, *without = self.likely(answer, taken(exact, at), stored, hidden)
+        (other,) = self.likely(answer, taken(quantized, at), stored, hidden[:1])
         found = torch.tensor([logprob for step in answer.top for logprob in step.values()])
-        distances = (ends - found).abs().mean(1).tolist()
+        distances = [(one - found).abs().mean().item() for one in (end, other)]
         # What quantizing does is a direction of its own, or it would be taken for a bit of every page.
-        changes = torch.cat([without, ends[1:]]) - ends[0]
-        shares = torch.linalg.lstsq(changes.T.double(), (found - ends[0]).double()[:, None]).solution[:-1, 0]
-        return Readings(*distances, (ends[0] - ends[1]).abs().mean().item(), shares.tolist())
+        changes = torch.stack([*without, other]) - end
+        shares = torch.linalg.lstsq(changes.T.double(), (found - end).double()[:, None]).solution[:-1, 0]
+        return Readings(*distances, (end - other).abs().mean().item(), shares.tolist())
 
     @staticmethod
     def _parts(answer: SessionAnswer, stored: int) -> list[torch.Tensor]:
@@ -151,11 +149,17 @@ class Reference:
             return [torch.arange(page * PAGE_SIZE, (page + 1) * PAGE_SIZE) for page in answer.pages]
         return list(torch.arange(stored).tensor_split(min(PARTS, stored // PAGE_SIZE)))
 
-    def likely(self, answer: SessionAnswer, layers: Pairs, start: int) -> torch.Tensor:
-        """Log-probabilities of the answer's likely tokens behind stored ones, one step after the other."""
-        logits, _ = self._extend(layers, answer.prompt[start:] + answer.tokens, start, len(answer.tokens) + 1)
-        at = [(step, token) for step, top in enumerate(answer.top) for token in top]
-        return torch.log_softmax(logits[:-1], -1).cpu()[tuple(torch.tensor(at).T)]
+    def likely(self, answer: SessionAnswer, layers: Pairs, start: int, hidden: torch.Tensor) -> torch.Tensor:
+        """Log-probabilities of the answer's likely tokens behind stored ones, one step after the other.
+
+        Args:
+            hidden: ``[readings, stored tokens]``: those that a reading does not see.
+        """
+        new = answer.prompt[start:] + answer.tokens
+        logits, _ = self._extend(layers, new, start, len(answer.tokens) + 1, hidden)
+        at = torch.tensor([(step, token) for step, top in enumerate(answer.top) for token in top])
+        scores: torch.Tensor = torch.log_softmax(logits[:, :-1], -1).cpu()[:, at[:, 0], at[:, 1]]
+        return scores
 
     def whole(self, tokens: list[int]) -> Pairs:
         """Keys and values of tokens that are computed at once."""
@@ -182,17 +186,25 @@ class Reference:
             records = joined(records, [self._quantized(layer, *pair) for layer, pair in enumerate(full)])
         return records
 
-    def _extend(self, before: Pairs, tokens: list[int], start: int, logits: int) -> tuple[torch.Tensor, Pairs]:
-        """Logits of the last tokens, and keys and values of all of them."""
+    def _extend(
+        self, before: Pairs, tokens: list[int], start: int, logits: int, hidden: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, Pairs]:
+        """Logits of the last tokens, ``[readings, logits, vocabulary]``, and keys and values of all of them."""
         from transformers import DynamicCache
 
-        cache, new = DynamicCache(), torch.tensor([tokens], device=self.device)
+        count, length = 1 if hidden is None else len(hidden), before[0][0].shape[2] if before else 0
+        cache, new = DynamicCache(), torch.tensor([tokens], device=self.device).expand(count, -1)
         for index, pair in enumerate(before):
-            cache.update(*pair, index)
+            cache.update(*(x.expand(count, -1, -1, -1) for x in pair), index)
+        mask = None  # all that is stored, and the new tokens up to each
+        if hidden is not None:
+            seen = torch.ones(len(tokens), length + len(tokens), dtype=torch.bool, device=self.device).tril(length)
+            seen = seen.expand(count, 1, -1, -1).clone()
+            seen[..., :length] &= ~hidden[:, None, None]
+            mask = torch.zeros(seen.shape, device=self.device).masked_fill(~seen, torch.finfo(torch.float32).min)
         positions = start + torch.arange(len(tokens), device=self.device)[None]
-        out = self.model(new, past_key_values=cache, position_ids=positions, logits_to_keep=logits)
-        length = before[0][0].shape[2] if before else 0
-        return out.logits[0], [(layer.keys[:, :, length:], layer.values[:, :, length:]) for layer in cache.layers]
+        out = self.model(new, past_key_values=cache, position_ids=positions, attention_mask=mask, logits_to_keep=logits)
+        return out.logits, [(layer.keys[:, :, length:], layer.values[:, :, length:]) for layer in cache.layers]
 
     def _quantized(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of whole pages as they are read from records."""

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from benchmarks import soak_sessions as soak
-from benchmarks.session_reference import TOP, Readings, Reference, SessionAnswer, another_page
+from benchmarks.session_reference import TOP, Readings, Reference, SessionAnswer, another_page, taken
 from benchmarks.tiny_models import MODELS, VOCABULARY
 from sglang_kvq.config import KVQuantConfig
 from sglang_kvq.constants import PAGE_SIZE as P
@@ -219,10 +219,11 @@ def read_in_pieces(reference: Reference, answer: SessionAnswer, pieces: Sequence
     layers = reference.in_pieces(answer.prompt[: answer.history], pieces)
     at = torch.cat([torch.arange(page * P, (page + 1) * P) for page in answer.pages])
     new = answer.prompt[answer.history :] + answer.tokens
-    chosen = [(keys[:, :, at], values[:, :, at]) for keys, values in layers]
-    logits, _ = reference._extend(chosen, new, answer.history, len(answer.tokens) + 1)
-    noise = 0.03 * torch.randn(logits[:-1].shape, generator=torch.Generator().manual_seed(0))
-    return replace(answer, top=likeliest(torch.log_softmax(logits[:-1], -1) + noise))
+    logits, _ = reference._extend(taken(layers, at), new, answer.history, len(answer.tokens) + 1)
+    scores = torch.log_softmax(logits[0, :-1], -1)
+    return replace(
+        answer, top=likeliest(scores + 0.03 * torch.randn(scores.shape, generator=torch.Generator().manual_seed(0)))
+    )
 
 
 @pytest.mark.parametrize(
