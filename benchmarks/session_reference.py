@@ -33,7 +33,7 @@ ROUNDING = 0.042
 #: Pieces in which the quantized end is computed, in tokens. Smaller ones are hardly farther from the exact end.
 PIECE = 4 * PAGE_SIZE
 #: Parts of a prompt that is read whole. A single page of it changes too little.
-PARTS = 8
+PARTS = 4
 
 
 @dataclass
@@ -140,6 +140,8 @@ class Reference:
         # What quantizing does is a direction of its own, or it would be taken for a bit of every page.
         changes = torch.stack([*without, other]) - end
         shares = torch.linalg.lstsq(changes.T.double(), (found - end).double()[:, None]).solution[:-1, 0]
+        if not answer.history:  # almost nothing else is read, so to lack the same of each part changes nothing
+            shares -= shares.mean()
         return Readings(*distances, (end - other).abs().mean().item(), shares.tolist())
 
     @staticmethod

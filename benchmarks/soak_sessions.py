@@ -394,6 +394,7 @@ def main() -> None:
     parser.add_argument(
         "--fault", action="store_true", help="exchange a page of every second answer from chosen pages; must fail"
     )
+    parser.add_argument("--compared", type=int, help="answers to compare, at most")
     parser.add_argument("--judge", type=Path, metavar="ANSWERS", help="judge the answers of an earlier run")
     parser.add_argument("--out", required=True, type=Path, help="result file")
     args = parser.parse_args()
@@ -415,7 +416,7 @@ def main() -> None:
             row |= {"pool_tokens": scale.pool, "budget": scale.budget, "least": scale.least}
             write_answers(args.out.with_suffix(".answers.gz"), measured, found, row)
         reference = Reference(Path(folder) / "llama", args.device, KVQuantConfig(args.method, recent_tokens=RECENT))
-        checked = compared(reference, measured, found, scale.compared, args.fault)
+        checked = compared(reference, measured, found, args.compared or scale.compared, args.fault)
     row |= {"fault": args.fault, **checked, "notes": [*row["notes"], *checked["notes"]]}
     record.write(args.out, "soak_sessions", [row])
     print(json.dumps(row, indent=1))

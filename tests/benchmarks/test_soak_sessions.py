@@ -209,7 +209,7 @@ def test_the_exact_end_is_the_model_with_a_mask(reference, answer, chosen):
     answer = replace(answer, top=by_mask(reference.model, answer))
     (found,) = reference.several([answer])
     assert found.exact < 1e-4 and found.distance < 0.01 and max(map(abs, found.missing)) < 0.001
-    assert len(found.missing) == (4 if chosen else 8)
+    assert len(found.missing) == 4
     assert found.quantized == pytest.approx(found.between, abs=1e-4) and 0.02 < found.between < 0.3
 
 
@@ -243,6 +243,21 @@ def test_pages_that_were_read_are_not_missing_and_others_are(reference, pieces):
         (exchanged,) = set(other.pages) - set(answer.pages)
         assert soak.is_wrong(readings) and readings.most_missing > 0.75, readings
         assert other.pages[readings.missing.index(readings.most_missing)] == exchanged
+
+
+def test_a_quarter_that_was_not_read_is_found_in_what_is_read_whole(reference):
+    rng = random.Random(4)
+    prompt, said = ([rng.randrange(2, VOCABULARY) for _ in range(count)] for count in (24 * P + 20, 20))
+    answer = SessionAnswer("session", prompt, said, [], 0, history=24 * P, pages=list(range(24)))
+    for lacking in (range(0), range(6, 12)):
+        pages = [page for page in range(24) if page not in lacking]
+        found = read_in_pieces(reference, replace(answer, pages=pages), [4 * P] * 6)
+        (readings,) = reference.several([replace(found, history=0, pages=[])])
+        assert soak.is_wrong(readings) == bool(lacking), readings
+        if lacking:
+            assert readings.missing[1] == readings.most_missing > 0.6
+        else:
+            assert readings.most_missing < 0.3
 
 
 def test_a_piece_reads_sinks_and_recent_tokens_exactly_and_the_rest_from_records(reference, answer):
