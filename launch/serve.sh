@@ -2,6 +2,8 @@
 # The container's entry point: runs SGLang's server with the given arguments. Unless they or a --config file choose the
 # method, it is int4, which needs no rotations.
 set -euo pipefail
+# Other users of group 0 may go on with what this one writes to the volume.
+umask 0002
 case " $* " in
   *" --config="*)
     echo "sglang-kvq: --config=FILE: SGLang ignores the file when it is given so. Write --config FILE." >&2

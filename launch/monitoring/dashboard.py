@@ -90,6 +90,11 @@ PANELS = (
         ),
         sessions=True,
     ),
+    Panel(
+        "Prompt tokens of sessions computed per second",
+        ((rate("sglang_kvq_session_computed_tokens_total"), "tokens"),),
+        sessions=True,
+    ),
 )
 
 

@@ -16,8 +16,8 @@ ALIASES = {"late": RETRIEVE}
 EPISODES = 4
 #: Largest number of tokens of an episode's patched prompt.
 PROMPT_TOKENS = 1024
-#: Headers that cannot name a tenant as well.
-TAKEN_HEADERS = ("authorization", "x-session-id")
+#: Header that names a session unless another is chosen.
+SESSION_HEADER = "X-Session-Id"
 _HEADER_NAME = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
 
 
@@ -40,6 +40,7 @@ class EpisodicConfig:
         episodes: clusters of a conversation, of ``epicache``; None for ``EPISODES``.
         state_memory: MiB that the state of all sessions takes at most.
         tenant_share: of sessions and of state memory, that one tenant may hold; above 0, at most 1.
+        session_header: HTTP header that names a request's session.
         tenant_header: HTTP header that says whose request it is, beside its API key; None for the key alone.
 
     Raises:
@@ -58,6 +59,7 @@ class EpisodicConfig:
     state_memory: int = 1024
     tenant_share: float = 1.0
     tenant_header: str | None = None
+    session_header: str = SESSION_HEADER
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "policy", ALIASES.get(self.policy, self.policy))
@@ -89,16 +91,23 @@ class EpisodicConfig:
             raise KVQuantError(f"--episodic-state-memory {self.state_memory}: give 1 MiB or more.")
         if not 0 < self.tenant_share <= 1:
             raise KVQuantError(f"--episodic-tenant-share {self.tenant_share}: give a share above 0, at most 1.")
-        self._check_tenant_header()
+        self._check_headers()
 
-    def _check_tenant_header(self) -> None:
-        name = self.tenant_header
-        if name is None:
-            return
-        if not _HEADER_NAME.fullmatch(name):
-            raise KVQuantError(f"--episodic-tenant-header {name!r}: not the name of a header; give one like X-Tenant.")
-        if name.lower() in TAKEN_HEADERS:
-            raise KVQuantError(f"--episodic-tenant-header {name}: it says something else already; give another header.")
+    def _check_headers(self) -> None:
+        taken = {"authorization"}
+        chosen = (("session", self.session_header, SESSION_HEADER), ("tenant", self.tenant_header, "X-Tenant"))
+        for flag, name, example in chosen:
+            if name is None:
+                continue
+            if not _HEADER_NAME.fullmatch(name):
+                raise KVQuantError(
+                    f"--episodic-{flag}-header {name!r}: not the name of a header; give one like {example}."
+                )
+            if name.lower() in taken:
+                raise KVQuantError(
+                    f"--episodic-{flag}-header {name}: it says something else already; give another header."
+                )
+            taken.add(name.lower())
 
     def check_windows(self, sink_tokens: int, recent_tokens: int) -> None:
         """Refuses a budget that leaves no page to choose beside the block and what is always read.

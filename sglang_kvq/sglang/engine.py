@@ -26,11 +26,13 @@ def server_args_from_kwargs(original: type, **kwargs: Any) -> ServerArgs:
     if not any(flag in kwargs for flag in (*flags.FIELDS, *episodic_flags.FIELDS)):
         return original(**kwargs)
     capture = kwargs.pop("kv_quant_capture", None)  # of ``attention.calibrate_engine``, not a flag
+    headers = {name: kwargs.get(name) for name in ("episodic_tenant_header", "episodic_session_header")}
     config = flags.prepare(kwargs)
     if config is None:
         return original(**kwargs)
-    if config.episodic is not None and (header := config.episodic.tenant_header) is not None:
-        raise KVQuantError(f"episodic_tenant_header {header}: requests of Engine have no headers; leave it out.")
+    for name, header in headers.items():
+        if header is not None:
+            raise KVQuantError(f"{name} {header}: requests of Engine have no headers; leave it out.")
     config = replace(config, capture=capture)
     plugin.stop_unless_in_place(config)
     server_args = original(**kwargs)

@@ -6,23 +6,30 @@ It needs root, Debian's packages ``buildah mmdebstrap podman runc``, and no cont
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
 import sys
 import sysconfig
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from launch.server import CPU_CAPACITY, CPU_FLAGS
 from sglang_kvq import __version__
 from sglang_kvq.releases import NEWEST
-from sglang_kvq.server_process import ServerFailed, ServerProcess, free_port
+from sglang_kvq.server_process import OPENER, ServerFailed, ServerProcess, free_port
+from tests.e2e.preloaded import other_models
 
 ROOT = Path(__file__).resolve().parents[2]
 #: Debian's release that has this Python: compiled packages of the environment are made for it.
 DEBIAN = {(3, 11): "bookworm", (3, 13): "trixie"}
+#: What nothing in the image reads.
+LEFT_OUT = ("doc", "info", "locale", "man")
 PACKAGES = "python3,python3-pip,curl,ca-certificates,libgomp1,libnuma1"
 BASE, IMAGE = f"docker.io/lmsysorg/sglang:v{NEWEST}", "localhost/sglang-kvq"
 SITE = "/opt/sglang-cpu"
@@ -86,6 +93,7 @@ class Images:
         suite = DEBIAN[sys.version_info[:2]]
         _run(
             *("mmdebstrap", "--quiet", "--variant=minbase", f"--include={PACKAGES}", "--dpkgopt=force-unsafe-io"),
+            *(f"--dpkgopt=path-exclude=/usr/share/{name}/*" for name in LEFT_OUT),
             *(suite, str(base / "root.tar")),
             env={"TMPDIR": str(self.folder)},
         )
@@ -137,6 +145,7 @@ class Container(ServerProcess):
         command = images.podman(
             *("run", "--rm", "--name", self.name, "--network", "host", "--no-healthcheck", "--shm-size", "1g"),
             *(*LIMITS, *images.site, "-v", f"{model}:/model:ro", "--env", "OMP_NUM_THREADS=1"),
+            *("--env", f"SGLANG_DISABLED_MODEL_ARCHS={other_models()}"),
             *(*options, IMAGE, *served, *CPU_FLAGS, *CPU_CAPACITY),
             *(f"--port={port}", *arguments),
         )
@@ -147,6 +156,21 @@ class Container(ServerProcess):
             return super().start(timeout)
         except ServerFailed as error:
             raise ServerFailed(f"{error}\n{error.log}", error.log) from None
+
+    def ask(self, path: str, body: Any = None, key: str | None = None) -> tuple[int, str]:
+        """Sends a GET, or a POST of ``body`` as JSON; returns status and body of the answer."""
+        data = None if body is None else json.dumps(body).encode()
+        headers = {"Content-Type": "application/json", **({"Authorization": f"Bearer {key}"} if key else {})}
+        try:
+            with OPENER.open(urllib.request.Request(self.url + path, data, headers), timeout=300) as answer:
+                return answer.status, answer.read().decode()
+        except urllib.error.HTTPError as error:
+            return error.code, error.read().decode()
+
+    def generate(self, text: str, tokens: int, key: str | None = None) -> tuple[int, str]:
+        """Asks for a completion of so many tokens; returns status and body of the answer."""
+        sampling = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
+        return self.ask("/generate", {"text": text, "sampling_params": sampling}, key)
 
     def execute(self, *words: str) -> subprocess.CompletedProcess[str]:
         """Runs a command inside and returns its status and output."""

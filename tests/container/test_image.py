@@ -8,39 +8,31 @@ import shutil
 import signal
 import subprocess
 import threading
-import urllib.request
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 
 from sglang_kvq import __version__
-from sglang_kvq.server_process import OPENER, ServerFailed
 from tests.container.image import BASE, IMAGE, RESTRICTED, Container, Images
+from tests.container.workshop import KEY, Ended, Workshop
 
-pytestmark = pytest.mark.timeout(1200)
-Make = Callable[..., Container]
+pytestmark = pytest.mark.timeout(900)
 
 
-def ask(server: Container, path: str, body: Any = None) -> Any:
+def asked(server: Container, path: str, key: str | None = None) -> Any:
     """Returns the JSON that the server answers."""
-    data = None if body is None else json.dumps(body).encode()
-    with OPENER.open(urllib.request.Request(server.url + path, data, {"Content-Type": "application/json"})) as answer:
-        return json.load(answer)
+    status, body = server.ask(path, key=key)
+    assert status == 200, body
+    return json.loads(body)
 
 
-def generate(server: Container, tokens: int) -> int:
+def generated(server: Container, tokens: int, key: str | None = None) -> int:
     """Returns the number of tokens that the server answers."""
-    sampling = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
-    answer = ask(server, "/generate", {"text": "Once upon a time", "sampling_params": sampling})
-    return int(answer["meta_info"]["completion_tokens"])
-
-
-@pytest.fixture(scope="module")
-def restricted(container: Make) -> Iterator[Container]:
-    with container("restricted", options=RESTRICTED) as server:
-        yield server
+    status, body = server.generate("Once upon a time", tokens, key)
+    assert status == 200, body
+    return int(json.loads(body)["meta_info"]["completion_tokens"])
 
 
 def test_labels(images: Images) -> None:
@@ -51,9 +43,47 @@ def test_labels(images: Images) -> None:
     assert image["User"] == "10001"
 
 
+@contextmanager
+def broken(workshop: Workshop) -> Iterator[Container]:
+    copy = shutil.copytree(workshop.readable, workshop.logs / "broken model")
+    (weights,) = copy.glob("*.safetensors")
+    weights.write_bytes(weights.read_bytes()[: 1 << 20])
+    yield workshop.container("broken", model=copy)
+
+
+@pytest.mark.ending(broken)
+def test_broken_weights_end_the_container_with_an_error(ended: Ended) -> None:
+    assert ended.status not in (0, 143), ended.log
+    assert "SafetensorError" in ended.log
+
+
+@contextmanager
+def unwritable(workshop: Workshop) -> Iterator[Container]:
+    foreign = workshop.logs / "foreign"
+    foreign.mkdir(mode=0o755)
+    yield workshop.container("unwritable", options=(*RESTRICTED, "-v", f"{foreign}:/home/kvq:ro"))
+
+
+@pytest.mark.ending(unwritable)
+def test_unwritable_cache_is_named_before_the_server_starts(ended: Ended) -> None:
+    assert ended.status == 1
+    for named in ("user 123456 cannot write", "HOME /home/kvq", "/home/kvq/.triton/cache", "/.cache/flashinfer"):
+        assert named in ended.log
+
+
+@contextmanager
+def ignored(workshop: Workshop) -> Iterator[Container]:
+    yield workshop.container("ignored", "--config=/serve.yaml")
+
+
+@pytest.mark.ending(ignored)
+def test_form_of_config_that_sglang_ignores_is_refused(ended: Ended) -> None:
+    assert ended.status == 2 and "Write --config FILE." in ended.log
+
+
 def test_unknown_user_with_a_read_only_root_is_served(restricted: Container) -> None:
-    assert generate(restricted, 8) == 8
-    assert ask(restricted, "/server_info")["kv_quant"]["method"] == "int4", "the default needs no download"
+    assert generated(restricted, 8, KEY) == 8
+    assert asked(restricted, "/server_info", KEY)["kv_quant"]["method"] == "int4", "the default needs no download"
     assert restricted.execute("id", "-u").stdout.strip() == "123456"
     assert restricted.execute("touch", "/etc/mark").returncode != 0
 
@@ -69,46 +99,14 @@ def test_killed_scheduler_ends_the_container_with_an_error(restricted: Container
     assert restricted.status() not in (0, 143), restricted.log_tail()
 
 
-def test_broken_weights_end_the_container_with_an_error(container: Make, readable: Path, tmp_path: Path) -> None:
-    copy = shutil.copytree(readable, tmp_path / "model")
-    (weights,) = copy.glob("*.safetensors")
-    weights.write_bytes(weights.read_bytes()[: 1 << 20])
-    broken = container("broken", model=copy)
-    with pytest.raises(ServerFailed):
-        broken.start()
-    assert broken.status() not in (0, 143), broken.log_tail()
-    assert "SafetensorError" in broken.log()
-
-
-def test_termination_finishes_what_runs_and_a_config_file_chooses_the_method(container: Make, tmp_path: Path) -> None:
-    chosen = tmp_path / "serve.yaml"
-    chosen.write_text("kv-quant: hadamard\n")
-    with container("config", "--config", "/serve.yaml", options=("-v", f"{chosen}:/serve.yaml:ro")) as server:
-        assert ask(server, "/server_info")["kv_quant"]["method"] == "hadamard"
-        answers: list[int] = []
-        asking = threading.Thread(target=lambda: answers.append(generate(server, 64)))
-        asking.start()
-        while not ask(server, "/v1/loads")["loads"][0]["num_running_reqs"]:
-            assert asking.is_alive(), "it was answered before it could be seen running"
-        os.kill(server.pid("tini"), signal.SIGTERM)
-        asking.join(300)
-        assert answers == [64], server.log_tail()
-        assert server.status() == 0, server.log_tail()
-
-
-def test_unwritable_cache_is_named_before_the_server_starts(container: Make, tmp_path: Path) -> None:
-    foreign = tmp_path / "foreign"
-    foreign.mkdir(mode=0o755)
-    refused = container("unwritable", options=(*RESTRICTED, "-v", f"{foreign}:/home/kvq:ro"))
-    with pytest.raises(ServerFailed):
-        refused.start()
-    assert refused.status() == 1
-    for named in ("user 123456 cannot write", "HOME /home/kvq", "/home/kvq/.triton/cache", "/.cache/flashinfer"):
-        assert named in refused.log()
-
-
-def test_form_of_config_that_sglang_ignores_is_refused(container: Make) -> None:
-    refused = container("ignored", "--config=/serve.yaml")
-    with pytest.raises(ServerFailed):
-        refused.start()
-    assert refused.status() == 2 and "Write --config FILE." in refused.log()
+def test_termination_finishes_what_runs_and_a_config_file_chooses_the_method(configured: Container) -> None:
+    assert asked(configured, "/server_info")["kv_quant"]["method"] == "hadamard"
+    answers: list[int] = []
+    asking = threading.Thread(target=lambda: answers.append(generated(configured, 256)))
+    asking.start()
+    while not asked(configured, "/v1/loads")["loads"][0]["num_running_reqs"]:
+        assert asking.is_alive(), "it was answered before it could be seen running"
+    os.kill(configured.pid("tini"), signal.SIGTERM)
+    asking.join(300)
+    assert answers == [256], configured.log_tail()
+    assert configured.status() == 0, configured.log_tail()

@@ -1,4 +1,4 @@
-"""SGLang's router before two servers: it keeps a session on one of them if requests bring its header too."""
+"""SGLang's router before two servers: one header keeps a session on one of them and names it there."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,61 +17,84 @@ import requests
 from launch.server import Server
 from sglang_kvq.server_process import ServerProcess, free_port
 from tests.e2e import word_embeddings
+from tests.e2e.preloaded import Preloaded, other_models
 
 pytestmark = pytest.mark.timeout(900)
+KEY = "X-SMG-Routing-Key"
 FLAGS = (
-    *("--kv-quant", "int4", "--kv-quant-recent", "128", "--enable-metrics"),
-    *("--episodic-policy", "late", "--episodic-budget", "640", "--episodic-block", "192"),
+    *("--kv-quant", "int4", "--kv-quant-recent", "128", "--enable-metrics", "--episodic-session-header", KEY),
+    *("--episodic-policy", "retrieve", "--episodic-budget", "1024", "--episodic-block", "192"),
 )
+#: As in launch/kubernetes/replicas/router.yaml, where the router looks for a dead replica less often.
+STICKY = ("--policy", "manual", "--assignment-mode", "min_group", "--max-idle-secs", "86400")
+FORGETFUL = ("--policy", "round_robin")
 SESSIONS = [f"conversation-{n}" for n in range(6)]
-TURNS = 3
+TURNS = 6
+#: About 140 tokens.
+SAID = "The keeper of the lighthouse wrote down what had happened on that day. " * 10
 
 
 @pytest.fixture(scope="module")
-def servers(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Server]]:
+def servers(shallow_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Server]]:
     folder = tmp_path_factory.mktemp("replicas")
     path, embedder = word_embeddings.install(folder)
     env = {"PYTHONPATH": os.pathsep.join(filter(None, (path, os.environ.get("PYTHONPATH"))))}
+    env["SGLANG_DISABLED_MODEL_ARCHS"] = other_models()
     servers = [
-        Server(model, *FLAGS, "--episodic-embedder", embedder, env=env, log_path=folder / f"{name}.log")
+        Server(shallow_model, *FLAGS, "--episodic-embedder", embedder, env=env, log_path=folder / f"{name}.log")
         for name in ("first", "second")
     ]
+    preloaded = Preloaded(servers[0])
     try:
-        with ThreadPoolExecutor() as pool:  # until the end: a server ends with the thread that started it
+        for server in servers:
+            server.spawn = partial(preloaded.fork, server)
+        with ThreadPoolExecutor() as pool:
             list(pool.map(lambda server: server.start(600), servers))
-            yield servers
+        yield servers
     finally:
         for server in servers:
-            server.stop()
+            server.stop(grace=0)
+        preloaded.stop()
+
+
+@contextmanager
+def routed(servers: list[Server], log: Path, *policy: str) -> Iterator[ServerProcess]:
+    """A router before the servers, once it knows them: it is healthy before."""
+    port = free_port()
+    command = [
+        *(sys.executable, "-m", "sglang_router.launch_router", "--host", "127.0.0.1", "--port", str(port), *policy),
+        *("--prometheus-port", str(free_port()), "--health-check-interval-secs", "1"),
+        *("--health-failure-threshold", "1", "--worker-urls", *(server.url for server in servers)),
+    ]
+    router = ServerProcess(command, log, port).start()
+    try:
+        while sum(one["is_healthy"] for one in requests.get(f"{router.url}/workers", timeout=60).json()["workers"]) < 2:
+            router.check_alive()
+            time.sleep(0.2)
+        yield router
+    finally:
+        router.stop(grace=0)  # it would wait for connections that are kept open
 
 
 @pytest.fixture(scope="module")
 def router(servers: list[Server], tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    port = free_port()
-    command = [
-        *(sys.executable, "-m", "sglang_router.launch_router", "--host", "127.0.0.1", "--port", str(port)),
-        *("--policy", "manual", "--assignment-mode", "min_group", "--prometheus-port", str(free_port())),
-        *("--worker-urls", *(server.url for server in servers)),
-    ]
-    with ServerProcess(command, tmp_path_factory.mktemp("router") / "router.log", port) as router:
-        # It is healthy before it knows its servers.
-        while sum(one["is_healthy"] for one in requests.get(f"{router.url}/workers", timeout=60).json()["workers"]) < 2:
-            router.check_alive()
-            time.sleep(0.5)
+    with routed(servers, tmp_path_factory.mktemp("router") / "router.log", *STICKY) as router:
         yield router
 
 
-def turn(router: ServerProcess, name: str, n: int, *headers: str) -> None:
+def turn(router: ServerProcess, name: str, n: int) -> requests.Response:
     """Sends a turn of a conversation: the whole of it so far."""
-    text = f"{name} begins. " + "Then another thing happened. " * (n + 1)
+    text = f"{name} begins. " + "".join(f"Day {day}. {SAID}" for day in range(n + 1))
     sampling = {"temperature": 0, "max_new_tokens": 2, "ignore_eos": True}
-    answer = requests.post(
-        f"{router.url}/generate",
-        json={"text": text, "sampling_params": sampling},
-        headers=dict.fromkeys(headers, name),
-        timeout=300,
-    )
+    body = {"text": text, "sampling_params": sampling}
+    return requests.post(f"{router.url}/generate", json=body, headers={KEY: name}, timeout=300)
+
+
+def served(router: ServerProcess, name: str, n: int) -> int:
+    """Sends a turn, which must be answered; returns the tokens of its prompt."""
+    answer = turn(router, name, n)
     assert answer.status_code == 200, answer.text
+    return int(answer.json()["meta_info"]["prompt_tokens"])
 
 
 def known(server: Server, prefix: str) -> set[str]:
@@ -77,28 +102,66 @@ def known(server: Server, prefix: str) -> set[str]:
     return {one["id"] for one in server.json("/v1/sessions")["data"] if one["id"].startswith(prefix)}
 
 
-def counted(server: Server) -> float:
-    """Returns the requests of sessions that a server counts in its metrics."""
+def computed(server: Server) -> float:
+    """Returns the prompt tokens of sessions that a server computed, by its metrics."""
     lines = server.request("/metrics").decode().splitlines()
-    return sum(
-        float(line.split()[-1]) for line in lines if line.startswith("sglang_kvq") and "session_requests" in line
-    )
+    return sum(float(line.split()[-1]) for line in lines if line.startswith("sglang_kvq_session_computed_tokens_total"))
+
+
+def settled(servers: list[Server]) -> list[float]:
+    """Returns each server's ``computed`` once nothing goes on in the background."""
+    while True:
+        before = [computed(server) for server in servers]
+        time.sleep(1)
+        if [computed(server) for server in servers] == before:
+            return before
 
 
 def test_sessions_stay_on_one_server(router: ServerProcess, servers: list[Server]) -> None:
-    for n in range(TURNS):
-        for name in SESSIONS:
-            turn(router, name, n, "X-Session-Id", "X-SMG-Routing-Key")
+    before = settled(servers)
+    with ThreadPoolExecutor() as pool:  # the router counts the sessions that are being answered
+        list(pool.map(lambda name: served(router, name, 0), SESSIONS))
+    lengths = [[served(router, name, n) for name in SESSIONS] for n in range(1, TURNS)]
     first, second = (known(server, "conversation") for server in servers)
     assert first | second == set(SESSIONS) and not first & second
-    assert len(first) == len(second) == len(SESSIONS) / 2, "the assignment is even"
+    assert len(first) == len(second), "the router divides the sessions evenly"
+    new = sum(settled(servers)) - sum(before)
+    assert sum(lengths[-1]) <= new <= 1.5 * sum(lengths[-1]), "each token once, and again what fills no page yet"
 
 
-def test_without_the_routers_header_both_servers_compute_a_session(
-    router: ServerProcess, servers: list[Server]
+def test_what_the_router_does_not_pass_on_names_no_session(router: ServerProcess, servers: list[Server]) -> None:
+    """The guide says so; a router that passes it on can keep the names that clients use without one."""
+    sampling = {"temperature": 0, "max_new_tokens": 2}
+    chat = {"model": "default", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 2}
+    for path, body in (("generate", {"text": "Hello", "sampling_params": sampling}), ("v1/chat/completions", chat)):
+        for headers, field in (({"X-Session-Id": "lost"}, {}), ({}, {"session_id": "lost"})):
+            answer = requests.post(f"{router.url}/{path}", json={**body, **field}, headers=headers, timeout=300)
+            assert answer.status_code == 200, answer.text
+    assert not any(known(server, "lost") for server in servers)
+    assert requests.get(f"{router.url}/v1/sessions", timeout=60).status_code == 404, "ask the replicas"
+
+
+def test_a_router_that_does_not_keep_sessions_has_both_servers_compute_them(
+    servers: list[Server], tmp_path: Path
 ) -> None:
-    before = [counted(server) for server in servers]
-    for n in range(8):
-        turn(router, "stray", n, "X-Session-Id")
-    assert [known(server, "stray") for server in servers] == [{"stray"}, {"stray"}]
-    assert all(counted(server) > old for server, old in zip(servers, before)), "the metrics show it"
+    before = settled(servers)
+    with routed(servers, tmp_path / "router.log", *FORGETFUL) as router:
+        length = [served(router, "stray", n) for n in range(TURNS)][-1]
+    assert all(known(server, "stray") for server in servers)
+    new = [now - old for now, old in zip(settled(servers), before)]
+    assert sum(new) > 1.7 * length, "the metrics show it"
+
+
+def test_a_session_of_a_dead_server_moves_and_is_computed_there(router: ServerProcess, servers: list[Server]) -> None:
+    (here,), (there,) = (
+        [s for s in servers if (SESSIONS[0] in known(s, "conversation")) == owns] for owns in (True, False)
+    )
+    (before,) = settled([there])
+    here.stop()
+    deadline = time.monotonic() + 60
+    while (answer := turn(router, SESSIONS[0], TURNS)).status_code != 200:
+        assert time.monotonic() < deadline, answer.text
+        time.sleep(0.5)
+    (after,) = settled([there])
+    assert SESSIONS[0] in known(there, "conversation")
+    assert after - before >= answer.json()["meta_info"]["prompt_tokens"]

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
 from collections.abc import Callable, Iterator
-from functools import cache, cached_property, partial
+from functools import cached_property, partial
 from importlib.metadata import version
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
 
 from launch.server import Server
 from sglang_kvq.releases import OLDEST
-from tests.e2e.preloaded import MODEL_MODULES, Preloaded
+from tests import shallow
+from tests.e2e.preloaded import Preloaded, other_models
 
 #: On a GPU machine the same tests run there, decoding inside CUDA graphs.
 ON_GPU = torch.cuda.is_available()
@@ -36,8 +33,6 @@ STRICT = {
 }
 #: Idle servers are kept this many at a time: each holds about 2.5 GB.
 KEPT = 2
-#: Layers of ``Servers.shallow``.
-SHALLOW = 4
 #: Files in an order in which most find a server with their flags running: of one line, each leaves what the next uses.
 ORDER = (
     *("test_bf16.py", "test_demo.py", "test_kits.py", "test_transform.py"),
@@ -50,16 +45,6 @@ ORDER = (
 OLDEST_TOO = re.compile(r"test_serving\.py::")
 #: Seconds until a server must be ready: beside other jobs on two slow cores one took three minutes.
 READY = 900
-
-
-@cache
-def other_models() -> str:
-    """SGLang's model modules but ``MODEL_MODULES``: importing them all is a tenth of a server's start."""
-    spec = find_spec("sglang.srt.models")
-    assert spec and spec.submodule_search_locations
-    found = {path.stem for path in Path(spec.submodule_search_locations[0]).glob("*.py")}
-    assert found >= set(MODEL_MODULES)
-    return ",".join(sorted(found - {*MODEL_MODULES, "registry", "utils", "__init__"}))
 
 
 def variables(env: dict[str, str] | None) -> dict[str, str]:
@@ -78,24 +63,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if version("sglang") == OLDEST and not config.getoption("--all"):
         ours = [item for item in ours if OLDEST_TOO.search(item.nodeid)]
     items[:] = [*(item for item in items if here not in item.path.parents), *ours]
-
-
-def cut(model: Path, folder: Path) -> Path:
-    """Writes a model's first ``SHALLOW`` layers to a folder that does not exist; other files are links."""
-    folder.mkdir()
-    config = json.loads((model / "config.json").read_text())
-    for path in model.iterdir():
-        if path.suffix != ".safetensors" and path.name != "config.json":
-            (folder / path.name).symlink_to(path)
-    (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": SHALLOW}))
-    weights = {}
-    for path in model.glob("*.safetensors"):
-        with safe_open(path, "pt") as file:
-            names = (name.split(".") for name in file.keys())  # noqa: SIM118  (it is no dictionary)
-            kept = (name for name in names if "layers" not in name or int(name[name.index("layers") + 1]) < SHALLOW)
-            weights |= {name: file.get_tensor(name) for name in map(".".join, kept)}
-    save_file(weights, folder / "model.safetensors", {"format": "pt"})
-    return folder
 
 
 class Servers:
@@ -157,8 +124,7 @@ class Servers:
     @cached_property
     def shallow(self) -> Path:
         """The model's first layers, for tests of how a server behaves: on a CPU, decoding takes a fifth as long."""
-        folder = self.logs.with_name("shallow")
-        return self.model if ON_GPU else cut(self.model, folder)
+        return self.model if ON_GPU else shallow.cut(self.model, self.logs.with_name("shallow"))
 
     def stop(self) -> None:
         for server in self._running.values():

@@ -12,6 +12,8 @@ import os
 import socket
 import subprocess
 import sys
+from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 
 from launch.server import Server
@@ -27,6 +29,16 @@ READ_LATE = ("SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY", "SGLANG_ENABLE_STRICT
 CONSTANTS = ("SGLANG_TEST_RETRACT", "SGLANG_TEST_RETRACT_INTERVAL")
 #: SGLang's modules of the models that servers in tests load.
 MODEL_MODULES = ("llama",)
+
+
+@cache
+def other_models() -> str:
+    """SGLang's model modules but ``MODEL_MODULES``: importing them all is a tenth of a server's start."""
+    spec = find_spec("sglang.srt.models")
+    assert spec and spec.submodule_search_locations
+    found = {path.stem for path in Path(spec.submodule_search_locations[0]).glob("*.py")}
+    assert found >= set(MODEL_MODULES)
+    return ",".join(sorted(found - {*MODEL_MODULES, "registry", "utils", "__init__"}))
 
 
 class Forked:

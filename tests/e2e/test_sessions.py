@@ -302,6 +302,21 @@ def test_metrics(client, text):
     assert after["sglang_kvq_session_state_bytes"] > state / 2  # embedding may go on
     assert changes['sglang_kvq_session_requests_total{read="whole"}'] == 2
     assert changes['sglang_kvq_session_requests_total{read="chosen"}'] == 1
+    assert changes["sglang_kvq_session_computed_tokens_total"] <= len(text), "earlier tests left most of it cached"
+
+
+def test_computed_tokens_are_in_the_metrics(client, text):
+    def counted() -> float:
+        name = "sglang_kvq_session_computed_tokens_total "
+        lines = requests.get(f"{client.url}/metrics", timeout=300).text.splitlines()
+        return sum(float(line.split(" ")[1]) for line in lines if line.startswith(name))
+
+    before, prompt = counted(), text[::-1]
+    client.turn(prompt, "backwards", 1)
+    new = counted() - before
+    assert len(prompt) <= new <= len(prompt) + 2 * BLOCK, "a prompt's end may be computed with chosen pages and without"
+    client.turn(prompt, "backwards", 1)
+    assert counted() - before - new <= 2 * BLOCK, "what is cached is not counted"
 
 
 def test_deleted_and_aborted_sessions_leave_nothing(client, text, question):

@@ -137,6 +137,7 @@ def draw(answers: list[tuple[dashboard.Panel, str, list[dict]]], begin: float, p
         axis.tick_params(labelsize=7)
     for axis in axes.flat:
         axis.set_ylim(bottom=0)
+        axis.set_visible(axis.has_data())
     figure.supxlabel("seconds", fontsize=9)
     figure.savefig(picture, dpi=80)
 

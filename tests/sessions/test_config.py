@@ -32,6 +32,18 @@ def config(**changes) -> EpisodicConfig:
         ({"tenant_header": "X Tenant"}, "--episodic-tenant-header 'X Tenant': not the name of a header"),
         ({"tenant_header": ""}, "--episodic-tenant-header '': not the name of a header"),
         ({"tenant_header": "x-Session-ID"}, "--episodic-tenant-header x-Session-ID: it says something else already"),
+        (
+            {"session_header": "a b"},
+            "--episodic-session-header 'a b': not the name of a header; give one like X-Session-Id",
+        ),
+        (
+            {"session_header": "authorization"},
+            "--episodic-session-header authorization: it says something else already",
+        ),
+        (
+            {"session_header": "X-Key", "tenant_header": "x-key"},
+            "--episodic-tenant-header x-key: it says something else",
+        ),
         ({"tenant_header": "Authorization"}, "--episodic-tenant-header Authorization: it says something else already"),
         ({"idle_seconds": -1.0}, "--episodic-idle -1.0: give seconds"),
         ({"idle_seconds": float("nan")}, "--episodic-idle nan: give seconds"),

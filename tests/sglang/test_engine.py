@@ -69,10 +69,19 @@ def test_engine_without_kv_quant_is_untouched(build, keywords):
             ),
             "episodic_tenant_header X-Tenant: requests of Engine have no headers",
         ),
+        (
+            dict(
+                kv_quant="int2",
+                episodic_policy="retrieve",
+                episodic_embedder="folder",
+                episodic_session_header="X-Key",
+            ),
+            "episodic_session_header X-Key: requests of Engine have no headers",
+        ),
         (dict(episodic_policy="retrieve", episodic_embedder="x"), "retrieve chooses pages of the quantized cache"),
         (dict(kv_quant="int2", episodic_policy="retrieve"), "retrieve needs --episodic-embedder"),
     ],
-    ids=["method", "page size", "speculative", "sink", "no method", "tenants", "sessions", "embedder"],
+    ids=["method", "page size", "speculative", "sink", "no method", "tenants", "names", "sessions", "embedder"],
 )
 def test_engine_raises_what_the_command_line_prints(engine_class, model_folder, keywords, text):
     with pytest.raises(KVQuantError, match=text):

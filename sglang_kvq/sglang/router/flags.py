@@ -25,6 +25,7 @@ FIELDS = {
     "episodic_state_memory": "state_memory",
     "episodic_tenant_share": "tenant_share",
     "episodic_tenant_header": "tenant_header",
+    "episodic_session_header": "session_header",
 }
 _DEFAULTS = {field.name: field.default for field in fields(EpisodicConfig)}
 
@@ -116,6 +117,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--episodic-tenant-header",
         "Header in which a trusted gateway says whose request it is; sessions of two values never meet. Without it the "
         "API key alone tells tenants apart.",
+        metavar="NAME",
+    )
+    add(
+        "--episodic-session-header",
+        "Header that names a request's session. Behind SGLang's router X-SMG-Routing-Key: it passes no other name on.",
         metavar="NAME",
     )
 

@@ -18,9 +18,12 @@ class NoMetrics:
     def folded(self) -> None:
         """A block of a history was folded into an episode."""
 
+    def computed(self, tokens: int) -> None:
+        """So many prompt tokens of a session were not cached."""
+
 
 class SessionMetrics(NoMetrics):
-    """Two gauges and three counters of the process that serves HTTP."""
+    """Two gauges and four counters of the process that serves HTTP."""
 
     def __init__(self) -> None:
         # Not before SGLang has set PROMETHEUS_MULTIPROC_DIR.
@@ -31,6 +34,7 @@ class SessionMetrics(NoMetrics):
         self._answered = Counter("sglang_kvq_session_requests", "Requests of sessions.", ["read"])
         self._rebuilt = Counter("sglang_kvq_session_rebuilds", "Histories computed again since they were evicted.")
         self._folded = Counter("sglang_kvq_episode_blocks", "Blocks of histories folded into episodes.")
+        self._computed = Counter("sglang_kvq_session_computed_tokens", "Prompt tokens of sessions that were computed.")
 
     def known(self, sessions: int, state_bytes: int) -> None:
         self._known.set(sessions)
@@ -44,3 +48,6 @@ class SessionMetrics(NoMetrics):
 
     def folded(self) -> None:
         self._folded.inc()
+
+    def computed(self, tokens: int) -> None:
+        self._computed.inc(tokens)

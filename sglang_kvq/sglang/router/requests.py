@@ -31,7 +31,6 @@ NAME_PREFIX = "kvq-"
 #: Tokens of a list that become an array while other requests wait: half a millisecond.
 TOKENS_AT_ONCE = 1 << 15
 
-HEADER = "X-Session-Id"
 #: Characters of a session id.
 LONGEST_ID = 256
 
@@ -92,17 +91,20 @@ def check_client(obj: GenerateRequest) -> None:
             raise KVQuantError(f"extra_key {key}: names that begin with {NAME_PREFIX} are the server's; take another.")
 
 
-def session_id_of(obj: GenerateRequest, request: HTTPRequest | None) -> str | None:
-    """``session_id`` of the body, or else the header ``X-Session-Id``; None where neither is given.
+def session_id_of(obj: GenerateRequest, request: HTTPRequest | None, header: str) -> str | None:
+    """``session_id`` of the body, or else the header's value; None where neither is given.
+
+    Args:
+        header: of ``--episodic-session-header``.
 
     Raises:
         KVQuantError: two different ones, or one that is empty or too long.
     """
-    header = None if request is None else request.headers.get(HEADER)
+    named = None if request is None else request.headers.get(header)
     given: str | None = obj.session_id
-    if given is not None and header is not None and given != header:
-        raise KVQuantError(f"session_id {given!r} and {HEADER} {header!r}: give one of them.")
-    found = header if given is None else given
+    if given is not None and named is not None and given != named:
+        raise KVQuantError(f"session_id {given!r} and {header} {named!r}: give one of them.")
+    found = named if given is None else given
     if found is not None and not 0 < len(found) <= LONGEST_ID:
         raise KVQuantError(f"a session id of {len(found)} characters: give 1 to {LONGEST_ID}.")
     return found

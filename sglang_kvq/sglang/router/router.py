@@ -76,7 +76,7 @@ def around_generate_request(
         return original(self, obj, request)  # type: ignore[no-any-return]
     try:
         requests.check_client(obj)
-        session_id = requests.session_id_of(obj, request)
+        session_id = requests.session_id_of(obj, request, router.episodic.session_header)
         if session_id is None:
             return original(self, obj, request)  # type: ignore[no-any-return]
     except KVQuantError as error:
@@ -138,9 +138,9 @@ class Router:
         self.manager, self.config, self.episodic = manager, config, episodic
         memory, share = episodic.state_memory * MIB, episodic.tenant_share
         self.store = SessionStore(episodic.sessions, episodic.idle_seconds, memory=memory, share=share)
-        self.workers = Workers(manager, self.store, embedder)
-        self.marker = user_turn(manager.tokenizer)
         self.metrics = SessionMetrics() if getattr(manager, "enable_metrics", False) else NoMetrics()
+        self.workers = Workers(manager, self.store, embedder, self.metrics)
+        self.marker = user_turn(manager.tokenizer)
         #: Router of the policy epicache, or None.
         self.episodes: EpisodeRouter | None = None
         if episodic.policy == EPICACHE:

@@ -17,6 +17,7 @@ from sglang_kvq.sessions.index import PageIndex
 from sglang_kvq.sessions.session import Namespace, Session
 from sglang_kvq.sessions.store import SessionStore
 from sglang_kvq.sglang.router import answers, requests
+from sglang_kvq.sglang.router.metrics import NoMetrics
 from sglang_kvq.sglang.router.requests import GenerateRequest, HTTPRequest, Output
 from sglang_kvq.sglang.types import Original
 
@@ -58,8 +59,9 @@ class Workers:
         preparing: ids of requests that are looked at; aborted: those of them that were aborted meanwhile.
     """
 
-    def __init__(self, manager: TokenizerManager, store: SessionStore, embedder: Embedder) -> None:
+    def __init__(self, manager: TokenizerManager, store: SessionStore, embedder: Embedder, metrics: NoMetrics) -> None:
         self.manager, self.store, self.thread = manager, store, EncodingThread(embedder)
+        self.metrics = metrics
         self.preparing: set[str] = set()
         self.aborted: set[str] = set()
 
@@ -87,6 +89,8 @@ class Workers:
         try:
             async for out in outputs:
                 ended = ends(out)
+                if ended:
+                    self.metrics.computed(max(0, requests.computed_of(out["meta_info"])))
                 yield out
         finally:
             state = self.manager.rid_to_state.get(inner.rid)

@@ -11,7 +11,8 @@ from sglang_kvq.errors import KVQuantError
 from sglang_kvq.sessions.messages import SELECTION, Selection
 from sglang_kvq.sessions.planning import Plan
 from sglang_kvq.sglang.router import requests
-from tests.sglang.router.session_model import LONG, Manager, request_of
+from sglang_kvq.sglang.router.metrics import NoMetrics
+from tests.sglang.router.session_model import LONG, Manager, http, request_of
 
 
 def made(obj, plan=None, room=1000):
@@ -100,6 +101,37 @@ def test_what_a_session_has_no_place_for_is_refused(fields, message):
 def test_names_of_sessions(name):
     with pytest.raises(KVQuantError, match="a session id of .* characters"):
         asyncio.run(Manager().heard(request_of(session_id=name), None))
+
+
+def test_another_header_may_name_sessions():
+    """SGLang's router passes one header on that it keeps sessions apart by."""
+    manager = Manager(session_header="X-SMG-Routing-Key")
+    manager.ask(LONG[:P], http(X_Session_Id="a"))
+    assert len(manager.router.store) == 0
+    # HTTP's headers have no case; those of this stand-in do.
+    manager.ask(LONG[:P], http(**{"X-SMG-Routing-Key": "b", "X-Session-Id": "a"}))
+    assert [session.id for session in manager.router.store.of("")] == ["b"]
+    with pytest.raises(KVQuantError, match="session_id 'c' and X-SMG-Routing-Key 'b': give one of them"):
+        manager.ask(LONG[:P], http(**{"X-SMG-Routing-Key": "b"}), session_id="c")
+
+
+def test_computed_tokens_are_counted():
+    """Of a prompt's history and of what follows it; cached ones are not."""
+
+    class Counted(NoMetrics):
+        tokens = 0
+
+        def computed(self, tokens):
+            self.tokens += tokens
+
+    manager = Manager()
+    manager.router.workers.metrics = counted = Counted()
+    manager.ask(LONG[:P])
+    assert counted.tokens == P
+    manager.ask(LONG)
+    pages = manager.session.pages
+    sent = [len(obj.input_ids) for obj in manager.sent[1:]]
+    assert len(sent) > 1 and counted.tokens == P + sum(sent) - len(pages) * P
 
 
 @pytest.mark.parametrize("before", [1, requests.TOKENS_AT_ONCE, requests.TOKENS_AT_ONCE + 1])

@@ -25,13 +25,14 @@ def parsed(*argv):
 def test_flags_reach_the_config():
     more = "--episodic-budget 4096 --episodic-block 512 --episodic-segment 256 --episodic-sessions 7 --episodic-idle 60"
     more += " --episodic-embedder-device cuda:1 --episodic-state-memory 99 --episodic-tenant-share 0.5"
-    more += " --episodic-tenant-header X-Tenant"
+    more += " --episodic-tenant-header X-Tenant --episodic-session-header X-SMG-Routing-Key"
     expected = EpisodicConfig(
         *("retrieve", 4096, 512, "folder", 256, 7, 60.0),
         embedder_device="cuda:1",
         state_memory=99,
         tenant_share=0.5,
         tenant_header="X-Tenant",
+        session_header="X-SMG-Routing-Key",
     )
     assert parsed(*ON, *more.split()).episodic == expected
     assert parsed(*ON).episodic == EpisodicConfig("retrieve", embedder="folder")
