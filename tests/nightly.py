@@ -39,6 +39,7 @@ NIGHTLY = {
     r"e2e/test_selection\.py::test_(several|without_room|what_never)": "tests/sglang/prefix/test_selection.py",
     r"e2e/test_sessions\.py::test_(a_flushed|log_prob|metrics|sessions_and_plain|a_pool_too|an_abort|a_killed|turns_grow"
     r"|an_edited)": "tests/sglang/router",
+    r"monitoring/test_live\.py": "tests/monitoring/test_monitoring.py: metrics that panels name exist",
     r"e2e/test_server_metrics\.py::test_an_error": "tests/sglang/attention/test_error_watch.py",
 }
 

@@ -51,7 +51,7 @@ def broken(workshop: Workshop) -> Iterator[Container]:
     yield workshop.container("broken", model=copy)
 
 
-@pytest.mark.ending(broken)
+@pytest.mark.ending.with_args(broken)
 def test_broken_weights_end_the_container_with_an_error(ended: Ended) -> None:
     assert ended.status not in (0, 143), ended.log
     assert "SafetensorError" in ended.log
@@ -64,7 +64,7 @@ def unwritable(workshop: Workshop) -> Iterator[Container]:
     yield workshop.container("unwritable", options=(*RESTRICTED, "-v", f"{foreign}:/home/kvq:ro"))
 
 
-@pytest.mark.ending(unwritable)
+@pytest.mark.ending.with_args(unwritable)
 def test_unwritable_cache_is_named_before_the_server_starts(ended: Ended) -> None:
     assert ended.status == 1
     for named in ("user 123456 cannot write", "HOME /home/kvq", "/home/kvq/.triton/cache", "/.cache/flashinfer"):
@@ -76,7 +76,7 @@ def ignored(workshop: Workshop) -> Iterator[Container]:
     yield workshop.container("ignored", "--config=/serve.yaml")
 
 
-@pytest.mark.ending(ignored)
+@pytest.mark.ending.with_args(ignored)
 def test_form_of_config_that_sglang_ignores_is_refused(ended: Ended) -> None:
     assert ended.status == 2 and "Write --config FILE." in ended.log
 

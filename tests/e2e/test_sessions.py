@@ -305,7 +305,7 @@ def test_metrics(client, text):
     assert changes["sglang_kvq_session_computed_tokens_total"] <= len(text), "earlier tests left most of it cached"
 
 
-def test_computed_tokens_are_in_the_metrics(client, text):
+def test_metrics_count_computed_tokens(client, text):
     def counted() -> float:
         name = "sglang_kvq_session_computed_tokens_total "
         lines = requests.get(f"{client.url}/metrics", timeout=300).text.splitlines()

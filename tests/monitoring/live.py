@@ -2,7 +2,7 @@
 
     python -m tests.monitoring.live --picture docs/monitoring.png
 
-Needs Debian's package ``prometheus``; the server runs on the CPU. Fails if a query returns nothing. About 5 minutes.
+Needs Debian's package ``prometheus``; the server has four layers and runs on the CPU. Fails if a query returns nothing.
 """
 
 from __future__ import annotations
@@ -25,12 +25,13 @@ from typing import Any
 from launch.monitoring import dashboard
 from launch.server import Server
 from sglang_kvq.server_process import OPENER, ServerProcess, free_port
+from tests import shallow
 from tests.conftest import ROOT
 from tests.e2e import word_embeddings
 
 FLAGS = (
     *("--kv-quant", "int4", "--kv-quant-recent", "128", "--chunked-prefill-size", "256", "--decode-log-interval", "4"),
-    *("--episodic-policy", "late", "--episodic-budget", "640", "--episodic-block", "192", "--enable-metrics"),
+    *("--episodic-policy", "retrieve", "--episodic-budget", "640", "--episodic-block", "192", "--enable-metrics"),
 )
 INTERVAL = "30s"
 RULES = ROOT / "launch" / "monitoring" / "rules.yaml"
@@ -102,16 +103,38 @@ def curves(prometheus: Prometheus, begin: float, end: float) -> Iterator[tuple[d
     """Yields the answer to each query of each panel, and prints its range.
 
     Raises:
-        SystemExit: a query returned no number.
+        LookupError: a query returned no number.
     """
     for panel in dashboard.PANELS:
         for query, legend in panel.queries:
             found = prometheus.series(query, begin, end)
             values = [float(value) for curve in found for _, value in curve["values"] if value != "NaN"]
             if not values:
-                raise SystemExit(f"{panel.title}: {query} returned nothing")
+                raise LookupError(f"{panel.title}: {query} returned nothing")
             print(f"{panel.title}: {legend}: {len(found)} curves, {min(values):g} to {max(values):g}")
             yield panel, legend, found
+
+
+def observe(
+    model: Path, folder: Path, seconds: float, start: float
+) -> tuple[float, list[tuple[dashboard.Panel, str, list[dict]]]]:
+    """Returns when the load began, and what ``curves`` yields of a server of the model's first layers.
+
+    Args:
+        folder: an empty one.
+        seconds, start: of load; until the server must be ready.
+    """
+    path, embedder = word_embeddings.install(folder)
+    env = {"PYTHONPATH": os.pathsep.join([path, str(ROOT)])}
+    few = shallow.cut(model, folder / "shallow")
+    server = Server(few, *FLAGS, "--episodic-embedder", embedder, env=env, log_path=folder / "server.log")
+    server.start_timeout = start
+    with server, Prometheus(folder, server.port) as prometheus:
+        print(*[line for line in server.log().splitlines() if "kv-quant" in line], sep="\n")
+        begin = time.time()
+        load(server, seconds)
+        time.sleep(3)
+        return begin, list(curves(prometheus, begin, time.time()))
 
 
 def draw(answers: list[tuple[dashboard.Panel, str, list[dict]]], begin: float, picture: Path) -> None:
@@ -151,19 +174,8 @@ def main() -> None:
     args = parser.parse_args()
     if shutil.which("prometheus") is None:
         sys.exit("prometheus is not installed: apt-get install prometheus")
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(temporary)
-        path, embedder = word_embeddings.install(folder)
-        env = {"PYTHONPATH": os.pathsep.join([path, str(ROOT)])}
-        server = Server(args.model, *FLAGS, "--episodic-embedder", embedder, env=env)
-        server.start_timeout = args.start
-        with server:
-            print(*[line for line in server.log().splitlines() if "kv-quant" in line], sep="\n")
-            with Prometheus(folder, server.port) as prometheus:
-                begin = time.time()
-                load(server, args.seconds)
-                time.sleep(3)
-                answers = list(curves(prometheus, begin, time.time()))
+    with tempfile.TemporaryDirectory() as folder:
+        begin, answers = observe(args.model, Path(folder), args.seconds, args.start)
     if args.picture:
         draw(answers, begin, args.picture)
         print(f"{args.picture}: written")
