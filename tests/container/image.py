@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 import sysconfig
@@ -33,13 +32,11 @@ LEFT_OUT = ("doc", "info", "locale", "man")
 PACKAGES = "python3,python3-pip,curl,ca-certificates,libgomp1,libnuma1"
 BASE, IMAGE = f"docker.io/lmsysorg/sglang:v{NEWEST}", "localhost/sglang-kvq"
 SITE = "/opt/sglang-cpu"
-STAND_IN = f"""
-FROM scratch
-ADD root.tar /
-ENV PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin SGLANG_USE_CPU_ENGINE=1 HF_HUB_OFFLINE=1
-RUN echo {SITE} > /usr/lib/python3/dist-packages/sglang-cpu.pth
-COPY --chmod=755 sglang /usr/local/bin/
-"""
+VARIABLES = {
+    "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
+    "SGLANG_USE_CPU_ENGINE": "1",
+    "HF_HUB_OFFLINE": "1",
+}
 COMMAND = """\
 #!/usr/bin/python3
 from sglang.cli.main import main
@@ -86,26 +83,24 @@ class Images:
             KeyError: no Debian release has this Python.
             subprocess.CalledProcessError: a build failed; its output was shown.
         """
-        base = self.folder / "base"
-        base.mkdir()
-        (base / "Containerfile").write_text(STAND_IN)
-        (base / "sglang").write_text(COMMAND)
+        root, command = self.folder / "root.tar", self.folder / "sglang"
+        command.write_text(COMMAND)
         suite = DEBIAN[sys.version_info[:2]]
         _run(
             *("mmdebstrap", "--quiet", "--variant=minbase", f"--include={PACKAGES}", "--dpkgopt=force-unsafe-io"),
             *(f"--dpkgopt=path-exclude=/usr/share/{name}/*" for name in LEFT_OUT),
-            *(suite, str(base / "root.tar")),
+            f"--customize-hook=echo {SITE} > $1/usr/lib/python3/dist-packages/sglang-cpu.pth",
+            f"--customize-hook=install -m 755 {command} $1/usr/local/bin/",
+            *(suite, str(root)),
             env={"TMPDIR": str(self.folder)},
         )
-        self._build("--tag", BASE, str(base))
-        shutil.rmtree(base)
+        changes = [word for name, value in VARIABLES.items() for word in ("--change", f"ENV {name}={value}")]
+        _run(*self.podman("import", "--quiet", *changes, str(root), BASE))
+        root.unlink()
         mounts = [word for path in _pip_files() for word in ("-v", f"{path}:{path}:ro")]
-        self._build(*mounts, *self.site, "--build-arg", f"VERSION={__version__}", "--tag", IMAGE, str(ROOT))
-
-    def _build(self, *words: str) -> None:
         _run(
             *("buildah", *self._storage, "build", "--quiet", "--isolation", "chroot", "--format", "docker"),
-            *("--pull-never", *words),
+            *("--pull-never", *mounts, *self.site, "--build-arg", f"VERSION={__version__}", "--tag", IMAGE, str(ROOT)),
         )
 
 

@@ -28,8 +28,8 @@ FLAGS = (
 #: As in launch/kubernetes/replicas/router.yaml, where the router looks for a dead replica less often.
 STICKY = ("--policy", "manual", "--assignment-mode", "min_group", "--max-idle-secs", "86400")
 FORGETFUL = ("--policy", "round_robin")
-SESSIONS = [f"conversation-{n}" for n in range(6)]
-TURNS = 6
+SESSIONS = [f"conversation-{n}" for n in range(4)]
+TURNS = 5
 #: About 140 tokens.
 SAID = "The keeper of the lighthouse wrote down what had happened on that day. " * 10
 
@@ -112,7 +112,7 @@ def settled(servers: list[Server]) -> list[float]:
     """Returns each server's ``computed`` once nothing goes on in the background."""
     while True:
         before = [computed(server) for server in servers]
-        time.sleep(1)
+        time.sleep(0.5)
         if [computed(server) for server in servers] == before:
             return before
 
