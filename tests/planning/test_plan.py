@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from itertools import pairwise
 
@@ -22,11 +23,28 @@ from tests.conftest import ROOT
 
 MODELS = ROOT / "benchmarks" / "models"
 QWEN3 = str(MODELS / "qwen3-8b")
-RESULTS = json.loads((ROOT / "benchmarks" / "results" / "serving_h200.json").read_text())
+#: What was measured, by the GPU's name.
+RESULTS = {
+    path.stem.removeprefix("serving_"): json.loads(path.read_text())
+    for path in (ROOT / "benchmarks" / "results").glob("serving_*.json")
+    if path.stem.removeprefix("serving_") in KNOWN
+}
+#: Of each capacity that a file may have: scenario, model, method, bits.
+CAPACITIES = (
+    ("capacity", "qwen3-8b", "oscar", None),
+    ("capacity transform 1.6", "qwen3-8b", "transform", "1.6"),
+    ("qwen3-30b-a3b/tokens", "qwen3-30b-a3b", "oscar", None),
+)
+SERVERS = [
+    (gpu, *capacity)
+    for gpu, file in sorted(RESULTS.items())
+    for capacity in CAPACITIES
+    if capacity[0] in {row["scenario"] for row in file["rows"]}
+]
 
 
-def measured(scenario: str) -> dict:
-    return next(row for row in RESULTS["rows"] if row["scenario"] == scenario)
+def measured(scenario: str, gpu: str = "h200") -> dict:
+    return next(row for row in RESULTS[gpu]["rows"] if row["scenario"] == scenario)
 
 
 def planner(name: str, gpu: str = "h200", wish: Wish | None = None, weights: Weights | None = None, **place) -> Planner:
@@ -50,23 +68,32 @@ def row_of(plan: dict, name: str) -> dict:
     return next(row for row in plan["rows"] if row["name"] == name)
 
 
-@pytest.mark.parametrize(
-    ("model", "scenario", "method", "bits"),
-    [
-        ("qwen3-8b", "capacity", "oscar", None),
-        ("qwen3-8b", "capacity transform 1.6", "transform", "1.6"),
-        ("qwen3-30b-a3b", "qwen3-30b-a3b/tokens", "oscar", None),
-    ],
-)
-def test_figures_are_those_of_servers_on_an_h200(model, scenario, method, bits):
+@pytest.mark.parametrize(("gpu", "scenario", "model", "method", "bits"), SERVERS)
+def test_figures_are_those_of_servers(gpu, scenario, model, method, bits):
     """Within 2%, from the GPU's name and the config alone: both servers ran with --mem-fraction-static 0.85."""
-    assert RESULTS["device"] == "NVIDIA H200"
-    server, plan = measured(scenario), planner(model)
+    assert gpu.upper() in RESULTS[gpu]["device"]
+    server, plan = measured(scenario, gpu), planner(model, gpu)
     plain, ours = next(plan.plain_rows()), plan.row_of(method, bits)
     assert plain.tokens == pytest.approx(server["none"], rel=0.02)
     assert ours.tokens == pytest.approx(server[method], rel=0.02)
     if "max_running_requests" in server:
         assert ours.requests == pytest.approx(server["max_running_requests"], rel=0.02)
+
+
+def test_the_guides_table_is_what_the_plan_says_and_servers_had():
+    page = (ROOT / "docs" / "deploying.md").read_text()
+    number = re.compile(r"^\| (.*), (.*) \| ([\d,]+) \| ([\d,]+) \|$", re.MULTILINE)
+    said = {(model, method): (had, plan) for model, method, had, plan in number.findall(page)}
+    names = {"oscar": "`oscar`", "transform": "`transform` at 1.6 bits"}
+    found = {}
+    for scenario, model, method, bits in CAPACITIES:
+        server, plan, title = measured(scenario), planner(model), model.replace("qwen", "Qwen").replace("b", "B")
+        for name, tokens, key in (
+            ("BF16", next(plan.plain_rows()).tokens, "none"),
+            (names[method], plan.row_of(method, bits).tokens, method),
+        ):
+            found[title.replace("-a", "-A"), name] = f"{server[key]:,}", f"{tokens:,}"
+    assert said == found
 
 
 @pytest.mark.parametrize("method", ["none", "oscar"])
