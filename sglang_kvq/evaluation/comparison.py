@@ -185,10 +185,14 @@ def measure(options: SimpleNamespace, tasks: list[Task], flags: list[str], comma
         runner = Runner(
             tasks, store, material, display, concurrency=options.concurrency, timeout=options.request_timeout
         )
-        if options.server:
-            _measure_running(options, runner, identity, options.name or facts.method)
-        else:
-            runner.compare(specs, launch)
+        try:
+            if options.server:
+                _measure_running(options, runner, identity, options.name or facts.method)
+            else:
+                runner.compare(specs, launch)
+        except KeyboardInterrupt:
+            display.say(f"interrupted; {options.out} has what was measured: the same command continues from there.")
+            raise
     return model, runner.failures
 
 

@@ -1,4 +1,4 @@
-"""Progress of a run on stderr: lines, and on a terminal a bar per method."""
+"""Progress of a run on stderr: on a terminal a bar per method, elsewhere lines, one every ``EVERY`` seconds."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ from collections.abc import Callable
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+
+#: Seconds between two lines on what each method does, where there are no bars.
+EVERY = 30.0
 
 
 class Display:
@@ -19,13 +22,24 @@ class Display:
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         self._bars = Progress(*columns, console=self._console, disable=not self._console.is_terminal)
         self._rows: dict[str, TaskID] = {}
+        self._ended = threading.Event()
 
     def __enter__(self) -> Display:
         self._bars.start()
+        if self._bars.disable:
+            threading.Thread(target=self._remind, daemon=True).start()
         return self
 
     def __exit__(self, *exc: object) -> None:
+        self._ended.set()
         self._bars.stop()
+
+    def _remind(self) -> None:
+        while not self._ended.wait(EVERY):
+            with self._lock:
+                rows = self._bars.tasks
+            for row in rows:
+                self.say(row.description + (f": {row.completed:g} of {row.total:g}" if row.total else ""))
 
     def say(self, text: str) -> None:
         """Prints a line that stays."""
@@ -37,9 +51,9 @@ class Display:
         if self._bars.disable:
             self.say(f"{method}: {text}")
         with self._lock:
-            if method not in self._rows:
-                self._rows[method] = self._bars.add_task("", total=None)
-            self._bars.update(self._rows[method], description=f"{method}: {text}", completed=0, total=None)
+            if method in self._rows:  # a bar keeps its total
+                self._bars.remove_task(self._rows[method])
+            self._rows[method] = self._bars.add_task(f"{method}: {text}", total=None)
 
     def finish(self, method: str) -> None:
         with self._lock:

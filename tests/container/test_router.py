@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import time
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import requests
+import yaml
 
 from launch.server import Server
 from sglang_kvq.server_process import ServerProcess, free_port
@@ -20,14 +22,15 @@ from tests.e2e import word_embeddings
 from tests.e2e.preloaded import Preloaded, other_models
 
 pytestmark = pytest.mark.timeout(900)
+ROOT = Path(__file__).resolve().parents[2]
 KEY = "X-SMG-Routing-Key"
 FLAGS = (
     *("--kv-quant", "int4", "--kv-quant-recent", "128", "--enable-metrics", "--episodic-session-header", KEY),
     *("--episodic-policy", "retrieve", "--episodic-budget", "1024", "--episodic-block", "192"),
 )
-#: As in launch/kubernetes/replicas/router.yaml, where the router looks for a dead replica less often.
-STICKY = ("--policy", "manual", "--assignment-mode", "min_group", "--max-idle-secs", "86400")
-FORGETFUL = ("--policy", "round_robin")
+#: How the router chooses a server: of the manifest, what does not say where servers are found.
+CHOICE = re.compile("--(policy|assignment-mode|max-idle-secs)=")
+FORGETFUL = ("--policy=round_robin",)
 SESSIONS = [f"conversation-{n}" for n in range(4)]
 TURNS = 5
 #: About 140 tokens.
@@ -57,6 +60,13 @@ def servers(shallow_model: Path, tmp_path_factory: pytest.TempPathFactory) -> It
         preloaded.stop()
 
 
+def sticky() -> list[str]:
+    """Returns the flags of the router in launch/kubernetes that keep a session on one server."""
+    objects = yaml.safe_load_all((ROOT / "launch" / "kubernetes" / "replicas" / "router.yaml").read_text())
+    (pod,) = (one["spec"]["template"]["spec"] for one in objects if one["kind"] == "Deployment")
+    return [flag for flag in pod["containers"][0]["args"] if CHOICE.match(flag)]
+
+
 @contextmanager
 def routed(servers: list[Server], log: Path, *policy: str) -> Iterator[ServerProcess]:
     """A router before the servers, once it knows them: it is healthy before."""
@@ -78,7 +88,7 @@ def routed(servers: list[Server], log: Path, *policy: str) -> Iterator[ServerPro
 
 @pytest.fixture(scope="module")
 def router(servers: list[Server], tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    with routed(servers, tmp_path_factory.mktemp("router") / "router.log", *STICKY) as router:
+    with routed(servers, tmp_path_factory.mktemp("router") / "router.log", *sticky()) as router:
         yield router
 
 

@@ -75,7 +75,8 @@ def test_a_server_that_crashes_costs_only_its_method(text, tmp_path, monkeypatch
     assert found["oscar"]["allocated_bits"] == 2.5
 
 
-def test_an_interrupted_run_stops_its_servers_and_goes_on_later(text, tmp_path):
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_an_interrupted_run_stops_its_servers_and_goes_on_later(number, status, text, tmp_path):
     out = tmp_path / "out"
     command = [sys.executable, "-m", "sglang_kvq.cli", "eval", *words(text, out, "--methods", "oscar,hadamard")]
     run = subprocess.Popen(
@@ -88,8 +89,13 @@ def test_an_interrupted_run_stops_its_servers_and_goes_on_later(text, tmp_path):
     for line in run.stderr:
         if "hadamard: kl" in line:
             break
-    run.send_signal(signal.SIGINT)
-    assert run.wait(timeout=200) == 130
+    run.send_signal(number)
+    assert (
+        run.communicate(timeout=200)[1]
+        .splitlines()[-1]
+        .endswith(f"interrupted; {out} has what was measured: the same command continues from there.")
+    )
+    assert run.returncode == status
     shown = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
     assert not [line for line in shown.splitlines() if "fake_server.py" in line and "--hang" in line]
     assert (out / "runs/oscar/kl.json").exists() and not list(out.glob("runs/hadamard/kl*.json"))
