@@ -193,19 +193,26 @@ def test_quality(cells: list[str]) -> None:
 
 
 def test_figures_of_the_readme() -> None:
-    capacity, keys, humaneval = tables(README)[:3]
+    capacity, *scores = tables(README)[:5]
     row = by("serving_h200", "scenario")["capacity transform 1.6"]
     assert all(
         agrees(cell, row[field]) for cell, field in zip(capacity[1:], ("none", "transform", "ratio"), strict=True)
     )
+    rows = {
+        (row["task"], row["context"], row["method"]): row
+        for row in results("precise_qwen2.5-coder-1.5b-instruct")
+        if row["chunk"] == 8192
+    }
     errors = []
-    for cells, task in ((keys, "exact_keys"), (humaneval, "humaneval")):
-        rows = [row for row in results("precise_qwen2.5-coder-0.5b-instruct") if row["task"] == task]
-        (row,) = (row for row in rows if (row["method"], row["chunk"]) == ("transform:1.6", 8192))
+    tasks = (("needle", 32000), ("exact_keys", 4096), ("humaneval", None), ("gsm8k", None))
+    for cells, task in zip(scores, tasks, strict=True):
+        row = rows[*task, "transform:1.6"]
         assert agrees(cells[1], 100 * row["bf16_score"]) and agrees(cells[2], 100 * row["score"]), cells
+        assert not cells[3] or agrees(cells[3], 100 * row["difference"])
         errors.append(f"{100 * row['score_se']:.0f}")
-    assert agrees(humaneval[3], 100 * (row["score"] - row["bf16_score"]))
-    assert f"standard errors are {' and '.join(errors)} points" in " ".join(README.split())
+    assert f"last three rows are {errors[1]}, {errors[2]} and {errors[3]} points" in " ".join(README.split())
+    keys = rows["exact_keys", 4096, "transform:2.5"]  # "With 2.5 bits as many keys are copied as in BF16."
+    assert errors[0] == "0" and keys["score"] == keys["bf16_score"]
 
 
 def test_sessions() -> None:
@@ -225,7 +232,7 @@ def test_no_figure_stands_outside_what_is_checked(name: str, text: str) -> None:
     known_ones = (
         r"Quantizing [\d,]+ new tokens of one layer takes \d+ µs",
         r"lie between \S+ and \d\.\d+",
-        r"errors are 5 and 4 points",
+        r"rows are 10, 4 and 4 points",
     )
     for known in known_ones:
         prose = re.sub(known, "", prose)

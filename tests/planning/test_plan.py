@@ -35,6 +35,8 @@ CAPACITIES = (
     ("capacity transform 1.6", "qwen3-8b", "transform", "1.6"),
     ("qwen3-30b-a3b/tokens", "qwen3-30b-a3b", "oscar", None),
 )
+#: Rows of loaded servers, which have their tokens too (``benchmarks/workloads.py``), and their methods.
+LOADED = (("bench 1k, none", "none"), ("bench 1k, oscar", "oscar"))
 SERVERS = [
     (gpu, *capacity)
     for gpu, file in sorted(RESULTS.items())
@@ -80,6 +82,15 @@ def test_figures_are_those_of_servers(gpu, scenario, model, method, bits):
         assert ours.requests == pytest.approx(server["max_running_requests"], rel=0.02)
 
 
+@pytest.mark.parametrize(("scenario", "method"), LOADED)
+def test_figures_are_those_of_loaded_servers_on_an_h100(scenario, method):
+    server, plan = measured(scenario, "h100"), planner("qwen3-8b", "h100")
+    row = next(plan.plain_rows()) if method == "none" else plan.row_of(method, None)
+    assert row.tokens == pytest.approx(server["cache_tokens"], rel=0.02)
+    if method != "none":
+        assert row.requests == pytest.approx(server["most_requests"], rel=0.02)
+
+
 def test_the_guides_table_is_what_the_plan_says_and_servers_had():
     page = (ROOT / "docs" / "deploying.md").read_text()
     number = re.compile(r"^\| (.*), (.*) \| ([\d,]+) \| ([\d,]+) \|$", re.MULTILINE)
@@ -93,6 +104,12 @@ def test_the_guides_table_is_what_the_plan_says_and_servers_had():
             (names[method], plan.row_of(method, bits).tokens, method),
         ):
             found[title.replace("-a", "-A"), name] = f"{server[key]:,}", f"{tokens:,}"
+    plan = planner("qwen3-8b", "h100")
+    rows = {"none": next(plan.plain_rows()), "oscar": plan.row_of("oscar", None)}
+    for scenario, method in LOADED:
+        name = "BF16" if method == "none" else f"`{method}`"
+        server = measured(scenario, "h100")["cache_tokens"]
+        found["Qwen3-8B on an H100", name] = f"{server:,}", f"{rows[method].tokens:,}"
     assert said == found
 
 
