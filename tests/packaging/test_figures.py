@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.bench_serving.tables import markdown
 from benchmarks.kernel_bench.fp8 import bound_us
 from tests.conftest import ROOT
 
@@ -206,13 +207,45 @@ def test_figures_of_the_readme() -> None:
     errors = []
     tasks = (("needle", 32000), ("exact_keys", 4096), ("humaneval", None), ("gsm8k", None))
     for cells, task in zip(scores, tasks, strict=True):
-        row = rows[*task, "transform:1.6"]
+        row = rows[(*task, "transform:1.6")]
         assert agrees(cells[1], 100 * row["bf16_score"]) and agrees(cells[2], 100 * row["score"]), cells
         assert not cells[3] or agrees(cells[3], 100 * row["difference"])
         errors.append(f"{100 * row['score_se']:.0f}")
     assert f"last three rows are {errors[1]}, {errors[2]} and {errors[3]} points" in " ".join(README.split())
     keys = rows["exact_keys", 4096, "transform:2.5"]  # "With 2.5 bits as many keys are copied as in BF16."
     assert errors[0] == "0" and keys["score"] == keys["bf16_score"]
+
+
+def test_tables_of_workloads() -> None:
+    assert (ROOT / "docs" / "results" / "serving.md").read_text().endswith("\n\n" + markdown(results("serving_h100")))
+
+
+def test_the_table_of_the_model_with_heads_of_128() -> None:
+    page = (ROOT / "docs" / "accuracy.md").read_text()
+    section = page.split("## What Qwen2.5-Coder-1.5B-Instruct shows\n")[1].split("\n## ")[0]
+    rows: dict[tuple[str, int | None, str], list[dict[str, Any]]] = {}
+    for row in results("precise_qwen2.5-coder-1.5b-instruct"):
+        rows.setdefault((row["task"], row["context"], row["method"]), []).append(row)
+    found = [cells for cells in tables(section) if cells[0].startswith("`")]
+    assert len(found) == 5
+    for name, kl, top1, keys, needle, *scores in found:
+        method = name.split("`")[1]
+        method += {"transform": f":{name.split()[-1]}"}.get(method, "")
+
+        def mean(task: str, context: int | None, field: str = "score") -> float:
+            some = rows[task, context, method]  # noqa: B023
+            return sum(row[field] for row in some) / len(some)
+
+        assert agrees(kl, mean("kl", 8192)) and agrees(top1, 100 * mean("top1", 8192)), name
+        for cell, context in zip(keys.split(", "), (4096, 8192, 16384), strict=True):
+            assert agrees(cell, 100 * mean("exact_keys", context)), name
+        assert agrees(needle, 100 * mean("needle", 32000)), name
+        for cell, task in zip(scores, ("humaneval", "gsm8k", "math"), strict=True):
+            words = re.findall(r"[+-]?\d+\.\d+", cell)
+            fields = ("score", "cut") if task == "math" else ("score", "difference", "difference_se")
+            for word, field in zip(words, fields):
+                assert agrees(word, 100 * mean(task, None, field)), (name, task, field)
+            assert len(words) == len(fields) or method == "none"
 
 
 def test_sessions() -> None:
