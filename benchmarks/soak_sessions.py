@@ -49,6 +49,7 @@ from benchmarks.tiny_server import IDLE_CHECK, TinyServer, body, plugin_path, ve
 from launch.server import ServerError
 from sglang_kvq.config import KVQuantConfig
 from sglang_kvq.constants import PAGE_SIZE
+from sglang_kvq.evaluation import provenance
 from sglang_kvq.server_process import ServerFailed
 from tests.e2e import word_embeddings
 
@@ -275,7 +276,9 @@ def compared(
     alone = [reference.several([answer])[0] for answer in measured]
     rng.shuffle(found)
     readings, controls, notes = list[Readings](), list[Readings](), list[str]()
-    for answer in found[:most]:
+    for number, answer in enumerate(found[:most]):
+        if number % 50 == 0:
+            print(f"{number} of {min(most, len(found))} compared", flush=True)
         others = [another_page(answer, rng)] if answer.history else []
         own, *other = reference.several([answer, *others])
         controls += other
@@ -414,6 +417,8 @@ def main() -> None:
                 args.out.with_suffix(".log").write_text(server.log())
             row |= {"scenario": "sessions", "model": "llama", "kv_quant": args.method, "seed": args.seed}
             row |= {"pool_tokens": scale.pool, "budget": scale.budget, "least": scale.least}
+            source = provenance.header("", record.command(), record.device_name())
+            row |= {f"answers_{field}": source[field] for field in ("command", "commit", "device")}
             write_answers(args.out.with_suffix(".answers.gz"), measured, found, row)
         reference = Reference(Path(folder) / "llama", args.device, KVQuantConfig(args.method, recent_tokens=RECENT))
         checked = compared(reference, measured, found, args.compared or scale.compared, args.fault)
