@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
 import tempfile
 from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -20,6 +21,8 @@ from tests.rotations.hub_server import REPOSITORY, hub_server
 SHARED_MEMORY = Path("/dev/shm")
 #: Bytes of the images.
 NEEDED = 3 << 30
+#: Of the two replicas; its storage is the run's own.
+VOLUME = "kvq-home"
 #: Key of the replica ``restricted``.
 KEY = "the right key"
 #: Containers that end by themselves and run at once; each takes one to three gigabytes.
@@ -107,11 +110,13 @@ class Workshop:
     def _build(self) -> Images:
         images = Images(self.folder)
         images.build()
+        # Two containers that start at the same time cannot both make it.
+        subprocess.run(images.podman("volume", "create", VOLUME), check=True, stdout=subprocess.DEVNULL)
         return images
 
     def _replica(self, name: str, arguments: tuple[str, ...], options: tuple[str, ...]) -> Container:
         """Starts one of two replicas that fill one empty volume, as different users of group 0."""
-        options = (*options, *self.hub, "-v", "kvq-home:/home/kvq")
+        options = (*options, *self.hub, "-v", f"{VOLUME}:/home/kvq")
         return self.container(name, f"--model-path={REPOSITORY}", *arguments, options=options).start()
 
     def _end(self, ending: Ending) -> Ended:
