@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from benchmarks.bench_serving.tables import markdown
 from benchmarks.kernel_bench.fp8 import bound_us
 from tests.conftest import ROOT
 
@@ -214,10 +213,6 @@ def test_figures_of_the_readme() -> None:
     assert f"last three rows are {errors[1]}, {errors[2]} and {errors[3]} points" in " ".join(README.split())
     keys = rows["exact_keys", 4096, "transform:2.5"]  # "With 2.5 bits as many keys are copied as in BF16."
     assert errors[0] == "0" and keys["score"] == keys["bf16_score"]
-
-
-def test_tables_of_workloads() -> None:
-    assert (ROOT / "docs" / "results" / "serving.md").read_text().endswith("\n\n" + markdown(results("serving_h100")))
 
 
 def test_the_table_of_the_model_with_heads_of_128() -> None:
