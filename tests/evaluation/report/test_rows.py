@@ -341,7 +341,7 @@ def test_every_figure_of_a_page_is_in_the_json(path):
     text = (ROOT / "docs" / "results" / "accuracy.md").read_text().partition(f"### [{path.stem}]")[2]
     head, _, *lines = re.search(r"^\| method .*\n(?:\|.*\n)+", text, re.MULTILINE)[0].splitlines()
     titles = [cell.strip() for cell in head.strip("|").split("|")][2:]
-    names = {"KL": "kl", "top-1": "top1", "HumanEval": "humaneval", "GSM8K": "gsm8k"}
+    names = {"KL": "kl", "top-1": "top1", "HumanEval": "humaneval", "GSM8K": "gsm8k", "MATH": "math"}
     said = re.findall(r"Chunks of (\d+): ([^.]*)\.", text.partition("<details>")[0])
     chunks = {task: int(size) for size, tasks in said for task in tasks.split(", ")}
     compared = 0
@@ -361,7 +361,7 @@ def test_every_figure_of_a_page_is_in_the_json(path):
             of = {one["rotations_sha256"] or one["spec"]: one for one in reversed(chosen)}.values()
             written = cell.replace("*", "").split()[0]
             places = len(written.partition(".")[2])
-            value = mean(one["score"] for one in of) * (1 if nats else 100)
+            value = mean(one["score"] for one in of) * (1 if nats or task == "perplexity" else 100)
             assert abs(float(written) - value) <= 0.5000001 * 10**-places, (line, title)
             assert abs(float(bits) - mean(one["allocated_bits"] for one in of)) < 0.006
             assert (f"({len(of)})" in cell) == (len(of) > 1)
