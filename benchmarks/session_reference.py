@@ -1,4 +1,4 @@
-"""Which pages of a conversation an answer read: transformers reads the same, and then all but each one of them.
+"""Checks which pages of a conversation an answer read: transformers reads the same, and then all of them but one.
 
 A server reads a stored page from its record or in BF16, as BF16 pages are left, and computes a prompt in pieces that
 fit its batches. So two right answers to one prompt differ. ``Reference`` finds two faults among such differences:
@@ -28,9 +28,9 @@ from sglang_kvq.rotations.resolve import resolve_formats, resolve_rotations
 
 #: Likely tokens of each step whose log-probabilities are compared. One token's say little: an answer may repeat it.
 TOP = 24
-#: What BF16's rounding alone does, in nats: ``docs/testing.md`` has 0.015 to 0.042.
+#: Change of log-probabilities by BF16's rounding alone, in nats. ``docs/testing.md`` has 0.015 to 0.042.
 ROUNDING = 0.042
-#: Pieces in which the quantized end is computed, in tokens. Smaller ones are hardly farther from the exact end.
+#: Tokens of a piece in which the quantized end is computed. Smaller ones take longer.
 PIECE = 4 * PAGE_SIZE
 #: Parts of a prompt that is read whole. A single page of it changes too little.
 PARTS = 4

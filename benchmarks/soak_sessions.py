@@ -388,6 +388,23 @@ def is_right(row: dict, least: int) -> bool:
     return happened and seen and alone and not (row["wrong_answers"] or row["errors"] or row["held"])
 
 
+def answer(
+    server: TinyServer, scale: SessionScale, args: argparse.Namespace
+) -> tuple[list[SessionAnswer], list[SessionAnswer], dict]:
+    """``serve`` by a server that is started for it; the row also says where its answers come from."""
+    server.start(600)
+    try:
+        measured, found, row = serve(server, scale, args.minutes, args.seed)
+    finally:
+        server.stop()
+        args.out.with_suffix(".log").write_text(server.log())
+    row |= {"scenario": "sessions", "model": "llama", "kv_quant": args.method, "seed": args.seed}
+    row |= {"pool_tokens": scale.pool, "budget": scale.budget, "least": scale.least}
+    source = provenance.header("", record.command(), record.device_name())
+    row |= {f"answers_{field}": source[field] for field in ("command", "commit", "device")}
+    return measured, found, row
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=2, help="of traffic")
@@ -405,22 +422,13 @@ def main() -> None:
     scale = CPU if cpu else GPU
     print(versions(), flush=True)
     with tempfile.TemporaryDirectory(prefix="kvq-soak-", ignore_cleanup_errors=True) as folder:
-        server = make_server(Path(folder), scale, args.method, cpu)
         if args.judge:
             measured, found, row = read_answers(args.judge)
         else:
-            server.start(600)
-            try:
-                measured, found, row = serve(server, scale, args.minutes, args.seed)
-            finally:
-                server.stop()
-                args.out.with_suffix(".log").write_text(server.log())
-            row |= {"scenario": "sessions", "model": "llama", "kv_quant": args.method, "seed": args.seed}
-            row |= {"pool_tokens": scale.pool, "budget": scale.budget, "least": scale.least}
-            source = provenance.header("", record.command(), record.device_name())
-            row |= {f"answers_{field}": source[field] for field in ("command", "commit", "device")}
+            measured, found, row = answer(make_server(Path(folder), scale, args.method, cpu), scale, args)
             write_answers(args.out.with_suffix(".answers.gz"), measured, found, row)
-        reference = Reference(Path(folder) / "llama", args.device, KVQuantConfig(args.method, recent_tokens=RECENT))
+        model = MODELS["llama"].write(Path(folder) / "read")
+        reference = Reference(model, args.device, KVQuantConfig(args.method, recent_tokens=RECENT))
         checked = compared(reference, measured, found, args.compared or scale.compared, args.fault)
     row |= {"fault": args.fault, **checked, "notes": [*row["notes"], *checked["notes"]]}
     record.write(args.out, "soak_sessions", [row])

@@ -317,3 +317,12 @@ def test_page_has_the_tables_of_each_file(path: Path) -> None:
     assert markdown(found) in page
     if bench_rows(found):
         assert f"results/{path.stem}_workloads.png" in page
+
+
+def test_page_has_no_other_tables() -> None:
+    files = (json.loads(path.read_text())["rows"] for path in sorted(RESULTS.glob("serving_*.json")))
+    made = [line for rows in files for line in markdown(rows).splitlines() if line.startswith("|")]
+    page = (record.ROOT / "docs" / "results" / "serving.md").read_text()
+    assert [line for line in page.splitlines() if line.startswith("|")] == made
+    section = (record.ROOT / "docs" / "performance.md").read_text().split("## Workloads\n")[1].split("\n## ")[0]
+    assert "|" not in section

@@ -60,7 +60,7 @@ def configured(workshop: Workshop) -> Container:
 
 @pytest.fixture
 def ended(request: pytest.FixtureRequest, workshop: Workshop) -> Ended:
-    """How the container of the test's mark ``ending`` ended."""
+    """Status and log of the container of the test's mark ``ending``."""
     (marker,) = request.node.iter_markers("ending")
     return workshop.endings[marker.args[0]].result()
 

@@ -27,7 +27,7 @@ from tests.e2e.preloaded import other_models
 ROOT = Path(__file__).resolve().parents[2]
 #: Debian's release that has this Python: compiled packages of the environment are made for it.
 DEBIAN = {(3, 11): "bookworm", (3, 13): "trixie"}
-#: What nothing in the image reads.
+#: Files that nothing in the image reads.
 LEFT_OUT = ("doc", "info", "locale", "man")
 PACKAGES = "python3,python3-pip,curl,ca-certificates,libgomp1,libnuma1"
 BASE, IMAGE = f"docker.io/lmsysorg/sglang:v{NEWEST}", "localhost/sglang-kvq"

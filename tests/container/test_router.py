@@ -28,7 +28,7 @@ FLAGS = (
     *("--kv-quant", "int4", "--kv-quant-recent", "128", "--enable-metrics", "--episodic-session-header", KEY),
     *("--episodic-policy", "retrieve", "--episodic-budget", "1024", "--episodic-block", "192"),
 )
-#: How the router chooses a server: of the manifest, what does not say where servers are found.
+#: Flags of the manifest that say how the router chooses a server, not where it finds them.
 CHOICE = re.compile("--(policy|assignment-mode|max-idle-secs)=")
 FORGETFUL = ("--policy=round_robin",)
 SESSIONS = [f"conversation-{n}" for n in range(4)]

@@ -21,7 +21,7 @@ from tests.rotations.hub_server import REPOSITORY, hub_server
 SHARED_MEMORY = Path("/dev/shm")
 #: Bytes of the images.
 NEEDED = 3 << 30
-#: Of the two replicas; its storage is the run's own.
+#: Volume of the two replicas, in storage of the run's own.
 VOLUME = "kvq-home"
 #: Key of the replica ``restricted``.
 KEY = "the right key"
@@ -31,7 +31,7 @@ AT_ONCE = 2
 
 @dataclass(frozen=True)
 class Ended:
-    """How a container ended."""
+    """Status and log of a container that ended."""
 
     status: int
     log: str
@@ -39,7 +39,7 @@ class Ended:
 
 @dataclass
 class Workshop:
-    """What the tests of one run share, in one folder that goes with it.
+    """Image and containers that the tests of one run share, in one folder that goes with it.
 
     ``with`` starts what is asked for: the image if anything is, the two replicas, and containers that end. Threads live
     until the end, since a container ends with the thread that started it.

@@ -221,25 +221,25 @@ def test_the_table_of_the_model_with_heads_of_128() -> None:
     rows: dict[tuple[str, int | None, str], list[dict[str, Any]]] = {}
     for row in results("precise_qwen2.5-coder-1.5b-instruct"):
         rows.setdefault((row["task"], row["context"], row["method"]), []).append(row)
+
+    def mean(method: str, task: str, context: int | None = None, field: str = "score") -> float:
+        some = rows[task, context, method]
+        return sum(row[field] for row in some) / len(some)
+
     found = [cells for cells in tables(section) if cells[0].startswith("`")]
     assert len(found) == 5
     for name, kl, top1, keys, needle, *scores in found:
         method = name.split("`")[1]
         method += {"transform": f":{name.split()[-1]}"}.get(method, "")
-
-        def mean(task: str, context: int | None, field: str = "score") -> float:
-            some = rows[task, context, method]  # noqa: B023
-            return sum(row[field] for row in some) / len(some)
-
-        assert agrees(kl, mean("kl", 8192)) and agrees(top1, 100 * mean("top1", 8192)), name
+        assert agrees(kl, mean(method, "kl", 8192)) and agrees(top1, 100 * mean(method, "top1", 8192)), name
         for cell, context in zip(keys.split(", "), (4096, 8192, 16384), strict=True):
-            assert agrees(cell, 100 * mean("exact_keys", context)), name
-        assert agrees(needle, 100 * mean("needle", 32000)), name
+            assert agrees(cell, 100 * mean(method, "exact_keys", context)), name
+        assert agrees(needle, 100 * mean(method, "needle", 32000)), name
         for cell, task in zip(scores, ("humaneval", "gsm8k", "math"), strict=True):
             words = re.findall(r"[+-]?\d+\.\d+", cell)
             fields = ("score", "cut") if task == "math" else ("score", "difference", "difference_se")
             for word, field in zip(words, fields):
-                assert agrees(word, 100 * mean(task, None, field)), (name, task, field)
+                assert agrees(word, 100 * mean(method, task, field=field)), (name, task, field)
             assert len(words) == len(fields) or method == "none"
 
 
