@@ -1,17 +1,24 @@
 """Bandwidth of pages on their way to host memory and back, at Qwen3-8B's geometry, beside torch's copies.
 
     python benchmarks/host_rows.py --out benchmarks/results/host_rows_h100.json
+    python benchmarks/host_rows.py --beside --out benchmarks/results/host_rows_h100.json
     python benchmarks/host_rows.py --device cpu --pages 4 --layers 3          # no kernel: the copies in torch alone
 
 Shuffled pages of all layers, to and from shuffled rows of pinned host memory. Every copy is checked byte by byte first;
 a wrong one has no speed. ``torch`` makes the same copies through a staging tensor, and the host waits. ``whole`` is one
 copy of as many consecutive bytes: what the bus carries. ``--programs`` sets how many programs share the work, to choose
 ``kernels.tiers.host_rows._PROGRAMS``. Times are medians, launches included. About a minute on one GPU.
+
+``--beside`` measures copies and decode steps at the same time, on two streams. A step is a CUDA graph of all layers:
+the attention of 48 requests of 12,000 tokens, and a product that reads as many weights as a layer of Qwen3-8B has.
+``slower`` is the step's time during copies, relative to its time alone; ``gb_per_s`` is what the copies carried.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
+import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -139,6 +146,81 @@ def rows_of(args: argparse.Namespace) -> Iterator[dict]:
                     }  # fmt: skip
 
 
+#: Parameters of a layer of Qwen3-8B, and its hidden size.
+WEIGHTS, HIDDEN = 193_000_000, 4096
+#: Requests of a decode step, and tokens of each.
+BATCH, CONTEXT = 48, 12_000
+
+
+class Step:
+    """A decode step's layers in one CUDA graph: attention over quantized pages, and products with weights."""
+
+    def __init__(self, layers: int) -> None:
+        from benchmarks.kernel_bench.shapes import DecodeShape
+        from sglang_kvq.attention.base import LayerRotations
+        from sglang_kvq.attention.triton_ops import TritonOps
+
+        shape = DecodeShape([CONTEXT] * BATCH)
+        ops = TritonOps(shape.pool, LayerRotations(), shape.q.shape[1], BATCH)
+        ops.plan_attention(shape.rows, shape.lens)
+        x = torch.randn(BATCH, HIDDEN, device="cuda").bfloat16()
+        weights = torch.randn(HIDDEN, WEIGHTS // HIDDEN, device="cuda").bfloat16()
+        self.keep = (shape, ops, x, weights)
+
+        def run() -> None:
+            for _ in range(layers):
+                ops.decode(0, shape.q, shape.rows, shape.lens, shape.scale)
+                x @ weights
+
+        run()
+        torch.cuda.synchronize()
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            run()
+
+    def us(self, steps: int) -> float:
+        """Microseconds of a step, of ``steps`` in a row on the current stream."""
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        for _ in range(steps):
+            self.graph.replay()
+        end.record()
+        end.synchronize()
+        return begin.elapsed_time(end) * 1e3 / steps
+
+
+def beside_rows(args: argparse.Namespace) -> Iterator[dict]:
+    """A row of each direction, and number of pages and programs."""
+    step, stream = Step(args.layers), torch.cuda.Stream()
+    for pages in args.pages:
+        scene = Scene(FORMATS["2.25 bits"], args.layers, pages, torch.device("cuda"))
+        for programs in args.programs:
+            _use(programs)
+            scene.check()
+            for way, copy in (("backup", scene.backup), ("load", scene.load)):
+                step.us(5)
+                alone = statistics.median(step.us(10) for _ in range(5))
+                # Enough copies to outlast the steps; the host only launches them.
+                copies = math.ceil(1.5 * 50 * alone * 1e-6 * 55e9 / scene.bytes) + 1
+                begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                stream.wait_stream(torch.cuda.current_stream())
+                with torch.cuda.stream(stream):
+                    begin.record()
+                    for _ in range(copies):
+                        copy()
+                    end.record()
+                during = step.us(50)
+                outlasted = not end.query()
+                end.synchronize()
+                speed = scene.bytes * copies / begin.elapsed_time(end) / 1e6
+                yield {
+                    "case": f"beside decode, {way}, {pages} pages, {programs} programs", "direction": way,
+                    "pages": pages, "programs": programs, "layers": args.layers, "page_bytes": scene.layout.page_bytes,
+                    "step_us": round(alone, 1), "step_us_beside": round(during, 1),
+                    "slower": _four_digits(during / alone), "outlasted": outlasted, "gb_per_s": _four_digits(speed),
+                }  # fmt: skip
+
+
 def _four_digits(x: float) -> float:
     return float(f"{x:.4g}")
 
@@ -158,10 +240,22 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=LAYERS, help="default %(default)s")
     parser.add_argument("--programs", type=int, nargs="+", default=[8, 16, 32, 64, 132], help="default %(default)s")
     parser.add_argument("--repeats", type=int, default=21)
+    parser.add_argument("--beside", action="store_true", help="copies during decode steps")
     args = parser.parse_args()
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: there is no GPU. Use --device cpu for the copies in torch alone.")
     torch.manual_seed(0)
+    if args.beside:
+        beside = []
+        for row in beside_rows(args):
+            beside.append(row)
+            print(
+                "  ".join(f"{key} {row[key]}" for key in ("case", "step_us", "slower", "outlasted", "gb_per_s")),
+                flush=True,
+            )
+        if args.out:
+            record.merge(args.out, "host_rows", beside, key="case")
+        return
     print(f"{'case':>46} {'us':>10} {'GB/s':>7} {'torch':>7} {'whole':>7}")
     rows = []
     for row in rows_of(args):
@@ -169,7 +263,7 @@ def main() -> None:
         figures = " ".join(f"{row[key]:7.2f}" for key in ("gb_per_s", "torch_gb_per_s", "whole_gb_per_s"))
         print(f"{row['case']:>46} {row['us']:10.1f} {figures}", flush=True)
     if args.out:
-        record.write(args.out, "host_rows", rows)
+        record.merge(args.out, "host_rows", rows, key="case")
 
 
 if __name__ == "__main__":

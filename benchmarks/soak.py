@@ -229,9 +229,17 @@ class Soak:
             *(SERVER_FLAGS if self.model.is_hybrid else ()),
         ]
 
-    def speculation(self) -> list[str]:
-        """Of the server with traffic only: alone, answers come without drafts."""
-        if self.args.speculation == "none":
+    @property
+    def streaming(self) -> bool:
+        """Whether some clients keep streaming sessions, which neither drafts nor HiCache know."""
+        return self.args.speculation == "none" and not self.args.hicache
+
+    def own_flags(self) -> list[str]:
+        """Of the server with traffic only: alone, answers come without drafts, and from pages that never left."""
+        if self.args.hicache:
+            storage = ["--hicache-storage-backend", "file"] if self.args.hicache == "file" else []
+            return ["--enable-hierarchical-cache", "--hicache-ratio", "2", "--enable-cache-report", *storage]
+        if self.streaming:
             return ["--enable-streaming-session"]
         return [
             *("--speculative-algorithm", "NGRAM", "--speculative-ngram-max-bfs-breadth", "1"),
@@ -242,7 +250,8 @@ class Soak:
         model = self.model.write(self.folder)
         # Checked whenever idle; tests/gpu also checks between steps, which would slow the traffic.
         base = {IDLE_CHECK: "1", **plugin_path(self.folder)}
-        flags = [*self.flags(), *(self.speculation() if name == "server" else ["--enable-streaming-session"])]
+        flags = [*self.flags(), *(self.own_flags() if name == "server" else ["--enable-streaming-session"])]
+        base["SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"] = str(self.folder / "pages")
         return TinyServer(model, flags, cpu=self.cpu, log=self.folder / f"{name}.log", env={**base, **env}, gpus=[gpu])
 
     def offer(self, answer: Answer) -> None:
@@ -309,8 +318,7 @@ class Soak:
 
     def _soak(self) -> None:
         self.server.drain()
-        streaming = self.args.speculation == "none"
-        self.traffic = Traffic(self.server, self.scale, self.args.seed, self.offer, streaming)
+        self.traffic = Traffic(self.server, self.scale, self.args.seed, self.offer, self.streaming)
         comparing = threading.Thread(target=self.compare, daemon=True)
         if self.second:
             comparing.start()
@@ -406,6 +414,8 @@ class Soak:
             "output_tokens": c.tokens if c else 0,
             "kinds": dict(c.kinds) if c else {},
             "fault": self.args.fault,
+            "hicache": self.args.hicache or "",
+            "cached_tokens": dict(c.places) if c else {},
             "notes": [*self.stopped[:6], *(k.examples if k else []), *(c.messages[:4] if c else [])],
         }
 
@@ -486,6 +496,7 @@ def main() -> int:
     parser.add_argument(
         "--speculation", choices=("none", "ngram"), default="none", help="how drafts are made; default %(default)s"
     )
+    parser.add_argument("--hicache", choices=("host", "file"), help="pages also go to host memory, or on to files")
     parser.add_argument("--seed", type=int, default=0, help="of the traffic")
     parser.add_argument("--fault", action="store_true", help="compare with wrong prompts now and then: must fail")
     parser.add_argument("--logs", type=Path, help="keep the servers' logs and the model here")

@@ -93,6 +93,7 @@ class Counts:
 
     lock: threading.Lock = field(default_factory=threading.Lock)
     kinds: Counter = field(default_factory=Counter)
+    places: Counter = field(default_factory=Counter)  # cached tokens of prompts: device, host, storage
     requests: int = 0
     aborted: int = 0
     errors: int = 0
@@ -203,6 +204,9 @@ class Traffic:
             self.counts.tokens += tokens * len(replies)
             self.counts.latencies.append(passed)
             self.counts.retractions += sum(reply["meta_info"].get("num_retractions") or 0 for reply in replies)
+            for reply in replies:
+                places = reply["meta_info"].get("cached_tokens_details") or {}
+                self.counts.places.update({name: n for name, n in places.items() if isinstance(n, int)})
         return replies
 
     def _offer(self, kind: str, prompt: list[int], reply: dict) -> None:

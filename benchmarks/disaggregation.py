@@ -1,0 +1,197 @@
+"""Prefill and decode on two servers: bytes on the wire and time to the first token, with ``--kv-quant`` and without.
+
+    python benchmarks/disaggregation.py --out benchmarks/results/disaggregation_h100.json --layers 12
+    python benchmarks/disaggregation.py --out FILE --cpu --model FOLDER --methods none,hadamard --lengths 300
+
+Two servers of one machine, on one GPU or on ``--gpus 2``, by Mooncake over TCP. Each prompt goes to both, as SGLang's
+router does. A row is one method and length:
+
+wire_mb, wire_bytes_per_token   what the loopback interface carried from the request until its answer, requests included
+first_token_ms                  until the answer of one token, median of ``--repeats``
+alone_ms                        of the prefill server's method on one server, without a transfer (``--alone``)
+equal                           answers of 16 tokens that are those of one server, of ``--repeats`` (``--alone``)
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks import record
+from benchmarks.bench_serving import servers
+from benchmarks.capacity import MODEL, existing_folder, name_of
+from benchmarks.tiny_server import body
+from launch.server import Server
+from sglang_kvq.constants import PAGE_SIZE
+from sglang_kvq.errors import KVQuantError
+from sglang_kvq.evaluation.specs import MethodSpec
+from sglang_kvq.server_process import free_port
+
+Row = dict[str, Any]
+#: What makes a server one of a pair; its role comes next.
+MODE = ("--disaggregation-transfer-backend", "mooncake_tcp", "--disaggregation-mode")
+#: Tokens of the answers that are compared.
+ANSWER = 16
+
+
+def loopback_bytes() -> int:
+    """Returns the bytes that the loopback interface has received since the machine started."""
+    for line in Path("/proc/net/dev").read_text().splitlines():
+        name, _, counters = line.partition(":")
+        if name.strip() == "lo":
+            return int(counters.split()[0])
+    raise KVQuantError("/proc/net/dev: no interface lo. Run on Linux with a loopback interface.")
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A prefill and a decode server; ``port`` is where the first one tells the other its address."""
+
+    prefill: Server
+    decode: Server
+    port: int
+
+    def ask(self, ids: list[int], tokens: int) -> tuple[list[int], float, int]:
+        """Returns the answer's tokens, its milliseconds, and the bytes that the loopback carried."""
+        where = {"bootstrap_host": "127.0.0.1", "bootstrap_port": self.port, "bootstrap_room": random.getrandbits(30)}
+        asked = {**body(ids, tokens), **where}
+        before, begin = loopback_bytes(), time.perf_counter()
+        with ThreadPoolExecutor(1) as pool:
+            other = pool.submit(self.prefill.json, "/generate", asked)
+            answer = self.decode.json("/generate", asked)
+            spent = 1e3 * (time.perf_counter() - begin)
+            other.result()
+        return answer["output_ids"], spent, loopback_bytes() - before
+
+
+def setup_of(args: argparse.Namespace, *flags: str) -> servers.Setup:
+    memory = () if args.cpu else ("--mem-fraction-static", args.mem_fraction_static)
+    plain = ("--page-size", str(PAGE_SIZE), *(() if args.cpu else ("--attention-backend", "triton")))
+    shared = (*memory, "--max-running-requests", "16", "--disable-radix-cache", *flags)
+    return servers.Setup(args.model, args.layers, shared, plain, None, args.cpu)
+
+
+def make(spec: MethodSpec, args: argparse.Namespace, folder: Path, role: str, gpu: int, *flags: str) -> Server:
+    """Returns a server in a folder of its own, not yet started."""
+    setup, own = setup_of(args, *flags), folder / f"{role}-{spec.slug}"
+    own.mkdir(parents=True, exist_ok=True)
+    server = servers.server(spec, setup, setup.tokenizer(own), max(args.lengths) + ANSWER, own)
+    if not args.cpu:
+        server.env["CUDA_VISIBLE_DEVICES"] = str(gpu)
+    return server
+
+
+def pair_rows(spec: MethodSpec, args: argparse.Namespace, folder: Path) -> Iterator[Row]:
+    """A row of each length."""
+    port = free_port()
+    prefill = make(spec, args, folder, "prefill", 0, *MODE, "prefill", "--disaggregation-bootstrap-port", str(port))
+    decode = make(spec, args, folder, "decode", args.gpus - 1, *MODE, "decode")
+    vocabulary = setup_of(args).config["vocab_size"]
+    prompts = {n: [_ids(n + seed, n, vocabulary) for seed in range(args.repeats)] for n in args.lengths}
+    with ExitStack() as stack:
+        # One after the other: each takes its share of the memory that it finds.
+        pair = Pair(stack.enter_context(prefill), stack.enter_context(decode), port)
+        facts = servers.facts(pair.decode, spec)
+        for n in args.lengths:  # kernels compile, connections open
+            pair.ask(_ids(99 + n, n, vocabulary), ANSWER)
+        found = {n: [pair.ask(ids, 1) for ids in prompts[n]] for n in args.lengths}
+        answers = {n: [pair.ask(ids, ANSWER)[0] for ids in prompts[n]] for n in args.lengths}
+        for server in (prefill, decode):
+            servers_have_no_errors(server)
+    alone = one_server(spec, args, folder, prompts) if args.alone else {}
+    for n in args.lengths:
+        wire = statistics.median(carried for _, _, carried in found[n])
+        yield {
+            "scenario": name_of(args.model, args.layers, f"pair, {spec.label}, {n} tokens"), "unit": "ms",
+            "method": spec.label, "tokens": n, "layers": args.layers, "gpus": args.gpus, "repeats": args.repeats,
+            "first_token_ms": round(statistics.median(spent for _, spent, _ in found[n]), 1),
+            "wire_mb": round(wire / 1e6, 2), "wire_bytes_per_token": round(wire / n, 1),
+            **({
+                "alone_ms": round(statistics.median(spent for _, spent in alone[n]), 1),
+                "equal": sum(one == other for one, (other, _) in zip(answers[n], alone[n], strict=True)),
+            } if alone else {}),
+            **facts,
+        }  # fmt: skip
+
+
+def one_server(
+    spec: MethodSpec, args: argparse.Namespace, folder: Path, prompts: dict[int, list[list[int]]]
+) -> dict[int, list[tuple[list[int], float]]]:
+    """Returns what one server answers, and its milliseconds to the first token."""
+    found: dict[int, list[tuple[list[int], float]]] = {}
+    with make(spec, args, folder, "alone", 0) as server:
+        for n, many in prompts.items():
+            server.json("/generate", body(many[0], ANSWER))
+            found[n] = []
+            for ids in many:
+                begin = time.perf_counter()
+                server.json("/generate", body(ids, 1))
+                spent = 1e3 * (time.perf_counter() - begin)
+                found[n].append((server.json("/generate", body(ids, ANSWER))["output_ids"], spent))
+    return found
+
+
+def servers_have_no_errors(server: Server) -> None:
+    """Checks the cache's counter of errors.
+
+    Raises:
+        KVQuantError: it is not 0.
+    """
+    for state in server.info()["internal_states"]:
+        if (state.get("kv_quant") or {}).get("errors"):
+            raise KVQuantError(f"the cache counts errors; no figure is kept. {server.log_tail()}")
+
+
+def _ids(seed: int, length: int, vocabulary: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(10, vocabulary) for _ in range(length)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", required=True, type=Path, help="JSON file; it keeps its other rows")
+    parser.add_argument("--methods", default="none,oscar", help="NAME[:BITS]; default %(default)s")
+    parser.add_argument("--lengths", type=int, nargs="+", default=[8192, 32768], help="tokens; default %(default)s")
+    parser.add_argument("--repeats", type=int, default=3, help="default %(default)s")
+    parser.add_argument("--model", type=existing_folder, default=MODEL, help="a folder with a config.json")
+    parser.add_argument("--layers", type=int, help="only so many of the model's")
+    parser.add_argument("--mem-fraction-static", default="0.4")
+    parser.add_argument("--gpus", type=int, choices=(1, 2), default=1, help="default %(default)s")
+    parser.add_argument("--alone", action="store_true", help="also ask one server, and compare its answers")
+    parser.add_argument("--cpu", action="store_true", help="servers on the CPU engine")
+    parser.add_argument("--logs", type=Path, help="folder for logs; default a temporary one")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = (args.logs or Path(temporary)).resolve()
+        try:
+            for spec in servers.specs_of(args.methods):
+                for row in pair_rows(spec, args, folder):
+                    record.merge(args.out, "disaggregation", [row], key="scenario")
+                    shown = (
+                        "method",
+                        "tokens",
+                        "first_token_ms",
+                        "wire_mb",
+                        "wire_bytes_per_token",
+                        "alone_ms",
+                        "equal",
+                    )
+                    print("  ".join(f"{name} {row[name]}" for name in shown if name in row), flush=True)
+        except KVQuantError as error:
+            parser.error(str(error))
+
+
+if __name__ == "__main__":
+    main()
