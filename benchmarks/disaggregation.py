@@ -22,7 +22,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,6 +42,8 @@ from sglang_kvq.server_process import free_port
 Row = dict[str, Any]
 #: What makes a server one of a pair; its role comes next.
 MODE = ("--disaggregation-transfer-backend", "mooncake_tcp", "--disaggregation-mode")
+#: Tokens of a pool beyond two prompts: answers, and whole pages.
+ROOM = 4096
 #: Tokens of the answers that are compared.
 ANSWER = 16
 
@@ -79,7 +81,9 @@ class Pair:
 def setup_of(args: argparse.Namespace, *flags: str) -> servers.Setup:
     memory = () if args.cpu else ("--mem-fraction-static", args.mem_fraction_static)
     plain = ("--page-size", str(PAGE_SIZE), *(() if args.cpu else ("--attention-backend", "triton")))
-    shared = (*memory, "--max-running-requests", "16", "--disable-radix-cache", *flags)
+    # Pools for a few requests, so that all servers have room on one GPU.
+    room = ("--max-total-tokens", str(2 * (max(args.lengths) + ROOM)), "--max-running-requests", "8")
+    shared = (*memory, *room, "--disable-radix-cache", *flags)
     return servers.Setup(args.model, args.layers, shared, plain, None, args.cpu)
 
 
@@ -100,17 +104,20 @@ def pair_rows(spec: MethodSpec, args: argparse.Namespace, folder: Path) -> Itera
     decode = make(spec, args, folder, "decode", args.gpus - 1, *MODE, "decode")
     vocabulary = setup_of(args).config["vocab_size"]
     prompts = {n: [_ids(n + seed, n, vocabulary) for seed in range(args.repeats)] for n in args.lengths}
+    alone = [make(spec, args, folder, "alone", 0)] if args.alone else []
     with ExitStack() as stack:
-        # One after the other: each takes its share of the memory that it finds.
-        pair = Pair(stack.enter_context(prefill), stack.enter_context(decode), port)
-        facts = servers.facts(pair.decode, spec)
+        every = [stack.enter_context(closing(server)) for server in (prefill, decode, *alone)]
+        with ThreadPoolExecutor(len(every)) as pool:
+            for job in [pool.submit(server.start) for server in every]:
+                job.result()
+        pair, facts = Pair(prefill, decode, port), servers.facts(decode, spec)
         for n in args.lengths:  # kernels compile, connections open
             pair.ask(_ids(99 + n, n, vocabulary), ANSWER)
         found = {n: [pair.ask(ids, 1) for ids in prompts[n]] for n in args.lengths}
         answers = {n: [pair.ask(ids, ANSWER)[0] for ids in prompts[n]] for n in args.lengths}
-        for server in (prefill, decode):
+        known = one_server(alone[0], prompts) if alone else {}
+        for server in every:
             servers_have_no_errors(server)
-    alone = one_server(spec, args, folder, prompts) if args.alone else {}
     for n in args.lengths:
         wire = statistics.median(carried for _, _, carried in found[n])
         yield {
@@ -119,28 +126,34 @@ def pair_rows(spec: MethodSpec, args: argparse.Namespace, folder: Path) -> Itera
             "first_token_ms": round(statistics.median(spent for _, spent, _ in found[n]), 1),
             "wire_mb": round(wire / 1e6, 2), "wire_bytes_per_token": round(wire / n, 1),
             **({
-                "alone_ms": round(statistics.median(spent for _, spent in alone[n]), 1),
-                "equal": sum(one == other for one, (other, _) in zip(answers[n], alone[n], strict=True)),
-            } if alone else {}),
+                "alone_ms": round(statistics.median(spent for _, spent in known[n]), 1),
+                "equal": sum(one == other for one, (other, _) in zip(answers[n], known[n], strict=True)),
+            } if known else {}),
             **facts,
         }  # fmt: skip
 
 
-def one_server(
-    spec: MethodSpec, args: argparse.Namespace, folder: Path, prompts: dict[int, list[list[int]]]
-) -> dict[int, list[tuple[list[int], float]]]:
+def one_server(server: Server, prompts: dict[int, list[list[int]]]) -> dict[int, list[tuple[list[int], float]]]:
     """Returns what one server answers, and its milliseconds to the first token."""
     found: dict[int, list[tuple[list[int], float]]] = {}
-    with make(spec, args, folder, "alone", 0) as server:
-        for n, many in prompts.items():
-            server.json("/generate", body(many[0], ANSWER))
-            found[n] = []
-            for ids in many:
-                begin = time.perf_counter()
-                server.json("/generate", body(ids, 1))
-                spent = 1e3 * (time.perf_counter() - begin)
-                found[n].append((server.json("/generate", body(ids, ANSWER))["output_ids"], spent))
+    for n, many in prompts.items():
+        server.json("/generate", body(many[0], ANSWER))
+        found[n] = []
+        for ids in many:
+            begin = time.perf_counter()
+            server.json("/generate", body(ids, 1))
+            spent = 1e3 * (time.perf_counter() - begin)
+            found[n].append((server.json("/generate", body(ids, ANSWER))["output_ids"], spent))
     return found
+
+
+@contextmanager
+def closing(server: Server) -> Iterator[Server]:
+    """Stops a server, started or not, when the block ends."""
+    try:
+        yield server
+    finally:
+        server.stop()
 
 
 def servers_have_no_errors(server: Server) -> None:
@@ -167,7 +180,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3, help="default %(default)s")
     parser.add_argument("--model", type=existing_folder, default=MODEL, help="a folder with a config.json")
     parser.add_argument("--layers", type=int, help="only so many of the model's")
-    parser.add_argument("--mem-fraction-static", default="0.4")
+    parser.add_argument("--mem-fraction-static", default="0.85")
     parser.add_argument("--gpus", type=int, choices=(1, 2), default=1, help="default %(default)s")
     parser.add_argument("--alone", action="store_true", help="also ask one server, and compare its answers")
     parser.add_argument("--cpu", action="store_true", help="servers on the CPU engine")

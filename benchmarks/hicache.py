@@ -6,7 +6,7 @@
     python benchmarks/hicache.py restart --out benchmarks/results/hicache_h100.json --layers 12 \\
         --mem-fraction-static 0.2 --tokens 200000
 
-A file keeps rows of other scenarios. Each part needs SGLang 0.5.22 or newer.
+A file keeps its rows; ``--again`` measures them again. Each part needs SGLang 0.5.22 or newer.
 
 ``answers``: a prompt's last tokens, read after its cached pages by a server of one request. Four times: the pages
 stayed, with their BF16 copies; they stayed, but others took those copies; they came from the host; they came from
@@ -180,6 +180,9 @@ def text_ids(args: argparse.Namespace, count: int, length: int) -> list[list[int
 def answers(args: argparse.Namespace, spec: MethodSpec, folder: Path) -> Iterator[Row]:
     """A row of a method: the mean and the largest of several prompts."""
     length = args.tokens or 2048
+    name = name_of(args.model, args.layers, f"answers, {spec.label}")
+    if kept(args, name):
+        return
     pieces = text_ids(args, args.prompts + len(OTHERS), length + TURN)
     prompts, rest = pieces[: args.prompts], pieces[args.prompts :]
     pages = POOL * -(-(length + TURN) // PAGE_SIZE)
@@ -192,7 +195,7 @@ def answers(args: argparse.Namespace, spec: MethodSpec, folder: Path) -> Iterato
         rows = [asking.row(ids) for ids in prompts]
         check_errors(running)
         yield {
-            "scenario": name_of(args.model, args.layers, f"answers, {spec.label}"), "unit": "nats",
+            "scenario": name, "unit": "nats",
             "method": spec.label, "prompts": len(rows), "tokens": length, "scored": TURN * len(rows), "top": args.top,
             **{name: round(max(row[name] for row in rows), 6) for name in ("host_apart", "storage_apart")},
             **{name: round(float(np.mean([row[name] for row in rows])), 6) for name in rows[0] if "kl" in name},
@@ -226,6 +229,10 @@ def traffic(args: argparse.Namespace, spec: MethodSpec, folder: Path) -> Iterato
     workload = conversations(args)
     size = ("--hicache-size", str(args.host_gb)) if args.host_gb else ("--hicache-ratio", "4")
     for tier in (HICACHE, ()) if spec.method != REFERENCE else (HICACHE,):
+        label = spec.label + (" with HiCache" if tier else "")
+        name = name_of(args.model, args.layers, f"traffic, {label}")
+        if kept(args, name):
+            continue
         setup = setup_of(args, *((*tier, *size, "--enable-cache-report") if tier else ()))
         tokenizer = setup.tokenizer(folder)
         with servers.server(spec, setup, tokenizer, workload.longest, folder) as running:
@@ -236,10 +243,9 @@ def traffic(args: argparse.Namespace, spec: MethodSpec, folder: Path) -> Iterato
             row = measure(running, spec, workload, setup, tokenizer, folder)
             after = prompt_tokens(running)
         read = {name: after[name] - before[name] for name in after}
-        label = spec.label + (" with HiCache" if tier else "")
         tokens = sum(load.requests * load.longest for load in workload.loads)
         yield {
-            **row, "scenario": name_of(args.model, args.layers, f"traffic, {label}"), "method": label,
+            **row, "scenario": name, "method": label,
             "working_set": round(tokens / row["cache_tokens"], 2), "host_gb": args.host_gb if tier else 0,
             "device_share": round(read["device"] / read["all"], 4), "host_share": round(read["host"] / read["all"], 4),
         }  # fmt: skip
@@ -258,6 +264,9 @@ def first_token_ms(running: Server, ids: list[int]) -> tuple[float, dict[str, in
 def restart(args: argparse.Namespace, spec: MethodSpec, folder: Path) -> Iterator[Row]:
     """A row of a method."""
     length, pages = args.tokens or 200_000, folder / f"pages-{spec.slug}"
+    name = name_of(args.model, args.layers, f"restart, {spec.label}, {length} tokens")
+    if kept(args, name):
+        return
     pages.mkdir()
     whole = length // PAGE_SIZE * PAGE_SIZE
     size = ("--hicache-size", str(args.host_gb)) if args.host_gb else ("--hicache-ratio", "4")
@@ -281,6 +290,8 @@ def restart(args: argparse.Namespace, spec: MethodSpec, folder: Path) -> Iterato
     forget_files(pages)
     with start() as running:
         servers.warm_up(running, [TURN], vocabulary)
+        for ids in (second[-length // 8 :], second[-length // 8 :] + first[-TURN:]):  # kernels of a turn after a prefix
+            first_token_ms(running, ids)
         computed, where = first_token_ms(running, second)
         if sum(where.values()):
             raise KVQuantError(f"{where}: a new prompt should not be cached.")
@@ -290,7 +301,7 @@ def restart(args: argparse.Namespace, spec: MethodSpec, folder: Path) -> Iterato
             raise KVQuantError(f"{where}: {whole} tokens should come from storage.")
         check_errors(running)
     yield {
-        "scenario": name_of(args.model, args.layers, f"restart, {spec.label}, {length} tokens"), "unit": "ms",
+        "scenario": name, "unit": "ms",
         "method": spec.label, "tokens": length, "layers": args.layers, **facts,
         "storage_ms": round(stored, 1), "compute_ms": round(computed, 1), "from_storage": where["storage"],
         "disk_bytes_per_token": round((after[1] - before[1]) / whole, 1), "files": after[0] - before[0],
@@ -298,6 +309,14 @@ def restart(args: argparse.Namespace, spec: MethodSpec, folder: Path) -> Iterato
 
 
 # -- the command ------------------------------------------------------------------------------------------
+
+
+def kept(args: argparse.Namespace, name: str) -> bool:
+    """Tells if the file has this row already, and says so."""
+    found = not args.again and any(row["scenario"] == name for row in record.read_rows(args.out))
+    if found:
+        print(f"{name}: kept", flush=True)
+    return found
 
 
 def check_errors(running: Server) -> None:
@@ -344,6 +363,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=8, help="of answers; default %(default)s")
     parser.add_argument("--top", type=int, default=64, help="listed tokens of answers; default %(default)s")
     parser.add_argument("--text", type=Path, help="of answers' prompts; without it, random tokens")
+    parser.add_argument("--again", action="store_true", help="measure what the file has, too")
     parser.add_argument("--tiny", action="store_true", help="small conversations")
     parser.add_argument("--cpu", action="store_true", help="servers on the CPU engine")
     parser.add_argument("--logs", type=Path, help="folder for logs; default a temporary one")

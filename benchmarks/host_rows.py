@@ -6,8 +6,9 @@
 
 Shuffled pages of all layers, to and from shuffled rows of pinned host memory. Every copy is checked byte by byte first;
 a wrong one has no speed. ``torch`` makes the same copies through a staging tensor, and the host waits. ``whole`` is one
-copy of as many consecutive bytes: what the bus carries. ``--programs`` sets how many programs share the work, to choose
-``kernels.tiers.host_rows._PROGRAMS``. Times are medians, launches included. About a minute on one GPU.
+copy of as many consecutive bytes: what the bus carries. ``--programs`` sets how many programs share a load, or gather a
+backup's pages, to choose ``kernels.tiers.host_rows._PROGRAMS``. Times are medians, launches included. About a minute on
+one GPU.
 
 ``--beside`` measures copies and decode steps at the same time, on two streams. A step is a CUDA graph of all layers:
 the attention of 48 requests of 12,000 tokens, and a product that reads as many weights as a layer of Qwen3-8B has.
@@ -17,7 +18,6 @@ the attention of 48 requests of 12,000 tokens, and a product that reads as many 
 from __future__ import annotations
 
 import argparse
-import math
 import statistics
 import sys
 import time
@@ -56,7 +56,8 @@ class Scene:
         self.host = torch.zeros(shape, dtype=torch.uint8, pin_memory=device.type == "cuda")
         order = torch.randperm(2 * pages, device=device) + 1
         self.source, self.target = order[:pages].contiguous(), order[pages:].contiguous()
-        self.there = torch.randperm(2 * pages, device=device)[:pages].contiguous()
+        self.there = torch.randperm(2 * pages)[:pages].contiguous()
+        self.there_on_device = self.there.to(device)
         self.bytes = pages * self.layout.page_bytes
 
     def backup(self) -> None:
@@ -64,14 +65,14 @@ class Scene:
 
     def load(self) -> None:
         for layer in range(self.pool.layers):
-            self.layout.load_layer(self.pool, layer, self.host, self.there, self.target)
+            self.layout.load_layer(self.pool, layer, self.host, self.there_on_device, self.target)
 
     def backup_in_torch(self) -> None:
         rows = [records[self.source].flatten(1) for records in self.pool.records]
-        self.host[self.there.cpu()] = torch.cat(rows, dim=1).cpu()
+        self.host[self.there] = torch.cat(rows, dim=1).cpu()
 
     def load_in_torch(self) -> None:
-        rows = self.host[self.there.cpu()].to(self.device)
+        rows = self.host[self.there].to(self.device)
         for records, part in zip(self.pool.records, rows.split(list(self.layout.row_bytes), dim=1)):
             records[self.target] = part.unflatten(1, records.shape[1:])
 
@@ -85,7 +86,7 @@ class Scene:
         self.backup()
         _wait(self.device)
         rows = torch.cat([x.flatten(1) for x in want], dim=1).cpu()
-        if not torch.equal(self.host[self.there.cpu()], rows):
+        if not torch.equal(self.host[self.there], rows):
             raise SystemExit("backup: rows of the host differ from the records; no speed for a wrong result.")
         self.load()
         _wait(self.device)
@@ -146,8 +147,8 @@ def rows_of(args: argparse.Namespace) -> Iterator[dict]:
                     }  # fmt: skip
 
 
-#: Parameters of a layer of Qwen3-8B, and its hidden size.
-WEIGHTS, HIDDEN = 193_000_000, 4096
+#: Parameters of a layer of Qwen3-8B, nearly, and its hidden size.
+WEIGHTS, HIDDEN = 4096 * 47_104, 4096
 #: Requests of a decode step, and tokens of each.
 BATCH, CONTEXT = 48, 12_000
 
@@ -189,35 +190,49 @@ class Step:
         return begin.elapsed_time(end) * 1e3 / steps
 
 
+#: Steps that are measured together, and copies that the host is ahead of the device.
+STEPS, AHEAD = 50, 4
+
+
+def copies_beside(step: Step, stream: torch.cuda.Stream, copy: Callable[[], object]) -> tuple[float, float]:
+    """Returns microseconds of a step while copies run without a pause, and copies a second."""
+    begin, end, first = (torch.cuda.Event(enable_timing=True) for _ in range(3))
+    stream.wait_stream(torch.cuda.current_stream())
+    begin.record()
+    for _ in range(STEPS):
+        step.graph.replay()
+    end.record()
+    first.record(stream)
+    done: list[torch.cuda.Event] = []
+    with torch.cuda.stream(stream):
+        while not end.query():
+            copy()
+            done.append(torch.cuda.Event(enable_timing=True))
+            done[-1].record()
+            if len(done) > AHEAD:
+                done[-1 - AHEAD].synchronize()
+    torch.cuda.synchronize()
+    return begin.elapsed_time(end) * 1e3 / STEPS, len(done) / first.elapsed_time(done[-1]) * 1e3
+
+
 def beside_rows(args: argparse.Namespace) -> Iterator[dict]:
-    """A row of each direction, and number of pages and programs."""
+    """A row of each direction and number of pages; of each number of programs for loads."""
     step, stream = Step(args.layers), torch.cuda.Stream()
     for pages in args.pages:
         scene = Scene(FORMATS["2.25 bits"], args.layers, pages, torch.device("cuda"))
-        for programs in args.programs:
-            _use(programs)
-            scene.check()
-            for way, copy in (("backup", scene.backup), ("load", scene.load)):
+        for way, copy in (("backup", scene.backup), ("load", scene.load)):
+            for programs in args.programs if way == "load" else [None]:
+                _use(programs)
+                scene.check()
                 step.us(5)
-                alone = statistics.median(step.us(10) for _ in range(5))
-                # Enough copies to outlast the steps; the host only launches them.
-                copies = math.ceil(1.5 * 50 * alone * 1e-6 * 55e9 / scene.bytes) + 1
-                begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                stream.wait_stream(torch.cuda.current_stream())
-                with torch.cuda.stream(stream):
-                    begin.record()
-                    for _ in range(copies):
-                        copy()
-                    end.record()
-                during = step.us(50)
-                outlasted = not end.query()
-                end.synchronize()
-                speed = scene.bytes * copies / begin.elapsed_time(end) / 1e6
+                alone = statistics.median(step.us(STEPS) for _ in range(3))
+                during, speed = copies_beside(step, stream, copy)
+                case = f"beside decode, {way}, {pages} pages" + (f", {programs} programs" if programs else "")
                 yield {
-                    "case": f"beside decode, {way}, {pages} pages, {programs} programs", "direction": way,
-                    "pages": pages, "programs": programs, "layers": args.layers, "page_bytes": scene.layout.page_bytes,
-                    "step_us": round(alone, 1), "step_us_beside": round(during, 1),
-                    "slower": _four_digits(during / alone), "outlasted": outlasted, "gb_per_s": _four_digits(speed),
+                    "case": case, "direction": way, "pages": pages, "programs": programs, "layers": args.layers,
+                    "page_bytes": scene.layout.page_bytes, "step_us": round(alone, 1),
+                    "step_us_beside": round(during, 1), "slower": _four_digits(during / alone),
+                    "gb_per_s": _four_digits(speed * scene.bytes / 1e9),
                 }  # fmt: skip
 
 
@@ -250,7 +265,7 @@ def main() -> None:
         for row in beside_rows(args):
             beside.append(row)
             print(
-                "  ".join(f"{key} {row[key]}" for key in ("case", "step_us", "slower", "outlasted", "gb_per_s")),
+                "  ".join(f"{key} {row[key]}" for key in ("case", "step_us", "slower", "gb_per_s")),
                 flush=True,
             )
         if args.out:

@@ -9,8 +9,14 @@ A host page is, with layers of any widths,
 Every layer's part begins at a multiple of 16 bytes. Copies move bytes and nothing else: which pages may be copied, and
 when, is up to ``TierManager.before_backup`` and ``before_load``.
 
-Here are the copies in torch, between any devices. If the pool is on a GPU that can address the host's memory, the
-kernel ``kernels.tiers.host_rows`` does the same, in one launch. It needs host rows that begin at multiples of 16 bytes.
+Here are the copies in torch, between any devices. On a GPU with pinned host memory they go another way:
+
+* Loads read host memory in the kernel ``kernels.tiers.host_rows``, one launch for a layer.
+* Backups gather pages into a buffer on the GPU, in the same kernel, and its copy engine takes them from there. A kernel
+  that writes to host memory makes other kernels wait: decode steps beside one took up to 2.4 times as long
+  (docs/hicache.md).
+
+The kernel needs host rows that begin at multiples of 16 bytes.
 """
 
 from __future__ import annotations
@@ -24,6 +30,8 @@ from sglang_kvq.errors import KVQuantError
 
 #: Bytes to which each layer's part of a host page is aligned.
 ALIGNED = 16
+#: Bytes of the buffer on the GPU, at least one page: copies of so many are long enough for the bus.
+STAGED = 32 << 20
 
 
 class HostLayout:
@@ -45,23 +53,25 @@ class HostLayout:
         self._connect(pool)
 
     def backup(self, pool: PagePool, pages: torch.Tensor, host: torch.Tensor, host_pages: torch.Tensor) -> None:
-        """Copies records of ``pages``, all layers, to the rows ``host_pages`` of ``host``. Bytes between and behind
-        them stay as they are.
+        """Copies records of ``pages``, all layers, to the rows ``host_pages`` of ``host``. Bytes behind them stay as
+        they are.
 
         Args:
-            pages: int64 ``[n]``, pages with valid records (``TierManager.before_backup``).
+            pages: int64 ``[n]`` on any device, pages with valid records (``TierManager.before_backup``).
             host: uint8 ``[host pages, page_bytes or more]``, last axis contiguous.
-            host_pages: int64 ``[n]``, each once.
+            host_pages: int64 ``[n]`` on the host, each once: the copy engine is told every row.
 
-        Both id tensors may be on any device. Ids are trusted: the host does not wait to look at them.
+        Ids are trusted. The host does not wait for the device.
 
         Raises:
             KVQuantError: a shape, dtype or stride does not fit, or the pool's records have other sizes.
         """
         if not self._check(pool, pages, host, host_pages):
             return
+        if host_pages.device.type != "cpu":
+            raise KVQuantError(f"host_pages: on {host_pages.device}; must be on the host.")
         if self._kernel is not None and _is_mapped(host, pool.device):
-            self._kernel.backup(pages.to(pool.device), host, host_pages.to(pool.device))
+            self._kernel.backup(pages.to(pool.device), host, host_pages.tolist())
             return
         there, pages = host_pages.to(host.device), pages.to(pool.device)
         for records, start, size in zip(pool.records, self.offsets, self.row_bytes):
@@ -122,20 +132,30 @@ class HostLayout:
 
 
 class _Kernel:
-    """The kernel's copies from and to one pool; arguments in its order."""
+    """Copies from and to one pool on a GPU."""
 
     def __init__(self, pool: PagePool, offsets: tuple[int, ...], page_bytes: int) -> None:
         from sglang_kvq.kernels.tiers import host_rows  # Triton, which a CPU does not need
 
         self._rows, self._table = host_rows, host_rows.row_table(pool.records, offsets)
+        self._buffer = torch.zeros(max(1, STAGED // page_bytes), page_bytes, dtype=torch.uint8, device=pool.device)
+        self._places = torch.arange(len(self._buffer), device=pool.device)
         # Compiles both copies, so that no request waits for it: of the reserved page to itself.
         page = torch.zeros(1, dtype=torch.int64, device=pool.device)
-        host = torch.zeros(1, page_bytes, dtype=torch.uint8, device=pool.device)
-        self.backup(page, host, page)
-        self.load(0, page, host, page)
+        self._gather(page)
+        self.load(0, page, self._buffer, page)
 
-    def backup(self, pages: torch.Tensor, host: torch.Tensor, host_pages: torch.Tensor) -> None:
-        self._rows.backup_rows(self._table, pages, host, host_pages)
+    def _gather(self, pages: torch.Tensor) -> None:
+        """Copies pages int64 ``[n]`` to the first rows of the buffer."""
+        self._rows.gather_rows(self._table, pages, self._buffer, self._places[: len(pages)])
+
+    def backup(self, pages: torch.Tensor, host: torch.Tensor, host_pages: list[int]) -> None:
+        """Copies by way of the buffer; the stream's order keeps a part's rows until their copies have ended."""
+        size, width = self._buffer.shape
+        for start in range(0, len(host_pages), size):
+            self._gather(pages[start : start + size])
+            for mine, place in zip(self._buffer, host_pages[start : start + size]):
+                host[place, :width].copy_(mine, non_blocking=True)
 
     def load(self, layer: int, pages: torch.Tensor, host: torch.Tensor, host_pages: torch.Tensor) -> None:
         self._rows.load_rows(self._table, layer, pages, host, host_pages)

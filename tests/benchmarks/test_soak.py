@@ -106,6 +106,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
             speculation="none",
             seed=1,
             fault=fault,
+            hicache=None,
             logs=None,
         )
         run = soak.Soak(args, tmp_path, 1)

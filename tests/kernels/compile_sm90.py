@@ -337,7 +337,7 @@ def copy_to_host(pool) -> None:
     layout, page = HostLayout(pool), scenes.int64(1)
     host = torch.zeros(2, layout.page_bytes, dtype=torch.uint8)
     table = host_rows.row_table(pool.records, layout.offsets)
-    host_rows.backup_rows(table, page, host, page)
+    host_rows.gather_rows(table, page, host, page)
     host_rows.load_rows(table, 0, page, host, page)
 
 

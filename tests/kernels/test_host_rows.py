@@ -24,6 +24,7 @@ class Scene:
         self.table = host_rows.row_table(self.pool.records, self.layout.offsets)
         self.host = self.buffer(tail)
         self.source, self.there, self.back = int64(*SOURCE), int64(*THERE), int64(*BACK)
+        self.rows = self.there.cpu()
 
     def buffer(self, tail: int = 32) -> torch.Tensor:
         shape = (HOST_PAGES, self.layout.page_bytes + tail)
@@ -49,13 +50,16 @@ def use_launch(monkeypatch: pytest.MonkeyPatch, launch: tuple[int, int]) -> None
     monkeypatch.setattr(host_rows, "_WORDS", launch[1])
 
 
-@each(launch=LAUNCHES, formats=FORMATS, kv_heads=[3, 1, 8], tail=[32, 0, 16])
-def test_backup(launch, formats, kv_heads, tail, monkeypatch):
+@each(launch=LAUNCHES, formats=FORMATS, kv_heads=[3, 1, 8], tail=[32, 0, 16], rows=[1 << 20, 1, 2])
+def test_backup(launch, formats, kv_heads, tail, rows, monkeypatch):
+    """By way of a buffer for one page, for two, or for all."""
     use_launch(monkeypatch, launch)
     scene = Scene(formats, kv_heads, tail)
+    monkeypatch.setattr(host_pages, "STAGED", min(rows, len(SOURCE)) * scene.layout.page_bytes)
     want, before = scene.buffer(tail), [records.clone() for records in scene.pool.records]
-    scene.in_torch().layout.backup(scene.pool, scene.source, want, scene.there)
-    host_rows.backup_rows(scene.table, scene.source, scene.host, scene.there)
+    kernel = host_pages._Kernel(scene.pool, scene.layout.offsets, scene.layout.page_bytes)
+    scene.in_torch().layout.backup(scene.pool, scene.source, want, scene.rows)
+    kernel.backup(scene.source, scene.host, scene.rows.tolist())
     wait()
     assert torch.equal(scene.host, want)
     assert all(torch.equal(records, old) for records, old in zip(scene.pool.records, before))
@@ -86,19 +90,19 @@ def test_a_layout_of_a_gpu_uses_the_kernel(monkeypatch):
     monkeypatch.setattr(host_pages, "_is_mapped", lambda host, device: host.shape[1] % 32 == 0)
     monkeypatch.setattr(host_pages, "_has_kernel", lambda device: True)
     launched: list[str] = []
-    for name in ("backup_rows", "load_rows"):
+    for name in ("gather_rows", "load_rows"):
         run = getattr(host_rows, name)
         monkeypatch.setattr(host_rows, name, lambda *x, run=run, name=name: (launched.append(name), run(*x)))
     scene = Scene(FORMATS["mixed"], 2)
-    assert launched == ["backup_rows", "load_rows"], "both are compiled before the first request"
+    assert launched == ["gather_rows", "load_rows"], "both are compiled before the first request"
     launched.clear()
     for host in (scene.host, scene.buffer(48)):
-        scene.layout.backup(scene.pool, scene.source.cpu(), host, scene.there.cpu())
+        scene.layout.backup(scene.pool, scene.source.cpu(), host, scene.rows)
         wait()
         for layer in range(scene.pool.layers):
             scene.layout.load_layer(scene.pool, layer, host, scene.there.cpu(), scene.back)
             assert torch.equal(scene.pool.records[layer][scene.back], scene.pool.records[layer][scene.source])
-    assert launched == ["backup_rows"] + ["load_rows"] * scene.pool.layers
+    assert launched == ["gather_rows"] + ["load_rows"] * scene.pool.layers
     other = pool_of(FORMATS["mixed"], 2, DEVICE)
     scene.layout.load_layer(other, 1, scene.host, scene.there, scene.back)
     wait()
@@ -106,11 +110,18 @@ def test_a_layout_of_a_gpu_uses_the_kernel(monkeypatch):
     assert torch.equal(other.records[1][scene.back], scene.pool.records[1][scene.back]), "another pool's own records"
 
 
+@pytest.mark.skipif(not ON_GPU, reason="a CPU has no other memory")
+def test_rows_on_the_device_are_refused():
+    scene = Scene(FORMATS["two-bits"], 1)
+    with pytest.raises(KVQuantError, match="host_pages: on cuda.*; must be on the host"):
+        scene.layout.backup(scene.pool, scene.source, scene.host, scene.there)
+
+
 def test_rows_that_are_not_aligned_are_refused():
     scene = Scene(FORMATS["two-bits"], 1)
     for host in (scene.buffer(8), scene.buffer(48)[:, 8:]):
         with pytest.raises(KVQuantError, match="host: rows of .* Align both to 16"):
-            host_rows.backup_rows(scene.table, scene.source, host, scene.there)
+            host_rows.gather_rows(scene.table, scene.source, host, scene.there)
     records = [torch.zeros(3, 1, 24, dtype=torch.uint8, device=DEVICE)]
     with pytest.raises(KVQuantError, match="layer 0: 24 bytes a page, at 0 of a host page"):
         host_rows.row_table(records, [0])

@@ -1,16 +1,17 @@
 """Copies of quantized pages between the pool and host memory that the GPU can address, one launch for all layers.
 
-    host[host_pages[i], offset(l) :][: bytes(l)]  =  records(l)[pages[i]]       backup: every layer l
+    buffer[places[i], offset(l) :][: bytes(l)]  =  records(l)[pages[i]]         gather: every layer l
     records(l)[pages[i]]  =  host[host_pages[i], offset(l) :][: bytes(l)]       load: one layer l
 
 A page's records of one layer lie together on both sides. They are opaque bytes, moved 16 at a time. A table on the
 device says where each layer's records are, so that layers of different widths need no launch of their own.
 
-The bus limits these copies, not the GPU. A few programs keep it busy, and more would only take multiprocessors from the
-attention that runs meanwhile. So ``_PROGRAMS`` programs share the rows (page, layer).
+The bus limits loads, not the GPU. A few programs keep it busy, and more would only take multiprocessors from the
+attention that runs meanwhile. So ``_PROGRAMS`` programs share the rows (page, layer). A backup gathers pages on the
+device, from where the copy engine takes them (``cache.host_pages``).
 
-The host's side is a tensor in pinned memory: Triton asks the driver for the device's address of what it is given, and
-refuses memory that the device cannot reach.
+The host's side of a load is a tensor in pinned memory: Triton asks the driver for the device's address of what it is
+given, and refuses memory that the device cannot reach.
 """
 
 from collections.abc import Sequence
@@ -67,23 +68,23 @@ def row_table(records: Sequence[torch.Tensor], offsets: Sequence[int]) -> torch.
     return torch.tensor(rows, dtype=torch.int64).to(records[0].device)
 
 
-def backup_rows(table: torch.Tensor, pages: torch.Tensor, host: torch.Tensor, host_pages: torch.Tensor) -> None:
-    """Copies all layers' records of ``pages`` to rows of ``host``.
+def gather_rows(table: torch.Tensor, pages: torch.Tensor, buffer: torch.Tensor, places: torch.Tensor) -> None:
+    """Copies all layers' records of ``pages`` to rows of ``buffer``.
 
-    table: from ``row_table``. pages, host_pages: int64 ``[n]`` on the device. host: uint8 ``[host pages, page bytes or
-    more]``, on the device or pinned; its rows begin at multiples of 16 bytes.
+    table: from ``row_table``. pages, places: int64 ``[n]`` on the device. buffer: uint8 ``[rows, page bytes or more]``
+    on the device; its rows begin at multiples of 16 bytes.
 
     Raises:
-        KVQuantError: rows of ``host`` are not aligned.
+        KVQuantError: rows of ``buffer`` are not aligned.
     """
-    _launch(table, pages, host, host_pages, first=0, layers=len(table), backup=True)
+    _launch(table, pages, buffer, places, first=0, layers=len(table), gather=True)
 
 
 def load_rows(
     table: torch.Tensor, layer: int, pages: torch.Tensor, host: torch.Tensor, host_pages: torch.Tensor
 ) -> None:
-    """Copies one layer's records of ``pages`` from rows of ``host``; see ``backup_rows``."""
-    _launch(table, pages, host, host_pages, first=layer, layers=1, backup=False)
+    """Copies one layer's records of ``pages`` from rows of ``host``, on the device or pinned; see ``gather_rows``."""
+    _launch(table, pages, host, host_pages, first=layer, layers=1, gather=False)
 
 
 def _launch(
@@ -94,7 +95,7 @@ def _launch(
     *,
     first: int,
     layers: int,
-    backup: bool,
+    gather: bool,
 ) -> None:
     if host.data_ptr() % VECTOR or host.stride(0) % VECTOR:
         raise KVQuantError(
@@ -104,7 +105,7 @@ def _launch(
     rows = len(pages) * layers
     _copy_rows[(min(rows, _PROGRAMS),)](
         table, first, layers, rows, pages, host, host_pages, host.stride(0),
-        BACKUP=backup,
+        GATHER=gather,
         WORDS=_WORDS,
         num_warps=8,
     )  # fmt: skip
@@ -116,7 +117,7 @@ def _launch(
     do_not_specialize_on_alignment=["table", "pages", "host", "host_pages"],
 )  # fmt: skip
 def _copy_rows(
-    table, first, layers, rows, pages, host, host_pages, host_bytes, BACKUP: tl.constexpr, WORDS: tl.constexpr
+    table, first, layers, rows, pages, host, host_pages, host_bytes, GATHER: tl.constexpr, WORDS: tl.constexpr
 ):
     """Program p: rows p, p + programs, ...; row r is layer first + r % layers of page r // layers.
 
@@ -134,7 +135,7 @@ def _copy_rows(
         for start in range(0, words, WORDS):
             word = start + tl.arange(0, WORDS)
             inside = word < words
-            if BACKUP:
+            if GATHER:
                 tl.store(theirs + word, tl.load(mine + word, mask=inside), mask=inside)
             else:
                 tl.store(mine + word, tl.load(theirs + word, mask=inside), mask=inside)

@@ -21,6 +21,7 @@ class KVQuantHostPool(HostKVCache):
     Attributes:
         page: where things are in a row of ``page_bytes``.
         kv_buffer: uint8 ``[pages, page.page_bytes]``, pinned if the cache is on a GPU.
+        places: int64 ``[n]`` on the host, rows of the backup that begins next: SGLang passes them on the device.
         gathered: first tokens of the backup that begins next, and the rows that they belong to.
         damaged_pages: pages of storage that were not as they had been written, since the start.
     """
@@ -47,6 +48,7 @@ class KVQuantHostPool(HostKVCache):
         self.pool = tiers.pool
         self.page = HostPage(tiers.pool, tiers.sink_cache is not None)
         self.page_bytes = self.page.page_bytes
+        self.places = torch.empty(0, dtype=torch.int64)
         self.gathered: tuple[list[int], torch.Tensor] | None = None
         self.damaged_pages = 0
         self.layer_num = self.target_layer_num = tiers.pool.layers
@@ -106,8 +108,17 @@ class KVQuantHostPool(HostKVCache):
     def backup_from_device_all_layer_physical(
         self, device_pool: Any, host_indices: torch.Tensor, device_indices: torch.Tensor, io_backend: str
     ) -> None:
-        """Indices are of pages here. ``transfers.before_start_writing`` has made their records."""
-        self.page.layout.backup(self.pool, device_indices, self.kv_buffer, host_indices)
+        """Indices are of pages here. ``transfers.before_start_writing`` has made their records, and knows their rows.
+
+        Raises:
+            RuntimeError: SGLang copies other pages than it had queued.
+        """
+        if len(self.places) != len(host_indices):
+            raise RuntimeError(
+                f"kv-quant: {len(host_indices)} pages go to the host, {len(self.places)} were announced; please report "
+                "this."
+            )
+        self.page.layout.backup(self.pool, device_indices, self.kv_buffer, self.places)
         if self.gathered is not None:
             self.page.put_tokens(self.kv_buffer, *self.gathered)
             self.gathered = None

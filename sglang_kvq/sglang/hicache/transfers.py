@@ -41,8 +41,8 @@ def before_start_writing(controller: CacheController) -> None:
             host.gathered = [_first_page(operation) for operation in queue], tokens
             if tokens.is_cuda:
                 tokens.record_stream(controller.l2_transfer_engine.device_to_host_stream)
-    for operation in queue:
-        host.page.clear_flags(host.kv_buffer, pages_of(operation.host_indices))
+    host.places = torch.cat([pages_of(operation.host_indices) for operation in queue])
+    host.page.clear_flags(host.kv_buffer, host.places)
     if tiers.pool.device.type == "cuda":  # not all releases let the copies wait for this stream
         copies = controller.l2_transfer_engine.device_to_host_stream
         copies.wait_stream(_stream_of_layers(controller))
