@@ -12,7 +12,8 @@ one GPU.
 
 ``--beside`` measures copies and decode steps at the same time, on two streams. A step is a CUDA graph of all layers:
 the attention of 48 requests of 12,000 tokens, and a product that reads as many weights as a layer of Qwen3-8B has.
-``slower`` is the step's time during copies, relative to its time alone; ``gb_per_s`` is what the copies carried.
+``slower`` is the step's time during copies, relative to its time alone; ``gb_per_s`` is what the copies carried. ``backup by a
+kernel`` writes to host memory without the copy engine.
 """
 
 from __future__ import annotations
@@ -58,10 +59,19 @@ class Scene:
         self.source, self.target = order[:pages].contiguous(), order[pages:].contiguous()
         self.there = torch.randperm(2 * pages)[:pages].contiguous()
         self.there_on_device = self.there.to(device)
+        self.table: torch.Tensor | None = None
         self.bytes = pages * self.layout.page_bytes
 
     def backup(self) -> None:
         self.layout.backup(self.pool, self.source, self.host, self.there)
+
+    def backup_by_a_kernel(self) -> None:
+        """What backups did before: writes to host memory by the kernel that gathers."""
+        from sglang_kvq.kernels.tiers import host_rows
+
+        if self.table is None:
+            self.table = host_rows.row_table(self.pool.records, self.layout.offsets)
+        host_rows.gather_rows(self.table, self.source, self.host, self.there_on_device)
 
     def load(self) -> None:
         for layer in range(self.pool.layers):
@@ -220,8 +230,9 @@ def beside_rows(args: argparse.Namespace) -> Iterator[dict]:
     step, stream = Step(args.layers), torch.cuda.Stream()
     for pages in args.pages:
         scene = Scene(FORMATS["2.25 bits"], args.layers, pages, torch.device("cuda"))
-        for way, copy in (("backup", scene.backup), ("load", scene.load)):
-            for programs in args.programs if way == "load" else [None]:
+        ways = {"backup": scene.backup, "backup by a kernel": scene.backup_by_a_kernel, "load": scene.load}
+        for way, copy in ways.items():
+            for programs in args.programs if way != "backup" else [None]:
                 _use(programs)
                 scene.check()
                 step.us(5)
