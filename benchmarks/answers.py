@@ -120,6 +120,7 @@ def forced(
     cached: int = 0,
     timeout: float = 120,
     tail: Sequence[int] = (),
+    others: Sequence[list[int]] = (),
     **options,
 ) -> list[float]:
     """Log-probability of each answered token, by a server that serves nobody else now.
@@ -127,12 +128,15 @@ def forced(
     Args:
         cached: tokens of the prompt that were found in the cache when it was answered; here they come first too.
         tail: what follows them there. Without one they end a prompt, and its window over them stays in BF16.
+        others: prompts that come in between. Enough of them take all BF16 pages of what is cached, its sinks' too.
         options: of each request, such as its adapter.
     """
     server.drain()
     prefix = cached // PAGE_SIZE * PAGE_SIZE
     if 0 < prefix < len(prompt):
         server.json("/generate", body([*prompt[:prefix], *tail], 1, **options), timeout=timeout)
+        if others:
+            server.json("/generate", body(list(others), 1, **options), timeout=timeout)
     server.json("/generate", body(prompt, 1, **options), timeout=timeout)
     # The first entry is about the prompt's last token and has no log-probability.
     asked = body(prompt + answer, 1, return_logprob=True, logprob_start_len=len(prompt) - 1, **options)

@@ -122,7 +122,7 @@ class Answers:
         self.running, self.length, self.top, self.other = running, length, top, other
 
     def ask(self, ids: list[int]) -> tuple[Distributions, dict[str, int]]:
-        more = {"return_logprob": True, "logprob_start_len": self.length - 1, "top_logprobs_num": self.top}
+        more = {"return_logprob": True, "logprob_start_len": self.length, "top_logprobs_num": self.top}
         meta = self.running.json("/generate", body(ids, 1, **more))["meta_info"]
         tokens = {name: meta[name][1:] for name in ("input_token_logprobs", "input_top_logprobs")}
         return Distributions.from_meta(tokens), cached(meta)
@@ -196,7 +196,8 @@ def answers(args: argparse.Namespace, spec: MethodSpec, folder: Path) -> Iterato
         check_errors(running)
         yield {
             "scenario": name, "unit": "nats",
-            "method": spec.label, "prompts": len(rows), "tokens": length, "scored": TURN * len(rows), "top": args.top,
+            "method": spec.label, "prompts": len(rows), "tokens": length, "scored": (TURN - 1) * len(rows),
+            "top": args.top,
             **{name: round(max(row[name] for row in rows), 6) for name in ("host_apart", "storage_apart")},
             **{name: round(float(np.mean([row[name] for row in rows])), 6) for name in rows[0] if "kl" in name},
         }  # fmt: skip

@@ -7,13 +7,13 @@
 Shuffled pages of all layers, to and from shuffled rows of pinned host memory. Every copy is checked byte by byte first;
 a wrong one has no speed. ``torch`` makes the same copies through a staging tensor, and the host waits. ``whole`` is one
 copy of as many consecutive bytes: what the bus carries. ``--programs`` sets how many programs share a load, or gather a
-backup's pages, to choose ``kernels.tiers.host_rows._PROGRAMS``. Times are medians, launches included. About a minute on
+backup's pages, to choose ``kernels.tiers.host_rows._LOADERS``. Times are medians, launches included. About a minute on
 one GPU.
 
 ``--beside`` measures copies and decode steps at the same time, on two streams. A step is a CUDA graph of all layers:
 the attention of 48 requests of 12,000 tokens, and a product that reads as many weights as a layer of Qwen3-8B has.
-``slower`` is the step's time during copies, relative to its time alone; ``gb_per_s`` is what the copies carried. ``backup by a
-kernel`` writes to host memory without the copy engine.
+``slower`` is the time of a step during copies, relative to alone; ``gb_per_s`` is what the copies carried. ``backup
+by a kernel`` writes to host memory without the copy engine.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ def rows_of(args: argparse.Namespace) -> Iterator[dict]:
                 )
                 for way, (_, torchs) in ways.items()
             }
-            for programs in args.programs if device.type == "cuda" else [None]:
+            for programs in args.programs if device.type == "cuda" and args.programs else [None]:
                 _use(programs)
                 scene.check()
                 for way, (ours, _) in ways.items():
@@ -232,7 +232,7 @@ def beside_rows(args: argparse.Namespace) -> Iterator[dict]:
         scene = Scene(FORMATS["2.25 bits"], args.layers, pages, torch.device("cuda"))
         ways = {"backup": scene.backup, "backup by a kernel": scene.backup_by_a_kernel, "load": scene.load}
         for way, copy in ways.items():
-            for programs in args.programs if way != "backup" else [None]:
+            for programs in args.programs if args.programs and way != "backup" else [None]:
                 _use(programs)
                 scene.check()
                 step.us(5)
@@ -255,7 +255,7 @@ def _use(programs: int | None) -> None:
     if programs is not None:
         from sglang_kvq.kernels.tiers import host_rows
 
-        host_rows._PROGRAMS = programs
+        host_rows._LOADERS = host_rows._GATHERERS = programs
 
 
 def main() -> None:
@@ -264,7 +264,7 @@ def main() -> None:
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--pages", type=int, nargs="+", default=[16, 256, 1024], help="default %(default)s")
     parser.add_argument("--layers", type=int, default=LAYERS, help="default %(default)s")
-    parser.add_argument("--programs", type=int, nargs="+", default=[8, 16, 32, 64, 132], help="default %(default)s")
+    parser.add_argument("--programs", type=int, nargs="+", help="default: as served")
     parser.add_argument("--repeats", type=int, default=21)
     parser.add_argument("--beside", action="store_true", help="copies during decode steps")
     args = parser.parse_args()
@@ -272,24 +272,21 @@ def main() -> None:
         parser.error("--device cuda: there is no GPU. Use --device cpu for the copies in torch alone.")
     torch.manual_seed(0)
     if args.beside:
-        beside = []
         for row in beside_rows(args):
-            beside.append(row)
-            print(
-                "  ".join(f"{key} {row[key]}" for key in ("case", "step_us", "slower", "gb_per_s")),
-                flush=True,
-            )
-        if args.out:
-            record.merge(args.out, "host_rows", beside, key="case")
+            keep(args.out, row)
+            print("  ".join(f"{key} {row[key]}" for key in ("case", "step_us", "slower", "gb_per_s")), flush=True)
         return
     print(f"{'case':>46} {'us':>10} {'GB/s':>7} {'torch':>7} {'whole':>7}")
-    rows = []
     for row in rows_of(args):
-        rows.append(row)
+        keep(args.out, row)
         figures = " ".join(f"{row[key]:7.2f}" for key in ("gb_per_s", "torch_gb_per_s", "whole_gb_per_s"))
         print(f"{row['case']:>46} {row['us']:10.1f} {figures}", flush=True)
-    if args.out:
-        record.merge(args.out, "host_rows", rows, key="case")
+
+
+def keep(out: str | None, row: dict) -> None:
+    """Writes a row at once: a run that is cut short keeps what it has."""
+    if out:
+        record.merge(out, "host_rows", [row], key="case")
 
 
 if __name__ == "__main__":

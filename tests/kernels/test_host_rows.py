@@ -42,11 +42,12 @@ def wait() -> None:
 
 
 #: Programs, and words that each moves at a time: rows and their parts are shared out unevenly, or as served.
-LAUNCHES = {"few": (3, 512), "one": (1, 2048), "as-served": (host_rows._PROGRAMS, host_rows._WORDS)}
+LAUNCHES = {"few": (3, 512), "one": (1, 2048), "as-served": (host_rows._LOADERS, host_rows._WORDS)}
 
 
 def use_launch(monkeypatch: pytest.MonkeyPatch, launch: tuple[int, int]) -> None:
-    monkeypatch.setattr(host_rows, "_PROGRAMS", launch[0])
+    monkeypatch.setattr(host_rows, "_LOADERS", launch[0])
+    monkeypatch.setattr(host_rows, "_GATHERERS", launch[0])
     monkeypatch.setattr(host_rows, "_WORDS", launch[1])
 
 

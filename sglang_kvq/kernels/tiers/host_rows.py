@@ -6,9 +6,9 @@
 A page's records of one layer lie together on both sides. They are opaque bytes, moved 16 at a time. A table on the
 device says where each layer's records are, so that layers of different widths need no launch of their own.
 
-The bus limits loads, not the GPU. A few programs keep it busy, and more would only take multiprocessors from the
-attention that runs meanwhile. So ``_PROGRAMS`` programs share the rows (page, layer). A backup gathers pages on the
-device, from where the copy engine takes them (``cache.host_pages``).
+Programs share the rows (page, layer). Those that read host memory slow the kernels that run meanwhile: decode steps by
+2% with 4 programs, by 17% with 16 (docs/hicache.md). So loads have ``_LOADERS`` programs. A backup gathers pages on the
+device with ``_GATHERERS``, and the copy engine takes them from there (``cache.host_pages``).
 
 The host's side of a load is a tensor in pinned memory: Triton asks the driver for the device's address of what it is
 given, and refuses memory that the device cannot reach.
@@ -28,8 +28,8 @@ from sglang_kvq.kernels.device.arguments import field_count, load_fields
 VECTOR = 16
 #: 4-byte words of a row that a program moves at a time: 16 KiB in flight.
 _WORDS = 4096
-#: Programs of a launch, at most: half a MiB in flight, several times what the bus holds.
-_PROGRAMS = 32
+#: Programs of a launch, at most.
+_LOADERS, _GATHERERS = 4, 32
 
 
 class Row(NamedTuple):
@@ -103,7 +103,7 @@ def _launch(
             f"time. Align both to {VECTOR}."
         )
     rows = len(pages) * layers
-    _copy_rows[(min(rows, _PROGRAMS),)](
+    _copy_rows[(min(rows, _GATHERERS if gather else _LOADERS),)](
         table, first, layers, rows, pages, host, host_pages, host.stride(0),
         GATHER=gather,
         WORDS=_WORDS,
