@@ -55,6 +55,8 @@ RETRACT = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "300"}
 FACTOR = 3.0
 #: Kinds of requests that are asked alone, in turn; see ``Checker.calibrate``.
 CALIBRATED = ("cold", "after a part", "resumed", "beside another", "late")
+#: What HiCache makes common: pages that were computed from records only, and are read as such.
+LATE_TWICE = "late twice"
 #: Of the second control: as many as two requests of one batch shared when a row was repointed too early.
 WRONG_PAGES = 9
 LEAST = 0.04  # nats, mean of an answer: what BF16's rounding alone does (tests/gpu)
@@ -63,8 +65,9 @@ LEAST = 0.04  # nats, mean of an answer: what BF16's rounding alone does (tests/
 class Checker:
     """Compares answers, on a server that nobody else uses."""
 
-    def __init__(self, reference: TinyServer, scale: Scale, fault: bool) -> None:
+    def __init__(self, reference: TinyServer, scale: Scale, fault: bool, hicache: bool = False) -> None:
         self.reference, self.scale, self.fault = reference, scale, fault
+        self.kinds = (*CALIBRATED, LATE_TWICE, LATE_TWICE, LATE_TWICE) if hicache else CALIBRATED
         self.bound = Bound(0.0, 0.0)
         self.calibrated: list[Difference] = []
         #: By how many pages of the prompt are wrong; several are what a row gives that points elsewhere.
@@ -106,24 +109,24 @@ class Checker:
         ``resumed`` goes on after a part of its answer. ``beside another`` begins as a longer prompt does that was there
         before: what it finds cached of that one lies outside the longer one's window, so it reads quantized what a
         request with a prompt of its own would read in BF16. ``late`` finds its whole prompt cached, but by then others
-        have taken all its BF16 copies, those of its sinks too.
+        have taken all its BF16 copies, those of its sinks too. ``late twice`` does so for a half of its prompt, and then
+        for all of it.
         """
         rng = random.Random(7)
         answers = []
-        for n in range(self.scale.calibration):
+        for n in range(self.scale.calibration * len(self.kinds) // len(CALIBRATED)):
             if time.monotonic() > until and n >= 3:
                 break
             prompt = draw_tokens(rng, self.scale.shortest, self.scale.longest)
             count = rng.randint(*(self.scale.long_answer if n % 10 == 2 else self.scale.answer))
             server.drain()
-            kind = CALIBRATED[n % len(CALIBRATED)]
+            kind = self.kinds[n % len(self.kinds)]
             if kind == "after a part":  # written in another piece, and quantized before the rest saw it
                 server.json("/generate", body(prompt[: rng.randint(1, len(prompt))], 1), timeout=120)
-            if kind == "late":
-                server.json("/generate", body(prompt, 1), timeout=120)
-                server.drain()
-                server.json("/generate", body(self.others(rng), 1), timeout=120)
-                server.drain()
+            if kind in ("late", LATE_TWICE):
+                for part in (prompt,) if kind == "late" else (prompt[: len(prompt) // 2], prompt):
+                    server.json("/generate", body(part, 1), timeout=120)
+                    server.json("/generate", body(self.others(rng), 1), timeout=120)
             if kind == "beside another":
                 tail = self.tail(rng)
                 part = rng.randint(1, max(min(len(prompt), self.scale.longest - len(tail)), 1))
@@ -306,7 +309,7 @@ class Soak:
                 for job in [pool.submit(s.start, max(self.limit - time.monotonic(), 1)) for s in servers]:
                     job.result()
                 self.say(f"{len(servers)} servers started; requests alone are measured")
-                self.checker = Checker(reference, self.scale, self.args.fault)
+                self.checker = Checker(reference, self.scale, self.args.fault, bool(self.args.hicache))
                 self.checker.calibrate(self.server, time.monotonic() + (60 if self.cpu else 25))
                 found, bound = self.checker.calibrated, self.checker.bound
                 mean, largest = max(d.mean for d in found), max(d.max for d in found)

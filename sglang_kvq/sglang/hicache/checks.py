@@ -9,6 +9,7 @@ from typing import Any
 from sglang_kvq.config import KVQuantConfig
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.releases import NEW_TREE, NEW_TREE_RELEASES
+from sglang_kvq.sessions.config import EPICACHE
 from sglang_kvq.sglang import compat
 from sglang_kvq.sglang.prefix.selection import ENABLED
 from sglang_kvq.sglang.types import ModelConfig, ServerArgs
@@ -40,8 +41,6 @@ def refused_flags(values: Mapping[str, Any]) -> Iterator[str]:
             yield f"--{field.replace('_', '-')} {values[field]}: {why}."
     if (backend := values.get("hicache_storage_backend")) is not None:
         yield from refused_storage(backend, {})
-    if os.environ.get(ENABLED) == "1":
-        yield f"{ENABLED}=1: copies of pages that are still being loaded would be empty; unset it."
 
 
 def refused_storage(backend: str, extra_config: Mapping[str, Any]) -> Iterator[str]:
@@ -60,6 +59,13 @@ def refused_storage(backend: str, extra_config: Mapping[str, Any]) -> Iterator[s
             "--hicache-storage-backend dynamic: interface_v1 passes the bytes by, so they have no checksum; leave "
             "interface_v1 out of --hicache-storage-backend-extra-config."
         )
+
+
+def _names_have_namespaces() -> bool:
+    """Tells if names of stored pages depend on a request's namespace, under which chosen pages stand for a history."""
+    from sglang.srt.mem_cache import utils
+
+    return hasattr(utils, "storage_namespace_seed")
 
 
 _TWO = "it stores keys and values of a page apart, and has not been tried with pages that are one"
@@ -88,8 +94,13 @@ def check_resolved(server_args: ServerArgs, config: KVQuantConfig, model: ModelC
             "drafts are not tried with pages that come from the host; leave out --speculative-algorithm",
         ),
         (
-            config.episodic is not None,
-            "pages of a history that is still being loaded cannot be chosen or folded; leave out --episodic-policy",
+            config.episodic is not None and config.episodic.policy == EPICACHE,
+            "episodes are not tried with it; use --episodic-policy retrieve",
+        ),
+        (
+            (config.episodic is not None or os.environ.get(ENABLED) == "1") and not _names_have_namespaces(),
+            "this SGLang release stores pages under names of their tokens alone, so chosen pages would be taken for "
+            "others; use 0.5.23, or leave out --episodic-policy",
         ),
         (
             compat.resolved(server_args, "kv_canary", "none") not in (None, "none"),

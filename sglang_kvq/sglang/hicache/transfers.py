@@ -23,7 +23,7 @@ from sglang_kvq.cache.tiers import TierManager
 from sglang_kvq.cache.transfer import to_device
 from sglang_kvq.sglang import runtime
 from sglang_kvq.sglang.hicache.host_pool import KVQuantHostPool, pages_of
-from sglang_kvq.sglang.types import CacheController
+from sglang_kvq.sglang.types import CacheController, PrefixCache
 
 
 def before_start_writing(controller: CacheController) -> None:
@@ -59,6 +59,26 @@ def before_start_loading(controller: CacheController) -> None:
         begins = [o for o in queue if host.page.token_bytes and host.page.has_token(host.kv_buffer, _first_page(o))]
         if begins:
             _keep_first_tokens(tiers, host, begins)
+
+
+def wait_for_loads(tree: PrefixCache) -> bool:
+    """Makes later work on the layers' stream wait for the loads under way.
+
+    The tree gives a page its place on the device when its load is queued. Whoever copies pages of the tree calls this
+    first, or may copy what has not arrived.
+
+    Returns:
+        False if a load is queued and has not begun: ask again in the scheduler's next round.
+    """
+    controller = getattr(tree, "cache_controller", None)
+    if controller is None or host_pool_of(controller) is None:
+        return True
+    if controller.load_queue:
+        return False
+    if runtime.live_tiers().pool.device.type == "cuda":
+        for load in controller.ack_load_queue:
+            _stream_of_layers(controller).wait_event(load.finish_event)
+    return True
 
 
 def _keep_first_tokens(tiers: TierManager, host: KVQuantHostPool, begins: list[Any]) -> None:

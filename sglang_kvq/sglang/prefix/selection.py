@@ -20,6 +20,7 @@ from sglang_kvq.constants import PAGE_SIZE
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.sessions.messages import GONE, SELECTION, TOO_SMALL, Selection
 from sglang_kvq.sglang import runtime
+from sglang_kvq.sglang.hicache.transfers import wait_for_loads
 from sglang_kvq.sglang.prefix import episodes, tree_keys
 from sglang_kvq.sglang.types import ForwardBatch, Original, PrefillAdder, PrefixCache, Req
 
@@ -100,7 +101,10 @@ def _end(req: Req, error: KVQuantError) -> None:
 
 
 def _bring(tree: PrefixCache, req: Req, selection: Selection) -> bool:
-    """Copies the pages into the tree under the request's name, unless they are there; False if there is no room now.
+    """Copies the pages into the tree under the request's name, unless they are there.
+
+    Returns:
+        False if there is no room now, or if pages are still to be loaded from the host: the request waits.
 
     Raises:
         KVQuantError: the history is no longer cached, the cache is too small for it and the copies, or the request does
@@ -120,6 +124,8 @@ def _bring(tree: PrefixCache, req: Req, selection: Selection) -> bool:
             f"{len(selection.history) - len(locations)} of {len(selection.history)} tokens of the history are {GONE}; "
             "send them again."
         )
+    if not wait_for_loads(tree):
+        return False
     own = _room(tree, node, len(selection.history), len(tokens))
     if own is None:
         return False

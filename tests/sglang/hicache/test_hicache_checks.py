@@ -50,11 +50,6 @@ def test_setting(values, text):
     assert not list(checks.refused_flags(values)), "without HiCache nobody reads it"
 
 
-def test_chosen_pages(monkeypatch):
-    monkeypatch.setenv("KVQ_PAGE_SELECTION", "1")
-    assert "KVQ_PAGE_SELECTION=1: " in refused()
-
-
 def test_what_passes():
     kernel = dict(hicache_io_backend="kernel", hicache_mem_layout="page_first", hicache_host_memory_mode="cache")
     policies = dict(hicache_write_policy="write_back", hicache_ratio=3.0, hicache_storage_prefetch_policy="timeout")
@@ -91,7 +86,7 @@ def resolved(monkeypatch):
         ({"is_hybrid_swa": True}, "sliding windows are not moved"),
         ({"speculative_algorithm": "NGRAM"}, "leave out --speculative-algorithm"),
         ({"kv_canary": "raise"}, "leave out --kv-canary"),
-        ({"config": SimpleNamespace(episodic=object())}, "leave out --episodic-policy"),
+        ({"config": SimpleNamespace(episodic=SimpleNamespace(policy="epicache"))}, "use --episodic-policy retrieve"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
@@ -99,6 +94,23 @@ def test_model_or_feature(resolved, settings, text):
     with pytest.raises(KVQuantError, match=f"--enable-hierarchical-cache: .*{text}"):
         resolved(**settings)
     resolved(**settings, enable_hierarchical_cache=False)
+
+
+SESSIONS = SimpleNamespace(episodic=SimpleNamespace(policy="retrieve"))
+
+
+def test_chosen_pages_need_names_with_namespaces(resolved, monkeypatch):
+    """Copies of pages stand for a history in their own namespace; by tokens alone they would be another prompt."""
+    from sglang.srt.mem_cache import utils
+
+    monkeypatch.setattr(utils, "storage_namespace_seed", lambda *names: "", raising=False)
+    resolved(SESSIONS)
+    monkeypatch.delattr(utils, "storage_namespace_seed")
+    for config, env in ((SESSIONS, None), (CONFIG, "1")):
+        if env:
+            monkeypatch.setenv(checks.ENABLED, env)
+        with pytest.raises(KVQuantError, match="under names of their tokens alone.*use 0.5.23"):
+            resolved(config)
 
 
 def test_a_plain_model_passes(resolved):

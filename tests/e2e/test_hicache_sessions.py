@@ -1,0 +1,85 @@
+"""Sessions whose history has left the device: it comes back from host or storage, and is not computed again."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import requests
+from transformers import AutoTokenizer
+
+from sglang_kvq.constants import PAGE_SIZE as P
+from tests.e2e import word_embeddings
+from tests.e2e.client import held_out_text
+from tests.e2e.test_hicache import wait_for
+from tests.e2e.test_sessions import BUDGET, FACT, FLAGS, QUESTION, Sessions, assert_read, logprobs
+
+#: Room for a history of 24 pages, its copies and one more prompt.
+POOL = 48
+HICACHE = (
+    *("--enable-hierarchical-cache", "--hicache-ratio", "4", "--hicache-storage-backend", "file"),
+    *("--hicache-storage-prefetch-policy", "wait_complete", "--enable-cache-report"),
+    *("--max-total-tokens", str(POOL * P), "--max-running-requests", "2"),
+)
+
+
+@pytest.fixture(scope="module")
+def storage(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("storage")
+
+
+@pytest.fixture
+def client(servers, plugins, storage, tmp_path) -> Sessions:
+    path, folder = word_embeddings.install(tmp_path)
+    env = plugins("small_host")
+    env["PYTHONPATH"] = os.pathsep.join((path, env["PYTHONPATH"]))
+    config = ("--hicache-storage-backend-extra-config", json.dumps({"file_storage_path": str(storage)}))
+    return Sessions(servers(*FLAGS, *HICACHE, *config, "--episodic-embedder", folder, env=env))
+
+
+@pytest.fixture
+def prompt(model) -> list[int]:
+    """1,500 tokens of prose with a fact in them, and a question."""
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    prose, fact = tokenizer(held_out_text()).input_ids, tokenizer(f"\n{FACT}\n").input_ids
+    return [*prose[:300], *fact, *prose[300 : 1500 - len(fact)], *tokenizer(QUESTION).input_ids]
+
+
+def push_out(client: Sessions) -> None:
+    """Other prompts take all pages of the device."""
+    for index in range(5):
+        numbers = random.Random(index)
+        client.turn([numbers.randrange(100, 500) for _ in range(14 * P)], None, 1)
+
+
+def computed(client: Sessions) -> float:
+    """Tokens of sessions that the model has computed since the start."""
+    for line in requests.get(f"{client.url}/metrics", timeout=300).text.splitlines():
+        if line.startswith("sglang_kvq_session_computed_tokens_total"):
+            return float(line.split()[-1])
+    raise AssertionError("no metric of computed tokens")
+
+
+def test_a_history_comes_back(client, model, prompt, storage):
+    """From the host, then from files: the same pages are chosen, the answer is as right, and little is computed."""
+    client.flush()
+    first = client.turn(prompt, "long", 6)
+    chosen = assert_read(client, model, "long", prompt, first)["read"]
+    client.wait_computed("long", chosen["of_tokens"])
+    wait_for(lambda: len(list(storage.glob("*.bin"))) >= chosen["of_tokens"] // P, "pages do not arrive in storage")
+    for place in ("host", "storage"):
+        push_out(client)
+        if place == "storage":
+            client.flush()
+        before = computed(client)
+        answer = client.turn(prompt, "long", 6)
+        spent = computed(client) - before
+        assert spent < BUDGET, f"{spent} tokens computed although the history is in the {place}"
+        session = assert_read(client, model, "long", prompt, answer)
+        assert session["read"] == chosen and session["rebuilt"] >= 1
+        assert np.abs(np.subtract(logprobs(answer), logprobs(first))).mean() < 0.2
+    assert client.state()["errors"] == 0 and client.state()["damaged_pages"] == 0
