@@ -141,7 +141,7 @@ class RotatedContext:
         return output if self.back is None else output @ self.back
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=256)
 def _mask_of_pages(start: int, end: int, sink: int, recent: int, device: torch.device) -> torch.Tensor:
     """Builds the mask of ``RotatedContext._pages``, bool ``[queries, keys]``; the same in all layers."""
     with torch.inference_mode(False):  # a cached tensor may meet autograd later
