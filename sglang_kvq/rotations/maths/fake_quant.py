@@ -134,7 +134,8 @@ class RotatedContext:
         out = torch.nn.functional.scaled_dot_product_attention(
             rows[None], mixed(self.k, k)[None], mixed(self.v, v)[None], attn_mask=mask, scale=self.scale
         )
-        return out[0].unflatten(1, (group, n)).flatten(0, 1)
+        blocks: torch.Tensor = out[0].unflatten(1, (group, n)).flatten(0, 1)
+        return blocks
 
     def to_model_basis(self, output: torch.Tensor) -> torch.Tensor:
         """Transforms an output, or a difference of two, to the model's own basis; same shape."""
