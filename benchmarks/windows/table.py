@@ -61,8 +61,9 @@ def table(rows: Sequence[Row]) -> str:
             lines.append(cells)
         text = "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
         parts.append(f"`{method}`, {mine[0]['bits']:.2f} bits per element:\n\n{text}")
-    if bf16 is not None:
-        parts.append("BF16: " + "; ".join(f"{head(name)} {cell(bf16, name)}" for name in columns if name in bf16) + ".")
+    scores = [f"{head(name)} {cell(bf16, name)}" for name in columns if name in bf16] if bf16 else []
+    if scores:
+        parts.append(f"BF16: {'; '.join(scores)}.")
     return "\n\n".join(parts) + "\n"
 
 

@@ -251,6 +251,7 @@ def test_table() -> None:
     assert lines[5].startswith("| 64 + 256 | 0.0500 ± 0.0010 |  | 90.0 ± 1.0 | 50.0 ± 10.0 | 0.2500 ± 0.0500 | 23.4 |")
     assert lines[6].startswith("| 64 + 512 | 0.0500 ± 0.0010 | -0.0200 ± 0.0100 | 90.0")
     assert lines[-1] == "BF16: copies_4k, % 75.0 ± 10.0; copies_4k, nats 0.2500 ± 0.0500."
+    assert "BF16:" not in table([{"case": BF16, "method": "none"}, row("oscar", 0, 64)])
 
 
 def test_table_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
