@@ -84,6 +84,7 @@ class BatchedWindows:
     formats: Sequence[RecordFormat]
     rotations: LayerRotations
     windows: Sequence[tuple[int, int]]
+    pages: int = 1
 
     def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
         contexts = [
@@ -92,9 +93,8 @@ class BatchedWindows:
         ]
         stored = (torch.cat([getattr(context, name) for context in contexts]) for name in "kv")
         old = page_round_trip(self.formats[layer], *stored)
-        pages = PAGES if q.is_cuda else 1
         outputs = [
-            context.to_model_basis(context.output(old_k, old_v, pages))
+            context.to_model_basis(context.output(old_k, old_v, self.pages))
             for context, old_k, old_v in zip(contexts, *(x.chunk(len(contexts)) for x in old), strict=True)
         ]
         return torch.stack(outputs)
@@ -130,6 +130,7 @@ def measure(
         batch: windows of a method that are read together.
         save: called when rows changed.
     """
+    pages = PAGES if model.device.type == "cuda" else 1
     ready = {name: candidate.rotations.to(model.device) for name, candidate in methods.items()}
     for done, unit in enumerate(units):
         names = [case.name for case in cases] + [BF16] * unit.of_bf16
@@ -146,7 +147,8 @@ def measure(
             if time.monotonic() > deadline:
                 return False
             method = group[0].method
-            hook = BatchedWindows(methods[method].formats, ready[method], [(c.sink, c.recent) for c in group])
+            windows = [(case.sink, case.recent) for case in group]
+            hook = BatchedWindows(methods[method].formats, ready[method], windows, pages)
             for case, logp in zip(group, batched_log_probs(model, unit.ids, hook, unit.first), strict=True):
                 rows[case.name][unit.field].append(unit.judge(logp, reference))
             summarize(rows, cases)
