@@ -25,7 +25,7 @@ tokens in BF16, a server's default.
 
 | column | |
 |---|---|
-| KL, top-1 | of the last tokens of each context, every older one read from the cache |
+| KL, top-1 | of the last tokens of each context; what lies between sink and window is read from records |
 | less default | KL minus that of 64 + 256, paired by context: its error is smaller than that of two values |
 | copies | share of random keys copied to the last token; every key asked for lies in the history of every window |
 | copies, nats | negative log-likelihood of a token of the right key |
